@@ -1,0 +1,66 @@
+// logsumexp over any axes of a tensor, and its gradient.
+//
+//   forward    lse  = log(sum over axes of exp(x))
+//   backward   dx   = g * exp(x - lse)
+//
+// The sums are computed as m + log(sum exp(x - m)) in one pass over x (M. Milakov, N. Gimelshein, "Online normalizer
+// calculation for softmax", arXiv:1805.02867), in float32, or float64 for float64 inputs, and rounded once.
+//
+// Over the edges of the real line:
+//   no elements, or all of them -inf    lse = -inf, gradient 0   (PyTorch's gradient is NaN)
+//   a +inf among them, no NaN           lse = +inf, gradient g * exp(x - inf): 0 at the finite x, NaN at the +inf
+//   a NaN among them                    lse = NaN, gradient NaN
+#pragma once
+
+#include "eaves/context.h"
+#include "eaves/tensor.h"
+
+namespace eaves {
+
+struct LogsumexpForwardArgs {
+  /// x, any shape and strides; float16, bfloat16, float32, float64, or an integer or boolean type, which is promoted
+  /// to float32.
+  TensorView x;
+
+  /// The axes summed over, each in [-rank, rank), none twice. Empty: all of them.
+  Dims axes;
+
+  /// The summed axes stay in `out` and `lse` with size 1.
+  bool keepdim = false;
+
+  /// out, optional; shape of x without `axes`, any strides; dtype of x, or float32.
+  TensorView out;
+
+  /// out, optional; shape of `out`; float32 (float64 where x is float64). What the backward needs: a bfloat16 lse
+  /// around 12 is off by 3 %, and so would be every gradient. One of `out` and `lse` must be there.
+  TensorView lse;
+};
+
+struct LogsumexpBackwardArgs {
+  /// g = dL/d(out), shape of the forward's `out`; dtype of x, or float32; any strides, 0 among them.
+  TensorView grad_out;
+
+  /// x, as in the forward; a floating-point type.
+  TensorView x;
+
+  /// lse, as the forward wrote it: float32 (float64 where x is float64).
+  TensorView lse;
+
+  /// As in the forward.
+  Dims axes;
+  bool keepdim = false;
+
+  /// out; dL/dx, shape and dtype of x, any strides that give every element its own place; must not overlap x.
+  TensorView grad_x;
+};
+
+/// Throws InvalidArgument (an argument is not as documented above, or the workspace is too small), Unsupported (the
+/// tensors are on a GPU and this build or machine has no CUDA), DeviceError (the launch failed).
+void logsumexp_forward(const LogsumexpForwardArgs& args, const ExecutionContext& context = {});
+void logsumexp_backward(const LogsumexpBackwardArgs& args, const ExecutionContext& context = {});
+
+/// Bytes of scratch that the call needs: 0 for most shapes, below 1 MiB for all.
+std::size_t logsumexp_forward_workspace_bytes(const LogsumexpForwardArgs& args, const ExecutionContext& context = {});
+std::size_t logsumexp_backward_workspace_bytes(const LogsumexpBackwardArgs& args, const ExecutionContext& context = {});
+
+}  // namespace eaves
