@@ -1,0 +1,260 @@
+#include "core/check.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <limits>
+
+namespace eaves::check {
+namespace {
+
+/// One unknown of an address difference: an integer in [low, high] times `stride` bytes.
+struct Term {
+  std::int64_t stride;
+  std::int64_t low;
+  std::int64_t high;
+};
+
+struct Terms {
+  std::array<Term, 2 * kMaxRank + 1> items;
+  int size = 0;
+
+  void add(std::int64_t stride, std::int64_t low, std::int64_t high) {
+    if (stride < 0) {
+      stride = -stride;
+      std::swap(low, high);
+      low = -low;
+      high = -high;
+    }
+    for (int i = 0; i < size; ++i) {
+      if (items[i].stride == stride) {
+        items[i].low += low;
+        items[i].high += high;
+        return;
+      }
+    }
+    items[size++] = {stride, low, high};
+  }
+
+  void sort_by_stride_descending() {
+    std::sort(items.begin(), items.begin() + size, [](const Term& a, const Term& b) { return a.stride > b.stride; });
+  }
+};
+
+/// Is there a choice of the terms that sums to `target`? With `excluding_zero`, other than all of them 0. Exact: a
+/// term's candidates are those from which the smaller strides still reach the target, for any layout that nests
+/// at most two or three. `budget` bounds the search where a layout does not nest; out of budget counts as yes.
+bool reaches(const Terms& terms, int first, __int128 target, bool excluding_zero, int& budget) {
+  if (--budget < 0) return true;
+  if (first == terms.size) return target == 0 && !excluding_zero;
+  __int128 rest_low = 0;
+  __int128 rest_high = 0;
+  for (int i = first + 1; i < terms.size; ++i) {
+    rest_low += static_cast<__int128>(terms.items[i].stride) * terms.items[i].low;
+    rest_high += static_cast<__int128>(terms.items[i].stride) * terms.items[i].high;
+  }
+  const Term& term = terms.items[first];
+  if (term.stride == 0) {  // sorted last but for other zero strides, which add() has merged
+    return target == 0 && (!excluding_zero || term.low < 0 || term.high > 0);
+  }
+  const auto floor_divide = [](__int128 a, __int128 b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); };
+  const __int128 low = std::max<__int128>(term.low, -floor_divide(rest_high - target, term.stride));
+  const __int128 high = std::min<__int128>(term.high, floor_divide(target - rest_low, term.stride));
+  for (__int128 k = low; k <= high; ++k) {
+    if (reaches(terms, first + 1, target - k * term.stride, excluding_zero && k == 0, budget)) return true;
+  }
+  return false;
+}
+
+constexpr int kSearchBudget = 10000;
+
+struct ByteRange {
+  __int128 begin;
+  __int128 end;
+};
+
+ByteRange byte_range(const TensorView& view) {
+  __int128 low = 0;
+  __int128 high = 0;
+  for (int axis = 0; axis < view.shape.size(); ++axis) {
+    const __int128 reach = static_cast<__int128>(view.shape[axis] - 1) * view.strides[axis];
+    (reach < 0 ? low : high) += reach;
+  }
+  const auto address = static_cast<__int128>(reinterpret_cast<std::uintptr_t>(view.data));
+  const auto element = static_cast<__int128>(size_of(view.dtype));
+  return {address + low * element, address + (high + 1) * element};
+}
+
+bool is_contiguous(const TensorView& view) {
+  std::int64_t expected = 1;
+  for (int axis = view.shape.size() - 1; axis >= 0; --axis) {
+    if (view.shape[axis] == 1) continue;
+    if (view.strides[axis] != expected) return false;
+    expected *= view.shape[axis];
+  }
+  return true;
+}
+
+}  // namespace
+
+std::string to_string(const Dims& dims) {
+  std::string text = "[";
+  for (int i = 0; i < dims.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(dims[i]);
+  return text + "]";
+}
+
+std::string to_string(Device device) {
+  return device.type == DeviceType::cpu ? "cpu" : "cuda:" + std::to_string(device.index);
+}
+
+void fail(const Argument& argument, std::string_view what) {
+  throw InvalidArgument(std::string(argument.op) + ": " + argument.name + " " + std::string(what));
+}
+
+void is_valid(const Argument& argument) {
+  const TensorView& view = argument.view;
+  if (!view.is_present) fail(argument, "is missing");
+  size_of(view.dtype);  // throws for a value that is no DType
+  if (view.shape.size() != view.strides.size()) {
+    fail(argument, "has shape " + to_string(view.shape) + " and strides " + to_string(view.strides) +
+                       ", expected one stride per axis");
+  }
+  if (view.device.type == DeviceType::cpu && view.device.index != 0) {
+    fail(argument, "is on CPU " + std::to_string(view.device.index) + ", expected 0, the only one");
+  }
+  if (view.device.index < 0) {
+    fail(argument, "is on " + to_string(view.device) + ", expected a device index of 0 or more");
+  }
+  // Sizes of 0 are left out of the product: products over some of the axes must not overflow either.
+  std::int64_t count = 1;
+  bool is_empty = false;
+  for (const std::int64_t size : view.shape) {
+    if (size < 0) fail(argument, "has shape " + to_string(view.shape) + ", expected no negative sizes");
+    is_empty = is_empty || size == 0;
+    if (size != 0 && __builtin_mul_overflow(count, size, &count)) {
+      fail(argument, "has shape " + to_string(view.shape) + ", expected fewer than 2^63 elements");
+    }
+  }
+  if (is_empty) return;
+  const ByteRange range = byte_range(view);
+  if (range.begin < 0 || range.end > static_cast<__int128>(std::numeric_limits<std::uint64_t>::max())) {
+    fail(argument, "has shape " + to_string(view.shape) + " and strides " + to_string(view.strides) +
+                       ", which reach beyond the address space");
+  }
+  if (view.data == nullptr) fail(argument, "has shape " + to_string(view.shape) + " but no memory (data is null)");
+  if (reinterpret_cast<std::uintptr_t>(view.data) % size_of(view.dtype) != 0) {
+    fail(argument, std::string("is not aligned to its elements, expected an address divisible by ") +
+                       std::to_string(size_of(view.dtype)) + " for " + name_of(view.dtype));
+  }
+}
+
+void has_shape(const Argument& argument, const Dims& expected, std::string_view why) {
+  if (argument.view.shape == expected) return;
+  fail(argument, "has shape " + to_string(argument.view.shape) + ", expected " + to_string(expected) + " (" +
+                     std::string(why) + ")");
+}
+
+void has_dtype(const Argument& argument, std::initializer_list<DType> expected, std::string_view why) {
+  std::string names;
+  int listed = 0;
+  for (const DType dtype : expected) {
+    if (argument.view.dtype == dtype) return;
+    if (names.find(name_of(dtype)) != std::string::npos) continue;  // "float32 or float32" helps nobody
+    names += (listed++ == 0 ? "" : " or ") + std::string(name_of(dtype));
+  }
+  fail(argument, std::string("has dtype ") + name_of(argument.view.dtype) + ", expected " + names + " (" +
+                     std::string(why) + ")");
+}
+
+void is_on(const Argument& argument, Device device, const char* reference_name) {
+  if (argument.view.device == device) return;
+  fail(argument,
+       "is on " + to_string(argument.view.device) + ", expected " + to_string(device) + " (as " + reference_name + ")");
+}
+
+void is_writable(const Argument& argument) {
+  const TensorView& view = argument.view;
+  if (view.element_count() < 2 || is_contiguous(view)) return;
+  Terms terms;
+  for (int axis = 0; axis < view.shape.size(); ++axis) {
+    if (view.shape[axis] > 1) terms.add(view.strides[axis], 1 - view.shape[axis], view.shape[axis] - 1);
+  }
+  // Two axes of equal stride were merged into one term, where +1 and -1 cancel to 0: look for that first.
+  bool equal_strides = false;
+  for (int a = 0; a < view.shape.size(); ++a) {
+    for (int b = a + 1; b < view.shape.size(); ++b) {
+      equal_strides = equal_strides || (view.shape[a] > 1 && view.shape[b] > 1 &&
+                                        std::abs(view.strides[a]) == std::abs(view.strides[b]));
+    }
+  }
+  terms.sort_by_stride_descending();
+  int budget = kSearchBudget;
+  if (equal_strides || reaches(terms, 0, 0, true, budget)) {
+    fail(argument, "has shape " + to_string(view.shape) + " and strides " + to_string(view.strides) +
+                       ", so that elements share memory; expected an address for each, because it is written");
+  }
+}
+
+void do_not_overlap(const Argument& output, const Argument& other) {
+  if (output.view.device != other.view.device) return;
+  if (output.view.element_count() == 0 || other.view.element_count() == 0) return;
+  const ByteRange a = byte_range(output.view);
+  const ByteRange b = byte_range(other.view);
+  if (a.end <= b.begin || b.end <= a.begin) return;
+  // The ranges meet, the elements need not: halves of one buffer's rows interleave. Do any two share a byte?
+  Terms terms;
+  const auto a_bytes = static_cast<std::int64_t>(size_of(output.view.dtype));
+  const auto b_bytes = static_cast<std::int64_t>(size_of(other.view.dtype));
+  for (int axis = 0; axis < output.view.shape.size(); ++axis) {
+    terms.add(output.view.strides[axis] * a_bytes, 0, output.view.shape[axis] - 1);
+  }
+  for (int axis = 0; axis < other.view.shape.size(); ++axis) {
+    terms.add(other.view.strides[axis] * b_bytes, 1 - other.view.shape[axis], 0);
+  }
+  terms.add(1, 0, a_bytes - 1);
+  terms.add(1, 1 - b_bytes, 0);
+  terms.sort_by_stride_descending();
+  int budget = kSearchBudget;
+  const auto distance = static_cast<__int128>(reinterpret_cast<std::uintptr_t>(other.view.data)) -
+                        static_cast<__int128>(reinterpret_cast<std::uintptr_t>(output.view.data));
+  if (reaches(terms, 0, distance, false, budget)) {
+    fail(output, std::string("overlaps ") + other.name + ", expected memory of its own");
+  }
+}
+
+AxisSet axes(const Argument& argument, const Dims& axes) {
+  const int rank = argument.view.shape.size();
+  AxisSet set;
+  if (axes.empty()) {
+    for (int axis = 0; axis < rank; ++axis) set.contains[axis] = true;
+    return set;
+  }
+  // As in PyTorch, a zero-dimensional tensor has an axis 0 that may be named.
+  const int range = rank == 0 ? 1 : rank;
+  for (const std::int64_t axis : axes) {
+    if (axis < -range || axis >= range) {
+      throw InvalidArgument(std::string(argument.op) + ": axes contains " + std::to_string(axis) + ", expected " +
+                            std::to_string(-range) + " to " + std::to_string(range - 1) + " (" + argument.name +
+                            " has " + std::to_string(rank) + " axes)");
+    }
+    bool& seen = set.contains[axis < 0 ? axis + range : axis];
+    if (seen) {
+      throw InvalidArgument(std::string(argument.op) + ": axes is " + to_string(axes) +
+                            ", expected each axis once (axis " + std::to_string(axis) + " is there twice)");
+    }
+    seen = true;
+  }
+  return set;
+}
+
+void workspace(const char* op, const void* data, std::size_t bytes, std::size_t needed_bytes) {
+  if (bytes < needed_bytes) {
+    throw InvalidArgument(std::string(op) + ": workspace has " + std::to_string(bytes) + " bytes, expected at least " +
+                          std::to_string(needed_bytes));
+  }
+  if (reinterpret_cast<std::uintptr_t>(data) % 256 != 0) {
+    throw InvalidArgument(std::string(op) + ": workspace is not aligned, expected an address divisible by 256");
+  }
+}
+
+}  // namespace eaves::check

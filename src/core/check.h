@@ -1,0 +1,50 @@
+// All wording of argument checks. Each function either returns or throws InvalidArgument with the operator, the
+// argument, what it is and what was expected; every operator says the same thing in the same words.
+#pragma once
+
+#include <initializer_list>
+#include <string>
+#include <string_view>
+
+#include "eaves/error.h"
+#include "eaves/tensor.h"
+
+namespace eaves::check {
+
+std::string to_string(const Dims& dims);  ///< "[4, 1024]"
+std::string to_string(Device device);     ///< "cpu", "cuda:0"
+
+/// An argument as error messages speak of it.
+struct Argument {
+  const char* op;    ///< "logsumexp_forward"
+  const char* name;  ///< "grad_out"
+  const TensorView& view;
+};
+
+/// "<op>: <name> <what>".
+[[noreturn]] void fail(const Argument& argument, std::string_view what);
+
+/// A tensor was passed, it describes addresses that can exist, and it has memory if it has elements.
+void is_valid(const Argument& argument);
+
+/// `why` explains the expectation: "as x without the reduced axes".
+void has_shape(const Argument& argument, const Dims& expected, std::string_view why);
+void has_dtype(const Argument& argument, std::initializer_list<DType> expected, std::string_view why);
+void is_on(const Argument& argument, Device device, const char* reference_name);
+
+/// Every element has an address of its own, so that it can be written in parallel.
+void is_writable(const Argument& argument);
+
+/// No element of `output` shares a byte with one of `other`.
+void do_not_overlap(const Argument& output, const Argument& other);
+
+/// Which axes a list names: negative ones count from the end, an empty list names all.
+struct AxisSet {
+  bool contains[kMaxRank] = {};
+};
+AxisSet axes(const Argument& argument, const Dims& axes);
+
+/// The caller's workspace, if there is one, is large enough and aligned to 256 bytes.
+void workspace(const char* op, const void* data, std::size_t bytes, std::size_t needed_bytes);
+
+}  // namespace eaves::check

@@ -1,0 +1,89 @@
+#include "core/rows.h"
+
+#include <cstdlib>
+#include <utility>
+
+namespace eaves {
+namespace {
+
+template <int kTensors>
+void append_axis(StridedLoop<kTensors>& loop, std::int64_t size, const std::int64_t (&strides)[kTensors]) {
+  loop.sizes[loop.rank] = size;
+  for (int t = 0; t < kTensors; ++t) loop.strides[t][loop.rank] = strides[t];
+  ++loop.rank;
+}
+
+/// True when `outer` must be nested outside of `inner`: larger steps in the first tensor, then in the others.
+template <int kTensors>
+bool strides_larger(const StridedLoop<kTensors>& loop, int outer, int inner) {
+  for (int t = 0; t < kTensors; ++t) {
+    const std::int64_t a = std::abs(loop.strides[t][outer]);
+    const std::int64_t b = std::abs(loop.strides[t][inner]);
+    if (a != b) return a > b;
+  }
+  return false;
+}
+
+template <int kTensors>
+void swap_axes(StridedLoop<kTensors>& loop, int a, int b) {
+  std::swap(loop.sizes[a], loop.sizes[b]);
+  for (int t = 0; t < kTensors; ++t) std::swap(loop.strides[t][a], loop.strides[t][b]);
+}
+
+/// Sorts the axes by the steps they take in memory (a sum does not care about the order of its terms, and every
+/// tensor is permuted alike) and merges neighbours that take equal steps.
+template <int kTensors>
+void simplify(StridedLoop<kTensors>& loop) {
+  // Insertion sort: stable, at most 16 axes, usually in order already.
+  for (int i = 1; i < loop.rank; ++i) {
+    for (int j = i; j > 0 && strides_larger(loop, j, j - 1); --j) swap_axes(loop, j - 1, j);
+  }
+  int last = 0;
+  for (int axis = 1; axis < loop.rank; ++axis) {
+    bool mergeable = true;
+    for (int t = 0; t < kTensors; ++t) {
+      mergeable = mergeable && loop.strides[t][last] == loop.strides[t][axis] * loop.sizes[axis];
+    }
+    if (mergeable) {
+      loop.sizes[last] *= loop.sizes[axis];
+    } else {
+      ++last;
+      loop.sizes[last] = loop.sizes[axis];
+    }
+    for (int t = 0; t < kTensors; ++t) loop.strides[t][last] = loop.strides[t][axis];
+  }
+  if (loop.rank > 0) loop.rank = last + 1;
+}
+
+RowLayout layout_of(const StridedLoop<kRowTensors>& rows, const StridedLoop<2>& columns) {
+  if (columns.rank == 0) return RowLayout::contiguous;  // one column: its stride is never used
+  if (columns.rank > 1) return RowLayout::strided;
+  if (columns.strides[0][0] == 1 && columns.strides[1][0] == 1) return RowLayout::contiguous;
+  if (rows.rank > 0 && rows.strides[0][rows.rank - 1] == 1 && rows.strides[1][rows.rank - 1] == 1) {
+    return RowLayout::transposed;
+  }
+  return RowLayout::strided;
+}
+
+}  // namespace
+
+RowView make_row_view(const Dims& shape, const bool (&reduced)[kMaxRank], const Dims (&full)[2],
+                      const Dims (&per_row)[2]) {
+  RowView view;
+  for (int axis = 0; axis < shape.size(); ++axis) {
+    const std::int64_t size = shape[axis];
+    (reduced[axis] ? view.column_count : view.row_count) *= size;
+    if (size == 1) continue;
+    if (reduced[axis]) {
+      append_axis(view.columns, size, {full[0][axis], full[1][axis]});
+    } else {
+      append_axis(view.rows, size, {full[0][axis], full[1][axis], per_row[0][axis], per_row[1][axis]});
+    }
+  }
+  simplify(view.rows);
+  simplify(view.columns);
+  view.layout = layout_of(view.rows, view.columns);
+  return view;
+}
+
+}  // namespace eaves

@@ -1,0 +1,79 @@
+// A tensor seen as rows: the axes that are reduced make up a row's columns, the axes that stay enumerate the rows.
+// Axes of size 1 disappear and neighbouring axes that lie behind each other in memory become one, so that kernels see
+// the fewest axes that describe the same addresses. Every row operator starts from a RowView.
+#pragma once
+
+#include <cstdint>
+
+#include "core/numeric.h"
+#include "eaves/tensor.h"
+
+namespace eaves {
+
+/// a / b for numbers that are not negative. A 64-bit division costs a GPU about ten 32-bit ones, and almost every
+/// tensor fits the short one.
+EAVES_HOST_DEVICE inline std::int64_t divide(std::int64_t a, std::int64_t b) {
+  if (static_cast<std::uint64_t>(a | b) >> 32 == 0)
+    return static_cast<std::uint32_t>(a) / static_cast<std::uint32_t>(b);
+  return a / b;
+}
+
+/// Nested loops over `rank` axes, outermost first, with the strides of several tensors that are walked together.
+/// Passed to kernels by value.
+template <int kTensors>
+struct StridedLoop {
+  int rank = 0;
+  std::int64_t sizes[kMaxRank] = {};
+  std::int64_t strides[kTensors][kMaxRank] = {};
+
+  EAVES_HOST_DEVICE std::int64_t count() const {
+    std::int64_t product = 1;
+    for (int axis = 0; axis < rank; ++axis) product *= sizes[axis];
+    return product;
+  }
+
+  struct Offsets {
+    std::int64_t of[kTensors];
+  };
+
+  /// Where iteration `index` of the flattened loops lies in each tensor, in elements.
+  EAVES_HOST_DEVICE Offsets offsets(std::int64_t index) const {
+    Offsets result{};
+    for (int axis = rank - 1; axis > 0; --axis) {
+      const std::int64_t next = divide(index, sizes[axis]);
+      const std::int64_t coordinate = index - next * sizes[axis];
+      for (int t = 0; t < kTensors; ++t) result.of[t] += coordinate * strides[t][axis];
+      index = next;
+    }
+    if (rank > 0) {
+      for (int t = 0; t < kTensors; ++t) result.of[t] += index * strides[t][0];
+    }
+    return result;
+  }
+};
+
+/// The most tensors that one operator walks together: the input, its gradient, and per-row tensors.
+inline constexpr int kRowTensors = 4;
+
+enum class RowLayout {
+  contiguous,  ///< the columns of a row are one axis of unit stride in every tensor that has columns
+  transposed,  ///< one axis of columns, and the innermost axis of rows has unit stride instead: rows lie side by side
+  strided,     ///< anything else
+};
+
+/// Tensors 0 and 1 have rows and columns (the input and its gradient; an operator with only one leaves the other
+/// equal to it), tensors 2 and 3 have one element per row.
+struct RowView {
+  StridedLoop<kRowTensors> rows;
+  StridedLoop<2> columns;
+  std::int64_t row_count = 1;
+  std::int64_t column_count = 1;
+  RowLayout layout = RowLayout::strided;
+};
+
+/// `reduced[axis]` tells which axes of `shape` make up the columns. `full[t]` are strides of tensors 0 and 1 over all
+/// axes; `per_row[t]` are those of tensors 2 and 3, over all axes too (the entries of reduced axes are not read).
+RowView make_row_view(const Dims& shape, const bool (&reduced)[kMaxRank], const Dims (&full)[2],
+                      const Dims (&per_row)[2]);
+
+}  // namespace eaves
