@@ -1,0 +1,39 @@
+// What operators and the runtime layer ask of a GPU before a launch: is it there, how large is it, memory in stream
+// order. No CUDA header is needed to include it. The properties are read once per device and never change: the only
+// state in the library that outlives a call.
+#pragma once
+
+#include <cstddef>
+
+#include "eaves/tensor.h"
+
+namespace eaves::cuda {
+
+struct DeviceProperties {
+  int multiprocessors = 0;
+  int compute_capability = 0;  ///< 80, 90
+};
+
+/// Throws Unsupported with the reason when this machine has no such GPU, or no driver that this build can use.
+void require_device(const char* op, Device device);
+
+const DeviceProperties& properties(Device device);
+
+/// Makes `device` current for the thread, and on destruction the one that was.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(Device device);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = 0;
+  bool is_switched_ = false;
+};
+
+/// Memory of the device's default pool. Taking and giving back happen in the order of the stream.
+void* allocate_in_stream_order(Device device, std::size_t bytes, void* stream);
+void deallocate_in_stream_order(Device device, void* data, void* stream) noexcept;
+
+}  // namespace eaves::cuda

@@ -1,0 +1,60 @@
+// The one launcher: every kernel of the library starts here, with its shape as designated initialisers.
+//
+//   launch("logsumexp_forward", row_per_warp<float>, {.blocks = 4096, .threads = 128, .stream = stream}, arguments);
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+
+#include "cuda/error.cuh"
+
+namespace eaves::cuda {
+
+struct LaunchShape {
+  std::int64_t blocks = 1;    ///< along x, below 2^31
+  std::int64_t blocks_y = 1;  ///< below 2^16
+  dim3 threads = 1;
+  bool is_column_cluster = false;            ///< the blocks with the same x are a cluster; then blocks_y is at most 8
+  bool starts_before_previous_ends = false;  ///< programmatic dependent launch: the kernel waits by itself, with
+                                             ///< wait_for_previous_kernel(), before it reads what that one wrote
+  void* stream = nullptr;
+};
+
+template <typename... Parameters>
+void launch(const char* op, void (*kernel)(Parameters...), const LaunchShape& shape, Parameters... arguments) {
+  if (shape.blocks > INT32_MAX || shape.blocks_y > UINT16_MAX) {
+    throw Unsupported(std::string(op) + ": needs " + std::to_string(shape.blocks) + " x " +
+                      std::to_string(shape.blocks_y) + " blocks, a GPU takes 2147483647 x 65535");
+  }
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y));
+  config.blockDim = shape.threads;
+  config.stream = static_cast<cudaStream_t>(shape.stream);
+  config.attrs = attributes;
+  if (shape.is_column_cluster) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = 1;
+    attribute.val.clusterDim.y = static_cast<unsigned>(shape.blocks_y);
+    attribute.val.clusterDim.z = 1;
+  }
+  if (shape.starts_before_previous_ends) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  check_status(cudaLaunchKernelEx(&config, kernel, arguments...), op);
+}
+
+/// Called by a kernel before it reads what the previous kernel of the stream wrote: all of that one's blocks have ended
+/// and their writes can be seen.
+__device__ inline void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+}  // namespace eaves::cuda

@@ -1,0 +1,195 @@
+#include "cuda/runtime.h"
+
+#include <cuda_runtime.h>
+
+#include <memory>
+
+#include "core/build_config.h"
+#include "core/check.h"
+#include "cuda/device.h"
+#include "cuda/error.cuh"
+#include "cuda/stream.cuh"
+
+namespace eaves::cuda::runtime {
+namespace {
+
+std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+/// Machine code is there for compute capability 8.x and 9.0, and PTX of 9.0 for what comes later.
+constexpr int kOldestComputeCapability = 8;
+
+GpuList find_gpus() {
+  GpuList list;
+  int driver = 0;
+  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
+    list.missing = "no NVIDIA driver was found on this machine";
+    return list;
+  }
+  list.driver_version = version_text(driver);
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess || count == 0) {
+    cudaGetLastError();
+    list.missing = std::string("CUDA finds no usable GPU: ") + cudaGetErrorString(status) + " (driver for CUDA " +
+                   list.driver_version + ", eaves built with CUDA " + EAVES_CUDA_VERSION + ")";
+    return list;
+  }
+  for (int index = 0; index < count; ++index) {
+    cudaDeviceProp properties{};
+    if (cudaGetDeviceProperties(&properties, index) != cudaSuccess) continue;
+    GpuInfo gpu;
+    gpu.index = index;
+    gpu.name = properties.name;
+    gpu.compute_capability_major = properties.major;
+    gpu.compute_capability_minor = properties.minor;
+    gpu.multiprocessors = properties.multiProcessorCount;
+    gpu.memory_bytes = static_cast<std::int64_t>(properties.totalGlobalMem);
+    gpu.l2_bytes = properties.l2CacheSize;
+    int clock_khz = 0;
+    cudaDeviceGetAttribute(&clock_khz, cudaDevAttrMemoryClockRate, index);
+    // Two transfers per clock.
+    gpu.memory_bandwidth = 2.0 * clock_khz * 1e3 * properties.memoryBusWidth / 8.0;
+    list.gpus.push_back(gpu);
+  }
+  // Device numbers are CUDA's: an old GPU between newer ones is left in the list only where none follows it.
+  while (!list.gpus.empty() && list.gpus.back().compute_capability_major < kOldestComputeCapability) {
+    list.gpus.pop_back();
+  }
+  if (list.gpus.empty()) list.missing = "the GPUs here are older than compute capability 8.0, which this build needs";
+  return list;
+}
+
+cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
+
+}  // namespace
+
+GpuList gpus() { return find_gpus(); }
+
+int gpu_count() {
+  static const int count = static_cast<int>(find_gpus().gpus.size());
+  return count;
+}
+
+std::int64_t free_memory_bytes(Device device) {
+  const DeviceGuard guard(device);
+  std::size_t free = 0;
+  std::size_t total = 0;
+  check_status(cudaMemGetInfo(&free, &total), "free memory");
+  return static_cast<std::int64_t>(free);
+}
+
+void* allocate(Device device, std::size_t bytes) {
+  const DeviceGuard guard(device);
+  void* data = nullptr;
+  check_status(cudaMalloc(&data, bytes == 0 ? 256 : bytes), "allocation");
+  return data;
+}
+
+void deallocate(Device device, void* data) noexcept {
+  static_cast<void>(device);  // the address tells
+  cudaFree(data);
+}
+
+void copy(void* destination, Device destination_device, const void* source, Device source_device, std::size_t bytes) {
+  const DeviceGuard guard(destination_device.type == DeviceType::cuda ? destination_device : source_device);
+  check_status(cudaMemcpy(destination, source, bytes, cudaMemcpyDefault), "copy");
+}
+
+void fill_bytes(Device device, void* data, unsigned char value, std::size_t bytes) {
+  const DeviceGuard guard(device);
+  check_status(cudaMemset(data, value, bytes), "fill");
+  check_status(cudaDeviceSynchronize(), "fill");
+}
+
+void synchronize(Device device) {
+  const DeviceGuard guard(device);
+  check_status(cudaDeviceSynchronize(), "device");
+}
+
+void* create_stream(Device device) {
+  const DeviceGuard guard(device);
+  cudaStream_t stream = nullptr;
+  check_status(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+  return stream;
+}
+
+void destroy_stream(Device device, void* stream) noexcept {
+  static_cast<void>(device);
+  cudaStreamDestroy(as_stream(stream));
+}
+
+void* create_event(Device device) {
+  const DeviceGuard guard(device);
+  cudaEvent_t event = nullptr;
+  check_status(cudaEventCreate(&event), "event");
+  return event;
+}
+
+void destroy_event(Device device, void* event) noexcept {
+  static_cast<void>(device);
+  cudaEventDestroy(static_cast<cudaEvent_t>(event));
+}
+
+void record_event(Device device, void* event, void* stream) {
+  const DeviceGuard guard(device);
+  check_status(cudaEventRecord(static_cast<cudaEvent_t>(event), as_stream(stream)), "event");
+}
+
+double elapsed_ms(Device device, void* start, void* stop) {
+  const DeviceGuard guard(device);
+  check_status(cudaEventSynchronize(static_cast<cudaEvent_t>(stop)), "event");
+  float elapsed = 0.0f;
+  check_status(cudaEventElapsedTime(&elapsed, static_cast<cudaEvent_t>(start), static_cast<cudaEvent_t>(stop)),
+               "event");
+  return elapsed;
+}
+
+void capture_and_replay(Device device, void* stream, const std::function<void()>& enqueue, int replays) {
+  const DeviceGuard guard(device);
+  check_status(cudaStreamBeginCapture(as_stream(stream), cudaStreamCaptureModeThreadLocal), "graph capture");
+  cudaGraph_t graph = nullptr;
+  try {
+    enqueue();
+  } catch (...) {
+    cudaStreamEndCapture(as_stream(stream), &graph);
+    if (graph != nullptr) cudaGraphDestroy(graph);
+    throw;
+  }
+  check_status(cudaStreamEndCapture(as_stream(stream), &graph), "graph capture");
+  cudaGraphExec_t executable = nullptr;
+  const cudaError_t status = cudaGraphInstantiate(&executable, graph, 0);
+  cudaGraphDestroy(graph);
+  check_status(status, "graph");
+  for (int replay = 0; replay < replays; ++replay) {
+    const cudaError_t launched = cudaGraphLaunch(executable, as_stream(stream));
+    if (launched != cudaSuccess) {
+      cudaGraphExecDestroy(executable);
+      check_status(launched, "graph");
+    }
+  }
+  const cudaError_t finished = cudaStreamSynchronize(as_stream(stream));
+  cudaGraphExecDestroy(executable);
+  check_status(finished, "graph");
+}
+
+void stream_bytes(Device device, const void* source, std::size_t read_bytes, void* destination, std::size_t write_bytes,
+                  const ExecutionContext& context) {
+  const DeviceGuard guard(device);
+  cuda::stream_bytes(source, read_bytes, destination, write_bytes, as_stream(context.stream));
+}
+
+std::size_t last_cache_bytes(Device device) {
+  int bytes = 0;
+  check_status(cudaDeviceGetAttribute(&bytes, cudaDevAttrL2CacheSize, device.index), "device properties");
+  return static_cast<std::size_t>(bytes);
+}
+
+std::string device_name(Device device) {
+  cudaDeviceProp properties{};
+  check_status(cudaGetDeviceProperties(&properties, device.index), "device properties");
+  return properties.name;
+}
+
+}  // namespace eaves::cuda::runtime

@@ -1,0 +1,65 @@
+// The CUDA side of core/runtime.h: src/core/runtime.cpp serves the CPU itself and forwards every call for a GPU here,
+// under the same name. Compiled only where EAVES_HAVE_CUDA is 1; no CUDA header is needed to include it.
+//
+// Every function that takes a Device leaves the caller's current device as it found it. None of them may be the reason
+// that a program does not start: a missing driver makes gpus() say so, and everything else throw DeviceError.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "eaves/context.h"
+#include "eaves/system.h"
+#include "eaves/tensor.h"
+
+namespace eaves::cuda::runtime {
+
+struct GpuList {
+  std::vector<GpuInfo> gpus;   ///< those that the machine code or PTX in this build can run on
+  std::string driver_version;  ///< the newest CUDA that the driver runs, "13.0"; empty without a driver
+  std::string missing;         ///< why `gpus` is empty, in one sentence; empty where it is not
+};
+
+/// Never throws.
+GpuList gpus();
+
+/// gpus().gpus.size(), cheaper from the second call on.
+int gpu_count();
+
+std::int64_t free_memory_bytes(Device device);
+
+/// Aligned to 256 bytes.
+void* allocate(Device device, std::size_t bytes);
+void deallocate(Device device, void* data) noexcept;
+
+/// At least one of the two sides is a GPU. Waits for the copy.
+void copy(void* destination, Device destination_device, const void* source, Device source_device, std::size_t bytes);
+void fill_bytes(Device device, void* data, unsigned char value, std::size_t bytes);
+void synchronize(Device device);
+
+/// A cudaStream_t (not blocking with the default stream).
+void* create_stream(Device device);
+void destroy_stream(Device device, void* stream) noexcept;
+
+/// A cudaEvent_t with timing.
+void* create_event(Device device);
+void destroy_event(Device device, void* event) noexcept;
+void record_event(Device device, void* event, void* stream);
+
+/// Milliseconds between two recorded events; waits for the second.
+double elapsed_ms(Device device, void* start, void* stop);
+
+void capture_and_replay(Device device, void* stream, const std::function<void()>& enqueue, int replays);
+
+void stream_bytes(Device device, const void* source, std::size_t read_bytes, void* destination, std::size_t write_bytes,
+                  const ExecutionContext& context);
+
+/// Bytes of L2.
+std::size_t last_cache_bytes(Device device);
+
+std::string device_name(Device device);
+
+}  // namespace eaves::cuda::runtime

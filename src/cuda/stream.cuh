@@ -1,0 +1,15 @@
+// The yardstick of the benchmark: plain kernels that stream bytes through memory with 16-byte accesses, as fast as we
+// could make any plain kernel go, and compute next to nothing.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+
+namespace eaves::cuda {
+
+/// Reads `read_bytes` and writes `write_bytes`, both rounded down to multiples of 16.
+void stream_bytes(const void* source, std::size_t read_bytes, void* destination, std::size_t write_bytes,
+                  cudaStream_t stream);
+
+}  // namespace eaves::cuda

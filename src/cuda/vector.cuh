@@ -1,0 +1,223 @@
+// Rows through 16-byte loads and stores, whatever they start at and however long they are. The loop, its tail and the
+// elements before the first 16-byte boundary are handled here, once, for reductions and for elementwise kernels.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "core/numeric.h"
+
+namespace eaves::cuda {
+
+/// 16 bytes of elements.
+template <typename T>
+struct Vector {
+  static constexpr int kSize = 16 / sizeof(T);
+  uint4 words;
+};
+
+/// Streaming: every element is read once, so it should not push anything out of L1.
+template <typename T>
+__device__ Vector<T> load(const Vector<T>* address) {
+  Vector<T> v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.words.x), "=r"(v.words.y), "=r"(v.words.z), "=r"(v.words.w)
+               : "l"(address));
+  return v;
+}
+
+/// Streaming: nothing will read these elements soon.
+template <typename T>
+__device__ void store(Vector<T>* address, const Vector<T>& v) {
+  __stcs(reinterpret_cast<uint4*>(address), v.words);
+}
+
+namespace detail {
+
+template <typename T>
+__device__ T bits_as(std::uint32_t bits) {
+  T value;
+  memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+template <typename T>
+__device__ std::uint32_t bits_of(T value) {
+  std::uint32_t bits;
+  memcpy(&bits, &value, sizeof(T));
+  return bits;
+}
+
+}  // namespace detail
+
+/// The elements in the type that is computed with.
+template <typename T>
+__device__ void unpack(const Vector<T>& v, Accumulator<T> (&values)[Vector<T>::kSize]) {
+  const std::uint32_t words[4] = {v.words.x, v.words.y, v.words.z, v.words.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (std::is_same_v<T, bfloat16>) {
+      values[2 * i] = __uint_as_float(words[i] << 16);
+      values[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+    } else if constexpr (std::is_same_v<T, float16>) {
+      const float2 pair = __half22float2(detail::bits_as<__half2>(words[i]));
+      values[2 * i] = pair.x;
+      values[2 * i + 1] = pair.y;
+    } else if constexpr (std::is_same_v<T, float>) {
+      values[i] = __uint_as_float(words[i]);
+    } else if (i % 2 == 1) {
+      values[i / 2] = __hiloint2double(static_cast<int>(words[i]), static_cast<int>(words[i - 1]));
+    }
+  }
+}
+
+/// Rounds each value once, to nearest even.
+template <typename T>
+__device__ Vector<T> pack(const Accumulator<T> (&values)[Vector<T>::kSize]) {
+  std::uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (std::is_same_v<T, bfloat16>) {
+      words[i] = detail::bits_of(__floats2bfloat162_rn(values[2 * i], values[2 * i + 1]));
+    } else if constexpr (std::is_same_v<T, float16>) {
+      words[i] = detail::bits_of(__floats2half2_rn(values[2 * i], values[2 * i + 1]));
+    } else if constexpr (std::is_same_v<T, float>) {
+      words[i] = __float_as_uint(values[i]);
+    } else if (i % 2 == 0) {
+      words[i] = static_cast<std::uint32_t>(__double2loint(values[i / 2]));
+    } else {
+      words[i] = static_cast<std::uint32_t>(__double2hiint(values[i / 2]));
+    }
+  }
+  return {make_uint4(words[0], words[1], words[2], words[3])};
+}
+
+/// -inf in every element: neutral where maxima and exponentials are taken.
+template <typename T>
+__device__ Vector<T> minus_infinity() {
+  if constexpr (std::is_same_v<T, bfloat16>) return {make_uint4(0xff80ff80u, 0xff80ff80u, 0xff80ff80u, 0xff80ff80u)};
+  if constexpr (std::is_same_v<T, float16>) return {make_uint4(0xfc00fc00u, 0xfc00fc00u, 0xfc00fc00u, 0xfc00fc00u)};
+  if constexpr (std::is_same_v<T, float>) return {make_uint4(0xff800000u, 0xff800000u, 0xff800000u, 0xff800000u)};
+  if constexpr (std::is_same_v<T, double>) return {make_uint4(0u, 0xfff00000u, 0u, 0xfff00000u)};
+}
+
+/// The largest element that is not NaN, -inf if there is none. Two at a time for 16-bit types: no conversion needed.
+template <typename T, int kVectors>
+__device__ Accumulator<T> max_of(const Vector<T> (&batch)[kVectors]) {
+  if constexpr (sizeof(T) == 2) {
+    using Pair = std::conditional_t<std::is_same_v<T, bfloat16>, __nv_bfloat162, __half2>;
+    Pair max = detail::bits_as<Pair>(minus_infinity<T>().words.x);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const uint4& words = batch[v].words;
+      const Pair a = __hmax2(detail::bits_as<Pair>(words.x), detail::bits_as<Pair>(words.y));
+      const Pair b = __hmax2(detail::bits_as<Pair>(words.z), detail::bits_as<Pair>(words.w));
+      max = __hmax2(max, __hmax2(a, b));
+    }
+    return fmaxf(__low2float(max), __high2float(max));
+  } else {
+    Accumulator<T> max = -infinity<Accumulator<T>>();
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      Accumulator<T> values[Vector<T>::kSize];
+      unpack(batch[v], values);
+#pragma unroll
+      for (int i = 0; i < Vector<T>::kSize; ++i) max = fmax(max, values[i]);
+    }
+    return max;
+  }
+}
+
+/// A run of elements of unit stride: some up to a 16-byte boundary, whole vectors, some after the last boundary.
+/// Shorter than 2^31 vectors: 32-bit indices leave registers for loads, and longer rows are cut into pieces.
+template <typename T>
+struct Span {
+  T* begin;
+  int head;     ///< elements before the first vector
+  int vectors;  ///< whole vectors
+  int edges;    ///< elements outside of them, head and tail
+
+  __device__ Span(T* first, std::int64_t count) : begin(first) {
+    const auto misaligned = static_cast<int>(reinterpret_cast<std::uintptr_t>(first) % 16 / sizeof(T));
+    head = misaligned == 0 ? 0 : Vector<T>::kSize - misaligned;
+    if (head > count) head = static_cast<int>(count);
+    vectors = static_cast<int>((count - head) / Vector<T>::kSize);
+    edges = static_cast<int>(count - std::int64_t{vectors} * Vector<T>::kSize);
+  }
+
+  __device__ auto vector_address(int i) const {
+    using Target = std::conditional_t<std::is_const_v<T>, const Vector<std::remove_const_t<T>>, Vector<T>>;
+    return reinterpret_cast<Target*>(begin + head) + i;
+  }
+
+  /// Edge element `i`: first come those of the head, then those of the tail.
+  __device__ T& edge(int i) const { return begin[i < head ? i : std::int64_t{vectors} * Vector<T>::kSize + i]; }
+};
+
+/// Shares a run of elements among `threads` threads and calls `body(batch)` in each with kVectors vectors at a time,
+/// all of them loaded before the first is used. Places without an element hold -inf.
+template <int kVectors, typename T, typename Body>
+__device__ void for_each_batch(const T* first, std::int64_t count, int thread, int threads, Body body) {
+  const Span<const T> span(first, count);
+  // The edge elements travel with the first batch and are used last, so that they add no wait.
+  T edge{};
+  if (thread < span.edges) edge = span.edge(thread);
+
+  const Vector<T>* address = span.vector_address(thread);
+  int left = span.vectors - thread;
+  for (; left > (kVectors - 1) * threads; left -= kVectors * threads, address += kVectors * threads) {
+    Vector<T> batch[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) batch[v] = load(address + v * threads);
+    body(batch);
+  }
+  if (left > 0) {
+    Vector<T> batch[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v)
+      batch[v] = v * threads < left ? load(address + v * threads) : minus_infinity<T>();
+    body(batch);
+  }
+  // More than one round only where fewer than 2 * (kSize - 1) threads share the run.
+  for (int i = thread; i < span.edges; i += threads) {
+    if (i != thread) edge = span.edge(i);
+    Vector<T> single[1] = {minus_infinity<T>()};
+    memcpy(&single[0], &edge, sizeof(T));
+    body(single);
+  }
+}
+
+/// Shares two runs of equal length among `threads` threads and writes `function(in)` to `out`, element by element.
+/// `out` and `in` lie alike: their addresses are equal modulo 16.
+template <int kVectors, typename T, typename Function>
+__device__ void transform(const T* in, T* out, std::int64_t count, int thread, int threads, Function function) {
+  const Span<const T> source(in, count);
+  const Span<T> target(out, count);
+  const Vector<T>* from = source.vector_address(thread);
+  Vector<T>* to = target.vector_address(thread);
+  const auto apply = [&](const Vector<T>& v) {
+    Accumulator<T> values[Vector<T>::kSize];
+    unpack(v, values);
+#pragma unroll
+    for (int i = 0; i < Vector<T>::kSize; ++i) values[i] = function(values[i]);
+    return pack<T>(values);
+  };
+  int left = source.vectors - thread;
+  for (; left > (kVectors - 1) * threads; left -= kVectors * threads) {
+    Vector<T> batch[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) batch[v] = load(from + v * threads);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) store(to + v * threads, apply(batch[v]));
+    from += kVectors * threads;
+    to += kVectors * threads;
+  }
+  for (; left > 0; left -= threads, from += threads, to += threads) store(to, apply(load(from)));
+  for (int i = thread; i < source.edges; i += threads) {
+    target.edge(i) = round_to<T>(function(load_as_accumulator(source.edge(i))));
+  }
+}
+
+}  // namespace eaves::cuda
