@@ -1,0 +1,161 @@
+// logsumexp: is the call legal, and where does it run. Arguments become a problem in rows and columns; empty problems
+// end here; the backends never see a bad one.
+#include "eaves/logsumexp.h"
+
+#include "core/backend.h"
+#include "core/check.h"
+#include "ops/logsumexp/logsumexp_backend.h"
+
+namespace eaves {
+namespace {
+
+using check::Argument;
+using check::AxisSet;
+
+constexpr const char* kForward = "logsumexp_forward";
+constexpr const char* kBackward = "logsumexp_backward";
+
+DType lse_dtype(DType x_dtype) { return x_dtype == DType::float64 ? DType::float64 : DType::float32; }
+
+/// PyTorch's promotion: integers and booleans give the default floating-point type.
+DType default_out_dtype(DType x_dtype) { return is_floating_point(x_dtype) ? x_dtype : DType::float32; }
+
+/// The shape after the reduction.
+Dims reduced_shape(const TensorView& x, const AxisSet& axes, bool keepdim) {
+  Dims shape;
+  for (int axis = 0; axis < x.shape.size(); ++axis) {
+    if (!axes.contains[axis]) {
+      shape.push_back(x.shape[axis]);
+    } else if (keepdim) {
+      shape.push_back(1);
+    }
+  }
+  return shape;
+}
+
+/// Strides of a reduced tensor, spread over the axes of x; those of the reduced axes are 0.
+Dims strides_over_axes_of_x(const TensorView& reduced, const TensorView& x, const AxisSet& axes, bool keepdim) {
+  Dims strides;
+  int next = 0;
+  for (int axis = 0; axis < x.shape.size(); ++axis) {
+    const bool is_reduced = axes.contains[axis];
+    strides.push_back(is_reduced ? 0 : reduced.strides[next]);
+    if (!is_reduced || keepdim) ++next;
+  }
+  return strides;
+}
+
+LogsumexpForwardProblem make_problem(const LogsumexpForwardArgs& args) {
+  const Argument x{kForward, "x", args.x};
+  const Argument out{kForward, "out", args.out};
+  const Argument lse{kForward, "lse", args.lse};
+  check::is_valid(x);
+  const AxisSet axes = check::axes(x, args.axes);
+  if (!args.out.is_present && !args.lse.is_present) check::fail(out, "and lse are both missing, expected at least one");
+
+  const auto check_output = [&](const Argument& output, std::initializer_list<DType> dtypes, const char* why) {
+    if (!output.view.is_present) return;
+    check::is_valid(output);
+    check::is_on(output, args.x.device, "x");
+    check::has_shape(output, reduced_shape(args.x, axes, args.keepdim),
+                     args.keepdim ? "x with its reduced axes of size 1" : "x without its reduced axes");
+    check::has_dtype(output, dtypes, why);
+    check::is_writable(output);
+    check::do_not_overlap(output, x);
+  };
+  check_output(out, {default_out_dtype(args.x.dtype), DType::float32}, "that of x, or float32");
+  check_output(lse, {lse_dtype(args.x.dtype)}, "float32, or float64 where x is float64");
+  if (args.out.is_present && args.lse.is_present) check::do_not_overlap(out, lse);
+
+  // An absent output walks along with the other one.
+  const TensorView& out_view = args.out.is_present ? args.out : args.lse;
+  const TensorView& lse_view = args.lse.is_present ? args.lse : args.out;
+  return {.view = make_row_view(args.x.shape, axes.contains, {args.x.strides, args.x.strides},
+                                {strides_over_axes_of_x(out_view, args.x, axes, args.keepdim),
+                                 strides_over_axes_of_x(lse_view, args.x, axes, args.keepdim)}),
+          .device = args.x.device,
+          .x_dtype = args.x.dtype,
+          .out_dtype = out_view.dtype,
+          .x = args.x.data,
+          .out = args.out.data,
+          .lse = args.lse.data};
+}
+
+LogsumexpBackwardProblem make_problem(const LogsumexpBackwardArgs& args) {
+  const Argument grad_out{kBackward, "grad_out", args.grad_out};
+  const Argument x{kBackward, "x", args.x};
+  const Argument lse{kBackward, "lse", args.lse};
+  const Argument grad_x{kBackward, "grad_x", args.grad_x};
+  check::is_valid(x);
+  check::has_dtype(x, {DType::float32, DType::float64, DType::float16, DType::bfloat16}, "integers have no gradient");
+  const AxisSet axes = check::axes(x, args.axes);
+  const Dims row_shape = reduced_shape(args.x, axes, args.keepdim);
+  const char* shape_reason = args.keepdim ? "x with its reduced axes of size 1" : "x without its reduced axes";
+
+  check::is_valid(grad_out);
+  check::is_on(grad_out, args.x.device, "x");
+  check::has_shape(grad_out, row_shape, shape_reason);
+  check::has_dtype(grad_out, {args.x.dtype, DType::float32}, "that of x, or float32");
+
+  check::is_valid(lse);
+  check::is_on(lse, args.x.device, "x");
+  check::has_shape(lse, row_shape, shape_reason);
+  check::has_dtype(lse, {lse_dtype(args.x.dtype)}, "float32, or float64 where x is float64");
+
+  check::is_valid(grad_x);
+  check::is_on(grad_x, args.x.device, "x");
+  check::has_shape(grad_x, args.x.shape, "that of x");
+  check::has_dtype(grad_x, {args.x.dtype}, "that of x");
+  check::is_writable(grad_x);
+  check::do_not_overlap(grad_x, x);
+  check::do_not_overlap(grad_x, lse);
+  check::do_not_overlap(grad_x, grad_out);
+
+  return {.view = make_row_view(args.x.shape, axes.contains, {args.x.strides, args.grad_x.strides},
+                                {strides_over_axes_of_x(args.lse, args.x, axes, args.keepdim),
+                                 strides_over_axes_of_x(args.grad_out, args.x, axes, args.keepdim)}),
+          .device = args.x.device,
+          .x_dtype = args.x.dtype,
+          .grad_out_dtype = args.grad_out.dtype,
+          .x = args.x.data,
+          .lse = args.lse.data,
+          .grad_out = args.grad_out.data,
+          .grad_x = args.grad_x.data};
+}
+
+std::size_t workspace_bytes(const LogsumexpForwardProblem& problem) {
+  if (problem.device.type == DeviceType::cpu || problem.view.row_count == 0) return 0;
+  require_cuda(kForward, problem.device);
+  if constexpr (kHasCuda) return cuda::logsumexp_forward_workspace_bytes(problem);
+  return 0;
+}
+
+}  // namespace
+
+void logsumexp_forward(const LogsumexpForwardArgs& args, const ExecutionContext& context) {
+  const LogsumexpForwardProblem problem = make_problem(args);
+  // A row without columns still has a result, -inf: only no rows at all is nothing to do.
+  if (problem.view.row_count == 0) return;
+  if (problem.device.type == DeviceType::cpu) return cpu::logsumexp_forward(problem, context);
+  const Scratch scratch(kForward, problem.device, workspace_bytes(problem), context);
+  if constexpr (kHasCuda) cuda::logsumexp_forward(problem, scratch.context());
+}
+
+void logsumexp_backward(const LogsumexpBackwardArgs& args, const ExecutionContext& context) {
+  const LogsumexpBackwardProblem problem = make_problem(args);
+  if (problem.view.row_count == 0 || problem.view.column_count == 0) return;
+  if (problem.device.type == DeviceType::cpu) return cpu::logsumexp_backward(problem, context);
+  require_cuda(kBackward, problem.device);
+  if constexpr (kHasCuda) cuda::logsumexp_backward(problem, context);
+}
+
+std::size_t logsumexp_forward_workspace_bytes(const LogsumexpForwardArgs& args, const ExecutionContext&) {
+  return workspace_bytes(make_problem(args));
+}
+
+std::size_t logsumexp_backward_workspace_bytes(const LogsumexpBackwardArgs& args, const ExecutionContext&) {
+  make_problem(args);
+  return 0;
+}
+
+}  // namespace eaves

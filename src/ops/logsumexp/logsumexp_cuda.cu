@@ -1,0 +1,604 @@
+// logsumexp on a GPU, forward and backward, one kernel for each way that rows lie in memory:
+//
+//   row_per_lanes      short rows, many in a block         (unit stride)
+//   row_per_block      long rows, or pieces of longer ones (unit stride)
+//   row_per_column     rows side by side                   (reduced along another axis, read in place)
+//   row_per_stride     anything else
+//   merge_pieces       second step where a row was cut into pieces that do not share a cluster
+//
+// One idea in all of them: a thread loads several vectors, takes their maximum, rescales its sum once and adds the
+// exponentials; what threads hold are SoftmaxStates, which merge in any grouping.
+#include "core/dispatch.h"
+#include "cuda/device.h"
+#include "cuda/launch.cuh"
+#include "cuda/reduce.cuh"
+#include "cuda/row_policy.h"
+#include "cuda/vector.cuh"
+#include "ops/logsumexp/logsumexp_backend.h"
+
+namespace eaves::cuda {
+namespace {
+
+// Tensors of the RowView, see logsumexp_backend.h.
+constexpr int kX = 0;
+constexpr int kGradX = 1;
+constexpr int kOut = 2;
+constexpr int kForwardLse = 3;
+constexpr int kBackwardLse = 2;
+constexpr int kGradOut = 3;
+
+constexpr int kLanesBlock = 128;  // threads of a block whose rows take at most a warp
+// A block of the backward: H200, [4096, 131072] bf16, 32 x 4 0.508 ms, 64 x 4 0.515, 128 x 4 0.517, 256 x 2 0.535; a
+// plain copy 0.501.
+constexpr int kGradientThreads = 32;
+constexpr int kGradientVectors = 4;
+constexpr int kColumnWarps = 8;        // warps of a block that walk down columns side by side
+constexpr int kColumnsAtATime = 8;     // columns that a thread loads before it uses the first
+constexpr int kColumnsInGradient = 4;  // the same in the backward, where it also holds a gradient for each row
+
+// ---- forward: what every kernel does with its elements and its result --------------------------------------------
+
+template <typename A>
+struct ForwardOutputs {
+  DType out_dtype;
+  void* out;
+  A* lse;
+  SoftmaxState<A>* pieces;  ///< [pieces, rows], where rows are cut; then out and lse are not written
+};
+
+template <typename A>
+__device__ void write_result(const ForwardOutputs<A>& outputs, const StridedLoop<kRowTensors>& rows, std::int64_t row,
+                             const SoftmaxState<A>& state) {
+  const auto at = rows.offsets(row);
+  const A lse = state.lse();
+  if (outputs.lse != nullptr) outputs.lse[at.of[kForwardLse]] = lse;
+  if (outputs.out == nullptr) return;
+  const std::int64_t offset = at.of[kOut];
+  switch (outputs.out_dtype) {
+    case DType::bfloat16:
+      static_cast<bfloat16*>(outputs.out)[offset] = round_to<bfloat16>(lse);
+      break;
+    case DType::float16:
+      static_cast<float16*>(outputs.out)[offset] = round_to<float16>(lse);
+      break;
+    case DType::float64:
+      static_cast<double*>(outputs.out)[offset] = lse;
+      break;
+    default:
+      static_cast<float*>(outputs.out)[offset] = static_cast<float>(lse);
+  }
+}
+
+template <typename A>
+__device__ void write_piece_or_result(const ForwardOutputs<A>& outputs, const StridedLoop<kRowTensors>& rows,
+                                      std::int64_t row_count, std::int64_t row, std::int64_t piece,
+                                      const SoftmaxState<A>& state) {
+  if (outputs.pieces != nullptr) {
+    outputs.pieces[piece * row_count + row] = state;
+  } else {
+    write_result(outputs, rows, row, state);
+  }
+}
+
+/// Takes a batch of vectors into the state: one rescaling, one exponential per element.
+template <typename T, int kVectors>
+__device__ void accumulate(SoftmaxState<Accumulator<T>>& state, const Vector<T> (&batch)[kVectors]) {
+  using A = Accumulator<T>;
+  const A max = fmax(state.max, max_of(batch));
+  const ExpMinus<A> exp_minus_anchor(softmax_anchor(max));
+  A sum = A(0);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    A values[Vector<T>::kSize];
+    unpack(batch[v], values);
+    // A tree over the vector: shorter chains, and a smaller error than one running sum.
+#pragma unroll
+    for (int i = 0; i < Vector<T>::kSize; ++i) values[i] = exp_minus_anchor(values[i]);
+#pragma unroll
+    for (int width = Vector<T>::kSize / 2; width > 0; width /= 2) {
+#pragma unroll
+      for (int i = 0; i < width; ++i) values[i] += values[i + width];
+    }
+    sum += values[0];
+  }
+  const A scale = state.max == max ? A(1) : exponential(state.max - max);
+  state = {max, state.sum * scale + sum};
+}
+
+template <typename A>
+__device__ void accumulate(SoftmaxState<A>& state, A value) {
+  state = MergeSoftmax{}(
+      state, SoftmaxState<A>{value == value ? value : -infinity<A>(), exponential(value - softmax_anchor(value))});
+}
+
+template <typename A>
+struct ForwardRows {
+  RowView view;
+  const void* x;
+  ForwardOutputs<A> outputs;
+  RowSplit split;
+};
+
+template <typename T, int kLanes>
+__global__ void __launch_bounds__(kLanesBlock) row_per_lanes(ForwardRows<Accumulator<T>> p) {
+  const std::int64_t row = (std::int64_t{blockIdx.x} * kLanesBlock + threadIdx.x) / kLanes;
+  SoftmaxState<Accumulator<T>> state;
+  if (row < p.view.row_count) {
+    const T* x = static_cast<const T*>(p.x) + p.view.rows.offsets(row).of[kX];
+    for_each_batch<kLaneVectors>(x, p.view.column_count, threadIdx.x % kLanes, kLanes,
+                                 [&](const auto& batch) { accumulate(state, batch); });
+  }
+  state = reduce_lanes<kLanes>(state, MergeSoftmax{});  // outside of the branch: all lanes of the warp take part
+  if (row < p.view.row_count && threadIdx.x % kLanes == 0) write_result(p.outputs, p.view.rows, row, state);
+}
+
+/// The register bound makes the blocks of a multiprocessor 1024 threads with 8 vectors, 1536 with 4; float64 needs
+/// more.
+template <typename T, int kThreads, int kVectors>
+inline constexpr int kBlocksPerMultiprocessor = (sizeof(T) == 8  ? 512
+                                                 : kVectors == 8 ? 1024
+                                                                 : 1536) /
+                                                kThreads;
+
+template <typename T, int kThreads, int kVectors, bool kIsCluster>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor<T, kThreads, kVectors>)
+    row_per_block(ForwardRows<Accumulator<T>> p) {
+  const std::int64_t row = blockIdx.x;
+  const std::int64_t piece = blockIdx.y;
+  const std::int64_t first = piece * p.split.piece_columns;
+  const std::int64_t count = min(p.split.piece_columns, p.view.column_count - first);
+  const T* x = static_cast<const T*>(p.x) + p.view.rows.offsets(row).of[kX] + first;
+  SoftmaxState<Accumulator<T>> state;
+  for_each_batch<kVectors>(x, count < 0 ? 0 : count, threadIdx.x, kThreads,
+                           [&](const auto& batch) { accumulate(state, batch); });
+  state = reduce_block<kThreads>(state, MergeSoftmax{});
+#if __CUDA_ARCH__ >= 900
+  if constexpr (kIsCluster) state = reduce_cluster(state, MergeSoftmax{});
+#endif
+  if (threadIdx.x == 0 && !(kIsCluster && piece != 0)) {
+    write_piece_or_result(p.outputs, p.view.rows, p.view.row_count, row, piece, state);
+  }
+}
+
+template <typename A>
+struct ForwardColumns {
+  RowView view;
+  const void* x;
+  ForwardOutputs<A> outputs;
+  TransposedTiles tiles;
+  std::int64_t tiles_per_lane_axis;
+};
+
+/// Each thread owns kLaneRows neighbouring rows and walks down their columns; the warps of a block take turns.
+template <typename T, int kLaneRows>
+__global__ void __launch_bounds__(32 * kColumnWarps) row_per_column(ForwardColumns<Accumulator<T>> p) {
+  using A = Accumulator<T>;
+  constexpr int kTileRows = 32 * kLaneRows;
+  const std::int64_t lane_axis_size = p.view.rows.sizes[p.view.rows.rank - 1];
+  const std::int64_t tile = blockIdx.x % p.tiles.tiles;
+  const std::int64_t piece = blockIdx.x / p.tiles.tiles;
+  const std::int64_t tile_start = tile % p.tiles_per_lane_axis * kTileRows;
+  const std::int64_t outer_start = tile / p.tiles_per_lane_axis * lane_axis_size;
+  const std::int64_t lane_row = tile_start + threadIdx.x * kLaneRows;
+  const std::int64_t column_stride = p.view.columns.strides[kX][0];
+  const std::int64_t first = piece * p.tiles.piece_columns;
+  const std::int64_t last = min(first + p.tiles.piece_columns, p.view.column_count);
+
+  SoftmaxState<A> states[kLaneRows];
+  if (lane_row < lane_axis_size) {  // kLaneRows divides the axis: a lane has all of its rows or none
+    const T* x = static_cast<const T*>(p.x) + p.view.rows.offsets(outer_start + lane_row).of[kX];
+    for (std::int64_t base = first + threadIdx.y; base < last; base += kColumnsAtATime * kColumnWarps) {
+      A values[kColumnsAtATime][kLaneRows];
+#pragma unroll
+      for (int c = 0; c < kColumnsAtATime; ++c) {
+        const std::int64_t column = base + c * kColumnWarps;
+        const T* address = x + column * column_stride;
+        if constexpr (kLaneRows == 1) {
+          values[c][0] = column < last ? load_as_accumulator(*address) : -infinity<A>();
+        } else {
+          unpack(column < last ? load(reinterpret_cast<const Vector<T>*>(address)) : minus_infinity<T>(), values[c]);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kLaneRows; ++r) {
+        SoftmaxState<A>& state = states[r];
+        A max = state.max;
+#pragma unroll
+        for (int c = 0; c < kColumnsAtATime; ++c) max = fmax(max, values[c][r]);
+        const ExpMinus<A> exp_minus_anchor(softmax_anchor(max));
+        A sum = A(0);
+#pragma unroll
+        for (int c = 0; c < kColumnsAtATime; ++c) sum += exp_minus_anchor(values[c][r]);
+        const A scale = state.max == max ? A(1) : exponential(state.max - max);
+        state = {max, state.sum * scale + sum};
+      }
+    }
+  }
+
+  __shared__ alignas(SoftmaxState<A>) unsigned char storage[kColumnWarps * kTileRows * sizeof(SoftmaxState<A>)];
+  auto* warp_states = reinterpret_cast<SoftmaxState<A>(*)[kTileRows]>(storage);
+#pragma unroll
+  for (int r = 0; r < kLaneRows; ++r) warp_states[threadIdx.y][threadIdx.x * kLaneRows + r] = states[r];
+  __syncthreads();
+  for (int r = threadIdx.y * 32 + threadIdx.x; r < kTileRows; r += 32 * kColumnWarps) {
+    if (tile_start + r >= lane_axis_size) continue;
+    SoftmaxState<A> state = warp_states[0][r];
+    for (int warp = 1; warp < kColumnWarps; ++warp) state = MergeSoftmax{}(state, warp_states[warp][r]);
+    write_piece_or_result(p.outputs, p.view.rows, p.view.row_count, outer_start + tile_start + r, piece, state);
+  }
+}
+
+/// Elements are found one by one from the loops of the view; also serves every dtype that is only promoted.
+template <typename T>
+__global__ void __launch_bounds__(kLanesBlock) row_per_stride(ForwardRows<Accumulator<T>> p) {
+  const std::int64_t row = blockIdx.x;
+  const std::int64_t piece = blockIdx.y;
+  const std::int64_t first = piece * p.split.piece_columns;
+  const std::int64_t last = min(first + p.split.piece_columns, p.view.column_count);
+  const T* x = static_cast<const T*>(p.x) + p.view.rows.offsets(row).of[kX];
+  SoftmaxState<Accumulator<T>> state;
+  for (std::int64_t column = first + threadIdx.x; column < last; column += kLanesBlock) {
+    accumulate(state, load_as_accumulator(x[p.view.columns.offsets(column).of[kX]]));
+  }
+  state = reduce_block<kLanesBlock>(state, MergeSoftmax{});
+  if (threadIdx.x == 0) write_piece_or_result(p.outputs, p.view.rows, p.view.row_count, row, piece, state);
+}
+
+/// Joins the pieces of 32 rows at a time: a lane a row, the warps share the pieces.
+template <typename A>
+__global__ void __launch_bounds__(1024) merge_pieces(RowView view, ForwardOutputs<A> outputs, std::int64_t pieces) {
+  wait_for_previous_kernel();
+  __shared__ alignas(SoftmaxState<A>) unsigned char storage[32 * 33 * sizeof(SoftmaxState<A>)];
+  auto* states = reinterpret_cast<SoftmaxState<A>(*)[33]>(storage);
+  const std::int64_t first_row = std::int64_t{blockIdx.x} * 32;
+  SoftmaxState<A> state;
+  if (first_row + threadIdx.x < view.row_count) {
+    for (std::int64_t piece = threadIdx.y; piece < pieces; piece += 32) {
+      state = MergeSoftmax{}(state, outputs.pieces[piece * view.row_count + first_row + threadIdx.x]);
+    }
+  }
+  states[threadIdx.x][threadIdx.y] = state;
+  __syncthreads();
+  // Turned around: a warp a row, its lanes the warps' shares.
+  state = reduce_lanes<32>(states[threadIdx.y][threadIdx.x], MergeSoftmax{});
+  const std::int64_t row = first_row + threadIdx.y;
+  if (threadIdx.x == 0 && row < view.row_count) write_result(outputs, view.rows, row, state);
+}
+
+// ---- backward -----------------------------------------------------------------------------------------------------
+
+template <typename A>
+struct BackwardRows {
+  RowView view;
+  const void* x;
+  const A* lse;
+  const void* grad_out;
+  DType grad_out_dtype;
+  void* grad_x;
+};
+
+template <typename A>
+struct RowGradient {
+  A lse;
+  A grad_out;
+
+  /// g * exp(x - lse). The difference is taken before the product with log2(e): near 0, where the result is largest,
+  /// it is exact, and a rounded lse * log2(e) would not be.
+  __device__ A operator()(A x) const { return lse == -infinity<A>() ? A(0) : grad_out * exponential(x - lse); }
+};
+
+template <typename T, typename A>
+__device__ RowGradient<A> load_row(const BackwardRows<A>& p, const StridedLoop<kRowTensors>::Offsets& at) {
+  const std::int64_t offset = at.of[kGradOut];
+  // Of the type of x, or float32.
+  const A grad_out = p.grad_out_dtype == kDTypeOf<T> ? load_as_accumulator(static_cast<const T*>(p.grad_out)[offset])
+                                                     : static_cast<const float*>(p.grad_out)[offset];
+  return {p.lse[at.of[kBackwardLse]], grad_out};
+}
+
+/// Short rows: kLanes lanes a row.
+template <typename T, int kLanes>
+__global__ void __launch_bounds__(kLanesBlock) lanes_gradient(BackwardRows<Accumulator<T>> p) {
+  const std::int64_t row = (std::int64_t{blockIdx.x} * kLanesBlock + threadIdx.x) / kLanes;
+  if (row >= p.view.row_count) return;
+  const auto at = p.view.rows.offsets(row);
+  const RowGradient<Accumulator<T>> gradient = load_row<T>(p, at);
+  transform<kLaneVectors>(static_cast<const T*>(p.x) + at.of[kX], static_cast<T*>(p.grad_x) + at.of[kGradX],
+                          p.view.column_count, threadIdx.x % kLanes, kLanes, gradient);
+}
+
+/// Long rows: a block a piece, and a piece is one batch of vectors for each thread.
+template <typename T>
+__global__ void __launch_bounds__(kGradientThreads) piece_gradient(BackwardRows<Accumulator<T>> p, unsigned pieces) {
+  constexpr int kPieceColumns = kGradientThreads * kGradientVectors * Vector<T>::kSize;
+  const unsigned row = blockIdx.x / pieces;
+  const std::int64_t first = std::int64_t{blockIdx.x - row * pieces} * kPieceColumns;
+  const std::int64_t count = min(std::int64_t{kPieceColumns}, p.view.column_count - first);
+  const auto at = p.view.rows.offsets(row);
+  const RowGradient<Accumulator<T>> gradient = load_row<T>(p, at);
+  transform<kGradientVectors>(static_cast<const T*>(p.x) + at.of[kX] + first,
+                              static_cast<T*>(p.grad_x) + at.of[kGradX] + first, count, threadIdx.x, kGradientThreads,
+                              gradient);
+}
+
+/// As row_per_column: each thread owns kLaneRows neighbouring rows and walks down their columns.
+template <typename T, int kLaneRows>
+__global__ void __launch_bounds__(32 * kColumnWarps)
+    column_gradient(BackwardRows<Accumulator<T>> p, TransposedTiles tiles, std::int64_t tiles_per_lane_axis) {
+  using A = Accumulator<T>;
+  constexpr int kTileRows = 32 * kLaneRows;
+  const std::int64_t lane_axis_size = p.view.rows.sizes[p.view.rows.rank - 1];
+  const std::int64_t tile = blockIdx.x % tiles.tiles;
+  const std::int64_t lane_row = tile % tiles_per_lane_axis * kTileRows + threadIdx.x * kLaneRows;
+  if (lane_row >= lane_axis_size) return;
+  const std::int64_t row = tile / tiles_per_lane_axis * lane_axis_size + lane_row;
+  RowGradient<A> gradients[kLaneRows];
+#pragma unroll
+  for (int r = 0; r < kLaneRows; ++r) gradients[r] = load_row<T>(p, p.view.rows.offsets(row + r));
+
+  const auto at = p.view.rows.offsets(row);
+  const T* x = static_cast<const T*>(p.x) + at.of[kX];
+  T* grad_x = static_cast<T*>(p.grad_x) + at.of[kGradX];
+  const std::int64_t first = blockIdx.x / tiles.tiles * tiles.piece_columns;
+  const std::int64_t last = min(first + tiles.piece_columns, p.view.column_count);
+  for (std::int64_t base = first + threadIdx.y; base < last; base += kColumnsInGradient * kColumnWarps) {
+    A values[kColumnsInGradient][kLaneRows];
+#pragma unroll
+    for (int c = 0; c < kColumnsInGradient; ++c) {
+      const std::int64_t column = base + c * kColumnWarps;
+      if (column >= last) continue;
+      const T* address = x + column * p.view.columns.strides[kX][0];
+      if constexpr (kLaneRows == 1) {
+        values[c][0] = load_as_accumulator(*address);
+      } else {
+        unpack(load(reinterpret_cast<const Vector<T>*>(address)), values[c]);
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < kColumnsInGradient; ++c) {
+      const std::int64_t column = base + c * kColumnWarps;
+      if (column >= last) continue;
+      T* address = grad_x + column * p.view.columns.strides[kGradX][0];
+#pragma unroll
+      for (int r = 0; r < kLaneRows; ++r) values[c][r] = gradients[r](values[c][r]);
+      if constexpr (kLaneRows == 1) {
+        *address = round_to<T>(values[c][0]);
+      } else {
+        store(reinterpret_cast<Vector<T>*>(address), pack<T>(values[c]));
+      }
+    }
+  }
+}
+
+/// A thread an element, wherever it lies.
+template <typename T>
+__global__ void __launch_bounds__(256) element_gradient(BackwardRows<Accumulator<T>> p) {
+  const std::int64_t elements = p.view.row_count * p.view.column_count;
+  const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
+  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < elements; i += step) {
+    const std::int64_t row = divide(i, p.view.column_count);
+    const auto row_at = p.view.rows.offsets(row);
+    const auto column_at = p.view.columns.offsets(i - row * p.view.column_count);
+    const RowGradient<Accumulator<T>> gradient = load_row<T>(p, row_at);
+    const T x = static_cast<const T*>(p.x)[row_at.of[kX] + column_at.of[kX]];
+    static_cast<T*>(p.grad_x)[row_at.of[kGradX] + column_at.of[kGradX]] = round_to<T>(gradient(load_as_accumulator(x)));
+  }
+}
+
+// ---- host ---------------------------------------------------------------------------------------------------------
+
+std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+/// Vectors of `T` fit when every row of every tensor with columns starts at the same place between 16-byte boundaries
+/// as in the other tensors; kVector columns side by side when that place is a boundary.
+bool lie_alike(const RowView& view, const void* a, const void* b, std::int64_t element_bytes) {
+  if ((reinterpret_cast<std::uintptr_t>(a) - reinterpret_cast<std::uintptr_t>(b)) % 16 != 0) return false;
+  for (int axis = 0; axis < view.rows.rank; ++axis) {
+    if ((view.rows.strides[0][axis] - view.rows.strides[1][axis]) * element_bytes % 16 != 0) return false;
+  }
+  return true;
+}
+
+bool columns_are_aligned(const RowView& view, int tensor, const void* data, std::int64_t element_bytes) {
+  const std::int64_t vector_elements = 16 / element_bytes;
+  const int lane_axis = view.rows.rank - 1;
+  if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0 || view.rows.sizes[lane_axis] % vector_elements != 0)
+    return false;
+  for (int axis = 0; axis < lane_axis; ++axis) {
+    if (view.rows.strides[tensor][axis] % vector_elements != 0) return false;
+  }
+  return view.columns.strides[tensor][0] % vector_elements == 0;
+}
+
+/// How the forward will go: which kernel, and how rows are cut. The one source of both the launch and the workspace.
+struct ForwardPlan {
+  RowLayout layout;
+  RowSplit split;         ///< contiguous, strided
+  TransposedTiles tiles;  ///< transposed
+  int lane_rows = 1;      ///< transposed: rows of one thread
+  RowThreads threads;
+  std::int64_t pieces = 1;  ///< states per row in the workspace; 1 where none are needed
+};
+
+ForwardPlan plan_forward(const LogsumexpForwardProblem& problem) {
+  const RowView& view = problem.view;
+  const DeviceProperties& device = properties(problem.device);
+  const auto element_bytes = static_cast<std::int64_t>(size_of(problem.x_dtype));
+  ForwardPlan plan;
+  plan.layout = is_floating_point(problem.x_dtype) ? view.layout : RowLayout::strided;
+  if (plan.layout == RowLayout::transposed) {
+    const std::int64_t lane_axis_size = view.rows.sizes[view.rows.rank - 1];
+    if (columns_are_aligned(view, kX, problem.x, element_bytes)) plan.lane_rows = static_cast<int>(16 / element_bytes);
+    plan.tiles = tile_transposed(view.row_count / lane_axis_size, lane_axis_size, view.column_count,
+                                 32 * plan.lane_rows, device.multiprocessors);
+    plan.pieces = plan.tiles.pieces;
+    return plan;
+  }
+  const bool is_contiguous = plan.layout == RowLayout::contiguous;
+  plan.threads = is_contiguous ? row_threads(view.column_count * element_bytes) : RowThreads{kLanesBlock, 1};
+  plan.split = {1, view.column_count, false};
+  if (plan.threads.threads >= kLanesBlock) {
+    plan.split = split_rows(view.row_count, view.column_count, element_bytes, device.multiprocessors,
+                            device.compute_capability >= 90 && is_contiguous);
+    if (plan.split.pieces > 1 && is_contiguous) plan.threads = kPieceThreads;
+  }
+  plan.pieces = plan.split.is_cluster ? 1 : plan.split.pieces;
+  return plan;
+}
+
+std::size_t workspace_bytes(const ForwardPlan& plan, const LogsumexpForwardProblem& problem) {
+  if (plan.pieces == 1) return 0;
+  const std::size_t state_bytes =
+      problem.x_dtype == DType::float64 ? sizeof(SoftmaxState<double>) : sizeof(SoftmaxState<float>);
+  return static_cast<std::size_t>(plan.pieces * problem.view.row_count) * state_bytes;
+}
+
+constexpr const char* kForward = "logsumexp_forward";
+constexpr const char* kBackward = "logsumexp_backward";
+
+template <typename T, int kLanes>
+void launch_row_per_lanes(const ForwardRows<Accumulator<T>>& p, void* stream) {
+  launch(kForward, row_per_lanes<T, kLanes>,
+         {.blocks = ceil_divide(p.view.row_count, kLanesBlock / kLanes), .threads = kLanesBlock, .stream = stream}, p);
+}
+
+template <typename T, int kThreads, int kVectors, bool kIsCluster = false>
+void launch_row_per_block(const ForwardRows<Accumulator<T>>& p, void* stream) {
+  launch(kForward, row_per_block<T, kThreads, kVectors, kIsCluster>,
+         {.blocks = p.view.row_count,
+          .blocks_y = p.split.pieces,
+          .threads = kThreads,
+          .is_column_cluster = kIsCluster,
+          .stream = stream},
+         p);
+}
+
+template <typename T>
+void launch_contiguous(const ForwardPlan& plan, const ForwardRows<Accumulator<T>>& p, void* stream) {
+  switch (plan.threads.threads) {
+    case 2:
+      return launch_row_per_lanes<T, 2>(p, stream);
+    case 8:
+      return launch_row_per_lanes<T, 8>(p, stream);
+    case 32:
+      return launch_row_per_lanes<T, 32>(p, stream);
+    case 128:
+      return plan.threads.vectors == 4 ? launch_row_per_block<T, 128, 4>(p, stream)
+                                       : launch_row_per_block<T, 128, 8>(p, stream);
+    default:
+      constexpr int kThreads = kPieceThreads.threads;
+      constexpr int kVectors = kPieceThreads.vectors;
+      return plan.split.is_cluster ? launch_row_per_block<T, kThreads, kVectors, true>(p, stream)
+                                   : launch_row_per_block<T, kThreads, kVectors>(p, stream);
+  }
+}
+
+template <typename T, int kLaneRows>
+void launch_transposed(const ForwardPlan& plan, const LogsumexpForwardProblem& problem,
+                       const ForwardOutputs<Accumulator<T>>& outputs, void* stream) {
+  const RowView& view = problem.view;
+  const std::int64_t lane_axis_size = view.rows.sizes[view.rows.rank - 1];
+  launch(kForward, row_per_column<T, kLaneRows>,
+         {.blocks = plan.tiles.tiles * plan.tiles.pieces, .threads = dim3(32, kColumnWarps), .stream = stream},
+         ForwardColumns<Accumulator<T>>{view, problem.x, outputs, plan.tiles,
+                                        ceil_divide(lane_axis_size, 32 * kLaneRows)});
+}
+
+template <typename T>
+void forward(const LogsumexpForwardProblem& problem, const ExecutionContext& context) {
+  using A = Accumulator<T>;
+  const ForwardPlan plan = plan_forward(problem);
+  const bool is_cut = plan.pieces > 1;
+  ForwardOutputs<A> outputs{problem.out_dtype, problem.out, static_cast<A*>(problem.lse), nullptr};
+  if (is_cut) outputs.pieces = static_cast<SoftmaxState<A>*>(context.workspace.data);
+
+  const ForwardRows<A> rows{problem.view, problem.x, outputs, plan.split};
+  if (plan.layout == RowLayout::strided) {
+    launch(kForward, row_per_stride<T>,
+           {.blocks = problem.view.row_count,
+            .blocks_y = plan.split.pieces,
+            .threads = kLanesBlock,
+            .stream = context.stream},
+           rows);
+  } else if constexpr (!std::is_integral_v<T> && !std::is_same_v<T, boolean>) {
+    if (plan.layout == RowLayout::contiguous) {
+      launch_contiguous<T>(plan, rows, context.stream);
+    } else if (plan.lane_rows > 1) {
+      launch_transposed<T, Vector<T>::kSize>(plan, problem, outputs, context.stream);
+    } else {
+      launch_transposed<T, 1>(plan, problem, outputs, context.stream);
+    }
+  }
+  if (!is_cut) return;
+  launch(kForward, merge_pieces<A>,
+         {.blocks = ceil_divide(problem.view.row_count, 32),
+          .threads = dim3(32, 32),
+          .starts_before_previous_ends = properties(problem.device).compute_capability >= 90,
+          .stream = context.stream},
+         problem.view, outputs, plan.pieces);
+}
+
+template <typename T, int kLanes>
+void launch_lanes_gradient(const BackwardRows<Accumulator<T>>& p, void* stream) {
+  launch(kBackward, lanes_gradient<T, kLanes>,
+         {.blocks = ceil_divide(p.view.row_count, kLanesBlock / kLanes), .threads = kLanesBlock, .stream = stream}, p);
+}
+
+template <typename T>
+void launch_piece_gradient(const BackwardRows<Accumulator<T>>& p, void* stream) {
+  const std::int64_t pieces = ceil_divide(p.view.column_count, kGradientThreads * kGradientVectors * Vector<T>::kSize);
+  launch(kBackward, piece_gradient<T>,
+         {.blocks = p.view.row_count * pieces, .threads = kGradientThreads, .stream = stream}, p,
+         static_cast<unsigned>(pieces));
+}
+
+template <typename T>
+void backward(const LogsumexpBackwardProblem& problem, const ExecutionContext& context) {
+  using A = Accumulator<T>;
+  const RowView& view = problem.view;
+  const auto element_bytes = static_cast<std::int64_t>(sizeof(T));
+  const BackwardRows<A> p{
+      view, problem.x, static_cast<const A*>(problem.lse), problem.grad_out, problem.grad_out_dtype, problem.grad_x};
+  const std::int64_t row_bytes = view.column_count * element_bytes;
+
+  if (view.layout == RowLayout::contiguous && row_bytes >= 64 &&
+      lie_alike(view, problem.x, problem.grad_x, element_bytes)) {
+    if (row_bytes <= 512) return launch_lanes_gradient<T, 8>(p, context.stream);
+    return launch_piece_gradient<T>(p, context.stream);
+  }
+  if (view.layout == RowLayout::transposed) {
+    const std::int64_t lane_axis_size = view.rows.sizes[view.rows.rank - 1];
+    const bool is_aligned = columns_are_aligned(view, kX, problem.x, element_bytes) &&
+                            columns_are_aligned(view, kGradX, problem.grad_x, element_bytes);
+    const int lane_rows = is_aligned ? Vector<T>::kSize : 1;
+    const TransposedTiles tiles = tile_transposed(view.row_count / lane_axis_size, lane_axis_size, view.column_count,
+                                                  32 * lane_rows, properties(problem.device).multiprocessors);
+    const LaunchShape shape{
+        .blocks = tiles.tiles * tiles.pieces, .threads = dim3(32, kColumnWarps), .stream = context.stream};
+    const std::int64_t tiles_per_lane_axis = ceil_divide(lane_axis_size, 32 * lane_rows);
+    if (is_aligned)
+      return launch(kBackward, column_gradient<T, Vector<T>::kSize>, shape, p, tiles, tiles_per_lane_axis);
+    return launch(kBackward, column_gradient<T, 1>, shape, p, tiles, tiles_per_lane_axis);
+  }
+  // Enough blocks to fill any GPU; the rest by steps.
+  const std::int64_t blocks = std::min<std::int64_t>(ceil_divide(view.row_count * view.column_count, 256), 1 << 20);
+  launch(kBackward, element_gradient<T>, {.blocks = blocks, .threads = 256, .stream = context.stream}, p);
+}
+
+}  // namespace
+
+std::size_t logsumexp_forward_workspace_bytes(const LogsumexpForwardProblem& problem) {
+  return workspace_bytes(plan_forward(problem), problem);
+}
+
+void logsumexp_forward(const LogsumexpForwardProblem& problem, const ExecutionContext& context) {
+  const DeviceGuard guard(problem.device);
+  dispatch_any(problem.x_dtype, [&]<typename T>() { forward<T>(problem, context); });
+}
+
+void logsumexp_backward(const LogsumexpBackwardProblem& problem, const ExecutionContext& context) {
+  const DeviceGuard guard(problem.device);
+  dispatch_floating_point(problem.x_dtype, [&]<typename T>() { backward<T>(problem, context); });
+}
+
+}  // namespace eaves::cuda
