@@ -1,0 +1,36 @@
+// What this build can do on this machine: the numbers that CMake wrote into build_config.h, and what the CPU and the
+// driver say of themselves.
+#include "eaves/system.h"
+
+#include <utility>
+
+#include "core/backend.h"
+#include "core/build_config.h"
+#include "cpu/stream.h"
+#include "cuda/runtime.h"
+#include "eaves/version.h"
+
+namespace eaves {
+
+SystemInfo system_info() {
+  SystemInfo info;
+  info.version = EAVES_VERSION;
+  info.compiler = EAVES_COMPILER;
+  info.commit = EAVES_COMMIT;
+  info.cpu_level = cpu::level_name();
+  info.cpu_threads = cpu::default_threads();
+  if constexpr (kHasCuda) {
+    info.has_cuda_backend = true;
+    info.cuda_build_version = EAVES_CUDA_VERSION;
+    info.cuda_architectures = EAVES_CUDA_ARCHITECTURES;
+    cuda::runtime::GpuList list = cuda::runtime::gpus();
+    info.cuda_driver_version = std::move(list.driver_version);
+    info.gpus = std::move(list.gpus);
+    info.cuda_missing = std::move(list.missing);
+  } else {
+    info.cuda_missing = "this build has no CUDA backend";
+  }
+  return info;
+}
+
+}  // namespace eaves
