@@ -1,0 +1,148 @@
+// Buffers for benchmarks, filled with normal random numbers fast enough that making 1 GiB is not what a benchmark
+// waits for: a block of about a million numbers is drawn once (each from its own counter, so the number of threads
+// changes nothing) and laid over the tensor in pieces that start at differing places of the block.
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <numbers>
+#include <string>
+#include <vector>
+
+#include "core/numeric.h"
+#include "core/runtime.h"
+#include "cpu/parallel.h"
+#include "eaves/error.h"
+#include "testing/benchmark.h"
+
+namespace eaves::bench {
+namespace {
+
+// The block has to be larger than what a kernel treats at a time and small enough to be drawn in some milliseconds.
+constexpr std::int64_t kBlockElements = std::int64_t{1} << 20;
+constexpr std::int64_t kPieceElements = kBlockElements / 2;
+
+// The output function of SplitMix64 (Steele, Lea, Flood 2014): consecutive counters give independent-looking bits.
+std::uint64_t random_bits(std::uint64_t counter) {
+  std::uint64_t z = counter * 0x9e3779b97f4a7c15u;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+struct NormalPair {
+  float first, second;
+};
+
+// Box and Muller: one draw of 64 bits is two uniform numbers, and those are two normal ones.
+NormalPair normal_pair(std::uint64_t bits) {
+  const float uniform = (static_cast<float>(bits >> 40) + 0.5f) * 0x1p-24f;  // never 0: its logarithm is taken
+  const float angle = static_cast<float>(bits & 0xffffffu) * 0x1p-24f * 2.0f * std::numbers::pi_v<float>;
+  const float radius = std::sqrt(-2.0f * std::log(uniform));
+  return {radius * std::cos(angle), radius * std::sin(angle)};
+}
+
+template <typename T>
+std::vector<T> draw_block(std::int64_t elements, std::uint64_t seed) {
+  std::vector<T> block(static_cast<std::size_t>(elements + 1));  // pairs: the last one may reach one beyond
+  const std::uint64_t first_counter = random_bits(seed + 1);
+  cpu::parallel_for({}, (elements + 1) / 2, cpu::grain_for(4), [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) {
+      const NormalPair pair = normal_pair(random_bits(first_counter + static_cast<std::uint64_t>(i)));
+      block[static_cast<std::size_t>(2 * i)] = round_to<T>(pair.first);
+      block[static_cast<std::size_t>(2 * i) + 1] = round_to<T>(pair.second);
+    }
+  });
+  return block;
+}
+
+// Pieces are copied from where the block is: on a GPU that is device memory, so 1 GiB crosses no bus.
+void tile(Device device, const std::byte* block, std::int64_t block_elements, std::byte* destination,
+          std::int64_t elements, std::size_t element_bytes, std::uint64_t seed) {
+  const std::int64_t piece_elements = std::min(block_elements, kPieceElements);
+  const std::int64_t pieces = (elements + piece_elements - 1) / piece_elements;
+  const auto offsets = static_cast<std::uint64_t>(block_elements - piece_elements + 1);
+  const auto copy_pieces = [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t piece = first; piece < last; ++piece) {
+      const std::int64_t begin = piece * piece_elements;
+      const std::int64_t count = std::min(piece_elements, elements - begin);
+      const std::uint64_t offset = random_bits(seed ^ static_cast<std::uint64_t>(piece)) % offsets;
+      runtime::copy(destination + static_cast<std::size_t>(begin) * element_bytes, device,
+                    block + offset * element_bytes, device, static_cast<std::size_t>(count) * element_bytes);
+    }
+  };
+  if (device.type == DeviceType::cpu) {
+    cpu::parallel_for({}, pieces, 1, copy_pieces);
+  } else {
+    copy_pieces(0, pieces);  // may throw, which a body of parallel_for must not
+  }
+}
+
+template <typename T>
+void fill_normal(Device device, void* destination, std::int64_t elements, std::uint64_t seed) {
+  const std::int64_t block_elements = std::min(elements, kBlockElements);
+  const std::vector<T> block = draw_block<T>(block_elements, seed);
+  const std::size_t block_bytes = static_cast<std::size_t>(block_elements) * sizeof(T);
+  if (device.type == DeviceType::cpu) {
+    tile(device, reinterpret_cast<const std::byte*>(block.data()), block_elements, static_cast<std::byte*>(destination),
+         elements, sizeof(T), seed);
+    return;
+  }
+  if (elements <= kBlockElements) {
+    runtime::copy(destination, device, block.data(), kCpu, block_bytes);
+    return;
+  }
+  Arena staging(device);
+  void* device_block = staging.allocate(block_bytes);
+  runtime::copy(device_block, device, block.data(), kCpu, block_bytes);
+  tile(device, static_cast<const std::byte*>(device_block), block_elements, static_cast<std::byte*>(destination),
+       elements, sizeof(T), seed);
+}
+
+}  // namespace
+
+Arena::~Arena() {
+  for (void* block : blocks_) runtime::deallocate(device_, block);
+}
+
+void* Arena::allocate(std::size_t bytes) {
+  blocks_.reserve(blocks_.size() + 1);  // so that nothing can be thrown between taking the memory and noting it
+  blocks_.push_back(runtime::allocate(device_, bytes));
+  bytes_ += static_cast<std::int64_t>(bytes);
+  return blocks_.back();
+}
+
+TensorView Arena::normal(DType dtype, const Dims& shape, std::uint64_t seed) {
+  if (!is_floating_point(dtype)) {
+    throw InvalidArgument(std::string("Arena::normal: dtype is ") + name_of(dtype) +
+                          ", expected a floating-point type");
+  }
+  TensorView tensor = TensorView::contiguous(static_cast<void*>(nullptr), dtype, shape, device_);
+  const std::int64_t elements = tensor.element_count();
+  tensor.data = allocate(static_cast<std::size_t>(elements) * size_of(dtype));
+  if (elements == 0) return tensor;
+  switch (dtype) {
+    case DType::bfloat16:
+      fill_normal<bfloat16>(device_, tensor.data, elements, seed);
+      break;
+    case DType::float16:
+      fill_normal<float16>(device_, tensor.data, elements, seed);
+      break;
+    case DType::float64:
+      fill_normal<double>(device_, tensor.data, elements, seed);
+      break;
+    default:
+      fill_normal<float>(device_, tensor.data, elements, seed);
+  }
+  return tensor;
+}
+
+TensorView Arena::output(DType dtype, const Dims& shape) {
+  TensorView tensor = TensorView::contiguous(static_cast<void*>(nullptr), dtype, shape, device_);
+  const std::size_t bytes = static_cast<std::size_t>(tensor.element_count()) * size_of(dtype);
+  tensor.data = allocate(bytes);
+  // Touched here, so that the first measured call does not pay for the page faults.
+  runtime::fill_bytes(device_, tensor.data, 0, bytes);
+  return tensor;
+}
+
+}  // namespace eaves::bench
