@@ -1,0 +1,161 @@
+// `eaves bench`: asks the operators for their tables, lets the harness measure them, prints what came out as it comes.
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cli/atomic_file.h"
+#include "cli/commands.h"
+#include "cli/harness.h"
+#include "cli/operators.h"
+#include "cli/options.h"
+#include "cli/report.h"
+#include "core/runtime.h"
+#include "eaves/error.h"
+#include "eaves/system.h"
+
+namespace eaves::cli {
+namespace {
+
+struct BenchArguments {
+  std::vector<std::string> operators;
+  std::string device;
+  std::string sweep = "quick";
+  std::string dtype;
+  std::string json_path;
+  std::string max_bytes;
+  int threads = 0;
+  int repetitions = 30;
+  double warm_up_ms = 500.0;
+};
+
+// One line that overwrites itself on a terminal; nothing where stderr is a file or a pipe.
+class Progress {
+ public:
+  Progress() : is_terminal_(isatty(STDERR_FILENO) == 1) {}
+  ~Progress() { clear(); }
+  void show(const bench::Table& table, std::size_t row) const {
+    if (!is_terminal_) return;
+    fmt::print(stderr, "\r\033[K{} {} {}={} (row {} of {})", table.op, table.mode, table.axis_name,
+               table.rows[row].axis_value, row + 1, table.rows.size());
+    std::fflush(stderr);
+  }
+  void clear() const {
+    if (is_terminal_) fmt::print(stderr, "\r\033[K");
+  }
+
+ private:
+  bool is_terminal_;
+};
+
+std::vector<bench::Operator> chosen_operators(const std::vector<std::string>& names) {
+  const auto registered = registered_operators();
+  if (names.empty()) return {registered.begin(), registered.end()};
+  std::vector<bench::Operator> chosen;
+  for (const std::string& name : names) {
+    std::string known;
+    const bench::Operator* found = nullptr;
+    for (const bench::Operator& candidate : registered) {
+      known += (known.empty() ? "" : ", ") + candidate.name;
+      if (candidate.name == name) found = &candidate;
+    }
+    if (found == nullptr) {
+      throw InvalidArgument(fmt::format("bench: there is no operator \"{}\", expected one of: {}", name, known));
+    }
+    chosen.push_back(*found);
+  }
+  return chosen;
+}
+
+bench::MeasuredTable measure(bench::Harness& harness, bench::Table table) {
+  bench::MeasuredTable measured{std::move(table), {}};
+  const Progress progress;
+  harness.warm_up();
+  for (std::size_t row = 0; row < measured.table.rows.size(); ++row) {
+    progress.show(measured.table, row);
+    measured.measurements.push_back(harness.measure(measured.table.rows[row]));
+  }
+  return measured;
+}
+
+void print_heading(Device device, const BenchArguments& arguments) {
+  const SystemInfo system = system_info();
+  fmt::print("# {}, eaves {} (commit {})\n", runtime::device_name(device), system.version, system.commit);
+  if (device.type == DeviceType::cpu && arguments.threads > 0) fmt::print("# threads: {}\n", arguments.threads);
+  fmt::print("# speed in ms, median; limit: plain streaming of the same bytes in the same run; ratio: eaves / limit\n");
+  fmt::print("# memory in MiB: peak with inputs and outputs counted, and the workspace alone\n\n");
+}
+
+void run_bench(const BenchArguments& arguments) {
+  const std::vector<bench::Operator> operators = chosen_operators(arguments.operators);
+  bench::Request request;
+  request.sweep = arguments.sweep == "seed" ? bench::Sweep::seed : bench::Sweep::quick;
+  request.device = arguments.device.empty() ? default_device() : parse_device(arguments.device);
+  request.has_dtype = !arguments.dtype.empty();
+  if (request.has_dtype) request.dtype = parse_dtype("--dtype", arguments.dtype);
+  if (!is_floating_point(request.dtype)) {
+    throw InvalidArgument(fmt::format("--dtype: is {}, expected a floating-point type", arguments.dtype));
+  }
+  bench::HarnessOptions options;
+  options.device = request.device;
+  options.threads = arguments.threads;
+  options.repetitions = arguments.repetitions;
+  options.warm_up_ms = arguments.warm_up_ms;
+  if (!arguments.max_bytes.empty()) options.max_bytes = parse_bytes("--max-bytes", arguments.max_bytes);
+  // Opened before minutes of measuring, so that a wrong path is known at once.
+  std::optional<AtomicFile> json_file;
+  if (!arguments.json_path.empty()) json_file.emplace("--json", arguments.json_path);
+
+  print_heading(request.device, arguments);
+  bench::Harness harness(options);
+  std::vector<bench::MeasuredTable> results;
+  for (const bench::Operator& op : operators) {
+    const std::size_t first = results.size();
+    for (bench::Table& table : op.tables(request)) {
+      results.push_back(measure(harness, std::move(table)));
+      fmt::print("{}\n", bench::speed_table(results.back()));
+      std::fflush(stdout);
+    }
+    for (std::size_t i = first; i < results.size(); ++i) fmt::print("{}\n", bench::memory_table(results[i]));
+    std::fflush(stdout);
+  }
+  if (json_file) {
+    const std::string json = bench::result_json(results, request.device, arguments.threads);
+    json_file->write(json.data(), json.size());
+    json_file->commit();
+  }
+}
+
+}  // namespace
+
+void add_bench_command(CLI::App& program) {
+  CLI::App* command = program.add_subcommand("bench", "Measure operators against the limit of the device.");
+  command->footer("Example:\n  eaves bench logsumexp --device cpu --dtype bf16 --max-bytes 1M --json result.json");
+  const auto arguments = std::make_shared<BenchArguments>();
+  command->add_option("operator", arguments->operators, "Operators to measure; without any: all of them");
+  command->add_option("--device", arguments->device, "cpu, cuda or cuda:N; without: cuda where a GPU is usable");
+  command->add_option("--sweep", arguments->sweep, "quick: minutes; seed: every row of the published tables")
+      ->check(CLI::IsMember({"quick", "seed"}))
+      ->capture_default_str();
+  command->add_option("--dtype", arguments->dtype,
+                      "bf16, fp16, fp32 or fp64; without: bf16, and fp32 where it differs");
+  command->add_option("--json", arguments->json_path, "Also write the results to this file");
+  command->add_option("--threads", arguments->threads, "CPU threads; 0: all")
+      ->check(CLI::Range(0, 4096))
+      ->capture_default_str();
+  command->add_option("--max-bytes", arguments->max_bytes,
+                      "Leave out rows that read and write more, such as 64M or 2G");
+  command->add_option("--repetitions", arguments->repetitions, "Of each row; rows that take seconds get fewer")
+      ->check(CLI::Range(1, 100000))
+      ->capture_default_str();
+  command->add_option("--warm-up-ms", arguments->warm_up_ms, "Before each table, until the clocks have settled")
+      ->check(CLI::Range(0.0, 60000.0))
+      ->capture_default_str();
+  command->callback([arguments] { run_bench(*arguments); });
+}
+
+}  // namespace eaves::cli

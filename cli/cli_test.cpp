@@ -1,0 +1,351 @@
+// The program as its users meet it: started as a process, judged by exit code, text and files. Each --help's example
+// is run as it stands there.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cli/safetensors.h"
+#include "core/runtime.h"
+
+namespace eaves::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Outcome {
+  int exit_code = -1;
+  std::string out, err;
+};
+
+std::string read_text(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+// The program that was built with this test: it lies in the same folder.
+std::string program_path() {
+  if (const char* path = std::getenv("EAVES_PROGRAM")) return path;
+  return (fs::read_symlink("/proc/self/exe").parent_path() / "eaves").string();
+}
+
+class Program : public testing::Test {
+ protected:
+  void SetUp() override {
+    ASSERT_TRUE(fs::exists(program_path())) << program_path() << " is missing; EAVES_PROGRAM can name another place";
+    std::string pattern = (fs::temp_directory_path() / "eaves_test_XXXXXX").string();
+    ASSERT_NE(mkdtemp(pattern.data()), nullptr);
+    folder_ = pattern;
+    write_example_input();
+  }
+
+  void TearDown() override { fs::remove_all(folder_); }
+
+  // `line` is a shell command in the test's folder, its first word `eaves`.
+  Outcome run(const std::string& line) const {
+    EXPECT_EQ(line.rfind("eaves", 0), 0u) << line;
+    const std::string command = "cd '" + folder_.string() + "' && '" + program_path() + "'" + line.substr(5) +
+                                " >stdout.txt 2>stderr.txt </dev/null";
+    const int status = std::system(command.c_str());
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, read_text(folder_ / "stdout.txt"),
+            read_text(folder_ / "stderr.txt")};
+  }
+
+  void expect_refusal(const std::string& line, int exit_code, const std::string& sentence) const {
+    const Outcome outcome = run(line);
+    EXPECT_EQ(outcome.exit_code, exit_code) << line << "\n" << outcome.err;
+    EXPECT_NE(outcome.err.find(sentence), std::string::npos)
+        << line << "\nexpected: " << sentence << "\nactual:   " << outcome.err;
+    EXPECT_EQ(std::count(outcome.err.begin(), outcome.err.end(), '\n'), 1) << outcome.err;
+    EXPECT_EQ(outcome.out, "") << line;
+    EXPECT_FALSE(fs::exists(folder_ / "out.safetensors")) << line;
+    EXPECT_EQ(temporary_files(), 0) << line;
+  }
+
+  int temporary_files() const {
+    int count = 0;
+    for (const auto& entry : fs::directory_iterator(folder_)) count += entry.path().extension() == ".tmp";
+    return count;
+  }
+
+  void write_file(const std::string& name, const std::string& text) const {
+    std::ofstream(folder_ / name, std::ios::binary) << text;
+  }
+
+  // x is float32 [3, 4] at an odd address; the others have the shape that each test needs.
+  void write_example_input() const {
+    std::string header = R"({"odd":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},)"
+                         R"("x":{"dtype":"F32","shape":[3,4],"data_offsets":[1,49]},)"
+                         R"("g":{"dtype":"F32","shape":[3],"data_offsets":[49,61]},)"
+                         R"("flags":{"dtype":"BOOL","shape":[4],"data_offsets":[61,65]},)"
+                         R"("wide":{"dtype":"F64","shape":[2],"data_offsets":[65,81]},)"
+                         R"("small":{"dtype":"F8_E4M3","shape":[2],"data_offsets":[81,83]}})";
+    header.resize((header.size() + 7) / 8 * 8, ' ');
+    std::string data(83, '\0');
+    for (int i = 0; i < 12; ++i) std::memcpy(&data[static_cast<std::size_t>(1 + 4 * i)], &kX[i], 4);
+    for (int i = 0; i < 3; ++i) std::memcpy(&data[static_cast<std::size_t>(49 + 4 * i)], &kG[i], 4);
+    data[61] = 1;
+    const double wide[2] = {0.25, -0.5};
+    std::memcpy(&data[65], wide, 16);
+    std::string length(8, '\0');
+    for (int i = 0; i < 8; ++i) length[static_cast<std::size_t>(i)] = static_cast<char>(header.size() >> (8 * i));
+    write_file("in.safetensors", length + header + data);
+  }
+
+  struct Result {
+    DType dtype;
+    Dims shape;
+    std::vector<double> values;
+  };
+
+  // A float32 or float64 tensor of out.safetensors.
+  Result read_result(const std::string& name) const {
+    const MappedFile file("test", (folder_ / "out.safetensors").string());
+    const StoredTensors tensors = parse_safetensors(file.bytes(), "out.safetensors");
+    const StoredTensor& tensor = tensors.at(name);
+    Result result{*tensor.dtype, tensor.shape, {}};
+    const std::size_t width = size_of(result.dtype);
+    for (std::size_t i = 0; i < tensor.data.size(); i += width) {
+      float narrow = 0.0f;
+      double value = 0.0;
+      std::memcpy(width == 4 ? static_cast<void*>(&narrow) : &value, tensor.data.data() + i, width);
+      result.values.push_back(width == 4 ? narrow : value);
+    }
+    return result;
+  }
+
+  static constexpr float kX[12] = {0.0f, 1.0f, -1.0f, 0.5f, 2.0f, 2.0f, 2.0f, 2.0f, -3.0f, 80.0f, 7.0f, 0.25f};
+  static constexpr float kG[3] = {1.0f, -2.0f, 0.5f};
+  fs::path folder_;
+};
+
+double logsumexp(const float* values, int count) {
+  double sum = 0.0;
+  for (int i = 0; i < count; ++i) sum += std::exp(static_cast<double>(values[i]));
+  return std::log(sum);
+}
+
+TEST_F(Program, ExampleOfEachHelpRuns) {
+  for (const char* command : {"eaves", "eaves info", "eaves bench", "eaves run", "eaves run logsumexp"}) {
+    const Outcome help = run(std::string(command) + " --help");
+    EXPECT_EQ(help.exit_code, 0);
+    const std::size_t example = help.out.find("Example:\n  ");
+    ASSERT_NE(example, std::string::npos) << command << " --help shows no example:\n" << help.out;
+    const std::size_t begin = example + std::strlen("Example:\n  ");
+    const std::string line = help.out.substr(begin, help.out.find('\n', begin) - begin);
+    EXPECT_EQ(line.rfind(command, 0), 0u) << line;
+    const Outcome outcome = run(line);
+    EXPECT_EQ(outcome.exit_code, 0) << line << "\n" << outcome.err;
+    EXPECT_EQ(outcome.err, "") << line;
+  }
+}
+
+TEST_F(Program, InfoNamesVersionAndCpuAndIsTheSameInJson) {
+  const Outcome text = run("eaves info");
+  const Outcome json_text = run("eaves info --json");
+  EXPECT_EQ(json_text.exit_code, 0);
+  const auto json = nlohmann::json::parse(json_text.out);
+  EXPECT_NE(text.out.find(json["version"].get<std::string>()), std::string::npos) << text.out;
+  EXPECT_NE(text.out.find(json["cpu"]["level"].get<std::string>()), std::string::npos) << text.out;
+  EXPECT_GE(json["cpu"]["threads"].get<int>(), 1);
+  EXPECT_EQ(json["gpus"].size(), static_cast<std::size_t>(runtime::gpu_count()));
+  for (const auto& sentence : json["missing"]) {
+    EXPECT_NE(text.out.find(sentence.get<std::string>()), std::string::npos) << text.out;
+  }
+}
+
+TEST_F(Program, BenchPrintsTablesAndWritesTheResultFile) {
+  const Outcome outcome =
+      run("eaves bench logsumexp --device cpu --max-bytes 600K --repetitions 2 --warm-up-ms 0 --json result.json");
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
+  EXPECT_EQ(outcome.err, "") << "progress is for terminals";
+  const std::string head = "logsumexp-speed-fwd-batch1-dim256-bf16:\n          n     eaves     limit";
+  EXPECT_NE(outcome.out.find(head), std::string::npos) << outcome.out;
+  EXPECT_NE(outcome.out.find("left out: moves"), std::string::npos);
+  const auto json = nlohmann::json::parse(read_text(folder_ / "result.json"));
+  EXPECT_EQ(json["schema"], 1);
+  ASSERT_GT(json["rows"].size(), 2u);
+  EXPECT_EQ(json["rows"][0]["provider"], "eaves");
+  EXPECT_GT(json["rows"][0]["ms"].get<double>(), 0.0);
+  EXPECT_EQ(json["rows"][1]["provider"], "limit");
+  EXPECT_EQ(json["rows"][1]["repetitions"], 2);
+  EXPECT_EQ(temporary_files(), 0);
+}
+
+TEST_F(Program, BenchWithANamedDtypeMeasuresNoOther) {
+  const Outcome outcome = run("eaves bench --device cpu --dtype fp32 --max-bytes 1 --repetitions 1 --warm-up-ms 0");
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
+  EXPECT_NE(outcome.out.find("-fp32:"), std::string::npos) << outcome.out;
+  EXPECT_EQ(outcome.out.find("-bf16:"), std::string::npos) << outcome.out;
+}
+
+TEST_F(Program, WrongArgumentsAreNamed) {
+  expect_refusal("eaves", 2, "A subcommand is required");
+  expect_refusal("eaves paint", 2, "\"paint\" was not expected: A subcommand is required (eaves --help");
+  expect_refusal("eaves run paint", 2, "\"paint\" was not expected: A subcommand is required (eaves run --help");
+  expect_refusal("eaves info --loud", 2, "--loud");
+  expect_refusal("eaves bench logsumexq", 2, "bench: there is no operator \"logsumexq\", expected one of: logsumexp");
+  expect_refusal("eaves bench --device tpu", 2, "--device: is \"tpu\", expected cpu, cuda");
+  expect_refusal("eaves bench --sweep slow", 2, "--sweep: slow not in {quick,seed}");
+  expect_refusal("eaves bench --dtype fp31", 2, "--dtype: is \"fp31\", expected the name of a dtype");
+  expect_refusal("eaves bench --dtype int32", 2, "--dtype: is int32, expected a floating-point type");
+  expect_refusal("eaves bench --max-bytes 3X", 2, "--max-bytes: is \"3X\", expected a number of bytes");
+  expect_refusal("eaves bench --repetitions 0", 2, "--repetitions: Value 0 not in range");
+  expect_refusal("eaves bench --threads -1", 2, "--threads: Value -1 not in range");
+  expect_refusal("eaves bench --device cpu --json nowhere/result.json", 2,
+                 "--json: nowhere/result.json cannot be written: No such file or directory");
+  expect_refusal("eaves bench --device cpu --json /dev/null", 2, "--json: /dev/null exists and is not a regular file");
+}
+
+TEST_F(Program, GpuThatIsNotThereIsUnsupported) {
+  if (runtime::gpu_count() == 0) {
+    expect_refusal("eaves bench --device cuda", 3, "--device cuda: there is no usable GPU: ");
+  } else {
+    expect_refusal("eaves bench --device cuda:99", 3, "--device cuda:99: this machine has ");
+  }
+}
+
+TEST_F(Program, RunWritesOutLseAndGradient) {
+  const Outcome outcome =
+      run("eaves run logsumexp --input in.safetensors --tensor x --dims -1 --grad g --output out.safetensors");
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
+  const Result out = read_result("out");
+  const Result lse = read_result("lse");
+  const Result grad = read_result("grad_x");
+  EXPECT_EQ(out.shape, (Dims{3}));
+  EXPECT_EQ(lse.dtype, DType::float32);
+  EXPECT_EQ(grad.shape, (Dims{3, 4}));
+  for (int row = 0; row < 3; ++row) {
+    const auto r = static_cast<std::size_t>(row);
+    const double expected = logsumexp(kX + 4 * row, 4);
+    EXPECT_NEAR(out.values[r], expected, 1e-5 * std::abs(expected));
+    EXPECT_NEAR(lse.values[r], expected, 1e-5 * std::abs(expected));
+    for (int i = 0; i < 4; ++i) {
+      const auto index = static_cast<std::size_t>(4 * row + i);
+      EXPECT_NEAR(grad.values[index], kG[row] * std::exp(kX[index] - expected), 1e-4);
+    }
+  }
+}
+
+TEST_F(Program, RunTakesOtherAxesDtypesAndKeepdim) {
+  ASSERT_EQ(run("eaves run logsumexp --input in.safetensors --tensor x --dims 0,1 --keepdim --output out.safetensors")
+                .exit_code,
+            0);
+  EXPECT_EQ(read_result("out").shape, (Dims{1, 1}));
+  EXPECT_NEAR(read_result("out").values[0], logsumexp(kX, 12), 1e-4);
+
+  ASSERT_EQ(run("eaves run logsumexp --input in.safetensors --tensor flags --output out.safetensors").exit_code, 0);
+  EXPECT_EQ(read_result("out").dtype, DType::float32);
+  EXPECT_NEAR(read_result("out").values[0], std::log(std::exp(1.0) + 3.0), 1e-6);
+
+  ASSERT_EQ(run("eaves run logsumexp --input in.safetensors --tensor wide --dtype float32 --output out.safetensors")
+                .exit_code,
+            0);
+  EXPECT_EQ(read_result("out").dtype, DType::float32);
+  EXPECT_EQ(read_result("lse").dtype, DType::float64);
+  EXPECT_NEAR(read_result("lse").values[0], std::log(std::exp(0.25) + std::exp(-0.5)), 1e-12);
+}
+
+TEST_F(Program, RunReplacesAnEarlierOutputAndFollowsALink) {
+  write_file("target", "old");
+  fs::create_symlink("target", folder_ / "out.safetensors");
+  ASSERT_EQ(run("eaves run logsumexp --input in.safetensors --tensor x --output out.safetensors").exit_code, 0);
+  EXPECT_TRUE(fs::is_symlink(folder_ / "out.safetensors"));
+  EXPECT_EQ(read_result("out").values.size(), 1u);
+  EXPECT_EQ(temporary_files(), 0);
+}
+
+TEST_F(Program, WrongRunArgumentsAreNamed) {
+  const std::string run_x = "eaves run logsumexp --input in.safetensors --tensor x ";
+  const std::string out = " --output out.safetensors";
+  expect_refusal("eaves run", 2, "subcommand is required");
+  expect_refusal("eaves run logsumexp", 2, "--input is required");
+  expect_refusal(run_x, 2, "--output is required");
+  expect_refusal(run_x + "--dims one" + out, 2, "--dims: is \"one\", expected up to 16 axes such as -1 or 0,2");
+  expect_refusal(run_x + "--dims 0," + out, 2, "--dims: is \"0,\"");
+  expect_refusal(run_x + "--dims 2" + out, 2, "2");
+  expect_refusal(run_x + "--dims 0,0" + out, 2, "logsumexp");
+  expect_refusal(run_x + "--dtype int8" + out, 2, "out has dtype int8");
+  expect_refusal(run_x + "--grad wide" + out, 2, "grad_out");
+  expect_refusal("eaves run logsumexp --input in.safetensors --tensor y" + out, 2,
+                 "--tensor: in.safetensors has no tensor \"y\", expected one of: \"flags\", \"g\", \"odd\"");
+  expect_refusal("eaves run logsumexp --input in.safetensors --tensor small" + out, 2,
+                 "--tensor: tensor \"small\" of in.safetensors has dtype F8_E4M3, which is unsupported");
+  expect_refusal(run_x + "--output in.safetensors", 2, "--output: in.safetensors is the input file");
+  expect_refusal(run_x + "--output ./../" + folder_.filename().string() + "/in.safetensors", 2, "is the input file");
+  expect_refusal(run_x + "--output .", 2, "--output: . exists and is not a regular file");
+  expect_refusal(run_x + "--output nowhere/out.safetensors", 2, "--output: nowhere/out.safetensors cannot be written");
+}
+
+TEST_F(Program, InputThatIsNoSafetensorsFileIsRefused) {
+  const auto with_input = [](const std::string& input) {
+    return "eaves run logsumexp --input " + input + " --tensor x --output out.safetensors";
+  };
+  write_file("empty", "");
+  write_file("text", "Not a file of tensors, but long enough to have a length.");
+  std::string cut = read_text(folder_ / "in.safetensors");
+  cut.pop_back();
+  write_file("cut", cut);
+  ASSERT_EQ(mkfifo((folder_ / "fifo").c_str(), 0600), 0);
+  expect_refusal(with_input("missing"), 2, "--input: missing cannot be read: No such file or directory");
+  expect_refusal(with_input("."), 2, "--input: . is a folder, expected a file");
+  expect_refusal(with_input("fifo"), 2, "--input: fifo is not a regular file");
+  expect_refusal(with_input("empty"), 2, "empty: has 0 bytes, too few for a safetensors file");
+  expect_refusal(with_input("text"), 2, "text: the header length is");
+  expect_refusal(with_input("cut"), 2, "cut: \"small\" ends at byte 83 of the data, but the file has only 82");
+}
+
+// 128 MiB of zeros that take no room on the disk: long enough to be caught in the middle.
+void write_large_input(const fs::path& path) {
+  const std::string header = R"({"g":{"dtype":"F32","shape":[32],"data_offsets":[0,128]},)"
+                             R"("x":{"dtype":"F32","shape":[32,1048576],"data_offsets":[128,134217856]}})";
+  std::string length(8, '\0');
+  length[0] = static_cast<char>(header.size());
+  std::ofstream(path, std::ios::binary) << length << header;
+  fs::resize_file(path, 8 + header.size() + 134217856);
+}
+
+TEST_F(Program, RunThatIsKilledLeavesNoHalfFile) {
+  write_large_input(folder_ / "large.safetensors");
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  const std::string program = program_path();
+  if (child == 0) {
+    if (chdir(folder_.c_str()) != 0) _exit(126);
+    execl(program.c_str(), "eaves", "run", "logsumexp", "--input", "large.safetensors", "--tensor", "x", "--dims", "-1",
+          "--grad", "g", "--output", "out.safetensors", static_cast<char*>(nullptr));
+    _exit(127);
+  }
+  // The temporary file appears before the work begins.
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (temporary_files() == 0 && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  EXPECT_EQ(temporary_files(), 1);
+  EXPECT_EQ(kill(child, SIGKILL), 0);
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  ASSERT_TRUE(WIFSIGNALED(status)) << "the run was over before it could be killed";
+  EXPECT_FALSE(fs::exists(folder_ / "out.safetensors"));
+}
+
+}  // namespace
+}  // namespace eaves::cli

@@ -1,0 +1,195 @@
+// See harness.h for what one repetition is and why.
+#include "cli/harness.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <vector>
+
+#include "cli/options.h"
+#include "eaves/error.h"
+
+namespace eaves::bench {
+namespace {
+
+// A row that is so slow that the asked-for repetitions would take longer than this gets fewer, but not below five.
+constexpr double kSlowRowMs = 2000.0;
+constexpr int kMinimumRepetitions = 5;
+constexpr int kWarmUpCalls = 3;
+
+double now_ms() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration<double, std::milli>(now).count();
+}
+
+std::size_t flush_bytes_for(Device device) {
+  const std::size_t cache = runtime::last_cache_bytes(device);
+  const bool is_gpu = device.type == DeviceType::cuda;
+  // On a GPU the flush also hides the host's launches (about 10 us each), so it is never shorter than 256 MiB.
+  const std::size_t wanted = is_gpu ? std::max<std::size_t>(4 * cache, std::size_t{256} << 20) : 2 * cache;
+  const auto free = static_cast<std::size_t>(runtime::free_memory_bytes(device));
+  return std::min(wanted, free / 4) / 256 * 256;
+}
+
+Timing summarize(std::vector<std::unique_ptr<runtime::Stopwatch>>& stopwatches) {
+  std::vector<double> times;
+  for (auto& stopwatch : stopwatches) times.push_back(stopwatch->elapsed_ms());
+  std::sort(times.begin(), times.end());
+  const std::size_t middle = times.size() / 2;
+  const double median = times.size() % 2 == 1 ? times[middle] : (times[middle - 1] + times[middle]) / 2.0;
+  return {median, times.front(), times.back(), static_cast<int>(times.size())};
+}
+
+std::vector<std::unique_ptr<runtime::Stopwatch>> make_stopwatches(Device device, int count) {
+  std::vector<std::unique_ptr<runtime::Stopwatch>> stopwatches;
+  for (int i = 0; i < count; ++i) stopwatches.push_back(std::make_unique<runtime::Stopwatch>(device));
+  return stopwatches;
+}
+
+}  // namespace
+
+// What a row works on. Where one set of inputs would fit in the cache there are several, taken in turn: then even a
+// flush that missed some lines leaves nothing of use.
+struct Harness::Buffers {
+  struct Set {
+    explicit Set(Device device) : call_arena(device), limit_arena(device) {}
+    Arena call_arena;
+    Arena limit_arena;
+    std::unique_ptr<Call> call;
+    TensorView limit_source, limit_destination;
+  };
+  std::vector<std::unique_ptr<Set>> sets;
+  std::unique_ptr<Arena> workspace_arena;
+  Workspace workspace;
+};
+
+Harness::Harness(const HarnessOptions& options)
+    : options_(options), stream_(options.device), cache_arena_(options.device) {
+  context_.stream = stream_.handle();
+  context_.threads = options.threads;
+  cache_flush_bytes_ = flush_bytes_for(options.device);
+  cache_flush_ = cache_arena_.normal(DType::bfloat16, {static_cast<std::int64_t>(cache_flush_bytes_ / 2)}, 1);
+  runtime::synchronize(options.device);
+}
+
+void Harness::flush_cache() {
+  // Reading, not writing: dirty lines would be written back during the measurement that follows.
+  void* no_destination = cache_flush_.data;  // 0 bytes of it
+  runtime::stream_bytes(options_.device, cache_flush_.data, cache_flush_bytes_, no_destination, 0, context_);
+}
+
+void Harness::warm_up() {
+  const double end = now_ms() + options_.warm_up_ms;
+  while (now_ms() < end) {
+    for (int i = 0; i < 10; ++i) flush_cache();
+    runtime::synchronize(options_.device);
+  }
+}
+
+Harness::Buffers Harness::make_buffers(const Row& row) const {
+  Buffers buffers;
+  const Device device = options_.device;
+  const auto cache_bytes = static_cast<std::int64_t>(runtime::last_cache_bytes(device));
+  std::int64_t wanted_sets = 1;
+  for (std::int64_t i = 0; i < wanted_sets; ++i) {
+    auto set = std::make_unique<Buffers::Set>(device);
+    set->call = row.make_call(set->call_arena);
+    const std::int64_t source_elements = (row.read_bytes + 1) / 2;
+    set->limit_source = set->limit_arena.normal(DType::bfloat16, {source_elements}, static_cast<std::uint64_t>(2 + i));
+    set->limit_destination = set->limit_arena.output(DType::uint8, {row.write_bytes});
+    const std::int64_t set_bytes = std::max<std::int64_t>(1, set->call_arena.bytes() + set->limit_arena.bytes());
+    buffers.sets.push_back(std::move(set));
+    if (i == 0 && set_bytes < 2 * cache_bytes) {
+      const std::int64_t affordable = runtime::free_memory_bytes(device) / 2 / set_bytes;
+      wanted_sets = std::min(std::clamp<std::int64_t>(2 * cache_bytes / set_bytes, 2, 4), 1 + affordable);
+    }
+  }
+  buffers.workspace.bytes = buffers.sets.front()->call->workspace_bytes(context_);
+  buffers.workspace_arena = std::make_unique<Arena>(device);
+  if (buffers.workspace.bytes > 0) buffers.workspace.data = buffers.workspace_arena->allocate(buffers.workspace.bytes);
+  runtime::synchronize(device);
+  return buffers;
+}
+
+Measurement Harness::measure(const Row& row) {
+  Measurement result;
+  const std::int64_t row_bytes = row.read_bytes + row.write_bytes;
+  if (options_.max_bytes > 0 && row_bytes > options_.max_bytes) {
+    result.skipped = fmt::format("left out: moves {}, more than the {} of --max-bytes", cli::format_bytes(row_bytes),
+                                 cli::format_bytes(options_.max_bytes));
+    return result;
+  }
+  const std::int64_t needed = 2 * row_bytes;  // the call's buffers and the yardstick's
+  const std::int64_t free = runtime::free_memory_bytes(options_.device);
+  if (needed > free) {
+    result.skipped =
+        fmt::format("does not fit in memory: needs {}, {} free", cli::format_bytes(needed), cli::format_bytes(free));
+    return result;
+  }
+  std::optional<Buffers> buffers;
+  try {
+    buffers = make_buffers(row);
+  } catch (const DeviceError& error) {
+    result.skipped = fmt::format("does not fit in memory: {}", error.what());
+    return result;
+  } catch (const Unsupported& error) {
+    result.skipped = fmt::format("not supported: {}", error.what());
+    return result;
+  }
+  return time(row, *buffers);
+}
+
+Measurement Harness::time(const Row& row, Buffers& buffers) {
+  const Device device = options_.device;
+  ExecutionContext call_context = context_;
+  call_context.workspace = buffers.workspace;
+  const auto run_call = [&](Buffers::Set& set) { set.call->run(call_context); };
+  const auto run_limit = [&](Buffers::Set& set) {
+    runtime::stream_bytes(device, set.limit_source.data, static_cast<std::size_t>(row.read_bytes),
+                          set.limit_destination.data, static_cast<std::size_t>(row.write_bytes), context_);
+  };
+
+  // At least once on every set: the first call on a buffer may fault its pages in or load a kernel.
+  const std::size_t sets = buffers.sets.size();
+  for (std::size_t i = 0; i < std::max<std::size_t>(kWarmUpCalls, sets); ++i) {
+    run_call(*buffers.sets[i % sets]);
+    run_limit(*buffers.sets[i % sets]);
+  }
+  runtime::synchronize(device);
+  const double begin = now_ms();
+  flush_cache();
+  run_call(*buffers.sets[0]);
+  flush_cache();
+  run_limit(*buffers.sets[0]);
+  runtime::synchronize(device);
+  const double repetition_ms = std::max(1e-3, now_ms() - begin);
+  const int affordable = std::max(kMinimumRepetitions, static_cast<int>(std::min(1e6, kSlowRowMs / repetition_ms)));
+  const int repetitions = std::min(options_.repetitions, affordable);
+
+  auto call_stopwatches = make_stopwatches(device, repetitions);
+  auto limit_stopwatches = make_stopwatches(device, repetitions);
+  for (int i = 0; i < repetitions; ++i) {
+    const auto index = static_cast<std::size_t>(i);
+    Buffers::Set& set = *buffers.sets[index % sets];
+    flush_cache();
+    call_stopwatches[index]->start(context_.stream);
+    run_call(set);
+    call_stopwatches[index]->stop(context_.stream);
+    flush_cache();
+    limit_stopwatches[index]->start(context_.stream);
+    run_limit(set);
+    limit_stopwatches[index]->stop(context_.stream);
+  }
+  runtime::synchronize(device);
+
+  Measurement result;
+  result.eaves = summarize(call_stopwatches);
+  result.limit = summarize(limit_stopwatches);
+  result.workspace_bytes = static_cast<std::int64_t>(buffers.workspace.bytes);
+  result.peak_bytes = buffers.sets.front()->call_arena.bytes() + result.workspace_bytes;
+  return result;
+}
+
+}  // namespace eaves::bench

@@ -1,0 +1,67 @@
+// The measurement: takes rows that operators declare and returns times and bytes. It knows no operator, prints nothing
+// and has the only timing code of the project.
+//
+// One repetition is: read a buffer larger than the last cache, run the operator, read it again, run the yardstick (a
+// plain kernel that streams the bytes that the row declares). So operator and yardstick see the same cold cache and
+// the same clock frequency, alternating. On a GPU all repetitions are enqueued before any is waited for, with a pair
+// of events around each call: reading the buffer takes longer than a launch, which therefore is never waited for.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "core/runtime.h"
+#include "testing/benchmark.h"
+
+namespace eaves::bench {
+
+struct HarnessOptions {
+  Device device = kCpu;
+  int threads = 0;             ///< CPU: 0 is every core
+  int repetitions = 30;        ///< of each row; slow rows get fewer, see kMinimumRepetitions
+  double warm_up_ms = 500.0;   ///< per table: how long clocks get to settle
+  std::int64_t max_bytes = 0;  ///< rows that read and write more than this are left out; 0: none
+};
+
+struct Timing {
+  double median_ms = 0.0;
+  double min_ms = 0.0;
+  double max_ms = 0.0;
+  int repetitions = 0;
+};
+
+/// Of one row; either `skipped` says why there is nothing, or both timings are there.
+struct Measurement {
+  std::string skipped;
+  std::optional<Timing> eaves;
+  std::optional<Timing> limit;
+  std::int64_t peak_bytes = 0;  ///< inputs, outputs and workspace of one call
+  std::int64_t workspace_bytes = 0;
+};
+
+class Harness {
+ public:
+  explicit Harness(const HarnessOptions& options);
+
+  /// Runs the device until its clocks have settled. Once per table.
+  void warm_up();
+
+  Measurement measure(const Row& row);
+
+ private:
+  struct Buffers;
+
+  Buffers make_buffers(const Row& row) const;
+  Measurement time(const Row& row, Buffers& buffers);
+  void flush_cache();
+
+  HarnessOptions options_;
+  runtime::Stream stream_;
+  ExecutionContext context_;
+  Arena cache_arena_;
+  TensorView cache_flush_;
+  std::size_t cache_flush_bytes_ = 0;
+};
+
+}  // namespace eaves::bench

@@ -1,0 +1,28 @@
+// What `eaves bench` shows and keeps: tables in the layout of the published measurements (title, column heads, one
+// row per length with an index before it), and the result file in JSON. Formatting only.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "cli/harness.h"
+#include "testing/benchmark.h"
+
+namespace eaves::bench {
+
+/// A table and what was measured of it, row by row.
+struct MeasuredTable {
+  Table table;
+  std::vector<Measurement> measurements;
+};
+
+/// Milliseconds: eaves, limit, and eaves / limit.
+std::string speed_table(const MeasuredTable& measured);
+
+/// MiB: peak with inputs and outputs counted, and the workspace alone.
+std::string memory_table(const MeasuredTable& measured);
+
+/// The result file, schema 1.
+std::string result_json(const std::vector<MeasuredTable>& tables, Device device, int threads);
+
+}  // namespace eaves::bench

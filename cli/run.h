@@ -1,0 +1,57 @@
+// What `eaves run <operator>` does whatever the operator: input tensors from a mapped file, onto the device; outputs
+// back and into a file that appears whole or not at all. An operator's own part is cli/run_<operator>.cpp.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cli/atomic_file.h"
+#include "cli/safetensors.h"
+#include "eaves/context.h"
+#include "testing/benchmark.h"
+
+namespace eaves::cli {
+
+/// The arguments that every operator has.
+struct RunArguments {
+  std::string input_path;
+  std::string output_path;
+  std::string device = "cpu";
+  int threads = 0;
+
+  void add_to(CLI::App& command);
+};
+
+class Run {
+ public:
+  /// Reads the input's header and creates the output's temporary file; nothing is computed before both have succeeded.
+  explicit Run(const RunArguments& arguments);
+
+  /// The tensor of the input that `argument` names, on the device. On the CPU it is the mapped file itself, except
+  /// where the file has put it at an address that its element type cannot be read from.
+  TensorView input(const std::string& argument, const std::string& name);
+
+  /// Memory for a result, which finish() writes to the output file under `name`.
+  TensorView output(const std::string& name, DType dtype, const Dims& shape);
+
+  ExecutionContext context() const { return context_; }
+
+  void finish();
+
+ private:
+  RunArguments arguments_;
+  Device device_;
+  ExecutionContext context_;
+  MappedFile file_;
+  StoredTensors tensors_;
+  std::optional<AtomicFile> output_file_;
+  bench::Arena arena_;
+  std::vector<NamedTensor> outputs_;
+};
+
+/// Operators that `eaves run` knows; each adds its subcommand.
+void add_run_logsumexp(CLI::App& run);
+
+}  // namespace eaves::cli
