@@ -1,0 +1,45 @@
+// Loops over independent pieces of work, on OpenMP's threads or on the caller's pool. Which thread runs which piece,
+// and how many pieces there are, never changes what is computed for an index: an operator whose result would depend on
+// the split (the sum of one long row) cuts its work by the shape alone and merges in a fixed order.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+
+#include "eaves/context.h"
+
+namespace eaves::cpu {
+
+/// How many threads a call without a limit of its own uses: OpenMP's choice.
+int default_threads();
+
+namespace internal {
+void parallel_for(const ExecutionContext& context, std::int64_t count, std::int64_t grain, ParallelFor::Body body,
+                  void* body_data);
+}  // namespace internal
+
+/// Calls `body(begin, end)` for disjoint ranges that cover [0, count), each of at least `grain` indices where there
+/// are that many. A range per call is all that a body may rely on: there may be one, or one per index. With no more
+/// than `grain` indices, or one thread, it is a plain call on this thread. `body` must not throw.
+template <typename Body>
+void parallel_for(const ExecutionContext& context, std::int64_t count, std::int64_t grain, Body&& body) {
+  using Callable = std::remove_reference_t<Body>;
+  if (count <= grain) {
+    if (count > 0) body(std::int64_t{0}, count);
+    return;
+  }
+  internal::parallel_for(
+      context, count, grain,
+      [](void* data, std::int64_t begin, std::int64_t end) { (*static_cast<Callable*>(data))(begin, end); },
+      const_cast<void*>(static_cast<const void*>(std::addressof(body))));
+}
+
+/// The grain for a loop of which each index costs about `elements` element operations. Waking a thread costs about as
+/// much as 16384 exponentials (3 us on a Zen 4), so a piece must not be smaller than that.
+inline std::int64_t grain_for(std::int64_t elements) {
+  constexpr std::int64_t kElementsPerPiece = 16384;
+  return elements >= kElementsPerPiece ? 1 : kElementsPerPiece / (elements < 1 ? 1 : elements);
+}
+
+}  // namespace eaves::cpu

@@ -1,0 +1,163 @@
+// One block at a time: what is both read and written is a copy, the rest of the longer side is read into a register
+// or filled. Beyond the caches stores are non-temporal, because an ordinary one first reads the line that it replaces.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/stream.cpp"
+#include <hwy/cache_control.h>
+#include <hwy/foreach_target.h>  // first: compiles this file once per level of vector instructions
+#include <hwy/highway.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/cache.h"
+#include "cpu/parallel.h"
+#include "cpu/stream.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace eaves::cpu {
+namespace HWY_NAMESPACE {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+/// Some combination of all bytes of [source, source + bytes). Four places are read at once: the prefetchers of a core
+/// keep more lines on their way for four streams than for one (Zen 4, two threads, 64 MiB: 77 GB/s against 61).
+std::uint64_t read(const std::uint8_t* source, std::size_t bytes) {
+  const hn::ScalableTag<std::uint8_t> d;
+  const std::size_t lanes = hn::Lanes(d);
+  const std::size_t quarter = bytes / (16 * lanes) * 4 * lanes;
+  auto a = hn::Zero(d);
+  auto b = hn::Zero(d);
+  auto c = hn::Zero(d);
+  auto e = hn::Zero(d);
+  for (std::size_t i = 0; i < quarter; i += 4 * lanes) {
+    for (std::size_t place = 0; place < 4; ++place) {
+      const std::uint8_t* from = source + place * quarter + i;
+      a = hn::Xor(a, hn::LoadU(d, from));
+      b = hn::Xor(b, hn::LoadU(d, from + lanes));
+      c = hn::Xor(c, hn::LoadU(d, from + 2 * lanes));
+      e = hn::Xor(e, hn::LoadU(d, from + 3 * lanes));
+    }
+  }
+  HWY_ALIGN std::uint8_t combined[hn::MaxLanes(d)];
+  hn::Store(hn::Xor(hn::Xor(a, b), hn::Xor(c, e)), d, combined);
+  std::uint64_t result = 0;
+  for (std::size_t lane = 0; lane < lanes; ++lane) result += combined[lane];
+  for (std::size_t i = 4 * quarter; i < bytes; ++i) result += source[i];
+  return result;
+}
+
+template <bool kNonTemporal>
+void copy(const std::uint8_t* source, std::uint8_t* destination, std::size_t bytes) {
+  const hn::ScalableTag<std::uint8_t> d;
+  const std::size_t lanes = hn::Lanes(d);
+  std::size_t i = 0;
+  for (; i + 4 * lanes <= bytes; i += 4 * lanes) {
+    if constexpr (kNonTemporal) {
+      // Asking early for what is read gains 10 % where the stores bypass the caches.
+      for (std::size_t ahead = 1024; ahead < 1024 + 4 * lanes; ahead += 64) hwy::Prefetch(source + i + ahead);
+    }
+    const auto a = hn::LoadU(d, source + i);
+    const auto b = hn::LoadU(d, source + i + lanes);
+    const auto c = hn::LoadU(d, source + i + 2 * lanes);
+    const auto e = hn::LoadU(d, source + i + 3 * lanes);
+    if constexpr (kNonTemporal) {
+      hn::Stream(a, d, destination + i);
+      hn::Stream(b, d, destination + i + lanes);
+      hn::Stream(c, d, destination + i + 2 * lanes);
+      hn::Stream(e, d, destination + i + 3 * lanes);
+    } else {
+      hn::StoreU(a, d, destination + i);
+      hn::StoreU(b, d, destination + i + lanes);
+      hn::StoreU(c, d, destination + i + 2 * lanes);
+      hn::StoreU(e, d, destination + i + 3 * lanes);
+    }
+  }
+  std::memcpy(destination + i, source + i, bytes - i);
+}
+
+template <bool kNonTemporal>
+void fill(std::uint8_t* destination, std::size_t bytes) {
+  const hn::ScalableTag<std::uint8_t> d;
+  const std::size_t lanes = hn::Lanes(d);
+  const auto value = hn::Set(d, std::uint8_t{1});
+  std::size_t i = 0;
+  for (; i + lanes <= bytes; i += lanes) {
+    if constexpr (kNonTemporal) {
+      hn::Stream(value, d, destination + i);
+    } else {
+      hn::StoreU(value, d, destination + i);
+    }
+  }
+  std::memset(destination + i, 1, bytes - i);
+}
+
+template <bool kNonTemporal>
+std::uint64_t stream(const std::uint8_t* source, std::size_t read_bytes, std::uint8_t* destination,
+                     std::size_t write_bytes) {
+  const std::size_t both = std::min(read_bytes, write_bytes);
+  copy<kNonTemporal>(source, destination, both);
+  if (write_bytes > both) fill<kNonTemporal>(destination + both, write_bytes - both);
+  return read_bytes > both ? read(source + both, read_bytes - both) : 0;
+}
+
+std::uint64_t stream_block(const std::uint8_t* source, std::size_t read_bytes, std::uint8_t* destination,
+                           std::size_t write_bytes, bool is_non_temporal) {
+  if (!is_non_temporal) return stream<false>(source, read_bytes, destination, write_bytes);
+  const std::uint64_t result = stream<true>(source, read_bytes, destination, write_bytes);
+  hwy::FlushStream();
+  return result;
+}
+
+const char* level_name_here() { return hwy::TargetName(HWY_TARGET); }
+
+}  // namespace HWY_NAMESPACE
+}  // namespace eaves::cpu
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace eaves::cpu {
+namespace {
+
+HWY_EXPORT(stream_block);
+HWY_EXPORT(level_name_here);
+
+// Keeps the reads from being optimised away.
+std::atomic<std::uint64_t> sink;
+
+}  // namespace
+
+void stream_bytes(const void* source, std::size_t read_bytes, void* destination, std::size_t write_bytes,
+                  const ExecutionContext& context) {
+  constexpr std::size_t kBlockBytes = 128 * 1024;
+  constexpr std::size_t kAlignment = 256;
+  const auto* from = static_cast<const std::uint8_t*>(source);
+  auto* to = static_cast<std::uint8_t*>(destination);
+  const std::size_t longer = std::max(read_bytes, write_bytes);
+  if (longer == 0) return;
+  const bool is_non_temporal = is_beyond_caches(write_bytes);
+  const auto blocks = static_cast<std::int64_t>((longer + kBlockBytes - 1) / kBlockBytes);
+  // Where block i of `bytes` begins: in proportion, on an aligned address.
+  const auto begin_of = [blocks](std::int64_t block, std::size_t bytes) -> std::size_t {
+    if (block == blocks) return bytes;
+    const std::size_t step = (bytes + static_cast<std::size_t>(blocks) - 1) / static_cast<std::size_t>(blocks);
+    const std::size_t aligned_step = (step + kAlignment - 1) / kAlignment * kAlignment;
+    return std::min(bytes, static_cast<std::size_t>(block) * aligned_step);
+  };
+  parallel_for(context, blocks, 1, [&](std::int64_t begin, std::int64_t end) {
+    std::uint64_t sum = 0;
+    for (std::int64_t block = begin; block < end; ++block) {
+      const std::size_t r = begin_of(block, read_bytes);
+      const std::size_t w = begin_of(block, write_bytes);
+      sum += HWY_DYNAMIC_DISPATCH(stream_block)(from + r, begin_of(block + 1, read_bytes) - r, to + w,
+                                                begin_of(block + 1, write_bytes) - w, is_non_temporal);
+    }
+    sink.fetch_add(sum, std::memory_order_relaxed);
+  });
+}
+
+const char* level_name() { return HWY_DYNAMIC_DISPATCH(level_name_here)(); }
+
+}  // namespace eaves::cpu
+#endif  // HWY_ONCE
