@@ -29,13 +29,13 @@ struct ExecutionContext {
 
   /// Empty: the operator takes what it needs (on a GPU from the stream's own memory pool, in stream order) and gives
   /// it back. Not empty: used as it is, and a call that needs more throws InvalidArgument with the number of bytes.
-  Workspace workspace;
+  Workspace workspace = {};
 
   /// CPU: how many threads a call may use; 0 means as many as OpenMP would (OMP_NUM_THREADS, or every core).
   int threads = 0;
 
   /// CPU: replaces OpenMP when `run` is set; `threads` then only bounds how finely the work is cut (0: 64 pieces).
-  ParallelFor parallel_for;
+  ParallelFor parallel_for = {};
 };
 
 }  // namespace eaves

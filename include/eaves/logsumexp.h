@@ -17,41 +17,43 @@
 
 namespace eaves {
 
+// `= {}` after each member: a call may leave out any of them without a compiler's warning.
+
 struct LogsumexpForwardArgs {
   /// x, any shape and strides; float16, bfloat16, float32, float64, or an integer or boolean type, which is promoted
   /// to float32.
-  TensorView x;
+  TensorView x = {};
 
   /// The axes summed over, each in [-rank, rank), none twice. Empty: all of them.
-  Dims axes;
+  Dims axes = {};
 
   /// The summed axes stay in `out` and `lse` with size 1.
   bool keepdim = false;
 
   /// out, optional; shape of x without `axes`, any strides; dtype of x, or float32.
-  TensorView out;
+  TensorView out = {};
 
   /// out, optional; shape of `out`; float32 (float64 where x is float64). What the backward needs: a bfloat16 lse
   /// around 12 is off by 3 %, and so would be every gradient. One of `out` and `lse` must be there.
-  TensorView lse;
+  TensorView lse = {};
 };
 
 struct LogsumexpBackwardArgs {
   /// g = dL/d(out), shape of the forward's `out`; dtype of x, or float32; any strides, 0 among them.
-  TensorView grad_out;
+  TensorView grad_out = {};
 
   /// x, as in the forward; a floating-point type.
-  TensorView x;
+  TensorView x = {};
 
   /// lse, as the forward wrote it: float32 (float64 where x is float64).
-  TensorView lse;
+  TensorView lse = {};
 
   /// As in the forward.
-  Dims axes;
+  Dims axes = {};
   bool keepdim = false;
 
   /// out; dL/dx, shape and dtype of x, any strides that give every element its own place; must not overlap x.
-  TensorView grad_x;
+  TensorView grad_x = {};
 };
 
 /// Throws InvalidArgument (an argument is not as documented above, or the workspace is too small), Unsupported (the
