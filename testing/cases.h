@@ -1,0 +1,76 @@
+// Sizes that tests run over, each with the reason it is there.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "eaves/tensor.h"
+
+namespace eaves::testing {
+
+struct RowLength {
+  std::int64_t columns;
+  const char* reason;
+};
+
+inline const std::vector<RowLength>& row_lengths() {
+  static const std::vector<RowLength> lengths = {
+      {1, "one element: lse is x"},
+      {2, "one 16-byte vector of float64"},
+      {3, "shorter than any vector but that"},
+      {7, "one short of a vector of 16-bit elements"},
+      {8, "one vector of 16-bit elements"},
+      {9, "one more"},
+      {15, "one short of a CPU vector of float32 (AVX-512)"},
+      {17, "one more than that"},
+      {31, "one short of 64 bytes of 16-bit elements, where 2 lanes a row become 8"},
+      {33, "one more"},
+      {100, "no multiple of anything"},
+      {255, "one short of 512 bytes of 16-bit elements, where 8 lanes a row become 32"},
+      {257, "one more"},
+      {1000, "several rounds of a CPU vector, with a tail"},
+      {2047, "one short of 4 KiB of 16-bit elements, where lanes become a block"},
+      {2049, "one more"},
+      {4095, "one short of 8 KiB, where a block loads more at once"},
+      {4097, "one more"},
+      {8193, "more than one batch of a block of 128 threads, by one element"},
+      {16391, "a prime beyond two batches"},
+      {50257, "the vocabulary of GPT-2: odd"},
+  };
+  return lengths;
+}
+
+struct RowCount {
+  std::int64_t rows;
+  std::int64_t columns;
+  const char* reason;
+};
+
+/// Few rows, long enough to be shared by blocks of a GPU and threads of a CPU.
+inline const std::vector<RowCount>& few_long_rows() {
+  static const std::vector<RowCount> cases = {
+      {1, 1 << 20, "one row: hundreds of pieces that meet in the workspace"},
+      {1, (1 << 20) + 13, "the last piece is a few elements"},
+      {3, 300007, "rows that start at different places between 16-byte boundaries"},
+      {33, 131072, "as many rows as fill 32 lanes of the merging kernel, and one"},
+      {70, 65537, "a cluster of 8 blocks a row"},
+      {150, 32771, "a cluster of 4"},
+      {200, 20011, "a cluster of 2 at most"},
+  };
+  return cases;
+}
+
+/// The dtypes that are computed on.
+inline const std::vector<DType>& floating_point_dtypes() {
+  static const std::vector<DType> dtypes = {DType::bfloat16, DType::float16, DType::float32, DType::float64};
+  return dtypes;
+}
+
+/// The dtypes that are only promoted.
+inline const std::vector<DType>& promoted_dtypes() {
+  static const std::vector<DType> dtypes = {DType::int8,  DType::int16, DType::int32,
+                                            DType::int64, DType::uint8, DType::boolean};
+  return dtypes;
+}
+
+}  // namespace eaves::testing

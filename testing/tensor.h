@@ -1,0 +1,69 @@
+// Tensors for tests: on any device, at any alignment, with any strides, between canaries. What a test reads and fills
+// is a copy in CPU memory; upload() and download() move it.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "eaves/tensor.h"
+
+namespace eaves::testing {
+
+/// Where the elements of a test tensor lie.
+struct Placement {
+  Dims strides = {};              ///< in elements; ignored unless has_strides
+  bool has_strides = false;       ///< otherwise contiguous
+  std::int64_t misalignment = 0;  ///< the first address is this many elements after a multiple of 256 bytes
+};
+
+Placement contiguous_at(std::int64_t misalignment);
+Placement with_strides(const Dims& strides, std::int64_t misalignment = 0);
+
+class TestTensor {
+ public:
+  TestTensor(Device device, DType dtype, const Dims& shape, const Placement& placement = {});
+  ~TestTensor();
+  TestTensor(const TestTensor&) = delete;
+  TestTensor& operator=(const TestTensor&) = delete;
+
+  /// On the tensor's device: what operators get.
+  TensorView view() const;
+  /// The copy in CPU memory: what the oracle gets.
+  TensorView host() const;
+
+  /// Sets every element of the copy; `value` gets its number in row-major order. Rounded to the dtype.
+  void fill(const std::function<double(std::int64_t)>& value);
+  void set(std::int64_t element, double value);
+  double get(std::int64_t element) const;
+
+  void upload();
+  void download();
+
+  /// Empty if no byte outside of the elements has changed, otherwise where the first change is. After download().
+  std::string canary_damage() const;
+
+  /// The bytes of the copy, canaries and gaps included: for comparing two runs.
+  std::vector<unsigned char> bytes() const { return {host_base_, host_base_ + byte_count_}; }
+
+ private:
+  std::int64_t offset_of(std::int64_t element) const;  // in bytes from the start of the memory
+
+  Device device_;
+  DType dtype_;
+  Dims shape_;
+  Dims strides_;
+  std::int64_t first_byte_ = 0;
+  std::size_t byte_count_ = 0;
+  std::vector<unsigned char> host_;
+  unsigned char* device_memory_ = nullptr;
+  unsigned char* host_base_ = nullptr;  // host_ from its first multiple of 256 on
+};
+
+/// Uniform in [0, 1), the same for the same numbers on every machine.
+double random_uniform(std::uint64_t seed, std::uint64_t index);
+/// Normal with mean 0 and deviation 1.
+double random_normal(std::uint64_t seed, std::uint64_t index);
+
+}  // namespace eaves::testing

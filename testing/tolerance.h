@@ -1,0 +1,57 @@
+// How far a result may be from the float64 oracle: the accuracy contract of docs/numerics.md, in one place. Nothing
+// here is tuned to an implementation, and no test has a tolerance of its own.
+#pragma once
+
+#include <cmath>
+#include <string>
+
+#include "eaves/tensor.h"
+
+namespace eaves::testing {
+
+/// Distance between neighbouring numbers of `dtype` around `value`.
+inline double unit_in_last_place(DType dtype, double value) {
+  int mantissa_bits = 23;
+  int smallest_exponent = -126;
+  if (dtype == DType::float64) mantissa_bits = 52, smallest_exponent = -1022;
+  if (dtype == DType::float16) mantissa_bits = 10, smallest_exponent = -14;
+  if (dtype == DType::bfloat16) mantissa_bits = 7;
+  int exponent = 0;
+  std::frexp(value, &exponent);
+  return std::ldexp(1.0, std::max(exponent - 1, smallest_exponent) - mantissa_bits);
+}
+
+/// The bound on |result - exact|. `scale` is the size of the row that the result comes from: for a logsumexp the
+/// larger of |lse| and the largest |x|; for a gradient the largest of the row's gradients.
+///   float32            2e-6 of the scale
+///   float16, bfloat16  half a unit in the last place of the exact value, and 1e-6 of the scale
+///   float64            1e-13 of the scale: used for gradient checks, not part of the contract
+inline double allowed_error(DType dtype, double exact, double scale) {
+  if (dtype == DType::float32) return 2e-6 * scale;
+  if (dtype == DType::float64) return 1e-13 * scale;
+  return 0.5 * unit_in_last_place(dtype, exact) + 1e-6 * scale;
+}
+
+/// The largest finite number of a dtype: beyond it and half a unit, a result rounds to infinity.
+inline double largest_finite(DType dtype) {
+  if (dtype == DType::float16) return 65504.0;
+  if (dtype == DType::bfloat16) return 0x1.fep127;
+  if (dtype == DType::float32) return 0x1.fffffep127;
+  return 0x1.fffffffffffffp1023;
+}
+
+/// Empty when `result` is within the contract; otherwise a sentence with expected, actual and distance.
+inline std::string difference(DType dtype, double result, double exact, double scale) {
+  if (std::isnan(exact)) return std::isnan(result) ? "" : "expected NaN, actual " + std::to_string(result);
+  if (std::isinf(exact)) return result == exact ? "" : "expected infinity, actual " + std::to_string(result);
+  const double unit = unit_in_last_place(dtype, exact);
+  if (std::isinf(result) && std::abs(exact) >= largest_finite(dtype) + 0.5 * unit) return "";
+  const double error = std::abs(result - exact);
+  if (error <= allowed_error(dtype, exact, scale)) return "";
+  char text[200];
+  std::snprintf(text, sizeof(text), "expected %.9g, actual %.9g, distance %.3g = %.2f units in the last place of %s",
+                exact, result, error, error / unit, name_of(dtype));
+  return text;
+}
+
+}  // namespace eaves::testing
