@@ -1,0 +1,83 @@
+// The oracle: logsumexp and its gradient as the header's formula says them, in float64 loops over indices. It reads
+// the same views as the operator, knows no backend, and nobody should make it fast.
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "core/dispatch.h"
+#include "eaves/tensor.h"
+
+namespace eaves::reference {
+
+/// The element at `index` (one number per axis) of a tensor in CPU memory, exact in float64.
+inline double element(const TensorView& view, const Dims& index) {
+  std::int64_t offset = 0;
+  for (int axis = 0; axis < index.size(); ++axis) offset += index[axis] * view.strides[axis];
+  return dispatch_any(view.dtype, [&]<typename T>() {
+    return static_cast<double>(load_as_accumulator(static_cast<const T*>(view.data)[offset]));
+  });
+}
+
+/// Moves to the next index in row-major order; false after the last one.
+inline bool next_index(Dims& index, const Dims& shape) {
+  for (int axis = shape.size() - 1; axis >= 0; --axis) {
+    if (++index[axis] < shape[axis]) return true;
+    index[axis] = 0;
+  }
+  return false;
+}
+
+/// logsumexp over the axes of `x` for which `reduced` is true, in row-major order of the other axes. Exact to a few
+/// units in the last place of float64.
+struct LogsumexpRows {
+  std::vector<double> lse;
+  std::vector<double> max;           ///< the largest element, -inf for an empty row
+  std::vector<std::int64_t> row_of;  ///< for each element of x in row-major order, the row it belongs to
+};
+
+inline LogsumexpRows logsumexp(const TensorView& x, const bool (&reduced)[kMaxRank]) {
+  LogsumexpRows rows;
+  std::int64_t row_count = 1;
+  for (int axis = 0; axis < x.shape.size(); ++axis) {
+    if (!reduced[axis]) row_count *= x.shape[axis];
+  }
+  const double infinity = std::numeric_limits<double>::infinity();
+  rows.max.assign(static_cast<std::size_t>(row_count), -infinity);
+  rows.lse.assign(static_cast<std::size_t>(row_count), -infinity);
+  if (x.element_count() == 0) return rows;
+
+  Dims index = x.shape;
+  for (int axis = 0; axis < x.shape.size(); ++axis) index[axis] = 0;
+  std::vector<double> values;
+  do {
+    std::int64_t row = 0;
+    for (int axis = 0; axis < x.shape.size(); ++axis) {
+      if (!reduced[axis]) row = row * x.shape[axis] + index[axis];
+    }
+    rows.row_of.push_back(row);
+    values.push_back(element(x, index));
+    double& max = rows.max[static_cast<std::size_t>(row)];
+    max = std::fmax(max, values.back());
+  } while (next_index(index, x.shape));
+
+  std::vector<double> sum(rows.max.size(), 0.0);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const auto row = static_cast<std::size_t>(rows.row_of[i]);
+    // Infinite maxima are left out of the difference: exp of the element itself is 0, infinity or NaN, as it should be.
+    sum[row] += std::exp(values[i] - (std::isfinite(rows.max[row]) ? rows.max[row] : 0.0));
+  }
+  for (std::size_t row = 0; row < sum.size(); ++row) {
+    rows.lse[row] = std::log(sum[row]) + (std::isfinite(rows.max[row]) ? rows.max[row] : 0.0);
+  }
+  return rows;
+}
+
+/// g * exp(x - lse), 0 where lse is -inf. `lse` is the number that the backward is given, not the exact one.
+inline double logsumexp_gradient(double x, double lse, double grad_out) {
+  if (lse == -std::numeric_limits<double>::infinity()) return 0.0;
+  return grad_out * std::exp(x - lse);
+}
+
+}  // namespace eaves::reference

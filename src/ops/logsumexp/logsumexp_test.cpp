@@ -1,0 +1,493 @@
+// logsumexp against its oracle, on every device: values, layouts, edges, and what must not happen to memory.
+// Arguments that are refused are in logsumexp_errors_test.cpp, tensors beyond 2^31 elements in
+// logsumexp_large_test.cpp.
+#include "eaves/logsumexp.h"
+
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "core/runtime.h"
+#include "ops/logsumexp/logsumexp_test_case.h"
+#include "testing/cases.h"
+#include "testing/devices.h"
+
+namespace eaves::testing {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+class Logsumexp : public OnEachDevice {};
+EAVES_EACH_DEVICE(Logsumexp);
+
+double normal(std::int64_t i) { return random_normal(7, static_cast<std::uint64_t>(i)); }
+
+/// Heavy tails: a few elements carry the whole sum.
+double heavy_tailed(std::int64_t i) {
+  const double z = random_normal(11, static_cast<std::uint64_t>(i));
+  return 3.0 * z * z * z;
+}
+
+TEST_P(Logsumexp, RowsOfEveryLengthMatchTheOracle) {
+  for (const DType dtype : floating_point_dtypes()) {
+    for (const RowLength& length : row_lengths()) {
+      for (const std::int64_t misalignment : {0, 1}) {  // 1: no row, or every other row, starts on 16 bytes
+        SCOPED_TRACE(length.reason);
+        check_logsumexp({.device = device(),
+                         .dtype = dtype,
+                         .shape = {5, length.columns},
+                         .axes = {-1},
+                         .x_placement = contiguous_at(misalignment),
+                         .grad_x_placement = contiguous_at(misalignment),
+                         .value = normal});
+      }
+    }
+  }
+}
+
+TEST_P(Logsumexp, FewLongRowsMatchTheOracle) {
+  for (const DType dtype : {DType::bfloat16, DType::float32}) {
+    for (const RowCount& rows : few_long_rows()) {
+      SCOPED_TRACE(rows.reason);
+      check_logsumexp(
+          {.device = device(), .dtype = dtype, .shape = {rows.rows, rows.columns}, .axes = {1}, .value = normal});
+    }
+  }
+}
+
+TEST_P(Logsumexp, ManyShortRowsMatchTheOracle) {
+  for (const std::int64_t columns : {1, 3, 5, 24}) {
+    check_logsumexp(
+        {.device = device(), .dtype = DType::bfloat16, .shape = {20011, columns}, .axes = {1}, .value = normal});
+  }
+}
+
+TEST_P(Logsumexp, HeavyTailedRowsMatchTheOracle) {
+  for (const DType dtype : floating_point_dtypes()) {
+    check_logsumexp({.device = device(), .dtype = dtype, .shape = {7, 30001}, .axes = {1}, .value = heavy_tailed});
+  }
+}
+
+TEST_P(Logsumexp, EverySetOfAxesMatchesTheOracle) {
+  const Dims shape = {3, 4, 5, 6};
+  for (int set = 1; set < 16; ++set) {
+    Dims axes;
+    for (int axis = 0; axis < 4; ++axis) {
+      // Negative numbers name axes too.
+      if (set >> axis & 1) axes.push_back(axis % 2 == 0 ? axis : axis - 4);
+    }
+    for (const bool keepdim : {false, true}) {
+      for (const DType dtype : floating_point_dtypes()) {
+        check_logsumexp(
+            {.device = device(), .dtype = dtype, .shape = shape, .axes = axes, .keepdim = keepdim, .value = normal});
+        // The same tensor with its axes turned around in memory.
+        check_logsumexp({.device = device(),
+                         .dtype = dtype,
+                         .shape = shape,
+                         .axes = axes,
+                         .keepdim = keepdim,
+                         .x_placement = with_strides({1, 3, 12, 60}),
+                         .value = normal});
+        // Input and gradient that lie differently.
+        check_logsumexp({.device = device(),
+                         .dtype = dtype,
+                         .shape = shape,
+                         .axes = axes,
+                         .keepdim = keepdim,
+                         .grad_x_placement = with_strides({1, 3, 12, 60}),
+                         .value = normal});
+      }
+    }
+  }
+}
+
+TEST_P(Logsumexp, NoAxesMeansAllOfThem) {
+  check_logsumexp({.device = device(), .dtype = DType::float32, .shape = {9, 11, 13}, .axes = {}, .value = normal});
+}
+
+TEST_P(Logsumexp, AZeroDimensionalTensorIsItsOwnLogsumexp) {
+  for (const Dims& axes : {Dims{}, Dims{0}, Dims{-1}}) {
+    for (const bool keepdim : {false, true}) {
+      check_logsumexp({.device = device(),
+                       .dtype = DType::float32,
+                       .shape = {},
+                       .axes = axes,
+                       .keepdim = keepdim,
+                       .value = normal});
+    }
+  }
+}
+
+TEST_P(Logsumexp, AnAxisThatIsNotTheLastIsReducedInPlaceOfItsStrides) {
+  struct Case {
+    Dims shape;
+    std::int64_t axis;
+    const char* reason;
+  };
+  const Case cases[] = {
+      {{700, 1024}, 0, "whole tiles of 256 rows side by side"},
+      {{513, 264}, 0, "vectors fit, the last tile is not full"},
+      {{300, 33}, 0, "no vector fits: 33 is odd"},
+      {{40000, 40}, 0, "few rows: columns are cut into pieces"},
+      {{5, 300, 520}, 1, "the middle axis"},
+      {{3, 2, 1000, 72}, 2, "several outer axes"},
+      {{129, 1}, 0, "a single row"},
+      {{2, 7, 3}, 1, "smaller than any tile"},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.reason);
+    for (const DType dtype : floating_point_dtypes()) {
+      for (const std::int64_t misalignment : {0, 1}) {
+        check_logsumexp({.device = device(),
+                         .dtype = dtype,
+                         .shape = c.shape,
+                         .axes = {c.axis},
+                         .x_placement = contiguous_at(misalignment),
+                         .value = normal});
+      }
+    }
+  }
+}
+
+TEST_P(Logsumexp, StridesOfEveryKindMatchTheOracle) {
+  struct Case {
+    Dims shape;
+    Dims strides;
+    std::int64_t axis;
+    const char* reason;
+  };
+  const Case cases[] = {
+      {{6, 100}, {128, 1}, 1, "rows of a wider tensor, aligned"},
+      {{6, 100}, {101, 1}, 1, "rows of a wider tensor, each aligned differently"},
+      {{6, 100}, {300, 3}, 1, "every third column"},
+      {{6, 100}, {0, 1}, 1, "one row, expanded"},
+      {{6, 100}, {1, 0}, 1, "one column, expanded: lse = x + log(100)"},
+      {{6, 100}, {-100, 1}, 1, "rows in reverse order"},
+      {{6, 100}, {100, -1}, 1, "columns in reverse order"},
+      {{100, 64}, {80, 1}, 0, "columns of a wider tensor"},
+      {{100, 64}, {-64, 1}, 0, "columns from the last row up"},
+      {{4, 30, 8}, {8, 32, 1}, 2, "the first two axes swapped"},
+      {{4, 30, 8}, {8, 32, 1}, 1, "the first two axes swapped, the second reduced"},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.reason);
+    for (const DType dtype : floating_point_dtypes()) {
+      check_logsumexp({.device = device(),
+                       .dtype = dtype,
+                       .shape = c.shape,
+                       .axes = {c.axis},
+                       .x_placement = with_strides(c.strides),
+                       .value = normal});
+    }
+  }
+}
+
+TEST_P(Logsumexp, OutputsAreWrittenByTheirStrides) {
+  check_logsumexp({.device = device(),
+                   .dtype = DType::bfloat16,
+                   .shape = {5, 7, 300},
+                   .axes = {2},
+                   .out_placement = with_strides({2, 11}),
+                   .lse_placement = with_strides({-14, 2}),
+                   .value = normal});
+  check_logsumexp({.device = device(),
+                   .dtype = DType::bfloat16,
+                   .shape = {300, 5, 8},
+                   .axes = {0},
+                   .out_placement = with_strides({1, 6}),
+                   .lse_placement = with_strides({30, 3}),
+                   .value = normal});
+}
+
+TEST_P(Logsumexp, AnUpstreamGradientMayBeExpandedOrStrided) {
+  for (const Dims& strides : {Dims{0, 0}, Dims{0, 1}, Dims{1, 5}, Dims{-7, 1}}) {
+    check_logsumexp({.device = device(),
+                     .dtype = DType::bfloat16,
+                     .shape = {5, 7, 300},
+                     .axes = {2},
+                     .grad_out_placement = with_strides(strides),
+                     .value = normal});
+  }
+}
+
+TEST_P(Logsumexp, Float32OutputsAndUpstreamGradientsOfA16BitTensorAreNotRoundedTo16Bits) {
+  for (const DType dtype : {DType::bfloat16, DType::float16}) {
+    check_logsumexp({.device = device(),
+                     .dtype = dtype,
+                     .shape = {9, 3000},
+                     .axes = {1},
+                     .out_dtype = DType::float32,
+                     .grad_out_dtype = DType::float32,
+                     .value = normal});
+  }
+}
+
+TEST_P(Logsumexp, IntegersAndBooleansArePromotedToFloat32) {
+  for (const DType dtype : promoted_dtypes()) {
+    for (const std::int64_t axis : {0, 1}) {
+      check_logsumexp({.device = device(),
+                       .dtype = dtype,
+                       .shape = {37, 129},
+                       .axes = {axis},
+                       .out_dtype = DType::float32,
+                       .has_backward = false,
+                       .value = [](std::int64_t i) { return static_cast<double>(i * 37 % 100); }});
+    }
+    check_logsumexp({.device = device(),
+                     .dtype = dtype,
+                     .shape = {1, 200000},
+                     .axes = {1},
+                     .out_dtype = DType::float32,
+                     .has_backward = false,
+                     .value = [](std::int64_t i) { return static_cast<double>(i % 2); }});
+  }
+}
+
+TEST_P(Logsumexp, InfinitiesAndNaNsFollowTheHeader) {
+  // One row of each kind, placed at the start, around a vector boundary, at the end and everywhere.
+  struct Special {
+    double first;  // what the row holds once or twice
+    double second;
+    double others;
+    const char* reason;
+  };
+  const Special specials[] = {
+      {-kInfinity, -kInfinity, -kInfinity, "all -inf: lse is -inf, gradient 0"},
+      {-kInfinity, -kInfinity, 0.5, "some -inf in a finite row change nothing"},
+      {0.25, 0.25, -kInfinity, "two finite elements among -inf"},
+      {kInfinity, kInfinity, 0.5, "+inf makes lse +inf"},
+      {kInfinity, kInfinity, kInfinity, "all +inf"},
+      {kInfinity, -kInfinity, 0.5, "both infinities"},
+      {kInfinity, -kInfinity, -kInfinity, "+inf among -inf"},
+      {kNaN, kNaN, 0.5, "NaN makes lse NaN"},
+      {kNaN, kNaN, kNaN, "all NaN"},
+      {kNaN, kInfinity, 0.5, "NaN wins over +inf"},
+      {kInfinity, kNaN, -kInfinity, "in whichever order, whatever the others"},
+      {kNaN, -kInfinity, -kInfinity, "NaN among -inf"},
+  };
+  for (const DType dtype : floating_point_dtypes()) {
+    for (const std::int64_t columns : {2, 8, 40, 1000, 9000}) {
+      for (const std::int64_t at : {std::int64_t{0}, columns / 2, columns - 2}) {
+        for (const std::int64_t axis : {0, 1}) {
+          const Dims shape = axis == 1 ? Dims{12, columns} : Dims{columns, 12};
+          check_logsumexp(
+              {.device = device(), .dtype = dtype, .shape = shape, .axes = {axis}, .value = [&](std::int64_t i) {
+                 const std::int64_t row = axis == 1 ? i / columns : i % 12;
+                 const std::int64_t column = axis == 1 ? i % columns : i / 12;
+                 const Special& special = specials[row];
+                 if (column == at) return special.first;
+                 return column == at + 1 ? special.second : special.others;
+               }});
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Logsumexp, LongRowsThatStartWithMinusInfinityKeepTheirTail) {
+  // The first pieces, batches or blocks of a row have nothing finite in them.
+  for (const DType dtype : {DType::bfloat16, DType::float32}) {
+    check_logsumexp(
+        {.device = device(), .dtype = dtype, .shape = {2, 200003}, .axes = {1}, .value = [](std::int64_t i) {
+           return i % 200003 < 190000 ? -kInfinity : normal(i);
+         }});
+  }
+}
+
+TEST_P(Logsumexp, TheGradientIsExactlyZeroWhereEveryElementIsMinusInfinity) {
+  const TestTensor x(device(), DType::float32, {2, 100});
+  TestTensor lse(device(), DType::float32, {2});
+  TestTensor grad_out(device(), DType::float32, {2});
+  TestTensor grad_x(device(), DType::float32, {2, 100});
+  TestTensor& input = const_cast<TestTensor&>(x);
+  input.fill([](std::int64_t) { return -kInfinity; });
+  lse.fill([](std::int64_t) { return -kInfinity; });
+  grad_out.fill([](std::int64_t i) { return i == 0 ? 3.0 : kNaN; });  // not even a NaN gets through
+  logsumexp_backward(
+      {.grad_out = grad_out.view(), .x = x.view(), .lse = lse.view(), .axes = {1}, .grad_x = grad_x.view()});
+  grad_x.download();
+  for (std::int64_t i = 0; i < 200; ++i) EXPECT_EQ(grad_x.get(i), 0.0) << "element " << i;
+}
+
+TEST_P(Logsumexp, HugeElementsDoNotOverflow) {
+  for (const DType dtype : floating_point_dtypes()) {
+    const double huge = 0.75 * largest_finite(dtype);
+    for (const double sign : {1.0, -1.0}) {
+      check_logsumexp(
+          {.device = device(), .dtype = dtype, .shape = {3, 5000}, .axes = {1}, .value = [=](std::int64_t i) {
+             return i % 5000 == 4321 ? sign * huge : -huge;
+           }});
+    }
+    // Growing: every element raises the maximum by more than an exponential can hold.
+    check_logsumexp({.device = device(), .dtype = dtype, .shape = {2, 600}, .axes = {1}, .value = [](std::int64_t i) {
+                       return 100.0 * static_cast<double>(i % 600) - 30000.0;
+                     }});
+  }
+}
+
+TEST_P(Logsumexp, ManyEqualElementsKeepTheirPrecision) {
+  // The worst case of a running sum: every rounding error points the same way.
+  for (const double value : {0.0, 0.3, -77.7, 1000.1}) {
+    check_logsumexp(
+        {.device = device(), .dtype = DType::float32, .shape = {2, 1 << 20}, .axes = {1}, .value = [=](std::int64_t) {
+           return value;
+         }});
+  }
+}
+
+TEST_P(Logsumexp, AnEmptyReductionIsMinusInfinity) {
+  for (const Dims& shape : {Dims{3, 0}, Dims{0, 3}, Dims{0, 0}, Dims{2, 0, 4}}) {
+    for (int axis = 0; axis < shape.size(); ++axis) {
+      check_logsumexp({.device = device(), .dtype = DType::bfloat16, .shape = shape, .axes = {axis}, .value = normal});
+    }
+    check_logsumexp({.device = device(), .dtype = DType::float32, .shape = shape, .axes = {}, .value = normal});
+  }
+}
+
+TEST_P(Logsumexp, EachOutputCanBeAskedForAlone) {
+  TestTensor x(device(), DType::bfloat16, {4, 500});
+  x.fill(normal);
+  TestTensor both_out(device(), DType::bfloat16, {4}), both_lse(device(), DType::float32, {4});
+  TestTensor only_out(device(), DType::bfloat16, {4}), only_lse(device(), DType::float32, {4});
+  logsumexp_forward({.x = x.view(), .axes = {1}, .out = both_out.view(), .lse = both_lse.view()});
+  logsumexp_forward({.x = x.view(), .axes = {1}, .out = only_out.view()});
+  logsumexp_forward({.x = x.view(), .axes = {1}, .lse = only_lse.view()});
+  for (TestTensor* tensor : {&both_out, &both_lse, &only_out, &only_lse}) tensor->download();
+  EXPECT_EQ(both_out.bytes(), only_out.bytes());
+  EXPECT_EQ(both_lse.bytes(), only_lse.bytes());
+  EXPECT_NE(only_lse.get(0), 0.0);
+}
+
+TEST_P(Logsumexp, BackwardIsTheDerivativeOfForward) {
+  // Central differences in float64: the one test that knows nothing of the gradient's formula.
+  constexpr std::int64_t kRows = 3;
+  constexpr std::int64_t kColumns = 17;
+  constexpr double kStep = 1e-6;
+  TestTensor x(device(), DType::float64, {kRows, kColumns});
+  TestTensor lse(device(), DType::float64, {kRows}), grad_out(device(), DType::float64, {kRows});
+  TestTensor grad_x(device(), DType::float64, {kRows, kColumns});
+  x.fill(normal);
+  grad_out.fill([](std::int64_t i) { return 0.5 + static_cast<double>(i); });
+  const auto forward = [&] {
+    x.upload();
+    logsumexp_forward({.x = x.view(), .axes = {1}, .lse = lse.view()});
+    lse.download();
+  };
+  forward();
+  logsumexp_backward(
+      {.grad_out = grad_out.view(), .x = x.view(), .lse = lse.view(), .axes = {1}, .grad_x = grad_x.view()});
+  grad_x.download();
+  for (std::int64_t i = 0; i < kRows * kColumns; ++i) {
+    const double original = x.get(i);
+    const std::int64_t row = i / kColumns;
+    x.set(i, original + kStep);
+    forward();
+    const double above = lse.get(row);
+    x.set(i, original - kStep);
+    forward();
+    const double below = lse.get(row);
+    x.set(i, original);
+    EXPECT_NEAR(grad_x.get(i), grad_out.get(row) * (above - below) / (2.0 * kStep), 1e-8) << "element " << i;
+  }
+}
+
+/// Shapes that take each way through a backend.
+const std::vector<std::pair<Dims, Dims>>& shapes_of_every_kind() {
+  static const std::vector<std::pair<Dims, Dims>> shapes = {
+      {{50, 40}, {1}},   {{50, 3000}, {1}}, {{2, 400003}, {1}},    {{70, 70001}, {1}},
+      {{5000, 72}, {0}}, {{5000, 33}, {0}}, {{6, 50, 70}, {0, 2}}, {{1, 300, 1000}, {}},
+  };
+  return shapes;
+}
+
+TEST_P(Logsumexp, TwoRunsAreBitwiseEqual) {
+  for (const auto& [shape, axes] : shapes_of_every_kind()) {
+    LogsumexpRun first({.device = device(), .dtype = DType::bfloat16, .shape = shape, .axes = axes, .value = normal});
+    LogsumexpRun second({.device = device(), .dtype = DType::bfloat16, .shape = shape, .axes = axes, .value = normal});
+    first.run();
+    second.run();
+    EXPECT_TRUE(first.results_equal(second)) << check::to_string(shape);
+  }
+}
+
+TEST_P(Logsumexp, AWorkspaceOfTheStatedSizeIsEnoughAndIsBelow1MiB) {
+  for (const auto& [shape, axes] : shapes_of_every_kind()) {
+    LogsumexpRun own({.device = device(), .dtype = DType::bfloat16, .shape = shape, .axes = axes, .value = normal});
+    LogsumexpRun given({.device = device(), .dtype = DType::bfloat16, .shape = shape, .axes = axes, .value = normal});
+    own.run();
+    const std::size_t bytes = logsumexp_forward_workspace_bytes(given.forward_args());
+    EXPECT_LE(bytes, std::size_t{1} << 20);
+    EXPECT_EQ(logsumexp_backward_workspace_bytes(given.backward_args()), 0u);
+    TestTensor workspace(device(), DType::uint8, {static_cast<std::int64_t>(bytes)});
+    given.run({.workspace = {workspace.view().data, bytes}});
+    EXPECT_TRUE(own.results_equal(given)) << check::to_string(shape);
+    workspace.download();
+    EXPECT_EQ(workspace.canary_damage(), "") << check::to_string(shape);
+    if (bytes > 0) {
+      EXPECT_THROW(given.run({.workspace = {workspace.view().data, bytes - 1}}), InvalidArgument);
+    }
+  }
+}
+
+TEST_P(Logsumexp, CallsFromSeveralThreadsDoNotDisturbEachOther) {
+  LogsumexpRun alone({.device = device(), .dtype = DType::bfloat16, .shape = {64, 3000}, .axes = {1}, .value = normal});
+  alone.run();
+  std::vector<std::unique_ptr<LogsumexpRun>> runs;
+  for (int i = 0; i < 4; ++i) runs.push_back(std::make_unique<LogsumexpRun>(alone.test_case()));
+  std::vector<std::thread> threads;
+  for (auto& run : runs) {
+    threads.emplace_back([&run, this] {
+      const runtime::Stream stream(device());
+      for (int repetition = 0; repetition < 20; ++repetition) run->launch({.stream = stream.handle()});
+      runtime::synchronize(device());
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (auto& run : runs) {
+    run->download();
+    EXPECT_TRUE(run->results_equal(alone));
+  }
+}
+
+class LogsumexpOnCpu : public ::testing::Test {};
+
+TEST_F(LogsumexpOnCpu, TheNumberOfThreadsAndAPoolOfTheCallerChangeNoBit) {
+  // A pool that runs pieces in reverse order, one at a time.
+  const ParallelFor backwards = {.run = [](void*, std::int64_t count, ParallelFor::Body body, void* data) {
+    for (std::int64_t i = count; i-- > 0;) body(data, i, i + 1);
+  }};
+  for (const auto& [shape, axes] : shapes_of_every_kind()) {
+    LogsumexpRun one({.device = kCpu, .dtype = DType::bfloat16, .shape = shape, .axes = axes, .value = normal});
+    one.run({.threads = 1});
+    for (const ExecutionContext& context : {ExecutionContext{.threads = 2}, ExecutionContext{.threads = 5},
+                                            ExecutionContext{.parallel_for = backwards}}) {
+      LogsumexpRun other(one.test_case());
+      other.run(context);
+      EXPECT_TRUE(one.results_equal(other)) << check::to_string(shape) << ", threads " << context.threads;
+    }
+  }
+}
+
+class LogsumexpOnGpu : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (runtime::gpu_count() == 0) GTEST_SKIP() << system_info().cuda_missing;
+  }
+};
+
+TEST_F(LogsumexpOnGpu, ACudaGraphReplaysForwardAndBackward) {
+  for (const auto& [shape, axes] : shapes_of_every_kind()) {
+    LogsumexpRun plain({.device = kCuda, .dtype = DType::bfloat16, .shape = shape, .axes = axes, .value = normal});
+    plain.run();
+    LogsumexpRun captured(plain.test_case());
+    const runtime::Stream stream(kCuda);
+    runtime::capture_and_replay(
+        kCuda, stream.handle(), [&] { captured.launch({.stream = stream.handle()}); }, 3);
+    captured.download();
+    EXPECT_TRUE(captured.results_equal(plain)) << check::to_string(shape);
+  }
+}
+
+}  // namespace
+}  // namespace eaves::testing

@@ -1,0 +1,144 @@
+// One call of logsumexp in a test: what goes in, its buffers between canaries, and the comparison with the oracle.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+
+#include "core/check.h"
+#include "core/runtime.h"
+#include "eaves/logsumexp.h"
+#include "ops/logsumexp/logsumexp_reference.h"
+#include "testing/tensor.h"
+#include "testing/tolerance.h"
+
+namespace eaves::testing {
+
+struct LogsumexpCase {
+  Device device = {};
+  DType dtype = DType::float32;
+  Dims shape = {};
+  Dims axes = {};
+  bool keepdim = false;
+  Placement x_placement = {};
+  Placement out_placement = {};
+  Placement lse_placement = {};
+  Placement grad_out_placement = {};
+  Placement grad_x_placement = {};
+  std::optional<DType> out_dtype = {};       ///< that of x unless given
+  std::optional<DType> grad_out_dtype = {};  ///< likewise
+  bool has_backward = true;
+  std::function<double(std::int64_t)> value;  ///< of element i of x, in row-major order
+};
+
+/// The buffers of one call, forward and backward.
+class LogsumexpRun {
+ public:
+  explicit LogsumexpRun(const LogsumexpCase& test_case)
+      : case_(test_case),
+        axes_(check::axes({"test", "x", TensorView::contiguous(static_cast<void*>(nullptr), case_.dtype, case_.shape)},
+                          case_.axes)),
+        x(case_.device, case_.dtype, case_.shape, case_.x_placement),
+        out(case_.device, case_.out_dtype.value_or(case_.dtype), row_shape(), case_.out_placement),
+        lse(case_.device, case_.dtype == DType::float64 ? DType::float64 : DType::float32, row_shape(),
+            case_.lse_placement),
+        grad_out(case_.device, case_.grad_out_dtype.value_or(case_.dtype), row_shape(), case_.grad_out_placement),
+        grad_x(case_.device, case_.dtype, case_.shape, case_.grad_x_placement) {
+    x.fill(case_.value);
+    grad_out.fill([](std::int64_t i) { return random_normal(3, static_cast<std::uint64_t>(i)); });
+  }
+
+  LogsumexpForwardArgs forward_args() const {
+    return {.x = x.view(), .axes = case_.axes, .keepdim = case_.keepdim, .out = out.view(), .lse = lse.view()};
+  }
+  LogsumexpBackwardArgs backward_args() const {
+    return {.grad_out = grad_out.view(),
+            .x = x.view(),
+            .lse = lse.view(),
+            .axes = case_.axes,
+            .keepdim = case_.keepdim,
+            .grad_x = grad_x.view()};
+  }
+
+  void launch(const ExecutionContext& context = {}) {
+    logsumexp_forward(forward_args(), context);
+    if (case_.has_backward) logsumexp_backward(backward_args(), context);
+  }
+  void download() {
+    runtime::synchronize(case_.device);
+    for (TestTensor* tensor : {&x, &out, &lse, &grad_out, &grad_x}) tensor->download();
+  }
+  void run(const ExecutionContext& context = {}) {
+    launch(context);
+    download();
+  }
+
+  /// Bit by bit.
+  bool results_equal(const LogsumexpRun& other) const {
+    return out.bytes() == other.out.bytes() && lse.bytes() == other.lse.bytes() &&
+           grad_x.bytes() == other.grad_x.bytes();
+  }
+
+  const LogsumexpCase& test_case() const { return case_; }
+  const check::AxisSet& axes() const { return axes_; }
+
+ private:
+  Dims row_shape() const {
+    Dims shape;
+    for (int axis = 0; axis < case_.shape.size(); ++axis) {
+      if (!axes_.contains[axis]) shape.push_back(case_.shape[axis]);
+      if (axes_.contains[axis] && case_.keepdim) shape.push_back(1);
+    }
+    return shape;
+  }
+
+  LogsumexpCase case_;
+  check::AxisSet axes_;
+
+ public:
+  TestTensor x, out, lse, grad_out, grad_x;
+};
+
+/// Runs forward and backward and compares every element with the oracle, and every byte around them with its canary.
+inline void check_logsumexp(const LogsumexpCase& test_case) {
+  SCOPED_TRACE(std::string(name_of(test_case.dtype)) + " " + check::to_string(test_case.shape) + ", axes " +
+               check::to_string(test_case.axes) + (test_case.keepdim ? ", keepdim" : ""));
+  LogsumexpRun run(test_case);
+  const std::vector<unsigned char> x_before = run.x.bytes();
+  run.run();
+  EXPECT_EQ(run.x.bytes(), x_before) << "x was modified";
+  EXPECT_EQ(run.out.canary_damage(), "") << "around out";
+  EXPECT_EQ(run.lse.canary_damage(), "") << "around lse";
+  EXPECT_EQ(run.grad_x.canary_damage(), "") << "around grad_x";
+
+  const reference::LogsumexpRows exact = reference::logsumexp(run.x.host(), run.axes().contains);
+  const auto row_count = static_cast<std::int64_t>(exact.lse.size());
+  for (std::int64_t row = 0; row < row_count; ++row) {
+    const double lse = exact.lse[static_cast<std::size_t>(row)];
+    const double max = exact.max[static_cast<std::size_t>(row)];
+    const double scale = std::max(std::abs(lse), std::isfinite(max) ? std::abs(max) : 0.0);
+    ASSERT_EQ(difference(run.lse.view().dtype, run.lse.get(row), lse, scale), "") << "lse of row " << row;
+    ASSERT_EQ(difference(run.out.view().dtype, run.out.get(row), lse, scale), "") << "out of row " << row;
+  }
+  if (!test_case.has_backward) return;
+
+  // The backward is judged by the lse that it was given.
+  std::vector<double> gradients(exact.row_of.size());
+  std::vector<double> scales(exact.lse.size(), 0.0);
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    const std::int64_t row = exact.row_of[i];
+    gradients[i] =
+        reference::logsumexp_gradient(run.x.get(static_cast<std::int64_t>(i)), run.lse.get(row), run.grad_out.get(row));
+    double& scale = scales[static_cast<std::size_t>(row)];
+    scale = std::max(scale, std::abs(gradients[i]));  // a NaN does not raise it
+  }
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    const auto row = static_cast<std::size_t>(exact.row_of[i]);
+    ASSERT_EQ(difference(test_case.dtype, run.grad_x.get(static_cast<std::int64_t>(i)), gradients[i], scales[row]), "")
+        << "gradient of element " << i << " (row " << row << ")";
+  }
+}
+
+}  // namespace eaves::testing
