@@ -21,12 +21,12 @@ inline constexpr int kLaneVectors = 4;
 /// H200, 4096 rows of bf16, cold L2, microseconds (forward of logsumexp; a plain read of the same bytes):
 ///
 ///   row bytes       2 Ki   4 Ki   8 Ki  16 Ki  32 Ki  64 Ki 128 Ki 256 Ki
-///   32 x 4           7.3    9.2   13.5   20.9   36     67    143    265
-///   128 x 4         11.2   11.5   12.9   20.6   35.3   65.8  129.7  248.7
-///   128 x 8         15.4   15.6   16.2   20.3   35.2   64.9  122.5  238.9
-///   256 x 8         21.0   26.2   26.6   27.2   34.5   64.9  122.0  238.2
-///   512 x 8         36.5   42.4   54.1   55.6   57.6   65.0  122.0  236.7
-///   plain read       6.1    7.9   11.5   18.5   32.5   61.8  118.5  231.8
+///   32 x 4           7.6    9.4   13.7   21.3   36     67    143    265
+///   128 x 4         11.4   11.8   13.1   20.7   35.9   66.4  129.7  253.1
+///   128 x 8         15.1   15.4   16.1   20.4   35.2   65.4  123.2  241.8
+///   256 x 8         21.4   26.2   26.6   27.6   34.7   65.0  122.4  238.7
+///   512 x 8         37.1   42.3   52.9   54.6   56.9   65.4  122.3  237.1
+///   plain read       6.1    7.9   11.6   18.6   32.6   62.0  118.4  232.1
 ///
 /// Small blocks win: what a block waits for (its first load, its reduction) is hidden by its many neighbours.
 inline RowThreads row_threads(std::int64_t row_bytes) {
@@ -34,7 +34,8 @@ inline RowThreads row_threads(std::int64_t row_bytes) {
   if (row_bytes <= 512) return {8, kLaneVectors};
   if (row_bytes <= 4096) return {32, kLaneVectors};
   if (row_bytes <= 8192) return {128, 4};
-  return {128, 8};
+  if (row_bytes <= 16384) return {128, 8};
+  return {256, 8};
 }
 
 /// The shape for rows that are cut into pieces: few blocks, so each has to keep many bytes in flight.
@@ -55,7 +56,7 @@ inline RowSplit split_rows(std::int64_t rows, std::int64_t columns, std::int64_t
   constexpr std::int64_t kLargestCluster = 8;  // the largest that every GPU with clusters takes
   const std::int64_t wanted = multiprocessors * kBlocksPerMultiprocessor;
   const std::int64_t row_bytes = columns * element_bytes;
-  if (rows >= wanted / 2 && row_bytes <= kLargestPieceBytes) return {1, columns, false};
+  if (columns == 0 || (rows >= wanted / 2 && row_bytes <= kLargestPieceBytes)) return {1, columns, false};
   const std::int64_t most = std::max<std::int64_t>(1, row_bytes / kSmallestPieceBytes);
   std::int64_t pieces = std::min((wanted + rows - 1) / rows, most);
   bool is_cluster = false;

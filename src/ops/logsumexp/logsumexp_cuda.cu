@@ -80,20 +80,16 @@ __device__ void write_piece_or_result(const ForwardOutputs<A>& outputs, const St
   }
 }
 
-/// Takes a batch of vectors into the state: one rescaling, one exponential per element.
-template <typename T, int kVectors>
-__device__ void accumulate(SoftmaxState<Accumulator<T>>& state, const Vector<T> (&batch)[kVectors]) {
-  using A = Accumulator<T>;
-  const A max = fmax(state.max, max_of(batch));
-  const ExpMinus<A> exp_minus_anchor(softmax_anchor(max));
-  A sum = A(0);
+/// Sum of `function` over a batch: a tree over each vector, which is shorter and more exact than a running sum.
+template <typename T, int kVectors, typename Function>
+__device__ Accumulator<T> sum_of(const Vector<T> (&batch)[kVectors], Function function) {
+  Accumulator<T> sum{};
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    A values[Vector<T>::kSize];
+    Accumulator<T> values[Vector<T>::kSize];
     unpack(batch[v], values);
-    // A tree over the vector: shorter chains, and a smaller error than one running sum.
 #pragma unroll
-    for (int i = 0; i < Vector<T>::kSize; ++i) values[i] = exp_minus_anchor(values[i]);
+    for (int i = 0; i < Vector<T>::kSize; ++i) values[i] = function(values[i]);
 #pragma unroll
     for (int width = Vector<T>::kSize / 2; width > 0; width /= 2) {
 #pragma unroll
@@ -101,6 +97,17 @@ __device__ void accumulate(SoftmaxState<Accumulator<T>>& state, const Vector<T> 
     }
     sum += values[0];
   }
+  return sum;
+}
+
+/// Takes a batch of vectors into the state: one rescaling, one exponential per element.
+template <typename T, int kVectors>
+__device__ void accumulate(SoftmaxState<Accumulator<T>>& state, const Vector<T> (&batch)[kVectors]) {
+  using A = Accumulator<T>;
+  const A max = fmax(state.max, max_of(batch));
+  const A anchor = softmax_anchor(max);
+  const A sum = with_exponential_minus(
+      anchor, [&](auto exponential_minus_anchor) { return sum_of(batch, exponential_minus_anchor); });
   const A scale = state.max == max ? A(1) : exponential(state.max - max);
   state = {max, state.sum * scale + sum};
 }
@@ -205,10 +212,10 @@ __global__ void __launch_bounds__(32 * kColumnWarps) row_per_column(ForwardColum
         A max = state.max;
 #pragma unroll
         for (int c = 0; c < kColumnsAtATime; ++c) max = fmax(max, values[c][r]);
-        const ExpMinus<A> exp_minus_anchor(softmax_anchor(max));
+        const A anchor = softmax_anchor(max);
         A sum = A(0);
 #pragma unroll
-        for (int c = 0; c < kColumnsAtATime; ++c) sum += exp_minus_anchor(values[c][r]);
+        for (int c = 0; c < kColumnsAtATime; ++c) sum += exponential(values[c][r] - anchor);
         const A scale = state.max == max ? A(1) : exponential(state.max - max);
         state = {max, state.sum * scale + sum};
       }
@@ -485,6 +492,8 @@ void launch_contiguous(const ForwardPlan& plan, const ForwardRows<Accumulator<T>
     case 128:
       return plan.threads.vectors == 4 ? launch_row_per_block<T, 128, 4>(p, stream)
                                        : launch_row_per_block<T, 128, 8>(p, stream);
+    case 256:
+      return launch_row_per_block<T, 256, 8>(p, stream);
     default:
       constexpr int kThreads = kPieceThreads.threads;
       constexpr int kVectors = kPieceThreads.vectors;
