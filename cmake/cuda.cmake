@@ -1,0 +1,73 @@
+# Is the CUDA backend built, by which toolkit and for which GPUs. Sets EAVES_HAVE_CUDA (0 or 1), EAVES_CUDA_VERSION
+# and EAVES_CUDA_ARCHITECTURES, and enables the language. EAVES_CUDA=AUTO goes without a toolkit that is not there; a
+# toolkit that is there and too old is an error, because its owner expects a GPU backend.
+set(EAVES_CUDA_MINIMUM 12.4)
+
+# sm_80 machine code runs on every GPU of compute capability 8.x, sm_90a (with the Hopper-only instructions) on 9.0
+# alone. The PTX is for GPUs that come later, which the driver compiles it for: compute_90, because it has clusters
+# and bulk copies, while PTX for 90a would run on nothing but 9.0.
+set(EAVES_CUDA_TARGETS 80-real 90a-real 90-virtual)
+
+set(EAVES_HAVE_CUDA 0)
+set(EAVES_CUDA_VERSION "")
+set(EAVES_CUDA_ARCHITECTURES "")
+
+# eaves_without_cuda(<why>): one line and on with the CPU, or an error where CUDA was asked for.
+function(eaves_without_cuda why)
+  if(EAVES_CUDA STREQUAL "AUTO")
+    message(STATUS "eaves: ${why}: building the CPU backend alone")
+  else()
+    message(FATAL_ERROR "eaves: ${why}: install CUDA ${EAVES_CUDA_MINIMUM} or newer and put its nvcc on PATH, "
+                        "or configure with -DEAVES_CUDA=OFF.")
+  endif()
+endfunction()
+
+if(NOT EAVES_CUDA)
+  message(STATUS "eaves: EAVES_CUDA is OFF: building the CPU backend alone")
+  return()
+endif()
+
+find_package(CUDAToolkit QUIET)
+if(NOT CUDAToolkit_FOUND OR NOT CUDAToolkit_NVCC_EXECUTABLE)
+  eaves_without_cuda("no CUDA toolkit found")
+  return()
+endif()
+if(CUDAToolkit_VERSION VERSION_LESS EAVES_CUDA_MINIMUM)
+  message(FATAL_ERROR "eaves: the CUDA toolkit ${CUDAToolkit_VERSION} (${CUDAToolkit_NVCC_EXECUTABLE}) is too old: "
+                      "install CUDA ${EAVES_CUDA_MINIMUM} or newer and put its nvcc on PATH, or configure with "
+                      "-DEAVES_CUDA=OFF.")
+endif()
+
+# A trial: the toolkit may not know a host compiler as new as ours.
+set(CMAKE_CUDA_ARCHITECTURES ${EAVES_CUDA_TARGETS})
+if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
+  set(ENV{CUDACXX} ${CUDAToolkit_NVCC_EXECUTABLE})
+endif()
+if(NOT CMAKE_CUDA_HOST_COMPILER AND NOT DEFINED ENV{CUDAHOSTCXX})
+  set(ENV{CUDAHOSTCXX} ${CMAKE_CXX_COMPILER})
+endif()
+include(CheckLanguage)
+check_language(CUDA)
+if(NOT CMAKE_CUDA_COMPILER)
+  eaves_without_cuda("the CUDA toolkit ${CUDAToolkit_VERSION} does not work with ${CMAKE_CXX_COMPILER}")
+  return()
+endif()
+enable_language(CUDA)
+
+# CMake 3.25 does not know yet that nvcc has C++20.
+foreach(kind STANDARD EXTENSION)
+  if(NOT CMAKE_CUDA20_${kind}_COMPILE_OPTION)
+    set(CMAKE_CUDA20_${kind}_COMPILE_OPTION -std=c++20)
+  endif()
+endforeach()
+set(CMAKE_CUDA_STANDARD 20)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_EXTENSIONS OFF)
+set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+
+set(EAVES_HAVE_CUDA 1)
+set(EAVES_CUDA_VERSION ${CUDAToolkit_VERSION_MAJOR}.${CUDAToolkit_VERSION_MINOR})
+set(EAVES_CUDA_ARCHITECTURES ${EAVES_CUDA_TARGETS})
+list(FILTER EAVES_CUDA_ARCHITECTURES INCLUDE REGEX "-real$")
+list(TRANSFORM EAVES_CUDA_ARCHITECTURES REPLACE "-real$" "")

@@ -1,0 +1,40 @@
+# The libraries that eaves stands on, from the system's package manager (tools/setup installs them). The library needs
+# Highway and OpenMP; fmt is used as headers. The rest is for the program and the tests.
+find_package(hwy CONFIG REQUIRED)
+find_package(fmt CONFIG REQUIRED)
+
+# FindOpenMP names the runtime as a file, so that the archive can take the shared library's place.
+if(EAVES_RELOCATABLE)
+  execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libgomp.a OUTPUT_VARIABLE libgomp
+                  OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+  if(EXISTS "${libgomp}")  # the compiler echoes the bare name when it has none
+    set(OpenMP_gomp_LIBRARY ${libgomp} CACHE FILEPATH "GNU OpenMP runtime")
+  endif()
+endif()
+find_package(OpenMP REQUIRED COMPONENTS CXX)
+
+if(EAVES_BUILD_PROGRAMS)
+  find_package(CLI11 CONFIG REQUIRED)
+  find_package(nlohmann_json CONFIG REQUIRED)
+  find_package(GTest REQUIRED)
+endif()
+
+# eaves_make_relocatable(<program>): the build folder, copied to another machine, starts there. Distributions ship
+# Highway as a shared library only, so it lies in lib/ beside the programs, where they look first.
+function(eaves_make_relocatable program)
+  set_target_properties(
+    ${program} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR} BUILD_WITH_INSTALL_RPATH ON
+                          INSTALL_RPATH "$ORIGIN/lib;$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
+  if(EAVES_RELOCATABLE)
+    target_link_options(${program} PRIVATE -static-libstdc++ -static-libgcc)
+  endif()
+  get_target_property(type hwy::hwy TYPE)
+  if(type STREQUAL "SHARED_LIBRARY")
+    add_custom_command(
+      TARGET ${program} POST_BUILD
+      COMMAND ${CMAKE_COMMAND} -E make_directory ${PROJECT_BINARY_DIR}/lib
+      COMMAND ${CMAKE_COMMAND} -E copy_if_different $<TARGET_FILE:hwy::hwy>
+              ${PROJECT_BINARY_DIR}/lib/$<TARGET_SONAME_FILE_NAME:hwy::hwy>
+      VERBATIM)
+  endif()
+endfunction()

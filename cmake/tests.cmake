@@ -1,0 +1,28 @@
+# The tests, as ctest knows them. The C++ tests are one process: starting one for each test would start CUDA each time.
+# tools/run_tests counts what each program says of itself.
+add_test(NAME cpp COMMAND eaves_tests)
+
+# Installs into a fresh prefix, then builds examples/cpp against it, as a user's project outside the tree does.
+add_test(NAME install_and_examples
+         COMMAND ${CMAKE_COMMAND} -D BUILD_DIR=${PROJECT_BINARY_DIR} -D SOURCE_DIR=${PROJECT_SOURCE_DIR} -D
+                 GENERATOR=${CMAKE_GENERATOR} -D CXX=${CMAKE_CXX_COMPILER} -P
+                 ${PROJECT_SOURCE_DIR}/cmake/install_test.cmake)
+
+# Tests in Python: unittest files beside what they test. tools/setup puts the packages that they need into .venv.
+set(python ${PROJECT_SOURCE_DIR}/.venv/bin/python)
+if(NOT EXISTS ${python})
+  find_program(EAVES_PYTHON NAMES python3)
+  set(python ${EAVES_PYTHON})
+endif()
+if(python)
+  file(GLOB python_tests CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR} cli/*_test.py testing/*_test.py
+       tools/*_test.py)
+  foreach(file ${python_tests})
+    add_test(NAME ${file} COMMAND ${python} -B ${file} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+    set_tests_properties(${file} PROPERTIES ENVIRONMENT EAVES_PROGRAM=$<TARGET_FILE:eaves_cli>)
+  endforeach()
+  add_test(NAME check_docs COMMAND ${python} -B tools/check_docs --program $<TARGET_FILE:eaves_cli>
+           WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+else()
+  message(STATUS "eaves: no Python found: leaving out the tests that are written in it")
+endif()

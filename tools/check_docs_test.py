@@ -1,0 +1,161 @@
+"""Every check of tools/check_docs can fail: each kind of defect is put into a small tree, and is found."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+CHECK_DOCS = Path(__file__).resolve().parent / "check_docs"
+
+# Stands for the program: knows info, bench and run, and the options below.
+PROGRAM = """#!/bin/sh
+case "$*" in
+  --help) echo "info bench run --version" ;;
+  "info --help") echo "--json" ;;
+  "bench --help") echo "--sweep --device" ;;
+  "run --help" | "run logsumexp --help") echo "--input --output" ;;
+  info) echo "eaves 0.1.0" ;;
+  *) exit 2 ;;
+esac
+"""
+
+
+def row(provider, ms, n, mode="fwd"):
+    return {"op": "logsumexp", "mode": mode, "dtype": "bf16", "shape": {"batch": 4, "n": n}, "options": {},
+            "provider": provider, "ms": ms, "gbps": 4000.0}
+
+
+RESULTS = {"schema": 1, "rows": [row("eaves", 0.21, 8), row("limit", 0.2, 8), row("eaves", 0.5, 8, "bwd")]}
+TABLE = """| shape | eaves ms | limit ms | eaves / limit | GB/s |
+|---|---:|---:|---:|---:|
+| batch 4, n 8 | 0.2100 | 0.2000 | 1.050 | 4000 |"""
+
+
+class CheckDocs(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+        self.put("Makefile", "build:\n\ntest: build\n")
+        self.put("include/eaves/logsumexp.h", "void logsumexp_forward();\n")
+        self.put("src/ops/logsumexp/logsumexp.cpp", "// here\n")
+        self.put("src/core/check.h", "")
+        self.put("examples/cpp/a.cpp", "int main() {\n  int a = 1;\n  return a;\n}\n")
+        self.put("results/a.json", json.dumps(RESULTS))
+        self.put("docs/other.md", "# A heading, with `code`\n")
+        self.put(".gitignore", "/build/\n")
+        self.put("build/release/eaves", PROGRAM).chmod(0o755)
+
+    def put(self, name, text):
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    def check(self, text, *options):
+        self.put("README.md", text)
+        done = subprocess.run([sys.executable, str(CHECK_DOCS), "--root", str(self.root), *options], text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        return done.returncode, done.stdout
+
+    def assert_sound(self, text):
+        code, output = self.check(text)
+        self.assertEqual(code, 0, output)
+        return output
+
+    def assert_defect(self, text, expected):
+        code, output = self.check(text)
+        self.assertEqual(code, 1, output)
+        self.assertIn(expected, output)
+        self.assertIn("README.md:", output)
+        self.assertIn(" 1 defects", output)
+
+    def test_a_missing_program_is_said(self):
+        (self.root / "build/release/eaves").unlink()
+        code, output = self.check("")
+        self.assertEqual(code, 1)
+        self.assertIn("run make build first", output)
+
+    def test_links(self):
+        self.assert_sound("[a](docs/other.md) [b](docs/other.md#a-heading-with-code) [c](https://example.org/x)")
+        self.assert_defect("[a](docs/none.md)", "links to docs/none.md, which does not exist")
+        self.assert_defect("[a](docs/other.md#none)", "no such heading")
+
+    def test_paths(self):
+        self.assert_sound("`src/core/check.h`, `core/check.h`, `check.h`, `src/ops/<op>/<op>.cpp`, `<op>.cpp`, `src/ops/`,"
+                          " `build/release/eaves`, `and/or`, `1/2`")
+        self.assert_defect("`src/core/none.h`", "names the file src/core/none.h")
+        self.assert_defect("`core/none.h`", "names the file core/none.h")
+        self.assert_defect("`none.h`", "names the file none.h")
+        self.assert_defect("`src/none/`", "names the file src/none/")
+        self.assert_defect("`src/ops/<op>/<op>_none.cpp`", "_none.cpp, which does not exist")
+        self.assert_defect("```\nsrc/none/ what it is\n```", "names the file src/none/")
+
+    def test_make_targets(self):
+        self.assert_sound("`make test`, `make test CUDA=OFF`")
+        self.assert_defect("`make none`", "make none")
+        self.assert_defect("```sh no-run: slow\nmake none\n```", "make none")
+
+    def test_commands_options_and_operators(self):
+        self.assert_sound("`eaves info --json`, `build/release/eaves bench logsumexp --sweep seed`, `eaves --version`,"
+                          " `eaves run logsumexp --input x`, `eaves bench [operator...]`, `--sweep`")
+        self.assert_defect("`eaves none`", "names eaves none, a command")
+        self.assert_defect("`eaves bench --none`", "the option --none, which eaves bench does not have")
+        self.assert_defect("`eaves info --sweep`", "the option --sweep, which eaves info does not have")
+        self.assert_defect("`eaves bench none`", "the operator none")
+        self.assert_defect("`eaves run none --input x`", "the operator none")
+        self.assert_defect("`--none`", "the option --none")
+        self.assert_defect("```sh no-run: needs a GPU\nbuild/release/eaves bench \\\n --none\n```", "--none")
+
+    def test_functions(self):
+        self.assert_sound("`logsumexp_forward`")
+        self.assert_defect("`none_forward`", "names none_forward")
+        self.assert_defect("```cpp\neaves::none_backward({});\n```", "names none_backward")
+
+    def test_examples_are_run_in_a_copy(self):
+        output = self.assert_sound("```sh\neaves info\nbuild/release/eaves info\necho x > README.md\n```\n"
+                                   "```sh\ngrep -q x README.md\n```\n```sh no-run: needs a GPU\nexit 1\n```\n")
+        self.assertIn("2 examples run, 1 not run (needs a GPU)", output)
+        self.assertIn("eaves info", (self.root / "README.md").read_text())
+        self.assert_defect("```sh\necho before; false; echo after\n```", "the example fails with 1")
+        self.assert_defect("```sh\nfalse | cat\n```", "the example fails with 1")
+        self.assert_defect("```sh no-run\nmake test\n```", "and the reason")
+
+    def test_quotes(self):
+        self.assert_sound("```cpp\n// examples/cpp/a.cpp\nint main() {\n  int a = 1;\n```")
+        self.assert_sound("```cpp\n// examples/cpp/a.cpp\nint a = 1;\nreturn a;\n```")
+        self.assert_sound("```cpp\n// a thought\nint b;\n```")
+        self.assert_defect("```cpp\n// examples/cpp/a.cpp\nint a = 2;\n```", "not a part of it")
+        self.assert_defect("```cpp\n// examples/cpp/a.cpp\nint main() {\n  return a;\n```", "not a part of it")
+        self.assert_defect("```cpp\n// examples/cpp/none.cpp\nint a;\n```", "quotes examples/cpp/none.cpp")
+
+    def test_tables(self):
+        begin, end = "<!-- table: results/a.json mode=fwd -->\n", "\n<!-- end -->\n"
+        self.assert_sound(begin + TABLE + end)
+        self.assert_defect(begin + TABLE.replace("1.050", "1.000") + end, "not what results/a.json says")
+        self.assert_defect(begin + end, "not what results/a.json says")
+        self.assert_defect(begin + TABLE, "no <!-- end -->")
+        self.assert_defect(begin.replace("fwd", "none") + end, "no measured row")
+        self.assert_defect(begin.replace("a.json", "none.json") + end, "which does not exist")
+        self.put("results/bad.json", "{")
+        self.assert_defect(begin.replace("a.json", "bad.json") + end, "no table can be made")
+
+    def test_write_makes_the_tables(self):
+        text = "before\n<!-- table: results/a.json mode=fwd -->\nold\n<!-- end -->\nafter\n"
+        code, output = self.check(text, "--write")
+        self.assertEqual(code, 0, output)
+        self.assertEqual((self.root / "README.md").read_text(), text.replace("old", TABLE))
+        self.assert_sound((self.root / "README.md").read_text())
+
+    def test_columns_that_vary_are_shown(self):
+        text = "<!-- table: results/a.json -->\n<!-- end -->\n"
+        self.check(text, "--write")
+        written = (self.root / "README.md").read_text()
+        self.assertIn("| mode | shape |", written)
+        self.assertIn("| bwd | batch 4, n 8 | 0.5000 | - | - | 4000 |", written)
+
+
+if __name__ == "__main__":
+    unittest.main()
