@@ -1,0 +1,103 @@
+// Exponentials of vectors. For float32 they are our own: Highway's takes 30 instructions where 13 are enough, and an
+// operator that reads 16-bit elements is bound by them. For float64 they are Highway's, with infinities and NaN put
+// right. Compiled once per level of vector instructions, like simd.h.
+//
+//   exp2, float32   2^x = 2^n * p(x - n), n a whole number next to x, p of degree 5
+//   exp,  float32   e^x = 2^n * q(x - n log 2), n = round(x log2 e), q of degree 6
+//
+// Both are within 2 units in the last place (3 without FMA), give 0 for -infinity, infinity for +infinity and from
+// where float32 ends, and NaN for NaN. Results below 2^-125 may be 0.
+#include <hwy/contrib/math/math-inl.h>
+
+#include "cpu/simd.h"
+
+#if defined(EAVES_CPU_EXP_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef EAVES_CPU_EXP_H_
+#undef EAVES_CPU_EXP_H_
+#else
+#define EAVES_CPU_EXP_H_
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace eaves::cpu {
+namespace HWY_NAMESPACE {
+
+inline constexpr float kLog2E = 1.44269504088896341f;
+
+#undef EAVES_HAS_SCALEF
+// AVX-512 rounds and scales by powers of two in one instruction each, which also takes care of overflow, underflow,
+// infinities and NaN. Elsewhere the exponent is put together from integers.
+#if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL
+#define EAVES_HAS_SCALEF 1
+#else
+#define EAVES_HAS_SCALEF 0
+#endif
+
+// Added to a float of at most 2^21 in size, it rounds it to a whole number and leaves that in the lowest bits.
+inline constexpr float kRounding = 0x1.8p23f;
+
+/// p * 2^n for n in [-127, 129], given as kRounding + n; 0 for n of -126 and less.
+HWY_INLINE Float scale_by_power_of_two(Float p, Float n_plus_rounding) {
+  const FloatTag d;
+  const hn::RebindToSigned<FloatTag> di;
+  // One less in the exponent and doubled at the end: 2^128 is no float, but results up to it are.
+  const auto n = hn::Sub(hn::BitCast(di, n_plus_rounding), hn::Set(di, 0x4b400000));
+  const auto exponent = hn::Max(hn::Add(n, hn::Set(di, 126)), hn::Zero(di));
+  const Float scaled = hn::Mul(p, hn::BitCast(d, hn::ShiftLeft<23>(exponent)));
+  return hn::Add(scaled, scaled);
+}
+
+/// 2^x.
+HWY_INLINE Float exp2(FloatTag d, Float x) {
+#if EAVES_HAS_SCALEF
+  // x - floor(x), and 0 for the infinities. What scalef adds to the exponent is floor(x).
+  const Float f{_mm512_reduce_ps(x.raw, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
+  Float p = hn::MulAdd(f, hn::Set(d, 0x1.e974fap-10f), hn::Set(d, 0x1.277856p-7f));
+  p = hn::MulAdd(f, p, hn::Set(d, 0x1.c91ce6p-5f));
+  p = hn::MulAdd(f, p, hn::Set(d, 0x1.ebdb56p-3f));
+  p = hn::MulAdd(f, p, hn::Set(d, 0x1.62e4bap-1f));
+  p = hn::MulAdd(f, p, hn::Set(d, 1.0f));
+  return Float{_mm512_scalef_ps(p.raw, x.raw)};
+#else
+  x = clamp_keeping_nan(d, x, hn::Set(d, -127.0f), hn::Set(d, 129.0f));
+  const Float n_plus_rounding = hn::Add(x, hn::Set(d, kRounding));
+  const Float f = hn::Sub(x, hn::Sub(n_plus_rounding, hn::Set(d, kRounding)));
+  Float p = hn::MulAdd(f, hn::Set(d, 0x1.5bba14p-10f), hn::Set(d, 0x1.3cea88p-7f));
+  p = hn::MulAdd(f, p, hn::Set(d, 0x1.c6b752p-5f));
+  p = hn::MulAdd(f, p, hn::Set(d, 0x1.ebf9bcp-3f));
+  p = hn::MulAdd(f, p, hn::Set(d, 0x1.62e42ap-1f));
+  p = hn::MulAdd(f, p, hn::Set(d, 1.0f));
+  return scale_by_power_of_two(p, n_plus_rounding);
+#endif
+}
+
+/// e^x.
+HWY_INLINE Float exp(FloatTag d, Float x) {
+  // Beyond these the result is 0 or infinity, and n stays small.
+  x = clamp_keeping_nan(d, x, hn::Set(d, -88.0f), hn::Set(d, 89.0f));
+  const Float n_plus_rounding = hn::MulAdd(x, hn::Set(d, kLog2E), hn::Set(d, kRounding));
+  const Float n = hn::Sub(n_plus_rounding, hn::Set(d, kRounding));
+  // log 2 in two parts; the first has 15 bits, so that its product with n is exact, with and without FMA.
+  const Float r = hn::NegMulAdd(n, hn::Set(d, 0x1.7f7d1cp-20f), hn::NegMulAdd(n, hn::Set(d, 0x1.62e4p-1f), x));
+  Float q = hn::MulAdd(r, hn::Set(d, 0x1.6a23dp-10f), hn::Set(d, 0x1.123a2p-7f));
+  q = hn::MulAdd(r, q, hn::Set(d, 0x1.5558f2p-5f));
+  q = hn::MulAdd(r, q, hn::Set(d, 0x1.555492p-3f));
+  q = hn::MulAdd(r, q, hn::Set(d, 0x1.fffffcp-2f));
+  q = hn::MulAdd(r, q, hn::Set(d, 1.0f));
+  q = hn::MulAdd(r, q, hn::Set(d, 1.0f));
+  return scale_by_power_of_two(q, n_plus_rounding);
+}
+
+HWY_INLINE VectorOf<double> exp(Tag<double> d, VectorOf<double> x) {
+  // Highway's ends at 706, float64 at 709.8: the last step up is a product.
+  const auto limit = hn::Set(d, 700.0);
+  const auto lower = hn::Exp(d, hn::Min(x, limit));
+  const auto excess = hn::Min(hn::Sub(x, limit), hn::Set(d, 10.0));
+  const auto upper = hn::Mul(hn::Set(d, 1.01423205473500450e304), hn::Exp(d, excess));
+  return hn::IfThenElse(hn::IsNaN(x), x, hn::IfThenElse(hn::Gt(x, limit), upper, lower));
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace eaves::cpu
+HWY_AFTER_NAMESPACE();
+#endif  // per target

@@ -1,0 +1,312 @@
+// Vectors of float32 or float64 from and to memory of any floating-point type, with Highway. The one idea is the Pack:
+// four vectors that are loaded, computed on and stored together. A loop over packs takes the rest of a row through the
+// same body, from and into a small padded buffer, so that no operator has a second loop for it.
+//
+// Which element of memory is in which lane of a pack depends on its type and on the machine: 16-bit types are unpacked
+// into the even and the odd elements by a shift and a mask, which is cheaper than keeping their order, and a sum or an
+// elementwise function does not care. element_of_lane() tells.
+//
+// This file is compiled once per level of vector instructions, hence the guard that toggles. Include it after
+// hwy/foreach_target.h, inside of a file that HWY_TARGET_INCLUDE names; see stream.cpp.
+#include <hwy/highway.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "core/numeric.h"
+
+#if defined(EAVES_CPU_SIMD_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef EAVES_CPU_SIMD_H_
+#undef EAVES_CPU_SIMD_H_
+#else
+#define EAVES_CPU_SIMD_H_
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace eaves::cpu {
+namespace HWY_NAMESPACE {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+/// The tag of the vectors that a T is computed in, and such a vector.
+template <typename T>
+using Tag = hn::ScalableTag<Accumulator<T>>;
+template <typename T>
+using VectorOf = hn::Vec<Tag<T>>;
+
+#undef EAVES_X86_MINMAX
+#undef EAVES_HARDWARE_FLOAT16
+// x86's minimum and maximum return the second operand where either is a NaN; Highway leaves it open.
+#if HWY_ARCH_X86 && HWY_TARGET != HWY_SCALAR && HWY_TARGET != HWY_EMU128
+#define EAVES_X86_MINMAX 1
+#else
+#define EAVES_X86_MINMAX 0
+#endif
+// One instruction converts a whole vector of float16, correctly rounded.
+#if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL
+#define EAVES_HARDWARE_FLOAT16 1
+#else
+#define EAVES_HARDWARE_FLOAT16 0
+#endif
+
+/// The larger of x and `best`; `best` where x is a NaN.
+template <typename D, typename V = hn::Vec<D>>
+HWY_INLINE V max_ignoring_nan(D, V x, V best) {
+#if EAVES_X86_MINMAX
+  return hn::Max(x, best);
+#else
+  return hn::IfThenElse(hn::Gt(x, best), x, best);
+#endif
+}
+
+/// x limited to [low, high]; a NaN stays one.
+template <typename D, typename V = hn::Vec<D>>
+HWY_INLINE V clamp_keeping_nan(D, V x, V low, V high) {
+#if EAVES_X86_MINMAX
+  return hn::Min(high, hn::Max(low, x));
+#else
+  return hn::IfThenElse(hn::Gt(x, high), high, hn::IfThenElse(hn::Lt(x, low), low, x));
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------------ conversions
+
+using FloatTag = Tag<float>;
+using Float = VectorOf<float>;
+using WordTag = hn::RebindToUnsigned<FloatTag>;
+using Word = hn::Vec<WordTag>;
+
+/// The upper halves of the words, rounded to nearest even, as bfloat16 in bits 16 to 31; the rest is 0.
+HWY_INLINE Word round_to_bfloat16(Float value) {
+  const WordTag d;
+  const Word bits = hn::BitCast(d, value);
+  const Word odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(d, 1u));
+  const Word rounded = hn::Add(hn::Add(bits, hn::Set(d, 0x7fffu)), odd);
+  // Adding the rounding to a NaN could carry it into an infinity.
+  const Word quiet = hn::Or(bits, hn::Set(d, 0x400000u));
+  const auto is_nan = hn::RebindMask(d, hn::IsNaN(value));
+  return hn::And(hn::IfThenElse(is_nan, quiet, rounded), hn::Set(d, 0xffff0000u));
+}
+
+/// numeric.h's to_float and to_float16, lane by lane, for levels without an instruction for them.
+HWY_INLINE Float float_from_float16_bits(Word bits) {
+  const WordTag d;
+  const FloatTag df;
+  const Word magnitude = hn::And(bits, hn::Set(d, 0x7fffu));
+  const Word sign = hn::ShiftLeft<16>(hn::And(bits, hn::Set(d, 0x8000u)));
+  const Word shifted = hn::ShiftLeft<13>(magnitude);
+  const Word finite = hn::BitCast(d, hn::Mul(hn::BitCast(df, shifted), hn::Set(df, 0x1p112f)));
+  const Word special = hn::Or(shifted, hn::Set(d, 0x7f800000u));
+  const auto is_special = hn::Gt(magnitude, hn::Set(d, 0x7bffu));
+  return hn::BitCast(df, hn::Or(hn::IfThenElse(is_special, special, finite), sign));
+}
+
+HWY_INLINE Word float16_bits(Float value) {
+  const WordTag d;
+  const FloatTag df;
+  const Word bits = hn::BitCast(d, value);
+  const Word sign = hn::And(hn::ShiftRight<16>(bits), hn::Set(d, 0x8000u));
+  const Word magnitude = hn::And(bits, hn::Set(d, 0x7fffffffu));
+  const Word subnormal =
+      hn::Sub(hn::BitCast(d, hn::Add(hn::BitCast(df, magnitude), hn::Set(df, 0.5f))), hn::Set(d, 0x3f000000u));
+  const Word odd = hn::And(hn::ShiftRight<13>(magnitude), hn::Set(d, 1u));
+  const Word normal =
+      hn::ShiftRight<13>(hn::Sub(hn::Add(hn::Add(magnitude, hn::Set(d, 0xfffu)), odd), hn::Set(d, 0x38000000u)));
+  Word result = hn::IfThenElse(hn::Gt(hn::Set(d, 0x38800000u), magnitude), subnormal, normal);
+  result = hn::IfThenElse(hn::Gt(magnitude, hn::Set(d, 0x477fefffu)), hn::Set(d, 0x7c00u), result);
+  result = hn::IfThenElse(hn::RebindMask(d, hn::IsNaN(value)), hn::Set(d, 0x7e00u), result);
+  return hn::Or(result, sign);
+}
+
+// ------------------------------------------------------------------------------------------------------------ packs
+
+/// Four vectors' worth of elements.
+template <typename T>
+struct Pack {
+  VectorOf<T> v0, v1, v2, v3;
+};
+
+template <typename T>
+HWY_INLINE std::size_t pack_size() {
+  return 4 * hn::Lanes(Tag<T>());
+}
+
+/// Room for any pack, in elements; Highway's largest vectors have 2048 bits.
+template <typename T>
+inline constexpr std::size_t kMaxPackSize = 4 * hn::MaxLanes(Tag<T>());
+
+template <typename T>
+inline constexpr bool kIsUnpackedIntoEvenAndOdd = std::is_same_v<T, bfloat16> ||
+                                                  (std::is_same_v<T, float16> && !EAVES_HARDWARE_FLOAT16);
+
+/// Which element of a pack in memory is in lane `lane` of its vector `vector`.
+template <typename T>
+HWY_INLINE std::size_t element_of_lane(std::size_t vector, std::size_t lane) {
+  const std::size_t lanes = hn::Lanes(Tag<T>());
+  if constexpr (kIsUnpackedIntoEvenAndOdd<T>) return vector / 2 * 2 * lanes + 2 * lane + vector % 2;
+  return vector * lanes + lane;
+}
+
+/// As many pairs of 16-bit elements as a vector of words has lanes.
+template <typename T>
+HWY_INLINE Word load_words(const T* from) {
+  const WordTag d;
+#if HWY_TARGET == HWY_SCALAR  // it has no two 16-bit lanes
+  std::uint32_t word;
+  std::memcpy(&word, from, sizeof(word));
+  return hn::Set(d, word);
+#else
+  const hn::Repartition<std::uint16_t, WordTag> d16;
+  return hn::BitCast(d, hn::LoadU(d16, &from->bits));
+#endif
+}
+
+template <bool kNonTemporal, typename T>
+HWY_INLINE void store_words(Word words, T* to) {
+#if HWY_TARGET == HWY_SCALAR
+  const std::uint32_t word = hn::GetLane(words);
+  std::memcpy(to, &word, sizeof(word));
+#else
+  const hn::Repartition<std::uint16_t, WordTag> d16;
+  if constexpr (kNonTemporal) {
+    hn::Stream(hn::BitCast(d16, words), d16, &to->bits);
+  } else {
+    hn::StoreU(hn::BitCast(d16, words), d16, &to->bits);
+  }
+#endif
+}
+
+template <typename T>
+HWY_INLINE Float even_elements(Word words) {
+  const FloatTag df;
+  if constexpr (std::is_same_v<T, bfloat16>) return hn::BitCast(df, hn::ShiftLeft<16>(words));
+  return float_from_float16_bits(hn::And(words, hn::Set(WordTag(), 0xffffu)));
+}
+
+template <typename T>
+HWY_INLINE Float odd_elements(Word words) {
+  const FloatTag df;
+  if constexpr (std::is_same_v<T, bfloat16>) return hn::BitCast(df, hn::And(words, hn::Set(WordTag(), 0xffff0000u)));
+  return float_from_float16_bits(hn::ShiftRight<16>(words));
+}
+
+template <typename T>
+HWY_INLINE Word words_of(Float even, Float odd) {
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    return hn::Or(hn::ShiftRight<16>(round_to_bfloat16(even)), round_to_bfloat16(odd));
+  }
+  return hn::Or(float16_bits(even), hn::ShiftLeft<16>(float16_bits(odd)));
+}
+
+template <typename T>
+HWY_INLINE Pack<T> load_pack(const T* from) {
+  const Tag<T> d;
+  const std::size_t n = hn::Lanes(d);
+  if constexpr (kIsUnpackedIntoEvenAndOdd<T>) {
+    const Word first = load_words(from);
+    const Word second = load_words(from + 2 * n);
+    return {even_elements<T>(first), odd_elements<T>(first), even_elements<T>(second), odd_elements<T>(second)};
+#if EAVES_HARDWARE_FLOAT16
+  } else if constexpr (std::is_same_v<T, float16>) {
+    const hn::Rebind<hwy::float16_t, FloatTag> d16;
+    const auto* half = reinterpret_cast<const hwy::float16_t*>(from);
+    return {hn::PromoteTo(d, hn::LoadU(d16, half)), hn::PromoteTo(d, hn::LoadU(d16, half + n)),
+            hn::PromoteTo(d, hn::LoadU(d16, half + 2 * n)), hn::PromoteTo(d, hn::LoadU(d16, half + 3 * n))};
+#endif
+  } else {
+    return {hn::LoadU(d, from), hn::LoadU(d, from + n), hn::LoadU(d, from + 2 * n), hn::LoadU(d, from + 3 * n)};
+  }
+}
+
+/// Rounds to T, to nearest even. Non-temporal stores want `to` aligned to a vector; whoever uses them calls
+/// hwy::FlushStream() before another thread may read.
+template <bool kNonTemporal = false, typename T>
+HWY_INLINE void store_pack(const Pack<T>& pack, T* to) {
+  const Tag<T> d;
+  const std::size_t n = hn::Lanes(d);
+  if constexpr (kIsUnpackedIntoEvenAndOdd<T>) {
+    store_words<kNonTemporal>(words_of<T>(pack.v0, pack.v1), to);
+    store_words<kNonTemporal>(words_of<T>(pack.v2, pack.v3), to + 2 * n);
+  } else {
+    const auto store = [&](VectorOf<T> value, T* place) HWY_ATTR {
+#if EAVES_HARDWARE_FLOAT16
+      if constexpr (std::is_same_v<T, float16>) {
+        const hn::Rebind<hwy::float16_t, FloatTag> d16;
+        auto* half = reinterpret_cast<hwy::float16_t*>(place);
+        if constexpr (kNonTemporal) {
+          hn::Stream(hn::DemoteTo(d16, value), d16, half);
+        } else {
+          hn::StoreU(hn::DemoteTo(d16, value), d16, half);
+        }
+        return;
+      }
+#endif
+      if constexpr (!std::is_same_v<T, float16>) {
+        if constexpr (kNonTemporal) {
+          hn::Stream(value, d, place);
+        } else {
+          hn::StoreU(value, d, place);
+        }
+      }
+    };
+    store(pack.v0, to);
+    store(pack.v1, to + n);
+    store(pack.v2, to + 2 * n);
+    store(pack.v3, to + 3 * n);
+  }
+}
+
+/// The first `count` elements of a pack, the rest of it `fill`.
+template <typename T>
+HWY_INLINE Pack<T> load_first(const T* from, std::size_t count, T fill) {
+  HWY_ALIGN T padded[kMaxPackSize<T>];
+  for (std::size_t i = count; i < pack_size<T>(); ++i) padded[i] = fill;
+  std::memcpy(padded, from, count * sizeof(T));
+  return load_pack(padded);
+}
+
+template <typename T>
+HWY_INLINE void store_first(const Pack<T>& pack, T* to, std::size_t count) {
+  HWY_ALIGN T padded[kMaxPackSize<T>];
+  store_pack(pack, padded);
+  std::memcpy(to, padded, count * sizeof(T));
+}
+
+/// Calls `body(pack)` for the elements [from, from + count); the last pack is filled up with `fill`.
+template <typename T, typename Body>
+HWY_INLINE void for_each_pack(const T* from, std::size_t count, T fill, Body&& body) {
+  const std::size_t step = pack_size<T>();
+  std::size_t i = 0;
+  for (; i + step <= count; i += step) body(load_pack(from + i));
+  if (i < count) body(load_first(from + i, count - i, fill));
+}
+
+/// to[i] = body(from[i]): `body` maps a vector to a vector and need not care about the order of its lanes.
+template <bool kNonTemporal = false, typename T, typename Body>
+HWY_INLINE void transform(const T* from, T* to, std::size_t count, Body&& body) {
+  const std::size_t step = pack_size<T>();
+  const auto map = [&](const Pack<T>& x) HWY_ATTR { return Pack<T>{body(x.v0), body(x.v1), body(x.v2), body(x.v3)}; };
+  const auto map_first = [&](std::size_t i, std::size_t n)
+                             HWY_ATTR { store_first(map(load_first(from + i, n, T{})), to + i, n); };
+  std::size_t i = 0;
+  if constexpr (kNonTemporal) {
+    // Up to the first cache line that begins in `to`: whole lines are what non-temporal stores are good at.
+    constexpr std::uintptr_t kLine = 64;
+    const std::uintptr_t misalignment = (kLine - reinterpret_cast<std::uintptr_t>(to) % kLine) % kLine;
+    for (const std::size_t head = misalignment / sizeof(T); i < head && i < count;) {
+      const std::size_t n = head - i < step ? head - i : step;
+      map_first(i, n < count - i ? n : count - i);
+      i += n;
+    }
+    for (; i + step <= count; i += step) store_pack<true>(map(load_pack(from + i)), to + i);
+  } else {
+    for (; i + step <= count; i += step) store_pack(map(load_pack(from + i)), to + i);
+  }
+  if (i < count) map_first(i, count - i);
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace eaves::cpu
+HWY_AFTER_NAMESPACE();
+#endif  // per target
