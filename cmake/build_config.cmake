@@ -11,4 +11,5 @@ add_custom_target(
   COMMAND ${CMAKE_COMMAND} -D GIT=${GIT_EXECUTABLE} -D SOURCE_DIR=${PROJECT_SOURCE_DIR} -D
           OUTPUT=${EAVES_COMMIT_SOURCE} -P ${PROJECT_SOURCE_DIR}/cmake/write_commit.cmake
   BYPRODUCTS ${EAVES_COMMIT_SOURCE}
+  COMMENT "Looking up the commit"
   VERBATIM)
