@@ -2,11 +2,11 @@
 // operator that reads 16-bit elements is bound by them. For float64 they are Highway's, with infinities and NaN put
 // right. Compiled once per level of vector instructions, like simd.h.
 //
-//   exp2, float32   2^x = 2^n * p(x - n), n a whole number next to x, p of degree 5
-//   exp,  float32   e^x = 2^n * q(x - n log 2), n = round(x log2 e), q of degree 6
+//   exp2, float32   2^x = 2^n * p(x - n), n a whole number next to x, p of degree 5: 3 units in the last place
+//   exp,  float32   e^x = 2^n * q(x - n log 2), n = round(x log2 e), q of degree 6: 2 units in the last place
 //
-// Both are within 2 units in the last place (3 without FMA), give 0 for -infinity, infinity for +infinity and from
-// where float32 ends, and NaN for NaN. Results below 2^-125 may be 0.
+// Both give 0 for -infinity, infinity for +infinity and from where float32 ends, and NaN for NaN. Results below 2^-125
+// may be 0.
 #include <hwy/contrib/math/math-inl.h>
 
 #include "cpu/simd.h"
