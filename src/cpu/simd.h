@@ -77,16 +77,22 @@ using Float = VectorOf<float>;
 using WordTag = hn::RebindToUnsigned<FloatTag>;
 using Word = hn::Vec<WordTag>;
 
-/// The upper halves of the words, rounded to nearest even, as bfloat16 in bits 16 to 31; the rest is 0.
-HWY_INLINE Word round_to_bfloat16(Float value) {
+/// Words whose upper half is the value rounded to bfloat16, to nearest even; the lower half is left over. A NaN may
+/// come out as anything: see quieted().
+HWY_INLINE Word round_to_upper_half(Float value) {
   const WordTag d;
   const Word bits = hn::BitCast(d, value);
-  const Word odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(d, 1u));
-  const Word rounded = hn::Add(hn::Add(bits, hn::Set(d, 0x7fffu)), odd);
-  // Adding the rounding to a NaN could carry it into an infinity.
-  const Word quiet = hn::Or(bits, hn::Set(d, 0x400000u));
-  const auto is_nan = hn::RebindMask(d, hn::IsNaN(value));
-  return hn::And(hn::IfThenElse(is_nan, quiet, rounded), hn::Set(d, 0xffff0000u));
+  // Half of the last place but one is added, and one more where the upper half is odd. Putting that one in by an "or"
+  // is the same: it matters only where the lower half is even.
+  return hn::Add(hn::OrAnd(bits, hn::ShiftRight<16>(bits), hn::Set(d, 1u)), hn::Set(d, 0x7fffu));
+}
+
+/// A NaN loses what rounding could carry into its exponent; everything else stays.
+HWY_INLINE Float quieted(Float value) {
+  const FloatTag d;
+  const WordTag dw;
+  const Word quiet = hn::And(hn::Or(hn::BitCast(dw, value), hn::Set(dw, 0x400000u)), hn::Set(dw, 0xffff0000u));
+  return hn::IfThenElse(hn::IsNaN(value), hn::BitCast(d, quiet), value);
 }
 
 /// numeric.h's to_float and to_float16, lane by lane, for levels without an instruction for them.
@@ -194,7 +200,8 @@ HWY_INLINE Float odd_elements(Word words) {
 template <typename T>
 HWY_INLINE Word words_of(Float even, Float odd) {
   if constexpr (std::is_same_v<T, bfloat16>) {
-    return hn::Or(hn::ShiftRight<16>(round_to_bfloat16(even)), round_to_bfloat16(odd));
+    return hn::OrAnd(hn::ShiftRight<16>(round_to_upper_half(even)), round_to_upper_half(odd),
+                     hn::Set(WordTag(), 0xffff0000u));
   }
   return hn::Or(float16_bits(even), hn::ShiftLeft<16>(float16_bits(odd)));
 }
@@ -222,10 +229,17 @@ HWY_INLINE Pack<T> load_pack(const T* from) {
 /// Rounds to T, to nearest even. Non-temporal stores want `to` aligned to a vector; whoever uses them calls
 /// hwy::FlushStream() before another thread may read.
 template <bool kNonTemporal = false, typename T>
-HWY_INLINE void store_pack(const Pack<T>& pack, T* to) {
+HWY_INLINE void store_pack(Pack<T> pack, T* to) {
   const Tag<T> d;
   const std::size_t n = hn::Lanes(d);
   if constexpr (kIsUnpackedIntoEvenAndOdd<T>) {
+    if constexpr (std::is_same_v<T, bfloat16>) {
+      // The sum of the pack is a NaN if one of its elements is: one comparison instead of one for each vector.
+      const auto sum = hn::Add(hn::Add(pack.v0, pack.v1), hn::Add(pack.v2, pack.v3));
+      if (HWY_UNLIKELY(!hn::AllFalse(d, hn::IsNaN(sum)))) {
+        pack = {quieted(pack.v0), quieted(pack.v1), quieted(pack.v2), quieted(pack.v3)};
+      }
+    }
     store_words<kNonTemporal>(words_of<T>(pack.v0, pack.v1), to);
     store_words<kNonTemporal>(words_of<T>(pack.v2, pack.v3), to + 2 * n);
   } else {

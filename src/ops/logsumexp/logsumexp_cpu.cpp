@@ -48,7 +48,8 @@ struct ColumnPieces {
     constexpr std::int64_t kMultiple = 64;          // pieces begin on a cache line where the row does
     const std::int64_t wanted = std::min(kMaxTasks / tasks, columns * width / kSmallestPiece);
     if (wanted < 2) return;
-    size = (columns / wanted + kMultiple - 1) / kMultiple * kMultiple;
+    // Rounded up, so that there are never more than wanted.
+    size = ((columns + wanted - 1) / wanted + kMultiple - 1) / kMultiple * kMultiple;
     count = (columns + size - 1) / size;
   }
   std::int64_t begin(std::int64_t piece) const { return piece * size; }
@@ -72,12 +73,18 @@ T minus_infinity() {
   return round_to<T>(-infinity<Accumulator<T>>());
 }
 
-/// Elements per block: each accumulator of a block takes 32 terms, so that the float32 sum of a block is good to a few
-/// units in the last place; 2048 elements with AVX-512.
+/// Elements per block: 64 terms for each accumulator, so that the float32 sum of a block is good to a few units in the
+/// last place, and the horizontal sum at its end costs little; 4096 elements with AVX-512, which fit L1.
+inline constexpr std::int64_t kPacksPerBlock = 64;
 template <typename T>
 std::int64_t block_size() {
-  return 32 * static_cast<std::int64_t>(pack_size<T>());
+  return kPacksPerBlock * static_cast<std::int64_t>(pack_size<T>());
 }
+/// Memory for a block.
+template <typename A>
+struct Block {
+  HWY_ALIGN A elements[kPacksPerBlock * kMaxPackSize<A>];
+};
 
 // ---------------------------------------------------------------------------------------------- along a row: forward
 
@@ -128,33 +135,57 @@ RowState exact_state(const T* x, std::int64_t count) {
   return {max, sum_of_exp(x, count, softmax_anchor(max))};
 }
 
-/// The optimistic pass over the blocks of a row after the first.
-template <typename T>
-class AnchoredSum {
+/// x -> exp(x - anchor) for many x, as correction * exp2(exponent(x)). With FMA the exponent is one instruction,
+/// x * kLog2E - shift, of which only the small difference is rounded. The shift is anchor * kLog2E rounded to float32;
+/// it changes all exponentials by one factor, which is known: the correction.
+class Anchored {
  public:
-  explicit AnchoredSum(double anchor)
-      : is_usable_(std::abs(anchor) < 1e30), shift_(static_cast<float>(anchor) * kLog2E) {
-    // The shift is rounded once more than the anchor: by as much is what is summed off, the same for all elements.
-    if (is_usable_) correction_ = std::exp(static_cast<double>(shift_) / 1.44269504088896341 - anchor);
+  explicit Anchored(double anchor) : is_usable_(std::abs(anchor) < 1e30) {
+    if (!is_usable_) return;  // infinite, NaN, or the shift would be
+#if HWY_NATIVE_FMA
+    shift_ = static_cast<float>(anchor * kLog2E);
+    correction_ = std::exp2(shift_ - anchor * kLog2E);
+#else
+    shift_ = static_cast<float>(anchor);
+#endif
   }
-
-  /// False where the block has to be done by exact_state().
-  bool add(const T* x, std::int64_t count, double& sum) const {
-    if (!is_usable_) return false;
+  bool is_usable() const { return is_usable_; }
+  double correction() const { return correction_; }
+  HWY_INLINE Float exponent(Float x) const {
     const FloatTag d;
-    const auto log2e = hn::Set(d, kLog2E);
-    const auto shift = hn::Set(d, shift_);
-    const float block = sum_of(x, count, [&](Float v) HWY_ATTR { return exp2(d, hn::MulSub(v, log2e, shift)); });
-    // Written so that a NaN is refused too. An exponent of 13 still leaves 2e-7 of relative error in its power of two.
-    if (!(block <= 4.0f * static_cast<float>(block_size<T>()))) return false;
-    sum += block * correction_;
-    return true;
+#if HWY_NATIVE_FMA
+    return hn::MulSub(x, hn::Set(d, kLog2E), hn::Set(d, shift_));
+#else
+    return hn::Mul(hn::Sub(x, hn::Set(d, shift_)), hn::Set(d, kLog2E));
+#endif
   }
 
  private:
   bool is_usable_;
-  float shift_;
+  float shift_ = 0.0f;
   double correction_ = 1.0;
+};
+
+/// The optimistic pass over the blocks of a row after the first.
+template <typename T>
+class AnchoredSum {
+ public:
+  explicit AnchoredSum(double anchor) : anchored_(anchor) {}
+
+  /// False where the block has to be done by exact_state().
+  bool add(const T* x, std::int64_t count, double& sum) const {
+    if (!anchored_.is_usable()) return false;
+    const FloatTag d;
+    const Anchored anchored = anchored_;
+    const float block = sum_of(x, count, [&](Float v) HWY_ATTR { return exp2(d, anchored.exponent(v)); });
+    // Written so that a NaN is refused too. An exponent of 14 still leaves 3e-7 of relative error in its power of two.
+    if (!(block <= 4.0f * static_cast<float>(block_size<T>()))) return false;
+    sum += block * anchored.correction();
+    return true;
+  }
+
+ private:
+  Anchored anchored_;
 };
 
 /// float64 takes the same way without the shortcut of the multiplication.
@@ -222,16 +253,16 @@ class Gather {
                  [&](std::int64_t done, std::int64_t n, const std::int64_t* offset, const std::int64_t* stride) {
                    const T* from = row_ + offset[tensor_];
                    for (std::int64_t i = 0; i < n; ++i)
-                     buffer_[done + i] = load_as_accumulator(from[i * stride[tensor_]]);
+                     buffer_.elements[done + i] = load_as_accumulator(from[i * stride[tensor_]]);
                  });
-    return buffer_;
+    return buffer_.elements;
   }
 
  private:
   const StridedLoop<2>& columns_;
   const T* row_;
   int tensor_;
-  HWY_ALIGN Element buffer_[32 * kMaxPackSize<Element>];
+  Block<Element> buffer_;
 };
 
 template <typename T>
@@ -485,10 +516,19 @@ HWY_INLINE VectorOf<T> gradient(VectorOf<T> x, VectorOf<T> lse, VectorOf<T> grad
 template <bool kNonTemporal, typename T>
 void backward_contiguous(const T* x, T* grad_x, std::int64_t count, const RowScalars<Accumulator<T>>& scalars) {
   const Tag<T> d;
+  const auto n = static_cast<std::size_t>(count);
+  if constexpr (sizeof(T) == 2) {
+    const Anchored anchored(scalars.lse);
+    if (anchored.is_usable()) {
+      const auto scale = hn::Set(d, static_cast<float>(scalars.grad * anchored.correction()));
+      transform<kNonTemporal>(x, grad_x, n,
+                              [&](Float v) HWY_ATTR { return hn::Mul(scale, exp2(d, anchored.exponent(v))); });
+      return;
+    }
+  }
   const auto lse = hn::Set(d, scalars.lse);
   const auto grad = hn::Set(d, scalars.grad);
-  transform<kNonTemporal>(x, grad_x, static_cast<std::size_t>(count),
-                          [&](VectorOf<T> v) HWY_ATTR { return gradient<T>(v, lse, grad); });
+  transform<kNonTemporal>(x, grad_x, n, [&](VectorOf<T> v) HWY_ATTR { return gradient<T>(v, lse, grad); });
 }
 
 template <typename T>
@@ -498,14 +538,14 @@ void backward_strided(const LogsumexpBackwardProblem& problem, const T* x, T* gr
   const StridedLoop<2>& columns = problem.view.columns;
   const std::int64_t block = block_size<A>();
   Gather<T> gather(columns, x, 0);
-  HWY_ALIGN A result[32 * kMaxPackSize<A>];
+  Block<A> result;
   for (std::int64_t column = begin; column < end; column += block) {
     const std::int64_t count = std::min(block, end - column);
-    backward_contiguous<false>(gather(column, count), result, count, scalars);
+    backward_contiguous<false>(gather(column, count), result.elements, count, scalars);
     for_each_run(columns, column, count,
                  [&](std::int64_t done, std::int64_t n, const std::int64_t* offset, const std::int64_t* stride) {
                    T* to = grad_x + offset[1];
-                   for (std::int64_t i = 0; i < n; ++i) to[i * stride[1]] = round_to<T>(result[done + i]);
+                   for (std::int64_t i = 0; i < n; ++i) to[i * stride[1]] = round_to<T>(result.elements[done + i]);
                  });
   }
 }
