@@ -55,23 +55,17 @@ void copy(const std::uint8_t* source, std::uint8_t* destination, std::size_t byt
   std::size_t i = 0;
   for (; i + 4 * lanes <= bytes; i += 4 * lanes) {
     if constexpr (kNonTemporal) {
-      // Asking early for what is read gains 10 % where the stores bypass the caches.
-      for (std::size_t ahead = 1024; ahead < 1024 + 4 * lanes; ahead += 64) hwy::Prefetch(source + i + ahead);
-    }
-    const auto a = hn::LoadU(d, source + i);
-    const auto b = hn::LoadU(d, source + i + lanes);
-    const auto c = hn::LoadU(d, source + i + 2 * lanes);
-    const auto e = hn::LoadU(d, source + i + 3 * lanes);
-    if constexpr (kNonTemporal) {
-      hn::Stream(a, d, destination + i);
-      hn::Stream(b, d, destination + i + lanes);
-      hn::Stream(c, d, destination + i + 2 * lanes);
-      hn::Stream(e, d, destination + i + 3 * lanes);
+      // Asking early for what is read gains 3 %, and stores in the order of their addresses gain 12 % over the order
+      // that the compiler would choose (Zen 4, two threads, 128 MiB: 45, 51, 52.5 GB/s).
+      for (std::size_t line = 0; line < 4 * lanes; line += 64) hwy::Prefetch(source + i + 2048 + line);
+      for (std::size_t vector = 0; vector < 4; ++vector) {
+        hn::Stream(hn::LoadU(d, source + i + vector * lanes), d, destination + i + vector * lanes);
+        std::atomic_signal_fence(std::memory_order_seq_cst);  // binds the compiler only
+      }
     } else {
-      hn::StoreU(a, d, destination + i);
-      hn::StoreU(b, d, destination + i + lanes);
-      hn::StoreU(c, d, destination + i + 2 * lanes);
-      hn::StoreU(e, d, destination + i + 3 * lanes);
+      for (std::size_t vector = 0; vector < 4; ++vector) {
+        hn::StoreU(hn::LoadU(d, source + i + vector * lanes), d, destination + i + vector * lanes);
+      }
     }
   }
   std::memcpy(destination + i, source + i, bytes - i);
@@ -104,10 +98,8 @@ std::uint64_t stream(const std::uint8_t* source, std::size_t read_bytes, std::ui
 
 std::uint64_t stream_block(const std::uint8_t* source, std::size_t read_bytes, std::uint8_t* destination,
                            std::size_t write_bytes, bool is_non_temporal) {
-  if (!is_non_temporal) return stream<false>(source, read_bytes, destination, write_bytes);
-  const std::uint64_t result = stream<true>(source, read_bytes, destination, write_bytes);
-  hwy::FlushStream();
-  return result;
+  return is_non_temporal ? stream<true>(source, read_bytes, destination, write_bytes)
+                         : stream<false>(source, read_bytes, destination, write_bytes);
 }
 
 const char* level_name_here() { return hwy::TargetName(HWY_TARGET); }
@@ -153,6 +145,7 @@ void stream_bytes(const void* source, std::size_t read_bytes, void* destination,
       sum += HWY_DYNAMIC_DISPATCH(stream_block)(from + r, begin_of(block + 1, read_bytes) - r, to + w,
                                                 begin_of(block + 1, write_bytes) - w, is_non_temporal);
     }
+    hwy::FlushStream();
     sink.fetch_add(sum, std::memory_order_relaxed);
   });
 }
