@@ -2,7 +2,7 @@
 // monoid. Everything that normalises a row (logsumexp, cross entropy) is a reduction over this type, on a CPU vector
 // lane, a GPU thread, a warp, a block, a cluster or a grid.
 //
-//   max   the largest element that is not NaN; -inf for the empty set
+//   max   the largest element that is not NaN, or a number at most kSoftmaxSlack below it; -inf for the empty set
 //   sum   sum of exp(x - anchor(max)), where anchor(m) = m if m is finite, else 0
 //
 // The anchor makes the edges come out without a branch: a set of -inf sums to 0 (lse = -inf), a set with a +inf sums
@@ -14,6 +14,10 @@
 #include "core/numeric.h"
 
 namespace eaves {
+
+/// How far a state's maximum may lag behind: e^20 times 2^31 elements is far from float32's largest number, and moving
+/// the maximum for less is wasted work.
+inline constexpr float kSoftmaxSlack = 20.0f;
 
 /// What is subtracted before the exponential: `max`, where that does not make infinity minus infinity.
 template <typename A>
