@@ -16,7 +16,7 @@ struct LaunchShape {
   std::int64_t blocks = 1;    ///< along x, below 2^31
   std::int64_t blocks_y = 1;  ///< below 2^16
   dim3 threads = 1;
-  bool is_column_cluster = false;            ///< the blocks with the same x are a cluster; then blocks_y is at most 8
+  bool is_row_cluster = false;               ///< the blocks of equal y are one cluster; then `blocks` is at most 8
   bool starts_before_previous_ends = false;  ///< programmatic dependent launch: the kernel waits by itself, with
                                              ///< wait_for_previous_kernel(), before it reads what that one wrote
   void* stream = nullptr;
@@ -34,11 +34,11 @@ void launch(const char* op, void (*kernel)(Parameters...), const LaunchShape& sh
   config.blockDim = shape.threads;
   config.stream = static_cast<cudaStream_t>(shape.stream);
   config.attrs = attributes;
-  if (shape.is_column_cluster) {
+  if (shape.is_row_cluster) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = 1;
-    attribute.val.clusterDim.y = static_cast<unsigned>(shape.blocks_y);
+    attribute.val.clusterDim.x = static_cast<unsigned>(shape.blocks);
+    attribute.val.clusterDim.y = 1;
     attribute.val.clusterDim.z = 1;
   }
   if (shape.starts_before_previous_ends) {
@@ -54,6 +54,14 @@ void launch(const char* op, void (*kernel)(Parameters...), const LaunchShape& sh
 __device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/// Called by a kernel at its start: once all of its blocks have said so, the next kernel may take its place on the
+/// multiprocessors that become free, and wait there instead of being launched after the end.
+__device__ inline void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 

@@ -20,19 +20,26 @@ __device__ inline float exp2_approximate(float x) {
 __device__ inline float exponential(float x) { return exp2_approximate(x * kLog2E); }
 __device__ inline double exponential(double x) { return ::exp(x); }
 
-/// Calls `body` with a function of x that computes e^(x - anchor). For float32 and an anchor of common size that is
-/// one multiply-add and one special-function instruction, 1 % of a read-only stream's time less than
+/// Calls `body` with a function of (x, i) that computes e^(x - anchors[i]). For float32 and anchors of common size that
+/// is one multiply-add and one special-function instruction, 1 % of a read-only stream's time less than
 /// exponential(x - anchor). The rounding of anchor * log2(e) then is an error of |anchor| * 2^-24 in the exponent: a
 /// relative 2^-24 of anchor + log(sum), but too much for a gradient, and with a huge anchor it would overflow.
-template <typename A, typename Body>
-__device__ A with_exponential_minus(A anchor, Body body) {
+template <int kAnchors, typename A, typename Body>
+__device__ void with_exponential_minus(const A (&anchors)[kAnchors], Body body) {
   if constexpr (std::is_same_v<A, float>) {
-    if (fabsf(anchor) < 0x1p20f) {
-      const float negative_scaled_anchor = -anchor * kLog2E;
-      return body([=](float x) { return exp2_approximate(fmaf(x, kLog2E, negative_scaled_anchor)); });
+    bool are_common = true;
+    float negative_scaled[kAnchors];
+#pragma unroll
+    for (int i = 0; i < kAnchors; ++i) {
+      are_common = are_common && fabsf(anchors[i]) < 0x1p20f;
+      negative_scaled[i] = -anchors[i] * kLog2E;
+    }
+    if (are_common) {
+      body([&](float x, int i) { return exp2_approximate(fmaf(x, kLog2E, negative_scaled[i])); });
+      return;
     }
   }
-  return body([=](A x) { return exponential(x - anchor); });
+  body([&](A x, int i) { return exponential(x - anchors[i]); });
 }
 
 }  // namespace eaves::cuda

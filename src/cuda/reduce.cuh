@@ -1,5 +1,5 @@
 // Reductions of any state over lanes, a block and a cluster. A state is a small struct and a function that merges two,
-// commutative and with a neutral element (what a value-initialised state is): SoftmaxState with merge_softmax, say.
+// commutative and with a neutral element (what a value-initialised state is): SoftmaxState with MergeSoftmax, say.
 // Each combines in an order that depends on nothing but the sizes: two runs are bitwise equal.
 #pragma once
 
@@ -8,18 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "core/softmax_state.h"
-#include "cuda/math.cuh"
-
 namespace eaves::cuda {
-
-/// The merge of SoftmaxState, as reductions take it.
-struct MergeSoftmax {
-  template <typename A>
-  __device__ SoftmaxState<A> operator()(const SoftmaxState<A>& a, const SoftmaxState<A>& b) const {
-    return merge(a, b, [](A x) { return exponential(x); });
-  }
-};
 
 template <typename State>
 __device__ State shuffle_xor(const State& state, int lane_mask) {
@@ -38,18 +27,6 @@ __device__ State reduce_lanes(State state, Merge merge) {
 #pragma unroll
   for (int mask = kLanes / 2; mask > 0; mask /= 2) state = merge(state, shuffle_xor(state, mask));
   return state;
-}
-
-/// The same for SoftmaxState, in fewer steps that wait for each other: the maximum first, one rescaling, then the sum.
-template <int kLanes, typename A>
-__device__ SoftmaxState<A> reduce_lanes(const SoftmaxState<A>& state, MergeSoftmax) {
-  A max = state.max;
-#pragma unroll
-  for (int mask = kLanes / 2; mask > 0; mask /= 2) max = fmax(max, __shfl_xor_sync(0xffffffffu, max, mask));
-  A sum = state.max == max ? state.sum : state.sum * exponential(state.max - max);
-#pragma unroll
-  for (int mask = kLanes / 2; mask > 0; mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
-  return {max, sum};
 }
 
 /// Over the kThreads threads of a block; thread 0 gets the result.

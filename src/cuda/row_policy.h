@@ -9,14 +9,13 @@
 
 namespace eaves::cuda {
 
+inline std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
 /// Threads that share a row: below 128 they are lanes of a warp, from 128 on a block.
 struct RowThreads {
   int threads = 0;
   int vectors = 0;  ///< 16-byte vectors that each thread loads before it uses the first
 };
-
-/// Lanes load 4 vectors; 2 and 8 are less even, 1 leaves too few bytes in flight.
-inline constexpr int kLaneVectors = 4;
 
 /// H200, 4096 rows of bf16, cold L2, microseconds (forward of logsumexp; a plain read of the same bytes):
 ///
@@ -30,16 +29,19 @@ inline constexpr int kLaneVectors = 4;
 ///
 /// Small blocks win: what a block waits for (its first load, its reduction) is hidden by its many neighbours.
 inline RowThreads row_threads(std::int64_t row_bytes) {
-  if (row_bytes <= 64) return {2, kLaneVectors};
-  if (row_bytes <= 512) return {8, kLaneVectors};
-  if (row_bytes <= 4096) return {32, kLaneVectors};
+  if (row_bytes <= 32) return {2, 1};
+  if (row_bytes <= 128) return {2, 4};
+  if (row_bytes <= 512) return {8, 4};
+  if (row_bytes <= 4096) return {32, 4};
   if (row_bytes <= 8192) return {128, 4};
   if (row_bytes <= 16384) return {128, 8};
   return {256, 8};
 }
 
-/// The shape for rows that are cut into pieces: few blocks, so each has to keep many bytes in flight.
-inline constexpr RowThreads kPieceThreads{512, 8};
+/// Rows that are cut into pieces. H200, 8 rows of 2^24 bf16, microseconds with the merging (a plain read: 62.0):
+/// 256 x 8 and 256 pieces a row 67.8, 128 pieces 68.6, 64 pieces 68.7; 512 x 8 and 32 pieces a row 68.1.
+inline constexpr RowThreads kPieceThreads{256, 8};
+inline constexpr std::int64_t kPiecesPerMultiprocessor = 16;
 
 /// Into how many pieces a row is cut because there are too few rows to fill the GPU, 1 where there are enough.
 struct RowSplit {
@@ -51,42 +53,70 @@ struct RowSplit {
 inline RowSplit split_rows(std::int64_t rows, std::int64_t columns, std::int64_t element_bytes, int multiprocessors,
                            bool has_clusters) {
   constexpr std::int64_t kSmallestPieceBytes = 16384;     // below it, starting a block costs more than its bytes
-  constexpr std::int64_t kLargestPieceBytes = 1LL << 34;  // Span counts vectors in 32 bits
-  constexpr std::int64_t kBlocksPerMultiprocessor = 4;
-  constexpr std::int64_t kLargestCluster = 8;  // the largest that every GPU with clusters takes
-  const std::int64_t wanted = multiprocessors * kBlocksPerMultiprocessor;
+  constexpr std::int64_t kLargestPieceBytes = 1LL << 34;  // for_each_batch counts vectors in 32 bits
+  constexpr std::int64_t kLargestCluster = 8;             // the largest that every GPU with clusters takes
+  // Rows that would leave multiprocessors empty are cut, into many pieces: they even out the end.
+  const std::int64_t enough_rows = 2 * multiprocessors;
+  const std::int64_t wanted_pieces = kPiecesPerMultiprocessor * multiprocessors;
   const std::int64_t row_bytes = columns * element_bytes;
-  if (columns == 0 || (rows >= wanted / 2 && row_bytes <= kLargestPieceBytes)) return {1, columns, false};
+  if (columns == 0 || (rows >= enough_rows && row_bytes <= kLargestPieceBytes)) return {1, columns, false};
   const std::int64_t most = std::max<std::int64_t>(1, row_bytes / kSmallestPieceBytes);
-  std::int64_t pieces = std::min((wanted + rows - 1) / rows, most);
-  bool is_cluster = false;
-  if (has_clusters && pieces <= kLargestCluster && pieces > 1) {
-    std::int64_t cluster = 2;
-    while (cluster < pieces) cluster *= 2;
-    pieces = cluster;
-    is_cluster = true;
+  std::int64_t pieces = std::min(ceil_divide(wanted_pieces, rows), most);
+  // A short row's pieces meet in a cluster, which saves the second launch.
+  const bool is_cluster = has_clusters && pieces > 1 && most <= 2 * kLargestCluster;
+  if (is_cluster) {
+    pieces = 2;
+    while (pieces < most && pieces < kLargestCluster) pieces *= 2;
   }
-  // Pieces start on multiples of 128 elements, so that they keep the alignment of the row.
-  const std::int64_t piece_columns = ((columns + pieces - 1) / pieces + 127) / 128 * 128;
-  if (!is_cluster) pieces = (columns + piece_columns - 1) / piece_columns;
+  // A piece is a multiple of what its block loads at once, where it is as large: a last batch that is half empty costs
+  // as much as a full one. In any case a multiple of 256 bytes, so that pieces keep the alignment of the row.
+  constexpr std::int64_t kBatchBytes = kPieceThreads.threads * kPieceThreads.vectors * 16;
+  const std::int64_t piece_bytes = ceil_divide(row_bytes, pieces);
+  const std::int64_t unit_bytes = !is_cluster && piece_bytes >= kBatchBytes ? kBatchBytes : 256;
+  const std::int64_t piece_columns = ceil_divide(piece_bytes, unit_bytes) * unit_bytes / element_bytes;
+  if (!is_cluster) pieces = ceil_divide(columns, piece_columns);
   return {pieces, piece_columns, is_cluster};
+}
+
+/// Vectors of `T` fit when every row of every tensor with columns starts at the same place between 16-byte boundaries
+/// as in the other tensors; kVector columns side by side when that place is a boundary.
+inline bool lie_alike(const RowView& view, const void* a, const void* b, std::int64_t element_bytes) {
+  if ((reinterpret_cast<std::uintptr_t>(a) - reinterpret_cast<std::uintptr_t>(b)) % 16 != 0) return false;
+  for (int axis = 0; axis < view.rows.rank; ++axis) {
+    if ((view.rows.strides[0][axis] - view.rows.strides[1][axis]) * element_bytes % 16 != 0) return false;
+  }
+  return true;
+}
+
+inline bool columns_are_aligned(const RowView& view, int tensor, const void* data, std::int64_t element_bytes) {
+  const std::int64_t vector_elements = 16 / element_bytes;
+  const int lane_axis = view.rows.rank - 1;
+  if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0 || view.rows.sizes[lane_axis] % vector_elements != 0)
+    return false;
+  for (int axis = 0; axis < lane_axis; ++axis) {
+    if (view.rows.strides[tensor][axis] % vector_elements != 0) return false;
+  }
+  return view.columns.strides[tensor][0] % vector_elements == 0;
 }
 
 /// A tile of the transposed layout is 32 lanes wide, each with a vector of rows (or with one, where vectors do not
 /// fit).
 struct TransposedTiles {
+  std::int64_t tiles_per_lane_axis = 1;
   std::int64_t tiles = 1;   ///< beside each other, over all rows
   std::int64_t pieces = 1;  ///< below each other: the columns are cut where there are too few tiles
   std::int64_t piece_columns = 0;
 };
 
+/// `blocks_per_multiprocessor`: as many as run at the same time where pieces have to be merged, more where they do not.
 inline TransposedTiles tile_transposed(std::int64_t outer_rows, std::int64_t lane_rows, std::int64_t columns,
-                                       std::int64_t rows_per_tile, int multiprocessors) {
-  constexpr std::int64_t kBlocksPerMultiprocessor = 2;
-  constexpr std::int64_t kFewestColumns = 128;
+                                       std::int64_t rows_per_tile, int multiprocessors,
+                                       std::int64_t blocks_per_multiprocessor) {
+  constexpr std::int64_t kFewestColumns = 64;
   TransposedTiles tiles;
-  tiles.tiles = outer_rows * ((lane_rows + rows_per_tile - 1) / rows_per_tile);
-  const std::int64_t wanted = multiprocessors * kBlocksPerMultiprocessor;
+  tiles.tiles_per_lane_axis = (lane_rows + rows_per_tile - 1) / rows_per_tile;
+  tiles.tiles = outer_rows * tiles.tiles_per_lane_axis;
+  const std::int64_t wanted = multiprocessors * blocks_per_multiprocessor;
   const std::int64_t most = std::max<std::int64_t>(1, columns / kFewestColumns);
   tiles.pieces = std::clamp<std::int64_t>(wanted / tiles.tiles, 1, most);
   tiles.piece_columns = (columns + tiles.pieces - 1) / tiles.pieces;

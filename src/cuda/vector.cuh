@@ -103,61 +103,75 @@ __device__ Vector<T> minus_infinity() {
   if constexpr (std::is_same_v<T, double>) return {make_uint4(0u, 0xfff00000u, 0u, 0xfff00000u)};
 }
 
-/// The largest element that is not NaN, -inf if there is none. Two at a time for 16-bit types: no conversion needed.
-template <typename T, int kVectors>
-__device__ Accumulator<T> max_of(const Vector<T> (&batch)[kVectors]) {
+/// Element by element, the larger one that is not NaN. Two at a time for 16-bit types: no conversion needed.
+template <typename T>
+__device__ Vector<T> max_each(const Vector<T>& a, const Vector<T>& b) {
   if constexpr (sizeof(T) == 2) {
     using Pair = std::conditional_t<std::is_same_v<T, bfloat16>, __nv_bfloat162, __half2>;
-    Pair max = detail::bits_as<Pair>(minus_infinity<T>().words.x);
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const uint4& words = batch[v].words;
-      const Pair a = __hmax2(detail::bits_as<Pair>(words.x), detail::bits_as<Pair>(words.y));
-      const Pair b = __hmax2(detail::bits_as<Pair>(words.z), detail::bits_as<Pair>(words.w));
-      max = __hmax2(max, __hmax2(a, b));
-    }
-    return fmaxf(__low2float(max), __high2float(max));
+    const auto max = [](std::uint32_t left, std::uint32_t right) {
+      return detail::bits_of(__hmax2(detail::bits_as<Pair>(left), detail::bits_as<Pair>(right)));
+    };
+    return {make_uint4(max(a.words.x, b.words.x), max(a.words.y, b.words.y), max(a.words.z, b.words.z),
+                       max(a.words.w, b.words.w))};
   } else {
-    Accumulator<T> max = -infinity<Accumulator<T>>();
+    Accumulator<T> left[Vector<T>::kSize];
+    Accumulator<T> right[Vector<T>::kSize];
+    unpack(a, left);
+    unpack(b, right);
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      Accumulator<T> values[Vector<T>::kSize];
-      unpack(batch[v], values);
-#pragma unroll
-      for (int i = 0; i < Vector<T>::kSize; ++i) max = fmax(max, values[i]);
-    }
-    return max;
+    for (int i = 0; i < Vector<T>::kSize; ++i) left[i] = fmax(left[i], right[i]);
+    return pack<T>(left);
   }
 }
 
+/// Over all vectors, element by element.
+template <typename T, int kVectors>
+__device__ Vector<T> max_each(const Vector<T> (&batch)[kVectors]) {
+  Vector<T> max = batch[0];
+#pragma unroll
+  for (int v = 1; v < kVectors; ++v) max = max_each(max, batch[v]);
+  return max;
+}
+
+/// Over all elements; -inf where all are NaN.
+template <typename T, int kVectors>
+__device__ Accumulator<T> max_of(const Vector<T> (&batch)[kVectors]) {
+  Accumulator<T> values[Vector<T>::kSize];
+  unpack(max_each(batch), values);
+  Accumulator<T> max = -infinity<Accumulator<T>>();
+#pragma unroll
+  for (int i = 0; i < Vector<T>::kSize; ++i) max = fmax(max, values[i]);
+  return max;
+}
+
 /// A run of elements of unit stride: some up to a 16-byte boundary, whole vectors, some after the last boundary.
-/// Shorter than 2^31 vectors: 32-bit indices leave registers for loads, and longer rows are cut into pieces.
 template <typename T>
 struct Span {
   T* begin;
-  int head;     ///< elements before the first vector
-  int vectors;  ///< whole vectors
-  int edges;    ///< elements outside of them, head and tail
+  int head;              ///< elements before the first vector
+  std::int64_t vectors;  ///< whole vectors
+  int edges;             ///< elements outside of them, head and tail
 
   __device__ Span(T* first, std::int64_t count) : begin(first) {
     const auto misaligned = static_cast<int>(reinterpret_cast<std::uintptr_t>(first) % 16 / sizeof(T));
     head = misaligned == 0 ? 0 : Vector<T>::kSize - misaligned;
     if (head > count) head = static_cast<int>(count);
-    vectors = static_cast<int>((count - head) / Vector<T>::kSize);
-    edges = static_cast<int>(count - std::int64_t{vectors} * Vector<T>::kSize);
+    vectors = (count - head) / Vector<T>::kSize;
+    edges = static_cast<int>(count - vectors * Vector<T>::kSize);
   }
 
-  __device__ auto vector_address(int i) const {
+  __device__ auto vector_address(std::int64_t i) const {
     using Target = std::conditional_t<std::is_const_v<T>, const Vector<std::remove_const_t<T>>, Vector<T>>;
     return reinterpret_cast<Target*>(begin + head) + i;
   }
 
   /// Edge element `i`: first come those of the head, then those of the tail.
-  __device__ T& edge(int i) const { return begin[i < head ? i : std::int64_t{vectors} * Vector<T>::kSize + i]; }
+  __device__ T& edge(int i) const { return begin[i < head ? i : vectors * Vector<T>::kSize + i]; }
 };
 
 /// Shares a run of elements among `threads` threads and calls `body(batch)` in each with kVectors vectors at a time,
-/// all of them loaded before the first is used. Places without an element hold -inf.
+/// all of them loaded before the first is used. Places without an element hold -inf. The run has fewer than 2^31
+/// vectors: 32-bit indices leave registers for loads, and longer rows are cut into pieces.
 template <int kVectors, typename T, typename Body>
 __device__ void for_each_batch(const T* first, std::int64_t count, int thread, int threads, Body body) {
   const Span<const T> span(first, count);
@@ -166,7 +180,7 @@ __device__ void for_each_batch(const T* first, std::int64_t count, int thread, i
   if (thread < span.edges) edge = span.edge(thread);
 
   const Vector<T>* address = span.vector_address(thread);
-  int left = span.vectors - thread;
+  int left = static_cast<int>(span.vectors) - thread;
   for (; left > (kVectors - 1) * threads; left -= kVectors * threads, address += kVectors * threads) {
     Vector<T> batch[kVectors];
 #pragma unroll
@@ -189,14 +203,17 @@ __device__ void for_each_batch(const T* first, std::int64_t count, int thread, i
   }
 }
 
-/// Shares two runs of equal length among `threads` threads and writes `function(in)` to `out`, element by element.
-/// `out` and `in` lie alike: their addresses are equal modulo 16.
+/// Shares a piece of two runs of equal length among `threads` threads and writes `function(in)` to `out`, element by
+/// element. `out` and `in` lie alike: their addresses are equal modulo 16. A piece is `piece_vectors` vectors, counted
+/// from the first 16-byte boundary, so that every piece starts on one; piece 0 has the edge elements too.
 template <int kVectors, typename T, typename Function>
-__device__ void transform(const T* in, T* out, std::int64_t count, int thread, int threads, Function function) {
+__device__ void transform(const T* in, T* out, std::int64_t count, std::int64_t piece, int piece_vectors, int thread,
+                          int threads, Function function) {
   const Span<const T> source(in, count);
   const Span<T> target(out, count);
-  const Vector<T>* from = source.vector_address(thread);
-  Vector<T>* to = target.vector_address(thread);
+  const std::int64_t first = piece * piece_vectors;
+  const Vector<T>* from = source.vector_address(first + thread);
+  Vector<T>* to = target.vector_address(first + thread);
   const auto apply = [&](const Vector<T>& v) {
     Accumulator<T> values[Vector<T>::kSize];
     unpack(v, values);
@@ -204,7 +221,7 @@ __device__ void transform(const T* in, T* out, std::int64_t count, int thread, i
     for (int i = 0; i < Vector<T>::kSize; ++i) values[i] = function(values[i]);
     return pack<T>(values);
   };
-  int left = source.vectors - thread;
+  int left = static_cast<int>(min(source.vectors - first, std::int64_t{piece_vectors})) - thread;
   for (; left > (kVectors - 1) * threads; left -= kVectors * threads) {
     Vector<T> batch[kVectors];
 #pragma unroll
@@ -215,6 +232,7 @@ __device__ void transform(const T* in, T* out, std::int64_t count, int thread, i
     to += kVectors * threads;
   }
   for (; left > 0; left -= threads, from += threads, to += threads) store(to, apply(load(from)));
+  if (piece != 0) return;
   for (int i = thread; i < source.edges; i += threads) {
     target.edge(i) = round_to<T>(function(load_as_accumulator(source.edge(i))));
   }
