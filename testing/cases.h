@@ -49,13 +49,13 @@ struct RowCount {
 /// Few rows, long enough to be shared by blocks of a GPU and threads of a CPU.
 inline const std::vector<RowCount>& few_long_rows() {
   static const std::vector<RowCount> cases = {
-      {1, 1 << 20, "one row: hundreds of pieces that meet in the workspace"},
-      {1, (1 << 20) + 13, "the last piece is a few elements"},
+      {1, 1 << 20, "one row: pieces that meet in the workspace"},
+      {1, (1 << 22) + 13, "more than 64 pieces: the wider merging kernel; the last piece is a few elements"},
       {3, 300007, "rows that start at different places between 16-byte boundaries"},
-      {33, 131072, "as many rows as fill 32 lanes of the merging kernel, and one"},
+      {33, 262144, "one row more than the merging kernel has lanes"},
       {70, 65537, "a cluster of 8 blocks a row"},
-      {150, 32771, "a cluster of 4"},
-      {200, 20011, "a cluster of 2 at most"},
+      {150, 24576, "a cluster of 2 or 4, by the bytes of an element"},
+      {200, 20011, "a cluster whose last piece is short"},
   };
   return cases;
 }

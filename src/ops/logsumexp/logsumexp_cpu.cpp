@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <numbers>
 #include <vector>
 
 #include "core/dispatch.h"
@@ -144,7 +145,9 @@ class Anchored {
     if (!is_usable_) return;  // infinite, NaN, or the shift would be
 #if HWY_NATIVE_FMA
     shift_ = static_cast<float>(anchor * kLog2E);
-    correction_ = std::exp2(shift_ - anchor * kLog2E);
+    const double rounding = shift_ - anchor * kLog2E;
+    // exp2(rounding), which is almost always 1 + 1e-7; the square of a small number is not missed.
+    correction_ = std::abs(rounding) < 1e-6 ? 1.0 + rounding * std::numbers::ln2 : std::exp2(rounding);
 #else
     shift_ = static_cast<float>(anchor);
 #endif
@@ -209,7 +212,8 @@ class AnchoredSum<double> {
 template <typename T, typename Fetch>
 RowState reduce_columns(std::int64_t begin, std::int64_t end, Fetch&& fetch) {
   const std::int64_t block = block_size<T>();
-  const std::int64_t first = std::min(block, end - begin);
+  // A few packs are enough to find an anchor that is not much too small, and short rows need only one pass too.
+  const std::int64_t first = std::min<std::int64_t>(4 * static_cast<std::int64_t>(pack_size<T>()), end - begin);
   RowState state = exact_state(fetch(begin, first), first);
   AnchoredSum<T> anchored(state.max);
   for (std::int64_t column = begin + first; column < end; column += block) {

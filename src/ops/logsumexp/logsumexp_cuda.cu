@@ -9,10 +9,12 @@
 // One idea in all of them: a thread loads several vectors, takes their maximum, rescales its sum once and adds the
 // exponentials; what threads hold are SoftmaxStates, which merge in any grouping.
 #include "core/dispatch.h"
+#include "cuda/columns.cuh"
 #include "cuda/device.h"
 #include "cuda/launch.cuh"
 #include "cuda/reduce.cuh"
 #include "cuda/row_policy.h"
+#include "cuda/softmax.cuh"
 #include "cuda/vector.cuh"
 #include "ops/logsumexp/logsumexp_backend.h"
 
@@ -32,7 +34,11 @@ constexpr int kLanesBlock = 128;  // threads of a block whose rows take at most 
 // plain copy 0.501.
 constexpr int kGradientThreads = 32;
 constexpr int kGradientVectors = 4;
-constexpr int kColumnWarps = 8;        // warps of a block that walk down columns side by side
+constexpr int kColumnWarps = 8;  // warps of a block that walk down columns side by side
+// Blocks of a multiprocessor; columns are cut into as many pieces as run at once. H200, [131072, 1024] bf16, reduced
+// over the first axis: 8 warps with 8 columns each, 2 blocks 71.9 us, 3 blocks 73.5; 16 warps with 4, 2 blocks 72.8.
+constexpr int kColumnBlocks = 2;
+constexpr int kColumnBlocksInGradient = 32;
 constexpr int kColumnsAtATime = 8;     // columns that a thread loads before it uses the first
 constexpr int kColumnsInGradient = 4;  // the same in the backward, where it also holds a gradient for each row
 
@@ -80,44 +86,6 @@ __device__ void write_piece_or_result(const ForwardOutputs<A>& outputs, const St
   }
 }
 
-/// Sum of `function` over a batch: a tree over each vector, which is shorter and more exact than a running sum.
-template <typename T, int kVectors, typename Function>
-__device__ Accumulator<T> sum_of(const Vector<T> (&batch)[kVectors], Function function) {
-  Accumulator<T> sum{};
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    Accumulator<T> values[Vector<T>::kSize];
-    unpack(batch[v], values);
-#pragma unroll
-    for (int i = 0; i < Vector<T>::kSize; ++i) values[i] = function(values[i]);
-#pragma unroll
-    for (int width = Vector<T>::kSize / 2; width > 0; width /= 2) {
-#pragma unroll
-      for (int i = 0; i < width; ++i) values[i] += values[i + width];
-    }
-    sum += values[0];
-  }
-  return sum;
-}
-
-/// Takes a batch of vectors into the state: one rescaling, one exponential per element.
-template <typename T, int kVectors>
-__device__ void accumulate(SoftmaxState<Accumulator<T>>& state, const Vector<T> (&batch)[kVectors]) {
-  using A = Accumulator<T>;
-  const A max = fmax(state.max, max_of(batch));
-  const A anchor = softmax_anchor(max);
-  const A sum = with_exponential_minus(
-      anchor, [&](auto exponential_minus_anchor) { return sum_of(batch, exponential_minus_anchor); });
-  const A scale = state.max == max ? A(1) : exponential(state.max - max);
-  state = {max, state.sum * scale + sum};
-}
-
-template <typename A>
-__device__ void accumulate(SoftmaxState<A>& state, A value) {
-  state = MergeSoftmax{}(
-      state, SoftmaxState<A>{value == value ? value : -infinity<A>(), exponential(value - softmax_anchor(value))});
-}
-
 template <typename A>
 struct ForwardRows {
   RowView view;
@@ -126,14 +94,35 @@ struct ForwardRows {
   RowSplit split;
 };
 
-template <typename T, int kLanes>
+struct Piece {
+  std::int64_t row;
+  std::int64_t piece;
+};
+
+/// Neighbouring blocks take neighbouring memory: pieces of one row, or else rows.
+__device__ Piece find_piece(const RowSplit& split) {
+  if (split.pieces > 1) return {blockIdx.y, blockIdx.x};
+  return {blockIdx.x, 0};
+}
+
+/// The grid for find_piece.
+LaunchShape shape_of(const RowSplit& split, std::int64_t rows, int threads, void* stream) {
+  const bool is_cut = split.pieces > 1;
+  return {.blocks = is_cut ? split.pieces : rows,
+          .blocks_y = is_cut ? rows : 1,
+          .threads = threads,
+          .is_row_cluster = split.is_cluster,
+          .stream = stream};
+}
+
+template <typename T, int kLanes, int kVectors>
 __global__ void __launch_bounds__(kLanesBlock) row_per_lanes(ForwardRows<Accumulator<T>> p) {
   const std::int64_t row = (std::int64_t{blockIdx.x} * kLanesBlock + threadIdx.x) / kLanes;
   SoftmaxState<Accumulator<T>> state;
   if (row < p.view.row_count) {
     const T* x = static_cast<const T*>(p.x) + p.view.rows.offsets(row).of[kX];
-    for_each_batch<kLaneVectors>(x, p.view.column_count, threadIdx.x % kLanes, kLanes,
-                                 [&](const auto& batch) { accumulate(state, batch); });
+    for_each_batch<kVectors>(x, p.view.column_count, threadIdx.x % kLanes, kLanes,
+                             [&](const auto& batch) { accumulate(state, batch); });
   }
   state = reduce_lanes<kLanes>(state, MergeSoftmax{});  // outside of the branch: all lanes of the warp take part
   if (row < p.view.row_count && threadIdx.x % kLanes == 0) write_result(p.outputs, p.view.rows, row, state);
@@ -150,8 +139,8 @@ inline constexpr int kBlocksPerMultiprocessor = (sizeof(T) == 8  ? 512
 template <typename T, int kThreads, int kVectors, bool kIsCluster>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor<T, kThreads, kVectors>)
     row_per_block(ForwardRows<Accumulator<T>> p) {
-  const std::int64_t row = blockIdx.x;
-  const std::int64_t piece = blockIdx.y;
+  let_next_kernel_start();
+  const auto [row, piece] = find_piece(p.split);
   const std::int64_t first = piece * p.split.piece_columns;
   const std::int64_t count = min(p.split.piece_columns, p.view.column_count - first);
   const T* x = static_cast<const T*>(p.x) + p.view.rows.offsets(row).of[kX] + first;
@@ -173,53 +162,24 @@ struct ForwardColumns {
   const void* x;
   ForwardOutputs<A> outputs;
   TransposedTiles tiles;
-  std::int64_t tiles_per_lane_axis;
 };
 
 /// Each thread owns kLaneRows neighbouring rows and walks down their columns; the warps of a block take turns.
 template <typename T, int kLaneRows>
-__global__ void __launch_bounds__(32 * kColumnWarps) row_per_column(ForwardColumns<Accumulator<T>> p) {
+__global__ void __launch_bounds__(32 * kColumnWarps, kColumnBlocks) row_per_column(ForwardColumns<Accumulator<T>> p) {
   using A = Accumulator<T>;
+  using Lanes = Side<T, kLaneRows>;
   constexpr int kTileRows = 32 * kLaneRows;
-  const std::int64_t lane_axis_size = p.view.rows.sizes[p.view.rows.rank - 1];
-  const std::int64_t tile = blockIdx.x % p.tiles.tiles;
-  const std::int64_t piece = blockIdx.x / p.tiles.tiles;
-  const std::int64_t tile_start = tile % p.tiles_per_lane_axis * kTileRows;
-  const std::int64_t outer_start = tile / p.tiles_per_lane_axis * lane_axis_size;
-  const std::int64_t lane_row = tile_start + threadIdx.x * kLaneRows;
-  const std::int64_t column_stride = p.view.columns.strides[kX][0];
-  const std::int64_t first = piece * p.tiles.piece_columns;
-  const std::int64_t last = min(first + p.tiles.piece_columns, p.view.column_count);
-
+  let_next_kernel_start();
+  const Tile tile = find_tile<kTileRows>(p.view, p.tiles);
+  const std::int64_t lane_row = tile.lane_row + threadIdx.x * kLaneRows;
   SoftmaxState<A> states[kLaneRows];
-  if (lane_row < lane_axis_size) {  // kLaneRows divides the axis: a lane has all of its rows or none
-    const T* x = static_cast<const T*>(p.x) + p.view.rows.offsets(outer_start + lane_row).of[kX];
-    for (std::int64_t base = first + threadIdx.y; base < last; base += kColumnsAtATime * kColumnWarps) {
-      A values[kColumnsAtATime][kLaneRows];
-#pragma unroll
-      for (int c = 0; c < kColumnsAtATime; ++c) {
-        const std::int64_t column = base + c * kColumnWarps;
-        const T* address = x + column * column_stride;
-        if constexpr (kLaneRows == 1) {
-          values[c][0] = column < last ? load_as_accumulator(*address) : -infinity<A>();
-        } else {
-          unpack(column < last ? load(reinterpret_cast<const Vector<T>*>(address)) : minus_infinity<T>(), values[c]);
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < kLaneRows; ++r) {
-        SoftmaxState<A>& state = states[r];
-        A max = state.max;
-#pragma unroll
-        for (int c = 0; c < kColumnsAtATime; ++c) max = fmax(max, values[c][r]);
-        const A anchor = softmax_anchor(max);
-        A sum = A(0);
-#pragma unroll
-        for (int c = 0; c < kColumnsAtATime; ++c) sum += exponential(values[c][r] - anchor);
-        const A scale = state.max == max ? A(1) : exponential(state.max - max);
-        state = {max, state.sum * scale + sum};
-      }
-    }
+  A anchors[kLaneRows] = {};
+  if (lane_row < tile.lane_axis_size) {  // kLaneRows divides the axis: a lane has all of its rows or none
+    const T* x = static_cast<const T*>(p.x) + p.view.rows.offsets(tile.outer_row + lane_row).of[kX];
+    for_each_batch_of_columns<kColumnsAtATime, Lanes>(
+        x, p.view.columns.strides[kX][0], tile.first_column + threadIdx.y, tile.last_column, kColumnWarps,
+        [&](const Lanes(&batch)[kColumnsAtATime]) { accumulate(states, anchors, batch); });
   }
 
   __shared__ alignas(SoftmaxState<A>) unsigned char storage[kColumnWarps * kTileRows * sizeof(SoftmaxState<A>)];
@@ -228,18 +188,19 @@ __global__ void __launch_bounds__(32 * kColumnWarps) row_per_column(ForwardColum
   for (int r = 0; r < kLaneRows; ++r) warp_states[threadIdx.y][threadIdx.x * kLaneRows + r] = states[r];
   __syncthreads();
   for (int r = threadIdx.y * 32 + threadIdx.x; r < kTileRows; r += 32 * kColumnWarps) {
-    if (tile_start + r >= lane_axis_size) continue;
+    if (tile.lane_row + r >= tile.lane_axis_size) continue;
     SoftmaxState<A> state = warp_states[0][r];
     for (int warp = 1; warp < kColumnWarps; ++warp) state = MergeSoftmax{}(state, warp_states[warp][r]);
-    write_piece_or_result(p.outputs, p.view.rows, p.view.row_count, outer_start + tile_start + r, piece, state);
+    write_piece_or_result(p.outputs, p.view.rows, p.view.row_count, tile.outer_row + tile.lane_row + r, tile.piece,
+                          state);
   }
 }
 
 /// Elements are found one by one from the loops of the view; also serves every dtype that is only promoted.
 template <typename T>
 __global__ void __launch_bounds__(kLanesBlock) row_per_stride(ForwardRows<Accumulator<T>> p) {
-  const std::int64_t row = blockIdx.x;
-  const std::int64_t piece = blockIdx.y;
+  let_next_kernel_start();
+  const auto [row, piece] = find_piece(p.split);
   const std::int64_t first = piece * p.split.piece_columns;
   const std::int64_t last = min(first + p.split.piece_columns, p.view.column_count);
   const T* x = static_cast<const T*>(p.x) + p.view.rows.offsets(row).of[kX];
@@ -251,25 +212,28 @@ __global__ void __launch_bounds__(kLanesBlock) row_per_stride(ForwardRows<Accumu
   if (threadIdx.x == 0) write_piece_or_result(p.outputs, p.view.rows, p.view.row_count, row, piece, state);
 }
 
-/// Joins the pieces of 32 rows at a time: a lane a row, the warps share the pieces.
-template <typename A>
-__global__ void __launch_bounds__(1024) merge_pieces(RowView view, ForwardOutputs<A> outputs, std::int64_t pieces) {
+/// Joins the pieces of 32 rows: a lane a row, the warps share the pieces.
+template <typename A, int kWarps>
+__global__ void __launch_bounds__(32 * kWarps)
+    merge_pieces(RowView view, ForwardOutputs<A> outputs, std::int64_t pieces) {
   wait_for_previous_kernel();
-  __shared__ alignas(SoftmaxState<A>) unsigned char storage[32 * 33 * sizeof(SoftmaxState<A>)];
-  auto* states = reinterpret_cast<SoftmaxState<A>(*)[33]>(storage);
   const std::int64_t first_row = std::int64_t{blockIdx.x} * 32;
   SoftmaxState<A> state;
   if (first_row + threadIdx.x < view.row_count) {
-    for (std::int64_t piece = threadIdx.y; piece < pieces; piece += 32) {
+#pragma unroll 8  // the loads do not wait for each other
+    for (std::int64_t piece = threadIdx.y; piece < pieces; piece += kWarps) {
       state = MergeSoftmax{}(state, outputs.pieces[piece * view.row_count + first_row + threadIdx.x]);
     }
   }
+  __shared__ alignas(SoftmaxState<A>) unsigned char storage[32 * (kWarps + 1) * sizeof(SoftmaxState<A>)];
+  auto* states = reinterpret_cast<SoftmaxState<A>(*)[kWarps + 1]>(storage);
   states[threadIdx.x][threadIdx.y] = state;
   __syncthreads();
-  // Turned around: a warp a row, its lanes the warps' shares.
-  state = reduce_lanes<32>(states[threadIdx.y][threadIdx.x], MergeSoftmax{});
-  const std::int64_t row = first_row + threadIdx.y;
-  if (threadIdx.x == 0 && row < view.row_count) write_result(outputs, view.rows, row, state);
+  // Turned around: kWarps neighbouring lanes a row.
+  const int thread = static_cast<int>(threadIdx.y * 32 + threadIdx.x);
+  state = reduce_lanes<kWarps>(states[thread / kWarps][thread % kWarps], MergeSoftmax{});
+  const std::int64_t row = first_row + thread / kWarps;
+  if (thread % kWarps == 0 && row < view.row_count) write_result(outputs, view.rows, row, state);
 }
 
 // ---- backward -----------------------------------------------------------------------------------------------------
@@ -295,12 +259,12 @@ struct RowGradient {
 };
 
 template <typename T, typename A>
-__device__ RowGradient<A> load_row(const BackwardRows<A>& p, const StridedLoop<kRowTensors>::Offsets& at) {
-  const std::int64_t offset = at.of[kGradOut];
+__device__ RowGradient<A> load_row(const BackwardRows<A>& p, std::int64_t lse_offset, std::int64_t grad_out_offset) {
   // Of the type of x, or float32.
-  const A grad_out = p.grad_out_dtype == kDTypeOf<T> ? load_as_accumulator(static_cast<const T*>(p.grad_out)[offset])
-                                                     : static_cast<const float*>(p.grad_out)[offset];
-  return {p.lse[at.of[kBackwardLse]], grad_out};
+  const A grad_out = p.grad_out_dtype == kDTypeOf<T>
+                         ? load_as_accumulator(static_cast<const T*>(p.grad_out)[grad_out_offset])
+                         : static_cast<const float*>(p.grad_out)[grad_out_offset];
+  return {p.lse[lse_offset], grad_out};
 }
 
 /// Short rows: kLanes lanes a row.
@@ -309,70 +273,58 @@ __global__ void __launch_bounds__(kLanesBlock) lanes_gradient(BackwardRows<Accum
   const std::int64_t row = (std::int64_t{blockIdx.x} * kLanesBlock + threadIdx.x) / kLanes;
   if (row >= p.view.row_count) return;
   const auto at = p.view.rows.offsets(row);
-  const RowGradient<Accumulator<T>> gradient = load_row<T>(p, at);
-  transform<kLaneVectors>(static_cast<const T*>(p.x) + at.of[kX], static_cast<T*>(p.grad_x) + at.of[kGradX],
-                          p.view.column_count, threadIdx.x % kLanes, kLanes, gradient);
+  const RowGradient<Accumulator<T>> gradient = load_row<T>(p, at.of[kBackwardLse], at.of[kGradOut]);
+  transform<kGradientVectors>(static_cast<const T*>(p.x) + at.of[kX], static_cast<T*>(p.grad_x) + at.of[kGradX],
+                              p.view.column_count, 0, INT32_MAX, threadIdx.x % kLanes, kLanes, gradient);
 }
 
 /// Long rows: a block a piece, and a piece is one batch of vectors for each thread.
 template <typename T>
 __global__ void __launch_bounds__(kGradientThreads) piece_gradient(BackwardRows<Accumulator<T>> p, unsigned pieces) {
-  constexpr int kPieceColumns = kGradientThreads * kGradientVectors * Vector<T>::kSize;
   const unsigned row = blockIdx.x / pieces;
-  const std::int64_t first = std::int64_t{blockIdx.x - row * pieces} * kPieceColumns;
-  const std::int64_t count = min(std::int64_t{kPieceColumns}, p.view.column_count - first);
   const auto at = p.view.rows.offsets(row);
-  const RowGradient<Accumulator<T>> gradient = load_row<T>(p, at);
-  transform<kGradientVectors>(static_cast<const T*>(p.x) + at.of[kX] + first,
-                              static_cast<T*>(p.grad_x) + at.of[kGradX] + first, count, threadIdx.x, kGradientThreads,
-                              gradient);
+  const RowGradient<Accumulator<T>> gradient = load_row<T>(p, at.of[kBackwardLse], at.of[kGradOut]);
+  transform<kGradientVectors>(static_cast<const T*>(p.x) + at.of[kX], static_cast<T*>(p.grad_x) + at.of[kGradX],
+                              p.view.column_count, blockIdx.x - row * pieces, kGradientThreads * kGradientVectors,
+                              threadIdx.x, kGradientThreads, gradient);
 }
 
 /// As row_per_column: each thread owns kLaneRows neighbouring rows and walks down their columns.
 template <typename T, int kLaneRows>
 __global__ void __launch_bounds__(32 * kColumnWarps)
-    column_gradient(BackwardRows<Accumulator<T>> p, TransposedTiles tiles, std::int64_t tiles_per_lane_axis) {
+    column_gradient(BackwardRows<Accumulator<T>> p, TransposedTiles tiles) {
   using A = Accumulator<T>;
-  constexpr int kTileRows = 32 * kLaneRows;
-  const std::int64_t lane_axis_size = p.view.rows.sizes[p.view.rows.rank - 1];
-  const std::int64_t tile = blockIdx.x % tiles.tiles;
-  const std::int64_t lane_row = tile % tiles_per_lane_axis * kTileRows + threadIdx.x * kLaneRows;
-  if (lane_row >= lane_axis_size) return;
-  const std::int64_t row = tile / tiles_per_lane_axis * lane_axis_size + lane_row;
+  using Lanes = Side<T, kLaneRows>;
+  const Tile tile = find_tile<32 * kLaneRows>(p.view, tiles);
+  const std::int64_t lane_row = tile.lane_row + threadIdx.x * kLaneRows;
+  if (lane_row >= tile.lane_axis_size) return;
+  const auto at = p.view.rows.offsets(tile.outer_row + lane_row);
+  const int lane_axis = p.view.rows.rank - 1;
   RowGradient<A> gradients[kLaneRows];
 #pragma unroll
-  for (int r = 0; r < kLaneRows; ++r) gradients[r] = load_row<T>(p, p.view.rows.offsets(row + r));
-
-  const auto at = p.view.rows.offsets(row);
+  for (int r = 0; r < kLaneRows; ++r) {
+    gradients[r] = load_row<T>(p, at.of[kBackwardLse] + r * p.view.rows.strides[kBackwardLse][lane_axis],
+                               at.of[kGradOut] + r * p.view.rows.strides[kGradOut][lane_axis]);
+  }
   const T* x = static_cast<const T*>(p.x) + at.of[kX];
   T* grad_x = static_cast<T*>(p.grad_x) + at.of[kGradX];
-  const std::int64_t first = blockIdx.x / tiles.tiles * tiles.piece_columns;
-  const std::int64_t last = min(first + tiles.piece_columns, p.view.column_count);
-  for (std::int64_t base = first + threadIdx.y; base < last; base += kColumnsInGradient * kColumnWarps) {
-    A values[kColumnsInGradient][kLaneRows];
+  for (std::int64_t base = tile.first_column + threadIdx.y; base < tile.last_column;
+       base += kColumnsInGradient * kColumnWarps) {
+    Lanes sides[kColumnsInGradient];
 #pragma unroll
     for (int c = 0; c < kColumnsInGradient; ++c) {
       const std::int64_t column = base + c * kColumnWarps;
-      if (column >= last) continue;
-      const T* address = x + column * p.view.columns.strides[kX][0];
-      if constexpr (kLaneRows == 1) {
-        values[c][0] = load_as_accumulator(*address);
-      } else {
-        unpack(load(reinterpret_cast<const Vector<T>*>(address)), values[c]);
-      }
+      if (column < tile.last_column) sides[c] = Lanes::read(x + column * p.view.columns.strides[kX][0]);
     }
 #pragma unroll
     for (int c = 0; c < kColumnsInGradient; ++c) {
       const std::int64_t column = base + c * kColumnWarps;
-      if (column >= last) continue;
-      T* address = grad_x + column * p.view.columns.strides[kGradX][0];
+      if (column >= tile.last_column) continue;
+      A values[kLaneRows];
+      sides[c].unpack(values);
 #pragma unroll
-      for (int r = 0; r < kLaneRows; ++r) values[c][r] = gradients[r](values[c][r]);
-      if constexpr (kLaneRows == 1) {
-        *address = round_to<T>(values[c][0]);
-      } else {
-        store(reinterpret_cast<Vector<T>*>(address), pack<T>(values[c]));
-      }
+      for (int r = 0; r < kLaneRows; ++r) values[r] = gradients[r](values[r]);
+      Lanes::write(grad_x + column * p.view.columns.strides[kGradX][0], values);
     }
   }
 }
@@ -386,36 +338,13 @@ __global__ void __launch_bounds__(256) element_gradient(BackwardRows<Accumulator
     const std::int64_t row = divide(i, p.view.column_count);
     const auto row_at = p.view.rows.offsets(row);
     const auto column_at = p.view.columns.offsets(i - row * p.view.column_count);
-    const RowGradient<Accumulator<T>> gradient = load_row<T>(p, row_at);
+    const RowGradient<Accumulator<T>> gradient = load_row<T>(p, row_at.of[kBackwardLse], row_at.of[kGradOut]);
     const T x = static_cast<const T*>(p.x)[row_at.of[kX] + column_at.of[kX]];
     static_cast<T*>(p.grad_x)[row_at.of[kGradX] + column_at.of[kGradX]] = round_to<T>(gradient(load_as_accumulator(x)));
   }
 }
 
 // ---- host ---------------------------------------------------------------------------------------------------------
-
-std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-/// Vectors of `T` fit when every row of every tensor with columns starts at the same place between 16-byte boundaries
-/// as in the other tensors; kVector columns side by side when that place is a boundary.
-bool lie_alike(const RowView& view, const void* a, const void* b, std::int64_t element_bytes) {
-  if ((reinterpret_cast<std::uintptr_t>(a) - reinterpret_cast<std::uintptr_t>(b)) % 16 != 0) return false;
-  for (int axis = 0; axis < view.rows.rank; ++axis) {
-    if ((view.rows.strides[0][axis] - view.rows.strides[1][axis]) * element_bytes % 16 != 0) return false;
-  }
-  return true;
-}
-
-bool columns_are_aligned(const RowView& view, int tensor, const void* data, std::int64_t element_bytes) {
-  const std::int64_t vector_elements = 16 / element_bytes;
-  const int lane_axis = view.rows.rank - 1;
-  if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0 || view.rows.sizes[lane_axis] % vector_elements != 0)
-    return false;
-  for (int axis = 0; axis < lane_axis; ++axis) {
-    if (view.rows.strides[tensor][axis] % vector_elements != 0) return false;
-  }
-  return view.columns.strides[tensor][0] % vector_elements == 0;
-}
 
 /// How the forward will go: which kernel, and how rows are cut. The one source of both the launch and the workspace.
 struct ForwardPlan {
@@ -437,7 +366,7 @@ ForwardPlan plan_forward(const LogsumexpForwardProblem& problem) {
     const std::int64_t lane_axis_size = view.rows.sizes[view.rows.rank - 1];
     if (columns_are_aligned(view, kX, problem.x, element_bytes)) plan.lane_rows = static_cast<int>(16 / element_bytes);
     plan.tiles = tile_transposed(view.row_count / lane_axis_size, lane_axis_size, view.column_count,
-                                 32 * plan.lane_rows, device.multiprocessors);
+                                 32 * plan.lane_rows, device.multiprocessors, kColumnBlocks);
     plan.pieces = plan.tiles.pieces;
     return plan;
   }
@@ -463,54 +392,42 @@ std::size_t workspace_bytes(const ForwardPlan& plan, const LogsumexpForwardProbl
 constexpr const char* kForward = "logsumexp_forward";
 constexpr const char* kBackward = "logsumexp_backward";
 
-template <typename T, int kLanes>
+template <typename T, int kLanes, int kVectors>
 void launch_row_per_lanes(const ForwardRows<Accumulator<T>>& p, void* stream) {
-  launch(kForward, row_per_lanes<T, kLanes>,
+  launch(kForward, row_per_lanes<T, kLanes, kVectors>,
          {.blocks = ceil_divide(p.view.row_count, kLanesBlock / kLanes), .threads = kLanesBlock, .stream = stream}, p);
 }
 
 template <typename T, int kThreads, int kVectors, bool kIsCluster = false>
 void launch_row_per_block(const ForwardRows<Accumulator<T>>& p, void* stream) {
   launch(kForward, row_per_block<T, kThreads, kVectors, kIsCluster>,
-         {.blocks = p.view.row_count,
-          .blocks_y = p.split.pieces,
-          .threads = kThreads,
-          .is_column_cluster = kIsCluster,
-          .stream = stream},
-         p);
+         shape_of(p.split, p.view.row_count, kThreads, stream), p);
 }
 
 template <typename T>
 void launch_contiguous(const ForwardPlan& plan, const ForwardRows<Accumulator<T>>& p, void* stream) {
-  switch (plan.threads.threads) {
-    case 2:
-      return launch_row_per_lanes<T, 2>(p, stream);
-    case 8:
-      return launch_row_per_lanes<T, 8>(p, stream);
-    case 32:
-      return launch_row_per_lanes<T, 32>(p, stream);
-    case 128:
-      return plan.threads.vectors == 4 ? launch_row_per_block<T, 128, 4>(p, stream)
-                                       : launch_row_per_block<T, 128, 8>(p, stream);
-    case 256:
-      return launch_row_per_block<T, 256, 8>(p, stream);
-    default:
-      constexpr int kThreads = kPieceThreads.threads;
-      constexpr int kVectors = kPieceThreads.vectors;
-      return plan.split.is_cluster ? launch_row_per_block<T, kThreads, kVectors, true>(p, stream)
-                                   : launch_row_per_block<T, kThreads, kVectors>(p, stream);
-  }
+  const auto is = [&](int threads, int vectors) {
+    return plan.threads.threads == threads && plan.threads.vectors == vectors;
+  };
+  if (is(2, 1)) return launch_row_per_lanes<T, 2, 1>(p, stream);
+  if (is(2, 4)) return launch_row_per_lanes<T, 2, 4>(p, stream);
+  if (is(8, 4)) return launch_row_per_lanes<T, 8, 4>(p, stream);
+  if (is(32, 4)) return launch_row_per_lanes<T, 32, 4>(p, stream);
+  if (is(128, 4)) return launch_row_per_block<T, 128, 4>(p, stream);
+  if (is(128, 8)) return launch_row_per_block<T, 128, 8>(p, stream);
+  if (is(256, 8)) return launch_row_per_block<T, 256, 8>(p, stream);
+  constexpr int kThreads = kPieceThreads.threads;
+  constexpr int kVectors = kPieceThreads.vectors;
+  plan.split.is_cluster ? launch_row_per_block<T, kThreads, kVectors, true>(p, stream)
+                        : launch_row_per_block<T, kThreads, kVectors>(p, stream);
 }
 
 template <typename T, int kLaneRows>
 void launch_transposed(const ForwardPlan& plan, const LogsumexpForwardProblem& problem,
                        const ForwardOutputs<Accumulator<T>>& outputs, void* stream) {
-  const RowView& view = problem.view;
-  const std::int64_t lane_axis_size = view.rows.sizes[view.rows.rank - 1];
   launch(kForward, row_per_column<T, kLaneRows>,
          {.blocks = plan.tiles.tiles * plan.tiles.pieces, .threads = dim3(32, kColumnWarps), .stream = stream},
-         ForwardColumns<Accumulator<T>>{view, problem.x, outputs, plan.tiles,
-                                        ceil_divide(lane_axis_size, 32 * kLaneRows)});
+         ForwardColumns<Accumulator<T>>{problem.view, problem.x, outputs, plan.tiles});
 }
 
 template <typename T>
@@ -523,11 +440,7 @@ void forward(const LogsumexpForwardProblem& problem, const ExecutionContext& con
 
   const ForwardRows<A> rows{problem.view, problem.x, outputs, plan.split};
   if (plan.layout == RowLayout::strided) {
-    launch(kForward, row_per_stride<T>,
-           {.blocks = problem.view.row_count,
-            .blocks_y = plan.split.pieces,
-            .threads = kLanesBlock,
-            .stream = context.stream},
+    launch(kForward, row_per_stride<T>, shape_of(plan.split, problem.view.row_count, kLanesBlock, context.stream),
            rows);
   } else if constexpr (!std::is_integral_v<T> && !std::is_same_v<T, boolean>) {
     if (plan.layout == RowLayout::contiguous) {
@@ -539,12 +452,15 @@ void forward(const LogsumexpForwardProblem& problem, const ExecutionContext& con
     }
   }
   if (!is_cut) return;
-  launch(kForward, merge_pieces<A>,
-         {.blocks = ceil_divide(problem.view.row_count, 32),
-          .threads = dim3(32, 32),
-          .starts_before_previous_ends = properties(problem.device).compute_capability >= 90,
-          .stream = context.stream},
-         problem.view, outputs, plan.pieces);
+  const auto merge = [&](auto kernel, int warps) {
+    launch(kForward, kernel,
+           {.blocks = ceil_divide(problem.view.row_count, 32),
+            .threads = dim3(32, warps),
+            .starts_before_previous_ends = properties(problem.device).compute_capability >= 90,
+            .stream = context.stream},
+           problem.view, outputs, plan.pieces);
+  };
+  plan.pieces <= 64 ? merge(merge_pieces<A, 8>, 8) : merge(merge_pieces<A, 32>, 32);
 }
 
 template <typename T, int kLanes>
@@ -555,7 +471,9 @@ void launch_lanes_gradient(const BackwardRows<Accumulator<T>>& p, void* stream) 
 
 template <typename T>
 void launch_piece_gradient(const BackwardRows<Accumulator<T>>& p, void* stream) {
-  const std::int64_t pieces = ceil_divide(p.view.column_count, kGradientThreads * kGradientVectors * Vector<T>::kSize);
+  // Of whole vectors, wherever the first one starts.
+  const std::int64_t vectors = p.view.column_count / Vector<T>::kSize;
+  const std::int64_t pieces = std::max<std::int64_t>(1, ceil_divide(vectors, kGradientThreads * kGradientVectors));
   launch(kBackward, piece_gradient<T>,
          {.blocks = p.view.row_count * pieces, .threads = kGradientThreads, .stream = stream}, p,
          static_cast<unsigned>(pieces));
@@ -580,14 +498,13 @@ void backward(const LogsumexpBackwardProblem& problem, const ExecutionContext& c
     const bool is_aligned = columns_are_aligned(view, kX, problem.x, element_bytes) &&
                             columns_are_aligned(view, kGradX, problem.grad_x, element_bytes);
     const int lane_rows = is_aligned ? Vector<T>::kSize : 1;
-    const TransposedTiles tiles = tile_transposed(view.row_count / lane_axis_size, lane_axis_size, view.column_count,
-                                                  32 * lane_rows, properties(problem.device).multiprocessors);
+    const TransposedTiles tiles =
+        tile_transposed(view.row_count / lane_axis_size, lane_axis_size, view.column_count, 32 * lane_rows,
+                        properties(problem.device).multiprocessors, kColumnBlocksInGradient);
     const LaunchShape shape{
         .blocks = tiles.tiles * tiles.pieces, .threads = dim3(32, kColumnWarps), .stream = context.stream};
-    const std::int64_t tiles_per_lane_axis = ceil_divide(lane_axis_size, 32 * lane_rows);
-    if (is_aligned)
-      return launch(kBackward, column_gradient<T, Vector<T>::kSize>, shape, p, tiles, tiles_per_lane_axis);
-    return launch(kBackward, column_gradient<T, 1>, shape, p, tiles, tiles_per_lane_axis);
+    return is_aligned ? launch(kBackward, column_gradient<T, Vector<T>::kSize>, shape, p, tiles)
+                      : launch(kBackward, column_gradient<T, 1>, shape, p, tiles);
   }
   // Enough blocks to fill any GPU; the rest by steps.
   const std::int64_t blocks = std::min<std::int64_t>(ceil_divide(view.row_count * view.column_count, 256), 1 << 20);
