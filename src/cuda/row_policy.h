@@ -15,6 +15,8 @@ inline std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a + b 
 struct RowThreads {
   int threads = 0;
   int vectors = 0;  ///< 16-byte vectors that each thread loads before it uses the first
+
+  friend constexpr bool operator==(const RowThreads&, const RowThreads&) = default;
 };
 
 /// H200, 4096 rows of bf16, cold L2, microseconds (forward of logsumexp; a plain read of the same bytes):

@@ -336,6 +336,20 @@ TEST_P(Logsumexp, ManyEqualElementsKeepTheirPrecision) {
   }
 }
 
+TEST_P(Logsumexp, ALogsumexpNearZeroIsExactToTheScaleOfItsRow) {
+  // log(1 + e^-8) + 0.0005: the terms nearly cancel against 1, and what is left of float32 is an error of 6e-8, far
+  // below 2e-6 of the row's largest |x|.
+  TestTensor x(device(), DType::float32, {1, 2});
+  TestTensor lse(device(), DType::float32, {1});
+  x.set(0, 0.0005);
+  x.set(1, -8.0);
+  x.upload();
+  logsumexp_forward({.x = x.view(), .axes = {1}, .lse = lse.view()});
+  lse.download();
+  const double exact = std::log(std::exp(x.get(0)) + std::exp(x.get(1)));
+  EXPECT_EQ(difference(DType::float32, lse.get(0), exact, 8.0), "");
+}
+
 TEST_P(Logsumexp, AnEmptyReductionIsMinusInfinity) {
   for (const Dims& shape : {Dims{3, 0}, Dims{0, 3}, Dims{0, 0}, Dims{2, 0, 4}}) {
     for (int axis = 0; axis < shape.size(); ++axis) {

@@ -1,4 +1,4 @@
-// logsumexp on a GPU, forward and backward, one kernel for each way that rows lie in memory:
+// The forward of logsumexp on a GPU, one kernel for each way that rows lie in memory:
 //
 //   row_per_lanes      short rows, many in a block         (unit stride)
 //   row_per_block      long rows, or pieces of longer ones (unit stride)
@@ -21,28 +21,21 @@
 namespace eaves::cuda {
 namespace {
 
+constexpr const char* kOp = "logsumexp_forward";
+
 // Tensors of the RowView, see logsumexp_backend.h.
 constexpr int kX = 0;
-constexpr int kGradX = 1;
 constexpr int kOut = 2;
-constexpr int kForwardLse = 3;
-constexpr int kBackwardLse = 2;
-constexpr int kGradOut = 3;
+constexpr int kLse = 3;
 
-constexpr int kLanesBlock = 128;  // threads of a block whose rows take at most a warp
-// A block of the backward: H200, [4096, 131072] bf16, 32 x 4 0.508 ms, 64 x 4 0.515, 128 x 4 0.517, 256 x 2 0.535; a
-// plain copy 0.501.
-constexpr int kGradientThreads = 32;
-constexpr int kGradientVectors = 4;
-constexpr int kColumnWarps = 8;  // warps of a block that walk down columns side by side
+constexpr int kLanesBlock = 128;    // threads of a block whose rows take at most a warp
+constexpr int kColumnWarps = 8;     // warps of a block that walk down columns side by side
+constexpr int kColumnsAtATime = 8;  // columns that a thread loads before it uses the first
 // Blocks of a multiprocessor; columns are cut into as many pieces as run at once. H200, [131072, 1024] bf16, reduced
 // over the first axis: 8 warps with 8 columns each, 2 blocks 71.9 us, 3 blocks 73.5; 16 warps with 4, 2 blocks 72.8.
 constexpr int kColumnBlocks = 2;
-constexpr int kColumnBlocksInGradient = 32;
-constexpr int kColumnsAtATime = 8;     // columns that a thread loads before it uses the first
-constexpr int kColumnsInGradient = 4;  // the same in the backward, where it also holds a gradient for each row
 
-// ---- forward: what every kernel does with its elements and its result --------------------------------------------
+// ---- what every kernel does with its result ------------------------------------------------------------------------
 
 template <typename A>
 struct ForwardOutputs {
@@ -57,7 +50,7 @@ __device__ void write_result(const ForwardOutputs<A>& outputs, const StridedLoop
                              const SoftmaxState<A>& state) {
   const auto at = rows.offsets(row);
   const A lse = state.lse();
-  if (outputs.lse != nullptr) outputs.lse[at.of[kForwardLse]] = lse;
+  if (outputs.lse != nullptr) outputs.lse[at.of[kLse]] = lse;
   if (outputs.out == nullptr) return;
   const std::int64_t offset = at.of[kOut];
   switch (outputs.out_dtype) {
@@ -236,114 +229,6 @@ __global__ void __launch_bounds__(32 * kWarps)
   if (thread % kWarps == 0 && row < view.row_count) write_result(outputs, view.rows, row, state);
 }
 
-// ---- backward -----------------------------------------------------------------------------------------------------
-
-template <typename A>
-struct BackwardRows {
-  RowView view;
-  const void* x;
-  const A* lse;
-  const void* grad_out;
-  DType grad_out_dtype;
-  void* grad_x;
-};
-
-template <typename A>
-struct RowGradient {
-  A lse;
-  A grad_out;
-
-  /// g * exp(x - lse). The difference is taken before the product with log2(e): near 0, where the result is largest,
-  /// it is exact, and a rounded lse * log2(e) would not be.
-  __device__ A operator()(A x) const { return lse == -infinity<A>() ? A(0) : grad_out * exponential(x - lse); }
-};
-
-template <typename T, typename A>
-__device__ RowGradient<A> load_row(const BackwardRows<A>& p, std::int64_t lse_offset, std::int64_t grad_out_offset) {
-  // Of the type of x, or float32.
-  const A grad_out = p.grad_out_dtype == kDTypeOf<T>
-                         ? load_as_accumulator(static_cast<const T*>(p.grad_out)[grad_out_offset])
-                         : static_cast<const float*>(p.grad_out)[grad_out_offset];
-  return {p.lse[lse_offset], grad_out};
-}
-
-/// Short rows: kLanes lanes a row.
-template <typename T, int kLanes>
-__global__ void __launch_bounds__(kLanesBlock) lanes_gradient(BackwardRows<Accumulator<T>> p) {
-  const std::int64_t row = (std::int64_t{blockIdx.x} * kLanesBlock + threadIdx.x) / kLanes;
-  if (row >= p.view.row_count) return;
-  const auto at = p.view.rows.offsets(row);
-  const RowGradient<Accumulator<T>> gradient = load_row<T>(p, at.of[kBackwardLse], at.of[kGradOut]);
-  transform<kGradientVectors>(static_cast<const T*>(p.x) + at.of[kX], static_cast<T*>(p.grad_x) + at.of[kGradX],
-                              p.view.column_count, 0, INT32_MAX, threadIdx.x % kLanes, kLanes, gradient);
-}
-
-/// Long rows: a block a piece, and a piece is one batch of vectors for each thread.
-template <typename T>
-__global__ void __launch_bounds__(kGradientThreads) piece_gradient(BackwardRows<Accumulator<T>> p, unsigned pieces) {
-  const unsigned row = blockIdx.x / pieces;
-  const auto at = p.view.rows.offsets(row);
-  const RowGradient<Accumulator<T>> gradient = load_row<T>(p, at.of[kBackwardLse], at.of[kGradOut]);
-  transform<kGradientVectors>(static_cast<const T*>(p.x) + at.of[kX], static_cast<T*>(p.grad_x) + at.of[kGradX],
-                              p.view.column_count, blockIdx.x - row * pieces, kGradientThreads * kGradientVectors,
-                              threadIdx.x, kGradientThreads, gradient);
-}
-
-/// As row_per_column: each thread owns kLaneRows neighbouring rows and walks down their columns.
-template <typename T, int kLaneRows>
-__global__ void __launch_bounds__(32 * kColumnWarps)
-    column_gradient(BackwardRows<Accumulator<T>> p, TransposedTiles tiles) {
-  using A = Accumulator<T>;
-  using Lanes = Side<T, kLaneRows>;
-  const Tile tile = find_tile<32 * kLaneRows>(p.view, tiles);
-  const std::int64_t lane_row = tile.lane_row + threadIdx.x * kLaneRows;
-  if (lane_row >= tile.lane_axis_size) return;
-  const auto at = p.view.rows.offsets(tile.outer_row + lane_row);
-  const int lane_axis = p.view.rows.rank - 1;
-  RowGradient<A> gradients[kLaneRows];
-#pragma unroll
-  for (int r = 0; r < kLaneRows; ++r) {
-    gradients[r] = load_row<T>(p, at.of[kBackwardLse] + r * p.view.rows.strides[kBackwardLse][lane_axis],
-                               at.of[kGradOut] + r * p.view.rows.strides[kGradOut][lane_axis]);
-  }
-  const T* x = static_cast<const T*>(p.x) + at.of[kX];
-  T* grad_x = static_cast<T*>(p.grad_x) + at.of[kGradX];
-  for (std::int64_t base = tile.first_column + threadIdx.y; base < tile.last_column;
-       base += kColumnsInGradient * kColumnWarps) {
-    Lanes sides[kColumnsInGradient];
-#pragma unroll
-    for (int c = 0; c < kColumnsInGradient; ++c) {
-      const std::int64_t column = base + c * kColumnWarps;
-      if (column < tile.last_column) sides[c] = Lanes::read(x + column * p.view.columns.strides[kX][0]);
-    }
-#pragma unroll
-    for (int c = 0; c < kColumnsInGradient; ++c) {
-      const std::int64_t column = base + c * kColumnWarps;
-      if (column >= tile.last_column) continue;
-      A values[kLaneRows];
-      sides[c].unpack(values);
-#pragma unroll
-      for (int r = 0; r < kLaneRows; ++r) values[r] = gradients[r](values[r]);
-      Lanes::write(grad_x + column * p.view.columns.strides[kGradX][0], values);
-    }
-  }
-}
-
-/// A thread an element, wherever it lies.
-template <typename T>
-__global__ void __launch_bounds__(256) element_gradient(BackwardRows<Accumulator<T>> p) {
-  const std::int64_t elements = p.view.row_count * p.view.column_count;
-  const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < elements; i += step) {
-    const std::int64_t row = divide(i, p.view.column_count);
-    const auto row_at = p.view.rows.offsets(row);
-    const auto column_at = p.view.columns.offsets(i - row * p.view.column_count);
-    const RowGradient<Accumulator<T>> gradient = load_row<T>(p, row_at.of[kBackwardLse], row_at.of[kGradOut]);
-    const T x = static_cast<const T*>(p.x)[row_at.of[kX] + column_at.of[kX]];
-    static_cast<T*>(p.grad_x)[row_at.of[kGradX] + column_at.of[kGradX]] = round_to<T>(gradient(load_as_accumulator(x)));
-  }
-}
-
 // ---- host ---------------------------------------------------------------------------------------------------------
 
 /// How the forward will go: which kernel, and how rows are cut. The one source of both the launch and the workspace.
@@ -389,43 +274,38 @@ std::size_t workspace_bytes(const ForwardPlan& plan, const LogsumexpForwardProbl
   return static_cast<std::size_t>(plan.pieces * problem.view.row_count) * state_bytes;
 }
 
-constexpr const char* kForward = "logsumexp_forward";
-constexpr const char* kBackward = "logsumexp_backward";
-
 template <typename T, int kLanes, int kVectors>
 void launch_row_per_lanes(const ForwardRows<Accumulator<T>>& p, void* stream) {
-  launch(kForward, row_per_lanes<T, kLanes, kVectors>,
+  launch(kOp, row_per_lanes<T, kLanes, kVectors>,
          {.blocks = ceil_divide(p.view.row_count, kLanesBlock / kLanes), .threads = kLanesBlock, .stream = stream}, p);
 }
 
 template <typename T, int kThreads, int kVectors, bool kIsCluster = false>
 void launch_row_per_block(const ForwardRows<Accumulator<T>>& p, void* stream) {
-  launch(kForward, row_per_block<T, kThreads, kVectors, kIsCluster>,
-         shape_of(p.split, p.view.row_count, kThreads, stream), p);
+  launch(kOp, row_per_block<T, kThreads, kVectors, kIsCluster>, shape_of(p.split, p.view.row_count, kThreads, stream),
+         p);
 }
 
 template <typename T>
 void launch_contiguous(const ForwardPlan& plan, const ForwardRows<Accumulator<T>>& p, void* stream) {
-  const auto is = [&](int threads, int vectors) {
-    return plan.threads.threads == threads && plan.threads.vectors == vectors;
-  };
-  if (is(2, 1)) return launch_row_per_lanes<T, 2, 1>(p, stream);
-  if (is(2, 4)) return launch_row_per_lanes<T, 2, 4>(p, stream);
-  if (is(8, 4)) return launch_row_per_lanes<T, 8, 4>(p, stream);
-  if (is(32, 4)) return launch_row_per_lanes<T, 32, 4>(p, stream);
-  if (is(128, 4)) return launch_row_per_block<T, 128, 4>(p, stream);
-  if (is(128, 8)) return launch_row_per_block<T, 128, 8>(p, stream);
-  if (is(256, 8)) return launch_row_per_block<T, 256, 8>(p, stream);
-  constexpr int kThreads = kPieceThreads.threads;
-  constexpr int kVectors = kPieceThreads.vectors;
-  plan.split.is_cluster ? launch_row_per_block<T, kThreads, kVectors, true>(p, stream)
-                        : launch_row_per_block<T, kThreads, kVectors>(p, stream);
+  if (plan.split.is_cluster) {
+    return launch_row_per_block<T, kPieceThreads.threads, kPieceThreads.vectors, true>(p, stream);
+  }
+  const auto is = [&](RowThreads threads) { return plan.threads == threads; };
+  if (is({2, 1})) return launch_row_per_lanes<T, 2, 1>(p, stream);
+  if (is({2, 4})) return launch_row_per_lanes<T, 2, 4>(p, stream);
+  if (is({8, 4})) return launch_row_per_lanes<T, 8, 4>(p, stream);
+  if (is({32, 4})) return launch_row_per_lanes<T, 32, 4>(p, stream);
+  if (is({128, 4})) return launch_row_per_block<T, 128, 4>(p, stream);
+  if (is({128, 8})) return launch_row_per_block<T, 128, 8>(p, stream);
+  static_assert(kPieceThreads == RowThreads{256, 8});  // pieces take the shape of the longest rows
+  launch_row_per_block<T, 256, 8>(p, stream);
 }
 
 template <typename T, int kLaneRows>
 void launch_transposed(const ForwardPlan& plan, const LogsumexpForwardProblem& problem,
                        const ForwardOutputs<Accumulator<T>>& outputs, void* stream) {
-  launch(kForward, row_per_column<T, kLaneRows>,
+  launch(kOp, row_per_column<T, kLaneRows>,
          {.blocks = plan.tiles.tiles * plan.tiles.pieces, .threads = dim3(32, kColumnWarps), .stream = stream},
          ForwardColumns<Accumulator<T>>{problem.view, problem.x, outputs, plan.tiles});
 }
@@ -440,8 +320,7 @@ void forward(const LogsumexpForwardProblem& problem, const ExecutionContext& con
 
   const ForwardRows<A> rows{problem.view, problem.x, outputs, plan.split};
   if (plan.layout == RowLayout::strided) {
-    launch(kForward, row_per_stride<T>, shape_of(plan.split, problem.view.row_count, kLanesBlock, context.stream),
-           rows);
+    launch(kOp, row_per_stride<T>, shape_of(plan.split, problem.view.row_count, kLanesBlock, context.stream), rows);
   } else if constexpr (!std::is_integral_v<T> && !std::is_same_v<T, boolean>) {
     if (plan.layout == RowLayout::contiguous) {
       launch_contiguous<T>(plan, rows, context.stream);
@@ -453,7 +332,7 @@ void forward(const LogsumexpForwardProblem& problem, const ExecutionContext& con
   }
   if (!is_cut) return;
   const auto merge = [&](auto kernel, int warps) {
-    launch(kForward, kernel,
+    launch(kOp, kernel,
            {.blocks = ceil_divide(problem.view.row_count, 32),
             .threads = dim3(32, warps),
             .starts_before_previous_ends = properties(problem.device).compute_capability >= 90,
@@ -461,54 +340,6 @@ void forward(const LogsumexpForwardProblem& problem, const ExecutionContext& con
            problem.view, outputs, plan.pieces);
   };
   plan.pieces <= 64 ? merge(merge_pieces<A, 8>, 8) : merge(merge_pieces<A, 32>, 32);
-}
-
-template <typename T, int kLanes>
-void launch_lanes_gradient(const BackwardRows<Accumulator<T>>& p, void* stream) {
-  launch(kBackward, lanes_gradient<T, kLanes>,
-         {.blocks = ceil_divide(p.view.row_count, kLanesBlock / kLanes), .threads = kLanesBlock, .stream = stream}, p);
-}
-
-template <typename T>
-void launch_piece_gradient(const BackwardRows<Accumulator<T>>& p, void* stream) {
-  // Of whole vectors, wherever the first one starts.
-  const std::int64_t vectors = p.view.column_count / Vector<T>::kSize;
-  const std::int64_t pieces = std::max<std::int64_t>(1, ceil_divide(vectors, kGradientThreads * kGradientVectors));
-  launch(kBackward, piece_gradient<T>,
-         {.blocks = p.view.row_count * pieces, .threads = kGradientThreads, .stream = stream}, p,
-         static_cast<unsigned>(pieces));
-}
-
-template <typename T>
-void backward(const LogsumexpBackwardProblem& problem, const ExecutionContext& context) {
-  using A = Accumulator<T>;
-  const RowView& view = problem.view;
-  const auto element_bytes = static_cast<std::int64_t>(sizeof(T));
-  const BackwardRows<A> p{
-      view, problem.x, static_cast<const A*>(problem.lse), problem.grad_out, problem.grad_out_dtype, problem.grad_x};
-  const std::int64_t row_bytes = view.column_count * element_bytes;
-
-  if (view.layout == RowLayout::contiguous && row_bytes >= 64 &&
-      lie_alike(view, problem.x, problem.grad_x, element_bytes)) {
-    if (row_bytes <= 512) return launch_lanes_gradient<T, 8>(p, context.stream);
-    return launch_piece_gradient<T>(p, context.stream);
-  }
-  if (view.layout == RowLayout::transposed) {
-    const std::int64_t lane_axis_size = view.rows.sizes[view.rows.rank - 1];
-    const bool is_aligned = columns_are_aligned(view, kX, problem.x, element_bytes) &&
-                            columns_are_aligned(view, kGradX, problem.grad_x, element_bytes);
-    const int lane_rows = is_aligned ? Vector<T>::kSize : 1;
-    const TransposedTiles tiles =
-        tile_transposed(view.row_count / lane_axis_size, lane_axis_size, view.column_count, 32 * lane_rows,
-                        properties(problem.device).multiprocessors, kColumnBlocksInGradient);
-    const LaunchShape shape{
-        .blocks = tiles.tiles * tiles.pieces, .threads = dim3(32, kColumnWarps), .stream = context.stream};
-    return is_aligned ? launch(kBackward, column_gradient<T, Vector<T>::kSize>, shape, p, tiles)
-                      : launch(kBackward, column_gradient<T, 1>, shape, p, tiles);
-  }
-  // Enough blocks to fill any GPU; the rest by steps.
-  const std::int64_t blocks = std::min<std::int64_t>(ceil_divide(view.row_count * view.column_count, 256), 1 << 20);
-  launch(kBackward, element_gradient<T>, {.blocks = blocks, .threads = 256, .stream = context.stream}, p);
 }
 
 }  // namespace
@@ -520,11 +351,6 @@ std::size_t logsumexp_forward_workspace_bytes(const LogsumexpForwardProblem& pro
 void logsumexp_forward(const LogsumexpForwardProblem& problem, const ExecutionContext& context) {
   const DeviceGuard guard(problem.device);
   dispatch_any(problem.x_dtype, [&]<typename T>() { forward<T>(problem, context); });
-}
-
-void logsumexp_backward(const LogsumexpBackwardProblem& problem, const ExecutionContext& context) {
-  const DeviceGuard guard(problem.device);
-  dispatch_floating_point(problem.x_dtype, [&]<typename T>() { backward<T>(problem, context); });
 }
 
 }  // namespace eaves::cuda
