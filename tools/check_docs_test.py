@@ -85,6 +85,7 @@ class CheckDocs(unittest.TestCase):
 
     def test_paths(self):
         self.assert_sound("`src/core/check.h`, `core/check.h`, `check.h`, `src/ops/<op>/<op>.cpp`, `<op>.cpp`, `src/ops/`,"
+                          " `src/ops/<op>/<op>*.cpp`,"
                           " `build/release/eaves`, `and/or`, `1/2`")
         self.assert_defect("`src/core/none.h`", "names the file src/core/none.h")
         self.assert_defect("`core/none.h`", "names the file core/none.h")
@@ -148,6 +149,23 @@ class CheckDocs(unittest.TestCase):
         self.assertEqual(code, 0, output)
         self.assertEqual((self.root / "README.md").read_text(), text.replace("old", TABLE))
         self.assert_sound((self.root / "README.md").read_text())
+
+    def test_texts(self):
+        begin, end = "<!-- text: results/a.txt -->\n", "\n<!-- end -->\n"
+        self.put("results/a.txt", "| a |\n|---|\n| 1 |\n")
+        self.assert_sound(begin + "| a |\n|---|\n| 1 |" + end)
+        self.assert_defect(begin + "| a |\n|---|\n| 2 |" + end, "the text is not what results/a.txt says")
+        self.assert_defect(begin.replace("a.txt", "none.txt") + end, "which does not exist")
+        self.put("results/a.txt", "no table\n")
+        self.assert_sound(begin + "```text\nno table\n```" + end)
+        self.assert_defect(begin + "no table" + end, "the text is not what results/a.txt says")
+
+    def test_new_files_are_there_for_the_examples(self):
+        new = "```cpp new\n// include/eaves/new.h\nvoid new_forward();\n```\n"
+        self.assert_sound(new + "`include/eaves/new.h` `new_forward`\n```sh\ngrep -q '^void' include/eaves/new.h\n```\n")
+        self.assertFalse((self.root / "include/eaves/new.h").exists())
+        self.assert_defect("`include/eaves/new.h`", "names the file include/eaves/new.h")
+        self.assert_defect("```cpp new\nvoid f();\n```", "the new file's name")
 
     def test_columns_that_vary_are_shown(self):
         text = "<!-- table: results/a.json -->\n<!-- end -->\n"
