@@ -67,6 +67,15 @@ RowLayout layout_of(const StridedLoop<kRowTensors>& rows, const StridedLoop<2>& 
 
 }  // namespace
 
+ShortRowView::ShortRowView(const RowView& view) : row_count(view.row_count), column_count(view.column_count) {
+  rows.rank = view.rows.rank;
+  for (int axis = 0; axis < view.rows.rank; ++axis) {
+    rows.sizes[axis] = view.rows.sizes[axis];
+    for (int t = 0; t < kRowTensors; ++t) rows.strides[t][axis] = view.rows.strides[t][axis];
+  }
+  for (int t = 0; t < 2; ++t) column_strides[t] = view.columns.rank == 0 ? 1 : view.columns.strides[t][0];
+}
+
 RowView make_row_view(const Dims& shape, const bool (&reduced)[kMaxRank], const Dims (&full)[2],
                       const Dims (&per_row)[2]) {
   RowView view;

@@ -19,12 +19,12 @@ EAVES_HOST_DEVICE inline std::int64_t divide(std::int64_t a, std::int64_t b) {
 }
 
 /// Nested loops over `rank` axes, outermost first, with the strides of several tensors that are walked together.
-/// Passed to kernels by value.
-template <int kTensors>
+/// Passed to kernels by value; kCapacity is the most axes it can hold.
+template <int kTensors, int kCapacity = kMaxRank>
 struct StridedLoop {
   int rank = 0;
-  std::int64_t sizes[kMaxRank] = {};
-  std::int64_t strides[kTensors][kMaxRank] = {};
+  std::int64_t sizes[kCapacity] = {};
+  std::int64_t strides[kTensors][kCapacity] = {};
 
   EAVES_HOST_DEVICE std::int64_t count() const {
     std::int64_t product = 1;
@@ -69,6 +69,21 @@ struct RowView {
   std::int64_t row_count = 1;
   std::int64_t column_count = 1;
   RowLayout layout = RowLayout::strided;
+};
+
+/// A RowView of the contiguous or transposed layout in little space. A kernel waits for its arguments at its start:
+/// they should be few cache lines.
+struct ShortRowView {
+  static constexpr int kMostRowAxes = 4;  ///< after merging; more are rarely seen, and RowView serves them
+
+  StridedLoop<kRowTensors, kMostRowAxes> rows;
+  std::int64_t row_count = 1;
+  std::int64_t column_count = 1;
+  std::int64_t column_strides[2] = {};
+
+  static bool fits(const RowView& view) { return view.layout != RowLayout::strided && view.rows.rank <= kMostRowAxes; }
+  /// Of a view that fits.
+  explicit ShortRowView(const RowView& view);
 };
 
 /// `reduced[axis]` tells which axes of `shape` make up the columns. `full[t]` are strides of tensors 0 and 1 over all

@@ -47,7 +47,7 @@ struct Tile {
 };
 
 template <int kTileRows>
-__device__ Tile find_tile(const RowView& view, const TransposedTiles& tiles) {
+__device__ Tile find_tile(const ShortRowView& view, const TransposedTiles& tiles) {
   Tile tile;
   tile.lane_axis_size = view.rows.sizes[view.rows.rank - 1];
   tile.piece = divide(blockIdx.x, tiles.tiles);

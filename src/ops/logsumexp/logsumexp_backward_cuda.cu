@@ -37,9 +37,9 @@ constexpr int kColumnWarps = 8;    // warps of a block that walk down columns si
 constexpr int kColumns = 4;        // columns that a thread loads before it stores the first
 constexpr int kColumnBlocks = 32;  // blocks for each multiprocessor: nothing is merged, so many and short ones
 
-template <typename A>
+template <typename A, typename View = ShortRowView>
 struct BackwardRows {
-  RowView view;
+  View view;
   const void* x;
   const A* lse;
   const void* grad_out;
@@ -57,8 +57,9 @@ struct RowGradient {
   __device__ A operator()(A x) const { return lse == -infinity<A>() ? A(0) : grad_out * exponential(x - lse); }
 };
 
-template <typename T, typename A>
-__device__ RowGradient<A> load_row(const BackwardRows<A>& p, std::int64_t lse_offset, std::int64_t grad_out_offset) {
+template <typename T, typename A, typename View>
+__device__ RowGradient<A> load_row(const BackwardRows<A, View>& p, std::int64_t lse_offset,
+                                   std::int64_t grad_out_offset) {
   // Of the type of x, or float32.
   const A grad_out = p.grad_out_dtype == kDTypeOf<T>
                          ? load_as_accumulator(static_cast<const T*>(p.grad_out)[grad_out_offset])
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(32 * kColumnWarps)
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const std::int64_t column = base + c * kColumnWarps;
-      if (column < tile.last_column) sides[c] = Lanes::read(x + column * p.view.columns.strides[kX][0]);
+      if (column < tile.last_column) sides[c] = Lanes::read(x + column * p.view.column_strides[kX]);
     }
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
@@ -122,14 +123,14 @@ __global__ void __launch_bounds__(32 * kColumnWarps)
       sides[c].unpack(values);
 #pragma unroll
       for (int r = 0; r < kLaneRows; ++r) values[r] = gradients[r](values[r]);
-      Lanes::write(grad_x + column * p.view.columns.strides[kGradX][0], values);
+      Lanes::write(grad_x + column * p.view.column_strides[kGradX], values);
     }
   }
 }
 
 /// A thread an element, wherever it lies.
 template <typename T>
-__global__ void __launch_bounds__(256) element_gradient(BackwardRows<Accumulator<T>> p) {
+__global__ void __launch_bounds__(256) element_gradient(BackwardRows<Accumulator<T>, RowView> p) {
   const std::int64_t elements = p.view.row_count * p.view.column_count;
   const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
   for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < elements; i += step) {
@@ -162,16 +163,20 @@ void backward(const LogsumexpBackwardProblem& problem, const ExecutionContext& c
   using A = Accumulator<T>;
   const RowView& view = problem.view;
   const auto element_bytes = static_cast<std::int64_t>(sizeof(T));
-  const BackwardRows<A> p{
-      view, problem.x, static_cast<const A*>(problem.lse), problem.grad_out, problem.grad_out_dtype, problem.grad_x};
+  const auto arguments = [&]<typename View>(const View& rows) {
+    return BackwardRows<A, View>{
+        rows, problem.x, static_cast<const A*>(problem.lse), problem.grad_out, problem.grad_out_dtype, problem.grad_x};
+  };
   const std::int64_t row_bytes = view.column_count * element_bytes;
 
-  if (view.layout == RowLayout::contiguous && row_bytes >= 64 &&
+  if (ShortRowView::fits(view) && view.layout == RowLayout::contiguous && row_bytes >= 64 &&
       lie_alike(view, problem.x, problem.grad_x, element_bytes)) {
-    if (row_bytes <= 512) return launch_lanes_gradient<T, 8>(p, context.stream);
-    return launch_piece_gradient<T>(p, context.stream);
+    const BackwardRows<A> p = arguments(ShortRowView(view));
+    return row_bytes <= 512 ? launch_lanes_gradient<T, 8>(p, context.stream)
+                            : launch_piece_gradient<T>(p, context.stream);
   }
-  if (view.layout == RowLayout::transposed) {
+  if (ShortRowView::fits(view) && view.layout == RowLayout::transposed) {
+    const BackwardRows<A> p = arguments(ShortRowView(view));
     const std::int64_t lane_axis_size = view.rows.sizes[view.rows.rank - 1];
     const bool is_aligned = columns_are_aligned(view, kX, problem.x, element_bytes) &&
                             columns_are_aligned(view, kGradX, problem.grad_x, element_bytes);
@@ -186,7 +191,7 @@ void backward(const LogsumexpBackwardProblem& problem, const ExecutionContext& c
   }
   // Enough blocks to fill any GPU; the rest by steps.
   const std::int64_t blocks = std::min<std::int64_t>(ceil_divide(view.row_count * view.column_count, 256), 1 << 20);
-  launch(kOp, element_gradient<T>, {.blocks = blocks, .threads = 256, .stream = context.stream}, p);
+  launch(kOp, element_gradient<T>, {.blocks = blocks, .threads = 256, .stream = context.stream}, arguments(view));
 }
 
 }  // namespace

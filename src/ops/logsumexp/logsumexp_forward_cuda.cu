@@ -8,6 +8,8 @@
 //
 // One idea in all of them: a thread loads several vectors, takes their maximum, rescales its sum once and adds the
 // exponentials; what threads hold are SoftmaxStates, which merge in any grouping.
+#include <algorithm>
+
 #include "core/dispatch.h"
 #include "cuda/columns.cuh"
 #include "cuda/device.h"
@@ -45,8 +47,8 @@ struct ForwardOutputs {
   SoftmaxState<A>* pieces;  ///< [pieces, rows], where rows are cut; then out and lse are not written
 };
 
-template <typename A>
-__device__ void write_result(const ForwardOutputs<A>& outputs, const StridedLoop<kRowTensors>& rows, std::int64_t row,
+template <typename A, typename Rows>
+__device__ void write_result(const ForwardOutputs<A>& outputs, const Rows& rows, std::int64_t row,
                              const SoftmaxState<A>& state) {
   const auto at = rows.offsets(row);
   const A lse = state.lse();
@@ -68,10 +70,9 @@ __device__ void write_result(const ForwardOutputs<A>& outputs, const StridedLoop
   }
 }
 
-template <typename A>
-__device__ void write_piece_or_result(const ForwardOutputs<A>& outputs, const StridedLoop<kRowTensors>& rows,
-                                      std::int64_t row_count, std::int64_t row, std::int64_t piece,
-                                      const SoftmaxState<A>& state) {
+template <typename A, typename Rows>
+__device__ void write_piece_or_result(const ForwardOutputs<A>& outputs, const Rows& rows, std::int64_t row_count,
+                                      std::int64_t row, std::int64_t piece, const SoftmaxState<A>& state) {
   if (outputs.pieces != nullptr) {
     outputs.pieces[piece * row_count + row] = state;
   } else {
@@ -79,9 +80,9 @@ __device__ void write_piece_or_result(const ForwardOutputs<A>& outputs, const St
   }
 }
 
-template <typename A>
+template <typename A, typename View = ShortRowView>
 struct ForwardRows {
-  RowView view;
+  View view;
   const void* x;
   ForwardOutputs<A> outputs;
   RowSplit split;
@@ -98,7 +99,7 @@ __device__ Piece find_piece(const RowSplit& split) {
   return {blockIdx.x, 0};
 }
 
-/// The grid for find_piece.
+/// The grid for find_piece: split_rows cuts only few rows, so that they fit the grid's y.
 LaunchShape shape_of(const RowSplit& split, std::int64_t rows, int threads, void* stream) {
   const bool is_cut = split.pieces > 1;
   return {.blocks = is_cut ? split.pieces : rows,
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor<T, kThreads
 
 template <typename A>
 struct ForwardColumns {
-  RowView view;
+  ShortRowView view;
   const void* x;
   ForwardOutputs<A> outputs;
   TransposedTiles tiles;
@@ -171,7 +172,7 @@ __global__ void __launch_bounds__(32 * kColumnWarps, kColumnBlocks) row_per_colu
   if (lane_row < tile.lane_axis_size) {  // kLaneRows divides the axis: a lane has all of its rows or none
     const T* x = static_cast<const T*>(p.x) + p.view.rows.offsets(tile.outer_row + lane_row).of[kX];
     for_each_batch_of_columns<kColumnsAtATime, Lanes>(
-        x, p.view.columns.strides[kX][0], tile.first_column + threadIdx.y, tile.last_column, kColumnWarps,
+        x, p.view.column_strides[kX], tile.first_column + threadIdx.y, tile.last_column, kColumnWarps,
         [&](const Lanes(&batch)[kColumnsAtATime]) { accumulate(states, anchors, batch); });
   }
 
@@ -189,33 +190,39 @@ __global__ void __launch_bounds__(32 * kColumnWarps, kColumnBlocks) row_per_colu
   }
 }
 
-/// Elements are found one by one from the loops of the view; also serves every dtype that is only promoted.
+/// Elements are found one by one from the loops of the view, by a warp for each piece of a row; also serves every dtype
+/// that is only promoted.
 template <typename T>
-__global__ void __launch_bounds__(kLanesBlock) row_per_stride(ForwardRows<Accumulator<T>> p) {
+__global__ void __launch_bounds__(kLanesBlock) row_per_stride(ForwardRows<Accumulator<T>, RowView> p) {
   let_next_kernel_start();
-  const auto [row, piece] = find_piece(p.split);
-  const std::int64_t first = piece * p.split.piece_columns;
-  const std::int64_t last = min(first + p.split.piece_columns, p.view.column_count);
-  const T* x = static_cast<const T*>(p.x) + p.view.rows.offsets(row).of[kX];
-  SoftmaxState<Accumulator<T>> state;
-  for (std::int64_t column = first + threadIdx.x; column < last; column += kLanesBlock) {
-    accumulate(state, load_as_accumulator(x[p.view.columns.offsets(column).of[kX]]));
+  const std::int64_t step = std::int64_t{gridDim.x} * (kLanesBlock / 32);
+  for (std::int64_t warp = (std::int64_t{blockIdx.x} * kLanesBlock + threadIdx.x) / 32;
+       warp < p.view.row_count * p.split.pieces; warp += step) {
+    const std::int64_t row = divide(warp, p.split.pieces);
+    const std::int64_t piece = warp - row * p.split.pieces;
+    const std::int64_t first = piece * p.split.piece_columns;
+    const std::int64_t last = min(first + p.split.piece_columns, p.view.column_count);
+    const T* x = static_cast<const T*>(p.x) + p.view.rows.offsets(row).of[kX];
+    SoftmaxState<Accumulator<T>> state;
+    for (std::int64_t column = first + threadIdx.x % 32; column < last; column += 32) {
+      accumulate(state, load_as_accumulator(x[p.view.columns.offsets(column).of[kX]]));
+    }
+    state = reduce_lanes<32>(state, MergeSoftmax{});
+    if (threadIdx.x % 32 == 0) write_piece_or_result(p.outputs, p.view.rows, p.view.row_count, row, piece, state);
   }
-  state = reduce_block<kLanesBlock>(state, MergeSoftmax{});
-  if (threadIdx.x == 0) write_piece_or_result(p.outputs, p.view.rows, p.view.row_count, row, piece, state);
 }
 
 /// Joins the pieces of 32 rows: a lane a row, the warps share the pieces.
 template <typename A, int kWarps>
-__global__ void __launch_bounds__(32 * kWarps)
-    merge_pieces(RowView view, ForwardOutputs<A> outputs, std::int64_t pieces) {
+__global__ void __launch_bounds__(32 * kWarps) merge_pieces(StridedLoop<kRowTensors> rows, std::int64_t row_count,
+                                                            ForwardOutputs<A> outputs, std::int64_t pieces) {
   wait_for_previous_kernel();
   const std::int64_t first_row = std::int64_t{blockIdx.x} * 32;
   SoftmaxState<A> state;
-  if (first_row + threadIdx.x < view.row_count) {
+  if (first_row + threadIdx.x < row_count) {
 #pragma unroll 8  // the loads do not wait for each other
     for (std::int64_t piece = threadIdx.y; piece < pieces; piece += kWarps) {
-      state = MergeSoftmax{}(state, outputs.pieces[piece * view.row_count + first_row + threadIdx.x]);
+      state = MergeSoftmax{}(state, outputs.pieces[piece * row_count + first_row + threadIdx.x]);
     }
   }
   __shared__ alignas(SoftmaxState<A>) unsigned char storage[32 * (kWarps + 1) * sizeof(SoftmaxState<A>)];
@@ -226,7 +233,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int thread = static_cast<int>(threadIdx.y * 32 + threadIdx.x);
   state = reduce_lanes<kWarps>(states[thread / kWarps][thread % kWarps], MergeSoftmax{});
   const std::int64_t row = first_row + thread / kWarps;
-  if (thread % kWarps == 0 && row < view.row_count) write_result(outputs, view.rows, row, state);
+  if (thread % kWarps == 0 && row < row_count) write_result(outputs, rows, row, state);
 }
 
 // ---- host ---------------------------------------------------------------------------------------------------------
@@ -246,7 +253,7 @@ ForwardPlan plan_forward(const LogsumexpForwardProblem& problem) {
   const DeviceProperties& device = properties(problem.device);
   const auto element_bytes = static_cast<std::int64_t>(size_of(problem.x_dtype));
   ForwardPlan plan;
-  plan.layout = is_floating_point(problem.x_dtype) ? view.layout : RowLayout::strided;
+  plan.layout = is_floating_point(problem.x_dtype) && ShortRowView::fits(view) ? view.layout : RowLayout::strided;
   if (plan.layout == RowLayout::transposed) {
     const std::int64_t lane_axis_size = view.rows.sizes[view.rows.rank - 1];
     if (columns_are_aligned(view, kX, problem.x, element_bytes)) plan.lane_rows = static_cast<int>(16 / element_bytes);
@@ -256,12 +263,12 @@ ForwardPlan plan_forward(const LogsumexpForwardProblem& problem) {
     return plan;
   }
   const bool is_contiguous = plan.layout == RowLayout::contiguous;
-  plan.threads = is_contiguous ? row_threads(view.column_count * element_bytes) : RowThreads{kLanesBlock, 1};
+  plan.threads = row_threads(view.column_count * element_bytes);
   plan.split = {1, view.column_count, false};
-  if (plan.threads.threads >= kLanesBlock) {
+  if (plan.threads.threads > 32) {
     plan.split = split_rows(view.row_count, view.column_count, element_bytes, device.multiprocessors,
                             device.compute_capability >= 90 && is_contiguous);
-    if (plan.split.pieces > 1 && is_contiguous) plan.threads = kPieceThreads;
+    if (plan.split.pieces > 1) plan.threads = kPieceThreads;
   }
   plan.pieces = plan.split.is_cluster ? 1 : plan.split.pieces;
   return plan;
@@ -307,7 +314,7 @@ void launch_transposed(const ForwardPlan& plan, const LogsumexpForwardProblem& p
                        const ForwardOutputs<Accumulator<T>>& outputs, void* stream) {
   launch(kOp, row_per_column<T, kLaneRows>,
          {.blocks = plan.tiles.tiles * plan.tiles.pieces, .threads = dim3(32, kColumnWarps), .stream = stream},
-         ForwardColumns<Accumulator<T>>{problem.view, problem.x, outputs, plan.tiles});
+         ForwardColumns<Accumulator<T>>{ShortRowView(problem.view), problem.x, outputs, plan.tiles});
 }
 
 template <typename T>
@@ -318,12 +325,14 @@ void forward(const LogsumexpForwardProblem& problem, const ExecutionContext& con
   ForwardOutputs<A> outputs{problem.out_dtype, problem.out, static_cast<A*>(problem.lse), nullptr};
   if (is_cut) outputs.pieces = static_cast<SoftmaxState<A>*>(context.workspace.data);
 
-  const ForwardRows<A> rows{problem.view, problem.x, outputs, plan.split};
   if (plan.layout == RowLayout::strided) {
-    launch(kOp, row_per_stride<T>, shape_of(plan.split, problem.view.row_count, kLanesBlock, context.stream), rows);
+    const std::int64_t blocks = ceil_divide(problem.view.row_count * plan.split.pieces, kLanesBlock / 32);
+    launch(kOp, row_per_stride<T>,
+           {.blocks = std::min<std::int64_t>(blocks, 1 << 20), .threads = kLanesBlock, .stream = context.stream},
+           ForwardRows<A, RowView>{problem.view, problem.x, outputs, plan.split});
   } else if constexpr (!std::is_integral_v<T> && !std::is_same_v<T, boolean>) {
     if (plan.layout == RowLayout::contiguous) {
-      launch_contiguous<T>(plan, rows, context.stream);
+      launch_contiguous<T>(plan, {ShortRowView(problem.view), problem.x, outputs, plan.split}, context.stream);
     } else if (plan.lane_rows > 1) {
       launch_transposed<T, Vector<T>::kSize>(plan, problem, outputs, context.stream);
     } else {
@@ -337,7 +346,7 @@ void forward(const LogsumexpForwardProblem& problem, const ExecutionContext& con
             .threads = dim3(32, warps),
             .starts_before_previous_ends = properties(problem.device).compute_capability >= 90,
             .stream = context.stream},
-           problem.view, outputs, plan.pieces);
+           problem.view.rows, problem.view.row_count, outputs, plan.pieces);
   };
   plan.pieces <= 64 ? merge(merge_pieces<A, 8>, 8) : merge(merge_pieces<A, 32>, 32);
 }

@@ -183,6 +183,23 @@ TEST_P(Logsumexp, StridesOfEveryKindMatchTheOracle) {
   }
 }
 
+TEST_P(Logsumexp, MoreRowAxesThanAKernelTakesInItsShortForm) {
+  // Gaps between all axes, so that none can be merged.
+  const Dims shape = {2, 3, 2, 3, 2, 50};
+  const Dims strides = {2084, 691, 344, 113, 53, 1};
+  for (const DType dtype : floating_point_dtypes()) {
+    for (const std::int64_t axis : {5, 0}) {
+      check_logsumexp({.device = device(),
+                       .dtype = dtype,
+                       .shape = shape,
+                       .axes = {axis},
+                       .x_placement = with_strides(strides),
+                       .grad_x_placement = with_strides(strides),
+                       .value = normal});
+    }
+  }
+}
+
 TEST_P(Logsumexp, OutputsAreWrittenByTheirStrides) {
   check_logsumexp({.device = device(),
                    .dtype = DType::bfloat16,
