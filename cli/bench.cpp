@@ -52,16 +52,16 @@ class Progress {
   bool is_terminal_;
 };
 
-std::vector<bench::Operator> chosen_operators(const std::vector<std::string>& names) {
+std::vector<Operator> chosen_operators(const std::vector<std::string>& names) {
   const auto registered = registered_operators();
   if (names.empty()) return {registered.begin(), registered.end()};
-  std::vector<bench::Operator> chosen;
+  std::vector<Operator> chosen;
   for (const std::string& name : names) {
     std::string known;
-    const bench::Operator* found = nullptr;
-    for (const bench::Operator& candidate : registered) {
-      known += (known.empty() ? "" : ", ") + candidate.name;
-      if (candidate.name == name) found = &candidate;
+    const Operator* found = nullptr;
+    for (const Operator& candidate : registered) {
+      known += (known.empty() ? "" : ", ") + candidate.benchmark.name;
+      if (candidate.benchmark.name == name) found = &candidate;
     }
     if (found == nullptr) {
       throw InvalidArgument(fmt::format("bench: there is no operator \"{}\", expected one of: {}", name, known));
@@ -91,7 +91,7 @@ void print_heading(Device device, const BenchArguments& arguments) {
 }
 
 void run_bench(const BenchArguments& arguments) {
-  const std::vector<bench::Operator> operators = chosen_operators(arguments.operators);
+  const std::vector<Operator> operators = chosen_operators(arguments.operators);
   bench::Request request;
   request.sweep = arguments.sweep == "seed" ? bench::Sweep::seed : bench::Sweep::quick;
   request.device = arguments.device.empty() ? default_device() : parse_device(arguments.device);
@@ -113,9 +113,9 @@ void run_bench(const BenchArguments& arguments) {
   print_heading(request.device, arguments);
   bench::Harness harness(options);
   std::vector<bench::MeasuredTable> results;
-  for (const bench::Operator& op : operators) {
+  for (const Operator& op : operators) {
     const std::size_t first = results.size();
-    for (bench::Table& table : op.tables(request)) {
+    for (bench::Table& table : op.benchmark.tables(request)) {
       results.push_back(measure(harness, std::move(table)));
       fmt::print("{}\n", bench::speed_table(results.back()));
       std::fflush(stdout);

@@ -21,6 +21,7 @@
 #include <thread>
 #include <vector>
 
+#include "cli/operators.h"
 #include "cli/safetensors.h"
 #include "core/runtime.h"
 
@@ -144,8 +145,10 @@ double logsumexp(const float* values, int count) {
 }
 
 TEST_F(Program, ExampleOfEachHelpRuns) {
-  for (const char* command : {"eaves", "eaves info", "eaves bench", "eaves run", "eaves run logsumexp"}) {
-    const Outcome help = run(std::string(command) + " --help");
+  std::vector<std::string> commands = {"eaves", "eaves info", "eaves bench", "eaves run"};
+  for (const Operator& item : registered_operators()) commands.push_back("eaves run " + item.benchmark.name);
+  for (const std::string& command : commands) {
+    const Outcome help = run(command + " --help");
     EXPECT_EQ(help.exit_code, 0);
     const std::size_t example = help.out.find("Example:\n  ");
     ASSERT_NE(example, std::string::npos) << command << " --help shows no example:\n" << help.out;

@@ -1,4 +1,5 @@
-// One declaration and one line per operator. Each is defined in src/ops/<operator>/<operator>_bench.cpp.
+// Two declarations and one line per operator: <operator>_benchmark() is defined in src/ops/<operator>/, and
+// add_run_<operator>() in cli/run_<operator>.cpp.
 #include "cli/operators.h"
 
 namespace eaves::bench {
@@ -9,9 +10,11 @@ Operator logsumexp_benchmark();
 
 namespace eaves::cli {
 
-std::span<const bench::Operator> registered_operators() {
-  static const bench::Operator operators[] = {
-      bench::logsumexp_benchmark(),
+void add_run_logsumexp(CLI::App& run);
+
+std::span<const Operator> registered_operators() {
+  static const Operator operators[] = {
+      {bench::logsumexp_benchmark(), add_run_logsumexp},
   };
   return operators;
 }

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "cli/commands.h"
+#include "cli/operators.h"
 #include "cli/options.h"
 #include "core/runtime.h"
 #include "eaves/error.h"
@@ -96,7 +97,7 @@ void add_run_command(CLI::App& program) {
   CLI::App* command = program.add_subcommand("run", "Apply an operator to tensors of a safetensors file.");
   command->footer("Example:\n  eaves run logsumexp --input in.safetensors --tensor x --output out.safetensors");
   command->require_subcommand(1);
-  add_run_logsumexp(*command);
+  for (const Operator& item : registered_operators()) item.add_run(*command);
 }
 
 }  // namespace eaves::cli

@@ -51,7 +51,4 @@ class Run {
   std::vector<NamedTensor> outputs_;
 };
 
-/// Operators that `eaves run` knows; each adds its subcommand.
-void add_run_logsumexp(CLI::App& run);
-
 }  // namespace eaves::cli

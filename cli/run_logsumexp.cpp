@@ -19,19 +19,6 @@ struct LogsumexpArguments {
   bool keepdim = false;
 };
 
-Dims reduced_shape(const TensorView& x, const Dims& dims, bool keepdim) {
-  const check::AxisSet reduced = check::axes({"logsumexp", "x", x}, dims);
-  Dims shape;
-  for (int axis = 0; axis < x.shape.size(); ++axis) {
-    if (!reduced.contains[axis]) {
-      shape.push_back(x.shape[axis]);
-    } else if (keepdim) {
-      shape.push_back(1);
-    }
-  }
-  return shape;
-}
-
 void run_logsumexp(const LogsumexpArguments& arguments) {
   Dims dims;  // empty: all axes
   if (!arguments.dims.empty()) dims = parse_axes("--dims", arguments.dims);
@@ -41,7 +28,7 @@ void run_logsumexp(const LogsumexpArguments& arguments) {
   Run run(arguments.common);
   const TensorView x = run.input("--tensor", arguments.tensor);
   if (arguments.dtype.empty() && is_floating_point(x.dtype)) out_dtype = x.dtype;
-  const Dims shape = reduced_shape(x, dims, arguments.keepdim);
+  const Dims shape = reduced_shape(x.shape, check::axes({"logsumexp", "x", x}, dims), arguments.keepdim);
 
   LogsumexpForwardArgs forward;
   forward.x = x;

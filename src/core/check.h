@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 
+#include "core/rows.h"
 #include "eaves/error.h"
 #include "eaves/tensor.h"
 
@@ -39,9 +40,6 @@ void is_writable(const Argument& argument);
 void do_not_overlap(const Argument& output, const Argument& other);
 
 /// Which axes a list names: negative ones count from the end, an empty list names all.
-struct AxisSet {
-  bool contains[kMaxRank] = {};
-};
 AxisSet axes(const Argument& argument, const Dims& axes);
 
 /// The caller's workspace, if there is one, is large enough and aligned to 256 bytes.

@@ -76,14 +76,35 @@ ShortRowView::ShortRowView(const RowView& view) : row_count(view.row_count), col
   for (int t = 0; t < 2; ++t) column_strides[t] = view.columns.rank == 0 ? 1 : view.columns.strides[t][0];
 }
 
-RowView make_row_view(const Dims& shape, const bool (&reduced)[kMaxRank], const Dims (&full)[2],
-                      const Dims (&per_row)[2]) {
+Dims reduced_shape(const Dims& shape, const AxisSet& axes, bool keepdim) {
+  Dims reduced;
+  for (int axis = 0; axis < shape.size(); ++axis) {
+    if (!axes.contains[axis]) {
+      reduced.push_back(shape[axis]);
+    } else if (keepdim) {
+      reduced.push_back(1);
+    }
+  }
+  return reduced;
+}
+
+Dims spread_strides(const Dims& reduced_strides, int rank, const AxisSet& axes, bool keepdim) {
+  Dims strides;
+  int next = 0;
+  for (int axis = 0; axis < rank; ++axis) {
+    strides.push_back(axes.contains[axis] ? 0 : reduced_strides[next]);
+    if (!axes.contains[axis] || keepdim) ++next;
+  }
+  return strides;
+}
+
+RowView make_row_view(const Dims& shape, const AxisSet& axes, const Dims (&full)[2], const Dims (&per_row)[2]) {
   RowView view;
   for (int axis = 0; axis < shape.size(); ++axis) {
     const std::int64_t size = shape[axis];
-    (reduced[axis] ? view.column_count : view.row_count) *= size;
+    (axes.contains[axis] ? view.column_count : view.row_count) *= size;
     if (size == 1) continue;
-    if (reduced[axis]) {
+    if (axes.contains[axis]) {
       append_axis(view.columns, size, {full[0][axis], full[1][axis]});
     } else {
       append_axis(view.rows, size, {full[0][axis], full[1][axis], per_row[0][axis], per_row[1][axis]});

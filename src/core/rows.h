@@ -86,9 +86,20 @@ struct ShortRowView {
   explicit ShortRowView(const RowView& view);
 };
 
-/// `reduced[axis]` tells which axes of `shape` make up the columns. `full[t]` are strides of tensors 0 and 1 over all
-/// axes; `per_row[t]` are those of tensors 2 and 3, over all axes too (the entries of reduced axes are not read).
-RowView make_row_view(const Dims& shape, const bool (&reduced)[kMaxRank], const Dims (&full)[2],
-                      const Dims (&per_row)[2]);
+/// The axes that a reduction removes.
+struct AxisSet {
+  bool contains[kMaxRank] = {};
+};
+
+/// `shape` after the reduction: without the axes of the set, or with size 1 in their place.
+Dims reduced_shape(const Dims& shape, const AxisSet& axes, bool keepdim);
+
+/// Strides of a reduced tensor, spread over the axes of the tensor before the reduction (there are `rank`); those of
+/// the removed axes are 0.
+Dims spread_strides(const Dims& reduced_strides, int rank, const AxisSet& axes, bool keepdim);
+
+/// `axes` make up the columns. `full[t]` are strides of tensors 0 and 1 over all axes; `per_row[t]` are those of
+/// tensors 2 and 3, over all axes too (the entries of `axes` are not read).
+RowView make_row_view(const Dims& shape, const AxisSet& axes, const Dims (&full)[2], const Dims (&per_row)[2]);
 
 }  // namespace eaves

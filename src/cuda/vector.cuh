@@ -170,10 +170,11 @@ struct Span {
 };
 
 /// Shares a run of elements among `threads` threads and calls `body(batch)` in each with kVectors vectors at a time,
-/// all of them loaded before the first is used. Places without an element hold -inf. The run has fewer than 2^31
+/// all of them loaded before the first is used. Places without an element hold `fill`. The run has fewer than 2^31
 /// vectors: 32-bit indices leave registers for loads, and longer rows are cut into pieces.
 template <int kVectors, typename T, typename Body>
-__device__ void for_each_batch(const T* first, std::int64_t count, int thread, int threads, Body body) {
+__device__ void for_each_batch(const T* first, std::int64_t count, int thread, int threads, const Vector<T>& fill,
+                               Body body) {
   const Span<const T> span(first, count);
   // The edge elements travel with the first batch and are used last, so that they add no wait.
   T edge{};
@@ -190,14 +191,13 @@ __device__ void for_each_batch(const T* first, std::int64_t count, int thread, i
   if (left > 0) {
     Vector<T> batch[kVectors];
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v)
-      batch[v] = v * threads < left ? load(address + v * threads) : minus_infinity<T>();
+    for (int v = 0; v < kVectors; ++v) batch[v] = v * threads < left ? load(address + v * threads) : fill;
     body(batch);
   }
   // More than one round only where fewer than 2 * (kSize - 1) threads share the run.
   for (int i = thread; i < span.edges; i += threads) {
     if (i != thread) edge = span.edge(i);
-    Vector<T> single[1] = {minus_infinity<T>()};
+    Vector<T> single[1] = {fill};
     memcpy(&single[0], &edge, sizeof(T));
     body(single);
   }

@@ -10,7 +10,6 @@ namespace eaves {
 namespace {
 
 using check::Argument;
-using check::AxisSet;
 
 constexpr const char* kForward = "logsumexp_forward";
 constexpr const char* kBackward = "logsumexp_backward";
@@ -19,31 +18,6 @@ DType lse_dtype(DType x_dtype) { return x_dtype == DType::float64 ? DType::float
 
 /// PyTorch's promotion: integers and booleans give the default floating-point type.
 DType default_out_dtype(DType x_dtype) { return is_floating_point(x_dtype) ? x_dtype : DType::float32; }
-
-/// The shape after the reduction.
-Dims reduced_shape(const TensorView& x, const AxisSet& axes, bool keepdim) {
-  Dims shape;
-  for (int axis = 0; axis < x.shape.size(); ++axis) {
-    if (!axes.contains[axis]) {
-      shape.push_back(x.shape[axis]);
-    } else if (keepdim) {
-      shape.push_back(1);
-    }
-  }
-  return shape;
-}
-
-/// Strides of a reduced tensor, spread over the axes of x; those of the reduced axes are 0.
-Dims strides_over_axes_of_x(const TensorView& reduced, const TensorView& x, const AxisSet& axes, bool keepdim) {
-  Dims strides;
-  int next = 0;
-  for (int axis = 0; axis < x.shape.size(); ++axis) {
-    const bool is_reduced = axes.contains[axis];
-    strides.push_back(is_reduced ? 0 : reduced.strides[next]);
-    if (!is_reduced || keepdim) ++next;
-  }
-  return strides;
-}
 
 LogsumexpForwardProblem make_problem(const LogsumexpForwardArgs& args) {
   const Argument x{kForward, "x", args.x};
@@ -57,7 +31,7 @@ LogsumexpForwardProblem make_problem(const LogsumexpForwardArgs& args) {
     if (!output.view.is_present) return;
     check::is_valid(output);
     check::is_on(output, args.x.device, "x");
-    check::has_shape(output, reduced_shape(args.x, axes, args.keepdim),
+    check::has_shape(output, reduced_shape(args.x.shape, axes, args.keepdim),
                      args.keepdim ? "x with its reduced axes of size 1" : "x without its reduced axes");
     check::has_dtype(output, dtypes, why);
     check::is_writable(output);
@@ -70,9 +44,9 @@ LogsumexpForwardProblem make_problem(const LogsumexpForwardArgs& args) {
   // An absent output walks along with the other one.
   const TensorView& out_view = args.out.is_present ? args.out : args.lse;
   const TensorView& lse_view = args.lse.is_present ? args.lse : args.out;
-  return {.view = make_row_view(args.x.shape, axes.contains, {args.x.strides, args.x.strides},
-                                {strides_over_axes_of_x(out_view, args.x, axes, args.keepdim),
-                                 strides_over_axes_of_x(lse_view, args.x, axes, args.keepdim)}),
+  return {.view = make_row_view(args.x.shape, axes, {args.x.strides, args.x.strides},
+                                {spread_strides(out_view.strides, args.x.shape.size(), axes, args.keepdim),
+                                 spread_strides(lse_view.strides, args.x.shape.size(), axes, args.keepdim)}),
           .device = args.x.device,
           .x_dtype = args.x.dtype,
           .out_dtype = out_view.dtype,
@@ -89,7 +63,7 @@ LogsumexpBackwardProblem make_problem(const LogsumexpBackwardArgs& args) {
   check::is_valid(x);
   check::has_dtype(x, {DType::float32, DType::float64, DType::float16, DType::bfloat16}, "integers have no gradient");
   const AxisSet axes = check::axes(x, args.axes);
-  const Dims row_shape = reduced_shape(args.x, axes, args.keepdim);
+  const Dims row_shape = reduced_shape(args.x.shape, axes, args.keepdim);
   const char* shape_reason = args.keepdim ? "x with its reduced axes of size 1" : "x without its reduced axes";
 
   check::is_valid(grad_out);
@@ -111,9 +85,9 @@ LogsumexpBackwardProblem make_problem(const LogsumexpBackwardArgs& args) {
   check::do_not_overlap(grad_x, lse);
   check::do_not_overlap(grad_x, grad_out);
 
-  return {.view = make_row_view(args.x.shape, axes.contains, {args.x.strides, args.grad_x.strides},
-                                {strides_over_axes_of_x(args.lse, args.x, axes, args.keepdim),
-                                 strides_over_axes_of_x(args.grad_out, args.x, axes, args.keepdim)}),
+  return {.view = make_row_view(args.x.shape, axes, {args.x.strides, args.grad_x.strides},
+                                {spread_strides(args.lse.strides, args.x.shape.size(), axes, args.keepdim),
+                                 spread_strides(args.grad_out.strides, args.x.shape.size(), axes, args.keepdim)}),
           .device = args.x.device,
           .x_dtype = args.x.dtype,
           .grad_out_dtype = args.grad_out.dtype,

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "core/rows.h"
 #include "core/runtime.h"
 #include "eaves/logsumexp.h"
 #include "testing/benchmark.h"
@@ -24,12 +25,10 @@ std::int64_t reduced_length(const Case& item) {
   return item.shape[item.axis < 0 ? item.shape.size() + item.axis : item.axis];
 }
 
-Dims reduced_shape(const Case& item) {
-  Dims shape;
-  for (int i = 0; i < item.shape.size(); ++i) {
-    if (i != (item.axis < 0 ? item.shape.size() + item.axis : item.axis)) shape.push_back(item.shape[i]);
-  }
-  return shape;
+Dims row_shape(const Case& item) {
+  AxisSet axes;
+  axes.contains[item.axis < 0 ? item.shape.size() + item.axis : item.axis] = true;
+  return reduced_shape(item.shape, axes, false);
 }
 
 // A training step's forward: the result, and the lse that its backward needs.
@@ -38,8 +37,8 @@ class ForwardCall : public Call {
   ForwardCall(Arena& arena, const Case& item, DType dtype) {
     args_.x = arena.normal(dtype, item.shape, 1);
     args_.axes = {item.axis};
-    args_.out = arena.output(dtype, reduced_shape(item));
-    args_.lse = arena.output(dtype == DType::float64 ? DType::float64 : DType::float32, reduced_shape(item));
+    args_.out = arena.output(dtype, row_shape(item));
+    args_.lse = arena.output(dtype == DType::float64 ? DType::float64 : DType::float32, row_shape(item));
   }
   std::size_t workspace_bytes(const ExecutionContext& context) const override {
     return logsumexp_forward_workspace_bytes(args_, context);
@@ -55,8 +54,8 @@ class BackwardCall : public Call {
   BackwardCall(Arena& arena, const Case& item, DType dtype) {
     args_.x = arena.normal(dtype, item.shape, 1);
     args_.axes = {item.axis};
-    args_.grad_out = arena.normal(dtype, reduced_shape(item), 2);
-    args_.lse = arena.output(dtype == DType::float64 ? DType::float64 : DType::float32, reduced_shape(item));
+    args_.grad_out = arena.normal(dtype, row_shape(item), 2);
+    args_.lse = arena.output(dtype == DType::float64 ? DType::float64 : DType::float32, row_shape(item));
     args_.grad_x = arena.output(dtype, item.shape);
     // A made-up lse could overflow every exponential, and infinities may be faster or slower than numbers.
     LogsumexpForwardArgs forward;

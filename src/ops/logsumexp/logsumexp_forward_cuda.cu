@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kLanesBlock) row_per_lanes(ForwardRows<Accumul
   SoftmaxState<Accumulator<T>> state;
   if (row < p.view.row_count) {
     const T* x = static_cast<const T*>(p.x) + p.view.rows.offsets(row).of[kX];
-    for_each_batch<kVectors>(x, p.view.column_count, threadIdx.x % kLanes, kLanes,
+    for_each_batch<kVectors>(x, p.view.column_count, threadIdx.x % kLanes, kLanes, minus_infinity<T>(),
                              [&](const auto& batch) { accumulate(state, batch); });
   }
   state = reduce_lanes<kLanes>(state, MergeSoftmax{});  // outside of the branch: all lanes of the warp take part
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor<T, kThreads
   const std::int64_t count = min(p.split.piece_columns, p.view.column_count - first);
   const T* x = static_cast<const T*>(p.x) + p.view.rows.offsets(row).of[kX] + first;
   SoftmaxState<Accumulator<T>> state;
-  for_each_batch<kVectors>(x, count < 0 ? 0 : count, threadIdx.x, kThreads,
+  for_each_batch<kVectors>(x, count < 0 ? 0 : count, threadIdx.x, kThreads, minus_infinity<T>(),
                            [&](const auto& batch) { accumulate(state, batch); });
   state = reduce_block<kThreads>(state, MergeSoftmax{});
 #if __CUDA_ARCH__ >= 900

@@ -6,30 +6,13 @@
 #include <limits>
 #include <vector>
 
-#include "core/dispatch.h"
+#include "core/rows.h"
 #include "eaves/tensor.h"
+#include "testing/reference.h"
 
 namespace eaves::reference {
 
-/// The element at `index` (one number per axis) of a tensor in CPU memory, exact in float64.
-inline double element(const TensorView& view, const Dims& index) {
-  std::int64_t offset = 0;
-  for (int axis = 0; axis < index.size(); ++axis) offset += index[axis] * view.strides[axis];
-  return dispatch_any(view.dtype, [&]<typename T>() {
-    return static_cast<double>(load_as_accumulator(static_cast<const T*>(view.data)[offset]));
-  });
-}
-
-/// Moves to the next index in row-major order; false after the last one.
-inline bool next_index(Dims& index, const Dims& shape) {
-  for (int axis = shape.size() - 1; axis >= 0; --axis) {
-    if (++index[axis] < shape[axis]) return true;
-    index[axis] = 0;
-  }
-  return false;
-}
-
-/// logsumexp over the axes of `x` for which `reduced` is true, in row-major order of the other axes. Exact to a few
+/// logsumexp over `axes` of x, in row-major order of the other axes. Exact to a few
 /// units in the last place of float64.
 struct LogsumexpRows {
   std::vector<double> lse;
@@ -37,11 +20,11 @@ struct LogsumexpRows {
   std::vector<std::int64_t> row_of;  ///< for each element of x in row-major order, the row it belongs to
 };
 
-inline LogsumexpRows logsumexp(const TensorView& x, const bool (&reduced)[kMaxRank]) {
+inline LogsumexpRows logsumexp(const TensorView& x, const AxisSet& axes) {
   LogsumexpRows rows;
   std::int64_t row_count = 1;
   for (int axis = 0; axis < x.shape.size(); ++axis) {
-    if (!reduced[axis]) row_count *= x.shape[axis];
+    if (!axes.contains[axis]) row_count *= x.shape[axis];
   }
   const double infinity = std::numeric_limits<double>::infinity();
   rows.max.assign(static_cast<std::size_t>(row_count), -infinity);
@@ -54,7 +37,7 @@ inline LogsumexpRows logsumexp(const TensorView& x, const bool (&reduced)[kMaxRa
   do {
     std::int64_t row = 0;
     for (int axis = 0; axis < x.shape.size(); ++axis) {
-      if (!reduced[axis]) row = row * x.shape[axis] + index[axis];
+      if (!axes.contains[axis]) row = row * x.shape[axis] + index[axis];
     }
     rows.row_of.push_back(row);
     values.push_back(element(x, index));

@@ -82,20 +82,13 @@ class LogsumexpRun {
   }
 
   const LogsumexpCase& test_case() const { return case_; }
-  const check::AxisSet& axes() const { return axes_; }
+  const AxisSet& axes() const { return axes_; }
 
  private:
-  Dims row_shape() const {
-    Dims shape;
-    for (int axis = 0; axis < case_.shape.size(); ++axis) {
-      if (!axes_.contains[axis]) shape.push_back(case_.shape[axis]);
-      if (axes_.contains[axis] && case_.keepdim) shape.push_back(1);
-    }
-    return shape;
-  }
+  Dims row_shape() const { return reduced_shape(case_.shape, axes_, case_.keepdim); }
 
   LogsumexpCase case_;
-  check::AxisSet axes_;
+  AxisSet axes_;
 
  public:
   TestTensor x, out, lse, grad_out, grad_x;
@@ -113,7 +106,7 @@ inline void check_logsumexp(const LogsumexpCase& test_case) {
   EXPECT_EQ(run.lse.canary_damage(), "") << "around lse";
   EXPECT_EQ(run.grad_x.canary_damage(), "") << "around grad_x";
 
-  const reference::LogsumexpRows exact = reference::logsumexp(run.x.host(), run.axes().contains);
+  const reference::LogsumexpRows exact = reference::logsumexp(run.x.host(), run.axes());
   const auto row_count = static_cast<std::int64_t>(exact.lse.size());
   for (std::int64_t row = 0; row < row_count; ++row) {
     const double lse = exact.lse[static_cast<std::size_t>(row)];
