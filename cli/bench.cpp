@@ -14,7 +14,7 @@
 #include "cli/operators.h"
 #include "cli/options.h"
 #include "cli/report.h"
-#include "core/runtime.h"
+#include "runtime/runtime.h"
 #include "eaves/error.h"
 #include "eaves/system.h"
 

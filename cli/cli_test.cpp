@@ -23,7 +23,7 @@
 
 #include "cli/operators.h"
 #include "cli/safetensors.h"
-#include "core/runtime.h"
+#include "runtime/runtime.h"
 
 namespace eaves::cli {
 namespace {

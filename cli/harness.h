@@ -11,7 +11,7 @@
 #include <optional>
 #include <string>
 
-#include "core/runtime.h"
+#include "runtime/runtime.h"
 #include "testing/benchmark.h"
 
 namespace eaves::bench {

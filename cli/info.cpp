@@ -9,7 +9,7 @@
 
 #include "cli/commands.h"
 #include "cli/options.h"
-#include "core/runtime.h"
+#include "runtime/runtime.h"
 #include "eaves/system.h"
 
 namespace eaves::cli {

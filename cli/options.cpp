@@ -8,7 +8,7 @@
 #include <optional>
 #include <string_view>
 
-#include "core/runtime.h"
+#include "runtime/runtime.h"
 #include "eaves/error.h"
 #include "eaves/system.h"
 #include "testing/dtype_names.h"

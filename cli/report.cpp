@@ -7,7 +7,7 @@
 #include <ctime>
 #include <nlohmann/json.hpp>
 
-#include "core/runtime.h"
+#include "runtime/runtime.h"
 #include "eaves/system.h"
 #include "testing/dtype_names.h"
 

@@ -9,7 +9,7 @@
 #include "cli/commands.h"
 #include "cli/operators.h"
 #include "cli/options.h"
-#include "core/runtime.h"
+#include "runtime/runtime.h"
 #include "eaves/error.h"
 
 namespace eaves::cli {

@@ -1,7 +1,6 @@
 # The libraries that eaves stands on, from the system's package manager (tools/setup installs them). The library needs
-# Highway and OpenMP; fmt is used as headers. The rest is for the program and the tests.
+# Highway and OpenMP; the rest is for the program and the tests.
 find_package(hwy CONFIG REQUIRED)
-find_package(fmt CONFIG REQUIRED)
 
 # FindOpenMP names the runtime as a file, so that the archive can take the shared library's place.
 if(EAVES_RELOCATABLE)
@@ -14,6 +13,7 @@ endif()
 find_package(OpenMP REQUIRED COMPONENTS CXX)
 
 if(EAVES_BUILD_PROGRAMS)
+  find_package(fmt CONFIG REQUIRED)
   find_package(CLI11 CONFIG REQUIRED)
   find_package(nlohmann_json CONFIG REQUIRED)
   find_package(GTest REQUIRED)

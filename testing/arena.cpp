@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/numeric.h"
-#include "core/runtime.h"
+#include "runtime/runtime.h"
 #include "cpu/parallel.h"
 #include "eaves/error.h"
 #include "testing/benchmark.h"

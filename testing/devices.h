@@ -4,7 +4,7 @@
 
 #include <gtest/gtest.h>
 
-#include "core/runtime.h"
+#include "runtime/runtime.h"
 #include "eaves/system.h"
 #include "eaves/tensor.h"
 

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "core/dispatch.h"
-#include "core/runtime.h"
+#include "runtime/runtime.h"
 
 namespace eaves::testing {
 namespace {

@@ -1,14 +1,65 @@
 #include "cuda/device.h"
 
+#include <cuda_runtime.h>
+
 #include <array>
 #include <mutex>
 #include <string>
 
+#include "core/build_config.h"
+#include "core/check.h"
 #include "cuda/error.cuh"
-#include "cuda/runtime.h"
 
 namespace eaves::cuda {
 namespace {
+
+std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+/// Machine code is there for compute capability 8.x and 9.0, and PTX of 9.0 for what comes later.
+constexpr int kOldestComputeCapability = 8;
+
+GpuList find_gpus() {
+  GpuList list;
+  int driver = 0;
+  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
+    list.missing = "no NVIDIA driver was found on this machine";
+    return list;
+  }
+  list.driver_version = version_text(driver);
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess || count == 0) {
+    cudaGetLastError();
+    list.missing = std::string("CUDA finds no usable GPU: ") + cudaGetErrorString(status) + " (driver for CUDA " +
+                   list.driver_version + ", eaves built with CUDA " + EAVES_CUDA_VERSION + ")";
+    return list;
+  }
+  for (int index = 0; index < count; ++index) {
+    cudaDeviceProp properties{};
+    if (cudaGetDeviceProperties(&properties, index) != cudaSuccess) continue;
+    GpuInfo gpu;
+    gpu.index = index;
+    gpu.name = properties.name;
+    gpu.compute_capability_major = properties.major;
+    gpu.compute_capability_minor = properties.minor;
+    gpu.multiprocessors = properties.multiProcessorCount;
+    gpu.memory_bytes = static_cast<std::int64_t>(properties.totalGlobalMem);
+    gpu.l2_bytes = properties.l2CacheSize;
+    int clock_khz = 0;
+    cudaDeviceGetAttribute(&clock_khz, cudaDevAttrMemoryClockRate, index);
+    // Two transfers per clock.
+    gpu.memory_bandwidth = 2.0 * clock_khz * 1e3 * properties.memoryBusWidth / 8.0;
+    list.gpus.push_back(gpu);
+  }
+  // Device numbers are CUDA's: an old GPU between newer ones is left in the list only where none follows it.
+  while (!list.gpus.empty() && list.gpus.back().compute_capability_major < kOldestComputeCapability) {
+    list.gpus.pop_back();
+  }
+  if (list.gpus.empty()) list.missing = "the GPUs here are older than compute capability 8.0, which this build needs";
+  return list;
+}
 
 constexpr int kMaxDevices = 64;
 
@@ -24,12 +75,19 @@ std::array<CachedProperties, kMaxDevices>& cache() {
 
 }  // namespace
 
+GpuList gpus() { return find_gpus(); }
+
+int gpu_count() {
+  static const int count = static_cast<int>(find_gpus().gpus.size());
+  return count;
+}
+
 void require_device(const char* op, Device device) {
-  const int count = runtime::gpu_count();
+  const int count = gpu_count();
   if (device.index < count && device.index < kMaxDevices) return;
-  const std::string name = "cuda:" + std::to_string(device.index);
+  const std::string name = check::to_string(device);
   if (count == 0)
-    throw Unsupported(std::string(op) + ": the tensors are on " + name + ", but " + runtime::gpus().missing);
+    throw Unsupported(std::string(op) + ": the tensors are on " + name + ", but " + gpus().missing);
   throw Unsupported(std::string(op) + ": the tensors are on " + name + ", but this machine has " +
                     std::to_string(count) + " usable GPU" + (count == 1 ? "" : "s") + ", counted from 0");
 }

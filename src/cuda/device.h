@@ -1,13 +1,27 @@
 // What operators and the runtime layer ask of a GPU before a launch: is it there, how large is it, memory in stream
-// order. No CUDA header is needed to include it. The properties are read once per device and never change: the only
-// state in the library that outlives a call.
+// order. No CUDA header is needed to include it. The properties are read once per device and never change.
 #pragma once
 
 #include <cstddef>
+#include <string>
+#include <vector>
 
+#include "eaves/system.h"
 #include "eaves/tensor.h"
 
 namespace eaves::cuda {
+
+struct GpuList {
+  std::vector<GpuInfo> gpus;   ///< those that the machine code or PTX in this build can run on
+  std::string driver_version;  ///< the newest CUDA that the driver runs, "13.0"; empty without a driver
+  std::string missing;         ///< why `gpus` is empty, in one sentence; empty where it is not
+};
+
+/// Never throws.
+GpuList gpus();
+
+/// gpus().gpus.size(), cheaper from the second call on.
+int gpu_count();
 
 struct DeviceProperties {
   int multiprocessors = 0;

@@ -4,8 +4,6 @@
 
 #include <memory>
 
-#include "core/build_config.h"
-#include "core/check.h"
 #include "cuda/device.h"
 #include "cuda/error.cuh"
 #include "cuda/stream.cuh"
@@ -13,64 +11,9 @@
 namespace eaves::cuda::runtime {
 namespace {
 
-std::string version_text(int version) {
-  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
-}
-
-/// Machine code is there for compute capability 8.x and 9.0, and PTX of 9.0 for what comes later.
-constexpr int kOldestComputeCapability = 8;
-
-GpuList find_gpus() {
-  GpuList list;
-  int driver = 0;
-  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
-    list.missing = "no NVIDIA driver was found on this machine";
-    return list;
-  }
-  list.driver_version = version_text(driver);
-  int count = 0;
-  const cudaError_t status = cudaGetDeviceCount(&count);
-  if (status != cudaSuccess || count == 0) {
-    cudaGetLastError();
-    list.missing = std::string("CUDA finds no usable GPU: ") + cudaGetErrorString(status) + " (driver for CUDA " +
-                   list.driver_version + ", eaves built with CUDA " + EAVES_CUDA_VERSION + ")";
-    return list;
-  }
-  for (int index = 0; index < count; ++index) {
-    cudaDeviceProp properties{};
-    if (cudaGetDeviceProperties(&properties, index) != cudaSuccess) continue;
-    GpuInfo gpu;
-    gpu.index = index;
-    gpu.name = properties.name;
-    gpu.compute_capability_major = properties.major;
-    gpu.compute_capability_minor = properties.minor;
-    gpu.multiprocessors = properties.multiProcessorCount;
-    gpu.memory_bytes = static_cast<std::int64_t>(properties.totalGlobalMem);
-    gpu.l2_bytes = properties.l2CacheSize;
-    int clock_khz = 0;
-    cudaDeviceGetAttribute(&clock_khz, cudaDevAttrMemoryClockRate, index);
-    // Two transfers per clock.
-    gpu.memory_bandwidth = 2.0 * clock_khz * 1e3 * properties.memoryBusWidth / 8.0;
-    list.gpus.push_back(gpu);
-  }
-  // Device numbers are CUDA's: an old GPU between newer ones is left in the list only where none follows it.
-  while (!list.gpus.empty() && list.gpus.back().compute_capability_major < kOldestComputeCapability) {
-    list.gpus.pop_back();
-  }
-  if (list.gpus.empty()) list.missing = "the GPUs here are older than compute capability 8.0, which this build needs";
-  return list;
-}
-
 cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
 
 }  // namespace
-
-GpuList gpus() { return find_gpus(); }
-
-int gpu_count() {
-  static const int count = static_cast<int>(find_gpus().gpus.size());
-  return count;
-}
 
 std::int64_t free_memory_bytes(Device device) {
   const DeviceGuard guard(device);

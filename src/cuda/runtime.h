@@ -1,4 +1,4 @@
-// The CUDA side of core/runtime.h: src/core/runtime.cpp serves the CPU itself and forwards every call for a GPU here,
+// The CUDA side of runtime/runtime.h: src/runtime/runtime.cpp serves the CPU itself and forwards every call for a GPU here,
 // under the same name. Compiled only where EAVES_HAVE_CUDA is 1; no CUDA header is needed to include it.
 //
 // Every function that takes a Device leaves the caller's current device as it found it. None of them may be the reason
@@ -9,25 +9,11 @@
 #include <cstdint>
 #include <functional>
 #include <string>
-#include <vector>
 
 #include "eaves/context.h"
-#include "eaves/system.h"
 #include "eaves/tensor.h"
 
 namespace eaves::cuda::runtime {
-
-struct GpuList {
-  std::vector<GpuInfo> gpus;   ///< those that the machine code or PTX in this build can run on
-  std::string driver_version;  ///< the newest CUDA that the driver runs, "13.0"; empty without a driver
-  std::string missing;         ///< why `gpus` is empty, in one sentence; empty where it is not
-};
-
-/// Never throws.
-GpuList gpus();
-
-/// gpus().gpus.size(), cheaper from the second call on.
-int gpu_count();
 
 std::int64_t free_memory_bytes(Device device);
 

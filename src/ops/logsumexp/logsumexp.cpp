@@ -2,7 +2,7 @@
 // end here; the backends never see a bad one.
 #include "eaves/logsumexp.h"
 
-#include "core/backend.h"
+#include "runtime/backend.h"
 #include "core/check.h"
 #include "ops/logsumexp/logsumexp_backend.h"
 

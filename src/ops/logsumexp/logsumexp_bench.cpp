@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/rows.h"
-#include "core/runtime.h"
+#include "runtime/runtime.h"
 #include "eaves/logsumexp.h"
 #include "testing/benchmark.h"
 #include "testing/dtype_names.h"

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "core/runtime.h"
+#include "runtime/runtime.h"
 #include "eaves/error.h"
 #include "eaves/logsumexp.h"
 #include "eaves/system.h"

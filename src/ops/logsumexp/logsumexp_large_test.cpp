@@ -6,7 +6,7 @@
 #include <cmath>
 #include <vector>
 
-#include "core/runtime.h"
+#include "runtime/runtime.h"
 #include "eaves/logsumexp.h"
 #include "testing/devices.h"
 

@@ -7,7 +7,7 @@
 
 #include <thread>
 
-#include "core/runtime.h"
+#include "runtime/runtime.h"
 #include "ops/logsumexp/logsumexp_test_case.h"
 #include "testing/cases.h"
 #include "testing/devices.h"

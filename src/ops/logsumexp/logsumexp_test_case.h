@@ -8,7 +8,7 @@
 #include <optional>
 
 #include "core/check.h"
-#include "core/runtime.h"
+#include "runtime/runtime.h"
 #include "eaves/logsumexp.h"
 #include "ops/logsumexp/logsumexp_reference.h"
 #include "testing/tensor.h"

@@ -1,6 +1,6 @@
-// The CPU side of core/runtime.h, and the fork to the CUDA side (src/cuda/runtime.h has the same names). A call for a
+// The CPU side of runtime/runtime.h, and the fork to the CUDA side (src/cuda/runtime.h has the same names). A call for a
 // GPU in a build without CUDA is Unsupported. `if constexpr (kHasCuda)`, so that such a build links.
-#include "core/runtime.h"
+#include "runtime/runtime.h"
 
 #include <unistd.h>
 
@@ -12,8 +12,9 @@
 #include <limits>
 #include <string>
 
-#include "core/backend.h"
+#include "runtime/backend.h"
 #include "cpu/stream.h"
+#include "cuda/device.h"
 #include "cuda/runtime.h"
 #include "eaves/error.h"
 
@@ -72,7 +73,7 @@ std::size_t cpu_last_cache_bytes() {
 }  // namespace
 
 int gpu_count() {
-  if constexpr (kHasCuda) return cuda::runtime::gpu_count();
+  if constexpr (kHasCuda) return cuda::gpu_count();
   return 0;
 }
 

@@ -4,10 +4,10 @@
 
 #include <utility>
 
-#include "core/backend.h"
+#include "runtime/backend.h"
 #include "core/build_config.h"
 #include "cpu/stream.h"
-#include "cuda/runtime.h"
+#include "cuda/device.h"
 #include "eaves/version.h"
 
 namespace eaves {
@@ -23,7 +23,7 @@ SystemInfo system_info() {
     info.has_cuda_backend = true;
     info.cuda_build_version = EAVES_CUDA_VERSION;
     info.cuda_architectures = EAVES_CUDA_ARCHITECTURES;
-    cuda::runtime::GpuList list = cuda::runtime::gpus();
+    cuda::GpuList list = cuda::gpus();
     info.cuda_driver_version = std::move(list.driver_version);
     info.gpus = std::move(list.gpus);
     info.cuda_missing = std::move(list.missing);

@@ -1,4 +1,4 @@
-#include "core/backend.h"
+#include "runtime/backend.h"
 
 #include <string>
 
