@@ -2,8 +2,6 @@
 // GPU in a build without CUDA is Unsupported. `if constexpr (kHasCuda)`, so that such a build links.
 #include "runtime/runtime.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
@@ -12,11 +10,13 @@
 #include <limits>
 #include <string>
 
-#include "runtime/backend.h"
-#include "cpu/stream.h"
+#include "cpu/cache.h"
+#include "cpu/parallel.h"
+#include "cpu/yardstick.h"
 #include "cuda/device.h"
 #include "cuda/runtime.h"
 #include "eaves/error.h"
+#include "runtime/backend.h"
 
 namespace eaves::runtime {
 namespace {
@@ -58,16 +58,6 @@ std::string cpu_model_name() {
     if (line.rfind("model name", 0) == 0 && colon != std::string::npos) return line.substr(colon + 2);
   }
   return "CPU";
-}
-
-std::size_t cpu_last_cache_bytes() {
-#ifdef _SC_LEVEL3_CACHE_SIZE
-  if (const long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE); bytes > 0) return static_cast<std::size_t>(bytes);
-#endif
-  // Arm machines answer only here, in KiB: "32768K".
-  const std::int64_t kib = read_number("/sys/devices/system/cpu/cpu0/cache/index3/size");
-  if (kib > 0 && kib != std::numeric_limits<std::int64_t>::max()) return static_cast<std::size_t>(kib) * 1024;
-  return std::size_t{32} << 20;  // a guess on the large side: too cold is right, too warm is wrong
 }
 
 }  // namespace
@@ -211,7 +201,7 @@ void stream_bytes(Device device, const void* source, std::size_t read_bytes, voi
 }
 
 std::size_t last_cache_bytes(Device device) {
-  if (is_cpu(device)) return cpu_last_cache_bytes();
+  if (is_cpu(device)) return cpu::last_cache_bytes();
   if constexpr (kHasCuda) return cuda::runtime::last_cache_bytes(device);
   refuse_cuda();
 }

@@ -6,7 +6,8 @@
 
 #include "runtime/backend.h"
 #include "core/build_config.h"
-#include "cpu/stream.h"
+#include "cpu/level.h"
+#include "cpu/parallel.h"
 #include "cuda/device.h"
 #include "eaves/version.h"
 

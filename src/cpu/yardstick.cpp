@@ -1,7 +1,7 @@
 // One block at a time: what is both read and written is a copy, the rest of the longer side is read into a register
 // or filled. Beyond the caches stores are non-temporal, because an ordinary one first reads the line that it replaces.
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "cpu/stream.cpp"
+#define HWY_TARGET_INCLUDE "cpu/yardstick.cpp"
 #include <hwy/cache_control.h>
 #include <hwy/foreach_target.h>  // first: compiles this file once per level of vector instructions
 #include <hwy/highway.h>
@@ -13,7 +13,7 @@
 
 #include "cpu/cache.h"
 #include "cpu/parallel.h"
-#include "cpu/stream.h"
+#include "cpu/yardstick.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace eaves::cpu {
@@ -91,7 +91,8 @@ template <bool kNonTemporal>
 std::uint64_t stream(const std::uint8_t* source, std::size_t read_bytes, std::uint8_t* destination,
                      std::size_t write_bytes) {
   const std::size_t both = std::min(read_bytes, write_bytes);
-  copy<kNonTemporal>(source, destination, both);
+  // One of the pointers may be null where nothing is copied, and memcpy must not see it.
+  if (both > 0) copy<kNonTemporal>(source, destination, both);
   if (write_bytes > both) fill<kNonTemporal>(destination + both, write_bytes - both);
   return read_bytes > both ? read(source + both, read_bytes - both) : 0;
 }
@@ -102,8 +103,6 @@ std::uint64_t stream_block(const std::uint8_t* source, std::size_t read_bytes, s
                          : stream<false>(source, read_bytes, destination, write_bytes);
 }
 
-const char* level_name_here() { return hwy::TargetName(HWY_TARGET); }
-
 }  // namespace HWY_NAMESPACE
 }  // namespace eaves::cpu
 HWY_AFTER_NAMESPACE();
@@ -113,7 +112,6 @@ namespace eaves::cpu {
 namespace {
 
 HWY_EXPORT(stream_block);
-HWY_EXPORT(level_name_here);
 
 // Keeps the reads from being optimised away.
 std::atomic<std::uint64_t> sink;
@@ -149,8 +147,6 @@ void stream_bytes(const void* source, std::size_t read_bytes, void* destination,
     sink.fetch_add(sum, std::memory_order_relaxed);
   });
 }
-
-const char* level_name() { return HWY_DYNAMIC_DISPATCH(level_name_here)(); }
 
 }  // namespace eaves::cpu
 #endif  // HWY_ONCE

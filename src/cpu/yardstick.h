@@ -13,10 +13,4 @@ namespace eaves::cpu {
 void stream_bytes(const void* source, std::size_t read_bytes, void* destination, std::size_t write_bytes,
                   const ExecutionContext& context);
 
-/// Highway's name of the vector instructions chosen on this machine: "AVX3".
-const char* level_name();
-
-/// How many threads a call without a limit of its own uses.
-int default_threads();
-
 }  // namespace eaves::cpu
