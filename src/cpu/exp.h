@@ -22,12 +22,11 @@ HWY_BEFORE_NAMESPACE();
 namespace eaves::cpu {
 namespace HWY_NAMESPACE {
 
-inline constexpr float kLog2E = 1.44269504088896341f;
-
 #undef EAVES_HAS_SCALEF
 // AVX-512 rounds and scales by powers of two in one instruction each, which also takes care of overflow, underflow,
-// infinities and NaN. Elsewhere the exponent is put together from integers.
-#if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL
+// infinities and NaN. Elsewhere the exponent is put together from integers. Highway numbers better levels lower, and
+// newer versions of it have more levels above AVX3 than we could name here.
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
 #define EAVES_HAS_SCALEF 1
 #else
 #define EAVES_HAS_SCALEF 0

@@ -7,7 +7,7 @@
 // elementwise function does not care. element_of_lane() tells.
 //
 // This file is compiled once per level of vector instructions, hence the guard that toggles. Include it after
-// hwy/foreach_target.h, inside of a file that HWY_TARGET_INCLUDE names; see stream.cpp.
+// hwy/foreach_target.h, inside of a file that HWY_TARGET_INCLUDE names; see yardstick.cpp.
 #include <hwy/highway.h>
 
 #include <cstdint>
@@ -43,8 +43,9 @@ using VectorOf = hn::Vec<Tag<T>>;
 #else
 #define EAVES_X86_MINMAX 0
 #endif
-// One instruction converts a whole vector of float16, correctly rounded.
-#if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL
+// One instruction converts a whole vector of float16, correctly rounded: AVX2 and better. Highway numbers better levels
+// lower, and newer versions of it have more levels above AVX3 than we could name here.
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2
 #define EAVES_HARDWARE_FLOAT16 1
 #else
 #define EAVES_HARDWARE_FLOAT16 0
@@ -280,11 +281,28 @@ HWY_INLINE Pack<T> load_first(const T* from, std::size_t count, T fill) {
   return load_pack(padded);
 }
 
+/// A pack of which `count` elements are there, or a whole one where there are more.
+template <typename T>
+HWY_INLINE Pack<T> load_some(const T* from, std::int64_t count, T fill) {
+  if (count >= static_cast<std::int64_t>(pack_size<T>())) return load_pack(from);
+  return load_first(from, static_cast<std::size_t>(count), fill);
+}
+
 template <typename T>
 HWY_INLINE void store_first(const Pack<T>& pack, T* to, std::size_t count) {
   HWY_ALIGN T padded[kMaxPackSize<T>];
   store_pack(pack, padded);
   std::memcpy(to, padded, count * sizeof(T));
+}
+
+/// store_pack() or store_first(), as load_some().
+template <typename T>
+HWY_INLINE void store_some(const Pack<T>& pack, T* to, std::int64_t count) {
+  if (count >= static_cast<std::int64_t>(pack_size<T>())) {
+    store_pack(pack, to);
+  } else {
+    store_first(pack, to, static_cast<std::size_t>(count));
+  }
 }
 
 /// Calls `body(pack)` for the elements [from, from + count); the last pack is filled up with `fill`.
@@ -319,6 +337,23 @@ HWY_INLINE void transform(const T* from, T* to, std::size_t count, Body&& body) 
   }
   if (i < count) map_first(i, count - i);
 }
+
+// ----------------------------------------------------------------------------------------------------------- blocks
+
+/// Elements that an operator works on at a time: 64 terms for each accumulator, so that the float32 sum of a block is
+/// good to a few units in the last place, and the horizontal sum at its end costs little; 4096 elements with AVX-512,
+/// which fit L1.
+inline constexpr std::int64_t kPacksPerBlock = 64;
+template <typename T>
+std::int64_t block_size() {
+  return kPacksPerBlock * static_cast<std::int64_t>(pack_size<T>());
+}
+
+/// Memory for a block.
+template <typename A>
+struct Block {
+  HWY_ALIGN A elements[kPacksPerBlock * kMaxPackSize<A>];
+};
 
 }  // namespace HWY_NAMESPACE
 }  // namespace eaves::cpu

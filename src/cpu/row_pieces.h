@@ -1,0 +1,81 @@
+// How the work of a row operator is shared: groups of rows that are reduced together (one row, or a tile of rows side
+// by side), and where there are few of them, pieces of their columns. The cut comes from the shape alone, never from
+// the number of threads, and pieces are merged in order, so a result never depends on who computed it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "core/numeric.h"
+#include "cpu/parallel.h"
+#include "eaves/context.h"
+
+namespace eaves::cpu {
+
+/// A piece of the columns of one group of rows.
+struct ColumnPiece {
+  std::int64_t group;
+  std::int64_t begin;
+  std::int64_t end;
+};
+
+/// How the columns of each group are cut. More pieces than one only where there are few groups.
+struct ColumnPieces {
+  static constexpr std::int64_t kMaxTasks = 256;  // two for each thread of a large machine
+
+  std::int64_t columns;
+  std::int64_t groups;
+  std::int64_t width;  ///< the most rows of a group
+  std::int64_t size;   ///< columns of a piece; the last one has fewer
+  std::int64_t count;  ///< pieces of each group
+
+  ColumnPieces(std::int64_t columns, std::int64_t groups, std::int64_t width)
+      : columns(columns), groups(groups), width(width), size(columns), count(1) {
+    constexpr std::int64_t kSmallestPiece = 32768;  // elements; 5 us of work
+    constexpr std::int64_t kMultiple = 64;          // pieces begin on a cache line where the row does
+    const std::int64_t wanted = std::min(kMaxTasks / groups, columns * width / kSmallestPiece);
+    if (wanted < 2) return;
+    // Rounded up, so that there are never more than wanted.
+    size = ceil_divide(ceil_divide(columns, wanted), kMultiple) * kMultiple;
+    count = ceil_divide(columns, size);
+  }
+  std::int64_t tasks() const { return groups * count; }
+  std::int64_t grain() const { return grain_for(size * width); }
+  ColumnPiece operator[](std::int64_t task) const {
+    const std::int64_t begin = task % count * size;
+    return {task / count, begin, std::min(columns, begin + size)};
+  }
+};
+
+/// Reduces every group to `pieces.width` states, at most kMaxWidth: `reduce(piece, states)` those of one piece,
+/// `store(group, states)` takes what they merge to.
+template <typename State, std::int64_t kMaxWidth, typename Reduce, typename Store>
+void reduce_pieces(const ColumnPieces& pieces, const ExecutionContext& context, Reduce&& reduce, Store&& store) {
+  if (pieces.count == 1) {
+    parallel_for(context, pieces.groups, pieces.grain(), [&](std::int64_t begin, std::int64_t end) {
+      State states[kMaxWidth];
+      for (std::int64_t group = begin; group < end; ++group) {
+        reduce(pieces[group], states);
+        store(group, states);
+      }
+    });
+    return;
+  }
+  // Few groups and long columns: at most kMaxTasks times the width, 2 MiB for tiles of 512 rows.
+  std::vector<State> states(static_cast<std::size_t>(pieces.tasks() * pieces.width));
+  const auto states_of = [&](std::int64_t task) { return states.data() + task * pieces.width; };
+  parallel_for(context, pieces.tasks(), 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t task = begin; task < end; ++task) reduce(pieces[task], states_of(task));
+  });
+  for (std::int64_t group = 0; group < pieces.groups; ++group) {
+    State* merged = states_of(group * pieces.count);
+    for (std::int64_t piece = 1; piece < pieces.count; ++piece) {
+      const State* other = states_of(group * pieces.count + piece);
+      for (std::int64_t i = 0; i < pieces.width; ++i) merged[i] = merge(merged[i], other[i]);
+    }
+    store(group, merged);
+  }
+}
+
+}  // namespace eaves::cpu
