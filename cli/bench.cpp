@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <memory>
 #include <optional>
@@ -14,9 +15,9 @@
 #include "cli/operators.h"
 #include "cli/options.h"
 #include "cli/report.h"
-#include "runtime/runtime.h"
 #include "eaves/error.h"
 #include "eaves/system.h"
+#include "runtime/runtime.h"
 
 namespace eaves::cli {
 namespace {
@@ -123,6 +124,13 @@ void run_bench(const BenchArguments& arguments) {
     for (std::size_t i = first; i < results.size(); ++i) fmt::print("{}\n", bench::memory_table(results[i]));
     std::fflush(stdout);
   }
+  const auto is_measured = [](const bench::MeasuredTable& table) {
+    return std::any_of(table.measurements.begin(), table.measurements.end(),
+                       [](const bench::Measurement& row) { return row.skipped.empty(); });
+  };
+  if (!arguments.max_bytes.empty() && std::none_of(results.begin(), results.end(), is_measured)) {
+    throw InvalidArgument(fmt::format("--max-bytes: {} leaves out every row, expected more", arguments.max_bytes));
+  }
   if (json_file) {
     const std::string json = bench::result_json(results, request.device, arguments.threads);
     json_file->write(json.data(), json.size());
@@ -134,16 +142,19 @@ void run_bench(const BenchArguments& arguments) {
 
 void add_bench_command(CLI::App& program) {
   CLI::App* command = program.add_subcommand("bench", "Measure operators against the limit of the device.");
-  command->footer("Example:\n  eaves bench logsumexp --device cpu --dtype bf16 --max-bytes 1M --json result.json");
+  command->footer("Example:\n  eaves bench logsumexp --device cpu --dtype bf16 --max-bytes 8M --json result.json");
   const auto arguments = std::make_shared<BenchArguments>();
   command->add_option("operator", arguments->operators, "Operators to measure; without any: all of them");
-  command->add_option("--device", arguments->device, "cpu, cuda or cuda:N; without: cuda where a GPU is usable");
-  command->add_option("--sweep", arguments->sweep, "quick: minutes; seed: every row of the published tables")
+  command->add_option("--device", arguments->device, "cpu, cuda or cuda:N; without: cuda where a GPU is usable")
+      ->check(is_not_empty());
+  command
+      ->add_option("--sweep", arguments->sweep,
+                   "quick: two minutes or less; seed: the lengths of the first published tables, no others")
       ->check(CLI::IsMember({"quick", "seed"}))
       ->capture_default_str();
   command->add_option("--dtype", arguments->dtype,
                       "bf16, fp16, fp32 or fp64; without: bf16, and fp32 where it differs");
-  command->add_option("--json", arguments->json_path, "Also write the results to this file");
+  command->add_option("--json", arguments->json_path, "Also write the results to this file")->check(is_not_empty());
   command->add_option("--threads", arguments->threads, "CPU threads; 0: all")
       ->check(CLI::Range(0, 4096))
       ->capture_default_str();

@@ -117,8 +117,8 @@ Measurement Harness::measure(const Row& row) {
   Measurement result;
   const std::int64_t row_bytes = row.read_bytes + row.write_bytes;
   if (options_.max_bytes > 0 && row_bytes > options_.max_bytes) {
-    result.skipped = fmt::format("left out: moves {}, more than the {} of --max-bytes", cli::format_bytes(row_bytes),
-                                 cli::format_bytes(options_.max_bytes));
+    result.skipped =
+        fmt::format("left out: moves {} bytes, more than the {} of --max-bytes", row_bytes, options_.max_bytes);
     return result;
   }
   const std::int64_t needed = 2 * row_bytes;  // the call's buffers and the yardstick's
@@ -132,7 +132,7 @@ Measurement Harness::measure(const Row& row) {
   try {
     buffers = make_buffers(row);
   } catch (const DeviceError& error) {
-    result.skipped = fmt::format("does not fit in memory: {}", error.what());
+    result.skipped = fmt::format("could not be set up: {}", error.what());
     return result;
   } catch (const Unsupported& error) {
     result.skipped = fmt::format("not supported: {}", error.what());

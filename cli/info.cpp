@@ -9,8 +9,8 @@
 
 #include "cli/commands.h"
 #include "cli/options.h"
-#include "runtime/runtime.h"
 #include "eaves/system.h"
+#include "runtime/runtime.h"
 
 namespace eaves::cli {
 namespace {

@@ -8,9 +8,9 @@
 #include <optional>
 #include <string_view>
 
-#include "runtime/runtime.h"
 #include "eaves/error.h"
 #include "eaves/system.h"
+#include "runtime/runtime.h"
 #include "testing/dtype_names.h"
 
 namespace eaves::cli {
@@ -85,6 +85,11 @@ Dims parse_axes(const std::string& argument, const std::string& text) {
     begin = end + 1;
   }
   return axes;
+}
+
+CLI::Validator is_not_empty() {
+  return CLI::Validator(
+      [](std::string& text) { return text.empty() ? std::string("is empty, expected a value") : std::string(); }, "");
 }
 
 std::string format_bytes(std::int64_t bytes) {

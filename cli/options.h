@@ -2,6 +2,7 @@
 // and what was expected.
 #pragma once
 
+#include <CLI/CLI.hpp>
 #include <cstdint>
 #include <string>
 
@@ -24,6 +25,9 @@ std::int64_t parse_bytes(const std::string& argument, const std::string& text);
 
 /// "-1" or "0,2".
 Dims parse_axes(const std::string& argument, const std::string& text);
+
+/// Refuses an empty text: what a shell makes of an unset variable is not what leaving the option out means.
+CLI::Validator is_not_empty();
 
 /// "1.5 GiB"; one decimal, the largest unit that leaves a number of at least 1.
 std::string format_bytes(std::int64_t bytes);

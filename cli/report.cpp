@@ -7,8 +7,8 @@
 #include <ctime>
 #include <nlohmann/json.hpp>
 
-#include "runtime/runtime.h"
 #include "eaves/system.h"
+#include "runtime/runtime.h"
 #include "testing/dtype_names.h"
 
 namespace eaves::bench {
@@ -56,9 +56,20 @@ std::string describe(const Table& table, const Row& row) {
   return text;
 }
 
+// A median far above the fastest repetition is the time of a machine that is busy with something else.
+std::string unsteady_note(const Measurement& measurement) {
+  constexpr double kSteady = 2.0;
+  if (!measurement.eaves || !measurement.limit) return "";
+  const bool is_unsteady = measurement.eaves->median_ms > kSteady * measurement.eaves->min_ms ||
+                           measurement.limit->median_ms > kSteady * measurement.limit->min_ms;
+  if (!is_unsteady) return "";
+  return fmt::format("unsteady, fastest {:.3f} of {:.3f}: is the machine busy?", measurement.eaves->min_ms,
+                     measurement.limit->min_ms);
+}
+
 template <typename Columns>
 std::string make_table(const MeasuredTable& measured, const char* kind, std::vector<std::string> heads,
-                       const Columns& columns) {
+                       const Columns& columns, bool is_timed) {
   const Table& table = measured.table;
   TextTable text;
   text.heads = {table.axis_name};
@@ -72,6 +83,8 @@ std::string make_table(const MeasuredTable& measured, const char* kind, std::vec
     } else {
       note += (note.empty() ? "" : ": ") + measurement.skipped;
     }
+    if (is_timed && !unsteady_note(measurement).empty())
+      note += (note.empty() ? "" : "  ") + unsteady_note(measurement);
     text.rows.push_back(std::move(row));
     text.notes.push_back(std::move(note));
   }
@@ -115,19 +128,25 @@ nlohmann::ordered_json result_row(const Table& table, const Row& row, const Meas
 }  // namespace
 
 std::string speed_table(const MeasuredTable& measured) {
-  return make_table(measured, "speed", {"eaves", "limit", "ratio"}, [](const Measurement& measurement) {
-    const double eaves = measurement.eaves->median_ms;
-    const double limit = measurement.limit->median_ms;
-    return std::vector<std::string>{fmt::format("{:.6f}", eaves), fmt::format("{:.6f}", limit),
-                                    fmt::format("{:.3f}", eaves / limit)};
-  });
+  return make_table(
+      measured, "speed", {"eaves", "limit", "ratio"},
+      [](const Measurement& measurement) {
+        const double eaves = measurement.eaves->median_ms;
+        const double limit = measurement.limit->median_ms;
+        return std::vector<std::string>{fmt::format("{:.6f}", eaves), fmt::format("{:.6f}", limit),
+                                        fmt::format("{:.3f}", eaves / limit)};
+      },
+      true);
 }
 
 std::string memory_table(const MeasuredTable& measured) {
-  return make_table(measured, "memory", {"eaves", "workspace"}, [](const Measurement& measurement) {
-    return std::vector<std::string>{fmt::format("{:.6f}", static_cast<double>(measurement.peak_bytes) / kMiB),
-                                    fmt::format("{:.6f}", static_cast<double>(measurement.workspace_bytes) / kMiB)};
-  });
+  return make_table(
+      measured, "memory", {"eaves", "workspace"},
+      [](const Measurement& measurement) {
+        return std::vector<std::string>{fmt::format("{:.6f}", static_cast<double>(measurement.peak_bytes) / kMiB),
+                                        fmt::format("{:.6f}", static_cast<double>(measurement.workspace_bytes) / kMiB)};
+      },
+      false);
 }
 
 std::string result_json(const std::vector<MeasuredTable>& tables, Device device, int threads) {

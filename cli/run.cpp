@@ -9,8 +9,9 @@
 #include "cli/commands.h"
 #include "cli/operators.h"
 #include "cli/options.h"
-#include "runtime/runtime.h"
+#include "core/check.h"
 #include "eaves/error.h"
+#include "runtime/runtime.h"
 
 namespace eaves::cli {
 namespace {
@@ -91,6 +92,12 @@ void Run::finish() {
   }
   write_safetensors(*output_file_, outputs_);
   output_file_->commit();
+  std::string list;
+  for (const NamedTensor& output : outputs_) {
+    list += fmt::format("{}{} {} {}", list.empty() ? "" : ", ", output.name, name_of(output.view.dtype),
+                        check::to_string(output.view.shape));
+  }
+  fmt::print("{}: {}\n", arguments_.output_path, list);
 }
 
 void add_run_command(CLI::App& program) {

@@ -60,11 +60,15 @@ void add_run_logsumexp(CLI::App& run) {
       "Example:\n  eaves run logsumexp --input in.safetensors --tensor x --dims -1 --grad g --output out.safetensors");
   const auto arguments = std::make_shared<LogsumexpArguments>();
   arguments->common.add_to(*command);
-  command->add_option("--tensor", arguments->tensor, "The input x: any number of axes, any dtype")->required();
-  command->add_option("--dims", arguments->dims, "Axes to sum over, such as -1 or 0,2; without: all");
+  command->add_option("--tensor", arguments->tensor, "Name of the input x: any number of axes, any dtype")->required();
+  // Not an empty text, which an unset variable of a shell would be: it is not what its user meant by all axes.
+  command->add_option("--dims", arguments->dims, "Axes to sum over, such as -1 or 0,2; without: all")
+      ->check(is_not_empty());
   command->add_flag("--keepdim", arguments->keepdim, "Keep the summed axes with size 1");
-  command->add_option("--dtype", arguments->dtype, "Of out: float32, or that of x; without: that of x");
-  command->add_option("--grad", arguments->grad, "The upstream gradient, in the shape of out");
+  command->add_option("--dtype", arguments->dtype, "Of out: float32, or that of x; without: that of x")
+      ->check(is_not_empty());
+  command->add_option("--grad", arguments->grad, "Name of the upstream gradient, in the shape of out")
+      ->check(is_not_empty());
   command->callback([arguments] { run_logsumexp(*arguments); });
 }
 

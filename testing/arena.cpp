@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "core/numeric.h"
-#include "runtime/runtime.h"
 #include "cpu/parallel.h"
 #include "eaves/error.h"
+#include "runtime/runtime.h"
 #include "testing/benchmark.h"
 
 namespace eaves::bench {

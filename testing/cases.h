@@ -21,20 +21,22 @@ inline const std::vector<RowLength>& row_lengths() {
       {7, "one short of a vector of 16-bit elements"},
       {8, "one vector of 16-bit elements"},
       {9, "one more"},
-      {15, "one short of a CPU vector of float32 (AVX-512)"},
+      {15, "one short of a CPU vector of float32 (AVX-512), and of 32 bytes of 16-bit elements"},
       {17, "one more than that"},
-      {31, "one short of 64 bytes of 16-bit elements, where 2 lanes a row become 8"},
-      {33, "one more"},
+      {63, "one short of 128 bytes of 16-bit elements, where 2 lanes a row become 8"},
+      {65, "one more"},
       {100, "no multiple of anything"},
       {255, "one short of 512 bytes of 16-bit elements, where 8 lanes a row become 32"},
       {257, "one more"},
       {1000, "several rounds of a CPU vector, with a tail"},
-      {2047, "one short of 4 KiB of 16-bit elements, where lanes become a block"},
+      {2047, "one short of 4 KiB of 16-bit elements, where lanes become a block of 128 threads"},
       {2049, "one more"},
-      {4095, "one short of 8 KiB, where a block loads more at once"},
+      {4095, "one short of 8 KiB, where a thread loads 8 vectors at once instead of 4"},
       {4097, "one more"},
-      {8193, "more than one batch of a block of 128 threads, by one element"},
-      {16391, "a prime beyond two batches"},
+      {8191, "one short of 16 KiB, where a block has 256 threads"},
+      {8193, "one more"},
+      {16385, "one more than one batch of such a block"},
+      {32771, "a prime beyond two batches"},
       {50257, "the vocabulary of GPT-2: odd"},
   };
   return lengths;
@@ -50,11 +52,11 @@ struct RowCount {
 inline const std::vector<RowCount>& few_long_rows() {
   static const std::vector<RowCount> cases = {
       {1, 1 << 20, "one row: pieces that meet in the workspace"},
-      {1, (1 << 22) + 13, "more than 64 pieces: the wider merging kernel; the last piece is a few elements"},
+      {1, (1 << 22) + 13, "more than 64 pieces: the wider merging kernel; a last piece much shorter than the others"},
       {3, 300007, "rows that start at different places between 16-byte boundaries"},
       {33, 262144, "one row more than the merging kernel has lanes"},
       {70, 65537, "a cluster of 8 blocks a row"},
-      {150, 24576, "a cluster of 2 or 4, by the bytes of an element"},
+      {150, 24576, "a cluster of 2, 4 or 8, by the bytes of an element"},
       {200, 20011, "a cluster whose last piece is short"},
   };
   return cases;

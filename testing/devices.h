@@ -4,9 +4,9 @@
 
 #include <gtest/gtest.h>
 
-#include "runtime/runtime.h"
 #include "eaves/system.h"
 #include "eaves/tensor.h"
+#include "runtime/runtime.h"
 
 namespace eaves::testing {
 

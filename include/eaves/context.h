@@ -31,7 +31,8 @@ struct ExecutionContext {
   /// it back. Not empty: used as it is, and a call that needs more throws InvalidArgument with the number of bytes.
   Workspace workspace = {};
 
-  /// CPU: how many threads a call may use; 0 means as many as OpenMP would (OMP_NUM_THREADS, or every core).
+  /// CPU: how many threads a call may use; 0 means as many as OpenMP would (OMP_NUM_THREADS, or every core),
+  /// 4096 is the most.
   int threads = 0;
 
   /// CPU: replaces OpenMP when `run` is set; `threads` then only bounds how finely the work is cut (0: 64 pieces).

@@ -34,7 +34,8 @@ struct LogsumexpForwardArgs {
   TensorView out = {};
 
   /// out, optional; shape of `out`; float32 (float64 where x is float64). What the backward needs: a bfloat16 lse
-  /// around 12 is off by 3 %, and so would be every gradient. One of `out` and `lse` must be there.
+  /// around 12 is off by 3 %, and so would be every gradient. One of `out` and `lse` must be there; neither may overlap
+  /// x or the other.
   TensorView lse = {};
 };
 
@@ -52,7 +53,8 @@ struct LogsumexpBackwardArgs {
   Dims axes = {};
   bool keepdim = false;
 
-  /// out; dL/dx, shape and dtype of x, any strides that give every element its own place; must not overlap x.
+  /// out; dL/dx, shape and dtype of x, any strides that give every element its own place; must not overlap x, lse or
+  /// grad_out.
   TensorView grad_x = {};
 };
 

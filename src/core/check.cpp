@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdlib>
 #include <limits>
+#include <utility>
 
 namespace eaves::check {
 namespace {
@@ -36,8 +37,25 @@ struct Terms {
     items[size++] = {stride, low, high};
   }
 
-  void sort_by_stride_descending() {
+  /// Largest strides first.
+  void sort() {
     std::sort(items.begin(), items.begin() + size, [](const Term& a, const Term& b) { return a.stride > b.stride; });
+  }
+
+  /// Sorts, and joins terms. A term whose stride is a multiple m of the next one's, of which there are at least m, adds
+  /// nothing but reach: both are one term. That keeps the search short where strides differ between two tensors.
+  void simplify() {
+    sort();
+    for (int i = size - 1; i > 0; --i) {
+      Term& small = items[i];
+      Term& large = items[i - 1];
+      if (small.stride == 0 || large.stride % small.stride != 0) continue;
+      const std::int64_t multiple = large.stride / small.stride;
+      if (small.high - small.low + 1 < multiple) continue;
+      large = {small.stride, large.low * multiple + small.low, large.high * multiple + small.high};
+      for (int j = i; j + 1 < size; ++j) items[j] = items[j + 1];
+      --size;
+    }
   }
 };
 
@@ -113,8 +131,16 @@ void fail(const Argument& argument, std::string_view what) {
 
 void is_valid(const Argument& argument) {
   const TensorView& view = argument.view;
+  if (!view.is_present && view.data != nullptr) {
+    fail(argument, "has data but counts as missing, expected a view made by contiguous() or strided()");
+  }
   if (!view.is_present) fail(argument, "is missing");
-  size_of(view.dtype);  // throws for a value that is no DType
+  if (std::string_view(name_of(view.dtype)) == "unknown dtype") {
+    fail(argument, "has dtype " + std::to_string(static_cast<int>(view.dtype)) + ", expected one of enum DType");
+  }
+  if (view.device.type != DeviceType::cpu && view.device.type != DeviceType::cuda) {
+    fail(argument, "has device type " + std::to_string(static_cast<int>(view.device.type)) + ", expected cpu or cuda");
+  }
   if (view.shape.size() != view.strides.size()) {
     fail(argument, "has shape " + to_string(view.shape) + " and strides " + to_string(view.strides) +
                        ", expected one stride per axis");
@@ -137,7 +163,8 @@ void is_valid(const Argument& argument) {
   }
   if (is_empty) return;
   const ByteRange range = byte_range(view);
-  if (range.begin < 0 || range.end > static_cast<__int128>(std::numeric_limits<std::uint64_t>::max())) {
+  if (range.begin < 0 || range.end > static_cast<__int128>(std::numeric_limits<std::uint64_t>::max()) ||
+      range.end - range.begin > static_cast<__int128>(std::numeric_limits<std::int64_t>::max())) {
     fail(argument, "has shape " + to_string(view.shape) + " and strides " + to_string(view.strides) +
                        ", which reach beyond the address space");
   }
@@ -187,7 +214,8 @@ void is_writable(const Argument& argument) {
                                         std::abs(view.strides[a]) == std::abs(view.strides[b]));
     }
   }
-  terms.sort_by_stride_descending();
+  // Not simplified: which terms are 0 has to be told apart.
+  terms.sort();
   int budget = kSearchBudget;
   if (equal_strides || reaches(terms, 0, 0, true, budget)) {
     fail(argument, "has shape " + to_string(view.shape) + " and strides " + to_string(view.strides) +
@@ -213,7 +241,7 @@ void do_not_overlap(const Argument& output, const Argument& other) {
   }
   terms.add(1, 0, a_bytes - 1);
   terms.add(1, 1 - b_bytes, 0);
-  terms.sort_by_stride_descending();
+  terms.simplify();
   int budget = kSearchBudget;
   const auto distance = static_cast<__int128>(reinterpret_cast<std::uintptr_t>(other.view.data)) -
                         static_cast<__int128>(reinterpret_cast<std::uintptr_t>(output.view.data));
@@ -245,6 +273,13 @@ AxisSet axes(const Argument& argument, const Dims& axes) {
     seen = true;
   }
   return set;
+}
+
+void threads(const char* op, int threads) {
+  constexpr int kMostThreads = 4096;
+  if (threads >= 0 && threads <= kMostThreads) return;
+  throw InvalidArgument(std::string(op) + ": threads is " + std::to_string(threads) + ", expected 0 (all) to " +
+                        std::to_string(kMostThreads));
 }
 
 void workspace(const char* op, const void* data, std::size_t bytes, std::size_t needed_bytes) {

@@ -42,6 +42,9 @@ void do_not_overlap(const Argument& output, const Argument& other);
 /// Which axes a list names: negative ones count from the end, an empty list names all.
 AxisSet axes(const Argument& argument, const Dims& axes);
 
+/// The number of threads that a call may use is one that can be.
+void threads(const char* op, int threads);
+
 /// The caller's workspace, if there is one, is large enough and aligned to 256 bytes.
 void workspace(const char* op, const void* data, std::size_t bytes, std::size_t needed_bytes);
 

@@ -69,6 +69,11 @@ EAVES_HOST_DEVICE constexpr float16 to_float16(float value) {
   return {static_cast<std::uint16_t>(sign | (rounded >> 13))};
 }
 
+/// A floating-point element type: what has gradients.
+template <typename T>
+inline constexpr bool kIsFloatingPoint =
+    std::is_floating_point_v<T> || std::is_same_v<T, bfloat16> || std::is_same_v<T, float16>;
+
 /// The type that sums, maxima and exponentials of a T are kept in: float32, or float64 for float64.
 template <typename T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -96,6 +101,12 @@ EAVES_HOST_DEVICE constexpr T round_to(A value) {
     return static_cast<T>(value);
   }
 }
+
+/// log2(e): e^x = 2^(x * kLog2E).
+inline constexpr float kLog2E = 1.44269504088896341f;
+
+/// a / b, rounded up, for numbers that are not negative.
+EAVES_HOST_DEVICE constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 template <typename T>
 EAVES_HOST_DEVICE constexpr T infinity() {

@@ -42,7 +42,8 @@ void simplify(StridedLoop<kTensors>& loop) {
   for (int axis = 1; axis < loop.rank; ++axis) {
     bool mergeable = true;
     for (int t = 0; t < kTensors; ++t) {
-      mergeable = mergeable && loop.strides[t][last] == loop.strides[t][axis] * loop.sizes[axis];
+      // In 128 bits: the strides of an empty tensor may be anything.
+      mergeable = mergeable && loop.strides[t][last] == static_cast<__int128>(loop.strides[t][axis]) * loop.sizes[axis];
     }
     if (mergeable) {
       loop.sizes[last] *= loop.sizes[axis];
@@ -55,7 +56,7 @@ void simplify(StridedLoop<kTensors>& loop) {
   if (loop.rank > 0) loop.rank = last + 1;
 }
 
-RowLayout layout_of(const StridedLoop<kRowTensors>& rows, const StridedLoop<2>& columns) {
+RowLayout layout_of(const StridedLoop<kRowTensors>& rows, const StridedLoop<kColumnTensors>& columns) {
   if (columns.rank == 0) return RowLayout::contiguous;  // one column: its stride is never used
   if (columns.rank > 1) return RowLayout::strided;
   if (columns.strides[0][0] == 1 && columns.strides[1][0] == 1) return RowLayout::contiguous;
@@ -73,7 +74,7 @@ ShortRowView::ShortRowView(const RowView& view) : row_count(view.row_count), col
     rows.sizes[axis] = view.rows.sizes[axis];
     for (int t = 0; t < kRowTensors; ++t) rows.strides[t][axis] = view.rows.strides[t][axis];
   }
-  for (int t = 0; t < 2; ++t) column_strides[t] = view.columns.rank == 0 ? 1 : view.columns.strides[t][0];
+  for (int t = 0; t < kColumnTensors; ++t) column_strides[t] = view.columns.rank == 0 ? 1 : view.columns.strides[t][0];
 }
 
 Dims reduced_shape(const Dims& shape, const AxisSet& axes, bool keepdim) {
@@ -98,16 +99,18 @@ Dims spread_strides(const Dims& reduced_strides, int rank, const AxisSet& axes, 
   return strides;
 }
 
-RowView make_row_view(const Dims& shape, const AxisSet& axes, const Dims (&full)[2], const Dims (&per_row)[2]) {
+RowView make_row_view(const Dims& shape, const AxisSet& axes, const std::array<NumberedStrides, kRowTensors>& tensors) {
   RowView view;
   for (int axis = 0; axis < shape.size(); ++axis) {
     const std::int64_t size = shape[axis];
     (axes.contains[axis] ? view.column_count : view.row_count) *= size;
     if (size == 1) continue;
+    std::int64_t strides[kRowTensors] = {};
+    for (const NumberedStrides& tensor : tensors) strides[tensor.tensor] = tensor.strides[axis];
     if (axes.contains[axis]) {
-      append_axis(view.columns, size, {full[0][axis], full[1][axis]});
+      append_axis(view.columns, size, {strides[0], strides[1]});
     } else {
-      append_axis(view.rows, size, {full[0][axis], full[1][axis], per_row[0][axis], per_row[1][axis]});
+      append_axis(view.rows, size, strides);
     }
   }
   simplify(view.rows);

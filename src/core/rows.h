@@ -3,6 +3,7 @@
 // the fewest axes that describe the same addresses. Every row operator starts from a RowView.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "core/numeric.h"
@@ -26,12 +27,6 @@ struct StridedLoop {
   std::int64_t sizes[kCapacity] = {};
   std::int64_t strides[kTensors][kCapacity] = {};
 
-  EAVES_HOST_DEVICE std::int64_t count() const {
-    std::int64_t product = 1;
-    for (int axis = 0; axis < rank; ++axis) product *= sizes[axis];
-    return product;
-  }
-
   struct Offsets {
     std::int64_t of[kTensors];
   };
@@ -52,8 +47,10 @@ struct StridedLoop {
   }
 };
 
-/// The most tensors that one operator walks together: the input, its gradient, and per-row tensors.
+/// How many tensors an operator walks together. The first kColumnTensors have rows and columns: the input and its
+/// gradient (an operator with only one leaves the other equal to it). The others have one element per row.
 inline constexpr int kRowTensors = 4;
+inline constexpr int kColumnTensors = 2;
 
 enum class RowLayout {
   contiguous,  ///< the columns of a row are one axis of unit stride in every tensor that has columns
@@ -61,11 +58,9 @@ enum class RowLayout {
   strided,     ///< anything else
 };
 
-/// Tensors 0 and 1 have rows and columns (the input and its gradient; an operator with only one leaves the other
-/// equal to it), tensors 2 and 3 have one element per row.
 struct RowView {
   StridedLoop<kRowTensors> rows;
-  StridedLoop<2> columns;
+  StridedLoop<kColumnTensors> columns;
   std::int64_t row_count = 1;
   std::int64_t column_count = 1;
   RowLayout layout = RowLayout::strided;
@@ -79,7 +74,7 @@ struct ShortRowView {
   StridedLoop<kRowTensors, kMostRowAxes> rows;
   std::int64_t row_count = 1;
   std::int64_t column_count = 1;
-  std::int64_t column_strides[2] = {};
+  std::int64_t column_strides[kColumnTensors] = {};
 
   static bool fits(const RowView& view) { return view.layout != RowLayout::strided && view.rows.rank <= kMostRowAxes; }
   /// Of a view that fits.
@@ -98,8 +93,13 @@ Dims reduced_shape(const Dims& shape, const AxisSet& axes, bool keepdim);
 /// the removed axes are 0.
 Dims spread_strides(const Dims& reduced_strides, int rank, const AxisSet& axes, bool keepdim);
 
-/// `axes` make up the columns. `full[t]` are strides of tensors 0 and 1 over all axes; `per_row[t]` are those of
-/// tensors 2 and 3, over all axes too (the entries of `axes` are not read).
-RowView make_row_view(const Dims& shape, const AxisSet& axes, const Dims (&full)[2], const Dims (&per_row)[2]);
+/// Strides over all axes of a tensor, by its number in the view. Entries of `axes` are not read for per-row tensors.
+struct NumberedStrides {
+  int tensor;
+  Dims strides;
+};
+
+/// `axes` make up the columns.
+RowView make_row_view(const Dims& shape, const AxisSet& axes, const std::array<NumberedStrides, kRowTensors>& tensors);
 
 }  // namespace eaves

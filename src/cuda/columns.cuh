@@ -84,6 +84,28 @@ __device__ void for_each_batch_of_columns(const T* x, std::int64_t column_stride
   }
 }
 
+/// Writes function(value, row) of columns first, first + step, ... below `last` to another tensor, kColumns at a time.
+template <int kColumns, typename Lanes, int kLaneRows, typename T, typename Function>
+__device__ void transform_columns(const T* in, std::int64_t in_stride, T* out, std::int64_t out_stride,
+                                  std::int64_t first, std::int64_t last, int step, Function function) {
+  for (std::int64_t column = first; column < last; column += kColumns * step) {
+    Lanes batch[kColumns];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      if (column + c * step < last) batch[c] = Lanes::read(in + (column + c * step) * in_stride);
+    }
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      if (column + c * step >= last) break;
+      Accumulator<T> values[kLaneRows];
+      batch[c].unpack(values);
+#pragma unroll
+      for (int r = 0; r < kLaneRows; ++r) values[r] = function(values[r], r);
+      Lanes::write(out + (column + c * step) * out_stride, values);
+    }
+  }
+}
+
 /// Takes a batch of columns into the states of the rows side by side. `anchors` are those of the states; they start
 /// at 0, as a default-constructed state's. Anchors follow the maxima only when they fall far behind: moving one costs
 /// as much as several elements.
@@ -105,15 +127,19 @@ __device__ void accumulate(SoftmaxState<A> (&states)[kLaneRows], A (&anchors)[kL
       anchors[r] = softmax_anchor(states[r].max);
     }
   }
+  // The batch is summed by itself first: a row of millions of columns must not become one running sum.
+  A sums[kLaneRows] = {};
   with_exponential_minus(anchors, [&](auto exponential_minus_anchor) {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       A values[kLaneRows];
       batch[c].unpack(values);
 #pragma unroll
-      for (int r = 0; r < kLaneRows; ++r) states[r].sum += exponential_minus_anchor(values[r], r);
+      for (int r = 0; r < kLaneRows; ++r) sums[r] += exponential_minus_anchor(values[r], r);
     }
   });
+#pragma unroll
+  for (int r = 0; r < kLaneRows; ++r) states[r].sum += sums[r];
 }
 
 }  // namespace eaves::cuda

@@ -1,6 +1,7 @@
 // The one launcher: every kernel of the library starts here, with its shape as designated initialisers.
 //
-//   launch("logsumexp_forward", row_per_warp<float>, {.blocks = 4096, .threads = 128, .stream = stream}, arguments);
+//   launch("logsumexp_forward", row_per_lanes<float, 32, 4>, {.blocks = 4096, .threads = 128, .stream = stream},
+//   arguments);
 #pragma once
 
 #include <cuda_runtime.h>

@@ -2,11 +2,11 @@
 // for float64.
 #pragma once
 
+#include <type_traits>
+
 #include "core/numeric.h"
 
 namespace eaves::cuda {
-
-inline constexpr float kLog2E = 1.4426950408889634f;
 
 /// 2^x, relative error 2^-22; 0 for x below -126 (subnormal results are flushed), for -inf too.
 __device__ inline float exp2_approximate(float x) {

@@ -9,8 +9,6 @@
 
 namespace eaves::cuda {
 
-inline std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
 /// Threads that share a row: below 128 they are lanes of a warp, from 128 on a block.
 struct RowThreads {
   int threads = 0;
@@ -63,12 +61,13 @@ inline RowSplit split_rows(std::int64_t rows, std::int64_t columns, std::int64_t
   const std::int64_t row_bytes = columns * element_bytes;
   if (columns == 0 || (rows >= enough_rows && row_bytes <= kLargestPieceBytes)) return {1, columns, false};
   const std::int64_t most = std::max<std::int64_t>(1, row_bytes / kSmallestPieceBytes);
-  std::int64_t pieces = std::min(ceil_divide(wanted_pieces, rows), most);
+  std::int64_t pieces =
+      std::max(std::min(ceil_divide(wanted_pieces, rows), most), ceil_divide(row_bytes, kLargestPieceBytes));
   // A short row's pieces meet in a cluster, which saves the second launch.
   const bool is_cluster = has_clusters && pieces > 1 && most <= 2 * kLargestCluster;
   if (is_cluster) {
     pieces = 2;
-    while (pieces < most && pieces < kLargestCluster) pieces *= 2;
+    while (2 * pieces <= most && pieces < kLargestCluster) pieces *= 2;
   }
   // A piece is a multiple of what its block loads at once, where it is as large: a last batch that is half empty costs
   // as much as a full one. In any case a multiple of 256 bytes, so that pieces keep the alignment of the row.
@@ -80,8 +79,8 @@ inline RowSplit split_rows(std::int64_t rows, std::int64_t columns, std::int64_t
   return {pieces, piece_columns, is_cluster};
 }
 
-/// Vectors of `T` fit when every row of every tensor with columns starts at the same place between 16-byte boundaries
-/// as in the other tensors; kVector columns side by side when that place is a boundary.
+/// Every row of tensor 0 starts at the same place between 16-byte boundaries as in tensor 1, so that a vector of one
+/// is a vector of the other.
 inline bool lie_alike(const RowView& view, const void* a, const void* b, std::int64_t element_bytes) {
   if ((reinterpret_cast<std::uintptr_t>(a) - reinterpret_cast<std::uintptr_t>(b)) % 16 != 0) return false;
   for (int axis = 0; axis < view.rows.rank; ++axis) {
@@ -90,6 +89,7 @@ inline bool lie_alike(const RowView& view, const void* a, const void* b, std::in
   return true;
 }
 
+/// Transposed layout: the rows side by side are whole vectors that start on 16 bytes, in every column.
 inline bool columns_are_aligned(const RowView& view, int tensor, const void* data, std::int64_t element_bytes) {
   const std::int64_t vector_elements = 16 / element_bytes;
   const int lane_axis = view.rows.rank - 1;
@@ -116,13 +116,13 @@ inline TransposedTiles tile_transposed(std::int64_t outer_rows, std::int64_t lan
                                        std::int64_t blocks_per_multiprocessor) {
   constexpr std::int64_t kFewestColumns = 64;
   TransposedTiles tiles;
-  tiles.tiles_per_lane_axis = (lane_rows + rows_per_tile - 1) / rows_per_tile;
+  tiles.tiles_per_lane_axis = ceil_divide(lane_rows, rows_per_tile);
   tiles.tiles = outer_rows * tiles.tiles_per_lane_axis;
   const std::int64_t wanted = multiprocessors * blocks_per_multiprocessor;
   const std::int64_t most = std::max<std::int64_t>(1, columns / kFewestColumns);
   tiles.pieces = std::clamp<std::int64_t>(wanted / tiles.tiles, 1, most);
-  tiles.piece_columns = (columns + tiles.pieces - 1) / tiles.pieces;
-  tiles.pieces = columns == 0 ? 1 : (columns + tiles.piece_columns - 1) / tiles.piece_columns;
+  tiles.piece_columns = ceil_divide(columns, tiles.pieces);
+  tiles.pieces = columns == 0 ? 1 : ceil_divide(columns, tiles.piece_columns);
   return tiles;
 }
 

@@ -1,5 +1,5 @@
-// The CUDA side of runtime/runtime.h: src/runtime/runtime.cpp serves the CPU itself and forwards every call for a GPU here,
-// under the same name. Compiled only where EAVES_HAVE_CUDA is 1; no CUDA header is needed to include it.
+// The CUDA side of runtime/runtime.h: src/runtime/runtime.cpp serves the CPU itself and forwards every call for a GPU
+// here, under the same name. Compiled only where EAVES_HAVE_CUDA is 1; no CUDA header is needed to include it.
 //
 // Every function that takes a Device leaves the caller's current device as it found it. None of them may be the reason
 // that a program does not start: a missing driver makes gpus() say so, and everything else throw DeviceError.

@@ -17,7 +17,8 @@ struct MergeSoftmax {
   }
 };
 
-/// The same for SoftmaxState, in fewer steps that wait for each other: the maximum first, one rescaling, then the sum.
+/// reduce_lanes() for SoftmaxState, in fewer steps that wait for each other: the maximum first, one rescaling, then the
+/// sum.
 template <int kLanes, typename A>
 __device__ SoftmaxState<A> reduce_lanes(const SoftmaxState<A>& state, MergeSoftmax) {
   A max = state.max;

@@ -1,5 +1,5 @@
-// The CPU side of runtime/runtime.h, and the fork to the CUDA side (src/cuda/runtime.h has the same names). A call for a
-// GPU in a build without CUDA is Unsupported. `if constexpr (kHasCuda)`, so that such a build links.
+// The CPU side of runtime/runtime.h, and the fork to the CUDA side (src/cuda/runtime.h has the same names). A call for
+// a GPU in a build without CUDA is Unsupported. `if constexpr (kHasCuda)`, so that such a build links.
 #include "runtime/runtime.h"
 
 #include <algorithm>

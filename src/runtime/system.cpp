@@ -4,12 +4,12 @@
 
 #include <utility>
 
-#include "runtime/backend.h"
 #include "core/build_config.h"
 #include "cpu/level.h"
 #include "cpu/parallel.h"
 #include "cuda/device.h"
 #include "eaves/version.h"
+#include "runtime/backend.h"
 
 namespace eaves {
 

@@ -2,17 +2,22 @@
 // end here; the backends never see a bad one.
 #include "eaves/logsumexp.h"
 
-#include "runtime/backend.h"
 #include "core/check.h"
 #include "ops/logsumexp/logsumexp_backend.h"
+#include "runtime/backend.h"
 
 namespace eaves {
 namespace {
 
 using check::Argument;
+using namespace logsumexp_tensors;
 
 constexpr const char* kForward = "logsumexp_forward";
 constexpr const char* kBackward = "logsumexp_backward";
+
+const char* reason_of(bool keepdim) {
+  return keepdim ? "x with its reduced axes of size 1" : "x without its reduced axes";
+}
 
 DType lse_dtype(DType x_dtype) { return x_dtype == DType::float64 ? DType::float64 : DType::float32; }
 
@@ -28,11 +33,10 @@ LogsumexpForwardProblem make_problem(const LogsumexpForwardArgs& args) {
   if (!args.out.is_present && !args.lse.is_present) check::fail(out, "and lse are both missing, expected at least one");
 
   const auto check_output = [&](const Argument& output, std::initializer_list<DType> dtypes, const char* why) {
-    if (!output.view.is_present) return;
+    if (!output.view.is_present && output.view.data == nullptr) return;
     check::is_valid(output);
     check::is_on(output, args.x.device, "x");
-    check::has_shape(output, reduced_shape(args.x.shape, axes, args.keepdim),
-                     args.keepdim ? "x with its reduced axes of size 1" : "x without its reduced axes");
+    check::has_shape(output, reduced_shape(args.x.shape, axes, args.keepdim), reason_of(args.keepdim));
     check::has_dtype(output, dtypes, why);
     check::is_writable(output);
     check::do_not_overlap(output, x);
@@ -44,9 +48,14 @@ LogsumexpForwardProblem make_problem(const LogsumexpForwardArgs& args) {
   // An absent output walks along with the other one.
   const TensorView& out_view = args.out.is_present ? args.out : args.lse;
   const TensorView& lse_view = args.lse.is_present ? args.lse : args.out;
-  return {.view = make_row_view(args.x.shape, axes, {args.x.strides, args.x.strides},
-                                {spread_strides(out_view.strides, args.x.shape.size(), axes, args.keepdim),
-                                 spread_strides(lse_view.strides, args.x.shape.size(), axes, args.keepdim)}),
+  const auto row_strides = [&](const TensorView& tensor) {
+    return spread_strides(tensor.strides, args.x.shape.size(), axes, args.keepdim);
+  };
+  return {.view = make_row_view(args.x.shape, axes,
+                                {{{kX, args.x.strides},
+                                  {kGradX, args.x.strides},
+                                  {kLse, row_strides(lse_view)},
+                                  {kOut, row_strides(out_view)}}}),
           .device = args.x.device,
           .x_dtype = args.x.dtype,
           .out_dtype = out_view.dtype,
@@ -64,7 +73,7 @@ LogsumexpBackwardProblem make_problem(const LogsumexpBackwardArgs& args) {
   check::has_dtype(x, {DType::float32, DType::float64, DType::float16, DType::bfloat16}, "integers have no gradient");
   const AxisSet axes = check::axes(x, args.axes);
   const Dims row_shape = reduced_shape(args.x.shape, axes, args.keepdim);
-  const char* shape_reason = args.keepdim ? "x with its reduced axes of size 1" : "x without its reduced axes";
+  const char* shape_reason = reason_of(args.keepdim);
 
   check::is_valid(grad_out);
   check::is_on(grad_out, args.x.device, "x");
@@ -85,9 +94,14 @@ LogsumexpBackwardProblem make_problem(const LogsumexpBackwardArgs& args) {
   check::do_not_overlap(grad_x, lse);
   check::do_not_overlap(grad_x, grad_out);
 
-  return {.view = make_row_view(args.x.shape, axes, {args.x.strides, args.grad_x.strides},
-                                {spread_strides(args.lse.strides, args.x.shape.size(), axes, args.keepdim),
-                                 spread_strides(args.grad_out.strides, args.x.shape.size(), axes, args.keepdim)}),
+  const auto row_strides = [&](const TensorView& tensor) {
+    return spread_strides(tensor.strides, args.x.shape.size(), axes, args.keepdim);
+  };
+  return {.view = make_row_view(args.x.shape, axes,
+                                {{{kX, args.x.strides},
+                                  {kGradX, args.grad_x.strides},
+                                  {kLse, row_strides(args.lse)},
+                                  {kGradOut, row_strides(args.grad_out)}}}),
           .device = args.x.device,
           .x_dtype = args.x.dtype,
           .grad_out_dtype = args.grad_out.dtype,
@@ -107,6 +121,7 @@ std::size_t workspace_bytes(const LogsumexpForwardProblem& problem) {
 }  // namespace
 
 void logsumexp_forward(const LogsumexpForwardArgs& args, const ExecutionContext& context) {
+  check::threads(kForward, context.threads);
   const LogsumexpForwardProblem problem = make_problem(args);
   // A row without columns still has a result, -inf: only no rows at all is nothing to do.
   if (problem.view.row_count == 0) return;
@@ -116,6 +131,7 @@ void logsumexp_forward(const LogsumexpForwardArgs& args, const ExecutionContext&
 }
 
 void logsumexp_backward(const LogsumexpBackwardArgs& args, const ExecutionContext& context) {
+  check::threads(kBackward, context.threads);
   const LogsumexpBackwardProblem problem = make_problem(args);
   if (problem.view.row_count == 0 || problem.view.column_count == 0) return;
   if (problem.device.type == DeviceType::cpu) return cpu::logsumexp_backward(problem, context);

@@ -1,5 +1,5 @@
 // What a backend of logsumexp gets: a problem that has been checked, is not empty, and speaks of rows and columns
-// instead of axes. Tensors of `view`: 0 is x, 1 is grad_x (x again in the forward), 2 and 3 have one element per row.
+// instead of axes.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,17 @@
 
 namespace eaves {
 
+/// Numbers of the tensors in a problem's view. x and grad_x have rows and columns, the others one element per row.
+namespace logsumexp_tensors {
+inline constexpr int kX = 0;
+inline constexpr int kGradX = 1;  ///< in the forward x again
+inline constexpr int kLse = 2;
+inline constexpr int kOut = 3;      ///< forward
+inline constexpr int kGradOut = 3;  ///< backward
+}  // namespace logsumexp_tensors
+
 struct LogsumexpForwardProblem {
-  RowView view;  ///< 2 is out, 3 is lse
+  RowView view;
   Device device;
   DType x_dtype;
   DType out_dtype;
@@ -21,7 +30,7 @@ struct LogsumexpForwardProblem {
 };
 
 struct LogsumexpBackwardProblem {
-  RowView view;  ///< 2 is lse, 3 is grad_out
+  RowView view;
   Device device;
   DType x_dtype;
   DType grad_out_dtype;

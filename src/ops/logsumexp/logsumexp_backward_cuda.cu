@@ -6,7 +6,7 @@
 //   column_gradient    rows side by side                (reduced along another axis)
 //   element_gradient   anything else
 #include <algorithm>
-#include <climits>
+#include <cstdint>
 
 #include "core/dispatch.h"
 #include "cuda/columns.cuh"
@@ -22,16 +22,13 @@ namespace {
 
 constexpr const char* kOp = "logsumexp_backward";
 
-// Tensors of the RowView, see logsumexp_backend.h.
-constexpr int kX = 0;
-constexpr int kGradX = 1;
-constexpr int kLse = 2;
-constexpr int kGradOut = 3;
+using namespace logsumexp_tensors;
 
+constexpr int kLanes = 8;         // that share a short row
 constexpr int kLanesBlock = 128;  // threads of a block of short rows
 // A block of long rows: H200, [4096, 131072] bf16, 32 x 4 0.508 ms, 64 x 4 0.515, 128 x 4 0.517, 256 x 2 0.535; a plain
 // copy 0.501.
-constexpr int kPieceThreads = 32;
+constexpr int kGradientThreads = 32;
 constexpr int kVectors = 4;        // that a thread loads before it stores the first
 constexpr int kColumnWarps = 8;    // warps of a block that walk down columns side by side
 constexpr int kColumns = 4;        // columns that a thread loads before it stores the first
@@ -68,7 +65,7 @@ __device__ RowGradient<A> load_row(const BackwardRows<A, View>& p, std::int64_t 
 }
 
 /// Short rows: kLanes lanes a row.
-template <typename T, int kLanes>
+template <typename T>
 __global__ void __launch_bounds__(kLanesBlock) lanes_gradient(BackwardRows<Accumulator<T>> p) {
   const std::int64_t row = (std::int64_t{blockIdx.x} * kLanesBlock + threadIdx.x) / kLanes;
   if (row >= p.view.row_count) return;
@@ -80,13 +77,13 @@ __global__ void __launch_bounds__(kLanesBlock) lanes_gradient(BackwardRows<Accum
 
 /// Long rows: a block a piece, and a piece is one batch of vectors for each thread.
 template <typename T>
-__global__ void __launch_bounds__(kPieceThreads) piece_gradient(BackwardRows<Accumulator<T>> p, unsigned pieces) {
+__global__ void __launch_bounds__(kGradientThreads) piece_gradient(BackwardRows<Accumulator<T>> p, unsigned pieces) {
   const unsigned row = blockIdx.x / pieces;
   const auto at = p.view.rows.offsets(row);
   const RowGradient<Accumulator<T>> gradient = load_row<T>(p, at.of[kLse], at.of[kGradOut]);
   transform<kVectors>(static_cast<const T*>(p.x) + at.of[kX], static_cast<T*>(p.grad_x) + at.of[kGradX],
-                      p.view.column_count, blockIdx.x - row * pieces, kPieceThreads * kVectors, threadIdx.x,
-                      kPieceThreads, gradient);
+                      p.view.column_count, blockIdx.x - row * pieces, kGradientThreads * kVectors, threadIdx.x,
+                      kGradientThreads, gradient);
 }
 
 /// As row_per_column: each thread owns kLaneRows neighbouring rows and walks down their columns.
@@ -94,7 +91,6 @@ template <typename T, int kLaneRows>
 __global__ void __launch_bounds__(32 * kColumnWarps)
     column_gradient(BackwardRows<Accumulator<T>> p, TransposedTiles tiles) {
   using A = Accumulator<T>;
-  using Lanes = Side<T, kLaneRows>;
   const Tile tile = find_tile<32 * kLaneRows>(p.view, tiles);
   const std::int64_t lane_row = tile.lane_row + threadIdx.x * kLaneRows;
   if (lane_row >= tile.lane_axis_size) return;
@@ -108,24 +104,9 @@ __global__ void __launch_bounds__(32 * kColumnWarps)
   }
   const T* x = static_cast<const T*>(p.x) + at.of[kX];
   T* grad_x = static_cast<T*>(p.grad_x) + at.of[kGradX];
-  for (std::int64_t base = tile.first_column + threadIdx.y; base < tile.last_column; base += kColumns * kColumnWarps) {
-    Lanes sides[kColumns];
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      const std::int64_t column = base + c * kColumnWarps;
-      if (column < tile.last_column) sides[c] = Lanes::read(x + column * p.view.column_strides[kX]);
-    }
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      const std::int64_t column = base + c * kColumnWarps;
-      if (column >= tile.last_column) continue;
-      A values[kLaneRows];
-      sides[c].unpack(values);
-#pragma unroll
-      for (int r = 0; r < kLaneRows; ++r) values[r] = gradients[r](values[r]);
-      Lanes::write(grad_x + column * p.view.column_strides[kGradX], values);
-    }
-  }
+  transform_columns<kColumns, Side<T, kLaneRows>, kLaneRows>(
+      x, p.view.column_strides[kX], grad_x, p.view.column_strides[kGradX], tile.first_column + threadIdx.y,
+      tile.last_column, kColumnWarps, [&](A value, int r) { return gradients[r](value); });
 }
 
 /// A thread an element, wherever it lies.
@@ -143,9 +124,9 @@ __global__ void __launch_bounds__(256) element_gradient(BackwardRows<Accumulator
   }
 }
 
-template <typename T, int kLanes>
+template <typename T>
 void launch_lanes_gradient(const BackwardRows<Accumulator<T>>& p, void* stream) {
-  launch(kOp, lanes_gradient<T, kLanes>,
+  launch(kOp, lanes_gradient<T>,
          {.blocks = ceil_divide(p.view.row_count, kLanesBlock / kLanes), .threads = kLanesBlock, .stream = stream}, p);
 }
 
@@ -153,9 +134,9 @@ template <typename T>
 void launch_piece_gradient(const BackwardRows<Accumulator<T>>& p, void* stream) {
   // Of whole vectors, wherever the first one starts.
   const std::int64_t vectors = p.view.column_count / Vector<T>::kSize;
-  const std::int64_t pieces = std::max<std::int64_t>(1, ceil_divide(vectors, kPieceThreads * kVectors));
-  launch(kOp, piece_gradient<T>, {.blocks = p.view.row_count * pieces, .threads = kPieceThreads, .stream = stream}, p,
-         static_cast<unsigned>(pieces));
+  const std::int64_t pieces = std::max<std::int64_t>(1, ceil_divide(vectors, kGradientThreads * kVectors));
+  launch(kOp, piece_gradient<T>, {.blocks = p.view.row_count * pieces, .threads = kGradientThreads, .stream = stream},
+         p, static_cast<unsigned>(pieces));
 }
 
 template <typename T>
@@ -172,8 +153,7 @@ void backward(const LogsumexpBackwardProblem& problem, const ExecutionContext& c
   if (ShortRowView::fits(view) && view.layout == RowLayout::contiguous && row_bytes >= 64 &&
       lie_alike(view, problem.x, problem.grad_x, element_bytes)) {
     const BackwardRows<A> p = arguments(ShortRowView(view));
-    return row_bytes <= 512 ? launch_lanes_gradient<T, 8>(p, context.stream)
-                            : launch_piece_gradient<T>(p, context.stream);
+    return row_bytes <= 512 ? launch_lanes_gradient<T>(p, context.stream) : launch_piece_gradient<T>(p, context.stream);
   }
   if (ShortRowView::fits(view) && view.layout == RowLayout::transposed) {
     const BackwardRows<A> p = arguments(ShortRowView(view));

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "core/rows.h"
-#include "runtime/runtime.h"
 #include "eaves/logsumexp.h"
+#include "runtime/runtime.h"
 #include "testing/benchmark.h"
 #include "testing/dtype_names.h"
 

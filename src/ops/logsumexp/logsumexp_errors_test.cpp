@@ -2,13 +2,14 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
 #include <string>
 #include <vector>
 
-#include "runtime/runtime.h"
 #include "eaves/error.h"
 #include "eaves/logsumexp.h"
 #include "eaves/system.h"
+#include "runtime/runtime.h"
 
 namespace eaves::testing {
 namespace {
@@ -148,7 +149,7 @@ TEST_F(LogsumexpErrors, Dtypes) {
   expect_refused(backward, "logsumexp_backward: grad_x has dtype bfloat16, expected float32 (that of x)");
   args = forward_;
   args.x.dtype = static_cast<DType>(77);
-  expect_refused(args, "unknown DType 77");
+  expect_refused(args, "logsumexp_forward: x has dtype 77, expected one of enum DType");
 }
 
 TEST_F(LogsumexpErrors, Devices) {
@@ -236,6 +237,87 @@ TEST_F(LogsumexpErrors, OutputsThatShareMemory) {
   backward = backward_;
   backward.grad_out.data = grad_x_.data();
   expect_refused(backward, "logsumexp_backward: grad_x overlaps grad_out, expected memory of its own");
+}
+
+TEST_F(LogsumexpErrors, TheLseIsCheckedAsTheOutIs) {
+  auto args = forward_;
+  args.lse = view(x_, DType::float32, {4});
+  expect_refused(args, "logsumexp_forward: lse overlaps x, expected memory of its own");
+  args = forward_;
+  args.lse.strides = {0};
+  expect_refused(args,
+                 "logsumexp_forward: lse has shape [4] and strides [0], so that elements share memory; expected an "
+                 "address for each, because it is written");
+}
+
+TEST_F(LogsumexpErrors, OutputsWhoseElementsShareMemoryInOtherWays) {
+  auto args = backward_;
+  for (const Dims& strides : {Dims{1, 1}, Dims{2, 1}, Dims{-1, 1}, Dims{3, 2}, Dims{3, 6}}) {
+    args.grad_x.strides = strides;
+    if (strides == Dims{3, 2}) {
+      // 0 2 4, 3 5 7, 6 8 10, 9 11 13: all different, though neither stride steps over the other axis.
+      EXPECT_NO_THROW(logsumexp_backward_workspace_bytes(args));
+    } else {
+      EXPECT_THROW(logsumexp_backward_workspace_bytes(args), InvalidArgument) << strides[0] << ", " << strides[1];
+    }
+  }
+}
+
+TEST_F(LogsumexpErrors, TensorsThatOverlapByPartOfAnElement) {
+  // A float64 x over memory of which an output takes the second half of the first element.
+  std::vector<double> memory(12);
+  std::vector<double> lse(4);
+  auto args = forward_;
+  args.x = view(memory, DType::float64, {4, 3});
+  args.lse = view(lse, DType::float64, {4});
+  args.out = TensorView::strided(reinterpret_cast<float*>(memory.data()) + 1, DType::float32, {4}, {6});
+  expect_refused(args, "logsumexp_forward: out overlaps x, expected memory of its own");
+}
+
+TEST_F(LogsumexpErrors, DisjointColumnsOfOneBufferAreLegalWhateverTheirStrides) {
+  // x and out interleave over 100000 rows, with strides of which one is a multiple of the other.
+  struct Strides {
+    std::int64_t x, out, column;
+  };
+  for (const Strides& strides : {Strides{8, 16, 6}, Strides{16, 8, 6}, Strides{9, 18, 7}}) {
+    std::vector<float> buffer(static_cast<std::size_t>(100000 * 18 + 18), 1.0f);
+    auto args = forward_;
+    args.x = TensorView::strided(buffer.data(), DType::float32, {100000, 6}, {strides.x, 1});
+    args.out = TensorView::strided(buffer.data() + strides.column, DType::float32, {100000}, {strides.out});
+    args.lse = {};
+    EXPECT_NO_THROW(logsumexp_forward_workspace_bytes(args)) << strides.x << ", " << strides.out;
+    args.out.data = buffer.data() + 5;
+    EXPECT_THROW(logsumexp_forward_workspace_bytes(args), InvalidArgument) << strides.x << ", " << strides.out;
+  }
+}
+
+TEST_F(LogsumexpErrors, AViewPutTogetherByHand) {
+  auto args = forward_;
+  args.out.is_present = false;
+  expect_refused(args,
+                 "logsumexp_forward: out has data but counts as missing, expected a view made by contiguous() or "
+                 "strided()");
+}
+
+TEST_F(LogsumexpErrors, Threads) {
+  for (const int threads : {-7, 200000}) {
+    try {
+      logsumexp_forward(forward_, {.threads = threads});
+      ADD_FAILURE() << threads << " threads were not refused";
+    } catch (const InvalidArgument& error) {
+      EXPECT_EQ(error.what(),
+                "logsumexp_forward: threads is " + std::to_string(threads) + ", expected 0 (all) to 4096");
+    }
+    EXPECT_THROW(logsumexp_backward(backward_, {.threads = threads}), InvalidArgument);
+  }
+}
+
+TEST_F(LogsumexpErrors, StridesOfAnEmptyTensorMayBeAnything) {
+  auto args = forward_;
+  args.x = TensorView::strided(x_.data(), DType::float32, {4, 0, 3}, {std::int64_t{1} << 62, std::int64_t{1} << 62, 7});
+  args.axes = {1, 2};
+  EXPECT_NO_THROW(logsumexp_forward(args));
+  EXPECT_EQ(lse_[3], -std::numeric_limits<float>::infinity());
 }
 
 TEST_F(LogsumexpErrors, MemoryThatInterleavesWithoutSharingIsLegal) {

@@ -6,8 +6,8 @@
 //   row_per_stride     anything else
 //   merge_pieces       second step where a row was cut into pieces that do not share a cluster
 //
-// One idea in all of them: a thread loads several vectors, takes their maximum, rescales its sum once and adds the
-// exponentials; what threads hold are SoftmaxStates, which merge in any grouping.
+// One idea in all of them: what threads hold are SoftmaxStates, which merge in any grouping. Where vectors fit, a
+// thread takes many elements into its state at once (cuda/softmax.cuh, cuda/columns.cuh).
 #include <algorithm>
 
 #include "core/dispatch.h"
@@ -15,6 +15,7 @@
 #include "cuda/device.h"
 #include "cuda/launch.cuh"
 #include "cuda/reduce.cuh"
+#include "cuda/row_launch.cuh"
 #include "cuda/row_policy.h"
 #include "cuda/softmax.cuh"
 #include "cuda/vector.cuh"
@@ -25,10 +26,7 @@ namespace {
 
 constexpr const char* kOp = "logsumexp_forward";
 
-// Tensors of the RowView, see logsumexp_backend.h.
-constexpr int kX = 0;
-constexpr int kOut = 2;
-constexpr int kLse = 3;
+using namespace logsumexp_tensors;
 
 constexpr int kLanesBlock = 128;    // threads of a block whose rows take at most a warp
 constexpr int kColumnWarps = 8;     // warps of a block that walk down columns side by side
@@ -88,27 +86,6 @@ struct ForwardRows {
   RowSplit split;
 };
 
-struct Piece {
-  std::int64_t row;
-  std::int64_t piece;
-};
-
-/// Neighbouring blocks take neighbouring memory: pieces of one row, or else rows.
-__device__ Piece find_piece(const RowSplit& split) {
-  if (split.pieces > 1) return {blockIdx.y, blockIdx.x};
-  return {blockIdx.x, 0};
-}
-
-/// The grid for find_piece: split_rows cuts only few rows, so that they fit the grid's y.
-LaunchShape shape_of(const RowSplit& split, std::int64_t rows, int threads, void* stream) {
-  const bool is_cut = split.pieces > 1;
-  return {.blocks = is_cut ? split.pieces : rows,
-          .blocks_y = is_cut ? rows : 1,
-          .threads = threads,
-          .is_row_cluster = split.is_cluster,
-          .stream = stream};
-}
-
 template <typename T, int kLanes, int kVectors>
 __global__ void __launch_bounds__(kLanesBlock) row_per_lanes(ForwardRows<Accumulator<T>> p) {
   const std::int64_t row = (std::int64_t{blockIdx.x} * kLanesBlock + threadIdx.x) / kLanes;
@@ -121,14 +98,6 @@ __global__ void __launch_bounds__(kLanesBlock) row_per_lanes(ForwardRows<Accumul
   state = reduce_lanes<kLanes>(state, MergeSoftmax{});  // outside of the branch: all lanes of the warp take part
   if (row < p.view.row_count && threadIdx.x % kLanes == 0) write_result(p.outputs, p.view.rows, row, state);
 }
-
-/// The register bound makes the blocks of a multiprocessor 1024 threads with 8 vectors, 1536 with 4; float64 needs
-/// more.
-template <typename T, int kThreads, int kVectors>
-inline constexpr int kBlocksPerMultiprocessor = (sizeof(T) == 8  ? 512
-                                                 : kVectors == 8 ? 1024
-                                                                 : 1536) /
-                                                kThreads;
 
 template <typename T, int kThreads, int kVectors, bool kIsCluster>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor<T, kThreads, kVectors>)
@@ -162,7 +131,6 @@ struct ForwardColumns {
 template <typename T, int kLaneRows>
 __global__ void __launch_bounds__(32 * kColumnWarps, kColumnBlocks) row_per_column(ForwardColumns<Accumulator<T>> p) {
   using A = Accumulator<T>;
-  using Lanes = Side<T, kLaneRows>;
   constexpr int kTileRows = 32 * kLaneRows;
   let_next_kernel_start();
   const Tile tile = find_tile<kTileRows>(p.view, p.tiles);
@@ -171,9 +139,9 @@ __global__ void __launch_bounds__(32 * kColumnWarps, kColumnBlocks) row_per_colu
   A anchors[kLaneRows] = {};
   if (lane_row < tile.lane_axis_size) {  // kLaneRows divides the axis: a lane has all of its rows or none
     const T* x = static_cast<const T*>(p.x) + p.view.rows.offsets(tile.outer_row + lane_row).of[kX];
-    for_each_batch_of_columns<kColumnsAtATime, Lanes>(
+    for_each_batch_of_columns<kColumnsAtATime, Side<T, kLaneRows>>(
         x, p.view.column_strides[kX], tile.first_column + threadIdx.y, tile.last_column, kColumnWarps,
-        [&](const Lanes(&batch)[kColumnsAtATime]) { accumulate(states, anchors, batch); });
+        [&](const Side<T, kLaneRows>(&batch)[kColumnsAtATime]) { accumulate(states, anchors, batch); });
   }
 
   __shared__ alignas(SoftmaxState<A>) unsigned char storage[kColumnWarps * kTileRows * sizeof(SoftmaxState<A>)];
@@ -204,36 +172,28 @@ __global__ void __launch_bounds__(kLanesBlock) row_per_stride(ForwardRows<Accumu
     const std::int64_t last = min(first + p.split.piece_columns, p.view.column_count);
     const T* x = static_cast<const T*>(p.x) + p.view.rows.offsets(row).of[kX];
     SoftmaxState<Accumulator<T>> state;
-    for (std::int64_t column = first + threadIdx.x % 32; column < last; column += 32) {
-      accumulate(state, load_as_accumulator(x[p.view.columns.offsets(column).of[kX]]));
+    // In runs that are summed by themselves: a row of millions of columns must not become one running sum.
+    constexpr std::int64_t kRunColumns = 32 * 256;
+    for (std::int64_t begin = first; begin < last; begin += kRunColumns) {
+      SoftmaxState<Accumulator<T>> run;
+      const std::int64_t end = min(begin + kRunColumns, last);
+      for (std::int64_t column = begin + threadIdx.x % 32; column < end; column += 32) {
+        accumulate(run, load_as_accumulator(x[p.view.columns.offsets(column).of[kX]]));
+      }
+      state = MergeSoftmax{}(state, run);
     }
     state = reduce_lanes<32>(state, MergeSoftmax{});
     if (threadIdx.x % 32 == 0) write_piece_or_result(p.outputs, p.view.rows, p.view.row_count, row, piece, state);
   }
 }
 
-/// Joins the pieces of 32 rows: a lane a row, the warps share the pieces.
 template <typename A, int kWarps>
 __global__ void __launch_bounds__(32 * kWarps) merge_pieces(StridedLoop<kRowTensors> rows, std::int64_t row_count,
                                                             ForwardOutputs<A> outputs, std::int64_t pieces) {
   wait_for_previous_kernel();
-  const std::int64_t first_row = std::int64_t{blockIdx.x} * 32;
-  SoftmaxState<A> state;
-  if (first_row + threadIdx.x < row_count) {
-#pragma unroll 8  // the loads do not wait for each other
-    for (std::int64_t piece = threadIdx.y; piece < pieces; piece += kWarps) {
-      state = MergeSoftmax{}(state, outputs.pieces[piece * row_count + first_row + threadIdx.x]);
-    }
-  }
-  __shared__ alignas(SoftmaxState<A>) unsigned char storage[32 * (kWarps + 1) * sizeof(SoftmaxState<A>)];
-  auto* states = reinterpret_cast<SoftmaxState<A>(*)[kWarps + 1]>(storage);
-  states[threadIdx.x][threadIdx.y] = state;
-  __syncthreads();
-  // Turned around: kWarps neighbouring lanes a row.
-  const int thread = static_cast<int>(threadIdx.y * 32 + threadIdx.x);
-  state = reduce_lanes<kWarps>(states[thread / kWarps][thread % kWarps], MergeSoftmax{});
-  const std::int64_t row = first_row + thread / kWarps;
-  if (thread % kWarps == 0 && row < row_count) write_result(outputs, rows, row, state);
+  reduce_pieces<kWarps>(
+      outputs.pieces, row_count, pieces, MergeSoftmax{},
+      [&](std::int64_t row, const SoftmaxState<A>& state) { write_result(outputs, rows, row, state); });
 }
 
 // ---- host ---------------------------------------------------------------------------------------------------------
@@ -298,15 +258,13 @@ void launch_contiguous(const ForwardPlan& plan, const ForwardRows<Accumulator<T>
   if (plan.split.is_cluster) {
     return launch_row_per_block<T, kPieceThreads.threads, kPieceThreads.vectors, true>(p, stream);
   }
-  const auto is = [&](RowThreads threads) { return plan.threads == threads; };
-  if (is({2, 1})) return launch_row_per_lanes<T, 2, 1>(p, stream);
-  if (is({2, 4})) return launch_row_per_lanes<T, 2, 4>(p, stream);
-  if (is({8, 4})) return launch_row_per_lanes<T, 8, 4>(p, stream);
-  if (is({32, 4})) return launch_row_per_lanes<T, 32, 4>(p, stream);
-  if (is({128, 4})) return launch_row_per_block<T, 128, 4>(p, stream);
-  if (is({128, 8})) return launch_row_per_block<T, 128, 8>(p, stream);
-  static_assert(kPieceThreads == RowThreads{256, 8});  // pieces take the shape of the longest rows
-  launch_row_per_block<T, 256, 8>(p, stream);
+  dispatch_row_threads(plan.threads, [&]<int kThreads, int kVectors>() {
+    if constexpr (kThreads <= 32) {
+      launch_row_per_lanes<T, kThreads, kVectors>(p, stream);
+    } else {
+      launch_row_per_block<T, kThreads, kVectors>(p, stream);
+    }
+  });
 }
 
 template <typename T, int kLaneRows>
@@ -330,7 +288,7 @@ void forward(const LogsumexpForwardProblem& problem, const ExecutionContext& con
     launch(kOp, row_per_stride<T>,
            {.blocks = std::min<std::int64_t>(blocks, 1 << 20), .threads = kLanesBlock, .stream = context.stream},
            ForwardRows<A, RowView>{problem.view, problem.x, outputs, plan.split});
-  } else if constexpr (!std::is_integral_v<T> && !std::is_same_v<T, boolean>) {
+  } else if constexpr (kIsFloatingPoint<T>) {
     if (plan.layout == RowLayout::contiguous) {
       launch_contiguous<T>(plan, {ShortRowView(problem.view), problem.x, outputs, plan.split}, context.stream);
     } else if (plan.lane_rows > 1) {

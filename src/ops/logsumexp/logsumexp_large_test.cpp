@@ -6,8 +6,8 @@
 #include <cmath>
 #include <vector>
 
-#include "runtime/runtime.h"
 #include "eaves/logsumexp.h"
+#include "runtime/runtime.h"
 #include "testing/devices.h"
 
 namespace eaves::testing {
@@ -100,6 +100,60 @@ TEST_P(SlowLogsumexp, ManyRowsBeyond2To31Elements) { check_large(device(), {{700
 TEST_P(SlowLogsumexp, OneRowBeyond2To31Elements) { check_large(device(), {{1, (std::int64_t{1} << 31) + 77}, 1}); }
 
 TEST_P(SlowLogsumexp, ColumnsBeyond2To31Elements) { check_large(device(), {{2100003, 1024}, 0}); }
+
+TEST_P(SlowLogsumexp, PromotedRowsBeyond2To31Elements) {
+  const std::int64_t columns = (std::int64_t{1} << 30) + 7;
+  const std::int64_t bytes = 3 * columns;
+  if (runtime::free_memory_bytes(device()) < bytes + (std::int64_t{1} << 30)) GTEST_SKIP() << "too little memory";
+  const Memory x(device(), bytes);
+  const Memory lse(device(), 3 * 4);
+  runtime::fill_bytes(device(), x.data(), 0, static_cast<std::size_t>(bytes));
+  const std::int8_t marker = 30;  // e^30 is far above the sum of all others
+  runtime::copy(static_cast<std::int8_t*>(x.data()) + bytes - 1, device(), &marker, kCpu, 1);
+  logsumexp_forward({.x = TensorView::contiguous(x.data(), DType::int8, {3, columns}, device()),
+                     .axes = {1},
+                     .lse = TensorView::contiguous(lse.data(), DType::float32, {3}, device())});
+  float result[3] = {};
+  runtime::copy(result, kCpu, lse.data(), device(), sizeof(result));
+  const double of_zeros = std::log(static_cast<double>(columns));
+  EXPECT_NEAR(result[0], of_zeros, 2e-6 * of_zeros);
+  EXPECT_NEAR(result[1], of_zeros, 2e-6 * of_zeros);
+  EXPECT_NEAR(result[2], std::log(static_cast<double>(columns - 1) + std::exp(30.0)), 2e-6 * 30.0);
+}
+
+TEST_P(SlowLogsumexp, StridedElementsBeyond2To31) {
+  // Every second element of memory, forward and backward: the element loops of each backend.
+  const std::int64_t columns = (std::int64_t{1} << 30) + 7;
+  const std::int64_t x_bytes = 2 * columns * 2;
+  const std::int64_t grad_bytes = columns * 2;
+  if (runtime::free_memory_bytes(device()) < x_bytes + grad_bytes + (std::int64_t{1} << 30)) {
+    GTEST_SKIP() << "too little memory";
+  }
+  const Memory x(device(), x_bytes);
+  const Memory grad_x(device(), grad_bytes);
+  const Memory scalars(device(), 8);
+  runtime::fill_bytes(device(), x.data(), 0, static_cast<std::size_t>(x_bytes));
+  const std::uint16_t marker = 0x41f0;  // 30 in bfloat16
+  runtime::copy(static_cast<std::uint16_t*>(x.data()) + 2 * (columns - 1), device(), &marker, kCpu, 2);
+  const float one = 1.0f;
+  runtime::copy(static_cast<float*>(scalars.data()) + 1, device(), &one, kCpu, 4);
+  const TensorView x_view = TensorView::strided(x.data(), DType::bfloat16, {1, columns}, {2 * columns, 2}, device());
+  const TensorView lse = TensorView::contiguous(scalars.data(), DType::float32, {1}, device());
+  logsumexp_forward({.x = x_view, .axes = {1}, .lse = lse});
+  logsumexp_backward(
+      {.grad_out = TensorView::contiguous(static_cast<float*>(scalars.data()) + 1, DType::float32, {1}, device()),
+       .x = x_view,
+       .lse = lse,
+       .axes = {1},
+       .grad_x = TensorView::contiguous(grad_x.data(), DType::bfloat16, {1, columns}, device())});
+  float result = 0.0f;
+  runtime::copy(&result, kCpu, scalars.data(), device(), 4);
+  const double exact = std::log(static_cast<double>(columns - 1) + std::exp(30.0));
+  EXPECT_NEAR(result, exact, 2e-6 * exact);
+  std::uint16_t last = 0;
+  runtime::copy(&last, kCpu, static_cast<std::uint16_t*>(grad_x.data()) + columns - 1, device(), 2);
+  EXPECT_NEAR(std::bit_cast<float>(static_cast<std::uint32_t>(last) << 16), std::exp(30.0 - exact), 0.004);
+}
 
 }  // namespace
 }  // namespace eaves::testing

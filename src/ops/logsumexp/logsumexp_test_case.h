@@ -8,9 +8,9 @@
 #include <optional>
 
 #include "core/check.h"
-#include "runtime/runtime.h"
 #include "eaves/logsumexp.h"
 #include "ops/logsumexp/logsumexp_reference.h"
+#include "runtime/runtime.h"
 #include "testing/tensor.h"
 #include "testing/tolerance.h"
 
@@ -100,8 +100,10 @@ inline void check_logsumexp(const LogsumexpCase& test_case) {
                check::to_string(test_case.axes) + (test_case.keepdim ? ", keepdim" : ""));
   LogsumexpRun run(test_case);
   const std::vector<unsigned char> x_before = run.x.bytes();
+  const std::vector<unsigned char> grad_out_before = run.grad_out.bytes();
   run.run();
   EXPECT_EQ(run.x.bytes(), x_before) << "x was modified";
+  EXPECT_EQ(run.grad_out.bytes(), grad_out_before) << "grad_out was modified";
   EXPECT_EQ(run.out.canary_damage(), "") << "around out";
   EXPECT_EQ(run.lse.canary_damage(), "") << "around lse";
   EXPECT_EQ(run.grad_x.canary_damage(), "") << "around grad_x";
@@ -111,7 +113,7 @@ inline void check_logsumexp(const LogsumexpCase& test_case) {
   for (std::int64_t row = 0; row < row_count; ++row) {
     const double lse = exact.lse[static_cast<std::size_t>(row)];
     const double max = exact.max[static_cast<std::size_t>(row)];
-    const double scale = std::max(std::abs(lse), std::isfinite(max) ? std::abs(max) : 0.0);
+    const double scale = logsumexp_scale(lse, max);
     ASSERT_EQ(difference(run.lse.view().dtype, run.lse.get(row), lse, scale), "") << "lse of row " << row;
     ASSERT_EQ(difference(run.out.view().dtype, run.out.get(row), lse, scale), "") << "out of row " << row;
   }

@@ -1,0 +1,81 @@
+// How rows of unit stride meet the grid: which block has which row or piece of one, how the shapes of the policy become
+// template parameters, and how the pieces of rows are joined. For every operator that reduces rows.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+
+#include "cuda/launch.cuh"
+#include "cuda/reduce.cuh"
+#include "cuda/row_policy.h"
+
+namespace eaves::cuda {
+
+/// Calls `function.operator()<kThreads, kVectors>()` for the shape that the policy chose. Every shape that
+/// row_threads() returns stands here.
+template <typename Function>
+void dispatch_row_threads(RowThreads shape, Function function) {
+  if (shape == RowThreads{2, 1}) return function.template operator()<2, 1>();
+  if (shape == RowThreads{2, 4}) return function.template operator()<2, 4>();
+  if (shape == RowThreads{8, 4}) return function.template operator()<8, 4>();
+  if (shape == RowThreads{32, 4}) return function.template operator()<32, 4>();
+  if (shape == RowThreads{128, 4}) return function.template operator()<128, 4>();
+  if (shape == RowThreads{128, 8}) return function.template operator()<128, 8>();
+  if (shape == RowThreads{256, 8}) return function.template operator()<256, 8>();
+  throw std::logic_error("row_policy.h has a shape that row_launch.cuh does not know");
+}
+
+/// The register bound makes the blocks of a multiprocessor 1024 threads with 8 vectors, 1536 with 4; float64 needs
+/// more.
+template <typename T, int kThreads, int kVectors>
+inline constexpr int kBlocksPerMultiprocessor = (sizeof(T) == 8  ? 512
+                                                 : kVectors == 8 ? 1024
+                                                                 : 1536) /
+                                                kThreads;
+
+struct Piece {
+  std::int64_t row;
+  std::int64_t piece;
+};
+
+/// Neighbouring blocks take neighbouring memory: pieces of one row, or else rows.
+__device__ inline Piece find_piece(const RowSplit& split) {
+  if (split.pieces > 1) return {blockIdx.y, blockIdx.x};
+  return {blockIdx.x, 0};
+}
+
+/// The grid for find_piece. Rows that are cut are few, and fit the grid's y.
+inline LaunchShape shape_of(const RowSplit& split, std::int64_t rows, int threads, void* stream) {
+  const bool is_cut = split.pieces > 1;
+  return {.blocks = is_cut ? split.pieces : rows,
+          .blocks_y = is_cut ? rows : 1,
+          .threads = threads,
+          .is_row_cluster = split.is_cluster,
+          .stream = stream};
+}
+
+/// Joins the states `pieces`, [piece_count, row_count], of 32 rows: a lane a row, the kWarps warps of the block share
+/// the pieces. Calls `finish(row, state)` in one thread for each row.
+template <int kWarps, typename State, typename Merge, typename Finish>
+__device__ void reduce_pieces(const State* pieces, std::int64_t row_count, std::int64_t piece_count, Merge merge,
+                              Finish finish) {
+  const std::int64_t first_row = std::int64_t{blockIdx.x} * 32;
+  State state;
+  if (first_row + threadIdx.x < row_count) {
+#pragma unroll 8  // the loads do not wait for each other
+    for (std::int64_t piece = threadIdx.y; piece < piece_count; piece += kWarps) {
+      state = merge(state, pieces[piece * row_count + first_row + threadIdx.x]);
+    }
+  }
+  __shared__ alignas(State) unsigned char storage[32 * (kWarps + 1) * sizeof(State)];
+  auto* states = reinterpret_cast<State(*)[kWarps + 1]>(storage);
+  states[threadIdx.x][threadIdx.y] = state;
+  __syncthreads();
+  // Turned around: kWarps neighbouring lanes a row.
+  const int thread = static_cast<int>(threadIdx.y * 32 + threadIdx.x);
+  state = reduce_lanes<kWarps>(states[thread / kWarps][thread % kWarps], merge);
+  const std::int64_t row = first_row + thread / kWarps;
+  if (thread % kWarps == 0 && row < row_count) finish(row, state);
+}
+
+}  // namespace eaves::cuda

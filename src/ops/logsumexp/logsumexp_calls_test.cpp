@@ -1,0 +1,151 @@
+// Calls of logsumexp rather than values: two runs, workspaces, threads, streams, graphs. What is computed is checked in
+// logsumexp_test.cpp.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "eaves/error.h"
+#include "eaves/logsumexp.h"
+#include "ops/logsumexp/logsumexp_test_case.h"
+#include "runtime/runtime.h"
+#include "testing/devices.h"
+
+namespace eaves::testing {
+namespace {
+
+class LogsumexpCalls : public OnEachDevice {};
+EAVES_EACH_DEVICE(LogsumexpCalls);
+
+double normal(std::int64_t i) { return random_normal(7, static_cast<std::uint64_t>(i)); }
+
+/// Shapes that take each way through a backend.
+const std::vector<std::pair<Dims, Dims>>& shapes_of_every_kind() {
+  static const std::vector<std::pair<Dims, Dims>> shapes = {
+      {{50, 40}, {1}},   {{50, 3000}, {1}}, {{2, 400003}, {1}},    {{70, 70001}, {1}},
+      {{5000, 72}, {0}}, {{5000, 33}, {0}}, {{6, 50, 70}, {0, 2}}, {{1, 300, 1000}, {}},
+  };
+  return shapes;
+}
+
+TEST_P(LogsumexpCalls, TwoRunsAreBitwiseEqual) {
+  for (const auto& [shape, axes] : shapes_of_every_kind()) {
+    for (const DType dtype : {DType::bfloat16, DType::float32}) {
+      LogsumexpRun first({.device = device(), .dtype = dtype, .shape = shape, .axes = axes, .value = normal});
+      LogsumexpRun second(first.test_case());
+      first.run();
+      second.run();
+      EXPECT_TRUE(first.results_equal(second)) << check::to_string(shape);
+    }
+  }
+}
+
+TEST_P(LogsumexpCalls, CallsThatFollowEachOtherMayShareAWorkspace) {
+  // Both cut their rows into pieces; the second must not overwrite what the first has yet to merge.
+  const LogsumexpCase long_rows{
+      .device = device(), .dtype = DType::bfloat16, .shape = {2, 400003}, .axes = {1}, .value = normal};
+  const LogsumexpCase long_columns{
+      .device = device(), .dtype = DType::bfloat16, .shape = {20000, 72}, .axes = {0}, .value = normal};
+  LogsumexpRun rows_alone(long_rows), columns_alone(long_columns), rows(long_rows), columns(long_columns);
+  rows_alone.run();
+  columns_alone.run();
+  const std::size_t bytes = std::max(logsumexp_forward_workspace_bytes(rows.forward_args()),
+                                     logsumexp_forward_workspace_bytes(columns.forward_args()));
+  TestTensor workspace(device(), DType::uint8, {static_cast<std::int64_t>(bytes)});
+  const ExecutionContext context{.workspace = {workspace.view().data, bytes}};
+  for (int repetition = 0; repetition < 20; ++repetition) {
+    rows.launch(context);
+    columns.launch(context);
+  }
+  rows.download();
+  columns.download();
+  EXPECT_TRUE(rows.results_equal(rows_alone));
+  EXPECT_TRUE(columns.results_equal(columns_alone));
+}
+
+TEST_P(LogsumexpCalls, AWorkspaceOfTheStatedSizeIsEnoughAndIsBelow1MiB) {
+  for (const auto& [shape, axes] : shapes_of_every_kind()) {
+    LogsumexpRun own({.device = device(), .dtype = DType::bfloat16, .shape = shape, .axes = axes, .value = normal});
+    LogsumexpRun given({.device = device(), .dtype = DType::bfloat16, .shape = shape, .axes = axes, .value = normal});
+    own.run();
+    const std::size_t bytes = logsumexp_forward_workspace_bytes(given.forward_args());
+    EXPECT_LE(bytes, std::size_t{1} << 20);
+    EXPECT_EQ(logsumexp_backward_workspace_bytes(given.backward_args()), 0u);
+    TestTensor workspace(device(), DType::uint8, {static_cast<std::int64_t>(bytes)});
+    given.run({.workspace = {workspace.view().data, bytes}});
+    EXPECT_TRUE(own.results_equal(given)) << check::to_string(shape);
+    workspace.download();
+    EXPECT_EQ(workspace.canary_damage(), "") << check::to_string(shape);
+    if (bytes > 0) {
+      EXPECT_THROW(given.run({.workspace = {workspace.view().data, bytes - 1}}), InvalidArgument);
+    }
+  }
+}
+
+TEST_P(LogsumexpCalls, CallsFromSeveralThreadsDoNotDisturbEachOther) {
+  // The second shape is cut into pieces: every call has scratch memory of its own.
+  for (const Dims& shape : {Dims{64, 3000}, Dims{2, 100003}}) {
+    LogsumexpRun alone({.device = device(), .dtype = DType::bfloat16, .shape = shape, .axes = {1}, .value = normal});
+    alone.run();
+    std::vector<std::unique_ptr<LogsumexpRun>> runs;
+    for (int i = 0; i < 4; ++i) runs.push_back(std::make_unique<LogsumexpRun>(alone.test_case()));
+    std::vector<std::thread> threads;
+    for (auto& run : runs) {
+      threads.emplace_back([&run, this] {
+        const runtime::Stream stream(device());
+        for (int repetition = 0; repetition < 20; ++repetition) run->launch({.stream = stream.handle()});
+        runtime::synchronize(device());
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (auto& run : runs) {
+      run->download();
+      EXPECT_TRUE(run->results_equal(alone)) << check::to_string(shape);
+    }
+  }
+}
+
+class LogsumexpOnCpu : public ::testing::Test {};
+
+TEST_F(LogsumexpOnCpu, TheNumberOfThreadsAndAPoolOfTheCallerChangeNoBit) {
+  // A pool that runs pieces in reverse order, one at a time.
+  const ParallelFor backwards = {.run = [](void*, std::int64_t count, ParallelFor::Body body, void* data) {
+    for (std::int64_t i = count; i-- > 0;) body(data, i, i + 1);
+  }};
+  for (const auto& [shape, axes] : shapes_of_every_kind()) {
+    LogsumexpRun one({.device = kCpu, .dtype = DType::bfloat16, .shape = shape, .axes = axes, .value = normal});
+    one.run({.threads = 1});
+    for (const ExecutionContext& context : {ExecutionContext{.threads = 2}, ExecutionContext{.threads = 5},
+                                            ExecutionContext{.parallel_for = backwards}}) {
+      LogsumexpRun other(one.test_case());
+      other.run(context);
+      EXPECT_TRUE(one.results_equal(other)) << check::to_string(shape) << ", threads " << context.threads;
+    }
+  }
+}
+
+class LogsumexpOnGpu : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (runtime::gpu_count() == 0) GTEST_SKIP() << system_info().cuda_missing;
+  }
+};
+
+TEST_F(LogsumexpOnGpu, ACudaGraphReplaysForwardAndBackward) {
+  for (const auto& [shape, axes] : shapes_of_every_kind()) {
+    LogsumexpRun plain({.device = kCuda, .dtype = DType::bfloat16, .shape = shape, .axes = axes, .value = normal});
+    plain.run();
+    LogsumexpRun captured(plain.test_case());
+    const runtime::Stream stream(kCuda);
+    runtime::capture_and_replay(
+        kCuda, stream.handle(), [&] { captured.launch({.stream = stream.handle()}); }, 3);
+    captured.download();
+    EXPECT_TRUE(captured.results_equal(plain)) << check::to_string(shape);
+  }
+}
+
+}  // namespace
+}  // namespace eaves::testing
