@@ -4,6 +4,10 @@ CUDA ?= AUTO
 BUILD := build/release
 JOBS ?= $(shell nproc)
 
+ifeq ($(filter $(CUDA),AUTO ON OFF),)
+$(error CUDA is "$(CUDA)", expected AUTO, ON or OFF)
+endif
+
 # `make help` prints the comments behind the targets' names.
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
