@@ -194,13 +194,21 @@ TEST_F(Program, BenchPrintsTablesAndWritesTheResultFile) {
 }
 
 TEST_F(Program, BenchWithANamedDtypeMeasuresNoOther) {
-  const Outcome outcome = run("eaves bench --device cpu --dtype fp32 --max-bytes 1 --repetitions 1 --warm-up-ms 0");
+  const Outcome outcome = run("eaves bench --device cpu --dtype fp32 --max-bytes 2M --repetitions 1 --warm-up-ms 0");
   ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
   EXPECT_NE(outcome.out.find("-fp32:"), std::string::npos) << outcome.out;
   EXPECT_EQ(outcome.out.find("-bf16:"), std::string::npos) << outcome.out;
 }
 
+TEST_F(Program, BenchThatLeavesOutEveryRowSaysSo) {
+  const Outcome outcome = run("eaves bench --device cpu --max-bytes 1 --warm-up-ms 0");
+  EXPECT_EQ(outcome.exit_code, 2);
+  EXPECT_NE(outcome.err.find("--max-bytes: 1 leaves out every row, expected more"), std::string::npos) << outcome.err;
+}
+
 TEST_F(Program, WrongArgumentsAreNamed) {
+  expect_refusal("eaves run logsumexp --input a --tensor x --dims '' --output b", 2,
+                 "--dims: is empty, expected a value");
   expect_refusal("eaves", 2, "A subcommand is required");
   expect_refusal("eaves paint", 2, "\"paint\" was not expected: A subcommand is required (eaves --help");
   expect_refusal("eaves run paint", 2, "\"paint\" was not expected: A subcommand is required (eaves run --help");

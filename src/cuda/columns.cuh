@@ -128,14 +128,17 @@ __device__ void accumulate(SoftmaxState<A> (&states)[kLaneRows], A (&anchors)[kL
     }
   }
   // The batch is summed by itself first: a row of millions of columns must not become one running sum.
-  A sums[kLaneRows] = {};
+  A sums[kLaneRows];
   with_exponential_minus(anchors, [&](auto exponential_minus_anchor) {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       A values[kLaneRows];
       batch[c].unpack(values);
 #pragma unroll
-      for (int r = 0; r < kLaneRows; ++r) sums[r] += exponential_minus_anchor(values[r], r);
+      for (int r = 0; r < kLaneRows; ++r) {
+        const A term = exponential_minus_anchor(values[r], r);
+        sums[r] = c == 0 ? term : sums[r] + term;
+      }
     }
   });
 #pragma unroll
