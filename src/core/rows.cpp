@@ -1,5 +1,6 @@
 #include "core/rows.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <utility>
 
@@ -101,12 +102,17 @@ Dims spread_strides(const Dims& reduced_strides, int rank, const AxisSet& axes, 
 
 RowView make_row_view(const Dims& shape, const AxisSet& axes, const std::array<NumberedStrides, kRowTensors>& tensors) {
   RowView view;
+  const bool is_empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
   for (int axis = 0; axis < shape.size(); ++axis) {
     const std::int64_t size = shape[axis];
     (axes.contains[axis] ? view.column_count : view.row_count) *= size;
     if (size == 1) continue;
     std::int64_t strides[kRowTensors] = {};
-    for (const NumberedStrides& tensor : tensors) strides[tensor.tensor] = tensor.strides[axis];
+    for (const NumberedStrides& tensor : tensors) {
+      // No element is ever read of an empty tensor, whose strides may be anything: offsets must not overflow.
+      const bool is_read = !is_empty || tensor.tensor >= kColumnTensors;
+      strides[tensor.tensor] = is_read ? tensor.strides[axis] : 0;
+    }
     if (axes.contains[axis]) {
       append_axis(view.columns, size, {strides[0], strides[1]});
     } else {
