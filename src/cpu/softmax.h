@@ -86,8 +86,8 @@ RowState exact_state(const T* x, std::int64_t count) {
 
 /// x -> exp(x - anchor) for many x, as correction * exp2(exponent(x)). With FMA the exponent is one instruction,
 /// x * kLog2E - shift, of which only the small difference is rounded. The shift is anchor * kLog2E rounded to float32;
-/// it changes all exponentials by one factor, which is known: the correction. Beyond 2^20 the factor would soon be no
-/// float32 any more, and there the caller subtracts first.
+/// it changes all exponentials by one factor, which is known: the correction. Where that is large (see is_usable()) the
+/// caller subtracts first.
 class Anchored {
  public:
   explicit Anchored(double anchor) {
