@@ -19,9 +19,14 @@ build: ## install what is missing, build build/release/eaves
 bench: build ## build, then print the tables of every operator for the device found
 	@$(BUILD)/eaves bench
 
+wheel: ## install what is missing, build the Python package into dist/ and install it into .venv
+	@CUDA=$(CUDA) tools/setup
+	@tools/wheel $(JOBS) -DEAVES_CUDA=$(CUDA)
+
 test: ## install what is missing, build, run every test, count them
 	@CUDA=$(CUDA) tools/setup
 	@tools/build release $(JOBS) -DEAVES_CUDA=$(CUDA)
+	@tools/wheel $(JOBS) -DEAVES_CUDA=$(CUDA)
 	@tools/run_tests $(BUILD)
 
 format: ## bring the C++ sources into the project's format
@@ -29,6 +34,6 @@ format: ## bring the C++ sources into the project's format
 	@tools/format
 
 clean: ## remove everything that was built; what was installed stays
-	@rm -rf build
+	@rm -rf build dist
 
-.PHONY: help build bench test format clean
+.PHONY: help build bench wheel test format clean

@@ -2,20 +2,24 @@
 # Highway and OpenMP; the rest is for the program and the tests.
 find_package(hwy CONFIG REQUIRED)
 
-# FindOpenMP names the runtime as a file, so that the archive can take the shared library's place.
-if(EAVES_RELOCATABLE)
-  execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libgomp.a OUTPUT_VARIABLE libgomp
-                  OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
-  if(EXISTS "${libgomp}")  # the compiler echoes the bare name when it has none
-    set(OpenMP_gomp_LIBRARY ${libgomp} CACHE FILEPATH "GNU OpenMP runtime")
+if(EAVES_OPENMP)
+  # FindOpenMP names the runtime as a file, so that the archive can take the shared library's place.
+  if(EAVES_RELOCATABLE)
+    execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libgomp.a OUTPUT_VARIABLE libgomp
+                    OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+    if(EXISTS "${libgomp}")  # the compiler echoes the bare name when it has none
+      set(OpenMP_gomp_LIBRARY ${libgomp} CACHE FILEPATH "GNU OpenMP runtime")
+    endif()
   endif()
+  find_package(OpenMP REQUIRED COMPONENTS CXX)
 endif()
-find_package(OpenMP REQUIRED COMPONENTS CXX)
 
-if(EAVES_BUILD_PROGRAMS)
+if(EAVES_BUILD_PROGRAMS OR EAVES_BUILD_PYTHON)
   find_package(fmt CONFIG REQUIRED)
-  find_package(CLI11 CONFIG REQUIRED)
   find_package(nlohmann_json CONFIG REQUIRED)
+endif()
+if(EAVES_BUILD_PROGRAMS)
+  find_package(CLI11 CONFIG REQUIRED)
   find_package(GTest REQUIRED)
 endif()
 

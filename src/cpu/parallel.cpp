@@ -1,8 +1,12 @@
 #include "cpu/parallel.h"
 
-#include <omp.h>
-
 #include <algorithm>
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+#include <thread>
+#endif
 
 // libgomp synchronises its threads by means that the thread sanitizer does not see. The two edges that a parallel
 // region has (what was before it happens before every piece, every piece happens before what is after it) are told to
@@ -36,6 +40,8 @@ struct Pieces {
   }
 };
 
+#ifdef _OPENMP
+
 // Handed out one by one: a thread that the system takes away must not hold up a whole share of the work. The function
 // is small and outside of the sanitizer's view because OpenMP's own reads of what it shares would look like races;
 // GCC copies the attribute to the function that it makes of the region.
@@ -52,9 +58,19 @@ __attribute__((no_sanitize("thread"), noinline)) void run_on_openmp(const Pieces
   EAVES_TSAN_ACQUIRE(&after);
 }
 
+int openmp_threads() { return omp_get_max_threads(); }
+
+#else  // a build whose callers all bring a pool (the PyTorch extension): without one, a call stays on its thread
+
+void run_on_openmp(const Pieces& work, int /*threads*/) { work.run(0, work.pieces); }
+
+int openmp_threads() { return static_cast<int>(std::max(1u, std::thread::hardware_concurrency())); }
+
+#endif
+
 }  // namespace
 
-int default_threads() { return omp_get_max_threads(); }
+int default_threads() { return openmp_threads(); }
 
 namespace internal {
 

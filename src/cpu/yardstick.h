@@ -9,7 +9,7 @@
 namespace eaves::cpu {
 
 /// Reads `read_bytes` from `source` and writes `write_bytes` to `destination`, side by side; either may be 0. Both
-/// pointers are aligned to 256 bytes.
+/// pointers are aligned to 64 bytes, the widest vector.
 void stream_bytes(const void* source, std::size_t read_bytes, void* destination, std::size_t write_bytes,
                   const ExecutionContext& context);
 

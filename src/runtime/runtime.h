@@ -68,7 +68,7 @@ void capture_and_replay(Device device, void* stream, const std::function<void()>
 
 /// The yardstick: plain kernels that stream `read_bytes` and `write_bytes` through the device's memory, with the
 /// widest loads and stores, and compute next to nothing. They read from `source` and write to `destination`, each at
-/// least that large and aligned to 256 bytes. On a GPU they are enqueued on `context.stream`.
+/// least that large and aligned to 64 bytes. On a GPU they are enqueued on `context.stream`.
 void stream_bytes(Device device, const void* source, std::size_t read_bytes, void* destination, std::size_t write_bytes,
                   const ExecutionContext& context);
 

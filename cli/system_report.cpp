@@ -1,0 +1,67 @@
+#include "cli/system_report.h"
+
+#include <fmt/format.h>
+
+#include <nlohmann/json.hpp>
+
+#include "runtime/runtime.h"
+
+namespace eaves::cli {
+
+std::vector<std::string> missing_parts(const SystemInfo& system) {
+  std::vector<std::string> missing;
+  if (!system.has_cuda_backend) {
+    missing.push_back(
+        "CUDA was not built in: tensors on a GPU are refused, everything runs on the CPU; install a CUDA toolkit and "
+        "build again.");
+  } else if (system.gpus.empty()) {
+    missing.push_back(
+        fmt::format("No usable GPU ({}): the CUDA backend is idle, everything runs on the CPU.", system.cuda_missing));
+  }
+  for (const GpuInfo& gpu : system.gpus) {
+    if (gpu.memory_bandwidth <= 0.0) {
+      missing.push_back(
+          fmt::format("The driver does not state the memory bandwidth of GPU {}: compare with the limit "
+                      "column of eaves bench instead.",
+                      gpu.index));
+    }
+  }
+  // The levels below AVX2 and NEON, by Highway's names.
+  for (const char* narrow : {"SSE2", "SSSE3", "SSE4", "EMU128", "SCALAR"}) {
+    if (system.cpu_level == narrow) {
+      missing.push_back(
+          fmt::format("The CPU offers no vectors wider than 16 bytes ({}): CPU operators are bound by "
+                      "instructions, not by memory.",
+                      narrow));
+    }
+  }
+  return missing;
+}
+
+std::string system_json(const SystemInfo& system) {
+  nlohmann::ordered_json json = {{"version", system.version}, {"commit", system.commit}, {"compiler", system.compiler}};
+  json["backends"] = {"cpu"};
+  if (system.has_cuda_backend) json["backends"].push_back("cuda");
+  json["cpu"] = {{"name", runtime::device_name(kCpu)}, {"level", system.cpu_level}, {"threads", system.cpu_threads}};
+  json["cuda"] = nullptr;
+  if (system.has_cuda_backend) {
+    json["cuda"] = {{"version", system.cuda_build_version},
+                    {"architectures", system.cuda_architectures},
+                    {"driver", system.cuda_driver_version}};
+  }
+  json["gpus"] = nlohmann::ordered_json::array();
+  for (const GpuInfo& gpu : system.gpus) {
+    json["gpus"].push_back(
+        {{"index", gpu.index},
+         {"name", gpu.name},
+         {"compute_capability", fmt::format("{}.{}", gpu.compute_capability_major, gpu.compute_capability_minor)},
+         {"multiprocessors", gpu.multiprocessors},
+         {"memory_bytes", gpu.memory_bytes},
+         {"l2_bytes", gpu.l2_bytes},
+         {"memory_bandwidth", gpu.memory_bandwidth}});
+  }
+  json["missing"] = missing_parts(system);
+  return json.dump(2);
+}
+
+}  // namespace eaves::cli

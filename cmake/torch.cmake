@@ -1,0 +1,46 @@
+# The target torch::stable: PyTorch's stable C++ headers, and the libraries that hold what they declare. Of the PyTorch
+# of the Python that builds (Python_EXECUTABLE), looked up without importing it.
+set(EAVES_TORCH_TARGET 2.10)  # the oldest PyTorch that the extension runs under
+
+find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
+# -I where nothing else helps: pip builds in an environment of its own, from which it hides the packages of the user's.
+foreach(isolation "" -I)
+  execute_process(
+    COMMAND ${Python_EXECUTABLE} ${isolation} ${PROJECT_SOURCE_DIR}/python/find_torch.py
+    OUTPUT_VARIABLE torch OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET RESULT_VARIABLE failed)
+  if(NOT failed)
+    break()
+  endif()
+endforeach()
+if(failed)
+  message(FATAL_ERROR "eaves: ${Python_EXECUTABLE} has no PyTorch: install torch ${EAVES_TORCH_TARGET} or newer.")
+endif()
+list(POP_FRONT torch EAVES_TORCH_VERSION torch_folder)
+if(EAVES_TORCH_VERSION VERSION_LESS EAVES_TORCH_TARGET)
+  message(FATAL_ERROR "eaves: PyTorch ${EAVES_TORCH_VERSION} (${torch_folder}) is too old: install "
+                      "${EAVES_TORCH_TARGET} or newer.")
+endif()
+message(STATUS "eaves: PyTorch ${EAVES_TORCH_VERSION} (${torch_folder})")
+
+add_library(torch_stable INTERFACE)
+add_library(torch::stable ALIAS torch_stable)
+target_include_directories(torch_stable SYSTEM INTERFACE ${torch_folder}/include)
+target_link_directories(torch_stable INTERFACE ${torch_folder}/lib)
+# torch has loaded both before it loads the extension, so no path to them is recorded.
+target_link_libraries(torch_stable INTERFACE torch_cpu c10 ${CMAKE_DL_LIBS})
+string(REGEX MATCH "^([0-9]+)\\.([0-9]+)$" version ${EAVES_TORCH_TARGET})
+math(EXPR target "(${CMAKE_MATCH_1} << 56) | (${CMAKE_MATCH_2} << 48)" OUTPUT_FORMAT HEXADECIMAL)
+target_compile_definitions(torch_stable INTERFACE TORCH_TARGET_VERSION=${target}ULL)
+
+# eaves_install_extension(<target>): into the package, with Highway beside it where that is a shared library.
+function(eaves_install_extension target)
+  set_target_properties(${target} PROPERTIES BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "$ORIGIN")
+  # Nothing of the static libraries is seen from outside: another extension may bring the same ones.
+  target_link_options(${target} PRIVATE -Wl,--exclude-libs,ALL)
+  install(TARGETS ${target} LIBRARY DESTINATION eaves COMPONENT python)
+  get_target_property(type hwy::hwy TYPE)
+  if(type STREQUAL "SHARED_LIBRARY")
+    install(FILES $<TARGET_FILE:hwy::hwy> DESTINATION eaves COMPONENT python
+            RENAME $<TARGET_SONAME_FILE_NAME:hwy::hwy>)
+  endif()
+endfunction()

@@ -1,0 +1,26 @@
+"""The build of the package: scikit-build-core, which also asks for PyTorch where there is none to build against.
+
+pip builds in an environment of its own. The extension needs no more of PyTorch than its headers, so the one that is
+installed already serves; only without one is PyTorch, which takes gigabytes, named as a requirement of the build.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from scikit_build_core.build import *  # noqa: F403  # everything that a build backend has
+from scikit_build_core.build import get_requires_for_build_wheel as _requirements
+
+_TORCH = "torch==2.13.0"
+
+
+def get_requires_for_build_wheel(config_settings: dict[str, list[str] | str] | None = None) -> list[str]:
+    """What the build needs beyond pyproject.toml's list."""
+    # -I: as the Python outside of pip's environment sees its packages.
+    find = subprocess.run([sys.executable, "-I", str(Path(__file__).with_name("find_torch.py"))], capture_output=True)
+    return _requirements(config_settings) + ([] if find.returncode == 0 else [_TORCH])
+
+
+get_requires_for_build_editable = get_requires_for_build_wheel

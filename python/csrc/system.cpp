@@ -1,0 +1,56 @@
+// What `python -m eaves info` and `python -m eaves.bench` ask of the library besides the operators: what this build
+// can do on this machine, and the yardstick that streams bytes.
+#include "eaves/system.h"
+
+#include <string>
+
+#include "cli/system_report.h"
+#include "core/check.h"
+#include "eaves/version.h"
+#include "runtime/runtime.h"
+#include "torch_binding.h"
+
+namespace eaves::binding {
+namespace {
+
+std::string version() { return EAVES_VERSION; }
+
+std::string system_info() { return cli::system_json(eaves::system_info()); }
+
+std::int64_t bytes_of(const TensorView& view) {
+  return view.element_count() * static_cast<std::int64_t>(size_of(view.dtype));
+}
+
+void stream_bytes(Tensor source, Tensor destination, std::int64_t read_bytes, std::int64_t write_bytes) {
+  const TensorView from = input(source, {"stream_bytes", "source"});
+  const TensorView to = output(destination, {"stream_bytes", "destination"});
+  check::is_on({"stream_bytes", "destination", to}, from.device, "source");
+  for (const auto& [name, view, bytes] : {std::tuple("source", &from, read_bytes), {"destination", &to, write_bytes}}) {
+    const check::Argument argument{"stream_bytes", name, *view};
+    if (bytes < 0 || bytes > bytes_of(*view)) {
+      check::fail(argument, "has " + std::to_string(bytes_of(*view)) + " bytes, expected at least the " +
+                                std::to_string(bytes) + " that are to be moved, which cannot be negative");
+    }
+    if (bytes > 0 && reinterpret_cast<std::uintptr_t>(view->data) % 64 != 0) {
+      check::fail(argument, "is not aligned, expected an address divisible by 64");
+    }
+  }
+  const Call call(from.device);
+  runtime::stream_bytes(from.device, from.data, static_cast<std::size_t>(read_bytes), to.data,
+                        static_cast<std::size_t>(write_bytes), call.context());
+}
+
+}  // namespace
+}  // namespace eaves::binding
+
+STABLE_TORCH_LIBRARY_FRAGMENT(eaves, m) {
+  m.def("version() -> str");
+  m.def("system_info() -> str");
+  m.def("stream_bytes(Tensor source, Tensor(a!) destination, int read_bytes, int write_bytes) -> ()");
+}
+STABLE_TORCH_LIBRARY_IMPL(eaves, CompositeExplicitAutograd, m) {
+  m.impl("version", EAVES_BOX(eaves::binding::version));
+  m.impl("system_info", EAVES_BOX(eaves::binding::system_info));
+}
+STABLE_TORCH_LIBRARY_IMPL(eaves, CPU, m) { m.impl("stream_bytes", EAVES_BOX(eaves::binding::stream_bytes)); }
+STABLE_TORCH_LIBRARY_IMPL(eaves, CUDA, m) { m.impl("stream_bytes", EAVES_BOX(eaves::binding::stream_bytes)); }

@@ -1,0 +1,142 @@
+#include "torch_binding.h"
+
+#include <dlfcn.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <array>
+
+#include "core/check.h"
+
+namespace eaves::binding {
+namespace {
+
+/// Torch's numbers of the dtypes that eaves has, in the order of eaves::DType. Asked for once: they are no part of the
+/// stable interface, the functions are.
+const std::array<std::int32_t, 10>& torch_dtypes() {
+  static const std::array<std::int32_t, 10> dtypes = {
+      aoti_torch_dtype_float32(), aoti_torch_dtype_float64(), aoti_torch_dtype_float16(), aoti_torch_dtype_bfloat16(),
+      aoti_torch_dtype_int8(),    aoti_torch_dtype_int16(),   aoti_torch_dtype_int32(),   aoti_torch_dtype_int64(),
+      aoti_torch_dtype_uint8(),   aoti_torch_dtype_bool()};
+  static_assert(static_cast<std::size_t>(DType::boolean) + 1 == 10);
+  return dtypes;
+}
+
+[[noreturn]] void refuse(Name name, const std::string& what) {
+  throw Unsupported(std::string(name.op) + ": " + name.argument + " " + what);
+}
+
+DType dtype_of_number(std::int32_t number, Name name) {
+  const auto& dtypes = torch_dtypes();
+  for (std::size_t i = 0; i < dtypes.size(); ++i) {
+    if (dtypes[i] == number) return static_cast<DType>(i);
+  }
+  refuse(name,
+         "has a dtype that eaves does not have, expected float16, bfloat16, float32, float64, an integer type of at "
+         "most 64 bits (unsigned: 8), or bool");
+}
+
+std::int32_t number_of(DType dtype) { return torch_dtypes()[static_cast<std::size_t>(dtype)]; }
+
+std::int32_t number_of(DeviceType type) {
+  return type == DeviceType::cpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda();
+}
+
+Device device_of(const Tensor& tensor, Name name) {
+  std::int32_t type = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  if (type == aoti_torch_device_type_cpu()) return kCpu;
+  if (type != aoti_torch_device_type_cuda()) refuse(name, "is on a device that eaves does not have, expected cpu or cuda");
+  return {DeviceType::cuda, tensor.get_device_index()};
+}
+
+TensorView view_of(const Tensor& tensor, void* data, Name name) {
+  std::int32_t dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  const auto shape = tensor.sizes();
+  const auto strides = tensor.strides();
+  if (shape.size() > static_cast<std::size_t>(kMaxRank)) {
+    refuse(name, "has " + std::to_string(shape.size()) + " axes, expected at most " + std::to_string(kMaxRank));
+  }
+  return TensorView::strided(data, dtype_of_number(dtype, name), Dims(shape.data(), shape.size()),
+                             Dims(strides.data(), strides.size()), device_of(tensor, name));
+}
+
+/// Looked up and not linked, so that a torch without CUDA loads the same library. Torch's libraries are loaded locally:
+/// only the handle of the one that has the function finds it.
+void* current_cuda_stream(int device_index) {
+  using Function = AOTITorchError (*)(std::int32_t device_index, void** stream);
+  static const auto function = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+    void* symbol = library == nullptr ? nullptr : dlsym(library, "aoti_torch_get_current_cuda_stream");
+    return reinterpret_cast<Function>(symbol);
+  }();
+  if (function == nullptr) throw Unsupported("this PyTorch has no CUDA, but a tensor is on a GPU");
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(function(device_index, &stream));
+  return stream;
+}
+
+/// An eaves loop on torch's threads. Called from one of torch's own parallel loops it stays on that thread.
+void run_on_torch_threads(void* /*pool*/, std::int64_t count, ParallelFor::Body body, void* body_data) {
+  struct Loop {
+    ParallelFor::Body body;
+    void* data;
+  } loop{body, body_data};
+  const auto run = [](std::int64_t begin, std::int64_t end, void* data) {
+    const Loop& loop = *static_cast<const Loop*>(data);
+    loop.body(loop.data, begin, end);
+  };
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, count, 1, run, &loop));
+}
+
+}  // namespace
+
+TensorView input(const Tensor& tensor, Name name) {
+  return view_of(tensor, const_cast<void*>(tensor.const_data_ptr()), name);
+}
+
+TensorView output(const Tensor& tensor, Name name) { return view_of(tensor, tensor.mutable_data_ptr(), name); }
+
+DType dtype_of(ScalarType type, Name name) {
+  return dtype_of_number(torch::stable::detail::to<std::int32_t>(torch::stable::detail::from(type)), name);
+}
+
+Dims dims_of(const std::vector<std::int64_t>& values) { return Dims(values.data(), values.size()); }
+
+Tensor empty(const Dims& shape, DType dtype, const TensorView& like) {
+  const Dims strides = TensorView::contiguous(static_cast<void*>(nullptr), dtype, shape).strides;
+  AtenTensorHandle handle = nullptr;
+  if (aoti_torch_empty_strided(shape.size(), shape.begin(), strides.begin(), number_of(dtype),
+                               number_of(like.device.type), like.device.index, &handle) != TORCH_SUCCESS) {
+    throw OutOfMemory("torch has no memory on " + check::to_string(like.device) + " for a tensor of shape " +
+                      check::to_string(shape) + ", " + name_of(dtype));
+  }
+  return Tensor(handle);
+}
+
+Tensor empty_like(const Tensor& like) {
+  try {
+    return torch::stable::empty_like(like);
+  } catch (const std::runtime_error&) {
+    throw OutOfMemory("torch has no memory for a tensor of " + std::to_string(like.numel()) + " elements");
+  }
+}
+
+Call::Call(Device device) : device_(device) {
+  if (device.type == DeviceType::cuda) {
+    context_.stream = current_cuda_stream(device.index);
+  } else {
+    context_.parallel_for.run = run_on_torch_threads;
+    context_.threads = static_cast<int>(torch::stable::get_num_threads());
+  }
+}
+
+void Call::take_workspace(std::size_t bytes) {
+  if (bytes == 0) return;
+  TensorView like;
+  like.device = device_;
+  workspace_.push_back(empty({static_cast<std::int64_t>(bytes)}, DType::uint8, like));
+  context_.workspace = {workspace_.back().mutable_data_ptr(), bytes};
+}
+
+}  // namespace eaves::binding

@@ -1,0 +1,94 @@
+// Between PyTorch and eaves: torch tensors become views, torch's stream, threads and allocator become an execution
+// context, and the three kinds of error cross a boundary that lets only runtime_error through. Everything that an
+// operator's registration shares is here; torch is included nowhere but in this folder.
+//
+// Only PyTorch's stable C interface is used (TORCH_TARGET_VERSION says of which release), so that one binary serves
+// every Python and every PyTorch from that release on. Source: torch/csrc/stable, torch/csrc/inductor/aoti_torch/c.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "eaves/context.h"
+#include "eaves/error.h"
+#include "eaves/tensor.h"
+
+namespace eaves::binding {
+
+using Tensor = torch::stable::Tensor;
+using ScalarType = torch::headeronly::ScalarType;
+
+/// The operator and the argument as the user knows them, for the messages.
+struct Name {
+  const char* op;
+  const char* argument;
+};
+
+/// A view of a tensor that is read. Throws Unsupported for a dtype, device or rank that eaves does not have.
+TensorView input(const Tensor& tensor, Name name);
+
+/// A view of a tensor that the call writes.
+TensorView output(const Tensor& tensor, Name name);
+
+DType dtype_of(ScalarType type, Name name);
+Dims dims_of(const std::vector<std::int64_t>& values);
+
+/// A new contiguous tensor from torch's allocator, on the device of `like`. Throws OutOfMemory.
+Tensor empty(const Dims& shape, DType dtype, const TensorView& like);
+
+/// A new tensor in the layout that torch.empty_like would choose: that of `like` where its elements lie side by side.
+Tensor empty_like(const Tensor& like);
+
+/// What an operator may use: torch's current stream of the device or torch's threads, and scratch memory from torch's
+/// allocator, which lives as long as this object.
+class Call {
+ public:
+  explicit Call(Device device);
+  const ExecutionContext& context() const { return context_; }
+  void take_workspace(std::size_t bytes);
+
+ private:
+  Device device_;
+  ExecutionContext context_;
+  std::vector<Tensor> workspace_;  // none or one
+};
+
+/// Torch's allocator refused.
+class OutOfMemory : public DeviceError {
+ public:
+  using DeviceError::DeviceError;
+};
+
+/// Torch turns every exception into a RuntimeError with its message. The kind goes in front of the message;
+/// python/eaves/_operator.py has the same words, and makes the exception of that kind again.
+inline constexpr const char* kInvalidArgumentMark = "eaves.InvalidArgument: ";
+inline constexpr const char* kUnsupportedMark = "eaves.Unsupported: ";
+inline constexpr const char* kOutOfMemoryMark = "eaves.OutOfMemory: ";
+
+template <auto* function>
+struct Marked;
+
+template <typename Result, typename... Arguments, Result (*function)(Arguments...)>
+struct Marked<function> {
+  static Result call(Arguments... arguments) {
+    try {
+      return function(std::move(arguments)...);
+    } catch (const InvalidArgument& error) {
+      throw std::runtime_error(std::string(kInvalidArgumentMark) + error.what());
+    } catch (const Unsupported& error) {
+      throw std::runtime_error(std::string(kUnsupportedMark) + error.what());
+    } catch (const OutOfMemory& error) {
+      throw std::runtime_error(std::string(kOutOfMemoryMark) + error.what());
+    }
+  }
+};
+
+/// What m.impl() takes: `function` with its errors marked, in torch's calling convention.
+#define EAVES_BOX(function) TORCH_BOX((&::eaves::binding::Marked<&function>::call))
+
+}  // namespace eaves::binding

@@ -1,0 +1,213 @@
+"""logsumexp for torch tensors: the public function, its autograd, fake implementations and batching rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eaves._operator import (
+    apply,
+    axes_of,
+    batch_first,
+    call,
+    check_dtype,
+    check_tensor,
+    needs_autograd,
+    register_fake,
+    register_vmap,
+)
+
+_forward = torch.ops.eaves.logsumexp_forward.default
+_forward_lse = torch.ops.eaves.logsumexp_forward_lse.default
+_backward = torch.ops.eaves.logsumexp_backward.default
+
+
+def logsumexp(x: Tensor, dim: int | Sequence[int], keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """log(sum(exp(x))) over the axes `dim`, as torch.logsumexp, with its gradient.
+
+    .. math::
+        out = \\log \\sum_{dim} \\exp(x), \\qquad \\frac{dL}{dx} = \\frac{dL}{d out} \\exp(x - out)
+
+    One pass over x, sums in float32 (float64 for a float64 x), rounded once (M. Milakov, N. Gimelshein, "Online
+    normalizer calculation for softmax", arXiv:1805.02867). The gradient is computed from sums in float32, whatever
+    the dtype of x; what is kept for it is x and one number for each row.
+
+    Args:
+        x: any shape, any strides, on the CPU or a CUDA GPU; float16, bfloat16, float32, float64, or an integer type or
+            bool, which are promoted to float32.
+        dim: the axis or axes summed over, each in [-x.dim(), x.dim()), none twice; an empty tuple means all of them.
+        keepdim: whether the summed axes stay, with size 1.
+        dtype: of the result: the dtype of x (the default), or torch.float32.
+
+    Returns:
+        A new contiguous tensor, the shape of x without the axes `dim` (or with size 1 there).
+
+    Raises:
+        ValueError: `dim` names an axis that x does not have, or one twice; `dtype` is neither x's nor float32.
+        TypeError: x is not a tensor, or `dim` not an int or a sequence of them.
+        NotImplementedError: a dtype, layout or device that eaves does not have, a DTensor, a forward-mode derivative.
+        torch.OutOfMemoryError: torch's allocator has no memory for the result.
+
+    Differences from torch.logsumexp: a row that is all -inf has gradient 0, not NaN; integers give float32 whatever
+    torch.get_default_dtype() is. Under autocast the dtype stays that of x.
+
+    Example:
+        >>> x = torch.tensor([[0.0, 1.0, 2.0], [1000.0, 1000.0, 1000.0]], requires_grad=True)
+        >>> lse = logsumexp(x, dim=-1)
+        >>> lse.detach()
+        tensor([   2.4076, 1001.0986])
+        >>> lse.sum().backward()
+        >>> x.grad
+        tensor([[0.0900, 0.2447, 0.6652],
+                [0.3333, 0.3333, 0.3333]])
+    """
+    check_tensor("logsumexp", "x", x)
+    axes = axes_of("logsumexp", dim)
+    own_dtype = x.dtype if x.is_floating_point() else torch.float32
+    if dtype is None:
+        dtype = own_dtype
+    elif dtype != own_dtype and dtype != torch.float32:
+        check_dtype("logsumexp", dtype, own_dtype, torch.float32)
+    if needs_autograd("logsumexp", x):
+        out: Tensor = apply(_Logsumexp, x, axes, keepdim, dtype)[0]
+        return out
+    result: Tensor = call(_forward, x, axes, keepdim, dtype)
+    return result
+
+
+class _Logsumexp(torch.autograd.Function):
+    """(out, lse): where both have one dtype they are one tensor."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        if dtype == _lse_dtype(x):
+            return call(_forward, x, axes, keepdim, dtype), None
+        out, lse = call(_forward_lse, x, axes, keepdim, dtype)
+        return out, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
+        x, ctx.axes, ctx.keepdim, _ = inputs
+        out, lse = output
+        if lse is not None:
+            ctx.mark_non_differentiable(lse)
+        ctx.save_for_backward(x, out if lse is None else lse)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor, None, None, None]:
+        x, lse = ctx.saved_tensors
+        return _gradient(grad_out, x, lse, ctx.axes, ctx.keepdim), None, None, None
+
+
+def _gradient(grad_out: Tensor, x: Tensor, lse: Tensor, axes: Sequence[int], keepdim: bool) -> Tensor:
+    if needs_autograd("logsumexp", grad_out, x):
+        result: Tensor = apply(_LogsumexpGradient, grad_out, x, lse.detach(), axes, keepdim)
+    else:
+        result = call(_backward, grad_out, x, lse, axes, keepdim)
+    return result
+
+
+class _LogsumexpGradient(torch.autograd.Function):
+    """grad_x = grad_out * p with p = exp(x - lse), differentiable in grad_out and in x (of which lse is a function).
+
+    Second derivatives are rare, so they are written in torch's own operators, around the one kernel that gives p.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(grad_out: Tensor, x: Tensor, lse: Tensor, axes: Sequence[int], keepdim: bool) -> Tensor:
+        result: Tensor = call(_backward, grad_out, x, lse, axes, keepdim)
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        grad_out, x, lse, ctx.axes, ctx.keepdim = inputs
+        ctx.save_for_backward(grad_out, x, lse)
+
+    @staticmethod
+    def backward(ctx: Any, v: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        grad_out, x, lse = ctx.saved_tensors
+        p = _gradient(torch.ones_like(lse, dtype=grad_out.dtype), x, lse, ctx.axes, ctx.keepdim)
+        weighted = (v * p).to(lse.dtype)
+        total = weighted.sum(tuple(ctx.axes) or None, keepdim=True)
+        rows = grad_out if ctx.keepdim else grad_out.reshape(total.shape)
+        grad_x = rows * (weighted - p * total)
+        return total.reshape(grad_out.shape).to(grad_out.dtype), grad_x.to(x.dtype), None, None, None
+
+
+def _lse_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _row_shape(x: Tensor, axes: Sequence[int], keepdim: bool) -> list[int]:
+    reduced = {axis % max(x.dim(), 1) for axis in axes} if axes else set(range(x.dim()))
+    return [1 if axis in reduced else size for axis, size in enumerate(x.shape) if keepdim or axis not in reduced]
+
+
+# What torch.compile and other tracers ask: shapes, strides and dtypes of the outputs.
+
+
+@register_fake("logsumexp_forward")
+def _(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(_row_shape(x, axes, keepdim), dtype=dtype)
+
+
+@register_fake("logsumexp_forward_lse")
+def _(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    shape = _row_shape(x, axes, keepdim)
+    return x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=_lse_dtype(x))
+
+
+@register_fake("logsumexp_backward")
+def _(grad_out: Tensor, x: Tensor, lse: Tensor, axes: Sequence[int], keepdim: bool) -> Tensor:
+    return torch.empty_like(x)
+
+
+# Batching rules: the batch becomes the first axis of every tensor, so that one call serves all of it.
+
+
+def _batched_axes(x: Tensor, axes: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """x, whose first axis is the batch, and `axes` of its elements as axes of x. An element without axes gets one."""
+    rank = x.dim() - 1
+    if rank == 0:
+        return x.unsqueeze(1), [1]
+    return x, [axis % rank + 1 for axis in (axes or range(rank))]
+
+
+@register_vmap("logsumexp_forward")
+def _(
+    info: Any, in_dims: tuple[int | None, ...], x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype
+) -> tuple[Tensor, int]:
+    (x,) = batch_first(info, in_dims, x)
+    rows, batched_axes = _batched_axes(x, axes)
+    return _forward(rows, batched_axes, keepdim and x.dim() > 1, dtype), 0
+
+
+@register_vmap("logsumexp_forward_lse")
+def _(
+    info: Any, in_dims: tuple[int | None, ...], x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    (x,) = batch_first(info, in_dims, x)
+    rows, batched_axes = _batched_axes(x, axes)
+    return _forward_lse(rows, batched_axes, keepdim and x.dim() > 1, dtype), (0, 0)
+
+
+@register_vmap("logsumexp_backward")
+def _(
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    grad_out: Tensor,
+    x: Tensor,
+    lse: Tensor,
+    axes: Sequence[int],
+    keepdim: bool,
+) -> tuple[Tensor, int]:
+    grad_out, x, lse = batch_first(info, in_dims, grad_out, x, lse)
+    rows, batched_axes = _batched_axes(x, axes)
+    return _backward(grad_out, rows, lse, batched_axes, keepdim and x.dim() > 1).reshape(x.shape), 0
