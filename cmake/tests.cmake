@@ -22,7 +22,7 @@ if(python)
     set_tests_properties(${file} PROPERTIES ENVIRONMENT EAVES_PROGRAM=$<TARGET_FILE:eaves_cli>)
   endforeach()
   # Those of the Python package, as tools/wheel has installed it: never of the sources beside them.
-  add_test(NAME python COMMAND ${python} -B -m pytest -p no:cacheprovider WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+  add_test(NAME python COMMAND ${python} -B -m pytest WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   add_test(NAME check_docs COMMAND ${python} -B tools/check_docs --program $<TARGET_FILE:eaves_cli>
            WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
 else()

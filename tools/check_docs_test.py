@@ -110,6 +110,15 @@ class CheckDocs(unittest.TestCase):
         self.assert_defect("`--none`", "the option --none")
         self.assert_defect("```sh no-run: needs a GPU\nbuild/release/eaves bench \\\n --none\n```", "--none")
 
+    def test_python_modules_and_their_options(self):
+        help_text = 'case "$2 $3" in "eaves info"|"eaves.bench --help") echo "--json --plot" ;; *) exit 1 ;; esac'
+        self.put(".venv/bin/python", f"#!/bin/sh\n{help_text}\n").chmod(0o755)
+        self.assert_sound("`python -m eaves.bench logsumexp --plot plots`, `.venv/bin/python -m eaves info --json`,"
+                          " `python -m pytest --none`, `--plot`")
+        self.assert_defect("`python -m eaves.bench --none`", "the option --none, which python -m eaves.bench")
+        self.assert_defect("`python -m eaves.bench none`", "the operator none")
+        self.assert_defect("`python -m eaves none`", "names python -m eaves none, which does not run")
+
     def test_functions(self):
         self.assert_sound("`logsumexp_forward`")
         self.assert_defect("`none_forward`", "names none_forward")
@@ -143,6 +152,15 @@ class CheckDocs(unittest.TestCase):
         self.put("results/bad.json", "{")
         self.assert_defect(begin.replace("a.json", "bad.json") + end, "no table can be made")
 
+    def test_tables_of_several_implementations(self):
+        rows = [row("eaves", 0.2, 8), row("torch", 0.5, 8), row("other", 0.4, 8), row("limit", 0.1, 8)]
+        rows[2].update(ms=None, skipped="out of memory")
+        self.put("results/b.json", json.dumps({"protocol": "autograd", "rows": rows}))
+        self.check("<!-- table: results/b.json -->\n<!-- end -->\n", "--write")
+        written = (self.root / "README.md").read_text()
+        self.assertIn("| shape | eaves ms | torch ms | other ms | limit ms | eaves / limit | best peer / eaves |", written)
+        self.assertIn("| batch 4, n 8 | 0.2000 | 0.5000 | - | 0.1000 | 2.000 | 2.50 |", written)
+
     def test_write_makes_the_tables(self):
         text = "before\n<!-- table: results/a.json mode=fwd -->\nold\n<!-- end -->\nafter\n"
         code, output = self.check(text, "--write")
@@ -166,6 +184,8 @@ class CheckDocs(unittest.TestCase):
         self.assertFalse((self.root / "include/eaves/new.h").exists())
         self.assert_defect("`include/eaves/new.h`", "names the file include/eaves/new.h")
         self.assert_defect("```cpp new\nvoid f();\n```", "the new file's name")
+        self.assert_sound("```python new\n# tools/new.py\nprint(1)\n```\n```sh\ngrep -q print tools/new.py\n```\n")
+        self.assert_defect("```python new\nprint(1)\n```", "the new file's name")
 
     def test_columns_that_vary_are_shown(self):
         text = "<!-- table: results/a.json -->\n<!-- end -->\n"

@@ -1,0 +1,128 @@
+"""What an operator declares so that the harness can measure it: tables, rows, inputs, bytes, and who implements it.
+
+No timing code is here or in any operator, and no operator is named in the harness.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+Mode = Literal["fwd", "bwd", "fwd+bwd"]
+
+Forward = Callable[..., Tensor]
+"""Called with `Inputs.arguments`; autograd gives the backward."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+"""By the names that titles, options and result files use."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One set of what a call works on; every provider gets the same tensors."""
+
+    arguments: tuple[Tensor, ...]
+    """Of the forward, in order. Those that require a gradient are what the backward differentiates."""
+
+    grad_out: Tensor
+    """dL/d(out)."""
+
+    @property
+    def differentiable(self) -> tuple[Tensor, ...]:
+        return tuple(argument for argument in self.arguments if argument.requires_grad)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.arguments, self.grad_out))
+
+    def clear_gradients(self) -> None:
+        for argument in self.differentiable:
+            argument.grad = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table."""
+
+    axis_value: int
+    """What stands in the table's first column: n, v."""
+
+    shape: Mapping[str, int]
+    """The keys of "shape" in the result file, in order: batch, dim, n."""
+
+    options: Mapping[str, Any]
+    """The arguments that differ from the table's usual ones, as values of JSON: {"axes": [0]}."""
+
+    read_bytes: int
+    write_bytes: int
+    """What any implementation has to read and write in this mode: what the column `limit` streams."""
+
+    gradient_bytes: int
+    """All gradients that a backward returns; 0 in a forward. What the protocol `seed` accumulates."""
+
+    make_inputs: Callable[[torch.device, int], Inputs]
+    """The inputs on a device; the number seeds them."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one mode along one axis: a table for each of speed, memory and host."""
+
+    op: str
+    mode: Mode
+    title_suffix: str
+    """What follows "<op>-speed-<mode>-" in the title: "batch4-dim1024-bf16"."""
+
+    axis_name: str
+    dtype: str
+    rows: Sequence[Row]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks an operator for."""
+
+    sweep: Literal["quick", "seed"]
+    device: torch.device
+    dtype: str
+    has_dtype: bool
+    """The user named the dtype: tables of other dtypes are left out."""
+
+
+class Provider(ABC):
+    """One implementation of an operator. Its name is the head of its columns."""
+
+    name: ClassVar[str]
+
+    packages: ClassVar[tuple[str, ...]] = ()
+    """Distributions whose versions the result file shall name."""
+
+    def load(self) -> None:
+        """Imports what the provider needs. What this raises says why the provider is missing."""
+
+    @abstractmethod
+    def forward(self, row: Row) -> Forward:
+        """The operator with the row's options. Asked for once for each row and mode."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What an operator's file defines."""
+
+    name: str
+
+    providers: Sequence[Provider]
+    """In the order of the columns; the first is eaves, with whose results all others are compared."""
+
+    tables: Callable[[Request], list[Table]]
+
+
+def normal(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
+    """Normal random numbers (mean 0, deviation 1), never zeros; `seed` fixes them."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(tuple(shape), dtype=dtype, device=device, generator=generator)

@@ -1,0 +1,86 @@
+"""The peak of memory over one call, inputs and outputs counted: what the published tables have in MiB.
+
+On a GPU torch's allocator keeps the peak. On a CPU it does not, so the call runs once under torch's profiler, which
+records every allocation of torch's CPU allocator, and the peak is that of their running sum. Memory that an
+implementation takes from elsewhere is in neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from eaves.bench.benchmark import Inputs, Mode
+from eaves.bench.protocol import Call
+
+T = TypeVar("T")
+
+
+def peak_bytes(mode: Mode, make_call: Callable[[], Call], inputs: Inputs) -> int:
+    """The peak during the second of two calls, with the call's inputs and what its graph keeps.
+
+    The second, because in the protocol `seed` it is the first that accumulates.
+    """
+    tensors = inputs.arguments if mode == "fwd" else (*inputs.arguments, inputs.grad_out)
+    device = inputs.grad_out.device
+    grown = _growth_on_gpu(make_call, device) if device.type == "cuda" else _growth_on_cpu(make_call)
+    return sum(tensor.nbytes for tensor in tensors) + grown
+
+
+def _make_and_warm_up(make_call: Callable[[], Call]) -> Call:
+    call = make_call()
+    call()
+    return call
+
+
+def _growth_on_gpu(make_call: Callable[[], Call], device: torch.device) -> int:
+    before = torch.cuda.memory_allocated(device)
+    call = _make_and_warm_up(make_call)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _growth_on_cpu(make_call: Callable[[], Call]) -> int:
+    call, kept = _allocations(lambda: _make_and_warm_up(make_call))
+    _, during = _allocations(call)
+    return sum(kept) + max(accumulate(during), default=0)
+
+
+def _allocations(function: Callable[[], T]) -> tuple[T, list[int]]:
+    """What the function returns, and the bytes that it allocated (positive) and freed (negative), in order."""
+    with _silent_stderr():
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            result = function()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "trace.json")
+            profiler.export_chrome_trace(str(path))
+            trace = json.loads(path.read_text())
+    events = [event for event in trace["traceEvents"] if event.get("name") == "[memory]"]
+    events.sort(key=lambda event: float(event["ts"]))
+    return result, [int(event["args"]["Bytes"]) for event in events]
+
+
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Some versions of the profiler write a line to the process's stderr whenever they start and stop."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

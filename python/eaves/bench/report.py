@@ -1,0 +1,135 @@
+"""The tables, in the layout of the published measurements: a title, column heads, one row per length with an index
+before it. eaves' column is the first, then its peers, the limit, and two ratios. Formatting only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from eaves.bench.benchmark import Row, Table
+from eaves.bench.harness import LIMIT, Column, Measurement
+
+Kind = Literal["speed", "memory", "host"]
+
+EAVES = "eaves"
+MIB = 1024.0 * 1024.0
+
+_NO_NUMBER = "NaN"
+
+
+@dataclass
+class MeasuredTable:
+    """A table and what was measured of it, row by row."""
+
+    table: Table
+    providers: Sequence[str]
+    """The names of the columns, in order, without `limit`."""
+
+    measurements: list[Measurement] = field(default_factory=list)
+
+
+def value_of(kind: Kind, column: Column) -> float | None:
+    """The number of a cell: milliseconds, MiB."""
+    if kind == "speed":
+        return column.timing.median_ms if column.timing else None
+    if kind == "host":
+        return column.host_ms
+    return column.peak_bytes / MIB if column.peak_bytes is not None else None
+
+
+def has_numbers(measured: MeasuredTable, kind: Kind) -> bool:
+    """Of at least one provider in one row."""
+    return any(
+        value_of(kind, measurement.columns[name]) is not None
+        for measurement in measured.measurements
+        for name in measured.providers
+    )
+
+
+def title(table: Table, kind: Kind) -> str:
+    return f"{table.op}-{kind}-{table.mode}-{table.title_suffix}"
+
+
+def text_table(measured: MeasuredTable, kind: Kind) -> str:
+    """Title, heads and rows, each ended by a newline."""
+    table = measured.table
+    # Nobody enqueues the limit from Python for its own sake, so it has no column among the costs of the host.
+    names = [*measured.providers] if kind == "host" else [*measured.providers, LIMIT]
+    ratios = _ratios(measured.providers, kind)
+    lines = [[table.axis_name, *names, *ratios]]
+    notes = [""]
+    for row, measurement in zip(table.rows, measured.measurements):
+        line = [f"{row.axis_value}.0"]
+        note = [_describe(table, row)]
+        if measurement.skipped:
+            note.append(measurement.skipped)
+        else:
+            values = {name: value_of(kind, measurement.columns[name]) for name in names}
+            line += [_number(value, 6) for value in values.values()]
+            line += [_number(ratio(values), 3) for ratio in ratios.values()]
+            note += [f"{name}: {column.skipped}" for name, column in measurement.columns.items() if column.skipped]
+            note.append(_unsteady(measurement) if kind == "speed" else "")
+        lines.append(line)
+        notes.append("; ".join(part for part in note if part))
+    return f"{title(table, kind)}:\n{_aligned(lines, notes)}"
+
+
+Values = dict[str, "float | None"]
+
+
+def _ratios(providers: Sequence[str], kind: Kind) -> dict[str, Callable[[Values], float | None]]:
+    """Head and arithmetic of the last columns."""
+    ratios: dict[str, Callable[[Values], float | None]] = {}
+    if EAVES not in providers:
+        return ratios
+    peers = [name for name in providers if name != EAVES]
+
+    def best_peer(values: Values) -> float | None:
+        return min((value for name in peers if (value := values[name]) is not None), default=None)
+
+    if kind != "host":
+        ratios["eaves / limit"] = lambda values: _quotient(values[EAVES], values[LIMIT])
+    if peers:
+        ratios["best peer / eaves"] = lambda values: _quotient(best_peer(values), values[EAVES])
+    return ratios
+
+
+def _quotient(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator is not None and denominator else None
+
+
+def _number(value: float | None, digits: int) -> str:
+    return _NO_NUMBER if value is None else f"{value:.{digits}f}"
+
+
+def _describe(table: Table, row: Row) -> str:
+    """Tables whose rows differ in more than the axis name the rest: "batch=16 dim=1024 axes=[1]"."""
+    if not any(each.options for each in table.rows):
+        return ""
+    shape = [f"{key}={value}" for key, value in row.shape.items() if key != table.axis_name]
+    return " ".join(shape + [f"{key}={value}" for key, value in row.options.items()])
+
+
+def _unsteady(measurement: Measurement) -> str:
+    """A median far above the fastest repetition is the time of a machine that is busy with something else."""
+    steady = 2.0
+    timings = {name: column.timing for name, column in measurement.columns.items() if column.timing}
+    unsteady = [name for name, timing in timings.items() if timing.median_ms > steady * timing.min_ms]
+    if not unsteady:
+        return ""
+    fastest = ", ".join(f"{name} {timings[name].min_ms:.3f}" for name in unsteady)
+    return f"unsteady, fastest {fastest}: is the machine busy?"
+
+
+def _aligned(lines: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
+    """Columns right-aligned and two spaces apart, after a left-aligned index; the note of a row at its end."""
+    widths = [max(len(line[i]) for line in lines if i < len(line)) for i in range(len(lines[0]))]
+    index_width = len(str(max(len(lines) - 2, 0)))
+    text = ""
+    for number, (line, note) in enumerate(zip(lines, notes)):
+        index = "" if number == 0 else str(number - 1)
+        cells = "".join(f"  {cell:>{width}}" for cell, width in zip(line, widths))
+        text += f"{index:<{index_width}}{cells}{'  ' + note if note else ''}\n"
+    return text

@@ -1,0 +1,115 @@
+"""The result file: what `eaves bench --json` writes, with every provider's rows and the versions of all packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eaves import _info
+from eaves.bench.benchmark import Row, Table
+from eaves.bench.device import device_name
+from eaves.bench.errors import InvalidArgument
+from eaves.bench.harness import Column
+from eaves.bench.protocol import Protocol
+from eaves.bench.report import MIB, MeasuredTable
+
+
+def library_info() -> dict[str, Any]:
+    """What the compiled library says of itself and the machine: version, commit, the CPU's level, the driver."""
+    extension: dict[str, Any] = _info.collect()["extension"]
+    return extension
+
+
+def result(
+    tables: Sequence[MeasuredTable], device: torch.device, protocol: Protocol, versions: Mapping[str, str]
+) -> dict[str, Any]:
+    """Schema 1."""
+    info = library_info()
+    is_gpu = device.type == "cuda"
+    head: dict[str, Any] = {
+        "schema": 1,
+        "device": device_name(device),
+        "cuda": torch.version.cuda if is_gpu else None,
+        "driver": info["cuda"]["driver"] if is_gpu else None,
+    }
+    if not is_gpu:
+        head |= {"cpu_level": info["cpu"]["level"], "threads": torch.get_num_threads()}
+    return head | {
+        "commit": info["commit"],
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "protocol": protocol.name,
+        "versions": {"eaves": info["version"], "python": platform.python_version(), **versions},
+        "rows": [
+            _row(measured.table, row, name, column, protocol)
+            for measured in tables
+            for row, measurement in zip(measured.table.rows, measured.measurements)
+            for name, column in measurement.columns.items()
+        ],
+    }
+
+
+def to_json(result: Mapping[str, Any]) -> str:
+    return json.dumps(result, indent=1, allow_nan=False) + "\n"
+
+
+def _row(table: Table, row: Row, provider: str, column: Column, protocol: Protocol) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "op": table.op,
+        "mode": table.mode,
+        "dtype": table.dtype,
+        "shape": dict(row.shape),
+        "options": dict(row.options),
+        "provider": provider,
+    }
+    timing = column.timing
+    if timing is None:
+        return entry | {"ms": None, "skipped": column.skipped}
+    entry |= {"ms": timing.median_ms, "ms_min": timing.min_ms, "ms_max": timing.max_ms}
+    if column.host_ms is not None:
+        entry["host_ms"] = column.host_ms
+    if column.peak_bytes is not None:
+        entry["peak_mib"] = column.peak_bytes / MIB
+    entry["gbps"] = protocol.moved(row).total / (timing.median_ms * 1e6)
+    entry["repetitions"] = timing.repetitions
+    return entry
+
+
+class AtomicFile:
+    """A file that is there whole or not at all: written beside its place, then moved there."""
+
+    def __init__(self, argument: str, path: str) -> None:
+        """Opened before minutes of measuring, so that a wrong path is known at once."""
+        self._path = Path(path)
+        try:
+            if self._path.is_dir():
+                raise IsADirectoryError("it is a folder")
+            handle, self._temporary = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
+            self._file = os.fdopen(handle, "w")
+        except OSError as error:
+            why = error.strerror or error
+            raise InvalidArgument(f'{argument}: "{path}" cannot be written: {why}') from error
+
+    def commit(self, text: str) -> None:
+        with self._file as file:
+            file.write(text)
+        os.chmod(self._temporary, 0o666 & ~_umask())
+        os.replace(self._temporary, self._path)
+
+    def discard(self) -> None:
+        """What is left when nothing was committed."""
+        self._file.close()
+        Path(self._temporary).unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,166 @@
+"""Times calls that take turns. It knows neither rows nor operators: only calls, one for each of several sets of
+buffers.
+
+One repetition calls each contestant once: read a buffer larger than the last cache, call, read it again, call the next.
+So all see the same cold cache and the same clocks, alternating. On a GPU all repetitions are enqueued before any is
+waited for, with a pair of events around each call, and reading the buffer lasts longer than the host needs for a call:
+the events see the device's work, not Python. What Python costs is measured by itself, `host_ms`: calls enqueued back to
+back.
+
+On a CPU a call is timed by the clock. Its output is fresh memory, whose pages the system first has to hand over; the
+limit writes to memory that is there.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from eaves.bench.benchmark import normal
+from eaves.bench.device import Stopwatch, free_memory_bytes, last_cache_bytes, now_ms, stream_bytes, synchronize
+from eaves.bench.errors import reason
+from eaves.bench.protocol import Call
+
+# There are fewer repetitions, but not below five, where they would take longer than this for each contestant.
+_SLOW_CONTESTANT_MS = 1000.0
+_MINIMUM_REPETITIONS = 5
+_WARM_UP_CALLS = 3
+
+# Back to back, in rounds that are waited for: a GPU takes about a thousand launches before the host has to wait, and an
+# operator's eager backward is about ten.
+_HOST_ROUNDS = 5
+_HOST_CALLS = 20
+
+
+@dataclass(frozen=True)
+class Timing:
+    median_ms: float
+    min_ms: float
+    max_ms: float
+    repetitions: int
+
+    @staticmethod
+    def of(times_ms: Sequence[float]) -> Timing:
+        return Timing(statistics.median(times_ms), min(times_ms), max(times_ms), len(times_ms))
+
+
+@dataclass
+class Timed:
+    """What came out for one contestant; either `failed` says why there is nothing, or there is a timing."""
+
+    failed: str = ""
+    timing: Timing | None = None
+    host_ms: float | None = None
+    """Of a call that is not waited for; on a CPU there is no such thing."""
+
+
+class _Contestant:
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.timed = Timed()
+        self._calls = calls
+
+    def run(self, index: int) -> object:
+        """The call on the set whose turn it is. What it raises is kept, and is the end of this contestant."""
+        try:
+            return self._calls[index % len(self._calls)]()
+        except Exception as error:  # somebody else's code: whatever it raises, the others go on
+            self.timed.failed = reason(error)
+            return None
+
+
+class Timer:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        cache_bytes = last_cache_bytes(device)
+        wanted = max(4 * cache_bytes, 256 * 2**20) if device.type == "cuda" else 2 * cache_bytes
+        self._flush_bytes = min(wanted, free_memory_bytes(device) // 4) // 256 * 256
+        self._flush_source = normal([self._flush_bytes // 2], torch.bfloat16, device, seed=1)
+        self._no_destination = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def warm_up(self, warm_up_ms: float) -> None:
+        """Runs the device until its clocks have settled."""
+        end = now_ms() + warm_up_ms
+        while now_ms() < end:
+            self._flush_caches(10)
+            synchronize(self._device)
+
+    def time(self, calls: Mapping[str, Sequence[Call]], repetitions: int) -> dict[str, Timed]:
+        """By the contestants' names; each has a call for each set."""
+        contestants = {name: _Contestant(each) for name, each in calls.items()}
+        running = list(contestants.values())
+        # At least once on every set: a first call may fault pages in, or load a kernel.
+        for index in range(max(_WARM_UP_CALLS, *(len(each) for each in calls.values()))):
+            self._repeat(running, index)
+        synchronize(self._device)
+        flushes = 1
+        if self._device.type == "cuda":
+            flushes = self._flushes_that_cover(self._measure_host(running))
+        begin = now_ms()
+        self._repeat(running, 0, flushes)
+        synchronize(self._device)
+        repetition_ms = max(1e-3, now_ms() - begin)
+        affordable = max(_MINIMUM_REPETITIONS, int(_SLOW_CONTESTANT_MS * len(running) / repetition_ms))
+
+        stopwatches = [[Stopwatch(self._device) for _ in running] for _ in range(min(repetitions, affordable))]
+        for index, row in enumerate(stopwatches):
+            self._repeat(running, index, flushes, row)
+        synchronize(self._device)
+        for place, contestant in enumerate(running):
+            if not contestant.timed.failed:
+                contestant.timed.timing = Timing.of([row[place].elapsed_ms() for row in stopwatches])
+        return {name: contestant.timed for name, contestant in contestants.items()}
+
+    def _repeat(
+        self,
+        contestants: Sequence[_Contestant],
+        index: int,
+        flushes: int = 1,
+        stopwatches: Sequence[Stopwatch] | None = None,
+    ) -> None:
+        """One repetition, enqueued."""
+        for place, contestant in enumerate(contestants):
+            if contestant.timed.failed:
+                continue
+            self._flush_caches(flushes)
+            if stopwatches is None:
+                contestant.run(index)
+                continue
+            stopwatches[place].start()
+            output = contestant.run(index)
+            stopwatches[place].stop()
+            del output  # not sooner: giving gigabytes back to the system takes milliseconds, and is no part of the call
+
+    def _measure_host(self, contestants: Sequence[_Contestant]) -> float:
+        """What a call costs the host, for each contestant; returns the most."""
+        times_ms: list[list[float]] = [[] for _ in contestants]
+        for _ in range(_HOST_ROUNDS):
+            for contestant, times in zip(contestants, times_ms):
+                if contestant.timed.failed:
+                    continue
+                for index in range(_HOST_CALLS):
+                    begin = now_ms()
+                    contestant.run(index)
+                    times.append(now_ms() - begin)
+                synchronize(self._device)
+        for contestant, times in zip(contestants, times_ms):
+            contestant.timed.host_ms = statistics.median(times) if times else None
+        return max(contestant.timed.host_ms or 0.0 for contestant in contestants)
+
+    def _flushes_that_cover(self, host_ms: float) -> int:
+        """How often the buffer has to be read so that the device is busy for half as long again as the host."""
+        stopwatch = Stopwatch(self._device)
+        count = 10
+        stopwatch.start()
+        self._flush_caches(count)
+        stopwatch.stop()
+        synchronize(self._device)
+        return max(1, math.ceil(1.5 * host_ms * count / stopwatch.elapsed_ms()))
+
+    def _flush_caches(self, count: int = 1) -> None:
+        # Reading, not writing: dirty lines would be written back during the measurement that follows.
+        for _ in range(count):
+            stream_bytes(self._flush_source, self._no_destination, self._flush_bytes, 0)

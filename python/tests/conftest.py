@@ -1,0 +1,56 @@
+"""Fixtures of every test: the devices, the seed, and the number of CPU threads.
+
+A test that takes `device` runs on the CPU and on the GPU; one that takes `cuda` needs a GPU. Without a GPU either is
+skipped and counted, with the reason "no GPU".
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def require_gpus(count: int = 1) -> None:
+    """Skips the running test where there are fewer GPUs than `count`."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found == 0:
+        pytest.skip("no GPU")
+    if found < count:
+        pytest.skip(f"{found} GPU, the test needs {count}")
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device that the library runs on."""
+    if request.param == "cuda":
+        require_gpus()
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    """The GPU, for tests of what only a GPU has."""
+    require_gpus()
+    return torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Every test draws the same numbers, whichever tests ran before it."""
+    torch.manual_seed(7)
+
+
+@pytest.fixture
+def cpu_threads() -> Iterator[None]:
+    """Lets a test change the number of CPU threads, and puts it back."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Compiled functions of other tests count neither as recompilations nor towards dynamo's limits."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -1,0 +1,149 @@
+"""What every operator of the library has to do on a GPU: torch's stream and allocator, no waiting, CUDA graphs, and
+several GPUs in one process.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import require_gpus
+from operators import Operator, assert_same, each_operator, gradient
+
+# About a quarter of a second on a GPU of 1 to 2 GHz: far longer than a launch, and than a call on the host.
+LONG_CYCLES = 400_000_000
+
+
+@each_operator()
+@pytest.mark.parametrize("large", [False, True])  # large: a second kernel and a workspace
+def test_work_is_queued_on_the_current_stream(op: Operator, large: bool, cuda: torch.device) -> None:
+    sources = op.large_inputs(cuda) if large else op.inputs(8, cuda, torch.float32)
+    expected = gradient(op, sources)
+    inputs = [torch.zeros_like(source) for source in sources]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        gradient(op, inputs)  # the allocator has blocks for this stream now
+        # Whoever does not wait for this stream sees the zeros.
+        torch.cuda._sleep(LONG_CYCLES)
+        for tensor, source in zip(inputs, sources, strict=True):
+            tensor.copy_(source)
+        actual = gradient(op, inputs)
+        assert not stream.query(), "the stream ran dry before the call returned, so this test showed nothing"
+    stream.synchronize()
+    assert_same(actual, expected)
+
+
+@each_operator()
+def test_a_backward_called_on_another_stream_runs_behind_its_forward(op: Operator, cuda: torch.device) -> None:
+    sources = op.inputs(8, cuda, torch.float32)
+    out, expected = gradient(op, sources)
+    upstream = torch.ones_like(out)
+    x = sources[0].detach().requires_grad_()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(LONG_CYCLES)
+        out = op.function(x, *sources[1:])
+    # Autograd runs a backward on its forward's stream, and makes the caller's stream wait for it. What the forward keeps
+    # is not there yet.
+    (grad_x,) = torch.autograd.grad(out, x, upstream)
+    assert_same([grad_x], [expected])
+
+
+@each_operator()
+@pytest.mark.parametrize("large", [False, True])
+def test_nothing_waits_for_the_device(op: Operator, large: bool, cuda: torch.device) -> None:
+    inputs = op.large_inputs(cuda) if large else op.inputs(8, cuda, torch.float32)
+    upstream = torch.ones_like(gradient(op, inputs)[0])  # also loads the kernels, and fills the allocator's cache
+    gradient(op, inputs, upstream)
+    torch.cuda.synchronize()
+    done = torch.cuda.Event()
+    torch.cuda._sleep(LONG_CYCLES)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradient(op, inputs, upstream)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    done.record()
+    assert not done.query(), "the host came back after the device was done"
+    torch.cuda.synchronize()
+
+
+def capture(op: Operator, inputs: list[Tensor], upstream: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    """A graph of forward and backward that reads `inputs`, and the two tensors that it writes."""
+    x = inputs[0].requires_grad_()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # torch asks for a call outside of the graph first
+        torch.autograd.grad(op.function(x, *inputs[1:]), x, upstream)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = op.function(x, *inputs[1:])
+        (grad_x,) = torch.autograd.grad(out, x, upstream)
+    return graph, out.detach(), grad_x
+
+
+@each_operator()
+@pytest.mark.parametrize("large", [False, True])
+def test_a_graph_replays_forward_and_backward_on_new_data(op: Operator, large: bool, cuda: torch.device) -> None:
+    sources = op.large_inputs(cuda) if large else op.inputs(8, cuda, torch.bfloat16)
+    inputs = [torch.zeros_like(source) for source in sources]
+    upstream = torch.ones_like(op.function(*sources))
+    graph, out, grad_x = capture(op, inputs, upstream)
+    for factor in (1, 2):
+        with torch.no_grad():
+            inputs[0].copy_(factor * sources[0])
+            for tensor, source in zip(inputs[1:], sources[1:], strict=True):
+                tensor.copy_(source)
+        graph.replay()
+        assert_same([out, grad_x], gradient(op, [factor * sources[0], *sources[1:]], upstream))
+
+
+@each_operator()
+def test_memory_comes_from_torch_and_goes_back(op: Operator, cuda: torch.device) -> None:
+    inputs = op.large_inputs(cuda)
+    op.function(*inputs)
+    torch.cuda.synchronize()
+    free_before, _ = torch.cuda.mem_get_info()
+    held_before = torch.cuda.memory_allocated()
+    blocks_before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    out = op.function(*inputs)
+    # The result, and a workspace at least.
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] - blocks_before >= 2
+    assert torch.cuda.memory_allocated() - held_before < out.numel() * out.element_size() + 512
+    del out
+    assert torch.cuda.memory_allocated() == held_before
+    torch.cuda.synchronize()
+    assert torch.cuda.mem_get_info()[0] == free_before
+
+
+@each_operator()
+def test_a_call_on_another_gpu_leaves_the_current_one_current(op: Operator) -> None:
+    require_gpus(2)
+    sources = op.inputs(8, "cuda:0", torch.float32)
+    expected = gradient(op, sources)
+    inputs = [source.to("cuda:1") for source in sources]
+    assert torch.cuda.current_device() == 0
+    actual = gradient(op, inputs)
+    assert torch.cuda.current_device() == 0
+    assert all(tensor.device == torch.device("cuda:1") for tensor in actual)
+    assert_same([tensor.to("cuda:0") for tensor in actual], expected)
+
+
+@each_operator()
+def test_each_gpu_has_its_own_current_stream(op: Operator) -> None:
+    require_gpus(2)
+    sources = op.inputs(8, "cuda:1", torch.float32)
+    expected = gradient(op, sources)
+    inputs = [torch.zeros_like(source) for source in sources]
+    torch.cuda.synchronize("cuda:1")
+    stream = torch.cuda.Stream("cuda:1")
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(LONG_CYCLES)
+        for tensor, source in zip(inputs, sources, strict=True):
+            tensor.copy_(source)
+        with torch.cuda.device(0):  # the current stream of cuda:1 is still the one above
+            actual = gradient(op, inputs)
+    stream.synchronize()
+    assert_same(actual, expected)

@@ -1,0 +1,20 @@
+"""Every program of examples/python runs, and says by its exit status that its result is right."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "python").glob("*.py"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_example_runs(example: Path) -> None:
+    result = subprocess.run([sys.executable, example], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+
+
+def test_there_are_examples() -> None:
+    assert EXAMPLES

@@ -1,0 +1,88 @@
+"""`python -m eaves info`: what it says of this installation, as text and as JSON, and when it finds fault."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import eaves
+from eaves import _info, _library
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "eaves", *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """The JSON of a process of its own."""
+    result = run("info", "--json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    return json.loads(result.stdout)
+
+
+def test_the_json_has_the_keys_that_are_documented(report: dict[str, Any]) -> None:
+    assert set(report) == {"python", "package", "torch", "extension", "problems", "matches"}
+    assert set(report["package"]) == {"version", "target"}
+    assert set(report["torch"]) == {"version", "cuda", "threads", "gpus"}
+    documented = {"version", "commit", "compiler", "backends", "cpu", "cuda", "gpus", "missing"}
+    assert set(report["extension"]) == documented
+    assert all(name in _info.collect.__doc__ for name in documented | set(report) | set(report["torch"]))
+
+
+def test_the_json_says_what_is_here(report: dict[str, Any]) -> None:
+    assert report["torch"]["version"] == torch.__version__
+    assert report["torch"]["cuda"] == torch.version.cuda
+    assert report["python"] == sys.version.split()[0]
+    assert report["extension"]["version"] == eaves.__version__
+    assert tuple(map(int, report["package"]["target"].split("."))) == _library.TORCH_TARGET
+    assert "cpu" in report["extension"]["backends"]
+    assert len(report["torch"]["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+def test_an_installation_whose_parts_fit_has_no_problems(report: dict[str, Any]) -> None:
+    assert report["matches"] is True
+    assert report["problems"] == []
+
+
+def test_the_text_names_torch_python_and_the_backends(report: dict[str, Any]) -> None:
+    result = run("info")
+    assert result.returncode == 0, result.stderr
+    assert torch.__version__ in result.stdout
+    assert report["python"] in result.stdout
+    assert eaves.__version__ in result.stdout
+    lines = {line.split()[0]: line for line in result.stdout.splitlines() if not line.startswith(" ")}
+    for backend in report["extension"]["backends"]:
+        assert backend in lines["backends"]
+    for sentence in report["extension"]["missing"]:
+        assert sentence in result.stdout
+
+
+def test_both_say_the_same_gpus(report: dict[str, Any], cuda: torch.device) -> None:
+    names = [gpu["name"] for gpu in report["extension"]["gpus"]]
+    assert names == report["torch"]["gpus"] == [torch.cuda.get_device_name(i) for i in range(len(names))]
+    assert names
+
+
+def test_an_extension_of_another_version_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_info, "version", lambda name: "0.0.1")
+    found = _info.collect()
+    assert found["matches"] is False
+    assert any("0.0.1" in problem and eaves.__version__ in problem for problem in found["problems"])
+    assert found["problems"][0] in _info.text(found)
+
+
+def test_a_gpu_that_the_extension_was_not_built_for_is_a_problem() -> None:
+    found = _info.collect()
+    found["torch"]["gpus"] = ["a GPU"]
+    found["extension"]["backends"] = ["cpu"]
+    assert any("without CUDA" in problem for problem in _info._problems(found))
+
+
+def test_a_command_that_is_not_there_is_refused_with_those_that_are() -> None:
+    result = run("nonsense")
+    assert result.returncode == 2
+    assert "info" in result.stderr and "Traceback" not in result.stderr

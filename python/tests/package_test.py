@@ -1,0 +1,107 @@
+"""The package as a whole: its documentation's examples, its types, what importing it and calling it costs."""
+
+import doctest
+import importlib
+import pkgutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import eaves
+from operators import Operator, each_operator
+
+
+def modules() -> list[str]:
+    """Every module of the package, but for the programs behind `python -m` and the extension, which is no module."""
+    found = pkgutil.walk_packages(eaves.__path__, "eaves.")
+    return ["eaves", *(m.name for m in found if not m.name.endswith(("__main__", "eaves_torch")))]
+
+
+def test_the_examples_of_the_documentation_run_as_printed() -> None:
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    with_examples = set()
+    for name in modules():
+        module = importlib.import_module(name)
+        for test in doctest.DocTestFinder(exclude_empty=True).find(module, name, extraglobs={"torch": torch}):
+            failed, attempted = runner.run(test)
+            assert failed == 0, f"{test.name}: its example does not print what it says (see above)"
+            if attempted:
+                with_examples.add(test.name.rpartition(".")[2])
+    public = {name for name in eaves.__all__ if callable(getattr(eaves, name))}
+    assert public <= with_examples, "every public function has an example"
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    from importlib.metadata import version
+
+    assert eaves.__version__ == version("eaves")
+
+
+def test_public_names_are_those_that_are_listed() -> None:
+    # Besides modules, which Python adds as they are imported.
+    names = {name for name, value in vars(eaves).items() if not name.startswith("_") and type(value) is not type(eaves)}
+    assert names == set(eaves.__all__) - {"__version__"}
+
+
+def test_mypy_finds_nothing_in_the_package(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    pytest.importorskip("mypy", reason="mypy is not installed")
+    assert request.config.cache is not None
+    # torch's types take half a minute to read, so that pytest's cache keeps them.
+    cache = request.config.cache.mkdir("mypy")
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(cache), "--package", "eaves"]
+    # From an empty folder: the installed package is meant, with the types that it declares to others.
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_importing_takes_less_than_300_ms_beyond_torch() -> None:
+    program = "import torch, time; start = time.perf_counter(); import eaves; print(time.perf_counter() - start)"
+
+    def seconds() -> float:
+        return float(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout)
+
+    assert min(seconds() for _ in range(3)) < 0.3
+
+
+def test_importing_brings_nothing_that_only_benchmarks_and_compilation_need() -> None:
+    program = "import torch, sys; before = set(sys.modules); import eaves; print(*(set(sys.modules) - before))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True)
+    loaded = set(result.stdout.split())
+    assert "eaves" in loaded
+    assert loaded.isdisjoint({"matplotlib", "tqdm", "eaves.bench", "torch._dynamo", "torch._inductor"})
+
+
+def best_us(functions: list[Callable[[], object]]) -> list[float]:
+    """Microseconds that a call of each takes: the least over batches that take turns, so that noise hits all alike."""
+    calls, batches = 100, 40
+    best = [float("inf")] * len(functions)
+    for _ in range(batches):
+        for index, function in enumerate(functions):
+            start = time.perf_counter()
+            for _ in range(calls):
+                function()
+            best[index] = min(best[index], (time.perf_counter() - start) / calls * 1e6)
+    return best
+
+
+@each_operator()
+@pytest.mark.parametrize("wants_grad", [False, True])
+def test_a_call_costs_the_host_at_most_1_5_times_what_torch_does(
+    op: Operator, wants_grad: bool, cpu_threads: None
+) -> None:
+    # So small that the call is all there is to measure.
+    torch.set_num_threads(1)
+    x, *others = [tensor[:1, :1, :4] for tensor in op.inputs(1, "cpu", torch.float32)]
+    x = x.detach().requires_grad_(wants_grad)
+
+    def call(function: Callable[..., Tensor]) -> Callable[[], Tensor]:
+        return lambda: function(x, *others)
+
+    ours, torchs = best_us([call(op.function), call(op.torch_function)])
+    assert ours <= 1.5 * torchs, f"{ours:.1f} us, torch {torchs:.1f} us"
