@@ -1,6 +1,7 @@
 #include "torch_binding.h"
 
 #include <dlfcn.h>
+#include <sys/mman.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <array>
@@ -89,6 +90,17 @@ void run_on_torch_threads(void* /*pool*/, std::int64_t count, ParallelFor::Body 
   STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, count, 1, run, &loop));
 }
 
+/// New memory of a CPU costs more than what is computed into it: the kernel hands it out page by page, at the first write
+/// to each. Pages of 2 MiB are handed out 512 times less often. Where that is not allowed, nothing changes.
+void ask_for_huge_pages(const Tensor& tensor, std::size_t bytes) {
+  constexpr std::uintptr_t kHugePage = std::uintptr_t{2} << 20;
+  if (bytes < 2 * kHugePage || !tensor.is_cpu()) return;
+  const auto data = reinterpret_cast<std::uintptr_t>(tensor.mutable_data_ptr());
+  const std::uintptr_t begin = (data + kHugePage - 1) / kHugePage * kHugePage;
+  const std::uintptr_t end = (data + bytes) / kHugePage * kHugePage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
 }  // namespace
 
 TensorView input(const Tensor& tensor, Name name) {
@@ -111,12 +123,18 @@ Tensor empty(const Dims& shape, DType dtype, const TensorView& like) {
     throw OutOfMemory("torch has no memory on " + check::to_string(like.device) + " for a tensor of shape " +
                       check::to_string(shape) + ", " + name_of(dtype));
   }
-  return Tensor(handle);
+  Tensor tensor(handle);
+  ask_for_huge_pages(tensor, static_cast<std::size_t>(tensor.numel()) * size_of(dtype));
+  return tensor;
 }
 
 Tensor empty_like(const Tensor& like) {
   try {
-    return torch::stable::empty_like(like);
+    Tensor tensor = torch::stable::empty_like(like);
+    std::int32_t dtype = 0;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+    ask_for_huge_pages(tensor, static_cast<std::size_t>(tensor.numel()) * aoti_torch_dtype_element_size(dtype));
+    return tensor;
   } catch (const std::runtime_error&) {
     throw OutOfMemory("torch has no memory for a tensor of " + std::to_string(like.numel()) + " elements");
   }

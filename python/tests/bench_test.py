@@ -212,12 +212,16 @@ def test_a_timing_is_the_median_with_the_extremes() -> None:
 
 def test_calls_take_turns_and_each_finds_the_cache_flushed_by_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[object] = []
-    monkeypatch.setattr(timing, "stream_bytes", lambda source, destination, read, write: events.append((read > 0, write)))
+    flush = ("bytes read", 2 * 2**16, "written", 0)
+
+    def stream_bytes(source: Tensor, destination: Tensor, read_bytes: int, write_bytes: int) -> None:
+        events.append(("bytes read", read_bytes, "written", write_bytes))
+
+    monkeypatch.setattr(timing, "stream_bytes", stream_bytes)
     timer = Timer(torch.device("cpu"))
     sets = ["first", "second"]
     calls = {name: [lambda name=name, each=each: events.append((name, each)) for each in sets] for name in ("a", "b")}
     timed = timer.time(calls, 2)
-    flush = (True, 0)
     once = [[flush, ("a", each), flush, ("b", each)] for each in sets]
     # Three calls to warm up and one that says how long it takes come before the two that count.
     assert events == once[0] + once[1] + once[0] + once[0] + once[0] + once[1]
@@ -444,6 +448,12 @@ def test_plots_are_png_files_of_a_readable_size(tmp_path: Path) -> None:
     assert [path.name for path in files] == titles
     for path in files:
         assert png_size(path) == (1600, 900)
+
+
+def test_one_length_is_no_curve(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert main([*QUICK, "--max-bytes", "1K", "--plot", str(tmp_path)], [toy(Eaves(), modes=("fwd",))]) == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_matplotlib_plots_are_refused_in_one_sentence(

@@ -44,8 +44,8 @@ def test_a_backward_called_on_another_stream_runs_behind_its_forward(op: Operato
     with torch.cuda.stream(stream):
         torch.cuda._sleep(LONG_CYCLES)
         out = op.function(x, *sources[1:])
-    # Autograd runs a backward on its forward's stream, and makes the caller's stream wait for it. What the forward keeps
-    # is not there yet.
+    # Autograd runs a backward on its forward's stream, and makes the caller's stream wait for it. What the forward
+    # keeps is not there yet.
     (grad_x,) = torch.autograd.grad(out, x, upstream)
     assert_same([grad_x], [expected])
 

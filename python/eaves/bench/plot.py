@@ -57,7 +57,7 @@ def draw(
     places = {name: place for place, name in enumerate(names)}
     written = []
     for measured in tables:
-        if len(measured.table.rows) < 2 or any(row.options for row in measured.table.rows):
+        if len(_lengths(measured)) < 2 or any(row.options for row in measured.table.rows):
             continue
         for kind in _WORDS:
             if has_numbers(measured, kind):
@@ -77,7 +77,7 @@ def _draw_one(
 ) -> None:
     table = measured.table
     figure, axes = pyplot.subplots(figsize=_INCHES, layout="constrained")
-    lengths = [row.axis_value for row in table.rows]
+    lengths = _lengths(measured)
     # The first, eaves, on top, and with the smallest marks: where curves lie on each other, all are seen.
     for below, name in enumerate(measured.providers):
         axes.plot(
@@ -103,9 +103,16 @@ def _draw_one(
     pyplot.close(figure)
 
 
+def _lengths(measured: MeasuredTable) -> list[int]:
+    """Of the rows that were not left out."""
+    rows = zip(measured.table.rows, measured.measurements)
+    return [row.axis_value for row, measurement in rows if not measurement.skipped]
+
+
 def _values(measured: MeasuredTable, kind: Kind, name: str) -> list[float]:
-    """NaN, which is a gap in the curve, where there is none."""
-    values = [value_of(kind, measurement.columns[name]) for measurement in measured.measurements]
+    """At these lengths; NaN, which is a gap in the curve, where there is none."""
+    kept = [measurement for measurement in measured.measurements if not measurement.skipped]
+    values = [value_of(kind, measurement.columns[name]) for measurement in kept]
     return [float("nan") if value is None else value for value in values]
 
 

@@ -4,7 +4,8 @@
 `seed`: it is out.backward(grad_out, retain_graph=True), and nobody ever clears .grad. From the second call on, so in
 all that are timed, a call also adds its gradient to the one that is there, which reads two gradients and writes one
 more. The limit streams these bytes too, in the same kernel. That is what the published tables measured, so only these
-numbers may be put beside them. A small gradient is still in the cache when it is added: there a call may beat the limit.
+numbers may be put beside them. A small gradient is still in the cache when it is added: there a call may beat the
+limit.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from eaves.bench.device import Stopwatch, free_memory_bytes, last_cache_bytes, n
 from eaves.bench.errors import reason
 from eaves.bench.protocol import Call
 
-# There are fewer repetitions, but not below five, where they would take longer than this for each contestant.
+# There are fewer repetitions, but not below five, where all would take longer than this for each contestant.
 _SLOW_CONTESTANT_MS = 1000.0
 _MINIMUM_REPETITIONS = 5
 _WARM_UP_CALLS = 3
@@ -137,15 +137,18 @@ class Timer:
     def _measure_host(self, contestants: Sequence[_Contestant]) -> float:
         """What a call costs the host, for each contestant; returns the most."""
         times_ms: list[list[float]] = [[] for _ in contestants]
+        begin = now_ms()
         for _ in range(_HOST_ROUNDS):
             for contestant, times in zip(contestants, times_ms):
                 if contestant.timed.failed:
                     continue
                 for index in range(_HOST_CALLS):
-                    begin = now_ms()
+                    call_begin = now_ms()
                     contestant.run(index)
-                    times.append(now_ms() - begin)
+                    times.append(now_ms() - call_begin)
                 synchronize(self._device)
+            if now_ms() - begin > _SLOW_CONTESTANT_MS * len(contestants):
+                break
         for contestant, times in zip(contestants, times_ms):
             contestant.timed.host_ms = statistics.median(times) if times else None
         return max(contestant.timed.host_ms or 0.0 for contestant in contestants)
