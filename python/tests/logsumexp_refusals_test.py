@@ -134,7 +134,7 @@ def test_nothing_is_refused_that_an_empty_tensor_makes_legal(device: torch.devic
     assert eaves.logsumexp(x, 1).shape == (0,)
 
 
-# --------------------------------------------------------------------------------- calls that go round the core's checks
+# -------------------------------------------------------------------------------- calls that go round the core's checks
 
 
 def refused_by(function: Callable[[Tensor], Tensor], x: Tensor) -> str:
