@@ -13,6 +13,7 @@ from eaves._operator import (
     axes_of,
     batch_first,
     call,
+    check_bool,
     check_dtype,
     check_tensor,
     needs_autograd,
@@ -65,14 +66,15 @@ def logsumexp(x: Tensor, dim: int | Sequence[int], keepdim: bool = False, *, dty
                 [0.3333, 0.3333, 0.3333]])
     """
     check_tensor("logsumexp", "x", x)
-    axes = axes_of("logsumexp", dim)
+    check_bool("logsumexp", "keepdim", keepdim)
+    axes = axes_of("logsumexp", x, dim)
     own_dtype = x.dtype if x.is_floating_point() else torch.float32
     if dtype is None:
         dtype = own_dtype
     elif dtype != own_dtype and dtype != torch.float32:
         check_dtype("logsumexp", dtype, own_dtype, torch.float32)
-    if needs_autograd("logsumexp", x):
-        out: Tensor = apply(_Logsumexp, x, axes, keepdim, dtype)[0]
+    if needs_autograd(x):
+        out: Tensor = apply("logsumexp", _Logsumexp, x, axes, keepdim, dtype)[0]
         return out
     result: Tensor = call(_forward, x, axes, keepdim, dtype)
     return result
@@ -96,6 +98,7 @@ class _Logsumexp(torch.autograd.Function):
         out, lse = output
         if lse is not None:
             ctx.mark_non_differentiable(lse)
+            ctx.set_materialize_grads(False)  # or each backward would fill a tensor of zeros for lse
         ctx.save_for_backward(x, out if lse is None else lse)
 
     @staticmethod
@@ -105,8 +108,8 @@ class _Logsumexp(torch.autograd.Function):
 
 
 def _gradient(grad_out: Tensor, x: Tensor, lse: Tensor, axes: Sequence[int], keepdim: bool) -> Tensor:
-    if needs_autograd("logsumexp", grad_out, x):
-        result: Tensor = apply(_LogsumexpGradient, grad_out, x, lse.detach(), axes, keepdim)
+    if needs_autograd(grad_out, x):
+        result: Tensor = apply("logsumexp", _LogsumexpGradient, grad_out, x, lse.detach(), axes, keepdim)
     else:
         result = call(_backward, grad_out, x, lse, axes, keepdim)
     return result

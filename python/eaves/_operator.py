@@ -8,6 +8,7 @@ is cheaper for each call than registering a gradient (about 3 us against 7 and m
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -23,6 +24,8 @@ DTYPES = frozenset({
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool,
 })  # fmt: skip
 
+MAX_RANK = 16  # kMaxRank of include/eaves/tensor.h
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -32,6 +35,8 @@ def check_tensor(op: str, name: str, value: object) -> None:
     if kind is not Tensor and kind is not torch.nn.Parameter:
         _check_kind(op, name, value)
     assert isinstance(value, Tensor)
+    if value.dim() > MAX_RANK:
+        raise NotImplementedError(f"{op}: {name} has {value.dim()} axes, expected at most {MAX_RANK}")
     if value.dtype not in DTYPES:
         raise NotImplementedError(
             f"{op}: {name} has dtype {_name_of(value.dtype)}, expected one of "
@@ -64,36 +69,63 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def axes_of(op: str, dim: int | Sequence[int]) -> Sequence[int]:
-    """The list of axes that `dim`, one axis or several, names. Raises TypeError for anything else."""
-    if isinstance(dim, int):
-        return (dim,)
-    if isinstance(dim, (tuple, list)) and all(isinstance(axis, int) for axis in dim):
-        return dim
-    raise TypeError(f"{op}: dim is {dim!r}, expected an int or a tuple of ints")
+def axes_of(op: str, x: Tensor, dim: int | Sequence[int]) -> tuple[int, ...]:
+    """The axes of x that `dim`, one axis or several, names; none are all.
 
-
-def needs_autograd(op: str, *tensors: Tensor) -> bool:
-    """True where a call has to go through its autograd.Function, because a gradient depends on it.
-
-    Raises NotImplementedError for a tensor with a tangent, which would be lost in silence otherwise.
+    Raises TypeError for what is no axis, ValueError for an axis that x does not have, or that is there twice. The core
+    checks the same, but it sees neither a fake tensor nor, under torch.vmap, which axis is the batch.
     """
-    if forward_ad._current_level >= 0 and any(map(_has_tangent, tensors)):
-        raise NotImplementedError(
-            f"{op}: there is no forward-mode derivative; use the reverse mode (torch.autograd.grad, torch.func.vjp)"
-        )
+    if type(dim) is int:
+        axes: tuple[int, ...] = (dim,)
+    else:
+        try:
+            axes = tuple(map(_as_axis, dim)) if isinstance(dim, (tuple, list)) else (_as_axis(dim),)
+        except TypeError:
+            raise TypeError(f"{op}: dim is {dim!r}, expected an int or a tuple of ints") from None
+    # As in torch, a tensor without axes has an axis 0 that may be named.
+    rank = x.dim() or 1
+    for axis in axes:
+        if not -rank <= axis < rank:
+            raise ValueError(
+                f"{op}: dim contains {axis}, expected {-rank} to {rank - 1} (x has {x.dim()} axes)"
+            )
+    if len(axes) > 1 and len({axis % rank for axis in axes}) < len(axes):
+        raise ValueError(f"{op}: dim is {list(axes)}, expected each axis once")
+    return axes
+
+
+def _as_axis(value: object) -> int:
+    if isinstance(value, (bool, Tensor)):
+        raise TypeError
+    return operator.index(value)  # type: ignore[arg-type]  # numpy's integers too
+
+
+def check_bool(op: str, name: str, value: object) -> None:
+    if value is not True and value is not False:
+        raise TypeError(f"{op}: {name} is {value!r}, expected a bool")
+
+
+def needs_autograd(*tensors: Tensor) -> bool:
+    """True where a call has to go through its autograd.Function, because a derivative depends on it."""
+    if forward_ad._current_level >= 0:
+        return True  # it refuses; without it a tangent would be lost in silence
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _has_tangent(tensor: Tensor) -> bool:
-    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
-
-
-def apply(function: type[torch.autograd.Function], *arguments: object) -> Any:
+def apply(op: str, function: type[torch.autograd.Function], *arguments: object) -> Any:
     """function.apply(*arguments), without the 20 us that PyTorch 2.13 spends on each call to serve torch.func."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling():
         return function.apply(*arguments)  # type: ignore[no-untyped-call]
-    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+    try:
+        if torch._C._are_functorch_transforms_active():
+            return function.apply(*arguments)  # type: ignore[no-untyped-call]
+        return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+    except NotImplementedError as error:
+        if "jvp" not in str(error):
+            raise
+        raise NotImplementedError(
+            f"{op}: there is no forward-mode derivative; use the reverse mode (torch.autograd.grad, torch.func.vjp)"
+        ) from None
 
 
 def call(op: torch._ops.OpOverload[Any, Any], *arguments: object) -> Any:
