@@ -29,7 +29,7 @@ test: ## install what is missing, build, run every test, count them
 	@tools/wheel $(JOBS) -DEAVES_CUDA=$(CUDA)
 	@tools/run_tests $(BUILD)
 
-format: ## bring the C++ sources into the project's format
+format: ## bring the C++ and Python sources into the project's format
 	@tools/setup
 	@tools/format
 

@@ -44,7 +44,8 @@ void add_info_command(CLI::App& program) {
   command->footer("Example:\n  eaves info --json");
   const auto is_json = std::make_shared<bool>(false);
   command->add_flag("--json", *is_json, "Print JSON instead of text");
-  command->callback([is_json] { *is_json ? fmt::print("{}\n", system_json(system_info())) : print_text(system_info()); });
+  command->callback(
+      [is_json] { *is_json ? fmt::print("{}\n", system_json(system_info())) : print_text(system_info()); });
 }
 
 }  // namespace eaves::cli

@@ -4,6 +4,7 @@
 
 #include "cli/options.h"
 #include "cli/run.h"
+#include "core/dispatch.h"
 #include "core/check.h"
 #include "eaves/logsumexp.h"
 
@@ -35,7 +36,7 @@ void run_logsumexp(const LogsumexpArguments& arguments) {
   forward.axes = dims;
   forward.keepdim = arguments.keepdim;
   forward.out = run.output("out", out_dtype, shape);
-  forward.lse = run.output("lse", x.dtype == DType::float64 ? DType::float64 : DType::float32, shape);
+  forward.lse = run.output("lse", accumulator_dtype(x.dtype), shape);
   logsumexp_forward(forward, run.context());
 
   if (!arguments.grad.empty()) {

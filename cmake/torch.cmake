@@ -1,6 +1,8 @@
 # The target torch::stable: PyTorch's stable C++ headers, and the libraries that hold what they declare. Of the PyTorch
 # of the Python that builds (Python_EXECUTABLE), looked up without importing it.
-set(EAVES_TORCH_TARGET 2.10)  # the oldest PyTorch that the extension runs under
+# The oldest PyTorch that the extension runs under is written in one place, for Python and for CMake.
+file(STRINGS python/eaves/_library.py target_line REGEX "^TORCH_TARGET = ")
+string(REGEX REPLACE ".*\"(.*)\".*" "\\1" EAVES_TORCH_TARGET "${target_line}")
 
 find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
 # -I where nothing else helps: pip builds in an environment of its own, from which it hides the packages of the user's.

@@ -6,6 +6,7 @@ installed already serves; only without one is PyTorch, which takes gigabytes, na
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ from pathlib import Path
 from scikit_build_core.build import *  # noqa: F403  # everything that a build backend has
 from scikit_build_core.build import get_requires_for_build_wheel as _requirements
 
-_TORCH = "torch==2.13.0"
+# The one that the project is developed with.
+_SETUP = (Path(__file__).parents[1] / "tools" / "setup").read_text()
+_TORCH = re.findall(r"torch==[\d.]+", _SETUP)[0]
 
 
 def get_requires_for_build_wheel(config_settings: dict[str, list[str] | str] | None = None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Prints "<version>;<folder>" of the PyTorch that this Python finds, without importing it; fails where there is none."""
+"""Prints "<version>;<folder>" of the PyTorch that this Python finds, without importing it. Fails without one."""
 
 import importlib.util
 import re

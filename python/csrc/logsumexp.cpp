@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/dispatch.h"
 #include "core/rows.h"
 #include "torch_binding.h"
 
@@ -13,41 +14,35 @@ namespace eaves::binding {
 namespace {
 
 constexpr Name kX{"logsumexp", "x"};
+constexpr Name kDType{"logsumexp", "dtype"};
 
-struct Problem {
+/// The arguments but for the outputs, and the shape that these have.
+struct Inputs {
   LogsumexpForwardArgs args;
   Dims row_shape;
 };
 
-Problem make_problem(const Tensor& x, const std::vector<std::int64_t>& axes, bool keepdim) {
-  Problem problem{.args = {.x = input(x, kX), .axes = dims_of(axes), .keepdim = keepdim}, .row_shape = {}};
-  const check::Argument argument{kX.op, kX.argument, problem.args.x};
-  problem.row_shape = reduced_shape(problem.args.x.shape, check::axes(argument, problem.args.axes), keepdim);
-  return problem;
-}
-
-void run(const LogsumexpForwardArgs& args) {
-  Call call(args.x.device);
-  call.take_workspace(logsumexp_forward_workspace_bytes(args, call.context()));
-  logsumexp_forward(args, call.context());
+Inputs inputs(const Tensor& x, const std::vector<std::int64_t>& axes, bool keepdim) {
+  const LogsumexpForwardArgs args{.x = input(x, kX), .axes = dims_of(axes), .keepdim = keepdim};
+  const AxisSet reduced = check::axes({kX.op, kX.argument, args.x}, args.axes);
+  return {args, reduced_shape(args.x.shape, reduced, keepdim)};
 }
 
 Tensor forward(Tensor x, std::vector<std::int64_t> axes, bool keepdim, ScalarType dtype) {
-  Problem problem = make_problem(x, axes, keepdim);
-  Tensor out = empty(problem.row_shape, dtype_of(dtype, {"logsumexp", "dtype"}), problem.args.x);
-  problem.args.out = output(out, {"logsumexp", "out"});
-  run(problem.args);
+  auto [args, row_shape] = inputs(x, axes, keepdim);
+  Tensor out = empty(row_shape, dtype_of(dtype, kDType), args.x.device);
+  args.out = output(out);
+  run<logsumexp_forward, logsumexp_forward_workspace_bytes>(args, args.x.device);
   return out;
 }
 
 std::tuple<Tensor, Tensor> forward_lse(Tensor x, std::vector<std::int64_t> axes, bool keepdim, ScalarType dtype) {
-  Problem problem = make_problem(x, axes, keepdim);
-  const DType lse_dtype = problem.args.x.dtype == DType::float64 ? DType::float64 : DType::float32;
-  Tensor out = empty(problem.row_shape, dtype_of(dtype, {"logsumexp", "dtype"}), problem.args.x);
-  Tensor lse = empty(problem.row_shape, lse_dtype, problem.args.x);
-  problem.args.out = output(out, {"logsumexp", "out"});
-  problem.args.lse = output(lse, {"logsumexp", "lse"});
-  run(problem.args);
+  auto [args, row_shape] = inputs(x, axes, keepdim);
+  Tensor out = empty(row_shape, dtype_of(dtype, kDType), args.x.device);
+  Tensor lse = empty(row_shape, accumulator_dtype(args.x.dtype), args.x.device);
+  args.out = output(out);
+  args.lse = output(lse);
+  run<logsumexp_forward, logsumexp_forward_workspace_bytes>(args, args.x.device);
   return {std::move(out), std::move(lse)};
 }
 
@@ -58,26 +53,23 @@ Tensor backward(Tensor grad_out, Tensor x, Tensor lse, std::vector<std::int64_t>
                                    .lse = input(lse, {"logsumexp", "lse"}),
                                    .axes = dims_of(axes),
                                    .keepdim = keepdim,
-                                   .grad_x = output(grad_x, {"logsumexp", "grad_x"})};
-  Call call(args.x.device);
-  call.take_workspace(logsumexp_backward_workspace_bytes(args, call.context()));
-  logsumexp_backward(args, call.context());
+                                   .grad_x = output(grad_x)};
+  run<logsumexp_backward, logsumexp_backward_workspace_bytes>(args, args.x.device);
   return grad_x;
 }
 
-void implement(torch::stable::detail::StableLibrary& m) {
-  m.impl("logsumexp_forward", EAVES_BOX(forward));
-  m.impl("logsumexp_forward_lse", EAVES_BOX(forward_lse));
-  m.impl("logsumexp_backward", EAVES_BOX(backward));
+void implement(Library& library) {
+  library.impl("logsumexp_forward", EAVES_BOX(forward));
+  library.impl("logsumexp_forward_lse", EAVES_BOX(forward_lse));
+  library.impl("logsumexp_backward", EAVES_BOX(backward));
 }
 
 }  // namespace
 }  // namespace eaves::binding
 
-STABLE_TORCH_LIBRARY_FRAGMENT(eaves, m) {
-  m.def("logsumexp_forward(Tensor x, int[] axes, bool keepdim, ScalarType dtype) -> Tensor");
-  m.def("logsumexp_forward_lse(Tensor x, int[] axes, bool keepdim, ScalarType dtype) -> (Tensor, Tensor)");
-  m.def("logsumexp_backward(Tensor grad_out, Tensor x, Tensor lse, int[] axes, bool keepdim) -> Tensor");
+STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
+  library.def("logsumexp_forward(Tensor x, int[] axes, bool keepdim, ScalarType dtype) -> Tensor");
+  library.def("logsumexp_forward_lse(Tensor x, int[] axes, bool keepdim, ScalarType dtype) -> (Tensor, Tensor)");
+  library.def("logsumexp_backward(Tensor grad_out, Tensor x, Tensor lse, int[] axes, bool keepdim) -> Tensor");
 }
-STABLE_TORCH_LIBRARY_IMPL(eaves, CPU, m) { eaves::binding::implement(m); }
-STABLE_TORCH_LIBRARY_IMPL(eaves, CUDA, m) { eaves::binding::implement(m); }
+EAVES_IMPLEMENT(eaves::binding::implement)

@@ -23,7 +23,7 @@ std::int64_t bytes_of(const TensorView& view) {
 
 void stream_bytes(Tensor source, Tensor destination, std::int64_t read_bytes, std::int64_t write_bytes) {
   const TensorView from = input(source, {"stream_bytes", "source"});
-  const TensorView to = output(destination, {"stream_bytes", "destination"});
+  const TensorView to = output(destination);
   check::is_on({"stream_bytes", "destination", to}, from.device, "source");
   for (const auto& [name, view, bytes] : {std::tuple("source", &from, read_bytes), {"destination", &to, write_bytes}}) {
     const check::Argument argument{"stream_bytes", name, *view};
@@ -40,17 +40,19 @@ void stream_bytes(Tensor source, Tensor destination, std::int64_t read_bytes, st
                         static_cast<std::size_t>(write_bytes), call.context());
 }
 
+void implement(Library& library) { library.impl("stream_bytes", EAVES_BOX(stream_bytes)); }
+
 }  // namespace
 }  // namespace eaves::binding
 
-STABLE_TORCH_LIBRARY_FRAGMENT(eaves, m) {
-  m.def("version() -> str");
-  m.def("system_info() -> str");
-  m.def("stream_bytes(Tensor source, Tensor(a!) destination, int read_bytes, int write_bytes) -> ()");
+STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
+  library.def("version() -> str");
+  library.def("system_info() -> str");
+  library.def("stream_bytes(Tensor source, Tensor(a!) destination, int read_bytes, int write_bytes) -> ()");
 }
-STABLE_TORCH_LIBRARY_IMPL(eaves, CompositeExplicitAutograd, m) {
-  m.impl("version", EAVES_BOX(eaves::binding::version));
-  m.impl("system_info", EAVES_BOX(eaves::binding::system_info));
+// No tensor says on which device these run.
+STABLE_TORCH_LIBRARY_IMPL(eaves, CompositeExplicitAutograd, library) {
+  library.impl("version", EAVES_BOX(eaves::binding::version));
+  library.impl("system_info", EAVES_BOX(eaves::binding::system_info));
 }
-STABLE_TORCH_LIBRARY_IMPL(eaves, CPU, m) { m.impl("stream_bytes", EAVES_BOX(eaves::binding::stream_bytes)); }
-STABLE_TORCH_LIBRARY_IMPL(eaves, CUDA, m) { m.impl("stream_bytes", EAVES_BOX(eaves::binding::stream_bytes)); }
+EAVES_IMPLEMENT(eaves::binding::implement)

@@ -46,7 +46,8 @@ Device device_of(const Tensor& tensor, Name name) {
   std::int32_t type = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
   if (type == aoti_torch_device_type_cpu()) return kCpu;
-  if (type != aoti_torch_device_type_cuda()) refuse(name, "is on a device that eaves does not have, expected cpu or cuda");
+  if (type != aoti_torch_device_type_cuda())
+    refuse(name, "is on a device that eaves does not have, expected cpu or cuda");
   return {DeviceType::cuda, tensor.get_device_index()};
 }
 
@@ -90,8 +91,8 @@ void run_on_torch_threads(void* /*pool*/, std::int64_t count, ParallelFor::Body 
   STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, count, 1, run, &loop));
 }
 
-/// New memory of a CPU costs more than what is computed into it: the kernel hands it out page by page, at the first write
-/// to each. Pages of 2 MiB are handed out 512 times less often. Where that is not allowed, nothing changes.
+/// New memory of a CPU costs more than what is computed into it: the kernel hands it out page by page, at the first
+/// write to each. Pages of 2 MiB are handed out 512 times less often. Where that is not allowed, nothing changes.
 void ask_for_huge_pages(const Tensor& tensor, std::size_t bytes) {
   constexpr std::uintptr_t kHugePage = std::uintptr_t{2} << 20;
   if (bytes < 2 * kHugePage || !tensor.is_cpu()) return;
@@ -107,7 +108,7 @@ TensorView input(const Tensor& tensor, Name name) {
   return view_of(tensor, const_cast<void*>(tensor.const_data_ptr()), name);
 }
 
-TensorView output(const Tensor& tensor, Name name) { return view_of(tensor, tensor.mutable_data_ptr(), name); }
+TensorView output(const Tensor& tensor) { return view_of(tensor, tensor.mutable_data_ptr(), {"eaves", "the result"}); }
 
 DType dtype_of(ScalarType type, Name name) {
   return dtype_of_number(torch::stable::detail::to<std::int32_t>(torch::stable::detail::from(type)), name);
@@ -115,12 +116,12 @@ DType dtype_of(ScalarType type, Name name) {
 
 Dims dims_of(const std::vector<std::int64_t>& values) { return Dims(values.data(), values.size()); }
 
-Tensor empty(const Dims& shape, DType dtype, const TensorView& like) {
+Tensor empty(const Dims& shape, DType dtype, Device device) {
   const Dims strides = TensorView::contiguous(static_cast<void*>(nullptr), dtype, shape).strides;
   AtenTensorHandle handle = nullptr;
-  if (aoti_torch_empty_strided(shape.size(), shape.begin(), strides.begin(), number_of(dtype),
-                               number_of(like.device.type), like.device.index, &handle) != TORCH_SUCCESS) {
-    throw OutOfMemory("torch has no memory on " + check::to_string(like.device) + " for a tensor of shape " +
+  if (aoti_torch_empty_strided(shape.size(), shape.begin(), strides.begin(), number_of(dtype), number_of(device.type),
+                               device.index, &handle) != TORCH_SUCCESS) {
+    throw OutOfMemory("torch has no memory on " + check::to_string(device) + " for a tensor of shape " +
                       check::to_string(shape) + ", " + name_of(dtype));
   }
   Tensor tensor(handle);
@@ -151,10 +152,8 @@ Call::Call(Device device) : device_(device) {
 
 void Call::take_workspace(std::size_t bytes) {
   if (bytes == 0) return;
-  TensorView like;
-  like.device = device_;
-  workspace_.push_back(empty({static_cast<std::int64_t>(bytes)}, DType::uint8, like));
-  context_.workspace = {workspace_.back().mutable_data_ptr(), bytes};
+  workspace_ = empty({static_cast<std::int64_t>(bytes)}, DType::uint8, device_);
+  context_.workspace = {workspace_->mutable_data_ptr(), bytes};
 }
 
 }  // namespace eaves::binding

@@ -10,6 +10,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -32,14 +33,14 @@ struct Name {
 /// A view of a tensor that is read. Throws Unsupported for a dtype, device or rank that eaves does not have.
 TensorView input(const Tensor& tensor, Name name);
 
-/// A view of a tensor that the call writes.
-TensorView output(const Tensor& tensor, Name name);
+/// A view of a new tensor that the call writes.
+TensorView output(const Tensor& tensor);
 
 DType dtype_of(ScalarType type, Name name);
 Dims dims_of(const std::vector<std::int64_t>& values);
 
-/// A new contiguous tensor from torch's allocator, on the device of `like`. Throws OutOfMemory.
-Tensor empty(const Dims& shape, DType dtype, const TensorView& like);
+/// A new contiguous tensor from torch's allocator. Throws OutOfMemory.
+Tensor empty(const Dims& shape, DType dtype, Device device);
 
 /// A new tensor in the layout that torch.empty_like would choose: that of `like` where its elements lie side by side.
 Tensor empty_like(const Tensor& like);
@@ -55,8 +56,18 @@ class Call {
  private:
   Device device_;
   ExecutionContext context_;
-  std::vector<Tensor> workspace_;  // none or one
+  std::optional<Tensor> workspace_;
 };
+
+/// Runs an operator of the core on the stream, the threads and the memory of torch:
+///   run<logsumexp_forward, logsumexp_forward_workspace_bytes>(args, args.x.device);
+/// An operator that needs no workspace leaves the second one out.
+template <auto* function, auto* workspace_bytes = nullptr, typename Args>
+void run(const Args& args, Device device) {
+  Call call(device);
+  if constexpr (workspace_bytes != nullptr) call.take_workspace(workspace_bytes(args, call.context()));
+  function(args, call.context());
+}
 
 /// Torch's allocator refused.
 class OutOfMemory : public DeviceError {
@@ -90,5 +101,12 @@ struct Marked<function> {
 
 /// What m.impl() takes: `function` with its errors marked, in torch's calling convention.
 #define EAVES_BOX(function) TORCH_BOX((&::eaves::binding::Marked<&function>::call))
+
+/// Registers what `implement`, a function of a library `m`, adds to it, for both devices.
+#define EAVES_IMPLEMENT(implement)                                       \
+  STABLE_TORCH_LIBRARY_IMPL(eaves, CPU, library) { implement(library); } \
+  STABLE_TORCH_LIBRARY_IMPL(eaves, CUDA, library) { implement(library); }
+
+using Library = torch::stable::detail::StableLibrary;
 
 }  // namespace eaves::binding

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from eaves._operator import (
-    apply,
+    accumulator_dtype,
     axes_of,
     batch_first,
     call,
     check_bool,
     check_dtype,
     check_tensor,
-    needs_autograd,
+    dispatch,
+    refuse_lost_derivatives,
     register_fake,
     register_vmap,
 )
@@ -26,7 +27,9 @@ _forward_lse = torch.ops.eaves.logsumexp_forward_lse.default
 _backward = torch.ops.eaves.logsumexp_backward.default
 
 
-def logsumexp(x: Tensor, dim: int | Sequence[int], keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+def logsumexp(
+    x: Tensor, dim: int | Sequence[int], keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
     """log(sum(exp(x))) over the axes `dim`, as torch.logsumexp, with its gradient.
 
     .. math::
@@ -73,45 +76,45 @@ def logsumexp(x: Tensor, dim: int | Sequence[int], keepdim: bool = False, *, dty
         dtype = own_dtype
     elif dtype != own_dtype and dtype != torch.float32:
         check_dtype("logsumexp", dtype, own_dtype, torch.float32)
-    if needs_autograd(x):
-        out: Tensor = apply("logsumexp", _Logsumexp, x, axes, keepdim, dtype)[0]
-        return out
-    result: Tensor = call(_forward, x, axes, keepdim, dtype)
-    return result
+    result = dispatch("logsumexp", (x,), _Logsumexp, _forward, x, axes, keepdim, dtype)
+    out: Tensor = result[0] if isinstance(result, tuple) else result
+    return out
 
 
 class _Logsumexp(torch.autograd.Function):
-    """(out, lse): where both have one dtype they are one tensor."""
+    """x -> (out, lse), or out alone where that is the lse, in the dtype that the backward needs."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        if dtype == _lse_dtype(x):
-            return call(_forward, x, axes, keepdim, dtype), None
-        out, lse = call(_forward_lse, x, axes, keepdim, dtype)
-        return out, lse
+    def forward(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tensor | tuple[Tensor, Tensor]:
+        is_lse = dtype == accumulator_dtype(x.dtype)
+        result: Tensor | tuple[Tensor, Tensor]
+        result = call("logsumexp", _forward if is_lse else _forward_lse, x, axes, keepdim, dtype)
+        return result
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
         x, ctx.axes, ctx.keepdim, _ = inputs
-        out, lse = output
-        if lse is not None:
+        ctx.set_materialize_grads(False)  # or each backward would fill a tensor of zeros for lse
+        if isinstance(output, tuple):
+            _, lse = output
             ctx.mark_non_differentiable(lse)
-            ctx.set_materialize_grads(False)  # or each backward would fill a tensor of zeros for lse
-        ctx.save_for_backward(x, out if lse is None else lse)
+        else:
+            lse = output
+        ctx.save_for_backward(x, lse)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, None, None, None]:
+        if grad_out is None:
+            return None, None, None, None
         x, lse = ctx.saved_tensors
         return _gradient(grad_out, x, lse, ctx.axes, ctx.keepdim), None, None, None
 
 
 def _gradient(grad_out: Tensor, x: Tensor, lse: Tensor, axes: Sequence[int], keepdim: bool) -> Tensor:
-    if needs_autograd(grad_out, x):
-        result: Tensor = apply("logsumexp", _LogsumexpGradient, grad_out, x, lse.detach(), axes, keepdim)
-    else:
-        result = call(_backward, grad_out, x, lse, axes, keepdim)
+    arguments = (grad_out, x, lse.detach(), axes, keepdim)
+    result: Tensor = dispatch("logsumexp", (grad_out, x), _LogsumexpGradient, _backward, *arguments)
     return result
 
 
@@ -125,7 +128,7 @@ class _LogsumexpGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(grad_out: Tensor, x: Tensor, lse: Tensor, axes: Sequence[int], keepdim: bool) -> Tensor:
-        result: Tensor = call(_backward, grad_out, x, lse, axes, keepdim)
+        result: Tensor = call("logsumexp", _backward, grad_out, x, lse, axes, keepdim)
         return result
 
     @staticmethod
@@ -144,13 +147,12 @@ class _LogsumexpGradient(torch.autograd.Function):
         return total.reshape(grad_out.shape).to(grad_out.dtype), grad_x.to(x.dtype), None, None, None
 
 
-def _lse_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _row_shape(x: Tensor, axes: Sequence[int], keepdim: bool) -> list[int]:
     reduced = {axis % max(x.dim(), 1) for axis in axes} if axes else set(range(x.dim()))
     return [1 if axis in reduced else size for axis, size in enumerate(x.shape) if keepdim or axis not in reduced]
+
+
+refuse_lost_derivatives("logsumexp", _forward, _forward_lse, _backward)
 
 
 # What torch.compile and other tracers ask: shapes, strides and dtypes of the outputs.
@@ -164,7 +166,7 @@ def _(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tens
 @register_fake("logsumexp_forward_lse")
 def _(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     shape = _row_shape(x, axes, keepdim)
-    return x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=_lse_dtype(x))
+    return x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=accumulator_dtype(x.dtype))
 
 
 @register_fake("logsumexp_backward")

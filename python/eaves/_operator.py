@@ -1,9 +1,9 @@
 """What the Python side of every operator shares: checks of arguments, the way into the extension and its errors, and
 the question whether autograd has to know of a call.
 
-An operator is three functions in the extension (forward, forward with what the backward needs, backward), a
-torch.autograd.Function outside of them, and a fake implementation for each. The Function stands outside because that
-is cheaper for each call than registering a gradient (about 3 us against 7 and more), and torch.compile traces it.
+An operator is one or more functions of the extension, a fake implementation and a batching rule for each, and where it
+has a gradient a torch.autograd.Function outside of them. The Function stands outside because that is cheaper for each
+call than registering a gradient, and torch.compile traces it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -25,6 +26,8 @@ DTYPES = frozenset({
 })  # fmt: skip
 
 MAX_RANK = 16  # kMaxRank of include/eaves/tensor.h
+
+OpOverload = torch._ops.OpOverload[Any, Any]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -86,11 +89,9 @@ def axes_of(op: str, x: Tensor, dim: int | Sequence[int]) -> tuple[int, ...]:
     rank = x.dim() or 1
     for axis in axes:
         if not -rank <= axis < rank:
-            raise ValueError(
-                f"{op}: dim contains {axis}, expected {-rank} to {rank - 1} (x has {x.dim()} axes)"
-            )
+            raise ValueError(f"{op}: dim contains {axis}, expected {-rank} to {rank - 1} (x has {x.dim()} axes)")
     if len(axes) > 1 and len({axis % rank for axis in axes}) < len(axes):
-        raise ValueError(f"{op}: dim is {list(axes)}, expected each axis once")
+        raise ValueError(f"{op}: dim is {list(axes)}, expected each axis once (x has {x.dim()} axes)")
     return axes
 
 
@@ -100,25 +101,33 @@ def _as_axis(value: object) -> int:
     return operator.index(value)  # type: ignore[arg-type]  # numpy's integers too
 
 
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of a dtype are kept in, and what an lse is stored as."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def check_bool(op: str, name: str, value: object) -> None:
     if value is not True and value is not False:
         raise TypeError(f"{op}: {name} is {value!r}, expected a bool")
 
 
-def needs_autograd(*tensors: Tensor) -> bool:
-    """True where a call has to go through its autograd.Function, because a derivative depends on it."""
-    if forward_ad._current_level >= 0:
-        return True  # it refuses; without it a tangent would be lost in silence
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def apply(op: str, function: type[torch.autograd.Function], *arguments: object) -> Any:
-    """function.apply(*arguments), without the 20 us that PyTorch 2.13 spends on each call to serve torch.func."""
+def dispatch(
+    op: str,
+    tensors: Sequence[Tensor],
+    function: type[torch.autograd.Function],
+    overload: OpOverload,
+    *arguments: object,
+) -> Any:
+    """`function.apply(*arguments)` where a derivative with respect to one of `tensors` is asked for, else
+    `overload(*arguments)`, which is the same without a graph."""
     if torch.compiler.is_compiling():
         return function.apply(*arguments)  # type: ignore[no-untyped-call]
+    if not needs_autograd(*tensors):
+        return call(op, overload, *arguments)
     try:
-        if torch._C._are_functorch_transforms_active():
+        if _is_transforming():
             return function.apply(*arguments)  # type: ignore[no-untyped-call]
+        # PyTorch 2.13 spends 20 us on each call of Function.apply to serve torch.func: this is what it calls then.
         return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
     except NotImplementedError as error:
         if "jvp" not in str(error):
@@ -128,12 +137,33 @@ def apply(op: str, function: type[torch.autograd.Function], *arguments: object) 
         ) from None
 
 
-def call(op: torch._ops.OpOverload[Any, Any], *arguments: object) -> Any:
-    """Calls an operator of the extension, and raises its errors as what they are."""
+# They are not public. Where a later PyTorch lacks one, calls take the longer way, and cost more.
+_is_transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+_below_autograd: Callable[[], AbstractContextManager[object]] = getattr(
+    torch._C, "_AutoDispatchBelowAutograd", nullcontext
+)
+
+
+def needs_autograd(*tensors: Tensor) -> bool:
+    """True where a call has to go through its autograd.Function, because a derivative depends on it."""
+    if _is_transforming() or getattr(forward_ad, "_current_level", 0) >= 0:
+        return True  # under torch.func a tensor may depend on others without saying so
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # any() costs more
+            if tensor.requires_grad:
+                return True
+    return False
+
+
+def call(op: str, overload: OpOverload, *arguments: object) -> Any:
+    """Calls an operator of the extension, and raises its errors as what they are, in the name of `op`."""
     try:
-        return op(*arguments)
+        if torch.compiler.is_compiling() or _is_transforming():
+            return overload(*arguments)
+        with _below_autograd():
+            return overload(*arguments)
     except (RuntimeError, NotImplementedError) as error:
-        _raise_as_what_it_is(error, op, arguments)
+        _raise_as_what_it_is(op, error, arguments)
 
 
 # The marks of python/csrc/torch_binding.h.
@@ -144,22 +174,53 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 
 
-def _raise_as_what_it_is(error: Exception, op: torch._ops.OpOverload[Any, Any], arguments: tuple[object, ...]) -> NoReturn:
+def _raise_as_what_it_is(op: str, error: Exception, arguments: tuple[object, ...]) -> NoReturn:
     message = str(error)
     for mark, kind in _ERRORS.items():
         _, found, sentence = message.partition(mark)
         if found:
-            raise kind(sentence.partition("\n")[0]) from None
+            # The core says logsumexp_forward where the user called logsumexp.
+            sentence = sentence.partition("\n")[0]
+            prefix, _, rest = sentence.partition(": ")
+            raise kind(f"{op}: {rest if prefix.startswith(op) else sentence}") from None
     if isinstance(error, NotImplementedError):  # the dispatcher has no kernel for this kind of tensor
         kinds = sorted({f"{a.layout} on {a.device.type}" for a in arguments if isinstance(a, Tensor)})
         raise NotImplementedError(
-            f"{_name(op)}: the tensors are {' and '.join(kinds)}, expected dense ones (torch.strided) on cpu or cuda"
+            f"{op}: the tensors are {' and '.join(kinds)}, expected dense ones (torch.strided) on cpu or cuda"
         ) from None
     raise error
 
 
-def _name(op: torch._ops.OpOverload[Any, Any]) -> str:
-    return op._schema.name.removeprefix("eaves::")
+_guards = torch.library.Library("eaves", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def refuse_lost_derivatives(op: str, *overloads: OpOverload) -> None:
+    """The operators of the extension have no derivatives: those are around them, in an autograd.Function. Who comes to
+    them on another way, with a tensor of which a derivative is wanted, would get none without being told.
+    """
+    for overload in overloads:
+        name = overload._schema.name.removeprefix("eaves::")
+        _guards.impl(name, _refusing(op, overload), "Autograd")  # type: ignore[no-untyped-call]
+
+
+def _refusing(op: str, overload: OpOverload) -> Callable[..., Any]:
+    def kernel(*arguments: object) -> Any:
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        is_tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        if is_tracked or any(map(_has_tangent, tensors)):
+            raise NotImplementedError(
+                f"{op}: its derivative is lost where torch.compile traces a transform of torch.func, and in direct "
+                f"calls of torch.ops.eaves; compile what is inside of the transform, and call eaves.{op}"
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*arguments)
+
+    return kernel
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    is_dual = getattr(forward_ad, "_current_level", 0) >= 0
+    return is_dual and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def register_fake(op: str) -> Callable[[_Function], _Function]:

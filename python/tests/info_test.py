@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import requires
 from typing import Any
 
 import pytest
@@ -30,7 +31,8 @@ def test_the_json_has_the_keys_that_are_documented(report: dict[str, Any]) -> No
     assert set(report["torch"]) == {"version", "cuda", "threads", "gpus"}
     documented = {"version", "commit", "compiler", "backends", "cpu", "cuda", "gpus", "missing"}
     assert set(report["extension"]) == documented
-    assert all(name in _info.collect.__doc__ for name in documented | set(report) | set(report["torch"]))
+    documentation = _info.collect.__doc__ + _info.extension.__doc__
+    assert all(name in documentation for name in documented | set(report) | set(report["torch"]))
 
 
 def test_the_json_says_what_is_here(report: dict[str, Any]) -> None:
@@ -38,7 +40,8 @@ def test_the_json_says_what_is_here(report: dict[str, Any]) -> None:
     assert report["torch"]["cuda"] == torch.version.cuda
     assert report["python"] == sys.version.split()[0]
     assert report["extension"]["version"] == eaves.__version__
-    assert tuple(map(int, report["package"]["target"].split("."))) == _library.TORCH_TARGET
+    assert report["package"]["target"] == _library.TORCH_TARGET
+    assert f"torch>={_library.TORCH_TARGET}" in requires("eaves")
     assert "cpu" in report["extension"]["backends"]
     assert len(report["torch"]["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
 

@@ -3,6 +3,7 @@ torch.compile, torch.func), determinism, threads, and what it must leave alone. 
 """
 
 import copy
+import inspect
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWar
 
 
 def test_every_public_function_is_tested_here() -> None:
-    functions = {name for name in eaves.__all__ if callable(getattr(eaves, name))}
+    functions = {name for name in eaves.__all__ if inspect.isfunction(getattr(eaves, name))}
     assert functions == {op.name for op in OPERATORS}
 
 
@@ -188,6 +189,38 @@ def test_second_derivatives_agree_with_finite_differences(op: Operator, device: 
     x = x[..., :3].detach().requires_grad_()
     others = [tensor[..., :3] for tensor in others]
     assert torch.autograd.gradgradcheck(lambda t: op.function(t, *others), x)
+
+
+@each_operator()
+def test_a_graph_whose_gradient_is_missing_gives_none(op: Operator, device: torch.device) -> None:
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, out: Tensor) -> Tensor:
+            return out.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad_out: Tensor) -> None:
+            return None
+
+    for dtype in (torch.float32, torch.bfloat16):
+        x, *others = op.inputs(3, device, dtype)
+        x = x.detach().requires_grad_()
+        for create_graph in (False, True):
+            out = Stop.apply(op.function(x, *others))
+            assert torch.autograd.grad(out.sum(), x, create_graph=create_graph, allow_unused=True) == (None,)
+
+
+@each_operator()
+def test_it_can_be_exported(op: Operator, device: torch.device) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, *tensors: Tensor) -> Tensor:
+            return op.function(*tensors) + 1
+
+    inputs = op.inputs(4, device, torch.float32)
+    batch = torch.export.Dim("batch")
+    exported = torch.export.export(Module(), inputs, dynamic_shapes=(tuple({0: batch} for _ in inputs),))
+    others = op.inputs(7, device, torch.float32)
+    assert_same([exported.module()(*others)], [op.function(*others) + 1])
 
 
 @each_operator()

@@ -248,7 +248,7 @@ def test_only_x_and_one_lse_are_kept_for_the_backward(device: torch.device) -> N
         x = random_tensor((64, 1000), dtype, device).requires_grad_()
         kept: list[Tensor] = []
 
-        def keep(tensor: Tensor) -> Tensor:
+        def keep(tensor: Tensor, kept: list[Tensor] = kept) -> Tensor:
             kept.append(tensor)
             return tensor
 

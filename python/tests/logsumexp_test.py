@@ -86,9 +86,7 @@ def test_every_dtype_matches_the_oracle(shape: tuple[int, ...], dims: object, de
 
 
 @samples()
-def test_shape_dtype_and_strides_are_those_of_torch(
-    shape: tuple[int, ...], dims: object, device: torch.device
-) -> None:
+def test_shape_dtype_and_strides_are_those_of_torch(shape: tuple[int, ...], dims: object, device: torch.device) -> None:
     # torch takes an empty tuple for all axes in some versions only.
     torch_dims = dims if dims != () else tuple(range(len(shape)))
     for dtype in FLOATING_POINT + PROMOTED:

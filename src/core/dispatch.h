@@ -26,6 +26,9 @@ inline constexpr DType kDTypeOf = [] {
   if constexpr (std::is_same_v<T, boolean>) return DType::boolean;
 }();
 
+/// Accumulator<T> as a dtype: what sums of a dtype are kept in, and what an lse is stored as.
+inline DType accumulator_dtype(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
+
 /// Calls `function.operator()<T>()` with the type of a floating-point dtype.
 template <typename Function>
 decltype(auto) dispatch_floating_point(DType dtype, Function&& function) {

@@ -34,6 +34,10 @@ struct StridedLoop {
   /// Where iteration `index` of the flattened loops lies in each tensor, in elements.
   EAVES_HOST_DEVICE Offsets offsets(std::int64_t index) const {
     Offsets result{};
+    // Most tensors have one axis of rows here; unrolled, the rest would be most of a small kernel's instructions.
+#ifdef __CUDA_ARCH__
+#pragma unroll 1
+#endif
     for (int axis = rank - 1; axis > 0; --axis) {
       const std::int64_t next = divide(index, sizes[axis]);
       const std::int64_t coordinate = index - next * sizes[axis];

@@ -58,19 +58,21 @@ __attribute__((no_sanitize("thread"), noinline)) void run_on_openmp(const Pieces
   EAVES_TSAN_ACQUIRE(&after);
 }
 
-int openmp_threads() { return omp_get_max_threads(); }
-
 #else  // a build whose callers all bring a pool (the PyTorch extension): without one, a call stays on its thread
 
 void run_on_openmp(const Pieces& work, int /*threads*/) { work.run(0, work.pieces); }
-
-int openmp_threads() { return static_cast<int>(std::max(1u, std::thread::hardware_concurrency())); }
 
 #endif
 
 }  // namespace
 
-int default_threads() { return openmp_threads(); }
+int default_threads() {
+#ifdef _OPENMP
+  return omp_get_max_threads();
+#else
+  return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+#endif
+}
 
 namespace internal {
 

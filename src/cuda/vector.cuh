@@ -206,14 +206,29 @@ __device__ void for_each_batch(const T* first, std::int64_t count, int thread, i
 /// Shares a piece of two runs of equal length among `threads` threads and writes `function(in)` to `out`, element by
 /// element. `out` and `in` lie alike: their addresses are equal modulo 16. A piece is `piece_vectors` vectors, counted
 /// from the first 16-byte boundary, so that every piece starts on one; piece 0 has the edge elements too.
-template <int kVectors, typename T, typename Function>
+/// `make_function()` is called when the first vectors are on their way: what it loads for the whole run does not delay
+/// them. H200, a bf16 gradient with two numbers for each row: [4096, 32768] 0.1304 ms, after them 0.1317.
+template <int kVectors, typename T, typename MakeFunction>
 __device__ void transform(const T* in, T* out, std::int64_t count, std::int64_t piece, int piece_vectors, int thread,
-                          int threads, Function function) {
+                          int threads, MakeFunction make_function) {
   const Span<const T> source(in, count);
   const Span<T> target(out, count);
   const std::int64_t first = piece * piece_vectors;
   const Vector<T>* from = source.vector_address(first + thread);
   Vector<T>* to = target.vector_address(first + thread);
+  int left = static_cast<int>(min(source.vectors - first, std::int64_t{piece_vectors})) - thread;
+
+  Vector<T> batch[kVectors];
+  const auto load_batch = [&] {
+    const bool is_whole = left > (kVectors - 1) * threads;
+    if (is_whole) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) batch[v] = load(from + v * threads);
+    }
+    return is_whole;
+  };
+  bool has_batch = load_batch();
+  const auto function = make_function();
   const auto apply = [&](const Vector<T>& v) {
     Accumulator<T> values[Vector<T>::kSize];
     unpack(v, values);
@@ -221,15 +236,13 @@ __device__ void transform(const T* in, T* out, std::int64_t count, std::int64_t 
     for (int i = 0; i < Vector<T>::kSize; ++i) values[i] = function(values[i]);
     return pack<T>(values);
   };
-  int left = static_cast<int>(min(source.vectors - first, std::int64_t{piece_vectors})) - thread;
-  for (; left > (kVectors - 1) * threads; left -= kVectors * threads) {
-    Vector<T> batch[kVectors];
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) batch[v] = load(from + v * threads);
+  while (has_batch) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) store(to + v * threads, apply(batch[v]));
     from += kVectors * threads;
     to += kVectors * threads;
+    left -= kVectors * threads;
+    has_batch = load_batch();
   }
   for (; left > 0; left -= threads, from += threads, to += threads) store(to, apply(load(from)));
   if (piece != 0) return;

@@ -13,6 +13,7 @@ from typing import Literal, NoReturn
 
 import torch
 
+from eaves import _info
 from eaves.bench import providers, results
 from eaves.bench.benchmark import DTYPES, Operator, Provider, Request
 from eaves.bench.device import device_name, find_device
@@ -132,7 +133,7 @@ def run_bench(arguments: BenchArguments, operators: Sequence[Operator]) -> None:
     chosen = chosen_operators(operators, arguments.operators)
     providers.check_names(chosen, arguments.providers)
     device = find_device(arguments.device)
-    if device.type == "cuda" and not (info := results.library_info())["gpus"]:
+    if device.type == "cuda" and not (info := _info.extension())["gpus"]:
         raise InvalidArgument(f"--device: eaves cannot use the GPU, expected cpu: {' '.join(info['missing'])}")
     if arguments.threads > 0:
         torch.set_num_threads(arguments.threads)
@@ -205,7 +206,7 @@ _LATER_KINDS: tuple[Kind, ...] = ("host", "memory")
 
 
 def _print_heading(device: torch.device, protocol: Protocol) -> None:
-    info = results.library_info()
+    info = _info.extension()
     print(f"# {device_name(device)}, eaves {info['version']} (commit {info['commit']}), torch {torch.__version__}")
     print("# speed in ms, median; limit: plain streaming of the same bytes in the same run")
     print("# best peer / eaves: the best of the others by eaves; above 1 eaves is faster, or takes less memory")

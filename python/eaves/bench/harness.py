@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -145,7 +146,7 @@ class Harness:
         for name, forward in list(forwards.items()):
             try:
                 columns[name].peak_bytes = memory.peak_bytes(
-                    mode, lambda: self._protocol.make_call(mode, forward, inputs), inputs
+                    mode, partial(self._protocol.make_call, mode, forward, inputs), inputs
                 )
             except Exception as error:  # as above
                 columns[name].skipped = reason(error)

@@ -22,9 +22,9 @@ except ImportError as error:
 
 matplotlib.use("agg")  # files only, no window
 
-from matplotlib import pyplot  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator  # noqa: E402
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 # 8 inches at 200 dots: sharp where a page shows it 800 pixels wide.
 _INCHES = (8.0, 4.5)

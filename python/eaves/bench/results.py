@@ -22,17 +22,11 @@ from eaves.bench.protocol import Protocol
 from eaves.bench.report import MIB, MeasuredTable
 
 
-def library_info() -> dict[str, Any]:
-    """What the compiled library says of itself and the machine: version, commit, the CPU's level, the driver."""
-    extension: dict[str, Any] = _info.collect()["extension"]
-    return extension
-
-
 def result(
     tables: Sequence[MeasuredTable], device: torch.device, protocol: Protocol, versions: Mapping[str, str]
 ) -> dict[str, Any]:
     """Schema 1."""
-    info = library_info()
+    info = _info.extension()
     is_gpu = device.type == "cuda"
     head: dict[str, Any] = {
         "schema": 1,

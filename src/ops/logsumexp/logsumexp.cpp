@@ -3,6 +3,7 @@
 #include "eaves/logsumexp.h"
 
 #include "core/check.h"
+#include "core/dispatch.h"
 #include "ops/logsumexp/logsumexp_backend.h"
 #include "runtime/backend.h"
 
@@ -18,8 +19,6 @@ constexpr const char* kBackward = "logsumexp_backward";
 const char* reason_of(bool keepdim) {
   return keepdim ? "x with its reduced axes of size 1" : "x without its reduced axes";
 }
-
-DType lse_dtype(DType x_dtype) { return x_dtype == DType::float64 ? DType::float64 : DType::float32; }
 
 /// PyTorch's promotion: integers and booleans give the default floating-point type.
 DType default_out_dtype(DType x_dtype) { return is_floating_point(x_dtype) ? x_dtype : DType::float32; }
@@ -42,7 +41,7 @@ LogsumexpForwardProblem make_problem(const LogsumexpForwardArgs& args) {
     check::do_not_overlap(output, x);
   };
   check_output(out, {default_out_dtype(args.x.dtype), DType::float32}, "that of x, or float32");
-  check_output(lse, {lse_dtype(args.x.dtype)}, "float32, or float64 where x is float64");
+  check_output(lse, {accumulator_dtype(args.x.dtype)}, "float32, or float64 where x is float64");
   if (args.out.is_present && args.lse.is_present) check::do_not_overlap(out, lse);
 
   // An absent output walks along with the other one.
@@ -83,7 +82,7 @@ LogsumexpBackwardProblem make_problem(const LogsumexpBackwardArgs& args) {
   check::is_valid(lse);
   check::is_on(lse, args.x.device, "x");
   check::has_shape(lse, row_shape, shape_reason);
-  check::has_dtype(lse, {lse_dtype(args.x.dtype)}, "float32, or float64 where x is float64");
+  check::has_dtype(lse, {accumulator_dtype(args.x.dtype)}, "float32, or float64 where x is float64");
 
   check::is_valid(grad_x);
   check::is_on(grad_x, args.x.device, "x");

@@ -26,8 +26,8 @@ using namespace logsumexp_tensors;
 
 constexpr int kLanes = 8;         // that share a short row
 constexpr int kLanesBlock = 128;  // threads of a block of short rows
-// A block of long rows: H200, [4096, 131072] bf16, 32 x 4 0.508 ms, 64 x 4 0.515, 128 x 4 0.517, 256 x 2 0.535; a plain
-// copy 0.501.
+// A block of long rows. H200, bf16, [4096, 131072] and [4096, 1024]: 32 x 4 0.504 ms and 7.6 us, 64 x 2 0.501 and 8.1,
+// 128 x 2 0.501 and 9.1, 64 x 4 0.509 and 8.3, 32 x 2 0.639 and 9.4, 128 x 1 0.618 and 9.5; a plain copy 0.511 and 6.8.
 constexpr int kGradientThreads = 32;
 constexpr int kVectors = 4;        // that a thread loads before it stores the first
 constexpr int kColumnWarps = 8;    // warps of a block that walk down columns side by side
@@ -70,9 +70,9 @@ __global__ void __launch_bounds__(kLanesBlock) lanes_gradient(BackwardRows<Accum
   const std::int64_t row = (std::int64_t{blockIdx.x} * kLanesBlock + threadIdx.x) / kLanes;
   if (row >= p.view.row_count) return;
   const auto at = p.view.rows.offsets(row);
-  const RowGradient<Accumulator<T>> gradient = load_row<T>(p, at.of[kLse], at.of[kGradOut]);
   transform<kVectors>(static_cast<const T*>(p.x) + at.of[kX], static_cast<T*>(p.grad_x) + at.of[kGradX],
-                      p.view.column_count, 0, INT32_MAX, threadIdx.x % kLanes, kLanes, gradient);
+                      p.view.column_count, 0, INT32_MAX, threadIdx.x % kLanes, kLanes,
+                      [&] { return load_row<T>(p, at.of[kLse], at.of[kGradOut]); });
 }
 
 /// Long rows: a block a piece, and a piece is one batch of vectors for each thread.
@@ -80,10 +80,9 @@ template <typename T>
 __global__ void __launch_bounds__(kGradientThreads) piece_gradient(BackwardRows<Accumulator<T>> p, unsigned pieces) {
   const unsigned row = blockIdx.x / pieces;
   const auto at = p.view.rows.offsets(row);
-  const RowGradient<Accumulator<T>> gradient = load_row<T>(p, at.of[kLse], at.of[kGradOut]);
   transform<kVectors>(static_cast<const T*>(p.x) + at.of[kX], static_cast<T*>(p.grad_x) + at.of[kGradX],
                       p.view.column_count, blockIdx.x - row * pieces, kGradientThreads * kVectors, threadIdx.x,
-                      kGradientThreads, gradient);
+                      kGradientThreads, [&] { return load_row<T>(p, at.of[kLse], at.of[kGradOut]); });
 }
 
 /// As row_per_column: each thread owns kLaneRows neighbouring rows and walks down their columns.

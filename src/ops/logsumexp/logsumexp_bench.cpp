@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "core/dispatch.h"
 #include "core/rows.h"
 #include "eaves/logsumexp.h"
 #include "runtime/runtime.h"
@@ -38,7 +39,7 @@ class ForwardCall : public Call {
     args_.x = arena.normal(dtype, item.shape, 1);
     args_.axes = {item.axis};
     args_.out = arena.output(dtype, row_shape(item));
-    args_.lse = arena.output(dtype == DType::float64 ? DType::float64 : DType::float32, row_shape(item));
+    args_.lse = arena.output(accumulator_dtype(dtype), row_shape(item));
   }
   std::size_t workspace_bytes(const ExecutionContext& context) const override {
     return logsumexp_forward_workspace_bytes(args_, context);
@@ -55,7 +56,7 @@ class BackwardCall : public Call {
     args_.x = arena.normal(dtype, item.shape, 1);
     args_.axes = {item.axis};
     args_.grad_out = arena.normal(dtype, row_shape(item), 2);
-    args_.lse = arena.output(dtype == DType::float64 ? DType::float64 : DType::float32, row_shape(item));
+    args_.lse = arena.output(accumulator_dtype(dtype), row_shape(item));
     args_.grad_x = arena.output(dtype, item.shape);
     // A made-up lse could overflow every exponential, and infinities may be faster or slower than numbers.
     LogsumexpForwardArgs forward;

@@ -42,8 +42,7 @@ class LogsumexpRun {
                           case_.axes)),
         x(case_.device, case_.dtype, case_.shape, case_.x_placement),
         out(case_.device, case_.out_dtype.value_or(case_.dtype), row_shape(), case_.out_placement),
-        lse(case_.device, case_.dtype == DType::float64 ? DType::float64 : DType::float32, row_shape(),
-            case_.lse_placement),
+        lse(case_.device, accumulator_dtype(case_.dtype), row_shape(), case_.lse_placement),
         grad_out(case_.device, case_.grad_out_dtype.value_or(case_.dtype), row_shape(), case_.grad_out_placement),
         grad_x(case_.device, case_.dtype, case_.shape, case_.grad_x_placement) {
     x.fill(case_.value);
