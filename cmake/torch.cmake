@@ -32,6 +32,9 @@ target_link_directories(torch_stable INTERFACE ${torch_folder}/lib)
 target_link_libraries(torch_stable INTERFACE torch_cpu c10 ${CMAKE_DL_LIBS})
 string(REGEX MATCH "^([0-9]+)\\.([0-9]+)$" version ${EAVES_TORCH_TARGET})
 math(EXPR target "(${CMAKE_MATCH_1} << 56) | (${CMAKE_MATCH_2} << 48)" OUTPUT_FORMAT HEXADECIMAL)
+# Messages name PyTorch's files: not by where they lie on the machine that builds.
+target_compile_options(
+  torch_stable INTERFACE -ffile-prefix-map=${torch_folder}/include/= -ffile-prefix-map=${PROJECT_SOURCE_DIR}/=)
 target_compile_definitions(torch_stable INTERFACE TORCH_TARGET_VERSION=${target}ULL)
 
 # eaves_install_extension(<target>): into the package, with Highway beside it where that is a shared library.
@@ -44,5 +47,8 @@ function(eaves_install_extension target)
   if(type STREQUAL "SHARED_LIBRARY")
     install(FILES $<TARGET_FILE:hwy::hwy> DESTINATION eaves COMPONENT python
             RENAME $<TARGET_SONAME_FILE_NAME:hwy::hwy>)
+    # Highway's licence goes with it, as Debian and Ubuntu keep it.
+    install(FILES /usr/share/doc/libhwy-dev/copyright DESTINATION eaves COMPONENT python RENAME libhwy-copyright
+            OPTIONAL)
   endif()
 endfunction()
