@@ -4,8 +4,8 @@
 
 #include "cli/options.h"
 #include "cli/run.h"
-#include "core/dispatch.h"
 #include "core/check.h"
+#include "core/dispatch.h"
 #include "eaves/logsumexp.h"
 
 namespace eaves::cli {

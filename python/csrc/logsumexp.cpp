@@ -32,7 +32,7 @@ Tensor forward(Tensor x, std::vector<std::int64_t> axes, bool keepdim, ScalarTyp
   auto [args, row_shape] = inputs(x, axes, keepdim);
   Tensor out = empty(row_shape, dtype_of(dtype, kDType), args.x.device);
   args.out = output(out);
-  run<logsumexp_forward, logsumexp_forward_workspace_bytes>(args, args.x.device);
+  run<logsumexp_forward, &logsumexp_forward_workspace_bytes>(args, args.x.device);
   return out;
 }
 
@@ -42,7 +42,7 @@ std::tuple<Tensor, Tensor> forward_lse(Tensor x, std::vector<std::int64_t> axes,
   Tensor lse = empty(row_shape, accumulator_dtype(args.x.dtype), args.x.device);
   args.out = output(out);
   args.lse = output(lse);
-  run<logsumexp_forward, logsumexp_forward_workspace_bytes>(args, args.x.device);
+  run<logsumexp_forward, &logsumexp_forward_workspace_bytes>(args, args.x.device);
   return {std::move(out), std::move(lse)};
 }
 
@@ -54,7 +54,7 @@ Tensor backward(Tensor grad_out, Tensor x, Tensor lse, std::vector<std::int64_t>
                                    .axes = dims_of(axes),
                                    .keepdim = keepdim,
                                    .grad_x = output(grad_x)};
-  run<logsumexp_backward, logsumexp_backward_workspace_bytes>(args, args.x.device);
+  run<logsumexp_backward, &logsumexp_backward_workspace_bytes>(args, args.x.device);
   return grad_x;
 }
 

@@ -13,6 +13,8 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "eaves/context.h"
@@ -60,12 +62,13 @@ class Call {
 };
 
 /// Runs an operator of the core on the stream, the threads and the memory of torch:
-///   run<logsumexp_forward, logsumexp_forward_workspace_bytes>(args, args.x.device);
+///   run<logsumexp_forward, &logsumexp_forward_workspace_bytes>(args, args.x.device);
 /// An operator that needs no workspace leaves the second one out.
-template <auto* function, auto* workspace_bytes = nullptr, typename Args>
+template <auto* function, auto workspace_bytes = nullptr, typename Args>
 void run(const Args& args, Device device) {
   Call call(device);
-  if constexpr (workspace_bytes != nullptr) call.take_workspace(workspace_bytes(args, call.context()));
+  if constexpr (!std::is_null_pointer_v<decltype(workspace_bytes)>)
+    call.take_workspace(workspace_bytes(args, call.context()));
   function(args, call.context());
 }
 

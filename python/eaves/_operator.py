@@ -12,7 +12,7 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ DTYPES = frozenset({
 
 MAX_RANK = 16  # kMaxRank of include/eaves/tensor.h
 
-OpOverload = torch._ops.OpOverload[Any, Any]
+if TYPE_CHECKING:
+    OpOverload = torch._ops.OpOverload[Any, Any]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -185,7 +186,8 @@ def _raise_as_what_it_is(op: str, error: Exception, arguments: tuple[object, ...
             sentence = sentence.partition("\n")[0]
             prefix, _, rest = sentence.partition(": ")
             raise kind(f"{op}: {rest if prefix.startswith(op) else sentence}") from None
-    if isinstance(error, NotImplementedError):  # the dispatcher has no kernel for this kind of tensor
+    if isinstance(error, NotImplementedError) and not message.startswith(f"{op}: "):
+        # Not our own: the dispatcher has no kernel for this kind of tensor.
         kinds = sorted({_kind_of(argument) for argument in arguments if isinstance(argument, Tensor)})
         raise NotImplementedError(
             f"{op}: the tensors are {' and '.join(kinds)}, expected dense ones (torch.strided) on cpu or cuda"
