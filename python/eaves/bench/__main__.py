@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 the device or the system failed; 2 an argument is wrong.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +16,10 @@ import torch
 
 from eaves import _info
 from eaves.bench import providers, results
-from eaves.bench.benchmark import DTYPES, Operator, Provider, Request
+from eaves.bench.benchmark import DTYPES, InvalidArgument, Operator, Provider, Request, Table, check_names
 from eaves.bench.device import device_name, find_device
-from eaves.bench.errors import InvalidArgument
 from eaves.bench.harness import Harness, HarnessOptions
-from eaves.bench.operators import OPERATORS, chosen_operators
+from eaves.bench.operators import OPERATORS
 from eaves.bench.progress import Progress
 from eaves.bench.protocol import Protocol
 from eaves.bench.report import Kind, MeasuredTable, has_numbers, text_table
@@ -82,6 +82,14 @@ def parse_bytes(text: str) -> int:
     return int(digits) << shift
 
 
+def parse_dtype(text: str) -> str:
+    """bf16; PyTorch's bfloat16 is the same."""
+    names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+    if text not in DTYPES and text not in names:
+        raise argparse.ArgumentTypeError(f'is "{text}", expected one of: {", ".join([*DTYPES, *names])}')
+    return names.get(text, text)
+
+
 def parse_arguments(argv: Sequence[str] | None) -> BenchArguments:
     parser = _Parser(
         prog=_PROGRAM,
@@ -97,7 +105,8 @@ def parse_arguments(argv: Sequence[str] | None) -> BenchArguments:
     add("--sweep", choices=["quick", "seed"], default="quick",
         help="quick: a few minutes; seed: the lengths of the published tables, no others")  # fmt: skip
     add("--protocol", choices=["autograd", "seed"], default="autograd", help="what a backward is, see below")
-    add("--dtype", choices=list(DTYPES), help="without: bf16, and fp32 where it differs")
+    add("--dtype", type=parse_dtype, metavar="DTYPE",
+        help=f"{', '.join(DTYPES)}, or PyTorch's names of them; without: bf16, and fp32 where it differs")  # fmt: skip
     add("--max-bytes", type=parse_bytes, default=0, metavar="BYTES",
         help="leave out rows that read and write more, such as 64M or 2G")  # fmt: skip
     add("--repetitions", type=int, default=30, metavar="N", help="of each row (30); slow rows get fewer, at least 5")
@@ -109,7 +118,7 @@ def parse_arguments(argv: Sequence[str] | None) -> BenchArguments:
     for option, value, low, high in (
         ("--repetitions", parsed.repetitions, 1, 100000),
         ("--warm-up-ms", parsed.warm_up_ms, 0, 60000),
-        ("--threads", parsed.threads, 0, 4096),
+        ("--threads", parsed.threads, 0, os.cpu_count() or 1),
     ):
         if not low <= value <= high:
             raise InvalidArgument(f"{option}: is {value}, expected {low} to {high}")
@@ -130,8 +139,10 @@ def parse_arguments(argv: Sequence[str] | None) -> BenchArguments:
 
 
 def run_bench(arguments: BenchArguments, operators: Sequence[Operator]) -> None:
-    chosen = chosen_operators(operators, arguments.operators)
-    providers.check_names(chosen, arguments.providers)
+    by_name = {operator.name: operator for operator in operators}
+    check_names("there is no operator", arguments.operators, by_name)
+    chosen = [by_name[name] for name in dict.fromkeys(arguments.operators or by_name)]
+    check_names("--provider: there is no provider", arguments.providers, providers.known_names(chosen))
     device = find_device(arguments.device)
     if device.type == "cuda" and not (info := _info.extension())["gpus"]:
         raise InvalidArgument(f"--device: eaves cannot use the GPU, expected cpu: {' '.join(info['missing'])}")
@@ -152,7 +163,10 @@ def run_bench(arguments: BenchArguments, operators: Sequence[Operator]) -> None:
             json_file.discard()
     if arguments.plot is not None:
         names = providers.known_names(operators)
-        for path in plot.draw(measured, names, device_name(device), arguments.protocol, arguments.plot):
+        setting = plot.Setting(
+            device_name(device), _info.extension()["version"], str(torch.__version__), arguments.protocol
+        )
+        for path in plot.draw(measured, names, setting, arguments.plot):
             print(f"# wrote {path}")
 
 
@@ -169,6 +183,7 @@ def _measure(
     )
     request = Request(arguments.sweep, device, arguments.dtype or "bf16", arguments.dtype is not None)
     tables = {operator.name: operator.tables(request) for operator in operators}
+    _check_max_bytes(arguments, [table for each in tables.values() for table in each])
     _print_heading(device, arguments.protocol)
     harness = Harness(options)
     progress = Progress(sum(len(table.rows) for each in tables.values() for table in each))
@@ -197,9 +212,13 @@ def _measure(
                         _print_table(done, kind)
     finally:
         progress.close()
-    if arguments.max_bytes and not any(has_numbers(done, "speed") for done in measured):
-        raise InvalidArgument(f"--max-bytes: {arguments.max_bytes} leaves out every row, expected more")
     return measured, taking_part
+
+
+def _check_max_bytes(arguments: BenchArguments, tables: Sequence[Table]) -> None:
+    least = min((arguments.protocol.moved(row).total for table in tables for row in table.rows), default=0)
+    if 0 < arguments.max_bytes < least:
+        raise InvalidArgument(f"--max-bytes: {arguments.max_bytes} leaves out every row, expected {least} or more")
 
 
 _LATER_KINDS: tuple[Kind, ...] = ("host", "memory")

@@ -1,4 +1,5 @@
-"""What an operator declares so that the harness can measure it: tables, rows, inputs, bytes, and who implements it.
+"""What an operator declares so that the harness can measure it: tables, rows, inputs, bytes, and who implements it; and
+the two kinds of error, a wrong argument, which ends the program, and what somebody's code raised, which fills a cell.
 
 No timing code is here or in any operator, and no operator is named in the harness.
 """
@@ -6,7 +7,7 @@ No timing code is here or in any operator, and no operator is named in the harne
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -82,6 +83,21 @@ class Table:
     dtype: str
     rows: Sequence[Row]
 
+    axis_words: str = ""
+    """What the axis is, for a plot: "length of a row"."""
+
+    shape_words: str = ""
+    """What a plot says behind the shape: "reduced over n"."""
+
+    @property
+    def is_curve(self) -> bool:
+        """The rows differ along the axis alone, and not in another length or in an option."""
+
+        def beside_the_axis(row: Row) -> tuple[dict[str, int], dict[str, Any]]:
+            return {key: size for key, size in row.shape.items() if key != self.axis_name}, dict(row.options)
+
+        return all(beside_the_axis(row) == beside_the_axis(self.rows[0]) for row in self.rows)
+
 
 @dataclass(frozen=True)
 class Request:
@@ -126,3 +142,29 @@ def normal(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed:
     """Normal random numbers (mean 0, deviation 1), never zeros; `seed` fixes them."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(tuple(shape), dtype=dtype, device=device, generator=generator)
+
+
+class InvalidArgument(ValueError):
+    """An option of the command line is wrong; the message is one sentence that names it."""
+
+
+def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuses a name that is not known; `what` begins the sentence."""
+    known = list(known)
+    for name in names:
+        if name not in known:
+            raise InvalidArgument(f'{what} "{name}", expected one of: {", ".join(known)}')
+
+
+def reason(error: Exception) -> str:
+    """Why there is no number, in one line."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return "does not fit in memory"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    if "DefaultCPUAllocator" in text:  # which raises a plain RuntimeError
+        return "does not fit in memory"
+    if isinstance(error, NotImplementedError):
+        text = f"not supported: {text}"
+    longest = 200
+    return text if len(text) <= longest else text[: longest - 3] + "..."

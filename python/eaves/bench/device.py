@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaves.bench.errors import InvalidArgument
+from eaves.bench.benchmark import InvalidArgument
+
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def find_device(name: str | None) -> torch.device:
@@ -36,7 +38,7 @@ def last_cache_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     caches = {}
-    for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+    for folder in _CACHES.glob("index*"):
         level, size = _read(folder / "level").strip(), _read(folder / "size").strip()
         if level.isdigit() and size.endswith("K"):
             caches[int(level)] = int(size[:-1]) * 1024

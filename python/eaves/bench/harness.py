@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from eaves.bench import memory, verify
-from eaves.bench.benchmark import Forward, Inputs, Mode, Provider, Row, normal
+from eaves.bench.benchmark import Forward, Inputs, Mode, Provider, Row, normal, reason
 from eaves.bench.device import free_memory_bytes, last_cache_bytes, stream_bytes, synchronize
-from eaves.bench.errors import reason
 from eaves.bench.protocol import Call, Protocol
-from eaves.bench.timing import Timer, Timing
+from eaves.bench.timing import Column, Timer
 
 LIMIT = "limit"
 """The contestant that streams the bytes of the row and computes nothing."""
@@ -37,19 +36,6 @@ class HarnessOptions:
 
     max_bytes: int = 0
     """Rows that read and write more than this are left out; 0: none."""
-
-
-@dataclass
-class Column:
-    """What was measured of a provider in a row; either `skipped` says why there is nothing, or there is a timing."""
-
-    skipped: str = ""
-    timing: Timing | None = None
-    host_ms: float | None = None
-    """Of a call from Python that is not waited for, on a GPU."""
-
-    peak_bytes: int | None = None
-    """Inputs, outputs and everything between, in one call."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +152,7 @@ class Harness:
         calls[LIMIT] = [self._limit_call(row, each) for each in sets]
         synchronize(self._device)
         for name, timed in self._timer.time(calls, self._options.repetitions).items():
-            columns[name].skipped = timed.failed
-            columns[name].timing = timed.timing
-            columns[name].host_ms = timed.host_ms
+            columns[name] = replace(timed, peak_bytes=columns[name].peak_bytes)
 
     def _make_sets(self, row: Row, inputs: Inputs) -> list[_Set]:
         """Where one set would fit in the cache there are several, taken in turn: then even a flush that missed some

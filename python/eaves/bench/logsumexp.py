@@ -87,7 +87,16 @@ def _row(case: _Case, dtype_name: str, mode: Mode) -> Row:
 def _forward_and_backward(title: str, dtype: str, cases: Sequence[_Case]) -> list[Table]:
     modes: tuple[Mode, ...] = ("fwd", "bwd")
     return [
-        Table("logsumexp", mode, f"{title}-{dtype}", "n", dtype, [_row(case, dtype, mode) for case in cases])
+        Table(
+            "logsumexp",
+            mode,
+            f"{title}-{dtype}",
+            "n",
+            dtype,
+            [_row(case, dtype, mode) for case in cases],
+            axis_words="length of a row",
+            shape_words="reduced over n",
+        )
         for mode in modes
     ]
 

@@ -1,17 +1,19 @@
 """The curves: time and memory against the length, one PNG for each table whose rows differ in length alone.
 
-Wide enough for a page, on logarithmic axes. A provider has one colour and one mark in all plots. matplotlib is imported
-here and nowhere else, and this file only where plots are asked for.
+Wide enough for a page, on logarithmic axes. A provider has one colour and one mark in all plots. Curves that lie on
+each other are all seen: eaves is a broad line below, each that follows is narrower and above it, the limit is dashed
+and on top. matplotlib is imported here and nowhere else, and this file only where plots are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from eaves.bench.benchmark import Table
-from eaves.bench.errors import InvalidArgument
-from eaves.bench.harness import LIMIT
+from eaves.bench.benchmark import DTYPES, InvalidArgument, Table
+from eaves.bench.harness import LIMIT, Measurement
 from eaves.bench.protocol import Protocol
 from eaves.bench.report import Kind, MeasuredTable, has_numbers, title, value_of
 
@@ -24,7 +26,8 @@ matplotlib.use("agg")  # files only, no window
 
 from matplotlib import pyplot
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 # 8 inches at 200 dots: sharp where a page shows it 800 pixels wide.
 _INCHES = (8.0, 4.5)
@@ -42,98 +45,155 @@ _LIMIT_WORDS: dict[Kind, str] = {
 }
 
 
+@dataclass(frozen=True)
+class Setting:
+    """Where and how all was measured: what stands below every title."""
+
+    device: str
+    eaves_version: str
+    torch_version: str
+    protocol: Protocol
+
+
 def make_folder(path: str) -> None:
     """Before minutes of measuring, so that a wrong path is known at once."""
+    if not path:
+        raise InvalidArgument("--plot: is empty, expected the name of a folder")
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidArgument(f'--plot: "{path}" cannot be made: {error.strerror}') from error
 
 
-def draw(
-    tables: Sequence[MeasuredTable], names: Sequence[str], device: str, protocol: Protocol, folder: str
-) -> list[Path]:
+def draw(tables: Iterable[MeasuredTable], names: Sequence[str], setting: Setting, folder: str) -> list[Path]:
     """The files written. `names` are all providers that there are: a name's place in them is its colour."""
-    places = {name: place for place, name in enumerate(names)}
     written = []
     for measured in tables:
-        if len(_lengths(measured)) < 2 or any(row.options for row in measured.table.rows):
+        if not measured.table.is_curve or len(_kept(measured)) < 2:
             continue
         for kind in _WORDS:
             if has_numbers(measured, kind):
                 path = Path(folder, f"{title(measured.table, kind)}.png")
-                _draw_one(measured, kind, places, device, protocol, path)
+                drawn = figure(measured, kind, names, setting)
+                drawn.savefig(path, dpi=_DOTS_PER_INCH)
+                pyplot.close(drawn)
                 written.append(path)
     return written
 
 
-def _draw_one(
-    measured: MeasuredTable,
-    kind: Kind,
-    places: Mapping[str, int],
-    device: str,
-    protocol: Protocol,
-    path: Path,
-) -> None:
+def figure(measured: MeasuredTable, kind: Kind, names: Sequence[str], setting: Setting) -> Figure:
+    """One plot, which the caller closes."""
     table = measured.table
-    figure, axes = pyplot.subplots(figsize=_INCHES, layout="constrained")
-    lengths = _lengths(measured)
-    # The first, eaves, on top, and with the smallest marks: where curves lie on each other, all are seen.
-    for below, name in enumerate(measured.providers):
+    lengths = [length for length, _ in _kept(measured)]
+    drawn, axes = pyplot.subplots(figsize=_INCHES, layout="constrained")
+    notes = [_shape(table)]
+    last = max(1, len(measured.providers) - 1)
+    for place, name in enumerate(measured.providers):
+        colour, mark = _COLOURS[names.index(name) % len(_COLOURS)], _MARKS[names.index(name) % len(_MARKS)]
+        narrow = place / last  # 0 for the first, 1 for the last
+        size, values = 9 - 4.5 * narrow, _values(measured, kind, name)
         axes.plot(
             lengths,
-            _values(measured, kind, name),
+            values,
             label=name,
-            color=_COLOURS[places[name] % len(_COLOURS)],
-            marker=_MARKS[places[name] % len(_MARKS)],
-            markersize=6 + 8 * below / len(measured.providers),
-            linewidth=2,
-            zorder=3 - 0.1 * below,
+            color=colour,
+            marker=mark,
+            markersize=size,
+            linewidth=5 if place == 0 else 2.8 - 1.2 * narrow,
+            zorder=3 + 0.1 * place,
         )
-    axes.plot(lengths, _values(measured, kind, LIMIT), "k--", label=_LIMIT_WORDS[kind], linewidth=1.2, zorder=3.1)
-    _set_axes(axes, lengths)
+        unsteady = [_is_unsteady(measurement, name) and kind == "speed" for _, measurement in _kept(measured)]
+        if any(unsteady):
+            notes = [_shape(table), "hollow: unsteady, the machine was busy"]
+            axes.plot(
+                [length for length, is_hollow in zip(lengths, unsteady) if is_hollow],
+                [value for value, is_hollow in zip(values, unsteady) if is_hollow],
+                linestyle="none",
+                color=colour,
+                marker=mark,
+                markersize=size,
+                markerfacecolor="white",
+                markeredgewidth=1.5,
+                zorder=3.05 + 0.1 * place,
+            )
+    limit = _values(measured, kind, LIMIT)
+    axes.plot(lengths, limit, "k", dashes=(4, 4), label=_LIMIT_WORDS[kind], linewidth=1.1, zorder=4)
+    shown = (value for name in [*measured.providers, LIMIT] for value in _values(measured, kind, name))
+    _set_axes(axes, lengths, shown)
     word, unit = _WORDS[kind]
-    axes.set_xlabel(table.axis_name)
+    axes.set_xlabel(", ".join(part for part in (table.axis_name, table.axis_words) if part))
     axes.set_ylabel(f"{word} ({unit})")
-    accumulates = ", adding to .grad" if protocol.name == "seed" and table.mode != "fwd" else ""
-    what = f"{table.op} {_MODES[table.mode]}{accumulates}: {word}"
-    axes.set_title(f"{what}\n{_shape(table)}, {device}", fontsize=11, loc="left")
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=_DOTS_PER_INCH)
-    pyplot.close(figure)
+    # The title stands above the two small lines, which may be wider than the axes.
+    axes.set_title(_title(measured, kind, setting.protocol), fontsize=12, fontweight="bold", loc="left", pad=36)
+    small = f"{'; '.join(notes)}\n{_where(setting)}"
+    axes.annotate(small, (0, 1), (0, 8), "axes fraction", "offset points", fontsize=9.5, va="bottom", in_layout=False)
+    drawn.legend(loc="outside lower center", ncols=4, frameon=False)
+    return drawn
 
 
-def _lengths(measured: MeasuredTable) -> list[int]:
-    """Of the rows that were not left out."""
+def _kept(measured: MeasuredTable) -> list[tuple[int, Measurement]]:
+    """Length and measurement of the rows that were not left out."""
     rows = zip(measured.table.rows, measured.measurements)
-    return [row.axis_value for row, measurement in rows if not measurement.skipped]
+    return [(row.axis_value, measurement) for row, measurement in rows if not measurement.skipped]
 
 
 def _values(measured: MeasuredTable, kind: Kind, name: str) -> list[float]:
     """At these lengths; NaN, which is a gap in the curve, where there is none."""
-    kept = [measurement for measurement in measured.measurements if not measurement.skipped]
-    values = [value_of(kind, measurement.columns[name]) for measurement in kept]
-    return [float("nan") if value is None else value for value in values]
+    values = [value_of(kind, measurement.columns[name]) for _, measurement in _kept(measured)]
+    return [math.nan if value is None else value for value in values]
+
+
+def _is_unsteady(measurement: Measurement, name: str) -> bool:
+    timing = measurement.columns[name].timing
+    return timing is not None and timing.is_unsteady
+
+
+def _title(measured: MeasuredTable, kind: Kind, protocol: Protocol) -> str:
+    """logsumexp, backward: time."""
+    table = measured.table
+    accumulates = ", adding to .grad" if protocol.name == "seed" and table.mode != "fwd" else ""
+    return f"{table.op}, {_MODES[table.mode]}{accumulates}: {_WORDS[kind][0]}"
 
 
 def _shape(table: Table) -> str:
-    """batch 4, dim 1024, bf16."""
-    fixed = [f"{key} {value}" for key, value in table.rows[0].shape.items() if key != table.axis_name]
-    return ", ".join([*fixed, table.dtype])
+    """[4, 1024, n], bfloat16, reduced over n."""
+    row = table.rows[0]
+    sizes = [key if key == table.axis_name else str(size) for key, size in row.shape.items()]
+    dtype = str(DTYPES[table.dtype]).removeprefix("torch.")
+    options = [f"{key}={value}" for key, value in row.options.items()]
+    return ", ".join([f"[{', '.join(sizes)}]", dtype, *options] + ([table.shape_words] if table.shape_words else []))
 
 
-def _set_axes(axes: Axes, lengths: Sequence[int]) -> None:
-    """Logarithmic; the lengths themselves below, plain numbers at the side."""
-    plain = FuncFormatter(lambda value, _: f"{value:g}")
+def _where(setting: Setting) -> str:
+    """NVIDIA H200, eaves 0.1.0, torch 2.11.0, protocol autograd."""
+    versions = f"eaves {setting.eaves_version}, torch {setting.torch_version}"
+    return f"{setting.device}, {versions}, protocol {setting.protocol.name}"
+
+
+def _set_axes(axes: Axes, lengths: Sequence[int], values: Iterable[float]) -> None:
+    """Logarithmic; the lengths themselves below, plain numbers at the side, the first and the last at the very ends."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(lengths, [str(length) for length in lengths])
-    axes.xaxis.set_minor_locator(NullLocator())
-    low, high = axes.get_ylim()
-    # A few labels whatever the range: 1 2 5 10 below two decades, powers of ten above.
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 100 else (1.0,)))
-    axes.yaxis.set_major_formatter(plain)
-    axes.yaxis.set_minor_locator(NullLocator())
+    positive = [value for value in values if value > 0] or [1.0]  # which leaves NaN out, too
+    ticks = round_numbers(min(positive), max(positive))
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_ylim(ticks[0], ticks[-1])
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
     axes.grid(color="#DDDDDD", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def round_numbers(low: float, high: float) -> list[float]:
+    """A dozen at most, evenly apart on a logarithmic axis: 1 2 5 10 where that is enough, or powers of ten. The first
+    is not above `low`, the last not below `high`."""
+    first, last = math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1  # one more, as log10 rounds
+    for steps in ((1, 2, 5), (1, 3), (1,)):
+        numbers = [step * 10.0**power for power in range(first, last + 1) for step in steps]
+        begin = max(i for i, number in enumerate(numbers) if number <= low)
+        end = max(begin + 1, min(i for i, number in enumerate(numbers) if number >= high))
+        if end - begin < 12 or steps == (1,):
+            return numbers[begin : end + 1]
+    raise AssertionError("the last steps return")

@@ -42,8 +42,10 @@ class Protocol:
             return lambda: forward(*inputs.arguments)
         if mode == "bwd":
             out = forward(*inputs.arguments)
-            return lambda: self._backward(out, inputs)
-        return lambda: self._backward(forward(*inputs.arguments), inputs)
+            # A peer may round its out where eaves does not; autograd would convert grad_out to that type in every call.
+            grad_out = inputs.grad_out.to(out.dtype)
+            return lambda: self._backward(out, inputs, grad_out)
+        return lambda: self._backward(forward(*inputs.arguments), inputs, inputs.grad_out)
 
     def moved(self, row: Row) -> Bytes:
         """What any implementation has to move in a call: the row's bytes and, here, those of the accumulation."""
@@ -54,8 +56,8 @@ class Protocol:
         """Inputs and outputs of a call and, where gradients accumulate, the gradient that is already there."""
         return row.read_bytes + row.write_bytes + (row.gradient_bytes if self.name == "seed" else 0)
 
-    def _backward(self, out: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
+    def _backward(self, out: Tensor, inputs: Inputs, grad_out: Tensor) -> tuple[Tensor, ...]:
         if self.name == "autograd":
-            return torch.autograd.grad(out, inputs.differentiable, inputs.grad_out, retain_graph=True)
-        torch.autograd.backward(out, inputs.grad_out, retain_graph=True)  # what out.backward() calls
+            return torch.autograd.grad(out, inputs.differentiable, grad_out, retain_graph=True)
+        torch.autograd.backward(out, grad_out, retain_graph=True)  # what out.backward() calls
         return ()

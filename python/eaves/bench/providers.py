@@ -1,4 +1,4 @@
-"""Which providers take part: the chosen ones, without those that are not installed; and torch.compile of any of them.
+"""Which providers there are and which of them are installed; and torch.compile of any of them.
 
 What a provider is stands in `benchmark.py`; each operator's own are in the operator's file.
 """
@@ -11,8 +11,7 @@ from importlib import metadata
 import torch
 import torch._functorch.config
 
-from eaves.bench.benchmark import Forward, Operator, Provider, Row
-from eaves.bench.errors import InvalidArgument, reason
+from eaves.bench.benchmark import Forward, Operator, Provider, Row, reason
 
 
 class TorchCompile(Provider):
@@ -35,14 +34,6 @@ class TorchCompile(Provider):
 def known_names(operators: Sequence[Operator]) -> list[str]:
     """Of the providers of all of them, each once."""
     return list(dict.fromkeys(provider.name for operator in operators for provider in operator.providers))
-
-
-def check_names(operators: Sequence[Operator], names: Iterable[str]) -> None:
-    """Every name is that of a provider of one of the operators."""
-    known = known_names(operators)
-    for name in names:
-        if name not in known:
-            raise InvalidArgument(f'--provider: there is no provider "{name}", expected one of: {", ".join(known)}')
 
 
 class Availability:

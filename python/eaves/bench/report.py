@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from eaves.bench.benchmark import Row, Table
-from eaves.bench.harness import LIMIT, Column, Measurement
+from eaves.bench.harness import LIMIT, Measurement
+from eaves.bench.timing import Column
 
 Kind = Literal["speed", "memory", "host"]
 
@@ -106,21 +107,16 @@ def _number(value: float | None, digits: int) -> str:
 
 def _describe(table: Table, row: Row) -> str:
     """Tables whose rows differ in more than the axis name the rest: "batch=16 dim=1024 axes=[1]"."""
-    if not any(each.options for each in table.rows):
+    if table.is_curve:
         return ""
     shape = [f"{key}={value}" for key, value in row.shape.items() if key != table.axis_name]
     return " ".join(shape + [f"{key}={value}" for key, value in row.options.items()])
 
 
 def _unsteady(measurement: Measurement) -> str:
-    """A median far above the fastest repetition is the time of a machine that is busy with something else."""
-    steady = 2.0
     timings = {name: column.timing for name, column in measurement.columns.items() if column.timing}
-    unsteady = [name for name, timing in timings.items() if timing.median_ms > steady * timing.min_ms]
-    if not unsteady:
-        return ""
-    fastest = ", ".join(f"{name} {timings[name].min_ms:.3f}" for name in unsteady)
-    return f"unsteady, fastest {fastest}: is the machine busy?"
+    fastest = ", ".join(f"{name} {timing.min_ms:.3f}" for name, timing in timings.items() if timing.is_unsteady)
+    return f"unsteady, fastest {fastest}: is the machine busy?" if fastest else ""
 
 
 def _aligned(lines: Sequence[Sequence[str]], notes: Sequence[str]) -> str:

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from eaves import _info
-from eaves.bench.benchmark import Row, Table
+from eaves.bench.benchmark import InvalidArgument, Row, Table
 from eaves.bench.device import device_name
-from eaves.bench.errors import InvalidArgument
-from eaves.bench.harness import Column
 from eaves.bench.protocol import Protocol
 from eaves.bench.report import MIB, MeasuredTable
+from eaves.bench.timing import Column
 
 
 def result(
@@ -82,14 +81,15 @@ class AtomicFile:
     def __init__(self, argument: str, path: str) -> None:
         """Opened before minutes of measuring, so that a wrong path is known at once."""
         self._path = Path(path)
+        if not path:
+            raise InvalidArgument(f"{argument}: is empty, expected the name of a file")
+        if path.endswith("/") or self._path.is_dir():
+            raise InvalidArgument(f'{argument}: "{path}" is a folder, expected the name of a file')
         try:
-            if self._path.is_dir():
-                raise IsADirectoryError("it is a folder")
             handle, self._temporary = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
             self._file = os.fdopen(handle, "w")
         except OSError as error:
-            why = error.strerror or error
-            raise InvalidArgument(f'{argument}: "{path}" cannot be written: {why}') from error
+            raise InvalidArgument(f'{argument}: "{path}" cannot be written: {error.strerror}') from error
 
     def commit(self, text: str) -> None:
         with self._file as file:

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
-from eaves.bench.benchmark import normal
+from eaves.bench.benchmark import normal, reason
 from eaves.bench.device import Stopwatch, free_memory_bytes, last_cache_bytes, now_ms, stream_bytes, synchronize
-from eaves.bench.errors import reason
 from eaves.bench.protocol import Call
 
 # There are fewer repetitions, but not below five, where all would take longer than this for each contestant.
@@ -44,24 +43,32 @@ class Timing:
     max_ms: float
     repetitions: int
 
+    @property
+    def is_unsteady(self) -> bool:
+        """A median far above the fastest repetition is the time of a machine that is busy with something else."""
+        return self.median_ms > 2.0 * self.min_ms
+
     @staticmethod
     def of(times_ms: Sequence[float]) -> Timing:
         return Timing(statistics.median(times_ms), min(times_ms), max(times_ms), len(times_ms))
 
 
 @dataclass
-class Timed:
-    """What came out for one contestant; either `failed` says why there is nothing, or there is a timing."""
+class Column:
+    """What was measured of a provider in a row; either `skipped` says why there is nothing, or there is a timing."""
 
-    failed: str = ""
+    skipped: str = ""
     timing: Timing | None = None
     host_ms: float | None = None
-    """Of a call that is not waited for; on a CPU there is no such thing."""
+    """Of a call from Python that is not waited for; on a CPU there is no such thing."""
+
+    peak_bytes: int | None = None
+    """Inputs, outputs and everything between, in one call. Not of this file: the harness has it from `memory.py`."""
 
 
 class _Contestant:
     def __init__(self, calls: Sequence[Call]) -> None:
-        self.timed = Timed()
+        self.column = Column()
         self._calls = calls
 
     def run(self, index: int) -> object:
@@ -69,16 +76,20 @@ class _Contestant:
         try:
             return self._calls[index % len(self._calls)]()
         except Exception as error:  # somebody else's code: whatever it raises, the others go on
-            self.timed.failed = reason(error)
+            self.column.skipped = reason(error)
             return None
+
+
+def flush_bytes(is_gpu: bool, cache_bytes: int, free_bytes: int) -> int:
+    """How much is read so that nothing of use is left in the last cache."""
+    wanted = max(4 * cache_bytes, 256 * 2**20) if is_gpu else 2 * cache_bytes
+    return min(wanted, free_bytes // 4) // 256 * 256
 
 
 class Timer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        cache_bytes = last_cache_bytes(device)
-        wanted = max(4 * cache_bytes, 256 * 2**20) if device.type == "cuda" else 2 * cache_bytes
-        self._flush_bytes = min(wanted, free_memory_bytes(device) // 4) // 256 * 256
+        self._flush_bytes = flush_bytes(device.type == "cuda", last_cache_bytes(device), free_memory_bytes(device))
         self._flush_source = normal([self._flush_bytes // 2], torch.bfloat16, device, seed=1)
         self._no_destination = torch.empty(0, dtype=torch.uint8, device=device)
 
@@ -89,7 +100,7 @@ class Timer:
             self._flush_caches(10)
             synchronize(self._device)
 
-    def time(self, calls: Mapping[str, Sequence[Call]], repetitions: int) -> dict[str, Timed]:
+    def time(self, calls: Mapping[str, Sequence[Call]], repetitions: int) -> dict[str, Column]:
         """By the contestants' names; each has a call for each set."""
         contestants = {name: _Contestant(each) for name, each in calls.items()}
         running = list(contestants.values())
@@ -111,9 +122,9 @@ class Timer:
             self._repeat(running, index, flushes, row)
         synchronize(self._device)
         for place, contestant in enumerate(running):
-            if not contestant.timed.failed:
-                contestant.timed.timing = Timing.of([row[place].elapsed_ms() for row in stopwatches])
-        return {name: contestant.timed for name, contestant in contestants.items()}
+            if not contestant.column.skipped:
+                contestant.column.timing = Timing.of([row[place].elapsed_ms() for row in stopwatches])
+        return {name: contestant.column for name, contestant in contestants.items()}
 
     def _repeat(
         self,
@@ -124,7 +135,7 @@ class Timer:
     ) -> None:
         """One repetition, enqueued."""
         for place, contestant in enumerate(contestants):
-            if contestant.timed.failed:
+            if contestant.column.skipped:
                 continue
             self._flush_caches(flushes)
             if stopwatches is None:
@@ -141,7 +152,7 @@ class Timer:
         begin = now_ms()
         for _ in range(_HOST_ROUNDS):
             for contestant, times in zip(contestants, times_ms):
-                if contestant.timed.failed:
+                if contestant.column.skipped:
                     continue
                 for index in range(_HOST_CALLS):
                     call_begin = now_ms()
@@ -151,8 +162,8 @@ class Timer:
             if now_ms() - begin > _SLOW_CONTESTANT_MS * len(contestants):
                 break
         for contestant, times in zip(contestants, times_ms):
-            contestant.timed.host_ms = statistics.median(times) if times else None
-        return max(contestant.timed.host_ms or 0.0 for contestant in contestants)
+            contestant.column.host_ms = statistics.median(times) if times else None
+        return max(contestant.column.host_ms or 0.0 for contestant in contestants)
 
     def _flushes_that_cover(self, host_ms: float) -> int:
         """How often the buffer has to be read so that the device is busy for half as long again as the host."""
