@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import platform
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from eaves import _library
 
 
-@cache
 def extension() -> dict[str, Any]:
     """What `eaves info --json` says, of the extension.
 

@@ -140,7 +140,7 @@ class _LogsumexpGradient(torch.autograd.Function):
     def backward(ctx: Any, v: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         grad_out, x, lse = ctx.saved_tensors
         p = _gradient(torch.ones_like(lse, dtype=grad_out.dtype), x, lse, ctx.axes, ctx.keepdim)
-        weighted = (v * p).to(lse.dtype)
+        weighted = v.to(lse.dtype) * p
         total = weighted.sum(tuple(ctx.axes) or None, keepdim=True)
         rows = grad_out if ctx.keepdim else grad_out.reshape(total.shape)
         grad_x = rows * (weighted - p * total)

@@ -161,7 +161,7 @@ def needs_autograd(*tensors: Tensor) -> bool:
 def call(op: str, overload: OpOverload, *arguments: object) -> Any:
     """Calls an operator of the extension, and raises its errors as what they are, in the name of `op`."""
     try:
-        if torch.compiler.is_compiling() or _is_transforming():
+        if torch.compiler.is_compiling():
             return overload(*arguments)
         with _below_autograd():
             return overload(*arguments)
@@ -217,8 +217,8 @@ def _refusing(op: str, overload: OpOverload) -> Callable[..., Any]:
         is_tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         if is_tracked or any(map(_has_tangent, tensors)):
             raise NotImplementedError(
-                f"{op}: its derivative is lost where torch.compile traces a transform of torch.func, and in direct "
-                f"calls of torch.ops.eaves; compile what is inside of the transform, and call eaves.{op}"
+                f"{op}: its derivative is lost where torch.compile traces torch.vmap or a transform of torch.func, and "
+                f"in direct calls of torch.ops.eaves; leave transforms outside of torch.compile, and call eaves.{op}"
             )
         with torch._C._AutoDispatchBelowAutograd():
             return overload(*arguments)

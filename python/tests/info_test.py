@@ -1,5 +1,6 @@
 """`python -m eaves info`: what it says of this installation, as text and as JSON, and when it finds fault."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -78,11 +79,45 @@ def test_an_extension_of_another_version_is_a_problem(monkeypatch: pytest.Monkey
     assert found["problems"][0] in _info.text(found)
 
 
+def with_gpus(of_torch: list[str], backends: list[str], of_extension: list[dict[str, Any]]) -> dict[str, Any]:
+    """The report of a machine with these GPUs, as torch and as the extension see them."""
+    found = copy.deepcopy(_info.collect())
+    found["torch"]["gpus"] = of_torch
+    found["extension"] |= {"backends": backends, "gpus": of_extension, "missing": ["The driver is too old."]}
+    return found
+
+
 def test_a_gpu_that_the_extension_was_not_built_for_is_a_problem() -> None:
-    found = _info.collect()
-    found["torch"]["gpus"] = ["a GPU"]
-    found["extension"]["backends"] = ["cpu"]
-    assert any("without CUDA" in problem for problem in _info._problems(found))
+    (problem,) = _info._problems(with_gpus(["a GPU"], ["cpu"], []))
+    assert "without CUDA" in problem
+
+
+def test_a_gpu_that_the_extension_cannot_use_is_a_problem_with_its_reason() -> None:
+    (problem,) = _info._problems(with_gpus(["a GPU"], ["cpu", "cuda"], []))
+    assert "a GPU that eaves cannot use" in problem and "The driver is too old." in problem
+
+
+def test_gpus_that_both_see_and_no_gpu_at_all_are_no_problem() -> None:
+    gpu = {"index": 0, "name": "a GPU", "compute_capability": "9.0"}
+    assert _info._problems(with_gpus(["a GPU"], ["cpu", "cuda"], [gpu])) == []
+    assert _info._problems(with_gpus([], ["cpu", "cuda"], [])) == []
+    assert _info._problems(with_gpus([], ["cpu"], [])) == []
+
+
+def test_what_does_not_fit_together_ends_in_exit_status_1() -> None:
+    program = """
+import runpy, sys
+from eaves import _info
+_info.version = lambda name: "0.0.1"
+sys.argv = ["eaves", *sys.argv[1:]]
+runpy.run_module("eaves", run_name="__main__")
+"""
+    for arguments in (["info"], ["info", "--json"]):
+        result = subprocess.run(
+            [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 1, result.stderr
+        assert "0.0.1" in result.stdout and "Traceback" not in result.stderr
 
 
 def test_a_command_that_is_not_there_is_refused_with_those_that_are() -> None:

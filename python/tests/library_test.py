@@ -1,11 +1,16 @@
 """What every operator of the library has to do, whatever it computes: torch's contracts (schemas, fake tensors,
-torch.compile, torch.func), determinism, threads, and what it must leave alone. GPU matters are in cuda_test.py.
+torch.compile, autograd), determinism, threads, and what it must leave alone. torch.func and torch.vmap are in
+transforms_test.py, GPU matters in cuda_test.py.
 """
 
 import copy
 import inspect
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +18,22 @@ import torch.distributed
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import eaves
-from comparison import assert_agree
 from layouts import LAYOUTS
-from operators import OPERATORS, Operator, assert_same, each_operator, gradient
+from operators import (
+    OPERATORS,
+    Operator,
+    assert_same,
+    differentiable,
+    each_operator,
+    gradient,
+    gradients_of,
+    leaves,
+    of_differentiable,
+)
 
 # opcheck scripts something inside of torch.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
@@ -26,6 +42,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWar
 def test_every_public_function_is_tested_here() -> None:
     functions = {name for name in eaves.__all__ if inspect.isfunction(getattr(eaves, name))}
     assert functions == {op.name for op in OPERATORS}
+
+
+def lying(op: Operator, layout: Callable[[Tensor], Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The same numbers in another layout, of the tensors that are differentiable."""
+    return [layout(tensor) if index in op.differentiable else tensor for index, tensor in enumerate(inputs)]
+
+
+def scaled(op: Operator, factor: float, inputs: Sequence[Tensor]) -> list[Tensor]:
+    return lying(op, lambda tensor: factor * tensor, inputs)
 
 
 # ------------------------------------------------------------------------------------------------ torch's own contracts
@@ -46,8 +71,7 @@ def test_every_operator_of_the_extension_passes_opcheck(op: Operator, device: to
 def test_fake_tensors_have_the_metadata_of_real_ones(op: Operator, device: torch.device) -> None:
     for layout in LAYOUTS:
         for dtype in (torch.float32, torch.bfloat16):
-            x, *others = op.inputs(3, device, dtype)
-            inputs = (layout(x), *others)
+            inputs = lying(op, layout, op.inputs(3, device, dtype))
             real = gradient(op, inputs)
             with FakeTensorMode() as mode:
                 fake = gradient(op, [mode.from_tensor(tensor) for tensor in inputs])
@@ -80,17 +104,15 @@ def test_one_compilation_serves_every_size(op: Operator, device: torch.device, f
 def test_forward_and_backward_compile_without_a_graph_break(
     op: Operator, device: torch.device, fresh_compiler: None
 ) -> None:
+    def function(*tensors: Tensor) -> Tensor:
+        return op.function(*tensors).sin()
+
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda *t: op.function(*t).sin(), fullgraph=True, dynamic=True, backend=counter)
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
     for batch in (4, 7):
         for dtype in (torch.float32, torch.bfloat16):
             inputs = op.inputs(batch, device, dtype)
-            results = []
-            for function in (compiled, lambda *t: op.function(*t).sin()):
-                x = inputs[0].detach().requires_grad_()
-                out = function(x, *inputs[1:])
-                results.append((out, *torch.autograd.grad(out.sum(), x)))
-            assert_same(*results)
+            assert_same(gradients_of(op, compiled, inputs), gradients_of(op, function, inputs))
     assert counter.frame_count == 2  # one for each dtype, none for the second size
 
 
@@ -99,73 +121,11 @@ def test_the_default_backend_compiles_it_between_other_operators(
     op: Operator, device: torch.device, fresh_compiler: None
 ) -> None:
     def function(*tensors: Tensor) -> Tensor:
-        return op.function(tensors[0] * 2, *tensors[1:]) + 1
+        return op.function(*scaled(op, 2, tensors)) + 1
 
     inputs = op.inputs(4, device, torch.float32)
-    results = []
-    for f in (torch.compile(function, fullgraph=True), function):
-        x = inputs[0].detach().requires_grad_()
-        out = f(x, *inputs[1:])
-        results.append((out, *torch.autograd.grad(out.sum(), x)))
-    assert_same(*results)
-
-
-# ----------------------------------------------------------------------------------------------------------- torch.func
-
-
-@each_operator()
-def test_vmap_is_the_loop(op: Operator, device: torch.device) -> None:
-    inputs = op.inputs(4, device, torch.float32)
-    expected = torch.stack([op.function(*sample) for sample in zip(*inputs, strict=True)])
-    assert_agree(torch.vmap(op.function)(*inputs), expected)
-    # The batch as the last axis, in memory and for vmap.
-    moved = [tensor.movedim(0, -1) for tensor in inputs]
-    assert_agree(torch.vmap(op.function, in_dims=-1)(*moved), expected)
-    assert_agree(torch.vmap(op.function, out_dims=-1)(*inputs).movedim(-1, 0), expected)
-    assert_agree(torch.vmap(op.function, chunk_size=3)(*inputs), expected)
-
-
-@each_operator()
-def test_vmap_in_vmap_is_the_loop_in_the_loop(op: Operator, device: torch.device) -> None:
-    first, second = op.inputs(4, device, torch.float32), op.inputs(4, device, torch.float32)
-    inputs = [torch.stack([a, 2 * b]) for a, b in zip(first, second, strict=True)]
-    actual = torch.vmap(torch.vmap(op.function))(*inputs)
-    expected = torch.stack([op.function(*(tensor[i] for tensor in inputs)) for i in range(2)])
-    assert_agree(actual, expected)
-
-
-@each_operator()
-def test_gradients_of_samples_are_the_gradients_of_the_loop(op: Operator, device: torch.device) -> None:
-    inputs = op.inputs(4, device, torch.float64)
-    actual = torch.vmap(torch.func.grad(lambda *sample: op.function(*sample).sin().sum()))(*inputs)
-    x = inputs[0].detach().requires_grad_()
-    total = sum(op.function(*sample).sin().sum() for sample in zip(x, *inputs[1:], strict=True))
-    assert_agree(actual, torch.autograd.grad(total, x)[0])
-
-
-@each_operator()
-def test_jacobians_are_rows_of_gradients(op: Operator, device: torch.device) -> None:
-    inputs = op.inputs(2, device, torch.float64)
-    x = inputs[0].detach().requires_grad_()
-    out = op.function(x, *inputs[1:])
-    basis = torch.eye(out.numel(), dtype=out.dtype, device=device).view(-1, *out.shape)
-    rows = torch.stack([torch.autograd.grad(out, x, row, retain_graph=True)[0] for row in basis])
-    expected = rows.view(*out.shape, *x.shape)
-    assert_agree(torch.func.jacrev(op.function)(*inputs), expected)
-    # The same through autograd: the upstream gradient is batched, the tensors are not.
-    (batched,) = torch.autograd.grad(out, x, basis, is_grads_batched=True)
-    assert_agree(batched.view_as(expected), expected)
-
-
-@each_operator()
-def test_forward_mode_is_refused_and_not_ignored(op: Operator, device: torch.device) -> None:
-    x, *others = op.inputs(2, device, torch.float32)
-    with pytest.raises(NotImplementedError, match=rf"{op.name}.*forward"):
-        torch.func.jvp(lambda t: op.function(t, *others), (x,), (torch.ones_like(x),))
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        with pytest.raises(NotImplementedError, match=rf"{op.name}.*forward"):
-            op.function(dual, *others)
+    compiled = torch.compile(function, fullgraph=True)
+    assert_same(gradients_of(op, compiled, inputs), gradients_of(op, function, inputs))
 
 
 # ------------------------------------------------------------------------------------------------------------- autograd
@@ -175,20 +135,18 @@ def test_forward_mode_is_refused_and_not_ignored(op: Operator, device: torch.dev
 def test_a_second_backward_gives_the_same_gradient(op: Operator, device: torch.device) -> None:
     # Not scaled twice, as where a backward writes over what the forward kept.
     for dtype in (torch.float32, torch.bfloat16):
-        inputs = op.inputs(3, device, dtype)
-        x = inputs[0].detach().requires_grad_()
-        out = op.function(x, *inputs[1:])
-        first = torch.autograd.grad(out.sum(), x, retain_graph=True)
-        second = torch.autograd.grad(out.sum(), x)
+        tensors = leaves(op, op.inputs(3, device, dtype))
+        out = op.function(*tensors)
+        first = torch.autograd.grad(out.sum(), differentiable(op, tensors), retain_graph=True)
+        second = torch.autograd.grad(out.sum(), differentiable(op, tensors))
         assert_same(first, second)
 
 
 @each_operator()
 def test_second_derivatives_agree_with_finite_differences(op: Operator, device: torch.device) -> None:
-    x, *others = op.inputs(1, device, torch.float64)
-    x = x[..., :3].detach().requires_grad_()
-    others = [tensor[..., :3] for tensor in others]
-    assert torch.autograd.gradgradcheck(lambda t: op.function(t, *others), x)
+    tensors = leaves(op, op.tiny_inputs(device, torch.float64))
+    function = of_differentiable(op, op.function, tensors)
+    assert torch.autograd.gradgradcheck(function, differentiable(op, tensors))
 
 
 @each_operator()
@@ -203,11 +161,102 @@ def test_a_graph_whose_gradient_is_missing_gives_none(op: Operator, device: torc
             return None
 
     for dtype in (torch.float32, torch.bfloat16):
-        x, *others = op.inputs(3, device, dtype)
-        x = x.detach().requires_grad_()
+        tensors = leaves(op, op.inputs(3, device, dtype))
+        wanted = differentiable(op, tensors)
         for create_graph in (False, True):
-            out = Stop.apply(op.function(x, *others))
-            assert torch.autograd.grad(out.sum(), x, create_graph=create_graph, allow_unused=True) == (None,)
+            out = Stop.apply(op.function(*tensors))
+            grads = torch.autograd.grad(out.sum(), wanted, create_graph=create_graph, allow_unused=True)
+            assert grads == (None,) * len(wanted)
+
+
+class Log(TorchDispatchMode):
+    """The names of the operators that are called in it, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, overload: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(overload.name())
+        return overload(*args, **(kwargs or {}))
+
+
+@each_operator()
+def test_a_backward_is_one_operator_that_no_tensor_is_filled_for(op: Operator, device: torch.device) -> None:
+    # Autograd hands zeros to a Function for each result that nobody used, unless it is told not to.
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = leaves(op, op.inputs(3, device, dtype))
+        out = op.function(*tensors)
+        upstream = torch.ones_like(out)
+        with Log() as log:
+            torch.autograd.grad(out, differentiable(op, tensors), upstream)
+        called = [name for name in log.names if name != "aten::detach"]  # a new view, of no bytes
+        assert len(called) == 1 and called[0].startswith(f"eaves::{op.name}"), called
+
+
+@each_operator()
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_a_tensor_is_read_as_it_lies_and_never_copied(
+    op: Operator, layout: Callable[[Tensor], Tensor], device: torch.device
+) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = leaves(op, lying(op, layout, op.inputs(3, device, dtype)))
+        upstream = layout(torch.ones_like(op.function(*tensors)))
+        # The profiler also sees what the extension calls of torch.
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            out = op.function(*tensors)
+            torch.autograd.grad(out, differentiable(op, tensors), upstream)
+        names = [event.name for event in profiler.events()]
+        assert any(name.startswith(f"eaves::{op.name}") for name in names), names
+        copying = ("aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy", "Memcpy", "cudaMemcpy")
+        assert not [name for name in names if name.startswith(copying)], names
+
+
+# ------------------------------------------------------------------------------------- the operators of the extension
+
+
+def wants_gradient(arguments: Sequence[Any]) -> list[Any]:
+    """The arguments, with a gradient asked for of the tensors that can have one."""
+    return [
+        value.detach().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for value in arguments
+    ]
+
+
+@each_operator()
+def test_a_direct_call_that_would_lose_a_derivative_is_refused(op: Operator, device: torch.device) -> None:
+    for overload, arguments in op.extension_calls(device):
+        tracked = wants_gradient(arguments)
+        if not any(isinstance(value, Tensor) and value.requires_grad for value in tracked):
+            continue
+        with pytest.raises(NotImplementedError, match=rf"^{op.name}: .*derivative is lost.*eaves\.{op.name}$"):
+            overload(*tracked)
+        expected = overload(*arguments)
+        with torch.no_grad():
+            actual = overload(*tracked)
+        assert_same(as_tuple(actual), as_tuple(expected))
+
+
+@each_operator()
+def test_each_tensor_whose_derivative_would_be_lost_is_enough(op: Operator, device: torch.device) -> None:
+    for overload, arguments in {str(call[0]): call for call in op.extension_calls(device)}.values():
+        for index, value in enumerate(arguments):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                tracked = list(arguments)
+                tracked[index] = value.detach().requires_grad_()
+                with pytest.raises(NotImplementedError, match="derivative is lost"):
+                    overload(*tracked)
+                with torch.autograd.forward_ad.dual_level():
+                    tracked[index] = torch.autograd.forward_ad.make_dual(value, torch.ones_like(value))
+                    with pytest.raises(NotImplementedError, match="derivative is lost"), torch.no_grad():
+                        overload(*tracked)
+
+
+def as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+# -------------------------------------------------------------------------------------------- the rest of PyTorch
 
 
 @each_operator()
@@ -262,9 +311,10 @@ def test_a_distributed_tensor_is_refused_with_what_to_do(op: Operator, process_g
 
     mesh = init_device_mesh("cpu", (1,))
     for wants_grad in (False, True):
-        x, *others = [distribute_tensor(t, mesh, [Shard(0)]) for t in op.inputs(2, "cpu", torch.float32)]
+        tensors = [distribute_tensor(t, mesh, [Shard(0)]) for t in op.inputs(2, "cpu", torch.float32)]
+        tensors = leaves(op, tensors) if wants_grad else tensors
         with pytest.raises(NotImplementedError, match=rf"^{op.name}: .* is a DTensor.*to_local\(\)"):
-            op.function(x.requires_grad_(wants_grad), *others)
+            op.function(*tensors)
 
 
 # ----------------------------------------------------------------------------------- determinism, threads, other people
@@ -275,12 +325,10 @@ def test_inputs_are_not_modified(op: Operator, device: torch.device) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         inputs = op.inputs(3, device, dtype)
         before = [(tensor.clone(), tensor._version) for tensor in inputs]
-        x = inputs[0].requires_grad_()
-        op.function(*inputs).sum().backward()
+        gradient(op, inputs)
         for tensor, (values, version) in zip(inputs, before, strict=True):
             assert tensor._version == version
-            assert torch.equal(tensor.detach(), values)
-        assert x.grad is not None
+            assert torch.equal(tensor, values)
 
 
 def results_of(op: Operator, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -309,7 +357,7 @@ def test_the_number_of_threads_changes_no_bit(op: Operator, cpu_threads: None) -
 def test_calls_from_several_threads_do_not_disturb_each_other(op: Operator, device: torch.device) -> None:
     inputs = [op.inputs(batch, device, torch.float32) for batch in (3, 5, 8, 13)]
     expected = [gradient(op, tensors) for tensors in inputs]
-    actual: list[list[tuple[Tensor, Tensor]]] = [[] for _ in inputs]
+    actual: list[list[tuple[Tensor, ...]]] = [[] for _ in inputs]
 
     def work(index: int) -> None:
         for _ in range(20):
@@ -332,7 +380,64 @@ def test_a_call_inside_a_parallel_loop_of_torch_is_right(op: Operator, cpu_threa
     torch.set_num_threads(2)
     inputs = op.large_inputs("cpu")
     expected = gradient(op, inputs)
-    x = inputs[0].detach().requires_grad_()
-    branches = [op.function(x, *inputs[1:]).sum() for _ in range(2)]
+    tensors = leaves(op, inputs)
+    branches = [op.function(*tensors).sum() for _ in range(2)]
     torch.autograd.backward(branches)
-    assert_same([x.grad], [2 * expected[1]])
+    assert_same([tensor.grad for tensor in differentiable(op, tensors)], [2 * grad for grad in expected[1:]])
+
+
+# Prints how many threads of the process computed, for each number of threads that torch is told.
+COUNT_THREADS = """
+import os, sys, time, torch
+sys.path.insert(0, sys.argv[1])
+from operators import OPERATORS, gradient
+
+def computed():
+    # The clock of a thread; its number is made as pthread_getcpuclockid does.
+    return {task: time.clock_gettime((~int(task) << 3) | 6) for task in os.listdir("/proc/self/task")}
+
+torch.set_num_threads(1)
+(op,) = [op for op in OPERATORS if op.name == sys.argv[2]]
+inputs = op.large_inputs("cpu")
+for threads in (1, 3):
+    torch.set_num_threads(threads)  # the pool grows here, not in the call
+    for direction in (lambda: op.function(*inputs), lambda: gradient(op, inputs)):
+        time.sleep(0.3)  # threads that have just started, or wait for more work, come to rest
+        before = computed()
+        direction()
+        after = computed()
+        print(sum(after[task] - before.get(task, 0) > 50e-6 for task in after))
+"""
+
+
+@each_operator()
+def test_the_cpu_computes_on_as_many_threads_as_torch_is_told(op: Operator) -> None:
+    # In a process of its own, in which nothing ran in parallel before.
+    command = [sys.executable, "-c", COUNT_THREADS, str(Path(__file__).parent), op.name]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["1", "1", "3", "3"]
+
+
+def huge_pages_bytes() -> int:
+    """How much of this process lies in huge pages."""
+    (line,) = [each for each in Path("/proc/self/smaps_rollup").read_text().splitlines() if "AnonHugePages" in each]
+    return int(line.split()[1]) * 1024
+
+
+@each_operator()
+def test_a_large_result_on_the_cpu_lies_in_huge_pages(op: Operator) -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[never]" in setting.read_text():
+        pytest.skip("the system has no transparent huge pages")
+    if not Path("/proc/self/smaps_rollup").exists():
+        pytest.skip("the system does not say what lies in huge pages")
+    tensors = leaves(op, op.inputs(2**18, "cpu", torch.bfloat16))
+    out = op.function(*tensors)
+    upstream = torch.ones_like(out)
+    before = huge_pages_bytes()
+    grads = torch.autograd.grad(out, differentiable(op, tensors), upstream)
+    size = sum(grad.numel() * grad.element_size() for grad in grads)
+    assert size >= 2**26
+    # Most of it: the ends have no whole page, and where memory is in pieces the system gives small pages.
+    assert huge_pages_bytes() - before > size / 2

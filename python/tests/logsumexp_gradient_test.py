@@ -9,7 +9,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import eaves
-from comparison import FLOATING_POINT, PROMOTED, LogsumexpOracle, assert_rounded, assert_within, differences
+from comparison import (
+    FLOATING_POINT,
+    PROMOTED,
+    Bound,
+    LogsumexpOracle,
+    allowed_error,
+    assert_rounded,
+    assert_within,
+    differences,
+)
 from layouts import LAYOUTS, padded_rows, random_tensor
 from logsumexp_test import each, samples
 
@@ -158,6 +167,30 @@ def test_second_derivatives_have_the_dtype_of_x(device: torch.device) -> None:
         assert second.dtype == dtype
         # q, p, their product and the result are rounded.
         assert_rounded(second, p * (p - (p * p).sum(1, keepdim=True)), roundings=4)
+
+
+@each("dtype", [torch.float16, torch.bfloat16])
+def test_sums_of_second_derivatives_are_not_rounded_to_16_bits(dtype: torch.dtype, device: torch.device) -> None:
+    # 64 equal elements, so that p = 1/64 and v * p are exact; only what is summed needs more bits than there are.
+    # bfloat16 keeps 8 bits: 257 / 64 would be 4, and its difference to 4 nothing. float16 keeps 11.
+    large = 256 if dtype == torch.bfloat16 else 2048
+    x = torch.zeros(2, 64, dtype=dtype, device=device, requires_grad=True)
+    out = eaves.logsumexp(x, 1)
+    grad_out = torch.tensor([1.0, -2.0], dtype=dtype, device=device, requires_grad=True)
+    (grad_x,) = torch.autograd.grad(out, x, grad_out, create_graph=True)
+    v = torch.zeros(2, 64, dtype=dtype, device=device)
+    v[:, 0], v[:, 1], v[:, 2] = large, 1.0, large / 64
+    of_x, of_grad_out = torch.autograd.grad(grad_x, (x, grad_out), v)
+    # The function is sum(grad_out * v * p): its derivatives are grad_out * p * (v - sum(v * p)) and sum(v * p).
+    total = v.double().sum(1, keepdim=True) / 64
+    exact = grad_out.detach().double()[:, None] / 64 * (v.double() - total)
+    for actual, expected in ((of_x, exact.cpu()), (of_grad_out, total[:, 0].cpu())):
+        assert actual.dtype == dtype
+        assert_within(actual, Bound(expected, allowed_error(dtype, expected, expected.abs())))
+    rounded = total.to(dtype).double()
+    through_16_bits = (grad_out.detach().double()[:, None] / 64 * (v.double() - rounded)).to(dtype)
+    bound = Bound(exact.cpu(), allowed_error(dtype, exact.cpu(), exact.abs().cpu()))
+    assert differences(through_16_bits, bound), "this test could not tell the two apart"
 
 
 def test_a_row_of_minus_infinity_has_second_derivative_zero(device: torch.device) -> None:

@@ -14,19 +14,33 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import eaves
 from comparison import FLOATING_POINT
+from eaves import _operator
 from logsumexp_test import each
+
+ops = torch.ops.eaves
+
+
+# What only those who wrote the package know.
+INTERNAL = ("Exception raised from", ".cpp", ".h:", "aten::", "eaves.", "_forward", "_backward", "Error", "aoti")
+
+
+def assert_refused_by(
+    function: Callable[..., object], kind: type[Exception], sentence: str, *arguments: object, **named: object
+) -> None:
+    """The call fails with exactly this kind of error, and its message is one sentence that has `sentence` in it."""
+    with pytest.raises(kind) as caught:
+        function(*arguments, **named)
+    assert caught.type is kind, caught.type
+    message = str(caught.value)
+    assert re.search(sentence, message), message
+    assert message.startswith("logsumexp: "), message
+    assert "\n" not in message, message
+    for internal in INTERNAL:
+        assert internal not in message, message
 
 
 def assert_refused(kind: type[Exception], sentence: str, *arguments: object, **named: object) -> None:
-    """The call fails with exactly this kind of error, and its message is one sentence that has `sentence` in it."""
-    with pytest.raises(kind) as caught:
-        eaves.logsumexp(*arguments, **named)
-    message = str(caught.value)
-    assert re.search(sentence, message), message
-    assert message.startswith("logsumexp"), message
-    assert "\n" not in message, message
-    for internal in ("Exception raised from", ".cpp", ".h:", "aten::", "eaves.InvalidArgument", "eaves.Unsupported"):
-        assert internal not in message, message
+    assert_refused_by(eaves.logsumexp, kind, sentence, *arguments, **named)
 
 
 @pytest.mark.parametrize("wants_grad", [False, True])
@@ -108,6 +122,14 @@ def test_sparse_tensors(wants_grad: bool, device: torch.device) -> None:
         assert_refused(NotImplementedError, r"sparse.*expected", x, 1)
 
 
+@pytest.mark.parametrize("wants_grad", [False, True])
+def test_tensors_of_mkldnn(wants_grad: bool) -> None:
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this PyTorch has no mkldnn")
+    x = torch.eye(3).to_mkldnn().requires_grad_(wants_grad)
+    assert_refused(NotImplementedError, r"_mkldnn on cpu, expected dense ones", x, 1)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_quantised_tensors() -> None:
     if not hasattr(torch, "quantize_per_tensor"):
@@ -117,10 +139,13 @@ def test_quantised_tensors() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("wants_grad", [False, True])
 @each("layout", [torch.strided, torch.jagged])
-def test_nested_tensors(layout: torch.layout, device: torch.device) -> None:
-    x = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)], layout=layout, device=device)
-    assert_refused(NotImplementedError, r"expected", x, 2)
+def test_nested_tensors(layout: torch.layout, wants_grad: bool, device: torch.device) -> None:
+    x = torch.nested.nested_tensor(
+        [torch.zeros(2, 3), torch.zeros(4, 3)], layout=layout, device=device, requires_grad=wants_grad
+    )
+    assert_refused(NotImplementedError, r"expected dense ones", x, 2)
 
 
 def test_more_axes_than_sixteen(device: torch.device) -> None:
@@ -132,6 +157,74 @@ def test_nothing_is_refused_that_an_empty_tensor_makes_legal(device: torch.devic
     x = torch.zeros(0, 3, device=device)
     assert_refused(ValueError, r"contains 5, expected -2 to 1", x, 5)
     assert eaves.logsumexp(x, 1).shape == (0,)
+
+
+# ----------------------------------------------------------------------- what the core refuses, and torch's allocator
+
+# Elements of a result that no memory holds: 4 PiB in float32, more than an address of 47 bits reaches, so that no
+# system promises it.
+BEYOND_MEMORY = 2**50
+
+
+@each("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("wants_grad", [False, True])
+def test_a_result_that_no_memory_holds(dtype: torch.dtype, wants_grad: bool, device: torch.device) -> None:
+    row = torch.zeros(1, dtype=dtype, device=device)
+    x = row.requires_grad_(wants_grad and dtype.is_floating_point).expand(BEYOND_MEMORY, 1)
+    where = "cpu" if device.type == "cpu" else "cuda"
+    assert_refused(torch.OutOfMemoryError, rf"no memory on {where}.* shape \[{BEYOND_MEMORY}\]", x, 1)
+
+
+def through_call(overload: object, *arguments: object) -> object:
+    return _operator.call("logsumexp", overload, *arguments)
+
+
+def test_a_gradient_that_no_memory_holds(device: torch.device) -> None:
+    x = torch.zeros((), device=device).expand(BEYOND_MEMORY)
+    number = torch.zeros((), device=device)
+    arguments = (ops.logsumexp_backward.default, number, x, number, [0], False)
+    assert_refused_by(through_call, torch.OutOfMemoryError, rf"no memory .*{BEYOND_MEMORY} elements", *arguments)
+
+
+def test_what_the_core_finds_wrong_is_a_value_error(device: torch.device) -> None:
+    # No public call comes so far: the core looks again at what Python has looked at.
+    x, lse = torch.zeros(2, 3, device=device), torch.zeros(2, device=device)
+    wrong_gradient = (ops.logsumexp_backward.default, torch.zeros(3, device=device), x, lse, [1], False)
+    assert_refused_by(through_call, ValueError, r"grad_out has shape \[3\], expected \[2\]", *wrong_gradient)
+    wrong_lse = (ops.logsumexp_backward.default, lse, x, lse.half(), [1], False)
+    assert_refused_by(through_call, ValueError, r"lse has dtype float16, expected float32", *wrong_lse)
+    wrong_axis = (ops.logsumexp_forward.default, x, [2], False, torch.float32)
+    assert_refused_by(through_call, ValueError, r"contains 2, expected -2 to 1", *wrong_axis)
+    wrong_dtype = (ops.logsumexp_forward_lse.default, x, [1], False, torch.float16)
+    assert_refused_by(through_call, ValueError, r"out has dtype float16, expected", *wrong_dtype)
+
+
+def test_what_the_core_does_not_have_is_a_not_implemented_error(device: torch.device) -> None:
+    x = torch.zeros([1] * 17, device=device)
+    for overload in (ops.logsumexp_forward.default, ops.logsumexp_forward_lse.default):
+        arguments = (overload, x, [0], False, torch.float32)
+        assert_refused_by(through_call, NotImplementedError, r"x has 17 axes, expected at most 16", *arguments)
+    arguments = (ops.logsumexp_forward.default, x[0].to(torch.complex64), [0], False, torch.float32)
+    assert_refused_by(through_call, NotImplementedError, r"x has a dtype that eaves does not have", *arguments)
+    arguments = (ops.logsumexp_forward.default, x[0], [0], False, torch.complex64)
+    assert_refused_by(through_call, NotImplementedError, r"dtype has a dtype that eaves does not have", *arguments)
+
+
+def test_what_torch_adds_below_a_sentence_is_left_out() -> None:
+    # Such as the stack of C++ calls, with TORCH_SHOW_CPP_STACKTRACES=1.
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("eaves.InvalidArgument: logsumexp_forward: x is wrong\nException raised from a.cpp")
+
+    assert_refused_by(through_call, ValueError, "^logsumexp: x is wrong$", fails)
+
+
+def test_an_error_that_is_not_ours_stays_what_it_is() -> None:
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("the device is on fire")
+
+    with pytest.raises(RuntimeError, match=r"^the device is on fire$") as caught:
+        through_call(fails)
+    assert caught.type is RuntimeError
 
 
 # -------------------------------------------------------------------------------- calls that go round the core's checks

@@ -1,0 +1,115 @@
+"""The batching rules of eaves.logsumexp: every option under torch.vmap, with and without a gradient, is the loop.
+
+What torch.vmap and torch.func have to do around any operator is in transforms_test.py.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad
+
+import eaves
+from comparison import FLOATING_POINT, assert_agree
+from layouts import random_tensor
+from logsumexp_test import each
+
+# shape of the batch, dims of a sample, the reason
+CASES = [
+    ((4, 3, 5), -1, "the last axis"),
+    ((4, 3, 5), 0, "the first axis of a sample is the second of the batch"),
+    ((4, 3, 5), -2, "the first axis, counted from the end"),
+    ((4, 3, 5), (0, 1), "all axes by name"),
+    ((4, 3, 5), (), "all axes but the batch"),
+    ((4, 2, 3, 5), (-1, 0), "the axes around one that stays"),
+    ((4, 5), 0, "vectors"),
+    ((4,), 0, "numbers"),
+    ((4,), -1, "numbers, counted from the end"),
+    ((4,), (), "numbers, all of no axes"),
+    ((4, 3, 0), 1, "empty rows"),
+]
+
+
+def cases() -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("shape", "dims"), [pytest.param(*c[:2], id=c[2]) for c in CASES])
+
+
+@cases()
+@pytest.mark.parametrize("keepdim", [False, True])
+@each("dtype", FLOATING_POINT)
+def test_every_option_under_vmap_is_the_loop(
+    shape: tuple[int, ...], dims: object, keepdim: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = random_tensor(shape, dtype, device)
+    upstream_of_sample = None
+    for result in (None, torch.float32):
+
+        def function(sample: Tensor, result: torch.dtype | None = result) -> Tensor:
+            return eaves.logsumexp(sample, dims, keepdim, dtype=result)
+
+        def weighted(sample: Tensor) -> Tensor:
+            out = function(sample)
+            return (out * torch.arange(1, out.numel() + 1, device=device).view(out.shape).to(out.dtype)).sum()
+
+        expected = torch.stack([function(sample) for sample in x])
+        actual = torch.vmap(function)(x)
+        assert actual.dtype == (result or dtype)
+        assert_agree(actual, expected)
+        # With a gradient, which for 16 bits is another operator of the extension. Each sample's gradient, the batch's,
+        # and autograd's.
+        wanted = torch.stack([grad(weighted)(sample) for sample in x])
+        assert wanted.dtype == dtype
+        assert_agree(torch.vmap(grad(weighted))(x), wanted)
+        assert_agree(grad(lambda batch: torch.vmap(weighted)(batch).sum())(x), wanted)
+        leaf = x.detach().requires_grad_()
+        out = torch.vmap(function)(leaf)
+        assert_agree(out.detach(), expected)
+        if upstream_of_sample is None:
+            upstream_of_sample = torch.arange(1, out[0].numel() + 1, device=device).view(out.shape[1:])
+        (actual,) = torch.autograd.grad(out, leaf, upstream_of_sample.to(out.dtype).expand_as(out))
+        assert_agree(actual, wanted)
+
+
+def test_the_batch_may_lie_on_any_axis_of_x_and_of_the_upstream_gradient(device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x = random_tensor((3, 4, 5), dtype, device)
+        upstream = random_tensor((3, 4), dtype, device)
+
+        def gradient(sample: Tensor, of_sample: Tensor) -> Tensor:
+            _, backward = torch.func.vjp(lambda t: eaves.logsumexp(t, -1), sample)
+            return backward(of_sample)[0]
+
+        expected = torch.stack([gradient(x[:, i], upstream[:, i]) for i in range(4)])
+        assert_agree(torch.vmap(gradient, in_dims=(1, 1))(x, upstream), expected)
+        # x has no batch: it is repeated, not copied.
+        expected = torch.stack([gradient(x[:, 0], upstream[:, i]) for i in range(4)])
+        assert_agree(torch.vmap(gradient, in_dims=(None, 1))(x[:, 0], upstream), expected)
+        expected = torch.stack([gradient(x[:, i], upstream[:, 0]) for i in range(4)])
+        assert_agree(torch.vmap(gradient, in_dims=(1, None))(x, upstream[:, 0]), expected)
+
+
+def test_the_rules_themselves_give_the_shapes_of_the_loop(device: torch.device) -> None:
+    # torch.func brings a gradient into the shape of its tensor, which hides what the rule of the backward gave.
+    ops = torch.ops.eaves
+    for shape in ((4,), (4, 3), (4, 3, 5)):
+        for keepdim in (False, True):
+            x = random_tensor(shape, torch.bfloat16, device)
+
+            def forward(sample: Tensor, keepdim: bool = keepdim) -> tuple[Tensor, Tensor]:
+                return ops.logsumexp_forward_lse(sample, [0], keepdim, torch.bfloat16)
+
+            def backward(grad_out: Tensor, sample: Tensor, lse: Tensor, keepdim: bool = keepdim) -> Tensor:
+                return ops.logsumexp_backward(grad_out, sample, lse, [0], keepdim)
+
+            out, lse = torch.vmap(forward)(x)
+            grad_x = torch.vmap(backward)(out, x, lse)
+            for i, sample in enumerate(x):
+                of_sample = forward(sample)
+                for actual, expected in zip((out[i], lse[i]), of_sample, strict=True):
+                    assert_agree(actual, expected)
+                assert_agree(grad_x[i], backward(of_sample[0], sample, of_sample[1]))
+
+
+def test_a_batch_is_an_axis_and_sixteen_are_the_most(device: torch.device) -> None:
+    assert torch.vmap(lambda t: eaves.logsumexp(t, 0))(torch.zeros([1] * 16, device=device)).shape == (1,) * 15
+    with pytest.raises(NotImplementedError, match=r"^logsumexp: x has 17 axes, expected at most 16$"):
+        torch.vmap(lambda t: eaves.logsumexp(t, 0))(torch.zeros([1] * 17, device=device))
