@@ -399,6 +399,7 @@ def computed():
 torch.set_num_threads(1)
 (op,) = [op for op in OPERATORS if op.name == sys.argv[2]]
 inputs = op.large_inputs("cpu")
+gradient(op, inputs)  # autograd starts a thread for each device at its first backward
 for threads in (1, 3):
     torch.set_num_threads(threads)  # the pool grows here, not in the call
     for direction in (lambda: op.function(*inputs), lambda: gradient(op, inputs)):
