@@ -1,8 +1,9 @@
 # The libraries that eaves stands on, from the system's package manager (tools/setup installs them). The library needs
-# Highway and OpenMP; the rest is for the program and the tests.
+# Highway and, but for the extension of PyTorch, which brings its own threads, OpenMP; the rest is for the program, the
+# tests and the extension's report of the system.
 find_package(hwy CONFIG REQUIRED)
 
-if(EAVES_OPENMP)
+if(NOT EAVES_BUILD_PYTHON)
   # FindOpenMP names the runtime as a file, so that the archive can take the shared library's place.
   if(EAVES_RELOCATABLE)
     execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libgomp.a OUTPUT_VARIABLE libgomp
