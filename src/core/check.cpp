@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <limits>
 #include <utility>
@@ -103,7 +105,7 @@ ByteRange byte_range(const TensorView& view) {
   return {address + low * element, address + (high + 1) * element};
 }
 
-bool is_contiguous(const TensorView& view) {
+bool has_no_gaps(const TensorView& view) {
   std::int64_t expected = 1;
   for (int axis = view.shape.size() - 1; axis >= 0; --axis) {
     if (view.shape[axis] == 1) continue;
@@ -199,9 +201,20 @@ void is_on(const Argument& argument, Device device, const char* reference_name) 
        "is on " + to_string(argument.view.device) + ", expected " + to_string(device) + " (as " + reference_name + ")");
 }
 
+void has_one_element(const Argument& argument) {
+  if (argument.view.element_count() == 1) return;
+  fail(argument, "has shape " + to_string(argument.view.shape) + ", expected one element");
+}
+
+void is_contiguous(const Argument& argument) {
+  if (argument.view.element_count() == 0 || has_no_gaps(argument.view)) return;
+  fail(argument, "has shape " + to_string(argument.view.shape) + " and strides " + to_string(argument.view.strides) +
+                     ", expected it to be contiguous");
+}
+
 void is_writable(const Argument& argument) {
   const TensorView& view = argument.view;
-  if (view.element_count() < 2 || is_contiguous(view)) return;
+  if (view.element_count() < 2 || has_no_gaps(view)) return;
   Terms terms;
   for (int axis = 0; axis < view.shape.size(); ++axis) {
     if (view.shape[axis] > 1) terms.add(view.strides[axis], 1 - view.shape[axis], view.shape[axis] - 1);
@@ -273,6 +286,24 @@ AxisSet axes(const Argument& argument, const Dims& axes) {
     seen = true;
   }
   return set;
+}
+
+int axis(const Argument& argument, const char* name, int axis) {
+  const int rank = argument.view.shape.size();
+  if (rank == 0) fail(argument, "has no axes, expected at least one");
+  if (axis < -rank || axis >= rank) {
+    throw InvalidArgument(std::string(argument.op) + ": " + name + " is " + std::to_string(axis) + ", expected " +
+                          std::to_string(-rank) + " to " + std::to_string(rank - 1) + " (" + argument.name + " has " +
+                          std::to_string(rank) + " axes)");
+  }
+  return axis < 0 ? axis + rank : axis;
+}
+
+void number(const char* op, const char* name, double value, double low, double high, std::string_view expected) {
+  if (value >= low && value <= high && std::isfinite(value)) return;  // a NaN is neither
+  char text[40];
+  std::snprintf(text, sizeof(text), "%g", value);
+  throw InvalidArgument(std::string(op) + ": " + name + " is " + text + ", expected " + std::string(expected));
 }
 
 void threads(const char* op, int threads) {

@@ -33,6 +33,12 @@ void has_shape(const Argument& argument, const Dims& expected, std::string_view 
 void has_dtype(const Argument& argument, std::initializer_list<DType> expected, std::string_view why);
 void is_on(const Argument& argument, Device device, const char* reference_name);
 
+/// Any shape that holds one element: a scalar.
+void has_one_element(const Argument& argument);
+
+/// Row-major without gaps.
+void is_contiguous(const Argument& argument);
+
 /// Every element has an address of its own, so that it can be written in parallel.
 void is_writable(const Argument& argument);
 
@@ -41,6 +47,13 @@ void do_not_overlap(const Argument& output, const Argument& other);
 
 /// Which axes a list names: negative ones count from the end, an empty list names all.
 AxisSet axes(const Argument& argument, const Dims& axes);
+
+/// The axis that `axis` names, counted from the start; negative ones count from the end. `name` is the parameter's.
+int axis(const Argument& argument, const char* name, int axis);
+
+/// A number in [low, high] (an infinite bound is itself excluded): "cross_entropy_forward: label_smoothing is 1.5,
+/// expected 0 to 1".
+void number(const char* op, const char* name, double value, double low, double high, std::string_view expected);
 
 /// The number of threads that a call may use is one that can be.
 void threads(const char* op, int threads);

@@ -57,26 +57,20 @@ void simplify(StridedLoop<kTensors>& loop) {
   if (loop.rank > 0) loop.rank = last + 1;
 }
 
-RowLayout layout_of(const StridedLoop<kRowTensors>& rows, const StridedLoop<kColumnTensors>& columns) {
+template <int kColumnTensors, int kTensors>
+RowLayout layout_of(const StridedLoop<kTensors>& rows, const StridedLoop<kColumnTensors>& columns) {
   if (columns.rank == 0) return RowLayout::contiguous;  // one column: its stride is never used
   if (columns.rank > 1) return RowLayout::strided;
-  if (columns.strides[0][0] == 1 && columns.strides[1][0] == 1) return RowLayout::contiguous;
-  if (rows.rank > 0 && rows.strides[0][rows.rank - 1] == 1 && rows.strides[1][rows.rank - 1] == 1) {
-    return RowLayout::transposed;
+  bool are_contiguous = true;
+  bool are_transposed = rows.rank > 0;
+  for (int t = 0; t < kColumnTensors; ++t) {
+    are_contiguous = are_contiguous && columns.strides[t][0] == 1;
+    are_transposed = are_transposed && rows.strides[t][rows.rank - 1] == 1;
   }
-  return RowLayout::strided;
+  return are_contiguous ? RowLayout::contiguous : are_transposed ? RowLayout::transposed : RowLayout::strided;
 }
 
 }  // namespace
-
-ShortRowView::ShortRowView(const RowView& view) : row_count(view.row_count), column_count(view.column_count) {
-  rows.rank = view.rows.rank;
-  for (int axis = 0; axis < view.rows.rank; ++axis) {
-    rows.sizes[axis] = view.rows.sizes[axis];
-    for (int t = 0; t < kRowTensors; ++t) rows.strides[t][axis] = view.rows.strides[t][axis];
-  }
-  for (int t = 0; t < kColumnTensors; ++t) column_strides[t] = view.columns.rank == 0 ? 1 : view.columns.strides[t][0];
-}
 
 Dims reduced_shape(const Dims& shape, const AxisSet& axes, bool keepdim) {
   Dims reduced;
@@ -100,23 +94,26 @@ Dims spread_strides(const Dims& reduced_strides, int rank, const AxisSet& axes, 
   return strides;
 }
 
-RowView make_row_view(const Dims& shape, const AxisSet& axes, const std::array<NumberedStrides, kRowTensors>& tensors) {
-  RowView view;
+template <int kColumnTensors, int kTensors>
+RowView<kColumnTensors, kTensors> make_row_view(const Dims& shape, const AxisSet& axes,
+                                                const std::array<Dims, kTensors>& strides) {
+  RowView<kColumnTensors, kTensors> view;
   const bool is_empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
   for (int axis = 0; axis < shape.size(); ++axis) {
     const std::int64_t size = shape[axis];
     (axes.contains[axis] ? view.column_count : view.row_count) *= size;
     if (size == 1) continue;
-    std::int64_t strides[kRowTensors] = {};
-    for (const NumberedStrides& tensor : tensors) {
+    std::int64_t row_strides[kTensors] = {};
+    std::int64_t column_strides[kColumnTensors] = {};
+    for (int t = 0; t < kTensors; ++t) {
       // No element is ever read of an empty tensor, whose strides may be anything: offsets must not overflow.
-      const bool is_read = !is_empty || tensor.tensor >= kColumnTensors;
-      strides[tensor.tensor] = is_read ? tensor.strides[axis] : 0;
+      row_strides[t] = is_empty && t < kColumnTensors ? 0 : strides[t][axis];
+      if (t < kColumnTensors) column_strides[t] = row_strides[t];
     }
     if (axes.contains[axis]) {
-      append_axis(view.columns, size, {strides[0], strides[1]});
+      append_axis(view.columns, size, column_strides);
     } else {
-      append_axis(view.rows, size, strides);
+      append_axis(view.rows, size, row_strides);
     }
   }
   simplify(view.rows);
@@ -124,5 +121,8 @@ RowView make_row_view(const Dims& shape, const AxisSet& axes, const std::array<N
   view.layout = layout_of(view.rows, view.columns);
   return view;
 }
+
+template RowView<2, 4> make_row_view<2, 4>(const Dims&, const AxisSet&, const std::array<Dims, 4>&);
+template RowView<3, 6> make_row_view<3, 6>(const Dims&, const AxisSet&, const std::array<Dims, 6>&);
 
 }  // namespace eaves

@@ -51,19 +51,21 @@ struct StridedLoop {
   }
 };
 
-/// How many tensors an operator walks together. The first kColumnTensors have rows and columns: the input and its
-/// gradient (an operator with only one leaves the other equal to it). The others have one element per row.
-inline constexpr int kRowTensors = 4;
-inline constexpr int kColumnTensors = 2;
-
 enum class RowLayout {
   contiguous,  ///< the columns of a row are one axis of unit stride in every tensor that has columns
   transposed,  ///< one axis of columns, and the innermost axis of rows has unit stride instead: rows lie side by side
   strided,     ///< anything else
 };
 
+/// How kTensors tensors that an operator walks together lie in memory. The first kColumnTensors have rows and columns:
+/// the input, its gradient (an operator that leaves one out makes it equal to the input). The others have one element
+/// per row.
+template <int kColumnTensors, int kTensors>
 struct RowView {
-  StridedLoop<kRowTensors> rows;
+  static constexpr int kColumns = kColumnTensors;
+  static constexpr int kAll = kTensors;
+
+  StridedLoop<kTensors> rows;
   StridedLoop<kColumnTensors> columns;
   std::int64_t row_count = 1;
   std::int64_t column_count = 1;
@@ -72,17 +74,29 @@ struct RowView {
 
 /// A RowView of the contiguous or transposed layout in little space. A kernel waits for its arguments at its start:
 /// they should be few cache lines.
+template <int kColumnTensors, int kTensors>
 struct ShortRowView {
   static constexpr int kMostRowAxes = 4;  ///< after merging; more are rarely seen, and RowView serves them
+  using Long = RowView<kColumnTensors, kTensors>;
 
-  StridedLoop<kRowTensors, kMostRowAxes> rows;
+  StridedLoop<kTensors, kMostRowAxes> rows;
   std::int64_t row_count = 1;
   std::int64_t column_count = 1;
   std::int64_t column_strides[kColumnTensors] = {};
 
-  static bool fits(const RowView& view) { return view.layout != RowLayout::strided && view.rows.rank <= kMostRowAxes; }
+  static bool fits(const Long& view) { return view.layout != RowLayout::strided && view.rows.rank <= kMostRowAxes; }
+
   /// Of a view that fits.
-  explicit ShortRowView(const RowView& view);
+  explicit ShortRowView(const Long& view) : row_count(view.row_count), column_count(view.column_count) {
+    rows.rank = view.rows.rank;
+    for (int axis = 0; axis < view.rows.rank; ++axis) {
+      rows.sizes[axis] = view.rows.sizes[axis];
+      for (int t = 0; t < kTensors; ++t) rows.strides[t][axis] = view.rows.strides[t][axis];
+    }
+    for (int t = 0; t < kColumnTensors; ++t) {
+      column_strides[t] = view.columns.rank == 0 ? 1 : view.columns.strides[t][0];
+    }
+  }
 };
 
 /// The axes that a reduction removes.
@@ -97,13 +111,10 @@ Dims reduced_shape(const Dims& shape, const AxisSet& axes, bool keepdim);
 /// the removed axes are 0.
 Dims spread_strides(const Dims& reduced_strides, int rank, const AxisSet& axes, bool keepdim);
 
-/// Strides over all axes of a tensor, by its number in the view. Entries of `axes` are not read for per-row tensors.
-struct NumberedStrides {
-  int tensor;
-  Dims strides;
-};
-
-/// `axes` make up the columns.
-RowView make_row_view(const Dims& shape, const AxisSet& axes, const std::array<NumberedStrides, kRowTensors>& tensors);
+/// `axes` make up the columns. strides[t] are those of tensor t over all axes; of a per-row tensor the entries of
+/// `axes` are not read. Instantiated for the operators' views in rows.cpp.
+template <int kColumnTensors, int kTensors>
+RowView<kColumnTensors, kTensors> make_row_view(const Dims& shape, const AxisSet& axes,
+                                                const std::array<Dims, kTensors>& strides);
 
 }  // namespace eaves

@@ -50,11 +50,8 @@ LogsumexpForwardProblem make_problem(const LogsumexpForwardArgs& args) {
   const auto row_strides = [&](const TensorView& tensor) {
     return spread_strides(tensor.strides, args.x.shape.size(), axes, args.keepdim);
   };
-  return {.view = make_row_view(args.x.shape, axes,
-                                {{{kX, args.x.strides},
-                                  {kGradX, args.x.strides},
-                                  {kLse, row_strides(lse_view)},
-                                  {kOut, row_strides(out_view)}}}),
+  return {.view = make_row_view<2, 4>(args.x.shape, axes,
+                                      {args.x.strides, args.x.strides, row_strides(lse_view), row_strides(out_view)}),
           .device = args.x.device,
           .x_dtype = args.x.dtype,
           .out_dtype = out_view.dtype,
@@ -96,18 +93,16 @@ LogsumexpBackwardProblem make_problem(const LogsumexpBackwardArgs& args) {
   const auto row_strides = [&](const TensorView& tensor) {
     return spread_strides(tensor.strides, args.x.shape.size(), axes, args.keepdim);
   };
-  return {.view = make_row_view(args.x.shape, axes,
-                                {{{kX, args.x.strides},
-                                  {kGradX, args.grad_x.strides},
-                                  {kLse, row_strides(args.lse)},
-                                  {kGradOut, row_strides(args.grad_out)}}}),
-          .device = args.x.device,
-          .x_dtype = args.x.dtype,
-          .grad_out_dtype = args.grad_out.dtype,
-          .x = args.x.data,
-          .lse = args.lse.data,
-          .grad_out = args.grad_out.data,
-          .grad_x = args.grad_x.data};
+  return {
+      .view = make_row_view<2, 4>(
+          args.x.shape, axes, {args.x.strides, args.grad_x.strides, row_strides(args.lse), row_strides(args.grad_out)}),
+      .device = args.x.device,
+      .x_dtype = args.x.dtype,
+      .grad_out_dtype = args.grad_out.dtype,
+      .x = args.x.data,
+      .lse = args.lse.data,
+      .grad_out = args.grad_out.data,
+      .grad_x = args.grad_x.data};
 }
 
 std::size_t workspace_bytes(const LogsumexpForwardProblem& problem) {

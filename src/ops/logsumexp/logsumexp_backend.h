@@ -10,7 +10,7 @@
 
 namespace eaves {
 
-/// Numbers of the tensors in a problem's view. x and grad_x have rows and columns, the others one element per row.
+/// Numbers of the tensors in a problem's view. The first two have rows and columns, the others one element per row.
 namespace logsumexp_tensors {
 inline constexpr int kX = 0;
 inline constexpr int kGradX = 1;  ///< in the forward x again
@@ -19,8 +19,10 @@ inline constexpr int kOut = 3;      ///< forward
 inline constexpr int kGradOut = 3;  ///< backward
 }  // namespace logsumexp_tensors
 
+using LogsumexpView = RowView<2, 4>;
+
 struct LogsumexpForwardProblem {
-  RowView view;
+  LogsumexpView view;
   Device device;
   DType x_dtype;
   DType out_dtype;
@@ -30,7 +32,7 @@ struct LogsumexpForwardProblem {
 };
 
 struct LogsumexpBackwardProblem {
-  RowView view;
+  LogsumexpView view;
   Device device;
   DType x_dtype;
   DType grad_out_dtype;

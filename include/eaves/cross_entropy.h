@@ -1,0 +1,202 @@
+// cross_entropy: the loss of classifying each row, with every option of training language models, and its gradient.
+//
+// For a row of logits z over V classes with target t, smoothing e, class weights w (1 where absent):
+//
+//   z'      = softcap * tanh(scale * z / softcap)            (no softcap: z' = scale * z)
+//   lse     = log sum_v exp(z'_v)
+//   nll     = w_t * (lse - z'_t)
+//   smooth  = sum_v w_v * (lse - z'_v) / V
+//   loss    = (1 - e) * nll + e * smooth + z_loss_weight * lse^2
+//   mean    = sum(loss) / sum(w_t over the rows that are not ignored)
+//   dz_v    = g * (p_v * (m + 2 * z_loss_weight * lse) - (1 - e) * w_t * [v == t] - e * w_v / V) * dz'_v/dz_v
+//             with p = exp(z' - lse) and m = (1 - e) * w_t + e * sum_v w_v / V
+//
+// With soft targets q, a distribution for each row: loss = sum_v w_v * q'_v * (lse - z'_v) + z_loss_weight * lse^2 with
+// q' = (1 - e) * q + e / V, and the mean divides by the number of rows, as PyTorch does.
+//
+// Everything is computed in float32, or float64 for float64 logits, and rounded once. The statistics of a row take one
+// pass (M. Milakov, N. Gimelshein, arXiv:1805.02867). Over the edges:
+//   a target equal to ignore_index    loss, z-loss and gradient of the row are 0; it counts in no mean
+//   no rows, or all of them ignored   the mean is 0 and so are the gradients (PyTorch: NaN)
+//   a target out of range             on the CPU InvalidArgument, before anything is written; on a GPU the row's loss
+//                                     and gradient are NaN, or with EAVES_CHECK_TARGETS=1 in the environment the same
+//                                     InvalidArgument (a check that waits for the device)
+//   some logits of a row are -inf     p is 0 there; all of them: loss and gradient are NaN
+#pragma once
+
+#include "eaves/context.h"
+#include "eaves/tensor.h"
+
+namespace eaves {
+
+enum class Reduction : std::uint8_t { none, sum, mean };
+
+struct CrossEntropyOptions {
+  /// Rows with this target do not count; may be a class.
+  std::int64_t ignore_index = -100;
+  Reduction reduction = Reduction::mean;
+  double label_smoothing = 0.0;  ///< e, in [0, 1]
+  double scale = 1.0;            ///< of the logits, positive
+  double softcap = 0.0;          ///< 0: absent; otherwise positive
+  double z_loss_weight = 0.0;    ///< not negative
+};
+
+// `= {}` after each member: a call may leave out any of them without a compiler's warning.
+//
+// "Per row" means the shape of logits without the class axis. Per-row outputs, and what the backward takes of them, are
+// contiguous; "result dtype" is float32, or float64 where logits is float64.
+
+struct CrossEntropyForwardArgs {
+  /// z; any shape with a class axis, any strides; float16, bfloat16, float32 or float64.
+  TensorView logits = {};
+
+  /// Per row, any strides: int32 or int64 classes. Or soft targets: shape of logits, any strides, dtype of logits or
+  /// float32.
+  TensorView targets = {};
+
+  /// w, optional; [classes], contiguous; dtype of logits, or float32. Never read at ignore_index.
+  TensorView weight = {};
+
+  /// optional, with Reduction::mean: one element of the result dtype, which the sum is divided by instead of the
+  /// weights of the rows (tokens over all micro-batches and ranks, say).
+  TensorView normalizer = {};
+
+  /// In [-rank, rank).
+  int class_axis = -1;
+
+  CrossEntropyOptions options = {};
+
+  /// False: rows that are ignored are not read, and their lse and entropy are 0, their argmax 0.
+  bool reads_ignored_rows = true;
+
+  /// out, result dtype: per row with Reduction::none, otherwise one element.
+  TensorView loss = {};
+
+  /// out, optional, result dtype, per row: what the backward needs.
+  TensorView lse = {};
+
+  /// out, optional, int64, per row: the class of the largest logit that is not NaN, the first of equal ones.
+  TensorView argmax = {};
+
+  /// out, optional, result dtype, per row: -sum_v p_v log p_v, in nats.
+  TensorView entropy = {};
+
+  /// out, optional, result dtype, shape of loss: the part z_loss_weight * lse^2 of the loss, reduced as it is.
+  TensorView z_loss = {};
+
+  /// out, optional, result dtype, per row: m of the formula above, sum_v w_v * q'_v for soft targets. The backward needs
+  /// it with soft targets, and where weights and smoothing meet.
+  TensorView target_mass = {};
+
+  /// out, optional, result dtype, one element, with Reduction::mean: what the sum was divided by. The backward needs it.
+  TensorView divisor = {};
+};
+
+struct CrossEntropyBackwardArgs {
+  /// dL/d(loss); shape of loss, any strides, 0 among them; result dtype, or that of logits.
+  TensorView grad_loss = {};
+
+  /// dL/d(lse) and dL/d(entropy), optional; result dtype, per row. They reach ignored rows too.
+  TensorView grad_lse = {};
+  TensorView grad_entropy = {};
+
+  /// As in the forward.
+  TensorView logits = {};
+  TensorView targets = {};
+  TensorView weight = {};
+  int class_axis = -1;
+  CrossEntropyOptions options = {};
+
+  /// As the forward wrote them: lse always, entropy with grad_entropy, target_mass with soft targets or where weights
+  /// and smoothing meet, divisor with Reduction::mean.
+  TensorView lse = {};
+  TensorView entropy = {};
+  TensorView target_mass = {};
+  TensorView divisor = {};
+
+  /// Of a vocabulary that is sharded: the first class of `logits`, and how many there are in all (0: as many as logits
+  /// has). Targets count over all of them, `weight` has those of `logits`.
+  std::int64_t first_class = 0;
+  std::int64_t classes = 0;
+
+  /// out; dL/d(logits), shape and dtype of logits, any strides that give every element its own place; may be the view
+  /// `logits` itself, which is then overwritten.
+  TensorView grad_logits = {};
+};
+
+struct CrossEntropyForwardBackwardArgs {
+  /// As in cross_entropy_forward, but `logits` is out: it is overwritten with dL/d(logits). reads_ignored_rows is false.
+  CrossEntropyForwardArgs forward = {};
+
+  /// dL/d(loss), optional: as in the backward; absent: 1.
+  TensorView grad_loss = {};
+};
+
+/// How many numbers the statistics of a row in a shard have: the largest z', sum exp(z' - largest), z'_t, w_t,
+/// sum w_v z'_v, sum w_v, sum exp(z' - largest) * (z' - largest), the largest z and its class. What this shard does not
+/// have of the target is 0.
+inline constexpr int kCrossEntropyStatistics = 9;
+
+struct CrossEntropyShardArgs {
+  /// As in the forward; logits has the classes [first_class, first_class + its size) of `classes`, weight those alone.
+  /// Targets are classes, not distributions.
+  TensorView logits = {};
+  TensorView targets = {};
+  TensorView weight = {};
+  int class_axis = -1;
+  CrossEntropyOptions options = {};
+  std::int64_t first_class = 0;
+  std::int64_t classes = 0;
+
+  /// out, result dtype, contiguous: per row and kCrossEntropyStatistics as the last axis.
+  TensorView statistics = {};
+};
+
+struct CrossEntropyMergeArgs {
+  /// Those of all shards in the order of their classes, contiguous: [shards, per row..., kCrossEntropyStatistics].
+  TensorView statistics = {};
+
+  /// As in the forward.
+  TensorView targets = {};
+  TensorView normalizer = {};
+  CrossEntropyOptions options = {};
+  std::int64_t classes = 0;  ///< of all shards
+  bool has_weight = false;   ///< the shards were computed with weights
+
+  /// As the outputs of the forward.
+  TensorView loss = {};
+  TensorView lse = {};
+  TensorView argmax = {};
+  TensorView entropy = {};
+  TensorView z_loss = {};
+  TensorView target_mass = {};
+  TensorView divisor = {};
+};
+
+/// All throw InvalidArgument (an argument is not as documented above, or the workspace is too small), Unsupported (the
+/// tensors are on a GPU and this build or machine has no CUDA), DeviceError (the launch failed).
+void cross_entropy_forward(const CrossEntropyForwardArgs& args, const ExecutionContext& context = {});
+void cross_entropy_backward(const CrossEntropyBackwardArgs& args, const ExecutionContext& context = {});
+
+/// Both at once, in place: on a GPU logits are read once and their gradient is written once, where a row fits the memory
+/// of eight multiprocessors (262,144 classes of 16 bits) and its classes have unit stride.
+void cross_entropy_forward_backward(const CrossEntropyForwardBackwardArgs& args, const ExecutionContext& context = {});
+
+/// A vocabulary cut into shards, on one device or many: each shard's statistics, then (wherever they were gathered) the
+/// loss, then cross_entropy_backward with the global lse for each shard.
+void cross_entropy_shard_forward(const CrossEntropyShardArgs& args, const ExecutionContext& context = {});
+void cross_entropy_merge(const CrossEntropyMergeArgs& args, const ExecutionContext& context = {});
+
+/// Bytes of scratch that the call needs: 12 for each row where losses are reduced, and up to 1 MiB.
+std::size_t cross_entropy_forward_workspace_bytes(const CrossEntropyForwardArgs& args,
+                                                  const ExecutionContext& context = {});
+std::size_t cross_entropy_backward_workspace_bytes(const CrossEntropyBackwardArgs& args,
+                                                   const ExecutionContext& context = {});
+std::size_t cross_entropy_forward_backward_workspace_bytes(const CrossEntropyForwardBackwardArgs& args,
+                                                           const ExecutionContext& context = {});
+std::size_t cross_entropy_shard_forward_workspace_bytes(const CrossEntropyShardArgs& args,
+                                                        const ExecutionContext& context = {});
+std::size_t cross_entropy_merge_workspace_bytes(const CrossEntropyMergeArgs& args,
+                                                const ExecutionContext& context = {});
+
+}  // namespace eaves

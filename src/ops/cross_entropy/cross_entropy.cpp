@@ -1,0 +1,527 @@
+// cross_entropy: is the call legal, and where does it run. Arguments become a problem in rows and columns; problems
+// without rows end here but for their reduced loss; the backends never see a bad one.
+#include "eaves/cross_entropy.h"
+
+#include <cstdlib>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "core/check.h"
+#include "core/dispatch.h"
+#include "ops/cross_entropy/cross_entropy_backend.h"
+#include "runtime/backend.h"
+
+namespace eaves {
+namespace {
+
+using check::Argument;
+using namespace cross_entropy_tensors;
+
+constexpr const char* kForward = "cross_entropy_forward";
+constexpr const char* kBackward = "cross_entropy_backward";
+constexpr const char* kForwardBackward = "cross_entropy_forward_backward";
+constexpr const char* kShardForward = "cross_entropy_shard_forward";
+constexpr const char* kMerge = "cross_entropy_merge";
+
+constexpr const char* kResultDtype = "float32, or float64 where logits is float64";
+constexpr const char* kPerRowShape = "one per row of logits";
+
+void check_options(const char* op, const CrossEntropyOptions& options) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  check::number(op, "label_smoothing", options.label_smoothing, 0.0, 1.0, "0 to 1");
+  check::number(op, "scale", options.scale, std::numeric_limits<float>::min(), kInfinity, "a positive number");
+  check::number(op, "softcap", options.softcap, 0.0, kInfinity, "a positive number, or 0 for none");
+  check::number(op, "z_loss_weight", options.z_loss_weight, 0.0, kInfinity, "a number that is not negative");
+  if (options.reduction > Reduction::mean) {
+    throw InvalidArgument(std::string(op) + ": reduction is " + std::to_string(static_cast<int>(options.reduction)) +
+                          ", expected one of enum Reduction");
+  }
+}
+
+/// What every call of the operator has: a checked problem's inputs, and what its other arguments are checked against.
+struct Checked {
+  const char* op;
+  Dims row_shape;
+  DType result_dtype;
+  Device device;
+  std::vector<Argument> inputs = {};   ///< present ones
+  std::vector<Argument> outputs = {};  ///< present ones
+
+  /// An argument that may be left out: is it there?
+  static bool is_given(const Argument& argument) {
+    if (!argument.view.is_present && argument.view.data == nullptr) return false;
+    check::is_valid(argument);
+    return true;
+  }
+
+  void take_input(const Argument& argument) { inputs.push_back(argument); }
+
+  void take_output(const Argument& argument) {
+    check::is_writable(argument);
+    for (const Argument& input : inputs) check::do_not_overlap(argument, input);
+    for (const Argument& output : outputs) check::do_not_overlap(argument, output);
+    outputs.push_back(argument);
+  }
+
+  void has_result_dtype(const Argument& argument) const {
+    check::is_on(argument, device, "logits");
+    check::has_dtype(argument, {result_dtype}, kResultDtype);
+  }
+
+  /// An optional per-row tensor, contiguous; its memory, or nullptr where there is none.
+  void* per_row(const Argument& argument, bool is_output, DType dtype, const char* why) {
+    if (!is_given(argument)) return nullptr;
+    check::is_on(argument, device, "logits");
+    check::has_shape(argument, row_shape, kPerRowShape);
+    check::has_dtype(argument, {dtype}, why);
+    check::is_contiguous(argument);
+    is_output ? take_output(argument) : take_input(argument);
+    return argument.view.data;
+  }
+
+  void* per_row(const Argument& argument, bool is_output) {
+    return per_row(argument, is_output, result_dtype, kResultDtype);
+  }
+
+  /// An optional single number of the result dtype.
+  void* scalar(const Argument& argument, bool is_output) {
+    if (!is_given(argument)) return nullptr;
+    check::has_one_element(argument);
+    has_result_dtype(argument);
+    is_output ? take_output(argument) : take_input(argument);
+    return argument.view.data;
+  }
+
+  /// What has the shape of the loss.
+  void* loss(const Argument& argument, Reduction reduction) {
+    return reduction == Reduction::none ? per_row(argument, true) : scalar(argument, true);
+  }
+};
+
+/// An argument that only the mean has.
+void* mean_scalar(Checked& checked, const Argument& argument, Reduction reduction, bool is_output) {
+  if (argument.view.is_present && reduction != Reduction::mean) {
+    check::fail(argument, "is given, but only the mean divides: expected reduction mean, or no such argument");
+  }
+  return checked.scalar(argument, is_output);
+}
+
+Dims contiguous_strides(const Dims& shape) {
+  return TensorView::contiguous(static_cast<void*>(nullptr), DType::float32, shape).strides;
+}
+
+Dims zero_strides(int rank) {
+  Dims strides;
+  for (int axis = 0; axis < rank; ++axis) strides.push_back(0);
+  return strides;
+}
+
+struct InputArgs {
+  const TensorView& logits;
+  const TensorView& targets;
+  const TensorView& weight;
+  int class_axis;
+  const CrossEntropyOptions& options;
+  std::int64_t first_class = 0;
+  std::int64_t classes = 0;
+  bool may_be_soft = true;
+  bool overwrites_logits = false;
+};
+
+/// dL/d(loss): any strides, dtype of the result or of logits.
+void check_grad_loss(const Checked& checked, const TensorView& grad_loss, DType logits_dtype, Reduction reduction) {
+  const Argument argument{checked.op, "grad_loss", grad_loss};
+  check::is_valid(argument);
+  check::is_on(argument, checked.device, "logits");
+  check::has_dtype(argument, {checked.result_dtype, logits_dtype}, "that of the loss, or of logits");
+  if (reduction == Reduction::none) {
+    check::has_shape(argument, checked.row_shape, kPerRowShape);
+  } else {
+    check::has_one_element(argument);
+  }
+}
+
+struct CheckedInputs {
+  Checked checked;
+  CrossEntropyInputs inputs;
+};
+
+/// `grad_logits` and `grad_loss` are absent in the forward.
+CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorView& grad_logits,
+                           const TensorView& grad_loss) {
+  const Argument logits{op, "logits", args.logits};
+  const Argument targets{op, "targets", args.targets};
+  const Argument weight{op, "weight", args.weight};
+  check::is_valid(logits);
+  check::has_dtype(logits, {DType::float32, DType::float64, DType::float16, DType::bfloat16}, "integers are no logits");
+  const int rank = args.logits.shape.size();
+  const int class_axis = check::axis(logits, "class_axis", args.class_axis);
+  check_options(op, args.options);
+  AxisSet axes;
+  axes.contains[class_axis] = true;
+  const std::int64_t columns = args.logits.shape[class_axis];
+
+  Checked checked{.op = op,
+                  .row_shape = reduced_shape(args.logits.shape, axes, false),
+                  .result_dtype = accumulator_dtype(args.logits.dtype),
+                  .device = args.logits.device};
+  check::is_valid(targets);
+  check::is_on(targets, args.logits.device, "logits");
+  const bool is_soft = is_floating_point(args.targets.dtype);
+  if (is_soft && !args.may_be_soft) {
+    check::fail(targets, std::string("has dtype ") + name_of(args.targets.dtype) +
+                             ", expected int32 or int64 (a vocabulary in shards takes classes, not distributions)");
+  }
+  if (is_soft) {
+    check::has_dtype(targets, {args.logits.dtype, DType::float32}, "soft targets: that of logits, or float32");
+    check::has_shape(targets, args.logits.shape, "soft targets: that of logits");
+  } else {
+    check::has_dtype(targets, {DType::int64, DType::int32}, "classes; or a floating-point type for soft targets");
+    check::has_shape(targets, checked.row_shape, std::string(kPerRowShape) + " " + check::to_string(args.logits.shape));
+  }
+  checked.take_input(targets);
+  if (Checked::is_given(weight)) {
+    check::is_on(weight, args.logits.device, "logits");
+    check::has_shape(weight, {columns}, "one per class of logits");
+    check::has_dtype(weight, {args.logits.dtype, DType::float32}, "that of logits, or float32");
+    check::is_contiguous(weight);
+    checked.take_input(weight);
+  }
+  if (grad_loss.is_present || grad_loss.data != nullptr) {
+    check_grad_loss(checked, grad_loss, args.logits.dtype, args.options.reduction);
+    checked.take_input({op, "grad_loss", grad_loss});
+  }
+  args.overwrites_logits ? checked.take_output(logits) : checked.take_input(logits);
+  const std::int64_t classes = args.classes == 0 ? columns : args.classes;
+  if (args.first_class < 0 || args.classes < 0 || args.first_class > classes - columns) {
+    throw InvalidArgument(std::string(op) + ": logits has the classes " + std::to_string(args.first_class) + " to " +
+                          std::to_string(args.first_class) + " + " + std::to_string(columns) + ", expected a part of " +
+                          std::to_string(classes) + " classes");
+  }
+
+  const auto row_strides = [&](const TensorView& tensor) { return spread_strides(tensor.strides, rank, axes, false); };
+  const bool has_row_losses = grad_loss.is_present && args.options.reduction == Reduction::none;
+  return {checked,
+          {.view = make_row_view<3, 6>(
+               args.logits.shape, axes,
+               {args.logits.strides, grad_logits.is_present ? grad_logits.strides : args.logits.strides,
+                is_soft ? args.targets.strides : args.logits.strides,
+                is_soft ? zero_strides(rank) : row_strides(args.targets),
+                spread_strides(contiguous_strides(checked.row_shape), rank, axes, false),
+                has_row_losses ? row_strides(grad_loss) : zero_strides(rank)}),
+           .device = args.logits.device,
+           .logits_dtype = args.logits.dtype,
+           .targets_dtype = args.targets.dtype,
+           .weight_dtype = args.weight.dtype,
+           .logits = args.logits.data,
+           .targets = args.targets.data,
+           .weight = args.weight.is_present ? args.weight.data : nullptr,
+           .first_class = args.first_class,
+           .classes = classes,
+           .options = args.options}};
+}
+
+/// An argument that cannot be left out here.
+void require(const Argument& argument, const char* why) {
+  if (!argument.view.is_present && argument.view.data == nullptr) {
+    check::fail(argument, std::string("is missing, expected it ") + why);
+  }
+}
+
+template <typename Args>
+CrossEntropyOutputs check_outputs(Checked& checked, const Args& args) {
+  const char* op = checked.op;
+  const Reduction reduction = args.options.reduction;
+  check::is_valid({op, "loss", args.loss});
+  CrossEntropyOutputs outputs{};
+  outputs.loss = checked.loss({op, "loss", args.loss}, reduction);
+  outputs.lse = checked.per_row({op, "lse", args.lse}, true);
+  outputs.argmax = static_cast<std::int64_t*>(
+      checked.per_row({op, "argmax", args.argmax}, true, DType::int64, "a class of each row"));
+  outputs.entropy = checked.per_row({op, "entropy", args.entropy}, true);
+  outputs.z_loss = checked.loss({op, "z_loss", args.z_loss}, reduction);
+  outputs.target_mass = checked.per_row({op, "target_mass", args.target_mass}, true);
+  outputs.divisor = mean_scalar(checked, {op, "divisor", args.divisor}, reduction, true);
+  return outputs;
+}
+
+CrossEntropyForwardProblem make_problem(const CrossEntropyForwardArgs& args, const char* op = kForward,
+                                        const TensorView& grad_loss = {}, bool overwrites_logits = false) {
+  auto [checked, inputs] = check_inputs(
+      op, {args.logits, args.targets, args.weight, args.class_axis, args.options, 0, 0, true, overwrites_logits}, {},
+      grad_loss);
+  CrossEntropyForwardProblem problem{
+      .inputs = inputs,
+      .reads_ignored_rows = args.reads_ignored_rows && !overwrites_logits,
+      .normalizer = mean_scalar(checked, {op, "normalizer", args.normalizer}, args.options.reduction, false),
+      .outputs = {}};
+  problem.outputs = check_outputs(checked, args);
+  return problem;
+}
+
+CrossEntropyBackwardProblem make_problem(const CrossEntropyBackwardArgs& args) {
+  const Argument grad_logits{kBackward, "grad_logits", args.grad_logits};
+  const Reduction reduction = args.options.reduction;
+  check::is_valid({kBackward, "logits", args.logits});
+  check::is_valid(grad_logits);
+  check::is_on(grad_logits, args.logits.device, "logits");
+  check::has_shape(grad_logits, args.logits.shape, "that of logits");
+  check::has_dtype(grad_logits, {args.logits.dtype}, "that of logits");
+  check::is_valid({kBackward, "grad_loss", args.grad_loss});
+  // Over the logits themselves, or beside every input.
+  const bool is_in_place = args.grad_logits.data == args.logits.data && args.grad_logits.strides == args.logits.strides;
+
+  auto [checked, inputs] = check_inputs(kBackward,
+                                        {args.logits, args.targets, args.weight, args.class_axis, args.options,
+                                         args.first_class, args.classes, true, is_in_place},
+                                        args.grad_logits, args.grad_loss);
+
+  const Argument lse{kBackward, "lse", args.lse};
+  const Argument entropy{kBackward, "entropy", args.entropy};
+  const Argument target_mass{kBackward, "target_mass", args.target_mass};
+  const Argument divisor{kBackward, "divisor", args.divisor};
+  require(lse, "as the forward wrote it");
+  if (args.grad_entropy.is_present) require(entropy, "as the forward wrote it (grad_entropy is given)");
+  if (inputs.has_soft_targets()) require(target_mass, "as the forward wrote it (targets are soft)");
+  if (inputs.weight != nullptr && args.options.label_smoothing > 0.0) {
+    require(target_mass, "as the forward wrote it (weight and label_smoothing are given)");
+  }
+  if (reduction == Reduction::mean) require(divisor, "as the forward wrote it (reduction is mean)");
+
+  CrossEntropyBackwardProblem problem{
+      .inputs = inputs,
+      .grad_loss_dtype = args.grad_loss.dtype,
+      .grad_loss = args.grad_loss.data,
+      .grad_lse = checked.per_row({kBackward, "grad_lse", args.grad_lse}, false),
+      .grad_entropy = checked.per_row({kBackward, "grad_entropy", args.grad_entropy}, false),
+      .lse = checked.per_row(lse, false),
+      .entropy = checked.per_row(entropy, false),
+      .target_mass = checked.per_row(target_mass, false),
+      .divisor = mean_scalar(checked, divisor, reduction, false),
+      .grad_logits = args.grad_logits.data};
+  if (!is_in_place) checked.take_output(grad_logits);
+  return problem;
+}
+
+CrossEntropyInPlaceProblem make_problem(const CrossEntropyForwardBackwardArgs& args) {
+  return {.forward = make_problem(args.forward, kForwardBackward, args.grad_loss, true),
+          .grad_loss_dtype = args.grad_loss.dtype,
+          .grad_loss = args.grad_loss.data};
+}
+
+CrossEntropyShardProblem make_problem(const CrossEntropyShardArgs& args) {
+  auto [checked, inputs] = check_inputs(
+      kShardForward,
+      {args.logits, args.targets, args.weight, args.class_axis, args.options, args.first_class, args.classes, false},
+      {}, {});
+  const Argument statistics{kShardForward, "statistics", args.statistics};
+  check::is_valid(statistics);
+  Dims expected = checked.row_shape;
+  expected.push_back(kCrossEntropyStatistics);
+  check::has_shape(statistics, expected, "the statistics of each row of logits");
+  checked.has_result_dtype(statistics);
+  check::is_contiguous(statistics);
+  checked.take_output(statistics);
+  return {.inputs = inputs, .statistics = args.statistics.data};
+}
+
+CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
+  const Argument statistics{kMerge, "statistics", args.statistics};
+  const Argument targets{kMerge, "targets", args.targets};
+  check::is_valid(statistics);
+  check::has_dtype(statistics, {DType::float32, DType::float64}, "as the shards wrote them");
+  check::is_contiguous(statistics);
+  check_options(kMerge, args.options);
+  check::is_valid(targets);
+  check::is_on(targets, args.statistics.device, "statistics");
+  check::has_dtype(targets, {DType::int64, DType::int32}, "classes");
+  const Dims& shape = args.statistics.shape;
+  const int rank = shape.size();
+  const std::int64_t shards = rank == 0 ? 0 : shape[0];
+  Dims expected;
+  expected.push_back(shards);
+  for (const std::int64_t size : args.targets.shape) expected.push_back(size);
+  expected.push_back(kCrossEntropyStatistics);
+  check::has_shape(statistics, expected, "of each shard, for each target");
+  if (args.classes < 1) {
+    throw InvalidArgument(std::string(kMerge) + ": classes is " + std::to_string(args.classes) +
+                          ", expected the number of classes of all shards");
+  }
+  Checked checked{.op = kMerge,
+                  .row_shape = args.targets.shape,
+                  .result_dtype = args.statistics.dtype,
+                  .device = args.statistics.device};
+  checked.take_input(statistics);
+  checked.take_input(targets);
+  const Dims rows = contiguous_strides(args.targets.shape);
+  CrossEntropyMergeProblem problem{
+      .inputs = {.view =
+                     make_row_view<3, 6>(args.targets.shape, {}, {rows, rows, rows, args.targets.strides, rows, rows}),
+                 .device = args.statistics.device,
+                 .logits_dtype = args.statistics.dtype,
+                 .targets_dtype = args.targets.dtype,
+                 .weight_dtype = args.statistics.dtype,
+                 .logits = nullptr,
+                 .targets = args.targets.data,
+                 .weight = nullptr,
+                 .first_class = 0,
+                 .classes = args.classes,
+                 .options = args.options},
+      .has_weight = args.has_weight,
+      .shards = shards,
+      .statistics = args.statistics.data,
+      .normalizer = mean_scalar(checked, {kMerge, "normalizer", args.normalizer}, args.options.reduction, false),
+      .outputs = {}};
+  problem.outputs = check_outputs(checked, args);
+  return problem;
+}
+
+bool is_cpu(const CrossEntropyInputs& inputs) { return inputs.device.type == DeviceType::cpu; }
+
+/// The mode that trades speed for an error in words; read on each call, so that a test or a debugger can switch it.
+bool checks_targets_on_gpu() {
+  const char* value = std::getenv("EAVES_CHECK_TARGETS");
+  return value != nullptr && std::string(value) != "" && std::string(value) != "0";
+}
+
+void check_targets(const char* op, const CrossEntropyInputs& inputs, const ExecutionContext& context) {
+  if (inputs.has_soft_targets() || inputs.view.row_count == 0) return;
+  if (is_cpu(inputs)) return cpu::cross_entropy_check_targets(op, inputs);
+  if (!checks_targets_on_gpu()) return;
+  require_cuda(op, inputs.device);
+  if constexpr (kHasCuda) cuda::cross_entropy_check_targets(op, inputs, context);
+}
+
+std::size_t workspace_bytes(const CrossEntropyForwardProblem& problem) {
+  if constexpr (kHasCuda) return cuda::cross_entropy_forward_workspace_bytes(problem);
+  return 0;
+}
+std::size_t workspace_bytes(const CrossEntropyInPlaceProblem& problem) {
+  if constexpr (kHasCuda) return cuda::cross_entropy_in_place_workspace_bytes(problem);
+  return 0;
+}
+std::size_t workspace_bytes(const CrossEntropyShardProblem& problem) {
+  if constexpr (kHasCuda) return cuda::cross_entropy_shard_forward_workspace_bytes(problem);
+  return 0;
+}
+std::size_t workspace_bytes(const CrossEntropyMergeProblem& problem) {
+  if constexpr (kHasCuda) return cuda::cross_entropy_merge_workspace_bytes(problem);
+  return 0;
+}
+
+template <typename Problem>
+std::size_t checked_workspace_bytes(const char* op, const Problem& problem, const CrossEntropyInputs& inputs) {
+  if (is_cpu(inputs)) return 0;
+  require_cuda(op, inputs.device);
+  return workspace_bytes(problem);
+}
+
+/// Runs `problem` where it is; `run_cuda` is instantiated only where there is a CUDA backend.
+template <typename Problem, typename RunCpu, typename RunCuda>
+void run(const char* op, const Problem& problem, const CrossEntropyInputs& inputs, const ExecutionContext& context,
+         RunCpu run_cpu, RunCuda run_cuda) {
+  if (is_cpu(inputs)) return run_cpu(context);
+  const Scratch scratch(op, inputs.device, checked_workspace_bytes(op, problem, inputs), context);
+  run_cuda(scratch.context());
+}
+
+}  // namespace
+
+// Without rows a reduced loss still has a value, 0: only a call without any output element is nothing to do, and every
+// backend writes the others.
+
+void cross_entropy_forward(const CrossEntropyForwardArgs& args, const ExecutionContext& context) {
+  check::threads(kForward, context.threads);
+  const CrossEntropyForwardProblem problem = make_problem(args);
+  const CrossEntropyInputs& inputs = problem.inputs;
+  if (inputs.view.row_count == 0 && inputs.options.reduction == Reduction::none) return;
+  check_targets(kForward, inputs, context);
+  run(
+      kForward, problem, inputs, context,
+      [&](const ExecutionContext& cpu_context) { cpu::cross_entropy_forward(problem, cpu_context); },
+      [&](const ExecutionContext& cuda_context) {
+        if constexpr (kHasCuda) cuda::cross_entropy_forward(problem, cuda_context);
+      });
+}
+
+void cross_entropy_backward(const CrossEntropyBackwardArgs& args, const ExecutionContext& context) {
+  check::threads(kBackward, context.threads);
+  const CrossEntropyBackwardProblem problem = make_problem(args);
+  const CrossEntropyInputs& inputs = problem.inputs;
+  if (inputs.view.row_count == 0 || inputs.view.column_count == 0) return;
+  check_targets(kBackward, inputs, context);
+  if (is_cpu(inputs)) return cpu::cross_entropy_backward(problem, context);
+  require_cuda(kBackward, inputs.device);
+  if constexpr (kHasCuda) cuda::cross_entropy_backward(problem, context);
+}
+
+void cross_entropy_forward_backward(const CrossEntropyForwardBackwardArgs& args, const ExecutionContext& context) {
+  check::threads(kForwardBackward, context.threads);
+  const CrossEntropyInPlaceProblem problem = make_problem(args);
+  const CrossEntropyInputs& inputs = problem.forward.inputs;
+  if (inputs.view.row_count == 0 && inputs.options.reduction == Reduction::none) return;
+  check_targets(kForwardBackward, inputs, context);
+  run(
+      kForwardBackward, problem, inputs, context,
+      [&](const ExecutionContext& cpu_context) { cpu::cross_entropy_in_place(problem, cpu_context); },
+      [&](const ExecutionContext& cuda_context) {
+        if constexpr (kHasCuda) cuda::cross_entropy_in_place(problem, cuda_context);
+      });
+}
+
+void cross_entropy_shard_forward(const CrossEntropyShardArgs& args, const ExecutionContext& context) {
+  check::threads(kShardForward, context.threads);
+  const CrossEntropyShardProblem problem = make_problem(args);
+  const CrossEntropyInputs& inputs = problem.inputs;
+  if (inputs.view.row_count == 0) return;
+  check_targets(kShardForward, inputs, context);
+  run(
+      kShardForward, problem, inputs, context,
+      [&](const ExecutionContext& cpu_context) { cpu::cross_entropy_shard_forward(problem, cpu_context); },
+      [&](const ExecutionContext& cuda_context) {
+        if constexpr (kHasCuda) cuda::cross_entropy_shard_forward(problem, cuda_context);
+      });
+}
+
+void cross_entropy_merge(const CrossEntropyMergeArgs& args, const ExecutionContext& context) {
+  check::threads(kMerge, context.threads);
+  const CrossEntropyMergeProblem problem = make_problem(args);
+  const CrossEntropyInputs& inputs = problem.inputs;
+  if (inputs.view.row_count == 0 && inputs.options.reduction == Reduction::none) return;
+  check_targets(kMerge, inputs, context);
+  run(
+      kMerge, problem, inputs, context,
+      [&](const ExecutionContext& cpu_context) { cpu::cross_entropy_merge(problem, cpu_context); },
+      [&](const ExecutionContext& cuda_context) {
+        if constexpr (kHasCuda) cuda::cross_entropy_merge(problem, cuda_context);
+      });
+}
+
+std::size_t cross_entropy_forward_workspace_bytes(const CrossEntropyForwardArgs& args, const ExecutionContext&) {
+  const CrossEntropyForwardProblem problem = make_problem(args);
+  return checked_workspace_bytes(kForward, problem, problem.inputs);
+}
+
+std::size_t cross_entropy_backward_workspace_bytes(const CrossEntropyBackwardArgs& args, const ExecutionContext&) {
+  make_problem(args);
+  return 0;
+}
+
+std::size_t cross_entropy_forward_backward_workspace_bytes(const CrossEntropyForwardBackwardArgs& args,
+                                                           const ExecutionContext&) {
+  const CrossEntropyInPlaceProblem problem = make_problem(args);
+  return checked_workspace_bytes(kForwardBackward, problem, problem.forward.inputs);
+}
+
+std::size_t cross_entropy_shard_forward_workspace_bytes(const CrossEntropyShardArgs& args, const ExecutionContext&) {
+  const CrossEntropyShardProblem problem = make_problem(args);
+  return checked_workspace_bytes(kShardForward, problem, problem.inputs);
+}
+
+std::size_t cross_entropy_merge_workspace_bytes(const CrossEntropyMergeArgs& args, const ExecutionContext&) {
+  const CrossEntropyMergeProblem problem = make_problem(args);
+  return checked_workspace_bytes(kMerge, problem, problem.inputs);
+}
+
+}  // namespace eaves

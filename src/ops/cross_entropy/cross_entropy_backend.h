@@ -1,0 +1,121 @@
+// What a backend of cross_entropy gets: a problem that has been checked, has rows, and speaks of rows and columns
+// instead of axes.
+#pragma once
+
+#include <cstddef>
+
+#include "core/rows.h"
+#include "eaves/context.h"
+#include "eaves/cross_entropy.h"
+#include "eaves/tensor.h"
+
+namespace eaves {
+
+/// Numbers of the tensors in a problem's view. The first three have rows and columns, the others one element per row.
+namespace cross_entropy_tensors {
+inline constexpr int kLogits = 0;
+inline constexpr int kGradLogits = 1;   ///< in the forward the logits again
+inline constexpr int kSoftTargets = 2;  ///< with hard targets the logits again
+inline constexpr int kTargets = 3;      ///< hard ones
+inline constexpr int kPerRow = 4;       ///< every per-row output, and what the backward takes of them: contiguous
+inline constexpr int kGradLoss = 5;     ///< strides of 0 where the loss is reduced
+}  // namespace cross_entropy_tensors
+
+using CrossEntropyView = RowView<3, 6>;
+
+struct CrossEntropyInputs {
+  CrossEntropyView view;
+  Device device;
+  DType logits_dtype;
+  DType targets_dtype;  ///< int32, int64, or of soft targets logits_dtype or float32
+  DType weight_dtype;   ///< logits_dtype or float32
+  const void* logits;
+  const void* targets;
+  const void* weight;        ///< nullptr where there is none
+  std::int64_t first_class;  ///< of the logits' columns; 0 but for shards
+  std::int64_t classes;      ///< V, of all shards
+  CrossEntropyOptions options;
+
+  bool has_soft_targets() const { return is_floating_point(targets_dtype); }
+};
+
+/// Each nullptr where not asked for; float32, or float64 for float64 logits.
+struct CrossEntropyOutputs {
+  void* loss;
+  void* lse;
+  std::int64_t* argmax;
+  void* entropy;
+  void* z_loss;
+  void* target_mass;
+  void* divisor;
+};
+
+struct CrossEntropyForwardProblem {
+  CrossEntropyInputs inputs;
+  bool reads_ignored_rows;
+  const void* normalizer;  ///< nullptr: the weights of the rows
+  CrossEntropyOutputs outputs;
+};
+
+struct CrossEntropyBackwardProblem {
+  CrossEntropyInputs inputs;
+  DType grad_loss_dtype;
+  const void* grad_loss;  ///< nullptr: 1 (in place only)
+  const void* grad_lse;
+  const void* grad_entropy;
+  const void* lse;
+  const void* entropy;
+  const void* target_mass;
+  const void* divisor;  ///< nullptr but for the mean
+  void* grad_logits;    ///< may be inputs.logits
+};
+
+/// Forward and backward in place: inputs.logits is overwritten.
+struct CrossEntropyInPlaceProblem {
+  CrossEntropyForwardProblem forward;
+  DType grad_loss_dtype;
+  const void* grad_loss;  ///< nullptr: 1
+};
+
+struct CrossEntropyShardProblem {
+  CrossEntropyInputs inputs;
+  void* statistics;  ///< [rows, kCrossEntropyStatistics]
+};
+
+struct CrossEntropyMergeProblem {
+  CrossEntropyInputs inputs;  ///< no logits, no weight; the view has rows alone
+  bool has_weight;
+  std::int64_t shards;
+  const void* statistics;  ///< [shards, rows, kCrossEntropyStatistics]
+  const void* normalizer;
+  CrossEntropyOutputs outputs;
+};
+
+namespace cpu {
+/// Throws InvalidArgument for the first target that is out of range. Every other function relies on it.
+void cross_entropy_check_targets(const char* op, const CrossEntropyInputs& inputs);
+
+void cross_entropy_forward(const CrossEntropyForwardProblem& problem, const ExecutionContext& context);
+void cross_entropy_backward(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context);
+void cross_entropy_in_place(const CrossEntropyInPlaceProblem& problem, const ExecutionContext& context);
+void cross_entropy_shard_forward(const CrossEntropyShardProblem& problem, const ExecutionContext& context);
+void cross_entropy_merge(const CrossEntropyMergeProblem& problem, const ExecutionContext& context);
+}  // namespace cpu
+
+namespace cuda {
+/// As on the CPU; waits for the device.
+void cross_entropy_check_targets(const char* op, const CrossEntropyInputs& inputs, const ExecutionContext& context);
+
+/// `context.workspace` holds at least as many bytes as the function of the same name says.
+void cross_entropy_forward(const CrossEntropyForwardProblem& problem, const ExecutionContext& context);
+void cross_entropy_backward(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context);
+void cross_entropy_in_place(const CrossEntropyInPlaceProblem& problem, const ExecutionContext& context);
+void cross_entropy_shard_forward(const CrossEntropyShardProblem& problem, const ExecutionContext& context);
+void cross_entropy_merge(const CrossEntropyMergeProblem& problem, const ExecutionContext& context);
+std::size_t cross_entropy_forward_workspace_bytes(const CrossEntropyForwardProblem& problem);
+std::size_t cross_entropy_in_place_workspace_bytes(const CrossEntropyInPlaceProblem& problem);
+std::size_t cross_entropy_shard_forward_workspace_bytes(const CrossEntropyShardProblem& problem);
+std::size_t cross_entropy_merge_workspace_bytes(const CrossEntropyMergeProblem& problem);
+}  // namespace cuda
+
+}  // namespace eaves

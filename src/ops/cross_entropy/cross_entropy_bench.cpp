@@ -1,0 +1,2 @@
+// Placeholder.
+#include "testing/benchmark.h"

@@ -1,0 +1,184 @@
+// The formulas of cross_entropy.h for one row, in numbers: from the statistics of its logits to the loss, and to the
+// few coefficients that its gradient consists of. Shared by both backends; the loops over classes are theirs.
+#pragma once
+
+#include <algorithm>
+
+#include "core/numeric.h"
+#include "core/softmax_state.h"
+#include "ops/cross_entropy/cross_entropy_backend.h"
+
+namespace eaves {
+
+/// The options as a kernel computes with them.
+template <typename A>
+struct CrossEntropyTerms {
+  A scale;
+  A softcap;              ///< 0: absent
+  A smoothing;            ///< e
+  A smoothing_per_class;  ///< e / V
+  A z_loss_weight;
+  A classes;  ///< V
+  std::int64_t ignore_index;
+  std::int64_t class_count;
+  std::int64_t first_class;
+  bool is_soft;     ///< targets are distributions
+  bool has_weight;  ///< classes have weights
+
+  CrossEntropyTerms() = default;
+  explicit CrossEntropyTerms(const CrossEntropyInputs& inputs)
+      : scale(static_cast<A>(inputs.options.scale)),
+        softcap(static_cast<A>(inputs.options.softcap)),
+        smoothing(static_cast<A>(inputs.options.label_smoothing)),
+        smoothing_per_class(static_cast<A>(inputs.options.label_smoothing /
+                                           static_cast<double>(std::max<std::int64_t>(1, inputs.classes)))),
+        z_loss_weight(static_cast<A>(inputs.options.z_loss_weight)),
+        classes(static_cast<A>(inputs.classes)),
+        ignore_index(inputs.options.ignore_index),
+        class_count(inputs.classes),
+        first_class(inputs.first_class),
+        is_soft(inputs.has_soft_targets()),
+        has_weight(inputs.weight != nullptr) {}
+
+  EAVES_HOST_DEVICE bool is_ignored(std::int64_t target) const { return !is_soft && target == ignore_index; }
+  EAVES_HOST_DEVICE bool is_in_range(std::int64_t target) const { return target >= 0 && target < class_count; }
+};
+
+/// What the loss needs to know of some classes of a row.
+template <typename A>
+struct ClassStatistics {
+  SoftmaxState<A> softmax;        ///< of z'
+  A linear = A(0);                ///< sum of u_v * z'_v, where u is 1, the weights, or with soft targets w_v * q'_v
+  A mass = A(0);                  ///< sum of u_v; not computed where u is 1
+  A moment = A(0);                ///< sum of exp(d) * d with d = z' - anchor(softmax.max); 0 where exp(d) is
+  A best_value = -infinity<A>();  ///< the largest z that is not NaN
+  std::int64_t best = 0;          ///< its class, the first of equal ones
+};
+
+/// The statistics of the union of two disjoint sets of classes. Commutative; the default-constructed one is neutral.
+template <typename A, typename Exp>
+EAVES_HOST_DEVICE ClassStatistics<A> merge(const ClassStatistics<A>& a, const ClassStatistics<A>& b, Exp exp) {
+  ClassStatistics<A> result;
+  result.softmax = merge(a.softmax, b.softmax, exp);
+  result.linear = a.linear + b.linear;
+  result.mass = a.mass + b.mass;
+  const auto moment_in_union = [&](const ClassStatistics<A>& part) {
+    if (part.softmax.sum == A(0)) return A(0);  // its anchor may be any number
+    const A shift = softmax_anchor(part.softmax.max) - softmax_anchor(result.softmax.max);
+    return (part.moment + part.softmax.sum * shift) * (shift == A(0) ? A(1) : exp(shift));
+  };
+  result.moment = moment_in_union(a) + moment_in_union(b);
+  const bool is_b = b.best_value > a.best_value || (b.best_value == a.best_value && b.best < a.best);
+  result.best_value = is_b ? b.best_value : a.best_value;
+  result.best = is_b ? b.best : a.best;
+  return result;
+}
+
+/// z' and dz'/dz of one logit. `tanh` is the backend's.
+template <typename A, typename Tanh>
+EAVES_HOST_DEVICE A transformed_logit(A logit, const CrossEntropyTerms<A>& terms, Tanh tanh) {
+  const A scaled = logit * terms.scale;
+  return terms.softcap == A(0) ? scaled : terms.softcap * tanh(scaled / terms.softcap);
+}
+
+/// Of the class that a hard target names: z'_t and w_t. Both 0 for soft targets and rows that are ignored.
+template <typename A>
+struct TargetClass {
+  A logit = A(0);
+  A weight = A(0);
+};
+
+template <typename A>
+struct RowLoss {
+  A loss;
+  A z_loss;
+  A lse;
+  A entropy;
+  A target_mass;  ///< m of cross_entropy.h
+};
+
+/// `is_counted` is false where the row is ignored: then only lse and entropy are not 0.
+template <typename A>
+EAVES_HOST_DEVICE RowLoss<A> row_loss(const ClassStatistics<A>& statistics, const TargetClass<A>& target,
+                                      bool is_counted, const CrossEntropyTerms<A>& terms) {
+  RowLoss<A> result{};
+  const A anchor = softmax_anchor(statistics.softmax.max);
+  const A log_sum = std::log(statistics.softmax.sum);
+  result.lse = anchor + log_sum;
+  // sum p (log p) = sum p (d - log_sum); a row without classes has no distribution, and the entropy 0
+  result.entropy = statistics.softmax.sum == A(0) ? A(0) : log_sum - statistics.moment / statistics.softmax.sum;
+  if (!is_counted) return result;
+  // Through the anchor instead of lse: next to a loss of 0, z'_t is the anchor, and nothing cancels.
+  const A hard = terms.is_soft ? A(0) : (A(1) - terms.smoothing) * target.weight;
+  if (hard != A(0)) result.loss = hard * ((anchor - target.logit) + log_sum);
+  const A factor = terms.is_soft ? A(1) : terms.smoothing_per_class;
+  A smooth_mass = A(0);
+  if (factor != A(0)) {
+    smooth_mass = terms.is_soft || terms.has_weight ? factor * statistics.mass : terms.smoothing;
+    result.loss += smooth_mass * log_sum + (smooth_mass * anchor - factor * statistics.linear);
+  }
+  result.target_mass = hard + smooth_mass;
+  if (terms.z_loss_weight != A(0)) result.z_loss = terms.z_loss_weight * result.lse * result.lse;
+  result.loss += result.z_loss;
+  return result;
+}
+
+/// The gradient of a row in the classes v, without dz'_v/dz_v:
+///
+///   exp(z'_v - lse) * (mass + slope * (z'_v - lse)) - per_class * u_v           for v other than the target
+///   the same, but expm1(z'_v - lse) * hard + exp(z'_v - lse) * (mass - hard)    for the target, where mass * p - hard
+///                                                                               would cancel as p goes to 1
+/// with u as in ClassStatistics.
+template <typename A>
+struct RowGradient {
+  A lse;
+  A mass;               ///< hard + rest
+  A rest;               ///< mass - hard, computed without the difference
+  A hard;               ///< of the target; 0 with soft targets
+  A slope;              ///< of the entropy's gradient, 0 without
+  A per_class;          ///< 1 * g for soft targets, g * e / V for smoothing
+  std::int64_t target;  ///< column of the target, -1 where there is none among the columns
+};
+
+/// What the gradient of a row is made of.
+template <typename A>
+struct RowGradientInputs {
+  A grad_loss;     ///< dL/d(loss of the row): after the mean's division
+  A grad_lse;      ///< 0 where not given
+  A grad_entropy;  ///< likewise
+  A lse;
+  A entropy;
+  A target_mass;        ///< of soft targets, and where weights and smoothing meet; not read otherwise
+  std::int64_t target;  ///< the class; any number for soft targets
+  A target_weight;      ///< w_t
+};
+
+template <typename A>
+EAVES_HOST_DEVICE RowGradient<A> row_gradient(const RowGradientInputs<A>& in, const CrossEntropyTerms<A>& terms) {
+  RowGradient<A> result{};
+  result.lse = in.lse;
+  result.target = -1;
+  result.slope = -in.grad_entropy;
+  // d(entropy)/dz'_v = -p_v * (z'_v - lse + entropy)
+  result.rest = in.grad_lse - in.grad_entropy * in.entropy;
+  if (!terms.is_ignored(in.target)) {
+    const A g = in.grad_loss;
+    if (terms.is_soft) {
+      result.rest += g * (in.target_mass + A(2) * terms.z_loss_weight * in.lse);
+      result.per_class = g;
+    } else {
+      const A one_minus_smoothing = A(1) - terms.smoothing;
+      const A smooth_mass = terms.smoothing == A(0) ? A(0)
+                            : terms.has_weight      ? in.target_mass - one_minus_smoothing * in.target_weight
+                                                    : terms.smoothing;
+      result.hard = g * one_minus_smoothing * in.target_weight;
+      result.rest += g * (smooth_mass + A(2) * terms.z_loss_weight * in.lse);
+      result.per_class = g * terms.smoothing_per_class;
+      result.target = in.target - terms.first_class;
+    }
+  }
+  result.mass = result.hard + result.rest;
+  return result;
+}
+
+}  // namespace eaves
