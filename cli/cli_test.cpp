@@ -16,6 +16,7 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -98,14 +99,18 @@ class Program : public testing::Test {
                          R"("g":{"dtype":"F32","shape":[3],"data_offsets":[49,61]},)"
                          R"("flags":{"dtype":"BOOL","shape":[4],"data_offsets":[61,65]},)"
                          R"("wide":{"dtype":"F64","shape":[2],"data_offsets":[65,81]},)"
-                         R"("small":{"dtype":"F8_E4M3","shape":[2],"data_offsets":[81,83]}})";
+                         R"("logits":{"dtype":"F32","shape":[3,4],"data_offsets":[81,129]},)"
+                         R"("targets":{"dtype":"I64","shape":[3],"data_offsets":[129,153]},)"
+                         R"("small":{"dtype":"F8_E4M3","shape":[2],"data_offsets":[153,155]}})";
     header.resize((header.size() + 7) / 8 * 8, ' ');
-    std::string data(83, '\0');
-    for (int i = 0; i < 12; ++i) std::memcpy(&data[static_cast<std::size_t>(1 + 4 * i)], &kX[i], 4);
-    for (int i = 0; i < 3; ++i) std::memcpy(&data[static_cast<std::size_t>(49 + 4 * i)], &kG[i], 4);
+    std::string data(155, '\0');
+    std::memcpy(&data[1], kX, sizeof(kX));
+    std::memcpy(&data[49], kG, sizeof(kG));
     data[61] = 1;
     const double wide[2] = {0.25, -0.5};
     std::memcpy(&data[65], wide, 16);
+    std::memcpy(&data[81], kX, sizeof(kX));
+    std::memcpy(&data[129], kTargets, sizeof(kTargets));
     std::string length(8, '\0');
     for (int i = 0; i < 8; ++i) length[static_cast<std::size_t>(i)] = static_cast<char>(header.size() >> (8 * i));
     write_file("in.safetensors", length + header + data);
@@ -117,7 +122,15 @@ class Program : public testing::Test {
     std::vector<double> values;
   };
 
-  // A float32 or float64 tensor of out.safetensors.
+  // The format aligns nothing.
+  template <typename T>
+  static double value_of(const std::byte* element) {
+    T value;
+    std::memcpy(&value, element, sizeof(T));
+    return static_cast<double>(value);
+  }
+
+  // A float32, float64 or int64 tensor of out.safetensors.
   Result read_result(const std::string& name) const {
     const MappedFile file("test", (folder_ / "out.safetensors").string());
     const StoredTensors tensors = parse_safetensors(file.bytes(), "out.safetensors");
@@ -125,16 +138,22 @@ class Program : public testing::Test {
     Result result{*tensor.dtype, tensor.shape, {}};
     const std::size_t width = size_of(result.dtype);
     for (std::size_t i = 0; i < tensor.data.size(); i += width) {
-      float narrow = 0.0f;
-      double value = 0.0;
-      std::memcpy(width == 4 ? static_cast<void*>(&narrow) : &value, tensor.data.data() + i, width);
-      result.values.push_back(width == 4 ? narrow : value);
+      const std::byte* element = tensor.data.data() + i;
+      result.values.push_back(result.dtype == DType::int64     ? value_of<std::int64_t>(element)
+                              : result.dtype == DType::float64 ? value_of<double>(element)
+                                                               : value_of<float>(element));
     }
     return result;
   }
 
+  bool has_result(const std::string& name) const {
+    const MappedFile file("test", (folder_ / "out.safetensors").string());
+    return parse_safetensors(file.bytes(), "out.safetensors").contains(name);
+  }
+
   static constexpr float kX[12] = {0.0f, 1.0f, -1.0f, 0.5f, 2.0f, 2.0f, 2.0f, 2.0f, -3.0f, 80.0f, 7.0f, 0.25f};
   static constexpr float kG[3] = {1.0f, -2.0f, 0.5f};
+  static constexpr std::int64_t kTargets[3] = {1, -100, 2};
   fs::path folder_;
 };
 
@@ -180,8 +199,15 @@ TEST_F(Program, BenchPrintsTablesAndWritesTheResultFile) {
       run("eaves bench logsumexp --device cpu --max-bytes 600K --repetitions 2 --warm-up-ms 0 --json result.json");
   ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
   EXPECT_EQ(outcome.err, "") << "progress is for terminals";
-  const std::string head = "logsumexp-speed-fwd-batch1-dim256-bf16:\n          n     eaves     limit";
-  EXPECT_NE(outcome.out.find(head), std::string::npos) << outcome.out;
+  const std::string title = "logsumexp-speed-fwd-batch1-dim256-bf16:\n";
+  ASSERT_NE(outcome.out.find(title), std::string::npos) << outcome.out;
+  // Word by word: how far apart they stand depends on how long the times are.
+  std::istringstream heads(outcome.out.substr(outcome.out.find(title) + title.size()));
+  for (const std::string expected : {"n", "eaves", "limit", "ratio"}) {
+    std::string head;
+    heads >> head;
+    EXPECT_EQ(head, expected) << outcome.out;
+  }
   EXPECT_NE(outcome.out.find("left out: moves"), std::string::npos);
   const auto json = nlohmann::json::parse(read_text(folder_ / "result.json"));
   EXPECT_EQ(json["schema"], 1);
@@ -191,6 +217,30 @@ TEST_F(Program, BenchPrintsTablesAndWritesTheResultFile) {
   EXPECT_EQ(json["rows"][1]["provider"], "limit");
   EXPECT_EQ(json["rows"][1]["repetitions"], 2);
   EXPECT_EQ(temporary_files(), 0);
+}
+
+TEST_F(Program, BenchOfCrossEntropyHasThePublishedTitlesAndNamesItsOptions) {
+  const Outcome outcome =
+      run("eaves bench cross_entropy --device cpu --max-bytes 9M --repetitions 1 --warm-up-ms 0 --json result.json");
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
+  for (const char* mode : {"fwd", "bwd"}) {
+    const std::string title = std::string("cross_entropy-speed-") + mode + "-batch256-bf16-ls0.0-mean:\n";
+    EXPECT_NE(outcome.out.find(title), std::string::npos) << outcome.out;
+  }
+  const auto json = nlohmann::json::parse(read_text(folder_ / "result.json"));
+  const auto& first = json["rows"][0];
+  EXPECT_EQ(first["shape"], (nlohmann::json{{"batch", 256}, {"v", 1024}}));
+  EXPECT_EQ(first["options"], (nlohmann::json{{"reduction", "mean"}}));
+  EXPECT_GT(first["ms"].get<double>(), 0.0);
+  std::set<std::string> modes, options;
+  for (const auto& row : json["rows"]) {
+    modes.insert(row["mode"]);
+    for (const auto& [key, value] : row["options"].items()) options.insert(key);
+  }
+  EXPECT_EQ(modes, (std::set<std::string>{"bwd", "fwd", "fwd+bwd"}));
+  EXPECT_EQ(options,
+            (std::set<std::string>{"argmax", "class_axis", "entropy", "ignored_rows", "in_place", "label_smoothing",
+                                   "reduction", "soft_targets", "softcap", "weight", "z_loss"}));
 }
 
 TEST_F(Program, BenchWithANamedDtypeMeasuresNoOther) {
@@ -275,6 +325,207 @@ TEST_F(Program, RunTakesOtherAxesDtypesAndKeepdim) {
   EXPECT_NEAR(read_result("lse").values[0], std::log(std::exp(0.25) + std::exp(-0.5)), 1e-12);
 }
 
+// Cross entropy of rows of 4 classes as the header writes it, in float64. Options as the tests below use them.
+struct ExpectedRow {
+  double loss, z_loss, lse, weight;
+  double entropy = 0.0;
+  double gradient[4] = {};
+};
+
+ExpectedRow cross_entropy_row(const float* logits, std::int64_t target, const float* weights, double smoothing,
+                              double softcap, double scale, double z_weight) {
+  double z[4], slope[4];
+  double sum = 0.0;
+  for (int v = 0; v < 4; ++v) {
+    const double scaled = scale * logits[v];
+    const double tanh = softcap > 0.0 ? std::tanh(scaled / softcap) : 0.0;
+    z[v] = softcap > 0.0 ? softcap * tanh : scaled;
+    slope[v] = scale * (1.0 - tanh * tanh);
+    sum += std::exp(z[v]);
+  }
+  const double lse = std::log(sum);
+  const double w = weights[target];
+  double smooth = 0.0, mass = (1.0 - smoothing) * w;
+  for (int v = 0; v < 4; ++v) {
+    smooth += weights[v] * (lse - z[v]) / 4.0;
+    mass += smoothing * weights[v] / 4.0;
+  }
+  const double z_loss = z_weight * lse * lse;
+  ExpectedRow row{(1.0 - smoothing) * w * (lse - z[target]) + smoothing * smooth + z_loss, z_loss, lse, w};
+  for (int v = 0; v < 4; ++v) {
+    const double p = std::exp(z[v] - lse);
+    row.entropy -= p * std::log(p);
+    const double of_target = v == target ? (1.0 - smoothing) * w : 0.0;
+    row.gradient[v] = (p * (mass + 2.0 * z_weight * lse) - of_target - smoothing * weights[v] / 4.0) * slope[v];
+  }
+  return row;
+}
+
+constexpr float kNoWeights[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+
+TEST_F(Program, RunCrossEntropyWritesLossLseAndGradient) {
+  const std::string line = "eaves run cross_entropy --input in.safetensors --tensor logits --target targets";
+  for (const char* how : {" --backward", " --in-place"}) {
+    const Outcome outcome = run(line + how + " --output out.safetensors");
+    ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
+    const Result grad = read_result("grad_logits");
+    EXPECT_EQ(read_result("loss").shape, Dims{});
+    EXPECT_EQ(read_result("lse").shape, (Dims{3}));
+    EXPECT_EQ(grad.shape, (Dims{3, 4}));
+    double mean = 0.0;
+    for (const int row : {0, 2}) {  // row 1 is ignored
+      const auto expected = cross_entropy_row(kX + 4 * row, kTargets[row], kNoWeights, 0.0, 0.0, 1.0, 0.0);
+      mean += expected.loss / 2.0;
+      EXPECT_NEAR(read_result("lse").values[static_cast<std::size_t>(row)], expected.lse, 1e-5 * expected.lse);
+      for (int v = 0; v < 4; ++v) {
+        EXPECT_NEAR(grad.values[static_cast<std::size_t>(4 * row + v)], expected.gradient[v] / 2.0, 1e-6)
+            << how << " row " << row << " class " << v;
+      }
+    }
+    EXPECT_NEAR(read_result("loss").values[0], mean, 1e-5 * mean) << how;
+    for (std::size_t v = 4; v < 8; ++v) EXPECT_EQ(grad.values[v], 0.0) << how;
+  }
+  ASSERT_EQ(run(line + " --output out.safetensors").exit_code, 0);
+  EXPECT_FALSE(has_result("grad_logits")) << "nobody asked for it";
+}
+
+// A file as a user's program writes it: logits with the classes first, weights, an upstream gradient, a divisor.
+class ProgramWithABatch : public Program {
+ protected:
+  void SetUp() override {
+    Program::SetUp();
+    if (HasFatalFailure()) return;
+    AtomicFile file("test", (folder_ / "batch.safetensors").string());
+    write_safetensors(file, {{"logits", TensorView::contiguous(kLogits, DType::float32, {4, 3})},
+                             {"targets", TensorView::contiguous(kClasses, DType::int32, {3})},
+                             {"soft", TensorView::contiguous(kSoft, DType::float32, {4, 3})},
+                             {"weight", TensorView::contiguous(kWeights, DType::float32, {4})},
+                             {"upstream", TensorView::contiguous(kUpstream, DType::float32, {3})},
+                             {"tokens", TensorView::contiguous(&kTokens, DType::float32, {})}});
+    file.commit();
+  }
+
+  static void logits_of_row(int row, float* logits) {
+    for (int v = 0; v < 4; ++v) logits[v] = kLogits[3 * v + row];
+  }
+
+  // The classes are the rows of these.
+  static constexpr float kLogits[12] = {0.5f, -1.0f, 3.0f, 2.0f, 0.25f, -2.0f, -0.75f, 1.5f, 0.0f, 1.0f, -3.0f, 4.0f};
+  static constexpr float kSoft[12] = {0.1f, 0.0f, 0.25f, 0.2f, 1.0f, 0.25f, 0.3f, 0.0f, 0.25f, 0.4f, 0.0f, 0.25f};
+  static constexpr std::int32_t kClasses[3] = {3, 7, 0};  // 7 is what the test ignores
+  static constexpr float kWeights[4] = {0.5f, 2.0f, 1.5f, 0.25f};
+  static constexpr float kUpstream[3] = {1.0f, 5.0f, -2.0f};
+  static constexpr float kTokens = 16.0f;
+};
+
+TEST_F(ProgramWithABatch, RunCrossEntropyTakesEveryOption) {
+  const std::string line =
+      "eaves run cross_entropy --input batch.safetensors --tensor logits --target targets --class-axis 0 --weight "
+      "weight --ignore-index 7 --label-smoothing 0.25 --softcap 2 --scale 1.5 --z-loss 0.125 --entropy --argmax "
+      "--reduction none --grad upstream --output out.safetensors";
+  const int largest[3] = {1, 2, 3};
+  for (const bool is_in_place : {false, true}) {
+    const Outcome outcome = run(line + (is_in_place ? " --in-place" : ""));
+    ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
+    for (const int row : {0, 2}) {
+      const auto r = static_cast<std::size_t>(row);
+      float logits[4];
+      logits_of_row(row, logits);
+      const auto expected = cross_entropy_row(logits, kClasses[row], kWeights, 0.25, 2.0, 1.5, 0.125);
+      EXPECT_NEAR(read_result("loss").values[r], expected.loss, 1e-5);
+      EXPECT_NEAR(read_result("z_loss").values[r], expected.z_loss, 1e-5);
+      EXPECT_NEAR(read_result("lse").values[r], expected.lse, 1e-5);
+      EXPECT_NEAR(read_result("entropy").values[r], expected.entropy, 1e-5);
+      EXPECT_EQ(read_result("argmax").values[r], largest[row]);
+      for (int v = 0; v < 4; ++v) {
+        EXPECT_NEAR(read_result("grad_logits").values[static_cast<std::size_t>(3 * v + row)],
+                    kUpstream[row] * expected.gradient[v], 1e-5)
+            << "row " << row << " class " << v << (is_in_place ? " in place" : "");
+      }
+    }
+    EXPECT_EQ(read_result("loss").values[1], 0.0) << "ignored";
+    EXPECT_EQ(read_result("grad_logits").values[1], 0.0) << "ignored";
+    EXPECT_EQ(read_result("grad_logits").shape, (Dims{4, 3}));
+  }
+}
+
+TEST_F(ProgramWithABatch, RunCrossEntropyReducesAndDividesAsAsked) {
+  const std::string line =
+      "eaves run cross_entropy --input batch.safetensors --tensor logits --target targets --class-axis 0 --weight "
+      "weight --ignore-index 7 --output out.safetensors ";
+  double sum = 0.0, weights = 0.0;
+  for (const int row : {0, 2}) {
+    float logits[4];
+    logits_of_row(row, logits);
+    const auto expected = cross_entropy_row(logits, kClasses[row], kWeights, 0.0, 0.0, 1.0, 0.0);
+    sum += expected.loss;
+    weights += expected.weight;
+  }
+  const auto expect_loss = [&](const std::string& options, double loss) {
+    const Outcome outcome = run(line + options);
+    ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
+    EXPECT_NEAR(read_result("loss").values[0], loss, 1e-5) << options;
+  };
+  expect_loss("--reduction sum", sum);
+  expect_loss("--reduction mean", sum / weights);
+  expect_loss("--normalizer tokens", sum / kTokens);
+}
+
+TEST_F(ProgramWithABatch, RunCrossEntropyTakesADistributionForEachRow) {
+  const Outcome outcome =
+      run("eaves run cross_entropy --input batch.safetensors --tensor logits --target soft --class-axis 0 --backward "
+          "--output out.safetensors");
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
+  double mean = 0.0;
+  for (int row = 0; row < 3; ++row) {
+    float logits[4];
+    logits_of_row(row, logits);
+    const double lse = logsumexp(logits, 4);
+    for (int v = 0; v < 4; ++v) {
+      const auto index = static_cast<std::size_t>(3 * v + row);
+      mean += kSoft[index] * (lse - logits[v]) / 3.0;
+      EXPECT_NEAR(read_result("grad_logits").values[index], (std::exp(logits[v] - lse) - kSoft[index]) / 3.0, 1e-6);
+    }
+  }
+  EXPECT_NEAR(read_result("loss").values[0], mean, 1e-5);
+}
+
+TEST_F(ProgramWithABatch, WrongArgumentsOfCrossEntropyAreNamed) {
+  const std::string start = "eaves run cross_entropy --output out.safetensors --input batch.safetensors --tensor ";
+  const std::string logits = start + "logits --class-axis 0 --ignore-index 7 ";
+  const std::string line = logits + "--target targets ";
+  expect_refusal("eaves run cross_entropy", 2, "--input is required");
+  expect_refusal(logits, 2, "--target is required");
+  expect_refusal(logits + "--target nothing", 2,
+                 "--target: batch.safetensors has no tensor \"nothing\", expected one of");
+  expect_refusal(start + "nothing --target targets", 2, "--tensor: batch.safetensors has no tensor \"nothing\"");
+  expect_refusal(line + "--weight nothing", 2, "--weight: batch.safetensors has no tensor \"nothing\"");
+  expect_refusal(line + "--weight ''", 2, "--weight: is empty, expected a value");
+  expect_refusal(line + "--normalizer nothing", 2, "--normalizer: batch.safetensors has no tensor \"nothing\"");
+  expect_refusal(line + "--grad nothing", 2, "--grad: batch.safetensors has no tensor \"nothing\"");
+  expect_refusal(line + "--grad upstream --backward", 2, "--backward excludes --grad");
+  expect_refusal(line + "--reduction max", 2, "--reduction: max not in {none,sum,mean}");
+  expect_refusal(line + "--label-smoothing lots", 2, "--label-smoothing");
+  // The core's sentences, before anything is written.
+  expect_refusal(start + "logits --target targets --class-axis 2", 2,
+                 "cross_entropy: class_axis is 2, expected -2 to 1 (logits has 2 axes)");
+  expect_refusal(start + "logits --target targets", 2,
+                 "targets has shape [3], expected [4] (one per row of logits [4, 3])");
+  expect_refusal(start + "targets --target targets", 2, "logits has dtype int32, expected float32 or float64");
+  expect_refusal(start + "tokens --target targets", 2, "logits has no axes, expected at least one");
+  expect_refusal(line + "--weight upstream", 2, "weight has shape [3], expected [4] (one per class of logits)");
+  expect_refusal(line + "--normalizer weight", 2, "normalizer has ");
+  expect_refusal(line + "--normalizer tokens --reduction sum", 2, "normalizer is given, but only the mean divides");
+  expect_refusal(line + "--grad upstream", 2, "grad_loss has ");
+  expect_refusal(line + "--grad upstream --in-place", 2, "grad_loss has ");
+  expect_refusal(line + "--label-smoothing 1.5", 2, "label_smoothing is 1.5, expected 0 to 1");
+  expect_refusal(line + "--softcap -1", 2, "softcap is -1, expected a positive number, or 0 for none");
+  expect_refusal(line + "--scale 0", 2, "scale is 0, expected a positive number");
+  expect_refusal(line + "--z-loss -0.5", 2, "z_loss_weight is -0.5, expected a number that is not negative");
+  expect_refusal(start + "logits --class-axis 0 --target targets", 2,
+                 "targets[1] is 7, expected 0 to 3, or ignore_index -100");
+}
+
 TEST_F(Program, RunReplacesAnEarlierOutputAndFollowsALink) {
   write_file("target", "old");
   fs::create_symlink("target", folder_ / "out.safetensors");
@@ -296,8 +547,9 @@ TEST_F(Program, WrongRunArgumentsAreNamed) {
   expect_refusal(run_x + "--dims 0,0" + out, 2, "logsumexp");
   expect_refusal(run_x + "--dtype int8" + out, 2, "out has dtype int8");
   expect_refusal(run_x + "--grad wide" + out, 2, "grad_out");
-  expect_refusal("eaves run logsumexp --input in.safetensors --tensor y" + out, 2,
-                 "--tensor: in.safetensors has no tensor \"y\", expected one of: \"flags\", \"g\", \"odd\"");
+  expect_refusal(
+      "eaves run logsumexp --input in.safetensors --tensor y" + out, 2,
+      "--tensor: in.safetensors has no tensor \"y\", expected one of: \"flags\", \"g\", \"logits\", \"odd\"");
   expect_refusal("eaves run logsumexp --input in.safetensors --tensor small" + out, 2,
                  "--tensor: tensor \"small\" of in.safetensors has dtype F8_E4M3, which is unsupported");
   expect_refusal(run_x + "--output in.safetensors", 2, "--output: in.safetensors is the input file");
@@ -321,7 +573,7 @@ TEST_F(Program, InputThatIsNoSafetensorsFileIsRefused) {
   expect_refusal(with_input("fifo"), 2, "--input: fifo is not a regular file");
   expect_refusal(with_input("empty"), 2, "empty: has 0 bytes, too few for a safetensors file");
   expect_refusal(with_input("text"), 2, "text: the header length is");
-  expect_refusal(with_input("cut"), 2, "cut: \"small\" ends at byte 83 of the data, but the file has only 82");
+  expect_refusal(with_input("cut"), 2, "cut: \"small\" ends at byte 155 of the data, but the file has only 154");
 }
 
 // 128 MiB of zeros that take no room on the disk: long enough to be caught in the middle.

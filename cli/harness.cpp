@@ -146,6 +146,11 @@ Measurement Harness::time(const Row& row, Buffers& buffers) {
   ExecutionContext call_context = context_;
   call_context.workspace = buffers.workspace;
   const auto run_call = [&](Buffers::Set& set) { set.call->run(call_context); };
+  // Before the flush, which then evicts what restoring has left in the cache.
+  const auto restore_and_flush = [&](Buffers::Set& set) {
+    set.call->restore();
+    flush_cache();
+  };
   const auto run_limit = [&](Buffers::Set& set) {
     runtime::stream_bytes(device, set.limit_source.data, static_cast<std::size_t>(row.read_bytes),
                           set.limit_destination.data, static_cast<std::size_t>(row.write_bytes), context_);
@@ -154,12 +159,13 @@ Measurement Harness::time(const Row& row, Buffers& buffers) {
   // At least once on every set: the first call on a buffer may fault its pages in or load a kernel.
   const std::size_t sets = buffers.sets.size();
   for (std::size_t i = 0; i < std::max<std::size_t>(kWarmUpCalls, sets); ++i) {
+    if (i >= sets) buffers.sets[i % sets]->call->restore();
     run_call(*buffers.sets[i % sets]);
     run_limit(*buffers.sets[i % sets]);
   }
   runtime::synchronize(device);
   const double begin = now_ms();
-  flush_cache();
+  restore_and_flush(*buffers.sets[0]);
   run_call(*buffers.sets[0]);
   flush_cache();
   run_limit(*buffers.sets[0]);
@@ -173,7 +179,7 @@ Measurement Harness::time(const Row& row, Buffers& buffers) {
   for (int i = 0; i < repetitions; ++i) {
     const auto index = static_cast<std::size_t>(i);
     Buffers::Set& set = *buffers.sets[index % sets];
-    flush_cache();
+    restore_and_flush(set);
     call_stopwatches[index]->start(context_.stream);
     run_call(set);
     call_stopwatches[index]->stop(context_.stream);

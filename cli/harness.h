@@ -4,7 +4,8 @@
 // One repetition is: read a buffer larger than the last cache, run the operator, read it again, run the yardstick (a
 // plain kernel that streams the bytes that the row declares). So operator and yardstick see the same cold cache and
 // the same clock frequency, alternating. On a GPU all repetitions are enqueued before any is waited for, with a pair
-// of events around each call: reading the buffer takes longer than a launch, which therefore is never waited for.
+// of events around each call: reading the buffer takes longer than a launch, which therefore is never waited for. A
+// call that overwrites its inputs gets them back at the start of a repetition, which waits, but before that reading.
 #pragma once
 
 #include <cstdint>

@@ -9,6 +9,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <thread>
+#include <vector>
 
 #include "cli/report.h"
 #include "core/numeric.h"
@@ -94,6 +95,40 @@ TEST(Harness, TheTimeOfACallIsWhatTheCallTakes) {
   EXPECT_GE(measurement.eaves->min_ms, 5.0);
 }
 
+TEST(Harness, InputsThatACallOverwritesArePutBackBeforeItRunsAgain) {
+  struct OverwritingCall : Call {
+    explicit OverwritingCall(int& runs, int& bad_runs) : runs(runs), bad_runs(bad_runs) {}
+    std::size_t workspace_bytes(const ExecutionContext&) const override { return 0; }
+    void run(const ExecutionContext&) override {
+      ++runs;
+      bad_runs += is_overwritten;
+      is_overwritten = true;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    void restore() override {
+      is_overwritten = false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+    bool is_overwritten = false;
+    int& runs;
+    int& bad_runs;
+  };
+  Log log;
+  for (const std::int64_t bytes : {kInputBytes, std::int64_t{1} << 30}) {  // in several sets, and in one
+    int runs = 0, bad_runs = 0;
+    Row row = counting_row(log);
+    row.make_call = [&](Arena& arena) {
+      arena.allocate(static_cast<std::size_t>(bytes));
+      return std::make_unique<OverwritingCall>(runs, bad_runs);
+    };
+    const Measurement measurement = Harness(fast_options()).measure(row);
+    EXPECT_EQ(bad_runs, 0);
+    EXPECT_GE(runs, 8);
+    ASSERT_TRUE(measurement.eaves.has_value());
+    EXPECT_LT(measurement.eaves->min_ms, 20.0) << "putting back is not timed";
+  }
+}
+
 TEST(Harness, RowThatDoesNotFitSaysSoAndIsNotMade) {
   Log log;
   Row row = counting_row(log);
@@ -176,6 +211,15 @@ TEST(Report, RowsThatTheAxisDoesNotTellApartAreNamed) {
   EXPECT_NE(speed_table(measured).find("2.000  batch=4 axes=[0]\n"), std::string::npos) << speed_table(measured);
 }
 
+TEST(Report, AnOptionThatEveryRowHasIsLeftToTheTitle) {
+  MeasuredTable measured = example_table();
+  for (Row& row : measured.table.rows) row.options = {{"reduction", "\"mean\""}};
+  EXPECT_EQ(speed_table(measured), speed_table(example_table()));
+  measured.table.rows[1].options.emplace_back("softcap", "30");
+  EXPECT_NE(speed_table(measured).find("2.000  batch=4 softcap=30\n"), std::string::npos) << speed_table(measured);
+  EXPECT_EQ(speed_table(measured).find("reduction"), std::string::npos) << speed_table(measured);
+}
+
 TEST(Report, ResultFileHasARowForEavesAndOneForTheLimit) {
   MeasuredTable measured = example_table();
   measured.table.rows[0].options = {{"axes", "[0]"}};
@@ -219,9 +263,25 @@ TEST(Arena, NumbersAreNormalAndDependOnTheSeedAlone) {
   EXPECT_NEAR(sum_of_squares / static_cast<double>(count), 1.0, 0.01);
 }
 
-TEST(Arena, IntegersAreRefused) {
+TEST(Arena, NormalNumbersThatAreIntegersAreRefused) {
   Arena arena(kCpu);
   EXPECT_THROW(arena.normal(DType::int32, {4}, 1), InvalidArgument);
+}
+
+TEST(Arena, NumbersAreRepeatedUntilATensorIsFull) {
+  Arena arena(kCpu);
+  const std::vector<double> numbers = {-100.0, 7.0, 4294967296.0};
+  const TensorView integers = arena.filled(DType::int64, {2, 4}, numbers);
+  EXPECT_EQ(arena.bytes(), 64);
+  const auto* first = static_cast<const std::int64_t*>(integers.data);
+  EXPECT_EQ(std::vector<std::int64_t>(first, first + 8),
+            (std::vector<std::int64_t>{-100, 7, 4294967296, -100, 7, 4294967296, -100, 7}));
+  const auto* flag = static_cast<const std::uint8_t*>(arena.filled(DType::boolean, {1}, numbers).data);
+  EXPECT_EQ(*flag, 1) << "a bool is 0 or 1";
+  const auto* rounded = static_cast<const bfloat16*>(arena.filled(DType::bfloat16, {2}, std::vector{1.0, 0.1}).data);
+  EXPECT_EQ(to_float(rounded[1]), 0.10009765625f) << "to nearest";
+  EXPECT_THROW(arena.filled(DType::float32, {1}, {}), InvalidArgument);
+  EXPECT_EQ(arena.filled(DType::float32, {0}, {}).element_count(), 0);
 }
 
 }  // namespace

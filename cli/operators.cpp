@@ -5,16 +5,19 @@
 namespace eaves::bench {
 
 Operator logsumexp_benchmark();
+Operator cross_entropy_benchmark();
 
 }  // namespace eaves::bench
 
 namespace eaves::cli {
 
 void add_run_logsumexp(CLI::App& run);
+void add_run_cross_entropy(CLI::App& run);
 
 std::span<const Operator> registered_operators() {
   static const Operator operators[] = {
       {bench::logsumexp_benchmark(), add_run_logsumexp},
+      {bench::cross_entropy_benchmark(), add_run_cross_entropy},
   };
   return operators;
 }

@@ -43,16 +43,28 @@ struct TextTable {
   }
 };
 
-// Tables whose rows differ in more than the axis name the rest: "batch=16 dim=1024 axes=[1]".
+// Tables whose rows differ in more than the axis name the rest: "batch=16 dim=1024 axes=[1]". What is the same option
+// in every row belongs to the title.
 std::string describe(const Table& table, const Row& row) {
-  const bool has_options =
-      std::any_of(table.rows.begin(), table.rows.end(), [](const Row& any) { return !any.options.empty(); });
-  if (!has_options) return "";
+  const auto is_in_every_row = [&](const std::pair<std::string, std::string>& option) {
+    return std::all_of(table.rows.begin(), table.rows.end(), [&](const Row& any) {
+      return std::find(any.options.begin(), any.options.end(), option) != any.options.end();
+    });
+  };
   std::string text;
+  const auto add = [&](const std::string& key, const auto& value) {
+    text += fmt::format("{}{}={}", text.empty() ? "" : " ", key, value);
+  };
+  const bool has_differing_options = std::any_of(table.rows.begin(), table.rows.end(), [&](const Row& any) {
+    return !std::all_of(any.options.begin(), any.options.end(), is_in_every_row);
+  });
+  if (!has_differing_options) return "";
   for (const auto& [key, value] : row.shape) {
-    if (key != table.axis_name) text += fmt::format("{}{}={}", text.empty() ? "" : " ", key, value);
+    if (key != table.axis_name) add(key, value);
   }
-  for (const auto& [key, value] : row.options) text += fmt::format("{}{}={}", text.empty() ? "" : " ", key, value);
+  for (const auto& option : row.options) {
+    if (!is_in_every_row(option)) add(option.first, option.second);
+  }
   return text;
 }
 

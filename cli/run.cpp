@@ -52,7 +52,7 @@ Run::Run(const RunArguments& arguments)
   output_file_.emplace("--output", arguments.output_path);
 }
 
-TensorView Run::input(const std::string& argument, const std::string& name) {
+Run::Found Run::find(const std::string& argument, const std::string& name) const {
   const auto found = tensors_.find(name);
   if (found == tensors_.end()) {
     throw InvalidArgument(fmt::format("{}: {} has no tensor {}, expected one of: {}", argument, arguments_.input_path,
@@ -65,19 +65,35 @@ TensorView Run::input(const std::string& argument, const std::string& name) {
                     "I16, I32, I64, F16, BF16, F32 or F64",
                     argument, in_quotes(name), arguments_.input_path, stored.dtype_name));
   }
-  const bool is_aligned = reinterpret_cast<std::uintptr_t>(stored.data.data()) % size_of(*stored.dtype) == 0;
+  return {stored, *stored.dtype};
+}
+
+TensorView Run::input(const std::string& argument, const std::string& name) {
+  const auto [stored, dtype] = find(argument, name);
+  const bool is_aligned = reinterpret_cast<std::uintptr_t>(stored.data.data()) % size_of(dtype) == 0;
   if (device_ == kCpu && is_aligned) {
-    return TensorView::contiguous(static_cast<const void*>(stored.data.data()), *stored.dtype, stored.shape);
+    return TensorView::contiguous(static_cast<const void*>(stored.data.data()), dtype, stored.shape);
   }
   void* data = arena_.allocate(stored.data.size());
   runtime::copy(data, device_, stored.data.data(), kCpu, stored.data.size());
-  return TensorView::contiguous(data, *stored.dtype, stored.shape, device_);
+  return TensorView::contiguous(data, dtype, stored.shape, device_);
 }
 
 TensorView Run::output(const std::string& name, DType dtype, const Dims& shape) {
   TensorView view = arena_.output(dtype, shape);
   outputs_.push_back({name, view});
   return view;
+}
+
+TensorView Run::output_over_input(const std::string& name, const std::string& argument, const std::string& input_name) {
+  const auto [stored, dtype] = find(argument, input_name);
+  const TensorView view = output(name, dtype, stored.shape);
+  runtime::copy(view.data, device_, stored.data.data(), kCpu, stored.data.size());
+  return view;
+}
+
+TensorView Run::filled(DType dtype, const Dims& shape, double number) {
+  return arena_.filled(dtype, shape, {&number, 1});
 }
 
 void Run::finish() {

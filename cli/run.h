@@ -36,11 +36,23 @@ class Run {
   /// Memory for a result, which finish() writes to the output file under `name`.
   TensorView output(const std::string& name, DType dtype, const Dims& shape);
 
+  /// The same, holding the input that `argument` names: for operators that compute in place.
+  TensorView output_over_input(const std::string& name, const std::string& argument, const std::string& input_name);
+
+  /// Memory full of one number, for what the operator takes or gives and no file has.
+  TensorView filled(DType dtype, const Dims& shape, double number);
+
   ExecutionContext context() const { return context_; }
 
   void finish();
 
  private:
+  struct Found {
+    const StoredTensor& stored;
+    DType dtype;
+  };
+  Found find(const std::string& argument, const std::string& name) const;
+
   RunArguments arguments_;
   Device device_;
   ExecutionContext context_;

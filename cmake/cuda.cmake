@@ -6,7 +6,7 @@ set(EAVES_CUDA_MINIMUM 12.4)
 # sm_80 machine code runs on every GPU of compute capability 8.x, sm_90a (with the Hopper-only instructions) on 9.0
 # alone. The PTX is for GPUs that come later, which the driver compiles it for: compute_90, because it has clusters
 # and bulk copies, while PTX for 90a would run on nothing but 9.0.
-set(EAVES_CUDA_TARGETS 80-real 90a-real 90-virtual)
+set(EAVES_CUDA_TARGETS 80-real 90a-real 90-virtual CACHE STRING "GPUs to compile for, as CMAKE_CUDA_ARCHITECTURES")
 
 set(EAVES_HAVE_CUDA 0)
 set(EAVES_CUDA_VERSION "")

@@ -4,10 +4,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <cstring>
 #include <numbers>
+#include <span>
 #include <string>
+#include <type_traits>
 #include <vector>
 
+#include "core/dispatch.h"
 #include "core/numeric.h"
 #include "cpu/parallel.h"
 #include "eaves/error.h"
@@ -98,6 +102,24 @@ void fill_normal(Device device, void* destination, std::int64_t elements, std::u
        elements, sizeof(T), seed);
 }
 
+// The bytes of each number, rounded to T, one after another.
+template <typename T>
+std::vector<std::byte> bytes_of(std::span<const double> numbers) {
+  std::vector<std::byte> bytes(numbers.size() * sizeof(T));
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    T element;
+    if constexpr (kIsFloatingPoint<T>) {
+      element = round_to<T>(static_cast<Accumulator<T>>(numbers[i]));
+    } else if constexpr (std::is_same_v<T, boolean>) {
+      element = {static_cast<std::uint8_t>(numbers[i] != 0.0)};
+    } else {
+      element = static_cast<T>(numbers[i]);
+    }
+    std::memcpy(&bytes[i * sizeof(T)], &element, sizeof(T));
+  }
+  return bytes;
+}
+
 }  // namespace
 
 Arena::~Arena() {
@@ -132,6 +154,25 @@ TensorView Arena::normal(DType dtype, const Dims& shape, std::uint64_t seed) {
       break;
     default:
       fill_normal<float>(device_, tensor.data, elements, seed);
+  }
+  return tensor;
+}
+
+TensorView Arena::filled(DType dtype, const Dims& shape, std::span<const double> numbers) {
+  TensorView tensor = TensorView::contiguous(static_cast<void*>(nullptr), dtype, shape, device_);
+  const std::size_t bytes = static_cast<std::size_t>(tensor.element_count()) * size_of(dtype);
+  if (bytes > 0 && numbers.empty()) throw InvalidArgument("Arena::filled: numbers is empty, expected at least one");
+  tensor.data = allocate(bytes);
+  if (bytes == 0) return tensor;
+  const std::vector<std::byte> host = dispatch_any(dtype, [&]<typename T>() { return bytes_of<T>(numbers); });
+  auto* data = static_cast<std::byte*>(tensor.data);
+  std::size_t filled = std::min(bytes, host.size());
+  runtime::copy(data, device_, host.data(), kCpu, filled);
+  // What is there doubles with each copy: on a GPU nothing else crosses the bus.
+  while (filled < bytes) {
+    const std::size_t count = std::min(filled, bytes - filled);
+    runtime::copy(data + filled, device_, data, device_, count);
+    filled += count;
   }
   return tensor;
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -31,6 +32,10 @@ class Arena {
   /// A contiguous tensor of normal random numbers (mean 0, deviation 1), never zeros; `seed` fixes them.
   TensorView normal(DType dtype, const Dims& shape, std::uint64_t seed);
 
+  /// A contiguous tensor of any dtype with these numbers, again and again until it is full: targets, weights, and
+  /// whatever else must not be normal numbers. Throws InvalidArgument where there are none to fill it with.
+  TensorView filled(DType dtype, const Dims& shape, std::span<const double> numbers);
+
   /// A contiguous tensor that the call writes.
   TensorView output(DType dtype, const Dims& shape);
 
@@ -46,6 +51,10 @@ class Call {
   virtual ~Call() = default;
   virtual std::size_t workspace_bytes(const ExecutionContext& context) const = 0;
   virtual void run(const ExecutionContext& context) = 0;
+
+  /// Puts back the inputs that run() has overwritten; called before each run() but the first, and not timed. May wait
+  /// for the device.
+  virtual void restore() {}
 };
 
 /// One row of a table.

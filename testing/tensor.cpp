@@ -6,6 +6,7 @@
 
 #include "core/dispatch.h"
 #include "runtime/runtime.h"
+#include "testing/reference.h"
 
 namespace eaves::testing {
 namespace {
@@ -82,13 +83,21 @@ double TestTensor::get(std::int64_t element) const {
   return dispatch_any(dtype_, [&]<typename T>() {
     T value;
     std::memcpy(&value, host_base_ + offset_of(element), sizeof(T));
-    return static_cast<double>(load_as_accumulator(value));
+    return reference::exact(value);
   });
 }
 
 void TestTensor::fill(const std::function<double(std::int64_t)>& value) {
   const std::int64_t count = host().element_count();
   for (std::int64_t element = 0; element < count; ++element) set(element, value(element));
+  upload();
+}
+
+void TestTensor::copy_from(const TestTensor& other) {
+  if (other.byte_count_ != byte_count_ || other.first_byte_ != first_byte_) {
+    throw InvalidArgument("a test copies a tensor to one that lies differently");
+  }
+  std::memcpy(host_base_, other.host_base_, byte_count_);
   upload();
 }
 
@@ -105,10 +114,16 @@ void TestTensor::download() {
 std::string TestTensor::canary_damage() const {
   std::vector<bool> is_element(byte_count_, false);
   const std::int64_t count = host().element_count();
-  for (std::int64_t element = 0; element < count; ++element) {
-    for (std::size_t byte = 0; byte < size_of(dtype_); ++byte) {
-      is_element[static_cast<std::size_t>(offset_of(element)) + byte] = true;
-    }
+  const auto mark = [&](std::int64_t first, std::int64_t elements) {
+    const auto begin = is_element.begin() + static_cast<std::ptrdiff_t>(first);
+    std::fill(begin, begin + static_cast<std::ptrdiff_t>(elements) * static_cast<std::ptrdiff_t>(size_of(dtype_)),
+              true);
+  };
+  // In one go where there are no gaps: the largest tensors have none.
+  if (strides_ == TensorView::contiguous(static_cast<void*>(nullptr), dtype_, shape_).strides) {
+    mark(first_byte_, count);
+  } else {
+    for (std::int64_t element = 0; element < count; ++element) mark(offset_of(element), 1);
   }
   for (std::size_t byte = 0; byte < byte_count_; ++byte) {
     if (!is_element[byte] && host_base_[byte] != kCanary) {

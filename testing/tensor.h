@@ -38,6 +38,9 @@ class TestTensor {
   void set(std::int64_t element, double value);
   double get(std::int64_t element) const;
 
+  /// Every byte of the copy of a tensor that lies in its memory as this one does.
+  void copy_from(const TestTensor& other);
+
   void upload();
   void download();
 

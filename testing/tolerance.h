@@ -29,8 +29,50 @@ inline double logsumexp_scale(double lse, double max) {
   return std::max({std::abs(lse), std::isfinite(max) ? std::abs(max) : 0.0, 1.0 / 16.0});
 }
 
+/// The scale of a cross entropy's entropy: lse and the mean of z' are subtracted, each known as a logsumexp is.
+inline double entropy_scale(double entropy, double lse, double max) {
+  return std::max(std::abs(entropy), logsumexp_scale(lse, max));
+}
+
+/// The scale of one class's part u * (lse - z') of a loss, as if lse and z' did not cancel: what is left of two large
+/// numbers is known as well as they are. That of a loss is the sum over its classes, and the z-loss; of a reduced loss
+/// the sum over its rows.
+inline double class_loss_scale(double mass, double logit, double lse_scale) {
+  if (mass == 0.0) return 0.0;
+  return std::abs(mass) * std::max(lse_scale, std::isfinite(logit) ? std::abs(logit) : 0.0);
+}
+
+/// The scale of a z-loss: twice its size, because a square has twice the relative error.
+inline double z_loss_scale(double weight, double lse_scale) {
+  return weight == 0.0 ? 0.0 : 2.0 * weight * lse_scale * lse_scale;
+}
+
+/// The scale of a cross entropy's gradient in one class, as if its terms did not cancel (a model that has learnt its
+/// smoothed targets has a gradient of nothing but what is left of them). The scale of a row is the largest of its
+/// classes. The hard target's p - 1 is one term: as p goes to 1 it is all that teaches, and has to be precise.
+/// Logits that were transformed, and an lse that is computed on the way, have been rounded, to a quarter of the
+/// contract's 2e-6: an error of z' - lse is a relative error of p. And a gradient is measured before the slope of a
+/// softcap, at most 1, which cancels itself as tanh goes to 1.
+struct GradientTerms {
+  double probability = 0.0;      ///< p
+  double of_probability = 0.0;   ///< the absolute terms that p is multiplied with, added up, without the next
+  double of_target = 0.0;        ///< what the hard target's p - 1 is multiplied with
+  double p_minus_one = 0.0;      ///< that p - 1, precise
+  double of_distribution = 0.0;  ///< what stands beside p: the other part of u
+  double rounded = 0.0;          ///< |z'| where z' is not z, and |lse| where the backward was not given one
+  double slope = 1.0;            ///< dz'/dz without the softcap
+};
+
+inline double gradient_scale(const GradientTerms& terms) {
+  const double rounding = terms.rounded / 4.0;
+  const double of_p = terms.of_probability * (1.0 + rounding) + terms.of_target * rounding;
+  const double of_target = terms.of_target == 0.0 ? 0.0 : terms.of_target * std::abs(terms.p_minus_one);
+  return terms.slope *
+         ((terms.probability == 0.0 ? 0.0 : terms.probability * of_p) + of_target + terms.of_distribution);
+}
+
 /// The bound on |result - exact|. `scale` is the size of the row that the result comes from: for a logsumexp
-/// logsumexp_scale(); for a gradient the largest |gradient| of the row.
+/// logsumexp_scale(); for its gradient the largest |gradient| of the row; for cross_entropy the functions above.
 ///   float32            2e-6 of the scale
 ///   float16, bfloat16  half a unit in the last place of the exact value, and 1e-6
 ///   float64            1e-13 of the scale: used for gradient checks, not part of the contract

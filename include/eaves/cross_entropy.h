@@ -132,6 +132,17 @@ struct CrossEntropyForwardBackwardArgs {
   TensorView grad_loss = {};
 };
 
+struct CrossEntropyRescaleArgs {
+  /// inout; what cross_entropy_forward_backward has left in `logits`.
+  TensorView grad_logits = {};
+
+  /// dL/d(loss), as grad_loss of the backward: one element, or per row.
+  TensorView grad_loss = {};
+
+  /// As in the forward.
+  int class_axis = -1;
+};
+
 /// How many numbers the statistics of a row in a shard have: the largest z', sum exp(z' - largest), z'_t, w_t,
 /// sum w_v z'_v, sum w_v, sum exp(z' - largest) * (z' - largest), the largest z and its class. What this shard does not
 /// have of the target is 0.
@@ -182,6 +193,10 @@ void cross_entropy_backward(const CrossEntropyBackwardArgs& args, const Executio
 /// of eight multiprocessors (262,144 classes of 16 bits) and its classes have unit stride.
 void cross_entropy_forward_backward(const CrossEntropyForwardBackwardArgs& args, const ExecutionContext& context = {});
 
+/// grad_logits *= grad_loss, where dL/d(loss) is known only after cross_entropy_forward_backward. Rows whose factor is 1
+/// are neither read nor written; on a GPU that is found out there, and nothing waits.
+void cross_entropy_rescale(const CrossEntropyRescaleArgs& args, const ExecutionContext& context = {});
+
 /// A vocabulary cut into shards, on one device or many: each shard's statistics, then (wherever they were gathered) the
 /// loss, then cross_entropy_backward with the global lse for each shard.
 void cross_entropy_shard_forward(const CrossEntropyShardArgs& args, const ExecutionContext& context = {});
@@ -194,6 +209,8 @@ std::size_t cross_entropy_backward_workspace_bytes(const CrossEntropyBackwardArg
                                                    const ExecutionContext& context = {});
 std::size_t cross_entropy_forward_backward_workspace_bytes(const CrossEntropyForwardBackwardArgs& args,
                                                            const ExecutionContext& context = {});
+std::size_t cross_entropy_rescale_workspace_bytes(const CrossEntropyRescaleArgs& args,
+                                                  const ExecutionContext& context = {});
 std::size_t cross_entropy_shard_forward_workspace_bytes(const CrossEntropyShardArgs& args,
                                                         const ExecutionContext& context = {});
 std::size_t cross_entropy_merge_workspace_bytes(const CrossEntropyMergeArgs& args,

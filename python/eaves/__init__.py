@@ -1,12 +1,30 @@
 """eaves: fused operators for training sequence models, forward and backward, at the limit of the hardware.
 
+    cross_entropy(input, target, weight=None, *, ignore_index=-100, reduction="mean", ...)
     logsumexp(x, dim, keepdim=False, *, dtype=None)
 
 CPU and CUDA tensors; autograd, torch.compile, torch.func and CUDA graphs work with them. `python -m eaves info` says
 what this installation can do, `python -m eaves.bench` measures it beside PyTorch.
 """
 
+from eaves._cross_entropy import CrossEntropyLoss, CrossEntropyOutput, cross_entropy
+from eaves._cross_entropy_shards import (
+    CrossEntropyMerged,
+    cross_entropy_merge,
+    cross_entropy_shard,
+    cross_entropy_shard_gradient,
+)
 from eaves._library import __version__
 from eaves._logsumexp import logsumexp
 
-__all__ = ["__version__", "logsumexp"]
+__all__ = [
+    "CrossEntropyLoss",
+    "CrossEntropyMerged",
+    "CrossEntropyOutput",
+    "__version__",
+    "cross_entropy",
+    "cross_entropy_merge",
+    "cross_entropy_shard",
+    "cross_entropy_shard_gradient",
+    "logsumexp",
+]

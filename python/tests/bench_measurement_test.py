@@ -30,7 +30,7 @@ from eaves.bench import harness, memory, timing, verify
 from eaves.bench.benchmark import Forward, Mode, Provider, Request, Row
 from eaves.bench.harness import Harness, HarnessOptions
 from eaves.bench.logsumexp import OPERATOR as LOGSUMEXP
-from eaves.bench.protocol import Protocol
+from eaves.bench.protocol import Call, Protocol
 from eaves.bench.timing import Column, Timer, Timing
 
 
@@ -68,7 +68,7 @@ def test_every_contestant_gets_its_own_time_without_the_flush(monkeypatch: pytes
     # Four calls to warm up come first; the times of the five that count are 1, 2, 3, 4 and 10 times as long.
     factors = {name: iter([50, 50, 50, 50, 4, 2, 10, 1, 3]) for name in "abc"}
     unit = {"a": 1.0, "b": 8.0, "c": 64.0}
-    calls = {name: [lambda name=name: clock.advance(unit[name] * next(factors[name]))] for name in "abc"}
+    calls = {name: [Call(lambda name=name: clock.advance(unit[name] * next(factors[name])))] for name in "abc"}
     timed = Timer(CPU).time(calls, 5)
     assert {name: each.timing for name, each in timed.items()} == {
         name: Timing(median_ms=3 * each, min_ms=each, max_ms=10 * each, repetitions=5) for name, each in unit.items()
@@ -78,7 +78,7 @@ def test_every_contestant_gets_its_own_time_without_the_flush(monkeypatch: pytes
 def test_slow_contestants_get_fewer_repetitions_but_five(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     for call_ms, repetitions in ((10, 30), (50, 20), (700, 5)):  # a second for each contestant
-        timed = Timer(CPU).time({"a": [lambda call_ms=call_ms: clock.advance(call_ms)]}, 30)
+        timed = Timer(CPU).time({"a": [Call(lambda call_ms=call_ms: clock.advance(call_ms))]}, 30)
         assert timed["a"].timing is not None and timed["a"].timing.repetitions == repetitions
 
 
@@ -126,7 +126,9 @@ def test_calls_take_turns_and_each_finds_the_cache_flushed_by_reading(monkeypatc
     monkeypatch.setattr(timing, "stream_bytes", stream_bytes)
     timer = Timer(CPU)
     sets = ["first", "second"]
-    calls = {name: [lambda name=name, each=each: events.append((name, each)) for each in sets] for name in ("a", "b")}
+    calls = {
+        name: [Call(lambda name=name, each=each: events.append((name, each))) for each in sets] for name in ("a", "b")
+    }
     timed = timer.time(calls, 2)
     once = [[flush, ("a", each), flush, ("b", each)] for each in sets]
     # Three calls to warm up and one that says how long it takes come before the two that count.
@@ -304,7 +306,7 @@ def backward_gradient(protocol: Protocol, calls: int) -> tuple[Tensor | None, Te
     (x,) = inputs.arguments
     call = protocol.make_call("bwd", exp_sum, inputs)
     for _ in range(calls):
-        call()
+        call.run()
     return x.grad, (inputs.grad_out[:, None] * x.exp()).detach()
 
 

@@ -70,6 +70,17 @@ def test_rows_with_options_name_what_the_first_column_does_not() -> None:
     ]
 
 
+def test_what_is_the_same_option_in_every_row_is_left_to_the_title() -> None:
+    options = [{"mean": True, "scale": 2}, {"mean": True, "scale": 3}, {"mean": True}]
+    table = Table("toy", "fwd", "options-fp32", "n", "fp32", [toy_row("fwd", 8, dict(each)) for each in options])
+    measured = MeasuredTable(table, ["eaves"], [Measurement({"eaves": column(1), LIMIT: column(1)})] * 3)
+    assert [line.split("1.000  ")[1] for line in text_table(measured, "speed").splitlines()[2:]] == [
+        "dim=16 scale=2",
+        "dim=16 scale=3",
+        "dim=16",
+    ]
+
+
 def test_a_table_is_a_curve_where_its_rows_differ_along_the_axis_alone() -> None:
     def is_curve(*rows: Row) -> bool:
         return Table("toy", "fwd", "fp32", "n", "fp32", rows).is_curve
@@ -224,6 +235,15 @@ def test_only_rows_of_the_same_options_are_drawn(tmp_path: Path) -> None:
         rows = [toy_row("fwd", n, {"axes": [axis]}) for n, axis in zip((8, 64), axes)]
         table = replace(measured.table, rows=rows)
         assert len(plot.draw([replace(measured, table=table)], NAMES, setting, str(tmp_path))) == plots
+
+
+def test_the_file_of_a_plot_has_no_plus_in_its_name(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert main([*QUICK, "--plot", str(tmp_path)], [toy(Eaves(), modes=("fwd+bwd",))]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "toy-memory-fwd-bwd-dim16-fp32.png",
+        "toy-speed-fwd-bwd-dim16-fp32.png",
+    ]
 
 
 def test_one_length_is_no_curve(tmp_path: Path) -> None:

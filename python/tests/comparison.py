@@ -138,3 +138,159 @@ class LogsumexpOracle:
         row_scale = exact.abs() if exact.numel() == 0 else exact.abs().amax(self.axes, keepdim=True)
         of_lse = allowed_error(self.lse_dtype, self.lse, self.scale)
         return Bound(exact, allowed_error(dtype, exact, row_scale) + exact.abs() * torch.expm1(of_lse))
+
+
+# -------------------------------------------------------------------------------------------------------- cross entropy
+
+
+def logsumexp_scale(lse: Tensor, largest: Tensor) -> Tensor:
+    """The larger of |lse| and |the largest element|, and at least 1/16; see LogsumexpOracle."""
+    finite = torch.where(largest.isfinite(), largest.abs(), torch.zeros_like(largest))
+    return torch.maximum(lse.abs(), finite).clamp(min=1 / 16)
+
+
+class CrossEntropyOracle:
+    """eaves.cross_entropy by the formula, in float64; any target is a distribution here, one class or many.
+
+    Rows are "the shape of input without the classes", [rows...]; what has classes has them last. The scales are those
+    of testing/tolerance.h: of each result as if what it adds up did not cancel.
+    """
+
+    def __init__(
+        self,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        *,
+        class_dim: int = -1,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        scale: float | None = None,
+        z_loss: float = 0.0,
+        normalizer: float | None = None,
+    ) -> None:
+        self.class_dim, self.reduction, self.z_loss_weight = class_dim, reduction, z_loss
+        self.result_dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+        z = input.detach().cpu().double().movedim(class_dim, -1)
+        classes = z.shape[-1]
+        factor = 1.0 if scale is None else float(scale)
+        self.is_transformed = factor != 1.0 or softcap is not None
+        self.scale = factor
+        self.logits, self.slope = factor * z, torch.full_like(z, factor)
+        if softcap is not None:
+            # 1 - tanh^2 would cancel.
+            self.slope = factor / (self.logits / softcap).cosh() ** 2
+            self.logits = softcap * (self.logits / softcap).tanh()
+        self.largest = self.logits.nan_to_num(-math.inf, math.inf, -math.inf).amax(-1)
+        anchor = torch.where(self.largest.isfinite(), self.largest, torch.zeros_like(self.largest))
+        self.lse = (self.logits - anchor.unsqueeze(-1)).exp().sum(-1).log() + anchor
+        self.log_p = self.logits - self.lse.unsqueeze(-1)
+        self.p = self.log_p.exp()
+        p_log_p = torch.where(self.logits == -math.inf, torch.zeros_like(self.p), self.p * self.log_p)
+        self.entropy = -p_log_p.sum(-1)
+        self.argmax = z.nan_to_num(-math.inf, math.inf, -math.inf).argmax(-1)
+
+        weights = torch.ones(classes, dtype=torch.float64) if weight is None else weight.detach().cpu().double()
+        rows = z.shape[:-1]
+        self.hard = torch.zeros_like(z)
+        if target.is_floating_point():
+            q = target.detach().cpu().double().movedim(class_dim, -1)
+            self.counts = torch.ones(rows, dtype=torch.bool)
+            self.distribution = weights * ((1 - label_smoothing) * q + label_smoothing / classes)
+            row_weight = torch.ones(rows, dtype=torch.float64)
+        else:
+            t = target.cpu().long()
+            self.counts = t != ignore_index
+            t = torch.where(self.counts, t, torch.zeros_like(t))
+            counted = self.counts.double()
+            row_weight = weights[t] * counted if classes else counted
+            if classes:
+                self.hard.scatter_(-1, t.unsqueeze(-1), ((1 - label_smoothing) * row_weight).unsqueeze(-1))
+            self.distribution = counted.unsqueeze(-1) * (label_smoothing / max(classes, 1)) * weights
+        mass = self.hard + self.distribution
+        self.row_mass = mass.sum(-1)
+        lse_scale = logsumexp_scale(self.lse, self.largest)
+        self.lse_error = allowed_error(self.result_dtype, self.lse, lse_scale)
+        self.entropy_error = allowed_error(
+            self.result_dtype, self.entropy, torch.maximum(self.entropy.abs(), lse_scale)
+        )
+
+        zero = torch.zeros((), dtype=torch.float64)  # 0 * log(0) is 0
+        losses = torch.where(mass == 0, zero, -mass * self.log_p).sum(-1)
+        finite_logits = torch.where(self.logits.isfinite(), self.logits.abs(), zero)
+        loss_scale = torch.where(mass == 0, zero, mass.abs() * torch.maximum(finite_logits, lse_scale[..., None])).sum(
+            -1
+        )
+        z_losses = torch.where(self.counts & (z_loss != 0), z_loss * self.lse**2, zero)
+        z_scale = torch.where(self.counts, 2 * z_loss * lse_scale**2, zero)
+        losses, loss_scale = losses + z_losses, loss_scale + z_scale
+        if reduction == "mean":
+            self.divisor = row_weight.sum() if normalizer is None else torch.tensor(float(normalizer)).double()
+        else:
+            self.divisor = torch.ones((), dtype=torch.float64)
+
+        def reduced(values: Tensor) -> Tensor:
+            if reduction == "none":
+                return values
+            return zero if self.divisor == 0 else values.sum() / self.divisor
+
+        self.loss = Bound(reduced(losses), allowed_error(self.result_dtype, reduced(losses), reduced(loss_scale)))
+        self.z_loss = Bound(reduced(z_losses), allowed_error(self.result_dtype, reduced(z_losses), reduced(z_scale)))
+
+    def bounds(self) -> dict[str, Bound]:
+        """Of each output but argmax."""
+        return {
+            "loss": self.loss,
+            "lse": Bound(self.lse, self.lse_error),
+            "entropy": Bound(self.entropy, self.entropy_error),
+            "z_loss": self.z_loss,
+        }
+
+    def gradient(
+        self,
+        dtype: torch.dtype,
+        grad_loss: Tensor | float = 1.0,
+        grad_lse: Tensor | None = None,
+        grad_entropy: Tensor | None = None,
+    ) -> Bound:
+        """The bound on the gradient of input, of `dtype`, in the layout of input.
+
+        The backward's own bound, and what the forward's bounds on lse and entropy let through.
+        """
+
+        def column(values: Tensor | float | None) -> Tensor:
+            if values is None:
+                return torch.zeros_like(self.lse).unsqueeze(-1)
+            given = torch.as_tensor(values).detach().cpu().double()
+            return given.expand(self.lse.shape).unsqueeze(-1)
+
+        divisor = self.divisor if self.divisor != 0 else torch.tensor(math.inf, dtype=torch.float64)
+        g = column(grad_loss) / divisor * self.counts.unsqueeze(-1)
+        of_lse, of_entropy = column(grad_lse), column(grad_entropy)
+        lse, entropy = self.lse.unsqueeze(-1), self.entropy.unsqueeze(-1)
+        zero = torch.zeros((), dtype=torch.float64)
+        hard, distribution = g * self.hard, g * self.distribution
+        of_mass = g * (self.row_mass.unsqueeze(-1) - self.hard)
+        of_z_loss = g * 2 * self.z_loss_weight * lse if self.z_loss_weight else torch.zeros_like(g)
+        has_entropy = (of_entropy != 0) & (self.p != 0)
+        in_entropy = torch.where(has_entropy, -of_entropy * (self.log_p + entropy), zero)
+        p_minus_one = torch.expm1(self.log_p)
+        exact = self.p * (of_mass + of_z_loss + of_lse + in_entropy) - distribution
+        exact = (exact + torch.where(hard == 0, zero, hard * p_minus_one)) * self.slope
+        has_upstream = self.counts.unsqueeze(-1) | (of_lse != 0) | (of_entropy != 0)
+        exact = torch.where(has_upstream, exact, zero)  # whatever the logits are
+
+        rounding = self.logits.abs() / 4 if self.is_transformed else torch.zeros_like(self.logits)
+        entropy_terms = torch.where(has_entropy, of_entropy.abs() * (self.log_p.abs() + entropy.abs()), zero)
+        of_p = of_mass.abs() + of_z_loss.abs() + of_lse.abs() + entropy_terms
+        through_p = torch.where(self.p == 0, zero, self.p * (of_p * (1 + rounding) + hard.abs() * rounding))
+        of_target = torch.where(hard == 0, zero, hard.abs() * p_minus_one.abs())
+        scale = self.scale * (through_p + of_target + distribution.abs())
+        row_scale = scale.nan_to_num(0.0).amax(-1, keepdim=True) if scale.numel() else scale
+        lse_error, entropy_error = self.lse_error.unsqueeze(-1), self.entropy_error.unsqueeze(-1)
+        let_through = (of_p + hard.abs()) * torch.expm1(lse_error) + g.abs() * 2 * self.z_loss_weight * lse_error
+        let_through = self.scale * self.p * (let_through + of_entropy.abs() * (entropy_error + lse_error))
+        error = allowed_error(dtype, exact, row_scale) + let_through
+        return Bound(exact.movedim(-1, self.class_dim), error.movedim(-1, self.class_dim))

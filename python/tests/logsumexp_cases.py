@@ -56,5 +56,6 @@ LOGSUMEXP = Operator(
     tiny_inputs=lambda device, dtype: (random_tensor((2, 3), dtype, device),),
     large_inputs=logsumexp_large_inputs,
     has_workspace=True,
+    has_second_derivative=True,
     extension_calls=logsumexp_extension_calls,
 )

@@ -29,5 +29,9 @@ class Operator:
     # So large that the CPU uses several threads, and a GPU a workspace where there is one.
     large_inputs: Callable[[torch.device | str], Tensors]
     has_workspace: bool
+    # Without, torch.autograd.grad of a gradient is a NotImplementedError.
+    has_second_derivative: bool
     # Every operator of the extension with arguments: layouts, empty tensors, and each option.
     extension_calls: Callable[[torch.device | str], list[tuple[Any, tuple[Any, ...]]]]
+    # Other public functions, that the operator is put together from: without autograd, and with tests of their own.
+    parts: tuple[str, ...] = ()

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from cross_entropy_cases import CROSS_ENTROPY
 from logsumexp_cases import LOGSUMEXP
 from operator_cases import Operator
 
-OPERATORS = [LOGSUMEXP]
+OPERATORS = [LOGSUMEXP, CROSS_ENTROPY]
 
 
 def each_operator() -> pytest.MarkDecorator:

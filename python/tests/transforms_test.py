@@ -228,15 +228,18 @@ def test_forward_mode_is_refused_and_not_ignored(op: Operator, device: torch.dev
     inputs = op.inputs(2, device, torch.float32)
     for index in op.differentiable:
 
-        def function(x: Tensor, index: int = index) -> Tensor:
-            return op.function(*inputs[:index], x, *inputs[index + 1 :])
+        def function(x: Tensor, index: int = index, of: Callable[..., Tensor] = op.function) -> Tensor:
+            return of(*inputs[:index], x, *inputs[index + 1 :])
+
+        def of_batch(x: Tensor, function: Callable[..., Tensor] = function) -> Tensor:
+            return function(x, of=torch.vmap(op.function))
 
         x = inputs[index]
         with pytest.raises(NotImplementedError, match=rf"{op.name}.*forward"):
             jvp(function, (x,), (torch.ones_like(x),))
         # Here torch's own batching rule may fail first, in its own words.
         with pytest.raises((NotImplementedError, AssertionError)):
-            jvp(torch.vmap(function), (x,), (torch.ones_like(x),))
+            jvp(of_batch, (x,), (torch.ones_like(x),))
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
             with pytest.raises(NotImplementedError, match=rf"{op.name}.*forward"):

@@ -109,6 +109,11 @@ inline constexpr float kLog2E = 1.44269504088896341f;
 EAVES_HOST_DEVICE constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 template <typename T>
+EAVES_HOST_DEVICE constexpr T nan_of() {
+  return std::numeric_limits<T>::quiet_NaN();
+}
+
+template <typename T>
 EAVES_HOST_DEVICE constexpr T infinity() {
   return std::numeric_limits<T>::infinity();
 }

@@ -30,7 +30,8 @@ struct Tiles {
   std::int64_t per_run;  ///< tiles that cover them
   std::int64_t count;
 
-  explicit Tiles(const RowView& view)
+  template <int kColumnTensors, int kTensors>
+  explicit Tiles(const RowView<kColumnTensors, kTensors>& view)
       : inner(view.rows.sizes[view.rows.rank - 1]),
         per_run(ceil_divide(inner, kWidth)),
         count(view.row_count / inner * per_run) {}
@@ -39,7 +40,8 @@ struct Tiles {
   std::int64_t width(std::int64_t tile) const { return std::min(kWidth, inner - tile % per_run * kWidth); }
 
   /// Vectors across fewer rows than this would be mostly empty.
-  static bool fit(const RowView& view) {
+  template <int kColumnTensors, int kTensors>
+  static bool fit(const RowView<kColumnTensors, kTensors>& view) {
     return view.layout == RowLayout::transposed &&
            2 * view.rows.sizes[view.rows.rank - 1] >= static_cast<std::int64_t>(pack_size<T>());
   }

@@ -96,6 +96,46 @@ HWY_INLINE VectorOf<double> exp(Tag<double> d, VectorOf<double> x) {
   return hn::IfThenElse(hn::IsNaN(x), x, hn::IfThenElse(hn::Gt(x, limit), upper, lower));
 }
 
+/// tanh(x) and its derivative, 1 - tanh(x)^2, to a few units in the last place of each, however small.
+template <typename V>
+struct TanhAndDerivative {
+  V tanh, derivative;
+};
+
+HWY_INLINE TanhAndDerivative<Float> tanh_and_derivative(FloatTag d, Float x) {
+  const auto one = hn::Set(d, 1.0f);
+  const auto size = hn::Abs(x);
+  const auto e = exp(d, hn::Mul(size, hn::Set(d, -2.0f)));
+  const auto reciprocal = hn::Div(one, hn::Add(one, e));
+  const auto large = hn::Mul(hn::Sub(one, e), reciprocal);
+  // There 1 - e cancels: x + x^3 * p(x^2), p of degree 4.
+  const auto square = hn::Mul(x, x);
+  Float p = hn::MulAdd(square, hn::Set(d, -0x1.901808p-8f), hn::Set(d, 0x1.581fa8p-6f));
+  p = hn::MulAdd(square, p, hn::Set(d, -0x1.b928ep-5f));
+  p = hn::MulAdd(square, p, hn::Set(d, 0x1.110e2ep-3f));
+  p = hn::MulAdd(square, p, hn::Set(d, -0x1.555552p-2f));
+  const auto small = hn::MulAdd(hn::Mul(size, square), p, size);
+  const auto tanh = hn::IfThenElse(hn::Lt(size, hn::Set(d, 0.625f)), small, large);
+  const auto four_e = hn::Mul(hn::Set(d, 4.0f), e);
+  return {hn::CopySign(tanh, x), hn::Mul(hn::Mul(four_e, reciprocal), reciprocal)};
+}
+
+HWY_INLINE TanhAndDerivative<VectorOf<double>> tanh_and_derivative(Tag<double> d, VectorOf<double> x) {
+  const auto one = hn::Set(d, 1.0);
+  const auto two = hn::Set(d, 2.0);
+  // From 20 on tanh is 1, and the derivative below 2e-17. A comparison with a NaN is false.
+  const auto size = hn::Abs(x);
+  const auto limited = hn::IfThenElse(hn::Gt(size, hn::Set(d, 300.0)), hn::Set(d, 300.0), size);
+  const auto e_minus_one = hn::Expm1(d, hn::Mul(limited, hn::Set(d, -2.0)));
+  const auto e_plus_one = hn::Add(two, e_minus_one);
+  const auto tanh = hn::Div(hn::Neg(e_minus_one), e_plus_one);
+  const auto reciprocal = hn::Div(one, e_plus_one);
+  const auto four_e = hn::Mul(hn::Set(d, 4.0), hn::Add(one, e_minus_one));
+  const auto derivative = hn::Mul(hn::Mul(four_e, reciprocal), reciprocal);
+  const auto is_nan = hn::IsNaN(x);
+  return {hn::IfThenElse(is_nan, x, hn::CopySign(tanh, x)), hn::IfThenElse(is_nan, x, derivative)};
+}
+
 }  // namespace HWY_NAMESPACE
 }  // namespace eaves::cpu
 HWY_AFTER_NAMESPACE();

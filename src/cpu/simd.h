@@ -272,6 +272,36 @@ HWY_INLINE void store_pack(Pack<T> pack, T* to) {
   }
 }
 
+/// A pack to and from accumulators that lie in the order of the elements, whatever the order of its lanes.
+template <typename T>
+HWY_INLINE void store_in_order(const Pack<T>& pack, Accumulator<T>* to) {
+  const Tag<T> d;
+  const std::size_t n = hn::Lanes(d);
+  if constexpr (kIsUnpackedIntoEvenAndOdd<T>) {
+    hn::StoreInterleaved2(pack.v0, pack.v1, d, to);
+    hn::StoreInterleaved2(pack.v2, pack.v3, d, to + 2 * n);
+  } else {
+    hn::StoreU(pack.v0, d, to);
+    hn::StoreU(pack.v1, d, to + n);
+    hn::StoreU(pack.v2, d, to + 2 * n);
+    hn::StoreU(pack.v3, d, to + 3 * n);
+  }
+}
+
+template <typename T>
+HWY_INLINE Pack<T> load_in_order(const Accumulator<T>* from) {
+  const Tag<T> d;
+  const std::size_t n = hn::Lanes(d);
+  Pack<T> pack;
+  if constexpr (kIsUnpackedIntoEvenAndOdd<T>) {
+    hn::LoadInterleaved2(d, from, pack.v0, pack.v1);
+    hn::LoadInterleaved2(d, from + 2 * n, pack.v2, pack.v3);
+  } else {
+    pack = {hn::LoadU(d, from), hn::LoadU(d, from + n), hn::LoadU(d, from + 2 * n), hn::LoadU(d, from + 3 * n)};
+  }
+  return pack;
+}
+
 /// The first `count` elements of a pack, the rest of it `fill`.
 template <typename T>
 HWY_INLINE Pack<T> load_first(const T* from, std::size_t count, T fill) {
@@ -314,28 +344,56 @@ HWY_INLINE void for_each_pack(const T* from, std::size_t count, T fill, Body&& b
   if (i < count) body(load_first(from + i, count - i, fill));
 }
 
-/// to[i] = body(from[i]): `body` maps a vector to a vector and need not care about the order of its lanes.
-template <bool kNonTemporal = false, typename T, typename Body>
-HWY_INLINE void transform(const T* from, T* to, std::size_t count, Body&& body) {
+/// Writes [to, to + count): `make(i, n)` gives the pack whose first `n` elements belong to `to + i`; `n` is that of a
+/// whole pack but at the ends.
+template <bool kNonTemporal, typename T, typename Make>
+HWY_INLINE void write_packs(T* to, std::size_t count, Make&& make) {
   const std::size_t step = pack_size<T>();
-  const auto map = [&](const Pack<T>& x) HWY_ATTR { return Pack<T>{body(x.v0), body(x.v1), body(x.v2), body(x.v3)}; };
-  const auto map_first = [&](std::size_t i, std::size_t n)
-                             HWY_ATTR { store_first(map(load_first(from + i, n, T{})), to + i, n); };
   std::size_t i = 0;
   if constexpr (kNonTemporal) {
     // Up to the first cache line that begins in `to`: whole lines are what non-temporal stores are good at.
     constexpr std::uintptr_t kLine = 64;
     const std::uintptr_t misalignment = (kLine - reinterpret_cast<std::uintptr_t>(to) % kLine) % kLine;
     for (const std::size_t head = misalignment / sizeof(T); i < head && i < count;) {
-      const std::size_t n = head - i < step ? head - i : step;
-      map_first(i, n < count - i ? n : count - i);
+      std::size_t n = head - i < step ? head - i : step;
+      n = n < count - i ? n : count - i;
+      store_first(make(i, n), to + i, n);
       i += n;
     }
-    for (; i + step <= count; i += step) store_pack<true>(map(load_pack(from + i)), to + i);
-  } else {
-    for (; i + step <= count; i += step) store_pack(map(load_pack(from + i)), to + i);
   }
-  if (i < count) map_first(i, count - i);
+  for (; i + step <= count; i += step) store_pack<kNonTemporal>(make(i, step), to + i);
+  if (i < count) store_first(make(i, count - i), to + i, count - i);
+}
+
+/// to[i] = body(from[i]): `body` maps a vector to a vector and need not care about the order of its lanes.
+template <bool kNonTemporal = false, typename T, typename Body>
+HWY_INLINE void transform(const T* from, T* to, std::size_t count, Body&& body) {
+  write_packs<kNonTemporal>(to, count, [&](std::size_t i, std::size_t n) HWY_ATTR {
+    const Pack<T> x = n == pack_size<T>() ? load_pack(from + i) : load_first(from + i, n, T{});
+    return Pack<T>{body(x.v0), body(x.v1), body(x.v2), body(x.v3)};
+  });
+}
+
+template <bool kNonTemporal, typename T>
+void fill(T* to, std::int64_t count, Accumulator<T> value) {
+  const auto v = hn::Set(Tag<T>(), value);
+  write_packs<kNonTemporal>(to, static_cast<std::size_t>(count), [&](std::size_t, std::size_t) HWY_ATTR {
+    return Pack<T>{v, v, v, v};
+  });
+}
+
+/// Elements to accumulators, in their order. Writes whole packs: `to` is as long as `count` rounded up to one.
+template <typename T>
+void widen(const T* from, std::int64_t count, Accumulator<T>* to) {
+  const auto step = static_cast<std::int64_t>(pack_size<T>());
+  for (std::int64_t i = 0; i < count; i += step) store_in_order(load_some(from + i, count - i, T{}), to + i);
+}
+
+/// The way back, rounded; `from` is as long as `count` rounded up to a whole pack.
+template <bool kNonTemporal, typename T>
+void narrow(const Accumulator<T>* from, T* to, std::int64_t count) {
+  write_packs<kNonTemporal>(to, static_cast<std::size_t>(count),
+                            [&](std::size_t i, std::size_t) HWY_ATTR { return load_in_order<T>(from + i); });
 }
 
 // ----------------------------------------------------------------------------------------------------------- blocks

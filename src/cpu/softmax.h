@@ -69,6 +69,47 @@ HWY_INLINE Accumulator<T> sum_of(const T* x, std::int64_t count, Body&& body) {
   return hn::GetLane(hn::SumOfLanes(d, hn::Add(hn::Add(s0, s1), hn::Add(s2, s3))));
 }
 
+/// A sum that keeps what each addition rounds off. Where the largest term meets many small ones, as in the row of a
+/// class that is almost certain, the plain sum of one lane errs by a unit in the last place for each of them.
+template <typename T>
+struct CompensatedSum {
+  VectorOf<T> sum, rest;
+
+  HWY_INLINE void add(VectorOf<T> term) {
+    const auto next = hn::Add(sum, term);
+    rest = hn::Add(rest, hn::Sub(term, hn::Sub(next, sum)));
+    sum = next;
+  }
+  double total() const {
+    const Tag<T> d;
+    HWY_ALIGN Accumulator<T> lanes[hn::MaxLanes(Tag<T>())];
+    const auto total_of = [&](VectorOf<T> v) HWY_ATTR {
+      hn::Store(v, d, lanes);
+      double total = 0.0;
+      for (std::size_t i = 0; i < hn::Lanes(d); ++i) total += lanes[i];
+      return total;
+    };
+    const double result = total_of(sum);
+    return std::isfinite(result) ? result + total_of(rest) : result;  // the rest of an infinite sum is a NaN
+  }
+};
+
+/// Sum of exp(x - anchor), to the last place of the largest term.
+template <typename T>
+double exact_sum_of_exp(const T* x, std::int64_t count, Accumulator<T> anchor) {
+  const Tag<T> d;
+  const auto shift = hn::Set(d, anchor);
+  const auto zero = hn::Zero(d);
+  CompensatedSum<T> s0{zero, zero}, s1{zero, zero};
+  for_each_pack(x, static_cast<std::size_t>(count), minus_infinity<T>(), [&](const Pack<T>& pack) HWY_ATTR {
+    s0.add(exp_term(d, hn::Sub(pack.v0, shift)));
+    s1.add(exp_term(d, hn::Sub(pack.v1, shift)));
+    s0.add(exp_term(d, hn::Sub(pack.v2, shift)));
+    s1.add(exp_term(d, hn::Sub(pack.v3, shift)));
+  });
+  return s0.total() + s1.total();
+}
+
 /// Sum of exp(x - anchor).
 template <typename T>
 Accumulator<T> sum_of_exp(const T* x, std::int64_t count, Accumulator<T> anchor) {
@@ -81,7 +122,7 @@ Accumulator<T> sum_of_exp(const T* x, std::int64_t count, Accumulator<T> anchor)
 template <typename T>
 RowState exact_state(const T* x, std::int64_t count) {
   const Accumulator<T> max = max_of(x, count);
-  return {max, sum_of_exp(x, count, softmax_anchor(max))};
+  return {max, exact_sum_of_exp(x, count, softmax_anchor(max))};
 }
 
 /// x -> exp(x - anchor) for many x, as correction * exp2(exponent(x)). With FMA the exponent is one instruction,

@@ -46,8 +46,8 @@ struct Tile {
   std::int64_t last_column;  ///< exclusive
 };
 
-template <int kTileRows>
-__device__ Tile find_tile(const ShortRowView& view, const TransposedTiles& tiles) {
+template <int kTileRows, typename View>
+__device__ Tile find_tile(const View& view, const TransposedTiles& tiles) {
   Tile tile;
   tile.lane_axis_size = view.rows.sizes[view.rows.rank - 1];
   tile.piece = divide(blockIdx.x, tiles.tiles);
@@ -60,8 +60,8 @@ __device__ Tile find_tile(const ShortRowView& view, const TransposedTiles& tiles
   return tile;
 }
 
-/// Loads columns first, first + step, ... below `last`, kColumns at a time, and calls `body(batch)`. Places after the
-/// last column hold -inf.
+/// Loads columns first, first + step, ... below `last`, kColumns at a time, and calls `body(batch, column)` with the
+/// first of them. Places after the last column hold -inf.
 template <int kColumns, typename Lanes, typename T, typename Body>
 __device__ void for_each_batch_of_columns(const T* x, std::int64_t column_stride, std::int64_t first, std::int64_t last,
                                           int step, Body body) {
@@ -72,7 +72,7 @@ __device__ void for_each_batch_of_columns(const T* x, std::int64_t column_stride
     Lanes batch[kColumns];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) batch[c] = Lanes::read(address + c * address_step);
-    body(batch);
+    body(batch, column);
   }
   if (column < last) {
     Lanes batch[kColumns];
@@ -80,11 +80,12 @@ __device__ void for_each_batch_of_columns(const T* x, std::int64_t column_stride
     for (int c = 0; c < kColumns; ++c) {
       batch[c] = column + c * step < last ? Lanes::read(address + c * address_step) : Lanes::minus_infinity();
     }
-    body(batch);
+    body(batch, column);
   }
 }
 
-/// Writes function(value, row) of columns first, first + step, ... below `last` to another tensor, kColumns at a time.
+/// Writes function(value, row, column) of columns first, first + step, ... below `last` to another tensor, kColumns at
+/// a time.
 template <int kColumns, typename Lanes, int kLaneRows, typename T, typename Function>
 __device__ void transform_columns(const T* in, std::int64_t in_stride, T* out, std::int64_t out_stride,
                                   std::int64_t first, std::int64_t last, int step, Function function) {
@@ -100,7 +101,7 @@ __device__ void transform_columns(const T* in, std::int64_t in_stride, T* out, s
       Accumulator<T> values[kLaneRows];
       batch[c].unpack(values);
 #pragma unroll
-      for (int r = 0; r < kLaneRows; ++r) values[r] = function(values[r], r);
+      for (int r = 0; r < kLaneRows; ++r) values[r] = function(values[r], r, column + c * step);
       Lanes::write(out + (column + c * step) * out_stride, values);
     }
   }
@@ -143,6 +144,17 @@ __device__ void accumulate(SoftmaxState<A> (&states)[kLaneRows], A (&anchors)[kL
   });
 #pragma unroll
   for (int r = 0; r < kLaneRows; ++r) states[r].sum += sums[r];
+}
+
+/// Takes columns first, first + step, ... below `last` of rows side by side into their states.
+template <int kColumns, typename T, typename A, int kLaneRows>
+__device__ void accumulate_columns(SoftmaxState<A> (&states)[kLaneRows], const T* x, std::int64_t column_stride,
+                                   std::int64_t first, std::int64_t last, int step) {
+  using Lanes = Side<T, kLaneRows>;
+  A anchors[kLaneRows] = {};
+  for_each_batch_of_columns<kColumns, Lanes>(
+      x, column_stride, first, last, step,
+      [&](const Lanes(&batch)[kColumns], std::int64_t) { accumulate(states, anchors, batch); });
 }
 
 }  // namespace eaves::cuda

@@ -12,23 +12,32 @@
 namespace eaves::cuda {
 
 /// Calls `function.operator()<kThreads, kVectors>()` for the shape that the policy chose. Every shape that
-/// row_threads() returns stands here.
-template <typename Function>
-void dispatch_row_threads(RowThreads shape, Function function) {
-  if (shape == RowThreads{2, 1}) return function.template operator()<2, 1>();
-  if (shape == RowThreads{2, 4}) return function.template operator()<2, 4>();
-  if (shape == RowThreads{8, 4}) return function.template operator()<8, 4>();
-  if (shape == RowThreads{32, 4}) return function.template operator()<32, 4>();
-  if (shape == RowThreads{128, 4}) return function.template operator()<128, 4>();
-  if (shape == RowThreads{128, 8}) return function.template operator()<128, 8>();
-  if (shape == RowThreads{256, 8}) return function.template operator()<256, 8>();
-  throw std::logic_error("row_policy.h has a shape that row_launch.cuh does not know");
+/// row_threads() returns stands here. A heavy operator has fewer shapes and fewer vectors in each: its registers are
+/// needed for arithmetic, and its kernels are long to compile.
+template <bool kIsHeavy, typename Function>
+void dispatch_row_threads(RowThreads shape, bool is_cut, Function function) {
+  if constexpr (kIsHeavy) {
+    if (shape.threads <= 8) return function.template operator()<8, 2>();
+    if (shape.threads <= 32) return function.template operator()<32, 2>();
+    if (!is_cut) return function.template operator()<128, 4>();
+    return function.template operator()<kPieceThreads.threads, 4>();
+  } else {
+    if (shape == RowThreads{2, 1}) return function.template operator()<2, 1>();
+    if (shape == RowThreads{2, 4}) return function.template operator()<2, 4>();
+    if (shape == RowThreads{8, 4}) return function.template operator()<8, 4>();
+    if (shape == RowThreads{32, 4}) return function.template operator()<32, 4>();
+    if (shape == RowThreads{128, 4}) return function.template operator()<128, 4>();
+    if (shape == RowThreads{128, 8}) return function.template operator()<128, 8>();
+    if (shape == RowThreads{256, 8}) return function.template operator()<256, 8>();
+    throw std::logic_error("row_policy.h has a shape that row_launch.cuh does not know");
+  }
 }
 
 /// The register bound makes the blocks of a multiprocessor 1024 threads with 8 vectors, 1536 with 4; float64 needs
-/// more.
-template <typename T, int kThreads, int kVectors>
+/// more, and so does an operator with much arithmetic.
+template <typename T, int kThreads, int kVectors, bool kIsHeavy>
 inline constexpr int kBlocksPerMultiprocessor = (sizeof(T) == 8  ? 512
+                                                 : kIsHeavy      ? 768
                                                  : kVectors == 8 ? 1024
                                                                  : 1536) /
                                                 kThreads;

@@ -79,18 +79,20 @@ inline RowSplit split_rows(std::int64_t rows, std::int64_t columns, std::int64_t
   return {pieces, piece_columns, is_cluster};
 }
 
-/// Every row of tensor 0 starts at the same place between 16-byte boundaries as in tensor 1, so that a vector of one
-/// is a vector of the other.
-inline bool lie_alike(const RowView& view, const void* a, const void* b, std::int64_t element_bytes) {
+/// Every row of tensor `first` starts at the same place between 16-byte boundaries as in tensor `second`, so that a
+/// vector of one is a vector of the other.
+template <typename View>
+bool lie_alike(const View& view, int first, const void* a, int second, const void* b, std::int64_t element_bytes) {
   if ((reinterpret_cast<std::uintptr_t>(a) - reinterpret_cast<std::uintptr_t>(b)) % 16 != 0) return false;
   for (int axis = 0; axis < view.rows.rank; ++axis) {
-    if ((view.rows.strides[0][axis] - view.rows.strides[1][axis]) * element_bytes % 16 != 0) return false;
+    if ((view.rows.strides[first][axis] - view.rows.strides[second][axis]) * element_bytes % 16 != 0) return false;
   }
   return true;
 }
 
 /// Transposed layout: the rows side by side are whole vectors that start on 16 bytes, in every column.
-inline bool columns_are_aligned(const RowView& view, int tensor, const void* data, std::int64_t element_bytes) {
+template <typename View>
+bool columns_are_aligned(const View& view, int tensor, const void* data, std::int64_t element_bytes) {
   const std::int64_t vector_elements = 16 / element_bytes;
   const int lane_axis = view.rows.rank - 1;
   if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0 || view.rows.sizes[lane_axis] % vector_elements != 0)

@@ -38,6 +38,10 @@ columns:
   eaves / limit       1.0 is as fast as the memory
   best peer / eaves   the best of the others, divided by eaves: above 1.0 eaves is faster, or takes less memory
 
+modes:
+  fwd, bwd            forward and backward by themselves
+  fwd+bwd             both in one call, whose inputs are made anew for it: who can do so writes the gradient over them
+
 protocols:
   autograd   a backward is torch.autograd.grad(out, inputs, grad_out)
   seed       it is out.backward(grad_out) and .grad is never cleared, so every call also adds its gradient to the one
@@ -174,7 +178,7 @@ def _measure(
     arguments: BenchArguments, operators: Sequence[Operator], device: torch.device
 ) -> tuple[list[MeasuredTable], list[Provider]]:
     """Everything measured and printed, and the providers that took part."""
-    availability = providers.Availability()
+    availability = providers.Availability(device)
     installed = {operator.name: availability.installed(operator.providers) for operator in operators}
     for name, why in availability.missing.items():
         print(f"# {name} is left out: {why}", file=sys.stderr)
@@ -198,11 +202,15 @@ def _measure(
             taking_part += selected
             first = len(measured)
             for table in tables[operator.name]:
-                measured.append(MeasuredTable(table, [provider.name for provider in selected]))
+                able = [each for each in selected if not all(each.lacks(row) for row in table.rows)]
+                if not able:
+                    progress.advance(len(table.rows))
+                    continue
+                measured.append(MeasuredTable(table, [provider.name for provider in able]))
                 harness.warm_up()
                 for row in table.rows:
                     progress.show(f"{table.op} {table.mode} {table.axis_name}={row.axis_value}")
-                    measured[-1].measurements.append(harness.measure(table.mode, row, selected, present[0]))
+                    measured[-1].measurements.append(harness.measure(table.mode, row, able, present[0]))
                     progress.advance()
                 progress.hide()
                 _print_table(measured[-1], "speed")

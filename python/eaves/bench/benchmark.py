@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -28,7 +28,8 @@ class Inputs:
     """One set of what a call works on; every provider gets the same tensors."""
 
     arguments: tuple[Tensor, ...]
-    """Of the forward, in order. Those that require a gradient are what the backward differentiates."""
+    """Of the forward, in order: integers too, targets for one. Those that require a gradient are what the backward
+    differentiates."""
 
     grad_out: Tensor
     """dL/d(out)."""
@@ -40,6 +41,13 @@ class Inputs:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self.arguments, self.grad_out))
+
+    def remade(self) -> Inputs:
+        """The same values, those that require a gradient in tensors of their own, which a call may overwrite. They are
+        no leaves, as the logits of a model are none: autograd lets nobody write to a leaf. A gradient in .grad still
+        ends in the original."""
+        copied = tuple(each.clone() if each.requires_grad else each for each in self.arguments)
+        return replace(self, arguments=copied)
 
     def clear_gradients(self) -> None:
         for argument in self.differentiable:
@@ -68,6 +76,10 @@ class Row:
 
     make_inputs: Callable[[torch.device, int], Inputs]
     """The inputs on a device; the number seeds them."""
+
+    in_place: bool = False
+    """With fwd+bwd: who can do so may write the gradients over the arguments. Every call, of everybody, gets arguments
+    that were made anew for it (`Inputs.remade`) before its time begins."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +130,16 @@ class Provider(ABC):
     packages: ClassVar[tuple[str, ...]] = ()
     """Distributions whose versions the result file shall name."""
 
+    device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    """Where it runs. Elsewhere the provider is missing."""
+
     def load(self) -> None:
         """Imports what the provider needs. What this raises says why the provider is missing."""
+
+    def lacks(self, row: Row) -> str:
+        """What the row asks for that the provider does not have, in a few words; nothing where it has all. A provider
+        that lacks something in every row of a table has no column there."""
+        return ""
 
     @abstractmethod
     def forward(self, row: Row) -> Forward:

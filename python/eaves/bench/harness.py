@@ -113,9 +113,13 @@ class Harness:
         expected = None
         for provider in dict.fromkeys([reference, *providers]):
             column = columns.get(provider.name, Column())  # the reference may be none of those that are measured
+            lacking = provider.lacks(row)
+            if lacking:
+                column.skipped = f"not supported: {lacking}"
+                continue
             try:
                 forward = provider.forward(row)
-                actual = verify.results(provider.name, mode, forward, inputs)
+                actual = verify.results(provider.name, mode, forward, inputs, row.in_place)
                 expected = expected or actual
                 column.skipped = verify.difference(actual, expected)
             except Exception as error:  # somebody else's code: whatever it raises, the others go on
@@ -132,7 +136,10 @@ class Harness:
         for name, forward in list(forwards.items()):
             try:
                 columns[name].peak_bytes = memory.peak_bytes(
-                    mode, partial(self._protocol.make_call, mode, forward, inputs), inputs
+                    mode,
+                    partial(self._protocol.make_call, mode, forward, inputs, row.in_place),
+                    inputs,
+                    row.in_place,
                 )
             except Exception as error:  # as above
                 columns[name].skipped = reason(error)
@@ -146,7 +153,7 @@ class Harness:
         calls: dict[str, Sequence[Call]] = {}
         for name, forward in forwards.items():
             try:
-                calls[name] = [self._protocol.make_call(mode, forward, each.inputs) for each in sets]
+                calls[name] = [self._protocol.make_call(mode, forward, each.inputs, row.in_place) for each in sets]
             except Exception as error:  # as above
                 columns[name].skipped = reason(error)
         calls[LIMIT] = [self._limit_call(row, each) for each in sets]
@@ -174,4 +181,4 @@ class Harness:
 
     def _limit_call(self, row: Row, each: _Set) -> Call:
         moved = self._protocol.moved(row)
-        return lambda: stream_bytes(each.limit_source, each.limit_destination, moved.read, moved.write)
+        return Call(lambda: stream_bytes(each.limit_source, each.limit_destination, moved.read, moved.write))

@@ -26,12 +26,14 @@ from eaves.bench.protocol import Call
 T = TypeVar("T")
 
 
-def peak_bytes(mode: Mode, make_call: Callable[[], Call], inputs: Inputs) -> int:
+def peak_bytes(mode: Mode, make_call: Callable[[], Call], inputs: Inputs, in_place: bool = False) -> int:
     """The peak during the second of two calls, with the call's inputs and what its graph keeps.
 
-    The second, because in the protocol `seed` it is the first that accumulates.
+    The second, because in the protocol `seed` it is the first that accumulates. In place the inputs of a call are the
+    copies that its `prepare` makes, which are among what has grown; the originals are none of its memory.
     """
-    tensors = inputs.arguments if mode == "fwd" else (*inputs.arguments, inputs.grad_out)
+    arguments = [each for each in inputs.arguments if not (in_place and each.requires_grad)]
+    tensors = arguments if mode == "fwd" else [*arguments, inputs.grad_out]
     device = inputs.grad_out.device
     grown = _growth_on_gpu(make_call, device) if device.type == "cuda" else _growth_on_cpu(make_call)
     return sum(tensor.nbytes for tensor in tensors) + grown
@@ -39,7 +41,9 @@ def peak_bytes(mode: Mode, make_call: Callable[[], Call], inputs: Inputs) -> int
 
 def _make_and_warm_up(make_call: Callable[[], Call]) -> Call:
     call = make_call()
-    call()
+    call.prepare()
+    call.run()
+    call.prepare()
     return call
 
 
@@ -47,13 +51,13 @@ def _growth_on_gpu(make_call: Callable[[], Call], device: torch.device) -> int:
     before = torch.cuda.memory_allocated(device)
     call = _make_and_warm_up(make_call)
     torch.cuda.reset_peak_memory_stats(device)
-    call()
+    call.run()
     return torch.cuda.max_memory_allocated(device) - before
 
 
 def _growth_on_cpu(make_call: Callable[[], Call]) -> int:
     call, kept = _allocations(lambda: _make_and_warm_up(make_call))
-    _, during = _allocations(call)
+    _, during = _allocations(call.run)
     return sum(kept) + max(accumulate(during), default=0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eaves.bench import logsumexp
+from eaves.bench import cross_entropy, logsumexp
 from eaves.bench.benchmark import Operator
 
-OPERATORS: tuple[Operator, ...] = (logsumexp.OPERATOR,)
+OPERATORS: tuple[Operator, ...] = (logsumexp.OPERATOR, cross_entropy.OPERATOR)

@@ -73,7 +73,8 @@ def draw(tables: Iterable[MeasuredTable], names: Sequence[str], setting: Setting
             continue
         for kind in _WORDS:
             if has_numbers(measured, kind):
-                path = Path(folder, f"{title(measured.table, kind)}.png")
+                name = title(measured.table, kind).replace("+", "-")  # which some places allow in no file's name
+                path = Path(folder, f"{name}.png")
                 drawn = figure(measured, kind, names, setting)
                 drawn.savefig(path, dpi=_DOTS_PER_INCH)
                 pyplot.close(drawn)

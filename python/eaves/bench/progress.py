@@ -22,10 +22,10 @@ class Progress:
         if self._bar is not None:
             self._bar.set_description(text)
 
-    def advance(self) -> None:
-        """A row is done."""
+    def advance(self, rows: int = 1) -> None:
+        """So many rows are done."""
         if self._bar is not None:
-            self._bar.update()
+            self._bar.update(rows)
 
     def hide(self) -> None:
         """Before anything is printed; the next show() brings the bar back."""

@@ -37,9 +37,11 @@ def known_names(operators: Sequence[Operator]) -> list[str]:
 
 
 class Availability:
-    """Loads providers, and remembers who is missing, so that each is named once whatever the number of operators."""
+    """Loads the providers for a device, and remembers who is missing, so that each is named once whatever the number of
+    operators."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.missing: dict[str, str] = {}
         """Why each missing provider is missing."""
 
@@ -47,6 +49,9 @@ class Availability:
         """Those that load, in their order."""
         found = []
         for provider in providers:
+            if self._device.type not in provider.device_types:
+                self.missing.setdefault(provider.name, "needs a GPU" if self._device.type == "cpu" else "needs a CPU")
+                continue
             try:
                 provider.load()
                 found.append(provider)

@@ -106,11 +106,16 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _describe(table: Table, row: Row) -> str:
-    """Tables whose rows differ in more than the axis name the rest: "batch=16 dim=1024 axes=[1]"."""
+    """Tables whose rows differ in more than the axis name the rest: "batch=16 dim=1024 axes=[1]". What is the same
+    option in every row belongs to the title."""
     if table.is_curve:
         return ""
+
+    def is_in_every_row(key: str) -> bool:
+        return all(key in any_row.options and any_row.options[key] == row.options[key] for any_row in table.rows)
+
     shape = [f"{key}={value}" for key, value in row.shape.items() if key != table.axis_name]
-    return " ".join(shape + [f"{key}={value}" for key, value in row.options.items()])
+    return " ".join(shape + [f"{key}={value}" for key, value in row.options.items() if not is_in_every_row(key)])
 
 
 def _unsteady(measurement: Measurement) -> str:

@@ -5,7 +5,8 @@ One repetition calls each contestant once: read a buffer larger than the last ca
 So all see the same cold cache and the same clocks, alternating. On a GPU all repetitions are enqueued before any is
 waited for, with a pair of events around each call, and reading the buffer lasts longer than the host needs for a call:
 the events see the device's work, not Python. What Python costs is measured by itself, `host_ms`: calls enqueued back to
-back.
+back. What a call has to have prepared (a copy of inputs that it overwrites) is made before the buffer is read, so that
+neither its time nor its lines in the cache are the call's.
 
 On a CPU a call is timed by the clock, Python and all. The flushed cache is cold for the interpreter too, which costs a
 call 0.1 to 0.2 ms (AMD EPYC) where it would cost 0.02 ms warm: short rows show that before they show the operator. An
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,12 +72,19 @@ class _Contestant:
         self.column = Column()
         self._calls = calls
 
+    def prepare(self, index: int) -> None:
+        """What the call on the set whose turn it is needs done before."""
+        self._keep_errors(self._calls[index % len(self._calls)].prepare)
+
     def run(self, index: int) -> object:
-        """The call on the set whose turn it is. What it raises is kept, and is the end of this contestant."""
+        """That call. What either of the two raises is kept, and is the end of this contestant."""
+        return self._keep_errors(self._calls[index % len(self._calls)].run)
+
+    def _keep_errors(self, function: Callable[[], object]) -> object:
         try:
-            return self._calls[index % len(self._calls)]()
+            return function()
         except Exception as error:  # somebody else's code: whatever it raises, the others go on
-            self.column.skipped = reason(error)
+            self.column.skipped = self.column.skipped or reason(error)
             return None
 
 
@@ -137,6 +145,7 @@ class Timer:
         for place, contestant in enumerate(contestants):
             if contestant.column.skipped:
                 continue
+            contestant.prepare(index)
             self._flush_caches(flushes)
             if stopwatches is None:
                 contestant.run(index)
@@ -155,6 +164,7 @@ class Timer:
                 if contestant.column.skipped:
                     continue
                 for index in range(_HOST_CALLS):
+                    contestant.prepare(index)
                     call_begin = now_ms()
                     contestant.run(index)
                     times.append(now_ms() - call_begin)

@@ -1,20 +1,21 @@
 """Is a provider computing the same thing? A loose comparison with eaves before anything is timed.
 
-It finds a wrong axis, a missing factor, a gradient that is not there. Accuracy is another question, and the tests of
-eaves answer it.
+It finds a wrong axis, a missing factor, a gradient that is not there, or one that has only its largest elements.
+Accuracy is another question, and the tests of eaves answer it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from eaves.bench.benchmark import Forward, Inputs, Mode
 
-# Of the largest value expected. A result of about 12 that is rounded to bfloat16 is off by up to 0.03, and so is the
-# factor exp(x - out) of a gradient that is computed from it.
+# Of the largest value expected, and in all of the sum of the absolute values. A result of about 12 that is rounded to
+# bfloat16 is off by up to 0.03, and so is the factor exp(x - out) of a gradient that is computed from it.
 _TOLERANCE = {torch.bfloat16: 0.1, torch.float16: 0.02, torch.float32: 1e-3, torch.float64: 1e-6}
 
 # Compared piece by piece, so that the differences need little memory beside tensors of gigabytes.
@@ -28,8 +29,10 @@ class Results:
     """out and, where the mode has a backward, the gradients by the place of their argument."""
 
 
-def results(provider: str, mode: Mode, forward: Forward, inputs: Inputs) -> Results:
-    """What a provider computes of one set of inputs."""
+def results(provider: str, mode: Mode, forward: Forward, inputs: Inputs, in_place: bool = False) -> Results:
+    """What a provider computes of one set of inputs, which it may overwrite only in place: there it gets copies."""
+    if in_place:
+        inputs = inputs.remade()
     out = forward(*inputs.arguments)
     tensors = {"out": out.detach()}
     if mode != "fwd":
@@ -47,20 +50,38 @@ def difference(actual: Results, expected: Results) -> str:
         found = actual.tensors[name]
         if found.shape != wanted.shape:
             return f"wrong result: {name} is {list(found.shape)}, {expected.provider}'s is {list(wanted.shape)}"
-        largest, off = _largest_and_off(found, wanted)
-        if not off <= tolerance * largest:  # so written, NaN is a difference
-            return f"wrong result: {name} is off by {off:.3g} from {expected.provider}'s, at most {largest:.3g} large"
+        sizes = _sizes(found, wanted)
+        if not sizes.off <= tolerance * sizes.largest:  # so written, NaN is a difference
+            return (
+                f"wrong result: {name} is off by {sizes.off:.3g} from {expected.provider}'s, "
+                f"at most {sizes.largest:.3g} large"
+            )
+        # The gradient of a loss has one large element in each row, and half of its sum in the many small ones.
+        if not sizes.sum_off <= tolerance * sizes.sum:
+            return (
+                f"wrong result: {name} is off by {sizes.sum_off:.3g} from {expected.provider}'s in all, "
+                f"which is {sizes.sum:.3g} in all"
+            )
     return ""
 
 
-def _largest_and_off(found: Tensor, wanted: Tensor) -> tuple[float, float]:
-    """The largest absolute value wanted, and the largest absolute difference."""
-    largest = torch.zeros((), dtype=torch.float64, device=wanted.device)
-    off = torch.zeros_like(largest)
+class _Sizes(NamedTuple):
+    """Of absolute values: what was wanted, and how far what was found is off."""
+
+    largest: float
+    off: float
+    sum: float
+    sum_off: float
+
+
+def _sizes(found: Tensor, wanted: Tensor) -> _Sizes:
+    largest, off, total, total_off = torch.zeros(4, dtype=torch.float64, device=wanted.device).unbind()
     found, wanted = found.reshape(-1), wanted.reshape(-1)
     for begin in range(0, wanted.numel(), _PIECE_ELEMENTS):
         piece = slice(begin, begin + _PIECE_ELEMENTS)
         exact = wanted[piece].double()
-        largest = torch.maximum(largest, exact.abs().max())
-        off = torch.maximum(off, (found[piece].double() - exact).abs().max())
-    return float(largest), float(off)
+        difference = (found[piece].double() - exact).abs_()
+        exact = exact.abs_()
+        largest, off = torch.maximum(largest, exact.max()), torch.maximum(off, difference.max())
+        total, total_off = total + exact.sum(), total_off + difference.sum()
+    return _Sizes(float(largest), float(off), float(total), float(total_off))

@@ -21,6 +21,7 @@ using namespace cross_entropy_tensors;
 constexpr const char* kForward = "cross_entropy_forward";
 constexpr const char* kBackward = "cross_entropy_backward";
 constexpr const char* kForwardBackward = "cross_entropy_forward_backward";
+constexpr const char* kRescale = "cross_entropy_rescale";
 constexpr const char* kShardForward = "cross_entropy_shard_forward";
 constexpr const char* kMerge = "cross_entropy_merge";
 
@@ -55,7 +56,10 @@ struct Checked {
     return true;
   }
 
-  void take_input(const Argument& argument) { inputs.push_back(argument); }
+  void take_input(const Argument& argument) {
+    for (const Argument& output : outputs) check::do_not_overlap(output, argument);  // in place, logits is one
+    inputs.push_back(argument);
+  }
 
   void take_output(const Argument& argument) {
     check::is_writable(argument);
@@ -219,7 +223,8 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
            .weight = args.weight.is_present ? args.weight.data : nullptr,
            .first_class = args.first_class,
            .classes = classes,
-           .options = args.options}};
+           .options = args.options,
+           .row_shape = checked.row_shape}};
 }
 
 /// An argument that cannot be left out here.
@@ -287,6 +292,10 @@ CrossEntropyBackwardProblem make_problem(const CrossEntropyBackwardArgs& args) {
   if (inputs.weight != nullptr && args.options.label_smoothing > 0.0) {
     require(target_mass, "as the forward wrote it (weight and label_smoothing are given)");
   }
+  // A shard without the target does not know the target's weight.
+  if (inputs.weight != nullptr && inputs.classes != inputs.view.column_count) {
+    require(target_mass, "as the merge wrote it (weight is given, and logits has a part of the classes)");
+  }
   if (reduction == Reduction::mean) require(divisor, "as the forward wrote it (reduction is mean)");
 
   CrossEntropyBackwardProblem problem{
@@ -308,6 +317,34 @@ CrossEntropyInPlaceProblem make_problem(const CrossEntropyForwardBackwardArgs& a
   return {.forward = make_problem(args.forward, kForwardBackward, args.grad_loss, true),
           .grad_loss_dtype = args.grad_loss.dtype,
           .grad_loss = args.grad_loss.data};
+}
+
+CrossEntropyRescaleProblem make_problem(const CrossEntropyRescaleArgs& args) {
+  const Argument grad_logits{kRescale, "grad_logits", args.grad_logits};
+  const Argument grad_loss{kRescale, "grad_loss", args.grad_loss};
+  check::is_valid(grad_logits);
+  check::has_dtype(grad_logits, {DType::float32, DType::float64, DType::float16, DType::bfloat16},
+                   "integers are no gradients");
+  AxisSet axes;
+  axes.contains[check::axis(grad_logits, "class_axis", args.class_axis)] = true;
+  Checked checked{.op = kRescale,
+                  .row_shape = reduced_shape(args.grad_logits.shape, axes, false),
+                  .result_dtype = accumulator_dtype(args.grad_logits.dtype),
+                  .device = args.grad_logits.device};
+  const bool is_one_number = args.grad_loss.element_count() == 1;
+  check_grad_loss(checked, args.grad_loss, args.grad_logits.dtype, is_one_number ? Reduction::sum : Reduction::none);
+  checked.take_input(grad_loss);
+  checked.take_output(grad_logits);
+  const int rank = args.grad_logits.shape.size();
+  const Dims& strides = args.grad_logits.strides;
+  const Dims factors = is_one_number ? zero_strides(rank) : spread_strides(args.grad_loss.strides, rank, axes, false);
+  return {
+      .view = make_row_view<3, 6>(args.grad_logits.shape, axes, {strides, strides, strides, factors, factors, factors}),
+      .device = args.grad_logits.device,
+      .dtype = args.grad_logits.dtype,
+      .grad_logits = args.grad_logits.data,
+      .grad_loss_dtype = args.grad_loss.dtype,
+      .grad_loss = args.grad_loss.data};
 }
 
 CrossEntropyShardProblem make_problem(const CrossEntropyShardArgs& args) {
@@ -367,7 +404,8 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
                  .weight = nullptr,
                  .first_class = 0,
                  .classes = args.classes,
-                 .options = args.options},
+                 .options = args.options,
+                 .row_shape = args.targets.shape},
       .has_weight = args.has_weight,
       .shards = shards,
       .statistics = args.statistics.data,
@@ -428,6 +466,20 @@ void run(const char* op, const Problem& problem, const CrossEntropyInputs& input
 
 }  // namespace
 
+void fail_for_target(const char* op, const CrossEntropyInputs& inputs, std::int64_t index, std::int64_t target) {
+  Dims row;
+  for (int axis = 0; axis < inputs.row_shape.size(); ++axis) row.push_back(0);
+  for (int axis = inputs.row_shape.size() - 1; axis >= 0; --axis) {
+    row[axis] = index % inputs.row_shape[axis];
+    index /= inputs.row_shape[axis];
+  }
+  // A single target has no index.
+  const std::string name = "targets" + (row.empty() ? std::string() : check::to_string(row));
+  throw InvalidArgument(std::string(op) + ": " + name + " is " + std::to_string(target) + ", expected 0 to " +
+                        std::to_string(inputs.classes - 1) + ", or ignore_index " +
+                        std::to_string(inputs.options.ignore_index));
+}
+
 // Without rows a reduced loss still has a value, 0: only a call without any output element is nothing to do, and every
 // backend writes the others.
 
@@ -468,6 +520,15 @@ void cross_entropy_forward_backward(const CrossEntropyForwardBackwardArgs& args,
       [&](const ExecutionContext& cuda_context) {
         if constexpr (kHasCuda) cuda::cross_entropy_in_place(problem, cuda_context);
       });
+}
+
+void cross_entropy_rescale(const CrossEntropyRescaleArgs& args, const ExecutionContext& context) {
+  check::threads(kRescale, context.threads);
+  const CrossEntropyRescaleProblem problem = make_problem(args);
+  if (problem.view.row_count == 0 || problem.view.column_count == 0) return;
+  if (problem.device.type == DeviceType::cpu) return cpu::cross_entropy_rescale(problem, context);
+  require_cuda(kRescale, problem.device);
+  if constexpr (kHasCuda) cuda::cross_entropy_rescale(problem, context);
 }
 
 void cross_entropy_shard_forward(const CrossEntropyShardArgs& args, const ExecutionContext& context) {
@@ -512,6 +573,11 @@ std::size_t cross_entropy_forward_backward_workspace_bytes(const CrossEntropyFor
                                                            const ExecutionContext&) {
   const CrossEntropyInPlaceProblem problem = make_problem(args);
   return checked_workspace_bytes(kForwardBackward, problem, problem.forward.inputs);
+}
+
+std::size_t cross_entropy_rescale_workspace_bytes(const CrossEntropyRescaleArgs& args, const ExecutionContext&) {
+  make_problem(args);
+  return 0;
 }
 
 std::size_t cross_entropy_shard_forward_workspace_bytes(const CrossEntropyShardArgs& args, const ExecutionContext&) {

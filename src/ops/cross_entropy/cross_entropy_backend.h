@@ -35,6 +35,7 @@ struct CrossEntropyInputs {
   std::int64_t first_class;  ///< of the logits' columns; 0 but for shards
   std::int64_t classes;      ///< V, of all shards
   CrossEntropyOptions options;
+  Dims row_shape;  ///< of hard targets: what an error counts them by
 
   bool has_soft_targets() const { return is_floating_point(targets_dtype); }
 };
@@ -77,6 +78,16 @@ struct CrossEntropyInPlaceProblem {
   const void* grad_loss;  ///< nullptr: 1
 };
 
+/// Tensors 0 and 1 of the view are the gradient.
+struct CrossEntropyRescaleProblem {
+  CrossEntropyView view;
+  Device device;
+  DType dtype;
+  void* grad_logits;
+  DType grad_loss_dtype;
+  const void* grad_loss;
+};
+
 struct CrossEntropyShardProblem {
   CrossEntropyInputs inputs;
   void* statistics;  ///< [rows, kCrossEntropyStatistics]
@@ -91,6 +102,10 @@ struct CrossEntropyMergeProblem {
   CrossEntropyOutputs outputs;
 };
 
+/// Throws InvalidArgument for a target that is out of range; `index` counts the rows in the order of their shape.
+[[noreturn]] void fail_for_target(const char* op, const CrossEntropyInputs& inputs, std::int64_t index,
+                                  std::int64_t target);
+
 namespace cpu {
 /// Throws InvalidArgument for the first target that is out of range. Every other function relies on it.
 void cross_entropy_check_targets(const char* op, const CrossEntropyInputs& inputs);
@@ -98,6 +113,7 @@ void cross_entropy_check_targets(const char* op, const CrossEntropyInputs& input
 void cross_entropy_forward(const CrossEntropyForwardProblem& problem, const ExecutionContext& context);
 void cross_entropy_backward(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context);
 void cross_entropy_in_place(const CrossEntropyInPlaceProblem& problem, const ExecutionContext& context);
+void cross_entropy_rescale(const CrossEntropyRescaleProblem& problem, const ExecutionContext& context);
 void cross_entropy_shard_forward(const CrossEntropyShardProblem& problem, const ExecutionContext& context);
 void cross_entropy_merge(const CrossEntropyMergeProblem& problem, const ExecutionContext& context);
 }  // namespace cpu
@@ -110,6 +126,7 @@ void cross_entropy_check_targets(const char* op, const CrossEntropyInputs& input
 void cross_entropy_forward(const CrossEntropyForwardProblem& problem, const ExecutionContext& context);
 void cross_entropy_backward(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context);
 void cross_entropy_in_place(const CrossEntropyInPlaceProblem& problem, const ExecutionContext& context);
+void cross_entropy_rescale(const CrossEntropyRescaleProblem& problem, const ExecutionContext& context);
 void cross_entropy_shard_forward(const CrossEntropyShardProblem& problem, const ExecutionContext& context);
 void cross_entropy_merge(const CrossEntropyMergeProblem& problem, const ExecutionContext& context);
 std::size_t cross_entropy_forward_workspace_bytes(const CrossEntropyForwardProblem& problem);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 
 #include "core/numeric.h"
 #include "core/softmax_state.h"
@@ -44,6 +45,9 @@ struct CrossEntropyTerms {
   EAVES_HOST_DEVICE bool is_in_range(std::int64_t target) const { return target >= 0 && target < class_count; }
 };
 
+/// Behind all classes: the best class of none.
+inline constexpr std::int64_t kNoClass = std::numeric_limits<std::int64_t>::max();
+
 /// What the loss needs to know of some classes of a row.
 template <typename A>
 struct ClassStatistics {
@@ -52,7 +56,7 @@ struct ClassStatistics {
   A mass = A(0);                  ///< sum of u_v; not computed where u is 1
   A moment = A(0);                ///< sum of exp(d) * d with d = z' - anchor(softmax.max); 0 where exp(d) is
   A best_value = -infinity<A>();  ///< the largest z that is not NaN
-  std::int64_t best = 0;          ///< its class, the first of equal ones
+  std::int64_t best = kNoClass;   ///< its class, the first of equal ones
 };
 
 /// The statistics of the union of two disjoint sets of classes. Commutative; the default-constructed one is neutral.
@@ -65,7 +69,8 @@ EAVES_HOST_DEVICE ClassStatistics<A> merge(const ClassStatistics<A>& a, const Cl
   const auto moment_in_union = [&](const ClassStatistics<A>& part) {
     if (part.softmax.sum == A(0)) return A(0);  // its anchor may be any number
     const A shift = softmax_anchor(part.softmax.max) - softmax_anchor(result.softmax.max);
-    return (part.moment + part.softmax.sum * shift) * (shift == A(0) ? A(1) : exp(shift));
+    const A scale = shift == A(0) ? A(1) : exp(shift);
+    return scale == A(0) ? A(0) : (part.moment + part.softmax.sum * shift) * scale;  // shift may be -infinity
   };
   result.moment = moment_in_union(a) + moment_in_union(b);
   const bool is_b = b.best_value > a.best_value || (b.best_value == a.best_value && b.best < a.best);
@@ -115,7 +120,9 @@ EAVES_HOST_DEVICE RowLoss<A> row_loss(const ClassStatistics<A>& statistics, cons
   A smooth_mass = A(0);
   if (factor != A(0)) {
     smooth_mass = terms.is_soft || terms.has_weight ? factor * statistics.mass : terms.smoothing;
-    result.loss += smooth_mass * log_sum + (smooth_mass * anchor - factor * statistics.linear);
+    // Without mass there is no term, whatever log_sum is.
+    const bool has_terms = smooth_mass != A(0) || statistics.linear != A(0);
+    if (has_terms) result.loss += smooth_mass * log_sum + (smooth_mass * anchor - factor * statistics.linear);
   }
   result.target_mass = hard + smooth_mass;
   if (terms.z_loss_weight != A(0)) result.z_loss = terms.z_loss_weight * result.lse * result.lse;
@@ -160,11 +167,14 @@ EAVES_HOST_DEVICE RowGradient<A> row_gradient(const RowGradientInputs<A>& in, co
   result.target = -1;
   result.slope = -in.grad_entropy;
   // d(entropy)/dz'_v = -p_v * (z'_v - lse + entropy)
-  result.rest = in.grad_lse - in.grad_entropy * in.entropy;
+  result.rest = in.grad_lse;
+  if (in.grad_entropy != A(0)) result.rest -= in.grad_entropy * in.entropy;
   if (!terms.is_ignored(in.target)) {
     const A g = in.grad_loss;
+    // 0 * infinity: without a z-loss, an infinite lse leaves the other classes their gradient.
+    const A of_z_loss = terms.z_loss_weight == A(0) ? A(0) : A(2) * terms.z_loss_weight * in.lse;
     if (terms.is_soft) {
-      result.rest += g * (in.target_mass + A(2) * terms.z_loss_weight * in.lse);
+      result.rest += g * (in.target_mass + of_z_loss);
       result.per_class = g;
     } else {
       const A one_minus_smoothing = A(1) - terms.smoothing;
@@ -172,7 +182,7 @@ EAVES_HOST_DEVICE RowGradient<A> row_gradient(const RowGradientInputs<A>& in, co
                             : terms.has_weight      ? in.target_mass - one_minus_smoothing * in.target_weight
                                                     : terms.smoothing;
       result.hard = g * one_minus_smoothing * in.target_weight;
-      result.rest += g * (smooth_mass + A(2) * terms.z_loss_weight * in.lse);
+      result.rest += g * (smooth_mass + of_z_loss);
       result.per_class = g * terms.smoothing_per_class;
       result.target = in.target - terms.first_class;
     }

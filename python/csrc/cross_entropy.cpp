@@ -1,0 +1,244 @@
+// cross_entropy for torch: outputs from torch's allocator, then the call. Autograd, fake implementations, batching
+// rules and the public functions are in python/eaves/_cross_entropy.py.
+//
+// Which outputs a call has is a set of bits, because each costs the host an allocation: the forward gives a list with
+// the loss and then what was asked for, in the order of the bits.
+#include "eaves/cross_entropy.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "core/check.h"
+#include "core/dispatch.h"
+#include "core/rows.h"
+#include "torch_binding.h"
+
+namespace eaves::binding {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char* kOp = "cross_entropy";
+
+/// python/eaves/_cross_entropy.py has the same numbers.
+namespace outputs {
+constexpr std::int64_t kLse = 1;
+constexpr std::int64_t kDivisor = 2;
+constexpr std::int64_t kArgmax = 4;
+constexpr std::int64_t kEntropy = 8;
+constexpr std::int64_t kZLoss = 16;
+constexpr std::int64_t kTargetMass = 32;
+constexpr std::int64_t kOfIgnoredRows = 64;  ///< no output: lse, entropy and argmax of rows that are ignored too
+}  // namespace outputs
+
+static_assert(static_cast<int>(Reduction::none) == 0 && static_cast<int>(Reduction::sum) == 1 &&
+              static_cast<int>(Reduction::mean) == 2);
+
+TensorView optional_input(const OptionalTensor& tensor, const char* argument) {
+  return tensor.has_value() ? input(*tensor, {kOp, argument}) : TensorView{};
+}
+
+CrossEntropyOptions options_of(std::int64_t ignore_index, std::int64_t reduction, double label_smoothing, double scale,
+                               double softcap, double z_loss_weight) {
+  // A number beyond the enum's type would wrap into it.
+  const std::int64_t in_type = std::clamp<std::int64_t>(reduction, 0, std::numeric_limits<std::uint8_t>::max());
+  return {.ignore_index = ignore_index,
+          .reduction = static_cast<Reduction>(in_type),
+          .label_smoothing = label_smoothing,
+          .scale = scale,
+          .softcap = softcap,
+          .z_loss_weight = z_loss_weight};
+}
+
+/// Beyond an int there is no axis; the core says so.
+int axis_of(std::int64_t axis) {
+  return static_cast<int>(
+      std::clamp<std::int64_t>(axis, std::numeric_limits<int>::min(), std::numeric_limits<int>::max()));
+}
+
+Dims row_shape_of(const TensorView& logits, int class_axis) {
+  AxisSet axes;
+  axes.contains[check::axis({kOp, "logits", logits}, "class_axis", class_axis)] = true;
+  return reduced_shape(logits.shape, axes, false);
+}
+
+/// The outputs that `wanted` names, made and put into `args`.
+template <typename Args>
+std::vector<Tensor> make_outputs(Args& args, const Dims& row_shape, DType dtype, Device device, std::int64_t wanted) {
+  const Dims loss_shape = args.options.reduction == Reduction::none ? row_shape : Dims{};
+  std::vector<Tensor> tensors;
+  tensors.reserve(7);
+  const auto make = [&](TensorView& view, const Dims& shape, DType of) {
+    tensors.push_back(empty(shape, of, device));
+    view = output(tensors.back());
+  };
+  make(args.loss, loss_shape, dtype);
+  if (wanted & outputs::kLse) make(args.lse, row_shape, dtype);
+  if (wanted & outputs::kDivisor) make(args.divisor, {}, dtype);
+  if (wanted & outputs::kArgmax) make(args.argmax, row_shape, DType::int64);
+  if (wanted & outputs::kEntropy) make(args.entropy, row_shape, dtype);
+  if (wanted & outputs::kZLoss) make(args.z_loss, loss_shape, dtype);
+  if (wanted & outputs::kTargetMass) make(args.target_mass, row_shape, dtype);
+  return tensors;
+}
+
+CrossEntropyForwardArgs forward_args(const Tensor& logits, const Tensor& targets, const OptionalTensor& weight,
+                                     const OptionalTensor& normalizer, std::int64_t class_axis,
+                                     const CrossEntropyOptions& options, std::int64_t wanted) {
+  return {.logits = input(logits, {kOp, "logits"}),
+          .targets = input(targets, {kOp, "targets"}),
+          .weight = optional_input(weight, "weight"),
+          .normalizer = optional_input(normalizer, "normalizer"),
+          .class_axis = axis_of(class_axis),
+          .options = options,
+          .reads_ignored_rows = (wanted & outputs::kOfIgnoredRows) != 0};
+}
+
+std::vector<Tensor> forward(Tensor logits, Tensor targets, OptionalTensor weight, OptionalTensor normalizer,
+                            std::int64_t class_axis, std::int64_t ignore_index, std::int64_t reduction,
+                            double label_smoothing, double scale, double softcap, double z_loss_weight,
+                            std::int64_t wanted) {
+  CrossEntropyForwardArgs args =
+      forward_args(logits, targets, weight, normalizer, class_axis,
+                   options_of(ignore_index, reduction, label_smoothing, scale, softcap, z_loss_weight), wanted);
+  std::vector<Tensor> tensors = make_outputs(args, row_shape_of(args.logits, args.class_axis),
+                                             accumulator_dtype(args.logits.dtype), args.logits.device, wanted);
+  run<cross_entropy_forward, &cross_entropy_forward_workspace_bytes>(args, args.logits.device);
+  return tensors;
+}
+
+/// torch.compile only takes a fixed number of results where an argument is written: (loss, lse, argmax, entropy,
+/// z_loss), those that were not asked for without elements.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_backward(Tensor logits, Tensor targets,
+                                                                    OptionalTensor weight, OptionalTensor normalizer,
+                                                                    std::int64_t class_axis, std::int64_t ignore_index,
+                                                                    std::int64_t reduction, double label_smoothing,
+                                                                    double scale, double softcap, double z_loss_weight,
+                                                                    std::int64_t wanted) {
+  CrossEntropyForwardBackwardArgs args{
+      .forward =
+          forward_args(logits, targets, weight, normalizer, class_axis,
+                       options_of(ignore_index, reduction, label_smoothing, scale, softcap, z_loss_weight), wanted)};
+  args.forward.logits = output(logits);
+  args.forward.reads_ignored_rows = false;
+  const TensorView& view = args.forward.logits;
+  const DType dtype = accumulator_dtype(view.dtype);
+  std::vector<Tensor> tensors =
+      make_outputs(args.forward, row_shape_of(view, args.forward.class_axis), dtype, view.device,
+                   wanted & (outputs::kLse | outputs::kArgmax | outputs::kEntropy | outputs::kZLoss));
+  run<cross_entropy_forward_backward, &cross_entropy_forward_backward_workspace_bytes>(args, view.device);
+  std::size_t next = 1;
+  const auto take = [&](std::int64_t bit, DType of) {
+    return (wanted & bit) != 0 ? tensors[next++] : empty({0}, of, view.device);
+  };
+  Tensor lse = take(outputs::kLse, dtype);
+  Tensor argmax = take(outputs::kArgmax, DType::int64);
+  Tensor entropy = take(outputs::kEntropy, dtype);
+  Tensor z_loss = take(outputs::kZLoss, dtype);
+  return {tensors[0], std::move(lse), std::move(argmax), std::move(entropy), std::move(z_loss)};
+}
+
+Tensor backward(Tensor grad_loss, OptionalTensor grad_lse, OptionalTensor grad_entropy, Tensor logits, Tensor targets,
+                OptionalTensor weight, Tensor lse, OptionalTensor entropy, OptionalTensor target_mass,
+                OptionalTensor divisor, std::int64_t class_axis, std::int64_t ignore_index, std::int64_t reduction,
+                double label_smoothing, double scale, double softcap, double z_loss_weight, std::int64_t first_class,
+                std::int64_t classes) {
+  Tensor grad_logits = empty_like(logits);
+  const CrossEntropyBackwardArgs args{
+      .grad_loss = input(grad_loss, {kOp, "grad_loss"}),
+      .grad_lse = optional_input(grad_lse, "grad_lse"),
+      .grad_entropy = optional_input(grad_entropy, "grad_entropy"),
+      .logits = input(logits, {kOp, "logits"}),
+      .targets = input(targets, {kOp, "targets"}),
+      .weight = optional_input(weight, "weight"),
+      .class_axis = axis_of(class_axis),
+      .options = options_of(ignore_index, reduction, label_smoothing, scale, softcap, z_loss_weight),
+      .lse = input(lse, {kOp, "lse"}),
+      .entropy = optional_input(entropy, "entropy"),
+      .target_mass = optional_input(target_mass, "target_mass"),
+      .divisor = optional_input(divisor, "divisor"),
+      .first_class = first_class,
+      .classes = classes,
+      .grad_logits = output(grad_logits)};
+  run<cross_entropy_backward, &cross_entropy_backward_workspace_bytes>(args, args.logits.device);
+  return grad_logits;
+}
+
+void rescale(Tensor grad_logits, Tensor grad_loss, std::int64_t class_axis) {
+  const CrossEntropyRescaleArgs args{.grad_logits = output(grad_logits),
+                                     .grad_loss = input(grad_loss, {kOp, "grad_loss"}),
+                                     .class_axis = axis_of(class_axis)};
+  run<cross_entropy_rescale, &cross_entropy_rescale_workspace_bytes>(args, args.grad_logits.device);
+}
+
+Tensor shard_forward(Tensor logits, Tensor targets, OptionalTensor weight, std::int64_t class_axis,
+                     std::int64_t ignore_index, double label_smoothing, double scale, double softcap,
+                     std::int64_t first_class, std::int64_t classes) {
+  CrossEntropyShardArgs args{.logits = input(logits, {kOp, "logits"}),
+                             .targets = input(targets, {kOp, "targets"}),
+                             .weight = optional_input(weight, "weight"),
+                             .class_axis = axis_of(class_axis),
+                             .options = options_of(ignore_index, 0, label_smoothing, scale, softcap, 0.0),
+                             .first_class = first_class,
+                             .classes = classes};
+  Dims shape = row_shape_of(args.logits, args.class_axis);
+  shape.push_back(kCrossEntropyStatistics);
+  Tensor statistics = empty(shape, accumulator_dtype(args.logits.dtype), args.logits.device);
+  args.statistics = output(statistics);
+  run<cross_entropy_shard_forward, &cross_entropy_shard_forward_workspace_bytes>(args, args.logits.device);
+  return statistics;
+}
+
+std::vector<Tensor> merge(Tensor statistics, Tensor targets, OptionalTensor normalizer, std::int64_t ignore_index,
+                          std::int64_t reduction, double label_smoothing, double z_loss_weight, std::int64_t classes,
+                          bool has_weight, std::int64_t wanted) {
+  CrossEntropyMergeArgs args{.statistics = input(statistics, {kOp, "statistics"}),
+                             .targets = input(targets, {kOp, "targets"}),
+                             .normalizer = optional_input(normalizer, "normalizer"),
+                             .options = options_of(ignore_index, reduction, label_smoothing, 1.0, 0.0, z_loss_weight),
+                             .classes = classes,
+                             .has_weight = has_weight};
+  std::vector<Tensor> tensors =
+      make_outputs(args, args.targets.shape, args.statistics.dtype, args.statistics.device, wanted);
+  run<cross_entropy_merge, &cross_entropy_merge_workspace_bytes>(args, args.statistics.device);
+  return tensors;
+}
+
+void implement(Library& library) {
+  library.impl("cross_entropy_forward", EAVES_BOX(forward));
+  library.impl("cross_entropy_forward_backward", EAVES_BOX(forward_backward));
+  library.impl("cross_entropy_backward", EAVES_BOX(backward));
+  library.impl("cross_entropy_rescale", EAVES_BOX(rescale));
+  library.impl("cross_entropy_shard_forward", EAVES_BOX(shard_forward));
+  library.impl("cross_entropy_merge", EAVES_BOX(merge));
+}
+
+}  // namespace
+}  // namespace eaves::binding
+
+STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
+  library.def(
+      "cross_entropy_forward(Tensor logits, Tensor targets, Tensor? weight, Tensor? normalizer, int class_axis, "
+      "int ignore_index, int reduction, float label_smoothing, float scale, float softcap, float z_loss_weight, "
+      "int outputs) -> Tensor[]");
+  library.def(
+      "cross_entropy_forward_backward(Tensor(a!) logits, Tensor targets, Tensor? weight, Tensor? normalizer, "
+      "int class_axis, int ignore_index, int reduction, float label_smoothing, float scale, float softcap, "
+      "float z_loss_weight, int outputs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  library.def(
+      "cross_entropy_backward(Tensor grad_loss, Tensor? grad_lse, Tensor? grad_entropy, Tensor logits, "
+      "Tensor targets, Tensor? weight, Tensor lse, Tensor? entropy, Tensor? target_mass, Tensor? divisor, "
+      "int class_axis, int ignore_index, int reduction, float label_smoothing, float scale, float softcap, "
+      "float z_loss_weight, int first_class, int classes) -> Tensor");
+  library.def("cross_entropy_rescale(Tensor(a!) grad_logits, Tensor grad_loss, int class_axis) -> ()");
+  library.def(
+      "cross_entropy_shard_forward(Tensor logits, Tensor targets, Tensor? weight, int class_axis, int ignore_index, "
+      "float label_smoothing, float scale, float softcap, int first_class, int classes) -> Tensor");
+  library.def(
+      "cross_entropy_merge(Tensor statistics, Tensor targets, Tensor? normalizer, int ignore_index, int reduction, "
+      "float label_smoothing, float z_loss_weight, int classes, bool has_weight, int outputs) -> Tensor[]");
+}
+EAVES_IMPLEMENT(eaves::binding::implement)

@@ -1,0 +1,896 @@
+"""cross_entropy for torch tensors: the public function and module, their autograd, fake implementations and batching
+rules. A vocabulary in shards is in _cross_entropy_shards.py."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, NoReturn, overload
+
+import torch
+from torch import Tensor
+
+from eaves._operator import (
+    accumulator_dtype,
+    apply,
+    batch_first,
+    call,
+    check_bool,
+    check_tensor,
+    dispatch,
+    each_of_batch,
+    is_transforming,
+    name_of,
+    needs_autograd,
+    number_of,
+    refuse_lost_derivatives,
+    register_fake,
+    register_vmap,
+)
+
+_forward = torch.ops.eaves.cross_entropy_forward.default
+_forward_backward = torch.ops.eaves.cross_entropy_forward_backward.default
+_rescale = torch.ops.eaves.cross_entropy_rescale.default
+_backward = torch.ops.eaves.cross_entropy_backward.default
+
+_OP = "cross_entropy"
+
+NONE, SUM, MEAN = 0, 1, 2  # enum Reduction of include/eaves/cross_entropy.h
+REDUCTIONS = {"none": NONE, "sum": SUM, "mean": MEAN}
+
+# The outputs that a call asks for beside the loss, as bits; those of python/csrc/cross_entropy.cpp. The extension gives
+# them in this order.
+LSE, DIVISOR, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS = OUTPUTS = (1, 2, 4, 8, 16, 32)
+OF_IGNORED_ROWS = 64  # no output: lse, argmax and entropy of rows that are ignored too
+
+_RESULT_DTYPES = {dtype: accumulator_dtype(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+_RESULT_DTYPES[torch.float64] = torch.float64
+
+
+class CrossEntropyOutput(NamedTuple):
+    """What eaves.cross_entropy gives with any of its return_* arguments; None for what was not asked for."""
+
+    loss: Tensor
+    lse: Tensor | None = None
+    argmax: Tensor | None = None
+    entropy: Tensor | None = None
+    z_loss: Tensor | None = None
+
+
+@overload
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0,
+    softcap: float | None = None,
+    scale: float | None = None,
+    z_loss: float = 0,
+    normalizer: Tensor | float | None = None,
+    inplace_backward: bool = False,
+    return_lse: Literal[False] = False,
+    return_argmax: Literal[False] = False,
+    return_entropy: Literal[False] = False,
+    return_z_loss: Literal[False] = False,
+    class_dim: int | None = None,
+) -> Tensor: ...
+
+
+@overload
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0,
+    softcap: float | None = None,
+    scale: float | None = None,
+    z_loss: float = 0,
+    normalizer: Tensor | float | None = None,
+    inplace_backward: bool = False,
+    return_lse: bool = False,
+    return_argmax: bool = False,
+    return_entropy: bool = False,
+    return_z_loss: bool = False,
+    class_dim: int | None = None,
+) -> CrossEntropyOutput: ...
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0,
+    softcap: float | None = None,
+    scale: float | None = None,
+    z_loss: float = 0,
+    normalizer: Tensor | float | None = None,
+    inplace_backward: bool = False,
+    return_lse: bool = False,
+    return_argmax: bool = False,
+    return_entropy: bool = False,
+    return_z_loss: bool = False,
+    class_dim: int | None = None,
+) -> Tensor | CrossEntropyOutput:
+    """The loss of classifying each row of `input`, as torch.nn.functional.cross_entropy, with its gradient.
+
+    For a row of logits z over V classes with target t, smoothing e and class weights w (1 where absent):
+
+        z'   = softcap * tanh(scale * z / softcap)                    (no softcap: scale * z)
+        lse  = log sum_v exp(z'_v)
+        loss = (1 - e) * w_t * (lse - z'_t) + e / V * sum_v w_v * (lse - z'_v) + z_loss * lse^2
+        mean = sum(loss) / sum(w_t over the rows that are not ignored)
+
+    With probabilities q as the target: loss = sum_v w_v * q'_v * (lse - z'_v) + z_loss * lse^2 with
+    q' = (1 - e) * q + e / V, and the mean divides by the number of rows.
+
+    Forward and backward each read the logits once (M. Milakov, N. Gimelshein, "Online normalizer calculation for
+    softmax", arXiv:1805.02867), in float32 whatever the dtype of `input`. For the backward are kept: input, target, and
+    one float32 for each row. Label smoothing: C. Szegedy et al., arXiv:1512.00567; z-loss: A. Chowdhery et al.,
+    arXiv:2204.02311; soft capping: Gemma 2, arXiv:2408.00118.
+
+    Args:
+        input: the logits: [..., V], or as in torch [N, V, d1, ...]; any strides, on the CPU or a CUDA GPU; float16,
+            bfloat16, float32 or float64.
+        target: of each row a class, int32 or int64: the shape of input without the axis of the classes. Or
+            probabilities: the shape of input, in its dtype or float32.
+        weight: of each class, [V], in the dtype of input or float32. It gets no gradient.
+        ignore_index: rows with this target have loss 0 and gradient 0, and count in no mean. May be a class.
+        reduction: "none" (the losses of the rows), "sum" or "mean".
+        label_smoothing: e, 0 to 1.
+        softcap: None, or a positive number that the logits are bounded by.
+        scale: None, or a positive number that the logits are multiplied by.
+        z_loss: the weight of lse^2 in the loss; not negative.
+        normalizer: with "mean", what the sum is divided by instead of the weights of the rows: a number, or a tensor
+            with one element on the device of input, which is not waited for (the tokens of all micro-batches and
+            ranks, for instance). It gets no gradient.
+        inplace_backward: whether the gradient of input may be written over input, in the forward: half of the memory,
+            and of the time on a GPU. Afterwards input holds no logits any more, and autograd notices who uses them
+            (input must not be a leaf). There is one backward, and lse and entropy have no gradient. Nothing is written
+            where no gradient of input is wanted. torch.compile, which plans memory itself, ignores it.
+        return_lse: whether to return lse, [rows...], float32; it is differentiable.
+        return_argmax: whether to return the class of each row's largest logit, [rows...], int64.
+        return_entropy: whether to return the entropy of each row's softmax in nats, [rows...], float32; it is
+            differentiable.
+        return_z_loss: whether to return the part z_loss * lse^2 of the loss, in the loss's shape; not differentiable.
+        class_dim: the axis of the classes. None: what the shape of target says; where it says both (a target of [N, d]
+            for an input of [N, d, d]; probabilities with more than two axes), the call is refused.
+
+    Returns:
+        The loss: float32, or float64 for a float64 input; of shape [], or with reduction="none" of shape [rows...],
+        contiguous. With any return_*: CrossEntropyOutput(loss, lse, argmax, entropy, z_loss), None for what was not
+        asked for (torch.vmap takes no None as a result: return what you need of it). "rows..." is the shape of input
+        without the classes. Ignored rows have lse, argmax and entropy too, but with inplace_backward those are 0.
+
+    Raises:
+        ValueError: a shape, dtype or number is not as above; on the CPU a target that is no class and not ignore_index.
+            (On a GPU its loss and gradient are NaN, or with EAVES_CHECK_TARGETS=1 in the environment the same error.)
+        TypeError: an argument is of the wrong Python type.
+        NotImplementedError: a dtype, layout or device that eaves does not have, a DTensor; a derivative of second
+            order, in forward mode, or of target, weight or normalizer; inplace_backward under torch.func.
+        RuntimeError: with inplace_backward, input is a leaf that requires a gradient, or a second backward.
+        torch.OutOfMemoryError: torch's allocator has no memory for a result.
+
+    Differences from torch.nn.functional.cross_entropy: the loss of 16-bit logits is float32; without rows, or with all
+    of them ignored, the mean is 0 with gradient 0, not NaN; classes may also be the last axis; targets of uint8 are
+    refused; no derivative with respect to probabilities; under autocast the dtype stays that of input.
+
+    Example:
+        >>> import torch, eaves
+        >>> logits = torch.tensor([[2.0, 0.0, -1.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]], requires_grad=True)
+        >>> target = torch.tensor([0, 2, -100])
+        >>> loss = eaves.cross_entropy(logits, target)
+        >>> loss.detach()
+        tensor(0.8606)
+        >>> loss.backward()
+        >>> logits.grad
+        tensor([[-0.0781,  0.0571,  0.0210],
+                [ 0.1060,  0.2881, -0.3940],
+                [ 0.0000,  0.0000,  0.0000]])
+        >>> eaves.cross_entropy(logits.detach(), target, reduction="none", return_argmax=True).argmax
+        tensor([0, 1, 0])
+    """
+    result_dtype = check_logits(input, target)
+    is_soft = target.is_floating_point()
+    axis = class_axis(input, target, is_soft, class_dim)
+    mode = reduction_of(reduction)
+    if type(ignore_index) is not int:
+        ignore_index = index_of("ignore_index", ignore_index)
+
+    if weight is not None:
+        weight = weight_of(weight, input, axis)
+    if normalizer is not None:
+        normalizer = normalizer_of(normalizer, mode, result_dtype, input.device)
+    # The defaults are 0 and not 0.0: torch.compile(dynamic=True) takes a default that is a float for one that changes,
+    # and compiles twice.
+    smoothing, z_weight = 0.0, 0.0
+    if label_smoothing != 0:
+        smoothing = number_of(_OP, "label_smoothing", label_smoothing, 0.0, 1.0, "0 to 1")
+    if z_loss != 0:
+        z_weight = number_of(_OP, "z_loss", z_loss, 0.0, math.inf, "a number that is not negative")
+    scale = 1.0 if scale is None else positive("scale", scale)
+    softcap = 0.0 if softcap is None else positive("softcap", softcap)
+    wanted = 0
+    if not (return_lse is return_argmax is return_entropy is return_z_loss is False):
+        wanted = wanted_outputs(return_lse, return_argmax, return_entropy, return_z_loss)
+    if inplace_backward is not False:
+        check_bool(_OP, "inplace_backward", inplace_backward)
+
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and not needs_autograd(input, target):
+        outputs = call(
+            _OP, _forward, input, target, weight, normalizer, axis, ignore_index, mode, smoothing, scale, softcap,
+            z_weight, wanted,
+        )  # fmt: skip
+        computed = wanted
+    elif inplace_backward and not is_compiling:
+        refuse_gradient("target", target)
+        refuse_in_place(input)
+        computed = LSE | ARGMAX | ENTROPY | Z_LOSS
+        outputs = apply(
+            _OP, _InPlace, input, target, weight, normalizer, axis, ignore_index, mode, smoothing, scale, softcap,
+            z_weight, wanted,
+        )  # fmt: skip
+    else:
+        refuse_gradient("target", target)
+        computed = wanted | LSE
+        if mode == MEAN:
+            computed |= DIVISOR
+        if is_soft or (weight is not None and smoothing > 0.0):
+            computed |= TARGET_MASS
+        outputs = apply(
+            _OP, _CrossEntropy, input, target, weight, normalizer, axis, ignore_index, mode, smoothing, scale, softcap,
+            z_weight, computed, wanted,
+        )  # fmt: skip
+    if wanted == 0:
+        loss: Tensor = outputs[0]
+        return loss
+    return output_of(outputs, computed, wanted)
+
+
+class CrossEntropyLoss(torch.nn.Module):
+    """eaves.cross_entropy as a module, as torch.nn.CrossEntropyLoss: the options are given once, and `weight` goes
+    where the module goes.
+
+    Args:
+        weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, inplace_backward, return_lse,
+            return_argmax, return_entropy, return_z_loss, class_dim: as in eaves.cross_entropy. They are checked when
+            the module is called.
+
+    Example:
+        >>> import torch, eaves
+        >>> criterion = eaves.CrossEntropyLoss(label_smoothing=0.1)
+        >>> criterion(torch.zeros(2, 3), torch.tensor([0, 2]))
+        tensor(1.0986)
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        scale: float | None = None,
+        z_loss: float = 0.0,
+        inplace_backward: bool = False,
+        return_lse: bool = False,
+        return_argmax: bool = False,
+        return_entropy: bool = False,
+        return_z_loss: bool = False,
+        class_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.softcap = softcap
+        self.scale = scale
+        self.z_loss = z_loss
+        self.inplace_backward = inplace_backward
+        self.return_lse = return_lse
+        self.return_argmax = return_argmax
+        self.return_entropy = return_entropy
+        self.return_z_loss = return_z_loss
+        self.class_dim = class_dim
+
+    def forward(self, input: Tensor, target: Tensor, *, normalizer: Tensor | float | None = None) -> Any:
+        """eaves.cross_entropy(input, target, normalizer=normalizer) with the options of the module."""
+        return cross_entropy(
+            input,
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            softcap=self.softcap,
+            scale=self.scale,
+            z_loss=self.z_loss,
+            normalizer=normalizer,
+            inplace_backward=self.inplace_backward,
+            return_lse=self.return_lse,
+            return_argmax=self.return_argmax,
+            return_entropy=self.return_entropy,
+            return_z_loss=self.return_z_loss,
+            class_dim=self.class_dim,
+        )
+
+    def extra_repr(self) -> str:
+        """The options that are not the default's."""
+        defaults = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0, "z_loss": 0.0}
+        names = [*defaults, "softcap", "scale", "class_dim"]
+        return ", ".join(f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) != defaults.get(n))
+
+
+# ----------------------------------------------------------------------------------------------------------- arguments
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)
+
+
+def check_logits(input: Tensor, target: Tensor) -> torch.dtype:
+    """Both are tensors that eaves has, and input may be logits. Returns the dtype of the loss."""
+    check_tensor(_OP, "input", input)
+    check_tensor(_OP, "target", target)
+    dtype = _RESULT_DTYPES.get(input.dtype)
+    if dtype is None:
+        raise ValueError(f"{_OP}: input has dtype {name_of(input.dtype)}, expected a floating-point type: logits")
+    return dtype
+
+
+def class_axis(input: Tensor, target: Tensor, is_soft: bool, class_dim: int | None) -> int:
+    """The axis of the classes, counted from the end, so that a batch in front changes nothing. Also: the target has the
+    shape and the dtype that go with it."""
+    rank = input.dim()
+    if rank == 0:
+        raise ValueError(f"{_OP}: input has no axes, expected at least one, of the classes")
+    if class_dim is None:
+        axis = -1 if rank <= 2 else _axis_of_shapes(input, target, is_soft)
+    else:
+        axis = index_of("class_dim", class_dim)
+        if not -rank <= axis < rank:
+            raise ValueError(f"{_OP}: class_dim is {axis}, expected {-rank} to {rank - 1} (input has {rank} axes)")
+        axis = axis if axis < 0 else axis - rank
+    if is_soft:
+        if target.dtype != input.dtype and target.dtype != torch.float32:
+            raise ValueError(
+                f"{_OP}: target has dtype {name_of(target.dtype)}, expected for probabilities that of input, "
+                f"{name_of(input.dtype)}, or float32"
+            )
+        if target.shape != input.shape:
+            raise ValueError(
+                f"{_OP}: target has shape {_shape(target)}, expected {_shape(input)}: probabilities, as input"
+            )
+        return axis
+    if target.dtype != torch.int64 and target.dtype != torch.int32:
+        raise ValueError(
+            f"{_OP}: target has dtype {name_of(target.dtype)}, expected int64 or int32 for classes, "
+            f"{name_of(input.dtype)} or float32 for probabilities"
+        )
+    shape = input.shape
+    rows = shape[:-1] if axis == -1 else shape[:axis] + shape[axis + 1 :]
+    if target.shape != rows:
+        raise ValueError(
+            f"{_OP}: target has shape {_shape(target)}, expected {list(rows)} (one per row of input {list(shape)})"
+        )
+    return axis
+
+
+def _axis_of_shapes(input: Tensor, target: Tensor, is_soft: bool) -> int:
+    """Whether the classes are torch's axis 1 or the last one."""
+    shape = input.shape
+    if is_soft:
+        raise ValueError(
+            f"{_OP}: input has shape {list(shape)} and target has probabilities, which do not say where the classes "
+            "are: pass class_dim=1 (as torch) or class_dim=-1"
+        )
+    last, second = shape[:-1], shape[:1] + shape[2:]
+    if target.shape == last:
+        if last == second:
+            raise ValueError(
+                f"{_OP}: target has shape {_shape(target)}, which fits classes on axis 1 and on the last axis of input "
+                f"{list(shape)}: pass class_dim=1 (as torch) or class_dim=-1"
+            )
+        return -1
+    if target.shape == second:
+        return 1 - input.dim()
+    raise ValueError(
+        f"{_OP}: target has shape {_shape(target)}, expected {list(last)} (one per row of input {list(shape)}), or "
+        f"{list(second)} where the classes are axis 1"
+    )
+
+
+def reduction_of(reduction: str) -> int:
+    mode = REDUCTIONS.get(reduction) if isinstance(reduction, str) else None
+    if mode is None:
+        if not isinstance(reduction, str):
+            raise TypeError(f'{_OP}: reduction is {reduction!r}, expected "none", "sum" or "mean"')
+        raise ValueError(f'{_OP}: reduction is {reduction!r}, expected "none", "sum" or "mean"')
+    return mode
+
+
+def index_of(name: str, value: object) -> int:
+    if isinstance(value, (bool, Tensor)):
+        _no_index(name, value)
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # numpy's integers too
+    except TypeError:
+        _no_index(name, value)
+
+
+def _no_index(name: str, value: object) -> NoReturn:
+    raise TypeError(f"{_OP}: {name} is {value!r}, expected an int")
+
+
+def positive(name: str, value: object) -> float:
+    # The smallest normal number of float32, in which is computed.
+    return number_of(_OP, name, value, torch.finfo(torch.float32).tiny, math.inf, "a positive number")
+
+
+def weight_of(weight: Tensor, input: Tensor, axis: int) -> Tensor:
+    """The weights of the classes, as the core takes them."""
+    check_tensor(_OP, "weight", weight)
+    if weight.dtype != input.dtype and weight.dtype != torch.float32:
+        raise ValueError(
+            f"{_OP}: weight has dtype {name_of(weight.dtype)}, expected that of input, {name_of(input.dtype)}, or "
+            "float32"
+        )
+    if weight.dim() != 1 or weight.shape[0] != input.shape[axis]:
+        raise ValueError(
+            f"{_OP}: weight has shape {_shape(weight)}, expected [{input.shape[axis]}] (one per class of input)"
+        )
+    refuse_gradient("weight", weight)
+    return weight.contiguous()
+
+
+def normalizer_of(normalizer: object, mode: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One number on the device, without waiting for it."""
+    if mode != MEAN:
+        raise ValueError(f'{_OP}: normalizer is given, but only the mean divides: expected reduction="mean"')
+    if not isinstance(normalizer, Tensor):
+        number = number_of(_OP, "normalizer", normalizer, -math.inf, math.inf, "a number, or a tensor of one")
+        return torch.full((), number, dtype=dtype, device=device)
+    check_tensor(_OP, "normalizer", normalizer)
+    if normalizer.numel() != 1:
+        raise ValueError(f"{_OP}: normalizer has shape {_shape(normalizer)}, expected one element")
+    if normalizer.device != device:
+        raise ValueError(f"{_OP}: normalizer is on {normalizer.device}, expected {device} (as input), or a number")
+    refuse_gradient("normalizer", normalizer)
+    return normalizer.to(dtype)
+
+
+def refuse_gradient(name: str, tensor: Tensor) -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{_OP}: there is no derivative with respect to {name}, which requires one; pass {name}.detach()"
+        )
+
+
+def refuse_in_place(input: Tensor) -> None:
+    """What autograd would not allow to write over, and what it cannot follow."""
+    if is_transforming():
+        raise NotImplementedError(
+            f"{_OP}: inplace_backward does not go with torch.vmap and torch.func, which may use input again; leave it "
+            "out"
+        )
+    base = input._base if input._is_view() else None
+    if input.requires_grad and (input.is_leaf or (base is not None and base.is_leaf and base.requires_grad)):
+        raise RuntimeError(
+            f"{_OP}: input is a leaf that requires a gradient, or a view of one, and inplace_backward would write over "
+            "it; leave inplace_backward out, or pass a tensor that was computed from it"
+        )
+
+
+def wanted_outputs(return_lse: object, return_argmax: object, return_entropy: object, return_z_loss: object) -> int:
+    check_bool(_OP, "return_lse", return_lse)
+    check_bool(_OP, "return_argmax", return_argmax)
+    check_bool(_OP, "return_entropy", return_entropy)
+    check_bool(_OP, "return_z_loss", return_z_loss)
+    wanted = (LSE if return_lse else 0) | (ARGMAX if return_argmax else 0) | (ENTROPY if return_entropy else 0)
+    if wanted:
+        wanted |= OF_IGNORED_ROWS
+    return wanted | (Z_LOSS if return_z_loss else 0)
+
+
+# Where each output lies in what a call gives, for each set of bits; 0, where the loss lies, for one that is not there.
+# Looked up, because counting bits in each call costs the host as much as an allocation.
+_POSITIONS = [
+    {
+        bit: 1 + sum(1 for other in OUTPUTS if other < bit and computed & other) if computed & bit else 0
+        for bit in OUTPUTS
+    }
+    for computed in range(2 * OF_IGNORED_ROWS)
+]
+
+
+def pick(outputs: Sequence[Any], computed: int, bit: int) -> Any:
+    """Of what a call gave (the loss, and what the bits `computed` say), that of `bit`; None where it is not there."""
+    position = _POSITIONS[computed][bit]
+    return outputs[position] if position else None
+
+
+def output_of(outputs: Sequence[Tensor], computed: int, wanted: int) -> CrossEntropyOutput:
+    """What the user gets of what was computed."""
+    lse, argmax, entropy, z_loss = (
+        pick(outputs, computed, bit) if wanted & bit else None for bit in (LSE, ARGMAX, ENTROPY, Z_LOSS)
+    )
+    return CrossEntropyOutput(outputs[0], lse, argmax, entropy, z_loss)
+
+
+# ------------------------------------------------------------------------------------------------------------ autograd
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """input -> the loss, and the outputs that the bits `computed` name, of which the user gets those of `wanted`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        normalizer: Tensor | None,
+        axis: int,
+        ignore_index: int,
+        mode: int,
+        label_smoothing: float,
+        scale: float,
+        softcap: float,
+        z_loss: float,
+        computed: int,
+        wanted: int,
+    ) -> tuple[Tensor, ...]:
+        return tuple(
+            call(
+                _OP, _forward, input, target, weight, normalizer, axis, ignore_index, mode, label_smoothing, scale,
+                softcap, z_loss, computed,
+            )
+        )  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        input, target, weight, _ = inputs[:4]
+        ctx.options = inputs[4:11]
+        ctx.computed, ctx.wanted = inputs[11:]
+        ctx.set_materialize_grads(False)  # or each backward would fill a tensor of zeros for each output
+        computed = ctx.computed
+        entropy = pick(output, computed, ENTROPY)
+        divisor = pick(output, computed, DIVISOR)
+        target_mass = pick(output, computed, TARGET_MASS)
+        if ctx.wanted & (LSE | ENTROPY):
+            differentiable = (ctx.wanted & LSE) | ENTROPY
+            positions = _POSITIONS[computed]
+            constant = [output[positions[bit]] for bit in OUTPUTS if computed & bit and not differentiable & bit]
+            ctx.mark_non_differentiable(*constant)
+        else:
+            ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(input, target, weight, output[1], entropy, target_mass, divisor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        nothing = (None,) * 12
+        grad_loss = grads[0]
+        grad_lse = grads[1] if ctx.wanted & LSE else None
+        grad_entropy = pick(grads, ctx.computed, ENTROPY)
+        if grad_loss is None and grad_lse is None and grad_entropy is None:
+            return None, *nothing
+        input, target, weight, lse, entropy, target_mass, divisor = ctx.saved_tensors
+        if grad_loss is None:
+            mode = ctx.options[2]
+            grad_loss = lse.new_zeros(()).expand(lse.shape if mode == NONE else ())
+        lse = lse.detach()
+        entropy = None if grad_entropy is None else entropy.detach()
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
+        grad_input: Tensor = dispatch(
+            _OP, [g for g in (input, grad_loss, grad_lse, grad_entropy) if g is not None], _Gradient, _backward,
+            grad_loss, grad_lse, grad_entropy, input, target, weight, lse, entropy, target_mass, divisor, *ctx.options,
+            0, 0,
+        )  # fmt: skip
+        return grad_input, *nothing
+
+
+class _Gradient(torch.autograd.Function):
+    """The gradient, which has no derivative itself."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        grad_loss: Tensor,
+        grad_lse: Tensor | None,
+        grad_entropy: Tensor | None,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        lse: Tensor,
+        entropy: Tensor | None,
+        target_mass: Tensor | None,
+        divisor: Tensor | None,
+        axis: int,
+        ignore_index: int,
+        mode: int,
+        label_smoothing: float,
+        scale: float,
+        softcap: float,
+        z_loss: float,
+        first_class: int,
+        classes: int,
+    ) -> Tensor:
+        result: Tensor = call(
+            _OP, _backward, grad_loss, grad_lse, grad_entropy, input, target, weight, lse, entropy, target_mass,
+            divisor, axis, ignore_index, mode, label_smoothing, scale, softcap, z_loss, first_class, classes,
+        )  # fmt: skip
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{_OP}: there is no second derivative; use torch.nn.functional.cross_entropy where one is needed"
+        )
+
+
+class _InPlace(torch.autograd.Function):
+    """Forward and backward in one pass, which leaves the gradient for an upstream gradient of 1 where the logits were.
+
+    Logits are an input that is written over and no output: whoever uses them later has to fail, not to differentiate
+    through this function. That is what the version counter is for.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = tuple(call(_OP, _forward_backward, input, *arguments))
+        torch.autograd.graph.increment_version(input)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.save_for_backward(input)
+        ctx.axis, ctx.is_used = arguments[3], False
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        nothing = (None,) * 11
+        if grad_loss is None:
+            return None, *nothing
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{_OP}: with inplace_backward the gradient has no derivative (create_graph=True); leave it out"
+            )
+        if ctx.is_used:
+            raise RuntimeError(
+                f"{_OP}: with inplace_backward there is one backward, and this is the second; leave inplace_backward "
+                "out"
+            )
+        grad_input: Tensor = ctx.saved_tensors[0].detach()
+        ctx.is_used = True
+        call(_OP, _rescale, grad_input, grad_loss, ctx.axis)  # reads and writes nothing where grad_loss is 1
+        return grad_input, *nothing
+
+
+refuse_lost_derivatives(_OP, _forward, _forward_backward, _rescale, _backward)
+
+
+# What torch.compile and other tracers ask: shapes, strides and dtypes of the outputs.
+
+
+def row_shape(logits: Tensor, axis: int) -> list[int]:
+    axis %= logits.dim()
+    return [size for index, size in enumerate(logits.shape) if index != axis]
+
+
+def empty_outputs(like: Tensor, rows: Sequence[int], mode: int, outputs: int) -> list[Tensor]:
+    """The loss and the outputs that the bits name, without values."""
+    dtype = accumulator_dtype(like.dtype)
+    loss_shape = rows if mode == NONE else ()
+    shapes = {LSE: rows, DIVISOR: (), ARGMAX: rows, ENTROPY: rows, Z_LOSS: loss_shape, TARGET_MASS: rows}
+    tensors = [like.new_empty(loss_shape, dtype=dtype)]
+    for bit, shape in shapes.items():
+        if outputs & bit:
+            tensors.append(like.new_empty(shape, dtype=torch.int64 if bit == ARGMAX else dtype))
+    return tensors
+
+
+@register_fake("cross_entropy_forward")
+def _(
+    logits: Tensor,
+    targets: Tensor,
+    weight: Tensor | None,
+    normalizer: Tensor | None,
+    class_axis: int,
+    ignore_index: int,
+    reduction: int,
+    label_smoothing: float,
+    scale: float,
+    softcap: float,
+    z_loss_weight: float,
+    outputs: int,
+) -> list[Tensor]:
+    return empty_outputs(logits, row_shape(logits, class_axis), reduction, outputs)
+
+
+@register_fake("cross_entropy_forward_backward")
+def _(
+    logits: Tensor,
+    targets: Tensor,
+    weight: Tensor | None,
+    normalizer: Tensor | None,
+    class_axis: int,
+    ignore_index: int,
+    reduction: int,
+    label_smoothing: float,
+    scale: float,
+    softcap: float,
+    z_loss_weight: float,
+    outputs: int,
+) -> tuple[Tensor, ...]:
+    rows = row_shape(logits, class_axis)
+    bits = (LSE, ARGMAX, ENTROPY, Z_LOSS)
+    made = empty_outputs(logits, rows, reduction, outputs)
+    dtype = accumulator_dtype(logits.dtype)
+    absent = {bit: logits.new_empty(0, dtype=torch.int64 if bit == ARGMAX else dtype) for bit in bits}
+    return made[0], *(pick(made, outputs, bit) if outputs & bit else absent[bit] for bit in bits)
+
+
+@register_fake("cross_entropy_rescale")
+def _(grad_logits: Tensor, grad_loss: Tensor, class_axis: int) -> None:
+    pass
+
+
+@register_fake("cross_entropy_backward")
+def _(grad_loss: Tensor, grad_lse: Tensor | None, grad_entropy: Tensor | None, logits: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(logits)
+
+
+# Batching rules: the batch becomes the first axis of the rows, whose losses are then reduced for each sample.
+
+
+def _divisors(
+    samples: int,
+    targets: Tensor,
+    weight: Tensor | None,
+    normalizer: Tensor | None,
+    ignore_index: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What the mean of each sample is divided by. `targets` has the samples as its first axis; soft ones have counted
+    rows only, and come as None."""
+    if normalizer is not None:
+        return normalizer.reshape(samples).clone()
+    counts = targets != ignore_index
+    if weight is None:
+        return _sums(counts.to(dtype))
+    classes = torch.where(counts, targets, 0).clamp(0, max(weight.shape[0] - 1, 0))
+    return _sums(torch.where(counts, weight.to(dtype)[classes], 0.0))
+
+
+def _sums(rows: Tensor) -> Tensor:
+    """The sum of each sample's rows."""
+    return rows.reshape(rows.shape[0], math.prod(rows.shape[1:])).sum(1)
+
+
+def _quotient(numbers: Tensor, divisors: Tensor) -> Tensor:
+    """Without rows that count, a mean is 0."""
+    return torch.where(divisors == 0, torch.zeros_like(numbers), numbers / divisors)
+
+
+@register_vmap("cross_entropy_forward")
+def _(
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    logits: Tensor,
+    targets: Tensor,
+    weight: Tensor | None,
+    normalizer: Tensor | None,
+    class_axis: int,
+    ignore_index: int,
+    reduction: int,
+    label_smoothing: float,
+    scale: float,
+    softcap: float,
+    z_loss_weight: float,
+    outputs: int,
+) -> tuple[list[Tensor], list[int]]:
+    options = (label_smoothing, scale, softcap, z_loss_weight)
+    if in_dims[2] is not None:  # each sample has its own weights
+        arguments = (logits, targets, weight, normalizer, class_axis, ignore_index, reduction, *options, outputs)
+        each = [_forward(*sample) for sample in each_of_batch(info, in_dims, *arguments)]
+        stacked = [torch.stack(tensors) for tensors in zip(*each)]
+        return stacked, [0] * len(stacked)
+    logits, targets = batch_first(info, in_dims, logits, targets)
+    if normalizer is not None:
+        (normalizer,) = batch_first(info, in_dims[3:], normalizer)
+    axis = class_axis if class_axis < 0 else class_axis - (logits.dim() - 1)
+    # The divisor is the samples' own.
+    results = _forward(
+        logits, targets, weight, None, axis, ignore_index, NONE, *options, outputs & ~DIVISOR
+    )  # fmt: skip
+    tensors = list(results)
+    if reduction != NONE:
+        z_losses = pick(tensors, outputs & ~DIVISOR, Z_LOSS)
+        losses, parts = _sums(tensors[0]), None if z_losses is None else _sums(z_losses)
+        if reduction == MEAN:
+            rows_like = tensors[0].new_zeros(tensors[0].shape, dtype=torch.int64)
+            is_soft = targets.is_floating_point()
+            divisors = _divisors(
+                info.batch_size,
+                rows_like if is_soft else targets,
+                None if is_soft else weight,
+                normalizer,
+                -1 if is_soft else ignore_index,
+                tensors[0].dtype,
+            )
+            losses = _quotient(losses, divisors)
+            parts = None if parts is None else _quotient(parts, divisors)
+            if outputs & DIVISOR:
+                tensors.insert(2 if outputs & LSE else 1, divisors)
+        tensors[0] = losses
+        if parts is not None:
+            position = len(tensors) - (2 if outputs & TARGET_MASS else 1)
+            tensors[position] = parts
+    return tensors, [0] * len(tensors)
+
+
+@register_vmap("cross_entropy_backward")
+def _(
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    targets: Tensor,
+    weight: Tensor | None,
+    lse: Tensor,
+    entropy: Tensor | None,
+    target_mass: Tensor | None,
+    divisor: Tensor | None,
+    class_axis: int,
+    ignore_index: int,
+    reduction: int,
+    *options: Any,
+) -> tuple[Tensor, int]:
+    tensors = (grad_loss, grad_lse, grad_entropy, logits, targets, weight, lse, entropy, target_mass, divisor)
+    if in_dims[5] is not None:
+        arguments = (*tensors, class_axis, ignore_index, reduction, *options)
+        return torch.stack([_backward(*sample) for sample in each_of_batch(info, in_dims, *arguments)]), 0
+
+    def batched(index: int) -> Any:
+        tensor = tensors[index]
+        return None if tensor is None else batch_first(info, in_dims[index:], tensor)[0]
+
+    def per_row(index: int) -> Any:
+        tensor = batched(index)
+        return None if tensor is None else tensor.contiguous()
+
+    logits, targets, rows = batched(3), batched(4), per_row(6)
+    grads = batched(0)
+    if reduction != NONE:
+        grads = grads.reshape(info.batch_size)
+        if reduction == MEAN:
+            grads = _quotient(grads, batched(9).reshape(info.batch_size))
+        grads = grads.reshape([info.batch_size] + [1] * (rows.dim() - 1)).expand(rows.shape)
+    axis = class_axis if class_axis < 0 else class_axis - (logits.dim() - 1)
+    result = _backward(
+        grads, per_row(1), per_row(2), logits, targets, weight, rows, per_row(7), per_row(8), None, axis, ignore_index,
+        NONE, *options,
+    )  # fmt: skip
+    return result, 0

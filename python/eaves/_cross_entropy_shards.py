@@ -1,0 +1,320 @@
+"""cross_entropy over a vocabulary that is cut into shards, on one device or on many: three functions, without autograd
+and without communication of their own, that a torch.autograd.Function around torch.distributed is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eaves._cross_entropy import (
+    ARGMAX,
+    DIVISOR,
+    ENTROPY,
+    LSE,
+    MEAN,
+    TARGET_MASS,
+    Z_LOSS,
+    check_logits,
+    class_axis,
+    empty_outputs,
+    index_of,
+    normalizer_of,
+    pick,
+    positive,
+    reduction_of,
+    row_shape,
+    weight_of,
+)
+from eaves._operator import (
+    accumulator_dtype,
+    call,
+    check_bool,
+    check_tensor,
+    name_of,
+    number_of,
+    refuse_lost_derivatives,
+    register_fake,
+)
+
+_shard_forward = torch.ops.eaves.cross_entropy_shard_forward.default
+_merge = torch.ops.eaves.cross_entropy_merge.default
+_backward = torch.ops.eaves.cross_entropy_backward.default
+
+_STATISTICS = 9  # kCrossEntropyStatistics of include/eaves/cross_entropy.h
+
+
+class CrossEntropyMerged(NamedTuple):
+    """What eaves.cross_entropy_merge gives: the loss, and what the gradient of each shard needs."""
+
+    loss: Tensor
+    lse: Tensor
+    argmax: Tensor
+    entropy: Tensor
+    z_loss: Tensor
+    target_mass: Tensor
+    divisor: Tensor | None
+
+
+def cross_entropy_shard(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    first_class: int,
+    classes: int,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    scale: float | None = None,
+    class_dim: int | None = None,
+) -> Tensor:
+    """What eaves.cross_entropy has to know of the classes [first_class, first_class + V') of a vocabulary in shards.
+
+    One pass over the shard's logits, without communication. Of the rows' statistics of all shards
+    eaves.cross_entropy_merge makes the loss; with it eaves.cross_entropy_shard_gradient makes the gradient of each
+    shard. The options have to be the same in the three.
+
+    Args:
+        input: the shard's logits, [..., V'] (or with the classes on another axis, see class_dim); any strides;
+            float16, bfloat16, float32 or float64.
+        target: classes of the whole vocabulary, int32 or int64: the same on every shard.
+        weight: of the shard's classes, [V'], in the dtype of input or float32.
+        first_class: the shard's first class.
+        classes: V, of all shards together.
+        ignore_index, label_smoothing, softcap, scale, class_dim: as in eaves.cross_entropy.
+
+    Returns:
+        [rows..., 9], float32 (float64 for a float64 input), contiguous: the largest z' of the shard, sum exp(z' - it),
+        z'_t, w_t, sum w_v z'_v, sum w_v, sum exp(z' - largest) (z' - largest), the largest z and its class; what the
+        shard does not have of the target is 0.
+
+    Raises:
+        ValueError, TypeError: as eaves.cross_entropy; the shard is no part of `classes`.
+        NotImplementedError: input requires a gradient (there is no autograd here), or as eaves.cross_entropy.
+
+    Example, with a torch.distributed group whose ranks have shards of equal size:
+
+        class ShardedCrossEntropy(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, logits, target, rank, ranks, group):
+                shard = {"first_class": rank * logits.shape[-1], "classes": ranks * logits.shape[-1]}
+                own = eaves.cross_entropy_shard(logits, target, **shard)
+                gathered = own.new_empty(ranks, *own.shape)
+                torch.distributed.all_gather(list(gathered), own, group=group)
+                merged = eaves.cross_entropy_merge(gathered, target, classes=shard["classes"])
+                ctx.save_for_backward(logits, target, *merged)
+                ctx.shard = shard
+                return merged.loss
+
+            @staticmethod
+            def backward(ctx, grad_loss):
+                logits, target, *merged = ctx.saved_tensors
+                merged = eaves.CrossEntropyMerged(*merged)
+                grad = eaves.cross_entropy_shard_gradient(grad_loss, logits, target, merged, **ctx.shard)
+                return grad, None, None, None, None
+
+    On one device:
+        >>> import torch, eaves
+        >>> logits, target = torch.tensor([[2.0, 0.0, -1.0, 0.5]]), torch.tensor([3])
+        >>> parts = [eaves.cross_entropy_shard(logits[:, i : i + 2], target, first_class=i, classes=4) for i in (0, 2)]
+        >>> eaves.cross_entropy_merge(torch.stack(parts), target, classes=4).loss
+        tensor(1.8423)
+        >>> eaves.cross_entropy(logits, target)
+        tensor(1.8423)
+    """
+    axis, arguments = _shard_arguments(
+        input, target, weight, first_class, classes, ignore_index, label_smoothing, softcap, scale, class_dim
+    )
+    weight, ignore_index, smoothing, factor, cap, first_class, classes = arguments
+    result: Tensor = call(
+        "cross_entropy", _shard_forward, input, target, weight, axis, ignore_index, smoothing, factor, cap, first_class,
+        classes,
+    )  # fmt: skip
+    return result
+
+
+def cross_entropy_merge(
+    statistics: Tensor,
+    target: Tensor,
+    *,
+    classes: int,
+    has_weight: bool = False,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    normalizer: Tensor | float | None = None,
+) -> CrossEntropyMerged:
+    """The loss of a vocabulary in shards, from the statistics of all of them. See eaves.cross_entropy_shard.
+
+    Args:
+        statistics: of all shards in the order of their classes, [shards, rows..., 9], contiguous.
+        target: as each shard got it.
+        classes: V, of all shards together.
+        has_weight: whether the shards got weights.
+        ignore_index, reduction, label_smoothing, z_loss, normalizer: as in eaves.cross_entropy.
+
+    Returns:
+        CrossEntropyMerged(loss, lse, argmax, entropy, z_loss, target_mass, divisor): the first five as
+        eaves.cross_entropy gives them, then per row what the logits' probabilities are multiplied with, and of a mean
+        what the sum was divided by. None of them has a gradient.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as eaves.cross_entropy.
+
+    Example:
+        >>> import torch, eaves
+        >>> statistics = eaves.cross_entropy_shard(torch.zeros(2, 4), torch.tensor([1, 3]), first_class=0, classes=4)
+        >>> eaves.cross_entropy_merge(statistics[None], torch.tensor([1, 3]), classes=4).lse
+        tensor([1.3863, 1.3863])
+    """
+    op = "cross_entropy"
+    check_tensor(op, "statistics", statistics)
+    check_tensor(op, "target", target)
+    check_bool(op, "has_weight", has_weight)
+    if statistics.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"{op}: statistics has dtype {name_of(statistics.dtype)}, expected float32 or float64")
+    if statistics.dim() < 2 or statistics.shape[1:] != (*target.shape, _STATISTICS):
+        raise ValueError(
+            f"{op}: statistics has shape {list(statistics.shape)}, expected [shards, {str(list(target.shape))[1:-1]}"
+            f"{', ' if target.dim() else ''}{_STATISTICS}], of each shard for each target"
+        )
+    mode = reduction_of(reduction)
+    if normalizer is not None:
+        normalizer = normalizer_of(normalizer, mode, statistics.dtype, statistics.device)
+    smoothing = number_of(op, "label_smoothing", label_smoothing, 0.0, 1.0, "0 to 1")
+    z_weight = number_of(op, "z_loss", z_loss, 0.0, math.inf, "a number that is not negative")
+    computed = LSE | ARGMAX | ENTROPY | Z_LOSS | TARGET_MASS | (DIVISOR if mode == MEAN else 0)
+    outputs = call(
+        op, _merge, statistics, target, normalizer, index_of("ignore_index", ignore_index), mode, smoothing, z_weight,
+        index_of("classes", classes), has_weight, computed,
+    )  # fmt: skip
+    bits = (LSE, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS, DIVISOR)
+    return CrossEntropyMerged(outputs[0], *(pick(outputs, computed, bit) for bit in bits))
+
+
+def cross_entropy_shard_gradient(
+    grad_loss: Tensor,
+    input: Tensor,
+    target: Tensor,
+    merged: CrossEntropyMerged,
+    weight: Tensor | None = None,
+    *,
+    first_class: int,
+    classes: int,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    scale: float | None = None,
+    z_loss: float = 0.0,
+    class_dim: int | None = None,
+) -> Tensor:
+    """The gradient of a shard's logits, from the merged loss. See eaves.cross_entropy_shard.
+
+    Args:
+        grad_loss: dL/d(merged.loss), in its shape; float32, float64 or the dtype of input.
+        input, target, weight, first_class, classes, ignore_index, label_smoothing, softcap, scale, class_dim: as
+            eaves.cross_entropy_shard got them.
+        merged: what eaves.cross_entropy_merge gave.
+        reduction, z_loss: as eaves.cross_entropy_merge got them.
+
+    Returns:
+        dL/d(input), in its shape and dtype.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as eaves.cross_entropy_shard.
+
+    Example:
+        >>> import torch, eaves
+        >>> logits, target = torch.zeros(1, 4), torch.tensor([3])
+        >>> shard = {"first_class": 0, "classes": 4}
+        >>> statistics = eaves.cross_entropy_shard(logits, target, **shard)
+        >>> merged = eaves.cross_entropy_merge(statistics[None], target, classes=4)
+        >>> eaves.cross_entropy_shard_gradient(torch.ones(()), logits, target, merged, **shard)
+        tensor([[ 0.2500,  0.2500,  0.2500, -0.7500]])
+    """
+    check_tensor("cross_entropy", "grad_loss", grad_loss)
+    mode = reduction_of(reduction)
+    z_weight = number_of("cross_entropy", "z_loss", z_loss, 0.0, math.inf, "a number that is not negative")
+    axis, arguments = _shard_arguments(
+        input, target, weight, first_class, classes, ignore_index, label_smoothing, softcap, scale, class_dim
+    )
+    weight, ignore_index, smoothing, factor, cap, first_class, classes = arguments
+    result: Tensor = call(
+        "cross_entropy", _backward, grad_loss, None, None, input, target, weight, merged.lse, None, merged.target_mass,
+        merged.divisor if mode == MEAN else None, axis, ignore_index, mode, smoothing, factor, cap, z_weight,
+        first_class, classes,
+    )  # fmt: skip
+    return result
+
+
+def _shard_arguments(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    first_class: int,
+    classes: int,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    scale: float | None,
+    class_dim: int | None,
+) -> tuple[int, tuple[Any, ...]]:
+    """The axis of the classes, and the other arguments as the extension takes them."""
+    op = "cross_entropy"
+    check_logits(input, target)
+    if target.is_floating_point():
+        raise ValueError(
+            f"{op}: target has dtype {name_of(target.dtype)}, expected int64 or int32 (a vocabulary in shards takes "
+            "classes, not probabilities)"
+        )
+    axis = class_axis(input, target, False, class_dim)
+    if input.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{op}: the functions of shards have no autograd, and input requires a gradient; call them in a "
+            "torch.autograd.Function, as in the documentation of cross_entropy_shard, or under torch.no_grad()"
+        )
+    first, total = index_of("first_class", first_class), index_of("classes", classes)
+    columns = input.shape[axis]
+    if first < 0 or first + columns > total:
+        raise ValueError(
+            f"{op}: input has the classes {first} to {first} + {columns}, expected a part of {total} classes"
+        )
+    return axis, (
+        None if weight is None else weight_of(weight, input, axis),
+        index_of("ignore_index", ignore_index),
+        number_of(op, "label_smoothing", label_smoothing, 0.0, 1.0, "0 to 1"),
+        1.0 if scale is None else positive("scale", scale),
+        0.0 if softcap is None else positive("softcap", softcap),
+        first,
+        total,
+    )
+
+
+refuse_lost_derivatives("cross_entropy", _shard_forward, _merge)
+
+
+@register_fake("cross_entropy_shard_forward")
+def _(logits: Tensor, targets: Tensor, weight: Tensor | None, class_axis: int, *_: object) -> Tensor:
+    return logits.new_empty([*row_shape(logits, class_axis), _STATISTICS], dtype=accumulator_dtype(logits.dtype))
+
+
+@register_fake("cross_entropy_merge")
+def _(
+    statistics: Tensor,
+    targets: Tensor,
+    normalizer: Tensor | None,
+    ignore_index: int,
+    reduction: int,
+    label_smoothing: float,
+    z_loss_weight: float,
+    classes: int,
+    has_weight: bool,
+    outputs: int,
+) -> Sequence[Tensor]:
+    return empty_outputs(statistics, list(targets.shape), reduction, outputs)

@@ -1,0 +1,411 @@
+"""The gradient of eaves.cross_entropy, through autograd, against the float64 oracle and finite differences."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import eaves
+from comparison import FLOATING_POINT, CrossEntropyOracle, assert_within
+from cross_entropy_test import OPTIONS, REDUCTIONS, each, probabilities_of, samples, targets_of
+from layouts import LAYOUTS, contiguous, expanded_along_the_first_axis, padded_rows, random_tensor
+
+
+def upstream(out: Tensor, layout: Callable[[Tensor], Tensor] = contiguous) -> Tensor:
+    """An upstream gradient of both signs, for a result of this shape and dtype."""
+    numbers = torch.linspace(-1.5, 2.0, max(out.numel(), 1), dtype=torch.float64)[: out.numel()]
+    return layout(numbers.view(out.shape).to(out.dtype).to(out.device))
+
+
+def check(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    layout: Callable[[Tensor], Tensor] = contiguous,
+    **options: Any,
+) -> None:
+    """The gradient of the loss, and that of loss, lse and entropy together."""
+    oracle = CrossEntropyOracle(input, target, weight, **options)
+    what = f"{input.dtype} {target.dtype} strides={input.stride()} {options}"
+    leaf = input.detach().requires_grad_()
+    loss = eaves.cross_entropy(leaf, target, weight, **options)
+    grad_loss = upstream(loss, layout)
+    (grad,) = torch.autograd.grad(loss, leaf, grad_loss)
+    assert grad.dtype == input.dtype and grad.device == input.device, what
+    assert_within(grad, oracle.gradient(input.dtype, grad_loss), what)
+
+    out = eaves.cross_entropy(leaf, target, weight, return_lse=True, return_entropy=True, **options)
+    grad_lse, grad_entropy = upstream(out.lse, layout), upstream(out.entropy, layout).flip(0) if out.lse.dim() else None
+    wanted = [(out.loss, grad_loss), (out.lse, grad_lse)] + (
+        [] if grad_entropy is None else [(out.entropy, grad_entropy)]
+    )
+    outputs, upstreams = zip(*wanted, strict=True)
+    (grad,) = torch.autograd.grad(outputs, leaf, upstreams)
+    assert_within(grad, oracle.gradient(input.dtype, grad_loss, grad_lse, grad_entropy), f"of all outputs {what}")
+
+
+@samples()
+def test_every_dtype_matches_the_oracle(shape: tuple[int, ...], class_dim: int, device: torch.device) -> None:
+    for dtype in FLOATING_POINT:
+        logits = random_tensor(shape, dtype, device, 2.0)
+        for reduction in REDUCTIONS:
+            for target in (targets_of(logits, class_dim), probabilities_of(logits, class_dim)):
+                check(logits, target, class_dim=class_dim, reduction=reduction)
+
+
+@each("options", OPTIONS)
+def test_every_option_matches_the_oracle(options: dict[str, Any], device: torch.device) -> None:
+    for dtype in FLOATING_POINT:
+        for shape, class_dim in (((6, 5, 129), -1), ((6, 129, 5), 1)):
+            logits = random_tensor(shape, dtype, device, 4.0)
+            for weight in (None, torch.linspace(0, 2, 129, device=device).to(dtype)):
+                for reduction in REDUCTIONS:
+                    for target in (targets_of(logits, class_dim), probabilities_of(logits, class_dim)):
+                        check(logits, target, weight, class_dim=class_dim, reduction=reduction, **options)
+
+
+def test_the_normalizer_divides_the_gradient(device: torch.device) -> None:
+    logits = random_tensor((9, 33), torch.bfloat16, device)
+    check(logits, targets_of(logits), normalizer=7.0)
+    # Of all micro-batches together: their gradients are those of one batch.
+    target = targets_of(logits)
+    whole = logits.clone().requires_grad_()
+    eaves.cross_entropy(whole, target).backward()
+    parts = logits.clone().requires_grad_()
+    tokens = (target != -100).sum()
+    for rows in (slice(0, 4), slice(4, 9)):
+        eaves.cross_entropy(parts[rows], target[rows], normalizer=tokens).backward()
+    assert torch.equal(parts.grad, whole.grad)
+
+
+@each("layout", LAYOUTS)
+def test_every_layout_of_input_matches_the_oracle(layout: Callable[[Tensor], Tensor], device: torch.device) -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for shape, class_dim in (((3, 5, 257), -1), ((3, 257, 5), 1), ((257, 3, 5), 0)):
+            logits = layout(random_tensor(shape, dtype, device))
+            for target in (layout(targets_of(logits, class_dim)), layout(probabilities_of(logits, class_dim))):
+                for reduction in ("none", "mean"):
+                    check(logits, target, class_dim=class_dim, reduction=reduction)
+
+
+@each("layout", LAYOUTS)
+def test_every_layout_of_the_upstream_gradient_matches_the_oracle(
+    layout: Callable[[Tensor], Tensor], device: torch.device
+) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        logits = random_tensor((6, 10, 33), dtype, device)
+        check(logits, targets_of(logits), layout=layout, reduction="none")
+
+
+def test_the_gradient_of_a_sum_of_losses_is_an_expanded_number(device: torch.device) -> None:
+    for dtype in FLOATING_POINT:
+        logits = random_tensor((9, 33), dtype, device).requires_grad_()
+        target = targets_of(logits)
+        out = eaves.cross_entropy(logits, target, reduction="none", return_lse=True, return_entropy=True)
+        (out.loss.sum() + 2 * out.lse.sum() - out.entropy.sum()).backward()
+        oracle = CrossEntropyOracle(logits, target, reduction="none")
+        ones = torch.ones(9)
+        assert_within(logits.grad, oracle.gradient(dtype, ones, 2 * ones, -ones))
+
+
+@each("name", ["lse", "entropy"])
+def test_lse_and_entropy_have_a_gradient_without_the_loss(name: str, device: torch.device) -> None:
+    for dtype in FLOATING_POINT:
+        for reduction in REDUCTIONS:
+            logits = random_tensor((9, 33), dtype, device, 2.0).requires_grad_()
+            target = targets_of(logits)
+            out = eaves.cross_entropy(logits, target, reduction=reduction, **{f"return_{name}": True})
+            result = getattr(out, name)
+            (grad,) = torch.autograd.grad(result, logits, upstream(result))
+            oracle = CrossEntropyOracle(logits, target, reduction=reduction)
+            assert_within(
+                grad, oracle.gradient(dtype, 0.0, **{f"grad_{name}": upstream(result)}), f"{dtype} {reduction}"
+            )
+            assert grad[target == -100].any(), "ignored rows have an lse and an entropy"
+
+
+def test_argmax_and_z_loss_have_no_gradient(device: torch.device) -> None:
+    logits = random_tensor((9, 33), torch.float32, device).requires_grad_()
+    out = eaves.cross_entropy(logits, targets_of(logits), z_loss=0.1, return_argmax=True, return_z_loss=True)
+    assert out.loss.requires_grad and not out.argmax.requires_grad and not out.z_loss.requires_grad
+
+
+@each("options", OPTIONS)
+def test_finite_differences_agree(options: dict[str, Any], device: torch.device) -> None:
+    # Small, because each element costs two calls. Batched too: torch.vmap over the backward.
+    logits = random_tensor((3, 2, 4), torch.float64, device, 2.0).requires_grad_()
+    soft = probabilities_of(logits.detach())
+    for weight in (None, torch.tensor([0.5, 1.0, 0.0, 2.0], dtype=torch.float64, device=device)):
+        for target in (targets_of(logits), soft):
+            for reduction in REDUCTIONS:
+
+                def function(x: Tensor, t: Tensor = target, w: Tensor | None = weight, r: str = reduction) -> Any:
+                    out = eaves.cross_entropy(
+                        x, t, w, class_dim=-1, reduction=r, return_lse=True, return_entropy=True, **options
+                    )
+                    return out.loss, out.lse, out.entropy
+
+                assert torch.autograd.gradcheck(function, logits, check_batched_grad=True)
+
+
+def test_finite_differences_agree_in_torchs_layout(device: torch.device) -> None:
+    logits = random_tensor((3, 4, 2), torch.float64, device).requires_grad_()
+    target = targets_of(logits, 1)
+    for normalizer in (None, 3.0):
+        assert torch.autograd.gradcheck(lambda x, n=normalizer: eaves.cross_entropy(x, target, normalizer=n), logits)
+
+
+def test_a_dense_input_gets_a_gradient_that_lies_as_it_does(device: torch.device) -> None:
+    # Otherwise autograd copies the gradient before it becomes input.grad.
+    for logits, class_dim in (
+        (random_tensor((4, 6), torch.float32, device), -1),
+        (random_tensor((4, 6), torch.float32, device).t(), -1),
+        (random_tensor((2, 5, 4, 3), torch.float32, device).to(memory_format=torch.channels_last), 1),
+    ):
+        leaf = logits.detach().requires_grad_()
+        eaves.cross_entropy(leaf, targets_of(leaf, class_dim), class_dim=class_dim).backward()
+        assert leaf.grad.stride() == leaf.stride()
+
+
+def test_rows_that_are_one_in_memory_give_it_the_sum_of_their_gradients(device: torch.device) -> None:
+    row = random_tensor((1, 50), torch.float64, device).requires_grad_()
+    target = torch.tensor([1, 2, 2, 49], device=device)
+    eaves.cross_entropy(row.expand(4, 50), target, reduction="sum").backward()
+    exact = sum(CrossEntropyOracle(row, t.view(1), reduction="sum").gradient(torch.float64).exact for t in target)
+    torch.testing.assert_close(row.grad.cpu(), exact)
+
+
+# --------------------------------------------------------------------------------------------------- autograd's corners
+
+
+def test_a_first_order_transform_inside_of_another_function_is_right(device: torch.device) -> None:
+    logits = random_tensor((9, 33), torch.float64, device)
+    target = targets_of(logits)
+    grad = torch.func.grad(lambda x: eaves.cross_entropy(x, target) * 3)(logits)
+    assert_within(grad, CrossEntropyOracle(logits, target).gradient(torch.float64, 3.0))
+
+
+def test_checkpointing_gives_the_same_gradient(device: torch.device) -> None:
+    logits = random_tensor((9, 33), torch.float32, device).requires_grad_()
+    target = targets_of(logits)
+    (expected,) = torch.autograd.grad(eaves.cross_entropy(logits.sin(), target), logits)
+    loss = checkpoint(lambda x: eaves.cross_entropy(x.sin(), target), logits, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(loss, logits)[0], expected)
+
+
+def test_only_the_arguments_and_one_number_a_row_are_kept_for_the_backward(device: torch.device) -> None:
+    for dtype in FLOATING_POINT:
+        logits = random_tensor((64, 1000), dtype, device).requires_grad_()
+        target = targets_of(logits)
+        kept: list[Tensor] = []
+
+        def keep(tensor: Tensor, kept: list[Tensor] = kept) -> Tensor:
+            kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            eaves.cross_entropy(logits, target).backward()
+        inputs = {logits.data_ptr(), target.data_ptr()}
+        assert inputs == {t.data_ptr() for t in kept} & inputs, "the tensors themselves, not copies"
+        besides = [t for t in kept if t.data_ptr() not in inputs]
+        # The lse of each row, and the divisor of the mean.
+        assert sum(t.untyped_storage().nbytes() for t in besides) == 65 * (8 if dtype == torch.float64 else 4)
+
+
+def test_an_input_that_was_changed_before_the_backward_is_noticed(device: torch.device) -> None:
+    leaf = random_tensor((9, 33), torch.float32, device).requires_grad_()
+    logits = leaf * 1
+    loss = eaves.cross_entropy(logits, targets_of(leaf))
+    logits.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# --------------------------------------------------------------------------------------------------------- in place
+
+
+IN_PLACE_OPTIONS = [{}, *OPTIONS]
+
+
+@each("options", IN_PLACE_OPTIONS)
+def test_the_gradient_in_place_is_the_gradient(options: dict[str, Any], device: torch.device) -> None:
+    for dtype in FLOATING_POINT:
+        for shape, class_dim in (((6, 5, 129), -1), ((6, 129, 5), 1)):
+            leaf = random_tensor(shape, dtype, device, 3.0).requires_grad_()
+            for weight in (None, torch.linspace(0, 2, 129, device=device).to(dtype)):
+                for target in (targets_of(leaf, class_dim), probabilities_of(leaf.detach(), class_dim)):
+                    for reduction in REDUCTIONS:
+                        named = {"class_dim": class_dim, "reduction": reduction, **options}
+                        oracle = CrossEntropyOracle(leaf, target, weight, **named)
+                        logits = leaf * 1
+                        loss = eaves.cross_entropy(logits, target, weight, inplace_backward=True, **named)
+                        assert_within(loss, oracle.loss)
+                        (grad,) = torch.autograd.grad(loss, logits, torch.ones_like(loss))
+                        assert_within(grad, oracle.gradient(dtype))
+                        assert grad.data_ptr() == logits.data_ptr()
+
+
+def test_the_gradient_in_place_reaches_the_leaf_behind_the_logits(device: torch.device) -> None:
+    x = random_tensor((9, 20), torch.float32, device)
+    weights = [random_tensor((20, 33), torch.float32, device).requires_grad_() for _ in range(2)]
+    target = torch.arange(9, device=device)
+    eaves.cross_entropy(x @ weights[0], target).backward()
+    eaves.cross_entropy(x @ weights[1], target, inplace_backward=True).backward()
+    torch.testing.assert_close(weights[1].grad, weights[0].grad)
+
+
+@each("reduction", REDUCTIONS)
+def test_an_upstream_gradient_multiplies_the_one_in_place(reduction: str, device: torch.device) -> None:
+    for dtype in (torch.float32, torch.float64):
+        leaf = random_tensor((9, 33), dtype, device).requires_grad_()
+        target = targets_of(leaf)
+        logits = leaf * 1
+        loss = eaves.cross_entropy(logits, target, reduction=reduction, inplace_backward=True)
+        (grad,) = torch.autograd.grad(loss, logits, upstream(loss))
+        expected = CrossEntropyOracle(leaf, target, reduction=reduction).gradient(dtype, upstream(loss))
+        torch.testing.assert_close(grad.cpu().double(), expected.exact, rtol=1e-6, atol=1e-7)
+
+
+def test_an_upstream_gradient_in_float32_is_not_rounded_before_it_multiplies(device: torch.device) -> None:
+    # It would be 1 + 2^-7 in bfloat16. In place the gradient is rounded before the product and after it.
+    factor = 1 + 2**-8 + 2**-9
+    leaf = random_tensor((20, 300), torch.bfloat16, device).requires_grad_()
+    target = targets_of(leaf)
+    for reduction in ("sum", "none"):
+        gradients = []
+        for number in (1.0, factor):
+            logits = leaf * 1
+            loss = eaves.cross_entropy(logits, target, reduction=reduction, inplace_backward=True)
+            gradients.append(torch.autograd.grad(loss, logits, torch.full_like(loss, number))[0])
+        assert torch.equal(gradients[1], (gradients[0].float() * factor).bfloat16())
+        assert not torch.equal(gradients[1], gradients[0] * torch.tensor(factor).bfloat16().item())
+
+
+def test_in_place_outputs_are_those_of_the_forward_but_for_ignored_rows(device: torch.device) -> None:
+    leaf = random_tensor((9, 33), torch.float32, device).requires_grad_()
+    target = targets_of(leaf)
+    named = {f"return_{name}": True for name in ("lse", "argmax", "entropy", "z_loss")}
+    expected = eaves.cross_entropy(leaf, target, z_loss=0.1, **named)
+    actual = eaves.cross_entropy(leaf * 1, target, z_loss=0.1, inplace_backward=True, **named)
+    ignored = target == -100
+    for name in expected._fields:
+        a, e = getattr(actual, name), getattr(expected, name)
+        assert a.requires_grad == (name == "loss")
+        if a.dim():
+            assert not a[ignored].any()
+            a, e = a[~ignored], e[~ignored]
+        torch.testing.assert_close(a, e)
+    assert eaves.cross_entropy(leaf * 1, target, inplace_backward=True, return_lse=True).entropy is None
+
+
+def test_autograd_notices_who_uses_logits_that_were_written_over(device: torch.device) -> None:
+    leaf = random_tensor((9, 33), torch.float32, device).requires_grad_()
+    logits = leaf * 1
+    other = logits.square().sum()  # its backward reads logits
+    loss = eaves.cross_entropy(logits, targets_of(leaf), inplace_backward=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (loss + other).backward()
+
+
+def test_logits_in_place_that_were_changed_before_the_backward_are_noticed(device: torch.device) -> None:
+    leaf = random_tensor((9, 33), torch.float32, device).requires_grad_()
+    logits = leaf * 1
+    loss = eaves.cross_entropy(logits, targets_of(leaf), inplace_backward=True)
+    logits.detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_second_backward_in_place_is_refused(device: torch.device) -> None:
+    for factor in (1.0, 2.0):
+        logits = random_tensor((9, 33), torch.float32, device).requires_grad_() * 1
+        loss = eaves.cross_entropy(logits, targets_of(logits), inplace_backward=True)
+        upstreams = torch.full_like(loss, factor)
+        torch.autograd.grad(loss, logits, upstreams, retain_graph=True)
+        with pytest.raises(RuntimeError, match=r"(^cross_entropy: with inplace_backward there is one)|(modified by)"):
+            torch.autograd.grad(loss, logits, upstreams)
+
+
+def test_a_gradient_in_place_has_no_derivative(device: torch.device) -> None:
+    logits = random_tensor((9, 33), torch.float32, device).requires_grad_() * 1
+    loss = eaves.cross_entropy(logits, targets_of(logits), inplace_backward=True)
+    with pytest.raises(NotImplementedError, match=r"^cross_entropy: with inplace_backward .*create_graph"):
+        torch.autograd.grad(loss, logits, create_graph=True)
+
+
+def test_a_leaf_a_view_of_one_and_shared_memory_are_not_written_over(device: torch.device) -> None:
+    leaf = random_tensor((9, 33), torch.float32, device).requires_grad_()
+    target = targets_of(leaf)
+    before = leaf.detach().clone()
+    for logits in (leaf, leaf[:], leaf.view(9, 33)):
+        with pytest.raises(RuntimeError, match=r"^cross_entropy: input is a leaf that requires a gradient"):
+            eaves.cross_entropy(logits, target, inplace_backward=True)
+    for logits in (
+        expanded_along_the_first_axis(leaf * 1),
+        (leaf * 1).view(-1).unfold(0, 33, 33)[:, :33].expand(9, 33),
+    ):
+        if logits.stride(0) == 0:
+            with pytest.raises(ValueError, match=r"^cross_entropy: .*(own|overlap|share|same)"):
+                eaves.cross_entropy(logits, target, inplace_backward=True)
+    assert torch.equal(leaf.detach(), before)
+
+
+def test_padding_beside_logits_in_place_is_left_alone(device: torch.device) -> None:
+    leaf = padded_rows(random_tensor((9, 33), torch.float32, device)).requires_grad_()
+    wide = torch.nn.functional.pad(leaf, (0, 3), value=7.0) * 1
+    logits = wide[:, :33]
+    target = targets_of(leaf)
+    loss = eaves.cross_entropy(logits, target, inplace_backward=True)
+    (grad,) = torch.autograd.grad(loss, leaf)
+    assert_within(grad, CrossEntropyOracle(leaf, target).gradient(torch.float32))
+    assert (wide.detach()[:, 33:] == 7.0).all()
+
+
+def test_transforms_refuse_to_write_over_logits(device: torch.device) -> None:
+    logits = random_tensor((9, 33), torch.float32, device)
+    target = targets_of(logits)
+    with pytest.raises(NotImplementedError, match=r"^cross_entropy: inplace_backward does not go with torch\.vmap"):
+        torch.func.grad(lambda x: eaves.cross_entropy(x * 1, target, inplace_backward=True))(logits)
+
+
+def test_a_compiled_call_ignores_in_place(device: torch.device, fresh_compiler: None) -> None:
+    leaf = random_tensor((9, 33), torch.float32, device).requires_grad_()
+    target = targets_of(leaf)
+
+    def function(x: Tensor) -> Tensor:
+        return eaves.cross_entropy(x * 2, target, inplace_backward=True)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    (actual,) = torch.autograd.grad(compiled(leaf), leaf)
+    torch.testing.assert_close(actual, torch.autograd.grad(function(leaf), leaf)[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------- edges
+
+
+def test_a_class_of_minus_infinity_has_gradient_0(device: torch.device) -> None:
+    for dtype in FLOATING_POINT:
+        logits = random_tensor((4, 10), dtype, device)
+        logits[:, 5:] = -math.inf
+        logits.requires_grad_()
+        eaves.cross_entropy(logits, torch.tensor([0, 1, 4, 2], device=device), reduction="sum").backward()
+        assert not logits.grad[:, 5:].any() and logits.grad[:, :5].all()
+
+
+def test_a_row_of_minus_infinity_has_a_gradient_of_nan(device: torch.device) -> None:
+    logits = random_tensor((3, 10), torch.float32, device)
+    logits[1] = -math.inf
+    logits.requires_grad_()
+    eaves.cross_entropy(logits, torch.tensor([0, 1, 2], device=device), reduction="sum").backward()
+    assert logits.grad.isnan().all(1).tolist() == [False, True, False]
+
+
+def test_an_upstream_gradient_of_zero_gives_zero(device: torch.device) -> None:
+    logits = random_tensor((9, 33), torch.float32, device).requires_grad_()
+    loss = eaves.cross_entropy(logits, targets_of(logits), reduction="none")
+    (grad,) = torch.autograd.grad(loss, logits, torch.zeros_like(loss))
+    assert not grad.any()

@@ -1,0 +1,188 @@
+"""Every combination of options beside PyTorch: the error of eaves against float64 is no larger than PyTorch's own.
+
+Both get the same logits, already rounded to their dtype. PyTorch's side is what a user writes without eaves:
+F.cross_entropy in the dtype of the logits, soft capping and z-loss in torch's operators around it; and for those who
+want it exact the same of logits.float().
+
+In float32 both are a few roundings away from what is exact, and either may be ahead: eaves keeps one float32 for each
+row, the lse, where PyTorch keeps the log-probability of each class. There eaves may also be as far off as the rounding
+of an exact lse makes it.
+
+The tables of docs/numerics.md, worst combination for each dtype and option:
+
+    python python/tests/cross_entropy_parity_test.py [cuda]
+"""
+
+import itertools
+import sys
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import eaves
+from comparison import CrossEntropyOracle, unit_in_last_place
+from layouts import random_tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+REDUCTIONS = ("none", "sum", "mean")
+
+ROWS, CLASSES = 24, 1003  # so that gradients are sums over some rows; a number of classes that no vector divides
+DRAWS = 4  # a reduced loss is one number, whose error is luck
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of options."""
+
+    dtype: torch.dtype
+    reduction: str
+    smoothing: float
+    is_weighted: bool
+    has_ignored: bool
+    softcap: float | None
+    z_loss: float
+
+    def properties(self) -> list[str]:
+        """The lines of the table that it counts in."""
+        names = ["all", self.reduction]
+        names += ["label smoothing"] if self.smoothing else []
+        names += ["class weights"] if self.is_weighted else []
+        names += ["ignored rows"] if self.has_ignored else []
+        names += ["softcap"] if self.softcap else []
+        names += ["z-loss"] if self.z_loss else []
+        return names if len(names) > 2 else [*names, "no option"]
+
+
+OPTIONS = (REDUCTIONS, (0.0, 0.1), (False, True), (False, True), (None, 15.0), (0.0, 1e-2))
+CELLS = [Cell(dtype, *combination) for dtype in DTYPES for combination in itertools.product(*OPTIONS)]
+LINES = ("all", "no option", *REDUCTIONS, "label smoothing", "class weights", "ignored rows", "softcap", "z-loss")
+
+
+def with_torch(cell: Cell, logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+    """The loss in torch's operators, in the dtype of `logits`."""
+    capped = logits if cell.softcap is None else cell.softcap * torch.tanh(logits / cell.softcap)
+    loss = torch.nn.functional.cross_entropy(
+        capped, target, weight, reduction=cell.reduction, label_smoothing=cell.smoothing
+    )
+    if not cell.z_loss:
+        return loss
+    counts = target != -100
+    z_losses = cell.z_loss * torch.logsumexp(capped, -1).square() * counts
+    if cell.reduction == "none":
+        return loss + z_losses
+    if cell.reduction == "sum":
+        return loss + z_losses.sum()
+    divisor = counts.sum() if weight is None else weight[target.clamp(min=0)][counts].sum()
+    return loss + z_losses.sum() / divisor
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative to the norm of what is exact, over all draws."""
+
+    loss: float
+    gradient: float
+
+
+PROVIDERS = ("eaves", "torch", "torch of logits.float()")
+
+
+def of_rounded_lse(oracle: CrossEntropyOracle, cell: Cell) -> tuple[Tensor, Tensor]:
+    """By how much loss and gradient are off where lse is off by half a unit in its last place of float32."""
+    half = 0.5 * unit_in_last_place(torch.float32, oracle.lse)
+    counts = oracle.counts / oracle.divisor
+    of_losses = counts * (oracle.row_mass + 2 * cell.z_loss * oracle.lse.abs()) * half
+    of_losses = of_losses if cell.reduction == "none" else of_losses.sum()
+    of_p = counts * (oracle.row_mass + 2 * cell.z_loss * (oracle.lse.abs() + 1)) * half
+    return of_losses, oracle.p * oracle.slope * of_p.unsqueeze(-1)
+
+
+@cache
+def errors_of(cell: Cell, device: str) -> tuple[dict[str, Errors], Errors]:
+    """Of each provider, and what rounding the exact lse to float32 and the exact result to its dtype may cost."""
+    generator = torch.Generator().manual_seed(29)
+    squares = {provider: [0.0, 0.0] for provider in PROVIDERS}
+    rounding, exact_squares = [0.0, 0.0], [0.0, 0.0]
+
+    def square(values: Tensor) -> float:
+        return values.double().square().sum().item()
+
+    for draw in range(DRAWS):
+        numbers = random_tensor((DRAWS, ROWS, CLASSES), torch.float32, "cpu", 3.0)[draw]
+        logits = numbers.to(cell.dtype).to(device)
+        target = torch.randint(0, CLASSES, (ROWS,), generator=generator)
+        if cell.has_ignored:
+            target[draw::5] = -100
+        target = target.to(device)
+        weight = None
+        if cell.is_weighted:
+            weight = (0.25 + torch.rand(CLASSES, generator=generator)).to(cell.dtype).to(device)
+        options: dict[str, Any] = {
+            "reduction": cell.reduction,
+            "label_smoothing": cell.smoothing,
+            "softcap": cell.softcap,
+            "z_loss": cell.z_loss,
+        }
+        oracle = CrossEntropyOracle(logits, target, weight, **options)
+        exact = (oracle.loss.exact, oracle.gradient(cell.dtype).exact)
+        for index, (values, through_lse) in enumerate(zip(exact, of_rounded_lse(oracle, cell), strict=True)):
+            exact_squares[index] += square(values)
+            result_dtype = torch.float32 if index == 0 else cell.dtype
+            rounding[index] += square(0.5 * unit_in_last_place(result_dtype, values) + through_lse)
+        for provider in PROVIDERS:
+            leaf = logits.detach().requires_grad_()
+            if provider == "eaves":
+                loss = eaves.cross_entropy(leaf, target, weight, **options)
+            elif provider == "torch":
+                loss = with_torch(cell, leaf, target, weight)
+            else:
+                loss = with_torch(cell, leaf.float(), target, None if weight is None else weight.float())
+            (grad,) = torch.autograd.grad(loss, leaf, torch.ones_like(loss))
+            for index, values in enumerate((loss.detach(), grad)):
+                squares[provider][index] += square(values.cpu().double() - exact[index])
+
+    def relative(sums: list[float]) -> Errors:
+        return Errors(*((part / whole) ** 0.5 for part, whole in zip(sums, exact_squares, strict=True)))
+
+    return {provider: relative(squares[provider]) for provider in PROVIDERS}, relative(rounding)
+
+
+def name_of(cell: Cell) -> str:
+    return f"{str(cell.dtype).removeprefix('torch.')}-{'-'.join(map(str, cell.properties()[1:]))}"
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=name_of)
+def test_the_error_is_no_larger_than_that_of_torch(cell: Cell, device: torch.device) -> None:
+    errors, rounding = errors_of(cell, device.type)
+    ours, torchs = errors["eaves"], errors["torch"]
+    for name in ("loss", "gradient"):
+        # Never more than what roundings alone cost, where torch is by luck even closer.
+        allowed = max(getattr(torchs, name), getattr(rounding, name))
+        assert getattr(ours, name) <= allowed, f"{name}: {ours}, torch {torchs}, rounding alone {rounding}"
+
+
+def table(device: str) -> str:
+    """Markdown: the combination of each line whose error beside torch's is the worst, and those errors."""
+    lines = [
+        "| dtype | options | loss: eaves | PyTorch | ratio | of logits.float() | gradient: eaves | PyTorch | ratio | "
+        "of logits.float() |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for dtype in DTYPES:
+        for line in LINES:
+            columns = [str(dtype).removeprefix("torch."), line]
+            for name in ("loss", "gradient"):
+                cells = [c for c in CELLS if c.dtype == dtype and line in c.properties()]
+                errors = [[getattr(errors_of(c, device)[0][p], name) for p in PROVIDERS] for c in cells]
+                ours, torchs, exact = max(errors, key=lambda of: of[0] / of[1])
+                columns += [f"{ours:.1e}", f"{torchs:.1e}", f"{ours / torchs:.2g}", f"{exact:.1e}"]
+            lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(sys.argv[1] if len(sys.argv) > 1 else "cpu"))

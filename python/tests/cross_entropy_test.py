@@ -1,0 +1,446 @@
+"""eaves.cross_entropy forward: values against the float64 oracle, the surface of a call against
+torch.nn.functional.cross_entropy.
+
+Gradients are in cross_entropy_gradient_test.py, arguments that are refused in cross_entropy_refusals_test.py, each
+combination of options beside torch in cross_entropy_parity_test.py, and what every operator has to do in
+library_test.py.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy as torch_cross_entropy
+
+import eaves
+from comparison import FLOATING_POINT, CrossEntropyOracle, assert_within
+from cross_entropy_cases import random_targets
+from layouts import LAYOUTS, random_tensor
+
+INFINITY = math.inf
+
+# shape of the logits, class_dim, the reason
+SAMPLES = [
+    ((7,), -1, "one row without an axis of rows"),
+    ((1, 1), -1, "one row of one class: its loss is 0"),
+    ((3, 1), -1, "one class"),
+    ((0, 5), -1, "no rows"),
+    ((13, 17), -1, "primes"),
+    ((13, 17), 0, "the classes first: rows side by side"),
+    ((5, 11, 257), -1, "one more than 512 bytes of 16-bit elements"),
+    ((5, 257, 11), 1, "torch's layout"),
+    ((2, 19, 3, 4), 1, "torch's layout with two axes behind the classes"),
+    ((2, 3, 4, 19), -1, "three axes of rows"),
+    ((3, 50257), -1, "the vocabulary of GPT-2: rows that start anywhere between 16-byte boundaries"),
+    ((2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 3), -1, "sixteen axes, the most there may be"),
+]
+
+
+def samples() -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("shape", "class_dim"), [pytest.param(*s[:2], id=s[2]) for s in SAMPLES])
+
+
+def each(name: str, values: object) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(name, values, ids=lambda value: getattr(value, "__name__", str(value)))
+
+
+REDUCTIONS = ("none", "sum", "mean")
+
+
+def targets_of(logits: Tensor, class_dim: int = -1, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A target for each row of `logits`, some of them ignored."""
+    rows = list(logits.shape)
+    classes = rows.pop(class_dim)
+    return random_targets(tuple(rows), classes, logits.device, dtype)
+
+
+def probabilities_of(logits: Tensor, class_dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+    """Soft targets of another distribution than the logits'."""
+    soft = random_tensor(tuple(logits.shape), torch.float64, logits.device, 2.0).flip(class_dim).softmax(class_dim)
+    return soft.to(dtype or logits.dtype)
+
+
+EVERYTHING = {"return_lse": True, "return_argmax": True, "return_entropy": True, "return_z_loss": True}
+
+
+def check(input: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any) -> None:
+    """One call with and without a gradient asked for, with and without the other outputs: different operators beneath,
+    or different outputs of one."""
+    oracle = CrossEntropyOracle(input, target, weight, **options)
+    result_dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    what = f"{input.dtype} {target.dtype} strides={input.stride()} {options}"
+    for wants_grad in (False, True):
+        leaf = input.detach().requires_grad_(wants_grad)
+        loss = eaves.cross_entropy(leaf, target, weight, **options)
+        out = eaves.cross_entropy(leaf, target, weight, **options, **EVERYTHING)
+        assert loss.dtype == result_dtype and loss.requires_grad == wants_grad and loss.is_contiguous(), what
+        for name, bound in oracle.bounds().items():
+            result = getattr(out, name)
+            assert result.dtype == result_dtype and result.is_contiguous(), what
+            assert_within(result, bound, f"{name} {what} wants_grad={wants_grad}")
+        assert_within(loss, oracle.loss, what)
+        assert torch.equal(out.argmax.cpu(), oracle.argmax), what
+        assert out.argmax.dtype == torch.int64
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+
+@samples()
+def test_every_dtype_matches_the_oracle(shape: tuple[int, ...], class_dim: int, device: torch.device) -> None:
+    for dtype in FLOATING_POINT:
+        logits = random_tensor(shape, dtype, device, 2.0)
+        for reduction in REDUCTIONS:
+            for target_dtype in (torch.int32, torch.int64):
+                target = targets_of(logits, class_dim, target_dtype)
+                check(logits, target, class_dim=class_dim, reduction=reduction)
+            check(logits, probabilities_of(logits, class_dim), class_dim=class_dim, reduction=reduction)
+
+
+OPTIONS = [
+    {"label_smoothing": 0.1},
+    {"label_smoothing": 1.0},
+    {"softcap": 3.0},
+    {"scale": 0.125},
+    {"scale": 2.0, "softcap": 30.0},
+    {"z_loss": 1e-2},
+    {"label_smoothing": 0.2, "softcap": 5.0, "scale": 1.5, "z_loss": 1e-4},
+]
+
+
+@each("options", OPTIONS)
+def test_every_option_matches_the_oracle(options: dict[str, Any], device: torch.device) -> None:
+    for dtype in FLOATING_POINT:
+        for shape, class_dim in (((6, 5, 129), -1), ((6, 129, 5), 1)):
+            logits = random_tensor(shape, dtype, device, 4.0)
+            target = targets_of(logits, class_dim)
+            for weight in (None, torch.linspace(0, 2, 129, device=device).to(dtype)):
+                for reduction in REDUCTIONS:
+                    check(logits, target, weight, class_dim=class_dim, reduction=reduction, **options)
+                    soft = probabilities_of(logits, class_dim)
+                    check(logits, soft, weight, class_dim=class_dim, reduction=reduction, **options)
+
+
+@each("deviation", [1.0, 64.0])  # 64: a few classes carry the sum, most vanish
+def test_rows_of_every_spread_match_the_oracle(deviation: float, device: torch.device) -> None:
+    for dtype in FLOATING_POINT:
+        logits = random_tensor((7, 3001), dtype, device, deviation)
+        check(logits, targets_of(logits), reduction="none")
+
+
+def test_a_row_that_is_learnt_has_a_precise_loss(device: torch.device) -> None:
+    # The target 20 above 1000 others: the loss is 2e-6, of which a rounding next to lse, 20, would leave nothing.
+    # 2^-23: the sum of the exponentials is next to 1.
+    logits = torch.zeros(2, 1001, device=device)
+    logits[:, 7] = 20.0
+    loss = eaves.cross_entropy(logits, torch.tensor([7, 7], device=device))
+    exact = math.log1p(1000 * math.exp(-20))
+    assert abs(loss.item() - exact) <= 2**-23
+
+
+def test_weights_and_soft_targets_of_16_bit_logits_may_be_float32(device: torch.device) -> None:
+    weight = torch.linspace(0.001, 1.7, 33, device=device)
+    for dtype in (torch.float16, torch.bfloat16):
+        logits = random_tensor((9, 33), dtype, device)
+        for reduction in REDUCTIONS:
+            check(logits, targets_of(logits), weight, reduction=reduction, label_smoothing=0.1)
+            check(logits, probabilities_of(logits, dtype=torch.float32), weight, reduction=reduction)
+
+
+def test_a_weight_with_strides_is_read_as_it_says(device: torch.device) -> None:
+    logits = random_tensor((9, 33), torch.float32, device)
+    weight = torch.rand(33, 2, device=device)[:, 1]
+    assert not weight.is_contiguous()
+    check(logits, targets_of(logits), weight)
+
+
+def test_the_normalizer_divides_instead_of_the_rows(device: torch.device) -> None:
+    logits = random_tensor((9, 33), torch.bfloat16, device)
+    target = targets_of(logits)
+    total = eaves.cross_entropy(logits, target, reduction="sum")
+    numbers: list[Any] = [7, 7.0, numpy.float64(7)]
+    numbers += [torch.tensor(7, device=device, dtype=d) for d in (torch.int64, torch.float32, torch.float64)]
+    numbers += [torch.tensor([7.0], device=device)]
+    for normalizer in numbers:
+        loss = eaves.cross_entropy(logits, target, normalizer=normalizer)
+        torch.testing.assert_close(loss, total / 7)
+    check(logits, target, normalizer=7.0)
+
+
+# ------------------------------------------------------------------------------------------------- the surface of torch
+
+
+# shape of the logits, of the targets
+TORCH_SHAPES = [((5,), ()), ((4, 5), (4,)), ((4, 5, 3), (4, 3)), ((4, 5, 2, 3), (4, 2, 3)), ((1, 5, 1, 1), (1, 1, 1))]
+
+
+@pytest.mark.parametrize(("shape", "target_shape"), TORCH_SHAPES)
+@each("reduction", REDUCTIONS)
+def test_a_call_of_torch_means_the_same(
+    shape: tuple[int, ...], target_shape: tuple[int, ...], reduction: str, device: torch.device
+) -> None:
+    logits = random_tensor(shape, torch.float64, device).requires_grad_()
+    hard = random_targets(target_shape, 5, device)
+    class_axis = 1 if len(shape) > 1 else 0
+    soft = probabilities_of(logits.detach(), class_axis)
+    for target in (hard, soft):
+        for weight in (None, torch.rand(5, device=device, dtype=torch.float64)):
+            for smoothing in (0.0, 0.3):
+                for ignored in (-100, 3):
+                    if ignored == 3 and target is soft:
+                        continue  # there are no classes to ignore
+                    labels = torch.where(target == -100, 2, target) if ignored == 3 else target
+                    named = {"reduction": reduction, "ignore_index": ignored, "label_smoothing": smoothing}
+                    expected = torch_cross_entropy(logits, labels, weight, **named)
+                    # Probabilities do not say where the classes are.
+                    where = {"class_dim": 1} if target is soft and len(shape) > 2 else {}
+                    actual = eaves.cross_entropy(logits, labels, weight, **named, **where)
+                    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+                    if expected.dim() == 0 and expected.isnan():  # no row counts: the documented difference
+                        assert actual.item() == 0.0
+                        continue
+                    torch.testing.assert_close(actual, expected)
+                    upstream = torch.linspace(-1, 2, actual.numel(), device=device, dtype=torch.float64)
+                    of_actual, of_expected = (
+                        torch.autograd.grad(out, logits, upstream.view(out.shape)) for out in (actual, expected)
+                    )
+                    torch.testing.assert_close(of_actual, of_expected)
+
+
+def test_16_bit_logits_have_a_float32_loss_and_so_differ_from_torch(device: torch.device) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        logits = random_tensor((9, 33), dtype, device)
+        target = targets_of(logits)
+        assert eaves.cross_entropy(logits, target).dtype == torch.float32
+        assert torch_cross_entropy(logits, target).dtype == dtype
+        # It is the loss of the same logits in float32.
+        torch.testing.assert_close(eaves.cross_entropy(logits, target), torch_cross_entropy(logits.float(), target))
+
+
+def test_the_shape_of_the_target_says_where_the_classes_are(device: torch.device) -> None:
+    logits = random_tensor((4, 6, 5), torch.float32, device)
+    last, second = random_targets((4, 6), 5, device), random_targets((4, 5), 6, device)
+    assert torch.equal(eaves.cross_entropy(logits, last), eaves.cross_entropy(logits, last, class_dim=-1))
+    assert torch.equal(eaves.cross_entropy(logits, last), eaves.cross_entropy(logits, last, class_dim=2))
+    assert torch.equal(eaves.cross_entropy(logits, second), eaves.cross_entropy(logits, second, class_dim=1))
+    assert not torch.equal(eaves.cross_entropy(logits, last), eaves.cross_entropy(logits, second))
+    square = random_tensor((4, 5, 5), torch.float32, device)
+    target = random_targets((4, 5), 5, device)
+    check(square, target, class_dim=1)
+    check(square, target, class_dim=-1)
+    first = random_targets((6, 5), 4, device)
+    check(logits, first, class_dim=0)
+    check(logits, first, class_dim=-3)
+
+
+def test_the_module_is_the_function_with_its_options_kept(device: torch.device) -> None:
+    logits, weight = random_tensor((9, 33), torch.float32, device), torch.rand(33, device=device)
+    target = targets_of(logits)
+    named: dict[str, Any] = {"ignore_index": 3, "reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.1, "scale": 2.0}
+    target = torch.where(target == -100, 3, target)
+    module = eaves.CrossEntropyLoss(weight, **named)
+    assert torch.equal(module(logits, target), eaves.cross_entropy(logits, target, weight, **named))
+    assert repr(module) == (
+        "CrossEntropyLoss(ignore_index=3, reduction='sum', label_smoothing=0.1, z_loss=0.1, scale=2.0)"
+    )
+    assert repr(eaves.CrossEntropyLoss()) == "CrossEntropyLoss()"
+    # As torch's: a buffer, which moves with the module and is in its state.
+    assert list(module.state_dict()) == list(torch.nn.CrossEntropyLoss(weight).state_dict()) == ["weight"]
+    assert module.double().weight.dtype == torch.float64
+    out = eaves.CrossEntropyLoss(return_lse=True)(logits, target, normalizer=2)
+    assert isinstance(out, eaves.CrossEntropyOutput) and out.entropy is None
+    assert torch.equal(out.loss, eaves.cross_entropy(logits, target, normalizer=2.0))
+
+
+# -------------------------------------------------------------------------------------------------------------- outputs
+
+
+def test_only_what_was_asked_for_is_there(device: torch.device) -> None:
+    logits = random_tensor((9, 33), torch.float32, device)
+    target = targets_of(logits)
+    assert isinstance(eaves.cross_entropy(logits, target), Tensor)
+    for wanted in EVERYTHING:
+        for wants_grad in (False, True):
+            out = eaves.cross_entropy(logits.detach().requires_grad_(wants_grad), target, **{wanted: True})
+            assert out._fields == ("loss", "lse", "argmax", "entropy", "z_loss")
+            there = [name for name in out._fields if getattr(out, name) is not None]
+            assert there == ["loss", wanted.removeprefix("return_")]
+
+
+def test_ignored_rows_have_no_loss_and_their_other_outputs(device: torch.device) -> None:
+    logits = random_tensor((9, 33), torch.float32, device)
+    target = targets_of(logits)
+    assert (target == -100).any()
+    out = eaves.cross_entropy(logits, target, reduction="none", z_loss=0.1, **EVERYTHING)
+    ignored = target == -100
+    assert not out.loss[ignored].any() and not out.z_loss[ignored].any()
+    assert torch.equal(out.argmax, logits.argmax(-1))
+    torch.testing.assert_close(out.lse, logits.logsumexp(-1))
+    assert out.entropy[ignored].all()
+
+
+def test_argmax_is_the_first_of_equal_logits_and_no_nan(device: torch.device) -> None:
+    rows = [[1.0, 3.0, 3.0, 0.0], [math.nan, 1.0, 2.0, math.nan], [-INFINITY, -INFINITY, -5.0, -INFINITY]]
+    for dtype in FLOATING_POINT:
+        logits = torch.tensor(rows, dtype=dtype, device=device)
+        target = torch.zeros(3, dtype=torch.int64, device=device)
+        assert eaves.cross_entropy(logits, target, return_argmax=True).argmax.tolist() == [1, 2, 2]
+
+
+# -------------------------------------------------------------------------------------------------------------- layouts
+
+
+@each("layout", LAYOUTS)
+def test_every_layout_matches_the_oracle(layout: Callable[[Tensor], Tensor], device: torch.device) -> None:
+    # 257 classes: one more than a whole number of vectors, so that every row has a tail.
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for shape, class_dim in (((3, 5, 257), -1), ((3, 257, 5), 1), ((257, 3, 5), 0)):
+            logits = layout(random_tensor(shape, dtype, device))
+            target = layout(targets_of(logits, class_dim))
+            soft = layout(probabilities_of(logits, class_dim))
+            for reduction in ("none", "mean"):
+                check(logits, target, class_dim=class_dim, reduction=reduction)
+                check(logits, soft, class_dim=class_dim, reduction=reduction)
+
+
+# ---------------------------------------------------------------------------------------------------------------- edges
+
+
+def test_without_rows_that_count_the_mean_is_0(device: torch.device) -> None:
+    for rows in (0, 3):
+        logits = random_tensor((rows, 33), torch.bfloat16, device).requires_grad_()
+        target = torch.full((rows,), -100, device=device)
+        for named in ({}, {"label_smoothing": 0.1, "z_loss": 0.1}, {"normalizer": 5.0}):
+            loss = eaves.cross_entropy(logits, target, **named)
+            assert loss.item() == 0.0
+            loss.backward()
+            assert not logits.grad.any()
+        # torch gives NaN.
+        assert torch_cross_entropy(logits.float(), target).isnan()
+
+
+def test_the_ignored_class_may_be_one_of_the_classes(device: torch.device) -> None:
+    logits = random_tensor((9, 5), torch.float32, device)
+    target = torch.arange(9, device=device) % 5
+    for ignored in (0, 4):
+        check(logits, target, ignore_index=ignored)
+        loss = eaves.cross_entropy(logits, target, ignore_index=ignored, reduction="none")
+        assert (loss == 0).tolist() == (target == ignored).tolist()
+
+
+def test_logits_of_minus_infinity_have_probability_0(device: torch.device) -> None:
+    for dtype in FLOATING_POINT:
+        logits = random_tensor((4, 10), dtype, device)
+        logits[:, 5:] = -INFINITY
+        logits[1, :5] = -INFINITY
+        logits[1, 9] = 1.0
+        target = torch.tensor([0, 9, 7, 1], device=device)
+        loss = eaves.cross_entropy(logits, target, reduction="none")
+        assert loss[1].item() == 0.0 and loss[2].item() == INFINITY
+        short = eaves.cross_entropy(logits[:, :5], target.clamp(max=4), reduction="none")
+        torch.testing.assert_close(loss[[0, 3]], short[[0, 3]])
+
+
+def test_a_row_of_minus_infinity_is_nan_and_harms_no_other(device: torch.device) -> None:
+    logits = random_tensor((3, 10), torch.float32, device)
+    target = torch.tensor([1, 2, 3], device=device)
+    expected = eaves.cross_entropy(logits, target, reduction="none")
+    logits[1] = -INFINITY
+    loss = eaves.cross_entropy(logits, target, reduction="none")
+    assert loss[1].isnan() and torch.equal(loss[[0, 2]], expected[[0, 2]])
+
+
+def test_what_is_in_ignored_rows_does_not_matter(device: torch.device) -> None:
+    logits = random_tensor((4, 10), torch.float32, device)
+    target = torch.tensor([1, -100, 3, -100], device=device)
+    expected = eaves.cross_entropy(logits, target, label_smoothing=0.1, z_loss=0.1)
+    for poison in (math.nan, INFINITY, -INFINITY):
+        poisoned = logits.clone()
+        poisoned[1], poisoned[3] = poison, poison
+        poisoned.requires_grad_()
+        loss = eaves.cross_entropy(poisoned, target, label_smoothing=0.1, z_loss=0.1)
+        assert torch.equal(loss.detach(), expected)
+        loss.backward()
+        assert poisoned.grad.isfinite().all() and not poisoned.grad[[1, 3]].any()
+
+
+@each("dtype", FLOATING_POINT)
+def test_large_logits_do_not_overflow(dtype: torch.dtype, device: torch.device) -> None:
+    size = torch.finfo(dtype).max / 4
+    logits = torch.tensor([[size, 0.0, -size], [-size, -size, -size]], device=device, dtype=torch.float64).to(dtype)
+    loss = eaves.cross_entropy(logits, torch.tensor([0, 1], device=device), reduction="none")
+    assert loss[0].item() == 0.0
+    torch.testing.assert_close(loss[1].item(), math.log(3), rtol=1e-6, atol=0)
+
+
+def test_targets_out_of_range_are_nan_on_a_gpu(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = random_tensor((4, 10), torch.float32, cuda).requires_grad_()
+    target = torch.tensor([1, 10, -1, 3], device=cuda)
+    loss = eaves.cross_entropy(logits, target, reduction="none")
+    assert loss.isnan().tolist() == [False, True, True, False]
+    loss.sum().backward()
+    assert logits.grad.isnan().all(1).tolist() == [False, True, True, False]
+    monkeypatch.setenv("EAVES_CHECK_TARGETS", "1")
+    with pytest.raises(ValueError, match=r"^cross_entropy: .*10"):
+        eaves.cross_entropy(logits, target)
+
+
+# ---------------------------------------------------------------------------------------- what must not happen to input
+
+
+def test_no_grad_and_inference_mode_give_results_without_a_graph(device: torch.device) -> None:
+    logits = random_tensor((9, 33), torch.float32, device).requires_grad_()
+    target = targets_of(logits)
+    expected = eaves.cross_entropy(logits, target).detach()
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            for named in ({}, {"inplace_backward": True}):  # nothing to write: no gradient is wanted
+                before = logits.clone()
+                loss = eaves.cross_entropy(logits, target, **named)
+                assert not loss.requires_grad and torch.equal(loss, expected)
+                assert torch.equal(logits, before)
+
+
+def test_a_parameter_is_a_tensor_and_the_result_is_a_plain_one(device: torch.device) -> None:
+    parameter = torch.nn.Parameter(random_tensor((9, 33), torch.float32, device))
+    target = targets_of(parameter)
+    assert type(eaves.cross_entropy(parameter, target)) is Tensor
+    check(parameter, target)
+
+
+# ---------------------------------------------------------------------------------------------------------- compilation
+
+
+def test_every_output_and_option_compiles_without_a_graph_break(device: torch.device, fresh_compiler: None) -> None:
+    logits = random_tensor((4, 6, 33), torch.float32, device)
+    weight = torch.rand(33, device=device)
+    named: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0, "scale": 2.0}
+    for target in (targets_of(logits), probabilities_of(logits)):
+        for reduction in REDUCTIONS:
+            module = eaves.CrossEntropyLoss(weight, reduction=reduction, class_dim=-1, **named, **EVERYTHING)
+            compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+            results = []
+            for function in (module, compiled):
+                leaf = logits.clone().requires_grad_()
+                out = function(leaf, target)
+                assert isinstance(out, eaves.CrossEntropyOutput)
+                (out.loss.sum() + out.lse.square().sum() + out.entropy.sum()).backward()
+                results.append([*out, leaf.grad])
+            for expected, actual in zip(*results, strict=True):
+                assert torch.equal(actual, expected)
+
+
+def test_a_normalizer_compiles_as_a_number_and_as_a_tensor(device: torch.device, fresh_compiler: None) -> None:
+    logits = random_tensor((6, 33), torch.float32, device)
+    target = targets_of(logits)
+
+    def function(x: Tensor, n: Any) -> Tensor:
+        return eaves.cross_entropy(x, target, normalizer=n)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for normalizer in (5.0, torch.tensor(5, device=device)):
+        assert torch.equal(compiled(logits, normalizer), function(logits, normalizer))

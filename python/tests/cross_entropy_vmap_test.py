@@ -1,0 +1,128 @@
+"""The batching rules of eaves.cross_entropy: every option under torch.vmap, with and without a gradient, is the loop.
+
+What torch.vmap and torch.func have to do around any operator is in transforms_test.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad
+
+import eaves
+from comparison import assert_agree
+from cross_entropy_test import EVERYTHING, REDUCTIONS, each, probabilities_of, targets_of
+from layouts import random_tensor
+
+# shape of the batch, class_dim of a sample, the reason
+CASES = [
+    ((4, 5), -1, "a row a sample"),
+    ((4, 3, 5), -1, "rows a sample"),
+    ((4, 5, 3), 0, "the classes in front of the rows"),
+    ((4, 2, 5, 3), 1, "torch's layout"),
+    ((4, 0, 5), -1, "samples without rows"),
+]
+
+
+def cases() -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("shape", "class_dim"), [pytest.param(*c[:2], id=c[2]) for c in CASES])
+
+
+def assert_is_the_loop(function: Callable[..., Any], *tensors: Tensor) -> None:
+    """`function` of a sample gives a tensor or several."""
+    expected = [function(*sample) for sample in zip(*tensors, strict=True)]
+    actual = torch.vmap(function)(*tensors)
+    if isinstance(actual, Tensor):
+        expected, actual = [[e] for e in expected], [actual]
+    for index, each_actual in enumerate(actual):
+        wanted = torch.stack([e[index] for e in expected])
+        assert each_actual.dtype == wanted.dtype
+        assert_agree(each_actual, wanted)
+
+
+@cases()
+@each("reduction", REDUCTIONS)
+@each("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_every_option_under_vmap_is_the_loop(
+    shape: tuple[int, ...], class_dim: int, reduction: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    logits = random_tensor(shape, dtype, device)
+    axis = class_dim if class_dim < 0 else class_dim + 1
+    hard, soft = targets_of(logits, axis), probabilities_of(logits, axis)
+    if logits.numel():
+        hard[1] = -100  # a sample whose rows are all ignored
+    classes = logits.shape[axis]
+    weight = torch.linspace(0.1, 2, classes, device=device).to(dtype)
+    for target in (hard, soft):
+        for w in (None, weight):
+            for options in ({}, {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 3.0, "scale": 1.5}):
+                named: dict[str, Any] = {"class_dim": class_dim, "reduction": reduction, **options}
+
+                def function(x: Tensor, t: Tensor, w: Tensor | None = w, named: Any = named) -> Tensor:
+                    return eaves.cross_entropy(x, t, w, **named)
+
+                def outputs(x: Tensor, t: Tensor, w: Tensor | None = w, named: Any = named) -> tuple[Tensor, ...]:
+                    return tuple(eaves.cross_entropy(x, t, w, **named, **EVERYTHING))
+
+                def weighted(x: Tensor, t: Tensor, outputs: Any = outputs) -> Tensor:
+                    loss, lse, _, entropy, _ = outputs(x, t)
+                    return (loss * torch.arange(1, loss.numel() + 1, device=device).view(loss.shape)).sum() + (
+                        lse.sin() + 2 * entropy
+                    ).sum()
+
+                assert_is_the_loop(function, logits, target)
+                assert_is_the_loop(outputs, logits, target)
+                assert_is_the_loop(grad(weighted), logits, target)
+                of_batch = grad(lambda x, t=target, f=weighted: torch.vmap(f)(x, t).sum())(logits)
+                wanted = [grad(weighted)(x, t) for x, t in zip(logits, target, strict=True)]
+                assert_agree(of_batch, torch.stack(wanted))
+
+
+def test_each_tensor_may_have_no_batch_or_one_on_any_axis(device: torch.device) -> None:
+    logits, target = random_tensor((6, 5, 4), torch.float32, device), targets_of(torch.empty(6, 4, 5), -1).to(device)
+    assert_is_the_loop(
+        lambda x, t: eaves.cross_entropy(x, t), logits.permute(2, 0, 1).contiguous(), target.t().contiguous()
+    )
+    for function in (eaves.cross_entropy, grad(eaves.cross_entropy)):
+        expected = torch.stack([function(logits[:, :, i], target[:, i]) for i in range(4)])
+        assert_agree(torch.vmap(function, in_dims=(2, 1))(logits, target), expected)
+        expected = torch.stack([function(logits[:, :, 0], target[:, i]) for i in range(4)])
+        assert_agree(torch.vmap(function, in_dims=(None, 1))(logits[:, :, 0], target), expected)
+        expected = torch.stack([function(logits[:, :, i], target[:, 0]) for i in range(4)])
+        assert_agree(torch.vmap(function, in_dims=(2, None))(logits, target[:, 0]), expected)
+
+
+def test_weights_and_normalizers_may_have_a_batch(device: torch.device) -> None:
+    logits = random_tensor((4, 6, 5), torch.float32, device)
+    target = targets_of(logits)
+    weights, normalizers = torch.rand(4, 5, device=device), torch.tensor([1.0, 2.0, 5.0, 7.0], device=device)
+
+    def with_weight(x: Tensor, t: Tensor, w: Tensor) -> Tensor:
+        return eaves.cross_entropy(x, t, w, label_smoothing=0.1)
+
+    def with_normalizer(x: Tensor, t: Tensor, n: Tensor) -> Tensor:
+        return eaves.cross_entropy(x, t, normalizer=n)
+
+    for function, third in ((with_weight, weights), (with_normalizer, normalizers)):
+        assert_is_the_loop(function, logits, target, third)
+        assert_is_the_loop(grad(function), logits, target, third)
+        for dims in ((None, None, 0), (None, 0, 0), (0, None, None)):
+            given = [tensor if d == 0 else tensor[0] for tensor, d in zip((logits, target, third), dims, strict=True)]
+            samples = [[t[i] if d == 0 else t for t, d in zip(given, dims, strict=True)] for i in range(4)]
+            for f in (function, grad(function)):
+                expected = torch.stack([f(*sample) for sample in samples])
+                assert_agree(torch.vmap(f, in_dims=dims)(*given), expected)
+
+
+def test_per_sample_gradients_of_a_model_are_those_of_the_loop(device: torch.device) -> None:
+    weight = random_tensor((5, 8), torch.float32, device)
+    x, target = random_tensor((7, 8), torch.float32, device), torch.arange(7, device=device) % 5
+
+    def loss(weight: Tensor, sample: Tensor, label: Tensor) -> Tensor:
+        return eaves.cross_entropy(weight @ sample, label)
+
+    actual = torch.vmap(grad(loss), in_dims=(None, 0, 0))(weight, x, target)
+    expected = torch.stack([grad(loss)(weight, *sample) for sample in zip(x, target, strict=True)])
+    assert_agree(actual, expected)

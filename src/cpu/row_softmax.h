@@ -1,0 +1,228 @@
+// Every row of a tensor: reduced to the statistics of its softmax, and mapped to a multiple of that softmax, as a
+// gradient needs it. The loops over rows, tiles of rows and pieces of their columns that operators share, for any
+// layout; what is read and written for a row besides is theirs. Compiled once per level of vector instructions, like
+// simd.h.
+#include <hwy/cache_control.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/rows.h"
+#include "cpu/cache.h"
+#include "cpu/columns.h"
+#include "cpu/gather.h"
+#include "cpu/parallel.h"
+#include "cpu/row_pieces.h"
+#include "cpu/simd.h"
+#include "cpu/softmax.h"
+
+#if defined(EAVES_CPU_ROW_SOFTMAX_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef EAVES_CPU_ROW_SOFTMAX_H_
+#undef EAVES_CPU_ROW_SOFTMAX_H_
+#else
+#define EAVES_CPU_ROW_SOFTMAX_H_
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace eaves::cpu {
+namespace HWY_NAMESPACE {
+
+/// One of a view's tensors that have columns: its memory and its number.
+template <typename T>
+struct ColumnTensor {
+  T* data;
+  int number;
+
+  template <typename View>
+  T* row(const View& view, std::int64_t row) const {
+    return data + view.rows.offsets(row).of[number];
+  }
+};
+
+// ------------------------------------------------------------------------------------------------------ reductions
+
+template <typename T, typename View>
+RowState reduce_piece(const View& view, ColumnTensor<const T> x, const ColumnPiece& piece) {
+  const T* row = x.row(view, piece.group);
+  if constexpr (kIsFloatingPoint<T>) {
+    if (view.layout == RowLayout::contiguous) {
+      return reduce_columns<T>(piece.begin, piece.end,
+                               [row](std::int64_t column, std::int64_t) { return row + column; });
+    }
+  }
+  Gather gather(view.columns, row, x.number);
+  return reduce_columns<Accumulator<T>>(piece.begin, piece.end, gather);
+}
+
+/// The states of the rows of a tile, over a piece of their columns.
+template <typename T, typename View>
+void reduce_tile_piece(const View& view, ColumnTensor<const T> x, const Tiles<T>& tiles, const ColumnPiece& piece,
+                       RowState* states) {
+  const std::int64_t stride = view.columns.strides[x.number][0];
+  const T* first = x.row(view, tiles.first_row(piece.group)) + piece.begin * stride;
+  reduce_tile(first, stride, piece.end - piece.begin, tiles.width(piece.group), states);
+}
+
+/// Calls `store(row, state)` for every row, from many threads.
+template <typename T, typename View, typename Store>
+void reduce_softmax(const View& view, ColumnTensor<const T> x, const ExecutionContext& context, Store&& store) {
+  if constexpr (kIsFloatingPoint<T>) {
+    if (Tiles<T>::fit(view)) {
+      const Tiles<T> tiles(view);
+      return reduce_pieces<RowState, Tiles<T>::kWidth>(
+          tiles.pieces(view.column_count), context,
+          [&](const ColumnPiece& piece, RowState* states) { reduce_tile_piece(view, x, tiles, piece, states); },
+          [&](std::int64_t tile, const RowState* states) {
+            for (std::int64_t i = 0; i < tiles.width(tile); ++i) store(tiles.first_row(tile) + i, states[i]);
+          });
+    }
+  }
+  reduce_pieces<RowState, 1>(
+      ColumnPieces(view.column_count, view.row_count, 1), context,
+      [&](const ColumnPiece& piece, RowState* state) { *state = reduce_piece(view, x, piece); },
+      [&](std::int64_t row, const RowState* state) { store(row, *state); });
+}
+
+// ------------------------------------------------------------------------------------------------------------- maps
+
+/// What a row becomes: scale * exp(x - lse).
+template <typename A>
+struct ScaledSoftmax {
+  A lse;
+  A scale;
+  bool is_zero = false;        ///< 0 everywhere instead; x is not read
+  std::int64_t replaced = -1;  ///< a column that becomes `value` instead; outside of the columns written: none
+  A value = A(0);
+};
+
+/// Whether the rows of a tensor are better written past the caches: it is too large for them, and no row is so short
+/// that its ends, which are stored the ordinary way, would be most of it.
+template <typename T, typename View>
+bool is_written_past_caches(const View& view) {
+  constexpr std::int64_t kLongEnough = 1024 / sizeof(T);
+  const auto bytes = static_cast<std::size_t>(view.row_count * view.column_count) * sizeof(T);
+  return view.layout == RowLayout::contiguous && is_beyond_caches(bytes) && view.column_count >= kLongEnough;
+}
+
+template <bool kNonTemporal, typename T, typename View>
+void write_softmax_piece(const View& view, ColumnTensor<const T> x, ColumnTensor<T> to, const ColumnPiece& piece,
+                         const ScaledSoftmax<Accumulator<T>>& softmax) {
+  using A = Accumulator<T>;
+  const T* from_row = x.row(view, piece.group);
+  T* to_row = to.row(view, piece.group);
+  if (view.layout == RowLayout::contiguous) {
+    const std::int64_t count = piece.end - piece.begin;
+    if (softmax.is_zero) {
+      fill<kNonTemporal>(to_row + piece.begin, count, A(0));
+    } else {
+      write_scaled_softmax<kNonTemporal>(from_row + piece.begin, to_row + piece.begin, count, softmax.lse,
+                                         softmax.scale);
+    }
+  } else {
+    const std::int64_t block = block_size<A>();
+    Gather gather(view.columns, from_row, x.number);
+    Block<A> result{};
+    for (std::int64_t column = piece.begin; column < piece.end; column += block) {
+      const std::int64_t count = std::min(block, piece.end - column);
+      if (!softmax.is_zero) {
+        write_scaled_softmax<false>(gather(column, count), result.elements, count, softmax.lse, softmax.scale);
+      }
+      scatter(result.elements, view.columns, to.number, column, count, to_row);
+    }
+  }
+  if (softmax.replaced >= piece.begin && softmax.replaced < piece.end) {
+    to_row[view.columns.offsets(softmax.replaced).of[to.number]] = round_to<T>(softmax.value);
+  }
+}
+
+/// A piece of the columns of a tile of rows. `softmax_of(row, piece)` is called for each row before anything is
+/// written.
+template <typename T, typename View, typename SoftmaxOf>
+void write_softmax_tile(const View& view, ColumnTensor<const T> x, ColumnTensor<T> to, const Tiles<T>& tiles,
+                        const ColumnPiece& piece, SoftmaxOf&& softmax_of) {
+  using A = Accumulator<T>;
+  using Softmax = ScaledSoftmax<A>;
+  const auto pack = static_cast<std::int64_t>(pack_size<T>());
+  const Tag<T> d;
+  const auto lanes = hn::Lanes(d);
+  HWY_ALIGN A lse[Tiles<T>::kWidth];
+  HWY_ALIGN A scale[Tiles<T>::kWidth];
+  HWY_ALIGN A kept[Tiles<T>::kWidth];  // 0 where the row is zero
+  A value[Tiles<T>::kWidth];
+  std::int64_t replaced[Tiles<T>::kWidth];
+
+  const std::int64_t first_row = tiles.first_row(piece.group);
+  const std::int64_t width = tiles.width(piece.group);
+  bool has_zeros = false;
+  for (std::int64_t i = 0; i < ceil_divide(width, pack) * pack; ++i) {
+    const std::int64_t row = std::min(element_of<T>(i), width - 1);  // lanes beyond the tile: any row of it
+    const Softmax softmax = softmax_of(first_row + row, piece);
+    lse[i] = softmax.lse;
+    scale[i] = softmax.scale;
+    kept[i] = softmax.is_zero ? A(0) : A(1);
+    has_zeros = has_zeros || softmax.is_zero;
+    replaced[row] = softmax.replaced;
+    value[row] = softmax.value;
+  }
+
+  const T* from_row = x.row(view, first_row);
+  T* to_row = to.row(view, first_row);
+  const std::int64_t from_stride = view.columns.strides[x.number][0];
+  const std::int64_t to_stride = view.columns.strides[to.number][0];
+  for (std::int64_t column = piece.begin; column < piece.end; ++column) {
+    const T* from = from_row + column * from_stride;
+    T* out = to_row + column * to_stride;
+    for (std::int64_t row = 0; row < width; row += pack) {
+      const Pack<T> v = load_some(from + row, width - row, T{});
+      const auto map = [&](std::size_t vector, VectorOf<T> element) HWY_ATTR {
+        const std::size_t at = static_cast<std::size_t>(row) + vector * lanes;
+        const auto result = scaled_softmax<T>(element, hn::Load(d, lse + at), hn::Load(d, scale + at));
+        if (!has_zeros) return result;
+        return hn::IfThenElseZero(hn::Gt(hn::Load(d, kept + at), hn::Zero(d)), result);
+      };
+      store_some(Pack<T>{map(0, v.v0), map(1, v.v1), map(2, v.v2), map(3, v.v3)}, out + row, width - row);
+    }
+  }
+  for (std::int64_t row = 0; row < width; ++row) {
+    if (replaced[row] < piece.begin || replaced[row] >= piece.end) continue;
+    to_row[replaced[row] * to_stride + row] = round_to<T>(value[row]);
+  }
+}
+
+/// Calls `body(piece)` for pieces that cover every row, from many threads; waits for non-temporal stores.
+template <typename View, typename Body>
+void for_each_row_piece(const View& view, const ExecutionContext& context, bool is_non_temporal, Body&& body) {
+  const ColumnPieces pieces(view.column_count, view.row_count, 1);
+  parallel_for(context, pieces.tasks(), pieces.grain(), [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t task = begin; task < end; ++task) body(pieces[task]);
+    if (is_non_temporal) hwy::FlushStream();
+  });
+}
+
+/// Maps `x` to `to`, which may be the same memory. `softmax_of(row, piece)` gives a ScaledSoftmax, whose replaced
+/// column matters where it is in the piece: nothing of that piece has been written yet, of others maybe.
+template <typename T, typename View, typename SoftmaxOf>
+void write_softmax(const View& view, ColumnTensor<const T> x, ColumnTensor<T> to, const ExecutionContext& context,
+                   SoftmaxOf&& softmax_of) {
+  if (Tiles<T>::fit(view)) {
+    const Tiles<T> tiles(view);
+    const ColumnPieces pieces = tiles.pieces(view.column_count);
+    parallel_for(context, pieces.tasks(), pieces.grain(), [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t task = begin; task < end; ++task) {
+        write_softmax_tile(view, x, to, tiles, pieces[task], softmax_of);
+      }
+    });
+    return;
+  }
+  // What is overwritten is in the caches already.
+  const bool is_non_temporal = x.data != to.data && is_written_past_caches<T>(view);
+  for_each_row_piece(view, context, is_non_temporal, [&](const ColumnPiece& piece) {
+    const auto write = is_non_temporal ? write_softmax_piece<true, T, View> : write_softmax_piece<false, T, View>;
+    write(view, x, to, piece, softmax_of(piece.group, piece));
+  });
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace eaves::cpu
+HWY_AFTER_NAMESPACE();
+#endif  // per target

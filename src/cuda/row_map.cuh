@@ -1,0 +1,152 @@
+// Mapping rows element by element, with a few numbers of each row, whatever the operator: what a gradient is. A kernel
+// only has to find a row's numbers once and stream its elements:
+//
+//   map_per_lanes      short rows, many in a block      (unit stride)
+//   map_per_piece      long rows, a block a piece       (unit stride)
+//   map_per_column     rows side by side                (the row runs along another axis)
+//   map_per_element    anything else
+//
+// An operator says what is done with an element, as a struct that kernels take by value:
+//
+//   struct Operation {            // for elements of type T, template of the view's type
+//     using Element = T;
+//     const View& view() const;   // ShortRowView, or RowView for map_per_element
+//     const T* in; T* out;        // tensors 0 and 1 of the view; may be the same
+//     auto row(std::int64_t row) const;   // loads what the row needs; a function of (element, column), and of
+//                                         // (vector, column of its first element) as transform() takes it
+//   };
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/rows.h"
+#include "cuda/columns.cuh"
+#include "cuda/device.h"
+#include "cuda/launch.cuh"
+#include "cuda/row_policy.h"
+#include "cuda/vector.cuh"
+
+namespace eaves::cuda {
+
+inline constexpr int kMapLanes = 8;         // that share a short row
+inline constexpr int kMapLanesBlock = 128;  // threads of a block of short rows
+// A block of long rows. H200, gradient of logsumexp, bf16, [4096, 131072] and [4096, 1024]: 32 x 4 0.504 ms and 7.6 us,
+// 64 x 2 0.501 and 8.1, 128 x 2 0.501 and 9.1, 64 x 4 0.509 and 8.3, 32 x 2 0.639 and 9.4, 128 x 1 0.618 and 9.5; a
+// plain copy 0.511 and 6.8.
+inline constexpr int kMapThreads = 32;
+inline constexpr int kMapVectors = 4;      // that a thread loads before it stores the first
+inline constexpr int kMapColumnWarps = 8;  // warps of a block that walk down columns side by side
+inline constexpr int kMapColumns = 4;      // columns that a thread loads before it stores the first
+inline constexpr int kMapColumnBlocks =
+    32;  // blocks for each multiprocessor: nothing is merged, so many and short ones
+
+/// Short rows: kMapLanes lanes a row.
+template <typename Operation>
+__global__ void __launch_bounds__(kMapLanesBlock) map_per_lanes(Operation operation) {
+  const std::int64_t row = (std::int64_t{blockIdx.x} * kMapLanesBlock + threadIdx.x) / kMapLanes;
+  if (row >= operation.view().row_count) return;
+  const auto at = operation.view().rows.offsets(row);
+  transform<kMapVectors>(operation.in + at.of[0], operation.out + at.of[1], operation.view().column_count, 0, INT32_MAX,
+                         threadIdx.x % kMapLanes, kMapLanes, [&] { return operation.row(row); });
+}
+
+/// Long rows: a block a piece, and a piece is one batch of vectors for each thread.
+template <typename Operation>
+__global__ void __launch_bounds__(kMapThreads) map_per_piece(Operation operation, unsigned pieces) {
+  const unsigned row = blockIdx.x / pieces;
+  const auto at = operation.view().rows.offsets(row);
+  transform<kMapVectors>(operation.in + at.of[0], operation.out + at.of[1], operation.view().column_count,
+                         blockIdx.x - row * pieces, kMapThreads * kMapVectors, threadIdx.x, kMapThreads,
+                         [&] { return operation.row(row); });
+}
+
+/// As row_per_column: each thread owns kLaneRows neighbouring rows and walks down their columns.
+template <typename Operation, int kLaneRows>
+__global__ void __launch_bounds__(32 * kMapColumnWarps) map_per_column(Operation operation, TransposedTiles tiles) {
+  using T = typename Operation::Element;
+  using Function = decltype(operation.row(0));
+  const Tile tile = find_tile<32 * kLaneRows>(operation.view(), tiles);
+  const std::int64_t lane_row = tile.lane_row + threadIdx.x * kLaneRows;
+  if (lane_row >= tile.lane_axis_size) return;
+  const std::int64_t first_row = tile.outer_row + lane_row;
+  const auto at = operation.view().rows.offsets(first_row);
+  const auto map = [&](const Function(&functions)[kLaneRows]) {
+    transform_columns<kMapColumns, Side<T, kLaneRows>, kLaneRows>(
+        operation.in + at.of[0], operation.view().column_strides[0], operation.out + at.of[1],
+        operation.view().column_strides[1], tile.first_column + threadIdx.y, tile.last_column, kMapColumnWarps,
+        [&](Accumulator<T> value, int r, std::int64_t column) { return functions[r](value, column); });
+  };
+  // A function need not have a default constructor.
+  [&]<int... kRows>(std::integer_sequence<int, kRows...>) {
+    const Function functions[kLaneRows] = {operation.row(first_row + kRows)...};
+    map(functions);
+  }
+  (std::make_integer_sequence<int, kLaneRows>{});
+}
+
+/// A thread an element, wherever it lies.
+template <typename Operation>
+__global__ void __launch_bounds__(256) map_per_element(Operation operation) {
+  using T = typename Operation::Element;
+  const auto& view = operation.view();
+  const std::int64_t elements = view.row_count * view.column_count;
+  const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
+  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < elements; i += step) {
+    const std::int64_t row = divide(i, view.column_count);
+    const std::int64_t column = i - row * view.column_count;
+    const auto row_at = view.rows.offsets(row);
+    const auto column_at = view.columns.offsets(column);
+    const auto function = operation.row(row);
+    const T value = operation.in[row_at.of[0] + column_at.of[0]];
+    operation.out[row_at.of[1] + column_at.of[1]] = round_to<T>(function(load_as_accumulator(value), column));
+  }
+}
+
+/// Maps every row of a view that has rows and columns. `make(view)` returns the operation for either type of view.
+template <typename T, typename View, typename MakeOperation>
+void map_rows(const char* op, const View& view, const void* in, const void* out, Device device, void* stream,
+              MakeOperation make) {
+  using Short = ShortRowView<View::kColumns, View::kAll>;
+  constexpr auto kElementBytes = static_cast<std::int64_t>(sizeof(T));
+  const std::int64_t row_bytes = view.column_count * kElementBytes;
+  if (Short::fits(view) && view.layout == RowLayout::contiguous && row_bytes >= 64 &&
+      lie_alike(view, 0, in, 1, out, kElementBytes)) {
+    const auto operation = make(Short(view));
+    using Operation = std::remove_cvref_t<decltype(operation)>;
+    if (row_bytes <= 512) {
+      return launch(op, map_per_lanes<Operation>,
+                    {.blocks = ceil_divide(view.row_count, kMapLanesBlock / kMapLanes),
+                     .threads = kMapLanesBlock,
+                     .stream = stream},
+                    operation);
+    }
+    // Of whole vectors, wherever the first one starts.
+    const std::int64_t vectors = view.column_count / Vector<T>::kSize;
+    const std::int64_t pieces = std::max<std::int64_t>(1, ceil_divide(vectors, kMapThreads * kMapVectors));
+    return launch(op, map_per_piece<Operation>,
+                  {.blocks = view.row_count * pieces, .threads = kMapThreads, .stream = stream}, operation,
+                  static_cast<unsigned>(pieces));
+  }
+  if (Short::fits(view) && view.layout == RowLayout::transposed) {
+    const auto operation = make(Short(view));
+    using Operation = std::remove_cvref_t<decltype(operation)>;
+    const std::int64_t lane_axis_size = view.rows.sizes[view.rows.rank - 1];
+    const bool is_aligned =
+        columns_are_aligned(view, 0, in, kElementBytes) && columns_are_aligned(view, 1, out, kElementBytes);
+    const int lane_rows = is_aligned ? Vector<T>::kSize : 1;
+    const TransposedTiles tiles = tile_transposed(view.row_count / lane_axis_size, lane_axis_size, view.column_count,
+                                                  32 * lane_rows, properties(device).multiprocessors, kMapColumnBlocks);
+    const LaunchShape shape{
+        .blocks = tiles.tiles * tiles.pieces, .threads = dim3(32, kMapColumnWarps), .stream = stream};
+    return is_aligned ? launch(op, map_per_column<Operation, Vector<T>::kSize>, shape, operation, tiles)
+                      : launch(op, map_per_column<Operation, 1>, shape, operation, tiles);
+  }
+  const auto operation = make(view);
+  // Enough blocks to fill any GPU; the rest by steps.
+  const std::int64_t blocks = std::min<std::int64_t>(ceil_divide(view.row_count * view.column_count, 256), 1 << 20);
+  launch(op, map_per_element<std::remove_cvref_t<decltype(operation)>>,
+         {.blocks = blocks, .threads = 256, .stream = stream}, operation);
+}
+
+}  // namespace eaves::cuda

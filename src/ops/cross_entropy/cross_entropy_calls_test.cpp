@@ -1,0 +1,205 @@
+// Calls of cross_entropy rather than values: two runs, workspaces, threads, streams, graphs. What is computed is
+// checked in cross_entropy_test.cpp.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "eaves/cross_entropy.h"
+#include "eaves/error.h"
+#include "ops/cross_entropy/cross_entropy_test_case.h"
+#include "runtime/runtime.h"
+#include "testing/devices.h"
+
+namespace eaves::testing {
+namespace {
+
+class CrossEntropyCalls : public OnEachDevice {};
+EAVES_EACH_DEVICE(CrossEntropyCalls);
+
+double normal(std::int64_t i) { return 3.0 * random_normal(47, static_cast<std::uint64_t>(i)); }
+
+/// Shapes that take each way through a backend, with the options that take a second one.
+std::vector<CrossEntropyCase> cases_of_every_kind(Device device) {
+  const std::pair<Dims, int> shapes[] = {
+      {{50, 40}, 1},   {{50, 3000}, 1}, {{2, 400003}, 1}, {{70, 30001}, 1},
+      {{5000, 72}, 0}, {{5000, 33}, 0}, {{6, 50, 70}, 1}, {{20011, 3}, 1},
+  };
+  std::vector<CrossEntropyCase> cases;
+  for (const auto& [shape, axis] : shapes) {
+    for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
+      CrossEntropyCase plain{.device = device,
+                             .dtype = DType::bfloat16,
+                             .shape = shape,
+                             .class_axis = axis,
+                             .options = {.reduction = reduction},
+                             .value = normal};
+      cases.push_back(plain);
+      if (reduction == Reduction::none) continue;
+      CrossEntropyCase everything = plain;
+      everything.dtype = DType::float32;
+      everything.options.label_smoothing = 0.1;
+      everything.options.softcap = 20.0;
+      everything.options.z_loss_weight = 0.01;
+      everything.weight_dtype = DType::float32;
+      everything.has_grad_entropy = true;
+      cases.push_back(everything);
+      CrossEntropyCase soft = plain;
+      soft.targets_dtype = DType::bfloat16;
+      cases.push_back(soft);
+    }
+  }
+  return cases;
+}
+
+std::size_t workspace_bytes(CrossEntropyRun& run) {
+  return std::max(cross_entropy_forward_workspace_bytes(run.forward_args()),
+                  cross_entropy_forward_backward_workspace_bytes(run.in_place_args()));
+}
+
+TEST_P(CrossEntropyCalls, TwoRunsAreBitwiseEqual) {
+  for (const CrossEntropyCase& test_case : cases_of_every_kind(device())) {
+    CrossEntropyRun first(test_case), second(test_case);
+    first.run();
+    second.run();
+    EXPECT_TRUE(first.results_equal(second)) << description_of(test_case);
+  }
+}
+
+TEST_P(CrossEntropyCalls, CallsThatFollowEachOtherMayShareAWorkspace) {
+  // All cut their rows into pieces; none may overwrite what another has yet to merge.
+  const CrossEntropyCase long_rows{.device = device(), .dtype = DType::bfloat16, .shape = {2, 400003}, .value = normal};
+  const CrossEntropyCase long_columns{
+      .device = device(), .dtype = DType::bfloat16, .shape = {20000, 72}, .class_axis = 0, .value = normal};
+  CrossEntropyRun rows_alone(long_rows), columns_alone(long_columns), rows(long_rows), columns(long_columns);
+  rows_alone.run();
+  columns_alone.run();
+  const std::size_t bytes = std::max(workspace_bytes(rows), workspace_bytes(columns));
+  TestTensor workspace(device(), DType::uint8, {static_cast<std::int64_t>(bytes)});
+  const ExecutionContext context{.workspace = {workspace.view().data, bytes}};
+  for (int repetition = 0; repetition < 10; ++repetition) {
+    rows.restore();
+    columns.restore();
+    rows.launch(context);
+    columns.launch(context);
+  }
+  rows.download();
+  columns.download();
+  EXPECT_TRUE(rows.results_equal(rows_alone));
+  EXPECT_TRUE(columns.results_equal(columns_alone));
+}
+
+TEST_P(CrossEntropyCalls, AWorkspaceOfTheStatedSizeIsEnoughAndAsSmallAsTheHeaderSays) {
+  for (const CrossEntropyCase& test_case : cases_of_every_kind(device())) {
+    SCOPED_TRACE(description_of(test_case));
+    CrossEntropyRun own(test_case), given(test_case);
+    own.run();
+    const std::size_t forward_bytes = cross_entropy_forward_workspace_bytes(given.forward_args());
+    const std::size_t in_place_bytes = cross_entropy_forward_backward_workspace_bytes(given.in_place_args());
+    const auto rows = static_cast<std::size_t>(reference::row_count_of(given.forward_args()));
+    const std::size_t most = (std::size_t{1} << 20) + (given.reduction() == Reduction::none ? 0 : 12 * rows);
+    EXPECT_LE(forward_bytes, most);
+    EXPECT_LE(in_place_bytes, most);
+    EXPECT_EQ(cross_entropy_backward_workspace_bytes(given.backward_args()), 0u);
+
+    const auto with_workspace_of = [&](std::size_t bytes, auto call) {
+      TestTensor workspace(device(), DType::uint8, {static_cast<std::int64_t>(bytes)});
+      call(ExecutionContext{.workspace = {workspace.view().data, bytes}});
+      if (bytes > 0) {
+        EXPECT_THROW(call(ExecutionContext{.workspace = {workspace.view().data, bytes - 1}}), InvalidArgument);
+      }
+      runtime::synchronize(device());
+      workspace.download();
+      EXPECT_EQ(workspace.canary_damage(), "");
+    };
+    with_workspace_of(forward_bytes,
+                      [&](const ExecutionContext& context) { cross_entropy_forward(given.forward_args(), context); });
+    cross_entropy_backward(given.backward_args());
+    with_workspace_of(in_place_bytes, [&](const ExecutionContext& context) {
+      cross_entropy_forward_backward(given.in_place_args(), context);
+    });
+    given.download();
+    EXPECT_TRUE(own.results_equal(given));
+  }
+}
+
+TEST_P(CrossEntropyCalls, CallsFromSeveralThreadsDoNotDisturbEachOther) {
+  // The second shape is cut into pieces: every call has scratch memory of its own.
+  for (const Dims& shape : {Dims{64, 3000}, Dims{2, 100003}}) {
+    CrossEntropyRun alone({.device = device(), .dtype = DType::bfloat16, .shape = shape, .value = normal});
+    alone.run();
+    std::vector<std::unique_ptr<CrossEntropyRun>> runs;
+    for (int i = 0; i < 4; ++i) runs.push_back(std::make_unique<CrossEntropyRun>(alone.test_case()));
+    std::vector<std::thread> threads;
+    for (auto& run : runs) {
+      threads.emplace_back([&run, this] {
+        const runtime::Stream stream(device());
+        const ExecutionContext context{.stream = stream.handle()};
+        for (int repetition = 0; repetition < 10; ++repetition) {
+          cross_entropy_forward(run->forward_args(), context);
+          cross_entropy_backward(run->backward_args(), context);
+        }
+        cross_entropy_forward_backward(run->in_place_args(), context);
+        runtime::synchronize(device());
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (auto& run : runs) {
+      run->download();
+      EXPECT_TRUE(run->results_equal(alone)) << check::to_string(shape);
+    }
+  }
+}
+
+class CrossEntropyOnCpu : public ::testing::Test {};
+
+TEST_F(CrossEntropyOnCpu, TheNumberOfThreadsAndAPoolOfTheCallerChangeNoBit) {
+  // A pool that runs pieces in reverse order, one at a time.
+  const ParallelFor backwards = {.run = [](void*, std::int64_t count, ParallelFor::Body body, void* data) {
+    for (std::int64_t i = count; i-- > 0;) body(data, i, i + 1);
+  }};
+  for (const CrossEntropyCase& test_case : cases_of_every_kind(kCpu)) {
+    CrossEntropyRun one(test_case);
+    one.run({.threads = 1});
+    for (const ExecutionContext& context : {ExecutionContext{.threads = 2}, ExecutionContext{.threads = 5},
+                                            ExecutionContext{.parallel_for = backwards}}) {
+      CrossEntropyRun other(test_case);
+      other.run(context);
+      EXPECT_TRUE(one.results_equal(other)) << description_of(test_case) << ", threads " << context.threads;
+    }
+  }
+}
+
+class CrossEntropyOnGpu : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (runtime::gpu_count() == 0) GTEST_SKIP() << system_info().cuda_missing;
+  }
+};
+
+TEST_F(CrossEntropyOnGpu, ACudaGraphReplaysForwardBackwardAndBothInPlace) {
+  for (const CrossEntropyCase& test_case : cases_of_every_kind(kCuda)) {
+    CrossEntropyRun plain(test_case), captured(test_case);
+    plain.run();
+    const runtime::Stream stream(kCuda);
+    const ExecutionContext context{.stream = stream.handle()};
+    runtime::capture_and_replay(
+        kCuda, stream.handle(),
+        [&] {
+          cross_entropy_forward(captured.forward_args(), context);
+          cross_entropy_backward(captured.backward_args(), context);
+        },
+        3);
+    // Once: it overwrites what it reads.
+    runtime::capture_and_replay(
+        kCuda, stream.handle(), [&] { cross_entropy_forward_backward(captured.in_place_args(), context); }, 1);
+    captured.download();
+    EXPECT_TRUE(captured.results_equal(plain)) << description_of(test_case);
+  }
+}
+
+}  // namespace
+}  // namespace eaves::testing

@@ -1,0 +1,600 @@
+// The edges that cross_entropy.h lists: infinities and NaN, ignored rows, nothing at all, ties, classes and rows
+// without weight, targets out of range.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "eaves/cross_entropy.h"
+#include "eaves/error.h"
+#include "ops/cross_entropy/cross_entropy_test_case.h"
+#include "testing/cases.h"
+#include "testing/devices.h"
+
+namespace eaves::testing {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr double kIgnored = -100.0;
+
+class CrossEntropyEdges : public OnEachDevice {};
+EAVES_EACH_DEVICE(CrossEntropyEdges);
+
+double normal(std::int64_t i) { return 3.0 * random_normal(27, static_cast<std::uint64_t>(i)); }
+
+/// Row lengths that take each way through a backend.
+constexpr std::array<std::int64_t, 5> kLengths = {2, 8, 40, 1000, 9000};
+
+TEST_P(CrossEntropyEdges, InfinitiesAndNaNsFollowTheHeader) {
+  // One row of each kind, at the start, around a vector boundary and at the end. The target is each of the special
+  // ones, or the next class.
+  struct Special {
+    double first;
+    double second;
+    double others;
+    const char* reason;
+  };
+  const Special specials[] = {
+      {-kInfinity, -kInfinity, -kInfinity, "all -inf: loss and gradient are NaN"},
+      {-kInfinity, -kInfinity, 0.5, "some -inf: p is 0 there, and a loss of their class infinite"},
+      {0.25, 0.25, -kInfinity, "two finite logits among -inf"},
+      {kInfinity, kInfinity, 0.5, "+inf: so is lse"},
+      {kInfinity, kInfinity, kInfinity, "all +inf"},
+      {kInfinity, -kInfinity, 0.5, "both infinities"},
+      {kInfinity, -kInfinity, -kInfinity, "+inf among -inf"},
+      {kNaN, kNaN, 0.5, "NaN: everything is, but the largest logit"},
+      {kNaN, kNaN, kNaN, "all NaN"},
+      {kNaN, kInfinity, 0.5, "NaN beside +inf"},
+      {kInfinity, kNaN, -kInfinity, "in whichever order, whatever the others"},
+      {kNaN, -kInfinity, -kInfinity, "NaN among -inf: the largest logit is the first -inf"},
+  };
+  constexpr std::int64_t kRows = std::size(specials);
+  for (const DType dtype : floating_point_dtypes()) {
+    for (const std::int64_t columns : kLengths) {
+      for (const std::int64_t at : {std::int64_t{0}, columns / 2 - 1, columns - 2}) {
+        for (const int axis : {0, 1}) {
+          for (const std::int64_t target : {at, at + 1, std::int64_t{0}}) {
+            check_cross_entropy({.device = device(),
+                                 .dtype = dtype,
+                                 .shape = axis == 1 ? Dims{kRows, columns} : Dims{columns, kRows},
+                                 .class_axis = axis,
+                                 .options = {.reduction = Reduction::none},
+                                 .value =
+                                     [&](std::int64_t i) {
+                                       const Special& special = specials[axis == 1 ? i / columns : i % kRows];
+                                       const std::int64_t column = axis == 1 ? i % columns : i / kRows;
+                                       if (column == at) return special.first;
+                                       return column == at + 1 ? special.second : special.others;
+                                     },
+                                 .target = [=](std::int64_t) { return static_cast<double>(target); }});
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropyEdges, MinusInfinityInAClassWithoutWeightCostsNothing) {
+  // A masked class has no mass in the target either, and 0 * log(0) is 0: in the loss as in the entropy.
+  for (const DType dtype : floating_point_dtypes()) {
+    for (const std::int64_t columns : kLengths) {
+      const auto is_masked = [=](std::int64_t i) { return i % columns % 2 == 1; };
+      const auto masked = [=](std::int64_t i) { return is_masked(i) ? -kInfinity : normal(i); };
+      CrossEntropyCase smoothed{.device = device(),
+                                .dtype = dtype,
+                                .shape = {4, columns},
+                                .options = {.reduction = Reduction::none, .label_smoothing = 0.2},
+                                .weight_dtype = dtype,
+                                .has_grad_entropy = true,
+                                .value = masked,
+                                .target = [](std::int64_t) { return 0.0; },
+                                .weight = [](std::int64_t v) { return v % 2 == 1 ? 0.0 : 1.5; }};
+      check_cross_entropy(smoothed);
+      smoothed.options.label_smoothing = 0.0;
+      smoothed.target = [](std::int64_t row) { return row % 2 == 0 ? 1.0 : 0.0; };  // a masked class of weight 0
+      check_cross_entropy(smoothed);
+      check_cross_entropy({.device = device(),
+                           .dtype = dtype,
+                           .shape = {4, columns},
+                           .options = {.reduction = Reduction::none},
+                           .targets_dtype = DType::float32,
+                           .has_grad_entropy = true,
+                           .value = masked,
+                           .target = [=](std::int64_t i) { return is_masked(i) ? 0.0 : 0.01; }});
+    }
+  }
+}
+
+TEST_P(CrossEntropyEdges, MinusInfinityInAClassWithMassIsAnInfiniteLossWithAFiniteGradient) {
+  for (const std::int64_t columns : kLengths) {
+    for (const double smoothing : {0.2, 1.0}) {
+      CrossEntropyCase test_case{
+          .device = device(),
+          .dtype = DType::float32,
+          .shape = {4, columns},
+          .options = {.reduction = Reduction::none, .label_smoothing = smoothing},
+          .value = [=](std::int64_t i) { return i % columns == columns - 1 ? -kInfinity : normal(i); },
+          .target = [](std::int64_t) { return 0.0; }};
+      check_cross_entropy(test_case);
+      CrossEntropyRun run(test_case);
+      run.run();
+      EXPECT_EQ(run.results.loss.get(2), kInfinity);
+      EXPECT_TRUE(std::isfinite(run.grad_logits.get(0)));
+    }
+  }
+}
+
+TEST_P(CrossEntropyEdges, ASoftcapMakesInfinitiesFinite) {
+  for (const DType dtype : floating_point_dtypes()) {
+    for (const std::int64_t columns : kLengths) {
+      check_cross_entropy({.device = device(),
+                           .dtype = dtype,
+                           .shape = {4, columns},
+                           .options = {.reduction = Reduction::none, .label_smoothing = 0.1, .softcap = 8.0},
+                           .value =
+                               [=](std::int64_t i) {
+                                 if (i % columns == columns - 1) return -kInfinity;
+                                 return i % columns == columns / 2 ? kInfinity : normal(i);
+                               },
+                           .target = [](std::int64_t row) { return static_cast<double>(row % 2); }});
+    }
+  }
+}
+
+TEST_P(CrossEntropyEdges, IgnoredRowsHaveNoLossAndNoGradientWhateverTheyHold) {
+  for (const double held : {kNaN, kInfinity, -kInfinity, 1e30}) {
+    for (const DType dtype : {DType::bfloat16, DType::float32, DType::float64}) {
+      for (const std::int64_t columns : kLengths) {
+        for (const int axis : {1, 0}) {
+          for (const bool reads : {true, false}) {
+            CrossEntropyRun run(
+                {.device = device(),
+                 .dtype = dtype,
+                 .shape = axis == 1 ? Dims{4, columns} : Dims{columns, 4},
+                 .class_axis = axis,
+                 .options = {.reduction = Reduction::mean, .label_smoothing = 0.1, .z_loss_weight = 0.1},
+                 .weight_dtype = dtype,
+                 .reads_ignored_rows = reads,
+                 .value = [=](std::int64_t i) { return (axis == 1 ? i / columns : i % 4) % 2 == 0 ? held : normal(i); },
+                 .target = [](std::int64_t row) { return row % 2 == 0 ? kIgnored : 1.0; }});
+            run.run();
+            CrossEntropyComparison comparison(run);
+            comparison.compare();
+            EXPECT_TRUE(std::isfinite(run.results.loss.get(0)));
+            EXPECT_TRUE(std::isfinite(run.results_in_place.loss.get(0)));
+            for (std::int64_t v = 0; v < columns; ++v) {
+              const std::int64_t element = axis == 1 ? v : 4 * v;
+              ASSERT_EQ(run.grad_logits.get(element), 0.0) << "class " << v;
+              ASSERT_EQ(run.in_place.get(element), 0.0) << "class " << v << ", in place";
+            }
+            if (!reads) {
+              EXPECT_EQ(run.results.lse.get(0), 0.0);
+            }
+            EXPECT_EQ(run.results_in_place.lse.get(2), 0.0);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropyEdges, TheWeightOfTheIgnoredClassIsNeverRead) {
+  // So far away that a read would be the end of the process.
+  for (const std::int64_t ignored : {std::int64_t{2000000011}, std::int64_t{-2000000011}}) {
+    for (const DType targets : {DType::int32, DType::int64}) {
+      for (const std::int64_t columns : kLengths) {
+        for (const double smoothing : {0.0, 0.1}) {
+          check_cross_entropy({.device = device(),
+                               .dtype = DType::float32,
+                               .shape = {6, columns},
+                               .options = {.ignore_index = ignored, .label_smoothing = smoothing},
+                               .targets_dtype = targets,
+                               .weight_dtype = DType::float32,
+                               .value = normal});
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropyEdges, WhereAllRowsAreIgnoredTheMeanIsZeroAndSoAreTheGradients) {
+  for (const bool has_normalizer : {false, true}) {
+    for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
+      for (const std::int64_t columns : kLengths) {
+        CrossEntropyRun run({.device = device(),
+                             .dtype = DType::bfloat16,
+                             .shape = {5, columns},
+                             .options = {.reduction = reduction, .z_loss_weight = 0.1},
+                             .weight_dtype = DType::bfloat16,
+                             .has_normalizer = has_normalizer,
+                             .value = normal,
+                             .target = [](std::int64_t) { return kIgnored; }});
+        run.run();
+        CrossEntropyComparison comparison(run);
+        comparison.compare();
+        EXPECT_EQ(run.results.loss.get(0), 0.0);
+        EXPECT_EQ(run.results.z_loss.get(0), 0.0);
+        for (std::int64_t i = 0; i < 5 * columns; ++i) {
+          ASSERT_EQ(run.grad_logits.get(i), 0.0);
+          ASSERT_EQ(run.in_place.get(i), 0.0);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropyEdges, RowsWhoseWeightsAddUpToZeroHaveAMeanOfZeroAndNoGradient) {
+  for (const std::int64_t columns : kLengths) {
+    for (const double smoothing : {0.0, 0.1}) {
+      CrossEntropyRun run({.device = device(),
+                           .dtype = DType::float32,
+                           .shape = {5, columns},
+                           .options = {.label_smoothing = smoothing, .z_loss_weight = 0.1},
+                           .weight_dtype = DType::float32,
+                           .value = normal,
+                           .target = [](std::int64_t) { return 1.0; },
+                           .weight = [](std::int64_t v) { return v == 1 ? 0.0 : 2.0; }});
+      run.run();
+      CrossEntropyComparison comparison(run);
+      comparison.compare();
+      EXPECT_EQ(run.results.loss.get(0), 0.0);
+      for (std::int64_t i = 0; i < 5 * columns; ++i) ASSERT_EQ(run.grad_logits.get(i), 0.0);
+    }
+  }
+}
+
+TEST_P(CrossEntropyEdges, WithoutRowsAReducedLossIsZero) {
+  for (const DType targets : {DType::int64, DType::float32}) {
+    for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
+      for (const bool has_normalizer : {false, true}) {
+        for (const auto& [shape, axis] :
+             std::vector<std::pair<Dims, int>>{{{0, 7}, 1}, {{7, 0}, 0}, {{3, 0, 4}, 2}, {{0, 0}, 0}}) {
+          check_cross_entropy({.device = device(),
+                               .dtype = DType::float32,
+                               .shape = shape,
+                               .class_axis = axis,
+                               .options = {.reduction = reduction, .label_smoothing = 0.1, .z_loss_weight = 0.1},
+                               .targets_dtype = targets,
+                               .weight_dtype = DType::float32,
+                               .has_normalizer = has_normalizer,
+                               .value = normal});
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropyEdges, WithoutClassesThereIsNothingButIgnoredRows) {
+  for (const auto& [shape, axis] : std::vector<std::pair<Dims, int>>{{{3, 0}, 1}, {{0, 3}, 0}, {{2, 0, 4}, 1}}) {
+    for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
+      CrossEntropyCase test_case{.device = device(),
+                                 .dtype = DType::float32,
+                                 .shape = shape,
+                                 .class_axis = axis,
+                                 .options = {.reduction = reduction, .label_smoothing = 0.1},
+                                 .value = normal,
+                                 .target = [](std::int64_t) { return kIgnored; }};
+      check_cross_entropy(test_case);
+      // Or soft targets: a sum over no classes is 0.
+      test_case.targets_dtype = DType::float32;
+      check_cross_entropy(test_case);
+    }
+  }
+}
+
+TEST_P(CrossEntropyEdges, AOneDimensionalTensorIsOneRow) {
+  for (const DType targets : {DType::int64, DType::float32}) {
+    for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
+      check_cross_entropy({.device = device(),
+                           .dtype = DType::bfloat16,
+                           .shape = {300},
+                           .class_axis = 0,
+                           .options = {.reduction = reduction},
+                           .targets_dtype = targets,
+                           .value = normal});
+    }
+  }
+}
+
+TEST_P(CrossEntropyEdges, AsPGoesToOneTheGradientOfTheTargetStaysPrecise) {
+  // 1 - p from 1e-2 to 1e-8. Not in place: there the error of lse, which nobody gave, is most of 1 - p.
+  for (const DType dtype : {DType::float32, DType::float64}) {
+    for (const double margin : {5.0, 10.0, 15.0, 20.0}) {
+      for (const std::int64_t columns : kLengths) {
+        for (const double offset : {0.0, -margin}) {
+          CrossEntropyRun run({.device = device(),
+                               .dtype = dtype,
+                               .shape = {2, columns},
+                               .options = {.reduction = Reduction::sum},
+                               .runs_in_place = false,
+                               .value = [=](std::int64_t i) { return i % columns == 1 ? margin + offset : offset; },
+                               .target = [](std::int64_t) { return 1.0; }});
+          run.run();
+          CrossEntropyComparison comparison(run);
+          comparison.compare();
+          // By itself: 1 - p to the contract, relative to nothing else.
+          const double exact = 1.75 * std::expm1(run.logits.get(1) - run.results.lse.get(0));
+          EXPECT_NEAR(run.grad_logits.get(1), exact, 2e-6 * std::abs(exact)) << "margin " << margin;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropyEdges, ALossNextToZeroIsNotRoundedToZero) {
+  // lse - z_t would be: float32 knows 16 to 1e-6. Through the largest logit nothing is lost.
+  for (const std::int64_t columns : kLengths) {
+    CrossEntropyRun run({.device = device(),
+                         .dtype = DType::float32,
+                         .shape = {1, columns},
+                         .options = {.reduction = Reduction::none},
+                         .value = [](std::int64_t i) { return i == 1 ? 16.0 : 0.0; },
+                         .target = [](std::int64_t) { return 1.0; }});
+    run.run();
+    const double exact = std::log1p(static_cast<double>(columns - 1) * std::exp(-16.0));
+    EXPECT_NEAR(run.results.loss.get(0), exact, 2e-6 / 16.0) << columns;
+  }
+}
+
+TEST_P(CrossEntropyEdges, TheArgmaxIsTheFirstOfEqualLogits) {
+  const auto check = [&](const Dims& shape, int axis, const Placement& placement, auto value) {
+    for (const DType dtype : {DType::bfloat16, DType::float32, DType::float64}) {
+      check_cross_entropy({.device = device(),
+                           .dtype = dtype,
+                           .shape = shape,
+                           .class_axis = axis,
+                           .logits_placement = placement,
+                           .value = value});
+    }
+  };
+  for (const std::int64_t columns : {2, 8, 40, 1000, 9000, 70001}) {
+    const auto few = [=](std::int64_t i) { return static_cast<double>(i * 7919 % 5); };  // each value often
+    const auto equal = [](std::int64_t) { return -1.5; };
+    const auto last_two = [=](std::int64_t i) { return i % columns >= columns - 2 ? 1.0 : -3.0; };
+    check({3, columns}, 1, {}, few);
+    check({3, columns}, 1, {}, equal);
+    check({3, columns}, 1, {}, last_two);
+    check({columns, 24}, 0, {}, few);
+    check({columns, 24}, 0, {}, equal);
+    check({3, columns}, 1, with_strides({2 * columns, 2}), few);
+    check({3, columns}, 1, with_strides({-columns, -1}), few);
+  }
+}
+
+TEST_P(CrossEntropyEdges, TheArgmaxIsThatOfTheLogitsEvenWhereASoftcapMakesThemEqual) {
+  check_cross_entropy({.device = device(),
+                       .dtype = DType::float32,
+                       .shape = {2, 900},
+                       .options = {.softcap = 1.0},
+                       .value = [](std::int64_t i) { return 1000.0 + static_cast<double>(i * 37 % 900); }});
+}
+
+TEST_P(CrossEntropyEdges, TheEntropyIsThatOfAUniformRowAndOfACertainOne) {
+  for (const std::int64_t columns : kLengths) {
+    for (const double size : {0.0, -40.0, 1000.0}) {
+      CrossEntropyRun uniform(
+          {.device = device(), .dtype = DType::float32, .shape = {1, columns}, .value = [=](std::int64_t) {
+             return size;
+           }});
+      uniform.run();
+      const double exact = std::log(static_cast<double>(columns));
+      EXPECT_NEAR(uniform.results.entropy.get(0), exact, 2e-6 * entropy_scale(exact, size + exact, size));
+      CrossEntropyRun certain({.device = device(),
+                               .dtype = DType::float32,
+                               .shape = {1, columns},
+                               .value = [=](std::int64_t i) { return i == 1 ? size : -kInfinity; },
+                               .target = [](std::int64_t) { return 1.0; }});
+      certain.run();
+      EXPECT_EQ(certain.results.entropy.get(0), 0.0);
+      EXPECT_EQ(certain.results.loss.get(0), 0.0);
+      EXPECT_EQ(certain.results.argmax.get(0), 1.0);
+    }
+  }
+}
+
+/// What a call says when it is refused; empty where it is not.
+template <typename Call>
+std::string refusal_of(const Call& call) {
+  try {
+    call();
+  } catch (const InvalidArgument& error) {
+    return error.what();
+  }
+  return "";
+}
+
+const std::int64_t kOutOfRange[] = {-1, 40, 41, -99, -101, std::numeric_limits<std::int32_t>::min()};
+
+/// Four rows, of which the third has a target that is no class of 40.
+CrossEntropyCase with_bad_target(Device device, std::int64_t bad, std::int64_t columns = 40) {
+  return {.device = device,
+          .dtype = DType::float32,
+          .shape = {4, columns},
+          .options = {.reduction = Reduction::none, .label_smoothing = 0.1, .z_loss_weight = 0.1},
+          .weight_dtype = DType::float32,
+          .value = normal,
+          .target = [=](std::int64_t row) { return row == 2 ? static_cast<double>(bad) : static_cast<double>(row); }};
+}
+
+void expect_named(const std::string& message, const char* op, std::int64_t bad) {
+  EXPECT_EQ(message,
+            std::string(op) + ": targets[2] is " + std::to_string(bad) + ", expected 0 to 39, or ignore_index -100");
+}
+
+/// Every call names row and value of a bad target and writes nothing.
+void expect_bad_targets_are_refused(Device device, std::int64_t bad, DType targets) {
+  SCOPED_TRACE("target " + std::to_string(bad));
+  CrossEntropyCase test_case = with_bad_target(device, bad);
+  test_case.targets_dtype = targets;
+  CrossEntropyRun run(test_case);
+  const CrossEntropyRun untouched(test_case);
+  expect_named(refusal_of([&] { cross_entropy_forward(run.forward_args()); }), "cross_entropy_forward", bad);
+  expect_named(refusal_of([&] { cross_entropy_backward(run.backward_args()); }), "cross_entropy_backward", bad);
+  expect_named(refusal_of([&] { cross_entropy_forward_backward(run.in_place_args()); }),
+               "cross_entropy_forward_backward", bad);
+  TestTensor statistics(device, DType::float32, {1, 4, kCrossEntropyStatistics});
+  const std::vector<unsigned char> statistics_before = statistics.bytes();
+  TensorView of_shard = statistics.view();
+  of_shard.shape = {4, kCrossEntropyStatistics};
+  of_shard.strides = {kCrossEntropyStatistics, 1};
+  expect_named(refusal_of([&] {
+                 cross_entropy_shard_forward({.logits = run.logits.view(),
+                                              .targets = run.targets.view(),
+                                              .class_axis = 1,
+                                              .options = test_case.options,
+                                              .classes = 40,
+                                              .statistics = of_shard});
+               }),
+               "cross_entropy_shard_forward", bad);
+  statistics.download();
+  EXPECT_EQ(statistics.bytes(), statistics_before);
+  expect_named(refusal_of([&] {
+                 cross_entropy_merge({.statistics = statistics.view(),
+                                      .targets = run.targets.view(),
+                                      .options = test_case.options,
+                                      .classes = 40,
+                                      .loss = run.results.loss.view()});
+               }),
+               "cross_entropy_merge", bad);
+  run.download();
+  EXPECT_TRUE(run.results_equal(untouched)) << "something was written";
+}
+
+TEST(CrossEntropyTargetsOnCpu, OutOfRangeAreRefusedBeforeAnythingIsWritten) {
+  for (const std::int64_t bad : kOutOfRange) {
+    expect_bad_targets_are_refused(kCpu, bad, DType::int64);
+    expect_bad_targets_are_refused(kCpu, bad, DType::int32);
+  }
+  // Not class 1, as its lower half is.
+  expect_bad_targets_are_refused(kCpu, (std::int64_t{1} << 32) + 1, DType::int64);
+}
+
+/// Of targets with several axes, or none, in whichever order they lie in memory.
+void expect_bad_targets_are_counted_by_their_axes(Device device) {
+  const auto refusal = [&](const Dims& shape, int class_axis, const Placement& targets, const Placement& logits,
+                           std::int64_t bad_row) {
+    CrossEntropyRun run({.device = device,
+                         .dtype = DType::float32,
+                         .shape = shape,
+                         .class_axis = class_axis,
+                         .logits_placement = logits,
+                         .targets_placement = targets,
+                         .value = normal,
+                         .target = [=](std::int64_t row) { return row == bad_row ? 9.0 : 0.0; }});
+    return refusal_of([&] { cross_entropy_forward(run.forward_args()); });
+  };
+  const std::string is_bad = " is 9, expected 0 to 4, or ignore_index -100";
+  const std::string message = "cross_entropy_forward: targets[1, 2]" + is_bad;
+  EXPECT_EQ(refusal({3, 4, 5}, 2, {}, {}, 6), message);
+  EXPECT_EQ(refusal({3, 5, 4}, 1, {}, {}, 6), message);
+  EXPECT_EQ(refusal({5, 3, 4}, 0, {}, {}, 6), message);
+  EXPECT_EQ(refusal({3, 4, 5}, 2, with_strides({1, 3}), {}, 6), message);
+  EXPECT_EQ(refusal({3, 4, 5}, 2, with_strides({-8, 2}), {}, 6), message);
+  EXPECT_EQ(refusal({3, 4, 5}, 2, {}, with_strides({1, 3, 12}), 6), message);
+  EXPECT_EQ(refusal({5}, 0, {}, {}, 0), "cross_entropy_forward: targets" + is_bad);
+}
+
+TEST(CrossEntropyTargetsOnCpu, OutOfRangeAreCountedByTheirAxes) { expect_bad_targets_are_counted_by_their_axes(kCpu); }
+
+TEST(CrossEntropyTargetsOnCpu, AnIgnoreIndexOutOfRangeIsNotOutOfRange) {
+  CrossEntropyCase test_case = with_bad_target(kCpu, 77);
+  test_case.options.ignore_index = 77;
+  check_cross_entropy(test_case);
+}
+
+class CrossEntropyTargetsOnGpu : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (runtime::gpu_count() == 0) GTEST_SKIP() << system_info().cuda_missing;
+    unsetenv("EAVES_CHECK_TARGETS");
+  }
+  void TearDown() override { unsetenv("EAVES_CHECK_TARGETS"); }
+};
+
+TEST_F(CrossEntropyTargetsOnGpu, OutOfRangeMakeTheirRowNaNAndNoOther) {
+  for (const std::int64_t columns : {std::int64_t{40}, std::int64_t{1000}, std::int64_t{9000}, std::int64_t{100003}}) {
+    for (const std::int64_t bad : {std::int64_t{-1}, columns, columns + 1, std::int64_t{-2000000011},
+                                   std::int64_t{2000000011}, (std::int64_t{1} << 32) + 1}) {
+      for (const bool is_transposed : {false, true}) {
+        SCOPED_TRACE("target " + std::to_string(bad) + " of " + std::to_string(columns));
+        CrossEntropyCase test_case = with_bad_target(kCuda, bad, columns);
+        CrossEntropyCase good_case = with_bad_target(kCuda, 0, columns);
+        if (is_transposed) {
+          for (CrossEntropyCase* c : {&test_case, &good_case}) {
+            c->shape = {columns, 4};
+            c->class_axis = 0;
+          }
+        }
+        CrossEntropyRun run(test_case), good(good_case);
+        run.run();
+        good.run();
+        for (std::int64_t row = 0; row < 4; ++row) {
+          for (const auto& [results, expected, gradient, good_gradient] :
+               {std::tuple(&run.results, &good.results, &run.grad_logits, &good.grad_logits),
+                std::tuple(&run.results_in_place, &good.results_in_place, &run.in_place, &good.in_place)}) {
+            if (row == 2) {
+              EXPECT_TRUE(std::isnan(results->loss.get(row)));
+            } else {
+              EXPECT_EQ(results->loss.get(row), expected->loss.get(row));
+            }
+            for (std::int64_t v = 0; v < columns; ++v) {
+              const std::int64_t element = is_transposed ? 4 * v + row : row * columns + v;
+              if (row == 2) {
+                ASSERT_TRUE(std::isnan(gradient->get(element))) << "class " << v;
+              } else {
+                ASSERT_EQ(gradient->get(element), good_gradient->get(element)) << "row " << row << ", class " << v;
+              }
+            }
+          }
+        }
+        for (auto& [name, tensor] : run.outputs()) EXPECT_EQ(tensor->canary_damage(), "") << "around " << name;
+      }
+    }
+  }
+}
+
+TEST_F(CrossEntropyTargetsOnGpu, OutOfRangeMakeAReducedLossNaN) {
+  for (const Reduction reduction : {Reduction::sum, Reduction::mean}) {
+    CrossEntropyCase test_case = with_bad_target(kCuda, 40);
+    test_case.options.reduction = reduction;
+    CrossEntropyRun run(test_case);
+    run.run();
+    EXPECT_TRUE(std::isnan(run.results.loss.get(0)));
+    EXPECT_TRUE(std::isnan(run.results_in_place.loss.get(0)));
+    for (std::int64_t v = 0; v < 40; ++v) ASSERT_TRUE(std::isnan(run.grad_logits.get(2 * 40 + v)));
+  }
+}
+
+TEST_F(CrossEntropyTargetsOnGpu, WithTheCheckOutOfRangeAreRefusedAsOnTheCpu) {
+  setenv("EAVES_CHECK_TARGETS", "1", 1);
+  for (const std::int64_t bad : kOutOfRange) {
+    expect_bad_targets_are_refused(kCuda, bad, DType::int64);
+    expect_bad_targets_are_refused(kCuda, bad, DType::int32);
+    CrossEntropyRun cpu(with_bad_target(kCpu, bad)), gpu(with_bad_target(kCuda, bad));
+    const std::string on_cpu = refusal_of([&] { cross_entropy_forward(cpu.forward_args()); });
+    EXPECT_EQ(refusal_of([&] { cross_entropy_forward(gpu.forward_args()); }), on_cpu);
+  }
+  check_cross_entropy(with_bad_target(kCuda, -100));  // ignored: nothing to refuse
+}
+
+TEST_F(CrossEntropyTargetsOnGpu, WithTheCheckOutOfRangeAreCountedByTheirAxes) {
+  setenv("EAVES_CHECK_TARGETS", "1", 1);
+  expect_bad_targets_are_counted_by_their_axes(kCuda);
+}
+
+TEST_F(CrossEntropyTargetsOnGpu, TheCheckIsOffWhereTheVariableIsEmptyOrZero) {
+  for (const char* value : {"", "0"}) {
+    setenv("EAVES_CHECK_TARGETS", value, 1);
+    CrossEntropyRun run(with_bad_target(kCuda, 40));
+    EXPECT_EQ(refusal_of([&] { cross_entropy_forward(run.forward_args()); }), "");
+  }
+}
+
+}  // namespace
+}  // namespace eaves::testing

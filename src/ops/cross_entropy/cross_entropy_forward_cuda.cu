@@ -1,0 +1,184 @@
+// The forward of cross_entropy on a GPU: one pass over the logits, a small kernel that adds up the rows where the loss
+// is reduced. Also the two halves of a forward over shards, which are the same pass and the same end.
+#include <vector>
+
+#include "core/dispatch.h"
+#include "cuda/device.h"
+#include "ops/cross_entropy/cross_entropy_backend.h"
+#include "ops/cross_entropy/cross_entropy_rows.cuh"
+
+namespace eaves::cuda {
+namespace {
+
+constexpr const char* kForward = "cross_entropy_forward";
+constexpr const char* kShardForward = "cross_entropy_shard_forward";
+constexpr const char* kMerge = "cross_entropy_merge";
+
+WantedStatistics wanted_statistics(const CrossEntropyForwardProblem& problem) {
+  const CrossEntropyInputs& inputs = problem.inputs;
+  return {.linear = inputs.has_soft_targets() || inputs.options.label_smoothing > 0.0,
+          .moment = problem.outputs.entropy != nullptr,
+          .best = problem.outputs.argmax != nullptr};
+}
+
+bool is_plain(const CrossEntropyForwardProblem& problem) {
+  const WantedStatistics wanted = wanted_statistics(problem);
+  return problem.inputs.logits_dtype != DType::float64 && !wanted.linear && !wanted.moment && !wanted.best &&
+         problem.inputs.options.scale == 1.0 && problem.inputs.options.softcap == 0.0;
+}
+
+ReductionPlan plan_of(const CrossEntropyInputs& inputs) {
+  return plan_reduction(inputs.view, inputs.logits, inputs.logits_dtype, inputs.logits_dtype != DType::float64,
+                        inputs.device);
+}
+
+std::size_t state_bytes(DType dtype, bool is_plain) {
+  if (is_plain) return sizeof(SoftmaxState<float>);
+  return dtype == DType::float64 ? sizeof(ClassStatistics<double>) : sizeof(ClassStatistics<float>);
+}
+
+LossWorkspace workspace_of(const CrossEntropyForwardProblem& problem, const ReductionPlan& plan) {
+  const CrossEntropyInputs& inputs = problem.inputs;
+  const std::int64_t rows = inputs.view.row_count;
+  const std::size_t pieces = plan.workspace_bytes(rows, state_bytes(inputs.logits_dtype, is_plain(problem)));
+  return {inputs.options.reduction, rows, size_of(accumulator_dtype(inputs.logits_dtype)), pieces};
+}
+
+template <typename T>
+void forward(const CrossEntropyForwardProblem& problem, const ExecutionContext& context) {
+  using A = Accumulator<T>;
+  const CrossEntropyInputs& inputs = problem.inputs;
+  const ReductionPlan plan = plan_of(inputs);
+  const LossWorkspace workspace = workspace_of(problem, plan);
+  void* const memory = context.workspace.data;
+  const RowOutputs<A> outputs =
+      row_outputs<A>(problem.outputs, inputs.options.reduction, inputs.view.row_count, workspace.arrays(memory));
+  const auto rows = [&]<typename View>(const View& view) {
+    return LossRows<T, View>{LossInputs<T, View>(view, inputs), outputs, problem.reads_ignored_rows};
+  };
+  if (inputs.view.row_count > 0) {
+    const auto reduce = [&](auto make) {
+      reduce_rows<T>(kForward, plan, inputs.view, inputs.device, workspace.other(memory), context.stream, make);
+    };
+    if constexpr (!std::is_same_v<T, double>) {
+      if (is_plain(problem)) reduce([&]<typename View>(const View& view) { return PlainLoss<T, View>{rows(view)}; });
+    }
+    if (!is_plain(problem)) {
+      reduce(
+          [&]<typename View>(const View& view) { return FullLoss<T, View>(rows(view), wanted_statistics(problem)); });
+    }
+  }
+  reduce_losses<A>(kForward, inputs, outputs, problem.normalizer, problem.outputs, workspace.sums(memory),
+                   context.stream);
+}
+
+// ---- shards --------------------------------------------------------------------------------------------------------
+
+template <typename T>
+void shard_forward(const CrossEntropyShardProblem& problem, const ExecutionContext& context) {
+  using A = Accumulator<T>;
+  const CrossEntropyInputs& inputs = problem.inputs;
+  reduce_rows<T>(kShardForward, plan_of(inputs), inputs.view, inputs.device, context.workspace.data, context.stream,
+                 [&]<typename View>(const View& view) {
+                   const LossRows<T, View> rows{LossInputs<T, View>(view, inputs), {}, true};
+                   return FullLoss<T, View>(
+                       rows, {.linear = inputs.options.label_smoothing > 0.0, .moment = true, .best = true},
+                       static_cast<StoredStatistics<A>*>(problem.statistics));
+                 });
+}
+
+/// A thread a row: merges what the shards have of it, in their order.
+template <typename A, typename View>
+__global__ void __launch_bounds__(128) merge_shards(LossInputs<A, View> in, const StoredStatistics<A>* statistics,
+                                                    std::int64_t shards, RowOutputs<A> outputs) {
+  let_next_kernel_start();
+  const std::int64_t row = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (row >= in.view.row_count) return;
+  const auto at = in.view.rows.offsets(row);
+  ClassStatistics<A> merged;
+  TargetClass<A> target_class;
+  for (std::int64_t shard = 0; shard < shards; ++shard) {
+    const StoredStatistics<A>& part = statistics[shard * in.view.row_count + at.of[kPerRow]];
+    merged = MergeStatistics{}(merged, part.unpacked());
+    target_class.logit += part.target_logit;
+    target_class.weight += part.target_weight;
+  }
+  const std::int64_t target = in.target_at(at.of[kTargets]);
+  if (!in.terms.is_ignored(target) && !in.terms.is_in_range(target)) target_class.weight = A(1);
+  write_row<A>(outputs, at.of[kPerRow], merged, target, target_class, in.terms);
+}
+
+template <typename A>
+void merge_all(const CrossEntropyMergeProblem& problem, const ExecutionContext& context) {
+  const CrossEntropyInputs& inputs = problem.inputs;
+  const std::int64_t rows = inputs.view.row_count;
+  const LossWorkspace workspace(inputs.options.reduction, rows, sizeof(A), 0);
+  void* const memory = context.workspace.data;
+  const RowOutputs<A> outputs =
+      row_outputs<A>(problem.outputs, inputs.options.reduction, rows, workspace.arrays(memory));
+  if (rows > 0) {
+    LossInputs<A, CrossEntropyView> in(inputs.view, inputs);
+    in.terms.has_weight = problem.has_weight;
+    launch(kMerge, merge_shards<A, CrossEntropyView>,
+           {.blocks = ceil_divide(rows, 128), .threads = 128, .stream = context.stream}, in,
+           static_cast<const StoredStatistics<A>*>(problem.statistics), problem.shards, outputs);
+  }
+  reduce_losses<A>(kMerge, inputs, outputs, problem.normalizer, problem.outputs, workspace.sums(memory),
+                   context.stream);
+}
+
+}  // namespace
+
+void cross_entropy_check_targets(const char* op, const CrossEntropyInputs& inputs, const ExecutionContext& context) {
+  const DeviceGuard guard(inputs.device);
+  // The run of memory that the targets lie in, on the CPU.
+  std::int64_t low = 0;
+  std::int64_t high = 0;
+  const auto& rows = inputs.view.rows;
+  for (int axis = 0; axis < rows.rank; ++axis) {
+    const std::int64_t reach = (rows.sizes[axis] - 1) * rows.strides[kTargets][axis];
+    (reach < 0 ? low : high) += reach;
+  }
+  const auto bytes = static_cast<std::int64_t>(size_of(inputs.targets_dtype));
+  std::vector<char> copy(static_cast<std::size_t>((high - low + 1) * bytes));
+  const auto stream = static_cast<cudaStream_t>(context.stream);
+  check_status(cudaMemcpyAsync(copy.data(), static_cast<const char*>(inputs.targets) + low * bytes, copy.size(),
+                               cudaMemcpyDeviceToHost, stream),
+               op);
+  check_status(cudaStreamSynchronize(stream), op);
+  CrossEntropyInputs on_cpu = inputs;
+  on_cpu.targets = copy.data() - low * bytes;
+  cpu::cross_entropy_check_targets(op, on_cpu);
+}
+
+std::size_t cross_entropy_forward_workspace_bytes(const CrossEntropyForwardProblem& problem) {
+  return workspace_of(problem, plan_of(problem.inputs)).bytes();
+}
+
+void cross_entropy_forward(const CrossEntropyForwardProblem& problem, const ExecutionContext& context) {
+  const DeviceGuard guard(problem.inputs.device);
+  dispatch_floating_point(problem.inputs.logits_dtype, [&]<typename T>() { forward<T>(problem, context); });
+}
+
+std::size_t cross_entropy_shard_forward_workspace_bytes(const CrossEntropyShardProblem& problem) {
+  const CrossEntropyInputs& inputs = problem.inputs;
+  return plan_of(inputs).workspace_bytes(inputs.view.row_count, state_bytes(inputs.logits_dtype, false));
+}
+
+void cross_entropy_shard_forward(const CrossEntropyShardProblem& problem, const ExecutionContext& context) {
+  const DeviceGuard guard(problem.inputs.device);
+  dispatch_floating_point(problem.inputs.logits_dtype, [&]<typename T>() { shard_forward<T>(problem, context); });
+}
+
+std::size_t cross_entropy_merge_workspace_bytes(const CrossEntropyMergeProblem& problem) {
+  const CrossEntropyInputs& inputs = problem.inputs;
+  return LossWorkspace(inputs.options.reduction, inputs.view.row_count, size_of(inputs.logits_dtype), 0).bytes();
+}
+
+void cross_entropy_merge(const CrossEntropyMergeProblem& problem, const ExecutionContext& context) {
+  const DeviceGuard guard(problem.inputs.device);
+  if (problem.inputs.logits_dtype == DType::float64) return merge_all<double>(problem, context);
+  merge_all<float>(problem, context);
+}
+
+}  // namespace eaves::cuda

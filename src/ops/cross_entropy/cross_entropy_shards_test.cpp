@@ -1,0 +1,268 @@
+// A vocabulary in shards: the statistics of each, their merging, and the backward of each shard with the global lse,
+// against the oracle of the whole.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "eaves/cross_entropy.h"
+#include "ops/cross_entropy/cross_entropy_test_case.h"
+#include "testing/cases.h"
+#include "testing/devices.h"
+
+namespace eaves::testing {
+namespace {
+
+class CrossEntropyShards : public OnEachDevice {};
+EAVES_EACH_DEVICE(CrossEntropyShards);
+
+double normal(std::int64_t i) { return 3.0 * random_normal(37, static_cast<std::uint64_t>(i)); }
+
+/// The part [first, first + size) of an axis.
+TensorView part_of(TensorView view, int axis, std::int64_t first, std::int64_t size) {
+  const std::int64_t bytes = first * view.strides[axis] * static_cast<std::int64_t>(size_of(view.dtype));
+  view.data = static_cast<char*>(view.data) + bytes;
+  view.shape[axis] = size;
+  return view;
+}
+
+/// Shards, merge and backward in place of forward and backward, over the buffers of `run`.
+void run_in_shards(CrossEntropyRun& run, const std::vector<std::int64_t>& sizes) {
+  const CrossEntropyCase& test_case = run.test_case();
+  const CrossEntropyForwardArgs whole = run.forward_args();
+  const auto shards = static_cast<std::int64_t>(sizes.size());
+  Dims shape = {shards};
+  for (const std::int64_t size : whole.targets.shape) shape.push_back(size);
+  shape.push_back(kCrossEntropyStatistics);
+  TestTensor statistics(test_case.device, accumulator_dtype(test_case.dtype), shape);
+
+  const auto of_shard = [&](std::int64_t shard) {
+    const TensorView all = statistics.view();
+    Dims of_one;
+    for (int axis = 1; axis < shape.size(); ++axis) of_one.push_back(shape[axis]);
+    const std::int64_t bytes = shard * all.strides[0] * static_cast<std::int64_t>(size_of(all.dtype));
+    return TensorView::contiguous(static_cast<char*>(all.data) + bytes, all.dtype, of_one, all.device);
+  };
+  const auto weight_of = [&](std::int64_t first, std::int64_t size) {
+    return whole.weight.is_present ? part_of(whole.weight, 0, first, size) : TensorView{};
+  };
+  std::int64_t first = 0;
+  for (std::int64_t shard = 0; shard < shards; ++shard) {
+    const std::int64_t size = sizes[static_cast<std::size_t>(shard)];
+    cross_entropy_shard_forward({.logits = part_of(whole.logits, run.class_axis(), first, size),
+                                 .targets = whole.targets,
+                                 .weight = weight_of(first, size),
+                                 .class_axis = test_case.class_axis,
+                                 .options = test_case.options,
+                                 .first_class = first,
+                                 .classes = run.classes(),
+                                 .statistics = of_shard(shard)});
+    first += size;
+  }
+  ASSERT_EQ(first, run.classes());
+  cross_entropy_merge({.statistics = statistics.view(),
+                       .targets = whole.targets,
+                       .normalizer = whole.normalizer,
+                       .options = test_case.options,
+                       .classes = run.classes(),
+                       .has_weight = whole.weight.is_present,
+                       .loss = whole.loss,
+                       .lse = whole.lse,
+                       .argmax = whole.argmax,
+                       .entropy = whole.entropy,
+                       .z_loss = whole.z_loss,
+                       .target_mass = whole.target_mass,
+                       .divisor = whole.divisor});
+  first = 0;
+  for (const std::int64_t size : sizes) {
+    CrossEntropyBackwardArgs args = run.backward_args();
+    args.logits = part_of(args.logits, run.class_axis(), first, size);
+    args.grad_logits = part_of(args.grad_logits, run.class_axis(), first, size);
+    args.weight = weight_of(first, size);
+    args.first_class = first;
+    args.classes = run.classes();
+    cross_entropy_backward(args);
+    first += size;
+  }
+  run.download();
+  statistics.download();
+  EXPECT_EQ(statistics.canary_damage(), "") << "around statistics";
+}
+
+void check_shards(CrossEntropyCase test_case, const std::vector<std::int64_t>& sizes) {
+  test_case.runs_in_place = false;
+  SCOPED_TRACE(description_of(test_case) + ", " + std::to_string(sizes.size()) + " shards");
+  CrossEntropyRun run(test_case);
+  run_in_shards(run, sizes);
+  if (::testing::Test::HasFatalFailure()) return;
+  for (auto& [name, tensor] : run.outputs()) EXPECT_EQ(tensor->canary_damage(), "") << "around " << name;
+  CrossEntropyComparison comparison(run);
+  comparison.compare();
+}
+
+/// Ways to cut `classes`, uneven ones.
+std::vector<std::vector<std::int64_t>> cuts_of(std::int64_t classes) {
+  return {{classes},
+          {classes / 3, classes - classes / 3},
+          {1, classes / 2, classes - classes / 2 - 1},
+          {5, 1, classes / 4, 0, 2, classes / 2, 3, classes - classes / 4 - classes / 2 - 11}};
+}
+
+TEST_P(CrossEntropyShards, TheirMergeIsTheWhole) {
+  for (const DType dtype : floating_point_dtypes()) {
+    for (const std::int64_t classes : {48, 1000, 9001}) {
+      for (const std::vector<std::int64_t>& sizes : cuts_of(classes)) {
+        for (const DType targets : {DType::int32, DType::int64}) {
+          CrossEntropyCase test_case{
+              .device = device(), .dtype = dtype, .shape = {11, classes}, .targets_dtype = targets, .value = normal};
+          check_shards(test_case, sizes);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropyShards, TheirMergeIsTheWholeWithEveryOption) {
+  for (const DType dtype : {DType::bfloat16, DType::float32, DType::float64}) {
+    for (const std::int64_t classes : {48, 3000}) {
+      for (const std::vector<std::int64_t>& sizes : cuts_of(classes)) {
+        for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
+          for (const bool has_weight : {false, true}) {
+            for (const double smoothing : {0.0, 0.1, 1.0}) {
+              CrossEntropyCase test_case{.device = device(),
+                                         .dtype = dtype,
+                                         .shape = {6, classes},
+                                         .options = {.reduction = reduction,
+                                                     .label_smoothing = smoothing,
+                                                     .scale = 0.5,
+                                                     .softcap = 15.0,
+                                                     .z_loss_weight = 0.01},
+                                         .has_normalizer = has_weight,
+                                         .has_grad_lse = true,
+                                         .has_grad_entropy = true,
+                                         .value = normal};
+              if (has_weight) test_case.weight_dtype = dtype;
+              check_shards(test_case, sizes);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropyShards, EveryClassAxisCanBeCut) {
+  for (const int axis : {0, 1, 2, -1}) {
+    CrossEntropyCase test_case{.device = device(),
+                               .dtype = DType::bfloat16,
+                               .shape = {48, 50, 52},
+                               .class_axis = axis,
+                               .options = {.label_smoothing = 0.1},
+                               .weight_dtype = DType::float32,
+                               .value = normal};
+    const std::int64_t classes = test_case.shape[axis < 0 ? axis + 3 : axis];
+    for (const std::vector<std::int64_t>& sizes : cuts_of(classes)) check_shards(test_case, sizes);
+  }
+}
+
+TEST_P(CrossEntropyShards, FewLongRowsAreCutTwice) {
+  for (const std::vector<std::int64_t>& sizes : cuts_of(400003)) {
+    check_shards({.device = device(),
+                  .dtype = DType::bfloat16,
+                  .shape = {2, 400003},
+                  .options = {.label_smoothing = 0.1},
+                  .value = normal},
+                 sizes);
+  }
+}
+
+TEST_P(CrossEntropyShards, AShardMayHoldNothingButMinusInfinityAndALargestLogitMayBeTwice) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  for (const std::vector<std::int64_t>& sizes : cuts_of(1000)) {
+    CrossEntropyCase test_case{.device = device(),
+                               .dtype = DType::float32,
+                               .shape = {4, 1000},
+                               .value =
+                                   [=](std::int64_t i) {
+                                     if (i % 1000 < 400) return -kInfinity;
+                                     return static_cast<double>(i % 3);  // the largest one in every shard
+                                   },
+                               .target = [](std::int64_t row) { return 500.0 + static_cast<double>(row); }};
+    check_shards(test_case, sizes);
+    // Far apart: the sums of all shards but one vanish.
+    test_case.value = [](std::int64_t i) { return static_cast<double>(i % 1000) * 3.0; };
+    check_shards(test_case, sizes);
+  }
+}
+
+TEST_P(CrossEntropyShards, TheStatisticsAreWhatTheHeaderNames) {
+  constexpr std::int64_t kRows = 3;
+  constexpr std::int64_t kClasses = 600;
+  constexpr std::int64_t kFirst = 200;
+  constexpr std::int64_t kSize = 250;
+  for (const DType dtype : {DType::float32, DType::float64}) {
+    CrossEntropyRun run({.device = device(),
+                         .dtype = dtype,
+                         .shape = {kRows, kClasses},
+                         .options = {.label_smoothing = 0.1, .scale = 0.5},
+                         .weight_dtype = dtype,
+                         .value = normal,
+                         .target = [](std::int64_t row) { return row == 0   ? 199.0
+                                                                 : row == 1 ? 200.0
+                                                                            : 449.0; }});
+    const CrossEntropyForwardArgs whole = run.forward_args();
+    TestTensor statistics(device(), dtype, {kRows, kCrossEntropyStatistics});
+    cross_entropy_shard_forward({.logits = part_of(whole.logits, 1, kFirst, kSize),
+                                 .targets = whole.targets,
+                                 .weight = part_of(whole.weight, 0, kFirst, kSize),
+                                 .class_axis = 1,
+                                 .options = whole.options,
+                                 .first_class = kFirst,
+                                 .classes = kClasses,
+                                 .statistics = statistics.view()});
+    statistics.download();
+    for (std::int64_t row = 0; row < kRows; ++row) {
+      SCOPED_TRACE("row " + std::to_string(row));
+      double max = -std::numeric_limits<double>::infinity();
+      double best = kFirst;
+      for (std::int64_t v = kFirst; v < kFirst + kSize; ++v) {
+        const double z = 0.5 * run.logits.get(row * kClasses + v);
+        if (z > max) best = static_cast<double>(v);
+        max = std::fmax(max, z);
+      }
+      double sum = 0.0, linear = 0.0, absolute = 0.0, mass = 0.0, moment = 0.0;
+      for (std::int64_t v = kFirst; v < kFirst + kSize; ++v) {
+        const double z = 0.5 * run.logits.get(row * kClasses + v);
+        const double w = run.weight.get(v);
+        sum += std::exp(z - max);
+        linear += w * z;
+        absolute += w * std::abs(z);
+        mass += w;
+        moment += std::exp(z - max) * (z - max);
+      }
+      const double target = run.targets.get(row);
+      const bool is_here = target >= kFirst && target < kFirst + kSize;
+      const double target_logit =
+          is_here ? 0.5 * run.logits.get(row * kClasses + static_cast<std::int64_t>(target)) : 0.0;
+      const double target_weight = is_here ? run.weight.get(static_cast<std::int64_t>(target)) : 0.0;
+      const std::pair<double, double> expected[] = {{max, std::abs(max)},
+                                                    {sum, sum * std::max(1.0, std::abs(max))},
+                                                    {target_logit, std::abs(target_logit)},
+                                                    {target_weight, target_weight},
+                                                    {linear, absolute},
+                                                    {mass, mass},
+                                                    {moment, std::abs(moment) * std::max(1.0, std::abs(max))},
+                                                    {2.0 * max, std::abs(max)},
+                                                    {best, 0.0}};
+      for (int i = 0; i < kCrossEntropyStatistics; ++i) {
+        const auto [exact, scale] = expected[i];
+        EXPECT_EQ(difference(dtype, statistics.get(row * kCrossEntropyStatistics + i), exact, scale), "")
+            << "statistic " << i;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace eaves::testing

@@ -1,0 +1,541 @@
+// cross_entropy against its oracle, on every device: row lengths and layouts, with a few options each. The grid of
+// options is in cross_entropy_options_test.cpp, infinities, ignored rows and targets out of range in
+// cross_entropy_edges_test.cpp, a vocabulary in shards in cross_entropy_shards_test.cpp, calls rather than values in
+// cross_entropy_calls_test.cpp, arguments that are refused in cross_entropy_errors_test.cpp, tensors beyond 2^31
+// elements in cross_entropy_large_test.cpp.
+#include "eaves/cross_entropy.h"
+
+#include <gtest/gtest.h>
+
+#include "ops/cross_entropy/cross_entropy_test_case.h"
+#include "testing/cases.h"
+#include "testing/devices.h"
+
+namespace eaves::testing {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+class CrossEntropy : public OnEachDevice {};
+EAVES_EACH_DEVICE(CrossEntropy);
+
+/// Logits as a model has them: a few classes carry most of the probability.
+double normal(std::int64_t i) { return 3.0 * random_normal(7, static_cast<std::uint64_t>(i)); }
+
+/// Everything that a row's statistics and gradient may consist of.
+const CrossEntropyOptions kEveryOption = {
+    .reduction = Reduction::none, .label_smoothing = 0.1, .scale = 0.5, .softcap = 20.0, .z_loss_weight = 1e-3};
+
+/// The three ways of saying what is right: what follows a shape in most tests here.
+struct Kind {
+  DType targets;
+  CrossEntropyOptions options;
+  bool has_weight;
+  bool has_row_gradients;
+};
+
+const Kind kPlain = {DType::int64, {.reduction = Reduction::mean}, false, false};
+const Kind kEverything = {DType::int32, kEveryOption, true, true};
+const Kind kSoft = {DType::float32, {.reduction = Reduction::sum}, false, false};
+
+CrossEntropyCase make_case(Device device, DType dtype, const Dims& shape, int class_axis, const Kind& kind) {
+  CrossEntropyCase result{.device = device,
+                          .dtype = dtype,
+                          .shape = shape,
+                          .class_axis = class_axis,
+                          .options = kind.options,
+                          .targets_dtype = kind.targets,
+                          .has_grad_lse = kind.has_row_gradients,
+                          .has_grad_entropy = kind.has_row_gradients,
+                          .value = normal};
+  if (kind.has_weight) result.weight_dtype = dtype;
+  return result;
+}
+
+TEST_P(CrossEntropy, RowsOfEveryLengthMatchTheOracle) {
+  for (const DType dtype : floating_point_dtypes()) {
+    int number = 0;
+    for (const RowLength& length : row_lengths()) {
+      SCOPED_TRACE(length.reason);
+      // 1: no row, or every other row, starts on 16 bytes. Each kind meets both, at alternate lengths.
+      const std::int64_t misalignment = ++number % 2;
+      CrossEntropyCase plain = make_case(device(), dtype, {5, length.columns}, -1, kPlain);
+      plain.logits_placement = plain.grad_logits_placement = contiguous_at(misalignment);
+      check_cross_entropy(plain);
+      CrossEntropyCase everything = make_case(device(), dtype, {5, length.columns}, -1, kEverything);
+      everything.logits_placement = everything.grad_logits_placement = contiguous_at(1 - misalignment);
+      check_cross_entropy(everything);
+      CrossEntropyCase soft = make_case(device(), dtype, {5, length.columns}, -1, kSoft);
+      if (number % 3 == 0) soft.targets_dtype = dtype;
+      soft.logits_placement = soft.targets_placement = contiguous_at(misalignment);
+      check_cross_entropy(soft);
+    }
+  }
+}
+
+TEST_P(CrossEntropy, RowsWhoseTensorsAreAlignedDifferentlyMatchTheOracle) {
+  for (const DType dtype : floating_point_dtypes()) {
+    for (const std::int64_t columns : {9, 500, 5003}) {
+      for (const std::int64_t grad_misalignment : {1, 3}) {
+        for (const Kind& kind : {kPlain, kSoft}) {
+          CrossEntropyCase test_case = make_case(device(), dtype, {6, columns}, -1, kind);
+          test_case.grad_logits_placement = contiguous_at(grad_misalignment);
+          test_case.targets_placement = contiguous_at(2);
+          check_cross_entropy(test_case);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropy, FewLongRowsMatchTheOracle) {
+  for (const RowCount& rows : few_long_rows()) {
+    SCOPED_TRACE(rows.reason);
+    const Dims shape = {rows.rows, rows.columns};
+    check_cross_entropy(make_case(device(), DType::bfloat16, shape, 1, kPlain));
+    // The oracle takes a second for a few million classes: less of the larger shapes.
+    if (rows.rows > 100) continue;
+    const Dims fewer = {std::min<std::int64_t>(rows.rows, 3), rows.columns};
+    check_cross_entropy(make_case(device(), DType::float32, fewer, 1, kEverything));
+    check_cross_entropy(make_case(device(), DType::bfloat16, fewer, 1, kSoft));
+  }
+}
+
+TEST_P(CrossEntropy, ManyShortRowsMatchTheOracle) {
+  for (const std::int64_t columns : {1, 2, 5, 24}) {
+    for (const Kind& kind : {kPlain, kEverything, kSoft}) {
+      check_cross_entropy(make_case(device(), DType::bfloat16, {20011, columns}, 1, kind));
+    }
+  }
+}
+
+TEST_P(CrossEntropy, HeavyTailedRowsMatchTheOracle) {
+  for (const DType dtype : floating_point_dtypes()) {
+    CrossEntropyCase test_case = make_case(device(), dtype, {7, 30001}, 1, kPlain);
+    test_case.value = [](std::int64_t i) {
+      const double z = random_normal(11, static_cast<std::uint64_t>(i));
+      return 3.0 * z * z * z;
+    };
+    check_cross_entropy(test_case);
+  }
+}
+
+TEST_P(CrossEntropy, EveryClassAxisMatchesTheOracle) {
+  const Dims shape = {3, 4, 5, 6};
+  for (int axis = -4; axis < 4; ++axis) {
+    for (const DType dtype : floating_point_dtypes()) {
+      for (const Kind& kind : {kPlain, kEverything, kSoft}) {
+        CrossEntropyCase test_case = make_case(device(), dtype, shape, axis, kind);
+        check_cross_entropy(test_case);
+        // The same with the axes of logits turned around in memory, and with a gradient that lies differently.
+        test_case.logits_placement = with_strides({1, 3, 12, 60});
+        check_cross_entropy(test_case);
+        test_case.grad_logits_placement = with_strides({1, 3, 12, 60});
+        check_cross_entropy(test_case);
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropy, ClassesThatAreNotTheLastAxisAreReadInPlaceOfTheirStrides) {
+  struct Case {
+    Dims shape;
+    int axis;
+    const char* reason;
+  };
+  const Case cases[] = {
+      {{700, 1024}, 0, "whole tiles of 256 rows side by side"},
+      {{513, 264}, 0, "vectors fit, the last tile is not full"},
+      {{300, 33}, 0, "no vector fits: 33 is odd"},
+      {{40000, 40}, 0, "few rows: classes are cut into pieces"},
+      {{5, 300, 520}, 1, "the middle axis, as PyTorch has it"},
+      {{3, 2, 1000, 72}, 2, "several outer axes"},
+      {{2, 21, 30, 40}, 1, "an image: few classes, many pixels"},
+      {{129, 1}, 0, "a single row"},
+      {{2, 7, 3}, 1, "smaller than any tile"},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.reason);
+    // Every dtype and every kind, not every pair: these are large.
+    const std::pair<DType, Kind> pairs[] = {{DType::bfloat16, kPlain},
+                                            {DType::bfloat16, kEverything},
+                                            {DType::bfloat16, kSoft},
+                                            {DType::float32, kEverything},
+                                            {DType::float64, kPlain}};
+    for (const auto& [dtype, kind] : pairs) {
+      CrossEntropyCase test_case = make_case(device(), dtype, c.shape, c.axis, kind);
+      if (kind.has_weight) test_case.logits_placement = contiguous_at(1);
+      check_cross_entropy(test_case);
+    }
+  }
+}
+
+TEST_P(CrossEntropy, StridesOfEveryKindMatchTheOracle) {
+  struct Case {
+    Dims shape;
+    Dims strides;
+    int axis;
+    const char* reason;
+    bool has_gaps_only = true;  ///< every element has its own place, so that the gradient may lie there
+  };
+  const Case cases[] = {
+      {{6, 100}, {128, 1}, 1, "rows of a wider tensor, aligned: logits[:, :100]"},
+      {{6, 100}, {101, 1}, 1, "rows of a wider tensor, each aligned differently"},
+      {{6, 100}, {300, 3}, 1, "every third class"},
+      {{6, 100}, {0, 1}, 1, "one row, expanded", false},
+      {{6, 100}, {1, 0}, 1, "one class, expanded", false},
+      {{6, 100}, {-100, 1}, 1, "rows in reverse order"},
+      {{6, 100}, {100, -1}, 1, "classes in reverse order"},
+      {{100, 64}, {80, 1}, 0, "columns of a wider tensor"},
+      {{100, 64}, {-64, 1}, 0, "classes from the last one up"},
+      {{4, 30, 8}, {8, 32, 1}, 2, "the first two axes swapped"},
+      {{4, 30, 8}, {8, 32, 1}, 1, "the first two axes swapped, the second the classes"},
+      {{3, 4100}, {8200, 2}, 1, "every second class, in several rounds"},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.reason);
+    for (const DType dtype : floating_point_dtypes()) {
+      for (const Kind& kind : {kPlain, kEverything, kSoft}) {
+        CrossEntropyCase test_case = make_case(device(), dtype, c.shape, c.axis, kind);
+        test_case.logits_placement = with_strides(c.strides);
+        test_case.runs_in_place = c.has_gaps_only;
+        if (kind.has_weight && c.has_gaps_only) test_case.grad_logits_placement = with_strides(c.strides);
+        check_cross_entropy(test_case);
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropy, MoreRowAxesThanAKernelTakesInItsShortForm) {
+  // Gaps between all axes, so that none can be merged.
+  const Dims shape = {2, 3, 2, 3, 2, 50};
+  const Dims strides = {2084, 691, 344, 113, 53, 1};
+  for (const DType dtype : floating_point_dtypes()) {
+    for (const int axis : {5, 0}) {
+      for (const Kind& kind : {kPlain, kEverything, kSoft}) {
+        CrossEntropyCase test_case = make_case(device(), dtype, shape, axis, kind);
+        test_case.logits_placement = test_case.grad_logits_placement = with_strides(strides);
+        check_cross_entropy(test_case);
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropy, TargetsAreReadByTheirStrides) {
+  for (const Dims& strides : {Dims{0, 0}, Dims{0, 1}, Dims{1, 5}, Dims{-7, 1}, Dims{30, 2}}) {
+    for (const DType targets : {DType::int32, DType::int64}) {
+      for (const std::int64_t columns : {30, 3000}) {
+        CrossEntropyCase test_case = make_case(device(), DType::bfloat16, {5, 7, columns}, 2, kPlain);
+        test_case.targets_dtype = targets;
+        test_case.targets_placement = with_strides(strides, 1);
+        check_cross_entropy(test_case);
+      }
+      // Rows side by side.
+      CrossEntropyCase test_case = make_case(device(), DType::bfloat16, {300, 5, 8}, 0, kPlain);
+      test_case.targets_dtype = targets;
+      test_case.targets_placement = with_strides({strides[0], strides[1]}, 1);
+      check_cross_entropy(test_case);
+    }
+  }
+}
+
+TEST_P(CrossEntropy, SoftTargetsAreReadByTheirStrides) {
+  for (const Dims& strides : {Dims{0, 0}, Dims{0, 1}, Dims{1, 0}, Dims{1, 9}, Dims{-900, 1}, Dims{1800, 2}}) {
+    for (const DType dtype : {DType::bfloat16, DType::float32}) {
+      for (const Dims& logits_strides : {Dims{900, 1}, Dims{1, 9}}) {
+        CrossEntropyCase test_case = make_case(device(), dtype, {9, 900}, 1, kSoft);
+        test_case.targets_placement = with_strides(strides);
+        test_case.logits_placement = with_strides(logits_strides);
+        check_cross_entropy(test_case);
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropy, AnUpstreamGradientMayBeExpandedStridedOrHave16Bits) {
+  for (const Dims& strides : {Dims{0, 0}, Dims{0, 1}, Dims{1, 5}, Dims{-7, 1}}) {
+    for (const DType dtype : {DType::bfloat16, DType::float16, DType::float32, DType::float64}) {
+      for (const std::int64_t columns : {30, 3000}) {
+        CrossEntropyCase test_case = make_case(device(), dtype, {5, 7, columns}, 2, kEverything);
+        test_case.grad_loss_placement = with_strides(strides, 1);
+        test_case.grad_loss_dtype = dtype;
+        check_cross_entropy(test_case);
+      }
+    }
+  }
+  for (const Reduction reduction : {Reduction::sum, Reduction::mean}) {
+    CrossEntropyCase test_case = make_case(device(), DType::bfloat16, {5, 7, 300}, 2, kPlain);
+    test_case.options.reduction = reduction;
+    test_case.grad_loss_dtype = DType::bfloat16;
+    check_cross_entropy(test_case);
+  }
+}
+
+TEST_P(CrossEntropy, LongRowsThatStartWithMinusInfinityKeepTheirTail) {
+  // The first pieces, batches or blocks of a row have nothing finite in them.
+  for (const DType dtype : {DType::bfloat16, DType::float32}) {
+    CrossEntropyCase test_case = make_case(device(), dtype, {2, 200003}, 1, kPlain);
+    test_case.value = [](std::int64_t i) { return i % 200003 < 190000 ? -kInfinity : normal(i); };
+    test_case.target = [](std::int64_t row) { return 195000.0 + static_cast<double>(row); };
+    check_cross_entropy(test_case);
+  }
+}
+
+TEST_P(CrossEntropy, HugeLogitsDoNotOverflow) {
+  for (const DType dtype : floating_point_dtypes()) {
+    const double huge = 0.75 * largest_finite(dtype);
+    for (const double sign : {1.0, -1.0}) {
+      CrossEntropyCase test_case = make_case(device(), dtype, {3, 5000}, 1, kPlain);
+      test_case.value = [=](std::int64_t i) { return i % 5000 == 4321 ? sign * huge : 0.25 * huge; };
+      test_case.target = [](std::int64_t row) { return row == 0 ? 4321.0 : 17.0; };
+      check_cross_entropy(test_case);
+    }
+    // Growing: every logit raises the maximum by more than an exponential can hold.
+    CrossEntropyCase test_case = make_case(device(), dtype, {2, 600}, 1, kPlain);
+    test_case.value = [](std::int64_t i) { return 100.0 * static_cast<double>(i % 600) - 30000.0; };
+    check_cross_entropy(test_case);
+  }
+}
+
+TEST_P(CrossEntropy, LargeLogitsOfEitherSignMatchTheOracle) {
+  for (double size = 1e3; size < 1e31; size *= 997.0) {
+    for (const double sign : {1.0, -1.0}) {
+      for (const DType dtype : {DType::bfloat16, DType::float32, DType::float64}) {
+        for (const Kind& kind : {kPlain, kSoft}) {
+          CrossEntropyCase test_case = make_case(device(), dtype, {4, 1000}, 1, kind);
+          test_case.value = [=](std::int64_t i) { return i % 7 == 3 ? sign * size : sign * 0.5 * size; };
+          // Beyond that no lse has room for the logarithm of how many are largest, and a backward that is given one is
+          // judged by it: in place it is nobody's.
+          test_case.runs_in_place = size < 1e9;
+          check_cross_entropy(test_case);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropy, MaximaThatRiseLateAreFollowedInEveryLayout) {
+  // Each quarter of a row raises the maximum, by less and by more than any kernel lets it lag behind.
+  for (const double step : {3.0, 6.0, 25.0, 70.0}) {
+    for (const DType dtype : {DType::bfloat16, DType::float32, DType::float64}) {
+      for (const std::int64_t columns : {128, 6000}) {
+        const auto rising = [=](std::int64_t column) { return step * static_cast<double>(4 * column / columns); };
+        CrossEntropyCase rows = make_case(device(), dtype, {3, columns}, 1, kPlain);
+        rows.value = [=](std::int64_t i) { return rising(i % columns); };
+        check_cross_entropy(rows);
+        CrossEntropyCase strided = rows;
+        strided.logits_placement = with_strides({2 * columns, 2});
+        check_cross_entropy(strided);
+        CrossEntropyCase side_by_side = make_case(device(), dtype, {columns, 16}, 0, kPlain);
+        side_by_side.value = [=](std::int64_t i) { return rising(i / 16); };
+        check_cross_entropy(side_by_side);
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropy, MaskedLogitsOfAnySizeChangeNothing) {
+  // What a mask adds differs between codebases; a row may start with many of them.
+  for (const double mask : {-1e4, -1e7, -3e8, -1e9, -1e12, -1e25, -3e38, -kInfinity}) {
+    for (const DType dtype : {DType::bfloat16, DType::float32, DType::float64}) {
+      for (const int axis : {1, 0}) {
+        CrossEntropyCase test_case =
+            make_case(device(), dtype, axis == 1 ? Dims{2, 8192} : Dims{8192, 2}, axis, kPlain);
+        test_case.value = [=](std::int64_t i) {
+          const std::int64_t column = axis == 1 ? i % 8192 : i / 2;
+          return column < 6000 ? mask : 0.001 * static_cast<double>(column % 100);
+        };
+        test_case.target = [](std::int64_t row) { return 6000.0 + 1000.0 * static_cast<double>(row); };
+        check_cross_entropy(test_case);
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropy, ManyEqualLogitsKeepTheirPrecision) {
+  // The worst case of a running sum: every rounding error points the same way.
+  constexpr std::int64_t kClasses = 1 << 18;
+  CrossEntropyOptions smoothed = {.label_smoothing = 0.1};
+  for (const double others : {0.0, -5.0, -77.7}) {
+    for (const int axis : {1, 0}) {
+      CrossEntropyCase test_case =
+          make_case(device(), DType::float32, axis == 1 ? Dims{2, kClasses} : Dims{kClasses, 2}, axis, kPlain);
+      test_case.options = smoothed;
+      test_case.value = [=](std::int64_t i) { return (axis == 1 ? i % kClasses : i / 2) == 0 ? 0.0 : others; };
+      check_cross_entropy(test_case);
+    }
+  }
+}
+
+TEST_P(CrossEntropy, ManyLossesAddUpToTheirSum) {
+  // Losses of equal size: every rounding of a running float32 sum would point the same way.
+  for (const Reduction reduction : {Reduction::sum, Reduction::mean}) {
+    CrossEntropyCase test_case = make_case(device(), DType::float32, {300007, 2}, 1, kPlain);
+    test_case.options.reduction = reduction;
+    test_case.value = [](std::int64_t i) { return 0.1 * static_cast<double>(i % 2); };
+    check_cross_entropy(test_case);
+  }
+}
+
+TEST_P(CrossEntropy, EachOutputCanBeAskedForAlone) {
+  for (const Dims& shape : {Dims{6, 40}, Dims{6, 3000}, Dims{2, 70001}}) {
+    CrossEntropyCase test_case = make_case(device(), DType::bfloat16, shape, 1, kPlain);
+    test_case.options.z_loss_weight = 0.01;
+    CrossEntropyRun run(test_case);
+    run.run();
+    using Member = TensorView CrossEntropyForwardArgs::*;
+    const std::pair<Member, TestTensor CrossEntropyResults::*> outputs[] = {
+        {&CrossEntropyForwardArgs::lse, &CrossEntropyResults::lse},
+        {&CrossEntropyForwardArgs::argmax, &CrossEntropyResults::argmax},
+        {&CrossEntropyForwardArgs::entropy, &CrossEntropyResults::entropy},
+        {&CrossEntropyForwardArgs::z_loss, &CrossEntropyResults::z_loss},
+        {&CrossEntropyForwardArgs::target_mass, &CrossEntropyResults::target_mass},
+        {&CrossEntropyForwardArgs::divisor, &CrossEntropyResults::divisor},
+    };
+    for (const auto& [asked, buffer] : outputs) {
+      CrossEntropyRun alone(test_case);
+      CrossEntropyForwardArgs args = alone.forward_args();
+      for (const auto& [other, unused] : outputs) {
+        if (other != asked) args.*other = {};
+      }
+      cross_entropy_forward(args);
+      alone.download();
+      const TestTensor& result = alone.results.*buffer;
+      const TestTensor& expected = run.results.*buffer;
+      const std::int64_t count = result.host().element_count();
+      for (std::int64_t i = 0; i < count; ++i) {
+        ASSERT_EQ(difference(DType::float32, result.get(i), expected.get(i), std::abs(expected.get(i))), "");
+      }
+      const double loss = run.results.loss.get(0);
+      EXPECT_EQ(difference(DType::float32, alone.results.loss.get(0), loss, std::abs(loss)), "");
+      EXPECT_NE(result.get(count - 1), 0.0);
+      for (const auto& [other, untouched] : outputs) {
+        if (other == asked) continue;
+        EXPECT_EQ((alone.results.*untouched).bytes(), (CrossEntropyRun(test_case).results.*untouched).bytes());
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropy, InPlaceAnAbsentUpstreamGradientIsOne) {
+  for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
+    CrossEntropyCase test_case = make_case(device(), DType::float32, {6, 700}, 1, kPlain);
+    test_case.options.reduction = reduction;
+    CrossEntropyRun absent(test_case), ones(test_case);
+    ones.grad_loss.fill([](std::int64_t) { return 1.0; });
+    CrossEntropyForwardBackwardArgs args = absent.in_place_args();
+    args.grad_loss = {};
+    cross_entropy_forward_backward(args);
+    cross_entropy_forward_backward(ones.in_place_args());
+    absent.download();
+    ones.download();
+    EXPECT_EQ(absent.in_place.bytes(), ones.in_place.bytes());
+    EXPECT_NE(absent.in_place.bytes(), absent.logits.bytes());
+  }
+}
+
+TEST_P(CrossEntropy, AGradientIsRescaledWhereTheUpstreamGradientIsKnownLater) {
+  struct Case {
+    Dims shape;
+    int axis;
+    Placement placement;
+    const char* reason;
+  };
+  const Case cases[] = {
+      {{6, 40}, 1, {}, "short rows"},
+      {{7, 5003}, 1, contiguous_at(1), "rows that start anywhere"},
+      {{3, 100003}, 1, {}, "long rows"},
+      {{300, 65}, 0, {}, "rows side by side"},
+      {{5, 33, 7}, 1, {}, "the middle axis"},
+      {{5, 600}, 1, with_strides({1900, 3}), "every third class"},
+      {{2, 3, 2, 3, 2, 50}, 5, with_strides({2084, 691, 344, 113, 53, 1}), "many row axes"},
+      {{0, 5}, 1, {}, "no rows"},
+      {{5, 0}, 1, {}, "no classes"},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.reason);
+    for (const DType dtype : floating_point_dtypes()) {
+      for (const bool is_per_row : {true, false}) {
+        for (const DType factor_dtype : {accumulator_dtype(dtype), dtype}) {
+          TestTensor gradient(device(), dtype, c.shape, c.placement);
+          gradient.fill(normal);
+          AxisSet axes;
+          axes.contains[c.axis] = true;
+          TestTensor factors(device(), factor_dtype, is_per_row ? reduced_shape(c.shape, axes, false) : Dims{});
+          factors.fill([](std::int64_t row) { return row % 3 == 1 ? 1.0 : row % 3 == 2 ? 0.0 : -1.7; });
+          const CrossEntropyRescaleArgs args{
+              .grad_logits = gradient.view(), .grad_loss = factors.view(), .class_axis = c.axis};
+          EXPECT_EQ(cross_entropy_rescale_workspace_bytes(args), 0u);
+          std::vector<std::vector<double>> before;
+          const CrossEntropyForwardArgs as_rows{.logits = gradient.host(), .class_axis = c.axis};
+          const std::int64_t rows = reference::row_count_of(as_rows);
+          for (std::int64_t row = 0; row < rows; ++row) {
+            before.push_back(reference::elements_along(gradient.host(), c.axis, row));
+          }
+          cross_entropy_rescale(args);
+          runtime::synchronize(device());
+          gradient.download();
+          EXPECT_EQ(gradient.canary_damage(), "");
+          for (std::int64_t row = 0; row < rows; ++row) {
+            const double factor = factors.get(is_per_row ? row : 0);
+            const std::vector<double>& of_row = before[static_cast<std::size_t>(row)];
+            const std::vector<double> after = reference::elements_along(gradient.host(), c.axis, row);
+            for (std::size_t v = 0; v < after.size(); ++v) {
+              const double exact = of_row[v] * factor;
+              const double allowed = factor == 1.0 ? 0.0 : allowed_error(dtype, exact, std::abs(exact));
+              ASSERT_LE(std::abs(after[v] - exact), allowed) << "row " << row << ", class " << v;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropy, RowsThatAreRescaledByOneKeepTheirBits) {
+  // NaN among them, with a payload that no product would keep.
+  for (const Dims& shape : {Dims{4, 40}, Dims{4, 9001}}) {
+    TestTensor gradient(device(), DType::float32, shape);
+    gradient.fill([](std::int64_t i) { return i % 5 == 2 ? std::nan("123") : normal(i); });
+    TestTensor one(device(), DType::float32, {});
+    one.fill([](std::int64_t) { return 1.0; });
+    const std::vector<unsigned char> before = gradient.bytes();
+    cross_entropy_rescale({.grad_logits = gradient.view(), .grad_loss = one.view()});
+    runtime::synchronize(device());
+    gradient.download();
+    EXPECT_EQ(gradient.bytes(), before);
+  }
+}
+
+TEST_P(CrossEntropy, TheBackwardOverTheLogitsIsTheBackwardBesideThem) {
+  for (const auto& [shape, axis] : std::vector<std::pair<Dims, int>>{
+           {{6, 40}, 1}, {{6, 5003}, 1}, {{2, 100003}, 1}, {{500, 64}, 0}, {{5, 33, 7}, 1}}) {
+    for (const DType dtype : {DType::bfloat16, DType::float32}) {
+      for (const Kind& kind : {kPlain, kEverything, kSoft}) {
+        CrossEntropyRun run(make_case(device(), dtype, shape, axis, kind));
+        cross_entropy_forward(run.forward_args());
+        CrossEntropyBackwardArgs args = run.backward_args();
+        cross_entropy_backward(args);
+        args.logits = args.grad_logits = run.in_place.view();
+        cross_entropy_backward(args);
+        run.download();
+        EXPECT_EQ(run.in_place.bytes(), run.grad_logits.bytes()) << check::to_string(shape);
+        EXPECT_NE(run.in_place.bytes(), run.logits.bytes()) << check::to_string(shape);
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropy, ABackwardTwiceFromOneForwardGivesTheSameBits) {
+  CrossEntropyRun run(make_case(device(), DType::bfloat16, {6, 5003}, 1, kEverything));
+  cross_entropy_forward(run.forward_args());
+  cross_entropy_backward(run.backward_args());
+  run.download();
+  const std::vector<unsigned char> first = run.grad_logits.bytes();
+  cross_entropy_backward(run.backward_args());
+  run.download();
+  EXPECT_EQ(run.grad_logits.bytes(), first);
+}
+
+}  // namespace
+}  // namespace eaves::testing

@@ -1,0 +1,444 @@
+// One call of cross_entropy in a test: what goes in, its buffers between canaries, and the comparison of the forward,
+// the backward, and both at once in place with the oracle.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "core/rows.h"
+#include "eaves/cross_entropy.h"
+#include "ops/cross_entropy/cross_entropy_reference.h"
+#include "runtime/runtime.h"
+#include "testing/tensor.h"
+#include "testing/tolerance.h"
+
+namespace eaves::testing {
+
+struct CrossEntropyCase {
+  Device device = {};
+  DType dtype = DType::float32;
+  Dims shape = {};
+  int class_axis = -1;
+  CrossEntropyOptions options = {};
+  DType targets_dtype = DType::int64;         ///< a floating-point type: soft targets
+  std::optional<DType> weight_dtype = {};     ///< no weights unless given
+  std::optional<DType> grad_loss_dtype = {};  ///< that of the loss unless given
+  bool has_normalizer = false;                ///< with the mean
+  bool reads_ignored_rows = true;
+  bool has_grad_lse = false;
+  bool has_grad_entropy = false;
+  bool runs_in_place = true;  ///< forward_backward too; not over logits that share memory
+  Placement logits_placement = {};
+  Placement targets_placement = {};
+  Placement grad_loss_placement = {};
+  Placement grad_logits_placement = {};
+  std::function<double(std::int64_t)> value;        ///< of element i of logits, in row-major order
+  std::function<double(std::int64_t)> target = {};  ///< likewise of targets; absent: any class, every fifth row ignored
+  std::function<double(std::int64_t)> weight = {};  ///< of class v; absent: 0.25 to 1.75, and 0 for every seventh
+};
+
+/// The outputs of one forward, all of them.
+struct CrossEntropyResults {
+  CrossEntropyResults(Device device, DType dtype, const Dims& row_shape, Reduction reduction)
+      : loss(device, dtype, reduction == Reduction::none ? row_shape : Dims{}),
+        lse(device, dtype, row_shape),
+        argmax(device, DType::int64, row_shape),
+        entropy(device, dtype, row_shape),
+        z_loss(device, dtype, reduction == Reduction::none ? row_shape : Dims{}),
+        target_mass(device, dtype, row_shape),
+        divisor(device, dtype, {}) {}
+
+  std::vector<TestTensor*> all() { return {&loss, &lse, &argmax, &entropy, &z_loss, &target_mass, &divisor}; }
+
+  /// Bit by bit.
+  bool equal(const CrossEntropyResults& other) const {
+    return loss.bytes() == other.loss.bytes() && lse.bytes() == other.lse.bytes() &&
+           argmax.bytes() == other.argmax.bytes() && entropy.bytes() == other.entropy.bytes() &&
+           z_loss.bytes() == other.z_loss.bytes() && target_mass.bytes() == other.target_mass.bytes() &&
+           divisor.bytes() == other.divisor.bytes();
+  }
+
+  TestTensor loss, lse, argmax, entropy, z_loss, target_mass, divisor;
+};
+
+/// The buffers of one call: forward, backward, and forward_backward with results of its own.
+class CrossEntropyRun {
+ public:
+  using Where = TensorView (TestTensor::*)() const;  ///< &TestTensor::view or &TestTensor::host
+
+  explicit CrossEntropyRun(const CrossEntropyCase& test_case)
+      : case_(test_case),
+        class_axis_(case_.class_axis < 0 ? case_.class_axis + case_.shape.size() : case_.class_axis),
+        results(case_.device, result_dtype(), row_shape(), reduction()),
+        results_in_place(case_.device, result_dtype(), row_shape(), reduction()),
+        logits(case_.device, case_.dtype, case_.shape, case_.logits_placement),
+        targets(case_.device, case_.targets_dtype, is_soft() ? case_.shape : row_shape(), case_.targets_placement),
+        weight(case_.device, case_.weight_dtype.value_or(DType::float32), {classes()}),
+        normalizer(case_.device, result_dtype(), {}),
+        grad_loss(case_.device, case_.grad_loss_dtype.value_or(result_dtype()),
+                  reduction() == Reduction::none ? row_shape() : Dims{}, case_.grad_loss_placement),
+        grad_lse(case_.device, result_dtype(), row_shape()),
+        grad_entropy(case_.device, result_dtype(), row_shape()),
+        grad_logits(case_.device, case_.dtype, case_.shape, case_.grad_logits_placement),
+        in_place(case_.device, case_.dtype, case_.runs_in_place ? case_.shape : Dims{0},
+                 case_.runs_in_place ? case_.logits_placement : Placement{}) {
+    logits.fill(case_.value);
+    if (case_.runs_in_place) in_place.copy_from(logits);
+    targets.fill([this](std::int64_t i) { return target(i); });
+    weight.fill([this](std::int64_t v) {
+      if (case_.weight) return case_.weight(v);
+      return v % 7 == 4 ? 0.0 : 0.25 + 1.5 * random_uniform(41, static_cast<std::uint64_t>(v));
+    });
+    normalizer.fill([](std::int64_t) { return 37.5; });
+    const bool has_row_losses = reduction() == Reduction::none;
+    const auto noise = [](std::uint64_t seed) {
+      return [seed](std::int64_t i) { return random_normal(seed, static_cast<std::uint64_t>(i)); };
+    };
+    grad_loss.fill([&](std::int64_t i) { return has_row_losses ? noise(42)(i) : 1.75; });
+    grad_lse.fill(noise(43));
+    grad_entropy.fill(noise(44));
+  }
+
+  CrossEntropyForwardArgs forward_args(Where where = &TestTensor::view) { return args(logits, results, where); }
+
+  CrossEntropyBackwardArgs backward_args() {
+    return {.grad_loss = grad_loss.view(),
+            .grad_lse = case_.has_grad_lse ? grad_lse.view() : TensorView{},
+            .grad_entropy = case_.has_grad_entropy ? grad_entropy.view() : TensorView{},
+            .logits = logits.view(),
+            .targets = targets.view(),
+            .weight = case_.weight_dtype ? weight.view() : TensorView{},
+            .class_axis = case_.class_axis,
+            .options = case_.options,
+            .lse = results.lse.view(),
+            .entropy = results.entropy.view(),
+            .target_mass = results.target_mass.view(),
+            .divisor = reduction() == Reduction::mean ? results.divisor.view() : TensorView{},
+            .grad_logits = grad_logits.view()};
+  }
+
+  CrossEntropyForwardBackwardArgs in_place_args() {
+    return {.forward = args(in_place, results_in_place, &TestTensor::view), .grad_loss = grad_loss.view()};
+  }
+
+  void launch(const ExecutionContext& context = {}) {
+    cross_entropy_forward(forward_args(), context);
+    cross_entropy_backward(backward_args(), context);
+    if (case_.runs_in_place) cross_entropy_forward_backward(in_place_args(), context);
+  }
+  void download() {
+    runtime::synchronize(case_.device);
+    for (TestTensor* tensor : inputs()) tensor->download();
+    for (auto& [name, tensor] : outputs()) tensor->download();
+  }
+  void run(const ExecutionContext& context = {}) {
+    launch(context);
+    download();
+  }
+  /// Puts back the logits that the call in place has overwritten.
+  void restore() {
+    if (case_.runs_in_place) in_place.copy_from(logits);
+  }
+
+  /// Bit by bit.
+  bool results_equal(const CrossEntropyRun& other) const {
+    return results.equal(other.results) && results_in_place.equal(other.results_in_place) &&
+           grad_logits.bytes() == other.grad_logits.bytes() && in_place.bytes() == other.in_place.bytes();
+  }
+
+  std::vector<TestTensor*> inputs() {
+    return {&logits, &targets, &weight, &normalizer, &grad_loss, &grad_lse, &grad_entropy};
+  }
+  std::vector<std::pair<const char*, TestTensor*>> outputs() {
+    std::vector<std::pair<const char*, TestTensor*>> all = {{"grad_logits", &grad_logits},
+                                                            {"the logits, in place", &in_place}};
+    for (CrossEntropyResults* of : {&results, &results_in_place}) {
+      all.insert(all.end(), {{"loss", &of->loss},
+                             {"lse", &of->lse},
+                             {"argmax", &of->argmax},
+                             {"entropy", &of->entropy},
+                             {"z_loss", &of->z_loss},
+                             {"target_mass", &of->target_mass},
+                             {"divisor", &of->divisor}});
+    }
+    return all;
+  }
+
+  const CrossEntropyCase& test_case() const { return case_; }
+  Reduction reduction() const { return case_.options.reduction; }
+  std::int64_t classes() const { return case_.shape[class_axis_]; }
+  int class_axis() const { return class_axis_; }
+
+ private:
+  bool is_soft() const { return is_floating_point(case_.targets_dtype); }
+  DType result_dtype() const { return accumulator_dtype(case_.dtype); }
+  Dims row_shape() const {
+    AxisSet axes;
+    axes.contains[class_axis_] = true;
+    return reduced_shape(case_.shape, axes, false);
+  }
+
+  double target(std::int64_t i) const {
+    if (case_.target) return case_.target(i);
+    const auto number = static_cast<std::uint64_t>(i);
+    if (is_soft()) return 2.0 * random_uniform(45, number) / static_cast<double>(classes());
+    if (i % 5 == 3) return static_cast<double>(case_.options.ignore_index);
+    return std::floor(random_uniform(46, number) * static_cast<double>(classes()));
+  }
+
+  CrossEntropyForwardArgs args(TestTensor& of_logits, CrossEntropyResults& of, Where where) {
+    const bool is_mean = reduction() == Reduction::mean;
+    return {.logits = (of_logits.*where)(),
+            .targets = (targets.*where)(),
+            .weight = case_.weight_dtype ? (weight.*where)() : TensorView{},
+            .normalizer = is_mean && case_.has_normalizer ? (normalizer.*where)() : TensorView{},
+            .class_axis = case_.class_axis,
+            .options = case_.options,
+            .reads_ignored_rows = case_.reads_ignored_rows,
+            .loss = (of.loss.*where)(),
+            .lse = (of.lse.*where)(),
+            .argmax = (of.argmax.*where)(),
+            .entropy = (of.entropy.*where)(),
+            .z_loss = (of.z_loss.*where)(),
+            .target_mass = (of.target_mass.*where)(),
+            .divisor = is_mean ? (of.divisor.*where)() : TensorView{}};
+  }
+
+  CrossEntropyCase case_;
+  int class_axis_;
+
+ public:
+  CrossEntropyResults results, results_in_place;
+  TestTensor logits, targets, weight, normalizer, grad_loss, grad_lse, grad_entropy, grad_logits, in_place;
+};
+
+/// The worst errors of one call, as shares of what testing/tolerance.h allows.
+struct CrossEntropyShares {
+  double loss = 0.0;
+  double lse = 0.0;
+  double entropy = 0.0;
+  double gradient = 0.0;
+  double in_place = 0.0;
+};
+
+/// Compares what a run has downloaded with the oracle.
+class CrossEntropyComparison {
+ public:
+  explicit CrossEntropyComparison(CrossEntropyRun& run)
+      : run_(run),
+        args_(run.forward_args(&TestTensor::host)),
+        dtype_(run.test_case().dtype),
+        result_dtype_(accumulator_dtype(dtype_)) {}
+
+  /// Fails with the first result that is not within the contract, and looks no further.
+  void compare() {
+    if (!compare_rows() || !compare_sums(run_.results, "")) return;
+    if (run_.test_case().runs_in_place) compare_sums(run_.results_in_place, ", in place");
+  }
+
+  CrossEntropyShares shares;
+
+ private:
+  struct Expected {
+    double value;
+    double scale;
+  };
+
+  /// True within the contract; then `share` is raised to the error as a share of the bound.
+  bool expect(DType dtype, double actual, const Expected& expected, const std::string& what, double& share) {
+    const std::string text = difference(dtype, actual, expected.value, expected.scale);
+    if (!text.empty()) {
+      ADD_FAILURE() << what << ": " << text << ", scale " << expected.scale;
+      return false;
+    }
+    const double error = std::abs(actual - expected.value);
+    if (error > 0.0) share = std::max(share, error / allowed_error(dtype, expected.value, expected.scale));
+    return true;
+  }
+
+  bool compare_rows() {
+    const std::int64_t rows = reference::row_count_of(args_);
+    for (std::int64_t i = 0; i < rows; ++i) {
+      const reference::CrossEntropyRow row = reference::cross_entropy_row(args_, i);
+      sums_.add(row, args_.options);
+      const std::string of_row = " of row " + std::to_string(i);
+      if (!compare_row(run_.results, row, i, args_.reads_ignored_rows, of_row)) return false;
+      if (!compare_backward(row, i, of_row)) return false;
+      if (!run_.test_case().runs_in_place) continue;
+      if (!compare_row(run_.results_in_place, row, i, false, of_row + ", in place")) return false;
+      if (!compare_in_place(row, i, of_row)) return false;
+    }
+    return true;
+  }
+
+  bool compare_row(const CrossEntropyResults& results, const reference::CrossEntropyRow& row, std::int64_t i,
+                   bool reads_ignored_rows, const std::string& of_row) {
+    const bool is_read = row.is_counted || reads_ignored_rows;
+    const auto unless_skipped = [&](double value, double scale) {
+      return is_read ? Expected{value, scale} : Expected{0.0, 0.0};
+    };
+    const double argmax = is_read ? static_cast<double>(row.argmax) : 0.0;
+    if (results.argmax.get(i) != argmax) {
+      ADD_FAILURE() << "argmax" << of_row << ": expected " << argmax << ", actual " << results.argmax.get(i);
+      return false;
+    }
+    const double lse_scale = logsumexp_scale(row.lse, row.max);
+    const double z_loss_weight = args_.options.z_loss_weight;
+    double unused = 0.0;
+    bool is_within =
+        expect(result_dtype_, results.lse.get(i), unless_skipped(row.lse, lse_scale), "lse" + of_row, shares.lse) &&
+        expect(result_dtype_, results.entropy.get(i),
+               unless_skipped(row.entropy, entropy_scale(row.entropy, row.lse, row.max)), "entropy" + of_row,
+               shares.entropy) &&
+        expect(result_dtype_, results.target_mass.get(i), {row.target_mass, row.target_mass}, "target_mass" + of_row,
+               unused);
+    if (args_.options.reduction == Reduction::none) {
+      is_within =
+          is_within &&
+          expect(result_dtype_, results.loss.get(i), {row.loss, row.loss_scale}, "loss" + of_row, shares.loss) &&
+          expect(result_dtype_, results.z_loss.get(i), {row.z_loss, z_loss_scale(z_loss_weight, lse_scale)},
+                 "z_loss" + of_row, unused);
+    }
+    return is_within;
+  }
+
+  bool compare_sums(const CrossEntropyResults& results, const std::string& how) {
+    const Reduction reduction = args_.options.reduction;
+    if (reduction == Reduction::none) return true;
+    const double divisor = args_.normalizer.is_present ? run_.normalizer.get(0) : static_cast<double>(sums_.weight);
+    double unused = 0.0;
+    double divided_by = 1.0;
+    if (reduction == Reduction::mean) {
+      if (!expect(result_dtype_, results.divisor.get(0), {divisor, divisor}, "divisor" + how, unused)) return false;
+      divided_by = divisor;
+    }
+    // Nothing counts: whatever the sum is, the mean is 0.
+    const auto reduced = [&](long double sum) {
+      return divided_by == 0.0 ? 0.0 : static_cast<double>(sum / divided_by);
+    };
+    return expect(result_dtype_, results.loss.get(0), {reduced(sums_.loss), reduced(sums_.loss_scale)}, "loss" + how,
+                  shares.loss) &&
+           expect(result_dtype_, results.z_loss.get(0), {reduced(sums_.z_loss), reduced(sums_.z_loss_scale)},
+                  "z_loss" + how, unused);
+  }
+
+  /// The backward is judged by the lse, entropy and divisor that it was given.
+  bool compare_backward(const reference::CrossEntropyRow& row, std::int64_t i, const std::string& of_row) {
+    const CrossEntropyCase& test_case = run_.test_case();
+    const CrossEntropyResults& results = run_.results;
+    const std::string text =
+        compare_gradient(run_.grad_logits, row, i,
+                         {.loss = grad_loss(results, i),
+                          .lse_gradient = test_case.has_grad_lse ? run_.grad_lse.get(i) : 0.0,
+                          .entropy_gradient = test_case.has_grad_entropy ? run_.grad_entropy.get(i) : 0.0,
+                          .lse_minus_anchor = results.lse.get(i),
+                          .entropy = results.entropy.get(i)},
+                         shares.gradient);
+    if (!text.empty()) ADD_FAILURE() << "gradient" << of_row << ", " << text;
+    return text.empty();
+  }
+
+  /// In place the backward may use the lse that is written, or what that was before it was rounded; with the rounding
+  /// of a sum in between, in float32.
+  bool compare_in_place(const reference::CrossEntropyRow& row, std::int64_t i, const std::string& of_row) {
+    const CrossEntropyResults& results = run_.results_in_place;
+    const reference::CrossEntropyUpstream written{.loss = grad_loss(results, i),
+                                                  .lse_minus_anchor = results.lse.get(i)};
+    const reference::CrossEntropyUpstream exact{
+        .loss = written.loss, .anchor = row.anchor, .lse_minus_anchor = row.lse_minus_anchor};
+    reference::CrossEntropyUpstream rounded = exact;
+    rounded.lse_rounding = std::isfinite(row.lse) ? std::abs(row.lse) : 0.0;
+    std::string text;
+    for (const auto& upstream : {exact, written, rounded}) {
+      text = compare_gradient(run_.in_place, row, i, upstream, shares.in_place);
+      if (text.empty()) return true;
+    }
+    ADD_FAILURE() << "gradient" << of_row << ", in place, " << text;
+    return false;
+  }
+
+  /// dL/d(loss) of row i.
+  double grad_loss(const CrossEntropyResults& results, std::int64_t i) const {
+    const Reduction reduction = args_.options.reduction;
+    if (reduction == Reduction::none) return run_.grad_loss.get(i);
+    const double divisor = reduction == Reduction::mean ? results.divisor.get(0) : 1.0;
+    return divisor == 0.0 ? 0.0 : run_.grad_loss.get(0) / divisor;
+  }
+
+  /// Empty, or a sentence on the first element that is not within the contract; then `share` is as it was.
+  std::string compare_gradient(const TestTensor& gradient, const reference::CrossEntropyRow& row, std::int64_t i,
+                               const reference::CrossEntropyUpstream& upstream, double& share) const {
+    const reference::CrossEntropyGradient exact = reference::cross_entropy_gradient(row, args_.options, upstream);
+    const std::vector<double> actual = reference::elements_along(gradient.host(), run_.class_axis(), i);
+    double worst = share;
+    for (std::size_t v = 0; v < actual.size(); ++v) {
+      // Nothing is put into words before it has to be: there are millions of these.
+      const double error = std::abs(actual[v] - exact.values[v]);
+      if (error == 0.0) continue;
+      const double allowed = allowed_error(dtype_, exact.values[v], exact.scale);
+      if (error <= allowed) {
+        worst = std::max(worst, error / allowed);
+        continue;
+      }
+      const std::string text = difference(dtype_, actual[v], exact.values[v], exact.scale);
+      if (!text.empty()) return "class " + std::to_string(v) + ": " + text + ", scale " + std::to_string(exact.scale);
+    }
+    share = worst;
+    return "";
+  }
+
+  CrossEntropyRun& run_;
+  CrossEntropyForwardArgs args_;
+  DType dtype_;
+  DType result_dtype_;
+  reference::CrossEntropySums sums_;
+};
+
+inline std::string description_of(const CrossEntropyCase& c) {
+  const CrossEntropyOptions& options = c.options;
+  constexpr const char* kReductions[] = {"none", "sum", "mean"};
+  std::string text = std::string(name_of(c.dtype)) + " " + check::to_string(c.shape) + ", class axis " +
+                     std::to_string(c.class_axis) + ", targets " + name_of(c.targets_dtype) + ", reduction " +
+                     kReductions[static_cast<int>(options.reduction)];
+  if (c.weight_dtype) text += std::string(", weight ") + name_of(*c.weight_dtype);
+  if (options.ignore_index != CrossEntropyOptions{}.ignore_index) {
+    text += ", ignore_index " + std::to_string(options.ignore_index);
+  }
+  const auto add = [&](const char* name, double value, double absent) {
+    if (value != absent) text += std::string(", ") + name + " " + std::to_string(value);
+  };
+  add("label_smoothing", options.label_smoothing, 0.0);
+  add("scale", options.scale, 1.0);
+  add("softcap", options.softcap, 0.0);
+  add("z_loss_weight", options.z_loss_weight, 0.0);
+  if (c.has_normalizer) text += ", normalizer";
+  if (!c.reads_ignored_rows) text += ", ignored rows not read";
+  if (c.has_grad_lse) text += ", grad_lse";
+  if (c.has_grad_entropy) text += ", grad_entropy";
+  return text;
+}
+
+/// Runs everything and compares every element with the oracle, and every byte around them with its canary.
+inline CrossEntropyShares check_cross_entropy(const CrossEntropyCase& test_case) {
+  SCOPED_TRACE(description_of(test_case));
+  CrossEntropyRun run(test_case);
+  std::vector<std::vector<unsigned char>> before;
+  for (TestTensor* input : run.inputs()) before.push_back(input->bytes());
+  run.run();
+  for (std::size_t i = 0; i < before.size(); ++i) {
+    EXPECT_TRUE(run.inputs()[i]->bytes() == before[i]) << "input " << i << " was modified";
+  }
+  for (auto& [name, tensor] : run.outputs()) EXPECT_EQ(tensor->canary_damage(), "") << "around " << name;
+  CrossEntropyComparison comparison(run);
+  comparison.compare();
+  return comparison.shares;
+}
+
+}  // namespace eaves::testing
