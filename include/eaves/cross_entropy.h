@@ -84,11 +84,12 @@ struct CrossEntropyForwardArgs {
   /// out, optional, result dtype, shape of loss: the part z_loss_weight * lse^2 of the loss, reduced as it is.
   TensorView z_loss = {};
 
-  /// out, optional, result dtype, per row: m of the formula above, sum_v w_v * q'_v for soft targets. The backward needs
-  /// it with soft targets, and where weights and smoothing meet.
+  /// out, optional, result dtype, per row: m of the formula above, sum_v w_v * q'_v for soft targets. The backward
+  /// needs it with soft targets, where weights and smoothing meet, and of a shard with weights.
   TensorView target_mass = {};
 
-  /// out, optional, result dtype, one element, with Reduction::mean: what the sum was divided by. The backward needs it.
+  /// out, optional, result dtype, one element, with Reduction::mean: what the sum was divided by. The backward needs
+  /// it.
   TensorView divisor = {};
 };
 
@@ -125,7 +126,8 @@ struct CrossEntropyBackwardArgs {
 };
 
 struct CrossEntropyForwardBackwardArgs {
-  /// As in cross_entropy_forward, but `logits` is out: it is overwritten with dL/d(logits). reads_ignored_rows is false.
+  /// As in cross_entropy_forward, but `logits` is out: it is overwritten with dL/d(logits). reads_ignored_rows is
+  /// false.
   CrossEntropyForwardArgs forward = {};
 
   /// dL/d(loss), optional: as in the backward; absent: 1.
@@ -144,8 +146,8 @@ struct CrossEntropyRescaleArgs {
 };
 
 /// How many numbers the statistics of a row in a shard have: the largest z', sum exp(z' - largest), z'_t, w_t,
-/// sum w_v z'_v, sum w_v, sum exp(z' - largest) * (z' - largest), the largest z and its class. What this shard does not
-/// have of the target is 0.
+/// sum w_v z'_v, sum w_v, sum exp(z' - largest) * (z' - largest), the largest z and its class (which float32 knows up
+/// to 2^24 classes). What this shard does not have of the target is 0.
 inline constexpr int kCrossEntropyStatistics = 9;
 
 struct CrossEntropyShardArgs {
@@ -189,12 +191,12 @@ struct CrossEntropyMergeArgs {
 void cross_entropy_forward(const CrossEntropyForwardArgs& args, const ExecutionContext& context = {});
 void cross_entropy_backward(const CrossEntropyBackwardArgs& args, const ExecutionContext& context = {});
 
-/// Both at once, in place: on a GPU logits are read once and their gradient is written once, where a row fits the memory
-/// of eight multiprocessors (262,144 classes of 16 bits) and its classes have unit stride.
+/// Both at once, in place: no second tensor of the logits' size. On a GPU, rows of at most 64 KiB (32,768 classes of 16
+/// bits) whose classes have unit stride are read once and written once; others are read twice.
 void cross_entropy_forward_backward(const CrossEntropyForwardBackwardArgs& args, const ExecutionContext& context = {});
 
-/// grad_logits *= grad_loss, where dL/d(loss) is known only after cross_entropy_forward_backward. Rows whose factor is 1
-/// are neither read nor written; on a GPU that is found out there, and nothing waits.
+/// grad_logits *= grad_loss, where dL/d(loss) is known only after cross_entropy_forward_backward. Rows whose factor is
+/// 1 are neither read nor written; on a GPU that is found out there, and nothing waits.
 void cross_entropy_rescale(const CrossEntropyRescaleArgs& args, const ExecutionContext& context = {});
 
 /// A vocabulary cut into shards, on one device or many: each shard's statistics, then (wherever they were gathered) the

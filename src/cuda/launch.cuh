@@ -17,61 +17,11 @@ struct LaunchShape {
   std::int64_t blocks = 1;    ///< along x, below 2^31
   std::int64_t blocks_y = 1;  ///< below 2^16
   dim3 threads = 1;
-  std::size_t shared_bytes = 0;              ///< of dynamic shared memory
   bool is_row_cluster = false;               ///< the blocks of equal y are one cluster; then `blocks` is at most 8
   bool starts_before_previous_ends = false;  ///< programmatic dependent launch: the kernel waits by itself, with
                                              ///< wait_for_previous_kernel(), before it reads what that one wrote
   void* stream = nullptr;
 };
-
-/// The configuration of a launch, with memory for its attributes.
-struct LaunchConfig {
-  cudaLaunchAttribute attributes[2];
-  cudaLaunchConfig_t config{};
-
-  explicit LaunchConfig(const LaunchShape& shape) {
-    config.gridDim = dim3(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y));
-    config.blockDim = shape.threads;
-    config.dynamicSmemBytes = shape.shared_bytes;
-    config.stream = static_cast<cudaStream_t>(shape.stream);
-    config.attrs = attributes;
-    if (shape.is_row_cluster) {
-      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-      attribute.id = cudaLaunchAttributeClusterDimension;
-      attribute.val.clusterDim.x = static_cast<unsigned>(shape.blocks);
-      attribute.val.clusterDim.y = 1;
-      attribute.val.clusterDim.z = 1;
-    }
-    if (shape.starts_before_previous_ends) {
-      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      attribute.val.programmaticStreamSerializationAllowed = 1;
-    }
-  }
-  LaunchConfig(const LaunchConfig&) = delete;
-  LaunchConfig& operator=(const LaunchConfig&) = delete;
-};
-
-/// A block gets more than 48 KiB of shared memory only where its kernel has asked for it.
-template <typename... Parameters>
-void allow_shared_bytes(const char* op, void (*kernel)(Parameters...), const LaunchShape& shape) {
-  constexpr std::size_t kAlwaysAllowed = 48 << 10;
-  if (shape.shared_bytes <= kAlwaysAllowed) return;
-  check_status(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes)),
-      op);
-}
-
-/// How many row clusters of this shape run at the same time on the current device: the grid of a persistent kernel.
-template <typename... Parameters>
-int most_active_clusters(const char* op, void (*kernel)(Parameters...), LaunchShape shape) {
-  allow_shared_bytes(op, kernel, shape);
-  shape.blocks_y = UINT16_MAX;
-  const LaunchConfig config(shape);
-  int clusters = 0;
-  check_status(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config.config), op);
-  return clusters;
-}
 
 template <typename... Parameters>
 void launch(const char* op, void (*kernel)(Parameters...), const LaunchShape& shape, Parameters... arguments) {
@@ -79,9 +29,25 @@ void launch(const char* op, void (*kernel)(Parameters...), const LaunchShape& sh
     throw Unsupported(std::string(op) + ": needs " + std::to_string(shape.blocks) + " x " +
                       std::to_string(shape.blocks_y) + " blocks, a GPU takes 2147483647 x 65535");
   }
-  allow_shared_bytes(op, kernel, shape);
-  const LaunchConfig config(shape);
-  check_status(cudaLaunchKernelEx(&config.config, kernel, arguments...), op);
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y));
+  config.blockDim = shape.threads;
+  config.stream = static_cast<cudaStream_t>(shape.stream);
+  config.attrs = attributes;
+  if (shape.is_row_cluster) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(shape.blocks);
+    attribute.val.clusterDim.y = 1;
+    attribute.val.clusterDim.z = 1;
+  }
+  if (shape.starts_before_previous_ends) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  check_status(cudaLaunchKernelEx(&config, kernel, arguments...), op);
 }
 
 /// Called by a kernel before it reads what the previous kernel of the stream wrote: all of that one's blocks have ended

@@ -11,6 +11,7 @@
 //   struct Operation {            // for elements of type T, template of the view's type
 //     using Element = T;
 //     const View& view() const;   // ShortRowView, or RowView for map_per_element
+//     static constexpr bool kIsHeavy = ...;  // what row() computes is worth several batches of a thread
 //     const T* in; T* out;        // tensors 0 and 1 of the view; may be the same
 //     auto row(std::int64_t row) const;   // loads what the row needs; a function of (element, column), and of
 //                                         // (vector, column of its first element) as transform() takes it
@@ -35,15 +36,16 @@ inline constexpr int kMapLanesBlock = 128;  // threads of a block of short rows
 // 64 x 2 0.501 and 8.1, 128 x 2 0.501 and 9.1, 64 x 4 0.509 and 8.3, 32 x 2 0.639 and 9.4, 128 x 1 0.618 and 9.5; a
 // plain copy 0.511 and 6.8.
 inline constexpr int kMapThreads = 32;
-inline constexpr int kMapVectors = 4;      // that a thread loads before it stores the first
-inline constexpr int kMapColumnWarps = 8;  // warps of a block that walk down columns side by side
-inline constexpr int kMapColumns = 4;      // columns that a thread loads before it stores the first
+inline constexpr int kMapVectors = 4;       // that a thread loads before it stores the first
+inline constexpr int kHeavyMapBatches = 4;  // that a thread of a heavy operator takes one after the other
+inline constexpr int kMapColumnWarps = 8;   // warps of a block that walk down columns side by side
+inline constexpr int kMapColumns = 4;       // columns that a thread loads before it stores the first
 inline constexpr int kMapColumnBlocks =
     32;  // blocks for each multiprocessor: nothing is merged, so many and short ones
 
 /// Short rows: kMapLanes lanes a row.
 template <typename Operation>
-__global__ void __launch_bounds__(kMapLanesBlock) map_per_lanes(Operation operation) {
+__global__ void __launch_bounds__(kMapLanesBlock) map_per_lanes(const __grid_constant__ Operation operation) {
   const std::int64_t row = (std::int64_t{blockIdx.x} * kMapLanesBlock + threadIdx.x) / kMapLanes;
   if (row >= operation.view().row_count) return;
   const auto at = operation.view().rows.offsets(row);
@@ -51,19 +53,25 @@ __global__ void __launch_bounds__(kMapLanesBlock) map_per_lanes(Operation operat
                          threadIdx.x % kMapLanes, kMapLanes, [&] { return operation.row(row); });
 }
 
-/// Long rows: a block a piece, and a piece is one batch of vectors for each thread.
+/// How many vectors a piece of a long row has.
 template <typename Operation>
-__global__ void __launch_bounds__(kMapThreads) map_per_piece(Operation operation, unsigned pieces) {
+inline constexpr int kMapPieceVectors = kMapThreads* kMapVectors*(Operation::kIsHeavy ? kHeavyMapBatches : 1);
+
+/// Long rows: a block a piece, and a piece is one batch of vectors for each thread, or a few.
+template <typename Operation>
+__global__ void __launch_bounds__(kMapThreads)
+    map_per_piece(const __grid_constant__ Operation operation, unsigned pieces) {
   const unsigned row = blockIdx.x / pieces;
   const auto at = operation.view().rows.offsets(row);
   transform<kMapVectors>(operation.in + at.of[0], operation.out + at.of[1], operation.view().column_count,
-                         blockIdx.x - row * pieces, kMapThreads * kMapVectors, threadIdx.x, kMapThreads,
+                         blockIdx.x - row * pieces, kMapPieceVectors<Operation>, threadIdx.x, kMapThreads,
                          [&] { return operation.row(row); });
 }
 
 /// As row_per_column: each thread owns kLaneRows neighbouring rows and walks down their columns.
 template <typename Operation, int kLaneRows>
-__global__ void __launch_bounds__(32 * kMapColumnWarps) map_per_column(Operation operation, TransposedTiles tiles) {
+__global__ void __launch_bounds__(32 * kMapColumnWarps)
+    map_per_column(const __grid_constant__ Operation operation, TransposedTiles tiles) {
   using T = typename Operation::Element;
   using Function = decltype(operation.row(0));
   const Tile tile = find_tile<32 * kLaneRows>(operation.view(), tiles);
@@ -87,7 +95,7 @@ __global__ void __launch_bounds__(32 * kMapColumnWarps) map_per_column(Operation
 
 /// A thread an element, wherever it lies.
 template <typename Operation>
-__global__ void __launch_bounds__(256) map_per_element(Operation operation) {
+__global__ void __launch_bounds__(256) map_per_element(const __grid_constant__ Operation operation) {
   using T = typename Operation::Element;
   const auto& view = operation.view();
   const std::int64_t elements = view.row_count * view.column_count;
@@ -123,7 +131,7 @@ void map_rows(const char* op, const View& view, const void* in, const void* out,
     }
     // Of whole vectors, wherever the first one starts.
     const std::int64_t vectors = view.column_count / Vector<T>::kSize;
-    const std::int64_t pieces = std::max<std::int64_t>(1, ceil_divide(vectors, kMapThreads * kMapVectors));
+    const std::int64_t pieces = std::max<std::int64_t>(1, ceil_divide(vectors, kMapPieceVectors<Operation>));
     return launch(op, map_per_piece<Operation>,
                   {.blocks = view.row_count * pieces, .threads = kMapThreads, .stream = stream}, operation,
                   static_cast<unsigned>(pieces));

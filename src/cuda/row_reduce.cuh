@@ -12,18 +12,23 @@
 //   struct Operation {            // for elements of type T, template of the view's type
 //     using Element = T;
 //     using State = ...;          // its default-constructed value is neutral
+//     using Prepared = ...;       // what prepare() returns; default-constructed where it was not called
 //     using Merge = ...;          // __device__ State operator()(const State&, const State&)
 //     static constexpr bool kHasVectors = ...;  // false: every row by row_per_stride
 //     static constexpr bool kIsHeavy = ...;     // so much arithmetic for an element that registers are what counts
 //     const View& view() const;   // ShortRowView, or RowView for row_per_stride
 //
 //     // elements [first, first + count) of a row of unit stride, shared by `threads` threads
-//     template <int kVectors> State reduce(row, first, count, thread, threads) const;
+//     // and in thread 0 loads what finish() needs beside the state, when the first elements are on their way; where
+//     there
+//     // is nothing to reduce, `prepared` may stay as it is
+//     template <int kVectors> State reduce(row, first, count, thread, threads, prepared) const;
 //     // columns first, first + step, ... below `last` of the kLaneRows rows side by side that begin with `row`
 //     template <int kColumns, int kLaneRows> void reduce_columns(states, row, first, last, step) const;
 //     // columns first, first + step, ... below `last` of a row, wherever they lie
 //     State reduce_strided(row, first, last, step) const;
-//     void finish(row, state) const;  // in one thread for each row
+//     Prepared prepare(row) const;    // the same by itself
+//     void finish(row, state, prepared) const;  // in one thread for each row
 //   };
 #pragma once
 
@@ -55,47 +60,53 @@ inline constexpr int kColumnBlocks = 2;
 /// `pieces` is [pieces, rows], where rows are cut; nullptr where a state is all of its row.
 template <typename Operation>
 __device__ void write_piece_or_finish(const Operation& operation, typename Operation::State* pieces, std::int64_t row,
-                                      std::int64_t piece, const typename Operation::State& state) {
+                                      std::int64_t piece, const typename Operation::State& state,
+                                      const typename Operation::Prepared& prepared) {
   if (pieces != nullptr) {
     pieces[piece * operation.view().row_count + row] = state;
   } else {
-    operation.finish(row, state);
+    operation.finish(row, state, prepared);
   }
 }
 
 template <typename Operation, int kLanes, int kVectors>
-__global__ void __launch_bounds__(kLanesBlock) row_per_lanes(Operation operation) {
+__global__ void __launch_bounds__(kLanesBlock) row_per_lanes(const __grid_constant__ Operation operation) {
   let_next_kernel_start();
   const std::int64_t row = (std::int64_t{blockIdx.x} * kLanesBlock + threadIdx.x) / kLanes;
   typename Operation::State state;
+  typename Operation::Prepared prepared;
   if (row < operation.view().row_count) {
-    state = operation.template reduce<kVectors>(row, 0, operation.view().column_count, threadIdx.x % kLanes, kLanes);
+    state = operation.template reduce<kVectors>(row, 0, operation.view().column_count, threadIdx.x % kLanes, kLanes,
+                                                prepared);
   }
   // Outside of the branch: all lanes of the warp take part.
   state = reduce_lanes<kLanes>(state, typename Operation::Merge{});
-  if (row < operation.view().row_count && threadIdx.x % kLanes == 0) operation.finish(row, state);
+  if (row < operation.view().row_count && threadIdx.x % kLanes == 0) operation.finish(row, state, prepared);
 }
 
 template <typename Operation, int kThreads, int kVectors, bool kIsCluster>
 __global__ void __launch_bounds__(
     kThreads, kBlocksPerMultiprocessor<typename Operation::Element, kThreads, kVectors, Operation::kIsHeavy>)
-    row_per_block(Operation operation, RowSplit split, typename Operation::State* pieces) {
+    row_per_block(const __grid_constant__ Operation operation, RowSplit split, typename Operation::State* pieces) {
   let_next_kernel_start();
   const auto [row, piece] = find_piece(split);
   const std::int64_t first = piece * split.piece_columns;
   const std::int64_t count = min(split.piece_columns, operation.view().column_count - first);
-  auto state = operation.template reduce<kVectors>(row, first, count < 0 ? 0 : count, threadIdx.x, kThreads);
+  typename Operation::Prepared prepared;
+  auto state = operation.template reduce<kVectors>(row, first, count < 0 ? 0 : count, threadIdx.x, kThreads, prepared);
   state = reduce_block<kThreads>(state, typename Operation::Merge{});
 #if __CUDA_ARCH__ >= 900
   if constexpr (kIsCluster) state = reduce_cluster(state, typename Operation::Merge{});
 #endif
-  if (threadIdx.x == 0 && !(kIsCluster && piece != 0)) write_piece_or_finish(operation, pieces, row, piece, state);
+  if (threadIdx.x == 0 && !(kIsCluster && piece != 0))
+    write_piece_or_finish(operation, pieces, row, piece, state, prepared);
 }
 
 /// Each thread owns kLaneRows neighbouring rows and walks down their columns; the warps of a block take turns.
 template <typename Operation, int kLaneRows>
 __global__ void __launch_bounds__(32 * kColumnWarps, kColumnBlocks)
-    row_per_column(Operation operation, TransposedTiles tiles, typename Operation::State* pieces) {
+    row_per_column(const __grid_constant__ Operation operation, TransposedTiles tiles,
+                   typename Operation::State* pieces) {
   using State = typename Operation::State;
   constexpr int kTileRows = 32 * kLaneRows;
   let_next_kernel_start();
@@ -128,7 +139,8 @@ __global__ void __launch_bounds__(32 * kColumnWarps, kColumnBlocks)
   if (threadIdx.y != 0 || lane_row >= tile.lane_axis_size) return;
 #pragma unroll
   for (int r = 0; r < kLaneRows; ++r) {
-    write_piece_or_finish(operation, pieces, tile.outer_row + lane_row + r, tile.piece, states[r]);
+    const std::int64_t row = tile.outer_row + lane_row + r;
+    write_piece_or_finish(operation, pieces, row, tile.piece, states[r], operation.prepare(row));
   }
 }
 
@@ -136,7 +148,7 @@ __global__ void __launch_bounds__(32 * kColumnWarps, kColumnBlocks)
 /// that is only promoted.
 template <typename Operation>
 __global__ void __launch_bounds__(kLanesBlock)
-    row_per_stride(Operation operation, RowSplit split, typename Operation::State* pieces) {
+    row_per_stride(const __grid_constant__ Operation operation, RowSplit split, typename Operation::State* pieces) {
   using State = typename Operation::State;
   using Merge = typename Operation::Merge;
   let_next_kernel_start();
@@ -155,18 +167,20 @@ __global__ void __launch_bounds__(kLanesBlock)
       state = Merge{}(state, operation.reduce_strided(row, begin + threadIdx.x % 32, end, 32));
     }
     state = reduce_lanes<32>(state, Merge{});
-    if (threadIdx.x % 32 == 0) write_piece_or_finish(operation, pieces, row, piece, state);
+    if (threadIdx.x % 32 == 0) write_piece_or_finish(operation, pieces, row, piece, state, operation.prepare(row));
   }
 }
 
 template <typename Operation, int kWarps>
 __global__ void __launch_bounds__(32 * kWarps)
-    merge_pieces(Operation operation, const typename Operation::State* pieces, std::int64_t piece_count) {
+    merge_pieces(const __grid_constant__ Operation operation, const typename Operation::State* pieces,
+                 std::int64_t piece_count) {
   let_next_kernel_start();
   wait_for_previous_kernel();
-  reduce_pieces<kWarps>(
-      pieces, operation.view().row_count, piece_count, typename Operation::Merge{},
-      [&](std::int64_t row, const typename Operation::State& state) { operation.finish(row, state); });
+  reduce_pieces<kWarps>(pieces, operation.view().row_count, piece_count, typename Operation::Merge{},
+                        [&](std::int64_t row, const typename Operation::State& state) {
+                          operation.finish(row, state, operation.prepare(row));
+                        });
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------

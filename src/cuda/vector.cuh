@@ -206,10 +206,11 @@ struct BatchPlace {
   int elements;  ///< of each vector that are there: all, or 1 of an edge element
 };
 
-/// Shares a run of elements among `threads` threads and calls `body(batch, place)` in each with kVectors vectors at a
-/// time, all of them loaded before the first is used. Places without an element hold `fill`. The run has fewer than
-/// 2^31 vectors: 32-bit indices leave registers for loads, and longer rows are cut into pieces. `goes_on()` is asked
-/// once, when the first batch is on its way: if it says no, the rest of the run is left out.
+/// Shares a run of elements among `threads` threads and calls `body(batch, place, is_whole)` in each with kVectors
+/// vectors at a time, all of them loaded before the first is used; is_whole is std::true_type where every one of them
+/// is there. Places without an element hold `fill`. The run has fewer than 2^31 vectors: 32-bit indices leave registers
+/// for loads, and longer rows are cut into pieces. `goes_on()` is asked once in each thread, when its first elements
+/// are on their way: if it says no, the rest of the run is left out.
 template <int kVectors, typename T, typename Body, typename GoesOn>
 __device__ void for_each_batch(const T* first, std::int64_t count, int thread, int threads, const Vector<T>& fill,
                                GoesOn goes_on, Body body) {
@@ -231,20 +232,23 @@ __device__ void for_each_batch(const T* first, std::int64_t count, int thread, i
     for (int v = 0; v < kVectors; ++v) batch[v] = load(address + v * threads);
     if (is_first && !goes_on()) return;
     is_first = false;
-    body(batch, BatchPlace{index, step, kVectors, kSize});
+    body(batch, BatchPlace{index, step, kVectors, kSize}, std::true_type{});
   }
   if (left > 0) {
     Vector<T> batch[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) batch[v] = v * threads < left ? load(address + v * threads) : fill;
-    body(batch, BatchPlace{index, step, (left + threads - 1) / threads, kSize});
+    if (is_first && !goes_on()) return;
+    is_first = false;
+    body(batch, BatchPlace{index, step, (left + threads - 1) / threads, kSize}, std::false_type{});
   }
+  if (is_first && !goes_on()) return;
   // More than one round only where fewer than 2 * (kSize - 1) threads share the run.
   for (int i = thread; i < span.edges; i += threads) {
     if (i != thread) edge = span.edge(i);
     Vector<T> single[1] = {fill};
     memcpy(&single[0], &edge, sizeof(T));
-    body(single, BatchPlace{span.edge_index(i), step, 1, 1});
+    body(single, BatchPlace{span.edge_index(i), step, 1, 1}, std::false_type{});
   }
 }
 

@@ -29,11 +29,16 @@ constexpr const char* kResultDtype = "float32, or float64 where logits is float6
 constexpr const char* kPerRowShape = "one per row of logits";
 
 void check_options(const char* op, const CrossEntropyOptions& options) {
-  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  // What float32, in which most calls compute, would make 0 or infinite is refused for all.
+  constexpr double kSmallest = std::numeric_limits<float>::min();
+  constexpr double kLargest = std::numeric_limits<float>::max();
   check::number(op, "label_smoothing", options.label_smoothing, 0.0, 1.0, "0 to 1");
-  check::number(op, "scale", options.scale, std::numeric_limits<float>::min(), kInfinity, "a positive number");
-  check::number(op, "softcap", options.softcap, 0.0, kInfinity, "a positive number, or 0 for none");
-  check::number(op, "z_loss_weight", options.z_loss_weight, 0.0, kInfinity, "a number that is not negative");
+  check::number(op, "scale", options.scale, kSmallest, kLargest, "a positive number that float32 has");
+  if (options.softcap != 0.0) {
+    check::number(op, "softcap", options.softcap, kSmallest, kLargest,
+                  "a positive number that float32 has, or 0 for none");
+  }
+  check::number(op, "z_loss_weight", options.z_loss_weight, 0.0, kLargest, "a number that is not negative");
   if (options.reduction > Reduction::mean) {
     throw InvalidArgument(std::string(op) + ": reduction is " + std::to_string(static_cast<int>(options.reduction)) +
                           ", expected one of enum Reduction");
@@ -46,6 +51,7 @@ struct Checked {
   Dims row_shape;
   DType result_dtype;
   Device device;
+  const char* reference = "logits";    ///< the argument whose device it is
   std::vector<Argument> inputs = {};   ///< present ones
   std::vector<Argument> outputs = {};  ///< present ones
 
@@ -69,14 +75,14 @@ struct Checked {
   }
 
   void has_result_dtype(const Argument& argument) const {
-    check::is_on(argument, device, "logits");
+    check::is_on(argument, device, reference);
     check::has_dtype(argument, {result_dtype}, kResultDtype);
   }
 
   /// An optional per-row tensor, contiguous; its memory, or nullptr where there is none.
   void* per_row(const Argument& argument, bool is_output, DType dtype, const char* why) {
     if (!is_given(argument)) return nullptr;
-    check::is_on(argument, device, "logits");
+    check::is_on(argument, device, reference);
     check::has_shape(argument, row_shape, kPerRowShape);
     check::has_dtype(argument, {dtype}, why);
     check::is_contiguous(argument);
@@ -137,7 +143,7 @@ struct InputArgs {
 void check_grad_loss(const Checked& checked, const TensorView& grad_loss, DType logits_dtype, Reduction reduction) {
   const Argument argument{checked.op, "grad_loss", grad_loss};
   check::is_valid(argument);
-  check::is_on(argument, checked.device, "logits");
+  check::is_on(argument, checked.device, checked.reference);
   check::has_dtype(argument, {checked.result_dtype, logits_dtype}, "that of the loss, or of logits");
   if (reduction == Reduction::none) {
     check::has_shape(argument, checked.row_shape, kPerRowShape);
@@ -330,7 +336,8 @@ CrossEntropyRescaleProblem make_problem(const CrossEntropyRescaleArgs& args) {
   Checked checked{.op = kRescale,
                   .row_shape = reduced_shape(args.grad_logits.shape, axes, false),
                   .result_dtype = accumulator_dtype(args.grad_logits.dtype),
-                  .device = args.grad_logits.device};
+                  .device = args.grad_logits.device,
+                  .reference = "grad_logits"};
   const bool is_one_number = args.grad_loss.element_count() == 1;
   check_grad_loss(checked, args.grad_loss, args.grad_logits.dtype, is_one_number ? Reduction::sum : Reduction::none);
   checked.take_input(grad_loss);
@@ -388,7 +395,8 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
   Checked checked{.op = kMerge,
                   .row_shape = args.targets.shape,
                   .result_dtype = args.statistics.dtype,
-                  .device = args.statistics.device};
+                  .device = args.statistics.device,
+                  .reference = "statistics"};
   checked.take_input(statistics);
   checked.take_input(targets);
   const Dims rows = contiguous_strides(args.targets.shape);

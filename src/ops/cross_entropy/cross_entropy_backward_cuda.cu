@@ -19,6 +19,7 @@ constexpr std::int64_t kRescalePieceColumns = 1 << 16;  // of a row: a few long 
 template <typename T, typename View, typename Function>
 struct CrossEntropyGradient {
   using Element = T;
+  static constexpr bool kIsHeavy = Function::kIsHeavy;
 
   const T* in;
   T* out;

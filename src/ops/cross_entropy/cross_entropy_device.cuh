@@ -82,18 +82,20 @@ __device__ inline Tanh<double> tanh_of(double x) {
 /// Up to kSmallTanh by a polynomial, which needs no special function, beyond as 1 - 2 / (e^2|x| + 1). Relative error
 /// 3e-7.
 inline constexpr float kSmallTanh = 0.625f;
-/// tanh(x) / x as a polynomial of x^2: a relative error of 1.1e-7 for |x| <= kSmallTanh, fitted by weighted least
-/// squares.
+/// tanh(x) / x as a polynomial of x^2: a relative error of 4e-9 for |x| <= kSmallTanh, fitted by weighted least
+/// squares; 1e-7 with the roundings.
+inline constexpr int kTanhDegree = 5;
 EAVES_HOST_DEVICE constexpr float tanh_coefficient(int i) {
-  constexpr float kCoefficients[5] = {0x1.fffffcp-1f, -0x1.5551b8p-2f, 0x1.107a08p-3f, -0x1.a88656p-5f, 0x1.ed307ap-7f};
+  constexpr float kCoefficients[kTanhDegree + 1] = {0x1p+0f,         -0x1.555524p-2f, 0x1.11058p-3f,
+                                                    -0x1.b8153ep-5f, 0x1.515cdep-6f,  -0x1.72eedcp-8f};
   return kCoefficients[i];
 }
 
 __device__ inline float small_tanh(float x) {
   const float u = x * x;
-  float p = tanh_coefficient(4);
+  float p = tanh_coefficient(kTanhDegree);
 #pragma unroll
-  for (int i = 3; i >= 0; --i) p = fmaf(p, u, tanh_coefficient(i));
+  for (int i = kTanhDegree - 1; i >= 0; --i) p = fmaf(p, u, tanh_coefficient(i));
   return x * p;
 }
 
@@ -114,16 +116,16 @@ __device__ inline Tanh<float> tanh_of(float x) {
 /// those are read from the kernel's arguments.
 template <typename A>
 struct LossTerms : CrossEntropyTerms<A> {
-  A factor = A(0);         ///< scale / softcap
-  A small_logit = A(0);    ///< up to which the polynomial serves
-  A coefficients[5] = {};  ///< of z' / log(2)
+  A factor = A(0);                       ///< scale / softcap
+  A small_logit = A(0);                  ///< up to which the polynomial serves
+  A coefficients[kTanhDegree + 1] = {};  ///< of z' / log(2)
 
   explicit LossTerms(const CrossEntropyInputs& inputs) : CrossEntropyTerms<A>(inputs) {
     if (this->softcap == A(0)) return;
     const double exact_factor = inputs.options.scale / inputs.options.softcap;
     factor = static_cast<A>(exact_factor);
     double power = inputs.options.scale * std::numbers::log2e;
-    for (int i = 0; i < 5; ++i, power *= exact_factor * exact_factor) {
+    for (int i = 0; i <= kTanhDegree; ++i, power *= exact_factor * exact_factor) {
       coefficients[i] = static_cast<A>(tanh_coefficient(i) * power);
     }
     // Extreme scales, whose powers are no numbers, take the other way.
@@ -131,6 +133,15 @@ struct LossTerms : CrossEntropyTerms<A> {
     small_logit = is_usable ? static_cast<A>(kSmallTanh / exact_factor) : A(-1);
   }
 };
+
+/// z' / log(2) of a logit of at most `small_logit`.
+__device__ inline float capped_in_log2(float z, const LossTerms<float>& terms, float minus = 0.0f) {
+  const float square = z * z;
+  float p = terms.coefficients[kTanhDegree];
+#pragma unroll
+  for (int c = kTanhDegree - 1; c >= 0; --c) p = fmaf(p, square, terms.coefficients[c]);
+  return fmaf(z, p, -minus);
+}
 
 /// z' of a logit by the common path of every kernel: what a target is, and the strided layouts.
 template <typename A>
@@ -204,8 +215,17 @@ struct WantedStatistics {
   bool best = false;
 };
 
-/// A bounded z' needs no maximum: with 0 as the anchor, neither e^40 times 2^31 nor e^-40 leaves float32.
-inline constexpr float kBoundedCap = 40.0f;
+/// Moves the anchor to a larger maximum.
+template <typename A>
+__device__ void raise_max(ClassStatistics<A>& s, A max) {
+  if (s.softmax.sum != A(0)) {  // the anchor of nothing may be any number
+    const A shift = softmax_anchor(s.softmax.max) - softmax_anchor(max);
+    const A scale = exponential(s.softmax.max - max);
+    s.moment = scale == A(0) ? A(0) : fma(s.softmax.sum, shift, s.moment) * scale;  // the shift may be infinite
+    s.softmax.sum *= scale;
+  }
+  s.softmax.max = max;
+}
 
 /// Takes kSize logits into the statistics: columns first, first + step, ... `u` are those of ClassStatistics.
 template <typename A, int kSize>
@@ -227,17 +247,10 @@ __device__ void take(ClassStatistics<A>& s, const A (&z)[kSize], const A (&u)[kS
   A values[kSize];
   transform_logits(z, values, terms);
 
-  if (terms.softcap != A(0) && terms.softcap <= A(kBoundedCap)) {
-    s.softmax.max = A(0);
-  } else {
-    A max = values[0];
+  A max = values[0];
 #pragma unroll
-    for (int i = 1; i < kSize; ++i) max = fmax(max, values[i]);
-    // The anchor follows late: to move it costs as much as several elements.
-    if (max > s.softmax.max + A(kSoftmaxSlack)) {
-      s = MergeStatistics{}(s, ClassStatistics<A>{.softmax = {max, A(0)}, .best_value = s.best_value, .best = s.best});
-    }
-  }
+  for (int i = 1; i < kSize; ++i) max = fmax(max, values[i]);
+  if (max > s.softmax.max) raise_max(s, max);
   const A anchor = softmax_anchor(s.softmax.max);
   A sums[kSize];
 #pragma unroll
@@ -321,19 +334,16 @@ __device__ __noinline__ ClassStatistics<Accumulator<T>> take_any(ClassStatistics
   return s;
 }
 
-/// The first element of a batch that equals `value`, as a column; kNoClass where there is none.
-template <typename T, int kVectors>
-__device__ __noinline__ std::int64_t find_first(const Vector<T> (&batch)[kVectors], Accumulator<T> value,
-                                                std::int64_t first, int step) {
-  std::int64_t found = kNoClass;
+/// The first element of a vector that equals `value`, or one behind the last. By value and not inlined: a batch
+/// whose address is taken would live in memory.
+template <typename T>
+__device__ __noinline__ int find_first(Vector<T> v, Accumulator<T> value) {
+  Accumulator<T> z[Vector<T>::kSize];
+  unpack(v, z);
+  int found = Vector<T>::kSize;
 #pragma unroll
-  for (int v = kVectors - 1; v >= 0; --v) {
-    Accumulator<T> z[Vector<T>::kSize];
-    unpack(batch[v], z);
-#pragma unroll
-    for (int i = Vector<T>::kSize - 1; i >= 0; --i) {
-      if (z[i] == value) found = first + v * step + i;
-    }
+  for (int i = Vector<T>::kSize - 1; i >= 0; --i) {
+    if (z[i] == value) found = i;
   }
   return found;
 }
@@ -341,8 +351,8 @@ __device__ __noinline__ std::int64_t find_first(const Vector<T> (&batch)[kVector
 /// What u of ClassStatistics is: the same for all elements of a kernel, so that loops are compiled for each.
 enum class Measure { none, unit, loaded };
 
-/// Takes a whole batch into float32 statistics, without a branch between its elements. Returns false, and leaves the
-/// statistics as they were, where it cannot: a softcap beyond its polynomial's range, or 0 * infinity in a sum.
+/// Takes a whole batch into float32 statistics, without a branch between its elements. Returns false, and has taken
+/// nothing, where it cannot: a softcap beyond its polynomial's range, or 0 * infinity in a sum.
 ///
 /// Exponents and z' are in units of log 2 here, as the exponential wants them.
 template <bool kIsCapped, Measure kMeasure, typename T, typename View, int kVectors>
@@ -350,84 +360,73 @@ __device__ bool take_whole(ClassStatistics<float>& s, const Vector<T> (&batch)[k
                            std::int64_t soft_row, const LossInputs<T, View>& in, const WantedStatistics& wanted) {
   constexpr int kSize = Vector<T>::kSize;
   constexpr float kLog2 = 0.693147180559945309f;
-  SoftmaxState<float> softmax = s.softmax;
-  float moment_so_far = s.moment;
-  float scaled_anchor = 0.0f;
   const float scale = in.terms.scale * kLog2E;
+  float scaled_anchor;
+  const float largest = max_of(batch);
   if constexpr (kIsCapped) {
-    if (in.terms.softcap > kBoundedCap || !(max_of_sizes(batch) <= in.terms.small_logit)) return false;
-    softmax.max = 0.0f;
+    if (!(max_of_sizes(batch) <= in.terms.small_logit)) return false;
+    const float max = capped_in_log2(largest, in.terms) * kLog2;
+    if (max > s.softmax.max) raise_max(s, max);
   } else {
-    const float max = max_of(batch) * in.terms.scale;
-    if (max > softmax.max + kSoftmaxSlack) {
-      const ClassStatistics<float> raised =
-          MergeStatistics{}(ClassStatistics<float>{.softmax = softmax, .moment = moment_so_far},
-                            ClassStatistics<float>{.softmax = {max, 0.0f}});
-      softmax = raised.softmax;
-      moment_so_far = raised.moment;
-    }
-    const float anchor = softmax_anchor(softmax.max);
-    if (!(fabsf(anchor) < 0x1p20f)) return false;
-    scaled_anchor = anchor * kLog2E;
+    const float max = largest * in.terms.scale;
+    if (max > s.softmax.max) raise_max(s, max);
   }
-  float sum = 0.0f;
-  float moment = 0.0f;
-  float linear = 0.0f;
-  float mass = 0.0f;
+  const float anchor = softmax_anchor(s.softmax.max);
+  if (!(fabsf(anchor) < 0x1p20f)) return false;
+  scaled_anchor = anchor * kLog2E;
+  // Four sums of each kind, which do not wait for each other.
+  float sums[4] = {};
+  float moments[4] = {};
+  float linears[4] = {};
+  float masses[4] = {};
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     float z[kSize];
     float u[kSize];
     unpack(batch[v], z);
     if constexpr (kMeasure == Measure::loaded) load_measure(in, soft_row, first + v * step, u);
-    float sums[kSize];
-    float moments[kSize];
-    float linears[kSize];
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      float exponent;
-      if constexpr (kIsCapped) {
-        const float square = z[i] * z[i];
-        float p = in.terms.coefficients[4];
-#pragma unroll
-        for (int c = 3; c >= 0; --c) p = fmaf(p, square, in.terms.coefficients[c]);
-        exponent = z[i] * p;
-        linears[i] = exponent;
-      } else {
-        exponent = fmaf(z[i], scale, -scaled_anchor);
-        linears[i] = z[i];
-      }
-      sums[i] = exp2_approximate(exponent);
-      moments[i] = sums[i] * exponent;
-      if constexpr (kMeasure == Measure::loaded) linears[i] *= u[i];
-    }
-#pragma unroll
-    for (int width = kSize / 2; width > 0; width /= 2) {
-#pragma unroll
-      for (int i = 0; i < width; ++i) {
-        sums[i] += sums[i + width];
-        moments[i] += moments[i + width];
-        linears[i] += linears[i + width];
-        if constexpr (kMeasure == Measure::loaded) u[i] += u[i + width];
+      const float exponent =
+          kIsCapped ? capped_in_log2(z[i], in.terms, scaled_anchor) : fmaf(z[i], scale, -scaled_anchor);
+      const float term = exp2_approximate(exponent);
+      sums[i % 4] += term;
+      moments[i % 4] = fmaf(term, exponent, moments[i % 4]);
+      const float value = kIsCapped ? exponent : z[i];
+      if constexpr (kMeasure == Measure::unit) linears[i % 4] += value;
+      if constexpr (kMeasure == Measure::loaded) {
+        linears[i % 4] = fmaf(u[i], value, linears[i % 4]);
+        masses[i % 4] += u[i];
       }
     }
-    sum += sums[0];
-    moment += moments[0];
-    linear += linears[0];
-    if constexpr (kMeasure == Measure::loaded) mass += u[0];
   }
+  const auto total = [](const float(&parts)[4]) { return (parts[0] + parts[1]) + (parts[2] + parts[3]); };
+  const float sum = total(sums);
+  const float mass = total(masses);
+  float moment = total(moments);
+  float linear = total(linears);
   if (kMeasure == Measure::none) linear = 0.0f;
   if (!wanted.moment) moment = 0.0f;
   if (isnan(moment) || isnan(linear)) return false;
-  softmax.sum += sum;
-  s.softmax = softmax;
-  s.moment = fmaf(moment, kLog2, moment_so_far);
-  s.linear = fmaf(linear, kIsCapped ? kLog2 : in.terms.scale, s.linear);
+  s.softmax.sum += sum;
+  s.moment = fmaf(moment, kLog2, s.moment);
+  if constexpr (kIsCapped && kMeasure != Measure::none) {
+    // Of z' without the anchor.
+    linear = fmaf(scaled_anchor, kMeasure == Measure::unit ? float(kVectors * kSize) : mass, linear) * kLog2;
+    s.linear += linear;
+  } else {
+    s.linear = fmaf(linear, in.terms.scale, s.linear);
+  }
   s.mass += mass;
   if (wanted.best) {
-    const float best = max_of(batch);
+    const float best = largest;
     if (best > s.best_value || (best == s.best_value && first < s.best)) {
-      const std::int64_t column = find_first(batch, best, first, step);
+      std::int64_t column = kNoClass;
+#pragma unroll
+      for (int v = kVectors - 1; v >= 0; --v) {
+        const int found = find_first(batch[v], best);
+        if (found < kSize) column = first + v * step + found;
+      }
       if (best > s.best_value || column < s.best) s.best = column;
       s.best_value = best;
     }

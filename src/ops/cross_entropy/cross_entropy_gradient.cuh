@@ -83,6 +83,7 @@ template <typename T, typename View>
 struct PlainGradient {
   using A = Accumulator<T>;
   static constexpr int kSize = Vector<T>::kSize;
+  static constexpr bool kIsHeavy = false;
 
   RowGradient<A> row;
 
@@ -124,6 +125,7 @@ template <typename T, typename View>
 struct FullGradient {
   using A = Accumulator<T>;
   static constexpr int kSize = Vector<T>::kSize;
+  static constexpr bool kIsHeavy = true;
 
   const LossInputs<T, View>& in;
   RowGradient<A> row;
@@ -193,11 +195,7 @@ struct FullGradient {
       float d;
       float dz = in.terms.scale;
       if constexpr (kIsCapped) {
-        const float square = z * z;
-        float p = in.terms.coefficients[4];
-#pragma unroll
-        for (int c = 3; c >= 0; --c) p = fmaf(p, square, in.terms.coefficients[c]);
-        const float transformed = z * p;  // in units of log 2
+        const float transformed = capped_in_log2(z, in.terms);
         d = fmaf(transformed, kLog2, -row.lse);
         const float t = transformed * to_tanh;
         dz = fmaf(-dz * t, t, dz);

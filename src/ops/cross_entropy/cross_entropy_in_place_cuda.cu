@@ -1,20 +1,9 @@
-// Forward and backward of cross_entropy at once, in place: every logit is read once and its gradient is written once.
-// Between the statistics of a row and its gradient the row stays on chip:
-//
-//   row_in_registers   rows of at most 16 KiB: in the registers of a few threads, many rows at a time
-//   rows_in_shared     longer ones: in a ring of shared memory, through which the blocks of a cluster pull the slices
-//   of
-//                      one row after the other. While the gradient of a row is written, the next ones arrive.
-//
-// Anything else (strided rows, float64, rows beyond eight multiprocessors) goes through the two separate passes.
-#include <cooperative_groups.h>
-
+// Forward and backward of cross_entropy at once, in place. Rows of at most 64 KiB stay in the registers of a block
+// between their statistics and their gradient: every logit is read once and its gradient is written once. Anything else
+// (longer or strided rows, float64) goes through the two separate passes.
 #include <algorithm>
-#include <atomic>
-#include <cstdlib>
 
 #include "core/dispatch.h"
-#include "cuda/async_copy.cuh"
 #include "cuda/device.h"
 #include "ops/cross_entropy/cross_entropy_backend.h"
 #include "ops/cross_entropy/cross_entropy_gradient.cuh"
@@ -25,7 +14,8 @@ namespace {
 
 constexpr const char* kOp = "cross_entropy_forward_backward";
 
-// ---- what both kernels do with a row -------------------------------------------------------------------------------
+// ---- what is done with a row
+// -----------------------------------------------------------------------------------------
 
 template <typename T, typename View, typename Loss, typename Gradient>
 struct InPlace {
@@ -56,12 +46,11 @@ struct InPlace {
   }
 };
 
-// ---- short rows ----------------------------------------------------------------------------------------------------
-
 /// kThreads threads a row: lanes of a warp, or the threads of a block.
 template <typename Operation, int kThreads, int kVectors>
-__global__ void __launch_bounds__(kThreads < kLanesBlock ? kLanesBlock : kThreads)
-    row_in_registers(Operation operation) {
+__global__ void __launch_bounds__(kThreads < kLanesBlock ? kLanesBlock : kThreads,
+                                  1024 / (kThreads < kLanesBlock ? kLanesBlock : kThreads))
+    row_in_registers(const __grid_constant__ Operation operation) {
   using T = typename Operation::Element;
   using A = Accumulator<T>;
   using State = typename Operation::State;
@@ -78,7 +67,7 @@ __global__ void __launch_bounds__(kThreads < kLanesBlock ? kLanesBlock : kThread
   const std::int64_t target = operation.loss.rows.in.target_at(at.of[kTargets]);
   const bool is_read = operation.loss.rows.is_read(target);
 
-  // load
+  // load, whether the row counts or not: to wait for its target first would cost every row more
   const Span<T> span(operation.logits + at.of[kLogits], operation.view().column_count);
   const int left = static_cast<int>(span.vectors) - thread;
   Vector<T>* address = span.vector_address(thread);
@@ -86,14 +75,16 @@ __global__ void __launch_bounds__(kThreads < kLanesBlock ? kLanesBlock : kThread
   T edges[kEdges];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    batch[v] = is_read && v * kThreads < left ? load(address + v * kThreads) : minus_infinity<T>();
+    batch[v] = v * kThreads < left ? load(address + v * kThreads) : minus_infinity<T>();
   }
 #pragma unroll
   for (int e = 0; e < kEdges; ++e) {
-    if (is_read && thread + e * kThreads < span.edges) edges[e] = span.edge(thread + e * kThreads);
+    if (thread + e * kThreads < span.edges) edges[e] = span.edge(thread + e * kThreads);
   }
   TargetClass<A> target_class;
-  if (is_read) target_class = operation.loss.rows.target_class(at.of[kLogits], target);
+  if (is_read) {
+    target_class = operation.loss.rows.target_class(operation.loss.rows.prepare(target, at.of[kLogits]));
+  }
 
   // reduce
   State state;
@@ -146,302 +137,13 @@ __global__ void __launch_bounds__(kThreads < kLanesBlock ? kLanesBlock : kThread
   }
 }
 
-// ---- long rows -----------------------------------------------------------------------------------------------------
-
-constexpr int kRingThreads = 512;  // that compute; one warp more starts the copies
-constexpr int kChunkVectors = 2;   // of each thread
-constexpr int kChunkBytes = kRingThreads * kChunkVectors * 16;
-constexpr int kRingChunks = 13;  // 208 KiB, nearly all that a block can have
-// Of a row in each block. A slice whose gradient is written and the next one, of which the statistics are known, are in
-// the ring together, and the chunks that are left have to be on their way meanwhile.
-constexpr int kMostSliceChunks = 5;
-constexpr int kLargestCluster = 8;  // that every GPU with clusters takes
-// Rows whose statistics are being exchanged. A block may be three rows ahead of what another one still reads: it waits
-// for row j before it publishes row j + 2, and all have published row j + 2 only when they have read row j.
-constexpr int kExchanges = 4;
-
-/// What a block says of its slice of a row.
-template <typename State, typename A>
-struct SliceResult {
-  State state;
-  TargetClass<A> target_class;  ///< from block 0 alone
-};
-
-template <typename State, typename A>
-struct alignas(128) RingMemory {
-  unsigned char chunks[kRingChunks][kChunkBytes];
-  Barrier full[kRingChunks];
-  Barrier empty[kRingChunks];
-  Barrier exchanged[kExchanges];
-  // Raw bytes: the types have default member values, and shared memory cannot be initialised.
-  alignas(16) unsigned char results[kExchanges][kLargestCluster][sizeof(SliceResult<State, A>)];
-  alignas(16) unsigned char warp_states[kRingThreads / 32][sizeof(State)];
-};
-
-/// How rows are cut into the slices of a cluster's blocks.
-struct RingPlan {
-  int blocks;  ///< of a cluster
-  int chunks;  ///< of a slice, at most kMostSliceChunks
-};
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-
-/// Waits for the computing threads of the block alone.
-__device__ inline void sync_ring_threads() { asm volatile("bar.sync 1, %0;" ::"n"(kRingThreads) : "memory"); }
-
-/// A position in the ring, and in which round.
-struct RingPlace {
-  int chunk = 0;
-  unsigned parity = 0;
-
-  __device__ void advance() {
-    if (++chunk == kRingChunks) {
-      chunk = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-/// The part of a row's vectors that chunk `c` of block `rank` holds.
-struct ChunkPart {
-  std::int64_t first;
-  int vectors;
-};
-
-template <typename T>
-__device__ ChunkPart part_of(const Span<T>& span, const RingPlan& plan, unsigned rank, int c) {
-  constexpr int kVectors = kRingThreads * kChunkVectors;
-  // Slices are whole vectors of equal number, so that all blocks have equal work.
-  const std::int64_t slice = ceil_divide(span.vectors, plan.blocks);
-  const std::int64_t end = min((rank + 1) * slice, span.vectors);
-  const std::int64_t first = rank * slice + std::int64_t{c} * kVectors;
-  return {first, static_cast<int>(max(std::int64_t{0}, min(std::int64_t{kVectors}, end - first)))};
-}
-
-#endif
-
-template <typename Operation>
-__global__ void __launch_bounds__(kRingThreads + 32, 1) rows_in_shared(Operation operation, RingPlan plan) {
-#if __CUDA_ARCH__ >= 900
-  using T = typename Operation::Element;
-  using A = Accumulator<T>;
-  using State = typename Operation::State;
-  using Merge = typename Operation::Merge;
-  using Result = SliceResult<State, A>;
-  constexpr int kSize = Vector<T>::kSize;
-  extern __shared__ unsigned char dynamic_memory[];
-  auto& memory =
-      *reinterpret_cast<RingMemory<State, A>*>((reinterpret_cast<std::uintptr_t>(dynamic_memory) + 127) / 128 * 128);
-  const auto& rows = operation.loss.rows;
-  const std::int64_t row_count = operation.view().row_count;
-  const unsigned rank = blockIdx.x;
-  const std::int64_t first_row = blockIdx.y;
-  const std::int64_t row_step = gridDim.y;
-
-  let_next_kernel_start();
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kRingChunks; ++i) {
-      init_barrier(&memory.full[i], 1);
-      init_barrier(&memory.empty[i], kRingThreads / 32);
-    }
-    for (int i = 0; i < kExchanges; ++i) init_barrier(&memory.exchanged[i], plan.blocks);
-    publish_barriers();
-  }
-  cooperative_groups::this_cluster().sync();
-
-  if (threadIdx.x >= kRingThreads) {
-    // The copying warp: one thread, as far ahead as the ring lets it.
-    if (threadIdx.x == kRingThreads) {
-      RingPlace place;
-      for (std::int64_t row = first_row; row < row_count; row += row_step) {
-        const auto at = operation.view().rows.offsets(row);
-        if (!rows.is_read(rows.in.target_at(at.of[kTargets]))) continue;
-        const Span<T> span(operation.logits + at.of[kLogits], operation.view().column_count);
-        for (int c = 0; c < plan.chunks; ++c, place.advance()) {
-          const ChunkPart part = part_of(span, plan, rank, c);
-          wait(&memory.empty[place.chunk], place.parity ^ 1);  // in the first round it is empty
-          arrive_expecting(&memory.full[place.chunk], part.vectors * 16);
-          if (part.vectors > 0) {
-            copy_bulk(memory.chunks[place.chunk], span.vector_address(part.first), part.vectors * 16,
-                      &memory.full[place.chunk]);
-          }
-        }
-      }
-    }
-  } else {
-    /// What a thread keeps of a row between its statistics and its gradient.
-    struct Pending {
-      std::int64_t row;
-      std::int64_t target;
-      bool is_read;
-      T edge;
-      RingPlace place;
-    };
-    const int thread = static_cast<int>(threadIdx.x);
-    RingPlace place;
-    int exchange = 0;  // of the row whose statistics come next
-
-    const auto find_statistics = [&](std::int64_t row) {
-      Pending pending{.row = row};
-      const auto at = operation.view().rows.offsets(row);
-      pending.target = rows.in.target_at(at.of[kTargets]);
-      pending.is_read = rows.is_read(pending.target);
-      pending.place = place;
-      if (!pending.is_read) return pending;
-      const Span<T> span(operation.logits + at.of[kLogits], operation.view().column_count);
-      if (rank == 0 && thread < span.edges) pending.edge = span.edge(thread);
-      TargetClass<A> target_class;
-      if (rank == 0 && thread == 0) target_class = rows.target_class(at.of[kLogits], pending.target);
-
-      State state;
-      for (int c = 0; c < plan.chunks; ++c, place.advance()) {
-        const ChunkPart part = part_of(span, plan, rank, c);
-        wait(&memory.full[place.chunk], place.parity);
-        const auto* vectors = reinterpret_cast<const Vector<T>*>(memory.chunks[place.chunk]);
-        Vector<T> batch[kChunkVectors];
-        int count = 0;
-#pragma unroll
-        for (int v = 0; v < kChunkVectors; ++v) {
-          const bool is_there = thread + v * kRingThreads < part.vectors;
-          batch[v] = is_there ? vectors[thread + v * kRingThreads] : minus_infinity<T>();
-          count += is_there;
-        }
-        operation.loss.take_batch(
-            state, batch, BatchPlace{span.head + (part.first + thread) * kSize, kRingThreads * kSize, count, kSize},
-            at);
-      }
-      if (rank == 0 && thread < span.edges) {
-        Vector<T> single[1] = {minus_infinity<T>()};
-        memcpy(&single[0], &pending.edge, sizeof(T));
-        operation.loss.take_batch(state, single, BatchPlace{span.edge_index(thread), 1, 1, 1}, at);
-      }
-      // The block's state to every block of the cluster.
-      state = reduce_lanes<32>(state, Merge{});
-      if (thread % 32 == 0) *reinterpret_cast<State*>(memory.warp_states[thread / 32]) = state;
-      sync_ring_threads();
-      if (thread < 32) {
-        state = *reinterpret_cast<State*>(memory.warp_states[thread % (kRingThreads / 32)]);
-        state = reduce_lanes<kRingThreads / 32>(state, Merge{});
-        target_class.logit = __shfl_sync(0xffffffffu, target_class.logit, 0);
-        target_class.weight = __shfl_sync(0xffffffffu, target_class.weight, 0);
-        if (thread < plan.blocks) {
-          auto* result = reinterpret_cast<Result*>(memory.results[exchange][rank]);
-          *cooperative_groups::this_cluster().map_shared_rank(result, thread) = Result{state, target_class};
-          arrive_at_block(&memory.exchanged[exchange], thread);
-        }
-      }
-      sync_ring_threads();  // before the next row's warps write their states
-      return pending;
-    };
-
-    int read_exchange = 0;
-    unsigned read_parity = 0;
-    const auto write_gradient = [&](const Pending& pending) {
-      const auto at = operation.view().rows.offsets(pending.row);
-      const Span<T> span(operation.logits + at.of[kLogits], operation.view().column_count);
-      ClassStatistics<A> statistics;
-      TargetClass<A> target_class;
-      if (pending.is_read) {
-        wait(&memory.exchanged[read_exchange], read_parity);
-        State state;
-        for (int block = 0; block < plan.blocks; ++block) {
-          const auto& result = *reinterpret_cast<const Result*>(memory.results[read_exchange][block]);
-          state = block == 0 ? result.state : Merge{}(state, result.state);
-          if (block == 0) target_class = result.target_class;
-        }
-        statistics = operation.loss.statistics_of(state);
-        if (++read_exchange == kExchanges) {
-          read_exchange = 0;
-          read_parity ^= 1;
-        }
-      }
-      if (rank == 0 && thread == 0) {
-        write_row<A>(rows.outputs, at.of[kPerRow], statistics, pending.target, target_class, rows.in.terms,
-                     pending.is_read);
-      }
-      const auto gradient = operation.gradient(statistics, pending.target, target_class, at);
-      RingPlace from = pending.place;
-      for (int c = 0; c < plan.chunks; ++c, from.advance()) {
-        const ChunkPart part = part_of(span, plan, rank, c);
-        const auto* vectors = reinterpret_cast<const Vector<T>*>(memory.chunks[from.chunk]);
-        Vector<T>* to = span.vector_address(part.first);
-#pragma unroll
-        for (int v = 0; v < kChunkVectors; ++v) {
-          const int i = thread + v * kRingThreads;
-          if (i >= part.vectors) break;
-          store(to + i, pending.is_read ? gradient(vectors[i], span.head + (part.first + i) * kSize) : Vector<T>{});
-        }
-        if (pending.is_read) {
-          __syncwarp();
-          if (thread % 32 == 0) arrive(&memory.empty[from.chunk]);
-        }
-      }
-      if (rank == 0 && thread < span.edges) {
-        span.edge(thread) =
-            round_to<T>(pending.is_read ? gradient(load_as_accumulator(pending.edge), span.edge_index(thread)) : A(0));
-      }
-    };
-
-    // The statistics of a row are known before the gradient of the one before is written: what the blocks tell each
-    // other is on its way meanwhile.
-    if (first_row < row_count) {
-      const auto next = [&](std::int64_t row) {
-        const Pending pending = find_statistics(row);
-        if (pending.is_read) exchange = (exchange + 1) % kExchanges;
-        return pending;
-      };
-      Pending pending = next(first_row);
-      wait_for_previous_kernel();
-      for (std::int64_t row = first_row + row_step; row < row_count; row += row_step) {
-        const Pending following = next(row);
-        write_gradient(pending);
-        pending = following;
-      }
-      write_gradient(pending);
-    }
-  }
-  cooperative_groups::this_cluster().sync();  // a block that ended would take its shared memory with it
-#endif
-}
-
-// ---- twice ---
-
-template <typename Operation, int kThreads, int kVectors>
-__global__ void __launch_bounds__(kThreads, 1024 / kThreads) row_twice(Operation operation) {
-  using A = typename Operation::A;
-  using State = typename Operation::State;
-  using Merge = typename Operation::Merge;
-  let_next_kernel_start();
-  const std::int64_t row = blockIdx.x;
-  const auto at = operation.view().rows.offsets(row);
-  const std::int64_t columns = operation.view().column_count;
-  const std::int64_t target = operation.loss.rows.in.target_at(at.of[kTargets]);
-  const bool is_read = operation.loss.rows.is_read(target);
-  TargetClass<A> target_class;
-  if (is_read) target_class = operation.loss.rows.target_class(at.of[kLogits], target);
-  State state;
-  if (is_read) {
-    state = operation.loss.template reduce<kVectors>(row, 0, columns, threadIdx.x, kThreads);
-    state = reduce_block<kThreads>(state, Merge{});
-    __shared__ alignas(State) unsigned char storage[sizeof(State)];
-    if (threadIdx.x == 0) *reinterpret_cast<State*>(storage) = state;
-    __syncthreads();  // also: every logit has been read before a gradient is written
-    state = *reinterpret_cast<State*>(storage);
-  }
-  const ClassStatistics<A> statistics = operation.loss.statistics_of(state);
-  wait_for_previous_kernel();
-  if (threadIdx.x == 0) {
-    write_row<A>(operation.loss.rows.outputs, at.of[kPerRow], statistics, target, target_class,
-                 operation.loss.rows.in.terms, is_read);
-  }
-  auto* logits = operation.logits + at.of[kLogits];
-  transform<4>(static_cast<const typename Operation::Element*>(logits), logits, columns, 0, INT32_MAX, threadIdx.x,
-               kThreads, [&] { return operation.gradient(statistics, target, target_class, at); });
-}
-
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-constexpr std::int64_t kRegisterRowBytes = 16384;
+/// The longest row that 512 threads hold with 8 vectors each. H200, bf16, milliseconds, one read and one write of the
+/// same bytes: [4096, 32768] 0.131, this way 0.150, in two passes 0.202; longer rows were tried in clusters of blocks,
+/// [4096, 65536] 0.375 against 0.395 in two passes, [4096, 131072] 0.829 against 0.770, and in a ring of shared memory,
+/// 0.403 and 0.898.
+constexpr std::int64_t kRegisterRowBytes = 65536;
 
 bool is_fused(const CrossEntropyInPlaceProblem& problem) {
   const CrossEntropyInputs& inputs = problem.forward.inputs;
@@ -451,9 +153,7 @@ bool is_fused(const CrossEntropyInPlaceProblem& problem) {
     return false;
   }
   const auto row_bytes = inputs.view.column_count * static_cast<std::int64_t>(size_of(inputs.logits_dtype));
-  if (row_bytes <= kRegisterRowBytes) return true;
-  return properties(inputs.device).compute_capability >= 90 &&
-         row_bytes <= std::int64_t{kLargestCluster} * kMostSliceChunks * kChunkBytes;
+  return row_bytes <= kRegisterRowBytes;
 }
 
 /// The workspace of a call: that of a reduced loss, then the divisor that the gradients need before the loss is known,
@@ -511,28 +211,9 @@ void launch_rows_in_registers(const Operation& operation, std::int64_t row_bytes
   if (row_bytes <= 512) return run.template operator()<8, 4>();
   if (row_bytes <= 2048) return run.template operator()<32, 4>();
   if (row_bytes <= 8192) return run.template operator()<128, 4>();
-  return run.template operator()<128, 8>();
-}
-
-template <typename Operation>
-void launch_rows_in_shared(const Operation& operation, std::int64_t row_bytes, bool follows_kernel, void* stream) {
-  using Memory = RingMemory<typename Operation::State, typename Operation::A>;
-  RingPlan plan{.blocks = 1, .chunks = 0};
-  while (ceil_divide(row_bytes, plan.blocks * kChunkBytes) > 4 && plan.blocks < kLargestCluster) plan.blocks *= 2;
-  plan.chunks = static_cast<int>(ceil_divide(ceil_divide(row_bytes, plan.blocks), kChunkBytes));
-  LaunchShape shape{.blocks = plan.blocks,
-                    .threads = kRingThreads + 32,
-                    .shared_bytes = sizeof(Memory) + 128,
-                    .is_row_cluster = true,
-                    .starts_before_previous_ends = follows_kernel,
-                    .stream = stream};
-  const auto kernel = rows_in_shared<Operation>;
-  // Asked once for each kernel and size of cluster: the answer is that of the first device, and all are alike.
-  static std::atomic<int> most_clusters[kLargestCluster + 1];
-  int clusters = most_clusters[plan.blocks];
-  if (clusters == 0) most_clusters[plan.blocks] = clusters = most_active_clusters(kOp, kernel, shape);
-  shape.blocks_y = std::min<std::int64_t>(clusters, operation.view().row_count);
-  launch(kOp, kernel, shape, operation, plan);
+  if (row_bytes <= 16384) return run.template operator()<128, 8>();
+  if (row_bytes <= 32768) return run.template operator()<256, 8>();
+  return run.template operator()<512, 8>();
 }
 
 template <typename T>
@@ -566,26 +247,8 @@ void in_place(const CrossEntropyInPlaceProblem& problem, const ExecutionContext&
                                 .best = outputs.argmax != nullptr};
   const std::int64_t row_bytes = inputs.view.column_count * static_cast<std::int64_t>(sizeof(T));
   const auto run = [&](const auto& operation) {
-    const bool follows_kernel = finds_divisor && properties(inputs.device).compute_capability >= 90;
-    if (const char* twice = std::getenv("EAVES_X"); twice != nullptr && row_bytes > kRegisterRowBytes) {
-      using Operation = std::remove_cvref_t<decltype(operation)>;
-      const int which = std::atoi(twice);
-      const auto go = [&]<int kThreads, int kVectors>() {
-        launch(kOp, row_twice<Operation, kThreads, kVectors>,
-               {.blocks = inputs.view.row_count,
-                .threads = kThreads,
-                .starts_before_previous_ends = follows_kernel,
-                .stream = context.stream},
-               operation);
-      };
-      if (which == 256) go.template operator()<256, 8>();
-      if (which == 512) go.template operator()<512, 4>();
-      if (which == 1024) go.template operator()<1024, 4>();
-    } else if (row_bytes <= kRegisterRowBytes) {
-      launch_rows_in_registers(operation, row_bytes, follows_kernel, context.stream);
-    } else {
-      launch_rows_in_shared(operation, row_bytes, follows_kernel, context.stream);
-    }
+    launch_rows_in_registers(operation, row_bytes, finds_divisor && properties(inputs.device).compute_capability >= 90,
+                             context.stream);
   };
   auto* const logits = static_cast<T*>(const_cast<void*>(inputs.logits));
   const OwnOrFloat<T> grad_loss{problem.grad_loss, problem.grad_loss_dtype != kDTypeOf<T>};

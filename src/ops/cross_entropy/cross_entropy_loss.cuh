@@ -111,7 +111,7 @@ struct ReducedOutputs {
   }
 };
 
-inline constexpr int kSumThreads = 1024;
+inline constexpr int kSumThreads = 512;
 inline constexpr std::int64_t kRowsPerSumBlock = 16384;  // from there on, several blocks
 
 /// Adds up the rows of a block in an order that depends on nothing but their number, and hands the sum to `finish`.
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_losses(Source source, std::in
   const std::int64_t first = blockIdx.x * kRowsPerSumBlock;
   const std::int64_t last = min(first + kRowsPerSumBlock, count);
   LossSums sums;
-#pragma unroll 4
+#pragma unroll 8  // the loads do not wait for each other
   for (std::int64_t i = first + threadIdx.x; i < last; i += kSumThreads) sums = AddLossSums{}(sums, source(i));
   sums = reduce_block<kSumThreads>(sums, AddLossSums{});
   if (threadIdx.x == 0) finish(sums);

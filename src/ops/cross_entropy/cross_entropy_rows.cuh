@@ -19,25 +19,54 @@ struct LossRows {
   RowOutputs<A> outputs;
   bool reads_ignored_rows;
 
-  /// Asked when the first elements of a row are on their way.
   __device__ bool is_read(std::int64_t target) const { return reads_ignored_rows || !in.terms.is_ignored(target); }
 
-  __device__ TargetClass<A> target_class(std::int64_t logits_offset, std::int64_t target) const {
-    TargetClass<A> result;
-    if (in.terms.is_soft || in.terms.is_ignored(target)) return result;
-    result.weight = A(1);
-    if (!in.terms.is_in_range(target)) return result;
-    result.weight = in.weight_of(target);
-    const std::int64_t column = column_offset(in.view, kLogits, target - in.terms.first_class);
-    result.logit = transformed<A>(load_as_accumulator(in.logits[logits_offset + column]), in.terms);
-    return result;
+  /// Of a row's target, as loaded: two loads that depend on each other and are needed at the end of the row. Nothing is
+  /// computed from them before, so that nobody waits.
+  struct Prepared {
+    std::int64_t target = 0;
+    T logit{};
+    A weight = A(0);
+    bool has_logit = false;
+  };
+
+  __device__ Prepared prepare(std::int64_t target, std::int64_t logits_offset) const {
+    Prepared prepared{.target = target};
+    if (in.terms.is_soft || in.terms.is_ignored(target)) return prepared;
+    prepared.weight = A(1);
+    if (!in.terms.is_in_range(target)) return prepared;
+    const std::int64_t column = target - in.terms.first_class;
+    prepared.has_logit = column >= 0 && column < in.view.column_count;
+    if (!prepared.has_logit) {  // another shard's
+      prepared.weight = A(0);
+      return prepared;
+    }
+    if (in.terms.has_weight) prepared.weight = in.weight[column];
+    prepared.logit = in.logits[logits_offset + column_offset(in.view, kLogits, column)];
+    return prepared;
   }
 
-  __device__ void finish(std::int64_t row, const ClassStatistics<A>& statistics) const {
+  __device__ Prepared prepare(std::int64_t row) const {
     const auto at = in.view.rows.offsets(row);
+    return prepare(in.target_at(at.of[kTargets]), at.of[kLogits]);
+  }
+
+  /// Asked when the first elements of a row are on their way: is the rest of it wanted?
+  template <typename Offsets>
+  __device__ bool goes_on(const Offsets& at, int thread, Prepared& prepared) const {
     const std::int64_t target = in.target_at(at.of[kTargets]);
-    write_row<A>(outputs, at.of[kPerRow], statistics, target, target_class(at.of[kLogits], target), in.terms,
-                 is_read(target));
+    if (thread == 0) prepared = prepare(target, at.of[kLogits]);
+    return is_read(target);
+  }
+
+  __device__ TargetClass<A> target_class(const Prepared& prepared) const {
+    if (!prepared.has_logit) return {A(0), prepared.weight};
+    return {transformed<A>(load_as_accumulator(prepared.logit), in.terms), prepared.weight};
+  }
+
+  __device__ void finish(std::int64_t row, const ClassStatistics<A>& statistics, const Prepared& prepared) const {
+    write_row<A>(outputs, in.view.rows.offsets(row).of[kPerRow], statistics, prepared.target, target_class(prepared),
+                 in.terms, is_read(prepared.target));
   }
 };
 
@@ -47,6 +76,7 @@ struct PlainLoss {
   using A = Accumulator<T>;
   using State = SoftmaxState<A>;
   using Merge = MergeSoftmax;
+  using Prepared = typename LossRows<T, View>::Prepared;
   static constexpr bool kHasVectors = true;
   static constexpr bool kIsHeavy = false;
 
@@ -64,11 +94,12 @@ struct PlainLoss {
   __device__ static ClassStatistics<A> statistics_of(const State& state) { return {.softmax = state}; }
 
   template <int kVectors>
-  __device__ State reduce(std::int64_t row, std::int64_t first, std::int64_t count, int thread, int threads) const {
+  __device__ State reduce(std::int64_t row, std::int64_t first, std::int64_t count, int thread, int threads,
+                          Prepared& prepared) const {
     const auto at = view().rows.offsets(row);
     State state;
     accumulate_row<kVectors>(state, rows.in.logits + at.of[kLogits] + first, count, thread, threads,
-                             [&] { return rows.is_read(rows.in.target_at(at.of[kTargets])); });
+                             [&] { return rows.goes_on(at, thread, prepared); });
     return state;
   }
 
@@ -88,7 +119,11 @@ struct PlainLoss {
     return state;
   }
 
-  __device__ void finish(std::int64_t row, const State& state) const { rows.finish(row, statistics_of(state)); }
+  __device__ Prepared prepare(std::int64_t row) const { return rows.prepare(row); }
+
+  __device__ void finish(std::int64_t row, const State& state, const Prepared& prepared) const {
+    rows.finish(row, statistics_of(state), prepared);
+  }
 };
 
 /// The statistics of a row as cross_entropy.h lists them: kCrossEntropyStatistics numbers.
@@ -108,6 +143,7 @@ struct FullLoss {
   using A = Accumulator<T>;
   using State = ClassStatistics<A>;
   using Merge = MergeStatistics;
+  using Prepared = typename LossRows<T, View>::Prepared;
   static constexpr bool kHasVectors = !std::is_same_v<T, double>;  // float64 is for checks: one kernel is enough
   static constexpr bool kIsHeavy = true;
 
@@ -129,27 +165,35 @@ struct FullLoss {
   template <int kVectors, typename Offsets>
   __device__ void take_batch(State& state, const Vector<T> (&batch)[kVectors], const BatchPlace& place,
                              const Offsets& at) const {
-    if (!is_capped) return take_batch<false, kVectors>(state, batch, place, at.of[kSoftTargets]);
-    take_batch<true, kVectors>(state, batch, place, at.of[kSoftTargets]);
+    with_variant([&]<bool kIsCapped, Measure kMeasure>() {
+      if (place.vectors == kVectors && place.elements == Vector<T>::kSize) {
+        take_whole_batch<kIsCapped, kMeasure>(state, batch, place, at.of[kSoftTargets]);
+      } else {
+        take_some(state, batch, place, at.of[kSoftTargets]);
+      }
+    });
   }
 
   __device__ static const ClassStatistics<A>& statistics_of(const State& state) { return state; }
 
   template <int kVectors>
-  __device__ State reduce(std::int64_t row, std::int64_t first, std::int64_t count, int thread, int threads) const {
+  __device__ State reduce(std::int64_t row, std::int64_t first, std::int64_t count, int thread, int threads,
+                          Prepared& prepared) const {
     const auto at = view().rows.offsets(row);
     State state;
-    const auto run = [&]<bool kIsCapped>() {
+    with_variant([&]<bool kIsCapped, Measure kMeasure>() {
       for_each_batch<kVectors>(
           rows.in.logits + at.of[kLogits] + first, count, thread, threads, minus_infinity<T>(),
-          [&] { return rows.is_read(rows.in.target_at(at.of[kTargets])); },
-          [&]<int kTaken>(const Vector<T>(&batch)[kTaken], const BatchPlace& place) {
-            take_batch<kIsCapped>(state, batch,
-                                  BatchPlace{first + place.first, place.step, place.vectors, place.elements},
-                                  at.of[kSoftTargets]);
+          [&] { return rows.goes_on(at, thread, prepared); },
+          [&]<int kTaken, typename IsWhole>(const Vector<T>(&batch)[kTaken], BatchPlace place, IsWhole) {
+            place.first += first;
+            if constexpr (IsWhole::value) {
+              take_whole_batch<kIsCapped, kMeasure>(state, batch, place, at.of[kSoftTargets]);
+            } else {
+              take_some(state, batch, place, at.of[kSoftTargets]);
+            }
           });
-    };
-    is_capped ? run.template operator()<true>() : run.template operator()<false>();
+    });
     return state;
   }
 
@@ -193,36 +237,43 @@ struct FullLoss {
     return state;
   }
 
-  __device__ void finish(std::int64_t row, const State& state) const {
-    if (statistics == nullptr) return rows.finish(row, state);
-    const LossInputs<T, View>& in = rows.in;
-    const auto at = view().rows.offsets(row);
-    const std::int64_t target = in.target_at(at.of[kTargets]);
-    const std::int64_t column = target - in.terms.first_class;
-    TargetClass<A> own;
-    if (column >= 0 && column < view().column_count) own = rows.target_class(at.of[kLogits], target);
-    const std::int64_t best = state.best == kNoClass ? in.terms.class_count : state.best + in.terms.first_class;
-    statistics[at.of[kPerRow]] = {state.softmax.max, state.softmax.sum, own.logit,
-                                  own.weight,        state.linear,      state.mass,
-                                  state.moment,      state.best_value,  static_cast<A>(best)};
+  __device__ Prepared prepare(std::int64_t row) const { return rows.prepare(row); }
+
+  __device__ void finish(std::int64_t row, const State& state, const Prepared& prepared) const {
+    if (statistics == nullptr) return rows.finish(row, state, prepared);
+    const TargetClass<A> target_class = rows.target_class(prepared);
+    const std::int64_t best =
+        state.best == kNoClass ? rows.in.terms.class_count : state.best + rows.in.terms.first_class;
+    statistics[view().rows.offsets(row).of[kPerRow]] = {state.softmax.max,   state.softmax.sum, target_class.logit,
+                                                        target_class.weight, state.linear,      state.mass,
+                                                        state.moment,        state.best_value,  static_cast<A>(best)};
   }
 
  private:
-  template <bool kIsCapped, int kVectors>
-  __device__ void take_batch(State& state, const Vector<T> (&batch)[kVectors], const BatchPlace& place,
-                             std::int64_t soft_row) const {
+  /// Calls `function` with what is the same for all of a row as template parameters, around its loop.
+  template <typename Function>
+  __device__ void with_variant(Function function) const {
+    const bool is_loaded = rows.in.terms.has_weight || rows.in.terms.is_soft;
+    const auto with_measure = [&]<bool kIsCapped>() {
+      if (!wanted.linear) return function.template operator()<kIsCapped, Measure::none>();
+      if (is_loaded) return function.template operator()<kIsCapped, Measure::loaded>();
+      function.template operator()<kIsCapped, Measure::unit>();
+    };
+    is_capped ? with_measure.template operator()<true>() : with_measure.template operator()<false>();
+  }
+
+  template <bool kIsCapped, Measure kMeasure, int kVectors>
+  __device__ void take_whole_batch(State& state, const Vector<T> (&batch)[kVectors], const BatchPlace& place,
+                                   std::int64_t soft_row) const {
     if constexpr (std::is_same_v<A, float>) {
-      if (place.vectors == kVectors && place.elements == Vector<T>::kSize) {
-        const auto take = [&]<Measure kMeasure>() {
-          return take_whole<kIsCapped, kMeasure>(state, batch, place.first, place.step, soft_row, rows.in, wanted);
-        };
-        const bool is_loaded = rows.in.terms.has_weight || rows.in.terms.is_soft;
-        const bool is_taken = !wanted.linear ? take.template operator()<Measure::none>()
-                              : is_loaded    ? take.template operator()<Measure::loaded>()
-                                             : take.template operator()<Measure::unit>();
-        if (is_taken) return;
-      }
+      if (take_whole<kIsCapped, kMeasure>(state, batch, place.first, place.step, soft_row, rows.in, wanted)) return;
     }
+    take_some(state, batch, place, soft_row);
+  }
+
+  template <int kVectors>
+  __device__ void take_some(State& state, const Vector<T> (&batch)[kVectors], const BatchPlace& place,
+                            std::int64_t soft_row) const {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (v >= place.vectors) break;

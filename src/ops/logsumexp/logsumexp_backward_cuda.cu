@@ -28,6 +28,7 @@ template <typename T, typename View>
 struct LogsumexpGradient {
   using Element = T;
   using A = Accumulator<T>;
+  static constexpr bool kIsHeavy = false;
 
   View rows;
   const T* in;

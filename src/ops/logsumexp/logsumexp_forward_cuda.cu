@@ -19,6 +19,7 @@ struct Logsumexp {
   using A = Accumulator<T>;
   using State = SoftmaxState<A>;
   using Merge = MergeSoftmax;
+  struct Prepared {};
   static constexpr bool kHasVectors = kIsFloatingPoint<T>;
   static constexpr bool kIsHeavy = false;
 
@@ -31,7 +32,8 @@ struct Logsumexp {
   EAVES_HOST_DEVICE const View& view() const { return rows; }
 
   template <int kVectors>
-  __device__ State reduce(std::int64_t row, std::int64_t first, std::int64_t count, int thread, int threads) const {
+  __device__ State reduce(std::int64_t row, std::int64_t first, std::int64_t count, int thread, int threads,
+                          Prepared&) const {
     State state;
     accumulate_row<kVectors>(state, x + rows.rows.offsets(row).of[kX] + first, count, thread, threads,
                              [] { return true; });
@@ -53,7 +55,9 @@ struct Logsumexp {
     return state;
   }
 
-  __device__ void finish(std::int64_t row, const State& state) const {
+  __device__ Prepared prepare(std::int64_t) const { return {}; }
+
+  __device__ void finish(std::int64_t row, const State& state, const Prepared&) const {
     const auto at = rows.rows.offsets(row);
     const A result = state.lse();
     if (lse != nullptr) lse[at.of[kLse]] = result;
