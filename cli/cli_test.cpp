@@ -519,7 +519,7 @@ TEST_F(ProgramWithABatch, WrongArgumentsOfCrossEntropyAreNamed) {
   expect_refusal(line + "--grad upstream", 2, "grad_loss has ");
   expect_refusal(line + "--grad upstream --in-place", 2, "grad_loss has ");
   expect_refusal(line + "--label-smoothing 1.5", 2, "label_smoothing is 1.5, expected 0 to 1");
-  expect_refusal(line + "--softcap -1", 2, "softcap is -1, expected a positive number, or 0 for none");
+  expect_refusal(line + "--softcap -1", 2, "softcap is -1, expected a positive number that float32 has, or 0 for none");
   expect_refusal(line + "--scale 0", 2, "scale is 0, expected a positive number");
   expect_refusal(line + "--z-loss -0.5", 2, "z_loss_weight is -0.5, expected a number that is not negative");
   expect_refusal(start + "logits --class-axis 0 --target targets", 2,

@@ -239,13 +239,16 @@ TEST_F(CrossEntropyErrors, Options) {
       {{.label_smoothing = 1.5}, "label_smoothing is 1.5, expected 0 to 1"},
       {{.label_smoothing = -0.25}, "label_smoothing is -0.25, expected 0 to 1"},
       {{.label_smoothing = kNaN}, "label_smoothing is nan, expected 0 to 1"},
-      {{.scale = 0.0}, "scale is 0, expected a positive number"},
-      {{.scale = -1.0}, "scale is -1, expected a positive number"},
-      {{.scale = kNaN}, "scale is nan, expected a positive number"},
-      {{.scale = kInfinity}, "scale is inf, expected a positive number"},
-      {{.softcap = -30.0}, "softcap is -30, expected a positive number, or 0 for none"},
-      {{.softcap = kNaN}, "softcap is nan, expected a positive number, or 0 for none"},
-      {{.softcap = kInfinity}, "softcap is inf, expected a positive number, or 0 for none"},
+      {{.scale = 0.0}, "scale is 0, expected a positive number that float32 has"},
+      {{.scale = -1.0}, "scale is -1, expected a positive number that float32 has"},
+      {{.scale = kNaN}, "scale is nan, expected a positive number that float32 has"},
+      {{.scale = kInfinity}, "scale is inf, expected a positive number that float32 has"},
+      {{.softcap = -30.0}, "softcap is -30, expected a positive number that float32 has, or 0 for none"},
+      {{.softcap = kNaN}, "softcap is nan, expected a positive number that float32 has, or 0 for none"},
+      {{.softcap = kInfinity}, "softcap is inf, expected a positive number that float32 has, or 0 for none"},
+      {{.scale = 1e300}, "scale is 1e+300, expected a positive number that float32 has"},
+      {{.softcap = 1e-50}, "softcap is 1e-50, expected a positive number that float32 has, or 0 for none"},
+      {{.z_loss_weight = 1e300}, "z_loss_weight is 1e+300, expected a number that is not negative"},
       {{.z_loss_weight = -1e-4}, "z_loss_weight is -0.0001, expected a number that is not negative"},
       {{.z_loss_weight = kNaN}, "z_loss_weight is nan, expected a number that is not negative"},
       {{.z_loss_weight = kInfinity}, "z_loss_weight is inf, expected a number that is not negative"},
@@ -707,7 +710,7 @@ TEST_F(CrossEntropyErrors, Rescaling) {
   expect_refused(args, "cross_entropy_rescale: grad_logits overlaps grad_loss, expected memory of its own");
   args = rescale_;
   args.grad_loss.device = kCuda;
-  expect_refused(args, "cross_entropy_rescale: grad_loss is on cuda:0, expected cpu (as logits)");
+  expect_refused(args, "cross_entropy_rescale: grad_loss is on cuda:0, expected cpu (as grad_logits)");
 }
 
 TEST_F(CrossEntropyErrors, Threads) {
