@@ -160,8 +160,8 @@ def test_the_error_is_no_larger_than_that_of_torch(cell: Cell, device: torch.dev
     errors, rounding = errors_of(cell, device.type)
     ours, torchs = errors["eaves"], errors["torch"]
     for name in ("loss", "gradient"):
-        # Never more than what roundings alone cost, where torch is by luck even closer.
-        allowed = max(getattr(torchs, name), getattr(rounding, name))
+        # Where both are in the last places of float32, which of them is closer is luck: a tenth of the contract's 2e-6.
+        allowed = max(getattr(torchs, name), getattr(rounding, name), 2e-7 if cell.dtype == torch.float32 else 0.0)
         assert getattr(ours, name) <= allowed, f"{name}: {ours}, torch {torchs}, rounding alone {rounding}"
 
 

@@ -134,12 +134,13 @@ def test_rows_of_every_spread_match_the_oracle(deviation: float, device: torch.d
 
 def test_a_row_that_is_learnt_has_a_precise_loss(device: torch.device) -> None:
     # The target 20 above 1000 others: the loss is 2e-6, of which a rounding next to lse, 20, would leave nothing.
-    # 2^-23: the sum of the exponentials is next to 1.
+    # The sum of the exponentials is next to 1: float32 adds to it with an error of 2^-24 each time, on a GPU about two
+    # dozen times; the CPU adds in float64.
     logits = torch.zeros(2, 1001, device=device)
     logits[:, 7] = 20.0
     loss = eaves.cross_entropy(logits, torch.tensor([7, 7], device=device))
     exact = math.log1p(1000 * math.exp(-20))
-    assert abs(loss.item() - exact) <= 2**-23
+    assert abs(loss.item() - exact) <= (2**-21 if device.type == "cuda" else 2**-23)
 
 
 def test_weights_and_soft_targets_of_16_bit_logits_may_be_float32(device: torch.device) -> None:

@@ -18,10 +18,8 @@
 //     static constexpr bool kIsHeavy = ...;     // so much arithmetic for an element that registers are what counts
 //     const View& view() const;   // ShortRowView, or RowView for row_per_stride
 //
-//     // elements [first, first + count) of a row of unit stride, shared by `threads` threads
-//     // and in thread 0 loads what finish() needs beside the state, when the first elements are on their way; where
-//     there
-//     // is nothing to reduce, `prepared` may stay as it is
+//     // elements [first, first + count) of a row of unit stride, shared by `threads` threads; thread 0 also loads what
+//     // finish() needs beside the state, when the first elements are on their way
 //     template <int kVectors> State reduce(row, first, count, thread, threads, prepared) const;
 //     // columns first, first + step, ... below `last` of the kLaneRows rows side by side that begin with `row`
 //     template <int kColumns, int kLaneRows> void reduce_columns(states, row, first, last, step) const;
