@@ -18,6 +18,14 @@ class OnEachDevice : public ::testing::TestWithParam<DeviceType> {
   Device device() const { return {GetParam(), 0}; }
 };
 
+/// Tests that only a GPU can run.
+class OnGpu : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (runtime::gpu_count() == 0) GTEST_SKIP() << system_info().cuda_missing;
+  }
+};
+
 }  // namespace eaves::testing
 
 #define EAVES_EACH_DEVICE(Fixture)                                                              \

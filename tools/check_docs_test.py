@@ -161,6 +161,25 @@ class CheckDocs(unittest.TestCase):
         self.assertIn("| shape | eaves ms | torch ms | other ms | limit ms | eaves / limit | best peer / eaves |", written)
         self.assertIn("| batch 4, n 8 | 0.2000 | 0.5000 | - | 0.1000 | 2.000 | 2.50 |", written)
 
+    def test_a_comma_in_a_filter_means_or(self):
+        results = {"schema": 1, "rows": [row("eaves", 0.21, 8), row("limit", 0.2, 8), row("eaves", 0.5, 16),
+                                         row("limit", 0.4, 16), row("eaves", 0.9, 32), row("limit", 0.8, 32)]}
+        self.put("results/or.json", json.dumps(results))
+        code, output = self.check("<!-- table: results/or.json n=8,16 -->\n<!-- end -->\n", "--write")
+        self.assertEqual(code, 0, output)
+        text = (self.root / "README.md").read_text()
+        self.assertIn("n 8 ", text)
+        self.assertIn("n 16 ", text)
+        self.assertNotIn("n 32 ", text)
+
+    def test_a_case_of_two_tables_stands_once_with_its_first_time(self):
+        results = {"schema": 1, "rows": [row("eaves", 0.21, 8), row("limit", 0.2, 8), row("eaves", 0.3, 8),
+                                         row("limit", 0.25, 8)]}
+        self.put("results/twice.json", json.dumps(results))
+        self.check("<!-- table: results/twice.json -->\n<!-- end -->\n", "--write")
+        self.assertIn(TABLE, (self.root / "README.md").read_text())
+        self.assertNotIn("0.3000", (self.root / "README.md").read_text())
+
     def test_write_makes_the_tables(self):
         text = "before\n<!-- table: results/a.json mode=fwd -->\nold\n<!-- end -->\nafter\n"
         code, output = self.check(text, "--write")

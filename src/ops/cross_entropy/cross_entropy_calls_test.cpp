@@ -3,8 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <memory>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -12,6 +10,7 @@
 #include "eaves/error.h"
 #include "ops/cross_entropy/cross_entropy_test_case.h"
 #include "runtime/runtime.h"
+#include "testing/calls.h"
 #include "testing/devices.h"
 
 namespace eaves::testing {
@@ -129,56 +128,27 @@ TEST_P(CrossEntropyCalls, AWorkspaceOfTheStatedSizeIsEnoughAndAsSmallAsTheHeader
 TEST_P(CrossEntropyCalls, CallsFromSeveralThreadsDoNotDisturbEachOther) {
   // The second shape is cut into pieces: every call has scratch memory of its own.
   for (const Dims& shape : {Dims{64, 3000}, Dims{2, 100003}}) {
-    CrossEntropyRun alone({.device = device(), .dtype = DType::bfloat16, .shape = shape, .value = normal});
-    alone.run();
-    std::vector<std::unique_ptr<CrossEntropyRun>> runs;
-    for (int i = 0; i < 4; ++i) runs.push_back(std::make_unique<CrossEntropyRun>(alone.test_case()));
-    std::vector<std::thread> threads;
-    for (auto& run : runs) {
-      threads.emplace_back([&run, this] {
-        const runtime::Stream stream(device());
-        const ExecutionContext context{.stream = stream.handle()};
-        for (int repetition = 0; repetition < 10; ++repetition) {
-          cross_entropy_forward(run->forward_args(), context);
-          cross_entropy_backward(run->backward_args(), context);
-        }
-        cross_entropy_forward_backward(run->in_place_args(), context);
-        runtime::synchronize(device());
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
-    for (auto& run : runs) {
-      run->download();
-      EXPECT_TRUE(run->results_equal(alone)) << check::to_string(shape);
-    }
+    const CrossEntropyCase test_case{.device = device(), .dtype = DType::bfloat16, .shape = shape, .value = normal};
+    expect_undisturbed_by_other_threads<CrossEntropyRun>(test_case, check::to_string(shape),
+                                                         [](CrossEntropyRun& run, const ExecutionContext& context) {
+                                                           for (int repetition = 0; repetition < 10; ++repetition) {
+                                                             cross_entropy_forward(run.forward_args(), context);
+                                                             cross_entropy_backward(run.backward_args(), context);
+                                                           }
+                                                           cross_entropy_forward_backward(run.in_place_args(), context);
+                                                         });
   }
 }
 
 class CrossEntropyOnCpu : public ::testing::Test {};
 
 TEST_F(CrossEntropyOnCpu, TheNumberOfThreadsAndAPoolOfTheCallerChangeNoBit) {
-  // A pool that runs pieces in reverse order, one at a time.
-  const ParallelFor backwards = {.run = [](void*, std::int64_t count, ParallelFor::Body body, void* data) {
-    for (std::int64_t i = count; i-- > 0;) body(data, i, i + 1);
-  }};
   for (const CrossEntropyCase& test_case : cases_of_every_kind(kCpu)) {
-    CrossEntropyRun one(test_case);
-    one.run({.threads = 1});
-    for (const ExecutionContext& context : {ExecutionContext{.threads = 2}, ExecutionContext{.threads = 5},
-                                            ExecutionContext{.parallel_for = backwards}}) {
-      CrossEntropyRun other(test_case);
-      other.run(context);
-      EXPECT_TRUE(one.results_equal(other)) << description_of(test_case) << ", threads " << context.threads;
-    }
+    expect_equal_on_any_threads<CrossEntropyRun>(test_case, description_of(test_case));
   }
 }
 
-class CrossEntropyOnGpu : public ::testing::Test {
- protected:
-  void SetUp() override {
-    if (runtime::gpu_count() == 0) GTEST_SKIP() << system_info().cuda_missing;
-  }
-};
+class CrossEntropyOnGpu : public OnGpu {};
 
 TEST_F(CrossEntropyOnGpu, ACudaGraphReplaysForwardBackwardAndBothInPlace) {
   for (const CrossEntropyCase& test_case : cases_of_every_kind(kCuda)) {

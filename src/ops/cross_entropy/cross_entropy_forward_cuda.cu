@@ -14,19 +14,6 @@ constexpr const char* kForward = "cross_entropy_forward";
 constexpr const char* kShardForward = "cross_entropy_shard_forward";
 constexpr const char* kMerge = "cross_entropy_merge";
 
-WantedStatistics wanted_statistics(const CrossEntropyForwardProblem& problem) {
-  const CrossEntropyInputs& inputs = problem.inputs;
-  return {.linear = inputs.has_soft_targets() || inputs.options.label_smoothing > 0.0,
-          .moment = problem.outputs.entropy != nullptr,
-          .best = problem.outputs.argmax != nullptr};
-}
-
-bool is_plain(const CrossEntropyForwardProblem& problem) {
-  const WantedStatistics wanted = wanted_statistics(problem);
-  return problem.inputs.logits_dtype != DType::float64 && !wanted.linear && !wanted.moment && !wanted.best &&
-         problem.inputs.options.scale == 1.0 && problem.inputs.options.softcap == 0.0;
-}
-
 ReductionPlan plan_of(const CrossEntropyInputs& inputs) {
   return plan_reduction(inputs.view, inputs.logits, inputs.logits_dtype, inputs.logits_dtype != DType::float64,
                         inputs.device);

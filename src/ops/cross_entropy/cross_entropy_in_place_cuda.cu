@@ -242,9 +242,6 @@ void in_place(const CrossEntropyInPlaceProblem& problem, const ExecutionContext&
   }
 
   const LossRows<T, View> rows{in, outputs, false};
-  const WantedStatistics wanted{.linear = inputs.has_soft_targets() || inputs.options.label_smoothing > 0.0,
-                                .moment = outputs.entropy != nullptr,
-                                .best = outputs.argmax != nullptr};
   const std::int64_t row_bytes = inputs.view.column_count * static_cast<std::int64_t>(sizeof(T));
   const auto run = [&](const auto& operation) {
     launch_rows_in_registers(operation, row_bytes, finds_divisor && properties(inputs.device).compute_capability >= 90,
@@ -252,13 +249,11 @@ void in_place(const CrossEntropyInPlaceProblem& problem, const ExecutionContext&
   };
   auto* const logits = static_cast<T*>(const_cast<void*>(inputs.logits));
   const OwnOrFloat<T> grad_loss{problem.grad_loss, problem.grad_loss_dtype != kDTypeOf<T>};
-  const bool is_plain =
-      !wanted.linear && !wanted.moment && !wanted.best && inputs.options.scale == 1.0 && inputs.options.softcap == 0.0;
-  if (is_plain) {
+  if (is_plain(forward)) {
     run(InPlace<T, View, PlainLoss<T, View>, PlainGradient<T, View>>{{rows}, logits, grad_loss, divisor});
   } else {
-    run(InPlace<T, View, FullLoss<T, View>, FullGradient<T, View>>{FullLoss<T, View>(rows, wanted), logits, grad_loss,
-                                                                   divisor});
+    run(InPlace<T, View, FullLoss<T, View>, FullGradient<T, View>>{FullLoss<T, View>(rows, wanted_statistics(forward)),
+                                                                   logits, grad_loss, divisor});
   }
   reduce_losses<A>(kOp, inputs, outputs, forward.normalizer, forward.outputs, workspace.loss.sums(memory),
                    context.stream);

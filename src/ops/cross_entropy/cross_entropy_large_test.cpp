@@ -9,39 +9,13 @@
 #include "eaves/cross_entropy.h"
 #include "runtime/runtime.h"
 #include "testing/devices.h"
+#include "testing/memory.h"
 
 namespace eaves::testing {
 namespace {
 
 class SlowCrossEntropy : public OnEachDevice {};
 EAVES_EACH_DEVICE(SlowCrossEntropy);
-
-/// Memory that gives itself back.
-class Memory {
- public:
-  Memory(Device device, std::int64_t bytes)
-      : device_(device), data_(runtime::allocate(device, static_cast<std::size_t>(bytes))) {}
-  ~Memory() { runtime::deallocate(device_, data_); }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-  void* data() const { return data_; }
-  TensorView view(DType dtype, const Dims& shape) const { return TensorView::contiguous(data_, dtype, shape, device_); }
-
-  template <typename T>
-  std::vector<T> read(std::int64_t count) const {
-    std::vector<T> values(static_cast<std::size_t>(count));
-    runtime::copy(values.data(), kCpu, data_, device_, values.size() * sizeof(T));
-    return values;
-  }
-  template <typename T>
-  void write(const std::vector<T>& values) const {
-    runtime::copy(data_, device_, values.data(), kCpu, values.size() * sizeof(T));
-  }
-
- private:
-  Device device_;
-  void* data_;
-};
 
 /// The logits are 0 everywhere (bytes of zeros) but for one of each of the first and the last row, at the end of the
 /// row: the last one lies beyond 2^31. It is the target of the last row; that of all others is class 0.

@@ -10,6 +10,21 @@ namespace eaves::cuda {
 
 using namespace cross_entropy_tensors;
 
+/// What a forward needs of the rows beside the softmax.
+inline WantedStatistics wanted_statistics(const CrossEntropyForwardProblem& problem) {
+  const CrossEntropyInputs& inputs = problem.inputs;
+  return {.linear = inputs.has_soft_targets() || inputs.options.label_smoothing > 0.0,
+          .moment = problem.outputs.entropy != nullptr,
+          .best = problem.outputs.argmax != nullptr};
+}
+
+/// Is PlainLoss enough?
+inline bool is_plain(const CrossEntropyForwardProblem& problem) {
+  const WantedStatistics wanted = wanted_statistics(problem);
+  return problem.inputs.logits_dtype != DType::float64 && !wanted.linear && !wanted.moment && !wanted.best &&
+         problem.inputs.options.scale == 1.0 && problem.inputs.options.softcap == 0.0;
+}
+
 /// What both have in common: the rows' inputs and outputs, and when a row need not be read.
 template <typename T, typename View>
 struct LossRows {
@@ -150,14 +165,10 @@ struct FullLoss {
   LossRows<T, View> rows;
   WantedStatistics wanted;
   StoredStatistics<A>* statistics;  ///< of a shard: written instead of the loss; nullptr otherwise
-  bool is_capped;                   ///< by a softcap that take_whole() can do
 
   FullLoss(const LossRows<T, View>& loss, const WantedStatistics& wanted_statistics,
            StoredStatistics<A>* stored_statistics = nullptr)
-      : rows(loss),
-        wanted(wanted_statistics),
-        statistics(stored_statistics),
-        is_capped(loss.in.terms.softcap != A(0)) {}
+      : rows(loss), wanted(wanted_statistics), statistics(stored_statistics) {}
 
   EAVES_HOST_DEVICE const View& view() const { return rows.in.view; }
 
@@ -259,6 +270,7 @@ struct FullLoss {
       if (is_loaded) return function.template operator()<kIsCapped, Measure::loaded>();
       function.template operator()<kIsCapped, Measure::unit>();
     };
+    const bool is_capped = rows.in.terms.softcap != A(0);
     is_capped ? with_measure.template operator()<true>() : with_measure.template operator()<false>();
   }
 

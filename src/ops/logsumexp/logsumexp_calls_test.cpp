@@ -3,8 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <memory>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -12,6 +10,7 @@
 #include "eaves/logsumexp.h"
 #include "ops/logsumexp/logsumexp_test_case.h"
 #include "runtime/runtime.h"
+#include "testing/calls.h"
 #include "testing/devices.h"
 
 namespace eaves::testing {
@@ -88,51 +87,27 @@ TEST_P(LogsumexpCalls, AWorkspaceOfTheStatedSizeIsEnoughAndIsBelow1MiB) {
 TEST_P(LogsumexpCalls, CallsFromSeveralThreadsDoNotDisturbEachOther) {
   // The second shape is cut into pieces: every call has scratch memory of its own.
   for (const Dims& shape : {Dims{64, 3000}, Dims{2, 100003}}) {
-    LogsumexpRun alone({.device = device(), .dtype = DType::bfloat16, .shape = shape, .axes = {1}, .value = normal});
-    alone.run();
-    std::vector<std::unique_ptr<LogsumexpRun>> runs;
-    for (int i = 0; i < 4; ++i) runs.push_back(std::make_unique<LogsumexpRun>(alone.test_case()));
-    std::vector<std::thread> threads;
-    for (auto& run : runs) {
-      threads.emplace_back([&run, this] {
-        const runtime::Stream stream(device());
-        for (int repetition = 0; repetition < 20; ++repetition) run->launch({.stream = stream.handle()});
-        runtime::synchronize(device());
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
-    for (auto& run : runs) {
-      run->download();
-      EXPECT_TRUE(run->results_equal(alone)) << check::to_string(shape);
-    }
+    const LogsumexpCase test_case{
+        .device = device(), .dtype = DType::bfloat16, .shape = shape, .axes = {1}, .value = normal};
+    expect_undisturbed_by_other_threads<LogsumexpRun>(test_case, check::to_string(shape),
+                                                      [](LogsumexpRun& run, const ExecutionContext& context) {
+                                                        for (int repetition = 0; repetition < 20; ++repetition)
+                                                          run.launch(context);
+                                                      });
   }
 }
 
 class LogsumexpOnCpu : public ::testing::Test {};
 
 TEST_F(LogsumexpOnCpu, TheNumberOfThreadsAndAPoolOfTheCallerChangeNoBit) {
-  // A pool that runs pieces in reverse order, one at a time.
-  const ParallelFor backwards = {.run = [](void*, std::int64_t count, ParallelFor::Body body, void* data) {
-    for (std::int64_t i = count; i-- > 0;) body(data, i, i + 1);
-  }};
   for (const auto& [shape, axes] : shapes_of_every_kind()) {
-    LogsumexpRun one({.device = kCpu, .dtype = DType::bfloat16, .shape = shape, .axes = axes, .value = normal});
-    one.run({.threads = 1});
-    for (const ExecutionContext& context : {ExecutionContext{.threads = 2}, ExecutionContext{.threads = 5},
-                                            ExecutionContext{.parallel_for = backwards}}) {
-      LogsumexpRun other(one.test_case());
-      other.run(context);
-      EXPECT_TRUE(one.results_equal(other)) << check::to_string(shape) << ", threads " << context.threads;
-    }
+    const LogsumexpCase test_case{
+        .device = kCpu, .dtype = DType::bfloat16, .shape = shape, .axes = axes, .value = normal};
+    expect_equal_on_any_threads<LogsumexpRun>(test_case, check::to_string(shape));
   }
 }
 
-class LogsumexpOnGpu : public ::testing::Test {
- protected:
-  void SetUp() override {
-    if (runtime::gpu_count() == 0) GTEST_SKIP() << system_info().cuda_missing;
-  }
-};
+class LogsumexpOnGpu : public OnGpu {};
 
 TEST_F(LogsumexpOnGpu, ACudaGraphReplaysForwardAndBackward) {
   for (const auto& [shape, axes] : shapes_of_every_kind()) {

@@ -9,27 +9,13 @@
 #include "eaves/logsumexp.h"
 #include "runtime/runtime.h"
 #include "testing/devices.h"
+#include "testing/memory.h"
 
 namespace eaves::testing {
 namespace {
 
 class SlowLogsumexp : public OnEachDevice {};
 EAVES_EACH_DEVICE(SlowLogsumexp);
-
-/// Memory that gives itself back.
-class Memory {
- public:
-  Memory(Device device, std::int64_t bytes)
-      : device_(device), data_(runtime::allocate(device, static_cast<std::size_t>(bytes))) {}
-  ~Memory() { runtime::deallocate(device_, data_); }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-  void* data() const { return data_; }
-
- private:
-  Device device_;
-  void* data_;
-};
 
 struct Shape {
   Dims shape;

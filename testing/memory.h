@@ -1,0 +1,39 @@
+// Device memory that gives itself back, for tests whose tensors are too large for a TestTensor's copies and canaries.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "eaves/tensor.h"
+#include "runtime/runtime.h"
+
+namespace eaves::testing {
+
+class Memory {
+ public:
+  Memory(Device device, std::int64_t bytes)
+      : device_(device), data_(runtime::allocate(device, static_cast<std::size_t>(bytes))) {}
+  ~Memory() { runtime::deallocate(device_, data_); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  void* data() const { return data_; }
+  TensorView view(DType dtype, const Dims& shape) const { return TensorView::contiguous(data_, dtype, shape, device_); }
+
+  template <typename T>
+  std::vector<T> read(std::int64_t count) const {
+    std::vector<T> values(static_cast<std::size_t>(count));
+    runtime::copy(values.data(), kCpu, data_, device_, values.size() * sizeof(T));
+    return values;
+  }
+  template <typename T>
+  void write(const std::vector<T>& values) const {
+    runtime::copy(data_, device_, values.data(), kCpu, values.size() * sizeof(T));
+  }
+
+ private:
+  Device device_;
+  void* data_;
+};
+
+}  // namespace eaves::testing
