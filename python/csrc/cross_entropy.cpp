@@ -72,8 +72,9 @@ std::vector<Tensor> make_outputs(Args& args, const Dims& row_shape, DType dtype,
   std::vector<Tensor> tensors;
   tensors.reserve(7);
   const auto make = [&](TensorView& view, const Dims& shape, DType of) {
-    tensors.push_back(empty(shape, of, device));
-    view = output(tensors.back());
+    NewTensor made = empty_output(shape, of, device);
+    tensors.push_back(std::move(made.tensor));
+    view = made.view;
   };
   make(args.loss, loss_shape, dtype);
   if (wanted & outputs::kLse) make(args.lse, row_shape, dtype);
@@ -146,12 +147,13 @@ Tensor backward(Tensor grad_loss, OptionalTensor grad_lse, OptionalTensor grad_e
                 OptionalTensor divisor, std::int64_t class_axis, std::int64_t ignore_index, std::int64_t reduction,
                 double label_smoothing, double scale, double softcap, double z_loss_weight, std::int64_t first_class,
                 std::int64_t classes) {
-  Tensor grad_logits = empty_like(logits);
+  const TensorView logits_view = input(logits, {kOp, "logits"});
+  NewTensor grad_logits = empty_like(logits, logits_view);
   const CrossEntropyBackwardArgs args{
       .grad_loss = input(grad_loss, {kOp, "grad_loss"}),
       .grad_lse = optional_input(grad_lse, "grad_lse"),
       .grad_entropy = optional_input(grad_entropy, "grad_entropy"),
-      .logits = input(logits, {kOp, "logits"}),
+      .logits = logits_view,
       .targets = input(targets, {kOp, "targets"}),
       .weight = optional_input(weight, "weight"),
       .class_axis = axis_of(class_axis),
@@ -162,16 +164,16 @@ Tensor backward(Tensor grad_loss, OptionalTensor grad_lse, OptionalTensor grad_e
       .divisor = optional_input(divisor, "divisor"),
       .first_class = first_class,
       .classes = classes,
-      .grad_logits = output(grad_logits)};
-  run<cross_entropy_backward, &cross_entropy_backward_workspace_bytes>(args, args.logits.device);
-  return grad_logits;
+      .grad_logits = grad_logits.view};
+  run<cross_entropy_backward>(args, args.logits.device);  // needs no workspace
+  return std::move(grad_logits.tensor);
 }
 
 void rescale(Tensor grad_logits, Tensor grad_loss, std::int64_t class_axis) {
   const CrossEntropyRescaleArgs args{.grad_logits = output(grad_logits),
                                      .grad_loss = input(grad_loss, {kOp, "grad_loss"}),
                                      .class_axis = axis_of(class_axis)};
-  run<cross_entropy_rescale, &cross_entropy_rescale_workspace_bytes>(args, args.grad_logits.device);
+  run<cross_entropy_rescale>(args, args.grad_logits.device);  // needs no workspace
 }
 
 Tensor shard_forward(Tensor logits, Tensor targets, OptionalTensor weight, std::int64_t class_axis,
@@ -186,10 +188,10 @@ Tensor shard_forward(Tensor logits, Tensor targets, OptionalTensor weight, std::
                              .classes = classes};
   Dims shape = row_shape_of(args.logits, args.class_axis);
   shape.push_back(kCrossEntropyStatistics);
-  Tensor statistics = empty(shape, accumulator_dtype(args.logits.dtype), args.logits.device);
-  args.statistics = output(statistics);
+  NewTensor statistics = empty_output(shape, accumulator_dtype(args.logits.dtype), args.logits.device);
+  args.statistics = statistics.view;
   run<cross_entropy_shard_forward, &cross_entropy_shard_forward_workspace_bytes>(args, args.logits.device);
-  return statistics;
+  return std::move(statistics.tensor);
 }
 
 std::vector<Tensor> merge(Tensor statistics, Tensor targets, OptionalTensor normalizer, std::int64_t ignore_index,
@@ -220,10 +222,12 @@ void implement(Library& library) {
 }  // namespace eaves::binding
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
+  // The defaults are those of eaves.cross_entropy, in which most calls leave them: an argument that is passed costs
+  // 0.15 us of the host's time (PyTorch 2.13, AMD EPYC), and one that is left out almost nothing.
   library.def(
-      "cross_entropy_forward(Tensor logits, Tensor targets, Tensor? weight, Tensor? normalizer, int class_axis, "
-      "int ignore_index, int reduction, float label_smoothing, float scale, float softcap, float z_loss_weight, "
-      "int outputs) -> Tensor[]");
+      "cross_entropy_forward(Tensor logits, Tensor targets, Tensor? weight=None, Tensor? normalizer=None, "
+      "int class_axis=-1, int ignore_index=-100, int reduction=2, float label_smoothing=0, float scale=1, "
+      "float softcap=0, float z_loss_weight=0, int outputs=0) -> Tensor[]");
   library.def(
       "cross_entropy_forward_backward(Tensor(a!) logits, Tensor targets, Tensor? weight, Tensor? normalizer, "
       "int class_axis, int ignore_index, int reduction, float label_smoothing, float scale, float softcap, "

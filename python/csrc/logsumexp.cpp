@@ -47,15 +47,16 @@ std::tuple<Tensor, Tensor> forward_lse(Tensor x, std::vector<std::int64_t> axes,
 }
 
 Tensor backward(Tensor grad_out, Tensor x, Tensor lse, std::vector<std::int64_t> axes, bool keepdim) {
-  Tensor grad_x = empty_like(x);
+  const TensorView x_view = input(x, kX);
+  NewTensor grad_x = empty_like(x, x_view);
   const LogsumexpBackwardArgs args{.grad_out = input(grad_out, {"logsumexp", "grad_out"}),
-                                   .x = input(x, kX),
+                                   .x = x_view,
                                    .lse = input(lse, {"logsumexp", "lse"}),
                                    .axes = dims_of(axes),
                                    .keepdim = keepdim,
-                                   .grad_x = output(grad_x)};
+                                   .grad_x = grad_x.view};
   run<logsumexp_backward, &logsumexp_backward_workspace_bytes>(args, args.x.device);
-  return grad_x;
+  return std::move(grad_x.tensor);
 }
 
 void implement(Library& library) {

@@ -93,13 +93,28 @@ void run_on_torch_threads(void* /*pool*/, std::int64_t count, ParallelFor::Body 
 
 /// New memory of a CPU costs more than what is computed into it: the kernel hands it out page by page, at the first
 /// write to each. Pages of 2 MiB are handed out 512 times less often. Where that is not allowed, nothing changes.
-void ask_for_huge_pages(const Tensor& tensor, std::size_t bytes) {
+void ask_for_huge_pages(const TensorView& view) {
   constexpr std::uintptr_t kHugePage = std::uintptr_t{2} << 20;
-  if (bytes < 2 * kHugePage || !tensor.is_cpu()) return;
-  const auto data = reinterpret_cast<std::uintptr_t>(tensor.mutable_data_ptr());
+  const std::size_t bytes = static_cast<std::size_t>(view.element_count()) * size_of(view.dtype);
+  if (bytes < 2 * kHugePage || view.device.type != DeviceType::cpu) return;
+  const auto data = reinterpret_cast<std::uintptr_t>(view.data);
   const std::uintptr_t begin = (data + kHugePage - 1) / kHugePage * kHugePage;
   const std::uintptr_t end = (data + bytes) / kHugePage * kHugePage;
   if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
+/// Memory from torch's allocator for what `view` describes.
+NewTensor allocate(TensorView view) {
+  AtenTensorHandle handle = nullptr;
+  if (aoti_torch_empty_strided(view.shape.size(), view.shape.begin(), view.strides.begin(), number_of(view.dtype),
+                               number_of(view.device.type), view.device.index, &handle) != TORCH_SUCCESS) {
+    throw OutOfMemory("torch has no memory on " + check::to_string(view.device) + " for a tensor of shape " +
+                      check::to_string(view.shape) + ", " + name_of(view.dtype));
+  }
+  Tensor tensor(handle);
+  view.data = tensor.mutable_data_ptr();
+  ask_for_huge_pages(view);
+  return {std::move(tensor), view};
 }
 
 }  // namespace
@@ -116,26 +131,20 @@ DType dtype_of(ScalarType type, Name name) {
 
 Dims dims_of(const std::vector<std::int64_t>& values) { return Dims(values.data(), values.size()); }
 
-Tensor empty(const Dims& shape, DType dtype, Device device) {
-  const Dims strides = TensorView::contiguous(static_cast<void*>(nullptr), dtype, shape).strides;
-  AtenTensorHandle handle = nullptr;
-  if (aoti_torch_empty_strided(shape.size(), shape.begin(), strides.begin(), number_of(dtype), number_of(device.type),
-                               device.index, &handle) != TORCH_SUCCESS) {
-    throw OutOfMemory("torch has no memory on " + check::to_string(device) + " for a tensor of shape " +
-                      check::to_string(shape) + ", " + name_of(dtype));
-  }
-  Tensor tensor(handle);
-  ask_for_huge_pages(tensor, static_cast<std::size_t>(tensor.numel()) * size_of(dtype));
-  return tensor;
+NewTensor empty_output(const Dims& shape, DType dtype, Device device) {
+  return allocate(TensorView::contiguous(static_cast<void*>(nullptr), dtype, shape, device));
 }
 
-Tensor empty_like(const Tensor& like) {
+Tensor empty(const Dims& shape, DType dtype, Device device) { return empty_output(shape, dtype, device).tensor; }
+
+NewTensor empty_like(const Tensor& like, const TensorView& view) {
+  // Torch's own function is looked up by its name in each call; most layouts do not need it.
+  if (like.is_contiguous()) return allocate(view);
   try {
     Tensor tensor = torch::stable::empty_like(like);
-    std::int32_t dtype = 0;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
-    ask_for_huge_pages(tensor, static_cast<std::size_t>(tensor.numel()) * aoti_torch_dtype_element_size(dtype));
-    return tensor;
+    const TensorView result = output(tensor);
+    ask_for_huge_pages(result);
+    return {std::move(tensor), result};
   } catch (const std::runtime_error&) {
     throw OutOfMemory("torch has no memory for a tensor of " + std::to_string(like.numel()) + " elements");
   }

@@ -44,8 +44,16 @@ Dims dims_of(const std::vector<std::int64_t>& values);
 /// A new contiguous tensor from torch's allocator. Throws OutOfMemory.
 Tensor empty(const Dims& shape, DType dtype, Device device);
 
-/// A new tensor in the layout that torch.empty_like would choose: that of `like` where its elements lie side by side.
-Tensor empty_like(const Tensor& like);
+/// A new tensor and the view of it that the call writes, which is known without asking torch for it again.
+struct NewTensor {
+  Tensor tensor;
+  TensorView view;
+};
+NewTensor empty_output(const Dims& shape, DType dtype, Device device);
+
+/// A new tensor in the layout that torch.empty_like would choose: that of `like`, whose view is `view`, where its
+/// elements lie side by side.
+NewTensor empty_like(const Tensor& like, const TensorView& view);
 
 /// What an operator may use: torch's current stream of the device or torch's threads, and scratch memory from torch's
 /// allocator, which lives as long as this object.
@@ -63,12 +71,14 @@ class Call {
 
 /// Runs an operator of the core on the stream, the threads and the memory of torch:
 ///   run<logsumexp_forward, &logsumexp_forward_workspace_bytes>(args, args.x.device);
-/// An operator that needs no workspace leaves the second one out.
+/// An operator that needs no workspace leaves the second one out; on the CPU none does.
 template <auto* function, auto workspace_bytes = nullptr, typename Args>
 void run(const Args& args, Device device) {
   Call call(device);
-  if constexpr (!std::is_null_pointer_v<decltype(workspace_bytes)>)
-    call.take_workspace(workspace_bytes(args, call.context()));
+  if constexpr (!std::is_null_pointer_v<decltype(workspace_bytes)>) {
+    // The question checks the arguments once more.
+    if (device.type != DeviceType::cpu) call.take_workspace(workspace_bytes(args, call.context()));
+  }
   function(args, call.context());
 }
 

@@ -16,6 +16,7 @@ from eaves._operator import (
     apply,
     batch_first,
     call,
+    call_plainly,
     check_bool,
     check_tensor,
     dispatch,
@@ -46,6 +47,7 @@ OF_IGNORED_ROWS = 64  # no output: lse, argmax and entropy of rows that are igno
 
 _RESULT_DTYPES = {dtype: accumulator_dtype(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)}
 _RESULT_DTYPES[torch.float64] = torch.float64
+_CLASS_DTYPES = (torch.int64, torch.int32)
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -199,6 +201,25 @@ def cross_entropy(
         >>> eaves.cross_entropy(logits.detach(), target, reduction="none", return_argmax=True).argmax
         tensor([0, 1, 0])
     """
+    is_compiling = torch.compiler.is_compiling()
+    if (
+        not is_compiling
+        and type(input) is Tensor
+        and not (input.requires_grad and torch.is_grad_enabled())
+        and input.dim() <= 2
+        and weight is normalizer is softcap is scale is class_dim is None
+        and return_lse is return_argmax is return_entropy is return_z_loss is inplace_backward is False
+        and reduction == "mean"
+        and type(ignore_index) is int
+        and ignore_index == -100
+        and label_smoothing == 0
+        and z_loss == 0
+    ):
+        outputs = call_plainly(_forward, input, target)  # the defaults of the operator are those above
+        if outputs is not None:
+            plain_loss: Tensor = outputs[0]
+            return plain_loss
+
     result_dtype = check_logits(input, target)
     is_soft = target.is_floating_point()
     axis = class_axis(input, target, is_soft, class_dim)
@@ -225,7 +246,6 @@ def cross_entropy(
     if inplace_backward is not False:
         check_bool(_OP, "inplace_backward", inplace_backward)
 
-    is_compiling = torch.compiler.is_compiling()
     if not is_compiling and not needs_autograd(input, target):
         outputs = call(
             _OP, _forward, input, target, weight, normalizer, axis, ignore_index, mode, smoothing, scale, softcap,
@@ -376,7 +396,7 @@ def class_axis(input: Tensor, target: Tensor, is_soft: bool, class_dim: int | No
                 f"{_OP}: target has shape {_shape(target)}, expected {_shape(input)}: probabilities, as input"
             )
         return axis
-    if target.dtype != torch.int64 and target.dtype != torch.int32:
+    if target.dtype not in _CLASS_DTYPES:
         raise ValueError(
             f"{_OP}: target has dtype {name_of(target.dtype)}, expected int64 or int32 for classes, "
             f"{name_of(input.dtype)} or float32 for probabilities"
@@ -566,14 +586,14 @@ class _CrossEntropy(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         input, target, weight, _ = inputs[:4]
         ctx.options = inputs[4:11]
-        ctx.computed, ctx.wanted = inputs[11:]
         ctx.set_materialize_grads(False)  # or each backward would fill a tensor of zeros for each output
-        computed = ctx.computed
-        entropy = pick(output, computed, ENTROPY)
-        divisor = pick(output, computed, DIVISOR)
-        target_mass = pick(output, computed, TARGET_MASS)
-        if ctx.wanted & (LSE | ENTROPY):
-            differentiable = (ctx.wanted & LSE) | ENTROPY
+        computed, wanted = inputs[11:]
+        entropy = pick(output, computed, ENTROPY) if computed & ENTROPY else None
+        divisor = pick(output, computed, DIVISOR) if computed & DIVISOR else None
+        target_mass = pick(output, computed, TARGET_MASS) if computed & TARGET_MASS else None
+        ctx.computed, ctx.wanted = computed, wanted
+        if wanted & (LSE | ENTROPY):
+            differentiable = (wanted & LSE) | ENTROPY
             positions = _POSITIONS[computed]
             constant = [output[positions[bit]] for bit in OUTPUTS if computed & bit and not differentiable & bit]
             ctx.mark_non_differentiable(*constant)
@@ -713,16 +733,16 @@ def empty_outputs(like: Tensor, rows: Sequence[int], mode: int, outputs: int) ->
 def _(
     logits: Tensor,
     targets: Tensor,
-    weight: Tensor | None,
-    normalizer: Tensor | None,
-    class_axis: int,
-    ignore_index: int,
-    reduction: int,
-    label_smoothing: float,
-    scale: float,
-    softcap: float,
-    z_loss_weight: float,
-    outputs: int,
+    weight: Tensor | None = None,
+    normalizer: Tensor | None = None,
+    class_axis: int = -1,
+    ignore_index: int = -100,
+    reduction: int = MEAN,
+    label_smoothing: float = 0.0,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    z_loss_weight: float = 0.0,
+    outputs: int = 0,
 ) -> list[Tensor]:
     return empty_outputs(logits, row_shape(logits, class_axis), reduction, outputs)
 
@@ -798,18 +818,19 @@ def _(
     in_dims: tuple[int | None, ...],
     logits: Tensor,
     targets: Tensor,
-    weight: Tensor | None,
-    normalizer: Tensor | None,
-    class_axis: int,
-    ignore_index: int,
-    reduction: int,
-    label_smoothing: float,
-    scale: float,
-    softcap: float,
-    z_loss_weight: float,
-    outputs: int,
+    weight: Tensor | None = None,
+    normalizer: Tensor | None = None,
+    class_axis: int = -1,
+    ignore_index: int = -100,
+    reduction: int = MEAN,
+    label_smoothing: float = 0.0,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    z_loss_weight: float = 0.0,
+    outputs: int = 0,
 ) -> tuple[list[Tensor], list[int]]:
     options = (label_smoothing, scale, softcap, z_loss_weight)
+    in_dims += (None,) * (12 - len(in_dims))  # torch leaves out arguments at the end that have their default
     if in_dims[2] is not None:  # each sample has its own weights
         arguments = (logits, targets, weight, normalizer, class_axis, ignore_index, reduction, *options, outputs)
         each = [_forward(*sample) for sample in each_of_batch(info, in_dims, *arguments)]

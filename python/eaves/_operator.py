@@ -36,12 +36,11 @@ if TYPE_CHECKING:
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def check_tensor(op: str, name: str, value: object) -> None:
+def check_tensor(op: str, name: str, value: Any) -> None:
     """Raises TypeError where `value` is no tensor, NotImplementedError where it is one that eaves does not have."""
     kind = type(value)
     if kind is not Tensor and kind is not torch.nn.Parameter:
         _check_kind(op, name, value)
-    assert isinstance(value, Tensor)
     if value.is_nested:  # without a shape, so that nobody may look at it
         raise NotImplementedError(f"{op}: {name} is {_kind_of(value)}, {_DENSE}")
     if value.dim() > MAX_RANK:
@@ -166,6 +165,7 @@ def apply(op: str, function: type[torch.autograd.Function], *arguments: object) 
 
 # They are not public. Where a later PyTorch lacks one, calls take the longer way, and cost more.
 is_transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+_is_in_dispatch_mode: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _below_autograd: Callable[[], AbstractContextManager[object]] = getattr(
     torch._C, "_AutoDispatchBelowAutograd", nullcontext
 )
@@ -180,6 +180,22 @@ def needs_autograd(*tensors: Tensor) -> bool:
             if tensor.requires_grad:
                 return True
     return False
+
+
+def call_plainly(overload: OpOverload, x: Tensor, y: Tensor) -> Any:
+    """`overload(x, y)` for arguments that nobody has checked yet, or None where the way with the checks is to be
+    taken: the call needs more than the extension's own kernel, or that has refused it. Outside of torch.compile only.
+
+    The extension checks the same things; the checks of the caller know the user's words, and cost half of a small call.
+    """
+    is_plain = type(x) is type(y) is Tensor and not (x.is_meta or y.is_meta or _is_in_dispatch_mode())
+    if not is_plain or needs_autograd(x, y):
+        return None
+    try:
+        with _below_autograd():
+            return overload(x, y)
+    except RuntimeError:
+        return None
 
 
 def call(op: str, overload: OpOverload, *arguments: object) -> Any:

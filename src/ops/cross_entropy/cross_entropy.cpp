@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/check.h"
@@ -153,8 +154,8 @@ void check_grad_loss(const Checked& checked, const TensorView& grad_loss, DType 
 }
 
 struct CheckedInputs {
-  Checked checked;
   CrossEntropyInputs inputs;
+  Checked checked;
 };
 
 /// `grad_logits` and `grad_loss` are absent in the forward.
@@ -188,8 +189,12 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
     check::has_shape(targets, args.logits.shape, "soft targets: that of logits");
   } else {
     check::has_dtype(targets, {DType::int64, DType::int32}, "classes; or a floating-point type for soft targets");
-    check::has_shape(targets, checked.row_shape, std::string(kPerRowShape) + " " + check::to_string(args.logits.shape));
+    if (args.targets.shape != checked.row_shape) {  // or the words would be made in every call
+      check::has_shape(targets, checked.row_shape,
+                       std::string(kPerRowShape) + " " + check::to_string(args.logits.shape));
+    }
   }
+  checked.inputs.reserve(4);
   checked.take_input(targets);
   if (Checked::is_given(weight)) {
     check::is_on(weight, args.logits.device, "logits");
@@ -212,8 +217,7 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
 
   const auto row_strides = [&](const TensorView& tensor) { return spread_strides(tensor.strides, rank, axes, false); };
   const bool has_row_losses = grad_loss.is_present && args.options.reduction == Reduction::none;
-  return {checked,
-          {.view = make_row_view<3, 6>(
+  return {{.view = make_row_view<3, 6>(
                args.logits.shape, axes,
                {args.logits.strides, grad_logits.is_present ? grad_logits.strides : args.logits.strides,
                 is_soft ? args.targets.strides : args.logits.strides,
@@ -230,7 +234,8 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
            .first_class = args.first_class,
            .classes = classes,
            .options = args.options,
-           .row_shape = checked.row_shape}};
+           .row_shape = checked.row_shape},
+          std::move(checked)};
 }
 
 /// An argument that cannot be left out here.
@@ -259,7 +264,7 @@ CrossEntropyOutputs check_outputs(Checked& checked, const Args& args) {
 
 CrossEntropyForwardProblem make_problem(const CrossEntropyForwardArgs& args, const char* op = kForward,
                                         const TensorView& grad_loss = {}, bool overwrites_logits = false) {
-  auto [checked, inputs] = check_inputs(
+  auto [inputs, checked] = check_inputs(
       op, {args.logits, args.targets, args.weight, args.class_axis, args.options, 0, 0, true, overwrites_logits}, {},
       grad_loss);
   CrossEntropyForwardProblem problem{
@@ -283,7 +288,7 @@ CrossEntropyBackwardProblem make_problem(const CrossEntropyBackwardArgs& args) {
   // Over the logits themselves, or beside every input.
   const bool is_in_place = args.grad_logits.data == args.logits.data && args.grad_logits.strides == args.logits.strides;
 
-  auto [checked, inputs] = check_inputs(kBackward,
+  auto [inputs, checked] = check_inputs(kBackward,
                                         {args.logits, args.targets, args.weight, args.class_axis, args.options,
                                          args.first_class, args.classes, true, is_in_place},
                                         args.grad_logits, args.grad_loss);
@@ -355,7 +360,7 @@ CrossEntropyRescaleProblem make_problem(const CrossEntropyRescaleArgs& args) {
 }
 
 CrossEntropyShardProblem make_problem(const CrossEntropyShardArgs& args) {
-  auto [checked, inputs] = check_inputs(
+  auto [inputs, checked] = check_inputs(
       kShardForward,
       {args.logits, args.targets, args.weight, args.class_axis, args.options, args.first_class, args.classes, false},
       {}, {});

@@ -327,60 +327,107 @@ class Rows {
 
 // ---------------------------------------------------------------------------------------------------------- forward
 
-/// The statistics of some columns of a row, as far as `passes` asks for them.
+/// Adds columns [column, column + count), at most a block, to the statistics of a row, as far as `passes` asks for
+/// them. `z` are their logits; `buffer`, which may be `z`, is overwritten.
 template <typename T>
-RowStatistics reduce_with_options(const Rows<T>& rows, const Passes& passes, const ColumnPiece& piece) {
+void add_with_options(const Rows<T>& rows, const Passes& passes, const typename Rows<T>::Row& row, std::int64_t column,
+                      std::int64_t count, const Accumulator<T>* z, Accumulator<T>* buffer, RowStatistics& state) {
   using A = Accumulator<T>;
   constexpr A kRise = A(4);  // of the largest element over the anchor, before the anchor follows
   static_assert(kRise <= A(kSoftmaxSlack));
   const Terms& terms = rows.terms();
+  A max = max_of(z, count);
+  RowStatistics block;
+  block.best = terms.class_count;
+  if (passes.has_best && (max > state.best_value || state.best == terms.class_count)) {
+    const std::int64_t best = find_first(z, count, max);
+    if (best < count) {
+      block.best = terms.first_class + column + best;
+      block.best_value = max;
+    }
+  }
+  if (passes.transforms) {
+    transform_block(z, count, terms, buffer, static_cast<A*>(nullptr));
+    z = buffer;
+    max = max_of(z, count);
+  }
+  block.largest = max;
+  block.softmax.max = max <= static_cast<A>(state.softmax.max) + kRise ? state.softmax.max : max;
+  const A anchor = softmax_anchor(static_cast<A>(block.softmax.max));
+  if (passes.has_moment) {
+    const ExpSums sums = exp_sums(z, count, anchor);
+    block.softmax.sum = sums.sum;
+    block.moment = sums.moment;
+  } else {
+    block.softmax.sum = exact_sum_of_exp(z, count, anchor);
+  }
+  if (passes.has_linear) {
+    Block<A> factors, extra;
+    // Differences from the anchor keep the digits of logits that are all far from 0.
+    const A* u = rows.read_factors(row, column, count, factors, extra);
+    if (u == nullptr) {
+      block.mass = static_cast<double>(count);
+      block.linear = sum_of_differences(z, count, anchor) + block.mass * anchor;
+    } else {
+      const WeightedSums sums = weighted_sums(z, u, count, anchor);
+      block.mass = sums.mass;
+      block.linear = sums.linear + sums.mass * anchor;
+    }
+  }
+  state = merge(state, block);
+}
+
+/// The statistics of some columns of a row.
+template <typename T>
+RowStatistics reduce_with_options(const Rows<T>& rows, const Passes& passes, const ColumnPiece& piece) {
   const auto row = rows.row(piece.group);
-  Block<A> buffer, factors, extra;
+  Block<Accumulator<T>> buffer;
   RowStatistics state;
-  state.best = terms.class_count;
+  state.best = rows.terms().class_count;
   for (std::int64_t column = piece.begin; column < piece.end; column += rows.block()) {
     const std::int64_t count = std::min(rows.block(), piece.end - column);
-    const A* z = rows.read_logits(row, column, count, buffer.elements);
-    A max = max_of(z, count);
-    RowStatistics block;
-    block.best = terms.class_count;
-    if (passes.has_best && (max > state.best_value || state.best == terms.class_count)) {
-      const std::int64_t best = find_first(z, count, max);
-      if (best < count) {
-        block.best = terms.first_class + column + best;
-        block.best_value = max;
-      }
-    }
-    if (passes.transforms) {
-      transform_block(z, count, terms, buffer.elements, static_cast<A*>(nullptr));
-      z = buffer.elements;
-      max = max_of(z, count);
-    }
-    block.largest = max;
-    block.softmax.max = max <= static_cast<A>(state.softmax.max) + kRise ? state.softmax.max : max;
-    const A anchor = softmax_anchor(static_cast<A>(block.softmax.max));
-    if (passes.has_moment) {
-      const ExpSums sums = exp_sums(z, count, anchor);
-      block.softmax.sum = sums.sum;
-      block.moment = sums.moment;
-    } else {
-      block.softmax.sum = exact_sum_of_exp(z, count, anchor);
-    }
-    if (passes.has_linear) {
-      // Differences from the anchor keep the digits of logits that are all far from 0.
-      const A* u = rows.read_factors(row, column, count, factors, extra);
-      if (u == nullptr) {
-        block.mass = static_cast<double>(count);
-        block.linear = sum_of_differences(z, count, anchor) + block.mass * anchor;
-      } else {
-        const WeightedSums sums = weighted_sums(z, u, count, anchor);
-        block.mass = sums.mass;
-        block.linear = sums.linear + sums.mass * anchor;
-      }
-    }
-    state = merge(state, block);
+    const auto* z = rows.read_logits(row, column, count, buffer.elements);
+    add_with_options(rows, passes, row, column, count, z, buffer.elements, state);
   }
   return state;
+}
+
+/// The statistics of the rows of a tile: turned a few columns of a pack of rows at a time, so that each line of memory
+/// is read once and not once for each of its rows.
+template <typename T, typename IsSkipped>
+void reduce_tile_with_options(const Rows<T>& rows, const Passes& passes, const Tiles<T>& tiles,
+                              const ColumnPiece& piece, IsSkipped&& is_skipped, RowStatistics* states) {
+  using A = Accumulator<T>;
+  constexpr std::int64_t kColumns = 256;          // of 64 rows of float32: 64 KiB, in L2
+  constexpr std::int64_t kPitch = kColumns + 16;  // a power of two would put a column's elements into few sets of L1
+  constexpr std::int64_t kRows = kMaxPackSize<T>;
+  static_assert(kColumns % kRows == 0, "whole packs are written");
+  HWY_ALIGN A turned[kRows * kPitch];
+  HWY_ALIGN A side[kRows];
+  const std::int64_t stride = rows.view().columns.strides[kLogits][0];
+  const std::int64_t first = tiles.first_row(piece.group);
+  const std::int64_t width = tiles.width(piece.group);
+  const auto pack = static_cast<std::int64_t>(pack_size<T>());
+  for (std::int64_t begin = 0; begin < width; begin += pack) {
+    const std::int64_t row_count = std::min(pack, width - begin);
+    const T* from = rows.logits().row(rows.view(), first + begin);
+    for (std::int64_t i = 0; i < row_count; ++i) {
+      states[begin + i] = {};
+      states[begin + i].best = rows.terms().class_count;
+    }
+    for (std::int64_t column = piece.begin; column < piece.end; column += kColumns) {
+      const std::int64_t count = std::min(kColumns, piece.end - column);
+      for (std::int64_t i = 0; i < count; ++i) {
+        store_in_order(load_some(from + (column + i) * stride, row_count, T{}), side);
+        for (std::int64_t j = 0; j < row_count; ++j) turned[j * kPitch + i] = side[j];
+      }
+      for (std::int64_t i = 0; i < row_count; ++i) {
+        if (is_skipped(first + begin + i)) continue;
+        A* z = turned + i * kPitch;
+        add_with_options(rows, passes, rows.row(first + begin + i), column, count, z, z, states[begin + i]);
+      }
+    }
+  }
 }
 
 /// Calls `store(row, statistics)` for every row, from many threads. Those of ignored rows are any numbers where
@@ -391,6 +438,17 @@ void reduce_rows(const Rows<T>& rows, const Passes& passes, bool skips_ignored, 
   const CrossEntropyView& view = rows.view();
   if (view.row_count == 0) return;
   const auto is_skipped = [&](std::int64_t row) { return skips_ignored && rows.row(row).is_ignored; };
+  if (passes.any() && Tiles<T>::fit(view)) {
+    const Tiles<T> tiles(view);
+    return reduce_pieces<RowStatistics, Tiles<T>::kWidth>(
+        tiles.pieces(view.column_count), context,
+        [&](const ColumnPiece& piece, RowStatistics* states) {
+          reduce_tile_with_options(rows, passes, tiles, piece, is_skipped, states);
+        },
+        [&](std::int64_t tile, const RowStatistics* states) {
+          for (std::int64_t i = 0; i < tiles.width(tile); ++i) store(tiles.first_row(tile) + i, states[i]);
+        });
+  }
   if (passes.any()) {
     return reduce_pieces<RowStatistics, 1>(
         ColumnPieces(view.column_count, view.row_count, 1), context,
@@ -628,7 +686,7 @@ void in_place_of(const CrossEntropyInPlaceProblem& problem, const ExecutionConte
   };
 
   if (view.row_count == 0) return results.finish(divisor, forward.normalizer != nullptr);
-  const bool has_tiles = !passes.any() && Tiles<T>::fit(view);
+  const bool has_tiles = !with_options && Tiles<T>::fit(view);  // with options there are none to write
   const ColumnPieces pieces(view.column_count, view.row_count, 1);
   if (has_tiles || pieces.count > 1) {
     std::vector<RowLoss<double>> losses(static_cast<std::size_t>(view.row_count));

@@ -1,6 +1,7 @@
 // Tensors beyond 2^31 elements: every index that would not survive 32 bits. Slow (gigabytes), so their names start
 // with Slow; they are skipped, with the reason, where memory is short.
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <bit>
 #include <cmath>
@@ -17,6 +18,15 @@ namespace {
 class SlowCrossEntropy : public OnEachDevice {};
 EAVES_EACH_DEVICE(SlowCrossEntropy);
 
+/// Memory of this size; on the CPU in pages of 2 MiB where they are to be had: handed out in pages of 4 KiB it takes
+/// longer than all that is computed in it.
+class LargeMemory : public Memory {
+ public:
+  LargeMemory(Device device, std::int64_t bytes) : Memory(device, bytes) {
+    if (device.type == DeviceType::cpu) madvise(data(), static_cast<std::size_t>(bytes), MADV_HUGEPAGE);
+  }
+};
+
 /// The logits are 0 everywhere (bytes of zeros) but for one of each of the first and the last row, at the end of the
 /// row: the last one lies beyond 2^31. It is the target of the last row; that of all others is class 0.
 void check_large(Device device, const Dims& shape, int class_axis) {
@@ -31,8 +41,8 @@ void check_large(Device device, const Dims& shape, int class_axis) {
   if (runtime::free_memory_bytes(device) < bytes + (std::int64_t{1} << 30)) {
     GTEST_SKIP() << "needs " << (bytes >> 20) << " MiB, " << (runtime::free_memory_bytes(device) >> 20) << " are free";
   }
-  const Memory logits(device, count * 2);
-  const Memory grad_logits(device, count * 2);
+  const LargeMemory logits(device, count * 2);
+  const LargeMemory grad_logits(device, count * 2);
   const Memory targets(device, rows * 8), argmax(device, rows * 8);
   const Memory loss(device, rows * 4), lse(device, rows * 4), grad_loss(device, rows * 4);
   runtime::fill_bytes(device, logits.data(), 0, static_cast<std::size_t>(count) * 2);
@@ -114,8 +124,8 @@ TEST_P(SlowCrossEntropy, SoftTargetsBeyond2To31Elements) {
   const std::int64_t columns = 32768;
   const std::int64_t count = rows * columns;
   if (runtime::free_memory_bytes(device()) < 4 * count + (std::int64_t{1} << 30)) GTEST_SKIP() << "too little memory";
-  const Memory logits(device(), count * 2);
-  const Memory grad_logits(device(), count * 2);
+  const LargeMemory logits(device(), count * 2);
+  const LargeMemory grad_logits(device(), count * 2);
   const Memory loss(device(), rows * 4), lse(device(), rows * 4), target_mass(device(), rows * 4), one(device(), 4);
   runtime::fill_bytes(device(), logits.data(), 0, static_cast<std::size_t>(count) * 2);
   const std::uint16_t marker = 0x3f80;  // 1 in bfloat16
