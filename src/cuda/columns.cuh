@@ -130,7 +130,7 @@ __device__ void accumulate(SoftmaxState<A> (&states)[kLaneRows], A (&anchors)[kL
   }
   // The batch is summed by itself first: a row of millions of columns must not become one running sum.
   A sums[kLaneRows];
-  with_exponential_minus(anchors, [&](auto exponential_minus_anchor) {
+  with_exponential_minus(anchors, [&](auto exponential_minus_anchor, auto corrected) {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       A values[kLaneRows];
@@ -141,9 +141,9 @@ __device__ void accumulate(SoftmaxState<A> (&states)[kLaneRows], A (&anchors)[kL
         sums[r] = c == 0 ? term : sums[r] + term;
       }
     }
-  });
 #pragma unroll
-  for (int r = 0; r < kLaneRows; ++r) states[r].sum += sums[r];
+    for (int r = 0; r < kLaneRows; ++r) states[r].sum += corrected(sums[r], r);
+  });
 }
 
 /// Takes columns first, first + step, ... below `last` of rows side by side into their states.

@@ -17,11 +17,15 @@ struct LaunchShape {
   std::int64_t blocks = 1;    ///< along x, below 2^31
   std::int64_t blocks_y = 1;  ///< below 2^16
   dim3 threads = 1;
-  bool is_row_cluster = false;               ///< the blocks of equal y are one cluster; then `blocks` is at most 8
+  int cluster_blocks = 1;                    ///< neighbours along x, at most 8, that are one cluster; divides `blocks`
+  std::size_t shared_bytes = 0;              ///< of a block, as `extern __shared__`; beside those the kernel declares
   bool starts_before_previous_ends = false;  ///< programmatic dependent launch: the kernel waits by itself, with
                                              ///< wait_for_previous_kernel(), before it reads what that one wrote
   void* stream = nullptr;
 };
+
+/// Dynamic shared memory that a kernel gets without asking: what it declares counts into the same 48 KiB.
+inline constexpr std::size_t kSharedBytesWithoutAsking = 40960;
 
 template <typename... Parameters>
 void launch(const char* op, void (*kernel)(Parameters...), const LaunchShape& shape, Parameters... arguments) {
@@ -33,12 +37,18 @@ void launch(const char* op, void (*kernel)(Parameters...), const LaunchShape& sh
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y));
   config.blockDim = shape.threads;
+  config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = static_cast<cudaStream_t>(shape.stream);
   config.attrs = attributes;
-  if (shape.is_row_cluster) {
+  if (shape.shared_bytes > kSharedBytesWithoutAsking) {
+    check_status(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes)),
+        op);
+  }
+  if (shape.cluster_blocks > 1) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = static_cast<unsigned>(shape.blocks);
+    attribute.val.clusterDim.x = static_cast<unsigned>(shape.cluster_blocks);
     attribute.val.clusterDim.y = 1;
     attribute.val.clusterDim.z = 1;
   }

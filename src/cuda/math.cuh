@@ -8,6 +8,9 @@
 
 namespace eaves::cuda {
 
+/// Below it, what the rounding of an anchor adds to an exponent is far from an overflow.
+inline constexpr float kCommonAnchor = 0x1p20f;
+
 /// 2^x, relative error 2^-22; 0 for x below -126 (subnormal results are flushed), for -inf too.
 __device__ inline float exp2_approximate(float x) {
   float result;
@@ -20,10 +23,10 @@ __device__ inline float exp2_approximate(float x) {
 __device__ inline float exponential(float x) { return exp2_approximate(x * kLog2E); }
 __device__ inline double exponential(double x) { return ::exp(x); }
 
-/// Calls `body` with a function of (x, i) that computes e^(x - anchors[i]). For float32 and anchors of common size that
-/// is one multiply-add and one special-function instruction, 1 % of a read-only stream's time less than
-/// exponential(x - anchor). The rounding of anchor * log2(e) then is an error of |anchor| * 2^-24 in the exponent: a
-/// relative 2^-24 of anchor + log(sum), but too much for a gradient, and with a huge anchor it would overflow.
+/// Calls `body` with two functions: one of (x, i) that computes e^(x - anchors[i]), and one of (sum, i) that a sum of
+/// those goes through. For float32 and anchors of common size the first is one multiply-add and one special-function
+/// instruction, 1 % of a read-only stream's time less than exponential(x - anchor). What the rounding of
+/// anchor * log2(e) adds to every exponent, up to |anchor| * 2^-24, the second takes out again.
 template <int kAnchors, typename A, typename Body>
 __device__ void with_exponential_minus(const A (&anchors)[kAnchors], Body body) {
   if constexpr (std::is_same_v<A, float>) {
@@ -31,15 +34,16 @@ __device__ void with_exponential_minus(const A (&anchors)[kAnchors], Body body) 
     float negative_scaled[kAnchors];
 #pragma unroll
     for (int i = 0; i < kAnchors; ++i) {
-      are_common = are_common && fabsf(anchors[i]) < 0x1p20f;
+      are_common = are_common && fabsf(anchors[i]) < kCommonAnchor;
       negative_scaled[i] = -anchors[i] * kLog2E;
     }
     if (are_common) {
-      body([&](float x, int i) { return exp2_approximate(fmaf(x, kLog2E, negative_scaled[i])); });
+      body([&](float x, int i) { return exp2_approximate(fmaf(x, kLog2E, negative_scaled[i])); },
+           [&](float sum, int i) { return sum * exp2_approximate(-fmaf(anchors[i], kLog2E, negative_scaled[i])); });
       return;
     }
   }
-  body([&](A x, int i) { return exponential(x - anchors[i]); });
+  body([&](A x, int i) { return exponential(x - anchors[i]); }, [](A sum, int) { return sum; });
 }
 
 }  // namespace eaves::cuda

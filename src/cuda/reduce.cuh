@@ -29,7 +29,7 @@ __device__ State reduce_lanes(State state, Merge merge) {
   return state;
 }
 
-/// Over the kThreads threads of a block; thread 0 gets the result.
+/// Over the kThreads threads of a block; the first warp gets the result.
 template <int kThreads, typename State, typename Merge>
 __device__ State reduce_block(State state, Merge merge) {
   constexpr int kWarps = kThreads / 32;

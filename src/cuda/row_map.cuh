@@ -15,6 +15,8 @@
 //     const T* in; T* out;        // tensors 0 and 1 of the view; may be the same
 //     auto row(std::int64_t row) const;   // loads what the row needs; a function of (element, column), and of
 //                                         // (vector, column of its first element) as transform() takes it
+//     // heavy ones: calls body(function like row()) for what all rows have in common, so that a loop is compiled for
+//     it void for_variant(body) const;
 //   };
 #pragma once
 
@@ -36,10 +38,14 @@ inline constexpr int kMapLanesBlock = 128;  // threads of a block of short rows
 // 64 x 2 0.501 and 8.1, 128 x 2 0.501 and 9.1, 64 x 4 0.509 and 8.3, 32 x 2 0.639 and 9.4, 128 x 1 0.618 and 9.5; a
 // plain copy 0.511 and 6.8.
 inline constexpr int kMapThreads = 32;
-inline constexpr int kMapVectors = 4;       // that a thread loads before it stores the first
-inline constexpr int kHeavyMapBatches = 4;  // that a thread of a heavy operator takes one after the other
-inline constexpr int kMapColumnWarps = 8;   // warps of a block that walk down columns side by side
-inline constexpr int kMapColumns = 4;       // columns that a thread loads before it stores the first
+inline constexpr int kMapVectors = 4;  // that a thread loads before it stores the first
+// A thread of a heavy operator takes more batches, one after the other; smaller ones, for the instructions of a loop
+// over many elements are more than a multiprocessor keeps at hand. All slots but one are for batches on their way.
+inline constexpr int kHeavyMapVectors = 2;
+inline constexpr int kHeavyMapBatches = 8;
+inline constexpr int kHeavyMapSlots = 6;
+inline constexpr int kMapColumnWarps = 8;  // warps of a block that walk down columns side by side
+inline constexpr int kMapColumns = 4;      // columns that a thread loads before it stores the first
 inline constexpr int kMapColumnBlocks =
     32;  // blocks for each multiprocessor: nothing is merged, so many and short ones
 
@@ -50,12 +56,13 @@ __global__ void __launch_bounds__(kMapLanesBlock) map_per_lanes(const __grid_con
   if (row >= operation.view().row_count) return;
   const auto at = operation.view().rows.offsets(row);
   transform<kMapVectors>(operation.in + at.of[0], operation.out + at.of[1], operation.view().column_count, 0, INT32_MAX,
-                         threadIdx.x % kMapLanes, kMapLanes, [&] { return operation.row(row); });
+                         threadIdx.x % kMapLanes, kMapLanes, DirectLoads{}, [&] { return operation.row(row); });
 }
 
 /// How many vectors a piece of a long row has.
 template <typename Operation>
-inline constexpr int kMapPieceVectors = kMapThreads* kMapVectors*(Operation::kIsHeavy ? kHeavyMapBatches : 1);
+inline constexpr int kMapPieceVectors = kMapThreads*(Operation::kIsHeavy ? kHeavyMapVectors* kHeavyMapBatches
+                                                                         : kMapVectors);
 
 /// Long rows: a block a piece, and a piece is one batch of vectors for each thread, or a few.
 template <typename Operation>
@@ -63,9 +70,20 @@ __global__ void __launch_bounds__(kMapThreads)
     map_per_piece(const __grid_constant__ Operation operation, unsigned pieces) {
   const unsigned row = blockIdx.x / pieces;
   const auto at = operation.view().rows.offsets(row);
-  transform<kMapVectors>(operation.in + at.of[0], operation.out + at.of[1], operation.view().column_count,
-                         blockIdx.x - row * pieces, kMapPieceVectors<Operation>, threadIdx.x, kMapThreads,
-                         [&] { return operation.row(row); });
+  const auto map = [&]<int kVectors>(std::integral_constant<int, kVectors>, auto loads, auto make_row) {
+    transform<kVectors>(operation.in + at.of[0], operation.out + at.of[1], operation.view().column_count,
+                        blockIdx.x - row * pieces, kMapPieceVectors<Operation>, threadIdx.x, kMapThreads, loads,
+                        [&] { return make_row(row); });
+  };
+  if constexpr (Operation::kIsHeavy) {
+    using T = typename Operation::Element;
+    using Loads = LoadsAhead<T, kMapThreads, kHeavyMapVectors, kHeavyMapSlots>;
+    __shared__ Vector<T> shared[Loads::Ring::kVectorCount];
+    operation.for_variant(
+        [&](auto make_row) { map(std::integral_constant<int, kHeavyMapVectors>{}, Loads(shared), make_row); });
+  } else {
+    map(std::integral_constant<int, kMapVectors>{}, DirectLoads{}, [&](std::int64_t i) { return operation.row(i); });
+  }
 }
 
 /// As row_per_column: each thread owns kLaneRows neighbouring rows and walks down their columns.

@@ -64,8 +64,8 @@ __device__ void accumulate(SoftmaxState<Accumulator<T>>& state, const Vector<T> 
   const A max = fmax(state.max, max_of(batch));
   raise_max(state, max);
   const A anchors[1] = {softmax_anchor(max)};
-  with_exponential_minus(anchors, [&](auto exponential_minus_anchor) {
-    state.sum += sum_of(batch, [&](A x) { return exponential_minus_anchor(x, 0); });
+  with_exponential_minus(anchors, [&](auto exponential_minus_anchor, auto corrected) {
+    state.sum += corrected(sum_of(batch, [&](A x) { return exponential_minus_anchor(x, 0); }), 0);
   });
 }
 
@@ -79,7 +79,7 @@ __device__ void accumulate(SoftmaxState<A>& state, A value) {
 template <int kVectors, typename T, typename GoesOn>
 __device__ void accumulate_row(SoftmaxState<Accumulator<T>>& state, const T* first, std::int64_t count, int thread,
                                int threads, GoesOn goes_on) {
-  for_each_batch<kVectors>(first, count, thread, threads, minus_infinity<T>(), goes_on,
+  for_each_batch<kVectors>(first, count, thread, threads, minus_infinity<T>(), DirectLoads{}, goes_on,
                            [&](const auto& batch, const BatchPlace&, auto) { accumulate(state, batch); });
 }
 

@@ -8,25 +8,9 @@
 #include <cstdint>
 
 #include "core/numeric.h"
+#include "cuda/loads.cuh"
 
 namespace eaves::cuda {
-
-/// 16 bytes of elements.
-template <typename T>
-struct Vector {
-  static constexpr int kSize = 16 / sizeof(T);
-  uint4 words;
-};
-
-/// Streaming: every element is read once, so it should not push anything out of L1.
-template <typename T>
-__device__ Vector<T> load(const Vector<T>* address) {
-  Vector<T> v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.words.x), "=r"(v.words.y), "=r"(v.words.z), "=r"(v.words.w)
-               : "l"(address));
-  return v;
-}
 
 /// Streaming: nothing will read these elements soon.
 template <typename T>
@@ -49,6 +33,12 @@ __device__ std::uint32_t bits_of(T value) {
   std::uint32_t bits;
   memcpy(&bits, &value, sizeof(T));
   return bits;
+}
+
+/// Two elements of 16 bits.
+template <typename T>
+__device__ auto pair_of(std::uint32_t bits) {
+  return bits_as<std::conditional_t<std::is_same_v<T, bfloat16>, __nv_bfloat162, __half2>>(bits);
 }
 
 }  // namespace detail
@@ -108,9 +98,8 @@ __device__ Vector<T> minus_infinity() {
 template <typename T>
 __device__ Vector<T> max_each(const Vector<T>& a, const Vector<T>& b) {
   if constexpr (sizeof(T) == 2) {
-    using Pair = std::conditional_t<std::is_same_v<T, bfloat16>, __nv_bfloat162, __half2>;
     const auto max = [](std::uint32_t left, std::uint32_t right) {
-      return detail::bits_of(__hmax2(detail::bits_as<Pair>(left), detail::bits_as<Pair>(right)));
+      return detail::bits_of(__hmax2(detail::pair_of<T>(left), detail::pair_of<T>(right)));
     };
     return {make_uint4(max(a.words.x, b.words.x), max(a.words.y, b.words.y), max(a.words.z, b.words.z),
                        max(a.words.w, b.words.w))};
@@ -134,42 +123,49 @@ __device__ Vector<T> max_each(const Vector<T> (&batch)[kVectors]) {
   return max;
 }
 
+namespace detail {
+
+/// Of the elements of a vector; -inf where all are NaN.
+template <typename T>
+__device__ Accumulator<T> max_within(const Vector<T>& v) {
+  if constexpr (sizeof(T) == 2) {
+    const auto max = [](std::uint32_t a, std::uint32_t b) { return bits_of(__hmax2(pair_of<T>(a), pair_of<T>(b))); };
+    const std::uint32_t largest = max(max(v.words.x, v.words.y), max(v.words.z, v.words.w));
+    Accumulator<T> values[Vector<T>::kSize];
+    unpack(Vector<T>{make_uint4(largest, 0u, 0u, 0u)}, values);
+    return fmax(fmax(values[0], values[1]), -infinity<Accumulator<T>>());
+  } else {
+    Accumulator<T> values[Vector<T>::kSize];
+    unpack(v, values);
+    Accumulator<T> max = -infinity<Accumulator<T>>();
+#pragma unroll
+    for (int i = 0; i < Vector<T>::kSize; ++i) max = fmax(max, values[i]);
+    return max;
+  }
+}
+
+}  // namespace detail
+
 /// Over all elements; -inf where all are NaN.
 template <typename T, int kVectors>
 __device__ Accumulator<T> max_of(const Vector<T> (&batch)[kVectors]) {
-  Accumulator<T> values[Vector<T>::kSize];
-  unpack(max_each(batch), values);
-  Accumulator<T> max = -infinity<Accumulator<T>>();
-#pragma unroll
-  for (int i = 0; i < Vector<T>::kSize; ++i) max = fmax(max, values[i]);
-  return max;
+  return detail::max_within(max_each(batch));
 }
 
-/// The largest |element|; a NaN counts as one beyond all numbers.
+/// The largest |element| that is not NaN; 0 where all are.
 template <typename T, int kVectors>
 __device__ Accumulator<T> max_of_sizes(const Vector<T> (&batch)[kVectors]) {
-  if constexpr (sizeof(T) == 2) {
-    // Without its sign, a number of 16 bits compares as an integer.
-    std::uint32_t max = 0;
+  Vector<T> sizes[kVectors];
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const uint4& w = batch[v].words;
-      max = __vmaxu2(max, __vmaxu2(__vmaxu2(w.x & 0x7fff7fffu, w.y & 0x7fff7fffu),
-                                   __vmaxu2(w.z & 0x7fff7fffu, w.w & 0x7fff7fffu)));
-    }
-    max = __vmaxu2(max, max >> 16);
-    return load_as_accumulator(detail::bits_as<T>(max & 0x7fffu));
-  } else {
-    Accumulator<T> max = 0;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      Accumulator<T> values[Vector<T>::kSize];
-      unpack(batch[v], values);
-#pragma unroll
-      for (int i = 0; i < Vector<T>::kSize; ++i) max = fabs(values[i]) <= max ? max : fabs(values[i]);
-    }
-    return max;
+  for (int v = 0; v < kVectors; ++v) {
+    const auto size = [](std::uint32_t word) {
+      if constexpr (sizeof(T) == 2) return detail::bits_of(__habs2(detail::pair_of<T>(word)));
+      return word & 0x7fffffffu;
+    };
+    const uint4& w = batch[v].words;
+    sizes[v].words = make_uint4(size(w.x), size(w.y), size(w.z), size(w.w));
   }
+  return fmax(max_of(sizes), Accumulator<T>(0));
 }
 
 /// A run of elements of unit stride: some up to a 16-byte boundary, whole vectors, some after the last boundary.
@@ -209,11 +205,11 @@ struct BatchPlace {
 /// Shares a run of elements among `threads` threads and calls `body(batch, place, is_whole)` in each with kVectors
 /// vectors at a time, all of them loaded before the first is used; is_whole is std::true_type where every one of them
 /// is there. Places without an element hold `fill`. The run has fewer than 2^31 vectors: 32-bit indices leave registers
-/// for loads, and longer rows are cut into pieces. `goes_on()` is asked once in each thread, when its first elements
-/// are on their way: if it says no, the rest of the run is left out.
-template <int kVectors, typename T, typename Body, typename GoesOn>
+/// for loads, and longer rows are cut into pieces. `loads` are of loads.cuh. `goes_on()` is asked once in each thread,
+/// when its first elements are on their way: if it says no, the rest of the run is left out.
+template <int kVectors, typename T, typename Loads, typename Body, typename GoesOn>
 __device__ void for_each_batch(const T* first, std::int64_t count, int thread, int threads, const Vector<T>& fill,
-                               GoesOn goes_on, Body body) {
+                               Loads loads, GoesOn goes_on, Body body) {
   constexpr int kSize = Vector<T>::kSize;
   const Span<const T> span(first, count);
   // The edge elements travel with the first batch and are used last, so that they add no wait.
@@ -225,13 +221,14 @@ __device__ void for_each_batch(const T* first, std::int64_t count, int thread, i
   std::int64_t index = span.head + std::int64_t{thread} * kSize;
   int left = static_cast<int>(span.vectors) - thread;
   bool is_first = true;
+  loads.begin(address, left, threads);
   for (; left > (kVectors - 1) * threads;
        left -= kVectors * threads, address += kVectors * threads, index += kVectors * step) {
     Vector<T> batch[kVectors];
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) batch[v] = load(address + v * threads);
-    if (is_first && !goes_on()) return;
+    loads.load(batch, address, threads);
+    if (is_first && !goes_on()) return loads.stop();
     is_first = false;
+    loads.receive(batch);
     body(batch, BatchPlace{index, step, kVectors, kSize}, std::true_type{});
   }
   if (left > 0) {
@@ -274,10 +271,11 @@ struct Elementwise {
 /// counted from the first 16-byte boundary, so that every piece starts on one; piece 0 has the edge elements too.
 /// `make_function()` is called when the first vectors are on their way: what it loads for the whole run does not delay
 /// them. H200, a bf16 gradient with two numbers for each row: [4096, 32768] 0.1281 ms, after them 0.1292. What it
-/// returns maps (vector, column of its first element) to a vector, and (element, column) to an element.
-template <int kVectors, typename T, typename MakeFunction>
+/// returns maps (vector, column of its first element) to a vector, and (element, column) to an element. `loads` are of
+/// loads.cuh.
+template <int kVectors, typename T, typename Loads, typename MakeFunction>
 __device__ void transform(const T* in, T* out, std::int64_t count, std::int64_t piece, int piece_vectors, int thread,
-                          int threads, MakeFunction make_function) {
+                          int threads, Loads loads, MakeFunction make_function) {
   constexpr int kSize = Vector<T>::kSize;
   const Span<const T> source(in, count);
   const Span<T> target(out, count);
@@ -290,15 +288,14 @@ __device__ void transform(const T* in, T* out, std::int64_t count, std::int64_t 
   Vector<T> batch[kVectors];
   const auto load_batch = [&] {
     const bool is_whole = left > (kVectors - 1) * threads;
-    if (is_whole) {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) batch[v] = load(from + v * threads);
-    }
+    if (is_whole) loads.load(batch, from, threads);
     return is_whole;
   };
+  loads.begin(from, left, threads);
   bool has_batch = load_batch();
   const auto function = make_function();
   while (has_batch) {
+    loads.receive(batch);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) store(to + v * threads, function(batch[v], column + v * threads * kSize));
     from += kVectors * threads;

@@ -31,6 +31,19 @@ struct CrossEntropyGradient {
     const auto at = view().rows.offsets(row);
     return Function(inputs.in, inputs.row(at), at.of[kSoftTargets]);
   }
+
+  template <typename Body>
+  __device__ void for_variant(Body body) const {
+    const auto call = [&]<bool kIsCapped, bool kIsLoaded>() {
+      body([&](std::int64_t i) { return GradientVariant<T, View, kIsCapped, kIsLoaded>{row(i)}; });
+    };
+    const bool is_loaded = inputs.in.is_measure_loaded();
+    if (inputs.in.terms.softcap == Accumulator<T>(0)) {
+      is_loaded ? call.template operator()<false, true>() : call.template operator()<false, false>();
+    } else {
+      is_loaded ? call.template operator()<true, true>() : call.template operator()<true, false>();
+    }
+  }
 };
 
 template <typename T>
@@ -69,7 +82,7 @@ __global__ void __launch_bounds__(kRescaleThreads)
     if (view.layout == RowLayout::contiguous) {
       const std::int64_t count = min(piece_columns, view.column_count - first);
       transform<4>(static_cast<const T*>(from + first), from + first, count, 0, INT32_MAX, threadIdx.x, kRescaleThreads,
-                   [&] {
+                   DirectLoads{}, [&] {
                      const auto scaled = [factor](A value, std::int64_t) { return value * factor; };
                      return Elementwise<T, decltype(scaled)>{scaled};
                    });

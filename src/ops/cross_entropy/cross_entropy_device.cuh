@@ -1,13 +1,12 @@
-// What the kernels of cross_entropy share on the device: where a row's target and the weights are, the transforms of a
-// logit, and what many logits add to the statistics of a row.
+// What the kernels of cross_entropy share on the device: where a row's target and the weights are, and the transforms
+// of a logit.
 #pragma once
 
 #include <numbers>
 
 #include "core/dispatch.h"
+#include "core/rows.h"
 #include "cuda/math.cuh"
-#include "cuda/row_reduce.cuh"
-#include "cuda/softmax.cuh"
 #include "cuda/vector.cuh"
 #include "ops/cross_entropy/cross_entropy_math.h"
 
@@ -36,22 +35,15 @@ struct OwnOrFloat {
                     : load_as_accumulator(static_cast<const T*>(data)[i]);
   }
 
-  /// Elements i to i + kSize, by vectors where they start on one.
-  __device__ void load_run(std::int64_t i, Accumulator<T> (&values)[Vector<T>::kSize]) const {
+  /// Elements i to i + kSize, by vectors: they start on one.
+  __device__ void load_aligned(std::int64_t i, Accumulator<T> (&values)[Vector<T>::kSize]) const {
     constexpr int kSize = Vector<T>::kSize;
-    if (!is_float) {
-      const T* from = static_cast<const T*>(data) + i;
-      if (reinterpret_cast<std::uintptr_t>(from) % 16 == 0) {
-        const uint4 words = __ldg(reinterpret_cast<const uint4*>(from));
-        unpack(Vector<T>{words}, values);
-        return;
-      }
-    } else if constexpr (kSize >= 4) {
-      const float* from = static_cast<const float*>(data) + i;
-      if (reinterpret_cast<std::uintptr_t>(from) % 16 == 0) {
+    if constexpr (kSize >= 4) {
+      if (is_float) {
+        const auto* from = reinterpret_cast<const float4*>(static_cast<const float*>(data) + i);
 #pragma unroll
         for (int v = 0; v < kSize; v += 4) {
-          const float4 four = __ldg(reinterpret_cast<const float4*>(from + v));
+          const float4 four = __ldg(from + v / 4);
           values[v] = four.x;
           values[v + 1] = four.y;
           values[v + 2] = four.z;
@@ -60,6 +52,14 @@ struct OwnOrFloat {
         return;
       }
     }
+    unpack(Vector<T>{__ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(data) + i))}, values);
+  }
+
+  /// The same wherever they start.
+  __device__ void load_run(std::int64_t i, Accumulator<T> (&values)[Vector<T>::kSize]) const {
+    constexpr int kSize = Vector<T>::kSize;
+    const auto address = reinterpret_cast<std::uintptr_t>(data) + i * (is_float ? sizeof(float) : sizeof(T));
+    if (address % 16 == 0) return load_aligned(i, values);
 #pragma unroll
     for (int v = 0; v < kSize; ++v) values[v] = (*this)[i + v];
   }
@@ -67,20 +67,25 @@ struct OwnOrFloat {
 
 // ---- transforms ----------------------------------------------------------------------------------------------------
 
-/// tanh, and its derivative 1 - tanh^2 without cancellation.
+/// What exponents are counted in: log(2) for float32, as its exponential takes them.
 template <typename A>
-struct Tanh {
-  A value;
-  A derivative;
-};
+inline constexpr A kUnit = A(1);
+template <>
+inline constexpr float kUnit<float> = 0.693147180559945309f;
 
-__device__ inline Tanh<double> tanh_of(double x) {
-  const double inverse_cosh = 1.0 / ::cosh(x);
-  return {::tanh(x), inverse_cosh * inverse_cosh};
-}
+/// e^(kUnit * x)
+__device__ inline float power(float x) { return exp2_approximate(x); }
+__device__ inline double power(double x) { return ::exp(x); }
 
-/// Up to kSmallTanh by a polynomial, which needs no special function, beyond as 1 - 2 / (e^2|x| + 1). Relative error
-/// 3e-7.
+/// How far the anchor of a row's exponents may lag behind its logits. Less would be more work, and more would cost
+/// accuracy: an exponent of 4 is known to 2^-23.
+inline constexpr double kAnchorSlack = 3.0;
+
+/// a * b, rounded by itself, whatever happens to it afterwards.
+__device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
+__device__ inline double product(double a, double b) { return __dmul_rn(a, b); }
+
+/// Up to kSmallTanh a polynomial, which needs no special function; beyond, 1 - 2 / (e^2|x| + 1). Relative error 3e-7.
 inline constexpr float kSmallTanh = 0.625f;
 /// tanh(x) / x as a polynomial of x^2: a relative error of 4e-9 for |x| <= kSmallTanh, fitted by weighted least
 /// squares; 1e-7 with the roundings.
@@ -91,74 +96,104 @@ EAVES_HOST_DEVICE constexpr float tanh_coefficient(int i) {
   return kCoefficients[i];
 }
 
-__device__ inline float small_tanh(float x) {
-  const float u = x * x;
-  float p = tanh_coefficient(kTanhDegree);
-#pragma unroll
-  for (int i = kTanhDegree - 1; i >= 0; --i) p = fmaf(p, u, tanh_coefficient(i));
-  return x * p;
-}
-
-__device__ inline float large_tanh_complement(float x) {
-  return __fdividef(2.0f, exponential(2.0f * fminf(fabsf(x), 40.0f)) + 1.0f);
-}
-
-__device__ inline Tanh<float> tanh_of(float x) {
-  if (fabsf(x) <= kSmallTanh) {
-    const float t = small_tanh(x);
-    return {t, fmaf(-t, t, 1.0f)};
-  }
-  const float q = large_tanh_complement(x);  // a NaN stays one: fminf() has dropped it, the next line puts it back
-  return {x != x ? x : copysignf(1.0f - q, x), q * (2.0f - q)};
-}
-
 /// The options as kernels compute with them. The factors of the softcap's polynomial are put into its coefficients, and
 /// those are read from the kernel's arguments.
 template <typename A>
 struct LossTerms : CrossEntropyTerms<A> {
+  A scale_in_units;                      ///< scale / kUnit
+  A slack_of_logits;                     ///< between two logits z' / kUnit differs by at most kAnchorSlack
+  A softcap_in_units = A(0);             ///< softcap / kUnit; this and the following only with a softcap
+  A to_tanh = A(0);                      ///< 1 / softcap_in_units
+  A to_tanh_squared = A(0);              ///< its square
   A factor = A(0);                       ///< scale / softcap
-  A small_logit = A(0);                  ///< up to which the polynomial serves
-  A coefficients[kTanhDegree + 1] = {};  ///< of z' / log(2)
+  A doubled_in_units = A(0);             ///< 2 * factor / kUnit
+  A small_logit = A(-1);                 ///< up to which the polynomial below serves; below 0: never
+  A coefficients[kTanhDegree + 1] = {};  ///< of z' / kUnit / z, for z^2
 
-  explicit LossTerms(const CrossEntropyInputs& inputs) : CrossEntropyTerms<A>(inputs) {
-    if (this->softcap == A(0)) return;
+  explicit LossTerms(const CrossEntropyInputs& inputs)
+      : CrossEntropyTerms<A>(inputs),
+        scale_in_units(static_cast<A>(inputs.options.scale / kUnit<A>)),
+        slack_of_logits(static_cast<A>(kAnchorSlack * kUnit<A> / inputs.options.scale)) {
+    if (inputs.options.softcap == 0.0) return;
+    const double exact_softcap = inputs.options.softcap / kUnit<A>;
     const double exact_factor = inputs.options.scale / inputs.options.softcap;
+    softcap_in_units = static_cast<A>(exact_softcap);
+    to_tanh = static_cast<A>(1.0 / exact_softcap);
+    to_tanh_squared = static_cast<A>(1.0 / (exact_softcap * exact_softcap));
     factor = static_cast<A>(exact_factor);
-    double power = inputs.options.scale * std::numbers::log2e;
+    doubled_in_units = static_cast<A>(2.0 * exact_factor / kUnit<A>);
+    // The powers of an extreme factor are no numbers of float32.
+    if (exact_factor < 1e-3 || exact_factor > 1e3 || exact_softcap > 1e6) return;
+    double power = exact_softcap * exact_factor;
     for (int i = 0; i <= kTanhDegree; ++i, power *= exact_factor * exact_factor) {
       coefficients[i] = static_cast<A>(tanh_coefficient(i) * power);
     }
-    // Extreme scales, whose powers are no numbers, take the other way.
-    const bool is_usable = exact_factor > 1e-4 && exact_factor < 1e4 && power > 1e-30 && power < 1e30;
-    small_logit = is_usable ? static_cast<A>(kSmallTanh / exact_factor) : A(-1);
+    small_logit = static_cast<A>(kSmallTanh / exact_factor);
   }
 };
 
-/// z' / log(2) of a logit of at most `small_logit`.
-__device__ inline float capped_in_log2(float z, const LossTerms<float>& terms, float minus = 0.0f) {
+/// z' / kUnit / z of a logit of at most `small_logit`.
+__device__ inline float small_slope(float z, const LossTerms<float>& terms) {
   const float square = z * z;
   float p = terms.coefficients[kTanhDegree];
 #pragma unroll
-  for (int c = kTanhDegree - 1; c >= 0; --c) p = fmaf(p, square, terms.coefficients[c]);
-  return fmaf(z, p, -minus);
+  for (int i = kTanhDegree - 1; i >= 0; --i) p = fmaf(p, square, terms.coefficients[i]);
+  return p;
 }
 
-/// z' of a logit by the common path of every kernel: what a target is, and the strided layouts.
+/// z' / kUnit of a logit, as a product that is taken together with a difference: one rounding instead of two.
 template <typename A>
-__device__ A transformed(A z, const CrossEntropyTerms<A>& terms) {
-  return transformed_logit(z, terms, [](A x) { return tanh_of(x).value; });
+struct Transformed {
+  A value;
+  A factor;
+
+  __device__ A rounded() const { return product(value, factor); }
+};
+
+/// Of a capped logit; and d tanh(x) / dx = 1 - tanh(x)^2 with x = factor * z, without cancellation. Without a branch
+/// where the factor is usual: small_logit is not below 0.
+template <bool kHasUsualFactor>
+__device__ Transformed<float> capped(float z, const LossTerms<float>& terms, float* derivative = nullptr) {
+  const float complement = __fdividef(2.0f, power(fabsf(z * terms.doubled_in_units)) + 1.0f);  // 1 - |tanh|
+  Transformed<float> large{copysignf(1.0f - complement, z), terms.softcap_in_units};
+  bool is_small = fabsf(z) <= terms.small_logit;
+  const Transformed<float> small{z, small_slope(z, terms)};
+  if constexpr (!kHasUsualFactor) {
+    const float x = z * terms.factor;
+    if (terms.small_logit < 0.0f && fabsf(x) <= kSmallTanh) {
+      const float square = x * x;
+      float p = tanh_coefficient(kTanhDegree);
+#pragma unroll
+      for (int i = kTanhDegree - 1; i >= 0; --i) p = fmaf(p, square, tanh_coefficient(i));
+      large.value = x * p;
+      if (derivative != nullptr) *derivative = fmaf(-large.value, large.value, 1.0f);
+      return large;
+    }
+  }
+  if (derivative != nullptr) {
+    const float t = small.rounded() * terms.to_tanh;
+    *derivative = is_small ? fmaf(-t, t, 1.0f) : complement * (2.0f - complement);
+  }
+  return {is_small ? small.value : large.value, is_small ? small.factor : large.factor};
+}
+template <bool kHasUsualFactor>
+__device__ Transformed<double> capped(double z, const LossTerms<double>& terms, double* derivative = nullptr) {
+  const double inverse_cosh = 1.0 / ::cosh(z * terms.factor);
+  if (derivative != nullptr) *derivative = inverse_cosh * inverse_cosh;
+  return {::tanh(z * terms.factor), terms.softcap_in_units};
 }
 
-/// z' of kSize logits.
-template <typename A, int kSize>
-__device__ void transform_logits(const A (&z)[kSize], A (&transformed)[kSize], const LossTerms<A>& terms) {
-  if (terms.softcap == A(0)) {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) transformed[i] = z[i] * terms.scale;
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) transformed[i] = terms.softcap * tanh_of(z[i] * terms.factor).value;
+/// Of any logit.
+template <typename A>
+__device__ Transformed<A> transformed_in_units(A z, const LossTerms<A>& terms) {
+  if (terms.softcap == A(0)) return {z, terms.scale_in_units};
+  return capped<false>(z, terms);
+}
+
+/// z' of any logit.
+template <typename A>
+__device__ A transformed(A z, const LossTerms<A>& terms) {
+  return terms.softcap == A(0) ? z * terms.scale : capped<false>(z, terms).rounded() * kUnit<A>;
 }
 
 // ---- problems ------------------------------------------------------------------------------------------------------
@@ -192,6 +227,11 @@ struct LossInputs {
                               : static_cast<const std::int32_t*>(targets)[offset];
   }
 
+  /// Is u of ClassStatistics not the same for all classes?
+  __device__ bool is_measure_loaded() const {
+    return terms.is_soft || (terms.has_weight && terms.smoothing_per_class != A(0));
+  }
+
   /// The weight of a class in range; 1 where the class belongs to another shard.
   __device__ A weight_of(std::int64_t target) const {
     const std::int64_t column = target - terms.first_class;
@@ -199,91 +239,8 @@ struct LossInputs {
   }
 };
 
-// ---- statistics ----------------------------------------------------------------------------------------------------
-
-struct MergeStatistics {
-  template <typename A>
-  __device__ ClassStatistics<A> operator()(const ClassStatistics<A>& a, const ClassStatistics<A>& b) const {
-    return merge(a, b, [](A x) { return exponential(x); });
-  }
-};
-
-/// What of the statistics is wanted beside the softmax.
-struct WantedStatistics {
-  bool linear = false;  ///< and mass
-  bool moment = false;
-  bool best = false;
-};
-
-/// Moves the anchor to a larger maximum.
-template <typename A>
-__device__ void raise_max(ClassStatistics<A>& s, A max) {
-  if (s.softmax.sum != A(0)) {  // the anchor of nothing may be any number
-    const A shift = softmax_anchor(s.softmax.max) - softmax_anchor(max);
-    const A scale = exponential(s.softmax.max - max);
-    s.moment = scale == A(0) ? A(0) : fma(s.softmax.sum, shift, s.moment) * scale;  // the shift may be infinite
-    s.softmax.sum *= scale;
-  }
-  s.softmax.max = max;
-}
-
-/// Takes kSize logits into the statistics: columns first, first + step, ... `u` are those of ClassStatistics.
-template <typename A, int kSize>
-__device__ void take(ClassStatistics<A>& s, const A (&z)[kSize], const A (&u)[kSize], std::int64_t first,
-                     std::int64_t step, const LossTerms<A>& terms, const WantedStatistics& wanted) {
-  if (wanted.best) {
-    A best = z[0];
-#pragma unroll
-    for (int i = 1; i < kSize; ++i) best = fmax(best, z[i]);
-    if (best > s.best_value || (best == s.best_value && first < s.best)) {
-      int index = 0;
-#pragma unroll
-      for (int i = kSize - 1; i >= 0; --i) index = z[i] == best ? i : index;
-      const std::int64_t column = first + index * step;
-      if (best > s.best_value || column < s.best) s.best = column;
-      s.best_value = best;
-    }
-  }
-  A values[kSize];
-  transform_logits(z, values, terms);
-
-  A max = values[0];
-#pragma unroll
-  for (int i = 1; i < kSize; ++i) max = fmax(max, values[i]);
-  if (max > s.softmax.max) raise_max(s, max);
-  const A anchor = softmax_anchor(s.softmax.max);
-  A sums[kSize];
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) sums[i] = exponential(values[i] - anchor);
-  if (wanted.moment) {
-    A moment = A(0);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      // 0 * -infinity must be 0; what fmax() does to a NaN, the exponential undoes.
-      moment = fma(sums[i], fmax(values[i] - anchor, A(-1e30)), moment);
-    }
-    s.moment += moment;
-  }
-#pragma unroll
-  for (int width = kSize / 2; width > 0; width /= 2) {
-#pragma unroll
-    for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
-  }
-  s.softmax.sum += sums[0];
-  if (!wanted.linear) return;
-  A linear = A(0);
-  A mass = A(0);
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    linear += u[i] == A(0) ? A(0) : u[i] * values[i];  // 0 * -infinity
-    mass += u[i];
-  }
-  s.linear += linear;
-  s.mass += mass;
-}
-
-/// u of ClassStatistics, for elements [column, column + kSize) of a row. `soft_row` is where the row's soft targets
-/// begin.
+/// u of ClassStatistics, where it is not 1, for elements [column, column + kSize) of a row. `soft_row` is where the
+/// row's soft targets begin.
 template <typename T, typename View>
 __device__ void load_measure(const LossInputs<T, View>& in, std::int64_t soft_row, std::int64_t column,
                              Accumulator<T> (&u)[Vector<T>::kSize]) {
@@ -312,126 +269,6 @@ __device__ Accumulator<T> measure_of(const LossInputs<T, View>& in, std::int64_t
     u *= fma(A(1) - in.terms.smoothing, in.soft_targets[soft_offset], in.terms.smoothing_per_class);
   }
   return u;
-}
-
-/// Takes any vector, element by element if need be: what the straight code below leaves out. Not inlined, so that the
-/// loops stay short.
-template <typename T, typename View>
-__device__ __noinline__ ClassStatistics<Accumulator<T>> take_any(ClassStatistics<Accumulator<T>> s, Vector<T> v,
-                                                                 std::int64_t soft_row, std::int64_t column,
-                                                                 int elements, const LossInputs<T, View>& in,
-                                                                 const WantedStatistics& wanted) {
-  using A = Accumulator<T>;
-  A z[Vector<T>::kSize];
-  unpack(v, z);
-#pragma unroll
-  for (int i = 0; i < Vector<T>::kSize; ++i) {
-    if (i >= elements) break;
-    const A one[1] = {z[i]};
-    const A u[1] = {wanted.linear ? measure_of(in, soft_row + column + i, column + i) : A(0)};
-    take(s, one, u, column + i, 1, in.terms, wanted);
-  }
-  return s;
-}
-
-/// The first element of a vector that equals `value`, or one behind the last. By value and not inlined: a batch
-/// whose address is taken would live in memory.
-template <typename T>
-__device__ __noinline__ int find_first(Vector<T> v, Accumulator<T> value) {
-  Accumulator<T> z[Vector<T>::kSize];
-  unpack(v, z);
-  int found = Vector<T>::kSize;
-#pragma unroll
-  for (int i = Vector<T>::kSize - 1; i >= 0; --i) {
-    if (z[i] == value) found = i;
-  }
-  return found;
-}
-
-/// What u of ClassStatistics is: the same for all elements of a kernel, so that loops are compiled for each.
-enum class Measure { none, unit, loaded };
-
-/// Takes a whole batch into float32 statistics, without a branch between its elements. Returns false, and has taken
-/// nothing, where it cannot: a softcap beyond its polynomial's range, or 0 * infinity in a sum.
-///
-/// Exponents and z' are in units of log 2 here, as the exponential wants them.
-template <bool kIsCapped, Measure kMeasure, typename T, typename View, int kVectors>
-__device__ bool take_whole(ClassStatistics<float>& s, const Vector<T> (&batch)[kVectors], std::int64_t first, int step,
-                           std::int64_t soft_row, const LossInputs<T, View>& in, const WantedStatistics& wanted) {
-  constexpr int kSize = Vector<T>::kSize;
-  constexpr float kLog2 = 0.693147180559945309f;
-  const float scale = in.terms.scale * kLog2E;
-  float scaled_anchor;
-  const float largest = max_of(batch);
-  if constexpr (kIsCapped) {
-    if (!(max_of_sizes(batch) <= in.terms.small_logit)) return false;
-    const float max = capped_in_log2(largest, in.terms) * kLog2;
-    if (max > s.softmax.max) raise_max(s, max);
-  } else {
-    const float max = largest * in.terms.scale;
-    if (max > s.softmax.max) raise_max(s, max);
-  }
-  const float anchor = softmax_anchor(s.softmax.max);
-  if (!(fabsf(anchor) < 0x1p20f)) return false;
-  scaled_anchor = anchor * kLog2E;
-  // Four sums of each kind, which do not wait for each other.
-  float sums[4] = {};
-  float moments[4] = {};
-  float linears[4] = {};
-  float masses[4] = {};
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    float z[kSize];
-    float u[kSize];
-    unpack(batch[v], z);
-    if constexpr (kMeasure == Measure::loaded) load_measure(in, soft_row, first + v * step, u);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      const float exponent =
-          kIsCapped ? capped_in_log2(z[i], in.terms, scaled_anchor) : fmaf(z[i], scale, -scaled_anchor);
-      const float term = exp2_approximate(exponent);
-      sums[i % 4] += term;
-      moments[i % 4] = fmaf(term, exponent, moments[i % 4]);
-      const float value = kIsCapped ? exponent : z[i];
-      if constexpr (kMeasure == Measure::unit) linears[i % 4] += value;
-      if constexpr (kMeasure == Measure::loaded) {
-        linears[i % 4] = fmaf(u[i], value, linears[i % 4]);
-        masses[i % 4] += u[i];
-      }
-    }
-  }
-  const auto total = [](const float(&parts)[4]) { return (parts[0] + parts[1]) + (parts[2] + parts[3]); };
-  const float sum = total(sums);
-  const float mass = total(masses);
-  float moment = total(moments);
-  float linear = total(linears);
-  if (kMeasure == Measure::none) linear = 0.0f;
-  if (!wanted.moment) moment = 0.0f;
-  if (isnan(moment) || isnan(linear)) return false;
-  s.softmax.sum += sum;
-  s.moment = fmaf(moment, kLog2, s.moment);
-  if constexpr (kIsCapped && kMeasure != Measure::none) {
-    // Of z' without the anchor.
-    linear = fmaf(scaled_anchor, kMeasure == Measure::unit ? float(kVectors * kSize) : mass, linear) * kLog2;
-    s.linear += linear;
-  } else {
-    s.linear = fmaf(linear, in.terms.scale, s.linear);
-  }
-  s.mass += mass;
-  if (wanted.best) {
-    const float best = largest;
-    if (best > s.best_value || (best == s.best_value && first < s.best)) {
-      std::int64_t column = kNoClass;
-#pragma unroll
-      for (int v = kVectors - 1; v >= 0; --v) {
-        const int found = find_first(batch[v], best);
-        if (found < kSize) column = first + v * step + found;
-      }
-      if (best > s.best_value || column < s.best) s.best = column;
-      s.best_value = best;
-    }
-  }
-  return true;
 }
 
 }  // namespace eaves::cuda

@@ -130,81 +130,101 @@ struct FullGradient {
   const LossInputs<T, View>& in;
   RowGradient<A> row;
   std::int64_t soft_row;
+  // For whole vectors: p / correction = e^(kUnit * (z' / kUnit - anchor)), with the anchor in the rounding of z'. What
+  // the rounding of the anchor itself adds to every exponent, the correction takes out again.
+  A anchor;  ///< lse / kUnit
+  A mass;    ///< of p / correction; like the next ones for gradients in z'/scale
+  A slope;   ///< of p / correction times the exponent
+  A per_class;
+  bool has_vectors;  ///< the row's numbers are common ones
 
   __device__ FullGradient(const LossInputs<T, View>& inputs, const RowGradient<A>& gradient, std::int64_t soft_offset)
-      : in(inputs), row(gradient), soft_row(soft_offset) {}
+      : in(inputs), row(gradient), soft_row(soft_offset), anchor(product(row.lse, A(1) / kUnit<A>)) {
+    const A correction = power(-fma(row.lse, A(1) / kUnit<A>, -anchor)) * in.terms.scale;
+    mass = row.mass * correction;
+    slope = row.slope * correction * kUnit<A>;
+    per_class = row.per_class * in.terms.scale;
+    has_vectors = row.mass != A(0) && fabs(row.lse) < A(kCommonAnchor) &&
+                  (in.terms.softcap == A(0) || in.terms.small_logit >= A(0));
+  }
 
-  __device__ bool has_measure() const { return row.per_class != A(0) && (in.terms.is_soft || in.terms.has_weight); }
+  /// A row that counts for nothing: 0, whatever its logits are.
+  __device__ bool is_nothing() const {
+    return row.mass == A(0) && row.hard == A(0) && row.slope == A(0) && row.per_class == A(0);
+  }
 
-  /// `u` as in ClassStatistics.
-  __device__ A gradient(A z, A u, bool is_target) const {
-    A transformed = z * in.terms.scale;
-    A slope = in.terms.scale;  // dz'/dz
-    if (in.terms.softcap != A(0)) {
-      const Tanh<A> t = tanh_of(z * in.terms.factor);
-      transformed = in.terms.softcap * t.value;
-      slope = in.terms.scale * t.derivative;
+  __device__ A operator()(A z, std::int64_t column) const {
+    if (is_nothing()) return A(0);
+    A u = A(1);  // as in ClassStatistics
+    if (row.per_class != A(0) && in.is_measure_loaded()) {
+      u = measure_of(in, soft_row + column_offset(in.view, kSoftTargets, column), column);
     }
+    A transformed = z * in.terms.scale;
+    A derivative = A(1);  // of tanh
+    if (in.terms.softcap != A(0)) transformed = capped<false>(z, in.terms, &derivative).rounded() * kUnit<A>;
     const A d = transformed - row.lse;
     const A p = exponential(d);
-    A result = -row.per_class * u;
-    if (row.per_class == A(0)) result = A(0);
-    if (is_target) {
+    A result = row.per_class == A(0) ? A(0) : -row.per_class * u;
+    if (column == row.target) {
       result += fma(std::expm1(d), row.hard, p * row.rest);
     } else if (row.mass != A(0)) {
       result = fma(p, row.mass, result);
     }
     // 0 * -infinity must be 0; what fmax() does to a NaN, the exponential undoes.
     if (row.slope != A(0)) result = fma(p, row.slope * fmax(d, A(-1e30)), result);
-    return result * slope;
+    return result * (in.terms.scale * derivative);
   }
 
-  __device__ A operator()(A z, std::int64_t column) const {
-    const A u = has_measure() ? measure_of(in, soft_row + column_offset(in.view, kSoftTargets, column), column) : A(1);
-    return gradient(z, u, column == row.target);
-  }
   __device__ Vector<T> operator()(const Vector<T>& v, std::int64_t column) const {
+    if (in.terms.softcap == A(0)) {
+      return in.is_measure_loaded() ? map<false, true>(v, column) : map<false, false>(v, column);
+    }
+    return in.is_measure_loaded() ? map<true, true>(v, column) : map<true, false>(v, column);
+  }
+
+  template <bool kIsCapped, bool kIsLoaded>
+  __device__ Vector<T> map(const Vector<T>& v, std::int64_t column) const {
     const std::int64_t at = row.target - column;
     if constexpr (std::is_same_v<A, float>) {
-      const Vector<T> batch[1] = {v};
-      const bool is_capped = in.terms.softcap != 0.0f;
-      const bool is_whole = (at < 0 || at >= kSize) && (!is_capped || max_of_sizes(batch) <= in.terms.small_logit);
-      if (is_whole && row.mass != 0.0f) {
-        if (is_capped) return has_measure() ? map_whole<true, true>(v, column) : map_whole<true, false>(v, column);
-        return has_measure() ? map_whole<false, true>(v, column) : map_whole<false, false>(v, column);
+      if (has_vectors && (at < 0 || at >= kSize)) {
+        if constexpr (!kIsCapped) return map_whole<false, false, kIsLoaded>(v, column);
+        const Vector<T> batch[1] = {v};
+        return max_of_sizes(batch) <= in.terms.small_logit ? map_whole<true, true, kIsLoaded>(v, column)
+                                                           : map_whole<true, false, kIsLoaded>(v, column);
       }
     }
-    return map_any(*this, v, column);
+    return is_nothing() ? Vector<T>{} : map_any(*this, v, column);
   }
 
  private:
-  /// A vector without the target and with every logit in the range of the softcap's polynomial: no branch between its
-  /// elements.
-  template <bool kIsCapped, bool kIsLoaded>
+  /// A vector without the target, without a branch between its elements. kIsSmall: all logits are in the range of the
+  /// softcap's polynomial.
+  template <bool kIsCapped, bool kIsSmall, bool kIsLoaded>
   __device__ Vector<T> map_whole(const Vector<T>& v, std::int64_t column) const {
-    constexpr float kLog2 = 0.693147180559945309f;
     float values[kSize];
     float u[kSize];
     if constexpr (kIsLoaded) load_measure(in, soft_row, column, u);
     unpack(v, values);
-    const float to_tanh = kIsCapped ? kLog2 / in.terms.softcap : 0.0f;
-    const bool has_slope = row.slope != 0.0f;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
       const float z = values[i];
-      float d;
-      float dz = in.terms.scale;
-      if constexpr (kIsCapped) {
-        const float transformed = capped_in_log2(z, in.terms);
-        d = fmaf(transformed, kLog2, -row.lse);
-        const float t = transformed * to_tanh;
-        dz = fmaf(-dz * t, t, dz);
+      float exponent;
+      float derivative = 1.0f;  // of tanh
+      if constexpr (!kIsCapped) {
+        exponent = fmaf(z, in.terms.scale_in_units, -anchor);
+      } else if constexpr (kIsSmall) {
+        const float in_units = z * small_slope(z, in.terms);
+        exponent = in_units - anchor;
+        derivative = fmaf(in_units * in_units, -in.terms.to_tanh_squared, 1.0f);
       } else {
-        d = fmaf(z, dz, -row.lse);
+        const Transformed<float> transformed = capped<true>(z, in.terms, &derivative);
+        exponent = fmaf(transformed.value, transformed.factor, -anchor);
       }
-      const float p = exponential(d);
-      const float mass = has_slope ? fmaf(row.slope, fmaxf(d, -1e30f), row.mass) : row.mass;
-      values[i] = fmaf(p, mass, kIsLoaded ? -row.per_class * u[i] : -row.per_class) * dz;
+      const float p = power(exponent);
+      // 0 * -infinity must be 0; a capped logit is finite.
+      const float with_slope = fmaf(slope, kIsCapped ? exponent : fmaxf(exponent, -1e30f), mass);
+      const float result = fmaf(p, with_slope, kIsLoaded ? -per_class * u[i] : -per_class);
+      values[i] = kIsCapped ? result * derivative : result;
     }
     return pack<T>(values);
   }
@@ -216,6 +236,17 @@ struct FullGradient {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) values[i] = self(values[i], column + i);
     return pack<T>(values);
+  }
+};
+
+/// FullGradient where it is known what all rows have in common.
+template <typename T, typename View, bool kIsCapped, bool kIsLoaded>
+struct GradientVariant {
+  FullGradient<T, View> gradient;
+
+  __device__ Accumulator<T> operator()(Accumulator<T> z, std::int64_t column) const { return gradient(z, column); }
+  __device__ Vector<T> operator()(const Vector<T>& v, std::int64_t column) const {
+    return gradient.template map<kIsCapped, kIsLoaded>(v, column);
   }
 };
 

@@ -1,9 +1,15 @@
-// Forward and backward of cross_entropy at once, in place. Rows of at most 64 KiB stay in the registers of a block
-// between their statistics and their gradient: every logit is read once and its gradient is written once. Anything else
-// (longer or strided rows, float64) goes through the two separate passes.
+// Forward and backward of cross_entropy at once, in place. A row stays on the chip between its statistics and its
+// gradient: every logit is read once and its gradient is written once.
+//
+//   row_in_registers   short rows, in the registers of a block or of some lanes
+//   row_in_cluster     longer ones, in the shared memory of a cluster of small blocks
+//
+// Anything else (strided or huge rows, float64, longer rows with options, GPUs without clusters) goes through the two
+// separate passes.
 #include <algorithm>
 
 #include "core/dispatch.h"
+#include "cuda/arrival.cuh"
 #include "cuda/device.h"
 #include "ops/cross_entropy/cross_entropy_backend.h"
 #include "ops/cross_entropy/cross_entropy_gradient.cuh"
@@ -14,15 +20,46 @@ namespace {
 
 constexpr const char* kOp = "cross_entropy_forward_backward";
 
-// ---- what is done with a row
-// -----------------------------------------------------------------------------------------
+// ---- policy --------------------------------------------------------------------------------------------------------
+
+/// The longest row that stays in registers: 256 threads with 8 vectors each; with much arithmetic, whose registers
+/// those vectors would take, 128 threads with 4.
+template <bool kIsHeavy>
+constexpr std::int64_t kRegisterRowBytes = kIsHeavy ? 8192 : 32768;
+
+/// Of a longer row, each block of a cluster keeps a piece in shared memory: so little that six blocks share a
+/// multiprocessor, and some load while others wait for their cluster or store. More blocks than the most that every GPU
+/// with clusters takes are not to be had, so that beyond them pieces grow.
+constexpr std::int64_t kPieceBytes = 32768;
+constexpr std::int64_t kMostPieceBytes = 204800;
+constexpr int kMostClusterBlocks = 8;
+constexpr int kClusterThreads = 256;  // of a block
+constexpr int kClusterVectors = 4;    // that a thread takes at once
+
+constexpr int kClusterBlocksPerMultiprocessor = 6;
+
+struct RowPieces {
+  int blocks;            ///< of the cluster
+  std::int64_t vectors;  ///< of each but the last, which may have fewer
+};
+
+RowPieces cut_row(std::int64_t row_bytes) {
+  int blocks = 2;  // a block by itself cannot send to a cluster
+  while (blocks < kMostClusterBlocks && row_bytes > blocks * kPieceBytes) blocks *= 2;
+  constexpr std::int64_t kLineVectors = 8;  // pieces of whole cache lines, where the row starts on one
+  return {blocks, ceil_divide(ceil_divide(row_bytes / 16, blocks), kLineVectors) * kLineVectors};
+}
+
+// ---- what is done with a row ---------------------------------------------------------------------------------------
 
 template <typename T, typename View, typename Loss, typename Gradient>
 struct InPlace {
   using Element = T;
   using A = Accumulator<T>;
   using State = typename Loss::State;
+  using Running = typename Loss::Running;
   using Merge = typename Loss::Merge;
+  static constexpr bool kIsHeavy = Loss::kIsHeavy;
 
   Loss loss;
   T* logits;
@@ -31,28 +68,61 @@ struct InPlace {
 
   EAVES_HOST_DEVICE const View& view() const { return loss.view(); }
 
-  /// The function that maps the row's logits to its gradient. Reads what the kernel before has written.
+  /// What a row has beside its logits.
+  struct Beside {
+    typename Loss::Prepared target;
+    A grad_loss;
+  };
+
+  /// Loads it: while the logits are on their way, so that nobody waits for it at the end of the row. Reads what the
+  /// kernel before has written.
   template <typename Offsets>
-  __device__ Gradient gradient(const ClassStatistics<A>& statistics, std::int64_t target,
-                               const TargetClass<A>& target_class, const Offsets& at) const {
+  __device__ Beside load_beside(std::int64_t target, const Offsets& at) const {
+    wait_for_previous_kernel();
+    // First what does not wait for the target.
+    const A of_row = mean_gradient(grad_loss.data == nullptr ? A(1) : grad_loss[at.of[kGradLoss]], divisor);
+    return {loss.rows.prepare(target, at.of[kLogits]), of_row};
+  }
+
+  /// Takes an element outside of the row's vectors into what is known of the row.
+  template <typename Offsets>
+  __device__ void take_edge(Running& running, T edge, std::int64_t column, const Offsets& at) const {
+    Vector<T> single[1] = {minus_infinity<T>()};
+    memcpy(&single[0], &edge, sizeof(T));
+    loss.take_batch(running, single, BatchPlace{column, 1, 1, 1}, at);
+  }
+
+  /// Writes what is wanted of the row where `writes_row`, one of its threads, and returns the function that maps its
+  /// logits to its gradient.
+  template <typename Offsets>
+  __device__ Gradient finish(const State& state, const Beside& beside, const Offsets& at, bool writes_row) const {
     const LossInputs<T, View>& in = loss.rows.in;
+    const std::int64_t target = beside.target.target;
+    const ClassStatistics<A> statistics = loss.statistics_of(state);
+    const TargetClass<A> target_class = loss.rows.target_class(beside.target);
+    if (writes_row) {
+      write_row<A>(loss.rows.outputs, at.of[kPerRow], statistics, target, target_class, in.terms,
+                   loss.rows.is_read(target));
+    }
     const RowLoss<A> row = row_loss(statistics, target_class, !in.terms.is_ignored(target), in.terms);
     RowGradientInputs<A> inputs{};
     inputs.target = target;
     inputs.lse = row.lse;
     inputs.target_mass = row.target_mass;
-    inputs.grad_loss = mean_gradient(grad_loss.data == nullptr ? A(1) : grad_loss[at.of[kGradLoss]], divisor);
+    inputs.grad_loss = beside.grad_loss;
     return Gradient(in, gradient_of_row(in, inputs), at.of[kSoftTargets]);
   }
 };
 
+// ---- kernels -------------------------------------------------------------------------------------------------------
+
 /// kThreads threads a row: lanes of a warp, or the threads of a block.
 template <typename Operation, int kThreads, int kVectors>
 __global__ void __launch_bounds__(kThreads < kLanesBlock ? kLanesBlock : kThreads,
-                                  1024 / (kThreads < kLanesBlock ? kLanesBlock : kThreads))
+                                  (Operation::kIsHeavy ? 768 : 1024) /
+                                      (kThreads < kLanesBlock ? kLanesBlock : kThreads))
     row_in_registers(const __grid_constant__ Operation operation) {
   using T = typename Operation::Element;
-  using A = Accumulator<T>;
   using State = typename Operation::State;
   using Merge = typename Operation::Merge;
   constexpr int kSize = Vector<T>::kSize;
@@ -81,25 +151,21 @@ __global__ void __launch_bounds__(kThreads < kLanesBlock ? kLanesBlock : kThread
   for (int e = 0; e < kEdges; ++e) {
     if (thread + e * kThreads < span.edges) edges[e] = span.edge(thread + e * kThreads);
   }
-  TargetClass<A> target_class;
-  if (is_read) {
-    target_class = operation.loss.rows.target_class(operation.loss.rows.prepare(target, at.of[kLogits]));
-  }
+  const auto beside = operation.load_beside(target, at);
 
   // reduce
-  State state;
+  typename Operation::Running running;
   if (is_read) {
     const std::int64_t first = span.head + std::int64_t{thread} * kSize;
     const int vectors = left <= 0 ? 0 : (left + kThreads - 1) / kThreads;
-    operation.loss.take_batch(state, batch, BatchPlace{first, kThreads * kSize, min(vectors, kVectors), kSize}, at);
+    operation.loss.take_batch(running, batch, BatchPlace{first, kThreads * kSize, min(vectors, kVectors), kSize}, at);
 #pragma unroll
     for (int e = 0; e < kEdges; ++e) {
-      if (thread + e * kThreads >= span.edges) continue;
-      Vector<T> single[1] = {minus_infinity<T>()};
-      memcpy(&single[0], &edges[e], sizeof(T));
-      operation.loss.take_batch(state, single, BatchPlace{span.edge_index(thread + e * kThreads), 1, 1, 1}, at);
+      const int edge = thread + e * kThreads;
+      if (edge < span.edges) operation.take_edge(running, edges[e], span.edge_index(edge), at);
     }
   }
+  State state = operation.loss.finished(running);
   if constexpr (kThreads < kLanesBlock) {
     state = reduce_lanes<kThreads>(state, Merge{});
   } else {
@@ -110,18 +176,10 @@ __global__ void __launch_bounds__(kThreads < kLanesBlock ? kLanesBlock : kThread
     state = *reinterpret_cast<State*>(storage);
   }
   __syncwarp();  // the same for rows of a warp
-  const ClassStatistics<A> statistics = operation.loss.statistics_of(state);
 
-  // finish
-  wait_for_previous_kernel();
+  // finish, store
+  const auto gradient = operation.finish(state, beside, at, thread == 0 && is_row);
   if (!is_row) return;
-  if (thread == 0) {
-    write_row<A>(operation.loss.rows.outputs, at.of[kPerRow], statistics, target, target_class,
-                 operation.loss.rows.in.terms, is_read);
-  }
-  const auto gradient = operation.gradient(statistics, target, target_class, at);
-
-  // store
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     if (v * kThreads >= left) break;
@@ -137,13 +195,98 @@ __global__ void __launch_bounds__(kThreads < kLanesBlock ? kLanesBlock : kThread
   }
 }
 
-// ---- host ----------------------------------------------------------------------------------------------------------
+/// A cluster a row, its vectors in pieces of `piece_vectors`. What the threads of a block take at once arrives at once:
+/// the statistics begin with the first of it.
+template <typename Operation, int kThreads, int kVectors>
+__global__ void __launch_bounds__(kThreads, kClusterBlocksPerMultiprocessor)
+    row_in_cluster(const __grid_constant__ Operation operation, int piece_vectors) {
+#if __CUDA_ARCH__ >= 900
+  using T = typename Operation::Element;
+  using State = typename Operation::State;
+  using Merge = typename Operation::Merge;
+  using Beside = typename Operation::Beside;
+  constexpr int kSize = Vector<T>::kSize;
+  constexpr int kBatch = kThreads * kVectors;
+  extern __shared__ __align__(128) unsigned char storage[];
+  __shared__ Arrival arrivals[ceil_divide(kMostPieceBytes / 16, kBatch)];
+  __shared__ ClusterStates<State, kMostClusterBlocks> cluster_states;
+  __shared__ alignas(Beside) unsigned char beside_storage[sizeof(Beside)];
+  __shared__ alignas(T) unsigned char edge_storage[2 * kSize * sizeof(T)];
+  let_next_kernel_start();
+  const auto rank = static_cast<int>(cooperative_groups::this_cluster().block_rank());
+  const int thread = static_cast<int>(threadIdx.x);
+  const auto at = operation.view().rows.offsets(blockIdx.x / cooperative_groups::this_cluster().num_blocks());
+  const std::int64_t target = operation.loss.rows.in.target_at(at.of[kTargets]);
+  const bool is_read = operation.loss.rows.is_read(target);
+  const Span<T> span(operation.logits + at.of[kLogits], operation.view().column_count);
+  const std::int64_t first = std::int64_t{rank} * piece_vectors;
+  const auto vectors = static_cast<int>(max(min(span.vectors - first, std::int64_t{piece_vectors}), std::int64_t{0}));
+  const bool has_edge = rank == 0 && thread < span.edges;
+  Vector<T>* const address = span.vector_address(first);
+  auto* const piece = reinterpret_cast<Vector<T>*>(storage);
+  auto* const beside = reinterpret_cast<Beside*>(beside_storage);
+  auto* const edges = reinterpret_cast<T*>(edge_storage);
+  const auto column_of = [&](int i) { return span.head + (first + i) * kSize; };
 
-/// The longest row that 512 threads hold with 8 vectors each. H200, bf16, milliseconds, one read and one write of the
-/// same bytes: [4096, 32768] 0.131, this way 0.150, in two passes 0.202; longer rows were tried in clusters of blocks,
-/// [4096, 65536] 0.375 against 0.395 in two passes, [4096, 131072] 0.829 against 0.770, and in a ring of shared memory,
-/// 0.403 and 0.898.
-constexpr std::int64_t kRegisterRowBytes = 65536;
+  // load
+  if (thread == 0) {
+#pragma unroll 1
+    for (int begin = 0; begin < vectors; begin += kBatch) initialise(arrivals[begin / kBatch]);
+    cluster_states.prepare();
+    publish_arrivals();
+    cluster_states.expect_states();
+#pragma unroll 1
+    for (int begin = 0; is_read && begin < vectors; begin += kBatch) {
+      copy_to_shared(piece + begin, address + begin, min(vectors - begin, kBatch) * sizeof(Vector<T>),
+                     arrivals[begin / kBatch]);
+    }
+  }
+  __syncthreads();  // before anyone waits for an arrival, it must be one
+  arrive_at_cluster_start();
+  if (has_edge && is_read) edges[thread] = span.edge(thread);
+  if (thread == 0) *beside = operation.load_beside(target, at);
+
+  // reduce
+  typename Operation::Running running;
+  if (is_read) {
+    const auto take = [&]<int kTaken>(int i) {
+      Vector<T> batch[kTaken];
+#pragma unroll
+      for (int v = 0; v < kTaken; ++v) batch[v] = piece[i + v * kThreads];
+      operation.loss.take_batch(running, batch, BatchPlace{column_of(i), kThreads * kSize, kTaken, kSize}, at);
+    };
+#pragma unroll 1
+    for (int begin = 0; begin < vectors; begin += kBatch) {
+      wait_for(arrivals[begin / kBatch]);
+      int i = begin + thread;
+      if (i + (kVectors - 1) * kThreads < vectors) {
+        take.template operator()<kVectors>(i);
+      } else {
+#pragma unroll 1
+        for (; i < vectors; i += kThreads) take.template operator()<1>(i);
+      }
+    }
+    if (has_edge) operation.take_edge(running, edges[thread], span.edge_index(thread), at);
+  }
+  State state = reduce_block<kThreads>(operation.loss.finished(running), Merge{});
+  wait_for_cluster_start();
+  // The target's logit has been read, in the first warps, before any block writes a gradient.
+  state = cluster_states.reduce(state, Merge{});
+
+  // finish, store
+  const auto gradient = operation.finish(state, *beside, at, rank == 0 && thread == 0);
+#pragma unroll 4
+  for (int i = thread; i < vectors; i += kThreads) {
+    store(address + i, is_read ? gradient(piece[i], column_of(i)) : Vector<T>{});
+  }
+  if (has_edge) {
+    span.edge(thread) = round_to<T>(is_read ? gradient(load_as_accumulator(edges[thread]), span.edge_index(thread))
+                                            : Accumulator<T>(0));
+  }
+#endif
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
 
 bool is_fused(const CrossEntropyInPlaceProblem& problem) {
   const CrossEntropyInputs& inputs = problem.forward.inputs;
@@ -153,7 +296,9 @@ bool is_fused(const CrossEntropyInPlaceProblem& problem) {
     return false;
   }
   const auto row_bytes = inputs.view.column_count * static_cast<std::int64_t>(size_of(inputs.logits_dtype));
-  return row_bytes <= kRegisterRowBytes;
+  if (!is_plain(problem.forward)) return row_bytes <= kRegisterRowBytes<true>;
+  return row_bytes <= kRegisterRowBytes<false> ||
+         (properties(inputs.device).compute_capability >= 90 && cut_row(row_bytes).vectors * 16 <= kMostPieceBytes);
 }
 
 /// The workspace of a call: that of a reduced loss, then the divisor that the gradients need before the loss is known,
@@ -210,10 +355,27 @@ void launch_rows_in_registers(const Operation& operation, std::int64_t row_bytes
   };
   if (row_bytes <= 512) return run.template operator()<8, 4>();
   if (row_bytes <= 2048) return run.template operator()<32, 4>();
-  if (row_bytes <= 8192) return run.template operator()<128, 4>();
-  if (row_bytes <= 16384) return run.template operator()<128, 8>();
-  if (row_bytes <= 32768) return run.template operator()<256, 8>();
-  return run.template operator()<512, 8>();
+  if constexpr (Operation::kIsHeavy) {
+    run.template operator()<128, 4>();
+  } else {
+    if (row_bytes <= 4096) return run.template operator()<32, 8>();
+    if (row_bytes <= 8192) return run.template operator()<128, 4>();
+    if (row_bytes <= 16384) return run.template operator()<128, 8>();
+    run.template operator()<256, 8>();
+  }
+}
+
+template <typename Operation>
+void launch_rows_in_clusters(const Operation& operation, std::int64_t row_bytes, bool follows_kernel, void* stream) {
+  const RowPieces pieces = cut_row(row_bytes);
+  launch(kOp, row_in_cluster<Operation, kClusterThreads, kClusterVectors>,
+         {.blocks = operation.view().row_count * pieces.blocks,
+          .threads = kClusterThreads,
+          .cluster_blocks = pieces.blocks,
+          .shared_bytes = static_cast<std::size_t>(pieces.vectors) * 16,
+          .starts_before_previous_ends = follows_kernel,
+          .stream = stream},
+         operation, static_cast<int>(pieces.vectors));
 }
 
 template <typename T>
@@ -244,8 +406,13 @@ void in_place(const CrossEntropyInPlaceProblem& problem, const ExecutionContext&
   const LossRows<T, View> rows{in, outputs, false};
   const std::int64_t row_bytes = inputs.view.column_count * static_cast<std::int64_t>(sizeof(T));
   const auto run = [&](const auto& operation) {
-    launch_rows_in_registers(operation, row_bytes, finds_divisor && properties(inputs.device).compute_capability >= 90,
-                             context.stream);
+    const bool follows_kernel = finds_divisor && properties(inputs.device).compute_capability >= 90;
+    if constexpr (!std::remove_cvref_t<decltype(operation)>::kIsHeavy) {
+      if (row_bytes > kRegisterRowBytes<false>) {
+        return launch_rows_in_clusters(operation, row_bytes, follows_kernel, context.stream);
+      }
+    }
+    launch_rows_in_registers(operation, row_bytes, follows_kernel, context.stream);
   };
   auto* const logits = static_cast<T*>(const_cast<void*>(inputs.logits));
   const OwnOrFloat<T> grad_loss{problem.grad_loss, problem.grad_loss_dtype != kDTypeOf<T>};

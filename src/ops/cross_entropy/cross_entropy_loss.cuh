@@ -117,8 +117,9 @@ inline constexpr std::int64_t kRowsPerSumBlock = 16384;  // from there on, sever
 /// Adds up the rows of a block in an order that depends on nothing but their number, and hands the sum to `finish`.
 template <typename Source, typename Finish>
 __global__ void __launch_bounds__(kSumThreads) sum_losses(Source source, std::int64_t count, Finish finish) {
-  let_next_kernel_start();
+  // In this order: the next kernel may be one that reads, before it waits, what the previous one still writes.
   wait_for_previous_kernel();
+  let_next_kernel_start();
   const std::int64_t first = blockIdx.x * kRowsPerSumBlock;
   const std::int64_t last = min(first + kRowsPerSumBlock, count);
   LossSums sums;

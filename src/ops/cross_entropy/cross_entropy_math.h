@@ -115,7 +115,10 @@ EAVES_HOST_DEVICE RowLoss<A> row_loss(const ClassStatistics<A>& statistics, cons
   if (!is_counted) return result;
   // Through the anchor instead of lse: next to a loss of 0, z'_t is the anchor, and nothing cancels.
   const A hard = terms.is_soft ? A(0) : (A(1) - terms.smoothing) * target.weight;
-  if (hard != A(0)) result.loss = hard * ((anchor - target.logit) + log_sum);
+  if (hard != A(0)) {
+    const A loss = (anchor - target.logit) + log_sum;
+    result.loss = hard * (loss < A(0) ? A(0) : loss);  // the roundings of a loss next to 0; a NaN stays one
+  }
   const A factor = terms.is_soft ? A(1) : terms.smoothing_per_class;
   A smooth_mass = A(0);
   if (factor != A(0)) {

@@ -4,7 +4,10 @@
 //   FullLoss    every option; one pass as well, with more arithmetic for each element
 #pragma once
 
+#include "cuda/row_reduce.cuh"
+#include "cuda/softmax.cuh"
 #include "ops/cross_entropy/cross_entropy_loss.cuh"
+#include "ops/cross_entropy/cross_entropy_statistics.cuh"
 
 namespace eaves::cuda {
 
@@ -90,6 +93,7 @@ struct PlainLoss {
   using Element = T;
   using A = Accumulator<T>;
   using State = SoftmaxState<A>;
+  using Running = State;
   using Merge = MergeSoftmax;
   using Prepared = typename LossRows<T, View>::Prepared;
   static constexpr bool kHasVectors = true;
@@ -99,16 +103,17 @@ struct PlainLoss {
 
   EAVES_HOST_DEVICE const View& view() const { return rows.in.view; }
 
-  /// Takes what is there of a batch into the state; the rest of it is -inf.
+  /// Takes what is there of a batch; the rest of it is -inf.
   template <int kVectors, typename Offsets>
-  __device__ void take_batch(State& state, const Vector<T> (&batch)[kVectors], const BatchPlace&,
+  __device__ void take_batch(Running& state, const Vector<T> (&batch)[kVectors], const BatchPlace&,
                              const Offsets&) const {
     accumulate(state, batch);
   }
 
+  __device__ State finished(const Running& state) const { return state; }
   __device__ static ClassStatistics<A> statistics_of(const State& state) { return {.softmax = state}; }
 
-  template <int kVectors>
+  template <int kVectors, int kBlock>
   __device__ State reduce(std::int64_t row, std::int64_t first, std::int64_t count, int thread, int threads,
                           Prepared& prepared) const {
     const auto at = view().rows.offsets(row);
@@ -157,6 +162,7 @@ struct FullLoss {
   using Element = T;
   using A = Accumulator<T>;
   using State = ClassStatistics<A>;
+  using Running = RunningStatistics<A>;
   using Merge = MergeStatistics;
   using Prepared = typename LossRows<T, View>::Prepared;
   static constexpr bool kHasVectors = !std::is_same_v<T, double>;  // float64 is for checks: one kernel is enough
@@ -172,40 +178,37 @@ struct FullLoss {
 
   EAVES_HOST_DEVICE const View& view() const { return rows.in.view; }
 
-  /// Takes what is there of a batch into the state. `place` counts columns from the start of the row.
+  /// Takes what is there of a batch. `place` counts columns from the start of the row, which is in memory still.
   template <int kVectors, typename Offsets>
-  __device__ void take_batch(State& state, const Vector<T> (&batch)[kVectors], const BatchPlace& place,
+  __device__ void take_batch(Running& running, const Vector<T> (&batch)[kVectors], const BatchPlace& place,
                              const Offsets& at) const {
     with_variant([&]<bool kIsCapped, Measure kMeasure>() {
-      if (place.vectors == kVectors && place.elements == Vector<T>::kSize) {
-        take_whole_batch<kIsCapped, kMeasure>(state, batch, place, at.of[kSoftTargets]);
-      } else {
-        take_some(state, batch, place, at.of[kSoftTargets]);
-      }
+      const bool is_whole = place.vectors == kVectors && place.elements == Vector<T>::kSize;
+      take_batch<kIsCapped, kMeasure>(running, batch, place, is_whole, at);
     });
   }
 
+  __device__ State finished(const Running& running) const { return cuda::finished(running, rows.in.terms); }
   __device__ static const ClassStatistics<A>& statistics_of(const State& state) { return state; }
 
-  template <int kVectors>
+  template <int kVectors, int kBlock>
   __device__ State reduce(std::int64_t row, std::int64_t first, std::int64_t count, int thread, int threads,
                           Prepared& prepared) const {
+    // As many batches on their way as the shared memory of a multiprocessor holds for its threads.
+    using Loads = LoadsAhead<T, kBlock, kVectors, kBlock * kVectors <= 512 ? 3 : 2>;
+    __shared__ Vector<T> shared[Loads::Ring::kVectorCount];
     const auto at = view().rows.offsets(row);
-    State state;
-    with_variant([&]<bool kIsCapped, Measure kMeasure>() {
+    return with_variant([&]<bool kIsCapped, Measure kMeasure>() {
+      Running running;
       for_each_batch<kVectors>(
-          rows.in.logits + at.of[kLogits] + first, count, thread, threads, minus_infinity<T>(),
+          rows.in.logits + at.of[kLogits] + first, count, thread, threads, minus_infinity<T>(), Loads(shared),
           [&] { return rows.goes_on(at, thread, prepared); },
           [&]<int kTaken, typename IsWhole>(const Vector<T>(&batch)[kTaken], BatchPlace place, IsWhole) {
             place.first += first;
-            if constexpr (IsWhole::value) {
-              take_whole_batch<kIsCapped, kMeasure>(state, batch, place, at.of[kSoftTargets]);
-            } else {
-              take_some(state, batch, place, at.of[kSoftTargets]);
-            }
+            take_batch<kIsCapped, kMeasure>(running, batch, place, IsWhole::value, at);
           });
+      return finished(running);
     });
-    return state;
   }
 
   template <int kColumns, int kLaneRows>
@@ -213,10 +216,10 @@ struct FullLoss {
                                  int step) const {
     using Lanes = Side<T, kLaneRows>;
     constexpr int kAtATime = 2;  // instead of kColumns: more would be ten thousands of instructions
-    const LossInputs<T, View>& in = rows.in;
     const auto at = view().rows.offsets(row);
+    Running running[kLaneRows];
     for_each_batch_of_columns<kAtATime, Lanes>(
-        in.logits + at.of[kLogits], view().column_strides[kLogits], first, last, step,
+        rows.in.logits + at.of[kLogits], view().column_strides[kLogits], first, last, step,
         [&](const Lanes(&batch)[kAtATime], std::int64_t column) {
 #pragma unroll
           for (int c = 0; c < kAtATime; ++c) {
@@ -226,26 +229,22 @@ struct FullLoss {
             const std::int64_t at_column = column + c * step;
             const std::int64_t soft = at.of[kSoftTargets] + at_column * view().column_strides[kSoftTargets];
 #pragma unroll
-            for (int r = 0; r < kLaneRows; ++r) {
-              const A z[1] = {values[r]};
-              const A u[1] = {wanted.linear ? measure_of(in, soft + r, at_column) : A(0)};
-              take(states[r], z, u, at_column, step, in.terms, wanted);
-            }
+            for (int r = 0; r < kLaneRows; ++r) take_element(running[r], values[r], soft + r, at_column);
           }
         });
+#pragma unroll
+    for (int r = 0; r < kLaneRows; ++r) states[r] = finished(running[r]);
   }
 
   __device__ State reduce_strided(std::int64_t row, std::int64_t first, std::int64_t last, int step) const {
-    const LossInputs<T, View>& in = rows.in;
     const auto at = view().rows.offsets(row);
-    State state;
+    Running running;
     for (std::int64_t column = first; column < last; column += step) {
-      const A z[1] = {load_as_accumulator(in.logits[at.of[kLogits] + column_offset(view(), kLogits, column)])};
-      const std::int64_t soft = at.of[kSoftTargets] + column_offset(view(), kSoftTargets, column);
-      const A u[1] = {wanted.linear ? measure_of(in, soft, column) : A(0)};
-      take(state, z, u, column, step, in.terms, wanted);
+      take_element(running,
+                   load_as_accumulator(rows.in.logits[at.of[kLogits] + column_offset(view(), kLogits, column)]),
+                   at.of[kSoftTargets] + column_offset(view(), kSoftTargets, column), column);
     }
-    return state;
+    return finished(running);
   }
 
   __device__ Prepared prepare(std::int64_t row) const { return rows.prepare(row); }
@@ -260,37 +259,62 @@ struct FullLoss {
                                                         state.moment,        state.best_value,  static_cast<A>(best)};
   }
 
+  /// Takes what take_whole() has left of a batch in a row of unit stride: vector by vector, and at last element by
+  /// element. The logits are read once more, so that the loops need not be unrolled.
+  template <bool kIsCapped, Measure kMeasure>
+  __device__ void take_again(Running& running, const BatchPlace& place, std::int64_t logits_row,
+                             std::int64_t soft_row) const {
+#pragma unroll 1
+    for (int v = 0; v < place.vectors; ++v) {
+      const std::int64_t column = place.first + v * place.step;
+      const T* from = rows.in.logits + logits_row + column;
+      if constexpr (std::is_same_v<A, float>) {
+        if (place.elements == Vector<T>::kSize) {
+          const Vector<T> batch[1] = {load(reinterpret_cast<const Vector<T>*>(from))};
+          if (take_whole<kIsCapped, kMeasure>(running, batch, column, place.step, rows.in.terms, wanted,
+                                              MeasureLoader<T, View>{rows.in, soft_row, column, place.step})) {
+            continue;
+          }
+        }
+      }
+#pragma unroll 1
+      for (int i = 0; i < place.elements; ++i) {
+        take_element(running, load_as_accumulator(from[i]), soft_row + column + i, column + i);
+      }
+    }
+  }
+
  private:
   /// Calls `function` with what is the same for all of a row as template parameters, around its loop.
   template <typename Function>
-  __device__ void with_variant(Function function) const {
+  __device__ auto with_variant(Function function) const {
     const bool is_loaded = rows.in.terms.has_weight || rows.in.terms.is_soft;
     const auto with_measure = [&]<bool kIsCapped>() {
       if (!wanted.linear) return function.template operator()<kIsCapped, Measure::none>();
       if (is_loaded) return function.template operator()<kIsCapped, Measure::loaded>();
-      function.template operator()<kIsCapped, Measure::unit>();
+      return function.template operator()<kIsCapped, Measure::unit>();
     };
     const bool is_capped = rows.in.terms.softcap != A(0);
-    is_capped ? with_measure.template operator()<true>() : with_measure.template operator()<false>();
+    return is_capped ? with_measure.template operator()<true>() : with_measure.template operator()<false>();
   }
 
-  template <bool kIsCapped, Measure kMeasure, int kVectors>
-  __device__ void take_whole_batch(State& state, const Vector<T> (&batch)[kVectors], const BatchPlace& place,
-                                   std::int64_t soft_row) const {
+  template <bool kIsCapped, Measure kMeasure, int kVectors, typename Offsets>
+  __device__ void take_batch(Running& running, const Vector<T> (&batch)[kVectors], const BatchPlace& place,
+                             bool is_whole, const Offsets& at) const {
+    const std::int64_t soft_row = at.of[kSoftTargets];
     if constexpr (std::is_same_v<A, float>) {
-      if (take_whole<kIsCapped, kMeasure>(state, batch, place.first, place.step, soft_row, rows.in, wanted)) return;
+      if (is_whole &&
+          take_whole<kIsCapped, kMeasure>(running, batch, place.first, place.step, rows.in.terms, wanted,
+                                          MeasureLoader<T, View>{rows.in, soft_row, place.first, place.step})) {
+        return;
+      }
     }
-    take_some(state, batch, place, soft_row);
+    take_again<kIsCapped, kMeasure>(running, place, at.of[kLogits], soft_row);
   }
 
-  template <int kVectors>
-  __device__ void take_some(State& state, const Vector<T> (&batch)[kVectors], const BatchPlace& place,
-                            std::int64_t soft_row) const {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (v >= place.vectors) break;
-      state = take_any(state, batch[v], soft_row, place.first + v * place.step, place.elements, rows.in, wanted);
-    }
+  /// `soft_offset` is where its soft target lies.
+  __device__ void take_element(Running& running, A z, std::int64_t soft_offset, std::int64_t column) const {
+    take(running, z, wanted.linear ? measure_of(rows.in, soft_offset, column) : A(0), column, rows.in.terms);
   }
 };
 

@@ -434,6 +434,46 @@ TEST_P(CrossEntropy, InPlaceAnAbsentUpstreamGradientIsOne) {
   }
 }
 
+TEST_P(CrossEntropy, InPlaceLongRowsMatchTheOracle) {
+  // A GPU keeps them in pieces, each block of a cluster one.
+  struct Case {
+    DType dtype;
+    std::int64_t columns;
+    std::int64_t misalignment;  ///< of the first row
+    const Kind* kind;
+    const char* reason;
+  };
+  const Case cases[] = {
+      {DType::bfloat16, 5003, 1, &kEverything, "one piece, and more of a row than registers take with every option"},
+      {DType::float16, 30000, 3, &kEverything, "two pieces"},
+      {DType::bfloat16, 40000, 0, &kPlain, "four pieces of whole vectors, the last one shorter"},
+      {DType::bfloat16, 40000, 7, &kSoft, "the same with elements before the first vector and behind the last"},
+      {DType::bfloat16, 65536, 0, &kPlain, "four pieces of equal size"},
+      {DType::bfloat16, 65537, 1, &kPlain, "eight would be begun by one element"},
+      {DType::bfloat16, 129919, 5, &kEverything,
+       "a vocabulary of 129919: eight pieces, no row starts as the one before"},
+      {DType::float32, 129919, 1, &kPlain, "eight larger pieces"},
+      {DType::float32, 300001, 3, &kPlain, "pieces that fill the shared memory of a multiprocessor"},
+      {DType::float32, 420000, 0, &kPlain, "a row beyond all pieces"},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.reason);
+    CrossEntropyCase test_case = make_case(device(), c.dtype, {3, c.columns}, 1, *c.kind);
+    test_case.logits_placement = contiguous_at(c.misalignment);
+    test_case.grad_logits_placement = contiguous_at(c.misalignment);
+    test_case.has_normalizer = c.misalignment == 1;
+    if (c.kind != &kSoft) {
+      // The targets are the elements that a cluster treats apart: the first of a row and its last.
+      test_case.target = [=](std::int64_t row) {
+        return row == 0   ? static_cast<double>(c.columns - 1)
+               : row == 1 ? static_cast<double>(CrossEntropyOptions{}.ignore_index)
+                          : 0.0;
+      };
+    }
+    check_cross_entropy(test_case);
+  }
+}
+
 TEST_P(CrossEntropy, AGradientIsRescaledWhereTheUpstreamGradientIsKnownLater) {
   struct Case {
     Dims shape;

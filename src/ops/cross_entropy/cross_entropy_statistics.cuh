@@ -1,0 +1,243 @@
+// What a thread knows of a row's logits while it walks along the row: statistics that elements and batches of vectors
+// are taken into.
+#pragma once
+
+#include "cuda/vector.cuh"
+#include "ops/cross_entropy/cross_entropy_device.cuh"
+
+namespace eaves::cuda {
+
+struct MergeStatistics {
+  template <typename A>
+  __device__ ClassStatistics<A> operator()(const ClassStatistics<A>& a, const ClassStatistics<A>& b) const {
+    return merge(a, b, [](A x) { return exponential(x); });
+  }
+};
+
+/// reduce_lanes() for statistics, in fewer steps: the maxima first, one rescaling, then the sums.
+template <int kLanes, typename A>
+__device__ ClassStatistics<A> reduce_lanes(const ClassStatistics<A>& state, MergeStatistics merge) {
+  const auto over_lanes = [](auto value, auto combine) {
+#pragma unroll
+    for (int mask = kLanes / 2; mask > 0; mask /= 2) {
+      value = combine(value, __shfl_xor_sync(0xffffffffu, value, mask));
+    }
+    return value;
+  };
+  const auto larger = [](A a, A b) { return fmax(a, b); };
+  const auto add = [](A a, A b) { return a + b; };
+  ClassStatistics<A> result;
+  result.softmax.max = over_lanes(state.softmax.max, larger);
+  // Moved to the common maximum by merging with an empty set that has it.
+  const ClassStatistics<A> moved = merge(state, {.softmax = {result.softmax.max, A(0)}});
+  result.softmax.sum = over_lanes(moved.softmax.sum, add);
+  result.moment = over_lanes(moved.moment, add);
+  result.linear = over_lanes(state.linear, add);
+  result.mass = over_lanes(state.mass, add);
+  result.best_value = over_lanes(state.best_value, larger);
+  const std::int64_t candidate = state.best_value == result.best_value ? state.best : kNoClass;
+  result.best = over_lanes(candidate, [](std::int64_t a, std::int64_t b) { return min(a, b); });
+  return result;
+}
+
+/// What of the statistics is wanted beside the softmax.
+struct WantedStatistics {
+  bool linear = false;  ///< and mass
+  bool moment = false;
+  bool best = false;
+};
+
+/// ClassStatistics on the way, with exponents as the exponential takes them.
+template <typename A>
+struct RunningStatistics {
+  A anchor_logit = -infinity<A>();  ///< one of the logits, of which none has a z' / kUnit more than kAnchorSlack above
+  A anchor = -infinity<A>();        ///< its z' / kUnit
+  A sum = A(0);                     ///< of e^(kUnit * d) with d = z' / kUnit - anchor
+  A moment = A(0);                  ///< of e^(kUnit * d) * d
+  A linear = A(0);                  ///< of u * z' / kUnit with a softcap, of u * z without
+  A mass = A(0);                    ///< of u
+  A best_value = -infinity<A>();    ///< the largest z that is not NaN
+  std::int64_t best = kNoClass;     ///< its class, where it is wanted
+
+  /// z' / kUnit - anchor of a logit.
+  __device__ A exponent(A z, const LossTerms<A>& terms) const {
+    const Transformed<A> transformed = transformed_in_units(z, terms);
+    if (fabs(anchor) < A(kCommonAnchor)) return fma(transformed.value, transformed.factor, -anchor);
+    // Beside a large anchor the roundings of products are large too, and an infinite one is nobody's difference.
+    if (terms.softcap == A(0) && fabs(anchor_logit) < infinity<A>()) {
+      return product(z - anchor_logit, terms.scale_in_units);
+    }
+    return transformed.rounded() - softmax_anchor(anchor);
+  }
+};
+
+/// Makes a logit the anchor. Must be worth it: what one lane of a warp does, all wait for.
+template <typename A>
+__device__ void raise_anchor(RunningStatistics<A>& s, A z, const LossTerms<A>& terms) {
+  const A anchor = transformed_in_units(z, terms).rounded();
+  if (!(anchor > s.anchor) && !(z > s.anchor_logit)) return;  // a NaN, or -infinity
+  if (s.sum != A(0)) {                                        // the anchor of nothing may be any number
+    const A shift = -s.exponent(z, terms);
+    const A scale = power(shift);
+    s.moment = scale == A(0) ? A(0) : fma(s.sum, shift, s.moment) * scale;  // the shift may be infinite
+    s.sum *= scale;
+  }
+  s.anchor = anchor;
+  s.anchor_logit = z;
+}
+
+/// Takes one logit. `u` as in ClassStatistics.
+template <typename A>
+__device__ void take(RunningStatistics<A>& s, A z, A u, std::int64_t column, const LossTerms<A>& terms) {
+  if (z > s.best_value || (z == s.best_value && column < s.best)) {
+    s.best_value = z;
+    s.best = column;
+  }
+  if (z > s.anchor_logit + terms.slack_of_logits || s.anchor == -infinity<A>()) raise_anchor(s, z, terms);
+  const A exponent = s.exponent(z, terms);
+  const A term = power(exponent);
+  s.sum += term;
+  // 0 * -infinity must be 0; what fmax() does to a NaN, the exponential undoes.
+  s.moment = fma(term, fmax(exponent, A(-1e30)), s.moment);
+  const A value = terms.softcap == A(0) ? z : transformed_in_units(z, terms).rounded();
+  s.linear += u == A(0) ? A(0) : u * value;  // 0 * -infinity
+  s.mass += u;
+}
+
+/// What u of ClassStatistics is: the same for all elements of a kernel, so that loops are compiled for each.
+enum class Measure { none, unit, loaded };
+
+template <int kSize>
+__device__ float sum_of(const float (&values)[kSize]) {
+  float sum = values[0];
+#pragma unroll
+  for (int i = 1; i < kSize; ++i) sum += values[i];
+  return sum;
+}
+
+/// Fills in u of vector v of a batch, and returns its sum: the last argument of take_whole().
+template <typename T, typename View>
+struct MeasureLoader {
+  const LossInputs<T, View>& in;
+  std::int64_t soft_row;
+  std::int64_t first;
+  int step;
+
+  __device__ float operator()(int v, float (&u)[Vector<T>::kSize]) const {
+    load_measure(in, soft_row, first + v * step, u);
+    return sum_of(u);
+  }
+};
+
+/// The first of the elements of a batch that equals `value`, as a column.
+template <typename T, int kVectors>
+__device__ std::int64_t column_of(const Vector<T> (&batch)[kVectors], Accumulator<T> value, std::int64_t first,
+                                  int step) {
+  int found = 0;
+#pragma unroll
+  for (int v = kVectors - 1; v >= 0; --v) {
+    Accumulator<T> z[Vector<T>::kSize];
+    unpack(batch[v], z);
+#pragma unroll
+    for (int i = Vector<T>::kSize - 1; i >= 0; --i) found = z[i] == value ? v * step + i : found;
+  }
+  return first + found;
+}
+
+/// take_whole() for an anchor that is not to be raised any more. kIsSmall: all logits are in the polynomial's range.
+template <bool kIsCapped, bool kIsSmall, Measure kMeasure, typename T, int kVectors, typename LoadMeasure>
+__device__ bool take_elements(RunningStatistics<float>& s, const Vector<T> (&batch)[kVectors],
+                              const LossTerms<float>& terms, const WantedStatistics& wanted, LoadMeasure load_measure) {
+  constexpr int kSize = Vector<T>::kSize;
+  // Two sums of each kind, which do not wait for each other.
+  float sums[2] = {};
+  float moments[2] = {};
+  float linears[2] = {};
+  float mass = 0.0f;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    float z[kSize];
+    float u[kSize];
+    unpack(batch[v], z);
+    if constexpr (kMeasure == Measure::loaded) mass += load_measure(v, u);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      float exponent;
+      if constexpr (!kIsCapped) {
+        exponent = fmaf(z[i], terms.scale_in_units, -s.anchor);
+      } else if constexpr (kIsSmall) {
+        exponent = fmaf(z[i], small_slope(z[i], terms), -s.anchor);
+      } else {
+        const Transformed<float> transformed = capped<true>(z[i], terms);
+        exponent = fmaf(transformed.value, transformed.factor, -s.anchor);
+      }
+      const float term = power(exponent);
+      sums[i % 2] += term;
+      moments[i % 2] = fmaf(term, exponent, moments[i % 2]);
+      const float value = kIsCapped ? exponent : z[i];
+      if constexpr (kMeasure == Measure::unit) linears[i % 2] += value;
+      if constexpr (kMeasure == Measure::loaded) linears[i % 2] = fmaf(u[i], value, linears[i % 2]);
+    }
+  }
+  const float moment = wanted.moment ? moments[0] + moments[1] : 0.0f;
+  float linear = kMeasure == Measure::none ? 0.0f : linears[0] + linears[1];
+  if (isnan(moment) || isnan(linear)) return false;
+  if constexpr (kMeasure == Measure::unit) mass = kVectors * kSize;
+  if constexpr (kIsCapped && kMeasure != Measure::none) linear = fmaf(s.anchor, mass, linear);
+  s.sum += sums[0] + sums[1];
+  s.moment += moment;
+  s.linear += linear;
+  s.mass += mass;
+  return true;
+}
+
+/// Takes whole vectors without a branch between their elements: their columns are first, first + step, ... and the
+/// following. `load_measure(v, u)` fills in u of vector v and returns its sum. Returns false, and has taken nothing,
+/// where it cannot: an infinite or large anchor, an extreme softcap, 0 * infinity in a sum.
+template <bool kIsCapped, Measure kMeasure, typename T, int kVectors, typename LoadMeasure>
+__device__ bool take_whole(RunningStatistics<float>& s, const Vector<T> (&batch)[kVectors], std::int64_t first,
+                           int step, const LossTerms<float>& terms, const WantedStatistics& wanted,
+                           LoadMeasure load_measure) {
+  const float largest = max_of(batch);
+  if (wanted.best && largest > s.best_value) s.best = column_of(batch, largest, first, step);
+  s.best_value = fmaxf(s.best_value, largest);
+  if (largest > s.anchor_logit + terms.slack_of_logits) raise_anchor(s, largest, terms);
+  if (!(fabsf(s.anchor) < kCommonAnchor)) return false;
+  if constexpr (!kIsCapped) {
+    return take_elements<false, false, kMeasure>(s, batch, terms, wanted, load_measure);
+  } else {
+    if (max_of_sizes(batch) <= terms.small_logit) {
+      return take_elements<true, true, kMeasure>(s, batch, terms, wanted, load_measure);
+    }
+    if (terms.small_logit < 0.0f) return false;
+    return take_elements<true, false, kMeasure>(s, batch, terms, wanted, load_measure);
+  }
+}
+
+/// What was taken, as it is merged.
+template <typename A>
+__device__ ClassStatistics<A> finished(const RunningStatistics<A>& s, const LossTerms<A>& terms) {
+  ClassStatistics<A> result;
+  result.linear = s.linear * (terms.softcap == A(0) ? terms.scale : kUnit<A>);
+  result.mass = s.mass;
+  result.best_value = s.best_value;
+  result.best = s.best;
+  result.softmax = {s.anchor, s.sum};
+  result.moment = s.moment * kUnit<A>;
+  // An infinite anchor, or none: there is nothing to move. (With finite logits, a product may be infinite.)
+  const A finite = terms.softcap == A(0) ? s.anchor_logit : s.anchor;
+  if (!(fabs(finite) < infinity<A>())) {
+    result.softmax.max = finite;
+    return result;
+  }
+  // From the anchor to the largest z'. Both are rounded; without their difference in one rounding, a sum of one large
+  // term would not be 1.
+  const A shift = s.exponent(s.best_value, terms);
+  const A scale = power(-shift);
+  result.softmax = {transformed(s.best_value, terms), s.sum * scale};
+  // Rounded as the moment of a single term is: it becomes 0.
+  result.moment = (s.moment - product(s.sum, shift)) * scale * kUnit<A>;
+  return result;
+}
+
+}  // namespace eaves::cuda
