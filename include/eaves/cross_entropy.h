@@ -191,8 +191,9 @@ struct CrossEntropyMergeArgs {
 void cross_entropy_forward(const CrossEntropyForwardArgs& args, const ExecutionContext& context = {});
 void cross_entropy_backward(const CrossEntropyBackwardArgs& args, const ExecutionContext& context = {});
 
-/// Both at once, in place: no second tensor of the logits' size. On a GPU, rows of at most 64 KiB (32,768 classes of 16
-/// bits) whose classes have unit stride are read once and written once; others are read twice.
+/// Both at once, in place: no second tensor of the logits' size. On a GPU, rows whose classes have unit stride are read
+/// once and written once if they have at most 32 KiB, from compute capability 9.0 on 1.6 MB (819,200 classes of 16
+/// bits); with options that need more of a row than its lse, 8 KiB. Others, and float64, are read twice.
 void cross_entropy_forward_backward(const CrossEntropyForwardBackwardArgs& args, const ExecutionContext& context = {});
 
 /// grad_logits *= grad_loss, where dL/d(loss) is known only after cross_entropy_forward_backward. Rows whose factor is

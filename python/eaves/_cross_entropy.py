@@ -156,7 +156,7 @@ def cross_entropy(
             with one element on the device of input, which is not waited for (the tokens of all micro-batches and
             ranks, for instance). It gets no gradient.
         inplace_backward: whether the gradient of input may be written over input, in the forward: half of the memory,
-            and of the time on a GPU. Afterwards input holds no logits any more, and autograd notices who uses them
+            and on a GPU less time. Afterwards input holds no logits any more, and autograd notices who uses them
             (input must not be a leaf). There is one backward, and lse and entropy have no gradient. Nothing is written
             where no gradient of input is wanted. torch.compile, which plans memory itself, ignores it.
         return_lse: whether to return lse, [rows...], float32; it is differentiable.

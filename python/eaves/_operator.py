@@ -12,7 +12,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -163,12 +163,10 @@ def apply(op: str, function: type[torch.autograd.Function], *arguments: object) 
         ) from None
 
 
-# They are not public. Where a later PyTorch lacks one, calls take the longer way, and cost more.
+# They are not public. Where a later PyTorch lacks one of the first two, calls take the longer way, and cost more.
 is_transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _is_in_dispatch_mode: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
-_below_autograd: Callable[[], AbstractContextManager[object]] = getattr(
-    torch._C, "_AutoDispatchBelowAutograd", nullcontext
-)
+_below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowAutograd
 
 
 def needs_autograd(*tensors: Tensor) -> bool:
@@ -258,7 +256,7 @@ def _refusing(op: str, overload: OpOverload) -> Callable[..., Any]:
                 f"{op}: its derivative is lost where torch.compile traces torch.vmap or a transform of torch.func, and "
                 f"in direct calls of torch.ops.eaves; leave transforms outside of torch.compile, and call eaves.{op}"
             )
-        with torch._C._AutoDispatchBelowAutograd():
+        with _below_autograd():
             return overload(*arguments)
 
     return kernel

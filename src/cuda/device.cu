@@ -102,6 +102,7 @@ const DeviceProperties& properties(Device device) {
     entry.value.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
     entry.value.compute_capability =
         10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
+    entry.value.shared_bytes_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   });
   return entry.value;
 }

@@ -25,7 +25,8 @@ int gpu_count();
 
 struct DeviceProperties {
   int multiprocessors = 0;
-  int compute_capability = 0;  ///< 80, 90
+  int compute_capability = 0;      ///< 80, 90
+  int shared_bytes_per_block = 0;  ///< that a kernel may ask for
 };
 
 /// Throws Unsupported with the reason when this machine has no such GPU, or no driver that this build can use.

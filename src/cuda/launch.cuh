@@ -24,7 +24,7 @@ struct LaunchShape {
   void* stream = nullptr;
 };
 
-/// Dynamic shared memory that a kernel gets without asking: what it declares counts into the same 48 KiB.
+/// Dynamic shared memory that a kernel gets without asking: 48 KiB, less what it may declare.
 inline constexpr std::size_t kSharedBytesWithoutAsking = 40960;
 
 template <typename... Parameters>
@@ -68,8 +68,10 @@ __device__ inline void wait_for_previous_kernel() {
 #endif
 }
 
-/// Called by a kernel at its start: once all of its blocks have said so, the next kernel may take its place on the
-/// multiprocessors that become free, and wait there instead of being launched after the end.
+/// Called by a kernel as early as the next one may run: at its start, or after wait_for_previous_kernel() where the
+/// next one reads, before it waits itself, what may still be written by the one before. Once all of its blocks have
+/// said so, the next kernel may take its place on the multiprocessors that become free, and wait there instead of being
+/// launched after the end.
 __device__ inline void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

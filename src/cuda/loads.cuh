@@ -1,10 +1,9 @@
 // How a thread gets the vectors that it walks along, a batch at a time: loads into registers, or copies through shared
-// memory that run ahead of their use. Each is an object for the loops of vector.cuh:
+// memory that run ahead of their use. Each is an object for transform() of vector.cuh:
 //
 //   begin(first, left, threads)     before the first batch: its first vector, how many are left, their distance
 //   load(batch, first, threads)     asks for a batch
 //   receive(batch)                  has it in registers
-//   stop()                          no more of them
 #pragma once
 
 #include <cstdint>
@@ -41,7 +40,6 @@ struct DirectLoads {
   }
   template <typename T, int kVectors>
   __device__ void receive(Vector<T> (&)[kVectors]) {}
-  __device__ void stop() {}
 };
 
 /// Copies a vector to shared memory, whose address is `to`, some time before wait_for_copies() says so to this thread.
@@ -128,7 +126,6 @@ class LoadsAhead {
     for (int v = 0; v < kVectors; ++v) batch[v] = ring_.read(v);
     ring_.go_on();
   }
-  __device__ void stop() { wait_for_copies<0>(); }
 
  private:
   /// The next batch, if it is whole.

@@ -19,7 +19,7 @@ void dispatch_row_threads(RowThreads shape, bool is_cut, Function function) {
   if constexpr (kIsHeavy) {
     if (shape.threads <= 8) return function.template operator()<8, 2>();
     if (shape.threads <= 32) return function.template operator()<32, 2>();
-    if (!is_cut) return function.template operator()<64, 4>();
+    if (!is_cut) return function.template operator()<128, 4>();
     return function.template operator()<kPieceThreads.threads, 4>();
   } else {
     if (shape == RowThreads{2, 1}) return function.template operator()<2, 1>();

@@ -15,8 +15,8 @@
 //     const T* in; T* out;        // tensors 0 and 1 of the view; may be the same
 //     auto row(std::int64_t row) const;   // loads what the row needs; a function of (element, column), and of
 //                                         // (vector, column of its first element) as transform() takes it
-//     // heavy ones: calls body(function like row()) for what all rows have in common, so that a loop is compiled for
-//     it void for_variant(body) const;
+//     void for_variant(body) const;  // heavy ones: calls `body` with a function like row(), for what all rows have in
+//                                    // common, so that loops are compiled for it
 //   };
 #pragma once
 
@@ -41,6 +41,7 @@ inline constexpr int kMapThreads = 32;
 inline constexpr int kMapVectors = 4;  // that a thread loads before it stores the first
 // A thread of a heavy operator takes more batches, one after the other; smaller ones, for the instructions of a loop
 // over many elements are more than a multiprocessor keeps at hand. All slots but one are for batches on their way.
+// H200, [4096, 131072] bf16, every option of cross entropy: 4 vectors, 4 batches and 3 slots 0.766 ms, these 0.714.
 inline constexpr int kHeavyMapVectors = 2;
 inline constexpr int kHeavyMapBatches = 8;
 inline constexpr int kHeavyMapSlots = 6;

@@ -18,9 +18,9 @@
 //     static constexpr bool kIsHeavy = ...;     // so much arithmetic for an element that registers are what counts
 //     const View& view() const;   // ShortRowView, or RowView for row_per_stride
 //
-//     // elements [first, first + count) of a row of unit stride, shared by `threads` of the kBlock threads of a block;
-//     // thread 0 also loads what finish() needs beside the state, when the first elements are on their way
-//     template <int kVectors, int kBlock> State reduce(row, first, count, thread, threads, prepared) const;
+//     // elements [first, first + count) of a row of unit stride, shared by `threads` threads; thread 0 also loads what
+//     // finish() needs beside the state, when the first elements are on their way
+//     template <int kVectors> State reduce(row, first, count, thread, threads, prepared) const;
 //     // columns first, first + step, ... below `last` of the kLaneRows rows side by side that begin with `row`
 //     template <int kColumns, int kLaneRows> void reduce_columns(states, row, first, last, step) const;
 //     // columns first, first + step, ... below `last` of a row, wherever they lie
@@ -74,8 +74,8 @@ __global__ void __launch_bounds__(kLanesBlock) row_per_lanes(const __grid_consta
   typename Operation::State state;
   typename Operation::Prepared prepared;
   if (row < operation.view().row_count) {
-    state = operation.template reduce<kVectors, kLanesBlock>(row, 0, operation.view().column_count,
-                                                             threadIdx.x % kLanes, kLanes, prepared);
+    state = operation.template reduce<kVectors>(row, 0, operation.view().column_count, threadIdx.x % kLanes, kLanes,
+                                                prepared);
   }
   // Outside of the branch: all lanes of the warp take part.
   state = reduce_lanes<kLanes>(state, typename Operation::Merge{});
@@ -91,8 +91,7 @@ __global__ void __launch_bounds__(
   const std::int64_t first = piece * split.piece_columns;
   const std::int64_t count = min(split.piece_columns, operation.view().column_count - first);
   typename Operation::Prepared prepared;
-  auto state =
-      operation.template reduce<kVectors, kThreads>(row, first, count < 0 ? 0 : count, threadIdx.x, kThreads, prepared);
+  auto state = operation.template reduce<kVectors>(row, first, count < 0 ? 0 : count, threadIdx.x, kThreads, prepared);
   state = reduce_block<kThreads>(state, typename Operation::Merge{});
 #if __CUDA_ARCH__ >= 900
   if constexpr (kIsCluster) state = reduce_cluster(state, typename Operation::Merge{});

@@ -79,7 +79,7 @@ __device__ void accumulate(SoftmaxState<A>& state, A value) {
 template <int kVectors, typename T, typename GoesOn>
 __device__ void accumulate_row(SoftmaxState<Accumulator<T>>& state, const T* first, std::int64_t count, int thread,
                                int threads, GoesOn goes_on) {
-  for_each_batch<kVectors>(first, count, thread, threads, minus_infinity<T>(), DirectLoads{}, goes_on,
+  for_each_batch<kVectors>(first, count, thread, threads, minus_infinity<T>(), goes_on,
                            [&](const auto& batch, const BatchPlace&, auto) { accumulate(state, batch); });
 }
 

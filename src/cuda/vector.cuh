@@ -205,11 +205,11 @@ struct BatchPlace {
 /// Shares a run of elements among `threads` threads and calls `body(batch, place, is_whole)` in each with kVectors
 /// vectors at a time, all of them loaded before the first is used; is_whole is std::true_type where every one of them
 /// is there. Places without an element hold `fill`. The run has fewer than 2^31 vectors: 32-bit indices leave registers
-/// for loads, and longer rows are cut into pieces. `loads` are of loads.cuh. `goes_on()` is asked once in each thread,
-/// when its first elements are on their way: if it says no, the rest of the run is left out.
-template <int kVectors, typename T, typename Loads, typename Body, typename GoesOn>
+/// for loads, and longer rows are cut into pieces. `goes_on()` is asked once in each thread, when its first elements
+/// are on their way: if it says no, the rest of the run is left out.
+template <int kVectors, typename T, typename Body, typename GoesOn>
 __device__ void for_each_batch(const T* first, std::int64_t count, int thread, int threads, const Vector<T>& fill,
-                               Loads loads, GoesOn goes_on, Body body) {
+                               GoesOn goes_on, Body body) {
   constexpr int kSize = Vector<T>::kSize;
   const Span<const T> span(first, count);
   // The edge elements travel with the first batch and are used last, so that they add no wait.
@@ -221,14 +221,13 @@ __device__ void for_each_batch(const T* first, std::int64_t count, int thread, i
   std::int64_t index = span.head + std::int64_t{thread} * kSize;
   int left = static_cast<int>(span.vectors) - thread;
   bool is_first = true;
-  loads.begin(address, left, threads);
   for (; left > (kVectors - 1) * threads;
        left -= kVectors * threads, address += kVectors * threads, index += kVectors * step) {
     Vector<T> batch[kVectors];
-    loads.load(batch, address, threads);
-    if (is_first && !goes_on()) return loads.stop();
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) batch[v] = load(address + v * threads);
+    if (is_first && !goes_on()) return;
     is_first = false;
-    loads.receive(batch);
     body(batch, BatchPlace{index, step, kVectors, kSize}, std::true_type{});
   }
   if (left > 0) {

@@ -153,6 +153,7 @@ void check_grad_loss(const Checked& checked, const TensorView& grad_loss, DType 
   }
 }
 
+/// `inputs` first: its row shape is read from `checked` before that is moved.
 struct CheckedInputs {
   CrossEntropyInputs inputs;
   Checked checked;

@@ -398,7 +398,7 @@ template <typename T, typename IsSkipped>
 void reduce_tile_with_options(const Rows<T>& rows, const Passes& passes, const Tiles<T>& tiles,
                               const ColumnPiece& piece, IsSkipped&& is_skipped, RowStatistics* states) {
   using A = Accumulator<T>;
-  constexpr std::int64_t kColumns = 256;          // of 64 rows of float32: 64 KiB, in L2
+  constexpr std::int64_t kColumns = 256;          // of at most 128 rows of float32: 128 KiB, in L2
   constexpr std::int64_t kPitch = kColumns + 16;  // a power of two would put a column's elements into few sets of L1
   constexpr std::int64_t kRows = kMaxPackSize<T>;
   static_assert(kColumns % kRows == 0, "whole packs are written");

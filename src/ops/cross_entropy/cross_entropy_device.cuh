@@ -232,11 +232,12 @@ struct LossInputs {
     return terms.is_soft || (terms.has_weight && terms.smoothing_per_class != A(0));
   }
 
-  /// The weight of a class in range; 1 where the class belongs to another shard.
-  __device__ A weight_of(std::int64_t target) const {
+  /// Of a class in range; -1 where it belongs to another shard.
+  __device__ std::int64_t column_of_class(std::int64_t target) const {
     const std::int64_t column = target - terms.first_class;
-    return terms.has_weight && column >= 0 && column < view.column_count ? weight[column] : A(1);
+    return column >= 0 && column < view.column_count ? column : -1;
   }
+  __device__ A weight_in(std::int64_t column) const { return terms.has_weight ? weight[column] : A(1); }
 };
 
 /// u of ClassStatistics, where it is not 1, for elements [column, column + kSize) of a row. `soft_row` is where the

@@ -37,7 +37,7 @@ LossWorkspace workspace_of(const CrossEntropyForwardProblem& problem, const Redu
 /// How many rows a block takes at a time, so that it loads each weight once for all of them: the weights of every row
 /// by itself would be as many bytes from L2 as the logits.
 constexpr int kWeightedRows = 2;
-constexpr int kWeightedVectors = 2;  // of each of them, that a thread takes at a time
+constexpr int kWeightedVectors = 2;  // of each of them, that a thread takes at a time; the kernel is written for 2
 constexpr int kWeightedThreads = 256;
 constexpr int kWeightedSlots = 4;                    // for batches, of which all but one are on their way
 constexpr int kWeightedBlocks = 3;                   // of a multiprocessor
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kWeightedThreads, kWeightedBlocks)
 #pragma unroll
     for (int v = 0; v < kTaken; ++v) {
       in.weight.load_aligned(column + v * kStep, u[v]);
-      masses[v] = sum_of(u[v]);
+      masses[v] = total_of(u[v]);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -129,7 +129,6 @@ __global__ void __launch_bounds__(kWeightedThreads, kWeightedBlocks)
     }
     ring.go_on();
   }
-  static_assert(kVectors == 2);
   if (whole + threadIdx.x < in.view.column_count) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

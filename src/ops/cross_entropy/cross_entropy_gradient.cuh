@@ -25,11 +25,11 @@ __device__ RowGradient<Accumulator<T>> gradient_of_row(const LossInputs<T, View>
   using A = Accumulator<T>;
   row.target_weight = A(1);
   if (!in.terms.is_soft && !in.terms.is_ignored(row.target)) {
-    const std::int64_t column = row.target - in.terms.first_class;
+    const std::int64_t column = in.column_of_class(row.target);
     if (!in.terms.is_in_range(row.target)) {
       row.grad_loss = nan_of<A>();
-    } else if (column >= 0 && column < in.view.column_count) {
-      row.target_weight = in.weight_of(row.target);
+    } else if (column >= 0) {
+      row.target_weight = in.weight_in(column);
     } else if (in.terms.has_weight) {
       // The weight is another shard's; what p is multiplied by is known from the merge, all of it.
       row.target_weight = in.terms.smoothing == A(0) ? row.target_mass : A(0);

@@ -19,14 +19,12 @@ struct CrossEntropyTerms {
   A smoothing;            ///< e
   A smoothing_per_class;  ///< e / V
   A z_loss_weight;
-  A classes;  ///< V
   std::int64_t ignore_index;
   std::int64_t class_count;
   std::int64_t first_class;
   bool is_soft;     ///< targets are distributions
   bool has_weight;  ///< classes have weights
 
-  CrossEntropyTerms() = default;
   explicit CrossEntropyTerms(const CrossEntropyInputs& inputs)
       : scale(static_cast<A>(inputs.options.scale)),
         softcap(static_cast<A>(inputs.options.softcap)),
@@ -34,7 +32,6 @@ struct CrossEntropyTerms {
         smoothing_per_class(static_cast<A>(inputs.options.label_smoothing /
                                            static_cast<double>(std::max<std::int64_t>(1, inputs.classes)))),
         z_loss_weight(static_cast<A>(inputs.options.z_loss_weight)),
-        classes(static_cast<A>(inputs.classes)),
         ignore_index(inputs.options.ignore_index),
         class_count(inputs.classes),
         first_class(inputs.first_class),
@@ -77,13 +74,6 @@ EAVES_HOST_DEVICE ClassStatistics<A> merge(const ClassStatistics<A>& a, const Cl
   result.best_value = is_b ? b.best_value : a.best_value;
   result.best = is_b ? b.best : a.best;
   return result;
-}
-
-/// z' and dz'/dz of one logit. `tanh` is the backend's.
-template <typename A, typename Tanh>
-EAVES_HOST_DEVICE A transformed_logit(A logit, const CrossEntropyTerms<A>& terms, Tanh tanh) {
-  const A scaled = logit * terms.scale;
-  return terms.softcap == A(0) ? scaled : terms.softcap * tanh(scaled / terms.softcap);
 }
 
 /// Of the class that a hard target names: z'_t and w_t. Both 0 for soft targets and rows that are ignored.

@@ -53,13 +53,13 @@ struct LossRows {
     if (in.terms.is_soft || in.terms.is_ignored(target)) return prepared;
     prepared.weight = A(1);
     if (!in.terms.is_in_range(target)) return prepared;
-    const std::int64_t column = target - in.terms.first_class;
-    prepared.has_logit = column >= 0 && column < in.view.column_count;
+    const std::int64_t column = in.column_of_class(target);
+    prepared.has_logit = column >= 0;
     if (!prepared.has_logit) {  // another shard's
       prepared.weight = A(0);
       return prepared;
     }
-    if (in.terms.has_weight) prepared.weight = in.weight[column];
+    prepared.weight = in.weight_in(column);
     prepared.logit = in.logits[logits_offset + column_offset(in.view, kLogits, column)];
     return prepared;
   }
@@ -113,7 +113,7 @@ struct PlainLoss {
   __device__ State finished(const Running& state) const { return state; }
   __device__ static ClassStatistics<A> statistics_of(const State& state) { return {.softmax = state}; }
 
-  template <int kVectors, int kBlock>
+  template <int kVectors>
   __device__ State reduce(std::int64_t row, std::int64_t first, std::int64_t count, int thread, int threads,
                           Prepared& prepared) const {
     const auto at = view().rows.offsets(row);
@@ -191,17 +191,14 @@ struct FullLoss {
   __device__ State finished(const Running& running) const { return cuda::finished(running, rows.in.terms); }
   __device__ static const ClassStatistics<A>& statistics_of(const State& state) { return state; }
 
-  template <int kVectors, int kBlock>
+  template <int kVectors>
   __device__ State reduce(std::int64_t row, std::int64_t first, std::int64_t count, int thread, int threads,
                           Prepared& prepared) const {
-    // As many batches on their way as the shared memory of a multiprocessor holds for its threads.
-    using Loads = LoadsAhead<T, kBlock, kVectors, kBlock * kVectors <= 512 ? 3 : 2>;
-    __shared__ Vector<T> shared[Loads::Ring::kVectorCount];
     const auto at = view().rows.offsets(row);
     return with_variant([&]<bool kIsCapped, Measure kMeasure>() {
       Running running;
       for_each_batch<kVectors>(
-          rows.in.logits + at.of[kLogits] + first, count, thread, threads, minus_infinity<T>(), Loads(shared),
+          rows.in.logits + at.of[kLogits] + first, count, thread, threads, minus_infinity<T>(),
           [&] { return rows.goes_on(at, thread, prepared); },
           [&]<int kTaken, typename IsWhole>(const Vector<T>(&batch)[kTaken], BatchPlace place, IsWhole) {
             place.first += first;
@@ -288,10 +285,9 @@ struct FullLoss {
   /// Calls `function` with what is the same for all of a row as template parameters, around its loop.
   template <typename Function>
   __device__ auto with_variant(Function function) const {
-    const bool is_loaded = rows.in.terms.has_weight || rows.in.terms.is_soft;
     const auto with_measure = [&]<bool kIsCapped>() {
       if (!wanted.linear) return function.template operator()<kIsCapped, Measure::none>();
-      if (is_loaded) return function.template operator()<kIsCapped, Measure::loaded>();
+      if (rows.in.is_measure_loaded()) return function.template operator()<kIsCapped, Measure::loaded>();
       return function.template operator()<kIsCapped, Measure::unit>();
     };
     const bool is_capped = rows.in.terms.softcap != A(0);

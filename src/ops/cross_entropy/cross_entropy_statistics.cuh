@@ -108,7 +108,7 @@ __device__ void take(RunningStatistics<A>& s, A z, A u, std::int64_t column, con
 enum class Measure { none, unit, loaded };
 
 template <int kSize>
-__device__ float sum_of(const float (&values)[kSize]) {
+__device__ float total_of(const float (&values)[kSize]) {
   float sum = values[0];
 #pragma unroll
   for (int i = 1; i < kSize; ++i) sum += values[i];
@@ -125,14 +125,14 @@ struct MeasureLoader {
 
   __device__ float operator()(int v, float (&u)[Vector<T>::kSize]) const {
     load_measure(in, soft_row, first + v * step, u);
-    return sum_of(u);
+    return total_of(u);
   }
 };
 
 /// The first of the elements of a batch that equals `value`, as a column.
 template <typename T, int kVectors>
-__device__ std::int64_t column_of(const Vector<T> (&batch)[kVectors], Accumulator<T> value, std::int64_t first,
-                                  int step) {
+__device__ std::int64_t first_column_equal_to(const Vector<T> (&batch)[kVectors], Accumulator<T> value,
+                                              std::int64_t first, int step) {
   int found = 0;
 #pragma unroll
   for (int v = kVectors - 1; v >= 0; --v) {
@@ -192,14 +192,15 @@ __device__ bool take_elements(RunningStatistics<float>& s, const Vector<T> (&bat
 }
 
 /// Takes whole vectors without a branch between their elements: their columns are first, first + step, ... and the
-/// following. `load_measure(v, u)` fills in u of vector v and returns its sum. Returns false, and has taken nothing,
-/// where it cannot: an infinite or large anchor, an extreme softcap, 0 * infinity in a sum.
+/// following. `load_measure(v, u)` fills in u of vector v and returns its sum. Returns false, and has taken nothing
+/// but the maximum, which may be taken twice, where it cannot: an infinite or large anchor, an extreme softcap, 0 *
+/// infinity in a sum.
 template <bool kIsCapped, Measure kMeasure, typename T, int kVectors, typename LoadMeasure>
 __device__ bool take_whole(RunningStatistics<float>& s, const Vector<T> (&batch)[kVectors], std::int64_t first,
                            int step, const LossTerms<float>& terms, const WantedStatistics& wanted,
                            LoadMeasure load_measure) {
   const float largest = max_of(batch);
-  if (wanted.best && largest > s.best_value) s.best = column_of(batch, largest, first, step);
+  if (wanted.best && largest > s.best_value) s.best = first_column_equal_to(batch, largest, first, step);
   s.best_value = fmaxf(s.best_value, largest);
   if (largest > s.anchor_logit + terms.slack_of_logits) raise_anchor(s, largest, terms);
   if (!(fabsf(s.anchor) < kCommonAnchor)) return false;

@@ -31,7 +31,7 @@ struct Logsumexp {
 
   EAVES_HOST_DEVICE const View& view() const { return rows; }
 
-  template <int kVectors, int kBlock>
+  template <int kVectors>
   __device__ State reduce(std::int64_t row, std::int64_t first, std::int64_t count, int thread, int threads,
                           Prepared&) const {
     State state;
