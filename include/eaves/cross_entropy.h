@@ -66,7 +66,7 @@ struct CrossEntropyForwardArgs {
 
   CrossEntropyOptions options = {};
 
-  /// False: rows that are ignored are not read, and their lse and entropy are 0, their argmax 0.
+  /// False: rows that are ignored need not be read, and their lse and entropy are 0, their argmax 0.
   bool reads_ignored_rows = true;
 
   /// out, result dtype: per row with Reduction::none, otherwise one element.

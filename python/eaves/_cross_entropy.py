@@ -156,8 +156,8 @@ def cross_entropy(
             with one element on the device of input, which is not waited for (the tokens of all micro-batches and
             ranks, for instance). It gets no gradient.
         inplace_backward: whether the gradient of input may be written over input, in the forward: half of the memory,
-            and on a GPU less time. Afterwards input holds no logits any more, and autograd notices who uses them
-            (input must not be a leaf). There is one backward, and lse and entropy have no gradient. Nothing is written
+            and on a GPU less time. Afterwards input (not a leaf) holds its gradient and no logits any more: autograd
+            notices who has used them before, but whoever uses input later computes with the gradient. There is one backward, and lse and entropy have no gradient. Nothing is written
             where no gradient of input is wanted. torch.compile, which plans memory itself, ignores it.
         return_lse: whether to return lse, [rows...], float32; it is differentiable.
         return_argmax: whether to return the class of each row's largest logit, [rows...], int64.
@@ -672,8 +672,8 @@ class _Gradient(torch.autograd.Function):
 class _InPlace(torch.autograd.Function):
     """Forward and backward in one pass, which leaves the gradient for an upstream gradient of 1 where the logits were.
 
-    Logits are an input that is written over and no output: whoever uses them later has to fail, not to differentiate
-    through this function. That is what the version counter is for.
+    Logits are an input that is written over and no output: whoever has used them before has to fail in the backward,
+    not to differentiate through this function. That is what the version counter is for.
     """
 
     @staticmethod

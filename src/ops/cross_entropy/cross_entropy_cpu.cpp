@@ -124,7 +124,7 @@ class Results {
     const auto reduce = [&](const std::vector<double>& values) {
       const double sum = sum_in_order(values);
       if (reduction_ == Reduction::sum) return sum;
-      return divisor == 0.0 && !has_normalizer ? 0.0 : sum / divisor;
+      return divisor == 0.0 && (!has_normalizer || sum == 0.0) ? 0.0 : sum / divisor;
     };
     write(outputs_.loss, 0, reduce(losses_));
     write(outputs_.z_loss, 0, reduce(z_losses_));
@@ -535,7 +535,8 @@ RowMap map_of(const Rows<T>& rows, const typename Rows<T>::Row& row, RowGradient
   const Transformed z = rows.logit(row, column);
   const double difference = z.logit - g.lse;
   const double p = std::exp(difference);
-  double value = std::expm1(difference) * g.hard + p * g.rest;
+  double value = 0.0;  // where p has no part in it, whatever p is
+  if (g.hard != 0.0 || g.rest != 0.0) value = std::expm1(difference) * g.hard + p * g.rest;
   if (g.slope != 0.0 && p != 0.0) value += p * g.slope * difference;
   if (terms.smoothing != 0.0) value -= g.per_class * (terms.has_weight ? in.target_weight : 1.0);
   map.target_value = value * z.derivative;

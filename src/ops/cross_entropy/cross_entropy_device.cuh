@@ -2,7 +2,7 @@
 // of a logit.
 #pragma once
 
-#include <numbers>
+#include <algorithm>
 
 #include "core/dispatch.h"
 #include "core/rows.h"
@@ -120,10 +120,11 @@ struct LossTerms : CrossEntropyTerms<A> {
     softcap_in_units = static_cast<A>(exact_softcap);
     to_tanh = static_cast<A>(1.0 / exact_softcap);
     to_tanh_squared = static_cast<A>(1.0 / (exact_softcap * exact_softcap));
-    factor = static_cast<A>(exact_factor);
-    doubled_in_units = static_cast<A>(2.0 * exact_factor / kUnit<A>);
+    constexpr double kMost = 3e38;  // 0 * infinity would be NaN
+    factor = static_cast<A>(std::min(exact_factor, kMost));
+    doubled_in_units = static_cast<A>(std::min(2.0 * exact_factor / kUnit<A>, kMost));
     // The powers of an extreme factor are no numbers of float32.
-    if (exact_factor < 1e-3 || exact_factor > 1e3 || exact_softcap > 1e6) return;
+    if (exact_factor < 1e-3 || exact_factor > 1e3 || exact_softcap < 1e-6 || exact_softcap > 1e6) return;
     double power = exact_softcap * exact_factor;
     for (int i = 0; i <= kTanhDegree; ++i, power *= exact_factor * exact_factor) {
       coefficients[i] = static_cast<A>(tanh_coefficient(i) * power);
@@ -165,9 +166,8 @@ __device__ Transformed<float> capped(float z, const LossTerms<float>& terms, flo
       float p = tanh_coefficient(kTanhDegree);
 #pragma unroll
       for (int i = kTanhDegree - 1; i >= 0; --i) p = fmaf(p, square, tanh_coefficient(i));
-      large.value = x * p;
-      if (derivative != nullptr) *derivative = fmaf(-large.value, large.value, 1.0f);
-      return large;
+      if (derivative != nullptr) *derivative = fmaf(-x * p, x * p, 1.0f);
+      return {z, terms.scale_in_units * p};
     }
   }
   if (derivative != nullptr) {

@@ -249,6 +249,21 @@ TEST_P(CrossEntropyEdges, RowsWhoseWeightsAddUpToZeroHaveAMeanOfZeroAndNoGradien
   }
 }
 
+TEST_P(CrossEntropyEdges, ANormalizerOfZeroIsDividedByUnlessNothingCounts) {
+  for (const bool counts : {false, true}) {
+    CrossEntropyRun run({.device = device(),
+                         .dtype = DType::float32,
+                         .shape = {3, 40},
+                         .has_normalizer = true,
+                         .value = normal,
+                         .target = [=](std::int64_t row) { return counts && row == 1 ? 2.0 : kIgnored; }});
+    run.normalizer.fill([](std::int64_t) { return 0.0; });
+    run.run();
+    EXPECT_EQ(run.results.loss.get(0), counts ? kInfinity : 0.0);
+    for (std::int64_t i = 0; i < 120; ++i) ASSERT_EQ(run.grad_logits.get(i), 0.0);
+  }
+}
+
 TEST_P(CrossEntropyEdges, WithoutRowsAReducedLossIsZero) {
   for (const DType targets : {DType::int64, DType::float32}) {
     for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {

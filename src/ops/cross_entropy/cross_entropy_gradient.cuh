@@ -95,6 +95,7 @@ struct PlainGradient {
     return row.mass == A(0) ? -row.per_class : fma(exponential(z - row.lse), row.mass, -row.per_class);
   }
   __device__ A target(A z) const {
+    if (row.hard == A(0) && row.rest == A(0)) return -row.per_class;
     const A d = z - row.lse;
     return fma(std::expm1(d), row.hard, fma(exponential(d), row.rest, -row.per_class));
   }

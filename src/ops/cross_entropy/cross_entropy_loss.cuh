@@ -103,8 +103,8 @@ struct ReducedOutputs {
     if (divisor != nullptr) *divisor = static_cast<A>(by);
     const auto divided = [&](double sum) {
       if (!is_mean) return static_cast<A>(sum);
-      // Nothing counts: 0. A divisor of the caller's is taken as it is.
-      return normalizer == nullptr && by == 0.0 ? A(0) : static_cast<A>(sum / by);
+      // Nothing counts: 0. A divisor of the caller's is taken as it is, but for 0 / 0.
+      return by == 0.0 && (normalizer == nullptr || sum == 0.0) ? A(0) : static_cast<A>(sum / by);
     };
     if (loss != nullptr) *loss = divided(sums.loss);
     if (z_loss != nullptr) *z_loss = divided(sums.z_loss);
