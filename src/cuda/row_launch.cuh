@@ -13,13 +13,14 @@ namespace eaves::cuda {
 
 /// Calls `function.operator()<kThreads, kVectors>()` for the shape that the policy chose. Every shape that
 /// row_threads() returns stands here. A heavy operator has fewer shapes and fewer vectors in each: its registers are
-/// needed for arithmetic, and its kernels are long to compile.
+/// needed for arithmetic, and its kernels are long to compile. H200, cross entropy of [4096, 32768] bf16 with label
+/// smoothing, softcap, soft targets: 128 x 4 0.101, 0.115, 0.222 ms, 64 x 4 0.091, 0.106, 0.195.
 template <bool kIsHeavy, typename Function>
 void dispatch_row_threads(RowThreads shape, bool is_cut, Function function) {
   if constexpr (kIsHeavy) {
     if (shape.threads <= 8) return function.template operator()<8, 2>();
     if (shape.threads <= 32) return function.template operator()<32, 2>();
-    if (!is_cut) return function.template operator()<128, 4>();
+    if (!is_cut) return function.template operator()<64, 4>();
     return function.template operator()<kPieceThreads.threads, 4>();
   } else {
     if (shape == RowThreads{2, 1}) return function.template operator()<2, 1>();

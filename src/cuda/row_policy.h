@@ -9,7 +9,7 @@
 
 namespace eaves::cuda {
 
-/// Threads that share a row: below 128 they are lanes of a warp, from 128 on a block.
+/// Threads that share a row: up to 32 they are lanes of a warp, beyond that a block.
 struct RowThreads {
   int threads = 0;
   int vectors = 0;  ///< 16-byte vectors that each thread loads before it uses the first
