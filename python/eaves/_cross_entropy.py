@@ -157,8 +157,10 @@ def cross_entropy(
             ranks, for instance). It gets no gradient.
         inplace_backward: whether the gradient of input may be written over input, in the forward: half of the memory,
             and on a GPU less time. Afterwards input (not a leaf) holds its gradient and no logits any more: autograd
-            notices who has used them before, but whoever uses input later computes with the gradient. There is one backward, and lse and entropy have no gradient. Nothing is written
-            where no gradient of input is wanted. torch.compile, which plans memory itself, ignores it.
+            notices who has used them before, but whoever uses input later computes with the gradient. There is one
+            backward, and lse and entropy have no gradient: a term of the loss that is made of them changes nothing.
+            Nothing is written where no gradient of input is wanted. torch.compile, which plans memory itself, ignores
+            it.
         return_lse: whether to return lse, [rows...], float32; it is differentiable.
         return_argmax: whether to return the class of each row's largest logit, [rows...], int64.
         return_entropy: whether to return the entropy of each row's softmax in nats, [rows...], float32; it is
