@@ -735,16 +735,16 @@ def empty_outputs(like: Tensor, rows: Sequence[int], mode: int, outputs: int) ->
 def _(
     logits: Tensor,
     targets: Tensor,
-    weight: Tensor | None = None,
-    normalizer: Tensor | None = None,
-    class_axis: int = -1,
-    ignore_index: int = -100,
-    reduction: int = MEAN,
-    label_smoothing: float = 0.0,
-    scale: float = 1.0,
-    softcap: float = 0.0,
-    z_loss_weight: float = 0.0,
-    outputs: int = 0,
+    weight: Tensor | None,
+    normalizer: Tensor | None,
+    class_axis: int,
+    ignore_index: int,
+    reduction: int,
+    label_smoothing: float,
+    scale: float,
+    softcap: float,
+    z_loss_weight: float,
+    outputs: int,
 ) -> list[Tensor]:
     return empty_outputs(logits, row_shape(logits, class_axis), reduction, outputs)
 
@@ -820,19 +820,18 @@ def _(
     in_dims: tuple[int | None, ...],
     logits: Tensor,
     targets: Tensor,
-    weight: Tensor | None = None,
-    normalizer: Tensor | None = None,
-    class_axis: int = -1,
-    ignore_index: int = -100,
-    reduction: int = MEAN,
-    label_smoothing: float = 0.0,
-    scale: float = 1.0,
-    softcap: float = 0.0,
-    z_loss_weight: float = 0.0,
-    outputs: int = 0,
+    weight: Tensor | None,
+    normalizer: Tensor | None,
+    class_axis: int,
+    ignore_index: int,
+    reduction: int,
+    label_smoothing: float,
+    scale: float,
+    softcap: float,
+    z_loss_weight: float,
+    outputs: int,
 ) -> tuple[list[Tensor], list[int]]:
     options = (label_smoothing, scale, softcap, z_loss_weight)
-    in_dims += (None,) * (12 - len(in_dims))  # torch leaves out arguments at the end that have their default
     if in_dims[2] is not None:  # each sample has its own weights
         arguments = (logits, targets, weight, normalizer, class_axis, ignore_index, reduction, *options, outputs)
         each = [_forward(*sample) for sample in each_of_batch(info, in_dims, *arguments)]

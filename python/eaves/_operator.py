@@ -269,18 +269,34 @@ def _has_tangent(tensor: Tensor) -> bool:
 
 def register_fake(op: str) -> Callable[[_Function], _Function]:
     """The decorator of an operator's fake implementation: shapes, strides and dtypes of the outputs, no data."""
-    decorator: Callable[[_Function], _Function] = torch.library.register_fake(f"eaves::{op}")
-    return decorator
+
+    def decorate(fake: _Function) -> _Function:
+        torch.library.register_fake(
+            f"eaves::{op}", lambda *arguments: fake(*arguments, *_defaults_behind(op, arguments))
+        )
+        return fake
+
+    return decorate
 
 
 def register_vmap(op: str) -> Callable[[_Function], _Function]:
     """The decorator of an operator's batching rule, see torch.library.register_vmap."""
 
     def decorate(rule: _Function) -> _Function:
-        torch.library.register_vmap(f"eaves::{op}", rule)
+        def whole(info: Any, in_dims: tuple[int | None, ...], *arguments: object) -> Any:
+            defaults = _defaults_behind(op, arguments)
+            return rule(info, in_dims + (None,) * len(defaults), *arguments, *defaults)
+
+        torch.library.register_vmap(f"eaves::{op}", whole)
         return rule
 
     return decorate
+
+
+def _defaults_behind(op: str, arguments: Sequence[object]) -> list[Any]:
+    """Torch leaves out the arguments at the end of a call that have their default; here they are."""
+    schema = getattr(torch.ops.eaves, op).default._schema
+    return [argument.default_value for argument in schema.arguments[len(arguments) :]]
 
 
 def batch_first(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Tensor, ...]:

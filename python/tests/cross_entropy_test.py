@@ -6,6 +6,7 @@ combination of options beside torch in cross_entropy_parity_test.py, and what ev
 library_test.py.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from torch.nn.functional import cross_entropy as torch_cross_entropy
 import eaves
 from comparison import FLOATING_POINT, CrossEntropyOracle, assert_within
 from cross_entropy_cases import random_targets
+from eaves._cross_entropy import REDUCTIONS as NUMBERS_OF_REDUCTIONS
 from layouts import LAYOUTS, random_tensor
 
 INFINITY = math.inf
@@ -404,6 +406,24 @@ def test_no_grad_and_inference_mode_give_results_without_a_graph(device: torch.d
                 loss = eaves.cross_entropy(logits, target, **named)
                 assert not loss.requires_grad and torch.equal(loss, expected)
                 assert torch.equal(logits, before)
+
+
+def test_the_operator_has_the_defaults_of_the_function() -> None:
+    # A call without options passes none of them on.
+    of_operator = {a.name: a.default_value for a in torch.ops.eaves.cross_entropy_forward.default._schema.arguments[2:]}
+    of_function = {name: p.default for name, p in inspect.signature(eaves.cross_entropy).parameters.items()}
+    assert of_operator == {
+        "weight": of_function["weight"],
+        "normalizer": of_function["normalizer"],
+        "class_axis": -1,  # of logits with at most two axes
+        "ignore_index": of_function["ignore_index"],
+        "reduction": NUMBERS_OF_REDUCTIONS[of_function["reduction"]],
+        "label_smoothing": of_function["label_smoothing"],
+        "scale": 1.0 if of_function["scale"] is None else of_function["scale"],
+        "softcap": 0.0 if of_function["softcap"] is None else of_function["softcap"],
+        "z_loss_weight": of_function["z_loss"],
+        "outputs": 0,
+    }
 
 
 def test_a_parameter_is_a_tensor_and_the_result_is_a_plain_one(device: torch.device) -> None:
