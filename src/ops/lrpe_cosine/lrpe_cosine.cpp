@@ -1,0 +1,405 @@
+// lrpe_cosine: is the call legal, and where does it run. Tensors become strides over batch, heads, positions and
+// features; the ways to give a position become one description; empty problems end here.
+#include "eaves/lrpe_cosine.h"
+
+#include <algorithm>
+#include <initializer_list>
+#include <string>
+
+#include "core/check.h"
+#include "core/dispatch.h"
+#include "ops/lrpe_cosine/lrpe_cosine_backend.h"
+#include "runtime/backend.h"
+
+namespace eaves {
+namespace {
+
+using check::Argument;
+
+constexpr const char* kForward = "lrpe_cosine_forward";
+constexpr const char* kBackward = "lrpe_cosine_backward";
+constexpr std::initializer_list<DType> kFloatingPoint = {DType::float32, DType::float64, DType::float16,
+                                                         DType::bfloat16};
+
+bool is_given(const Argument& argument) {
+  if (!argument.view.is_present && argument.view.data == nullptr) return false;
+  check::is_valid(argument);
+  return true;
+}
+
+/// "[2, 12, 8, 64]" must have four axes; `names` says which.
+void has_four_axes(const Argument& argument, const char* names) {
+  if (argument.view.shape.size() == 4) return;
+  check::fail(argument, "has shape " + check::to_string(argument.view.shape) + ", expected four axes (" + names + ")");
+}
+
+LrpeCosineStrides strides_of(const TensorView& view) {
+  return {view.strides[0], view.strides[1], view.strides[2], view.strides[3]};
+}
+
+LrpeActivation check_activation(const char* op, Activation activation, int activation_dim) {
+  if (activation > Activation::softmax) {
+    throw InvalidArgument(std::string(op) + ": activation is " + std::to_string(static_cast<int>(activation)) +
+                          ", expected one of enum Activation");
+  }
+  if (activation_dim != -1 && activation_dim != -2) {
+    throw InvalidArgument(std::string(op) + ": activation_dim is " + std::to_string(activation_dim) +
+                          ", expected -1 (the features) or -2 (the sequence)");
+  }
+  switch (activation) {
+    case Activation::none:
+      return LrpeActivation::none;
+    case Activation::relu:
+      return LrpeActivation::relu;
+    case Activation::sigmoid:
+      return LrpeActivation::sigmoid;
+    case Activation::silu:
+      return LrpeActivation::silu;
+    case Activation::softmax:
+      break;
+  }
+  return activation_dim == -1 ? LrpeActivation::feature_softmax : LrpeActivation::sequence_softmax;
+}
+
+/// The integers that positions are made of.
+IntegerList check_integers(const Argument& argument, Device device, const char* reference) {
+  check::is_on(argument, device, reference);
+  check::has_dtype(argument, {DType::int64, DType::int32}, "positions are integers");
+  return {argument.view.data, argument.view.dtype == DType::int64};
+}
+
+void check_grid(const char* op, const LrpeAngles& args, std::int64_t positions, LrpeCosineAngles& angles) {
+  if (args.extra_tokens < 0 || args.extra_tokens > positions) {
+    throw InvalidArgument(std::string(op) + ": extra_tokens is " + std::to_string(args.extra_tokens) +
+                          ", expected 0 to the number of positions, " + std::to_string(positions));
+  }
+  const std::int64_t cells = positions - args.extra_tokens;
+  angles.extra_tokens = args.extra_tokens;
+  if (args.grid.empty()) {
+    angles.axes = 1;
+    angles.grid[0] = cells;
+    angles.cells_behind[0] = 1;
+    return;
+  }
+  const auto refuse = [&] {
+    throw InvalidArgument(std::string(op) + ": grid is " + check::to_string(args.grid) + ", expected sizes whose product is " +
+                          std::to_string(cells) + " (" + std::to_string(positions) + " positions, of which " +
+                          std::to_string(args.extra_tokens) + " are extra tokens)");
+  };
+  angles.axes = args.grid.size();
+  std::int64_t product = 1;
+  for (int axis = angles.axes - 1; axis >= 0; --axis) {
+    const std::int64_t size = args.grid[axis];
+    angles.grid[axis] = size;
+    angles.cells_behind[axis] = product;
+    if (size < 0 || __builtin_mul_overflow(product, size, &product)) refuse();
+  }
+  if (product != cells) refuse();
+}
+
+/// On the CPU the contents can be read.
+void check_starts(const Argument& cu_seqlens, const LrpeCosineAngles& angles, std::int64_t positions) {
+  std::int64_t previous = 0;
+  for (std::int64_t i = 0; i <= angles.sequences; ++i) {
+    const std::int64_t start = angles.cu_seqlens[i];
+    if (start < previous || (i == 0 && start != 0) || (i == angles.sequences && start != positions)) {
+      check::fail(cu_seqlens, "has " + std::to_string(start) + " at index " + std::to_string(i) +
+                                  ", expected numbers that do not decrease from 0 to the number of positions, " +
+                                  std::to_string(positions));
+    }
+    previous = start;
+  }
+}
+
+/// `reference` is the tensor whose device and dtype the others follow, x or grad_out.
+LrpeCosineAngles check_angles(const char* op, const LrpeAngles& args, const LrpeCosineShape& shape,
+                              const Argument& reference, LrpeActivation activation) {
+  const Argument theta{op, "theta", args.theta};
+  const Argument offsets{op, "offsets", args.offsets};
+  const Argument positions{op, "positions", args.positions};
+  const Argument cu_seqlens{op, "cu_seqlens", args.cu_seqlens};
+  const Device device = reference.view.device;
+
+  check::is_valid(theta);
+  check::is_on(theta, device, reference.name);
+  check::has_dtype(theta, {reference.view.dtype, DType::float32}, std::string("that of ") + reference.name + ", or float32");
+  if (args.theta.shape.size() != 2) {
+    check::fail(theta, "has shape " + check::to_string(args.theta.shape) + ", expected two axes (heads, features)");
+  }
+  const std::int64_t theta_heads = args.theta.shape[0];
+  if (theta_heads != shape.heads && theta_heads != 1) {
+    check::fail(theta, "has " + std::to_string(theta_heads) + " heads, expected " + std::to_string(shape.heads) +
+                           " (as " + reference.name + ") or 1");
+  }
+  LrpeCosineAngles angles;
+  check_grid(op, args, shape.positions, angles);
+  angles.theta = args.theta.data;
+  angles.theta_dtype = args.theta.dtype;
+  angles.theta_heads = theta_heads;
+  angles.theta_features = args.theta.shape[1];
+  angles.theta_head_stride = theta_heads == 1 ? 0 : args.theta.strides[0];
+  const bool is_one_angle = angles.theta_features == 1 && angles.axes == 1;
+  angles.theta_feature_stride = angles.theta_features == 1 ? 0 : args.theta.strides[1];
+  // Without angles no feature has an axis. No size below is 0: backends divide by it.
+  if (angles.theta_features == 0) angles.axes = 0;
+  angles.axis_features = is_one_angle ? std::max<std::int64_t>(shape.features, 1)
+                                      : std::max<std::int64_t>(angles.theta_features, 1);
+
+  constexpr std::int64_t kLargestOffset = std::int64_t{1} << 62;
+  if (args.offset < -kLargestOffset || args.offset > kLargestOffset) {
+    throw InvalidArgument(std::string(op) + ": offset is " + std::to_string(args.offset) + ", expected -2^62 to 2^62");
+  }
+  angles.offset = args.offset;
+  const bool has_offsets = is_given(offsets);
+  if (has_offsets) {
+    angles.offsets = check_integers(offsets, device, reference.name);
+    if (args.offsets.element_count() == 1) {
+      angles.offset_stride = 0;
+    } else {
+      check::has_shape(offsets, Dims{shape.batch}, "one for each batch entry, or one for all");
+      angles.offset_stride = args.offsets.strides[0];
+    }
+  }
+  const bool has_positions = is_given(positions);
+  const bool has_cu_seqlens = is_given(cu_seqlens);
+  const auto belongs_to_a_sequence = [&](const Argument& argument) {
+    if (angles.axes > 1) {
+      check::fail(argument, "is given with a grid " + check::to_string(args.grid) + ", expected a grid of one axis");
+    }
+    if (args.offset != 0 || has_offsets) {
+      check::fail(argument, "is given beside an offset, expected one of them");
+    }
+  };
+  if (has_positions) {
+    belongs_to_a_sequence(positions);
+    angles.positions = check_integers(positions, device, reference.name);
+    if (args.positions.shape.size() == 1) {
+      check::has_shape(positions, Dims{shape.positions}, "one for each token");
+      angles.position_stride = args.positions.strides[0];
+    } else {
+      check::has_shape(positions, Dims{shape.batch, shape.positions}, "one for each token, or for each of a batch entry");
+      angles.position_batch_stride = shape.batch == 1 ? 0 : args.positions.strides[0];
+      angles.position_stride = args.positions.strides[1];
+    }
+  }
+  if (has_cu_seqlens) {
+    belongs_to_a_sequence(cu_seqlens);
+    if (has_positions) check::fail(cu_seqlens, "is given beside positions, expected one of them");
+    if (args.extra_tokens != 0) check::fail(cu_seqlens, "is given with extra tokens, expected none");
+    angles.cu_seqlens = check_integers(cu_seqlens, device, reference.name);
+    if (args.cu_seqlens.shape.size() != 1 || args.cu_seqlens.shape[0] < 1) {
+      check::fail(cu_seqlens, "has shape " + check::to_string(args.cu_seqlens.shape) +
+                                  ", expected one axis with one entry more than there are sequences");
+    }
+    check::is_contiguous(cu_seqlens);
+    angles.sequences = args.cu_seqlens.shape[0] - 1;
+    if (device.type == DeviceType::cpu) check_starts(cu_seqlens, angles, shape.positions);
+    if (activation == LrpeActivation::sequence_softmax) {
+      throw Unsupported(std::string(op) +
+                        ": cu_seqlens is given with a softmax over the sequence, which would mix the packed sequences; "
+                        "give positions for a softmax over the whole axis, or call once for each sequence");
+    }
+  }
+  return angles;
+}
+
+/// What no output may overlap.
+void overlaps_no_input(const Argument& output, std::initializer_list<Argument> inputs) {
+  for (const Argument& input : inputs) {
+    if (input.view.is_present) check::do_not_overlap(output, input);
+  }
+}
+
+/// The lse of a softmax over the sequence, or nullptr.
+void* check_lse(const Argument& lse, const LrpeCosineShape& shape, const Argument& reference,
+                LrpeActivation activation) {
+  if (!is_given(lse)) return nullptr;
+  if (activation != LrpeActivation::sequence_softmax) {
+    check::fail(lse, "is given, but only a softmax over the sequence has one");
+  }
+  check::is_on(lse, reference.view.device, reference.name);
+  check::has_shape(lse, Dims{shape.batch, shape.heads, shape.features}, "x without its positions");
+  check::has_dtype(lse, {accumulator_dtype(reference.view.dtype)}, "float32, or float64 where x is float64");
+  check::is_contiguous(lse);
+  return lse.view.data;
+}
+
+Dims out_shape(const LrpeCosineShape& shape) {
+  return Dims{shape.batch, shape.heads, shape.positions, 2 * shape.features};
+}
+
+constexpr const char* kOutShape = "x with twice its features";
+
+LrpeCosineForwardProblem make_problem(const LrpeCosineForwardArgs& args) {
+  const Argument x{kForward, "x", args.x};
+  const Argument out{kForward, "out", args.out};
+  const Argument lse{kForward, "lse", args.lse};
+  const LrpeActivation activation = check_activation(kForward, args.activation, args.activation_dim);
+  check::is_valid(x);
+  check::has_dtype(x, kFloatingPoint, "a floating-point type");
+  has_four_axes(x, "batch, heads, positions, features");
+  const LrpeCosineShape shape{args.x.shape[0], args.x.shape[1], args.x.shape[2], args.x.shape[3]};
+  const LrpeCosineAngles angles = check_angles(kForward, args.angles, shape, x, activation);
+
+  check::is_valid(out);
+  check::is_on(out, args.x.device, "x");
+  check::has_shape(out, out_shape(shape), kOutShape);
+  check::has_dtype(out, {args.x.dtype}, "that of x");
+  check::is_writable(out);
+  const std::initializer_list<Argument> inputs = {x,
+                                                  {kForward, "theta", args.angles.theta},
+                                                  {kForward, "offsets", args.angles.offsets},
+                                                  {kForward, "positions", args.angles.positions},
+                                                  {kForward, "cu_seqlens", args.angles.cu_seqlens}};
+  overlaps_no_input(out, inputs);
+  void* const lse_data = check_lse(lse, shape, x, activation);
+  if (args.lse.is_present) {
+    overlaps_no_input(lse, inputs);
+    check::do_not_overlap(lse, out);
+  }
+  return {.device = args.x.device,
+          .dtype = args.x.dtype,
+          .shape = shape,
+          .angles = angles,
+          .activation = activation,
+          .x = args.x.data,
+          .x_strides = strides_of(args.x),
+          .out = args.out.data,
+          .out_strides = strides_of(args.out),
+          .lse = lse_data};
+}
+
+LrpeCosineBackwardProblem make_problem(const LrpeCosineBackwardArgs& args) {
+  const Argument grad_out{kBackward, "grad_out", args.grad_out};
+  const Argument x{kBackward, "x", args.x};
+  const Argument lse{kBackward, "lse", args.lse};
+  const Argument grad_x{kBackward, "grad_x", args.grad_x};
+  const Argument grad_theta{kBackward, "grad_theta", args.grad_theta};
+  const LrpeActivation activation = check_activation(kBackward, args.activation, args.activation_dim);
+  check::is_valid(grad_out);
+  check::has_dtype(grad_out, kFloatingPoint, "a floating-point type");
+  has_four_axes(grad_out, "batch, heads, positions, twice the features");
+  const Dims& grad_shape = args.grad_out.shape;
+  if (grad_shape[3] % 2 != 0) {
+    check::fail(grad_out, "has shape " + check::to_string(grad_shape) + ", expected an even number of features (" +
+                              kOutShape + ")");
+  }
+  const LrpeCosineShape shape{grad_shape[0], grad_shape[1], grad_shape[2], grad_shape[3] / 2};
+  const Dims x_shape{shape.batch, shape.heads, shape.positions, shape.features};
+  const LrpeCosineAngles angles = check_angles(kBackward, args.angles, shape, grad_out, activation);
+
+  const bool has_grad_x = is_given(grad_x);
+  const bool has_grad_theta = is_given(grad_theta);
+  if (!has_grad_x && !has_grad_theta) check::fail(grad_x, "and grad_theta are both missing, expected at least one");
+
+  const bool needs_x = activation != LrpeActivation::none || has_grad_theta;
+  const bool has_x = is_given(x);
+  if (needs_x && !has_x) check::fail(x, "is missing, expected it with an activation, and for grad_theta");
+  if (has_x) {
+    check::is_on(x, args.grad_out.device, "grad_out");
+    check::has_shape(x, x_shape, "grad_out with half its features");
+    check::has_dtype(x, {args.grad_out.dtype}, "that of grad_out");
+  }
+  void* const lse_data = check_lse(lse, shape, grad_out, activation);
+  if (activation == LrpeActivation::sequence_softmax && lse_data == nullptr && !args.lse.is_present) {
+    check::fail(lse, "is missing, expected what the forward wrote of the softmax over the sequence");
+  }
+
+  const std::initializer_list<Argument> inputs = {grad_out,
+                                                  x,
+                                                  lse,
+                                                  {kBackward, "theta", args.angles.theta},
+                                                  {kBackward, "offsets", args.angles.offsets},
+                                                  {kBackward, "positions", args.angles.positions},
+                                                  {kBackward, "cu_seqlens", args.angles.cu_seqlens}};
+  if (has_grad_x) {
+    check::is_on(grad_x, args.grad_out.device, "grad_out");
+    check::has_shape(grad_x, x_shape, "grad_out with half its features");
+    check::has_dtype(grad_x, {args.grad_out.dtype}, "that of grad_out");
+    check::is_writable(grad_x);
+    overlaps_no_input(grad_x, inputs);
+  }
+  if (has_grad_theta) {
+    check::is_on(grad_theta, args.grad_out.device, "grad_out");
+    check::has_shape(grad_theta, args.angles.theta.shape, "that of theta");
+    check::has_dtype(grad_theta, {args.angles.theta.dtype}, "that of theta");
+    check::is_writable(grad_theta);
+    overlaps_no_input(grad_theta, inputs);
+    if (has_grad_x) check::do_not_overlap(grad_theta, grad_x);
+  }
+  return {.device = args.grad_out.device,
+          .dtype = args.grad_out.dtype,
+          .shape = shape,
+          .angles = angles,
+          .activation = activation,
+          .grad_out = args.grad_out.data,
+          .grad_out_strides = strides_of(args.grad_out),
+          .x = needs_x ? args.x.data : nullptr,
+          .x_strides = needs_x ? strides_of(args.x) : LrpeCosineStrides{},
+          .lse = lse_data,
+          .grad_x = args.grad_x.data,
+          .grad_x_strides = has_grad_x ? strides_of(args.grad_x) : LrpeCosineStrides{},
+          .grad_theta = args.grad_theta.data,
+          .grad_theta_head_stride = has_grad_theta ? args.grad_theta.strides[0] : 0,
+          .grad_theta_feature_stride = has_grad_theta ? args.grad_theta.strides[1] : 0};
+}
+
+bool is_empty(const LrpeCosineShape& shape) {
+  return shape.batch == 0 || shape.heads == 0 || shape.positions == 0 || shape.features == 0;
+}
+
+/// The lse of an empty sequence is -inf, and the gradient of theta is 0 where nothing is summed: an empty problem is
+/// nothing to do only where neither is asked for.
+bool is_done(const LrpeCosineForwardProblem& problem) {
+  if (!is_empty(problem.shape)) return false;
+  return problem.lse == nullptr || problem.shape.batch * problem.shape.heads * problem.shape.features == 0;
+}
+
+bool is_done(const LrpeCosineBackwardProblem& problem) {
+  const bool has_theta = problem.angles.theta_heads * problem.angles.theta_features != 0;
+  return is_empty(problem.shape) && (problem.grad_theta == nullptr || !has_theta);
+}
+
+std::size_t workspace_bytes(const LrpeCosineForwardProblem& problem) {
+  if (problem.device.type == DeviceType::cpu || is_done(problem)) return 0;
+  require_cuda(kForward, problem.device);
+  if constexpr (kHasCuda) return cuda::lrpe_cosine_forward_workspace_bytes(problem);
+  return 0;
+}
+
+std::size_t workspace_bytes(const LrpeCosineBackwardProblem& problem) {
+  if (problem.device.type == DeviceType::cpu || is_done(problem)) return 0;
+  require_cuda(kBackward, problem.device);
+  if constexpr (kHasCuda) return cuda::lrpe_cosine_backward_workspace_bytes(problem);
+  return 0;
+}
+
+}  // namespace
+
+void lrpe_cosine_forward(const LrpeCosineForwardArgs& args, const ExecutionContext& context) {
+  check::threads(kForward, context.threads);
+  const LrpeCosineForwardProblem problem = make_problem(args);
+  if (is_done(problem)) return;
+  if (problem.device.type == DeviceType::cpu) return cpu::lrpe_cosine_forward(problem, context);
+  const Scratch scratch(kForward, problem.device, workspace_bytes(problem), context);
+  if constexpr (kHasCuda) cuda::lrpe_cosine_forward(problem, scratch.context());
+}
+
+void lrpe_cosine_backward(const LrpeCosineBackwardArgs& args, const ExecutionContext& context) {
+  check::threads(kBackward, context.threads);
+  const LrpeCosineBackwardProblem problem = make_problem(args);
+  if (is_done(problem)) return;
+  if (problem.device.type == DeviceType::cpu) return cpu::lrpe_cosine_backward(problem, context);
+  const Scratch scratch(kBackward, problem.device, workspace_bytes(problem), context);
+  if constexpr (kHasCuda) cuda::lrpe_cosine_backward(problem, scratch.context());
+}
+
+std::size_t lrpe_cosine_forward_workspace_bytes(const LrpeCosineForwardArgs& args, const ExecutionContext&) {
+  return workspace_bytes(make_problem(args));
+}
+
+std::size_t lrpe_cosine_backward_workspace_bytes(const LrpeCosineBackwardArgs& args, const ExecutionContext&) {
+  return workspace_bytes(make_problem(args));
+}
+
+}  // namespace eaves

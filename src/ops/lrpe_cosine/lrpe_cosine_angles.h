@@ -1,0 +1,102 @@
+// Which position a feature of a token is multiplied with, for host and device: the only place that knows grids, extra
+// tokens, offsets, explicit positions and packed sequences.
+#pragma once
+
+#include <cstdint>
+
+#include "core/dispatch.h"
+#include "core/rows.h"
+#include "eaves/tensor.h"
+
+namespace eaves {
+
+/// A list of integers in the memory of the device, of either width.
+struct IntegerList {
+  const void* data = nullptr;
+  bool is_64_bit = false;
+
+  EAVES_HOST_DEVICE std::int64_t operator[](std::int64_t i) const {
+    return is_64_bit ? static_cast<const std::int64_t*>(data)[i] : static_cast<const std::int32_t*>(data)[i];
+  }
+};
+
+/// Passed to kernels by value.
+struct LrpeCosineAngles {
+  // theta
+  const void* theta = nullptr;
+  DType theta_dtype = DType::float32;
+  std::int64_t theta_heads = 1;
+  std::int64_t theta_features = 1;  ///< E as theta's shape has it
+  std::int64_t theta_head_stride = 0;
+  std::int64_t theta_feature_stride = 0;
+  std::int64_t axis_features = 1;  ///< how many features belong to an axis: E, or all where one angle serves all
+
+  // positions
+  std::int64_t extra_tokens = 0;
+  std::int64_t offset = 0;
+  IntegerList offsets;             ///< data is nullptr where there are none
+  std::int64_t offset_stride = 0;  ///< over batch entries
+  IntegerList positions;           ///< data is nullptr where there are none
+  std::int64_t position_batch_stride = 0;
+  std::int64_t position_stride = 0;
+  IntegerList cu_seqlens;     ///< data is nullptr where there are none
+  std::int64_t sequences = 0;  ///< S
+  int axes = 1;                ///< m
+  std::int64_t grid[kMaxRank] = {};
+  std::int64_t cells_behind[kMaxRank] = {};  ///< product of the sizes of the faster axes
+
+  /// True where every batch entry has the same angles.
+  EAVES_HOST_DEVICE bool are_shared_by_batch() const {
+    return (offsets.data == nullptr || offset_stride == 0) && (positions.data == nullptr || position_batch_stride == 0);
+  }
+
+  /// The axis of a feature; at or beyond `axes` its angle is 0.
+  EAVES_HOST_DEVICE std::int64_t axis_of(std::int64_t feature) const { return divide(feature, axis_features); }
+
+  /// Which of theta's features, counted from 0 to E - 1, a feature on an axis is multiplied with.
+  EAVES_HOST_DEVICE std::int64_t theta_feature_of(std::int64_t feature, std::int64_t axis) const {
+    return theta_features == 1 ? 0 : feature - axis * axis_features;
+  }
+
+  /// The position of token n of a batch entry on an axis. n is no extra token, and axis is below `axes`.
+  EAVES_HOST_DEVICE std::int64_t position(std::int64_t batch, std::int64_t n, std::int64_t axis) const {
+    if (positions.data != nullptr) return positions[batch * position_batch_stride + n * position_stride];
+    if (cu_seqlens.data != nullptr) return n - sequence_start(n);
+    std::int64_t coordinate = n - extra_tokens;
+    if (axes > 1) {
+      coordinate = divide(coordinate, cells_behind[axis]);
+      // The slowest axis needs no remainder.
+      if (axis > 0) coordinate -= divide(coordinate, grid[axis]) * grid[axis];
+    }
+    // Unsigned: the contents of offsets are not checked, and a sum that leaves the range must not be undefined.
+    auto sum = static_cast<std::uint64_t>(offset) + static_cast<std::uint64_t>(coordinate);
+    if (offsets.data != nullptr) sum += static_cast<std::uint64_t>(offsets[batch * offset_stride]);
+    return static_cast<std::int64_t>(sum);
+  }
+
+  /// theta of head and feature as the type that angles are computed in.
+  template <typename T>
+  EAVES_HOST_DEVICE Accumulator<T> theta_of(std::int64_t head, std::int64_t theta_feature) const {
+    const std::int64_t at = head * theta_head_stride + theta_feature * theta_feature_stride;
+    return theta_dtype == kDTypeOf<T> ? load_as_accumulator(static_cast<const T*>(theta)[at])
+                                      : static_cast<Accumulator<T>>(static_cast<const float*>(theta)[at]);
+  }
+
+ private:
+  /// Where the packed sequence of token n starts: the last entry at or before n. Reads entries 0 to S - 1 only.
+  EAVES_HOST_DEVICE std::int64_t sequence_start(std::int64_t n) const {
+    std::int64_t low = 0;
+    std::int64_t high = sequences;  // the last sequence that can have n is below it
+    while (high - low > 1) {
+      const std::int64_t middle = (low + high) / 2;
+      if (cu_seqlens[middle] <= n) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    return cu_seqlens[low];
+  }
+};
+
+}  // namespace eaves
