@@ -11,15 +11,15 @@
 //   dtheta  = sum over batch, positions and features of theta's element:
 //             position * a * ( g_sin * cos(phi) - g_cos * sin(phi) )
 //
-// Positions. The first `extra_tokens` = l of the N have angle 0. The others are the cells of a grid (n_1, ..., n_m), row
-// by row, the last axis fastest: N = l + n_1 * ... * n_m. Feature d belongs to axis j = d / E, and its position is
+// Positions. The first `extra_tokens` = l of the N have angle 0. The others are the cells of a grid (n_1, ..., n_m),
+// row by row, the last axis fastest: N = l + n_1 * ... * n_m. Feature d belongs to axis j = d / E, and its position is
 // offset + i_j, where i_j is the cell's coordinate on that axis. Features at or beyond m * E have angle 0. An ordinary
 // sequence is a grid of one axis, and only there E = 1 means one angle for all features of a head.
 //
 // The angle is the product in float32 (the position rounded to it), reduced and evaluated to float32 rounding for any
 // size; everything else is in float32 too and rounded once, or in float64 where x is float64. An activation that is
-// infinite times a sine that is 0 is NaN, as in the formula. The encoding is that of Z. Qin et al., "Linearized Relative
-// Positional Encoding", arXiv:2307.09270, with cosine and sine as separate halves.
+// infinite times a sine that is 0 is NaN, as in the formula. The encoding is that of Z. Qin et al., "Linearized
+// Relative Positional Encoding", arXiv:2307.09270, with cosine and sine as separate halves.
 #pragma once
 
 #include "eaves/context.h"
@@ -29,7 +29,7 @@ namespace eaves {
 
 enum class Activation : std::uint8_t {
   none,
-  relu,     ///< derivative 0 at 0
+  relu,  ///< derivative 0 at 0
   sigmoid,
   silu,     ///< x * sigmoid(x)
   softmax,  ///< over the axis activation_dim; all of it -inf, or a +inf in it: NaN, as in PyTorch
@@ -108,8 +108,8 @@ struct LrpeCosineBackwardArgs {
 };
 
 /// Throws InvalidArgument (an argument is not as documented above, or the workspace is too small), Unsupported (the
-/// tensors are on a GPU and this build or machine has no CUDA; a softmax over packed sequences), DeviceError (the launch
-/// failed).
+/// tensors are on a GPU and this build or machine has no CUDA; a softmax over packed sequences), DeviceError (the
+/// launch failed).
 void lrpe_cosine_forward(const LrpeCosineForwardArgs& args, const ExecutionContext& context = {});
 void lrpe_cosine_backward(const LrpeCosineBackwardArgs& args, const ExecutionContext& context = {});
 

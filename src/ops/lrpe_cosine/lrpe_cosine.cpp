@@ -82,9 +82,10 @@ void check_grid(const char* op, const LrpeAngles& args, std::int64_t positions, 
     return;
   }
   const auto refuse = [&] {
-    throw InvalidArgument(std::string(op) + ": grid is " + check::to_string(args.grid) + ", expected sizes whose product is " +
-                          std::to_string(cells) + " (" + std::to_string(positions) + " positions, of which " +
-                          std::to_string(args.extra_tokens) + " are extra tokens)");
+    throw InvalidArgument(std::string(op) + ": grid is " + check::to_string(args.grid) +
+                          ", expected sizes whose product is " + std::to_string(cells) + " (" +
+                          std::to_string(positions) + " positions, of which " + std::to_string(args.extra_tokens) +
+                          " are extra tokens)");
   };
   angles.axes = args.grid.size();
   std::int64_t product = 1;
@@ -122,7 +123,8 @@ LrpeCosineAngles check_angles(const char* op, const LrpeAngles& args, const Lrpe
 
   check::is_valid(theta);
   check::is_on(theta, device, reference.name);
-  check::has_dtype(theta, {reference.view.dtype, DType::float32}, std::string("that of ") + reference.name + ", or float32");
+  check::has_dtype(theta, {reference.view.dtype, DType::float32},
+                   std::string("that of ") + reference.name + ", or float32");
   if (args.theta.shape.size() != 2) {
     check::fail(theta, "has shape " + check::to_string(args.theta.shape) + ", expected two axes (heads, features)");
   }
@@ -142,8 +144,8 @@ LrpeCosineAngles check_angles(const char* op, const LrpeAngles& args, const Lrpe
   angles.theta_feature_stride = angles.theta_features == 1 ? 0 : args.theta.strides[1];
   // Without angles no feature has an axis. No size below is 0: backends divide by it.
   if (angles.theta_features == 0) angles.axes = 0;
-  angles.axis_features = is_one_angle ? std::max<std::int64_t>(shape.features, 1)
-                                      : std::max<std::int64_t>(angles.theta_features, 1);
+  angles.axis_features =
+      is_one_angle ? std::max<std::int64_t>(shape.features, 1) : std::max<std::int64_t>(angles.theta_features, 1);
 
   constexpr std::int64_t kLargestOffset = std::int64_t{1} << 62;
   if (args.offset < -kLargestOffset || args.offset > kLargestOffset) {
@@ -177,7 +179,8 @@ LrpeCosineAngles check_angles(const char* op, const LrpeAngles& args, const Lrpe
       check::has_shape(positions, Dims{shape.positions}, "one for each token");
       angles.position_stride = args.positions.strides[0];
     } else {
-      check::has_shape(positions, Dims{shape.batch, shape.positions}, "one for each token, or for each of a batch entry");
+      check::has_shape(positions, Dims{shape.batch, shape.positions},
+                       "one for each token, or for each of a batch entry");
       angles.position_batch_stride = shape.batch == 1 ? 0 : args.positions.strides[0];
       angles.position_stride = args.positions.strides[1];
     }

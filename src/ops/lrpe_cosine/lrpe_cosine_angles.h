@@ -39,7 +39,7 @@ struct LrpeCosineAngles {
   IntegerList positions;           ///< data is nullptr where there are none
   std::int64_t position_batch_stride = 0;
   std::int64_t position_stride = 0;
-  IntegerList cu_seqlens;     ///< data is nullptr where there are none
+  IntegerList cu_seqlens;      ///< data is nullptr where there are none
   std::int64_t sequences = 0;  ///< S
   int axes = 1;                ///< m
   std::int64_t grid[kMaxRank] = {};

@@ -42,7 +42,7 @@ class LrpeCosine {
   /// where the angle is 0 whatever theta is.
   double position(std::int64_t b, std::int64_t n, std::int64_t d) const {
     const std::int64_t axis = axis_of(d);
-    if (n < angles_.extra_tokens || axis >= static_cast<std::int64_t>(grid_.size())) return 0.0;
+    if (!has_angle(n, d)) return 0.0;
     if (angles_.positions.is_present) {
       return rounded(angles_.positions.shape.size() == 1 ? element(angles_.positions, {n})
                                                          : element(angles_.positions, {b, n}));
@@ -59,8 +59,7 @@ class LrpeCosine {
     if (angles_.offsets.is_present) {
       offset += element(angles_.offsets, angles_.offsets.element_count() == 1 ? 0 : b);
     }
-    const std::int64_t coordinate =
-        coordinates(grid_, n - angles_.extra_tokens)[static_cast<std::size_t>(axis)];
+    const std::int64_t coordinate = coordinates(grid_, n - angles_.extra_tokens)[static_cast<std::size_t>(axis)];
     return rounded(offset + static_cast<double>(coordinate));
   }
 
@@ -70,9 +69,8 @@ class LrpeCosine {
   }
 
   double phi(std::int64_t b, std::int64_t h, std::int64_t n, std::int64_t d) const {
-    const double p = position(b, n, d);
-    if (p == 0.0) return 0.0;
-    return rounded(element(angles_.theta, {angles_.theta.shape[0] == 1 ? 0 : h, theta_feature(d)}) * p);
+    if (!has_angle(n, d)) return 0.0;
+    return rounded(element(angles_.theta, {angles_.theta.shape[0] == 1 ? 0 : h, theta_feature(d)}) * position(b, n, d));
   }
 
   double activated(std::int64_t b, std::int64_t h, std::int64_t n, std::int64_t d) const {
@@ -87,7 +85,8 @@ class LrpeCosine {
       case Activation::silu:
         return z * sigmoid(z);
       case Activation::softmax:
-        return std::exp(z - lse(b, h, n, d));
+        // An infinite one is that of a softmax that is NaN as a whole, where exp(z - lse) would be 0 beside the +inf.
+        return std::isinf(lse(b, h, n, d)) ? std::numeric_limits<double>::quiet_NaN() : std::exp(z - lse(b, h, n, d));
     }
     return 0.0;
   }
@@ -134,13 +133,13 @@ class LrpeCosine {
         sum[static_cast<std::size_t>(lse_index(b, h, n, d))] += a * g[at];
         sum_scale[static_cast<std::size_t>(lse_index(b, h, n, d))] += std::abs(a) * g_scale[at];
       }
+      if (!has_angle(n, d)) return;
       const double p = position(b, n, d);
-      if (p == 0.0) return;
-      const auto theta_at = static_cast<std::size_t>((angles_.theta.shape[0] == 1 ? 0 : h) * theta_features +
-                                                     theta_feature(d));
+      const auto theta_at =
+          static_cast<std::size_t>((angles_.theta.shape[0] == 1 ? 0 : h) * theta_features + theta_feature(d));
       result.theta[theta_at] += p * a * (g_sin * std::cos(angle) - g_cos * std::sin(angle));
-      result.theta_scale[theta_at] += std::abs(p * a) * (std::abs(g_sin * std::cos(angle)) +
-                                                         std::abs(g_cos * std::sin(angle)));
+      result.theta_scale[theta_at] +=
+          std::abs(p * a) * (std::abs(g_sin * std::cos(angle)) + std::abs(g_cos * std::sin(angle)));
     });
     for_each([&](std::int64_t i, std::int64_t b, std::int64_t h, std::int64_t n, std::int64_t d) {
       const auto at = static_cast<std::size_t>(i);
@@ -160,6 +159,11 @@ class LrpeCosine {
  private:
   /// To what angles are computed in: float32, or float64 where x is.
   double rounded(double value) const { return is_double_ ? value : static_cast<double>(static_cast<float>(value)); }
+
+  /// Whether the angle of feature d of token n depends on theta.
+  bool has_angle(std::int64_t n, std::int64_t d) const {
+    return n >= angles_.extra_tokens && axis_of(d) < static_cast<std::int64_t>(grid_.size());
+  }
 
   static double sigmoid(double z) { return 1.0 / (1.0 + std::exp(-z)); }
 

@@ -1,0 +1,164 @@
+// What a softmax over the sequence needs of each of its columns (batch entry, head, feature), in pieces of the sequence
+// that are merged in order: the logsumexp in the forward, the sum of a * g in the backward. And the sums that become
+// the gradient of theta.
+#pragma once
+
+#include "ops/lrpe_cosine/lrpe_cosine_plan.h"
+
+namespace eaves::cuda {
+
+/// Merges what the rows of a block have for each feature, in order, and calls finish(feature, merged) in one thread for
+/// each. `states` are those of the thread's kWidth features.
+template <int kWidth, typename State, typename Merge, typename Finish>
+__device__ void merge_rows(const LrpeTiling& tiling, const LrpePlace& place, const State (&states)[kWidth], Merge merge,
+                           Finish finish) {
+  // Raw bytes: a State may have default member values, and shared memory cannot be initialised.
+  __shared__ alignas(State) unsigned char storage[kLrpeThreads * kWidth * sizeof(State)];
+  auto* all = reinterpret_cast<State*>(storage);
+  const std::uint32_t block_features = tiling.lanes() * kWidth;
+  const std::uint32_t lane = threadIdx.x & (tiling.lanes() - 1);
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) all[place.row * block_features + lane * kWidth + i] = states[i];
+  __syncthreads();
+  const std::int64_t first_feature = std::int64_t{place.vector - lane} * kWidth;
+  const std::int64_t features = std::int64_t{tiling.vectors} * kWidth;
+  for (std::uint32_t i = threadIdx.x; i < block_features && first_feature + i < features; i += kLrpeThreads) {
+    State state = all[i];
+    for (std::uint32_t row = 1; row < tiling.block_rows(); ++row) state = merge(state, all[row * block_features + i]);
+    finish(first_feature + i, state);
+  }
+}
+
+struct AddSums {
+  template <typename A>
+  __device__ A operator()(A a, A b) const {
+    return a + b;
+  }
+};
+
+// ---- forward: logsumexp of the columns -----------------------------------------------------------------------------
+
+/// `pieces` is [groups, row_blocks, features]; a group is a head of a batch entry.
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kLrpeThreads, 2)
+    reduce_columns(const __grid_constant__ LrpeTiling tiling, const T* x,
+                   const __grid_constant__ LrpeCosineStrides strides, std::int64_t heads,
+                   SoftmaxState<Accumulator<T>>* pieces) {
+  using State = SoftmaxState<Accumulator<T>>;
+  let_next_kernel_start();
+  const LrpePlace place = find_place(tiling);
+  const std::int64_t batch = place.head / heads;
+  const std::int64_t head = place.head - batch * heads;
+  const std::int64_t piece_rows = std::int64_t{tiling.steps} * kLrpeColumnsAtATime * tiling.block_rows();
+  const std::int64_t first = place.row_block * piece_rows;
+  State states[kWidth];
+  if (place.vector < tiling.vectors) {
+    const T* column = x + batch * strides[0] + head * strides[1] + std::int64_t{place.vector} * kWidth * strides[3];
+    accumulate_columns<kLrpeColumnsAtATime>(states, column, strides[2], first + place.row,
+                                            min(first + piece_rows, tiling.rows),
+                                            static_cast<int>(tiling.block_rows()));
+  }
+  const std::int64_t features = std::int64_t{tiling.vectors} * kWidth;
+  State* const piece = pieces + (std::int64_t{place.head} * tiling.row_blocks + place.row_block) * features;
+  merge_rows<kWidth>(tiling, place, states, MergeSoftmax{},
+                     [&](std::int64_t feature, const State& state) { piece[feature] = state; });
+}
+
+/// Merges the pieces of each column: a thread a column. finish(column, state).
+template <typename State, typename Merge, typename Finish>
+__device__ void merge_column_pieces(const State* pieces, std::int64_t columns, std::int64_t features,
+                                    std::int64_t piece_count, Merge merge, Finish finish) {
+  const std::int64_t column = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (column >= columns) return;
+  const std::int64_t group = divide(column, features);
+  const State* first = pieces + (group * piece_count * features + column - group * features);
+  State state = first[0];
+#pragma unroll 8
+  for (std::int64_t piece = 1; piece < piece_count; ++piece) state = merge(state, first[piece * features]);
+  finish(column, state);
+}
+
+template <typename A>
+__global__ void __launch_bounds__(128) merge_columns(const SoftmaxState<A>* pieces, std::int64_t columns,
+                                                     std::int64_t features, std::int64_t piece_count, A* lse) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  merge_column_pieces(pieces, columns, features, piece_count, MergeSoftmax{},
+                      [&](std::int64_t column, const SoftmaxState<A>& state) { lse[column] = state.lse(); });
+}
+
+template <typename A>
+__global__ void __launch_bounds__(128)
+    merge_column_sums(const A* pieces, std::int64_t columns, std::int64_t features, std::int64_t piece_count, A* sums) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  merge_column_pieces(pieces, columns, features, piece_count, AddSums{},
+                      [&](std::int64_t column, A sum) { sums[column] = sum; });
+}
+
+/// The logsumexp of x over the sequence, [B, H, D], in two kernels.
+template <typename T>
+void reduce_sequence(const char* op, const LrpeCosineForwardProblem& problem, const LrpePlan& plan,
+                     const LrpeScratch& scratch, void* lse, void* stream) {
+  using A = Accumulator<T>;
+  const LrpeTiling& tiling = plan.columns;
+  auto* const pieces = static_cast<SoftmaxState<A>*>(scratch.pieces);
+  const LaunchShape shape{.blocks = std::int64_t{tiling.heads} * tiling.row_blocks,
+                          .blocks_y = lane_groups(tiling),
+                          .threads = kLrpeThreads,
+                          .stream = stream};
+  const auto* x = static_cast<const T*>(problem.x);
+  if (plan.has_vectors) {
+    launch(op, reduce_columns<T, kLrpeVectorWidth<T>>, shape, tiling, x, problem.x_strides, problem.shape.heads,
+           pieces);
+  } else {
+    launch(op, reduce_columns<T, 1>, shape, tiling, x, problem.x_strides, problem.shape.heads, pieces);
+  }
+  const std::int64_t columns = problem.shape.batch * problem.shape.heads * problem.shape.features;
+  launch(op, merge_columns<A>,
+         {.blocks = ceil_divide(columns, 128),
+          .threads = 128,
+          .starts_before_previous_ends = plan.has_dependent_launch,
+          .stream = stream},
+         static_cast<const SoftmaxState<A>*>(pieces), columns, problem.shape.features, std::int64_t{tiling.row_blocks},
+         static_cast<A*>(lse));
+}
+
+// ---- backward: the gradient of theta -------------------------------------------------------------------------------
+
+/// An element of grad_theta from the sums of the features, heads and pieces that belong to it, `pieces` [H,
+/// piece_count, D]: a block an element.
+template <typename T>
+__global__ void __launch_bounds__(kLrpeThreads)
+    finish_theta(const __grid_constant__ LrpeCosineAngles angles, const Accumulator<T>* pieces, std::int64_t heads,
+                 std::int64_t piece_count, std::int64_t features, void* grad_theta, std::int64_t head_stride,
+                 std::int64_t feature_stride) {
+  wait_for_previous_kernel();
+  const std::int64_t theta_head = divide(blockIdx.x, angles.theta_features);
+  const std::int64_t theta_feature = blockIdx.x - theta_head * angles.theta_features;
+  // One angle serves all features of its axis, or those at the same place of each axis.
+  const bool is_one = angles.theta_features == 1;
+  const std::int64_t with_axis = min(features, angles.axes * angles.axis_features);
+  const std::int64_t stride = is_one ? 1 : angles.axis_features;
+  const std::int64_t per_row = is_one                      ? with_axis
+                               : with_axis > theta_feature ? (with_axis - theta_feature - 1) / stride + 1
+                                                           : 0;
+  const std::int64_t first_row = angles.theta_heads == 1 ? 0 : theta_head * piece_count;
+  const std::int64_t rows = angles.theta_heads == 1 ? heads * piece_count : piece_count;
+  double sum = 0.0;
+#pragma unroll 4
+  for (std::int64_t i = threadIdx.x; i < rows * per_row; i += kLrpeThreads) {
+    const std::int64_t row = divide(i, per_row);
+    sum += pieces[(first_row + row) * features + theta_feature + (i - row * per_row) * stride];
+  }
+  sum = reduce_block<kLrpeThreads>(sum, AddSums{});
+  if (threadIdx.x != 0) return;
+  const std::int64_t at = theta_head * head_stride + theta_feature * feature_stride;
+  if (angles.theta_dtype == kDTypeOf<T>) {
+    static_cast<T*>(grad_theta)[at] = round_to<T>(sum);
+  } else {
+    static_cast<float*>(grad_theta)[at] = static_cast<float>(sum);
+  }
+}
+
+}  // namespace eaves::cuda

@@ -1,0 +1,294 @@
+// What the kernels of lrpe_cosine share: which thread has which tokens and features, the angles of a thread's features,
+// and the activations.
+//
+// A thread has kWidth neighbouring features: a 16-byte vector, or one element where vectors do not fit. The lanes of a
+// token are neighbouring threads, and a block has as many tokens as fit. Where the batch entries share their angles, a
+// thread computes cosine and sine of one token once and walks through the batch; elsewhere its tokens are neighbours.
+#pragma once
+
+#include "cuda/angle.cuh"
+#include "cuda/columns.cuh"
+#include "cuda/device.h"
+#include "cuda/launch.cuh"
+#include "cuda/math.cuh"
+#include "ops/lrpe_cosine/lrpe_cosine_backend.h"
+
+namespace eaves::cuda {
+
+inline constexpr int kLrpeThreads = 256;
+
+/// What changes the loads of a kernel. The elementwise activations are chosen at run time: a branch for each vector.
+enum class LrpeKind { none, elementwise, feature_softmax, sequence_softmax };
+
+inline LrpeKind kind_of(LrpeActivation activation) {
+  switch (activation) {
+    case LrpeActivation::none:
+      return LrpeKind::none;
+    case LrpeActivation::feature_softmax:
+      return LrpeKind::feature_softmax;
+    case LrpeActivation::sequence_softmax:
+      return LrpeKind::sequence_softmax;
+    default:
+      return LrpeKind::elementwise;
+  }
+}
+
+// ---- who does what -------------------------------------------------------------------------------------------------
+
+/// How the work of one head is cut: into row blocks along x of the grid, and along y into chunks of the batch, or
+/// groups of lanes where a token has more lanes than a block.
+struct LrpeTiling {
+  std::uint32_t log2_lanes = 0;  ///< threads that share a token: a power of two
+  std::uint32_t vectors = 0;     ///< of a token: D / kWidth; lanes at or beyond it have nothing to do
+  std::uint32_t heads = 1;
+  std::uint32_t row_blocks = 1;       ///< of a head
+  std::uint32_t steps = 1;            ///< how often a block moves on to its next rows
+  bool heads_are_neighbours = false;  ///< heads lie closer in memory than tokens: neighbouring blocks take them
+  std::int64_t rows = 0;              ///< of a head: N where angles are shared by the batch, else B * N
+  std::int64_t chunk = 1;             ///< batch entries of a block, where angles are shared
+  std::uint32_t chunks = 1;
+
+  EAVES_HOST_DEVICE std::uint32_t lanes() const { return 1u << log2_lanes; }
+  EAVES_HOST_DEVICE std::uint32_t block_rows() const { return kLrpeThreads >> log2_lanes; }
+};
+
+struct LrpePlace {
+  std::uint32_t head;
+  std::uint32_t row_block;
+  std::uint32_t chunk;
+  std::uint32_t vector;
+  std::uint32_t row;  ///< within the block
+};
+
+__device__ inline LrpePlace find_place(const LrpeTiling& tiling) {
+  LrpePlace place;
+  if (tiling.heads_are_neighbours) {
+    place.row_block = blockIdx.x / tiling.heads;
+    place.head = blockIdx.x - place.row_block * tiling.heads;
+  } else {
+    place.head = blockIdx.x / tiling.row_blocks;
+    place.row_block = blockIdx.x - place.head * tiling.row_blocks;
+  }
+  std::uint32_t group = 0;
+  place.chunk = blockIdx.y;
+  if (tiling.vectors > tiling.lanes()) {
+    group = blockIdx.y / tiling.chunks;
+    place.chunk = blockIdx.y - group * tiling.chunks;
+  }
+  place.vector = (group << tiling.log2_lanes) + (threadIdx.x & (tiling.lanes() - 1));
+  place.row = threadIdx.x >> tiling.log2_lanes;
+  return place;
+}
+
+inline std::uint32_t log2_lanes_for(std::int64_t vectors) {
+  std::uint32_t log2 = 0;
+  while ((1u << log2) < kLrpeThreads && (1 << log2) < vectors) ++log2;
+  return log2;
+}
+
+inline std::uint32_t lane_groups(const LrpeTiling& tiling) {
+  return static_cast<std::uint32_t>(ceil_divide(tiling.vectors, tiling.lanes()));
+}
+
+/// Elements of a thread of T that lie in one 16-byte vector; float64 is a plain path.
+template <typename T>
+inline constexpr int kLrpeVectorWidth = sizeof(T) == 8 ? 1 : Vector<T>::kSize;
+
+/// Every token's features are whole vectors.
+inline bool has_vectors(const void* data, const LrpeCosineStrides& strides, std::int64_t features,
+                        std::int64_t element_bytes) {
+  const std::int64_t size = 16 / element_bytes;
+  if (element_bytes == 8 || features % size != 0 || strides[3] != 1) return false;
+  if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) return false;
+  return strides[0] % size == 0 && strides[1] % size == 0 && strides[2] % size == 0;
+}
+
+// ---- angles --------------------------------------------------------------------------------------------------------
+
+/// theta and the axis of each feature of a thread: the same for all of its tokens.
+template <typename T, int kWidth>
+struct FeatureAngles {
+  using A = Accumulator<T>;
+  A theta[kWidth];          ///< 0 where a feature has no axis
+  std::int64_t first_axis;  ///< of the first feature
+  int in_first_axis;        ///< how many features belong to it; kWidth for most threads
+
+  __device__ FeatureAngles(const LrpeCosineAngles& angles, std::int64_t head, std::int64_t first_feature) {
+    first_axis = angles.axis_of(first_feature);
+    const std::int64_t within = first_feature - first_axis * angles.axis_features;
+    in_first_axis = static_cast<int>(min(angles.axis_features - within, std::int64_t{kWidth}));
+    std::int64_t axis = first_axis;
+    std::int64_t feature = within;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      theta[i] = axis < angles.axes ? angles.template theta_of<T>(head, feature) : A(0);
+      if (++feature == angles.axis_features) {
+        feature = 0;
+        ++axis;
+      }
+    }
+  }
+};
+
+/// Cosine and sine of a thread's features for one token.
+template <typename T, int kWidth>
+struct TokenAngles {
+  using A = Accumulator<T>;
+  A cosine[kWidth];
+  A sine[kWidth];
+
+  __device__ void compute(const LrpeCosineAngles& angles, const FeatureAngles<T, kWidth>& features, std::int64_t batch,
+                          std::int64_t n) {
+    if (n < angles.extra_tokens) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) cosine[i] = A(1), sine[i] = A(0);
+      return;
+    }
+    A phi[kWidth];
+    for_each_position(angles, features, batch, n, [&](int i, A position) { phi[i] = features.theta[i] * position; });
+    sine_cosine(phi, sine, cosine);
+  }
+
+  /// Calls body(i, position of feature i), position 0 where there is none.
+  template <typename Body>
+  __device__ static void for_each_position(const LrpeCosineAngles& angles, const FeatureAngles<T, kWidth>& features,
+                                           std::int64_t batch, std::int64_t n, Body body) {
+    const auto position_on = [&](std::int64_t axis) {
+      return axis < angles.axes && n >= angles.extra_tokens ? static_cast<A>(angles.position(batch, n, axis)) : A(0);
+    };
+    const A first = position_on(features.first_axis);
+    if (features.in_first_axis == kWidth) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) body(i, first);
+      return;
+    }
+    A position = first;
+    std::int64_t axis = features.first_axis;
+    std::int64_t left = features.in_first_axis;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      if (left == 0) {
+        position = position_on(++axis);
+        left = angles.axis_features;
+      }
+      --left;
+      body(i, position);
+    }
+  }
+};
+
+// ---- activations ---------------------------------------------------------------------------------------------------
+
+/// e^x to 2e-7 of itself for float32 results: the rounding of x * log2(e) is taken out again. 16-bit results do not see
+/// it.
+template <typename T>
+__device__ Accumulator<T> precise_exponential(Accumulator<T> x) {
+  if constexpr (std::is_same_v<T, float>) {
+    const float high = x * kLog2E;
+    const float low = fabsf(high) < 256.0f ? fmaf(x, kLog2E, -high) : 0.0f;  // not infinity minus infinity
+    const float power = exp2_approximate(high);
+    return fmaf(power, low * 0.693147181f, power);
+  } else {
+    return exponential(x);
+  }
+}
+
+__device__ inline float reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+__device__ inline double reciprocal(double x) { return 1.0 / x; }
+
+/// activation(x), for the elementwise ones.
+template <typename T, int kWidth>
+__device__ void activate(LrpeActivation activation, Accumulator<T> (&x)[kWidth]) {
+  using A = Accumulator<T>;
+  if (activation == LrpeActivation::relu) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) x[i] = x[i] < A(0) ? A(0) : x[i];  // keeps NaN
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    const A sigmoid = reciprocal(A(1) + precise_exponential<T>(-x[i]));
+    x[i] = activation == LrpeActivation::silu ? x[i] * sigmoid : sigmoid;
+  }
+}
+
+/// The same, and the derivative at x.
+template <typename T, int kWidth>
+__device__ void activate(LrpeActivation activation, Accumulator<T> (&x)[kWidth], Accumulator<T> (&derivative)[kWidth]) {
+  using A = Accumulator<T>;
+  if (activation == LrpeActivation::relu) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      derivative[i] = x[i] <= A(0) ? A(0) : A(1);
+      x[i] = x[i] < A(0) ? A(0) : x[i];
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    // Of the smaller of s(x) and s(-x), so that neither overflows and neither is 1 minus something near 1.
+    const A power = precise_exponential<T>(-fabs(x[i]));
+    const A larger = reciprocal(A(1) + power);
+    const A smaller = power * larger;
+    const A sigmoid = x[i] < A(0) ? smaller : larger;
+    const A slope = larger * smaller;
+    if (activation == LrpeActivation::silu) {
+      // Where x is infinite the slope is 0, and so is their product.
+      derivative[i] = slope == A(0) ? sigmoid : fma(x[i], slope, sigmoid);
+      x[i] = x[i] * sigmoid;
+    } else {
+      derivative[i] = slope;
+      x[i] = sigmoid;
+    }
+  }
+}
+
+/// Over the lanes of a token, neighbours within a warp; all lanes of the warp call it.
+template <typename A, typename Combine>
+__device__ A over_lanes(A value, std::uint32_t lanes, Combine combine) {
+  for (std::uint32_t mask = lanes / 2; mask > 0; mask /= 2) {
+    value = combine(value, __shfl_xor_sync(0xffffffffu, value, mask));
+  }
+  return value;
+}
+
+/// softmax over a token's features, of which a thread has kWidth; -inf stands for those that it lacks.
+template <typename T, int kWidth>
+__device__ void feature_softmax(Accumulator<T> (&x)[kWidth], std::uint32_t lanes) {
+  using A = Accumulator<T>;
+  A max = x[0];
+#pragma unroll
+  for (int i = 1; i < kWidth; ++i) max = fmax(max, x[i]);
+  max = over_lanes(max, lanes, [](A a, A b) { return fmax(a, b); });
+  A sum = A(0);
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    x[i] = precise_exponential<T>(x[i] - max);  // NaN where all are -inf, or one is +inf
+    sum += x[i];
+  }
+  sum = over_lanes(sum, lanes, [](A a, A b) { return a + b; });
+  const A scale = A(1) / sum;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) x[i] *= scale;
+}
+
+/// kWidth neighbouring numbers of an [..., D] tensor of accumulators.
+template <int kWidth, typename A>
+__device__ void load_accumulators(const A* address, A (&values)[kWidth]) {
+  if constexpr (kWidth % 4 == 0 && sizeof(A) == 4) {
+#pragma unroll
+    for (int i = 0; i < kWidth; i += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(address + i);
+      values[i] = four.x, values[i + 1] = four.y, values[i + 2] = four.z, values[i + 3] = four.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) values[i] = address[i];
+  }
+}
+
+}  // namespace eaves::cuda

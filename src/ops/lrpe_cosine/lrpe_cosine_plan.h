@@ -1,0 +1,179 @@
+// How a call of lrpe_cosine will go on a GPU: which kernel, how the work is cut, how much scratch memory. The one
+// source of both the launches and the workspace.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+
+#include "ops/lrpe_cosine/lrpe_cosine_device.cuh"
+
+namespace eaves::cuda {
+
+struct LrpePlan {
+  LrpeKind kind = LrpeKind::none;
+  bool is_shared = false;      ///< the angles of a token serve the whole batch
+  bool has_vectors = false;    ///< a thread has a 16-byte vector of features, not one element
+  bool has_long_rows = false;  ///< a softmax over more features than a warp holds
+  bool has_dependent_launch = false;
+  LrpeTiling tiling;
+  LrpeTiling columns;             ///< of a softmax over the sequence: "heads" are heads of all batch entries
+  std::int64_t theta_pieces = 0;  ///< sums of each head on the way to grad_theta; 0 without it
+  std::size_t workspace_bytes = 0;
+};
+
+// Blocks of a launch that fill a GPU many times over, so that the last ones matter little.
+inline constexpr std::int64_t kLrpeBlocksPerMultiprocessor = 16;
+// Of each kind of scratch memory: few enough bytes to stay in the cache, more than enough pieces.
+inline constexpr std::int64_t kLrpeMostPieceBytes = 2 << 20;
+inline constexpr std::int64_t kLrpeColumnsAtATime = 8;
+
+/// Loads that a thread has in flight before it uses the first.
+constexpr int lrpe_slots(bool is_shared) { return is_shared ? 4 : 2; }
+
+/// Backward: two or three vectors a slot.
+constexpr int lrpe_backward_slots(bool is_shared) { return is_shared ? 2 : 1; }
+
+/// Where the pieces of a call lie in the workspace: the columns of a softmax over the sequence ([B, H, D]: an lse that
+/// the caller does not keep, or the sums of the backward), and what they or the sums of theta are merged from.
+struct LrpeScratch {
+  void* columns;
+  void* pieces;
+
+  static std::size_t columns_bytes(const LrpeCosineShape& shape, DType dtype) {
+    const std::size_t bytes =
+        static_cast<std::size_t>(shape.batch * shape.heads * shape.features) * size_of(accumulator_dtype(dtype));
+    return (bytes + 255) / 256 * 256;
+  }
+
+  LrpeScratch(const Workspace& workspace, const LrpeCosineShape& shape, DType dtype)
+      : columns(workspace.data), pieces(static_cast<char*>(workspace.data) + columns_bytes(shape, dtype)) {}
+};
+
+/// Lanes and row blocks, `rows_at_a_time` rows of a thread in each step.
+inline void cut_rows(LrpeTiling& tiling, std::int64_t rows, std::int64_t rows_at_a_time, std::int64_t most_blocks) {
+  const std::int64_t step_rows = rows_at_a_time * tiling.block_rows();
+  const std::int64_t steps = std::max<std::int64_t>(1, ceil_divide(rows, step_rows));
+  tiling.rows = rows;
+  tiling.steps =
+      static_cast<std::uint32_t>(ceil_divide(steps, std::min(steps, std::max<std::int64_t>(1, most_blocks))));
+  tiling.row_blocks = static_cast<std::uint32_t>(ceil_divide(steps, tiling.steps));
+}
+
+inline LrpePlan make_plan(Device device, DType dtype, const LrpeCosineShape& shape, const LrpeCosineAngles& angles,
+                          LrpeActivation activation, bool has_vectors, const LrpeCosineStrides& main_strides,
+                          bool is_backward, bool has_theta_gradient) {
+  const DeviceProperties& gpu = properties(device);
+  const auto accumulator_bytes = static_cast<std::int64_t>(size_of(accumulator_dtype(dtype)));
+  const std::int64_t wanted_blocks = gpu.multiprocessors * kLrpeBlocksPerMultiprocessor;
+  LrpePlan plan;
+  plan.kind = kind_of(activation);
+  plan.has_vectors = has_vectors;
+  plan.has_dependent_launch = gpu.compute_capability >= 90;
+  const std::int64_t width = has_vectors ? 16 / static_cast<std::int64_t>(size_of(dtype)) : 1;
+  LrpeTiling& tiling = plan.tiling;
+  tiling.vectors = static_cast<std::uint32_t>(shape.features / width);
+  tiling.log2_lanes = log2_lanes_for(tiling.vectors);
+  tiling.heads = static_cast<std::uint32_t>(shape.heads);
+  tiling.heads_are_neighbours = std::abs(main_strides[1]) < std::abs(main_strides[2]);
+  plan.has_long_rows = plan.kind == LrpeKind::feature_softmax && tiling.lanes() > 32;
+
+  // One element a thread is a plain path: it has no second kernel for shared angles. A batch is shared where there
+  // are enough tokens for the lanes of a block.
+  plan.is_shared = has_vectors && shape.batch > 1 && angles.are_shared_by_batch() &&
+                   shape.positions >= static_cast<std::int64_t>(tiling.block_rows());
+  const std::int64_t slots = is_backward ? lrpe_backward_slots(plan.is_shared) : lrpe_slots(plan.is_shared);
+  const std::int64_t rows = plan.is_shared ? shape.positions : shape.batch * shape.positions;
+  const std::int64_t most_pieces = std::max<std::int64_t>(
+      1, kLrpeMostPieceBytes / std::max<std::int64_t>(1, shape.heads * shape.features * accumulator_bytes));
+  std::int64_t most_blocks = INT32_MAX;
+  if (has_theta_gradient) {
+    most_blocks = std::min(most_pieces, ceil_divide(wanted_blocks, std::max<std::int64_t>(1, shape.heads)));
+  }
+  cut_rows(tiling, rows, plan.is_shared ? 1 : slots, most_blocks);
+  tiling.chunk = shape.batch;
+  if (plan.is_shared) {
+    const std::int64_t blocks = std::int64_t{tiling.heads} * tiling.row_blocks;
+    const std::int64_t most_chunks =
+        has_theta_gradient ? std::max<std::int64_t>(1, most_pieces / tiling.row_blocks) : shape.batch;
+    const std::int64_t chunks = std::clamp<std::int64_t>(wanted_blocks / std::max<std::int64_t>(1, blocks), 1,
+                                                         std::min(most_chunks, ceil_divide(shape.batch, slots)));
+    tiling.chunk = ceil_divide(ceil_divide(shape.batch, chunks), slots) * slots;
+    tiling.chunks = static_cast<std::uint32_t>(ceil_divide(shape.batch, tiling.chunk));
+  }
+  if (has_theta_gradient) plan.theta_pieces = std::int64_t{tiling.row_blocks} * tiling.chunks;
+
+  std::size_t piece_bytes =
+      static_cast<std::size_t>(plan.theta_pieces * shape.heads * shape.features * accumulator_bytes);
+  if (plan.kind == LrpeKind::sequence_softmax) {
+    LrpeTiling& columns = plan.columns;
+    columns = tiling;
+    columns.heads = static_cast<std::uint32_t>(shape.batch * shape.heads);
+    columns.chunks = 1;
+    columns.heads_are_neighbours = false;
+    // A state of the forward is two numbers, a sum of the backward one.
+    const std::int64_t state_bytes = is_backward ? accumulator_bytes : 2 * accumulator_bytes;
+    const std::int64_t groups = std::max<std::int64_t>(1, columns.heads);
+    const std::int64_t most = std::max<std::int64_t>(
+        1, kLrpeMostPieceBytes / std::max<std::int64_t>(1, groups * shape.features * state_bytes));
+    cut_rows(columns, shape.positions, is_backward ? 1 : kLrpeColumnsAtATime,
+             std::min(most, ceil_divide(wanted_blocks, groups)));
+    const std::size_t column_pieces =
+        static_cast<std::size_t>(columns.row_blocks * groups * shape.features * state_bytes);
+    // The sums of the sequence are merged before those of theta begin.
+    piece_bytes = std::max(piece_bytes, column_pieces);
+    plan.workspace_bytes = LrpeScratch::columns_bytes(shape, dtype);
+  } else if (piece_bytes != 0) {
+    plan.workspace_bytes = LrpeScratch::columns_bytes(shape, dtype);
+  }
+  plan.workspace_bytes += piece_bytes;
+  return plan;
+}
+
+inline LrpePlan plan_forward(const LrpeCosineForwardProblem& problem) {
+  const auto bytes = static_cast<std::int64_t>(size_of(problem.dtype));
+  const bool lse_is_aligned = reinterpret_cast<std::uintptr_t>(problem.lse) % 16 == 0;
+  const bool vectors = has_vectors(problem.x, problem.x_strides, problem.shape.features, bytes) &&
+                       has_vectors(problem.out, problem.out_strides, problem.shape.features, bytes) && lse_is_aligned;
+  return make_plan(problem.device, problem.dtype, problem.shape, problem.angles, problem.activation, vectors,
+                   problem.x_strides, false, false);
+}
+
+inline LrpePlan plan_backward(const LrpeCosineBackwardProblem& problem) {
+  const auto bytes = static_cast<std::int64_t>(size_of(problem.dtype));
+  const std::int64_t features = problem.shape.features;
+  const bool lse_is_aligned = reinterpret_cast<std::uintptr_t>(problem.lse) % 16 == 0;
+  const bool vectors =
+      has_vectors(problem.grad_out, problem.grad_out_strides, features, bytes) &&
+      (problem.x == nullptr || has_vectors(problem.x, problem.x_strides, features, bytes)) &&
+      (problem.grad_x == nullptr || has_vectors(problem.grad_x, problem.grad_x_strides, features, bytes)) &&
+      lse_is_aligned;
+  return make_plan(problem.device, problem.dtype, problem.shape, problem.angles, problem.activation, vectors,
+                   problem.grad_out_strides, true, problem.grad_theta != nullptr);
+}
+
+/// Calls `function.operator()<kWidth, kKind, kIsShared>()` for the kernel that the plan chose.
+template <typename T, typename Function>
+void dispatch_plan(const LrpePlan& plan, Function function) {
+  constexpr int kVector = kLrpeVectorWidth<T>;
+  const auto with_kind = [&]<int kWidth, bool kIsShared>() {
+    switch (plan.kind) {
+      case LrpeKind::none:
+        return function.template operator()<kWidth, LrpeKind::none, kIsShared>();
+      case LrpeKind::elementwise:
+        return function.template operator()<kWidth, LrpeKind::elementwise, kIsShared>();
+      case LrpeKind::feature_softmax:
+        return function.template operator()<kWidth, LrpeKind::feature_softmax, kIsShared>();
+      case LrpeKind::sequence_softmax:
+        return function.template operator()<kWidth, LrpeKind::sequence_softmax, kIsShared>();
+    }
+  };
+  if constexpr (kVector > 1) {
+    if (plan.has_vectors) {
+      return plan.is_shared ? with_kind.template operator()<kVector, true>()
+                            : with_kind.template operator()<kVector, false>();
+    }
+  }
+  with_kind.template operator()<1, false>();
+}
+
+}  // namespace eaves::cuda
