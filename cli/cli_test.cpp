@@ -101,9 +101,11 @@ class Program : public testing::Test {
                          R"("wide":{"dtype":"F64","shape":[2],"data_offsets":[65,81]},)"
                          R"("logits":{"dtype":"F32","shape":[3,4],"data_offsets":[81,129]},)"
                          R"("targets":{"dtype":"I64","shape":[3],"data_offsets":[129,153]},)"
-                         R"("small":{"dtype":"F8_E4M3","shape":[2],"data_offsets":[153,155]}})";
+                         R"("q":{"dtype":"F32","shape":[1,3,2,2],"data_offsets":[153,201]},)"
+                         R"("theta":{"dtype":"F32","shape":[2,1],"data_offsets":[201,209]},)"
+                         R"("small":{"dtype":"F8_E4M3","shape":[2],"data_offsets":[209,211]}})";
     header.resize((header.size() + 7) / 8 * 8, ' ');
-    std::string data(155, '\0');
+    std::string data(211, '\0');
     std::memcpy(&data[1], kX, sizeof(kX));
     std::memcpy(&data[49], kG, sizeof(kG));
     data[61] = 1;
@@ -111,6 +113,8 @@ class Program : public testing::Test {
     std::memcpy(&data[65], wide, 16);
     std::memcpy(&data[81], kX, sizeof(kX));
     std::memcpy(&data[129], kTargets, sizeof(kTargets));
+    std::memcpy(&data[153], kX, sizeof(kX));
+    std::memcpy(&data[201], kTheta, sizeof(kTheta));
     std::string length(8, '\0');
     for (int i = 0; i < 8; ++i) length[static_cast<std::size_t>(i)] = static_cast<char>(header.size() >> (8 * i));
     write_file("in.safetensors", length + header + data);
@@ -153,6 +157,7 @@ class Program : public testing::Test {
 
   static constexpr float kX[12] = {0.0f, 1.0f, -1.0f, 0.5f, 2.0f, 2.0f, 2.0f, 2.0f, -3.0f, 80.0f, 7.0f, 0.25f};
   static constexpr float kG[3] = {1.0f, -2.0f, 0.5f};
+  static constexpr float kTheta[2] = {1.0f, 0.25f};
   static constexpr std::int64_t kTargets[3] = {1, -100, 2};
   fs::path folder_;
 };
@@ -241,6 +246,43 @@ TEST_F(Program, BenchOfCrossEntropyHasThePublishedTitlesAndNamesItsOptions) {
   EXPECT_EQ(options,
             (std::set<std::string>{"argmax", "class_axis", "entropy", "ignored_rows", "in_place", "label_smoothing",
                                    "reduction", "soft_targets", "softcap", "weight", "z_loss"}));
+}
+
+TEST_F(Program, BenchOfLrpeCosineHasThePublishedTitlesAndNamesItsOptions) {
+  const Outcome outcome =
+      run("eaves bench lrpe_cosine --device cpu --max-bytes 5M --repetitions 1 --warm-up-ms 0 --json result.json");
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
+  for (const char* kind : {"speed", "memory"}) {
+    for (const char* mode : {"fwd", "bwd"}) {
+      const std::string begin = std::string("lrpe_cosine-") + kind + "-" + mode + "-batch1-head12-dim128-";
+      for (const char* end : {"act_none-bf16", "act_silu-bf16", "act_softmax-dim_-1-bf16", "act_softmax-dim_-2-bf16"}) {
+        EXPECT_NE(outcome.out.find("\n" + begin + end + ":\n"), std::string::npos) << begin + end;
+      }
+      for (const char* end : {"1d-l0", "1d-l10", "2d-l0", "2d-l10", "3d-l0", "3d-l10"}) {
+        EXPECT_NE(outcome.out.find("\nmd_" + begin + "bf16-" + end + ":\n"), std::string::npos) << begin + end;
+      }
+    }
+  }
+  EXPECT_EQ(outcome.out.find("grid="), std::string::npos) << "the edge of the grid stands in the first column";
+  const auto json = nlohmann::json::parse(read_text(folder_ / "result.json"));
+  const auto& first = json["rows"][0];
+  EXPECT_EQ(first["op"], "lrpe_cosine");
+  EXPECT_EQ(first["shape"], (nlohmann::json{{"batch", 1}, {"head", 12}, {"dim", 128}, {"n", 512}}));
+  EXPECT_EQ(first["options"], nlohmann::json::object());
+  EXPECT_GT(first["ms"].get<double>(), 0.0);
+  std::set<std::string> options, cases;
+  bool has_cube = false;
+  for (const auto& row : json["rows"]) {
+    EXPECT_EQ(row["op"], "lrpe_cosine");
+    for (const auto& [key, value] : row["options"].items()) options.insert(key);
+    std::string name;
+    for (const char* key : {"mode", "dtype", "shape", "options", "provider"}) name += row[key].dump() + " ";
+    EXPECT_TRUE(cases.insert(name).second) << name << "is measured twice";
+    has_cube = has_cube || row["options"] == nlohmann::json{{"grid", {16, 16, 16}}, {"extra_tokens", 10}};
+  }
+  EXPECT_TRUE(has_cube);
+  EXPECT_EQ(options,
+            (std::set<std::string>{"activation", "activation_dim", "extra_tokens", "grad_theta", "grid", "layout"}));
 }
 
 TEST_F(Program, BenchWithANamedDtypeMeasuresNoOther) {
@@ -526,6 +568,251 @@ TEST_F(ProgramWithABatch, WrongArgumentsOfCrossEntropyAreNamed) {
                  "targets[1] is 7, expected 0 to 3, or ignore_index -100");
 }
 
+// A file as a user's program writes it: queries of a small batch, tokens first, and what makes their angles.
+class ProgramWithQueries : public Program {
+ protected:
+  static constexpr int kBatch = 2, kTokens = 5, kHeads = 2, kFeatures = 4;
+
+  void SetUp() override {
+    Program::SetUp();
+    if (HasFatalFailure()) return;
+    for (std::size_t i = 0; i < std::size(queries_); ++i) queries_[i] = static_cast<float>(std::sin(1.0 + 7.0 * i));
+    for (std::size_t i = 0; i < std::size(upstream_); ++i) upstream_[i] = static_cast<float>(std::cos(3.0 * i));
+    AtomicFile file("test", (folder_ / "queries.safetensors").string());
+    write_safetensors(
+        file, {{"q", TensorView::contiguous(queries_, DType::float32, {kBatch, kTokens, kHeads, kFeatures})},
+               {"g", TensorView::contiguous(upstream_, DType::float32, {kBatch, kTokens, kHeads, 2 * kFeatures})},
+               {"theta", TensorView::contiguous(kAngles, DType::float32, {kHeads, 2})},
+               {"offsets", TensorView::contiguous(kOffsets, DType::int64, {kBatch})},
+               {"positions", TensorView::contiguous(kPositions, DType::int32, {kTokens})},
+               {"starts", TensorView::contiguous(kStarts, DType::int32, {3})}});
+    file.commit();
+  }
+
+  // Element d of head h of token n of batch entry b, in the file's order and in the other.
+  static std::size_t tokens_first(int b, int n, int h, int d) {
+    return static_cast<std::size_t>(((b * kTokens + n) * kHeads + h) * kFeatures + d);
+  }
+  static std::size_t heads_first(int b, int n, int h, int d) {
+    return static_cast<std::size_t>(((b * kHeads + h) * kTokens + n) * kFeatures + d);
+  }
+  // The same element's cosine half in a tensor that is twice as wide; the sine half is kFeatures further.
+  static std::size_t cosine_half(std::size_t element) {
+    return element / kFeatures * 2 * kFeatures + element % kFeatures;
+  }
+
+  template <typename Body>
+  static void for_each(const Body& body) {
+    for (int b = 0; b < kBatch; ++b) {
+      for (int n = 0; n < kTokens; ++n) {
+        for (int h = 0; h < kHeads; ++h) {
+          for (int d = 0; d < kFeatures; ++d) body(b, n, h, d);
+        }
+      }
+    }
+  }
+
+  // `position(b, n, d)` is what theta is multiplied with, `activated(b, n, h, d)` the activation, of the same elements.
+  template <typename Position, typename Activated>
+  void expect_encoding(const std::string& options, const Position& position, const Activated& activated) const {
+    const Outcome outcome = run("eaves run lrpe_cosine --input queries.safetensors --tensor q --theta theta " +
+                                options + " --output out.safetensors");
+    ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
+    const Result out = read_result("out");
+    ASSERT_EQ(out.shape, (Dims{kBatch, kTokens, kHeads, 2 * kFeatures})) << options;
+    for_each([&](int b, int n, int h, int d) {
+      const double a = activated(b, n, h, d);
+      const double phi = kAngles[2 * h + d % 2] * position(b, n, d);
+      const std::size_t at = cosine_half(tokens_first(b, n, h, d));
+      EXPECT_NEAR(out.values[at], a * std::cos(phi), 1e-6) << options << " token " << n << " feature " << d;
+      EXPECT_NEAR(out.values[at + kFeatures], a * std::sin(phi), 1e-6) << options << " token " << n << " feature " << d;
+    });
+  }
+
+  double x(int b, int n, int h, int d) const { return queries_[tokens_first(b, n, h, d)]; }
+  double silu(int b, int n, int h, int d) const { return x(b, n, h, d) / (1.0 + std::exp(-x(b, n, h, d))); }
+
+  // Over all tokens of a feature.
+  double lse(int b, int h, int d) const {
+    double sum = 0.0;
+    for (int n = 0; n < kTokens; ++n) sum += std::exp(x(b, n, h, d));
+    return std::log(sum);
+  }
+
+  // Two angles for four features: a sequence has none for the last two, a grid of two axes has two for each axis.
+  static constexpr float kAngles[2 * kHeads] = {1.0f, 0.5f, 2.0f, -0.25f};
+  static constexpr std::int64_t kOffsets[kBatch] = {100, -7};
+  static constexpr std::int32_t kPositions[kTokens] = {9, 0, 4, -3, 1000};
+  static constexpr std::int32_t kStarts[3] = {0, 2, kTokens};
+  float queries_[kBatch * kTokens * kHeads * kFeatures] = {};
+  float upstream_[2 * kBatch * kTokens * kHeads * kFeatures] = {};
+};
+
+TEST_F(ProgramWithQueries, RunLrpeCosineTakesEveryWayToGiveAPosition) {
+  const auto none = [&](int b, int n, int h, int d) { return x(b, n, h, d); };
+  const auto in_sequence = [](int d, double position) { return d < 2 ? position : 0.0; };
+  expect_encoding(
+      "", [&](int, int n, int d) { return in_sequence(d, n); }, none);
+  expect_encoding(
+      "--offset 41", [&](int, int n, int d) { return in_sequence(d, n + 41); }, none);
+  expect_encoding(
+      "--offset 1 --offsets offsets",
+      [&](int b, int n, int d) { return in_sequence(d, static_cast<double>(n + 1 + kOffsets[b])); }, none);
+  expect_encoding(
+      "--positions positions", [&](int, int n, int d) { return in_sequence(d, kPositions[n]); }, none);
+  expect_encoding(
+      "--cu-seqlens starts", [&](int, int n, int d) { return in_sequence(d, n < 2 ? n : n - 2); }, none);
+  expect_encoding(
+      "--grid 5", [&](int, int n, int d) { return in_sequence(d, n); }, none);
+  expect_encoding(
+      "--extra-tokens 2", [&](int, int n, int d) { return in_sequence(d, n < 2 ? 0 : n - 2); }, none);
+  expect_encoding(
+      "--grid 2,2 --extra-tokens 1 --offset 3",
+      [](int, int n, int d) { return n == 0 ? 0 : 3 + (d < 2 ? (n - 1) / 2 : (n - 1) % 2); }, none);
+}
+
+TEST_F(ProgramWithQueries, RunLrpeCosineTakesEveryActivation) {
+  const auto position = [](int, int n, int d) { return d < 2 ? n : 0; };
+  expect_encoding("--activation none", position, [&](int b, int n, int h, int d) { return x(b, n, h, d); });
+  expect_encoding("--activation relu", position,
+                  [&](int b, int n, int h, int d) { return std::max(x(b, n, h, d), 0.0); });
+  expect_encoding("--activation sigmoid", position,
+                  [&](int b, int n, int h, int d) { return 1.0 / (1.0 + std::exp(-x(b, n, h, d))); });
+  expect_encoding("--activation silu", position, [&](int b, int n, int h, int d) { return silu(b, n, h, d); });
+  expect_encoding("--activation softmax", position, [&](int b, int n, int h, int d) {
+    double sum = 0.0;
+    for (int i = 0; i < kFeatures; ++i) sum += std::exp(x(b, n, h, i));
+    return std::exp(x(b, n, h, d)) / sum;
+  });
+  EXPECT_FALSE(has_result("lse")) << "the backward of a softmax over the features needs none";
+  expect_encoding("--activation softmax --activation-dim -2", position,
+                  [&](int b, int n, int h, int d) { return std::exp(x(b, n, h, d) - lse(b, h, d)); });
+  const Result result = read_result("lse");
+  EXPECT_EQ(result.shape, (Dims{kBatch, kHeads, kFeatures}));
+  for_each([&](int b, int, int h, int d) {
+    EXPECT_NEAR(result.values[static_cast<std::size_t>((b * kHeads + h) * kFeatures + d)], lse(b, h, d), 1e-6);
+  });
+  EXPECT_FALSE(has_result("grad_x")) << "nobody asked for it";
+}
+
+TEST_F(ProgramWithQueries, RunLrpeCosineWritesTheGradientsOfXAndTheta) {
+  const auto position = [](int, int n, int d) { return d < 2 ? n : 0; };
+  double grad_theta[2 * kHeads] = {};
+  const auto angle = [&](int b, int n, int h, int d) { return kAngles[2 * h + d % 2] * position(b, n, d); };
+  // dL/da, of which the sum over a softmax's row goes into each of its elements.
+  const auto grad_a = [&](int b, int n, int h, int d) {
+    const float* g = upstream_ + cosine_half(tokens_first(b, n, h, d));
+    return g[0] * std::cos(angle(b, n, h, d)) + g[kFeatures] * std::sin(angle(b, n, h, d));
+  };
+  const auto softmax = [&](int b, int n, int h, int d) { return std::exp(x(b, n, h, d) - lse(b, h, d)); };
+  const auto silu_of = [&](int b, int n, int h, int d) { return silu(b, n, h, d); };
+  const auto add_to_grad_theta = [&](int b, int n, int h, int d, double a) {
+    const float* g = upstream_ + cosine_half(tokens_first(b, n, h, d));
+    const double phi = angle(b, n, h, d);
+    grad_theta[2 * h + d % 2] += position(b, n, d) * a * (g[kFeatures] * std::cos(phi) - g[0] * std::sin(phi));
+  };
+  const auto expect_grad_theta = [&] {
+    const Result result = read_result("grad_theta");
+    EXPECT_EQ(result.shape, (Dims{kHeads, 2}));
+    for (std::size_t i = 0; i < std::size(grad_theta); ++i) EXPECT_NEAR(result.values[i], grad_theta[i], 1e-5);
+  };
+
+  expect_encoding("--activation silu --grad g", position, silu_of);
+  EXPECT_EQ(read_result("grad_x").shape, (Dims{kBatch, kTokens, kHeads, kFeatures}));
+  for_each([&](int b, int n, int h, int d) {
+    const double sigmoid = 1.0 / (1.0 + std::exp(-x(b, n, h, d)));
+    const double slope = sigmoid * (1.0 + x(b, n, h, d) * (1.0 - sigmoid));
+    EXPECT_NEAR(read_result("grad_x").values[tokens_first(b, n, h, d)], slope * grad_a(b, n, h, d), 1e-6);
+    add_to_grad_theta(b, n, h, d, silu(b, n, h, d));
+  });
+  expect_grad_theta();
+
+  std::fill(std::begin(grad_theta), std::end(grad_theta), 0.0);
+  expect_encoding("--activation softmax --activation-dim -2 --grad g", position, softmax);
+  for_each([&](int b, int n, int h, int d) {
+    double sum = 0.0;
+    for (int i = 0; i < kTokens; ++i) sum += softmax(b, i, h, d) * grad_a(b, i, h, d);
+    EXPECT_NEAR(read_result("grad_x").values[tokens_first(b, n, h, d)],
+                softmax(b, n, h, d) * (grad_a(b, n, h, d) - sum), 1e-6);
+    add_to_grad_theta(b, n, h, d, softmax(b, n, h, d));
+  });
+  expect_grad_theta();
+}
+
+TEST_F(ProgramWithQueries, RunLrpeCosineTakesHeadsFirstToo) {
+  const std::string options =
+      " --theta theta --activation softmax --activation-dim -2 --grad g --output out.safetensors";
+  ASSERT_EQ(run("eaves run lrpe_cosine --input queries.safetensors --tensor q" + options).exit_code, 0);
+  const Result out = read_result("out"), lse = read_result("lse"), grad_x = read_result("grad_x");
+  const Result grad_theta = read_result("grad_theta");
+
+  float queries[std::size(decltype(queries_){})], upstream[std::size(decltype(upstream_){})];
+  for_each([&](int b, int n, int h, int d) {
+    const std::size_t from = tokens_first(b, n, h, d), to = heads_first(b, n, h, d);
+    queries[to] = queries_[from];
+    for (const int half : {0, kFeatures}) upstream[cosine_half(to) + half] = upstream_[cosine_half(from) + half];
+  });
+  AtomicFile file("test", (folder_ / "heads_first.safetensors").string());
+  write_safetensors(file,
+                    {{"q", TensorView::contiguous(queries, DType::float32, {kBatch, kHeads, kTokens, kFeatures})},
+                     {"g", TensorView::contiguous(upstream, DType::float32, {kBatch, kHeads, kTokens, 2 * kFeatures})},
+                     {"theta", TensorView::contiguous(kAngles, DType::float32, {kHeads, 2})}});
+  file.commit();
+  const Outcome outcome =
+      run("eaves run lrpe_cosine --layout bhnd --input heads_first.safetensors --tensor q" + options);
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
+  EXPECT_EQ(read_result("out").shape, (Dims{kBatch, kHeads, kTokens, 2 * kFeatures}));
+  EXPECT_EQ(read_result("grad_x").shape, (Dims{kBatch, kHeads, kTokens, kFeatures}));
+  for_each([&](int b, int n, int h, int d) {
+    const std::size_t from = tokens_first(b, n, h, d), to = heads_first(b, n, h, d);
+    EXPECT_NEAR(read_result("grad_x").values[to], grad_x.values[from], 1e-6);
+    for (const int half : {0, kFeatures}) {
+      EXPECT_NEAR(read_result("out").values[cosine_half(to) + half], out.values[cosine_half(from) + half], 1e-6);
+    }
+  });
+  EXPECT_EQ(read_result("lse").shape, lse.shape);
+  for (std::size_t i = 0; i < lse.values.size(); ++i) EXPECT_NEAR(read_result("lse").values[i], lse.values[i], 1e-6);
+  for (std::size_t i = 0; i < grad_theta.values.size(); ++i) {
+    EXPECT_NEAR(read_result("grad_theta").values[i], grad_theta.values[i], 1e-5);
+  }
+}
+
+TEST_F(ProgramWithQueries, WrongArgumentsOfLrpeCosineAreNamed) {
+  const std::string start = "eaves run lrpe_cosine --output out.safetensors --input queries.safetensors --tensor ";
+  const std::string line = start + "q --theta theta ";
+  expect_refusal("eaves run lrpe_cosine", 2, "--input is required");
+  expect_refusal(start + "q", 2, "--theta is required");
+  expect_refusal(start + "nothing --theta theta", 2, "--tensor: queries.safetensors has no tensor \"nothing\"");
+  expect_refusal(start + "q --theta nothing", 2, "--theta: queries.safetensors has no tensor \"nothing\"");
+  for (const std::string name : {"offsets", "positions", "cu-seqlens", "grad-out"}) {
+    expect_refusal(line + "--" + name + " nothing", 2, "--" + name + ": queries.safetensors has no tensor \"nothing\"");
+    expect_refusal(line + "--" + name + " ''", 2, "--" + name + ": is empty, expected a value");
+  }
+  expect_refusal(line + "--grid ''", 2, "--grid: is empty, expected a value");
+  expect_refusal(line + "--grid 5,x", 2, "--grid: is \"5,x\", expected up to 16 sizes such as 8 or 4,8,8");
+  expect_refusal(line + "--layout nhd", 2, "--layout: nhd not in {bnhd,bhnd}");
+  expect_refusal(line + "--activation tanh", 2, "--activation: tanh not in {none,relu,sigmoid,silu,softmax}");
+  expect_refusal(line + "--offset far", 2, "--offset");
+  expect_refusal(start + "theta --theta theta", 2,
+                 "lrpe_cosine: x has shape [2, 2], expected four axes (batch, positions, heads, features)");
+  expect_refusal(start + "theta --theta theta --layout bhnd", 2,
+                 "lrpe_cosine: x has shape [2, 2], expected four axes (batch, heads, positions, features)");
+  expect_refusal(line + "--grad theta", 2, "lrpe_cosine: grad_out has shape [2, 2], expected four axes");
+  // The core's sentences, before anything is written.
+  expect_refusal(line + "--layout bhnd", 2, "theta has 2 heads, expected 5 (as x) or 1");
+  expect_refusal(line + "--grid 2,3", 2, "grid is [2, 3], expected sizes whose product is 5");
+  expect_refusal(line + "--extra-tokens 6", 2, "extra_tokens is 6, expected 0 to the number of positions, 5");
+  expect_refusal(line + "--activation-dim 1", 2,
+                 "activation_dim is 1, expected -1 (the features) or -2 (the sequence)");
+  expect_refusal(line + "--positions theta", 2, "positions has dtype float32, expected int64 or int32");
+  expect_refusal(line + "--positions positions --offset 1", 2, "positions is given beside an offset");
+  expect_refusal(line + "--positions positions --cu-seqlens starts", 2, "cu_seqlens is given beside positions");
+  expect_refusal(line + "--cu-seqlens positions", 2, "cu_seqlens has 9 at index 0");
+  expect_refusal(line + "--cu-seqlens starts --activation softmax --activation-dim -2", 3,
+                 "cu_seqlens is given with a softmax over the sequence");
+  expect_refusal(line + "--grad q", 2, "lrpe_cosine_backward: ");
+}
+
 TEST_F(Program, RunReplacesAnEarlierOutputAndFollowsALink) {
   write_file("target", "old");
   fs::create_symlink("target", folder_ / "out.safetensors");
@@ -573,7 +860,7 @@ TEST_F(Program, InputThatIsNoSafetensorsFileIsRefused) {
   expect_refusal(with_input("fifo"), 2, "--input: fifo is not a regular file");
   expect_refusal(with_input("empty"), 2, "empty: has 0 bytes, too few for a safetensors file");
   expect_refusal(with_input("text"), 2, "text: the header length is");
-  expect_refusal(with_input("cut"), 2, "cut: \"small\" ends at byte 155 of the data, but the file has only 154");
+  expect_refusal(with_input("cut"), 2, "cut: \"small\" ends at byte 211 of the data, but the file has only 210");
 }
 
 // 128 MiB of zeros that take no room on the disk: long enough to be caught in the middle.

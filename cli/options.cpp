@@ -23,6 +23,20 @@ std::optional<std::int64_t> parse_number(std::string_view text) {
   return number;
 }
 
+Dims parse_list(const std::string& argument, const std::string& text, const char* expected) {
+  Dims list;
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    const auto number = parse_number(std::string_view(text).substr(begin, end - begin));
+    if (!number || list.size() == kMaxRank) {
+      throw InvalidArgument(fmt::format("{}: is \"{}\", expected up to {} {}", argument, text, kMaxRank, expected));
+    }
+    list.push_back(*number);
+    begin = end + 1;
+  }
+  return list;
+}
+
 }  // namespace
 
 Device parse_device(const std::string& text) {
@@ -73,18 +87,11 @@ std::int64_t parse_bytes(const std::string& argument, const std::string& text) {
 }
 
 Dims parse_axes(const std::string& argument, const std::string& text) {
-  Dims axes;
-  for (std::size_t begin = 0; begin <= text.size();) {
-    const std::size_t end = std::min(text.find(',', begin), text.size());
-    const auto axis = parse_number(std::string_view(text).substr(begin, end - begin));
-    if (!axis || axes.size() == kMaxRank) {
-      throw InvalidArgument(
-          fmt::format("{}: is \"{}\", expected up to {} axes such as -1 or 0,2", argument, text, kMaxRank));
-    }
-    axes.push_back(*axis);
-    begin = end + 1;
-  }
-  return axes;
+  return parse_list(argument, text, "axes such as -1 or 0,2");
+}
+
+Dims parse_sizes(const std::string& argument, const std::string& text) {
+  return parse_list(argument, text, "sizes such as 8 or 4,8,8");
 }
 
 CLI::Validator is_not_empty() {

@@ -26,6 +26,9 @@ std::int64_t parse_bytes(const std::string& argument, const std::string& text);
 /// "-1" or "0,2".
 Dims parse_axes(const std::string& argument, const std::string& text);
 
+/// "8" or "4,8,8".
+Dims parse_sizes(const std::string& argument, const std::string& text);
+
 /// Refuses an empty text: what a shell makes of an unset variable is not what leaving the option out means.
 CLI::Validator is_not_empty();
 

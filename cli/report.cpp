@@ -46,6 +46,7 @@ struct TextTable {
 // Tables whose rows differ in more than the axis name the rest: "batch=16 dim=1024 axes=[1]". What is the same option
 // in every row belongs to the title.
 std::string describe(const Table& table, const Row& row) {
+  if (table.axis_tells_all) return "";
   const auto is_in_every_row = [&](const std::pair<std::string, std::string>& option) {
     return std::all_of(table.rows.begin(), table.rows.end(), [&](const Row& any) {
       return std::find(any.options.begin(), any.options.end(), option) != any.options.end();
@@ -100,7 +101,8 @@ std::string make_table(const MeasuredTable& measured, const char* kind, std::vec
     text.rows.push_back(std::move(row));
     text.notes.push_back(std::move(note));
   }
-  return fmt::format("{}-{}-{}-{}:\n{}", table.op, kind, table.mode, table.title_suffix, text.str());
+  return fmt::format("{}-{}-{}-{}:\n{}", table.title_op.empty() ? table.op : table.title_op, kind, table.mode,
+                     table.title_suffix, text.str());
 }
 
 std::string utc_now() {

@@ -75,10 +75,14 @@ struct Row {
 struct Table {
   std::string op;    ///< "logsumexp"
   std::string mode;  ///< "fwd", "bwd", "fwd+bwd"
+  /// What the title begins with where that is not `op`: a published table may have another name for it.
+  std::string title_op = {};
   /// What follows "<op>-speed-<mode>-" in the title: "batch4-dim1024-bf16".
   std::string title_suffix;
   std::string axis_name;  ///< head of the first column: "n"
   DType dtype = DType::bfloat16;
+  /// The axis and the title say what a row is, whatever its options: none is named behind the numbers.
+  bool axis_tells_all = false;
   std::vector<Row> rows;
 };
 

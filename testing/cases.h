@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "eaves/tensor.h"
+#include "testing/tensor.h"
 
 namespace eaves::testing {
 
@@ -73,6 +74,48 @@ inline const std::vector<DType>& promoted_dtypes() {
   static const std::vector<DType> dtypes = {DType::int8,  DType::int16, DType::int32,
                                             DType::int64, DType::uint8, DType::boolean};
   return dtypes;
+}
+
+/// How a tensor [batch, heads, positions, features] lies in memory.
+struct HeadLayout {
+  const char* reason;
+  Placement (*of)(const Dims& shape);
+};
+
+inline const std::vector<HeadLayout>& head_layouts() {
+  static const std::vector<HeadLayout> layouts = {
+      {"contiguous", [](const Dims&) { return Placement{}; }},
+      {"[batch, positions, heads, features] in memory",
+       [](const Dims& s) {
+         return with_strides({s[1] * s[2] * s[3], s[3], s[1] * s[3], 1});
+       }},
+      {"one element off every boundary", [](const Dims&) { return contiguous_at(1); }},
+      {"a third of [batch, positions, 3, heads, features], a fused projection",
+       [](const Dims& s) {
+         return with_strides({3 * s[1] * s[2] * s[3], s[3], 3 * s[1] * s[3], 1}, s[1] * s[3]);
+       }},
+      {"rows with a gap of one, each aligned differently",
+       [](const Dims& s) {
+         return with_strides({s[1] * s[2] * (s[3] + 1), s[2] * (s[3] + 1), s[3] + 1, 1});
+       }},
+      {"every second feature",
+       [](const Dims& s) {
+         return with_strides({2 * s[1] * s[2] * s[3], 2 * s[2] * s[3], 2 * s[3], 2});
+       }},
+      {"features in reverse order",
+       [](const Dims& s) {
+         return with_strides({s[1] * s[2] * s[3], s[2] * s[3], s[3], -1});
+       }},
+      {"positions and heads in reverse order",
+       [](const Dims& s) {
+         return with_strides({s[1] * s[2] * s[3], -s[2] * s[3], -s[3], 1});
+       }},
+      {"positions innermost",
+       [](const Dims& s) {
+         return with_strides({s[1] * s[2] * s[3], s[2] * s[3], 1, s[2]});
+       }},
+  };
+  return layouts;
 }
 
 }  // namespace eaves::testing

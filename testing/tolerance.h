@@ -72,6 +72,19 @@ inline double gradient_scale(const GradientTerms& terms) {
          ((terms.probability == 0.0 ? 0.0 : terms.probability * of_p) + of_target + terms.of_distribution);
 }
 
+/// The scale of an activation, or of its derivative, of this size: the size. What is multiplied with one of its
+/// factors, a sigmoid or an exponential, is `beside` at most; a factor that would be subnormal may be 0, and so may one
+/// up to twice as large, whose power of two was rounded down.
+inline double activation_scale(DType dtype, double size, double beside) {
+  const double smallest = dtype == DType::float64 ? 0x1p-1021 / 1e-13 : 0x1p-125 / 2e-6;
+  return std::max(std::abs(size), std::abs(beside) * smallest);
+}
+
+/// What the scale of a softmax's element is multiplied with. An error of the exponent x - lse is a relative error of
+/// exp(x - lse). The exponent has been rounded, and so has the lse that a backward is given: each to a quarter of the
+/// contract's 2e-6, as in gradient_scale(). That matters where the larger of them is beyond 4.
+inline double softmax_rounding(double largest_rounded) { return std::max(1.0, std::abs(largest_rounded) / 4.0); }
+
 /// The bound on |result - exact|. `scale` is the size of the row that the result comes from: for a logsumexp
 /// logsumexp_scale(); for its gradient the largest |gradient| of the row; for cross_entropy the functions above.
 ///   float32            2e-6 of the scale
@@ -83,6 +96,20 @@ inline double allowed_error(DType dtype, double exact, double scale) {
   return 0.5 * unit_in_last_place(dtype, exact) + 1e-6;
 }
 
+/// The bound of an elementwise result whose terms have the size `scale`. In 16 bits the contract's 1e-6 is what four
+/// roundings in float32 make of terms of size 4, the most that inputs around 1 come to; of larger terms they make more.
+inline double allowed_elementwise_error(DType dtype, double exact, double scale) {
+  if (size_of(dtype) != 2) return allowed_error(dtype, exact, scale);
+  return 0.5 * unit_in_last_place(dtype, exact) + 1e-6 * std::max(1.0, scale / 4.0);
+}
+
+/// The bound of a sum over many terms, of which `scale` is the sum of their sizes: in 16 bits what float32 is allowed,
+/// rounded once.
+inline double allowed_sum_error(DType dtype, double exact, double scale) {
+  if (size_of(dtype) != 2) return allowed_error(dtype, exact, scale);
+  return 0.5 * unit_in_last_place(dtype, exact) + std::max(1e-6, allowed_error(DType::float32, exact, scale));
+}
+
 /// The largest finite number of a dtype: beyond it and half a unit, a result rounds to infinity.
 inline double largest_finite(DType dtype) {
   if (dtype == DType::float16) return 65504.0;
@@ -91,18 +118,23 @@ inline double largest_finite(DType dtype) {
   return 0x1.fffffffffffffp1023;
 }
 
-/// Empty when `result` is within the contract; otherwise a sentence with expected, actual and distance.
-inline std::string difference(DType dtype, double result, double exact, double scale) {
+/// Empty when `result` is at most `allowed` away from `exact`; otherwise a sentence with expected, actual and distance.
+inline std::string difference_beyond(double allowed, DType dtype, double result, double exact) {
   if (std::isnan(exact)) return std::isnan(result) ? "" : "expected NaN, actual " + std::to_string(result);
   if (std::isinf(exact)) return result == exact ? "" : "expected infinity, actual " + std::to_string(result);
   const double unit = unit_in_last_place(dtype, exact);
   if (std::isinf(result) && std::abs(exact) >= largest_finite(dtype) + 0.5 * unit) return "";
   const double error = std::abs(result - exact);
-  if (error <= allowed_error(dtype, exact, scale)) return "";
+  if (error <= allowed) return "";
   char text[200];
   std::snprintf(text, sizeof(text), "expected %.9g, actual %.9g, distance %.3g = %.2f units in the last place of %s",
                 exact, result, error, error / unit, name_of(dtype));
   return text;
+}
+
+/// Likewise of the contract.
+inline std::string difference(DType dtype, double result, double exact, double scale) {
+  return difference_beyond(allowed_error(dtype, exact, scale), dtype, result, exact);
 }
 
 }  // namespace eaves::testing

@@ -103,7 +103,8 @@ struct LrpeCosineBackwardArgs {
   TensorView grad_x = {};
 
   /// out, optional; dL/d(theta), shape and dtype of theta, any strides that give every element its own place; must
-  /// overlap no input. Summed in float32 or better in an order that depends on the shape alone.
+  /// overlap no input. Summed in float32 or better in an order that depends on the shapes, and on whether
+  /// offsets or positions are given for each batch entry.
   TensorView grad_theta = {};
 };
 

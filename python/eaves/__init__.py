@@ -2,6 +2,7 @@
 
     cross_entropy(input, target, weight=None, *, ignore_index=-100, reduction="mean", ...)
     logsumexp(x, dim, keepdim=False, *, dtype=None)
+    lrpe_cosine(x, theta, *, grid=None, extra_tokens=0, offset=0, positions=None, activation="none", ...)
 
 CPU and CUDA tensors; autograd, torch.compile, torch.func and CUDA graphs work with them. `python -m eaves info` says
 what this installation can do, `python -m eaves.bench` measures it beside PyTorch.
@@ -16,15 +17,18 @@ from eaves._cross_entropy_shards import (
 )
 from eaves._library import __version__
 from eaves._logsumexp import logsumexp
+from eaves._lrpe_cosine import LRPECosine, lrpe_cosine
 
 __all__ = [
     "CrossEntropyLoss",
     "CrossEntropyMerged",
     "CrossEntropyOutput",
+    "LRPECosine",
     "__version__",
     "cross_entropy",
     "cross_entropy_merge",
     "cross_entropy_shard",
     "cross_entropy_shard_gradient",
     "logsumexp",
+    "lrpe_cosine",
 ]

@@ -31,6 +31,14 @@ __device__ __noinline__ inline SineCosine<float> sine_cosine_of_large(float angl
   return result;
 }
 
+/// -value where the highest bit of `bits` is set: value ^ (bits & 0x80000000) in one instruction, where the compiler
+/// makes two of it.
+__device__ inline float flip_sign(float value, std::uint32_t bits) {
+  std::uint32_t result;
+  asm("lop3.b32 %0, %1, %2, 0x80000000, 0x78;" : "=r"(result) : "r"(__float_as_uint(value)), "r"(bits));
+  return __uint_as_float(result);
+}
+
 __device__ inline SineCosine<float> sine_cosine_of_common(float angle) {
   // Adding 1.5 * 2^23 rounds to an integer, and leaves it in the last bits.
   const float shifted = fmaf(angle, 0x1.45f306p-1f, 0x1.8p23f);
@@ -43,28 +51,26 @@ __device__ inline SineCosine<float> sine_cosine_of_common(float angle) {
   const float s = fmaf(fmaf(fmaf(-0x1.986bf8p-13f, r2, 0x1.1104a4p-7f), r2, -0x1.55553ep-3f), r * r2, r);
   const float c =
       fmaf(fmaf(fmaf(fmaf(0x1.9925f0p-16f, r2, -0x1.6c0962p-10f), r2, 0x1.555546p-5f), r2, -0.5f), r2, 1.0f);
+  // A quarter turn swaps the two, and half a turn, the second bit of the quadrant, changes both signs.
   const bool is_odd = (quadrant & 1) != 0;
-  // The sign bits of the quadrant: the sine is negative in 2 and 3, the cosine in 1 and 2.
-  const std::uint32_t sine_sign = (quadrant << 30) & 0x80000000u;
-  const std::uint32_t cosine_sign = ((quadrant + 1) << 30) & 0x80000000u;
-  return {__uint_as_float(__float_as_uint(is_odd ? c : s) ^ sine_sign),
-          __uint_as_float(__float_as_uint(is_odd ? s : c) ^ cosine_sign)};
+  const std::uint32_t half_turn = quadrant << 30;
+  return {flip_sign(is_odd ? c : s, half_turn), flip_sign(is_odd ? -s : c, half_turn)};
 }
 
 }  // namespace detail
 
-/// Of several angles. What one comes to does not depend on the others.
+/// Of several angles, none of which is larger in size than `largest`, but for NaN. What one comes to does not depend on
+/// the others.
 template <int kCount>
-__device__ void sine_cosine(const float (&angles)[kCount], float (&sines)[kCount], float (&cosines)[kCount]) {
-  bool are_common = true;
+__device__ void sine_cosine(const float (&angles)[kCount], float largest, float (&sines)[kCount],
+                            float (&cosines)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    are_common = are_common && fabsf(angles[i]) <= kLargestCommonAngle;  // false for NaN
     const auto [sine, cosine] = detail::sine_cosine_of_common(angles[i]);
     sines[i] = sine;
     cosines[i] = cosine;
   }
-  if (are_common) return;
+  if (largest <= kLargestCommonAngle) return;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     if (fabsf(angles[i]) <= kLargestCommonAngle) continue;
@@ -75,7 +81,8 @@ __device__ void sine_cosine(const float (&angles)[kCount], float (&sines)[kCount
 }
 
 template <int kCount>
-__device__ void sine_cosine(const double (&angles)[kCount], double (&sines)[kCount], double (&cosines)[kCount]) {
+__device__ void sine_cosine(const double (&angles)[kCount], double, double (&sines)[kCount],
+                            double (&cosines)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) sincos(angles[i], &sines[i], &cosines[i]);
 }

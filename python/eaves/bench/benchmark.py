@@ -101,6 +101,9 @@ class Table:
     shape_words: str = ""
     """What a plot says behind the shape: "reduced over n"."""
 
+    title_op: str = ""
+    """What stands for the operator in the title, where the published tables have another name than `op`."""
+
     @property
     def is_curve(self) -> bool:
         """The rows differ along the axis alone, and not in another length or in an option."""

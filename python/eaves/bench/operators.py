@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eaves.bench import cross_entropy, logsumexp
+from eaves.bench import cross_entropy, logsumexp, lrpe_cosine
 from eaves.bench.benchmark import Operator
 
-OPERATORS: tuple[Operator, ...] = (logsumexp.OPERATOR, cross_entropy.OPERATOR)
+OPERATORS: tuple[Operator, ...] = (logsumexp.OPERATOR, cross_entropy.OPERATOR, lrpe_cosine.OPERATOR)

@@ -153,7 +153,7 @@ def _title(measured: MeasuredTable, kind: Kind, protocol: Protocol) -> str:
     """logsumexp, backward: time."""
     table = measured.table
     accumulates = ", adding to .grad" if protocol.name == "seed" and table.mode != "fwd" else ""
-    return f"{table.op}, {_MODES[table.mode]}{accumulates}: {_WORDS[kind][0]}"
+    return f"{table.title_op or table.op}, {_MODES[table.mode]}{accumulates}: {_WORDS[kind][0]}"
 
 
 def _shape(table: Table) -> str:

@@ -50,7 +50,7 @@ def has_numbers(measured: MeasuredTable, kind: Kind) -> bool:
 
 
 def title(table: Table, kind: Kind) -> str:
-    return f"{table.op}-{kind}-{table.mode}-{table.title_suffix}"
+    return f"{table.title_op or table.op}-{kind}-{table.mode}-{table.title_suffix}"
 
 
 def text_table(measured: MeasuredTable, kind: Kind) -> str:

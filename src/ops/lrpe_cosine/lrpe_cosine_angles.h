@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/dispatch.h"
+#include "core/divider.h"
 #include "core/rows.h"
 #include "eaves/tensor.h"
 
@@ -32,6 +33,8 @@ struct LrpeCosineAngles {
   std::int64_t axis_features = 1;  ///< how many features belong to an axis: E, or all where one angle serves all
 
   // positions
+  /// Nothing on the device to read, and fewer than 2^31 tokens: position() is plain_position().
+  bool is_plain = false;
   std::int64_t extra_tokens = 0;
   std::int64_t offset = 0;
   IntegerList offsets;             ///< data is nullptr where there are none
@@ -44,6 +47,8 @@ struct LrpeCosineAngles {
   int axes = 1;                ///< m
   std::int64_t grid[kMaxRank] = {};
   std::int64_t cells_behind[kMaxRank] = {};  ///< product of the sizes of the faster axes
+  Divider by_grid[kMaxRank];
+  Divider by_cells_behind[kMaxRank];
 
   /// True where every batch entry has the same angles.
   EAVES_HOST_DEVICE bool are_shared_by_batch() const {
@@ -51,15 +56,26 @@ struct LrpeCosineAngles {
   }
 
   /// The axis of a feature; at or beyond `axes` its angle is 0.
-  EAVES_HOST_DEVICE std::int64_t axis_of(std::int64_t feature) const { return divide(feature, axis_features); }
+  EAVES_HOST_DEVICE std::int64_t axis_of(std::int64_t feature) const {
+    if (feature < axis_features) return 0;
+    return axes == 1 ? 1 : divide(feature, axis_features);
+  }
 
   /// Which of theta's features, counted from 0 to E - 1, a feature on an axis is multiplied with.
   EAVES_HOST_DEVICE std::int64_t theta_feature_of(std::int64_t feature, std::int64_t axis) const {
     return theta_features == 1 ? 0 : feature - axis * axis_features;
   }
 
+  /// position() in most calls, short enough to be inlined: where is_plain.
+  EAVES_HOST_DEVICE std::int64_t plain_position(std::int64_t n, std::int64_t axis) const {
+    if (axes == 1) return n + (offset - extra_tokens);
+    const std::uint32_t cell = by_cells_behind[axis].divide(static_cast<std::uint32_t>(n - extra_tokens));
+    return offset + (cell - by_grid[axis].divide(cell) * static_cast<std::uint32_t>(grid[axis]));
+  }
+
   /// The position of token n of a batch entry on an axis. n is no extra token, and axis is below `axes`.
   EAVES_HOST_DEVICE std::int64_t position(std::int64_t batch, std::int64_t n, std::int64_t axis) const {
+    if (is_plain) return plain_position(n, axis);
     if (positions.data != nullptr) return positions[batch * position_batch_stride + n * position_stride];
     if (cu_seqlens.data != nullptr) return n - sequence_start(n);
     std::int64_t coordinate = n - extra_tokens;

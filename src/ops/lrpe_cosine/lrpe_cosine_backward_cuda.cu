@@ -25,141 +25,172 @@ struct BackwardArguments {
   T* grad_x;                          ///< or nullptr
   const Accumulator<T>* lse;          ///< [B, H, D], of a softmax over the sequence
   const Accumulator<T>* column_sums;  ///< [B, H, D], likewise: sum of a * g
-  Accumulator<T>* pieces;             ///< [H, pieces, D] of theta; [B * H, pieces, D] of column_sums
+  Accumulator<T>* pieces;             ///< [H, pieces, D] of theta; [pieces, B * H * D] of column_sums
   LrpeCosineStrides grad_out_strides;
   LrpeCosineStrides x_strides;
   LrpeCosineStrides grad_x_strides;
   LrpeCosineAngles angles;
 };
 
-/// dL/d(a) of a thread's features: g_cos * cos + g_sin * sin.
-template <int kWidth, typename A, typename Token>
-__device__ void rotate_back(const A (&grad_cosine)[kWidth], const A (&grad_sine)[kWidth], const Token& token,
-                            A (&g)[kWidth]) {
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) g[i] = fma(grad_cosine[i], token.cosine[i], grad_sine[i] * token.sine[i]);
-}
+/// What a thread of the backward has of one token: the vectors that it loads, and what becomes of them.
+template <typename T, int kWidth, LrpeKind kKind, bool kHasThetaGradient>
+struct TokenGradient {
+  using A = Accumulator<T>;
+  using Lanes = Side<T, kWidth>;
+  static constexpr bool kReadsX = kKind != LrpeKind::none || kHasThetaGradient;
+  Lanes grad_cosine;
+  Lanes grad_sine;
+  Lanes x;
 
-/// kSlots tokens or batch entries are in flight, two or three vectors each.
+  /// Where a token is not there, what is neutral in every sum over the lanes of the warp.
+  __device__ void read(const BackwardArguments<T>& p, bool is_there, const T* from, const T* x_from) {
+    if (!is_there) {
+      grad_cosine = Lanes{};
+      grad_sine = Lanes{};
+      x = Lanes::minus_infinity();
+      return;
+    }
+    grad_cosine = Lanes::read(from);
+    grad_sine = Lanes::read(from + p.features * p.grad_out_strides[3]);
+    if constexpr (kReadsX) x = Lanes::read(x_from);
+  }
+
+  /// dL/d(x) in grad_x, and in theta_terms what theta's gradient has of each feature, but for the position. All lanes
+  /// of the warp call it where the softmax is over the features.
+  __device__ void compute(const BackwardArguments<T>& p, bool is_there, const TokenAngles<T, kWidth>& token,
+                          std::int64_t column, A (&grad_x)[kWidth], A (&theta_terms)[kWidth]) const {
+    A a[kWidth];
+    A cosine_part[kWidth];
+    A sine_part[kWidth];
+    grad_cosine.unpack(cosine_part);
+    grad_sine.unpack(sine_part);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      grad_x[i] = fma(cosine_part[i], token.cosine[i], sine_part[i] * token.sine[i]);
+      theta_terms[i] = fma(sine_part[i], token.cosine[i], -cosine_part[i] * token.sine[i]);
+    }
+    if constexpr (kReadsX) x.unpack(a);
+    if constexpr (kKind == LrpeKind::elementwise) {
+      A derivative[kWidth];
+      activate<T>(p.activation, a, derivative);
+      // What relu holds back, it holds back whatever it is: 0 times NaN would come through.
+      const bool is_relu = p.activation == LrpeActivation::relu;
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        grad_x[i] = is_relu && derivative[i] == A(0) ? A(0) : grad_x[i] * derivative[i];
+      }
+    }
+    if constexpr (kKind == LrpeKind::feature_softmax) {
+      feature_softmax<T>(a, p.tiling.lanes());
+      A dot = A(0);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) dot = fma(a[i], grad_x[i], dot);
+      // A lane without features has no angles either.
+      dot = over_lanes(is_there ? dot : A(0), p.tiling.lanes(), AddSums{});
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) grad_x[i] = a[i] * (grad_x[i] - dot);
+    }
+    if constexpr (kKind == LrpeKind::sequence_softmax) {
+      if (is_there) {
+        A lse[kWidth];
+        A sums[kWidth];
+        load_lse<kWidth>(p.lse + column, lse);
+        load_accumulators<kWidth>(p.column_sums + column, sums);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          a[i] = precise_exponential<T>(a[i] - lse[i]);
+          grad_x[i] = a[i] * (grad_x[i] - sums[i]);
+        }
+      }
+    }
+    if constexpr (kHasThetaGradient) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) theta_terms[i] *= a[i];
+    }
+  }
+};
+
+/// Shared angles: kSlots batch entries are loaded before the first is used. Others: one token.
 template <typename T, int kWidth, LrpeKind kKind, bool kIsShared, int kSlots, bool kHasThetaGradient>
 __global__ void __launch_bounds__(kLrpeThreads) backpropagate(const __grid_constant__ BackwardArguments<T> p) {
   using A = Accumulator<T>;
-  using Lanes = Side<T, kWidth>;
-  constexpr bool kReadsX = kKind != LrpeKind::none || kHasThetaGradient;
+  using Gradient = TokenGradient<T, kWidth, kKind, kHasThetaGradient>;
   let_next_kernel_start();
   const LrpePlace place = find_place(p.tiling);
   const bool has_features = place.vector < p.tiling.vectors;
   const std::int64_t head = place.head;
   const std::int64_t feature = has_features ? std::int64_t{place.vector} * kWidth : 0;
   const std::int64_t block_rows = p.tiling.block_rows();
-  const std::int64_t first_batch = kIsShared ? place.chunk * p.tiling.chunk : 0;
-  const std::int64_t last_batch = kIsShared ? min(first_batch + p.tiling.chunk, p.batch) : 1;
+  const std::int64_t first_row = std::int64_t{place.row_block} * p.tiling.steps * block_rows + place.row;
   const T* const grad_head = p.grad_out + head * p.grad_out_strides[1] + feature * p.grad_out_strides[3];
   const T* const x_head = p.x + head * p.x_strides[1] + feature * p.x_strides[3];
   T* const grad_x_head = p.grad_x + head * p.grad_x_strides[1] + feature * p.grad_x_strides[3];
-  const std::int64_t sine_half = p.features * p.grad_out_strides[3];
+
+  TokenAngles<T, kWidth> token;
+  A theta_terms[kWidth];
+  const auto finish = [&](const Gradient& gradient, bool is_there, std::int64_t b, std::int64_t offset) {
+    A grad_x[kWidth];
+    const std::int64_t column = (b * p.heads + head) * p.features + feature;
+    gradient.compute(p, is_there, token, column, grad_x, theta_terms);
+    if (is_there && p.grad_x != nullptr) Side<T, kWidth>::write(grad_x_head + offset, grad_x);
+  };
+  A theta_sums[kWidth] = {};
   if constexpr (kKind == LrpeKind::sequence_softmax) wait_for_previous_kernel();
 
-  const FeatureAngles<T, kWidth> theta(p.angles, head, feature);
-  A theta_sums[kHasThetaGradient ? kWidth : 1] = {};
-  for (std::uint32_t step = 0; step < p.tiling.steps; ++step) {
-    const std::int64_t first_row =
-        (std::int64_t{place.row_block} * p.tiling.steps + step) * (kIsShared ? 1 : kSlots) * block_rows + place.row;
-    TokenAngles<T, kWidth> token;
-    A token_sums[kHasThetaGradient ? kWidth : 1] = {};
-    for (std::int64_t base = first_batch; base < last_batch; base += kSlots) {
-      Lanes cosine_batch[kSlots];
-      Lanes sine_batch[kSlots];
-      Lanes x_batch[kSlots];
-      std::int64_t b[kSlots];
-      std::int64_t n[kSlots];
-      bool is_there[kSlots];
+  if constexpr (kIsShared) {
+    const std::int64_t first_batch = place.chunk * p.tiling.chunk;
+    const std::int64_t last_batch = min(first_batch + p.tiling.chunk, p.batch);
+    const FeatureAngles<T, kWidth> theta(p.angles, head, feature);
+    std::int64_t row = first_row;
+    for (std::uint32_t step = 0; step < p.tiling.steps; ++step, row += block_rows) {
+      const bool has_row = has_features && row < p.tiling.rows;
+      if (kKind != LrpeKind::feature_softmax && !has_row) break;
+      const T* const grad_row = grad_head + row * p.grad_out_strides[2];
+      const T* const x_row = x_head + row * p.x_strides[2];
+      const std::int64_t grad_x_row = row * p.grad_x_strides[2];
+      A token_sums[kWidth] = {};
+      for (std::int64_t base = first_batch; base < last_batch; base += kSlots) {
+        Gradient slots[kSlots];
 #pragma unroll
-      for (int s = 0; s < kSlots; ++s) {
-        if constexpr (kIsShared) {
-          b[s] = base + s;
-          n[s] = first_row;
-          is_there[s] = b[s] < last_batch && first_row < p.tiling.rows && has_features;
-        } else {
-          const std::int64_t row = first_row + s * block_rows;
-          b[s] = divide(row, p.positions);
-          n[s] = row - b[s] * p.positions;
-          is_there[s] = row < p.tiling.rows && has_features;
+        for (int s = 0; s < kSlots; ++s) {
+          slots[s].read(p, has_row && base + s < last_batch, grad_row + (base + s) * p.grad_out_strides[0],
+                        x_row + (base + s) * p.x_strides[0]);
         }
-        if (is_there[s]) {
-          const T* const from = grad_head + b[s] * p.grad_out_strides[0] + n[s] * p.grad_out_strides[2];
-          cosine_batch[s] = Lanes::read(from);
-          sine_batch[s] = Lanes::read(from + sine_half);
-          if constexpr (kReadsX) x_batch[s] = Lanes::read(x_head + b[s] * p.x_strides[0] + n[s] * p.x_strides[2]);
-        } else {
-          // Neutral in every sum over the lanes of the warp.
-          cosine_batch[s] = Lanes{};
-          sine_batch[s] = Lanes{};
-          x_batch[s] = Lanes::minus_infinity();
+        if (has_row && base == first_batch) token.compute(p.angles, theta, 0, row);
+#pragma unroll
+        for (int s = 0; s < kSlots; ++s) {
+          const bool is_there = has_row && base + s < last_batch;
+          if (kKind != LrpeKind::feature_softmax && !is_there) continue;
+          finish(slots[s], is_there, base + s, grad_x_row + (base + s) * p.grad_x_strides[0]);
+          if (kHasThetaGradient && is_there) {
+#pragma unroll
+            for (int i = 0; i < kWidth; ++i) token_sums[i] += theta_terms[i];
+          }
         }
       }
-      if (kIsShared && base == first_batch) token.compute(p.angles, theta, 0, n[0]);
-#pragma unroll
-      for (int s = 0; s < kSlots; ++s) {
-        if (kKind != LrpeKind::feature_softmax && !is_there[s]) continue;
-        if constexpr (!kIsShared) token.compute(p.angles, theta, b[s], n[s]);
-        A grad_cosine[kWidth];
-        A grad_sine[kWidth];
-        A g[kWidth];
-        A a[kWidth];
-        cosine_batch[s].unpack(grad_cosine);
-        sine_batch[s].unpack(grad_sine);
-        rotate_back(grad_cosine, grad_sine, token, g);
-        if constexpr (kReadsX) x_batch[s].unpack(a);
-        if constexpr (kKind == LrpeKind::elementwise) {
-          A derivative[kWidth];
-          activate<T>(p.activation, a, derivative);
-#pragma unroll
-          for (int i = 0; i < kWidth; ++i) g[i] *= derivative[i];
-        }
-        if constexpr (kKind == LrpeKind::feature_softmax) {
-          feature_softmax<T>(a, p.tiling.lanes());
-          A dot = A(0);
-#pragma unroll
-          for (int i = 0; i < kWidth; ++i) dot = fma(a[i], g[i], dot);
-          dot = over_lanes(dot, p.tiling.lanes(), AddSums{});
-          if (!is_there[s]) continue;
-#pragma unroll
-          for (int i = 0; i < kWidth; ++i) g[i] = a[i] * (g[i] - dot);
-        }
-        if constexpr (kKind == LrpeKind::sequence_softmax) {
-          const std::int64_t column = (b[s] * p.heads + head) * p.features + feature;
-          A lse[kWidth];
-          A sums[kWidth];
-          load_accumulators<kWidth>(p.lse + column, lse);
-          load_accumulators<kWidth>(p.column_sums + column, sums);
-#pragma unroll
-          for (int i = 0; i < kWidth; ++i) {
-            a[i] = precise_exponential<T>(a[i] - lse[i]);
-            g[i] = a[i] * (g[i] - sums[i]);
-          }
-        }
-        if constexpr (kHasThetaGradient) {
-#pragma unroll
-          for (int i = 0; i < kWidth; ++i) {
-            const A term = a[i] * fma(grad_sine[i], token.cosine[i], -grad_cosine[i] * token.sine[i]);
-            token_sums[i] = kIsShared ? token_sums[i] + term : term;
-          }
-          if constexpr (!kIsShared) {
-            TokenAngles<T, kWidth>::for_each_position(p.angles, theta, b[s], n[s], [&](int i, A position) {
-              theta_sums[i] = fma(position, token_sums[i], theta_sums[i]);
-            });
-          }
-        }
-        if (p.grad_x != nullptr) {
-          Lanes::write(grad_x_head + b[s] * p.grad_x_strides[0] + n[s] * p.grad_x_strides[2], g);
-        }
+      if (kHasThetaGradient && has_row) {
+        TokenAngles<T, kWidth>::for_each_position(p.angles, theta, 0, row, [&](int i, A position) {
+          theta_sums[i] = fma(position, token_sums[i], theta_sums[i]);
+        });
       }
     }
-    if constexpr (kHasThetaGradient && kIsShared) {
-      TokenAngles<T, kWidth>::for_each_position(p.angles, theta, 0, first_row, [&](int i, A position) {
-        theta_sums[i] = fma(position, token_sums[i], theta_sums[i]);
-      });
+  } else {
+    const LrpeCosineStrides* const strides[] = {&p.grad_out_strides, &p.x_strides, &p.grad_x_strides};
+    LrpeToken<3> at(first_row, p.positions, strides);
+    const FeatureAngles<T, kWidth> theta(p.angles, head, feature);
+    for (std::uint32_t step = 0; step < p.tiling.steps; ++step) {
+      const bool is_there = has_features && at.row < p.tiling.rows;
+      if (kKind != LrpeKind::feature_softmax && !is_there) break;
+      Gradient gradient;
+      gradient.read(p, is_there, grad_head + at.offsets[0], x_head + at.offsets[1]);
+      if (is_there) token.compute(p.angles, theta, at.batch, at.n);
+      finish(gradient, is_there, at.batch, at.offsets[2]);
+      if (kHasThetaGradient && is_there) {
+        TokenAngles<T, kWidth>::for_each_position(p.angles, theta, at.batch, at.n, [&](int i, A position) {
+          theta_sums[i] = fma(position, theta_terms[i], theta_sums[i]);
+        });
+      }
+      at.advance(block_rows, p.positions, strides);
     }
   }
   if constexpr (kHasThetaGradient) {
@@ -170,51 +201,69 @@ __global__ void __launch_bounds__(kLrpeThreads) backpropagate(const __grid_const
   }
 }
 
-/// sum of a * g over the tokens of a piece: `pieces` is [B * H, row_blocks, D].
-template <typename T, int kWidth>
-__global__ void __launch_bounds__(kLrpeThreads) sum_columns(const __grid_constant__ BackwardArguments<T> p) {
+/// sum of a * g over the tokens of a piece, for kBatches batch entries with the same angles: `pieces` is
+/// [row_blocks, B * H * D]. The tiling's heads are heads of every kBatches batch entries.
+template <typename T, int kWidth, int kBatches>
+__global__ void __launch_bounds__(kLrpeThreads, 4) sum_columns(const __grid_constant__ BackwardArguments<T> p) {
   using A = Accumulator<T>;
   using Lanes = Side<T, kWidth>;
   let_next_kernel_start();
   const LrpePlace place = find_place(p.tiling);
-  const std::int64_t b = place.head / p.heads;
-  const std::int64_t h = place.head - b * p.heads;
+  const std::int64_t chunk = divide(place.head, p.heads);
+  const std::int64_t h = place.head - chunk * p.heads;
+  const std::int64_t first_batch = chunk * kBatches;
   const bool has_features = place.vector < p.tiling.vectors;
   const std::int64_t feature = has_features ? std::int64_t{place.vector} * kWidth : 0;
   const std::int64_t block_rows = p.tiling.block_rows();
-  A sums[kWidth] = {};
+  A sums[kBatches][kWidth] = {};
   if (has_features) {
     const T* const grad_head =
-        p.grad_out + b * p.grad_out_strides[0] + h * p.grad_out_strides[1] + feature * p.grad_out_strides[3];
-    const T* const x_head = p.x + b * p.x_strides[0] + h * p.x_strides[1] + feature * p.x_strides[3];
+        p.grad_out + first_batch * p.grad_out_strides[0] + h * p.grad_out_strides[1] + feature * p.grad_out_strides[3];
+    const T* const x_head = p.x + first_batch * p.x_strides[0] + h * p.x_strides[1] + feature * p.x_strides[3];
+    const A* const lse_head = p.lse + (first_batch * p.heads + h) * p.features + feature;
     const std::int64_t sine_half = p.features * p.grad_out_strides[3];
     const FeatureAngles<T, kWidth> theta(p.angles, h, feature);
-    A lse[kWidth];
-    load_accumulators<kWidth>(p.lse + std::int64_t{place.head} * p.features + feature, lse);
     const std::int64_t first = std::int64_t{place.row_block} * p.tiling.steps * block_rows;
     const std::int64_t last = min(first + p.tiling.steps * block_rows, p.tiling.rows);
-#pragma unroll 2
     for (std::int64_t n = first + place.row; n < last; n += block_rows) {
-      const T* const from = grad_head + n * p.grad_out_strides[2];
-      const Lanes cosine_batch = Lanes::read(from);
-      const Lanes sine_batch = Lanes::read(from + sine_half);
-      const Lanes x_batch = Lanes::read(x_head + n * p.x_strides[2]);
       TokenAngles<T, kWidth> token;
-      token.compute(p.angles, theta, b, n);
-      A grad_cosine[kWidth];
-      A grad_sine[kWidth];
-      A g[kWidth];
-      A a[kWidth];
-      cosine_batch.unpack(grad_cosine);
-      sine_batch.unpack(grad_sine);
-      x_batch.unpack(a);
-      rotate_back(grad_cosine, grad_sine, token, g);
+      constexpr int kAtATime = kBatches < 2 ? 1 : 2;
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) sums[i] = fma(precise_exponential<T>(a[i] - lse[i]), g[i], sums[i]);
+      for (int base = 0; base < kBatches; base += kAtATime) {
+        Lanes cosine_batch[kAtATime], sine_batch[kAtATime], x_batch[kAtATime];
+#pragma unroll
+        for (int s = 0; s < kAtATime; ++s) {
+          if (first_batch + base + s >= p.batch) break;
+          const T* const from = grad_head + (base + s) * p.grad_out_strides[0] + n * p.grad_out_strides[2];
+          cosine_batch[s] = Lanes::read(from);
+          sine_batch[s] = Lanes::read(from + sine_half);
+          x_batch[s] = Lanes::read(x_head + (base + s) * p.x_strides[0] + n * p.x_strides[2]);
+        }
+        if (base == 0) token.compute(p.angles, theta, first_batch, n);
+#pragma unroll
+        for (int s = 0; s < kAtATime; ++s) {
+          if (first_batch + base + s >= p.batch) break;
+          A grad_cosine[kWidth], grad_sine[kWidth], a[kWidth], lse[kWidth];
+          cosine_batch[s].unpack(grad_cosine);
+          sine_batch[s].unpack(grad_sine);
+          x_batch[s].unpack(a);
+          load_lse<kWidth>(lse_head + (base + s) * p.heads * p.features, lse);
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i) {
+            const A g = fma(grad_cosine[i], token.cosine[i], grad_sine[i] * token.sine[i]);
+            sums[base + s][i] = fma(precise_exponential<T>(a[i] - lse[i]), g, sums[base + s][i]);
+          }
+        }
+      }
     }
   }
-  A* const piece = p.pieces + (std::int64_t{place.head} * p.tiling.row_blocks + place.row_block) * p.features;
-  merge_rows<kWidth>(p.tiling, place, sums, AddSums{}, [&](std::int64_t d, A sum) { piece[d] = sum; });
+#pragma unroll
+  for (int s = 0; s < kBatches; ++s) {
+    if (first_batch + s >= p.batch) break;
+    const std::int64_t group = (first_batch + s) * p.heads + h;
+    A* const piece = p.pieces + (place.row_block * p.batch * p.heads + group) * p.features;
+    merge_rows<kWidth>(p.tiling, place, sums[s], AddSums{}, [&](std::int64_t d, A sum) { piece[d] = sum; });
+  }
 }
 
 template <typename T>
@@ -248,16 +297,14 @@ void sum_sequence(const LrpeCosineBackwardProblem& problem, const LrpePlan& plan
                           .blocks_y = lane_groups(tiling),
                           .threads = kLrpeThreads,
                           .stream = stream};
-  plan.has_vectors ? launch(kOp, sum_columns<T, kLrpeVectorWidth<T>>, shape, arguments)
-                   : launch(kOp, sum_columns<T, 1>, shape, arguments);
-  const std::int64_t columns = problem.shape.batch * problem.shape.heads * problem.shape.features;
-  launch(kOp, merge_column_sums<A>,
-         {.blocks = ceil_divide(columns, 128),
-          .threads = 128,
-          .starts_before_previous_ends = plan.has_dependent_launch,
-          .stream = stream},
-         static_cast<const A*>(scratch.pieces), columns, problem.shape.features, std::int64_t{tiling.row_blocks},
-         static_cast<A*>(scratch.columns));
+  constexpr int kVector = kLrpeVectorWidth<T>;
+  if (plan.is_shared) {
+    launch(kOp, sum_columns<T, kVector, kLrpeColumnBatches>, shape, arguments);
+  } else {
+    plan.has_vectors ? launch(kOp, sum_columns<T, kVector, 1>, shape, arguments)
+                     : launch(kOp, sum_columns<T, 1, 1>, shape, arguments);
+  }
+  launch_merge_columns(kOp, merge_column_sums<A>, problem.shape, plan, scratch.pieces, scratch.columns, stream);
 }
 
 template <typename T>
@@ -307,10 +354,9 @@ void backward(const LrpeCosineBackwardProblem& problem, const ExecutionContext& 
       .stream = context.stream};
   const BackwardArguments<T> arguments = make_arguments<T>(problem, plan.tiling, scratch);
   dispatch_plan<T>(plan, [&]<int kWidth, LrpeKind kKind, bool kIsShared>() {
-    constexpr int kSlots = lrpe_backward_slots(kIsShared);
     problem.grad_theta != nullptr
-        ? launch(kOp, backpropagate<T, kWidth, kKind, kIsShared, kSlots, true>, launch_shape, arguments)
-        : launch(kOp, backpropagate<T, kWidth, kKind, kIsShared, kSlots, false>, launch_shape, arguments);
+        ? launch(kOp, backpropagate<T, kWidth, kKind, kIsShared, kLrpeBackwardSlots, true>, launch_shape, arguments)
+        : launch(kOp, backpropagate<T, kWidth, kKind, kIsShared, kLrpeBackwardSlots, false>, launch_shape, arguments);
   });
   launch_finish_theta<T>(problem, plan, plan.theta_pieces, scratch, context.stream);
 }

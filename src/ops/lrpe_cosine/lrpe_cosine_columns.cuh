@@ -3,12 +3,13 @@
 // the gradient of theta.
 #pragma once
 
+#include "cuda/row_launch.cuh"
 #include "ops/lrpe_cosine/lrpe_cosine_plan.h"
 
 namespace eaves::cuda {
 
 /// Merges what the rows of a block have for each feature, in order, and calls finish(feature, merged) in one thread for
-/// each. `states` are those of the thread's kWidth features.
+/// each. `states` are those of the thread's kWidth features. May be called again and again.
 template <int kWidth, typename State, typename Merge, typename Finish>
 __device__ void merge_rows(const LrpeTiling& tiling, const LrpePlace& place, const State (&states)[kWidth], Merge merge,
                            Finish finish) {
@@ -17,6 +18,7 @@ __device__ void merge_rows(const LrpeTiling& tiling, const LrpePlace& place, con
   auto* all = reinterpret_cast<State*>(storage);
   const std::uint32_t block_features = tiling.lanes() * kWidth;
   const std::uint32_t lane = threadIdx.x & (tiling.lanes() - 1);
+  __syncthreads();  // what an earlier call has left is read
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) all[place.row * block_features + lane * kWidth + i] = states[i];
   __syncthreads();
@@ -38,16 +40,16 @@ struct AddSums {
 
 // ---- forward: logsumexp of the columns -----------------------------------------------------------------------------
 
-/// `pieces` is [groups, row_blocks, features]; a group is a head of a batch entry.
+/// `pieces` is [row_blocks, B * H * D].
 template <typename T, int kWidth>
-__global__ void __launch_bounds__(kLrpeThreads, 2)
+__global__ void __launch_bounds__(kLrpeThreads, 512 / kLrpeThreads)
     reduce_columns(const __grid_constant__ LrpeTiling tiling, const T* x,
                    const __grid_constant__ LrpeCosineStrides strides, std::int64_t heads,
                    SoftmaxState<Accumulator<T>>* pieces) {
   using State = SoftmaxState<Accumulator<T>>;
   let_next_kernel_start();
   const LrpePlace place = find_place(tiling);
-  const std::int64_t batch = place.head / heads;
+  const std::int64_t batch = divide(place.head, heads);
   const std::int64_t head = place.head - batch * heads;
   const std::int64_t piece_rows = std::int64_t{tiling.steps} * kLrpeColumnsAtATime * tiling.block_rows();
   const std::int64_t first = place.row_block * piece_rows;
@@ -59,41 +61,57 @@ __global__ void __launch_bounds__(kLrpeThreads, 2)
                                             static_cast<int>(tiling.block_rows()));
   }
   const std::int64_t features = std::int64_t{tiling.vectors} * kWidth;
-  State* const piece = pieces + (std::int64_t{place.head} * tiling.row_blocks + place.row_block) * features;
+  State* const piece = pieces + (std::int64_t{place.row_block} * tiling.heads + place.head) * features;
   merge_rows<kWidth>(tiling, place, states, MergeSoftmax{},
                      [&](std::int64_t feature, const State& state) { piece[feature] = state; });
 }
 
-/// Merges the pieces of each column: a thread a column. finish(column, state).
-template <typename State, typename Merge, typename Finish>
-__device__ void merge_column_pieces(const State* pieces, std::int64_t columns, std::int64_t features,
-                                    std::int64_t piece_count, Merge merge, Finish finish) {
-  const std::int64_t column = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (column >= columns) return;
-  const std::int64_t group = divide(column, features);
-  const State* first = pieces + (group * piece_count * features + column - group * features);
-  State state = first[0];
-#pragma unroll 8
-  for (std::int64_t piece = 1; piece < piece_count; ++piece) state = merge(state, first[piece * features]);
-  finish(column, state);
-}
+// Warps of a block that share the pieces of 32 columns.
+inline constexpr int kLrpeMergeWarps = 8;
 
 template <typename A>
-__global__ void __launch_bounds__(128) merge_columns(const SoftmaxState<A>* pieces, std::int64_t columns,
-                                                     std::int64_t features, std::int64_t piece_count, A* lse) {
+__global__ void __launch_bounds__(32 * kLrpeMergeWarps)
+    merge_columns(const SoftmaxState<A>* pieces, std::int64_t columns, std::int64_t piece_count, A* lse) {
   let_next_kernel_start();
   wait_for_previous_kernel();
-  merge_column_pieces(pieces, columns, features, piece_count, MergeSoftmax{},
-                      [&](std::int64_t column, const SoftmaxState<A>& state) { lse[column] = state.lse(); });
+  reduce_pieces<kLrpeMergeWarps>(pieces, columns, piece_count, MergeSoftmax{},
+                                 [&](std::int64_t column, const SoftmaxState<A>& state) { lse[column] = state.lse(); });
 }
 
+/// A sum as a state of a reduction: 0 where it is default-constructed.
 template <typename A>
-__global__ void __launch_bounds__(128)
-    merge_column_sums(const A* pieces, std::int64_t columns, std::int64_t features, std::int64_t piece_count, A* sums) {
+struct SumState {
+  A sum = A(0);
+};
+
+struct MergeSums {
+  template <typename A>
+  __device__ SumState<A> operator()(const SumState<A>& a, const SumState<A>& b) const {
+    return {a.sum + b.sum};
+  }
+};
+
+template <typename A>
+__global__ void __launch_bounds__(32 * kLrpeMergeWarps)
+    merge_column_sums(const SumState<A>* pieces, std::int64_t columns, std::int64_t piece_count, A* sums) {
   let_next_kernel_start();
   wait_for_previous_kernel();
-  merge_column_pieces(pieces, columns, features, piece_count, AddSums{},
-                      [&](std::int64_t column, A sum) { sums[column] = sum; });
+  reduce_pieces<kLrpeMergeWarps>(pieces, columns, piece_count, MergeSums{},
+                                 [&](std::int64_t column, const SumState<A>& state) { sums[column] = state.sum; });
+}
+
+/// Launches `merge` over the pieces of B * H * D columns.
+template <typename A, typename State>
+void launch_merge_columns(const char* op, void (*merge)(const State*, std::int64_t, std::int64_t, A*),
+                          const LrpeCosineShape& shape, const LrpePlan& plan, const void* pieces, void* columns,
+                          void* stream) {
+  const std::int64_t count = shape.batch * shape.heads * shape.features;
+  launch(op, merge,
+         {.blocks = ceil_divide(count, 32),
+          .threads = dim3(32, kLrpeMergeWarps),
+          .starts_before_previous_ends = plan.has_dependent_launch,
+          .stream = stream},
+         static_cast<const State*>(pieces), count, std::int64_t{plan.columns.row_blocks}, static_cast<A*>(columns));
 }
 
 /// The logsumexp of x over the sequence, [B, H, D], in two kernels.
@@ -114,14 +132,7 @@ void reduce_sequence(const char* op, const LrpeCosineForwardProblem& problem, co
   } else {
     launch(op, reduce_columns<T, 1>, shape, tiling, x, problem.x_strides, problem.shape.heads, pieces);
   }
-  const std::int64_t columns = problem.shape.batch * problem.shape.heads * problem.shape.features;
-  launch(op, merge_columns<A>,
-         {.blocks = ceil_divide(columns, 128),
-          .threads = 128,
-          .starts_before_previous_ends = plan.has_dependent_launch,
-          .stream = stream},
-         static_cast<const SoftmaxState<A>*>(pieces), columns, problem.shape.features, std::int64_t{tiling.row_blocks},
-         static_cast<A*>(lse));
+  launch_merge_columns(op, merge_columns<A>, problem.shape, plan, pieces, lse, stream);
 }
 
 // ---- backward: the gradient of theta -------------------------------------------------------------------------------

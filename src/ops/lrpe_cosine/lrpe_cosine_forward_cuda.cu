@@ -27,114 +27,139 @@ struct EncodeArguments {
   LrpeCosineAngles angles;
 };
 
-/// kSlots loads are in flight: of batch entries where angles are shared, else of tokens.
+/// Shared angles: kSlots batch entries are loaded before the first is used. Others: kLrpeTokens tokens.
 template <typename T, int kWidth, LrpeKind kKind, bool kIsShared, int kSlots>
-__global__ void __launch_bounds__(kLrpeThreads) encode(const __grid_constant__ EncodeArguments<T> p) {
+__global__ void __launch_bounds__(kLrpeThreads, kIsShared || kWidth == 1 ? 1 : 6)
+    encode(const __grid_constant__ EncodeArguments<T> p) {
   using A = Accumulator<T>;
   using Lanes = Side<T, kWidth>;
   let_next_kernel_start();
   const LrpePlace place = find_place(p.tiling);
   const bool has_features = place.vector < p.tiling.vectors;
   const std::int64_t head = place.head;
-  const std::int64_t feature = std::int64_t{place.vector} * kWidth;
+  const std::int64_t feature = has_features ? std::int64_t{place.vector} * kWidth : 0;
   const std::int64_t block_rows = p.tiling.block_rows();
-  const std::int64_t first_row = std::int64_t{place.row_block} * (kIsShared ? 1 : kSlots) * block_rows + place.row;
-  const std::int64_t step_rows = kIsShared ? 0 : block_rows;
-  const std::int64_t first_batch = kIsShared ? place.chunk * p.tiling.chunk : 0;
-  const std::int64_t last_batch = kIsShared ? min(first_batch + p.tiling.chunk, p.batch) : 1;
+  const std::int64_t first_row =
+      std::int64_t{place.row_block} * p.tiling.steps * (kIsShared ? 1 : kLrpeTokens) * block_rows + place.row;
+  // The features of a token are a softmax's row: all lanes of its warp go on, with -inf where they have none.
+  if (kKind != LrpeKind::feature_softmax && (!has_features || first_row >= p.tiling.rows)) return;
   const T* const x_head = p.x + head * p.x_strides[1] + feature * p.x_strides[3];
   T* const out_head = p.out + head * p.out_strides[1] + feature * p.out_strides[3];
   const std::int64_t sine_half = p.features * p.out_strides[3];
 
-  // The features of a token are a softmax's row: all lanes of its warp go on, with -inf where they have none.
-  if (kKind != LrpeKind::feature_softmax && (!has_features || first_row >= p.tiling.rows)) return;
-  if constexpr (kKind == LrpeKind::sequence_softmax) wait_for_previous_kernel();
-
+  const auto read = [&](bool is_there, std::int64_t offset) {
+    return is_there ? Lanes::read(x_head + offset) : Lanes::minus_infinity();
+  };
   TokenAngles<T, kWidth> token;
-  FeatureAngles<T, kWidth> theta(p.angles, head, has_features ? feature : 0);
-  for (std::int64_t base = first_batch; base < last_batch; base += kSlots) {
-    Lanes batch[kSlots];
-    std::int64_t b[kSlots];
-    std::int64_t n[kSlots];
-    bool is_there[kSlots];
+  const auto write = [&](const Lanes& x, bool is_there, std::int64_t b, std::int64_t offset, auto prepare_angles) {
+    A a[kWidth];
+    x.unpack(a);
+    if constexpr (kKind == LrpeKind::elementwise) activate<T>(p.activation, a);
+    if constexpr (kKind == LrpeKind::feature_softmax) feature_softmax<T>(a, p.tiling.lanes());
+    if (!is_there) return;
+    prepare_angles();
+    if constexpr (kKind == LrpeKind::sequence_softmax) {
+      A lse[kWidth];
+      load_lse<kWidth>(p.lse + (b * p.tiling.heads + head) * p.features + feature, lse);
 #pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-      const std::int64_t row = first_row + s * step_rows;
-      if constexpr (kIsShared) {
-        b[s] = base + s;
-        n[s] = row;
-        is_there[s] = b[s] < last_batch && row < p.tiling.rows && has_features;
-      } else {
-        b[s] = divide(row, p.positions);
-        n[s] = row - b[s] * p.positions;
-        is_there[s] = row < p.tiling.rows && has_features;
-      }
-      batch[s] =
-          is_there[s] ? Lanes::read(x_head + b[s] * p.x_strides[0] + n[s] * p.x_strides[2]) : Lanes::minus_infinity();
+      for (int i = 0; i < kWidth; ++i) a[i] = precise_exponential<T>(a[i] - lse[i]);
     }
-    if (kIsShared && base == first_batch) token.compute(p.angles, theta, 0, n[0]);
+    T* const to = out_head + offset;
+    A product[kWidth];
 #pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-      A a[kWidth];
-      batch[s].unpack(a);
-      if constexpr (kKind == LrpeKind::elementwise) activate<T>(p.activation, a);
-      if constexpr (kKind == LrpeKind::feature_softmax) feature_softmax<T>(a, p.tiling.lanes());
-      if (!is_there[s]) continue;
-      if constexpr (kKind == LrpeKind::sequence_softmax) {
-        A lse[kWidth];
-        load_accumulators<kWidth>(p.lse + (b[s] * p.tiling.heads + head) * p.features + feature, lse);
+    for (int i = 0; i < kWidth; ++i) product[i] = a[i] * token.cosine[i];
+    Lanes::write(to, product);
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) a[i] = precise_exponential<T>(a[i] - lse[i]);
+    for (int i = 0; i < kWidth; ++i) product[i] = a[i] * token.sine[i];
+    Lanes::write(to + sine_half, product);
+  };
+
+  if constexpr (kKind == LrpeKind::sequence_softmax) wait_for_previous_kernel();
+  if constexpr (kIsShared) {
+    const std::int64_t first_batch = place.chunk * p.tiling.chunk;
+    const std::int64_t last_batch = min(first_batch + p.tiling.chunk, p.batch);
+    const bool has_row = has_features && first_row < p.tiling.rows;
+    const std::int64_t x_row = first_row * p.x_strides[2];
+    const std::int64_t out_row = first_row * p.out_strides[2];
+    Lanes batch[kSlots];
+    const auto read_slots = [&](std::int64_t base) {
+#pragma unroll
+      for (int s = 0; s < kSlots; ++s) {
+        batch[s] = read(has_row && base + s < last_batch, x_row + (base + s) * p.x_strides[0]);
       }
-      if constexpr (!kIsShared) token.compute(p.angles, theta, b[s], n[s]);
-      T* const to = out_head + b[s] * p.out_strides[0] + n[s] * p.out_strides[2];
-      A product[kWidth];
+    };
+    read_slots(first_batch);  // on their way while the angles are computed
+    if (has_row) token.compute(p.angles, FeatureAngles<T, kWidth>(p.angles, head, feature), 0, first_row);
+    for (std::int64_t base = first_batch; base < last_batch; base += kSlots) {
+      if (base != first_batch) read_slots(base);
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) product[i] = a[i] * token.cosine[i];
-      Lanes::write(to, product);
+      for (int s = 0; s < kSlots; ++s) {
+        write(batch[s], has_row && base + s < last_batch, base + s, out_row + (base + s) * p.out_strides[0], [] {});
+      }
+    }
+  } else {
+    const LrpeCosineStrides* const strides[] = {&p.x_strides, &p.out_strides};
+    LrpeToken<2> next(first_row, p.positions, strides);
+    const FeatureAngles<T, kWidth> theta(p.angles, head, feature);
+    for (std::uint32_t step = 0; step < p.tiling.steps; ++step) {
+      std::int64_t b[kLrpeTokens], n[kLrpeTokens], offset[kLrpeTokens];
+      bool is_there[kLrpeTokens];
+      Lanes x[kLrpeTokens];
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) product[i] = a[i] * token.sine[i];
-      Lanes::write(to + sine_half, product);
+      for (int s = 0; s < kLrpeTokens; ++s) {
+        is_there[s] = has_features && next.row < p.tiling.rows;
+        x[s] = read(is_there[s], next.offsets[0]);
+        b[s] = next.batch, n[s] = next.n, offset[s] = next.offsets[1];
+        next.advance(block_rows, p.positions, strides);
+      }
+#pragma unroll
+      for (int s = 0; s < kLrpeTokens; ++s) {
+        write(x[s], is_there[s], b[s], offset[s], [&] { token.compute(p.angles, theta, b[s], n[s]); });
+      }
     }
   }
+}
+
+template <typename T>
+EncodeArguments<T> make_arguments(const LrpeCosineForwardProblem& problem, const LrpePlan& plan, const void* lse) {
+  return {.tiling = plan.tiling,
+          .batch = problem.shape.batch,
+          .positions = problem.shape.positions,
+          .features = problem.shape.features,
+          .activation = problem.activation,
+          .x = static_cast<const T*>(problem.x),
+          .out = static_cast<T*>(problem.out),
+          .lse = static_cast<const Accumulator<T>*>(lse),
+          .x_strides = problem.x_strides,
+          .out_strides = problem.out_strides,
+          .angles = problem.angles};
 }
 
 template <typename T, int kWidth, LrpeKind kKind, bool kIsShared, int kSlots>
 void launch_encode(const LrpeCosineForwardProblem& problem, const LrpePlan& plan, const void* lse,
                    const ExecutionContext& context) {
-  const EncodeArguments<T> arguments{.tiling = plan.tiling,
-                                     .batch = problem.shape.batch,
-                                     .positions = problem.shape.positions,
-                                     .features = problem.shape.features,
-                                     .activation = problem.activation,
-                                     .x = static_cast<const T*>(problem.x),
-                                     .out = static_cast<T*>(problem.out),
-                                     .lse = static_cast<const Accumulator<T>*>(lse),
-                                     .x_strides = problem.x_strides,
-                                     .out_strides = problem.out_strides,
-                                     .angles = problem.angles};
   launch(kOp, encode<T, kWidth, kKind, kIsShared, kSlots>,
          {.blocks = std::int64_t{plan.tiling.heads} * plan.tiling.row_blocks,
           .blocks_y = std::int64_t{plan.tiling.chunks} * lane_groups(plan.tiling),
           .threads = kLrpeThreads,
           .starts_before_previous_ends = kKind == LrpeKind::sequence_softmax && plan.has_dependent_launch,
           .stream = context.stream},
-         arguments);
+         make_arguments<T>(problem, plan, lse));
 }
 
 template <typename T>
 void forward(const LrpeCosineForwardProblem& problem, const ExecutionContext& context) {
   const LrpePlan plan = plan_forward(problem);
   if (plan.has_long_rows) return encode_long_rows<T>(kOp, problem, context.stream);
-  const void* lse = nullptr;
+  void* lse = nullptr;
   if (plan.kind == LrpeKind::sequence_softmax) {
     const LrpeScratch scratch(context.workspace, problem.shape, problem.dtype);
     lse = problem.lse != nullptr ? problem.lse : scratch.columns;
-    reduce_sequence<T>(kOp, problem, plan, scratch, const_cast<void*>(lse), context.stream);
+    reduce_sequence<T>(kOp, problem, plan, scratch, lse, context.stream);
     if (problem.shape.positions == 0) return;
   }
   dispatch_plan<T>(plan, [&]<int kWidth, LrpeKind kKind, bool kIsShared>() {
-    launch_encode<T, kWidth, kKind, kIsShared, lrpe_slots(kIsShared)>(problem, plan, lse, context);
+    launch_encode<T, kWidth, kKind, kIsShared, kLrpeSlots>(problem, plan, lse, context);
   });
 }
 

@@ -22,16 +22,19 @@ struct LrpePlan {
 };
 
 // Blocks of a launch that fill a GPU many times over, so that the last ones matter little.
-inline constexpr std::int64_t kLrpeBlocksPerMultiprocessor = 16;
+inline constexpr std::int64_t kLrpeBlocksPerMultiprocessor = 32;
 // Of each kind of scratch memory: few enough bytes to stay in the cache, more than enough pieces.
 inline constexpr std::int64_t kLrpeMostPieceBytes = 2 << 20;
 inline constexpr std::int64_t kLrpeColumnsAtATime = 8;
 
-/// Loads that a thread has in flight before it uses the first.
-constexpr int lrpe_slots(bool is_shared) { return is_shared ? 4 : 2; }
-
-/// Backward: two or three vectors a slot.
-constexpr int lrpe_backward_slots(bool is_shared) { return is_shared ? 2 : 1; }
+/// Batch entries with shared angles that a thread loads before it uses the first: of one vector each in the forward,
+/// two or three in the backward.
+inline constexpr int kLrpeSlots = 4;
+inline constexpr int kLrpeBackwardSlots = 2;
+/// Batch entries with shared angles whose columns a block of the backward sums.
+inline constexpr int kLrpeColumnBatches = 4;
+/// Tokens that a thread of the forward loads before it uses the first, where angles are not shared.
+inline constexpr int kLrpeTokens = 2;
 
 /// Where the pieces of a call lie in the workspace: the columns of a softmax over the sequence ([B, H, D]: an lse that
 /// the caller does not keep, or the sums of the backward), and what they or the sums of theta are merged from.
@@ -81,22 +84,27 @@ inline LrpePlan make_plan(Device device, DType dtype, const LrpeCosineShape& sha
   // are enough tokens for the lanes of a block.
   plan.is_shared = has_vectors && shape.batch > 1 && angles.are_shared_by_batch() &&
                    shape.positions >= static_cast<std::int64_t>(tiling.block_rows());
-  const std::int64_t slots = is_backward ? lrpe_backward_slots(plan.is_shared) : lrpe_slots(plan.is_shared);
+  const std::int64_t slots = is_backward ? kLrpeBackwardSlots : kLrpeSlots;
   const std::int64_t rows = plan.is_shared ? shape.positions : shape.batch * shape.positions;
   const std::int64_t most_pieces = std::max<std::int64_t>(
       1, kLrpeMostPieceBytes / std::max<std::int64_t>(1, shape.heads * shape.features * accumulator_bytes));
-  std::int64_t most_blocks = INT32_MAX;
+  // A thread of more tokens loads its theta for all of them.
+  std::int64_t most_blocks =
+      plan.is_shared ? INT32_MAX : ceil_divide(2 * wanted_blocks, std::max<std::int64_t>(1, shape.heads));
   if (has_theta_gradient) {
     most_blocks = std::min(most_pieces, ceil_divide(wanted_blocks, std::max<std::int64_t>(1, shape.heads)));
   }
-  cut_rows(tiling, rows, plan.is_shared ? 1 : slots, most_blocks);
+  cut_rows(tiling, rows, is_backward || plan.is_shared ? 1 : kLrpeTokens, most_blocks);
   tiling.chunk = shape.batch;
   if (plan.is_shared) {
     const std::int64_t blocks = std::int64_t{tiling.heads} * tiling.row_blocks;
+    // At least two rounds of loads in a block: it computes its angles before the first is used.
+    const std::int64_t worthwhile_chunks = ceil_divide(shape.batch, 2 * slots);
     const std::int64_t most_chunks =
-        has_theta_gradient ? std::max<std::int64_t>(1, most_pieces / tiling.row_blocks) : shape.batch;
-    const std::int64_t chunks = std::clamp<std::int64_t>(wanted_blocks / std::max<std::int64_t>(1, blocks), 1,
-                                                         std::min(most_chunks, ceil_divide(shape.batch, slots)));
+        has_theta_gradient ? std::clamp<std::int64_t>(most_pieces / tiling.row_blocks, 1, worthwhile_chunks)
+                           : worthwhile_chunks;
+    const std::int64_t chunks =
+        std::clamp<std::int64_t>(wanted_blocks / std::max<std::int64_t>(1, blocks), 1, most_chunks);
     tiling.chunk = ceil_divide(ceil_divide(shape.batch, chunks), slots) * slots;
     tiling.chunks = static_cast<std::uint32_t>(ceil_divide(shape.batch, tiling.chunk));
   }
@@ -105,20 +113,24 @@ inline LrpePlan make_plan(Device device, DType dtype, const LrpeCosineShape& sha
   std::size_t piece_bytes =
       static_cast<std::size_t>(plan.theta_pieces * shape.heads * shape.features * accumulator_bytes);
   if (plan.kind == LrpeKind::sequence_softmax) {
+    // The backward's block has several batch entries where their angles are shared.
+    const std::int64_t block_batches = is_backward && plan.is_shared ? kLrpeColumnBatches : 1;
     LrpeTiling& columns = plan.columns;
     columns = tiling;
-    columns.heads = static_cast<std::uint32_t>(shape.batch * shape.heads);
+    columns.heads = static_cast<std::uint32_t>(ceil_divide(shape.batch, block_batches) * shape.heads);
     columns.chunks = 1;
-    columns.heads_are_neighbours = false;
+    // The columns are read from the first token to the last, all heads side by side, and used from the last to the
+    // first: what was read last is still in the cache.
+    columns.heads_are_neighbours = true;
+    tiling.heads_are_neighbours = true;
+    tiling.is_reversed = true;
     // A state of the forward is two numbers, a sum of the backward one.
     const std::int64_t state_bytes = is_backward ? accumulator_bytes : 2 * accumulator_bytes;
-    const std::int64_t groups = std::max<std::int64_t>(1, columns.heads);
-    const std::int64_t most = std::max<std::int64_t>(
-        1, kLrpeMostPieceBytes / std::max<std::int64_t>(1, groups * shape.features * state_bytes));
+    const std::int64_t column_bytes = shape.batch * shape.heads * shape.features * state_bytes;
+    const std::int64_t most = std::max<std::int64_t>(1, kLrpeMostPieceBytes / std::max<std::int64_t>(1, column_bytes));
     cut_rows(columns, shape.positions, is_backward ? 1 : kLrpeColumnsAtATime,
-             std::min(most, ceil_divide(wanted_blocks, groups)));
-    const std::size_t column_pieces =
-        static_cast<std::size_t>(columns.row_blocks * groups * shape.features * state_bytes);
+             std::min(most, ceil_divide(wanted_blocks, std::max<std::int64_t>(1, columns.heads))));
+    const auto column_pieces = static_cast<std::size_t>(columns.row_blocks * column_bytes);
     // The sums of the sequence are merged before those of theta begin.
     piece_bytes = std::max(piece_bytes, column_pieces);
     plan.workspace_bytes = LrpeScratch::columns_bytes(shape, dtype);

@@ -12,14 +12,10 @@
 
 namespace eaves::reference {
 
-/// The coordinates of cell `cell` of a grid: a counter with digits, the last one fastest.
-inline std::vector<std::int64_t> coordinates(const std::vector<std::int64_t>& grid, std::int64_t cell) {
-  std::vector<std::int64_t> result(grid.size(), 0);
-  for (std::size_t axis = grid.size(); axis-- > 0;) {
-    result[axis] = cell % grid[axis];
-    cell /= grid[axis];
-  }
-  return result;
+/// The coordinate of cell `cell` of a grid on one axis: of a counter with digits, the last one fastest.
+inline std::int64_t coordinate(const std::vector<std::int64_t>& grid, std::int64_t cell, std::size_t axis) {
+  for (std::size_t digit = grid.size() - 1; digit > axis; --digit) cell /= grid[digit];
+  return cell % grid[axis];
 }
 
 /// The tensors lie in CPU memory. x is [B, H, N, D].
@@ -59,8 +55,8 @@ class LrpeCosine {
     if (angles_.offsets.is_present) {
       offset += element(angles_.offsets, angles_.offsets.element_count() == 1 ? 0 : b);
     }
-    const std::int64_t coordinate = coordinates(grid_, n - angles_.extra_tokens)[static_cast<std::size_t>(axis)];
-    return rounded(offset + static_cast<double>(coordinate));
+    const std::int64_t on_axis = coordinate(grid_, n - angles_.extra_tokens, static_cast<std::size_t>(axis));
+    return rounded(offset + static_cast<double>(on_axis));
   }
 
   /// Which element of a row of theta feature d is multiplied with.
@@ -85,8 +81,7 @@ class LrpeCosine {
       case Activation::silu:
         return z * sigmoid(z);
       case Activation::softmax:
-        // An infinite one is that of a softmax that is NaN as a whole, where exp(z - lse) would be 0 beside the +inf.
-        return std::isinf(lse(b, h, n, d)) ? std::numeric_limits<double>::quiet_NaN() : std::exp(z - lse(b, h, n, d));
+        return softmax_element(z, static_cast<std::size_t>(lse_index(b, h, n, d)));
     }
     return 0.0;
   }
@@ -149,7 +144,10 @@ class LrpeCosine {
         result.x[at] = a * (g[at] - sum[row]);
         result.x_scale[at] = a * (g_scale[at] + sum_scale[row]);
       } else {
-        result.x[at] = derivative(x(b, h, n, d)) * g[at];
+        // A derivative of 0 is relu's, which lets nothing through, NaN neither, as in PyTorch.
+        const double of_x = derivative(x(b, h, n, d));
+        const bool is_closed = activation_ == Activation::relu && of_x == 0.0;
+        result.x[at] = is_closed ? 0.0 : of_x * g[at];
         result.x_scale[at] = derivative_scale(x(b, h, n, d)) * g_scale[at];
       }
     });
@@ -163,6 +161,12 @@ class LrpeCosine {
   /// Whether the angle of feature d of token n depends on theta.
   bool has_angle(std::int64_t n, std::int64_t d) const {
     return n >= angles_.extra_tokens && axis_of(d) < static_cast<std::int64_t>(grid_.size());
+  }
+
+  /// Not exp(z - lse), which has lost what an lse of 1e30 has no digits for, and would be 0 beside a +inf.
+  double softmax_element(double z, std::size_t row) const {
+    if (std::isinf(lse_[row])) return std::numeric_limits<double>::quiet_NaN();
+    return std::exp(z - anchor_[row]) / sum_[row];
   }
 
   static double sigmoid(double z) { return 1.0 / (1.0 + std::exp(-z)); }
@@ -208,20 +212,20 @@ class LrpeCosine {
   void compute_lse() {
     const std::int64_t heads = x_.shape[0] * x_.shape[1];
     const std::size_t rows = static_cast<std::size_t>(heads * (over_sequence_ ? x_.shape[3] : x_.shape[2]));
-    std::vector<double> max(rows, -std::numeric_limits<double>::infinity()), sum(rows, 0.0);
+    anchor_.assign(rows, -std::numeric_limits<double>::infinity());
+    sum_.assign(rows, 0.0);
     for_each([&](std::int64_t, std::int64_t b, std::int64_t h, std::int64_t n, std::int64_t d) {
-      double& row = max[static_cast<std::size_t>(lse_index(b, h, n, d))];
-      row = std::fmax(row, x(b, h, n, d));
+      double& max = anchor_[static_cast<std::size_t>(lse_index(b, h, n, d))];
+      max = std::fmax(max, x(b, h, n, d));
     });
+    // An infinite maximum is left out: exp of the element is 0, infinity or NaN, as it should be.
+    for (double& max : anchor_) max = std::isfinite(max) ? max : 0.0;
     for_each([&](std::int64_t, std::int64_t b, std::int64_t h, std::int64_t n, std::int64_t d) {
       const auto row = static_cast<std::size_t>(lse_index(b, h, n, d));
-      // An infinite maximum is left out: exp of the element is 0, infinity or NaN, as it should be.
-      sum[row] += std::exp(x(b, h, n, d) - (std::isfinite(max[row]) ? max[row] : 0.0));
+      sum_[row] += std::exp(x(b, h, n, d) - anchor_[row]);
     });
     lse_.resize(rows);
-    for (std::size_t row = 0; row < rows; ++row) {
-      lse_[row] = std::log(sum[row]) + (std::isfinite(max[row]) ? max[row] : 0.0);
-    }
+    for (std::size_t row = 0; row < rows; ++row) lse_[row] = anchor_[row] + std::log(sum_[row]);
   }
 
   TensorView x_;
@@ -230,7 +234,7 @@ class LrpeCosine {
   bool over_sequence_;
   bool is_double_;
   std::vector<std::int64_t> grid_;
-  std::vector<double> lse_;
+  std::vector<double> lse_, anchor_, sum_;  ///< of each softmax; lse = anchor + log(sum)
 };
 
 }  // namespace eaves::reference

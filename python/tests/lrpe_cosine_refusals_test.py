@@ -1,0 +1,192 @@
+"""What eaves.lrpe_cosine refuses: ValueError where the caller is wrong, TypeError for a wrong Python type,
+NotImplementedError for what eaves does not have. Each sentence names the operator, the argument, what it is and what
+was expected.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import eaves
+
+# What only those who wrote the package know.
+INTERNAL = ("Exception raised from", ".cpp", ".h:", "aten::", "eaves.", "_forward", "_backward", "Error", "aoti")
+
+
+def assert_refused_by(
+    function: Callable[..., object], kind: type[Exception], sentence: str, *arguments: object, **named: object
+) -> None:
+    """The call fails with exactly this kind of error, and its message is one sentence that has `sentence` in it."""
+    with pytest.raises(kind) as caught:
+        function(*arguments, **named)
+    assert caught.type is kind, caught.type
+    message = str(caught.value)
+    assert re.search(sentence, message), message
+    assert message.startswith("lrpe_cosine: "), message
+    assert "\n" not in message, message
+    for internal in INTERNAL:
+        assert internal not in message, message
+
+
+def x_and_theta(device: torch.device | str = "cpu", **changed: Any) -> tuple[Any, Any]:
+    """Two batch entries of six positions, three heads and four features."""
+    given = {"x": torch.zeros(2, 6, 3, 4, device=device), "theta": torch.zeros(3, 4, device=device)} | changed
+    return given["x"], given["theta"]
+
+
+def assert_refused(kind: type[Exception], sentence: str, device: torch.device | str = "cpu", **named: Any) -> None:
+    """Of a call that is right but for `named`; whether a gradient is wanted or not, and without looking at data."""
+    changed = {key: named.pop(key) for key in ("x", "theta") if key in named}
+    x, theta = x_and_theta(device, **changed)
+    assert_refused_by(eaves.lrpe_cosine, kind, sentence, x, theta, **named)
+    if isinstance(x, Tensor) and x.is_floating_point() and x.layout == torch.strided:
+        assert_refused_by(eaves.lrpe_cosine, kind, sentence, x.detach().requires_grad_(), theta, **named)
+
+
+def integers(*values: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+# What is wrong, the kind of error, a part of its sentence.
+CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    # tensors
+    ({"x": torch.zeros(2, 6, 12)}, ValueError, r"x has shape \[2, 6, 12\], expected four axes \(batch, positions, "),
+    ({"x": torch.zeros(6), "layout": "bhnd"}, ValueError, r"x has shape \[6\], .*\(batch, heads, positions, "),
+    ({"x": torch.zeros(2, 6, 3, 4, dtype=torch.int64)}, ValueError, r"x has dtype int64, expected float16"),
+    ({"x": torch.zeros(2, 6, 3, 4, dtype=torch.complex64)}, NotImplementedError, r"x has dtype complex64, expected"),
+    ({"x": torch.zeros(2, 6, 3, 4).to(torch.float8_e5m2)}, NotImplementedError, r"x has dtype float8_e5m2, expected"),
+    ({"x": [1.0]}, TypeError, r"x is a list, expected a torch\.Tensor"),
+    ({"x": numpy.zeros((2, 6, 3, 4))}, TypeError, r"x is a ndarray, expected a torch\.Tensor"),
+    ({"x": torch.zeros(2, 6, 3, 4).to_sparse()}, NotImplementedError, r"sparse.*expected dense"),
+    ({"theta": None}, TypeError, r"theta is a NoneType, expected a torch\.Tensor"),
+    ({"theta": torch.zeros(3)}, ValueError, r"theta has shape \[3\], expected two axes \(heads, features\)"),
+    ({"theta": torch.zeros(2, 4)}, ValueError, r"theta has 2 heads, expected 3 \(as x\) or 1"),
+    ({"layout": "bhnd"}, ValueError, r"theta has 3 heads, expected 6 \(as x\) or 1"),
+    ({"theta": torch.zeros(3, 4, dtype=torch.bfloat16)}, ValueError, r"theta has dtype bfloat16, expected float32 .*x"),
+    ({"theta": torch.zeros(3, 4, dtype=torch.float64)}, ValueError, r"theta has dtype float64, expected float32 .*x"),
+    # the grid
+    ({"grid": (2, 2)}, ValueError, r"grid is \[2, 2\], .* product is 6 \(6 positions, of which 0 are extra tokens\)"),
+    ({"grid": (2, 3), "extra_tokens": 1}, ValueError, r"product is 5 \(6 positions, of which 1 are extra tokens\)"),
+    ({"grid": (-2, -3)}, ValueError, r"grid is \[-2, -3\]"),
+    ({"grid": ()}, ValueError, r"grid has 0 axes, expected 1 to 16"),
+    ({"grid": (1,) * 17}, ValueError, r"grid has 17 axes, expected 1 to 16"),
+    ({"grid": 6}, TypeError, r"grid is 6, expected None or a sequence of ints"),
+    ({"grid": "6"}, TypeError, r"grid is '6', expected None or a sequence of ints"),
+    ({"grid": (6.0,)}, TypeError, r"grid is 6\.0, expected an int"),
+    ({"extra_tokens": 7}, ValueError, r"extra_tokens is 7, expected 0 to the number of positions, 6"),
+    ({"extra_tokens": -1}, ValueError, r"extra_tokens is -1, expected 0 to the number of positions, 6"),
+    ({"extra_tokens": 1.0}, TypeError, r"extra_tokens is 1\.0, expected an int"),
+    ({"extra_tokens": True}, TypeError, r"extra_tokens is True, expected an int"),
+    # positions
+    ({"offset": 2**62 + 1}, ValueError, r"offset is \d+, expected -2\^62 to 2\^62"),
+    ({"offset": 0.5}, TypeError, r"offset is 0\.5, expected an int"),
+    ({"offset": None}, TypeError, r"offset is None, expected an int"),
+    ({"offset": integers(1, 2, 3)}, ValueError, r"offset has shape \[3\], expected \[2\] .*one element for all"),
+    ({"offset": torch.zeros(2)}, ValueError, r"offset has dtype float32, expected int64 or int32"),
+    ({"offset": torch.zeros(2, dtype=torch.int64, device="meta")}, ValueError, r"offset is on meta, expected cpu "),
+    ({"positions": integers(1, 2)}, ValueError, r"positions has shape \[2\], expected \[6\] .* or \[2, 6\]"),
+    ({"positions": torch.zeros(3, 6).long()}, ValueError, r"positions has shape \[3, 6\], expected \[6\] .*\[2, 6\]"),
+    ({"positions": torch.zeros(6)}, ValueError, r"positions has dtype float32, expected int64 or int32"),
+    ({"positions": torch.zeros(6).to(torch.int16)}, ValueError, r"positions has dtype int16, expected int64 or int32"),
+    ({"positions": list(range(6))}, TypeError, r"positions is a list, expected a torch\.Tensor"),
+    ({"positions": torch.arange(6), "offset": 1}, ValueError, r"positions is given beside an offset"),
+    ({"positions": torch.arange(6), "offset": integers(0)}, ValueError, r"positions is given beside an offset"),
+    ({"positions": torch.arange(6), "grid": (2, 3)}, ValueError, r"positions is given with a grid \[2, 3\]"),
+    ({"cu_seqlens": integers(0, 6), "grid": (2, 3)}, ValueError, r"cu_seqlens is given with a grid \[2, 3\]"),
+    ({"cu_seqlens": integers(0, 6), "offset": 1}, ValueError, r"cu_seqlens is given beside an offset"),
+    ({"cu_seqlens": integers(0, 6), "positions": torch.arange(6)}, ValueError, r"beside positions, expected one"),
+    ({"cu_seqlens": integers(0, 6), "extra_tokens": 1}, ValueError, r"given with extra tokens, expected none"),
+    ({"cu_seqlens": integers(0, 6).view(1, 2)}, ValueError, r"cu_seqlens has shape \[1, 2\], expected one axis"),
+    ({"cu_seqlens": integers()}, ValueError, r"cu_seqlens has shape \[0\], expected one axis with one entry more"),
+    ({"cu_seqlens": torch.tensor([0.0, 6.0])}, ValueError, r"cu_seqlens has dtype float32, expected int64 or int32"),
+    (
+        {"cu_seqlens": integers(0, 6), "activation": "softmax", "activation_dim": -2},
+        NotImplementedError,
+        r"cu_seqlens is given with a softmax over the sequence, .*; give positions",
+    ),
+    # words
+    ({"activation": "gelu"}, ValueError, r"activation is 'gelu', expected one of \"none\", \"relu\", .*\"softmax\""),
+    ({"activation": None}, TypeError, r"activation is None, expected one of \"none\""),
+    ({"activation": "softmax", "activation_dim": 3}, ValueError, r"activation_dim is 3, expected -1 .* or -2 "),
+    ({"activation": "silu", "activation_dim": -1}, ValueError, r"activation_dim is -1, expected None: only a softmax"),
+    ({"activation": "softmax", "activation_dim": "n"}, TypeError, r"activation_dim is 'n', expected an int"),
+    ({"layout": "nbhd"}, ValueError, r"layout is 'nbhd', expected \"bnhd\" or \"bhnd\""),
+    ({"layout": 0}, TypeError, r"layout is 0, expected \"bnhd\" or \"bhnd\""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("named", "kind", "sentence"), CALLS, ids=lambda value: str(value)[:60])
+def test_what_is_refused(named: dict[str, Any], kind: type[Exception], sentence: str) -> None:
+    assert_refused(kind, sentence, **named)
+
+
+CONTENTS = [
+    (integers(1, 6), r"cu_seqlens has 1 at index 0, expected .*from 0 to the number of positions, 6"),
+    (integers(0, 5), r"cu_seqlens has 5 at index 1, expected"),
+    (integers(0, 4, 2, 6, dtype=torch.int32), r"cu_seqlens has 2 at index 2, expected numbers that do not decrease"),
+]
+
+
+@pytest.mark.parametrize(("cu_seqlens", "sentence"), CONTENTS, ids=lambda value: str(value)[:40])
+def test_packed_sequences_that_do_not_fit_are_refused_on_a_cpu(cu_seqlens: Tensor, sentence: str) -> None:
+    assert_refused(ValueError, sentence, cu_seqlens=cu_seqlens)
+
+
+def test_what_is_refused_needs_no_data() -> None:
+    # A fake tensor is refused in the same words; the contents of cu_seqlens, which it has not, are taken as they are.
+    for named, kind, sentence in CALLS:
+        if any(isinstance(v, Tensor) and v.layout != torch.strided for v in named.values()):
+            continue
+        with FakeTensorMode() as mode:
+            fake = {k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in named.items()}
+            assert_refused(kind, sentence, **fake)
+    with FakeTensorMode() as mode:
+        x, theta = x_and_theta()
+        assert eaves.lrpe_cosine(x, theta, cu_seqlens=mode.from_tensor(integers(3, 1))).shape == (2, 6, 3, 8)
+
+
+def test_tensors_of_two_devices(cuda: torch.device) -> None:
+    _, theta = x_and_theta(cuda)
+    for name, sentence in (("theta", "theta is on cpu"), ("offset", "offset is on cpu")):
+        named = {name: theta.cpu() if name == "theta" else integers(1)}
+        assert_refused(ValueError, rf"{sentence}, expected cuda:0 \(as x\)", cuda, **named)
+
+
+def test_a_gradient_with_the_wrong_shape_is_refused_by_the_operator() -> None:
+    # Autograd checks that of a user; here the operators' own words, which the Python side knows nothing of.
+    backward = torch.ops.eaves.lrpe_cosine_backward
+    x, theta = x_and_theta()
+    for grad_out, sentence in (
+        (torch.zeros(2, 6, 3, 7), "grad_out has shape .* expected an even number of features"),
+        (torch.zeros(2, 6, 24), "grad_out has shape .* expected four axes"),
+        (torch.zeros(2, 5, 3, 8), "x has shape .* expected"),
+    ):
+        with pytest.raises(RuntimeError, match=rf"^eaves\.InvalidArgument: lrpe_cosine.*: {sentence}"):
+            backward(grad_out, x, theta, None, activation=1)
+    with pytest.raises(RuntimeError, match="x is missing, expected it with an activation"):
+        backward(torch.zeros(2, 6, 3, 8), None, theta, None, activation=1)
+    for name, value in (("activation", 5), ("activation", -(2**40)), ("activation_dim", 2**40), ("extra_tokens", -1)):
+        if value == -(2**40):
+            continue  # below the first activation: none
+        with pytest.raises(RuntimeError, match=rf"^eaves\.InvalidArgument: lrpe_cosine_forward: {name} is"):
+            torch.ops.eaves.lrpe_cosine_forward(x, theta, **{name: value})
+
+
+def test_what_the_module_refuses() -> None:
+    for named, kind, sentence in (
+        ({"num_heads": 0}, ValueError, "num_heads is 0, expected a positive number"),
+        ({"head_dim": 2.0}, TypeError, r"head_dim is 2\.0, expected an int"),
+        ({"axes": 5}, ValueError, "theta has 0 features for each of 5 axes, expected at least one"),
+        ({"theta_features": -1}, ValueError, "theta has -1 features"),
+        ({"base": 0}, ValueError, "base is 0, expected a positive number"),
+        ({"activation": "gelu"}, ValueError, "activation is 'gelu'"),
+        ({"activation_dim": -2}, ValueError, "activation_dim is -2, expected None"),
+        ({"layout": "nbhd"}, ValueError, "layout is 'nbhd'"),
+    ):
+        assert_refused_by(eaves.LRPECosine, kind, sentence, **({"num_heads": 3, "head_dim": 4} | named))

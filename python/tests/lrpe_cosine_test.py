@@ -1,0 +1,262 @@
+"""eaves.lrpe_cosine against its formula, what makes positions, the edges of its sizes, and eaves.LRPECosine."""
+
+import copy
+import io
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import eaves
+from comparison import FLOATING_POINT, assert_within
+from layouts import LAYOUTS, random_tensor
+from lrpe_cosine_cases import ACTIVATIONS, Oracle, angles
+
+each_activation = pytest.mark.parametrize(("activation", "dim"), ACTIVATIONS)
+each_dtype = pytest.mark.parametrize("dtype", FLOATING_POINT, ids=str)
+
+# Nine positions, as one axis and as grids, with and without tokens in front.
+GRIDS: list[dict[str, Any]] = [
+    {},
+    {"extra_tokens": 2},
+    {"grid": (9,), "offset": 1000},
+    {"grid": (3, 3), "offset": -4},
+    {"grid": (2, 4), "extra_tokens": 1},
+    {"grid": (2, 2, 2), "extra_tokens": 1},
+    {"extra_tokens": 9},
+]
+# Of 7 features: all of their own, fewer and more than there are, one; of each head and of all.
+THETAS = [(3, 7), (1, 7), (3, 3), (1, 2), (3, 9), (3, 1), (1, 1), (3, 0)]
+# All of both, and every other one in each layout.
+CASES = [
+    (options, shape, ("bnhd", "bhnd")[(i + j) % 2])
+    for (i, options), (j, shape) in itertools.product(enumerate(GRIDS), enumerate(THETAS))
+]
+
+
+def same(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@each_activation
+@each_dtype
+def test_it_is_the_formula(activation: str, dim: int | None, dtype: torch.dtype, device: torch.device) -> None:
+    for options, shape, layout in CASES:
+        size = (2, 9, 3, 7) if layout == "bnhd" else (2, 3, 9, 7)
+        x = random_tensor(size, dtype, device, 3.0)
+        for theta_dtype in {dtype, torch.float32}:
+            theta = angles(*shape, theta_dtype, device)
+            call = options | {"activation": activation, "activation_dim": dim, "layout": layout}
+            out = eaves.lrpe_cosine(x, theta, **call)
+            assert out.dtype == dtype and out.is_contiguous() and out.shape == (*size[:-1], 14)
+            assert_within(out, Oracle(x, theta, **call).out, f"{call}, theta {shape}")
+
+
+@each_dtype
+def test_far_positions_are_as_precise_as_near_ones(dtype: torch.dtype, device: torch.device) -> None:
+    x = random_tensor((1, 5, 2, 4), dtype, device)
+    theta = angles(2, 4, torch.float32, device)
+    for offset in (65_535, 10**6, 10**9, 2**40):
+        out = eaves.lrpe_cosine(x, theta, offset=offset)
+        assert_within(out, Oracle(x, theta, offset=offset).out, f"offset {offset}")
+
+
+def test_more_positions_than_16_bits_count(device: torch.device) -> None:
+    x = random_tensor((1, 70_000, 1, 2), torch.float32, device)
+    theta = angles(1, 2, device=device)
+    assert_within(eaves.lrpe_cosine(x, theta), Oracle(x, theta).out)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_any_strides_are_read(layout: Any, device: torch.device) -> None:
+    for activation, dim in ACTIVATIONS:
+        x = layout(random_tensor((2, 9, 3, 7), torch.float32, device))
+        theta = layout(angles(3, 7, device=device))
+        call = {"activation": activation, "activation_dim": dim}
+        out = eaves.lrpe_cosine(x, theta, **call)
+        same(out, eaves.lrpe_cosine(x.contiguous(), theta.contiguous(), **call))
+
+
+# ------------------------------------------------------------------------------------------------------------ positions
+
+
+@each_activation
+def test_what_makes_the_same_positions_gives_the_same_bits(
+    activation: str, dim: int | None, device: torch.device
+) -> None:
+    x = random_tensor((2, 9, 3, 7), torch.float32, device)
+    theta = angles(3, 7, device=device)
+
+    def call(x: Tensor = x, **options: Any) -> Tensor:
+        return eaves.lrpe_cosine(x, theta, activation=activation, activation_dim=dim, **options)
+
+    def integers(*values: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    plain = call()
+    same(call(grid=[9]), plain)
+    same(call(offset=integers(0)), plain)
+    same(call(positions=torch.arange(9, device=device)), plain)
+    same(call(positions=torch.arange(9, device=device).expand(2, 9)), plain)
+    same(call(positions=torch.arange(18, device=device, dtype=torch.int32)[::2] // 2), plain)
+    moved = call(offset=5)
+    for dtype in (torch.int32, torch.int64):
+        for tensor in (integers(5, dtype=dtype), integers(5, dtype=dtype)[0], integers(5, 5, dtype=dtype)):
+            same(call(offset=tensor), moved)
+    same(call(positions=5 + torch.arange(9, device=device)), moved)
+    each = call(offset=integers(5, -3))
+    same(each[:1], call(x[:1], offset=5))
+    same(each[1:], call(x[1:], offset=-3))
+    # Of the extra tokens positions are not read.
+    same(call(extra_tokens=2, positions=integers(99, -99, *range(7))), call(extra_tokens=2))
+    # One axis of a grid of one row, and features beyond it.
+    if dim != -2:
+        same(call(cu_seqlens=integers(0, 9)), plain)
+        packed = call(cu_seqlens=integers(0, 0, 4, 9, dtype=torch.int32))
+        same(packed[:, :4], call(x[:, :4]))
+        same(packed[:, 4:], call(x[:, 4:]))
+        same(call(cu_seqlens=integers(0, 99, 4, 99, 9, 99)[::2]), packed)
+
+
+@each_activation
+def test_a_token_that_is_decoded_is_the_row_of_its_sequence(
+    activation: str, dim: int | None, device: torch.device
+) -> None:
+    if dim == -2:
+        pytest.skip("a softmax over the sequence needs all of it")
+    for dtype in (torch.float32, torch.bfloat16):
+        x = random_tensor((2, 9, 3, 7), dtype, device)
+        theta = angles(3, 7, device=device)
+        whole = eaves.lrpe_cosine(x, theta, activation=activation, activation_dim=dim)
+        for n in range(9):
+            row = eaves.lrpe_cosine(x[:, n : n + 1], theta, activation=activation, activation_dim=dim, offset=n)
+            same(row, whole[:, n : n + 1])
+
+
+def test_the_layouts_are_one_tensor_seen_twice(device: torch.device) -> None:
+    x = random_tensor((2, 9, 3, 7), torch.float32, device)
+    theta = angles(3, 7, device=device)
+    for activation, dim in ACTIVATIONS:
+        call = {"activation": activation, "activation_dim": dim}
+        turned = eaves.lrpe_cosine(x.transpose(1, 2), theta, layout="bhnd", **call)
+        same(turned.transpose(1, 2), eaves.lrpe_cosine(x, theta, **call))
+
+
+def test_the_softmax_is_over_the_features_unless_it_is_said(device: torch.device) -> None:
+    x, theta = random_tensor((2, 9, 3, 7), torch.float32, device), angles(3, 7, device=device)
+    same(
+        eaves.lrpe_cosine(x, theta, activation="softmax"),
+        eaves.lrpe_cosine(x, theta, activation="softmax", activation_dim=-1),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- edges
+
+
+@each_activation
+@pytest.mark.parametrize(
+    "shape",
+    [(0, 9, 3, 7), (2, 0, 3, 7), (2, 9, 0, 7), (2, 9, 3, 0), (1, 1, 1, 1), (2, 1, 3, 7), (2, 9, 1, 7), (2, 9, 3, 1),
+     (3, 17, 2, 129)],
+    ids=str,
+)  # fmt: skip
+def test_sizes_at_the_edge(shape: tuple[int, ...], activation: str, dim: int | None, device: torch.device) -> None:
+    x = random_tensor(shape, torch.float32, device).requires_grad_()
+    theta = angles(shape[2], max(shape[3], 1), device=device).requires_grad_()
+    call = {"activation": activation, "activation_dim": dim}
+    out = eaves.lrpe_cosine(x, theta, **call)
+    grad_out = random_tensor(tuple(out.shape), torch.float32, device)
+    grads = torch.autograd.grad(out, (x, theta), grad_out)
+    oracle = Oracle(x, theta, grad_out, **call)
+    for actual, bound in zip((out, *grads), (oracle.out, oracle.grad_x, oracle.grad_theta), strict=True):
+        assert_within(actual, bound)
+
+
+def test_numbers_that_are_none(device: torch.device) -> None:
+    infinity = float("inf")
+    x = torch.tensor([[-infinity, 0.0], [-infinity, -infinity], [infinity, 0.0]], device=device).view(1, 3, 1, 2)
+    theta = torch.ones(1, 2, device=device)
+    a = eaves.lrpe_cosine(x, theta, extra_tokens=3, activation="softmax")[..., :2].view(3, 2)
+    expected = x.view(3, 2).softmax(-1)  # the second row and the third are NaN, as in torch
+    same(a, expected)
+    relu = eaves.lrpe_cosine(torch.full_like(x, torch.nan), theta, activation="relu")
+    assert relu.isnan().all()
+
+
+# ----------------------------------------------------------------------------------------------------------- the module
+
+
+def test_the_module_is_the_function_with_its_angles(device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x = random_tensor((2, 9, 3, 8), dtype, device)
+        module = eaves.LRPECosine(3, 8, axes=2, activation="softmax", activation_dim=-2, device=device)
+        options = {"activation": "softmax", "activation_dim": -2}
+        assert module.theta.shape == (3, 4) and module.theta.device.type == device.type
+        for grid, extra_tokens in (((3, 3), 0), ((2, 4), 1)):
+            call = {"grid": grid, "extra_tokens": extra_tokens, "offset": 3}
+            same(module(x, **call), eaves.lrpe_cosine(x, module.theta, **call, **options))
+    plain = eaves.LRPECosine(3, 8, layout="bhnd", device=device)
+    x = x.transpose(1, 2)
+    positions, cu_seqlens = torch.arange(9, device=device), torch.tensor([0, 9], device=device)
+    same(plain(x, positions=positions), plain(x))
+    same(plain(x, cu_seqlens=cu_seqlens), plain(x))
+
+
+def test_the_angles_fall_geometrically_over_all_heads() -> None:
+    theta = eaves.LRPECosine(4, 8, base=100.0).theta
+    assert theta.dtype == torch.float32 and theta[0, 0] == 1
+    steps = theta.double().flatten()[1:] / theta.double().flatten()[:-1]
+    torch.testing.assert_close(steps, torch.full_like(steps, 100.0 ** (-2 / 32)), rtol=1e-6, atol=0)
+    assert eaves.LRPECosine(4, 9, axes=2).theta.shape == (4, 4)
+    assert eaves.LRPECosine(4, 9, axes=2, theta_features=5).theta.shape == (4, 5)
+
+
+def test_angles_are_a_buffer_or_a_parameter() -> None:
+    fixed, learnable = eaves.LRPECosine(2, 4), eaves.LRPECosine(2, 4, learnable=True)
+    assert list(fixed.parameters()) == [] and dict(fixed.named_buffers()).keys() == {"theta"}
+    assert dict(learnable.named_parameters()).keys() == {"theta"} and list(learnable.buffers()) == []
+    x = random_tensor((2, 5, 2, 4), torch.float32)
+    learnable(x).sum().backward()
+    assert learnable.theta.grad is not None and learnable.theta.grad.shape == (2, 4)
+    with torch.no_grad():
+        learnable.theta.mul_(2)
+    fixed.load_state_dict(learnable.state_dict())
+    same(fixed(x), learnable(x))
+    learnable.reset_parameters()
+    same(learnable.theta.detach(), eaves.LRPECosine(2, 4).theta)
+
+
+@pytest.mark.parametrize("learnable", [False, True])
+def test_angles_are_not_narrowed_with_the_module(learnable: bool) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), eaves.LRPECosine(2, 4, learnable=learnable))
+    theta = module[1].theta.detach().clone()
+    for cast in (lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.float()):
+        cast(module)
+        same(module[1].theta.detach(), theta)
+        assert isinstance(module[1].theta, torch.nn.Parameter) == learnable
+        x = random_tensor((1, 3, 2, 4), module[0].weight.dtype)
+        assert module[1](x).dtype == x.dtype
+    assert module.double()[1].theta.dtype == torch.float64
+    assert module.to("meta")[1].theta.is_meta
+    assert module.to_empty(device="cpu")[1].theta.device.type == "cpu"
+    assert eaves.LRPECosine(2, 4, dtype=torch.bfloat16).theta.dtype == torch.bfloat16
+
+
+def test_the_module_can_be_copied_saved_and_printed() -> None:
+    module = eaves.LRPECosine(2, 4, learnable=True, activation="silu")
+    x = random_tensor((2, 5, 2, 4), torch.float32)
+    same(copy.deepcopy(module)(x), module(x))
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    other = eaves.LRPECosine(2, 4, base=7.0, activation="silu")
+    other.load_state_dict(torch.load(file))
+    same(other(x), module(x))
+    assert repr(module) == "LRPECosine(num_heads=2, head_dim=4, learnable=True, activation='silu')"
+    assert (
+        repr(eaves.LRPECosine(2, 9, axes=2, layout="bhnd"))
+        == "LRPECosine(num_heads=2, head_dim=9, axes=2, layout='bhnd')"
+    )
+    assert "theta_features=3" in repr(eaves.LRPECosine(2, 4, theta_features=3))

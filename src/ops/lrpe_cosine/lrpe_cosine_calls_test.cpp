@@ -1,0 +1,213 @@
+// Calls of lrpe_cosine rather than values: two runs, optional tensors, workspaces, threads, streams, graphs. What is
+// computed is checked in lrpe_cosine_test.cpp.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "eaves/error.h"
+#include "ops/lrpe_cosine/lrpe_cosine_test_case.h"
+#include "runtime/runtime.h"
+#include "testing/calls.h"
+#include "testing/cases.h"
+#include "testing/devices.h"
+
+namespace eaves::testing {
+namespace {
+
+class LrpeCosineCalls : public OnEachDevice {};
+EAVES_EACH_DEVICE(LrpeCosineCalls);
+
+/// Shapes that take each way through a backend, with every activation.
+std::vector<LrpeCosineCase> cases_of_every_kind(Device device) {
+  struct Shape {
+    Dims shape, theta, grid;
+    bool is_transposed;
+  };
+  const Shape shapes[] = {
+      {{2, 4, 70, 64}, {4, 64}, {}, false},          // the usual
+      {{2, 4, 70, 64}, {1, 1}, {}, true},            // one angle, summed over everything; heads inside
+      {{1, 1, 9001, 8}, {1, 8}, {}, false},          // a long sequence: pieces of sums and of softmaxes
+      {{1, 1, 1500, 33}, {1, 33}, {}, false},        // no vector fits
+      {{3, 2, 60, 128}, {2, 32}, {4, 5, 3}, false},  // a grid
+      {{1, 2, 6, 2500}, {2, 600}, {2, 3}, false},    // long rows
+      {{40, 30, 2, 16}, {30, 16}, {}, false},        // many short ones
+  };
+  std::vector<LrpeCosineCase> cases;
+  for (const Shape& s : shapes) {
+    const HeadLayout& layout = head_layouts()[s.is_transposed ? 1 : 0];
+    for (const LrpeCosineActivation& activation : every_activation()) {
+      cases.push_back(
+          with_activation({.device = device,
+                           .dtype = cases.size() % 3 == 2 ? DType::float32 : DType::bfloat16,
+                           .shape = s.shape,
+                           .theta_shape = s.theta,
+                           .theta_dtype = DType::float32,
+                           .grid = s.grid,
+                           .x_placement = layout.of(s.shape),
+                           .out_placement = layout.of({s.shape[0], s.shape[1], s.shape[2], 2 * s.shape[3]})},
+                          activation));
+    }
+  }
+  // Positions that lie on the device, where no call may read them back.
+  const LrpeCosineCase plain{
+      .device = device, .dtype = DType::bfloat16, .shape = {2, 3, 40, 64}, .theta_shape = {3, 64}};
+  for (int kind = 0; kind < 3; ++kind) {
+    cases.push_back(plain);
+    if (kind == 0) cases.back().offsets = {1000, 7};
+    if (kind == 1) cases.back().cu_seqlens = {0, 0, 13, 40};
+    if (kind == 2) cases.back().positions.assign(40, 5);
+  }
+  return cases;
+}
+
+TEST_P(LrpeCosineCalls, TwoRunsAreBitwiseEqual) {
+  for (const LrpeCosineCase& test_case : cases_of_every_kind(device())) {
+    LrpeCosineRun first(test_case), second(test_case);
+    first.run();
+    second.run();
+    EXPECT_TRUE(first.results_equal(second)) << description_of(test_case);
+  }
+}
+
+TEST_P(LrpeCosineCalls, WhatIsAskedForBesideAResultChangesNoBitOfIt) {
+  for (const LrpeCosineCase& test_case : cases_of_every_kind(device())) {
+    SCOPED_TRACE(description_of(test_case));
+    LrpeCosineRun all(test_case);
+    all.run();
+    LrpeCosineCase changed = test_case;
+    changed.has_grad_theta = false;
+    changed.has_x_in_backward = test_case.activation != Activation::none;  // not needed without
+    LrpeCosineRun only_x(changed);
+    const std::vector<unsigned char> no_grad_theta = only_x.grad_theta.bytes();
+    run_between_canaries(only_x);
+    EXPECT_TRUE(only_x.elementwise_results_equal(all)) << "grad_x alone";
+    EXPECT_EQ(only_x.grad_theta.bytes(), no_grad_theta) << "grad_theta was written";
+    changed = test_case;
+    changed.has_grad_x = false;
+    LrpeCosineRun only_theta(changed);
+    const std::vector<unsigned char> no_grad_x = only_theta.grad_x.bytes();
+    run_between_canaries(only_theta);
+    EXPECT_EQ(only_theta.grad_theta.bytes(), all.grad_theta.bytes()) << "grad_theta alone";
+    EXPECT_EQ(only_theta.grad_x.bytes(), no_grad_x) << "grad_x was written";
+    if (!all.has_lse()) continue;
+    changed = test_case;
+    changed.has_lse = false;
+    LrpeCosineRun without_lse(changed);
+    const std::vector<unsigned char> no_lse = without_lse.lse.bytes();
+    run_between_canaries(without_lse);
+    EXPECT_EQ(without_lse.out.bytes(), all.out.bytes()) << "without lse";
+    EXPECT_EQ(without_lse.lse.bytes(), no_lse) << "lse was written";
+  }
+}
+
+TEST_P(LrpeCosineCalls, AnXThatIsNotNeededIsNotRead) {
+  // Without an activation dL/dx does not depend on x; NaN in it would show.
+  LrpeCosineCase test_case{.device = device(),
+                           .dtype = DType::bfloat16,
+                           .shape = {2, 3, 20, 64},
+                           .theta_shape = {3, 64},
+                           .has_grad_theta = false};
+  LrpeCosineRun expected(test_case);
+  expected.run();
+  test_case.value = [](std::int64_t) { return std::numeric_limits<double>::quiet_NaN(); };
+  LrpeCosineRun run(test_case);
+  run.run();
+  EXPECT_TRUE(expected.has_written());
+  EXPECT_EQ(run.grad_x.bytes(), expected.grad_x.bytes());
+}
+
+TEST_P(LrpeCosineCalls, CallsThatFollowEachOtherMayShareAWorkspace) {
+  // All sum in pieces; none may overwrite what another has yet to add up.
+  std::vector<LrpeCosineCase> cases = cases_of_every_kind(device());
+  std::vector<std::unique_ptr<LrpeCosineRun>> alone, together;
+  std::size_t bytes = 0;
+  for (const LrpeCosineCase& test_case : cases) {
+    alone.push_back(std::make_unique<LrpeCosineRun>(test_case));
+    alone.back()->run();
+    together.push_back(std::make_unique<LrpeCosineRun>(test_case));
+    bytes = std::max({bytes, lrpe_cosine_forward_workspace_bytes(together.back()->forward_args()),
+                      lrpe_cosine_backward_workspace_bytes(together.back()->backward_args())});
+  }
+  TestTensor workspace(device(), DType::uint8, {static_cast<std::int64_t>(bytes)});
+  const ExecutionContext context{.workspace = {workspace.view().data, bytes}};
+  for (int repetition = 0; repetition < 2; ++repetition) {
+    for (auto& run : together) run->launch(context);
+  }
+  for (std::size_t i = 0; i < cases.size(); ++i) {
+    together[i]->download();
+    EXPECT_TRUE(together[i]->results_equal(*alone[i])) << description_of(cases[i]);
+  }
+}
+
+TEST_P(LrpeCosineCalls, AWorkspaceOfTheStatedSizeIsEnoughAndAsSmallAsTheHeaderSays) {
+  for (const LrpeCosineCase& test_case : cases_of_every_kind(device())) {
+    SCOPED_TRACE(description_of(test_case));
+    LrpeCosineRun own(test_case), given(test_case);
+    own.run();
+    const Dims& shape = test_case.shape;
+    const auto lse_elements = static_cast<std::size_t>(shape[0] * shape[1] * shape[3]);
+    const std::size_t most =
+        device().type == DeviceType::cpu ? 0 : (std::size_t{4} << 20) + (own.is_over_sequence() ? 8 * lse_elements : 0);
+    const auto call_with = [&](std::size_t bytes, auto call) {
+      EXPECT_LE(bytes, most);
+      TestTensor workspace(device(), DType::uint8, {static_cast<std::int64_t>(bytes)});
+      call(ExecutionContext{.workspace = {workspace.view().data, bytes}});
+      if (bytes > 0) {
+        EXPECT_THROW(call(ExecutionContext{.workspace = {workspace.view().data, bytes - 1}}), InvalidArgument);
+      }
+      runtime::synchronize(device());
+      workspace.download();
+      EXPECT_EQ(workspace.canary_damage(), "");
+    };
+    call_with(lrpe_cosine_forward_workspace_bytes(given.forward_args()),
+              [&](const ExecutionContext& context) { lrpe_cosine_forward(given.forward_args(), context); });
+    call_with(lrpe_cosine_backward_workspace_bytes(given.backward_args()),
+              [&](const ExecutionContext& context) { lrpe_cosine_backward(given.backward_args(), context); });
+    given.download();
+    EXPECT_TRUE(own.results_equal(given));
+  }
+}
+
+TEST_P(LrpeCosineCalls, CallsFromSeveralThreadsDoNotDisturbEachOther) {
+  for (const LrpeCosineActivation& activation : {every_activation()[3], every_activation()[5]}) {
+    const LrpeCosineCase test_case = with_activation({.device = device(),
+                                                      .dtype = DType::bfloat16,
+                                                      .shape = {2, 2, 3001, 16},
+                                                      .theta_shape = {2, 16},
+                                                      .theta_dtype = DType::float32},
+                                                     activation);
+    expect_undisturbed_by_other_threads<LrpeCosineRun>(test_case, description_of(test_case),
+                                                       [](LrpeCosineRun& run, const ExecutionContext& context) {
+                                                         for (int repetition = 0; repetition < 10; ++repetition)
+                                                           run.launch(context);
+                                                       });
+  }
+}
+
+class LrpeCosineOnCpu : public ::testing::Test {};
+
+TEST_F(LrpeCosineOnCpu, TheNumberOfThreadsAndAPoolOfTheCallerChangeNoBit) {
+  for (const LrpeCosineCase& test_case : cases_of_every_kind(kCpu)) {
+    expect_equal_on_any_threads<LrpeCosineRun>(test_case, description_of(test_case));
+  }
+}
+
+class LrpeCosineOnGpu : public OnGpu {};
+
+TEST_F(LrpeCosineOnGpu, ACudaGraphReplaysForwardAndBackward) {
+  for (const LrpeCosineCase& test_case : cases_of_every_kind(kCuda)) {
+    LrpeCosineRun plain(test_case), captured(test_case);
+    plain.run();
+    const runtime::Stream stream(kCuda);
+    runtime::capture_and_replay(
+        kCuda, stream.handle(), [&] { captured.launch({.stream = stream.handle()}); }, 3);
+    captured.download();
+    EXPECT_TRUE(captured.results_equal(plain)) << description_of(test_case);
+  }
+}
+
+}  // namespace
+}  // namespace eaves::testing

@@ -1,0 +1,253 @@
+// Tensors too large for an oracle that looks at every element. Those beyond 2^31 elements, for every index that would
+// not survive 32 bits, are slow (gigabytes), so their names start with Slow; they are skipped, with the reason, where
+// memory is short.
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <vector>
+
+#include "eaves/lrpe_cosine.h"
+#include "runtime/runtime.h"
+#include "testing/devices.h"
+#include "testing/memory.h"
+#include "testing/tolerance.h"
+
+namespace eaves::testing {
+namespace {
+
+class LrpeCosineSampled : public OnEachDevice {};
+EAVES_EACH_DEVICE(LrpeCosineSampled);
+class SlowLrpeCosine : public OnEachDevice {};
+EAVES_EACH_DEVICE(SlowLrpeCosine);
+
+/// Memory of this size; on the CPU in pages of 2 MiB where they are to be had: handed out in pages of 4 KiB it takes
+/// longer than all that is computed in it.
+class LargeMemory : public Memory {
+ public:
+  LargeMemory(Device device, std::int64_t bytes) : Memory(device, bytes) {
+    if (device.type == DeviceType::cpu) madvise(data(), static_cast<std::size_t>(bytes), MADV_HUGEPAGE);
+  }
+};
+
+struct LargeCase {
+  Dims shape;
+  bool is_transposed;  ///< [B, N, H, D] in memory
+  Activation activation;
+  int activation_dim;
+};
+
+/// x is a constant everywhere but for marked elements at the start, in the middle and at the end, the last of them
+/// beyond 2^31; grad_out is 0 everywhere but for theirs. So every result has a closed formula: what is marked is one
+/// element of its row and of its column.
+class LargeCheck {
+ public:
+  LargeCheck(Device device, const LargeCase& large) : device_(device), case_(large), shape_(large.shape) {
+    const std::int64_t rows = shape_[0] * shape_[1] * shape_[2];
+    for (const std::int64_t row : {std::int64_t{0}, rows / 2 + 1, rows - 1}) {
+      const std::int64_t d = row == 0 ? 3 : (row == rows - 1 ? shape_[3] - 1 : 17);
+      marked_.push_back({row / (shape_[1] * shape_[2]), row / shape_[2] % shape_[1], row % shape_[2], d});
+    }
+  }
+
+  void run_beyond_2_to_31() {
+    ASSERT_GT(shape_[0] * shape_[1] * shape_[2] * shape_[3], std::int64_t{1} << 31);
+    run();
+  }
+
+  void run() {
+    const std::int64_t count = shape_[0] * shape_[1] * shape_[2] * shape_[3];
+    const std::int64_t columns = shape_[0] * shape_[1] * shape_[3];
+    const std::int64_t bytes = 8 * count + 8 * columns;
+    if (runtime::free_memory_bytes(device_) < bytes + (std::int64_t{1} << 30)) {
+      GTEST_SKIP() << "needs " << (bytes >> 20) << " MiB, " << (runtime::free_memory_bytes(device_) >> 20)
+                   << " are free";
+    }
+    // grad_out has the memory of out, which has been looked at by then.
+    const LargeMemory x(device_, 2 * count), out(device_, 4 * count), grad_x(device_, 2 * count);
+    const Memory theta(device_, 4 * kAngles), grad_theta(device_, 4 * kAngles), lse(device_, 4 * columns);
+    runtime::fill_bytes(device_, x.data(), kByte, static_cast<std::size_t>(2 * count));
+    for (const Index& at : marked_) write(x, shape_[3], at, at[3], kMarkerBits);
+    std::vector<float> rates;
+    for (std::int64_t d = 0; d < kAngles; ++d) rates.push_back(rate(d));
+    theta.write(rates);
+
+    const bool has_lse = case_.activation == Activation::softmax && case_.activation_dim == -2;
+    const TensorView lse_view = has_lse ? lse.view(DType::float32, {shape_[0], shape_[1], shape_[3]}) : TensorView{};
+    const LrpeAngles angles{.theta = theta.view(DType::float32, {1, kAngles})};
+    lrpe_cosine_forward({.x = view(x, shape_[3]),
+                         .angles = angles,
+                         .activation = case_.activation,
+                         .activation_dim = case_.activation_dim,
+                         .out = view(out, 2 * shape_[3]),
+                         .lse = lse_view});
+    for (const Index& at : neighbours()) {
+      expect(read(out, 2 * shape_[3], at, at[3]), activated(at) * std::cos(phi(at)), activated(at), "cosine half", at);
+      expect(read(out, 2 * shape_[3], at, at[3] + shape_[3]), activated(at) * std::sin(phi(at)), activated(at),
+             "sine half", at);
+    }
+
+    runtime::fill_bytes(device_, out.data(), 0, static_cast<std::size_t>(4 * count));
+    for (const Index& at : marked_) {
+      write(out, 2 * shape_[3], at, at[3], kOneBits);
+      write(out, 2 * shape_[3], at, at[3] + shape_[3], kTwoBits);
+    }
+    lrpe_cosine_backward({.grad_out = view(out, 2 * shape_[3]),
+                          .x = view(x, shape_[3]),
+                          .angles = angles,
+                          .activation = case_.activation,
+                          .activation_dim = case_.activation_dim,
+                          .lse = lse_view,
+                          .grad_x = view(grad_x, shape_[3]),
+                          .grad_theta = grad_theta.view(DType::float32, {1, kAngles})});
+    for (const Index& at : neighbours()) {
+      expect(read(grad_x, shape_[3], at, at[3]), gradient(at), 3.0 * activated(at), "grad_x", at);
+    }
+    std::vector<double> exact(kAngles, 0.0), scale = exact;
+    for (const Index& at : marked_) {
+      if (at[3] >= kAngles) continue;
+      const double size = static_cast<float>(at[2]) * activated(at);
+      exact[static_cast<std::size_t>(at[3])] += size * (2.0 * std::cos(phi(at)) - std::sin(phi(at)));
+      scale[static_cast<std::size_t>(at[3])] +=
+          std::abs(size) * (std::abs(2.0 * std::cos(phi(at))) + std::abs(std::sin(phi(at))));
+    }
+    const std::vector<float> actual = grad_theta.read<float>(kAngles);
+    for (std::size_t d = 0; d < exact.size(); ++d) {
+      // No lse here is beyond 20.
+      const double rounded = softmax_rounding(case_.activation == Activation::softmax ? 20.0 : 0.0);
+      EXPECT_EQ(difference(DType::float32, actual[d], exact[d], rounded * scale[d]), "")
+          << "grad_theta of feature " << d;
+    }
+  }
+
+ private:
+  using Index = std::array<std::int64_t, 4>;
+
+  static constexpr unsigned char kByte = 0x3f;  // 0x3f3f is 0.746 in bfloat16
+  static constexpr double kValue = 0.74609375;
+  static constexpr std::uint16_t kMarkerBits = 0x4140, kOneBits = 0x3f80, kTwoBits = 0x4000;
+  static constexpr double kMarker = 12.0;
+  static constexpr std::int64_t kAngles = 20;  ///< the other features have none: angles are most of a CPU's time
+
+  static float rate(std::int64_t d) { return std::pow(10.0f, -static_cast<float>(d % 7)) * 0.7f; }
+
+  /// Angles are float32 products of positions that float32 has rounded.
+  static double phi(const Index& at) { return at[3] < kAngles ? rate(at[3]) * static_cast<float>(at[2]) : 0.0f; }
+
+  Dims strides(std::int64_t features) const {
+    const std::int64_t row = features, plane = shape_[1] * shape_[2] * features;
+    return case_.is_transposed ? Dims{plane, row, shape_[1] * row, 1} : Dims{plane, shape_[2] * row, row, 1};
+  }
+  TensorView view(const Memory& memory, std::int64_t features) const {
+    return TensorView::strided(memory.data(), DType::bfloat16, {shape_[0], shape_[1], shape_[2], features},
+                               strides(features), device_);
+  }
+  std::uint16_t* place(const Memory& memory, std::int64_t features, const Index& at, std::int64_t d) const {
+    const Dims s = strides(features);
+    return static_cast<std::uint16_t*>(memory.data()) + at[0] * s[0] + at[1] * s[1] + at[2] * s[2] + d;
+  }
+  void write(const Memory& memory, std::int64_t features, const Index& at, std::int64_t d, std::uint16_t bits) const {
+    runtime::copy(place(memory, features, at, d), device_, &bits, kCpu, 2);
+  }
+  double read(const Memory& memory, std::int64_t features, const Index& at, std::int64_t d) const {
+    std::uint16_t bits = 0;
+    runtime::copy(&bits, kCpu, place(memory, features, at, d), device_, 2);
+    return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+  }
+
+  /// The marked elements, and others of their rows and columns.
+  std::vector<Index> neighbours() const {
+    std::vector<Index> all;
+    for (const Index& at : marked_) {
+      for (const std::int64_t step : {-1, 0, 1}) {
+        Index in_row = at, in_column = at;
+        in_row[3] = (at[3] + step + shape_[3]) % shape_[3];
+        in_column[2] = (at[2] + step + shape_[2]) % shape_[2];
+        all.push_back(in_row);
+        all.push_back(in_column);
+      }
+    }
+    return all;
+  }
+
+  bool is_marked(const Index& at) const { return std::find(marked_.begin(), marked_.end(), at) != marked_.end(); }
+
+  /// The marked elements of the softmax that `at` belongs to.
+  std::vector<Index> marked_beside(const Index& at) const {
+    std::vector<Index> beside;
+    const int own_axis = case_.activation_dim == -1 ? 3 : 2;
+    for (Index marked : marked_) {
+      const Index original = marked;
+      marked[static_cast<std::size_t>(own_axis)] = at[static_cast<std::size_t>(own_axis)];
+      if (marked == at) beside.push_back(original);
+    }
+    return beside;
+  }
+
+  double activated(const Index& at) const {
+    const double z = is_marked(at) ? kMarker : kValue;
+    if (case_.activation == Activation::none) return z;
+    if (case_.activation == Activation::silu) return z / (1.0 + std::exp(-z));
+    const auto others = static_cast<double>(marked_beside(at).size());
+    const auto size = static_cast<double>(case_.activation_dim == -1 ? shape_[3] : shape_[2]);
+    return std::exp(z) / ((size - others) * std::exp(kValue) + others * std::exp(kMarker));
+  }
+
+  /// dL/d(activated): 1 * cos + 2 * sin where marked.
+  double upstream(const Index& at) const { return is_marked(at) ? std::cos(phi(at)) + 2.0 * std::sin(phi(at)) : 0.0; }
+
+  double gradient(const Index& at) const {
+    if (case_.activation == Activation::softmax) {
+      double sum = 0.0;
+      for (const Index& marked : marked_beside(at)) sum += activated(marked) * upstream(marked);
+      return activated(at) * (upstream(at) - sum);
+    }
+    if (case_.activation == Activation::none) return upstream(at);
+    const double z = is_marked(at) ? kMarker : kValue, s = 1.0 / (1.0 + std::exp(-z));
+    return upstream(at) * (s + z * s * (1.0 - s));
+  }
+
+  void expect(double actual, double exact, double size, const char* what, const Index& at) const {
+    EXPECT_EQ(
+        difference_beyond(allowed_elementwise_error(DType::bfloat16, exact, size), DType::bfloat16, actual, exact), "")
+        << what << " [" << at[0] << ", " << at[1] << ", " << at[2] << ", " << at[3] << "]";
+  }
+
+  Device device_;
+  LargeCase case_;
+  Dims shape_;
+  std::vector<Index> marked_;
+};
+
+TEST_P(LrpeCosineSampled, MoreElementsThanAGpuHasThreadsForMatchAClosedFormula) {
+  LargeCheck(device(), {{2, 8, 30011, 64}, false, Activation::none, -1}).run();
+  LargeCheck(device(), {{1, 8, 30011, 65}, true, Activation::silu, -1}).run();
+  LargeCheck(device(), {{2, 8, 30011, 64}, true, Activation::softmax, -1}).run();
+  LargeCheck(device(), {{2, 8, 30011, 64}, true, Activation::softmax, -2}).run();
+}
+
+TEST_P(SlowLrpeCosine, ALongSequenceBeyond2To31Elements) {
+  LargeCheck(device(), {{1, 1, (std::int64_t{1} << 25) + 77, 64}, false, Activation::none, -1}).run_beyond_2_to_31();
+}
+
+TEST_P(SlowLrpeCosine, ManyHeadsBeyond2To31Elements) {
+  LargeCheck(device(), {{2100, 16, 1003, 64}, false, Activation::silu, -1}).run_beyond_2_to_31();
+}
+
+TEST_P(SlowLrpeCosine, HeadsInsideBeyond2To31Elements) {
+  LargeCheck(device(), {{3, 12, 932077, 65}, true, Activation::silu, -1}).run_beyond_2_to_31();
+}
+
+TEST_P(SlowLrpeCosine, ASoftmaxOverTheFeaturesBeyond2To31Elements) {
+  LargeCheck(device(), {{2, 5, 1700003, 128}, false, Activation::softmax, -1}).run_beyond_2_to_31();
+}
+
+TEST_P(SlowLrpeCosine, ASoftmaxOverASequenceBeyond2To31Elements) {
+  LargeCheck(device(), {{1, 2, 16800011, 64}, false, Activation::softmax, -2}).run_beyond_2_to_31();
+}
+
+}  // namespace
+}  // namespace eaves::testing
