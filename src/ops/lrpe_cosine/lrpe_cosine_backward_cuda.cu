@@ -91,10 +91,11 @@ struct TokenGradient {
       for (int i = 0; i < kWidth; ++i) grad_x[i] = a[i] * (grad_x[i] - dot);
     }
     if constexpr (kKind == LrpeKind::sequence_softmax) {
+      // Where lse is infinite the sum is NaN, and so is all that it is subtracted from.
       if (is_there) {
         A lse[kWidth];
         A sums[kWidth];
-        load_lse<kWidth>(p.lse + column, lse);
+        load_accumulators<kWidth>(p.lse + column, lse);
         load_accumulators<kWidth>(p.column_sums + column, sums);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
@@ -168,7 +169,7 @@ __global__ void __launch_bounds__(kLrpeThreads) backpropagate(const __grid_const
           }
         }
       }
-      if (kHasThetaGradient && has_row) {
+      if (kHasThetaGradient && has_row && row >= p.angles.extra_tokens) {
         TokenAngles<T, kWidth>::for_each_position(p.angles, theta, 0, row, [&](int i, A position) {
           theta_sums[i] = fma(position, token_sums[i], theta_sums[i]);
         });
@@ -185,7 +186,7 @@ __global__ void __launch_bounds__(kLrpeThreads) backpropagate(const __grid_const
       gradient.read(p, is_there, grad_head + at.offsets[0], x_head + at.offsets[1]);
       if (is_there) token.compute(p.angles, theta, at.batch, at.n);
       finish(gradient, is_there, at.batch, at.offsets[2]);
-      if (kHasThetaGradient && is_there) {
+      if (kHasThetaGradient && is_there && at.n >= p.angles.extra_tokens) {
         TokenAngles<T, kWidth>::for_each_position(p.angles, theta, at.batch, at.n, [&](int i, A position) {
           theta_sums[i] = fma(position, theta_terms[i], theta_sums[i]);
         });
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(kLrpeThreads, 4) sum_columns(const __grid_cons
           cosine_batch[s].unpack(grad_cosine);
           sine_batch[s].unpack(grad_sine);
           x_batch[s].unpack(a);
-          load_lse<kWidth>(lse_head + (base + s) * p.heads * p.features, lse);
+          load_accumulators<kWidth>(lse_head + (base + s) * p.heads * p.features, lse);
 #pragma unroll
           for (int i = 0; i < kWidth; ++i) {
             const A g = fma(grad_cosine[i], token.cosine[i], grad_sine[i] * token.sine[i]);

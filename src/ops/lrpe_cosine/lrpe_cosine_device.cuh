@@ -289,9 +289,10 @@ template <typename T>
 __device__ Accumulator<T> precise_exponential(Accumulator<T> x) {
   if constexpr (std::is_same_v<T, float>) {
     const float high = x * kLog2E;
-    const float low = fabsf(high) < 128.0f ? fmaf(x, kLog2E, -high) : 0.0f;  // beyond it the power is 0 or infinite
     const float power = exp2_approximate(high);
-    return fmaf(power, low * 0.693147181f, power);
+    const float low = fmaf(x, kLog2E, -high);
+    // Beyond 128 the power is 0 or infinite, and what is left may be infinity minus infinity.
+    return fabsf(high) < 128.0f ? fmaf(power, low * 0.693147181f, power) : power;
   } else {
     return exponential(x);
   }

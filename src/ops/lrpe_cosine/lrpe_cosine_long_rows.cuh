@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kLongRowsThreads)
       const auto angle = angle_of<T>(problem.angles, b, h, n, d);
       const A a = activation(d);
       dot += a * (grad_cosine(d) * angle.cosine + grad_sine(d) * angle.sine);
-      if (sums != nullptr)
+      if (sums != nullptr && n >= problem.angles.extra_tokens)
         sums[d] += angle.position * (a * (grad_sine(d) * angle.cosine - grad_cosine(d) * angle.sine));
     }
     if (problem.grad_x == nullptr) continue;
