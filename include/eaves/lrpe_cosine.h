@@ -114,8 +114,9 @@ struct LrpeCosineBackwardArgs {
 void lrpe_cosine_forward(const LrpeCosineForwardArgs& args, const ExecutionContext& context = {});
 void lrpe_cosine_backward(const LrpeCosineBackwardArgs& args, const ExecutionContext& context = {});
 
-/// Bytes of scratch that the call needs: on a GPU 0 for most calls, at most 4 MiB beside 8 bytes for each element of
-/// an lse; on the CPU 0.
+/// Bytes of scratch that the call needs: on the CPU 0; on a GPU 0 for most calls, for a softmax over the sequence at most
+/// 4 MiB beside three accumulators for each element of an lse, and for grad_theta at most 4 MiB or one accumulator for
+/// each of H x D features, whichever is more.
 std::size_t lrpe_cosine_forward_workspace_bytes(const LrpeCosineForwardArgs& args,
                                                 const ExecutionContext& context = {});
 std::size_t lrpe_cosine_backward_workspace_bytes(const LrpeCosineBackwardArgs& args,

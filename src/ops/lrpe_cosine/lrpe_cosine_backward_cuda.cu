@@ -340,7 +340,7 @@ void backpropagate_long_rows(const LrpeCosineBackwardProblem& problem, const Lrp
 template <typename T>
 void backward(const LrpeCosineBackwardProblem& problem, const ExecutionContext& context) {
   const LrpePlan plan = plan_backward(problem);
-  const LrpeScratch scratch(context.workspace, problem.shape, problem.dtype);
+  const LrpeScratch scratch(context.workspace, plan);
   const LrpeCosineShape& shape = problem.shape;
   if (shape.batch * shape.heads * shape.positions * shape.features == 0) {
     return launch_finish_theta<T>(problem, plan, 0, scratch, context.stream);

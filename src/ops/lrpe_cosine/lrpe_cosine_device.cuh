@@ -161,9 +161,13 @@ struct FeatureAngles {
     const Theta* from = row + within * stride;
     if (in_first_axis == kWidth) {
       const bool has_axis = first_axis < angles.axes;
-      if constexpr (std::is_same_v<Theta, float> && kWidth % 4 == 0) {
+      if constexpr (kWidth % 4 == 0) {
         if (has_axis && stride == 1 && reinterpret_cast<std::uintptr_t>(from) % 16 == 0) {
-          return load_accumulators<kWidth>(from, theta);
+          if constexpr (sizeof(Theta) == 2) {
+            return unpack(Vector<Theta>{*reinterpret_cast<const uint4*>(from)}, theta);
+          } else {
+            return load_accumulators<kWidth>(from, theta);
+          }
         }
       }
 #pragma unroll

@@ -153,7 +153,7 @@ void forward(const LrpeCosineForwardProblem& problem, const ExecutionContext& co
   if (plan.has_long_rows) return encode_long_rows<T>(kOp, problem, context.stream);
   void* lse = nullptr;
   if (plan.kind == LrpeKind::sequence_softmax) {
-    const LrpeScratch scratch(context.workspace, problem.shape, problem.dtype);
+    const LrpeScratch scratch(context.workspace, plan);
     lse = problem.lse != nullptr ? problem.lse : scratch.columns;
     reduce_sequence<T>(kOp, problem, plan, scratch, lse, context.stream);
     if (problem.shape.positions == 0) return;

@@ -18,6 +18,7 @@ struct LrpePlan {
   LrpeTiling tiling;
   LrpeTiling columns;             ///< of a softmax over the sequence: "heads" are heads of all batch entries
   std::int64_t theta_pieces = 0;  ///< sums of each head on the way to grad_theta; 0 without it
+  std::size_t columns_bytes = 0;  ///< of the workspace's first part
   std::size_t workspace_bytes = 0;
 };
 
@@ -36,20 +37,14 @@ inline constexpr int kLrpeColumnBatches = 4;
 /// Tokens that a thread of the forward loads before it uses the first, where angles are not shared.
 inline constexpr int kLrpeTokens = 2;
 
-/// Where the pieces of a call lie in the workspace: the columns of a softmax over the sequence ([B, H, D]: an lse that
-/// the caller does not keep, or the sums of the backward), and what they or the sums of theta are merged from.
+/// Where a call's numbers lie in the workspace: the columns of a softmax over the sequence ([B, H, D]: an lse that the
+/// caller does not keep, or the sums of the backward), and what they or the sums of theta are merged from.
 struct LrpeScratch {
   void* columns;
   void* pieces;
 
-  static std::size_t columns_bytes(const LrpeCosineShape& shape, DType dtype) {
-    const std::size_t bytes =
-        static_cast<std::size_t>(shape.batch * shape.heads * shape.features) * size_of(accumulator_dtype(dtype));
-    return (bytes + 255) / 256 * 256;
-  }
-
-  LrpeScratch(const Workspace& workspace, const LrpeCosineShape& shape, DType dtype)
-      : columns(workspace.data), pieces(static_cast<char*>(workspace.data) + columns_bytes(shape, dtype)) {}
+  LrpeScratch(const Workspace& workspace, const LrpePlan& plan)
+      : columns(workspace.data), pieces(static_cast<char*>(workspace.data) + plan.columns_bytes) {}
 };
 
 /// Lanes and row blocks, `rows_at_a_time` rows of a thread in each step.
@@ -133,11 +128,10 @@ inline LrpePlan make_plan(Device device, DType dtype, const LrpeCosineShape& sha
     const auto column_pieces = static_cast<std::size_t>(columns.row_blocks * column_bytes);
     // The sums of the sequence are merged before those of theta begin.
     piece_bytes = std::max(piece_bytes, column_pieces);
-    plan.workspace_bytes = LrpeScratch::columns_bytes(shape, dtype);
-  } else if (piece_bytes != 0) {
-    plan.workspace_bytes = LrpeScratch::columns_bytes(shape, dtype);
+    const auto bytes = static_cast<std::size_t>(shape.batch * shape.heads * shape.features * accumulator_bytes);
+    plan.columns_bytes = (bytes + 255) / 256 * 256;
   }
-  plan.workspace_bytes += piece_bytes;
+  plan.workspace_bytes = plan.columns_bytes + piece_bytes;
   return plan;
 }
 
