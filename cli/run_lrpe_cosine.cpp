@@ -84,7 +84,7 @@ void run_lrpe_cosine(const LrpeCosineArguments& arguments) {
   forward.out = as_heads_first(run.output("out", x.dtype, out_shape), layout);
   if (forward.activation == Activation::softmax && forward.activation_dim == -2) {
     const Dims& shape = forward.x.shape;
-    forward.lse = run.output("lse", accumulator_dtype(x.dtype), {shape[0], shape[1], shape[3]});
+    forward.lse = run.output("lse", accumulator_dtype(x.dtype), {shape[0], shape[1], 2, shape[3]});
   }
   lrpe_cosine_forward(forward, run.context());
 
@@ -108,8 +108,8 @@ void run_lrpe_cosine(const LrpeCosineArguments& arguments) {
 void add_run_lrpe_cosine(CLI::App& run) {
   CLI::App* command = run.add_subcommand("lrpe_cosine",
                                          "The relative positional encoding of a sequence or a grid, by cosines and "
-                                         "sines. Writes out, of a softmax over the sequence lse (float32) and, with "
-                                         "--grad, grad_x and grad_theta.");
+                                         "sines. Writes out, of a softmax over the sequence lse (float32: what its "
+                                         "rounding loses beside it) and, with --grad, grad_x and grad_theta.");
   command->footer(
       "Example:\n  eaves run lrpe_cosine --input in.safetensors --tensor q --theta theta --activation silu "
       "--output out.safetensors");

@@ -80,10 +80,12 @@ inline double activation_scale(DType dtype, double size, double beside) {
   return std::max(std::abs(size), std::abs(beside) * smallest);
 }
 
-/// What the scale of a softmax's element is multiplied with. An error of the exponent x - lse is a relative error of
-/// exp(x - lse). The exponent has been rounded, and so has the lse that a backward is given: each to a quarter of the
-/// contract's 2e-6, as in gradient_scale(). That matters where the larger of them is beyond 4.
-inline double softmax_rounding(double largest_rounded) { return std::max(1.0, std::abs(largest_rounded) / 4.0); }
+/// The scale of an element of a softmax, or of its gradient: its own size, and at least 1/1024 of the largest of its
+/// row or column. Where the exponent x - lse is beyond 16 in size, its rounding to float32 alone, which is a relative
+/// error of exp(x - lse), is half of what the contract allows.
+inline double softmax_scale(double size, double largest) {
+  return std::max(std::abs(size), std::abs(largest) / 1024.0);
+}
 
 /// The bound on |result - exact|. `scale` is the size of the row that the result comes from: for a logsumexp
 /// logsumexp_scale(); for its gradient the largest |gradient| of the row; for cross_entropy the functions above.

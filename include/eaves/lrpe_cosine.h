@@ -78,8 +78,10 @@ struct LrpeCosineForwardArgs {
   /// out; [B, H, N, 2 D], dtype of x, any strides that give every element its own place; must not overlap x.
   TensorView out = {};
 
-  /// out, optional, only of a softmax over the sequence; [B, H, D], contiguous, float32 (float64 where x is float64):
-  /// the logsumexp of x over the sequence, which the backward needs.
+  /// out, optional, only of a softmax over the sequence; [B, H, 2, D], contiguous, float32 (float64 where x is
+  /// float64): the logsumexp of x over the sequence, which the backward needs, as a number and what its rounding has
+  /// lost: exp(x - lse) is as precise as a softmax by its maximum, however large lse is. The second is NaN where the
+  /// first is infinite.
   TensorView lse = {};
 };
 
@@ -103,8 +105,8 @@ struct LrpeCosineBackwardArgs {
   TensorView grad_x = {};
 
   /// out, optional; dL/d(theta), shape and dtype of theta, any strides that give every element its own place; must
-  /// overlap no input. Summed in float32 or better in an order that depends on the shapes, and on whether
-  /// offsets or positions are given for each batch entry.
+  /// overlap no input. Summed in float32 or better, in the same order on every run: on the CPU that of the
+  /// shape, on a GPU also of its size, of how the tensors lie, and of whether positions are given for each batch entry.
   TensorView grad_theta = {};
 };
 
@@ -114,9 +116,9 @@ struct LrpeCosineBackwardArgs {
 void lrpe_cosine_forward(const LrpeCosineForwardArgs& args, const ExecutionContext& context = {});
 void lrpe_cosine_backward(const LrpeCosineBackwardArgs& args, const ExecutionContext& context = {});
 
-/// Bytes of scratch that the call needs: on the CPU 0; on a GPU 0 for most calls, for a softmax over the sequence at most
-/// 4 MiB beside three accumulators for each element of an lse, and for grad_theta at most 4 MiB or one accumulator for
-/// each of H x D features, whichever is more.
+/// Bytes of scratch that the call needs: on the CPU 0; on a GPU 0 for most calls, for a softmax over the sequence at
+/// most 4 MiB beside four accumulators for each of B x H x D columns, and for grad_theta at most 4 MiB or one
+/// accumulator for each of H x D features, whichever is more.
 std::size_t lrpe_cosine_forward_workspace_bytes(const LrpeCosineForwardArgs& args,
                                                 const ExecutionContext& context = {});
 std::size_t lrpe_cosine_backward_workspace_bytes(const LrpeCosineBackwardArgs& args,

@@ -109,7 +109,7 @@ std::tuple<Tensor, Tensor> forward_lse(Tensor x, Tensor theta, OptionalTensor of
   auto [args, out] = forward_of(x, angles_of(theta, offsets, positions, cu_seqlens, grid, extra_tokens, offset),
                                 activation, activation_dim, heads_first);
   const Dims& shape = args.x.shape;
-  NewTensor lse = empty_output({shape[0], shape[1], shape[3]}, accumulator_dtype(args.x.dtype), args.x.device);
+  NewTensor lse = empty_output({shape[0], shape[1], 2, shape[3]}, accumulator_dtype(args.x.dtype), args.x.device);
   args.lse = lse.view;
   run<lrpe_cosine_forward, &lrpe_cosine_forward_workspace_bytes>(args, args.x.device);
   return {std::move(out.tensor), std::move(lse.tensor)};

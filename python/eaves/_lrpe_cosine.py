@@ -71,7 +71,7 @@ def lrpe_cosine(
     sum_d q_d k_d cos(theta_d (m - n)). The first `extra_tokens` positions, and features at or beyond E times the number
     of axes, have phi = 0. One pass over x (two for a softmax over the sequence), computed in float32 (float64 for a
     float64 x) and rounded once; for the backward are kept: theta, x where an activation or a gradient of theta needs
-    it, one number for each column of a softmax over the sequence, and nothing of the size of phi. Source: Z. Qin et
+    it, two numbers for each column of a softmax over the sequence, and nothing of the size of phi. Source: Z. Qin et
     al., "Linearized Relative Positional Encoding", arXiv:2307.09270.
 
     Args:
@@ -89,8 +89,8 @@ def lrpe_cosine(
         cu_seqlens: of S packed sequences, where each starts on the axis of positions, and N: [S + 1], int32 or int64.
             Positions count from each start. Without a grid of several axes, extra tokens, offset and positions.
         activation: "none", "relu", "sigmoid", "silu" or "softmax".
-        activation_dim: of a softmax, and None for all else: -1 (or None) over the features, -2 over the sequence,
-            whatever the layout.
+        activation_dim: of a softmax: -1 (or None) over the features, -2 over the sequence, whatever the layout. Other
+            activations have no axis, and ignore it.
         layout: "bnhd", or "bhnd" for an x of [B, H, N, D].
 
     Returns:
@@ -147,8 +147,8 @@ class LRPECosine(torch.nn.Module):
 
         theta[h, e] = base ** (-2 * (h * E + e) / (H * E))          of H heads with E features for each axis
 
-    as in Z. Qin et al., "TransNormerLLM", arXiv:2307.14995. theta is float32 and stays so when the module is cast to 16
-    bits, in which far positions have no angle; a cast to float64 takes it along.
+    as in Z. Qin et al., "TransNormerLLM", arXiv:2307.14995. theta is float32, and still is after a cast to 16 bits, in
+    which far positions have no angle; a cast to float64 takes it along, and so does one back to float32.
 
     Args:
         num_heads: H.
@@ -256,11 +256,12 @@ class LRPECosine(torch.nn.Module):
         return ", ".join([f"num_heads={self.num_heads}", f"head_dim={self.head_dim}", *changed])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LRPECosine:
-        def without_narrowing(tensor: Tensor) -> Tensor:
+        def at_least_float32(tensor: Tensor) -> Tensor:
             result = fn(tensor)
-            return tensor.to(result.device) if result.dtype.itemsize < tensor.dtype.itemsize else result
+            is_narrowed = result.dtype.itemsize < torch.float32.itemsize <= tensor.dtype.itemsize
+            return tensor.to(result.device, torch.float32) if is_narrowed else result
 
-        super()._apply(without_narrowing, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(at_least_float32, recurse)  # type: ignore[no-untyped-call]
         return self
 
 
@@ -276,7 +277,7 @@ def _heads_first(layout: object) -> bool:
 
 
 def _activation_of(activation: object, activation_dim: object) -> tuple[int, int]:
-    """The number of the activation, and the axis of a softmax."""
+    """The number of the activation, and the axis of a softmax; without one FEATURES."""
     kind = ACTIVATIONS.get(activation) if isinstance(activation, str) else None
     if kind is None:
         error = ValueError if isinstance(activation, str) else TypeError
@@ -285,11 +286,9 @@ def _activation_of(activation: object, activation_dim: object) -> tuple[int, int
     if activation_dim is None:
         return kind, FEATURES
     dim = _index_of("activation_dim", activation_dim)
-    if kind != SOFTMAX:
-        raise ValueError(f"{_OP}: activation_dim is {dim}, expected None: only a softmax has an axis")
     if dim not in (FEATURES, SEQUENCE):
         raise ValueError(f"{_OP}: activation_dim is {dim}, expected -1 (the features) or -2 (the sequence)")
-    return kind, dim
+    return kind, dim if kind == SOFTMAX else FEATURES
 
 
 def _check_x(x: Tensor, heads_first: bool) -> tuple[int, int, int]:
@@ -688,7 +687,7 @@ def _(x: Tensor, theta: Tensor, *_: object) -> Tensor:
 def _(x: Tensor, theta: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     batch, second, third, features = x.shape
     heads = second if arguments[-1] else third
-    lse = x.new_empty([batch, heads, features], dtype=accumulator_dtype(x.dtype))
+    lse = x.new_empty([batch, heads, 2, features], dtype=accumulator_dtype(x.dtype))
     return x.new_empty([batch, second, third, 2 * features]), lse
 
 
@@ -737,7 +736,8 @@ class _Fold:
         if axis is None:
             return self(tensor, None)
         tensor = tensor.movedim(axis, 0)
-        return tensor.reshape(self.samples, -1).expand(self.samples, self.batch).reshape(-1)
+        rows = tensor.reshape(self.samples, tensor.shape[1:].numel())  # -1 has no meaning where there are no samples
+        return rows.expand(self.samples, self.batch).reshape(-1)
 
     def positions(self, tensor: Tensor | None, axis: int | None) -> Tensor | None:
         if tensor is None or (axis is None and tensor.dim() == 1):
@@ -760,12 +760,33 @@ def _batch_of(tensor: Tensor, axis: int | None) -> int:
 
 def _of_each(info: Any, in_dims: Sequence[Any], overload: Any, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
     """A call for each sample: its results, and where their samples are."""
+    if info.batch_size == 0:
+        return _of_none(in_dims, overload, tensors, options)
     results = []
     for *sample, cu_seqlens in each_of_batch(info, tuple(in_dims[: len(tensors)]), *tensors):
         results.append(overload(*sample, None if cu_seqlens is None else cu_seqlens.contiguous(), *options))
     if isinstance(results[0], Tensor):
         return torch.stack(results), 0
     return tuple(torch.stack(each) for each in zip(*results)), (0,) * len(results[0])
+
+
+def _of_none(in_dims: Sequence[Any], overload: Any, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
+    """The results of no samples, which have the shapes and dtypes of those of one."""
+
+    def sample(tensor: Tensor | None, axis: int | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        shape = [size for index, size in enumerate(tensor.shape) if axis is None or index != axis % tensor.dim()]
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    of_one = overload(*map(sample, tensors, in_dims), *options)
+
+    def none_of(result: Tensor) -> Tensor:
+        return torch.empty([0, *result.shape], dtype=result.dtype, device=tensors[0].device)
+
+    if isinstance(of_one, Tensor):
+        return none_of(of_one), 0
+    return tuple(map(none_of, of_one)), (0,) * len(of_one)
 
 
 def _batched_forward(overload: Any) -> Callable[..., Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench_toy import CPU, QUICK, small_flush  # noqa: F401
 from eaves.bench.__main__ import main
@@ -107,7 +108,7 @@ def test_on_a_cpu_the_quick_sweep_is_small() -> None:
 @pytest.mark.parametrize(("dtype", "element", "accumulator"), [("bf16", 2, 4), ("fp32", 4, 4), ("fp64", 8, 8)])
 def test_the_bytes_are_what_has_to_be_moved(dtype: str, element: int, accumulator: int) -> None:
     x, theta = 12 * 12 * 8192 * 128 * element, 12 * 128 * element
-    lse = 12 * 12 * 128 * accumulator
+    lse = 12 * 12 * 2 * 128 * accumulator
 
     def moved(mode: Mode, **options: object) -> tuple[int, int, int]:
         row = row_of(mode, 8192, dtype, **options)
@@ -204,6 +205,24 @@ def test_torchs_angles_are_float32_and_its_result_is_as_x() -> None:
     assert out.dtype == torch.bfloat16
     exact = (theta[0].double() * torch.arange(32768)).cos()
     assert float((out[0, 0, :, 0].double() - exact).abs().max()) < 0.01
+
+
+def test_torch_puts_halves_together_that_are_as_x() -> None:
+    class Halves(TorchDispatchMode):
+        dtypes: ClassVar[list[torch.dtype]] = []
+
+        def __torch_dispatch__(self, overload: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+            if overload == torch.ops.aten.cat.default and args[0][0].dim() == 4:
+                self.dtypes.extend(half.dtype for half in args[0])
+            return overload(*args, **(kwargs or {}))
+
+    x = torch.randn(1, 12, 256, 8, dtype=torch.bfloat16)
+    theta = torch.linspace(1, 0.1, 12 * 8, dtype=torch.bfloat16).view(12, 8)
+    with Halves() as halves:
+        out = provider("torch").forward(row_of("fwd", 256))(x, theta)
+    assert halves.dtypes == [torch.bfloat16, torch.bfloat16]
+    phi = theta.float()[:, None] * torch.arange(256)[:, None]
+    assert torch.equal(out, torch.cat([x * phi.cos(), x * phi.sin()], -1).bfloat16())
 
 
 def test_torch_compile_compiles_what_torch_calls() -> None:

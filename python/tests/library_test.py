@@ -442,7 +442,7 @@ def test_a_large_result_on_the_cpu_lies_in_huge_pages(op: Operator) -> None:
     out = op.function(*tensors)
     upstream = torch.ones_like(out)
     before = huge_pages_bytes()
-    grads = torch.autograd.grad(out, differentiable(op, tensors), upstream)
+    grads = torch.autograd.grad(out, differentiable(op, tensors), upstream, retain_graph=True)
     size = sum(grad.numel() * grad.element_size() for grad in grads)
     assert size >= 2**26
     # Most of it: the ends have no whole page, and where memory is in pieces the system gives small pages.

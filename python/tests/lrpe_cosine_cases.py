@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import eaves
-from comparison import Bound, allowed_error
+from comparison import Bound, allowed_error, unit_in_last_place
 from layouts import LAYOUTS, random_tensor
 from operator_cases import Operator
 
@@ -93,42 +93,99 @@ def formula(
     return out if layout == "bnhd" else out.transpose(1, 2)
 
 
-def of_sum(scale: Tensor) -> Tensor:
-    """How far a sum in float32 may be off before it is rounded: its terms cancel, and 16 bits show that."""
-    return allowed_error(torch.float32, scale, scale)
+def slope_size(x: Tensor, activation: str) -> Tensor:
+    """The size of the derivative of an activation that is not a softmax, as if silu's two terms did not cancel."""
+    if activation == "none":
+        return torch.ones_like(x)
+    if activation == "relu":
+        return (x > 0).to(x.dtype)
+    slope = x.sigmoid() * (-x).sigmoid()
+    return slope if activation == "sigmoid" else x.sigmoid() + x.abs() * slope
+
+
+def largest_along(sizes: Tensor, axis: int) -> Tensor:
+    return sizes.amax(axis, keepdim=True).expand_as(sizes) if sizes.numel() else sizes
+
+
+def softmax_scale(sizes: Tensor, axis: int) -> Tensor:
+    """At least 1/1024 of the largest of the row or column: of smaller ones the exponent has few digits left."""
+    return torch.maximum(sizes, largest_along(sizes, axis) / 1024)
+
+
+def softmax_axis(activation_dim: int | None = None, layout: str = "bnhd", **_: Any) -> int:
+    return -1 if activation_dim != -2 else 1 if layout == "bnhd" else 2
+
+
+# `scale` is of each element by itself: the sum of the sizes of its own terms; of a softmax also that of its row or
+# column. testing/tolerance.h says the same.
+
+
+def allowed_elementwise_error(dtype: torch.dtype, exact: Tensor, scale: Tensor) -> Tensor:
+    """Of few terms: in 16 bits the contract's 1e-6 is what float32 makes of terms of size 4."""
+    if dtype.itemsize != 2:
+        return allowed_error(dtype, exact, scale)
+    return 0.5 * unit_in_last_place(dtype, exact) + 1e-6 * (scale / 4).clamp(min=1)
+
+
+def allowed_sum_error(dtype: torch.dtype, exact: Tensor, scale: Tensor) -> Tensor:
+    """Of many terms: in 16 bits what float32 is allowed, rounded once."""
+    if dtype.itemsize != 2:
+        return allowed_error(dtype, exact, scale)
+    return 0.5 * unit_in_last_place(dtype, exact) + allowed_error(torch.float32, exact, scale)
 
 
 class Oracle:
     """What eaves.lrpe_cosine and its gradients have to be, and how far from it they may be."""
 
     def __init__(self, x: Tensor, theta: Tensor, grad_out: Tensor | None = None, **options: Any) -> None:
-        self.dtype, self.theta_dtype = x.dtype, theta.dtype
         z, angles = (t.detach().cpu().double().requires_grad_() for t in (x, theta))
-        self.options = options | {"rounds": x.dtype != torch.float64}
-        exact = formula(z, angles, **self.options)
+        exact = formula(z, angles, rounds=x.dtype != torch.float64, **options)
         # As if nothing cancelled: a sine next to 0 is as precise as a cosine.
         a = exact.detach().unflatten(-1, (2, -1)).norm(dim=-2)
-        self.out = Bound(exact.detach(), allowed_error(x.dtype, exact.detach(), torch.cat([a, a], -1)))
-        if grad_out is not None:
-            g = grad_out.detach().cpu().double()
-            grads = torch.autograd.grad(exact, (z, angles), g, allow_unused=True)
-            # Where nothing is turned, the formula does not look at theta.
-            grad_x, grad_theta = (torch.zeros_like(t) if d is None else d for d, t in zip(grads, (z, angles)))
-            size = g.abs().unflatten(-1, (2, -1)).sum(-2)
-            if options.get("activation") == "softmax":
-                size = 2 * size.amax() * a if size.numel() else size
-            self.grad_x = Bound(grad_x, allowed_error(x.dtype, grad_x, 2 * size))
-            if options.get("activation") == "softmax" and x.dtype != torch.float64:
-                self.grad_x = self.grad_x._replace(error=self.grad_x.error + of_sum(size))
-            layout = options.get("layout", "bnhd")
-            tokens, amount = z.detach() if layout == "bnhd" else z.detach().transpose(1, 2), a * size
-            position = phase(tokens, angles.detach(), False, **self._angles())[1].abs()
-            scale = position.amax() * amount.sum() if amount.numel() else torch.zeros((), dtype=torch.float64)
-            error = allowed_error(theta.dtype, grad_theta, scale)
-            self.grad_theta = Bound(grad_theta, error + (0 if x.dtype == torch.float64 else of_sum(scale)))
+        is_softmax, axis = options.get("activation") == "softmax", softmax_axis(**options)
+        scale = softmax_scale(a, axis) if is_softmax else a
+        scale = torch.cat([scale, scale], -1)
+        self.out = Bound(exact.detach(), allowed_elementwise_error(x.dtype, exact.detach(), scale))
+        if grad_out is None:
+            return
+        g = grad_out.detach().cpu().double()
+        grads = torch.autograd.grad(exact, (z, angles), g, allow_unused=True)
+        # Where nothing is turned, the formula does not look at theta.
+        grad_x, grad_theta = (torch.zeros_like(t) if d is None else d for d, t in zip(grads, (z, angles)))
+        scale_x, scale_theta = gradient_scales(z.detach(), angles, a, g, x.dtype != torch.float64, **options)
+        if is_softmax:  # the largest gradient of the row or column, and where that cancels the element's terms
+            scale_x = torch.maximum(softmax_scale(scale_x, axis), largest_along(grad_x.abs(), axis))
+        self.grad_x = Bound(grad_x, allowed_elementwise_error(x.dtype, grad_x, scale_x))
+        self.grad_theta = Bound(grad_theta, allowed_sum_error(theta.dtype, grad_theta, scale_theta))
 
-    def _angles(self) -> dict[str, Any]:
-        return {k: v for k, v in self.options.items() if k not in ("activation", "activation_dim", "layout", "rounds")}
+
+def gradient_scales(
+    x: Tensor,
+    theta: Tensor,
+    a: Tensor,
+    grad_out: Tensor,
+    rounds: bool,
+    *,
+    activation: str = "none",
+    activation_dim: int | None = None,
+    layout: str = "bnhd",
+    **angles: Any,
+) -> tuple[Tensor, Tensor]:
+    """Of each element of grad_x, and of grad_theta, the sum of the sizes of its terms; `a` is the activation's size."""
+    x, a, grad_out = (t if layout == "bnhd" else t.transpose(1, 2) for t in (x, a, grad_out))
+    phi, position = phase(x, theta.detach(), rounds, **angles)
+    g_cos, g_sin = grad_out.abs().chunk(2, -1)
+    cos, sin = phi.cos().abs(), phi.sin().abs()
+    of_x = g_cos * cos + g_sin * sin
+    if activation == "softmax":
+        of_x = a * (of_x + (a * of_x).sum(1 if activation_dim == -2 else -1, keepdim=True))
+    else:
+        of_x = of_x * slope_size(x, activation)
+    of_theta = torch.zeros_like(theta)
+    if theta.numel():
+        of_features = theta[:, torch.arange(x.shape[-1]) % theta.shape[1]].expand(x.shape)
+        (of_theta,) = torch.autograd.grad(of_features, theta, position.abs() * a * (g_sin * cos + g_cos * sin))
+    return of_x if layout == "bnhd" else of_x.transpose(1, 2), of_theta
 
 
 def angles(heads: int, features: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:

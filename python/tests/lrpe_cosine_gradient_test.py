@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eaves
-from comparison import FLOATING_POINT, assert_agree, assert_within
+from comparison import FLOATING_POINT, Bound, assert_agree, assert_within, unit_in_last_place
 from layouts import LAYOUTS, random_tensor
 from lrpe_cosine_cases import ACTIVATIONS, Oracle, angles
 from lrpe_cosine_test import CASES, each_activation, each_dtype, same
@@ -70,6 +70,36 @@ def test_derivatives_of_first_and_second_order_agree_with_finite_differences(
     if activation == "none":  # linear in x: the second derivative is the operator itself
         assert torch.autograd.gradcheck(function, (x, theta))
         assert torch.autograd.gradgradcheck(function, (x, theta))
+
+
+@each_dtype
+def test_the_bounds_are_of_the_terms_of_each_element(dtype: torch.dtype) -> None:
+    """Angles of 0, where the terms are short to write. A large token leaves the bounds of others as they are."""
+    x = random_tensor((2, 9, 3, 7), dtype)
+    x[0, 8, 1, 2] = 100
+    theta = torch.zeros(3, 7, dtype=dtype)
+    grad_out = random_tensor((2, 9, 3, 14), dtype).flip(-1)
+    z, (g_cos, g_sin) = x.double(), grad_out.double().chunk(2, -1)
+    relative = 1e-13 if dtype == torch.float64 else 2e-6
+
+    def rounding(exact: Tensor) -> Tensor:
+        is_short = dtype.itemsize == 2
+        return 0.5 * unit_in_last_place(dtype, exact) if is_short else torch.zeros_like(exact)
+
+    oracle = Oracle(x, theta, grad_out)
+    terms = torch.arange(9).view(9, 1, 1) * z * g_sin
+    torch.testing.assert_close(oracle.grad_theta.exact, terms.sum((0, 1)))
+    error = relative * terms.abs().sum((0, 1)) + rounding(oracle.grad_theta.exact)
+    torch.testing.assert_close(oracle.grad_theta.error, error, rtol=1e-9, atol=0)
+    for dim, axis in ((-1, -1), (-2, 1)):
+        oracle = Oracle(x, theta, grad_out, activation="softmax", activation_dim=dim)
+        a = z.softmax(axis)
+        torch.testing.assert_close(oracle.grad_x.exact, a * (g_cos - (a * g_cos).sum(axis, keepdim=True)))
+        size = a * (g_cos.abs() + (a * g_cos.abs()).sum(axis, keepdim=True))
+        largest = oracle.grad_x.exact.abs().amax(axis, keepdim=True)
+        size = torch.maximum(torch.maximum(size, largest), size.amax(axis, keepdim=True) / 1024)
+        error = 1e-6 + rounding(oracle.grad_x.exact) if dtype.itemsize == 2 else relative * size
+        torch.testing.assert_close(oracle.grad_x.error, error, rtol=1e-9, atol=0)
 
 
 def test_the_derivative_of_relu_at_zero_is_zero(device: torch.device) -> None:
@@ -151,7 +181,7 @@ def test_what_is_kept_for_the_backward(activation: str, dim: int | None, device:
         return sorted(saved)
 
     of_x = [] if activation == "none" else [(2, 9, 3, 7)]
-    lse = [(2, 3, 7)] if dim == -2 else []
+    lse = [(2, 3, 2, 7)] if dim == -2 else []
     assert kept(True, False) == sorted([(3, 7), *of_x, *lse])
     assert kept(True, False, offset=torch.tensor([1, 2], device=device)) == sorted([(2,), (3, 7), *of_x, *lse])
     assert kept(True, True) == kept(False, True) == sorted([(3, 7), (2, 9, 3, 7), *lse])
@@ -171,6 +201,43 @@ def test_a_change_of_x_before_the_backward_is_noticed_where_it_matters(device: t
         else:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 out.sum().backward()
+
+
+def test_a_softmax_over_the_sequence_is_as_precise_far_from_zero(device: torch.device) -> None:
+    # Neighbouring float32 numbers around 1000 are 6e-5 apart: an lse of one of them would be off by up to 3e-5.
+    for layout in ("bnhd", "bhnd"):
+        tokens = 1 if layout == "bnhd" else 2
+        size = (2, 70, 3, 16) if layout == "bnhd" else (2, 3, 70, 16)
+        x = random_tensor(size, torch.float32, device) + 1000
+        theta = 0.02 * angles(3, 16, device=device)  # no term of a sum cancels another
+        grad_out = random_tensor((*size[:-1], 32), torch.float32, device).abs().flip(-1)
+        grad_out[..., :16] *= -1
+        call = {"activation": "softmax", "activation_dim": -2, "layout": layout}
+        grad_x, grad_theta = gradients(x, theta, grad_out, **call)
+        oracle = Oracle(x, theta, grad_out, **call)
+        assert_within(grad_x, oracle.grad_x, "grad_x")
+        assert_within(grad_theta, oracle.grad_theta, "grad_theta")
+        for actual, bound, axis in ((grad_x, oracle.grad_x, tokens), (grad_theta, oracle.grad_theta, 0)):
+            largest = bound.exact.abs().amax(axis, keepdim=True).expand_as(bound.exact)
+            assert_within(actual, Bound(bound.exact, 2e-6 * largest), "of the largest of the column")
+
+
+def test_the_lse_is_a_number_and_what_its_rounding_lost(device: torch.device) -> None:
+    forward = torch.ops.eaves.lrpe_cosine_forward_lse
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        x = random_tensor((2, 9, 3, 7), dtype, device) + 1000
+        options = {"activation": 4, "activation_dim": -2}
+        for heads_first in (False, True):
+            given = x.transpose(1, 2) if heads_first else x
+            _, lse = forward(given, angles(3, 7, device=device), heads_first=heads_first, **options)
+            assert lse.shape == (2, 3, 2, 7) and lse.is_contiguous()
+            assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+            exact, (rounded, lost) = x.cpu().double().logsumexp(1), lse.cpu().unbind(2)
+            if dtype == torch.float64:
+                torch.testing.assert_close(rounded + lost, exact, rtol=1e-15, atol=0)
+            else:
+                torch.testing.assert_close(rounded.double() + lost.double(), exact, rtol=0, atol=2e-6)
+                assert float((rounded.double() - exact).abs().max()) > 4e-6  # or nothing is shown
 
 
 @pytest.mark.parametrize("dtype", FLOATING_POINT, ids=str)

@@ -160,6 +160,44 @@ def test_vmap_is_the_loop(third: str, in_dims: tuple[int | None, ...], device: t
             assert_agree(torch.vmap(of_samples, in_dims=in_dims)(*tensors), loop(of_samples, in_dims, *tensors))
 
 
+@pytest.mark.parametrize("third", ["none", "offset", "offsets", "positions", "cu_seqlens"])
+@pytest.mark.parametrize("in_dims", IN_DIMS, ids=str)
+def test_vmap_over_no_samples_is_empty(third: str, in_dims: tuple[int | None, ...], device: torch.device) -> None:
+    if third == "none" and in_dims[2] == 0 and in_dims[0] is None:
+        pytest.skip("nothing is batched")
+    base = {
+        "none": torch.zeros(1, dtype=torch.int64),
+        "offset": torch.tensor(5),
+        "offsets": torch.tensor([5, 9]),
+        "positions": torch.tensor([4, 1, 0, 2, 9]),
+        "cu_seqlens": torch.tensor([0, 2, 5]),
+    }[third].to(device)
+    name = "offset" if third == "offsets" else third
+
+    def none_of(tensor: Tensor, dim: int | None) -> Tensor:
+        return tensor if dim is None else torch.stack([tensor], dim).narrow(dim, 0, 0)
+
+    one = (random_tensor((2, 5, 3, 4), torch.float32, device), angles(3, 4, device=device), base)
+    tensors = [none_of(tensor, dim) for tensor, dim in zip(one, in_dims)]
+    for activation, dim in ACTIVATIONS:
+        if third == "cu_seqlens" and dim == -2:
+            continue
+
+        def function(x: Tensor, theta: Tensor, t: Tensor, a: str = activation, d: int | None = dim) -> Tensor:
+            call = {} if third == "none" else {name: t}
+            return eaves.lrpe_cosine(x, theta, activation=a, activation_dim=d, **call)
+
+        def total(x: Tensor, theta: Tensor, t: Tensor, f: Any = function) -> Tensor:
+            return f(x, theta, t).sin().sum()
+
+        for of_sample in (function, grad(total, 0), grad(total, 1), grad(total, (0, 1))):
+            results, of_one = torch.vmap(of_sample, in_dims=in_dims)(*tensors), of_sample(*one)
+            pairs = [(results, of_one)] if isinstance(results, Tensor) else zip(results, of_one, strict=True)
+            for result, like in pairs:
+                assert result.shape == (0, *like.shape)
+                assert (result.dtype, result.device) == (like.dtype, like.device)
+
+
 def test_a_theta_from_outside_of_a_transform_gets_its_gradient(device: torch.device) -> None:
     x, theta = inputs(device)
     theta.requires_grad_()

@@ -114,7 +114,9 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"activation": "gelu"}, ValueError, r"activation is 'gelu', expected one of \"none\", \"relu\", .*\"softmax\""),
     ({"activation": None}, TypeError, r"activation is None, expected one of \"none\""),
     ({"activation": "softmax", "activation_dim": 3}, ValueError, r"activation_dim is 3, expected -1 .* or -2 "),
-    ({"activation": "silu", "activation_dim": -1}, ValueError, r"activation_dim is -1, expected None: only a softmax"),
+    ({"activation_dim": 1}, ValueError, r"activation_dim is 1, expected -1 .* or -2 "),
+    ({"activation": "silu", "activation_dim": 0}, ValueError, r"activation_dim is 0, expected -1 .* or -2 "),
+    ({"activation": "silu", "activation_dim": True}, TypeError, r"activation_dim is True, expected an int"),
     ({"activation": "softmax", "activation_dim": "n"}, TypeError, r"activation_dim is 'n', expected an int"),
     ({"layout": "nbhd"}, ValueError, r"layout is 'nbhd', expected \"bnhd\" or \"bhnd\""),
     ({"layout": 0}, TypeError, r"layout is 0, expected \"bnhd\" or \"bhnd\""),
@@ -186,7 +188,7 @@ def test_what_the_module_refuses() -> None:
         ({"theta_features": -1}, ValueError, "theta has -1 features"),
         ({"base": 0}, ValueError, "base is 0, expected a positive number"),
         ({"activation": "gelu"}, ValueError, "activation is 'gelu'"),
-        ({"activation_dim": -2}, ValueError, "activation_dim is -2, expected None"),
+        ({"activation_dim": -3}, ValueError, r"activation_dim is -3, expected -1 .* or -2 "),
         ({"layout": "nbhd"}, ValueError, "layout is 'nbhd'"),
     ):
         assert_refused_by(eaves.LRPECosine, kind, sentence, **({"num_heads": 3, "head_dim": 4} | named))

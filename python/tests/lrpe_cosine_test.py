@@ -152,6 +152,21 @@ def test_the_softmax_is_over_the_features_unless_it_is_said(device: torch.device
     )
 
 
+@each_activation
+def test_only_a_softmax_has_an_axis(activation: str, dim: int | None, device: torch.device) -> None:
+    if activation == "softmax":
+        pytest.skip("it has one")
+    x, theta = random_tensor((2, 9, 3, 7), torch.float32, device), angles(3, 7, device=device)
+    cu_seqlens = torch.tensor([0, 9], device=device)
+    expected = eaves.lrpe_cosine(x, theta, activation=activation)
+    for given in (-1, -2):
+        call = {"activation": activation, "activation_dim": given}
+        same(eaves.lrpe_cosine(x, theta, **call), expected)
+        same(eaves.lrpe_cosine(x, theta, cu_seqlens=cu_seqlens, **call), expected)
+        of_module = eaves.LRPECosine(3, 7, device=device, **call)
+        same(of_module(x), eaves.lrpe_cosine(x, of_module.theta, activation=activation))
+
+
 # ---------------------------------------------------------------------------------------------------------------- edges
 
 
@@ -238,10 +253,45 @@ def test_angles_are_not_narrowed_with_the_module(learnable: bool) -> None:
         assert isinstance(module[1].theta, torch.nn.Parameter) == learnable
         x = random_tensor((1, 3, 2, 4), module[0].weight.dtype)
         assert module[1](x).dtype == x.dtype
-    assert module.double()[1].theta.dtype == torch.float64
     assert module.to("meta")[1].theta.is_meta
     assert module.to_empty(device="cpu")[1].theta.device.type == "cpu"
     assert eaves.LRPECosine(2, 4, dtype=torch.bfloat16).theta.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("learnable", [False, True])
+@pytest.mark.parametrize(
+    ("casts", "expected"),
+    [
+        ([torch.float64], torch.float64),
+        ([torch.float64, torch.float32], torch.float32),
+        ([torch.float64, torch.bfloat16], torch.float32),
+        ([torch.float64, torch.float16, torch.float32], torch.float32),
+        ([torch.bfloat16], torch.float32),
+        ([torch.float16], torch.float32),
+        ([torch.float16, torch.float64], torch.float64),
+    ],
+    ids=str,
+)
+def test_a_module_that_was_cast_encodes_what_its_layers_give(
+    casts: list[torch.dtype], expected: torch.dtype, learnable: bool
+) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), eaves.LRPECosine(2, 4, learnable=learnable))
+    theta = module[1].theta.detach().clone()
+    methods = {torch.float16: "half", torch.bfloat16: "bfloat16", torch.float32: "float", torch.float64: "double"}
+    for by_method in (False, True):
+        for dtype in casts:
+            assert (getattr(module, methods[dtype])() if by_method else module.to(dtype)) is module
+        same(module[1].theta.detach(), theta.to(expected))
+        assert isinstance(module[1].theta, torch.nn.Parameter) == learnable
+        x = random_tensor((1, 3, 2, 4), casts[-1])
+        assert module(x).dtype == casts[-1]
+
+
+def test_a_theta_of_16_bits_is_cast_as_any_other_tensor() -> None:
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        module = eaves.LRPECosine(2, 4, dtype=torch.bfloat16).to(dtype)
+        assert module.theta.dtype == dtype
+        assert module(random_tensor((1, 3, 2, 4), dtype)).dtype == dtype
 
 
 def test_the_module_can_be_copied_saved_and_printed() -> None:

@@ -44,7 +44,7 @@ __device__ inline SineCosine<float> sine_cosine_of_common(float angle) {
   const float shifted = fmaf(angle, 0x1.45f306p-1f, 0x1.8p23f);
   const auto quadrant = __float_as_uint(shifted);
   const float count = shifted - 0x1.8p23f;
-  float r = fmaf(count, -0x1.921fb6p+0f, angle);  // exact: both are multiples of 2^-23 and nearly equal
+  float r = fmaf(count, -0x1.921fb6p+0f, angle);  // exact: a multiple of 2^-24 below 1
   r = fmaf(count, 0x1.777a5cp-25f, r);
   r = fmaf(count, 0x1.ee59dap-50f, r);
   const float r2 = r * r;

@@ -1,5 +1,5 @@
 // lrpe_cosine: is the call legal, and where does it run. Tensors become strides over batch, heads, positions and
-// features; the ways to give a position become one description; empty problems end here.
+// features; the ways to give a position become one description; problems without results end here.
 #include "eaves/lrpe_cosine.h"
 
 #include <algorithm>
@@ -228,7 +228,7 @@ void* check_lse(const Argument& lse, const LrpeCosineShape& shape, const Argumen
     check::fail(lse, "is given, but only a softmax over the sequence has one");
   }
   check::is_on(lse, reference.view.device, reference.name);
-  check::has_shape(lse, Dims{shape.batch, shape.heads, shape.features}, "x without its positions");
+  check::has_shape(lse, Dims{shape.batch, shape.heads, 2, shape.features}, "x without its positions, high and low");
   check::has_dtype(lse, {accumulator_dtype(reference.view.dtype)}, "float32, or float64 where x is float64");
   check::is_contiguous(lse);
   return lse.view.data;

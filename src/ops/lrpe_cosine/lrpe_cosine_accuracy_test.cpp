@@ -38,6 +38,7 @@ TEST_P(LrpeCosineAccuracy, EveryResultIsWithinTheContract) {
                                                        .shape = {1, 1, 400, 64},
                                                        .theta_shape = {1, 64},
                                                        .theta_dtype = DType::float32,
+                                                       .is_plain = true,
                                                        .angle = rate_of_64},
                                                       activation);
       LrpeCosineCase grid = sequence;
@@ -222,6 +223,29 @@ TEST_P(LrpeCosineAccuracy, AProductThatLeavesFloat32IsNaNAndOneThatUnderflowsIsZ
                      .positions = {1000000000, 1, -1},  // 1e39 is beyond float32
                      .has_grad_theta = false,
                      .angle = [&](std::int64_t i) { return theta[i]; }});
+}
+
+TEST_P(LrpeCosineAccuracy, ASoftmaxFarFromZeroIsAsPreciseAsAtZero) {
+  // An lse of 10000 that is rounded to float32 is off by up to 5e-4, and so would be all that is made of it.
+  for (const double mean : {30.0, 100.0, 1000.0, 10000.0, -30.0, -10000.0}) {
+    SCOPED_TRACE("mean " + std::to_string(mean));
+    for (const DType dtype : {DType::float32, DType::bfloat16}) {
+      for (const LrpeCosineActivation& activation : {every_activation()[4], every_activation()[5]}) {
+        for (const std::int64_t batch : {1, 3}) {
+          check_lrpe_cosine(with_activation(
+              {.device = device(),
+               .dtype = dtype,
+               .shape = {batch, 2, 200, 64},
+               .theta_shape = {2, 64},
+               .theta_dtype = DType::float32,
+               .is_plain = true,
+               .value = [=](std::int64_t i) { return mean + random_normal(73, static_cast<std::uint64_t>(i)); },
+               .angle = rate_of_64},
+              activation));
+        }
+      }
+    }
+  }
 }
 
 TEST_P(LrpeCosineAccuracy, HeavyTailedInputsKeepTheContract) {

@@ -1,5 +1,7 @@
-// What a backend of lrpe_cosine gets: a problem that has been checked and is not empty. Strides are in elements, over
-// the axes b, h, n, d. Sizes and strides of theta are normalised: one head and one angle repeat by strides of 0.
+// What a backend of lrpe_cosine gets: a problem that has been checked. It may be empty where something is owed all the
+// same: the lse of a sequence of no tokens, and grad_theta, whose elements are 0 where nothing is summed. Strides are
+// in elements, over the axes b, h, n, d. Sizes and strides of theta are normalised: one head and one angle repeat by
+// strides of 0.
 #pragma once
 
 #include <array>
@@ -33,7 +35,7 @@ struct LrpeCosineForwardProblem {
   LrpeCosineStrides x_strides;
   void* out;
   LrpeCosineStrides out_strides;
-  void* lse;  ///< [B, H, D] contiguous, or nullptr
+  void* lse;  ///< [B, H, 2, D] contiguous, or nullptr
 };
 
 struct LrpeCosineBackwardProblem {
@@ -46,7 +48,7 @@ struct LrpeCosineBackwardProblem {
   LrpeCosineStrides grad_out_strides;
   const void* x;  ///< nullptr where it is not needed
   LrpeCosineStrides x_strides;
-  const void* lse;  ///< [B, H, D] contiguous; nullptr but for sequence_softmax
+  const void* lse;  ///< [B, H, 2, D] contiguous; nullptr but for sequence_softmax
   void* grad_x;     ///< or nullptr
   LrpeCosineStrides grad_x_strides;
   void* grad_theta;  ///< or nullptr

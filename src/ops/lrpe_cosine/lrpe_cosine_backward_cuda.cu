@@ -23,7 +23,7 @@ struct BackwardArguments {
   const T* grad_out;
   const T* x;
   T* grad_x;                          ///< or nullptr
-  const Accumulator<T>* lse;          ///< [B, H, D], of a softmax over the sequence
+  const Accumulator<T>* lse;          ///< [B, H, 2, D], of a softmax over the sequence
   const Accumulator<T>* column_sums;  ///< [B, H, D], likewise: sum of a * g
   Accumulator<T>* pieces;             ///< [H, pieces, D] of theta; [pieces, B * H * D] of column_sums
   LrpeCosineStrides grad_out_strides;
@@ -58,7 +58,8 @@ struct TokenGradient {
   /// dL/d(x) in grad_x, and in theta_terms what theta's gradient has of each feature, but for the position. All lanes
   /// of the warp call it where the softmax is over the features.
   __device__ void compute(const BackwardArguments<T>& p, bool is_there, const TokenAngles<T, kWidth>& token,
-                          std::int64_t column, A (&grad_x)[kWidth], A (&theta_terms)[kWidth]) const {
+                          std::int64_t group, std::int64_t feature, A (&grad_x)[kWidth],
+                          A (&theta_terms)[kWidth]) const {
     A a[kWidth];
     A cosine_part[kWidth];
     A sine_part[kWidth];
@@ -91,15 +92,13 @@ struct TokenGradient {
       for (int i = 0; i < kWidth; ++i) grad_x[i] = a[i] * (grad_x[i] - dot);
     }
     if constexpr (kKind == LrpeKind::sequence_softmax) {
-      // Where lse is infinite the sum is NaN, and so is all that it is subtracted from.
       if (is_there) {
-        A lse[kWidth];
-        A sums[kWidth];
-        load_accumulators<kWidth>(p.lse + column, lse);
-        load_accumulators<kWidth>(p.column_sums + column, sums);
+        const ColumnLse<A, kWidth> lse(p.lse, group, feature, p.features);
+        A sums[kWidth] = {};
+        if (p.grad_x != nullptr) load_accumulators<kWidth>(p.column_sums + group * p.features + feature, sums);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
-          a[i] = precise_exponential<T>(a[i] - lse[i]);
+          a[i] = precise_exponential<T>(lse.log_softmax(a[i], i));
           grad_x[i] = a[i] * (grad_x[i] - sums[i]);
         }
       }
@@ -131,8 +130,7 @@ __global__ void __launch_bounds__(kLrpeThreads) backpropagate(const __grid_const
   A theta_terms[kWidth];
   const auto finish = [&](const Gradient& gradient, bool is_there, std::int64_t b, std::int64_t offset) {
     A grad_x[kWidth];
-    const std::int64_t column = (b * p.heads + head) * p.features + feature;
-    gradient.compute(p, is_there, token, column, grad_x, theta_terms);
+    gradient.compute(p, is_there, token, b * p.heads + head, feature, grad_x, theta_terms);
     if (is_there && p.grad_x != nullptr) Side<T, kWidth>::write(grad_x_head + offset, grad_x);
   };
   A theta_sums[kWidth] = {};
@@ -221,7 +219,6 @@ __global__ void __launch_bounds__(kLrpeThreads, 4) sum_columns(const __grid_cons
     const T* const grad_head =
         p.grad_out + first_batch * p.grad_out_strides[0] + h * p.grad_out_strides[1] + feature * p.grad_out_strides[3];
     const T* const x_head = p.x + first_batch * p.x_strides[0] + h * p.x_strides[1] + feature * p.x_strides[3];
-    const A* const lse_head = p.lse + (first_batch * p.heads + h) * p.features + feature;
     const std::int64_t sine_half = p.features * p.grad_out_strides[3];
     const FeatureAngles<T, kWidth> theta(p.angles, h, feature);
     const std::int64_t first = std::int64_t{place.row_block} * p.tiling.steps * block_rows;
@@ -244,15 +241,16 @@ __global__ void __launch_bounds__(kLrpeThreads, 4) sum_columns(const __grid_cons
 #pragma unroll
         for (int s = 0; s < kAtATime; ++s) {
           if (first_batch + base + s >= p.batch) break;
-          A grad_cosine[kWidth], grad_sine[kWidth], a[kWidth], lse[kWidth];
+          A grad_cosine[kWidth], grad_sine[kWidth], a[kWidth];
           cosine_batch[s].unpack(grad_cosine);
           sine_batch[s].unpack(grad_sine);
           x_batch[s].unpack(a);
-          load_accumulators<kWidth>(lse_head + (base + s) * p.heads * p.features, lse);
+          A high[kWidth];
+          load_accumulators<kWidth>(p.lse + 2 * ((first_batch + base + s) * p.heads + h) * p.features + feature, high);
 #pragma unroll
           for (int i = 0; i < kWidth; ++i) {
             const A g = fma(grad_cosine[i], token.cosine[i], grad_sine[i] * token.sine[i]);
-            sums[base + s][i] = fma(precise_exponential<T>(a[i] - lse[i]), g, sums[base + s][i]);
+            sums[base + s][i] = fma(precise_exponential<T>(a[i] - high[i]), g, sums[base + s][i]);
           }
         }
       }
@@ -262,6 +260,10 @@ __global__ void __launch_bounds__(kLrpeThreads, 4) sum_columns(const __grid_cons
   for (int s = 0; s < kBatches; ++s) {
     if (first_batch + s >= p.batch) break;
     const std::int64_t group = (first_batch + s) * p.heads + h;
+    // The other part of lse is a factor of the whole column.
+    const ColumnLse<A, kWidth> lse(p.lse, group, feature, p.features);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) sums[s][i] *= precise_exponential<T>(-lse.low[i]);
     A* const piece = p.pieces + (place.row_block * p.batch * p.heads + group) * p.features;
     merge_rows<kWidth>(p.tiling, place, sums[s], AddSums{}, [&](std::int64_t d, A sum) { piece[d] = sum; });
   }
@@ -294,10 +296,7 @@ void sum_sequence(const LrpeCosineBackwardProblem& problem, const LrpePlan& plan
   using A = Accumulator<T>;
   const LrpeTiling& tiling = plan.columns;
   const BackwardArguments<T> arguments = make_arguments<T>(problem, tiling, scratch);
-  const LaunchShape shape{.blocks = std::int64_t{tiling.heads} * tiling.row_blocks,
-                          .blocks_y = lane_groups(tiling),
-                          .threads = kLrpeThreads,
-                          .stream = stream};
+  const LaunchShape shape{.blocks = blocks_of(tiling), .threads = kLrpeThreads, .stream = stream};
   constexpr int kVector = kLrpeVectorWidth<T>;
   if (plan.is_shared) {
     launch(kOp, sum_columns<T, kVector, kLrpeColumnBatches>, shape, arguments);
@@ -308,18 +307,22 @@ void sum_sequence(const LrpeCosineBackwardProblem& problem, const LrpePlan& plan
   launch_merge_columns(kOp, merge_column_sums<A>, problem.shape, plan, scratch.pieces, scratch.columns, stream);
 }
 
-template <typename T>
+/// `Sum` is what the pieces are.
+template <typename T, typename Sum>
 void launch_finish_theta(const LrpeCosineBackwardProblem& problem, const LrpePlan& plan, std::int64_t pieces,
                          const LrpeScratch& scratch, void* stream) {
   const std::int64_t elements = problem.angles.theta_heads * problem.angles.theta_features;
   if (problem.grad_theta == nullptr || elements == 0) return;
-  launch(kOp, finish_theta<T>,
+  // One angle of all heads has many more terms than one of many.
+  const std::int64_t terms = pieces * problem.shape.heads * problem.shape.features / elements;
+  const bool is_long = terms > 1 << 14;
+  launch(kOp, is_long ? finish_theta<T, Sum, 1024> : finish_theta<T, Sum, 128>,
          {.blocks = elements,
-          .threads = kLrpeThreads,
+          .threads = is_long ? 1024 : 128,
           .starts_before_previous_ends = plan.has_dependent_launch && pieces > 0,
           .stream = stream},
-         problem.angles, static_cast<const Accumulator<T>*>(scratch.pieces), problem.shape.heads, pieces,
-         problem.shape.features, problem.grad_theta, problem.grad_theta_head_stride, problem.grad_theta_feature_stride);
+         problem.angles, static_cast<const Sum*>(scratch.pieces), problem.shape.heads, pieces, problem.shape.features,
+         problem.grad_theta, problem.grad_theta_head_stride, problem.grad_theta_feature_stride);
 }
 
 template <typename T>
@@ -333,39 +336,40 @@ void backpropagate_long_rows(const LrpeCosineBackwardProblem& problem, const Lrp
          {.blocks = ceil_divide(shape.heads * pieces, kLongRowsThreads / 32),
           .threads = kLongRowsThreads,
           .stream = stream},
-         problem, pieces, has_theta ? static_cast<Accumulator<T>*>(scratch.pieces) : nullptr);
-  launch_finish_theta<T>(problem, plan, pieces, scratch, stream);
+         problem, pieces, has_theta ? static_cast<double*>(scratch.pieces) : nullptr);
+  launch_finish_theta<T, double>(problem, plan, pieces, scratch, stream);
 }
 
 template <typename T>
 void backward(const LrpeCosineBackwardProblem& problem, const ExecutionContext& context) {
-  const LrpePlan plan = plan_backward(problem);
+  const LrpePlan plan = plan_backward(kOp, problem);
   const LrpeScratch scratch(context.workspace, plan);
   const LrpeCosineShape& shape = problem.shape;
   if (shape.batch * shape.heads * shape.positions * shape.features == 0) {
-    return launch_finish_theta<T>(problem, plan, 0, scratch, context.stream);
+    return launch_finish_theta<T, Accumulator<T>>(problem, plan, 0, scratch, context.stream);
   }
   if (plan.has_long_rows) return backpropagate_long_rows<T>(problem, plan, scratch, context.stream);
-  if (plan.kind == LrpeKind::sequence_softmax) sum_sequence<T>(problem, plan, scratch, context.stream);
-  const LaunchShape launch_shape{
-      .blocks = std::int64_t{plan.tiling.heads} * plan.tiling.row_blocks,
-      .blocks_y = std::int64_t{plan.tiling.chunks} * lane_groups(plan.tiling),
-      .threads = kLrpeThreads,
-      .starts_before_previous_ends = plan.kind == LrpeKind::sequence_softmax && plan.has_dependent_launch,
-      .stream = context.stream};
+  if (plan.kind == LrpeKind::sequence_softmax && problem.grad_x != nullptr)
+    sum_sequence<T>(problem, plan, scratch, context.stream);
+  const LaunchShape launch_shape{.blocks = blocks_of(plan.tiling),
+                                 .blocks_y = plan.tiling.chunks,
+                                 .threads = kLrpeThreads,
+                                 .starts_before_previous_ends = plan.kind == LrpeKind::sequence_softmax &&
+                                                                problem.grad_x != nullptr && plan.has_dependent_launch,
+                                 .stream = context.stream};
   const BackwardArguments<T> arguments = make_arguments<T>(problem, plan.tiling, scratch);
   dispatch_plan<T>(plan, [&]<int kWidth, LrpeKind kKind, bool kIsShared>() {
     problem.grad_theta != nullptr
         ? launch(kOp, backpropagate<T, kWidth, kKind, kIsShared, kLrpeBackwardSlots, true>, launch_shape, arguments)
         : launch(kOp, backpropagate<T, kWidth, kKind, kIsShared, kLrpeBackwardSlots, false>, launch_shape, arguments);
   });
-  launch_finish_theta<T>(problem, plan, plan.theta_pieces, scratch, context.stream);
+  launch_finish_theta<T, Accumulator<T>>(problem, plan, plan.theta_pieces, scratch, context.stream);
 }
 
 }  // namespace
 
 std::size_t lrpe_cosine_backward_workspace_bytes(const LrpeCosineBackwardProblem& problem) {
-  return plan_backward(problem).workspace_bytes;
+  return plan_backward(kOp, problem).workspace_bytes;
 }
 
 void lrpe_cosine_backward(const LrpeCosineBackwardProblem& problem, const ExecutionContext& context) {

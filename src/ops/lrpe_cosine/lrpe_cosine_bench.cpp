@@ -48,7 +48,7 @@ struct Case {
   std::int64_t angles_per_head() const { return grid_axes == 0 ? features : features / grid_axes; }
 
   bool has_lse() const { return activation == Activation::softmax && activation_dim == -2; }
-  Dims lse_shape() const { return {batch, heads, features}; }
+  Dims lse_shape() const { return {batch, heads, 2, features}; }
 };
 
 // ------------------------------------------------------------------------------------------------------- the calls
@@ -167,7 +167,7 @@ Row make_row(const Case& item, DType dtype, bool is_forward) {
   const auto element_bytes = static_cast<std::int64_t>(size_of(dtype));
   const std::int64_t x_bytes = item.batch * item.heads * item.positions() * item.features * element_bytes;
   const std::int64_t theta_bytes = item.heads * item.angles_per_head() * element_bytes;
-  const std::int64_t lse_bytes = item.has_lse() ? item.batch * item.heads * item.features *
+  const std::int64_t lse_bytes = item.has_lse() ? 2 * item.batch * item.heads * item.features *
                                                       static_cast<std::int64_t>(size_of(accumulator_dtype(dtype)))
                                                 : 0;
   Row row;

@@ -63,6 +63,12 @@ std::vector<LrpeCosineCase> cases_of_every_kind(Device device) {
   return cases;
 }
 
+/// What the header says of a call on a GPU with so many columns of a softmax over the sequence, in float32 or less.
+std::size_t most_workspace_bytes(std::int64_t columns) {
+  constexpr std::size_t kAccumulators = 4;
+  return (std::size_t{4} << 20) + kAccumulators * sizeof(float) * static_cast<std::size_t>(columns);
+}
+
 TEST_P(LrpeCosineCalls, TwoRunsAreBitwiseEqual) {
   for (const LrpeCosineCase& test_case : cases_of_every_kind(device())) {
     LrpeCosineRun first(test_case), second(test_case);
@@ -90,6 +96,7 @@ TEST_P(LrpeCosineCalls, WhatIsAskedForBesideAResultChangesNoBitOfIt) {
     LrpeCosineRun only_theta(changed);
     const std::vector<unsigned char> no_grad_x = only_theta.grad_x.bytes();
     run_between_canaries(only_theta);
+    EXPECT_TRUE(only_theta.has_written());
     EXPECT_EQ(only_theta.grad_theta.bytes(), all.grad_theta.bytes()) << "grad_theta alone";
     EXPECT_EQ(only_theta.grad_x.bytes(), no_grad_x) << "grad_x was written";
     if (!all.has_lse()) continue;
@@ -148,9 +155,9 @@ TEST_P(LrpeCosineCalls, AWorkspaceOfTheStatedSizeIsEnoughAndAsSmallAsTheHeaderSa
     LrpeCosineRun own(test_case), given(test_case);
     own.run();
     const Dims& shape = test_case.shape;
-    const auto lse_elements = static_cast<std::size_t>(shape[0] * shape[1] * shape[3]);
+    const std::int64_t columns = shape[0] * shape[1] * shape[3];
     const std::size_t most =
-        device().type == DeviceType::cpu ? 0 : (std::size_t{4} << 20) + (own.is_over_sequence() ? 8 * lse_elements : 0);
+        device().type == DeviceType::cpu ? 0 : most_workspace_bytes(own.is_over_sequence() ? columns : 0);
     const auto call_with = [&](std::size_t bytes, auto call) {
       EXPECT_LE(bytes, most);
       TestTensor workspace(device(), DType::uint8, {static_cast<std::int64_t>(bytes)});
@@ -196,6 +203,48 @@ TEST_F(LrpeCosineOnCpu, TheNumberOfThreadsAndAPoolOfTheCallerChangeNoBit) {
 }
 
 class LrpeCosineOnGpu : public OnGpu {};
+
+/// A tensor of which nothing is read: its memory is nobody's.
+TensorView made_up(int number, DType dtype, const Dims& shape) {
+  return TensorView::contiguous(reinterpret_cast<void*>(std::uintptr_t{1} << 44 | std::uintptr_t(number) << 40), dtype,
+                                shape, kCuda);
+}
+
+TEST_F(LrpeCosineOnGpu, AWorkspaceOfALargeCallIsAsSmallAsTheHeaderSays) {
+  const auto expect_at_most = [](std::size_t most, const Dims& shape, const LrpeCosineActivation& activation,
+                                 bool has_grad_theta) {
+    const Dims out_shape = {shape[0], shape[1], shape[2], 2 * shape[3]};
+    const bool is_over_sequence = activation.dim == -2;
+    for (const bool has_lse : {true, false}) {
+      if (has_lse && !is_over_sequence) continue;
+      const LrpeCosineForwardArgs forward{
+          .x = made_up(1, DType::bfloat16, shape),
+          .angles = {.theta = made_up(2, DType::bfloat16, {shape[1], shape[3]})},
+          .activation = activation.activation,
+          .activation_dim = activation.dim,
+          .out = made_up(3, DType::bfloat16, out_shape),
+          .lse = has_lse ? made_up(4, DType::float32, {shape[0], shape[1], 2, shape[3]}) : TensorView{}};
+      EXPECT_LE(lrpe_cosine_forward_workspace_bytes(forward), most)
+          << "forward of " << check::to_string(shape) << (has_lse ? ", with lse" : "");
+      if (is_over_sequence && !has_lse) continue;
+      const LrpeCosineBackwardArgs backward{
+          .grad_out = made_up(5, DType::bfloat16, out_shape),
+          .x = forward.x,
+          .angles = forward.angles,
+          .activation = activation.activation,
+          .activation_dim = activation.dim,
+          .lse = forward.lse,
+          .grad_x = made_up(6, DType::bfloat16, shape),
+          .grad_theta = has_grad_theta ? made_up(7, DType::bfloat16, {shape[1], shape[3]}) : TensorView{}};
+      EXPECT_LE(lrpe_cosine_backward_workspace_bytes(backward), most) << "backward of " << check::to_string(shape);
+    }
+  };
+  const LrpeCosineActivation none = every_activation()[0], over_sequence = every_activation()[5];
+  for (const bool has_grad_theta : {false, true}) {
+    expect_at_most(most_workspace_bytes(64 * 32 * 1024), {64, 32, 4096, 1024}, over_sequence, has_grad_theta);
+  }
+  expect_at_most(most_workspace_bytes(0), {1024, 64, 64, 128}, none, true);
+}
 
 TEST_F(LrpeCosineOnGpu, ACudaGraphReplaysForwardAndBackward) {
   for (const LrpeCosineCase& test_case : cases_of_every_kind(kCuda)) {

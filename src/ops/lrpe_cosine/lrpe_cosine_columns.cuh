@@ -69,13 +69,31 @@ __global__ void __launch_bounds__(kLrpeThreads, 512 / kLrpeThreads)
 // Warps of a block that share the pieces of 32 columns.
 inline constexpr int kLrpeMergeWarps = 8;
 
+/// The logsumexp of a column as a number and what its rounding has lost; NaN for that where it is infinite.
+template <typename A>
+__device__ void write_lse(const SoftmaxState<A>& state, A* high, A* low) {
+  const double anchor = softmax_anchor(state.max);
+  const double log_sum = ::log(static_cast<double>(state.sum));
+  const double sum = anchor + log_sum;
+  const double added = sum - anchor;
+  const double lost = (anchor - (sum - added)) + (log_sum - added);  // the exact error of the sum, after D. Knuth
+  const A rounded = static_cast<A>(sum);
+  *high = rounded;
+  *low = static_cast<A>((sum - static_cast<double>(rounded)) + lost);
+}
+
 template <typename A>
 __global__ void __launch_bounds__(32 * kLrpeMergeWarps)
-    merge_columns(const SoftmaxState<A>* pieces, std::int64_t columns, std::int64_t piece_count, A* lse) {
+    merge_columns(const SoftmaxState<A>* pieces, std::int64_t columns, std::int64_t features, std::int64_t piece_count,
+                  A* lse) {
   let_next_kernel_start();
   wait_for_previous_kernel();
-  reduce_pieces<kLrpeMergeWarps>(pieces, columns, piece_count, MergeSoftmax{},
-                                 [&](std::int64_t column, const SoftmaxState<A>& state) { lse[column] = state.lse(); });
+  reduce_pieces<kLrpeMergeWarps>(
+      pieces, columns, piece_count, MergeSoftmax{}, [&](std::int64_t column, const SoftmaxState<A>& state) {
+        const std::int64_t group = divide(column, features);
+        A* const high = lse + group * features + column;  // 2 * group * features + the feature
+        write_lse(state, high, high + features);
+      });
 }
 
 /// A sum as a state of a reduction: 0 where it is default-constructed.
@@ -93,7 +111,8 @@ struct MergeSums {
 
 template <typename A>
 __global__ void __launch_bounds__(32 * kLrpeMergeWarps)
-    merge_column_sums(const SumState<A>* pieces, std::int64_t columns, std::int64_t piece_count, A* sums) {
+    merge_column_sums(const SumState<A>* pieces, std::int64_t columns, std::int64_t, std::int64_t piece_count,
+                      A* sums) {
   let_next_kernel_start();
   wait_for_previous_kernel();
   reduce_pieces<kLrpeMergeWarps>(pieces, columns, piece_count, MergeSums{},
@@ -102,7 +121,7 @@ __global__ void __launch_bounds__(32 * kLrpeMergeWarps)
 
 /// Launches `merge` over the pieces of B * H * D columns.
 template <typename A, typename State>
-void launch_merge_columns(const char* op, void (*merge)(const State*, std::int64_t, std::int64_t, A*),
+void launch_merge_columns(const char* op, void (*merge)(const State*, std::int64_t, std::int64_t, std::int64_t, A*),
                           const LrpeCosineShape& shape, const LrpePlan& plan, const void* pieces, void* columns,
                           void* stream) {
   const std::int64_t count = shape.batch * shape.heads * shape.features;
@@ -111,20 +130,18 @@ void launch_merge_columns(const char* op, void (*merge)(const State*, std::int64
           .threads = dim3(32, kLrpeMergeWarps),
           .starts_before_previous_ends = plan.has_dependent_launch,
           .stream = stream},
-         static_cast<const State*>(pieces), count, std::int64_t{plan.columns.row_blocks}, static_cast<A*>(columns));
+         static_cast<const State*>(pieces), count, shape.features, std::int64_t{plan.columns.row_blocks},
+         static_cast<A*>(columns));
 }
 
-/// The logsumexp of x over the sequence, [B, H, D], in two kernels.
+/// The logsumexp of x over the sequence, [B, H, 2, D], in two kernels.
 template <typename T>
 void reduce_sequence(const char* op, const LrpeCosineForwardProblem& problem, const LrpePlan& plan,
                      const LrpeScratch& scratch, void* lse, void* stream) {
   using A = Accumulator<T>;
   const LrpeTiling& tiling = plan.columns;
   auto* const pieces = static_cast<SoftmaxState<A>*>(scratch.pieces);
-  const LaunchShape shape{.blocks = std::int64_t{tiling.heads} * tiling.row_blocks,
-                          .blocks_y = lane_groups(tiling),
-                          .threads = kLrpeThreads,
-                          .stream = stream};
+  const LaunchShape shape{.blocks = blocks_of(tiling), .threads = kLrpeThreads, .stream = stream};
   const auto* x = static_cast<const T*>(problem.x);
   if (plan.has_vectors) {
     launch(op, reduce_columns<T, kLrpeVectorWidth<T>>, shape, tiling, x, problem.x_strides, problem.shape.heads,
@@ -138,10 +155,10 @@ void reduce_sequence(const char* op, const LrpeCosineForwardProblem& problem, co
 // ---- backward: the gradient of theta -------------------------------------------------------------------------------
 
 /// An element of grad_theta from the sums of the features, heads and pieces that belong to it, `pieces` [H,
-/// piece_count, D]: a block an element.
-template <typename T>
-__global__ void __launch_bounds__(kLrpeThreads)
-    finish_theta(const __grid_constant__ LrpeCosineAngles angles, const Accumulator<T>* pieces, std::int64_t heads,
+/// piece_count, D]: a block of kThreads an element.
+template <typename T, typename Sum, int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    finish_theta(const __grid_constant__ LrpeCosineAngles angles, const Sum* pieces, std::int64_t heads,
                  std::int64_t piece_count, std::int64_t features, void* grad_theta, std::int64_t head_stride,
                  std::int64_t feature_stride) {
   wait_for_previous_kernel();
@@ -158,11 +175,11 @@ __global__ void __launch_bounds__(kLrpeThreads)
   const std::int64_t rows = angles.theta_heads == 1 ? heads * piece_count : piece_count;
   double sum = 0.0;
 #pragma unroll 4
-  for (std::int64_t i = threadIdx.x; i < rows * per_row; i += kLrpeThreads) {
+  for (std::int64_t i = threadIdx.x; i < rows * per_row; i += kThreads) {
     const std::int64_t row = divide(i, per_row);
     sum += pieces[(first_row + row) * features + theta_feature + (i - row * per_row) * stride];
   }
-  sum = reduce_block<kLrpeThreads>(sum, AddSums{});
+  sum = reduce_block<kThreads>(sum, AddSums{});
   if (threadIdx.x != 0) return;
   const std::int64_t at = theta_head * head_stride + theta_feature * feature_stride;
   if (angles.theta_dtype == kDTypeOf<T>) {

@@ -354,6 +354,11 @@ struct Normalizers {
   const A* shift = nullptr;
   const A* scale = nullptr;  ///< nullptr: 1
   const A* dot = nullptr;    ///< nullptr: 0
+
+  Normalizers from(std::int64_t feature) const {
+    const auto move = [feature](const A* values) { return values == nullptr ? nullptr : values + feature; };
+    return {move(shift), move(scale), move(dot)};
+  }
 };
 
 /// Of the whole row, or of a pack of features.
@@ -563,9 +568,7 @@ void encode_tile(const ForwardTensors<T>& tensors, std::int64_t features, const 
     if constexpr (kActivation == LrpeActivation::feature_softmax) row = normalizer_of_row<T>(features, fetch);
     for (std::int64_t first = 0; first < features; first += kTableElements) {
       const std::int64_t count = std::min(kTableElements, features - first);
-      Normalizers<A> chunk = columns;
-      if (chunk.shift != nullptr) chunk.shift += first;
-      if (chunk.scale != nullptr) chunk.scale += first;
+      const Normalizers<A> chunk = columns.from(first);
       T* cosine_half = tensors.out.row(tile, n, first, cosine_buffer.elements);
       T* sine_half = tensors.out.row(tile, n, features + first, sine_buffer.elements);
       encode_row<kActivation, false>(fetch(first, count), count, table.row(n, first), row, chunk, cosine_half,
@@ -586,6 +589,22 @@ struct SequenceNormalizers {
       : width(width), shift(static_cast<std::size_t>(heads * width)), scale(shift.size()) {}
 };
 
+/// A logsumexp as a number and what its rounding has lost, which is a NaN where the number is infinite: inf - inf.
+template <typename A>
+struct SplitLse {
+  A high, low;
+
+  explicit SplitLse(const RowState& state) {
+    const double anchor = softmax_anchor(state.max);
+    const double log_sum = std::log(state.sum);
+    const double total = anchor + log_sum;
+    const double added = total - anchor;
+    const double lost = (anchor - (total - added)) + (log_sum - added);  // exactly: TwoSum
+    high = static_cast<A>(total);
+    low = static_cast<A>((total - static_cast<double>(high)) + lost);
+  }
+};
+
 /// Also writes the lse, where there is one.
 template <typename T>
 void reduce_sequences(const LrpeCosineForwardProblem& problem, const ExecutionContext& context,
@@ -597,7 +616,7 @@ void reduce_sequences(const LrpeCosineForwardProblem& problem, const ExecutionCo
   sequence.contains[2] = true;
   const Dims x_strides{s[0], s[1], s[2], s[3]};
   const Dims normalizer_strides{shape.heads * normalizers.width, normalizers.width, 0, 1};
-  const Dims lse_strides{shape.heads * shape.features, shape.features, 0, 1};
+  const Dims lse_strides{2 * shape.heads * shape.features, 2 * shape.features, 0, 1};
   const auto view = make_row_view<2, 4>(Dims{shape.batch, shape.heads, shape.positions, shape.features}, sequence,
                                         {x_strides, x_strides, normalizer_strides, lse_strides});
   reduce_softmax<T>(view, {static_cast<const T*>(problem.x), 0}, context, [&](std::int64_t row, const RowState& state) {
@@ -605,7 +624,11 @@ void reduce_sequences(const LrpeCosineForwardProblem& problem, const ExecutionCo
     const Normalizer<A> normalizer = normalizer_of<A>(state);
     normalizers.shift[static_cast<std::size_t>(offsets.of[2])] = normalizer.shift;
     normalizers.scale[static_cast<std::size_t>(offsets.of[2])] = normalizer.scale;
-    if (problem.lse != nullptr) static_cast<A*>(problem.lse)[offsets.of[3]] = static_cast<A>(state.lse());
+    if (problem.lse == nullptr) return;
+    const SplitLse<A> lse(state);
+    A* const high = static_cast<A*>(problem.lse) + offsets.of[3];
+    high[0] = lse.high;
+    high[shape.features] = lse.low;
   });
 }
 
@@ -614,7 +637,11 @@ void forward_of(const LrpeCosineForwardProblem& problem, const ExecutionContext&
   using A = Accumulator<T>;
   const LrpeCosineShape& shape = problem.shape;
   if (shape.positions == 0) {  // what is left to do of an empty problem
-    std::fill_n(static_cast<A*>(problem.lse), shape.batch * shape.heads * shape.features, -infinity<A>());
+    A* lse = static_cast<A*>(problem.lse);
+    for (std::int64_t head = 0; head < shape.batch * shape.heads; ++head) {
+      lse = std::fill_n(lse, shape.features, -infinity<A>());
+      lse = std::fill_n(lse, shape.features, nan_of<A>());
+    }
     return;
   }
   const bool is_over_sequence = problem.activation == LrpeActivation::sequence_softmax;
@@ -778,9 +805,7 @@ void differentiate_tile(const BackwardTensors<T>& tensors, const LrpeCosineAngle
   }
   for (std::int64_t first = 0; first < features; first += kTableElements) {
     const std::int64_t count = std::min(kTableElements, features - first);
-    Normalizers<A> chunk = columns;
-    if (chunk.shift != nullptr) chunk.shift += first;
-    if (chunk.dot != nullptr) chunk.dot += first;
+    const Normalizers<A> chunk = columns.from(first);
     if (theta_sums != nullptr) sums.clear(count);
     for (std::int64_t n = tile.begin; n < tile.end; ++n) {
       const Normalizer<A>& row = rows[static_cast<std::size_t>(n - tile.begin)];
@@ -834,8 +859,7 @@ void sum_tile(const BackwardTensors<T>& tensors, std::int64_t features, const Ti
   TileSums<T> sums;
   for (std::int64_t first = 0; first < features; first += kTableElements) {
     const std::int64_t count = std::min(kTableElements, features - first);
-    Normalizers<Accumulator<T>> chunk = columns;
-    chunk.shift += first;
+    const Normalizers<Accumulator<T>> chunk = columns.from(first);
     sums.clear(count);
     for (std::int64_t n = tile.begin; n < tile.end; ++n) {
       for_each_terms<kActivation, T>(
@@ -855,13 +879,14 @@ void sum_tile(const BackwardTensors<T>& tensors, std::int64_t features, const Ti
   }
 }
 
-/// The lse of every softmax over the sequence, [B * H, features rounded up to packs], and its sum of a * g, which the
-/// gradient of x alone needs.
+/// Shift and scale of every softmax over the sequence, [B * H, features rounded up to packs] each, and its sum of
+/// a * g, which the gradient of x alone needs. They come from the two numbers of its lse:
+/// exp((x - high) - low) = exp(-low) * exp(x - high), NaN for every x where low is.
 template <typename T>
 struct SequenceSums {
   using A = Accumulator<T>;
   std::int64_t width = 0;
-  std::vector<A> lse, dots;
+  std::vector<A> shift, scale, dots;
 
   SequenceSums() = default;
   SequenceSums(const LrpeCosineBackwardProblem& problem, const BackwardTensors<T>& tensors,
@@ -870,12 +895,19 @@ struct SequenceSums {
     const LrpeCosineShape& shape = problem.shape;
     const std::int64_t heads = shape.batch * shape.heads;
     const auto size = static_cast<std::size_t>(heads * width);
-    lse.assign(size, A(0));
-    for (std::int64_t head = 0; head < heads; ++head) {
-      std::copy_n(static_cast<const A*>(problem.lse) + head * shape.features, shape.features,
-                  lse.data() + head * width);
-    }
+    shift.assign(size, A(0));
+    scale.assign(size, A(0));
     dots.assign(size, A(0));
+    for (std::int64_t head = 0; head < heads; ++head) {
+      const A* high = static_cast<const A*>(problem.lse) + head * 2 * shape.features;
+      std::copy_n(high, shape.features, shift.data() + head * width);
+      std::copy_n(high + shape.features, shape.features, scale.data() + head * width);
+    }
+    const Tag<T> d;
+    for (std::size_t i = 0; i < size; i += hn::Lanes(d)) {
+      A* const low = scale.data() + i;
+      hn::StoreU(exp(d, hn::Neg(hn::LoadU(d, low))), d, low);
+    }
     if (problem.grad_x == nullptr) return;
     const Parts parts = Parts::make<T>(shape, problem.angles, true);
     // Every piece of the positions of every head has one part that adds to it.
@@ -883,7 +915,7 @@ struct SequenceSums {
     for_each_tile<T>(parts, problem.angles, false, context,
                      [&](std::int64_t, const Part& part, const Tile& tile, const Tile&, AngleTable<T>& table) {
                        const std::int64_t head = tile.batch * shape.heads + tile.head;
-                       sum_tile(tensors, shape.features, tile, {.shift = lse.data() + head * width}, table,
+                       sum_tile(tensors, shape.features, tile, of(tile, shape.heads), table,
                                 pieces.data() + (part.tile_piece * heads + head) * width);
                      });
     for (std::size_t i = 0; i < size; ++i) {
@@ -897,7 +929,7 @@ struct SequenceSums {
 
   Normalizers<A> of(const Tile& tile, std::int64_t heads) const {
     const std::int64_t at = (tile.batch * heads + tile.head) * width;
-    return {.shift = lse.data() + at, .dot = dots.data() + at};
+    return {.shift = shift.data() + at, .scale = scale.data() + at, .dot = dots.data() + at};
   }
 };
 

@@ -37,18 +37,18 @@ inline LrpeKind kind_of(LrpeActivation activation) {
 
 // ---- who does what -------------------------------------------------------------------------------------------------
 
-/// How the work of one head is cut: into row blocks along x of the grid, and along y into chunks of the batch, or
-/// groups of lanes where a token has more lanes than a block.
+/// How the work of one head is cut: along x of the grid into row blocks, and into groups of lanes where a token has
+/// more lanes than a block; along y into chunks of the batch.
 struct LrpeTiling {
   std::uint32_t log2_lanes = 0;  ///< threads that share a token: a power of two
   std::uint32_t vectors = 0;     ///< of a token: D / kWidth; lanes at or beyond it have nothing to do
   std::uint32_t heads = 1;
-  std::uint32_t row_blocks = 1;       ///< of a head
-  std::uint32_t steps = 1;            ///< how often a block moves on to its next rows
-  bool heads_are_neighbours = false;  ///< heads lie closer in memory than tokens: neighbouring blocks take them
-  bool is_reversed = false;           ///< the last row block comes first
-  std::int64_t rows = 0;              ///< of a head: N where angles are shared by the batch, else B * N
-  std::int64_t chunk = 1;             ///< batch entries of a block, where angles are shared
+  std::uint32_t row_blocks = 1;    ///< of a head
+  std::uint32_t steps = 1;         ///< how often a block moves on to its next rows
+  bool takes_heads_first = false;  ///< heads lie closer in memory than tokens: neighbouring blocks take them
+  bool is_reversed = false;        ///< the last row block comes first
+  std::int64_t rows = 0;           ///< of a head: N where angles are shared by the batch, else B * N
+  std::int64_t chunk = 1;          ///< batch entries of a block, where angles are shared
   std::uint32_t chunks = 1;
 
   EAVES_HOST_DEVICE std::uint32_t lanes() const { return 1u << log2_lanes; }
@@ -65,20 +65,22 @@ struct LrpePlace {
 
 __device__ inline LrpePlace find_place(const LrpeTiling& tiling) {
   LrpePlace place;
-  if (tiling.heads_are_neighbours) {
-    place.row_block = blockIdx.x / tiling.heads;
-    place.head = blockIdx.x - place.row_block * tiling.heads;
+  std::uint32_t index = blockIdx.x;
+  std::uint32_t group = 0;
+  if (tiling.vectors > tiling.lanes()) {
+    const std::uint32_t groups = (tiling.vectors + tiling.lanes() - 1) >> tiling.log2_lanes;
+    index /= groups;
+    group = blockIdx.x - index * groups;
+  }
+  if (tiling.takes_heads_first) {
+    place.row_block = index / tiling.heads;
+    place.head = index - place.row_block * tiling.heads;
   } else {
-    place.head = blockIdx.x / tiling.row_blocks;
-    place.row_block = blockIdx.x - place.head * tiling.row_blocks;
+    place.head = index / tiling.row_blocks;
+    place.row_block = index - place.head * tiling.row_blocks;
   }
   if (tiling.is_reversed) place.row_block = tiling.row_blocks - 1 - place.row_block;
-  std::uint32_t group = 0;
   place.chunk = blockIdx.y;
-  if (tiling.vectors > tiling.lanes()) {
-    group = blockIdx.y / tiling.chunks;
-    place.chunk = blockIdx.y - group * tiling.chunks;
-  }
   place.vector = (group << tiling.log2_lanes) + (threadIdx.x & (tiling.lanes() - 1));
   place.row = threadIdx.x >> tiling.log2_lanes;
   return place;
@@ -90,21 +92,23 @@ inline std::uint32_t log2_lanes_for(std::int64_t vectors) {
   return log2;
 }
 
-inline std::uint32_t lane_groups(const LrpeTiling& tiling) {
-  return static_cast<std::uint32_t>(ceil_divide(tiling.vectors, tiling.lanes()));
+/// Blocks along x.
+inline std::int64_t blocks_of(const LrpeTiling& tiling) {
+  return std::int64_t{tiling.heads} * tiling.row_blocks * ceil_divide(tiling.vectors, tiling.lanes());
 }
 
 /// Elements of a thread of T that lie in one 16-byte vector; float64 is a plain path.
 template <typename T>
 inline constexpr int kLrpeVectorWidth = sizeof(T) == 8 ? 1 : Vector<T>::kSize;
 
-/// Every token's features are whole vectors.
-inline bool has_vectors(const void* data, const LrpeCosineStrides& strides, std::int64_t features,
+/// Every token's features are whole vectors. An axis of one has no stride that matters.
+inline bool has_vectors(const void* data, const LrpeCosineStrides& strides, const LrpeCosineShape& shape,
                         std::int64_t element_bytes) {
   const std::int64_t size = 16 / element_bytes;
-  if (element_bytes == 8 || features % size != 0 || strides[3] != 1) return false;
+  if (element_bytes == 8 || shape.features % size != 0 || strides[3] != 1) return false;
   if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) return false;
-  return strides[0] % size == 0 && strides[1] % size == 0 && strides[2] % size == 0;
+  return (shape.batch == 1 || strides[0] % size == 0) && (shape.heads == 1 || strides[1] % size == 0) &&
+         (shape.positions == 1 || strides[2] % size == 0);
 }
 
 /// kWidth neighbouring numbers of an [..., D] tensor of accumulators.
@@ -122,14 +126,21 @@ __device__ void load_accumulators(const A* address, A (&values)[kWidth]) {
   }
 }
 
-/// The lse of kWidth neighbouring columns, or NaN where it is infinite: a softmax over a +inf is NaN everywhere, as one
-/// over nothing but -inf is, and x - inf would not say so.
-template <int kWidth, typename A>
-__device__ void load_lse(const A* address, A (&lse)[kWidth]) {
-  load_accumulators<kWidth>(address, lse);
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) lse[i] += lse[i] - lse[i];
-}
+/// Of a softmax over the sequence: what e^x is divided by in a thread's columns. `lse` is [B * H, 2, D].
+template <typename A, int kWidth>
+struct ColumnLse {
+  A high[kWidth];
+  A low[kWidth];
+
+  __device__ ColumnLse(const A* lse, std::int64_t group, std::int64_t feature, std::int64_t features) {
+    const A* const first = lse + 2 * group * features + feature;
+    load_accumulators<kWidth>(first, high);
+    load_accumulators<kWidth>(first + features, low);
+  }
+
+  /// log of the softmax of x in column i.
+  __device__ A log_softmax(A x, int i) const { return (x - high[i]) - low[i]; }
+};
 
 // ---- angles --------------------------------------------------------------------------------------------------------
 
@@ -294,7 +305,8 @@ __device__ Accumulator<T> precise_exponential(Accumulator<T> x) {
   if constexpr (std::is_same_v<T, float>) {
     const float high = x * kLog2E;
     const float power = exp2_approximate(high);
-    const float low = fmaf(x, kLog2E, -high);
+    // With what float32 has lost of log2(e).
+    const float low = fmaf(x, 1.925963e-8f, fmaf(x, kLog2E, -high));
     // Beyond 128 the power is 0 or infinite, and what is left may be infinity minus infinity.
     return fabsf(high) < 128.0f ? fmaf(power, low * 0.693147181f, power) : power;
   } else {

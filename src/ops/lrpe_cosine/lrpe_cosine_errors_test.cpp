@@ -39,9 +39,9 @@ class LrpeCosineErrors : public ::testing::Test {
   std::vector<float> x_ = std::vector<float>(kElements, 1.0f);
   std::vector<float> theta_ = std::vector<float>(48, 0.5f);
   std::vector<float> grad_out_ = std::vector<float>(2 * kElements, 1.0f);
-  std::vector<float> lse_in_ = std::vector<float>(12, 2.0f);
+  std::vector<float> lse_in_ = std::vector<float>(24, 2.0f);
   std::vector<float> out_ = std::vector<float>(2 * kElements, -5.0f);
-  std::vector<float> lse_ = std::vector<float>(12, -5.0f);
+  std::vector<float> lse_ = std::vector<float>(24, -5.0f);
   std::vector<float> grad_x_ = std::vector<float>(kElements, -5.0f);
   std::vector<float> grad_theta_ = std::vector<float>(48, -5.0f);
   std::vector<std::int64_t> integers_ = {0, 1, 2, 4, 0, 1, 2, 3};
@@ -51,13 +51,13 @@ class LrpeCosineErrors : public ::testing::Test {
                                     .activation = Activation::softmax,
                                     .activation_dim = -2,
                                     .out = view(out_, DType::float32, {2, 3, 4, 4}),
-                                    .lse = view(lse_, DType::float32, {2, 3, 2})};
+                                    .lse = view(lse_, DType::float32, {2, 3, 2, 2})};
   LrpeCosineBackwardArgs backward_ = {.grad_out = view(grad_out_, DType::float32, {2, 3, 4, 4}),
                                       .x = view(x_, DType::float32, {2, 3, 4, 2}),
                                       .angles = {.theta = view(theta_, DType::float32, {3, 2})},
                                       .activation = Activation::softmax,
                                       .activation_dim = -2,
-                                      .lse = view(lse_in_, DType::float32, {2, 3, 2}),
+                                      .lse = view(lse_in_, DType::float32, {2, 3, 2, 2}),
                                       .grad_x = view(grad_x_, DType::float32, {2, 3, 4, 2}),
                                       .grad_theta = view(grad_theta_, DType::float32, {3, 2})};
 
@@ -199,7 +199,12 @@ TEST_F(LrpeCosineErrors, Shapes) {
   backward.grad_theta = view(grad_theta_, DType::float32, {1, 2});
   expect_refused(backward, "lrpe_cosine_backward: grad_theta has shape [1, 2], expected [3, 2] (that of theta)");
   expect_both_refused([](auto& args) { args.lse.shape = {12}, args.lse.strides = {1}; },
-                      "<op>: lse has shape [12], expected [2, 3, 2] (x without its positions)");
+                      "<op>: lse has shape [12], expected [2, 3, 2, 2] (x without its positions, high and low)");
+  expect_both_refused(
+      [](auto& args) {
+        args.lse.shape = {2, 3, 2}, args.lse.strides = {6, 2, 1};
+      },
+      "<op>: lse has shape [2, 3, 2], expected [2, 3, 2, 2] (x without its positions, high and low)");
   // Though nothing would be read of it.
   backward = backward_;
   backward.activation = Activation::none;
@@ -469,9 +474,9 @@ TEST_F(LrpeCosineErrors, OutputsThatShareMemory) {
                  std::string("lrpe_cosine_backward: grad_theta has shape [3, 2] and strides [0, 1]") + shared);
   expect_both_refused(
       [](auto& args) {
-        args.lse.strides = {12, 4, 2};
+        args.lse.strides = {24, 8, 4, 2};
       },
-      "<op>: lse has shape [2, 3, 2] and strides [12, 4, 2], expected it to be contiguous");
+      "<op>: lse has shape [2, 3, 2, 2] and strides [24, 8, 4, 2], expected it to be contiguous");
 }
 
 TEST_F(LrpeCosineErrors, OutputsThatOverlap) {
@@ -515,7 +520,7 @@ TEST_F(LrpeCosineErrors, OutputsThatOverlap) {
   backward.grad_x.data = grad_out_.data() + 40;
   expect_refused(backward, overlaps("backward", "grad_x", "grad_out"));
   backward = backward_;
-  backward.lse.data = grad_x_.data() + 30;
+  backward.lse.data = grad_x_.data() + 20;
   expect_refused(backward, overlaps("backward", "grad_x", "lse"));
   backward = backward_;
   backward.angles.theta.data = grad_x_.data();

@@ -21,7 +21,7 @@ struct EncodeArguments {
   LrpeActivation activation;
   const T* x;
   T* out;
-  const Accumulator<T>* lse;  ///< [B, H, D]
+  const Accumulator<T>* lse;  ///< [B, H, 2, D]
   LrpeCosineStrides x_strides;
   LrpeCosineStrides out_strides;
   LrpeCosineAngles angles;
@@ -29,7 +29,10 @@ struct EncodeArguments {
 
 /// Shared angles: kSlots batch entries are loaded before the first is used. Others: kLrpeTokens tokens.
 template <typename T, int kWidth, LrpeKind kKind, bool kIsShared, int kSlots>
-__global__ void __launch_bounds__(kLrpeThreads, kIsShared || kWidth == 1 ? 1 : 6)
+__global__ void __launch_bounds__(kLrpeThreads, kWidth == 1                           ? 1
+                                                : !kIsShared                          ? 6
+                                                : kKind == LrpeKind::sequence_softmax ? 5
+                                                                                      : 1)
     encode(const __grid_constant__ EncodeArguments<T> p) {
   using A = Accumulator<T>;
   using Lanes = Side<T, kWidth>;
@@ -59,10 +62,9 @@ __global__ void __launch_bounds__(kLrpeThreads, kIsShared || kWidth == 1 ? 1 : 6
     if (!is_there) return;
     prepare_angles();
     if constexpr (kKind == LrpeKind::sequence_softmax) {
-      A lse[kWidth];
-      load_lse<kWidth>(p.lse + (b * p.tiling.heads + head) * p.features + feature, lse);
+      const ColumnLse<A, kWidth> lse(p.lse, b * p.tiling.heads + head, feature, p.features);
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) a[i] = precise_exponential<T>(a[i] - lse[i]);
+      for (int i = 0; i < kWidth; ++i) a[i] = precise_exponential<T>(lse.log_softmax(a[i], i));
     }
     T* const to = out_head + offset;
     A product[kWidth];
@@ -139,8 +141,8 @@ template <typename T, int kWidth, LrpeKind kKind, bool kIsShared, int kSlots>
 void launch_encode(const LrpeCosineForwardProblem& problem, const LrpePlan& plan, const void* lse,
                    const ExecutionContext& context) {
   launch(kOp, encode<T, kWidth, kKind, kIsShared, kSlots>,
-         {.blocks = std::int64_t{plan.tiling.heads} * plan.tiling.row_blocks,
-          .blocks_y = std::int64_t{plan.tiling.chunks} * lane_groups(plan.tiling),
+         {.blocks = blocks_of(plan.tiling),
+          .blocks_y = plan.tiling.chunks,
           .threads = kLrpeThreads,
           .starts_before_previous_ends = kKind == LrpeKind::sequence_softmax && plan.has_dependent_launch,
           .stream = context.stream},
@@ -149,7 +151,7 @@ void launch_encode(const LrpeCosineForwardProblem& problem, const LrpePlan& plan
 
 template <typename T>
 void forward(const LrpeCosineForwardProblem& problem, const ExecutionContext& context) {
-  const LrpePlan plan = plan_forward(problem);
+  const LrpePlan plan = plan_forward(kOp, problem);
   if (plan.has_long_rows) return encode_long_rows<T>(kOp, problem, context.stream);
   void* lse = nullptr;
   if (plan.kind == LrpeKind::sequence_softmax) {
@@ -166,7 +168,7 @@ void forward(const LrpeCosineForwardProblem& problem, const ExecutionContext& co
 }  // namespace
 
 std::size_t lrpe_cosine_forward_workspace_bytes(const LrpeCosineForwardProblem& problem) {
-  return plan_forward(problem).workspace_bytes;
+  return plan_forward(kOp, problem).workspace_bytes;
 }
 
 void lrpe_cosine_forward(const LrpeCosineForwardProblem& problem, const ExecutionContext& context) {

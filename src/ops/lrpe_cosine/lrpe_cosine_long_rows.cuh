@@ -76,11 +76,11 @@ __global__ void __launch_bounds__(kLongRowsThreads)
 }
 
 /// A warp has rows first, first + pieces, ... of a head, all batch entries behind each other. `theta_pieces`
-/// [H, pieces, D] or nullptr: its own row of it is where a warp adds up.
+/// [H, pieces, D] or nullptr: its own row of it is where a warp adds up, in float64 because it may have many rows.
 template <typename T>
 __global__ void __launch_bounds__(kLongRowsThreads)
     backpropagate_row_per_warp(const __grid_constant__ LrpeCosineBackwardProblem problem, std::int64_t pieces,
-                               Accumulator<T>* theta_pieces) {
+                               double* theta_pieces) {
   using A = Accumulator<T>;
   const LrpeCosineShape& shape = problem.shape;
   const std::int64_t warp = (std::int64_t{blockIdx.x} * kLongRowsThreads + threadIdx.x) / 32;
@@ -88,9 +88,9 @@ __global__ void __launch_bounds__(kLongRowsThreads)
   const std::int64_t piece = warp - h * pieces;
   if (h >= shape.heads) return;
   const int lane = threadIdx.x % 32;
-  A* const sums = theta_pieces == nullptr ? nullptr : theta_pieces + warp * shape.features;
+  double* const sums = theta_pieces == nullptr ? nullptr : theta_pieces + warp * shape.features;
   if (sums != nullptr) {
-    for (std::int64_t d = lane; d < shape.features; d += 32) sums[d] = A(0);
+    for (std::int64_t d = lane; d < shape.features; d += 32) sums[d] = 0.0;
   }
   const auto& xs = problem.x_strides;
   const auto& gs = problem.grad_out_strides;

@@ -91,6 +91,17 @@ class LrpeCosine {
     return lse_[static_cast<std::size_t>(lse_index(b, h, n, d))];
   }
 
+  /// lse - from, of an lse that is finite: with the digits that an lse of 1e30 has no room for.
+  double lse_beyond(double from, std::int64_t b, std::int64_t h, std::int64_t n, std::int64_t d) const {
+    const auto row = static_cast<std::size_t>(lse_index(b, h, n, d));
+    return (anchor_[row] - from) + std::log(sum_[row]);
+  }
+
+  /// The largest element of that softmax: that of the anchor.
+  double largest_activated(std::int64_t b, std::int64_t h, std::int64_t n, std::int64_t d) const {
+    return 1.0 / sum_[static_cast<std::size_t>(lse_index(b, h, n, d))];
+  }
+
   /// Element d of [B, H, N, 2 D].
   double out(std::int64_t b, std::int64_t h, std::int64_t n, std::int64_t d) const {
     const std::int64_t features = x_.shape[3];
@@ -99,11 +110,18 @@ class LrpeCosine {
     return d < features ? a * std::cos(angle) : a * std::sin(angle);
   }
 
+  /// The number of the softmax that element (b, h, n, d) belongs to.
+  std::size_t softmax_of(std::int64_t b, std::int64_t h, std::int64_t n, std::int64_t d) const {
+    return static_cast<std::size_t>(lse_index(b, h, n, d));
+  }
+
   struct Gradients {
-    std::vector<double> x;            ///< [B, H, N, D]
-    std::vector<double> x_scale;      ///< of each element, as if its terms did not cancel
-    std::vector<double> theta;        ///< [theta's heads, E]
-    std::vector<double> theta_scale;  ///< the sum of the absolute terms
+    std::vector<double> x;              ///< [B, H, N, D]
+    std::vector<double> x_scale;        ///< of each element, as if its terms did not cancel
+    std::vector<double> x_largest;      ///< the largest |x| of each softmax; see softmax_of
+    std::vector<double> scale_largest;  ///< the largest x_scale of each, likewise
+    std::vector<double> theta;          ///< [theta's heads, E]
+    std::vector<double> theta_scale;    ///< the sum of the absolute terms
   };
 
   Gradients gradients(const TensorView& grad_out) const {
@@ -115,6 +133,8 @@ class LrpeCosine {
     result.x_scale.assign(elements, 0.0);
     result.theta.assign(static_cast<std::size_t>(angles_.theta.element_count()), 0.0);
     result.theta_scale = result.theta;
+    result.x_largest.assign(lse_.size(), 0.0);
+    result.scale_largest.assign(lse_.size(), 0.0);
     std::vector<double> g(elements), g_scale(elements), sum(lse_.size(), 0.0), sum_scale(lse_.size(), 0.0);
     for_each([&](std::int64_t i, std::int64_t b, std::int64_t h, std::int64_t n, std::int64_t d) {
       const auto at = static_cast<std::size_t>(i);
@@ -143,6 +163,8 @@ class LrpeCosine {
         const double a = activated(b, h, n, d);
         result.x[at] = a * (g[at] - sum[row]);
         result.x_scale[at] = a * (g_scale[at] + sum_scale[row]);
+        result.x_largest[row] = std::fmax(result.x_largest[row], std::abs(result.x[at]));
+        result.scale_largest[row] = std::fmax(result.scale_largest[row], result.x_scale[at]);
       } else {
         // A derivative of 0 is relu's, which lets nothing through, NaN neither, as in PyTorch.
         const double of_x = derivative(x(b, h, n, d));

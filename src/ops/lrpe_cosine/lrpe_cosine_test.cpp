@@ -181,6 +181,28 @@ TEST_P(LrpeCosine, EveryNumberOfFeaturesMatchesTheOracle) {
   }
 }
 
+TEST_P(LrpeCosine, BatchesThatShareAnglesOfLongRowsMatchTheOracle) {
+  // More vectors of features than a block of a GPU has threads, and batches that its loads do not divide.
+  for (const DType dtype : {DType::bfloat16, DType::float16, DType::float32}) {
+    const std::int64_t features = dtype == DType::float32 ? 1024 : 2048;  // 256 vectors
+    for (const LrpeCosineActivation& activation :
+         {every_activation()[0], every_activation()[3], every_activation()[5]}) {
+      for (const std::int64_t batch : {2, 5}) {
+        for (const std::int64_t positions : {1, 9}) {
+          const std::int64_t heads = positions == 1 ? 2 : 1;
+          check_lrpe_cosine(with_activation({.device = device(),
+                                             .dtype = dtype,
+                                             .shape = {batch, heads, positions, features},
+                                             .theta_shape = {heads, features},
+                                             .theta_dtype = DType::float32,
+                                             .offset = 1},
+                                            activation));
+        }
+      }
+    }
+  }
+}
+
 TEST_P(LrpeCosine, EveryNumberOfPositionsMatchesTheOracle) {
   struct Positions {
     std::int64_t count;
