@@ -786,7 +786,7 @@ TEST_F(ProgramWithQueries, WrongArgumentsOfLrpeCosineAreNamed) {
   expect_refusal(start + "q", 2, "--theta is required");
   expect_refusal(start + "nothing --theta theta", 2, "--tensor: queries.safetensors has no tensor \"nothing\"");
   expect_refusal(start + "q --theta nothing", 2, "--theta: queries.safetensors has no tensor \"nothing\"");
-  for (const std::string name : {"offsets", "positions", "cu-seqlens", "grad-out"}) {
+  for (const std::string name : {"offsets", "positions", "cu-seqlens", "grad"}) {
     expect_refusal(line + "--" + name + " nothing", 2, "--" + name + ": queries.safetensors has no tensor \"nothing\"");
     expect_refusal(line + "--" + name + " ''", 2, "--" + name + ": is empty, expected a value");
   }
@@ -812,7 +812,8 @@ TEST_F(ProgramWithQueries, WrongArgumentsOfLrpeCosineAreNamed) {
   expect_refusal(line + "--cu-seqlens positions", 2, "cu_seqlens has 9 at index 0");
   expect_refusal(line + "--cu-seqlens starts --activation softmax --activation-dim -2", 3,
                  "cu_seqlens is given with a softmax over the sequence");
-  expect_refusal(line + "--grad q", 2, "lrpe_cosine_backward: ");
+  expect_refusal(line + "--grad q", 2,
+                 "lrpe_cosine: grad_out has shape [2, 5, 2, 4], expected [2, 5, 2, 8] (that of out)");
 }
 
 TEST_F(Program, RunReplacesAnEarlierOutputAndFollowsALink) {

@@ -90,7 +90,10 @@ void run_lrpe_cosine(const LrpeCosineArguments& arguments) {
 
   if (!arguments.grad_out.empty()) {
     LrpeCosineBackwardArgs backward;
-    backward.grad_out = as_heads_first(input_with_heads(run, "--grad", arguments.grad_out, "grad_out", layout), layout);
+    const TensorView grad_out = input_with_heads(run, "--grad", arguments.grad_out, "grad_out", layout);
+    // In the axes of the file, which the core does not know.
+    check::has_shape({"lrpe_cosine", "grad_out", grad_out}, out_shape, "that of out");
+    backward.grad_out = as_heads_first(grad_out, layout);
     backward.x = forward.x;
     backward.angles = angles;
     backward.activation = forward.activation;
@@ -108,8 +111,9 @@ void run_lrpe_cosine(const LrpeCosineArguments& arguments) {
 void add_run_lrpe_cosine(CLI::App& run) {
   CLI::App* command = run.add_subcommand("lrpe_cosine",
                                          "The relative positional encoding of a sequence or a grid, by cosines and "
-                                         "sines. Writes out, of a softmax over the sequence lse (float32: what its "
-                                         "rounding loses beside it) and, with --grad, grad_x and grad_theta.");
+                                         "sines. Writes out, with --grad grad_x and grad_theta, and of a softmax over "
+                                         "the sequence lse, [batch, heads, 2, features]: the logsumexp of each column, "
+                                         "and what its rounding has lost.");
   command->footer(
       "Example:\n  eaves run lrpe_cosine --input in.safetensors --tensor q --theta theta --activation silu "
       "--output out.safetensors");
@@ -118,8 +122,8 @@ void add_run_lrpe_cosine(CLI::App& run) {
   command->add_option("--tensor", arguments->tensor, "Name of the input x: four axes, see --layout")->required();
   command
       ->add_option("--theta", arguments->theta,
-                   "Name of the angles per position: a row for each head, or one for all; features beyond the angles "
-                   "of all axes of the grid have none")
+                   "Name of the angles per position, [heads or 1, E]: E features for each axis of the grid in turn; "
+                   "the features behind them have no position")
       ->required();
   command
       ->add_option("--layout", arguments->layout,

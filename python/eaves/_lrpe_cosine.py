@@ -67,30 +67,35 @@ def lrpe_cosine(
         phi = theta[h, d mod E] * (offset + coordinate of n on axis d // E)
         out = [ a * cos(phi), a * sin(phi) ]                    the cosine half first: twice the features
 
-    so that the inner product of the encodings of a query at position m and a key at position n depends on m - n alone:
-    sum_d q_d k_d cos(theta_d (m - n)). The first `extra_tokens` positions, and features at or beyond E times the number
-    of axes, have phi = 0. One pass over x (two for a softmax over the sequence), computed in float32 (float64 for a
-    float64 x) and rounded once; for the backward are kept: theta, x where an activation or a gradient of theta needs
-    it, two numbers for each column of a softmax over the sequence, and nothing of the size of phi. Source: Z. Qin et
-    al., "Linearized Relative Positional Encoding", arXiv:2307.09270.
+    so that the inner product of the encodings of a query at position m and a key at position n, with the same theta,
+    depends on m - n alone: with the activations q and k of the two, sum_d q_d k_d cos(theta_d (m - n)). The first
+    `extra_tokens` positions, and features at or beyond E times the number of axes, have phi = 0. One pass over x (two
+    for a softmax over the sequence), computed in float32 (float64 for a float64 x) and rounded once; for the backward
+    are kept: theta, x where an activation or a gradient of theta needs it, two numbers for each column of a softmax
+    over the sequence, and nothing of the size of phi. Source: Z. Qin et al., "Linearized Relative Positional
+    Encoding", arXiv:2307.09270.
 
     Args:
         x: [B, N, H, D] (batch, positions, heads, features), or as `layout` says; any strides, on the CPU or a CUDA GPU;
             float16, bfloat16, float32 or float64.
-        theta: [H, E], or [1, E] for all heads, any E; in the dtype of x or float32. With one axis and E = 1 it is the
-            angle of all features. It is taken as it is: in bfloat16 an angle at position 1000 may be off by a radian.
+        theta: [H, E], or [1, E] for all heads (of queries and of fewer keys alike), any E; in the dtype of x or
+            float32. A grid of m axes shares D features evenly where E is D / m: with fewer the last features have no
+            position, with more the last axes have no features. With one axis and E = 1 it is the angle of all
+            features. It is taken as it is: in bfloat16 an angle at position 1000 may be off by two radians.
         grid: the sizes (n_1, ..., n_m) of a grid that the positions behind the extra tokens fill, row by row, the last
             axis fastest. None: one axis, an ordinary sequence.
         extra_tokens: how many positions at the front are not of the grid. A softmax over the sequence has them too.
-        offset: added to each coordinate: the position of the first token that is decoded. An int, or a tensor on the
-            device of x, int32 or int64, with one element or one for each batch entry, [B].
-        positions: instead of counting, the position of each token: [N] or [B, N], int32 or int64. Without a grid of
-            several axes and without offset.
+        offset: added to each coordinate, on every axis: how many tokens of the sequence, without its extra tokens,
+            have been encoded before. An int, or a tensor on the device of x, int32 or int64, with one element or one
+            for each batch entry, [B].
+        positions: instead of counting, the position of each token: [N] or [B, N], int32 or int64; those of the extra
+            tokens are not read. Without a grid of several axes and without offset.
         cu_seqlens: of S packed sequences, where each starts on the axis of positions, and N: [S + 1], int32 or int64.
             Positions count from each start. Without a grid of several axes, extra tokens, offset and positions.
         activation: "none", "relu", "sigmoid", "silu" or "softmax".
-        activation_dim: of a softmax: -1 (or None) over the features, -2 over the sequence, whatever the layout. Other
-            activations have no axis, and ignore it.
+        activation_dim: of a softmax: -1 (or None) over the features, -2 over the sequence, whatever the layout; that
+            one looks at later tokens too, and cannot be decoded token by token. Other activations take no notice of
+            it.
         layout: "bnhd", or "bhnd" for an x of [B, H, N, D].
 
     Returns:
@@ -104,8 +109,8 @@ def lrpe_cosine(
             cu_seqlens with a softmax over the sequence.
         torch.OutOfMemoryError: torch's allocator has no memory for a result.
 
-    Under torch.compile an offset may change without a compilation for each of its values. Under autocast the dtype
-    stays that of x.
+    Under torch.compile an offset that changes is one more compilation at its second value, and none at any later one.
+    Under autocast the dtype stays that of x.
 
     Example:
         >>> import torch, eaves
@@ -148,18 +153,19 @@ class LRPECosine(torch.nn.Module):
         theta[h, e] = base ** (-2 * (h * E + e) / (H * E))          of H heads with E features for each axis
 
     as in Z. Qin et al., "TransNormerLLM", arXiv:2307.14995. theta is float32, and still is after a cast to 16 bits, in
-    which far positions have no angle; a cast to float64 takes it along, and so does one back to float32.
+    which far positions have no angle; a cast to float64 takes it along, and so does one back to float32. Queries and
+    keys need the same angles: where keys have fewer heads, a module with num_heads=1 serves both.
 
     Args:
         num_heads: H.
         head_dim: D, the features of each head.
-        axes: of the grid, between which the features are shared.
-        theta_features: E. None: head_dim // axes.
+        axes: of the grid, between which the features are shared. With more than one, forward() needs a grid.
+        theta_features: E. None: head_dim // axes; features that are left over have no position.
         base: a positive number.
         learnable: whether theta is a parameter.
         activation, activation_dim, layout: as in eaves.lrpe_cosine.
         device: of theta.
-        dtype: of theta. None: float32.
+        dtype: of theta, float32 or float64. None: float32.
 
     Example:
         >>> import torch, eaves
@@ -192,6 +198,8 @@ class LRPECosine(torch.nn.Module):
         features = head_dim // axes if theta_features is None else _index_of("theta_features", theta_features)
         if features < 1:
             raise ValueError(f"{_OP}: theta has {features} features for each of {axes} axes, expected at least one")
+        if dtype not in (None, torch.float32, torch.float64):
+            raise ValueError(f"{_OP}: dtype of theta is {dtype}, expected torch.float32 or torch.float64")
         _heads_first(layout)
         _activation_of(activation, activation_dim)
         self.num_heads = num_heads
@@ -226,7 +234,14 @@ class LRPECosine(torch.nn.Module):
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """eaves.lrpe_cosine(x, theta, ...) with the options of the module."""
+        """eaves.lrpe_cosine(x, theta, ...) with the options of the module, for an x and a grid that fit it."""
+        if isinstance(x, Tensor) and x.dim() == 4 and x.shape[-1] != self.head_dim:
+            what = f"x has {x.shape[-1]} features, expected {self.head_dim} (head_dim of the module)"
+            raise ValueError(f"{_OP}: {what}")
+        axes = 1 if grid is None else len(grid)
+        if axes != self.axes:
+            given = "None, one axis" if grid is None else list(grid)
+            raise ValueError(f"{_OP}: grid is {given}, expected one of {self.axes} axes (as the module has)")
         return lrpe_cosine(
             x,
             self.theta,
@@ -352,7 +367,10 @@ def _offset_of(offset: int | Tensor, x: Tensor, batch: int) -> tuple[int, Tensor
             )
         return 0, offset
     if type(offset) is not int:
-        offset = _index_of("offset", offset)
+        try:
+            offset = _index_of("offset", offset)
+        except TypeError as error:
+            raise TypeError(f"{error}, or a tensor of them, int32 or int64") from None
     if not -_LARGEST_OFFSET <= offset <= _LARGEST_OFFSET:
         raise ValueError(f"{_OP}: offset is {offset}, expected -2^62 to 2^62")
     return offset, None

@@ -85,7 +85,7 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"extra_tokens": True}, TypeError, r"extra_tokens is True, expected an int"),
     # positions
     ({"offset": 2**62 + 1}, ValueError, r"offset is \d+, expected -2\^62 to 2\^62"),
-    ({"offset": 0.5}, TypeError, r"offset is 0\.5, expected an int"),
+    ({"offset": 0.5}, TypeError, r"offset is 0\.5, expected an int, or a tensor of them, int32 or int64"),
     ({"offset": None}, TypeError, r"offset is None, expected an int"),
     ({"offset": integers(1, 2, 3)}, ValueError, r"offset has shape \[3\], expected \[2\] .*one element for all"),
     ({"offset": torch.zeros(2)}, ValueError, r"offset has dtype float32, expected int64 or int32"),
@@ -192,3 +192,26 @@ def test_what_the_module_refuses() -> None:
         ({"layout": "nbhd"}, ValueError, "layout is 'nbhd'"),
     ):
         assert_refused_by(eaves.LRPECosine, kind, sentence, **({"num_heads": 3, "head_dim": 4} | named))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shape", "grid", "message"),
+    [
+        ({}, (1, 6, 4, 8), None, r"x has 8 features, expected 16 \(head_dim of the module\)"),
+        ({}, (1, 6, 4, 16), (2, 3), r"grid is \[2, 3\], expected one of 1 axes \(as the module has\)"),
+        ({"axes": 2}, (1, 6, 4, 16), None, r"grid is None, one axis, expected one of 2 axes \(as the module has\)"),
+        ({"axes": 2}, (1, 6, 4, 16), (1, 2, 3), r"grid is \[1, 2, 3\], expected one of 2 axes"),
+    ],
+)
+def test_a_module_refuses_what_its_angles_were_not_made_for(
+    arguments: dict[str, int], shape: tuple[int, ...], grid: tuple[int, ...] | None, message: str
+) -> None:
+    module = eaves.LRPECosine(4, 16, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        module(torch.randn(shape), grid=grid)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.complex64])
+def test_a_module_has_angles_of_float32_or_float64(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=r"expected torch\.float32 or torch\.float64"):
+        eaves.LRPECosine(4, 16, dtype=dtype)
