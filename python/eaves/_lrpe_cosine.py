@@ -499,11 +499,16 @@ class _LrpeCosine(torch.autograd.Function):
         return grad_x, grad_theta, *nothing
 
 
+def _backward_of(wants_x: bool, wants_theta: bool) -> Any:
+    """The operator that computes these gradients, at least one."""
+    return _backward_both if wants_x and wants_theta else _backward if wants_x else _backward_theta
+
+
 def _gradients(grad_out: Tensor, x: Tensor | None, theta: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
     """grad_x and grad_theta, None for what is not wanted. `arguments` are those of _Gradient behind theta."""
     turned, wants_x, wants_theta = arguments[-3:]
     tensors = (grad_out, theta) if x is None else (grad_out, x, theta)
-    overload = _backward_both if wants_x and wants_theta else _backward if wants_x else _backward_theta
+    overload = _backward_of(wants_x, wants_theta)
     options, heads_first = arguments[:-3], arguments[-4]
     if torch.compiler.is_compiling() or needs_autograd(*tensors):
         result = apply(_OP, _Gradient, grad_out, x, theta, *arguments)
@@ -540,7 +545,7 @@ class _Gradient(torch.autograd.Function):
         wants_x: bool,
         wants_theta: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        overload = _backward_both if wants_x and wants_theta else _backward if wants_x else _backward_theta
+        overload = _backward_of(wants_x, wants_theta)
         result: Tensor | tuple[Tensor, Tensor] = call(
             _OP, overload, grad_out, x, theta, lse, offsets, positions, cu_seqlens, grid, extra_tokens, offset, kind,
             dim, heads_first, heads_first != turned,

@@ -177,6 +177,12 @@ void is_valid(const Argument& argument) {
   }
 }
 
+bool is_given(const Argument& argument) {
+  if (!argument.view.is_present && argument.view.data == nullptr) return false;
+  is_valid(argument);
+  return true;
+}
+
 void has_shape(const Argument& argument, const Dims& expected, std::string_view why) {
   if (argument.view.shape == expected) return;
   fail(argument, "has shape " + to_string(argument.view.shape) + ", expected " + to_string(expected) + " (" +

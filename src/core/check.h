@@ -28,6 +28,9 @@ struct Argument {
 /// A tensor was passed, it describes addresses that can exist, and it has memory if it has elements.
 void is_valid(const Argument& argument);
 
+/// An argument that may be left out: is it there? One that is, is_valid().
+bool is_given(const Argument& argument);
+
 /// `why` explains the expectation: "as x without the reduced axes".
 void has_shape(const Argument& argument, const Dims& expected, std::string_view why);
 void has_dtype(const Argument& argument, std::initializer_list<DType> expected, std::string_view why);

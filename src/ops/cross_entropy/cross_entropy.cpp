@@ -56,13 +56,6 @@ struct Checked {
   std::vector<Argument> inputs = {};   ///< present ones
   std::vector<Argument> outputs = {};  ///< present ones
 
-  /// An argument that may be left out: is it there?
-  static bool is_given(const Argument& argument) {
-    if (!argument.view.is_present && argument.view.data == nullptr) return false;
-    check::is_valid(argument);
-    return true;
-  }
-
   void take_input(const Argument& argument) {
     for (const Argument& output : outputs) check::do_not_overlap(output, argument);  // in place, logits is one
     inputs.push_back(argument);
@@ -82,7 +75,7 @@ struct Checked {
 
   /// An optional per-row tensor, contiguous; its memory, or nullptr where there is none.
   void* per_row(const Argument& argument, bool is_output, DType dtype, const char* why) {
-    if (!is_given(argument)) return nullptr;
+    if (!check::is_given(argument)) return nullptr;
     check::is_on(argument, device, reference);
     check::has_shape(argument, row_shape, kPerRowShape);
     check::has_dtype(argument, {dtype}, why);
@@ -97,7 +90,7 @@ struct Checked {
 
   /// An optional single number of the result dtype.
   void* scalar(const Argument& argument, bool is_output) {
-    if (!is_given(argument)) return nullptr;
+    if (!check::is_given(argument)) return nullptr;
     check::has_one_element(argument);
     has_result_dtype(argument);
     is_output ? take_output(argument) : take_input(argument);
@@ -197,7 +190,7 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
   }
   checked.inputs.reserve(4);
   checked.take_input(targets);
-  if (Checked::is_given(weight)) {
+  if (check::is_given(weight)) {
     check::is_on(weight, args.logits.device, "logits");
     check::has_shape(weight, {columns}, "one per class of logits");
     check::has_dtype(weight, {args.logits.dtype, DType::float32}, "that of logits, or float32");

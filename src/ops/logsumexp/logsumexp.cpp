@@ -32,8 +32,7 @@ LogsumexpForwardProblem make_problem(const LogsumexpForwardArgs& args) {
   if (!args.out.is_present && !args.lse.is_present) check::fail(out, "and lse are both missing, expected at least one");
 
   const auto check_output = [&](const Argument& output, std::initializer_list<DType> dtypes, const char* why) {
-    if (!output.view.is_present && output.view.data == nullptr) return;
-    check::is_valid(output);
+    if (!check::is_given(output)) return;
     check::is_on(output, args.x.device, "x");
     check::has_shape(output, reduced_shape(args.x.shape, axes, args.keepdim), reason_of(args.keepdim));
     check::has_dtype(output, dtypes, why);

@@ -21,12 +21,6 @@ constexpr const char* kBackward = "lrpe_cosine_backward";
 constexpr std::initializer_list<DType> kFloatingPoint = {DType::float32, DType::float64, DType::float16,
                                                          DType::bfloat16};
 
-bool is_given(const Argument& argument) {
-  if (!argument.view.is_present && argument.view.data == nullptr) return false;
-  check::is_valid(argument);
-  return true;
-}
-
 /// "[2, 12, 8, 64]" must have four axes; `names` says which.
 void has_four_axes(const Argument& argument, const char* names) {
   if (argument.view.shape.size() == 4) return;
@@ -152,7 +146,7 @@ LrpeCosineAngles check_angles(const char* op, const LrpeAngles& args, const Lrpe
     throw InvalidArgument(std::string(op) + ": offset is " + std::to_string(args.offset) + ", expected -2^62 to 2^62");
   }
   angles.offset = args.offset;
-  const bool has_offsets = is_given(offsets);
+  const bool has_offsets = check::is_given(offsets);
   if (has_offsets) {
     angles.offsets = check_integers(offsets, device, reference.name);
     if (args.offsets.element_count() == 1) {
@@ -162,8 +156,8 @@ LrpeCosineAngles check_angles(const char* op, const LrpeAngles& args, const Lrpe
       angles.offset_stride = args.offsets.strides[0];
     }
   }
-  const bool has_positions = is_given(positions);
-  const bool has_cu_seqlens = is_given(cu_seqlens);
+  const bool has_positions = check::is_given(positions);
+  const bool has_cu_seqlens = check::is_given(cu_seqlens);
   const auto belongs_to_a_sequence = [&](const Argument& argument) {
     if (angles.axes > 1) {
       check::fail(argument, "is given with a grid " + check::to_string(args.grid) + ", expected a grid of one axis");
@@ -223,7 +217,7 @@ void overlaps_no_input(const Argument& output, std::initializer_list<Argument> i
 /// The lse of a softmax over the sequence, or nullptr.
 void* check_lse(const Argument& lse, const LrpeCosineShape& shape, const Argument& reference,
                 LrpeActivation activation) {
-  if (!is_given(lse)) return nullptr;
+  if (!check::is_given(lse)) return nullptr;
   if (activation != LrpeActivation::sequence_softmax) {
     check::fail(lse, "is given, but only a softmax over the sequence has one");
   }
@@ -298,12 +292,12 @@ LrpeCosineBackwardProblem make_problem(const LrpeCosineBackwardArgs& args) {
   const Dims x_shape{shape.batch, shape.heads, shape.positions, shape.features};
   const LrpeCosineAngles angles = check_angles(kBackward, args.angles, shape, grad_out, activation);
 
-  const bool has_grad_x = is_given(grad_x);
-  const bool has_grad_theta = is_given(grad_theta);
+  const bool has_grad_x = check::is_given(grad_x);
+  const bool has_grad_theta = check::is_given(grad_theta);
   if (!has_grad_x && !has_grad_theta) check::fail(grad_x, "and grad_theta are both missing, expected at least one");
 
   const bool needs_x = activation != LrpeActivation::none || has_grad_theta;
-  const bool has_x = is_given(x);
+  const bool has_x = check::is_given(x);
   if (needs_x && !has_x) check::fail(x, "is missing, expected it with an activation, and for grad_theta");
   if (has_x) {
     check::is_on(x, args.grad_out.device, "grad_out");
