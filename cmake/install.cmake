@@ -13,7 +13,7 @@ write_basic_package_version_file(${PROJECT_BINARY_DIR}/eaves-config-version.cmak
 install(FILES ${PROJECT_BINARY_DIR}/eaves-config.cmake ${PROJECT_BINARY_DIR}/eaves-config-version.cmake
         DESTINATION ${package_dir})
 
-if(EAVES_BUILD_PROGRAMS)
+if(EAVES_BUILD_CLI)
   install(TARGETS eaves_cli)
   # Highway, where it lies beside the programs: the installed one looks there too.
   install(DIRECTORY ${PROJECT_BINARY_DIR}/lib/ DESTINATION ${CMAKE_INSTALL_LIBDIR} OPTIONAL FILES_MATCHING PATTERN "libhwy*")
