@@ -112,6 +112,12 @@ inline double allowed_sum_error(DType dtype, double exact, double scale) {
   return 0.5 * unit_in_last_place(dtype, exact) + std::max(1e-6, allowed_error(DType::float32, exact, scale));
 }
 
+/// The bound of a gradient of 16 bits that is written over float32 logits, from terms of the size `scale`: as that over
+/// logits of 16 bits, which are in no test much larger than 1, and of larger terms as many parts in a million.
+inline double allowed_narrow_error(DType dtype, double exact, double scale) {
+  return 0.5 * unit_in_last_place(dtype, exact) + 1e-6 * std::max(1.0, scale);
+}
+
 /// The largest finite number of a dtype: beyond it and half a unit, a result rounds to infinity.
 inline double largest_finite(DType dtype) {
   if (dtype == DType::float16) return 65504.0;

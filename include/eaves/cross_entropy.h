@@ -121,7 +121,8 @@ struct CrossEntropyBackwardArgs {
   std::int64_t classes = 0;
 
   /// out; dL/d(logits), shape and dtype of logits, any strides that give every element its own place; may be the view
-  /// `logits` itself, which is then overwritten.
+  /// `logits` itself, which is then overwritten. Of float32 logits also narrower, over them: see
+  /// CrossEntropyForwardBackwardArgs.
   TensorView grad_logits = {};
 };
 
@@ -132,6 +133,11 @@ struct CrossEntropyForwardBackwardArgs {
 
   /// dL/d(loss), optional: as in the backward; absent: 1.
   TensorView grad_loss = {};
+
+  /// out, optional: a narrower gradient, float16 or bfloat16, over float32 logits: the data and the shape of `logits`,
+  /// and each row in the first half of its place, so that strides are twice as many elements. The classes are the last
+  /// axis, with unit stride, and every row starts on 16 bytes. What is behind a row's first half is undefined.
+  TensorView grad_logits = {};
 };
 
 struct CrossEntropyRescaleArgs {

@@ -40,6 +40,13 @@ struct ColumnPieces {
     size = ceil_divide(ceil_divide(columns, wanted), kMultiple) * kMultiple;
     count = ceil_divide(columns, size);
   }
+  /// A piece is a whole row.
+  static ColumnPieces of_whole_rows(std::int64_t columns, std::int64_t rows) {
+    ColumnPieces pieces(columns, rows, 1);
+    pieces.size = columns;
+    pieces.count = 1;
+    return pieces;
+  }
   std::int64_t tasks() const { return groups * count; }
   std::int64_t grain() const { return grain_for(size * width); }
   ColumnPiece operator[](std::int64_t task) const {

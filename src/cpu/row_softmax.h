@@ -104,6 +104,17 @@ bool is_written_past_caches(const View& view) {
   return view.layout == RowLayout::contiguous && is_beyond_caches(bytes) && view.column_count >= kLongEnough;
 }
 
+/// `count` contiguous elements; the replaced one is the caller's. `to` may begin where `x` does, also where R is
+/// narrower than T.
+template <bool kNonTemporal, typename T, typename R>
+void write_contiguous_softmax(const T* x, R* to, std::int64_t count, const ScaledSoftmax<Accumulator<R>>& softmax) {
+  if (softmax.is_zero) {
+    fill<kNonTemporal>(to, count, Accumulator<R>(0));
+  } else {
+    write_scaled_softmax<kNonTemporal>(x, to, count, softmax.lse, softmax.scale);
+  }
+}
+
 template <bool kNonTemporal, typename T, typename View>
 void write_softmax_piece(const View& view, ColumnTensor<const T> x, ColumnTensor<T> to, const ColumnPiece& piece,
                          const ScaledSoftmax<Accumulator<T>>& softmax) {
@@ -111,13 +122,8 @@ void write_softmax_piece(const View& view, ColumnTensor<const T> x, ColumnTensor
   const T* from_row = x.row(view, piece.group);
   T* to_row = to.row(view, piece.group);
   if (view.layout == RowLayout::contiguous) {
-    const std::int64_t count = piece.end - piece.begin;
-    if (softmax.is_zero) {
-      fill<kNonTemporal>(to_row + piece.begin, count, A(0));
-    } else {
-      write_scaled_softmax<kNonTemporal>(from_row + piece.begin, to_row + piece.begin, count, softmax.lse,
-                                         softmax.scale);
-    }
+    write_contiguous_softmax<kNonTemporal>(from_row + piece.begin, to_row + piece.begin, piece.end - piece.begin,
+                                           softmax);
   } else {
     const std::int64_t block = block_size<A>();
     Gather gather(view.columns, from_row, x.number);
@@ -189,14 +195,19 @@ void write_softmax_tile(const View& view, ColumnTensor<const T> x, ColumnTensor<
   }
 }
 
-/// Calls `body(piece)` for pieces that cover every row, from many threads; waits for non-temporal stores.
-template <typename View, typename Body>
-void for_each_row_piece(const View& view, const ExecutionContext& context, bool is_non_temporal, Body&& body) {
-  const ColumnPieces pieces(view.column_count, view.row_count, 1);
+/// Calls `body(piece)` for all pieces, from many threads; waits for non-temporal stores.
+template <typename Body>
+void for_each_piece(const ColumnPieces& pieces, const ExecutionContext& context, bool is_non_temporal, Body&& body) {
   parallel_for(context, pieces.tasks(), pieces.grain(), [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t task = begin; task < end; ++task) body(pieces[task]);
     if (is_non_temporal) hwy::FlushStream();
   });
+}
+
+/// Likewise for pieces that cover every row.
+template <typename View, typename Body>
+void for_each_row_piece(const View& view, const ExecutionContext& context, bool is_non_temporal, Body&& body) {
+  for_each_piece(ColumnPieces(view.column_count, view.row_count, 1), context, is_non_temporal, body);
 }
 
 /// Maps `x` to `to`, which may be the same memory. `softmax_of(row, piece)` gives a ScaledSoftmax, whose replaced

@@ -374,6 +374,23 @@ HWY_INLINE void transform(const T* from, T* to, std::size_t count, Body&& body) 
   });
 }
 
+/// The same from accumulators to the narrower T, rounded. `to` may begin where `from` does: each pack is read before it
+/// is written, and lies before all that is still to be read.
+template <bool kNonTemporal = false, typename T, typename Body>
+requires(sizeof(T) < sizeof(Accumulator<T>)) HWY_INLINE
+    void transform(const Accumulator<T>* from, T* to, std::size_t count, Body&& body) {
+  HWY_ALIGN Accumulator<T> padded[kMaxPackSize<T>] = {};
+  write_packs<kNonTemporal>(to, count, [&](std::size_t i, std::size_t n) HWY_ATTR {
+    const Accumulator<T>* elements = from + i;
+    if (n < pack_size<T>()) {
+      std::memcpy(padded, elements, n * sizeof(Accumulator<T>));
+      elements = padded;
+    }
+    const Pack<T> x = load_in_order<T>(elements);
+    return Pack<T>{body(x.v0), body(x.v1), body(x.v2), body(x.v3)};
+  });
+}
+
 template <bool kNonTemporal, typename T>
 void fill(T* to, std::int64_t count, Accumulator<T> value) {
   const auto v = hn::Set(Tag<T>(), value);

@@ -239,12 +239,12 @@ HWY_INLINE VectorOf<T> scaled_softmax(VectorOf<T> x, VectorOf<T> lse, VectorOf<T
   return hn::Mul(scale, exp(d, difference));
 }
 
-/// to[i] = scale * exp(x[i] - lse).
-template <bool kNonTemporal, typename T>
-void write_scaled_softmax(const T* x, T* to, std::int64_t count, Accumulator<T> lse, Accumulator<T> scale) {
-  const Tag<T> d;
+/// to[i] = scale * exp(x[i] - lse). `to` may begin where `x` does, also where R is narrower than T.
+template <bool kNonTemporal, typename T, typename R>
+void write_scaled_softmax(const T* x, R* to, std::int64_t count, Accumulator<R> lse, Accumulator<R> scale) {
+  const Tag<R> d;
   const auto n = static_cast<std::size_t>(count);
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(R) == 2) {
     const Anchored anchored(lse);
     if (anchored.is_usable()) {
       const auto corrected = hn::Set(d, static_cast<float>(scale * anchored.correction()));
@@ -255,7 +255,7 @@ void write_scaled_softmax(const T* x, T* to, std::int64_t count, Accumulator<T> 
   }
   const auto lses = hn::Set(d, lse);
   const auto scales = hn::Set(d, scale);
-  transform<kNonTemporal>(x, to, n, [&](VectorOf<T> v) HWY_ATTR { return scaled_softmax<T>(v, lses, scales); });
+  transform<kNonTemporal>(x, to, n, [&](VectorOf<R> v) HWY_ATTR { return scaled_softmax<R>(v, lses, scales); });
 }
 
 }  // namespace HWY_NAMESPACE

@@ -85,6 +85,23 @@ __device__ Vector<T> pack(const Accumulator<T> (&values)[Vector<T>::kSize]) {
   return {make_uint4(words[0], words[1], words[2], words[3])};
 }
 
+/// Rounds float32 elements to 16 bits and stores them at `to`, which is aligned to 8 bytes. Not streaming: what is made
+/// narrower is read next.
+template <typename T>
+__device__ void store_narrow(T* to, const Vector<float>& v) {
+  float values[4];
+  unpack(v, values);
+  uint2 words;
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    words.x = detail::bits_of(__floats2bfloat162_rn(values[0], values[1]));
+    words.y = detail::bits_of(__floats2bfloat162_rn(values[2], values[3]));
+  } else {
+    words.x = detail::bits_of(__floats2half2_rn(values[0], values[1]));
+    words.y = detail::bits_of(__floats2half2_rn(values[2], values[3]));
+  }
+  *reinterpret_cast<uint2*>(to) = words;
+}
+
 /// -inf in every element: neutral where maxima and exponentials are taken.
 template <typename T>
 __device__ Vector<T> minus_infinity() {

@@ -2,14 +2,13 @@
 // without rows end here but for their reduced loss; the backends never see a bad one.
 #include "eaves/cross_entropy.h"
 
-#include <cstdlib>
-#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "core/check.h"
 #include "core/dispatch.h"
+#include "core/loss_checks.h"
 #include "ops/cross_entropy/cross_entropy_backend.h"
 #include "runtime/backend.h"
 
@@ -17,6 +16,7 @@ namespace eaves {
 namespace {
 
 using check::Argument;
+using check::LossArguments;
 using namespace cross_entropy_tensors;
 
 constexpr const char* kForward = "cross_entropy_forward";
@@ -25,91 +25,6 @@ constexpr const char* kForwardBackward = "cross_entropy_forward_backward";
 constexpr const char* kRescale = "cross_entropy_rescale";
 constexpr const char* kShardForward = "cross_entropy_shard_forward";
 constexpr const char* kMerge = "cross_entropy_merge";
-
-constexpr const char* kResultDtype = "float32, or float64 where logits is float64";
-constexpr const char* kPerRowShape = "one per row of logits";
-
-void check_options(const char* op, const CrossEntropyOptions& options) {
-  // What float32, in which most calls compute, would make 0 or infinite is refused for all.
-  constexpr double kSmallest = std::numeric_limits<float>::min();
-  constexpr double kLargest = std::numeric_limits<float>::max();
-  check::number(op, "label_smoothing", options.label_smoothing, 0.0, 1.0, "0 to 1");
-  check::number(op, "scale", options.scale, kSmallest, kLargest, "a positive number that float32 has");
-  if (options.softcap != 0.0) {
-    check::number(op, "softcap", options.softcap, kSmallest, kLargest,
-                  "a positive number that float32 has, or 0 for none");
-  }
-  check::number(op, "z_loss_weight", options.z_loss_weight, 0.0, kLargest, "a number that is not negative");
-  if (options.reduction > Reduction::mean) {
-    throw InvalidArgument(std::string(op) + ": reduction is " + std::to_string(static_cast<int>(options.reduction)) +
-                          ", expected one of enum Reduction");
-  }
-}
-
-/// What every call of the operator has: a checked problem's inputs, and what its other arguments are checked against.
-struct Checked {
-  const char* op;
-  Dims row_shape;
-  DType result_dtype;
-  Device device;
-  const char* reference = "logits";    ///< the argument whose device it is
-  std::vector<Argument> inputs = {};   ///< present ones
-  std::vector<Argument> outputs = {};  ///< present ones
-
-  void take_input(const Argument& argument) {
-    for (const Argument& output : outputs) check::do_not_overlap(output, argument);  // in place, logits is one
-    inputs.push_back(argument);
-  }
-
-  void take_output(const Argument& argument) {
-    check::is_writable(argument);
-    for (const Argument& input : inputs) check::do_not_overlap(argument, input);
-    for (const Argument& output : outputs) check::do_not_overlap(argument, output);
-    outputs.push_back(argument);
-  }
-
-  void has_result_dtype(const Argument& argument) const {
-    check::is_on(argument, device, reference);
-    check::has_dtype(argument, {result_dtype}, kResultDtype);
-  }
-
-  /// An optional per-row tensor, contiguous; its memory, or nullptr where there is none.
-  void* per_row(const Argument& argument, bool is_output, DType dtype, const char* why) {
-    if (!check::is_given(argument)) return nullptr;
-    check::is_on(argument, device, reference);
-    check::has_shape(argument, row_shape, kPerRowShape);
-    check::has_dtype(argument, {dtype}, why);
-    check::is_contiguous(argument);
-    is_output ? take_output(argument) : take_input(argument);
-    return argument.view.data;
-  }
-
-  void* per_row(const Argument& argument, bool is_output) {
-    return per_row(argument, is_output, result_dtype, kResultDtype);
-  }
-
-  /// An optional single number of the result dtype.
-  void* scalar(const Argument& argument, bool is_output) {
-    if (!check::is_given(argument)) return nullptr;
-    check::has_one_element(argument);
-    has_result_dtype(argument);
-    is_output ? take_output(argument) : take_input(argument);
-    return argument.view.data;
-  }
-
-  /// What has the shape of the loss.
-  void* loss(const Argument& argument, Reduction reduction) {
-    return reduction == Reduction::none ? per_row(argument, true) : scalar(argument, true);
-  }
-};
-
-/// An argument that only the mean has.
-void* mean_scalar(Checked& checked, const Argument& argument, Reduction reduction, bool is_output) {
-  if (argument.view.is_present && reduction != Reduction::mean) {
-    check::fail(argument, "is given, but only the mean divides: expected reduction mean, or no such argument");
-  }
-  return checked.scalar(argument, is_output);
-}
 
 Dims contiguous_strides(const Dims& shape) {
   return TensorView::contiguous(static_cast<void*>(nullptr), DType::float32, shape).strides;
@@ -133,23 +48,48 @@ struct InputArgs {
   bool overwrites_logits = false;
 };
 
-/// dL/d(loss): any strides, dtype of the result or of logits.
-void check_grad_loss(const Checked& checked, const TensorView& grad_loss, DType logits_dtype, Reduction reduction) {
-  const Argument argument{checked.op, "grad_loss", grad_loss};
-  check::is_valid(argument);
-  check::is_on(argument, checked.device, checked.reference);
-  check::has_dtype(argument, {checked.result_dtype, logits_dtype}, "that of the loss, or of logits");
-  if (reduction == Reduction::none) {
-    check::has_shape(argument, checked.row_shape, kPerRowShape);
-  } else {
-    check::has_one_element(argument);
+/// Is it a gradient of 16 bits over float32 logits?
+bool is_narrower(const TensorView& grad_logits, const TensorView& logits) {
+  return logits.dtype == DType::float32 && size_of(grad_logits.dtype) == 2 && grad_logits.data == logits.data;
+}
+
+/// Shape and device have been checked.
+void check_narrow_gradient(const Argument& grad_logits, const TensorView& logits, int class_axis) {
+  check::has_dtype(grad_logits, {DType::float16, DType::bfloat16}, "narrower than the float32 of logits");
+  check::has_dtype({grad_logits.op, "logits", logits}, {DType::float32}, "grad_logits is narrower");
+  if (logits.element_count() == 0) return;  // its strides may be anything
+  const int rank = logits.shape.size();
+  const auto is_aligned = [](std::uint64_t bytes) { return bytes % 16 == 0; };
+  bool fits = grad_logits.view.data == logits.data && class_axis + 1 == (class_axis < 0 ? 0 : rank) && rank > 0 &&
+              is_aligned(reinterpret_cast<std::uintptr_t>(logits.data));
+  for (int axis = 0; fits && axis < rank; ++axis) {
+    if (logits.shape[axis] == 1 && axis + 1 < rank) continue;  // a stride that nobody walks along
+    const std::int64_t stride = logits.strides[axis];
+    fits = axis + 1 == rank
+               ? (stride == 1 || logits.shape[axis] <= 1) && grad_logits.view.strides[axis] == stride
+               : grad_logits.view.strides[axis] == 2 * stride && is_aligned(static_cast<std::uint64_t>(stride) * 4);
   }
+  if (!fits) {
+    check::fail(grad_logits, std::string("has dtype ") + name_of(grad_logits.view.dtype) + " and strides " +
+                                 check::to_string(grad_logits.view.strides) + " over logits with strides " +
+                                 check::to_string(logits.strides) +
+                                 ", expected of a narrower gradient the data of logits, classes as the last axis with "
+                                 "unit stride, rows that start on 16 bytes, and strides of twice as many elements");
+  }
+}
+
+/// Soft targets have to be as contiguous as the logits that they go with.
+void check_narrow_layout(const CrossEntropyInputs& inputs, const Argument& targets) {
+  const bool is_empty = inputs.view.row_count == 0 || inputs.view.column_count == 0;  // then it has no layout
+  if (is_empty || inputs.view.layout == RowLayout::contiguous) return;
+  check::fail(targets, "are distributions with strides " + check::to_string(targets.view.strides) +
+                           ", expected classes with unit stride (grad_logits is narrower than logits)");
 }
 
 /// `inputs` first: its row shape is read from `checked` before that is moved.
 struct CheckedInputs {
   CrossEntropyInputs inputs;
-  Checked checked;
+  LossArguments checked;
 };
 
 /// `grad_logits` and `grad_loss` are absent in the forward.
@@ -162,15 +102,16 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
   check::has_dtype(logits, {DType::float32, DType::float64, DType::float16, DType::bfloat16}, "integers are no logits");
   const int rank = args.logits.shape.size();
   const int class_axis = check::axis(logits, "class_axis", args.class_axis);
-  check_options(op, args.options);
+  check::loss_options(op, args.options);
   AxisSet axes;
   axes.contains[class_axis] = true;
   const std::int64_t columns = args.logits.shape[class_axis];
 
-  Checked checked{.op = op,
-                  .row_shape = reduced_shape(args.logits.shape, axes, false),
-                  .result_dtype = accumulator_dtype(args.logits.dtype),
-                  .device = args.logits.device};
+  LossArguments checked{.op = op,
+                        .row_shape = reduced_shape(args.logits.shape, axes, false),
+                        .result_dtype = accumulator_dtype(args.logits.dtype),
+                        .device = args.logits.device,
+                        .reference = "logits"};
   check::is_valid(targets);
   check::is_on(targets, args.logits.device, "logits");
   const bool is_soft = is_floating_point(args.targets.dtype);
@@ -184,8 +125,7 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
   } else {
     check::has_dtype(targets, {DType::int64, DType::int32}, "classes; or a floating-point type for soft targets");
     if (args.targets.shape != checked.row_shape) {  // or the words would be made in every call
-      check::has_shape(targets, checked.row_shape,
-                       std::string(kPerRowShape) + " " + check::to_string(args.logits.shape));
+      check::has_shape(targets, checked.row_shape, checked.per_row_shape() + " " + check::to_string(args.logits.shape));
     }
   }
   checked.inputs.reserve(4);
@@ -198,7 +138,7 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
     checked.take_input(weight);
   }
   if (grad_loss.is_present || grad_loss.data != nullptr) {
-    check_grad_loss(checked, grad_loss, args.logits.dtype, args.options.reduction);
+    checked.has_loss_gradient({op, "grad_loss", grad_loss}, args.logits.dtype, args.options.reduction);
     checked.take_input({op, "grad_loss", grad_loss});
   }
   args.overwrites_logits ? checked.take_output(logits) : checked.take_input(logits);
@@ -232,15 +172,8 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
           std::move(checked)};
 }
 
-/// An argument that cannot be left out here.
-void require(const Argument& argument, const char* why) {
-  if (!argument.view.is_present && argument.view.data == nullptr) {
-    check::fail(argument, std::string("is missing, expected it ") + why);
-  }
-}
-
 template <typename Args>
-CrossEntropyOutputs check_outputs(Checked& checked, const Args& args) {
+CrossEntropyOutputs check_outputs(LossArguments& checked, const Args& args) {
   const char* op = checked.op;
   const Reduction reduction = args.options.reduction;
   check::is_valid({op, "loss", args.loss});
@@ -252,19 +185,21 @@ CrossEntropyOutputs check_outputs(Checked& checked, const Args& args) {
   outputs.entropy = checked.per_row({op, "entropy", args.entropy}, true);
   outputs.z_loss = checked.loss({op, "z_loss", args.z_loss}, reduction);
   outputs.target_mass = checked.per_row({op, "target_mass", args.target_mass}, true);
-  outputs.divisor = mean_scalar(checked, {op, "divisor", args.divisor}, reduction, true);
+  outputs.divisor = checked.mean_scalar({op, "divisor", args.divisor}, reduction, true);
   return outputs;
 }
 
 CrossEntropyForwardProblem make_problem(const CrossEntropyForwardArgs& args, const char* op = kForward,
-                                        const TensorView& grad_loss = {}, bool overwrites_logits = false) {
+                                        const TensorView& grad_loss = {}, const TensorView& grad_logits = {},
+                                        bool overwrites_logits = false) {
   auto [inputs, checked] = check_inputs(
-      op, {args.logits, args.targets, args.weight, args.class_axis, args.options, 0, 0, true, overwrites_logits}, {},
-      grad_loss);
+      op, {args.logits, args.targets, args.weight, args.class_axis, args.options, 0, 0, true, overwrites_logits},
+      grad_logits, grad_loss);
+  if (grad_logits.is_present) check_narrow_layout(inputs, {op, "targets", args.targets});
   CrossEntropyForwardProblem problem{
       .inputs = inputs,
       .reads_ignored_rows = args.reads_ignored_rows && !overwrites_logits,
-      .normalizer = mean_scalar(checked, {op, "normalizer", args.normalizer}, args.options.reduction, false),
+      .normalizer = checked.mean_scalar({op, "normalizer", args.normalizer}, args.options.reduction, false),
       .outputs = {}};
   problem.outputs = check_outputs(checked, args);
   return problem;
@@ -277,31 +212,38 @@ CrossEntropyBackwardProblem make_problem(const CrossEntropyBackwardArgs& args) {
   check::is_valid(grad_logits);
   check::is_on(grad_logits, args.logits.device, "logits");
   check::has_shape(grad_logits, args.logits.shape, "that of logits");
-  check::has_dtype(grad_logits, {args.logits.dtype}, "that of logits");
+  const bool is_narrow = is_narrower(args.grad_logits, args.logits);
+  if (is_narrow) {
+    check_narrow_gradient(grad_logits, args.logits, args.class_axis);
+  } else {
+    check::has_dtype(grad_logits, {args.logits.dtype}, "that of logits");
+  }
   check::is_valid({kBackward, "grad_loss", args.grad_loss});
   // Over the logits themselves, or beside every input.
-  const bool is_in_place = args.grad_logits.data == args.logits.data && args.grad_logits.strides == args.logits.strides;
+  const bool is_in_place =
+      is_narrow || (args.grad_logits.data == args.logits.data && args.grad_logits.strides == args.logits.strides);
 
   auto [inputs, checked] = check_inputs(kBackward,
                                         {args.logits, args.targets, args.weight, args.class_axis, args.options,
                                          args.first_class, args.classes, true, is_in_place},
                                         args.grad_logits, args.grad_loss);
 
+  if (is_narrow) check_narrow_layout(inputs, {kBackward, "targets", args.targets});
   const Argument lse{kBackward, "lse", args.lse};
   const Argument entropy{kBackward, "entropy", args.entropy};
   const Argument target_mass{kBackward, "target_mass", args.target_mass};
   const Argument divisor{kBackward, "divisor", args.divisor};
-  require(lse, "as the forward wrote it");
-  if (args.grad_entropy.is_present) require(entropy, "as the forward wrote it (grad_entropy is given)");
-  if (inputs.has_soft_targets()) require(target_mass, "as the forward wrote it (targets are soft)");
+  check::is_required(lse, "as the forward wrote it");
+  if (args.grad_entropy.is_present) check::is_required(entropy, "as the forward wrote it (grad_entropy is given)");
+  if (inputs.has_soft_targets()) check::is_required(target_mass, "as the forward wrote it (targets are soft)");
   if (inputs.weight != nullptr && args.options.label_smoothing > 0.0) {
-    require(target_mass, "as the forward wrote it (weight and label_smoothing are given)");
+    check::is_required(target_mass, "as the forward wrote it (weight and label_smoothing are given)");
   }
   // A shard without the target does not know the target's weight.
   if (inputs.weight != nullptr && inputs.classes != inputs.view.column_count) {
-    require(target_mass, "as the merge wrote it (weight is given, and logits has a part of the classes)");
+    check::is_required(target_mass, "as the merge wrote it (weight is given, and logits has a part of the classes)");
   }
-  if (reduction == Reduction::mean) require(divisor, "as the forward wrote it (reduction is mean)");
+  if (reduction == Reduction::mean) check::is_required(divisor, "as the forward wrote it (reduction is mean)");
 
   CrossEntropyBackwardProblem problem{
       .inputs = inputs,
@@ -312,14 +254,25 @@ CrossEntropyBackwardProblem make_problem(const CrossEntropyBackwardArgs& args) {
       .lse = checked.per_row(lse, false),
       .entropy = checked.per_row(entropy, false),
       .target_mass = checked.per_row(target_mass, false),
-      .divisor = mean_scalar(checked, divisor, reduction, false),
+      .divisor = checked.mean_scalar(divisor, reduction, false),
+      .grad_dtype = args.grad_logits.dtype,
       .grad_logits = args.grad_logits.data};
   if (!is_in_place) checked.take_output(grad_logits);
   return problem;
 }
 
 CrossEntropyInPlaceProblem make_problem(const CrossEntropyForwardBackwardArgs& args) {
-  return {.forward = make_problem(args.forward, kForwardBackward, args.grad_loss, true),
+  const TensorView& logits = args.forward.logits;
+  const Argument grad_logits{kForwardBackward, "grad_logits", args.grad_logits};
+  const bool is_given = check::is_given(grad_logits);
+  if (is_given) {
+    check::is_valid({kForwardBackward, "logits", logits});
+    check::is_on(grad_logits, logits.device, "logits");
+    check::has_shape(grad_logits, logits.shape, "that of logits");
+    check_narrow_gradient(grad_logits, logits, args.forward.class_axis);
+  }
+  return {.forward = make_problem(args.forward, kForwardBackward, args.grad_loss, args.grad_logits, true),
+          .grad_dtype = is_given ? args.grad_logits.dtype : logits.dtype,
           .grad_loss_dtype = args.grad_loss.dtype,
           .grad_loss = args.grad_loss.data};
 }
@@ -332,13 +285,14 @@ CrossEntropyRescaleProblem make_problem(const CrossEntropyRescaleArgs& args) {
                    "integers are no gradients");
   AxisSet axes;
   axes.contains[check::axis(grad_logits, "class_axis", args.class_axis)] = true;
-  Checked checked{.op = kRescale,
-                  .row_shape = reduced_shape(args.grad_logits.shape, axes, false),
-                  .result_dtype = accumulator_dtype(args.grad_logits.dtype),
-                  .device = args.grad_logits.device,
-                  .reference = "grad_logits"};
+  LossArguments checked{.op = kRescale,
+                        .row_shape = reduced_shape(args.grad_logits.shape, axes, false),
+                        .result_dtype = accumulator_dtype(args.grad_logits.dtype),
+                        .device = args.grad_logits.device,
+                        .reference = "grad_logits",
+                        .rows_of = "logits"};
   const bool is_one_number = args.grad_loss.element_count() == 1;
-  check_grad_loss(checked, args.grad_loss, args.grad_logits.dtype, is_one_number ? Reduction::sum : Reduction::none);
+  checked.has_loss_gradient(grad_loss, args.grad_logits.dtype, is_one_number ? Reduction::sum : Reduction::none);
   checked.take_input(grad_loss);
   checked.take_output(grad_logits);
   const int rank = args.grad_logits.shape.size();
@@ -375,7 +329,7 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
   check::is_valid(statistics);
   check::has_dtype(statistics, {DType::float32, DType::float64}, "as the shards wrote them");
   check::is_contiguous(statistics);
-  check_options(kMerge, args.options);
+  check::loss_options(kMerge, args.options);
   check::is_valid(targets);
   check::is_on(targets, args.statistics.device, "statistics");
   check::has_dtype(targets, {DType::int64, DType::int32}, "classes");
@@ -391,11 +345,12 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
     throw InvalidArgument(std::string(kMerge) + ": classes is " + std::to_string(args.classes) +
                           ", expected the number of classes of all shards");
   }
-  Checked checked{.op = kMerge,
-                  .row_shape = args.targets.shape,
-                  .result_dtype = args.statistics.dtype,
-                  .device = args.statistics.device,
-                  .reference = "statistics"};
+  LossArguments checked{.op = kMerge,
+                        .row_shape = args.targets.shape,
+                        .result_dtype = args.statistics.dtype,
+                        .device = args.statistics.device,
+                        .reference = "statistics",
+                        .rows_of = "logits"};
   checked.take_input(statistics);
   checked.take_input(targets);
   const Dims rows = contiguous_strides(args.targets.shape);
@@ -416,7 +371,7 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
       .has_weight = args.has_weight,
       .shards = shards,
       .statistics = args.statistics.data,
-      .normalizer = mean_scalar(checked, {kMerge, "normalizer", args.normalizer}, args.options.reduction, false),
+      .normalizer = checked.mean_scalar({kMerge, "normalizer", args.normalizer}, args.options.reduction, false),
       .outputs = {}};
   problem.outputs = check_outputs(checked, args);
   return problem;
@@ -424,16 +379,10 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
 
 bool is_cpu(const CrossEntropyInputs& inputs) { return inputs.device.type == DeviceType::cpu; }
 
-/// The mode that trades speed for an error in words; read on each call, so that a test or a debugger can switch it.
-bool checks_targets_on_gpu() {
-  const char* value = std::getenv("EAVES_CHECK_TARGETS");
-  return value != nullptr && std::string(value) != "" && std::string(value) != "0";
-}
-
 void check_targets(const char* op, const CrossEntropyInputs& inputs, const ExecutionContext& context) {
   if (inputs.has_soft_targets() || inputs.view.row_count == 0) return;
   if (is_cpu(inputs)) return cpu::cross_entropy_check_targets(op, inputs);
-  if (!checks_targets_on_gpu()) return;
+  if (!check::checks_targets_on_gpu()) return;
   require_cuda(op, inputs.device);
   if constexpr (kHasCuda) cuda::cross_entropy_check_targets(op, inputs, context);
 }
@@ -472,20 +421,6 @@ void run(const char* op, const Problem& problem, const CrossEntropyInputs& input
 }
 
 }  // namespace
-
-void fail_for_target(const char* op, const CrossEntropyInputs& inputs, std::int64_t index, std::int64_t target) {
-  Dims row;
-  for (int axis = 0; axis < inputs.row_shape.size(); ++axis) row.push_back(0);
-  for (int axis = inputs.row_shape.size() - 1; axis >= 0; --axis) {
-    row[axis] = index % inputs.row_shape[axis];
-    index /= inputs.row_shape[axis];
-  }
-  // A single target has no index.
-  const std::string name = "targets" + (row.empty() ? std::string() : check::to_string(row));
-  throw InvalidArgument(std::string(op) + ": " + name + " is " + std::to_string(target) + ", expected 0 to " +
-                        std::to_string(inputs.classes - 1) + ", or ignore_index " +
-                        std::to_string(inputs.options.ignore_index));
-}
 
 // Without rows a reduced loss still has a value, 0: only a call without any output element is nothing to do, and every
 // backend writes the others.

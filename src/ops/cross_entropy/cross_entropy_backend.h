@@ -68,12 +68,16 @@ struct CrossEntropyBackwardProblem {
   const void* entropy;
   const void* target_mass;
   const void* divisor;  ///< nullptr but for the mean
+  DType grad_dtype;     ///< that of the logits; or 16 bits over float32 logits, see CrossEntropyInPlaceProblem
   void* grad_logits;    ///< may be inputs.logits
 };
 
-/// Forward and backward in place: inputs.logits is overwritten.
+/// Forward and backward in place: inputs.logits is overwritten. Where grad_dtype is narrower than logits of float32, the
+/// rows are contiguous and start on 16 bytes, and the gradient of each takes the first half of its row; the view's
+/// kGradLogits then counts elements of grad_dtype.
 struct CrossEntropyInPlaceProblem {
   CrossEntropyForwardProblem forward;
+  DType grad_dtype;
   DType grad_loss_dtype;
   const void* grad_loss;  ///< nullptr: 1
 };
@@ -101,10 +105,6 @@ struct CrossEntropyMergeProblem {
   const void* normalizer;
   CrossEntropyOutputs outputs;
 };
-
-/// Throws InvalidArgument for a target that is out of range; `index` counts the rows in the order of their shape.
-[[noreturn]] void fail_for_target(const char* op, const CrossEntropyInputs& inputs, std::int64_t index,
-                                  std::int64_t target);
 
 namespace cpu {
 /// Throws InvalidArgument for the first target that is out of range. Every other function relies on it.

@@ -16,36 +16,6 @@ constexpr int kRescaleThreads = 256;
 constexpr std::int64_t kRescaleBlocks = 8;              // of each multiprocessor
 constexpr std::int64_t kRescalePieceColumns = 1 << 16;  // of a row: a few long rows still have work for all blocks
 
-template <typename T, typename View, typename Function>
-struct CrossEntropyGradient {
-  using Element = T;
-  static constexpr bool kIsHeavy = Function::kIsHeavy;
-
-  const T* in;
-  T* out;
-  GradientInputs<T, View> inputs;
-
-  EAVES_HOST_DEVICE const View& view() const { return inputs.in.view; }
-
-  __device__ auto row(std::int64_t row) const {
-    const auto at = view().rows.offsets(row);
-    return Function(inputs.in, inputs.row(at), at.of[kSoftTargets]);
-  }
-
-  template <typename Body>
-  __device__ void for_variant(Body body) const {
-    const auto call = [&]<bool kIsCapped, bool kIsLoaded>() {
-      body([&](std::int64_t i) { return GradientVariant<T, View, kIsCapped, kIsLoaded>{row(i)}; });
-    };
-    const bool is_loaded = inputs.in.is_measure_loaded();
-    if (inputs.in.terms.softcap == Accumulator<T>(0)) {
-      is_loaded ? call.template operator()<false, true>() : call.template operator()<false, false>();
-    } else {
-      is_loaded ? call.template operator()<true, true>() : call.template operator()<true, false>();
-    }
-  }
-};
-
 template <typename T>
 void backward(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context) {
   const auto map = [&]<template <typename, typename> typename Function>() {
@@ -56,12 +26,8 @@ void backward(const CrossEntropyBackwardProblem& problem, const ExecutionContext
                                                                           GradientInputs<T, View>(view, problem)};
                 });
   };
-  const CrossEntropyInputs& inputs = problem.inputs;
-  const bool is_plain = !inputs.has_soft_targets() && inputs.options.scale == 1.0 && inputs.options.softcap == 0.0 &&
-                        problem.grad_entropy == nullptr &&
-                        !(inputs.weight != nullptr && inputs.options.label_smoothing > 0.0);
   if constexpr (!std::is_same_v<T, double>) {
-    if (is_plain) return map.template operator()<PlainGradient>();
+    if (has_plain_gradient(problem)) return map.template operator()<PlainGradient>();
   }
   map.template operator()<FullGradient>();
 }
@@ -115,6 +81,7 @@ void cross_entropy_rescale(const CrossEntropyRescaleProblem& problem, const Exec
 
 void cross_entropy_backward(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context) {
   const DeviceGuard guard(problem.inputs.device);
+  if (problem.grad_dtype != problem.inputs.logits_dtype) return narrow_backward(problem, context);
   dispatch_floating_point(problem.inputs.logits_dtype, [&]<typename T>() { backward<T>(problem, context); });
 }
 

@@ -14,6 +14,7 @@
 
 #include "core/check.h"
 #include "core/dispatch.h"
+#include "core/loss_checks.h"
 #include "cpu/row_softmax.h"
 #include "cpu/weighted_softmax.h"
 #include "eaves/error.h"
@@ -567,14 +568,15 @@ ScaledSoftmax<Accumulator<T>> softmax_of(const RowMap& map) {
           .value = static_cast<A>(map.target_value)};
 }
 
-/// The gradient of some columns of a row with options.
-template <bool kNonTemporal, typename T>
-void write_with_options(const Rows<T>& rows, T* grad_logits, const ColumnPiece& piece, const RowMap& map) {
+/// The gradient of some columns of a row with options. Block by block, each read before it is written: see
+/// write_narrower_row().
+template <bool kNonTemporal, typename T, typename R>
+void write_with_options(const Rows<T>& rows, R* grad_logits, const ColumnPiece& piece, const RowMap& map) {
   using A = Accumulator<T>;
   const Terms& terms = rows.terms();
   const CrossEntropyView& view = rows.view();
   const auto row = rows.row(piece.group);
-  T* to = grad_logits + row.at.of[kGradLogits];
+  R* to = grad_logits + row.at.of[kGradLogits];
   const bool is_contiguous = view.layout == RowLayout::contiguous;
   const RowGradient<double>& g = map.gradient;
   const bool has_factors = g.per_class != 0.0 && (terms.is_soft || terms.has_weight);
@@ -610,18 +612,62 @@ bool has_options(const Terms& terms, bool has_grad_entropy) {
   return transforms(terms) || has_linear(terms) || has_grad_entropy;
 }
 
+/// Where a gradient goes, and as what: narrower than the logits only over them (CrossEntropyInPlaceProblem).
+struct Gradient {
+  void* data;
+  DType dtype;
+};
+
+/// A gradient of 16 bits over its own float32 logits. Columns [c, c + n) of it take the place of columns
+/// [c / 2, (c + n) / 2) of theirs, so a row is written whole, from its start, by one thread.
+template <typename T, typename R>
+void write_narrower_row(const Rows<T>& rows, R* grad_logits, bool with_options, const ColumnPiece& row,
+                        const RowMap& map) {
+  if (with_options) return write_with_options<false>(rows, grad_logits, row, map);
+  const auto at = rows.view().rows.offsets(row.group);
+  const ScaledSoftmax<Accumulator<T>> softmax = softmax_of<T>(map);
+  R* to = grad_logits + at.of[kGradLogits];
+  write_contiguous_softmax<false>(rows.logits().data + at.of[kLogits], to, row.end, softmax);
+  if (softmax.replaced >= 0 && softmax.replaced < row.end) to[softmax.replaced] = round_to<R>(softmax.value);
+}
+
+/// Over the logits of the piece, which is a whole row where the gradient is narrower. Which dtype is asked here, for
+/// each row: all that goes before is compiled once for all three.
+template <typename T>
+void write_in_place(const Rows<T>& rows, const Gradient& gradient, bool with_options, const ColumnPiece& piece,
+                    const RowMap& map) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (gradient.dtype == DType::float16) {
+      return write_narrower_row(rows, static_cast<float16*>(gradient.data), with_options, piece, map);
+    }
+    if (gradient.dtype == DType::bfloat16) {
+      return write_narrower_row(rows, static_cast<bfloat16*>(gradient.data), with_options, piece, map);
+    }
+  }
+  T* grad_logits = static_cast<T*>(gradient.data);
+  if (with_options) return write_with_options<false>(rows, grad_logits, piece, map);
+  write_softmax_piece<false, T>(rows.view(), rows.logits(), {grad_logits, kGradLogits}, piece, softmax_of<T>(map));
+}
+
 /// `map(row, piece)` gives the RowMap of a row, for columns that nothing has been written of.
 template <typename T, typename Map>
-void write_gradients(const Rows<T>& rows, T* grad_logits, bool with_options, const ExecutionContext& context,
+void write_gradients(const Rows<T>& rows, const Gradient& gradient, bool with_options, const ExecutionContext& context,
                      Map&& map) {
   const CrossEntropyView& view = rows.view();
+  if (gradient.dtype != kDTypeOf<T>) {
+    const ColumnPieces whole_rows = ColumnPieces::of_whole_rows(view.column_count, view.row_count);
+    return for_each_piece(whole_rows, context, false, [&](const ColumnPiece& row) {
+      write_in_place(rows, gradient, with_options, row, map(row.group, row));
+    });
+  }
+  T* grad_logits = static_cast<T*>(gradient.data);
   if (!with_options) {
     return write_softmax<T>(view, rows.logits(), {grad_logits, kGradLogits}, context,
                             [&](std::int64_t row, const ColumnPiece& piece) { return softmax_of<T>(map(row, piece)); });
   }
   const bool is_non_temporal = rows.logits().data != grad_logits && is_written_past_caches<T>(view);
   for_each_row_piece(view, context, is_non_temporal, [&](const ColumnPiece& piece) {
-    const auto write = is_non_temporal ? write_with_options<true, T> : write_with_options<false, T>;
+    const auto write = is_non_temporal ? write_with_options<true, T, T> : write_with_options<false, T, T>;
     write(rows, grad_logits, piece, map(piece.group, piece));
   });
 }
@@ -635,8 +681,8 @@ void backward_of(const CrossEntropyBackwardProblem& problem, const ExecutionCont
     return data == nullptr ? 0.0 : static_cast<double>(static_cast<const Accumulator<T>*>(data)[index]);
   };
   write_gradients<T>(
-      rows, static_cast<T*>(problem.grad_logits), has_options(rows.terms(), problem.grad_entropy != nullptr), context,
-      [&](std::int64_t index, const ColumnPiece& piece) {
+      rows, {problem.grad_logits, problem.grad_dtype}, has_options(rows.terms(), problem.grad_entropy != nullptr),
+      context, [&](std::int64_t index, const ColumnPiece& piece) {
         const auto row = rows.row(index);
         const std::int64_t at = row.at.of[kPerRow];
         return map_of(
@@ -660,7 +706,7 @@ void in_place_of(const CrossEntropyInPlaceProblem& problem, const ExecutionConte
   const CrossEntropyForwardProblem& forward = problem.forward;
   const Rows<T> rows(forward.inputs);
   const CrossEntropyView& view = rows.view();
-  T* grad_logits = static_cast<T*>(const_cast<void*>(forward.inputs.logits));
+  const Gradient grad_logits{const_cast<void*>(forward.inputs.logits), problem.grad_dtype};
   const Passes passes = forward_passes(forward, rows.terms());
   const bool with_options = has_options(rows.terms(), false);
   const double divisor = divisor_if_mean(forward.inputs, forward.normalizer);
@@ -709,11 +755,7 @@ void in_place_of(const CrossEntropyInPlaceProblem& problem, const ExecutionConte
         }
       }
       const RowMap gradient = map(piece.group, finish_forward(piece.group, statistics), piece);
-      if (with_options) {
-        write_with_options<false>(rows, grad_logits, piece, gradient);
-      } else {
-        write_softmax_piece<false, T>(view, rows.logits(), {grad_logits, kGradLogits}, piece, softmax_of<T>(gradient));
-      }
+      write_in_place(rows, grad_logits, with_options, piece, gradient);
     });
   }
   results.finish(divisor, forward.normalizer != nullptr);
@@ -864,7 +906,8 @@ void cross_entropy_check_targets(const char* op, const CrossEntropyInputs& input
     first = index;
     value = target;
   });
-  if (first != kNone) fail_for_target(op, inputs, first, value);
+  if (first == kNone) return;
+  check::fail_for_target(op, inputs.row_shape, first, value, inputs.classes, inputs.options.ignore_index);
 }
 
 void cross_entropy_forward(const CrossEntropyForwardProblem& problem, const ExecutionContext& context) {

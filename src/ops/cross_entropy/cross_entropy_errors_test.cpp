@@ -631,6 +631,127 @@ TEST_F(CrossEntropyErrors, OutputsThatShareMemory) {
   expect_refused(merge, overlapping("cross_entropy_merge", "lse", "statistics"));
 }
 
+/// Legal calls with a narrower gradient, for a test to spoil: rows of three classes, four float32 apart.
+class CrossEntropyNarrowErrors : public CrossEntropyErrors {
+ protected:
+  CrossEntropyNarrowErrors() {
+    narrow_backward_.logits = narrow_in_place_.forward.logits = wide_view({4, 1});
+    narrow_backward_.grad_logits = narrow_in_place_.grad_logits = narrow_view({8, 1});
+  }
+
+  TensorView wide_view(const Dims& strides, int first = 0) {
+    return TensorView::strided(wide_.data() + first, DType::float32, {4, 3}, strides);
+  }
+  TensorView narrow_view(const Dims& strides, int first = 0) {
+    return TensorView::strided(static_cast<void*>(wide_.data() + first), DType::bfloat16, {4, 3}, strides);
+  }
+
+  void expect_both_refused(const TensorView& logits, const TensorView& grad_logits, const std::string& message,
+                           int class_axis = -1) {
+    auto backward = narrow_backward_;
+    backward.logits = logits;
+    backward.grad_logits = grad_logits;
+    backward.class_axis = class_axis;
+    expect_refused(backward, "cross_entropy_backward: " + message);
+    auto in_place = narrow_in_place_;
+    in_place.forward.logits = logits;
+    in_place.forward.class_axis = class_axis;
+    in_place.grad_logits = grad_logits;
+    expect_refused(in_place, "cross_entropy_forward_backward: " + message);
+    EXPECT_EQ(wide_, std::vector<float>(36, 1.0f)) << "logits was written";
+  }
+
+  /// That the gradient does not lie in the first halves of the rows.
+  static std::string misplaced(const std::string& strides, const std::string& logits_strides) {
+    return "grad_logits has dtype bfloat16 and strides " + strides + " over logits with strides " + logits_strides +
+           ", expected of a narrower gradient the data of logits, classes as the last axis with unit stride, rows that "
+           "start on 16 bytes, and strides of twice as many elements";
+  }
+
+  std::vector<float> wide_ = std::vector<float>(36, 1.0f);
+  CrossEntropyBackwardArgs narrow_backward_ = backward_;
+  CrossEntropyForwardBackwardArgs narrow_in_place_ = in_place_;
+};
+
+TEST_F(CrossEntropyNarrowErrors, TheArgumentsThatTheseTestsSpoilAreLegal) {
+  EXPECT_NO_THROW(cross_entropy_backward(narrow_backward_));
+  EXPECT_NO_THROW(cross_entropy_forward_backward(narrow_in_place_));
+}
+
+TEST_F(CrossEntropyNarrowErrors, Dtypes) {
+  TensorView narrow = narrow_view({8, 1});
+  narrow.dtype = DType::int16;
+  expect_both_refused(
+      wide_view({4, 1}), narrow,
+      "grad_logits has dtype int16, expected float16 or bfloat16 (narrower than the float32 of logits)");
+  auto in_place = narrow_in_place_;
+  in_place.grad_logits = wide_view({4, 1});
+  expect_refused(in_place,
+                 "cross_entropy_forward_backward: grad_logits has dtype float32, expected float16 or bfloat16 "
+                 "(narrower than the float32 of logits)");
+  in_place = narrow_in_place_;
+  in_place.forward.logits = narrow_view({8, 1});
+  expect_refused(in_place,
+                 "cross_entropy_forward_backward: logits has dtype bfloat16, expected float32 (grad_logits is "
+                 "narrower)");
+  // There is no narrower gradient but over the logits, and none of float64.
+  auto backward = narrow_backward_;
+  backward.grad_logits = grad_logits_.view({4, 3}, DType::bfloat16);
+  expect_refused(backward, "cross_entropy_backward: grad_logits has dtype bfloat16, expected float32 (that of logits)");
+  backward = narrow_backward_;
+  backward.logits.dtype = DType::float64;
+  expect_refused(backward, "cross_entropy_backward: grad_logits has dtype bfloat16, expected float64 (that of logits)");
+}
+
+TEST_F(CrossEntropyNarrowErrors, Places) {
+  // Elsewhere, be it within the same row.
+  auto in_place = narrow_in_place_;
+  in_place.grad_logits = grad_logits_.view({4, 3}, DType::bfloat16);
+  expect_refused(in_place, "cross_entropy_forward_backward: " + misplaced("[3, 1]", "[4, 1]"));
+  in_place.grad_logits = narrow_view({8, 1}, 1);
+  expect_refused(in_place, "cross_entropy_forward_backward: " + misplaced("[8, 1]", "[4, 1]"));
+  // Rows that do not start on 16 bytes, all of them or all but the first.
+  expect_both_refused(wide_view({4, 1}, 1), narrow_view({8, 1}, 1), misplaced("[8, 1]", "[4, 1]"));
+  expect_both_refused(wide_view({3, 1}), narrow_view({6, 1}), misplaced("[6, 1]", "[3, 1]"));
+  expect_both_refused(wide_view({5, 1}), narrow_view({10, 1}), misplaced("[10, 1]", "[5, 1]"));
+  // Strides that are not twice as many.
+  expect_both_refused(wide_view({4, 1}), narrow_view({4, 1}), misplaced("[4, 1]", "[4, 1]"));
+  expect_both_refused(wide_view({4, 1}), narrow_view({8, 2}), misplaced("[8, 2]", "[4, 1]"));
+  // Classes that do not lie behind each other, or on another axis.
+  expect_both_refused(wide_view({8, 2}), narrow_view({16, 2}), misplaced("[16, 2]", "[8, 2]"));
+  expect_both_refused(wide_view({4, 1}), narrow_view({8, 1}), misplaced("[8, 1]", "[4, 1]"), 0);
+  expect_both_refused(wide_view({4, 1}), narrow_view({8, 1}), misplaced("[8, 1]", "[4, 1]"), -2);
+}
+
+TEST_F(CrossEntropyNarrowErrors, ShapesAndDevices) {
+  TensorView narrow = narrow_view({8, 1});
+  narrow.shape = {4, 2};
+  expect_both_refused(wide_view({4, 1}), narrow, "grad_logits has shape [4, 2], expected [4, 3] (that of logits)");
+  narrow = narrow_view({8, 1});
+  narrow.device = kCuda;
+  expect_both_refused(wide_view({4, 1}), narrow, "grad_logits is on cuda:0, expected cpu (as logits)");
+  auto in_place = narrow_in_place_;
+  in_place.grad_logits.is_present = false;
+  expect_refused(in_place,
+                 "cross_entropy_forward_backward: grad_logits has data but counts as missing, expected a view made by "
+                 "contiguous() or strided()");
+}
+
+TEST_F(CrossEntropyNarrowErrors, SoftTargetsOfAnotherLayout) {
+  const TensorView targets = TensorView::strided(ones_.data(), DType::float32, {4, 3}, {1, 4});
+  const std::string message =
+      "targets are distributions with strides [1, 4], expected classes with unit stride (grad_logits is narrower than "
+      "logits)";
+  auto backward = narrow_backward_;
+  backward.targets = targets;
+  backward.target_mass = ones({4});
+  expect_refused(backward, "cross_entropy_backward: " + message);
+  auto in_place = narrow_in_place_;
+  in_place.forward.targets = targets;
+  expect_refused(in_place, "cross_entropy_forward_backward: " + message);
+  EXPECT_EQ(wide_, std::vector<float>(36, 1.0f)) << "logits was written";
+}
+
 TEST_F(CrossEntropyErrors, PartsOfAVocabulary) {
   const auto refused = [&](std::int64_t first_class, std::int64_t classes, const std::string& message) {
     auto shard = shard_;

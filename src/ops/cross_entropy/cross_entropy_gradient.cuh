@@ -5,6 +5,7 @@
 //   FullGradient    every option
 #pragma once
 
+#include "ops/cross_entropy/cross_entropy_backend.h"
 #include "ops/cross_entropy/cross_entropy_device.cuh"
 
 namespace eaves::cuda {
@@ -250,5 +251,47 @@ struct GradientVariant {
     return gradient.template map<kIsCapped, kIsLoaded>(v, column);
   }
 };
+
+/// The gradient as an operation of cuda/row_map.cuh.
+template <typename T, typename View, typename Function>
+struct CrossEntropyGradient {
+  using Element = T;
+  static constexpr bool kIsHeavy = Function::kIsHeavy;
+
+  const T* in;
+  T* out;
+  GradientInputs<T, View> inputs;
+
+  EAVES_HOST_DEVICE const View& view() const { return inputs.in.view; }
+
+  __device__ auto row(std::int64_t row) const {
+    const auto at = view().rows.offsets(row);
+    return Function(inputs.in, inputs.row(at), at.of[kSoftTargets]);
+  }
+
+  template <typename Body>
+  __device__ void for_variant(Body body) const {
+    const auto call = [&]<bool kIsCapped, bool kIsLoaded>() {
+      body([&](std::int64_t i) { return GradientVariant<T, View, kIsCapped, kIsLoaded>{row(i)}; });
+    };
+    const bool is_loaded = inputs.in.is_measure_loaded();
+    if (inputs.in.terms.softcap == Accumulator<T>(0)) {
+      is_loaded ? call.template operator()<false, true>() : call.template operator()<false, false>();
+    } else {
+      is_loaded ? call.template operator()<true, true>() : call.template operator()<true, false>();
+    }
+  }
+};
+
+/// Is a call's gradient a PlainGradient?
+inline bool has_plain_gradient(const CrossEntropyBackwardProblem& problem) {
+  const CrossEntropyInputs& inputs = problem.inputs;
+  return !inputs.has_soft_targets() && inputs.options.scale == 1.0 && inputs.options.softcap == 0.0 &&
+         problem.grad_entropy == nullptr && !(inputs.weight != nullptr && inputs.options.label_smoothing > 0.0);
+}
+
+/// Over float32 logits, of 16 bits: see CrossEntropyInPlaceProblem. The first is for rows that stay on the chip.
+void narrow_in_place(const CrossEntropyInPlaceProblem& problem, const ExecutionContext& context);
+void narrow_backward(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context);
 
 }  // namespace eaves::cuda

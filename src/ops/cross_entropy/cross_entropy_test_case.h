@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -14,8 +15,8 @@
 #include "core/check.h"
 #include "core/rows.h"
 #include "eaves/cross_entropy.h"
-#include "ops/cross_entropy/cross_entropy_reference.h"
 #include "runtime/runtime.h"
+#include "testing/cross_entropy_reference.h"
 #include "testing/tensor.h"
 #include "testing/tolerance.h"
 
@@ -24,6 +25,7 @@ namespace eaves::testing {
 struct CrossEntropyCase {
   Device device = {};
   DType dtype = DType::float32;
+  std::optional<DType> narrow_dtype = {};  ///< of the gradients, over float32 logits: over copies of `logits`
   Dims shape = {};
   int class_axis = -1;
   CrossEntropyOptions options = {};
@@ -43,6 +45,13 @@ struct CrossEntropyCase {
   std::function<double(std::int64_t)> target = {};  ///< likewise of targets; absent: any class, every fifth row ignored
   std::function<double(std::int64_t)> weight = {};  ///< of class v; absent: 0.25 to 1.75, and 0 for every seventh
 };
+
+/// The gradient of `dtype` over float32 logits: each row in the first half of its place.
+inline TensorView narrow_view_of(TensorView logits, DType dtype) {
+  logits.dtype = dtype;
+  for (int axis = 0; axis + 1 < logits.strides.size(); ++axis) logits.strides[axis] *= 2;
+  return logits;
+}
 
 /// The outputs of one forward, all of them.
 struct CrossEntropyResults {
@@ -86,11 +95,12 @@ class CrossEntropyRun {
                   reduction() == Reduction::none ? row_shape() : Dims{}, case_.grad_loss_placement),
         grad_lse(case_.device, result_dtype(), row_shape()),
         grad_entropy(case_.device, result_dtype(), row_shape()),
-        grad_logits(case_.device, case_.dtype, case_.shape, case_.grad_logits_placement),
+        grad_logits(case_.device, case_.dtype, case_.shape,
+                    case_.narrow_dtype ? case_.logits_placement : case_.grad_logits_placement),
         in_place(case_.device, case_.dtype, case_.runs_in_place ? case_.shape : Dims{0},
                  case_.runs_in_place ? case_.logits_placement : Placement{}) {
     logits.fill(case_.value);
-    if (case_.runs_in_place) in_place.copy_from(logits);
+    restore();
     targets.fill([this](std::int64_t i) { return target(i); });
     weight.fill([this](std::int64_t v) {
       if (case_.weight) return case_.weight(v);
@@ -112,7 +122,7 @@ class CrossEntropyRun {
     return {.grad_loss = grad_loss.view(),
             .grad_lse = case_.has_grad_lse ? grad_lse.view() : TensorView{},
             .grad_entropy = case_.has_grad_entropy ? grad_entropy.view() : TensorView{},
-            .logits = logits.view(),
+            .logits = case_.narrow_dtype ? grad_logits.view() : logits.view(),
             .targets = targets.view(),
             .weight = case_.weight_dtype ? weight.view() : TensorView{},
             .class_axis = case_.class_axis,
@@ -121,11 +131,18 @@ class CrossEntropyRun {
             .entropy = results.entropy.view(),
             .target_mass = results.target_mass.view(),
             .divisor = reduction() == Reduction::mean ? results.divisor.view() : TensorView{},
-            .grad_logits = grad_logits.view()};
+            .grad_logits = gradient_of(grad_logits.view())};
   }
 
   CrossEntropyForwardBackwardArgs in_place_args() {
-    return {.forward = args(in_place, results_in_place, &TestTensor::view), .grad_loss = grad_loss.view()};
+    return {.forward = args(in_place, results_in_place, &TestTensor::view),
+            .grad_loss = grad_loss.view(),
+            .grad_logits = case_.narrow_dtype ? gradient_of(in_place.view()) : TensorView{}};
+  }
+
+  /// Where the gradient lies in `grad_logits` or `in_place`.
+  TensorView gradient_of(const TensorView& view) const {
+    return case_.narrow_dtype ? narrow_view_of(view, *case_.narrow_dtype) : view;
   }
 
   void launch(const ExecutionContext& context = {}) {
@@ -142,15 +159,16 @@ class CrossEntropyRun {
     launch(context);
     download();
   }
-  /// Puts back the logits that the call in place has overwritten.
+  /// Puts back the logits that the calls in place have overwritten.
   void restore() {
     if (case_.runs_in_place) in_place.copy_from(logits);
+    if (case_.narrow_dtype) grad_logits.copy_from(logits);
   }
 
   /// Bit by bit.
   bool results_equal(const CrossEntropyRun& other) const {
     return results.equal(other.results) && results_in_place.equal(other.results_in_place) &&
-           grad_logits.bytes() == other.grad_logits.bytes() && in_place.bytes() == other.in_place.bytes();
+           gradients_equal(grad_logits, other.grad_logits) && gradients_equal(in_place, other.in_place);
   }
 
   std::vector<TestTensor*> inputs() {
@@ -177,6 +195,19 @@ class CrossEntropyRun {
   int class_axis() const { return class_axis_; }
 
  private:
+  /// Bit by bit. What is behind a narrow row is undefined.
+  bool gradients_equal(const TestTensor& one, const TestTensor& other) const {
+    if (!case_.narrow_dtype || one.view().shape != case_.shape) return one.bytes() == other.bytes();
+    const auto row = [&](const TestTensor& tensor, std::int64_t i) {
+      return reference::elements_along(gradient_of(tensor.host()), class_axis_, i);
+    };
+    for (std::int64_t i = 0; i < results.lse.host().element_count(); ++i) {
+      const std::vector<double> a = row(one, i), b = row(other, i);
+      if (std::memcmp(a.data(), b.data(), a.size() * sizeof(double)) != 0) return false;
+    }
+    return true;
+  }
+
   bool is_soft() const { return is_floating_point(case_.targets_dtype); }
   DType result_dtype() const { return accumulator_dtype(case_.dtype); }
   Dims row_shape() const {
@@ -234,8 +265,8 @@ class CrossEntropyComparison {
   explicit CrossEntropyComparison(CrossEntropyRun& run)
       : run_(run),
         args_(run.forward_args(&TestTensor::host)),
-        dtype_(run.test_case().dtype),
-        result_dtype_(accumulator_dtype(dtype_)) {}
+        gradient_dtype_(run.test_case().narrow_dtype.value_or(run.test_case().dtype)),
+        result_dtype_(accumulator_dtype(run.test_case().dtype)) {}
 
   /// Fails with the first result that is not within the contract, and looks no further.
   void compare() {
@@ -372,22 +403,28 @@ class CrossEntropyComparison {
     return divisor == 0.0 ? 0.0 : run_.grad_loss.get(0) / divisor;
   }
 
+  double allowed_gradient_error(double exact, double scale) const {
+    const bool is_narrow = run_.test_case().narrow_dtype.has_value();
+    return (is_narrow ? allowed_narrow_error : allowed_error)(gradient_dtype_, exact, scale);
+  }
+
   /// Empty, or a sentence on the first element that is not within the contract; then `share` is as it was.
   std::string compare_gradient(const TestTensor& gradient, const reference::CrossEntropyRow& row, std::int64_t i,
                                const reference::CrossEntropyUpstream& upstream, double& share) const {
     const reference::CrossEntropyGradient exact = reference::cross_entropy_gradient(row, args_.options, upstream);
-    const std::vector<double> actual = reference::elements_along(gradient.host(), run_.class_axis(), i);
+    const TensorView view = run_.gradient_of(gradient.host());
+    const std::vector<double> actual = reference::elements_along(view, run_.class_axis(), i);
     double worst = share;
     for (std::size_t v = 0; v < actual.size(); ++v) {
       // Nothing is put into words before it has to be: there are millions of these.
       const double error = std::abs(actual[v] - exact.values[v]);
       if (error == 0.0) continue;
-      const double allowed = allowed_error(dtype_, exact.values[v], exact.scale);
+      const double allowed = allowed_gradient_error(exact.values[v], exact.scale);
       if (error <= allowed) {
         worst = std::max(worst, error / allowed);
         continue;
       }
-      const std::string text = difference(dtype_, actual[v], exact.values[v], exact.scale);
+      const std::string text = difference_beyond(allowed, gradient_dtype_, actual[v], exact.values[v]);
       if (!text.empty()) return "class " + std::to_string(v) + ": " + text + ", scale " + std::to_string(exact.scale);
     }
     share = worst;
@@ -396,7 +433,7 @@ class CrossEntropyComparison {
 
   CrossEntropyRun& run_;
   CrossEntropyForwardArgs args_;
-  DType dtype_;
+  DType gradient_dtype_;
   DType result_dtype_;
   reference::CrossEntropySums sums_;
 };
@@ -407,6 +444,7 @@ inline std::string description_of(const CrossEntropyCase& c) {
   std::string text = std::string(name_of(c.dtype)) + " " + check::to_string(c.shape) + ", class axis " +
                      std::to_string(c.class_axis) + ", targets " + name_of(c.targets_dtype) + ", reduction " +
                      kReductions[static_cast<int>(options.reduction)];
+  if (c.narrow_dtype) text += std::string(", gradient ") + name_of(*c.narrow_dtype);
   if (c.weight_dtype) text += std::string(", weight ") + name_of(*c.weight_dtype);
   if (options.ignore_index != CrossEntropyOptions{}.ignore_index) {
     text += ", ignore_index " + std::to_string(options.ignore_index);

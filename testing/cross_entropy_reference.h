@@ -160,7 +160,8 @@ struct CrossEntropyUpstream {
 
 struct CrossEntropyGradient {
   std::vector<double> values;
-  double scale = 0.0;
+  std::vector<double> scales;  ///< of each class
+  double scale = 0.0;          ///< of the row: the largest of them
 };
 
 inline CrossEntropyGradient cross_entropy_gradient(const CrossEntropyRow& row, const CrossEntropyOptions& options,
@@ -170,6 +171,7 @@ inline CrossEntropyGradient cross_entropy_gradient(const CrossEntropyRow& row, c
   const double of_entropy = upstream.entropy_gradient;
   if (!row.is_counted && of_lse == 0.0 && of_entropy == 0.0) {
     result.values.assign(row.logits.size(), 0.0);  // whatever the logits are
+    result.scales = result.values;
     return result;
   }
   const double lse = upstream.anchor + upstream.lse_minus_anchor;
@@ -199,6 +201,7 @@ inline CrossEntropyGradient cross_entropy_gradient(const CrossEntropyRow& row, c
          .of_distribution = std::abs(distribution),
          .rounded = (is_transformed ? std::abs(row.logits[v]) : 0.0) + upstream.lse_rounding,
          .slope = options.scale});
+    result.scales.push_back(scale);
     result.scale = std::fmax(result.scale, scale);  // a NaN does not raise it
   }
   return result;

@@ -1,0 +1,122 @@
+#include "core/loss_checks.h"
+
+#include <cstdlib>
+#include <limits>
+#include <string>
+
+#include "eaves/error.h"
+
+namespace eaves::check {
+
+void loss_options(const char* op, const CrossEntropyOptions& options) {
+  // What float32, in which most calls compute, would make 0 or infinite is refused for all.
+  constexpr double kSmallest = std::numeric_limits<float>::min();
+  constexpr double kLargest = std::numeric_limits<float>::max();
+  number(op, "label_smoothing", options.label_smoothing, 0.0, 1.0, "0 to 1");
+  number(op, "scale", options.scale, kSmallest, kLargest, "a positive number that float32 has");
+  if (options.softcap != 0.0) {
+    number(op, "softcap", options.softcap, kSmallest, kLargest, "a positive number that float32 has, or 0 for none");
+  }
+  number(op, "z_loss_weight", options.z_loss_weight, 0.0, kLargest, "a number that is not negative");
+  if (options.reduction > Reduction::mean) {
+    throw InvalidArgument(std::string(op) + ": reduction is " + std::to_string(static_cast<int>(options.reduction)) +
+                          ", expected one of enum Reduction");
+  }
+}
+
+void is_required(const Argument& argument, const char* why) {
+  if (!argument.view.is_present && argument.view.data == nullptr) {
+    fail(argument, std::string("is missing, expected it ") + why);
+  }
+}
+
+void LossArguments::take_input(const Argument& argument) {
+  for (const Argument& output : outputs) do_not_overlap(output, argument);  // in place, logits is one
+  inputs.push_back(argument);
+}
+
+void LossArguments::take_output(const Argument& argument) {
+  is_writable(argument);
+  for (const Argument& input : inputs) do_not_overlap(argument, input);
+  for (const Argument& output : outputs) do_not_overlap(argument, output);
+  outputs.push_back(argument);
+}
+
+void LossArguments::has_result_dtype(const Argument& argument) const {
+  is_on(argument, device, reference);
+  if (argument.view.dtype == result_dtype) return;  // or the words would be made in every call
+  has_dtype(argument, {result_dtype}, std::string("float32, or float64 where ") + rows_of + " is float64");
+}
+
+std::string LossArguments::per_row_shape() const { return std::string("one per row of ") + rows_of; }
+
+void* LossArguments::per_row(const Argument& argument, bool is_output, DType dtype, const char* why) {
+  if (!is_given(argument)) return nullptr;
+  is_on(argument, device, reference);
+  if (argument.view.shape != row_shape) has_shape(argument, row_shape, per_row_shape());
+  has_dtype(argument, {dtype}, why);
+  is_contiguous(argument);
+  is_output ? take_output(argument) : take_input(argument);
+  return argument.view.data;
+}
+
+void* LossArguments::per_row(const Argument& argument, bool is_output) {
+  if (!is_given(argument)) return nullptr;
+  is_on(argument, device, reference);
+  if (argument.view.shape != row_shape) has_shape(argument, row_shape, per_row_shape());
+  has_result_dtype(argument);
+  return per_row(argument, is_output, result_dtype, "");
+}
+
+void* LossArguments::scalar(const Argument& argument, bool is_output) {
+  if (!is_given(argument)) return nullptr;
+  has_one_element(argument);
+  has_result_dtype(argument);
+  is_output ? take_output(argument) : take_input(argument);
+  return argument.view.data;
+}
+
+void* LossArguments::mean_scalar(const Argument& argument, Reduction reduction, bool is_output) {
+  if (argument.view.is_present && reduction != Reduction::mean) {
+    fail(argument, "is given, but only the mean divides: expected reduction mean, or no such argument");
+  }
+  return scalar(argument, is_output);
+}
+
+void* LossArguments::loss(const Argument& argument, Reduction reduction) {
+  return reduction == Reduction::none ? per_row(argument, true) : scalar(argument, true);
+}
+
+void LossArguments::has_loss_gradient(const Argument& argument, DType dtype, Reduction reduction) const {
+  is_valid(argument);
+  is_on(argument, device, reference);
+  if (argument.view.dtype != result_dtype) {
+    has_dtype(argument, {result_dtype, dtype}, std::string("that of the loss, or of ") + rows_of);
+  }
+  if (reduction == Reduction::none) {
+    if (argument.view.shape != row_shape) has_shape(argument, row_shape, per_row_shape());
+  } else {
+    has_one_element(argument);
+  }
+}
+
+void fail_for_target(const char* op, const Dims& row_shape, std::int64_t index, std::int64_t target,
+                     std::int64_t classes, std::int64_t ignore_index) {
+  Dims row;
+  for (int axis = 0; axis < row_shape.size(); ++axis) row.push_back(0);
+  for (int axis = row_shape.size() - 1; axis >= 0; --axis) {
+    row[axis] = index % row_shape[axis];
+    index /= row_shape[axis];
+  }
+  // A single target has no index.
+  const std::string name = "targets" + (row.empty() ? std::string() : to_string(row));
+  throw InvalidArgument(std::string(op) + ": " + name + " is " + std::to_string(target) + ", expected 0 to " +
+                        std::to_string(classes - 1) + ", or ignore_index " + std::to_string(ignore_index));
+}
+
+bool checks_targets_on_gpu() {
+  const char* value = std::getenv("EAVES_CHECK_TARGETS");
+  return value != nullptr && std::string(value) != "" && std::string(value) != "0";
+}
+
+}  // namespace eaves::check

@@ -1,0 +1,61 @@
+// The checks that operators with a loss share: their options, tensors that come one per row or as one number, targets.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/check.h"
+#include "eaves/cross_entropy.h"
+
+namespace eaves::check {
+
+void loss_options(const char* op, const CrossEntropyOptions& options);
+
+/// An argument that cannot be left out here; `why` follows "expected it".
+void is_required(const Argument& argument, const char* why);
+
+/// What a call has beside its problem: the tensors that have been checked, and what others are checked against.
+/// "Per row" means `row_shape`, contiguous.
+struct LossArguments {
+  const char* op;
+  Dims row_shape;
+  DType result_dtype;
+  Device device;
+  const char* reference;               ///< the argument whose device it is: "logits"
+  const char* rows_of = reference;     ///< the argument whose rows and dtype these are
+  std::vector<Argument> inputs = {};   ///< present ones
+  std::vector<Argument> outputs = {};  ///< present ones
+
+  void take_input(const Argument& argument);
+  void take_output(const Argument& argument);
+
+  void has_result_dtype(const Argument& argument) const;
+
+  /// "one per row of logits"
+  std::string per_row_shape() const;
+
+  /// An optional per-row tensor; its memory, or nullptr where there is none.
+  void* per_row(const Argument& argument, bool is_output, DType dtype, const char* why);
+  void* per_row(const Argument& argument, bool is_output);
+
+  /// An optional single number of the result dtype.
+  void* scalar(const Argument& argument, bool is_output);
+
+  /// The same of an argument that only the mean has.
+  void* mean_scalar(const Argument& argument, Reduction reduction, bool is_output);
+
+  /// What has the shape of the loss.
+  void* loss(const Argument& argument, Reduction reduction);
+
+  /// dL/d(loss): any strides, dtype of the result or `dtype`, that of the reference.
+  void has_loss_gradient(const Argument& argument, DType dtype, Reduction reduction) const;
+};
+
+/// Throws InvalidArgument for a target that is out of range; `index` counts the rows in the order of their shape.
+[[noreturn]] void fail_for_target(const char* op, const Dims& row_shape, std::int64_t index, std::int64_t target,
+                                  std::int64_t classes, std::int64_t ignore_index);
+
+/// The mode that trades speed for an error in words; read on each call, so that a test or a debugger can switch it.
+bool checks_targets_on_gpu();
+
+}  // namespace eaves::check
