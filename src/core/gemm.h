@@ -1,0 +1,38 @@
+// A matrix product, as operators ask for it on every device: row-major matrices with 64-bit sizes, one rounding at the
+// end. cpu/gemm.h and cuda/gemm.h compute it with a library.
+#pragma once
+
+#include <cstdint>
+
+#include "eaves/tensor.h"
+
+namespace eaves {
+
+/// A matrix in memory. Where `is_transposed`, its rows lie as columns: element [i, j] is at j * stride + i.
+struct GemmMatrix {
+  const void* data;
+  std::int64_t stride;  ///< in elements, between rows (between columns where transposed)
+  bool is_transposed = false;
+};
+
+/// c = alpha * a * b + bias, or c += alpha * a * b, with a [m, k], b [k, n], c [m, n]; none of the sizes is 0 but k,
+/// where the product is 0.
+///
+/// Products are summed in float32 without shortening the factors, in float64 for float64. "Accumulator" below is that
+/// type.
+struct Gemm {
+  std::int64_t m;
+  std::int64_t n;
+  std::int64_t k;
+  DType dtype;  ///< of a and b: float32, float64, float16 or bfloat16
+  GemmMatrix a;
+  GemmMatrix b;
+  DType c_dtype;  ///< `dtype`, or the accumulator
+  void* c;
+  std::int64_t c_stride;        ///< in elements, between rows
+  const void* alpha = nullptr;  ///< one accumulator on the device; nullptr: 1
+  const void* bias = nullptr;   ///< [n] accumulators, added to each row; nullptr: 0
+  bool accumulates = false;     ///< c += instead of c =; then no bias
+};
+
+}  // namespace eaves

@@ -1,0 +1,88 @@
+// What the library uses of cuBLASLt, declared here and found when it is first needed: the library is 500 MB, not every
+// machine with a GPU has it, and most operators do without. Types and numbers are those of the library's interface,
+// which has not changed them since CUDA 11; a test compares them with cublasLt.h where that is installed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace eaves::cuda::cublaslt {
+
+using Status = int;
+using Handle = void*;
+
+inline constexpr Status kSuccess = 0;
+
+enum DataType : int { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBfloat16 = 14 };
+enum ComputeType : int { kCompute32 = 68, kCompute64 = 70 };
+enum Operation : std::int32_t { kAsItIs = 0, kTransposed = 1 };
+enum PointerMode : std::int32_t { kHostPointers = 0, kDevicePointers = 1 };
+enum Epilogue : std::uint32_t { kNoEpilogue = 1, kAddBias = 4 };
+
+/// How parts of a long sum are added: the mask of kReductionSchemes. The others would add them in the type of c.
+enum ReductionScheme : std::uint32_t { kAccumulatorsOnly = 2 };
+
+enum MatmulAttribute : int {
+  kPointerMode = 2,
+  kTransposeA = 3,
+  kTransposeB = 4,
+  kEpilogue = 7,
+  kBiasPointer = 8,
+  kBiasDataType = 26
+};
+enum PreferenceAttribute : int {
+  kMaxWorkspaceBytes = 1,
+  kReductionSchemes = 3,
+  kMinAlignmentA = 5,
+  kMinAlignmentB = 6,
+  kMinAlignmentC = 7,
+  kMinAlignmentD = 8
+};
+
+// Filled in by the library; at least as large as any version's.
+struct MatrixLayout {
+  std::uint64_t data[8];
+};
+struct MatmulDescription {
+  std::uint64_t data[32];
+};
+struct Preference {
+  std::uint64_t data[8];
+};
+struct Algorithm {
+  std::uint64_t data[8];
+};
+struct HeuristicResult {
+  Algorithm algorithm;
+  std::size_t workspace_bytes;
+  Status state;
+  float waves;
+  int reserved[4];
+};
+
+struct Library {
+  Status (*create)(Handle* handle);
+  const char* (*status_string)(Status status);
+  std::size_t (*version)();
+  Status (*init_layout)(MatrixLayout* layout, std::size_t size, DataType type, std::uint64_t rows,
+                        std::uint64_t columns, std::int64_t stride);
+  Status (*init_description)(MatmulDescription* description, std::size_t size, ComputeType compute, DataType scale);
+  Status (*set_description)(MatmulDescription* description, MatmulAttribute attribute, const void* value,
+                            std::size_t size);
+  Status (*init_preference)(Preference* preference, std::size_t size);
+  Status (*set_preference)(Preference* preference, PreferenceAttribute attribute, const void* value, std::size_t size);
+  Status (*get_heuristic)(Handle handle, const MatmulDescription* description, const MatrixLayout* a,
+                          const MatrixLayout* b, const MatrixLayout* c, const MatrixLayout* d,
+                          const Preference* preference, int requested, HeuristicResult* results, int* found);
+  Status (*matmul)(Handle handle, const MatmulDescription* description, const void* alpha, const void* a,
+                   const MatrixLayout* a_layout, const void* b, const MatrixLayout* b_layout, const void* beta,
+                   const void* c, const MatrixLayout* c_layout, void* d, const MatrixLayout* d_layout,
+                   const Algorithm* algorithm, void* workspace, std::size_t workspace_bytes, void* stream);
+  std::string missing;  ///< why there is no library, in one sentence; empty where there is one
+};
+
+/// Loaded by the first call. Never throws.
+const Library& library();
+
+}  // namespace eaves::cuda::cublaslt

@@ -1,0 +1,238 @@
+#include "cuda/gemm.h"
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "core/dispatch.h"
+#include "cuda/cublaslt.h"
+#include "cuda/device.h"
+#include "cuda/launch.cuh"
+#include "eaves/error.h"
+
+namespace eaves::cuda {
+namespace {
+
+using namespace cublaslt;
+
+/// Factors that kernels read on the device, beside an alpha that lies there.
+template <typename A>
+__device__ const A kFactors[2] = {A(0), A(1)};
+
+template <typename A>
+const void* device_factor(bool is_one) {
+  void* address = nullptr;
+  check_status(cudaGetSymbolAddress(&address, kFactors<A>), "gemm");
+  return static_cast<const A*>(address) + (is_one ? 1 : 0);
+}
+
+template <typename A>
+__global__ void fill_rows(A* to, std::int64_t rows, std::int64_t columns, std::int64_t stride, const A* row) {
+  const std::int64_t column = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (column >= columns) return;
+  const A value = row == nullptr ? A(0) : row[column];
+  for (std::int64_t i = blockIdx.y; i < rows; i += gridDim.y) to[i * stride + column] = value;
+}
+
+DataType data_type(DType dtype) {
+  switch (dtype) {
+    case DType::float64: return kFloat64;
+    case DType::float16: return kFloat16;
+    case DType::bfloat16: return kBfloat16;
+    default: return kFloat32;
+  }
+}
+
+/// The largest power of two, up to 256, that divides all addresses of a matrix's rows.
+std::uint32_t alignment_of(const void* data, std::int64_t stride, DType dtype) {
+  const auto bits = reinterpret_cast<std::uintptr_t>(data) |
+                    (static_cast<std::uintptr_t>(stride) * size_of(dtype)) | std::uintptr_t{256};
+  return static_cast<std::uint32_t>(bits & (~bits + 1));
+}
+
+void check(const char* op, Status status, const char* call) {
+  if (status == kSuccess) return;
+  throw DeviceError(std::string(op) + ": " + call + " of cuBLASLt: " + library().status_string(status));
+}
+
+/// A handle for each device; they live as long as the process.
+Handle handle_of(const char* op, int device) {
+  static std::mutex mutex;
+  static std::map<int, Handle> handles;
+  const std::lock_guard lock(mutex);
+  Handle& handle = handles[device];
+  if (handle == nullptr) check(op, library().create(&handle), "cublasLtCreate");
+  return handle;
+}
+
+/// cuBLAS counts columns first: our rows are its columns, c^T = b^T a^T.
+struct Description {
+  MatmulDescription matmul{};
+  MatrixLayout a{};  ///< our b
+  MatrixLayout b{};  ///< our a
+  MatrixLayout c{};
+
+  Description(const char* op, const Gemm& gemm, bool has_bias) {
+    const Library& lt = library();
+    const bool is_double = gemm.dtype == DType::float64;
+    const DataType scale = is_double ? kFloat64 : kFloat32;
+    const DataType type = data_type(gemm.dtype);
+    check(op, lt.init_description(&matmul, sizeof(matmul), is_double ? kCompute64 : kCompute32, scale), "description");
+    const auto set = [&](MatmulAttribute attribute, auto value) {
+      check(op, lt.set_description(&matmul, attribute, &value, sizeof(value)), "attribute");
+    };
+    set(kTransposeA, gemm.b.is_transposed ? kTransposed : kAsItIs);
+    set(kTransposeB, gemm.a.is_transposed ? kTransposed : kAsItIs);
+    if (gemm.alpha != nullptr) set(kPointerMode, kDevicePointers);
+    if (has_bias) {
+      set(kEpilogue, kAddBias);
+      set(kBiasDataType, static_cast<std::int32_t>(scale));
+      set(kBiasPointer, gemm.bias);
+    }
+    const auto layout = [&](MatrixLayout& to, DataType of, std::int64_t rows, std::int64_t columns,
+                            std::int64_t stride) {
+      check(op,
+            lt.init_layout(&to, sizeof(to), of, static_cast<std::uint64_t>(rows), static_cast<std::uint64_t>(columns),
+                           stride),
+            "layout");
+    };
+    gemm.b.is_transposed ? layout(a, type, gemm.k, gemm.n, gemm.b.stride)
+                         : layout(a, type, gemm.n, gemm.k, gemm.b.stride);
+    gemm.a.is_transposed ? layout(b, type, gemm.m, gemm.k, gemm.a.stride)
+                         : layout(b, type, gemm.k, gemm.m, gemm.a.stride);
+    layout(c, data_type(gemm.c_dtype), gemm.n, gemm.m, gemm.c_stride);
+  }
+};
+
+/// Everything that the choice of an algorithm may depend on.
+using AlgorithmKey = std::array<std::int64_t, 16>;
+
+AlgorithmKey key_of(const Gemm& gemm, bool has_bias, int device, const std::array<std::uint32_t, 3>& alignments) {
+  return {gemm.m,
+          gemm.n,
+          gemm.k,
+          static_cast<std::int64_t>(gemm.dtype),
+          static_cast<std::int64_t>(gemm.c_dtype),
+          gemm.a.stride,
+          gemm.b.stride,
+          gemm.c_stride,
+          gemm.a.is_transposed,
+          gemm.b.is_transposed,
+          gemm.alpha != nullptr,
+          has_bias,
+          device,
+          alignments[0],
+          alignments[1],
+          alignments[2]};
+}
+
+/// The one that the library expects to be the fastest; nullopt where it has none.
+std::optional<Algorithm> find_algorithm(const char* op, Handle handle, const Description& description,
+                                        const std::array<std::uint32_t, 3>& alignments) {
+  const Library& lt = library();
+  Preference preference{};
+  check(op, lt.init_preference(&preference, sizeof(preference)), "preference");
+  const auto set = [&](PreferenceAttribute attribute, auto value) {
+    check(op, lt.set_preference(&preference, attribute, &value, sizeof(value)), "preference");
+  };
+  set(kMaxWorkspaceBytes, static_cast<std::uint64_t>(kGemmWorkspaceBytes));
+  set(kReductionSchemes, static_cast<std::uint32_t>(kAccumulatorsOnly));
+  set(kMinAlignmentA, alignments[0]);
+  set(kMinAlignmentB, alignments[1]);
+  set(kMinAlignmentC, alignments[2]);
+  set(kMinAlignmentD, alignments[2]);
+  HeuristicResult result{};
+  int found = 0;
+  const Status status = lt.get_heuristic(handle, &description.matmul, &description.a, &description.b, &description.c,
+                                         &description.c, &preference, 1, &result, &found);
+  if (status != kSuccess || found == 0 || result.state != kSuccess) return std::nullopt;
+  return result.algorithm;
+}
+
+/// The same product always takes the same algorithm: it is asked for once for each shape.
+std::optional<Algorithm> algorithm_for(const char* op, Handle handle, const Gemm& gemm, bool has_bias, int device,
+                                       const Description& description) {
+  static std::mutex mutex;
+  static std::map<AlgorithmKey, std::optional<Algorithm>> known;
+  const std::array<std::uint32_t, 3> alignments = {alignment_of(gemm.b.data, gemm.b.stride, gemm.dtype),
+                                                   alignment_of(gemm.a.data, gemm.a.stride, gemm.dtype),
+                                                   alignment_of(gemm.c, gemm.c_stride, gemm.c_dtype)};
+  const AlgorithmKey key = key_of(gemm, has_bias, device, alignments);
+  const std::lock_guard lock(mutex);
+  const auto at = known.find(key);
+  if (at != known.end()) return at->second;
+  return known[key] = find_algorithm(op, handle, description, alignments);
+}
+
+template <typename A>
+void multiply(const char* op, const Gemm& gemm, const Description& description, const Algorithm& algorithm,
+              Handle handle, const ExecutionContext& context) {
+  static const A kHostFactors[2] = {A(0), A(1)};
+  const bool is_on_device = gemm.alpha != nullptr;
+  const void* alpha = is_on_device ? gemm.alpha : &kHostFactors[1];
+  const void* beta = is_on_device ? device_factor<A>(gemm.accumulates) : &kHostFactors[gemm.accumulates ? 1 : 0];
+  check(op,
+        library().matmul(handle, &description.matmul, alpha, gemm.b.data, &description.a, gemm.a.data, &description.b,
+                         beta, gemm.c, &description.c, gemm.c, &description.c, &algorithm, context.workspace.data,
+                         std::min(context.workspace.bytes, kGemmWorkspaceBytes), context.stream),
+        "cublasLtMatmul");
+}
+
+/// c = bias, or 0.
+void fill(const char* op, const Gemm& gemm, const ExecutionContext& context) {
+  dispatch_floating_point(gemm.c_dtype, [&]<typename T>() {
+    if constexpr (std::is_same_v<T, Accumulator<T>>) {
+      constexpr int kThreads = 256;
+      launch(op, fill_rows<T>,
+             {.blocks = ceil_divide(gemm.n, kThreads),
+              .blocks_y = std::min<std::int64_t>(gemm.m, 1024),
+              .threads = kThreads,
+              .stream = context.stream},
+             static_cast<T*>(gemm.c), gemm.m, gemm.n, gemm.c_stride, static_cast<const T*>(gemm.bias));
+    } else {
+      throw Unsupported(std::string(op) + ": a bias is added to accumulators alone");
+    }
+  });
+}
+
+}  // namespace
+
+void require_gemm(const char* op) {
+  if (!library().missing.empty()) throw Unsupported(std::string(op) + ": " + library().missing);
+}
+
+void gemm(const char* op, const Gemm& product, const ExecutionContext& context) {
+  require_gemm(op);
+  int device = 0;
+  check_status(cudaGetDevice(&device), op);
+  const Handle handle = handle_of(op, device);
+  const auto run = [&](const Gemm& gemm, bool has_bias) {
+    const Description description(op, gemm, has_bias);
+    const auto algorithm = algorithm_for(op, handle, gemm, has_bias, device, description);
+    if (!algorithm) return false;
+    gemm.dtype == DType::float64 ? multiply<double>(op, gemm, description, *algorithm, handle, context)
+                                 : multiply<float>(op, gemm, description, *algorithm, handle, context);
+    return true;
+  };
+  if (run(product, product.bias != nullptr)) return;
+  if (product.bias != nullptr) {
+    // Not every type has a product that adds it: then it is there before.
+    fill(op, product, context);
+    Gemm rest = product;
+    rest.bias = nullptr;
+    rest.accumulates = true;
+    if (run(rest, false)) return;
+  }
+  throw Unsupported(std::string(op) + ": cuBLASLt has no algorithm for a product of [" + std::to_string(product.m) +
+                    ", " + std::to_string(product.k) + "] and [" + std::to_string(product.k) + ", " +
+                    std::to_string(product.n) + "] of " + name_of(product.dtype));
+}
+
+}  // namespace eaves::cuda
