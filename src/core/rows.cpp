@@ -123,6 +123,7 @@ RowView<kColumnTensors, kTensors> make_row_view(const Dims& shape, const AxisSet
 }
 
 template RowView<2, 4> make_row_view<2, 4>(const Dims&, const AxisSet&, const std::array<Dims, 4>&);
+template RowView<2, 5> make_row_view<2, 5>(const Dims&, const AxisSet&, const std::array<Dims, 5>&);
 template RowView<3, 6> make_row_view<3, 6>(const Dims&, const AxisSet&, const std::array<Dims, 6>&);
 
 }  // namespace eaves

@@ -1,5 +1,6 @@
 #include "runtime/backend.h"
 
+#include <new>
 #include <string>
 
 #include "core/check.h"
@@ -7,6 +8,11 @@
 #include "eaves/error.h"
 
 namespace eaves {
+namespace {
+
+constexpr std::align_val_t kCpuAlignment{256};  // what a workspace promises
+
+}  // namespace
 
 void require_cuda(const char* op, Device device) {
   if constexpr (kHasCuda) {
@@ -19,10 +25,15 @@ void require_cuda(const char* op, Device device) {
 
 Scratch::Scratch(const char* op, Device device, std::size_t bytes, const ExecutionContext& context)
     : device_(device), context_(context) {
-  require_cuda(op, device);
+  if (device.type == DeviceType::cuda) require_cuda(op, device);
   if (bytes == 0) return;
   if (context.workspace.data != nullptr) {
     check::workspace(op, context.workspace.data, context.workspace.bytes, bytes);
+    return;
+  }
+  if (device.type == DeviceType::cpu) {
+    context_.workspace = {::operator new(bytes, kCpuAlignment), bytes};
+    is_owned_ = true;
     return;
   }
   if constexpr (kHasCuda) {
@@ -32,8 +43,11 @@ Scratch::Scratch(const char* op, Device device, std::size_t bytes, const Executi
 }
 
 Scratch::~Scratch() {
-  if constexpr (kHasCuda) {
-    if (is_owned_) cuda::deallocate_in_stream_order(device_, context_.workspace.data, context_.stream);
+  if (!is_owned_) return;
+  if (device_.type == DeviceType::cpu) {
+    ::operator delete(context_.workspace.data, kCpuAlignment);
+  } else if constexpr (kHasCuda) {
+    cuda::deallocate_in_stream_order(device_, context_.workspace.data, context_.stream);
   }
 }
 

@@ -16,8 +16,8 @@ inline constexpr bool kHasCuda = EAVES_HAVE_CUDA;
 /// Returns when `device`, a GPU, can be used by this build; throws Unsupported with the reason otherwise.
 void require_cuda(const char* op, Device device);
 
-/// The scratch memory of one call on a GPU: the caller's workspace when there is one, otherwise memory of the
-/// stream's own pool, taken and given back in stream order: nothing waits, and a graph can capture it.
+/// The scratch memory of one call: the caller's workspace when there is one, otherwise memory of its own, on a GPU from
+/// the stream's pool, taken and given back in stream order: nothing waits, and a graph can capture it.
 class Scratch {
  public:
   Scratch(const char* op, Device device, std::size_t bytes, const ExecutionContext& context);

@@ -1,0 +1,172 @@
+// linear_cross_entropy: a language model's head and its loss in one operator, which never holds all the logits.
+//
+//   z     = x weight^T + bias          [rows, classes], row by row or block by block, never all of it
+//   loss  = cross_entropy(z, targets)  with every option of cross_entropy.h, whose formulas and edges hold here too
+//
+// Two ways to the gradients, the same numbers up to rounding:
+//
+//   speed    linear_cross_entropy_forward_backward: for each chunk of rows the logits, their gradient over them, and
+//            both products with it. Three matrix products; the logits of a chunk are the workspace.
+//   memory   linear_cross_entropy_forward, which keeps lse alone, and linear_cross_entropy_backward, which computes
+//            logits again, a block of rows and classes at a time. Four matrix products in little workspace.
+//
+// Logits are computed, kept and read in float32 (float64 for float64): probabilities come from the product's own
+// accumulators, not from logits rounded to the type of x. Their gradient is rounded once to that type, as the factor of
+// the two products that it is. Each of those sums in float32 and is rounded once for each chunk of rows (grad_weight)
+// or once (grad_x). That dL/d(loss) and the mean's divisor multiply the products' results and not the factor keeps
+// float16 from underflow.
+//
+// Over the edges, beside those of cross_entropy: rows that are ignored have gradient 0 and lse, entropy and argmax 0,
+// whatever x holds where they are skipped; where they are not (see skips_ignored_rows), an x that is not finite there
+// makes grad_weight NaN, as 0 * NaN is.
+#pragma once
+
+#include "eaves/context.h"
+#include "eaves/cross_entropy.h"
+#include "eaves/tensor.h"
+
+namespace eaves {
+
+// "Per row" means the shape of x without its last axis. Per-row outputs, and what the backward takes of them, are
+// contiguous; "result dtype" is float32, or float64 where x is float64.
+
+struct LinearCrossEntropyInputs {
+  /// [..., features], any strides; float16, bfloat16, float32 or float64. Rows that do not lie at one distance, with
+  /// features of unit stride, are copied chunk by chunk.
+  TensorView x = {};
+
+  /// [classes, features], one of both axes with unit stride; dtype of x.
+  TensorView weight = {};
+
+  /// optional; [classes], contiguous; dtype of x, or float32.
+  TensorView bias = {};
+
+  /// Per row, any strides: int32 or int64 classes. Or soft targets: [..., classes], rows at one distance, classes with
+  /// unit stride; dtype of x, or float32.
+  TensorView targets = {};
+
+  /// w of cross_entropy.h, optional; [classes], contiguous; dtype of x, or float32.
+  TensorView class_weight = {};
+
+  CrossEntropyOptions options = {};
+
+  /// Leaves out rows that are ignored before anything is multiplied. On the CPU that is always done. On a GPU the call
+  /// then waits once, for their number, and cannot be captured in a graph; where this is false they cost what others
+  /// cost.
+  bool skips_ignored_rows = false;
+
+  /// The most scratch memory that the call should take, in bytes; how many rows (and classes) are computed at once
+  /// follows from it. 0: what the operator finds best for the device. Not read where the context brings a workspace,
+  /// whose size it is then. Where it is too little for the smallest chunk, the call takes what that needs.
+  std::size_t workspace_limit = 0;
+};
+
+struct LinearCrossEntropyOutputs {
+  /// As in CrossEntropyForwardArgs. The backward needs lse; target_mass with soft targets or where class weights are
+  /// given; divisor with Reduction::mean.
+  TensorView loss = {};
+  TensorView lse = {};
+  TensorView argmax = {};
+  TensorView entropy = {};
+  TensorView z_loss = {};
+  TensorView target_mass = {};
+  TensorView divisor = {};
+};
+
+/// Each optional: what is absent is not computed.
+struct LinearCrossEntropyGradients {
+  /// out; shape and dtype of x, any strides that give every element its own place.
+  TensorView grad_x = {};
+
+  /// out; [classes, features], features with unit stride; dtype of weight, or the result dtype.
+  TensorView grad_weight = {};
+
+  /// out; [classes], contiguous; dtype of x, or the result dtype.
+  TensorView grad_bias = {};
+
+  /// Adds to what grad_weight and grad_bias hold instead of overwriting it.
+  bool accumulates = false;
+};
+
+struct LinearCrossEntropyForwardArgs {
+  LinearCrossEntropyInputs inputs = {};
+
+  /// optional, with Reduction::mean: one element of the result dtype, which the sum is divided by instead of the
+  /// weights of the rows (tokens over all micro-batches and ranks, say).
+  TensorView normalizer = {};
+
+  LinearCrossEntropyOutputs outputs = {};
+};
+
+struct LinearCrossEntropyForwardBackwardArgs {
+  /// Reduction::none too, where grad_loss is known before the loss.
+  LinearCrossEntropyForwardArgs forward = {};
+
+  /// dL/d(loss), optional: one element, or with Reduction::none per row with any strides; result dtype or that of x;
+  /// absent: 1.
+  TensorView grad_loss = {};
+
+  LinearCrossEntropyGradients gradients = {};
+};
+
+struct LinearCrossEntropyBackwardArgs {
+  /// dL/d(loss), as in the forward and backward at once, but not optional.
+  TensorView grad_loss = {};
+
+  /// dL/d(lse) and dL/d(entropy), optional; result dtype, per row. They do not reach ignored rows.
+  TensorView grad_lse = {};
+  TensorView grad_entropy = {};
+
+  /// As in the forward.
+  LinearCrossEntropyInputs inputs = {};
+
+  /// As the forward wrote them: lse always, entropy with grad_entropy, target_mass with soft targets or class weights,
+  /// divisor with Reduction::mean.
+  TensorView lse = {};
+  TensorView entropy = {};
+  TensorView target_mass = {};
+  TensorView divisor = {};
+
+  LinearCrossEntropyGradients gradients = {};
+};
+
+struct LinearCrossEntropyRescaleArgs {
+  /// inout; what linear_cross_entropy_forward_backward wrote, without `accumulates`.
+  LinearCrossEntropyGradients gradients = {};
+
+  /// One element; float32, or float64 where the gradients are.
+  TensorView grad_loss = {};
+};
+
+/// All throw InvalidArgument (an argument is not as documented above, or the workspace is too small), Unsupported (the
+/// tensors are on a GPU and this build or machine has no CUDA, or no cuBLASLt), DeviceError (a launch failed).
+///
+/// The loss alone: one matrix product.
+void linear_cross_entropy_forward(const LinearCrossEntropyForwardArgs& args, const ExecutionContext& context = {});
+void linear_cross_entropy_backward(const LinearCrossEntropyBackwardArgs& args, const ExecutionContext& context = {});
+void linear_cross_entropy_forward_backward(const LinearCrossEntropyForwardBackwardArgs& args,
+                                           const ExecutionContext& context = {});
+
+/// gradients *= grad_loss, where dL/d(loss) is known only after linear_cross_entropy_forward_backward. A factor of 1
+/// costs nothing: on a GPU that is found out there, and nothing waits.
+void linear_cross_entropy_rescale(const LinearCrossEntropyRescaleArgs& args, const ExecutionContext& context = {});
+
+/// Bytes of scratch that the call takes under its limit, or at least needs.
+std::size_t linear_cross_entropy_forward_workspace_bytes(const LinearCrossEntropyForwardArgs& args,
+                                                         const ExecutionContext& context = {});
+std::size_t linear_cross_entropy_backward_workspace_bytes(const LinearCrossEntropyBackwardArgs& args,
+                                                          const ExecutionContext& context = {});
+std::size_t linear_cross_entropy_forward_backward_workspace_bytes(const LinearCrossEntropyForwardBackwardArgs& args,
+                                                                  const ExecutionContext& context = {});
+std::size_t linear_cross_entropy_rescale_workspace_bytes(const LinearCrossEntropyRescaleArgs& args,
+                                                         const ExecutionContext& context = {});
+
+enum class LinearCrossEntropyAlgorithm : std::uint8_t { speed, memory };
+
+/// Which way to the gradients suits a call whose dL/d(loss) is not known in the forward: speed where the workspace has
+/// room for a chunk of rows that keeps the products fast (1024, or all), the loss is reduced, and the gradients do not
+/// have to be finished in float16, which a loss scale of the backward comes too late for.
+LinearCrossEntropyAlgorithm linear_cross_entropy_algorithm(const LinearCrossEntropyForwardArgs& args,
+                                                           const ExecutionContext& context = {});
+
+}  // namespace eaves

@@ -1,0 +1,407 @@
+// linear_cross_entropy: is the call legal, and where does it run. Arguments become one problem in rows, features and
+// classes, and a plan for its workspace; the backends never see a bad one.
+#include "eaves/linear_cross_entropy.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "core/check.h"
+#include "core/dispatch.h"
+#include "core/loss_checks.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
+#include "runtime/backend.h"
+
+namespace eaves {
+namespace {
+
+using check::Argument;
+using check::LossArguments;
+using namespace linear_cross_entropy_tensors;
+using Mode = LinearCrossEntropyMode;
+
+constexpr const char* kForward = "linear_cross_entropy_forward";
+constexpr const char* kBackward = "linear_cross_entropy_backward";
+constexpr const char* kForwardBackward = "linear_cross_entropy_forward_backward";
+constexpr const char* kRescale = "linear_cross_entropy_rescale";
+
+// ---- policy --------------------------------------------------------------------------------------------------------
+
+constexpr std::size_t kMebibyte = std::size_t{1} << 20;
+
+/// What a call takes where the caller sets no limit. On a CPU the pass over a chunk's logits is small beside their
+/// products, and a second chunk would read and write grad_weight once more. On a GPU the forward alone and the backward
+/// are for those who have little memory. Its products lose nothing from chunks of 2048 rows on, and win
+/// nothing beyond 3072; at 131,072 classes 2048 are 1 GiB.
+std::size_t default_limit(const LinearCrossEntropyProblem& problem) {
+  if (problem.device.type == DeviceType::cpu) return 96 * kMebibyte;
+  switch (problem.mode) {
+    case Mode::forward: return 256 * kMebibyte;
+    case Mode::backward: return 160 * kMebibyte;
+    case Mode::forward_backward: break;
+  }
+  constexpr std::int64_t kEnoughRows = 3072;
+  const std::size_t enough = workspace_bytes(problem, {std::min(problem.rows(), kEnoughRows), problem.classes});
+  return std::clamp(enough, 448 * kMebibyte, 1088 * kMebibyte);
+}
+
+/// Rows of a chunk from which on the products of the speedy way lose little.
+constexpr std::int64_t kFewRows = 1024;
+
+// ---- checks --------------------------------------------------------------------------------------------------------
+
+struct Checked {
+  LinearCrossEntropyProblem problem;
+  LossArguments arguments;
+};
+
+TypedNumbers numbers_of(const TensorView& view) {
+  return {view.is_present ? static_cast<const void*>(view.data) : nullptr, view.dtype};
+}
+
+/// An optional tensor with a number for each class, contiguous.
+TypedNumbers check_per_class(LossArguments& arguments, const Argument& argument, std::int64_t classes, DType dtype) {
+  if (!check::is_given(argument)) return {};
+  check::is_on(argument, arguments.device, "x");
+  check::has_shape(argument, {classes}, "one per class of weight");
+  check::has_dtype(argument, {dtype, DType::float32}, "that of x, or float32");
+  check::is_contiguous(argument);
+  arguments.take_input(argument);
+  return numbers_of(argument.view);
+}
+
+/// A matrix with unit stride along one of its axes.
+GemmMatrix check_weight(const Argument& weight, DType dtype, Device device, std::int64_t features) {
+  check::is_valid(weight);
+  check::is_on(weight, device, "x");
+  check::has_dtype(weight, {dtype}, "that of x (a product of two types would round one of them: convert it)");
+  const Dims& shape = weight.view.shape;
+  if (shape.size() != 2 || shape[1] != features) {
+    check::has_shape(weight, {shape.size() == 2 ? shape[0] : 1, features}, "[classes, features of x]");
+  }
+  if (shape[0] == 0) check::fail(weight, "has no classes, expected at least one");
+  const Dims& strides = weight.view.strides;
+  // What nobody walks along may have any stride.
+  const bool is_row_major = (strides[1] == 1 || features == 1) && (strides[0] >= features || shape[0] == 1);
+  const bool is_column_major = (strides[0] == 1 || shape[0] == 1) && (strides[1] >= shape[0] || features == 1);
+  if (is_row_major) return {weight.view.data, shape[0] == 1 ? features : strides[0], false};
+  if (is_column_major) return {weight.view.data, features == 1 ? shape[0] : strides[1], true};
+  check::fail(weight, "has strides " + check::to_string(strides) +
+                          ", expected unit stride along one axis and at least the other's size along the other");
+}
+
+Dims contiguous_strides(const Dims& shape) {
+  return TensorView::contiguous(static_cast<const void*>(nullptr), DType::float32, shape).strides;
+}
+
+Dims zero_strides(int rank) {
+  Dims strides;
+  for (int axis = 0; axis < rank; ++axis) strides.push_back(0);
+  return strides;
+}
+
+/// Distance between the rows of soft targets.
+std::int64_t check_soft_targets(const Argument& targets, const Dims& row_shape, std::int64_t classes, DType result) {
+  Dims expected = row_shape;
+  expected.push_back(classes);
+  check::has_dtype(targets, {result, DType::float32}, "soft targets: float32, or float64 where x is float64");
+  check::has_shape(targets, expected, "soft targets: one distribution per row of x");
+  AxisSet axes;
+  axes.contains[row_shape.size()] = true;
+  const Dims& strides = targets.view.strides;
+  Dims rows = contiguous_strides(row_shape);
+  rows.push_back(0);
+  const auto view = make_row_view<2, 5>(targets.view.shape, axes, {strides, strides, rows, rows, rows});
+  const bool is_matrix = view.rows.rank <= 1 && (view.rows.rank == 0 || view.rows.strides[kPerRow][0] == 1) &&
+                         (view.columns.rank == 0 || (view.columns.rank == 1 && view.columns.strides[0][0] == 1));
+  if (!is_matrix && targets.view.element_count() != 0) {
+    check::fail(targets, "are distributions with strides " + check::to_string(strides) +
+                             ", expected rows at one distance and classes with unit stride");
+  }
+  return view.rows.rank == 0 ? classes : view.rows.strides[0][0];
+}
+
+/// All that the three calls have in common. `grad_x` and `grad_loss` are absent in the forward.
+Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& args, const TensorView& grad_x,
+                     const TensorView& grad_loss) {
+  const Argument x{op, "x", args.x};
+  const Argument targets{op, "targets", args.targets};
+  check::is_valid(x);
+  check::has_dtype(x, {DType::float32, DType::float64, DType::float16, DType::bfloat16},
+                   "integers are multiplied with nothing");
+  const int rank = args.x.shape.size();
+  if (rank == 0) check::fail(x, "has no axis, expected [..., features]");
+  const std::int64_t features = args.x.shape[rank - 1];
+  if (features == 0) check::fail(x, "has shape " + check::to_string(args.x.shape) + ", expected at least one feature");
+  const GemmMatrix weight = check_weight({op, "weight", args.weight}, args.x.dtype, args.x.device, features);
+  const std::int64_t classes = args.weight.shape[0];
+  check::loss_options(op, args.options);
+
+  AxisSet axes;
+  axes.contains[rank - 1] = true;
+  LossArguments arguments{.op = op,
+                          .row_shape = reduced_shape(args.x.shape, axes, false),
+                          .result_dtype = accumulator_dtype(args.x.dtype),
+                          .device = args.x.device,
+                          .reference = "x"};
+  arguments.take_input(x);
+  arguments.take_input({op, "weight", args.weight});
+  check::is_valid(targets);
+  check::is_on(targets, args.x.device, "x");
+  std::int64_t soft_target_stride = 0;
+  const bool is_soft = is_floating_point(args.targets.dtype);
+  if (is_soft) {
+    soft_target_stride = check_soft_targets(targets, arguments.row_shape, classes, arguments.result_dtype);
+  } else {
+    check::has_dtype(targets, {DType::int64, DType::int32}, "classes; or a floating-point type for soft targets");
+    if (args.targets.shape != arguments.row_shape) {
+      check::has_shape(targets, arguments.row_shape, arguments.per_row_shape() + " " + check::to_string(args.x.shape));
+    }
+  }
+  arguments.take_input(targets);
+  const TypedNumbers bias = check_per_class(arguments, {op, "bias", args.bias}, classes, args.x.dtype);
+  const TypedNumbers class_weight =
+      check_per_class(arguments, {op, "class_weight", args.class_weight}, classes, args.x.dtype);
+  const bool has_row_gradients = grad_loss.is_present && args.options.reduction == Reduction::none;
+  if (grad_loss.is_present || grad_loss.data != nullptr) {
+    arguments.has_loss_gradient({op, "grad_loss", grad_loss}, args.x.dtype, args.options.reduction);
+    arguments.take_input({op, "grad_loss", grad_loss});
+  }
+  if (grad_x.is_present) {
+    const Argument argument{op, "grad_x", grad_x};
+    check::is_valid(argument);
+    check::is_on(argument, args.x.device, "x");
+    check::has_shape(argument, args.x.shape, "that of x");
+    check::has_dtype(argument, {args.x.dtype}, "that of x");
+  }
+
+  const auto row_strides = [&](const TensorView& tensor) { return spread_strides(tensor.strides, rank, axes, false); };
+  const LinearCrossEntropyView view =
+      make_row_view<2, 5>(args.x.shape, axes,
+                          {args.x.strides, grad_x.is_present ? grad_x.strides : args.x.strides,
+                           is_soft ? zero_strides(rank) : row_strides(args.targets),
+                           spread_strides(contiguous_strides(arguments.row_shape), rank, axes, false),
+                           has_row_gradients ? row_strides(grad_loss) : zero_strides(rank)});
+  const bool is_cpu = args.x.device.type == DeviceType::cpu;
+  return {.problem = {.mode = mode,
+                      .op = op,
+                      .view = view,
+                      .device = args.x.device,
+                      .dtype = args.x.dtype,
+                      .x = args.x.data,
+                      .weight = weight,
+                      .classes = classes,
+                      .bias = bias,
+                      .targets = numbers_of(args.targets),
+                      .soft_target_stride = soft_target_stride,
+                      .class_weight = class_weight,
+                      .options = args.options,
+                      .row_shape = arguments.row_shape,
+                      .skips_ignored_rows = is_cpu || args.skips_ignored_rows,
+                      .workspace_limit = args.workspace_limit,
+                      .grad_loss = numbers_of(grad_loss),
+                      .grad_x = grad_x.is_present ? grad_x.data : nullptr},
+          .arguments = std::move(arguments)};
+}
+
+void check_gradients(Checked& checked, const LinearCrossEntropyGradients& gradients, const TensorView& weight) {
+  LinearCrossEntropyProblem& problem = checked.problem;
+  LossArguments& arguments = checked.arguments;
+  const Argument grad_x{problem.op, "grad_x", gradients.grad_x};
+  const Argument grad_weight{problem.op, "grad_weight", gradients.grad_weight};
+  const Argument grad_bias{problem.op, "grad_bias", gradients.grad_bias};
+  if (gradients.grad_x.is_present) arguments.take_output(grad_x);
+  if (check::is_given(grad_weight)) {
+    check::is_on(grad_weight, problem.device, "x");
+    check::has_shape(grad_weight, weight.shape, "that of weight");
+    check::has_dtype(grad_weight, {problem.dtype, problem.accumulator()}, "that of weight, or that of the loss");
+    const Dims& strides = gradients.grad_weight.strides;
+    const bool has_unit_stride = strides[1] == 1 || problem.features() == 1;
+    if (!has_unit_stride || (strides[0] < problem.features() && problem.classes != 1)) {
+      check::fail(grad_weight, "has strides " + check::to_string(strides) +
+                                   ", expected features with unit stride, and classes at least as far apart");
+    }
+    arguments.take_output(grad_weight);
+    problem.grad_weight = gradients.grad_weight.data;
+    problem.grad_weight_dtype = gradients.grad_weight.dtype;
+    problem.grad_weight_stride = problem.classes == 1 ? problem.features() : strides[0];
+  }
+  if (check::is_given(grad_bias)) {
+    check::is_on(grad_bias, problem.device, "x");
+    check::has_shape(grad_bias, {problem.classes}, "one per class of weight");
+    check::has_dtype(grad_bias, {problem.dtype, problem.accumulator()}, "that of x, or that of the loss");
+    check::is_contiguous(grad_bias);
+    arguments.take_output(grad_bias);
+    problem.grad_bias = gradients.grad_bias.data;
+    problem.grad_bias_dtype = gradients.grad_bias.dtype;
+  }
+  problem.accumulates = gradients.accumulates;
+}
+
+void check_outputs(Checked& checked, const TensorView& normalizer, const LinearCrossEntropyOutputs& outputs) {
+  LinearCrossEntropyProblem& problem = checked.problem;
+  LossArguments& arguments = checked.arguments;
+  const char* op = problem.op;
+  const Reduction reduction = problem.options.reduction;
+  problem.normalizer = arguments.mean_scalar({op, "normalizer", normalizer}, reduction, false);
+  check::is_valid({op, "loss", outputs.loss});
+  LinearCrossEntropyPerRow& per_row = problem.per_row;
+  per_row.loss = arguments.loss({op, "loss", outputs.loss}, reduction);
+  per_row.lse = arguments.per_row({op, "lse", outputs.lse}, true);
+  per_row.argmax = static_cast<std::int64_t*>(
+      arguments.per_row({op, "argmax", outputs.argmax}, true, DType::int64, "a class of each row"));
+  per_row.entropy = arguments.per_row({op, "entropy", outputs.entropy}, true);
+  per_row.z_loss = arguments.loss({op, "z_loss", outputs.z_loss}, reduction);
+  per_row.target_mass = arguments.per_row({op, "target_mass", outputs.target_mass}, true);
+  problem.divisor = arguments.mean_scalar({op, "divisor", outputs.divisor}, reduction, true);
+}
+
+LinearCrossEntropyProblem make_problem(const LinearCrossEntropyForwardArgs& args) {
+  Checked checked = check_inputs(Mode::forward, kForward, args.inputs, {}, {});
+  check_outputs(checked, args.normalizer, args.outputs);
+  return checked.problem;
+}
+
+LinearCrossEntropyProblem make_problem(const LinearCrossEntropyForwardBackwardArgs& args) {
+  const LinearCrossEntropyForwardArgs& forward = args.forward;
+  Checked checked =
+      check_inputs(Mode::forward_backward, kForwardBackward, forward.inputs, args.gradients.grad_x, args.grad_loss);
+  check_outputs(checked, forward.normalizer, forward.outputs);
+  check_gradients(checked, args.gradients, forward.inputs.weight);
+  return checked.problem;
+}
+
+LinearCrossEntropyProblem make_problem(const LinearCrossEntropyBackwardArgs& args) {
+  const char* op = kBackward;
+  const LinearCrossEntropyInputs& inputs = args.inputs;
+  check::is_valid({op, "grad_loss", args.grad_loss});
+  Checked checked = check_inputs(Mode::backward, op, inputs, args.gradients.grad_x, args.grad_loss);
+  LinearCrossEntropyProblem& problem = checked.problem;
+  LossArguments& arguments = checked.arguments;
+  const Argument lse{op, "lse", args.lse};
+  const Argument entropy{op, "entropy", args.entropy};
+  const Argument target_mass{op, "target_mass", args.target_mass};
+  const Argument divisor{op, "divisor", args.divisor};
+  check::is_required(lse, "as the forward wrote it");
+  if (args.grad_entropy.is_present) check::is_required(entropy, "as the forward wrote it (grad_entropy is given)");
+  if (problem.has_soft_targets()) check::is_required(target_mass, "as the forward wrote it (targets are soft)");
+  if (problem.class_weight.data != nullptr) {
+    check::is_required(target_mass, "as the forward wrote it (class_weight is given)");
+  }
+  if (problem.options.reduction == Reduction::mean) {
+    check::is_required(divisor, "as the forward wrote it (reduction is mean)");
+  }
+  problem.grad_lse = arguments.per_row({op, "grad_lse", args.grad_lse}, false);
+  problem.grad_entropy = arguments.per_row({op, "grad_entropy", args.grad_entropy}, false);
+  problem.per_row.lse = arguments.per_row(lse, false);
+  problem.per_row.entropy = arguments.per_row(entropy, false);
+  problem.per_row.target_mass = arguments.per_row(target_mass, false);
+  problem.divisor = arguments.mean_scalar(divisor, problem.options.reduction, false);
+  check_gradients(checked, args.gradients, inputs.weight);
+  return problem;
+}
+
+// ---- calls ---------------------------------------------------------------------------------------------------------
+
+bool is_cpu(const LinearCrossEntropyProblem& problem) { return problem.device.type == DeviceType::cpu; }
+
+void check_targets(const LinearCrossEntropyProblem& problem, const ExecutionContext& context) {
+  if (problem.has_soft_targets() || problem.rows() == 0) return;
+  std::optional<BadTarget> bad;
+  if (is_cpu(problem)) {
+    bad = cpu::linear_cross_entropy_find_bad_target(problem);
+  } else if (check::checks_targets_on_gpu()) {
+    if constexpr (kHasCuda) bad = cuda::linear_cross_entropy_find_bad_target(problem, context);
+  }
+  if (bad) {
+    check::fail_for_target(problem.op, problem.row_shape, bad->index, bad->target, problem.classes,
+                           problem.options.ignore_index);
+  }
+}
+
+/// Of a problem whose limit is known.
+std::size_t planned_bytes(const LinearCrossEntropyProblem& problem) {
+  if (!is_cpu(problem)) require_cuda(problem.op, problem.device);
+  return workspace_bytes(problem, plan_blocks(problem, problem.workspace_limit));
+}
+
+void find_limit(LinearCrossEntropyProblem& problem, const ExecutionContext& context) {
+  if (context.workspace.data != nullptr) problem.workspace_limit = context.workspace.bytes;
+  if (problem.workspace_limit == 0) problem.workspace_limit = default_limit(problem);
+}
+
+std::size_t stated_bytes(LinearCrossEntropyProblem problem) {
+  find_limit(problem, {});
+  return planned_bytes(problem);
+}
+
+void run(LinearCrossEntropyProblem problem, const ExecutionContext& context) {
+  check::threads(problem.op, context.threads);
+  if (problem.mode == Mode::backward && !problem.wants_gradients()) return;
+  if (!is_cpu(problem)) require_cuda(problem.op, problem.device);
+  check_targets(problem, context);
+  find_limit(problem, context);
+  const Scratch scratch(problem.op, problem.device, planned_bytes(problem), context);
+  if (is_cpu(problem)) return cpu::linear_cross_entropy(problem, scratch.context());
+  if constexpr (kHasCuda) cuda::linear_cross_entropy(problem, scratch.context());
+}
+
+}  // namespace
+
+void linear_cross_entropy_forward(const LinearCrossEntropyForwardArgs& args, const ExecutionContext& context) {
+  run(make_problem(args), context);
+}
+
+void linear_cross_entropy_backward(const LinearCrossEntropyBackwardArgs& args, const ExecutionContext& context) {
+  run(make_problem(args), context);
+}
+
+void linear_cross_entropy_forward_backward(const LinearCrossEntropyForwardBackwardArgs& args,
+                                           const ExecutionContext& context) {
+  run(make_problem(args), context);
+}
+
+void linear_cross_entropy_rescale(const LinearCrossEntropyRescaleArgs& args, const ExecutionContext& context) {
+  const LinearCrossEntropyGradients& gradients = args.gradients;
+  check::is_valid({kRescale, "grad_loss", args.grad_loss});
+  check::has_one_element({kRescale, "grad_loss", args.grad_loss});
+  for (const TensorView* gradient : {&gradients.grad_x, &gradients.grad_weight, &gradients.grad_bias}) {
+    if (gradient->is_present) {
+      cross_entropy_rescale({.grad_logits = *gradient, .grad_loss = args.grad_loss}, context);
+    }
+  }
+}
+
+std::size_t linear_cross_entropy_forward_workspace_bytes(const LinearCrossEntropyForwardArgs& args,
+                                                         const ExecutionContext&) {
+  return stated_bytes(make_problem(args));
+}
+
+std::size_t linear_cross_entropy_backward_workspace_bytes(const LinearCrossEntropyBackwardArgs& args,
+                                                          const ExecutionContext&) {
+  return stated_bytes(make_problem(args));
+}
+
+std::size_t linear_cross_entropy_forward_backward_workspace_bytes(const LinearCrossEntropyForwardBackwardArgs& args,
+                                                                  const ExecutionContext&) {
+  return stated_bytes(make_problem(args));
+}
+
+std::size_t linear_cross_entropy_rescale_workspace_bytes(const LinearCrossEntropyRescaleArgs&,
+                                                         const ExecutionContext&) {
+  return 0;
+}
+
+LinearCrossEntropyAlgorithm linear_cross_entropy_algorithm(const LinearCrossEntropyForwardArgs& args,
+                                                           const ExecutionContext& context) {
+  LinearCrossEntropyProblem problem = make_problem(args);
+  if (!problem.is_reduced() || problem.dtype == DType::float16) return LinearCrossEntropyAlgorithm::memory;
+  problem.mode = Mode::forward_backward;
+  find_limit(problem, context);
+  const std::int64_t enough = is_cpu(problem) ? 1 : std::min(problem.rows(), kFewRows);
+  const std::size_t needed = workspace_bytes(problem, {enough, problem.classes});
+  return needed <= problem.workspace_limit ? LinearCrossEntropyAlgorithm::speed : LinearCrossEntropyAlgorithm::memory;
+}
+
+}  // namespace eaves

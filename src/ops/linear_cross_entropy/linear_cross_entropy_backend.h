@@ -1,0 +1,109 @@
+// What a backend of linear_cross_entropy gets: a problem that has been checked, has rows, and speaks of rows, features
+// and classes instead of axes. One struct for all three calls: what a call does not have is nullptr.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+
+#include "core/dispatch.h"
+#include "core/gemm.h"
+#include "core/rows.h"
+#include "eaves/context.h"
+#include "eaves/linear_cross_entropy.h"
+#include "eaves/tensor.h"
+
+namespace eaves {
+
+/// Numbers of the tensors in a problem's view. The first two have rows and features, the others one element per row.
+namespace linear_cross_entropy_tensors {
+inline constexpr int kX = 0;
+inline constexpr int kGradX = 1;     ///< without it x again
+inline constexpr int kTargets = 2;   ///< hard ones
+inline constexpr int kPerRow = 3;    ///< every per-row output, and what the backward takes of them: contiguous
+inline constexpr int kGradLoss = 4;  ///< strides of 0 where the loss is reduced
+}  // namespace linear_cross_entropy_tensors
+
+using LinearCrossEntropyView = RowView<2, 5>;
+
+/// Numbers of a checked type, nullptr where there are none.
+struct TypedNumbers {
+  const void* data;
+  DType dtype;
+};
+
+/// Each nullptr where not asked for; float32, or float64 where x is float64. In the backward those that the forward
+/// wrote, which it reads.
+struct LinearCrossEntropyPerRow {
+  void* loss;  ///< one element where it is reduced, as is z_loss
+  void* lse;
+  std::int64_t* argmax;
+  void* entropy;
+  void* z_loss;
+  void* target_mass;
+};
+
+enum class LinearCrossEntropyMode { forward, forward_backward, backward };
+
+struct LinearCrossEntropyProblem {
+  LinearCrossEntropyMode mode;
+  const char* op;
+  LinearCrossEntropyView view;
+  Device device;
+  DType dtype;  ///< of x and weight
+  const void* x;
+  GemmMatrix weight;  ///< [classes, features]
+  std::int64_t classes;
+  TypedNumbers bias;
+  TypedNumbers targets;  ///< int32 or int64, or soft ones: float32 or float64
+  std::int64_t soft_target_stride;
+  TypedNumbers class_weight;
+  CrossEntropyOptions options;
+  Dims row_shape;
+  bool skips_ignored_rows;
+  std::size_t workspace_limit;  ///< 0 until the default is known
+
+  const void* normalizer;
+  LinearCrossEntropyPerRow per_row;
+  void* divisor;  ///< out; of the backward in, and there with the mean only
+
+  TypedNumbers grad_loss;  ///< nullptr: 1
+  const void* grad_lse;
+  const void* grad_entropy;
+
+  void* grad_x;
+  void* grad_weight;
+  DType grad_weight_dtype;
+  std::int64_t grad_weight_stride;
+  void* grad_bias;
+  DType grad_bias_dtype;
+  bool accumulates;
+
+  std::int64_t rows() const { return view.row_count; }
+  std::int64_t features() const { return view.column_count; }
+  DType accumulator() const { return accumulator_dtype(dtype); }
+  bool has_soft_targets() const { return is_floating_point(targets.dtype); }
+  bool is_reduced() const { return options.reduction != Reduction::none; }
+  bool wants_gradients() const { return grad_x != nullptr || grad_weight != nullptr || grad_bias != nullptr; }
+};
+
+/// A target that is out of range, and its row in the order of their shape.
+struct BadTarget {
+  std::int64_t index;
+  std::int64_t target;
+};
+
+namespace cpu {
+std::optional<BadTarget> linear_cross_entropy_find_bad_target(const LinearCrossEntropyProblem& problem);
+
+/// `context.workspace` holds at least as many bytes as the problem's plan says.
+void linear_cross_entropy(const LinearCrossEntropyProblem& problem, const ExecutionContext& context);
+}  // namespace cpu
+
+namespace cuda {
+/// Waits for the device.
+std::optional<BadTarget> linear_cross_entropy_find_bad_target(const LinearCrossEntropyProblem& problem,
+                                                              const ExecutionContext& context);
+void linear_cross_entropy(const LinearCrossEntropyProblem& problem, const ExecutionContext& context);
+}  // namespace cuda
+
+}  // namespace eaves

@@ -1,0 +1,342 @@
+// linear_cross_entropy, whatever the device: chunk by chunk the logits by a matrix product, their loss and gradient by
+// cross_entropy, and two more products with that. What is left, a backend brings as `Steps`:
+//
+//   struct Steps {
+//     // Finds the rows that are computed, how many there are, the divisor and the scale; fills memory.row_indices,
+//     // targets, grad_loss (where they are there) and numbers. Without row_indices, or where nothing can be left out,
+//     // all rows are computed.
+//     std::int64_t select_rows();
+//     // The following take rows in the order of the selection, or where `gathers` is false in the order of the view.
+//     void gather_x(std::int64_t first, std::int64_t count);             // to memory.x
+//     void scatter_grad_x(std::int64_t first, std::int64_t count, DType dtype);  // from memory.grad_x
+//     void clear_grad_x();                                               // of rows that are not computed
+//     void gather_numbers(const void* from, void* to, std::int64_t count, bool gathers);   // 0 for ignored rows
+//     template <typename N> scatter_numbers(const N* from, N* to, std::int64_t count);     // 0 for the others
+//     void widen(TypedNumbers from, std::int64_t count, void* to);       // to accumulators
+//     void add_column_sums(const void* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,
+//                          const void* scale, bool is_first, void* to);
+//     void write_grad_bias();                                            // from memory.grad_bias
+//     void clear_parameters();                                           // grad_weight and grad_bias become 0
+//     void reduce_losses(const void* losses, std::int64_t count, void* to);
+//     void product(const Gemm& gemm);
+//   };
+#pragma once
+
+#include <algorithm>
+
+#include "eaves/cross_entropy.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
+
+namespace eaves {
+
+template <typename Steps>
+class LinearCrossEntropyChunks {
+ public:
+  LinearCrossEntropyChunks(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block,
+                           const LinearCrossEntropyMemory& memory, const ExecutionContext& context, Steps& steps)
+      : problem_(problem), block_(block), memory_(memory), context_(context), steps_(steps) {
+    context_.workspace = memory.loss;
+    // dL/d(lse) and dL/d(entropy) are part of the factor that the products take: the scale then has to be, too.
+    is_scale_in_factor_ = problem.grad_lse != nullptr || problem.grad_entropy != nullptr;
+  }
+
+  void run() {
+    count_ = steps_.select_rows();
+    gathers_ = memory_.row_indices != nullptr && (count_ != problem_.rows() || !is_matrix(problem_));
+    if (problem_.bias.data != nullptr) steps_.widen(problem_.bias, problem_.classes, memory_.bias);
+    if (problem_.class_weight.data != nullptr) {
+      steps_.widen(problem_.class_weight, problem_.classes, memory_.class_weight);
+    }
+    choose_per_row();
+    if (problem_.grad_x != nullptr && count_ != problem_.rows()) steps_.clear_grad_x();
+    if (count_ == 0 && !problem_.accumulates) steps_.clear_parameters();
+    for (std::int64_t first = 0; first < count_; first += block_.rows) {
+      const std::int64_t rows = std::min(block_.rows, count_ - first);
+      if (gathers_) steps_.gather_x(first, rows);
+      if (problem_.mode == LinearCrossEntropyMode::backward) {
+        backward(first, rows);
+      } else {
+        forward(first, rows);
+      }
+    }
+    if (problem_.grad_bias != nullptr && count_ != 0) steps_.write_grad_bias();
+    finish_per_row();
+  }
+
+ private:
+  using Tensors = LinearCrossEntropyPerRow;
+
+  // ---- one number for each row -------------------------------------------------------------------------------------
+
+  /// Where the chunks write them: to the caller's memory, or where rows are gathered or summed to the workspace. In the
+  /// backward where they are read.
+  void choose_per_row() {
+    const Tensors& given = problem_.per_row;
+    per_row_ = gathers_ ? memory_.per_row : given;
+    grad_lse_ = memory_.grad_lse;
+    grad_entropy_ = memory_.grad_entropy;
+    if (problem_.mode != LinearCrossEntropyMode::backward) {
+      if (problem_.is_reduced()) {
+        per_row_.loss = memory_.per_row.loss;
+        per_row_.z_loss = memory_.per_row.z_loss;
+      }
+      return;
+    }
+    const auto gather = [&](const void* from, void* to, bool gathers) {
+      if (from != nullptr) steps_.gather_numbers(from, to, count_, gathers);
+    };
+    if (gathers_) {
+      gather(given.lse, memory_.per_row.lse, true);
+      gather(given.entropy, memory_.per_row.entropy, true);
+      gather(given.target_mass, memory_.per_row.target_mass, true);
+    }
+    gather(problem_.grad_lse, grad_lse_, gathers_);
+    gather(problem_.grad_entropy, grad_entropy_, gathers_);
+  }
+
+  void finish_per_row() {
+    if (problem_.mode == LinearCrossEntropyMode::backward) return;
+    const Tensors& to = problem_.per_row;
+    const auto scatter = [&](const void* from, void* into) {
+      if (!gathers_ || into == nullptr) return;
+      size_of(problem_.accumulator()) == 8
+          ? steps_.scatter_numbers(static_cast<const double*>(from), static_cast<double*>(into), count_)
+          : steps_.scatter_numbers(static_cast<const float*>(from), static_cast<float*>(into), count_);
+    };
+    scatter(per_row_.lse, to.lse);
+    scatter(per_row_.entropy, to.entropy);
+    scatter(per_row_.target_mass, to.target_mass);
+    if (gathers_ && to.argmax != nullptr) steps_.scatter_numbers(per_row_.argmax, to.argmax, count_);
+    if (problem_.is_reduced()) {
+      steps_.reduce_losses(per_row_.loss, count_, to.loss);
+      if (to.z_loss != nullptr) steps_.reduce_losses(per_row_.z_loss, count_, to.z_loss);
+    } else {
+      scatter(per_row_.loss, to.loss);
+      scatter(per_row_.z_loss, to.z_loss);
+    }
+  }
+
+  /// Elements [first, first + rows) of a tensor with one number for each row; absent where `data` is nullptr.
+  TensorView numbers_at(const void* data, DType dtype, std::int64_t first, std::int64_t rows) const {
+    if (data == nullptr) return {};
+    const auto* at = static_cast<const char*>(data) + static_cast<std::size_t>(first) * size_of(dtype);
+    return TensorView::contiguous(static_cast<const void*>(at), dtype, {rows}, problem_.device);
+  }
+  TensorView numbers_at(const void* data, std::int64_t first, std::int64_t rows) const {
+    return numbers_at(data, problem_.accumulator(), first, rows);
+  }
+
+  const void* number(LinearCrossEntropyNumber which) const {
+    return static_cast<const char*>(memory_.numbers) + which * size_of(problem_.accumulator());
+  }
+
+  // ---- what cross_entropy gets -------------------------------------------------------------------------------------
+
+  TensorView targets_at(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes) const {
+    using namespace linear_cross_entropy_tensors;
+    const TypedNumbers& targets = problem_.targets;
+    const auto at = [&](std::int64_t element) {
+      return static_cast<const void*>(static_cast<const char*>(targets.data) +
+                                      element * static_cast<std::int64_t>(size_of(targets.dtype)));
+    };
+    if (problem_.has_soft_targets()) {
+      const std::int64_t stride = problem_.soft_target_stride;
+      return TensorView::strided(at(first * stride + first_class), targets.dtype, {rows, classes}, {stride, 1},
+                                 problem_.device);
+    }
+    if (gathers_) return numbers_at(memory_.targets, DType::int64, first, rows);
+    const auto& loop = problem_.view.rows;
+    const std::int64_t stride = loop.rank == 0 ? 0 : loop.strides[kTargets][0];
+    return TensorView::strided(at(first * stride), targets.dtype, {rows}, {stride}, problem_.device);
+  }
+
+  TensorView class_weight_at(std::int64_t first_class, std::int64_t classes) const {
+    return numbers_at(memory_.class_weight, first_class, classes);
+  }
+
+  /// dL/d(loss) of rows, without the scale, or with it where that is part of the factor; absent where it is 1.
+  TensorView grad_loss_at(std::int64_t first, std::int64_t rows) const {
+    using namespace linear_cross_entropy_tensors;
+    if (problem_.is_reduced()) {
+      const void* same = number(is_scale_in_factor_ ? kScale : kOne);
+      return TensorView::strided(same, problem_.accumulator(), {rows}, {0}, problem_.device);
+    }
+    const TypedNumbers& given = problem_.grad_loss;
+    if (given.data == nullptr) {
+      return TensorView::strided(number(kOne), problem_.accumulator(), {rows}, {0}, problem_.device);
+    }
+    return numbers_at(memory_.grad_loss, first, rows);
+  }
+
+  CrossEntropyOptions row_options() const {
+    CrossEntropyOptions options = problem_.options;
+    options.reduction = Reduction::none;
+    return options;
+  }
+
+  TensorView logits_view(std::int64_t rows, std::int64_t classes) const {
+    return TensorView::strided(memory_.logits, problem_.accumulator(), {rows, classes}, {logits_stride(classes), 1},
+                               problem_.device);
+  }
+  /// Of 16 bits, in the first half of each row.
+  bool is_gradient_narrow() const { return size_of(problem_.dtype) == 2; }
+  std::int64_t gradient_stride(std::int64_t classes) const {
+    return logits_stride(classes) * (is_gradient_narrow() ? 2 : 1);
+  }
+  TensorView gradient_view(std::int64_t rows, std::int64_t classes) const {
+    return TensorView::strided(memory_.logits, problem_.dtype, {rows, classes}, {gradient_stride(classes), 1},
+                               problem_.device);
+  }
+
+  // ---- products ----------------------------------------------------------------------------------------------------
+
+  GemmMatrix x_at(std::int64_t first) const {
+    using namespace linear_cross_entropy_tensors;
+    if (gathers_) return {memory_.x, problem_.features()};
+    const auto& loop = problem_.view.rows;
+    const std::int64_t stride = loop.rank == 0 ? problem_.features() : loop.strides[kX][0];
+    return {element(problem_.x, problem_.dtype, first * stride), stride};
+  }
+
+  /// Rows of the weight, and whether they lie as columns.
+  GemmMatrix weight_at(std::int64_t first_class) const {
+    const GemmMatrix& weight = problem_.weight;
+    const std::int64_t offset = weight.is_transposed ? first_class : first_class * weight.stride;
+    return {element(weight.data, problem_.dtype, offset), weight.stride, weight.is_transposed};
+  }
+
+  static const void* element(const void* data, DType dtype, std::int64_t offset) {
+    return static_cast<const char*>(data) + offset * static_cast<std::int64_t>(size_of(dtype));
+  }
+  static void* element(void* data, DType dtype, std::int64_t offset) {
+    return static_cast<char*>(data) + offset * static_cast<std::int64_t>(size_of(dtype));
+  }
+
+  void multiply_logits(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes) {
+    GemmMatrix weight = weight_at(first_class);
+    weight.is_transposed = !weight.is_transposed;
+    const TensorView bias = numbers_at(memory_.bias, first_class, classes);
+    steps_.product({.m = rows,
+                    .n = classes,
+                    .k = problem_.features(),
+                    .dtype = problem_.dtype,
+                    .a = x_at(first),
+                    .b = weight,
+                    .c_dtype = problem_.accumulator(),
+                    .c = memory_.logits,
+                    .c_stride = logits_stride(classes),
+                    .bias = bias.data});
+  }
+
+  /// Of the gradient of the logits of these rows and classes, which lies where the logits lay.
+  void multiply_gradients(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes) {
+    using namespace linear_cross_entropy_tensors;
+    const void* alpha = problem_.is_reduced() && !is_scale_in_factor_ ? number(kScale) : nullptr;
+    const GemmMatrix gradient{memory_.logits, gradient_stride(classes)};
+    if (problem_.grad_x != nullptr) {
+      const bool sums = block_.classes < problem_.classes;
+      Gemm product{.m = rows,
+                   .n = problem_.features(),
+                   .k = classes,
+                   .dtype = problem_.dtype,
+                   .a = gradient,
+                   .b = weight_at(first_class),
+                   .c_dtype = sums ? problem_.accumulator() : problem_.dtype,
+                   .c = memory_.grad_x,
+                   .c_stride = problem_.features(),
+                   .alpha = alpha,
+                   .accumulates = first_class != 0};
+      if (!sums && !gathers_) {
+        const auto& loop = problem_.view.rows;
+        product.c_stride = loop.rank == 0 ? problem_.features() : loop.strides[kGradX][0];
+        product.c = element(problem_.grad_x, problem_.dtype, first * product.c_stride);
+      }
+      steps_.product(product);
+    }
+    const bool is_first = first == 0;
+    if (problem_.grad_weight != nullptr) {
+      const GemmMatrix transposed{gradient.data, gradient.stride, true};
+      steps_.product(
+          {.m = classes,
+           .n = problem_.features(),
+           .k = rows,
+           .dtype = problem_.dtype,
+           .a = transposed,
+           .b = x_at(first),
+           .c_dtype = problem_.grad_weight_dtype,
+           .c = element(problem_.grad_weight, problem_.grad_weight_dtype, first_class * problem_.grad_weight_stride),
+           .c_stride = problem_.grad_weight_stride,
+           .alpha = alpha,
+           .accumulates = !is_first || problem_.accumulates});
+    }
+    if (problem_.grad_bias != nullptr) {
+      steps_.add_column_sums(gradient.data, rows, classes, gradient.stride, alpha, is_first,
+                             element(memory_.grad_bias, problem_.accumulator(), first_class));
+    }
+  }
+
+  // ---- chunks ------------------------------------------------------------------------------------------------------
+
+  void forward(std::int64_t first, std::int64_t rows) {
+    const std::int64_t classes = problem_.classes;
+    multiply_logits(first, rows, 0, classes);
+    const CrossEntropyForwardArgs loss{.logits = logits_view(rows, classes),
+                                       .targets = targets_at(first, rows, 0, classes),
+                                       .weight = class_weight_at(0, classes),
+                                       .options = row_options(),
+                                       .reads_ignored_rows = false,
+                                       .loss = numbers_at(per_row_.loss, first, rows),
+                                       .lse = numbers_at(per_row_.lse, first, rows),
+                                       .argmax = numbers_at(per_row_.argmax, DType::int64, first, rows),
+                                       .entropy = numbers_at(per_row_.entropy, first, rows),
+                                       .z_loss = numbers_at(per_row_.z_loss, first, rows),
+                                       .target_mass = numbers_at(per_row_.target_mass, first, rows)};
+    if (!problem_.wants_gradients()) return cross_entropy_forward(loss, context_);
+    CrossEntropyForwardBackwardArgs args{.forward = loss};
+    if (!problem_.is_reduced() && problem_.grad_loss.data != nullptr) args.grad_loss = grad_loss_at(first, rows);
+    if (is_gradient_narrow()) args.grad_logits = gradient_view(rows, classes);
+    cross_entropy_forward_backward(args, context_);
+    multiply_gradients(first, rows, 0, classes);
+    if (problem_.grad_x != nullptr && gathers_) steps_.scatter_grad_x(first, rows, problem_.dtype);
+  }
+
+  void backward(std::int64_t first, std::int64_t rows) {
+    for (std::int64_t first_class = 0; first_class < problem_.classes; first_class += block_.classes) {
+      const std::int64_t classes = std::min(block_.classes, problem_.classes - first_class);
+      multiply_logits(first, rows, first_class, classes);
+      cross_entropy_backward({.grad_loss = grad_loss_at(first, rows),
+                              .grad_lse = numbers_at(grad_lse_, first, rows),
+                              .grad_entropy = numbers_at(grad_entropy_, first, rows),
+                              .logits = logits_view(rows, classes),
+                              .targets = targets_at(first, rows, first_class, classes),
+                              .weight = class_weight_at(first_class, classes),
+                              .options = row_options(),
+                              .lse = numbers_at(per_row_.lse, first, rows),
+                              .entropy = numbers_at(per_row_.entropy, first, rows),
+                              .target_mass = numbers_at(per_row_.target_mass, first, rows),
+                              .first_class = first_class,
+                              .classes = problem_.classes,
+                              .grad_logits = gradient_view(rows, classes)},
+                             context_);
+      multiply_gradients(first, rows, first_class, classes);
+    }
+    if (problem_.grad_x == nullptr) return;
+    const bool sums = block_.classes < problem_.classes;
+    if (sums || gathers_) steps_.scatter_grad_x(first, rows, sums ? problem_.accumulator() : problem_.dtype);
+  }
+
+  const LinearCrossEntropyProblem& problem_;
+  const LinearCrossEntropyBlock block_;
+  const LinearCrossEntropyMemory& memory_;
+  ExecutionContext context_;
+  Steps& steps_;
+  bool is_scale_in_factor_ = false;
+  std::int64_t count_ = 0;
+  bool gathers_ = false;
+  Tensors per_row_{};
+  void* grad_lse_ = nullptr;
+  void* grad_entropy_ = nullptr;
+};
+
+}  // namespace eaves

@@ -1,0 +1,268 @@
+// linear_cross_entropy on the CPU: what its chunks (linear_cross_entropy_chunks.h) need beside matrix products and the
+// loss. All of it moves less memory than those by the number of features or classes.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <type_traits>
+
+#include "core/dispatch.h"
+#include "cpu/gemm.h"
+#include "cpu/parallel.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_chunks.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
+
+namespace eaves::cpu {
+namespace {
+
+using namespace linear_cross_entropy_tensors;
+
+std::int64_t target_at(const TypedNumbers& targets, std::int64_t offset) {
+  if (targets.dtype == DType::int32) return static_cast<const std::int32_t*>(targets.data)[offset];
+  return static_cast<const std::int64_t*>(targets.data)[offset];
+}
+
+double number_at(const TypedNumbers& numbers, std::int64_t offset) {
+  return dispatch_floating_point(numbers.dtype, [&]<typename T>() {
+    return static_cast<double>(load_as_accumulator(static_cast<const T*>(numbers.data)[offset]));
+  });
+}
+
+/// A is the accumulator of the problem's type T.
+template <typename T>
+class Steps {
+ public:
+  using A = Accumulator<T>;
+
+  Steps(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyMemory& memory,
+        const ExecutionContext& context)
+      : problem_(problem), memory_(memory), context_(context) {}
+
+  std::int64_t select_rows() {
+    std::int64_t count = 0;
+    double weight = 0.0;
+    for (std::int64_t row = 0; row < problem_.rows(); ++row) {
+      const auto at = problem_.view.rows.offsets(row);
+      if (!problem_.has_soft_targets()) {
+        const std::int64_t target = target_at(problem_.targets, at.of[kTargets]);
+        if (target == problem_.options.ignore_index) continue;
+        memory_.targets[count] = target;
+        weight += problem_.class_weight.data == nullptr ? 1.0 : number_at(problem_.class_weight, target);
+      } else {
+        weight += 1.0;
+      }
+      // Soft targets are read where they are, in the order of the per-row tensors, which need not be that of the view.
+      const std::int64_t place = problem_.has_soft_targets() ? at.of[kPerRow] : count;
+      if (memory_.row_indices != nullptr) memory_.row_indices[place] = row;
+      if (memory_.grad_loss != nullptr) {
+        static_cast<A*>(memory_.grad_loss)[place] = static_cast<A>(number_at(problem_.grad_loss, at.of[kGradLoss]));
+      }
+      ++count;
+    }
+    write_numbers(weight);
+    return count;
+  }
+
+  void gather_x(std::int64_t first, std::int64_t count) {
+    const T* from = static_cast<const T*>(problem_.x);
+    T* to = static_cast<T*>(memory_.x);
+    for_each_feature_row(first, count, [&](std::int64_t i, const auto& at) {
+      copy_features(from + at.of[kX], kX, to + i * problem_.features());
+    });
+  }
+
+  void scatter_grad_x(std::int64_t first, std::int64_t count, DType dtype) {
+    if (dtype == kDTypeOf<T>) {
+      scatter_features(static_cast<const T*>(memory_.grad_x), first, count);
+    } else {
+      scatter_features(static_cast<const A*>(memory_.grad_x), first, count);
+    }
+  }
+
+  void clear_grad_x() {
+    T* to = static_cast<T*>(problem_.grad_x);
+    parallel_for(context_, problem_.rows(), grain_for(problem_.features()), [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t row = begin; row < end; ++row) {
+        const auto at = problem_.view.rows.offsets(row);
+        if (target_at(problem_.targets, at.of[kTargets]) != problem_.options.ignore_index) continue;
+        for (std::int64_t i = 0; i < problem_.features(); ++i) {
+          to[at.of[kGradX] + problem_.view.columns.offsets(i).of[kGradX]] = T{};
+        }
+      }
+    });
+  }
+
+  /// Rows that are ignored are always left out here.
+  void gather_numbers(const void* from, void* to, std::int64_t count, bool gathers) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      static_cast<A*>(to)[i] = static_cast<const A*>(from)[gathers ? per_row_index(i) : i];
+    }
+  }
+
+  template <typename N>
+  void scatter_numbers(const N* from, N* to, std::int64_t count) {
+    std::fill_n(to, problem_.rows(), N(0));
+    for (std::int64_t i = 0; i < count; ++i) to[per_row_index(i)] = from[i];
+  }
+
+  void widen(TypedNumbers from, std::int64_t count, void* to) {
+    for (std::int64_t i = 0; i < count; ++i) static_cast<A*>(to)[i] = static_cast<A>(number_at(from, i));
+  }
+
+  void add_column_sums(const void* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,
+                       const void* scale, bool is_first, void* to) {
+    const A factor = scale == nullptr ? A(1) : *static_cast<const A*>(scale);
+    constexpr std::int64_t kColumns = 1024;  // of a piece, whose sums stay in L1
+    parallel_for(context_, ceil_divide(columns, kColumns), 1, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t piece = begin; piece < end; ++piece) {
+        const std::int64_t column = piece * kColumns;
+        add_sums(static_cast<const T*>(from) + column, rows, std::min(kColumns, columns - column), stride, factor,
+                 is_first, static_cast<A*>(to) + column);
+      }
+    });
+  }
+
+  void write_grad_bias() {
+    const A* sums = static_cast<const A*>(memory_.grad_bias);
+    const auto write = [&](auto* to) {
+      using N = std::remove_pointer_t<decltype(to)>;
+      for (std::int64_t i = 0; i < problem_.classes; ++i) {
+        to[i] = round_to<N>(problem_.accumulates ? load_as_accumulator(to[i]) + sums[i] : sums[i]);
+      }
+    };
+    if (problem_.grad_bias_dtype == kDTypeOf<T>) {
+      write(static_cast<T*>(problem_.grad_bias));
+    } else {
+      write(static_cast<A*>(problem_.grad_bias));
+    }
+  }
+
+  void clear_parameters() {
+    const std::size_t row_bytes = static_cast<std::size_t>(problem_.features()) * size_of(problem_.grad_weight_dtype);
+    for (std::int64_t v = 0; problem_.grad_weight != nullptr && v < problem_.classes; ++v) {
+      const std::size_t offset =
+          static_cast<std::size_t>(v * problem_.grad_weight_stride) * size_of(problem_.grad_weight_dtype);
+      std::memset(static_cast<char*>(problem_.grad_weight) + offset, 0, row_bytes);
+    }
+    if (problem_.grad_bias != nullptr) {
+      std::memset(problem_.grad_bias, 0,
+                  static_cast<std::size_t>(problem_.classes) * size_of(problem_.grad_bias_dtype));
+    }
+  }
+
+  void reduce_losses(const void* losses, std::int64_t count, void* to) {
+    double sum = 0.0;
+    for (std::int64_t i = 0; i < count; ++i) sum += static_cast<double>(static_cast<const A*>(losses)[i]);
+    if (problem_.options.reduction == Reduction::mean) {
+      const double divisor = numbers()[kDivisor];
+      sum = divisor == 0.0 && (problem_.normalizer == nullptr || sum == 0.0) ? 0.0 : sum / divisor;
+    }
+    *static_cast<A*>(to) = static_cast<A>(sum);
+  }
+
+  void product(const Gemm& product) { gemm(product, context_); }
+
+ private:
+  A* numbers() const { return static_cast<A*>(memory_.numbers); }
+
+  /// `weight` is that of all rows that are computed.
+  void write_numbers(double weight) {
+    const bool is_mean = problem_.options.reduction == Reduction::mean;
+    A* to = numbers();
+    to[kOne] = A(1);
+    to[kDivisor] = static_cast<A>(weight);
+    if (problem_.normalizer != nullptr) to[kDivisor] = *static_cast<const A*>(problem_.normalizer);
+    const bool is_backward = problem_.mode == LinearCrossEntropyMode::backward;
+    if (is_backward && is_mean) to[kDivisor] = *static_cast<const A*>(problem_.divisor);
+    if (!is_backward && problem_.divisor != nullptr) *static_cast<A*>(problem_.divisor) = to[kDivisor];
+    double scale = 1.0;
+    if (problem_.is_reduced()) {
+      if (problem_.grad_loss.data != nullptr) scale = number_at(problem_.grad_loss, 0);
+      // Where nothing counts, the mean is 0 and so is its gradient.
+      if (is_mean) scale = to[kDivisor] == A(0) ? 0.0 : scale / static_cast<double>(to[kDivisor]);
+    }
+    to[kScale] = static_cast<A>(scale);
+  }
+
+  /// Of the view, of the i-th row that is computed.
+  std::int64_t row_index(std::int64_t i) const { return memory_.row_indices[i]; }
+  std::int64_t per_row_index(std::int64_t i) const { return problem_.view.rows.offsets(row_index(i)).of[kPerRow]; }
+
+  template <typename Body>
+  void for_each_feature_row(std::int64_t first, std::int64_t count, Body&& body) {
+    parallel_for(context_, count, grain_for(problem_.features()), [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t i = begin; i < end; ++i) {
+        // Rows of a problem without a selection are those of the view.
+        const std::int64_t row = memory_.row_indices == nullptr ? first + i : row_index(first + i);
+        body(i, problem_.view.rows.offsets(row));
+      }
+    });
+  }
+
+  bool has_unit_stride(int tensor) const {
+    const auto& columns = problem_.view.columns;
+    return columns.rank == 0 || (columns.rank == 1 && columns.strides[tensor][0] == 1);
+  }
+
+  void copy_features(const T* from, int tensor, T* to) const {
+    if (has_unit_stride(tensor)) {
+      std::copy_n(from, problem_.features(), to);
+      return;
+    }
+    for (std::int64_t i = 0; i < problem_.features(); ++i) to[i] = from[problem_.view.columns.offsets(i).of[tensor]];
+  }
+
+  template <typename S>
+  void scatter_features(const S* from, std::int64_t first, std::int64_t count) {
+    T* to = static_cast<T*>(problem_.grad_x);
+    const std::int64_t features = problem_.features();
+    const bool is_contiguous = has_unit_stride(kGradX);
+    for_each_feature_row(first, count, [&](std::int64_t i, const auto& at) {
+      for (std::int64_t f = 0; f < features; ++f) {
+        const std::int64_t offset = is_contiguous ? f : problem_.view.columns.offsets(f).of[kGradX];
+        to[at.of[kGradX] + offset] = round_to<T>(load_as_accumulator(from[i * features + f]));
+      }
+    });
+  }
+
+  static void add_sums(const T* from, std::int64_t rows, std::int64_t columns, std::int64_t stride, A factor,
+                       bool is_first, A* to) {
+    if (is_first) std::fill_n(to, columns, A(0));
+    for (std::int64_t row = 0; row < rows; ++row) {
+      for (std::int64_t v = 0; v < columns; ++v) to[v] += factor * load_as_accumulator(from[row * stride + v]);
+    }
+  }
+
+  const LinearCrossEntropyProblem& problem_;
+  const LinearCrossEntropyMemory& memory_;
+  const ExecutionContext& context_;
+};
+
+}  // namespace
+
+std::optional<BadTarget> linear_cross_entropy_find_bad_target(const LinearCrossEntropyProblem& problem) {
+  constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
+  BadTarget first{kNone, 0};
+  for (std::int64_t row = 0; row < problem.rows(); ++row) {
+    const auto at = problem.view.rows.offsets(row);
+    const std::int64_t target = target_at(problem.targets, at.of[kTargets]);
+    const bool is_legal = (target >= 0 && target < problem.classes) || target == problem.options.ignore_index;
+    if (!is_legal && at.of[kPerRow] < first.index) first = {at.of[kPerRow], target};
+  }
+  if (first.index == kNone) return std::nullopt;
+  return first;
+}
+
+void linear_cross_entropy(const LinearCrossEntropyProblem& problem, const ExecutionContext& context) {
+  const LinearCrossEntropyBlock block = plan_blocks(problem, problem.workspace_limit);
+  LinearCrossEntropyMemory memory;
+  lay_out(problem, block, context.workspace.data, memory);
+  dispatch_floating_point(problem.dtype, [&]<typename T>() {
+    Steps<T> steps(problem, memory, context);
+    LinearCrossEntropyChunks<Steps<T>>(problem, block, memory, context, steps).run();
+  });
+}
+
+}  // namespace eaves::cpu

@@ -1,0 +1,518 @@
+// linear_cross_entropy on a GPU: what its chunks (linear_cross_entropy_chunks.h) need beside matrix products and the
+// loss. All of it moves less memory than those by the number of features or classes.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <optional>
+#include <type_traits>
+
+#include "core/dispatch.h"
+#include "cuda/device.h"
+#include "cuda/gemm.h"
+#include "cuda/launch.cuh"
+#include "cuda/loads.cuh"
+#include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_chunks.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
+
+namespace eaves::cuda {
+namespace {
+
+using namespace linear_cross_entropy_tensors;
+
+constexpr int kThreads = 256;
+constexpr int kSelectThreads = 1024;  // of the one block that counts rows: a position depends on all rows before it
+constexpr int kWarps = kSelectThreads / 32;
+constexpr std::int64_t kMostBlocks = 4096;
+
+// ---- rows ----------------------------------------------------------------------------------------------------------
+
+/// What every kernel knows of the rows.
+struct Rows {
+  LinearCrossEntropyView view;
+  const void* targets;  ///< nullptr: soft ones
+  bool are_targets_64_bit;
+  std::int64_t ignore_index;
+
+  explicit Rows(const LinearCrossEntropyProblem& problem)
+      : view(problem.view),
+        targets(problem.has_soft_targets() ? nullptr : problem.targets.data),
+        are_targets_64_bit(problem.targets.dtype == DType::int64),
+        ignore_index(problem.options.ignore_index) {}
+
+  __device__ std::int64_t target_at(std::int64_t offset) const {
+    return are_targets_64_bit ? static_cast<const std::int64_t*>(targets)[offset]
+                              : static_cast<const std::int32_t*>(targets)[offset];
+  }
+  /// `at` are the offsets of the row.
+  template <typename Offsets>
+  __device__ bool is_ignored(const Offsets& at) const {
+    return targets != nullptr && target_at(at.of[kTargets]) == ignore_index;
+  }
+};
+
+/// Numbers of any floating-point type.
+struct AnyNumbers {
+  const void* data;
+  DType dtype;
+
+  template <typename A>
+  __device__ A at(std::int64_t i) const {
+    switch (dtype) {
+      case DType::float64: return static_cast<A>(static_cast<const double*>(data)[i]);
+      case DType::float16: return load_as_accumulator(static_cast<const float16*>(data)[i]);
+      case DType::bfloat16: return load_as_accumulator(static_cast<const bfloat16*>(data)[i]);
+      default: return static_cast<A>(static_cast<const float*>(data)[i]);
+    }
+  }
+};
+
+/// The sum over a block, in a fixed order; the same in every thread.
+__device__ double sum_block(double value) {
+  __shared__ double sums[kSelectThreads];
+  sums[threadIdx.x] = value;
+  __syncthreads();
+#pragma unroll 1
+  for (int half = kSelectThreads / 2; half > 0; half /= 2) {
+    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+    __syncthreads();
+  }
+  const double sum = sums[0];
+  __syncthreads();
+  return sum;
+}
+
+// ---- the selection -------------------------------------------------------------------------------------------------
+
+template <typename A>
+struct Selection {
+  Rows rows;
+  AnyNumbers class_weight;  ///< data nullptr: 1
+  std::int64_t classes;
+  AnyNumbers grad_loss;       ///< data nullptr: 1
+  std::int64_t* row_indices;  ///< nullptr: all rows are computed
+  std::int64_t* targets;
+  A* row_gradients;         ///< nullptr where the loss is reduced
+  A* numbers;
+  std::int64_t* count;
+  const A* given_divisor;   ///< nullptr: the weights of the rows
+  A* divisor;               ///< out, or nullptr
+  bool is_reduced;
+  bool is_mean;
+};
+
+/// How many threads before this one have `is_counted`, and in `total` how many in all. For a whole block.
+__device__ int position_in_block(bool is_counted, int& total) {
+  __shared__ int counts[kWarps];
+  const unsigned mask = __ballot_sync(~0u, is_counted);
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  __syncthreads();
+  if (lane == 0) counts[warp] = __popc(mask);
+  __syncthreads();
+  int before = 0;
+  total = 0;
+#pragma unroll 1
+  for (int i = 0; i < kWarps; ++i) {
+    if (i < warp) before += counts[i];
+    total += counts[i];
+  }
+  return before + __popc(mask & ((1u << lane) - 1));
+}
+
+/// One block, which takes the rows in their order.
+template <typename A>
+__global__ void __launch_bounds__(kSelectThreads) select_rows(const __grid_constant__ Selection<A> in) {
+  const std::int64_t rows = in.rows.view.row_count;
+  double weight = 0.0;
+  std::int64_t selected = 0;
+  for (std::int64_t first = 0; first < rows; first += kSelectThreads) {
+    const std::int64_t row = first + threadIdx.x;
+    const auto at = in.rows.view.rows.offsets(row < rows ? row : rows - 1);
+    const bool is_counted = row < rows && !in.rows.is_ignored(at);
+    std::int64_t position = row;
+    if (in.row_indices != nullptr) {
+      int total = 0;
+      position = selected + position_in_block(is_counted, total);
+      selected += total;
+    }
+    const bool is_kept = in.row_indices == nullptr ? row < rows : is_counted;
+    if (is_kept) {
+      if (in.row_indices != nullptr) in.row_indices[position] = row;
+      if (in.targets != nullptr) in.targets[position] = in.rows.target_at(at.of[kTargets]);
+      if (in.row_gradients != nullptr) in.row_gradients[position] = in.grad_loss.template at<A>(at.of[kGradLoss]);
+    }
+    if (is_counted) {
+      const std::int64_t target = in.rows.targets == nullptr ? 0 : in.rows.target_at(at.of[kTargets]);
+      const bool has_weight = in.class_weight.data != nullptr && in.rows.targets != nullptr;
+      // A target out of range makes its row's loss NaN, whatever the row weighs.
+      weight += has_weight && target >= 0 && target < in.classes ? double(in.class_weight.template at<A>(target)) : 1.0;
+    }
+  }
+  const double sum = sum_block(weight);
+  if (threadIdx.x != 0) return;
+  const A divisor = in.given_divisor != nullptr ? *in.given_divisor : static_cast<A>(sum);
+  double scale = 1.0;
+  if (in.is_reduced) {
+    if (in.grad_loss.data != nullptr) scale = double(in.grad_loss.template at<A>(0));
+    // Where nothing counts, the mean is 0 and so is its gradient.
+    if (in.is_mean) scale = divisor == A(0) ? 0.0 : scale / double(divisor);
+  }
+  in.numbers[kScale] = static_cast<A>(scale);
+  in.numbers[kOne] = A(1);
+  in.numbers[kDivisor] = divisor;
+  if (in.divisor != nullptr) *in.divisor = divisor;
+  *in.count = in.row_indices == nullptr ? rows : selected;
+}
+
+// ---- features ------------------------------------------------------------------------------------------------------
+
+/// Rows of features, one side of which is a matrix without gaps and the other a tensor of the problem.
+struct FeatureRows {
+  LinearCrossEntropyView view;
+  const std::int64_t* row_indices;  ///< nullptr: those of the view
+  std::int64_t first;
+  std::int64_t count;
+
+  __device__ std::int64_t row(std::int64_t i) const {
+    return row_indices == nullptr ? first + i : row_indices[first + i];
+  }
+  __device__ std::int64_t feature(int tensor, std::int64_t i) const {
+    return view.columns.rank == 1 ? i * view.columns.strides[tensor][0] : view.columns.offsets(i).of[tensor];
+  }
+};
+
+/// A block a row.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) gather_features(const __grid_constant__ FeatureRows rows, const T* x,
+                                                            T* to) {
+  const std::int64_t features = rows.view.column_count;
+  for (std::int64_t i = blockIdx.x; i < rows.count; i += gridDim.x) {
+    const T* from = x + rows.view.rows.offsets(rows.row(i)).of[kX];
+    T* into = to + i * features;
+    const bool has_unit_stride = rows.view.columns.rank == 1 && rows.view.columns.strides[kX][0] == 1;
+    const std::uint64_t addresses = reinterpret_cast<std::uint64_t>(from) | reinterpret_cast<std::uint64_t>(into) |
+                                    static_cast<std::uint64_t>(features) * sizeof(T);
+    if (has_unit_stride && addresses % 16 == 0) {
+      const std::int64_t vectors = features * static_cast<std::int64_t>(sizeof(T)) / 16;
+      for (std::int64_t f = threadIdx.x; f < vectors; f += kThreads) {
+        reinterpret_cast<uint4*>(into)[f] = reinterpret_cast<const uint4*>(from)[f];
+      }
+    } else {
+      for (std::int64_t f = threadIdx.x; f < features; f += kThreads) into[f] = from[rows.feature(kX, f)];
+    }
+  }
+}
+
+/// A block a row. From S, T or its accumulator.
+template <typename S, typename T>
+__global__ void __launch_bounds__(kThreads) scatter_features(const __grid_constant__ FeatureRows rows, const S* from,
+                                                             T* grad_x) {
+  const std::int64_t features = rows.view.column_count;
+  for (std::int64_t i = blockIdx.x; i < rows.count; i += gridDim.x) {
+    T* into = grad_x + rows.view.rows.offsets(rows.row(i)).of[kGradX];
+    for (std::int64_t f = threadIdx.x; f < features; f += kThreads) {
+      into[rows.feature(kGradX, f)] = round_to<T>(load_as_accumulator(from[i * features + f]));
+    }
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) clear_ignored(const __grid_constant__ Rows rows, FeatureRows features,
+                                                          T* grad_x) {
+  for (std::int64_t row = blockIdx.x; row < rows.view.row_count; row += gridDim.x) {
+    const auto at = rows.view.rows.offsets(row);
+    if (!rows.is_ignored(at)) continue;
+    for (std::int64_t f = threadIdx.x; f < rows.view.column_count; f += kThreads) {
+      grad_x[at.of[kGradX] + features.feature(kGradX, f)] = T{};
+    }
+  }
+}
+
+// ---- numbers -------------------------------------------------------------------------------------------------------
+
+template <typename A>
+__global__ void __launch_bounds__(kThreads) gather_numbers_of(const __grid_constant__ Rows rows,
+                                                              const std::int64_t* row_indices, const A* from, A* to,
+                                                              std::int64_t count) {
+  for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
+    const auto at = rows.view.rows.offsets(row_indices == nullptr ? i : row_indices[i]);
+    to[i] = rows.is_ignored(at) ? A(0) : from[at.of[kPerRow]];
+  }
+}
+
+template <typename N>
+__global__ void __launch_bounds__(kThreads) scatter_numbers_of(const __grid_constant__ LinearCrossEntropyView view,
+                                                               const std::int64_t* row_indices, const N* from, N* to,
+                                                               std::int64_t count) {
+  for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
+    to[view.rows.offsets(row_indices == nullptr ? i : row_indices[i]).of[kPerRow]] = from[i];
+  }
+}
+
+template <typename A>
+__global__ void __launch_bounds__(kThreads) widen_numbers(AnyNumbers from, A* to, std::int64_t count) {
+  for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
+    to[i] = from.template at<A>(i);
+  }
+}
+
+constexpr int kSumLanes = 32;  // of a block: as many columns
+constexpr int kSumRows = 16;   // that walk down a column side by side
+
+template <typename T, typename A = Accumulator<T>>
+__global__ void __launch_bounds__(kSumLanes* kSumRows)
+    sum_columns(const T* from, std::int64_t rows, std::int64_t columns, std::int64_t stride, const A* scale,
+                bool is_first, A* to) {
+  __shared__ A sums[kSumRows][kSumLanes];
+  const std::int64_t column = std::int64_t{blockIdx.x} * kSumLanes + threadIdx.x;
+  A sum = A(0);
+  if (column < columns) {
+#pragma unroll 8
+    for (std::int64_t row = threadIdx.y; row < rows; row += kSumRows) {
+      sum += load_as_accumulator(from[row * stride + column]);
+    }
+  }
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || column >= columns) return;
+  A all = A(0);
+#pragma unroll
+  for (int i = 0; i < kSumRows; ++i) all += sums[i][threadIdx.x];
+  if (scale != nullptr) all *= *scale;
+  to[column] = is_first ? all : to[column] + all;
+}
+
+template <typename N, typename A>
+__global__ void __launch_bounds__(kThreads) write_numbers(const A* from, N* to, std::int64_t count, bool accumulates) {
+  for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
+    to[i] = round_to<N>(accumulates ? A(load_as_accumulator(to[i])) + from[i] : from[i]);
+  }
+}
+
+/// One block. `divisor` is nullptr but for the mean.
+template <typename A>
+__global__ void __launch_bounds__(kSelectThreads)
+    reduce_numbers(const A* from, std::int64_t count, const A* divisor, bool has_normalizer, A* to) {
+  double value = 0.0;
+  for (std::int64_t i = threadIdx.x; i < count; i += kSelectThreads) value += double(from[i]);
+  double sum = sum_block(value);
+  if (threadIdx.x != 0) return;
+  if (divisor != nullptr) {
+    const double by = double(*divisor);
+    sum = by == 0.0 && (!has_normalizer || sum == 0.0) ? 0.0 : sum / by;
+  }
+  *to = static_cast<A>(sum);
+}
+
+/// One block: the first row, in the order of their shape, whose target is out of range.
+__global__ void __launch_bounds__(kSelectThreads)
+    find_bad_target(const __grid_constant__ Rows rows, std::int64_t classes, BadTarget* to) {
+  __shared__ unsigned long long first;
+  if (threadIdx.x == 0) first = ~0ull;
+  __syncthreads();
+  const auto is_bad = [&](std::int64_t target) {
+    return (target < 0 || target >= classes) && target != rows.ignore_index;
+  };
+  for (std::int64_t row = threadIdx.x; row < rows.view.row_count; row += kSelectThreads) {
+    const auto at = rows.view.rows.offsets(row);
+    if (is_bad(rows.target_at(at.of[kTargets]))) {
+      atomicMin(&first, static_cast<unsigned long long>(at.of[kPerRow]));
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) *to = {static_cast<std::int64_t>(first), 0};
+  if (first == ~0ull) return;
+  for (std::int64_t row = threadIdx.x; row < rows.view.row_count; row += kSelectThreads) {
+    const auto at = rows.view.rows.offsets(row);
+    if (static_cast<unsigned long long>(at.of[kPerRow]) == first) to->target = rows.target_at(at.of[kTargets]);
+  }
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+std::int64_t blocks_for(std::int64_t count) {
+  return std::clamp<std::int64_t>(ceil_divide(count, kThreads), 1, kMostBlocks);
+}
+
+template <typename T>
+class Steps {
+ public:
+  using A = Accumulator<T>;
+
+  Steps(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyMemory& memory,
+        const ExecutionContext& context)
+      : problem_(problem), memory_(memory), context_(context), rows_(problem) {
+    context_.workspace = memory.product;
+  }
+
+  std::int64_t select_rows() {
+    const bool is_mean = problem_.options.reduction == Reduction::mean;
+    const bool is_backward = problem_.mode == LinearCrossEntropyMode::backward;
+    const Selection<A> selection{
+        .rows = rows_,
+        .class_weight = {problem_.class_weight.data, problem_.class_weight.dtype},
+        .classes = problem_.classes,
+        .grad_loss = {problem_.grad_loss.data, problem_.grad_loss.dtype},
+        .row_indices = problem_.skips_ignored_rows ? memory_.row_indices : nullptr,
+        .targets = memory_.targets,
+        .row_gradients = static_cast<A*>(memory_.grad_loss),
+        .numbers = numbers(),
+        .count = row_count(),
+        .given_divisor = static_cast<const A*>(is_backward ? (is_mean ? problem_.divisor : nullptr)
+                                                           : problem_.normalizer),
+        .divisor = static_cast<A*>(is_backward ? nullptr : problem_.divisor),
+        .is_reduced = problem_.is_reduced(),
+        .is_mean = is_mean};
+    run(cuda::select_rows<A>, {.threads = kSelectThreads}, selection);
+    if (selection.row_indices == nullptr || problem_.has_soft_targets()) return problem_.rows();
+    std::int64_t count = 0;
+    const auto stream = static_cast<cudaStream_t>(context_.stream);
+    check_status(cudaMemcpyAsync(&count, row_count(), sizeof(count), cudaMemcpyDeviceToHost, stream), problem_.op);
+    check_status(cudaStreamSynchronize(stream), problem_.op);
+    return count;
+  }
+
+  void gather_x(std::int64_t first, std::int64_t count) {
+    run(gather_features<T>, {.blocks = std::min(count, kMostBlocks), .threads = kThreads}, feature_rows(first, count),
+        static_cast<const T*>(problem_.x), static_cast<T*>(memory_.x));
+  }
+
+  void scatter_grad_x(std::int64_t first, std::int64_t count, DType dtype) {
+    const auto scatter = [&](const auto* from) {
+      using S = std::remove_cvref_t<decltype(*from)>;
+      run(scatter_features<S, T>, {.blocks = std::min(count, kMostBlocks), .threads = kThreads},
+          feature_rows(first, count), from, static_cast<T*>(problem_.grad_x));
+    };
+    if (dtype == kDTypeOf<T>) {
+      scatter(static_cast<const T*>(memory_.grad_x));
+    } else {
+      scatter(static_cast<const A*>(memory_.grad_x));
+    }
+  }
+
+  void clear_grad_x() {
+    run(clear_ignored<T>, {.blocks = std::clamp<std::int64_t>(problem_.rows(), 1, kMostBlocks), .threads = kThreads},
+        rows_, feature_rows(0, problem_.rows()), static_cast<T*>(problem_.grad_x));
+  }
+
+  void gather_numbers(const void* from, void* to, std::int64_t count, bool gathers) {
+    run(gather_numbers_of<A>, {.blocks = blocks_for(count), .threads = kThreads}, rows_,
+        static_cast<const std::int64_t*>(gathers ? row_indices() : nullptr), static_cast<const A*>(from),
+        static_cast<A*>(to), count);
+  }
+
+  template <typename N>
+  void scatter_numbers(const N* from, N* to, std::int64_t count) {
+    const auto bytes = static_cast<std::size_t>(problem_.rows()) * sizeof(N);
+    check_status(cudaMemsetAsync(to, 0, bytes, static_cast<cudaStream_t>(context_.stream)), problem_.op);
+    if (count == 0) return;
+    run(scatter_numbers_of<N>, {.blocks = blocks_for(count), .threads = kThreads}, problem_.view, row_indices(), from,
+        to, count);
+  }
+
+  void widen(TypedNumbers from, std::int64_t count, void* to) {
+    run(widen_numbers<A>, {.blocks = blocks_for(count), .threads = kThreads}, AnyNumbers{from.data, from.dtype},
+        static_cast<A*>(to), count);
+  }
+
+  void add_column_sums(const void* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,
+                       const void* scale, bool is_first, void* to) {
+    run(sum_columns<T, A>, {.blocks = ceil_divide(columns, kSumLanes), .threads = dim3(kSumLanes, kSumRows)},
+        static_cast<const T*>(from), rows, columns, stride, static_cast<const A*>(scale), is_first,
+        static_cast<A*>(to));
+  }
+
+  void write_grad_bias() {
+    const auto write = [&](auto* to) {
+      using N = std::remove_pointer_t<decltype(to)>;
+      run(write_numbers<N, A>, {.blocks = blocks_for(problem_.classes), .threads = kThreads},
+          static_cast<const A*>(memory_.grad_bias), to, problem_.classes, problem_.accumulates);
+    };
+    if (problem_.grad_bias_dtype == kDTypeOf<T>) {
+      write(static_cast<T*>(problem_.grad_bias));
+    } else {
+      write(static_cast<A*>(problem_.grad_bias));
+    }
+  }
+
+  void clear_parameters() {
+    const auto stream = static_cast<cudaStream_t>(context_.stream);
+    const auto rows = static_cast<std::size_t>(problem_.classes);
+    if (problem_.grad_weight != nullptr) {
+      const std::size_t element = size_of(problem_.grad_weight_dtype);
+      const auto width = static_cast<std::size_t>(problem_.features()) * element;
+      const auto pitch = static_cast<std::size_t>(problem_.grad_weight_stride) * element;
+      check_status(cudaMemset2DAsync(problem_.grad_weight, pitch, 0, width, rows, stream), problem_.op);
+    }
+    if (problem_.grad_bias != nullptr) {
+      check_status(cudaMemsetAsync(problem_.grad_bias, 0, rows * size_of(problem_.grad_bias_dtype), stream),
+                   problem_.op);
+    }
+  }
+
+  void reduce_losses(const void* losses, std::int64_t count, void* to) {
+    const bool is_mean = problem_.options.reduction == Reduction::mean;
+    run(reduce_numbers<A>, {.threads = kSelectThreads}, static_cast<const A*>(losses), count,
+        static_cast<const A*>(is_mean ? numbers() + kDivisor : nullptr), problem_.normalizer != nullptr,
+        static_cast<A*>(to));
+  }
+
+  void product(const Gemm& product) { gemm(problem_.op, product, context_); }
+
+ private:
+  template <typename... Parameters, typename... Arguments>
+  void run(void (*kernel)(Parameters...), LaunchShape shape, const Arguments&... arguments) {
+    shape.stream = context_.stream;
+    launch<Parameters...>(problem_.op, kernel, shape, static_cast<Parameters>(arguments)...);
+  }
+
+  A* numbers() const { return static_cast<A*>(memory_.numbers); }
+  std::int64_t* row_count() const { return static_cast<std::int64_t*>(memory_.numbers) + kRowCount; }
+
+  /// nullptr where all rows are computed, in the order of the view.
+  const std::int64_t* row_indices() const {
+    return problem_.skips_ignored_rows && !problem_.has_soft_targets() ? memory_.row_indices : nullptr;
+  }
+  FeatureRows feature_rows(std::int64_t first, std::int64_t count) const {
+    return {problem_.view, row_indices(), first, count};
+  }
+
+  const LinearCrossEntropyProblem& problem_;
+  const LinearCrossEntropyMemory& memory_;
+  ExecutionContext context_;
+  Rows rows_;
+};
+
+}  // namespace
+
+std::optional<BadTarget> linear_cross_entropy_find_bad_target(const LinearCrossEntropyProblem& problem,
+                                                              const ExecutionContext& context) {
+  const DeviceGuard guard(problem.device);
+  auto* found = static_cast<BadTarget*>(allocate_in_stream_order(problem.device, sizeof(BadTarget), context.stream));
+  launch(problem.op, find_bad_target, {.threads = kSelectThreads, .stream = context.stream}, Rows(problem),
+         problem.classes, found);
+  BadTarget result{};
+  const auto stream = static_cast<cudaStream_t>(context.stream);
+  const cudaError_t copied = cudaMemcpyAsync(&result, found, sizeof(result), cudaMemcpyDeviceToHost, stream);
+  const cudaError_t waited = cudaStreamSynchronize(stream);
+  deallocate_in_stream_order(problem.device, found, context.stream);
+  check_status(copied, problem.op);
+  check_status(waited, problem.op);
+  if (result.index < 0) return std::nullopt;
+  return result;
+}
+
+void linear_cross_entropy(const LinearCrossEntropyProblem& problem, const ExecutionContext& context) {
+  const DeviceGuard guard(problem.device);
+  require_gemm(problem.op);
+  const LinearCrossEntropyBlock block = plan_blocks(problem, problem.workspace_limit);
+  LinearCrossEntropyMemory memory;
+  lay_out(problem, block, context.workspace.data, memory);
+  dispatch_floating_point(problem.dtype, [&]<typename T>() {
+    Steps<T> steps(problem, memory, context);
+    LinearCrossEntropyChunks<Steps<T>>(problem, block, memory, context, steps).run();
+  });
+}
+
+}  // namespace eaves::cuda

@@ -1,0 +1,233 @@
+// How much of linear_cross_entropy is computed at once, and where everything lies in the workspace.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/dispatch.h"
+#include "core/numeric.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
+
+namespace eaves {
+
+/// Rows and classes whose logits are computed at once. All classes, but in the backward.
+struct LinearCrossEntropyBlock {
+  std::int64_t rows;
+  std::int64_t classes;
+};
+
+/// What is in the workspace; nullptr where a problem has no use for it.
+struct LinearCrossEntropyMemory {
+  // For all rows; where rows are gathered, of those that are computed, in the order in which they are.
+  std::int64_t* row_indices;  ///< of the problem's view
+  std::int64_t* targets;
+  void* grad_loss;  ///< where it is per row, as accumulators
+  LinearCrossEntropyPerRow per_row;
+  void* grad_lse;
+  void* grad_entropy;
+
+  void* numbers;  ///< kNumbers accumulators
+
+  // For all classes, as accumulators.
+  void* bias;
+  void* class_weight;
+  void* grad_bias;
+
+  // For a block.
+  void* x;            ///< gathered rows
+  void* grad_x;       ///< the same, to be scattered; accumulators where their sum takes several blocks of classes
+  void* logits;       ///< accumulators, and over them their gradient
+  Workspace loss;     ///< of the calls of cross_entropy
+  Workspace product;  ///< of the matrix products
+};
+
+/// The numbers of a call on the device.
+enum LinearCrossEntropyNumber {
+  kScale,  ///< what every gradient is multiplied by: dL/d(loss) over the divisor, or 1 where that is per row
+  kOne,
+  kDivisor,
+  kRowCount,  ///< how many rows are computed, an int64 (where the device counts them)
+  kNumbers
+};
+
+/// Distance between rows of logits: whole cache lines.
+inline std::int64_t logits_stride(std::int64_t classes) { return ceil_divide(classes, 32) * 32; }
+
+/// Can x (and its gradient) be given to the products as it is, in the order of the per-row tensors?
+inline bool is_matrix(const LinearCrossEntropyProblem& problem) {
+  using namespace linear_cross_entropy_tensors;
+  const auto& rows = problem.view.rows;
+  const auto& columns = problem.view.columns;
+  const std::int64_t features = problem.features();
+  if (rows.rank > 1 || columns.rank > 1) return false;
+  const auto has_unit_stride = [&](int tensor) { return columns.rank == 0 || columns.strides[tensor][0] == 1; };
+  const auto is_row_major = [&](int tensor) { return rows.rank == 0 || rows.strides[tensor][0] >= features; };
+  if (!has_unit_stride(kX) || !is_row_major(kX)) return false;
+  if (!has_unit_stride(kGradX) || !is_row_major(kGradX)) return false;
+  return rows.rank == 0 || rows.strides[kPerRow][0] == 1;
+}
+
+/// Rows may turn out to be left out, or have to be copied anyway.
+inline bool may_gather(const LinearCrossEntropyProblem& problem) {
+  return !is_matrix(problem) || (problem.skips_ignored_rows && !problem.has_soft_targets());
+}
+
+/// The part of the workspace for matrix products; on the CPU none.
+inline constexpr std::size_t kLinearCrossEntropyProductBytes = std::size_t{32} << 20;
+
+/// Lays out the workspace from `base` on; with nullptr only counts. Returns the number of bytes.
+inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block, void* base,
+                           LinearCrossEntropyMemory& memory) {
+  std::size_t used = 0;
+  const auto take = [&](bool is_needed, std::int64_t count, std::size_t size) -> void* {
+    if (!is_needed) return nullptr;
+    void* taken = static_cast<char*>(base) + used;
+    used += (static_cast<std::size_t>(count) * size + 255) / 256 * 256;
+    return base == nullptr ? nullptr : taken;
+  };
+  const std::size_t number = size_of(problem.accumulator());
+  const std::size_t element = size_of(problem.dtype);
+  const bool is_backward = problem.mode == LinearCrossEntropyMode::backward;
+  const bool gathers = may_gather(problem);
+  const std::int64_t rows = problem.rows();
+  const LinearCrossEntropyPerRow& wanted = problem.per_row;
+  const bool keeps_losses = !is_backward && (gathers || problem.is_reduced());
+
+  memory = {};
+  memory.row_indices = static_cast<std::int64_t*>(take(gathers, rows, 8));
+  memory.targets = static_cast<std::int64_t*>(take(gathers && !problem.has_soft_targets(), rows, 8));
+  memory.grad_loss = take(!problem.is_reduced() && problem.grad_loss.data != nullptr, rows, number);
+  memory.per_row.loss = take(keeps_losses, rows, number);
+  memory.per_row.z_loss = take(keeps_losses && wanted.z_loss != nullptr, rows, number);
+  memory.per_row.lse = take(gathers && wanted.lse != nullptr, rows, number);
+  memory.per_row.argmax = static_cast<std::int64_t*>(take(gathers && wanted.argmax != nullptr, rows, 8));
+  memory.per_row.entropy = take(gathers && wanted.entropy != nullptr, rows, number);
+  memory.per_row.target_mass = take(gathers && wanted.target_mass != nullptr, rows, number);
+  memory.grad_lse = take(problem.grad_lse != nullptr, rows, number);
+  memory.grad_entropy = take(problem.grad_entropy != nullptr, rows, number);
+  memory.numbers = take(true, kNumbers, 8);
+
+  memory.bias = take(problem.bias.data != nullptr, problem.classes, number);
+  memory.class_weight = take(problem.class_weight.data != nullptr, problem.classes, number);
+  memory.grad_bias = take(problem.grad_bias != nullptr, problem.classes, number);
+
+  const bool sums_grad_x = block.classes < problem.classes;
+  memory.x = take(gathers, block.rows * problem.features(), element);
+  memory.grad_x = take(problem.grad_x != nullptr && (gathers || sums_grad_x), block.rows * problem.features(),
+                       sums_grad_x ? number : element);
+  memory.logits = take(true, block.rows * logits_stride(block.classes), number);
+  if (problem.device.type == DeviceType::cuda) {
+    // As cross_entropy.h says: a part for each row in place, and 1 MiB.
+    memory.loss.bytes = (std::size_t{2} << 20) + static_cast<std::size_t>(block.rows) * 64;
+    memory.loss.data = take(true, static_cast<std::int64_t>(memory.loss.bytes), 1);
+    memory.product.bytes = kLinearCrossEntropyProductBytes;
+    memory.product.data = take(true, static_cast<std::int64_t>(memory.product.bytes), 1);
+  }
+  return used;
+}
+
+inline std::size_t workspace_bytes(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block) {
+  LinearCrossEntropyMemory memory;
+  return lay_out(problem, block, nullptr, memory);
+}
+
+/// What the products lose nothing by: whole tiles.
+inline constexpr std::int64_t kLinearCrossEntropyRowTile = 128;
+inline constexpr std::int64_t kLinearCrossEntropyClassTile = 256;
+
+/// The most rows, with so many classes, whose workspace is within `limit`; at least one. Pieces of equal size.
+inline std::int64_t rows_within(const LinearCrossEntropyProblem& problem, std::int64_t classes, std::size_t limit) {
+  const std::int64_t all = problem.rows();
+  if (workspace_bytes(problem, {all, classes}) <= limit) return all;
+  std::int64_t low = 1;
+  std::int64_t high = all;  // too many
+  while (high - low > 1) {
+    const std::int64_t middle = low + (high - low) / 2;
+    (workspace_bytes(problem, {middle, classes}) <= limit ? low : high) = middle;
+  }
+  const std::int64_t chunks = ceil_divide(all, low);
+  const std::int64_t even =
+      ceil_divide(ceil_divide(all, chunks), kLinearCrossEntropyRowTile) * kLinearCrossEntropyRowTile;
+  if (even <= low) return even;
+  return low < kLinearCrossEntropyRowTile ? low : low / kLinearCrossEntropyRowTile * kLinearCrossEntropyRowTile;
+}
+
+/// What a block of the backward costs on a GPU, in seconds: products at the speed of a Hopper GPU, whose tiles of 128 x
+/// 256 fill its multiprocessors a wave at a time, and passes over the sums of grad_x, for each block of classes, and over
+/// grad_weight, for each chunk of rows, of which about half is hidden behind the products.
+inline double seconds_of(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block) {
+  constexpr double kOperationsPerSecond = 7e14;
+  constexpr double kBytesPerSecond = 4e12;
+  constexpr std::int64_t kTilesAtOnce = 132;
+  const auto waste = [&](std::int64_t rows, std::int64_t columns) {
+    const std::int64_t tiles =
+        ceil_divide(rows, kLinearCrossEntropyRowTile) * ceil_divide(columns, kLinearCrossEntropyClassTile);
+    return static_cast<double>(ceil_divide(tiles, kTilesAtOnce) * kTilesAtOnce) / static_cast<double>(tiles);
+  };
+  const auto all = static_cast<double>(problem.rows());
+  const auto features = static_cast<double>(problem.features());
+  const auto classes = static_cast<double>(problem.classes);
+  const std::int64_t chunks = ceil_divide(problem.rows(), block.rows);
+  const std::int64_t blocks = ceil_divide(problem.classes, block.classes);
+  const double of_product = 2.0 * all * features * classes / kOperationsPerSecond;
+  const double wasted = waste(block.rows, block.classes) + waste(block.rows, problem.features()) +
+                        waste(block.classes, problem.features());
+  const double of_grad_x = blocks == 1 ? 0.0 : static_cast<double>(blocks) * all * features * 8.0;
+  const double of_grad_weight = static_cast<double>(chunks - 1) * classes * features * 4.0;
+  return of_product * wasted + 0.5 * (of_grad_x + of_grad_weight) / kBytesPerSecond;
+}
+
+/// The most classes, with so many rows, whose workspace is within `limit`; 0 where not even one is.
+inline std::int64_t classes_within(const LinearCrossEntropyProblem& problem, std::int64_t rows, std::size_t limit) {
+  // All may fit where a few less do not: they need no sums of grad_x.
+  if (workspace_bytes(problem, {rows, problem.classes}) <= limit) return problem.classes;
+  std::int64_t low = 0;
+  std::int64_t high = problem.classes;
+  while (high - low > 1) {
+    const std::int64_t middle = low + (high - low) / 2;
+    (workspace_bytes(problem, {rows, middle}) <= limit ? low : high) = middle;
+  }
+  return low;
+}
+
+/// Of the backward: the cheapest rows and classes.
+inline LinearCrossEntropyBlock blocks_within(const LinearCrossEntropyProblem& problem, std::size_t limit) {
+  const std::int64_t all = problem.rows();
+  if (workspace_bytes(problem, {all, problem.classes}) <= limit) return {all, problem.classes};
+  LinearCrossEntropyBlock best{rows_within(problem, 1, limit), 1};
+  double least = seconds_of(problem, best);
+  constexpr std::int64_t kFewChunks = 64;    // each number of them is tried; beyond, every doubling
+  constexpr std::int64_t kMostSmaller = 40;  // class tiles that a block may have less than fit
+  for (std::int64_t chunks = 1; chunks <= all; chunks += chunks < kFewChunks ? 1 : chunks) {
+    const std::int64_t even = ceil_divide(all, chunks);
+    const std::int64_t tiles = ceil_divide(even, kLinearCrossEntropyRowTile);
+    const std::int64_t rows = chunks == 1 ? all : std::min(all, tiles * kLinearCrossEntropyRowTile);
+    const std::int64_t most = classes_within(problem, rows, limit);
+    const auto consider = [&](std::int64_t classes) {
+      const LinearCrossEntropyBlock block{rows, classes};
+      const double seconds = seconds_of(problem, block);
+      if (seconds < least) {
+        least = seconds;
+        best = block;
+      }
+    };
+    if (most == 0) continue;
+    if (most == problem.classes || most < kLinearCrossEntropyClassTile) {
+      consider(most);
+      continue;
+    }
+    const std::int64_t class_tiles = most / kLinearCrossEntropyClassTile;
+    for (std::int64_t less = 0; less < std::min(class_tiles, kMostSmaller); ++less) {
+      consider((class_tiles - less) * kLinearCrossEntropyClassTile);
+    }
+  }
+  return best;
+}
+
+inline LinearCrossEntropyBlock plan_blocks(const LinearCrossEntropyProblem& problem, std::size_t limit) {
+  if (problem.mode == LinearCrossEntropyMode::backward) return blocks_within(problem, limit);
+  return {rows_within(problem, problem.classes, limit), problem.classes};
+}
+
+}  // namespace eaves

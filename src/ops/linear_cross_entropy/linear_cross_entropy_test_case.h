@@ -1,0 +1,717 @@
+// One call of linear_cross_entropy in a test: what goes in, its buffers between canaries, and the comparison of both
+// ways to the gradients with the oracle.
+//
+// A gradient is a product, and has two bounds. Each element is held to what the roundings on its way can add up to at
+// worst. Of 16 bits, the error of all elements together is held to what one product in float32 makes of a factor that
+// is exact but for its one rounding: `ProductYardstick`.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "core/rows.h"
+#include "eaves/linear_cross_entropy.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_reference.h"
+#include "runtime/runtime.h"
+#include "testing/tensor.h"
+#include "testing/tolerance.h"
+
+namespace eaves::testing {
+
+/// Which gradients are asked for.
+struct WantedGradients {
+  bool x = true;
+  bool weight = true;
+  bool bias = true;
+};
+
+struct LinearCrossEntropyCase {
+  Device device = {};
+  DType dtype = DType::float32;
+  Dims row_shape = {};
+  std::int64_t features = 16;
+  std::int64_t classes = 24;
+  CrossEntropyOptions options = {};
+  double deviation = 3.0;                        ///< of the logits
+  DType targets_dtype = DType::int64;            ///< a floating-point type: soft targets
+  std::optional<DType> bias_dtype = {};          ///< no bias unless given
+  std::optional<DType> class_weight_dtype = {};  ///< no weights unless given
+  std::optional<DType> grad_loss_dtype = {};     ///< that of the loss unless given
+  bool has_normalizer = false;                   ///< with the mean
+  bool has_grad_lse = false;                     ///< of the backward, as the next
+  bool has_grad_entropy = false;
+  bool skips_ignored_rows = false;
+  bool accumulates = false;
+  WantedGradients wanted = {};
+  std::optional<DType> grad_weight_dtype = {};  ///< that of weight unless given
+  std::optional<DType> grad_bias_dtype = {};    ///< likewise
+  std::size_t workspace_limit = 0;              ///< beside what a GPU's calls take whatever their chunks
+  Placement x_placement = {};
+  Placement weight_placement = {};
+  Placement targets_placement = {};
+  Placement grad_loss_placement = {};
+  Placement grad_x_placement = {};
+  Placement grad_weight_placement = {};
+  std::function<double(std::int64_t)> x = {};             ///< of element i, in row-major order; absent: normal
+  std::function<double(std::int64_t)> weight = {};        ///< likewise
+  std::function<double(std::int64_t)> target = {};        ///< absent: any class, every fifth row ignored
+  std::function<double(std::int64_t)> class_weight = {};  ///< absent: 0.25 to 1.75, and 0 for every seventh
+};
+
+/// What the operator is given as the limit of a case.
+inline std::size_t limit_of(const LinearCrossEntropyCase& c) {
+  constexpr std::size_t kOfCalls = kLinearCrossEntropyProductBytes + (std::size_t{2} << 20);
+  if (c.workspace_limit == 0 || c.device.type == DeviceType::cpu) return c.workspace_limit;
+  return c.workspace_limit + kOfCalls;
+}
+
+/// The outputs of one forward, all of them.
+struct LinearCrossEntropyResults {
+  LinearCrossEntropyResults(Device device, DType dtype, const Dims& row_shape, Reduction reduction)
+      : loss(device, dtype, reduction == Reduction::none ? row_shape : Dims{}),
+        lse(device, dtype, row_shape),
+        argmax(device, DType::int64, row_shape),
+        entropy(device, dtype, row_shape),
+        z_loss(device, dtype, reduction == Reduction::none ? row_shape : Dims{}),
+        target_mass(device, dtype, row_shape),
+        divisor(device, dtype, {}) {}
+
+  std::vector<std::pair<const char*, TestTensor*>> all() {
+    return {{"loss", &loss},       {"lse", &lse},       {"argmax", &argmax},
+            {"entropy", &entropy}, {"z_loss", &z_loss}, {"target_mass", &target_mass},
+            {"divisor", &divisor}};
+  }
+
+  TestTensor loss, lse, argmax, entropy, z_loss, target_mass, divisor;
+};
+
+/// The gradients of one call.
+struct LinearCrossEntropyGradientTensors {
+  LinearCrossEntropyGradientTensors(const LinearCrossEntropyCase& c, const Dims& x_shape)
+      : x(c.device, c.dtype, x_shape, c.grad_x_placement),
+        weight(c.device, c.grad_weight_dtype.value_or(c.dtype), {c.classes, c.features}, c.grad_weight_placement),
+        bias(c.device, c.grad_bias_dtype.value_or(c.dtype), {c.classes}) {}
+
+  std::vector<std::pair<const char*, TestTensor*>> all() {
+    return {{"grad_x", &x}, {"grad_weight", &weight}, {"grad_bias", &bias}};
+  }
+
+  TestTensor x, weight, bias;
+};
+
+/// The buffers of one call of each kind: forward, backward, and both at once with results of its own.
+class LinearCrossEntropyRun {
+ public:
+  using Where = TensorView (TestTensor::*)() const;  ///< &TestTensor::view or &TestTensor::host
+
+  explicit LinearCrossEntropyRun(const LinearCrossEntropyCase& test_case)
+      : case_(test_case),
+        results(case_.device, result_dtype(), case_.row_shape, reduction()),
+        results_at_once(case_.device, result_dtype(), case_.row_shape, reduction()),
+        x(case_.device, case_.dtype, with_axis(case_.features), case_.x_placement),
+        weight(case_.device, case_.dtype, {case_.classes, case_.features}, case_.weight_placement),
+        bias(case_.device, case_.bias_dtype.value_or(DType::float32), {case_.classes}),
+        targets(case_.device, case_.targets_dtype, is_soft() ? with_axis(case_.classes) : case_.row_shape,
+                case_.targets_placement),
+        class_weight(case_.device, case_.class_weight_dtype.value_or(DType::float32), {case_.classes}),
+        normalizer(case_.device, result_dtype(), {}),
+        grad_loss(case_.device, case_.grad_loss_dtype.value_or(result_dtype()),
+                  reduction() == Reduction::none ? case_.row_shape : Dims{}, case_.grad_loss_placement),
+        grad_lse(case_.device, result_dtype(), case_.row_shape),
+        grad_entropy(case_.device, result_dtype(), case_.row_shape),
+        gradients(case_, with_axis(case_.features)),
+        gradients_at_once(case_, with_axis(case_.features)) {
+    const double spread = case_.deviation / std::sqrt(static_cast<double>(case_.features));
+    x.fill(case_.x ? case_.x : noise(41));
+    weight.fill(case_.weight ? case_.weight : [=](std::int64_t i) { return spread * noise(42)(i); });
+    bias.fill(noise(43));
+    targets.fill([this](std::int64_t i) { return target(i); });
+    class_weight.fill([this](std::int64_t v) {
+      if (case_.class_weight) return case_.class_weight(v);
+      return v % 7 == 4 ? 0.0 : 0.25 + 1.5 * random_uniform(44, static_cast<std::uint64_t>(v));
+    });
+    normalizer.fill([](std::int64_t) { return 37.5; });
+    const bool has_row_losses = reduction() == Reduction::none;
+    grad_loss.fill([&](std::int64_t i) { return has_row_losses ? noise(45)(i) : 1.75; });
+    grad_lse.fill(noise(46));
+    grad_entropy.fill(noise(47));
+    restore();
+  }
+
+  LinearCrossEntropyForwardArgs forward_args(Where where = &TestTensor::view) { return args(results, where); }
+
+  LinearCrossEntropyForwardBackwardArgs at_once_args() {
+    return {.forward = args(results_at_once, &TestTensor::view),
+            .grad_loss = grad_loss.view(),
+            .gradients = gradients_of(gradients_at_once)};
+  }
+
+  LinearCrossEntropyBackwardArgs backward_args() {
+    return {.grad_loss = grad_loss.view(),
+            .grad_lse = case_.has_grad_lse ? grad_lse.view() : TensorView{},
+            .grad_entropy = case_.has_grad_entropy ? grad_entropy.view() : TensorView{},
+            .inputs = inputs(&TestTensor::view),
+            .lse = results.lse.view(),
+            .entropy = results.entropy.view(),
+            .target_mass = results.target_mass.view(),
+            .divisor = reduction() == Reduction::mean ? results.divisor.view() : TensorView{},
+            .gradients = gradients_of(gradients)};
+  }
+
+  void launch(const ExecutionContext& context = {}) {
+    linear_cross_entropy_forward(forward_args(), context);
+    linear_cross_entropy_backward(backward_args(), context);
+    linear_cross_entropy_forward_backward(at_once_args(), context);
+  }
+  void download() {
+    runtime::synchronize(case_.device);
+    for (TestTensor* tensor : input_tensors()) tensor->download();
+    for (auto& [name, tensor] : outputs()) tensor->download();
+  }
+  void run(const ExecutionContext& context = {}) {
+    launch(context);
+    download();
+  }
+  /// Puts back what is accumulated into.
+  void restore() {
+    if (!case_.accumulates) return;
+    for (LinearCrossEntropyGradientTensors* of : {&gradients, &gradients_at_once}) {
+      of->weight.fill([](std::int64_t i) { return held(i); });
+      of->bias.fill([](std::int64_t i) { return held(i); });
+    }
+  }
+  /// What grad_weight and grad_bias hold before they are accumulated into: numbers of any of the types.
+  static double held(std::int64_t i) { return 0.125 * static_cast<double>(i % 9 - 4); }
+
+  /// Bit by bit.
+  bool results_equal(LinearCrossEntropyRun& other) {
+    const auto mine = outputs(), others = other.outputs();
+    for (std::size_t i = 0; i < mine.size(); ++i) {
+      if (mine[i].second->bytes() != others[i].second->bytes()) return false;
+    }
+    return true;
+  }
+
+  std::vector<TestTensor*> input_tensors() {
+    return {&x, &weight, &bias, &targets, &class_weight, &normalizer, &grad_loss, &grad_lse, &grad_entropy};
+  }
+  std::vector<std::pair<const char*, TestTensor*>> outputs() {
+    std::vector<std::pair<const char*, TestTensor*>> all;
+    const auto append = [&](const auto& more) { all.insert(all.end(), more.begin(), more.end()); };
+    append(results.all());
+    append(results_at_once.all());
+    append(gradients.all());
+    append(gradients_at_once.all());
+    return all;
+  }
+
+  const LinearCrossEntropyCase& test_case() const { return case_; }
+  Reduction reduction() const { return case_.options.reduction; }
+  DType result_dtype() const { return accumulator_dtype(case_.dtype); }
+
+ private:
+  static std::function<double(std::int64_t)> noise(std::uint64_t seed) {
+    return [seed](std::int64_t i) { return random_normal(seed, static_cast<std::uint64_t>(i)); };
+  }
+
+  bool is_soft() const { return is_floating_point(case_.targets_dtype); }
+
+  Dims with_axis(std::int64_t size) const {
+    Dims shape = case_.row_shape;
+    shape.push_back(size);
+    return shape;
+  }
+
+  double target(std::int64_t i) const {
+    if (case_.target) return case_.target(i);
+    const auto number = static_cast<std::uint64_t>(i);
+    if (is_soft()) return 2.0 * random_uniform(48, number) / static_cast<double>(case_.classes);
+    if (i % 5 == 3) return static_cast<double>(case_.options.ignore_index);
+    return std::floor(random_uniform(49, number) * static_cast<double>(case_.classes));
+  }
+
+  LinearCrossEntropyInputs inputs(Where where) const {
+    return {.x = (x.*where)(),
+            .weight = (weight.*where)(),
+            .bias = case_.bias_dtype ? (bias.*where)() : TensorView{},
+            .targets = (targets.*where)(),
+            .class_weight = case_.class_weight_dtype ? (class_weight.*where)() : TensorView{},
+            .options = case_.options,
+            .skips_ignored_rows = case_.skips_ignored_rows,
+            .workspace_limit = limit_of(case_)};
+  }
+
+  LinearCrossEntropyForwardArgs args(LinearCrossEntropyResults& of, Where where) const {
+    const bool is_mean = reduction() == Reduction::mean;
+    return {.inputs = inputs(where),
+            .normalizer = is_mean && case_.has_normalizer ? (normalizer.*where)() : TensorView{},
+            .outputs = {.loss = (of.loss.*where)(),
+                        .lse = (of.lse.*where)(),
+                        .argmax = (of.argmax.*where)(),
+                        .entropy = (of.entropy.*where)(),
+                        .z_loss = (of.z_loss.*where)(),
+                        .target_mass = (of.target_mass.*where)(),
+                        .divisor = is_mean ? (of.divisor.*where)() : TensorView{}}};
+  }
+
+  LinearCrossEntropyGradients gradients_of(LinearCrossEntropyGradientTensors& of) const {
+    return {.grad_x = case_.wanted.x ? of.x.view() : TensorView{},
+            .grad_weight = case_.wanted.weight ? of.weight.view() : TensorView{},
+            .grad_bias = case_.wanted.bias ? of.bias.view() : TensorView{},
+            .accumulates = case_.accumulates};
+  }
+
+  LinearCrossEntropyCase case_;
+
+ public:
+  LinearCrossEntropyResults results, results_at_once;
+  TestTensor x, weight, bias, targets, class_weight, normalizer, grad_loss, grad_lse, grad_entropy;
+  LinearCrossEntropyGradientTensors gradients, gradients_at_once;
+};
+
+// ---- the plan of a run ---------------------------------------------------------------------------------------------
+
+/// The problem that the operator makes of a run's arguments, as far as its plan reads it.
+inline LinearCrossEntropyProblem problem_of(LinearCrossEntropyRun& run, LinearCrossEntropyMode mode) {
+  const LinearCrossEntropyCase& c = run.test_case();
+  const bool is_backward = mode == LinearCrossEntropyMode::backward;
+  const bool has_gradients = mode != LinearCrossEntropyMode::forward;
+  const LinearCrossEntropyForwardArgs args = run.forward_args();
+  const LinearCrossEntropyOutputs& outputs = args.outputs;
+  const Dims& shape = args.inputs.x.shape;
+  const int rank = shape.size();
+  AxisSet axes;
+  axes.contains[rank - 1] = true;
+  const auto of_rows = [&](const Dims& strides) { return spread_strides(strides, rank, axes, false); };
+  Dims none;
+  for (int axis = 0; axis < rank; ++axis) none.push_back(0);
+  const bool is_soft = is_floating_point(c.targets_dtype);
+  const bool has_row_gradients = has_gradients && c.options.reduction == Reduction::none;
+  const bool has_grad_x = has_gradients && c.wanted.x;
+  return {.mode = mode,
+          .op = "",
+          .view = make_row_view<2, 5>(
+              shape, axes,
+              {args.inputs.x.strides, has_grad_x ? run.gradients.x.view().strides : args.inputs.x.strides,
+               is_soft ? none : of_rows(args.inputs.targets.strides), of_rows(outputs.lse.strides),
+               has_row_gradients ? of_rows(run.grad_loss.view().strides) : none}),
+          .device = c.device,
+          .dtype = c.dtype,
+          .classes = c.classes,
+          .bias = {args.inputs.bias.data, DType::float32},
+          .targets = {args.inputs.targets.data, c.targets_dtype},
+          .class_weight = {args.inputs.class_weight.data, DType::float32},
+          .options = c.options,
+          .skips_ignored_rows = c.device.type == DeviceType::cpu || c.skips_ignored_rows,
+          .workspace_limit = limit_of(c),
+          .per_row = {.loss = is_backward ? nullptr : outputs.loss.data,
+                      .lse = outputs.lse.data,
+                      .argmax = is_backward ? nullptr : static_cast<std::int64_t*>(outputs.argmax.data),
+                      .entropy = outputs.entropy.data,
+                      .z_loss = is_backward ? nullptr : outputs.z_loss.data,
+                      .target_mass = outputs.target_mass.data},
+          .grad_loss = {has_gradients ? run.grad_loss.view().data : nullptr, DType::float32},
+          .grad_lse = is_backward && c.has_grad_lse ? run.grad_lse.view().data : nullptr,
+          .grad_entropy = is_backward && c.has_grad_entropy ? run.grad_entropy.view().data : nullptr,
+          .grad_x = has_grad_x ? run.gradients.x.view().data : nullptr,
+          .grad_weight = has_gradients && c.wanted.weight ? run.gradients.weight.view().data : nullptr,
+          .grad_bias = has_gradients && c.wanted.bias ? run.gradients.bias.view().data : nullptr};
+}
+
+/// What is computed at once. Without a limit of the case, that of the operator is of no interest: the sizes of these
+/// tests are one block then.
+inline LinearCrossEntropyBlock block_of(LinearCrossEntropyRun& run, LinearCrossEntropyMode mode) {
+  const LinearCrossEntropyProblem problem = problem_of(run, mode);
+  if (problem.rows() == 0) return {1, problem.classes};
+  return plan_blocks(problem, problem.workspace_limit != 0 ? problem.workspace_limit : std::size_t{1} << 30);
+}
+
+// ---- the comparison ------------------------------------------------------------------------------------------------
+
+/// Every number to the nearest of a dtype.
+inline double rounded(DType dtype, double value) {
+  return dispatch_floating_point(dtype, [&]<typename T>() { return reference::exact(round_to<T>(value)); });
+}
+
+/// What one product in float32 makes of exact factors that were rounded once: the gradients' contract. A sum over
+/// several chunks of rows is rounded behind each of them.
+struct ProductYardstick {
+  DType dtype;        ///< of the factors
+  double alpha;       ///< that the sum is multiplied with
+  std::int64_t rows;  ///< of the second factor, in a chunk
+
+  /// c = a b, or c += a b, of `c_dtype`.
+  reference::Matrix multiply(const reference::Matrix& a, const reference::Matrix& b, DType c_dtype,
+                             const std::optional<reference::Matrix>& held) const {
+    reference::Matrix c = held.value_or(reference::Matrix(a.rows, b.columns));
+    reference::Matrix factor = a;
+    for (double& value : factor.values) value = rounded(dtype, value);
+    std::vector<float> sums(static_cast<std::size_t>(b.columns));
+    for (std::int64_t i = 0; i < c.rows; ++i) {
+      for (std::int64_t first = 0; first < a.columns; first += rows) {
+        std::fill(sums.begin(), sums.end(), 0.0f);
+        for (std::int64_t p = first; p < std::min(a.columns, first + rows); ++p) {
+          const auto of_row = static_cast<float>(factor.at(i, p));
+          for (std::int64_t j = 0; j < c.columns; ++j) {
+            sums[static_cast<std::size_t>(j)] += of_row * static_cast<float>(b.at(p, j));
+          }
+        }
+        for (std::int64_t j = 0; j < c.columns; ++j) {
+          c.at(i, j) = rounded(c_dtype, c.at(i, j) + alpha * static_cast<double>(sums[static_cast<std::size_t>(j)]));
+        }
+      }
+    }
+    return c;
+  }
+};
+
+/// The worst errors of one call, as shares of what is allowed.
+struct LinearCrossEntropyShares {
+  double loss = 0.0;
+  double lse = 0.0;
+  double entropy = 0.0;
+  double grad_x = 0.0;
+  double grad_weight = 0.0;
+  double grad_bias = 0.0;
+
+  void raise(const LinearCrossEntropyShares& other) {
+    loss = std::max(loss, other.loss);
+    lse = std::max(lse, other.lse);
+    entropy = std::max(entropy, other.entropy);
+    grad_x = std::max(grad_x, other.grad_x);
+    grad_weight = std::max(grad_weight, other.grad_weight);
+    grad_bias = std::max(grad_bias, other.grad_bias);
+  }
+  double worst() const { return std::max({loss, lse, entropy, grad_x, grad_weight, grad_bias}); }
+};
+
+/// Compares what a run has downloaded with the oracle.
+class LinearCrossEntropyComparison {
+ public:
+  explicit LinearCrossEntropyComparison(LinearCrossEntropyRun& run)
+      : run_(run),
+        case_(run.test_case()),
+        result_dtype_(run.result_dtype()),
+        exact_(run.forward_args(&TestTensor::host).inputs, run.forward_args(&TestTensor::host).normalizer) {}
+
+  /// Fails with the first result that is not within the contract, and looks no further.
+  void compare() {
+    if (compare_forward(run_.results, "") && compare_forward(run_.results_at_once, ", at once")) compare_gradients();
+  }
+  void compare_gradients() {
+    const Mode backward = Mode::backward, at_once = Mode::forward_backward;
+    if (compare_gradients(run_.gradients, backward, ", backward")) {
+      compare_gradients(run_.gradients_at_once, at_once, ", at once");
+    }
+  }
+
+  LinearCrossEntropyShares shares;
+
+ private:
+  using Mode = LinearCrossEntropyMode;
+  using Matrix = reference::Matrix;
+
+  struct Expected {
+    double value;
+    double scale;
+  };
+
+  /// True within the contract; then `share` is raised to the error as a share of the bound.
+  bool expect(double actual, const Expected& expected, const std::string& what, double& share) {
+    const std::string text = difference(result_dtype_, actual, expected.value, expected.scale);
+    if (!text.empty()) {
+      ADD_FAILURE() << what << ": " << text << ", scale " << expected.scale;
+      return false;
+    }
+    const double error = std::abs(actual - expected.value);
+    if (error > 0.0) share = std::max(share, error / allowed_error(result_dtype_, expected.value, expected.scale));
+    return true;
+  }
+
+  bool compare_forward(const LinearCrossEntropyResults& results, const std::string& how) {
+    for (std::size_t i = 0; i < exact_.rows.size(); ++i) {
+      if (!compare_row(results, exact_.rows[i], static_cast<std::int64_t>(i), how)) return false;
+    }
+    return compare_sums(results, how);
+  }
+
+  bool compare_row(const LinearCrossEntropyResults& results, const reference::CrossEntropyRow& row, std::int64_t i,
+                   const std::string& how) {
+    const std::string of_row = " of row " + std::to_string(i) + how;
+    // A row that is ignored has zeros, whatever it holds.
+    const auto if_counted = [&](double value, double scale) {
+      return row.is_counted ? Expected{value, scale} : Expected{0.0, 0.0};
+    };
+    const double lse_scale = logsumexp_scale(row.lse, row.max);
+    double unused = 0.0;
+    bool is_within =
+        is_argmax(row, i, results.argmax.get(i), of_row) &&
+        expect(results.lse.get(i), if_counted(row.lse, lse_scale), "lse" + of_row, shares.lse) &&
+        expect(results.entropy.get(i), if_counted(row.entropy, entropy_scale(row.entropy, row.lse, row.max)),
+               "entropy" + of_row, shares.entropy) &&
+        expect(results.target_mass.get(i), {row.target_mass, row.target_mass}, "target_mass" + of_row, unused);
+    if (case_.options.reduction == Reduction::none) {
+      is_within =
+          is_within && expect(results.loss.get(i), {row.loss, row.loss_scale}, "loss" + of_row, shares.loss) &&
+          expect(results.z_loss.get(i), if_counted(row.z_loss, z_loss_scale(case_.options.z_loss_weight, lse_scale)),
+                 "z_loss" + of_row, unused);
+    }
+    return is_within;
+  }
+
+  /// The class of the largest logit, or one that is as large as far as float32 can tell.
+  bool is_argmax(const reference::CrossEntropyRow& row, std::int64_t i, double actual, const std::string& of_row) {
+    const std::int64_t expected = row.is_counted ? row.argmax : 0;
+    const auto found = static_cast<std::int64_t>(actual);
+    if (found == expected) return true;
+    if (row.is_counted && found >= 0 && found < case_.classes) {
+      const double largest = exact_.logits.at(i, expected), at_found = exact_.logits.at(i, found);
+      if (difference(result_dtype_, at_found, largest, logsumexp_scale(largest, largest)).empty()) return true;
+    }
+    ADD_FAILURE() << "argmax" << of_row << ": expected " << expected << ", actual " << actual;
+    return false;
+  }
+
+  bool compare_sums(const LinearCrossEntropyResults& results, const std::string& how) {
+    if (case_.options.reduction == Reduction::none) return true;
+    double unused = 0.0;
+    double divisor = 1.0;
+    if (case_.options.reduction == Reduction::mean) {
+      divisor = exact_.divisor;
+      if (!expect(results.divisor.get(0), {divisor, divisor}, "divisor" + how, unused)) return false;
+    }
+    // Nothing counts: whatever the sum is, the mean is 0.
+    const auto reduced = [&](long double sum) { return divisor == 0.0 ? 0.0 : static_cast<double>(sum / divisor); };
+    const reference::CrossEntropySums& sums = exact_.sums;
+    return expect(results.loss.get(0), {reduced(sums.loss), reduced(sums.loss_scale)}, "loss" + how, shares.loss) &&
+           expect(results.z_loss.get(0), {reduced(sums.z_loss), reduced(sums.z_loss_scale)}, "z_loss" + how, unused);
+  }
+
+  // ---- gradients ---------------------------------------------------------------------------------------------------
+
+  /// dL/d(loss) of each row is `in_factor` of it times `alpha`: what multiplies the logits' gradient before that is
+  /// rounded, and what multiplies the products.
+  struct Scaling {
+    reference::LinearCrossEntropyUpstream in_factor;
+    double alpha = 1.0;
+  };
+
+  Scaling scaling_of(Mode mode) const {
+    const auto rows = static_cast<std::int64_t>(exact_.rows.size());
+    Scaling scaling;
+    const auto numbers = [&](const TestTensor& tensor) {
+      std::vector<double> values;
+      for (std::int64_t i = 0; i < rows; ++i) values.push_back(tensor.get(i));
+      return values;
+    };
+    const bool is_backward = mode == Mode::backward;
+    if (is_backward && case_.has_grad_lse) scaling.in_factor.lse = numbers(run_.grad_lse);
+    if (is_backward && case_.has_grad_entropy) scaling.in_factor.entropy = numbers(run_.grad_entropy);
+    if (case_.options.reduction == Reduction::none) {
+      scaling.in_factor.loss = numbers(run_.grad_loss);
+      return scaling;
+    }
+    scaling.alpha = run_.grad_loss.get(0);
+    if (case_.options.reduction == Reduction::mean) {
+      scaling.alpha = exact_.divisor == 0.0 ? 0.0 : scaling.alpha / exact_.divisor;
+    }
+    // Beside other gradients of a row, that of the loss has to be to scale.
+    const bool is_in_factor = !scaling.in_factor.lse.empty() || !scaling.in_factor.entropy.empty();
+    scaling.in_factor.loss.assign(exact_.rows.size(), is_in_factor ? scaling.alpha : 1.0);
+    if (is_in_factor) scaling.alpha = 1.0;
+    return scaling;
+  }
+
+  bool compare_gradients(LinearCrossEntropyGradientTensors& actual, Mode mode, const std::string& how) {
+    const Scaling scaling = scaling_of(mode);
+    const reference::LogitsGradient all = reference::logits_gradient(exact_, scaling.in_factor);
+    const Matrix factor = counted_rows(exact_, all.values);
+    const Matrix scales = counted_rows(exact_, all.scales);
+    const Matrix x = counted_rows(exact_, exact_.x);
+    const LinearCrossEntropyBlock block = block_of(run_, mode);
+    const WantedGradients& wanted = case_.wanted;
+    const auto is_within = [&](const TestTensor& tensor, const char* name, const Product& product, double& share) {
+      return compare_product(tensor, name + how, product, scaling.alpha, share);
+    };
+    // Of grad_x a row is one sum, however many blocks of classes; of grad_bias a class, however many chunks.
+    const Product of_x{factor, scales, exact_.weight, std::max<std::int64_t>(1, case_.classes), false};
+    const Product of_weight{transposed(factor), transposed(scales), x, block.rows, case_.accumulates};
+    Matrix ones(factor.rows, 1);
+    std::fill(ones.values.begin(), ones.values.end(), 1.0);
+    const Product of_bias{of_weight.factor, of_weight.scales, ones, std::max<std::int64_t>(1, factor.rows),
+                          case_.accumulates};
+    return (!wanted.x || (is_within(actual.x, "grad_x", of_x, shares.grad_x) && ignored_are_zero(actual.x, how))) &&
+           (!wanted.weight || is_within(actual.weight, "grad_weight", of_weight, shares.grad_weight)) &&
+           (!wanted.bias || is_within(actual.bias, "grad_bias", of_bias, shares.grad_bias));
+  }
+
+  /// The gradient's rows of the rows that are ignored.
+  bool ignored_are_zero(const TestTensor& grad_x, const std::string& how) const {
+    for (std::int64_t i = 0; i < static_cast<std::int64_t>(exact_.rows.size()); ++i) {
+      for (std::int64_t d = 0; d < case_.features; ++d) {
+        if (exact_.rows[static_cast<std::size_t>(i)].is_counted || grad_x.get(i * case_.features + d) == 0.0) continue;
+        ADD_FAILURE() << "grad_x" << how << " of row " << i
+                      << ", which is ignored: " << grad_x.get(i * case_.features + d);
+        return false;
+      }
+    }
+    return true;
+  }
+
+  /// factor * other, whose sums are cut into chunks.
+  struct Product {
+    Matrix factor;
+    Matrix scales;  ///< of the factor's elements
+    Matrix other;
+    std::int64_t chunk;
+    bool accumulates;
+  };
+
+  /// The elements of `tensor` that a product computes: of grad_x those of rows that are not ignored.
+  Matrix elements_of(const TestTensor& tensor, const Matrix& like) const {
+    Matrix all(tensor.host().element_count() / std::max<std::int64_t>(like.columns, 1), like.columns);
+    for (std::size_t i = 0; i < all.values.size(); ++i) all.values[i] = tensor.get(static_cast<std::int64_t>(i));
+    return all.rows == like.rows ? all : counted_rows(exact_, all);
+  }
+
+  bool compare_product(const TestTensor& tensor, const std::string& name, const Product& product, double alpha,
+                       double& share) {
+    const DType dtype = tensor.host().dtype;
+    Matrix exact = reference::multiply(product.factor, product.other);
+    const Matrix actual = elements_of(tensor, exact);
+    const Matrix allowed = allowed_of(product, dtype, alpha);
+    for (std::size_t i = 0; i < exact.values.size(); ++i) {
+      const double held = product.accumulates ? LinearCrossEntropyRun::held(static_cast<std::int64_t>(i)) : 0.0;
+      // Nothing counts: whatever x is, the gradients are 0.
+      exact.values[i] = held + (alpha == 0.0 ? 0.0 : alpha * exact.values[i]);
+      const double error = std::abs(actual.values[i] - exact.values[i]);
+      if (error == 0.0) continue;
+      const double before = allowed.values[i] + allowed_error(result_dtype_, 0.0, std::abs(held));
+      const double bound = before + rounding_of(dtype, std::abs(exact.values[i]) + before);
+      if (size_of(case_.dtype) > 2 && error <= bound) share = std::max(share, error / bound);
+      const std::string text = difference_beyond(bound, dtype, actual.values[i], exact.values[i]);
+      if (text.empty()) continue;
+      ADD_FAILURE() << name << ", element " << i << ": " << text << ", allowed " << bound;
+      return false;
+    }
+    return size_of(case_.dtype) > 2 || is_within_yardstick(product, dtype, alpha, exact, actual, name, share);
+  }
+
+  static double rounding_of(DType dtype, double value) {
+    return size_of(dtype) == 2 && std::isfinite(value) ? 0.5 * unit_in_last_place(dtype, value) : 0.0;
+  }
+
+  /// What roundings can add up to in each element, but for that of the result: those of the factor to 16 bits, what
+  /// float32 is allowed of each term, and those of the sum behind each chunk.
+  Matrix allowed_of(const Product& product, DType dtype, double alpha) const {
+    // A probability that would be subnormal may be 0; what it is multiplied with, the logarithm of one among it.
+    constexpr double kBesideProbability = 256.0;
+    Matrix of_factor = product.factor;
+    for (std::size_t i = 0; i < of_factor.values.size(); ++i) {
+      const double scale = activation_scale(result_dtype_, product.scales.values[i], kBesideProbability);
+      const double before = allowed_error(result_dtype_, 0.0, scale);
+      of_factor.values[i] = before + rounding_of(case_.dtype, std::abs(product.factor.values[i]) + before);
+    }
+    const Matrix sizes = sizes_of(product.other);
+    Matrix allowed = multiply(of_factor, sizes);
+    const std::int64_t chunks = ceil_divide(product.factor.columns, product.chunk);
+    const Matrix sums = chunks > 1 ? multiply(sizes_of(product.factor), sizes) : allowed;
+    for (std::size_t i = 0; i < allowed.values.size(); ++i) {
+      const double held = product.accumulates ? 0.5 : 0.0;
+      allowed.values[i] = std::abs(alpha) * allowed.values[i] +
+                          static_cast<double>(chunks - 1) * rounding_of(dtype, held + std::abs(alpha) * sums.values[i]);
+    }
+    return allowed;
+  }
+
+  /// Of 16 bits and more numbers than luck could decide: the errors of all elements together.
+  bool is_within_yardstick(const Product& product, DType dtype, double alpha, const Matrix& exact, const Matrix& actual,
+                           const std::string& name, double& share) {
+    constexpr std::size_t kFewFactors = 256;
+    constexpr double kMost = 1.15;  // of the contract
+    if (product.factor.values.size() < kFewFactors) return true;
+    const ProductYardstick yardstick{case_.dtype, alpha, product.chunk};
+    std::optional<Matrix> held;
+    if (product.accumulates) {
+      held = exact;
+      for (std::size_t i = 0; i < exact.values.size(); ++i) {
+        held->values[i] = LinearCrossEntropyRun::held(static_cast<std::int64_t>(i));
+      }
+    }
+    const Matrix expected = yardstick.multiply(product.factor, product.other, dtype, held);
+    double error = 0.0, allowed = 0.0;
+    for (std::size_t i = 0; i < exact.values.size(); ++i) {
+      error += std::pow(actual.values[i] - exact.values[i], 2);
+      allowed += std::pow(expected.values[i] - exact.values[i], 2);
+    }
+    if (!std::isfinite(allowed)) return true;
+    const double ratio = error == 0.0 ? 0.0 : std::sqrt(error / allowed);
+    share = std::max(share, ratio / kMost);
+    EXPECT_LE(ratio, kMost) << name << ": error " << std::sqrt(error) << ", of one product " << std::sqrt(allowed);
+    return ratio <= kMost;
+  }
+
+  LinearCrossEntropyRun& run_;
+  const LinearCrossEntropyCase& case_;
+  DType result_dtype_;
+  reference::LinearCrossEntropy exact_;
+};
+
+inline std::string description_of(const LinearCrossEntropyCase& c) {
+  const CrossEntropyOptions& options = c.options;
+  constexpr const char* kReductions[] = {"none", "sum", "mean"};
+  std::string text = std::string(name_of(c.dtype)) + " x " + check::to_string(c.row_shape) + " of " +
+                     std::to_string(c.features) + ", classes " + std::to_string(c.classes) + ", targets " +
+                     name_of(c.targets_dtype) + ", reduction " + kReductions[static_cast<int>(options.reduction)] +
+                     ", deviation " + std::to_string(c.deviation);
+  const auto add_dtype = [&](const char* name, const std::optional<DType>& dtype) {
+    if (dtype) text += std::string(", ") + name + " " + name_of(*dtype);
+  };
+  add_dtype("bias", c.bias_dtype);
+  add_dtype("class_weight", c.class_weight_dtype);
+  add_dtype("grad_weight", c.grad_weight_dtype);
+  add_dtype("grad_bias", c.grad_bias_dtype);
+  const auto add = [&](const char* name, double value, double absent) {
+    if (value != absent) text += std::string(", ") + name + " " + std::to_string(value);
+  };
+  add("ignore_index", static_cast<double>(options.ignore_index),
+      static_cast<double>(CrossEntropyOptions{}.ignore_index));
+  add("label_smoothing", options.label_smoothing, 0.0);
+  add("scale", options.scale, 1.0);
+  add("softcap", options.softcap, 0.0);
+  add("z_loss_weight", options.z_loss_weight, 0.0);
+  add("workspace_limit", static_cast<double>(c.workspace_limit), 0.0);
+  if (c.has_normalizer) text += ", normalizer";
+  if (c.has_grad_lse) text += ", grad_lse";
+  if (c.has_grad_entropy) text += ", grad_entropy";
+  if (c.skips_ignored_rows) text += ", ignored rows skipped";
+  if (c.accumulates) text += ", accumulates";
+  return text;
+}
+
+/// Runs everything and compares every element with the oracle, and every byte around them with its canary.
+inline LinearCrossEntropyShares check_linear_cross_entropy(const LinearCrossEntropyCase& test_case) {
+  SCOPED_TRACE(description_of(test_case));
+  LinearCrossEntropyRun run(test_case);
+  std::vector<std::vector<unsigned char>> before;
+  for (TestTensor* input : run.input_tensors()) before.push_back(input->bytes());
+  run.run();
+  for (std::size_t i = 0; i < before.size(); ++i) {
+    EXPECT_TRUE(run.input_tensors()[i]->bytes() == before[i]) << "input " << i << " was modified";
+  }
+  for (auto& [name, tensor] : run.outputs()) EXPECT_EQ(tensor->canary_damage(), "") << "around " << name;
+  LinearCrossEntropyComparison comparison(run);
+  comparison.compare();
+  return comparison.shares;
+}
+
+}  // namespace eaves::testing
