@@ -27,6 +27,7 @@ void print_text(const SystemInfo& system) {
   fmt::print("eaves     {} (commit {}, {})\n", system.version, system.commit, system.compiler);
   fmt::print("backends  cpu{}\n", system.has_cuda_backend ? ", cuda" : "");
   fmt::print("CPU       {}, vectors {}\n", runtime::device_name(kCpu), system.cpu_level);
+  fmt::print("products  of matrices on the CPU: {}\n", system.cpu_gemm);
   if (system.has_cuda_backend) {
     fmt::print("CUDA      {} for {}, driver {}\n", system.cuda_build_version, system.cuda_architectures,
                system.cuda_driver_version.empty() ? "none" : "up to " + system.cuda_driver_version);

@@ -42,7 +42,10 @@ std::string system_json(const SystemInfo& system) {
   nlohmann::ordered_json json = {{"version", system.version}, {"commit", system.commit}, {"compiler", system.compiler}};
   json["backends"] = {"cpu"};
   if (system.has_cuda_backend) json["backends"].push_back("cuda");
-  json["cpu"] = {{"name", runtime::device_name(kCpu)}, {"level", system.cpu_level}, {"threads", system.cpu_threads}};
+  json["cpu"] = {{"name", runtime::device_name(kCpu)},
+                 {"level", system.cpu_level},
+                 {"threads", system.cpu_threads},
+                 {"matrix_products", system.cpu_gemm}};
   json["cuda"] = nullptr;
   if (system.has_cuda_backend) {
     json["cuda"] = {{"version", system.cuda_build_version},

@@ -83,6 +83,7 @@ def text(report: dict[str, Any]) -> str:
         ),
         ("python", report["python"]),
         ("CPU", f"{ours['cpu']['name']}, vectors {ours['cpu']['level']}, torch uses {of_torch['threads']}"),
+        ("products", f"of matrices on the CPU: {ours['cpu']['matrix_products']}"),
     ]
     if cuda:
         lines.append(("CUDA", f"{cuda['version']} for {cuda['architectures']}, driver {cuda['driver'] or 'none'}"))

@@ -11,9 +11,11 @@
 #include <string>
 
 #include "cpu/cache.h"
+#include "cpu/gemm.h"
 #include "cpu/parallel.h"
 #include "cpu/yardstick.h"
 #include "cuda/device.h"
+#include "cuda/gemm.h"
 #include "cuda/runtime.h"
 #include "eaves/error.h"
 #include "runtime/backend.h"
@@ -198,6 +200,21 @@ void stream_bytes(Device device, const void* source, std::size_t read_bytes, voi
   }
   if constexpr (!kHasCuda) refuse_cuda();
   if constexpr (kHasCuda) cuda::runtime::stream_bytes(device, source, read_bytes, destination, write_bytes, context);
+}
+
+void matrix_product(Device device, const Gemm& product, const ExecutionContext& context) {
+  if (is_cpu(device)) {
+    cpu::gemm(product, context);
+    return;
+  }
+  if constexpr (!kHasCuda) refuse_cuda();
+  if constexpr (kHasCuda) {
+    constexpr const char* kCaller = "matrix_product";
+    cuda::require_gemm(kCaller);
+    const cuda::DeviceGuard guard(device);
+    const Scratch scratch(kCaller, device, cuda::kGemmWorkspaceBytes, context);
+    cuda::gemm(kCaller, product, scratch.context());
+  }
 }
 
 std::size_t last_cache_bytes(Device device) {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 
+#include "core/gemm.h"
 #include "eaves/context.h"
 #include "eaves/tensor.h"
 
@@ -71,6 +72,10 @@ void capture_and_replay(Device device, void* stream, const std::function<void()>
 /// least that large and aligned to 64 bytes. On a GPU they are enqueued on `context.stream`.
 void stream_bytes(Device device, const void* source, std::size_t read_bytes, void* destination, std::size_t write_bytes,
                   const ExecutionContext& context);
+
+/// The yardstick of operators that multiply matrices: one product by the library that they take it from, on a GPU
+/// enqueued on `context.stream`. It takes its scratch memory like an operator.
+void matrix_product(Device device, const Gemm& product, const ExecutionContext& context);
 
 /// Bytes of the last cache before memory: L2 of a GPU, L3 of a CPU.
 std::size_t last_cache_bytes(Device device);

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/build_config.h"
+#include "cpu/gemm.h"
 #include "cpu/level.h"
 #include "cpu/parallel.h"
 #include "cuda/device.h"
@@ -20,6 +21,7 @@ SystemInfo system_info() {
   info.commit = EAVES_COMMIT;
   info.cpu_level = cpu::level_name();
   info.cpu_threads = cpu::default_threads();
+  info.cpu_gemm = cpu::gemm_description();
   if constexpr (kHasCuda) {
     info.has_cuda_backend = true;
     info.cuda_build_version = EAVES_CUDA_VERSION;

@@ -1,0 +1,23 @@
+// oneDNN's matrix products, from the shared library of the system where there is one: it is looked for at the first
+// call, and neither bundled nor linked. It knows instructions that cpu/gemm.cpp does not, Intel's AMX above all.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "core/gemm.h"
+
+namespace eaves::cpu {
+
+/// The library's version, "2.6.3"; empty where there is none.
+const std::string& onednn_version();
+
+/// Can it multiply factors of this type here? float32 and, with AVX-512 or better, bfloat16.
+bool has_onednn_gemm(DType dtype);
+
+/// c[i * c_stride + j] = the sum over p of a[i, p] * b[p, j], summed in float32 on this thread alone. False where the
+/// library refuses; then nothing is written.
+bool onednn_gemm(DType dtype, std::int64_t m, std::int64_t n, std::int64_t k, const GemmMatrix& a, const GemmMatrix& b,
+                 float* c, std::int64_t c_stride);
+
+}  // namespace eaves::cpu
