@@ -87,7 +87,9 @@ void print_heading(Device device, const BenchArguments& arguments) {
   const SystemInfo system = system_info();
   fmt::print("# {}, eaves {} (commit {})\n", runtime::device_name(device), system.version, system.commit);
   if (device.type == DeviceType::cpu && arguments.threads > 0) fmt::print("# threads: {}\n", arguments.threads);
-  fmt::print("# speed in ms, median; limit: plain streaming of the same bytes in the same run; ratio: eaves / limit\n");
+  fmt::print(
+      "# speed in ms, median; limit: plain streaming of the same bytes in the same run, or the matrix products "
+      "alone; ratio: eaves / limit\n");
   fmt::print("# memory in MiB: peak with inputs and outputs counted, and the workspace alone\n\n");
 }
 

@@ -103,9 +103,10 @@ class Program : public testing::Test {
                          R"("targets":{"dtype":"I64","shape":[3],"data_offsets":[129,153]},)"
                          R"("q":{"dtype":"F32","shape":[1,3,2,2],"data_offsets":[153,201]},)"
                          R"("theta":{"dtype":"F32","shape":[2,1],"data_offsets":[201,209]},)"
-                         R"("small":{"dtype":"F8_E4M3","shape":[2],"data_offsets":[209,211]}})";
+                         R"("head":{"dtype":"F32","shape":[3,4],"data_offsets":[209,257]},)"
+                         R"("small":{"dtype":"F8_E4M3","shape":[2],"data_offsets":[257,259]}})";
     header.resize((header.size() + 7) / 8 * 8, ' ');
-    std::string data(211, '\0');
+    std::string data(259, '\0');
     std::memcpy(&data[1], kX, sizeof(kX));
     std::memcpy(&data[49], kG, sizeof(kG));
     data[61] = 1;
@@ -115,6 +116,7 @@ class Program : public testing::Test {
     std::memcpy(&data[129], kTargets, sizeof(kTargets));
     std::memcpy(&data[153], kX, sizeof(kX));
     std::memcpy(&data[201], kTheta, sizeof(kTheta));
+    std::memcpy(&data[209], kHead, sizeof(kHead));
     std::string length(8, '\0');
     for (int i = 0; i < 8; ++i) length[static_cast<std::size_t>(i)] = static_cast<char>(header.size() >> (8 * i));
     write_file("in.safetensors", length + header + data);
@@ -159,6 +161,7 @@ class Program : public testing::Test {
   static constexpr float kG[3] = {1.0f, -2.0f, 0.5f};
   static constexpr float kTheta[2] = {1.0f, 0.25f};
   static constexpr std::int64_t kTargets[3] = {1, -100, 2};
+  static constexpr float kHead[12] = {0.5f, -1.0f, 0.25f, 0.0f, 0.125f, 0.0f, 1.0f, -0.5f, 0.0f, 0.25f, -0.5f, 1.0f};
   fs::path folder_;
 };
 
@@ -192,6 +195,7 @@ TEST_F(Program, InfoNamesVersionAndCpuAndIsTheSameInJson) {
   const auto json = nlohmann::json::parse(json_text.out);
   EXPECT_NE(text.out.find(json["version"].get<std::string>()), std::string::npos) << text.out;
   EXPECT_NE(text.out.find(json["cpu"]["level"].get<std::string>()), std::string::npos) << text.out;
+  EXPECT_NE(text.out.find(json["cpu"]["matrix_products"].get<std::string>()), std::string::npos) << text.out;
   EXPECT_GE(json["cpu"]["threads"].get<int>(), 1);
   EXPECT_EQ(json["gpus"].size(), static_cast<std::size_t>(runtime::gpu_count()));
   for (const auto& sentence : json["missing"]) {
@@ -283,6 +287,38 @@ TEST_F(Program, BenchOfLrpeCosineHasThePublishedTitlesAndNamesItsOptions) {
   EXPECT_TRUE(has_cube);
   EXPECT_EQ(options,
             (std::set<std::string>{"activation", "activation_dim", "extra_tokens", "grad_theta", "grid", "layout"}));
+}
+
+TEST_F(Program, BenchOfLinearCrossEntropyHasThePublishedTitlesAndNamesItsOptions) {
+  const Outcome outcome =
+      run("eaves bench linear_cross_entropy --device cpu --max-bytes 7M --repetitions 1 --warm-up-ms 0 --json "
+          "result.json");
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
+  const std::string begin = "fwd+bwd-batch512-dim1024-bf16";
+  for (const std::string kind : {"speed-", "memory-"}) {
+    for (const char* end : {"", "-algorithm_memory", "-data_dense", "-algorithm_memory-data_dense"}) {
+      EXPECT_NE(outcome.out.find("lce-" + kind + begin + end + ":\n"), std::string::npos) << kind << end;
+    }
+    EXPECT_NE(outcome.out.find("lce-" + kind + "fwd-batch512-dim1024-bf16:\n"), std::string::npos) << outcome.out;
+  }
+  const auto json = nlohmann::json::parse(read_text(folder_ / "result.json"));
+  const auto& first = json["rows"][0];
+  EXPECT_EQ(first["op"], "linear_cross_entropy");
+  EXPECT_EQ(first["shape"], (nlohmann::json{{"batch", 512}, {"dim", 1024}, {"v", 1024}}));
+  EXPECT_EQ(first["options"], (nlohmann::json{{"reduction", "mean"}, {"algorithm", "speed"}, {"data", "seed"}}));
+  EXPECT_GT(first["ms"].get<double>(), 0.0);
+  EXPECT_GT(first["tflops"].get<double>(), 0.0);
+  std::set<std::string> modes, options, cases;
+  for (const auto& row : json["rows"]) {
+    modes.insert(row["mode"]);
+    for (const auto& [key, value] : row["options"].items()) options.insert(key);
+    std::string name;
+    for (const char* key : {"mode", "dtype", "shape", "options", "provider"}) name += row[key].dump() + " ";
+    EXPECT_TRUE(cases.insert(name).second) << name << "is measured twice";
+  }
+  EXPECT_EQ(modes, (std::set<std::string>{"fwd", "fwd+bwd"}));
+  EXPECT_EQ(options, (std::set<std::string>{"algorithm", "data", "grad_weight", "grad_x", "ignored_rows", "reduction",
+                                            "skip_ignored"}));
 }
 
 TEST_F(Program, BenchWithANamedDtypeMeasuresNoOther) {
@@ -568,6 +604,192 @@ TEST_F(ProgramWithABatch, WrongArgumentsOfCrossEntropyAreNamed) {
                  "targets[1] is 7, expected 0 to 3, or ignore_index -100");
 }
 
+TEST_F(Program, RunLinearCrossEntropyWritesLossLseAndGradients) {
+  const std::string line =
+      "eaves run linear_cross_entropy --input in.safetensors --tensor x --weight head --target targets --output "
+      "out.safetensors";
+  for (const char* how : {" --backward", " --backward --algorithm speed", " --backward --algorithm memory"}) {
+    const Outcome outcome = run(line + how);
+    ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
+    double mean = 0.0, grad_head[12] = {};
+    for (const int row : {0, 2}) {  // row 1 is ignored
+      const float* x = kX + 4 * row;
+      float z[3] = {};
+      for (int v = 0; v < 3; ++v) {
+        for (int d = 0; d < 4; ++d) z[v] += x[d] * kHead[4 * v + d];
+      }
+      const double lse = logsumexp(z, 3);
+      mean += (lse - z[kTargets[row]]) / 2.0;
+      EXPECT_NEAR(read_result("lse").values[static_cast<std::size_t>(row)], lse, 1e-5) << how;
+      double grad_x[4] = {};
+      for (int v = 0; v < 3; ++v) {
+        const double dz = (std::exp(z[v] - lse) - (v == kTargets[row] ? 1.0 : 0.0)) / 2.0;
+        for (int d = 0; d < 4; ++d) {
+          grad_x[d] += dz * kHead[4 * v + d];
+          grad_head[4 * v + d] += dz * x[d];
+        }
+      }
+      for (int d = 0; d < 4; ++d) {
+        EXPECT_NEAR(read_result("grad_x").values[static_cast<std::size_t>(4 * row + d)], grad_x[d], 1e-5) << how;
+      }
+    }
+    EXPECT_NEAR(read_result("loss").values[0], mean, 1e-5 * mean) << how;
+    for (std::size_t i = 4; i < 8; ++i) EXPECT_EQ(read_result("grad_x").values[i], 0.0) << how << ", ignored";
+    for (std::size_t i = 0; i < 12; ++i) {
+      EXPECT_NEAR(read_result("grad_weight").values[i], grad_head[i], 1e-4) << how << " element " << i;
+    }
+    EXPECT_EQ(read_result("grad_weight").shape, (Dims{3, 4}));
+    EXPECT_FALSE(has_result("grad_bias")) << "there is none";
+  }
+  ASSERT_EQ(run(line).exit_code, 0);
+  for (const char* name : {"grad_x", "grad_weight"}) EXPECT_FALSE(has_result(name)) << "nobody asked for it";
+}
+
+// A file as a user's program writes it: rows that are the logits of ProgramWithABatch and a head that leaves them so,
+// but for a bias: what the loss should be is known from there.
+class ProgramWithAHead : public ProgramWithABatch {
+ protected:
+  void SetUp() override {
+    ProgramWithABatch::SetUp();
+    if (HasFatalFailure()) return;
+    for (int row = 0; row < 3; ++row) {
+      logits_of_row(row, &x_[4 * row]);
+      for (int v = 0; v < 4; ++v) {
+        x_[4 * row + v] -= kBias[v];
+        soft_[4 * row + v] = kSoft[3 * v + row];
+      }
+    }
+    AtomicFile file("test", (folder_ / "head.safetensors").string());
+    write_safetensors(file, {{"x", TensorView::contiguous(x_, DType::float32, {3, 4})},
+                             {"head", TensorView::contiguous(kIdentity, DType::float32, {4, 4})},
+                             {"bias", TensorView::contiguous(kBias, DType::float32, {4})},
+                             {"targets", TensorView::contiguous(kClasses, DType::int32, {3})},
+                             {"soft", TensorView::contiguous(soft_, DType::float32, {3, 4})},
+                             {"class_weight", TensorView::contiguous(kWeights, DType::float32, {4})},
+                             {"upstream", TensorView::contiguous(kUpstream, DType::float32, {3})},
+                             {"tokens", TensorView::contiguous(&kTokens, DType::float32, {})}});
+    file.commit();
+  }
+
+  static constexpr float kIdentity[16] = {1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1};
+  static constexpr float kBias[4] = {0.5f, -0.25f, 1.0f, 0.125f};
+  float x_[12], soft_[12];
+};
+
+constexpr const char* kHeadLine =
+    "eaves run linear_cross_entropy --output out.safetensors --input head.safetensors --tensor x --weight head ";
+
+TEST_F(ProgramWithAHead, RunLinearCrossEntropyTakesEveryOption) {
+  const std::string line =
+      kHeadLine + std::string(
+                      "--bias bias --target targets --class-weight class_weight --ignore-index 7 --label-smoothing "
+                      "0.25 --softcap 2 --scale 1.5 --z-loss 0.125 --entropy --argmax --reduction none --skip-ignored "
+                      "--workspace-limit 1 --grad upstream --algorithm ");
+  const int largest[3] = {1, 2, 3};
+  for (const char* algorithm : {"auto", "speed", "memory"}) {
+    const Outcome outcome = run(line + algorithm);
+    ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
+    double grad_bias[4] = {}, grad_head[16] = {};
+    for (const int row : {0, 2}) {
+      const auto r = static_cast<std::size_t>(row);
+      float logits[4];
+      logits_of_row(row, logits);
+      const auto expected = cross_entropy_row(logits, kClasses[row], kWeights, 0.25, 2.0, 1.5, 0.125);
+      EXPECT_NEAR(read_result("loss").values[r], expected.loss, 1e-5) << algorithm;
+      EXPECT_NEAR(read_result("z_loss").values[r], expected.z_loss, 1e-5) << algorithm;
+      EXPECT_NEAR(read_result("lse").values[r], expected.lse, 1e-5) << algorithm;
+      EXPECT_NEAR(read_result("entropy").values[r], expected.entropy, 1e-5) << algorithm;
+      EXPECT_EQ(read_result("argmax").values[r], largest[row]) << algorithm;
+      for (int v = 0; v < 4; ++v) {
+        const double dz = kUpstream[row] * expected.gradient[v];
+        // The head is the identity: the gradient of x is that of the logits.
+        EXPECT_NEAR(read_result("grad_x").values[4 * r + static_cast<std::size_t>(v)], dz, 1e-5) << algorithm;
+        grad_bias[v] += dz;
+        for (int d = 0; d < 4; ++d) grad_head[4 * v + d] += dz * x_[4 * row + d];
+      }
+    }
+    for (std::size_t v = 0; v < 4; ++v) {
+      EXPECT_NEAR(read_result("grad_bias").values[v], grad_bias[v], 1e-5) << algorithm;
+    }
+    for (std::size_t i = 0; i < 16; ++i) {
+      EXPECT_NEAR(read_result("grad_weight").values[i], grad_head[i], 1e-5) << algorithm << " element " << i;
+    }
+    EXPECT_EQ(read_result("loss").values[1], 0.0) << "ignored";
+  }
+}
+
+TEST_F(ProgramWithAHead, RunLinearCrossEntropyReducesAndDividesAsAsked) {
+  const std::string line = kHeadLine + std::string("--bias bias --target targets --ignore-index 7 ");
+  double sum = 0.0;
+  for (const int row : {0, 2}) {
+    float logits[4];
+    logits_of_row(row, logits);
+    sum += cross_entropy_row(logits, kClasses[row], kNoWeights, 0.0, 0.0, 1.0, 0.0).loss;
+  }
+  const auto expect_loss = [&](const std::string& options, double loss) {
+    const Outcome outcome = run(line + options);
+    ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
+    EXPECT_NEAR(read_result("loss").values[0], loss, 1e-5) << options;
+  };
+  expect_loss("--reduction sum", sum);
+  expect_loss("--reduction mean", sum / 2.0);
+  for (const char* algorithm : {"speed", "memory"}) {
+    expect_loss("--normalizer tokens --backward --algorithm " + std::string(algorithm), sum / kTokens);
+  }
+}
+
+TEST_F(ProgramWithAHead, RunLinearCrossEntropyWritesTheGradientsThatAreNamed) {
+  const std::string line = kHeadLine + std::string("--bias bias --target soft ");
+  for (const char* algorithm : {"--algorithm speed ", "--algorithm memory "}) {
+    for (const std::string named : {"x", "weight", "bias", "x,bias"}) {
+      const Outcome outcome = run(line + algorithm + "--gradients " + named);
+      ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
+      for (const std::string name : {"x", "weight", "bias"}) {
+        EXPECT_EQ(has_result("grad_" + name), named.find(name) != std::string::npos) << named << " " << name;
+      }
+    }
+    ASSERT_EQ(run(line + algorithm + "--backward").exit_code, 0);
+    double grad_bias[4] = {};
+    for (int row = 0; row < 3; ++row) {
+      float logits[4];
+      logits_of_row(row, logits);
+      const double lse = logsumexp(logits, 4);
+      for (int v = 0; v < 4; ++v) grad_bias[v] += (std::exp(logits[v] - lse) - soft_[4 * row + v]) / 3.0;
+    }
+    for (std::size_t v = 0; v < 4; ++v) EXPECT_NEAR(read_result("grad_bias").values[v], grad_bias[v], 1e-6);
+  }
+}
+
+TEST_F(ProgramWithAHead, WrongArgumentsOfLinearCrossEntropyAreNamed) {
+  const std::string start = "eaves run linear_cross_entropy --output out.safetensors --input head.safetensors ";
+  const std::string head = start + "--tensor x --weight head --ignore-index 7 ";
+  const std::string line = head + "--target targets ";
+  expect_refusal("eaves run linear_cross_entropy", 2, "--input is required");
+  expect_refusal(head, 2, "--target is required");
+  expect_refusal(start + "--tensor x --target targets", 2, "--weight is required");
+  expect_refusal(line + "--bias nothing", 2, "--bias: head.safetensors has no tensor \"nothing\", expected one of");
+  expect_refusal(line + "--bias ''", 2, "--bias: is empty, expected a value");
+  expect_refusal(line + "--class-weight nothing", 2, "--class-weight: head.safetensors has no tensor \"nothing\"");
+  expect_refusal(line + "--normalizer nothing", 2, "--normalizer: head.safetensors has no tensor \"nothing\"");
+  expect_refusal(line + "--grad upstream --backward", 2, "--backward excludes --grad");
+  expect_refusal(line + "--gradients y", 2, "--gradients: y not in {x,weight,bias}");
+  expect_refusal(line + "--gradients x,bias", 2, "--gradients: has bias, but --bias is not given");
+  expect_refusal(line + "--algorithm fast", 2, "--algorithm: fast not in {auto,speed,memory}");
+  expect_refusal(line + "--workspace-limit -1", 2, "--workspace-limit: Value -1 not in range");
+  expect_refusal(line + "--reduction max", 2, "--reduction: max not in {none,sum,mean}");
+  // The core's sentences, before anything is written.
+  expect_refusal(start + "--tensor tokens --weight head --target targets", 2,
+                 "x has no axis, expected [..., features]");
+  expect_refusal(start + "--tensor x --weight bias --target targets", 2, "weight has ");
+  expect_refusal(start + "--tensor x --weight tokens --target targets --backward", 2, "weight has ");
+  expect_refusal(line + "--bias upstream --backward", 2, "bias has shape [3], expected [4] (one per class of weight)");
+  expect_refusal(line + "--grad upstream", 2, "grad_loss has ");
+  expect_refusal(line + "--grad upstream --algorithm memory", 2, "grad_loss has ");
+  expect_refusal(line + "--label-smoothing 1.5", 2, "label_smoothing is 1.5, expected 0 to 1");
+  expect_refusal(start + "--tensor x --weight head --target targets", 2,
+                 "targets[1] is 7, expected 0 to 3, or ignore_index -100");
+}
+
 // A file as a user's program writes it: queries of a small batch, tokens first, and what makes their angles.
 class ProgramWithQueries : public Program {
  protected:
@@ -839,7 +1061,7 @@ TEST_F(Program, WrongRunArgumentsAreNamed) {
   expect_refusal(run_x + "--grad wide" + out, 2, "grad_out");
   expect_refusal(
       "eaves run logsumexp --input in.safetensors --tensor y" + out, 2,
-      "--tensor: in.safetensors has no tensor \"y\", expected one of: \"flags\", \"g\", \"logits\", \"odd\"");
+      "--tensor: in.safetensors has no tensor \"y\", expected one of: \"flags\", \"g\", \"head\", \"logits\"");
   expect_refusal("eaves run logsumexp --input in.safetensors --tensor small" + out, 2,
                  "--tensor: tensor \"small\" of in.safetensors has dtype F8_E4M3, which is unsupported");
   expect_refusal(run_x + "--output in.safetensors", 2, "--output: in.safetensors is the input file");
@@ -863,7 +1085,7 @@ TEST_F(Program, InputThatIsNoSafetensorsFileIsRefused) {
   expect_refusal(with_input("fifo"), 2, "--input: fifo is not a regular file");
   expect_refusal(with_input("empty"), 2, "empty: has 0 bytes, too few for a safetensors file");
   expect_refusal(with_input("text"), 2, "text: the header length is");
-  expect_refusal(with_input("cut"), 2, "cut: \"small\" ends at byte 211 of the data, but the file has only 210");
+  expect_refusal(with_input("cut"), 2, "cut: \"small\" ends at byte 259 of the data, but the file has only 258");
 }
 
 // 128 MiB of zeros that take no room on the disk: long enough to be caught in the middle.

@@ -48,6 +48,24 @@ std::vector<std::unique_ptr<runtime::Stopwatch>> make_stopwatches(Device device,
   return stopwatches;
 }
 
+// The yardstick of rows that bring none: it streams the bytes that the row declares.
+class Streaming : public Call {
+ public:
+  Streaming(Arena& arena, const Row& row, std::uint64_t seed)
+      : source_(arena.normal(DType::bfloat16, {(row.read_bytes + 1) / 2}, seed)),
+        destination_(arena.output(DType::uint8, {row.write_bytes})),
+        read_bytes_(static_cast<std::size_t>(row.read_bytes)) {}
+  std::size_t workspace_bytes(const ExecutionContext&) const override { return 0; }
+  void run(const ExecutionContext& context) override {
+    const auto write_bytes = static_cast<std::size_t>(destination_.element_count());
+    runtime::stream_bytes(source_.device, source_.data, read_bytes_, destination_.data, write_bytes, context);
+  }
+
+ private:
+  TensorView source_, destination_;
+  std::size_t read_bytes_;
+};
+
 }  // namespace
 
 // What a row works on. Where one set of inputs would fit in the cache there are several, taken in turn: then even a
@@ -58,7 +76,7 @@ struct Harness::Buffers {
     Arena call_arena;
     Arena limit_arena;
     std::unique_ptr<Call> call;
-    TensorView limit_source, limit_destination;
+    std::unique_ptr<Call> limit;
   };
   std::vector<std::unique_ptr<Set>> sets;
   std::unique_ptr<Arena> workspace_arena;
@@ -96,9 +114,11 @@ Harness::Buffers Harness::make_buffers(const Row& row) const {
   for (std::int64_t i = 0; i < wanted_sets; ++i) {
     auto set = std::make_unique<Buffers::Set>(device);
     set->call = row.make_call(set->call_arena);
-    const std::int64_t source_elements = (row.read_bytes + 1) / 2;
-    set->limit_source = set->limit_arena.normal(DType::bfloat16, {source_elements}, static_cast<std::uint64_t>(2 + i));
-    set->limit_destination = set->limit_arena.output(DType::uint8, {row.write_bytes});
+    if (row.make_limit) {
+      set->limit = row.make_limit(set->limit_arena);
+    } else {
+      set->limit = std::make_unique<Streaming>(set->limit_arena, row, static_cast<std::uint64_t>(2 + i));
+    }
     const std::int64_t set_bytes = std::max<std::int64_t>(1, set->call_arena.bytes() + set->limit_arena.bytes());
     buffers.sets.push_back(std::move(set));
     if (i == 0 && set_bytes < 2 * cache_bytes) {
@@ -121,7 +141,8 @@ Measurement Harness::measure(const Row& row) {
         fmt::format("left out: moves {} bytes, more than the {} of --max-bytes", row_bytes, options_.max_bytes);
     return result;
   }
-  const std::int64_t needed = 2 * row_bytes;  // the call's buffers and the yardstick's
+  const std::int64_t limit_bytes = row.make_limit ? row.limit_bytes : row_bytes;
+  const std::int64_t needed = row_bytes + limit_bytes;  // each has buffers of its own
   const std::int64_t free = runtime::free_memory_bytes(options_.device);
   if (needed > free) {
     result.skipped =
@@ -138,10 +159,10 @@ Measurement Harness::measure(const Row& row) {
     result.skipped = fmt::format("not supported: {}", error.what());
     return result;
   }
-  return time(row, *buffers);
+  return time(*buffers);
 }
 
-Measurement Harness::time(const Row& row, Buffers& buffers) {
+Measurement Harness::time(Buffers& buffers) {
   const Device device = options_.device;
   ExecutionContext call_context = context_;
   call_context.workspace = buffers.workspace;
@@ -151,10 +172,7 @@ Measurement Harness::time(const Row& row, Buffers& buffers) {
     set.call->restore();
     flush_cache();
   };
-  const auto run_limit = [&](Buffers::Set& set) {
-    runtime::stream_bytes(device, set.limit_source.data, static_cast<std::size_t>(row.read_bytes),
-                          set.limit_destination.data, static_cast<std::size_t>(row.write_bytes), context_);
-  };
+  const auto run_limit = [&](Buffers::Set& set) { set.limit->run(context_); };
 
   // At least once on every set: the first call on a buffer may fault its pages in or load a kernel.
   const std::size_t sets = buffers.sets.size();

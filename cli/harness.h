@@ -2,10 +2,11 @@
 // and has the only timing code of the project.
 //
 // One repetition is: read a buffer larger than the last cache, run the operator, read it again, run the yardstick (a
-// plain kernel that streams the bytes that the row declares). So operator and yardstick see the same cold cache and
-// the same clock frequency, alternating. On a GPU all repetitions are enqueued before any is waited for, with a pair
-// of events around each call: reading the buffer takes longer than a launch, which therefore is never waited for. A
-// call that overwrites its inputs gets them back at the start of a repetition, which waits, but before that reading.
+// plain kernel that streams the bytes that the row declares, or what the row brings in its place). So operator and
+// yardstick see the same cold cache and the same clock frequency, alternating. On a GPU all repetitions are enqueued
+// before any is waited for, with a pair of events around each call: reading the buffer takes longer than a launch,
+// which therefore is never waited for. A call that overwrites its inputs gets them back at the start of a repetition,
+// which waits, but before that reading.
 #pragma once
 
 #include <cstdint>
@@ -54,7 +55,7 @@ class Harness {
   struct Buffers;
 
   Buffers make_buffers(const Row& row) const;
-  Measurement time(const Row& row, Buffers& buffers);
+  Measurement time(Buffers& buffers);
   void flush_cache();
 
   HarnessOptions options_;

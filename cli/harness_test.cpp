@@ -129,6 +129,63 @@ TEST(Harness, InputsThatACallOverwritesArePutBackBeforeItRunsAgain) {
   }
 }
 
+// What a row may bring for the column `limit`.
+struct LimitLog {
+  int made = 0;
+  int runs = 0;
+  bool has_workspace = false;
+};
+
+class SleepingLimit : public Call {
+ public:
+  SleepingLimit(Arena& arena, LimitLog& log) : log_(log) {
+    arena.allocate(kInputBytes);
+    ++log_.made;
+  }
+  std::size_t workspace_bytes(const ExecutionContext&) const override { return 0; }
+  void run(const ExecutionContext& context) override {
+    ++log_.runs;
+    log_.has_workspace = context.workspace.data != nullptr;
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+
+ private:
+  LimitLog& log_;
+};
+
+TEST(Harness, ARowMayBringALimitThatRunsInsteadOfStreaming) {
+  Log log;
+  LimitLog limit;
+  Row row = counting_row(log);
+  row.make_limit = [&](Arena& arena) { return std::make_unique<SleepingLimit>(arena, limit); };
+  row.limit_bytes = kInputBytes;
+  const Measurement measurement = Harness(fast_options()).measure(row);
+  ASSERT_TRUE(measurement.limit.has_value()) << measurement.skipped;
+  EXPECT_GE(measurement.limit->min_ms, 5.0);
+  EXPECT_EQ(limit.runs, log.runs) << "one after the other";
+  EXPECT_EQ(limit.made, log.calls_made) << "on buffers of their own in each set";
+  EXPECT_FALSE(limit.has_workspace) << "that of the call is not its";
+  EXPECT_EQ(measurement.peak_bytes, kInputBytes + static_cast<std::int64_t>(kWorkspaceBytes)) << "of the call alone";
+}
+
+TEST(Harness, RowWhoseLimitDoesNotFitSaysSoAndIsNotMade) {
+  Log log;
+  LimitLog limit;
+  Row row = counting_row(log);
+  row.make_limit = [&](Arena& arena) { return std::make_unique<SleepingLimit>(arena, limit); };
+  row.limit_bytes = std::int64_t{1} << 60;
+  const Measurement measurement = Harness(fast_options()).measure(row);
+  EXPECT_EQ(measurement.skipped.rfind("does not fit in memory: needs 1048576.0 TiB, ", 0), 0u) << measurement.skipped;
+  EXPECT_EQ(log.calls_made + limit.made, 0);
+}
+
+TEST(Harness, RowWhoseLimitIsNotSupportedSaysSo) {
+  Log log;
+  Row row = counting_row(log);
+  row.make_limit = [](Arena&) -> std::unique_ptr<Call> { throw Unsupported("there is no library of products"); };
+  EXPECT_EQ(Harness(fast_options()).measure(row).skipped, "not supported: there is no library of products");
+}
+
 TEST(Harness, RowThatDoesNotFitSaysSoAndIsNotMade) {
   Log log;
   Row row = counting_row(log);
@@ -243,6 +300,16 @@ TEST(Report, ResultFileHasARowForEavesAndOneForTheLimit) {
   EXPECT_EQ(json["rows"][4]["skipped"], "does not fit in memory: needs 3.0 GiB, 1.2 GiB free");
 }
 
+TEST(Report, ResultFileCountsOperationsWhereARowDeclaresThem) {
+  MeasuredTable measured = example_table();
+  measured.table.rows[0].operations = 3'000'000'000;
+  const auto json = nlohmann::json::parse(result_json({measured}, kCpu, 3));
+  EXPECT_EQ(json["rows"][0]["tflops"], 6.0);
+  EXPECT_EQ(json["rows"][1]["tflops"], 12.0);
+  EXPECT_FALSE(json["rows"][0].contains("gbps"));
+  EXPECT_FALSE(json["rows"][2].contains("tflops"));
+}
+
 TEST(Arena, NumbersAreNormalAndDependOnTheSeedAlone) {
   Arena arena(kCpu);
   // Larger than one block of numbers, and odd, so that pieces and the last pair end unevenly.
@@ -261,6 +328,13 @@ TEST(Arena, NumbersAreNormalAndDependOnTheSeedAlone) {
   // A block of a million numbers: its mean is off by 0.001 in one deviation.
   EXPECT_NEAR(sum / static_cast<double>(count), 0.0, 0.005);
   EXPECT_NEAR(sum_of_squares / static_cast<double>(count), 1.0, 0.01);
+}
+
+TEST(Arena, NormalNumbersHaveTheDeviationAskedFor) {
+  Arena arena(kCpu);
+  const auto* plain = static_cast<const float*>(arena.normal(DType::float32, {1000}, 1).data);
+  const auto* narrow = static_cast<const float*>(arena.normal(DType::float32, {1000}, 1, 0.25).data);
+  for (int i = 0; i < 1000; ++i) ASSERT_EQ(narrow[i], 0.25f * plain[i]) << i;
 }
 
 TEST(Arena, NormalNumbersThatAreIntegersAreRefused) {

@@ -134,7 +134,11 @@ nlohmann::ordered_json result_row(const Table& table, const Row& row, const Meas
     json["peak_mib"] = static_cast<double>(measurement.peak_bytes) / kMiB;
     json["workspace_mib"] = static_cast<double>(measurement.workspace_bytes) / kMiB;
   }
-  json["gbps"] = static_cast<double>(row.read_bytes + row.write_bytes) / (timing->median_ms * 1e6);
+  if (row.operations > 0) {
+    json["tflops"] = static_cast<double>(row.operations) / (timing->median_ms * 1e9);
+  } else {
+    json["gbps"] = static_cast<double>(row.read_bytes + row.write_bytes) / (timing->median_ms * 1e6);
+  }
   json["repetitions"] = timing->repetitions;
   return json;
 }

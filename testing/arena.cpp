@@ -46,14 +46,14 @@ NormalPair normal_pair(std::uint64_t bits) {
 }
 
 template <typename T>
-std::vector<T> draw_block(std::int64_t elements, std::uint64_t seed) {
+std::vector<T> draw_block(std::int64_t elements, std::uint64_t seed, float deviation) {
   std::vector<T> block(static_cast<std::size_t>(elements + 1));  // pairs: the last one may reach one beyond
   const std::uint64_t first_counter = random_bits(seed + 1);
   cpu::parallel_for({}, (elements + 1) / 2, cpu::grain_for(4), [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
       const NormalPair pair = normal_pair(random_bits(first_counter + static_cast<std::uint64_t>(i)));
-      block[static_cast<std::size_t>(2 * i)] = round_to<T>(pair.first);
-      block[static_cast<std::size_t>(2 * i) + 1] = round_to<T>(pair.second);
+      block[static_cast<std::size_t>(2 * i)] = round_to<T>(deviation * pair.first);
+      block[static_cast<std::size_t>(2 * i) + 1] = round_to<T>(deviation * pair.second);
     }
   });
   return block;
@@ -82,9 +82,9 @@ void tile(Device device, const std::byte* block, std::int64_t block_elements, st
 }
 
 template <typename T>
-void fill_normal(Device device, void* destination, std::int64_t elements, std::uint64_t seed) {
+void fill_normal(Device device, void* destination, std::int64_t elements, std::uint64_t seed, float deviation) {
   const std::int64_t block_elements = std::min(elements, kBlockElements);
-  const std::vector<T> block = draw_block<T>(block_elements, seed);
+  const std::vector<T> block = draw_block<T>(block_elements, seed, deviation);
   const std::size_t block_bytes = static_cast<std::size_t>(block_elements) * sizeof(T);
   if (device.type == DeviceType::cpu) {
     tile(device, reinterpret_cast<const std::byte*>(block.data()), block_elements, static_cast<std::byte*>(destination),
@@ -133,7 +133,7 @@ void* Arena::allocate(std::size_t bytes) {
   return blocks_.back();
 }
 
-TensorView Arena::normal(DType dtype, const Dims& shape, std::uint64_t seed) {
+TensorView Arena::normal(DType dtype, const Dims& shape, std::uint64_t seed, double deviation) {
   if (!is_floating_point(dtype)) {
     throw InvalidArgument(std::string("Arena::normal: dtype is ") + name_of(dtype) +
                           ", expected a floating-point type");
@@ -142,18 +142,19 @@ TensorView Arena::normal(DType dtype, const Dims& shape, std::uint64_t seed) {
   const std::int64_t elements = tensor.element_count();
   tensor.data = allocate(static_cast<std::size_t>(elements) * size_of(dtype));
   if (elements == 0) return tensor;
+  const auto factor = static_cast<float>(deviation);
   switch (dtype) {
     case DType::bfloat16:
-      fill_normal<bfloat16>(device_, tensor.data, elements, seed);
+      fill_normal<bfloat16>(device_, tensor.data, elements, seed, factor);
       break;
     case DType::float16:
-      fill_normal<float16>(device_, tensor.data, elements, seed);
+      fill_normal<float16>(device_, tensor.data, elements, seed, factor);
       break;
     case DType::float64:
-      fill_normal<double>(device_, tensor.data, elements, seed);
+      fill_normal<double>(device_, tensor.data, elements, seed, factor);
       break;
     default:
-      fill_normal<float>(device_, tensor.data, elements, seed);
+      fill_normal<float>(device_, tensor.data, elements, seed, factor);
   }
   return tensor;
 }

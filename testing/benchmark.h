@@ -1,5 +1,6 @@
-// What an operator declares so that the harness can measure it: tables, rows, the bytes a row has to move, and how to
-// make the buffers and the call. No timing code is here or in any operator; no operator is named in the harness.
+// What an operator declares so that the harness can measure it: tables, rows, the bytes a row has to move (or another
+// limit of its own), and how to make the buffers and the call. No timing code is here or in any operator; no operator
+// is named in the harness.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +30,8 @@ class Arena {
   /// Memory with nothing in it yet.
   void* allocate(std::size_t bytes);
 
-  /// A contiguous tensor of normal random numbers (mean 0, deviation 1), never zeros; `seed` fixes them.
-  TensorView normal(DType dtype, const Dims& shape, std::uint64_t seed);
+  /// A contiguous tensor of normal random numbers with mean 0, never zeros; `seed` fixes them.
+  TensorView normal(DType dtype, const Dims& shape, std::uint64_t seed, double deviation = 1.0);
 
   /// A contiguous tensor of any dtype with these numbers, again and again until it is full: targets, weights, and
   /// whatever else must not be normal numbers. Throws InvalidArgument where there are none to fill it with.
@@ -64,11 +65,17 @@ struct Row {
   std::vector<std::pair<std::string, std::int64_t>> shape;
   /// The keys of "options" that differ from the defaults, values as JSON text: {"axis", "0"}, {"layout", "\"first\""}.
   std::vector<std::pair<std::string, std::string>> options;
-  /// What any implementation has to read and write: what the `limit` column streams.
+  /// What any implementation has to read and write: what the `limit` column streams, where the row has no other.
   std::int64_t read_bytes = 0;
   std::int64_t write_bytes = 0;
+  /// Floating-point operations that any implementation has to do, where these and not the bytes are what takes time.
+  std::int64_t operations = 0;
   /// Makes inputs and outputs in `arena` and the call on them.
   std::function<std::unique_ptr<Call>(Arena& arena)> make_call;
+  /// Optional: makes what the `limit` column runs instead of streaming, on buffers of its own. It overwrites none of
+  /// its inputs, and finds no workspace in its context.
+  std::function<std::unique_ptr<Call>(Arena& arena)> make_limit;
+  std::int64_t limit_bytes = 0;  ///< of those buffers
 };
 
 /// One pair of tables of the output (speed, memory), one mode, rows along one axis.

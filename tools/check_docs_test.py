@@ -161,6 +161,18 @@ class CheckDocs(unittest.TestCase):
         self.assertIn("| shape | eaves ms | torch ms | other ms | limit ms | eaves / limit | best peer / eaves |", written)
         self.assertIn("| batch 4, n 8 | 0.2000 | 0.5000 | - | 0.1000 | 2.000 | 2.50 |", written)
 
+    def test_operations_stand_where_they_and_not_bytes_are_counted(self):
+        rows = [row("eaves", 0.21, 8), row("limit", 0.2, 8), row("eaves", 0.5, 16)]
+        for each, tflops in zip(rows, (612.3, 640.0, 0.257)):
+            del each["gbps"]
+            each["tflops"] = tflops
+        self.put("results/products.json", json.dumps({"schema": 1, "rows": rows}))
+        self.check("<!-- table: results/products.json -->\n<!-- end -->\n", "--write")
+        written = (self.root / "README.md").read_text()
+        self.assertIn("| eaves / limit | TFLOP/s |", written)
+        self.assertIn("| 1.050 | 612 |", written)
+        self.assertIn("| - | 0.26 |", written)
+
     def test_a_comma_in_a_filter_means_or(self):
         results = {"schema": 1, "rows": [row("eaves", 0.21, 8), row("limit", 0.2, 8), row("eaves", 0.5, 16),
                                          row("limit", 0.4, 16), row("eaves", 0.9, 32), row("limit", 0.8, 32)]}
