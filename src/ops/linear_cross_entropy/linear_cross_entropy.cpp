@@ -37,9 +37,12 @@ constexpr std::size_t kMebibyte = std::size_t{1} << 20;
 std::size_t default_limit(const LinearCrossEntropyProblem& problem) {
   if (problem.device.type == DeviceType::cpu) return 96 * kMebibyte;
   switch (problem.mode) {
-    case Mode::forward: return 256 * kMebibyte;
-    case Mode::backward: return 160 * kMebibyte;
-    case Mode::forward_backward: break;
+    case Mode::forward:
+      return 256 * kMebibyte;
+    case Mode::backward:
+      return 160 * kMebibyte;
+    case Mode::forward_backward:
+      break;
   }
   constexpr std::int64_t kEnoughRows = 3072;
   const std::size_t enough = workspace_bytes(problem, {std::min(problem.rows(), kEnoughRows), problem.classes});
@@ -366,11 +369,14 @@ void linear_cross_entropy_rescale(const LinearCrossEntropyRescaleArgs& args, con
   const LinearCrossEntropyGradients& gradients = args.gradients;
   check::is_valid({kRescale, "grad_loss", args.grad_loss});
   check::has_one_element({kRescale, "grad_loss", args.grad_loss});
-  for (const TensorView* gradient : {&gradients.grad_x, &gradients.grad_weight, &gradients.grad_bias}) {
-    if (gradient->is_present) {
-      cross_entropy_rescale({.grad_logits = *gradient, .grad_loss = args.grad_loss}, context);
+  const auto for_each_gradient = [&](const auto& call) {
+    for (const TensorView* gradient : {&gradients.grad_x, &gradients.grad_weight, &gradients.grad_bias}) {
+      if (gradient->is_present) call(CrossEntropyRescaleArgs{.grad_logits = *gradient, .grad_loss = args.grad_loss});
     }
-  }
+  };
+  // What it refuses, it refuses before the first of them is written.
+  for_each_gradient([&](const CrossEntropyRescaleArgs& each) { cross_entropy_rescale_workspace_bytes(each, context); });
+  for_each_gradient([&](const CrossEntropyRescaleArgs& each) { cross_entropy_rescale(each, context); });
 }
 
 std::size_t linear_cross_entropy_forward_workspace_bytes(const LinearCrossEntropyForwardArgs& args,

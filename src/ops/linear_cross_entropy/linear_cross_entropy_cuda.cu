@@ -59,10 +59,14 @@ struct AnyNumbers {
   template <typename A>
   __device__ A at(std::int64_t i) const {
     switch (dtype) {
-      case DType::float64: return static_cast<A>(static_cast<const double*>(data)[i]);
-      case DType::float16: return load_as_accumulator(static_cast<const float16*>(data)[i]);
-      case DType::bfloat16: return load_as_accumulator(static_cast<const bfloat16*>(data)[i]);
-      default: return static_cast<A>(static_cast<const float*>(data)[i]);
+      case DType::float64:
+        return static_cast<A>(static_cast<const double*>(data)[i]);
+      case DType::float16:
+        return load_as_accumulator(static_cast<const float16*>(data)[i]);
+      case DType::bfloat16:
+        return load_as_accumulator(static_cast<const bfloat16*>(data)[i]);
+      default:
+        return static_cast<A>(static_cast<const float*>(data)[i]);
     }
   }
 };
@@ -90,13 +94,14 @@ struct Selection {
   AnyNumbers class_weight;  ///< data nullptr: 1
   std::int64_t classes;
   AnyNumbers grad_loss;       ///< data nullptr: 1
-  std::int64_t* row_indices;  ///< nullptr: all rows are computed
+  std::int64_t* row_indices;  ///< nullptr: all rows are computed, in the order of the view
+  bool leaves_out;            ///< rows that are ignored; with row_indices
   std::int64_t* targets;
-  A* row_gradients;         ///< nullptr where the loss is reduced
+  A* row_gradients;  ///< nullptr where the loss is reduced
   A* numbers;
   std::int64_t* count;
-  const A* given_divisor;   ///< nullptr: the weights of the rows
-  A* divisor;               ///< out, or nullptr
+  const A* given_divisor;  ///< nullptr: the weights of the rows
+  A* divisor;              ///< out, or nullptr
   bool is_reduced;
   bool is_mean;
 };
@@ -130,13 +135,14 @@ __global__ void __launch_bounds__(kSelectThreads) select_rows(const __grid_const
     const std::int64_t row = first + threadIdx.x;
     const auto at = in.rows.view.rows.offsets(row < rows ? row : rows - 1);
     const bool is_counted = row < rows && !in.rows.is_ignored(at);
-    std::int64_t position = row;
-    if (in.row_indices != nullptr) {
+    // Soft targets are read in the order of the per-row tensors.
+    std::int64_t position = in.rows.targets == nullptr ? at.of[kPerRow] : row;
+    if (in.leaves_out) {
       int total = 0;
       position = selected + position_in_block(is_counted, total);
       selected += total;
     }
-    const bool is_kept = in.row_indices == nullptr ? row < rows : is_counted;
+    const bool is_kept = in.leaves_out ? is_counted : row < rows;
     if (is_kept) {
       if (in.row_indices != nullptr) in.row_indices[position] = row;
       if (in.targets != nullptr) in.targets[position] = in.rows.target_at(at.of[kTargets]);
@@ -162,7 +168,7 @@ __global__ void __launch_bounds__(kSelectThreads) select_rows(const __grid_const
   in.numbers[kOne] = A(1);
   in.numbers[kDivisor] = divisor;
   if (in.divisor != nullptr) *in.divisor = divisor;
-  *in.count = in.row_indices == nullptr ? rows : selected;
+  *in.count = in.leaves_out ? selected : rows;
 }
 
 // ---- features ------------------------------------------------------------------------------------------------------
@@ -184,8 +190,8 @@ struct FeatureRows {
 
 /// A block a row.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) gather_features(const __grid_constant__ FeatureRows rows, const T* x,
-                                                            T* to) {
+__global__ void __launch_bounds__(kThreads)
+    gather_features(const __grid_constant__ FeatureRows rows, const T* x, T* to) {
   const std::int64_t features = rows.view.column_count;
   for (std::int64_t i = blockIdx.x; i < rows.count; i += gridDim.x) {
     const T* from = x + rows.view.rows.offsets(rows.row(i)).of[kX];
@@ -206,8 +212,8 @@ __global__ void __launch_bounds__(kThreads) gather_features(const __grid_constan
 
 /// A block a row. From S, T or its accumulator.
 template <typename S, typename T>
-__global__ void __launch_bounds__(kThreads) scatter_features(const __grid_constant__ FeatureRows rows, const S* from,
-                                                             T* grad_x) {
+__global__ void __launch_bounds__(kThreads)
+    scatter_features(const __grid_constant__ FeatureRows rows, const S* from, T* grad_x) {
   const std::int64_t features = rows.view.column_count;
   for (std::int64_t i = blockIdx.x; i < rows.count; i += gridDim.x) {
     T* into = grad_x + rows.view.rows.offsets(rows.row(i)).of[kGradX];
@@ -218,8 +224,8 @@ __global__ void __launch_bounds__(kThreads) scatter_features(const __grid_consta
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) clear_ignored(const __grid_constant__ Rows rows, FeatureRows features,
-                                                          T* grad_x) {
+__global__ void __launch_bounds__(kThreads)
+    clear_ignored(const __grid_constant__ Rows rows, FeatureRows features, T* grad_x) {
   for (std::int64_t row = blockIdx.x; row < rows.view.row_count; row += gridDim.x) {
     const auto at = rows.view.rows.offsets(row);
     if (!rows.is_ignored(at)) continue;
@@ -232,9 +238,9 @@ __global__ void __launch_bounds__(kThreads) clear_ignored(const __grid_constant_
 // ---- numbers -------------------------------------------------------------------------------------------------------
 
 template <typename A>
-__global__ void __launch_bounds__(kThreads) gather_numbers_of(const __grid_constant__ Rows rows,
-                                                              const std::int64_t* row_indices, const A* from, A* to,
-                                                              std::int64_t count) {
+__global__ void __launch_bounds__(kThreads)
+    gather_numbers_of(const __grid_constant__ Rows rows, const std::int64_t* row_indices, const A* from, A* to,
+                      std::int64_t count) {
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
     const auto at = rows.view.rows.offsets(row_indices == nullptr ? i : row_indices[i]);
     to[i] = rows.is_ignored(at) ? A(0) : from[at.of[kPerRow]];
@@ -242,9 +248,9 @@ __global__ void __launch_bounds__(kThreads) gather_numbers_of(const __grid_const
 }
 
 template <typename N>
-__global__ void __launch_bounds__(kThreads) scatter_numbers_of(const __grid_constant__ LinearCrossEntropyView view,
-                                                               const std::int64_t* row_indices, const N* from, N* to,
-                                                               std::int64_t count) {
+__global__ void __launch_bounds__(kThreads)
+    scatter_numbers_of(const __grid_constant__ LinearCrossEntropyView view, const std::int64_t* row_indices,
+                       const N* from, N* to, std::int64_t count) {
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
     to[view.rows.offsets(row_indices == nullptr ? i : row_indices[i]).of[kPerRow]] = from[i];
   }
@@ -349,23 +355,23 @@ class Steps {
   std::int64_t select_rows() {
     const bool is_mean = problem_.options.reduction == Reduction::mean;
     const bool is_backward = problem_.mode == LinearCrossEntropyMode::backward;
-    const Selection<A> selection{
-        .rows = rows_,
-        .class_weight = {problem_.class_weight.data, problem_.class_weight.dtype},
-        .classes = problem_.classes,
-        .grad_loss = {problem_.grad_loss.data, problem_.grad_loss.dtype},
-        .row_indices = problem_.skips_ignored_rows ? memory_.row_indices : nullptr,
-        .targets = memory_.targets,
-        .row_gradients = static_cast<A*>(memory_.grad_loss),
-        .numbers = numbers(),
-        .count = row_count(),
-        .given_divisor = static_cast<const A*>(is_backward ? (is_mean ? problem_.divisor : nullptr)
-                                                           : problem_.normalizer),
-        .divisor = static_cast<A*>(is_backward ? nullptr : problem_.divisor),
-        .is_reduced = problem_.is_reduced(),
-        .is_mean = is_mean};
+    const Selection<A> selection{.rows = rows_,
+                                 .class_weight = {problem_.class_weight.data, problem_.class_weight.dtype},
+                                 .classes = problem_.classes,
+                                 .grad_loss = {problem_.grad_loss.data, problem_.grad_loss.dtype},
+                                 .row_indices = row_indices(),
+                                 .leaves_out = problem_.skips_ignored_rows && !problem_.has_soft_targets(),
+                                 .targets = memory_.targets,
+                                 .row_gradients = static_cast<A*>(memory_.grad_loss),
+                                 .numbers = numbers(),
+                                 .count = row_count(),
+                                 .given_divisor = static_cast<const A*>(
+                                     is_backward ? (is_mean ? problem_.divisor : nullptr) : problem_.normalizer),
+                                 .divisor = static_cast<A*>(is_backward ? nullptr : problem_.divisor),
+                                 .is_reduced = problem_.is_reduced(),
+                                 .is_mean = is_mean};
     run(cuda::select_rows<A>, {.threads = kSelectThreads}, selection);
-    if (selection.row_indices == nullptr || problem_.has_soft_targets()) return problem_.rows();
+    if (!selection.leaves_out) return problem_.rows();
     std::int64_t count = 0;
     const auto stream = static_cast<cudaStream_t>(context_.stream);
     check_status(cudaMemcpyAsync(&count, row_count(), sizeof(count), cudaMemcpyDeviceToHost, stream), problem_.op);
@@ -471,8 +477,8 @@ class Steps {
   std::int64_t* row_count() const { return static_cast<std::int64_t*>(memory_.numbers) + kRowCount; }
 
   /// nullptr where all rows are computed, in the order of the view.
-  const std::int64_t* row_indices() const {
-    return problem_.skips_ignored_rows && !problem_.has_soft_targets() ? memory_.row_indices : nullptr;
+  std::int64_t* row_indices() const {
+    return problem_.skips_ignored_rows || problem_.has_soft_targets() ? memory_.row_indices : nullptr;
   }
   FeatureRows feature_rows(std::int64_t first, std::int64_t count) const {
     return {problem_.view, row_indices(), first, count};

@@ -154,8 +154,8 @@ inline std::int64_t rows_within(const LinearCrossEntropyProblem& problem, std::i
 }
 
 /// What a block of the backward costs on a GPU, in seconds: products at the speed of a Hopper GPU, whose tiles of 128 x
-/// 256 fill its multiprocessors a wave at a time, and passes over the sums of grad_x, for each block of classes, and over
-/// grad_weight, for each chunk of rows, of which about half is hidden behind the products.
+/// 256 fill its multiprocessors a wave at a time, and passes over the sums of grad_x, for each block of classes, and
+/// over grad_weight, for each chunk of rows, of which about half is hidden behind the products.
 inline double seconds_of(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block) {
   constexpr double kOperationsPerSecond = 7e14;
   constexpr double kBytesPerSecond = 4e12;

@@ -1,0 +1,215 @@
+// Calls of linear_cross_entropy rather than values: two runs, workspaces and their limits, threads, streams, graphs.
+// What is computed is checked in linear_cross_entropy_test.cpp.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "eaves/error.h"
+#include "eaves/linear_cross_entropy.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_test_case.h"
+#include "runtime/runtime.h"
+#include "testing/calls.h"
+#include "testing/devices.h"
+
+namespace eaves::testing {
+namespace {
+
+class LinearCrossEntropyCalls : public OnEachDevice {};
+EAVES_EACH_DEVICE(LinearCrossEntropyCalls);
+
+/// Each way through the operator: rows as they lie and gathered, all at once and in chunks and blocks.
+std::vector<LinearCrossEntropyCase> cases_of_every_kind(Device device) {
+  std::vector<LinearCrossEntropyCase> cases;
+  for (const DType dtype : {DType::bfloat16, DType::float32}) {
+    for (const std::size_t limit : {0, 60000}) {
+      LinearCrossEntropyCase plain{.device = device,
+                                   .dtype = dtype,
+                                   .row_shape = {67},
+                                   .features = 40,
+                                   .classes = 300,
+                                   .workspace_limit = limit};
+      cases.push_back(plain);
+      LinearCrossEntropyCase everything = plain;
+      everything.options = {
+          .reduction = Reduction::none, .label_smoothing = 0.1, .softcap = 20.0, .z_loss_weight = 0.01};
+      everything.bias_dtype = everything.class_weight_dtype = dtype;
+      everything.has_grad_lse = everything.has_grad_entropy = true;
+      everything.x_placement = everything.grad_x_placement = with_strides({80, 2});
+      everything.grad_weight_dtype = DType::float32;
+      cases.push_back(everything);
+      LinearCrossEntropyCase soft = plain;
+      soft.targets_dtype = DType::float32;
+      cases.push_back(soft);
+    }
+  }
+  return cases;
+}
+
+TEST_P(LinearCrossEntropyCalls, TwoRunsAreBitwiseEqual) {
+  for (const LinearCrossEntropyCase& test_case : cases_of_every_kind(device())) {
+    LinearCrossEntropyRun first(test_case), second(test_case);
+    first.run();
+    second.run();
+    EXPECT_TRUE(first.results_equal(second)) << description_of(test_case);
+    second.run();  // over what the first call left
+    EXPECT_TRUE(first.results_equal(second)) << description_of(test_case);
+  }
+}
+
+TEST_P(LinearCrossEntropyCalls, AWorkspaceOfTheStatedSizeIsEnough) {
+  for (const LinearCrossEntropyCase& test_case : cases_of_every_kind(device())) {
+    SCOPED_TRACE(description_of(test_case));
+    LinearCrossEntropyRun own(test_case), given(test_case);
+    own.run();
+    const auto with_workspace_of = [&](std::size_t bytes, auto call) {
+      TestTensor workspace(device(), DType::uint8, {static_cast<std::int64_t>(bytes)});
+      call(ExecutionContext{.workspace = {workspace.view().data, bytes}});
+      runtime::synchronize(device());
+      workspace.download();
+      EXPECT_EQ(workspace.canary_damage(), "");
+    };
+    with_workspace_of(
+        linear_cross_entropy_forward_workspace_bytes(given.forward_args()),
+        [&](const ExecutionContext& context) { linear_cross_entropy_forward(given.forward_args(), context); });
+    with_workspace_of(
+        linear_cross_entropy_backward_workspace_bytes(given.backward_args()),
+        [&](const ExecutionContext& context) { linear_cross_entropy_backward(given.backward_args(), context); });
+    with_workspace_of(
+        linear_cross_entropy_forward_backward_workspace_bytes(given.at_once_args()),
+        [&](const ExecutionContext& context) { linear_cross_entropy_forward_backward(given.at_once_args(), context); });
+    given.download();
+    // The bytes that a limit leaves may be cut in another way when they are all there is.
+    if (test_case.workspace_limit == 0) {
+      EXPECT_TRUE(own.results_equal(given));
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropyCalls, TheStatedSizeIsThatOfThePlanAndWithinTheLimitWhereThatSuffices) {
+  for (const LinearCrossEntropyCase& test_case : cases_of_every_kind(device())) {
+    SCOPED_TRACE(description_of(test_case));
+    LinearCrossEntropyRun run(test_case);
+    const auto expect_plan = [&](LinearCrossEntropyMode mode, std::size_t stated) {
+      const LinearCrossEntropyProblem problem = problem_of(run, mode);
+      const LinearCrossEntropyBlock block = block_of(run, mode);
+      const std::size_t smallest =
+          workspace_bytes(problem, {1, mode == LinearCrossEntropyMode::backward ? 1 : problem.classes});
+      EXPECT_EQ(stated, workspace_bytes(problem, block));
+      if (test_case.workspace_limit != 0) {
+        EXPECT_LE(stated, std::max(limit_of(test_case), smallest));
+      }
+    };
+    expect_plan(LinearCrossEntropyMode::forward, linear_cross_entropy_forward_workspace_bytes(run.forward_args()));
+    expect_plan(LinearCrossEntropyMode::backward, linear_cross_entropy_backward_workspace_bytes(run.backward_args()));
+    expect_plan(LinearCrossEntropyMode::forward_backward,
+                linear_cross_entropy_forward_backward_workspace_bytes(run.at_once_args()));
+  }
+}
+
+TEST_P(LinearCrossEntropyCalls, AWorkspaceOfTheCallerIsTheLimit) {
+  // Chunks are those of its size, whatever limit is named.
+  for (const std::size_t limit : {std::size_t{60000}, std::size_t{1} << 20}) {
+    const LinearCrossEntropyCase limited{.device = device(),
+                                         .dtype = DType::bfloat16,
+                                         .row_shape = {67},
+                                         .features = 40,
+                                         .classes = 300,
+                                         .workspace_limit = limit};
+    LinearCrossEntropyCase given = limited;
+    given.workspace_limit = 1;
+    LinearCrossEntropyRun with_limit(limited), with_workspace(given);
+    with_limit.run();
+    const std::size_t bytes = limit_of(limited);
+    TestTensor workspace(device(), DType::uint8, {static_cast<std::int64_t>(bytes)});
+    with_workspace.run({.workspace = {workspace.view().data, bytes}});
+    EXPECT_TRUE(with_limit.results_equal(with_workspace));
+    workspace.download();
+    EXPECT_EQ(workspace.canary_damage(), "");
+  }
+}
+
+TEST_P(LinearCrossEntropyCalls, AWorkspaceThatIsTooSmallForTheSmallestChunkIsRefused) {
+  LinearCrossEntropyCase test_case{.device = device(), .row_shape = {67}, .workspace_limit = 1};
+  LinearCrossEntropyRun run(test_case), untouched(test_case);
+  const auto expect_refused = [&](const char* op, std::size_t needed, auto call) {
+    TestTensor workspace(device(), DType::uint8, {static_cast<std::int64_t>(needed)});
+    try {
+      call(ExecutionContext{.workspace = {workspace.view().data, needed - 1}});
+      ADD_FAILURE() << op << " was not refused";
+    } catch (const InvalidArgument& error) {
+      EXPECT_EQ(error.what(), std::string(op) + ": workspace has " + std::to_string(needed - 1) +
+                                  " bytes, expected at least " + std::to_string(needed));
+    }
+  };
+  expect_refused("linear_cross_entropy_forward", linear_cross_entropy_forward_workspace_bytes(run.forward_args()),
+                 [&](const ExecutionContext& context) { linear_cross_entropy_forward(run.forward_args(), context); });
+  expect_refused("linear_cross_entropy_backward", linear_cross_entropy_backward_workspace_bytes(run.backward_args()),
+                 [&](const ExecutionContext& context) { linear_cross_entropy_backward(run.backward_args(), context); });
+  expect_refused(
+      "linear_cross_entropy_forward_backward",
+      linear_cross_entropy_forward_backward_workspace_bytes(run.at_once_args()),
+      [&](const ExecutionContext& context) { linear_cross_entropy_forward_backward(run.at_once_args(), context); });
+  run.download();
+  EXPECT_TRUE(run.results_equal(untouched));
+}
+
+TEST_P(LinearCrossEntropyCalls, CallsFromSeveralThreadsDoNotDisturbEachOther) {
+  for (const LinearCrossEntropyCase& test_case : cases_of_every_kind(device())) {
+    expect_undisturbed_by_other_threads<LinearCrossEntropyRun>(
+        test_case, description_of(test_case), [](LinearCrossEntropyRun& run, const ExecutionContext& context) {
+          for (int repetition = 0; repetition < 3; ++repetition) run.launch(context);
+        });
+  }
+}
+
+class LinearCrossEntropyOnCpu : public ::testing::Test {};
+
+TEST_F(LinearCrossEntropyOnCpu, TheNumberOfThreadsAndAPoolOfTheCallerChangeNoBit) {
+  for (const LinearCrossEntropyCase& test_case : cases_of_every_kind(kCpu)) {
+    expect_equal_on_any_threads<LinearCrossEntropyRun>(test_case, description_of(test_case));
+  }
+}
+
+class LinearCrossEntropyOnGpu : public OnGpu {};
+
+TEST_F(LinearCrossEntropyOnGpu, ACudaGraphReplaysForwardBackwardAndBothAtOnce) {
+  for (const LinearCrossEntropyCase& test_case : cases_of_every_kind(kCuda)) {
+    LinearCrossEntropyRun plain(test_case), captured(test_case);
+    plain.run();
+    const runtime::Stream stream(kCuda);
+    const ExecutionContext context{.stream = stream.handle()};
+    runtime::capture_and_replay(
+        kCuda, stream.handle(), [&] { captured.launch(context); }, 3);
+    captured.download();
+    EXPECT_TRUE(captured.results_equal(plain)) << description_of(test_case);
+  }
+}
+
+TEST_F(LinearCrossEntropyOnGpu, RowsThatAreSkippedGiveWhatTheyGiveOtherwise) {
+  LinearCrossEntropyCase all{.device = kCuda, .row_shape = {67}, .features = 40, .classes = 300};
+  LinearCrossEntropyCase skipping = all;
+  skipping.skips_ignored_rows = true;
+  check_linear_cross_entropy(all);
+  check_linear_cross_entropy(skipping);
+}
+
+TEST_F(LinearCrossEntropyOnGpu, TwoStreamsAtOnceGiveWhatEachGivesAlone) {
+  for (const LinearCrossEntropyCase& test_case : cases_of_every_kind(kCuda)) {
+    LinearCrossEntropyRun alone(test_case), one(test_case), other(test_case);
+    alone.run();
+    const runtime::Stream first(kCuda), second(kCuda);
+    for (int repetition = 0; repetition < 3; ++repetition) {
+      one.launch({.stream = first.handle()});
+      other.launch({.stream = second.handle()});
+    }
+    one.download();
+    other.download();
+    EXPECT_TRUE(one.results_equal(alone)) << description_of(test_case);
+    EXPECT_TRUE(other.results_equal(alone)) << description_of(test_case);
+  }
+}
+
+}  // namespace
+}  // namespace eaves::testing

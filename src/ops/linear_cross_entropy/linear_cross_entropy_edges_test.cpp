@@ -1,0 +1,284 @@
+// The edges that linear_cross_entropy.h lists: nothing at all, rows that are ignored, sizes of one, infinities and NaN,
+// huge logits, targets out of range.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "eaves/error.h"
+#include "eaves/linear_cross_entropy.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_test_case.h"
+#include "testing/cases.h"
+#include "testing/devices.h"
+
+namespace eaves::testing {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr double kIgnored = -100.0;
+
+class LinearCrossEntropyEdges : public OnEachDevice {};
+EAVES_EACH_DEVICE(LinearCrossEntropyEdges);
+
+constexpr Reduction kReductions[] = {Reduction::none, Reduction::sum, Reduction::mean};
+
+double normal(std::int64_t i) { return random_normal(61, static_cast<std::uint64_t>(i)); }
+
+LinearCrossEntropyCase make_case(Device device, DType dtype, const Dims& row_shape) {
+  return {.device = device, .dtype = dtype, .row_shape = row_shape, .bias_dtype = dtype};
+}
+
+TEST_P(LinearCrossEntropyEdges, SizesThatAreNoMultipleOfAnything) {
+  for (const DType dtype : floating_point_dtypes()) {
+    for (const std::int64_t rows : {1, 2, 7}) {
+      for (const std::int64_t features : {1, 3, 7, 9}) {
+        for (const std::int64_t classes : {1, 2, 7, 33}) {
+          for (const DType targets : {DType::int64, accumulator_dtype(dtype)}) {
+            for (const std::size_t limit : {0, 4000}) {
+              LinearCrossEntropyCase test_case = make_case(device(), dtype, {rows});
+              test_case.features = features;
+              test_case.classes = classes;
+              test_case.targets_dtype = targets;
+              test_case.workspace_limit = limit;
+              test_case.options.label_smoothing = 0.1;
+              check_linear_cross_entropy(test_case);
+              // Column-major, so that an axis of one has a stride that nobody walks along.
+              test_case.weight_placement = with_strides({1, classes});
+              check_linear_cross_entropy(test_case);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropyEdges, AVocabularyOfAModelMatchesTheOracle) {
+  for (const DType dtype : {DType::bfloat16, DType::float32}) {
+    LinearCrossEntropyCase test_case = make_case(device(), dtype, {5});
+    test_case.features = 3;
+    test_case.classes = 50257;  // of GPT-2: odd
+    check_linear_cross_entropy(test_case);
+    test_case.workspace_limit = std::size_t{3} << 20;  // blocks of classes
+    check_linear_cross_entropy(test_case);
+  }
+}
+
+TEST_P(LinearCrossEntropyEdges, WithoutRowsAReducedLossAndItsGradientsAreZero) {
+  for (const Reduction reduction : kReductions) {
+    for (const Dims& row_shape : {Dims{0}, Dims{3, 0}, Dims{0, 2}}) {
+      for (const DType targets : {DType::int64, DType::float32}) {
+        for (const bool accumulates : {false, true}) {
+          for (const bool has_normalizer : {false, true}) {
+            LinearCrossEntropyCase test_case = make_case(device(), DType::float32, row_shape);
+            test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
+            test_case.targets_dtype = targets;
+            test_case.class_weight_dtype = DType::float32;
+            test_case.has_normalizer = has_normalizer;
+            test_case.accumulates = accumulates;
+            check_linear_cross_entropy(test_case);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropyEdges, WhereAllRowsAreIgnoredTheMeanIsZeroAndSoAreTheGradients) {
+  for (const Reduction reduction : kReductions) {
+    for (const DType dtype : floating_point_dtypes()) {
+      for (const bool skips : {false, true}) {
+        for (const bool accumulates : {false, true}) {
+          for (const std::size_t limit : {0, 4000}) {
+            LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
+            test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
+            test_case.class_weight_dtype = dtype;
+            test_case.has_normalizer = skips;
+            test_case.skips_ignored_rows = skips;
+            test_case.accumulates = accumulates;
+            test_case.workspace_limit = limit;
+            test_case.target = [](std::int64_t) { return kIgnored; };
+            check_linear_cross_entropy(test_case);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropyEdges, RowsWhoseWeightsAddUpToZeroHaveAMeanOfZeroAndNoGradient) {
+  LinearCrossEntropyCase test_case = make_case(device(), DType::float32, {5});
+  test_case.options.z_loss_weight = 0.1;
+  test_case.class_weight_dtype = DType::float32;
+  test_case.target = [](std::int64_t) { return 1.0; };
+  test_case.class_weight = [](std::int64_t v) { return v == 1 ? 0.0 : 2.0; };
+  check_linear_cross_entropy(test_case);
+}
+
+TEST_P(LinearCrossEntropyEdges, IgnoredRowsThatAreSkippedChangeNothingWhateverTheyHold) {
+  for (const double held : {kNaN, kInfinity, 1e30}) {
+    for (const DType dtype : {DType::bfloat16, DType::float32, DType::float64}) {
+      for (const Reduction reduction : kReductions) {
+        for (const std::size_t limit : {0, 4000}) {
+          LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
+          test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
+          test_case.skips_ignored_rows = true;
+          test_case.workspace_limit = limit;
+          test_case.has_grad_lse = test_case.has_grad_entropy = true;
+          test_case.target = [](std::int64_t row) { return row % 3 == 1 ? kIgnored : 1.0; };
+          test_case.x = [=](std::int64_t i) { return i / 16 % 3 == 1 ? held : normal(i); };
+          check_linear_cross_entropy(test_case);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropyEdges, WhatIsNotFiniteInXReachesItsRowAndTheParameters) {
+  // The oracle says which: the row's loss and gradient, and those elements of grad_weight and grad_bias that are sums
+  // over it. The other rows keep theirs.
+  for (const double held : {kNaN, kInfinity, -kInfinity}) {
+    for (const DType dtype : floating_point_dtypes()) {
+      for (const std::size_t limit : {0, 4000}) {
+        LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
+        test_case.options.reduction = Reduction::none;
+        test_case.workspace_limit = limit;
+        test_case.x = [=](std::int64_t i) { return i == 5 * 16 + 3 ? held : normal(i); };
+        test_case.target = [](std::int64_t row) { return static_cast<double>(row); };
+        LinearCrossEntropyRun run(test_case);
+        run.run();
+        for (const LinearCrossEntropyResults* results : {&run.results, &run.results_at_once}) {
+          for (std::int64_t row = 0; row < 13; ++row) {
+            EXPECT_EQ(std::isfinite(results->loss.get(row)), row != 5) << "loss of row " << row << ", " << held;
+            EXPECT_EQ(std::isfinite(results->lse.get(row)), row != 5) << "lse of row " << row << ", " << held;
+          }
+        }
+        for (const LinearCrossEntropyGradientTensors* of : {&run.gradients, &run.gradients_at_once}) {
+          for (std::int64_t i = 0; i < 13 * 16; ++i) {
+            EXPECT_EQ(std::isfinite(of->x.get(i)), i / 16 != 5) << "grad_x, element " << i << ", " << held;
+          }
+        }
+        LinearCrossEntropyComparison comparison(run);
+        comparison.compare_gradients();
+      }
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropyEdges, ANaNInTheWeightReachesEveryRow) {
+  for (const DType dtype : floating_point_dtypes()) {
+    LinearCrossEntropyCase test_case = make_case(device(), dtype, {6});
+    test_case.options.reduction = Reduction::none;
+    test_case.weight = [](std::int64_t i) { return i == 7 * 16 + 3 ? kNaN : normal(i); };
+    test_case.target = [](std::int64_t row) { return row == 2 ? kIgnored : static_cast<double>(row); };
+    test_case.skips_ignored_rows = true;
+    LinearCrossEntropyRun run(test_case);
+    run.run();
+    for (std::int64_t row = 0; row < 6; ++row) {
+      EXPECT_EQ(std::isnan(run.results.loss.get(row)), row != 2);
+      EXPECT_EQ(std::isnan(run.results_at_once.loss.get(row)), row != 2);
+      EXPECT_EQ(std::isnan(run.gradients.x.get(row * 16)), row != 2);
+      EXPECT_EQ(std::isnan(run.gradients_at_once.x.get(row * 16)), row != 2);
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropyEdges, ABiasOfMinusInfinityMasksAClass) {
+  for (const DType dtype : floating_point_dtypes()) {
+    LinearCrossEntropyCase test_case = make_case(device(), dtype, {6});
+    test_case.options.reduction = Reduction::none;
+    test_case.target = [](std::int64_t row) { return static_cast<double>(row); };
+    LinearCrossEntropyRun run(test_case);
+    run.bias.fill([](std::int64_t v) { return v % 3 == 2 && v > 6 ? -kInfinity : normal(v); });
+    run.run();
+    LinearCrossEntropyComparison comparison(run);
+    comparison.compare();
+    EXPECT_EQ(run.gradients.bias.get(8), 0.0);
+    EXPECT_EQ(run.gradients_at_once.bias.get(8), 0.0);
+  }
+}
+
+TEST_P(LinearCrossEntropyEdges, HugeLogitsMatchTheOracle) {
+  for (const DType dtype : floating_point_dtypes()) {
+    for (const double deviation : {3000.0, 30000.0}) {
+      LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
+      test_case.deviation = deviation;
+      check_linear_cross_entropy(test_case);
+      test_case.workspace_limit = 4000;
+      test_case.options.softcap = 30.0;
+      check_linear_cross_entropy(test_case);
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropyEdges, OfEqualLogitsTheFirstIsTheLargest) {
+  LinearCrossEntropyCase test_case = make_case(device(), DType::float32, {6});
+  test_case.classes = 300;
+  test_case.bias_dtype = {};
+  test_case.x = [](std::int64_t) { return 1.0; };
+  test_case.weight = [](std::int64_t i) { return i / 16 % 100 == 37 ? 2.0 : 1.0; };  // whole numbers: exact sums
+  LinearCrossEntropyRun run(test_case);
+  run.run();
+  EXPECT_EQ(run.results.argmax.get(0), 37.0);
+  EXPECT_EQ(run.results_at_once.argmax.get(5), 37.0);
+}
+
+class LinearCrossEntropyTargets : public LinearCrossEntropyEdges {
+ protected:
+  /// Two targets that are out of range: 24 and -1, in rows [1, 2] and [3, 0] of [4, 3].
+  LinearCrossEntropyCase bad_case() {
+    LinearCrossEntropyCase test_case = make_case(device(), DType::float32, {4, 3});
+    test_case.options.reduction = Reduction::none;
+    test_case.target = [](std::int64_t row) { return row == 5 ? 24.0 : row == 9 ? -1.0 : 2.0; };
+    return test_case;
+  }
+
+  template <typename Call>
+  static void expect_message(const Call& call, const std::string& message) {
+    try {
+      call();
+      ADD_FAILURE() << "was not refused: " << message;
+    } catch (const InvalidArgument& error) {
+      EXPECT_EQ(error.what(), message);
+    }
+  }
+
+  static void expect_all_refused(LinearCrossEntropyRun& run) {
+    const std::string what = ": targets[1, 2] is 24, expected 0 to 23, or ignore_index -100";
+    expect_message([&] { linear_cross_entropy_forward(run.forward_args()); }, "linear_cross_entropy_forward" + what);
+    expect_message([&] { linear_cross_entropy_backward(run.backward_args()); }, "linear_cross_entropy_backward" + what);
+    expect_message([&] { linear_cross_entropy_forward_backward(run.at_once_args()); },
+                   "linear_cross_entropy_forward_backward" + what);
+  }
+};
+EAVES_EACH_DEVICE(LinearCrossEntropyTargets);
+
+TEST_P(LinearCrossEntropyTargets, OutOfRangeAreRefusedBeforeAnythingIsWrittenWhereTheyAreLookedAt) {
+  const bool is_gpu = device().type == DeviceType::cuda;
+  if (is_gpu) setenv("EAVES_CHECK_TARGETS", "1", 1);
+  LinearCrossEntropyRun run(bad_case()), untouched(bad_case());
+  expect_all_refused(run);
+  if (is_gpu) unsetenv("EAVES_CHECK_TARGETS");
+  run.download();
+  EXPECT_TRUE(run.results_equal(untouched));
+}
+
+TEST_P(LinearCrossEntropyTargets, OutOfRangeMakeTheirRowsNaNOnAGpu) {
+  if (device().type == DeviceType::cpu) GTEST_SKIP() << "refused on the CPU";
+  LinearCrossEntropyRun run(bad_case());
+  run.run();
+  for (std::int64_t row = 0; row < 12; ++row) {
+    const bool is_bad = row == 5 || row == 9;
+    EXPECT_EQ(std::isnan(run.results.loss.get(row)), is_bad) << "row " << row;
+    EXPECT_EQ(std::isnan(run.results_at_once.loss.get(row)), is_bad) << "row " << row;
+    EXPECT_EQ(std::isnan(run.gradients.x.get(row * 16)), is_bad) << "row " << row;
+    EXPECT_EQ(std::isnan(run.gradients_at_once.x.get(row * 16)), is_bad) << "row " << row;
+  }
+}
+
+}  // namespace
+}  // namespace eaves::testing

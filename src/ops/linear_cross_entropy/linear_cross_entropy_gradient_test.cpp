@@ -1,0 +1,95 @@
+// The gradients of linear_cross_entropy against its forward: central differences in float64, the one test that knows
+// nothing of the gradients' formulas.
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "ops/linear_cross_entropy/linear_cross_entropy_test_case.h"
+#include "testing/devices.h"
+
+namespace eaves::testing {
+namespace {
+
+class LinearCrossEntropyGradient : public OnEachDevice {};
+EAVES_EACH_DEVICE(LinearCrossEntropyGradient);
+
+/// The sum of all that a gradient is given for: of loss, and in the backward of lse and entropy.
+double loss_of(LinearCrossEntropyRun& run, bool is_backward) {
+  linear_cross_entropy_forward(run.forward_args());
+  runtime::synchronize(run.test_case().device);
+  for (const auto& named : run.results.all()) named.second->download();
+  double sum = 0.0;
+  const std::int64_t losses = run.results.loss.host().element_count();
+  for (std::int64_t i = 0; i < losses; ++i) sum += run.results.loss.get(i) * run.grad_loss.get(i);
+  const std::int64_t rows = run.results.lse.host().element_count();
+  for (std::int64_t i = 0; is_backward && i < rows; ++i) {
+    if (run.test_case().has_grad_lse) sum += run.results.lse.get(i) * run.grad_lse.get(i);
+    if (run.test_case().has_grad_entropy) sum += run.results.entropy.get(i) * run.grad_entropy.get(i);
+  }
+  return sum;
+}
+
+/// What the loss changes by, for each unit that element i of `tensor` does.
+double difference_quotient(LinearCrossEntropyRun& run, TestTensor& tensor, std::int64_t i, bool is_backward) {
+  constexpr double kStep = 1e-5;
+  const double original = tensor.get(i);
+  const auto loss_at = [&](double value) {
+    tensor.set(i, value);
+    tensor.upload();
+    return loss_of(run, is_backward);
+  };
+  const double above = loss_at(original + kStep), below = loss_at(original - kStep);
+  tensor.set(i, original);
+  tensor.upload();
+  return (above - below) / (2.0 * kStep);
+}
+
+void check_gradients(const LinearCrossEntropyCase& test_case) {
+  // The differences' own error: the rounding of a loss of about 100 divided by the step, and a step squared times a
+  // third derivative.
+  constexpr double kWithin = 1e-7;
+  SCOPED_TRACE(description_of(test_case));
+  LinearCrossEntropyRun run(test_case);
+  run.run();
+  const auto expect_derivatives = [&](TestTensor& of, const TestTensor& backward, const TestTensor& at_once,
+                                      const char* name) {
+    for (std::int64_t i = 0; i < of.host().element_count(); ++i) {
+      ASSERT_NEAR(backward.get(i), difference_quotient(run, of, i, true), kWithin) << "element " << i << " of " << name;
+      ASSERT_NEAR(at_once.get(i), difference_quotient(run, of, i, false), kWithin) << "element " << i << " of " << name;
+    }
+  };
+  expect_derivatives(run.x, run.gradients.x, run.gradients_at_once.x, "x");
+  expect_derivatives(run.weight, run.gradients.weight, run.gradients_at_once.weight, "weight");
+  expect_derivatives(run.bias, run.gradients.bias, run.gradients_at_once.bias, "bias");
+}
+
+TEST_P(LinearCrossEntropyGradient, BothWaysAreTheDerivativeOfTheForward) {
+  for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
+    for (const std::size_t limit : {0, 2000}) {
+      const LinearCrossEntropyCase plain{.device = device(),
+                                         .dtype = DType::float64,
+                                         .row_shape = {6},
+                                         .features = 5,
+                                         .classes = 7,
+                                         .options = {.reduction = reduction},
+                                         .deviation = 1.5,
+                                         .bias_dtype = DType::float64,
+                                         .workspace_limit = limit};
+      LinearCrossEntropyCase transformed = plain;
+      transformed.options.scale = 0.7;
+      transformed.options.softcap = 5.0;
+      transformed.options.label_smoothing = 0.2;
+      transformed.class_weight_dtype = DType::float64;
+      LinearCrossEntropyCase everything = transformed;
+      everything.options.z_loss_weight = 0.01;
+      everything.has_normalizer = true;
+      everything.has_grad_lse = everything.has_grad_entropy = true;
+      LinearCrossEntropyCase soft = everything;
+      soft.targets_dtype = DType::float64;
+      for (const LinearCrossEntropyCase& test_case : {plain, transformed, everything, soft}) check_gradients(test_case);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace eaves::testing

@@ -1,0 +1,400 @@
+// linear_cross_entropy against its oracle, on every device, both ways to the gradients: options, subsets of gradients,
+// sizes of chunks, layouts. Infinities, ignored rows and odd sizes are in linear_cross_entropy_edges_test.cpp, the
+// contract in linear_cross_entropy_accuracy_test.cpp, calls rather than values in linear_cross_entropy_calls_test.cpp,
+// arguments that are refused in linear_cross_entropy_errors_test.cpp, and how the work is cut in
+// linear_cross_entropy_plan_test.cpp.
+#include "eaves/linear_cross_entropy.h"
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "ops/linear_cross_entropy/linear_cross_entropy_test_case.h"
+#include "testing/cases.h"
+#include "testing/devices.h"
+
+namespace eaves::testing {
+namespace {
+
+class LinearCrossEntropy : public OnEachDevice {};
+EAVES_EACH_DEVICE(LinearCrossEntropy);
+
+constexpr Reduction kReductions[] = {Reduction::none, Reduction::sum, Reduction::mean};
+
+/// 23 rows: no multiple of any tile.
+LinearCrossEntropyCase make_case(Device device, DType dtype, Reduction reduction = Reduction::mean) {
+  return {
+      .device = device, .dtype = dtype, .row_shape = {23}, .options = {.reduction = reduction}, .bias_dtype = dtype};
+}
+
+/// Everything that a row's loss and gradient may consist of.
+LinearCrossEntropyCase with_every_option(LinearCrossEntropyCase c) {
+  c.options.label_smoothing = 0.1;
+  c.options.scale = 0.5;
+  c.options.softcap = 20.0;
+  c.options.z_loss_weight = 1e-3;
+  c.options.ignore_index = 1;  // a class
+  c.class_weight_dtype = c.dtype;
+  c.targets_dtype = DType::int32;
+  c.has_normalizer = true;
+  c.has_grad_lse = c.has_grad_entropy = true;
+  return c;
+}
+
+LinearCrossEntropyCase with_soft_targets(LinearCrossEntropyCase c) {
+  c.targets_dtype = DType::float32;
+  c.bias_dtype = {};
+  return c;
+}
+
+/// The three ways of saying what is right: what follows a layout or a size in most tests here.
+std::vector<LinearCrossEntropyCase> of_every_kind(const LinearCrossEntropyCase& plain) {
+  return {plain, with_every_option(plain), with_soft_targets(plain)};
+}
+
+/// The case as it is, and with each of its options alone, then with all of them.
+std::vector<LinearCrossEntropyCase> with_each_option(const LinearCrossEntropyCase& plain) {
+  std::vector<LinearCrossEntropyCase> cases = {plain};
+  LinearCrossEntropyCase all = plain;
+  const auto add = [&](auto change) {
+    cases.push_back(plain);
+    change(cases.back());
+    change(all);
+  };
+  add([](LinearCrossEntropyCase& c) { c.bias_dtype = {}; });
+  add([](LinearCrossEntropyCase& c) { c.bias_dtype = DType::float32; });
+  add([](LinearCrossEntropyCase& c) { c.class_weight_dtype = c.dtype; });
+  add([](LinearCrossEntropyCase& c) { c.class_weight_dtype = DType::float32; });
+  add([](LinearCrossEntropyCase& c) { c.options.label_smoothing = 0.2; });
+  add([](LinearCrossEntropyCase& c) { c.options.softcap = 10.0; });
+  add([](LinearCrossEntropyCase& c) { c.options.scale = 0.7; });
+  add([](LinearCrossEntropyCase& c) { c.options.z_loss_weight = 0.01; });
+  add([](LinearCrossEntropyCase& c) { c.has_grad_lse = true; });
+  add([](LinearCrossEntropyCase& c) { c.has_grad_entropy = true; });
+  add([](LinearCrossEntropyCase& c) { c.has_normalizer = true; });
+  add([](LinearCrossEntropyCase& c) { c.options.ignore_index = 1; });
+  add([](LinearCrossEntropyCase& c) { c.skips_ignored_rows = true; });
+  add([](LinearCrossEntropyCase& c) { c.grad_weight_dtype = accumulator_dtype(c.dtype); });
+  add([](LinearCrossEntropyCase& c) { c.grad_bias_dtype = accumulator_dtype(c.dtype); });
+  cases.push_back(all);
+  return cases;
+}
+
+/// The case with little room for its logits: as many bytes as let the smallest chunk of 1, 5, 8 rows and so on stand,
+/// in the backward blocks of a few classes; 0 is one chunk.
+constexpr std::size_t kLimits[] = {0, 1, 6000, 9000, 14000};
+
+TEST_P(LinearCrossEntropy, EachOptionMatchesTheOracle) {
+  for (const DType dtype : floating_point_dtypes()) {
+    for (const Reduction reduction : kReductions) {
+      for (const DType targets : {DType::int64, DType::int32, DType::float32, dtype}) {
+        if (targets == DType::bfloat16 || targets == DType::float16) continue;  // no soft targets of 16 bits
+        LinearCrossEntropyCase plain = make_case(device(), dtype, reduction);
+        plain.targets_dtype = targets;
+        for (const LinearCrossEntropyCase& test_case : with_each_option(plain)) check_linear_cross_entropy(test_case);
+      }
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropy, ChunksOfEverySizeMatchTheOracle) {
+  for (const DType dtype : floating_point_dtypes()) {
+    for (const std::size_t limit : kLimits) {
+      for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
+        LinearCrossEntropyCase plain = make_case(device(), dtype, reduction);
+        plain.workspace_limit = limit;
+        plain.classes = 131;                                         // several strides of a row of logits, and a rest
+        if (limit == 1) plain.classes = 29, plain.row_shape = {11};  // in the backward each logit is a block
+        for (LinearCrossEntropyCase& test_case : of_every_kind(plain)) {
+          check_linear_cross_entropy(test_case);
+          test_case.skips_ignored_rows = true;
+          test_case.grad_weight_dtype = DType::float32;
+          if (dtype != DType::float64) check_linear_cross_entropy(test_case);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropy, MoreRowsAndClassesThanATileMatchTheOracle) {
+  for (const DType dtype : {DType::bfloat16, DType::float32}) {
+    // All at once; chunks of whole tiles of 128 rows; in the backward blocks of whole tiles of 256 classes.
+    for (const std::size_t limit : {0, 300000, 700000}) {
+      LinearCrossEntropyCase plain = make_case(device(), dtype);
+      plain.row_shape = {290};
+      plain.classes = 601;
+      plain.features = 9;
+      plain.workspace_limit = limit;
+      for (const LinearCrossEntropyCase& test_case : of_every_kind(plain)) check_linear_cross_entropy(test_case);
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropy, EverySubsetOfGradientsMatchesTheOracle) {
+  for (const DType dtype : {DType::bfloat16, DType::float32}) {
+    for (int subset = 0; subset < 8; ++subset) {
+      for (const std::size_t limit : {0, 9000}) {
+        LinearCrossEntropyCase plain = make_case(device(), dtype);
+        plain.wanted = {.x = (subset & 1) != 0, .weight = (subset & 2) != 0, .bias = (subset & 4) != 0};
+        plain.workspace_limit = limit;
+        for (LinearCrossEntropyCase& test_case : of_every_kind(plain)) check_linear_cross_entropy(test_case);
+      }
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropy, GradientsThatNobodyAsksForAreNotWritten) {
+  LinearCrossEntropyCase test_case = make_case(device(), DType::float32);
+  test_case.wanted = {.x = false, .weight = false, .bias = false};
+  LinearCrossEntropyRun run(test_case), untouched(test_case);
+  run.run();
+  for (std::size_t i = 0; i < run.gradients.all().size(); ++i) {
+    EXPECT_EQ(run.gradients.all()[i].second->bytes(), untouched.gradients.all()[i].second->bytes());
+    EXPECT_EQ(run.gradients_at_once.all()[i].second->bytes(), untouched.gradients_at_once.all()[i].second->bytes());
+  }
+}
+
+TEST_P(LinearCrossEntropy, LayoutsOfXMatchTheOracle) {
+  struct Case {
+    Dims row_shape;
+    Placement placement;
+    const char* reason;
+    bool may_be_written = true;  ///< every element has its own place, so that the gradient may lie there
+  };
+  // x has 16 features.
+  const Case cases[] = {
+      {{}, {}, "one row"},
+      {{23}, {}, "rows behind each other"},
+      {{23}, with_strides({20, 1}), "rows of a wider tensor"},
+      {{23}, with_strides({17, 1}), "rows that start anywhere"},
+      {{23}, contiguous_at(1), "one element off"},
+      {{2, 3, 4}, {}, "several axes of rows that are one"},
+      {{4, 6}, with_strides({200, 16, 1}), "gathered: two axes of rows"},
+      {{4, 6}, with_strides({16, 64, 1}), "gathered: the axes of rows swapped"},
+      {{23}, with_strides({32, 2}), "gathered: every second feature"},
+      {{23}, with_strides({1, 23}), "gathered: features are rows"},
+      {{23}, with_strides({-16, 1}), "gathered: rows in reverse order"},
+      {{23}, with_strides({16, -1}), "gathered: features in reverse order"},
+      {{23}, with_strides({0, 1}), "gathered: one row, expanded", false},
+      {{23}, with_strides({8, 1}), "gathered: rows that overlap", false},
+      {{2, 3, 2, 2}, with_strides({500, 150, 60, 20, 1}), "gathered: four axes of rows"},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.reason);
+    for (const DType dtype : floating_point_dtypes()) {
+      for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
+        for (const std::size_t limit : {0, 9000}) {
+          LinearCrossEntropyCase plain = make_case(device(), dtype, reduction);
+          plain.row_shape = c.row_shape;
+          plain.workspace_limit = limit;
+          plain.x_placement = c.placement;
+          for (LinearCrossEntropyCase& test_case : of_every_kind(plain)) {
+            check_linear_cross_entropy(test_case);
+            if (!c.may_be_written) continue;
+            test_case.grad_x_placement = c.placement;
+            check_linear_cross_entropy(test_case);
+            test_case.x_placement = {};
+            check_linear_cross_entropy(test_case);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropy, LayoutsOfTheWeightMatchTheOracle) {
+  // [24 classes, 16 features]
+  struct Case {
+    Placement weight;
+    Placement gradient;
+    const char* reason;
+  };
+  const Case cases[] = {
+      {with_strides({20, 1}), with_strides({20, 1}), "row-major with a gap"},
+      {with_strides({17, 1}), with_strides({19, 1}), "classes that start anywhere"},
+      {contiguous_at(1), contiguous_at(1), "one element off"},
+      {with_strides({1, 24}), {}, "column-major"},
+      {with_strides({1, 31}), with_strides({24, 1}), "column-major with a gap"},
+      {with_strides({1, 25}, 3), contiguous_at(3), "column-major, features that start anywhere"},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.reason);
+    for (const DType dtype : floating_point_dtypes()) {
+      for (const std::size_t limit : {0, 6000}) {
+        LinearCrossEntropyCase plain = make_case(device(), dtype);
+        plain.workspace_limit = limit;
+        plain.weight_placement = c.weight;
+        plain.grad_weight_placement = c.gradient;
+        for (const LinearCrossEntropyCase& test_case : of_every_kind(plain)) check_linear_cross_entropy(test_case);
+      }
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropy, TargetsAreReadByTheirStrides) {
+  for (const Dims& strides : {Dims{0, 0}, Dims{0, 1}, Dims{1, 5}, Dims{-7, 1}, Dims{30, 2}, Dims{14, 2}}) {
+    for (const DType targets : {DType::int32, DType::int64}) {
+      LinearCrossEntropyCase test_case = make_case(device(), DType::float32, Reduction::none);
+      test_case.row_shape = {5, 7};
+      test_case.targets_dtype = targets;
+      test_case.targets_placement = with_strides(strides, 1);
+      check_linear_cross_entropy(test_case);
+      // Nothing ignored: rows are not gathered for that.
+      test_case.target = [](std::int64_t i) { return static_cast<double>(i % 24); };
+      check_linear_cross_entropy(test_case);
+      test_case.workspace_limit = 9000;
+      check_linear_cross_entropy(test_case);
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropy, SoftTargetsAreReadByTheDistanceOfTheirRows) {
+  for (const Placement& targets :
+       {with_strides({144, 24, 1}), with_strides({180, 30, 1}, 1), with_strides({0, 0, 1}), contiguous_at(1)}) {
+    // The order of rows in x's memory is not that of their numbers.
+    for (const Placement& x : {Placement{}, with_strides({16, 64, 1}), with_strides({200, 16, 1})}) {
+      for (const std::size_t limit : {0, 9000}) {
+        LinearCrossEntropyCase test_case = with_soft_targets(make_case(device(), DType::float32, Reduction::none));
+        test_case.row_shape = {4, 6};
+        test_case.targets_placement = targets;
+        test_case.x_placement = x;
+        test_case.workspace_limit = limit;
+        check_linear_cross_entropy(test_case);
+        test_case.class_weight_dtype = DType::float32;
+        test_case.options.label_smoothing = 0.1;
+        check_linear_cross_entropy(test_case);
+      }
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropy, AnUpstreamGradientMayBeExpandedStridedOrHave16Bits) {
+  for (const Dims& strides : {Dims{0, 0}, Dims{0, 1}, Dims{1, 5}, Dims{-7, 1}, Dims{14, 2}}) {
+    for (const DType dtype : floating_point_dtypes()) {
+      for (const DType grad_loss : {dtype, accumulator_dtype(dtype)}) {
+        for (const std::size_t limit : {0, 9000}) {
+          LinearCrossEntropyCase test_case = make_case(device(), dtype, Reduction::none);
+          test_case.row_shape = {5, 7};
+          test_case.grad_loss_dtype = grad_loss;
+          test_case.grad_loss_placement = with_strides(strides, 1);
+          test_case.workspace_limit = limit;
+          check_linear_cross_entropy(test_case);
+          check_linear_cross_entropy(with_every_option(test_case));
+        }
+      }
+    }
+  }
+  for (const Reduction reduction : {Reduction::sum, Reduction::mean}) {
+    LinearCrossEntropyCase test_case = make_case(device(), DType::bfloat16, reduction);
+    test_case.grad_loss_dtype = DType::bfloat16;
+    check_linear_cross_entropy(test_case);
+  }
+}
+
+TEST_P(LinearCrossEntropy, GradientsOfParametersAreAddedToWhatTheyHold) {
+  for (const DType dtype : floating_point_dtypes()) {
+    for (const DType gradient : {dtype, accumulator_dtype(dtype)}) {
+      for (const std::size_t limit : {0, 1, 9000}) {
+        for (const bool skips : {false, true}) {
+          LinearCrossEntropyCase plain = make_case(device(), dtype, Reduction::sum);
+          plain.accumulates = true;
+          plain.grad_weight_dtype = plain.grad_bias_dtype = gradient;
+          plain.workspace_limit = limit;
+          plain.skips_ignored_rows = skips;
+          for (const LinearCrossEntropyCase& test_case : of_every_kind(plain)) check_linear_cross_entropy(test_case);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropy, WithoutAnUpstreamGradientItIsOne) {
+  for (const Reduction reduction : kReductions) {
+    for (const DType dtype : floating_point_dtypes()) {
+      LinearCrossEntropyRun absent(make_case(device(), dtype, reduction)), ones(absent.test_case());
+      ones.grad_loss.fill([](std::int64_t) { return 1.0; });
+      LinearCrossEntropyForwardBackwardArgs args = absent.at_once_args();
+      args.grad_loss = {};
+      linear_cross_entropy_forward_backward(args);
+      linear_cross_entropy_forward_backward(ones.at_once_args());
+      absent.download();
+      ones.download();
+      EXPECT_TRUE(absent.results_equal(ones));
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropy, OutputsThatNobodyAsksForChangeNoOther) {
+  for (const Reduction reduction : kReductions) {
+    for (const bool has_ignored : {false, true}) {
+      LinearCrossEntropyCase test_case = make_case(device(), DType::float32, reduction);
+      test_case.options.z_loss_weight = 0.01;
+      if (!has_ignored) test_case.target = [](std::int64_t i) { return static_cast<double>(i % 24); };
+      LinearCrossEntropyRun all(test_case), few(test_case);
+      all.run();
+      LinearCrossEntropyForwardBackwardArgs args = few.at_once_args();
+      args.forward.outputs = {.loss = args.forward.outputs.loss};
+      linear_cross_entropy_forward_backward(args);
+      LinearCrossEntropyForwardArgs forward = few.forward_args();
+      forward.outputs = {.loss = forward.outputs.loss};
+      linear_cross_entropy_forward(forward);
+      few.download();
+      EXPECT_EQ(few.results.loss.bytes(), all.results.loss.bytes());
+      EXPECT_EQ(few.results_at_once.loss.bytes(), all.results_at_once.loss.bytes());
+      for (std::size_t i = 0; i < all.gradients.all().size(); ++i) {
+        EXPECT_EQ(few.gradients_at_once.all()[i].second->bytes(), all.gradients_at_once.all()[i].second->bytes());
+      }
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropy, GradientsAreRescaledWhereTheUpstreamGradientIsKnownLater) {
+  for (const DType dtype : floating_point_dtypes()) {
+    for (const Placement& grad_x : {Placement{}, with_strides({1, 23}), with_strides({20, 1})}) {
+      LinearCrossEntropyCase test_case = make_case(device(), dtype);
+      test_case.grad_x_placement = grad_x;
+      test_case.grad_weight_placement = with_strides({19, 1});
+      test_case.grad_bias_dtype = accumulator_dtype(dtype);
+      for (const double factor : {1.0, -1.7, 0.0}) {
+        LinearCrossEntropyRun run(test_case), scaled(test_case);
+        linear_cross_entropy_forward_backward(run.at_once_args());
+        linear_cross_entropy_forward_backward(scaled.at_once_args());
+        TestTensor grad_loss(device(), accumulator_dtype(dtype), {});
+        grad_loss.fill([&](std::int64_t) { return factor; });
+        linear_cross_entropy_rescale({.gradients = scaled.at_once_args().gradients, .grad_loss = grad_loss.view()});
+        run.download();
+        scaled.download();
+        const auto unscaled = run.gradients_at_once.all();
+        for (std::size_t i = 0; i < unscaled.size(); ++i) {
+          const auto& [name, before] = unscaled[i];
+          const TestTensor& after = *scaled.gradients_at_once.all()[i].second;
+          EXPECT_EQ(after.canary_damage(), "");
+          for (std::int64_t e = 0; e < before->host().element_count(); ++e) {
+            const double exact = before->get(e) * grad_loss.get(0);
+            const double allowed = factor == 1.0 ? 0.0 : allowed_error(before->host().dtype, exact, std::abs(exact));
+            ASSERT_LE(std::abs(after.get(e) - exact), allowed) << name << ", element " << e;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropy, ABackwardTwiceFromOneForwardGivesTheSameBits) {
+  for (const std::size_t limit : {0, 9000}) {
+    LinearCrossEntropyCase test_case = with_every_option(make_case(device(), DType::bfloat16));
+    test_case.workspace_limit = limit;
+    LinearCrossEntropyRun run(test_case);
+    linear_cross_entropy_forward(run.forward_args());
+    linear_cross_entropy_backward(run.backward_args());
+    run.download();
+    std::vector<std::vector<unsigned char>> first;
+    for (const auto& named : run.gradients.all()) first.push_back(named.second->bytes());
+    linear_cross_entropy_backward(run.backward_args());
+    run.download();
+    for (std::size_t i = 0; i < first.size(); ++i) EXPECT_EQ(run.gradients.all()[i].second->bytes(), first[i]);
+  }
+}
+
+}  // namespace
+}  // namespace eaves::testing
