@@ -1,56 +1,26 @@
 // cross_entropy for torch: outputs from torch's allocator, then the call. Autograd, fake implementations, batching
 // rules and the public functions are in python/eaves/_cross_entropy.py.
-//
-// Which outputs a call has is a set of bits, because each costs the host an allocation: the forward gives a list with
-// the loss and then what was asked for, in the order of the bits.
 #include "eaves/cross_entropy.h"
 
 #include <algorithm>
-#include <array>
 #include <limits>
-#include <optional>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "core/check.h"
 #include "core/dispatch.h"
 #include "core/rows.h"
+#include "loss_arguments.h"
 #include "torch_binding.h"
 
 namespace eaves::binding {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
-
 constexpr const char* kOp = "cross_entropy";
 
-/// python/eaves/_cross_entropy.py has the same numbers.
-namespace outputs {
-constexpr std::int64_t kLse = 1;
-constexpr std::int64_t kDivisor = 2;
-constexpr std::int64_t kArgmax = 4;
-constexpr std::int64_t kEntropy = 8;
-constexpr std::int64_t kZLoss = 16;
-constexpr std::int64_t kTargetMass = 32;
-constexpr std::int64_t kOfIgnoredRows = 64;  ///< no output: lse, entropy and argmax of rows that are ignored too
-}  // namespace outputs
-
-static_assert(static_cast<int>(Reduction::none) == 0 && static_cast<int>(Reduction::sum) == 1 &&
-              static_cast<int>(Reduction::mean) == 2);
-
 TensorView optional_input(const OptionalTensor& tensor, const char* argument) {
-  return tensor.has_value() ? input(*tensor, {kOp, argument}) : TensorView{};
-}
-
-CrossEntropyOptions options_of(std::int64_t ignore_index, std::int64_t reduction, double label_smoothing, double scale,
-                               double softcap, double z_loss_weight) {
-  // A number beyond the enum's type would wrap into it.
-  const std::int64_t in_type = std::clamp<std::int64_t>(reduction, 0, std::numeric_limits<std::uint8_t>::max());
-  return {.ignore_index = ignore_index,
-          .reduction = static_cast<Reduction>(in_type),
-          .label_smoothing = label_smoothing,
-          .scale = scale,
-          .softcap = softcap,
-          .z_loss_weight = z_loss_weight};
+  return optional_input(tensor, Name{kOp, argument});
 }
 
 /// Beyond an int there is no axis; the core says so.
@@ -68,22 +38,7 @@ Dims row_shape_of(const TensorView& logits, int class_axis) {
 /// The outputs that `wanted` names, made and put into `args`.
 template <typename Args>
 std::vector<Tensor> make_outputs(Args& args, const Dims& row_shape, DType dtype, Device device, std::int64_t wanted) {
-  const Dims loss_shape = args.options.reduction == Reduction::none ? row_shape : Dims{};
-  std::vector<Tensor> tensors;
-  tensors.reserve(7);
-  const auto make = [&](TensorView& view, const Dims& shape, DType of) {
-    NewTensor made = empty_output(shape, of, device);
-    tensors.push_back(std::move(made.tensor));
-    view = made.view;
-  };
-  make(args.loss, loss_shape, dtype);
-  if (wanted & outputs::kLse) make(args.lse, row_shape, dtype);
-  if (wanted & outputs::kDivisor) make(args.divisor, {}, dtype);
-  if (wanted & outputs::kArgmax) make(args.argmax, row_shape, DType::int64);
-  if (wanted & outputs::kEntropy) make(args.entropy, row_shape, dtype);
-  if (wanted & outputs::kZLoss) make(args.z_loss, loss_shape, dtype);
-  if (wanted & outputs::kTargetMass) make(args.target_mass, row_shape, dtype);
-  return tensors;
+  return make_loss_outputs(args, args.options.reduction, row_shape, dtype, device, wanted);
 }
 
 CrossEntropyForwardArgs forward_args(const Tensor& logits, const Tensor& targets, const OptionalTensor& weight,

@@ -1,6 +1,7 @@
 """eaves: fused operators for training sequence models, forward and backward, at the limit of the hardware.
 
     cross_entropy(input, target, weight=None, *, ignore_index=-100, reduction="mean", ...)
+    linear_cross_entropy(input, linear_weight, target, *, linear_bias=None, weight=None, reduction="mean", ...)
     logsumexp(x, dim, keepdim=False, *, dtype=None)
     lrpe_cosine(x, theta, *, grid=None, extra_tokens=0, offset=0, positions=None, activation="none", ...)
 
@@ -8,7 +9,7 @@ CPU and CUDA tensors; autograd, torch.compile, torch.func and CUDA graphs work w
 what this installation can do, `python -m eaves.bench` measures it beside PyTorch.
 """
 
-from eaves._cross_entropy import CrossEntropyLoss, CrossEntropyOutput, cross_entropy
+from eaves._cross_entropy import CrossEntropyLoss, cross_entropy
 from eaves._cross_entropy_shards import (
     CrossEntropyMerged,
     cross_entropy_merge,
@@ -16,7 +17,9 @@ from eaves._cross_entropy_shards import (
     cross_entropy_shard_gradient,
 )
 from eaves._library import __version__
+from eaves._linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
 from eaves._logsumexp import logsumexp
+from eaves._loss import CrossEntropyOutput
 from eaves._lrpe_cosine import LRPECosine, lrpe_cosine
 
 __all__ = [
@@ -24,11 +27,13 @@ __all__ = [
     "CrossEntropyMerged",
     "CrossEntropyOutput",
     "LRPECosine",
+    "LinearCrossEntropyLoss",
     "__version__",
     "cross_entropy",
     "cross_entropy_merge",
     "cross_entropy_shard",
     "cross_entropy_shard_gradient",
+    "linear_cross_entropy",
     "logsumexp",
     "lrpe_cosine",
 ]

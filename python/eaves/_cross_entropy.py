@@ -3,14 +3,43 @@ rules. A vocabulary in shards is in _cross_entropy_shards.py."""
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, NoReturn, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 
+from eaves._loss import (
+    ARGMAX,
+    DIVISOR,
+    ENTROPY,
+    LSE,
+    MEAN,
+    NONE,
+    OF_IGNORED_ROWS,
+    TARGET_MASS,
+    Z_LOSS,
+    CrossEntropyOutput,
+    check_class_dtype,
+    check_input,
+    check_soft_dtype,
+    divisors_of,
+    empty_outputs,
+    index_of,
+    mark_constant,
+    normalizer_of,
+    output_of,
+    pick,
+    positive,
+    reduce_samples,
+    reduction_of,
+    refuse_gradient,
+    row_gradients,
+    shape_of,
+    smoothing_of,
+    wanted_outputs,
+    weight_of,
+    z_weight_of,
+)
 from eaves._operator import (
     accumulator_dtype,
     apply,
@@ -18,13 +47,10 @@ from eaves._operator import (
     call,
     call_plainly,
     check_bool,
-    check_tensor,
     dispatch,
     each_of_batch,
     is_transforming,
-    name_of,
     needs_autograd,
-    number_of,
     refuse_lost_derivatives,
     register_fake,
     register_vmap,
@@ -36,28 +62,6 @@ _rescale = torch.ops.eaves.cross_entropy_rescale.default
 _backward = torch.ops.eaves.cross_entropy_backward.default
 
 _OP = "cross_entropy"
-
-NONE, SUM, MEAN = 0, 1, 2  # enum Reduction of include/eaves/cross_entropy.h
-REDUCTIONS = {"none": NONE, "sum": SUM, "mean": MEAN}
-
-# The outputs that a call asks for beside the loss, as bits; those of python/csrc/cross_entropy.cpp. The extension gives
-# them in this order.
-LSE, DIVISOR, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS = OUTPUTS = (1, 2, 4, 8, 16, 32)
-OF_IGNORED_ROWS = 64  # no output: lse, argmax and entropy of rows that are ignored too
-
-_RESULT_DTYPES = {dtype: accumulator_dtype(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)}
-_RESULT_DTYPES[torch.float64] = torch.float64
-_CLASS_DTYPES = (torch.int64, torch.int32)
-
-
-class CrossEntropyOutput(NamedTuple):
-    """What eaves.cross_entropy gives with any of its return_* arguments; None for what was not asked for."""
-
-    loss: Tensor
-    lse: Tensor | None = None
-    argmax: Tensor | None = None
-    entropy: Tensor | None = None
-    z_loss: Tensor | None = None
 
 
 @overload
@@ -222,29 +226,25 @@ def cross_entropy(
             plain_loss: Tensor = outputs[0]
             return plain_loss
 
-    result_dtype = check_logits(input, target)
+    result_dtype = check_input(_OP, input, target, "logits")
     is_soft = target.is_floating_point()
     axis = class_axis(input, target, is_soft, class_dim)
-    mode = reduction_of(reduction)
+    mode = reduction_of(_OP, reduction)
     if type(ignore_index) is not int:
-        ignore_index = index_of("ignore_index", ignore_index)
+        ignore_index = index_of(_OP, "ignore_index", ignore_index)
 
     if weight is not None:
-        weight = weight_of(weight, input, axis)
+        weight = weight_of(_OP, weight, input, input.shape[axis])
     if normalizer is not None:
-        normalizer = normalizer_of(normalizer, mode, result_dtype, input.device)
-    # The defaults are 0 and not 0.0: torch.compile(dynamic=True) takes a default that is a float for one that changes,
-    # and compiles twice.
-    smoothing, z_weight = 0.0, 0.0
-    if label_smoothing != 0:
-        smoothing = number_of(_OP, "label_smoothing", label_smoothing, 0.0, 1.0, "0 to 1")
-    if z_loss != 0:
-        z_weight = number_of(_OP, "z_loss", z_loss, 0.0, math.inf, "a number that is not negative")
-    scale = 1.0 if scale is None else positive("scale", scale)
-    softcap = 0.0 if softcap is None else positive("softcap", softcap)
+        normalizer = normalizer_of(_OP, normalizer, mode, result_dtype, input.device)
+    smoothing, z_weight = smoothing_of(_OP, label_smoothing), z_weight_of(_OP, z_loss)
+    scale = 1.0 if scale is None else positive(_OP, "scale", scale)
+    softcap = 0.0 if softcap is None else positive(_OP, "softcap", softcap)
     wanted = 0
     if not (return_lse is return_argmax is return_entropy is return_z_loss is False):
-        wanted = wanted_outputs(return_lse, return_argmax, return_entropy, return_z_loss)
+        wanted = wanted_outputs(_OP, return_lse, return_argmax, return_entropy, return_z_loss)
+        if wanted & ~Z_LOSS:
+            wanted |= OF_IGNORED_ROWS
     if inplace_backward is not False:
         check_bool(_OP, "inplace_backward", inplace_backward)
 
@@ -255,7 +255,7 @@ def cross_entropy(
         )  # fmt: skip
         computed = wanted
     elif inplace_backward and not is_compiling:
-        refuse_gradient("target", target)
+        refuse_gradient(_OP, "target", target)
         refuse_in_place(input)
         computed = LSE | ARGMAX | ENTROPY | Z_LOSS
         outputs = apply(
@@ -263,7 +263,7 @@ def cross_entropy(
             z_weight, wanted,
         )  # fmt: skip
     else:
-        refuse_gradient("target", target)
+        refuse_gradient(_OP, "target", target)
         computed = wanted | LSE
         if mode == MEAN:
             computed |= DIVISOR
@@ -360,20 +360,6 @@ class CrossEntropyLoss(torch.nn.Module):
 # ----------------------------------------------------------------------------------------------------------- arguments
 
 
-def _shape(tensor: Tensor) -> list[int]:
-    return list(tensor.shape)
-
-
-def check_logits(input: Tensor, target: Tensor) -> torch.dtype:
-    """Both are tensors that eaves has, and input may be logits. Returns the dtype of the loss."""
-    check_tensor(_OP, "input", input)
-    check_tensor(_OP, "target", target)
-    dtype = _RESULT_DTYPES.get(input.dtype)
-    if dtype is None:
-        raise ValueError(f"{_OP}: input has dtype {name_of(input.dtype)}, expected a floating-point type: logits")
-    return dtype
-
-
 def class_axis(input: Tensor, target: Tensor, is_soft: bool, class_dim: int | None) -> int:
     """The axis of the classes, counted from the end, so that a batch in front changes nothing. Also: the target has the
     shape and the dtype that go with it."""
@@ -383,31 +369,23 @@ def class_axis(input: Tensor, target: Tensor, is_soft: bool, class_dim: int | No
     if class_dim is None:
         axis = -1 if rank <= 2 else _axis_of_shapes(input, target, is_soft)
     else:
-        axis = index_of("class_dim", class_dim)
+        axis = index_of(_OP, "class_dim", class_dim)
         if not -rank <= axis < rank:
             raise ValueError(f"{_OP}: class_dim is {axis}, expected {-rank} to {rank - 1} (input has {rank} axes)")
         axis = axis if axis < 0 else axis - rank
     if is_soft:
-        if target.dtype != input.dtype and target.dtype != torch.float32:
-            raise ValueError(
-                f"{_OP}: target has dtype {name_of(target.dtype)}, expected for probabilities that of input, "
-                f"{name_of(input.dtype)}, or float32"
-            )
+        check_soft_dtype(_OP, target, input)
         if target.shape != input.shape:
             raise ValueError(
-                f"{_OP}: target has shape {_shape(target)}, expected {_shape(input)}: probabilities, as input"
+                f"{_OP}: target has shape {shape_of(target)}, expected {shape_of(input)}: probabilities, as input"
             )
         return axis
-    if target.dtype not in _CLASS_DTYPES:
-        raise ValueError(
-            f"{_OP}: target has dtype {name_of(target.dtype)}, expected int64 or int32 for classes, "
-            f"{name_of(input.dtype)} or float32 for probabilities"
-        )
+    check_class_dtype(_OP, target, input)
     shape = input.shape
     rows = shape[:-1] if axis == -1 else shape[:axis] + shape[axis + 1 :]
     if target.shape != rows:
         raise ValueError(
-            f"{_OP}: target has shape {_shape(target)}, expected {list(rows)} (one per row of input {list(shape)})"
+            f"{_OP}: target has shape {shape_of(target)}, expected {list(rows)} (one per row of input {list(shape)})"
         )
     return axis
 
@@ -424,82 +402,16 @@ def _axis_of_shapes(input: Tensor, target: Tensor, is_soft: bool) -> int:
     if target.shape == last:
         if last == second:
             raise ValueError(
-                f"{_OP}: target has shape {_shape(target)}, which fits classes on axis 1 and on the last axis of input "
-                f"{list(shape)}: pass class_dim=1 (as torch) or class_dim=-1"
+                f"{_OP}: target has shape {shape_of(target)}, which fits classes on axis 1 and on the last axis of "
+                f"input {list(shape)}: pass class_dim=1 (as torch) or class_dim=-1"
             )
         return -1
     if target.shape == second:
         return 1 - input.dim()
     raise ValueError(
-        f"{_OP}: target has shape {_shape(target)}, expected {list(last)} (one per row of input {list(shape)}), or "
+        f"{_OP}: target has shape {shape_of(target)}, expected {list(last)} (one per row of input {list(shape)}), or "
         f"{list(second)} where the classes are axis 1"
     )
-
-
-def reduction_of(reduction: str) -> int:
-    mode = REDUCTIONS.get(reduction) if isinstance(reduction, str) else None
-    if mode is None:
-        if not isinstance(reduction, str):
-            raise TypeError(f'{_OP}: reduction is {reduction!r}, expected "none", "sum" or "mean"')
-        raise ValueError(f'{_OP}: reduction is {reduction!r}, expected "none", "sum" or "mean"')
-    return mode
-
-
-def index_of(name: str, value: object) -> int:
-    if isinstance(value, (bool, Tensor)):
-        _no_index(name, value)
-    try:
-        return operator.index(value)  # type: ignore[arg-type]  # numpy's integers too
-    except TypeError:
-        _no_index(name, value)
-
-
-def _no_index(name: str, value: object) -> NoReturn:
-    raise TypeError(f"{_OP}: {name} is {value!r}, expected an int")
-
-
-def positive(name: str, value: object) -> float:
-    # The smallest normal number of float32, in which is computed.
-    return number_of(_OP, name, value, torch.finfo(torch.float32).tiny, math.inf, "a positive number")
-
-
-def weight_of(weight: Tensor, input: Tensor, axis: int) -> Tensor:
-    """The weights of the classes, as the core takes them."""
-    check_tensor(_OP, "weight", weight)
-    if weight.dtype != input.dtype and weight.dtype != torch.float32:
-        raise ValueError(
-            f"{_OP}: weight has dtype {name_of(weight.dtype)}, expected that of input, {name_of(input.dtype)}, or "
-            "float32"
-        )
-    if weight.dim() != 1 or weight.shape[0] != input.shape[axis]:
-        raise ValueError(
-            f"{_OP}: weight has shape {_shape(weight)}, expected [{input.shape[axis]}] (one per class of input)"
-        )
-    refuse_gradient("weight", weight)
-    return weight.contiguous()
-
-
-def normalizer_of(normalizer: object, mode: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One number on the device, without waiting for it."""
-    if mode != MEAN:
-        raise ValueError(f'{_OP}: normalizer is given, but only the mean divides: expected reduction="mean"')
-    if not isinstance(normalizer, Tensor):
-        number = number_of(_OP, "normalizer", normalizer, -math.inf, math.inf, "a number, or a tensor of one")
-        return torch.full((), number, dtype=dtype, device=device)
-    check_tensor(_OP, "normalizer", normalizer)
-    if normalizer.numel() != 1:
-        raise ValueError(f"{_OP}: normalizer has shape {_shape(normalizer)}, expected one element")
-    if normalizer.device != device:
-        raise ValueError(f"{_OP}: normalizer is on {normalizer.device}, expected {device} (as input), or a number")
-    refuse_gradient("normalizer", normalizer)
-    return normalizer.to(dtype)
-
-
-def refuse_gradient(name: str, tensor: Tensor) -> None:
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            f"{_OP}: there is no derivative with respect to {name}, which requires one; pass {name}.detach()"
-        )
 
 
 def refuse_in_place(input: Tensor) -> None:
@@ -515,42 +427,6 @@ def refuse_in_place(input: Tensor) -> None:
             f"{_OP}: input is a leaf that requires a gradient, or a view of one, and inplace_backward would write over "
             "it; leave inplace_backward out, or pass a tensor that was computed from it"
         )
-
-
-def wanted_outputs(return_lse: object, return_argmax: object, return_entropy: object, return_z_loss: object) -> int:
-    check_bool(_OP, "return_lse", return_lse)
-    check_bool(_OP, "return_argmax", return_argmax)
-    check_bool(_OP, "return_entropy", return_entropy)
-    check_bool(_OP, "return_z_loss", return_z_loss)
-    wanted = (LSE if return_lse else 0) | (ARGMAX if return_argmax else 0) | (ENTROPY if return_entropy else 0)
-    if wanted:
-        wanted |= OF_IGNORED_ROWS
-    return wanted | (Z_LOSS if return_z_loss else 0)
-
-
-# Where each output lies in what a call gives, for each set of bits; 0, where the loss lies, for one that is not there.
-# Looked up, because counting bits in each call costs the host as much as an allocation.
-_POSITIONS = [
-    {
-        bit: 1 + sum(1 for other in OUTPUTS if other < bit and computed & other) if computed & bit else 0
-        for bit in OUTPUTS
-    }
-    for computed in range(2 * OF_IGNORED_ROWS)
-]
-
-
-def pick(outputs: Sequence[Any], computed: int, bit: int) -> Any:
-    """Of what a call gave (the loss, and what the bits `computed` say), that of `bit`; None where it is not there."""
-    position = _POSITIONS[computed][bit]
-    return outputs[position] if position else None
-
-
-def output_of(outputs: Sequence[Tensor], computed: int, wanted: int) -> CrossEntropyOutput:
-    """What the user gets of what was computed."""
-    lse, argmax, entropy, z_loss = (
-        pick(outputs, computed, bit) if wanted & bit else None for bit in (LSE, ARGMAX, ENTROPY, Z_LOSS)
-    )
-    return CrossEntropyOutput(outputs[0], lse, argmax, entropy, z_loss)
 
 
 # ------------------------------------------------------------------------------------------------------------ autograd
@@ -594,13 +470,7 @@ class _CrossEntropy(torch.autograd.Function):
         divisor = pick(output, computed, DIVISOR) if computed & DIVISOR else None
         target_mass = pick(output, computed, TARGET_MASS) if computed & TARGET_MASS else None
         ctx.computed, ctx.wanted = computed, wanted
-        if wanted & (LSE | ENTROPY):
-            differentiable = (wanted & LSE) | ENTROPY
-            positions = _POSITIONS[computed]
-            constant = [output[positions[bit]] for bit in OUTPUTS if computed & bit and not differentiable & bit]
-            ctx.mark_non_differentiable(*constant)
-        else:
-            ctx.mark_non_differentiable(*output[1:])
+        mark_constant(ctx, output, computed, wanted)
         ctx.save_for_backward(input, target, weight, output[1], entropy, target_mass, divisor)
 
     @staticmethod
@@ -719,18 +589,6 @@ def row_shape(logits: Tensor, axis: int) -> list[int]:
     return [size for index, size in enumerate(logits.shape) if index != axis]
 
 
-def empty_outputs(like: Tensor, rows: Sequence[int], mode: int, outputs: int) -> list[Tensor]:
-    """The loss and the outputs that the bits name, without values."""
-    dtype = accumulator_dtype(like.dtype)
-    loss_shape = rows if mode == NONE else ()
-    shapes = {LSE: rows, DIVISOR: (), ARGMAX: rows, ENTROPY: rows, Z_LOSS: loss_shape, TARGET_MASS: rows}
-    tensors = [like.new_empty(loss_shape, dtype=dtype)]
-    for bit, shape in shapes.items():
-        if outputs & bit:
-            tensors.append(like.new_empty(shape, dtype=torch.int64 if bit == ARGMAX else dtype))
-    return tensors
-
-
 @register_fake("cross_entropy_forward")
 def _(
     logits: Tensor,
@@ -785,35 +643,6 @@ def _(grad_loss: Tensor, grad_lse: Tensor | None, grad_entropy: Tensor | None, l
 # Batching rules: the batch becomes the first axis of the rows, whose losses are then reduced for each sample.
 
 
-def _divisors(
-    samples: int,
-    targets: Tensor,
-    weight: Tensor | None,
-    normalizer: Tensor | None,
-    ignore_index: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """What the mean of each sample is divided by. `targets` has the samples as its first axis; soft ones have counted
-    rows only, and come as None."""
-    if normalizer is not None:
-        return normalizer.reshape(samples).clone()
-    counts = targets != ignore_index
-    if weight is None:
-        return _sums(counts.to(dtype))
-    classes = torch.where(counts, targets, 0).clamp(0, max(weight.shape[0] - 1, 0))
-    return _sums(torch.where(counts, weight.to(dtype)[classes], 0.0))
-
-
-def _sums(rows: Tensor) -> Tensor:
-    """The sum of each sample's rows."""
-    return rows.reshape(rows.shape[0], math.prod(rows.shape[1:])).sum(1)
-
-
-def _quotient(numbers: Tensor, divisors: Tensor) -> Tensor:
-    """Without rows that count, a mean is 0."""
-    return torch.where(divisors == 0, torch.zeros_like(numbers), numbers / divisors)
-
-
 @register_vmap("cross_entropy_forward")
 def _(
     info: Any,
@@ -845,29 +674,10 @@ def _(
     results = _forward(
         logits, targets, weight, None, axis, ignore_index, NONE, *options, outputs & ~DIVISOR
     )  # fmt: skip
-    tensors = list(results)
-    if reduction != NONE:
-        z_losses = pick(tensors, outputs & ~DIVISOR, Z_LOSS)
-        losses, parts = _sums(tensors[0]), None if z_losses is None else _sums(z_losses)
-        if reduction == MEAN:
-            rows_like = tensors[0].new_zeros(tensors[0].shape, dtype=torch.int64)
-            is_soft = targets.is_floating_point()
-            divisors = _divisors(
-                info.batch_size,
-                rows_like if is_soft else targets,
-                None if is_soft else weight,
-                normalizer,
-                -1 if is_soft else ignore_index,
-                tensors[0].dtype,
-            )
-            losses = _quotient(losses, divisors)
-            parts = None if parts is None else _quotient(parts, divisors)
-            if outputs & DIVISOR:
-                tensors.insert(2 if outputs & LSE else 1, divisors)
-        tensors[0] = losses
-        if parts is not None:
-            position = len(tensors) - (2 if outputs & TARGET_MASS else 1)
-            tensors[position] = parts
+    divisors = None
+    if reduction == MEAN:
+        divisors = divisors_of(info.batch_size, targets, weight, normalizer, ignore_index, results[0])
+    tensors = reduce_samples(results, outputs, reduction, divisors)
     return tensors, [0] * len(tensors)
 
 
@@ -904,12 +714,7 @@ def _(
         return None if tensor is None else tensor.contiguous()
 
     logits, targets, rows = batched(3), batched(4), per_row(6)
-    grads = batched(0)
-    if reduction != NONE:
-        grads = grads.reshape(info.batch_size)
-        if reduction == MEAN:
-            grads = _quotient(grads, batched(9).reshape(info.batch_size))
-        grads = grads.reshape([info.batch_size] + [1] * (rows.dim() - 1)).expand(rows.shape)
+    grads = row_gradients(batched(0), reduction, batched(9) if reduction == MEAN else None, rows)
     axis = class_axis if class_axis < 0 else class_axis - (logits.dim() - 1)
     result = _backward(
         grads, per_row(1), per_row(2), logits, targets, weight, rows, per_row(7), per_row(8), None, axis, ignore_index,

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eaves._cross_entropy import (
+from eaves._cross_entropy import class_axis, row_shape
+from eaves._loss import (
     ARGMAX,
     DIVISOR,
     ENTROPY,
@@ -18,15 +19,13 @@ from eaves._cross_entropy import (
     MEAN,
     TARGET_MASS,
     Z_LOSS,
-    check_logits,
-    class_axis,
+    check_input,
     empty_outputs,
     index_of,
     normalizer_of,
     pick,
     positive,
     reduction_of,
-    row_shape,
     weight_of,
 )
 from eaves._operator import (
@@ -183,15 +182,15 @@ def cross_entropy_merge(
             f"{op}: statistics has shape {list(statistics.shape)}, expected [shards, {str(list(target.shape))[1:-1]}"
             f"{', ' if target.dim() else ''}{_STATISTICS}], of each shard for each target"
         )
-    mode = reduction_of(reduction)
+    mode = reduction_of(op, reduction)
     if normalizer is not None:
-        normalizer = normalizer_of(normalizer, mode, statistics.dtype, statistics.device)
+        normalizer = normalizer_of(op, normalizer, mode, statistics.dtype, statistics.device)
     smoothing = number_of(op, "label_smoothing", label_smoothing, 0.0, 1.0, "0 to 1")
     z_weight = number_of(op, "z_loss", z_loss, 0.0, math.inf, "a number that is not negative")
     computed = LSE | ARGMAX | ENTROPY | Z_LOSS | TARGET_MASS | (DIVISOR if mode == MEAN else 0)
     outputs = call(
-        op, _merge, statistics, target, normalizer, index_of("ignore_index", ignore_index), mode, smoothing, z_weight,
-        index_of("classes", classes), has_weight, computed,
+        op, _merge, statistics, target, normalizer, index_of(op, "ignore_index", ignore_index), mode, smoothing,
+        z_weight, index_of(op, "classes", classes), has_weight, computed,
     )  # fmt: skip
     bits = (LSE, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS, DIVISOR)
     return CrossEntropyMerged(outputs[0], *(pick(outputs, computed, bit) for bit in bits))
@@ -239,7 +238,7 @@ def cross_entropy_shard_gradient(
         tensor([[ 0.2500,  0.2500,  0.2500, -0.7500]])
     """
     check_tensor("cross_entropy", "grad_loss", grad_loss)
-    mode = reduction_of(reduction)
+    mode = reduction_of("cross_entropy", reduction)
     z_weight = number_of("cross_entropy", "z_loss", z_loss, 0.0, math.inf, "a number that is not negative")
     axis, arguments = _shard_arguments(
         input, target, weight, first_class, classes, ignore_index, label_smoothing, softcap, scale, class_dim
@@ -267,7 +266,7 @@ def _shard_arguments(
 ) -> tuple[int, tuple[Any, ...]]:
     """The axis of the classes, and the other arguments as the extension takes them."""
     op = "cross_entropy"
-    check_logits(input, target)
+    check_input(op, input, target, "logits")
     if target.is_floating_point():
         raise ValueError(
             f"{op}: target has dtype {name_of(target.dtype)}, expected int64 or int32 (a vocabulary in shards takes "
@@ -279,18 +278,18 @@ def _shard_arguments(
             f"{op}: the functions of shards have no autograd, and input requires a gradient; call them in a "
             "torch.autograd.Function, as in the documentation of cross_entropy_shard, or under torch.no_grad()"
         )
-    first, total = index_of("first_class", first_class), index_of("classes", classes)
+    first, total = index_of(op, "first_class", first_class), index_of(op, "classes", classes)
     columns = input.shape[axis]
     if first < 0 or first + columns > total:
         raise ValueError(
             f"{op}: input has the classes {first} to {first} + {columns}, expected a part of {total} classes"
         )
     return axis, (
-        None if weight is None else weight_of(weight, input, axis),
-        index_of("ignore_index", ignore_index),
+        None if weight is None else weight_of(op, weight, input, columns),
+        index_of(op, "ignore_index", ignore_index),
         number_of(op, "label_smoothing", label_smoothing, 0.0, 1.0, "0 to 1"),
-        1.0 if scale is None else positive("scale", scale),
-        0.0 if softcap is None else positive("softcap", softcap),
+        1.0 if scale is None else positive(op, "scale", scale),
+        0.0 if softcap is None else positive(op, "softcap", softcap),
         first,
         total,
     )

@@ -165,8 +165,16 @@ def apply(op: str, function: type[torch.autograd.Function], *arguments: object) 
 
 # They are not public. Where a later PyTorch lacks one of the first two, calls take the longer way, and cost more.
 is_transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+_is_legacy_batched: Callable[[Tensor], bool] = getattr(
+    torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False
+)
 _is_in_dispatch_mode: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowAutograd
+
+
+def is_batched(upstream: Tensor) -> bool:
+    """In a backward: may what it computes have a batch? Either of torch.func, or of is_grads_batched."""
+    return is_transforming() or _is_legacy_batched(upstream)
 
 
 def needs_autograd(*tensors: Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy as torch_cross_entropy
 import eaves
 from comparison import FLOATING_POINT, CrossEntropyOracle, assert_within
 from cross_entropy_cases import random_targets
-from eaves._cross_entropy import REDUCTIONS as NUMBERS_OF_REDUCTIONS
+from eaves._loss import REDUCTIONS as NUMBERS_OF_REDUCTIONS
 from layouts import LAYOUTS, random_tensor
 
 INFINITY = math.inf

@@ -33,5 +33,7 @@ class Operator:
     has_second_derivative: bool
     # Every operator of the extension with arguments: layouts, empty tensors, and each option.
     extension_calls: Callable[[torch.device | str], list[tuple[Any, tuple[Any, ...]]]]
+    # torch.autocast casts what it is given, as that of F.linear; without, it leaves the dtype as it is.
+    follows_autocast: bool = False
     # Other public functions, that the operator is put together from: without autograd, and with tests of their own.
     parts: tuple[str, ...] = ()

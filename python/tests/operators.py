@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from cross_entropy_cases import CROSS_ENTROPY
+from linear_cross_entropy_cases import LINEAR_CROSS_ENTROPY
 from logsumexp_cases import LOGSUMEXP
 from lrpe_cosine_cases import LRPE_COSINE
 from operator_cases import Operator
 
-OPERATORS = [LOGSUMEXP, CROSS_ENTROPY, LRPE_COSINE]
+OPERATORS = [LOGSUMEXP, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY, LRPE_COSINE]
 
 
 def each_operator() -> pytest.MarkDecorator:

@@ -34,7 +34,8 @@ turns. Prints the tables of the published measurements: milliseconds (speed), pe
 _EPILOG = f"""\
 columns:
   eaves, torch, torch.compile, ...   the implementations
-  limit               a plain kernel that streams the same bytes, in the same run; in memory: inputs and outputs alone
+  limit               a plain kernel that streams the same bytes, in the same run; of linear_cross_entropy its matrix
+                      products, whole, by torch.matmul; in memory: inputs and outputs alone
   eaves / limit       1.0 is as fast as the memory
   best peer / eaves   the best of the others, divided by eaves: above 1.0 eaves is faster, or takes less memory
 

@@ -77,6 +77,12 @@ class Row:
     make_inputs: Callable[[torch.device, int], Inputs]
     """The inputs on a device; the number seeds them."""
 
+    flops: int = 0
+    """Of the products of an operator that the time of memory is no limit of; else 0."""
+
+    make_limit: Callable[[Inputs], Callable[[], object]] | None = None
+    """What the column `limit` measures of such an operator, instead of streaming bytes."""
+
     in_place: bool = False
     """With fwd+bwd: who can do so may write the gradients over the arguments. Every call, of everybody, gets arguments
     that were made anew for it (`Inputs.remade`) before its time begins."""

@@ -17,11 +17,11 @@ from torch import Tensor
 from eaves.bench import memory, verify
 from eaves.bench.benchmark import Forward, Inputs, Mode, Provider, Row, normal, reason
 from eaves.bench.device import free_memory_bytes, last_cache_bytes, stream_bytes, synchronize
-from eaves.bench.protocol import Call, Protocol
+from eaves.bench.protocol import Bytes, Call, Protocol
 from eaves.bench.timing import Column, Timer
 
 LIMIT = "limit"
-"""The contestant that streams the bytes of the row and computes nothing."""
+"""The contestant that streams the bytes of the row and computes nothing, or makes its products and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Harness:
     def _make_sets(self, row: Row, inputs: Inputs) -> list[_Set]:
         """Where one set would fit in the cache there are several, taken in turn: then even a flush that missed some
         lines leaves nothing of use."""
-        moved = self._protocol.moved(row)
+        moved = self._protocol.moved(row) if row.make_limit is None else Bytes(0, 0)
         cache_bytes = last_cache_bytes(self._device)
         set_bytes = max(1, inputs.nbytes + moved.total)
         count = 1
@@ -180,5 +180,7 @@ class Harness:
         return sets
 
     def _limit_call(self, row: Row, each: _Set) -> Call:
+        if row.make_limit is not None:
+            return Call(row.make_limit(each.inputs))
         moved = self._protocol.moved(row)
         return Call(lambda: stream_bytes(each.limit_source, each.limit_destination, moved.read, moved.write))

@@ -85,7 +85,7 @@ def _ratios(providers: Sequence[str], kind: Kind) -> dict[str, Callable[[Values]
     ratios: dict[str, Callable[[Values], float | None]] = {}
     if EAVES not in providers:
         return ratios
-    peers = [name for name in providers if name != EAVES]
+    peers = [name for name in providers if name.split("-")[0] != EAVES]  # eaves-memory is none
 
     def best_peer(values: Values) -> float | None:
         return min((value for name in peers if (value := values[name]) is not None), default=None)

@@ -70,7 +70,10 @@ def _row(table: Table, row: Row, provider: str, column: Column, protocol: Protoc
         entry["host_ms"] = column.host_ms
     if column.peak_bytes is not None:
         entry["peak_mib"] = column.peak_bytes / MIB
-    entry["gbps"] = protocol.moved(row).total / (timing.median_ms * 1e6)
+    if row.flops:
+        entry["tflops"] = row.flops / (timing.median_ms * 1e9)
+    else:
+        entry["gbps"] = protocol.moved(row).total / (timing.median_ms * 1e6)
     entry["repetitions"] = timing.repetitions
     return entry
 

@@ -1,0 +1,272 @@
+// linear_cross_entropy for torch: outputs from torch's allocator, then the call. Autograd, fake implementations,
+// batching rules and the public function are in python/eaves/_linear_cross_entropy.py.
+//
+// Gradients are a set of bits as outputs are: of the input, the weight, the bias. Where outputs come with them they
+// follow those in the list.
+#include "eaves/linear_cross_entropy.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "core/dispatch.h"
+#include "core/rows.h"
+#include "loss_arguments.h"
+#include "torch_binding.h"
+
+namespace eaves::binding {
+namespace {
+
+constexpr const char* kOp = "linear_cross_entropy";
+
+/// python/eaves/_linear_cross_entropy.py has the same numbers.
+namespace gradients {
+constexpr std::int64_t kInput = 1;
+constexpr std::int64_t kWeight = 2;
+constexpr std::int64_t kBias = 4;
+constexpr std::int64_t kWideWeight = 8;  ///< no gradient: that of the weight in the dtype of the loss
+}  // namespace gradients
+
+static_assert(static_cast<int>(LinearCrossEntropyAlgorithm::speed) == 0 &&
+              static_cast<int>(LinearCrossEntropyAlgorithm::memory) == 1);
+
+LinearCrossEntropyInputs inputs_of(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                                   const Tensor& targets, const OptionalTensor& class_weight,
+                                   const CrossEntropyOptions& options, bool skips_ignored_rows,
+                                   std::int64_t workspace_limit) {
+  return {.x = input(x, {kOp, "input"}),
+          .weight = input(weight, {kOp, "linear_weight"}),
+          .bias = optional_input(bias, {kOp, "linear_bias"}),
+          .targets = input(targets, {kOp, "target"}),
+          .class_weight = optional_input(class_weight, {kOp, "weight"}),
+          .options = options,
+          .skips_ignored_rows = skips_ignored_rows,
+          .workspace_limit = static_cast<std::size_t>(workspace_limit < 0 ? 0 : workspace_limit)};
+}
+
+Dims row_shape_of(const TensorView& x) {
+  if (x.shape.size() == 0) check::fail({kOp, "input", x}, "has no axis, expected [..., features]");
+  AxisSet features;
+  features.contains[x.shape.size() - 1] = true;
+  return reduced_shape(x.shape, features, false);
+}
+
+std::vector<Tensor> make_outputs(LinearCrossEntropyForwardArgs& args, std::int64_t wanted) {
+  const TensorView& x = args.inputs.x;
+  return make_loss_outputs(args.outputs, args.inputs.options.reduction, row_shape_of(x), accumulator_dtype(x.dtype),
+                           x.device, wanted);
+}
+
+DType bias_gradient_dtype(const LinearCrossEntropyInputs& inputs) {
+  return inputs.bias.is_present && inputs.bias.dtype == inputs.x.dtype ? inputs.x.dtype
+                                                                       : accumulator_dtype(inputs.x.dtype);
+}
+
+/// The gradients that `wanted` names, made and appended to `tensors`; their views.
+LinearCrossEntropyGradients make_gradients(const Tensor& x, const LinearCrossEntropyInputs& inputs, std::int64_t wanted,
+                                           std::vector<Tensor>& tensors) {
+  LinearCrossEntropyGradients gradients;
+  const auto take = [&](TensorView& view, NewTensor made) {
+    tensors.push_back(std::move(made.tensor));
+    view = made.view;
+  };
+  const DType wide = accumulator_dtype(inputs.x.dtype);
+  const Device device = inputs.x.device;
+  if (wanted & gradients::kInput) take(gradients.grad_x, empty_like(x, inputs.x));
+  if (wanted & gradients::kWeight) {
+    const DType dtype = wanted & gradients::kWideWeight ? wide : inputs.weight.dtype;
+    take(gradients.grad_weight, empty_output(inputs.weight.shape, dtype, device));
+  }
+  if (wanted & gradients::kBias) {
+    take(gradients.grad_bias, empty_output(inputs.bias.shape, bias_gradient_dtype(inputs), device));
+  }
+  return gradients;
+}
+
+/// In place of a limit; python/eaves/_linear_cross_entropy.py has the same number.
+constexpr std::int64_t kAsTheGradients = -1;
+
+/// A forward that a backward follows may take what that one's gradients will: the peak is no higher, and larger chunks
+/// are faster. As much as a chunk of the forward and backward at once takes; on the CPU the default.
+std::size_t limit_of_gradients(const LinearCrossEntropyInputs& inputs) {
+  if (inputs.x.device.type == DeviceType::cpu) return 0;
+  constexpr std::size_t kMost = std::size_t{1088} << 20;
+  const auto bytes_of = [](const TensorView& view) {
+    return static_cast<std::size_t>(view.element_count()) * size_of(view.dtype);
+  };
+  const std::size_t bytes = bytes_of(inputs.x) + bytes_of(inputs.weight);
+  return std::clamp(bytes, std::size_t{256} << 20, kMost);
+}
+
+std::vector<Tensor> forward(Tensor x, Tensor weight, OptionalTensor bias, Tensor targets, OptionalTensor class_weight,
+                            OptionalTensor normalizer, std::int64_t ignore_index, std::int64_t reduction,
+                            double label_smoothing, double scale, double softcap, double z_loss_weight,
+                            bool skips_ignored_rows, std::int64_t workspace_limit, std::int64_t wanted) {
+  LinearCrossEntropyForwardArgs args{
+      .inputs = inputs_of(x, weight, bias, targets, class_weight,
+                          options_of(ignore_index, reduction, label_smoothing, scale, softcap, z_loss_weight),
+                          skips_ignored_rows, workspace_limit),
+      .normalizer = optional_input(normalizer, {kOp, "normalizer"})};
+  if (workspace_limit == kAsTheGradients) args.inputs.workspace_limit = limit_of_gradients(args.inputs);
+  std::vector<Tensor> tensors = make_outputs(args, wanted);
+  run<linear_cross_entropy_forward, &linear_cross_entropy_forward_workspace_bytes>(args, args.inputs.x.device);
+  return tensors;
+}
+
+/// What the forward gives, and behind it the gradients.
+std::vector<Tensor> forward_backward(Tensor x, Tensor weight, OptionalTensor bias, Tensor targets,
+                                     OptionalTensor class_weight, OptionalTensor normalizer, std::int64_t ignore_index,
+                                     std::int64_t reduction, double label_smoothing, double scale, double softcap,
+                                     double z_loss_weight, bool skips_ignored_rows, std::int64_t workspace_limit,
+                                     std::int64_t wanted, std::int64_t wanted_gradients) {
+  LinearCrossEntropyForwardBackwardArgs args{
+      .forward = {
+          .inputs = inputs_of(x, weight, bias, targets, class_weight,
+                              options_of(ignore_index, reduction, label_smoothing, scale, softcap, z_loss_weight),
+                              skips_ignored_rows, workspace_limit),
+          .normalizer = optional_input(normalizer, {kOp, "normalizer"})}};
+  std::vector<Tensor> tensors = make_outputs(args.forward, wanted);
+  args.gradients = make_gradients(x, args.forward.inputs, wanted_gradients, tensors);
+  run<linear_cross_entropy_forward_backward, &linear_cross_entropy_forward_backward_workspace_bytes>(
+      args, args.forward.inputs.x.device);
+  return tensors;
+}
+
+LinearCrossEntropyBackwardArgs backward_args(const Tensor& grad_loss, const OptionalTensor& grad_lse,
+                                             const OptionalTensor& grad_entropy, const LinearCrossEntropyInputs& inputs,
+                                             const Tensor& lse, const OptionalTensor& entropy,
+                                             const OptionalTensor& target_mass, const OptionalTensor& divisor) {
+  return {.grad_loss = input(grad_loss, {kOp, "grad_loss"}),
+          .grad_lse = optional_input(grad_lse, {kOp, "grad_lse"}),
+          .grad_entropy = optional_input(grad_entropy, {kOp, "grad_entropy"}),
+          .inputs = inputs,
+          .lse = input(lse, {kOp, "lse"}),
+          .entropy = optional_input(entropy, {kOp, "entropy"}),
+          .target_mass = optional_input(target_mass, {kOp, "target_mass"}),
+          .divisor = optional_input(divisor, {kOp, "divisor"})};
+}
+
+void run_backward(const LinearCrossEntropyBackwardArgs& args) {
+  run<linear_cross_entropy_backward, &linear_cross_entropy_backward_workspace_bytes>(args, args.inputs.x.device);
+}
+
+/// Those that were not asked for have no elements: torch's older batching, that of is_grads_batched, takes no lists.
+std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_loss, OptionalTensor grad_lse, OptionalTensor grad_entropy,
+                                            Tensor x, Tensor weight, OptionalTensor bias, Tensor targets,
+                                            OptionalTensor class_weight, Tensor lse, OptionalTensor entropy,
+                                            OptionalTensor target_mass, OptionalTensor divisor,
+                                            std::int64_t ignore_index, std::int64_t reduction, double label_smoothing,
+                                            double scale, double softcap, double z_loss_weight, bool skips_ignored_rows,
+                                            std::int64_t workspace_limit, std::int64_t wanted_gradients) {
+  LinearCrossEntropyBackwardArgs args =
+      backward_args(grad_loss, grad_lse, grad_entropy,
+                    inputs_of(x, weight, bias, targets, class_weight,
+                              options_of(ignore_index, reduction, label_smoothing, scale, softcap, z_loss_weight),
+                              skips_ignored_rows, workspace_limit),
+                    lse, entropy, target_mass, divisor);
+  std::vector<Tensor> made;
+  args.gradients = make_gradients(x, args.inputs, wanted_gradients, made);
+  run_backward(args);
+  std::size_t next = 0;
+  const auto take = [&](std::int64_t bit) {
+    return (wanted_gradients & bit) != 0 ? made[next++] : empty({0}, args.inputs.x.dtype, args.inputs.x.device);
+  };
+  Tensor grad_x = take(gradients::kInput);
+  Tensor grad_weight = take(gradients::kWeight);
+  Tensor grad_bias = take(gradients::kBias);
+  return {std::move(grad_x), std::move(grad_weight), std::move(grad_bias)};
+}
+
+/// Adds the gradient of the weight to the caller's tensor. The number of results is fixed, as torch.compile wants it of
+/// an operator that writes an argument: those that were not asked for have no elements.
+std::tuple<Tensor, Tensor> backward_accumulate(Tensor grad_weight, Tensor grad_loss, OptionalTensor grad_lse,
+                                               OptionalTensor grad_entropy, Tensor x, Tensor weight,
+                                               OptionalTensor bias, Tensor targets, OptionalTensor class_weight,
+                                               Tensor lse, OptionalTensor entropy, OptionalTensor target_mass,
+                                               OptionalTensor divisor, std::int64_t ignore_index,
+                                               std::int64_t reduction, double label_smoothing, double scale,
+                                               double softcap, double z_loss_weight, bool skips_ignored_rows,
+                                               std::int64_t workspace_limit, std::int64_t wanted_gradients) {
+  LinearCrossEntropyBackwardArgs args =
+      backward_args(grad_loss, grad_lse, grad_entropy,
+                    inputs_of(x, weight, bias, targets, class_weight,
+                              options_of(ignore_index, reduction, label_smoothing, scale, softcap, z_loss_weight),
+                              skips_ignored_rows, workspace_limit),
+                    lse, entropy, target_mass, divisor);
+  const Device device = args.inputs.x.device;
+  NewTensor grad_x = wanted_gradients & gradients::kInput ? empty_like(x, args.inputs.x)
+                                                          : empty_output({0}, args.inputs.x.dtype, device);
+  const bool has_bias = (wanted_gradients & gradients::kBias) != 0;
+  NewTensor grad_bias =
+      empty_output(has_bias ? args.inputs.bias.shape : Dims{0}, bias_gradient_dtype(args.inputs), device);
+  if (wanted_gradients & gradients::kInput) args.gradients.grad_x = grad_x.view;
+  if (has_bias) {
+    torch::stable::zero_(grad_bias.tensor);  // what the core accumulates, it accumulates for weight and bias
+    args.gradients.grad_bias = grad_bias.view;
+  }
+  args.gradients.grad_weight = output(grad_weight);
+  args.gradients.accumulates = true;
+  run_backward(args);
+  return {std::move(grad_x.tensor), std::move(grad_bias.tensor)};
+}
+
+void rescale(OptionalTensor grad_x, OptionalTensor grad_weight, OptionalTensor grad_bias, Tensor grad_loss) {
+  const auto view = [](const OptionalTensor& tensor) { return tensor.has_value() ? output(*tensor) : TensorView{}; };
+  const LinearCrossEntropyRescaleArgs args{
+      .gradients = {.grad_x = view(grad_x), .grad_weight = view(grad_weight), .grad_bias = view(grad_bias)},
+      .grad_loss = input(grad_loss, {kOp, "grad_loss"})};
+  run<linear_cross_entropy_rescale>(args, args.grad_loss.device);  // needs no workspace
+}
+
+/// Of a loss that is reduced; nothing is computed.
+std::int64_t algorithm(Tensor x, Tensor weight, Tensor targets, std::int64_t workspace_limit) {
+  static double number = 0.0;
+  LinearCrossEntropyForwardArgs args{
+      .inputs = inputs_of(x, weight, {}, targets, {}, {.reduction = Reduction::sum}, false, workspace_limit)};
+  const TensorView& view = args.inputs.x;
+  args.outputs.loss =
+      TensorView::contiguous(static_cast<void*>(&number), accumulator_dtype(view.dtype), {}, view.device);
+  return static_cast<std::int64_t>(linear_cross_entropy_algorithm(args));
+}
+
+void implement(Library& library) {
+  library.impl("linear_cross_entropy_forward", EAVES_BOX(forward));
+  library.impl("linear_cross_entropy_forward_backward", EAVES_BOX(forward_backward));
+  library.impl("linear_cross_entropy_backward", EAVES_BOX(backward));
+  library.impl("linear_cross_entropy_backward_accumulate", EAVES_BOX(backward_accumulate));
+  library.impl("linear_cross_entropy_rescale", EAVES_BOX(rescale));
+  library.impl("linear_cross_entropy_algorithm", EAVES_BOX(algorithm));
+}
+
+#define EAVES_TENSORS "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, "
+#define EAVES_SAVED "Tensor lse, Tensor? entropy, Tensor? target_mass, Tensor? divisor, "
+#define EAVES_GRADS "Tensor grad_loss, Tensor? grad_lse, Tensor? grad_entropy, "
+#define EAVES_OPTIONS                                                                                              \
+  "int ignore_index, int reduction, float label_smoothing, float scale, float softcap, float z_loss_weight, bool " \
+  "skip_ignored, int workspace_limit"
+
+}  // namespace
+}  // namespace eaves::binding
+
+STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
+  library.def("linear_cross_entropy_forward(" EAVES_TENSORS "Tensor? normalizer, " EAVES_OPTIONS
+              ", int outputs) -> Tensor[]");
+  library.def("linear_cross_entropy_forward_backward(" EAVES_TENSORS "Tensor? normalizer, " EAVES_OPTIONS
+              ", int outputs, int gradients) -> Tensor[]");
+  library.def("linear_cross_entropy_backward(" EAVES_GRADS EAVES_TENSORS EAVES_SAVED EAVES_OPTIONS
+              ", int gradients) -> (Tensor, Tensor, Tensor)");
+  library.def("linear_cross_entropy_backward_accumulate(Tensor(a!) grad_weight, " EAVES_GRADS EAVES_TENSORS EAVES_SAVED
+                  EAVES_OPTIONS ", int gradients) -> (Tensor, Tensor)");
+  library.def(
+      "linear_cross_entropy_rescale(Tensor(a!)? grad_input, Tensor(b!)? grad_weight, Tensor(c!)? grad_bias, "
+      "Tensor grad_loss) -> ()");
+  library.def(
+      "linear_cross_entropy_algorithm(Tensor input, Tensor linear_weight, Tensor target, int workspace_limit) -> int");
+}
+EAVES_IMPLEMENT(eaves::binding::implement)

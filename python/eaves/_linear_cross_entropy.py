@@ -1,0 +1,965 @@
+"""linear_cross_entropy for torch tensors: the public function and module, their autograd, fake implementations and
+batching rules.
+
+There are two ways to the gradients, two torch.autograd.Functions here. `_Memory` keeps the arguments and one number for
+each row, and computes the logits again in the backward. `_Speed` computes gradients in the forward, for an upstream
+gradient of 1, and multiplies them in the backward by the one that came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn, overload
+
+import torch
+from torch import Tensor
+
+from eaves._loss import (
+    DIVISOR,
+    ENTROPY,
+    LSE,
+    MEAN,
+    NONE,
+    TARGET_MASS,
+    CrossEntropyOutput,
+    check_class_dtype,
+    check_input,
+    check_soft_dtype,
+    divisors_of,
+    empty_outputs,
+    index_of,
+    mark_constant,
+    normalizer_of,
+    output_of,
+    pick,
+    positive,
+    reduce_samples,
+    reduction_of,
+    refuse_gradient,
+    row_gradients,
+    shape_of,
+    smoothing_of,
+    wanted_outputs,
+    weight_of,
+    z_weight_of,
+)
+from eaves._operator import (
+    accumulator_dtype,
+    apply,
+    batch_first,
+    call,
+    check_bool,
+    check_tensor,
+    dispatch,
+    each_of_batch,
+    is_batched,
+    is_transforming,
+    name_of,
+    needs_autograd,
+    refuse_lost_derivatives,
+    register_fake,
+    register_vmap,
+)
+
+_forward = torch.ops.eaves.linear_cross_entropy_forward.default
+_forward_backward = torch.ops.eaves.linear_cross_entropy_forward_backward.default
+_backward = torch.ops.eaves.linear_cross_entropy_backward.default
+_backward_accumulate = torch.ops.eaves.linear_cross_entropy_backward_accumulate.default
+_rescale = torch.ops.eaves.linear_cross_entropy_rescale.default
+_algorithm = torch.ops.eaves.linear_cross_entropy_algorithm.default
+
+_OP = "linear_cross_entropy"
+
+# The gradients that a call computes, as bits; those of python/csrc/linear_cross_entropy.cpp, in the order in which the
+# extension gives them.
+OF_INPUT, OF_WEIGHT, OF_BIAS = GRADIENTS = (1, 2, 4)
+WIDE_WEIGHT = 8  # no gradient: that of the weight in the dtype of the loss
+
+# In place of a limit of the forward: what the gradients will take. As in python/csrc/linear_cross_entropy.cpp.
+_AS_THE_GRADIENTS = -1
+
+_SPEED = 0  # enum LinearCrossEntropyAlgorithm of include/eaves/linear_cross_entropy.h
+_ALGORITHMS = ("auto", "speed", "memory")
+
+
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0,
+    options: object = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    z_loss: float = 0,
+    normalizer: Tensor | float | None = None,
+    return_lse: Literal[False] = False,
+    return_argmax: Literal[False] = False,
+    return_entropy: Literal[False] = False,
+    return_z_loss: Literal[False] = False,
+    algorithm: str = "auto",
+    workspace_bytes: int | None = None,
+    skip_ignored: bool = False,
+    grad_weight_dtype: torch.dtype | None = None,
+    grad_weight_out: Tensor | None = None,
+) -> Tensor: ...
+
+
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0,
+    options: object = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    z_loss: float = 0,
+    normalizer: Tensor | float | None = None,
+    return_lse: bool = False,
+    return_argmax: bool = False,
+    return_entropy: bool = False,
+    return_z_loss: bool = False,
+    algorithm: str = "auto",
+    workspace_bytes: int | None = None,
+    skip_ignored: bool = False,
+    grad_weight_dtype: torch.dtype | None = None,
+    grad_weight_out: Tensor | None = None,
+) -> CrossEntropyOutput: ...
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0,
+    options: object = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    z_loss: float = 0,
+    normalizer: Tensor | float | None = None,
+    return_lse: bool = False,
+    return_argmax: bool = False,
+    return_entropy: bool = False,
+    return_z_loss: bool = False,
+    algorithm: str = "auto",
+    workspace_bytes: int | None = None,
+    skip_ignored: bool = False,
+    grad_weight_dtype: torch.dtype | None = None,
+    grad_weight_out: Tensor | None = None,
+) -> Tensor | CrossEntropyOutput:
+    """The loss of a model's head, cross_entropy(input @ linear_weight.T + linear_bias, target), and its gradients,
+    without ever holding all the logits; takes the calls of torch.nn.functional.linear_cross_entropy (PyTorch 2.13), on
+    every PyTorch that eaves has.
+
+    For a row x of `input` and V classes, with what eaves.cross_entropy does with logits z:
+
+        z    = linear_weight @ x + linear_bias          in float32, whatever the dtype of input
+        loss = eaves.cross_entropy(z, target)
+
+    Probabilities are computed from the product's float32 sums, not from logits rounded to 16 bits. What the gradient of
+    the logits is rounded to, once, is the dtype of `input`, as the factor of two products that it is.
+
+    There are two ways to the gradients, the same up to rounding:
+
+        speed   The forward computes the gradients too, chunk by chunk: three matrix products. Between forward and
+                backward they wait, as large as input and linear_weight. The backward multiplies them by the upstream
+                gradient; where that is 1, as after loss.backward(), nothing is read or written. A second backward over
+                the same graph computes them again.
+        memory  The forward keeps one number for each row, and the backward computes the logits again: four products.
+
+    Rows that are ignored are left out before the first product: on the CPU always, on a GPU with `skip_ignored`.
+
+    Source: the chunks, Liger Kernel (P. Hsu et al., arXiv:2410.10989); the logits computed again, Cut Cross-Entropy
+    (E. Wijmans et al., arXiv:2411.09009).
+
+    Args:
+        input: [..., D], any strides, on the CPU or a CUDA GPU; float16, bfloat16, float32 or float64.
+        linear_weight: [V, D], in the dtype of input. Without unit stride along one of its axes it is copied.
+        target: of each row a class, int32 or int64: the shape of input without D. Or probabilities: [..., V], in the
+            dtype of input or float32; those of 16 bits, and those whose rows do not lie at one distance, are copied.
+        linear_bias: [V], in the dtype of input or float32.
+        weight: of each class, [V], in the dtype of input or float32. It gets no gradient.
+        reduction: "none" (the losses of the rows), "sum" or "mean".
+        ignore_index: rows with this target have loss 0 and gradient 0, and count in no mean. May be a class. None, as
+            PyTorch 2.13 has it, is -100.
+        label_smoothing: e, 0 to 1.
+        options: torch.nn.LinearCrossEntropyOptions, or None: taken and not read, because how much is computed at once
+            follows from `workspace_bytes`.
+        softcap: None, or a positive number that the logits are bounded by.
+        scale: None, or a positive number that the logits are multiplied by.
+        z_loss: the weight of lse^2 in the loss; not negative.
+        normalizer: with "mean", what the sum is divided by instead of the weights of the rows: a number, or a tensor
+            with one element on the device of input, which is not waited for (the tokens of all micro-batches and
+            ranks, for instance). It gets no gradient.
+        return_lse: whether to return lse, [rows...], float32; it is differentiable.
+        return_argmax: whether to return the class of each row's largest logit, [rows...], int64.
+        return_entropy: whether to return the entropy of each row's softmax in nats, [rows...], float32; it is
+            differentiable.
+        return_z_loss: whether to return the part z_loss * lse^2 of the loss, in the loss's shape; not differentiable.
+        algorithm: "speed", "memory", or "auto": speed where the workspace has room for it, but for float16 (its
+            gradients could underflow before a loss scale multiplies them), and but for calls with return_lse,
+            return_entropy or grad_weight_out. "speed" is speed for those too; where lse or entropy turn out to have a
+            gradient, or a second derivative is asked for, the backward goes the other way. With reduction "none" the
+            forward does not know what multiplies the rows: always memory. So is every call under torch.vmap and
+            torch.func. Under torch.compile, "auto" is speed where workspace_bytes is not given.
+        workspace_bytes: the most scratch memory that a call should take, in bytes; None: what suits the device. Where
+            it is too little for the smallest chunk, the call takes what that needs.
+        skip_ignored: on a GPU, whether to leave out rows that are ignored before anything is multiplied. The call then
+            waits once for the device, for their number, and a CUDA graph cannot capture it.
+        grad_weight_dtype: None, or float32 with a linear_weight of 16 bits: what the chunks' parts of its gradient are
+            added up in, which then is rounded once. It needs a tensor of linear_weight's shape in float32.
+        grad_weight_out: None, or a tensor of linear_weight's shape, in its dtype or the loss's, features with unit
+            stride: each backward adds the gradient of linear_weight to it (main_grad of Megatron), and linear_weight
+            gets none from this call. Nothing is added where linear_weight requires no gradient. With "memory" the
+            products add to it, with "speed" the backward adds what the forward computed.
+
+    Returns:
+        The loss: float32, or float64 for a float64 input; of shape [], or with reduction="none" of shape [rows...],
+        contiguous. With any return_*: CrossEntropyOutput(loss, lse, argmax, entropy, z_loss), None for what was not
+        asked for. "rows..." is the shape of input without D. Ignored rows have lse, argmax and entropy 0.
+
+        Gradients have the dtypes of their tensors: of input, linear_weight and linear_bias, each computed only where it
+        requires one: a frozen head costs no product for its weight, a frozen body none for input.
+
+    Raises:
+        ValueError: a shape, dtype or number is not as above; input and linear_weight have two dtypes; on the CPU a
+            target that is no class and not ignore_index. (On a GPU its loss and gradient are NaN, or with
+            EAVES_CHECK_TARGETS=1 in the environment the same error.)
+        TypeError: an argument is of the wrong Python type.
+        NotImplementedError: a dtype, layout or device that eaves does not have, a DTensor; a derivative of second
+            order, in forward mode, or of target, weight or normalizer; grad_weight_out under torch.compile, torch.vmap
+            or torch.func; a linear_weight of more than two axes (PyTorch's K-dimensional loss).
+        torch.OutOfMemoryError: torch's allocator has no memory for a result or the workspace.
+
+    Under torch.autocast input, linear_weight and linear_bias are cast to its dtype, as those of F.linear are; the loss
+    is float32 still, and gradients have the dtypes of the tensors that were passed.
+
+    Differences from torch.nn.functional.linear_cross_entropy: the loss of 16-bit tensors is float32; without rows, or
+    with all of them ignored, the mean is 0 with gradient 0, not NaN; input may have any number of axes; the classes of
+    probabilities are the last axis; no derivative with respect to probabilities.
+
+    Example:
+        >>> import torch, eaves
+        >>> hidden = torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]], requires_grad=True)
+        >>> head = torch.tensor([[2.0, 0.0], [0.0, 0.5], [-1.0, 0.0]])
+        >>> target = torch.tensor([0, 2, -100])
+        >>> loss = eaves.linear_cross_entropy(hidden, head, target)
+        >>> loss.detach()
+        tensor(0.8606)
+        >>> loss.backward()
+        >>> hidden.grad
+        tensor([[-0.0886,  0.0143],
+                [ 0.3030,  0.1441],
+                [ 0.0000,  0.0000]])
+    """
+    is_compiling = torch.compiler.is_compiling()
+    result_dtype = check_input(_OP, input, target, "what is multiplied")
+    check_tensor(_OP, "linear_weight", linear_weight)
+    if linear_bias is not None:
+        check_tensor(_OP, "linear_bias", linear_bias)
+    if input.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(input.device.type):
+        input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
+        result_dtype = accumulator_dtype(input.dtype)
+    linear_weight = _checked_weight(input, linear_weight)
+    classes = linear_weight.shape[0]
+    if linear_bias is not None:
+        linear_bias = _checked_bias(input, linear_bias, classes)
+    target = _checked_target(input, target, classes, result_dtype)
+    refuse_gradient(_OP, "target", target)
+    mode = reduction_of(_OP, reduction)
+    ignore_index = -100 if ignore_index is None else index_of(_OP, "ignore_index", ignore_index)
+    if weight is not None:
+        weight = weight_of(_OP, weight, input, classes, "linear_weight")
+    if normalizer is not None:
+        normalizer = normalizer_of(_OP, normalizer, mode, result_dtype, input.device)
+    _check_options(options)
+    check_bool(_OP, "skip_ignored", skip_ignored)
+    limit = 0 if workspace_bytes is None else _limit_of(workspace_bytes)
+    numbers = (
+        ignore_index,
+        mode,
+        smoothing_of(_OP, label_smoothing),
+        1.0 if scale is None else positive(_OP, "scale", scale),
+        0.0 if softcap is None else positive(_OP, "softcap", softcap),
+        z_weight_of(_OP, z_loss),
+        skip_ignored,
+        limit,
+    )
+    wanted = wanted_outputs(_OP, return_lse, return_argmax, return_entropy, return_z_loss)
+    way = _algorithm_of(algorithm)
+    wide = _wide_weight(linear_weight, grad_weight_dtype)
+    if grad_weight_out is not None:
+        wide = _check_grad_weight_out(grad_weight_out, linear_weight, grad_weight_dtype, result_dtype, is_compiling)
+
+    tensors = (input, linear_weight, linear_bias, target, weight, normalizer)
+    gradients = _wanted_gradients(input, linear_weight, linear_bias)
+    # By torch.func and forward mode too.
+    is_followed = not is_compiling and needs_autograd(*_given(input, linear_weight, linear_bias))
+    if not gradients and not is_followed:
+        computed = wanted
+        outputs = call(_OP, _forward, *tensors, *numbers, computed)
+    else:
+        computed = wanted | LSE  # what a backward needs that computes the logits again
+        if mode == MEAN:
+            computed |= DIVISOR
+        if target.is_floating_point() or weight is not None:
+            computed |= TARGET_MASS
+        if not gradients or not _is_speedy(way, input, linear_weight, target, mode, wanted, limit, grad_weight_out):
+            gradients = 0
+        function: type[torch.autograd.Function] = _Speed if gradients else _Memory
+        outputs = apply(
+            _OP, function, *tensors, grad_weight_out, *numbers, computed, wanted, gradients | wide
+        )  # fmt: skip
+    if wanted == 0:
+        loss: Tensor = outputs[0]
+        return loss
+    return output_of(outputs, computed, wanted)
+
+
+class LinearCrossEntropyLoss(torch.nn.Module):
+    """eaves.linear_cross_entropy as a module: the options are given once, and `weight`, that of the classes, goes where
+    the module goes. The head is given with each call: it is often the embedding's, or another module's.
+
+    (torch.nn.LinearCrossEntropyLoss of PyTorch 2.13 has a head of its own; that is this module and a torch.nn.Linear.)
+
+    Args:
+        weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, return_lse, return_argmax,
+            return_entropy, return_z_loss, algorithm, workspace_bytes, skip_ignored, grad_weight_dtype: as in
+            eaves.linear_cross_entropy. They are checked when the module is called.
+
+    Example:
+        >>> import torch, eaves
+        >>> criterion = eaves.LinearCrossEntropyLoss(label_smoothing=0.1)
+        >>> head = torch.nn.Linear(4, 3)
+        >>> loss = criterion(torch.zeros(2, 4), head.weight, torch.tensor([0, 2]), 0 * head.bias)
+        >>> loss.detach()
+        tensor(1.0986)
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        *,
+        ignore_index: int | None = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        scale: float | None = None,
+        z_loss: float = 0.0,
+        return_lse: bool = False,
+        return_argmax: bool = False,
+        return_entropy: bool = False,
+        return_z_loss: bool = False,
+        algorithm: str = "auto",
+        workspace_bytes: int | None = None,
+        skip_ignored: bool = False,
+        grad_weight_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.softcap = softcap
+        self.scale = scale
+        self.z_loss = z_loss
+        self.return_lse = return_lse
+        self.return_argmax = return_argmax
+        self.return_entropy = return_entropy
+        self.return_z_loss = return_z_loss
+        self.algorithm = algorithm
+        self.workspace_bytes = workspace_bytes
+        self.skip_ignored = skip_ignored
+        self.grad_weight_dtype = grad_weight_dtype
+
+    def forward(
+        self,
+        input: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        linear_bias: Tensor | None = None,
+        *,
+        normalizer: Tensor | float | None = None,
+        grad_weight_out: Tensor | None = None,
+    ) -> Any:
+        """eaves.linear_cross_entropy(input, linear_weight, target, linear_bias=linear_bias, ...) with the options of
+        the module."""
+        return linear_cross_entropy(
+            input,
+            linear_weight,
+            target,
+            linear_bias=linear_bias,
+            weight=self.weight,
+            reduction=self.reduction,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            softcap=self.softcap,
+            scale=self.scale,
+            z_loss=self.z_loss,
+            normalizer=normalizer,
+            return_lse=self.return_lse,
+            return_argmax=self.return_argmax,
+            return_entropy=self.return_entropy,
+            return_z_loss=self.return_z_loss,
+            algorithm=self.algorithm,
+            workspace_bytes=self.workspace_bytes,
+            skip_ignored=self.skip_ignored,
+            grad_weight_dtype=self.grad_weight_dtype,
+            grad_weight_out=grad_weight_out,
+        )
+
+    def extra_repr(self) -> str:
+        """The options that are not the default's."""
+        defaults: dict[str, object] = {
+            "ignore_index": -100,
+            "reduction": "mean",
+            "label_smoothing": 0.0,
+            "z_loss": 0.0,
+            "algorithm": "auto",
+            "skip_ignored": False,
+        }
+        names = [*defaults, "softcap", "scale", "workspace_bytes", "grad_weight_dtype"]
+        return ", ".join(f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) != defaults.get(n))
+
+
+# ----------------------------------------------------------------------------------------------------------- arguments
+
+
+def _autocast(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As torch.autocast casts what F.linear gets: floating-point numbers, but for float64."""
+    dtype = torch.get_autocast_dtype(input.device.type)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+    return cast(input), cast(linear_weight), None if linear_bias is None else cast(linear_bias)
+
+
+def _checked_weight(input: Tensor, linear_weight: Tensor) -> Tensor:
+    """The weight as the core takes it."""
+    if input.dim() == 0:
+        raise ValueError(f"{_OP}: input has no axes, expected at least one, of the features")
+    features = input.shape[-1]
+    if features == 0:
+        raise ValueError(f"{_OP}: input has shape {shape_of(input)}, expected at least one feature")
+    if linear_weight.dim() > 2:
+        raise NotImplementedError(
+            f"{_OP}: linear_weight has shape {shape_of(linear_weight)}, expected [classes, {features}]; of a loss of "
+            "several axes call it once for each head"
+        )
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != features:
+        raise ValueError(
+            f"{_OP}: linear_weight has shape {shape_of(linear_weight)}, expected [classes, {features}] (features as "
+            f"input {shape_of(input)})"
+        )
+    if linear_weight.shape[0] == 0:
+        raise ValueError(f"{_OP}: linear_weight has shape {shape_of(linear_weight)}, expected at least one class")
+    if linear_weight.dtype != input.dtype:
+        raise ValueError(
+            f"{_OP}: linear_weight has dtype {name_of(linear_weight.dtype)}, expected that of input, "
+            f"{name_of(input.dtype)}; convert one of them, or call it under torch.autocast, which converts both"
+        )
+    is_readable = linear_weight.layout != torch.strided or _is_matrix(linear_weight)  # others are refused further down
+    return linear_weight if is_readable else linear_weight.contiguous()
+
+
+def _is_matrix(weight: Tensor) -> bool:
+    """Does it have unit stride along one axis, and no line that lies over the next?"""
+    (rows, columns), (row, column) = weight.shape, weight.stride()
+    is_row_major = (column == 1 or columns == 1) and (row >= columns or rows == 1)
+    return is_row_major or ((row == 1 or rows == 1) and (column >= rows or columns == 1))
+
+
+def _checked_bias(input: Tensor, linear_bias: Tensor, classes: int) -> Tensor:
+    if linear_bias.dtype != input.dtype and linear_bias.dtype != torch.float32:
+        raise ValueError(
+            f"{_OP}: linear_bias has dtype {name_of(linear_bias.dtype)}, expected that of input, "
+            f"{name_of(input.dtype)}, or float32"
+        )
+    if linear_bias.dim() != 1 or linear_bias.shape[0] != classes:
+        raise ValueError(
+            f"{_OP}: linear_bias has shape {shape_of(linear_bias)}, expected [{classes}] (one per class of "
+            "linear_weight)"
+        )
+    return linear_bias.contiguous()
+
+
+def _checked_target(input: Tensor, target: Tensor, classes: int, result_dtype: torch.dtype) -> Tensor:
+    """The target as the core takes it."""
+    rows = shape_of(input)[:-1]
+    if not target.is_floating_point():
+        check_class_dtype(_OP, target, input)
+        if shape_of(target) != rows:
+            raise ValueError(
+                f"{_OP}: target has shape {shape_of(target)}, expected {rows} (one per row of input {shape_of(input)})"
+            )
+        return target
+    check_soft_dtype(_OP, target, input)
+    if shape_of(target) != [*rows, classes]:
+        raise ValueError(
+            f"{_OP}: target has shape {shape_of(target)}, expected {[*rows, classes]}: probabilities of each class of "
+            "linear_weight"
+        )
+    if target.dtype not in (torch.float32, torch.float64):
+        target = target.to(result_dtype)
+    return target if target.dim() <= 2 and target.stride(-1) == 1 else target.contiguous()
+
+
+def _check_options(options: object) -> None:
+    if options is not None and type(options).__name__ != "LinearCrossEntropyOptions":
+        raise TypeError(f"{_OP}: options is {options!r}, expected a torch.nn.LinearCrossEntropyOptions or None")
+
+
+def _limit_of(workspace_bytes: object) -> int:
+    limit = index_of(_OP, "workspace_bytes", workspace_bytes)
+    if limit <= 0:
+        raise ValueError(f"{_OP}: workspace_bytes is {limit}, expected a positive number of bytes")
+    return limit
+
+
+def _algorithm_of(algorithm: object) -> str:
+    if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
+        error = ValueError if isinstance(algorithm, str) else TypeError
+        raise error(f'{_OP}: algorithm is {algorithm!r}, expected "auto", "speed" or "memory"')
+    return algorithm
+
+
+def _wide_weight(linear_weight: Tensor, grad_weight_dtype: object) -> int:
+    """The bit that says that the gradient of the weight has the dtype of the loss."""
+    if grad_weight_dtype is None:
+        return 0
+    if not isinstance(grad_weight_dtype, torch.dtype):
+        raise TypeError(f"{_OP}: grad_weight_dtype is {grad_weight_dtype!r}, expected a torch.dtype or None")
+    wide = accumulator_dtype(linear_weight.dtype)
+    if grad_weight_dtype not in (linear_weight.dtype, wide):
+        raise ValueError(
+            f"{_OP}: grad_weight_dtype is {name_of(grad_weight_dtype)}, expected "
+            + " or ".join(dict.fromkeys(map(name_of, (linear_weight.dtype, wide))))
+        )
+    return WIDE_WEIGHT if grad_weight_dtype != linear_weight.dtype else 0
+
+
+def _check_grad_weight_out(
+    out: Tensor, linear_weight: Tensor, grad_weight_dtype: object, wide: torch.dtype, is_compiling: bool
+) -> int:
+    """May the gradient of the weight be added to it? Returns the bit of its dtype."""
+    check_tensor(_OP, "grad_weight_out", out)
+    if is_compiling or is_transforming():
+        raise NotImplementedError(
+            f"{_OP}: grad_weight_out is written in the backward, which torch.compile, torch.vmap and torch.func cannot "
+            "follow; leave it out"
+        )
+    if grad_weight_dtype is not None:
+        raise ValueError(f"{_OP}: grad_weight_dtype is given beside grad_weight_out, whose dtype says it; expected one")
+    if out.dtype != linear_weight.dtype and out.dtype != wide:
+        names = " or ".join(dict.fromkeys(map(name_of, (linear_weight.dtype, wide))))
+        raise ValueError(f"{_OP}: grad_weight_out has dtype {name_of(out.dtype)}, expected {names}")
+    if out.shape != linear_weight.shape:
+        raise ValueError(
+            f"{_OP}: grad_weight_out has shape {shape_of(out)}, expected {shape_of(linear_weight)}, that of "
+            "linear_weight"
+        )
+    if out.device != linear_weight.device:
+        raise ValueError(f"{_OP}: grad_weight_out is on {out.device}, expected {linear_weight.device}")
+    if out.stride(1) != 1 or out.stride(0) < out.shape[1]:
+        raise ValueError(f"{_OP}: grad_weight_out has strides {list(out.stride())}, expected features with unit stride")
+    refuse_gradient(_OP, "grad_weight_out", out)
+    return WIDE_WEIGHT if out.dtype != linear_weight.dtype else 0
+
+
+def _given(*tensors: Tensor | None) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _wanted_gradients(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> int:
+    if not torch.is_grad_enabled():
+        return 0
+    bits = OF_INPUT if input.requires_grad else 0
+    bits |= OF_WEIGHT if linear_weight.requires_grad else 0
+    return bits | (OF_BIAS if linear_bias is not None and linear_bias.requires_grad else 0)
+
+
+def _is_speedy(
+    way: str,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    mode: int,
+    wanted: int,
+    limit: int,
+    grad_weight_out: Tensor | None,
+) -> bool:
+    """Are gradients computed in the forward? As the documentation of `algorithm` says."""
+    if way == "memory" or mode == NONE:
+        return False
+    has_gradients_of_outputs = bool(wanted & (LSE | ENTROPY))
+    if torch.compiler.is_compiling():
+        # A graph is compiled for the outputs that may have a gradient, not for those that have one. And it should not
+        # depend on sizes, which the core would have to be asked for.
+        is_speed = way == "speed" or (limit == 0 and input.dtype != torch.float16)
+        return is_speed and not has_gradients_of_outputs
+    if is_transforming():
+        return False
+    if way == "speed":
+        return True
+    if has_gradients_of_outputs or grad_weight_out is not None:
+        return False
+    return bool(call(_OP, _algorithm, input, linear_weight, target, limit) == _SPEED)
+
+
+# ------------------------------------------------------------------------------------------------------------ autograd
+
+_ARGUMENTS = 18  # of both Functions
+_NOTHING = (None,) * (_ARGUMENTS - 3)  # behind the gradients of input, linear_weight and linear_bias
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    """What a backward needs that computes the logits again."""
+    tensors, ctx.grad_weight_out = inputs[:6], inputs[6]
+    ctx.numbers = inputs[7:15]
+    ctx.computed, ctx.wanted = inputs[15:17]
+    ctx.wide, ctx.weight_dtype = inputs[17] & WIDE_WEIGHT, inputs[1].dtype
+    ctx.set_materialize_grads(False)  # or each backward would fill a tensor of zeros for each output
+    mark_constant(ctx, output, ctx.computed, ctx.wanted)
+    kept = [pick(output, ctx.computed, bit) for bit in (LSE, ENTROPY, TARGET_MASS, DIVISOR)]
+    ctx.save_for_backward(*tensors, *kept)
+
+
+def _compute_again(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients from what `_save` kept."""
+    grad_loss, grad_lse, grad_entropy = grads
+    input, linear_weight, linear_bias, target, weight, _, lse, entropy, target_mass, divisor = ctx.saved_tensors
+    mode = ctx.numbers[1]
+    if grad_loss is None:
+        grad_loss = lse.new_zeros(()).expand(lse.shape if mode == NONE else ())
+    bits = sum(bit for bit, needs in zip(GRADIENTS, ctx.needs_input_grad) if needs)
+    entropy = None if grad_entropy is None else entropy.detach()
+    arguments = (
+        grad_loss,
+        None if grad_lse is None else grad_lse.contiguous(),
+        None if grad_entropy is None else grad_entropy.contiguous(),
+        input, linear_weight, linear_bias, target, weight, lse.detach(), entropy, target_mass, divisor, *ctx.numbers,
+    )  # fmt: skip
+    if ctx.grad_weight_out is not None and bits & OF_WEIGHT:
+        return _accumulate(ctx.grad_weight_out, arguments, bits & ~OF_WEIGHT)
+    computed = dispatch(_OP, _given(*arguments[:6]), _Gradients, _backward, *arguments, bits | ctx.wide)
+    return _in_places([each for each, bit in zip(computed, GRADIENTS) if bits & bit], bits, ctx.weight_dtype)
+
+
+def _in_places(computed: Sequence[Tensor], bits: int, weight_dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """The gradients that were computed, each where autograd wants it."""
+    remaining = list(computed)
+    grads = [remaining.pop(0) if bits & bit else None for bit in GRADIENTS]
+    if grads[1] is not None and grads[1].dtype != weight_dtype:
+        grads[1] = grads[1].to(weight_dtype)
+    return (*grads, *_NOTHING)
+
+
+def _accumulate(out: Tensor, arguments: tuple[Any, ...], bits: int) -> tuple[Tensor | None, ...]:
+    """The other gradients; that of the weight is added to `out`."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{_OP}: with grad_weight_out the gradient has no derivative (create_graph=True); leave it out"
+        )
+    grad_input, grad_bias = call(_OP, _backward_accumulate, out, *arguments, bits)
+    torch.autograd.graph.increment_version(out)
+    return (grad_input if bits & OF_INPUT else None, None, grad_bias if bits & OF_BIAS else None, *_NOTHING)
+
+
+def _differentiated(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Of the upstream gradients those of the loss, lse and entropy, as far as the user has these."""
+    grad_lse = grads[1] if ctx.wanted & LSE else None
+    return grads[0], grad_lse, pick(grads, ctx.computed, ENTROPY)
+
+
+class _Memory(torch.autograd.Function):
+    """input, linear_weight, linear_bias -> the loss, and the outputs that the bits `computed` name, of which the user
+    gets those of `wanted`. The backward computes the logits again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        input: Tensor,
+        linear_weight: Tensor,
+        linear_bias: Tensor | None,
+        target: Tensor,
+        weight: Tensor | None,
+        normalizer: Tensor | None,
+        grad_weight_out: Tensor | None,
+        ignore_index: int,
+        mode: int,
+        label_smoothing: float,
+        scale: float,
+        softcap: float,
+        z_loss: float,
+        skip_ignored: bool,
+        limit: int,
+        computed: int,
+        wanted: int,
+        wide: int,
+    ) -> tuple[Tensor, ...]:
+        return tuple(
+            call(
+                _OP, _forward, input, linear_weight, linear_bias, target, weight, normalizer, ignore_index, mode,
+                label_smoothing, scale, softcap, z_loss, skip_ignored, limit or _AS_THE_GRADIENTS, computed,
+            )
+        )  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _save(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        upstream = _differentiated(ctx, grads)
+        if upstream == (None, None, None):
+            return None, None, None, *_NOTHING
+        return _compute_again(ctx, upstream)
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients, which have no derivative themselves."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        grad_loss: Tensor,
+        grad_lse: Tensor | None,
+        grad_entropy: Tensor | None,
+        input: Tensor,
+        linear_weight: Tensor,
+        linear_bias: Tensor | None,
+        target: Tensor,
+        weight: Tensor | None,
+        lse: Tensor,
+        entropy: Tensor | None,
+        target_mass: Tensor | None,
+        divisor: Tensor | None,
+        ignore_index: int,
+        mode: int,
+        label_smoothing: float,
+        scale: float,
+        softcap: float,
+        z_loss: float,
+        skip_ignored: bool,
+        limit: int,
+        gradients: int,
+    ) -> tuple[Tensor, ...]:
+        return tuple(
+            call(
+                _OP, _backward, grad_loss, grad_lse, grad_entropy, input, linear_weight, linear_bias, target, weight,
+                lse, entropy, target_mass, divisor, ignore_index, mode, label_smoothing, scale, softcap, z_loss,
+                skip_ignored, limit, gradients,
+            )
+        )  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{_OP}: there is no second derivative; use torch.nn.functional.linear and cross_entropy for one"
+        )
+
+
+class _Speed(torch.autograd.Function):
+    """The same, with the gradients that the bits `gradients` name computed in the forward, for an upstream gradient of
+    1. The first backward hands them out; whatever comes after it, or is more than a factor, computes again."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        tensors, numbers = arguments[:6], arguments[7:15]
+        computed, _, gradients = arguments[15:]
+        results = call(_OP, _forward_backward, *tensors, *numbers, computed, gradients)
+        count = len(results) - sum(1 for bit in GRADIENTS if gradients & bit)
+        outputs = tuple(results[:count])
+        _save(ctx, arguments, outputs)
+        # No saved tensors: those are there as long as the graph is, and what is handed out may be written over.
+        ctx.gradients, ctx.bits = results[count:], gradients & ~WIDE_WEIGHT
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_loss, grad_lse, grad_entropy = upstream = _differentiated(ctx, grads)
+        if upstream == (None, None, None):
+            return None, None, None, *_NOTHING
+        if torch.compiler.is_compiling():
+            # A graph may run twice, and its saved tensors cannot be written over.
+            assert grad_loss is not None
+            scaled = [(each.to(grad_loss.dtype) * grad_loss).to(each.dtype) for each in ctx.gradients]
+            return _in_places(scaled, ctx.bits, ctx.weight_dtype)
+        is_factor = grad_lse is None and grad_entropy is None and not torch.is_grad_enabled()
+        if grad_loss is None or not is_factor or is_batched(grad_loss):
+            return _compute_again(ctx, upstream)
+        computed, ctx.gradients = ctx.gradients, None
+        if computed is None:  # the second time, and the same bit for bit
+            computed = call(_OP, _forward_backward, *ctx.saved_tensors[:6], *ctx.numbers, 0, ctx.bits | ctx.wide)[1:]
+        return _hand_out(ctx, computed, grad_loss)
+
+
+def _hand_out(ctx: Any, computed: list[Tensor], grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+    grads = [computed.pop(0) if ctx.bits & bit else None for bit in GRADIENTS]
+    call(_OP, _rescale, *grads, grad_loss)  # reads and writes nothing where grad_loss is 1
+    grad_input, grad_weight, grad_bias = grads
+    if grad_weight is not None and ctx.grad_weight_out is not None:
+        ctx.grad_weight_out.add_(grad_weight)
+        grad_weight = None
+    elif grad_weight is not None and ctx.wide:
+        grad_weight = grad_weight.to(ctx.weight_dtype)
+    return grad_input, grad_weight, grad_bias, *_NOTHING
+
+
+refuse_lost_derivatives(_OP, _forward, _forward_backward, _backward, _backward_accumulate, _rescale)
+
+
+# What torch.compile and other tracers ask: shapes, strides and dtypes of the outputs.
+
+
+def _empty_gradients(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, gradients: int) -> list[Tensor]:
+    wide = accumulator_dtype(input.dtype)
+    made = []
+    if gradients & OF_INPUT:
+        made.append(torch.empty_like(input))
+    if gradients & OF_WEIGHT:
+        dtype = wide if gradients & WIDE_WEIGHT else linear_weight.dtype
+        made.append(linear_weight.new_empty(linear_weight.shape, dtype=dtype))
+    if gradients & OF_BIAS and linear_bias is not None:
+        made.append(_empty_bias_gradient(input, linear_bias))
+    return made
+
+
+def _empty_bias_gradient(input: Tensor, linear_bias: Tensor | None) -> Tensor:
+    if linear_bias is None:
+        return input.new_empty(0, dtype=accumulator_dtype(input.dtype))
+    is_narrow = linear_bias.dtype == input.dtype
+    return linear_bias.new_empty(linear_bias.shape, dtype=input.dtype if is_narrow else accumulator_dtype(input.dtype))
+
+
+@register_fake("linear_cross_entropy_forward")
+def _(input: Tensor, *arguments: Any) -> list[Tensor]:
+    return empty_outputs(input, list(input.shape[:-1]), arguments[6], arguments[-1])
+
+
+@register_fake("linear_cross_entropy_forward_backward")
+def _(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, *arguments: Any) -> list[Tensor]:
+    made = empty_outputs(input, list(input.shape[:-1]), arguments[4], arguments[-2])
+    return made + _empty_gradients(input, linear_weight, linear_bias, arguments[-1])
+
+
+@register_fake("linear_cross_entropy_backward")
+def _(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    grad_entropy: Tensor | None,
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
+    made = _empty_gradients(input, linear_weight, linear_bias, arguments[-1])
+    return tuple(made.pop(0) if arguments[-1] & bit else input.new_empty(0) for bit in GRADIENTS)
+
+
+@register_fake("linear_cross_entropy_backward_accumulate")
+def _(
+    grad_weight: Tensor,
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    grad_entropy: Tensor | None,
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    *arguments: Any,
+) -> tuple[Tensor, Tensor]:
+    gradients = arguments[-1]
+    grad_input = torch.empty_like(input) if gradients & OF_INPUT else input.new_empty(0)
+    grad_bias = _empty_bias_gradient(input, linear_bias)
+    return grad_input, grad_bias if gradients & OF_BIAS else grad_bias.new_empty(0)
+
+
+@register_fake("linear_cross_entropy_rescale")
+def _(*_: Any) -> None:
+    pass
+
+
+@register_fake("linear_cross_entropy_algorithm")
+def _(*_: Any) -> int:
+    return _SPEED
+
+
+# Batching rules: where only rows have a batch, it becomes their first axis, and their losses are reduced for each
+# sample. Where each sample has its own head, or wants its own gradient of one, there is one call for each.
+
+
+@register_vmap("linear_cross_entropy_forward")
+def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[list[Tensor], list[int]]:
+    input, linear_weight, linear_bias, target, weight, normalizer, ignore_index, mode, *numbers, outputs = arguments
+    if any(in_dims[index] is not None for index in (1, 2, 4)):
+        each = [_forward(*sample) for sample in each_of_batch(info, in_dims, *arguments)]
+        stacked = [torch.stack(tensors) for tensors in zip(*each)]
+        return stacked, [0] * len(stacked)
+    (input,) = batch_first(info, in_dims, input)
+    (target,) = batch_first(info, in_dims[3:], target)
+    if normalizer is not None:
+        (normalizer,) = batch_first(info, in_dims[5:], normalizer)
+    results = _forward(
+        input, linear_weight, linear_bias, _rows_at_one_distance(target), weight, None, ignore_index, NONE, *numbers,
+        outputs & ~DIVISOR,
+    )  # fmt: skip
+    divisors = None
+    if mode == MEAN:
+        divisors = divisors_of(info.batch_size, target, weight, normalizer, ignore_index, results[0])
+    tensors = reduce_samples(list(results), outputs, mode, divisors)
+    return tensors, [0] * len(tensors)
+
+
+def _rows_at_one_distance(target: Tensor) -> Tensor:
+    return target.contiguous() if target.is_floating_point() else target
+
+
+@register_vmap("linear_cross_entropy_backward")
+def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    tensors, ignore_index, mode, numbers, gradients = (
+        arguments[:12], arguments[12], arguments[13], arguments[14:-1], arguments[-1],
+    )  # fmt: skip
+    if gradients & (OF_WEIGHT | OF_BIAS) or any(in_dims[index] is not None for index in (4, 5, 7)):
+        each = [_backward(*sample) for sample in each_of_batch(info, in_dims, *arguments)]
+        return tuple(torch.stack(computed) for computed in zip(*each)), (0, 0, 0)
+
+    def batched(index: int) -> Any:
+        tensor = tensors[index]
+        return None if tensor is None else batch_first(info, in_dims[index:], tensor)[0]
+
+    def per_row(index: int) -> Any:
+        tensor = batched(index)
+        return None if tensor is None else tensor.contiguous()
+
+    rows = per_row(8)
+    grads = row_gradients(batched(0), mode, batched(11) if mode == MEAN else None, rows)
+    grad_input, *absent = _backward(
+        grads, per_row(1), per_row(2), batched(3), tensors[4], tensors[5], _rows_at_one_distance(batched(6)),
+        tensors[7], rows, per_row(9), per_row(10), None, ignore_index, NONE, *numbers, gradients,
+    )  # fmt: skip
+    return (grad_input, *(each.expand(info.batch_size, 0) for each in absent)), (0, 0, 0)

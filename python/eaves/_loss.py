@@ -1,0 +1,275 @@
+"""What the losses share: the arguments that they have in common, their outputs as bits, and the samples of a batch."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from eaves._operator import accumulator_dtype, check_bool, check_tensor, name_of, number_of
+
+NONE, SUM, MEAN = 0, 1, 2  # enum Reduction of include/eaves/cross_entropy.h
+REDUCTIONS = {"none": NONE, "sum": SUM, "mean": MEAN}
+
+# The outputs that a call asks for beside the loss, as bits; those of python/csrc/loss_arguments.h. The extension gives
+# them in this order.
+LSE, DIVISOR, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS = OUTPUTS = (1, 2, 4, 8, 16, 32)
+OF_IGNORED_ROWS = 64  # no output: lse, argmax and entropy of rows that are ignored too
+
+CLASS_DTYPES = (torch.int64, torch.int32)
+
+_RESULT_DTYPES = {dtype: accumulator_dtype(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+_RESULT_DTYPES[torch.float64] = torch.float64
+
+
+class CrossEntropyOutput(NamedTuple):
+    """What eaves.cross_entropy and eaves.linear_cross_entropy give with any of their return_* arguments; None for what
+    was not asked for."""
+
+    loss: Tensor
+    lse: Tensor | None = None
+    argmax: Tensor | None = None
+    entropy: Tensor | None = None
+    z_loss: Tensor | None = None
+
+
+# ----------------------------------------------------------------------------------------------------------- arguments
+
+
+def shape_of(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)
+
+
+def check_input(op: str, input: Tensor, target: Tensor, meaning: str) -> torch.dtype:
+    """Both are tensors that eaves has, and input may be what it means. Returns the dtype of the loss."""
+    check_tensor(op, "input", input)
+    check_tensor(op, "target", target)
+    dtype = _RESULT_DTYPES.get(input.dtype)
+    if dtype is None:
+        raise ValueError(f"{op}: input has dtype {name_of(input.dtype)}, expected a floating-point type: {meaning}")
+    return dtype
+
+
+def check_class_dtype(op: str, target: Tensor, input: Tensor) -> None:
+    if target.dtype not in CLASS_DTYPES:
+        raise ValueError(
+            f"{op}: target has dtype {name_of(target.dtype)}, expected int64 or int32 for classes, "
+            f"{name_of(input.dtype)} or float32 for probabilities"
+        )
+
+
+def check_soft_dtype(op: str, target: Tensor, input: Tensor) -> None:
+    if target.dtype != input.dtype and target.dtype != torch.float32:
+        raise ValueError(
+            f"{op}: target has dtype {name_of(target.dtype)}, expected for probabilities that of input, "
+            f"{name_of(input.dtype)}, or float32"
+        )
+
+
+def reduction_of(op: str, reduction: str) -> int:
+    mode = REDUCTIONS.get(reduction) if isinstance(reduction, str) else None
+    if mode is None:
+        error = ValueError if isinstance(reduction, str) else TypeError
+        raise error(f'{op}: reduction is {reduction!r}, expected "none", "sum" or "mean"')
+    return mode
+
+
+def index_of(op: str, name: str, value: object) -> int:
+    if isinstance(value, (bool, Tensor)):
+        _no_index(op, name, value)
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # numpy's integers too
+    except TypeError:
+        _no_index(op, name, value)
+
+
+def _no_index(op: str, name: str, value: object) -> NoReturn:
+    raise TypeError(f"{op}: {name} is {value!r}, expected an int")
+
+
+def positive(op: str, name: str, value: object) -> float:
+    # The smallest normal number of float32, in which is computed.
+    return number_of(op, name, value, torch.finfo(torch.float32).tiny, math.inf, "a positive number")
+
+
+def smoothing_of(op: str, label_smoothing: float) -> float:
+    # The default of a caller is 0 and not 0.0: torch.compile(dynamic=True) takes a default that is a float for one that
+    # changes, and compiles twice.
+    if label_smoothing == 0:
+        return 0.0
+    return number_of(op, "label_smoothing", label_smoothing, 0.0, 1.0, "0 to 1")
+
+
+def z_weight_of(op: str, z_loss: float) -> float:
+    return 0.0 if z_loss == 0 else number_of(op, "z_loss", z_loss, 0.0, math.inf, "a number that is not negative")
+
+
+def weight_of(op: str, weight: Tensor, input: Tensor, classes: int, of: str = "input") -> Tensor:
+    """The weights of the classes, as the core takes them; `of` is the argument that says how many there are."""
+    check_tensor(op, "weight", weight)
+    if weight.dtype != input.dtype and weight.dtype != torch.float32:
+        raise ValueError(
+            f"{op}: weight has dtype {name_of(weight.dtype)}, expected that of input, {name_of(input.dtype)}, or "
+            "float32"
+        )
+    if weight.dim() != 1 or weight.shape[0] != classes:
+        raise ValueError(f"{op}: weight has shape {shape_of(weight)}, expected [{classes}] (one per class of {of})")
+    refuse_gradient(op, "weight", weight)
+    return weight.contiguous()
+
+
+def normalizer_of(op: str, normalizer: object, mode: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One number on the device, without waiting for it."""
+    if mode != MEAN:
+        raise ValueError(f'{op}: normalizer is given, but only the mean divides: expected reduction="mean"')
+    if not isinstance(normalizer, Tensor):
+        number = number_of(op, "normalizer", normalizer, -math.inf, math.inf, "a number, or a tensor of one")
+        return torch.full((), number, dtype=dtype, device=device)
+    check_tensor(op, "normalizer", normalizer)
+    if normalizer.numel() != 1:
+        raise ValueError(f"{op}: normalizer has shape {shape_of(normalizer)}, expected one element")
+    if normalizer.device != device:
+        raise ValueError(f"{op}: normalizer is on {normalizer.device}, expected {device} (as input), or a number")
+    refuse_gradient(op, "normalizer", normalizer)
+    return normalizer.to(dtype)
+
+
+def refuse_gradient(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{op}: there is no derivative with respect to {name}, which requires one; pass {name}.detach()"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- outputs
+
+
+def wanted_outputs(
+    op: str, return_lse: object, return_argmax: object, return_entropy: object, return_z_loss: object
+) -> int:
+    check_bool(op, "return_lse", return_lse)
+    check_bool(op, "return_argmax", return_argmax)
+    check_bool(op, "return_entropy", return_entropy)
+    check_bool(op, "return_z_loss", return_z_loss)
+    wanted = (LSE if return_lse else 0) | (ARGMAX if return_argmax else 0) | (ENTROPY if return_entropy else 0)
+    return wanted | (Z_LOSS if return_z_loss else 0)
+
+
+# Where each output lies in what a call gives, for each set of bits; 0, where the loss lies, for one that is not there.
+# Looked up, because counting bits in each call costs the host as much as an allocation.
+POSITIONS = [
+    {
+        bit: 1 + sum(1 for other in OUTPUTS if other < bit and computed & other) if computed & bit else 0
+        for bit in OUTPUTS
+    }
+    for computed in range(2 * OF_IGNORED_ROWS)
+]
+
+
+def pick(outputs: Sequence[Any], computed: int, bit: int) -> Any:
+    """Of what a call gave (the loss, and what the bits `computed` say), that of `bit`; None where it is not there."""
+    position = POSITIONS[computed][bit]
+    return outputs[position] if position else None
+
+
+def output_of(outputs: Sequence[Tensor], computed: int, wanted: int) -> CrossEntropyOutput:
+    """What the user gets of what was computed."""
+    lse, argmax, entropy, z_loss = (
+        pick(outputs, computed, bit) if wanted & bit else None for bit in (LSE, ARGMAX, ENTROPY, Z_LOSS)
+    )
+    return CrossEntropyOutput(outputs[0], lse, argmax, entropy, z_loss)
+
+
+def mark_constant(ctx: Any, outputs: Sequence[Tensor], computed: int, wanted: int) -> None:
+    """Tells autograd which outputs have no derivative: all but the loss and, of those that the user gets, lse and
+    entropy."""
+    if not wanted & (LSE | ENTROPY):
+        ctx.mark_non_differentiable(*outputs[1:])
+        return
+    differentiable = (wanted & LSE) | ENTROPY
+    positions = POSITIONS[computed]
+    constant = [outputs[positions[bit]] for bit in OUTPUTS if computed & bit and not differentiable & bit]
+    ctx.mark_non_differentiable(*constant)
+
+
+def empty_outputs(like: Tensor, rows: Sequence[int], mode: int, outputs: int) -> list[Tensor]:
+    """The loss and the outputs that the bits name, without values."""
+    dtype = accumulator_dtype(like.dtype)
+    loss_shape = rows if mode == NONE else ()
+    shapes = {LSE: rows, DIVISOR: (), ARGMAX: rows, ENTROPY: rows, Z_LOSS: loss_shape, TARGET_MASS: rows}
+    tensors = [like.new_empty(loss_shape, dtype=dtype)]
+    for bit, shape in shapes.items():
+        if outputs & bit:
+            tensors.append(like.new_empty(shape, dtype=torch.int64 if bit == ARGMAX else dtype))
+    return tensors
+
+
+# ------------------------------------------------------------------------------------------------ samples of torch.vmap
+
+
+def divisors_of(
+    samples: int,
+    targets: Tensor,
+    weight: Tensor | None,
+    normalizer: Tensor | None,
+    ignore_index: int,
+    rows: Tensor,
+) -> Tensor:
+    """What the mean of each sample is divided by; `targets` has the samples as its first axis, and so have `rows`, one
+    number for each row in the dtype of the divisors."""
+    if normalizer is not None:
+        return normalizer.reshape(samples).clone()
+    if targets.is_floating_point():  # with probabilities all rows count
+        return _sums(torch.ones_like(rows))
+    counts = targets != ignore_index
+    if weight is None:
+        return _sums(counts.to(rows.dtype))
+    classes = torch.where(counts, targets, 0).clamp(0, max(weight.shape[0] - 1, 0))
+    return _sums(torch.where(counts, weight.to(rows.dtype)[classes], 0.0))
+
+
+def _sums(rows: Tensor) -> Tensor:
+    """The sum of each sample's rows."""
+    return rows.reshape(rows.shape[0], math.prod(rows.shape[1:])).sum(1)
+
+
+def _quotient(numbers: Tensor, divisors: Tensor) -> Tensor:
+    """Without rows that count, a mean is 0."""
+    return torch.where(divisors == 0, torch.zeros_like(numbers), numbers / divisors)
+
+
+def reduce_samples(tensors: list[Tensor], outputs: int, mode: int, divisors: Tensor | None) -> list[Tensor]:
+    """What a call with reduction "none" gave for all samples at once, each sample's losses reduced.
+
+    `outputs` are those of the call that was asked for; the one for all has no divisor. `divisors` are there with the
+    mean.
+    """
+    if mode == NONE:
+        return tensors
+    z_losses = pick(tensors, outputs & ~DIVISOR, Z_LOSS)
+    losses, parts = _sums(tensors[0]), None if z_losses is None else _sums(z_losses)
+    if divisors is not None:
+        losses = _quotient(losses, divisors)
+        parts = None if parts is None else _quotient(parts, divisors)
+    reduced = list(tensors)
+    if outputs & DIVISOR and divisors is not None:
+        reduced.insert(POSITIONS[outputs][DIVISOR], divisors)
+    reduced[0] = losses
+    if parts is not None:
+        reduced[POSITIONS[outputs][Z_LOSS]] = parts
+    return reduced
+
+
+def row_gradients(grad_loss: Tensor, mode: int, divisor: Tensor | None, rows: Tensor) -> Tensor:
+    """dL/d(loss) of each row, from that of each sample's reduced loss. `rows` has the samples as its first axis."""
+    if mode == NONE:
+        return grad_loss
+    samples = rows.shape[0]
+    grads = grad_loss.reshape(samples)
+    if divisor is not None:
+        grads = _quotient(grads, divisor.reshape(samples))
+    return grads.reshape([samples] + [1] * (rows.dim() - 1)).expand(rows.shape)

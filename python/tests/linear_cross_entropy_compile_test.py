@@ -1,0 +1,94 @@
+"""eaves.linear_cross_entropy under torch.compile, beside what library_test.py asks of every operator: the gradient of
+the head too, on both ways, again and again, and under autocast."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config
+from torch import Tensor
+
+import eaves
+from comparison import assert_agree
+from cross_entropy_test import each
+from linear_cross_entropy_gradient_test import ALGORITHMS, leaves
+from linear_cross_entropy_test import problem
+
+
+# A second backward of a compiled graph is something that torch has to be told of.
+@torch._functorch.config.patch(donated_buffer=False)
+@each("algorithm", [*ALGORITHMS, "auto"])
+@each("reduction", ["mean", "none"])
+def test_all_gradients_are_those_of_the_eager_call(
+    algorithm: str, reduction: str, device: torch.device, fresh_compiler: None
+) -> None:
+
+    def function(x: Tensor, head: Tensor, target: Tensor, bias: Tensor) -> Tensor:
+        loss = eaves.linear_cross_entropy(
+            x.sin(), head, target, linear_bias=bias, algorithm=algorithm, reduction=reduction
+        )
+        return loss * 3
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (9, 20):
+        x, head, target, bias = problem((rows, 24), 33, torch.float32, device)
+        results = []
+        for f in (function, compiled):
+            given = leaves(x, head, bias)
+            loss = f(given[0], given[1], target, given[2])
+            first = torch.autograd.grad(loss.sum(), given, retain_graph=True)
+            second = torch.autograd.grad(loss.sum(), given)
+            assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "scaled twice"
+            results.append((loss.detach(), *first))
+        for actual, expected in zip(*results, strict=True):
+            assert_agree(actual, expected)
+
+
+def test_outputs_with_a_gradient_are_compiled(device: torch.device, fresh_compiler: None) -> None:
+    def function(x: Tensor, head: Tensor, target: Tensor) -> Tensor:
+        out: Any = eaves.linear_cross_entropy(x, head, target, return_lse=True, return_entropy=True, algorithm="speed")
+        return out.loss + out.lse.sum() + 2 * out.entropy.sum()
+
+    x, head, target, _ = problem((9, 24), 33, torch.float32, device)
+    results = []
+    for f in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        given = leaves(x, head)
+        results.append(torch.autograd.grad(f(*given, target), given))
+    for actual, expected in zip(*results, strict=True):
+        assert_agree(actual, expected)
+
+
+def test_without_a_gradient_only_the_loss_is_compiled(device: torch.device, fresh_compiler: None) -> None:
+    x, head, target, _ = problem((9, 24), 33, torch.float32, device)
+    names: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        names.extend(str(node.target) for node in graph.graph.nodes if "eaves" in str(node.target))
+        return graph.forward
+
+    compiled = torch.compile(eaves.linear_cross_entropy, fullgraph=True, backend=backend)
+    assert torch.equal(compiled(x, head, target), eaves.linear_cross_entropy(x, head, target))
+    assert names == ["eaves.linear_cross_entropy_forward.default"]
+
+
+def test_autocast_is_compiled(device: torch.device, fresh_compiler: None) -> None:
+    def function(x: Tensor, head: Tensor, target: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return eaves.linear_cross_entropy(x, head, target)
+
+    x, head, target, _ = problem((9, 24), 33, torch.float32, device)
+    results = []
+    for f in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        given = leaves(x, head)
+        loss = f(*given, target)
+        results.append((loss.detach(), *torch.autograd.grad(loss, given)))
+    for actual, expected in zip(*results, strict=True):
+        assert actual.dtype == torch.float32 and torch.equal(actual, expected)
+
+
+def test_a_callers_tensor_is_refused(device: torch.device, fresh_compiler: None) -> None:
+    x, head, target, _ = problem((9, 24), 33, torch.float32, device)
+    out = torch.zeros_like(head)
+    compiled = torch.compile(eaves.linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="grad_weight_out is written in the backward"):
+        compiled(x, head.requires_grad_(), target, grad_weight_out=out)

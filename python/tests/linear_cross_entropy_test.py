@@ -1,0 +1,234 @@
+"""eaves.linear_cross_entropy forward: values against the float64 oracle, the surface of a call against
+torch.nn.functional.linear_cross_entropy.
+
+Gradients are in linear_cross_entropy_gradient_test.py, arguments that are refused in
+linear_cross_entropy_refusals_test.py, errors beside torch's in linear_cross_entropy_parity_test.py, and what every
+operator has to do in library_test.py.
+"""
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import eaves
+from comparison import FLOATING_POINT, assert_within
+from cross_entropy_cases import random_targets
+from cross_entropy_test import EVERYTHING, OPTIONS, REDUCTIONS, each
+from layouts import LAYOUTS, random_tensor
+from linear_cross_entropy_cases import LinearOracle
+
+# shape of the input, classes, the reason
+SAMPLES = [
+    ((7,), 5, "one row without an axis of rows"),
+    ((1, 1), 1, "one row, one feature, one class: its loss is 0"),
+    ((3, 8), 1, "one class"),
+    ((0, 8), 5, "no rows"),
+    ((13, 17), 19, "primes"),
+    ((2, 3, 4, 24), 33, "three axes of rows"),
+    ((64, 100), 131, "features that are a multiple of 4 and not of 8"),
+    ((3, 16), 50257, "the vocabulary of GPT-2"),
+    ((300, 65), 257, "more rows than a tile"),
+]
+
+
+def samples() -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("shape", "classes"), [pytest.param(*s[:2], id=s[2]) for s in SAMPLES])
+
+
+def problem(
+    shape: tuple[int, ...], classes: int, dtype: torch.dtype, device: torch.device | str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """input, linear_weight, target, linear_bias; logits have a deviation of about 2."""
+    features = shape[-1]
+    x = random_tensor(shape, dtype, device)
+    head = random_tensor((classes, features), dtype, device, 2.0 / features**0.5).flip(0)
+    return x, head, random_targets(shape[:-1], classes, device), random_tensor((classes,), dtype, device)
+
+
+def soft_targets(shape: tuple[int, ...], classes: int, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    dtype = dtype if dtype == torch.float64 else torch.float32
+    return random_tensor((*shape[:-1], classes), torch.float64, device, 2.0).softmax(-1).to(dtype)
+
+
+def check(
+    x: Tensor, head: Tensor, target: Tensor, bias: Tensor | None = None, weight: Tensor | None = None, **options: Any
+) -> None:
+    """One call without a gradient asked for, and one on each way to it."""
+    oracle = LinearOracle(x, head, target, bias, weight, **options)
+    result_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    what = f"{x.dtype} {target.dtype} strides={x.stride()} {options}"
+    for algorithm in (None, "speed", "memory"):
+        leaf = x.detach().requires_grad_(algorithm is not None)
+        named = {"linear_bias": bias, "weight": weight, "algorithm": algorithm or "auto", **options}
+        loss = eaves.linear_cross_entropy(leaf, head, target, **named)
+        out = eaves.linear_cross_entropy(leaf, head, target, **named, **EVERYTHING)
+        assert loss.dtype == result_dtype and loss.requires_grad == leaf.requires_grad and loss.is_contiguous(), what
+        bounds = oracle.bounds(result_dtype)
+        for name, bound in bounds.items():
+            result = getattr(out, name)
+            assert result.dtype == result_dtype and result.is_contiguous(), what
+            assert_within(result, bound, f"{name} {what} {algorithm}")
+        assert_within(loss, bounds["loss"], what)
+        is_first = out.argmax.cpu() == torch.where(oracle.rows.counts, oracle.rows.argmax, 0)
+        largest = oracle.rows.logits.gather(-1, out.argmax.cpu().unsqueeze(-1)).squeeze(-1)
+        is_near = (oracle.rows.largest - largest).abs() <= 2 * oracle.row_error  # two that round to one
+        assert (is_first | is_near).all(), what
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+
+@samples()
+def test_every_dtype_matches_the_oracle(shape: tuple[int, ...], classes: int, device: torch.device) -> None:
+    for dtype in FLOATING_POINT:
+        x, head, target, bias = problem(shape, classes, dtype, device)
+        for reduction in REDUCTIONS:
+            for each_target in (target, target.int(), soft_targets(shape, classes, device, dtype)):
+                check(x, head, each_target, reduction=reduction)
+            check(x, head, target, bias, reduction=reduction)
+
+
+@each("options", OPTIONS)
+def test_every_option_matches_the_oracle(options: dict[str, Any], device: torch.device) -> None:
+    for dtype in FLOATING_POINT:
+        x, head, target, bias = problem((6, 5, 24), 129, dtype, device)
+        for weight in (None, torch.linspace(0, 2, 129, device=device).to(dtype)):
+            for reduction in REDUCTIONS:
+                for each_target in (target, soft_targets(x.shape, 129, device, dtype)):
+                    check(x, head, each_target, bias, weight, reduction=reduction, **options)
+
+
+@each("layout", LAYOUTS)
+def test_every_layout_matches_the_oracle(layout: Any, device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x, head, target, bias = problem((3, 5, 24), 33, dtype, device)
+        check(layout(x), head, layout(target), bias)
+        check(x, layout(head), target, layout(bias))
+        check(x, head, layout(soft_targets(x.shape, 33, device, dtype)), reduction="none")
+
+
+def test_a_float32_bias_beside_16_bits(device: torch.device) -> None:
+    x, head, target, bias = problem((9, 24), 33, torch.bfloat16, device)
+    check(x, head, target, bias.float() * 1.001)
+
+
+def test_targets_may_be_probabilities_of_16_bits(device: torch.device) -> None:
+    x, head, _, _ = problem((9, 24), 33, torch.bfloat16, device)
+    soft = soft_targets(x.shape, 33, device, x.dtype).bfloat16()
+    assert torch.equal(eaves.linear_cross_entropy(x, head, soft), eaves.linear_cross_entropy(x, head, soft.float()))
+
+
+def test_the_normalizer_divides(device: torch.device) -> None:
+    x, head, target, _ = problem((9, 24), 33, torch.float32, device)
+    check(x, head, target, normalizer=7.0)
+    number = torch.tensor([7.0], device=device)
+    expected = eaves.linear_cross_entropy(x, head, target, normalizer=7)
+    assert torch.equal(eaves.linear_cross_entropy(x, head, target, normalizer=number), expected)
+
+
+def test_all_rows_ignored_is_0(device: torch.device) -> None:
+    x, head, target, _ = problem((9, 24), 33, torch.float32, device)
+    x[0] = math.inf  # nobody reads it on a CPU
+    target[:] = -100
+    for skip in (False, True) if device.type == "cuda" else (False,):
+        for algorithm in ("speed", "memory"):
+            given = x.requires_grad_() if device.type == "cpu" else x.detach().nan_to_num().requires_grad_()
+            out = eaves.linear_cross_entropy(
+                given, head, target, algorithm=algorithm, skip_ignored=skip, return_entropy=True
+            )
+            assert out.loss.item() == 0 and not out.entropy.any()
+            assert not torch.autograd.grad(out.loss, given)[0].any()
+
+
+def test_a_small_workspace_changes_what_is_computed_at_once_and_not_the_result(device: torch.device) -> None:
+    x, head, target, bias = problem((700, 24), 517, torch.float32, device)
+    for limit in (1, 100_000, 1_000_000, 1 << 30):
+        check(x, head, target, bias, workspace_bytes=limit)
+
+
+# ----------------------------------------------------------------------------------------------- the surface of a call
+
+
+def torch_function() -> Any:
+    function = getattr(torch.nn.functional, "linear_cross_entropy", None)
+    if function is None:
+        pytest.skip("this PyTorch has no linear_cross_entropy")
+    return function
+
+
+def test_it_takes_the_calls_of_torch() -> None:
+    ours, torchs = (inspect.signature(f).parameters for f in (eaves.linear_cross_entropy, torch_function()))
+    for name, parameter in torchs.items():
+        assert ours[name].kind == parameter.kind, name
+        if name != "ignore_index":  # torch's None is -100
+            assert ours[name].default == parameter.default, name
+    x, head, target, bias = problem((9, 24), 33, torch.float32, "cpu")
+    weight = torch.rand(33)
+    options = torch.nn.LinearCrossEntropyOptions()
+    for named in (
+        {},
+        {"linear_bias": bias},
+        {"linear_bias": bias, "weight": weight, "reduction": "none", "ignore_index": 3, "label_smoothing": 0.1},
+        {"ignore_index": None, "options": None},
+        {"options": options, "reduction": "sum"},
+    ):
+        target[target == -100] = 3
+        expected = torch_function()(x, head, target, **named)
+        torch.testing.assert_close(eaves.linear_cross_entropy(x, head, target, **named), expected)
+    torch.testing.assert_close(
+        eaves.linear_cross_entropy(x[0], head, target[0]), torch_function()(x[0], head, target[0])
+    )
+    soft = soft_targets(x.shape, 33, "cpu", x.dtype)
+    torch.testing.assert_close(eaves.linear_cross_entropy(x, head, soft), torch_function()(x, head, soft))
+
+
+def test_the_module_is_the_function(device: torch.device) -> None:
+    x, head, target, bias = problem((9, 24), 33, torch.float32, device)
+    options = {"ignore_index": 3, "reduction": "sum", "label_smoothing": 0.1, "softcap": 5.0, "z_loss": 0.1}
+    weight = torch.rand(33, device=device)
+    target[target == -100] = 3
+    module = eaves.LinearCrossEntropyLoss(weight, algorithm="memory", **options)
+    expected = eaves.linear_cross_entropy(x, head, target, linear_bias=bias, weight=weight, **options)
+    assert torch.equal(module(x, head, target, bias), expected)
+    assert torch.equal(module.state_dict()["weight"], weight)
+    text = "ignore_index=3, reduction='sum', label_smoothing=0.1, z_loss=0.1, algorithm='memory', softcap=5.0"
+    assert module.extra_repr() == text
+    arguments = set(inspect.signature(eaves.linear_cross_entropy).parameters)
+    passed = set(inspect.signature(eaves.LinearCrossEntropyLoss).parameters) | set(
+        inspect.signature(eaves.LinearCrossEntropyLoss.forward).parameters
+    )
+    assert arguments - passed == {"options"}
+
+
+@each("name", ["lse", "argmax", "entropy", "z_loss"])
+def test_outputs_come_as_a_named_tuple(name: str, device: torch.device) -> None:
+    x, head, target, _ = problem((9, 24), 33, torch.float32, device)
+    out = eaves.linear_cross_entropy(x, head, target, **{f"return_{name}": True})
+    assert type(out) is eaves.CrossEntropyOutput
+    assert {field for field in out._fields if getattr(out, field) is not None} == {"loss", name}
+
+
+# ------------------------------------------------------------------------------------------------------------- autocast
+
+
+def test_autocast_casts_as_that_of_linear_does(device: torch.device) -> None:
+    x, head, target, bias = problem((9, 24), 33, torch.float32, device)
+    for dtypes in ((torch.float32,) * 3, (torch.bfloat16, torch.float32, torch.float32)):
+        given = [t.to(d).requires_grad_() for t, d in zip((x, head, bias), dtypes, strict=True)]
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = eaves.linear_cross_entropy(given[0], given[1], target, linear_bias=given[2])
+        cast = [t.detach().bfloat16().requires_grad_() for t in given]
+        expected = eaves.linear_cross_entropy(cast[0], cast[1], target, linear_bias=cast[2])
+        assert loss.dtype == torch.float32 and torch.equal(loss, expected)
+        grads = torch.autograd.grad(loss, given)
+        for grad, tensor, wanted in zip(grads, given, torch.autograd.grad(expected, cast), strict=True):
+            assert grad.dtype == tensor.dtype and torch.equal(grad, wanted.to(grad.dtype))
+        exact = LinearOracle(*(t.detach() for t in cast[:2]), target, cast[2].detach())
+        assert_within(loss, exact.bounds(torch.float32)["loss"])
+        with torch.autocast(device.type, torch.bfloat16):
+            double = eaves.linear_cross_entropy(x.double(), head.double(), target)
+        assert double.dtype == torch.float64

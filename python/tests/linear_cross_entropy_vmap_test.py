@@ -1,0 +1,79 @@
+"""The batching rules of eaves.linear_cross_entropy: every option under torch.vmap, with and without a gradient, is the
+loop. What torch.vmap and torch.func have to do around any operator is in transforms_test.py.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad
+
+import eaves
+from comparison import assert_agree
+from cross_entropy_test import EVERYTHING, REDUCTIONS, each
+from cross_entropy_vmap_test import assert_is_the_loop
+from linear_cross_entropy_test import problem, soft_targets
+
+DTYPES = (torch.float32, torch.float64)
+
+
+@each("reduction", REDUCTIONS)
+@each("dtype", DTYPES)
+def test_every_option_under_vmap_is_the_loop(reduction: str, dtype: torch.dtype, device: torch.device) -> None:
+    for shape in ((4, 8), (4, 3, 8), (4, 2, 3, 8), (4, 0, 8)):
+        x, head, target, bias = problem(shape, 5, dtype, device)
+        if target.numel():
+            target[1] = -100  # a sample whose rows are all ignored
+        for each_target in (target, soft_targets(shape, 5, device, dtype)):
+            for weight in (None, torch.linspace(0.1, 2, 5, device=device).to(dtype)):
+                for options in ({}, {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 3.0, "scale": 1.5}):
+                    named: dict[str, Any] = {"weight": weight, "reduction": reduction, "linear_bias": bias, **options}
+
+                    def outputs(x: Tensor, t: Tensor, head: Any = head, named: Any = named) -> tuple[Tensor, ...]:
+                        return tuple(eaves.linear_cross_entropy(x, head, t, **named, **EVERYTHING))
+
+                    def total(x: Tensor, t: Tensor, outputs: Any = outputs) -> Tensor:
+                        loss, lse, _, entropy, _ = outputs(x, t)
+                        numbers = torch.arange(1, loss.numel() + 1, device=device).view(loss.shape)
+                        return (loss * numbers).sum() + (lse.sin() + 2 * entropy).sum()
+
+                    assert_is_the_loop(lambda x, t, f=outputs: f(x, t)[0], x, each_target)
+                    assert_is_the_loop(outputs, x, each_target)
+                    assert_is_the_loop(grad(total), x, each_target)
+
+
+@each("dtype", DTYPES)
+def test_each_tensor_may_have_a_batch_or_none(dtype: torch.dtype, device: torch.device) -> None:
+    x, head, target, bias = problem((4, 3, 8), 5, dtype, device)
+    heads = torch.stack([head * factor for factor in (1.0, -0.5, 2.0, 0.0)])
+    biases, weights = torch.stack([bias] * 4) * heads[:, 0, :1], torch.rand(4, 5, device=device, dtype=dtype)
+    normalizers = torch.tensor([1.0, 2.0, 5.0, 7.0], device=device, dtype=dtype)
+
+    def function(x: Tensor, w: Tensor, t: Tensor, b: Tensor, c: Tensor, n: Tensor) -> Tensor:
+        return eaves.linear_cross_entropy(x, w, t, linear_bias=b, weight=c, normalizer=n, label_smoothing=0.1)
+
+    batches = (x, heads, target, biases, weights, normalizers)
+    for dims in ((0, 0, 0, 0, 0, 0), (0, None, 0, None, None, None), (None, 0, None, None, None, None),
+                 (0, None, None, 0, None, 0), (None, None, 0, None, 0, None), (0, None, 0, None, None, 0)):  # fmt: skip
+        given = [t if d == 0 else t[0] for t, d in zip(batches, dims, strict=True)]
+        each_sample = [[t[i] if d == 0 else t for t, d in zip(given, dims, strict=True)] for i in range(4)]
+        for f in (function, grad(function, (0, 1, 3)), grad(function), grad(function, 1)):
+            expected = [f(*sample) for sample in each_sample]
+            actual = torch.vmap(f, in_dims=dims)(*given)
+            if isinstance(actual, Tensor):
+                assert_agree(actual, torch.stack(expected))
+            else:
+                for index, found in enumerate(actual):
+                    assert_agree(found, torch.stack([e[index] for e in expected]))
+
+
+def test_per_sample_gradients_of_a_head_are_those_of_the_loop(device: torch.device) -> None:
+    x, head, target, _ = problem((7, 8), 5, torch.float32, device)
+    target[target == -100] = 0
+
+    def loss(head: Tensor, sample: Tensor, label: Tensor) -> Tensor:
+        return eaves.linear_cross_entropy(sample, head, label)
+
+    actual = torch.vmap(grad(loss), in_dims=(None, 0, 0))(head, x, target)
+    expected = torch.stack([grad(loss)(head, *sample) for sample in zip(x, target, strict=True)])
+    assert_agree(actual, expected)
