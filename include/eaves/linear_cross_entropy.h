@@ -42,7 +42,7 @@ struct LinearCrossEntropyInputs {
   TensorView bias = {};
 
   /// Per row, any strides: int32 or int64 classes. Or soft targets: [..., classes], rows at one distance, classes with
-  /// unit stride; dtype of x, or float32.
+  /// unit stride; float32, or float64 where x is float64.
   TensorView targets = {};
 
   /// w of cross_entropy.h, optional; [classes], contiguous; dtype of x, or float32.
@@ -164,8 +164,8 @@ std::size_t linear_cross_entropy_rescale_workspace_bytes(const LinearCrossEntrop
 enum class LinearCrossEntropyAlgorithm : std::uint8_t { speed, memory };
 
 /// Which way to the gradients suits a call whose dL/d(loss) is not known in the forward: speed where the workspace has
-/// room for a chunk of rows that keeps the products fast (1024, or all), the loss is reduced, and the gradients do not
-/// have to be finished in float16, which a loss scale of the backward comes too late for.
+/// room for a chunk of rows that keeps the products fast (on a GPU 1024, or all), the loss is reduced, and the
+/// gradients do not have to be finished in float16, which a loss scale of the backward comes too late for.
 LinearCrossEntropyAlgorithm linear_cross_entropy_algorithm(const LinearCrossEntropyForwardArgs& args,
                                                            const ExecutionContext& context = {});
 

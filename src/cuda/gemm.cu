@@ -43,17 +43,21 @@ __global__ void fill_rows(A* to, std::int64_t rows, std::int64_t columns, std::i
 
 DataType data_type(DType dtype) {
   switch (dtype) {
-    case DType::float64: return kFloat64;
-    case DType::float16: return kFloat16;
-    case DType::bfloat16: return kBfloat16;
-    default: return kFloat32;
+    case DType::float64:
+      return kFloat64;
+    case DType::float16:
+      return kFloat16;
+    case DType::bfloat16:
+      return kBfloat16;
+    default:
+      return kFloat32;
   }
 }
 
 /// The largest power of two, up to 256, that divides all addresses of a matrix's rows.
 std::uint32_t alignment_of(const void* data, std::int64_t stride, DType dtype) {
-  const auto bits = reinterpret_cast<std::uintptr_t>(data) |
-                    (static_cast<std::uintptr_t>(stride) * size_of(dtype)) | std::uintptr_t{256};
+  const auto bits = reinterpret_cast<std::uintptr_t>(data) | (static_cast<std::uintptr_t>(stride) * size_of(dtype)) |
+                    std::uintptr_t{256};
   return static_cast<std::uint32_t>(bits & (~bits + 1));
 }
 

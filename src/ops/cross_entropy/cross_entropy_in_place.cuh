@@ -26,7 +26,8 @@ inline constexpr const char* kInPlaceOp = "cross_entropy_forward_backward";
 template <bool kIsHeavy>
 inline constexpr RowThreads kMostInRegisters = kIsHeavy ? RowThreads{128, 4} : RowThreads{256, 8};
 template <bool kIsHeavy>
-inline constexpr std::int64_t kRegisterRowBytes = 16 * kMostInRegisters<kIsHeavy>.threads* kMostInRegisters<kIsHeavy>.vectors;
+inline constexpr std::int64_t kRegisterRowBytes =
+    16 * kMostInRegisters<kIsHeavy>.threads* kMostInRegisters<kIsHeavy>.vectors;
 
 /// Of a longer row, each block of a cluster keeps a piece in shared memory: so little that six blocks share a
 /// multiprocessor, and some load while others wait for their cluster or store. More blocks than the most that every GPU

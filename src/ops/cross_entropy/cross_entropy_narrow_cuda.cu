@@ -1,6 +1,6 @@
 // Gradients of 16 bits over float32 logits, each row's in the first half of its place. A gradient that is written lies
-// over logits of smaller columns: a block takes a row in the order of its columns, and writes a piece when all of it has
-// been loaded.
+// over logits of smaller columns: a block takes a row in the order of its columns, and writes a piece when all of it
+// has been loaded.
 #include "cuda/launch.cuh"
 #include "ops/cross_entropy/cross_entropy_in_place.cuh"
 
