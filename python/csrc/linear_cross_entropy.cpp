@@ -115,7 +115,7 @@ std::vector<Tensor> forward(Tensor x, Tensor weight, OptionalTensor bias, Tensor
       .normalizer = optional_input(normalizer, {kOp, "normalizer"})};
   if (workspace_limit == kAsTheGradients) args.inputs.workspace_limit = limit_of_gradients(args.inputs);
   std::vector<Tensor> tensors = make_outputs(args, wanted);
-  run<linear_cross_entropy_forward, &linear_cross_entropy_forward_workspace_bytes>(args, args.inputs.x.device);
+  run<linear_cross_entropy_forward, &linear_cross_entropy_forward_workspace_bytes, true>(args, args.inputs.x.device);
   return tensors;
 }
 
@@ -133,7 +133,7 @@ std::vector<Tensor> forward_backward(Tensor x, Tensor weight, OptionalTensor bia
           .normalizer = optional_input(normalizer, {kOp, "normalizer"})}};
   std::vector<Tensor> tensors = make_outputs(args.forward, wanted);
   args.gradients = make_gradients(x, args.forward.inputs, wanted_gradients, tensors);
-  run<linear_cross_entropy_forward_backward, &linear_cross_entropy_forward_backward_workspace_bytes>(
+  run<linear_cross_entropy_forward_backward, &linear_cross_entropy_forward_backward_workspace_bytes, true>(
       args, args.forward.inputs.x.device);
   return tensors;
 }
@@ -153,7 +153,7 @@ LinearCrossEntropyBackwardArgs backward_args(const Tensor& grad_loss, const Opti
 }
 
 void run_backward(const LinearCrossEntropyBackwardArgs& args) {
-  run<linear_cross_entropy_backward, &linear_cross_entropy_backward_workspace_bytes>(args, args.inputs.x.device);
+  run<linear_cross_entropy_backward, &linear_cross_entropy_backward_workspace_bytes, true>(args, args.inputs.x.device);
 }
 
 /// Those that were not asked for have no elements: torch's older batching, that of is_grads_batched, takes no lists.

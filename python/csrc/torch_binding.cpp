@@ -161,8 +161,11 @@ Call::Call(Device device) : device_(device) {
 
 void Call::take_workspace(std::size_t bytes) {
   if (bytes == 0) return;
-  workspace_ = empty({static_cast<std::int64_t>(bytes)}, DType::uint8, device_);
-  context_.workspace = {workspace_->mutable_data_ptr(), bytes};
+  constexpr std::size_t kAlignment = 256;  // of a workspace; torch aligns memory of the CPU to 64 bytes
+  workspace_ = empty({static_cast<std::int64_t>(bytes + kAlignment)}, DType::uint8, device_);
+  void* data = workspace_->mutable_data_ptr();
+  std::size_t space = bytes + kAlignment;
+  context_.workspace = {std::align(kAlignment, bytes, data, space), bytes};
 }
 
 }  // namespace eaves::binding

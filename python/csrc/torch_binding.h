@@ -71,13 +71,13 @@ class Call {
 
 /// Runs an operator of the core on the stream, the threads and the memory of torch:
 ///   run<logsumexp_forward, &logsumexp_forward_workspace_bytes>(args, args.x.device);
-/// An operator that needs no workspace leaves the second one out; on the CPU none does.
-template <auto* function, auto workspace_bytes = nullptr, typename Args>
+/// An operator that needs no workspace leaves the second one out; most need none on the CPU.
+template <auto* function, auto workspace_bytes = nullptr, bool kNeedsItOnCpu = false, typename Args>
 void run(const Args& args, Device device) {
   Call call(device);
   if constexpr (!std::is_null_pointer_v<decltype(workspace_bytes)>) {
     // The question checks the arguments once more.
-    if (device.type != DeviceType::cpu) call.take_workspace(workspace_bytes(args, call.context()));
+    if (kNeedsItOnCpu || device.type != DeviceType::cpu) call.take_workspace(workspace_bytes(args, call.context()));
   }
   function(args, call.context());
 }

@@ -236,7 +236,7 @@ _LATER_KINDS: tuple[Kind, ...] = ("host", "memory")
 def _print_heading(device: torch.device, protocol: Protocol) -> None:
     info = _info.extension()
     print(f"# {device_name(device)}, eaves {info['version']} (commit {info['commit']}), torch {torch.__version__}")
-    print("# speed in ms, median; limit: plain streaming of the same bytes in the same run")
+    print("# speed in ms, median; limit: plain streaming of the same bytes, or the matrix products, in the same run")
     print("# best peer / eaves: the best of the others by eaves; above 1 eaves is faster, or takes less memory")
     print("# memory in MiB: peak with inputs and outputs counted; limit: inputs and outputs alone")
     if device.type == "cuda":

@@ -83,6 +83,9 @@ class Row:
     make_limit: Callable[[Inputs], Callable[[], object]] | None = None
     """What the column `limit` measures of such an operator, instead of streaming bytes."""
 
+    tolerance: float | None = None
+    """How far a peer may be off from eaves, of the largest value, where its own rounding makes that more than usual."""
+
     in_place: bool = False
     """With fwd+bwd: who can do so may write the gradients over the arguments. Every call, of everybody, gets arguments
     that were made anew for it (`Inputs.remade`) before its time begins."""

@@ -121,7 +121,7 @@ class Harness:
                 forward = provider.forward(row)
                 actual = verify.results(provider.name, mode, forward, inputs, row.in_place)
                 expected = expected or actual
-                column.skipped = verify.difference(actual, expected)
+                column.skipped = verify.difference(actual, expected, row.tolerance)
             except Exception as error:  # somebody else's code: whatever it raises, the others go on
                 column.skipped = reason(error)
                 continue

@@ -41,11 +41,12 @@ def results(provider: str, mode: Mode, forward: Forward, inputs: Inputs, in_plac
     return Results(provider, tensors)
 
 
-def difference(actual: Results, expected: Results) -> str:
+def difference(actual: Results, expected: Results, tolerance: float | None = None) -> str:
     """What is wrong with the results, in one line; nothing where they agree."""
-    # Of the coarsest dtype: a peer may round what eaves does not, and then its gradients have the error of its out.
-    dtypes = {tensor.dtype for each in (actual, expected) for tensor in each.tensors.values()}
-    tolerance = max(_TOLERANCE.get(dtype, 0.0) for dtype in dtypes)  # integers have to be equal
+    if tolerance is None:
+        # Of the coarsest dtype: a peer may round what eaves does not, and then its gradients have the error of its out.
+        dtypes = {tensor.dtype for each in (actual, expected) for tensor in each.tensors.values()}
+        tolerance = max(_TOLERANCE.get(dtype, 0.0) for dtype in dtypes)  # integers have to be equal
     for name, wanted in expected.tensors.items():
         found = actual.tensors[name]
         if found.shape != wanted.shape:

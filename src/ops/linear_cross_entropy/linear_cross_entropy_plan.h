@@ -133,7 +133,9 @@ inline std::size_t workspace_bytes(const LinearCrossEntropyProblem& problem, con
 }
 
 /// What the products lose nothing by: whole tiles.
-inline constexpr std::int64_t kLinearCrossEntropyRowTile = 128;
+inline std::int64_t row_tile(const LinearCrossEntropyProblem& problem) {
+  return problem.device.type == DeviceType::cpu ? 32 : 128;
+}
 inline constexpr std::int64_t kLinearCrossEntropyClassTile = 256;
 
 /// The most rows, with so many classes, whose workspace is within `limit`; at least one. Pieces of equal size.
@@ -147,10 +149,10 @@ inline std::int64_t rows_within(const LinearCrossEntropyProblem& problem, std::i
     (workspace_bytes(problem, {middle, classes}) <= limit ? low : high) = middle;
   }
   const std::int64_t chunks = ceil_divide(all, low);
-  const std::int64_t even =
-      ceil_divide(ceil_divide(all, chunks), kLinearCrossEntropyRowTile) * kLinearCrossEntropyRowTile;
+  const std::int64_t tile = row_tile(problem);
+  const std::int64_t even = ceil_divide(ceil_divide(all, chunks), tile) * tile;
   if (even <= low) return even;
-  return low < kLinearCrossEntropyRowTile ? low : low / kLinearCrossEntropyRowTile * kLinearCrossEntropyRowTile;
+  return low < tile ? low : low / tile * tile;
 }
 
 /// What a block of the backward costs on a GPU, in seconds: products at the speed of a Hopper GPU, whose tiles of 128 x
@@ -162,7 +164,7 @@ inline double seconds_of(const LinearCrossEntropyProblem& problem, const LinearC
   constexpr std::int64_t kTilesAtOnce = 132;
   const auto waste = [&](std::int64_t rows, std::int64_t columns) {
     const std::int64_t tiles =
-        ceil_divide(rows, kLinearCrossEntropyRowTile) * ceil_divide(columns, kLinearCrossEntropyClassTile);
+        ceil_divide(rows, row_tile(problem)) * ceil_divide(columns, kLinearCrossEntropyClassTile);
     return static_cast<double>(ceil_divide(tiles, kTilesAtOnce) * kTilesAtOnce) / static_cast<double>(tiles);
   };
   const auto all = static_cast<double>(problem.rows());
@@ -201,8 +203,8 @@ inline LinearCrossEntropyBlock blocks_within(const LinearCrossEntropyProblem& pr
   constexpr std::int64_t kMostSmaller = 40;  // class tiles that a block may have less than fit
   for (std::int64_t chunks = 1; chunks <= all; chunks += chunks < kFewChunks ? 1 : chunks) {
     const std::int64_t even = ceil_divide(all, chunks);
-    const std::int64_t tiles = ceil_divide(even, kLinearCrossEntropyRowTile);
-    const std::int64_t rows = chunks == 1 ? all : std::min(all, tiles * kLinearCrossEntropyRowTile);
+    const std::int64_t tiles = ceil_divide(even, row_tile(problem));
+    const std::int64_t rows = chunks == 1 ? all : std::min(all, tiles * row_tile(problem));
     const std::int64_t most = classes_within(problem, rows, limit);
     const auto consider = [&](std::int64_t classes) {
       const LinearCrossEntropyBlock block{rows, classes};

@@ -100,8 +100,8 @@ TEST(LinearCrossEntropyPlan, WhatFitsIsOneBlock) {
 TEST(LinearCrossEntropyPlan, BlocksAreOfWholeTilesWhereTheyAreLargerThanOne) {
   for_each_problem([](const LinearCrossEntropyProblem& problem, std::size_t limit) {
     const LinearCrossEntropyBlock block = plan_blocks(problem, limit);
-    if (problem.mode != Mode::backward && block.rows < problem.rows() && block.rows > kLinearCrossEntropyRowTile) {
-      ASSERT_EQ(block.rows % kLinearCrossEntropyRowTile, 0);
+    if (problem.mode != Mode::backward && block.rows < problem.rows() && block.rows > row_tile(problem)) {
+      ASSERT_EQ(block.rows % row_tile(problem), 0);
     }
     if (block.classes < problem.classes && block.classes > kLinearCrossEntropyClassTile) {
       ASSERT_EQ(block.classes % kLinearCrossEntropyClassTile, 0);
