@@ -89,6 +89,17 @@ LinearCrossEntropyGradients make_gradients(const Tensor& x, const LinearCrossEnt
   return gradients;
 }
 
+/// Scratch memory is torch's, on the CPU too, so that whoever counts torch's memory counts it; but for a few numbers
+/// to ask for it would cost more than to take it.
+template <auto* function, auto workspace_bytes, typename Args>
+void run_counted(const Args& args, const LinearCrossEntropyInputs& inputs) {
+  constexpr std::int64_t kFew = 1 << 16;
+  const Device device = inputs.x.device;
+  const bool are_few = inputs.targets.element_count() * inputs.weight.shape[0] < kFew;
+  if (device.type == DeviceType::cpu && are_few && inputs.x.element_count() < kFew) return run<function>(args, device);
+  run<function, workspace_bytes, true>(args, device);
+}
+
 /// In place of a limit; python/eaves/_linear_cross_entropy.py has the same number.
 constexpr std::int64_t kAsTheGradients = -1;
 
@@ -115,7 +126,7 @@ std::vector<Tensor> forward(Tensor x, Tensor weight, OptionalTensor bias, Tensor
       .normalizer = optional_input(normalizer, {kOp, "normalizer"})};
   if (workspace_limit == kAsTheGradients) args.inputs.workspace_limit = limit_of_gradients(args.inputs);
   std::vector<Tensor> tensors = make_outputs(args, wanted);
-  run<linear_cross_entropy_forward, &linear_cross_entropy_forward_workspace_bytes, true>(args, args.inputs.x.device);
+  run_counted<linear_cross_entropy_forward, &linear_cross_entropy_forward_workspace_bytes>(args, args.inputs);
   return tensors;
 }
 
@@ -133,8 +144,8 @@ std::vector<Tensor> forward_backward(Tensor x, Tensor weight, OptionalTensor bia
           .normalizer = optional_input(normalizer, {kOp, "normalizer"})}};
   std::vector<Tensor> tensors = make_outputs(args.forward, wanted);
   args.gradients = make_gradients(x, args.forward.inputs, wanted_gradients, tensors);
-  run<linear_cross_entropy_forward_backward, &linear_cross_entropy_forward_backward_workspace_bytes, true>(
-      args, args.forward.inputs.x.device);
+  run_counted<linear_cross_entropy_forward_backward, &linear_cross_entropy_forward_backward_workspace_bytes>(
+      args, args.forward.inputs);
   return tensors;
 }
 
@@ -153,7 +164,7 @@ LinearCrossEntropyBackwardArgs backward_args(const Tensor& grad_loss, const Opti
 }
 
 void run_backward(const LinearCrossEntropyBackwardArgs& args) {
-  run<linear_cross_entropy_backward, &linear_cross_entropy_backward_workspace_bytes, true>(args, args.inputs.x.device);
+  run_counted<linear_cross_entropy_backward, &linear_cross_entropy_backward_workspace_bytes>(args, args.inputs);
 }
 
 /// Those that were not asked for have no elements: torch's older batching, that of is_grads_batched, takes no lists.

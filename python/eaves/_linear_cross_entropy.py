@@ -264,8 +264,8 @@ def linear_cross_entropy(
         tensor(0.8606)
         >>> loss.backward()
         >>> hidden.grad
-        tensor([[-0.0886,  0.0143],
-                [ 0.3030,  0.1441],
+        tensor([[-0.1772,  0.0285],
+                [ 0.6060,  0.1440],
                 [ 0.0000,  0.0000]])
     """
     is_compiling = torch.compiler.is_compiling()

@@ -301,9 +301,7 @@ def _tables(request: Request) -> list[Table]:
     is_cpu = request.device.type == "cpu"
     batch, features = _CPU_SHAPE if is_cpu and request.sweep == "quick" else _GPU_SHAPE
     powers = (10, 12, 15) if is_cpu and request.sweep == "quick" else range(10, 18)
-    modes: tuple[Mode, ...] = ("fwd+bwd",)
-    if request.sweep == "quick":
-        modes = ("fwd", "fwd+bwd") if is_cpu else ("fwd", "bwd", "fwd+bwd")
+    modes: tuple[Mode, ...] = ("fwd", "bwd", "fwd+bwd") if request.sweep == "quick" else ("fwd+bwd",)
     kinds: tuple[Data, ...] = ("seed", "dense") if request.sweep == "quick" else ("seed",)
     dtypes = [request.dtype] + (["fp32"] if is_cpu and not request.has_dtype else [])
     return [

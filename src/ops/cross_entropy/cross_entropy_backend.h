@@ -72,8 +72,8 @@ struct CrossEntropyBackwardProblem {
   void* grad_logits;    ///< may be inputs.logits
 };
 
-/// Forward and backward in place: inputs.logits is overwritten. Where grad_dtype is narrower than logits of float32, the
-/// rows are contiguous and start on 16 bytes, and the gradient of each takes the first half of its row; the view's
+/// Forward and backward in place: inputs.logits is overwritten. Where grad_dtype is narrower than logits of float32,
+/// the rows are contiguous and start on 16 bytes, and the gradient of each takes the first half of its row; the view's
 /// kGradLogits then counts elements of grad_dtype.
 struct CrossEntropyInPlaceProblem {
   CrossEntropyForwardProblem forward;
