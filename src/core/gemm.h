@@ -1,5 +1,5 @@
 // A matrix product, as operators ask for it on every device: row-major matrices with 64-bit sizes, one rounding at the
-// end. cpu/gemm.h and cuda/gemm.h compute it with a library.
+// end. cuda/gemm.h computes it with a library, cpu/gemm.h mostly with loops of its own.
 #pragma once
 
 #include <cstdint>
