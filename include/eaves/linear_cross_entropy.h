@@ -14,11 +14,12 @@
 // accumulators, not from logits rounded to the type of x. Their gradient is rounded once to that type, as the factor of
 // the two products that it is. Each of those sums in float32 and is rounded once for each chunk of rows (grad_weight)
 // or once (grad_x). That dL/d(loss) and the mean's divisor multiply the products' results and not the factor keeps
-// float16 from underflow.
+// float16 from underflow; where dL/d(loss) is per row, or lse or entropy have gradients, they are part of the factor,
+// and in float16 those below 1e-4 lose digits.
 //
 // Over the edges, beside those of cross_entropy: rows that are ignored have gradient 0 and lse, entropy and argmax 0,
 // whatever x holds where they are skipped; where they are not (see skips_ignored_rows), an x that is not finite there
-// makes grad_weight NaN, as 0 * NaN is.
+// makes grad_weight NaN, and a weight that is not finite their grad_x, as 0 * NaN is.
 #pragma once
 
 #include "eaves/context.h"

@@ -7,7 +7,7 @@
 namespace eaves::cuda::cublaslt {
 namespace {
 
-/// The names of CUDA's major versions whose interface is the one that is declared here; that of this build first.
+/// The names of CUDA's major versions whose interface is the one that is declared here; the newest first.
 constexpr const char* kNames[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
 constexpr const char* kFolders[] = {"", "/usr/local/cuda/lib64/", "/usr/local/cuda/targets/x86_64-linux/lib/"};
 

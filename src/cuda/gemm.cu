@@ -116,7 +116,7 @@ struct Description {
 };
 
 /// Everything that the choice of an algorithm may depend on.
-using AlgorithmKey = std::array<std::int64_t, 16>;
+using AlgorithmKey = std::array<std::int64_t, 17>;
 
 AlgorithmKey key_of(const Gemm& gemm, bool has_bias, int device, const std::array<std::uint32_t, 3>& alignments) {
   return {gemm.m,
@@ -131,6 +131,7 @@ AlgorithmKey key_of(const Gemm& gemm, bool has_bias, int device, const std::arra
           gemm.b.is_transposed,
           gemm.alpha != nullptr,
           has_bias,
+          static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(gemm.bias) % 256),
           device,
           alignments[0],
           alignments[1],
@@ -164,7 +165,8 @@ std::optional<Algorithm> find_algorithm(const char* op, Handle handle, const Des
 std::optional<Algorithm> algorithm_for(const char* op, Handle handle, const Gemm& gemm, bool has_bias, int device,
                                        const Description& description) {
   static std::mutex mutex;
-  static std::map<AlgorithmKey, std::optional<Algorithm>> known;
+  static std::map<AlgorithmKey, Algorithm> known;
+  constexpr std::size_t kMostKnown = 4096;
   const std::array<std::uint32_t, 3> alignments = {alignment_of(gemm.b.data, gemm.b.stride, gemm.dtype),
                                                    alignment_of(gemm.a.data, gemm.a.stride, gemm.dtype),
                                                    alignment_of(gemm.c, gemm.c_stride, gemm.c_dtype)};
@@ -172,7 +174,11 @@ std::optional<Algorithm> algorithm_for(const char* op, Handle handle, const Gemm
   const std::lock_guard lock(mutex);
   const auto at = known.find(key);
   if (at != known.end()) return at->second;
-  return known[key] = find_algorithm(op, handle, description, alignments);
+  const auto found = find_algorithm(op, handle, description, alignments);
+  if (!found) return found;                       // the next call asks again
+  if (known.size() >= kMostKnown) known.clear();  // row counts that change with each call
+  known.emplace(key, *found);
+  return found;
 }
 
 template <typename A>

@@ -35,18 +35,19 @@ constexpr std::size_t kMebibyte = std::size_t{1} << 20;
 /// both at once lose nothing from chunks of 2048 rows on, and win nothing beyond 3072: at 131,072 classes 2048 are 1
 /// GiB.
 std::size_t default_limit(const LinearCrossEntropyProblem& problem) {
-  if (problem.device.type == DeviceType::cpu) return 32 * kMebibyte;
+  const std::size_t rows = per_row_bytes(problem);
+  if (problem.device.type == DeviceType::cpu) return rows + 32 * kMebibyte;
   switch (problem.mode) {
     case Mode::forward:
-      return 256 * kMebibyte;
+      return rows + 256 * kMebibyte;
     case Mode::backward:
-      return 160 * kMebibyte;
+      return rows + 160 * kMebibyte;
     case Mode::forward_backward:
       break;
   }
   constexpr std::int64_t kEnoughRows = 3072;
-  const std::size_t enough = workspace_bytes(problem, {std::min(problem.rows(), kEnoughRows), problem.classes});
-  return std::clamp(enough, 448 * kMebibyte, 1088 * kMebibyte);
+  const std::size_t enough = workspace_bytes(problem, {std::min(problem.rows(), kEnoughRows), problem.classes}) - rows;
+  return rows + std::clamp(enough, 448 * kMebibyte, 1088 * kMebibyte);
 }
 
 /// Rows of a chunk from which on the products of the speedy way lose little.

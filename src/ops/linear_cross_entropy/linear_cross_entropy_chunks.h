@@ -14,7 +14,7 @@
 //     template <typename N> scatter_numbers(const N* from, N* to, std::int64_t count);     // 0 for the others
 //     void widen(TypedNumbers from, std::int64_t count, void* to);       // to accumulators
 //     void add_column_sums(const void* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,
-//                          const void* scale, bool is_first, void* to);
+//                          const void* scale, bool is_first, double* to);
 //     void write_grad_bias();                                            // from memory.grad_bias
 //     void clear_parameters();                                           // grad_weight and grad_bias become 0
 //     void reduce_losses(const void* losses, std::int64_t count, void* to);
@@ -272,7 +272,7 @@ class LinearCrossEntropyChunks {
     }
     if (problem_.grad_bias != nullptr) {
       steps_.add_column_sums(gradient.data, rows, classes, gradient.stride, alpha, is_first,
-                             element(memory_.grad_bias, problem_.accumulator(), first_class));
+                             memory_.grad_bias + first_class);
     }
   }
 

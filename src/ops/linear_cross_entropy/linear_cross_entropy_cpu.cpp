@@ -112,24 +112,25 @@ class Steps {
   }
 
   void add_column_sums(const void* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,
-                       const void* scale, bool is_first, void* to) {
-    const A factor = scale == nullptr ? A(1) : *static_cast<const A*>(scale);
+                       const void* scale, bool is_first, double* to) {
+    const double factor = scale == nullptr ? 1.0 : static_cast<double>(*static_cast<const A*>(scale));
     constexpr std::int64_t kColumns = 1024;  // of a piece, whose sums stay in L1
     parallel_for(context_, ceil_divide(columns, kColumns), 1, [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t piece = begin; piece < end; ++piece) {
         const std::int64_t column = piece * kColumns;
         add_sums(static_cast<const T*>(from) + column, rows, std::min(kColumns, columns - column), stride, factor,
-                 is_first, static_cast<A*>(to) + column);
+                 is_first, to + column);
       }
     });
   }
 
   void write_grad_bias() {
-    const A* sums = static_cast<const A*>(memory_.grad_bias);
+    const double* sums = memory_.grad_bias;
     const auto write = [&](auto* to) {
       using N = std::remove_pointer_t<decltype(to)>;
       for (std::int64_t i = 0; i < problem_.classes; ++i) {
-        to[i] = round_to<N>(problem_.accumulates ? load_as_accumulator(to[i]) + sums[i] : sums[i]);
+        const double before = problem_.accumulates ? static_cast<double>(load_as_accumulator(to[i])) : 0.0;
+        to[i] = round_to<N>(static_cast<A>(before + sums[i]));
       }
     };
     if (problem_.grad_bias_dtype == kDTypeOf<T>) {
@@ -227,11 +228,13 @@ class Steps {
     });
   }
 
-  static void add_sums(const T* from, std::int64_t rows, std::int64_t columns, std::int64_t stride, A factor,
-                       bool is_first, A* to) {
-    if (is_first) std::fill_n(to, columns, A(0));
+  static void add_sums(const T* from, std::int64_t rows, std::int64_t columns, std::int64_t stride, double factor,
+                       bool is_first, double* to) {
+    if (is_first) std::fill_n(to, columns, 0.0);
     for (std::int64_t row = 0; row < rows; ++row) {
-      for (std::int64_t v = 0; v < columns; ++v) to[v] += factor * load_as_accumulator(from[row * stride + v]);
+      for (std::int64_t v = 0; v < columns; ++v) {
+        to[v] += factor * static_cast<double>(load_as_accumulator(from[row * stride + v]));
+      }
     }
   }
 

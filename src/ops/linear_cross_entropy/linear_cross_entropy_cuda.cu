@@ -269,30 +269,32 @@ constexpr int kSumRows = 16;   // that walk down a column side by side
 template <typename T, typename A = Accumulator<T>>
 __global__ void __launch_bounds__(kSumLanes* kSumRows)
     sum_columns(const T* from, std::int64_t rows, std::int64_t columns, std::int64_t stride, const A* scale,
-                bool is_first, A* to) {
-  __shared__ A sums[kSumRows][kSumLanes];
+                bool is_first, double* to) {
+  __shared__ double sums[kSumRows][kSumLanes];
   const std::int64_t column = std::int64_t{blockIdx.x} * kSumLanes + threadIdx.x;
-  A sum = A(0);
+  double sum = 0.0;
   if (column < columns) {
 #pragma unroll 8
     for (std::int64_t row = threadIdx.y; row < rows; row += kSumRows) {
-      sum += load_as_accumulator(from[row * stride + column]);
+      sum += double(load_as_accumulator(from[row * stride + column]));
     }
   }
   sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.y != 0 || column >= columns) return;
-  A all = A(0);
+  double all = 0.0;
 #pragma unroll
   for (int i = 0; i < kSumRows; ++i) all += sums[i][threadIdx.x];
-  if (scale != nullptr) all *= *scale;
+  if (scale != nullptr) all *= double(*scale);
   to[column] = is_first ? all : to[column] + all;
 }
 
-template <typename N, typename A>
-__global__ void __launch_bounds__(kThreads) write_numbers(const A* from, N* to, std::int64_t count, bool accumulates) {
+template <typename N>
+__global__ void __launch_bounds__(kThreads)
+    write_numbers(const double* from, N* to, std::int64_t count, bool accumulates) {
+  using A = Accumulator<N>;
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
-    to[i] = round_to<N>(accumulates ? A(load_as_accumulator(to[i])) + from[i] : from[i]);
+    to[i] = round_to<N>(A((accumulates ? double(load_as_accumulator(to[i])) : 0.0) + from[i]));
   }
 }
 
@@ -423,17 +425,16 @@ class Steps {
   }
 
   void add_column_sums(const void* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,
-                       const void* scale, bool is_first, void* to) {
+                       const void* scale, bool is_first, double* to) {
     run(sum_columns<T, A>, {.blocks = ceil_divide(columns, kSumLanes), .threads = dim3(kSumLanes, kSumRows)},
-        static_cast<const T*>(from), rows, columns, stride, static_cast<const A*>(scale), is_first,
-        static_cast<A*>(to));
+        static_cast<const T*>(from), rows, columns, stride, static_cast<const A*>(scale), is_first, to);
   }
 
   void write_grad_bias() {
     const auto write = [&](auto* to) {
       using N = std::remove_pointer_t<decltype(to)>;
-      run(write_numbers<N, A>, {.blocks = blocks_for(problem_.classes), .threads = kThreads},
-          static_cast<const A*>(memory_.grad_bias), to, problem_.classes, problem_.accumulates);
+      run(write_numbers<N>, {.blocks = blocks_for(problem_.classes), .threads = kThreads},
+          static_cast<const double*>(memory_.grad_bias), to, problem_.classes, problem_.accumulates);
     };
     if (problem_.grad_bias_dtype == kDTypeOf<T>) {
       write(static_cast<T*>(problem_.grad_bias));

@@ -11,8 +11,10 @@
 #include "eaves/error.h"
 #include "eaves/linear_cross_entropy.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_test_case.h"
+#include "runtime/runtime.h"
 #include "testing/cases.h"
 #include "testing/devices.h"
+#include "testing/memory.h"
 
 namespace eaves::testing {
 namespace {
@@ -81,11 +83,38 @@ TEST_P(LinearCrossEntropyEdges, WithoutRowsAReducedLossAndItsGradientsAreZero) {
             test_case.has_normalizer = has_normalizer;
             test_case.accumulates = accumulates;
             check_linear_cross_entropy(test_case);
+            test_case.workspace_limit = 1;  // less than there is for no row at all
+            check_linear_cross_entropy(test_case);
           }
         }
       }
     }
   }
+}
+
+TEST_P(LinearCrossEntropyEdges, TheGradientOfABiasIsASumOfManyRows) {
+  constexpr std::int64_t kRows = 65536;
+  const Memory x(device(), kRows * 4);
+  const Memory weight(device(), 8);
+  const Memory bias(device(), 8);
+  const Memory targets(device(), kRows * 8);
+  const Memory loss(device(), 4);
+  const Memory grad_bias(device(), 8);
+  x.write(std::vector<float>(kRows, 0.0f));
+  weight.write(std::vector<float>{0.0f, 0.0f});
+  bias.write(std::vector<float>{0.0f, 1.0f});
+  targets.write(std::vector<std::int64_t>(kRows, 0));
+  linear_cross_entropy_forward_backward({.forward = {.inputs = {.x = x.view(DType::float32, {kRows, 1}),
+                                                                .weight = weight.view(DType::float32, {2, 1}),
+                                                                .bias = bias.view(DType::float32, {2}),
+                                                                .targets = targets.view(DType::int64, {kRows})},
+                                                     .outputs = {.loss = loss.view(DType::float32, {})}},
+                                         .gradients = {.grad_bias = grad_bias.view(DType::float32, {2})}});
+  runtime::synchronize(device());
+  const double p = 1.0 / (1.0 + std::exp(1.0));  // of class 0
+  const std::vector<float> found = grad_bias.read<float>(2);
+  EXPECT_NEAR(found[0], p - 1.0, 2e-6 * (1.0 - p));
+  EXPECT_NEAR(found[1], 1.0 - p, 2e-6 * (1.0 - p));
 }
 
 TEST_P(LinearCrossEntropyEdges, WhereAllRowsAreIgnoredTheMeanIsZeroAndSoAreTheGradients) {

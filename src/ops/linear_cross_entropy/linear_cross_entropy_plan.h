@@ -32,7 +32,7 @@ struct LinearCrossEntropyMemory {
   // For all classes, as accumulators.
   void* bias;
   void* class_weight;
-  void* grad_bias;
+  double* grad_bias;  ///< sums of any number of rows
 
   // For a block.
   void* x;            ///< gathered rows
@@ -110,7 +110,7 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
 
   memory.bias = take(problem.bias.data != nullptr, problem.classes, number);
   memory.class_weight = take(problem.class_weight.data != nullptr, problem.classes, number);
-  memory.grad_bias = take(problem.grad_bias != nullptr, problem.classes, number);
+  memory.grad_bias = static_cast<double*>(take(problem.grad_bias != nullptr, problem.classes, sizeof(double)));
 
   const bool sums_grad_x = block.classes < problem.classes;
   memory.x = take(gathers, block.rows * problem.features(), element);
@@ -132,6 +132,13 @@ inline std::size_t workspace_bytes(const LinearCrossEntropyProblem& problem, con
   return lay_out(problem, block, nullptr, memory);
 }
 
+/// The part of the workspace that is there for every row, whatever the blocks: a limit for blocks comes on top of it.
+inline std::size_t per_row_bytes(const LinearCrossEntropyProblem& problem) {
+  LinearCrossEntropyProblem without_rows = problem;
+  without_rows.view.row_count = 0;
+  return workspace_bytes(problem, {0, 1}) - workspace_bytes(without_rows, {0, 1});
+}
+
 /// What the products lose nothing by: whole tiles.
 inline std::int64_t row_tile(const LinearCrossEntropyProblem& problem) {
   return problem.device.type == DeviceType::cpu ? 32 : 128;
@@ -141,7 +148,7 @@ inline constexpr std::int64_t kLinearCrossEntropyClassTile = 256;
 /// The most rows, with so many classes, whose workspace is within `limit`; at least one. Pieces of equal size.
 inline std::int64_t rows_within(const LinearCrossEntropyProblem& problem, std::int64_t classes, std::size_t limit) {
   const std::int64_t all = problem.rows();
-  if (workspace_bytes(problem, {all, classes}) <= limit) return all;
+  if (all <= 1 || workspace_bytes(problem, {all, classes}) <= limit) return all;
   std::int64_t low = 1;
   std::int64_t high = all;  // too many
   while (high - low > 1) {
@@ -196,7 +203,7 @@ inline std::int64_t classes_within(const LinearCrossEntropyProblem& problem, std
 /// Of the backward: the cheapest rows and classes.
 inline LinearCrossEntropyBlock blocks_within(const LinearCrossEntropyProblem& problem, std::size_t limit) {
   const std::int64_t all = problem.rows();
-  if (workspace_bytes(problem, {all, problem.classes}) <= limit) return {all, problem.classes};
+  if (all == 0 || workspace_bytes(problem, {all, problem.classes}) <= limit) return {all, problem.classes};
   LinearCrossEntropyBlock best{rows_within(problem, 1, limit), 1};
   double least = seconds_of(problem, best);
   constexpr std::int64_t kFewChunks = 64;    // each number of them is tried; beyond, every doubling

@@ -138,10 +138,10 @@ TEST(LinearCrossEntropyPlan, PartsOfTheWorkspaceAreAlignedAndDoNotOverlap) {
     const std::size_t bytes = lay_out(problem, block, base, memory);
     ASSERT_EQ(bytes, workspace_bytes(problem, block));
     std::vector<char*> parts;
-    for (void* part :
-         {static_cast<void*>(memory.row_indices), static_cast<void*>(memory.targets), memory.grad_loss,
-          memory.per_row.loss, memory.per_row.lse, memory.numbers, memory.bias, memory.class_weight, memory.grad_bias,
-          memory.x, memory.grad_x, memory.logits, memory.loss.data, memory.product.data}) {
+    for (void* part : {static_cast<void*>(memory.row_indices), static_cast<void*>(memory.targets), memory.grad_loss,
+                       memory.per_row.loss, memory.per_row.lse, memory.numbers, memory.bias, memory.class_weight,
+                       static_cast<void*>(memory.grad_bias), memory.x, memory.grad_x, memory.logits, memory.loss.data,
+                       memory.product.data}) {
       if (part != nullptr) parts.push_back(static_cast<char*>(part));
     }
     std::sort(parts.begin(), parts.end());
