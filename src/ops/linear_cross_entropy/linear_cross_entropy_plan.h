@@ -82,9 +82,9 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
   std::size_t used = 0;
   const auto take = [&](bool is_needed, std::int64_t count, std::size_t size) -> void* {
     if (!is_needed) return nullptr;
-    void* taken = static_cast<char*>(base) + used;
+    void* taken = base == nullptr ? nullptr : static_cast<char*>(base) + used;
     used += (static_cast<std::size_t>(count) * size + 255) / 256 * 256;
-    return base == nullptr ? nullptr : taken;
+    return taken;
   };
   const std::size_t number = size_of(problem.accumulator());
   const std::size_t element = size_of(problem.dtype);
