@@ -217,7 +217,7 @@ def called(monkeypatch: pytest.MonkeyPatch, target: str) -> list[tuple[tuple[Any
 def test_eaves_is_one_call_of_its_function(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
     calls = called(monkeypatch, "eaves.cross_entropy")
     options = ALL | ({"in_place": True} if in_place else {})
-    row = Row(7, {}, options, 0, 0, 0, lambda device, seed: small_inputs(options), in_place)
+    row = Row(7, {}, options, 0, 0, 0, lambda device, seed: small_inputs(options), in_place=in_place)
     arguments = small_inputs(options).arguments
     assert float(provider("eaves").forward(row)(*arguments)) == 3
     keywords = {"reduction": "mean", "label_smoothing": 0.1, "softcap": 30, "z_loss": 1e-4}
