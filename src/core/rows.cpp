@@ -84,6 +84,16 @@ Dims reduced_shape(const Dims& shape, const AxisSet& axes, bool keepdim) {
   return reduced;
 }
 
+Dims contiguous_strides(const Dims& shape) {
+  return TensorView::contiguous(static_cast<const void*>(nullptr), DType::float32, shape).strides;
+}
+
+Dims zero_strides(int rank) {
+  Dims strides;
+  for (int axis = 0; axis < rank; ++axis) strides.push_back(0);
+  return strides;
+}
+
 Dims spread_strides(const Dims& reduced_strides, int rank, const AxisSet& axes, bool keepdim) {
   Dims strides;
   int next = 0;

@@ -107,6 +107,12 @@ struct AxisSet {
 /// `shape` after the reduction: without the axes of the set, or with size 1 in their place.
 Dims reduced_shape(const Dims& shape, const AxisSet& axes, bool keepdim);
 
+/// Row-major, without gaps.
+Dims contiguous_strides(const Dims& shape);
+
+/// Those of one element that stands for all.
+Dims zero_strides(int rank);
+
 /// Strides of a reduced tensor, spread over the axes of the tensor before the reduction (there are `rank`); those of
 /// the removed axes are 0.
 Dims spread_strides(const Dims& reduced_strides, int rank, const AxisSet& axes, bool keepdim);

@@ -1,6 +1,6 @@
-// What the library uses of cuBLASLt, declared here and found when it is first needed: the library is 500 MB, not every
-// machine with a GPU has it, and most operators do without. Types and numbers are those of the library's interface,
-// which has not changed them since CUDA 11; a test compares them with cublasLt.h where that is installed.
+// What the library uses of cuBLASLt, declared here and found when it is first needed: it is large, not every machine
+// with a GPU has it, and most operators do without. Types and numbers are those of the library's interface; a test
+// compares them with cublasLt.h where that is installed.
 #pragma once
 
 #include <cstddef>

@@ -9,6 +9,7 @@
 #include "core/check.h"
 #include "core/dispatch.h"
 #include "core/loss_checks.h"
+#include "core/rows.h"
 #include "ops/cross_entropy/cross_entropy_backend.h"
 #include "runtime/backend.h"
 
@@ -25,16 +26,6 @@ constexpr const char* kForwardBackward = "cross_entropy_forward_backward";
 constexpr const char* kRescale = "cross_entropy_rescale";
 constexpr const char* kShardForward = "cross_entropy_shard_forward";
 constexpr const char* kMerge = "cross_entropy_merge";
-
-Dims contiguous_strides(const Dims& shape) {
-  return TensorView::contiguous(static_cast<void*>(nullptr), DType::float32, shape).strides;
-}
-
-Dims zero_strides(int rank) {
-  Dims strides;
-  for (int axis = 0; axis < rank; ++axis) strides.push_back(0);
-  return strides;
-}
 
 struct InputArgs {
   const TensorView& logits;
