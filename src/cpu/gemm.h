@@ -15,8 +15,8 @@ enum class GemmEngine {
 
 /// oneDNN computes products of bfloat16 on a CPU with AMX, where it is installed. Everywhere else our own loops do, so
 /// that results do not depend on what is installed. EAVES_CPU_GEMM=own or =onednn in the environment, read once, forces
-/// one, which also tells how far apart they are (`eaves bench linear_cross_entropy` with each); a library that is forced
-/// and not there is Unsupported.
+/// one, which also tells how far apart they are (`eaves bench linear_cross_entropy` with each); a library that is
+/// forced and not there is Unsupported.
 GemmEngine gemm_engine(DType dtype);
 
 /// Cut into tiles by the shape alone, each computed by one thread, so that their number changes no result. The order in
