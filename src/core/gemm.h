@@ -2,6 +2,7 @@
 // end. cuda/gemm.h computes it with a library, cpu/gemm.h mostly with loops of its own.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "eaves/tensor.h"
@@ -34,5 +35,8 @@ struct Gemm {
   const void* bias = nullptr;   ///< [n] accumulators, added to each row; nullptr: 0
   bool accumulates = false;     ///< c += instead of c =; then no bias
 };
+
+/// What a product on a GPU takes of a workspace, whatever its size; on the CPU nothing.
+inline constexpr std::size_t kGemmWorkspaceBytes = std::size_t{32} << 20;
 
 }  // namespace eaves

@@ -1,6 +1,5 @@
 #include "core/loss_checks.h"
 
-#include <cstdlib>
 #include <limits>
 #include <string>
 
@@ -100,8 +99,11 @@ void LossArguments::has_loss_gradient(const Argument& argument, DType dtype, Red
   }
 }
 
-void fail_for_target(const char* op, const Dims& row_shape, std::int64_t index, std::int64_t target,
-                     std::int64_t classes, std::int64_t ignore_index) {
+namespace {
+
+/// `index` counts the rows in the order of their shape.
+[[noreturn]] void fail_for_target(const char* op, const Dims& row_shape, std::int64_t index, std::int64_t target,
+                                  std::int64_t classes, std::int64_t ignore_index) {
   Dims row;
   for (int axis = 0; axis < row_shape.size(); ++axis) row.push_back(0);
   for (int axis = row_shape.size() - 1; axis >= 0; --axis) {
@@ -114,9 +116,20 @@ void fail_for_target(const char* op, const Dims& row_shape, std::int64_t index, 
                         std::to_string(classes - 1) + ", or ignore_index " + std::to_string(ignore_index));
 }
 
-bool checks_targets_on_gpu() {
-  const char* value = std::getenv("EAVES_CHECK_TARGETS");
-  return value != nullptr && std::string(value) != "" && std::string(value) != "0";
+}  // namespace
+
+void targets_are_in_range(const char* op, const RowTargets& targets, const Dims& row_shape, std::int64_t classes,
+                          std::int64_t ignore_index) {
+  constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
+  std::int64_t first = kNone;
+  std::int64_t value = 0;
+  targets.for_each([&](std::int64_t index, std::int64_t target) {
+    const bool is_legal = (target >= 0 && target < classes) || target == ignore_index;
+    if (is_legal || index > first) return;
+    first = index;
+    value = target;
+  });
+  if (first != kNone) fail_for_target(op, row_shape, first, value, classes, ignore_index);
 }
 
 }  // namespace eaves::check

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/row_targets.h"
 #include "eaves/cross_entropy.h"
 
 namespace eaves::check {
@@ -51,11 +52,9 @@ struct LossArguments {
   void has_loss_gradient(const Argument& argument, DType dtype, Reduction reduction) const;
 };
 
-/// Throws InvalidArgument for a target that is out of range; `index` counts the rows in the order of their shape.
-[[noreturn]] void fail_for_target(const char* op, const Dims& row_shape, std::int64_t index, std::int64_t target,
-                                  std::int64_t classes, std::int64_t ignore_index);
-
-/// The mode that trades speed for an error in words; read on each call, so that a test or a debugger can switch it.
-bool checks_targets_on_gpu();
+/// Throws InvalidArgument for the first target, in the order of `row_shape`, that is out of range. The targets are in
+/// memory of the host.
+void targets_are_in_range(const char* op, const RowTargets& targets, const Dims& row_shape, std::int64_t classes,
+                          std::int64_t ignore_index);
 
 }  // namespace eaves::check

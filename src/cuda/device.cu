@@ -133,4 +133,10 @@ void deallocate_in_stream_order(Device device, void* data, void* stream) noexcep
   cudaSetDevice(previous);
 }
 
+void copy_to_host(const char* op, Device device, void* to, const void* from, std::size_t bytes, void* stream) {
+  const DeviceGuard guard(device);
+  check_status(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, static_cast<cudaStream_t>(stream)), op);
+  check_status(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)), op);
+}
+
 }  // namespace eaves::cuda

@@ -51,4 +51,7 @@ class DeviceGuard {
 void* allocate_in_stream_order(Device device, std::size_t bytes, void* stream);
 void deallocate_in_stream_order(Device device, void* data, void* stream) noexcept;
 
+/// Waits for the stream, and the copy behind what is in it.
+void copy_to_host(const char* op, Device device, void* to, const void* from, std::size_t bytes, void* stream);
+
 }  // namespace eaves::cuda

@@ -4,10 +4,13 @@
 #include <sys/mman.h>
 #endif
 
+#include <cstdlib>
 #include <new>
 #include <string>
+#include <vector>
 
 #include "core/check.h"
+#include "core/loss_checks.h"
 #include "cuda/device.h"
 #include "eaves/error.h"
 
@@ -29,7 +32,35 @@ void* allocate_on_cpu(std::size_t bytes) {
   return data;
 }
 
+bool checks_targets_on_gpu() {
+  const char* value = std::getenv("EAVES_CHECK_TARGETS");
+  return value != nullptr && std::string(value) != "" && std::string(value) != "0";
+}
+
 }  // namespace
+
+void check_targets(const char* op, Device device, const RowTargets& targets, const Dims& row_shape,
+                   std::int64_t classes, std::int64_t ignore_index, const ExecutionContext& context) {
+  if (device.type == DeviceType::cpu) return check::targets_are_in_range(op, targets, row_shape, classes, ignore_index);
+  if (!checks_targets_on_gpu()) return;
+  require_cuda(op, device);
+  if constexpr (kHasCuda) {
+    // The run of memory that they lie in.
+    std::int64_t low = 0;
+    std::int64_t high = 0;
+    for (int axis = 0; axis < targets.rows.rank; ++axis) {
+      const std::int64_t reach = (targets.rows.sizes[axis] - 1) * targets.rows.strides[0][axis];
+      (reach < 0 ? low : high) += reach;
+    }
+    const auto bytes = static_cast<std::int64_t>(size_of(targets.classes.dtype));
+    const auto* from = static_cast<const char*>(targets.classes.data) + low * bytes;
+    std::vector<char> copy(static_cast<std::size_t>((high - low + 1) * bytes));
+    cuda::copy_to_host(op, device, copy.data(), from, copy.size(), context.stream);
+    RowTargets on_host = targets;
+    on_host.classes.data = copy.data() - low * bytes;
+    check::targets_are_in_range(op, on_host, row_shape, classes, ignore_index);
+  }
+}
 
 void require_cuda(const char* op, Device device) {
   if constexpr (kHasCuda) {

@@ -6,6 +6,7 @@
 #include <cstddef>
 
 #include "core/build_config.h"
+#include "core/row_targets.h"
 #include "eaves/context.h"
 #include "eaves/tensor.h"
 
@@ -15,6 +16,12 @@ inline constexpr bool kHasCuda = EAVES_HAVE_CUDA;
 
 /// Returns when `device`, a GPU, can be used by this build; throws Unsupported with the reason otherwise.
 void require_cuda(const char* op, Device device);
+
+/// Throws InvalidArgument for the first target that is out of range (core/loss_checks.h). Of targets on a GPU only
+/// where the environment has EAVES_CHECK_TARGETS=1, read on each call, so that a test or a debugger can switch it: they
+/// are copied, and the call waits for them.
+void check_targets(const char* op, Device device, const RowTargets& targets, const Dims& row_shape,
+                   std::int64_t classes, std::int64_t ignore_index, const ExecutionContext& context);
 
 /// The scratch memory of one call: the caller's workspace when there is one, otherwise memory of its own, on a GPU from
 /// the stream's pool, taken and given back in stream order: nothing waits, and a graph can capture it.

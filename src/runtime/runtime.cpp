@@ -212,7 +212,7 @@ void matrix_product(Device device, const Gemm& product, const ExecutionContext& 
     constexpr const char* kCaller = "matrix_product";
     cuda::require_gemm(kCaller);
     const cuda::DeviceGuard guard(device);
-    const Scratch scratch(kCaller, device, cuda::kGemmWorkspaceBytes, context);
+    const Scratch scratch(kCaller, device, kGemmWorkspaceBytes, context);
     cuda::gemm(kCaller, product, scratch.context());
   }
 }

@@ -372,10 +372,8 @@ bool is_cpu(const CrossEntropyInputs& inputs) { return inputs.device.type == Dev
 
 void check_targets(const char* op, const CrossEntropyInputs& inputs, const ExecutionContext& context) {
   if (inputs.has_soft_targets() || inputs.view.row_count == 0) return;
-  if (is_cpu(inputs)) return cpu::cross_entropy_check_targets(op, inputs);
-  if (!check::checks_targets_on_gpu()) return;
-  require_cuda(op, inputs.device);
-  if constexpr (kHasCuda) cuda::cross_entropy_check_targets(op, inputs, context);
+  check_targets(op, inputs.device, inputs.row_targets(), inputs.row_shape, inputs.classes, inputs.options.ignore_index,
+                context);
 }
 
 std::size_t workspace_bytes(const CrossEntropyForwardProblem& problem) {

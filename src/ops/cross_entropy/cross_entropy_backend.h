@@ -4,6 +4,7 @@
 
 #include <cstddef>
 
+#include "core/row_targets.h"
 #include "core/rows.h"
 #include "eaves/context.h"
 #include "eaves/cross_entropy.h"
@@ -38,6 +39,10 @@ struct CrossEntropyInputs {
   Dims row_shape;  ///< of hard targets: what an error counts them by
 
   bool has_soft_targets() const { return is_floating_point(targets_dtype); }
+  /// Hard ones; there are rows.
+  RowTargets row_targets() const {
+    return {view, cross_entropy_tensors::kTargets, cross_entropy_tensors::kPerRow, {targets, targets_dtype}};
+  }
 };
 
 /// Each nullptr where not asked for; float32, or float64 for float64 logits.
@@ -107,9 +112,7 @@ struct CrossEntropyMergeProblem {
 };
 
 namespace cpu {
-/// Throws InvalidArgument for the first target that is out of range. Every other function relies on it.
-void cross_entropy_check_targets(const char* op, const CrossEntropyInputs& inputs);
-
+/// Every function relies on targets that are in range.
 void cross_entropy_forward(const CrossEntropyForwardProblem& problem, const ExecutionContext& context);
 void cross_entropy_backward(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context);
 void cross_entropy_in_place(const CrossEntropyInPlaceProblem& problem, const ExecutionContext& context);
@@ -119,9 +122,6 @@ void cross_entropy_merge(const CrossEntropyMergeProblem& problem, const Executio
 }  // namespace cpu
 
 namespace cuda {
-/// As on the CPU; waits for the device.
-void cross_entropy_check_targets(const char* op, const CrossEntropyInputs& inputs, const ExecutionContext& context);
-
 /// `context.workspace` holds at least as many bytes as the function of the same name says.
 void cross_entropy_forward(const CrossEntropyForwardProblem& problem, const ExecutionContext& context);
 void cross_entropy_backward(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context);

@@ -12,9 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "core/check.h"
 #include "core/dispatch.h"
-#include "core/loss_checks.h"
+#include "core/typed_numbers.h"
 #include "cpu/row_softmax.h"
 #include "cpu/weighted_softmax.h"
 #include "eaves/error.h"
@@ -34,36 +33,8 @@ using Terms = CrossEntropyTerms<double>;
 enum Statistic { kLargest, kSum, kTargetLogit, kTargetWeight, kLinear, kMass, kMoment, kBestValue, kBest };
 static_assert(kBest + 1 == kCrossEntropyStatistics);
 
-std::int64_t target_at(const CrossEntropyInputs& inputs, std::int64_t offset) {
-  if (inputs.targets_dtype == DType::int32) return static_cast<const std::int32_t*>(inputs.targets)[offset];
-  return static_cast<const std::int64_t*>(inputs.targets)[offset];
-}
-
-/// An element of the result dtype, or of `dtype` where that is another one.
-double number_at(const void* data, DType dtype, std::int64_t offset) {
-  return dispatch_floating_point(dtype, [&]<typename T>() {
-    return static_cast<double>(load_as_accumulator(static_cast<const T*>(data)[offset]));
-  });
-}
-
 double weight_at(const CrossEntropyInputs& inputs, std::int64_t column) {
-  return inputs.weight == nullptr ? 1.0 : number_at(inputs.weight, inputs.weight_dtype, column);
-}
-
-/// Calls `body(index, target)` for every row; `index` counts them as the per-row tensors do.
-template <typename Body>
-void for_each_target(const CrossEntropyInputs& inputs, Body&& body) {
-  const auto& rows = inputs.view.rows;
-  const int inner = rows.rank - 1;
-  const std::int64_t size = inner < 0 ? 1 : rows.sizes[inner];
-  const std::int64_t target_stride = inner < 0 ? 0 : rows.strides[kTargets][inner];
-  const std::int64_t index_stride = inner < 0 ? 0 : rows.strides[kPerRow][inner];
-  for (std::int64_t row = 0; row < inputs.view.row_count; row += size) {
-    const auto offsets = rows.offsets(row);
-    for (std::int64_t i = 0; i < size; ++i) {
-      body(offsets.of[kPerRow] + i * index_stride, target_at(inputs, offsets.of[kTargets] + i * target_stride));
-    }
-  }
+  return inputs.weight == nullptr ? 1.0 : number_at({inputs.weight, inputs.weight_dtype}, column);
 }
 
 /// In the order of `values`, whatever the layout of the logits was.
@@ -75,16 +46,16 @@ double sum_in_order(const std::vector<double>& values) {
 
 /// What the mean divides by.
 double divisor_of(const CrossEntropyInputs& inputs, const void* normalizer) {
-  if (normalizer != nullptr) return number_at(normalizer, accumulator_dtype(inputs.logits_dtype), 0);
+  if (normalizer != nullptr) return number_at({normalizer, accumulator_dtype(inputs.logits_dtype)}, 0);
   if (inputs.has_soft_targets()) return static_cast<double>(inputs.view.row_count);
   const std::int64_t ignored = inputs.options.ignore_index;
   if (inputs.weight == nullptr) {
     std::int64_t count = 0;
-    for_each_target(inputs, [&](std::int64_t, std::int64_t target) { count += target == ignored ? 0 : 1; });
+    inputs.row_targets().for_each([&](std::int64_t, std::int64_t target) { count += target == ignored ? 0 : 1; });
     return static_cast<double>(count);
   }
   std::vector<double> weights(static_cast<std::size_t>(inputs.view.row_count));
-  for_each_target(inputs, [&](std::int64_t index, std::int64_t target) {
+  inputs.row_targets().for_each([&](std::int64_t index, std::int64_t target) {
     weights[static_cast<std::size_t>(index)] = target == ignored ? 0.0 : weight_at(inputs, target);
   });
   return sum_in_order(weights);
@@ -157,7 +128,7 @@ double divisor_if_mean(const CrossEntropyInputs& inputs, const void* normalizer)
 /// dL/d(loss) of a row; `grad_loss` nullptr stands for 1. Without weight there is no mean, and no gradient.
 double grad_of_row(const void* grad_loss, DType dtype, std::int64_t offset, double divisor) {
   if (divisor == 0.0) return 0.0;
-  return (grad_loss == nullptr ? 1.0 : number_at(grad_loss, dtype, offset)) / divisor;
+  return (grad_loss == nullptr ? 1.0 : number_at({grad_loss, dtype}, offset)) / divisor;
 }
 
 /// Statistics of two disjoint sets of classes; `best` is behind all classes where there is none.
@@ -238,7 +209,7 @@ class Rows {
   };
   Row row(std::int64_t index) const {
     Row result{view().rows.offsets(index), 0, false};
-    if (!terms_.is_soft) result.target = target_at(inputs_, result.at.of[kTargets]);
+    if (!terms_.is_soft) result.target = class_at({inputs_.targets, inputs_.targets_dtype}, result.at.of[kTargets]);
     result.is_ignored = terms_.is_ignored(result.target);
     return result;
   }
@@ -676,7 +647,7 @@ template <typename T>
 void backward_of(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context) {
   const Rows<T> rows(problem.inputs);
   const DType result_dtype = kDTypeOf<Accumulator<T>>;
-  const double divisor = problem.divisor == nullptr ? 1.0 : number_at(problem.divisor, result_dtype, 0);
+  const double divisor = problem.divisor == nullptr ? 1.0 : number_at({problem.divisor, result_dtype}, 0);
   const auto per_row = [&](const void* data, std::int64_t index) {
     return data == nullptr ? 0.0 : static_cast<double>(static_cast<const Accumulator<T>*>(data)[index]);
   };
@@ -767,7 +738,7 @@ void rescale_of(const CrossEntropyRescaleProblem& problem, const ExecutionContex
   const CrossEntropyView& view = problem.view;
   for_each_row_piece(view, context, false, [&](const ColumnPiece& piece) {
     const auto at = view.rows.offsets(piece.group);
-    const A factor = static_cast<A>(number_at(problem.grad_loss, problem.grad_loss_dtype, at.of[kGradLoss]));
+    const A factor = static_cast<A>(number_at({problem.grad_loss, problem.grad_loss_dtype}, at.of[kGradLoss]));
     if (factor == A(1)) return;
     T* row = static_cast<T*>(problem.grad_logits) + at.of[kGradLogits];
     if (view.layout == RowLayout::contiguous) {
@@ -882,33 +853,19 @@ void merge_of(const CrossEntropyMergeProblem& problem, const ExecutionContext& c
         target.logit += from[kTargetLogit];
         target.weight += from[kTargetWeight];
       }
-      const bool is_ignored = terms.is_ignored(target_at(inputs, at.of[kTargets]));
+      const bool is_ignored = terms.is_ignored(class_at({inputs.targets, inputs.targets_dtype}, at.of[kTargets]));
       weights[static_cast<std::size_t>(index)] = is_ignored ? 0.0 : target.weight;
       results.store(index, row_loss(statistics, target, !is_ignored, terms), statistics.best);
     }
   });
   double divisor = 1.0;
   if (inputs.options.reduction == Reduction::mean) {
-    divisor = problem.normalizer == nullptr ? sum_in_order(weights) : number_at(problem.normalizer, kDTypeOf<A>, 0);
+    divisor = problem.normalizer == nullptr ? sum_in_order(weights) : number_at({problem.normalizer, kDTypeOf<A>}, 0);
   }
   results.finish(divisor, problem.normalizer != nullptr);
 }
 
 }  // namespace
-
-void cross_entropy_check_targets(const char* op, const CrossEntropyInputs& inputs) {
-  constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
-  std::int64_t first = kNone;
-  std::int64_t value = 0;
-  for_each_target(inputs, [&](std::int64_t index, std::int64_t target) {
-    const bool is_legal = (target >= 0 && target < inputs.classes) || target == inputs.options.ignore_index;
-    if (is_legal || index > first) return;
-    first = index;
-    value = target;
-  });
-  if (first == kNone) return;
-  check::fail_for_target(op, inputs.row_shape, first, value, inputs.classes, inputs.options.ignore_index);
-}
 
 void cross_entropy_forward(const CrossEntropyForwardProblem& problem, const ExecutionContext& context) {
   HWY_DYNAMIC_DISPATCH(forward)(problem, context);

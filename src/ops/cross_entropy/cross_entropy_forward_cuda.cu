@@ -1,7 +1,6 @@
 // The forward of cross_entropy on a GPU: one pass over the logits, a small kernel that adds up the rows where the loss
 // is reduced. Also the two halves of a forward over shards, which are the same pass and the same end.
 #include <algorithm>
-#include <vector>
 
 #include "core/dispatch.h"
 #include "cuda/device.h"
@@ -269,28 +268,6 @@ void merge_all(const CrossEntropyMergeProblem& problem, const ExecutionContext& 
 }
 
 }  // namespace
-
-void cross_entropy_check_targets(const char* op, const CrossEntropyInputs& inputs, const ExecutionContext& context) {
-  const DeviceGuard guard(inputs.device);
-  // The run of memory that the targets lie in, on the CPU.
-  std::int64_t low = 0;
-  std::int64_t high = 0;
-  const auto& rows = inputs.view.rows;
-  for (int axis = 0; axis < rows.rank; ++axis) {
-    const std::int64_t reach = (rows.sizes[axis] - 1) * rows.strides[kTargets][axis];
-    (reach < 0 ? low : high) += reach;
-  }
-  const auto bytes = static_cast<std::int64_t>(size_of(inputs.targets_dtype));
-  std::vector<char> copy(static_cast<std::size_t>((high - low + 1) * bytes));
-  const auto stream = static_cast<cudaStream_t>(context.stream);
-  check_status(cudaMemcpyAsync(copy.data(), static_cast<const char*>(inputs.targets) + low * bytes, copy.size(),
-                               cudaMemcpyDeviceToHost, stream),
-               op);
-  check_status(cudaStreamSynchronize(stream), op);
-  CrossEntropyInputs on_cpu = inputs;
-  on_cpu.targets = copy.data() - low * bytes;
-  cpu::cross_entropy_check_targets(op, on_cpu);
-}
 
 std::size_t cross_entropy_forward_workspace_bytes(const CrossEntropyForwardProblem& problem) {
   return workspace_of(problem, plan_of(problem.inputs)).bytes();
