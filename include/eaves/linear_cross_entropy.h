@@ -96,6 +96,10 @@ struct LinearCrossEntropyForwardArgs {
   /// weights of the rows (tokens over all micro-batches and ranks, say).
   TensorView normalizer = {};
 
+  /// A backward follows, whose gradients are not there yet: without a limit the forward may then take as much memory as
+  /// both at once would, and its chunks are larger and faster.
+  bool is_followed_by_backward = false;
+
   LinearCrossEntropyOutputs outputs = {};
 };
 
@@ -132,7 +136,7 @@ struct LinearCrossEntropyBackwardArgs {
 };
 
 struct LinearCrossEntropyRescaleArgs {
-  /// inout; what linear_cross_entropy_forward_backward wrote, without `accumulates`.
+  /// inout; what linear_cross_entropy_forward_backward wrote; `accumulates` is refused.
   LinearCrossEntropyGradients gradients = {};
 
   /// One element; float32, or float64 where the gradients are.
@@ -152,7 +156,7 @@ void linear_cross_entropy_forward_backward(const LinearCrossEntropyForwardBackwa
 /// costs nothing: on a GPU that is found out there, and nothing waits.
 void linear_cross_entropy_rescale(const LinearCrossEntropyRescaleArgs& args, const ExecutionContext& context = {});
 
-/// Bytes of scratch that the call takes under its limit, or at least needs.
+/// Bytes of scratch that the call takes under its limit, or at least needs. The context's workspace is not looked at.
 std::size_t linear_cross_entropy_forward_workspace_bytes(const LinearCrossEntropyForwardArgs& args,
                                                          const ExecutionContext& context = {});
 std::size_t linear_cross_entropy_backward_workspace_bytes(const LinearCrossEntropyBackwardArgs& args,

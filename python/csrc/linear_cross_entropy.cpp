@@ -7,7 +7,6 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <tuple>
@@ -95,25 +94,16 @@ template <auto* function, auto workspace_bytes, typename Args>
 void run_counted(const Args& args, const LinearCrossEntropyInputs& inputs) {
   constexpr std::int64_t kFew = 1 << 16;
   const Device device = inputs.x.device;
-  const bool are_few = inputs.targets.element_count() * inputs.weight.shape[0] < kFew;
-  if (device.type == DeviceType::cpu && are_few && inputs.x.element_count() < kFew) return run<function>(args, device);
+  std::int64_t logits = inputs.weight.shape[0];
+  for (const std::int64_t size : row_shape_of(inputs.x)) logits *= size;
+  const bool are_few = logits < kFew && inputs.x.element_count() < kFew;
+  if (device.type == DeviceType::cpu && are_few) return run<function>(args, device);
   run<function, workspace_bytes, true>(args, device);
 }
 
-/// In place of a limit; python/eaves/_linear_cross_entropy.py has the same number.
-constexpr std::int64_t kAsTheGradients = -1;
-
-/// A forward that a backward follows may take what that one's gradients will: the peak is no higher, and larger chunks
-/// are faster. As much as a chunk of the forward and backward at once takes; on the CPU the default.
-std::size_t limit_of_gradients(const LinearCrossEntropyInputs& inputs) {
-  if (inputs.x.device.type == DeviceType::cpu) return 0;
-  constexpr std::size_t kMost = std::size_t{1088} << 20;
-  const auto bytes_of = [](const TensorView& view) {
-    return static_cast<std::size_t>(view.element_count()) * size_of(view.dtype);
-  };
-  const std::size_t bytes = bytes_of(inputs.x) + bytes_of(inputs.weight);
-  return std::clamp(bytes, std::size_t{256} << 20, kMost);
-}
+/// In place of a limit, of a forward that a backward follows; python/eaves/_linear_cross_entropy.py has the same
+/// number.
+constexpr std::int64_t kFollowedByBackward = -1;
 
 std::vector<Tensor> forward(Tensor x, Tensor weight, OptionalTensor bias, Tensor targets, OptionalTensor class_weight,
                             OptionalTensor normalizer, std::int64_t ignore_index, std::int64_t reduction,
@@ -123,8 +113,8 @@ std::vector<Tensor> forward(Tensor x, Tensor weight, OptionalTensor bias, Tensor
       .inputs = inputs_of(x, weight, bias, targets, class_weight,
                           options_of(ignore_index, reduction, label_smoothing, scale, softcap, z_loss_weight),
                           skips_ignored_rows, workspace_limit),
-      .normalizer = optional_input(normalizer, {kOp, "normalizer"})};
-  if (workspace_limit == kAsTheGradients) args.inputs.workspace_limit = limit_of_gradients(args.inputs);
+      .normalizer = optional_input(normalizer, {kOp, "normalizer"}),
+      .is_followed_by_backward = workspace_limit == kFollowedByBackward};
   std::vector<Tensor> tensors = make_outputs(args, wanted);
   run_counted<linear_cross_entropy_forward, &linear_cross_entropy_forward_workspace_bytes>(args, args.inputs);
   return tensors;

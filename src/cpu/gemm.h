@@ -19,6 +19,9 @@ enum class GemmEngine {
 /// forced and not there is Unsupported.
 GemmEngine gemm_engine(DType dtype);
 
+/// Throws that Unsupported, before anything is written, with the name of the operator in front.
+void require_gemm(const char* op);
+
 /// Cut into tiles by the shape alone, each computed by one thread, so that their number changes no result. The order in
 /// which an element is summed depends on k alone (our own loops; oneDNN's order is its own). `alpha` is read before
 /// anything is written; `bias` must not overlap c.

@@ -37,7 +37,7 @@ bool has_amx_bfloat16() {
 }
 
 /// Why the environment's wish cannot be met; empty where it can.
-std::string refusal() {
+std::string find_refusal() {
   const std::string& forced = forced_engine();
   if (forced.empty() || forced == "own") return "";
   if (forced != "onednn") return std::string(kVariable) + " is \"" + forced + "\", expected own or onednn";
@@ -54,18 +54,26 @@ std::string own_description() {
   return std::string("eaves (") + (has_bfloat16_dot() ? "AVX-512 bf16" : level_name()) + ")";
 }
 
+const std::string& refusal() {
+  static const std::string kRefusal = find_refusal();
+  return kRefusal;
+}
+
 }  // namespace
 
+void require_gemm(const char* op) {
+  if (!refusal().empty()) throw Unsupported(std::string(op) + ": " + refusal());
+}
+
 GemmEngine gemm_engine(DType dtype) {
-  static const std::string kRefusal = refusal();
-  if (!kRefusal.empty()) throw Unsupported(kRefusal);
+  if (!refusal().empty()) throw Unsupported(refusal());
   return wants_onednn(dtype) && has_onednn_gemm(dtype) ? GemmEngine::onednn : GemmEngine::own;
 }
 
 void gemm(const Gemm& product, const ExecutionContext& context) { gemm(product, context, gemm_engine(product.dtype)); }
 
 std::string gemm_description() {
-  if (const std::string why = refusal(); !why.empty()) return "none: " + why;
+  if (const std::string& why = refusal(); !why.empty()) return "none: " + why;
   if (gemm_engine(DType::bfloat16) == GemmEngine::own) return own_description();
   const std::string onednn = "oneDNN " + onednn_version();
   if (gemm_engine(DType::float32) == GemmEngine::onednn) return onednn;

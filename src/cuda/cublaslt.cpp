@@ -37,7 +37,6 @@ Library load() {
   };
   find(result.create, "cublasLtCreate");
   find(result.status_string, "cublasLtGetStatusString");
-  find(result.version, "cublasLtGetVersion");
   find(result.init_layout, "cublasLtMatrixLayoutInit_internal");
   find(result.init_description, "cublasLtMatmulDescInit_internal");
   find(result.set_description, "cublasLtMatmulDescSetAttribute");

@@ -17,8 +17,8 @@ inline constexpr Status kSuccess = 0;
 enum DataType : int { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBfloat16 = 14 };
 enum ComputeType : int { kCompute32 = 68, kCompute64 = 70 };
 enum Operation : std::int32_t { kAsItIs = 0, kTransposed = 1 };
-enum PointerMode : std::int32_t { kHostPointers = 0, kDevicePointers = 1 };
-enum Epilogue : std::uint32_t { kNoEpilogue = 1, kAddBias = 4 };
+enum PointerMode : std::int32_t { kDevicePointers = 1 };
+enum Epilogue : std::uint32_t { kAddBias = 4 };
 
 /// How parts of a long sum are added: the mask of kReductionSchemes. The others would add them in the type of c.
 enum ReductionScheme : std::uint32_t { kAccumulatorsOnly = 2 };
@@ -64,7 +64,6 @@ struct HeuristicResult {
 struct Library {
   Status (*create)(Handle* handle);
   const char* (*status_string)(Status status);
-  std::size_t (*version)();
   Status (*init_layout)(MatrixLayout* layout, std::size_t size, DataType type, std::uint64_t rows,
                         std::uint64_t columns, std::int64_t stride);
   Status (*init_description)(MatmulDescription* description, std::size_t size, ComputeType compute, DataType scale);

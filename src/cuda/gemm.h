@@ -1,15 +1,10 @@
 // Matrix products on a GPU, by cuBLASLt, which is loaded when the first one is asked for.
 #pragma once
 
-#include <cstddef>
-
 #include "core/gemm.h"
 #include "eaves/context.h"
 
 namespace eaves::cuda {
-
-/// What gemm() takes of a workspace, for any product.
-inline constexpr std::size_t kGemmWorkspaceBytes = std::size_t{32} << 20;
 
 /// Throws Unsupported with the reason where cuBLASLt cannot be loaded.
 void require_gemm(const char* op);

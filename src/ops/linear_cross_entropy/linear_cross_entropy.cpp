@@ -5,11 +5,13 @@
 #include <algorithm>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "core/check.h"
 #include "core/dispatch.h"
 #include "core/loss_checks.h"
 #include "core/rows.h"
+#include "eaves/error.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
 #include "runtime/backend.h"
@@ -26,33 +28,6 @@ constexpr const char* kForward = "linear_cross_entropy_forward";
 constexpr const char* kBackward = "linear_cross_entropy_backward";
 constexpr const char* kForwardBackward = "linear_cross_entropy_forward_backward";
 constexpr const char* kRescale = "linear_cross_entropy_rescale";
-
-// ---- policy --------------------------------------------------------------------------------------------------------
-
-constexpr std::size_t kMebibyte = std::size_t{1} << 20;
-
-/// What a call takes where the caller sets no limit, beside what it needs for every row. On a CPU that is little: the
-/// products lose little by short chunks. On a GPU the forward alone and the backward are for those who have little
-/// memory; both at once take chunks of 2048 to 3072 rows, whose products are nearly as fast as whole ones: at 131,072
-/// classes 2048 rows are 1 GiB.
-std::size_t default_limit(const LinearCrossEntropyProblem& problem) {
-  const std::size_t rows = per_row_bytes(problem);
-  if (problem.device.type == DeviceType::cpu) return rows + 32 * kMebibyte;
-  switch (problem.mode) {
-    case Mode::forward:
-      return rows + 256 * kMebibyte;
-    case Mode::backward:
-      return rows + 160 * kMebibyte;
-    case Mode::forward_backward:
-      break;
-  }
-  constexpr std::int64_t kEnoughRows = 3072;
-  const std::size_t enough = workspace_bytes(problem, {std::min(problem.rows(), kEnoughRows), problem.classes}) - rows;
-  return rows + std::clamp(enough, 448 * kMebibyte, 1088 * kMebibyte);
-}
-
-/// Rows of a chunk from which on the products of the speedy way lose little.
-constexpr std::int64_t kFewRows = 1024;
 
 // ---- checks --------------------------------------------------------------------------------------------------------
 
@@ -255,6 +230,7 @@ void check_outputs(Checked& checked, const TensorView& normalizer, const LinearC
 LinearCrossEntropyProblem make_problem(const LinearCrossEntropyForwardArgs& args) {
   Checked checked = check_inputs(Mode::forward, kForward, args.inputs, {}, {});
   check_outputs(checked, args.normalizer, args.outputs);
+  checked.problem.is_followed_by_backward = args.is_followed_by_backward;
   return checked.problem;
 }
 
@@ -297,49 +273,73 @@ LinearCrossEntropyProblem make_problem(const LinearCrossEntropyBackwardArgs& arg
   return problem;
 }
 
+/// The gradients that are there; none is written before all have been checked.
+std::vector<TensorView> check_rescaled(const LinearCrossEntropyRescaleArgs& args) {
+  const Argument grad_loss{kRescale, "grad_loss", args.grad_loss};
+  check::is_valid(grad_loss);
+  check::has_one_element(grad_loss);
+  if (args.gradients.accumulates) {
+    throw InvalidArgument(std::string(kRescale) +
+                          ": accumulates is set, expected gradients of one call, without what was there before");
+  }
+  std::vector<TensorView> gradients;
+  LossArguments arguments{.op = kRescale, .device = args.grad_loss.device, .reference = "grad_loss"};
+  arguments.take_input(grad_loss);
+  for (const Argument& gradient : {Argument{kRescale, "grad_x", args.gradients.grad_x},
+                                   Argument{kRescale, "grad_weight", args.gradients.grad_weight},
+                                   Argument{kRescale, "grad_bias", args.gradients.grad_bias}}) {
+    if (!check::is_given(gradient)) continue;
+    check::is_on(gradient, args.grad_loss.device, "grad_loss");
+    check::has_dtype(gradient, {DType::float32, DType::float64, DType::float16, DType::bfloat16},
+                     "integers are no gradients");
+    check::has_dtype(grad_loss, {accumulator_dtype(gradient.view.dtype)},
+                     std::string("float32, or float64 where ") + gradient.name + " is float64");
+    if (gradient.view.shape.empty()) check::fail(gradient, "has no axis, expected at least one");
+    arguments.take_output(gradient);
+    gradients.push_back(gradient.view);
+  }
+  return gradients;
+}
+
 // ---- calls ---------------------------------------------------------------------------------------------------------
 
 bool is_cpu(const LinearCrossEntropyProblem& problem) { return problem.device.type == DeviceType::cpu; }
 
-void check_targets(const LinearCrossEntropyProblem& problem, const ExecutionContext& context) {
-  if (problem.has_soft_targets() || problem.rows() == 0) return;
-  std::optional<BadTarget> bad;
-  if (is_cpu(problem)) {
-    bad = cpu::linear_cross_entropy_find_bad_target(problem);
-  } else if (check::checks_targets_on_gpu()) {
-    if constexpr (kHasCuda) bad = cuda::linear_cross_entropy_find_bad_target(problem, context);
-  }
-  if (bad) {
-    check::fail_for_target(problem.op, problem.row_shape, bad->index, bad->target, problem.classes,
-                           problem.options.ignore_index);
-  }
+/// What a call takes where nobody sets a limit, beside what it needs for every row.
+std::size_t default_limit(const LinearCrossEntropyProblem& problem) {
+  const LinearCrossEntropyPolicy& policy = policy_of(problem.device);
+  const std::size_t rows = per_row_bytes(problem);
+  if (problem.mode == Mode::backward) return rows + policy.backward_bytes;
+  if (problem.mode == Mode::forward && !problem.is_followed_by_backward) return rows + policy.forward_bytes;
+  const std::int64_t enough = std::min(problem.rows(), policy.enough_rows);
+  const std::size_t wanted = workspace_bytes(problem, {enough, problem.classes}) - rows;
+  return rows + std::clamp(wanted, policy.least_bytes, policy.most_bytes);
 }
 
-/// Of a problem whose limit is known.
-std::size_t planned_bytes(const LinearCrossEntropyProblem& problem) {
+/// From the caller's workspace, or else the caller's limit.
+std::size_t limit_of(const LinearCrossEntropyProblem& problem, const ExecutionContext& context) {
+  if (context.workspace.data != nullptr) return context.workspace.bytes;
+  return problem.workspace_limit != 0 ? problem.workspace_limit : default_limit(problem);
+}
+
+/// Whatever workspace a context brings: this is what it should.
+std::size_t stated_bytes(const LinearCrossEntropyProblem& problem) {
   if (!is_cpu(problem)) require_cuda(problem.op, problem.device);
-  return workspace_bytes(problem, plan_blocks(problem, problem.workspace_limit));
+  return workspace_bytes(problem, plan_block(problem, limit_of(problem, {})));
 }
 
-void find_limit(LinearCrossEntropyProblem& problem, const ExecutionContext& context) {
-  if (context.workspace.data != nullptr) problem.workspace_limit = context.workspace.bytes;
-  if (problem.workspace_limit == 0) problem.workspace_limit = default_limit(problem);
-}
-
-std::size_t stated_bytes(LinearCrossEntropyProblem problem) {
-  find_limit(problem, {});
-  return planned_bytes(problem);
-}
-
-void run(LinearCrossEntropyProblem problem, const ExecutionContext& context) {
+void run(const LinearCrossEntropyProblem& problem, const ExecutionContext& context) {
   check::threads(problem.op, context.threads);
   if (problem.mode == Mode::backward && !problem.wants_gradients()) return;
   if (!is_cpu(problem)) require_cuda(problem.op, problem.device);
-  check_targets(problem, context);
-  find_limit(problem, context);
-  const Scratch scratch(problem.op, problem.device, planned_bytes(problem), context);
-  if (is_cpu(problem)) return cpu::linear_cross_entropy(problem, scratch.context());
-  if constexpr (kHasCuda) cuda::linear_cross_entropy(problem, scratch.context());
+  if (!problem.has_soft_targets() && problem.rows() != 0) {
+    check_targets(problem.op, problem.device, {problem.view, kTargets, kPerRow, problem.targets}, problem.row_shape,
+                  problem.classes, problem.options.ignore_index, context);
+  }
+  const LinearCrossEntropyBlock block = plan_block(problem, limit_of(problem, context));
+  const Scratch scratch(problem.op, problem.device, workspace_bytes(problem, block), context);
+  if (is_cpu(problem)) return cpu::linear_cross_entropy(problem, block, scratch.context());
+  if constexpr (kHasCuda) cuda::linear_cross_entropy(problem, block, scratch.context());
 }
 
 }  // namespace
@@ -358,17 +358,10 @@ void linear_cross_entropy_forward_backward(const LinearCrossEntropyForwardBackwa
 }
 
 void linear_cross_entropy_rescale(const LinearCrossEntropyRescaleArgs& args, const ExecutionContext& context) {
-  const LinearCrossEntropyGradients& gradients = args.gradients;
-  check::is_valid({kRescale, "grad_loss", args.grad_loss});
-  check::has_one_element({kRescale, "grad_loss", args.grad_loss});
-  const auto for_each_gradient = [&](const auto& call) {
-    for (const TensorView* gradient : {&gradients.grad_x, &gradients.grad_weight, &gradients.grad_bias}) {
-      if (gradient->is_present) call(CrossEntropyRescaleArgs{.grad_logits = *gradient, .grad_loss = args.grad_loss});
-    }
-  };
-  // What it refuses, it refuses before the first of them is written.
-  for_each_gradient([&](const CrossEntropyRescaleArgs& each) { cross_entropy_rescale_workspace_bytes(each, context); });
-  for_each_gradient([&](const CrossEntropyRescaleArgs& each) { cross_entropy_rescale(each, context); });
+  check::threads(kRescale, context.threads);
+  for (const TensorView& gradient : check_rescaled(args)) {
+    cross_entropy_rescale({.grad_logits = gradient, .grad_loss = args.grad_loss}, context);
+  }
 }
 
 std::size_t linear_cross_entropy_forward_workspace_bytes(const LinearCrossEntropyForwardArgs& args,
@@ -396,10 +389,10 @@ LinearCrossEntropyAlgorithm linear_cross_entropy_algorithm(const LinearCrossEntr
   LinearCrossEntropyProblem problem = make_problem(args);
   if (!problem.is_reduced() || problem.dtype == DType::float16) return LinearCrossEntropyAlgorithm::memory;
   problem.mode = Mode::forward_backward;
-  find_limit(problem, context);
-  const std::int64_t enough = is_cpu(problem) ? 1 : std::min(problem.rows(), kFewRows);
+  const std::int64_t enough = std::min(problem.rows(), policy_of(problem.device).few_rows);
   const std::size_t needed = workspace_bytes(problem, {enough, problem.classes});
-  return needed <= problem.workspace_limit ? LinearCrossEntropyAlgorithm::speed : LinearCrossEntropyAlgorithm::memory;
+  return needed <= limit_of(problem, context) ? LinearCrossEntropyAlgorithm::speed
+                                              : LinearCrossEntropyAlgorithm::memory;
 }
 
 }  // namespace eaves

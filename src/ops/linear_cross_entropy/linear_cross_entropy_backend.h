@@ -3,11 +3,11 @@
 #pragma once
 
 #include <cstddef>
-#include <optional>
 
 #include "core/dispatch.h"
 #include "core/gemm.h"
 #include "core/rows.h"
+#include "core/typed_numbers.h"
 #include "eaves/context.h"
 #include "eaves/linear_cross_entropy.h"
 #include "eaves/tensor.h"
@@ -24,12 +24,6 @@ inline constexpr int kGradLoss = 4;  ///< strides of 0 where the loss is reduced
 }  // namespace linear_cross_entropy_tensors
 
 using LinearCrossEntropyView = RowView<2, 5>;
-
-/// Numbers of a checked type, nullptr where there are none.
-struct TypedNumbers {
-  const void* data;
-  DType dtype;
-};
 
 /// Each nullptr where not asked for; float32, or float64 where x is float64. In the backward those that the forward
 /// wrote, which it reads.
@@ -60,7 +54,8 @@ struct LinearCrossEntropyProblem {
   CrossEntropyOptions options;
   Dims row_shape;
   bool skips_ignored_rows;
-  std::size_t workspace_limit;  ///< 0 until the default is known
+  std::size_t workspace_limit;   ///< the caller's; 0: none
+  bool is_followed_by_backward;  ///< of a forward: the caller says so
 
   const void* normalizer;
   LinearCrossEntropyPerRow per_row;
@@ -86,24 +81,21 @@ struct LinearCrossEntropyProblem {
   bool wants_gradients() const { return grad_x != nullptr || grad_weight != nullptr || grad_bias != nullptr; }
 };
 
-/// A target that is out of range, and its row in the order of their shape.
-struct BadTarget {
-  std::int64_t index;
-  std::int64_t target;
+/// Rows and classes whose logits are computed at once. All classes, but in the backward.
+struct LinearCrossEntropyBlock {
+  std::int64_t rows;
+  std::int64_t classes;
 };
 
 namespace cpu {
-std::optional<BadTarget> linear_cross_entropy_find_bad_target(const LinearCrossEntropyProblem& problem);
-
-/// `context.workspace` holds at least as many bytes as the problem's plan says.
-void linear_cross_entropy(const LinearCrossEntropyProblem& problem, const ExecutionContext& context);
+/// Relies on targets that are in range, and on a `context.workspace` of the block's size (linear_cross_entropy_plan.h).
+void linear_cross_entropy(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block,
+                          const ExecutionContext& context);
 }  // namespace cpu
 
 namespace cuda {
-/// Waits for the device.
-std::optional<BadTarget> linear_cross_entropy_find_bad_target(const LinearCrossEntropyProblem& problem,
-                                                              const ExecutionContext& context);
-void linear_cross_entropy(const LinearCrossEntropyProblem& problem, const ExecutionContext& context);
+void linear_cross_entropy(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block,
+                          const ExecutionContext& context);
 }  // namespace cuda
 
 }  // namespace eaves

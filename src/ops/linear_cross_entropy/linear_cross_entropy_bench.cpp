@@ -14,6 +14,7 @@
 
 #include "core/dispatch.h"
 #include "core/gemm.h"
+#include "core/numeric.h"
 #include "eaves/cross_entropy.h"
 #include "eaves/linear_cross_entropy.h"
 #include "runtime/runtime.h"
@@ -39,6 +40,9 @@ struct Case {
   bool has_grad_weight = true;
   bool half_is_ignored = false;
   bool skips_ignored_rows = false;
+  /// What it would cost and save to round the logits to the dtype of x. Not the operator: the same chunks from its
+  /// parts.
+  bool has_rounded_logits = false;
 
   bool is_loss_alone() const { return !has_grad_x && !has_grad_weight; }
   std::int64_t rows_that_count() const { return half_is_ignored ? batch / 2 : batch; }
@@ -118,6 +122,96 @@ class SpeedCall : public Call {
   LinearCrossEntropyForwardBackwardArgs args_;
 };
 
+/// The speedy way with the logits in the dtype of x, and so half the workspace, in chunks of as many rows: a product,
+/// the loss with the gradient over its logits, two products.
+class RoundedLogitsCall : public Call {
+ public:
+  RoundedLogitsCall(Arena& arena, const Case& item)
+      : item_(item),
+        inputs_(inputs_of(arena, item)),
+        gradients_(gradients_of(arena, item)),
+        losses_(arena.output(accumulator_dtype(item.dtype), {item.batch})) {
+    const DType wide = losses_.dtype;
+    LinearCrossEntropyForwardBackwardArgs exact{.forward = {.inputs = inputs_}, .gradients = gradients_};
+    exact.forward.outputs.loss = TensorView::contiguous(losses_.data, wide, {}, arena.device());
+    const auto bytes = static_cast<std::int64_t>(linear_cross_entropy_forward_backward_workspace_bytes(exact));
+    const auto most_rows = std::max<std::int64_t>(bytes / (item.v * static_cast<std::int64_t>(size_of(wide))), 1);
+    const std::int64_t chunks = ceil_divide(item.batch, most_rows);
+    rows_ = ceil_divide(item.batch, chunks);
+    const double mean = 1.0 / static_cast<double>(item.batch);
+    factor_ = arena.filled(wide, {}, {&mean, 1});
+  }
+  /// What a product takes is more than the loss of a chunk needs.
+  std::size_t workspace_bytes(const ExecutionContext&) const override {
+    return logits_bytes() + (inputs_.x.device.type == DeviceType::cpu ? 0 : kGemmWorkspaceBytes);
+  }
+  void run(const ExecutionContext& context) override {
+    void* const logits = context.workspace.data;
+    ExecutionContext rest = context;
+    rest.workspace = {static_cast<char*>(logits) + logits_bytes(), context.workspace.bytes - logits_bytes()};
+    const GemmMatrix weight{inputs_.weight.data, item_.dim};
+    for (std::int64_t first = 0; first < item_.batch; first += rows_) {
+      const std::int64_t rows = rows_from(first);
+      const GemmMatrix x{row(inputs_.x, first), item_.dim};
+      multiply({rows, item_.v, item_.dim}, x, {weight.data, weight.stride, true}, logits, nullptr, false, rest);
+      cross_entropy_forward_backward(loss_of(logits, first), rest);
+      multiply({rows, item_.dim, item_.v}, {logits, item_.v}, weight, row(gradients_.grad_x, first), factor_.data,
+               false, rest);
+      multiply({item_.v, item_.dim, rows}, {logits, item_.v, true}, x, gradients_.grad_weight.data, factor_.data,
+               first != 0, rest);
+    }
+  }
+
+ private:
+  struct Sizes {
+    std::int64_t m, n, k;
+  };
+
+  /// A multiple of 256, which workspaces are aligned to.
+  std::size_t logits_bytes() const {
+    return static_cast<std::size_t>(
+               ceil_divide(rows_ * item_.v * static_cast<std::int64_t>(size_of(item_.dtype)), 256)) *
+           256;
+  }
+  std::int64_t rows_from(std::int64_t first) const { return std::min(rows_, item_.batch - first); }
+  static void* row(const TensorView& tensor, std::int64_t i) {
+    const auto row_elements = tensor.shape.size() == 1 ? 1 : tensor.shape[1];
+    return static_cast<char*>(tensor.data) + i * row_elements * static_cast<std::int64_t>(size_of(tensor.dtype));
+  }
+  CrossEntropyForwardBackwardArgs loss_of(void* logits, std::int64_t first) const {
+    const std::int64_t rows = rows_from(first);
+    const Device device = inputs_.x.device;
+    CrossEntropyForwardBackwardArgs args;
+    args.forward.logits = TensorView::contiguous(logits, item_.dtype, {rows, item_.v}, device);
+    args.forward.targets = TensorView::contiguous(row(inputs_.targets, first), DType::int64, {rows}, device);
+    args.forward.options.reduction = Reduction::none;
+    args.forward.loss = TensorView::contiguous(row(losses_, first), losses_.dtype, {rows}, device);
+    return args;
+  }
+  void multiply(const Sizes& sizes, const GemmMatrix& a, const GemmMatrix& b, void* c, const void* alpha,
+                bool accumulates, const ExecutionContext& context) const {
+    runtime::matrix_product(inputs_.x.device,
+                            {.m = sizes.m,
+                             .n = sizes.n,
+                             .k = sizes.k,
+                             .dtype = item_.dtype,
+                             .a = a,
+                             .b = b,
+                             .c_dtype = item_.dtype,
+                             .c = c,
+                             .c_stride = sizes.n,
+                             .alpha = alpha,
+                             .accumulates = accumulates},
+                            context);
+  }
+
+  Case item_;
+  LinearCrossEntropyInputs inputs_;
+  LinearCrossEntropyGradients gradients_;
+  TensorView losses_, factor_;
+  std::int64_t rows_ = 0;
+};
+
 // How much a call computes at once follows from the size of its workspace: each of the two gets its own, at the start
 // of the same memory.
 class MemoryCall : public Call {
@@ -132,30 +226,25 @@ class MemoryCall : public Call {
     backward_.lse = forward_.outputs.lse;
     backward_.divisor = forward_.outputs.divisor;
     backward_.gradients = gradients_of(arena, item);
+    forward_bytes_ = linear_cross_entropy_forward_workspace_bytes(forward_);
+    backward_bytes_ = linear_cross_entropy_backward_workspace_bytes(backward_);
   }
-  std::size_t workspace_bytes(const ExecutionContext& context) const override {
-    return std::max(forward_bytes(context), backward_bytes(context));
+  std::size_t workspace_bytes(const ExecutionContext&) const override {
+    return std::max(forward_bytes_, backward_bytes_);
   }
   void run(const ExecutionContext& context) override {
-    ExecutionContext without_workspace = context;
-    without_workspace.workspace = {};
     ExecutionContext own = context;
-    own.workspace.bytes = forward_bytes(without_workspace);
+    own.workspace.bytes = forward_bytes_;
     linear_cross_entropy_forward(forward_, own);
-    own.workspace.bytes = backward_bytes(without_workspace);
+    own.workspace.bytes = backward_bytes_;
     linear_cross_entropy_backward(backward_, own);
   }
 
  private:
-  std::size_t forward_bytes(const ExecutionContext& context) const {
-    return linear_cross_entropy_forward_workspace_bytes(forward_, context);
-  }
-  std::size_t backward_bytes(const ExecutionContext& context) const {
-    return linear_cross_entropy_backward_workspace_bytes(backward_, context);
-  }
-
   LinearCrossEntropyForwardArgs forward_;
   LinearCrossEntropyBackwardArgs backward_;
+  std::size_t forward_bytes_ = 0;
+  std::size_t backward_bytes_ = 0;
 };
 
 // ------------------------------------------------------------------------------------------------------- the limit
@@ -246,6 +335,7 @@ std::vector<std::pair<std::string, std::string>> option_keys(const Case& item) {
     if (!item.has_grad_x) keys.emplace_back("grad_x", "false");
     if (!item.has_grad_weight) keys.emplace_back("grad_weight", "false");
   }
+  if (item.has_rounded_logits) keys.emplace_back("logits", '"' + short_name_of(item.dtype) + '"');
   keys.emplace_back("data", item.is_dense ? "\"dense\"" : "\"seed\"");
   if (item.half_is_ignored) {
     keys.emplace_back("ignored_rows", "0.5");
@@ -256,6 +346,7 @@ std::vector<std::pair<std::string, std::string>> option_keys(const Case& item) {
 
 std::unique_ptr<Call> make_call(Arena& arena, const Case& item) {
   if (item.is_loss_alone()) return std::make_unique<LossCall>(arena, item);
+  if (item.has_rounded_logits) return std::make_unique<RoundedLogitsCall>(arena, item);
   if (item.algorithm == Algorithm::speed) return std::make_unique<SpeedCall>(arena, item);
   return std::make_unique<MemoryCall>(arena, item);
 }
@@ -344,6 +435,18 @@ void add_seed_tables(std::vector<Table>& tables, const Sizes& sizes) {
   }
 }
 
+// Logits that are not exact, beside the same rows of the tables above.
+std::vector<Case> with_rounded_logits(const Sizes& sizes) {
+  std::vector<Case> cases;
+  for (const bool is_dense : {false, true}) {
+    Case like = sizes.like;
+    like.is_dense = is_dense;
+    like.has_rounded_logits = true;
+    for (const Case& item : of_each_vocabulary(sizes, like)) cases.push_back(item);
+  }
+  return cases;
+}
+
 // What each saves, or does not.
 std::vector<Case> options_one_by_one(const Sizes& sizes, bool is_cpu) {
   Case like = sizes.like;
@@ -367,6 +470,7 @@ std::vector<Table> linear_cross_entropy_tables(const Request& request) {
   Case loss_alone = sizes.like;
   loss_alone.has_grad_x = loss_alone.has_grad_weight = false;
   add_table(tables, "", of_each_vocabulary(sizes, loss_alone));
+  add_table(tables, "-logits_" + short_name_of(sizes.like.dtype), with_rounded_logits(sizes));
   add_table(tables, "-options", options_one_by_one(sizes, request.device.type == DeviceType::cpu));
   if (!request.has_dtype) {
     Case speed = sizes.like;

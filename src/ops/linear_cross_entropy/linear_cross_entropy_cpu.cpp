@@ -1,10 +1,7 @@
 // linear_cross_entropy on the CPU: what its chunks (linear_cross_entropy_chunks.h) need beside matrix products and the
 // loss. All of it moves less memory than those by the number of features or classes.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <limits>
-#include <optional>
 #include <type_traits>
 
 #include "core/dispatch.h"
@@ -18,17 +15,6 @@ namespace eaves::cpu {
 namespace {
 
 using namespace linear_cross_entropy_tensors;
-
-std::int64_t target_at(const TypedNumbers& targets, std::int64_t offset) {
-  if (targets.dtype == DType::int32) return static_cast<const std::int32_t*>(targets.data)[offset];
-  return static_cast<const std::int64_t*>(targets.data)[offset];
-}
-
-double number_at(const TypedNumbers& numbers, std::int64_t offset) {
-  return dispatch_floating_point(numbers.dtype, [&]<typename T>() {
-    return static_cast<double>(load_as_accumulator(static_cast<const T*>(numbers.data)[offset]));
-  });
-}
 
 /// A is the accumulator of the problem's type T.
 template <typename T>
@@ -46,7 +32,7 @@ class Steps {
     for (std::int64_t row = 0; row < problem_.rows(); ++row) {
       const auto at = problem_.view.rows.offsets(row);
       if (!problem_.has_soft_targets()) {
-        const std::int64_t target = target_at(problem_.targets, at.of[kTargets]);
+        const std::int64_t target = class_at(problem_.targets, at.of[kTargets]);
         if (target == problem_.options.ignore_index) continue;
         memory_.targets[count] = target;
         weight += problem_.class_weight.data == nullptr ? 1.0 : number_at(problem_.class_weight, target);
@@ -86,7 +72,7 @@ class Steps {
     parallel_for(context_, problem_.rows(), grain_for(problem_.features()), [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t row = begin; row < end; ++row) {
         const auto at = problem_.view.rows.offsets(row);
-        if (target_at(problem_.targets, at.of[kTargets]) != problem_.options.ignore_index) continue;
+        if (class_at(problem_.targets, at.of[kTargets]) != problem_.options.ignore_index) continue;
         for (std::int64_t i = 0; i < problem_.features(); ++i) {
           to[at.of[kGradX] + problem_.view.columns.offsets(i).of[kGradX]] = T{};
         }
@@ -245,21 +231,9 @@ class Steps {
 
 }  // namespace
 
-std::optional<BadTarget> linear_cross_entropy_find_bad_target(const LinearCrossEntropyProblem& problem) {
-  constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
-  BadTarget first{kNone, 0};
-  for (std::int64_t row = 0; row < problem.rows(); ++row) {
-    const auto at = problem.view.rows.offsets(row);
-    const std::int64_t target = target_at(problem.targets, at.of[kTargets]);
-    const bool is_legal = (target >= 0 && target < problem.classes) || target == problem.options.ignore_index;
-    if (!is_legal && at.of[kPerRow] < first.index) first = {at.of[kPerRow], target};
-  }
-  if (first.index == kNone) return std::nullopt;
-  return first;
-}
-
-void linear_cross_entropy(const LinearCrossEntropyProblem& problem, const ExecutionContext& context) {
-  const LinearCrossEntropyBlock block = plan_blocks(problem, problem.workspace_limit);
+void linear_cross_entropy(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block,
+                          const ExecutionContext& context) {
+  require_gemm(problem.op);
   LinearCrossEntropyMemory memory;
   lay_out(problem, block, context.workspace.data, memory);
   dispatch_floating_point(problem.dtype, [&]<typename T>() {

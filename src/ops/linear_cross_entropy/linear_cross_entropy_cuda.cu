@@ -3,7 +3,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <optional>
 #include <type_traits>
 
 #include "core/dispatch.h"
@@ -11,6 +10,7 @@
 #include "cuda/gemm.h"
 #include "cuda/launch.cuh"
 #include "cuda/loads.cuh"
+#include "cuda/reduce.cuh"
 #include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_chunks.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
@@ -51,49 +51,33 @@ struct Rows {
   }
 };
 
-/// Numbers of any floating-point type.
-struct AnyNumbers {
-  const void* data;
-  DType dtype;
-
-  template <typename A>
-  __device__ A at(std::int64_t i) const {
-    switch (dtype) {
-      case DType::float64:
-        return static_cast<A>(static_cast<const double*>(data)[i]);
-      case DType::float16:
-        return load_as_accumulator(static_cast<const float16*>(data)[i]);
-      case DType::bfloat16:
-        return load_as_accumulator(static_cast<const bfloat16*>(data)[i]);
-      default:
-        return static_cast<A>(static_cast<const float*>(data)[i]);
-    }
+/// Of any floating-point type.
+template <typename A>
+__device__ A number_at(const TypedNumbers& numbers, std::int64_t i) {
+  switch (numbers.dtype) {
+    case DType::float64:
+      return static_cast<A>(static_cast<const double*>(numbers.data)[i]);
+    case DType::float16:
+      return load_as_accumulator(static_cast<const float16*>(numbers.data)[i]);
+    case DType::bfloat16:
+      return load_as_accumulator(static_cast<const bfloat16*>(numbers.data)[i]);
+    default:
+      return static_cast<A>(static_cast<const float*>(numbers.data)[i]);
   }
-};
-
-/// The sum over a block, in a fixed order; the same in every thread.
-__device__ double sum_block(double value) {
-  __shared__ double sums[kSelectThreads];
-  sums[threadIdx.x] = value;
-  __syncthreads();
-#pragma unroll 1
-  for (int half = kSelectThreads / 2; half > 0; half /= 2) {
-    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
-    __syncthreads();
-  }
-  const double sum = sums[0];
-  __syncthreads();
-  return sum;
 }
+
+struct Plus {
+  __device__ double operator()(double a, double b) const { return a + b; }
+};
 
 // ---- the selection -------------------------------------------------------------------------------------------------
 
 template <typename A>
 struct Selection {
   Rows rows;
-  AnyNumbers class_weight;  ///< data nullptr: 1
+  TypedNumbers class_weight;  ///< data nullptr: 1
   std::int64_t classes;
-  AnyNumbers grad_loss;       ///< data nullptr: 1
+  TypedNumbers grad_loss;     ///< data nullptr: 1
   std::int64_t* row_indices;  ///< nullptr: all rows are computed, in the order of the view
   bool leaves_out;            ///< rows that are ignored; with row_indices
   std::int64_t* targets;
@@ -146,21 +130,21 @@ __global__ void __launch_bounds__(kSelectThreads) select_rows(const __grid_const
     if (is_kept) {
       if (in.row_indices != nullptr) in.row_indices[position] = row;
       if (in.targets != nullptr) in.targets[position] = in.rows.target_at(at.of[kTargets]);
-      if (in.row_gradients != nullptr) in.row_gradients[position] = in.grad_loss.template at<A>(at.of[kGradLoss]);
+      if (in.row_gradients != nullptr) in.row_gradients[position] = number_at<A>(in.grad_loss, at.of[kGradLoss]);
     }
     if (is_counted) {
       const std::int64_t target = in.rows.targets == nullptr ? 0 : in.rows.target_at(at.of[kTargets]);
       const bool has_weight = in.class_weight.data != nullptr && in.rows.targets != nullptr;
       // A target out of range makes its row's loss NaN, whatever the row weighs.
-      weight += has_weight && target >= 0 && target < in.classes ? double(in.class_weight.template at<A>(target)) : 1.0;
+      weight += has_weight && target >= 0 && target < in.classes ? double(number_at<A>(in.class_weight, target)) : 1.0;
     }
   }
-  const double sum = sum_block(weight);
+  const double sum = reduce_block<kSelectThreads>(weight, Plus{});
   if (threadIdx.x != 0) return;
   const A divisor = in.given_divisor != nullptr ? *in.given_divisor : static_cast<A>(sum);
   double scale = 1.0;
   if (in.is_reduced) {
-    if (in.grad_loss.data != nullptr) scale = double(in.grad_loss.template at<A>(0));
+    if (in.grad_loss.data != nullptr) scale = double(number_at<A>(in.grad_loss, 0));
     // Where nothing counts, the mean is 0 and so is its gradient.
     if (in.is_mean) scale = divisor == A(0) ? 0.0 : scale / double(divisor);
   }
@@ -257,9 +241,9 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename A>
-__global__ void __launch_bounds__(kThreads) widen_numbers(AnyNumbers from, A* to, std::int64_t count) {
+__global__ void __launch_bounds__(kThreads) widen_numbers(TypedNumbers from, A* to, std::int64_t count) {
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
-    to[i] = from.template at<A>(i);
+    to[i] = number_at<A>(from, i);
   }
 }
 
@@ -304,37 +288,13 @@ __global__ void __launch_bounds__(kSelectThreads)
     reduce_numbers(const A* from, std::int64_t count, const A* divisor, bool has_normalizer, A* to) {
   double value = 0.0;
   for (std::int64_t i = threadIdx.x; i < count; i += kSelectThreads) value += double(from[i]);
-  double sum = sum_block(value);
+  double sum = reduce_block<kSelectThreads>(value, Plus{});
   if (threadIdx.x != 0) return;
   if (divisor != nullptr) {
     const double by = double(*divisor);
     sum = by == 0.0 && (!has_normalizer || sum == 0.0) ? 0.0 : sum / by;
   }
   *to = static_cast<A>(sum);
-}
-
-/// One block: the first row, in the order of their shape, whose target is out of range.
-__global__ void __launch_bounds__(kSelectThreads)
-    find_bad_target(const __grid_constant__ Rows rows, std::int64_t classes, BadTarget* to) {
-  __shared__ unsigned long long first;
-  if (threadIdx.x == 0) first = ~0ull;
-  __syncthreads();
-  const auto is_bad = [&](std::int64_t target) {
-    return (target < 0 || target >= classes) && target != rows.ignore_index;
-  };
-  for (std::int64_t row = threadIdx.x; row < rows.view.row_count; row += kSelectThreads) {
-    const auto at = rows.view.rows.offsets(row);
-    if (is_bad(rows.target_at(at.of[kTargets]))) {
-      atomicMin(&first, static_cast<unsigned long long>(at.of[kPerRow]));
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) *to = {static_cast<std::int64_t>(first), 0};
-  if (first == ~0ull) return;
-  for (std::int64_t row = threadIdx.x; row < rows.view.row_count; row += kSelectThreads) {
-    const auto at = rows.view.rows.offsets(row);
-    if (static_cast<unsigned long long>(at.of[kPerRow]) == first) to->target = rows.target_at(at.of[kTargets]);
-  }
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
@@ -358,9 +318,9 @@ class Steps {
     const bool is_mean = problem_.options.reduction == Reduction::mean;
     const bool is_backward = problem_.mode == LinearCrossEntropyMode::backward;
     const Selection<A> selection{.rows = rows_,
-                                 .class_weight = {problem_.class_weight.data, problem_.class_weight.dtype},
+                                 .class_weight = problem_.class_weight,
                                  .classes = problem_.classes,
-                                 .grad_loss = {problem_.grad_loss.data, problem_.grad_loss.dtype},
+                                 .grad_loss = problem_.grad_loss,
                                  .row_indices = row_indices(),
                                  .leaves_out = problem_.skips_ignored_rows && !problem_.has_soft_targets(),
                                  .targets = memory_.targets,
@@ -375,9 +335,7 @@ class Steps {
     run(cuda::select_rows<A>, {.threads = kSelectThreads}, selection);
     if (!selection.leaves_out) return problem_.rows();
     std::int64_t count = 0;
-    const auto stream = static_cast<cudaStream_t>(context_.stream);
-    check_status(cudaMemcpyAsync(&count, row_count(), sizeof(count), cudaMemcpyDeviceToHost, stream), problem_.op);
-    check_status(cudaStreamSynchronize(stream), problem_.op);
+    copy_to_host(problem_.op, problem_.device, &count, row_count(), sizeof(count), context_.stream);
     return count;
   }
 
@@ -420,8 +378,7 @@ class Steps {
   }
 
   void widen(TypedNumbers from, std::int64_t count, void* to) {
-    run(widen_numbers<A>, {.blocks = blocks_for(count), .threads = kThreads}, AnyNumbers{from.data, from.dtype},
-        static_cast<A*>(to), count);
+    run(widen_numbers<A>, {.blocks = blocks_for(count), .threads = kThreads}, from, static_cast<A*>(to), count);
   }
 
   void add_column_sums(const void* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,
@@ -493,27 +450,10 @@ class Steps {
 
 }  // namespace
 
-std::optional<BadTarget> linear_cross_entropy_find_bad_target(const LinearCrossEntropyProblem& problem,
-                                                              const ExecutionContext& context) {
-  const DeviceGuard guard(problem.device);
-  auto* found = static_cast<BadTarget*>(allocate_in_stream_order(problem.device, sizeof(BadTarget), context.stream));
-  launch(problem.op, find_bad_target, {.threads = kSelectThreads, .stream = context.stream}, Rows(problem),
-         problem.classes, found);
-  BadTarget result{};
-  const auto stream = static_cast<cudaStream_t>(context.stream);
-  const cudaError_t copied = cudaMemcpyAsync(&result, found, sizeof(result), cudaMemcpyDeviceToHost, stream);
-  const cudaError_t waited = cudaStreamSynchronize(stream);
-  deallocate_in_stream_order(problem.device, found, context.stream);
-  check_status(copied, problem.op);
-  check_status(waited, problem.op);
-  if (result.index < 0) return std::nullopt;
-  return result;
-}
-
-void linear_cross_entropy(const LinearCrossEntropyProblem& problem, const ExecutionContext& context) {
+void linear_cross_entropy(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block,
+                          const ExecutionContext& context) {
   const DeviceGuard guard(problem.device);
   require_gemm(problem.op);
-  const LinearCrossEntropyBlock block = plan_blocks(problem, problem.workspace_limit);
   LinearCrossEntropyMemory memory;
   lay_out(problem, block, context.workspace.data, memory);
   dispatch_floating_point(problem.dtype, [&]<typename T>() {

@@ -388,7 +388,25 @@ TEST_F(LinearCrossEntropyErrors, NothingIsRescaledWhereOneGradientIsRefused) {
   spoilt.grad_weight = grad_weight_.view({3, 2}, DType::int32);
   std::vector<float> two = {2.0f};
   const TensorView factor = TensorView::contiguous(two.data(), DType::float32, {});
-  EXPECT_THROW(linear_cross_entropy_rescale({.gradients = spoilt, .grad_loss = factor}), InvalidArgument);
+  expect_message([&] { linear_cross_entropy_rescale({.gradients = spoilt, .grad_loss = factor}); },
+                 "linear_cross_entropy_rescale: grad_weight has dtype int32, expected float32 or float64 or "
+                 "float16 or bfloat16 (integers are no gradients)");
+  spoilt = gradients();
+  spoilt.grad_bias = grad_x_.view({3});
+  expect_message([&] { linear_cross_entropy_rescale({.gradients = spoilt, .grad_loss = factor}); },
+                 "linear_cross_entropy_rescale: grad_bias overlaps grad_x, expected memory of its own");
+  spoilt = gradients();
+  spoilt.accumulates = true;
+  expect_message(
+      [&] { linear_cross_entropy_rescale({.gradients = spoilt, .grad_loss = factor}); },
+      "linear_cross_entropy_rescale: accumulates is set, expected gradients of one call, without what was there "
+      "before");
+  std::vector<double> wide = {2.0};
+  const TensorView wide_factor = TensorView::contiguous(wide.data(), DType::float64, {});
+  expect_message(
+      [&] { linear_cross_entropy_rescale({.gradients = gradients(), .grad_loss = wide_factor}); },
+      "linear_cross_entropy_rescale: grad_loss has dtype float64, expected float32 (float32, or float64 where "
+      "grad_x is float64)");
   expect_nothing_written();
 }
 

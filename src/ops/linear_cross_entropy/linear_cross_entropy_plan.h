@@ -8,14 +8,9 @@
 #include "core/dispatch.h"
 #include "core/numeric.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_policy.h"
 
 namespace eaves {
-
-/// Rows and classes whose logits are computed at once. All classes, but in the backward.
-struct LinearCrossEntropyBlock {
-  std::int64_t rows;
-  std::int64_t classes;
-};
 
 /// What is in the workspace; nullptr where a problem has no use for it.
 struct LinearCrossEntropyMemory {
@@ -73,9 +68,6 @@ inline bool may_gather(const LinearCrossEntropyProblem& problem) {
   return !is_matrix(problem) || (problem.skips_ignored_rows && !problem.has_soft_targets());
 }
 
-/// The part of the workspace for matrix products; on the CPU none.
-inline constexpr std::size_t kLinearCrossEntropyProductBytes = std::size_t{32} << 20;
-
 /// Lays out the workspace from `base` on; with nullptr only counts. Returns the number of bytes.
 inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block, void* base,
                            LinearCrossEntropyMemory& memory) {
@@ -118,10 +110,10 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
                        sums_grad_x ? number : element);
   memory.logits = take(true, block.rows * logits_stride(block.classes), number);
   if (problem.device.type == DeviceType::cuda) {
-    // As cross_entropy.h says: a part for each row in place, and 1 MiB.
-    memory.loss.bytes = (std::size_t{2} << 20) + static_cast<std::size_t>(block.rows) * 64;
+    // Twice what cross_entropy.h says at most: any of its calls, whatever its options.
+    memory.loss.bytes = 2 * ((std::size_t{1} << 20) + static_cast<std::size_t>(block.rows) * 40);
     memory.loss.data = take(true, static_cast<std::int64_t>(memory.loss.bytes), 1);
-    memory.product.bytes = kLinearCrossEntropyProductBytes;
+    memory.product.bytes = kGemmWorkspaceBytes;
     memory.product.data = take(true, static_cast<std::int64_t>(memory.product.bytes), 1);
   }
   return used;
@@ -139,12 +131,6 @@ inline std::size_t per_row_bytes(const LinearCrossEntropyProblem& problem) {
   return workspace_bytes(problem, {0, 1}) - workspace_bytes(without_rows, {0, 1});
 }
 
-/// What the products lose nothing by: whole tiles.
-inline std::int64_t row_tile(const LinearCrossEntropyProblem& problem) {
-  return problem.device.type == DeviceType::cpu ? 32 : 128;
-}
-inline constexpr std::int64_t kLinearCrossEntropyClassTile = 256;
-
 /// The most rows, with so many classes, whose workspace is within `limit`; at least one. Pieces of equal size.
 inline std::int64_t rows_within(const LinearCrossEntropyProblem& problem, std::int64_t classes, std::size_t limit) {
   const std::int64_t all = problem.rows();
@@ -156,35 +142,39 @@ inline std::int64_t rows_within(const LinearCrossEntropyProblem& problem, std::i
     (workspace_bytes(problem, {middle, classes}) <= limit ? low : high) = middle;
   }
   const std::int64_t chunks = ceil_divide(all, low);
-  const std::int64_t tile = row_tile(problem);
+  const std::int64_t tile = policy_of(problem.device).row_tile;
   const std::int64_t even = ceil_divide(ceil_divide(all, chunks), tile) * tile;
   if (even <= low) return even;
   return low < tile ? low : low / tile * tile;
 }
 
-/// What a block of the backward costs on a GPU, in seconds: products at the speed of a Hopper GPU, whose tiles of 128 x
-/// 256 fill its multiprocessors a wave at a time, and passes over the sums of grad_x, for each block of classes, and
-/// over grad_weight, for each chunk of rows, of which about half is hidden behind the products.
+/// What a block of the backward costs, in seconds: products, whose last wave of tiles may be nearly empty, and passes
+/// over the sums of grad_x, for each block of classes, and over grad_weight, for each chunk of rows.
 inline double seconds_of(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block) {
-  constexpr double kOperationsPerSecond = 7e14;
-  constexpr double kBytesPerSecond = 4e12;
-  constexpr std::int64_t kTilesAtOnce = 132;
+  const LinearCrossEntropyPolicy& policy = policy_of(problem.device);
   const auto waste = [&](std::int64_t rows, std::int64_t columns) {
-    const std::int64_t tiles =
-        ceil_divide(rows, row_tile(problem)) * ceil_divide(columns, kLinearCrossEntropyClassTile);
-    return static_cast<double>(ceil_divide(tiles, kTilesAtOnce) * kTilesAtOnce) / static_cast<double>(tiles);
+    const std::int64_t tiles = ceil_divide(rows, policy.row_tile) * ceil_divide(columns, policy.class_tile);
+    const std::int64_t waves = ceil_divide(tiles, policy.tiles_at_once);
+    return static_cast<double>(waves * policy.tiles_at_once) / static_cast<double>(tiles);
   };
+  const auto read_and_written = [](DType dtype) { return 2.0 * static_cast<double>(size_of(dtype)); };
   const auto all = static_cast<double>(problem.rows());
   const auto features = static_cast<double>(problem.features());
   const auto classes = static_cast<double>(problem.classes);
   const std::int64_t chunks = ceil_divide(problem.rows(), block.rows);
   const std::int64_t blocks = ceil_divide(problem.classes, block.classes);
-  const double of_product = 2.0 * all * features * classes / kOperationsPerSecond;
-  const double wasted = waste(block.rows, block.classes) + waste(block.rows, problem.features()) +
-                        waste(block.classes, problem.features());
-  const double of_grad_x = blocks == 1 ? 0.0 : static_cast<double>(blocks) * all * features * 8.0;
-  const double of_grad_weight = static_cast<double>(chunks - 1) * classes * features * 4.0;
-  return of_product * wasted + 0.5 * (of_grad_x + of_grad_weight) / kBytesPerSecond;
+  const double of_product = 2.0 * all * features * classes / policy.operations_per_second;
+  double products = waste(block.rows, block.classes);
+  double passes = 0.0;
+  if (problem.grad_x != nullptr) {
+    products += waste(block.rows, problem.features());
+    if (blocks > 1) passes += static_cast<double>(blocks) * all * features * read_and_written(problem.accumulator());
+  }
+  if (problem.grad_weight != nullptr) {
+    products += waste(block.classes, problem.features());
+    passes += static_cast<double>(chunks - 1) * classes * features * read_and_written(problem.grad_weight_dtype);
+  }
+  return of_product * products + passes / policy.bytes_per_second;
 }
 
 /// The most classes, with so many rows, whose workspace is within `limit`; 0 where not even one is.
@@ -204,14 +194,15 @@ inline std::int64_t classes_within(const LinearCrossEntropyProblem& problem, std
 inline LinearCrossEntropyBlock blocks_within(const LinearCrossEntropyProblem& problem, std::size_t limit) {
   const std::int64_t all = problem.rows();
   if (all == 0 || workspace_bytes(problem, {all, problem.classes}) <= limit) return {all, problem.classes};
+  const LinearCrossEntropyPolicy& policy = policy_of(problem.device);
   LinearCrossEntropyBlock best{rows_within(problem, 1, limit), 1};
   double least = seconds_of(problem, best);
   constexpr std::int64_t kFewChunks = 64;    // each number of them is tried; beyond, every doubling
   constexpr std::int64_t kMostSmaller = 40;  // class tiles that a block may have less than fit
   for (std::int64_t chunks = 1; chunks <= all; chunks += chunks < kFewChunks ? 1 : chunks) {
     const std::int64_t even = ceil_divide(all, chunks);
-    const std::int64_t tiles = ceil_divide(even, row_tile(problem));
-    const std::int64_t rows = chunks == 1 ? all : std::min(all, tiles * row_tile(problem));
+    const std::int64_t tiles = ceil_divide(even, policy.row_tile);
+    const std::int64_t rows = chunks == 1 ? all : std::min(all, tiles * policy.row_tile);
     const std::int64_t most = classes_within(problem, rows, limit);
     const auto consider = [&](std::int64_t classes) {
       const LinearCrossEntropyBlock block{rows, classes};
@@ -222,19 +213,19 @@ inline LinearCrossEntropyBlock blocks_within(const LinearCrossEntropyProblem& pr
       }
     };
     if (most == 0) continue;
-    if (most == problem.classes || most < kLinearCrossEntropyClassTile) {
+    if (most == problem.classes || most < policy.class_tile) {
       consider(most);
       continue;
     }
-    const std::int64_t class_tiles = most / kLinearCrossEntropyClassTile;
+    const std::int64_t class_tiles = most / policy.class_tile;
     for (std::int64_t less = 0; less < std::min(class_tiles, kMostSmaller); ++less) {
-      consider((class_tiles - less) * kLinearCrossEntropyClassTile);
+      consider((class_tiles - less) * policy.class_tile);
     }
   }
   return best;
 }
 
-inline LinearCrossEntropyBlock plan_blocks(const LinearCrossEntropyProblem& problem, std::size_t limit) {
+inline LinearCrossEntropyBlock plan_block(const LinearCrossEntropyProblem& problem, std::size_t limit) {
   if (problem.mode == LinearCrossEntropyMode::backward) return blocks_within(problem, limit);
   return {rows_within(problem, problem.classes, limit), problem.classes};
 }

@@ -72,7 +72,7 @@ std::size_t least_bytes(const LinearCrossEntropyProblem& problem) {
 
 TEST(LinearCrossEntropyPlan, BlocksAreWithinTheLimitWhereThatSuffices) {
   for_each_problem([](const LinearCrossEntropyProblem& problem, std::size_t limit) {
-    const LinearCrossEntropyBlock block = plan_blocks(problem, limit);
+    const LinearCrossEntropyBlock block = plan_block(problem, limit);
     ASSERT_GE(block.rows, 1);
     ASSERT_GE(block.classes, 1);
     ASSERT_LE(block.rows, problem.rows());
@@ -84,14 +84,14 @@ TEST(LinearCrossEntropyPlan, BlocksAreWithinTheLimitWhereThatSuffices) {
 TEST(LinearCrossEntropyPlan, WithoutABackwardABlockHasAllClasses) {
   for_each_problem([](const LinearCrossEntropyProblem& problem, std::size_t limit) {
     if (problem.mode == Mode::backward) return;
-    ASSERT_EQ(plan_blocks(problem, limit).classes, problem.classes);
+    ASSERT_EQ(plan_block(problem, limit).classes, problem.classes);
   });
 }
 
 TEST(LinearCrossEntropyPlan, WhatFitsIsOneBlock) {
   for_each_problem([](const LinearCrossEntropyProblem& problem, std::size_t limit) {
     if (workspace_bytes(problem, {problem.rows(), problem.classes}) > limit) return;
-    const LinearCrossEntropyBlock block = plan_blocks(problem, limit);
+    const LinearCrossEntropyBlock block = plan_block(problem, limit);
     ASSERT_EQ(block.rows, problem.rows());
     ASSERT_EQ(block.classes, problem.classes);
   });
@@ -99,22 +99,23 @@ TEST(LinearCrossEntropyPlan, WhatFitsIsOneBlock) {
 
 TEST(LinearCrossEntropyPlan, BlocksAreOfWholeTilesWhereTheyAreLargerThanOne) {
   for_each_problem([](const LinearCrossEntropyProblem& problem, std::size_t limit) {
-    const LinearCrossEntropyBlock block = plan_blocks(problem, limit);
-    if (problem.mode != Mode::backward && block.rows < problem.rows() && block.rows > row_tile(problem)) {
-      ASSERT_EQ(block.rows % row_tile(problem), 0);
+    const LinearCrossEntropyBlock block = plan_block(problem, limit);
+    if (problem.mode != Mode::backward && block.rows < problem.rows() &&
+        block.rows > policy_of(problem.device).row_tile) {
+      ASSERT_EQ(block.rows % policy_of(problem.device).row_tile, 0);
     }
-    if (block.classes < problem.classes && block.classes > kLinearCrossEntropyClassTile) {
-      ASSERT_EQ(block.classes % kLinearCrossEntropyClassTile, 0);
+    if (block.classes < problem.classes && block.classes > policy_of(problem.device).class_tile) {
+      ASSERT_EQ(block.classes % policy_of(problem.device).class_tile, 0);
     }
   });
 }
 
 TEST(LinearCrossEntropyPlan, AWorkspaceOfTheStatedSizeIsCutNoWorse) {
   for_each_problem([](const LinearCrossEntropyProblem& problem, std::size_t limit) {
-    const LinearCrossEntropyBlock block = plan_blocks(problem, limit);
+    const LinearCrossEntropyBlock block = plan_block(problem, limit);
     // Where the smallest chunk is too large, and of sizes at which a part's rounding to 256 bytes holds another row.
     if (workspace_bytes(problem, block) > limit || limit < (std::size_t{1} << 20)) return;
-    const LinearCrossEntropyBlock again = plan_blocks(problem, workspace_bytes(problem, block));
+    const LinearCrossEntropyBlock again = plan_block(problem, workspace_bytes(problem, block));
     if (problem.mode == Mode::backward) {
       ASSERT_LE(seconds_of(problem, again), seconds_of(problem, block));
     } else {
@@ -127,12 +128,12 @@ TEST(LinearCrossEntropyPlan, ManyRowsAreCutBeforeBlocksOfClassesBecomeThin) {
   // More chunks than are tried one by one: rows of a million tokens, with their x and the sums of its gradient.
   const LinearCrossEntropyProblem problem =
       problem_of(Mode::backward, {std::int64_t{1} << 20, 4096, 131072}, DType::bfloat16, kCuda, true);
-  EXPECT_GE(plan_blocks(problem, std::size_t{160} << 20).classes, kLinearCrossEntropyClassTile);
+  EXPECT_GE(plan_block(problem, std::size_t{160} << 20).classes, policy_of(problem.device).class_tile);
 }
 
 TEST(LinearCrossEntropyPlan, PartsOfTheWorkspaceAreAlignedAndDoNotOverlap) {
   for_each_problem([](const LinearCrossEntropyProblem& problem, std::size_t limit) {
-    const LinearCrossEntropyBlock block = plan_blocks(problem, limit);
+    const LinearCrossEntropyBlock block = plan_block(problem, limit);
     LinearCrossEntropyMemory memory;
     char* const base = reinterpret_cast<char*>(std::uintptr_t{256});
     const std::size_t bytes = lay_out(problem, block, base, memory);

@@ -69,7 +69,7 @@ struct LinearCrossEntropyCase {
 
 /// What the operator is given as the limit of a case.
 inline std::size_t limit_of(const LinearCrossEntropyCase& c) {
-  constexpr std::size_t kOfCalls = kLinearCrossEntropyProductBytes + (std::size_t{2} << 20);
+  constexpr std::size_t kOfCalls = kGemmWorkspaceBytes + (std::size_t{2} << 20);
   if (c.workspace_limit == 0 || c.device.type == DeviceType::cpu) return c.workspace_limit;
   return c.workspace_limit + kOfCalls;
 }
@@ -324,6 +324,7 @@ inline LinearCrossEntropyProblem problem_of(LinearCrossEntropyRun& run, LinearCr
           .grad_entropy = is_backward && c.has_grad_entropy ? run.grad_entropy.view().data : nullptr,
           .grad_x = has_grad_x ? run.gradients.x.view().data : nullptr,
           .grad_weight = has_gradients && c.wanted.weight ? run.gradients.weight.view().data : nullptr,
+          .grad_weight_dtype = run.gradients.weight.view().dtype,
           .grad_bias = has_gradients && c.wanted.bias ? run.gradients.bias.view().data : nullptr};
 }
 
@@ -332,7 +333,7 @@ inline LinearCrossEntropyProblem problem_of(LinearCrossEntropyRun& run, LinearCr
 inline LinearCrossEntropyBlock block_of(LinearCrossEntropyRun& run, LinearCrossEntropyMode mode) {
   const LinearCrossEntropyProblem problem = problem_of(run, mode);
   if (problem.rows() == 0) return {1, problem.classes};
-  return plan_blocks(problem, problem.workspace_limit != 0 ? problem.workspace_limit : std::size_t{1} << 30);
+  return plan_block(problem, problem.workspace_limit != 0 ? problem.workspace_limit : std::size_t{1} << 30);
 }
 
 // ---- the comparison ------------------------------------------------------------------------------------------------

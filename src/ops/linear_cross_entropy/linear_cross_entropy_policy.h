@@ -1,0 +1,66 @@
+// The numbers that linear_cross_entropy is cut by: how much memory a call takes where the caller sets no limit, and
+// what a cut costs. Measured by `eaves bench linear_cross_entropy` (--json files in benchmarks/results,
+// docs/performance.md).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "eaves/tensor.h"
+
+namespace eaves {
+
+struct LinearCrossEntropyPolicy {
+  // Limits without a caller's, in bytes, beside what a call needs for every row.
+  std::size_t forward_bytes;   ///< the loss alone
+  std::size_t backward_bytes;  ///< that computes logits again
+  // Both at once, and a forward that a backward follows: room for `enough_rows`, within these.
+  std::size_t least_bytes;
+  std::size_t most_bytes;
+  std::int64_t enough_rows;  ///< of a chunk, whose products are nearly as fast as whole ones
+  std::int64_t few_rows;     ///< of a chunk: with less, both at once is no longer the faster way
+
+  std::int64_t row_tile;  ///< what products lose nothing by: whole tiles
+  std::int64_t class_tile;
+  std::int64_t tiles_at_once;  ///< a product has whole waves of them
+
+  double operations_per_second;  ///< of a product
+  double bytes_per_second;       ///< of passes over sums; on a GPU twice the memory's: products hide about half of them
+};
+
+/// H200, [12288, 4096] in bfloat16: at 131,072 classes `most_bytes` are chunks of 2048 rows, at 32,768 `least_bytes`
+/// are 3072. Tiles are those of Hopper's products, one for each of 132 multiprocessors.
+inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnGpu = {
+    .forward_bytes = std::size_t{256} << 20,
+    .backward_bytes = std::size_t{160} << 20,
+    .least_bytes = std::size_t{448} << 20,
+    .most_bytes = std::size_t{1088} << 20,
+    .enough_rows = 3072,
+    .few_rows = 1024,
+    .row_tile = 128,
+    .class_tile = 256,
+    .tiles_at_once = 132,
+    .operations_per_second = 7e14,
+    .bytes_per_second = 8e12,
+};
+
+/// AMD EPYC (Zen 4), 2 threads, [512, 1024] in bfloat16: products lose little by short chunks.
+inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnCpu = {
+    .forward_bytes = std::size_t{32} << 20,
+    .backward_bytes = std::size_t{32} << 20,
+    .least_bytes = std::size_t{32} << 20,
+    .most_bytes = std::size_t{32} << 20,
+    .enough_rows = 1,
+    .few_rows = 1,
+    .row_tile = 32,
+    .class_tile = 256,
+    .tiles_at_once = 1,
+    .operations_per_second = 3.5e11,
+    .bytes_per_second = 5e10,
+};
+
+inline const LinearCrossEntropyPolicy& policy_of(Device device) {
+  return device.type == DeviceType::cpu ? kLinearCrossEntropyOnCpu : kLinearCrossEntropyOnGpu;
+}
+
+}  // namespace eaves
