@@ -317,8 +317,8 @@ TEST_F(Program, BenchOfLinearCrossEntropyHasThePublishedTitlesAndNamesItsOptions
     EXPECT_TRUE(cases.insert(name).second) << name << "is measured twice";
   }
   EXPECT_EQ(modes, (std::set<std::string>{"fwd", "fwd+bwd"}));
-  EXPECT_EQ(options, (std::set<std::string>{"algorithm", "data", "grad_weight", "grad_x", "ignored_rows", "reduction",
-                                            "skip_ignored"}));
+  EXPECT_EQ(options, (std::set<std::string>{"algorithm", "data", "grad_weight", "grad_x", "ignored_rows", "logits",
+                                            "reduction", "skip_ignored"}));
 }
 
 TEST_F(Program, BenchWithANamedDtypeMeasuresNoOther) {
