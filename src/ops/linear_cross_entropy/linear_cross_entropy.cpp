@@ -227,6 +227,8 @@ void check_outputs(Checked& checked, const TensorView& normalizer, const LinearC
   problem.divisor = arguments.mean_scalar({op, "divisor", outputs.divisor}, reduction, true);
 }
 
+}  // namespace
+
 LinearCrossEntropyProblem make_problem(const LinearCrossEntropyForwardArgs& args) {
   Checked checked = check_inputs(Mode::forward, kForward, args.inputs, {}, {});
   check_outputs(checked, args.normalizer, args.outputs);
@@ -272,6 +274,8 @@ LinearCrossEntropyProblem make_problem(const LinearCrossEntropyBackwardArgs& arg
   check_gradients(checked, args.gradients, inputs.weight);
   return problem;
 }
+
+namespace {
 
 /// The gradients that are there; none is written before all have been checked.
 std::vector<TensorView> check_rescaled(const LinearCrossEntropyRescaleArgs& args) {

@@ -81,6 +81,11 @@ struct LinearCrossEntropyProblem {
   bool wants_gradients() const { return grad_x != nullptr || grad_weight != nullptr || grad_bias != nullptr; }
 };
 
+/// Checks the arguments of a call; throws InvalidArgument.
+LinearCrossEntropyProblem make_problem(const LinearCrossEntropyForwardArgs& args);
+LinearCrossEntropyProblem make_problem(const LinearCrossEntropyForwardBackwardArgs& args);
+LinearCrossEntropyProblem make_problem(const LinearCrossEntropyBackwardArgs& args);
+
 /// Rows and classes whose logits are computed at once. All classes, but in the backward.
 struct LinearCrossEntropyBlock {
   std::int64_t rows;
