@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "eaves/cross_entropy.h"
-#include "eaves/error.h"
 #include "ops/cross_entropy/cross_entropy_test_case.h"
 #include "testing/cases.h"
 #include "testing/devices.h"
+#include "testing/refusals.h"
 
 namespace eaves::testing {
 namespace {
@@ -412,17 +412,6 @@ TEST_P(CrossEntropyEdges, TheEntropyIsThatOfAUniformRowAndOfACertainOne) {
       EXPECT_EQ(certain.results.argmax.get(0), 1.0);
     }
   }
-}
-
-/// What a call says when it is refused; empty where it is not.
-template <typename Call>
-std::string refusal_of(const Call& call) {
-  try {
-    call();
-  } catch (const InvalidArgument& error) {
-    return error.what();
-  }
-  return "";
 }
 
 const std::int64_t kOutOfRange[] = {-1, 40, 41, -99, -101, std::numeric_limits<std::int32_t>::min()};

@@ -8,13 +8,13 @@
 #include <string>
 #include <vector>
 
-#include "eaves/error.h"
 #include "eaves/linear_cross_entropy.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_test_case.h"
 #include "runtime/runtime.h"
 #include "testing/cases.h"
 #include "testing/devices.h"
 #include "testing/memory.h"
+#include "testing/refusals.h"
 
 namespace eaves::testing {
 namespace {
@@ -264,16 +264,6 @@ class LinearCrossEntropyTargets : public LinearCrossEntropyEdges {
     test_case.options.reduction = Reduction::none;
     test_case.target = [](std::int64_t row) { return row == 5 ? 24.0 : row == 9 ? -1.0 : 2.0; };
     return test_case;
-  }
-
-  template <typename Call>
-  static void expect_message(const Call& call, const std::string& message) {
-    try {
-      call();
-      ADD_FAILURE() << "was not refused: " << message;
-    } catch (const InvalidArgument& error) {
-      EXPECT_EQ(error.what(), message);
-    }
   }
 
   static void expect_all_refused(LinearCrossEntropyRun& run) {

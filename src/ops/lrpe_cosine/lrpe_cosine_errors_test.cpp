@@ -10,20 +10,10 @@
 #include "eaves/error.h"
 #include "eaves/lrpe_cosine.h"
 #include "eaves/system.h"
-#include "runtime/runtime.h"
+#include "testing/refusals.h"
 
 namespace eaves::testing {
 namespace {
-
-template <typename Error, typename Call>
-void expect_message(const Call& call, const std::string& message) {
-  try {
-    call();
-    ADD_FAILURE() << "was not refused: " << message;
-  } catch (const Error& error) {
-    EXPECT_EQ(error.what(), message);
-  }
-}
 
 /// Arguments of a legal call, for a test to spoil one of them: two batch entries, three heads, four positions, two
 /// features; a softmax over the sequence, which has the most arguments.
@@ -40,34 +30,29 @@ class LrpeCosineErrors : public ::testing::Test {
   std::vector<float> theta_ = std::vector<float>(48, 0.5f);
   std::vector<float> grad_out_ = std::vector<float>(2 * kElements, 1.0f);
   std::vector<float> lse_in_ = std::vector<float>(24, 2.0f);
-  std::vector<float> out_ = std::vector<float>(2 * kElements, -5.0f);
-  std::vector<float> lse_ = std::vector<float>(24, -5.0f);
-  std::vector<float> grad_x_ = std::vector<float>(kElements, -5.0f);
-  std::vector<float> grad_theta_ = std::vector<float>(48, -5.0f);
+  UnwrittenOutput out_{"out", 2 * kElements}, lse_{"lse", 24}, grad_x_{"grad_x", kElements};
+  UnwrittenOutput grad_theta_{"grad_theta", 48};
   std::vector<std::int64_t> integers_ = {0, 1, 2, 4, 0, 1, 2, 3};
 
   LrpeCosineForwardArgs forward_ = {.x = view(x_, DType::float32, {2, 3, 4, 2}),
                                     .angles = {.theta = view(theta_, DType::float32, {3, 2})},
                                     .activation = Activation::softmax,
                                     .activation_dim = -2,
-                                    .out = view(out_, DType::float32, {2, 3, 4, 4}),
-                                    .lse = view(lse_, DType::float32, {2, 3, 2, 2})};
+                                    .out = out_.view({2, 3, 4, 4}),
+                                    .lse = lse_.view({2, 3, 2, 2})};
   LrpeCosineBackwardArgs backward_ = {.grad_out = view(grad_out_, DType::float32, {2, 3, 4, 4}),
                                       .x = view(x_, DType::float32, {2, 3, 4, 2}),
                                       .angles = {.theta = view(theta_, DType::float32, {3, 2})},
                                       .activation = Activation::softmax,
                                       .activation_dim = -2,
                                       .lse = view(lse_in_, DType::float32, {2, 3, 2, 2}),
-                                      .grad_x = view(grad_x_, DType::float32, {2, 3, 4, 2}),
-                                      .grad_theta = view(grad_theta_, DType::float32, {3, 2})};
+                                      .grad_x = grad_x_.view({2, 3, 4, 2}),
+                                      .grad_theta = grad_theta_.view({3, 2})};
 
   TensorView integers(const Dims& shape) { return view(integers_, DType::int64, shape); }
 
   void expect_nothing_written() {
-    EXPECT_EQ(out_, std::vector<float>(out_.size(), -5.0f)) << "out was written";
-    EXPECT_EQ(lse_, std::vector<float>(lse_.size(), -5.0f)) << "lse was written";
-    EXPECT_EQ(grad_x_, std::vector<float>(grad_x_.size(), -5.0f)) << "grad_x was written";
-    EXPECT_EQ(grad_theta_, std::vector<float>(grad_theta_.size(), -5.0f)) << "grad_theta was written";
+    for (const UnwrittenOutput* output : {&out_, &lse_, &grad_x_, &grad_theta_}) output->expect_unwritten();
     EXPECT_EQ(x_, std::vector<float>(x_.size(), 1.0f)) << "x was written";
   }
 
@@ -108,8 +93,8 @@ class LrpeCosineErrors : public ::testing::Test {
 TEST_F(LrpeCosineErrors, TheArgumentsThatTheseTestsSpoilAreLegal) {
   EXPECT_NO_THROW(lrpe_cosine_forward(forward_));
   EXPECT_NO_THROW(lrpe_cosine_backward(backward_));
-  EXPECT_EQ(std::count(out_.begin(), out_.end(), -5.0f), 0) << "out was not written";
-  EXPECT_EQ(std::count(grad_x_.begin(), grad_x_.end(), -5.0f), 0) << "grad_x was not written";
+  EXPECT_EQ(std::count(out_.memory.begin(), out_.memory.end(), out_.kBefore), 0) << "out was not written";
+  EXPECT_EQ(std::count(grad_x_.memory.begin(), grad_x_.memory.end(), grad_x_.kBefore), 0) << "grad_x was not written";
 }
 
 TEST_F(LrpeCosineErrors, MissingTensors) {
@@ -172,7 +157,7 @@ TEST_F(LrpeCosineErrors, Shapes) {
   expect_refused(forward,
                  "lrpe_cosine_forward: x has shape [6, 4, 2], expected four axes (batch, heads, positions, features)");
   forward = forward_;
-  forward.out = view(out_, DType::float32, {2, 3, 4, 2});
+  forward.out = out_.view({2, 3, 4, 2});
   expect_refused(forward,
                  "lrpe_cosine_forward: out has shape [2, 3, 4, 2], expected [2, 3, 4, 4] (x with twice its features)");
   auto backward = backward_;
@@ -191,12 +176,12 @@ TEST_F(LrpeCosineErrors, Shapes) {
       backward,
       "lrpe_cosine_backward: x has shape [2, 3, 2, 4], expected [2, 3, 4, 2] (grad_out with half its features)");
   backward = backward_;
-  backward.grad_x = view(grad_x_, DType::float32, {3, 2, 4, 2});
+  backward.grad_x = grad_x_.view({3, 2, 4, 2});
   expect_refused(
       backward,
       "lrpe_cosine_backward: grad_x has shape [3, 2, 4, 2], expected [2, 3, 4, 2] (grad_out with half its features)");
   backward = backward_;
-  backward.grad_theta = view(grad_theta_, DType::float32, {1, 2});
+  backward.grad_theta = grad_theta_.view({1, 2});
   expect_refused(backward, "lrpe_cosine_backward: grad_theta has shape [1, 2], expected [3, 2] (that of theta)");
   expect_both_refused([](auto& args) { args.lse.shape = {12}, args.lse.strides = {1}; },
                       "<op>: lse has shape [12], expected [2, 3, 2, 2] (x without its positions, high and low)");
@@ -419,16 +404,10 @@ TEST_F(LrpeCosineErrors, AGpuThatIsNotThere) {
                            &backward.grad_theta}) {
     view->device = absent;
   }
-  const auto expect_unsupported = [](const auto& call, const std::string& start) {
-    try {
-      call();
-      ADD_FAILURE() << "was not refused";
-    } catch (const Unsupported& error) {
-      EXPECT_EQ(std::string(error.what()).find(start), 0u) << error.what();
-    }
-  };
-  expect_unsupported([&] { lrpe_cosine_forward(forward); }, "lrpe_cosine_forward: the tensors are on cuda:63, but ");
-  expect_unsupported([&] { lrpe_cosine_backward(backward); }, "lrpe_cosine_backward: the tensors are on cuda:63, but ");
+  expect_message_begins<Unsupported>([&] { lrpe_cosine_forward(forward); },
+                                     "lrpe_cosine_forward: the tensors are on cuda:63, but ");
+  expect_message_begins<Unsupported>([&] { lrpe_cosine_backward(backward); },
+                                     "lrpe_cosine_backward: the tensors are on cuda:63, but ");
   expect_nothing_written();
 }
 
@@ -484,24 +463,24 @@ TEST_F(LrpeCosineErrors, OutputsThatOverlap) {
     return std::string("lrpe_cosine_") + op + ": " + output + " overlaps " + other + ", expected memory of its own";
   };
   auto forward = forward_;
-  forward.x.data = out_.data() + 1;
+  forward.x.data = out_.memory.data() + 1;
   expect_refused(forward, overlaps("forward", "out", "x"));
   forward = forward_;
-  forward.angles.theta.data = out_.data() + 90;
+  forward.angles.theta.data = out_.memory.data() + 90;
   expect_refused(forward, overlaps("forward", "out", "theta"));
   // The lists of integers, as what they take for the memory of an output.
   const auto as_integers = [](std::vector<float>& memory, const Dims& shape) {
     return TensorView::contiguous(static_cast<void*>(memory.data()), DType::int64, shape);
   };
   forward = forward_;
-  forward.angles.offsets = as_integers(out_, {2});
+  forward.angles.offsets = as_integers(out_.memory, {2});
   expect_refused(forward, overlaps("forward", "out", "offsets"));
-  forward.angles.offsets = as_integers(lse_, {2});
+  forward.angles.offsets = as_integers(lse_.memory, {2});
   expect_refused(forward, overlaps("forward", "lse", "offsets"));
   forward = forward_;
-  forward.angles.positions = as_integers(out_, {2, 4});
+  forward.angles.positions = as_integers(out_.memory, {2, 4});
   expect_refused(forward, overlaps("forward", "out", "positions"));
-  forward.angles.positions = as_integers(lse_, {4});
+  forward.angles.positions = as_integers(lse_.memory, {4});
   expect_refused(forward, overlaps("forward", "lse", "positions"));
   forward = forward_;
   forward.lse.data = x_.data() + 4;
@@ -510,43 +489,43 @@ TEST_F(LrpeCosineErrors, OutputsThatOverlap) {
   forward.lse.data = theta_.data();
   expect_refused(forward, overlaps("forward", "lse", "theta"));
   forward = forward_;
-  forward.lse.data = out_.data() + 6;
+  forward.lse.data = out_.memory.data() + 6;
   expect_refused(forward, overlaps("forward", "lse", "out"));
 
   auto backward = backward_;
-  backward.x.data = grad_x_.data();
+  backward.x.data = grad_x_.memory.data();
   expect_refused(backward, overlaps("backward", "grad_x", "x"));
   backward = backward_;
   backward.grad_x.data = grad_out_.data() + 40;
   expect_refused(backward, overlaps("backward", "grad_x", "grad_out"));
   backward = backward_;
-  backward.lse.data = grad_x_.data() + 20;
+  backward.lse.data = grad_x_.memory.data() + 20;
   expect_refused(backward, overlaps("backward", "grad_x", "lse"));
   backward = backward_;
-  backward.angles.theta.data = grad_x_.data();
+  backward.angles.theta.data = grad_x_.memory.data();
   expect_refused(backward, overlaps("backward", "grad_x", "theta"));
   backward = backward_;
-  backward.angles.positions = as_integers(grad_x_, {4});
+  backward.angles.positions = as_integers(grad_x_.memory, {4});
   expect_refused(backward, overlaps("backward", "grad_x", "positions"));
   backward = backward_;
-  backward.angles.offsets = as_integers(grad_x_, {1});
+  backward.angles.offsets = as_integers(grad_x_.memory, {1});
   expect_refused(backward, overlaps("backward", "grad_x", "offsets"));
-  backward.angles.offsets = as_integers(grad_theta_, {1});
+  backward.angles.offsets = as_integers(grad_theta_.memory, {1});
   expect_refused(backward, overlaps("backward", "grad_theta", "offsets"));
   backward = backward_;
   backward.grad_theta = backward.angles.theta;
   expect_refused(backward, overlaps("backward", "grad_theta", "theta"));
   backward = backward_;
-  backward.x.data = grad_theta_.data();
+  backward.x.data = grad_theta_.memory.data();
   expect_refused(backward, overlaps("backward", "grad_theta", "x"));
   backward = backward_;
-  backward.lse.data = grad_theta_.data();
+  backward.lse.data = grad_theta_.memory.data();
   expect_refused(backward, overlaps("backward", "grad_theta", "lse"));
   backward = backward_;
   backward.grad_theta.data = grad_out_.data() + 90;
   expect_refused(backward, overlaps("backward", "grad_theta", "grad_out"));
   backward = backward_;
-  backward.grad_theta.data = grad_x_.data() + 42;
+  backward.grad_theta.data = grad_x_.memory.data() + 42;
   expect_refused(backward, overlaps("backward", "grad_theta", "grad_x"));
 }
 
@@ -581,10 +560,8 @@ TEST_F(LrpeCosineErrors, PackedSequencesThatOverlapAnOutput) {
 TEST_F(LrpeCosineErrors, Threads) {
   for (const int threads : {-7, 200000}) {
     const std::string what = "threads is " + std::to_string(threads) + ", expected 0 (all) to 4096";
-    expect_message<InvalidArgument>([&] { lrpe_cosine_forward(forward_, {.threads = threads}); },
-                                    "lrpe_cosine_forward: " + what);
-    expect_message<InvalidArgument>([&] { lrpe_cosine_backward(backward_, {.threads = threads}); },
-                                    "lrpe_cosine_backward: " + what);
+    expect_message([&] { lrpe_cosine_forward(forward_, {.threads = threads}); }, "lrpe_cosine_forward: " + what);
+    expect_message([&] { lrpe_cosine_backward(backward_, {.threads = threads}); }, "lrpe_cosine_backward: " + what);
     expect_nothing_written();
   }
 }
