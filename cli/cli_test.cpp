@@ -606,7 +606,7 @@ TEST_F(ProgramWithABatch, WrongArgumentsOfCrossEntropyAreNamed) {
 
 TEST_F(Program, RunLinearCrossEntropyWritesLossLseAndGradients) {
   const std::string line =
-      "eaves run linear_cross_entropy --input in.safetensors --tensor x --weight head --target targets --output "
+      "eaves run linear_cross_entropy --input in.safetensors --tensor x --linear-weight head --target targets --output "
       "out.safetensors";
   for (const char* how : {" --backward", " --backward --algorithm speed", " --backward --algorithm memory"}) {
     const Outcome outcome = run(line + how);
@@ -677,14 +677,14 @@ class ProgramWithAHead : public ProgramWithABatch {
 };
 
 constexpr const char* kHeadLine =
-    "eaves run linear_cross_entropy --output out.safetensors --input head.safetensors --tensor x --weight head ";
+    "eaves run linear_cross_entropy --output out.safetensors --input head.safetensors --tensor x --linear-weight head ";
 
 TEST_F(ProgramWithAHead, RunLinearCrossEntropyTakesEveryOption) {
   const std::string line =
       kHeadLine + std::string(
-                      "--bias bias --target targets --class-weight class_weight --ignore-index 7 --label-smoothing "
+                      "--linear-bias bias --target targets --weight class_weight --ignore-index 7 --label-smoothing "
                       "0.25 --softcap 2 --scale 1.5 --z-loss 0.125 --entropy --argmax --reduction none --skip-ignored "
-                      "--workspace-limit 1 --grad upstream --algorithm ");
+                      "--workspace-limit 1M --grad upstream --algorithm ");
   const int largest[3] = {1, 2, 3};
   for (const char* algorithm : {"auto", "speed", "memory"}) {
     const Outcome outcome = run(line + algorithm);
@@ -719,7 +719,7 @@ TEST_F(ProgramWithAHead, RunLinearCrossEntropyTakesEveryOption) {
 }
 
 TEST_F(ProgramWithAHead, RunLinearCrossEntropyReducesAndDividesAsAsked) {
-  const std::string line = kHeadLine + std::string("--bias bias --target targets --ignore-index 7 ");
+  const std::string line = kHeadLine + std::string("--linear-bias bias --target targets --ignore-index 7 ");
   double sum = 0.0;
   for (const int row : {0, 2}) {
     float logits[4];
@@ -739,9 +739,9 @@ TEST_F(ProgramWithAHead, RunLinearCrossEntropyReducesAndDividesAsAsked) {
 }
 
 TEST_F(ProgramWithAHead, RunLinearCrossEntropyWritesTheGradientsThatAreNamed) {
-  const std::string line = kHeadLine + std::string("--bias bias --target soft ");
+  const std::string line = kHeadLine + std::string("--linear-bias bias --target soft ");
   for (const char* algorithm : {"--algorithm speed ", "--algorithm memory "}) {
-    for (const std::string named : {"x", "weight", "bias", "x,bias"}) {
+    for (const std::string named : {"x", "linear_weight", "linear_bias", "x,linear_bias"}) {
       const Outcome outcome = run(line + algorithm + "--gradients " + named);
       ASSERT_EQ(outcome.exit_code, 0) << outcome.err;
       for (const std::string name : {"x", "weight", "bias"}) {
@@ -762,31 +762,34 @@ TEST_F(ProgramWithAHead, RunLinearCrossEntropyWritesTheGradientsThatAreNamed) {
 
 TEST_F(ProgramWithAHead, WrongArgumentsOfLinearCrossEntropyAreNamed) {
   const std::string start = "eaves run linear_cross_entropy --output out.safetensors --input head.safetensors ";
-  const std::string head = start + "--tensor x --weight head --ignore-index 7 ";
+  const std::string head = start + "--tensor x --linear-weight head --ignore-index 7 ";
   const std::string line = head + "--target targets ";
   expect_refusal("eaves run linear_cross_entropy", 2, "--input is required");
   expect_refusal(head, 2, "--target is required");
-  expect_refusal(start + "--tensor x --target targets", 2, "--weight is required");
-  expect_refusal(line + "--bias nothing", 2, "--bias: head.safetensors has no tensor \"nothing\", expected one of");
-  expect_refusal(line + "--bias ''", 2, "--bias: is empty, expected a value");
-  expect_refusal(line + "--class-weight nothing", 2, "--class-weight: head.safetensors has no tensor \"nothing\"");
+  expect_refusal(start + "--tensor x --target targets", 2, "--linear-weight is required");
+  expect_refusal(line + "--linear-bias nothing", 2,
+                 "--linear-bias: head.safetensors has no tensor \"nothing\", expected one of");
+  expect_refusal(line + "--linear-bias ''", 2, "--linear-bias: is empty, expected a value");
+  expect_refusal(line + "--weight nothing", 2, "--weight: head.safetensors has no tensor \"nothing\"");
   expect_refusal(line + "--normalizer nothing", 2, "--normalizer: head.safetensors has no tensor \"nothing\"");
   expect_refusal(line + "--grad upstream --backward", 2, "--backward excludes --grad");
-  expect_refusal(line + "--gradients y", 2, "--gradients: y not in {x,weight,bias}");
-  expect_refusal(line + "--gradients x,bias", 2, "--gradients: has bias, but --bias is not given");
+  expect_refusal(line + "--gradients y", 2, "--gradients: y not in {x,linear_weight,linear_bias}");
+  expect_refusal(line + "--gradients x,linear_bias", 2, "--gradients: has linear_bias, but --linear-bias is not given");
   expect_refusal(line + "--algorithm fast", 2, "--algorithm: fast not in {auto,speed,memory}");
-  expect_refusal(line + "--workspace-limit -1", 2, "--workspace-limit: Value -1 not in range");
+  expect_refusal(line + "--workspace-limit -1", 2,
+                 "--workspace-limit: is \"-1\", expected a number of bytes such as 4096, 64M or 2G");
   expect_refusal(line + "--reduction max", 2, "--reduction: max not in {none,sum,mean}");
   // The core's sentences, before anything is written.
-  expect_refusal(start + "--tensor tokens --weight head --target targets", 2,
+  expect_refusal(start + "--tensor tokens --linear-weight head --target targets", 2,
                  "x has no axis, expected [..., features]");
-  expect_refusal(start + "--tensor x --weight bias --target targets", 2, "weight has ");
-  expect_refusal(start + "--tensor x --weight tokens --target targets --backward", 2, "weight has ");
-  expect_refusal(line + "--bias upstream --backward", 2, "bias has shape [3], expected [4] (one per class of weight)");
+  expect_refusal(start + "--tensor x --linear-weight bias --target targets", 2, "weight has ");
+  expect_refusal(start + "--tensor x --linear-weight tokens --target targets --backward", 2, "weight has ");
+  expect_refusal(line + "--linear-bias upstream --backward", 2,
+                 "bias has shape [3], expected [4] (one per class of weight)");
   expect_refusal(line + "--grad upstream", 2, "grad_loss has ");
   expect_refusal(line + "--grad upstream --algorithm memory", 2, "grad_loss has ");
   expect_refusal(line + "--label-smoothing 1.5", 2, "label_smoothing is 1.5, expected 0 to 1");
-  expect_refusal(start + "--tensor x --weight head --target targets", 2,
+  expect_refusal(start + "--tensor x --linear-weight head --target targets", 2,
                  "targets[1] is 7, expected 0 to 3, or ignore_index -100");
 }
 

@@ -33,6 +33,11 @@ class Run {
   /// where the file has put it at an address that its element type cannot be read from.
   TensorView input(const std::string& argument, const std::string& name);
 
+  /// The same where there is a name, and no tensor where it is empty.
+  TensorView optional_input(const std::string& argument, const std::string& name) {
+    return name.empty() ? TensorView{} : input(argument, name);
+  }
+
   /// Memory for a result, which finish() writes to the output file under `name`.
   TensorView output(const std::string& name, DType dtype, const Dims& shape);
 

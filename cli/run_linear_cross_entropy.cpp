@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "cli/loss_options.h"
 #include "cli/options.h"
 #include "cli/run.h"
 #include "core/dispatch.h"
-#include "core/rows.h"
 #include "eaves/error.h"
 #include "eaves/linear_cross_entropy.h"
 
@@ -19,24 +19,16 @@ namespace {
 
 struct LinearCrossEntropyArguments {
   RunArguments common;
+  LossOptions loss;
   std::string tensor;
-  std::string weight;
-  std::string bias;
-  std::string target;
-  std::string class_weight;
-  std::string normalizer;
-  std::string grad;
-  std::string reduction = "mean";
-  std::string algorithm = "auto";
+  std::string linear_weight;
+  std::string linear_bias;
   std::vector<std::string> gradients;
-  CrossEntropyOptions options;
-  std::int64_t workspace_limit_mib = 0;
+  std::string algorithm = "auto";
+  std::string workspace_limit = "0";
   bool skips_ignored_rows = false;
-  bool has_argmax = false;
-  bool has_entropy = false;
-  bool has_backward = false;
 
-  bool wants_gradients() const { return has_backward || !grad.empty() || !gradients.empty(); }
+  bool wants_gradients() const { return loss.wants_gradients() || !gradients.empty(); }
 
   /// Without a list: of everything that the file has.
   bool wants_gradient_of(const char* name) const {
@@ -45,37 +37,29 @@ struct LinearCrossEntropyArguments {
 };
 
 void check_arguments(const LinearCrossEntropyArguments& arguments) {
-  if (!arguments.gradients.empty() && arguments.wants_gradient_of("bias") && arguments.bias.empty()) {
-    throw InvalidArgument("--gradients: has bias, but --bias is not given");
+  if (!arguments.gradients.empty() && arguments.wants_gradient_of("linear_bias") && arguments.linear_bias.empty()) {
+    throw InvalidArgument("--gradients: has linear_bias, but --linear-bias is not given");
   }
 }
 
-LinearCrossEntropyForwardArgs forward_args(Run& run, const LinearCrossEntropyArguments& arguments) {
-  const auto optional_input = [&](const char* argument, const std::string& name) {
-    return name.empty() ? TensorView{} : run.input(argument, name);
-  };
+LinearCrossEntropyForwardArgs forward_args(Run& run, const LinearCrossEntropyArguments& arguments,
+                                           std::size_t workspace_limit) {
+  const LossOptions& loss = arguments.loss;
   LinearCrossEntropyForwardArgs args;
   LinearCrossEntropyInputs& inputs = args.inputs;
   inputs.x = run.input("--tensor", arguments.tensor);
-  inputs.weight = run.input("--weight", arguments.weight);
-  inputs.bias = optional_input("--bias", arguments.bias);
-  inputs.targets = run.input("--target", arguments.target);
-  inputs.class_weight = optional_input("--class-weight", arguments.class_weight);
-  inputs.options = arguments.options;
+  inputs.weight = run.input("--linear-weight", arguments.linear_weight);
+  inputs.bias = run.optional_input("--linear-bias", arguments.linear_bias);
+  inputs.targets = run.input("--target", loss.target);
+  inputs.class_weight = run.optional_input("--weight", loss.weight);
+  inputs.options = loss.options;
   inputs.skips_ignored_rows = arguments.skips_ignored_rows;
-  inputs.workspace_limit = static_cast<std::size_t>(arguments.workspace_limit_mib) << 20;
-  args.normalizer = optional_input("--normalizer", arguments.normalizer);
+  inputs.workspace_limit = workspace_limit;
+  args.normalizer = run.optional_input("--normalizer", loss.normalizer);
 
-  const DType result_dtype = accumulator_dtype(inputs.x.dtype);
   Dims row_shape;
   for (int axis = 0; axis + 1 < inputs.x.shape.size(); ++axis) row_shape.push_back(inputs.x.shape[axis]);
-  const Dims loss_shape = arguments.options.reduction == Reduction::none ? row_shape : Dims{};
-  LinearCrossEntropyOutputs& outputs = args.outputs;
-  outputs.loss = run.output("loss", result_dtype, loss_shape);
-  outputs.lse = run.output("lse", result_dtype, row_shape);
-  if (arguments.has_argmax) outputs.argmax = run.output("argmax", DType::int64, row_shape);
-  if (arguments.has_entropy) outputs.entropy = run.output("entropy", result_dtype, row_shape);
-  if (arguments.options.z_loss_weight > 0.0) outputs.z_loss = run.output("z_loss", result_dtype, loss_shape);
+  loss.make_outputs(run, args.outputs, row_shape, accumulator_dtype(inputs.x.dtype));
   return args;
 }
 
@@ -85,10 +69,10 @@ LinearCrossEntropyGradients gradients_of(Run& run, const LinearCrossEntropyArgum
   const TensorView& bias = inputs.bias;
   LinearCrossEntropyGradients gradients;
   if (arguments.wants_gradient_of("x")) gradients.grad_x = run.output("grad_x", dtype, inputs.x.shape);
-  if (arguments.wants_gradient_of("weight")) {
+  if (arguments.wants_gradient_of("linear_weight")) {
     gradients.grad_weight = run.output("grad_weight", dtype, inputs.weight.shape);
   }
-  if (bias.is_present && arguments.wants_gradient_of("bias")) {
+  if (bias.is_present && arguments.wants_gradient_of("linear_bias")) {
     // A bias may be float32 beside any x.
     const DType bias_dtype = bias.dtype == dtype ? dtype : accumulator_dtype(dtype);
     gradients.grad_bias = run.output("grad_bias", bias_dtype, bias.shape);
@@ -105,34 +89,28 @@ bool is_speedy(const LinearCrossEntropyArguments& arguments, const LinearCrossEn
 
 void run_speedy(Run& run, const LinearCrossEntropyArguments& arguments, const LinearCrossEntropyForwardArgs& forward) {
   LinearCrossEntropyForwardBackwardArgs args{.forward = forward};
-  if (!arguments.grad.empty()) args.grad_loss = run.input("--grad", arguments.grad);
+  args.grad_loss = run.optional_input("--grad", arguments.loss.grad);
   args.gradients = gradients_of(run, arguments, forward.inputs);
   linear_cross_entropy_forward_backward(args, run.context());
 }
 
 void run_in_little_memory(Run& run, const LinearCrossEntropyArguments& arguments,
                           LinearCrossEntropyForwardArgs forward) {
-  LinearCrossEntropyOutputs& outputs = forward.outputs;
-  const DType result_dtype = outputs.loss.dtype;
-  outputs.target_mass = run.filled(result_dtype, outputs.lse.shape, 0.0);
-  if (arguments.options.reduction == Reduction::mean) outputs.divisor = run.filled(result_dtype, {}, 0.0);
+  arguments.loss.make_outputs_for_backward(run, forward.outputs);
   linear_cross_entropy_forward(forward, run.context());
 
   LinearCrossEntropyBackwardArgs backward;
-  backward.grad_loss =
-      arguments.grad.empty() ? run.filled(result_dtype, outputs.loss.shape, 1.0) : run.input("--grad", arguments.grad);
+  arguments.loss.set_upstream(run, backward, forward.outputs);
   backward.inputs = forward.inputs;
-  backward.lse = outputs.lse;
-  backward.target_mass = outputs.target_mass;
-  backward.divisor = outputs.divisor;
   backward.gradients = gradients_of(run, arguments, forward.inputs);
   linear_cross_entropy_backward(backward, run.context());
 }
 
 void run_linear_cross_entropy(const LinearCrossEntropyArguments& arguments) {
   check_arguments(arguments);
+  const std::int64_t workspace_limit = parse_bytes("--workspace-limit", arguments.workspace_limit);
   Run run(arguments.common);
-  const LinearCrossEntropyForwardArgs forward = forward_args(run, arguments);
+  const LinearCrossEntropyForwardArgs forward = forward_args(run, arguments, static_cast<std::size_t>(workspace_limit));
   if (!arguments.wants_gradients()) {
     linear_cross_entropy_forward(forward, run.context());
   } else if (is_speedy(arguments, forward, run.context())) {
@@ -143,55 +121,12 @@ void run_linear_cross_entropy(const LinearCrossEntropyArguments& arguments) {
   run.finish();
 }
 
-void add_inputs(CLI::App& command, LinearCrossEntropyArguments& arguments) {
-  command.add_option("--tensor", arguments.tensor, "Name of the rows x: any shape, features last")->required();
-  command
-      .add_option("--weight", arguments.weight, "Name of the head, [classes, features]: logits are x weight^T + bias")
-      ->required();
-  command.add_option("--bias", arguments.bias, "Name of the bias, one number per class")->check(is_not_empty());
-  command
-      .add_option("--target", arguments.target,
-                  "Name of the targets: int32 or int64 classes, one per row; or a distribution for each row")
-      ->required();
-  command.add_option("--class-weight", arguments.class_weight, "Name of the weights of the classes")
-      ->check(is_not_empty());
-  command
-      .add_option("--normalizer", arguments.normalizer,
-                  "Name of one number that the mean divides by, instead of the rows that count")
-      ->check(is_not_empty());
-}
-
-void add_loss_options(CLI::App& command, LinearCrossEntropyArguments& arguments) {
-  CrossEntropyOptions& options = arguments.options;
-  command.add_option("--ignore-index", options.ignore_index, "Rows with this target do not count")
-      ->capture_default_str();
-  command
-      .add_option("--reduction", arguments.reduction,
-                  "none: a loss for each row; sum: of them; mean: over the rows that count")
-      ->check(CLI::IsMember({"none", "sum", "mean"}))
-      ->capture_default_str();
-  command.add_option("--label-smoothing", options.label_smoothing, "0 to 1: how much of each target is spread evenly")
-      ->capture_default_str();
-  command.add_option("--softcap", options.softcap, "The logits are softcap * tanh(logits / softcap); 0: they are not")
-      ->capture_default_str();
-  command.add_option("--scale", options.scale, "The logits are multiplied with it first")->capture_default_str();
-  command.add_option("--z-loss", options.z_loss_weight, "Weight of lse^2 in the loss; above 0 z_loss is written too")
-      ->capture_default_str();
-  command.add_flag("--argmax", arguments.has_argmax, "Also write argmax, the class with the largest logit");
-  command.add_flag("--entropy", arguments.has_entropy, "Also write entropy, in nats");
-}
-
 void add_gradients(CLI::App& command, LinearCrossEntropyArguments& arguments) {
-  CLI::Option* backward = command.add_flag("--backward", arguments.has_backward,
-                                           "Also write grad_x, grad_weight and, with --bias, grad_bias");
   command
-      .add_option("--grad", arguments.grad,
-                  "The same for an upstream gradient that is not 1: its name, in the shape of the loss")
-      ->check(is_not_empty())
-      ->excludes(backward);
-  command.add_option("--gradients", arguments.gradients, "Write only these: some of x,weight,bias")
+      .add_option("--gradients", arguments.gradients,
+                  "Write only the gradients of these: some of x,linear_weight,linear_bias")
       ->delimiter(',')
-      ->check(CLI::IsMember({"x", "weight", "bias"}));
+      ->check(CLI::IsMember({"x", "linear_weight", "linear_bias"}));
   command
       .add_option("--algorithm", arguments.algorithm,
                   "Of the gradients. speed: with the loss, logits computed once; memory: logits computed again, in "
@@ -208,27 +143,26 @@ void add_run_linear_cross_entropy(CLI::App& run) {
                                          "logits. Writes loss, lse (float32) and, with --backward or --grad, the "
                                          "gradients.");
   command->footer(
-      "Example:\n  eaves run linear_cross_entropy --input in.safetensors --tensor x --weight head --target targets "
-      "--backward --output out.safetensors");
+      "Example:\n  eaves run linear_cross_entropy --input in.safetensors --tensor x --linear-weight head "
+      "--target targets --backward --output out.safetensors");
   const auto arguments = std::make_shared<LinearCrossEntropyArguments>();
   arguments->common.add_to(*command);
-  add_inputs(*command, *arguments);
-  add_loss_options(*command, *arguments);
+  command->add_option("--tensor", arguments->tensor, "Name of the rows x: any shape, features last")->required();
+  command
+      ->add_option("--linear-weight", arguments->linear_weight,
+                   "Name of the head, [classes, features]: the logits are x linear_weight^T + linear_bias")
+      ->required();
+  command->add_option("--linear-bias", arguments->linear_bias, "Name of the head's bias, one number per class")
+      ->check(is_not_empty());
+  arguments->loss.add_to(*command, "grad_x, grad_weight (of the head) and, with --linear-bias, grad_bias");
   add_gradients(*command, *arguments);
   command->add_flag("--skip-ignored", arguments->skips_ignored_rows,
                     "Leave out rows that are ignored before anything is multiplied. A CPU always does");
-  constexpr std::int64_t kMostMib = std::int64_t{1} << 30;  // a PiB, as bytes still a number
   command
-      ->add_option("--workspace-limit", arguments->workspace_limit_mib,
-                   "The most scratch memory to take, in MiB; 0: what suits the device")
-      ->check(CLI::Range(std::int64_t{0}, kMostMib))
+      ->add_option("--workspace-limit", arguments->workspace_limit,
+                   "The most scratch memory to take, in bytes, such as 64M or 2G; 0: what suits the device")
       ->capture_default_str();
-  command->callback([arguments] {
-    arguments->options.reduction = arguments->reduction == "none"  ? Reduction::none
-                                   : arguments->reduction == "sum" ? Reduction::sum
-                                                                   : Reduction::mean;
-    run_linear_cross_entropy(*arguments);
-  });
+  command->callback([arguments] { run_linear_cross_entropy(*arguments); });
 }
 
 }  // namespace eaves::cli

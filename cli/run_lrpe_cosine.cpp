@@ -70,9 +70,9 @@ void run_lrpe_cosine(const LrpeCosineArguments& arguments) {
   const std::string& layout = arguments.layout;
   const TensorView x = input_with_heads(run, "--tensor", arguments.tensor, "x", layout);
   angles.theta = run.input("--theta", arguments.theta);
-  if (!arguments.offsets.empty()) angles.offsets = run.input("--offsets", arguments.offsets);
-  if (!arguments.positions.empty()) angles.positions = run.input("--positions", arguments.positions);
-  if (!arguments.cu_seqlens.empty()) angles.cu_seqlens = run.input("--cu-seqlens", arguments.cu_seqlens);
+  angles.offsets = run.optional_input("--offsets", arguments.offsets);
+  angles.positions = run.optional_input("--positions", arguments.positions);
+  angles.cu_seqlens = run.optional_input("--cu-seqlens", arguments.cu_seqlens);
   Dims out_shape = x.shape;
   out_shape[3] *= 2;
 
