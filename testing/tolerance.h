@@ -118,6 +118,15 @@ inline double allowed_narrow_error(DType dtype, double exact, double scale) {
   return 0.5 * unit_in_last_place(dtype, exact) + 1e-6 * std::max(1.0, scale);
 }
 
+/// The bound of an element of a matrix product, of which `scale` is the sum of the sizes of its k terms and of what is
+/// added to them. Each addition is off by half a unit of a partial sum, at random, so that the errors of k of them add
+/// up to sqrt(k) halves, with a factor of 4 for the worst of many elements; and two more for alpha and what is added.
+inline double allowed_product_error(DType dtype, double exact, double scale, std::int64_t k) {
+  const double unit = dtype == DType::float64 ? 0x1p-53 : 0x1p-24;
+  const double sum = (4.0 * std::sqrt(static_cast<double>(k)) + 2.0) * unit * scale;
+  return sum + (size_of(dtype) == 2 ? 0.5 * unit_in_last_place(dtype, exact) : 0.0);
+}
+
 /// The largest finite number of a dtype: beyond it and half a unit, a result rounds to infinity.
 inline double largest_finite(DType dtype) {
   if (dtype == DType::float16) return 65504.0;
