@@ -1,6 +1,6 @@
-// What every operator promises of a call, whatever it computes: threads of the caller do not disturb each other, and
-// neither the number of threads nor the caller's pool changes a bit. A Run is made of a case, and has run(context),
-// download() and results_equal(other).
+// What every operator promises of a call, whatever it computes: it writes its outputs alone, threads of the caller do
+// not disturb each other, and neither the number of threads nor the caller's pool changes a bit. A Run is made of a
+// case, and has run(context), download(), results_equal(other), inputs() and outputs(), which have names.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -12,8 +12,21 @@
 
 #include "eaves/context.h"
 #include "runtime/runtime.h"
+#include "testing/tensor.h"
 
 namespace eaves::testing {
+
+/// Fails where an input is not as it was, or a byte around an output.
+template <typename Run>
+void run_between_canaries(Run& run, const ExecutionContext& context = {}) {
+  std::vector<std::vector<unsigned char>> before;
+  for (TestTensor* input : run.inputs()) before.push_back(input->bytes());
+  run.run(context);
+  for (std::size_t i = 0; i < before.size(); ++i) {
+    EXPECT_TRUE(run.inputs()[i]->bytes() == before[i]) << "input " << i << " was modified";
+  }
+  for (auto& [name, tensor] : run.outputs()) EXPECT_EQ(tensor->canary_damage(), "") << "around " << name;
+}
 
 /// Four runs at the same time, each on a stream of its own by `launch(run, context)`, come to what one run alone does.
 template <typename Run, typename Case, typename Launch>

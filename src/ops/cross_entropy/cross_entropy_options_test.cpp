@@ -207,7 +207,7 @@ TEST_P(CrossEntropyOptionsTest, TheBackwardIsTheDerivativeOfTheForward) {
         const auto objective = [&] {
           run.logits.upload();
           cross_entropy_forward(run.forward_args());
-          for (TestTensor* tensor : run.results.all()) tensor->download();
+          for (const auto& named : run.results.all()) named.second->download();
           double sum = 0.0;
           const std::int64_t losses = reduction == Reduction::none ? kRows : 1;
           for (std::int64_t i = 0; i < losses; ++i) sum += run.grad_loss.get(i) * run.results.loss.get(i);

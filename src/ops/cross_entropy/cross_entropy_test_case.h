@@ -16,7 +16,9 @@
 #include "core/rows.h"
 #include "eaves/cross_entropy.h"
 #include "runtime/runtime.h"
+#include "testing/calls.h"
 #include "testing/cross_entropy_reference.h"
+#include "testing/cross_entropy_results.h"
 #include "testing/tensor.h"
 #include "testing/tolerance.h"
 
@@ -53,35 +55,9 @@ inline TensorView narrow_view_of(TensorView logits, DType dtype) {
   return logits;
 }
 
-/// The outputs of one forward, all of them.
-struct CrossEntropyResults {
-  CrossEntropyResults(Device device, DType dtype, const Dims& row_shape, Reduction reduction)
-      : loss(device, dtype, reduction == Reduction::none ? row_shape : Dims{}),
-        lse(device, dtype, row_shape),
-        argmax(device, DType::int64, row_shape),
-        entropy(device, dtype, row_shape),
-        z_loss(device, dtype, reduction == Reduction::none ? row_shape : Dims{}),
-        target_mass(device, dtype, row_shape),
-        divisor(device, dtype, {}) {}
-
-  std::vector<TestTensor*> all() { return {&loss, &lse, &argmax, &entropy, &z_loss, &target_mass, &divisor}; }
-
-  /// Bit by bit.
-  bool equal(const CrossEntropyResults& other) const {
-    return loss.bytes() == other.loss.bytes() && lse.bytes() == other.lse.bytes() &&
-           argmax.bytes() == other.argmax.bytes() && entropy.bytes() == other.entropy.bytes() &&
-           z_loss.bytes() == other.z_loss.bytes() && target_mass.bytes() == other.target_mass.bytes() &&
-           divisor.bytes() == other.divisor.bytes();
-  }
-
-  TestTensor loss, lse, argmax, entropy, z_loss, target_mass, divisor;
-};
-
 /// The buffers of one call: forward, backward, and forward_backward with results of its own.
 class CrossEntropyRun {
  public:
-  using Where = TensorView (TestTensor::*)() const;  ///< &TestTensor::view or &TestTensor::host
-
   explicit CrossEntropyRun(const CrossEntropyCase& test_case)
       : case_(test_case),
         class_axis_(case_.class_axis < 0 ? case_.class_axis + case_.shape.size() : case_.class_axis),
@@ -102,15 +78,9 @@ class CrossEntropyRun {
     logits.fill(case_.value);
     restore();
     targets.fill([this](std::int64_t i) { return target(i); });
-    weight.fill([this](std::int64_t v) {
-      if (case_.weight) return case_.weight(v);
-      return v % 7 == 4 ? 0.0 : 0.25 + 1.5 * random_uniform(41, static_cast<std::uint64_t>(v));
-    });
+    weight.fill([this](std::int64_t v) { return case_.weight ? case_.weight(v) : random_class_weight(v); });
     normalizer.fill([](std::int64_t) { return 37.5; });
     const bool has_row_losses = reduction() == Reduction::none;
-    const auto noise = [](std::uint64_t seed) {
-      return [seed](std::int64_t i) { return random_normal(seed, static_cast<std::uint64_t>(i)); };
-    };
     grad_loss.fill([&](std::int64_t i) { return has_row_losses ? noise(42)(i) : 1.75; });
     grad_lse.fill(noise(43));
     grad_entropy.fill(noise(44));
@@ -178,13 +148,8 @@ class CrossEntropyRun {
     std::vector<std::pair<const char*, TestTensor*>> all = {{"grad_logits", &grad_logits},
                                                             {"the logits, in place", &in_place}};
     for (CrossEntropyResults* of : {&results, &results_in_place}) {
-      all.insert(all.end(), {{"loss", &of->loss},
-                             {"lse", &of->lse},
-                             {"argmax", &of->argmax},
-                             {"entropy", &of->entropy},
-                             {"z_loss", &of->z_loss},
-                             {"target_mass", &of->target_mass},
-                             {"divisor", &of->divisor}});
+      const auto more = of->all();
+      all.insert(all.end(), more.begin(), more.end());
     }
     return all;
   }
@@ -217,29 +182,20 @@ class CrossEntropyRun {
   }
 
   double target(std::int64_t i) const {
-    if (case_.target) return case_.target(i);
-    const auto number = static_cast<std::uint64_t>(i);
-    if (is_soft()) return 2.0 * random_uniform(45, number) / static_cast<double>(classes());
-    if (i % 5 == 3) return static_cast<double>(case_.options.ignore_index);
-    return std::floor(random_uniform(46, number) * static_cast<double>(classes()));
+    return case_.target ? case_.target(i) : random_target(i, is_soft(), classes(), case_.options.ignore_index);
   }
 
   CrossEntropyForwardArgs args(TestTensor& of_logits, CrossEntropyResults& of, Where where) {
     const bool is_mean = reduction() == Reduction::mean;
-    return {.logits = (of_logits.*where)(),
-            .targets = (targets.*where)(),
-            .weight = case_.weight_dtype ? (weight.*where)() : TensorView{},
-            .normalizer = is_mean && case_.has_normalizer ? (normalizer.*where)() : TensorView{},
-            .class_axis = case_.class_axis,
-            .options = case_.options,
-            .reads_ignored_rows = case_.reads_ignored_rows,
-            .loss = (of.loss.*where)(),
-            .lse = (of.lse.*where)(),
-            .argmax = (of.argmax.*where)(),
-            .entropy = (of.entropy.*where)(),
-            .z_loss = (of.z_loss.*where)(),
-            .target_mass = (of.target_mass.*where)(),
-            .divisor = is_mean ? (of.divisor.*where)() : TensorView{}};
+    CrossEntropyForwardArgs result{.logits = (of_logits.*where)(),
+                                   .targets = (targets.*where)(),
+                                   .weight = case_.weight_dtype ? (weight.*where)() : TensorView{},
+                                   .normalizer = is_mean && case_.has_normalizer ? (normalizer.*where)() : TensorView{},
+                                   .class_axis = case_.class_axis,
+                                   .options = case_.options,
+                                   .reads_ignored_rows = case_.reads_ignored_rows};
+    of.put_into(result, reduction(), where);
+    return result;
   }
 
   CrossEntropyCase case_;
@@ -251,10 +207,7 @@ class CrossEntropyRun {
 };
 
 /// The worst errors of one call, as shares of what testing/tolerance.h allows.
-struct CrossEntropyShares {
-  double loss = 0.0;
-  double lse = 0.0;
-  double entropy = 0.0;
+struct CrossEntropyShares : CrossEntropyResultShares {
   double gradient = 0.0;
   double in_place = 0.0;
 };
@@ -266,7 +219,7 @@ class CrossEntropyComparison {
       : run_(run),
         args_(run.forward_args(&TestTensor::host)),
         gradient_dtype_(run.test_case().narrow_dtype.value_or(run.test_case().dtype)),
-        result_dtype_(accumulator_dtype(run.test_case().dtype)) {}
+        compare_results_(accumulator_dtype(run.test_case().dtype), args_.options, shares) {}
 
   /// Fails with the first result that is not within the contract, and looks no further.
   void compare() {
@@ -277,23 +230,6 @@ class CrossEntropyComparison {
   CrossEntropyShares shares;
 
  private:
-  struct Expected {
-    double value;
-    double scale;
-  };
-
-  /// True within the contract; then `share` is raised to the error as a share of the bound.
-  bool expect(DType dtype, double actual, const Expected& expected, const std::string& what, double& share) {
-    const std::string text = difference(dtype, actual, expected.value, expected.scale);
-    if (!text.empty()) {
-      ADD_FAILURE() << what << ": " << text << ", scale " << expected.scale;
-      return false;
-    }
-    const double error = std::abs(actual - expected.value);
-    if (error > 0.0) share = std::max(share, error / allowed_error(dtype, expected.value, expected.scale));
-    return true;
-  }
-
   bool compare_rows() {
     const std::int64_t rows = reference::row_count_of(args_);
     for (std::int64_t i = 0; i < rows; ++i) {
@@ -312,52 +248,17 @@ class CrossEntropyComparison {
   bool compare_row(const CrossEntropyResults& results, const reference::CrossEntropyRow& row, std::int64_t i,
                    bool reads_ignored_rows, const std::string& of_row) {
     const bool is_read = row.is_counted || reads_ignored_rows;
-    const auto unless_skipped = [&](double value, double scale) {
-      return is_read ? Expected{value, scale} : Expected{0.0, 0.0};
-    };
     const double argmax = is_read ? static_cast<double>(row.argmax) : 0.0;
     if (results.argmax.get(i) != argmax) {
       ADD_FAILURE() << "argmax" << of_row << ": expected " << argmax << ", actual " << results.argmax.get(i);
       return false;
     }
-    const double lse_scale = logsumexp_scale(row.lse, row.max);
-    const double z_loss_weight = args_.options.z_loss_weight;
-    double unused = 0.0;
-    bool is_within =
-        expect(result_dtype_, results.lse.get(i), unless_skipped(row.lse, lse_scale), "lse" + of_row, shares.lse) &&
-        expect(result_dtype_, results.entropy.get(i),
-               unless_skipped(row.entropy, entropy_scale(row.entropy, row.lse, row.max)), "entropy" + of_row,
-               shares.entropy) &&
-        expect(result_dtype_, results.target_mass.get(i), {row.target_mass, row.target_mass}, "target_mass" + of_row,
-               unused);
-    if (args_.options.reduction == Reduction::none) {
-      is_within =
-          is_within &&
-          expect(result_dtype_, results.loss.get(i), {row.loss, row.loss_scale}, "loss" + of_row, shares.loss) &&
-          expect(result_dtype_, results.z_loss.get(i), {row.z_loss, z_loss_scale(z_loss_weight, lse_scale)},
-                 "z_loss" + of_row, unused);
-    }
-    return is_within;
+    return compare_results_.compare_row(results, row, i, is_read, of_row);
   }
 
   bool compare_sums(const CrossEntropyResults& results, const std::string& how) {
-    const Reduction reduction = args_.options.reduction;
-    if (reduction == Reduction::none) return true;
     const double divisor = args_.normalizer.is_present ? run_.normalizer.get(0) : static_cast<double>(sums_.weight);
-    double unused = 0.0;
-    double divided_by = 1.0;
-    if (reduction == Reduction::mean) {
-      if (!expect(result_dtype_, results.divisor.get(0), {divisor, divisor}, "divisor" + how, unused)) return false;
-      divided_by = divisor;
-    }
-    // Nothing counts: whatever the sum is, the mean is 0.
-    const auto reduced = [&](long double sum) {
-      return divided_by == 0.0 ? 0.0 : static_cast<double>(sum / divided_by);
-    };
-    return expect(result_dtype_, results.loss.get(0), {reduced(sums_.loss), reduced(sums_.loss_scale)}, "loss" + how,
-                  shares.loss) &&
-           expect(result_dtype_, results.z_loss.get(0), {reduced(sums_.z_loss), reduced(sums_.z_loss_scale)},
-                  "z_loss" + how, unused);
+    return compare_results_.compare_sums(results, sums_, divisor, how);
   }
 
   /// The backward is judged by the lse, entropy and divisor that it was given.
@@ -434,28 +335,15 @@ class CrossEntropyComparison {
   CrossEntropyRun& run_;
   CrossEntropyForwardArgs args_;
   DType gradient_dtype_;
-  DType result_dtype_;
+  CrossEntropyResultComparison compare_results_;
   reference::CrossEntropySums sums_;
 };
 
 inline std::string description_of(const CrossEntropyCase& c) {
-  const CrossEntropyOptions& options = c.options;
-  constexpr const char* kReductions[] = {"none", "sum", "mean"};
   std::string text = std::string(name_of(c.dtype)) + " " + check::to_string(c.shape) + ", class axis " +
-                     std::to_string(c.class_axis) + ", targets " + name_of(c.targets_dtype) + ", reduction " +
-                     kReductions[static_cast<int>(options.reduction)];
+                     std::to_string(c.class_axis) + ", targets " + name_of(c.targets_dtype) + description_of(c.options);
   if (c.narrow_dtype) text += std::string(", gradient ") + name_of(*c.narrow_dtype);
   if (c.weight_dtype) text += std::string(", weight ") + name_of(*c.weight_dtype);
-  if (options.ignore_index != CrossEntropyOptions{}.ignore_index) {
-    text += ", ignore_index " + std::to_string(options.ignore_index);
-  }
-  const auto add = [&](const char* name, double value, double absent) {
-    if (value != absent) text += std::string(", ") + name + " " + std::to_string(value);
-  };
-  add("label_smoothing", options.label_smoothing, 0.0);
-  add("scale", options.scale, 1.0);
-  add("softcap", options.softcap, 0.0);
-  add("z_loss_weight", options.z_loss_weight, 0.0);
   if (c.has_normalizer) text += ", normalizer";
   if (!c.reads_ignored_rows) text += ", ignored rows not read";
   if (c.has_grad_lse) text += ", grad_lse";
@@ -467,13 +355,7 @@ inline std::string description_of(const CrossEntropyCase& c) {
 inline CrossEntropyShares check_cross_entropy(const CrossEntropyCase& test_case) {
   SCOPED_TRACE(description_of(test_case));
   CrossEntropyRun run(test_case);
-  std::vector<std::vector<unsigned char>> before;
-  for (TestTensor* input : run.inputs()) before.push_back(input->bytes());
-  run.run();
-  for (std::size_t i = 0; i < before.size(); ++i) {
-    EXPECT_TRUE(run.inputs()[i]->bytes() == before[i]) << "input " << i << " was modified";
-  }
-  for (auto& [name, tensor] : run.outputs()) EXPECT_EQ(tensor->canary_damage(), "") << "around " << name;
+  run_between_canaries(run);
   CrossEntropyComparison comparison(run);
   comparison.compare();
   return comparison.shares;

@@ -180,7 +180,7 @@ TEST_P(LinearCrossEntropyEdges, WhatIsNotFiniteInXReachesItsRowAndTheParameters)
         test_case.target = [](std::int64_t row) { return static_cast<double>(row); };
         LinearCrossEntropyRun run(test_case);
         run.run();
-        for (const LinearCrossEntropyResults* results : {&run.results, &run.results_at_once}) {
+        for (const CrossEntropyResults* results : {&run.results, &run.results_at_once}) {
           for (std::int64_t row = 0; row < 13; ++row) {
             EXPECT_EQ(std::isfinite(results->loss.get(row)), row != 5) << "loss of row " << row << ", " << held;
             EXPECT_EQ(std::isfinite(results->lse.get(row)), row != 5) << "lse of row " << row << ", " << held;

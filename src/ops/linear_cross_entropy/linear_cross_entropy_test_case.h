@@ -22,6 +22,8 @@
 #include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_reference.h"
 #include "runtime/runtime.h"
+#include "testing/calls.h"
+#include "testing/cross_entropy_results.h"
 #include "testing/tensor.h"
 #include "testing/tolerance.h"
 
@@ -74,26 +76,6 @@ inline std::size_t limit_of(const LinearCrossEntropyCase& c) {
   return c.workspace_limit + kOfCalls;
 }
 
-/// The outputs of one forward, all of them.
-struct LinearCrossEntropyResults {
-  LinearCrossEntropyResults(Device device, DType dtype, const Dims& row_shape, Reduction reduction)
-      : loss(device, dtype, reduction == Reduction::none ? row_shape : Dims{}),
-        lse(device, dtype, row_shape),
-        argmax(device, DType::int64, row_shape),
-        entropy(device, dtype, row_shape),
-        z_loss(device, dtype, reduction == Reduction::none ? row_shape : Dims{}),
-        target_mass(device, dtype, row_shape),
-        divisor(device, dtype, {}) {}
-
-  std::vector<std::pair<const char*, TestTensor*>> all() {
-    return {{"loss", &loss},       {"lse", &lse},       {"argmax", &argmax},
-            {"entropy", &entropy}, {"z_loss", &z_loss}, {"target_mass", &target_mass},
-            {"divisor", &divisor}};
-  }
-
-  TestTensor loss, lse, argmax, entropy, z_loss, target_mass, divisor;
-};
-
 /// The gradients of one call.
 struct LinearCrossEntropyGradientTensors {
   LinearCrossEntropyGradientTensors(const LinearCrossEntropyCase& c, const Dims& x_shape)
@@ -111,8 +93,6 @@ struct LinearCrossEntropyGradientTensors {
 /// The buffers of one call of each kind: forward, backward, and both at once with results of its own.
 class LinearCrossEntropyRun {
  public:
-  using Where = TensorView (TestTensor::*)() const;  ///< &TestTensor::view or &TestTensor::host
-
   explicit LinearCrossEntropyRun(const LinearCrossEntropyCase& test_case)
       : case_(test_case),
         results(case_.device, result_dtype(), case_.row_shape, reduction()),
@@ -135,10 +115,8 @@ class LinearCrossEntropyRun {
     weight.fill(case_.weight ? case_.weight : [=](std::int64_t i) { return spread * noise(42)(i); });
     bias.fill(noise(43));
     targets.fill([this](std::int64_t i) { return target(i); });
-    class_weight.fill([this](std::int64_t v) {
-      if (case_.class_weight) return case_.class_weight(v);
-      return v % 7 == 4 ? 0.0 : 0.25 + 1.5 * random_uniform(44, static_cast<std::uint64_t>(v));
-    });
+    class_weight.fill(
+        [this](std::int64_t v) { return case_.class_weight ? case_.class_weight(v) : random_class_weight(v); });
     normalizer.fill([](std::int64_t) { return 37.5; });
     const bool has_row_losses = reduction() == Reduction::none;
     grad_loss.fill([&](std::int64_t i) { return has_row_losses ? noise(45)(i) : 1.75; });
@@ -159,7 +137,7 @@ class LinearCrossEntropyRun {
     return {.grad_loss = grad_loss.view(),
             .grad_lse = case_.has_grad_lse ? grad_lse.view() : TensorView{},
             .grad_entropy = case_.has_grad_entropy ? grad_entropy.view() : TensorView{},
-            .inputs = inputs(&TestTensor::view),
+            .inputs = inputs_of_call(&TestTensor::view),
             .lse = results.lse.view(),
             .entropy = results.entropy.view(),
             .target_mass = results.target_mass.view(),
@@ -174,7 +152,7 @@ class LinearCrossEntropyRun {
   }
   void download() {
     runtime::synchronize(case_.device);
-    for (TestTensor* tensor : input_tensors()) tensor->download();
+    for (TestTensor* tensor : inputs()) tensor->download();
     for (auto& [name, tensor] : outputs()) tensor->download();
   }
   void run(const ExecutionContext& context = {}) {
@@ -201,7 +179,7 @@ class LinearCrossEntropyRun {
     return true;
   }
 
-  std::vector<TestTensor*> input_tensors() {
+  std::vector<TestTensor*> inputs() {
     return {&x, &weight, &bias, &targets, &class_weight, &normalizer, &grad_loss, &grad_lse, &grad_entropy};
   }
   std::vector<std::pair<const char*, TestTensor*>> outputs() {
@@ -219,10 +197,6 @@ class LinearCrossEntropyRun {
   DType result_dtype() const { return accumulator_dtype(case_.dtype); }
 
  private:
-  static std::function<double(std::int64_t)> noise(std::uint64_t seed) {
-    return [seed](std::int64_t i) { return random_normal(seed, static_cast<std::uint64_t>(i)); };
-  }
-
   bool is_soft() const { return is_floating_point(case_.targets_dtype); }
 
   Dims with_axis(std::int64_t size) const {
@@ -232,14 +206,10 @@ class LinearCrossEntropyRun {
   }
 
   double target(std::int64_t i) const {
-    if (case_.target) return case_.target(i);
-    const auto number = static_cast<std::uint64_t>(i);
-    if (is_soft()) return 2.0 * random_uniform(48, number) / static_cast<double>(case_.classes);
-    if (i % 5 == 3) return static_cast<double>(case_.options.ignore_index);
-    return std::floor(random_uniform(49, number) * static_cast<double>(case_.classes));
+    return case_.target ? case_.target(i) : random_target(i, is_soft(), case_.classes, case_.options.ignore_index);
   }
 
-  LinearCrossEntropyInputs inputs(Where where) const {
+  LinearCrossEntropyInputs inputs_of_call(Where where) const {
     return {.x = (x.*where)(),
             .weight = (weight.*where)(),
             .bias = case_.bias_dtype ? (bias.*where)() : TensorView{},
@@ -250,17 +220,13 @@ class LinearCrossEntropyRun {
             .workspace_limit = limit_of(case_)};
   }
 
-  LinearCrossEntropyForwardArgs args(LinearCrossEntropyResults& of, Where where) const {
+  LinearCrossEntropyForwardArgs args(CrossEntropyResults& of, Where where) const {
     const bool is_mean = reduction() == Reduction::mean;
-    return {.inputs = inputs(where),
-            .normalizer = is_mean && case_.has_normalizer ? (normalizer.*where)() : TensorView{},
-            .outputs = {.loss = (of.loss.*where)(),
-                        .lse = (of.lse.*where)(),
-                        .argmax = (of.argmax.*where)(),
-                        .entropy = (of.entropy.*where)(),
-                        .z_loss = (of.z_loss.*where)(),
-                        .target_mass = (of.target_mass.*where)(),
-                        .divisor = is_mean ? (of.divisor.*where)() : TensorView{}}};
+    LinearCrossEntropyForwardArgs result{
+        .inputs = inputs_of_call(where),
+        .normalizer = is_mean && case_.has_normalizer ? (normalizer.*where)() : TensorView{}};
+    of.put_into(result.outputs, reduction(), where);
+    return result;
   }
 
   LinearCrossEntropyGradients gradients_of(LinearCrossEntropyGradientTensors& of) const {
@@ -273,7 +239,7 @@ class LinearCrossEntropyRun {
   LinearCrossEntropyCase case_;
 
  public:
-  LinearCrossEntropyResults results, results_at_once;
+  CrossEntropyResults results, results_at_once;
   TestTensor x, weight, bias, targets, class_weight, normalizer, grad_loss, grad_lse, grad_entropy;
   LinearCrossEntropyGradientTensors gradients, gradients_at_once;
 };
@@ -376,10 +342,7 @@ struct ProductYardstick {
 };
 
 /// The worst errors of one call, as shares of what is allowed.
-struct LinearCrossEntropyShares {
-  double loss = 0.0;
-  double lse = 0.0;
-  double entropy = 0.0;
+struct LinearCrossEntropyShares : CrossEntropyResultShares {
   double grad_x = 0.0;
   double grad_weight = 0.0;
   double grad_bias = 0.0;
@@ -402,6 +365,7 @@ class LinearCrossEntropyComparison {
       : run_(run),
         case_(run.test_case()),
         result_dtype_(run.result_dtype()),
+        compare_results_(result_dtype_, case_.options, shares),
         exact_(run.forward_args(&TestTensor::host).inputs, run.forward_args(&TestTensor::host).normalizer) {}
 
   /// Fails with the first result that is not within the contract, and looks no further.
@@ -421,52 +385,19 @@ class LinearCrossEntropyComparison {
   using Mode = LinearCrossEntropyMode;
   using Matrix = reference::Matrix;
 
-  struct Expected {
-    double value;
-    double scale;
-  };
-
-  /// True within the contract; then `share` is raised to the error as a share of the bound.
-  bool expect(double actual, const Expected& expected, const std::string& what, double& share) {
-    const std::string text = difference(result_dtype_, actual, expected.value, expected.scale);
-    if (!text.empty()) {
-      ADD_FAILURE() << what << ": " << text << ", scale " << expected.scale;
-      return false;
-    }
-    const double error = std::abs(actual - expected.value);
-    if (error > 0.0) share = std::max(share, error / allowed_error(result_dtype_, expected.value, expected.scale));
-    return true;
-  }
-
-  bool compare_forward(const LinearCrossEntropyResults& results, const std::string& how) {
+  bool compare_forward(const CrossEntropyResults& results, const std::string& how) {
     for (std::size_t i = 0; i < exact_.rows.size(); ++i) {
       if (!compare_row(results, exact_.rows[i], static_cast<std::int64_t>(i), how)) return false;
     }
-    return compare_sums(results, how);
+    return compare_results_.compare_sums(results, exact_.sums, exact_.divisor, how);
   }
 
-  bool compare_row(const LinearCrossEntropyResults& results, const reference::CrossEntropyRow& row, std::int64_t i,
+  bool compare_row(const CrossEntropyResults& results, const reference::CrossEntropyRow& row, std::int64_t i,
                    const std::string& how) {
     const std::string of_row = " of row " + std::to_string(i) + how;
     // A row that is ignored has zeros, whatever it holds.
-    const auto if_counted = [&](double value, double scale) {
-      return row.is_counted ? Expected{value, scale} : Expected{0.0, 0.0};
-    };
-    const double lse_scale = logsumexp_scale(row.lse, row.max);
-    double unused = 0.0;
-    bool is_within =
-        is_argmax(row, i, results.argmax.get(i), of_row) &&
-        expect(results.lse.get(i), if_counted(row.lse, lse_scale), "lse" + of_row, shares.lse) &&
-        expect(results.entropy.get(i), if_counted(row.entropy, entropy_scale(row.entropy, row.lse, row.max)),
-               "entropy" + of_row, shares.entropy) &&
-        expect(results.target_mass.get(i), {row.target_mass, row.target_mass}, "target_mass" + of_row, unused);
-    if (case_.options.reduction == Reduction::none) {
-      is_within =
-          is_within && expect(results.loss.get(i), {row.loss, row.loss_scale}, "loss" + of_row, shares.loss) &&
-          expect(results.z_loss.get(i), if_counted(row.z_loss, z_loss_scale(case_.options.z_loss_weight, lse_scale)),
-                 "z_loss" + of_row, unused);
-    }
-    return is_within;
+    return is_argmax(row, i, results.argmax.get(i), of_row) &&
+           compare_results_.compare_row(results, row, i, row.is_counted, of_row);
   }
 
   /// The class of the largest logit, or one that is as large as far as float32 can tell.
@@ -480,21 +411,6 @@ class LinearCrossEntropyComparison {
     }
     ADD_FAILURE() << "argmax" << of_row << ": expected " << expected << ", actual " << actual;
     return false;
-  }
-
-  bool compare_sums(const LinearCrossEntropyResults& results, const std::string& how) {
-    if (case_.options.reduction == Reduction::none) return true;
-    double unused = 0.0;
-    double divisor = 1.0;
-    if (case_.options.reduction == Reduction::mean) {
-      divisor = exact_.divisor;
-      if (!expect(results.divisor.get(0), {divisor, divisor}, "divisor" + how, unused)) return false;
-    }
-    // Nothing counts: whatever the sum is, the mean is 0.
-    const auto reduced = [&](long double sum) { return divisor == 0.0 ? 0.0 : static_cast<double>(sum / divisor); };
-    const reference::CrossEntropySums& sums = exact_.sums;
-    return expect(results.loss.get(0), {reduced(sums.loss), reduced(sums.loss_scale)}, "loss" + how, shares.loss) &&
-           expect(results.z_loss.get(0), {reduced(sums.z_loss), reduced(sums.z_loss_scale)}, "z_loss" + how, unused);
   }
 
   // ---- gradients ---------------------------------------------------------------------------------------------------
@@ -664,16 +580,15 @@ class LinearCrossEntropyComparison {
   LinearCrossEntropyRun& run_;
   const LinearCrossEntropyCase& case_;
   DType result_dtype_;
+  CrossEntropyResultComparison compare_results_;
   reference::LinearCrossEntropy exact_;
 };
 
 inline std::string description_of(const LinearCrossEntropyCase& c) {
-  const CrossEntropyOptions& options = c.options;
-  constexpr const char* kReductions[] = {"none", "sum", "mean"};
   std::string text = std::string(name_of(c.dtype)) + " x " + check::to_string(c.row_shape) + " of " +
                      std::to_string(c.features) + ", classes " + std::to_string(c.classes) + ", targets " +
-                     name_of(c.targets_dtype) + ", reduction " + kReductions[static_cast<int>(options.reduction)] +
-                     ", deviation " + std::to_string(c.deviation);
+                     name_of(c.targets_dtype) + description_of(c.options) + ", deviation " +
+                     std::to_string(c.deviation);
   const auto add_dtype = [&](const char* name, const std::optional<DType>& dtype) {
     if (dtype) text += std::string(", ") + name + " " + name_of(*dtype);
   };
@@ -681,16 +596,7 @@ inline std::string description_of(const LinearCrossEntropyCase& c) {
   add_dtype("class_weight", c.class_weight_dtype);
   add_dtype("grad_weight", c.grad_weight_dtype);
   add_dtype("grad_bias", c.grad_bias_dtype);
-  const auto add = [&](const char* name, double value, double absent) {
-    if (value != absent) text += std::string(", ") + name + " " + std::to_string(value);
-  };
-  add("ignore_index", static_cast<double>(options.ignore_index),
-      static_cast<double>(CrossEntropyOptions{}.ignore_index));
-  add("label_smoothing", options.label_smoothing, 0.0);
-  add("scale", options.scale, 1.0);
-  add("softcap", options.softcap, 0.0);
-  add("z_loss_weight", options.z_loss_weight, 0.0);
-  add("workspace_limit", static_cast<double>(c.workspace_limit), 0.0);
+  if (c.workspace_limit != 0) text += ", workspace_limit " + std::to_string(c.workspace_limit);
   if (c.has_normalizer) text += ", normalizer";
   if (c.has_grad_lse) text += ", grad_lse";
   if (c.has_grad_entropy) text += ", grad_entropy";
@@ -703,13 +609,7 @@ inline std::string description_of(const LinearCrossEntropyCase& c) {
 inline LinearCrossEntropyShares check_linear_cross_entropy(const LinearCrossEntropyCase& test_case) {
   SCOPED_TRACE(description_of(test_case));
   LinearCrossEntropyRun run(test_case);
-  std::vector<std::vector<unsigned char>> before;
-  for (TestTensor* input : run.input_tensors()) before.push_back(input->bytes());
-  run.run();
-  for (std::size_t i = 0; i < before.size(); ++i) {
-    EXPECT_TRUE(run.input_tensors()[i]->bytes() == before[i]) << "input " << i << " was modified";
-  }
-  for (auto& [name, tensor] : run.outputs()) EXPECT_EQ(tensor->canary_damage(), "") << "around " << name;
+  run_between_canaries(run);
   LinearCrossEntropyComparison comparison(run);
   comparison.compare();
   return comparison.shares;

@@ -17,6 +17,7 @@
 #include "eaves/lrpe_cosine.h"
 #include "ops/lrpe_cosine/lrpe_cosine_reference.h"
 #include "runtime/runtime.h"
+#include "testing/calls.h"
 #include "testing/tensor.h"
 #include "testing/tolerance.h"
 
@@ -394,17 +395,6 @@ inline std::string description_of(const LrpeCosineCase& c) {
   if (!c.positions.empty()) text += ", positions";
   if (!c.cu_seqlens.empty()) text += ", cu_seqlens";
   return text;
-}
-
-/// Fails where an input is not as it was, or a byte around an output.
-inline void run_between_canaries(LrpeCosineRun& run, const ExecutionContext& context = {}) {
-  std::vector<std::vector<unsigned char>> before;
-  for (TestTensor* input : run.inputs()) before.push_back(input->bytes());
-  run.run(context);
-  for (std::size_t i = 0; i < before.size(); ++i) {
-    EXPECT_TRUE(run.inputs()[i]->bytes() == before[i]) << "input " << i << " was modified";
-  }
-  for (auto& [name, tensor] : run.outputs()) EXPECT_EQ(tensor->canary_damage(), "") << "around " << name;
 }
 
 /// Runs forward and backward and compares every element with the oracle, and every byte around them with its canary.

@@ -1,0 +1,174 @@
+// What tests of cross_entropy and of linear_cross_entropy share: what goes in unless a case says otherwise, the outputs
+// of a forward, and their comparison with the oracle's rows and sums.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "eaves/cross_entropy.h"
+#include "testing/cross_entropy_reference.h"
+#include "testing/tensor.h"
+#include "testing/tolerance.h"
+
+namespace eaves::testing {
+
+// ---- what goes in --------------------------------------------------------------------------------------------------
+
+inline std::function<double(std::int64_t)> noise(std::uint64_t seed) {
+  return [seed](std::int64_t i) { return random_normal(seed, static_cast<std::uint64_t>(i)); };
+}
+
+/// 0.25 to 1.75, and 0 for every seventh class.
+inline double random_class_weight(std::int64_t v) {
+  return v % 7 == 4 ? 0.0 : 0.25 + 1.5 * random_uniform(44, static_cast<std::uint64_t>(v));
+}
+
+/// Element i of soft targets, or any class, every fifth row ignored.
+inline double random_target(std::int64_t i, bool is_soft, std::int64_t classes, std::int64_t ignore_index) {
+  const auto number = static_cast<std::uint64_t>(i);
+  if (is_soft) return 2.0 * random_uniform(48, number) / static_cast<double>(classes);
+  if (i % 5 == 3) return static_cast<double>(ignore_index);
+  return std::floor(random_uniform(49, number) * static_cast<double>(classes));
+}
+
+/// ", reduction mean", and every option that is not its default.
+inline std::string description_of(const CrossEntropyOptions& options) {
+  constexpr const char* kReductions[] = {"none", "sum", "mean"};
+  std::string text = std::string(", reduction ") + kReductions[static_cast<int>(options.reduction)];
+  if (options.ignore_index != CrossEntropyOptions{}.ignore_index) {
+    text += ", ignore_index " + std::to_string(options.ignore_index);
+  }
+  const auto add = [&](const char* name, double value, double absent) {
+    if (value != absent) text += std::string(", ") + name + " " + std::to_string(value);
+  };
+  add("label_smoothing", options.label_smoothing, 0.0);
+  add("scale", options.scale, 1.0);
+  add("softcap", options.softcap, 0.0);
+  add("z_loss_weight", options.z_loss_weight, 0.0);
+  return text;
+}
+
+// ---- what comes out ------------------------------------------------------------------------------------------------
+
+/// Where an operator or the oracle finds a tensor: &TestTensor::view or &TestTensor::host.
+using Where = TensorView (TestTensor::*)() const;
+
+/// The outputs of one forward, all of them.
+struct CrossEntropyResults {
+  CrossEntropyResults(Device device, DType dtype, const Dims& row_shape, Reduction reduction)
+      : loss(device, dtype, reduction == Reduction::none ? row_shape : Dims{}),
+        lse(device, dtype, row_shape),
+        argmax(device, DType::int64, row_shape),
+        entropy(device, dtype, row_shape),
+        z_loss(device, dtype, reduction == Reduction::none ? row_shape : Dims{}),
+        target_mass(device, dtype, row_shape),
+        divisor(device, dtype, {}) {}
+
+  std::vector<std::pair<const char*, TestTensor*>> all() {
+    return {{"loss", &loss},       {"lse", &lse},       {"argmax", &argmax},
+            {"entropy", &entropy}, {"z_loss", &z_loss}, {"target_mass", &target_mass},
+            {"divisor", &divisor}};
+  }
+
+  /// Puts them into a forward's arguments, which have a member for each.
+  template <typename Views>
+  void put_into(Views& views, Reduction reduction, Where where) const {
+    views.loss = (loss.*where)();
+    views.lse = (lse.*where)();
+    views.argmax = (argmax.*where)();
+    views.entropy = (entropy.*where)();
+    views.z_loss = (z_loss.*where)();
+    views.target_mass = (target_mass.*where)();
+    if (reduction == Reduction::mean) views.divisor = (divisor.*where)();
+  }
+
+  /// Bit by bit.
+  bool equal(const CrossEntropyResults& other) const {
+    return loss.bytes() == other.loss.bytes() && lse.bytes() == other.lse.bytes() &&
+           argmax.bytes() == other.argmax.bytes() && entropy.bytes() == other.entropy.bytes() &&
+           z_loss.bytes() == other.z_loss.bytes() && target_mass.bytes() == other.target_mass.bytes() &&
+           divisor.bytes() == other.divisor.bytes();
+  }
+
+  TestTensor loss, lse, argmax, entropy, z_loss, target_mass, divisor;
+};
+
+/// The worst errors of a forward, as shares of what testing/tolerance.h allows.
+struct CrossEntropyResultShares {
+  double loss = 0.0;
+  double lse = 0.0;
+  double entropy = 0.0;
+};
+
+/// Compares results with the oracle, all but argmax. Each function is true within the contract, and has failed
+/// otherwise.
+class CrossEntropyResultComparison {
+ public:
+  CrossEntropyResultComparison(DType dtype, const CrossEntropyOptions& options, CrossEntropyResultShares& shares)
+      : dtype_(dtype), options_(options), shares_(shares) {}
+
+  /// Of a row that is ignored lse and entropy are 0 unless it is read, and everything else is.
+  bool compare_row(const CrossEntropyResults& results, const reference::CrossEntropyRow& row, std::int64_t i,
+                   bool is_read, const std::string& of_row) {
+    const double lse_scale = logsumexp_scale(row.lse, row.max);
+    const auto unless = [](bool is_zero, double value, double scale) {
+      return is_zero ? Expected{0.0, 0.0} : Expected{value, scale};
+    };
+    double unused = 0.0;
+    const bool is_within =
+        expect(results.lse.get(i), unless(!is_read, row.lse, lse_scale), "lse" + of_row, shares_.lse) &&
+        expect(results.entropy.get(i), unless(!is_read, row.entropy, entropy_scale(row.entropy, row.lse, row.max)),
+               "entropy" + of_row, shares_.entropy) &&
+        expect(results.target_mass.get(i), {row.target_mass, row.target_mass}, "target_mass" + of_row, unused);
+    if (!is_within || options_.reduction != Reduction::none) return is_within;
+    return expect(results.loss.get(i), {row.loss, row.loss_scale}, "loss" + of_row, shares_.loss) &&
+           expect(results.z_loss.get(i),
+                  unless(!row.is_counted, row.z_loss, z_loss_scale(options_.z_loss_weight, lse_scale)),
+                  "z_loss" + of_row, unused);
+  }
+
+  bool compare_sums(const CrossEntropyResults& results, const reference::CrossEntropySums& sums, double divisor,
+                    const std::string& how) {
+    if (options_.reduction == Reduction::none) return true;
+    double unused = 0.0;
+    if (options_.reduction == Reduction::sum) divisor = 1.0;
+    if (options_.reduction == Reduction::mean &&
+        !expect(results.divisor.get(0), {divisor, divisor}, "divisor" + how, unused)) {
+      return false;
+    }
+    // Nothing counts: whatever the sum is, the mean is 0.
+    const auto reduced = [&](long double sum) { return divisor == 0.0 ? 0.0 : static_cast<double>(sum / divisor); };
+    return expect(results.loss.get(0), {reduced(sums.loss), reduced(sums.loss_scale)}, "loss" + how, shares_.loss) &&
+           expect(results.z_loss.get(0), {reduced(sums.z_loss), reduced(sums.z_loss_scale)}, "z_loss" + how, unused);
+  }
+
+ private:
+  struct Expected {
+    double value;
+    double scale;
+  };
+
+  /// Within the contract `share` is raised to the error as a share of the bound.
+  bool expect(double actual, const Expected& expected, const std::string& what, double& share) {
+    const std::string text = difference(dtype_, actual, expected.value, expected.scale);
+    if (!text.empty()) {
+      ADD_FAILURE() << what << ": " << text << ", scale " << expected.scale;
+      return false;
+    }
+    const double error = std::abs(actual - expected.value);
+    if (error > 0.0) share = std::max(share, error / allowed_error(dtype_, expected.value, expected.scale));
+    return true;
+  }
+
+  DType dtype_;
+  CrossEntropyOptions options_;
+  CrossEntropyResultShares& shares_;
+};
+
+}  // namespace eaves::testing
