@@ -8,7 +8,7 @@ gradient of 1, and multiplies them in the backward by the one that came.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn, overload
 
 import torch
@@ -225,9 +225,10 @@ def linear_cross_entropy(
         grad_weight_dtype: None, or float32 with a linear_weight of 16 bits: what the chunks' parts of its gradient are
             added up in, which then is rounded once. It needs a tensor of linear_weight's shape in float32.
         grad_weight_out: None, or a tensor of linear_weight's shape, in its dtype or the loss's, features with unit
-            stride: each backward adds the gradient of linear_weight to it (main_grad of Megatron), and linear_weight
-            gets none from this call. Nothing is added where linear_weight requires no gradient. With "memory" the
-            products add to it, with "speed" the backward adds what the forward computed.
+            stride, in memory that no other argument has: each backward adds the gradient of linear_weight to it
+            (main_grad of Megatron), and linear_weight gets none from this call. Nothing is added where linear_weight
+            requires no gradient. With "memory" the products add to it, with "speed" the backward adds what the forward
+            computed.
 
     Returns:
         The loss: float32, or float64 for a float64 input; of shape [], or with reduction="none" of shape [rows...],
@@ -273,6 +274,11 @@ def linear_cross_entropy(
     check_tensor(_OP, "linear_weight", linear_weight)
     if linear_bias is not None:
         check_tensor(_OP, "linear_bias", linear_bias)
+    if grad_weight_out is not None:  # as they were passed: some are converted, and the caller's memory is what counts
+        read = {
+            "input": input, "linear_weight": linear_weight, "linear_bias": linear_bias, "target": target,
+            "weight": weight, "normalizer": normalizer,
+        }  # fmt: skip
     if input.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(input.device.type):
         input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
         result_dtype = accumulator_dtype(input.dtype)
@@ -306,6 +312,7 @@ def linear_cross_entropy(
     wide = _wide_weight(linear_weight, grad_weight_dtype)
     if grad_weight_out is not None:
         wide = _check_grad_weight_out(grad_weight_out, linear_weight, grad_weight_dtype, result_dtype, is_compiling)
+        _check_overlap(grad_weight_out, read)
 
     tensors = (input, linear_weight, linear_bias, target, weight, normalizer)
     gradients = _wanted_gradients(input, linear_weight, linear_bias)
@@ -579,10 +586,40 @@ def _check_grad_weight_out(
         )
     if out.device != linear_weight.device:
         raise ValueError(f"{_OP}: grad_weight_out is on {out.device}, expected {linear_weight.device}")
-    if out.stride(1) != 1 or out.stride(0) < out.shape[1]:
+    (classes, features), (of_class, of_feature) = out.shape, out.stride()
+    if (of_feature != 1 and features != 1) or (of_class < features and classes != 1):
         raise ValueError(f"{_OP}: grad_weight_out has strides {list(out.stride())}, expected features with unit stride")
     refuse_gradient(_OP, "grad_weight_out", out)
     return WIDE_WEIGHT if out.dtype != linear_weight.dtype else 0
+
+
+def _check_overlap(out: Tensor, read: Mapping[str, object]) -> None:
+    """What a call reads may not be where its backward adds; the speedy one adds with torch, which does not look."""
+    for name, tensor in read.items():
+        if isinstance(tensor, Tensor) and _shares_memory(out, tensor):
+            raise ValueError(f"{_OP}: grad_weight_out overlaps {name}, expected memory of its own")
+
+
+def _shares_memory(out: Tensor, other: Tensor) -> bool:
+    """Whether a byte of `out`, a matrix with unit stride, is one of `other` too. Columns of one buffer are told apart;
+    what else is entangled counts as shared."""
+    if other.layout != torch.strided or out.device != other.device or other.numel() == 0:
+        return False
+    if "meta" in (out.untyped_storage().device.type, other.untyped_storage().device.type):
+        return False  # of a fake tensor, which has no bytes
+    begin, other_begin = out.data_ptr(), other.data_ptr()
+    if begin == 0 or other_begin == 0:
+        return False  # of a subclass that keeps its bytes elsewhere
+    run, row = out.shape[1] * out.itemsize, out.stride(0) * out.itemsize
+    axes = [(size - 1, stride * other.itemsize) for size, stride in zip(other.shape, other.stride())]
+    distance = other_begin - begin
+    last = distance + sum(steps * stride for steps, stride in axes) + other.itemsize
+    if last <= 0 or distance >= (out.shape[0] - 1) * row + run:
+        return False
+    # From row to row of `out` the same again: where in a row does `other` lie?
+    row = max(row, run)
+    extent = sum(steps * stride for steps, stride in axes if stride % row) + other.itemsize
+    return not (run <= distance % row and distance % row + extent <= row)
 
 
 def _given(*tensors: Tensor | None) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """What eaves.linear_cross_entropy refuses, and in which words: operator, argument, what it is, what was expected."""
 
+import math
 from typing import Any
 
 import numpy
@@ -132,6 +133,57 @@ def test_a_callers_tensor_that_the_gradient_cannot_be_added_to(device: torch.dev
     loss = eaves.linear_cross_entropy(x, head, target, grad_weight_out=out)
     with pytest.raises(NotImplementedError, match="with grad_weight_out the gradient has no derivative"):
         torch.autograd.grad(loss, head, create_graph=True)
+
+
+@each("algorithm", ["auto", "speed", "memory"])
+def test_a_callers_tensor_in_memory_that_the_call_reads(algorithm: str, device: torch.device) -> None:
+    def sentence(name: str) -> str:
+        return f"grad_weight_out overlaps {name}, expected memory of its own"
+
+    shapes = {"input": (4, 3), "linear_weight": (5, 3), "target": (4, 5), "linear_bias": (5,), "weight": (5,),
+              "normalizer": (1,)}  # fmt: skip
+    for name, shape in shapes.items():
+        given: dict[str, Any] = {each: torch.zeros(shape, device=device) for each, shape in shapes.items()}
+        buffer = torch.zeros(64, device=device)
+        for begin in (14, 0):
+            given[name] = buffer[begin : begin + math.prod(shape)].view(shape)
+            out = buffer[:15].view(5, 3)
+            assert_refused(ValueError, sentence(name), **given, grad_weight_out=out, algorithm=algorithm)
+    x, head, target = tensors(device)
+    out, given = buffer[:15].view(5, 3), {"input": x, "linear_weight": head, "algorithm": algorithm}
+    assert_refused(
+        ValueError, sentence("target"), **given, target=buffer.view(torch.int64)[7:11], grad_weight_out=out
+    )  # fmt: skip
+    leaf = head.requires_grad_()
+    given = {"target": target, "grad_weight_out": leaf.detach(), "algorithm": algorithm}
+    assert_refused(ValueError, sentence("linear_weight"), x, leaf, **given)
+    with torch.autocast(device.type, torch.bfloat16):  # which multiplies a copy
+        assert_refused(ValueError, sentence("linear_weight"), x, leaf, **given)
+
+
+@each("algorithm", ["speed", "memory"])
+def test_a_callers_tensor_beside_what_the_call_reads(algorithm: str, device: torch.device) -> None:
+    x, _, target = tensors(device)
+    halves = torch.zeros(5, 6, device=device).split(3, 1)  # rows in turn
+    pair = torch.zeros(2, 5, 3, device=device)
+    for head, out in ((*halves,), halves[::-1], (*pair,), (*pair.flip(0),)):
+        leaf = head.detach().requires_grad_()
+        eaves.linear_cross_entropy(x + 1, leaf, target, grad_weight_out=out, algorithm=algorithm).backward()
+        assert out.any() and not leaf.any()
+        out.zero_()
+    buffer = torch.zeros(40, device=device)
+    for begin in (0, 1, 2, 4, 5, 6):  # of rows in turn, in part the same
+        head, out = buffer.as_strided((5, 3), (6, 1), 0), buffer.as_strided((5, 3), (6, 1), begin)
+        sentence = "grad_weight_out overlaps linear_weight"
+        assert_refused(ValueError, sentence, x, head, target, grad_weight_out=out, algorithm=algorithm)
+
+
+def test_a_callers_tensor_without_data(device: torch.device) -> None:
+    with FakeTensorMode():
+        x, head, target = tensors(device)
+        loss = eaves.linear_cross_entropy(x, head.requires_grad_(), target, grad_weight_out=torch.zeros_like(head))
+        loss.backward()
+        assert head.grad is None
 
 
 def test_derivatives_with_respect_to_other_tensors(device: torch.device) -> None:
