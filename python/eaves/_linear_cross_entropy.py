@@ -9,7 +9,7 @@ gradient of 1, and multiplies them in the backward by the one that came.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -77,6 +77,46 @@ WIDE_WEIGHT = 8  # no gradient: that of the weight in the dtype of the loss
 
 # In place of a limit of the forward: what the gradients will take. As in python/csrc/linear_cross_entropy.cpp.
 _AS_THE_GRADIENTS = -1
+
+
+class _Numbers(NamedTuple):
+    """What the extension takes behind the tensors, in its order and under its names."""
+
+    ignore_index: int
+    reduction: int
+    label_smoothing: float
+    scale: float
+    softcap: float
+    z_loss_weight: float
+    skip_ignored: bool
+    workspace_limit: int  # the last, as the forward of `_Memory` takes it to be
+
+
+class _ForwardTensors(NamedTuple):
+    """The tensors in front of them; or something of each, its batch axis for instance."""
+
+    input: Any
+    linear_weight: Any
+    linear_bias: Any
+    target: Any
+    weight: Any
+    normalizer: Any
+
+
+class _BackwardTensors(NamedTuple):
+    grad_loss: Any
+    grad_lse: Any
+    grad_entropy: Any
+    input: Any
+    linear_weight: Any
+    linear_bias: Any
+    target: Any
+    weight: Any
+    lse: Any
+    entropy: Any
+    target_mass: Any
+    divisor: Any
+
 
 _SPEED = 0  # enum LinearCrossEntropyAlgorithm of include/eaves/linear_cross_entropy.h
 _ALGORITHMS = ("auto", "speed", "memory")
@@ -297,7 +337,7 @@ def linear_cross_entropy(
     _check_options(options)
     check_bool(_OP, "skip_ignored", skip_ignored)
     limit = 0 if workspace_bytes is None else _limit_of(workspace_bytes)
-    numbers = (
+    numbers = (  # those of _Numbers; a tuple costs a small call less
         ignore_index,
         mode,
         smoothing_of(_OP, label_smoothing),
@@ -331,7 +371,7 @@ def linear_cross_entropy(
             gradients = 0
         function: type[torch.autograd.Function] = _Speed if gradients else _Memory
         outputs = apply(
-            _OP, function, *tensors, grad_weight_out, *numbers, computed, wanted, gradients | wide
+            _OP, function, *tensors, *numbers, grad_weight_out, computed, wanted, gradients | wide
         )  # fmt: skip
     if wanted == 0:
         loss: Tensor = outputs[0]
@@ -664,16 +704,19 @@ def _is_speedy(
 
 # ------------------------------------------------------------------------------------------------------------ autograd
 
-_ARGUMENTS = 18  # of both Functions
-_NOTHING = (None,) * (_ARGUMENTS - 3)  # behind the gradients of input, linear_weight and linear_bias
+# The arguments of both Functions: the tensors, the numbers, and behind them grad_weight_out, the outputs that are
+# computed, those that the user gets, and the gradients that the forward computes.
+_TENSORS = slice(len(_ForwardTensors._fields))
+_NUMBERS = slice(_TENSORS.stop, _TENSORS.stop + len(_Numbers._fields))
+_REST = slice(_NUMBERS.stop, _NUMBERS.stop + 4)
+_NOTHING = (None,) * (_REST.stop - len(GRADIENTS))  # behind the gradients of input, linear_weight and linear_bias
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     """What a backward needs that computes the logits again."""
-    tensors, ctx.grad_weight_out = inputs[:6], inputs[6]
-    ctx.numbers = inputs[7:15]
-    ctx.computed, ctx.wanted = inputs[15:17]
-    ctx.wide, ctx.weight_dtype = inputs[17] & WIDE_WEIGHT, inputs[1].dtype
+    tensors, ctx.numbers = inputs[_TENSORS], inputs[_NUMBERS]
+    ctx.grad_weight_out, ctx.computed, ctx.wanted, gradients = inputs[_REST]
+    ctx.wide, ctx.weight_dtype = gradients & WIDE_WEIGHT, tensors[1].dtype
     ctx.set_materialize_grads(False)  # or each backward would fill a tensor of zeros for each output
     mark_constant(ctx, output, ctx.computed, ctx.wanted)
     kept = [pick(output, ctx.computed, bit) for bit in (LSE, ENTROPY, TARGET_MASS, DIVISOR)]
@@ -684,30 +727,36 @@ def _compute_again(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor |
     """The gradients from what `_save` kept."""
     grad_loss, grad_lse, grad_entropy = grads
     input, linear_weight, linear_bias, target, weight, _, lse, entropy, target_mass, divisor = ctx.saved_tensors
-    mode = ctx.numbers[1]
     if grad_loss is None:
+        mode = _Numbers(*ctx.numbers).reduction
         grad_loss = lse.new_zeros(()).expand(lse.shape if mode == NONE else ())
     bits = sum(bit for bit, needs in zip(GRADIENTS, ctx.needs_input_grad) if needs)
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
     entropy = None if grad_entropy is None else entropy.detach()
+    grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
     arguments = (
-        grad_loss,
-        None if grad_lse is None else grad_lse.contiguous(),
-        None if grad_entropy is None else grad_entropy.contiguous(),
-        input, linear_weight, linear_bias, target, weight, lse.detach(), entropy, target_mass, divisor, *ctx.numbers,
+        grad_loss, grad_lse, grad_entropy, input, linear_weight, linear_bias, target, weight, lse.detach(), entropy,
+        target_mass, divisor, *ctx.numbers,
     )  # fmt: skip
     if ctx.grad_weight_out is not None and bits & OF_WEIGHT:
         return _accumulate(ctx.grad_weight_out, arguments, bits & ~OF_WEIGHT)
-    computed = dispatch(_OP, _given(*arguments[:6]), _Gradients, _backward, *arguments, bits | ctx.wide)
-    return _in_places([each for each, bit in zip(computed, GRADIENTS) if bits & bit], bits, ctx.weight_dtype)
+    differentiable = _given(grad_loss, grad_lse, grad_entropy, input, linear_weight, linear_bias)
+    computed = dispatch(_OP, differentiable, _Gradients, _backward, *arguments, bits | ctx.wide)
+    return _handed_out(ctx, [each if bits & bit else None for each, bit in zip(computed, GRADIENTS)])
 
 
-def _in_places(computed: Sequence[Tensor], bits: int, weight_dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-    """The gradients that were computed, each where autograd wants it."""
-    remaining = list(computed)
-    grads = [remaining.pop(0) if bits & bit else None for bit in GRADIENTS]
-    if grads[1] is not None and grads[1].dtype != weight_dtype:
-        grads[1] = grads[1].to(weight_dtype)
-    return (*grads, *_NOTHING)
+def _in_places(computed: Sequence[Tensor], bits: int) -> list[Tensor | None]:
+    """The gradients that the bits name, which are all there are in `computed`, each in its place."""
+    remaining = iter(computed)
+    return [next(remaining) if bits & bit else None for bit in GRADIENTS]
+
+
+def _handed_out(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Gradients in their places, as autograd wants them."""
+    grad_input, grad_weight, grad_bias = grads
+    if grad_weight is not None and ctx.wide:
+        grad_weight = grad_weight.to(ctx.weight_dtype)
+    return grad_input, grad_weight, grad_bias, *_NOTHING
 
 
 def _accumulate(out: Tensor, arguments: tuple[Any, ...], bits: int) -> tuple[Tensor | None, ...]:
@@ -734,32 +783,11 @@ class _Memory(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        input: Tensor,
-        linear_weight: Tensor,
-        linear_bias: Tensor | None,
-        target: Tensor,
-        weight: Tensor | None,
-        normalizer: Tensor | None,
-        grad_weight_out: Tensor | None,
-        ignore_index: int,
-        mode: int,
-        label_smoothing: float,
-        scale: float,
-        softcap: float,
-        z_loss: float,
-        skip_ignored: bool,
-        limit: int,
-        computed: int,
-        wanted: int,
-        wide: int,
-    ) -> tuple[Tensor, ...]:
-        return tuple(
-            call(
-                _OP, _forward, input, linear_weight, linear_bias, target, weight, normalizer, ignore_index, mode,
-                label_smoothing, scale, softcap, z_loss, skip_ignored, limit or _AS_THE_GRADIENTS, computed,
-            )
-        )  # fmt: skip
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        *numbers, limit = arguments[_NUMBERS]
+        _, computed, _, _ = arguments[_REST]
+        limit = limit or _AS_THE_GRADIENTS
+        return tuple(call(_OP, _forward, *arguments[_TENSORS], *numbers, limit, computed))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -778,6 +806,7 @@ class _Gradients(torch.autograd.Function):
 
     generate_vmap_rule = True
 
+    # One by one, because torch.compile tells by the number of parameters whether the first is ctx.
     @staticmethod
     def forward(
         grad_loss: Tensor,
@@ -793,20 +822,20 @@ class _Gradients(torch.autograd.Function):
         target_mass: Tensor | None,
         divisor: Tensor | None,
         ignore_index: int,
-        mode: int,
+        reduction: int,
         label_smoothing: float,
         scale: float,
         softcap: float,
-        z_loss: float,
+        z_loss_weight: float,
         skip_ignored: bool,
-        limit: int,
+        workspace_limit: int,
         gradients: int,
     ) -> tuple[Tensor, ...]:
         return tuple(
             call(
                 _OP, _backward, grad_loss, grad_lse, grad_entropy, input, linear_weight, linear_bias, target, weight,
-                lse, entropy, target_mass, divisor, ignore_index, mode, label_smoothing, scale, softcap, z_loss,
-                skip_ignored, limit, gradients,
+                lse, entropy, target_mass, divisor, ignore_index, reduction, label_smoothing, scale, softcap,
+                z_loss_weight, skip_ignored, workspace_limit, gradients,
             )
         )  # fmt: skip
 
@@ -827,9 +856,8 @@ class _Speed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        tensors, numbers = arguments[:6], arguments[7:15]
-        computed, _, gradients = arguments[15:]
-        results = call(_OP, _forward_backward, *tensors, *numbers, computed, gradients)
+        _, computed, _, gradients = arguments[_REST]
+        results = call(_OP, _forward_backward, *arguments[: _NUMBERS.stop], computed, gradients)
         count = len(results) - sum(1 for bit in GRADIENTS if gradients & bit)
         outputs = tuple(results[:count])
         _save(ctx, arguments, outputs)
@@ -846,26 +874,20 @@ class _Speed(torch.autograd.Function):
             # A graph may run twice, and its saved tensors cannot be written over.
             assert grad_loss is not None
             scaled = [(each.to(grad_loss.dtype) * grad_loss).to(each.dtype) for each in ctx.gradients]
-            return _in_places(scaled, ctx.bits, ctx.weight_dtype)
+            return _handed_out(ctx, _in_places(scaled, ctx.bits))
         is_factor = grad_lse is None and grad_entropy is None and not torch.is_grad_enabled()
         if grad_loss is None or not is_factor or is_batched(grad_loss):
             return _compute_again(ctx, upstream)
         computed, ctx.gradients = ctx.gradients, None
         if computed is None:  # the second time, and the same bit for bit
-            computed = call(_OP, _forward_backward, *ctx.saved_tensors[:6], *ctx.numbers, 0, ctx.bits | ctx.wide)[1:]
-        return _hand_out(ctx, computed, grad_loss)
-
-
-def _hand_out(ctx: Any, computed: list[Tensor], grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-    grads = [computed.pop(0) if ctx.bits & bit else None for bit in GRADIENTS]
-    call(_OP, _rescale, *grads, grad_loss)  # reads and writes nothing where grad_loss is 1
-    grad_input, grad_weight, grad_bias = grads
-    if grad_weight is not None and ctx.grad_weight_out is not None:
-        ctx.grad_weight_out.add_(grad_weight)
-        grad_weight = None
-    elif grad_weight is not None and ctx.wide:
-        grad_weight = grad_weight.to(ctx.weight_dtype)
-    return grad_input, grad_weight, grad_bias, *_NOTHING
+            tensors = ctx.saved_tensors[_TENSORS]
+            computed = call(_OP, _forward_backward, *tensors, *ctx.numbers, 0, ctx.bits | ctx.wide)[1:]
+        gradients = _in_places(computed, ctx.bits)
+        call(_OP, _rescale, *gradients, grad_loss)  # reads and writes nothing where grad_loss is 1
+        if ctx.grad_weight_out is not None and gradients[1] is not None:
+            ctx.grad_weight_out.add_(gradients[1])
+            gradients[1] = None
+        return _handed_out(ctx, gradients)
 
 
 refuse_lost_derivatives(_OP, _forward, _forward_backward, _backward, _backward_accumulate, _rescale)
@@ -874,65 +896,61 @@ refuse_lost_derivatives(_OP, _forward, _forward_backward, _backward, _backward_a
 # What torch.compile and other tracers ask: shapes, strides and dtypes of the outputs.
 
 
-def _empty_gradients(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, gradients: int) -> list[Tensor]:
-    wide = accumulator_dtype(input.dtype)
+_Tensors = TypeVar("_Tensors", _ForwardTensors, _BackwardTensors)
+
+
+def _by_name(kind: type[_Tensors], arguments: Sequence[Any]) -> tuple[_Tensors, _Numbers, Sequence[Any]]:
+    """The tensors of an operator of the extension, the numbers, and what is behind them."""
+    tensors = len(kind._fields)
+    numbers = tensors + len(_Numbers._fields)
+    return kind(*arguments[:tensors]), _Numbers(*arguments[tensors:numbers]), arguments[numbers:]
+
+
+def _empty_gradients(tensors: _ForwardTensors | _BackwardTensors, gradients: int) -> list[Tensor]:
+    input, linear_weight = tensors.input, tensors.linear_weight
     made = []
     if gradients & OF_INPUT:
         made.append(torch.empty_like(input))
     if gradients & OF_WEIGHT:
-        dtype = wide if gradients & WIDE_WEIGHT else linear_weight.dtype
+        dtype = accumulator_dtype(input.dtype) if gradients & WIDE_WEIGHT else linear_weight.dtype
         made.append(linear_weight.new_empty(linear_weight.shape, dtype=dtype))
-    if gradients & OF_BIAS and linear_bias is not None:
-        made.append(_empty_bias_gradient(input, linear_bias))
+    if gradients & OF_BIAS:
+        made.append(_empty_bias_gradient(input, tensors.linear_bias))
     return made
 
 
 def _empty_bias_gradient(input: Tensor, linear_bias: Tensor | None) -> Tensor:
+    dtype = accumulator_dtype(input.dtype)
     if linear_bias is None:
-        return input.new_empty(0, dtype=accumulator_dtype(input.dtype))
-    is_narrow = linear_bias.dtype == input.dtype
-    return linear_bias.new_empty(linear_bias.shape, dtype=input.dtype if is_narrow else accumulator_dtype(input.dtype))
+        return input.new_empty(0, dtype=dtype)
+    return linear_bias.new_empty(linear_bias.shape, dtype=input.dtype if linear_bias.dtype == input.dtype else dtype)
 
 
 @register_fake("linear_cross_entropy_forward")
-def _(input: Tensor, *arguments: Any) -> list[Tensor]:
-    return empty_outputs(input, list(input.shape[:-1]), arguments[6], arguments[-1])
+def _(*arguments: Any) -> list[Tensor]:
+    tensors, numbers, (outputs,) = _by_name(_ForwardTensors, arguments)
+    return empty_outputs(tensors.input, list(tensors.input.shape[:-1]), numbers.reduction, outputs)
 
 
 @register_fake("linear_cross_entropy_forward_backward")
-def _(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, *arguments: Any) -> list[Tensor]:
-    made = empty_outputs(input, list(input.shape[:-1]), arguments[4], arguments[-2])
-    return made + _empty_gradients(input, linear_weight, linear_bias, arguments[-1])
+def _(*arguments: Any) -> list[Tensor]:
+    tensors, numbers, (outputs, gradients) = _by_name(_ForwardTensors, arguments)
+    made = empty_outputs(tensors.input, list(tensors.input.shape[:-1]), numbers.reduction, outputs)
+    return made + _empty_gradients(tensors, gradients)
 
 
 @register_fake("linear_cross_entropy_backward")
-def _(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    grad_entropy: Tensor | None,
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    *arguments: Any,
-) -> tuple[Tensor, ...]:
-    made = _empty_gradients(input, linear_weight, linear_bias, arguments[-1])
-    return tuple(made.pop(0) if arguments[-1] & bit else input.new_empty(0) for bit in GRADIENTS)
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    tensors, _, (gradients,) = _by_name(_BackwardTensors, arguments)
+    made = _in_places(_empty_gradients(tensors, gradients), gradients)
+    return tuple(tensors.input.new_empty(0) if each is None else each for each in made)
 
 
 @register_fake("linear_cross_entropy_backward_accumulate")
-def _(
-    grad_weight: Tensor,
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    grad_entropy: Tensor | None,
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    *arguments: Any,
-) -> tuple[Tensor, Tensor]:
-    gradients = arguments[-1]
-    grad_input = torch.empty_like(input) if gradients & OF_INPUT else input.new_empty(0)
-    grad_bias = _empty_bias_gradient(input, linear_bias)
+def _(grad_weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    tensors, _, (gradients,) = _by_name(_BackwardTensors, arguments)
+    grad_input = torch.empty_like(tensors.input) if gradients & OF_INPUT else tensors.input.new_empty(0)
+    grad_bias = _empty_bias_gradient(tensors.input, tensors.linear_bias)
     return grad_input, grad_bias if gradients & OF_BIAS else grad_bias.new_empty(0)
 
 
@@ -952,24 +970,37 @@ def _(*_: Any) -> int:
 
 @register_vmap("linear_cross_entropy_forward")
 def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[list[Tensor], list[int]]:
-    input, linear_weight, linear_bias, target, weight, normalizer, ignore_index, mode, *numbers, outputs = arguments
-    if any(in_dims[index] is not None for index in (1, 2, 4)):
+    tensors, numbers, (outputs,) = _by_name(_ForwardTensors, arguments)
+    axes, _, _ = _by_name(_ForwardTensors, in_dims)
+    if _have_own_head(axes):
         each = [_forward(*sample) for sample in each_of_batch(info, in_dims, *arguments)]
         stacked = [torch.stack(tensors) for tensors in zip(*each)]
         return stacked, [0] * len(stacked)
-    (input,) = batch_first(info, in_dims, input)
-    (target,) = batch_first(info, in_dims[3:], target)
-    if normalizer is not None:
-        (normalizer,) = batch_first(info, in_dims[5:], normalizer)
+    batched = _batched(info, tensors, axes)
+    target = batched.target
     results = _forward(
-        input, linear_weight, linear_bias, _rows_at_one_distance(target), weight, None, ignore_index, NONE, *numbers,
-        outputs & ~DIVISOR,
+        *tensors._replace(input=batched.input, target=_rows_at_one_distance(target), normalizer=None),
+        *numbers._replace(reduction=NONE), outputs & ~DIVISOR,
     )  # fmt: skip
     divisors = None
-    if mode == MEAN:
-        divisors = divisors_of(info.batch_size, target, weight, normalizer, ignore_index, results[0])
-    tensors = reduce_samples(list(results), outputs, mode, divisors)
-    return tensors, [0] * len(tensors)
+    if numbers.reduction == MEAN:
+        divisors = divisors_of(
+            info.batch_size, target, tensors.weight, batched.normalizer, numbers.ignore_index, results[0]
+        )
+    reduced = reduce_samples(list(results), outputs, numbers.reduction, divisors)
+    return reduced, [0] * len(reduced)
+
+
+def _have_own_head(axes: _ForwardTensors | _BackwardTensors) -> bool:
+    return any(axis is not None for axis in (axes.linear_weight, axes.linear_bias, axes.weight))
+
+
+def _batched(info: Any, tensors: _Tensors, axes: _Tensors) -> _Tensors:
+    """Each tensor that is there with the batch as its first axis."""
+    kind = type(tensors)
+    return kind(
+        *(None if tensor is None else batch_first(info, (axis,), tensor)[0] for tensor, axis in zip(tensors, axes))
+    )
 
 
 def _rows_at_one_distance(target: Tensor) -> Tensor:
@@ -978,25 +1009,31 @@ def _rows_at_one_distance(target: Tensor) -> Tensor:
 
 @register_vmap("linear_cross_entropy_backward")
 def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    tensors, ignore_index, mode, numbers, gradients = (
-        arguments[:12], arguments[12], arguments[13], arguments[14:-1], arguments[-1],
-    )  # fmt: skip
-    if gradients & (OF_WEIGHT | OF_BIAS) or any(in_dims[index] is not None for index in (4, 5, 7)):
+    tensors, numbers, (gradients,) = _by_name(_BackwardTensors, arguments)
+    axes, _, _ = _by_name(_BackwardTensors, in_dims)
+    if gradients & (OF_WEIGHT | OF_BIAS) or _have_own_head(axes):
         each = [_backward(*sample) for sample in each_of_batch(info, in_dims, *arguments)]
         return tuple(torch.stack(computed) for computed in zip(*each)), (0, 0, 0)
+    batched = _batched(info, tensors, axes)
 
-    def batched(index: int) -> Any:
-        tensor = tensors[index]
-        return None if tensor is None else batch_first(info, in_dims[index:], tensor)[0]
-
-    def per_row(index: int) -> Any:
-        tensor = batched(index)
+    def per_row(tensor: Tensor | None) -> Any:
         return None if tensor is None else tensor.contiguous()
 
-    rows = per_row(8)
-    grads = row_gradients(batched(0), mode, batched(11) if mode == MEAN else None, rows)
+    lse = per_row(batched.lse)
+    divisor = batched.divisor if numbers.reduction == MEAN else None
     grad_input, *absent = _backward(
-        grads, per_row(1), per_row(2), batched(3), tensors[4], tensors[5], _rows_at_one_distance(batched(6)),
-        tensors[7], rows, per_row(9), per_row(10), None, ignore_index, NONE, *numbers, gradients,
-    )  # fmt: skip
+        *tensors._replace(
+            grad_loss=row_gradients(batched.grad_loss, numbers.reduction, divisor, lse),
+            grad_lse=per_row(batched.grad_lse),
+            grad_entropy=per_row(batched.grad_entropy),
+            input=batched.input,
+            target=_rows_at_one_distance(batched.target),
+            lse=lse,
+            entropy=per_row(batched.entropy),
+            target_mass=per_row(batched.target_mass),
+            divisor=None,
+        ),
+        *numbers._replace(reduction=NONE),
+        gradients,
+    )
     return (grad_input, *(each.expand(info.batch_size, 0) for each in absent)), (0, 0, 0)
