@@ -19,12 +19,14 @@ from eaves._loss import (
     TARGET_MASS,
     Z_LOSS,
     CrossEntropyOutput,
+    LossModule,
     check_class_dtype,
     check_input,
     check_soft_dtype,
     divisors_of,
     empty_outputs,
     index_of,
+    keyword_defaults,
     mark_constant,
     normalizer_of,
     output_of,
@@ -279,7 +281,7 @@ def cross_entropy(
     return output_of(outputs, computed, wanted)
 
 
-class CrossEntropyLoss(torch.nn.Module):
+class CrossEntropyLoss(LossModule):
     """eaves.cross_entropy as a module, as torch.nn.CrossEntropyLoss: the options are given once, and `weight` goes
     where the module goes.
 
@@ -294,8 +296,6 @@ class CrossEntropyLoss(torch.nn.Module):
         >>> criterion(torch.zeros(2, 3), torch.tensor([0, 2]))
         tensor(1.0986)
     """
-
-    weight: Tensor | None
 
     def __init__(
         self,
@@ -329,32 +329,11 @@ class CrossEntropyLoss(torch.nn.Module):
         self.return_z_loss = return_z_loss
         self.class_dim = class_dim
 
+    _defaults = keyword_defaults(__init__)
+
     def forward(self, input: Tensor, target: Tensor, *, normalizer: Tensor | float | None = None) -> Any:
         """eaves.cross_entropy(input, target, normalizer=normalizer) with the options of the module."""
-        return cross_entropy(
-            input,
-            target,
-            self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            softcap=self.softcap,
-            scale=self.scale,
-            z_loss=self.z_loss,
-            normalizer=normalizer,
-            inplace_backward=self.inplace_backward,
-            return_lse=self.return_lse,
-            return_argmax=self.return_argmax,
-            return_entropy=self.return_entropy,
-            return_z_loss=self.return_z_loss,
-            class_dim=self.class_dim,
-        )
-
-    def extra_repr(self) -> str:
-        """The options that are not the default's."""
-        defaults = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0, "z_loss": 0.0}
-        names = [*defaults, "softcap", "scale", "class_dim"]
-        return ", ".join(f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) != defaults.get(n))
+        return cross_entropy(input, target, self.weight, normalizer=normalizer, **self._options())
 
 
 # ----------------------------------------------------------------------------------------------------------- arguments

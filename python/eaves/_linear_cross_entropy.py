@@ -22,12 +22,14 @@ from eaves._loss import (
     NONE,
     TARGET_MASS,
     CrossEntropyOutput,
+    LossModule,
     check_class_dtype,
     check_input,
     check_soft_dtype,
     divisors_of,
     empty_outputs,
     index_of,
+    keyword_defaults,
     mark_constant,
     normalizer_of,
     output_of,
@@ -379,7 +381,7 @@ def linear_cross_entropy(
     return output_of(outputs, computed, wanted)
 
 
-class LinearCrossEntropyLoss(torch.nn.Module):
+class LinearCrossEntropyLoss(LossModule):
     """eaves.linear_cross_entropy as a module: the options are given once, and `weight`, that of the classes, goes where
     the module goes. The head is given with each call: it is often the embedding's, or another module's.
 
@@ -398,8 +400,6 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         >>> loss.detach()
         tensor(1.0986)
     """
-
-    weight: Tensor | None
 
     def __init__(
         self,
@@ -437,6 +437,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.skip_ignored = skip_ignored
         self.grad_weight_dtype = grad_weight_dtype
 
+    _defaults = keyword_defaults(__init__)
+
     def forward(
         self,
         input: Tensor,
@@ -455,36 +457,10 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             target,
             linear_bias=linear_bias,
             weight=self.weight,
-            reduction=self.reduction,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            softcap=self.softcap,
-            scale=self.scale,
-            z_loss=self.z_loss,
             normalizer=normalizer,
-            return_lse=self.return_lse,
-            return_argmax=self.return_argmax,
-            return_entropy=self.return_entropy,
-            return_z_loss=self.return_z_loss,
-            algorithm=self.algorithm,
-            workspace_bytes=self.workspace_bytes,
-            skip_ignored=self.skip_ignored,
-            grad_weight_dtype=self.grad_weight_dtype,
             grad_weight_out=grad_weight_out,
+            **self._options(),
         )
-
-    def extra_repr(self) -> str:
-        """The options that are not the default's."""
-        defaults: dict[str, object] = {
-            "ignore_index": -100,
-            "reduction": "mean",
-            "label_smoothing": 0.0,
-            "z_loss": 0.0,
-            "algorithm": "auto",
-            "skip_ignored": False,
-        }
-        names = [*defaults, "softcap", "scale", "workspace_bytes", "grad_weight_dtype"]
-        return ", ".join(f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) != defaults.get(n))
 
 
 # ----------------------------------------------------------------------------------------------------------- arguments

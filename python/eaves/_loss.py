@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
-from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -35,6 +36,27 @@ class CrossEntropyOutput(NamedTuple):
     argmax: Tensor | None = None
     entropy: Tensor | None = None
     z_loss: Tensor | None = None
+
+
+class LossModule(torch.nn.Module):
+    """A loss as a module. Its options are the keyword-only parameters of the module's `__init__`, each kept in an
+    attribute of that name."""
+
+    weight: Tensor | None
+    _defaults: ClassVar[Mapping[str, object]]
+    """Of the options: `keyword_defaults(__init__)`, which each loss takes of its own, for those derived from it too."""
+
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._defaults}
+
+    def extra_repr(self) -> str:
+        """The options that are not the default's."""
+        return ", ".join(f"{n}={value!r}" for n, value in self._options().items() if value != self._defaults[n])
+
+
+def keyword_defaults(function: Callable[..., object]) -> dict[str, object]:
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
 # ----------------------------------------------------------------------------------------------------------- arguments

@@ -248,7 +248,7 @@ def test_the_module_is_the_function_with_its_options_kept(device: torch.device) 
     module = eaves.CrossEntropyLoss(weight, **named)
     assert torch.equal(module(logits, target), eaves.cross_entropy(logits, target, weight, **named))
     assert repr(module) == (
-        "CrossEntropyLoss(ignore_index=3, reduction='sum', label_smoothing=0.1, z_loss=0.1, scale=2.0)"
+        "CrossEntropyLoss(ignore_index=3, reduction='sum', label_smoothing=0.1, scale=2.0, z_loss=0.1)"
     )
     assert repr(eaves.CrossEntropyLoss()) == "CrossEntropyLoss()"
     # As torch's: a buffer, which moves with the module and is in its state.
@@ -257,6 +257,28 @@ def test_the_module_is_the_function_with_its_options_kept(device: torch.device) 
     out = eaves.CrossEntropyLoss(return_lse=True)(logits, target, normalizer=2)
     assert isinstance(out, eaves.CrossEntropyOutput) and out.entropy is None
     assert torch.equal(out.loss, eaves.cross_entropy(logits, target, normalizer=2.0))
+
+
+@each("kind", [eaves.CrossEntropyLoss, eaves.LinearCrossEntropyLoss])
+def test_a_module_keeps_passes_and_prints_every_option(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: dict[str, object] = {}
+
+    class Derived(kind):  # type: ignore[misc]
+        def __init__(self, size: int, **options: object) -> None:
+            super().__init__(**options)
+
+    module = inspect.getmodule(kind)
+    name = "cross_entropy" if kind is eaves.CrossEntropyLoss else "linear_cross_entropy"
+    options = [each for each in inspect.signature(kind).parameters if each != "weight"]
+    assert set(options) < set(inspect.signature(getattr(eaves, name)).parameters)
+    monkeypatch.setattr(module, name, lambda *_, **named: passed.update(named))
+    given = (torch.zeros(1),) * (2 if kind is eaves.CrossEntropyLoss else 3)
+    for option in options:
+        for made in (kind(**{option: "other"}), Derived(3, **{option: "other"})):
+            assert made.extra_repr() == f"{option}='other'" and getattr(made, option) == "other"
+            passed.clear()
+            made(*given)
+            assert passed[option] == "other" and set(options) <= set(passed)
 
 
 # -------------------------------------------------------------------------------------------------------------- outputs

@@ -195,7 +195,7 @@ def test_the_module_is_the_function(device: torch.device) -> None:
     expected = eaves.linear_cross_entropy(x, head, target, linear_bias=bias, weight=weight, **options)
     assert torch.equal(module(x, head, target, bias), expected)
     assert torch.equal(module.state_dict()["weight"], weight)
-    text = "ignore_index=3, reduction='sum', label_smoothing=0.1, z_loss=0.1, algorithm='memory', softcap=5.0"
+    text = "ignore_index=3, reduction='sum', label_smoothing=0.1, softcap=5.0, z_loss=0.1, algorithm='memory'"
     assert module.extra_repr() == text
     arguments = set(inspect.signature(eaves.linear_cross_entropy).parameters)
     passed = set(inspect.signature(eaves.LinearCrossEntropyLoss).parameters) | set(
