@@ -159,7 +159,7 @@ def apply(op: str, function: type[torch.autograd.Function], *arguments: object) 
             raise
         raise NotImplementedError(
             f"{op}: there is no forward-mode derivative; use the reverse mode (torch.autograd.grad, torch.func.vjp; "
-            "for a Hessian jacrev(jacrev(f)))"
+            "of what has a second derivative, jacrev(jacrev(f)) is the Hessian)"
         ) from None
 
 

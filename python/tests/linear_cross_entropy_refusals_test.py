@@ -241,6 +241,16 @@ def test_forward_mode_is_refused_by_name(device: torch.device) -> None:
                            (x[:1] if function.__code__.co_varnames[0] == "w" else x,))  # fmt: skip
 
 
+def test_a_hessian_is_refused_with_the_way_to_one(device: torch.device) -> None:
+    x, head, target = tensors(device)
+    jacrev = torch.func.jacrev
+    with pytest.raises(NotImplementedError, match=r"use torch\.nn\.functional\.linear and cross_entropy"):
+        jacrev(jacrev(lambda x: eaves.linear_cross_entropy(x, head, target)))(x)
+    functional = torch.nn.functional
+    hessian = jacrev(jacrev(lambda x: functional.cross_entropy(functional.linear(x, head), target)))(x)
+    assert hessian.shape == (4, 3, 4, 3)
+
+
 BEYOND_MEMORY = 2**50  # rows whose losses no memory holds
 
 
