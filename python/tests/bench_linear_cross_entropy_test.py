@@ -45,6 +45,13 @@ def test_the_seed_sweep_is_the_published_table() -> None:
     assert {(row.shape["batch"], row.shape["dim"]) for row in table.rows} == {(12288, 4096)}
 
 
+def test_options_are_arguments_and_titles_are_those_of_the_program() -> None:
+    tables = tables_of("quick", CPU, "fp32")
+    assert {key for table in tables for row in table.rows for key in row.options} == {"data"}
+    ends = {table.rows[0].options["data"]: table.title_suffix.partition("-fp32")[2] for table in tables}
+    assert ends == {"seed": "", "dense": "-data_dense"}
+
+
 def test_flops_are_those_of_the_products_of_a_mode() -> None:
     one = 2 * 512 * 1024 * 1024
     assert [row_of(mode).flops for mode in ("fwd", "bwd", "fwd+bwd")] == [one, 2 * one, 3 * one]
@@ -53,6 +60,7 @@ def test_flops_are_those_of_the_products_of_a_mode() -> None:
 def test_dense_logits_have_the_deviation_that_they_say() -> None:
     for data, deviation in (("seed", 32.0), ("dense", 1.3)):
         x, weight, _ = row_of("fwd", data).make_inputs(CPU, 2).arguments
+        assert float(weight.std()) == pytest.approx(1.0, rel=0.02), "as the program's"
         assert float((x @ weight.t()).std()) == pytest.approx(deviation, rel=0.02)
 
 

@@ -86,6 +86,9 @@ class Row:
     tolerance: float | None = None
     """How far a peer may be off from eaves, of the largest value, where its own rounding makes that more than usual."""
 
+    is_backward_alone: bool = False
+    """The forward is not in the time, so that who computes gradients there has nothing to be measured."""
+
     in_place: bool = False
     """With fwd+bwd: who can do so may write the gradients over the arguments. Every call, of everybody, gets arguments
     that were made anew for it (`Inputs.remade`) before its time begins."""

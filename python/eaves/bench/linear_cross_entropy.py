@@ -6,7 +6,7 @@ gradient of the logits for the backward, all three for both. How fast they are d
 that they draw: the gradient is that of the row.
 
 Data: "seed" is normal inputs and weights, whose logits have a deviation of 64 (at 4096 features), so that the gradient
-is 0 almost everywhere; "dense" has smaller weights, logits with a deviation of 1.3, and a gradient everywhere.
+is 0 almost everywhere; "dense" has smaller inputs, logits with a deviation of 1.3, and a gradient everywhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,14 +29,7 @@ Data = Literal["seed", "dense"]
 # Of those that have a bias it is the fourth argument, where it is given.
 WITHOUT_BIAS = ("liger-scaled", "cut-cross-entropy", "quack")
 
-# A backward alone is one of a forward that did not compute it already; the rows say so to the providers.
-_ALONE = "bwd_alone"
-
 _COMPUTED = "the forward computes the gradients"
-
-
-def _is_backward_alone(row: Row) -> bool:
-    return bool(row.options.get(_ALONE))
 
 
 def _is_loss_alone(row: Row) -> bool:
@@ -56,7 +49,7 @@ class Eaves(Provider):
     def forward(self, row: Row) -> Forward:
         linear_cross_entropy = import_module("eaves").linear_cross_entropy
         # Of the way that computes gradients in the forward, the backward alone does nothing.
-        algorithm = "memory" if _is_backward_alone(row) else self.algorithm
+        algorithm = "memory" if row.is_backward_alone else self.algorithm
 
         def forward(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
             loss: Tensor = linear_cross_entropy(x, weight, target, linear_bias=bias, algorithm=algorithm)
@@ -70,7 +63,7 @@ class EavesMemory(Eaves):
     algorithm = "memory"
 
     def lacks(self, row: Row) -> str:
-        return "" if not _is_loss_alone(row) and not _is_backward_alone(row) else "the same as eaves"
+        return "" if not _is_loss_alone(row) and not row.is_backward_alone else "the same as eaves"
 
 
 class Torch(Provider):
@@ -87,7 +80,7 @@ class _AtOnce(Provider):
     """Who computes the gradients in the forward has no backward alone."""
 
     def lacks(self, row: Row) -> str:
-        return _COMPUTED if _is_backward_alone(row) else ""
+        return _COMPUTED if row.is_backward_alone else ""
 
 
 class TorchChunked(_AtOnce):
@@ -241,7 +234,7 @@ class _Case:
         x = normal([self.batch, self.features], dtype, device, seed)
         weight = normal([self.classes, self.features], dtype, device, seed + 1)
         if self.data == "dense":
-            weight *= DENSE_DEVIATION / self.features**0.5
+            x *= DENSE_DEVIATION / self.features**0.5
         target = torch.randint(self.classes, (self.batch,), device=device, generator=generator)
         has_gradient = mode != "fwd"
         result_dtype = torch.promote_types(dtype, torch.float32)
@@ -262,25 +255,25 @@ def _row(case: _Case, dtype_name: str, mode: Mode) -> Row:
     weight_bytes = case.classes * case.features * dtype.itemsize
     gradient_bytes = 0 if mode == "fwd" else x_bytes + weight_bytes
     loss_bytes = torch.promote_types(dtype, torch.float32).itemsize
-    options: dict[str, Any] = {"data": case.data} | ({_ALONE: True} if mode == "bwd" else {})
     products = {"fwd": 1, "bwd": 2, "fwd+bwd": 3}[mode]
     return Row(
         axis_value=case.classes,
         shape={"batch": case.batch, "dim": case.features, "v": case.classes},
-        options=options,
+        options={"data": case.data},
         read_bytes=x_bytes + weight_bytes + case.batch * torch.int64.itemsize,
         write_bytes=gradient_bytes + loss_bytes,
         gradient_bytes=gradient_bytes,
         make_inputs=lambda device, seed: case.make_inputs(dtype, mode, device, seed),
         flops=2 * products * case.batch * case.features * case.classes,
         make_limit=_limit(mode),
+        is_backward_alone=mode == "bwd",
         tolerance=_ROUNDED_LOGITS if dtype.itemsize == 2 and case.data == "seed" else None,
     )
 
 
 def _table(mode: Mode, dtype: str, cases: Sequence[_Case]) -> Table:
     first = cases[0]
-    data = "" if first.data == "seed" else f"-{first.data}"
+    data = "" if first.data == "seed" else f"-data_{first.data}"
     return Table(
         "linear_cross_entropy",
         mode,
