@@ -8,16 +8,26 @@ operator has to do in library_test.py.
 
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import eaves
 from comparison import FLOATING_POINT, assert_within
 from cross_entropy_cases import random_targets
 from cross_entropy_test import EVERYTHING, OPTIONS, REDUCTIONS, each
+from eaves._linear_cross_entropy import (
+    _BackwardTensors,
+    _check_grad_weight_out,
+    _ForwardTensors,
+    _is_matrix,
+    _Numbers,
+)
+from eaves._loss import MEAN, SUM
 from layouts import LAYOUTS, random_tensor
 from linear_cross_entropy_cases import LinearOracle
 
@@ -232,3 +242,67 @@ def test_autocast_casts_as_that_of_linear_does(device: torch.device) -> None:
         with torch.autocast(device.type, torch.bfloat16):
             double = eaves.linear_cross_entropy(x.double(), head.double(), target)
         assert double.dtype == torch.float64
+
+
+# ----------------------------------------------------------------------------------- rules that the core has too
+
+
+def test_arguments_are_those_of_the_extension() -> None:
+    for kind, name in (
+        (_ForwardTensors, "forward"),
+        (_ForwardTensors, "forward_backward"),
+        (_BackwardTensors, "backward"),
+        (_BackwardTensors, "backward_accumulate"),
+    ):
+        schema = getattr(torch.ops.eaves, f"linear_cross_entropy_{name}").default._schema
+        names = [argument.name for argument in schema.arguments if argument.name not in ("outputs", "gradients")]
+        assert names[name == "backward_accumulate" :] == [*kind._fields, *_Numbers._fields], name
+
+
+def strides_of(shape: tuple[int, int]) -> list[tuple[int, int]]:
+    """With lines that touch, that do not, that lie over the next, and that are one."""
+    rows, columns = shape
+    some = {0, 1, 2, rows - 1, rows, rows + 1, columns - 1, columns, columns + 1}
+    return [(a, b) for a in sorted(some) for b in sorted(some)]
+
+
+def is_taken(function: Callable[..., object], *arguments: object) -> bool:
+    try:
+        function(*arguments)
+    except (RuntimeError, ValueError) as error:
+        assert "strides" in str(error) or "share memory" in str(error), error
+        return False
+    return True
+
+
+@each("shape", [(5, 3), (3, 5), (4, 4), (1, 4), (4, 1), (1, 1)])
+def test_a_matrix_is_one_to_the_core_too(shape: tuple[int, int]) -> None:
+    features = shape[1]
+    x, target, one = torch.zeros(2, features), torch.zeros(2, dtype=torch.int64), torch.ones(())
+    numbers = _Numbers(-100, MEAN, 0.0, 1.0, 0.0, 0.0, False, 0)
+    saved = (None, target, None, torch.zeros(2), None, None, one, *numbers, 0)
+    memory, head = torch.zeros(64), torch.zeros(shape)
+    for strides in strides_of(shape):
+        tensor = memory.as_strided(shape, strides)
+        forward = torch.ops.eaves.linear_cross_entropy_forward
+        is_matrix = is_taken(forward, x, tensor, None, target, None, None, *numbers, 0)
+        assert _is_matrix(tensor) == is_matrix, strides
+        accumulate = torch.ops.eaves.linear_cross_entropy_backward_accumulate
+        is_place = is_taken(accumulate, tensor, one, None, None, x, head, *saved)
+        check = _check_grad_weight_out
+        assert is_taken(check, tensor, head, None, torch.float32, False) == is_place, strides
+
+
+@each("dtype", FLOATING_POINT)
+def test_gradients_of_tensors_without_data_are_those_of_the_core(dtype: torch.dtype) -> None:
+    x, head, target, _ = problem((4, 8), 5, dtype, "cpu")
+    numbers = _Numbers(-100, SUM, 0.0, 1.0, 0.0, 0.0, False, 0)
+    for bias_dtype in {dtype, torch.float32}:
+        bias = torch.zeros(5, dtype=bias_dtype)
+        for gradients in range(16):
+            given = (x, head, bias, target, None, None, *numbers, 0, gradients)
+            real = torch.ops.eaves.linear_cross_entropy_forward_backward(*given)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                fake = torch.ops.eaves.linear_cross_entropy_forward_backward(*given)
+            described = [[(t.dtype, t.shape, t.stride()) for t in tensors] for tensors in (fake, real)]
+            assert described[0] == described[1], (bias_dtype, gradients)
