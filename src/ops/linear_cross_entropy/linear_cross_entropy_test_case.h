@@ -246,52 +246,16 @@ class LinearCrossEntropyRun {
 
 // ---- the plan of a run ---------------------------------------------------------------------------------------------
 
-/// The problem that the operator makes of a run's arguments, as far as its plan reads it.
 inline LinearCrossEntropyProblem problem_of(LinearCrossEntropyRun& run, LinearCrossEntropyMode mode) {
-  const LinearCrossEntropyCase& c = run.test_case();
-  const bool is_backward = mode == LinearCrossEntropyMode::backward;
-  const bool has_gradients = mode != LinearCrossEntropyMode::forward;
-  const LinearCrossEntropyForwardArgs args = run.forward_args();
-  const LinearCrossEntropyOutputs& outputs = args.outputs;
-  const Dims& shape = args.inputs.x.shape;
-  const int rank = shape.size();
-  AxisSet axes;
-  axes.contains[rank - 1] = true;
-  const auto of_rows = [&](const Dims& strides) { return spread_strides(strides, rank, axes, false); };
-  Dims none;
-  for (int axis = 0; axis < rank; ++axis) none.push_back(0);
-  const bool is_soft = is_floating_point(c.targets_dtype);
-  const bool has_row_gradients = has_gradients && c.options.reduction == Reduction::none;
-  const bool has_grad_x = has_gradients && c.wanted.x;
-  return {.mode = mode,
-          .op = "",
-          .view = make_row_view<2, 5>(
-              shape, axes,
-              {args.inputs.x.strides, has_grad_x ? run.gradients.x.view().strides : args.inputs.x.strides,
-               is_soft ? none : of_rows(args.inputs.targets.strides), of_rows(outputs.lse.strides),
-               has_row_gradients ? of_rows(run.grad_loss.view().strides) : none}),
-          .device = c.device,
-          .dtype = c.dtype,
-          .classes = c.classes,
-          .bias = {args.inputs.bias.data, DType::float32},
-          .targets = {args.inputs.targets.data, c.targets_dtype},
-          .class_weight = {args.inputs.class_weight.data, DType::float32},
-          .options = c.options,
-          .skips_ignored_rows = c.device.type == DeviceType::cpu || c.skips_ignored_rows,
-          .workspace_limit = limit_of(c),
-          .per_row = {.loss = is_backward ? nullptr : outputs.loss.data,
-                      .lse = outputs.lse.data,
-                      .argmax = is_backward ? nullptr : static_cast<std::int64_t*>(outputs.argmax.data),
-                      .entropy = outputs.entropy.data,
-                      .z_loss = is_backward ? nullptr : outputs.z_loss.data,
-                      .target_mass = outputs.target_mass.data},
-          .grad_loss = {has_gradients ? run.grad_loss.view().data : nullptr, DType::float32},
-          .grad_lse = is_backward && c.has_grad_lse ? run.grad_lse.view().data : nullptr,
-          .grad_entropy = is_backward && c.has_grad_entropy ? run.grad_entropy.view().data : nullptr,
-          .grad_x = has_grad_x ? run.gradients.x.view().data : nullptr,
-          .grad_weight = has_gradients && c.wanted.weight ? run.gradients.weight.view().data : nullptr,
-          .grad_weight_dtype = run.gradients.weight.view().dtype,
-          .grad_bias = has_gradients && c.wanted.bias ? run.gradients.bias.view().data : nullptr};
+  switch (mode) {
+    case LinearCrossEntropyMode::forward:
+      return make_problem(run.forward_args());
+    case LinearCrossEntropyMode::backward:
+      return make_problem(run.backward_args());
+    case LinearCrossEntropyMode::forward_backward:
+      break;
+  }
+  return make_problem(run.at_once_args());
 }
 
 /// What is computed at once. Without a limit of the case, that of the operator is of no interest: the sizes of these
