@@ -25,16 +25,17 @@ inline std::function<double(std::int64_t)> noise(std::uint64_t seed) {
 }
 
 /// 0.25 to 1.75, and 0 for every seventh class.
-inline double random_class_weight(std::int64_t v) {
-  return v % 7 == 4 ? 0.0 : 0.25 + 1.5 * random_uniform(44, static_cast<std::uint64_t>(v));
+inline double random_class_weight(std::uint64_t seed, std::int64_t v) {
+  return v % 7 == 4 ? 0.0 : 0.25 + 1.5 * random_uniform(seed, static_cast<std::uint64_t>(v));
 }
 
 /// Element i of soft targets, or any class, every fifth row ignored.
-inline double random_target(std::int64_t i, bool is_soft, std::int64_t classes, std::int64_t ignore_index) {
+inline double random_target(std::uint64_t seed, std::int64_t i, bool is_soft, std::int64_t classes,
+                            std::int64_t ignore_index) {
   const auto number = static_cast<std::uint64_t>(i);
-  if (is_soft) return 2.0 * random_uniform(48, number) / static_cast<double>(classes);
+  if (is_soft) return 2.0 * random_uniform(seed, number) / static_cast<double>(classes);
   if (i % 5 == 3) return static_cast<double>(ignore_index);
-  return std::floor(random_uniform(49, number) * static_cast<double>(classes));
+  return std::floor(random_uniform(seed + 1, number) * static_cast<double>(classes));
 }
 
 /// ", reduction mean", and every option that is not its default.

@@ -78,7 +78,7 @@ OF_INPUT, OF_WEIGHT, OF_BIAS = GRADIENTS = (1, 2, 4)
 WIDE_WEIGHT = 8  # no gradient: that of the weight in the dtype of the loss
 
 # In place of a limit of the forward: what the gradients will take. As in python/csrc/linear_cross_entropy.cpp.
-_AS_THE_GRADIENTS = -1
+_FOLLOWED_BY_BACKWARD = -1
 
 
 class _Numbers(NamedTuple):
@@ -762,7 +762,7 @@ class _Memory(torch.autograd.Function):
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
         *numbers, limit = arguments[_NUMBERS]
         _, computed, _, _ = arguments[_REST]
-        limit = limit or _AS_THE_GRADIENTS
+        limit = limit or _FOLLOWED_BY_BACKWARD
         return tuple(call(_OP, _forward, *arguments[_TENSORS], *numbers, limit, computed))
 
     @staticmethod

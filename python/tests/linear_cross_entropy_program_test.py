@@ -89,7 +89,7 @@ def test_the_program_computes_what_the_formula_says(dtype: torch.dtype, algorith
     path, output = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     write_safetensors(path, {"x": x, "weight": w, "targets": target})
     command = [PROGRAM, "run", "linear_cross_entropy", "--input", path, "--output", output, "--backward"]
-    command += ["--tensor", "x", "--weight", "weight", "--target", "targets"]
+    command += ["--tensor", "x", "--linear-weight", "weight", "--target", "targets"]
     result = subprocess.run([*command, "--algorithm", algorithm], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     written = read_safetensors(output)

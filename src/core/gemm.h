@@ -32,7 +32,7 @@ struct Gemm {
   void* c;
   std::int64_t c_stride;        ///< in elements, between rows
   const void* alpha = nullptr;  ///< one accumulator on the device; nullptr: 1
-  const void* bias = nullptr;   ///< [n] accumulators, added to each row; nullptr: 0
+  const void* bias = nullptr;   ///< [n] accumulators, added to each row, where c has accumulators too; nullptr: 0
   bool accumulates = false;     ///< c += instead of c =; then no bias
 };
 

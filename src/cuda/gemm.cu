@@ -37,7 +37,7 @@ template <typename A>
 __global__ void fill_rows(A* to, std::int64_t rows, std::int64_t columns, std::int64_t stride, const A* row) {
   const std::int64_t column = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (column >= columns) return;
-  const A value = row == nullptr ? A(0) : row[column];
+  const A value = row[column];
   for (std::int64_t i = blockIdx.y; i < rows; i += gridDim.y) to[i * stride + column] = value;
 }
 
@@ -197,6 +197,14 @@ void multiply(const char* op, const Gemm& gemm, const Description& description, 
 
 /// c = bias, or 0.
 void fill(const char* op, const Gemm& gemm, const ExecutionContext& context) {
+  if (gemm.bias == nullptr) {
+    const std::size_t element = size_of(gemm.c_dtype);
+    check_status(cudaMemset2DAsync(gemm.c, static_cast<std::size_t>(gemm.c_stride) * element, 0,
+                                   static_cast<std::size_t>(gemm.n) * element, static_cast<std::size_t>(gemm.m),
+                                   static_cast<cudaStream_t>(context.stream)),
+                 op);
+    return;
+  }
   dispatch_floating_point(gemm.c_dtype, [&]<typename T>() {
     if constexpr (std::is_same_v<T, Accumulator<T>>) {
       constexpr int kThreads = 256;
@@ -220,6 +228,10 @@ void require_gemm(const char* op) {
 
 void gemm(const char* op, const Gemm& product, const ExecutionContext& context) {
   require_gemm(op);
+  if (product.k == 0) {
+    if (!product.accumulates) fill(op, product, context);
+    return;
+  }
   int device = 0;
   check_status(cudaGetDevice(&device), op);
   const Handle handle = handle_of(op, device);

@@ -78,7 +78,7 @@ class CrossEntropyRun {
     logits.fill(case_.value);
     restore();
     targets.fill([this](std::int64_t i) { return target(i); });
-    weight.fill([this](std::int64_t v) { return case_.weight ? case_.weight(v) : random_class_weight(v); });
+    weight.fill([this](std::int64_t v) { return case_.weight ? case_.weight(v) : random_class_weight(41, v); });
     normalizer.fill([](std::int64_t) { return 37.5; });
     const bool has_row_losses = reduction() == Reduction::none;
     grad_loss.fill([&](std::int64_t i) { return has_row_losses ? noise(42)(i) : 1.75; });
@@ -182,7 +182,7 @@ class CrossEntropyRun {
   }
 
   double target(std::int64_t i) const {
-    return case_.target ? case_.target(i) : random_target(i, is_soft(), classes(), case_.options.ignore_index);
+    return case_.target ? case_.target(i) : random_target(45, i, is_soft(), classes(), case_.options.ignore_index);
   }
 
   CrossEntropyForwardArgs args(TestTensor& of_logits, CrossEntropyResults& of, Where where) {

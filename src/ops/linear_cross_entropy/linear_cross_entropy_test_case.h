@@ -116,7 +116,7 @@ class LinearCrossEntropyRun {
     bias.fill(noise(43));
     targets.fill([this](std::int64_t i) { return target(i); });
     class_weight.fill(
-        [this](std::int64_t v) { return case_.class_weight ? case_.class_weight(v) : random_class_weight(v); });
+        [this](std::int64_t v) { return case_.class_weight ? case_.class_weight(v) : random_class_weight(44, v); });
     normalizer.fill([](std::int64_t) { return 37.5; });
     const bool has_row_losses = reduction() == Reduction::none;
     grad_loss.fill([&](std::int64_t i) { return has_row_losses ? noise(45)(i) : 1.75; });
@@ -206,7 +206,7 @@ class LinearCrossEntropyRun {
   }
 
   double target(std::int64_t i) const {
-    return case_.target ? case_.target(i) : random_target(i, is_soft(), case_.classes, case_.options.ignore_index);
+    return case_.target ? case_.target(i) : random_target(48, i, is_soft(), case_.classes, case_.options.ignore_index);
   }
 
   LinearCrossEntropyInputs inputs_of_call(Where where) const {
