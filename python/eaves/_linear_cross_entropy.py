@@ -61,6 +61,7 @@ from eaves._operator import (
     refuse_lost_derivatives,
     register_fake,
     register_vmap,
+    uncompiled,
 )
 
 _forward = torch.ops.eaves.linear_cross_entropy_forward.default
@@ -286,8 +287,9 @@ def linear_cross_entropy(
             EAVES_CHECK_TARGETS=1 in the environment the same error.)
         TypeError: an argument is of the wrong Python type.
         NotImplementedError: a dtype, layout or device that eaves does not have, a DTensor; a derivative of second
-            order, in forward mode, or of target, weight or normalizer; grad_weight_out under torch.compile, torch.vmap
-            or torch.func; a linear_weight of more than two axes (PyTorch's K-dimensional loss).
+            order, in forward mode, or of target, weight or normalizer; grad_weight_out under torch.vmap, torch.func or
+            torch.compile with fullgraph=True (else such a call is not compiled); a linear_weight of more than two axes
+            (PyTorch's K-dimensional loss).
         torch.OutOfMemoryError: torch's allocator has no memory for a result or the workspace.
 
     Under torch.autocast input, linear_weight and linear_bias are cast to its dtype, as those of F.linear are; the loss
@@ -372,7 +374,8 @@ def linear_cross_entropy(
         if not gradients or not _is_speedy(way, input, linear_weight, target, mode, wanted, limit, grad_weight_out):
             gradients = 0
         function: type[torch.autograd.Function] = _Speed if gradients else _Memory
-        outputs = apply(
+        run = apply if grad_weight_out is None else uncompiled(apply)
+        outputs = run(
             _OP, function, *tensors, *numbers, grad_weight_out, computed, wanted, gradients | wide
         )  # fmt: skip
     if wanted == 0:

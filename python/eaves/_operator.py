@@ -163,6 +163,15 @@ def apply(op: str, function: type[torch.autograd.Function], *arguments: object) 
         ) from None
 
 
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, and all that it calls, as torch.compile leaves it alone: a frame that cannot be compiled runs as it
+    is, but those that it calls are tried again, each for itself, where a side effect of a backward would be lost."""
+    if "torch._dynamo" not in sys.modules:  # nobody compiles, and to load it would take seconds
+        return function
+    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
+
+
 # They are not public. Where a later PyTorch lacks one of the first two, calls take the longer way, and cost more.
 is_transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _is_legacy_batched: Callable[[Tensor], bool] = getattr(

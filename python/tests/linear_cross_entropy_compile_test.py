@@ -92,3 +92,23 @@ def test_a_callers_tensor_is_refused(device: torch.device, fresh_compiler: None)
     compiled = torch.compile(eaves.linear_cross_entropy, fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match="grad_weight_out is written in the backward"):
         compiled(x, head.requires_grad_(), target, grad_weight_out=out)
+
+
+@each("algorithm", [*ALGORITHMS, "auto"])
+def test_grad_weight_out_is_written_where_the_caller_is_compiled(
+    algorithm: str, device: torch.device, fresh_compiler: None
+) -> None:
+    def function(x: Tensor, head: Tensor, target: Tensor, out: Tensor) -> Tensor:
+        return eaves.linear_cross_entropy(x.sin(), head, target, grad_weight_out=out, algorithm=algorithm) * 3
+
+    x, head, target, _ = problem((9, 24), 33, torch.float32, device)
+    results = []
+    for f in (function, torch.compile(function, backend="aot_eager")):
+        out = torch.zeros_like(head)
+        given = leaves(x, head)
+        f(*given, target, out).backward()
+        assert given[1].grad is None
+        assert out.norm() > 0
+        results.append((out, given[0].grad))
+    for actual, expected in zip(*results, strict=True):
+        assert_agree(actual, expected)
