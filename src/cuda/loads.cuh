@@ -29,6 +29,18 @@ __device__ Vector<T> load(const Vector<T>* address) {
   return v;
 }
 
+/// The same from memory that the kernel writes later, where another thread's element may lie over this one. load()
+/// promises that nobody writes there, and may then be done as late as its first use, behind a barrier too.
+template <typename T>
+__device__ Vector<T> load_before_overwriting(const Vector<T>* address) {
+  Vector<T> v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.words.x), "=r"(v.words.y), "=r"(v.words.z), "=r"(v.words.w)
+               : "l"(address)
+               : "memory");
+  return v;
+}
+
 /// Straight into registers. Where threads do little with a batch, others load in the meantime.
 struct DirectLoads {
   template <typename T>

@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kThreads < kLanesBlock ? kLanesBlock : kThread
   T edges[kEdges];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    batch[v] = v * kThreads < left ? load(address + v * kThreads) : minus_infinity<T>();
+    batch[v] = v * kThreads < left ? load_before_overwriting(address + v * kThreads) : minus_infinity<T>();
   }
 #pragma unroll
   for (int e = 0; e < kEdges; ++e) {

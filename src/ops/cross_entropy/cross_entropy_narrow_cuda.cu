@@ -22,7 +22,7 @@ __device__ void narrow_row(const Span<float>& span, const Function& function) {
 #pragma unroll
     for (int v = 0; v < kNarrowVectors; ++v) {
       const std::int64_t i = first + v * kNarrowThreads;
-      if (i < span.vectors) batch[v] = load(span.vector_address(i));
+      if (i < span.vectors) batch[v] = load_before_overwriting(span.vector_address(i));
     }
     __syncthreads();
 #pragma unroll
