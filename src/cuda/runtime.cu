@@ -38,6 +38,7 @@ void deallocate(Device device, void* data) noexcept {
 void copy(void* destination, Device destination_device, const void* source, Device source_device, std::size_t bytes) {
   const DeviceGuard guard(destination_device.type == DeviceType::cuda ? destination_device : source_device);
   check_status(cudaMemcpy(destination, source, bytes, cudaMemcpyDefault), "copy");
+  check_status(cudaDeviceSynchronize(), "copy");  // from pageable memory, the last part may be on its way still
 }
 
 void fill_bytes(Device device, void* data, unsigned char value, std::size_t bytes) {
