@@ -127,6 +127,9 @@ inline double allowed_product_error(DType dtype, double exact, double scale, std
   return sum + (size_of(dtype) == 2 ? 0.5 * unit_in_last_place(dtype, exact) : 0.0);
 }
 
+/// Is a product rounded to the type of c before it is added to it? As core/gemm.h says.
+inline bool rounds_before_adding(Device device, DType c) { return device.type == DeviceType::cuda && size_of(c) == 2; }
+
 /// The largest finite number of a dtype: beyond it and half a unit, a result rounds to infinity.
 inline double largest_finite(DType dtype) {
   if (dtype == DType::float16) return 65504.0;

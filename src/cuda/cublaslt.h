@@ -13,6 +13,7 @@ using Status = int;
 using Handle = void*;
 
 inline constexpr Status kSuccess = 0;
+inline constexpr Status kNotSupported = 15;
 
 enum DataType : int { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBfloat16 = 14 };
 enum ComputeType : int { kCompute32 = 68, kCompute64 = 70 };

@@ -157,7 +157,9 @@ std::optional<Algorithm> find_algorithm(const char* op, Handle handle, const Des
   int found = 0;
   const Status status = lt.get_heuristic(handle, &description.matmul, &description.a, &description.b, &description.c,
                                          &description.c, &preference, 1, &result, &found);
-  if (status != kSuccess || found == 0 || result.state != kSuccess) return std::nullopt;
+  if (status == kNotSupported) return std::nullopt;
+  check(op, status, "cublasLtMatmulAlgoGetHeuristic");
+  if (found == 0 || result.state != kSuccess) return std::nullopt;
   return result.algorithm;
 }
 
@@ -243,7 +245,10 @@ void gemm(const char* op, const Gemm& product, const ExecutionContext& context) 
                                  : multiply<float>(op, gemm, description, *algorithm, handle, context);
     return true;
   };
-  if (run(product, product.bias != nullptr)) return;
+  // The choice of an algorithm is not told how a bias lies: vectors of it are loaded.
+  constexpr std::uintptr_t kBiasAlignment = 16;
+  const bool is_bias_aligned = reinterpret_cast<std::uintptr_t>(product.bias) % kBiasAlignment == 0;
+  if (is_bias_aligned && run(product, product.bias != nullptr)) return;
   if (product.bias != nullptr) {
     // Not every type has a product that adds it: then it is there before.
     fill(op, product, context);
