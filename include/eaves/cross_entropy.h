@@ -182,6 +182,9 @@ struct CrossEntropyMergeArgs {
   std::int64_t classes = 0;  ///< of all shards
   bool has_weight = false;   ///< the shards were computed with weights
 
+  /// As in the forward; the shards have read them.
+  bool reads_ignored_rows = true;
+
   /// As the outputs of the forward.
   TensorView loss = {};
   TensorView lse = {};

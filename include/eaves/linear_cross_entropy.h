@@ -13,9 +13,12 @@
 // Logits are computed, kept and read in float32 (float64 for float64): probabilities come from the product's own
 // accumulators, not from logits rounded to the type of x. Their gradient is rounded once to that type, as the factor of
 // the two products that it is. Each of those sums in float32 and is rounded once for each chunk of rows (grad_weight)
-// or once (grad_x). That dL/d(loss) and the mean's divisor multiply the products' results and not the factor keeps
-// float16 from underflow; where dL/d(loss) is per row, or lse or entropy have gradients, they are part of the factor,
-// and in float16 those below 1e-4 lose digits.
+// or once (grad_x). On a GPU a grad_weight of 16 bits has a second rounding for each chunk: that of what is added to
+// it. In float32 it has neither.
+//
+// dL/d(loss) and the mean's divisor are part of the factor. In float16 they multiply the products' results, so that the
+// factor does not underflow; but where dL/d(loss) is per row, or lse or entropy have gradients, they are part of it
+// there too, and those below 1e-4 lose digits.
 //
 // Over the edges, beside those of cross_entropy: rows that are ignored have gradient 0 and lse, entropy and argmax 0,
 // whatever x holds where they are skipped; where they are not (see skips_ignored_rows), an x that is not finite there
@@ -51,9 +54,10 @@ struct LinearCrossEntropyInputs {
 
   CrossEntropyOptions options = {};
 
-  /// Leaves out rows that are ignored before anything is multiplied. On the CPU that is always done. On a GPU the call
-  /// then waits once, for their number, and cannot be captured in a graph; where this is false they cost what others
-  /// cost.
+  /// Leaves out rows that are ignored before anything is multiplied. On the CPU that is always done. On a GPU, where
+  /// this is false they cost what others cost. Where it is true the call waits once, for their number. In a CUDA graph
+  /// that is being captured nothing can wait: its parts ask for the number whenever it is replayed (a driver for CUDA
+  /// 12.4 does that), and the rows of the last chunk are computed in quarters of a chunk.
   bool skips_ignored_rows = false;
 
   /// The most scratch memory that the call should take, in bytes; how many rows (and classes) are computed at once
@@ -95,10 +99,6 @@ struct LinearCrossEntropyForwardArgs {
   /// optional, with Reduction::mean: one element of the result dtype, which the sum is divided by instead of the
   /// weights of the rows (tokens over all micro-batches and ranks, say).
   TensorView normalizer = {};
-
-  /// A backward follows, whose gradients are not there yet: without a limit the forward may then take as much memory as
-  /// both at once would, and its chunks are larger and faster.
-  bool is_followed_by_backward = false;
 
   LinearCrossEntropyOutputs outputs = {};
 };

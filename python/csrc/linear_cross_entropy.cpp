@@ -101,10 +101,6 @@ void run_counted(const Args& args, const LinearCrossEntropyInputs& inputs) {
   run<function, workspace_bytes, true>(args, device);
 }
 
-/// In place of a limit, of a forward that a backward follows; python/eaves/_linear_cross_entropy.py has the same
-/// number.
-constexpr std::int64_t kFollowedByBackward = -1;
-
 std::vector<Tensor> forward(Tensor x, Tensor weight, OptionalTensor bias, Tensor targets, OptionalTensor class_weight,
                             OptionalTensor normalizer, std::int64_t ignore_index, std::int64_t reduction,
                             double label_smoothing, double scale, double softcap, double z_loss_weight,
@@ -113,8 +109,7 @@ std::vector<Tensor> forward(Tensor x, Tensor weight, OptionalTensor bias, Tensor
       .inputs = inputs_of(x, weight, bias, targets, class_weight,
                           options_of(ignore_index, reduction, label_smoothing, scale, softcap, z_loss_weight),
                           skips_ignored_rows, workspace_limit),
-      .normalizer = optional_input(normalizer, {kOp, "normalizer"}),
-      .is_followed_by_backward = workspace_limit == kFollowedByBackward};
+      .normalizer = optional_input(normalizer, {kOp, "normalizer"})};
   std::vector<Tensor> tensors = make_outputs(args, wanted);
   run_counted<linear_cross_entropy_forward, &linear_cross_entropy_forward_workspace_bytes>(args, args.inputs);
   return tensors;

@@ -78,9 +78,6 @@ _OP = "linear_cross_entropy"
 OF_INPUT, OF_WEIGHT, OF_BIAS = GRADIENTS = (1, 2, 4)
 WIDE_WEIGHT = 8  # no gradient: that of the weight in the dtype of the loss
 
-# In place of a limit of the forward: what the gradients will take. As in python/csrc/linear_cross_entropy.cpp.
-_FOLLOWED_BY_BACKWARD = -1
-
 
 class _Numbers(NamedTuple):
     """What the extension takes behind the tensors, in its order and under its names."""
@@ -264,7 +261,7 @@ def linear_cross_entropy(
         workspace_bytes: the most scratch memory that a call should take, in bytes; None: what suits the device. Where
             it is too little for the smallest chunk, the call takes what that needs.
         skip_ignored: on a GPU, whether to leave out rows that are ignored before anything is multiplied. The call then
-            waits once for the device, for their number, and a CUDA graph cannot capture it.
+            waits once for the device, for their number; in a CUDA graph each replay asks for it, and nothing waits.
         grad_weight_dtype: None, or float32 with a linear_weight of 16 bits: what the chunks' parts of its gradient are
             added up in, which then is rounded once. It needs a tensor of linear_weight's shape in float32.
         grad_weight_out: None, or a tensor of linear_weight's shape, in its dtype or the loss's, features with unit
@@ -763,10 +760,8 @@ class _Memory(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        *numbers, limit = arguments[_NUMBERS]
         _, computed, _, _ = arguments[_REST]
-        limit = limit or _FOLLOWED_BY_BACKWARD
-        return tuple(call(_OP, _forward, *arguments[_TENSORS], *numbers, limit, computed))
+        return tuple(call(_OP, _forward, *arguments[_TENSORS], *arguments[_NUMBERS], computed))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -775,7 +770,7 @@ class _Memory(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         upstream = _differentiated(ctx, grads)
-        if upstream == (None, None, None):
+        if all(grad is None for grad in upstream):
             return None, None, None, *_NOTHING
         return _compute_again(ctx, upstream)
 
@@ -847,7 +842,7 @@ class _Speed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_loss, grad_lse, grad_entropy = upstream = _differentiated(ctx, grads)
-        if upstream == (None, None, None):
+        if all(grad is None for grad in upstream):
             return None, None, None, *_NOTHING
         if torch.compiler.is_compiling():
             # A graph may run twice, and its saved tensors cannot be written over.

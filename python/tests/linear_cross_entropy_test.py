@@ -154,6 +154,33 @@ def test_all_rows_ignored_is_0(device: torch.device) -> None:
             assert not torch.autograd.grad(out.loss, given)[0].any()
 
 
+@pytest.mark.parametrize("algorithm", ["speed", "memory"])
+def test_a_cuda_graph_leaves_out_the_rows_that_each_replay_ignores(algorithm: str, cuda: torch.device) -> None:
+    x, head, target, bias = problem((700, 24), 517, torch.float32, cuda)
+    wanted = [tensor.requires_grad_() for tensor in (x, head, bias)]
+    random = target.clone()
+
+    def run(skip: bool) -> tuple[Tensor, ...]:
+        loss = eaves.linear_cross_entropy(
+            x, head, target, linear_bias=bias, algorithm=algorithm, skip_ignored=skip, workspace_bytes=36 << 20
+        )
+        return loss.detach(), *torch.autograd.grad(loss, wanted)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # torch asks for a call outside of the graph first
+        run(skip=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run(skip=True)
+    for counted in (700, 0, 1, 128, 129, 699):
+        target.copy_(torch.where(torch.arange(700, device=cuda) * 37 % 700 < counted, random, -100))
+        graph.replay()
+        for replayed, expected in zip(results, run(skip=False), strict=True):
+            torch.testing.assert_close(replayed, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_a_small_workspace_changes_what_is_computed_at_once_and_not_the_result(device: torch.device) -> None:
     x, head, target, bias = problem((700, 24), 517, torch.float32, device)
     for limit in (1, 100_000, 1_000_000, 1 << 30):

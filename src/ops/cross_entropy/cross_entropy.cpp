@@ -360,6 +360,7 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
                  .options = args.options,
                  .row_shape = args.targets.shape},
       .has_weight = args.has_weight,
+      .reads_ignored_rows = args.reads_ignored_rows,
       .shards = shards,
       .statistics = args.statistics.data,
       .normalizer = checked.mean_scalar({kMerge, "normalizer", args.normalizer}, args.options.reduction, false),

@@ -105,6 +105,7 @@ struct CrossEntropyShardProblem {
 struct CrossEntropyMergeProblem {
   CrossEntropyInputs inputs;  ///< no logits, no weight; the view has rows alone
   bool has_weight;
+  bool reads_ignored_rows;
   std::int64_t shards;
   const void* statistics;  ///< [shards, rows, kCrossEntropyStatistics]
   const void* normalizer;

@@ -855,6 +855,10 @@ void merge_of(const CrossEntropyMergeProblem& problem, const ExecutionContext& c
       }
       const bool is_ignored = terms.is_ignored(class_at({inputs.targets, inputs.targets_dtype}, at.of[kTargets]));
       weights[static_cast<std::size_t>(index)] = is_ignored ? 0.0 : target.weight;
+      if (is_ignored && !problem.reads_ignored_rows) {
+        results.store(index, {}, 0);
+        continue;
+      }
       results.store(index, row_loss(statistics, target, !is_ignored, terms), statistics.best);
     }
   });

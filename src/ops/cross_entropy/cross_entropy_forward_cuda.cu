@@ -229,8 +229,9 @@ void shard_forward(const CrossEntropyShardProblem& problem, const ExecutionConte
 
 /// A thread a row: merges what the shards have of it, in their order.
 template <typename A, typename View>
-__global__ void __launch_bounds__(128) merge_shards(LossInputs<A, View> in, const StoredStatistics<A>* statistics,
-                                                    std::int64_t shards, RowOutputs<A> outputs) {
+__global__ void __launch_bounds__(128)
+    merge_shards(LossInputs<A, View> in, const StoredStatistics<A>* statistics, std::int64_t shards,
+                 bool reads_ignored_rows, RowOutputs<A> outputs) {
   let_next_kernel_start();
   const std::int64_t row = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (row >= in.view.row_count) return;
@@ -245,7 +246,8 @@ __global__ void __launch_bounds__(128) merge_shards(LossInputs<A, View> in, cons
   }
   const std::int64_t target = in.target_at(at.of[kTargets]);
   if (!in.terms.is_ignored(target) && !in.terms.is_in_range(target)) target_class.weight = A(1);
-  write_row<A>(outputs, at.of[kPerRow], merged, target, target_class, in.terms);
+  write_row<A>(outputs, at.of[kPerRow], merged, target, target_class, in.terms,
+               reads_ignored_rows || !in.terms.is_ignored(target));
 }
 
 template <typename A>
@@ -261,7 +263,8 @@ void merge_all(const CrossEntropyMergeProblem& problem, const ExecutionContext& 
     in.terms.has_weight = problem.has_weight;
     launch(kMerge, merge_shards<A, CrossEntropyView>,
            {.blocks = ceil_divide(rows, 128), .threads = 128, .stream = context.stream}, in,
-           static_cast<const StoredStatistics<A>*>(problem.statistics), problem.shards, outputs);
+           static_cast<const StoredStatistics<A>*>(problem.statistics), problem.shards, problem.reads_ignored_rows,
+           outputs);
   }
   reduce_losses<A>(kMerge, inputs, outputs, problem.normalizer, problem.outputs, workspace.sums(memory),
                    context.stream);

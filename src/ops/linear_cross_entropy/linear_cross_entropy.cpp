@@ -232,7 +232,6 @@ void check_outputs(Checked& checked, const TensorView& normalizer, const LinearC
 LinearCrossEntropyProblem make_problem(const LinearCrossEntropyForwardArgs& args) {
   Checked checked = check_inputs(Mode::forward, kForward, args.inputs, {}, {});
   check_outputs(checked, args.normalizer, args.outputs);
-  checked.problem.is_followed_by_backward = args.is_followed_by_backward;
   return checked.problem;
 }
 
@@ -314,7 +313,7 @@ std::size_t default_limit(const LinearCrossEntropyProblem& problem) {
   const LinearCrossEntropyPolicy& policy = policy_of(problem.device);
   const std::size_t rows = per_row_bytes(problem);
   if (problem.mode == Mode::backward) return rows + policy.backward_bytes;
-  if (problem.mode == Mode::forward && !problem.is_followed_by_backward) return rows + policy.forward_bytes;
+  if (problem.mode == Mode::forward) return rows + policy.forward_bytes;
   const std::int64_t enough = std::min(problem.rows(), policy.enough_rows);
   const std::size_t wanted = workspace_bytes(problem, {enough, problem.classes}) - rows;
   return rows + std::clamp(wanted, policy.least_bytes, policy.most_bytes);

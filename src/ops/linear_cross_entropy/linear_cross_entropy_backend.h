@@ -54,8 +54,7 @@ struct LinearCrossEntropyProblem {
   CrossEntropyOptions options;
   Dims row_shape;
   bool skips_ignored_rows;
-  std::size_t workspace_limit;   ///< the caller's; 0: none
-  bool is_followed_by_backward;  ///< of a forward: the caller says so
+  std::size_t workspace_limit;  ///< the caller's; 0: none
 
   const void* normalizer;
   LinearCrossEntropyPerRow per_row;
@@ -86,7 +85,7 @@ LinearCrossEntropyProblem make_problem(const LinearCrossEntropyForwardArgs& args
 LinearCrossEntropyProblem make_problem(const LinearCrossEntropyForwardBackwardArgs& args);
 LinearCrossEntropyProblem make_problem(const LinearCrossEntropyBackwardArgs& args);
 
-/// Rows and classes whose logits are computed at once. All classes, but in the backward.
+/// Rows and classes whose logits are computed at once; see cuts_classes() in linear_cross_entropy_plan.h.
 struct LinearCrossEntropyBlock {
   std::int64_t rows;
   std::int64_t classes;

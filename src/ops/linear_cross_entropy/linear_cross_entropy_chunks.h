@@ -2,10 +2,15 @@
 // cross_entropy, and two more products with that. What is left, a backend brings as `Steps`:
 //
 //   struct Steps {
-//     // Finds the rows that are computed, how many there are, the divisor and the scale; fills memory.row_indices,
-//     // targets, grad_loss (where they are there) and numbers. Without row_indices, or where nothing can be left out,
-//     // all rows are computed.
+//     // Finds the rows that are computed, the divisor and the scale; fills memory.row_indices, targets, grad_loss
+//     (where
+//     // they are there) and numbers. Returns how many rows are computed, or where the device alone knows that, all.
 //     std::int64_t select_rows();
+//     bool leaves_out() const;                                           // rows, or they may be: the device knows
+//     void for_each_chunk(std::int64_t rows, work);                      // work(first, count), until all are computed
+//     void if_no_row(work);                                              // work() where no row is computed
+//     void if_any_row(work);
+//     ExecutionContext context() const;                                  // what is enqueued now goes there
 //     // The following take rows in the order of the selection, or where `gathers` is false in the order of the view.
 //     void gather_x(std::int64_t first, std::int64_t count);             // to memory.x
 //     void scatter_grad_x(std::int64_t first, std::int64_t count, DType dtype);  // from memory.grad_x
@@ -34,33 +39,34 @@ template <typename Steps>
 class LinearCrossEntropyChunks {
  public:
   LinearCrossEntropyChunks(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block,
-                           const LinearCrossEntropyMemory& memory, const ExecutionContext& context, Steps& steps)
-      : problem_(problem), block_(block), memory_(memory), context_(context), steps_(steps) {
-    context_.workspace = memory.loss;
-    // dL/d(lse) and dL/d(entropy) are part of the factor that the products take: the scale then has to be, too.
-    is_scale_in_factor_ = problem.grad_lse != nullptr || problem.grad_entropy != nullptr;
+                           const LinearCrossEntropyMemory& memory, Steps& steps)
+      : problem_(problem), block_(block), memory_(memory), steps_(steps) {
+    // Scaled in the factor that the products take, and not by the products: cuBLASLt adds to grad_weight a few percent
+    // slower with an alpha of its own on the device. But in float16 the factor may underflow, unless dL/d(lse) and
+    // dL/d(entropy) are part of it anyway: the scale then has to be, too.
+    is_scale_in_factor_ =
+        problem.dtype != DType::float16 || problem.grad_lse != nullptr || problem.grad_entropy != nullptr;
   }
 
   void run() {
     count_ = steps_.select_rows();
-    gathers_ = memory_.row_indices != nullptr && (count_ != problem_.rows() || !is_matrix(problem_));
+    gathers_ = memory_.row_indices != nullptr && (steps_.leaves_out() || !is_matrix(problem_));
     if (problem_.bias.data != nullptr) steps_.widen(problem_.bias, problem_.classes, memory_.bias);
     if (problem_.class_weight.data != nullptr) {
       steps_.widen(problem_.class_weight, problem_.classes, memory_.class_weight);
     }
     choose_per_row();
-    if (problem_.grad_x != nullptr && count_ != problem_.rows()) steps_.clear_grad_x();
-    if (count_ == 0 && !problem_.accumulates) steps_.clear_parameters();
-    for (std::int64_t first = 0; first < count_; first += block_.rows) {
-      const std::int64_t rows = std::min(block_.rows, count_ - first);
+    if (problem_.grad_x != nullptr && steps_.leaves_out()) steps_.clear_grad_x();
+    if (problem_.wants_gradients() && !problem_.accumulates) steps_.if_no_row([&] { steps_.clear_parameters(); });
+    steps_.for_each_chunk(block_.rows, [&](std::int64_t first, std::int64_t rows) {
       if (gathers_) steps_.gather_x(first, rows);
       if (problem_.mode == LinearCrossEntropyMode::backward) {
         backward(first, rows);
       } else {
         forward(first, rows);
       }
-    }
-    if (problem_.grad_bias != nullptr && count_ != 0) steps_.write_grad_bias();
+    });
+    if (problem_.grad_bias != nullptr) steps_.if_any_row([&] { steps_.write_grad_bias(); });
     finish_per_row();
   }
 
@@ -167,6 +173,12 @@ class LinearCrossEntropyChunks {
       return TensorView::strided(number(kOne), problem_.accumulator(), {rows}, {0}, problem_.device);
     }
     return numbers_at(memory_.grad_loss, first, rows);
+  }
+
+  ExecutionContext loss_context() const {
+    ExecutionContext context = steps_.context();
+    context.workspace = memory_.loss;
+    return context;
   }
 
   CrossEntropyOptions row_options() const {
@@ -278,8 +290,44 @@ class LinearCrossEntropyChunks {
 
   // ---- chunks ------------------------------------------------------------------------------------------------------
 
+  /// The loss alone, of blocks of classes whose statistics are merged.
+  void forward_in_blocks(std::int64_t first, std::int64_t rows) {
+    const std::int64_t blocks = ceil_divide(problem_.classes, block_.classes);
+    const auto statistics_of = [&](std::int64_t block, const Dims& shape) {
+      void* at = element(memory_.statistics, problem_.accumulator(), block * rows * kCrossEntropyStatistics);
+      return TensorView::contiguous(at, problem_.accumulator(), shape, problem_.device);
+    };
+    for (std::int64_t block = 0; block < blocks; ++block) {
+      const std::int64_t first_class = block * block_.classes;
+      const std::int64_t classes = std::min(block_.classes, problem_.classes - first_class);
+      multiply_logits(first, rows, first_class, classes);
+      cross_entropy_shard_forward({.logits = logits_view(rows, classes),
+                                   .targets = targets_at(first, rows, first_class, classes),
+                                   .weight = class_weight_at(first_class, classes),
+                                   .options = row_options(),
+                                   .first_class = first_class,
+                                   .classes = problem_.classes,
+                                   .statistics = statistics_of(block, {rows, kCrossEntropyStatistics})},
+                                  loss_context());
+    }
+    cross_entropy_merge({.statistics = statistics_of(0, {blocks, rows, kCrossEntropyStatistics}),
+                         .targets = targets_at(first, rows, 0, problem_.classes),
+                         .options = row_options(),
+                         .classes = problem_.classes,
+                         .has_weight = memory_.class_weight != nullptr,
+                         .reads_ignored_rows = false,
+                         .loss = numbers_at(per_row_.loss, first, rows),
+                         .lse = numbers_at(per_row_.lse, first, rows),
+                         .argmax = numbers_at(per_row_.argmax, DType::int64, first, rows),
+                         .entropy = numbers_at(per_row_.entropy, first, rows),
+                         .z_loss = numbers_at(per_row_.z_loss, first, rows),
+                         .target_mass = numbers_at(per_row_.target_mass, first, rows)},
+                        loss_context());
+  }
+
   void forward(std::int64_t first, std::int64_t rows) {
     const std::int64_t classes = problem_.classes;
+    if (block_.classes < classes) return forward_in_blocks(first, rows);
     multiply_logits(first, rows, 0, classes);
     const CrossEntropyForwardArgs loss{.logits = logits_view(rows, classes),
                                        .targets = targets_at(first, rows, 0, classes),
@@ -292,11 +340,12 @@ class LinearCrossEntropyChunks {
                                        .entropy = numbers_at(per_row_.entropy, first, rows),
                                        .z_loss = numbers_at(per_row_.z_loss, first, rows),
                                        .target_mass = numbers_at(per_row_.target_mass, first, rows)};
-    if (!problem_.wants_gradients()) return cross_entropy_forward(loss, context_);
+    if (!problem_.wants_gradients()) return cross_entropy_forward(loss, loss_context());
     CrossEntropyForwardBackwardArgs args{.forward = loss};
-    if (!problem_.is_reduced() && problem_.grad_loss.data != nullptr) args.grad_loss = grad_loss_at(first, rows);
+    const bool has_grad_loss = problem_.is_reduced() ? is_scale_in_factor_ : problem_.grad_loss.data != nullptr;
+    if (has_grad_loss) args.grad_loss = grad_loss_at(first, rows);
     if (is_gradient_narrow()) args.grad_logits = gradient_view(rows, classes);
-    cross_entropy_forward_backward(args, context_);
+    cross_entropy_forward_backward(args, loss_context());
     multiply_gradients(first, rows, 0, classes);
     if (problem_.grad_x != nullptr && gathers_) steps_.scatter_grad_x(first, rows, problem_.dtype);
   }
@@ -318,7 +367,7 @@ class LinearCrossEntropyChunks {
                               .first_class = first_class,
                               .classes = problem_.classes,
                               .grad_logits = gradient_view(rows, classes)},
-                             context_);
+                             loss_context());
       multiply_gradients(first, rows, first_class, classes);
     }
     if (problem_.grad_x == nullptr) return;
@@ -329,10 +378,9 @@ class LinearCrossEntropyChunks {
   const LinearCrossEntropyProblem& problem_;
   const LinearCrossEntropyBlock block_;
   const LinearCrossEntropyMemory& memory_;
-  ExecutionContext context_;
   Steps& steps_;
   bool is_scale_in_factor_ = false;
-  std::int64_t count_ = 0;
+  std::int64_t count_ = 0;  ///< rows that are computed, or more: a device's own count
   bool gathers_ = false;
   Tensors per_row_{};
   void* grad_lse_ = nullptr;

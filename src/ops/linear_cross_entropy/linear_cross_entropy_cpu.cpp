@@ -26,6 +26,8 @@ class Steps {
         const ExecutionContext& context)
       : problem_(problem), memory_(memory), context_(context) {}
 
+  const ExecutionContext& context() const { return context_; }
+
   std::int64_t select_rows() {
     std::int64_t count = 0;
     double weight = 0.0;
@@ -48,7 +50,23 @@ class Steps {
       ++count;
     }
     write_numbers(weight);
+    count_ = count;
     return count;
+  }
+
+  bool leaves_out() const { return count_ != problem_.rows(); }
+
+  template <typename Work>
+  void for_each_chunk(std::int64_t rows, Work work) {
+    for (std::int64_t first = 0; first < count_; first += rows) work(first, std::min(rows, count_ - first));
+  }
+  template <typename Work>
+  void if_no_row(Work work) {
+    if (count_ == 0) work();
+  }
+  template <typename Work>
+  void if_any_row(Work work) {
+    if (count_ != 0) work();
   }
 
   void gather_x(std::int64_t first, std::int64_t count) {
@@ -227,6 +245,7 @@ class Steps {
   const LinearCrossEntropyProblem& problem_;
   const LinearCrossEntropyMemory& memory_;
   const ExecutionContext& context_;
+  std::int64_t count_ = 0;  ///< rows that are computed
 };
 
 }  // namespace
@@ -238,7 +257,7 @@ void linear_cross_entropy(const LinearCrossEntropyProblem& problem, const Linear
   lay_out(problem, block, context.workspace.data, memory);
   dispatch_floating_point(problem.dtype, [&]<typename T>() {
     Steps<T> steps(problem, memory, context);
-    LinearCrossEntropyChunks<Steps<T>>(problem, block, memory, context, steps).run();
+    LinearCrossEntropyChunks<Steps<T>>(problem, block, memory, steps).run();
   });
 }
 

@@ -3,9 +3,11 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <optional>
 #include <type_traits>
 
 #include "core/dispatch.h"
+#include "cuda/conditional_work.h"
 #include "cuda/device.h"
 #include "cuda/gemm.h"
 #include "cuda/launch.cuh"
@@ -24,6 +26,7 @@ constexpr int kThreads = 256;
 constexpr int kSelectThreads = 1024;  // of the one block that counts rows: a position depends on all rows before it
 constexpr int kWarps = kSelectThreads / 32;
 constexpr std::int64_t kMostBlocks = 4096;
+constexpr std::int64_t kSizesOfAChunk = 4;  // that a chunk may have whose number of rows the device alone knows
 
 // ---- rows ----------------------------------------------------------------------------------------------------------
 
@@ -71,6 +74,9 @@ struct Plus {
 };
 
 // ---- the selection -------------------------------------------------------------------------------------------------
+
+/// In place of a row's index: behind those that are computed, so that chunks are whole.
+constexpr std::int64_t kNoRow = -1;
 
 template <typename A>
 struct Selection {
@@ -139,6 +145,13 @@ __global__ void __launch_bounds__(kSelectThreads) select_rows(const __grid_const
       weight += has_weight && target >= 0 && target < in.classes ? double(number_at<A>(in.class_weight, target)) : 1.0;
     }
   }
+  if (in.leaves_out) {
+    for (std::int64_t position = selected + threadIdx.x; position < rows; position += kSelectThreads) {
+      in.row_indices[position] = kNoRow;
+      in.targets[position] = in.rows.ignore_index;
+      if (in.row_gradients != nullptr) in.row_gradients[position] = A(0);
+    }
+  }
   const double sum = reduce_block<kSelectThreads>(weight, Plus{});
   if (threadIdx.x != 0) return;
   const A divisor = in.given_divisor != nullptr ? *in.given_divisor : static_cast<A>(sum);
@@ -164,6 +177,7 @@ struct FeatureRows {
   std::int64_t first;
   std::int64_t count;
 
+  /// Or kNoRow.
   __device__ std::int64_t row(std::int64_t i) const {
     return row_indices == nullptr ? first + i : row_indices[first + i];
   }
@@ -172,14 +186,19 @@ struct FeatureRows {
   }
 };
 
-/// A block a row.
+/// A block a row; 0 where there is none.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     gather_features(const __grid_constant__ FeatureRows rows, const T* x, T* to) {
   const std::int64_t features = rows.view.column_count;
   for (std::int64_t i = blockIdx.x; i < rows.count; i += gridDim.x) {
-    const T* from = x + rows.view.rows.offsets(rows.row(i)).of[kX];
+    const std::int64_t row = rows.row(i);
     T* into = to + i * features;
+    if (row == kNoRow) {
+      for (std::int64_t f = threadIdx.x; f < features; f += kThreads) into[f] = T{};
+      continue;
+    }
+    const T* from = x + rows.view.rows.offsets(row).of[kX];
     const bool has_unit_stride = rows.view.columns.rank == 1 && rows.view.columns.strides[kX][0] == 1;
     const std::uint64_t addresses = reinterpret_cast<std::uint64_t>(from) | reinterpret_cast<std::uint64_t>(into) |
                                     static_cast<std::uint64_t>(features) * sizeof(T);
@@ -200,7 +219,9 @@ __global__ void __launch_bounds__(kThreads)
     scatter_features(const __grid_constant__ FeatureRows rows, const S* from, T* grad_x) {
   const std::int64_t features = rows.view.column_count;
   for (std::int64_t i = blockIdx.x; i < rows.count; i += gridDim.x) {
-    T* into = grad_x + rows.view.rows.offsets(rows.row(i)).of[kGradX];
+    const std::int64_t row = rows.row(i);
+    if (row == kNoRow) continue;
+    T* into = grad_x + rows.view.rows.offsets(row).of[kGradX];
     for (std::int64_t f = threadIdx.x; f < features; f += kThreads) {
       into[rows.feature(kGradX, f)] = round_to<T>(load_as_accumulator(from[i * features + f]));
     }
@@ -226,8 +247,9 @@ __global__ void __launch_bounds__(kThreads)
     gather_numbers_of(const __grid_constant__ Rows rows, const std::int64_t* row_indices, const A* from, A* to,
                       std::int64_t count) {
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
-    const auto at = rows.view.rows.offsets(row_indices == nullptr ? i : row_indices[i]);
-    to[i] = rows.is_ignored(at) ? A(0) : from[at.of[kPerRow]];
+    const std::int64_t row = row_indices == nullptr ? i : row_indices[i];
+    const auto at = rows.view.rows.offsets(row == kNoRow ? 0 : row);
+    to[i] = row == kNoRow || rows.is_ignored(at) ? A(0) : from[at.of[kPerRow]];
   }
 }
 
@@ -236,7 +258,8 @@ __global__ void __launch_bounds__(kThreads)
     scatter_numbers_of(const __grid_constant__ LinearCrossEntropyView view, const std::int64_t* row_indices,
                        const N* from, N* to, std::int64_t count) {
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
-    to[view.rows.offsets(row_indices == nullptr ? i : row_indices[i]).of[kPerRow]] = from[i];
+    const std::int64_t row = row_indices == nullptr ? i : row_indices[i];
+    if (row != kNoRow) to[view.rows.offsets(row).of[kPerRow]] = from[i];
   }
 }
 
@@ -285,9 +308,9 @@ __global__ void __launch_bounds__(kThreads)
 /// One block. `divisor` is nullptr but for the mean.
 template <typename A>
 __global__ void __launch_bounds__(kSelectThreads)
-    reduce_numbers(const A* from, std::int64_t count, const A* divisor, bool has_normalizer, A* to) {
+    reduce_numbers(const A* from, const std::int64_t* count, const A* divisor, bool has_normalizer, A* to) {
   double value = 0.0;
-  for (std::int64_t i = threadIdx.x; i < count; i += kSelectThreads) value += double(from[i]);
+  for (std::int64_t i = threadIdx.x; i < *count; i += kSelectThreads) value += double(from[i]);
   double sum = reduce_block<kSelectThreads>(value, Plus{});
   if (threadIdx.x != 0) return;
   if (divisor != nullptr) {
@@ -308,10 +331,19 @@ class Steps {
  public:
   using A = Accumulator<T>;
 
+  /// `conditional` where rows are left out in a graph, otherwise nullptr.
   Steps(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyMemory& memory,
-        const ExecutionContext& context)
-      : problem_(problem), memory_(memory), context_(context), rows_(problem) {
+        const ExecutionContext& context, ConditionalWork* conditional)
+      : problem_(problem), memory_(memory), context_(context), conditional_(conditional), rows_(problem) {
     context_.workspace = memory.product;
+  }
+
+  bool leaves_out() const { return conditional_ != nullptr || count_ != problem_.rows(); }
+
+  ExecutionContext context() const {
+    ExecutionContext now = context_;
+    if (conditional_ != nullptr) now.stream = conditional_->stream();
+    return now;
   }
 
   std::int64_t select_rows() {
@@ -333,10 +365,48 @@ class Steps {
                                  .is_reduced = problem_.is_reduced(),
                                  .is_mean = is_mean};
     run(cuda::select_rows<A>, {.threads = kSelectThreads}, selection);
-    if (!selection.leaves_out) return problem_.rows();
-    std::int64_t count = 0;
-    copy_to_host(problem_.op, problem_.device, &count, row_count(), sizeof(count), context_.stream);
-    return count;
+    count_ = problem_.rows();
+    if (selection.leaves_out && conditional_ == nullptr) {
+      copy_to_host(problem_.op, problem_.device, &count_, row_count(), sizeof(count_), context_.stream);
+    }
+    return count_;
+  }
+
+  /// Nobody knows yet how many rows a graph will find: each chunk has a few sizes there, of which the device does the
+  /// smallest that takes them all.
+  template <typename Work>
+  void for_each_chunk(std::int64_t rows, Work work) {
+    for (std::int64_t first = 0; first < count_; first += rows) {
+      const std::int64_t most = std::min(rows, count_ - first);
+      if (conditional_ == nullptr) {
+        work(first, most);
+        continue;
+      }
+      const std::int64_t tile = policy_of(problem_.device).row_tile;
+      const std::int64_t step = ceil_divide(ceil_divide(most, kSizesOfAChunk), tile) * tile;
+      for (std::int64_t before = 0; before < most; before += step) {
+        const std::int64_t size = std::min(before + step, most);
+        conditional_->run_if(row_count(), first + before + 1, size == most ? count_ : first + size,
+                             [&] { work(first, size); });
+      }
+    }
+  }
+
+  template <typename Work>
+  void if_no_row(Work work) {
+    if (conditional_ != nullptr) {
+      conditional_->run_if(row_count(), 0, 0, work);
+    } else if (count_ == 0) {
+      work();
+    }
+  }
+  template <typename Work>
+  void if_any_row(Work work) {
+    if (conditional_ != nullptr) {
+      conditional_->run_if(row_count(), 1, count_, work);
+    } else if (count_ != 0) {
+      work();
+    }
   }
 
   void gather_x(std::int64_t first, std::int64_t count) {
@@ -371,7 +441,7 @@ class Steps {
   template <typename N>
   void scatter_numbers(const N* from, N* to, std::int64_t count) {
     const auto bytes = static_cast<std::size_t>(problem_.rows()) * sizeof(N);
-    check_status(cudaMemsetAsync(to, 0, bytes, static_cast<cudaStream_t>(context_.stream)), problem_.op);
+    check_status(cudaMemsetAsync(to, 0, bytes, static_cast<cudaStream_t>(context().stream)), problem_.op);
     if (count == 0) return;
     run(scatter_numbers_of<N>, {.blocks = blocks_for(count), .threads = kThreads}, problem_.view, row_indices(), from,
         to, count);
@@ -401,7 +471,7 @@ class Steps {
   }
 
   void clear_parameters() {
-    const auto stream = static_cast<cudaStream_t>(context_.stream);
+    const auto stream = static_cast<cudaStream_t>(context().stream);
     const auto rows = static_cast<std::size_t>(problem_.classes);
     if (problem_.grad_weight != nullptr) {
       const std::size_t element = size_of(problem_.grad_weight_dtype);
@@ -415,19 +485,19 @@ class Steps {
     }
   }
 
-  void reduce_losses(const void* losses, std::int64_t count, void* to) {
+  void reduce_losses(const void* losses, std::int64_t, void* to) {
     const bool is_mean = problem_.options.reduction == Reduction::mean;
-    run(reduce_numbers<A>, {.threads = kSelectThreads}, static_cast<const A*>(losses), count,
+    run(reduce_numbers<A>, {.threads = kSelectThreads}, static_cast<const A*>(losses), row_count(),
         static_cast<const A*>(is_mean ? numbers() + kDivisor : nullptr), problem_.normalizer != nullptr,
         static_cast<A*>(to));
   }
 
-  void product(const Gemm& product) { gemm(problem_.op, product, context_); }
+  void product(const Gemm& product) { gemm(problem_.op, product, context()); }
 
  private:
   template <typename... Parameters, typename... Arguments>
   void run(void (*kernel)(Parameters...), LaunchShape shape, const Arguments&... arguments) {
-    shape.stream = context_.stream;
+    shape.stream = context().stream;
     launch<Parameters...>(problem_.op, kernel, shape, static_cast<Parameters>(arguments)...);
   }
 
@@ -445,6 +515,8 @@ class Steps {
   const LinearCrossEntropyProblem& problem_;
   const LinearCrossEntropyMemory& memory_;
   ExecutionContext context_;
+  ConditionalWork* conditional_;
+  std::int64_t count_ = 0;  ///< rows that are computed, in a graph at most
   Rows rows_;
 };
 
@@ -456,9 +528,13 @@ void linear_cross_entropy(const LinearCrossEntropyProblem& problem, const Linear
   require_gemm(problem.op);
   LinearCrossEntropyMemory memory;
   lay_out(problem, block, context.workspace.data, memory);
+  std::optional<ConditionalWork> conditional;
+  if (problem.skips_ignored_rows && !problem.has_soft_targets() && is_being_captured(problem.op, context.stream)) {
+    conditional.emplace(problem.op, context.stream);
+  }
   dispatch_floating_point(problem.dtype, [&]<typename T>() {
-    Steps<T> steps(problem, memory, context);
-    LinearCrossEntropyChunks<Steps<T>>(problem, block, memory, context, steps).run();
+    Steps<T> steps(problem, memory, context, conditional ? &*conditional : nullptr);
+    LinearCrossEntropyChunks<Steps<T>>(problem, block, memory, steps).run();
   });
 }
 

@@ -167,6 +167,23 @@ TEST_P(LinearCrossEntropyEdges, IgnoredRowsThatAreSkippedChangeNothingWhateverTh
   }
 }
 
+TEST_P(LinearCrossEntropyEdges, EveryNumberOfRowsThatCountMatchesTheOracle) {
+  // A GPU computes the last chunk in one of a few sizes.
+  constexpr std::int64_t kRows = 1100;
+  for (const std::int64_t count : {1, 127, 128, 129, 383, 384, 385, 640, 768, 769, 1024, 1025, 1099, 1100}) {
+    for (const std::size_t limit : {std::size_t{0}, std::size_t{300000}}) {
+      LinearCrossEntropyCase test_case = make_case(device(), DType::bfloat16, {kRows});
+      test_case.skips_ignored_rows = true;
+      test_case.workspace_limit = limit;
+      test_case.options.z_loss_weight = 0.1;
+      test_case.target = [=](std::int64_t row) {
+        return row * 37 % kRows < count ? static_cast<double>(row % 24) : kIgnored;
+      };
+      check_linear_cross_entropy(test_case);
+    }
+  }
+}
+
 TEST_P(LinearCrossEntropyEdges, WhatIsNotFiniteInXReachesItsRowAndTheParameters) {
   // The oracle says which: the row's loss and gradient, and those elements of grad_weight and grad_bias that are sums
   // over it. The other rows keep theirs.

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "core/dispatch.h"
 #include "core/numeric.h"
@@ -33,6 +34,7 @@ struct LinearCrossEntropyMemory {
   void* x;            ///< gathered rows
   void* grad_x;       ///< the same, to be scattered; accumulators where their sum takes several blocks of classes
   void* logits;       ///< accumulators, and over them their gradient
+  void* statistics;   ///< of each block of classes of a forward, of each row: cross_entropy.h
   Workspace loss;     ///< of the calls of cross_entropy
   Workspace product;  ///< of the matrix products
 };
@@ -66,6 +68,12 @@ inline bool is_matrix(const LinearCrossEntropyProblem& problem) {
 /// Rows may turn out to be left out, or have to be copied anyway.
 inline bool may_gather(const LinearCrossEntropyProblem& problem) {
   return !is_matrix(problem) || (problem.skips_ignored_rows && !problem.has_soft_targets());
+}
+
+/// Is a row cut into blocks of classes? Without a backward that takes statistics of hard targets.
+inline bool cuts_classes(const LinearCrossEntropyProblem& problem) {
+  if (problem.mode == LinearCrossEntropyMode::backward) return true;
+  return policy_of(problem.device).cuts_classes_in_forward && !problem.wants_gradients() && !problem.has_soft_targets();
 }
 
 /// Lays out the workspace from `base` on; with nullptr only counts. Returns the number of bytes.
@@ -109,6 +117,8 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
   memory.grad_x = take(problem.grad_x != nullptr && (gathers || sums_grad_x), block.rows * problem.features(),
                        sums_grad_x ? number : element);
   memory.logits = take(true, block.rows * logits_stride(block.classes), number);
+  memory.statistics = take(!is_backward && block.classes < problem.classes,
+                           ceil_divide(problem.classes, block.classes) * block.rows * kCrossEntropyStatistics, number);
   if (problem.device.type == DeviceType::cuda) {
     // Twice what cross_entropy.h says at most: any of its calls, whatever its options.
     memory.loss.bytes = 2 * ((std::size_t{1} << 20) + static_cast<std::size_t>(block.rows) * 40);
@@ -131,12 +141,20 @@ inline std::size_t per_row_bytes(const LinearCrossEntropyProblem& problem) {
   return workspace_bytes(problem, {0, 1}) - workspace_bytes(without_rows, {0, 1});
 }
 
-/// The most rows, with so many classes, whose workspace is within `limit`; at least one. Pieces of equal size.
+/// What is computed at once where the limit is too little for anything.
+inline LinearCrossEntropyBlock least_block(const LinearCrossEntropyProblem& problem) {
+  const LinearCrossEntropyPolicy& policy = policy_of(problem.device);
+  return {std::min(problem.rows(), policy.least_rows),
+          cuts_classes(problem) ? std::min(problem.classes, policy.least_classes) : problem.classes};
+}
+
+/// The most rows, with so many classes, whose workspace is within `limit`; at least those of the least block. Pieces of
+/// equal size.
 inline std::int64_t rows_within(const LinearCrossEntropyProblem& problem, std::int64_t classes, std::size_t limit) {
   const std::int64_t all = problem.rows();
   if (all <= 1 || workspace_bytes(problem, {all, classes}) <= limit) return all;
-  std::int64_t low = 1;
-  std::int64_t high = all;  // too many
+  std::int64_t low = least_block(problem).rows;
+  std::int64_t high = std::max(all, low + 1);  // too many
   while (high - low > 1) {
     const std::int64_t middle = low + (high - low) / 2;
     (workspace_bytes(problem, {middle, classes}) <= limit ? low : high) = middle;
@@ -148,8 +166,9 @@ inline std::int64_t rows_within(const LinearCrossEntropyProblem& problem, std::i
   return low < tile ? low : low / tile * tile;
 }
 
-/// What a block of the backward costs, in seconds: products, whose last wave of tiles may be nearly empty, and passes
-/// over the sums of grad_x, for each block of classes, and over grad_weight, for each chunk of rows.
+/// What blocks of classes cost, in seconds: products, whose last wave of tiles may be nearly empty; their factors, the
+/// weight again for each chunk of rows and x for each block of classes; and passes over the sums of grad_x, for each
+/// block of classes, and over grad_weight, for each chunk of rows.
 inline double seconds_of(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block) {
   const LinearCrossEntropyPolicy& policy = policy_of(problem.device);
   const auto waste = [&](std::int64_t rows, std::int64_t columns) {
@@ -165,7 +184,10 @@ inline double seconds_of(const LinearCrossEntropyProblem& problem, const LinearC
   const std::int64_t blocks = ceil_divide(problem.classes, block.classes);
   const double of_product = 2.0 * all * features * classes / policy.operations_per_second;
   double products = waste(block.rows, block.classes);
-  double passes = 0.0;
+  const auto of_weight = classes * features * static_cast<double>(size_of(problem.dtype));
+  const auto of_x = all * features * static_cast<double>(size_of(problem.dtype));
+  double passes = static_cast<double>(chunks) * of_weight * (problem.grad_x != nullptr ? 2.0 : 1.0) +
+                  static_cast<double>(blocks) * of_x * (problem.grad_weight != nullptr ? 2.0 : 1.0);
   if (problem.grad_x != nullptr) {
     products += waste(block.rows, problem.features());
     if (blocks > 1) passes += static_cast<double>(blocks) * all * features * read_and_written(problem.accumulator());
@@ -174,7 +196,9 @@ inline double seconds_of(const LinearCrossEntropyProblem& problem, const LinearC
     products += waste(block.classes, problem.features());
     passes += static_cast<double>(chunks - 1) * classes * features * read_and_written(problem.grad_weight_dtype);
   }
-  return of_product * products + passes / policy.bytes_per_second;
+  return of_product * products + passes / policy.bytes_per_second +
+         static_cast<double>(chunks * blocks) * policy.seconds_per_block +
+         static_cast<double>(blocks) * all * policy.seconds_per_part;
 }
 
 /// The most classes, with so many rows, whose workspace is within `limit`; 0 where not even one is.
@@ -190,13 +214,15 @@ inline std::int64_t classes_within(const LinearCrossEntropyProblem& problem, std
   return low;
 }
 
-/// Of the backward: the cheapest rows and classes.
+/// The cheapest rows and classes.
 inline LinearCrossEntropyBlock blocks_within(const LinearCrossEntropyProblem& problem, std::size_t limit) {
   const std::int64_t all = problem.rows();
   if (all == 0 || workspace_bytes(problem, {all, problem.classes}) <= limit) return {all, problem.classes};
   const LinearCrossEntropyPolicy& policy = policy_of(problem.device);
-  LinearCrossEntropyBlock best{rows_within(problem, 1, limit), 1};
-  double least = seconds_of(problem, best);
+  LinearCrossEntropyBlock best = least_block(problem);
+  const std::int64_t fewest = best.classes;
+  double least =
+      workspace_bytes(problem, best) <= limit ? seconds_of(problem, best) : std::numeric_limits<double>::infinity();
   constexpr std::int64_t kFewChunks = 64;    // each number of them is tried; beyond, every doubling
   constexpr std::int64_t kMostSmaller = 40;  // class tiles that a block may have less than fit
   for (std::int64_t chunks = 1; chunks <= all; chunks += chunks < kFewChunks ? 1 : chunks) {
@@ -212,7 +238,7 @@ inline LinearCrossEntropyBlock blocks_within(const LinearCrossEntropyProblem& pr
         best = block;
       }
     };
-    if (most == 0) continue;
+    if (most < fewest) continue;
     if (most == problem.classes || most < policy.class_tile) {
       consider(most);
       continue;
@@ -226,7 +252,7 @@ inline LinearCrossEntropyBlock blocks_within(const LinearCrossEntropyProblem& pr
 }
 
 inline LinearCrossEntropyBlock plan_block(const LinearCrossEntropyProblem& problem, std::size_t limit) {
-  if (problem.mode == LinearCrossEntropyMode::backward) return blocks_within(problem, limit);
+  if (cuts_classes(problem)) return blocks_within(problem, limit);
   return {rows_within(problem, problem.classes, limit), problem.classes};
 }
 

@@ -67,7 +67,7 @@ void for_each_problem(Check check) {
 }
 
 std::size_t least_bytes(const LinearCrossEntropyProblem& problem) {
-  return workspace_bytes(problem, {1, problem.mode == Mode::backward ? 1 : problem.classes});
+  return workspace_bytes(problem, least_block(problem));
 }
 
 TEST(LinearCrossEntropyPlan, BlocksAreWithinTheLimitWhereThatSuffices) {
@@ -81,9 +81,19 @@ TEST(LinearCrossEntropyPlan, BlocksAreWithinTheLimitWhereThatSuffices) {
   });
 }
 
-TEST(LinearCrossEntropyPlan, WithoutABackwardABlockHasAllClasses) {
+TEST(LinearCrossEntropyPlan, ALimitThatIsTooLittleForAnythingTakesTheLeastBlock) {
+  for_each_problem([](const LinearCrossEntropyProblem& problem, std::size_t) {
+    const LinearCrossEntropyBlock block = plan_block(problem, 1);
+    ASSERT_EQ(block.rows, std::min(problem.rows(), policy_of(problem.device).least_rows));
+    const std::int64_t least = std::min(problem.classes, policy_of(problem.device).least_classes);
+    ASSERT_EQ(block.classes, cuts_classes(problem) ? least : problem.classes);
+  });
+}
+
+TEST(LinearCrossEntropyPlan, WhereGradientsAreComputedAtOnceABlockHasAllClasses) {
   for_each_problem([](const LinearCrossEntropyProblem& problem, std::size_t limit) {
-    if (problem.mode == Mode::backward) return;
+    const bool is_cpu = problem.device.type == DeviceType::cpu;
+    if (problem.mode == Mode::backward || (problem.mode == Mode::forward && !is_cpu)) return;
     ASSERT_EQ(plan_block(problem, limit).classes, problem.classes);
   });
 }
@@ -100,8 +110,7 @@ TEST(LinearCrossEntropyPlan, WhatFitsIsOneBlock) {
 TEST(LinearCrossEntropyPlan, BlocksAreOfWholeTilesWhereTheyAreLargerThanOne) {
   for_each_problem([](const LinearCrossEntropyProblem& problem, std::size_t limit) {
     const LinearCrossEntropyBlock block = plan_block(problem, limit);
-    if (problem.mode != Mode::backward && block.rows < problem.rows() &&
-        block.rows > policy_of(problem.device).row_tile) {
+    if (!cuts_classes(problem) && block.rows < problem.rows() && block.rows > policy_of(problem.device).row_tile) {
       ASSERT_EQ(block.rows % policy_of(problem.device).row_tile, 0);
     }
     if (block.classes < problem.classes && block.classes > policy_of(problem.device).class_tile) {
@@ -116,7 +125,7 @@ TEST(LinearCrossEntropyPlan, AWorkspaceOfTheStatedSizeIsCutNoWorse) {
     // Where the smallest chunk is too large, and of sizes at which a part's rounding to 256 bytes holds another row.
     if (workspace_bytes(problem, block) > limit || limit < (std::size_t{1} << 20)) return;
     const LinearCrossEntropyBlock again = plan_block(problem, workspace_bytes(problem, block));
-    if (problem.mode == Mode::backward) {
+    if (cuts_classes(problem)) {
       ASSERT_LE(seconds_of(problem, again), seconds_of(problem, block));
     } else {
       ASSERT_EQ(again.rows, block.rows);

@@ -13,32 +13,46 @@ struct LinearCrossEntropyPolicy {
   // Limits without a caller's, in bytes, beside what a call needs for every row.
   std::size_t forward_bytes;   ///< the loss alone
   std::size_t backward_bytes;  ///< that computes logits again
-  // Both at once, and a forward that a backward follows: room for `enough_rows`, within these.
+  // Both at once: room for `enough_rows`, within these.
   std::size_t least_bytes;
   std::size_t most_bytes;
   std::int64_t enough_rows;  ///< of a chunk, whose products are nearly as fast as whole ones
   std::int64_t few_rows;     ///< of a chunk: with less, both at once is no longer the faster way
 
+  bool cuts_classes_in_forward;  ///< the loss alone: logits that stay in the cache are worth merging statistics for
+
+  // The smallest block, whatever the limit: with less, the launches of the others alone would take minutes.
+  std::int64_t least_rows;
+  std::int64_t least_classes;
+
   std::int64_t row_tile;  ///< what products lose nothing by: whole tiles
   std::int64_t class_tile;
   std::int64_t tiles_at_once;  ///< a product has whole waves of them
 
+  double seconds_per_block;      ///< of kernels that start and end
+  double seconds_per_part;       ///< of a row of a block: what is there once for each, however many classes
   double operations_per_second;  ///< of a product
   double bytes_per_second;       ///< of passes over sums; on a GPU twice the memory's: products hide about half of them
 };
 
 /// H200, [12288, 4096] in bfloat16: at 131,072 classes `most_bytes` are chunks of 2048 rows, at 32,768 `least_bytes`
-/// are 3072. Tiles are those of Hopper's products, one for each of 132 multiprocessors.
+/// are 3072. `forward_bytes` are 66 MiB of logits, of which its L2 holds most, beside what a product takes. Tiles are
+/// those of Hopper's products, one for each of 132 multiprocessors.
 inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnGpu = {
-    .forward_bytes = std::size_t{256} << 20,
+    .forward_bytes = std::size_t{102} << 20,
     .backward_bytes = std::size_t{160} << 20,
     .least_bytes = std::size_t{448} << 20,
     .most_bytes = std::size_t{1088} << 20,
     .enough_rows = 3072,
     .few_rows = 1024,
+    .cuts_classes_in_forward = true,
+    .least_rows = 16,
+    .least_classes = 256,
     .row_tile = 128,
     .class_tile = 256,
     .tiles_at_once = 132,
+    .seconds_per_block = 1e-5,
+    .seconds_per_part = 1.2e-9,
     .operations_per_second = 7e14,
     .bytes_per_second = 8e12,
 };
@@ -51,9 +65,14 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnCpu = {
     .most_bytes = std::size_t{32} << 20,
     .enough_rows = 1,
     .few_rows = 1,
+    .cuts_classes_in_forward = false,
+    .least_rows = 1,
+    .least_classes = 1,
     .row_tile = 32,
     .class_tile = 256,
     .tiles_at_once = 1,
+    .seconds_per_block = 0.0,
+    .seconds_per_part = 0.0,
     .operations_per_second = 3.5e11,
     .bytes_per_second = 5e10,
 };

@@ -7,6 +7,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "ops/linear_cross_entropy/linear_cross_entropy_test_case.h"
@@ -325,6 +327,16 @@ TEST_P(LinearCrossEntropy, WithoutAnUpstreamGradientItIsOne) {
 }
 
 TEST_P(LinearCrossEntropy, OutputsThatNobodyAsksForChangeNoOther) {
+  // Bit by bit on the CPU. A GPU has faster kernels for calls without them, which round in other places.
+  const auto expect_same = [&](const TestTensor& few, const TestTensor& all) {
+    if (device().type == DeviceType::cpu) {
+      EXPECT_EQ(few.bytes(), all.bytes());
+      return;
+    }
+    for (std::int64_t i = 0; i < all.host().element_count(); ++i) {
+      EXPECT_NEAR(few.get(i), all.get(i), 2e-6 * std::max(1.0, std::abs(all.get(i))));
+    }
+  };
   for (const Reduction reduction : kReductions) {
     for (const bool has_ignored : {false, true}) {
       LinearCrossEntropyCase test_case = make_case(device(), DType::float32, reduction);
@@ -339,10 +351,10 @@ TEST_P(LinearCrossEntropy, OutputsThatNobodyAsksForChangeNoOther) {
       forward.outputs = {.loss = forward.outputs.loss};
       linear_cross_entropy_forward(forward);
       few.download();
-      EXPECT_EQ(few.results.loss.bytes(), all.results.loss.bytes());
-      EXPECT_EQ(few.results_at_once.loss.bytes(), all.results_at_once.loss.bytes());
+      expect_same(few.results.loss, all.results.loss);
+      expect_same(few.results_at_once.loss, all.results_at_once.loss);
       for (std::size_t i = 0; i < all.gradients.all().size(); ++i) {
-        EXPECT_EQ(few.gradients_at_once.all()[i].second->bytes(), all.gradients_at_once.all()[i].second->bytes());
+        expect_same(*few.gradients_at_once.all()[i].second, *all.gradients_at_once.all()[i].second);
       }
     }
   }
