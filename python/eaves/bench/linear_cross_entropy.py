@@ -182,8 +182,9 @@ class Quack(_AtOnce):
     def forward(self, row: Row) -> Forward:
         function: Callable[..., Tensor] = import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
         # Its default, 4096 rows at a time, is an error of version 0.6.5 where there are as many features.
-        chunk = 4096 if row.shape["dim"] != 4096 else 3072
-        return lambda x, weight, target: function(x, weight, target, chunk_size=chunk)
+        return lambda x, weight, target: function(
+            x, weight, target, chunk_size=3072 if weight.shape[1] == 4096 else 4096
+        )
 
 
 # --------------------------------------------------------------------------------------------------------------- limit
