@@ -12,9 +12,11 @@ import pytest
 
 from bench_toy import DIM, QUICK, Eaves, FailsAt64, Peer, column, measured_table, small_flush, toy, toy_row  # noqa: F401
 from eaves.bench.__main__ import main
-from eaves.bench.benchmark import InvalidArgument, Row, Table
+from eaves.bench.benchmark import InvalidArgument, Operator, Row, Table
 from eaves.bench.harness import LIMIT, Measurement
+from eaves.bench.operators import OPERATORS
 from eaves.bench.protocol import Protocol
+from eaves.bench.providers import known_names
 from eaves.bench.report import Kind, MeasuredTable, text_table
 from eaves.bench.timing import Column, Timing
 
@@ -165,6 +167,25 @@ def test_every_provider_has_its_curve_and_so_has_the_limit(kind: Kind, factor: i
         assert list(lines[name].get_ydata()) == [value * factor, 2 * value * factor]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == list(of_one)
     assert lines[limit].is_dashed() and not lines["eaves"].is_dashed()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("speed", "limit (the matrix products alone)"), ("memory", "limit (inputs and outputs alone)")]
+)
+def test_a_limit_of_products_says_so(kind: Kind, words: str) -> None:
+    measured = measured_curves("eaves", "torch")
+    rows = [replace(row, make_limit=lambda inputs: lambda: None) for row in measured.table.rows]
+    of_products = replace(measured, table=replace(measured.table, rows=rows))
+    assert words in lines_of(plotted(kind, of_products, Protocol("autograd")))
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
+def test_every_provider_of_an_operator_has_a_curve_of_its_own(operator: Operator) -> None:
+    plot = pytest.importorskip("eaves.bench.plot", exc_type=InvalidArgument)
+    names = known_names(OPERATORS)
+    places = [names.index(provider.name) for provider in operator.providers]
+    curves = {(plot._COLOURS[i % len(plot._COLOURS)], plot._MARKS[i % len(plot._MARKS)]) for i in places}
+    assert len(curves) == len(operator.providers)
 
 
 def test_a_provider_has_the_same_colour_and_mark_in_every_plot() -> None:

@@ -33,9 +33,13 @@ from matplotlib.ticker import NullLocator
 _INCHES = (8.0, 4.5)
 _DOTS_PER_INCH = 200
 
-# Okabe and Ito's palette, which colour-blind people can tell apart, without its yellow and black.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666", "#8C510A")
-_MARKS = "osD^vPX*"
+# Okabe and Ito's palette, which colour-blind people can tell apart, without its yellow and black; and for plots of more
+# providers dark ones, which the marks tell apart from it.
+_COLOURS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666", "#8C510A"),
+    *("#332288", "#882255", "#117733", "#999933"),
+)
+_MARKS = "osD^vPX*<>ph"
 
 _MODES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
 _WORDS: dict[Kind, tuple[str, str]] = {"speed": ("time", "ms"), "memory": ("peak memory", "MiB")}
@@ -43,6 +47,7 @@ _LIMIT_WORDS: dict[Kind, str] = {
     "speed": "limit (streams the same bytes)",
     "memory": "limit (inputs and outputs alone)",
 }
+_PRODUCTS = "limit (the matrix products alone)"
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,9 @@ def figure(measured: MeasuredTable, kind: Kind, names: Sequence[str], setting: S
                 zorder=3.05 + 0.1 * place,
             )
     limit = _values(measured, kind, LIMIT)
-    axes.plot(lengths, limit, "k", dashes=(4, 4), label=_LIMIT_WORDS[kind], linewidth=1.1, zorder=4)
+    is_of_products = kind == "speed" and all(row.make_limit is not None for row in table.rows)
+    limit_words = _PRODUCTS if is_of_products else _LIMIT_WORDS[kind]
+    axes.plot(lengths, limit, "k", dashes=(4, 4), label=limit_words, linewidth=1.1, zorder=4)
     shown = (value for name in [*measured.providers, LIMIT] for value in _values(measured, kind, name))
     _set_axes(axes, lengths, shown)
     word, unit = _WORDS[kind]

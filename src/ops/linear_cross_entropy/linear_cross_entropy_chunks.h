@@ -41,8 +41,8 @@ class LinearCrossEntropyChunks {
   LinearCrossEntropyChunks(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block,
                            const LinearCrossEntropyMemory& memory, Steps& steps)
       : problem_(problem), block_(block), memory_(memory), steps_(steps) {
-    // Scaled in the factor that the products take, and not by the products: cuBLASLt adds to grad_weight a few percent
-    // slower with an alpha of its own on the device. But in float16 the factor may underflow, unless dL/d(lse) and
+    // Scaled in the factor that the products take, and not by the products: cuBLASLt adds to grad_weight more slowly
+    // with an alpha that it reads on the device. But in float16 the factor may underflow, unless dL/d(lse) and
     // dL/d(entropy) are part of it anyway: the scale then has to be, too.
     is_scale_in_factor_ =
         problem.dtype != DType::float16 || problem.grad_lse != nullptr || problem.grad_entropy != nullptr;
