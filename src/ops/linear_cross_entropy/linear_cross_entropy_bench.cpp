@@ -95,6 +95,27 @@ LinearCrossEntropyGradients gradients_of(Arena& arena, const Case& item) {
   return gradients;
 }
 
+// --------------------------------------------------------------------------------------------------- the products
+
+struct Sizes {
+  std::int64_t m, n, k;
+};
+
+/// Of factors of the case's dtype; `c` has no gaps.
+Gemm product(const Case& item, const Sizes& sizes, const GemmMatrix& a, const GemmMatrix& b, void* c,
+             bool accumulates = false) {
+  return {.m = sizes.m,
+          .n = sizes.n,
+          .k = sizes.k,
+          .dtype = item.dtype,
+          .a = a,
+          .b = b,
+          .c_dtype = item.dtype,
+          .c = c,
+          .c_stride = sizes.n,
+          .accumulates = accumulates};
+}
+
 // ------------------------------------------------------------------------------------------------------ the calls
 
 class LossCall : public Call {
@@ -150,23 +171,19 @@ class RoundedLogitsCall : public Call {
     ExecutionContext rest = context;
     rest.workspace = {static_cast<char*>(logits) + logits_bytes(), context.workspace.bytes - logits_bytes()};
     const GemmMatrix weight{inputs_.weight.data, item_.dim};
+    const auto multiply = [&](const Gemm& gemm) { runtime::matrix_product(inputs_.x.device, gemm, rest); };
     for (std::int64_t first = 0; first < item_.batch; first += rows_) {
       const std::int64_t rows = rows_from(first);
       const GemmMatrix x{row(inputs_.x, first), item_.dim};
-      multiply({rows, item_.v, item_.dim}, x, {weight.data, weight.stride, true}, logits, nullptr, false, rest);
+      multiply(product(item_, {rows, item_.v, item_.dim}, x, {weight.data, weight.stride, true}, logits));
       cross_entropy_forward_backward(loss_of(logits, first), rest);
-      multiply({rows, item_.dim, item_.v}, {logits, item_.v}, weight, row(gradients_.grad_x, first), factor_.data,
-               false, rest);
-      multiply({item_.v, item_.dim, rows}, {logits, item_.v, true}, x, gradients_.grad_weight.data, factor_.data,
-               first != 0, rest);
+      multiply(product(item_, {rows, item_.dim, item_.v}, {logits, item_.v}, weight, row(gradients_.grad_x, first)));
+      multiply(product(item_, {item_.v, item_.dim, rows}, {logits, item_.v, true}, x, gradients_.grad_weight.data,
+                       first != 0));
     }
   }
 
  private:
-  struct Sizes {
-    std::int64_t m, n, k;
-  };
-
   /// A multiple of 256, which workspaces are aligned to.
   std::size_t logits_bytes() const {
     return static_cast<std::size_t>(
@@ -186,23 +203,8 @@ class RoundedLogitsCall : public Call {
     args.forward.targets = TensorView::contiguous(row(inputs_.targets, first), DType::int64, {rows}, device);
     args.forward.options.reduction = Reduction::none;
     args.forward.loss = TensorView::contiguous(row(losses_, first), losses_.dtype, {rows}, device);
+    args.grad_loss = TensorView::strided(factor_.data, factor_.dtype, {rows}, {0}, device);
     return args;
-  }
-  void multiply(const Sizes& sizes, const GemmMatrix& a, const GemmMatrix& b, void* c, const void* alpha,
-                bool accumulates, const ExecutionContext& context) const {
-    runtime::matrix_product(inputs_.x.device,
-                            {.m = sizes.m,
-                             .n = sizes.n,
-                             .k = sizes.k,
-                             .dtype = item_.dtype,
-                             .a = a,
-                             .b = b,
-                             .c_dtype = item_.dtype,
-                             .c = c,
-                             .c_stride = sizes.n,
-                             .alpha = alpha,
-                             .accumulates = accumulates},
-                            context);
   }
 
   Case item_;
@@ -265,8 +267,8 @@ class MatrixProducts : public Call {
     const GemmMatrix weight{weight_of(arena, item).data, item.dim};
     const GemmMatrix weight_transposed{weight.data, weight.stride, true};
     const Dims logits_shape{item.batch, item.v};
-    products_.push_back(
-        product(item, {item.batch, item.v, item.dim}, x, weight_transposed, arena.output(item.dtype, logits_shape)));
+    products_.push_back(product(item, {item.batch, item.v, item.dim}, x, weight_transposed,
+                                arena.output(item.dtype, logits_shape).data));
     if (item.is_loss_alone()) return;
 
     const TensorView gradient = arena.output(item.dtype, logits_shape);
@@ -275,11 +277,11 @@ class MatrixProducts : public Call {
     const GemmMatrix factor_transposed{gradient.data, item.v, true};
     if (item.has_grad_x) {
       products_.push_back(product(item, {item.batch, item.dim, item.v}, factor, weight,
-                                  arena.output(item.dtype, {item.batch, item.dim})));
+                                  arena.output(item.dtype, {item.batch, item.dim}).data));
     }
     if (item.has_grad_weight) {
       products_.push_back(product(item, {item.v, item.dim, item.batch}, factor_transposed, x,
-                                  arena.output(item.dtype, {item.v, item.dim})));
+                                  arena.output(item.dtype, {item.v, item.dim}).data));
     }
   }
   std::size_t workspace_bytes(const ExecutionContext&) const override { return 0; }
@@ -288,23 +290,6 @@ class MatrixProducts : public Call {
   }
 
  private:
-  struct Sizes {
-    std::int64_t m, n, k;
-  };
-
-  static Gemm product(const Case& item, const Sizes& sizes, const GemmMatrix& a, const GemmMatrix& b,
-                      const TensorView& c) {
-    return {.m = sizes.m,
-            .n = sizes.n,
-            .k = sizes.k,
-            .dtype = item.dtype,
-            .a = a,
-            .b = b,
-            .c_dtype = c.dtype,
-            .c = c.data,
-            .c_stride = sizes.n};
-  }
-
   /// Probabilities minus the targets.
   void compute_gradient(const TensorView& gradient, const Case& item) const {
     Gemm logits = products_.front();
@@ -375,29 +360,29 @@ Row make_row(const Case& item) {
 // ------------------------------------------------------------------------------------------------------ the tables
 
 /// What a device shows: a case like all others, vocabularies, and the one where only options differ.
-struct Sizes {
+struct Shown {
   Case like = {};
   std::vector<std::int64_t> vocabularies = {};
   std::vector<std::int64_t> dense_vocabularies = {};
   std::int64_t vocabulary_of_options = 32768;
 };
 
-Sizes sizes_of(const Request& request) {
-  Sizes sizes{.like = {.dtype = request.dtype}};
+Shown shown_on(const Request& request) {
+  Shown shown{.like = {.dtype = request.dtype}};
   if (request.sweep == Sweep::seed) {
-    for (std::int64_t v = 1024; v <= 131072; v *= 2) sizes.vocabularies.push_back(v);
+    for (std::int64_t v = 1024; v <= 131072; v *= 2) shown.vocabularies.push_back(v);
   } else if (request.device.type == DeviceType::cuda) {
-    sizes.vocabularies = {4096, 32768, 131072};
+    shown.vocabularies = {4096, 32768, 131072};
   } else {
     // A core does in seconds what a GPU does in milliseconds.
-    sizes.like.batch = 512;
-    sizes.like.dim = 1024;
-    sizes.vocabularies = {1024, 8192, 32768};
-    sizes.dense_vocabularies = {8192};  // its clock does not depend on the numbers
-    sizes.vocabulary_of_options = 8192;
+    shown.like.batch = 512;
+    shown.like.dim = 1024;
+    shown.vocabularies = {1024, 8192, 32768};
+    shown.dense_vocabularies = {8192};  // its clock does not depend on the numbers
+    shown.vocabulary_of_options = 8192;
   }
-  if (sizes.dense_vocabularies.empty()) sizes.dense_vocabularies = sizes.vocabularies;
-  return sizes;
+  if (shown.dense_vocabularies.empty()) shown.dense_vocabularies = shown.vocabularies;
+  return shown;
 }
 
 void add_table(std::vector<Table>& tables, const std::string& title, const std::vector<Case>& cases) {
@@ -413,9 +398,9 @@ void add_table(std::vector<Table>& tables, const std::string& title, const std::
   tables.push_back(std::move(table));
 }
 
-std::vector<Case> of_each_vocabulary(const Sizes& sizes, const Case& like) {
+std::vector<Case> of_each_vocabulary(const Shown& shown, const Case& like) {
   std::vector<Case> cases;
-  for (const std::int64_t v : like.is_dense ? sizes.dense_vocabularies : sizes.vocabularies) {
+  for (const std::int64_t v : like.is_dense ? shown.dense_vocabularies : shown.vocabularies) {
     cases.push_back(like);
     cases.back().v = v;
   }
@@ -423,34 +408,34 @@ std::vector<Case> of_each_vocabulary(const Sizes& sizes, const Case& like) {
 }
 
 // The seed's data and the speedy way come first: they have the published title.
-void add_seed_tables(std::vector<Table>& tables, const Sizes& sizes) {
+void add_seed_tables(std::vector<Table>& tables, const Shown& shown) {
   for (const bool is_dense : {false, true}) {
     for (const Algorithm algorithm : {Algorithm::speed, Algorithm::memory}) {
-      Case like = sizes.like;
+      Case like = shown.like;
       like.is_dense = is_dense;
       like.algorithm = algorithm;
       const std::string title = algorithm == Algorithm::memory ? "-algorithm_memory" : "";
-      add_table(tables, title + (is_dense ? "-data_dense" : ""), of_each_vocabulary(sizes, like));
+      add_table(tables, title + (is_dense ? "-data_dense" : ""), of_each_vocabulary(shown, like));
     }
   }
 }
 
 // Logits that are not exact, beside the same rows of the tables above.
-std::vector<Case> with_rounded_logits(const Sizes& sizes) {
+std::vector<Case> with_rounded_logits(const Shown& shown) {
   std::vector<Case> cases;
   for (const bool is_dense : {false, true}) {
-    Case like = sizes.like;
+    Case like = shown.like;
     like.is_dense = is_dense;
     like.has_rounded_logits = true;
-    for (const Case& item : of_each_vocabulary(sizes, like)) cases.push_back(item);
+    for (const Case& item : of_each_vocabulary(shown, like)) cases.push_back(item);
   }
   return cases;
 }
 
 // What each saves, or does not.
-std::vector<Case> options_one_by_one(const Sizes& sizes, bool is_cpu) {
-  Case like = sizes.like;
-  like.v = sizes.vocabulary_of_options;
+std::vector<Case> options_one_by_one(const Shown& shown, bool is_cpu) {
+  Case like = shown.like;
+  like.v = shown.vocabulary_of_options;
   Case frozen_head = like, frozen_body = like, half_is_ignored = like;
   frozen_head.has_grad_weight = false;
   frozen_body.has_grad_x = false;
@@ -463,19 +448,21 @@ std::vector<Case> options_one_by_one(const Sizes& sizes, bool is_cpu) {
 }
 
 std::vector<Table> linear_cross_entropy_tables(const Request& request) {
-  const Sizes sizes = sizes_of(request);
+  const Shown shown = shown_on(request);
   std::vector<Table> tables;
-  add_seed_tables(tables, sizes);
+  add_seed_tables(tables, shown);
   if (request.sweep == Sweep::seed) return tables;
-  Case loss_alone = sizes.like;
+  Case loss_alone = shown.like;
   loss_alone.has_grad_x = loss_alone.has_grad_weight = false;
-  add_table(tables, "", of_each_vocabulary(sizes, loss_alone));
-  add_table(tables, "-logits_" + short_name_of(sizes.like.dtype), with_rounded_logits(sizes));
-  add_table(tables, "-options", options_one_by_one(sizes, request.device.type == DeviceType::cpu));
+  add_table(tables, "", of_each_vocabulary(shown, loss_alone));
+  if (size_of(shown.like.dtype) == 2) {
+    add_table(tables, "-logits_" + short_name_of(shown.like.dtype), with_rounded_logits(shown));
+  }
+  add_table(tables, "-options", options_one_by_one(shown, request.device.type == DeviceType::cpu));
   if (!request.has_dtype) {
-    Case speed = sizes.like;
+    Case speed = shown.like;
     speed.dtype = DType::float32;
-    speed.v = sizes.vocabulary_of_options;
+    speed.v = shown.vocabulary_of_options;
     Case memory = speed;
     memory.algorithm = Algorithm::memory;
     add_table(tables, "", {speed, memory});
