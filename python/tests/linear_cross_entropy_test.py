@@ -156,13 +156,14 @@ def test_all_rows_ignored_is_0(device: torch.device) -> None:
 
 @pytest.mark.parametrize("algorithm", ["speed", "memory"])
 def test_a_cuda_graph_leaves_out_the_rows_that_each_replay_ignores(algorithm: str, cuda: torch.device) -> None:
-    x, head, target, bias = problem((700, 24), 517, torch.float32, cuda)
+    rows, limit = 1500, 36 << 20  # several chunks, of several sizes
+    x, head, target, bias = problem((rows, 24), 517, torch.float32, cuda)
     wanted = [tensor.requires_grad_() for tensor in (x, head, bias)]
     random = target.clone()
 
     def run(skip: bool) -> tuple[Tensor, ...]:
         loss = eaves.linear_cross_entropy(
-            x, head, target, linear_bias=bias, algorithm=algorithm, skip_ignored=skip, workspace_bytes=36 << 20
+            x, head, target, linear_bias=bias, algorithm=algorithm, skip_ignored=skip, workspace_bytes=limit
         )
         return loss.detach(), *torch.autograd.grad(loss, wanted)
 
@@ -174,8 +175,8 @@ def test_a_cuda_graph_leaves_out_the_rows_that_each_replay_ignores(algorithm: st
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = run(skip=True)
-    for counted in (700, 0, 1, 128, 129, 699):
-        target.copy_(torch.where(torch.arange(700, device=cuda) * 37 % 700 < counted, random, -100))
+    for counted in (rows, 0, 1, 128, 129, 700, 1000, rows - 1):
+        target.copy_(torch.where(torch.arange(rows, device=cuda) * 37 % rows < counted, random, -100))
         graph.replay()
         for replayed, expected in zip(results, run(skip=False), strict=True):
             torch.testing.assert_close(replayed, expected, rtol=1e-4, atol=1e-6)

@@ -267,7 +267,8 @@ struct FullLoss {
       const T* from = rows.in.logits + logits_row + column;
       if constexpr (std::is_same_v<A, float>) {
         if (place.elements == Vector<T>::kSize) {
-          const Vector<T> batch[1] = {load(reinterpret_cast<const Vector<T>*>(from))};
+          // In place the row is overwritten later.
+          const Vector<T> batch[1] = {load_before_overwriting(reinterpret_cast<const Vector<T>*>(from))};
           if (take_whole<kIsCapped, kMeasure>(running, batch, column, place.step, rows.in.terms, wanted,
                                               MeasureLoader<T, View>{rows.in, soft_row, column, place.step})) {
             continue;

@@ -25,7 +25,7 @@ constexpr double kDeviations[] = {1.3, 4.0, 64.0};
 LinearCrossEntropyCase make_case(Device device, DType dtype, double deviation) {
   return {.device = device,
           .dtype = dtype,
-          .row_shape = {60},
+          .row_shape = {80},
           .features = 64,
           .classes = 500,
           .deviation = deviation,

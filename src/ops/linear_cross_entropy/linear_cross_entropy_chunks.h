@@ -2,9 +2,8 @@
 // cross_entropy, and two more products with that. What is left, a backend brings as `Steps`:
 //
 //   struct Steps {
-//     // Finds the rows that are computed, the divisor and the scale; fills memory.row_indices, targets, grad_loss
-//     (where
-//     // they are there) and numbers. Returns how many rows are computed, or where the device alone knows that, all.
+//     // Finds the rows that are computed, the divisor and the scale; fills memory.row_indices, targets and grad_loss,
+//     // where they are there, and numbers. Returns how many rows are computed; where only the device knows that, all.
 //     std::int64_t select_rows();
 //     bool leaves_out() const;                                           // rows, or they may be: the device knows
 //     void for_each_chunk(std::int64_t rows, work);                      // work(first, count), until all are computed
@@ -22,7 +21,7 @@
 //                          const void* scale, bool is_first, double* to);
 //     void write_grad_bias();                                            // from memory.grad_bias
 //     void clear_parameters();                                           // grad_weight and grad_bias become 0
-//     void reduce_losses(const void* losses, std::int64_t count, void* to);
+//     void reduce_losses(const void* losses, void* to);                  // of the rows that are computed
 //     void product(const Gemm& gemm);
 //   };
 #pragma once
@@ -115,8 +114,8 @@ class LinearCrossEntropyChunks {
     scatter(per_row_.target_mass, to.target_mass);
     if (gathers_ && to.argmax != nullptr) steps_.scatter_numbers(per_row_.argmax, to.argmax, count_);
     if (problem_.is_reduced()) {
-      steps_.reduce_losses(per_row_.loss, count_, to.loss);
-      if (to.z_loss != nullptr) steps_.reduce_losses(per_row_.z_loss, count_, to.z_loss);
+      steps_.reduce_losses(per_row_.loss, to.loss);
+      if (to.z_loss != nullptr) steps_.reduce_losses(per_row_.z_loss, to.z_loss);
     } else {
       scatter(per_row_.loss, to.loss);
       scatter(per_row_.z_loss, to.z_loss);

@@ -157,9 +157,9 @@ class Steps {
     }
   }
 
-  void reduce_losses(const void* losses, std::int64_t count, void* to) {
+  void reduce_losses(const void* losses, void* to) {
     double sum = 0.0;
-    for (std::int64_t i = 0; i < count; ++i) sum += static_cast<double>(static_cast<const A*>(losses)[i]);
+    for (std::int64_t i = 0; i < count_; ++i) sum += static_cast<double>(static_cast<const A*>(losses)[i]);
     if (problem_.options.reduction == Reduction::mean) {
       const double divisor = numbers()[kDivisor];
       sum = divisor == 0.0 && (problem_.normalizer == nullptr || sum == 0.0) ? 0.0 : sum / divisor;

@@ -485,7 +485,7 @@ class Steps {
     }
   }
 
-  void reduce_losses(const void* losses, std::int64_t, void* to) {
+  void reduce_losses(const void* losses, void* to) {
     const bool is_mean = problem_.options.reduction == Reduction::mean;
     run(reduce_numbers<A>, {.threads = kSelectThreads}, static_cast<const A*>(losses), row_count(),
         static_cast<const A*>(is_mean ? numbers() + kDivisor : nullptr), problem_.normalizer != nullptr,

@@ -168,18 +168,31 @@ TEST_P(LinearCrossEntropyEdges, IgnoredRowsThatAreSkippedChangeNothingWhateverTh
 }
 
 TEST_P(LinearCrossEntropyEdges, EveryNumberOfRowsThatCountMatchesTheOracle) {
-  // A GPU computes the last chunk in one of a few sizes.
+  // In a graph of a GPU each chunk has up to three sizes here, and with a limit there are two or more chunks.
   constexpr std::int64_t kRows = 1100;
-  for (const std::int64_t count : {1, 127, 128, 129, 383, 384, 385, 640, 768, 769, 1024, 1025, 1099, 1100}) {
-    for (const std::size_t limit : {std::size_t{0}, std::size_t{300000}}) {
-      LinearCrossEntropyCase test_case = make_case(device(), DType::bfloat16, {kRows});
-      test_case.skips_ignored_rows = true;
-      test_case.workspace_limit = limit;
-      test_case.options.z_loss_weight = 0.1;
-      test_case.target = [=](std::int64_t row) {
-        return row * 37 % kRows < count ? static_cast<double>(row % 24) : kIgnored;
-      };
-      check_linear_cross_entropy(test_case);
+  for (const DType dtype : {DType::bfloat16, DType::float16}) {
+    for (const Reduction reduction : {Reduction::mean, Reduction::none}) {
+      for (const std::size_t limit : {0, 300000}) {
+        for (const std::int64_t count : {0, 1, 128, 129, 384, 385, 640, 641, 768, 769, 1024, 1025, 1100}) {
+          LinearCrossEntropyCase test_case = make_case(device(), dtype, {kRows});
+          test_case.skips_ignored_rows = true;
+          test_case.workspace_limit = limit;
+          test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
+          test_case.accumulates = test_case.has_grad_lse = test_case.has_grad_entropy = reduction == Reduction::none;
+          test_case.target = [=](std::int64_t row) {
+            return row * 37 % kRows < count ? static_cast<double>(row % 24) : kIgnored;
+          };
+          check_linear_cross_entropy(test_case);
+          if (device().type != DeviceType::cuda) continue;
+          SCOPED_TRACE(description_of(test_case) + ", in a graph, rows " + std::to_string(count));
+          LinearCrossEntropyRun captured(test_case);
+          const runtime::Stream stream(device());
+          runtime::capture_and_replay(
+              device(), stream.handle(), [&] { captured.launch({.stream = stream.handle()}); }, 1);
+          captured.download();
+          LinearCrossEntropyComparison(captured).compare();
+        }
+      }
     }
   }
 }

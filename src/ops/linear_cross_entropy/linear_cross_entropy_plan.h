@@ -73,7 +73,11 @@ inline bool may_gather(const LinearCrossEntropyProblem& problem) {
 /// Is a row cut into blocks of classes? Without a backward that takes statistics of hard targets.
 inline bool cuts_classes(const LinearCrossEntropyProblem& problem) {
   if (problem.mode == LinearCrossEntropyMode::backward) return true;
-  return policy_of(problem.device).cuts_classes_in_forward && !problem.wants_gradients() && !problem.has_soft_targets();
+  // Statistics hold the class of the largest logit as an accumulator: float32 knows integers up to 2^24.
+  const bool knows_argmax = problem.per_row.argmax == nullptr || problem.accumulator() == DType::float64 ||
+                            problem.classes <= std::int64_t{1} << 24;
+  return policy_of(problem.device).cuts_classes_in_forward && !problem.wants_gradients() &&
+         !problem.has_soft_targets() && knows_argmax;
 }
 
 /// Lays out the workspace from `base` on; with nullptr only counts. Returns the number of bytes.
@@ -219,8 +223,8 @@ inline LinearCrossEntropyBlock blocks_within(const LinearCrossEntropyProblem& pr
   const std::int64_t all = problem.rows();
   if (all == 0 || workspace_bytes(problem, {all, problem.classes}) <= limit) return {all, problem.classes};
   const LinearCrossEntropyPolicy& policy = policy_of(problem.device);
-  LinearCrossEntropyBlock best = least_block(problem);
-  const std::int64_t fewest = best.classes;
+  const std::int64_t fewest = least_block(problem).classes;
+  LinearCrossEntropyBlock best{rows_within(problem, fewest, limit), fewest};
   double least =
       workspace_bytes(problem, best) <= limit ? seconds_of(problem, best) : std::numeric_limits<double>::infinity();
   constexpr std::int64_t kFewChunks = 64;    // each number of them is tried; beyond, every doubling
@@ -232,6 +236,7 @@ inline LinearCrossEntropyBlock blocks_within(const LinearCrossEntropyProblem& pr
     const std::int64_t most = classes_within(problem, rows, limit);
     const auto consider = [&](std::int64_t classes) {
       const LinearCrossEntropyBlock block{rows, classes};
+      if (workspace_bytes(problem, block) > limit) return;  // statistics of more blocks
       const double seconds = seconds_of(problem, block);
       if (seconds < least) {
         least = seconds;

@@ -83,7 +83,7 @@ TEST(LinearCrossEntropyPlan, BlocksAreWithinTheLimitWhereThatSuffices) {
 
 TEST(LinearCrossEntropyPlan, ALimitThatIsTooLittleForAnythingTakesTheLeastBlock) {
   for_each_problem([](const LinearCrossEntropyProblem& problem, std::size_t) {
-    const LinearCrossEntropyBlock block = plan_block(problem, 1);
+    const LinearCrossEntropyBlock block = plan_block(problem, 1);  // less than one row
     ASSERT_EQ(block.rows, std::min(problem.rows(), policy_of(problem.device).least_rows));
     const std::int64_t least = std::min(problem.classes, policy_of(problem.device).least_classes);
     ASSERT_EQ(block.classes, cuts_classes(problem) ? least : problem.classes);
@@ -131,6 +131,24 @@ TEST(LinearCrossEntropyPlan, AWorkspaceOfTheStatedSizeIsCutNoWorse) {
       ASSERT_EQ(again.rows, block.rows);
     }
   });
+}
+
+TEST(LinearCrossEntropyPlan, ALimitBelowATileIsUsedForRows) {
+  const LinearCrossEntropyProblem problem =
+      problem_of(Mode::backward, {512, 4096, 32768}, DType::bfloat16, kCpu, false);
+  const std::size_t limit = per_row_bytes(problem) + 400'000;
+  const LinearCrossEntropyBlock block = plan_block(problem, limit);
+  EXPECT_GT(block.rows, 8);
+  EXPECT_GT(workspace_bytes(problem, block), limit / 2);
+}
+
+TEST(LinearCrossEntropyPlan, MoreClassesThanFloat32CountsAreNotCutWhereTheArgmaxIsWanted) {
+  static std::int64_t argmax;
+  LinearCrossEntropyProblem problem =
+      problem_of(Mode::forward, {64, 8, (std::int64_t{1} << 24) + 2}, DType::bfloat16, kCuda, false);
+  EXPECT_LT(plan_block(problem, std::size_t{102} << 20).classes, problem.classes);
+  problem.per_row.argmax = &argmax;
+  EXPECT_EQ(plan_block(problem, std::size_t{102} << 20).classes, problem.classes);
 }
 
 TEST(LinearCrossEntropyPlan, ManyRowsAreCutBeforeBlocksOfClassesBecomeThin) {
