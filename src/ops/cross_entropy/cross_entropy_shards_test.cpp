@@ -67,6 +67,7 @@ void run_in_shards(CrossEntropyRun& run, const std::vector<std::int64_t>& sizes)
                        .options = test_case.options,
                        .classes = run.classes(),
                        .has_weight = whole.weight.is_present,
+                       .reads_ignored_rows = test_case.reads_ignored_rows,
                        .loss = whole.loss,
                        .lse = whole.lse,
                        .argmax = whole.argmax,
@@ -116,6 +117,8 @@ TEST_P(CrossEntropyShards, TheirMergeIsTheWhole) {
         for (const DType targets : {DType::int32, DType::int64}) {
           CrossEntropyCase test_case{
               .device = device(), .dtype = dtype, .shape = {11, classes}, .targets_dtype = targets, .value = normal};
+          check_shards(test_case, sizes);
+          test_case.reads_ignored_rows = false;
           check_shards(test_case, sizes);
         }
       }
