@@ -114,7 +114,7 @@ def pretend_installed(monkeypatch: pytest.MonkeyPatch, module: str, **names: obj
 def test_peers_are_one_call_of_their_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
-    def function(*arguments: Any) -> Tensor:
+    def function(*arguments: Any, **_: Any) -> Tensor:
         calls.append(arguments)
         return torch.zeros(1)
 
@@ -133,9 +133,24 @@ def test_peers_are_one_call_of_their_functions(monkeypatch: pytest.MonkeyPatch) 
         pretend_installed(monkeypatch, module, **names)
         assert Availability(GPU).installed([provider(name)]) == [provider(name)]
         calls.clear()
-        provider(name).forward(row)("x", "weight", "target")
-        order = ("x", "target", "weight") if name == "fla" else ("x", "weight", "target")
-        assert [call[:3] for call in calls] == [order], name
+        x, weight, target = torch.zeros(2, 3), torch.zeros(4, 3), torch.zeros(2)
+        provider(name).forward(row)(x, weight, target)
+        order = (x, target, weight) if name == "fla" else (x, weight, target)
+        assert [[id(argument) for argument in call[:3]] for call in calls] == [[id(tensor) for tensor in order]], name
+
+
+def test_the_chunks_of_quack_are_not_as_many_rows_as_there_are_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks: list[int] = []
+
+    def function(*arguments: Any, chunk_size: int) -> Tensor:
+        chunks.append(chunk_size)
+        return torch.zeros(1)
+
+    pretend_installed(monkeypatch, "quack.linear_cross_entropy", chunked_linear_cross_entropy=function)
+    forward = provider("quack").forward(row_of("fwd+bwd"))
+    for features in (64, 4096):
+        forward(torch.zeros(2, features), torch.zeros(4, features), torch.zeros(2))
+    assert chunks == [4096, 3072]
 
 
 def test_it_is_measured_side_by_side(tmp_path: Path) -> None:
