@@ -604,22 +604,14 @@ inline std::string description_of(const LinearCrossEntropyCase& c) {
 /// Runs everything and compares every element with the oracle, and every byte around them with its canary; on a GPU
 /// also without the outputs that have kernels of their own.
 inline LinearCrossEntropyShares check_linear_cross_entropy(const LinearCrossEntropyCase& test_case) {
-  LinearCrossEntropyShares shares;
-  const auto check = [&](const LinearCrossEntropyCase& one) {
+  return check_with_and_without_all_of_row(test_case, [](const LinearCrossEntropyCase& one) {
     SCOPED_TRACE(description_of(one));
     LinearCrossEntropyRun run(one);
     run_between_canaries(run);
     LinearCrossEntropyComparison comparison(run);
     comparison.compare();
-    shares.raise(comparison.shares);
-  };
-  check(test_case);
-  if (test_case.device.type == DeviceType::cuda && test_case.wants_all_of_row && !test_case.has_grad_entropy) {
-    LinearCrossEntropyCase few = test_case;
-    few.wants_all_of_row = false;
-    check(few);
-  }
-  return shares;
+    return comparison.shares;
+  });
 }
 
 }  // namespace eaves::testing
