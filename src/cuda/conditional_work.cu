@@ -37,8 +37,8 @@ CaptureEnd capture_end(const char* op, void* stream) {
   return end;
 }
 
-/// A node that depends on all that the stream has, and that all what follows depends on.
-cudaGraphNode_t append(const char* op, void* stream, cudaGraphNodeParams& parameters) {
+/// Adds a node that depends on all that the stream has, and that all what follows depends on.
+void append(const char* op, void* stream, cudaGraphNodeParams& parameters) {
   const CaptureEnd end = capture_end(op, stream);
   cudaGraphNode_t node = nullptr;
 #if CUDART_VERSION >= 13000
@@ -51,7 +51,6 @@ cudaGraphNode_t append(const char* op, void* stream, cudaGraphNodeParams& parame
       cudaStreamUpdateCaptureDependencies_v2(as_stream(stream), &node, nullptr, 1, cudaStreamSetCaptureDependencies),
       op);
 #endif
-  return node;
 }
 
 }  // namespace
