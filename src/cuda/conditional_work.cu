@@ -37,7 +37,7 @@ CaptureEnd capture_end(const char* op, void* stream) {
   return end;
 }
 
-/// Adds a node that depends on all that the stream has, and that all what follows depends on.
+/// Adds a node that depends on all that the stream has, and that all that follows depends on.
 void append(const char* op, void* stream, cudaGraphNodeParams& parameters) {
   const CaptureEnd end = capture_end(op, stream);
   cudaGraphNode_t node = nullptr;
