@@ -289,6 +289,17 @@ class LinearCrossEntropyChunks {
 
   // ---- chunks ------------------------------------------------------------------------------------------------------
 
+  /// Of rows, into the arguments of a forward or a merge.
+  template <typename Args>
+  void put_outputs(Args& args, std::int64_t first, std::int64_t rows) const {
+    args.loss = numbers_at(per_row_.loss, first, rows);
+    args.lse = numbers_at(per_row_.lse, first, rows);
+    args.argmax = numbers_at(per_row_.argmax, DType::int64, first, rows);
+    args.entropy = numbers_at(per_row_.entropy, first, rows);
+    args.z_loss = numbers_at(per_row_.z_loss, first, rows);
+    args.target_mass = numbers_at(per_row_.target_mass, first, rows);
+  }
+
   /// The loss alone, of blocks of classes whose statistics are merged.
   void forward_in_blocks(std::int64_t first, std::int64_t rows) {
     const std::int64_t blocks = ceil_divide(problem_.classes, block_.classes);
@@ -309,36 +320,26 @@ class LinearCrossEntropyChunks {
                                    .statistics = statistics_of(block, {rows, kCrossEntropyStatistics})},
                                   loss_context());
     }
-    cross_entropy_merge({.statistics = statistics_of(0, {blocks, rows, kCrossEntropyStatistics}),
-                         .targets = targets_at(first, rows, 0, problem_.classes),
-                         .options = row_options(),
-                         .classes = problem_.classes,
-                         .has_weight = memory_.class_weight != nullptr,
-                         .reads_ignored_rows = false,
-                         .loss = numbers_at(per_row_.loss, first, rows),
-                         .lse = numbers_at(per_row_.lse, first, rows),
-                         .argmax = numbers_at(per_row_.argmax, DType::int64, first, rows),
-                         .entropy = numbers_at(per_row_.entropy, first, rows),
-                         .z_loss = numbers_at(per_row_.z_loss, first, rows),
-                         .target_mass = numbers_at(per_row_.target_mass, first, rows)},
-                        loss_context());
+    CrossEntropyMergeArgs merge{.statistics = statistics_of(0, {blocks, rows, kCrossEntropyStatistics}),
+                                .targets = targets_at(first, rows, 0, problem_.classes),
+                                .options = row_options(),
+                                .classes = problem_.classes,
+                                .has_weight = memory_.class_weight != nullptr,
+                                .reads_ignored_rows = false};
+    put_outputs(merge, first, rows);
+    cross_entropy_merge(merge, loss_context());
   }
 
   void forward(std::int64_t first, std::int64_t rows) {
     const std::int64_t classes = problem_.classes;
     if (block_.classes < classes) return forward_in_blocks(first, rows);
     multiply_logits(first, rows, 0, classes);
-    const CrossEntropyForwardArgs loss{.logits = logits_view(rows, classes),
-                                       .targets = targets_at(first, rows, 0, classes),
-                                       .weight = class_weight_at(0, classes),
-                                       .options = row_options(),
-                                       .reads_ignored_rows = false,
-                                       .loss = numbers_at(per_row_.loss, first, rows),
-                                       .lse = numbers_at(per_row_.lse, first, rows),
-                                       .argmax = numbers_at(per_row_.argmax, DType::int64, first, rows),
-                                       .entropy = numbers_at(per_row_.entropy, first, rows),
-                                       .z_loss = numbers_at(per_row_.z_loss, first, rows),
-                                       .target_mass = numbers_at(per_row_.target_mass, first, rows)};
+    CrossEntropyForwardArgs loss{.logits = logits_view(rows, classes),
+                                 .targets = targets_at(first, rows, 0, classes),
+                                 .weight = class_weight_at(0, classes),
+                                 .options = row_options(),
+                                 .reads_ignored_rows = false};
+    put_outputs(loss, first, rows);
     if (!problem_.wants_gradients()) return cross_entropy_forward(loss, loss_context());
     CrossEntropyForwardBackwardArgs args{.forward = loss};
     const bool has_grad_loss = problem_.is_reduced() ? is_scale_in_factor_ : problem_.grad_loss.data != nullptr;
