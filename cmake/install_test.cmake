@@ -3,8 +3,9 @@
 set(work ${BUILD_DIR}/install_test)
 file(REMOVE_RECURSE ${work})
 
+# In the tree's folder, as the README's commands are.
 function(run)
-  execute_process(COMMAND ${ARGN} RESULT_VARIABLE result)
+  execute_process(COMMAND ${ARGN} WORKING_DIRECTORY ${SOURCE_DIR} RESULT_VARIABLE result)
   if(NOT result EQUAL 0)
     list(JOIN ARGN " " command)
     message(FATAL_ERROR "install_test: failed with ${result}: ${command}")

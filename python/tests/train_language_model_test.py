@@ -1,0 +1,75 @@
+"""examples/python/train_language_model.py: the model learns, and PyTorch's formulas lead it the same way."""
+
+import json
+import math
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).parents[2] / "examples" / "python" / "train_language_model.py"
+
+
+def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, PROGRAM, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What both backends print and write after 100 steps."""
+    folder = tmp_path_factory.mktemp("train")
+    options = ("--device", "cpu", "--dtype", "float32", "--backend", "both", "--steps", "100", "--batch", "8")
+    program = run_program(*options, "--json", str(folder / "runs.json"), "--plot", str(folder / "loss.png"))
+    assert program.returncode == 0, program.stderr
+    runs = json.loads((folder / "runs.json").read_text())
+    return {"program": program, "runs": runs, "picture": (folder / "loss.png").read_bytes()}
+
+
+def test_both_backends_lose_alike_at_every_step(result: dict[str, Any]) -> None:
+    ours, torchs = result["runs"]
+    assert (ours["backend"], torchs["backend"]) == ("eaves", "torch")
+    # float32 on both sides; what 100 steps make of differences in the last place.
+    assert ours["losses"] == pytest.approx(torchs["losses"], rel=1e-4)
+    assert len(ours["losses"]) == 100
+    assert ours["held_back_loss"] == pytest.approx(torchs["held_back_loss"], rel=1e-4)
+
+
+def test_the_loss_falls_well_below_the_entropy_of_single_bytes(result: dict[str, Any]) -> None:
+    text = "".join(topics[name] for name in sorted(topics)).encode()
+    entropy = -sum(count / len(text) * math.log(count / len(text)) for count in Counter(text).values())
+    for run in result["runs"]:
+        assert run["unigram_entropy"] == pytest.approx(entropy, rel=1e-6)
+        assert run["losses"][0] > math.log(256) - 0.1, "it starts with nothing learnt"
+        assert run["held_back_loss"] < entropy - 0.7
+
+
+def test_it_prints_a_table_and_draws_a_picture(result: dict[str, Any]) -> None:
+    heading, _, *rows = result["program"].stdout.splitlines()
+    assert heading.startswith("| backend | tokens/s |")
+    assert [row.split()[1] for row in rows] == ["eaves", "torch"]
+    assert result["picture"].startswith(b"\x89PNG")
+    assert "100/100" in result["program"].stderr, "the progress bar"
+
+
+def test_two_bytes_a_token_make_65536_classes(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    small = ("--steps", "3", "--batch", "2", "--length", "16", "--width", "16", "--heads", "2", "--layers", "1")
+    program = run_program("--device", "cpu", "--dtype", "bfloat16", "--token-bytes", "2", *small, "--json", str(path))
+    assert program.returncode == 0, program.stderr
+    (run,) = json.loads(path.read_text())
+    assert run["vocabulary"] == 65536
+    assert run["losses"][0] == pytest.approx(math.log(65536), abs=1.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("--steps", "1"), "--steps: is 1, expected 2 or more"), (("--width", "30"), "expected a multiple of --heads, 4")],
+)
+def test_wrong_arguments_are_refused_by_name(arguments: tuple[str, ...], words: str) -> None:
+    program = run_program(*arguments)
+    assert program.returncode == 2
+    assert words in program.stderr
