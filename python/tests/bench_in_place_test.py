@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench_toy import CPU, DIM, QUICK, Eaves, Missing, Peer, exp_sum, small_flush, toy, toy_row  # noqa: F401
+from bench_toy import CPU, DIM, TOY, Eaves, Missing, Peer, exp_sum, small_flush, toy, toy_row  # noqa: F401
 from eaves.bench import device as bench_device
 from eaves.bench import harness, memory, timing, verify
 from eaves.bench.__main__ import main
@@ -242,14 +242,14 @@ class Lacks(Provider):
 
 def test_what_a_provider_lacks_in_a_row_is_the_reason_there(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    assert main([*QUICK, "--json", str(path)], [toy(Eaves(), Lacks(), modes=("fwd",))]) == 0
+    assert main([*TOY, "--json", str(path)], [toy(Eaves(), Lacks(), modes=("fwd",))]) == 0
     rows = [row for row in json.loads(path.read_text())["rows"] if row["provider"] == "lacks"]
     assert rows[0]["ms"] is not None
     assert (rows[1]["ms"], rows[1]["skipped"]) == (None, "not supported: long rows")
 
 
 def test_who_lacks_something_in_every_row_has_no_column(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(QUICK, [toy(Eaves(), Lacks(0), Peer(), modes=("fwd",))]) == 0
+    assert main(TOY, [toy(Eaves(), Lacks(0), Peer(), modes=("fwd",))]) == 0
     heads = [line.split() for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("n ")]
     assert [head[:4] for head in heads] == [["n", "eaves", "peer", "limit"]] * 2
 
@@ -258,7 +258,7 @@ def test_a_table_in_which_nobody_chosen_can_do_anything_is_left_out(capsys: pyte
     def tables(request: Request) -> list[Table]:
         return [Table("toy", "fwd", suffix, "n", "fp32", [toy_row("fwd", n)]) for suffix, n in (("a", 8), ("b", 64))]
 
-    assert main([*QUICK, "--provider", "lacks"], [Operator("toy", [Eaves(), Lacks()], tables)]) == 0
+    assert main([*TOY, "--provider", "lacks"], [Operator("toy", [Eaves(), Lacks()], tables)]) == 0
     titles = [line for line in capsys.readouterr().out.splitlines() if line.endswith(":")]
     assert titles == ["toy-speed-fwd-a:", "toy-memory-fwd-a:"]
 
@@ -267,7 +267,7 @@ def test_a_provider_for_another_device_is_missing(capsys: pytest.CaptureFixture[
     class NeedsGpu(Missing):
         device_types = ("cuda",)
 
-    assert main(QUICK, [toy(Eaves(), NeedsGpu(), modes=("fwd",))]) == 0
+    assert main(TOY, [toy(Eaves(), NeedsGpu(), modes=("fwd",))]) == 0
     out, err = capsys.readouterr()
     assert err == "# missing is left out: needs a GPU\n"
     assert "missing" not in out

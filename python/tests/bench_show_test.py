@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench_toy import DIM, QUICK, Eaves, FailsAt64, Peer, column, measured_table, small_flush, toy, toy_row  # noqa: F401
+from bench_toy import DIM, TOY, Eaves, FailsAt64, Peer, column, measured_table, small_flush, toy, toy_row  # noqa: F401
 from eaves.bench.__main__ import main
 from eaves.bench.benchmark import InvalidArgument, Operator, Row, Table
 from eaves.bench.harness import LIMIT, Measurement
@@ -116,7 +116,7 @@ def png_size(path: Path) -> tuple[int, int]:
 
 def test_plots_are_png_files_of_a_readable_size(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert main([*QUICK, "--plot", str(tmp_path / "new" / "plots")], [toy(Eaves(), Peer(), FailsAt64())]) == 0
+    assert main([*TOY, "--plot", str(tmp_path / "new" / "plots")], [toy(Eaves(), Peer(), FailsAt64())]) == 0
     files = sorted((tmp_path / "new" / "plots").iterdir())
     titles = [f"toy-{kind}-{mode}-dim16-fp32.png" for kind in ("memory", "speed") for mode in ("bwd", "fwd")]
     assert [path.name for path in files] == titles
@@ -260,7 +260,7 @@ def test_only_rows_of_the_same_options_are_drawn(tmp_path: Path) -> None:
 
 def test_the_file_of_a_plot_has_no_plus_in_its_name(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert main([*QUICK, "--plot", str(tmp_path)], [toy(Eaves(), modes=("fwd+bwd",))]) == 0
+    assert main([*TOY, "--plot", str(tmp_path)], [toy(Eaves(), modes=("fwd+bwd",))]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "toy-memory-fwd-bwd-dim16-fp32.png",
         "toy-speed-fwd-bwd-dim16-fp32.png",
@@ -269,7 +269,7 @@ def test_the_file_of_a_plot_has_no_plus_in_its_name(tmp_path: Path) -> None:
 
 def test_one_length_is_no_curve(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert main([*QUICK, "--max-bytes", "1K", "--plot", str(tmp_path)], [toy(Eaves(), modes=("fwd",))]) == 0
+    assert main([*TOY, "--max-bytes", "1K", "--plot", str(tmp_path)], [toy(Eaves(), modes=("fwd",))]) == 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -279,7 +279,7 @@ def test_without_matplotlib_plots_are_refused_in_one_sentence(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "eaves.bench.plot", raising=False)
     monkeypatch.delattr("eaves.bench.plot", raising=False)
-    assert main([*QUICK, "--plot", str(tmp_path)], [toy(Eaves())]) == 2
+    assert main([*TOY, "--plot", str(tmp_path)], [toy(Eaves())]) == 2
     out, err = capsys.readouterr()
     assert err == "eaves.bench: --plot: matplotlib is not installed, expected it: pip install eaves[bench]\n"
     assert out == ""

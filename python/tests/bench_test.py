@@ -14,6 +14,7 @@ from bench_toy import (  # noqa: F401
     CPU,
     DIM,
     QUICK,
+    TOY,
     Eaves,
     FailsAt64,
     Missing,
@@ -25,7 +26,8 @@ from bench_toy import (  # noqa: F401
     toy,
 )
 from eaves.bench import results, timing
-from eaves.bench.__main__ import main, parse_bytes
+from eaves.bench.__main__ import main
+from eaves.bench.arguments import parse_bytes
 from eaves.bench.benchmark import Forward, Operator, Provider, Request, Row, Table
 from eaves.bench.harness import LIMIT
 from eaves.bench.protocol import Protocol
@@ -38,7 +40,7 @@ def rows_of(path: Path, **wanted: object) -> list[dict[str, object]]:
 
 
 def test_the_program_prints_speed_and_memory_of_both_directions(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(QUICK, [toy(Eaves(), Peer())]) == 0
+    assert main(TOY, [toy(Eaves(), Peer())]) == 0
     out, err = capsys.readouterr()
     titles = [line for line in out.splitlines() if line.endswith(":")]
     assert titles == [f"toy-{kind}-{mode}-dim16-fp32:" for kind in ("speed", "memory") for mode in ("fwd", "bwd")]
@@ -48,7 +50,7 @@ def test_the_program_prints_speed_and_memory_of_both_directions(capsys: pytest.C
 def test_a_terminal_gets_a_progress_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tqdm")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert main(QUICK, [toy(Eaves())]) == 0
+    assert main(TOY, [toy(Eaves())]) == 0
     out, err = capsys.readouterr()
     assert "toy fwd n=8:   0%" in err and "0/4" in err
     assert "toy bwd n=64:" in err and "3/4" in err
@@ -63,7 +65,7 @@ def asked_of_an_operator(*argv: str) -> list[Request]:
         requests.append(request)
         return operator.tables(request)
 
-    assert main([*QUICK, *argv], [Operator("toy", operator.providers, tables)]) == 0
+    assert main([*TOY, *argv], [Operator("toy", operator.providers, tables)]) == 0
     return requests
 
 
@@ -93,7 +95,7 @@ def test_the_threads_are_those_of_everybody_and_in_the_result_file(tmp_path: Pat
             return exp_sum
 
     path = tmp_path / "result.json"
-    assert main([*QUICK, "--threads", "1", "--json", str(path)], [toy(Counts(), modes=("fwd",))]) == 0
+    assert main([*TOY, "--threads", "1", "--json", str(path)], [toy(Counts(), modes=("fwd",))]) == 0
     assert seen == {1}
     assert json.loads(path.read_text())["threads"] == 1
 
@@ -101,7 +103,7 @@ def test_the_threads_are_those_of_everybody_and_in_the_result_file(tmp_path: Pat
 def test_the_clocks_get_the_warm_up_before_each_table(monkeypatch: pytest.MonkeyPatch) -> None:
     warm_ups: list[float] = []
     monkeypatch.setattr(timing.Timer, "warm_up", lambda timer, ms: warm_ups.append(ms))
-    assert main(["--device", "cpu", "--repetitions", "1", "--warm-up-ms", "30"], [toy(Eaves())]) == 0
+    assert main(["toy", "--device", "cpu", "--repetitions", "1", "--warm-up-ms", "30"], [toy(Eaves())]) == 0
     assert warm_ups == [30.0, 30.0]
 
 
@@ -126,14 +128,14 @@ def test_operators_come_in_the_order_of_their_names(capsys: pytest.CaptureFixtur
 
 def test_a_provider_that_is_missing_is_named_once_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     operators = [toy(Eaves(), Missing(), name="toy"), toy(Eaves(), Missing(), name="other")]
-    assert main(QUICK, operators) == 0
+    assert main(["toy", "other", *QUICK], operators) == 0
     out, err = capsys.readouterr()
     assert err == "# missing is left out: No module named 'missing'\n"
     assert "missing" not in out
 
 
 def test_chosen_providers_are_compared_with_eaves_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*QUICK, "--provider", "wrong"], [toy(Eaves(), Peer(), WrongOut(), modes=("fwd",))]) == 0
+    assert main([*TOY, "--provider", "wrong"], [toy(Eaves(), Peer(), WrongOut(), modes=("fwd",))]) == 0
     out, _ = capsys.readouterr()
     assert "wrong: wrong result: out is off by" in out
     assert "peer" not in out.replace("best peer", "")
@@ -142,7 +144,7 @@ def test_chosen_providers_are_compared_with_eaves_all_the_same(capsys: pytest.Ca
 
 def test_a_failing_provider_is_skipped_in_the_result_file(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    assert main([*QUICK, "--json", str(path)], [toy(Eaves(), FailsAt64(), modes=("fwd",))]) == 0
+    assert main([*TOY, "--json", str(path)], [toy(Eaves(), FailsAt64(), modes=("fwd",))]) == 0
     fine, failed = rows_of(path, provider="fails")
     assert fine["ms"] is not None
     assert (failed["ms"], failed["skipped"]) == (None, "64 is too many")
@@ -150,7 +152,7 @@ def test_a_failing_provider_is_skipped_in_the_result_file(tmp_path: Path) -> Non
 
 def test_the_result_file_has_the_schema_of_the_program(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    assert main([*QUICK, "--protocol", "seed", "--json", str(path)], [toy(Eaves())]) == 0
+    assert main([*TOY, "--protocol", "seed", "--json", str(path)], [toy(Eaves())]) == 0
     result = json.loads(path.read_text())
     head = "schema device cuda driver cpu_level threads commit date protocol versions rows".split()
     assert list(result) == head
@@ -197,7 +199,7 @@ class Raises(Provider):
 
 def test_interrupting_is_exit_code_1_and_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "result.json"
-    assert main([*QUICK, "--json", str(path)], [toy(Raises(KeyboardInterrupt()))]) == 1
+    assert main([*TOY, "--json", str(path)], [toy(Raises(KeyboardInterrupt()))]) == 1
     assert capsys.readouterr().err == "eaves.bench: interrupted\n"
     assert list(tmp_path.iterdir()) == []
 
@@ -209,7 +211,7 @@ def test_a_system_that_fails_is_exit_code_1_and_one_line(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", replace)
-    argv = [*QUICK, "--json", str(tmp_path / "result.json")]
+    argv = [*TOY, "--json", str(tmp_path / "result.json")]
     assert main(argv, [toy(Eaves(), modes=("fwd",))]) == 1
     assert capsys.readouterr().err == "eaves.bench: [Errno 28] No space left on device\n"
     assert list(tmp_path.iterdir()) == []
@@ -218,7 +220,7 @@ def test_a_system_that_fails_is_exit_code_1_and_one_line(
 def test_a_run_that_ends_early_leaves_the_old_result_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "result.json"
     path.write_text("old")
-    assert main([*QUICK, "--max-bytes", "1", "--json", str(path)], [toy(Eaves())]) == 2
+    assert main([*TOY, "--max-bytes", "1", "--json", str(path)], [toy(Eaves())]) == 2
     out, err = capsys.readouterr()
     least = 4 * DIM * 8 + 4 * DIM
     assert err == f"eaves.bench: --max-bytes: 1 leaves out every row, expected {least} or more\n"
@@ -228,7 +230,7 @@ def test_a_run_that_ends_early_leaves_the_old_result_file(tmp_path: Path, capsys
 
 
 def test_rows_beyond_max_bytes_are_left_out_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*QUICK, "--max-bytes", "1K"], [toy(Eaves(), modes=("fwd",))]) == 0
+    assert main([*TOY, "--max-bytes", "1K"], [toy(Eaves(), modes=("fwd",))]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = lines[lines.index("toy-speed-fwd-dim16-fp32:") + 2 :]
     assert "left out" not in rows[0]
@@ -261,7 +263,7 @@ def test_bytes_may_have_a_unit() -> None:
 def test_a_wrong_argument_is_one_sentence_and_exit_code_2(
     argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--device", "cpu", *argv], [toy(Eaves())]) == 2
+    assert main(["toy", *argv, "--device", "cpu"], [toy(Eaves())]) == 2
     out, err = capsys.readouterr()
     assert sentence in err
     assert err.startswith("eaves.bench: ") and err.count("\n") == 1
@@ -292,7 +294,7 @@ def test_logsumexp_is_measured_side_by_side(tmp_path: Path) -> None:
 
 def test_a_gpu_has_the_table_host(cuda: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "result.json"
-    argv = ["--device", "cuda", "--repetitions", "5", "--warm-up-ms", "0", "--json", str(path)]
+    argv = ["toy", "--device", "cuda", "--repetitions", "5", "--warm-up-ms", "0", "--json", str(path)]
     assert main(argv, [toy(Eaves(), Peer())]) == 0
     assert "toy-host-bwd-dim16-fp32:" in capsys.readouterr().out
     assert all(0 < row["host_ms"] < 10 for row in rows_of(path, provider="peer"))

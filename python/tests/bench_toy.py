@@ -16,6 +16,7 @@ from eaves.bench.timing import Column, Timing
 DIM = 16  # rows of x in the toy operator
 CPU = torch.device("cpu")
 QUICK = ["--device", "cpu", "--repetitions", "2", "--warm-up-ms", "0"]
+TOY = ["toy", *QUICK]
 
 
 @pytest.fixture(autouse=True)

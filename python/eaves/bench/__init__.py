@@ -1,6 +1,7 @@
 """The side-by-side benchmark, `python -m eaves.bench`: eaves next to what else is installed, in one process.
 
 Where to look: `benchmark.py` has the words (row, table, operator, provider), `logsumexp.py` is an operator in those
-words, `harness.py` measures, `report.py` and `plot.py` show, `results.py` keeps. An operator is one such file and one
-entry in `operators.py`; a peer is one class in the operator's file.
+words, `run.py` goes through them, `harness.py` measures, `report.py` and `plot.py` show, `results.py` keeps,
+`stored.py` reads again and `page.py` lays out. An operator is one such file and one entry in `operators.py`; a peer is
+one class in the operator's file.
 """

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 from eaves.bench.benchmark import DTYPES, InvalidArgument, Table
 from eaves.bench.harness import LIMIT, Measurement
 from eaves.bench.protocol import Protocol
-from eaves.bench.report import Kind, MeasuredTable, has_numbers, title, value_of
+from eaves.bench.report import Kind, MeasuredTable, has_numbers, picture_name, value_of
 
 try:
     import matplotlib
@@ -28,10 +29,12 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
+from PIL import Image  # which matplotlib needs
 
 # 8 inches at 200 dots: sharp where a page shows it 800 pixels wide.
 _INCHES = (8.0, 4.5)
 _DOTS_PER_INCH = 200
+_PALETTE = 128
 
 # Okabe and Ito's palette, which colour-blind people can tell apart, without its yellow and black; and for plots of more
 # providers dark ones, which the marks tell apart from it.
@@ -60,16 +63,6 @@ class Setting:
     protocol: Protocol
 
 
-def make_folder(path: str) -> None:
-    """Before minutes of measuring, so that a wrong path is known at once."""
-    if not path:
-        raise InvalidArgument("--plot: is empty, expected the name of a folder")
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidArgument(f'--plot: "{path}" cannot be made: {error.strerror}') from error
-
-
 def draw(tables: Iterable[MeasuredTable], names: Sequence[str], setting: Setting, folder: str) -> list[Path]:
     """The files written. `names` are all providers that there are: a name's place in them is its colour."""
     written = []
@@ -78,13 +71,21 @@ def draw(tables: Iterable[MeasuredTable], names: Sequence[str], setting: Setting
             continue
         for kind in _WORDS:
             if has_numbers(measured, kind):
-                name = title(measured.table, kind).replace("+", "-")  # which some places allow in no file's name
-                path = Path(folder, f"{name}.png")
+                path = Path(folder, picture_name(measured.table, kind))
                 drawn = figure(measured, kind, names, setting)
-                drawn.savefig(path, dpi=_DOTS_PER_INCH)
+                _save(drawn, path)
                 pyplot.close(drawn)
                 written.append(path)
     return written
+
+
+def _save(drawn: Figure, path: Path) -> None:
+    """As PNG of few colours, a third as large, and without words about the program that wrote it: one drawing is one
+    file, byte for byte."""
+    pixels = BytesIO()
+    drawn.savefig(pixels, dpi=_DOTS_PER_INCH, format="png", metadata={"Software": None})
+    with Image.open(pixels) as image:
+        image.convert("RGB").quantize(_PALETTE, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(path, "PNG")
 
 
 def figure(measured: MeasuredTable, kind: Kind, names: Sequence[str], setting: Setting) -> Figure:

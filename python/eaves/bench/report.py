@@ -17,8 +17,6 @@ Kind = Literal["speed", "memory", "host"]
 EAVES = "eaves"
 MIB = 1024.0 * 1024.0
 
-_NO_NUMBER = "NaN"
-
 
 @dataclass
 class MeasuredTable:
@@ -53,47 +51,69 @@ def title(table: Table, kind: Kind) -> str:
     return f"{table.title_op or table.op}-{kind}-{table.mode}-{table.title_suffix}"
 
 
+def picture_name(table: Table, kind: Kind) -> str:
+    """Of the file that has the curves: the title, without a plus, which some places allow in no file's name."""
+    return f"{title(table, kind).replace('+', '-')}.png"
+
+
+def column_names(measured: MeasuredTable, kind: Kind) -> list[str]:
+    """Whose numbers a table shows, in order. Nobody enqueues the limit from Python for its own sake, so it has no
+    column among the costs of the host."""
+    return [*measured.providers] if kind == "host" else [*measured.providers, LIMIT]
+
+
+Values = dict[str, "float | None"]
+"""What stands in a row, by the names of the columns."""
+
+
+def values_of(measured: MeasuredTable, kind: Kind, measurement: Measurement) -> Values:
+    return {name: value_of(kind, measurement.columns[name]) for name in column_names(measured, kind)}
+
+
+def best_peer(values: Values) -> str | None:
+    """Who of the others has the least."""
+    # eaves-memory is none of the others.
+    peers = {name: value for name, value in values.items() if name.split("-")[0] != EAVES and name != LIMIT}
+    numbers = {name: value for name, value in peers.items() if value is not None}
+    return min(numbers, key=lambda name: numbers[name], default=None)
+
+
 def text_table(measured: MeasuredTable, kind: Kind) -> str:
     """Title, heads and rows, each ended by a newline."""
     table = measured.table
-    # Nobody enqueues the limit from Python for its own sake, so it has no column among the costs of the host.
-    names = [*measured.providers] if kind == "host" else [*measured.providers, LIMIT]
-    ratios = _ratios(measured.providers, kind)
-    lines = [[table.axis_name, *names, *ratios]]
+    ratios = ratios_of(measured.providers, kind)
+    lines = [[table.axis_name, *column_names(measured, kind), *ratios]]
     notes = [""]
     for row, measurement in zip(table.rows, measured.measurements):
         line = [f"{row.axis_value}.0"]
-        note = [_describe(table, row)]
+        note = [describe(table, row)]
         if measurement.skipped:
             note.append(measurement.skipped)
         else:
-            values = {name: value_of(kind, measurement.columns[name]) for name in names}
-            line += [_number(value, 6) for value in values.values()]
-            line += [_number(ratio(values), 3) for ratio in ratios.values()]
+            values = values_of(measured, kind, measurement)
+            line += [number(value, 6) for value in values.values()]
+            line += [number(ratio(values), 3) for ratio in ratios.values()]
             note += [f"{name}: {column.skipped}" for name, column in measurement.columns.items() if column.skipped]
-            note.append(_unsteady(measurement) if kind == "speed" else "")
+            is_unsteady = unsteady(measurement) if kind == "speed" else ""
+            note.append(is_unsteady and f"{is_unsteady}: is the machine busy?")
         lines.append(line)
         notes.append("; ".join(part for part in note if part))
     return f"{title(table, kind)}:\n{_aligned(lines, notes)}"
 
 
-Values = dict[str, "float | None"]
+EAVES_TO_LIMIT = "eaves / limit"
+PEER_TO_EAVES = "best peer / eaves"
 
 
-def _ratios(providers: Sequence[str], kind: Kind) -> dict[str, Callable[[Values], float | None]]:
+def ratios_of(providers: Sequence[str], kind: Kind) -> dict[str, Callable[[Values], float | None]]:
     """Head and arithmetic of the last columns."""
     ratios: dict[str, Callable[[Values], float | None]] = {}
     if EAVES not in providers:
         return ratios
-    peers = [name for name in providers if name.split("-")[0] != EAVES]  # eaves-memory is none
-
-    def best_peer(values: Values) -> float | None:
-        return min((value for name in peers if (value := values[name]) is not None), default=None)
-
     if kind != "host":
-        ratios["eaves / limit"] = lambda values: _quotient(values[EAVES], values[LIMIT])
-    if peers:
-        ratios["best peer / eaves"] = lambda values: _quotient(best_peer(values), values[EAVES])
+        ratios[EAVES_TO_LIMIT] = lambda values: _quotient(values[EAVES], values[LIMIT])
+    if any(name.split("-")[0] != EAVES for name in providers):
+        ratios[PEER_TO_EAVES] = lambda values: _quotient(values.get(best_peer(values) or ""), values[EAVES])
     return ratios
 
 
@@ -101,11 +121,11 @@ def _quotient(numerator: float | None, denominator: float | None) -> float | Non
     return numerator / denominator if numerator is not None and denominator else None
 
 
-def _number(value: float | None, digits: int) -> str:
-    return _NO_NUMBER if value is None else f"{value:.{digits}f}"
+def number(value: float | None, digits: int, no_number: str = "NaN") -> str:
+    return no_number if value is None else f"{value:.{digits}f}"
 
 
-def _describe(table: Table, row: Row) -> str:
+def describe(table: Table, row: Row) -> str:
     """Tables whose rows differ in more than the axis name the rest: "batch=16 dim=1024 axes=[1]". What is the same
     option in every row belongs to the title."""
     if table.is_curve:
@@ -118,10 +138,11 @@ def _describe(table: Table, row: Row) -> str:
     return " ".join(shape + [f"{key}={value}" for key, value in row.options.items() if not is_in_every_row(key)])
 
 
-def _unsteady(measurement: Measurement) -> str:
+def unsteady(measurement: Measurement) -> str:
+    """Whose times are those of a busy machine, with the fastest of each."""
     timings = {name: column.timing for name, column in measurement.columns.items() if column.timing}
     fastest = ", ".join(f"{name} {timing.min_ms:.3f}" for name, timing in timings.items() if timing.is_unsteady)
-    return f"unsteady, fastest {fastest}: is the machine busy?" if fastest else ""
+    return f"unsteady, fastest {fastest}" if fastest else ""
 
 
 def _aligned(lines: Sequence[Sequence[str]], notes: Sequence[str]) -> str:

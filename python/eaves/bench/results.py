@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
@@ -78,18 +79,40 @@ def _row(table: Table, row: Row, provider: str, column: Column, protocol: Protoc
     return entry
 
 
+def file_name(operator: str, protocol: Protocol) -> str:
+    """Of a result file in the folder of a device."""
+    return f"{operator}_{protocol.name}.json"
+
+
+def folder_name(device: str, is_gpu: bool) -> str:
+    """nvidia-h200, amd-epyc: the name of a GPU, and of a CPU its first two words, which are its maker's and its
+    family's. What is in brackets is no part of a name: "Intel(R)", "(2 threads)"."""
+    words = re.findall(r"[a-z0-9]+", re.sub(r"\([^()]*\)", " ", device.lower()))
+    return "-".join(words if is_gpu else words[:2])
+
+
+def make_folder(argument: str, path: str) -> None:
+    """Before minutes of measuring, so that a wrong path is known at once."""
+    if not path:
+        raise InvalidArgument(f"{argument}: is empty, expected the name of a folder")
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgument(f'{argument}: "{path}" cannot be made: {error.strerror}') from error
+
+
 class AtomicFile:
     """A file that is there whole or not at all: written beside its place, then moved there."""
 
     def __init__(self, argument: str, path: str) -> None:
         """Opened before minutes of measuring, so that a wrong path is known at once."""
-        self._path = Path(path)
+        self.path = Path(path)
         if not path:
             raise InvalidArgument(f"{argument}: is empty, expected the name of a file")
-        if path.endswith("/") or self._path.is_dir():
+        if path.endswith("/") or self.path.is_dir():
             raise InvalidArgument(f'{argument}: "{path}" is a folder, expected the name of a file')
         try:
-            handle, self._temporary = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
+            handle, self._temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
             self._file = os.fdopen(handle, "w")
         except OSError as error:
             raise InvalidArgument(f'{argument}: "{path}" cannot be written: {error.strerror}') from error
@@ -98,7 +121,7 @@ class AtomicFile:
         with self._file as file:
             file.write(text)
         os.chmod(self._temporary, 0o666 & ~_umask())
-        os.replace(self._temporary, self._path)
+        os.replace(self._temporary, self.path)
 
     def discard(self) -> None:
         """What is left when nothing was committed."""

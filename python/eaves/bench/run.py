@@ -1,0 +1,195 @@
+"""A run: finds out what is asked for and who is installed, measures table after table, prints each as it comes and
+writes what was measured, into the files that are named or into the folder of the device.
+
+Whatever can be refused is refused before anything is measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from eaves import _info
+from eaves.bench import page, providers, results
+from eaves.bench.arguments import BenchArguments
+from eaves.bench.benchmark import InvalidArgument, Operator, Provider, Request, Table, check_names
+from eaves.bench.device import device_name, find_device
+from eaves.bench.harness import Harness, HarnessOptions
+from eaves.bench.progress import Progress
+from eaves.bench.protocol import Protocol
+from eaves.bench.report import Kind, MeasuredTable, has_numbers, text_table
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One operator by one protocol: what a file of the device's folder holds."""
+
+    operator: Operator
+    protocol: Protocol
+    tables: Sequence[Table]
+    providers: Sequence[Provider]
+    """Those that are measured."""
+
+    reference: Provider
+    """With whose results theirs are compared."""
+
+
+@dataclass(frozen=True)
+class _MeasuredPart:
+    part: _Part
+    tables: Sequence[MeasuredTable]
+
+
+def run_bench(arguments: BenchArguments, operators: Sequence[Operator]) -> None:
+    by_name = {operator.name: operator for operator in operators}
+    check_names("there is no operator", arguments.operators, by_name)
+    chosen = [by_name[name] for name in dict.fromkeys(arguments.operators or by_name)]
+    check_names("--provider: there is no provider", arguments.providers, providers.known_names(chosen))
+    device = find_device(arguments.device)
+    if device.type == "cuda" and not (info := _info.extension())["gpus"]:
+        raise InvalidArgument(f"--device: eaves cannot use the GPU, expected cpu: {' '.join(info['missing'])}")
+    if arguments.threads > 0:
+        torch.set_num_threads(arguments.threads)
+    if arguments.results is None:
+        _run_into_files(arguments, chosen, operators, device)
+    else:
+        _run_into_folder(arguments, chosen, operators, device, Path(arguments.results))
+
+
+def _run_into_files(
+    arguments: BenchArguments, chosen: Sequence[Operator], operators: Sequence[Operator], device: torch.device
+) -> None:
+    """--json and --plot, where they are given: all tables of one protocol."""
+    if arguments.plot is not None:
+        from eaves.bench import plot
+
+        results.make_folder("--plot", arguments.plot)
+    (protocol,) = arguments.protocols
+    json_file = results.AtomicFile("--json", arguments.json) if arguments.json is not None else None
+    try:
+        parts = list(_measure(arguments, _parts(arguments, chosen, device), device))
+        measured = [table for each in parts for table in each.tables]
+        if json_file is not None:
+            versions = providers.versions(provider for each in parts for provider in each.part.providers)
+            json_file.commit(results.to_json(results.result(measured, device, protocol, versions)))
+    finally:
+        if json_file is not None:
+            json_file.discard()
+    if arguments.plot is not None:
+        setting = plot.Setting(device_name(device), _info.extension()["version"], str(torch.__version__), protocol)
+        for path in plot.draw(measured, providers.known_names(operators), setting, arguments.plot):
+            print(f"# wrote {path}")
+
+
+def _run_into_folder(
+    arguments: BenchArguments,
+    chosen: Sequence[Operator],
+    operators: Sequence[Operator],
+    device: torch.device,
+    root: Path,
+) -> None:
+    """A result file as soon as its operator and protocol are measured, then its curves and the page of all files."""
+    folder = root / results.folder_name(device_name(device), device.type == "cuda")
+    results.make_folder("--results", str(folder))
+    results.AtomicFile("--results", str(folder / page.NAME)).discard()
+    page.check(folder, operators)
+    for each in _measure(arguments, _parts(arguments, chosen, device), device):
+        part = each.part
+        file = results.AtomicFile("--results", str(folder / results.file_name(part.operator.name, part.protocol)))
+        try:
+            versions = providers.versions(part.providers)
+            file.commit(results.to_json(results.result(each.tables, device, part.protocol, versions)))
+        finally:
+            file.discard()
+        print(f"# wrote {file.path}")
+        page.draw(folder, operators, [file.path])
+
+
+def _parts(arguments: BenchArguments, operators: Sequence[Operator], device: torch.device) -> list[_Part]:
+    """What is to be measured, operator by operator."""
+    availability = providers.Availability(device)
+    request = Request(arguments.sweep, device, arguments.dtype or "bf16", arguments.dtype is not None)
+    parts = []
+    for operator in operators:
+        present = availability.installed(operator.providers)
+        selected = [each for each in present if not arguments.providers or each.name in arguments.providers]
+        if not selected:
+            raise InvalidArgument(f"--provider: none of those that are installed knows {operator.name}")
+        tables = operator.tables(request)
+        parts += [_Part(operator, protocol, tables, selected, present[0]) for protocol in arguments.protocols]
+    for name, why in availability.missing.items():
+        print(f"# {name} is left out: {why}", file=sys.stderr)
+    _check_max_bytes(arguments, parts)
+    return parts
+
+
+def _check_max_bytes(arguments: BenchArguments, parts: Sequence[_Part]) -> None:
+    moved = (part.protocol.moved(row).total for part in parts for table in part.tables for row in table.rows)
+    least = min(moved, default=0)
+    if 0 < arguments.max_bytes < least:
+        raise InvalidArgument(f"--max-bytes: {arguments.max_bytes} leaves out every row, expected {least} or more")
+
+
+_LATER_KINDS: tuple[Kind, ...] = ("host", "memory")
+
+
+def _measure(arguments: BenchArguments, parts: Sequence[_Part], device: torch.device) -> Iterator[_MeasuredPart]:
+    """Part after part, measured and printed."""
+    progress = Progress(sum(len(table.rows) for part in parts for table in part.tables))
+    harness, protocol = None, None
+    try:
+        for part in parts:
+            if harness is None or part.protocol != protocol:
+                protocol = part.protocol
+                _print_heading(device, protocol)
+                harness = Harness(
+                    HarnessOptions(device, protocol, arguments.repetitions, arguments.warm_up_ms, arguments.max_bytes)
+                )
+            measured = _measure_part(part, harness, progress)
+            for kind in _LATER_KINDS:
+                for table in measured:
+                    if has_numbers(table, kind):
+                        _print_table(table, kind)
+            yield _MeasuredPart(part, measured)
+    finally:
+        progress.close()
+
+
+def _measure_part(part: _Part, harness: Harness, progress: Progress) -> list[MeasuredTable]:
+    """The speed is printed at once."""
+    measured: list[MeasuredTable] = []
+    for table in part.tables:
+        able = [each for each in part.providers if not all(each.lacks(row) for row in table.rows)]
+        if not able:
+            progress.advance(len(table.rows))
+            continue
+        measured.append(MeasuredTable(table, [provider.name for provider in able]))
+        harness.warm_up()
+        for row in table.rows:
+            progress.show(f"{table.op} {table.mode} {table.axis_name}={row.axis_value}")
+            measured[-1].measurements.append(harness.measure(table.mode, row, able, part.reference))
+            progress.advance()
+        progress.hide()
+        _print_table(measured[-1], "speed")
+    return measured
+
+
+def _print_heading(device: torch.device, protocol: Protocol) -> None:
+    info = _info.extension()
+    print(f"# {device_name(device)}, eaves {info['version']} (commit {info['commit']}), torch {torch.__version__}")
+    print("# speed in ms, median; limit: plain streaming of the same bytes, or the matrix products, in the same run")
+    print("# best peer / eaves: the best of the others by eaves; above 1 eaves is faster, or takes less memory")
+    print("# memory in MiB: peak with inputs and outputs counted; limit: inputs and outputs alone")
+    if device.type == "cuda":
+        print("# host in ms: what a call costs Python when calls are enqueued back to back without waiting")
+    if protocol.name == "seed":
+        print("# protocol seed: every backward adds to a .grad that is never cleared; limit streams these bytes too")
+    print(flush=True)
+
+
+def _print_table(measured: MeasuredTable, kind: Kind) -> None:
+    print(text_table(measured, kind), flush=True)
