@@ -209,6 +209,24 @@ class CheckDocs(unittest.TestCase):
         self.assert_sound(begin + "```text\nno table\n```" + end)
         self.assert_defect(begin + "no table" + end, "the text is not what results/a.txt says")
 
+    def test_pages(self):
+        begin, end = "<!-- page: benchmarks/results/h200 -->\n", "\n<!-- end -->\n"
+        page = "# The page\n\n<!-- summary -->\n| a |\n|---|\n| 1 |\n<!-- end -->\n\n[first](#the-page)\n"
+        self.put("benchmarks/results/h200/README.md", page)
+        self.assert_sound(begin + "| a |\n|---|\n| 1 |" + end)
+        self.assert_defect(begin + "| a |\n|---|\n| 2 |" + end, "the page is not what benchmarks/results/h200 says")
+        self.assert_defect(begin.replace("h200", "none") + end, "is of benchmarks/results/none, which does not exist")
+        self.assertEqual(self.check(begin + "old" + end, "--write")[0], 0)
+        self.assertEqual((self.root / "README.md").read_text(), begin + "| a |\n|---|\n| 1 |" + end)
+        self.put("benchmarks/results/h200/README.md", page.replace("<!-- summary -->\n", ""))
+        self.assert_defect(begin + end, "no table can be made of benchmarks/results/h200")
+
+    def test_pages_are_checked_like_documents(self):
+        self.put("benchmarks/results/h200/README.md", "[curves](plots/none.png)\n")
+        code, output = self.check("")
+        self.assertEqual(code, 1, output)
+        self.assertIn("benchmarks/results/h200/README.md:1: links to plots/none.png, which does not exist", output)
+
     def test_new_files_are_there_for_the_examples(self):
         new = "```cpp new\n// include/eaves/new.h\nvoid new_forward();\n```\n"
         self.assert_sound(new + "`include/eaves/new.h` `new_forward`\n```sh\ngrep -q '^void' include/eaves/new.h\n```\n")
