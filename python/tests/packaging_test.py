@@ -1,0 +1,123 @@
+"""The wheel of dist/, as `make wheel` made it: what is in it, and that it works where there is nothing but Python and
+PyTorch. The source archive, from which the same package is built again."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CACHE = ROOT / "build" / "wheel" / "CMakeCache.txt"
+WHEELS = sorted((ROOT / "dist").glob("eaves-*.whl"))
+LIMIT_MIB = 60
+# What a wheel may ask of the system: PyTorch's libraries, which it has loaded, and the C and C++ runtimes.
+SYSTEM = {"libc10.so", "libtorch_cpu.so", "libc.so.6", "libdl.so.2", "libgcc_s.so.1", "libm.so.6", "libpthread.so.0"}
+SYSTEM |= {"librt.so.1", "libstdc++.so.6", "ld-linux-x86-64.so.2"}
+
+pytestmark = pytest.mark.skipif(not WHEELS or not CACHE.exists(), reason="dist/ holds no wheel of this clone")
+
+SMOKE = """
+import torch, eaves
+x = torch.randn(4, 10, requires_grad=True)
+head = torch.randn(7, 10, requires_grad=True)
+target = torch.tensor([0, 3, -100, 6])
+loss = eaves.linear_cross_entropy(x, head, target)
+loss.backward()
+same = torch.nn.functional.cross_entropy(x.detach() @ head.detach().T, target)
+torch.testing.assert_close(loss.detach(), same)
+assert x.grad.abs().sum() > 0 and head.grad.abs().sum() > 0
+torch.testing.assert_close(eaves.logsumexp(x, -1), torch.logsumexp(x, -1))
+print(eaves.__file__)
+"""
+
+
+def version() -> str:
+    text = (ROOT / "include" / "eaves" / "version.h").read_text()
+    (found,) = re.findall(r'#define EAVES_VERSION "(.*)"', text)
+    return str(found)
+
+
+def run(*command: str | Path, **options: object) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stdout + done.stderr
+    return str(done.stdout)
+
+
+def installed(wheel: Path, folder: Path) -> Path:
+    """The Python of a fresh environment that holds this wheel, and sees PyTorch beside it."""
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", packages, wheel)
+    # Behind its own packages, so that this eaves and not the one of the tests is found.
+    (packages / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+def check_that_it_works(python: Path, folder: Path) -> str:
+    """Without a compiler, in a folder that is not the tree. Returns what `info` says."""
+    environment = {"PATH": str(folder / "empty"), "HOME": str(folder)}
+    info = run(python, "-m", "eaves", "info", cwd=folder, env=environment)
+    file = run(python, "-c", SMOKE, cwd=folder, env=environment).strip()
+    assert Path(file).is_relative_to(python.parents[1]), "the package of the wheel, and no other"
+    return info
+
+
+def test_there_is_one_wheel_for_every_python_and_its_name_says_which_systems() -> None:
+    (wheel,) = WHEELS
+    assert re.fullmatch(rf"eaves-{re.escape(version())}-py3-none-manylinux_\d+_\d+_x86_64\.whl", wheel.name)
+
+
+def test_the_wheel_is_small() -> None:
+    assert WHEELS[0].stat().st_size < LIMIT_MIB * 2**20
+
+
+def test_the_libraries_that_the_wheel_needs_are_inside(tmp_path: Path) -> None:
+    with zipfile.ZipFile(WHEELS[0]) as archive:
+        libraries = [name for name in archive.namelist() if ".so" in Path(name).name]
+        archive.extractall(tmp_path, libraries)
+    assert "eaves/eaves_torch.so" in libraries
+    inside = {Path(name).name for name in libraries}
+    for library in libraries:
+        needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", run("readelf", "-d", tmp_path / library)))
+        assert needed <= inside | SYSTEM, f"{library} needs {needed - inside - SYSTEM}"
+
+
+def test_the_wheel_works_in_a_fresh_environment_without_a_compiler(tmp_path: Path) -> None:
+    python = installed(WHEELS[0], tmp_path / "venv")
+    assert check_that_it_works(python, tmp_path).startswith(f"eaves     {version()} ")
+
+
+def settings() -> Iterator[str]:
+    """How the wheel of dist/ was configured, so that what it compiled is compiled no second time."""
+    for name, value in re.findall(r"^(EAVES_CUDA|EAVES_CUDA_TARGETS):\w+=(.+)$", CACHE.read_text(), re.MULTILINE):
+        yield f"-Ccmake.define.{name}={value}"
+
+
+def test_the_source_archive_builds_the_same_package(tmp_path: Path) -> None:
+    pytest.importorskip("build", reason="build is not installed")
+    build = (sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"))
+    run(*build, "--sdist", ROOT)
+    (archive,) = (tmp_path / "dist").glob("*.tar.gz")
+    assert archive.name == f"eaves-{version()}.tar.gz"
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path, filter="data")
+    tree = tmp_path / archive.name.removesuffix(".tar.gz")
+    environment = {**os.environ, "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count())}
+    run(*build, "--wheel", *settings(), tree, env=environment)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(WHEELS[0]) as released:
+        names = [
+            {name for name in each.namelist() if name.startswith("eaves/") and not name.endswith("/")}
+            for each in (ours, released)
+        ]
+    assert names[0] == names[1]
+    check_that_it_works(installed(wheel, tmp_path / "venv"), tmp_path)
