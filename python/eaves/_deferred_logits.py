@@ -1,0 +1,141 @@
+"""Logits of a head that are not computed, as long as nobody needs their numbers: what a model patched by eaves.hf sees
+where its head gave a tensor.
+
+The model's own forward says what becomes of the logits, in each call, and `DeferredLogits` writes it down. So no scale
+and no soft cap is read from a configuration, where the same name multiplies in one architecture and divides in another
+(logits_scaling of HyperCLOVA X and of Granite), and nothing that an architecture does to its logits can get lost.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class DeferredLogits:
+    """The logits of a head, as long as they are nothing but softcap * tanh(scale * z / softcap) of the product z
+    (without a soft cap: scale * z).
+
+    No tensor, so that what does not know of it cannot take it for one. Whatever needs the numbers gets those of
+    `tensor()`, computed as the model wrote it, and from then on the loss is computed from that tensor too: it may have
+    been written to.
+    """
+
+    def __init__(
+        self,
+        head: torch.nn.Linear,
+        hidden: Tensor,
+        scale: float = 1.0,
+        softcap: float | None = None,
+        source: DeferredLogits | None = None,
+        function: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.head, self.hidden, self.scale, self.softcap = head, hidden, scale, softcap
+        # No references in circles: hidden states would wait for the garbage collector.
+        self._source, self._function = source, function  # the logits that these were made of, and how
+        self._root: DeferredLogits | None = (
+            source if source is None or source._root is None else source._root
+        )  # None: these
+        self._tensor: Tensor | None = None
+        self._version = 0
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether nobody has needed the numbers of these logits, or of those that they were made of."""
+        root = self if self._root is None else self._root
+        return root._tensor is None
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.hidden.shape[:-1], self.head.weight.shape[0]))
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    def tensor(self, reason: str) -> Tensor:
+        """The numbers."""
+        if self._tensor is None:
+            if self._source is None or self._function is None:
+                warnings.warn(
+                    f"eaves.hf: the model uses the logits for more than the loss ({reason}): all of them are computed",
+                    stacklevel=3,
+                )
+                self._tensor = torch.nn.functional.linear(self.hidden, self.head.weight, self.head.bias)
+            else:
+                source = self._source.tensor(reason)
+                if source._version != self._source._version:
+                    raise RuntimeError(f"eaves.hf: logits were written to before {reason} of others made of them")
+                self._tensor = self._function(source)
+            self._version = self._tensor._version
+        return self._tensor
+
+    def _made(self, reason: str, scale: float, softcap: float | None, function: Callable[[Tensor], Tensor]) -> Any:
+        if self.is_deferred and 0 < scale < math.inf:
+            return DeferredLogits(self.head, self.hidden, scale, softcap, self, function)
+        return function(self.tensor(reason))
+
+    def _times(self, reason: str, factor: float, function: Callable[[Tensor], Tensor]) -> Any:
+        # A soft cap times a factor: softcap * factor * tanh(scale * factor * z / (softcap * factor)).
+        softcap = None if self.softcap is None else self.softcap * factor
+        return self._made(reason, self.scale * factor, softcap, function)
+
+    def __mul__(self, other: Any) -> Any:
+        if isinstance(other, (int, float)):
+            return self._times("a factor", other, lambda x: x * other)
+        return self.tensor("a product") * other
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        if isinstance(other, (int, float)) and other != 0:
+            return self._times("a divisor", 1 / other, lambda x: x / other)
+        return self.tensor("a quotient") / other
+
+    def tanh(self) -> Any:
+        if self.softcap is None:
+            return self._made("tanh", self.scale, 1.0, torch.tanh)
+        return self.tensor("a second tanh").tanh()
+
+    def float(self) -> Any:
+        return self._made("float", self.scale, self.softcap, lambda x: x.float())
+
+    def to(self, *arguments: Any, **options: Any) -> Any:
+        if len(arguments) == 1 and isinstance(arguments[0], torch.dtype) and not options:
+            return self._made("to", self.scale, self.softcap, lambda x: x.to(arguments[0]))
+        return self.tensor("to").to(*arguments, **options)
+
+    def contiguous(self) -> Any:
+        return self._made("contiguous", self.scale, self.softcap, lambda x: x.contiguous())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # questions of Python and its tools, copy for instance
+            raise AttributeError(name)
+        return getattr(self.tensor(name), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function is torch.tanh and len(arguments) == 1 and not options:
+            return arguments[0].tanh()
+        name = getattr(function, "__name__", str(function))
+        arguments, options = torch.utils._pytree.tree_map(
+            lambda each: each.tensor(name) if isinstance(each, DeferredLogits) else each, (arguments, options or {})
+        )
+        return function(*arguments, **options)
+
+
+def _by_tensor(name: str) -> Callable[..., Any]:
+    return lambda logits, *arguments: getattr(logits.tensor(name), name)(*arguments)
+
+
+# Python looks operators up in the class, past __getattr__. Those that object has would give an answer, and a wrong one.
+for _name in (
+    "abs add and bool contains eq floordiv float ge getitem gt int invert iter le len lt matmul mod ne neg or pos pow "
+    "radd rand rfloordiv rmatmul rmod ror rpow rsub rtruediv rxor setitem sub xor"
+).split():
+    setattr(DeferredLogits, f"__{_name}__", _by_tensor(f"__{_name}__"))

@@ -1,0 +1,286 @@
+"""Hugging Face models that train with eaves.linear_cross_entropy as their head and loss.
+
+    eaves.hf.patch(model)         for a causal language model of transformers, or a PEFT model around one
+    eaves.hf.unpatch(model)       as it was
+    with eaves.hf.patched(model): both
+
+No architecture is named here. In a call that wants the loss and no logits, the head gives `DeferredLogits`: the hidden
+states, and what the model's own forward then does to the logits. A loss that is reached with nothing but factors and a
+soft cap is linear_cross_entropy with these. Whatever else is done to them is done to a tensor, which is computed then:
+that costs memory, and says so, but nothing is dropped.
+
+Model and head get another class, and nothing in the instance of the model wraps a function around itself: copies,
+pickles and replicas of a patched model call their own parameters, and unpatching gives the class back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+import eaves
+from eaves._deferred_logits import DeferredLogits
+
+__all__ = ["patch", "patched", "unpatch"]
+
+_Model = TypeVar("_Model", bound=torch.nn.Module)
+_LINEAR: Any = torch.nn.Linear  # what a head is; of any type, because the class of one is exchanged
+
+
+def patch(
+    model: _Model,
+    *,
+    skip_ignored: bool = True,
+    algorithm: str = "auto",
+    workspace_bytes: int | None = None,
+    grad_weight_dtype: torch.dtype | None = None,
+) -> _Model:
+    """Lets a causal language model of transformers compute its loss with eaves, in place.
+
+    Its forward has one more keyword, `skip_logits`. True: with labels, the loss is eaves.linear_cross_entropy of hidden
+    states and head, and `logits` of the output is None. False: logits are returned, and with labels the loss is
+    eaves.cross_entropy of them. None, the default: True where labels are given and the model is in training mode.
+    Without labels nothing changes, so generation does not either.
+
+    The loss is that of transformers (ForCausalLMLoss): labels are shifted, or `shift_labels` taken; those that are -100
+    do not count; `num_items_in_batch`, a number or a tensor that nothing waits for, divides the sum. What differs is
+    that it is computed in float32 from the product's float32 sums, and that it is 0, not NaN, where no label counts.
+
+    A call whose logits the model uses for more than factors, a soft cap and the loss computes them after all, with a
+    warning.
+
+    Args:
+        model: a transformers.PreTrainedModel, or a PEFT model, whose base model is patched. A patched model takes new
+            options.
+        skip_ignored: on a GPU, whether to leave out ignored labels before anything is multiplied; the call then waits
+            once for the device, for their number. On the CPU they are left out always.
+        algorithm, workspace_bytes, grad_weight_dtype: as in eaves.linear_cross_entropy.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: the model is none of transformers.
+        NotImplementedError: the loss is not ForCausalLMLoss; the head is not a torch.nn.Linear (quantised, with LoRA);
+            the forward of either was replaced on the instance.
+    """
+    base: Any = _base_of(model)
+    head = base.get_output_embeddings()
+    is_patched = hasattr(type(base), "_eaves_class")
+    if not is_patched:
+        _check_model(base)
+    if type(head) is not _Head:
+        _check_head(base, head)
+        head.__class__ = _Head
+        head.is_deferred = False
+    if not is_patched:
+        original: Any = type(base)
+        base.__class__ = _patched_class(original)
+    base._eaves_options = {
+        "skip_ignored": skip_ignored,
+        "algorithm": algorithm,
+        "workspace_bytes": workspace_bytes,
+        "grad_weight_dtype": grad_weight_dtype,
+    }
+    return model
+
+
+def unpatch(model: _Model) -> _Model:
+    """Makes a patched model what it was before, and returns it.
+
+    Raises:
+        ValueError: the model is not patched, or its class has been changed since (torch's fully_shard does).
+    """
+    base: Any = _base_of(model)
+    original = getattr(type(base), "_eaves_class", None)
+    if original is None:
+        raise ValueError(f"unpatch: this {type(base).__name__} is not patched")
+    if type(base) is not _patched_class(original):
+        raise ValueError(
+            f"unpatch: the model's class was changed to {type(base).__name__} after patch: undo that first"
+        )
+    head = base.get_output_embeddings()
+    if type(head) is _Head:
+        del head.is_deferred
+        head.__class__ = _LINEAR
+    del base._eaves_options
+    base.__class__ = original
+    return model
+
+
+@contextlib.contextmanager
+def patched(model: _Model, **options: Any) -> Iterator[_Model]:
+    """The model, patched until the end of the block; options are those of `patch`."""
+    patch(model, **options)
+    try:
+        yield model
+    finally:
+        unpatch(model)
+
+
+# What may be patched
+
+
+def _base_of(model: Any) -> torch.nn.Module:
+    """The model of transformers, for PEFT's wrappers what they wrap."""
+    try:
+        transformers = import_module("transformers.modeling_utils")
+    except ImportError as error:
+        raise ImportError("eaves.hf: transformers is not installed: pip install transformers") from error
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(base, transformers.PreTrainedModel):
+        raise TypeError(
+            f"patch: model is a {type(model).__name__}, expected a transformers.PreTrainedModel or a PEFT model around "
+            "one; patch it before torch.compile or a wrapper of torch.distributed takes it"
+        )
+    return base  # type: ignore[no-any-return]
+
+
+def _transformers_loss() -> Any:
+    return import_module("transformers.loss.loss_utils").ForCausalLMLoss
+
+
+def _check_model(model: Any) -> None:
+    name = type(model).__name__
+    if model.loss_function is not _transformers_loss() or not isinstance(type(model).loss_function, property):
+        found = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
+        raise NotImplementedError(f"patch: the loss of this {name} is {found}, expected ForCausalLMLoss")
+    if "forward" in vars(model):
+        raise NotImplementedError(
+            f"patch: the forward of this {name} was replaced on the instance (accelerate does, for mixed precision and "
+            "for several devices): patch the model before that"
+        )
+
+
+def _check_head(model: Any, head: Any) -> None:
+    name = type(model).__name__
+    if type(head) is not _LINEAR:
+        raise NotImplementedError(
+            f"patch: the head of this {name} is a {type(head).__module__}.{type(head).__qualname__}, expected a "
+            "torch.nn.Linear: one that is quantised or has an adapter computes more than a product"
+        )
+    if "forward" in vars(head):
+        raise NotImplementedError(
+            f"patch: the forward of this {name}'s head was replaced on the instance (accelerate does, for several "
+            "devices): patch the model before that"
+        )
+
+
+# The patched model
+
+
+@functools.cache
+def _patched_class(original: Any) -> Any:
+    """A subclass that is the original to whoever asks for its name: transformers writes that into configurations and
+    keeps tables by it."""
+    forward, original_loss = original.forward, original.loss_function.fget
+    transformers_loss = _transformers_loss()
+    # Not inspect.signature.bind in each call: torch.compile traces this.
+    place = list(inspect.signature(forward).parameters).index("labels") - 1
+
+    @functools.wraps(forward)  # Trainer asks for the signature, which stays as it was: skip_logits is no column of data
+    def patched_forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
+        if not hasattr(type(self), "_eaves_class"):  # whoever kept this function from before unpatch
+            return forward(self, *args, **kwargs)
+        has_labels = (args[place] if len(args) > place else kwargs.get("labels")) is not None
+        if skip_logits is None:
+            skip_logits = has_labels and self.training
+        if not skip_logits:
+            return forward(self, *args, **kwargs)
+        if not has_labels:
+            raise ValueError("skip_logits is True, but there are no labels: nothing would be computed")
+        head = self.get_output_embeddings()
+        if type(head) is not _Head:
+            raise RuntimeError(
+                f"eaves.hf: the head of this {type(self).__name__} was replaced after patch (resize_token_embeddings "
+                "and adapters do): call patch again"
+            )
+        head.is_deferred = True
+        try:
+            return _without_logits(forward(self, *args, **kwargs))
+        finally:
+            head.is_deferred = False
+
+    def loss_function(self: Any) -> Any:
+        chosen = original_loss(self)
+        if chosen is not transformers_loss:
+            return chosen  # set after patch
+        return functools.partial(_causal_lm_loss, self._eaves_options)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        # Pickle looks classes up by name, and would find the original.
+        return _unpickled, (original,), original.__reduce_ex__(self, protocol)[2]
+
+    patched_class = type(
+        original.__name__,
+        (original,),
+        {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "__reduce_ex__": reduce,
+            "_eaves_class": original,
+            "forward": patched_forward,
+            "loss_function": original.loss_function.getter(loss_function),  # with the original's setter
+        },
+    )
+    return patched_class
+
+
+def _unpickled(original: type) -> Any:
+    patched_class = _patched_class(original)
+    return patched_class.__new__(patched_class)
+
+
+class _Head(torch.nn.Linear):
+    """A head that multiplies, but in calls that skip the logits, where `is_deferred` is set."""
+
+    is_deferred: bool
+
+    def forward(self, input: Tensor) -> Any:
+        return DeferredLogits(self, input) if self.is_deferred else super().forward(input)
+
+
+def _without_logits(output: Any) -> Any:
+    if isinstance(output, tuple):  # return_dict=False: what is None is not in it
+        return tuple(each for each in output if not isinstance(each, DeferredLogits))
+    return dataclasses.replace(output, logits=None)
+
+
+def _causal_lm_loss(
+    options: dict[str, Any],
+    logits: Any,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: object,
+) -> Tensor:
+    """ForCausalLMLoss of transformers, which ignores other keywords too."""
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    target = shift_labels.reshape(-1).to(logits.device)
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(logits.device)
+    if isinstance(logits, DeferredLogits):
+        if logits.is_deferred and logits.shape[-1] == vocab_size:
+            head = logits.head
+            loss: Tensor = eaves.linear_cross_entropy(
+                logits.hidden.flatten(0, -2), head.weight, target, linear_bias=head.bias, ignore_index=ignore_index,
+                normalizer=num_items_in_batch, scale=logits.scale, softcap=logits.softcap, **options,
+            )  # fmt: skip
+            return loss
+        logits = logits.tensor("a vocabulary of another size" if logits.is_deferred else "the loss")
+    return eaves.cross_entropy(
+        logits.reshape(-1, vocab_size), target, ignore_index=ignore_index, normalizer=num_items_in_batch
+    )
