@@ -162,6 +162,8 @@ def _check_model(model: Any) -> None:
 
 def _check_head(model: Any, head: Any) -> None:
     name = type(model).__name__
+    if head is None:
+        raise NotImplementedError(f"patch: this {name} has no head (get_output_embeddings() is None)")
     if type(head) is not _LINEAR:
         raise NotImplementedError(
             f"patch: the head of this {name} is a {type(head).__module__}.{type(head).__qualname__}, expected a "

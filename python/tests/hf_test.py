@@ -1,0 +1,577 @@
+"""eaves.hf: patched models of transformers against the same models before.
+
+Models are tiny and made of configurations; nothing is downloaded. What they are is in hf_models.py.
+"""
+
+import copy
+import gc
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+import eaves.hf  # noqa: E402
+from eaves._deferred_logits import DeferredLogits  # noqa: E402
+from eaves._linear_cross_entropy import OF_INPUT, OF_WEIGHT  # noqa: E402
+from hf_models import (  # noqa: E402
+    ARCHITECTURES,
+    FEATURES,
+    LENGTH,
+    VOCABULARY,
+    Watch,
+    assert_same_step,
+    batch,
+    distance,
+    refuse_logits,
+    refuse_waiting,
+    step,
+    tiny_model,
+)
+
+# Loss and gradients of a patched model in float32, in parts of the largest element of each.
+FLOAT32_TOLERANCE = 1e-5
+
+each_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
+
+# What reaches the loss beside labels. None of the numbers is the number of labels, so that one that is lost shows.
+LOSS_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "labels": {},
+    "a number of items": {"num_items_in_batch": 29},
+    "a tensor of items": {"num_items_in_batch": torch.tensor(29)},
+    "shifted labels": {"shift_labels": torch.roll(batch()["labels"], -2, 1)},
+    "another ignored label": {"ignore_index": int(batch()["labels"][0, 6])},
+}
+
+
+@pytest.fixture(autouse=True)
+def no_warnings() -> Iterator[None]:
+    """A model that computes its logits after all says so, and here that is an error."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="eaves.hf")
+        yield
+
+
+# Values
+
+
+@each_architecture
+@pytest.mark.parametrize("arguments", LOSS_ARGUMENTS.values(), ids=LOSS_ARGUMENTS)
+def test_loss_and_every_gradient_are_those_of_the_model(name: str, arguments: dict[str, Any]) -> None:
+    if "ignore_index" in arguments:  # -100 is no class then
+        arguments = {**arguments, "labels": batch()["labels"].clamp(min=arguments["ignore_index"])}
+    model = tiny_model(name)
+    expected = step(model, **arguments)
+    assert not torch.isclose(expected.loss, step(model, labels=batch()["input_ids"]).loss, rtol=1e-3)
+    eaves.hf.patch(model)
+    actual = step(model, **arguments)
+    assert actual.output.logits is None
+    assert_same_step(actual, expected, FLOAT32_TOLERANCE)
+
+
+@each_architecture
+@pytest.mark.parametrize("arguments", [{}, {"num_items_in_batch": torch.tensor(29)}], ids=["mean", "items"])
+def test_logits_are_returned_when_asked_for(name: str, arguments: dict[str, Any]) -> None:
+    model = tiny_model(name)
+    expected = step(model, **arguments)
+    eaves.hf.patch(model)
+    actual = step(model, skip_logits=False, **arguments)
+    assert torch.equal(actual.output.logits, expected.output.logits)
+    assert_same_step(actual, expected, FLOAT32_TOLERANCE)
+
+
+def test_evaluation_returns_logits_as_before() -> None:
+    model = tiny_model().eval()
+    expected = model(**batch())
+    eaves.hf.patch(model)
+    actual = model(**batch())
+    assert torch.equal(actual.logits, expected.logits)
+    torch.testing.assert_close(actual.loss, expected.loss)
+    assert model(**batch(), skip_logits=True).logits is None
+
+
+def test_a_training_call_without_labels_returns_logits() -> None:
+    model = tiny_model()
+    tokens = batch()["input_ids"]
+    expected = model(tokens)
+    eaves.hf.patch(model)
+    actual = model(tokens)
+    assert torch.equal(actual.logits, expected.logits) and actual.loss is None
+
+
+@pytest.mark.parametrize("keep", [5, torch.tensor([1, 4, 6])], ids=["last", "some"])
+def test_labels_of_the_logits_that_are_kept(keep: Any) -> None:
+    model = tiny_model()
+    labels = batch()["labels"][:, -5:] if isinstance(keep, int) else batch()["labels"][:, keep]
+    expected = step(model, labels=labels, logits_to_keep=keep)
+    eaves.hf.patch(model)
+    assert_same_step(step(model, labels=labels, logits_to_keep=keep), expected, FLOAT32_TOLERANCE)
+    with pytest.raises(ValueError, match="target has shape"):
+        model(**batch(), logits_to_keep=keep)
+
+
+def test_labels_by_position_and_results_as_a_tuple() -> None:
+    model = tiny_model("gpt2")
+    tokens, labels = batch()["input_ids"], batch()["labels"]
+    place = list(inspect.signature(model.forward).parameters).index("labels")
+    expected = model(tokens, *[None] * (place - 1), labels, return_dict=False)
+    eaves.hf.patch(model)
+    actual = model(tokens, *[None] * (place - 1), labels, return_dict=False)
+    torch.testing.assert_close(actual[0], expected[0])
+    assert len(actual) == len(expected) - 1 and not isinstance(actual[1], (Tensor, DeferredLogits))
+
+
+def test_16_bit_gradients_are_nearer_to_float32_than_those_of_the_model() -> None:
+    # Hidden states of both are the same, so that what differs is head and loss: ours from float32 sums.
+    model = tiny_model().bfloat16()
+    head = model.lm_head.weight
+    theirs = step(model)
+    with eaves.hf.patched(model):
+        ours = step(model)
+    exact = step(copy.deepcopy(model).float())
+    hidden = model.model(batch()["input_ids"]).last_hidden_state.detach().float()
+    exact_head = head.detach().float().requires_grad_()
+    logits = hidden[:, :-1] @ exact_head.T
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch()["labels"][:, 1:].flatten()).backward()
+    assert exact_head.grad is not None
+    near = [distance(each.gradients["lm_head.weight"], exact_head.grad) for each in (ours, theirs)]
+    assert near[0] <= near[1] and near[0] <= 2**-8, near  # half a unit of bfloat16's last place is at most 2^-8
+    for name, gradient in exact.gradients.items():  # the body is 16 bits for both
+        assert distance(ours.gradients[name], gradient) <= 1.2 * distance(theirs.gradients[name], gradient), name
+
+
+def test_autocast_is_that_of_a_linear() -> None:
+    model = tiny_model()
+    exact = step(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = step(model)
+        eaves.hf.patch(model)
+        ours = step(model)
+    for name, gradient in exact.gradients.items():
+        assert distance(ours.gradients[name], gradient) <= 1.2 * distance(theirs.gradients[name], gradient), name
+
+
+def test_a_loss_without_labels_that_count_is_0() -> None:
+    model = eaves.hf.patch(tiny_model())
+    nothing = step(model, labels=torch.full((2, LENGTH), -100))
+    assert nothing.loss == 0
+    assert all(gradient.count_nonzero() == 0 for gradient in nothing.gradients.values())
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    model = tiny_model()
+    expected = step(model)
+    eaves.hf.patch(model).gradient_checkpointing_enable()
+    assert_same_step(step(model), expected, FLOAT32_TOLERANCE)
+
+
+# What is computed, and what is not
+
+
+@each_architecture
+def test_no_tensor_is_as_large_as_the_logits(name: str) -> None:
+    model = tiny_model(name)
+    with pytest.raises(AssertionError, match=rf"gives \[.*{VOCABULARY}\]"), refuse_logits():
+        step(model)
+    eaves.hf.patch(model)
+    with refuse_logits():
+        step(model)
+
+
+@pytest.mark.parametrize("skip_logits", [True, False])
+def test_the_number_of_items_is_not_read_from_its_tensor(skip_logits: bool) -> None:
+    model = eaves.hf.patch(tiny_model())
+    items = torch.tensor(29)
+    with pytest.raises(AssertionError, match="a number is read"), refuse_waiting():
+        items.item()
+    with refuse_waiting():
+        step(model, num_items_in_batch=items, skip_logits=skip_logits)
+
+
+def gradients_asked_for(run: Callable[[], object]) -> list[tuple[str, int]]:
+    """Of each call of an operator of linear_cross_entropy, its name and the gradients that it was asked for."""
+    asked = []
+
+    def note(operator: str, arguments: tuple[Any, ...], _: list[Tensor]) -> None:
+        if operator.startswith("eaves.linear_cross_entropy") and "backward" in operator:
+            asked.append((operator.split(".")[1].removeprefix("linear_cross_entropy_"), arguments[-1]))
+
+    with Watch(note):
+        run()
+    return asked
+
+
+def test_a_frozen_head_has_no_gradient_and_no_product_for_one() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    configuration = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny_model(), configuration).train()
+    expected = step(model)
+    assert eaves.hf.patch(model) is model
+    assert gradients_asked_for(lambda: step(model)) == [("forward_backward", OF_INPUT)]
+    actual = step(model)
+    assert actual.output.logits is None and model.get_base_model().lm_head.weight.grad is None
+    assert_same_step(actual, expected, FLOAT32_TOLERANCE)
+    eaves.hf.unpatch(model)
+    assert step(model).output.logits is not None
+
+
+def test_a_frozen_body_has_a_gradient_of_the_head_alone() -> None:
+    model = eaves.hf.patch(tiny_model())
+    model.model.requires_grad_(False)
+    assert gradients_asked_for(lambda: step(model)) == [("forward_backward", OF_WEIGHT)]
+
+
+def test_options_reach_the_operator_and_a_second_patch_changes_them() -> None:
+    model = tiny_model()
+    expected = step(model)
+    patched_class = type(eaves.hf.patch(model, algorithm="memory"))
+    assert gradients_asked_for(lambda: step(model)) == [("backward", OF_INPUT | OF_WEIGHT)]
+    eaves.hf.patch(model, algorithm="speed")
+    assert type(model) is patched_class
+    assert gradients_asked_for(lambda: step(model)) == [("forward_backward", OF_INPUT | OF_WEIGHT)]
+    assert_same_step(step(model), expected, FLOAT32_TOLERANCE)
+    with pytest.raises(ValueError, match="workspace_bytes"):
+        eaves.hf.patch(model, workspace_bytes=-1)(**batch())
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["call", "exception"])
+def test_hidden_states_are_not_kept(fails: bool) -> None:
+    model = eaves.hf.patch(tiny_model())
+    hidden: list[weakref.ref[Tensor]] = []
+    model.model.register_forward_hook(lambda *arguments: hidden.append(weakref.ref(arguments[-1].last_hidden_state)))
+    gc.collect()
+    gc.disable()  # nothing may need it
+    try:
+        if fails:
+            with pytest.raises(ValueError, match=f"is {VOCABULARY}, expected 0 to"):
+                model(**{**batch(), "labels": torch.full((2, LENGTH), VOCABULARY)})
+        else:
+            step(model)
+        model.zero_grad()
+        assert hidden[0]() is None
+    finally:
+        gc.enable()
+    assert model.lm_head(torch.zeros(1, FEATURES)).shape == (1, VOCABULARY)
+
+
+# What an architecture does to its logits
+
+
+def deferred(written: Callable[[Any], Any]) -> tuple[Tensor, Tensor, bool]:
+    """Losses with logits that `written` changes as a model's forward would, with DeferredLogits and with a tensor, and
+    whether the first were computed."""
+    torch.manual_seed(11)
+    head, hidden = torch.nn.Linear(FEATURES, VOCABULARY), torch.randn(2, LENGTH, FEATURES, dtype=torch.float32)
+    labels = batch()["labels"]
+    logits = written(DeferredLogits(head, hidden))
+    is_deferred = isinstance(logits, DeferredLogits) and logits.is_deferred
+    options: dict[str, Any] = {"skip_ignored": True}
+    loss = eaves.hf._causal_lm_loss
+    return (
+        loss(options, logits, labels, VOCABULARY),
+        loss(options, written(head(hidden)), labels, VOCABULARY),
+        not is_deferred,
+    )
+
+
+def write(logits: Any) -> Any:
+    logits[..., 5:9] = -1e4
+    return logits
+
+
+def write_to_a_source(logits: Any) -> Any:
+    capped = logits.float()
+    logits[..., 5:9] = -1e4
+    return capped
+
+
+KNOWN: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda logits: logits,
+    "a factor": lambda logits: 3.5 * logits * 2,
+    "a divisor": lambda logits: logits / 0.125,
+    "a soft cap": lambda logits: 2.0 * torch.tanh(logits / 2.0),
+    "a factor, a soft cap and a factor": lambda logits: torch.nn.functional.tanh(5 * logits / 0.7) * 0.7 / 0.3,
+    "a tanh": lambda logits: logits.tanh(),
+    "another dtype": lambda logits: logits.float().contiguous().to(torch.float32).to(torch.float64),
+}
+UNKNOWN: dict[str, Callable[[Any], Any]] = {
+    "a bias": lambda logits: logits + torch.linspace(-1, 1, VOCABULARY),
+    "a bias in front": lambda logits: torch.linspace(-1, 1, VOCABULARY) + 2 * logits,
+    "a factor of each class": lambda logits: logits * torch.linspace(0, 1, VOCABULARY),
+    "a tensor's factor": lambda logits: torch.tensor(3.0) * logits,
+    "a negative factor": lambda logits: logits * -2,
+    "a factor of 0": lambda logits: logits * 0,
+    "two tanh": lambda logits: (logits.tanh() * 3).tanh(),
+    "a square": lambda logits: logits**2,
+    "a function": lambda logits: torch.nn.functional.relu(logits),
+    "a method": lambda logits: logits.clamp(max=0.5),
+    "some classes": lambda logits: torch.cat([logits[..., :-8], torch.full((2, LENGTH, 8), -1e4)], -1),
+    "classes that are written to": write,
+    "a norm": lambda logits: logits - logits.logsumexp(-1, keepdim=True) * 0.5,
+    "a comparison": lambda logits: torch.where(logits > 0.5, 0.5, logits.float() * 2),
+    "an equality": lambda logits: (logits == logits) * 1.0 * logits * 2,
+}
+
+
+@pytest.mark.parametrize("written", KNOWN.values(), ids=KNOWN)
+def test_factors_and_a_soft_cap_are_computed_without_logits(written: Callable[[Any], Any]) -> None:
+    actual, expected, is_computed = deferred(written)
+    torch.testing.assert_close(actual, expected, rtol=FLOAT32_TOLERANCE, atol=0, check_dtype=False)
+    assert not is_computed
+
+
+@pytest.mark.parametrize("written", UNKNOWN.values(), ids=UNKNOWN)
+def test_whatever_else_is_done_to_logits_is_done_to_a_tensor_and_said(written: Callable[[Any], Any]) -> None:
+    with pytest.warns(UserWarning, match=r"uses the logits for more than the loss \(.+\): all of them are computed"):
+        actual, expected, is_computed = deferred(written)
+    torch.testing.assert_close(actual, expected, rtol=FLOAT32_TOLERANCE, atol=0)
+    assert is_computed
+
+
+def test_logits_made_of_others_that_were_written_to_are_refused() -> None:
+    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="were written to before"):
+        deferred(write_to_a_source)
+
+
+def test_a_hook_that_changes_the_logits_is_not_lost() -> None:
+    model = tiny_model()
+    model.lm_head.register_forward_hook(lambda _, __, logits: logits * torch.linspace(0, 2, VOCABULARY))
+    expected = step(model)
+    eaves.hf.patch(model)
+    with pytest.warns(UserWarning, match="all of them are computed"):
+        actual = step(model)
+    assert actual.output.logits is None
+    assert_same_step(actual, expected, FLOAT32_TOLERANCE)
+
+
+def test_a_loss_that_is_set_after_patch_is_used() -> None:
+    model = eaves.hf.patch(tiny_model())
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.square().mean()
+    with pytest.warns(UserWarning, match=r"\(square\)"):
+        assert model(**batch()).loss > 0
+
+
+# The model as an object
+
+
+def test_generation_is_the_same_token_by_token() -> None:
+    model = tiny_model("gemma2")
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    tokens = batch()["input_ids"]
+    for mode in (model.eval, model.train):
+        mode()
+        expected = model.generate(tokens, **options)
+        assert expected.shape == (2, LENGTH + 12)
+        with eaves.hf.patched(model):
+            assert torch.equal(model.generate(tokens, **options), expected)
+
+
+@each_architecture
+def test_unpatch_restores_everything(name: str) -> None:
+    model = tiny_model(name)
+    head = model.get_output_embeddings()
+
+    def state() -> list[Any]:
+        held = [(type(each), dict(vars(each))) for each in (model, head)]
+        return [*held, dict(vars(type(model))), model.forward, model.loss_function, inspect.signature(model.forward)]
+
+    before = state()
+    eaves.hf.patch(model)
+    assert model.loss_function is not before[4] and inspect.signature(model.forward) == before[5]
+    step(model)
+    assert eaves.hf.unpatch(model) is model
+    model.zero_grad()
+    assert state() == before
+
+
+def test_a_block_unpatches_after_an_exception() -> None:
+    model = tiny_model()
+    before = type(model)
+    with pytest.raises(KeyError), eaves.hf.patched(model, algorithm="memory") as same:
+        assert same is model and type(model) is not before
+        raise KeyError
+    assert type(model) is before and type(model.lm_head) is torch.nn.Linear
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_copy_is_patched_and_has_its_own_parameters(copied: Callable[[Any], Any]) -> None:
+    model = eaves.hf.patch(tiny_model("qwen2"), algorithm="memory")
+    expected = step(model)
+    twin = copied(model)
+    assert type(twin) is type(model) and twin.lm_head.weight is twin.model.embed_tokens.weight
+    assert gradients_asked_for(lambda: step(twin)) == [("backward", OF_INPUT | OF_WEIGHT)]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert_same_step(step(twin), expected, FLOAT32_TOLERANCE)
+    assert type(eaves.hf.unpatch(twin)) is transformers.Qwen2ForCausalLM
+
+
+def test_a_patched_model_is_saved_as_what_it_was(tmp_path: Path) -> None:
+    model = eaves.hf.patch(tiny_model())
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is transformers.LlamaForCausalLM
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+    assert_same_step(step(loaded.train()), step(model), FLOAT32_TOLERANCE)
+
+
+def test_compiled_it_is_one_graph(fresh_compiler: None) -> None:
+    model = tiny_model("gemma2")
+    expected = step(model)
+    compiled = torch.compile(eaves.hf.patch(model), backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        model.zero_grad()
+        output = compiled(**batch())
+        output.loss.backward()
+        assert output.logits is None
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        assert_same_step(expected._replace(loss=output.loss.detach(), gradients=gradients), expected, FLOAT32_TOLERANCE)
+
+
+def test_a_head_that_was_resized_has_to_be_patched_again() -> None:
+    model = eaves.hf.patch(tiny_model())
+    model.resize_token_embeddings(VOCABULARY + 3)
+    with pytest.raises(RuntimeError, match=r"replaced after patch .* call patch again"):
+        model(**batch())
+    eaves.hf.patch(model)
+    with refuse_logits():
+        step(model)
+
+
+def losses_of_trainer(model: Any, folder: Path, **options: Any) -> list[float]:
+    rows = torch.randint(3, VOCABULARY, (16, LENGTH), generator=torch.Generator().manual_seed(1))
+    labels = rows.where(torch.arange(LENGTH) >= torch.arange(16).remainder(8)[:, None], -100)  # a mean of means is off
+    data = [{"input_ids": row, "labels": label} for row, label in zip(rows, labels)]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4,
+        learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+        per_device_eval_batch_size=4, **options,
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=data[:4],
+        compute_metrics=lambda results: {"largest": float(abs(results.predictions).max())},
+    )
+    assert trainer.model_accepts_loss_kwargs
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    evaluated = trainer.evaluate()
+    return [*losses, evaluated["eval_loss"], evaluated["eval_largest"]]
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["float32", "bfloat16"])
+def test_trainer_gives_the_same_losses(options: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    expected = losses_of_trainer(tiny_model(), tmp_path, **options)
+    assert len(expected) == 6 and expected[3] < expected[0]
+    model = eaves.hf.patch(tiny_model())
+    shapes = []
+    model.lm_head.register_forward_hook(lambda _, __, logits: shapes.append(type(logits)))
+    # Steps of Adam take small gradients for as large as others, so that rounding grows.
+    actual = losses_of_trainer(model, tmp_path, **options)
+    assert actual == pytest.approx(expected, rel=0.02 if options else 1e-4)
+    assert shapes.count(DeferredLogits) == 8  # micro-batches; the others are of the evaluation
+    eaves.hf.unpatch(model)  # accelerate has left its wrapper of the forward there
+    assert model.train()(**batch()).logits is not None
+
+
+# Refusals
+
+
+def with_lora_on_the_head() -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    return peft.get_peft_model(tiny_model(), peft.LoraConfig(r=4, target_modules=["lm_head"]))
+
+
+def with_another_loss() -> Any:
+    model = tiny_model()
+    model.loss_function = lambda logits, **_: logits.sum()
+    return model
+
+
+def classifier() -> Any:
+    return transformers.LlamaForSequenceClassification(tiny_model().config)
+
+
+def without_a_head() -> Any:
+    return tiny_model().model
+
+
+def with_another_forward(of_the_head: bool) -> Any:
+    model = tiny_model()
+    changed = model.lm_head if of_the_head else model
+    changed.forward = changed.forward
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no model of transformers": (
+        lambda: torch.nn.Linear(2, 2), TypeError, r"model is a Linear, expected a transformers.PreTrainedModel"
+    ),
+    "compiled": (lambda: torch.compile(tiny_model()), TypeError, "patch it before torch.compile"),
+    "LoRA on the head": (
+        with_lora_on_the_head, NotImplementedError, r"the head of this Llama\w+ is a peft\..*, expected a torch.nn.L"
+    ),
+    "another loss": (
+        with_another_loss, NotImplementedError, "the loss of this .* is <lambda>, expected ForCausalLMLoss"
+    ),
+    "a classifier": (classifier, NotImplementedError, "is ForSequenceClassificationLoss, expected ForCausalLMLoss"),
+    "no head": (without_a_head, NotImplementedError, "this LlamaModel has no head"),
+    "a forward of the instance": (
+        lambda: with_another_forward(False), NotImplementedError, "the forward of this LlamaForCausalLM was replaced"
+    ),
+    "a head's forward of the instance": (
+        lambda: with_another_forward(True), NotImplementedError, "the forward of this Llama.*'s head was replaced"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_model_is_refused_and_left_as_it_is(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    model = make()
+    modules = [(type(each), dict(vars(each))) for each in model.modules()]
+    with pytest.raises(error, match=message) as caught:
+        eaves.hf.patch(model)
+    assert str(caught.value).startswith("patch: ") and "\n" not in str(caught.value)
+    assert [(type(each), dict(vars(each))) for each in model.modules()] == modules
+
+
+def test_what_is_not_patched_is_not_unpatched() -> None:
+    with pytest.raises(ValueError, match="this LlamaForCausalLM is not patched"):
+        eaves.hf.unpatch(tiny_model())
+    model = eaves.hf.patch(tiny_model())
+    model.__class__ = type("Sharded", (type(model),), {})  # as fully_shard does
+    assert step(model).output.logits is None
+    with pytest.raises(ValueError, match="class was changed to Sharded after patch"):
+        eaves.hf.unpatch(model)
+
+
+def test_skipped_logits_without_labels_are_refused() -> None:
+    model = eaves.hf.patch(tiny_model())
+    with pytest.raises(ValueError, match="skip_logits is True, but there are no labels"):
+        model(batch()["input_ids"], skip_logits=True)
+
+
+def test_transformers_is_imported_by_patch_alone() -> None:
+    program = "import sys, eaves, eaves.hf; print('transformers' in sys.modules); sys.modules['transformers'] = None\n"
+    program += "try: eaves.hf.patch(None)\nexcept ImportError as error: print(error)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ["False", "eaves.hf: transformers is not installed: pip install transformers"]
