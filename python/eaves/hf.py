@@ -134,7 +134,7 @@ def _base_of(model: Any) -> torch.nn.Module:
     try:
         transformers = import_module("transformers.modeling_utils")
     except ImportError as error:
-        raise ImportError("eaves.hf: transformers is not installed: pip install transformers") from error
+        raise ImportError(f"eaves.hf needs transformers (pip install transformers): {error}") from error
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, transformers.PreTrainedModel):
         raise TypeError(

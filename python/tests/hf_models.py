@@ -31,7 +31,8 @@ _SIZES: dict[str, Any] = {
 }
 _GPT2_SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "n_embd": FEATURES, "n_layer": 2, "n_head": 2, "n_positions": 64,
-    "initializer_range": 0.3, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "initializer_range": 0.3, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1,
+    "eos_token_id": 2,
 }  # fmt: skip
 _NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
