@@ -106,7 +106,8 @@ class DeferredLogits:
         return self._made("float", self.scale, self.softcap, lambda x: x.float())
 
     def to(self, *arguments: Any, **options: Any) -> Any:
-        if len(arguments) == 1 and isinstance(arguments[0], torch.dtype) and not options:
+        is_dtype = len(arguments) == 1 and isinstance(arguments[0], torch.dtype) and not options
+        if is_dtype and arguments[0].is_floating_point:
             return self._made("to", self.scale, self.softcap, lambda x: x.to(arguments[0]))
         return self.tensor("to").to(*arguments, **options)
 
@@ -114,7 +115,7 @@ class DeferredLogits:
         return self._made("contiguous", self.scale, self.softcap, lambda x: x.contiguous())
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # questions of Python and its tools, copy for instance
+        if name.startswith("_"):  # questions of Python and its tools, copy for instance
             raise AttributeError(name)
         return getattr(self.tensor(name), name)
 

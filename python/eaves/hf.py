@@ -70,7 +70,7 @@ def patch(
     Raises:
         TypeError: the model is none of transformers.
         NotImplementedError: the loss is not ForCausalLMLoss; the head is not a torch.nn.Linear (quantised, with LoRA);
-            the forward of either was replaced on the instance.
+            the forward takes no labels; that of model or head was replaced on the instance.
     """
     base: Any = _base_of(model)
     head = base.get_output_embeddings()
@@ -80,7 +80,7 @@ def patch(
     if type(head) is not _Head:
         _check_head(base, head)
         head.__class__ = _Head
-        head.is_deferred = False
+        head.is_deferring = False
     if not is_patched:
         original: Any = type(base)
         base.__class__ = _patched_class(original)
@@ -109,7 +109,7 @@ def unpatch(model: _Model) -> _Model:
         )
     head = base.get_output_embeddings()
     if type(head) is _Head:
-        del head.is_deferred
+        del head.is_deferring
         head.__class__ = _LINEAR
     del base._eaves_options
     base.__class__ = original
@@ -118,7 +118,7 @@ def unpatch(model: _Model) -> _Model:
 
 @contextlib.contextmanager
 def patched(model: _Model, **options: Any) -> Iterator[_Model]:
-    """The model, patched until the end of the block; options are those of `patch`."""
+    """The model, patched until the end of the block, and then not; options are those of `patch`."""
     patch(model, **options)
     try:
         yield model
@@ -153,6 +153,10 @@ def _check_model(model: Any) -> None:
     if model.loss_function is not _transformers_loss() or not isinstance(type(model).loss_function, property):
         found = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
         raise NotImplementedError(f"patch: the loss of this {name} is {found}, expected ForCausalLMLoss")
+    if model.get_output_embeddings() is None:
+        raise NotImplementedError(f"patch: this {name} has no head (get_output_embeddings() is None)")
+    if "labels" not in inspect.signature(type(model).forward).parameters:
+        raise NotImplementedError(f"patch: the forward of this {name} takes no labels")
     if "forward" in vars(model):
         raise NotImplementedError(
             f"patch: the forward of this {name} was replaced on the instance (accelerate does, for mixed precision and "
@@ -162,8 +166,6 @@ def _check_model(model: Any) -> None:
 
 def _check_head(model: Any, head: Any) -> None:
     name = type(model).__name__
-    if head is None:
-        raise NotImplementedError(f"patch: this {name} has no head (get_output_embeddings() is None)")
     if type(head) is not _LINEAR:
         raise NotImplementedError(
             f"patch: the head of this {name} is a {type(head).__module__}.{type(head).__qualname__}, expected a "
@@ -205,11 +207,11 @@ def _patched_class(original: Any) -> Any:
                 f"eaves.hf: the head of this {type(self).__name__} was replaced after patch (resize_token_embeddings "
                 "and adapters do): call patch again"
             )
-        head.is_deferred = True
+        head.is_deferring = True
         try:
             return _without_logits(forward(self, *args, **kwargs))
         finally:
-            head.is_deferred = False
+            head.is_deferring = False
 
     def loss_function(self: Any) -> Any:
         chosen = original_loss(self)
@@ -243,12 +245,12 @@ def _unpickled(original: type) -> Any:
 
 
 class _Head(torch.nn.Linear):
-    """A head that multiplies, but in calls that skip the logits, where `is_deferred` is set."""
+    """A head that multiplies, but in calls that skip the logits, where `is_deferring` is set."""
 
-    is_deferred: bool
+    is_deferring: bool
 
     def forward(self, input: Tensor) -> Any:
-        return DeferredLogits(self, input) if self.is_deferred else super().forward(input)
+        return DeferredLogits(self, input) if self.is_deferring else super().forward(input)
 
 
 def _without_logits(output: Any) -> Any:

@@ -320,6 +320,7 @@ UNKNOWN: dict[str, Callable[[Any], Any]] = {
     "a method": lambda logits: logits.clamp(max=0.5),
     "some classes": lambda logits: torch.cat([logits[..., :-8], torch.full((2, LENGTH, 8), -1e4)], -1),
     "classes that are written to": write,
+    "integers": lambda logits: (4 * logits).to(torch.int32) * 0.25,
     "a norm": lambda logits: logits - logits.logsumexp(-1, keepdim=True) * 0.5,
     "a comparison": lambda logits: torch.where(logits > 0.5, 0.5, logits.float() * 2),
     "an equality": lambda logits: (logits == logits) * 1.0 * logits * 2,
@@ -354,6 +355,19 @@ def test_a_hook_that_changes_the_logits_is_not_lost() -> None:
     with pytest.warns(UserWarning, match="all of them are computed"):
         actual = step(model)
     assert actual.output.logits is None
+    assert_same_step(actual, expected, FLOAT32_TOLERANCE)
+
+
+def test_a_model_with_a_loss_of_its_own_trains_as_before() -> None:
+    sizes = {"vocab_size": VOCABULARY, "d_model": FEATURES, "d_kv": 16, "d_ff": 40, "num_layers": 1, "num_heads": 2}
+    torch.manual_seed(3)
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
+    ).train()
+    expected = step(model)
+    eaves.hf.patch(model)
+    with pytest.warns(UserWarning, match="all of them are computed"):
+        actual = step(model)
     assert_same_step(actual, expected, FLOAT32_TOLERANCE)
 
 
@@ -515,6 +529,14 @@ def without_a_head() -> Any:
     return tiny_model().model
 
 
+def without_labels() -> Any:
+    class Unlabelled(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, *arguments: Any, **options: Any) -> Any:
+            return super().forward(*arguments, **options)
+
+    return Unlabelled(tiny_model().config)
+
+
 def with_another_forward(of_the_head: bool) -> Any:
     model = tiny_model()
     changed = model.lm_head if of_the_head else model
@@ -535,6 +557,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a classifier": (classifier, NotImplementedError, "is ForSequenceClassificationLoss, expected ForCausalLMLoss"),
     "no head": (without_a_head, NotImplementedError, "this LlamaModel has no head"),
+    "no labels": (without_labels, NotImplementedError, "the forward of this Unlabelled takes no labels"),
     "a forward of the instance": (
         lambda: with_another_forward(False), NotImplementedError, "the forward of this LlamaForCausalLM was replaced"
     ),
