@@ -204,8 +204,8 @@ def _patched_class(original: Any) -> Any:
         head = self.get_output_embeddings()
         if type(head) is not _Head:
             raise RuntimeError(
-                f"eaves.hf: the head of this {type(self).__name__} was replaced after patch (resize_token_embeddings "
-                "and adapters do): call patch again"
+                f"eaves.hf: the head of this {type(self).__name__} is another than at patch (resize_token_embeddings, "
+                "adapters and sharding change it): call patch again, which takes it or says why not"
             )
         head.is_deferring = True
         try:

@@ -461,11 +461,47 @@ def test_compiled_it_is_one_graph(fresh_compiler: None) -> None:
 def test_a_head_that_was_resized_has_to_be_patched_again() -> None:
     model = eaves.hf.patch(tiny_model())
     model.resize_token_embeddings(VOCABULARY + 3)
-    with pytest.raises(RuntimeError, match=r"replaced after patch .* call patch again"):
+    with pytest.raises(RuntimeError, match=r"another than at patch .* call patch again"):
         model(**batch())
     eaves.hf.patch(model)
     with refuse_logits():
         step(model)
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """One process: what is of interest are the classes and hooks that wrappers give a model."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_wrappers_of_torch_distributed_take_a_patched_model(process_group: None) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    expected = step(tiny_model("qwen2"))
+    wrapped = DistributedDataParallel(eaves.hf.patch(tiny_model("qwen2")))
+    actual = step(wrapped)
+    of_the_model = {name.removeprefix("module."): gradient for name, gradient in actual.gradients.items()}
+    assert actual.output.logits is None
+    assert_same_step(actual._replace(gradients=of_the_model), expected, FLOAT32_TOLERANCE)
+
+    sharded = eaves.hf.patch(tiny_model("qwen2"))
+    for layer in sharded.model.layers:
+        fully_shard(layer)
+    fully_shard(sharded)
+    actual = step(sharded)
+    whole = {name: gradient.full_tensor() for name, gradient in actual.gradients.items()}
+    assert actual.output.logits is None
+    assert_same_step(actual._replace(gradients=whole), expected, FLOAT32_TOLERANCE)
+    with pytest.raises(ValueError, match=r"class was changed to FSDPQwen2ForCausalLM after patch"):
+        eaves.hf.unpatch(sharded)
+
+    apart = eaves.hf.patch(tiny_model())
+    fully_shard(apart.lm_head)
+    with pytest.raises(RuntimeError, match="another than at patch"):
+        apart(**batch())
 
 
 def losses_of_trainer(model: Any, folder: Path, **options: Any) -> list[float]:
@@ -580,11 +616,6 @@ def test_a_model_is_refused_and_left_as_it_is(make: Callable[[], Any], error: ty
 def test_what_is_not_patched_is_not_unpatched() -> None:
     with pytest.raises(ValueError, match="this LlamaForCausalLM is not patched"):
         eaves.hf.unpatch(tiny_model())
-    model = eaves.hf.patch(tiny_model())
-    model.__class__ = type("Sharded", (type(model),), {})  # as fully_shard does
-    assert step(model).output.logits is None
-    with pytest.raises(ValueError, match="class was changed to Sharded after patch"):
-        eaves.hf.unpatch(model)
 
 
 def test_skipped_logits_without_labels_are_refused() -> None:
