@@ -65,6 +65,12 @@ def no_warnings() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def one_thread(cpu_threads: None) -> None:
+    """The tensors are tiny: threads would wait for each other longer than they compute."""
+    torch.set_num_threads(1)
+
+
 # Values
 
 
