@@ -2,10 +2,10 @@
 //
 //   train_ngram [file]
 //
-// x[t] = sum over k of E[k][byte t - k], logits = x W^T: a log-bilinear model (Mnih and Hinton, 2007) without positions.
-// The gradients of W and x come from one call of linear_cross_entropy, which holds no logits; what is left to the model
-// is to hand x's gradient on to the embeddings. On the CPU. Returns non-zero where the model, on text that it has not
-// seen, is no better than one that knows only how frequent each byte is.
+// x[t] = sum over k of E[k][byte t - k], logits = x W^T: a log-bilinear model (Mnih and Hinton, 2007) without
+// positions. The gradients of W and x come from one call of linear_cross_entropy, which holds no logits; what is left
+// to the model is to hand x's gradient on to the embeddings. On the CPU. Returns non-zero where the model, on text that
+// it has not seen, is no better than one that knows only how frequent each byte is.
 #include <eaves/linear_cross_entropy.h>
 
 #include <algorithm>
