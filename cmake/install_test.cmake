@@ -3,7 +3,7 @@
 set(work ${BUILD_DIR}/install_test)
 file(REMOVE_RECURSE ${work})
 
-# In the tree's folder, as the README's commands are.
+# In the tree's folder, as the README's commands are: train_ngram reads LICENSE there.
 function(run)
   execute_process(COMMAND ${ARGN} WORKING_DIRECTORY ${SOURCE_DIR} RESULT_VARIABLE result)
   if(NOT result EQUAL 0)

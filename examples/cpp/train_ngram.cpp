@@ -21,7 +21,7 @@
 
 namespace {
 
-constexpr int kContext = 4, kFeatures = 32, kBytes = 256;
+constexpr int kContext = 4, kFeatures = 32, kClasses = 256;
 constexpr int kBatch = 256, kEpochs = 12;
 constexpr float kLearningRate = 0.1f;
 
@@ -44,14 +44,14 @@ struct Parameter {
 };
 
 struct Model {
-  Parameter embedding, head;  // [kContext, kBytes, kFeatures], [kBytes, kFeatures]
+  Parameter embedding, head;  // [kContext, kClasses, kFeatures], [kClasses, kFeatures]
 
   explicit Model(std::mt19937& random)
-      : embedding(kContext * kBytes * kFeatures, random), head(kBytes * kFeatures, random) {}
+      : embedding(kContext * kClasses * kFeatures, random), head(kClasses * kFeatures, random) {}
 
   // Where E[k][byte position - 1 - k] begins in the embedding.
   static int place(const std::vector<unsigned char>& text, int position, int k) {
-    return (k * kBytes + text[position - 1 - k]) * kFeatures;
+    return (k * kClasses + text[position - 1 - k]) * kFeatures;
   }
 
   // The mean loss of predicting the bytes at these positions; takes a step against its gradient where `learns`.
@@ -72,7 +72,7 @@ struct Model {
     float loss = 0;
     const eaves::LinearCrossEntropyForwardArgs forward = {
         .inputs = {.x = TensorView::contiguous(x.data(), DType::float32, {rows, kFeatures}),
-                   .weight = TensorView::contiguous(head.value.data(), DType::float32, {kBytes, kFeatures}),
+                   .weight = TensorView::contiguous(head.value.data(), DType::float32, {kClasses, kFeatures}),
                    .targets = TensorView::contiguous(targets.data(), DType::int32, {rows})},
         .outputs = {.loss = TensorView::contiguous(&loss, DType::float32, {})}};
     if (!learns) {
@@ -83,7 +83,7 @@ struct Model {
         {.forward = forward,
          .gradients = {
              .grad_x = TensorView::contiguous(grad_x.data(), DType::float32, {rows, kFeatures}),
-             .grad_weight = TensorView::contiguous(head.gradient.data(), DType::float32, {kBytes, kFeatures})}});
+             .grad_weight = TensorView::contiguous(head.gradient.data(), DType::float32, {kClasses, kFeatures})}});
 
     for (int row = 0; row < rows; ++row) {
       for (int k = 0; k < kContext; ++k) {
@@ -99,7 +99,7 @@ struct Model {
 
 // In nats: the loss of a model that knows how frequent each byte is, and nothing else.
 double unigram_entropy(const std::vector<unsigned char>& text) {
-  std::array<double, kBytes> share = {};
+  std::array<double, kClasses> share = {};
   for (const unsigned char byte : text) share[byte] += 1.0 / static_cast<double>(text.size());
   return -std::accumulate(share.begin(), share.end(), 0.0,
                           [](double sum, double p) { return p > 0 ? sum + p * std::log(p) : sum; });

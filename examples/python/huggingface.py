@@ -32,7 +32,7 @@ def main() -> None:
     eaves.hf.patch(model)
     losses = []
     for _ in range(steps):
-        items = (labels[..., 1:] != -100).sum()  # stays on the device: nothing waits for it
+        items = (labels[..., 1:] != -100).sum()  # stays on the device: it is not read back
         optimizer.zero_grad()
         total = torch.zeros((), device=device)
         for batch, target in zip(tokens, labels, strict=True):

@@ -72,7 +72,7 @@ def patch(
         NotImplementedError: the loss is not ForCausalLMLoss; the head is not a torch.nn.Linear (quantised, with LoRA);
             the forward takes no labels; that of model or head was replaced on the instance.
     """
-    base: Any = _base_of(model)
+    base: Any = _base_of(model, "patch")
     head = base.get_output_embeddings()
     is_patched = hasattr(type(base), "_eaves_class")
     if not is_patched:
@@ -97,9 +97,10 @@ def unpatch(model: _Model) -> _Model:
     """Makes a patched model what it was before, and returns it.
 
     Raises:
+        TypeError: the model is none of transformers.
         ValueError: the model is not patched, or its class has been changed since (torch's fully_shard does).
     """
-    base: Any = _base_of(model)
+    base: Any = _base_of(model, "unpatch")
     original = getattr(type(base), "_eaves_class", None)
     if original is None:
         raise ValueError(f"unpatch: this {type(base).__name__} is not patched")
@@ -129,17 +130,17 @@ def patched(model: _Model, **options: Any) -> Iterator[_Model]:
 # What may be patched
 
 
-def _base_of(model: Any) -> torch.nn.Module:
+def _base_of(model: Any, operation: str) -> torch.nn.Module:
     """The model of transformers, for PEFT's wrappers what they wrap."""
     try:
         transformers = import_module("transformers.modeling_utils")
     except ImportError as error:
-        raise ImportError(f"eaves.hf needs transformers (pip install transformers): {error}") from error
+        raise ImportError(f"eaves.hf needs transformers (pip install eaves[hf]): {error}") from error
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, transformers.PreTrainedModel):
         raise TypeError(
-            f"patch: model is a {type(model).__name__}, expected a transformers.PreTrainedModel or a PEFT model around "
-            "one; patch it before torch.compile or a wrapper of torch.distributed takes it"
+            f"{operation}: model is a {type(model).__name__}, expected a transformers.PreTrainedModel or a PEFT model "
+            "around one; patch it before torch.compile or a wrapper of torch.distributed takes it"
         )
     return base  # type: ignore[no-any-return]
 

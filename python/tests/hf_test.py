@@ -253,6 +253,35 @@ def test_options_reach_the_operator_and_a_second_patch_changes_them() -> None:
         eaves.hf.patch(model, workspace_bytes=-1)(**batch())
 
 
+@pytest.mark.parametrize("skip_ignored", [True, False])
+def test_the_operator_is_told_whether_to_leave_out_ignored_rows(skip_ignored: bool) -> None:
+    told = []
+
+    def note(operator: str, arguments: tuple[Any, ...], _: list[Tensor]) -> None:
+        if operator.startswith("eaves.linear_cross_entropy_forward_backward"):
+            told.append(arguments[-4])  # before workspace_limit, outputs and gradients
+
+    model = eaves.hf.patch(tiny_model(), skip_ignored=skip_ignored)
+    with Watch(note):
+        step(model)
+    assert told == [skip_ignored]
+
+
+def test_the_operator_is_told_the_dtype_of_the_heads_gradient() -> None:
+    dtypes = []
+
+    def note(operator: str, _: tuple[Any, ...], outputs: list[Tensor]) -> None:
+        if operator.startswith("eaves.linear_cross_entropy_forward_backward"):
+            dtypes.extend(each.dtype for each in outputs if each.shape == shape)
+
+    model = tiny_model().bfloat16()
+    shape = model.lm_head.weight.shape
+    for dtype in (None, torch.float32):
+        with Watch(note):
+            step(eaves.hf.patch(model, grad_weight_dtype=dtype))
+    assert dtypes == [torch.bfloat16, torch.float32]
+
+
 @pytest.mark.parametrize("fails", [False, True], ids=["call", "exception"])
 def test_hidden_states_are_not_kept(fails: bool) -> None:
     model = eaves.hf.patch(tiny_model())
@@ -635,4 +664,4 @@ def test_transformers_is_imported_by_patch_alone() -> None:
     program += "try: eaves.hf.patch(None)\nexcept ImportError as error: print(error)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     is_imported, message = result.stdout.splitlines()
-    assert is_imported == "False" and message.startswith("eaves.hf needs transformers (pip install transformers): ")
+    assert is_imported == "False" and message.startswith("eaves.hf needs transformers (pip install eaves[hf]): ")

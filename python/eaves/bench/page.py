@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from eaves.bench import providers, results, summary
@@ -57,6 +57,7 @@ def draw_again(folder: str, operators: Sequence[Operator]) -> None:
     stored = StoredFolder(Path(folder), operators)
     if not stored.results:
         raise InvalidArgument(f'--page: "{folder}" has no result file, expected such as {_example(operators)}')
+    make_picture_folders("--page", Path(folder), [result.protocol for result in stored.results])
     draw(Path(folder), operators, [result.path for result in stored.results])
 
 
@@ -70,8 +71,14 @@ def check(folder: Path, operators: Sequence[Operator]) -> None:
         print(f"# no curves are drawn: {str(error).removeprefix('--plot: ')}", file=sys.stderr)
 
 
+def make_picture_folders(argument: str, folder: Path, protocols: Iterable[Protocol]) -> None:
+    """Before minutes of measuring, so that one that cannot be made is known at once."""
+    for protocol in protocols:
+        results.make_folder(argument, str(folder / _picture_folder(protocol)))
+
+
 def draw(folder: Path, operators: Sequence[Operator], paths: Sequence[Path]) -> None:
-    """The curves of these result files, then the page of all."""
+    """The curves of these result files, into folders that are there, then the page of all."""
     stored = StoredFolder(folder, operators)
     for result in stored.results:
         if result.path in paths:
@@ -90,7 +97,6 @@ def _draw_curves(result: StoredResult, operators: Sequence[Operator]) -> None:
     except InvalidArgument:  # which check() has said
         return
     folder = result.path.parent / _picture_folder(result.protocol)
-    results.make_folder("--page", str(folder))
     versions = result.head["versions"]
     setting = plot.Setting(result.head["device"], versions["eaves"], versions["torch"], result.protocol)
     for path in plot.draw(result.tables, providers.known_names(operators), setting, str(folder)):

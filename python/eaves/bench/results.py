@@ -1,4 +1,5 @@
-"""The result file: what `eaves bench --json` writes, with every provider's rows and the versions of all packages."""
+"""The result file: what `eaves bench --json` writes, with every provider's rows and the versions of all packages; and
+how files and folders of results are named."""
 
 from __future__ import annotations
 

@@ -97,6 +97,7 @@ def _run_into_folder(
     results.make_folder("--results", str(folder))
     results.AtomicFile("--results", str(folder / page.NAME)).discard()
     page.check(folder, operators)
+    page.make_picture_folders("--results", folder, arguments.protocols)
     for each in _measure(arguments, _parts(arguments, chosen, device), device):
         part = each.part
         file = results.AtomicFile("--results", str(folder / results.file_name(part.operator.name, part.protocol)))
