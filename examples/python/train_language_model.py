@@ -1,6 +1,6 @@
 """Trains a small language model on text that comes with Python: positions by eaves.lrpe_cosine, head and loss by
-eaves.linear_cross_entropy. `--backend torch` trains the same model with PyTorch's formulas of the two, `--backend both`
-one after the other. Two minutes at most on two CPU cores; uses the GPU where there is one.
+eaves.linear_cross_entropy. `--backend torch` trains the same model with PyTorch's formulas of the two, not compiled,
+`--backend both` one after the other. Two minutes at most on two CPU cores; uses the GPU where there is one.
 
 Prints a Markdown table: tokens per second, the loss on text that was held back, and on a GPU the peak of its memory.
 """
@@ -14,6 +14,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -161,6 +162,7 @@ def train(name: str, tokens: Tensor, arguments: argparse.Namespace) -> dict[str,
     timed_tokens = (arguments.steps - warm_up) * arguments.batch * arguments.length
     return {
         "backend": name,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "device": torch.cuda.get_device_name() if is_gpu else "cpu",
         **{key: value for key, value in vars(arguments).items() if key not in ("backend", "device", "json", "plot")},
         "vocabulary": 256**arguments.token_bytes,
@@ -242,10 +244,11 @@ def main() -> None:
     runs = [train(name, tokens, arguments) for name in names]
     print(table(runs))
     if arguments.json is not None:
-        Path(arguments.json).write_text(json.dumps(runs, indent=1) + "\n")
+        Path(arguments.json).write_text(json.dumps(runs, indent=1, allow_nan=False) + "\n")
     if arguments.plot is not None:
         draw(runs, arguments.plot)
-    if any(run["held_back_loss"] > run["unigram_entropy"] for run in runs) and arguments.steps >= 100:
+    # A loss that is NaN is not below either.
+    if arguments.steps >= 100 and not all(run["held_back_loss"] < run["unigram_entropy"] for run in runs):
         raise SystemExit("the model has learnt no more than how frequent the tokens are")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -45,6 +46,21 @@ def test_the_loss_falls_well_below_the_entropy_of_single_bytes(result: dict[str,
         assert run["unigram_entropy"] == pytest.approx(entropy, rel=1e-6)
         assert run["losses"][0] > math.log(256) - 0.1, "it starts with nothing learnt"
         assert run["held_back_loss"] < entropy - 0.7
+
+
+def test_the_committed_table_is_that_of_the_committed_runs() -> None:
+    table = runpy.run_path(str(PROGRAM))["table"]
+    files = list((PROGRAM.parents[2] / "benchmarks" / "results").glob("*/train_language_model.json"))
+    assert files
+    for file in files:
+        assert table(json.loads(file.read_text())) + "\n" == file.with_suffix(".txt").read_text()
+
+
+def test_a_loss_that_is_no_number_is_no_success() -> None:
+    small = ("--steps", "100", "--batch", "1", "--length", "8", "--width", "8", "--heads", "1", "--layers", "1")
+    program = run_program("--device", "cpu", "--lr", "1e30", *small)
+    assert program.returncode == 1
+    assert "has learnt no more" in program.stderr
 
 
 def test_it_prints_a_table_and_draws_a_picture(result: dict[str, Any]) -> None:
