@@ -230,8 +230,18 @@ def parse_arguments() -> argparse.Namespace:
     add("--json", metavar="FILE", help="write the runs to this file")
     add("--plot", metavar="FILE", help="draw the losses into this picture; needs matplotlib")
     arguments = parser.parse_args()
-    if arguments.steps < 2:
-        parser.error(f"--steps: is {arguments.steps}, expected 2 or more")
+    least = {"steps": 2, "batch": 1, "length": 1, "width": 1, "heads": 1, "layers": 1}
+    for name, value in least.items():
+        if getattr(arguments, name) < value:
+            parser.error(f"--{name}: is {getattr(arguments, name)}, expected {value} or more")
+    if arguments.lr < 0:
+        parser.error(f"--lr: is {arguments.lr}, expected 0 or more")
+    if arguments.device == "cuda" and not has_gpu:
+        parser.error("--device: is cuda, but PyTorch finds no GPU")
+    for name in ("json", "plot"):
+        path = getattr(arguments, name)
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            parser.error(f"--{name}: the folder of {path} does not exist")
     if arguments.width % arguments.heads != 0:
         parser.error(f"--width: is {arguments.width}, expected a multiple of --heads, {arguments.heads}")
     return arguments

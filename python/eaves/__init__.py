@@ -4,10 +4,13 @@
     linear_cross_entropy(input, linear_weight, target, *, linear_bias=None, weight=None, reduction="mean", ...)
     logsumexp(x, dim, keepdim=False, *, dtype=None)
     lrpe_cosine(x, theta, *, grid=None, extra_tokens=0, offset=0, positions=None, activation="none", ...)
+    hf.patch(model, *, ...)    a causal language model of transformers
 
 CPU and CUDA tensors; autograd, torch.compile, torch.func and CUDA graphs work with them. `python -m eaves info` says
 what this installation can do, `python -m eaves.bench` measures it beside PyTorch.
 """
+
+import typing
 
 from eaves._cross_entropy import CrossEntropyLoss, cross_entropy
 from eaves._cross_entropy_shards import (
@@ -37,3 +40,15 @@ __all__ = [
     "logsumexp",
     "lrpe_cosine",
 ]
+
+if typing.TYPE_CHECKING:
+    from eaves import hf as hf
+else:
+
+    def __getattr__(name: str) -> typing.Any:
+        """eaves.hf, imported when it is first asked for."""
+        if name == "hf":
+            import importlib
+
+            return importlib.import_module("eaves.hf")
+        raise AttributeError(f"module 'eaves' has no attribute '{name}'")

@@ -50,6 +50,14 @@ def test_public_names_are_those_that_are_listed() -> None:
     assert names == set(eaves.__all__) - {"__version__"}
 
 
+def test_hf_needs_no_import_of_its_own() -> None:
+    program = "import sys, eaves; before = 'eaves.hf' in sys.modules; print(before, eaves.hf.patch.__name__)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True)
+    assert result.stdout.split() == ["False", "patch"]
+    with pytest.raises(AttributeError, match="module 'eaves' has no attribute 'hg'"):
+        _ = eaves.hg  # type: ignore[attr-defined]
+
+
 def test_mypy_finds_nothing_in_the_package(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="mypy is not installed")
     assert request.config.cache is not None

@@ -83,7 +83,13 @@ def test_two_bytes_a_token_make_65536_classes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(("--steps", "1"), "--steps: is 1, expected 2 or more"), (("--width", "30"), "expected a multiple of --heads, 4")],
+    [
+        (("--steps", "1"), "--steps: is 1, expected 2 or more"),
+        (("--length", "0"), "--length: is 0, expected 1 or more"),
+        (("--width", "30"), "expected a multiple of --heads, 4"),
+        (("--lr", "-1"), "--lr: is -1.0, expected 0 or more"),
+        (("--plot", "no-such-folder/loss.png"), "--plot: the folder of no-such-folder/loss.png does not exist"),
+    ],
 )
 def test_wrong_arguments_are_refused_by_name(arguments: tuple[str, ...], words: str) -> None:
     program = run_program(*arguments)
