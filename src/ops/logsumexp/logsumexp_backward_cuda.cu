@@ -28,7 +28,7 @@ template <typename T, typename View>
 struct LogsumexpGradient {
   using Element = T;
   using A = Accumulator<T>;
-  static constexpr bool kIsHeavy = false;
+  [[maybe_unused]] static constexpr bool kIsHeavy = false;  // integers, which have no vectors, do not ask
 
   View rows;
   const T* in;

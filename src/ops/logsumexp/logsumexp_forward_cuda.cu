@@ -21,7 +21,7 @@ struct Logsumexp {
   using Merge = MergeSoftmax;
   struct Prepared {};
   static constexpr bool kHasVectors = kIsFloatingPoint<T>;
-  static constexpr bool kIsHeavy = false;
+  [[maybe_unused]] static constexpr bool kIsHeavy = false;  // integers, which have no vectors, do not ask
 
   View rows;
   const T* x;
