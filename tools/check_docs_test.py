@@ -221,6 +221,15 @@ class CheckDocs(unittest.TestCase):
         self.put("benchmarks/results/h200/README.md", page.replace("<!-- summary -->\n", ""))
         self.assert_defect(begin + end, "no table can be made of benchmarks/results/h200")
 
+    def test_a_page_may_say_a_sentence_below_the_table(self):
+        shown = "| a |\n|---|\n| 1 |\n\nNot measured: b in a."
+        self.put("benchmarks/results/h200/README.md", f"<!-- summary -->\n{shown}\n<!-- end -->\n")
+        begin, end = "<!-- page: benchmarks/results/h200 -->\n", "\n<!-- end -->\n"
+        self.assertEqual(self.check(begin + "old" + end, "--write")[0], 0)
+        self.assertEqual((self.root / "README.md").read_text(), begin + shown + end)
+        self.assert_sound(begin + shown + end)
+        self.assert_defect(begin + shown.replace("b in", "c in") + end, "the page is not what")
+
     def test_pages_are_checked_like_documents(self):
         self.put("benchmarks/results/h200/README.md", "[curves](plots/none.png)\n")
         code, output = self.check("")

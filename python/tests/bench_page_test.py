@@ -286,7 +286,36 @@ def test_who_has_no_column_is_named_with_the_reason(tmp_path: Path) -> None:
     put(tmp_path, [measured])
     text = text_of(tmp_path, measured, providers=[Eaves(), Lacks(), Missing()])
     assert "- no column: lacks: `no backward alone`" in text
-    assert "missing" not in text
+    assert "no column: missing" not in text
+
+
+class OnGpu(Peer):
+    name = "on-gpu"
+    device_types = ("cuda",)
+
+
+def test_who_has_no_number_in_a_file_is_named_with_the_reason(tmp_path: Path) -> None:
+    failed = measured_table({"eaves": column(1), "peer": column(2), "fails": Column("no such GEMM"), LIMIT: column(1)})
+    whole = measured_table({"eaves": column(1), "peer": column(2), "fails": column(2), LIMIT: column(1)})
+    put(tmp_path, [failed])
+    put(tmp_path, [whole], "seed")
+    text = text_of(tmp_path, failed, providers=[Eaves(), Peer(), FailsAt64(), Missing(), Lacks(), OnGpu()])
+    not_measured = text.split("## Not measured\n")[1].splitlines()
+    why = "`was not installed, or was left out: the file has no row of it`"
+    assert not_measured[1:] == [
+        "- toy, protocol autograd, no number of fails: `no such GEMM`",
+        f"- toy, protocol autograd, no number of missing: {why}",
+        "- toy, protocol autograd, no number of lacks: `no backward alone`",
+        "- toy, protocol autograd, no number of on-gpu: `needs a GPU`",
+        f"- toy, protocol seed, no number of missing: {why}",
+        "- toy, protocol seed, no number of lacks: `no backward alone`",
+        "- toy, protocol seed, no number of on-gpu: `needs a GPU`",
+        "",
+        "Every row of the published tables is above, by both protocols.",
+    ]
+    # The part that other documents show has who could be there, in one line below the table.
+    shown = text.split("<!-- summary -->\n")[1].split("<!-- end -->")[0].splitlines()
+    assert shown[-2:] == ["", "Not measured: fails and missing in toy."]
 
 
 def test_published_rows_without_a_number_are_listed(tmp_path: Path) -> None:

@@ -271,8 +271,13 @@ _NOT_MEASURED = "Not measured"
 
 
 def _not_measured(stored: StoredFolder) -> list[str]:
-    """Published rows without a time of eaves, and files and rows that are not shown."""
+    """Providers without a number, published rows without a time of eaves, and files and rows that are not shown."""
     lines = [f"## {_NOT_MEASURED}", ""]
+    absent: dict[tuple[str, str, str], list[str]] = {}
+    for each in stored.absences():
+        absent.setdefault((each.operator.name, each.protocol.name, each.why), []).append(each.provider)
+    for (operator, protocol, why), names in absent.items():
+        lines.append(f"- {operator}, protocol {protocol}, no number of {', '.join(names)}: {_code(why)}")
     for gap in stored.gaps():
         titles = ", ".join(title(gap.table, kind) for kind in _KINDS)
         lengths = ", ".join(str(row.axis_value) for row in gap.rows)
@@ -282,4 +287,7 @@ def _not_measured(stored: StoredFolder) -> list[str]:
     for result in stored.results:
         if result.unknown_rows:
             lines.append(f"- {result.path.name}: {result.unknown_rows} numbers of rows that the program no longer has")
-    return lines if len(lines) > 2 else [*lines, "Every row of the published tables is above, by both protocols."]
+    if not any(stored.gaps()):
+        lines += [""] if len(lines) > 2 else []
+        lines.append("Every row of the published tables is above, by both protocols.")
+    return lines

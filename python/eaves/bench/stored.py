@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from eaves.bench.benchmark import InvalidArgument, Operator, Request, Row, Table
+from eaves.bench.benchmark import InvalidArgument, Operator, Provider, Request, Row, Table
 from eaves.bench.harness import LIMIT, Measurement
 from eaves.bench.protocol import Protocol
 from eaves.bench.report import EAVES, MIB, MeasuredTable, title
@@ -55,6 +55,18 @@ class Gap:
     why: str
 
 
+@dataclass(frozen=True)
+class Absence:
+    """A provider of an operator without any number in a result file."""
+
+    operator: Operator
+    protocol: Protocol
+    provider: str
+    why: str
+    could_be_there: bool
+    """It runs on this device and has what some row asks for."""
+
+
 class StoredFolder:
     """The result files of a device."""
 
@@ -74,9 +86,12 @@ class StoredFolder:
     def find(self, operator: Operator, protocol: Protocol) -> StoredResult | None:
         return next((each for each in self.results if each.operator is operator and each.protocol == protocol), None)
 
+    @property
+    def is_gpu(self) -> bool:
+        return any(each.head["cuda"] is not None for each in self.results)
+
     def published_tables(self, operator: Operator) -> list[Table]:
-        is_gpu = any(each.head["cuda"] is not None for each in self.results)
-        return operator.tables(Request("seed", _device(is_gpu), "bf16", has_dtype=False))
+        return operator.tables(Request("seed", _device(self.is_gpu), "bf16", has_dtype=False))
 
     def other_tables(self, operator: Operator) -> list[Table]:
         """Those that a file has beyond the published ones, each once."""
@@ -111,6 +126,34 @@ class StoredFolder:
                     for why, rows in reasons.items():
                         yield Gap(table, protocol, rows, why)
 
+    def absences(self) -> Iterator[Absence]:
+        """Every known provider has a number in every file or is in here."""
+        for result in self.results:
+            measured = {name for table in result.tables for name in _measured_names(table)}
+            for provider in result.operator.providers:
+                if provider.name not in measured:
+                    yield self._absence(result, provider)
+
+    def _absence(self, result: StoredResult, provider: Provider) -> Absence:
+        failures = [
+            measurement.columns[provider.name].skipped
+            for table in result.tables
+            for measurement in table.measurements
+            if provider.name in table.providers
+        ]
+        lacking = [provider.lacks(row) for table in result.tables for row in table.table.rows]
+        could_be_there = True
+        if failures:
+            reasons = failures
+        elif _device(self.is_gpu).type not in provider.device_types:
+            reasons, could_be_there = [f"needs a {'CPU' if self.is_gpu else 'GPU'}"], False
+        elif lacking and all(lacking):
+            reasons, could_be_there = lacking, False
+        else:
+            reasons = ["was not installed, or was left out: the file has no row of it"]
+        why = "; ".join(dict.fromkeys(reasons))
+        return Absence(result.operator, result.protocol, provider.name, why, could_be_there)
+
     def _read(self, path: Path, operator: Operator, protocol: Protocol) -> None:
         try:
             result = json.loads(path.read_text())
@@ -120,6 +163,11 @@ class StoredFolder:
             self.results.append(_stored(path, operator, protocol, result))
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidArgument(f'"{path}" is no result file of this program: {error!r}') from error
+
+
+def _measured_names(measured: MeasuredTable) -> Iterator[str]:
+    for measurement in measured.measurements:
+        yield from (name for name, column in measurement.columns.items() if column.timing is not None)
 
 
 def _device(is_gpu: bool) -> torch.device:

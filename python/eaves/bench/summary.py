@@ -154,7 +154,23 @@ def ends(stored: StoredFolder) -> list[str]:
             lines.append(_end(group, longest))
             lines += [_end(group, shortest)] if shortest is not longest else []
     words = f"Protocol {_ENDS_PROTOCOL.name}, of each operator's first table:"
+    lines += _absent_peers(stored)
     return [f"## {ENDS}", "", words, "", "<!-- summary -->", *lines, "<!-- end -->", ""]
+
+
+def _absent_peers(stored: StoredFolder) -> list[str]:
+    """One line: of each operator those that could stand in its rows and have no number."""
+    names: dict[str, list[str]] = {}
+    for each in stored.absences():
+        if each.protocol == _ENDS_PROTOCOL and each.could_be_there and each.provider.split("-")[0] != EAVES:
+            names.setdefault(each.operator.name, []).append(each.provider)
+    of_operators = "; ".join(f"{_joined(providers)} in {operator}" for operator, providers in names.items())
+    return ["", f"Not measured: {of_operators}."] if names else []
+
+
+def _joined(words: Sequence[str]) -> str:
+    """a, b and c"""
+    return " and ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
 
 
 def _end(group: _Group, cell: _Cell) -> str:
