@@ -230,6 +230,19 @@ class CheckDocs(unittest.TestCase):
         self.assert_sound(begin + shown + end)
         self.assert_defect(begin + shown.replace("b in", "c in") + end, "the page is not what")
 
+    def test_a_page_has_a_second_part_that_others_show(self):
+        page = "<!-- summary -->\n| a |\n<!-- end -->\n\n<!-- slower -->\n| b |\n|---|\n<!-- end -->\n"
+        self.put("benchmarks/results/h200/README.md", page)
+        begin, end = "<!-- page: benchmarks/results/h200 slower -->\n", "\n<!-- end -->\n"
+        self.assert_sound(begin + "| b |\n|---|" + end)
+        self.assert_defect(begin + "| a |" + end, "the page is not what benchmarks/results/h200 says")
+        self.assertEqual(self.check(begin + "old" + end, "--write")[0], 0)
+        self.assertEqual((self.root / "README.md").read_text(), begin + "| b |\n|---|" + end)
+        self.put("benchmarks/results/h200/README.md", page.replace("<!-- slower -->\n", ""))
+        self.assert_defect(begin + end, "no table can be made of benchmarks/results/h200")
+        self.assert_defect("<!-- table: results/a.json slower -->" + end, "a table has no part slower")
+        self.assert_defect(begin.replace("slower", "faster") + end, "<!-- page: FOLDER slower -->")
+
     def test_pages_are_checked_like_documents(self):
         self.put("benchmarks/results/h200/README.md", "[curves](plots/none.png)\n")
         code, output = self.check("")

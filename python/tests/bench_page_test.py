@@ -246,6 +246,38 @@ def test_the_summary_has_the_ranges_and_names_the_worst_rows(tmp_path: Path) -> 
     ]
 
 
+def test_the_page_says_where_a_peer_is_faster_or_takes_less_memory(tmp_path: Path) -> None:
+    measured = measured_table(
+        {"eaves": column(0.1, 8), "torch": column(0.098, 16), "fla": column(0.05, 32), LIMIT: column(0.08, 8)},
+        {"eaves": column(10, 64), "torch": column(9.8, 32), "fla": column(40, 128), LIMIT: column(8, 64)},
+    )
+    put(tmp_path, [measured])
+    put(tmp_path, [measured], "seed")
+    lines = text_of(tmp_path, measured).splitlines()
+    assert "- [Where a peer is faster](#where-a-peer-is-faster)" in lines
+    begin = lines.index("<!-- slower -->")
+    assert lines[begin + 1 : begin + 10] == [
+        "| operator | mode | what | rows | where | best peer / eaves, at worst | peer |",
+        "|---|---|---|---|---|---:|---|",
+        # 0.98, the time of torch over 131072, is within the noise.
+        "| toy | fwd | time | 2 of 4 | n 1024 | 0.500 | fla, n 1024 of dim16-fp32 |",
+        "| toy | fwd | memory | 2 of 4 | n 131072 | 0.500 | torch, n 131072 of dim16-fp32 |",
+        "<!-- end -->",
+        "",
+        "| table | protocol | peer | rows | best peer / eaves |",
+        "|---|---|---|---|---|",
+        "| [toy-speed-fwd-dim16-fp32](#toy-speed-fwd-dim16-fp32) | autograd, seed | fla | n 1024 | 0.500 |",
+    ]
+
+
+def test_the_page_says_that_no_peer_is_faster(tmp_path: Path) -> None:
+    measured = measured_table({"eaves": column(1, 8), "torch": column(1, 8), LIMIT: column(1, 8)})
+    put(tmp_path, [measured])
+    text = text_of(tmp_path, measured)
+    words = "No row is slower than its best peer, or takes more memory, by more than 3 %."
+    assert f"<!-- slower -->\n{words}\n<!-- end -->\n" in text
+
+
 def test_the_page_opens_with_where_and_when_it_was_measured(tmp_path: Path) -> None:
     measured = two_lengths()
     commit = "0123456789abcdef0123456789abcdef01234567-dirty"

@@ -1,7 +1,8 @@
 """The page of a device: every table of every result file in its folder, both protocols side by side, as Markdown.
 
 It is drawn from the files alone, so that it can be drawn again anywhere and is the same each time. What is on it is in
-`stored.py` and `report.py`, its first tables in `summary.py`; here is how it is laid out.
+`stored.py` and `report.py`, its first tables in `summary.py` and `slower.py`; here
+is how it is laid out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from eaves.bench import providers, results, summary
+from eaves.bench import providers, results, slower, summary
 from eaves.bench.benchmark import InvalidArgument, Operator, Table
 from eaves.bench.harness import Measurement
 from eaves.bench.protocol import Protocol
@@ -120,6 +121,7 @@ def text(stored: StoredFolder) -> str:
     lines += [*_contents(stored), "", *_files(stored), "", _ABOUT, "", _how(stored.folder), ""]
     lines += summary.ranges(stored)
     lines += summary.ends(stored)
+    lines += slower.section(stored)
     for operator in stored.operators:
         published = _tables(stored, operator, stored.published_tables(operator))
         others = _tables(stored, operator, stored.other_tables(operator))
@@ -140,7 +142,7 @@ def _more(operator: Operator) -> str:
 
 
 def _contents(stored: StoredFolder) -> list[str]:
-    lines = [f"- {_link(heading)}" for heading in (summary.RANGES, summary.ENDS)]
+    lines = [f"- {_link(heading)}" for heading in (summary.RANGES, summary.ENDS, slower.HEADING)]
     for operator in stored.operators:
         if any(result.operator is operator for result in stored.results):
             more = f", {_link(_more(operator))}" if stored.other_tables(operator) else ""
