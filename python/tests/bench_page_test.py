@@ -474,6 +474,52 @@ def test_a_folder_with_a_file_that_cannot_be_read_is_refused_before_anything_is_
     assert out == ""
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ('"ms": 0.1,', '"ms": "0.1",', 'rows[0]: ms is "0.1", expected a number or null'),
+        ('"ms": 0.1,', '"ms": NaN,', "NaN is no number of JSON"),
+        ('"ms": 0.1,', '"ms": 1e999,', "rows[0]: ms is Infinity, expected a number or null"),
+        ('"ms": 0.1,', '"ms": null,', "rows[0]: there is no skipped, expected a string"),
+        ('"ms_min": 0.1,', "", "rows[0]: there is no ms_min, expected a number"),
+        ('"dtype": "fp32"', '"dtype": "fp31"', 'rows[0]: dtype is "fp31", expected one of bf16, fp16, fp32, fp64'),
+        ('"torch": "2.11.0"', '"torch": null', "versions: torch is null, expected a string"),
+        ('"schema": 1', '"schema": 2', "schema is 2, expected 1"),
+        ('"schema": 1', '"schema": "\xff"', "is no UTF-8"),
+        ('{\n "schema"', '[{\n "schema"', "Expecting ',' delimiter"),
+    ],
+)
+def test_a_file_that_is_no_result_is_refused_in_one_sentence(
+    old: str, new: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path, [two_lengths()])
+    path = tmp_path / "toy_autograd.json"
+    text = path.read_text()
+    assert old in text
+    path.write_bytes(text.replace(old, new, 1).encode("latin-1"))
+    assert main(["--page", str(tmp_path)], [toy(Eaves())]) == 2
+    out, err = capsys.readouterr()
+    assert f'eaves.bench: "{path}" is no result file of this program: ' in err and why in err
+    assert err.count("\n") == 1 and out == ""
+
+
+def test_a_file_beside_that_is_no_text_is_left_alone(tmp_path: Path) -> None:
+    measured = two_lengths()
+    put(tmp_path, [measured])
+    before = text_of(tmp_path, measured)
+    (tmp_path / "other.json").write_bytes(b"\xff\xfe")
+    assert text_of(tmp_path, measured) == before
+
+
+def test_an_error_in_the_tables_of_an_operator_is_not_said_to_be_one_of_a_file(tmp_path: Path) -> None:
+    def tables(request: Request) -> list[Table]:
+        raise KeyError("a mistake")
+
+    put(tmp_path, [two_lengths()])
+    with pytest.raises(KeyError, match="a mistake"):
+        main(["--page", str(tmp_path)], [Operator("toy", [Eaves()], tables)])
+
+
 # ---------------------------------------------------------------------------------------------------- what is committed
 
 COMMITTED = sorted(ROOT.glob("benchmarks/results/*/README.md"))

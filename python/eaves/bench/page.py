@@ -186,7 +186,7 @@ def _how(folder: Path) -> str:
 
 
 def _is_of_cpp(folder: Path, name: str) -> bool:
-    return '"protocol": "kernel"' in (folder / name).read_text()
+    return b'"protocol": "kernel"' in (folder / name).read_bytes()
 
 
 def _tables(stored: StoredFolder, operator: Operator, tables: Sequence[Table]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from eaves.bench import result_file
 from eaves.bench.benchmark import InvalidArgument, Operator, Provider, Request, Row, Table
 from eaves.bench.harness import LIMIT, Measurement
 from eaves.bench.protocol import Protocol
@@ -155,14 +156,17 @@ class StoredFolder:
         return Absence(result.operator, result.protocol, provider.name, why, could_be_there)
 
     def _read(self, path: Path, operator: Operator, protocol: Protocol) -> None:
+        # What an operator declares is asked for outside of this: its errors are no file's.
         try:
-            result = json.loads(path.read_text())
-            if result["protocol"] != protocol.name:
-                self.left_out[path.name] = f"its protocol is {result['protocol']}"
-                return
+            result = result_file.parse(path.read_bytes())
+            if result["protocol"] == protocol.name:
+                result_file.check(result)
+        except ValueError as error:
+            raise InvalidArgument(f'"{path}" is no result file of this program: {error}') from error
+        if result["protocol"] != protocol.name:
+            self.left_out[path.name] = f"its protocol is {result['protocol']}"
+        else:
             self.results.append(_stored(path, operator, protocol, result))
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidArgument(f'"{path}" is no result file of this program: {error!r}') from error
 
 
 def _measured_names(measured: MeasuredTable) -> Iterator[str]:
@@ -193,10 +197,6 @@ _Cells = dict[str, Column]
 
 
 def _stored(path: Path, operator: Operator, protocol: Protocol, result: Mapping[str, Any]) -> StoredResult:
-    if result["schema"] != 1:
-        raise ValueError(f"schema {result['schema']}, expected 1")
-    for needed in ("device", "commit", "date", "versions"):
-        _ = result[needed]  # what the page says of each file
     # By mode, dtype and case, the providers in the order of their columns.
     found: dict[tuple[str, str, str], _Cells] = {}
     for entry in result["rows"]:
