@@ -171,9 +171,14 @@ def test_without_matplotlib_there_is_a_page_without_curves(
     [
         ("NVIDIA H200", True, "nvidia-h200"),
         ("NVIDIA GeForce RTX 4090", True, "nvidia-geforce-rtx-4090"),
-        ("AMD EPYC 9xx4 96-Core Processor", False, "amd-epyc"),
+        ("AMD EPYC 7B13 64-Core Processor (2 threads)", False, "amd-epyc-7b13"),
+        ("AMD Ryzen 7 7840U w/ Radeon 780M Graphics (8 threads)", False, "amd-ryzen-7-7840u"),
+        ("AMD Ryzen 7 5800H with Radeon Graphics (8 threads)", False, "amd-ryzen-7-5800h"),
+        ("13th Gen Intel(R) Core(TM) i7-13700 (8 threads)", False, "13th-gen-intel-core-i7-13700"),
+        ("Intel(R) Xeon(R) CPU @ 2.20GHz (2 threads)", False, "intel-xeon"),
+        ("Intel(R) Xeon(R) CPU E5-2686 v4 @ 2.30GHz (2 threads)", False, "intel-xeon-e5-2686-v4"),
         ("AMD EPYC (2 threads)", False, "amd-epyc"),
-        ("Intel(R) Xeon(R) Platinum 8480C (16 threads)", False, "intel-xeon"),
+        ("Intel(R) Xeon(R) Platinum 8480C (16 threads)", False, "intel-xeon-platinum-8480c"),
         ("CPU (1 thread)", False, "cpu"),
     ],
 )
@@ -424,6 +429,107 @@ def test_what_a_run_skips_is_on_its_page(tmp_path: Path, no_matplotlib: None) ->
     assert "| n | eaves | fails | limit |" in text
 
 
+# -------------------------------------------------------------------------------------------------------- other devices
+
+
+def test_files_of_another_device_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured = two_lengths()
+    folder = tmp_path / "amd-epyc-9654"
+    folder.mkdir()
+    put(folder, [measured], device="AMD EPYC 7B13 64-Core Processor (2 threads)")
+    put(folder, [measured], "seed", device="AMD EPYC 9654 96-Core Processor (2 threads)")
+    for name, device in (
+        ("a", "AMD EPYC 7B13 64-Core Processor"),
+        ("b", "AMD EPYC 9654 96-Core Processor (8 threads)"),
+    ):
+        (folder / f"{name}.json").write_text(f'{{"device": "{device}", "protocol": "kernel"}}')
+    text = text_of(folder, measured)
+    assert text.splitlines()[0] == "# AMD EPYC 9654 96-Core Processor (2 threads): eaves beside its peers"
+    assert "Protocol autograd, ms" not in text and "Protocol seed, ms" in text
+    why = "AMD EPYC 7B13 64-Core Processor (2 threads), the others' AMD EPYC 9654 96-Core Processor (2 threads)"
+    assert f"- toy_autograd.json is not shown: its device is {why}\n" in text
+    assert "- a.json is not shown: its device is AMD EPYC 7B13 64-Core Processor, the others'" in text
+    assert "From C++, without peers: [b.json](b.json).\n" in text
+    page.check(folder, [Operator("toy", [], lambda request: [measured.table])])
+    assert f"# toy_autograd.json is left out: its device is {why}\n" in capsys.readouterr().err
+
+
+def test_a_folder_of_another_device_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / DEVICE
+    folder.mkdir()
+    put(folder, [two_lengths()], device="Another")
+    before = files_of(tmp_path)
+    assert main([*QUICK, "--replace", "--results", str(tmp_path)], [toy(Eaves())]) == 2
+    out, err = capsys.readouterr()
+    assert f'--results: "{folder}" holds results of Another, but this run is on {device_name(CPU)}, expected' in err
+    assert out == "" and files_of(tmp_path) == before
+
+
+# -------------------------------------------------------------------------------------------------- what would be lost
+
+
+@pytest.mark.parametrize(
+    ("argv", "loss"),
+    [
+        (["--provider", "eaves"], "would lose the numbers of peer, which"),
+        (["--max-bytes", "1K"], "would lose 1 row, the last fwd fp32 dim 16, n 64, which"),
+    ],
+)
+def test_a_run_that_would_lose_numbers_is_refused_before_anything_is_measured(
+    argv: list[str], loss: str, tmp_path: Path, no_matplotlib: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    operators = [toy(Eaves(), Peer(), modes=("fwd",))]
+    common = [*QUICK, "--protocol", "autograd", "--results", str(tmp_path)]
+    assert main(common, operators) == 0
+    before = files_of(tmp_path)
+    capsys.readouterr()
+    assert main([*common, *argv], operators) == 2
+    out, err = capsys.readouterr()
+    path = tmp_path / DEVICE / "toy_autograd.json"
+    assert f'eaves.bench: --results: "{path}" {loss} this run does not measure' in err
+    assert out == "" and files_of(tmp_path) == before
+    assert main([*common, *argv, "--protocol", "seed"], operators) == 0  # a file that is not there loses nothing
+    assert main([*common, *argv, "--replace"], operators) == 0
+    assert files_of(tmp_path)[f"{DEVICE}/toy_autograd.json"] != before[f"{DEVICE}/toy_autograd.json"]
+
+
+def test_a_run_that_measures_more_replaces_a_file(tmp_path: Path, no_matplotlib: None) -> None:
+    common = [*QUICK, "--protocol", "autograd", "--results", str(tmp_path)]
+    assert main([*common, "--provider", "eaves"], [toy(Eaves(), Peer(), modes=("fwd",))]) == 0
+    assert main(common, [toy(Eaves(), Peer())]) == 0
+
+
+# ---------------------------------------------------------------------------------------------------- who else shows it
+
+
+def test_who_draws_a_page_that_the_readme_shows_is_told_what_writes_it_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "benchmarks" / "results" / "here"
+    folder.mkdir(parents=True)
+    put(folder, [two_lengths()])
+    (tmp_path / "tools").mkdir()
+    readme, tool = tmp_path / "README.md", tmp_path / "tools" / "check_docs"
+
+    def is_told() -> bool:
+        assert main(["--page", str(folder)], [toy(Eaves())]) == 0
+        return "shows this page: tools/check_docs --write brings it up to date\n" in capsys.readouterr().out
+
+    assert not is_told()
+    readme.write_text("<!-- page: benchmarks/results/here slower -->\n")
+    assert not is_told()
+    tool.write_text("")
+    assert is_told()
+    readme.write_text("<!-- page: benchmarks/results/here -->\n")
+    assert is_told()
+    readme.write_text("<!-- page: benchmarks/results/there -->\n")
+    assert not is_told()
+    readme.write_bytes(b"\xff<!-- page: benchmarks/results/here -->\n")
+    assert not is_told()
+
+
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
@@ -434,6 +540,8 @@ def test_what_a_run_skips_is_on_its_page(tmp_path: Path, no_matplotlib: None) ->
         (["--plot", "plots"], "--plot: expected the names of the operators beside it; without any, --results names a"),
         (["toy", "--json", "a.json", "--results", "r"], "--json: the folder of --results has what it writes, expected"),
         (["toy", "--plot", "plots", "--results", "r"], "--plot: the folder of --results has what it writes, expected"),
+        (["toy", "--replace"], "--replace: is for the result files of a folder, expected --results beside it"),
+        (["--page", ".", "--replace"], "expected nothing beside it, but there is --replace"),
         (["--results", ""], "--results: is empty, expected the name of a folder"),
         (["--results", "file"], "cannot be made: "),
         (["--page", ""], "--page: is empty, expected the name of a folder"),

@@ -43,7 +43,8 @@ protocols:
 
 results, without an operator or with --results:
   {RESULTS}/<device>/, such as nvidia-h200 or amd-epyc, in the folder where the program is called:
-  <operator>_<protocol>.json   what was measured; replaced as soon as that operator is measured by that protocol
+  <operator>_<protocol>.json   what was measured; replaced as soon as that operator is measured by that protocol, and
+                               refused before where it would lose rows or providers, unless --replace is given
   plots/, plots/seed/          the curves, by protocol; they need matplotlib
   README.md                    the page: every table of every result file that is there, and what is missing
 
@@ -74,6 +75,9 @@ class BenchArguments:
     plot: str | None
     results: str | None
     """Where the folders of the devices are; None: no folder is written."""
+
+    replace: bool
+    """Result files may lose rows and providers that are not measured again."""
 
     page: str | None
     """The folder that is drawn again; None: something is measured."""
@@ -128,11 +132,15 @@ def parse_arguments(argv: Sequence[str] | None) -> BenchArguments:
     add("--plot", metavar="DIR", help="also draw time and memory into PNG files in this folder; needs matplotlib")
     add("--results", metavar="DIR",
         help=f"keep results and page in the device's folder below this one; without operators: {RESULTS}")  # fmt: skip
+    add("--replace", action="store_true",
+        help="let result files there lose rows and providers that this run does not measure")  # fmt: skip
     add("--page", metavar="DIR",
         help="measure nothing: draw page and curves of this folder again, from its result files")  # fmt: skip
     parsed = parser.parse_args(argv)
     _check_page(parser, parsed)
     results = _results(parsed)
+    if parsed.replace and results is None:
+        raise InvalidArgument("--replace: is for the result files of a folder, expected --results beside it")
     for option, value, low, high in (
         ("--repetitions", parsed.repetitions, 1, 100000),
         ("--warm-up-ms", parsed.warm_up_ms, 0, 60000),
@@ -154,6 +162,7 @@ def parse_arguments(argv: Sequence[str] | None) -> BenchArguments:
         json=parsed.json,
         plot=parsed.plot,
         results=results,
+        replace=parsed.replace,
         page=parsed.page,
     )
 

@@ -34,6 +34,7 @@ from eaves.bench.report import (
 from eaves.bench.stored import PROTOCOLS, StoredFolder, StoredResult
 
 NAME = "README.md"
+_WRITER = "tools/check_docs"
 
 _KINDS: tuple[Kind, ...] = ("speed", "memory")
 _UNITS: dict[Kind, str] = {"speed": "ms", "memory": "MiB"}
@@ -54,22 +55,24 @@ computes is compared with what eaves computes.
 
 def draw_again(folder: str, operators: Sequence[Operator]) -> None:
     """Page and curves of a folder, from its result files."""
-    check(Path(folder), operators)
-    stored = StoredFolder(Path(folder), operators)
+    stored = check(Path(folder), operators)
     if not stored.results:
         raise InvalidArgument(f'--page: "{folder}" has no result file, expected such as {_example(operators)}')
     make_picture_folders("--page", Path(folder), [result.protocol for result in stored.results])
     draw(Path(folder), operators, [result.path for result in stored.results])
+    say_who_shows_it(Path(folder))
 
 
-def check(folder: Path, operators: Sequence[Operator]) -> None:
+def check(folder: Path, operators: Sequence[Operator]) -> StoredFolder:
     """Reads what is there, so that a file that cannot be shown is refused before anything is measured or written."""
-    for name, why in StoredFolder(folder, operators).left_out.items():
+    stored = StoredFolder(folder, operators)
+    for name, why in stored.left_out.items():
         print(f"# {name} is left out: {why}", file=sys.stderr)
     try:
         from eaves.bench import plot  # noqa: F401
     except InvalidArgument as error:  # without matplotlib there is a page all the same
         print(f"# no curves are drawn: {str(error).removeprefix('--plot: ')}", file=sys.stderr)
+    return stored
 
 
 def make_picture_folders(argument: str, folder: Path, protocols: Iterable[Protocol]) -> None:
@@ -90,6 +93,18 @@ def draw(folder: Path, operators: Sequence[Operator], paths: Sequence[Path]) -> 
     finally:
         file.discard()
     print(f"# wrote {file.path}")
+
+
+def say_who_shows_it(folder: Path) -> None:
+    """Where the folder is one of the repository, and README.md shows its page, a tool has to write it there."""
+    root = folder.resolve().parents[min(2, len(folder.resolve().parents) - 1)]
+    try:
+        shown = (root / NAME).read_text(encoding="utf-8")
+        is_shown = f"<!-- page: {folder.resolve().relative_to(root).as_posix()} " in shown
+    except (OSError, ValueError):
+        return
+    if is_shown and (root / _WRITER).is_file():
+        print(f"# {NAME} of the repository shows this page: {_WRITER} --write brings it up to date")
 
 
 def _draw_curves(result: StoredResult, operators: Sequence[Operator]) -> None:
@@ -118,7 +133,7 @@ def _example(operators: Sequence[Operator]) -> str:
 def text(stored: StoredFolder) -> str:
     lines = [f"# {_devices(stored)}: eaves beside its peers", ""]
     lines += ["Drawn by `python -m eaves.bench --page`, from the result files in this folder.", ""]
-    lines += [*_contents(stored), "", *_files(stored), "", _ABOUT, "", _how(stored.folder), ""]
+    lines += [*_contents(stored), "", *_files(stored), "", _ABOUT, "", _how(stored), ""]
     lines += summary.ranges(stored)
     lines += summary.ends(stored)
     lines += slower.section(stored)
@@ -175,18 +190,13 @@ def _files(stored: StoredFolder) -> list[str]:
     return lines
 
 
-def _how(folder: Path) -> str:
+def _how(stored: StoredFolder) -> str:
     """A folder elsewhere has no documents of the repository above it."""
-    is_committed = folder.resolve().parts[-3:-1] == ("benchmarks", "results")
+    is_committed = stored.folder.resolve().parts[-3:-1] == ("benchmarks", "results")
     place = "docs/performance.md"
     where = f"[{place}](../../../{place}#side-by-side-with-pytorch)" if is_committed else place
-    kernels = [name for name in sorted(path.name for path in folder.glob("*.json")) if _is_of_cpp(folder, name)]
-    links = ", ".join(f"[{name}]({name})" for name in kernels)
+    links = ", ".join(f"[{name}]({name})" for name in stored.kernel_files)
     return f"How it is measured: {where}." + (f" From C++, without peers: {links}." if links else "")
-
-
-def _is_of_cpp(folder: Path, name: str) -> bool:
-    return b'"protocol": "kernel"' in (folder / name).read_bytes()
 
 
 def _tables(stored: StoredFolder, operator: Operator, tables: Sequence[Table]) -> list[str]:

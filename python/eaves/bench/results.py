@@ -86,10 +86,17 @@ def file_name(operator: str, protocol: Protocol) -> str:
 
 
 def folder_name(device: str, is_gpu: bool) -> str:
-    """nvidia-h200, amd-epyc: the name of a GPU, and of a CPU its first two words, which are its maker's and its
-    family's. What is in brackets is no part of a name: "Intel(R)", "(2 threads)"."""
-    words = re.findall(r"[a-z0-9]+", re.sub(r"\([^()]*\)", " ", device.lower()))
-    return "-".join(words if is_gpu else words[:2])
+    """nvidia-h200, amd-epyc-7b13: the words of its name. What is in brackets is none of them: "Intel(R)",
+    "(2 threads)"; and of a CPU nothing that says no more than that it is one: "64-Core Processor", "CPU @ 2.20GHz"."""
+    name = re.sub(r"\([^()]*\)", " ", device.lower())
+    if not is_gpu:
+        name = re.sub(r"@.*|\bwith .*|\bw/.*|\b\w+-core\b|\bprocessor\b|\bcpu\b", " ", name)
+    return "-".join(re.findall(r"[a-z0-9]+", name)) or "cpu"
+
+
+def without_threads(device: str) -> str:
+    """AMD EPYC, of AMD EPYC (2 threads)."""
+    return re.sub(r" \(\d+ threads?\)$", "", device)
 
 
 def make_folder(argument: str, path: str) -> None:

@@ -18,10 +18,11 @@ from eaves.bench import page, providers, results
 from eaves.bench.arguments import BenchArguments
 from eaves.bench.benchmark import InvalidArgument, Operator, Provider, Request, Table, check_names
 from eaves.bench.device import device_name, find_device
-from eaves.bench.harness import Harness, HarnessOptions
+from eaves.bench.harness import LIMIT, Harness, HarnessOptions
 from eaves.bench.progress import Progress
 from eaves.bench.protocol import Protocol
 from eaves.bench.report import Kind, MeasuredTable, has_numbers, text_table
+from eaves.bench.stored import StoredFolder, case_of
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,14 @@ def _run_into_folder(
     folder = root / results.folder_name(device_name(device), device.type == "cuda")
     results.make_folder("--results", str(folder))
     results.AtomicFile("--results", str(folder / page.NAME)).discard()
-    page.check(folder, operators)
+    stored = page.check(folder, operators)
+    _check_device(stored, device_name(device))
+    parts = _parts(arguments, chosen, device)
+    if not arguments.replace:
+        for part in parts:
+            _check_replaced(stored, part, arguments.max_bytes)
     page.make_picture_folders("--results", folder, arguments.protocols)
-    for each in _measure(arguments, _parts(arguments, chosen, device), device):
+    for each in _measure(arguments, parts, device):
         part = each.part
         file = results.AtomicFile("--results", str(folder / results.file_name(part.operator.name, part.protocol)))
         try:
@@ -108,6 +114,42 @@ def _run_into_folder(
             file.discard()
         print(f"# wrote {file.path}")
         page.draw(folder, operators, [file.path])
+    page.say_who_shows_it(folder)
+
+
+def _check_device(stored: StoredFolder, device: str) -> None:
+    others = [other for other in stored.devices if other != device]
+    if others:
+        raise InvalidArgument(
+            f'--results: "{stored.folder}" holds results of {", ".join(others)}, but this run is on {device}, '
+            f"expected another folder"
+        )
+
+
+def _check_replaced(stored: StoredFolder, part: _Part, max_bytes: int) -> None:
+    """A file may not lose numbers that this run does not measure again."""
+    path = stored.folder / results.file_name(part.operator.name, part.protocol)
+    result = stored.find(part.operator, part.protocol)
+    losses = [f"what is left out of the page ({stored.left_out[path.name]})"] if path.name in stored.left_out else []
+    if result is not None:
+        known = {LIMIT, *(provider.name for provider in part.providers)}
+        names = dict.fromkeys(name for names in result.measured.values() for name in names if name not in known)
+        measured_again = {
+            case_of(table, row)
+            for table in part.tables
+            for row in table.rows
+            if not 0 < max_bytes < part.protocol.moved(row).total
+        }
+        rows = [case for case, names in result.measured.items() if names and case not in measured_again]
+        losses += [f"the numbers of {', '.join(names)}"] if names else []
+        if rows:
+            last = f"{rows[-1].mode} {rows[-1].dtype} {rows[-1].words}"
+            losses.append(f"{len(rows)} row{'s' if len(rows) > 1 else ''}, the last {last}")
+    if losses:
+        raise InvalidArgument(
+            f'--results: "{path}" would lose {" and ".join(losses)}, which this run does not measure, '
+            f"expected another folder or --replace"
+        )
 
 
 def _parts(arguments: BenchArguments, operators: Sequence[Operator], device: torch.device) -> list[_Part]:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,10 +19,28 @@ from eaves.bench.benchmark import InvalidArgument, Operator, Provider, Request, 
 from eaves.bench.harness import LIMIT, Measurement
 from eaves.bench.protocol import Protocol
 from eaves.bench.report import EAVES, MIB, MeasuredTable, title
-from eaves.bench.results import file_name
+from eaves.bench.results import file_name, folder_name, without_threads
 from eaves.bench.timing import Column, Timing
 
 PROTOCOLS = (Protocol("autograd"), Protocol("seed"))
+
+
+class Case(NamedTuple):
+    """What a row of a file and a row of a table have in common."""
+
+    mode: str
+    dtype: str
+    values: str
+    """Shape and options, as JSON."""
+
+    @property
+    def words(self) -> str:
+        shape, options = json.loads(self.values)
+        return ", ".join(f"{key} {value}" for key, value in (shape | options).items())
+
+
+def case_of(table: Table, row: Row) -> Case:
+    return Case(table.mode, table.dtype, _values(row.shape, row.options))
 
 
 @dataclass(frozen=True)
@@ -40,6 +58,9 @@ class StoredResult:
 
     unknown_rows: int
     """Those that no table of the operator declares."""
+
+    measured: Mapping[Case, Sequence[str]]
+    """Of each row the providers that have a number."""
 
     def find(self, table: Table) -> MeasuredTable | None:
         wanted = title(table, "speed")
@@ -83,6 +104,12 @@ class StoredFolder:
                 path = folder / file_name(operator.name, protocol)
                 if path.exists():
                     self._read(path, operator, protocol)
+        self.devices = list(dict.fromkeys(result.head["device"] for result in self.results))
+        """Of all files, also of those that are left out below."""
+
+        self._leave_out_other_devices()
+        self.kernel_files = list(self._find_kernel_files())
+        """The names of those that the C++ program wrote on this device."""
 
     def find(self, operator: Operator, protocol: Protocol) -> StoredResult | None:
         return next((each for each in self.results if each.operator is operator and each.protocol == protocol), None)
@@ -155,6 +182,38 @@ class StoredFolder:
         why = "; ".join(dict.fromkeys(reasons))
         return Absence(result.operator, result.protocol, provider.name, why, could_be_there)
 
+    def _leave_out_other_devices(self) -> None:
+        """The folder is that of the device whose name it has or, where none has, of whose files are the most."""
+        if len(self.devices) < 2:
+            return
+
+        def belongs(device: str) -> tuple[bool, int]:
+            of_device = [result for result in self.results if result.head["device"] == device]
+            is_gpu = of_device[0].head["cuda"] is not None
+            return folder_name(device, is_gpu) == self.folder.resolve().name, len(of_device)
+
+        own = max(self.devices, key=belongs)
+        for result in self.results:
+            if result.head["device"] != own:
+                self.left_out[result.path.name] = f"its device is {result.head['device']}, the others' {own}"
+        self.results = [result for result in self.results if result.head["device"] == own]
+
+    def _find_kernel_files(self) -> Iterator[str]:
+        own = {without_threads(result.head["device"]) for result in self.results}  # C++ has threads of its own
+        for path in sorted(self.folder.glob("*.json")):
+            content = path.read_bytes()
+            if b'"protocol": "kernel"' not in content or path.name in self.left_out:
+                continue
+            try:
+                device = str(result_file.parse(content).get("device"))
+            except ValueError as error:
+                self.left_out[path.name] = f"{error}"
+                continue
+            if own and without_threads(device) not in own:
+                self.left_out[path.name] = f"its device is {device}, the others' {self.results[0].head['device']}"
+            else:
+                yield path.name
+
     def _read(self, path: Path, operator: Operator, protocol: Protocol) -> None:
         # What an operator declares is asked for outside of this: its errors are no file's.
         try:
@@ -183,13 +242,13 @@ def _why_no_number(measured: MeasuredTable | None, row: Row) -> str:
     """Nothing where eaves has a time."""
     if measured is not None:
         for known, measurement in zip(measured.table.rows, measured.measurements):
-            if _case(known.shape, known.options) == _case(row.shape, row.options):
+            if _values(known.shape, known.options) == _values(row.shape, row.options):
                 column = measurement.columns.get(EAVES, Column("eaves was not measured"))
                 return column.skipped
     return "the file has no such row"
 
 
-def _case(shape: Mapping[str, int], options: Mapping[str, Any]) -> str:
+def _values(shape: Mapping[str, int], options: Mapping[str, Any]) -> str:
     return json.dumps([shape, options], sort_keys=True)
 
 
@@ -197,10 +256,10 @@ _Cells = dict[str, Column]
 
 
 def _stored(path: Path, operator: Operator, protocol: Protocol, result: Mapping[str, Any]) -> StoredResult:
-    # By mode, dtype and case, the providers in the order of their columns.
-    found: dict[tuple[str, str, str], _Cells] = {}
+    # The providers in the order of their columns.
+    found: dict[Case, _Cells] = {}
     for entry in result["rows"]:
-        key = (entry["mode"], entry["dtype"], _case(entry["shape"], entry["options"]))
+        key = Case(entry["mode"], entry["dtype"], _values(entry["shape"], entry["options"]))
         # A case of two tables stands twice in a file: the first is the one that is shown, in both.
         found.setdefault(key, {}).setdefault(entry["provider"], _column(entry))
     tables = []
@@ -208,7 +267,7 @@ def _stored(path: Path, operator: Operator, protocol: Protocol, result: Mapping[
     for table in _declared_tables(operator, result):
         rows, cells = [], []
         for row in table.rows:
-            key = (table.mode, table.dtype, _case(row.shape, row.options))
+            key = case_of(table, row)
             if key in found:
                 rows.append(row)
                 cells.append(found[key])
@@ -219,7 +278,10 @@ def _stored(path: Path, operator: Operator, protocol: Protocol, result: Mapping[
             tables.append(MeasuredTable(replace(table, rows=rows), providers, measurements))
     head = {key: value for key, value in result.items() if key != "rows"}
     unknown = sum(len(cells) for key, cells in found.items() if key not in used)
-    return StoredResult(path, operator, protocol, {"cuda": None} | head, tables, unknown)
+    measured = {
+        key: [name for name, column in cells.items() if column.timing is not None] for key, cells in found.items()
+    }
+    return StoredResult(path, operator, protocol, {"cuda": None} | head, tables, unknown, measured)
 
 
 def _declared_tables(operator: Operator, result: Mapping[str, Any]) -> list[Table]:
