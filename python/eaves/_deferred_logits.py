@@ -26,6 +26,9 @@ class DeferredLogits:
     been written to.
     """
 
+    # Numbers of numpy leave an operator to these logits. They would take what has a length for an array of objects.
+    __array_ufunc__ = None
+
     def __init__(
         self,
         head: torch.nn.Linear,
@@ -134,9 +137,23 @@ def _by_tensor(name: str) -> Callable[..., Any]:
     return lambda logits, *arguments: getattr(logits.tensor(name), name)(*arguments)
 
 
+def _in_place(name: str) -> Callable[[DeferredLogits, Any], DeferredLogits]:
+    def write(logits: DeferredLogits, other: Any) -> DeferredLogits:
+        getattr(logits.tensor(name), name)(other)
+        return logits  # these are what was written to, under whichever names they are known
+
+    return write
+
+
 # Python looks operators up in the class, past __getattr__. Those that object has would give an answer, and a wrong one.
 for _name in (
-    "abs add and bool contains eq floordiv float ge getitem gt int invert iter le len lt matmul mod ne neg or pos pow "
-    "radd rand rfloordiv rmatmul rmod ror rpow rsub rtruediv rxor setitem sub xor"
+    "abs add and bool complex contains eq floordiv float ge getitem gt index int invert iter le len lshift lt matmul "
+    "mod ne neg or pos pow radd rand reversed rfloordiv rlshift rmatmul rmod ror rpow rrshift rshift rsub rtruediv "
+    "rxor setitem sub xor"
 ).split():
     setattr(DeferredLogits, f"__{_name}__", _by_tensor(f"__{_name}__"))
+
+# Without these, Python would take the operators above and give their result another name: whoever else has the logits
+# would not see it. `a @= b` is `a = a @ b` of tensors too.
+for _name in "iadd iand ifloordiv ilshift imod imul ior ipow irshift isub itruediv ixor".split():
+    setattr(DeferredLogits, f"__{_name}__", _in_place(f"__{_name}__"))

@@ -6,6 +6,8 @@ Models are tiny and made of configurations; nothing is downloaded. What they are
 import copy
 import gc
 import inspect
+import math
+import operator
 import os
 import pickle
 import subprocess
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -211,9 +214,9 @@ def gradients_asked_for(run: Callable[[], object]) -> list[tuple[str, int]]:
     """Of each call of an operator of linear_cross_entropy, its name and the gradients that it was asked for."""
     asked = []
 
-    def note(operator: str, arguments: tuple[Any, ...], _: list[Tensor]) -> None:
-        if operator.startswith("eaves.linear_cross_entropy") and "backward" in operator:
-            asked.append((operator.split(".")[1].removeprefix("linear_cross_entropy_"), arguments[-1]))
+    def note(name: str, arguments: tuple[Any, ...], _: list[Tensor]) -> None:
+        if name.startswith("eaves.linear_cross_entropy") and "backward" in name:
+            asked.append((name.split(".")[1].removeprefix("linear_cross_entropy_"), arguments[-1]))
 
     with Watch(note):
         run()
@@ -257,8 +260,8 @@ def test_options_reach_the_operator_and_a_second_patch_changes_them() -> None:
 def test_the_operator_is_told_whether_to_leave_out_ignored_rows(skip_ignored: bool) -> None:
     told = []
 
-    def note(operator: str, arguments: tuple[Any, ...], _: list[Tensor]) -> None:
-        if operator.startswith("eaves.linear_cross_entropy_forward_backward"):
+    def note(name: str, arguments: tuple[Any, ...], _: list[Tensor]) -> None:
+        if name.startswith("eaves.linear_cross_entropy_forward_backward"):
             told.append(arguments[-4])  # before workspace_limit, outputs and gradients
 
     model = eaves.hf.patch(tiny_model(), skip_ignored=skip_ignored)
@@ -270,8 +273,8 @@ def test_the_operator_is_told_whether_to_leave_out_ignored_rows(skip_ignored: bo
 def test_the_operator_is_told_the_dtype_of_the_heads_gradient() -> None:
     dtypes = []
 
-    def note(operator: str, _: tuple[Any, ...], outputs: list[Tensor]) -> None:
-        if operator.startswith("eaves.linear_cross_entropy_forward_backward"):
+    def note(name: str, _: tuple[Any, ...], outputs: list[Tensor]) -> None:
+        if name.startswith("eaves.linear_cross_entropy_forward_backward"):
             dtypes.extend(each.dtype for each in outputs if each.shape == shape)
 
     model = tiny_model().bfloat16()
@@ -333,10 +336,32 @@ def write_to_a_source(logits: Any) -> Any:
     return capped
 
 
+def in_place(operation: Callable[[Any, Any], Any], other: Any) -> Callable[[Any], Any]:
+    """What a helper does to the logits that it was given, whose result nobody takes."""
+
+    def written(logits: Any) -> Any:
+        capped = logits * 2
+        assert operation(capped, other) is capped
+        return capped
+
+    return written
+
+
+IN_PLACE: dict[str, Callable[[Any], Any]] = {
+    "+=": in_place(operator.iadd, torch.linspace(-1, 1, VOCABULARY)),
+    "-=": in_place(operator.isub, torch.linspace(-1, 1, VOCABULARY)),
+    "*=": in_place(operator.imul, 0.25),
+    "/=": in_place(operator.itruediv, 4.0),
+    "//=": in_place(operator.ifloordiv, 0.5),
+    "%=": in_place(operator.imod, 0.5),
+    "**=": in_place(operator.ipow, 2),
+}
+
 KNOWN: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda logits: logits,
     "a factor": lambda logits: 3.5 * logits * 2,
     "a divisor": lambda logits: logits / 0.125,
+    "a number of numpy": lambda logits: np.float64(2.0) * logits * np.float64(0.5),
     "a soft cap": lambda logits: 2.0 * torch.tanh(logits / 2.0),
     "a factor, a soft cap and a factor": lambda logits: torch.nn.functional.tanh(5 * logits / 0.7) * 0.7 / 0.3,
     "a tanh": lambda logits: logits.tanh(),
@@ -347,7 +372,11 @@ UNKNOWN: dict[str, Callable[[Any], Any]] = {
     "a bias in front": lambda logits: torch.linspace(-1, 1, VOCABULARY) + 2 * logits,
     "a factor of each class": lambda logits: logits * torch.linspace(0, 1, VOCABULARY),
     "a tensor's factor": lambda logits: torch.tensor(3.0) * logits,
+    "a number of numpy with 32 bits": lambda logits: np.float32(2.0) * logits,
+    "a number of numpy that is added": lambda logits: (np.float64(2.0) + logits) * 2,
     "a negative factor": lambda logits: logits * -2,
+    "an infinite factor": lambda logits: logits * math.inf,
+    "a divisor of 0": lambda logits: logits / 0,
     "a factor of 0": lambda logits: logits * 0,
     "two tanh": lambda logits: (logits.tanh() * 3).tanh(),
     "a square": lambda logits: logits**2,
@@ -369,17 +398,47 @@ def test_factors_and_a_soft_cap_are_computed_without_logits(written: Callable[[A
     assert not is_computed
 
 
-@pytest.mark.parametrize("written", UNKNOWN.values(), ids=UNKNOWN)
+@pytest.mark.parametrize("written", [*UNKNOWN.values(), *IN_PLACE.values()], ids=[*UNKNOWN, *IN_PLACE])
 def test_whatever_else_is_done_to_logits_is_done_to_a_tensor_and_said(written: Callable[[Any], Any]) -> None:
     with pytest.warns(UserWarning, match=r"uses the logits for more than the loss \(.+\): all of them are computed"):
         actual, expected, is_computed = deferred(written)
-    torch.testing.assert_close(actual, expected, rtol=FLOAT32_TOLERANCE, atol=0)
+    torch.testing.assert_close(actual, expected, rtol=FLOAT32_TOLERANCE, atol=0, equal_nan=True)
     assert is_computed
+
+
+def test_every_in_place_operator_of_a_tensor_is_one_here() -> None:
+    names = [name for name in dir(Tensor) if name.startswith("__i") and f"__{name[3:]}" in dir(Tensor)]
+    assert len(names) >= 10
+    assert [name for name in names if not hasattr(DeferredLogits, name)] == ["__idiv__"]  # of Python 2
 
 
 def test_logits_made_of_others_that_were_written_to_are_refused() -> None:
     with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="were written to before"):
         deferred(write_to_a_source)
+
+
+def test_a_vocabulary_of_another_size_is_refused_as_before() -> None:
+    model = tiny_model()
+    model.config.vocab_size = 2 * VOCABULARY  # the logits have as many elements as half the rows would
+    with pytest.raises(ValueError, match="batch_size"):
+        model(**batch())
+    eaves.hf.patch(model)
+    with pytest.warns(UserWarning, match="a vocabulary of another size"), pytest.raises(ValueError, match="target has"):
+        model(**batch())
+
+
+def test_the_number_of_items_goes_to_the_device_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def note(input: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tensor:
+        given.update(options, target=target)
+        return input.sum()
+
+    monkeypatch.setattr(eaves, "linear_cross_entropy", note)
+    logits = DeferredLogits(torch.nn.Linear(2, 3, device="meta"), torch.zeros(1, 4, 2, device="meta"))
+    labels = torch.zeros(1, 4, dtype=torch.int64)
+    eaves.hf._causal_lm_loss({}, logits, labels, 3, num_items_in_batch=torch.tensor(3))
+    assert given["normalizer"].device == given["target"].device == torch.device("meta")
 
 
 def test_a_hook_that_changes_the_logits_is_not_lost() -> None:
