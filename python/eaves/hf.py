@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import threading
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, TypeVar
@@ -80,7 +81,6 @@ def patch(
     if type(head) is not _Head:
         _check_head(base, head)
         head.__class__ = _Head
-        head.is_deferring = False
     if not is_patched:
         original: Any = type(base)
         base.__class__ = _patched_class(original)
@@ -110,7 +110,6 @@ def unpatch(model: _Model) -> _Model:
         )
     head = base.get_output_embeddings()
     if type(head) is _Head:
-        del head.is_deferring
         head.__class__ = _LINEAR
     del base._eaves_options
     base.__class__ = original
@@ -198,21 +197,20 @@ def _patched_class(original: Any) -> Any:
         has_labels = (args[place] if len(args) > place else kwargs.get("labels")) is not None
         if skip_logits is None:
             skip_logits = has_labels and self.training
-        if not skip_logits:
-            return forward(self, *args, **kwargs)
-        if not has_labels:
+        if skip_logits and not has_labels:
             raise ValueError("skip_logits is True, but there are no labels: nothing would be computed")
-        head = self.get_output_embeddings()
-        if type(head) is not _Head:
+        head = self.get_output_embeddings() if skip_logits else None
+        if skip_logits and type(head) is not _Head:
             raise RuntimeError(
                 f"eaves.hf: the head of this {type(self).__name__} is another than at patch (resize_token_embeddings, "
                 "adapters and sharding change it): call patch again, which takes it or says why not"
             )
-        head.is_deferring = True
+        outer, _call.head = _call.head, head
         try:
-            return _without_logits(forward(self, *args, **kwargs))
+            output = forward(self, *args, **kwargs)
         finally:
-            head.is_deferring = False
+            _call.head = outer
+        return _without_logits(output) if skip_logits else output
 
     def loss_function(self: Any) -> Any:
         chosen = original_loss(self)
@@ -245,13 +243,41 @@ def _unpickled(original: type) -> Any:
     return patched_class.__new__(patched_class)
 
 
-class _Head(torch.nn.Linear):
-    """A head that multiplies, but in calls that skip the logits, where `is_deferring` is set."""
+class _Call(threading.local):
+    """Of the innermost call of a patched model in this thread, the head whose logits are skipped; None: they are not.
 
-    is_deferring: bool
+    Thread-local, because models are evaluated in one thread while another trains them; no contextvar, because
+    torch.compile traces none.
+    """
+
+    head: torch.nn.Module | None = None
+
+
+_call = _Call()
+
+
+class _Head(torch.nn.Linear):
+    """A head that multiplies, but in calls that skip its logits."""
 
     def forward(self, input: Tensor) -> Any:
-        return DeferredLogits(self, input) if self.is_deferring else super().forward(input)
+        if _call.head is not self:
+            return super().forward(input)
+        logits = DeferredLogits(self, input)
+        return logits.tensor("a hook of the head") if _has_hooks_of_results(self) else logits
+
+
+def _has_hooks_of_results(module: torch.nn.Module) -> bool:
+    """Whether a hook gets to see what the forward returns, or its gradient. Such a hook may leave alone whatever is not
+    a tensor. (Hooks before the forward have come and gone.)"""
+    every = torch.nn.modules.module
+    return bool(
+        module._forward_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or every._global_forward_hooks
+        or every._global_backward_hooks
+        or every._global_backward_pre_hooks
+    )
 
 
 def _without_logits(output: Any) -> Any:

@@ -12,6 +12,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -452,6 +453,87 @@ def test_a_hook_that_changes_the_logits_is_not_lost() -> None:
     assert_same_step(actual, expected, FLOAT32_TOLERANCE)
 
 
+class _Hooks:
+    """Ways to halve what the head gives, or what it gets, of which none touches what is no tensor."""
+
+    @staticmethod
+    def result(module: Any, _: Any, output: Any) -> Any:
+        return output / 2 if isinstance(output, Tensor) and output.shape[-1] == VOCABULARY else None
+
+    @staticmethod
+    def in_place(module: Any, _: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.shape[-1] == VOCABULARY:
+            output /= 2.0
+
+    @staticmethod
+    def gradient(module: Any, of_input: Any, of_output: Any) -> Any:
+        return tuple(each / 2 for each in of_input)
+
+
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    "of the head": lambda head: head.register_forward_hook(_Hooks.result),
+    "of the head, in place": lambda head: head.register_forward_hook(_Hooks.in_place),
+    "of every module": lambda _: torch.nn.modules.module.register_module_forward_hook(_Hooks.result),
+    "of the head's gradient": lambda head: head.register_full_backward_hook(_Hooks.gradient),
+}
+
+
+@pytest.mark.parametrize("register", HOOKS.values(), ids=HOOKS)
+def test_a_hook_that_looks_for_a_tensor_gets_one(register: Callable[[Any], Any]) -> None:
+    model = tiny_model()
+    without = step(model)
+    handle = register(model.lm_head)
+    try:
+        expected = step(model)
+        assert distance(expected.gradients["model.norm.weight"], without.gradients["model.norm.weight"]) > 0.1
+        eaves.hf.patch(model)
+        with pytest.warns(UserWarning, match=r"\(a hook of the head\): all of them are computed"):
+            actual = step(model)
+    finally:
+        handle.remove()
+    assert_same_step(actual, expected, FLOAT32_TOLERANCE)
+
+
+def test_a_hook_of_what_the_head_gets_costs_no_logits() -> None:
+    model = tiny_model()
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] / 2,))
+    expected = step(model)
+    eaves.hf.patch(model)
+    with refuse_logits():
+        actual = step(model)
+    assert_same_step(actual, expected, FLOAT32_TOLERANCE)
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True], ids=["within", "in another thread"])
+def test_a_call_during_a_training_call_has_logits(in_a_thread: bool) -> None:
+    model = tiny_model()
+    tokens = batch()["input_ids"]
+    logits = model(tokens).logits
+    expected = step(model)
+    eaves.hf.patch(model)
+    seen: list[Any] = []
+
+    def evaluate() -> None:
+        handle.remove()
+        for options in ({}, {"labels": batch()["labels"], "skip_logits": False}):
+            seen.append(model(tokens, **options).logits)
+        seen.append(model.lm_head(torch.zeros(1, FEATURES)) if in_a_thread else logits)
+
+    def hook(*_: Any) -> None:
+        if not in_a_thread:
+            return evaluate()
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        thread.join()
+
+    handle = model.lm_head.register_forward_pre_hook(hook)
+    assert_same_step(step(model), expected, FLOAT32_TOLERANCE)
+    assert [type(each) for each in seen] == [Tensor] * 3
+    assert torch.equal(seen[0], logits) and torch.equal(seen[1], logits)
+    with refuse_logits():
+        step(model)
+
+
 def test_a_model_with_a_loss_of_its_own_trains_as_before() -> None:
     sizes = {"vocab_size": VOCABULARY, "d_model": FEATURES, "d_kv": 16, "d_ff": 40, "num_layers": 1, "num_heads": 2}
     torch.manual_seed(3)
@@ -622,17 +704,22 @@ def losses_of_trainer(model: Any, folder: Path, **options: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["float32", "bfloat16"])
-def test_trainer_gives_the_same_losses(options: dict[str, Any], tmp_path: Path) -> None:
+def test_trainer_gives_the_same_losses(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     expected = losses_of_trainer(tiny_model(), tmp_path, **options)
     assert len(expected) == 6 and expected[3] < expected[0]
     model = eaves.hf.patch(tiny_model())
-    shapes = []
-    model.lm_head.register_forward_hook(lambda _, __, logits: shapes.append(type(logits)))
+    calls = []
+    operator_itself = eaves.linear_cross_entropy
+    monkeypatch.setattr(
+        eaves, "linear_cross_entropy", lambda *args, **kwargs: (calls.append(1), operator_itself(*args, **kwargs))[1]
+    )
     # Steps of Adam take small gradients for as large as others, so that rounding grows.
     actual = losses_of_trainer(model, tmp_path, **options)
     assert actual == pytest.approx(expected, rel=0.02 if options else 1e-4)
-    assert shapes.count(DeferredLogits) == 8  # micro-batches; the others are of the evaluation
+    assert len(calls) == 8  # micro-batches; the others are of the evaluation
     eaves.hf.unpatch(model)  # accelerate has left its wrapper of the forward there
     assert model.train()(**batch()).logits is not None
 
