@@ -551,6 +551,22 @@ def _check_options(options: object) -> None:
         raise TypeError(f"{_OP}: options is {options!r}, expected a torch.nn.LinearCrossEntropyOptions or None")
 
 
+def check_constant_options(
+    linear_weight: Tensor,
+    *,
+    skip_ignored: object,
+    algorithm: object,
+    workspace_bytes: object,
+    grad_weight_dtype: object,
+) -> None:
+    """The checks of a call, for options that are given before there is one."""
+    check_bool(_OP, "skip_ignored", skip_ignored)
+    _algorithm_of(algorithm)
+    if workspace_bytes is not None:
+        _limit_of(workspace_bytes)
+    _wide_weight(linear_weight, grad_weight_dtype)
+
+
 def _limit_of(workspace_bytes: object) -> int:
     limit = index_of(_OP, "workspace_bytes", workspace_bytes)
     if limit <= 0:

@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, TypeVar
@@ -29,6 +30,8 @@ from torch import Tensor
 
 import eaves
 from eaves._deferred_logits import DeferredLogits
+from eaves._linear_cross_entropy import check_constant_options
+from eaves._operator import check_bool
 
 __all__ = ["patch", "patched", "unpatch"]
 
@@ -39,6 +42,7 @@ _LINEAR: Any = torch.nn.Linear  # what a head is; of any type, because the class
 def patch(
     model: _Model,
     *,
+    skip_logits: bool | None = None,
     skip_ignored: bool = True,
     algorithm: str = "auto",
     workspace_bytes: int | None = None,
@@ -48,8 +52,8 @@ def patch(
 
     Its forward has one more keyword, `skip_logits`. True: with labels, the loss is eaves.linear_cross_entropy of hidden
     states and head, and `logits` of the output is None. False: logits are returned, and with labels the loss is
-    eaves.cross_entropy of them. None, the default: True where labels are given and the model is in training mode.
-    Without labels nothing changes, so generation does not either.
+    eaves.cross_entropy of them. None, the default: as `skip_logits` of patch says. Without labels nothing changes, so
+    generation does not either.
 
     The loss is that of transformers (ForCausalLMLoss): labels are shifted, or `shift_labels` taken; those that are -100
     do not count; `num_items_in_batch`, a number or a tensor that nothing waits for, divides the sum. What differs is
@@ -61,6 +65,8 @@ def patch(
     Args:
         model: a transformers.PreTrainedModel, or a PEFT model, whose base model is patched. A patched model takes new
             options.
+        skip_logits: for calls with labels that do not say: True or False; None: True where the model is in training
+            mode. A trainer that reads the logits of a training step needs False.
         skip_ignored: on a GPU, whether to leave out ignored labels before anything is multiplied; the call then waits
             once for the device, for their number. On the CPU they are left out always.
         algorithm, workspace_bytes, grad_weight_dtype: as in eaves.linear_cross_entropy.
@@ -69,27 +75,37 @@ def patch(
         The model.
 
     Raises:
-        TypeError: the model is none of transformers.
+        TypeError, ValueError: the model is none of transformers; an option is none of eaves.linear_cross_entropy.
         NotImplementedError: the loss is not ForCausalLMLoss; the head is not a torch.nn.Linear (quantised, with LoRA);
             the forward takes no labels; that of model or head was replaced on the instance.
     """
     base: Any = _base_of(model, "patch")
     head = base.get_output_embeddings()
-    is_patched = hasattr(type(base), "_eaves_class")
+    is_patched = _is_patched(base)
     if not is_patched:
         _check_model(base)
     if type(head) is not _Head:
         _check_head(base, head)
-        head.__class__ = _Head
-    if not is_patched:
-        original: Any = type(base)
-        base.__class__ = _patched_class(original)
-    base._eaves_options = {
+    options: dict[str, Any] = {
         "skip_ignored": skip_ignored,
         "algorithm": algorithm,
         "workspace_bytes": workspace_bytes,
         "grad_weight_dtype": grad_weight_dtype,
     }
+    check_constant_options(head.weight, **options)
+    if skip_logits is not None:
+        check_bool("patch", "skip_logits", skip_logits)
+
+    if is_patched:
+        _release_head(base, head)
+    else:
+        original: Any = type(base)
+        base.__class__ = _patched_class(original)
+    head.__class__ = _Head
+    _users.setdefault(head, weakref.WeakSet()).add(base)
+    base._eaves_head = (head,)  # in a tuple: a module would become one of the model's
+    base._eaves_skip_logits = skip_logits
+    base._eaves_options = options
     return model
 
 
@@ -108,21 +124,32 @@ def unpatch(model: _Model) -> _Model:
         raise ValueError(
             f"unpatch: the model's class was changed to {type(base).__name__} after patch: undo that first"
         )
-    head = base.get_output_embeddings()
-    if type(head) is _Head:
-        head.__class__ = _LINEAR
-    del base._eaves_options
+    _release_head(base)
+    del base._eaves_head, base._eaves_skip_logits, base._eaves_options
     base.__class__ = original
     return model
 
 
 @contextlib.contextmanager
 def patched(model: _Model, **options: Any) -> Iterator[_Model]:
-    """The model, patched until the end of the block, and then not; options are those of `patch`."""
+    """The model, patched until the end of the block, and then as it was before: not patched, or with other options.
+    The options are those of `patch`."""
+    base: Any = _base_of(model, "patch")
+    before = {"skip_logits": base._eaves_skip_logits, **base._eaves_options} if _is_patched(base) else None
     patch(model, **options)
     try:
         yield model
-    finally:
+    except BaseException:
+        with contextlib.suppress(Exception):  # what happened in the block is what is told
+            _restore(model, before)
+        raise
+    _restore(model, before)
+
+
+def _restore(model: Any, before: dict[str, Any] | None) -> None:
+    if before is not None:
+        patch(model, **before)
+    elif _is_patched(_base_of(model, "unpatch")):  # the block may have unpatched it
         unpatch(model)
 
 
@@ -180,6 +207,25 @@ def _check_head(model: Any, head: Any) -> None:
 
 # The patched model
 
+# Of heads that are patched, the patched models that have them. Not kept in the head: a copy of one of the models has a
+# head for itself.
+_users: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakSet[torch.nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def _is_patched(model: torch.nn.Module) -> bool:
+    return hasattr(type(model), "_eaves_class")
+
+
+def _release_head(model: Any, successor: Any = None) -> None:
+    """Makes the head that the model had at patch what it was, unless another patched model has it."""
+    (head,) = model._eaves_head
+    if head is successor:
+        return
+    users = _users.get(head, weakref.WeakSet())
+    users.discard(model)
+    if not users and type(head) is _Head:
+        head.__class__ = _LINEAR
+
 
 @functools.cache
 def _patched_class(original: Any) -> Any:
@@ -192,11 +238,12 @@ def _patched_class(original: Any) -> Any:
 
     @functools.wraps(forward)  # Trainer asks for the signature, which stays as it was: skip_logits is no column of data
     def patched_forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
-        if not hasattr(type(self), "_eaves_class"):  # whoever kept this function from before unpatch
+        if not _is_patched(self):  # whoever kept this function from before unpatch
             return forward(self, *args, **kwargs)
         has_labels = (args[place] if len(args) > place else kwargs.get("labels")) is not None
         if skip_logits is None:
-            skip_logits = has_labels and self.training
+            chosen = self._eaves_skip_logits
+            skip_logits = has_labels and (self.training if chosen is None else chosen)
         if skip_logits and not has_labels:
             raise ValueError("skip_logits is True, but there are no labels: nothing would be computed")
         head = self.get_output_embeddings() if skip_logits else None

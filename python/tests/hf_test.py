@@ -253,8 +253,39 @@ def test_options_reach_the_operator_and_a_second_patch_changes_them() -> None:
     assert type(model) is patched_class
     assert gradients_asked_for(lambda: step(model)) == [("forward_backward", OF_INPUT | OF_WEIGHT)]
     assert_same_step(step(model), expected, FLOAT32_TOLERANCE)
-    with pytest.raises(ValueError, match="workspace_bytes"):
-        eaves.hf.patch(model, workspace_bytes=-1)(**batch())
+
+
+WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception]]] = [
+    ({"algorithm": "nonsense"}, ValueError),
+    ({"algorithm": None}, TypeError),
+    ({"workspace_bytes": -1}, ValueError),
+    ({"skip_ignored": 1}, TypeError),
+    ({"grad_weight_dtype": "float32"}, TypeError),
+    ({"grad_weight_dtype": torch.int32}, ValueError),
+    ({"skip_logits": 1}, TypeError),
+]
+
+
+@pytest.mark.parametrize(("options", "error"), WRONG_OPTIONS, ids=str)
+def test_options_are_checked_before_anything_changes(options: dict[str, Any], error: type[Exception]) -> None:
+    model = tiny_model()
+    with pytest.raises(error, match=next(iter(options))):
+        eaves.hf.patch(model, **options)
+    assert type(model) is transformers.LlamaForCausalLM and type(model.lm_head) is torch.nn.Linear
+    eaves.hf.patch(model, algorithm="memory")
+    with pytest.raises(error, match=next(iter(options))):
+        eaves.hf.patch(model, **options)
+    assert gradients_asked_for(lambda: step(model)) == [("backward", OF_INPUT | OF_WEIGHT)]
+
+
+def test_patch_says_whether_calls_that_do_not_say_skip_the_logits() -> None:
+    model = eaves.hf.patch(tiny_model(), skip_logits=False)
+    assert model(**batch()).logits is not None and model(**batch(), skip_logits=True).logits is None
+    eaves.hf.patch(model, skip_logits=True).eval()
+    assert model(**batch()).logits is None and model(**batch(), skip_logits=False).logits is not None
+    assert model(batch()["input_ids"]).logits is not None
+    eaves.hf.patch(model)
+    assert model(**batch()).logits is not None and model.train()(**batch()).logits is None
 
 
 @pytest.mark.parametrize("skip_ignored", [True, False])
@@ -594,6 +625,73 @@ def test_a_block_unpatches_after_an_exception() -> None:
         assert same is model and type(model) is not before
         raise KeyError
     assert type(model) is before and type(model.lm_head) is torch.nn.Linear
+
+
+def test_blocks_nest_and_leave_a_patched_model_with_its_options() -> None:
+    model = tiny_model()
+
+    def way() -> str:
+        ((name, _),) = gradients_asked_for(lambda: step(model))
+        return name
+
+    with eaves.hf.patched(model, algorithm="memory"):
+        with eaves.hf.patched(model, algorithm="speed", skip_logits=False):
+            assert step(model).output.logits is not None
+        assert way() == "backward"
+        with pytest.raises(KeyError), eaves.hf.patched(model, algorithm="speed"):
+            assert way() == "forward_backward"
+            raise KeyError
+        assert way() == "backward"
+    assert type(model) is transformers.LlamaForCausalLM
+    eaves.hf.patch(model, algorithm="memory")
+    with eaves.hf.patched(model):
+        assert way() == "forward_backward"
+    assert way() == "backward"
+
+
+def test_a_block_tells_what_happened_in_it() -> None:
+    model = tiny_model()
+    with pytest.raises(KeyError), eaves.hf.patched(model):
+        model.__class__ = type("Sharded", (type(model),), {})  # which unpatch refuses, as after fully_shard
+        raise KeyError
+    model = tiny_model()
+    with pytest.raises(ValueError, match="class was changed to Sharded"), eaves.hf.patched(model):
+        model.__class__ = type("Sharded", (type(model),), {})
+    model = tiny_model()
+    with eaves.hf.patched(model):
+        eaves.hf.unpatch(model)
+    assert type(model) is transformers.LlamaForCausalLM
+
+
+@pytest.mark.parametrize("is_patched_again", [False, True])
+def test_a_head_that_was_replaced_is_what_it_was_before(is_patched_again: bool) -> None:
+    model = tiny_model()
+    heads = [eaves.hf.patch(model).lm_head]
+    model.resize_token_embeddings(VOCABULARY + 3)
+    heads.append(model.lm_head)
+    if is_patched_again:
+        eaves.hf.patch(model)
+        assert type(heads[0]) is torch.nn.Linear
+    eaves.hf.unpatch(model)
+    assert heads[0] is not heads[1] and [type(head) for head in heads] == [torch.nn.Linear] * 2
+
+
+def test_models_that_share_a_head_are_unpatched_one_by_one() -> None:
+    first, second = tiny_model(), tiny_model()
+    second.lm_head = first.lm_head
+    expected = step(second)
+    eaves.hf.patch(first)
+    eaves.hf.patch(second)
+    twin = copy.deepcopy(first)
+    eaves.hf.unpatch(twin)
+    assert type(twin.lm_head) is torch.nn.Linear
+    eaves.hf.unpatch(first)
+    actual = step(second)
+    assert actual.output.logits is None
+    assert_same_step(actual, expected, FLOAT32_TOLERANCE)
+    assert first(**batch()).logits is not None
+    eaves.hf.unpatch(second)
+    assert type(first.lm_head) is torch.nn.Linear
 
 
 @pytest.mark.parametrize(
