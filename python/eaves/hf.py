@@ -21,7 +21,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -257,7 +257,7 @@ def _patched_class(original: Any) -> Any:
             output = forward(self, *args, **kwargs)
         finally:
             _call.head = outer
-        return _without_logits(output) if skip_logits else output
+        return _without_logits(output, head) if skip_logits else output
 
     def loss_function(self: Any) -> Any:
         chosen = original_loss(self)
@@ -327,10 +327,32 @@ def _has_hooks_of_results(module: torch.nn.Module) -> bool:
     )
 
 
-def _without_logits(output: Any) -> Any:
-    if isinstance(output, tuple):  # return_dict=False: what is None is not in it
-        return tuple(each for each in output if not isinstance(each, DeferredLogits))
-    return dataclasses.replace(output, logits=None)
+def _without_logits(output: Any, head: Any) -> Any:
+    """What a forward returned, with None for the logits, also where they were computed after all; in a tuple, what is
+    None has no place (return_dict=False of transformers). Anything else is returned as it is."""
+    if isinstance(output, DeferredLogits):
+        return output.tensor("the result of the model")
+    if isinstance(output, tuple):
+        classes = head.weight.shape[0]
+        is_logits = [
+            isinstance(each, DeferredLogits)
+            or (isinstance(each, Tensor) and each.dim() > 1 and each.shape[-1] == classes)
+            for each in output
+        ]
+        return tuple(each for each, is_left_out in zip(output, is_logits) if not is_left_out)
+    # Outputs of transformers are mappings too, without what is None.
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        held = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+        left_out = _no_logits(held)
+        return dataclasses.replace(output, **left_out) if left_out else output
+    if isinstance(output, Mapping):
+        left_out = _no_logits(output)
+        return {**output, **left_out} if left_out else output
+    return output
+
+
+def _no_logits(held: Mapping[str, Any]) -> dict[str, None]:
+    return {name: None for name, each in held.items() if name == "logits" or isinstance(each, DeferredLogits)}
 
 
 def _causal_lm_loss(

@@ -4,6 +4,7 @@ Models are tiny and made of configurations; nothing is downloaded. What they are
 """
 
 import copy
+import dataclasses
 import gc
 import inspect
 import math
@@ -13,6 +14,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -142,6 +144,65 @@ def test_labels_by_position_and_results_as_a_tuple() -> None:
     actual = model(tokens, *[None] * (place - 1), labels, return_dict=False)
     torch.testing.assert_close(actual[0], expected[0])
     assert len(actual) == len(expected) - 1 and not isinstance(actual[1], (Tensor, DeferredLogits))
+
+
+@dataclasses.dataclass
+class Lost:
+    """An output that has no logits under that name."""
+
+    loss: Tensor
+    scores: Any
+
+
+# Of each: what a forward makes of loss and logits, and whether a result has no logits and all else.
+RESULTS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], bool]]] = {
+    "a dict": (
+        lambda loss, logits: {"loss": loss, "logits": logits, "other": 3},
+        lambda result: result["logits"] is None and result["other"] == 3,
+    ),
+    "a dict of the loss": (lambda loss, _: {"loss": loss}, lambda result: len(result) == 1),
+    "a tensor": (lambda loss, _: loss, lambda result: result.shape == ()),
+    "another name": (Lost, lambda result: result.scores is None),
+    "no logits": (lambda loss, _: Lost(loss, 3), lambda result: bool(result.scores == 3)),
+    "an object": (lambda loss, _: types.SimpleNamespace(loss=loss), lambda result: len(vars(result)) == 1),
+    "a tuple": (lambda loss, logits: (loss, logits, 3), lambda result: len(result) == 2 and result[1] == 3),
+}
+
+
+@pytest.mark.parametrize(("made", "is_right"), RESULTS.values(), ids=RESULTS)
+def test_a_forward_may_return_what_it_likes(made: Callable[[Any, Any], Any], is_right: Callable[[Any], bool]) -> None:
+    class Model(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+            logits = self.lm_head(self.model(input_ids).last_hidden_state)
+            return made(self.loss_function(logits, labels, self.config.vocab_size), logits)
+
+    torch.manual_seed(3)
+    model = Model(tiny_model().config).train()
+    expected = model(**batch())
+    eaves.hf.patch(model)
+    actual = model(**batch())
+    assert type(actual) is type(expected) and is_right(actual)
+
+    def loss_of(result: Any) -> Any:
+        if isinstance(result, dict):
+            return result["loss"]
+        return result[0] if isinstance(result, tuple) else getattr(result, "loss", result)
+
+    torch.testing.assert_close(loss_of(actual), loss_of(expected))
+
+
+@pytest.mark.parametrize("is_changed", [False, True], ids=["as they are", "changed"])
+def test_logits_that_had_to_be_computed_are_left_out_everywhere(is_changed: bool) -> None:
+    model = eaves.hf.patch(tiny_model("gpt2"))
+    if is_changed:
+        model.lm_head.register_forward_hook(lambda _, __, logits: logits.clamp(max=0.5))
+    else:
+        model.loss_function = lambda logits, labels, vocab_size, **_: logits.square().mean()
+    with pytest.warns(UserWarning, match="all of them are computed"):
+        assert model(**batch()).logits is None
+    with pytest.warns(UserWarning, match="all of them are computed"):
+        results = model(**batch(), return_dict=False)
+    assert not any(isinstance(each, (Tensor, DeferredLogits)) for each in results[1:])
 
 
 def test_16_bit_gradients_are_nearer_to_float32_than_those_of_the_model() -> None:
