@@ -57,10 +57,11 @@ def patch(
 
     The loss is that of transformers (ForCausalLMLoss): labels are shifted, or `shift_labels` taken; those that are -100
     do not count; `num_items_in_batch`, a number or a tensor that nothing waits for, divides the sum. What differs is
-    that it is computed in float32 from the product's float32 sums, and that it is 0, not NaN, where no label counts.
+    that it is computed from the product's float32 sums, in float32 (of a float64 model, all in float64), and that it is
+    0, not NaN, where no label counts.
 
-    A call whose logits the model uses for more than factors, a soft cap and the loss computes them after all, with a
-    warning.
+    A call whose logits the model, or a hook of the head, uses for more than factors, a soft cap and the loss computes
+    them after all, with a warning; they are not in the output either.
 
     Args:
         model: a transformers.PreTrainedModel, or a PEFT model, whose base model is patched. A patched model takes new
@@ -76,8 +77,9 @@ def patch(
 
     Raises:
         TypeError, ValueError: the model is none of transformers; an option is none of eaves.linear_cross_entropy.
-        NotImplementedError: the loss is not ForCausalLMLoss; the head is not a torch.nn.Linear (quantised, with LoRA);
-            the forward takes no labels; that of model or head was replaced on the instance.
+        NotImplementedError: the loss is not ForCausalLMLoss; the head is not a torch.nn.Linear (quantised, with LoRA,
+            in modules_to_save of PEFT); the forward takes no labels; that of model or head was replaced on the
+            instance.
     """
     base: Any = _base_of(model, "patch")
     head = base.get_output_embeddings()
@@ -193,6 +195,12 @@ def _check_model(model: Any) -> None:
 
 def _check_head(model: Any, head: Any) -> None:
     name = type(model).__name__
+    if hasattr(head, "modules_to_save"):
+        raise NotImplementedError(
+            f"patch: the head of this {name} is a {type(head).__name__} of PEFT (modules_to_save), which chooses in "
+            "each call between the original and the copies that adapters train, expected a torch.nn.Linear; leave the "
+            "head out of modules_to_save, or merge the adapter"
+        )
     if type(head) is not _LINEAR:
         raise NotImplementedError(
             f"patch: the head of this {name} is a {type(head).__module__}.{type(head).__qualname__}, expected a "
@@ -297,7 +305,8 @@ class _Call(threading.local):
     torch.compile traces none.
     """
 
-    head: torch.nn.Module | None = None
+    def __init__(self) -> None:  # in each thread; a default of the class is one more guard of torch.compile, and fails
+        self.head: torch.nn.Module | None = None
 
 
 _call = _Call()

@@ -18,6 +18,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 import eaves.hf  # noqa: E402
+from cuda_test import LONG_CYCLES  # noqa: E402
 from eaves._deferred_logits import DeferredLogits  # noqa: E402
 from eaves._linear_cross_entropy import OF_INPUT, OF_WEIGHT  # noqa: E402
 from hf_models import (  # noqa: E402
@@ -50,6 +52,10 @@ from hf_models import (  # noqa: E402
 
 # Loss and gradients of a patched model in float32, in parts of the largest element of each.
 FLOAT32_TOLERANCE = 1e-5
+
+# The same on a GPU, where sums have another order; with 16 bits the model's logits are rounded and ours are not, which
+# on the CPU moves an element by up to 0.028.
+GPU_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.06}
 
 each_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 
@@ -396,6 +402,51 @@ def test_hidden_states_are_not_kept(fails: bool) -> None:
     finally:
         gc.enable()
     assert model.lm_head(torch.zeros(1, FEATURES)).shape == (1, VOCABULARY)
+
+
+# On a GPU
+
+
+def on(device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in batch().items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("skip_ignored", [True, False])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
+def test_a_step_on_a_gpu_is_that_of_the_model(
+    name: str, skip_ignored: bool, dtype: torch.dtype, cuda: torch.device
+) -> None:
+    model = tiny_model(name).to(cuda, dtype)
+    expected = step(model, **on(cuda))
+    eaves.hf.patch(model, skip_ignored=skip_ignored)
+    actual = step(model, **on(cuda))
+    assert actual.output.logits is None
+    assert_same_step(actual, expected, GPU_TOLERANCES[dtype])
+
+
+def test_a_step_on_a_gpu_waits_for_the_number_of_labels_alone(cuda: torch.device) -> None:
+    model = tiny_model().to(cuda)
+    arguments = {**on(cuda), "num_items_in_batch": torch.tensor(29, device=cuda)}
+
+    def waits(sync_debug_mode: str) -> bool:
+        step(model, **arguments)  # loads kernels and libraries, and fills the allocator's cache
+        torch.cuda.synchronize()
+        slept = torch.cuda.Event()
+        torch.cuda._sleep(LONG_CYCLES)
+        slept.record()
+        torch.cuda.set_sync_debug_mode(sync_debug_mode)
+        try:
+            step(model, **arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return slept.query()
+
+    assert not waits("error")  # the model itself
+    eaves.hf.patch(model, skip_ignored=False)
+    assert not waits("error")
+    eaves.hf.patch(model, skip_ignored=True)
+    assert waits("default")
 
 
 # What an architecture does to its logits
@@ -803,6 +854,19 @@ def test_a_head_that_was_resized_has_to_be_patched_again() -> None:
         step(model)
 
 
+def test_compiled_it_may_be_called_in_another_thread_first(fresh_compiler: None) -> None:
+    model = tiny_model()
+    expected = model(**batch()).loss
+    compiled = torch.compile(eaves.hf.patch(model), backend="eager", fullgraph=True)
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(compiled, **batch()).result()
+    second = compiled(**batch())
+    assert first.logits is None and second.logits is None
+    torch.testing.assert_close([first.loss, second.loss], [expected, expected])
+    tokens = batch()["input_ids"]
+    assert isinstance(compiled(tokens).logits, Tensor) and isinstance(model(tokens).logits, Tensor)
+
+
 @pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[None]:
     """One process: what is of interest are the classes and hooks that wrappers give a model."""
@@ -891,6 +955,13 @@ def with_lora_on_the_head() -> Any:
     return peft.get_peft_model(tiny_model(), peft.LoraConfig(r=4, target_modules=["lm_head"]))
 
 
+def with_a_head_that_is_saved() -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    return peft.get_peft_model(
+        tiny_model(), peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    )
+
+
 def with_another_loss() -> Any:
     model = tiny_model()
     model.loss_function = lambda logits, **_: logits.sum()
@@ -927,6 +998,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "compiled": (lambda: torch.compile(tiny_model()), TypeError, "patch it before torch.compile"),
     "LoRA on the head": (
         with_lora_on_the_head, NotImplementedError, r"the head of this Llama\w+ is a peft\..*, expected a torch.nn.L"
+    ),
+    "a head in modules_to_save": (
+        with_a_head_that_is_saved, NotImplementedError, r"is a ModulesToSaveWrapper of PEFT \(modules_to_save\)"
     ),
     "another loss": (
         with_another_loss, NotImplementedError, "the loss of this .* is <lambda>, expected ForCausalLMLoss"
