@@ -210,6 +210,16 @@ def two_lengths() -> MeasuredTable:
     )
 
 
+def test_a_file_that_says_nothing_of_cuda_is_one_of_a_cpu(tmp_path: Path) -> None:
+    put(tmp_path, [two_lengths()])
+    path = tmp_path / "toy_autograd.json"
+    result = json.loads(path.read_text())
+    del result["cuda"]
+    expected = text_of(tmp_path, two_lengths())
+    path.write_text(results.to_json(result))
+    assert text_of(tmp_path, two_lengths()) == expected
+
+
 def test_a_table_has_the_columns_of_the_printed_one_and_names_the_best_peer() -> None:
     assert page.markdown_table(two_lengths(), "speed") == [
         "| n | eaves | torch | fla | limit | eaves / limit | best peer | best peer / eaves |",

@@ -3,10 +3,10 @@ PyTorch. The source archive, from which the same package is built again."""
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import venv
 import zipfile
 from collections.abc import Iterator
@@ -109,8 +109,7 @@ def test_the_source_archive_builds_the_same_package(tmp_path: Path) -> None:
     run(*build, "--sdist", ROOT)
     (archive,) = (tmp_path / "dist").glob("*.tar.gz")
     assert archive.name == f"eaves-{version()}.tar.gz"
-    with tarfile.open(archive) as file:
-        file.extractall(tmp_path, filter="data")
+    shutil.unpack_archive(archive, tmp_path)
     tree = tmp_path / archive.name.removesuffix(".tar.gz")
     environment = {**os.environ, "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count())}
     run(*build, "--wheel", *settings(), tree, env=environment)

@@ -70,11 +70,14 @@ def values_of(measured: MeasuredTable, kind: Kind, measurement: Measurement) -> 
     return {name: value_of(kind, measurement.columns[name]) for name in column_names(measured, kind)}
 
 
+def is_peer(name: str) -> bool:
+    """Whether this is one of the others: eaves-memory is another way of our own."""
+    return name.split("-")[0] != EAVES and name != LIMIT
+
+
 def best_peer(values: Values) -> str | None:
     """Who of the others has the least."""
-    # eaves-memory is none of the others.
-    peers = {name: value for name, value in values.items() if name.split("-")[0] != EAVES and name != LIMIT}
-    numbers = {name: value for name, value in peers.items() if value is not None}
+    numbers = {name: value for name, value in values.items() if is_peer(name) and value is not None}
     return min(numbers, key=lambda name: numbers[name], default=None)
 
 
@@ -94,8 +97,8 @@ def text_table(measured: MeasuredTable, kind: Kind) -> str:
             line += [number(value, 6) for value in values.values()]
             line += [number(ratio(values), 3) for ratio in ratios.values()]
             note += [f"{name}: {column.skipped}" for name, column in measurement.columns.items() if column.skipped]
-            is_unsteady = unsteady(measurement) if kind == "speed" else ""
-            note.append(is_unsteady and f"{is_unsteady}: is the machine busy?")
+            busy = unsteady(measurement) if kind == "speed" else ""
+            note.append(busy and f"{busy}: is the machine busy?")
         lines.append(line)
         notes.append("; ".join(part for part in note if part))
     return f"{title(table, kind)}:\n{_aligned(lines, notes)}"
@@ -112,7 +115,7 @@ def ratios_of(providers: Sequence[str], kind: Kind) -> dict[str, Callable[[Value
         return ratios
     if kind != "host":
         ratios[EAVES_TO_LIMIT] = lambda values: _quotient(values[EAVES], values[LIMIT])
-    if any(name.split("-")[0] != EAVES for name in providers):
+    if any(map(is_peer, providers)):
         ratios[PEER_TO_EAVES] = lambda values: _quotient(values.get(best_peer(values) or ""), values[EAVES])
     return ratios
 

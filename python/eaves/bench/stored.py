@@ -286,7 +286,7 @@ def _stored(path: Path, operator: Operator, protocol: Protocol, result: Mapping[
 
 def _declared_tables(operator: Operator, result: Mapping[str, Any]) -> list[Table]:
     """The published ones first, then those of the default sweep, then both of other dtypes."""
-    device = _device(result["cuda"] is not None)
+    device = _device(result.get("cuda") is not None)
     requests = [Request("seed", device, "bf16", False), Request("quick", device, "bf16", False)]
     for dtype in dict.fromkeys(entry["dtype"] for entry in result["rows"]):
         requests += [Request("seed", device, dtype, True), Request("quick", device, dtype, True)]

@@ -19,6 +19,7 @@ from eaves.bench.report import (
     PEER_TO_EAVES,
     MeasuredTable,
     best_peer,
+    is_peer,
     number,
     ratios_of,
     title,
@@ -162,7 +163,7 @@ def _absent_peers(stored: StoredFolder) -> list[str]:
     """One line: of each operator those that could stand in its rows and have no number."""
     names: dict[str, list[str]] = {}
     for each in stored.absences():
-        if each.protocol == _ENDS_PROTOCOL and each.could_be_there and each.provider.split("-")[0] != EAVES:
+        if each.protocol == _ENDS_PROTOCOL and each.could_be_there and is_peer(each.provider):
             names.setdefault(each.operator.name, []).append(each.provider)
     of_operators = "; ".join(f"{_joined(providers)} in {operator}" for operator, providers in names.items())
     return ["", f"Not measured: {of_operators}."] if names else []

@@ -28,7 +28,7 @@ template <typename T, typename View>
 struct LogsumexpGradient {
   using Element = T;
   using A = Accumulator<T>;
-  [[maybe_unused]] static constexpr bool kIsHeavy = false;  // integers, which have no vectors, do not ask
+  [[maybe_unused]] static constexpr bool kIsHeavy = false;  // not every way through the rows asks
 
   View rows;
   const T* in;

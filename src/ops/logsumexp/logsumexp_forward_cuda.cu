@@ -21,7 +21,7 @@ struct Logsumexp {
   using Merge = MergeSoftmax;
   struct Prepared {};
   static constexpr bool kHasVectors = kIsFloatingPoint<T>;
-  [[maybe_unused]] static constexpr bool kIsHeavy = false;  // integers, which have no vectors, do not ask
+  [[maybe_unused]] static constexpr bool kIsHeavy = false;  // not every way through the rows asks
 
   View rows;
   const T* x;
