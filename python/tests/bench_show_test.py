@@ -169,6 +169,27 @@ def test_every_provider_has_its_curve_and_so_has_the_limit(kind: Kind, factor: i
     assert lines[limit].is_dashed() and not lines["eaves"].is_dashed()
 
 
+@pytest.mark.parametrize("empty", [Column("no such GEMM"), column(0)])
+def test_who_has_no_curve_is_not_in_the_legend(empty: Column) -> None:
+    measured = measured_curves("eaves", "torch", "torch.compile")
+    measurements = [replace(each, columns=each.columns | {"torch": empty}) for each in measured.measurements]
+    figure = plotted("speed", replace(measured, measurements=measurements), Protocol("autograd"))
+    words = ["eaves", "torch.compile", "limit (streams the same bytes)"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == words
+    assert list(lines_of(figure)) == words
+    without_limit = [replace(each, columns=each.columns | {LIMIT: empty}) for each in measured.measurements]
+    figure = plotted("speed", replace(measured, measurements=without_limit), Protocol("autograd"))
+    assert list(lines_of(figure)) == NAMES[:3]
+
+
+def test_who_is_measured_at_one_length_alone_is_in_the_legend() -> None:
+    measured = measured_curves("eaves", "torch")
+    first, second = measured.measurements
+    failed = replace(second, columns=second.columns | {"torch": Column("does not fit in memory")})
+    lines = lines_of(plotted("memory", replace(measured, measurements=[first, failed]), Protocol("autograd")))
+    assert list(lines)[:2] == ["eaves", "torch"]
+
+
 @pytest.mark.parametrize(
     ("kind", "words"), [("speed", "limit (the matrix products alone)"), ("memory", "limit (inputs and outputs alone)")]
 )

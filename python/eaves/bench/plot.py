@@ -94,11 +94,13 @@ def figure(measured: MeasuredTable, kind: Kind, names: Sequence[str], setting: S
     lengths = [length for length, _ in _kept(measured)]
     drawn, axes = pyplot.subplots(figsize=_INCHES, layout="constrained")
     notes = [_shape(table)]
-    last = max(1, len(measured.providers) - 1)
-    for place, name in enumerate(measured.providers):
+    curves = _curves(measured, kind)
+    names_of_curves = [name for name in curves if name != LIMIT]
+    last = max(1, len(names_of_curves) - 1)
+    for place, name in enumerate(names_of_curves):
         colour, mark = _COLOURS[names.index(name) % len(_COLOURS)], _MARKS[names.index(name) % len(_MARKS)]
         narrow = place / last  # 0 for the first, 1 for the last
-        size, values = 9 - 4.5 * narrow, _values(measured, kind, name)
+        size, values = 9 - 4.5 * narrow, curves[name]
         axes.plot(
             lengths,
             values,
@@ -123,12 +125,11 @@ def figure(measured: MeasuredTable, kind: Kind, names: Sequence[str], setting: S
                 markeredgewidth=1.5,
                 zorder=3.05 + 0.1 * place,
             )
-    limit = _values(measured, kind, LIMIT)
-    is_of_products = kind == "speed" and all(row.make_limit is not None for row in table.rows)
-    limit_words = _PRODUCTS if is_of_products else _LIMIT_WORDS[kind]
-    axes.plot(lengths, limit, "k", dashes=(4, 4), label=limit_words, linewidth=1.1, zorder=4)
-    shown = (value for name in [*measured.providers, LIMIT] for value in _values(measured, kind, name))
-    _set_axes(axes, lengths, shown)
+    if LIMIT in curves:
+        is_of_products = kind == "speed" and all(row.make_limit is not None for row in table.rows)
+        limit_words = _PRODUCTS if is_of_products else _LIMIT_WORDS[kind]
+        axes.plot(lengths, curves[LIMIT], "k", dashes=(4, 4), label=limit_words, linewidth=1.1, zorder=4)
+    _set_axes(axes, lengths, (value for values in curves.values() for value in values))
     word, unit = _WORDS[kind]
     axes.set_xlabel(", ".join(part for part in (table.axis_name, table.axis_words) if part))
     axes.set_ylabel(f"{word} ({unit})")
@@ -144,6 +145,13 @@ def _kept(measured: MeasuredTable) -> list[tuple[int, Measurement]]:
     """Length and measurement of the rows that were not left out."""
     rows = zip(measured.table.rows, measured.measurements)
     return [(row.axis_value, measurement) for row, measurement in rows if not measurement.skipped]
+
+
+def _curves(measured: MeasuredTable, kind: Kind) -> dict[str, list[float]]:
+    """By the names of the columns, without those that have nothing to be drawn: a column of a table may be empty, but
+    the legend would name it all the same. A logarithmic axis has no place for 0."""
+    values = {name: _values(measured, kind, name) for name in [*measured.providers, LIMIT]}
+    return {name: curve for name, curve in values.items() if any(value > 0 for value in curve)}  # false of NaN
 
 
 def _values(measured: MeasuredTable, kind: Kind, name: str) -> list[float]:
