@@ -114,13 +114,13 @@ def ratios_of(providers: Sequence[str], kind: Kind) -> dict[str, Callable[[Value
     if EAVES not in providers:
         return ratios
     if kind != "host":
-        ratios[EAVES_TO_LIMIT] = lambda values: _quotient(values[EAVES], values[LIMIT])
+        ratios[EAVES_TO_LIMIT] = lambda values: quotient(values[EAVES], values[LIMIT])
     if any(map(is_peer, providers)):
-        ratios[PEER_TO_EAVES] = lambda values: _quotient(values.get(best_peer(values) or ""), values[EAVES])
+        ratios[PEER_TO_EAVES] = lambda values: quotient(values.get(best_peer(values) or ""), values[EAVES])
     return ratios
 
 
-def _quotient(numerator: float | None, denominator: float | None) -> float | None:
+def quotient(numerator: float | None, denominator: float | None) -> float | None:
     return numerator / denominator if numerator is not None and denominator else None
 
 

@@ -1,17 +1,20 @@
 """Where a peer is faster, or takes less memory: every row of every result file whose best peer is below eaves by more
-than noise, merged twice: by operator and mode, and by table and peer.
+than noise, merged twice: by operator and mode, and by table and peer. And where a peer beats one of eaves' ways, of
+which there may be several (eaves, eaves-memory): it is better in time or memory, and not worse in the other, so that
+nothing speaks for this way.
 
-The first stands between two markers, because README.md of the repository shows it too (tools/check_docs).
+The first and the last stand between two markers, because other documents show them too (tools/check_docs).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from eaves.bench.benchmark import Row, Table
 from eaves.bench.protocol import Protocol
-from eaves.bench.report import PEER_TO_EAVES, Kind, best_peer, number, ratios_of, title, values_of
+from eaves.bench.report import PEER_TO_EAVES, Kind, best_peer, is_peer, number, quotient, ratios_of, title, values_of
 from eaves.bench.stored import StoredFolder
 from eaves.bench.summary import anchor
 
@@ -54,13 +57,46 @@ def _cells(stored: StoredFolder) -> Iterator[_Cell]:
                         yield _Cell(result.operator.name, result.protocol, measured.table, row, kind, peer, ratio)
 
 
-_NOWHERE = f"No row is slower than its best peer, or takes more memory, by more than {NOISE:.0%}.".replace("%", " %")
+@dataclass(frozen=True)
+class _Pair:
+    """A row that one of eaves' ways and a peer have both numbers of."""
 
-_Key = Callable[[_Cell], tuple[str, ...]]
+    operator: str
+    table: Table
+    row: Row
+    way: str
+    peer: str
+    time: float
+    """The peer's by the way's; memory too."""
+    memory: float
+
+    @property
+    def is_beaten(self) -> bool:
+        ratios = (self.time, self.memory)
+        return min(ratios) < 1 - NOISE and max(ratios) <= 1 + NOISE
 
 
-def _grouped(cells: Sequence[_Cell], key: _Key) -> dict[tuple[str, ...], list[_Cell]]:
-    groups: dict[tuple[str, ...], list[_Cell]] = {}
+def _pairs(stored: StoredFolder) -> Iterator[_Pair]:
+    for result in stored.results:
+        for measured in result.tables:
+            for row, measurement in zip(measured.table.rows, measured.measurements):
+                times, memory = (values_of(measured, kind, measurement) for kind in _WORDS)
+                for way in (name for name in measured.providers if not is_peer(name)):
+                    for peer in filter(is_peer, measured.providers):
+                        of_time, of_memory = (quotient(values[peer], values[way]) for values in (times, memory))
+                        if of_time is not None and of_memory is not None:
+                            yield _Pair(result.operator.name, measured.table, row, way, peer, of_time, of_memory)
+
+
+_PERCENT = f"{100 * NOISE:.0f} %"
+_NOWHERE = f"No row is slower than its best peer, or takes more memory, by more than {_PERCENT}."
+_UNBEATEN = "No peer beats a way of eaves."
+
+_Item = TypeVar("_Item")
+
+
+def _grouped(cells: Sequence[_Item], key: Callable[[_Item], tuple[str, ...]]) -> dict[tuple[str, ...], list[_Item]]:
+    groups: dict[tuple[str, ...], list[_Item]] = {}
     for cell in cells:
         groups.setdefault(key(cell), []).append(cell)
     return groups
@@ -79,7 +115,18 @@ def section(stored: StoredFolder) -> list[str]:
         "<!-- end -->",
         "",
     ]
-    return lines + _by_table([cell for cell in cells if cell.is_slower])
+    lines += _by_table([cell for cell in cells if cell.is_slower])
+    return lines + [
+        f"A peer beats a way of eaves where it takes less time or less memory, by more than {_PERCENT}, and at most",
+        f"{_PERCENT} more of the other. A way is a column: `eaves` is the default, `eaves-<algorithm>` is called with",
+        "that `algorithm`. The backward of linear_cross_entropy by itself is `memory` in the column `eaves`, because",
+        "the default has computed the gradients by then.",
+        "",
+        "<!-- ways -->",
+        *_by_way(list(_pairs(stored))),
+        "<!-- end -->",
+        "",
+    ]
 
 
 def _by_mode(cells: Sequence[_Cell]) -> list[str]:
@@ -105,17 +152,34 @@ def _by_table(slower: Sequence[_Cell]) -> list[str]:
     lines = ["| table | protocol | peer | rows | best peer / eaves |", "|---|---|---|---|---|"]
     for (heading, peer), group in _grouped(slower, lambda cell: (title(cell.table, cell.kind), cell.peer)).items():
         protocols = ", ".join(dict.fromkeys(cell.protocol.name for cell in group))
-        ratios = dict.fromkeys(number(ratio, 3) for ratio in (min(map(_ratio, group)), max(map(_ratio, group))))
+        ratios = _range(cell.ratio for cell in group)
         link = f"[{heading}](#{anchor(f'{heading}:')})"
-        lines.append(f"| {link} | {protocols} | {peer} | {_lengths(group)} | {' to '.join(ratios)} |")
+        lines.append(f"| {link} | {protocols} | {peer} | {_lengths(group)} | {ratios} |")
     return [*lines, ""]
 
 
-def _ratio(cell: _Cell) -> float:
-    return cell.ratio
+def _by_way(pairs: Sequence[_Pair]) -> list[str]:
+    lines = [
+        "| operator | mode | way | peer | rows | where | time, peer / way | memory, peer / way |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    groups = _grouped(pairs, lambda pair: (pair.operator, pair.table.mode, pair.way, pair.peer))
+    for words, group in groups.items():
+        beaten = [pair for pair in group if pair.is_beaten]
+        if beaten:
+            parts = [*words, f"{len(beaten)} of {len(group)}", _lengths(beaten)]
+            parts += [_range(pair.time for pair in beaten), _range(pair.memory for pair in beaten)]
+            lines.append(f"| {' | '.join(parts)} |")
+    return lines if len(lines) > 2 else [_UNBEATEN]
 
 
-def _lengths(cells: Sequence[_Cell]) -> str:
+def _range(ratios: Iterable[float]) -> str:
+    """0.500 to 0.750, or one number where they are the same."""
+    known = list(ratios)
+    return " to ".join(dict.fromkeys(number(ratio, 3) for ratio in (min(known), max(known))))
+
+
+def _lengths(cells: Sequence[_Cell | _Pair]) -> str:
     """n 64, 1024 to 8192: of each axis up to three lengths, or the least and the greatest."""
     by_axis: dict[str, set[int]] = {}
     for cell in cells:
