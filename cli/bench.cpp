@@ -83,6 +83,12 @@ bench::MeasuredTable measure(bench::Harness& harness, bench::Table table) {
   return measured;
 }
 
+// The words of python/eaves/bench/published.py.
+constexpr const char* kPublished[] = {
+    "The published tables are measurements of other implementations, from which eaves set out. Theirs are the rows of",
+    "--sweep seed, the inputs of data seed (normal numbers) and the titles, in which lce is linear_cross_entropy,",
+    "md_lrpe_cosine is lrpe_cosine over a grid of one to three axes."};
+
 void print_heading(Device device, const BenchArguments& arguments) {
   const SystemInfo system = system_info();
   fmt::print("# {}, eaves {} (commit {})\n", runtime::device_name(device), system.version, system.commit);
@@ -90,7 +96,8 @@ void print_heading(Device device, const BenchArguments& arguments) {
   fmt::print(
       "# speed in ms, median; limit: plain streaming of the same bytes in the same run, or the matrix products "
       "alone; ratio: eaves / limit\n");
-  fmt::print("# memory in MiB: peak with inputs and outputs counted, and the workspace alone\n\n");
+  fmt::print("# memory in MiB: peak with inputs and outputs counted, and the workspace alone\n");
+  fmt::print("# {}\n\n", fmt::join(kPublished, "\n# "));
 }
 
 void run_bench(const BenchArguments& arguments) {
@@ -144,14 +151,17 @@ void run_bench(const BenchArguments& arguments) {
 
 void add_bench_command(CLI::App& program) {
   CLI::App* command = program.add_subcommand("bench", "Measure operators against the limit of the device.");
-  command->footer("Example:\n  eaves bench logsumexp --device cpu --dtype bf16 --max-bytes 8M --json result.json");
+  command->footer(
+      fmt::format("{}\n\nExample:\n"
+                  "  eaves bench logsumexp --device cpu --dtype bf16 --max-bytes 8M --json result.json",
+                  fmt::join(kPublished, "\n")));
   const auto arguments = std::make_shared<BenchArguments>();
   command->add_option("operator", arguments->operators, "Operators to measure; without any: all of them");
   command->add_option("--device", arguments->device, "cpu, cuda or cuda:N; without: cuda where a GPU is usable")
       ->check(is_not_empty());
   command
       ->add_option("--sweep", arguments->sweep,
-                   "quick: two minutes or less; seed: the lengths of the first published tables, no others")
+                   "quick: two minutes or less; seed: the rows of the published tables, no others")
       ->check(CLI::IsMember({"quick", "seed"}))
       ->capture_default_str();
   command->add_option("--dtype", arguments->dtype,

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from bench_toy import DIM, TOY, Eaves, FailsAt64, Peer, column, measured_table, small_flush, toy, toy_row  # noqa: F401
+from eaves.bench import published
 from eaves.bench.__main__ import main
-from eaves.bench.benchmark import InvalidArgument, Operator, Row, Table
+from eaves.bench.benchmark import InvalidArgument, Operator, Request, Row, Table
 from eaves.bench.harness import LIMIT, Measurement
 from eaves.bench.operators import OPERATORS
 from eaves.bench.protocol import Protocol
@@ -23,6 +25,35 @@ from eaves.bench.timing import Column, Timing
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
+def test_every_name_of_the_published_tables_is_explained(operator: Operator) -> None:
+    for sweep in ("seed", "quick"):
+        for device in ("cpu", "cuda"):
+            tables = operator.tables(Request(sweep, torch.device(device), "bf16", has_dtype=False))
+            assert set(published.names_of(tables)) <= set(published.NAMES)
+
+
+def test_help_and_output_say_what_the_published_tables_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    help_text = capsys.readouterr().out
+    begin = "The published tables are measurements of other implementations"
+    assert begin in help_text and help_text.index(begin) < help_text.index("options:")
+    assert all(f"{name} is" in help_text for name in published.NAMES)
+
+    def output(title_op: str, *options: str) -> str:
+        plain = toy(Eaves(), modes=("fwd",))
+        operator = replace(plain, tables=lambda request: [replace(each, title_op=title_op)
+                                                          for each in plain.tables(request)])  # fmt: skip
+        assert main([*TOY, "--max-bytes", "1K", *options], [operator]) == 0
+        return capsys.readouterr().out
+
+    assert begin not in output("")
+    assert f"# {begin}" in output("", "--protocol", "seed")
+    named = output("lce")
+    assert "# " in named and "in which lce is linear_cross_entropy.\n" in named.replace("\n# ", " ")
 
 
 def test_a_table_has_the_published_layout() -> None:

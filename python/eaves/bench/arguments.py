@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
+from eaves.bench import published
 from eaves.bench.benchmark import DTYPES, InvalidArgument
 from eaves.bench.protocol import Protocol
 
@@ -15,10 +16,14 @@ _PROGRAM = "python -m eaves.bench"
 
 RESULTS = "benchmarks/results"
 
-_DESCRIPTION = """\
+_PUBLISHED = "\n".join(published.explained())
+
+_DESCRIPTION = f"""\
 Measures eaves side by side with PyTorch and whatever else is installed, in one process, the implementations taking
-turns. Prints the tables of the published measurements: milliseconds (speed), peak MiB with inputs and outputs counted
+turns. Prints tables in the form of the published ones: milliseconds (speed), peak MiB with inputs and outputs counted
 (memory) and, on a GPU, the milliseconds that a call keeps Python busy (host).
+
+{_PUBLISHED}
 
 Without the name of an operator everything is measured, by both protocols, and kept in a folder with a page of all
 tables. With names only these are, by one protocol, and what is kept is what --json and --plot name."""
@@ -38,8 +43,7 @@ modes:
 protocols:
   autograd   a backward is torch.autograd.grad(out, inputs, grad_out)
   seed       it is out.backward(grad_out) and .grad is never cleared, so every call also adds its gradient to the one
-             that is there; the published tables were measured so. The limit streams these bytes too: of the gradient
-             two more reads and one more write
+             that is there. The limit streams these bytes too: of the gradient two more reads and one more write
 
 results, without an operator or with --results:
   {RESULTS}/<device>/, such as nvidia-h200 or amd-epyc, in the folder where the program is called:
@@ -118,7 +122,7 @@ def parse_arguments(argv: Sequence[str] | None) -> BenchArguments:
     add("--provider", action="append", default=[], metavar="NAME", help="only this one; repeat it for more")
     add("--device", choices=["cpu", "cuda"], help="without: cuda where PyTorch sees a GPU")
     add("--sweep", choices=["quick", "seed"], default="quick",
-        help="quick: a few minutes; seed: the lengths of the published tables, no others")  # fmt: skip
+        help="quick: a few minutes; seed: the rows of the published tables, no others")  # fmt: skip
     add("--protocol", choices=["autograd", "seed"],
         help="what a backward is, see below; without: autograd, and both where a folder is written")  # fmt: skip
     add("--dtype", type=parse_dtype, metavar="DTYPE",

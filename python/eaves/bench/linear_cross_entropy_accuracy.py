@@ -1,8 +1,9 @@
 """`python -m eaves.bench.linear_cross_entropy_accuracy`: the errors of linear_cross_entropy, of eaves and of everybody
 who is installed, against float64 on the same (already rounded) data. Prints a table in Markdown; --json also writes it.
 
-Of the loss the relative error, of each gradient that of its norm, all in bfloat16: on the published data, whose logits
-have a deviation of the square root of the features, and at deviations of 1.3 (a model that knows little) and 4.
+Of the loss the relative error, of each gradient that of its norm, all in bfloat16: on normal numbers, the data of
+--sweep seed (`seed`), whose logits have a deviation of the square root of the features, and at deviations of 1.3 (a
+model that knows little) and 4.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from eaves.bench import providers, results, slower, summary
+from eaves.bench import providers, published, results, slower, summary
 from eaves.bench.benchmark import InvalidArgument, Operator, Table
 from eaves.bench.harness import Measurement
 from eaves.bench.protocol import Protocol
@@ -50,7 +50,7 @@ computes is compared with what eaves computes.
 - Times are unsteady whose median is more than twice the fastest: the machine was busy with something else.
 - Protocol `autograd`: a backward is `torch.autograd.grad(out, inputs, grad_out)`.
 - Protocol `seed`: it is `out.backward(grad_out)`, and `.grad` is never cleared, so that every call also adds its
-  gradient to the one that is there, and the limit streams these bytes too. The published tables were measured so."""
+  gradient to the one that is there, and the limit streams these bytes too."""
 
 
 def draw_again(folder: str, operators: Sequence[Operator]) -> None:
@@ -133,15 +133,15 @@ def _example(operators: Sequence[Operator]) -> str:
 def text(stored: StoredFolder) -> str:
     lines = [f"# {_devices(stored)}: eaves beside its peers", ""]
     lines += ["Drawn by `python -m eaves.bench --page`, from the result files in this folder.", ""]
-    lines += [*_contents(stored), "", *_files(stored), "", _ABOUT, "", _how(stored), ""]
+    lines += [*_contents(stored), "", *_files(stored), "", *_published(stored), "", _ABOUT, "", _how(stored), ""]
     lines += summary.ranges(stored)
     lines += summary.ends(stored)
     lines += slower.section(stored)
     for operator in stored.operators:
-        published = _tables(stored, operator, stored.published_tables(operator))
+        own = _tables(stored, operator, stored.published_tables(operator))
         others = _tables(stored, operator, stored.other_tables(operator))
-        if published or others:
-            lines += [f"## {operator.name}", "", *(published or ["None of the published rows is measured here.", ""])]
+        if own or others:
+            lines += [f"## {operator.name}", "", *(own or ["None of the published rows is measured here.", ""])]
         if others:
             lines += [f"## {_more(operator)}", "", *others]
     lines += _not_measured(stored)
@@ -188,6 +188,12 @@ def _files(stored: StoredFolder) -> list[str]:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _published(stored: StoredFolder) -> list[str]:
+    """Between two markers, because README.md of the repository shows it too (tools/check_docs)."""
+    tables = (each.table for result in stored.results for each in result.tables)
+    return ["<!-- published -->", *published.explained(published.names_of(tables)), "<!-- end -->"]
 
 
 def _how(stored: StoredFolder) -> str:

@@ -3,9 +3,9 @@
 `autograd`: a backward is torch.autograd.grad(out, inputs, grad_out, retain_graph=True).
 `seed`: it is out.backward(grad_out, retain_graph=True), and nobody ever clears .grad. From the second call on, so in
 all that are timed, a call also adds its gradient to the one that is there, which reads two gradients and writes one
-more. The limit streams these bytes too, in the same kernel. That is what the published tables measured, so only these
-numbers may be put beside them. A small gradient is still in the cache when it is added: there a call may beat the
-limit.
+more. The limit streams these bytes too, in the same kernel. That is what the published tables (`published.py`)
+measured, so only these numbers may be put beside them. A small gradient is still in the cache when it is added: there a
+call may beat the limit.
 
 A call that may overwrite its inputs works on copies of them, made by its `prepare` outside of what is timed. It is made
 once and not again on the same graph, so there nothing is retained.

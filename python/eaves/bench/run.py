@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from eaves import _info
-from eaves.bench import page, providers, results
+from eaves.bench import page, providers, published, results
 from eaves.bench.arguments import BenchArguments
 from eaves.bench.benchmark import InvalidArgument, Operator, Provider, Request, Table, check_names
 from eaves.bench.device import device_name, find_device
@@ -188,7 +188,7 @@ def _measure(arguments: BenchArguments, parts: Sequence[_Part], device: torch.de
         for part in parts:
             if harness is None or part.protocol != protocol:
                 protocol = part.protocol
-                _print_heading(device, protocol)
+                _print_heading(device, protocol, [table for each in parts for table in each.tables])
                 harness = Harness(
                     HarnessOptions(device, protocol, arguments.repetitions, arguments.warm_up_ms, arguments.max_bytes)
                 )
@@ -221,7 +221,7 @@ def _measure_part(part: _Part, harness: Harness, progress: Progress) -> list[Mea
     return measured
 
 
-def _print_heading(device: torch.device, protocol: Protocol) -> None:
+def _print_heading(device: torch.device, protocol: Protocol, tables: Sequence[Table]) -> None:
     info = _info.extension()
     print(f"# {device_name(device)}, eaves {info['version']} (commit {info['commit']}), torch {torch.__version__}")
     print("# speed in ms, median; limit: plain streaming of the same bytes, or the matrix products, in the same run")
@@ -231,6 +231,8 @@ def _print_heading(device: torch.device, protocol: Protocol) -> None:
         print("# host in ms: what a call costs Python when calls are enqueued back to back without waiting")
     if protocol.name == "seed":
         print("# protocol seed: every backward adds to a .grad that is never cleared; limit streams these bytes too")
+    if (names := published.names_of(tables)) or protocol.name == "seed":
+        print("\n".join(published.explained(names, "# ")))
     print(flush=True)
 
 
