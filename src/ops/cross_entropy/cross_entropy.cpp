@@ -139,6 +139,10 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
                           std::to_string(args.first_class) + " + " + std::to_string(columns) + ", expected a part of " +
                           std::to_string(classes) + " classes");
   }
+  // No target can be right but ignore_index, and a GPU would tell of a wrong one by a NaN alone.
+  if (classes == 0 && !is_soft && args.targets.element_count() > 0) {
+    check::fail(logits, "has shape " + check::to_string(args.logits.shape) + ", expected at least one class");
+  }
 
   const auto row_strides = [&](const TensorView& tensor) { return spread_strides(tensor.strides, rank, axes, false); };
   const bool has_row_losses = grad_loss.is_present && args.options.reduction == Reduction::none;

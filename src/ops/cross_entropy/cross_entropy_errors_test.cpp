@@ -289,6 +289,23 @@ TEST_F(CrossEntropyErrors, ShapesOfInputs) {
   expect_refused(backward, "cross_entropy_backward: divisor has shape [4], expected one element");
 }
 
+TEST_F(CrossEntropyErrors, RowsWithTargetsAndNoClasses) {
+  const std::string expected = ": logits has shape [4, 0], expected at least one class";
+  const TensorView empty = TensorView::contiguous(logits_.data(), DType::float32, {4, 0});
+  targets_.assign(4, -100);  // nothing looks at them
+  auto forward = forward_;
+  forward.logits = empty;
+  forward.weight = {};
+  expect_refused(forward, "cross_entropy_forward" + expected);
+  auto backward = backward_;
+  backward.logits = empty;
+  backward.grad_logits = grad_logits_.view({4, 0});
+  expect_refused(backward, "cross_entropy_backward" + expected);
+  auto in_place = in_place_;
+  in_place.forward = forward;
+  expect_refused(in_place, "cross_entropy_forward_backward" + expected);
+}
+
 TEST_F(CrossEntropyErrors, ShapesOfOutputs) {
   const std::pair<const char*, TensorView CrossEntropyForwardArgs::*> per_row[] = {
       {"lse", &CrossEntropyForwardArgs::lse},
@@ -830,7 +847,7 @@ TEST_F(CrossEntropyErrors, StridesOfAnEmptyTensorMayBeAnything) {
   auto args = forward_;
   args.logits = TensorView::strided(logits_.data(), DType::float32, {4, 0}, {std::int64_t{1} << 62, 7});
   args.weight = TensorView::contiguous(ones_.data(), DType::float32, {0});
-  targets_.assign(4, -100);
+  args.targets = TensorView::strided(ones_.data(), DType::float32, {4, 0}, {7, std::int64_t{1} << 62});
   EXPECT_NO_THROW(cross_entropy_forward(args));
   EXPECT_EQ(lse_.memory[3], -std::numeric_limits<float>::infinity());
   EXPECT_EQ(loss_.memory[0], 0.0f);
