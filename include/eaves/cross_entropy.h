@@ -36,8 +36,8 @@ struct CrossEntropyOptions {
   std::int64_t ignore_index = -100;
   Reduction reduction = Reduction::mean;
   double label_smoothing = 0.0;  ///< e, in [0, 1]
-  double scale = 1.0;            ///< of the logits, positive
-  double softcap = 0.0;          ///< 0: absent; otherwise positive
+  double scale = 1.0;            ///< of the logits, positive, in front of the softcap (1 / T of a temperature T)
+  double softcap = 0.0;          ///< 0: absent; otherwise positive (c / T of a temperature T behind a cap of c)
   double z_loss_weight = 0.0;    ///< not negative
 };
 
@@ -47,7 +47,8 @@ struct CrossEntropyOptions {
 // contiguous; "result dtype" is float32, or float64 where logits is float64.
 
 struct CrossEntropyForwardArgs {
-  /// z; any shape with a class axis, any strides; float16, bfloat16, float32 or float64.
+  /// z; any shape with a class axis, any strides; float16, bfloat16, float32 or float64. At least one class where rows
+  /// have classes as targets.
   TensorView logits = {};
 
   /// Per row, any strides: int32 or int64 classes. Or soft targets: shape of logits, any strides, dtype of logits or
@@ -202,7 +203,10 @@ void cross_entropy_backward(const CrossEntropyBackwardArgs& args, const Executio
 
 /// Both at once, in place: no second tensor of the logits' size. On a GPU, rows whose classes have unit stride are read
 /// once and written once if they have at most 32 KiB, from compute capability 9.0 on 1.6 MB (819,200 classes of 16
-/// bits); with options that need more of a row than its lse, 8 KiB. Others, and float64, are read twice.
+/// bits); with options that need more of a row than its lse, 8 KiB. Others, and float64, are read twice. In float16
+/// give the loss scale as grad_loss: what is rounded to 0 without it, cross_entropy_rescale cannot bring back. Where
+/// the scale is not known yet, cross_entropy_forward now and cross_entropy_backward over the logits later take the same
+/// memory.
 void cross_entropy_forward_backward(const CrossEntropyForwardBackwardArgs& args, const ExecutionContext& context = {});
 
 /// grad_logits *= grad_loss, where dL/d(loss) is known only after cross_entropy_forward_backward. Rows whose factor is

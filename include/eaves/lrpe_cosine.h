@@ -59,9 +59,9 @@ struct LrpeAngles {
   TensorView positions = {};
 
   /// optional, one axis only, without extra tokens; [S + 1], int32 or int64, contiguous: where each of S packed
-  /// sequences starts on the N axis, and N at last, in increasing order. Positions count from the start of each. Not
-  /// with a softmax over the sequence (Unsupported). On the CPU other contents are refused; on a GPU they give
-  /// positions without meaning.
+  /// sequences starts on the N axis, and N at last, in increasing order. Positions count from the start of each, the
+  /// same in every batch entry (positions [B, N] tell entries apart). Not with a softmax over the sequence
+  /// (Unsupported). On the CPU other contents are refused; on a GPU they give positions without meaning.
   TensorView cu_seqlens = {};
 };
 

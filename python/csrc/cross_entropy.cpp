@@ -97,31 +97,50 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_backward(Tensor logit
   return {tensors[0], std::move(lse), std::move(argmax), std::move(entropy), std::move(z_loss)};
 }
 
+void run_backward(const Tensor& grad_loss, const OptionalTensor& grad_lse, const OptionalTensor& grad_entropy,
+                  const TensorView& logits, const Tensor& targets, const OptionalTensor& weight, const Tensor& lse,
+                  const OptionalTensor& entropy, const OptionalTensor& target_mass, const OptionalTensor& divisor,
+                  std::int64_t class_axis, const CrossEntropyOptions& options, std::int64_t first_class,
+                  std::int64_t classes, const TensorView& grad_logits) {
+  const CrossEntropyBackwardArgs args{.grad_loss = input(grad_loss, {kOp, "grad_loss"}),
+                                      .grad_lse = optional_input(grad_lse, "grad_lse"),
+                                      .grad_entropy = optional_input(grad_entropy, "grad_entropy"),
+                                      .logits = logits,
+                                      .targets = input(targets, {kOp, "targets"}),
+                                      .weight = optional_input(weight, "weight"),
+                                      .class_axis = axis_of(class_axis),
+                                      .options = options,
+                                      .lse = input(lse, {kOp, "lse"}),
+                                      .entropy = optional_input(entropy, "entropy"),
+                                      .target_mass = optional_input(target_mass, "target_mass"),
+                                      .divisor = optional_input(divisor, "divisor"),
+                                      .first_class = first_class,
+                                      .classes = classes,
+                                      .grad_logits = grad_logits};
+  run<cross_entropy_backward>(args, args.logits.device);  // needs no workspace
+}
+
 Tensor backward(Tensor grad_loss, OptionalTensor grad_lse, OptionalTensor grad_entropy, Tensor logits, Tensor targets,
                 OptionalTensor weight, Tensor lse, OptionalTensor entropy, OptionalTensor target_mass,
                 OptionalTensor divisor, std::int64_t class_axis, std::int64_t ignore_index, std::int64_t reduction,
                 double label_smoothing, double scale, double softcap, double z_loss_weight, std::int64_t first_class,
                 std::int64_t classes) {
-  const TensorView logits_view = input(logits, {kOp, "logits"});
-  NewTensor grad_logits = empty_like(logits, logits_view);
-  const CrossEntropyBackwardArgs args{
-      .grad_loss = input(grad_loss, {kOp, "grad_loss"}),
-      .grad_lse = optional_input(grad_lse, "grad_lse"),
-      .grad_entropy = optional_input(grad_entropy, "grad_entropy"),
-      .logits = logits_view,
-      .targets = input(targets, {kOp, "targets"}),
-      .weight = optional_input(weight, "weight"),
-      .class_axis = axis_of(class_axis),
-      .options = options_of(ignore_index, reduction, label_smoothing, scale, softcap, z_loss_weight),
-      .lse = input(lse, {kOp, "lse"}),
-      .entropy = optional_input(entropy, "entropy"),
-      .target_mass = optional_input(target_mass, "target_mass"),
-      .divisor = optional_input(divisor, "divisor"),
-      .first_class = first_class,
-      .classes = classes,
-      .grad_logits = grad_logits.view};
-  run<cross_entropy_backward>(args, args.logits.device);  // needs no workspace
+  const TensorView view = input(logits, {kOp, "logits"});
+  NewTensor grad_logits = empty_like(logits, view);
+  run_backward(grad_loss, grad_lse, grad_entropy, view, targets, weight, lse, entropy, target_mass, divisor, class_axis,
+               options_of(ignore_index, reduction, label_smoothing, scale, softcap, z_loss_weight), first_class,
+               classes, grad_logits.view);
   return std::move(grad_logits.tensor);
+}
+
+/// The gradient over the logits.
+void backward_in_place(Tensor grad_loss, Tensor logits, Tensor targets, OptionalTensor weight, Tensor lse,
+                       OptionalTensor target_mass, OptionalTensor divisor, std::int64_t class_axis,
+                       std::int64_t ignore_index, std::int64_t reduction, double label_smoothing, double scale,
+                       double softcap, double z_loss_weight) {
+  const TensorView view = output(logits);
+  run_backward(grad_loss, {}, {}, view, targets, weight, lse, {}, target_mass, divisor, class_axis,
+               options_of(ignore_index, reduction, label_smoothing, scale, softcap, z_loss_weight), 0, 0, view);
 }
 
 void rescale(Tensor grad_logits, Tensor grad_loss, std::int64_t class_axis) {
@@ -133,12 +152,12 @@ void rescale(Tensor grad_logits, Tensor grad_loss, std::int64_t class_axis) {
 
 Tensor shard_forward(Tensor logits, Tensor targets, OptionalTensor weight, std::int64_t class_axis,
                      std::int64_t ignore_index, double label_smoothing, double scale, double softcap,
-                     std::int64_t first_class, std::int64_t classes) {
+                     double z_loss_weight, std::int64_t first_class, std::int64_t classes) {
   CrossEntropyShardArgs args{.logits = input(logits, {kOp, "logits"}),
                              .targets = input(targets, {kOp, "targets"}),
                              .weight = optional_input(weight, "weight"),
                              .class_axis = axis_of(class_axis),
-                             .options = options_of(ignore_index, 0, label_smoothing, scale, softcap, 0.0),
+                             .options = options_of(ignore_index, 0, label_smoothing, scale, softcap, z_loss_weight),
                              .first_class = first_class,
                              .classes = classes};
   Dims shape = row_shape_of(args.logits, args.class_axis);
@@ -150,14 +169,15 @@ Tensor shard_forward(Tensor logits, Tensor targets, OptionalTensor weight, std::
 }
 
 std::vector<Tensor> merge(Tensor statistics, Tensor targets, OptionalTensor normalizer, std::int64_t ignore_index,
-                          std::int64_t reduction, double label_smoothing, double z_loss_weight, std::int64_t classes,
-                          bool has_weight, std::int64_t wanted) {
-  CrossEntropyMergeArgs args{.statistics = input(statistics, {kOp, "statistics"}),
-                             .targets = input(targets, {kOp, "targets"}),
-                             .normalizer = optional_input(normalizer, "normalizer"),
-                             .options = options_of(ignore_index, reduction, label_smoothing, 1.0, 0.0, z_loss_weight),
-                             .classes = classes,
-                             .has_weight = has_weight};
+                          std::int64_t reduction, double label_smoothing, double scale, double softcap,
+                          double z_loss_weight, std::int64_t classes, bool has_weight, std::int64_t wanted) {
+  CrossEntropyMergeArgs args{
+      .statistics = input(statistics, {kOp, "statistics"}),
+      .targets = input(targets, {kOp, "targets"}),
+      .normalizer = optional_input(normalizer, "normalizer"),
+      .options = options_of(ignore_index, reduction, label_smoothing, scale, softcap, z_loss_weight),
+      .classes = classes,
+      .has_weight = has_weight};
   std::vector<Tensor> tensors =
       make_outputs(args, args.targets.shape, args.statistics.dtype, args.statistics.device, wanted);
   run<cross_entropy_merge, &cross_entropy_merge_workspace_bytes>(args, args.statistics.device);
@@ -168,6 +188,7 @@ void implement(Library& library) {
   library.impl("cross_entropy_forward", EAVES_BOX(forward));
   library.impl("cross_entropy_forward_backward", EAVES_BOX(forward_backward));
   library.impl("cross_entropy_backward", EAVES_BOX(backward));
+  library.impl("cross_entropy_backward_in_place", EAVES_BOX(backward_in_place));
   library.impl("cross_entropy_rescale", EAVES_BOX(rescale));
   library.impl("cross_entropy_shard_forward", EAVES_BOX(shard_forward));
   library.impl("cross_entropy_merge", EAVES_BOX(merge));
@@ -178,26 +199,33 @@ void implement(Library& library) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
   // The defaults are those of eaves.cross_entropy, in which most calls leave them: an argument that is passed costs
-  // 0.15 us of the host's time (PyTorch 2.13, AMD EPYC), and one that is left out almost nothing.
+  // 0.15 us of the host's time (PyTorch 2.13, AMD EPYC), and one that is left out almost nothing. Of a SymInt
+  // torch.compile makes a variable; for an int it would compile once for each value.
   library.def(
       "cross_entropy_forward(Tensor logits, Tensor targets, Tensor? weight=None, Tensor? normalizer=None, "
-      "int class_axis=-1, int ignore_index=-100, int reduction=2, float label_smoothing=0, float scale=1, "
+      "int class_axis=-1, SymInt ignore_index=-100, int reduction=2, float label_smoothing=0, float scale=1, "
       "float softcap=0, float z_loss_weight=0, int outputs=0) -> Tensor[]");
   library.def(
       "cross_entropy_forward_backward(Tensor(a!) logits, Tensor targets, Tensor? weight, Tensor? normalizer, "
-      "int class_axis, int ignore_index, int reduction, float label_smoothing, float scale, float softcap, "
+      "int class_axis, SymInt ignore_index, int reduction, float label_smoothing, float scale, float softcap, "
       "float z_loss_weight, int outputs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def(
       "cross_entropy_backward(Tensor grad_loss, Tensor? grad_lse, Tensor? grad_entropy, Tensor logits, "
       "Tensor targets, Tensor? weight, Tensor lse, Tensor? entropy, Tensor? target_mass, Tensor? divisor, "
-      "int class_axis, int ignore_index, int reduction, float label_smoothing, float scale, float softcap, "
-      "float z_loss_weight, int first_class, int classes) -> Tensor");
+      "int class_axis, SymInt ignore_index, int reduction, float label_smoothing, float scale, float softcap, "
+      "float z_loss_weight, SymInt first_class, SymInt classes) -> Tensor");
+  library.def(
+      "cross_entropy_backward_in_place(Tensor grad_loss, Tensor(a!) logits, Tensor targets, Tensor? weight, "
+      "Tensor lse, Tensor? target_mass, Tensor? divisor, int class_axis, SymInt ignore_index, int reduction, "
+      "float label_smoothing, float scale, float softcap, float z_loss_weight) -> ()");
   library.def("cross_entropy_rescale(Tensor(a!) grad_logits, Tensor grad_loss, int class_axis) -> ()");
   library.def(
-      "cross_entropy_shard_forward(Tensor logits, Tensor targets, Tensor? weight, int class_axis, int ignore_index, "
-      "float label_smoothing, float scale, float softcap, int first_class, int classes) -> Tensor");
+      "cross_entropy_shard_forward(Tensor logits, Tensor targets, Tensor? weight, int class_axis, SymInt ignore_index, "
+      "float label_smoothing, float scale, float softcap, float z_loss_weight, SymInt first_class, SymInt classes) -> "
+      "Tensor");
   library.def(
-      "cross_entropy_merge(Tensor statistics, Tensor targets, Tensor? normalizer, int ignore_index, int reduction, "
-      "float label_smoothing, float z_loss_weight, int classes, bool has_weight, int outputs) -> Tensor[]");
+      "cross_entropy_merge(Tensor statistics, Tensor targets, Tensor? normalizer, SymInt ignore_index, int reduction, "
+      "float label_smoothing, float scale, float softcap, float z_loss_weight, SymInt classes, bool has_weight, "
+      "int outputs) -> Tensor[]");
 }
 EAVES_IMPLEMENT(eaves::binding::implement)

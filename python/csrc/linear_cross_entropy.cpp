@@ -226,6 +226,7 @@ std::int64_t algorithm(Tensor x, Tensor weight, Tensor targets, std::int64_t wor
   LinearCrossEntropyForwardArgs args{
       .inputs = inputs_of(x, weight, {}, targets, {}, {.reduction = Reduction::sum}, false, workspace_limit)};
   const TensorView& view = args.inputs.x;
+  args.inputs.weight.dtype = view.dtype;  // that it is cast to before the products, under torch.autocast
   args.outputs.loss =
       TensorView::contiguous(static_cast<void*>(&number), accumulator_dtype(view.dtype), {}, view.device);
   return static_cast<std::int64_t>(linear_cross_entropy_algorithm(args));
@@ -243,9 +244,9 @@ void implement(Library& library) {
 #define EAVES_TENSORS "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, "
 #define EAVES_SAVED "Tensor lse, Tensor? entropy, Tensor? target_mass, Tensor? divisor, "
 #define EAVES_GRADS "Tensor grad_loss, Tensor? grad_lse, Tensor? grad_entropy, "
-#define EAVES_OPTIONS                                                                                              \
-  "int ignore_index, int reduction, float label_smoothing, float scale, float softcap, float z_loss_weight, bool " \
-  "skip_ignored, int workspace_limit"
+#define EAVES_OPTIONS                                                                                                 \
+  "SymInt ignore_index, int reduction, float label_smoothing, float scale, float softcap, float z_loss_weight, bool " \
+  "skip_ignored, SymInt workspace_limit"
 
 }  // namespace
 }  // namespace eaves::binding
@@ -263,6 +264,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
       "linear_cross_entropy_rescale(Tensor(a!)? grad_input, Tensor(b!)? grad_weight, Tensor(c!)? grad_bias, "
       "Tensor grad_loss) -> ()");
   library.def(
-      "linear_cross_entropy_algorithm(Tensor input, Tensor linear_weight, Tensor target, int workspace_limit) -> int");
+      "linear_cross_entropy_algorithm(Tensor input, Tensor linear_weight, Tensor target, SymInt workspace_limit) -> "
+      "int");
 }
 EAVES_IMPLEMENT(eaves::binding::implement)

@@ -22,25 +22,22 @@ from eaves._loss import (
     LossModule,
     check_class_dtype,
     check_input,
-    check_soft_dtype,
+    check_soft,
     divisors_of,
     empty_outputs,
-    index_of,
     keyword_defaults,
     mark_constant,
     normalizer_of,
+    numbers_of,
     output_of,
     pick,
-    positive,
     reduce_samples,
     reduction_of,
     refuse_gradient,
     row_gradients,
     shape_of,
-    smoothing_of,
     wanted_outputs,
     weight_of,
-    z_weight_of,
 )
 from eaves._operator import (
     accumulator_dtype,
@@ -51,17 +48,21 @@ from eaves._operator import (
     check_bool,
     dispatch,
     each_of_batch,
+    index_of,
     is_transforming,
     needs_autograd,
     refuse_lost_derivatives,
+    refuse_unknown,
     register_fake,
     register_vmap,
+    take_symbols,
 )
 
 _forward = torch.ops.eaves.cross_entropy_forward.default
 _forward_backward = torch.ops.eaves.cross_entropy_forward_backward.default
 _rescale = torch.ops.eaves.cross_entropy_rescale.default
 _backward = torch.ops.eaves.cross_entropy_backward.default
+_backward_in_place = torch.ops.eaves.cross_entropy_backward_in_place.default
 
 _OP = "cross_entropy"
 
@@ -128,6 +129,7 @@ def cross_entropy(
     return_entropy: bool = False,
     return_z_loss: bool = False,
     class_dim: int | None = None,
+    **unknown: object,
 ) -> Tensor | CrossEntropyOutput:
     """The loss of classifying each row of `input`, as torch.nn.functional.cross_entropy, with its gradient.
 
@@ -156,17 +158,19 @@ def cross_entropy(
         reduction: "none" (the losses of the rows), "sum" or "mean".
         label_smoothing: e, 0 to 1.
         softcap: None, or a positive number that the logits are bounded by.
-        scale: None, or a positive number that the logits are multiplied by.
+        scale: None, or a positive number that the logits are multiplied by, in front of the softcap. A temperature T
+            divides behind it: scale=1/T, and with a softcap c softcap=c/T (of a scale s beside it scale=s/T).
         z_loss: the weight of lse^2 in the loss; not negative.
         normalizer: with "mean", what the sum is divided by instead of the weights of the rows: a number, or a tensor
             with one element on the device of input, which is not waited for (the tokens of all micro-batches and
             ranks, for instance). It gets no gradient.
-        inplace_backward: whether the gradient of input may be written over input, in the forward: half of the memory,
-            and on a GPU less time. Afterwards input (not a leaf) holds its gradient and no logits any more: autograd
-            notices who has used them before, but whoever uses input later computes with the gradient. There is one
-            backward, and lse and entropy have no gradient: a term of the loss that is made of them changes nothing.
-            Nothing is written where no gradient of input is wanted. torch.compile, which plans memory itself, ignores
-            it.
+        inplace_backward: whether the gradient of input may be written over input, in the forward (of float16 in the
+            backward, because a gradient that is rounded before a loss scale multiplies it would be 0): half of the
+            memory, and on a GPU less time. Afterwards input (not a leaf) holds its gradient and no logits any more:
+            autograd notices what has used them before, but what uses input later computes with the gradient. There is
+            one backward, and lse and entropy have no gradient: a term of the loss that is made of them changes
+            nothing. Nothing is written where no gradient of input is wanted. torch.compile, which plans memory itself,
+            ignores it.
         return_lse: whether to return lse, [rows...], float32; it is differentiable.
         return_argmax: whether to return the class of each row's largest logit, [rows...], int64.
         return_entropy: whether to return the entropy of each row's softmax in nats, [rows...], float32; it is
@@ -182,8 +186,9 @@ def cross_entropy(
         without the classes. Ignored rows have lse, argmax and entropy too, but with inplace_backward those are 0.
 
     Raises:
-        ValueError: a shape, dtype or number is not as above; on the CPU a target that is no class and not ignore_index.
-            (On a GPU its loss and gradient are NaN, or with EAVES_CHECK_TARGETS=1 in the environment the same error.)
+        ValueError: a shape, dtype, device or number is not as above; on the CPU a target that is no class and not
+            ignore_index. (On a GPU its loss and gradient are NaN, or with EAVES_CHECK_TARGETS=1 in the environment the
+            same error.)
         TypeError: an argument is of the wrong Python type.
         NotImplementedError: a dtype, layout or device that eaves does not have, a DTensor; a derivative of second
             order, in forward mode, or of target, weight or normalizer; inplace_backward under torch.func.
@@ -222,26 +227,28 @@ def cross_entropy(
         and ignore_index == -100
         and label_smoothing == 0
         and z_loss == 0
+        and not unknown
     ):
         outputs = call_plainly(_forward, input, target)  # the defaults of the operator are those above
         if outputs is not None:
             plain_loss: Tensor = outputs[0]
             return plain_loss
 
+    if unknown:
+        refuse_unknown(_OP, unknown, cross_entropy)
     result_dtype = check_input(_OP, input, target, "logits")
     is_soft = target.is_floating_point()
     axis = class_axis(input, target, is_soft, class_dim)
+    if input.shape[axis] == 0 and not is_soft and target.numel() != 0:
+        raise ValueError(f"{_OP}: input has shape {shape_of(input)}, expected at least one class")
     mode = reduction_of(_OP, reduction)
-    if type(ignore_index) is not int:
-        ignore_index = index_of(_OP, "ignore_index", ignore_index)
+    ignore_index = index_of(_OP, "ignore_index", ignore_index)
 
     if weight is not None:
         weight = weight_of(_OP, weight, input, input.shape[axis])
     if normalizer is not None:
         normalizer = normalizer_of(_OP, normalizer, mode, result_dtype, input.device)
-    smoothing, z_weight = smoothing_of(_OP, label_smoothing), z_weight_of(_OP, z_loss)
-    scale = 1.0 if scale is None else positive(_OP, "scale", scale)
-    softcap = 0.0 if softcap is None else positive(_OP, "softcap", softcap)
+    numbers, symbols = numbers_of(_OP, label_smoothing, scale, softcap, z_loss)
     wanted = 0
     if not (return_lse is return_argmax is return_entropy is return_z_loss is False):
         wanted = wanted_outputs(_OP, return_lse, return_argmax, return_entropy, return_z_loss)
@@ -250,30 +257,28 @@ def cross_entropy(
     if inplace_backward is not False:
         check_bool(_OP, "inplace_backward", inplace_backward)
 
-    if not is_compiling and not needs_autograd(input, target):
-        outputs = call(
-            _OP, _forward, input, target, weight, normalizer, axis, ignore_index, mode, smoothing, scale, softcap,
-            z_weight, wanted,
-        )  # fmt: skip
+    if torch.compiler.is_exporting() or (not is_compiling and not needs_autograd(input, target)):
+        outputs = call(_OP, _forward, input, target, weight, normalizer, axis, ignore_index, mode, *numbers, wanted)
         computed = wanted
     elif inplace_backward and not is_compiling:
         refuse_gradient(_OP, "target", target)
         refuse_in_place(input)
-        computed = LSE | ARGMAX | ENTROPY | Z_LOSS
+        in_place: type[torch.autograd.Function]
+        if input.dtype == torch.float16:
+            in_place = _InPlaceLater
+            computed = _kept_for_backward(wanted & ~OF_IGNORED_ROWS, mode, is_soft, weight, label_smoothing)
+        else:
+            in_place, computed = _InPlace, LSE | ARGMAX | ENTROPY | Z_LOSS
         outputs = apply(
-            _OP, _InPlace, input, target, weight, normalizer, axis, ignore_index, mode, smoothing, scale, softcap,
-            z_weight, wanted,
+            _OP, in_place, input, target, weight, normalizer, axis, ignore_index, mode, *numbers,
+            computed if in_place is _InPlaceLater else wanted,
         )  # fmt: skip
     else:
         refuse_gradient(_OP, "target", target)
-        computed = wanted | LSE
-        if mode == MEAN:
-            computed |= DIVISOR
-        if is_soft or (weight is not None and smoothing > 0.0):
-            computed |= TARGET_MASS
+        computed = _kept_for_backward(wanted, mode, is_soft, weight, label_smoothing)
         outputs = apply(
-            _OP, _CrossEntropy, input, target, weight, normalizer, axis, ignore_index, mode, smoothing, scale, softcap,
-            z_weight, computed, wanted,
+            _OP, _CrossEntropy, input, target, weight, normalizer, axis, ignore_index, mode, *numbers, computed, wanted,
+            symbols,
         )  # fmt: skip
     if wanted == 0:
         loss: Tensor = outputs[0]
@@ -313,7 +318,10 @@ class CrossEntropyLoss(LossModule):
         return_entropy: bool = False,
         return_z_loss: bool = False,
         class_dim: int | None = None,
+        **unknown: object,
     ) -> None:
+        if unknown:
+            refuse_unknown(_OP, unknown, cross_entropy)
         super().__init__()
         self.register_buffer("weight", weight)
         self.ignore_index = ignore_index
@@ -353,11 +361,7 @@ def class_axis(input: Tensor, target: Tensor, is_soft: bool, class_dim: int | No
             raise ValueError(f"{_OP}: class_dim is {axis}, expected {-rank} to {rank - 1} (input has {rank} axes)")
         axis = axis if axis < 0 else axis - rank
     if is_soft:
-        check_soft_dtype(_OP, target, input)
-        if target.shape != input.shape:
-            raise ValueError(
-                f"{_OP}: target has shape {shape_of(target)}, expected {shape_of(input)}: probabilities, as input"
-            )
+        check_soft(_OP, target, input, input.shape, "as input")
         return axis
     check_class_dtype(_OP, target, input)
     shape = input.shape
@@ -408,6 +412,16 @@ def refuse_in_place(input: Tensor) -> None:
         )
 
 
+def _kept_for_backward(wanted: int, mode: int, is_soft: bool, weight: Tensor | None, label_smoothing: float) -> int:
+    """The outputs that are wanted, and those that a backward needs."""
+    computed = wanted | LSE
+    if mode == MEAN:
+        computed |= DIVISOR
+    if is_soft or (weight is not None and label_smoothing != 0):
+        computed |= TARGET_MASS
+    return computed
+
+
 # ------------------------------------------------------------------------------------------------------------ autograd
 
 
@@ -431,11 +445,12 @@ class _CrossEntropy(torch.autograd.Function):
         z_loss: float,
         computed: int,
         wanted: int,
+        symbols: Tensor | None,
     ) -> tuple[Tensor, ...]:
         return tuple(
             call(
                 _OP, _forward, input, target, weight, normalizer, axis, ignore_index, mode, label_smoothing, scale,
-                softcap, z_loss, computed,
+                softcap, z_loss, computed, symbols=symbols,
             )
         )  # fmt: skip
 
@@ -444,23 +459,23 @@ class _CrossEntropy(torch.autograd.Function):
         input, target, weight, _ = inputs[:4]
         ctx.options = inputs[4:11]
         ctx.set_materialize_grads(False)  # or each backward would fill a tensor of zeros for each output
-        computed, wanted = inputs[11:]
+        computed, wanted, symbols = inputs[11:]
         entropy = pick(output, computed, ENTROPY) if computed & ENTROPY else None
         divisor = pick(output, computed, DIVISOR) if computed & DIVISOR else None
         target_mass = pick(output, computed, TARGET_MASS) if computed & TARGET_MASS else None
         ctx.computed, ctx.wanted = computed, wanted
         mark_constant(ctx, output, computed, wanted)
-        ctx.save_for_backward(input, target, weight, output[1], entropy, target_mass, divisor)
+        ctx.save_for_backward(input, target, weight, output[1], entropy, target_mass, divisor, symbols)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 12
+        nothing = (None,) * 13
         grad_loss = grads[0]
         grad_lse = grads[1] if ctx.wanted & LSE else None
         grad_entropy = pick(grads, ctx.computed, ENTROPY)
         if grad_loss is None and grad_lse is None and grad_entropy is None:
             return None, *nothing
-        input, target, weight, lse, entropy, target_mass, divisor = ctx.saved_tensors
+        input, target, weight, lse, entropy, target_mass, divisor, symbols = ctx.saved_tensors
         if grad_loss is None:
             mode = ctx.options[2]
             grad_loss = lse.new_zeros(()).expand(lse.shape if mode == NONE else ())
@@ -471,7 +486,7 @@ class _CrossEntropy(torch.autograd.Function):
         grad_input: Tensor = dispatch(
             _OP, [g for g in (input, grad_loss, grad_lse, grad_entropy) if g is not None], _Gradient, _backward,
             grad_loss, grad_lse, grad_entropy, input, target, weight, lse, entropy, target_mass, divisor, *ctx.options,
-            0, 0,
+            0, 0, behind=(symbols,),
         )  # fmt: skip
         return grad_input, *nothing
 
@@ -502,10 +517,12 @@ class _Gradient(torch.autograd.Function):
         z_loss: float,
         first_class: int,
         classes: int,
+        symbols: Tensor | None,
     ) -> Tensor:
         result: Tensor = call(
             _OP, _backward, grad_loss, grad_lse, grad_entropy, input, target, weight, lse, entropy, target_mass,
             divisor, axis, ignore_index, mode, label_smoothing, scale, softcap, z_loss, first_class, classes,
+            symbols=symbols,
         )  # fmt: skip
         return result
 
@@ -542,22 +559,53 @@ class _InPlace(torch.autograd.Function):
         nothing = (None,) * 11
         if grad_loss is None:
             return None, *nothing
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"{_OP}: with inplace_backward the gradient has no derivative (create_graph=True); leave it out"
-            )
-        if ctx.is_used:
-            raise RuntimeError(
-                f"{_OP}: with inplace_backward there is one backward, and this is the second; leave inplace_backward "
-                "out"
-            )
-        grad_input: Tensor = ctx.saved_tensors[0].detach()
-        ctx.is_used = True
+        (grad_input,) = _of_only_backward(ctx)
         call(_OP, _rescale, grad_input, grad_loss, ctx.axis)  # reads and writes nothing where grad_loss is 1
         return grad_input, *nothing
 
 
-refuse_lost_derivatives(_OP, _forward, _forward_backward, _rescale, _backward)
+class _InPlaceLater(torch.autograd.Function):
+    """The gradient where the logits were, but written in the backward, where the upstream gradient is known: in float16
+    most of a mean's gradient would be 0 before a loss scale multiplies it."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = tuple(call(_OP, _forward, *arguments))
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.options, computed, ctx.is_used = arguments[4:11], arguments[11], False
+        kept = [pick(outputs, computed, bit) for bit in (LSE, TARGET_MASS, DIVISOR)]
+        ctx.save_for_backward(*arguments[:3], *kept)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        nothing = (None,) * 11
+        if grad_loss is None:
+            return None, *nothing
+        grad_input, *kept = _of_only_backward(ctx)
+        call(_OP, _backward_in_place, grad_loss, grad_input, *kept, *ctx.options)
+        torch.autograd.graph.increment_version(grad_input)
+        return grad_input, *nothing
+
+
+def _of_only_backward(ctx: Any) -> list[Any]:
+    """What was saved, where this is the one backward that there may be."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{_OP}: with inplace_backward the gradient has no derivative (create_graph=True); leave it out"
+        )
+    if ctx.is_used:
+        raise RuntimeError(
+            f"{_OP}: with inplace_backward there is one backward, and this is the second; leave inplace_backward out"
+        )
+    saved = [None if tensor is None else tensor.detach() for tensor in ctx.saved_tensors]
+    ctx.is_used = True
+    return saved
+
+
+take_symbols(_forward, _backward)
+refuse_lost_derivatives(_OP, _forward, _forward_backward, _rescale, _backward, _backward_in_place)
 
 
 # What torch.compile and other tracers ask: shapes, strides and dtypes of the outputs.
@@ -610,7 +658,12 @@ def _(
 
 
 @register_fake("cross_entropy_rescale")
-def _(grad_logits: Tensor, grad_loss: Tensor, class_axis: int) -> None:
+def _(*_: object) -> None:
+    pass
+
+
+@register_fake("cross_entropy_backward_in_place")
+def _(*_: object) -> None:
     pass
 
 

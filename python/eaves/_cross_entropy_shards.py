@@ -3,7 +3,6 @@ and without communication of their own, that a torch.autograd.Function around to
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,10 +20,9 @@ from eaves._loss import (
     Z_LOSS,
     check_input,
     empty_outputs,
-    index_of,
     normalizer_of,
+    numbers_of,
     pick,
-    positive,
     reduction_of,
     weight_of,
 )
@@ -32,11 +30,13 @@ from eaves._operator import (
     accumulator_dtype,
     call,
     check_bool,
+    check_device,
     check_tensor,
+    index_of,
     name_of,
-    number_of,
     refuse_lost_derivatives,
     register_fake,
+    take_symbols,
 )
 
 _shard_forward = torch.ops.eaves.cross_entropy_shard_forward.default
@@ -66,7 +66,7 @@ def cross_entropy_shard(
     first_class: int,
     classes: int,
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
+    label_smoothing: float = 0,
     softcap: float | None = None,
     scale: float | None = None,
     class_dim: int | None = None,
@@ -125,13 +125,13 @@ def cross_entropy_shard(
         >>> eaves.cross_entropy(logits, target)
         tensor(1.8423)
     """
-    axis, arguments = _shard_arguments(
-        input, target, weight, first_class, classes, ignore_index, label_smoothing, softcap, scale, class_dim
+    axis, weight, ignore_index, first_class, classes = _shard_arguments(
+        input, target, weight, first_class, classes, ignore_index, class_dim
     )
-    weight, ignore_index, smoothing, factor, cap, first_class, classes = arguments
+    numbers, symbols = numbers_of("cross_entropy", label_smoothing, scale, softcap)
     result: Tensor = call(
-        "cross_entropy", _shard_forward, input, target, weight, axis, ignore_index, smoothing, factor, cap, first_class,
-        classes,
+        "cross_entropy", _shard_forward, input, target, weight, axis, ignore_index, *numbers, first_class, classes,
+        symbols=symbols,
     )  # fmt: skip
     return result
 
@@ -144,8 +144,8 @@ def cross_entropy_merge(
     has_weight: bool = False,
     ignore_index: int = -100,
     reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    label_smoothing: float = 0,
+    z_loss: float = 0,
     normalizer: Tensor | float | None = None,
 ) -> CrossEntropyMerged:
     """The loss of a vocabulary in shards, from the statistics of all of them. See eaves.cross_entropy_shard.
@@ -174,6 +174,7 @@ def cross_entropy_merge(
     op = "cross_entropy"
     check_tensor(op, "statistics", statistics)
     check_tensor(op, "target", target)
+    check_device(op, "target", target, "statistics", statistics)
     check_bool(op, "has_weight", has_weight)
     if statistics.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"{op}: statistics has dtype {name_of(statistics.dtype)}, expected float32 or float64")
@@ -185,12 +186,11 @@ def cross_entropy_merge(
     mode = reduction_of(op, reduction)
     if normalizer is not None:
         normalizer = normalizer_of(op, normalizer, mode, statistics.dtype, statistics.device)
-    smoothing = number_of(op, "label_smoothing", label_smoothing, 0.0, 1.0, "0 to 1")
-    z_weight = number_of(op, "z_loss", z_loss, 0.0, math.inf, "a number that is not negative")
+    numbers, symbols = numbers_of(op, label_smoothing, z_loss=z_loss)
     computed = LSE | ARGMAX | ENTROPY | Z_LOSS | TARGET_MASS | (DIVISOR if mode == MEAN else 0)
     outputs = call(
-        op, _merge, statistics, target, normalizer, index_of(op, "ignore_index", ignore_index), mode, smoothing,
-        z_weight, index_of(op, "classes", classes), has_weight, computed,
+        op, _merge, statistics, target, normalizer, index_of(op, "ignore_index", ignore_index), mode, *numbers,
+        index_of(op, "classes", classes), has_weight, computed, symbols=symbols,
     )  # fmt: skip
     bits = (LSE, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS, DIVISOR)
     return CrossEntropyMerged(outputs[0], *(pick(outputs, computed, bit) for bit in bits))
@@ -207,10 +207,10 @@ def cross_entropy_shard_gradient(
     classes: int,
     ignore_index: int = -100,
     reduction: str = "mean",
-    label_smoothing: float = 0.0,
+    label_smoothing: float = 0,
     softcap: float | None = None,
     scale: float | None = None,
-    z_loss: float = 0.0,
+    z_loss: float = 0,
     class_dim: int | None = None,
 ) -> Tensor:
     """The gradient of a shard's logits, from the merged loss. See eaves.cross_entropy_shard.
@@ -239,15 +239,18 @@ def cross_entropy_shard_gradient(
     """
     check_tensor("cross_entropy", "grad_loss", grad_loss)
     mode = reduction_of("cross_entropy", reduction)
-    z_weight = number_of("cross_entropy", "z_loss", z_loss, 0.0, math.inf, "a number that is not negative")
-    axis, arguments = _shard_arguments(
-        input, target, weight, first_class, classes, ignore_index, label_smoothing, softcap, scale, class_dim
+    axis, weight, ignore_index, first_class, classes = _shard_arguments(
+        input, target, weight, first_class, classes, ignore_index, class_dim
     )
-    weight, ignore_index, smoothing, factor, cap, first_class, classes = arguments
+    check_device("cross_entropy", "grad_loss", grad_loss, "input", input)
+    for name in ("lse", "target_mass", "divisor"):
+        if (tensor := getattr(merged, name)) is not None:
+            check_device("cross_entropy", f"merged.{name}", tensor, "input", input)
+    numbers, symbols = numbers_of("cross_entropy", label_smoothing, scale, softcap, z_loss)
     result: Tensor = call(
         "cross_entropy", _backward, grad_loss, None, None, input, target, weight, merged.lse, None, merged.target_mass,
-        merged.divisor if mode == MEAN else None, axis, ignore_index, mode, smoothing, factor, cap, z_weight,
-        first_class, classes,
+        merged.divisor if mode == MEAN else None, axis, ignore_index, mode, *numbers, first_class, classes,
+        symbols=symbols,
     )  # fmt: skip
     return result
 
@@ -259,12 +262,9 @@ def _shard_arguments(
     first_class: int,
     classes: int,
     ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    scale: float | None,
     class_dim: int | None,
-) -> tuple[int, tuple[Any, ...]]:
-    """The axis of the classes, and the other arguments as the extension takes them."""
+) -> tuple[int, Tensor | None, int, int, int]:
+    """The axis of the classes, and weight, ignore_index, first_class and classes as the extension takes them."""
     op = "cross_entropy"
     check_input(op, input, target, "logits")
     if target.is_floating_point():
@@ -284,17 +284,11 @@ def _shard_arguments(
         raise ValueError(
             f"{op}: input has the classes {first} to {first} + {columns}, expected a part of {total} classes"
         )
-    return axis, (
-        None if weight is None else weight_of(op, weight, input, columns),
-        index_of(op, "ignore_index", ignore_index),
-        number_of(op, "label_smoothing", label_smoothing, 0.0, 1.0, "0 to 1"),
-        1.0 if scale is None else positive(op, "scale", scale),
-        0.0 if softcap is None else positive(op, "softcap", softcap),
-        first,
-        total,
-    )
+    weight = None if weight is None else weight_of(op, weight, input, columns)
+    return axis, weight, index_of(op, "ignore_index", ignore_index), first, total
 
 
+take_symbols(_shard_forward, _merge)
 refuse_lost_derivatives("cross_entropy", _shard_forward, _merge)
 
 
@@ -310,10 +304,6 @@ def _(
     normalizer: Tensor | None,
     ignore_index: int,
     reduction: int,
-    label_smoothing: float,
-    z_loss_weight: float,
-    classes: int,
-    has_weight: bool,
-    outputs: int,
+    *numbers_and_rest: Any,
 ) -> Sequence[Tensor]:
-    return empty_outputs(statistics, list(targets.shape), reduction, outputs)
+    return empty_outputs(statistics, list(targets.shape), reduction, numbers_and_rest[-1])

@@ -25,25 +25,22 @@ from eaves._loss import (
     LossModule,
     check_class_dtype,
     check_input,
-    check_soft_dtype,
+    check_soft,
     divisors_of,
     empty_outputs,
-    index_of,
     keyword_defaults,
     mark_constant,
     normalizer_of,
+    numbers_of,
     output_of,
     pick,
-    positive,
     reduce_samples,
     reduction_of,
     refuse_gradient,
     row_gradients,
     shape_of,
-    smoothing_of,
     wanted_outputs,
     weight_of,
-    z_weight_of,
 )
 from eaves._operator import (
     accumulator_dtype,
@@ -51,16 +48,21 @@ from eaves._operator import (
     batch_first,
     call,
     check_bool,
+    check_device,
     check_tensor,
     dispatch,
     each_of_batch,
+    index_of,
     is_batched,
     is_transforming,
     name_of,
     needs_autograd,
     refuse_lost_derivatives,
+    refuse_unknown,
     register_fake,
     register_vmap,
+    shown,
+    take_symbols,
     uncompiled,
 )
 
@@ -202,6 +204,7 @@ def linear_cross_entropy(
     skip_ignored: bool = False,
     grad_weight_dtype: torch.dtype | None = None,
     grad_weight_out: Tensor | None = None,
+    **unknown: object,
 ) -> Tensor | CrossEntropyOutput:
     """The loss of a model's head, cross_entropy(input @ linear_weight.T + linear_bias, target), and its gradients,
     without ever holding all the logits; takes the calls of torch.nn.functional.linear_cross_entropy (PyTorch 2.13), on
@@ -242,7 +245,8 @@ def linear_cross_entropy(
         options: torch.nn.LinearCrossEntropyOptions, or None: taken and not read, because how much is computed at once
             follows from `workspace_bytes`.
         softcap: None, or a positive number that the logits are bounded by.
-        scale: None, or a positive number that the logits are multiplied by.
+        scale: None, or a positive number that the logits are multiplied by, in front of the softcap. A temperature T
+            divides behind it: scale=1/T, and with a softcap c softcap=c/T (of a scale s beside it scale=s/T).
         z_loss: the weight of lse^2 in the loss; not negative.
         normalizer: with "mean", what the sum is divided by instead of the weights of the rows: a number, or a tensor
             with one element on the device of input, which is not waited for (the tokens of all micro-batches and
@@ -252,18 +256,20 @@ def linear_cross_entropy(
         return_entropy: whether to return the entropy of each row's softmax in nats, [rows...], float32; it is
             differentiable.
         return_z_loss: whether to return the part z_loss * lse^2 of the loss, in the loss's shape; not differentiable.
-        algorithm: "speed", "memory", or "auto": speed where the workspace has room for it, but for float16 (its
-            gradients could underflow before a loss scale multiplies them), and but for calls with return_lse,
-            return_entropy or grad_weight_out. "speed" is speed for those too; where lse or entropy turn out to have a
-            gradient, or a second derivative is asked for, the backward goes the other way. With reduction "none" the
-            forward does not know what multiplies the rows: always memory. So is every call under torch.vmap and
-            torch.func. Under torch.compile, "auto" is speed where workspace_bytes is not given.
+        algorithm: "speed", "memory", or "auto": speed where the workspace has room for it, but for calls with
+            return_lse, return_entropy or grad_weight_out. "speed" is speed for those too; where lse or entropy turn
+            out to have a gradient, or a second derivative is asked for, the backward goes the other way. Always memory
+            are calls with reduction "none", whose forward does not know what multiplies the rows; with float16, whose
+            gradients would underflow before a loss scale multiplies them; and under torch.vmap and torch.func. Under
+            torch.compile, "auto" is speed where workspace_bytes is not given.
         workspace_bytes: the most scratch memory that a call should take, in bytes; None: what suits the device. Where
             it is too little for the smallest chunk, the call takes what that needs.
         skip_ignored: on a GPU, whether to leave out rows that are ignored before anything is multiplied. The call then
             waits once for the device, for their number; in a CUDA graph each replay asks for it, and nothing waits.
-        grad_weight_dtype: None, or float32 with a linear_weight of 16 bits: what the chunks' parts of its gradient are
-            added up in, which then is rounded once. It needs a tensor of linear_weight's shape in float32.
+        grad_weight_dtype: of a product of 16 bits, what the chunks' parts of linear_weight's gradient are added up in:
+            float32, rounded once to the dtype of linear_weight at the end, which needs a tensor of its shape in
+            float32; or the dtype of the product. None: float32 where linear_weight is float32 (under torch.autocast),
+            and the gradient is not rounded at all; else the dtype of linear_weight.
         grad_weight_out: None, or a tensor of linear_weight's shape, in its dtype or the loss's, features with unit
             stride, in memory that no other argument has: each backward adds the gradient of linear_weight to it
             (main_grad of Megatron), and linear_weight gets none from this call. Nothing is added where linear_weight
@@ -279,8 +285,8 @@ def linear_cross_entropy(
         requires one: a frozen head costs no product for its weight, a frozen body none for input.
 
     Raises:
-        ValueError: a shape, dtype or number is not as above; input and linear_weight have two dtypes; on the CPU a
-            target that is no class and not ignore_index. (On a GPU its loss and gradient are NaN, or with
+        ValueError: a shape, dtype, device or number is not as above; input and linear_weight have two dtypes; on the
+            CPU a target that is no class and not ignore_index. (On a GPU its loss and gradient are NaN, or with
             EAVES_CHECK_TARGETS=1 in the environment the same error.)
         TypeError: an argument is of the wrong Python type.
         NotImplementedError: a dtype, layout or device that eaves does not have, a DTensor; a derivative of second
@@ -289,8 +295,9 @@ def linear_cross_entropy(
             (PyTorch's K-dimensional loss).
         torch.OutOfMemoryError: torch's allocator has no memory for a result or the workspace.
 
-    Under torch.autocast input, linear_weight and linear_bias are cast to its dtype, as those of F.linear are; the loss
-    is float32 still, and gradients have the dtypes of the tensors that were passed.
+    Under torch.autocast input and linear_weight are cast to its dtype, as those of F.linear are; a float32 linear_bias
+    is not. The loss is float32 still, and gradients have the dtypes of the tensors that were passed: that of a float32
+    linear_weight is never rounded to 16 bits.
 
     Differences from torch.nn.functional.linear_cross_entropy: the loss of 16-bit tensors is float32; without rows, or
     with all of them ignored, the mean is 0 with gradient 0, not NaN; input may have any number of axes; the classes of
@@ -310,20 +317,25 @@ def linear_cross_entropy(
                 [ 0.6060,  0.1440],
                 [ 0.0000,  0.0000]])
     """
+    if unknown:
+        refuse_unknown(_OP, unknown, linear_cross_entropy)
     is_compiling = torch.compiler.is_compiling()
     result_dtype = check_input(_OP, input, target, "what is multiplied")
     check_tensor(_OP, "linear_weight", linear_weight)
+    check_device(_OP, "linear_weight", linear_weight, "input", input)
     if linear_bias is not None:
         check_tensor(_OP, "linear_bias", linear_bias)
+        check_device(_OP, "linear_bias", linear_bias, "input", input)
     if grad_weight_out is not None:  # as they were passed: some are converted, and the caller's memory is what counts
         read = {
             "input": input, "linear_weight": linear_weight, "linear_bias": linear_bias, "target": target,
             "weight": weight, "normalizer": normalizer,
         }  # fmt: skip
-    if input.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(input.device.type):
+    is_autocast = input.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(input.device.type)
+    if is_autocast:
         input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
         result_dtype = accumulator_dtype(input.dtype)
-    linear_weight = _checked_weight(input, linear_weight)
+    linear_weight = _checked_weight(input, linear_weight, is_autocast)
     classes = linear_weight.shape[0]
     if linear_bias is not None:
         linear_bias = _checked_bias(input, linear_bias, classes)
@@ -338,30 +350,24 @@ def linear_cross_entropy(
     _check_options(options)
     check_bool(_OP, "skip_ignored", skip_ignored)
     limit = 0 if workspace_bytes is None else _limit_of(workspace_bytes)
-    numbers = (  # those of _Numbers; a tuple costs a small call less
-        ignore_index,
-        mode,
-        smoothing_of(_OP, label_smoothing),
-        1.0 if scale is None else positive(_OP, "scale", scale),
-        0.0 if softcap is None else positive(_OP, "softcap", softcap),
-        z_weight_of(_OP, z_loss),
-        skip_ignored,
-        limit,
-    )
+    of_loss, symbols = numbers_of(_OP, label_smoothing, scale, softcap, z_loss)
+    numbers = (ignore_index, mode, *of_loss, skip_ignored, limit)  # those of _Numbers; a tuple costs a small call less
     wanted = wanted_outputs(_OP, return_lse, return_argmax, return_entropy, return_z_loss)
     way = _algorithm_of(algorithm)
-    wide = _wide_weight(linear_weight, grad_weight_dtype)
+    wide = _wide_weight(input.dtype, linear_weight.dtype, grad_weight_dtype)
     if grad_weight_out is not None:
-        wide = _check_grad_weight_out(grad_weight_out, linear_weight, grad_weight_dtype, result_dtype, is_compiling)
+        wide = _check_grad_weight_out(
+            grad_weight_out, input.dtype, linear_weight, grad_weight_dtype, result_dtype, is_compiling
+        )
         _check_overlap(grad_weight_out, read)
 
     tensors = (input, linear_weight, linear_bias, target, weight, normalizer)
     gradients = _wanted_gradients(input, linear_weight, linear_bias)
     # By torch.func and forward mode too.
     is_followed = not is_compiling and needs_autograd(*_given(input, linear_weight, linear_bias))
-    if not gradients and not is_followed:
+    if torch.compiler.is_exporting() or (not gradients and not is_followed):
         computed = wanted
-        outputs = call(_OP, _forward, *tensors, *numbers, computed)
+        outputs = call(_OP, _forward, *_as_multiplied(tensors), *numbers, computed, symbols=symbols)
     else:
         computed = wanted | LSE  # what a backward needs that computes the logits again
         if mode == MEAN:
@@ -373,7 +379,7 @@ def linear_cross_entropy(
         function: type[torch.autograd.Function] = _Speed if gradients else _Memory
         run = apply if grad_weight_out is None else uncompiled(apply)
         outputs = run(
-            _OP, function, *tensors, *numbers, grad_weight_out, computed, wanted, gradients | wide
+            _OP, function, *tensors, *numbers, grad_weight_out, computed, wanted, gradients | wide, symbols
         )  # fmt: skip
     if wanted == 0:
         loss: Tensor = outputs[0]
@@ -419,7 +425,10 @@ class LinearCrossEntropyLoss(LossModule):
         workspace_bytes: int | None = None,
         skip_ignored: bool = False,
         grad_weight_dtype: torch.dtype | None = None,
+        **unknown: object,
     ) -> None:
+        if unknown:
+            refuse_unknown(_OP, unknown, linear_cross_entropy)
         super().__init__()
         self.register_buffer("weight", weight)
         self.ignore_index = ignore_index
@@ -467,17 +476,29 @@ class LinearCrossEntropyLoss(LossModule):
 
 
 def _autocast(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As torch.autocast casts what F.linear gets: floating-point numbers, but for float64."""
+    """As torch.autocast casts what F.linear gets: floating-point numbers, but for float64. A head or a bias in float32
+    stays as it is: the bias is added in float32, and the head is cast where it is multiplied (`_as_multiplied`), or
+    autograd would round its gradient."""
     dtype = torch.get_autocast_dtype(input.device.type)
 
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+    def cast(tensor: Tensor, *but_for: torch.dtype) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype not in but_for else tensor
 
-    return cast(input), cast(linear_weight), None if linear_bias is None else cast(linear_bias)
+    input = cast(input, torch.float64)
+    if input.dtype == torch.float64:  # refused further down, in the dtypes that were passed
+        return input, linear_weight, linear_bias
+    linear_weight = cast(linear_weight, torch.float64, torch.float32)
+    return input, linear_weight, None if linear_bias is None else cast(linear_bias, torch.float64, torch.float32)
 
 
-def _checked_weight(input: Tensor, linear_weight: Tensor) -> Tensor:
-    """The weight as the core takes it."""
+def _as_multiplied(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The tensors of a call with the head in the dtype of input."""
+    input, linear_weight, *others = tensors
+    return tensors if linear_weight.dtype == input.dtype else (input, linear_weight.to(input.dtype), *others)
+
+
+def _checked_weight(input: Tensor, linear_weight: Tensor, is_autocast: bool) -> Tensor:
+    """The weight as the core takes it, but for the dtype under torch.autocast."""
     if input.dim() == 0:
         raise ValueError(f"{_OP}: input has no axes, expected at least one, of the features")
     features = input.shape[-1]
@@ -495,7 +516,8 @@ def _checked_weight(input: Tensor, linear_weight: Tensor) -> Tensor:
         )
     if linear_weight.shape[0] == 0:
         raise ValueError(f"{_OP}: linear_weight has shape {shape_of(linear_weight)}, expected at least one class")
-    if linear_weight.dtype != input.dtype:
+    is_cast = is_autocast and linear_weight.dtype == torch.float32 and input.dtype != torch.float64
+    if linear_weight.dtype != input.dtype and not is_cast:
         raise ValueError(
             f"{_OP}: linear_weight has dtype {name_of(linear_weight.dtype)}, expected that of input, "
             f"{name_of(input.dtype)}; convert one of them, or call it under torch.autocast, which converts both"
@@ -535,12 +557,7 @@ def _checked_target(input: Tensor, target: Tensor, classes: int, result_dtype: t
                 f"{_OP}: target has shape {shape_of(target)}, expected {rows} (one per row of input {shape_of(input)})"
             )
         return target
-    check_soft_dtype(_OP, target, input)
-    if shape_of(target) != [*rows, classes]:
-        raise ValueError(
-            f"{_OP}: target has shape {shape_of(target)}, expected {[*rows, classes]}: probabilities of each class of "
-            "linear_weight"
-        )
+    check_soft(_OP, target, input, [*rows, classes], "one per class of linear_weight")
     if target.dtype not in (torch.float32, torch.float64):
         target = target.to(result_dtype)
     return target if target.dim() <= 2 and target.stride(-1) == 1 else target.contiguous()
@@ -564,13 +581,13 @@ def check_constant_options(
     _algorithm_of(algorithm)
     if workspace_bytes is not None:
         _limit_of(workspace_bytes)
-    _wide_weight(linear_weight, grad_weight_dtype)
+    _wide_weight(linear_weight.dtype, linear_weight.dtype, grad_weight_dtype)
 
 
 def _limit_of(workspace_bytes: object) -> int:
     limit = index_of(_OP, "workspace_bytes", workspace_bytes)
     if limit <= 0:
-        raise ValueError(f"{_OP}: workspace_bytes is {limit}, expected a positive number of bytes")
+        raise ValueError(f"{_OP}: workspace_bytes is {shown(limit)}, expected a positive number of bytes")
     return limit
 
 
@@ -581,23 +598,29 @@ def _algorithm_of(algorithm: object) -> str:
     return algorithm
 
 
-def _wide_weight(linear_weight: Tensor, grad_weight_dtype: object) -> int:
-    """The bit that says that the gradient of the weight has the dtype of the loss."""
+def _wide_weight(multiplied: torch.dtype, passed: torch.dtype, grad_weight_dtype: object) -> int:
+    """The bit that says that the gradient of the weight is summed in the dtype of the loss. `multiplied` is the dtype
+    of the product's factors, `passed` that of the head."""
     if grad_weight_dtype is None:
-        return 0
+        return WIDE_WEIGHT if passed != multiplied else 0
     if not isinstance(grad_weight_dtype, torch.dtype):
         raise TypeError(f"{_OP}: grad_weight_dtype is {grad_weight_dtype!r}, expected a torch.dtype or None")
-    wide = accumulator_dtype(linear_weight.dtype)
-    if grad_weight_dtype not in (linear_weight.dtype, wide):
+    wide = accumulator_dtype(multiplied)
+    if grad_weight_dtype not in (multiplied, wide):
         raise ValueError(
             f"{_OP}: grad_weight_dtype is {name_of(grad_weight_dtype)}, expected "
-            + " or ".join(dict.fromkeys(map(name_of, (linear_weight.dtype, wide))))
+            + " or ".join(dict.fromkeys(map(name_of, (multiplied, wide))))
         )
-    return WIDE_WEIGHT if grad_weight_dtype != linear_weight.dtype else 0
+    return WIDE_WEIGHT if grad_weight_dtype != multiplied else 0
 
 
 def _check_grad_weight_out(
-    out: Tensor, linear_weight: Tensor, grad_weight_dtype: object, wide: torch.dtype, is_compiling: bool
+    out: Tensor,
+    multiplied: torch.dtype,
+    linear_weight: Tensor,
+    grad_weight_dtype: object,
+    wide: torch.dtype,
+    is_compiling: bool,
 ) -> int:
     """May the gradient of the weight be added to it? Returns the bit of its dtype."""
     check_tensor(_OP, "grad_weight_out", out)
@@ -608,21 +631,20 @@ def _check_grad_weight_out(
         )
     if grad_weight_dtype is not None:
         raise ValueError(f"{_OP}: grad_weight_dtype is given beside grad_weight_out, whose dtype says it; expected one")
-    if out.dtype != linear_weight.dtype and out.dtype != wide:
-        names = " or ".join(dict.fromkeys(map(name_of, (linear_weight.dtype, wide))))
+    if out.dtype != multiplied and out.dtype != wide:
+        names = " or ".join(dict.fromkeys(map(name_of, (multiplied, wide))))
         raise ValueError(f"{_OP}: grad_weight_out has dtype {name_of(out.dtype)}, expected {names}")
     if out.shape != linear_weight.shape:
         raise ValueError(
             f"{_OP}: grad_weight_out has shape {shape_of(out)}, expected {shape_of(linear_weight)}, that of "
             "linear_weight"
         )
-    if out.device != linear_weight.device:
-        raise ValueError(f"{_OP}: grad_weight_out is on {out.device}, expected {linear_weight.device}")
+    check_device(_OP, "grad_weight_out", out, "linear_weight", linear_weight)
     (classes, features), (of_class, of_feature) = out.shape, out.stride()
     if (of_feature != 1 and features != 1) or (of_class < features and classes != 1):
         raise ValueError(f"{_OP}: grad_weight_out has strides {list(out.stride())}, expected features with unit stride")
     refuse_gradient(_OP, "grad_weight_out", out)
-    return WIDE_WEIGHT if out.dtype != linear_weight.dtype else 0
+    return WIDE_WEIGHT if out.dtype != multiplied else 0
 
 
 def _check_overlap(out: Tensor, read: Mapping[str, object]) -> None:
@@ -677,13 +699,13 @@ def _is_speedy(
     grad_weight_out: Tensor | None,
 ) -> bool:
     """Are gradients computed in the forward? As the documentation of `algorithm` says."""
-    if way == "memory" or mode == NONE:
+    if way == "memory" or mode == NONE or input.dtype == torch.float16:
         return False
     has_gradients_of_outputs = bool(wanted & (LSE | ENTROPY))
     if torch.compiler.is_compiling():
         # A graph is compiled for the outputs that may have a gradient, not for those that have one. And it should not
         # depend on sizes, which the core would have to be asked for.
-        is_speed = way == "speed" or (limit == 0 and input.dtype != torch.float16)
+        is_speed = way == "speed" or limit == 0
         return is_speed and not has_gradients_of_outputs
     if is_transforming():
         return False
@@ -697,28 +719,29 @@ def _is_speedy(
 # ------------------------------------------------------------------------------------------------------------ autograd
 
 # The arguments of both Functions: the tensors, the numbers, and behind them grad_weight_out, the outputs that are
-# computed, those that the user gets, and the gradients that the forward computes.
+# computed, those that the user gets, the gradients that the forward computes, and `symbols_of` the numbers.
 _TENSORS = slice(len(_ForwardTensors._fields))
 _NUMBERS = slice(_TENSORS.stop, _TENSORS.stop + len(_Numbers._fields))
-_REST = slice(_NUMBERS.stop, _NUMBERS.stop + 4)
+_REST = slice(_NUMBERS.stop, _NUMBERS.stop + 5)
 _NOTHING = (None,) * (_REST.stop - len(GRADIENTS))  # behind the gradients of input, linear_weight and linear_bias
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     """What a backward needs that computes the logits again."""
     tensors, ctx.numbers = inputs[_TENSORS], inputs[_NUMBERS]
-    ctx.grad_weight_out, ctx.computed, ctx.wanted, gradients = inputs[_REST]
+    ctx.grad_weight_out, ctx.computed, ctx.wanted, gradients, symbols = inputs[_REST]
     ctx.wide, ctx.weight_dtype = gradients & WIDE_WEIGHT, tensors[1].dtype
     ctx.set_materialize_grads(False)  # or each backward would fill a tensor of zeros for each output
     mark_constant(ctx, output, ctx.computed, ctx.wanted)
     kept = [pick(output, ctx.computed, bit) for bit in (LSE, ENTROPY, TARGET_MASS, DIVISOR)]
-    ctx.save_for_backward(*tensors, *kept)
+    ctx.save_for_backward(*tensors, *kept, symbols)
 
 
 def _compute_again(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """The gradients from what `_save` kept."""
     grad_loss, grad_lse, grad_entropy = grads
-    input, linear_weight, linear_bias, target, weight, _, lse, entropy, target_mass, divisor = ctx.saved_tensors
+    *tensors, lse, entropy, target_mass, divisor, symbols = ctx.saved_tensors
+    input, linear_weight, linear_bias, target, weight, _ = _as_multiplied(tuple(tensors))
     if grad_loss is None:
         mode = _Numbers(*ctx.numbers).reduction
         grad_loss = lse.new_zeros(()).expand(lse.shape if mode == NONE else ())
@@ -733,7 +756,7 @@ def _compute_again(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor |
     if ctx.grad_weight_out is not None and bits & OF_WEIGHT:
         return _accumulate(ctx.grad_weight_out, arguments, bits & ~OF_WEIGHT)
     differentiable = _given(grad_loss, grad_lse, grad_entropy, input, linear_weight, linear_bias)
-    computed = dispatch(_OP, differentiable, _Gradients, _backward, *arguments, bits | ctx.wide)
+    computed = dispatch(_OP, differentiable, _Gradients, _backward, *arguments, bits | ctx.wide, behind=(symbols,))
     return _handed_out(ctx, [each if bits & bit else None for each, bit in zip(computed, GRADIENTS)])
 
 
@@ -746,7 +769,7 @@ def _in_places(computed: Sequence[Tensor], bits: int) -> list[Tensor | None]:
 def _handed_out(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Gradients in their places, as autograd wants them."""
     grad_input, grad_weight, grad_bias = grads
-    if grad_weight is not None and ctx.wide:
+    if grad_weight is not None:
         grad_weight = grad_weight.to(ctx.weight_dtype)
     return grad_input, grad_weight, grad_bias, *_NOTHING
 
@@ -776,8 +799,9 @@ class _Memory(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        _, computed, _, _ = arguments[_REST]
-        return tuple(call(_OP, _forward, *arguments[_TENSORS], *arguments[_NUMBERS], computed))
+        _, computed, _, _, symbols = arguments[_REST]
+        tensors = _as_multiplied(arguments[_TENSORS])
+        return tuple(call(_OP, _forward, *tensors, *arguments[_NUMBERS], computed, symbols=symbols))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -820,12 +844,13 @@ class _Gradients(torch.autograd.Function):
         skip_ignored: bool,
         workspace_limit: int,
         gradients: int,
+        symbols: Tensor | None,
     ) -> tuple[Tensor, ...]:
         return tuple(
             call(
                 _OP, _backward, grad_loss, grad_lse, grad_entropy, input, linear_weight, linear_bias, target, weight,
                 lse, entropy, target_mass, divisor, ignore_index, reduction, label_smoothing, scale, softcap,
-                z_loss_weight, skip_ignored, workspace_limit, gradients,
+                z_loss_weight, skip_ignored, workspace_limit, gradients, symbols=symbols,
             )
         )  # fmt: skip
 
@@ -846,13 +871,19 @@ class _Speed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        _, computed, _, gradients = arguments[_REST]
-        results = call(_OP, _forward_backward, *arguments[: _NUMBERS.stop], computed, gradients)
+        _, computed, _, gradients, symbols = arguments[_REST]
+        tensors, numbers = _as_multiplied(arguments[_TENSORS]), arguments[_NUMBERS]
+        results = call(_OP, _forward_backward, *tensors, *numbers, computed, gradients, symbols=symbols)
         count = len(results) - sum(1 for bit in GRADIENTS if gradients & bit)
         outputs = tuple(results[:count])
         _save(ctx, arguments, outputs)
-        # No saved tensors: those are there as long as the graph is, and what is handed out may be written over.
-        ctx.gradients, ctx.bits = results[count:], gradients & ~WIDE_WEIGHT
+        ctx.bits = gradients & ~WIDE_WEIGHT
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(
+                *results[count:]
+            )  # nothing is computed again, and compiled autograd follows no others
+        else:  # saved tensors are there as long as the graph is, and what is handed out may be written over
+            ctx.gradients = results[count:]
         return outputs
 
     @staticmethod
@@ -863,14 +894,14 @@ class _Speed(torch.autograd.Function):
         if torch.compiler.is_compiling():
             # A graph may run twice, and its saved tensors cannot be written over.
             assert grad_loss is not None
-            scaled = [(each.to(grad_loss.dtype) * grad_loss).to(each.dtype) for each in ctx.gradients]
+            scaled = [(each.to(grad_loss.dtype) * grad_loss).to(each.dtype) for each in ctx.saved_tensors]
             return _handed_out(ctx, _in_places(scaled, ctx.bits))
         is_factor = grad_lse is None and grad_entropy is None and not torch.is_grad_enabled()
         if grad_loss is None or not is_factor or is_batched(grad_loss):
             return _compute_again(ctx, upstream)
         computed, ctx.gradients = ctx.gradients, None
         if computed is None:  # the second time, and the same bit for bit
-            tensors = ctx.saved_tensors[_TENSORS]
+            tensors = _as_multiplied(ctx.saved_tensors[_TENSORS])
             computed = call(_OP, _forward_backward, *tensors, *ctx.numbers, 0, ctx.bits | ctx.wide)[1:]
         gradients = _in_places(computed, ctx.bits)
         call(_OP, _rescale, *gradients, grad_loss)  # reads and writes nothing where grad_loss is 1
@@ -880,6 +911,7 @@ class _Speed(torch.autograd.Function):
         return _handed_out(ctx, gradients)
 
 
+take_symbols(_forward, _forward_backward, _backward)
 refuse_lost_derivatives(_OP, _forward, _forward_backward, _backward, _backward_accumulate, _rescale)
 
 

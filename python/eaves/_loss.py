@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import inspect
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from eaves._operator import accumulator_dtype, check_bool, check_tensor, name_of, number_of
+from eaves._operator import (
+    accumulator_dtype,
+    check_bool,
+    check_device,
+    check_tensor,
+    name_of,
+    number_of,
+    symbols_of,
+)
 
 NONE, SUM, MEAN = 0, 1, 2  # enum Reduction of include/eaves/cross_entropy.h
 REDUCTIONS = {"none": NONE, "sum": SUM, "mean": MEAN}
@@ -70,6 +77,7 @@ def check_input(op: str, input: Tensor, target: Tensor, meaning: str) -> torch.d
     """Both are tensors that eaves has, and input may be what it means. Returns the dtype of the loss."""
     check_tensor(op, "input", input)
     check_tensor(op, "target", target)
+    check_device(op, "target", target, "input", input)
     dtype = _RESULT_DTYPES.get(input.dtype)
     if dtype is None:
         raise ValueError(f"{op}: input has dtype {name_of(input.dtype)}, expected a floating-point type: {meaning}")
@@ -80,16 +88,27 @@ def check_class_dtype(op: str, target: Tensor, input: Tensor) -> None:
     if target.dtype not in CLASS_DTYPES:
         raise ValueError(
             f"{op}: target has dtype {name_of(target.dtype)}, expected int64 or int32 for classes, "
-            f"{name_of(input.dtype)} or float32 for probabilities"
+            f"{_or_float32(input)} for probabilities"
         )
 
 
-def check_soft_dtype(op: str, target: Tensor, input: Tensor) -> None:
+def check_soft(op: str, target: Tensor, input: Tensor, shape: Sequence[int], of: str) -> None:
+    """A target of a floating-point type holds probabilities: has it the dtype and the shape that they have?"""
     if target.dtype != input.dtype and target.dtype != torch.float32:
         raise ValueError(
-            f"{op}: target has dtype {name_of(target.dtype)}, expected for probabilities that of input, "
-            f"{name_of(input.dtype)}, or float32"
+            f"{op}: target has the floating-point type {name_of(target.dtype)}, expected {_or_float32(input)} for "
+            "probabilities, or int64 or int32 for classes"
         )
+    if target.shape != tuple(shape):
+        raise ValueError(
+            f"{op}: target has shape {shape_of(target)} and the floating-point type {name_of(target.dtype)}, expected "
+            f"{list(shape)} for probabilities ({of}), or int64 or int32 for classes"
+        )
+
+
+def _or_float32(input: Tensor) -> str:
+    """The dtypes of what goes with input and may be float32."""
+    return " or ".join(dict.fromkeys((name_of(input.dtype), "float32")))
 
 
 def reduction_of(op: str, reduction: str) -> int:
@@ -100,39 +119,40 @@ def reduction_of(op: str, reduction: str) -> int:
     return mode
 
 
-def index_of(op: str, name: str, value: object) -> int:
-    if isinstance(value, (bool, Tensor)):
-        _no_index(op, name, value)
-    try:
-        return operator.index(value)  # type: ignore[arg-type]  # numpy's integers too
-    except TypeError:
-        _no_index(op, name, value)
-
-
-def _no_index(op: str, name: str, value: object) -> NoReturn:
-    raise TypeError(f"{op}: {name} is {value!r}, expected an int")
-
-
-def positive(op: str, name: str, value: object) -> float:
+def _positive(op: str, name: str, value: object) -> float:
     # The smallest normal number of float32, in which is computed.
     return number_of(op, name, value, torch.finfo(torch.float32).tiny, math.inf, "a positive number")
 
 
-def smoothing_of(op: str, label_smoothing: float) -> float:
-    # The default of a caller is 0 and not 0.0: torch.compile(dynamic=True) takes a default that is a float for one that
-    # changes, and compiles twice.
-    if label_smoothing == 0:
-        return 0.0
-    return number_of(op, "label_smoothing", label_smoothing, 0.0, 1.0, "0 to 1")
+def numbers_of(
+    op: str,
+    label_smoothing: float = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    z_loss: float = 0,
+) -> tuple[tuple[float, float, float, float], Tensor | None]:
+    """The numbers of a loss, checked, in the order in which the extension takes them; where torch.compile has symbols
+    for them, the defaults and `symbols_of` them.
 
-
-def z_weight_of(op: str, z_loss: float) -> float:
-    return 0.0 if z_loss == 0 else number_of(op, "z_loss", z_loss, 0.0, math.inf, "a number that is not negative")
+    The defaults of a caller are 0 and not 0.0: torch.compile(dynamic=True) takes a default that is a float for one that
+    changes, and compiles twice.
+    """
+    smoothing = 0.0
+    if label_smoothing != 0:
+        smoothing = number_of(op, "label_smoothing", label_smoothing, 0.0, 1.0, "0 to 1")
+    z_weight = 0.0
+    if z_loss != 0:
+        z_weight = number_of(op, "z_loss", z_loss, 0.0, math.inf, "a number that is not negative")
+    factor = 1.0 if scale is None else _positive(op, "scale", scale)
+    cap = 0.0 if softcap is None else _positive(op, "softcap", softcap)
+    symbols = symbols_of(smoothing, factor, cap, z_weight)
+    return ((smoothing, factor, cap, z_weight) if symbols is None else (0.0, 1.0, 0.0, 0.0)), symbols
 
 
 def weight_of(op: str, weight: Tensor, input: Tensor, classes: int, of: str = "input") -> Tensor:
     """The weights of the classes, as the core takes them; `of` is the argument that says how many there are."""
     check_tensor(op, "weight", weight)
+    check_device(op, "weight", weight, "input", input)
     if weight.dtype != input.dtype and weight.dtype != torch.float32:
         raise ValueError(
             f"{op}: weight has dtype {name_of(weight.dtype)}, expected that of input, {name_of(input.dtype)}, or "
@@ -150,6 +170,8 @@ def normalizer_of(op: str, normalizer: object, mode: int, dtype: torch.dtype, de
         raise ValueError(f'{op}: normalizer is given, but only the mean divides: expected reduction="mean"')
     if not isinstance(normalizer, Tensor):
         number = number_of(op, "normalizer", normalizer, -math.inf, math.inf, "a number, or a tensor of one")
+        if torch.compiler.is_compiling():  # see symbols_of
+            return torch.ones((), dtype=dtype, device=device) * number
         return torch.full((), number, dtype=dtype, device=device)
     check_tensor(op, "normalizer", normalizer)
     if normalizer.numel() != 1:
@@ -247,7 +269,8 @@ def divisors_of(
         return normalizer.reshape(samples).clone()
     if targets.is_floating_point():  # with probabilities all rows count
         return _sums(torch.ones_like(rows))
-    counts = targets != ignore_index
+    # int32 classes would be compared with the last 32 bits of ignore_index.
+    counts = targets.to(torch.int64) != ignore_index
     if weight is None:
         return _sums(counts.to(rows.dtype))
     classes = torch.where(counts, targets, 0).clamp(0, max(weight.shape[0] - 1, 0))

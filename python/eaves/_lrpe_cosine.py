@@ -4,9 +4,8 @@ rules."""
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +15,11 @@ from eaves._operator import (
     accumulator_dtype,
     apply,
     call,
+    check_device,
     check_tensor,
     dispatch,
     each_of_batch,
+    index_of,
     is_transforming,
     name_of,
     needs_autograd,
@@ -26,6 +27,7 @@ from eaves._operator import (
     refuse_lost_derivatives,
     register_fake,
     register_vmap,
+    shown,
 )
 
 _forward = torch.ops.eaves.lrpe_cosine_forward.default
@@ -91,7 +93,8 @@ def lrpe_cosine(
         positions: instead of counting, the position of each token: [N] or [B, N], int32 or int64; those of the extra
             tokens are not read. Without a grid of several axes and without offset.
         cu_seqlens: of S packed sequences, where each starts on the axis of positions, and N: [S + 1], int32 or int64.
-            Positions count from each start. Without a grid of several axes, extra tokens, offset and positions.
+            Positions count from each start, in every batch entry from the same ones: for entries that are packed each
+            in its own way give positions of [B, N]. Without a grid of several axes, extra tokens, offset and positions.
         activation: "none", "relu", "sigmoid", "silu" or "softmax".
         activation_dim: of a softmax: -1 (or None) over the features, -2 over the sequence, whatever the layout; that
             one looks at later tokens too, and cannot be decoded token by token. Other activations take no notice of
@@ -193,9 +196,9 @@ class LRPECosine(torch.nn.Module):
     ) -> None:
         super().__init__()
         for name, value in (("num_heads", num_heads), ("head_dim", head_dim), ("axes", axes)):
-            if _index_of(name, value) < 1:
+            if index_of(_OP, name, value) < 1:
                 raise ValueError(f"{_OP}: {name} is {value}, expected a positive number")
-        features = head_dim // axes if theta_features is None else _index_of("theta_features", theta_features)
+        features = head_dim // axes if theta_features is None else index_of(_OP, "theta_features", theta_features)
         if features < 1:
             raise ValueError(f"{_OP}: theta has {features} features for each of {axes} axes, expected at least one")
         if dtype not in (None, torch.float32, torch.float64):
@@ -300,7 +303,7 @@ def _activation_of(activation: object, activation_dim: object) -> tuple[int, int
         raise error(f"{_OP}: activation is {activation!r}, expected one of {names}")
     if activation_dim is None:
         return kind, FEATURES
-    dim = _index_of("activation_dim", activation_dim)
+    dim = index_of(_OP, "activation_dim", activation_dim)
     if dim not in (FEATURES, SEQUENCE):
         raise ValueError(f"{_OP}: activation_dim is {dim}, expected -1 (the features) or -2 (the sequence)")
     return kind, dim if kind == SOFTMAX else FEATURES
@@ -320,7 +323,7 @@ def _check_x(x: Tensor, heads_first: bool) -> tuple[int, int, int]:
 
 def _check_theta(theta: Tensor, x: Tensor, heads: int) -> None:
     check_tensor(_OP, "theta", theta)
-    _check_device("theta", theta, x)
+    check_device(_OP, "theta", theta, "x", x)
     if theta.dtype != x.dtype and theta.dtype != torch.float32:
         raise ValueError(
             f"{_OP}: theta has dtype {name_of(theta.dtype)}, expected {name_of(x.dtype)} (that of x), or float32"
@@ -333,15 +336,14 @@ def _check_theta(theta: Tensor, x: Tensor, heads: int) -> None:
 
 def _check_grid(grid: Sequence[int] | None, extra_tokens: int, length: int) -> tuple[Sequence[int], int]:
     """The sizes of the grid, none for one axis; and the extra tokens."""
-    if type(extra_tokens) is not int:
-        extra_tokens = _index_of("extra_tokens", extra_tokens)
+    extra_tokens = index_of(_OP, "extra_tokens", extra_tokens)
     if not 0 <= extra_tokens <= length:
         raise ValueError(f"{_OP}: extra_tokens is {extra_tokens}, expected 0 to the number of positions, {length}")
     if grid is None:
         return (), extra_tokens
     if not isinstance(grid, Sequence) or isinstance(grid, str):
         raise TypeError(f"{_OP}: grid is {grid!r}, expected None or a sequence of ints")
-    sizes = [size if type(size) is int else _index_of("grid", size) for size in grid]
+    sizes = [index_of(_OP, "grid", size) for size in grid]
     if not 1 <= len(sizes) <= MAX_RANK:
         raise ValueError(f"{_OP}: grid has {len(sizes)} axes, expected 1 to {MAX_RANK}")
     cells = length - extra_tokens
@@ -368,11 +370,11 @@ def _offset_of(offset: int | Tensor, x: Tensor, batch: int) -> tuple[int, Tensor
         return 0, offset
     if type(offset) is not int:
         try:
-            offset = _index_of("offset", offset)
+            offset = index_of(_OP, "offset", offset)
         except TypeError as error:
             raise TypeError(f"{error}, or a tensor of them, int32 or int64") from None
     if not -_LARGEST_OFFSET <= offset <= _LARGEST_OFFSET:
-        raise ValueError(f"{_OP}: offset is {offset}, expected -2^62 to 2^62")
+        raise ValueError(f"{_OP}: offset is {shown(offset)}, expected -2^62 to 2^62")
     return offset, None
 
 
@@ -405,29 +407,11 @@ def _check_alone(name: str, axes: Sequence[int], offset: int | Tensor) -> None:
 
 def _check_integers(name: str, tensor: Tensor, x: Tensor) -> None:
     check_tensor(_OP, name, tensor)
-    _check_device(name, tensor, x)
+    check_device(_OP, name, tensor, "x", x)
     if tensor.dtype not in _POSITION_DTYPES:
         raise ValueError(
             f"{_OP}: {name} has dtype {name_of(tensor.dtype)}, expected int64 or int32 (positions are integers)"
         )
-
-
-def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:
-    if tensor.device != x.device:
-        raise ValueError(f"{_OP}: {name} is on {tensor.device}, expected {x.device} (as x)")
-
-
-def _index_of(name: str, value: object) -> int:
-    if isinstance(value, (bool, Tensor)):
-        _no_index(name, value)
-    try:
-        return operator.index(value)  # type: ignore[arg-type]  # numpy's integers too
-    except TypeError:
-        _no_index(name, value)
-
-
-def _no_index(name: str, value: object) -> NoReturn:
-    raise TypeError(f"{_OP}: {name} is {value!r}, expected an int")
 
 
 # ------------------------------------------------------------------------------------------------------------ autograd

@@ -8,10 +8,12 @@ call than registering a gradient, and torch.compile traces it.
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -49,6 +51,13 @@ def check_tensor(op: str, name: str, value: Any) -> None:
         raise NotImplementedError(
             f"{op}: {name} has dtype {name_of(value.dtype)}, expected one of " + ", ".join(sorted(map(name_of, DTYPES)))
         )
+
+
+def check_device(op: str, name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:
+    """Raises ValueError where the two are on different devices. The dispatcher does not look: of a tensor on the CPU
+    and one on the device "meta" it makes a result without values."""
+    if tensor.device != reference.device:
+        raise ValueError(f"{op}: {name} is on {tensor.device}, expected {reference.device} (as {reference_name})")
 
 
 def _check_kind(op: str, name: str, value: object) -> None:
@@ -120,12 +129,72 @@ def number_of(op: str, name: str, value: object, low: float, high: float, expect
 
     Raises TypeError where it is no number, ValueError where it is another one.
     """
-    if isinstance(value, (bool, Tensor, str)) or not hasattr(value, "__float__"):
-        raise TypeError(f"{op}: {name} is {value!r}, expected {expected}")
+    # A float or an int may be a symbol of torch.compile, which follows neither hasattr nor math.isinf of one.
+    if type(value) is not float and type(value) is not int:
+        if isinstance(value, (bool, Tensor, str)) or not hasattr(value, "__float__"):
+            raise TypeError(f"{op}: {name} is {value!r}, expected {expected}")
     number = float(value)
-    if not (low <= number <= high) or math.isinf(number):
-        raise ValueError(f"{op}: {name} is {value!r}, expected {expected}")
+    if not (low <= number <= high and -math.inf < number < math.inf):
+        raise ValueError(f"{op}: {name} is {shown(value)}, expected {expected}")
     return number
+
+
+def shown(value: object) -> str:
+    """A value for a message. torch.compile writes no symbol into one."""
+    return "out of range" if torch.compiler.is_compiling() else repr(value)
+
+
+_LARGEST_INDEX = 2**63 - 1  # of an int of the extension
+
+
+def index_of(op: str, name: str, value: object) -> int:
+    """`value` as an int of 64 bits. Raises TypeError where it is no integer, ValueError where it is a larger one."""
+    if type(value) is int:
+        index = value
+    else:
+        if isinstance(value, (bool, Tensor)):
+            _no_index(op, name, value)
+        try:
+            index = operator.index(value)  # type: ignore[arg-type]  # numpy's integers too
+        except TypeError:
+            _no_index(op, name, value)
+    if not -_LARGEST_INDEX - 1 <= index <= _LARGEST_INDEX:
+        raise ValueError(f"{op}: {name} is {shown(index)}, expected an int of 64 bits")
+    return index
+
+
+def _no_index(op: str, name: str, value: object) -> NoReturn:
+    raise TypeError(f"{op}: {name} is {value!r}, expected an int")
+
+
+# The names of other libraries, and of other operators here, and what says the same.
+_OTHER_NAMES = {
+    "temperature": "scale=1 / temperature, and with a softcap c in front of the temperature softcap=c / temperature",
+    "bias": "linear_bias",
+    "logit_softcap": "softcap",
+    "logit_soft_cap": "softcap",
+    "logit_softcapping": "softcap",
+    "final_logit_softcapping": "softcap",
+    "logit_scale": "scale",
+    "lse_square_scale": "z_loss",
+    "z_loss_weight": "z_loss",
+    "logsumexp_weight": "z_loss",
+    "ce_weight": "weight",
+    "class_weight": "weight",
+    "num_items_in_batch": "normalizer",
+    "accum_dtype": "grad_weight_dtype=torch.float32",
+    "return_predicted_tokens": "return_argmax",
+    "inplace": "inplace_backward",
+    "in_place": "inplace_backward",
+}
+
+
+def refuse_unknown(op: str, names: Iterable[str], function: Callable[..., object]) -> NoReturn:
+    """Raises TypeError for the first of `names`, keywords that `function` got and does not have."""
+    name = next(iter(names))
+    other = _OTHER_NAMES.get(name, "")
+    hint = f"; pass {other}" if re.split(r"\W", other)[0] in inspect.signature(function).parameters else ""
+    raise TypeError(f"{op}: got an unexpected keyword argument {name!r}{hint}")
 
 
 def dispatch(
@@ -134,14 +203,17 @@ def dispatch(
     function: type[torch.autograd.Function],
     overload: OpOverload,
     *arguments: object,
+    behind: Sequence[object] = (),
 ) -> Any:
-    """`function.apply(*arguments)` where a derivative with respect to one of `tensors` is asked for, else
-    `overload(*arguments)`, which is the same without a graph."""
+    """`function.apply(*arguments, *behind)` where a derivative with respect to one of `tensors` is asked for, else
+    `overload(*arguments)`, which is the same without a graph, and says in an exported program that it has none."""
+    if torch.compiler.is_exporting():
+        return call(op, overload, *arguments)
     if torch.compiler.is_compiling():
-        return function.apply(*arguments)  # type: ignore[no-untyped-call]
+        return function.apply(*arguments, *behind)  # type: ignore[no-untyped-call]
     if not needs_autograd(*tensors):
         return call(op, overload, *arguments)
-    return apply(op, function, *arguments)
+    return apply(op, function, *arguments, *behind)
 
 
 def apply(op: str, function: type[torch.autograd.Function], *arguments: object) -> Any:
@@ -213,15 +285,57 @@ def call_plainly(overload: OpOverload, x: Tensor, y: Tensor) -> Any:
         return None
 
 
-def call(op: str, overload: OpOverload, *arguments: object) -> Any:
-    """Calls an operator of the extension, and raises its errors as what they are, in the name of `op`."""
+def call(op: str, overload: OpOverload, *arguments: object, symbols: Tensor | None = None) -> Any:
+    """Calls an operator of the extension, and raises its errors as what they are, in the name of `op`. `symbols` are
+    what `symbols_of` gave for its numbers."""
     try:
         if torch.compiler.is_compiling():
-            return overload(*arguments)
+            return overload(*arguments) if symbols is None else _with_symbols[overload](symbols, *arguments)
         with _below_autograd():
             return overload(*arguments)
     except (RuntimeError, NotImplementedError) as error:
         _raise_as_what_it_is(op, error, arguments)
+
+
+def symbols_of(*numbers: float) -> Tensor | None:
+    """The numbers that an operator of the extension takes, as a tensor on the CPU, where torch.compile has a symbol for
+    one of them; else None. torch.compile compiles again for each value of a number that an operator takes as a number:
+    only what is computed of it with tensors, by a product here, may change without that."""
+    if not torch.compiler.is_compiling():
+        return None
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    if all([has_static_value(number) for number in numbers]):
+        return None
+    one = torch.ones((), dtype=torch.float64, device="cpu")
+    return torch.stack([one * number for number in numbers])
+
+
+_with_symbols: dict[OpOverload, OpOverload] = {}
+
+
+def take_symbols(*overloads: OpOverload) -> None:
+    """Gives each operator an overload with one more tensor in front, which holds its numbers: those of type float, in
+    their order."""
+    for overload in overloads:
+        name, schema = overload._schema.name.removeprefix("eaves::"), str(overload._schema).partition("(")[2]
+        # It reads memory of the host, which a CUDA graph would not read again.
+        tags = [tag] if (tag := getattr(torch.Tag, "cudagraph_unsafe", None)) is not None else []
+        _fragment.define(f"{name}.symbols(Tensor symbols, {schema}", tags=tags)  # type: ignore[no-untyped-call]
+        _fragment.impl(f"{name}.symbols", _reading(overload), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        _with_symbols[overload] = getattr(torch.ops.eaves, name).symbols
+
+
+def _reading(overload: OpOverload) -> Callable[..., Any]:
+    places = [place for place, each in enumerate(overload._schema.arguments) if str(each.type) == "float"]
+
+    def kernel(symbols: Tensor, *arguments: object) -> Any:
+        whole = [*arguments, *_defaults_behind(overload, arguments)]
+        for place, number in zip(places, symbols.tolist()):
+            whole[place] = number
+        return overload(*whole)
+
+    return kernel
 
 
 # The marks of python/csrc/torch_binding.h.
@@ -252,26 +366,28 @@ def _kind_of(tensor: Tensor) -> str:
     return f"{'nested' if tensor.is_nested else tensor.layout} on {tensor.device.type}"
 
 
-_guards = torch.library.Library("eaves", "FRAGMENT")  # type: ignore[no-untyped-call]
+_fragment = torch.library.Library("eaves", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def refuse_lost_derivatives(op: str, *overloads: OpOverload) -> None:
     """The operators of the extension have no derivatives: those are around them, in an autograd.Function. Who comes to
     them on another way, with a tensor of which a derivative is wanted, would get none without being told.
     """
-    for overload in overloads:
-        name = overload._schema.name.removeprefix("eaves::")
-        _guards.impl(name, _refusing(op, overload), "Autograd")  # type: ignore[no-untyped-call]
+    for overload in [*overloads, *filter(None, map(_with_symbols.get, overloads))]:
+        name = overload._name.removeprefix("eaves::").removesuffix(".default")
+        _fragment.impl(name, _refusing(op, overload), "Autograd")  # type: ignore[no-untyped-call]
 
 
 def _refusing(op: str, overload: OpOverload) -> Callable[..., Any]:
     def kernel(*arguments: object) -> Any:
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         is_tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        if is_tracked or any(map(_has_tangent, tensors)):
+        # A program is exported from a model with parameters, and asked here again when it runs.
+        if (is_tracked and not torch.compiler.is_exporting()) or any(map(_has_tangent, tensors)):
             raise NotImplementedError(
-                f"{op}: its derivative is lost where torch.compile traces torch.vmap or a transform of torch.func, and "
-                f"in direct calls of torch.ops.eaves; leave transforms outside of torch.compile, and call eaves.{op}"
+                f"{op}: its derivative is lost where torch.compile traces torch.vmap or a transform of torch.func, in "
+                "a program of torch.export, and in direct calls of torch.ops.eaves; leave transforms outside of "
+                f"torch.compile, run an exported program under torch.no_grad(), and call eaves.{op}"
             )
         with _below_autograd():
             return overload(*arguments)
@@ -286,22 +402,43 @@ def _has_tangent(tensor: Tensor) -> bool:
 
 def register_fake(op: str) -> Callable[[_Function], _Function]:
     """The decorator of an operator's fake implementation: shapes, strides and dtypes of the outputs, no data."""
+    overload = getattr(torch.ops.eaves, op).default
 
     def decorate(fake: _Function) -> _Function:
-        torch.library.register_fake(
-            f"eaves::{op}", lambda *arguments: fake(*arguments, *_defaults_behind(op, arguments))
-        )
+        def checked(*arguments: object) -> Any:
+            _check_devices(overload, arguments)
+            return fake(*arguments, *_defaults_behind(overload, arguments))
+
+        def with_symbols(symbols: Tensor, *arguments: object) -> Any:
+            if symbols.device.type != "cpu":
+                raise ValueError(f"{op}: symbols is on {symbols.device}, expected cpu")
+            return checked(*arguments)
+
+        torch.library.register_fake(f"eaves::{op}", checked)
+        if overload in _with_symbols:
+            torch.library.register_fake(f"eaves::{op}.symbols", with_symbols)
         return fake
 
     return decorate
 
 
+def _check_devices(overload: OpOverload, arguments: Sequence[object]) -> None:
+    """A fake implementation also stands for a call with tensors of several devices, one of them "meta"."""
+    tensors = [
+        (each.name, value) for each, value in zip(overload._schema.arguments, arguments) if isinstance(value, Tensor)
+    ]
+    for name, tensor in tensors[1:]:
+        check_device(overload._schema.name, name, tensor, *tensors[0])
+
+
 def register_vmap(op: str) -> Callable[[_Function], _Function]:
     """The decorator of an operator's batching rule, see torch.library.register_vmap."""
 
+    overload = getattr(torch.ops.eaves, op).default
+
     def decorate(rule: _Function) -> _Function:
         def whole(info: Any, in_dims: tuple[int | None, ...], *arguments: object) -> Any:
-            defaults = _defaults_behind(op, arguments)
+            defaults = _defaults_behind(overload, arguments)
             return rule(info, in_dims + (None,) * len(defaults), *arguments, *defaults)
 
         torch.library.register_vmap(f"eaves::{op}", whole)
@@ -310,10 +447,9 @@ def register_vmap(op: str) -> Callable[[_Function], _Function]:
     return decorate
 
 
-def _defaults_behind(op: str, arguments: Sequence[object]) -> list[Any]:
+def _defaults_behind(overload: OpOverload, arguments: Sequence[object]) -> list[Any]:
     """Torch leaves out the arguments at the end of a call that have their default; here they are."""
-    schema = getattr(torch.ops.eaves, op).default._schema
-    return [argument.default_value for argument in schema.arguments[len(arguments) :]]
+    return [argument.default_value for argument in overload._schema.arguments[len(arguments) :]]
 
 
 def batch_first(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Tensor, ...]:

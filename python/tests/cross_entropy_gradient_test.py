@@ -302,17 +302,65 @@ def test_in_place_outputs_are_those_of_the_forward_but_for_ignored_rows(device: 
     assert eaves.cross_entropy(leaf * 1, target, inplace_backward=True, return_lse=True).entropy is None
 
 
-def test_autograd_notices_who_uses_logits_that_were_written_over(device: torch.device) -> None:
-    leaf = random_tensor((9, 33), torch.float32, device).requires_grad_()
+@each("inplace_backward", [False, True])
+@each("reduction", ["mean", "sum", "none"])
+def test_a_loss_scale_keeps_the_gradient_of_float16(
+    reduction: str, inplace_backward: bool, device: torch.device
+) -> None:
+    # A mean over 4096 rows of 300 classes: 8e-7 for most entries, of which float16 has nothing that is exact.
+    leaf = random_tensor((4096, 300), torch.float16, device).requires_grad_()
+    weight = torch.linspace(0.5, 2, 300, device=device)
+    for target in (targets_of(leaf), probabilities_of(leaf, -1)):
+        for scale in (1.0, 1024.0, 65536.0) if reduction == "mean" else (1.0, 16.0):
+            logits = leaf * 1
+            loss = eaves.cross_entropy(
+                logits, target, weight, reduction=reduction, label_smoothing=0.1, inplace_backward=inplace_backward
+            )
+            upstream = torch.full_like(loss, scale)
+            (grad,) = torch.autograd.grad(loss, logits, upstream)
+            assert (grad.data_ptr() == logits.data_ptr()) == inplace_backward
+            oracle = CrossEntropyOracle(leaf, target, weight, reduction=reduction, label_smoothing=0.1)
+            assert_within(grad, oracle.gradient(torch.float16, upstream), f"loss scale {scale}")
+
+
+def test_float16_in_place_is_written_in_the_backward(device: torch.device) -> None:
+    leaf = random_tensor((9, 33), torch.float16, device).requires_grad_()
+    target = targets_of(leaf)
     logits = leaf * 1
+    out = eaves.cross_entropy(logits, target, inplace_backward=True, return_lse=True, return_argmax=True)
+    assert torch.equal(logits, leaf)  # for a loss that is never differentiated, too
+    plain = eaves.cross_entropy(leaf, target, return_lse=True, return_argmax=True)
+    counts = target != -100
+    assert torch.equal(out.loss, plain.loss) and torch.equal(out.lse[counts], plain.lse[counts])
+    assert torch.equal(out.argmax[counts], plain.argmax[counts]) and not out.lse[~counts].any()
+    assert out.loss.requires_grad and not out.lse.requires_grad
+    (grad,) = torch.autograd.grad(out.loss, logits)
+    assert torch.equal(grad, torch.autograd.grad(plain.loss, leaf)[0])
+    assert torch.equal(logits.detach(), grad)
+
+
+@each("dtype", [torch.float32, torch.float16])
+def test_autograd_notices_who_uses_logits_that_were_written_over(dtype: torch.dtype, device: torch.device) -> None:
+    leaf = random_tensor((9, 33), dtype, device).requires_grad_()
+    logits = leaf * 1
+    if dtype == torch.float16:  # used before, but differentiated after: written over by then
+        other = logits.sin().sum()
+        loss = eaves.cross_entropy(logits, targets_of(leaf), inplace_backward=True)
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            other.backward()
+        return
     other = logits.square().sum()  # its backward reads logits
     loss = eaves.cross_entropy(logits, targets_of(leaf), inplace_backward=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (loss + other).backward()
 
 
-def test_logits_in_place_that_were_changed_before_the_backward_are_noticed(device: torch.device) -> None:
-    leaf = random_tensor((9, 33), torch.float32, device).requires_grad_()
+@each("dtype", [torch.float32, torch.float16])
+def test_logits_in_place_that_were_changed_before_the_backward_are_noticed(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    leaf = random_tensor((9, 33), dtype, device).requires_grad_()
     logits = leaf * 1
     loss = eaves.cross_entropy(logits, targets_of(leaf), inplace_backward=True)
     logits.detach().zero_()
@@ -320,9 +368,10 @@ def test_logits_in_place_that_were_changed_before_the_backward_are_noticed(devic
         loss.backward()
 
 
-def test_a_second_backward_in_place_is_refused(device: torch.device) -> None:
+@each("dtype", [torch.float32, torch.float16])
+def test_a_second_backward_in_place_is_refused(dtype: torch.dtype, device: torch.device) -> None:
     for factor in (1.0, 2.0):
-        logits = random_tensor((9, 33), torch.float32, device).requires_grad_() * 1
+        logits = random_tensor((9, 33), dtype, device).requires_grad_() * 1
         loss = eaves.cross_entropy(logits, targets_of(logits), inplace_backward=True)
         upstreams = torch.full_like(loss, factor)
         torch.autograd.grad(loss, logits, upstreams, retain_graph=True)
@@ -330,8 +379,9 @@ def test_a_second_backward_in_place_is_refused(device: torch.device) -> None:
             torch.autograd.grad(loss, logits, upstreams)
 
 
-def test_a_gradient_in_place_has_no_derivative(device: torch.device) -> None:
-    logits = random_tensor((9, 33), torch.float32, device).requires_grad_() * 1
+@each("dtype", [torch.float32, torch.float16])
+def test_a_gradient_in_place_has_no_derivative(dtype: torch.dtype, device: torch.device) -> None:
+    logits = random_tensor((9, 33), dtype, device).requires_grad_() * 1
     loss = eaves.cross_entropy(logits, targets_of(logits), inplace_backward=True)
     with pytest.raises(NotImplementedError, match=r"^cross_entropy: with inplace_backward .*create_graph"):
         torch.autograd.grad(loss, logits, create_graph=True)

@@ -62,7 +62,10 @@ def test_a_target_of_another_shape(wants_grad: bool, device: torch.device) -> No
     neither = r"target has shape \[3, 4\], expected \[2, 3\] .*, or \[2, 4\] where the classes are axis 1"
     assert_refused(ValueError, neither, deep, torch.zeros(3, 4, dtype=torch.int64, device=device))
     soft = torch.zeros(4, 4, device=device)
-    assert_refused(ValueError, r"target has shape \[4, 4\], expected \[4, 5\]: probabilities", logits, soft)
+    sentence = r"target has shape \[4, 4\] and the floating-point type float32, expected \[4, 5\] for probabilities"
+    assert_refused(ValueError, sentence, logits, soft)
+    # Classes that were made floats on the way.
+    assert_refused(ValueError, r"floating-point type float32, .* or int64 or int32 for classes", logits, target.float())
 
 
 def test_a_shape_that_does_not_say_where_the_classes_are(device: torch.device) -> None:
@@ -77,13 +80,54 @@ def test_a_shape_that_does_not_say_where_the_classes_are(device: torch.device) -
 def test_logits_without_classes(device: torch.device) -> None:
     number = torch.zeros((), device=device)
     assert_refused(ValueError, r"input has no axes, expected at least one", number, number.long())
+    target = torch.full((4,), -100, device=device)  # nothing looks at it
+    sentence = r"input has shape \[4, 0\], expected at least one class"
+    assert_refused(ValueError, sentence, torch.zeros(4, 0, device=device), target)
+    assert_refused(ValueError, sentence, torch.zeros(4, 0, device=device, requires_grad=True), target)
 
 
-@each("class_dim", [2, -3, 2**70])
+@each("class_dim", [2, -3, 2**62])
 def test_a_class_dim_out_of_range(class_dim: int, device: torch.device) -> None:
     assert_refused(
         ValueError, r"expected -2 to 1 \(input has 2 axes\)", *logits_and_target(device), class_dim=class_dim
     )
+
+
+@each("value", [2**63, -(2**63) - 1, 2**70])
+def test_an_int_beyond_64_bits(value: int, device: torch.device) -> None:
+    sentence = rf"ignore_index is {value}, expected an int of 64 bits"
+    logits, target = logits_and_target(device)
+    assert_refused(ValueError, sentence, logits, target, ignore_index=value)
+    assert_refused(ValueError, "class_dim is", logits, target, class_dim=value)
+    shard: dict[str, Any] = {"first_class": 0, "classes": 5}
+    for function, arguments in (
+        (eaves.cross_entropy_shard, (logits, target)),
+        (eaves.cross_entropy_merge, (torch.zeros(1, 4, 9, device=device), target)),
+    ):
+        given = shard if function is eaves.cross_entropy_shard else {"classes": 5}
+        assert_refused_by(function, ValueError, sentence, *arguments, **given, ignore_index=value)
+        for name in given:
+            expected = f"{name} is {value}, expected an int of 64 bits"
+            assert_refused_by(function, ValueError, expected, *arguments, **given | {name: value})
+
+
+# ---------------------------------------------------------------------------------------------------------------- names
+
+
+@each("function", [eaves.cross_entropy, lambda *_, **named: eaves.CrossEntropyLoss(**named)])
+def test_names_of_other_libraries_are_answered_with_the_name_here(
+    function: Callable[..., object], device: torch.device
+) -> None:
+    arguments = logits_and_target(device)
+    for name, answer in {
+        "temperature": r"; pass scale=1 / temperature, and .* softcap=c / temperature$",
+        "logit_softcap": r"; pass softcap$",
+        "lse_square_scale": r"; pass z_loss$",
+        "bias": "'bias'$",  # there is none
+        "colour": "'colour'$",
+    }.items():
+        sentence = f"got an unexpected keyword argument '{name}'.*{answer}" if answer[0] == ";" else answer
+        assert_refused_by(function, TypeError, sentence, *arguments, **{name: 1.0})
 
 
 @each("value", ["1", 1.0, True, (1,)])
@@ -194,7 +238,7 @@ def test_classes_of_another_dtype(dtype: torch.dtype, device: torch.device) -> N
 def test_probabilities_of_another_dtype(device: torch.device) -> None:
     logits = torch.zeros(4, 5, device=device)
     for dtype in (torch.float64, torch.bfloat16):
-        sentence = r"target has dtype .*, expected for probabilities that of input, float32, or float32"
+        sentence = r"target has the floating-point type .*, expected float32 for probabilities, or int64 or int32 for"
         assert_refused(ValueError, sentence, logits, logits.to(dtype))
 
 

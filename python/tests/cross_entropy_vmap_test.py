@@ -94,6 +94,24 @@ def test_each_tensor_may_have_no_batch_or_one_on_any_axis(device: torch.device) 
         assert_agree(torch.vmap(function, in_dims=(2, None))(logits, target[:, 0]), expected)
 
 
+@each("dtype", [torch.int32, torch.int64])
+@each("ignore_index", [2**32, -(2**32), 2**31, 2**62, 2, -1])
+def test_classes_that_are_no_larger_than_ignore_index(
+    ignore_index: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    # int32 classes next to an ignore_index that has its last 32 bits in common with class 0.
+    logits, target = random_tensor((4, 6, 5), torch.float32, device), torch.zeros(4, 6, dtype=dtype, device=device)
+    target[:, 1:] = torch.arange(5, device=device)
+    weight = torch.linspace(0.5, 2, 5, device=device)
+    for w in (None, weight):
+
+        def function(x: Tensor, t: Tensor, w: Tensor | None = w) -> Tensor:
+            return eaves.cross_entropy(x, t, w, ignore_index=ignore_index)
+
+        assert_is_the_loop(function, logits, target)
+        assert_is_the_loop(grad(function), logits, target)
+
+
 def test_weights_and_normalizers_may_have_a_batch(device: torch.device) -> None:
     logits = random_tensor((4, 6, 5), torch.float32, device)
     target = targets_of(logits)

@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eaves
+from comparison import assert_agree
 from layouts import LAYOUTS
 from operators import (
     OPERATORS,
@@ -261,6 +262,25 @@ def as_tuple(result: Tensor | Sequence[Tensor] | None) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result or ())
 
 
+@each_operator()
+def test_tensors_of_two_devices_are_refused_and_not_read(op: Operator, device: torch.device) -> None:
+    others = [torch.device("meta")] + ([torch.device("cpu")] if device.type == "cuda" else [])
+    inputs = op.inputs(3, device, torch.float32)
+    for other in others:
+        for index in range(len(inputs) if len(inputs) > 1 else 0):
+            moved = [each.to(other) if i == index else each for i, each in enumerate(inputs)]
+            for given in (moved, leaves(op, moved)):
+                with pytest.raises(ValueError, match=rf"^{op.name}: \w+ is on [\w:]+, expected [\w:]+ \(as \w+\)$"):
+                    op.function(*given)
+    # And on the other way to the extension.
+    for overload, arguments in op.extension_calls(device):
+        tensors = [i for i, value in enumerate(arguments) if isinstance(value, Tensor)]
+        for index in tensors if len(tensors) > 1 else []:
+            moved = [each.to("meta") if i == index else each for i, each in enumerate(arguments)]
+            with torch.no_grad(), pytest.raises(ValueError, match=r"is on [\w:]+, expected [\w:]+"):
+                overload(*moved)
+
+
 # -------------------------------------------------------------------------------------------- the rest of PyTorch
 
 
@@ -275,6 +295,42 @@ def test_it_can_be_exported(op: Operator, device: torch.device) -> None:
     exported = torch.export.export(Module(), inputs, dynamic_shapes=(tuple({0: batch} for _ in inputs),))
     others = op.inputs(7, device, torch.float32)
     assert_same([exported.module()(*others)], [op.function(*others) + 1])
+
+
+@each_operator()
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("wants_gradients", [False, True])
+def test_an_exported_program_says_that_it_has_no_gradients(
+    op: Operator, strict: bool, wants_gradients: bool, device: torch.device, fresh_compiler: None
+) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, *tensors: Tensor) -> Tensor:
+            return op.function(*tensors)
+
+    inputs = op.inputs(4, device, torch.float32)
+    given = leaves(op, inputs)
+    program = torch.export.export(Module(), given if wants_gradients else inputs, strict=strict).module()
+    assert_same([program(*inputs)], [op.function(*inputs)])
+    with torch.no_grad():
+        assert_same([program(*given)], [op.function(*inputs)])
+    with pytest.raises(NotImplementedError, match=rf"^{op.name}: its derivative is lost .*torch\.export"):
+        program(*given)
+
+
+@each_operator()
+def test_compiled_autograd_gives_the_same_gradients(op: Operator, device: torch.device, fresh_compiler: None) -> None:
+    inputs = op.inputs(4, device, torch.float32)
+    _, *expected = gradient(op, inputs)
+    given = leaves(op, inputs)
+
+    def step() -> None:
+        op.function(*given).sum().backward()  # type: ignore[no-untyped-call]
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(step, backend="aot_eager")()
+    for tensor, wanted in zip(differentiable(op, given), expected, strict=True):
+        assert tensor.grad is not None
+        assert_agree(tensor.grad, wanted)
 
 
 @each_operator()

@@ -36,10 +36,40 @@ def test_shapes_that_do_not_fit(device: torch.device) -> None:
     assert_refused(ValueError, r"linear_weight has shape \[0, 3\], expected at least one class", x, head[:0], target)
     assert_refused(NotImplementedError, r"linear_weight has shape \[5, 1, 3\].*each head", x, head[:, None], target)
     assert_refused(ValueError, r"target has shape \[3\], expected \[4\] \(one per row", x, head, target[:3])
-    assert_refused(ValueError, r"target has shape \[4, 3\], expected \[4, 5\]: probabilities", x, head, x)
+    sentence = r"target has shape \[4, 3\] and the floating-point type float32, expected \[4, 5\] for probabilities"
+    assert_refused(ValueError, sentence, x, head, x)
+    assert_refused(ValueError, r"target has the floating-point type float16, expected float32", x, head, x.half())
     bias = torch.zeros(5, device=device)
     assert_refused(ValueError, r"linear_bias has shape \[4\], expected \[5\]", x, head, target, linear_bias=bias[:4])
     assert_refused(ValueError, r"weight has shape \[4\], expected \[5\]", x, head, target, weight=bias[:4])
+
+
+def test_names_of_other_libraries_are_answered_with_the_name_here(device: torch.device) -> None:
+    for name, answer in {
+        "bias": "linear_bias",
+        "temperature": r"scale=1 / temperature, and .* softcap=c / temperature",
+        "logit_softcapping": "softcap",
+        "num_items_in_batch": "normalizer",
+    }.items():
+        sentence = rf"got an unexpected keyword argument '{name}'; pass {answer}$"
+        assert_refused(TypeError, sentence, *tensors(device), **{name: 1.0})
+        with pytest.raises(TypeError, match=sentence):
+            eaves.LinearCrossEntropyLoss(**{name: 1.0})
+    assert_refused(TypeError, r"got an unexpected keyword argument 'colour'$", *tensors(device), colour=1)
+
+
+def test_tensors_of_two_devices(device: torch.device) -> None:
+    x, head, target = tensors(device)
+    where = rf"is on meta, expected {device.type}.* \(as (input|linear_weight)\)"
+    five = torch.zeros(5, device="meta")
+    assert_refused(ValueError, rf"linear_weight {where}", x, head.to("meta"), target)
+    assert_refused(ValueError, rf"target {where}", x, head, target.to("meta"))
+    assert_refused(ValueError, rf"target {where}", x, head, torch.zeros(4, 5, device="meta"))
+    assert_refused(ValueError, rf"linear_bias {where}", x, head, target, linear_bias=five)
+    assert_refused(ValueError, rf"weight {where}", x, head, target, weight=five)
+    assert_refused(ValueError, r"normalizer is on meta", x, head, target, normalizer=five[0])
+    assert_refused(ValueError, rf"grad_weight_out {where}", x, head, target, grad_weight_out=head.to("meta"))
+    assert_refused(ValueError, r"target is on .*, expected meta \(as input\)", x.to("meta"), head, target)
 
 
 def test_two_dtypes_are_refused_with_the_way_out(device: torch.device) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import cross_entropy as torch_cross_entropy
 
 import eaves
 from comparison import FLOATING_POINT, assert_within
@@ -253,23 +254,71 @@ def test_outputs_come_as_a_named_tuple(name: str, device: torch.device) -> None:
 # ------------------------------------------------------------------------------------------------------------- autocast
 
 
-def test_autocast_casts_as_that_of_linear_does(device: torch.device) -> None:
+@each("algorithm", ["speed", "memory"])
+def test_autocast_casts_the_factors_of_the_product(algorithm: str, device: torch.device) -> None:
     x, head, target, bias = problem((9, 24), 33, torch.float32, device)
-    for dtypes in ((torch.float32,) * 3, (torch.bfloat16, torch.float32, torch.float32)):
+    for dtypes in ((torch.float32,) * 3, (torch.bfloat16, torch.float32, torch.float32), (torch.bfloat16,) * 3):
         given = [t.to(d).requires_grad_() for t, d in zip((x, head, bias), dtypes, strict=True)]
         with torch.autocast(device.type, torch.bfloat16):
-            loss = eaves.linear_cross_entropy(given[0], given[1], target, linear_bias=given[2])
-        cast = [t.detach().bfloat16().requires_grad_() for t in given]
-        expected = eaves.linear_cross_entropy(cast[0], cast[1], target, linear_bias=cast[2])
+            loss = eaves.linear_cross_entropy(given[0], given[1], target, linear_bias=given[2], algorithm=algorithm)
+        cast = [t.detach().bfloat16().requires_grad_() for t in given[:2]] + [given[2].detach().requires_grad_()]
+        sums = torch.zeros(head.shape, dtype=torch.float32, device=device)
+        expected = eaves.linear_cross_entropy(
+            cast[0], cast[1], target, linear_bias=cast[2], algorithm=algorithm, grad_weight_out=sums
+        )
         assert loss.dtype == torch.float32 and torch.equal(loss, expected)
         grads = torch.autograd.grad(loss, given)
-        for grad, tensor, wanted in zip(grads, given, torch.autograd.grad(expected, cast), strict=True):
-            assert grad.dtype == tensor.dtype and torch.equal(grad, wanted.to(grad.dtype))
+        wanted = torch.autograd.grad(expected, [cast[0], cast[2]])
+        assert [g.dtype for g in grads] == list(dtypes)
+        assert torch.equal(grads[0], wanted[0].to(dtypes[0])) and torch.equal(grads[2], wanted[1])
+        # Summed in float32, and of a head in float32 never rounded to 16 bits.
+        if dtypes[1] == torch.float32:
+            assert torch.equal(grads[1], sums) and not torch.equal(grads[1], sums.bfloat16().float())
         exact = LinearOracle(*(t.detach() for t in cast[:2]), target, cast[2].detach())
         assert_within(loss, exact.bounds(torch.float32)["loss"])
+    with torch.autocast(device.type, torch.bfloat16):
+        double = eaves.linear_cross_entropy(x.double(), head.double(), target)
+    assert double.dtype == torch.float64
+
+
+@each("algorithm", ["speed", "memory"])
+def test_under_autocast_the_gradient_of_a_float32_head_is_as_exact_as_that_of_torch(
+    algorithm: str, device: torch.device
+) -> None:
+    # 16 chunks of rows and more: each would round its part of the gradient.
+    x, head, target, _ = problem((2048, 64), 1000, torch.float32, device)
+    options = {"algorithm": algorithm, "workspace_bytes": 512 << 10}
+
+    def error_of(loss_of: Callable[[Tensor, Tensor], Tensor]) -> float:
+        leaf = head.detach().requires_grad_()
         with torch.autocast(device.type, torch.bfloat16):
-            double = eaves.linear_cross_entropy(x.double(), head.double(), target)
-        assert double.dtype == torch.float64
+            loss = loss_of(x, leaf)
+        (grad,) = torch.autograd.grad(loss, leaf)
+        assert grad.dtype == torch.float32
+        return float((grad.double() - exact).norm() / exact.norm())
+
+    cast = [tensor.bfloat16().double() for tensor in (x, head)]
+    leaf = cast[1].requires_grad_()
+    (exact,) = torch.autograd.grad(torch_cross_entropy(cast[0] @ leaf.T, target), leaf)
+    of_torch = error_of(lambda x, head: torch_cross_entropy(torch.nn.functional.linear(x, head), target))
+    default = error_of(lambda x, head: eaves.linear_cross_entropy(x, head, target, **options))
+    assert default <= of_torch
+    # Asked for, the sums are in 16 bits still.
+    narrow = error_of(
+        lambda x, head: eaves.linear_cross_entropy(x, head, target, grad_weight_dtype=torch.bfloat16, **options)
+    )
+    assert narrow > default
+
+
+def test_under_autocast_a_second_derivative_of_the_head_is_refused_and_not_lost(device: torch.device) -> None:
+    x, head, target, _ = problem((9, 24), 33, torch.float32, device)
+    leaf = head.requires_grad_()
+    for algorithm in ("speed", "memory"):
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = eaves.linear_cross_entropy(x, leaf, target, algorithm=algorithm)
+        (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        with pytest.raises(NotImplementedError, match="there is no second derivative"):
+            torch.autograd.grad(grad.sum(), leaf)
 
 
 # ----------------------------------------------------------------------------------- rules that the core has too
@@ -318,7 +367,7 @@ def test_a_matrix_is_one_to_the_core_too(shape: tuple[int, int]) -> None:
         accumulate = torch.ops.eaves.linear_cross_entropy_backward_accumulate
         is_place = is_taken(accumulate, tensor, one, None, None, x, head, *saved)
         check = _check_grad_weight_out
-        assert is_taken(check, tensor, head, None, torch.float32, False) == is_place, strides
+        assert is_taken(check, tensor, head.dtype, head, None, torch.float32, False) == is_place, strides
 
 
 @each("dtype", FLOATING_POINT)

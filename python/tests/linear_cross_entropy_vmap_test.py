@@ -42,6 +42,18 @@ def test_every_option_under_vmap_is_the_loop(reduction: str, dtype: torch.dtype,
                     assert_is_the_loop(grad(total), x, each_target)
 
 
+@each("ignore_index", [2**32, 2**31, 2])
+def test_int32_classes_that_are_no_larger_than_ignore_index(ignore_index: int, device: torch.device) -> None:
+    x, head, target, _ = problem((4, 6, 8), 5, torch.float32, device)
+    target = target.clamp(min=0).to(torch.int32)
+
+    def function(x: Tensor, t: Tensor) -> Tensor:
+        return eaves.linear_cross_entropy(x, head, t, ignore_index=ignore_index)
+
+    assert_is_the_loop(function, x, target)
+    assert_is_the_loop(grad(function), x, target)
+
+
 @each("dtype", DTYPES)
 def test_each_tensor_may_have_a_batch_or_none(dtype: torch.dtype, device: torch.device) -> None:
     x, head, target, bias = problem((4, 3, 8), 5, dtype, device)

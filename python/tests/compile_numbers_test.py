@@ -1,0 +1,197 @@
+"""Numbers that change from call to call under torch.compile: schedules of a coefficient, the tokens of a batch. Each is
+right, breaks no graph, and is compiled for its first value and once more, or with dynamic=True once, whatever follows.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import eaves
+from cross_entropy_test import each
+
+ROWS, FEATURES, CLASSES = 6, 8, 50
+
+LOGITS = torch.randn(ROWS, CLASSES, generator=torch.Generator().manual_seed(1))
+HIDDEN = torch.randn(ROWS, FEATURES, generator=torch.Generator().manual_seed(2))
+HEAD = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(3))
+TARGET = torch.tensor([0, 49, 7, 8, 9, 10])
+WEIGHT = torch.linspace(0.5, 2, CLASSES)
+
+
+def of_logits(x: Tensor, head: Tensor, target: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    return eaves.cross_entropy(x @ head.T, target, weight, **options)
+
+
+def of_hidden(x: Tensor, head: Tensor, target: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    return eaves.linear_cross_entropy(x, head, target, weight=weight, **options)
+
+
+def recomputed(x: Tensor, head: Tensor, target: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    return eaves.linear_cross_entropy(x, head, target, weight=weight, algorithm="memory", **options)
+
+
+def encoded(x: Tensor, head: Tensor, target: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    return eaves.lrpe_cosine(x[None, :, None], head[:1], **options)
+
+
+LOSSES = (of_logits, of_hidden, recomputed)
+
+# The keyword, and the values that it takes; none of them 0, which means that an option is absent.
+NUMBERS = [
+    ("normalizer", (64.5, 60.25, 59.0, 58.0)),
+    ("normalizer", (64, 60, 59, 58)),
+    ("z_loss", (1e-4, 2e-4, 3e-4, 4e-4)),
+    ("z_loss", (2, 3, 4, 5)),
+    ("scale", (1.5, 2.5, 2.25, 0.125)),
+    ("scale", (2, 3, 4, 5)),
+    ("softcap", (30.5, 20.5, 10.5, 5.5)),
+    ("softcap", (30, 20, 10, 5)),
+    ("label_smoothing", (0.1, 0.2, 0.15, 0.3)),
+    ("ignore_index", (7, 8, 9, 10)),
+]
+
+
+def gradients(function: Callable[..., Tensor], device: torch.device, **options: Any) -> tuple[Tensor, ...]:
+    """The loss and the gradients of x and head."""
+    x, head = (tensor.to(device).requires_grad_() for tensor in (HIDDEN.clone(), HEAD.clone()))
+    loss = function(x, head, TARGET.to(device), WEIGHT.to(device), **options)
+    return loss.detach(), *torch.autograd.grad(loss.sum(), (x, head))
+
+
+def check(
+    function: Callable[..., Tensor],
+    name: str,
+    values: tuple[float, ...],
+    device: torch.device,
+    most: int,
+    dynamic: bool | None = None,
+    backend: str = "aot_eager",
+) -> None:
+    """Each value gives what the eager call gives, by at most so many compilations."""
+    counter = CompileCounterWithBackend(backend)
+
+    def compiled(*tensors: Tensor, **options: Any) -> Tensor:
+        return traced(*tensors, options[name])
+
+    traced = torch.compile(
+        lambda *arguments: function(*arguments[:-1], **{name: arguments[-1]}),
+        fullgraph=True, dynamic=dynamic, backend=counter,
+    )  # fmt: skip
+    for value in values:
+        for actual, expected in zip(
+            gradients(compiled, device, **{name: value}), gradients(function, device, **{name: value}), strict=True
+        ):
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
+    assert counter.frame_count <= most, f"{counter.frame_count} compilations for {values}"
+
+
+@each("function", LOSSES)
+@each("dynamic", [None, True])
+@pytest.mark.parametrize(("name", "values"), NUMBERS)
+def test_a_number_of_a_loss_that_changes(
+    name: str,
+    values: tuple[float, ...],
+    dynamic: bool | None,
+    function: Callable[..., Tensor],
+    device: torch.device,
+    fresh_compiler: None,
+) -> None:
+    check(function, name, values, device, 1 if dynamic else 2, dynamic)
+
+
+@each("dynamic", [None, True])
+@pytest.mark.parametrize(("name", "values"), [("offset", (2, 3, 5, 4)), ("extra_tokens", (2, 3, 5, 4))])
+def test_a_number_of_lrpe_cosine_that_changes(
+    name: str, values: tuple[int, ...], dynamic: bool | None, device: torch.device, fresh_compiler: None
+) -> None:
+    check(encoded, name, values, device, 1 if dynamic else 2, dynamic)
+
+
+@each("function", LOSSES[1:])
+def test_a_workspace_that_changes(function: Callable[..., Tensor], device: torch.device, fresh_compiler: None) -> None:
+    check(function, "workspace_bytes", (1 << 20, 1 << 21, 1 << 22, 1 << 23), device, 2)
+
+
+@each("function", LOSSES)
+def test_a_schedule_that_starts_at_zero(
+    function: Callable[..., Tensor], device: torch.device, fresh_compiler: None
+) -> None:
+    # An absent option is a graph of its own.
+    check(function, "z_loss", (0.0, 1e-4, 2e-4, 3e-4, 4e-4, 0.0, 5e-4), device, 3)
+    torch._dynamo.reset()
+    check(function, "label_smoothing", (0, 0.1, 0.2, 0.3, 0, 0.4), device, 3)
+
+
+@each("function", LOSSES)
+def test_the_default_backend_reads_the_number_of_each_call(
+    function: Callable[..., Tensor], device: torch.device, fresh_compiler: None
+) -> None:
+    check(function, "scale", (1.5, 2.5, 2.25, 0.125), device, 2, backend="inductor")
+
+
+def test_all_numbers_at_once(device: torch.device, fresh_compiler: None) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def options(step: int) -> dict[str, Any]:
+        return {
+            "scale": 1 + step / 8, "softcap": 30 - step, "z_loss": 1e-4 * step, "label_smoothing": step / 16,
+            "normalizer": 64 + step,
+        }  # fmt: skip
+
+    for function in LOSSES:
+        compiled = torch.compile(function, fullgraph=True, backend=counter)
+        before = counter.frame_count
+        for step in range(1, 6):
+            for actual, expected in zip(
+                gradients(compiled, device, **options(step)), gradients(function, device, **options(step)), strict=True
+            ):
+                torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
+        assert counter.frame_count - before <= 2
+
+
+@each("name", ["scale", "softcap", "label_smoothing", "z_loss"])
+def test_the_numbers_of_shards_that_change(name: str, device: torch.device, fresh_compiler: None) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    logits, target = LOGITS.to(device), TARGET.to(device)
+
+    def sharded(logits: Tensor, target: Tensor, number: float) -> tuple[Tensor, Tensor]:
+        shard: dict[str, Any] = {"first_class": 0, "classes": CLASSES}
+        of_loss: dict[str, Any] = {}
+        (of_loss if name == "z_loss" else shard)[name] = number
+        if name == "label_smoothing":
+            of_loss[name] = number
+        statistics = eaves.cross_entropy_shard(logits, target, **shard)
+        merged = eaves.cross_entropy_merge(statistics[None], target, classes=CLASSES, **of_loss)
+        one = torch.ones((), device=logits.device)
+        return merged.loss, eaves.cross_entropy_shard_gradient(one, logits, target, merged, **shard | of_loss)
+
+    compiled = torch.compile(sharded, fullgraph=True, backend=counter)
+    for number in (0.1, 0.2, 0.3, 0.4):
+        for actual, expected in zip(compiled(logits, target, number), sharded(logits, target, number), strict=True):
+            assert torch.equal(actual, expected)
+    assert counter.frame_count <= 2
+
+
+def test_a_bad_number_is_refused_in_words(device: torch.device, fresh_compiler: None) -> None:
+    compiled = torch.compile(of_logits, fullgraph=True, backend="aot_eager")
+    for number in (0.1, 0.2):
+        gradients(compiled, device, label_smoothing=number)
+    with pytest.raises(Exception, match=r"label_smoothing is .*expected 0 to 1"):
+        gradients(compiled, device, label_smoothing=1.5)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_cuda_graph_does_not_keep_the_number_of_the_first_call(
+    mode: str, cuda: torch.device, fresh_compiler: None
+) -> None:
+    for function in LOSSES:
+        compiled = torch.compile(lambda *a, f=function: f(*a[:-1], z_loss=a[-1]), fullgraph=True, mode=mode)
+        tensors = [each.to(cuda) for each in (HIDDEN, HEAD, TARGET, WEIGHT)]
+        for step in range(1, 8):  # the third call of a value's graph is a replay
+            number = 1e-2 * step
+            actual = compiled(*tensors, number).clone()
+            torch.testing.assert_close(actual, function(*tensors, z_loss=number), rtol=1e-6, atol=1e-7)
