@@ -14,6 +14,7 @@
 #include <memory>
 #include <stdexcept>
 
+#include "cli/stop.h"
 #include "eaves/error.h"
 
 namespace eaves::cli {
@@ -40,10 +41,12 @@ AtomicFile::AtomicFile(const std::string& argument, const std::string& path) : p
   for (int attempt = 0; attempt < 100 && descriptor_ < 0; ++attempt) {
     const std::string name = fmt::format(".{}.{}.{}.tmp", target.filename().string(), getpid(), attempt);
     temporary_path_ = (target.parent_path() / name).string();
+    remove_when_stopped(temporary_path_.c_str());  // before it is there, so that a signal never finds it unknown
     descriptor_ = open(temporary_path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (descriptor_ < 0 && errno != EEXIST) break;
   }
   if (descriptor_ < 0) {
+    remove_when_stopped(nullptr);
     throw InvalidArgument(fmt::format("{}: {} cannot be written: {}", argument, path, std::strerror(errno)));
   }
 }
@@ -52,6 +55,7 @@ AtomicFile::~AtomicFile() {
   if (descriptor_ < 0) return;
   close(descriptor_);
   unlink(temporary_path_.c_str());
+  remove_when_stopped(nullptr);
 }
 
 void AtomicFile::fail(const char* what) const {
@@ -73,6 +77,7 @@ void AtomicFile::commit() {
   // The data must be on the disk before the name is: otherwise a power cut could leave an empty file under it.
   if (fsync(descriptor_) != 0) fail("cannot be forced to the disk");
   if (rename(temporary_path_.c_str(), path_.c_str()) != 0) fail("cannot be put in place");
+  remove_when_stopped(nullptr);
   close(descriptor_);
   descriptor_ = -1;
 }

@@ -1,5 +1,6 @@
 // A file that appears whole or not at all: written under a temporary name in the folder where it will live, forced to
-// the disk, then renamed, which is atomic. A run that is killed leaves at most the temporary file.
+// the disk, then renamed, which is atomic. A run that is stopped (stop.h) leaves nothing, one that is killed (SIGKILL)
+// at most the temporary file. The program has one such file at a time.
 #pragma once
 
 #include <cstddef>

@@ -3,10 +3,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdio>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cli/atomic_file.h"
@@ -15,6 +18,7 @@
 #include "cli/operators.h"
 #include "cli/options.h"
 #include "cli/report.h"
+#include "cli/stop.h"
 #include "eaves/error.h"
 #include "eaves/system.h"
 #include "runtime/runtime.h"
@@ -72,15 +76,58 @@ std::vector<Operator> chosen_operators(const std::vector<std::string>& names) {
   return chosen;
 }
 
-bench::MeasuredTable measure(bench::Harness& harness, bench::Table table) {
-  bench::MeasuredTable measured{std::move(table), {}};
+// Ctrl-C also ends the reader of a pipe: what cannot be shown then may not keep the rest from being written.
+void show(const std::string& text) {
+  std::fputs(text.c_str(), stdout);
+  if (std::fflush(stdout) != 0 && !is_stop_wanted()) throw std::runtime_error("standard output cannot be written");
+}
+
+// Row by row into `measured`; false where the run was stopped before the last.
+bool measure(bench::Harness& harness, bench::MeasuredTable& measured) {
   const Progress progress;
-  harness.warm_up();
-  for (std::size_t row = 0; row < measured.table.rows.size(); ++row) {
-    progress.show(measured.table, row);
-    measured.measurements.push_back(harness.measure(measured.table.rows[row]));
+  try {
+    harness.warm_up();
+    for (std::size_t row = 0; row < measured.table.rows.size(); ++row) {
+      progress.show(measured.table, row);
+      measured.measurements.push_back(harness.measure(measured.table.rows[row]));
+    }
+  } catch (const Stopped&) {
+    return false;
   }
-  return measured;
+  return true;
+}
+
+// The tables of an operator, each printed as soon as it is measured; false where the run was stopped.
+bool measure(bench::Harness& harness, std::vector<bench::Table> tables, std::vector<bench::MeasuredTable>& run) {
+  const std::size_t first = run.size();
+  bool is_complete = true;
+  for (auto table = tables.begin(); is_complete && table != tables.end(); ++table) {
+    run.push_back({std::move(*table), {}});
+    is_complete = measure(harness, run.back());
+    if (run.back().measurements.empty())
+      run.pop_back();
+    else
+      show(bench::speed_table(run.back()) + "\n");
+  }
+  for (std::size_t i = first; i < run.size(); ++i) show(bench::memory_table(run[i]) + "\n");
+  return is_complete;
+}
+
+std::int64_t count_measured_rows(const std::vector<bench::MeasuredTable>& run) {
+  std::int64_t count = 0;
+  for (const bench::MeasuredTable& table : run) {
+    count += std::count_if(table.measurements.begin(), table.measurements.end(),
+                           [](const bench::Measurement& row) { return row.skipped.empty(); });
+  }
+  return count;
+}
+
+// Where what was measured lies.
+std::string describe_stopped(std::int64_t measured_rows, const std::string& json_path) {
+  if (measured_rows == 0) return "stopped before a row was measured; nothing is written";
+  const std::string rows =
+      fmt::format("stopped; what was measured, {} row{}, is ", measured_rows, measured_rows == 1 ? "" : "s");
+  return rows + (json_path.empty() ? "above, and in no file without --json" : "in " + json_path);
 }
 
 // The words of python/eaves/bench/published.py.
@@ -120,31 +167,24 @@ void run_bench(const BenchArguments& arguments) {
   std::optional<AtomicFile> json_file;
   if (!arguments.json_path.empty()) json_file.emplace("--json", arguments.json_path);
 
+  defer_stop();
   print_heading(request.device, arguments);
   bench::Harness harness(options);
-  std::vector<bench::MeasuredTable> results;
-  for (const Operator& op : operators) {
-    const std::size_t first = results.size();
-    for (bench::Table& table : op.benchmark.tables(request)) {
-      results.push_back(measure(harness, std::move(table)));
-      fmt::print("{}\n", bench::speed_table(results.back()));
-      std::fflush(stdout);
-    }
-    for (std::size_t i = first; i < results.size(); ++i) fmt::print("{}\n", bench::memory_table(results[i]));
-    std::fflush(stdout);
+  std::vector<bench::MeasuredTable> run;
+  bool is_complete = true;
+  for (auto op = operators.begin(); is_complete && op != operators.end(); ++op) {
+    is_complete = measure(harness, op->benchmark.tables(request), run);
   }
-  const auto is_measured = [](const bench::MeasuredTable& table) {
-    return std::any_of(table.measurements.begin(), table.measurements.end(),
-                       [](const bench::Measurement& row) { return row.skipped.empty(); });
-  };
-  if (!arguments.max_bytes.empty() && std::none_of(results.begin(), results.end(), is_measured)) {
+  const std::int64_t measured_rows = count_measured_rows(run);
+  if (is_complete && !arguments.max_bytes.empty() && measured_rows == 0) {
     throw InvalidArgument(fmt::format("--max-bytes: {} leaves out every row, expected more", arguments.max_bytes));
   }
-  if (json_file) {
-    const std::string json = bench::result_json(results, request.device, arguments.threads);
+  if (json_file && (is_complete || measured_rows > 0)) {
+    const std::string json = bench::result_json(run, request.device, arguments.threads, !is_complete);
     json_file->write(json.data(), json.size());
     json_file->commit();
   }
+  if (!is_complete) throw Stopped{describe_stopped(measured_rows, arguments.json_path)};
 }
 
 }  // namespace
@@ -153,7 +193,9 @@ void add_bench_command(CLI::App& program) {
   CLI::App* command = program.add_subcommand("bench", "Measure operators against the limit of the device.");
   command->footer(
       fmt::format("{}\n\nExample:\n"
-                  "  eaves bench logsumexp --device cpu --dtype bf16 --max-bytes 8M --json result.json",
+                  "  eaves bench logsumexp --device cpu --dtype bf16 --max-bytes 8M --json result.json\n\n"
+                  "A run that is stopped (Ctrl-C, SIGTERM, SIGHUP) writes what it has measured and ends with exit code "
+                  "130.\nA second signal ends it at once.",
                   fmt::join(kPublished, "\n")));
   const auto arguments = std::make_shared<BenchArguments>();
   command->add_option("operator", arguments->operators, "Operators to measure; without any: all of them");

@@ -1,6 +1,7 @@
 // The program as its users meet it: started as a process, judged by exit code, text and files. Each --help's example
 // is run as it stands there.
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/stat.h>
@@ -22,8 +23,10 @@
 #include <thread>
 #include <vector>
 
+#include "cli/atomic_file.h"
 #include "cli/operators.h"
 #include "cli/safetensors.h"
+#include "cli/stop.h"
 #include "runtime/runtime.h"
 
 namespace eaves::cli {
@@ -80,6 +83,40 @@ class Program : public testing::Test {
     EXPECT_EQ(outcome.out, "") << line;
     EXPECT_FALSE(fs::exists(folder_ / "out.safetensors")) << line;
     EXPECT_EQ(temporary_files(), 0) << line;
+  }
+
+  // As run(), but does not wait. Signals are not ignored, as they may be where the test itself runs in the background.
+  pid_t start(std::vector<const char*> words) const {
+    const std::string program = program_path();
+    words.insert(words.begin(), "eaves");
+    words.push_back(nullptr);
+    fs::remove(folder_ / "stdout.txt");
+    const pid_t child = fork();
+    if (child != 0) return child;
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) ::signal(signal, SIG_DFL);
+    const auto open_for = [](const char* name, int descriptor) {
+      return dup2(open(name, O_WRONLY | O_CREAT | O_TRUNC, 0600), descriptor) == descriptor;
+    };
+    if (chdir(folder_.c_str()) != 0 || !open_for("stdout.txt", 1) || !open_for("stderr.txt", 2)) _exit(126);
+    execv(program.c_str(), const_cast<char* const*>(words.data()));
+    _exit(127);
+  }
+
+  Outcome stop(pid_t child, int signal) const {
+    EXPECT_EQ(kill(child, signal), 0);
+    int status = 0;
+    EXPECT_EQ(waitpid(child, &status, 0), child);
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, read_text(folder_ / "stdout.txt"),
+            read_text(folder_ / "stderr.txt")};
+  }
+
+  template <typename Condition>
+  static void wait_until(const Condition& condition) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (!condition() && std::chrono::steady_clock::now() < end) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    EXPECT_TRUE(condition());
   }
 
   int temporary_files() const {
@@ -1102,28 +1139,80 @@ void write_large_input(const fs::path& path) {
   fs::resize_file(path, 8 + header.size() + 134217856);
 }
 
+const std::vector<const char*> kLargeRun = {"run",      "logsumexp", "--input",  "large.safetensors",
+                                            "--tensor", "x",         "--dims",   "-1",
+                                            "--grad",   "g",         "--output", "out.safetensors"};
+
 TEST_F(Program, RunThatIsKilledLeavesNoHalfFile) {
   write_large_input(folder_ / "large.safetensors");
-  const pid_t child = fork();
-  ASSERT_GE(child, 0);
-  const std::string program = program_path();
-  if (child == 0) {
-    if (chdir(folder_.c_str()) != 0) _exit(126);
-    execl(program.c_str(), "eaves", "run", "logsumexp", "--input", "large.safetensors", "--tensor", "x", "--dims", "-1",
-          "--grad", "g", "--output", "out.safetensors", static_cast<char*>(nullptr));
-    _exit(127);
-  }
+  const pid_t child = start(kLargeRun);
   // The temporary file appears before the work begins.
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
-  while (temporary_files() == 0 && std::chrono::steady_clock::now() < end) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  EXPECT_EQ(temporary_files(), 1);
+  wait_until([&] { return temporary_files() == 1; });
   EXPECT_EQ(kill(child, SIGKILL), 0);
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);
   ASSERT_TRUE(WIFSIGNALED(status)) << "the run was over before it could be killed";
   EXPECT_FALSE(fs::exists(folder_ / "out.safetensors"));
+}
+
+TEST_F(Program, RunThatIsStoppedLeavesNoFileAtAll) {
+  write_large_input(folder_ / "large.safetensors");
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+    const pid_t child = start(kLargeRun);
+    wait_until([&] { return temporary_files() == 1; });
+    const Outcome outcome = stop(child, signal);
+    EXPECT_EQ(outcome.exit_code, 130) << strsignal(signal);
+    EXPECT_EQ(outcome.err, "eaves: stopped at once\n");
+    EXPECT_EQ(temporary_files(), 0);
+    EXPECT_FALSE(fs::exists(folder_ / "out.safetensors"));
+  }
+}
+
+TEST_F(Program, BenchThatIsStoppedWritesWhatItHasMeasured) {
+  for (const int signal : {SIGINT, SIGTERM}) {
+    const pid_t child =
+        start({"bench", "--device", "cpu", "--repetitions", "5", "--warm-up-ms", "0", "--json", "all.json"});
+    // The first table of several.
+    wait_until([&] { return read_text(folder_ / "stdout.txt").find("-speed-") != std::string::npos; });
+    const Outcome outcome = stop(child, signal);
+    EXPECT_EQ(outcome.exit_code, 130) << strsignal(signal);
+    EXPECT_EQ(outcome.out.back(), '\n');
+    EXPECT_EQ(temporary_files(), 0);
+    const auto json = nlohmann::json::parse(read_text(folder_ / "all.json"));
+    EXPECT_EQ(json["stopped"], true);
+    const std::size_t rows = json["rows"].size() / 2;  // of eaves and of the limit
+    EXPECT_GE(rows, 1u);
+    const std::string place = fmt::format("what was measured, {} row{}, is in all.json", rows, rows == 1 ? "" : "s");
+    EXPECT_EQ(outcome.err, fmt::format("eaves: stopped; {}\n", place));
+    fs::remove(folder_ / "all.json");
+  }
+}
+
+TEST_F(Program, BenchThatIsStoppedBeforeTheFirstRowLeavesTheOldFile) {
+  write_file("old.json", "old");
+  const pid_t child = start({"bench", "logsumexp", "--device", "cpu", "--warm-up-ms", "60000", "--json", "old.json"});
+  wait_until([&] { return temporary_files() == 1; });
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));  // into the warm-up, or just before it
+  const Outcome outcome = stop(child, SIGTERM);
+  EXPECT_EQ(outcome.exit_code, 130);
+  EXPECT_EQ(outcome.err, "eaves: stopped before a row was measured; nothing is written\n");
+  EXPECT_EQ(read_text(folder_ / "old.json"), "old");
+  EXPECT_EQ(temporary_files(), 0);
+}
+
+TEST_F(Program, SecondSignalEndsItAtOnceButTwoInARowAreOne) {
+  const auto signal_twice = [&](int pause_ms) {
+    const AtomicFile file("test", (folder_ / "result.json").string());
+    handle_stop_signals();
+    defer_stop();
+    raise(SIGINT);
+    std::this_thread::sleep_for(std::chrono::milliseconds(pause_ms));
+    raise(SIGINT);
+    std::_Exit(is_stop_wanted() ? 0 : 1);
+  };
+  EXPECT_EXIT(signal_twice(0), testing::ExitedWithCode(0), "");
+  fs::remove(*fs::directory_iterator(folder_));
+  EXPECT_EXIT(signal_twice(500), testing::ExitedWithCode(130), "^eaves: stopped at once\n$");
 }
 
 }  // namespace

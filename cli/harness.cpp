@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cli/options.h"
+#include "cli/stop.h"
 #include "eaves/error.h"
 
 namespace eaves::bench {
@@ -101,6 +102,7 @@ void Harness::flush_cache() {
 void Harness::warm_up() {
   const double end = now_ms() + options_.warm_up_ms;
   while (now_ms() < end) {
+    cli::check_stop();
     for (int i = 0; i < 10; ++i) flush_cache();
     runtime::synchronize(options_.device);
   }
@@ -112,6 +114,7 @@ Harness::Buffers Harness::make_buffers(const Row& row) const {
   const auto cache_bytes = static_cast<std::int64_t>(runtime::last_cache_bytes(device));
   std::int64_t wanted_sets = 1;
   for (std::int64_t i = 0; i < wanted_sets; ++i) {
+    cli::check_stop();
     auto set = std::make_unique<Buffers::Set>(device);
     set->call = row.make_call(set->call_arena);
     if (row.make_limit) {
@@ -177,6 +180,7 @@ Measurement Harness::time(Buffers& buffers) {
   // At least once on every set: the first call on a buffer may fault its pages in or load a kernel.
   const std::size_t sets = buffers.sets.size();
   for (std::size_t i = 0; i < std::max<std::size_t>(kWarmUpCalls, sets); ++i) {
+    cli::check_stop();
     if (i >= sets) buffers.sets[i % sets]->call->restore();
     run_call(*buffers.sets[i % sets]);
     run_limit(*buffers.sets[i % sets]);
@@ -195,6 +199,7 @@ Measurement Harness::time(Buffers& buffers) {
   auto call_stopwatches = make_stopwatches(device, repetitions);
   auto limit_stopwatches = make_stopwatches(device, repetitions);
   for (int i = 0; i < repetitions; ++i) {
+    cli::check_stop();
     const auto index = static_cast<std::size_t>(i);
     Buffers::Set& set = *buffers.sets[index % sets];
     restore_and_flush(set);

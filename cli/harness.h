@@ -46,9 +46,10 @@ class Harness {
  public:
   explicit Harness(const HarnessOptions& options);
 
-  /// Runs the device until its clocks have settled. Once per table.
+  /// Runs the device until its clocks have settled. Once per table. Throws cli::Stopped once the program is to stop.
   void warm_up();
 
+  /// Throws cli::Stopped between two repetitions once the program is to stop.
   Measurement measure(const Row& row);
 
  private:

@@ -277,10 +277,15 @@ TEST(Report, AnOptionThatEveryRowHasIsLeftToTheTitle) {
   EXPECT_EQ(speed_table(measured).find("reduction"), std::string::npos) << speed_table(measured);
 }
 
+TEST(Report, ResultFileOfAStoppedRunSaysSo) {
+  EXPECT_FALSE(nlohmann::json::parse(result_json({example_table()}, kCpu, 3, false)).contains("stopped"));
+  EXPECT_EQ(nlohmann::json::parse(result_json({example_table()}, kCpu, 3, true))["stopped"], true);
+}
+
 TEST(Report, ResultFileHasARowForEavesAndOneForTheLimit) {
   MeasuredTable measured = example_table();
   measured.table.rows[0].options = {{"axes", "[0]"}};
-  const auto json = nlohmann::json::parse(result_json({measured}, kCpu, 3));
+  const auto json = nlohmann::json::parse(result_json({measured}, kCpu, 3, false));
   EXPECT_EQ(json["schema"], 1);
   EXPECT_EQ(json["protocol"], "kernel");
   EXPECT_EQ(json["threads"], 3);
@@ -303,7 +308,7 @@ TEST(Report, ResultFileHasARowForEavesAndOneForTheLimit) {
 TEST(Report, ResultFileCountsOperationsWhereARowDeclaresThem) {
   MeasuredTable measured = example_table();
   measured.table.rows[0].operations = 3'000'000'000;
-  const auto json = nlohmann::json::parse(result_json({measured}, kCpu, 3));
+  const auto json = nlohmann::json::parse(result_json({measured}, kCpu, 3, false));
   EXPECT_EQ(json["rows"][0]["tflops"], 6.0);
   EXPECT_EQ(json["rows"][1]["tflops"], 12.0);
   EXPECT_FALSE(json["rows"][0].contains("gbps"));

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "cli/commands.h"
+#include "cli/stop.h"
 #include "eaves/error.h"
 #include "eaves/version.h"
 
@@ -17,7 +18,7 @@ constexpr int kWrongArgumentOrFile = 2;
 constexpr int kUnsupported = 3;
 
 int fail(int code, const char* message) {
-  fmt::print(stderr, "eaves: {}\n", message);
+  std::fputs(fmt::format("eaves: {}\n", message).c_str(), stderr);  // throws nothing where nobody reads
   return code;
 }
 
@@ -44,15 +45,18 @@ int main(int argc, char** argv) {
   program.footer(
       "Example:\n  eaves info\n\n"
       "Exit codes: 0 done; 1 the device or the system failed (out of memory, disk full);\n"
-      "2 an argument or an input file is wrong; 3 this build or this machine cannot do it.");
+      "2 an argument or an input file is wrong; 3 this build or this machine cannot do it;\n"
+      "130 it was stopped (Ctrl-C, SIGTERM, SIGHUP), and left no temporary file.");
   program.set_version_flag("--version", EAVES_VERSION);
   program.require_subcommand(1);
+  eaves::cli::handle_stop_signals();
   try {
     eaves::cli::add_info_command(program);
     eaves::cli::add_bench_command(program);
     eaves::cli::add_run_command(program);
     program.parse(argc, argv);
-    return std::fflush(stdout) == 0 ? 0 : fail(kDeviceOrSystemFailed, "standard output cannot be written");
+    const bool is_written = std::fflush(stdout) == 0 && std::ferror(stdout) == 0;
+    return is_written ? 0 : fail(kDeviceOrSystemFailed, "standard output cannot be written");
   } catch (const CLI::Success& request) {  // --help, --version
     return program.exit(request);
   } catch (const CLI::ParseError& error) {
@@ -61,6 +65,8 @@ int main(int argc, char** argv) {
     return fail(kWrongArgumentOrFile, error.what());
   } catch (const eaves::Unsupported& error) {
     return fail(kUnsupported, error.what());
+  } catch (const eaves::cli::Stopped& stopped) {
+    return fail(eaves::cli::kStoppedExitCode, stopped.message.c_str());
   } catch (const std::exception& error) {
     return fail(kDeviceOrSystemFailed, error.what());
   }

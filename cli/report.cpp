@@ -167,7 +167,7 @@ std::string memory_table(const MeasuredTable& measured) {
       false);
 }
 
-std::string result_json(const std::vector<MeasuredTable>& tables, Device device, int threads) {
+std::string result_json(const std::vector<MeasuredTable>& tables, Device device, int threads, bool is_stopped) {
   const SystemInfo system = system_info();
   nlohmann::ordered_json json = {{"schema", 1}, {"device", runtime::device_name(device)}};
   if (device.type == DeviceType::cuda) {
@@ -182,6 +182,7 @@ std::string result_json(const std::vector<MeasuredTable>& tables, Device device,
   json["commit"] = system.commit;
   json["date"] = utc_now();
   json["protocol"] = "kernel";
+  if (is_stopped) json["stopped"] = true;
   json["rows"] = nlohmann::ordered_json::array();
   for (const MeasuredTable& measured : tables) {
     for (std::size_t i = 0; i < measured.measurements.size(); ++i) {

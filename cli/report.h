@@ -22,7 +22,7 @@ std::string speed_table(const MeasuredTable& measured);
 /// MiB: peak with inputs and outputs counted, and the workspace alone.
 std::string memory_table(const MeasuredTable& measured);
 
-/// The result file, schema 1.
-std::string result_json(const std::vector<MeasuredTable>& tables, Device device, int threads);
+/// The result file, schema 1. That of a stopped run, which lacks rows, says so.
+std::string result_json(const std::vector<MeasuredTable>& tables, Device device, int threads, bool is_stopped);
 
 }  // namespace eaves::bench

@@ -1,0 +1,69 @@
+// The handler does what a handler may: lock-free atomics and a few system calls.
+#include "cli/stop.h"
+
+#include <signal.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+
+namespace eaves::cli {
+namespace {
+
+// timeout(1) sends its signal to the process and to the process's group: two of them so close together are one.
+constexpr std::int64_t kOneSignalMs = 300;
+
+std::atomic<bool> is_deferred{false};
+std::atomic<std::int64_t> first_signal_ms{0};  // 0: there was none
+std::atomic<const char*> temporary_path{nullptr};
+static_assert(std::atomic<bool>::is_always_lock_free && std::atomic<std::int64_t>::is_always_lock_free &&
+              std::atomic<const char*>::is_always_lock_free);
+
+std::int64_t now_ms() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return std::int64_t{now.tv_sec} * 1000 + now.tv_nsec / 1000000 + 1;
+}
+
+extern "C" void on_stop_signal(int) {
+  if (is_deferred) {
+    const std::int64_t now = now_ms();
+    std::int64_t first = 0;
+    if (first_signal_ms.compare_exchange_strong(first, now) || now - first < kOneSignalMs) return;
+  }
+  const char* path = temporary_path;
+  if (path != nullptr) unlink(path);
+  constexpr char kMessage[] = "eaves: stopped at once\n";
+  [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, kMessage, sizeof(kMessage) - 1);
+  _exit(kStoppedExitCode);
+}
+
+}  // namespace
+
+void handle_stop_signals() {
+  struct sigaction action {};
+  action.sa_handler = on_stop_signal;
+  action.sa_flags = SA_RESTART;
+  sigemptyset(&action.sa_mask);
+  // A shell without job control ignores SIGINT for what it starts in the background; whoever sends one still means it.
+  sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGTERM, &action, nullptr);
+  struct sigaction hang_up {};
+  sigaction(SIGHUP, nullptr, &hang_up);
+  if (hang_up.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, nullptr);
+  // Ctrl-C also ends `| tee`, often before us. Writing fails then; that may not be the end of the program.
+  signal(SIGPIPE, SIG_IGN);
+}
+
+void defer_stop() { is_deferred = true; }
+
+bool is_stop_wanted() { return first_signal_ms != 0; }
+
+void check_stop() {
+  if (is_stop_wanted()) throw Stopped{"stopped"};
+}
+
+void remove_when_stopped(const char* path) { temporary_path = path; }
+
+}  // namespace eaves::cli
