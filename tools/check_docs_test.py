@@ -152,6 +152,11 @@ class CheckDocs(unittest.TestCase):
         self.put("results/bad.json", "{")
         self.assert_defect(begin.replace("a.json", "bad.json") + end, "no table can be made")
 
+    def test_the_file_of_a_stopped_run_makes_no_table(self):
+        self.put("results/stopped.json", json.dumps({"schema": 1, "stopped": True, "rows": RESULTS["rows"]}))
+        self.assert_defect("<!-- table: results/stopped.json mode=fwd -->\n<!-- end -->\n",
+                           "its run was stopped before the last row")
+
     def test_tables_of_several_implementations(self):
         rows = [row("eaves", 0.2, 8), row("torch", 0.5, 8), row("other", 0.4, 8), row("limit", 0.1, 8)]
         rows[2].update(ms=None, skipped="out of memory")

@@ -28,7 +28,7 @@ from bench_toy import (  # noqa: F401
 )
 from eaves.bench import harness, page, results
 from eaves.bench.__main__ import main
-from eaves.bench.benchmark import Forward, Operator, Provider, Request, Row, Table
+from eaves.bench.benchmark import Operator, Provider, Request, Row, Table
 from eaves.bench.device import device_name
 from eaves.bench.harness import LIMIT
 from eaves.bench.operators import OPERATORS
@@ -115,29 +115,6 @@ def test_the_page_is_drawn_again_from_the_files_byte_by_byte(tmp_path: Path) -> 
         path.unlink()
     assert main(["--page", str(folder)], operators) == 0
     assert files_of(folder) == written
-
-
-def test_an_interruption_keeps_what_was_measured_before(
-    tmp_path: Path, no_matplotlib: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Interrupted(Eaves):
-        def forward(self, row: Row) -> Forward:
-            raise KeyboardInterrupt
-
-    operators = [
-        toy(provider, name=name, modes=("fwd",))
-        for name, provider in (("first", Eaves()), ("second", Interrupted()), ("third", Eaves()))
-    ]
-    assert main([*QUICK, "--results", str(tmp_path)], operators) == 1
-    assert capsys.readouterr().err.endswith("eaves.bench: interrupted\n")
-    files = files_of(tmp_path / DEVICE)
-    assert sorted(files) == ["README.md", "first_autograd.json", "first_seed.json"]
-    text = files["README.md"].decode()
-    assert "### first-speed-fwd-dim16-fp32:" in text and "### second" not in text
-    assert "### third" not in text
-    assert (
-        "- second-speed-fwd-dim16-fp32, second-memory-fwd-dim16-fp32, protocol autograd, n 8, 64: `there is no" in text
-    )
 
 
 def test_what_is_named_is_measured_and_the_page_has_everything_that_is_there(

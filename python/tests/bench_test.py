@@ -197,13 +197,6 @@ class Raises(Provider):
         raise self._error
 
 
-def test_interrupting_is_exit_code_1_and_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "result.json"
-    assert main([*TOY, "--json", str(path)], [toy(Raises(KeyboardInterrupt()))]) == 1
-    assert capsys.readouterr().err == "eaves.bench: interrupted\n"
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_system_that_fails_is_exit_code_1_and_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

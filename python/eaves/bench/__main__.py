@@ -1,14 +1,15 @@
 """`python -m eaves.bench`: does what the command line says, and says in one sentence what was wrong.
 
-Exit codes: 0 done; 1 the device or the system failed; 2 an argument is wrong.
+Exit codes: 0 done; 1 the device or the system failed; 2 an argument is wrong; 130 the run was stopped.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
-from eaves.bench import page
+from eaves.bench import page, stop
 from eaves.bench.arguments import parse_arguments
 from eaves.bench.benchmark import InvalidArgument, Operator
 from eaves.bench.operators import OPERATORS
@@ -17,22 +18,26 @@ from eaves.bench.run import run_bench
 
 def main(argv: Sequence[str] | None = None, operators: Sequence[Operator] = OPERATORS) -> int:
     """Returns the exit code; one sentence on stderr says what was wrong."""
-    try:
-        arguments = parse_arguments(argv)
-        if arguments.page is not None:
-            page.draw_again(arguments.page, operators)
-        else:
-            run_bench(arguments, operators)
-        return 0
-    except InvalidArgument as error:
-        print(f"eaves.bench: {error}", file=sys.stderr)
-        return 2
-    except (OSError, RuntimeError) as error:
-        print(f"eaves.bench: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("eaves.bench: interrupted", file=sys.stderr)
-        return 1
+    with stop.signals():
+        try:
+            arguments = parse_arguments(argv)
+            if arguments.page is not None:
+                page.draw_again(arguments.page, operators)
+            else:
+                run_bench(arguments, operators)
+            return 0
+        except InvalidArgument as error:
+            return _fail(2, error)
+        except stop.Stopped as stopped:
+            return _fail(stop.EXIT_CODE, stopped)
+        except (OSError, RuntimeError) as error:
+            return _fail(1, error)
+
+
+def _fail(exit_code: int, sentence: Exception) -> int:
+    with suppress(OSError):  # Ctrl-C also ends who reads a pipe
+        print(f"eaves.bench: {sentence}", file=sys.stderr)
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -134,17 +135,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         device = find_device(arguments.device)
-        file = AtomicFile("--json", arguments.json) if arguments.json is not None else None
-        availability = Availability(device)
-        providers = availability.installed(OPERATOR.providers)
-        for name, why in availability.missing.items():
-            print(f"# {name} is left out: {why}", file=sys.stderr)
-        shape = _CPU_SHAPE if device.type == "cpu" else _GPU_SHAPE
-        rows = [row for deviation in (None, 1.3, 4.0) for row in measure(Case(*shape, deviation), providers, device)]
-        print(table(rows))
-        if file is not None:
-            head = {"schema": 1, "device": device_name(device), "versions": versions(providers)}
-            file.commit(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+        with AtomicFile("--json", arguments.json) if arguments.json is not None else nullcontext() as file:
+            availability = Availability(device)
+            providers = availability.installed(OPERATOR.providers)
+            for name, why in availability.missing.items():
+                print(f"# {name} is left out: {why}", file=sys.stderr)
+            shape = _CPU_SHAPE if device.type == "cpu" else _GPU_SHAPE
+            cases = [Case(*shape, deviation) for deviation in (None, 1.3, 4.0)]
+            rows = [row for case in cases for row in measure(case, providers, device)]
+            print(table(rows))
+            if file is not None:
+                head = {"schema": 1, "device": device_name(device), "versions": versions(providers)}
+                file.commit(json.dumps(head | {"rows": rows}, indent=1) + "\n")
         return 0
     except InvalidArgument as error:
         print(f"linear_cross_entropy_accuracy: {error}", file=sys.stderr)

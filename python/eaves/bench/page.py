@@ -87,11 +87,8 @@ def draw(folder: Path, operators: Sequence[Operator], paths: Sequence[Path]) -> 
     for result in stored.results:
         if result.path in paths:
             _draw_curves(result, operators)
-    file = results.AtomicFile("--page", str(folder / NAME))
-    try:
+    with results.AtomicFile("--page", str(folder / NAME)) as file:
         file.commit(text(stored))
-    finally:
-        file.discard()
     print(f"# wrote {file.path}")
 
 
@@ -178,6 +175,7 @@ def _files(stored: StoredFolder) -> list[str]:
         device += [f"CUDA {head['cuda']}, driver {head['driver']}"] if head["cuda"] is not None else [head["cpu_level"]]
         versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
         measured = f"[{result.operator.name}, {result.protocol.name}]({result.path.name})"
+        measured += ", of a run that was stopped" if head.get("stopped") else ""
         commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]*", r"\1", head["commit"])
         cells = [
             measured,

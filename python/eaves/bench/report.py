@@ -4,7 +4,7 @@ before it. eaves' column is the first, then its peers, the limit, and two ratios
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -36,6 +36,11 @@ def value_of(kind: Kind, column: Column) -> float | None:
     if kind == "host":
         return column.host_ms
     return column.peak_bytes / MIB if column.peak_bytes is not None else None
+
+
+def count_measured_rows(tables: Iterable[MeasuredTable]) -> int:
+    """Those that were not left out."""
+    return sum(not measurement.skipped for table in tables for measurement in table.measurements)
 
 
 def has_numbers(measured: MeasuredTable, kind: Kind) -> bool:

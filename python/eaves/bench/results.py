@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,9 +24,13 @@ from eaves.bench.timing import Column
 
 
 def result(
-    tables: Sequence[MeasuredTable], device: torch.device, protocol: Protocol, versions: Mapping[str, str]
+    tables: Sequence[MeasuredTable],
+    device: torch.device,
+    protocol: Protocol,
+    versions: Mapping[str, str],
+    is_stopped: bool = False,
 ) -> dict[str, Any]:
-    """Schema 1."""
+    """Schema 1. That of a stopped run, which lacks rows, says so."""
     info = _info.extension()
     is_gpu = device.type == "cuda"
     head: dict[str, Any] = {
@@ -41,6 +45,7 @@ def result(
         "commit": info["commit"],
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "protocol": protocol.name,
+        **({"stopped": True} if is_stopped else {}),
         "versions": {"eaves": info["version"], "python": platform.python_version(), **versions},
         "rows": [
             _row(measured.table, row, name, column, protocol)
@@ -85,6 +90,11 @@ def file_name(operator: str, protocol: Protocol) -> str:
     return f"{operator}_{protocol.name}.json"
 
 
+def stopped_file_name(operator: str, protocol: Protocol) -> str:
+    """Of what a stopped run has measured of that, where there is such a file already. No page shows it."""
+    return f"{operator}_{protocol.name}.stopped.json"
+
+
 def folder_name(device: str, is_gpu: bool) -> str:
     """nvidia-h200, amd-epyc-7b13: the words of its name. What is in brackets is none of them: "Intel(R)",
     "(2 threads)"; and of a CPU nothing that says no more than that it is one: "64-Core Processor", "CPU @ 2.20GHz"."""
@@ -110,7 +120,11 @@ def make_folder(argument: str, path: str) -> None:
 
 
 class AtomicFile:
-    """A file that is there whole or not at all: written beside its place, then moved there."""
+    """A file that is there whole or not at all: written beside its place, then moved there. Used in a `with`, at whose
+    end nothing is left beside it."""
+
+    _temporaries: ClassVar[set[str]] = set()
+    """Those that are there now."""
 
     def __init__(self, argument: str, path: str) -> None:
         """Opened before minutes of measuring, so that a wrong path is known at once."""
@@ -120,7 +134,8 @@ class AtomicFile:
         if path.endswith("/") or self.path.is_dir():
             raise InvalidArgument(f'{argument}: "{path}" is a folder, expected the name of a file')
         try:
-            handle, self._temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
+            handle, self._temporary = tempfile.mkstemp(".tmp", f".{self.path.name}.", self.path.parent)
+            self._temporaries.add(self._temporary)
             self._file = os.fdopen(handle, "w")
         except OSError as error:
             raise InvalidArgument(f'{argument}: "{path}" cannot be written: {error.strerror}') from error
@@ -131,10 +146,19 @@ class AtomicFile:
         os.chmod(self._temporary, 0o666 & ~_umask())
         os.replace(self._temporary, self.path)
 
-    def discard(self) -> None:
-        """What is left when nothing was committed."""
+    def __enter__(self) -> AtomicFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._file.close()
         Path(self._temporary).unlink(missing_ok=True)
+        self._temporaries.discard(self._temporary)
+
+    @classmethod
+    def discard_all(cls) -> None:
+        """For a program that ends at once."""
+        for path in list(cls._temporaries):
+            Path(path).unlink(missing_ok=True)
 
 
 def _umask() -> int:

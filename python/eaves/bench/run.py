@@ -6,22 +6,24 @@ Whatever can be refused is refused before anything is measured.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from eaves import _info
-from eaves.bench import page, providers, published, results
+from eaves.bench import page, providers, published, results, stop
 from eaves.bench.arguments import BenchArguments
 from eaves.bench.benchmark import InvalidArgument, Operator, Provider, Request, Table, check_names
 from eaves.bench.device import device_name, find_device
 from eaves.bench.harness import LIMIT, Harness, HarnessOptions
 from eaves.bench.progress import Progress
 from eaves.bench.protocol import Protocol
-from eaves.bench.report import Kind, MeasuredTable, has_numbers, text_table
+from eaves.bench.report import Kind, MeasuredTable, count_measured_rows, has_numbers, text_table
 from eaves.bench.stored import StoredFolder, case_of
 
 
@@ -43,6 +45,8 @@ class _Part:
 class _MeasuredPart:
     part: _Part
     tables: Sequence[MeasuredTable]
+    is_stopped: bool
+    """Rows are missing: the run was stopped in this part."""
 
 
 def run_bench(arguments: BenchArguments, operators: Sequence[Operator]) -> None:
@@ -70,16 +74,16 @@ def _run_into_files(
 
         results.make_folder("--plot", arguments.plot)
     (protocol,) = arguments.protocols
-    json_file = results.AtomicFile("--json", arguments.json) if arguments.json is not None else None
-    try:
+    with results.AtomicFile("--json", arguments.json) if arguments.json is not None else nullcontext() as json_file:
         parts = list(_measure(arguments, _parts(arguments, chosen, device), device))
         measured = [table for each in parts for table in each.tables]
-        if json_file is not None:
+        is_stopped = any(each.is_stopped for each in parts)
+        rows = count_measured_rows(measured)
+        if json_file is not None and (rows > 0 or not is_stopped):
             versions = providers.versions(provider for each in parts for provider in each.part.providers)
-            json_file.commit(results.to_json(results.result(measured, device, protocol, versions)))
-    finally:
-        if json_file is not None:
-            json_file.discard()
+            json_file.commit(results.to_json(results.result(measured, device, protocol, versions, is_stopped)))
+    if is_stopped:
+        raise _stopped(rows, "above, and in no file without --json" if json_file is None else f"in {json_file.path}")
     if arguments.plot is not None:
         setting = plot.Setting(device_name(device), _info.extension()["version"], str(torch.__version__), protocol)
         for path in plot.draw(measured, providers.known_names(operators), setting, arguments.plot):
@@ -96,7 +100,8 @@ def _run_into_folder(
     """A result file as soon as its operator and protocol are measured, then its curves and the page of all files."""
     folder = root / results.folder_name(device_name(device), device.type == "cuda")
     results.make_folder("--results", str(folder))
-    results.AtomicFile("--results", str(folder / page.NAME)).discard()
+    with results.AtomicFile("--results", str(folder / page.NAME)):
+        pass  # it can be written
     stored = page.check(folder, operators)
     _check_device(stored, device_name(device))
     parts = _parts(arguments, chosen, device)
@@ -104,17 +109,31 @@ def _run_into_folder(
         for part in parts:
             _check_replaced(stored, part, arguments.max_bytes)
     page.make_picture_folders("--results", folder, arguments.protocols)
+    rows, is_stopped = 0, False
     for each in _measure(arguments, parts, device):
-        part = each.part
-        file = results.AtomicFile("--results", str(folder / results.file_name(part.operator.name, part.protocol)))
-        try:
+        part, measured_rows = each.part, count_measured_rows(each.tables)
+        rows += measured_rows
+        path = folder / results.file_name(part.operator.name, part.protocol)
+        if each.is_stopped and path.exists() and not arguments.replace:
+            path = folder / results.stopped_file_name(part.operator.name, part.protocol)
+        if measured_rows > 0 or not each.is_stopped:
             versions = providers.versions(part.providers)
-            file.commit(results.to_json(results.result(each.tables, device, part.protocol, versions)))
-        finally:
-            file.discard()
-        print(f"# wrote {file.path}")
-        page.draw(folder, operators, [file.path])
+            result = results.result(each.tables, device, part.protocol, versions, each.is_stopped)
+            with results.AtomicFile("--results", str(path)) as file:
+                file.commit(results.to_json(result))
+            _say(f"# wrote {path}")
+        if not each.is_stopped:
+            page.draw(folder, operators, [path])
+        is_stopped = each.is_stopped
+    if is_stopped:
+        raise _stopped(rows, f"in {folder}")
     page.say_who_shows_it(folder)
+
+
+def _stopped(rows: int, place: str) -> stop.Stopped:
+    if rows == 0:
+        return stop.Stopped("stopped before a row was measured; nothing is written")
+    return stop.Stopped(f"stopped; what was measured, {rows} row{'s' if rows > 1 else ''}, is {place}")
 
 
 def _check_device(stored: StoredFolder, device: str) -> None:
@@ -181,9 +200,10 @@ _LATER_KINDS: tuple[Kind, ...] = ("host", "memory")
 
 
 def _measure(arguments: BenchArguments, parts: Sequence[_Part], device: torch.device) -> Iterator[_MeasuredPart]:
-    """Part after part, measured and printed."""
+    """Part after part, measured and printed, to the last or to the one in which the run is stopped."""
     progress = Progress(sum(len(table.rows) for part in parts for table in part.tables))
     harness, protocol = None, None
+    run: list[MeasuredTable] = []
     try:
         for part in parts:
             if harness is None or part.protocol != protocol:
@@ -192,33 +212,54 @@ def _measure(arguments: BenchArguments, parts: Sequence[_Part], device: torch.de
                 harness = Harness(
                     HarnessOptions(device, protocol, arguments.repetitions, arguments.warm_up_ms, arguments.max_bytes)
                 )
-            measured = _measure_part(part, harness, progress)
+            first = len(run)
+            is_stopped = not _measure_part(part, harness, progress, run)
             for kind in _LATER_KINDS:
-                for table in measured:
+                for table in run[first:]:
                     if has_numbers(table, kind):
-                        _print_table(table, kind)
-            yield _MeasuredPart(part, measured)
+                        _say(text_table(table, kind))
+            yield _MeasuredPart(part, run[first:], is_stopped)
+            if is_stopped:
+                break
     finally:
         progress.close()
 
 
-def _measure_part(part: _Part, harness: Harness, progress: Progress) -> list[MeasuredTable]:
-    """The speed is printed at once."""
-    measured: list[MeasuredTable] = []
+def _measure_part(part: _Part, harness: Harness, progress: Progress, run: list[MeasuredTable]) -> bool:
+    """Table after table, onto the end of `run`, the speed printed at once; False where the run is stopped."""
     for table in part.tables:
         able = [each for each in part.providers if not all(each.lacks(row) for row in table.rows)]
         if not able:
             progress.advance(len(table.rows))
             continue
-        measured.append(MeasuredTable(table, [provider.name for provider in able]))
-        harness.warm_up()
+        measured = MeasuredTable(table, [provider.name for provider in able])
+        is_complete = _measure_table(measured, able, part.reference, harness, progress)
+        progress.hide()
+        if measured.measurements:
+            run.append(measured)
+            _say(text_table(measured, "speed"))
+        if not is_complete:
+            return False
+    return True
+
+
+def _measure_table(
+    measured: MeasuredTable, able: Sequence[Provider], reference: Provider, harness: Harness, progress: Progress
+) -> bool:
+    """Row after row; False where the run is stopped before the last."""
+    table = measured.table
+    try:
+        with stop.interruptible():
+            harness.warm_up()
         for row in table.rows:
             progress.show(f"{table.op} {table.mode} {table.axis_name}={row.axis_value}")
-            measured[-1].measurements.append(harness.measure(table.mode, row, able, part.reference))
+            with stop.interruptible():
+                measurement = harness.measure(table.mode, row, able, reference)
+            measured.measurements.append(measurement)
             progress.advance()
-        progress.hide()
-        _print_table(measured[-1], "speed")
-    return measured
+    except KeyboardInterrupt:
+        return False
+    return True
 
 
 def _print_heading(device: torch.device, protocol: Protocol, tables: Sequence[Table]) -> None:
@@ -236,5 +277,11 @@ def _print_heading(device: torch.device, protocol: Protocol, tables: Sequence[Ta
     print(flush=True)
 
 
-def _print_table(measured: MeasuredTable, kind: Kind) -> None:
-    print(text_table(measured, kind), flush=True)
+def _say(text: str) -> None:
+    """Onto standard output. Ctrl-C also ends who reads a pipe: then nobody is told, and the run ends in order."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        if not stop.is_wanted():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python does not fail again when it ends

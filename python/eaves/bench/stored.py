@@ -205,11 +205,14 @@ class StoredFolder:
             if b'"protocol": "kernel"' not in content or path.name in self.left_out:
                 continue
             try:
-                device = str(result_file.parse(content).get("device"))
+                result = result_file.parse(content)
             except ValueError as error:
                 self.left_out[path.name] = f"{error}"
                 continue
-            if own and without_threads(device) not in own:
+            device = str(result.get("device"))
+            if result.get("stopped"):
+                self.left_out[path.name] = "its run was stopped"
+            elif own and without_threads(device) not in own:
                 self.left_out[path.name] = f"its device is {device}, the others' {self.results[0].head['device']}"
             else:
                 yield path.name
