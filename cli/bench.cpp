@@ -3,12 +3,15 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
+#include <fstream>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -107,7 +110,7 @@ bool measure(bench::Harness& harness, std::vector<bench::Table> tables, std::vec
     if (run.back().measurements.empty())
       run.pop_back();
     else
-      show(bench::speed_table(run.back()) + "\n");
+      show(bench::speed_table(run.back(), run) + "\n");
   }
   for (std::size_t i = first; i < run.size(); ++i) show(bench::memory_table(run[i]) + "\n");
   return is_complete;
@@ -136,10 +139,45 @@ constexpr const char* kPublished[] = {
     "--sweep seed, the inputs of data seed (normal numbers) and the titles, in which lce is linear_cross_entropy,",
     "md_lrpe_cosine is lrpe_cosine over a grid of one to three axes."};
 
+// The share of all cores' time that others take: for a tenth of a second, in which this program sleeps. 0 where the
+// system does not say.
+double busy_share() {
+  struct Ticks {
+    std::int64_t all = 0, idle = 0;
+  };
+  const auto read = [] {
+    std::ifstream file("/proc/stat");
+    std::string cpu;
+    file >> cpu;
+    Ticks ticks;
+    // user, nice, system, idle, iowait, irq, softirq, steal; what follows is in user and nice already.
+    for (std::int64_t field = 0, count = 0; field < 8 && file >> count; ++field) {
+      ticks.all += count;
+      if (field == 3 || field == 4) ticks.idle += count;
+    }
+    return ticks;
+  };
+  const Ticks before = read();
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  const Ticks after = read();
+  const auto all = static_cast<double>(after.all - before.all);
+  return all > 0.0 ? 1.0 - static_cast<double>(after.idle - before.idle) / all : 0.0;
+}
+
+void say_if_busy() {
+  constexpr double kBusy = 0.25;  // half of one of two cores
+  const double share = busy_share();
+  if (share < kBusy) return;
+  fmt::print(
+      "# the machine is busy: others take {:.0f} % of its cores' time; expect longer times than on a quiet one\n",
+      100.0 * share);
+}
+
 void print_heading(Device device, const BenchArguments& arguments) {
   const SystemInfo system = system_info();
   fmt::print("# {}, eaves {} (commit {})\n", runtime::device_name(device), system.version, system.commit);
   if (device.type == DeviceType::cpu && arguments.threads > 0) fmt::print("# threads: {}\n", arguments.threads);
+  if (device.type == DeviceType::cpu) say_if_busy();
   fmt::print(
       "# speed in ms, median; limit: plain streaming of the same bytes in the same run, or the matrix products "
       "alone; ratio: eaves / limit\n");
@@ -175,6 +213,7 @@ void run_bench(const BenchArguments& arguments) {
   for (auto op = operators.begin(); is_complete && op != operators.end(); ++op) {
     is_complete = measure(harness, op->benchmark.tables(request), run);
   }
+  show(bench::marks_legend(run));
   const std::int64_t measured_rows = count_measured_rows(run);
   if (is_complete && !arguments.max_bytes.empty() && measured_rows == 0) {
     throw InvalidArgument(fmt::format("--max-bytes: {} leaves out every row, expected more", arguments.max_bytes));
@@ -203,7 +242,7 @@ void add_bench_command(CLI::App& program) {
       ->check(is_not_empty());
   command
       ->add_option("--sweep", arguments->sweep,
-                   "quick: two minutes or less; seed: the rows of the published tables, no others")
+                   "quick: lengths that suit the device; seed: the rows of the published tables, no others")
       ->check(CLI::IsMember({"quick", "seed"}))
       ->capture_default_str();
   command->add_option("--dtype", arguments->dtype,
@@ -214,7 +253,7 @@ void add_bench_command(CLI::App& program) {
       ->capture_default_str();
   command->add_option("--max-bytes", arguments->max_bytes,
                       "Leave out rows that read and write more, such as 64M or 2G");
-  command->add_option("--repetitions", arguments->repetitions, "Of each row; rows that take seconds get fewer")
+  command->add_option("--repetitions", arguments->repetitions, "Of each row; slow rows get fewer, at least 5")
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
   command->add_option("--warm-up-ms", arguments->warm_up_ms, "Before each table, until the clocks have settled")

@@ -248,7 +248,7 @@ MeasuredTable example_table() {
 }
 
 TEST(Report, TablesHaveTheLayoutOfThePublishedOnes) {
-  EXPECT_EQ(speed_table(example_table()),
+  EXPECT_EQ(speed_table(example_table(), {}),
             "example-speed-fwd-batch4-bf16:\n"
             "          n     eaves     limit  ratio\n"
             "0    1024.0  0.500000  0.250000  2.000\n"
@@ -265,16 +265,48 @@ TEST(Report, TablesHaveTheLayoutOfThePublishedOnes) {
 TEST(Report, RowsThatTheAxisDoesNotTellApartAreNamed) {
   MeasuredTable measured = example_table();
   measured.table.rows[1].options = {{"axes", "[0]"}};
-  EXPECT_NE(speed_table(measured).find("2.000  batch=4 axes=[0]\n"), std::string::npos) << speed_table(measured);
+  EXPECT_NE(speed_table(measured, {}).find("2.000  batch=4 axes=[0]\n"), std::string::npos)
+      << speed_table(measured, {});
 }
 
 TEST(Report, AnOptionThatEveryRowHasIsLeftToTheTitle) {
   MeasuredTable measured = example_table();
   for (Row& row : measured.table.rows) row.options = {{"reduction", "\"mean\""}};
-  EXPECT_EQ(speed_table(measured), speed_table(example_table()));
+  EXPECT_EQ(speed_table(measured, {}), speed_table(example_table(), {}));
   measured.table.rows[1].options.emplace_back("softcap", "30");
-  EXPECT_NE(speed_table(measured).find("2.000  batch=4 softcap=30\n"), std::string::npos) << speed_table(measured);
-  EXPECT_EQ(speed_table(measured).find("reduction"), std::string::npos) << speed_table(measured);
+  EXPECT_NE(speed_table(measured, {}).find("2.000  batch=4 softcap=30\n"), std::string::npos)
+      << speed_table(measured, {});
+  EXPECT_EQ(speed_table(measured, {}).find("reduction"), std::string::npos) << speed_table(measured, {});
+}
+
+TEST(Report, RowsOfABusyMachineAreMarkedAndExplainedOnce) {
+  MeasuredTable quiet = example_table();
+  EXPECT_EQ(marks_legend({quiet}), "");
+  MeasuredTable busy = quiet;
+  busy.measurements[0].eaves = Timing{0.9, 0.4, 1.0, 30};
+  busy.table.rows[1].read_bytes = 20'000'000;
+  busy.measurements[1].limit = Timing{4.1, 4.0, 4.2, 30};
+  quiet.table.rows[1].read_bytes = 60'000'000;
+  quiet.measurements[1].limit = Timing{5.9, 5.0, 6.0, 30};  // 12 MB in a millisecond; the busy row 5
+  const std::string text = speed_table(busy, {quiet, busy});
+  EXPECT_NE(text.find("unsteady, fastest 0.400 of 0.200\n"), std::string::npos) << text;
+  EXPECT_NE(text.find("slow, fastest 0.400 of 4.000\n"), std::string::npos) << text;
+  EXPECT_EQ(speed_table(busy, {busy}).find("slow"), std::string::npos) << "nothing says that it could be faster";
+  const std::string legend = marks_legend({quiet, busy});
+  EXPECT_EQ(legend.rfind("# rows of a busy machine: 1 unsteady (", 0), 0u) << legend;
+  EXPECT_NE(legend.find(", 1 slow\n"), std::string::npos) << legend;
+}
+
+TEST(Report, ProductsAreNotComparedWithStreamsNorWithThoseOfOtherTypes) {
+  MeasuredTable streams = example_table(), products = example_table();
+  streams.measurements[0].limit = products.measurements[0].limit = Timing{2.0, 2.0, 2.0, 30};
+  products.table.rows[0].operations = 1'000'000'000;
+  MeasuredTable others = products;
+  others.table.dtype = DType::float32;
+  others.table.rows[0].operations = 1'000'000;
+  EXPECT_EQ(marks_legend({streams, products, others}), "");
+  others.table.dtype = products.table.dtype;
+  EXPECT_NE(marks_legend({streams, products, others}), "");
 }
 
 TEST(Report, ResultFileOfAStoppedRunSaysSo) {

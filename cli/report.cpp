@@ -69,20 +69,47 @@ std::string describe(const Table& table, const Row& row) {
   return text;
 }
 
-// A median far above the fastest repetition is the time of a machine that is busy with something else.
-std::string unsteady_note(const Measurement& measurement) {
-  constexpr double kSteady = 2.0;
-  if (!measurement.eaves || !measurement.limit) return "";
-  const bool is_unsteady = measurement.eaves->median_ms > kSteady * measurement.eaves->min_ms ||
-                           measurement.limit->median_ms > kSteady * measurement.limit->min_ms;
-  if (!is_unsteady) return "";
-  return fmt::format("unsteady, fastest {:.3f} of {:.3f}: is the machine busy?", measurement.eaves->min_ms,
-                     measurement.limit->min_ms);
+// A busy machine, told by the times themselves: a median of more than twice the fastest repetition or, where not even
+// the fastest found a quiet moment, a limit at less than half of what it reached elsewhere in the run. Only limits of a
+// millisecond and more are compared: shorter ones fit between two slices of the scheduler, and depend on their size.
+constexpr double kUsualFactor = 2.0;
+constexpr double kComparedMs = 1.0;
+
+// Bytes or operations in a millisecond of the fastest repetition; 0 where it is not compared.
+double limit_rate(const Row& row, const Measurement& measurement) {
+  if (!measurement.limit || measurement.limit->min_ms < kComparedMs) return 0.0;
+  const std::int64_t work = row.operations > 0 ? row.operations : row.read_bytes + row.write_bytes;
+  return static_cast<double>(work) / measurement.limit->min_ms;
+}
+
+// Among rows that the same thing limits: memory, or products of one dtype.
+double best_limit_rate(const std::vector<MeasuredTable>& run, bool has_operations, DType dtype) {
+  double best = 0.0;
+  for (const MeasuredTable& measured : run) {
+    if (has_operations && measured.table.dtype != dtype) continue;
+    for (std::size_t i = 0; i < measured.measurements.size(); ++i) {
+      const Row& row = measured.table.rows[i];
+      if ((row.operations > 0) == has_operations) best = std::max(best, limit_rate(row, measured.measurements[i]));
+    }
+  }
+  return best;
+}
+
+enum class Mark { none, unsteady, slow };
+
+Mark mark_of(const Table& table, const Row& row, const Measurement& measurement,
+             const std::vector<MeasuredTable>& run) {
+  if (!measurement.eaves || !measurement.limit) return Mark::none;
+  const double rate = limit_rate(row, measurement);
+  const bool is_compared = rate > 0.0;
+  if (is_compared && kUsualFactor * rate < best_limit_rate(run, row.operations > 0, table.dtype)) return Mark::slow;
+  const auto is_unsteady = [](const Timing& timing) { return timing.median_ms > kUsualFactor * timing.min_ms; };
+  return is_unsteady(*measurement.eaves) || is_unsteady(*measurement.limit) ? Mark::unsteady : Mark::none;
 }
 
 template <typename Columns>
 std::string make_table(const MeasuredTable& measured, const char* kind, std::vector<std::string> heads,
-                       const Columns& columns, bool is_timed) {
+                       const Columns& columns, const std::vector<MeasuredTable>* run = nullptr) {
   const Table& table = measured.table;
   TextTable text;
   text.heads = {table.axis_name};
@@ -96,8 +123,12 @@ std::string make_table(const MeasuredTable& measured, const char* kind, std::vec
     } else {
       note += (note.empty() ? "" : ": ") + measurement.skipped;
     }
-    if (is_timed && !unsteady_note(measurement).empty())
-      note += (note.empty() ? "" : "  ") + unsteady_note(measurement);
+    const Mark mark = run != nullptr ? mark_of(table, table.rows[i], measurement, *run) : Mark::none;
+    if (mark != Mark::none) {
+      note +=
+          fmt::format("{}{}, fastest {:.3f} of {:.3f}", note.empty() ? "" : "  ",
+                      mark == Mark::slow ? "slow" : "unsteady", measurement.eaves->min_ms, measurement.limit->min_ms);
+    }
     text.rows.push_back(std::move(row));
     text.notes.push_back(std::move(note));
   }
@@ -145,7 +176,7 @@ nlohmann::ordered_json result_row(const Table& table, const Row& row, const Meas
 
 }  // namespace
 
-std::string speed_table(const MeasuredTable& measured) {
+std::string speed_table(const MeasuredTable& measured, const std::vector<MeasuredTable>& run) {
   return make_table(
       measured, "speed", {"eaves", "limit", "ratio"},
       [](const Measurement& measurement) {
@@ -154,17 +185,30 @@ std::string speed_table(const MeasuredTable& measured) {
         return std::vector<std::string>{fmt::format("{:.6f}", eaves), fmt::format("{:.6f}", limit),
                                         fmt::format("{:.3f}", eaves / limit)};
       },
-      true);
+      &run);
+}
+
+std::string marks_legend(const std::vector<MeasuredTable>& run) {
+  int unsteady = 0, slow = 0;
+  for (const MeasuredTable& measured : run) {
+    for (std::size_t i = 0; i < measured.measurements.size(); ++i) {
+      const Mark mark = mark_of(measured.table, measured.table.rows[i], measured.measurements[i], run);
+      unsteady += mark == Mark::unsteady;
+      slow += mark == Mark::slow;
+    }
+  }
+  if (unsteady + slow == 0) return "";
+  return fmt::format(
+      "# rows of a busy machine: {} unsteady (the median is more than twice the fastest repetition), {} slow\n"
+      "# (even in the fastest the limit was less than half as fast as elsewhere in this run)\n",
+      unsteady, slow);
 }
 
 std::string memory_table(const MeasuredTable& measured) {
-  return make_table(
-      measured, "memory", {"eaves", "workspace"},
-      [](const Measurement& measurement) {
-        return std::vector<std::string>{fmt::format("{:.6f}", static_cast<double>(measurement.peak_bytes) / kMiB),
-                                        fmt::format("{:.6f}", static_cast<double>(measurement.workspace_bytes) / kMiB)};
-      },
-      false);
+  return make_table(measured, "memory", {"eaves", "workspace"}, [](const Measurement& measurement) {
+    return std::vector<std::string>{fmt::format("{:.6f}", static_cast<double>(measurement.peak_bytes) / kMiB),
+                                    fmt::format("{:.6f}", static_cast<double>(measurement.workspace_bytes) / kMiB)};
+  });
 }
 
 std::string result_json(const std::vector<MeasuredTable>& tables, Device device, int threads, bool is_stopped) {

@@ -16,8 +16,12 @@ struct MeasuredTable {
   std::vector<Measurement> measurements;
 };
 
-/// Milliseconds: eaves, limit, and eaves / limit.
-std::string speed_table(const MeasuredTable& measured);
+/// Milliseconds: eaves, limit, and eaves / limit. Rows that a busy machine slowed down are marked, by what the limits
+/// of the run so far, with this table, have reached.
+std::string speed_table(const MeasuredTable& measured, const std::vector<MeasuredTable>& run);
+
+/// What the marks in the speed tables of a run mean; nothing where there is none.
+std::string marks_legend(const std::vector<MeasuredTable>& run);
 
 /// MiB: peak with inputs and outputs counted, and the workspace alone.
 std::string memory_table(const MeasuredTable& measured);

@@ -19,7 +19,7 @@ from eaves.bench.harness import LIMIT, Measurement
 from eaves.bench.operators import OPERATORS
 from eaves.bench.protocol import Protocol
 from eaves.bench.providers import known_names
-from eaves.bench.report import Kind, MeasuredTable, text_table
+from eaves.bench.report import Kind, MeasuredTable, marks_legend, text_table
 from eaves.bench.timing import Column, Timing
 
 if TYPE_CHECKING:
@@ -132,7 +132,36 @@ def test_speed_is_the_median() -> None:
 def test_an_unsteady_row_says_so() -> None:
     unsteady = Column("", Timing(5.0, 1.0, 6.0, 2), None, 0)
     measured = measured_table({"eaves": unsteady, LIMIT: column(1)})
-    assert "unsteady, fastest eaves 1.000: is the machine busy?" in text_table(measured, "speed")
+    assert text_table(measured, "speed").splitlines()[2].endswith("  unsteady, fastest eaves 1.000")
+    assert marks_legend([measured]).startswith("# rows of a busy machine: 1 unsteady (")
+    assert ", 0 slow\n" in marks_legend([measured])
+
+
+def with_limits(*limits: tuple[float, int], flops: int = 0, dtype: str = "fp32") -> MeasuredTable:
+    """Rows whose limit takes so many milliseconds for so much work."""
+    measured = measured_table(*({"eaves": column(9), LIMIT: column(ms)} for ms, _ in limits))
+    rows = [replace(row, flops=flops) for row in measured.table.rows]
+    measurements = [replace(each, limit_work=work) for each, (_, work) in zip(measured.measurements, limits)]
+    return MeasuredTable(replace(measured.table, dtype=dtype, rows=rows), measured.providers, measurements)
+
+
+def test_a_row_whose_fastest_repetition_is_slow_says_so() -> None:
+    measured = with_limits((2.0, 200), (4.0, 150))  # 100 in a millisecond, and less than half
+    run = [measured]
+    lines = text_table(measured, "speed", run).splitlines()
+    assert "slow" not in lines[2]
+    assert lines[3].endswith("  slow, fastest eaves 9.000, limit 4.000")
+    assert ": 0 unsteady (" in marks_legend(run) and ", 1 slow\n" in marks_legend(run)
+    assert "slow" not in text_table(measured, "speed", [with_limits((4.0, 150))])  # nothing else to be compared with
+
+
+def test_limits_of_other_things_and_short_ones_are_not_compared() -> None:
+    short = with_limits((0.5, 1000), (0.5, 1))  # 2000 in a millisecond, and 2
+    streams = with_limits((2.0, 20))
+    products = with_limits((2.0, 2000), flops=1)
+    others = with_limits((2.0, 200), flops=1, dtype="bf16")
+    assert marks_legend([short, streams, products, others]) == ""
+    assert marks_legend([products, with_limits((2.0, 200), flops=1)]) != ""
 
 
 # ---------------------------------------------------------------------------------------------------------------- plots

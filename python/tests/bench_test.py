@@ -25,7 +25,7 @@ from bench_toy import (  # noqa: F401
     small_flush,
     toy,
 )
-from eaves.bench import results, timing
+from eaves.bench import device, results, run, timing
 from eaves.bench.__main__ import main
 from eaves.bench.arguments import parse_bytes
 from eaves.bench.benchmark import Forward, Operator, Provider, Request, Row, Table
@@ -98,6 +98,35 @@ def test_the_threads_are_those_of_everybody_and_in_the_result_file(tmp_path: Pat
     assert main([*TOY, "--threads", "1", "--json", str(path)], [toy(Counts(), modes=("fwd",))]) == 0
     assert seen == {1}
     assert json.loads(path.read_text())["threads"] == 1
+
+
+def test_a_busy_machine_is_said_once_before_everything_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "busy_share", lambda: 0.42)
+    assert main([*QUICK, "--results", str(tmp_path)], [toy(Eaves(), modes=("fwd",))]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("# the machine is busy: others take 42 % of its cores' time; expect longer times than on a ")
+    assert out.count("is busy") == 1
+    monkeypatch.setattr(run, "busy_share", lambda: 0.2)
+    assert main(TOY, [toy(Eaves(), modes=("fwd",))]) == 0
+    assert "is busy" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "share"),
+    [
+        ("cpu  100 0 50 800 50 0 0 0 0 0\ncpu0 1", "cpu  110 0 55 875 60 0 0 0 9 0\ncpu0 2", 0.15),
+        ("cpu  100 0 50 800 50 0 0 0 0 0\n", "cpu  100 0 50 800 50 0 0 0 0 0\n", 0.0),
+        ("", "", 0.0),  # where there is no such file
+    ],
+)
+def test_the_share_of_others_is_what_the_cores_did_meanwhile(
+    before: str, after: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = iter([before, after])
+    monkeypatch.setattr(device, "_read", lambda path: next(texts))
+    assert device.busy_share() == pytest.approx(share)
 
 
 def test_the_clocks_get_the_warm_up_before_each_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ def parse_arguments(argv: Sequence[str] | None) -> BenchArguments:
     add("--provider", action="append", default=[], metavar="NAME", help="only this one; repeat it for more")
     add("--device", choices=["cpu", "cuda"], help="without: cuda where PyTorch sees a GPU")
     add("--sweep", choices=["quick", "seed"], default="quick",
-        help="quick: a few minutes; seed: the rows of the published tables, no others")  # fmt: skip
+        help="quick: lengths that suit the device; seed: the rows of the published tables, no others")  # fmt: skip
     add("--protocol", choices=["autograd", "seed"],
         help="what a backward is, see below; without: autograd, and both where a folder is written")  # fmt: skip
     add("--dtype", type=parse_dtype, metavar="DTYPE",

@@ -48,6 +48,9 @@ class Measurement:
     skipped: str = ""
     """Why the whole row was left out."""
 
+    limit_work: int = 0
+    """What `limit` does in a call: bytes or, of products, operations."""
+
 
 @dataclass(frozen=True)
 class _Set:
@@ -82,7 +85,7 @@ class Harness:
                 forwards = self._verified(mode, row, providers, reference, inputs, columns)
                 self._measure_memory(mode, row, forwards, inputs, columns)
                 self._measure_time(mode, row, forwards, inputs, columns)
-                return Measurement(columns)
+                return Measurement(columns, "", row.flops or self._protocol.moved(row).total)
             except (RuntimeError, MemoryError) as error:  # most likely, the benchmark's own buffers found no room
                 skipped = reason(error)
         return Measurement({name: Column(skipped) for name in columns}, skipped)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from eaves.bench.benchmark import Row, Table
 from eaves.bench.harness import LIMIT, Measurement
-from eaves.bench.timing import Column
+from eaves.bench.timing import Column, Timing
 
 Kind = Literal["speed", "memory", "host"]
 
@@ -86,8 +86,9 @@ def best_peer(values: Values) -> str | None:
     return min(numbers, key=lambda name: numbers[name], default=None)
 
 
-def text_table(measured: MeasuredTable, kind: Kind) -> str:
-    """Title, heads and rows, each ended by a newline."""
+def text_table(measured: MeasuredTable, kind: Kind, run: Sequence[MeasuredTable] = ()) -> str:
+    """Title, heads and rows, each ended by a newline. Rows that a busy machine slowed down are marked, by what the
+    limits of the run so far have reached."""
     table = measured.table
     ratios = ratios_of(measured.providers, kind)
     lines = [[table.axis_name, *column_names(measured, kind), *ratios]]
@@ -102,8 +103,9 @@ def text_table(measured: MeasuredTable, kind: Kind) -> str:
             line += [number(value, 6) for value in values.values()]
             line += [number(ratio(values), 3) for ratio in ratios.values()]
             note += [f"{name}: {column.skipped}" for name, column in measurement.columns.items() if column.skipped]
-            busy = unsteady(measurement) if kind == "speed" else ""
-            note.append(busy and f"{busy}: is the machine busy?")
+            if kind == "speed":
+                is_slow = _is_slow(table, row, measurement, run)
+                note.append(_fastest("slow", measurement, lambda _: True) if is_slow else unsteady(measurement))
         lines.append(line)
         notes.append("; ".join(part for part in note if part))
     return f"{title(table, kind)}:\n{_aligned(lines, notes)}"
@@ -148,9 +150,52 @@ def describe(table: Table, row: Row) -> str:
 
 def unsteady(measurement: Measurement) -> str:
     """Whose times are those of a busy machine, with the fastest of each."""
+    return _fastest("unsteady", measurement, lambda timing: timing.is_unsteady)
+
+
+def _fastest(mark: str, measurement: Measurement, is_meant: Callable[[Timing], bool]) -> str:
     timings = {name: column.timing for name, column in measurement.columns.items() if column.timing}
-    fastest = ", ".join(f"{name} {timing.min_ms:.3f}" for name, timing in timings.items() if timing.is_unsteady)
-    return f"unsteady, fastest {fastest}" if fastest else ""
+    fastest = ", ".join(f"{name} {timing.min_ms:.3f}" for name, timing in timings.items() if is_meant(timing))
+    return f"{mark}, fastest {fastest}" if fastest else ""
+
+
+_COMPARED_MS = 1.0
+"""Shorter limits fit between two slices of the scheduler, and depend on their size."""
+
+
+def _limit_rate(measurement: Measurement) -> float:
+    """Bytes or operations in a millisecond of the fastest repetition; 0 where it is not compared."""
+    timing = measurement.columns[LIMIT].timing
+    return measurement.limit_work / timing.min_ms if timing and timing.min_ms >= _COMPARED_MS else 0.0
+
+
+def _is_slow(table: Table, row: Row, measurement: Measurement, run: Sequence[MeasuredTable]) -> bool:
+    """Where not even the fastest repetition found a quiet moment: the limit is at less than half of what it reached
+    elsewhere in the run, where the same thing limits it, memory or products of one dtype."""
+
+    def limited_by(table: Table, row: Row) -> str:
+        return table.dtype if row.flops else "memory"
+
+    rates = (
+        _limit_rate(other)
+        for each in run
+        for other_row, other in zip(each.table.rows, each.measurements)
+        if limited_by(each.table, other_row) == limited_by(table, row)
+    )
+    return 0 < 2 * _limit_rate(measurement) < max(rates, default=0)
+
+
+def marks_legend(run: Sequence[MeasuredTable]) -> str:
+    """What the marks in the printed tables of a run mean; nothing where there is none."""
+    rows = [(each.table, *pair) for each in run for pair in zip(each.table.rows, each.measurements)]
+    slow = [_is_slow(*row, run) for row in rows]
+    unsteady_rows = sum(not is_slow and unsteady(row[-1]) != "" for row, is_slow in zip(rows, slow))
+    if not any(slow) and unsteady_rows == 0:
+        return ""
+    return f"""\
+# rows of a busy machine: {unsteady_rows} unsteady (the median is more than twice the fastest repetition), \
+{sum(slow)} slow
+# (even in the fastest the limit was less than half as fast as elsewhere in this run)"""
 
 
 def _aligned(lines: Sequence[Sequence[str]], notes: Sequence[str]) -> str:

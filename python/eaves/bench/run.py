@@ -19,11 +19,11 @@ from eaves import _info
 from eaves.bench import page, providers, published, results, stop
 from eaves.bench.arguments import BenchArguments
 from eaves.bench.benchmark import InvalidArgument, Operator, Provider, Request, Table, check_names
-from eaves.bench.device import device_name, find_device
+from eaves.bench.device import busy_share, device_name, find_device
 from eaves.bench.harness import LIMIT, Harness, HarnessOptions
 from eaves.bench.progress import Progress
 from eaves.bench.protocol import Protocol
-from eaves.bench.report import Kind, MeasuredTable, count_measured_rows, has_numbers, text_table
+from eaves.bench.report import Kind, MeasuredTable, count_measured_rows, has_numbers, marks_legend, text_table
 from eaves.bench.stored import StoredFolder, case_of
 
 
@@ -204,6 +204,8 @@ def _measure(arguments: BenchArguments, parts: Sequence[_Part], device: torch.de
     progress = Progress(sum(len(table.rows) for part in parts for table in part.tables))
     harness, protocol = None, None
     run: list[MeasuredTable] = []
+    if device.type == "cpu":
+        _say_if_busy()
     try:
         for part in parts:
             if harness is None or part.protocol != protocol:
@@ -223,6 +225,8 @@ def _measure(arguments: BenchArguments, parts: Sequence[_Part], device: torch.de
                 break
     finally:
         progress.close()
+    if legend := marks_legend(run):
+        _say(legend)
 
 
 def _measure_part(part: _Part, harness: Harness, progress: Progress, run: list[MeasuredTable]) -> bool:
@@ -237,7 +241,7 @@ def _measure_part(part: _Part, harness: Harness, progress: Progress, run: list[M
         progress.hide()
         if measured.measurements:
             run.append(measured)
-            _say(text_table(measured, "speed"))
+            _say(text_table(measured, "speed", run))
         if not is_complete:
             return False
     return True
@@ -260,6 +264,16 @@ def _measure_table(
     except KeyboardInterrupt:
         return False
     return True
+
+
+_BUSY = 0.25  # half of one of two cores
+
+
+def _say_if_busy() -> None:
+    share = busy_share()
+    if share >= _BUSY:
+        words = "of its cores' time; expect longer times than on a quiet one"
+        _say(f"# the machine is busy: others take {100 * share:.0f} % {words}")
 
 
 def _print_heading(device: torch.device, protocol: Protocol, tables: Sequence[Table]) -> None:
