@@ -94,7 +94,7 @@ struct Table {
 };
 
 enum class Sweep {
-  quick,  ///< what the device shows in about two minutes, all operators together: the seed tables where they fit
+  quick,  ///< what a quiet device shows in a few minutes, all operators together: the seed tables where they fit
           ///< in that time, and the layouts that the seed tables leave out
   seed,   ///< every row of the seed tables, no others
 };
