@@ -36,8 +36,8 @@ struct CrossEntropyOptions {
   std::int64_t ignore_index = -100;
   Reduction reduction = Reduction::mean;
   double label_smoothing = 0.0;  ///< e, in [0, 1]
-  double scale = 1.0;            ///< of the logits, positive, in front of the softcap (1 / T of a temperature T)
-  double softcap = 0.0;          ///< 0: absent; otherwise positive (c / T of a temperature T behind a cap of c)
+  double scale = 1.0;            ///< of the logits, positive; before the softcap
+  double softcap = 0.0;          ///< 0: absent; otherwise positive; c / T for a temperature T after a cap of c
   double z_loss_weight = 0.0;    ///< not negative
 };
 

@@ -97,27 +97,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_backward(Tensor logit
   return {tensors[0], std::move(lse), std::move(argmax), std::move(entropy), std::move(z_loss)};
 }
 
-void run_backward(const Tensor& grad_loss, const OptionalTensor& grad_lse, const OptionalTensor& grad_entropy,
-                  const TensorView& logits, const Tensor& targets, const OptionalTensor& weight, const Tensor& lse,
-                  const OptionalTensor& entropy, const OptionalTensor& target_mass, const OptionalTensor& divisor,
-                  std::int64_t class_axis, const CrossEntropyOptions& options, std::int64_t first_class,
-                  std::int64_t classes, const TensorView& grad_logits) {
-  const CrossEntropyBackwardArgs args{.grad_loss = input(grad_loss, {kOp, "grad_loss"}),
-                                      .grad_lse = optional_input(grad_lse, "grad_lse"),
-                                      .grad_entropy = optional_input(grad_entropy, "grad_entropy"),
-                                      .logits = logits,
-                                      .targets = input(targets, {kOp, "targets"}),
-                                      .weight = optional_input(weight, "weight"),
-                                      .class_axis = axis_of(class_axis),
-                                      .options = options,
-                                      .lse = input(lse, {kOp, "lse"}),
-                                      .entropy = optional_input(entropy, "entropy"),
-                                      .target_mass = optional_input(target_mass, "target_mass"),
-                                      .divisor = optional_input(divisor, "divisor"),
-                                      .first_class = first_class,
-                                      .classes = classes,
-                                      .grad_logits = grad_logits};
-  run<cross_entropy_backward>(args, args.logits.device);  // needs no workspace
+/// The arguments that a backward into a new tensor and one over the logits share.
+CrossEntropyBackwardArgs backward_args(const Tensor& grad_loss, const TensorView& logits, const Tensor& targets,
+                                       const OptionalTensor& weight, const Tensor& lse,
+                                       const OptionalTensor& target_mass, const OptionalTensor& divisor,
+                                       std::int64_t class_axis, const CrossEntropyOptions& options,
+                                       const TensorView& grad_logits) {
+  return {.grad_loss = input(grad_loss, {kOp, "grad_loss"}),
+          .logits = logits,
+          .targets = input(targets, {kOp, "targets"}),
+          .weight = optional_input(weight, "weight"),
+          .class_axis = axis_of(class_axis),
+          .options = options,
+          .lse = input(lse, {kOp, "lse"}),
+          .target_mass = optional_input(target_mass, "target_mass"),
+          .divisor = optional_input(divisor, "divisor"),
+          .grad_logits = grad_logits};
 }
 
 Tensor backward(Tensor grad_loss, OptionalTensor grad_lse, OptionalTensor grad_entropy, Tensor logits, Tensor targets,
@@ -127,20 +122,27 @@ Tensor backward(Tensor grad_loss, OptionalTensor grad_lse, OptionalTensor grad_e
                 std::int64_t classes) {
   const TensorView view = input(logits, {kOp, "logits"});
   NewTensor grad_logits = empty_like(logits, view);
-  run_backward(grad_loss, grad_lse, grad_entropy, view, targets, weight, lse, entropy, target_mass, divisor, class_axis,
-               options_of(ignore_index, reduction, label_smoothing, scale, softcap, z_loss_weight), first_class,
-               classes, grad_logits.view);
+  CrossEntropyBackwardArgs args = backward_args(
+      grad_loss, view, targets, weight, lse, target_mass, divisor, class_axis,
+      options_of(ignore_index, reduction, label_smoothing, scale, softcap, z_loss_weight), grad_logits.view);
+  args.grad_lse = optional_input(grad_lse, "grad_lse");
+  args.grad_entropy = optional_input(grad_entropy, "grad_entropy");
+  args.entropy = optional_input(entropy, "entropy");
+  args.first_class = first_class;
+  args.classes = classes;
+  run<cross_entropy_backward>(args, args.logits.device);  // needs no workspace
   return std::move(grad_logits.tensor);
 }
 
-/// The gradient over the logits.
 void backward_in_place(Tensor grad_loss, Tensor logits, Tensor targets, OptionalTensor weight, Tensor lse,
                        OptionalTensor target_mass, OptionalTensor divisor, std::int64_t class_axis,
                        std::int64_t ignore_index, std::int64_t reduction, double label_smoothing, double scale,
                        double softcap, double z_loss_weight) {
   const TensorView view = output(logits);
-  run_backward(grad_loss, {}, {}, view, targets, weight, lse, {}, target_mass, divisor, class_axis,
-               options_of(ignore_index, reduction, label_smoothing, scale, softcap, z_loss_weight), 0, 0, view);
+  const CrossEntropyBackwardArgs args =
+      backward_args(grad_loss, view, targets, weight, lse, target_mass, divisor, class_axis,
+                    options_of(ignore_index, reduction, label_smoothing, scale, softcap, z_loss_weight), view);
+  run<cross_entropy_backward>(args, args.logits.device);  // needs no workspace
 }
 
 void rescale(Tensor grad_logits, Tensor grad_loss, std::int64_t class_axis) {
@@ -199,8 +201,9 @@ void implement(Library& library) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
   // The defaults are those of eaves.cross_entropy, in which most calls leave them: an argument that is passed costs
-  // 0.15 us of the host's time (PyTorch 2.13, AMD EPYC), and one that is left out almost nothing. Of a SymInt
-  // torch.compile makes a variable; for an int it would compile once for each value.
+  // 0.15 us of the host's time (PyTorch 2.13, AMD EPYC), and one that is left out almost nothing. SymInt, because
+  // torch.compile compiles again for each value of an int. The floats are everywhere all that _loss.numbers_of gives,
+  // those that an operator does not read among them.
   library.def(
       "cross_entropy_forward(Tensor logits, Tensor targets, Tensor? weight=None, Tensor? normalizer=None, "
       "int class_axis=-1, SymInt ignore_index=-100, int reduction=2, float label_smoothing=0, float scale=1, "

@@ -25,6 +25,7 @@ from eaves._loss import (
     check_soft,
     divisors_of,
     empty_outputs,
+    kept_for_backward,
     keyword_defaults,
     mark_constant,
     normalizer_of,
@@ -34,6 +35,7 @@ from eaves._loss import (
     reduce_samples,
     reduction_of,
     refuse_gradient,
+    refuse_unknown,
     row_gradients,
     shape_of,
     wanted_outputs,
@@ -50,12 +52,10 @@ from eaves._operator import (
     each_of_batch,
     index_of,
     is_transforming,
-    needs_autograd,
+    needs_function,
     refuse_lost_derivatives,
-    refuse_unknown,
     register_fake,
     register_vmap,
-    take_symbols,
 )
 
 _forward = torch.ops.eaves.cross_entropy_forward.default
@@ -158,19 +158,19 @@ def cross_entropy(
         reduction: "none" (the losses of the rows), "sum" or "mean".
         label_smoothing: e, 0 to 1.
         softcap: None, or a positive number that the logits are bounded by.
-        scale: None, or a positive number that the logits are multiplied by, in front of the softcap. A temperature T
-            divides behind it: scale=1/T, and with a softcap c softcap=c/T (of a scale s beside it scale=s/T).
+        scale: None, or a positive number that the logits are multiplied by, before the softcap. For a temperature T,
+            which divides after it, pass scale=1/T, and with a softcap of c softcap=c/T.
         z_loss: the weight of lse^2 in the loss; not negative.
         normalizer: with "mean", what the sum is divided by instead of the weights of the rows: a number, or a tensor
             with one element on the device of input, which is not waited for (the tokens of all micro-batches and
             ranks, for instance). It gets no gradient.
-        inplace_backward: whether the gradient of input may be written over input, in the forward (of float16 in the
-            backward, because a gradient that is rounded before a loss scale multiplies it would be 0): half of the
-            memory, and on a GPU less time. Afterwards input (not a leaf) holds its gradient and no logits any more:
-            autograd notices what has used them before, but what uses input later computes with the gradient. There is
-            one backward, and lse and entropy have no gradient: a term of the loss that is made of them changes
-            nothing. Nothing is written where no gradient of input is wanted. torch.compile, which plans memory itself,
-            ignores it.
+        inplace_backward: whether the gradient of input may be written over input, in the forward: half of the memory,
+            and on a GPU less time. Of float16 the backward writes it, in the time of a call without this option,
+            because a gradient that is rounded before a loss scale multiplies it would be 0. Afterwards input (not a
+            leaf) holds its gradient and no logits any more: autograd notices what has used them before, but what uses
+            input later computes with the gradient. There is one backward, and lse and entropy have no gradient: a term
+            of the loss that is made of them changes nothing. Nothing is written where no gradient of input is wanted.
+            torch.compile, which plans memory itself, ignores it.
         return_lse: whether to return lse, [rows...], float32; it is differentiable.
         return_argmax: whether to return the class of each row's largest logit, [rows...], int64.
         return_entropy: whether to return the entropy of each row's softmax in nats, [rows...], float32; it is
@@ -248,7 +248,7 @@ def cross_entropy(
         weight = weight_of(_OP, weight, input, input.shape[axis])
     if normalizer is not None:
         normalizer = normalizer_of(_OP, normalizer, mode, result_dtype, input.device)
-    numbers, symbols = numbers_of(_OP, label_smoothing, scale, softcap, z_loss)
+    numbers, number_tensor = numbers_of(_OP, label_smoothing, scale, softcap, z_loss)
     wanted = 0
     if not (return_lse is return_argmax is return_entropy is return_z_loss is False):
         wanted = wanted_outputs(_OP, return_lse, return_argmax, return_entropy, return_z_loss)
@@ -257,29 +257,25 @@ def cross_entropy(
     if inplace_backward is not False:
         check_bool(_OP, "inplace_backward", inplace_backward)
 
-    if torch.compiler.is_exporting() or (not is_compiling and not needs_autograd(input, target)):
-        outputs = call(_OP, _forward, input, target, weight, normalizer, axis, ignore_index, mode, *numbers, wanted)
+    arguments = (input, target, weight, normalizer, axis, ignore_index, mode, *numbers)
+    if not needs_function(input, target):
         computed = wanted
-    elif inplace_backward and not is_compiling:
-        refuse_gradient(_OP, "target", target)
-        refuse_in_place(input)
-        in_place: type[torch.autograd.Function]
-        if input.dtype == torch.float16:
-            in_place = _InPlaceLater
-            computed = _kept_for_backward(wanted & ~OF_IGNORED_ROWS, mode, is_soft, weight, label_smoothing)
-        else:
-            in_place, computed = _InPlace, LSE | ARGMAX | ENTROPY | Z_LOSS
-        outputs = apply(
-            _OP, in_place, input, target, weight, normalizer, axis, ignore_index, mode, *numbers,
-            computed if in_place is _InPlaceLater else wanted,
-        )  # fmt: skip
+        outputs = call(_OP, _forward, *arguments, computed, number_tensor=number_tensor)
     else:
         refuse_gradient(_OP, "target", target)
-        computed = _kept_for_backward(wanted, mode, is_soft, weight, label_smoothing)
-        outputs = apply(
-            _OP, _CrossEntropy, input, target, weight, normalizer, axis, ignore_index, mode, *numbers, computed, wanted,
-            symbols,
-        )  # fmt: skip
+        needs_target_mass = is_soft or (weight is not None and label_smoothing != 0)
+        if not inplace_backward or is_compiling:
+            computed = kept_for_backward(wanted, mode, needs_target_mass)
+            outputs = apply(_OP, _CrossEntropy, *arguments, computed, wanted, number_tensor)
+        else:
+            refuse_in_place(input)
+            wanted &= ~OF_IGNORED_ROWS
+            if input.dtype == torch.float16:
+                computed = kept_for_backward(wanted, mode, needs_target_mass)
+                outputs = apply(_OP, _InPlaceInBackward, *arguments, computed)
+            else:
+                computed = LSE | ARGMAX | ENTROPY | Z_LOSS
+                outputs = apply(_OP, _InPlaceInForward, *arguments, wanted)
     if wanted == 0:
         loss: Tensor = outputs[0]
         return loss
@@ -321,7 +317,7 @@ class CrossEntropyLoss(LossModule):
         **unknown: object,
     ) -> None:
         if unknown:
-            refuse_unknown(_OP, unknown, cross_entropy)
+            refuse_unknown(_OP, unknown, type(self))
         super().__init__()
         self.register_buffer("weight", weight)
         self.ignore_index = ignore_index
@@ -412,16 +408,6 @@ def refuse_in_place(input: Tensor) -> None:
         )
 
 
-def _kept_for_backward(wanted: int, mode: int, is_soft: bool, weight: Tensor | None, label_smoothing: float) -> int:
-    """The outputs that are wanted, and those that a backward needs."""
-    computed = wanted | LSE
-    if mode == MEAN:
-        computed |= DIVISOR
-    if is_soft or (weight is not None and label_smoothing != 0):
-        computed |= TARGET_MASS
-    return computed
-
-
 # ------------------------------------------------------------------------------------------------------------ autograd
 
 
@@ -445,12 +431,12 @@ class _CrossEntropy(torch.autograd.Function):
         z_loss: float,
         computed: int,
         wanted: int,
-        symbols: Tensor | None,
+        number_tensor: Tensor | None,
     ) -> tuple[Tensor, ...]:
         return tuple(
             call(
                 _OP, _forward, input, target, weight, normalizer, axis, ignore_index, mode, label_smoothing, scale,
-                softcap, z_loss, computed, symbols=symbols,
+                softcap, z_loss, computed, number_tensor=number_tensor,
             )
         )  # fmt: skip
 
@@ -459,13 +445,13 @@ class _CrossEntropy(torch.autograd.Function):
         input, target, weight, _ = inputs[:4]
         ctx.options = inputs[4:11]
         ctx.set_materialize_grads(False)  # or each backward would fill a tensor of zeros for each output
-        computed, wanted, symbols = inputs[11:]
+        computed, wanted, number_tensor = inputs[11:]
         entropy = pick(output, computed, ENTROPY) if computed & ENTROPY else None
         divisor = pick(output, computed, DIVISOR) if computed & DIVISOR else None
         target_mass = pick(output, computed, TARGET_MASS) if computed & TARGET_MASS else None
         ctx.computed, ctx.wanted = computed, wanted
         mark_constant(ctx, output, computed, wanted)
-        ctx.save_for_backward(input, target, weight, output[1], entropy, target_mass, divisor, symbols)
+        ctx.save_for_backward(input, target, weight, output[1], entropy, target_mass, divisor, number_tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -475,7 +461,7 @@ class _CrossEntropy(torch.autograd.Function):
         grad_entropy = pick(grads, ctx.computed, ENTROPY)
         if grad_loss is None and grad_lse is None and grad_entropy is None:
             return None, *nothing
-        input, target, weight, lse, entropy, target_mass, divisor, symbols = ctx.saved_tensors
+        input, target, weight, lse, entropy, target_mass, divisor, number_tensor = ctx.saved_tensors
         if grad_loss is None:
             mode = ctx.options[2]
             grad_loss = lse.new_zeros(()).expand(lse.shape if mode == NONE else ())
@@ -486,7 +472,7 @@ class _CrossEntropy(torch.autograd.Function):
         grad_input: Tensor = dispatch(
             _OP, [g for g in (input, grad_loss, grad_lse, grad_entropy) if g is not None], _Gradient, _backward,
             grad_loss, grad_lse, grad_entropy, input, target, weight, lse, entropy, target_mass, divisor, *ctx.options,
-            0, 0, behind=(symbols,),
+            0, 0, number_tensor=number_tensor,
         )  # fmt: skip
         return grad_input, *nothing
 
@@ -517,12 +503,12 @@ class _Gradient(torch.autograd.Function):
         z_loss: float,
         first_class: int,
         classes: int,
-        symbols: Tensor | None,
+        number_tensor: Tensor | None,
     ) -> Tensor:
         result: Tensor = call(
             _OP, _backward, grad_loss, grad_lse, grad_entropy, input, target, weight, lse, entropy, target_mass,
             divisor, axis, ignore_index, mode, label_smoothing, scale, softcap, z_loss, first_class, classes,
-            symbols=symbols,
+            number_tensor=number_tensor,
         )  # fmt: skip
         return result
 
@@ -537,7 +523,7 @@ class _Gradient(torch.autograd.Function):
         )
 
 
-class _InPlace(torch.autograd.Function):
+class _InPlaceInForward(torch.autograd.Function):
     """Forward and backward in one pass, which leaves the gradient for an upstream gradient of 1 where the logits were.
 
     Logits are an input that is written over and no output: whoever has used them before has to fail in the backward,
@@ -564,7 +550,7 @@ class _InPlace(torch.autograd.Function):
         return grad_input, *nothing
 
 
-class _InPlaceLater(torch.autograd.Function):
+class _InPlaceInBackward(torch.autograd.Function):
     """The gradient where the logits were, but written in the backward, where the upstream gradient is known: in float16
     most of a mean's gradient would be 0 before a loss scale multiplies it."""
 
@@ -604,7 +590,6 @@ def _of_only_backward(ctx: Any) -> list[Any]:
     return saved
 
 
-take_symbols(_forward, _backward)
 refuse_lost_derivatives(_OP, _forward, _forward_backward, _rescale, _backward, _backward_in_place)
 
 

@@ -36,7 +36,6 @@ from eaves._operator import (
     name_of,
     refuse_lost_derivatives,
     register_fake,
-    take_symbols,
 )
 
 _shard_forward = torch.ops.eaves.cross_entropy_shard_forward.default
@@ -128,10 +127,10 @@ def cross_entropy_shard(
     axis, weight, ignore_index, first_class, classes = _shard_arguments(
         input, target, weight, first_class, classes, ignore_index, class_dim
     )
-    numbers, symbols = numbers_of("cross_entropy", label_smoothing, scale, softcap)
+    numbers, number_tensor = numbers_of("cross_entropy", label_smoothing, scale, softcap)
     result: Tensor = call(
         "cross_entropy", _shard_forward, input, target, weight, axis, ignore_index, *numbers, first_class, classes,
-        symbols=symbols,
+        number_tensor=number_tensor,
     )  # fmt: skip
     return result
 
@@ -186,11 +185,11 @@ def cross_entropy_merge(
     mode = reduction_of(op, reduction)
     if normalizer is not None:
         normalizer = normalizer_of(op, normalizer, mode, statistics.dtype, statistics.device)
-    numbers, symbols = numbers_of(op, label_smoothing, z_loss=z_loss)
+    numbers, number_tensor = numbers_of(op, label_smoothing, z_loss=z_loss)
     computed = LSE | ARGMAX | ENTROPY | Z_LOSS | TARGET_MASS | (DIVISOR if mode == MEAN else 0)
     outputs = call(
         op, _merge, statistics, target, normalizer, index_of(op, "ignore_index", ignore_index), mode, *numbers,
-        index_of(op, "classes", classes), has_weight, computed, symbols=symbols,
+        index_of(op, "classes", classes), has_weight, computed, number_tensor=number_tensor,
     )  # fmt: skip
     bits = (LSE, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS, DIVISOR)
     return CrossEntropyMerged(outputs[0], *(pick(outputs, computed, bit) for bit in bits))
@@ -246,11 +245,11 @@ def cross_entropy_shard_gradient(
     for name in ("lse", "target_mass", "divisor"):
         if (tensor := getattr(merged, name)) is not None:
             check_device("cross_entropy", f"merged.{name}", tensor, "input", input)
-    numbers, symbols = numbers_of("cross_entropy", label_smoothing, scale, softcap, z_loss)
+    numbers, number_tensor = numbers_of("cross_entropy", label_smoothing, scale, softcap, z_loss)
     result: Tensor = call(
         "cross_entropy", _backward, grad_loss, None, None, input, target, weight, merged.lse, None, merged.target_mass,
         merged.divisor if mode == MEAN else None, axis, ignore_index, mode, *numbers, first_class, classes,
-        symbols=symbols,
+        number_tensor=number_tensor,
     )  # fmt: skip
     return result
 
@@ -288,7 +287,6 @@ def _shard_arguments(
     return axis, weight, index_of(op, "ignore_index", ignore_index), first, total
 
 
-take_symbols(_shard_forward, _merge)
 refuse_lost_derivatives("cross_entropy", _shard_forward, _merge)
 
 

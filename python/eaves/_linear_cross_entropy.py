@@ -28,6 +28,7 @@ from eaves._loss import (
     check_soft,
     divisors_of,
     empty_outputs,
+    kept_for_backward,
     keyword_defaults,
     mark_constant,
     normalizer_of,
@@ -37,6 +38,7 @@ from eaves._loss import (
     reduce_samples,
     reduction_of,
     refuse_gradient,
+    refuse_unknown,
     row_gradients,
     shape_of,
     wanted_outputs,
@@ -58,12 +60,10 @@ from eaves._operator import (
     name_of,
     needs_autograd,
     refuse_lost_derivatives,
-    refuse_unknown,
     register_fake,
     register_vmap,
-    shown,
-    take_symbols,
     uncompiled,
+    value_for_message,
 )
 
 _forward = torch.ops.eaves.linear_cross_entropy_forward.default
@@ -245,8 +245,8 @@ def linear_cross_entropy(
         options: torch.nn.LinearCrossEntropyOptions, or None: taken and not read, because how much is computed at once
             follows from `workspace_bytes`.
         softcap: None, or a positive number that the logits are bounded by.
-        scale: None, or a positive number that the logits are multiplied by, in front of the softcap. A temperature T
-            divides behind it: scale=1/T, and with a softcap c softcap=c/T (of a scale s beside it scale=s/T).
+        scale: None, or a positive number that the logits are multiplied by, before the softcap. For a temperature T,
+            which divides after it, pass scale=1/T, and with a softcap of c softcap=c/T.
         z_loss: the weight of lse^2 in the loss; not negative.
         normalizer: with "mean", what the sum is divided by instead of the weights of the rows: a number, or a tensor
             with one element on the device of input, which is not waited for (the tokens of all micro-batches and
@@ -270,8 +270,8 @@ def linear_cross_entropy(
             float32, rounded once to the dtype of linear_weight at the end, which needs a tensor of its shape in
             float32; or the dtype of the product. None: float32 where linear_weight is float32 (under torch.autocast),
             and the gradient is not rounded at all; else the dtype of linear_weight.
-        grad_weight_out: None, or a tensor of linear_weight's shape, in its dtype or the loss's, features with unit
-            stride, in memory that no other argument has: each backward adds the gradient of linear_weight to it
+        grad_weight_out: None, or a tensor of linear_weight's shape, in the product's dtype or the loss's, features with
+            unit stride, in memory that no other argument has: each backward adds the gradient of linear_weight to it
             (main_grad of Megatron), and linear_weight gets none from this call. Nothing is added where linear_weight
             requires no gradient. With "memory" the products add to it, with "speed" the backward adds what the forward
             computed.
@@ -297,7 +297,7 @@ def linear_cross_entropy(
 
     Under torch.autocast input and linear_weight are cast to its dtype, as those of F.linear are; a float32 linear_bias
     is not. The loss is float32 still, and gradients have the dtypes of the tensors that were passed: that of a float32
-    linear_weight is never rounded to 16 bits.
+    linear_weight is not rounded to 16 bits, unless grad_weight_dtype says so.
 
     Differences from torch.nn.functional.linear_cross_entropy: the loss of 16-bit tensors is float32; without rows, or
     with all of them ignored, the mean is 0 with gradient 0, not NaN; input may have any number of axes; the classes of
@@ -350,7 +350,7 @@ def linear_cross_entropy(
     _check_options(options)
     check_bool(_OP, "skip_ignored", skip_ignored)
     limit = 0 if workspace_bytes is None else _limit_of(workspace_bytes)
-    of_loss, symbols = numbers_of(_OP, label_smoothing, scale, softcap, z_loss)
+    of_loss, number_tensor = numbers_of(_OP, label_smoothing, scale, softcap, z_loss)
     numbers = (ignore_index, mode, *of_loss, skip_ignored, limit)  # those of _Numbers; a tuple costs a small call less
     wanted = wanted_outputs(_OP, return_lse, return_argmax, return_entropy, return_z_loss)
     way = _algorithm_of(algorithm)
@@ -365,21 +365,18 @@ def linear_cross_entropy(
     gradients = _wanted_gradients(input, linear_weight, linear_bias)
     # By torch.func and forward mode too.
     is_followed = not is_compiling and needs_autograd(*_given(input, linear_weight, linear_bias))
-    if torch.compiler.is_exporting() or (not gradients and not is_followed):
+    if not gradients and not is_followed:
         computed = wanted
-        outputs = call(_OP, _forward, *_as_multiplied(tensors), *numbers, computed, symbols=symbols)
+        outputs = call(_OP, _forward, *_as_multiplied(tensors), *numbers, computed, number_tensor=number_tensor)
     else:
-        computed = wanted | LSE  # what a backward needs that computes the logits again
-        if mode == MEAN:
-            computed |= DIVISOR
-        if target.is_floating_point() or weight is not None:
-            computed |= TARGET_MASS
+        # With class weights a block of classes without the target does not know the target's weight.
+        computed = kept_for_backward(wanted, mode, target.is_floating_point() or weight is not None)
         if not gradients or not _is_speedy(way, input, linear_weight, target, mode, wanted, limit, grad_weight_out):
             gradients = 0
         function: type[torch.autograd.Function] = _Speed if gradients else _Memory
         run = apply if grad_weight_out is None else uncompiled(apply)
         outputs = run(
-            _OP, function, *tensors, *numbers, grad_weight_out, computed, wanted, gradients | wide, symbols
+            _OP, function, *tensors, *numbers, grad_weight_out, computed, wanted, gradients | wide, number_tensor
         )  # fmt: skip
     if wanted == 0:
         loss: Tensor = outputs[0]
@@ -428,7 +425,7 @@ class LinearCrossEntropyLoss(LossModule):
         **unknown: object,
     ) -> None:
         if unknown:
-            refuse_unknown(_OP, unknown, linear_cross_entropy)
+            refuse_unknown(_OP, unknown, type(self))
         super().__init__()
         self.register_buffer("weight", weight)
         self.ignore_index = ignore_index
@@ -581,13 +578,16 @@ def check_constant_options(
     _algorithm_of(algorithm)
     if workspace_bytes is not None:
         _limit_of(workspace_bytes)
-    _wide_weight(linear_weight.dtype, linear_weight.dtype, grad_weight_dtype)
+    multiplied = linear_weight.dtype
+    if multiplied == torch.float32 and grad_weight_dtype in (torch.float16, torch.bfloat16):
+        multiplied = grad_weight_dtype  # under torch.autocast
+    _wide_weight(multiplied, linear_weight.dtype, grad_weight_dtype)
 
 
 def _limit_of(workspace_bytes: object) -> int:
     limit = index_of(_OP, "workspace_bytes", workspace_bytes)
     if limit <= 0:
-        raise ValueError(f"{_OP}: workspace_bytes is {shown(limit)}, expected a positive number of bytes")
+        raise ValueError(f"{_OP}: workspace_bytes is {value_for_message(limit)}, expected a positive number of bytes")
     return limit
 
 
@@ -681,7 +681,7 @@ def _given(*tensors: Tensor | None) -> list[Tensor]:
 
 
 def _wanted_gradients(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> int:
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or torch.compiler.is_exporting():  # see needs_function
         return 0
     bits = OF_INPUT if input.requires_grad else 0
     bits |= OF_WEIGHT if linear_weight.requires_grad else 0
@@ -719,7 +719,7 @@ def _is_speedy(
 # ------------------------------------------------------------------------------------------------------------ autograd
 
 # The arguments of both Functions: the tensors, the numbers, and behind them grad_weight_out, the outputs that are
-# computed, those that the user gets, the gradients that the forward computes, and `symbols_of` the numbers.
+# computed, those that the user gets, the gradients that the forward computes, and the number tensor.
 _TENSORS = slice(len(_ForwardTensors._fields))
 _NUMBERS = slice(_TENSORS.stop, _TENSORS.stop + len(_Numbers._fields))
 _REST = slice(_NUMBERS.stop, _NUMBERS.stop + 5)
@@ -729,18 +729,18 @@ _NOTHING = (None,) * (_REST.stop - len(GRADIENTS))  # behind the gradients of in
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     """What a backward needs that computes the logits again."""
     tensors, ctx.numbers = inputs[_TENSORS], inputs[_NUMBERS]
-    ctx.grad_weight_out, ctx.computed, ctx.wanted, gradients, symbols = inputs[_REST]
+    ctx.grad_weight_out, ctx.computed, ctx.wanted, gradients, number_tensor = inputs[_REST]
     ctx.wide, ctx.weight_dtype = gradients & WIDE_WEIGHT, tensors[1].dtype
     ctx.set_materialize_grads(False)  # or each backward would fill a tensor of zeros for each output
     mark_constant(ctx, output, ctx.computed, ctx.wanted)
     kept = [pick(output, ctx.computed, bit) for bit in (LSE, ENTROPY, TARGET_MASS, DIVISOR)]
-    ctx.save_for_backward(*tensors, *kept, symbols)
+    ctx.save_for_backward(*tensors, *kept, number_tensor)
 
 
 def _compute_again(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """The gradients from what `_save` kept."""
     grad_loss, grad_lse, grad_entropy = grads
-    *tensors, lse, entropy, target_mass, divisor, symbols = ctx.saved_tensors
+    *tensors, lse, entropy, target_mass, divisor, number_tensor = ctx.saved_tensors
     input, linear_weight, linear_bias, target, weight, _ = _as_multiplied(tuple(tensors))
     if grad_loss is None:
         mode = _Numbers(*ctx.numbers).reduction
@@ -756,7 +756,9 @@ def _compute_again(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor |
     if ctx.grad_weight_out is not None and bits & OF_WEIGHT:
         return _accumulate(ctx.grad_weight_out, arguments, bits & ~OF_WEIGHT)
     differentiable = _given(grad_loss, grad_lse, grad_entropy, input, linear_weight, linear_bias)
-    computed = dispatch(_OP, differentiable, _Gradients, _backward, *arguments, bits | ctx.wide, behind=(symbols,))
+    computed = dispatch(
+        _OP, differentiable, _Gradients, _backward, *arguments, bits | ctx.wide, number_tensor=number_tensor
+    )
     return _handed_out(ctx, [each if bits & bit else None for each, bit in zip(computed, GRADIENTS)])
 
 
@@ -799,9 +801,9 @@ class _Memory(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        _, computed, _, _, symbols = arguments[_REST]
+        _, computed, _, _, number_tensor = arguments[_REST]
         tensors = _as_multiplied(arguments[_TENSORS])
-        return tuple(call(_OP, _forward, *tensors, *arguments[_NUMBERS], computed, symbols=symbols))
+        return tuple(call(_OP, _forward, *tensors, *arguments[_NUMBERS], computed, number_tensor=number_tensor))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -844,13 +846,13 @@ class _Gradients(torch.autograd.Function):
         skip_ignored: bool,
         workspace_limit: int,
         gradients: int,
-        symbols: Tensor | None,
+        number_tensor: Tensor | None,
     ) -> tuple[Tensor, ...]:
         return tuple(
             call(
                 _OP, _backward, grad_loss, grad_lse, grad_entropy, input, linear_weight, linear_bias, target, weight,
                 lse, entropy, target_mass, divisor, ignore_index, reduction, label_smoothing, scale, softcap,
-                z_loss_weight, skip_ignored, workspace_limit, gradients, symbols=symbols,
+                z_loss_weight, skip_ignored, workspace_limit, gradients, number_tensor=number_tensor,
             )
         )  # fmt: skip
 
@@ -871,19 +873,19 @@ class _Speed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        _, computed, _, gradients, symbols = arguments[_REST]
+        _, computed, _, gradients, number_tensor = arguments[_REST]
         tensors, numbers = _as_multiplied(arguments[_TENSORS]), arguments[_NUMBERS]
-        results = call(_OP, _forward_backward, *tensors, *numbers, computed, gradients, symbols=symbols)
+        results = call(_OP, _forward_backward, *tensors, *numbers, computed, gradients, number_tensor=number_tensor)
         count = len(results) - sum(1 for bit in GRADIENTS if gradients & bit)
-        outputs = tuple(results[:count])
-        _save(ctx, arguments, outputs)
+        outputs, computed_gradients = tuple(results[:count]), results[count:]
         ctx.bits = gradients & ~WIDE_WEIGHT
+        _save(ctx, arguments, outputs)
         if torch.compiler.is_compiling():
-            ctx.save_for_backward(
-                *results[count:]
-            )  # nothing is computed again, and compiled autograd follows no others
-        else:  # saved tensors are there as long as the graph is, and what is handed out may be written over
-            ctx.gradients = results[count:]
+            # Nothing is computed again, and compiled autograd follows saved tensors alone.
+            ctx.save_for_backward(*computed_gradients)
+        else:
+            # Saved tensors are there as long as the graph is, and what is handed out may be written over.
+            ctx.gradients = computed_gradients
         return outputs
 
     @staticmethod
@@ -911,7 +913,6 @@ class _Speed(torch.autograd.Function):
         return _handed_out(ctx, gradients)
 
 
-take_symbols(_forward, _forward_backward, _backward)
 refuse_lost_derivatives(_OP, _forward, _forward_backward, _backward, _backward_accumulate, _rescale)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from eaves._operator import (
     check_tensor,
     name_of,
     number_of,
-    symbols_of,
+    number_tensor_of,
 )
 
 NONE, SUM, MEAN = 0, 1, 2  # enum Reduction of include/eaves/cross_entropy.h
@@ -107,7 +107,7 @@ def check_soft(op: str, target: Tensor, input: Tensor, shape: Sequence[int], of:
 
 
 def _or_float32(input: Tensor) -> str:
-    """The dtypes of what goes with input and may be float32."""
+    """The dtypes that probabilities may have, for a message."""
     return " or ".join(dict.fromkeys((name_of(input.dtype), "float32")))
 
 
@@ -131,8 +131,8 @@ def numbers_of(
     softcap: float | None = None,
     z_loss: float = 0,
 ) -> tuple[tuple[float, float, float, float], Tensor | None]:
-    """The numbers of a loss, checked, in the order in which the extension takes them; where torch.compile has symbols
-    for them, the defaults and `symbols_of` them.
+    """The numbers of a loss, checked, in the order in which the extension takes them, and None; or where torch.compile
+    has symbols for them the defaults, and the tensor that stands for them.
 
     The defaults of a caller are 0 and not 0.0: torch.compile(dynamic=True) takes a default that is a float for one that
     changes, and compiles twice.
@@ -145,8 +145,8 @@ def numbers_of(
         z_weight = number_of(op, "z_loss", z_loss, 0.0, math.inf, "a number that is not negative")
     factor = 1.0 if scale is None else _positive(op, "scale", scale)
     cap = 0.0 if softcap is None else _positive(op, "softcap", softcap)
-    symbols = symbols_of(smoothing, factor, cap, z_weight)
-    return ((smoothing, factor, cap, z_weight) if symbols is None else (0.0, 1.0, 0.0, 0.0)), symbols
+    number_tensor = number_tensor_of(smoothing, factor, cap, z_weight)
+    return ((smoothing, factor, cap, z_weight) if number_tensor is None else (0.0, 1.0, 0.0, 0.0)), number_tensor
 
 
 def weight_of(op: str, weight: Tensor, input: Tensor, classes: int, of: str = "input") -> Tensor:
@@ -170,7 +170,7 @@ def normalizer_of(op: str, normalizer: object, mode: int, dtype: torch.dtype, de
         raise ValueError(f'{op}: normalizer is given, but only the mean divides: expected reduction="mean"')
     if not isinstance(normalizer, Tensor):
         number = number_of(op, "normalizer", normalizer, -math.inf, math.inf, "a number, or a tensor of one")
-        if torch.compiler.is_compiling():  # see symbols_of
+        if torch.compiler.is_compiling():  # so that it stays variable, see number_tensor_of
             return torch.ones((), dtype=dtype, device=device) * number
         return torch.full((), number, dtype=dtype, device=device)
     check_tensor(op, "normalizer", normalizer)
@@ -189,7 +189,44 @@ def refuse_gradient(op: str, name: str, tensor: Tensor) -> None:
         )
 
 
+# The names that other libraries have for what is a parameter here.
+_PARAMETERS = {
+    "temperature": "scale",
+    "logit_scale": "scale",
+    "logit_softcap": "softcap",
+    "logit_soft_cap": "softcap",
+    "logit_softcapping": "softcap",
+    "final_logit_softcapping": "softcap",
+    "lse_square_scale": "z_loss",
+    "logsumexp_weight": "z_loss",
+    "bias": "linear_bias",
+    "ce_weight": "weight",
+    "num_items_in_batch": "normalizer",
+    "accum_dtype": "grad_weight_dtype",
+    "return_predicted_tokens": "return_argmax",
+}
+_TEMPERATURE = "scale=1 / temperature, and with a softcap c in front of the temperature softcap=c / temperature"
+
+
+def refuse_unknown(op: str, names: Iterable[str], function: Callable[..., object]) -> NoReturn:
+    """Raises TypeError for the first of `names`, keywords that `function` got and does not have."""
+    name = next(iter(names))
+    parameter = _PARAMETERS.get(name)
+    hint = ""
+    if parameter in inspect.signature(function).parameters:
+        hint = f"; pass {_TEMPERATURE if name == 'temperature' else parameter}"
+    raise TypeError(f"{op}: got an unexpected keyword argument {name!r}{hint}")
+
+
 # ------------------------------------------------------------------------------------------------------------- outputs
+
+
+def kept_for_backward(wanted: int, mode: int, needs_target_mass: bool) -> int:
+    """The outputs that are wanted, and those that a backward reads."""
+    computed = wanted | LSE
+    if mode == MEAN:
+        computed |= DIVISOR
+    return computed | TARGET_MASS if needs_target_mass else computed
 
 
 def wanted_outputs(

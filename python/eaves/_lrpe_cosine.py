@@ -27,7 +27,7 @@ from eaves._operator import (
     refuse_lost_derivatives,
     register_fake,
     register_vmap,
-    shown,
+    value_for_message,
 )
 
 _forward = torch.ops.eaves.lrpe_cosine_forward.default
@@ -374,7 +374,7 @@ def _offset_of(offset: int | Tensor, x: Tensor, batch: int) -> tuple[int, Tensor
         except TypeError as error:
             raise TypeError(f"{error}, or a tensor of them, int32 or int64") from None
     if not -_LARGEST_OFFSET <= offset <= _LARGEST_OFFSET:
-        raise ValueError(f"{_OP}: offset is {shown(offset)}, expected -2^62 to 2^62")
+        raise ValueError(f"{_OP}: offset is {value_for_message(offset)}, expected -2^62 to 2^62")
     return offset, None
 
 

@@ -8,12 +8,10 @@ call than registering a gradient, and torch.compile traces it.
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
-import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -135,12 +133,12 @@ def number_of(op: str, name: str, value: object, low: float, high: float, expect
             raise TypeError(f"{op}: {name} is {value!r}, expected {expected}")
     number = float(value)
     if not (low <= number <= high and -math.inf < number < math.inf):
-        raise ValueError(f"{op}: {name} is {shown(value)}, expected {expected}")
+        raise ValueError(f"{op}: {name} is {value_for_message(value)}, expected {expected}")
     return number
 
 
-def shown(value: object) -> str:
-    """A value for a message. torch.compile writes no symbol into one."""
+def value_for_message(value: object) -> str:
+    """torch.compile writes no symbol into a message."""
     return "out of range" if torch.compiler.is_compiling() else repr(value)
 
 
@@ -159,42 +157,12 @@ def index_of(op: str, name: str, value: object) -> int:
         except TypeError:
             _no_index(op, name, value)
     if not -_LARGEST_INDEX - 1 <= index <= _LARGEST_INDEX:
-        raise ValueError(f"{op}: {name} is {shown(index)}, expected an int of 64 bits")
+        raise ValueError(f"{op}: {name} is {value_for_message(index)}, expected an int of 64 bits")
     return index
 
 
 def _no_index(op: str, name: str, value: object) -> NoReturn:
     raise TypeError(f"{op}: {name} is {value!r}, expected an int")
-
-
-# The names of other libraries, and of other operators here, and what says the same.
-_OTHER_NAMES = {
-    "temperature": "scale=1 / temperature, and with a softcap c in front of the temperature softcap=c / temperature",
-    "bias": "linear_bias",
-    "logit_softcap": "softcap",
-    "logit_soft_cap": "softcap",
-    "logit_softcapping": "softcap",
-    "final_logit_softcapping": "softcap",
-    "logit_scale": "scale",
-    "lse_square_scale": "z_loss",
-    "z_loss_weight": "z_loss",
-    "logsumexp_weight": "z_loss",
-    "ce_weight": "weight",
-    "class_weight": "weight",
-    "num_items_in_batch": "normalizer",
-    "accum_dtype": "grad_weight_dtype=torch.float32",
-    "return_predicted_tokens": "return_argmax",
-    "inplace": "inplace_backward",
-    "in_place": "inplace_backward",
-}
-
-
-def refuse_unknown(op: str, names: Iterable[str], function: Callable[..., object]) -> NoReturn:
-    """Raises TypeError for the first of `names`, keywords that `function` got and does not have."""
-    name = next(iter(names))
-    other = _OTHER_NAMES.get(name, "")
-    hint = f"; pass {other}" if re.split(r"\W", other)[0] in inspect.signature(function).parameters else ""
-    raise TypeError(f"{op}: got an unexpected keyword argument {name!r}{hint}")
 
 
 def dispatch(
@@ -203,17 +171,15 @@ def dispatch(
     function: type[torch.autograd.Function],
     overload: OpOverload,
     *arguments: object,
-    behind: Sequence[object] = (),
+    number_tensor: Tensor | None = None,
 ) -> Any:
-    """`function.apply(*arguments, *behind)` where a derivative with respect to one of `tensors` is asked for, else
-    `overload(*arguments)`, which is the same without a graph, and says in an exported program that it has none."""
-    if torch.compiler.is_exporting():
-        return call(op, overload, *arguments)
-    if torch.compiler.is_compiling():
-        return function.apply(*arguments, *behind)  # type: ignore[no-untyped-call]
-    if not needs_autograd(*tensors):
-        return call(op, overload, *arguments)
-    return apply(op, function, *arguments, *behind)
+    """`function.apply(*arguments)` where a derivative with respect to one of `tensors` is asked for, else
+    `overload(*arguments)`, which is the same without a graph. A function whose operator takes floats has one argument
+    more than that, the `number_tensor`."""
+    if not needs_function(*tensors):
+        return call(op, overload, *arguments, number_tensor=number_tensor)
+    has_numbers = overload in _with_number_tensor
+    return apply(op, function, *arguments, *([number_tensor] if has_numbers else []))
 
 
 def apply(op: str, function: type[torch.autograd.Function], *arguments: object) -> Any:
@@ -258,6 +224,15 @@ def is_batched(upstream: Tensor) -> bool:
     return is_transforming() or _is_legacy_batched(upstream)
 
 
+def needs_function(*tensors: Tensor) -> bool:
+    """True where a call has to go through its autograd.Function: where a derivative depends on it, and always under
+    torch.compile. Never in a program of torch.export, which would keep the forward of the Function and give no
+    derivative without a word: the operator refuses to."""
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_exporting()
+    return needs_autograd(*tensors)
+
+
 def needs_autograd(*tensors: Tensor) -> bool:
     """True where a call has to go through its autograd.Function, because a derivative depends on it."""
     if is_transforming() or getattr(forward_ad, "_current_level", 0) >= 0:
@@ -285,57 +260,64 @@ def call_plainly(overload: OpOverload, x: Tensor, y: Tensor) -> Any:
         return None
 
 
-def call(op: str, overload: OpOverload, *arguments: object, symbols: Tensor | None = None) -> Any:
-    """Calls an operator of the extension, and raises its errors as what they are, in the name of `op`. `symbols` are
-    what `symbols_of` gave for its numbers."""
+def call(op: str, overload: OpOverload, *arguments: object, number_tensor: Tensor | None = None) -> Any:
+    """Calls an operator of the extension, and raises its errors as what they are, in the name of `op`. Where there is a
+    `number_tensor`, its numbers stand for those among the arguments."""
     try:
         if torch.compiler.is_compiling():
-            return overload(*arguments) if symbols is None else _with_symbols[overload](symbols, *arguments)
+            if number_tensor is not None:
+                return _with_number_tensor[overload](number_tensor, *arguments)
+            return overload(*arguments)
         with _below_autograd():
             return overload(*arguments)
     except (RuntimeError, NotImplementedError) as error:
         _raise_as_what_it_is(op, error, arguments)
 
 
-def symbols_of(*numbers: float) -> Tensor | None:
-    """The numbers that an operator of the extension takes, as a tensor on the CPU, where torch.compile has a symbol for
-    one of them; else None. torch.compile compiles again for each value of a number that an operator takes as a number:
-    only what is computed of it with tensors, by a product here, may change without that."""
+def number_tensor_of(*numbers: float) -> Tensor | None:
+    """The floats that an operator of the extension takes, as a tensor on the CPU, where torch.compile has a symbol for
+    one of them; else None.
+
+    Of a float argument torch.compile compiles an operator again for each value. A float stays variable only as an
+    operand of tensor arithmetic, so each is multiplied by a tensor of 1.
+    """
     if not torch.compiler.is_compiling():
         return None
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
-    if all([has_static_value(number) for number in numbers]):
+    if all([has_static_value(number) for number in numbers]):  # torch.compile follows no generator here
         return None
     one = torch.ones((), dtype=torch.float64, device="cpu")
     return torch.stack([one * number for number in numbers])
 
 
-_with_symbols: dict[OpOverload, OpOverload] = {}
+_fragment = torch.library.Library("eaves", "FRAGMENT")  # type: ignore[no-untyped-call]
+_with_number_tensor: dict[OpOverload, OpOverload] = {}
 
 
-def take_symbols(*overloads: OpOverload) -> None:
-    """Gives each operator an overload with one more tensor in front, which holds its numbers: those of type float, in
-    their order."""
-    for overload in overloads:
-        name, schema = overload._schema.name.removeprefix("eaves::"), str(overload._schema).partition("(")[2]
+def _overload_with_number_tensor(overload: OpOverload) -> OpOverload | None:
+    """The operator with one more tensor in front, whose numbers stand for its float arguments in their order; made when
+    it is first asked for. None where there are no float arguments, or where torch.compile never calls it: in place."""
+    schema = overload._schema
+    places = [place for place, each in enumerate(schema.arguments) if str(each.type) == "float"]
+    if not places or schema.is_mutable:
+        return None
+    if overload not in _with_number_tensor:
+        name = schema.name.removeprefix("eaves::")
+
+        def kernel(number_tensor: Tensor, *arguments: object) -> Any:
+            whole = [*arguments, *_defaults_behind(overload, arguments)]
+            for place, number in zip(places, number_tensor.tolist()):
+                whole[place] = number
+            return overload(*whole)
+
         # It reads memory of the host, which a CUDA graph would not read again.
         tags = [tag] if (tag := getattr(torch.Tag, "cudagraph_unsafe", None)) is not None else []
-        _fragment.define(f"{name}.symbols(Tensor symbols, {schema}", tags=tags)  # type: ignore[no-untyped-call]
-        _fragment.impl(f"{name}.symbols", _reading(overload), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        _with_symbols[overload] = getattr(torch.ops.eaves, name).symbols
-
-
-def _reading(overload: OpOverload) -> Callable[..., Any]:
-    places = [place for place, each in enumerate(overload._schema.arguments) if str(each.type) == "float"]
-
-    def kernel(symbols: Tensor, *arguments: object) -> Any:
-        whole = [*arguments, *_defaults_behind(overload, arguments)]
-        for place, number in zip(places, symbols.tolist()):
-            whole[place] = number
-        return overload(*whole)
-
-    return kernel
+        arguments = str(schema).partition("(")[2]
+        _fragment.define(f"{name}.numbers(Tensor number_tensor, {arguments}", tags=tags)  # type: ignore[no-untyped-call]
+        _fragment.impl(f"{name}.numbers", kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        _with_number_tensor[overload] = getattr(torch.ops.eaves, name).numbers
+    return _with_number_tensor[overload]
 
 
 # The marks of python/csrc/torch_binding.h.
@@ -366,14 +348,10 @@ def _kind_of(tensor: Tensor) -> str:
     return f"{'nested' if tensor.is_nested else tensor.layout} on {tensor.device.type}"
 
 
-_fragment = torch.library.Library("eaves", "FRAGMENT")  # type: ignore[no-untyped-call]
-
-
 def refuse_lost_derivatives(op: str, *overloads: OpOverload) -> None:
-    """The operators of the extension have no derivatives: those are around them, in an autograd.Function. Who comes to
-    them on another way, with a tensor of which a derivative is wanted, would get none without being told.
-    """
-    for overload in [*overloads, *filter(None, map(_with_symbols.get, overloads))]:
+    """The operators of the extension have no derivatives: those are around them, in an autograd.Function. A direct call
+    with a tensor of which a derivative is wanted would give none without a word."""
+    for overload in [*overloads, *filter(None, map(_overload_with_number_tensor, overloads))]:
         name = overload._name.removeprefix("eaves::").removesuffix(".default")
         _fragment.impl(name, _refusing(op, overload), "Autograd")  # type: ignore[no-untyped-call]
 
@@ -409,26 +387,26 @@ def register_fake(op: str) -> Callable[[_Function], _Function]:
             _check_devices(overload, arguments)
             return fake(*arguments, *_defaults_behind(overload, arguments))
 
-        def with_symbols(symbols: Tensor, *arguments: object) -> Any:
-            if symbols.device.type != "cpu":
-                raise ValueError(f"{op}: symbols is on {symbols.device}, expected cpu")
+        def with_number_tensor(number_tensor: Tensor, *arguments: object) -> Any:
+            if number_tensor.device.type != "cpu":
+                raise ValueError(f"{op}: number_tensor is on {number_tensor.device}, expected cpu")
             return checked(*arguments)
 
         torch.library.register_fake(f"eaves::{op}", checked)
-        if overload in _with_symbols:
-            torch.library.register_fake(f"eaves::{op}.symbols", with_symbols)
+        if _overload_with_number_tensor(overload) is not None:
+            torch.library.register_fake(f"eaves::{op}.numbers", with_number_tensor)
         return fake
 
     return decorate
 
 
 def _check_devices(overload: OpOverload, arguments: Sequence[object]) -> None:
-    """A fake implementation also stands for a call with tensors of several devices, one of them "meta"."""
+    """With one tensor on the device "meta" the dispatcher takes the fake implementation, whatever the others are on."""
     tensors = [
         (each.name, value) for each, value in zip(overload._schema.arguments, arguments) if isinstance(value, Tensor)
     ]
     for name, tensor in tensors[1:]:
-        check_device(overload._schema.name, name, tensor, *tensors[0])
+        check_device(overload._schema.name.removeprefix("eaves::"), name, tensor, *tensors[0])
 
 
 def register_vmap(op: str) -> Callable[[_Function], _Function]:

@@ -176,6 +176,25 @@ def test_the_numbers_of_shards_that_change(name: str, device: torch.device, fres
     assert counter.frame_count <= 2
 
 
+@each("function", LOSSES)
+@each("strict", [False, True])
+def test_an_exported_program_has_the_numbers_of_each_call(
+    function: Callable[..., Tensor], strict: bool, device: torch.device, fresh_compiler: None
+) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: Tensor, head: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+            rows = x.shape[0]
+            return function(x, head, target, weight, scale=rows / 8, z_loss=rows / 64, normalizer=rows)
+
+    tensors = [each.to(device) for each in (HIDDEN, HEAD, TARGET, WEIGHT)]
+    rows = torch.export.Dim("rows", min=2, max=64)
+    shapes = ({0: rows}, None, {0: rows}, None)
+    program = torch.export.export(Module(), tuple(tensors), dynamic_shapes=shapes, strict=strict).module()
+    for count in (6, 4, 3):
+        given = [tensors[0][:count], tensors[1], tensors[2][:count], tensors[3]]
+        torch.testing.assert_close(program(*given), Module()(*given), rtol=1e-6, atol=1e-7)
+
+
 def test_a_bad_number_is_refused_in_words(device: torch.device, fresh_compiler: None) -> None:
     compiled = torch.compile(of_logits, fullgraph=True, backend="aot_eager")
     for number in (0.1, 0.2):

@@ -77,9 +77,9 @@ def cross_entropy_extension_calls(device: torch.device | str) -> list[tuple[Any,
         calls.append((ops.cross_entropy_backward.default, (torch.ones_like(loss), ones, ones, *saved)))
         calls.append((ops.cross_entropy_backward.default, (torch.ones_like(loss), None, None, *saved)))
         # As torch.compile calls them where the numbers change.
-        symbols = torch.tensor(options[-4:], dtype=torch.float64)
-        calls.append((ops.cross_entropy_forward.symbols, (symbols, *inputs, everything)))
-        calls.append((ops.cross_entropy_backward.symbols, (symbols, torch.ones_like(loss), ones, ones, *saved)))
+        number_tensor = torch.tensor(options[-4:], dtype=torch.float64)
+        calls.append((ops.cross_entropy_forward.numbers, (number_tensor, *inputs, everything)))
+        calls.append((ops.cross_entropy_backward.numbers, (number_tensor, torch.ones_like(loss), ones, ones, *saved)))
         if in_place:
             kept = (torch.ones_like(loss), logits.clone(), targets, weight, lse, target_mass, divisor)
             calls.append((ops.cross_entropy_backward_in_place.default, (*kept, *options)))

@@ -186,12 +186,12 @@ def extension_calls(device: torch.device | str) -> list[tuple[Any, tuple[Any, ..
                 call = (out, one, None, None, *saved, grads)
                 calls.append((ops.linear_cross_entropy_backward_accumulate.default, call))
         # As torch.compile calls them where the numbers change.
-        symbols = torch.tensor(numbers[2:6], dtype=torch.float64)
-        forward = (symbols, *given, normalizer, *numbers, outputs)
-        calls.append((ops.linear_cross_entropy_forward.symbols, forward))
+        number_tensor = torch.tensor(numbers[2:6], dtype=torch.float64)
+        forward = (number_tensor, *given, normalizer, *numbers, outputs)
+        calls.append((ops.linear_cross_entropy_forward.numbers, forward))
         if reduction != NONE:
-            calls.append((ops.linear_cross_entropy_forward_backward.symbols, (*forward, gradients)))
-        calls.append((ops.linear_cross_entropy_backward.symbols, (symbols, one, ones, ones, *saved, gradients)))
+            calls.append((ops.linear_cross_entropy_forward_backward.numbers, (*forward, gradients)))
+        calls.append((ops.linear_cross_entropy_backward.numbers, (number_tensor, one, ones, ones, *saved, gradients)))
         grad_bias = None if bias is None else bias.clone()
         scaled = (x.clone(), head.clone(), grad_bias, torch.full((), 2.0, dtype=loss.dtype, device=device))
         calls.append((ops.linear_cross_entropy_rescale.default, scaled))
