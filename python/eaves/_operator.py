@@ -127,14 +127,20 @@ def number_of(op: str, name: str, value: object, low: float, high: float, expect
 
     Raises TypeError where it is no number, ValueError where it is another one.
     """
-    # A float or an int may be a symbol of torch.compile, which follows neither hasattr nor math.isinf of one.
-    if type(value) is not float and type(value) is not int:
-        if isinstance(value, (bool, Tensor, str)) or not hasattr(value, "__float__"):
-            raise TypeError(f"{op}: {name} is {value!r}, expected {expected}")
-    number = float(value)
+    # A float or an int may be a symbol of torch.compile, which follows neither hasattr nor math.isinf of one; in
+    # torch.export a symbol has a type of its own.
+    number: Any = value
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        number = torch.sym_float(value)  # type: ignore[no-untyped-call]
+    elif type(value) is float or type(value) is int:
+        number = float(value)
+    elif isinstance(value, (bool, Tensor, str)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{op}: {name} is {value!r}, expected {expected}")
+    else:
+        number = float(number)
     if not (low <= number <= high and -math.inf < number < math.inf):
         raise ValueError(f"{op}: {name} is {value_for_message(value)}, expected {expected}")
-    return number
+    return number  # type: ignore[no-any-return]
 
 
 def value_for_message(value: object) -> str:
@@ -147,9 +153,8 @@ _LARGEST_INDEX = 2**63 - 1  # of an int of the extension
 
 def index_of(op: str, name: str, value: object) -> int:
     """`value` as an int of 64 bits. Raises TypeError where it is no integer, ValueError where it is a larger one."""
-    if type(value) is int:
-        index = value
-    else:
+    index: Any = value
+    if type(value) is not int and not isinstance(value, torch.SymInt):
         if isinstance(value, (bool, Tensor)):
             _no_index(op, name, value)
         try:
@@ -158,7 +163,7 @@ def index_of(op: str, name: str, value: object) -> int:
             _no_index(op, name, value)
     if not -_LARGEST_INDEX - 1 <= index <= _LARGEST_INDEX:
         raise ValueError(f"{op}: {name} is {value_for_message(index)}, expected an int of 64 bits")
-    return index
+    return index  # type: ignore[no-any-return]
 
 
 def _no_index(op: str, name: str, value: object) -> NoReturn:
