@@ -3,19 +3,17 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdint>
 #include <cstdio>
-#include <fstream>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "cli/atomic_file.h"
+#include "cli/busy.h"
 #include "cli/commands.h"
 #include "cli/harness.h"
 #include "cli/operators.h"
@@ -86,7 +84,7 @@ void show(const std::string& text) {
 }
 
 // Row by row into `measured`; false where the run was stopped before the last.
-bool measure(bench::Harness& harness, bench::MeasuredTable& measured) {
+bool measure_rows(bench::Harness& harness, bench::MeasuredTable& measured) {
   const Progress progress;
   try {
     harness.warm_up();
@@ -101,12 +99,12 @@ bool measure(bench::Harness& harness, bench::MeasuredTable& measured) {
 }
 
 // The tables of an operator, each printed as soon as it is measured; false where the run was stopped.
-bool measure(bench::Harness& harness, std::vector<bench::Table> tables, std::vector<bench::MeasuredTable>& run) {
+bool measure_tables(bench::Harness& harness, std::vector<bench::Table> tables, std::vector<bench::MeasuredTable>& run) {
   const std::size_t first = run.size();
   bool is_complete = true;
   for (auto table = tables.begin(); is_complete && table != tables.end(); ++table) {
     run.push_back({std::move(*table), {}});
-    is_complete = measure(harness, run.back());
+    is_complete = measure_rows(harness, run.back());
     if (run.back().measurements.empty())
       run.pop_back();
     else
@@ -138,40 +136,6 @@ constexpr const char* kPublished[] = {
     "The published tables are measurements of other implementations, from which eaves set out. Theirs are the rows of",
     "--sweep seed, the inputs of data seed (normal numbers) and the titles, in which lce is linear_cross_entropy,",
     "md_lrpe_cosine is lrpe_cosine over a grid of one to three axes."};
-
-// The share of all cores' time that others take: for a tenth of a second, in which this program sleeps. 0 where the
-// system does not say.
-double busy_share() {
-  struct Ticks {
-    std::int64_t all = 0, idle = 0;
-  };
-  const auto read = [] {
-    std::ifstream file("/proc/stat");
-    std::string cpu;
-    file >> cpu;
-    Ticks ticks;
-    // user, nice, system, idle, iowait, irq, softirq, steal; what follows is in user and nice already.
-    for (std::int64_t field = 0, count = 0; field < 8 && file >> count; ++field) {
-      ticks.all += count;
-      if (field == 3 || field == 4) ticks.idle += count;
-    }
-    return ticks;
-  };
-  const Ticks before = read();
-  std::this_thread::sleep_for(std::chrono::milliseconds(100));
-  const Ticks after = read();
-  const auto all = static_cast<double>(after.all - before.all);
-  return all > 0.0 ? 1.0 - static_cast<double>(after.idle - before.idle) / all : 0.0;
-}
-
-void say_if_busy() {
-  constexpr double kBusy = 0.25;  // half of one of two cores
-  const double share = busy_share();
-  if (share < kBusy) return;
-  fmt::print(
-      "# the machine is busy: others take {:.0f} % of its cores' time; expect longer times than on a quiet one\n",
-      100.0 * share);
-}
 
 void print_heading(Device device, const BenchArguments& arguments) {
   const SystemInfo system = system_info();
@@ -211,7 +175,7 @@ void run_bench(const BenchArguments& arguments) {
   std::vector<bench::MeasuredTable> run;
   bool is_complete = true;
   for (auto op = operators.begin(); is_complete && op != operators.end(); ++op) {
-    is_complete = measure(harness, op->benchmark.tables(request), run);
+    is_complete = measure_tables(harness, op->benchmark.tables(request), run);
   }
   show(bench::marks_legend(run));
   const std::int64_t measured_rows = count_measured_rows(run);
