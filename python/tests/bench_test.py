@@ -28,7 +28,7 @@ from bench_toy import (  # noqa: F401
 from eaves.bench import device, results, run, timing
 from eaves.bench.__main__ import main
 from eaves.bench.arguments import parse_bytes
-from eaves.bench.benchmark import Forward, Operator, Provider, Request, Row, Table
+from eaves.bench.benchmark import Forward, Operator, Request, Row, Table
 from eaves.bench.harness import LIMIT
 from eaves.bench.protocol import Protocol
 from eaves.bench.timing import Column, Timing
@@ -214,16 +214,6 @@ def test_the_result_file_has_the_numbers_that_were_measured() -> None:
         entry | {"provider": "torch", "ms": None, "skipped": "no compiler"},
         entry | {"provider": "limit"} | limit | {"repetitions": 9},
     ]
-
-
-class Raises(Provider):
-    name = "eaves"
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def forward(self, row: Row) -> Forward:
-        raise self._error
 
 
 def test_a_system_that_fails_is_exit_code_1_and_one_line(
