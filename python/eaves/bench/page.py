@@ -1,8 +1,7 @@
 """The page of a device: every table of every result file in its folder, both protocols side by side, as Markdown.
 
 It is drawn from the files alone, so that it can be drawn again anywhere and is the same each time. What is on it is in
-`stored.py` and `report.py`, its first tables in `summary.py` and `slower.py`; here
-is how it is laid out.
+`stored.py` and `report.py`, its first tables in `summary.py` and `slower.py`; here is how it is laid out.
 """
 
 from __future__ import annotations
@@ -135,12 +134,13 @@ def text(stored: StoredFolder) -> str:
     lines += summary.ends(stored)
     lines += slower.section(stored)
     for operator in stored.operators:
-        own = _tables(stored, operator, stored.published_tables(operator))
-        others = _tables(stored, operator, stored.other_tables(operator))
-        if own or others:
-            lines += [f"## {operator.name}", "", *(own or ["None of the published rows is measured here.", ""])]
-        if others:
-            lines += [f"## {_more(operator)}", "", *others]
+        published_lines = _tables(stored, operator, stored.published_tables(operator))
+        other_lines = _tables(stored, operator, stored.other_tables(operator))
+        if published_lines or other_lines:
+            lines += [f"## {operator.name}", ""]
+            lines += published_lines or ["None of the published rows is measured here.", ""]
+        if other_lines:
+            lines += [f"## {_more(operator)}", "", *other_lines]
     lines += _not_measured(stored)
     return "\n".join(lines).rstrip("\n") + "\n"
 
