@@ -46,7 +46,7 @@ void handle_stop_signals() {
   action.sa_handler = on_stop_signal;
   action.sa_flags = SA_RESTART;
   sigemptyset(&action.sa_mask);
-  // A shell without job control ignores SIGINT for what it starts in the background; whoever sends one still means it.
+  // A shell without job control starts background programs with SIGINT ignored: it is handled all the same.
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
   struct sigaction hang_up {};

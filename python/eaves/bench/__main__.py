@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None, operators: Sequence[Operator] = OPER
 
 
 def _fail(exit_code: int, sentence: Exception) -> int:
-    with suppress(OSError):  # Ctrl-C also ends who reads a pipe
+    with suppress(OSError):  # stderr may be a pipe whose reader Ctrl-C has ended
         print(f"eaves.bench: {sentence}", file=sys.stderr)
     return exit_code
 

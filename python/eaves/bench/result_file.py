@@ -62,7 +62,7 @@ def _check(entry: Mapping[str, Any], key: str, what: str, test: _Test, where: st
 def check(result: Mapping[str, Any]) -> None:
     """Everything that a page is made of."""
     _check(result, "schema", "1", lambda schema: schema == 1)
-    if "stopped" in result:  # before its last row
+    if "stopped" in result:  # only a run that was stopped before its last row says so
         _check(result, "stopped", "true", lambda stopped: stopped is True)
     for key in ("device", "commit", "date"):  # what the page says of each file
         _check(result, key, "a string", _is_string)

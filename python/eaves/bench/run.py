@@ -292,7 +292,7 @@ def _print_heading(device: torch.device, protocol: Protocol, tables: Sequence[Ta
 
 
 def _say(text: str) -> None:
-    """Onto standard output. Ctrl-C also ends who reads a pipe: then nobody is told, and the run ends in order."""
+    """Prints. Ctrl-C also ends the reader of a pipe: then the text is lost, and the run goes on to write its files."""
     try:
         print(text, flush=True)
     except OSError:

@@ -1,7 +1,7 @@
 """Ctrl-C and its like: SIGINT, SIGTERM and, unless it is ignored (nohup), SIGHUP.
 
 The first is a KeyboardInterrupt in what is measured, and nowhere else: what writes files is not interrupted. The second
-ends the program at once, without its temporary files, even while Python waits for a call of somebody else.
+ends the program at once and removes its temporary files, even while Python waits for a call into a library.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def interruptible() -> Iterator[None]:
     try:
         _raise_if_wanted()
         yield
-        _raise_if_wanted()  # somebody else's code may have taken the KeyboardInterrupt for a failure of its own
+        _raise_if_wanted()  # a provider's code may have caught the KeyboardInterrupt
     finally:
         _is_interruptible = False
 
@@ -63,7 +63,7 @@ def signals() -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     threading.Thread(target=_end_at_the_second, args=[reader], daemon=True).start()
-    # A shell without job control ignores SIGINT for what it starts in the background; whoever sends one still means it.
+    # A shell without job control starts background programs with SIGINT ignored: it is handled all the same.
     handled = [each for each in _SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
     handlers = {each: signal.signal(each, _on_signal) for each in handled}
     descriptor = signal.set_wakeup_fd(writer)  # written to at once; _on_signal has to wait for the interpreter
