@@ -85,7 +85,7 @@ class Harness:
                 forwards = self._verified(mode, row, providers, reference, inputs, columns)
                 self._measure_memory(mode, row, forwards, inputs, columns)
                 self._measure_time(mode, row, forwards, inputs, columns)
-                return Measurement(columns, "", row.flops or self._protocol.moved(row).total)
+                return Measurement(columns, limit_work=row.flops or self._protocol.moved(row).total)
             except (RuntimeError, MemoryError) as error:  # most likely, the benchmark's own buffers found no room
                 skipped = reason(error)
         return Measurement({name: Column(skipped) for name in columns}, skipped)
