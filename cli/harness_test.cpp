@@ -295,6 +295,7 @@ TEST(Report, RowsOfABusyMachineAreMarkedAndExplainedOnce) {
   const std::string legend = marks_legend({quiet, busy});
   EXPECT_EQ(legend.rfind("# rows of a busy machine: 1 unsteady (", 0), 0u) << legend;
   EXPECT_NE(legend.find(", 1 slow\n"), std::string::npos) << legend;
+  EXPECT_NE(marks_legend({busy, quiet}).find(", 0 slow\n"), std::string::npos) << "its table was printed before";
 }
 
 TEST(Report, ProductsAreNotComparedWithStreamsNorWithThoseOfOtherTypes) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <ctime>
 #include <nlohmann/json.hpp>
+#include <span>
 
 #include "eaves/system.h"
 #include "runtime/runtime.h"
@@ -70,8 +71,9 @@ std::string describe(const Table& table, const Row& row) {
 }
 
 // A busy machine, told by the times themselves: a median of more than twice the fastest repetition or, where not even
-// the fastest found a quiet moment, a limit at less than half of what it reached elsewhere in the run. Only limits of a
-// millisecond and more are compared: shorter ones fit between two slices of the scheduler, and depend on their size.
+// the fastest found a quiet moment, a limit at less than half of what it has reached elsewhere in the run so far. Only
+// limits of a millisecond and more are compared: shorter ones fit between two slices of the scheduler, and depend on
+// their size.
 constexpr double kUsualFactor = 2.0;
 constexpr double kComparedMs = 1.0;
 
@@ -83,7 +85,7 @@ double limit_rate(const Row& row, const Measurement& measurement) {
 }
 
 // Among rows that the same thing limits: memory, or products of one dtype.
-double best_limit_rate(const std::vector<MeasuredTable>& run, bool has_operations, DType dtype) {
+double best_limit_rate(std::span<const MeasuredTable> run, bool has_operations, DType dtype) {
   double best = 0.0;
   for (const MeasuredTable& measured : run) {
     if (has_operations && measured.table.dtype != dtype) continue;
@@ -97,8 +99,7 @@ double best_limit_rate(const std::vector<MeasuredTable>& run, bool has_operation
 
 enum class Mark { none, unsteady, slow };
 
-Mark mark_of(const Table& table, const Row& row, const Measurement& measurement,
-             const std::vector<MeasuredTable>& run) {
+Mark mark_of(const Table& table, const Row& row, const Measurement& measurement, std::span<const MeasuredTable> run) {
   if (!measurement.eaves || !measurement.limit) return Mark::none;
   const double rate = limit_rate(row, measurement);
   const bool is_compared = rate > 0.0;
@@ -190,9 +191,11 @@ std::string speed_table(const MeasuredTable& measured, const std::vector<Measure
 
 std::string marks_legend(const std::vector<MeasuredTable>& run) {
   int unsteady = 0, slow = 0;
-  for (const MeasuredTable& measured : run) {
+  for (std::size_t t = 0; t < run.size(); ++t) {
+    const MeasuredTable& measured = run[t];
+    const std::span so_far(run.data(), t + 1);  // as when the table was printed
     for (std::size_t i = 0; i < measured.measurements.size(); ++i) {
-      const Mark mark = mark_of(measured.table, measured.table.rows[i], measured.measurements[i], run);
+      const Mark mark = mark_of(measured.table, measured.table.rows[i], measured.measurements[i], so_far);
       unsteady += mark == Mark::unsteady;
       slow += mark == Mark::slow;
     }
@@ -200,7 +203,7 @@ std::string marks_legend(const std::vector<MeasuredTable>& run) {
   if (unsteady + slow == 0) return "";
   return fmt::format(
       "# rows of a busy machine: {} unsteady (the median is more than twice the fastest repetition), {} slow\n"
-      "# (even in the fastest the limit was less than half as fast as elsewhere in this run)\n",
+      "# (even in the fastest the limit was less than half as fast as elsewhere in the run until then)\n",
       unsteady, slow);
 }
 

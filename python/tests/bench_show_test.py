@@ -155,6 +155,10 @@ def test_a_row_whose_fastest_repetition_is_slow_says_so() -> None:
     assert "slow" not in text_table(measured, "speed", [with_limits((4.0, 150))])  # nothing else to be compared with
 
 
+def test_a_row_that_only_a_later_table_shows_to_be_slow_has_no_mark_and_is_not_counted() -> None:
+    assert marks_legend([with_limits((4.0, 150)), with_limits((2.0, 200))]) == ""
+
+
 def test_limits_of_other_things_and_short_ones_are_not_compared() -> None:
     short = with_limits((0.5, 1000), (0.5, 1))  # 2000 in a millisecond, and 2
     streams = with_limits((2.0, 20))

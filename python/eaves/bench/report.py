@@ -10,7 +10,7 @@ from typing import Literal
 
 from eaves.bench.benchmark import Row, Table
 from eaves.bench.harness import LIMIT, Measurement
-from eaves.bench.timing import Column, Timing
+from eaves.bench.timing import USUAL_FACTOR, Column, Timing
 
 Kind = Literal["speed", "memory", "host"]
 
@@ -170,8 +170,8 @@ def _limit_rate(measurement: Measurement) -> float:
 
 
 def _is_slow(table: Table, row: Row, measurement: Measurement, run: Sequence[MeasuredTable]) -> bool:
-    """Where not even the fastest repetition found a quiet moment: the limit is at less than half of what it reached
-    elsewhere in the run, where the same thing limits it, memory or products of one dtype."""
+    """Where not even the fastest repetition found a quiet moment: the limit is at less than half of what it has
+    reached elsewhere in the run so far, where the same thing limits it, memory or products of one dtype."""
 
     def limited_by(table: Table, row: Row) -> str:
         return table.dtype if row.flops else "memory"
@@ -182,20 +182,23 @@ def _is_slow(table: Table, row: Row, measurement: Measurement, run: Sequence[Mea
         for other_row, other in zip(each.table.rows, each.measurements)
         if limited_by(each.table, other_row) == limited_by(table, row)
     )
-    return 0 < 2 * _limit_rate(measurement) < max(rates, default=0)
+    return 0 < USUAL_FACTOR * _limit_rate(measurement) < max(rates, default=0)
 
 
 def marks_legend(run: Sequence[MeasuredTable]) -> str:
     """What the marks in the printed tables of a run mean; nothing where there is none."""
-    rows = [(each.table, *pair) for each in run for pair in zip(each.table.rows, each.measurements)]
-    slow = [_is_slow(*row, run) for row in rows]
-    unsteady_rows = sum(not is_slow and unsteady(row[-1]) != "" for row, is_slow in zip(rows, slow))
-    if not any(slow) and unsteady_rows == 0:
+    unsteady_rows = slow_rows = 0
+    for count, measured in enumerate(run, 1):
+        for row, measurement in zip(measured.table.rows, measured.measurements):
+            is_slow = _is_slow(measured.table, row, measurement, run[:count])  # as when the table was printed
+            slow_rows += is_slow
+            unsteady_rows += not is_slow and unsteady(measurement) != ""
+    if slow_rows + unsteady_rows == 0:
         return ""
     return f"""\
 # rows of a busy machine: {unsteady_rows} unsteady (the median is more than twice the fastest repetition), \
-{sum(slow)} slow
-# (even in the fastest the limit was less than half as fast as elsewhere in this run)"""
+{slow_rows} slow
+# (even in the fastest the limit was less than half as fast as elsewhere in the run until then)"""
 
 
 def _aligned(lines: Sequence[Sequence[str]], notes: Sequence[str]) -> str:

@@ -37,6 +37,10 @@ _HOST_ROUNDS = 5
 _HOST_CALLS = 20
 
 
+USUAL_FACTOR = 2.0
+"""Times that differ by more than this are those of a machine that is busy with something else."""
+
+
 @dataclass(frozen=True)
 class Timing:
     median_ms: float
@@ -47,7 +51,7 @@ class Timing:
     @property
     def is_unsteady(self) -> bool:
         """A median far above the fastest repetition is the time of a machine that is busy with something else."""
-        return self.median_ms > 2.0 * self.min_ms
+        return self.median_ms > USUAL_FACTOR * self.min_ms
 
     @staticmethod
     def of(times_ms: Sequence[float]) -> Timing:
