@@ -131,11 +131,10 @@ std::string describe_stopped(std::int64_t measured_rows, const std::string& json
   return rows + (json_path.empty() ? "above, and in no file without --json" : "in " + json_path);
 }
 
-// The words of python/eaves/bench/published.py.
+// As in python/eaves/bench/published.py, but without its --protocol.
 constexpr const char* kPublished[] = {
-    "The published tables are measurements of other implementations, from which eaves set out. Theirs are the rows of",
-    "--sweep seed, the inputs of data seed (normal numbers) and the titles, in which lce is linear_cross_entropy,",
-    "md_lrpe_cosine is lrpe_cosine over a grid of one to three axes."};
+    "eaves started from published measurements of other libraries. `--sweep seed` measures the same shapes.",
+    "In their titles `lce` means linear_cross_entropy and `md_lrpe_cosine` means lrpe_cosine over a grid."};
 
 void print_heading(Device device, const BenchArguments& arguments) {
   const SystemInfo system = system_info();

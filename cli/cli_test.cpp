@@ -305,7 +305,7 @@ TEST_F(Program, BenchOfLrpeCosineHasThePublishedTitlesAndNamesItsOptions) {
     }
   }
   EXPECT_EQ(outcome.out.find("grid="), std::string::npos) << "the edge of the grid stands in the first column";
-  EXPECT_NE(outcome.out.find("# md_lrpe_cosine is lrpe_cosine over a grid of one to three axes.\n"), std::string::npos);
+  EXPECT_NE(outcome.out.find(" and `md_lrpe_cosine` means lrpe_cosine over a grid.\n"), std::string::npos);
   const auto json = nlohmann::json::parse(read_text(folder_ / "result.json"));
   const auto& first = json["rows"][0];
   EXPECT_EQ(first["op"], "lrpe_cosine");

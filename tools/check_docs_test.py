@@ -246,7 +246,7 @@ class CheckDocs(unittest.TestCase):
         self.put("benchmarks/results/h200/README.md", page.replace("<!-- slower -->\n", ""))
         self.assert_defect(begin + end, "no table can be made of benchmarks/results/h200")
         self.assert_defect("<!-- table: results/a.json slower -->" + end, "a table has no part slower")
-        self.assert_defect(begin.replace("slower", "faster") + end, "<!-- page: FOLDER [slower|ways|published] key=value")
+        self.assert_defect(begin.replace("slower", "faster") + end, "<!-- page: FOLDER [slower|ways] key=value")
 
     def test_of_a_page_some_lines_may_be_shown(self):
         page = "<!-- ways -->\n| op | b |\n|---|---|\n| x | 1 |\n| y | 2 |\n\nNot all.\n<!-- end -->\n"

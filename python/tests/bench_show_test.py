@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import struct
 import sys
 from dataclasses import replace
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from bench_toy import DIM, TOY, Eaves, FailsAt64, Peer, column, measured_table, small_flush, toy, toy_row  # noqa: F401
-from eaves.bench import published
+from eaves.bench import published, run
 from eaves.bench.__main__ import main
 from eaves.bench.benchmark import InvalidArgument, Operator, Request, Row, Table
 from eaves.bench.harness import LIMIT, Measurement
@@ -31,29 +33,39 @@ if TYPE_CHECKING:
 def test_every_name_of_the_published_tables_is_explained(operator: Operator) -> None:
     for sweep in ("seed", "quick"):
         for device in ("cpu", "cuda"):
-            tables = operator.tables(Request(sweep, torch.device(device), "bf16", has_dtype=False))
-            assert set(published.names_of(tables)) <= set(published.NAMES)
+            for table in operator.tables(Request(sweep, torch.device(device), "bf16", has_dtype=False)):
+                assert not table.title_op or f"`{table.title_op}` means {table.op}" in published.TEXT.replace("\n", " ")
 
 
 def test_help_and_output_say_what_the_published_tables_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     help_text = capsys.readouterr().out
-    begin = "The published tables are measurements of other implementations"
-    assert begin in help_text and help_text.index(begin) < help_text.index("options:")
-    assert all(f"{name} is" in help_text for name in published.NAMES)
+    assert help_text.index(published.TEXT) < help_text.index("options:")
 
     def output(title_op: str, *options: str) -> str:
         plain = toy(Eaves(), modes=("fwd",))
         operator = replace(plain, tables=lambda request: [replace(each, title_op=title_op)
                                                           for each in plain.tables(request)])  # fmt: skip
         assert main([*TOY, "--max-bytes", "1K", *options], [operator]) == 0
-        return capsys.readouterr().out
+        return capsys.readouterr().out.replace("# ", "")
 
-    assert begin not in output("")
-    assert f"# {begin}" in output("", "--protocol", "seed")
-    named = output("lce")
-    assert "# " in named and "in which lce is linear_cross_entropy.\n" in named.replace("\n# ", " ")
+    assert published.TEXT not in output("")
+    assert published.TEXT in output("", "--protocol", "seed")
+    assert published.TEXT in output("lce")
+
+
+def test_the_program_has_the_same_words() -> None:
+    program = (Path(__file__).parents[2] / "cli/bench.cpp").read_text()
+    lines = re.findall(r'^ +"(.*)"', program.partition("kPublished[] = {")[2].partition("};")[0], re.MULTILINE)
+    other = ", `--protocol seed` the same backward (it accumulates into .grad)"
+    assert " ".join(lines) == published.TEXT.replace("\n", " ").replace(other, "")
+    for words in (
+        "stopped; what was measured, ",
+        "above, and in no file without --json",
+        "stopped before a row was measured; nothing is written",
+    ):
+        assert words in program and words in inspect.getsource(run)
 
 
 def test_a_table_has_the_published_layout() -> None:

@@ -16,14 +16,12 @@ _PROGRAM = "python -m eaves.bench"
 
 RESULTS = "benchmarks/results"
 
-_PUBLISHED = "\n".join(published.explained())
-
 _DESCRIPTION = f"""\
 Measures eaves side by side with PyTorch and whatever else is installed, in one process, the implementations taking
 turns. Prints tables in the form of the published ones: milliseconds (speed), peak MiB with inputs and outputs counted
 (memory) and, on a GPU, the milliseconds that a call keeps Python busy (host).
 
-{_PUBLISHED}
+{published.TEXT}
 
 Without the name of an operator everything is measured, by both protocols, and kept in a folder with a page of all
 tables. With names only these are, by one protocol, and what is kept is what --json and --plot name."""

@@ -114,8 +114,8 @@ class Table:
     """What a plot says behind the shape: "reduced over n"."""
 
     title_op: str = ""
-    """What stands for the operator in the title, where the published tables have another name than `op`: one of
-    `published.NAMES`."""
+    """What stands for the operator in the title, where the published tables have another name than `op`
+    (`published.py`)."""
 
     @property
     def is_curve(self) -> bool:

@@ -129,7 +129,7 @@ def _example(operators: Sequence[Operator]) -> str:
 def text(stored: StoredFolder) -> str:
     lines = [f"# {_devices(stored)}: eaves beside its peers", ""]
     lines += ["Drawn by `python -m eaves.bench --page`, from the result files in this folder.", ""]
-    lines += [*_contents(stored), "", *_files(stored), "", *_published(stored), "", _ABOUT, "", _how(stored), ""]
+    lines += [*_contents(stored), "", *_files(stored), "", published.TEXT, "", _ABOUT, "", _how(stored), ""]
     lines += summary.ranges(stored)
     lines += summary.ends(stored)
     lines += slower.section(stored)
@@ -186,12 +186,6 @@ def _files(stored: StoredFolder) -> list[str]:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
-
-
-def _published(stored: StoredFolder) -> list[str]:
-    """Between two markers, because README.md of the repository shows it too (tools/check_docs)."""
-    tables = (each.table for result in stored.results for each in result.tables)
-    return ["<!-- published -->", *published.explained(published.names_of(tables)), "<!-- end -->"]
 
 
 def _how(stored: StoredFolder) -> str:

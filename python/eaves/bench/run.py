@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -286,8 +287,8 @@ def _print_heading(device: torch.device, protocol: Protocol, tables: Sequence[Ta
         print("# host in ms: what a call costs Python when calls are enqueued back to back without waiting")
     if protocol.name == "seed":
         print("# protocol seed: every backward adds to a .grad that is never cleared; limit streams these bytes too")
-    if (names := published.names_of(tables)) or protocol.name == "seed":
-        print("\n".join(published.explained(names, "# ")))
+    if protocol.name == "seed" or any(table.title_op for table in tables):
+        print(textwrap.indent(published.TEXT, "# "))
     print(flush=True)
 
 
