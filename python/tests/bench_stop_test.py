@@ -74,7 +74,7 @@ def test_a_run_into_a_folder_that_is_terminated_writes_what_it_has_measured(tmp_
     assert process.stderr is not None
     folder = tmp_path / DEVICE
     sentences = [line for line in process.stderr if not line.startswith("# ")]
-    result = json.loads((folder / "logsumexp_autograd.json").read_text())
+    result = json.loads((folder / "logsumexp_autograd.stopped.json").read_text())
     rows = len(result["rows"]) // 2
     assert sentences == [f"eaves.bench: stopped; what was measured, {rows} rows, is in {folder}\n"]
     assert result["stopped"] is True
@@ -192,38 +192,35 @@ def test_a_folder_keeps_what_was_measured_before_and_the_part_that_was_stopped(
     folder = tmp_path / DEVICE
     assert capsys.readouterr().err.endswith(f"eaves.bench: stopped; what was measured, 5 rows, is in {folder}\n")
     files = sorted(path.name for path in folder.iterdir() if path.is_file())
-    assert files == [PAGE, "first_autograd.json", "first_seed.json", "second_autograd.json"]
+    assert files == [PAGE, "first_autograd.json", "first_seed.json", "second_autograd.stopped.json"]
     assert "stopped" not in json.loads((folder / "first_seed.json").read_text())
-    assert "second-speed" not in (folder / PAGE).read_text().split("## Not measured")[0]  # --page draws it
-    assert main(["--page", str(folder)], operators_of_a_stopped_run()) == 0
-    text = (folder / PAGE).read_text()
-    assert "| [second, autograd](second_autograd.json), of a run that was stopped |" in text
-    assert "- second-speed-fwd-dim16-fp32, second-memory-fwd-dim16-fp32, protocol autograd, n 64: `the file has" in text
 
 
 def test_a_file_of_a_folder_is_not_replaced_by_that_of_a_stopped_run(tmp_path: Path) -> None:
-    argv = [*QUICK, "--results", str(tmp_path), "--protocol", "autograd"]
+    argv = [*QUICK, "--results", str(tmp_path), "--protocol", "autograd", "--replace"]
     assert main(argv, [toy(Eaves(), modes=("fwd",))]) == 0
     folder = tmp_path / DEVICE
     complete = (folder / "toy_autograd.json").read_bytes()
     assert main(argv, [toy(StopsAt64(), modes=("fwd",))]) == 130
     assert (folder / "toy_autograd.json").read_bytes() == complete
     assert json.loads((folder / "toy_autograd.stopped.json").read_text())["stopped"] is True
-    assert main([*argv, "--replace"], [toy(StopsAt64(), modes=("fwd",))]) == 130
-    assert json.loads((folder / "toy_autograd.json").read_text())["stopped"] is True
 
 
-def test_a_page_does_not_show_the_file_of_a_stopped_run_of_the_program(tmp_path: Path) -> None:
+def test_a_page_shows_no_file_of_a_stopped_run(tmp_path: Path) -> None:
     operators = [toy(Eaves(), modes=("fwd",))]
     assert main([*QUICK, "--results", str(tmp_path)], operators) == 0
     folder = tmp_path / DEVICE
-    result = json.loads((folder / "toy_autograd.json").read_text()) | {"protocol": "kernel"}
-    (folder / "toy.json").write_text(json.dumps(result))
-    (folder / "stopped.json").write_text(json.dumps(result | {"stopped": True}))
+    result = json.loads((folder / "toy_autograd.json").read_text())
+    kernel = result | {"protocol": "kernel"}
+    (folder / "toy.json").write_text(json.dumps(kernel))
+    (folder / "stopped.json").write_text(json.dumps(kernel | {"stopped": True}))
+    (folder / "toy_autograd.stopped.json").write_text(json.dumps(result | {"stopped": True}))
+    (folder / "toy_seed.json").write_text(json.dumps(result | {"protocol": "seed", "stopped": True}))
     assert main(["--page", str(folder)], operators) == 0
     text = (folder / PAGE).read_text()
     assert "From C++, without peers: [toy.json](toy.json)." in text
-    assert "- stopped.json is not shown: its run was stopped" in text
+    assert "- toy_autograd.stopped.json, toy_seed.json, stopped.json are not shown: the run was stopped\n" in text
+    assert "](toy_seed.json)" not in text
 
 
 def test_stopped_is_true_or_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

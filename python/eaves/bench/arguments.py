@@ -57,9 +57,8 @@ examples:
   {_PROGRAM} --page {RESULTS}/nvidia-h200
 
 a run that is stopped (Ctrl-C, SIGTERM, SIGHUP):
-  What it has measured is written, without curves and page, and one sentence says where. In a folder a file that is
-  there stays as it is, unless --replace is given: what was measured then is <operator>_<protocol>.stopped.json. A
-  second signal ends the run at once
+  What it has measured is written, without curves and page, and one sentence says where. In a folder that is
+  <operator>_<protocol>.stopped.json, which no page shows. A second signal ends the run at once
 
 exit codes: 0 done; 1 the device or the system failed; 2 an argument is wrong; 130 the run was stopped"""
 

@@ -175,7 +175,6 @@ def _files(stored: StoredFolder) -> list[str]:
         device += [f"CUDA {head['cuda']}, driver {head['driver']}"] if head["cuda"] is not None else [head["cpu_level"]]
         versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
         measured = f"[{result.operator.name}, {result.protocol.name}]({result.path.name})"
-        measured += ", of a run that was stopped" if head.get("stopped") else ""
         commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]*", r"\1", head["commit"])
         cells = [
             measured,
@@ -292,8 +291,9 @@ def _not_measured(stored: StoredFolder) -> list[str]:
         titles = ", ".join(title(gap.table, kind) for kind in _KINDS)
         lengths = ", ".join(str(row.axis_value) for row in gap.rows)
         lines.append(f"- {titles}, protocol {gap.protocol.name}, {gap.table.axis_name} {lengths}: {_code(gap.why)}")
-    for file, why in stored.left_out.items():
-        lines.append(f"- {file} is not shown: {why}")
+    for why in dict.fromkeys(stored.left_out.values()):
+        names = [name for name, reason in stored.left_out.items() if reason == why]
+        lines.append(f"- {', '.join(names)} {'is' if len(names) == 1 else 'are'} not shown: {why}")
     for result in stored.results:
         if result.unknown_rows:
             lines.append(f"- {result.path.name}: {result.unknown_rows} numbers of rows that the program no longer has")

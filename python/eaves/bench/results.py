@@ -85,14 +85,9 @@ def _row(table: Table, row: Row, provider: str, column: Column, protocol: Protoc
     return entry
 
 
-def file_name(operator: str, protocol: Protocol) -> str:
-    """Of a result file in the folder of a device."""
-    return f"{operator}_{protocol.name}.json"
-
-
-def stopped_file_name(operator: str, protocol: Protocol) -> str:
-    """Of what a stopped run has measured of that, where there is such a file already. No page shows it."""
-    return f"{operator}_{protocol.name}.stopped.json"
+def file_name(operator: str, protocol: Protocol, is_stopped: bool = False) -> str:
+    """Of a result file in the folder of a device. That of a stopped run, which lacks rows, has a name of its own."""
+    return f"{operator}_{protocol.name}{'.stopped' if is_stopped else ''}.json"
 
 
 def folder_name(device: str, is_gpu: bool) -> str:

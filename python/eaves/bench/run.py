@@ -114,9 +114,7 @@ def _run_into_folder(
     for each in _measure(arguments, parts, device):
         part, measured_rows = each.part, count_measured_rows(each.tables)
         rows += measured_rows
-        path = folder / results.file_name(part.operator.name, part.protocol)
-        if each.is_stopped and path.exists() and not arguments.replace:
-            path = folder / results.stopped_file_name(part.operator.name, part.protocol)
+        path = folder / results.file_name(part.operator.name, part.protocol, each.is_stopped)
         if measured_rows > 0 or not each.is_stopped:
             versions = providers.versions(part.providers)
             result = results.result(each.tables, device, part.protocol, versions, each.is_stopped)

@@ -22,6 +22,8 @@ from eaves.bench.report import EAVES, MIB, MeasuredTable, title
 from eaves.bench.results import file_name, folder_name, without_threads
 from eaves.bench.timing import Column, Timing
 
+_STOPPED = "the run was stopped"
+
 PROTOCOLS = (Protocol("autograd"), Protocol("seed"))
 
 
@@ -104,6 +106,9 @@ class StoredFolder:
                 path = folder / file_name(operator.name, protocol)
                 if path.exists():
                     self._read(path, operator, protocol)
+                stopped = folder / file_name(operator.name, protocol, is_stopped=True)
+                if stopped.exists():
+                    self.left_out[stopped.name] = _STOPPED
         self.devices = list(dict.fromkeys(result.head["device"] for result in self.results))
         """Of all files, also of those that are left out below."""
 
@@ -211,7 +216,7 @@ class StoredFolder:
                 continue
             device = str(result.get("device"))
             if result.get("stopped"):
-                self.left_out[path.name] = "its run was stopped"
+                self.left_out[path.name] = _STOPPED
             elif own and without_threads(device) not in own:
                 self.left_out[path.name] = f"its device is {device}, the others' {self.results[0].head['device']}"
             else:
@@ -227,6 +232,8 @@ class StoredFolder:
             raise InvalidArgument(f'"{path}" is no result file of this program: {error}') from error
         if result["protocol"] != protocol.name:
             self.left_out[path.name] = f"its protocol is {result['protocol']}"
+        elif result.get("stopped"):
+            self.left_out[path.name] = _STOPPED
         else:
             self.results.append(_stored(path, operator, protocol, result))
 
