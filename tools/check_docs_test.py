@@ -246,12 +246,12 @@ class CheckDocs(unittest.TestCase):
         self.put("benchmarks/results/h200/README.md", page.replace("<!-- slower -->\n", ""))
         self.assert_defect(begin + end, "no table can be made of benchmarks/results/h200")
         self.assert_defect("<!-- table: results/a.json slower -->" + end, "a table has no part slower")
-        self.assert_defect(begin.replace("slower", "faster") + end, "<!-- page: FOLDER [slower|ways] key=value")
+        self.assert_defect(begin.replace("slower", "faster") + end, "<!-- page: FOLDER [slower|as-good] key=value")
 
     def test_of_a_page_some_lines_may_be_shown(self):
-        page = "<!-- ways -->\n| op | b |\n|---|---|\n| x | 1 |\n| y | 2 |\n\nNot all.\n<!-- end -->\n"
+        page = "<!-- as-good -->\n| op | b |\n|---|---|\n| x | 1 |\n| y | 2 |\n\nNot all.\n<!-- end -->\n"
         self.put("benchmarks/results/h200/README.md", page)
-        begin, end = "<!-- page: benchmarks/results/h200 ways op=y,z -->\n", "\n<!-- end -->\n"
+        begin, end = "<!-- page: benchmarks/results/h200 as-good op=y,z -->\n", "\n<!-- end -->\n"
         shown = "| op | b |\n|---|---|\n| y | 2 |\n\nNot all."
         self.assert_sound(begin + shown + end)
         self.assert_defect(begin + shown.replace("y", "x").replace("2", "1") + end, "the page is not what")

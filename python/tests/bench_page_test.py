@@ -268,7 +268,7 @@ def test_the_page_says_where_a_peer_is_faster_or_takes_less_memory(tmp_path: Pat
     ]
 
 
-def test_the_page_says_where_a_peer_beats_one_of_the_ways_of_eaves(tmp_path: Path) -> None:
+def test_the_page_says_where_a_peer_is_at_least_as_good_in_time_and_memory(tmp_path: Path) -> None:
     def columns(**peers: Column) -> dict[str, Column]:
         return {"eaves": column(1, 100), "eaves-memory": column(2, 50), **peers, LIMIT: column(1, 10)}
 
@@ -280,9 +280,9 @@ def test_the_page_says_where_a_peer_beats_one_of_the_ways_of_eaves(tmp_path: Pat
     put(tmp_path, [measured])
     put(tmp_path, [measured_table(columns(torch=column(1.2, 52), fla=column(2, 50)))], "seed")
     lines = text_of(tmp_path, measured).splitlines()
-    begin = lines.index("<!-- ways -->")
+    begin = lines.index("<!-- as-good -->")
     assert lines[begin + 1 : begin + 6] == [
-        "| operator | mode | way | peer | rows | where | time, peer / way | memory, peer / way |",
+        "| operator | mode | provider | peer | rows | where | time, peer / provider | memory, peer / provider |",
         "|---|---|---|---|---|---|---|---|",
         "| toy | fwd | eaves-memory | torch | 2 of 3 | n 1024, 131072 | 0.600 to 0.750 | 1.000 to 1.020 |",
         "| toy | fwd | eaves-memory | fla | 1 of 3 | n 131072 | 1.020 | 0.800 |",
@@ -296,7 +296,7 @@ def test_the_page_says_that_no_peer_is_faster(tmp_path: Path) -> None:
     text = text_of(tmp_path, measured)
     words = "No row is slower than its best peer, or takes more memory, by more than 3 %."
     assert f"<!-- slower -->\n{words}\n<!-- end -->\n" in text
-    assert "<!-- ways -->\nNo peer beats a way of eaves.\n<!-- end -->\n" in text
+    assert "<!-- as-good -->\nThere is no such row.\n<!-- end -->\n" in text
 
 
 def test_the_page_opens_with_where_and_when_it_was_measured(tmp_path: Path) -> None:

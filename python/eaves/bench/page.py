@@ -154,7 +154,7 @@ def _more(operator: Operator) -> str:
 
 
 def _contents(stored: StoredFolder) -> list[str]:
-    lines = [f"- {_link(heading)}" for heading in (summary.RANGES, summary.ENDS, slower.HEADING)]
+    lines = [f"- {_link(heading)}" for heading in (summary.RANGES, summary.ENDS, slower.HEADING, slower.AS_GOOD)]
     for operator in stored.operators:
         if any(result.operator is operator for result in stored.results):
             more = f", {_link(_more(operator))}" if stored.other_tables(operator) else ""

@@ -76,7 +76,7 @@ def values_of(measured: MeasuredTable, kind: Kind, measurement: Measurement) -> 
 
 
 def is_peer(name: str) -> bool:
-    """Whether this is one of the others: eaves-memory is another way of our own."""
+    """Whether this is one of the others: eaves-memory is eaves too."""
     return name.split("-")[0] != EAVES and name != LIMIT
 
 

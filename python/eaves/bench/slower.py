@@ -1,9 +1,8 @@
 """Where a peer is faster, or takes less memory: every row of every result file whose best peer is below eaves by more
-than noise, merged twice: by operator and mode, and by table and peer. And where a peer beats one of eaves' ways, of
-which there may be several (eaves, eaves-memory): it is better in time or memory, and not worse in the other, so that
-nothing speaks for this way.
+than noise, merged twice: by operator and mode, and by table and peer. And where a peer is at least as good in time and
+memory together as a provider of eaves (eaves, eaves-memory).
 
-The first and the last stand between two markers, because other documents show them too (tools/check_docs).
+The first and the last table stand between two markers, because other documents show them too (tools/check_docs).
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from eaves.bench.stored import StoredFolder
 from eaves.bench.summary import anchor
 
 HEADING = "Where a peer is faster"
+AS_GOOD = "Where a peer is at least as good in time and memory"
 
 NOISE = 0.03
 """Two runs of one row differ by so much."""
@@ -59,19 +59,19 @@ def _cells(stored: StoredFolder) -> Iterator[_Cell]:
 
 @dataclass(frozen=True)
 class _Pair:
-    """A row that one of eaves' ways and a peer have both numbers of."""
+    """A row that a provider of eaves and a peer have both numbers of."""
 
     operator: str
     table: Table
     row: Row
-    way: str
+    provider: str
     peer: str
     time: float
-    """The peer's by the way's; memory too."""
+    """The peer's by the provider's; memory too."""
     memory: float
 
     @property
-    def is_beaten(self) -> bool:
+    def is_as_good(self) -> bool:
         ratios = (self.time, self.memory)
         return min(ratios) < 1 - NOISE and max(ratios) <= 1 + NOISE
 
@@ -81,16 +81,16 @@ def _pairs(stored: StoredFolder) -> Iterator[_Pair]:
         for measured in result.tables:
             for row, measurement in zip(measured.table.rows, measured.measurements):
                 times, memory = (values_of(measured, kind, measurement) for kind in _WORDS)
-                for way in (name for name in measured.providers if not is_peer(name)):
+                for provider in (name for name in measured.providers if not is_peer(name)):
                     for peer in filter(is_peer, measured.providers):
-                        of_time, of_memory = (quotient(values[peer], values[way]) for values in (times, memory))
+                        of_time, of_memory = (quotient(values[peer], values[provider]) for values in (times, memory))
                         if of_time is not None and of_memory is not None:
-                            yield _Pair(result.operator.name, measured.table, row, way, peer, of_time, of_memory)
+                            yield _Pair(result.operator.name, measured.table, row, provider, peer, of_time, of_memory)
 
 
 _PERCENT = f"{100 * NOISE:.0f} %"
 _NOWHERE = f"No row is slower than its best peer, or takes more memory, by more than {_PERCENT}."
-_UNBEATEN = "No peer beats a way of eaves."
+_NONE_AS_GOOD = "There is no such row."
 
 _Item = TypeVar("_Item")
 
@@ -117,13 +117,15 @@ def section(stored: StoredFolder) -> list[str]:
     ]
     lines += _by_table([cell for cell in cells if cell.is_slower])
     return lines + [
-        f"A peer beats a way of eaves where it takes less time or less memory, by more than {_PERCENT}, and at most",
-        f"{_PERCENT} more of the other. A way is a column: `eaves` is the default, `eaves-<algorithm>` is called with",
-        "that `algorithm`. The backward of linear_cross_entropy by itself is `memory` in the column `eaves`, because",
-        "the default has computed the gradients by then.",
+        f"## {AS_GOOD}",
         "",
-        "<!-- ways -->",
-        *_by_way(list(_pairs(stored))),
+        f"The rows where a peer takes less time or less memory, by more than {_PERCENT}, and at most {_PERCENT}",
+        "more of the other. The provider `eaves` is the default, `eaves-<algorithm>` is called with that",
+        "`algorithm`. The backward of linear_cross_entropy by itself is `memory` in the column `eaves`,",
+        "because the default has computed the gradients by then.",
+        "",
+        "<!-- as-good -->",
+        *_by_provider(list(_pairs(stored))),
         "<!-- end -->",
         "",
     ]
@@ -158,19 +160,19 @@ def _by_table(slower: Sequence[_Cell]) -> list[str]:
     return [*lines, ""]
 
 
-def _by_way(pairs: Sequence[_Pair]) -> list[str]:
+def _by_provider(pairs: Sequence[_Pair]) -> list[str]:
     lines = [
-        "| operator | mode | way | peer | rows | where | time, peer / way | memory, peer / way |",
+        "| operator | mode | provider | peer | rows | where | time, peer / provider | memory, peer / provider |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    groups = _grouped(pairs, lambda pair: (pair.operator, pair.table.mode, pair.way, pair.peer))
+    groups = _grouped(pairs, lambda pair: (pair.operator, pair.table.mode, pair.provider, pair.peer))
     for words, group in groups.items():
-        beaten = [pair for pair in group if pair.is_beaten]
-        if beaten:
-            parts = [*words, f"{len(beaten)} of {len(group)}", _lengths(beaten)]
-            parts += [_range(pair.time for pair in beaten), _range(pair.memory for pair in beaten)]
+        as_good = [pair for pair in group if pair.is_as_good]
+        if as_good:
+            parts = [*words, f"{len(as_good)} of {len(group)}", _lengths(as_good)]
+            parts += [_range(pair.time for pair in as_good), _range(pair.memory for pair in as_good)]
             lines.append(f"| {' | '.join(parts)} |")
-    return lines if len(lines) > 2 else [_UNBEATEN]
+    return lines if len(lines) > 2 else [_NONE_AS_GOOD]
 
 
 def _range(ratios: Iterable[float]) -> str:
