@@ -263,7 +263,8 @@ def cross_entropy(
         outputs = call(_OP, _forward, *arguments, computed, number_tensor=number_tensor)
     else:
         refuse_gradient(_OP, "target", target)
-        needs_target_mass = is_soft or (weight is not None and label_smoothing != 0)
+        may_smooth = numbers[0] != 0.0 or number_tensor is not None
+        needs_target_mass = is_soft or (weight is not None and may_smooth)
         if not inplace_backward or is_compiling:
             computed = kept_for_backward(wanted, mode, needs_target_mass)
             outputs = apply(_OP, _CrossEntropy, *arguments, computed, wanted, number_tensor)
@@ -399,6 +400,12 @@ def refuse_in_place(input: Tensor) -> None:
         raise NotImplementedError(
             f"{_OP}: inplace_backward does not go with torch.vmap and torch.func, which may use input again; leave it "
             "out"
+        )
+    # The core says the same of what it writes, but of float16 it writes in the backward.
+    if torch._debug_has_internal_overlap(input) == 1:
+        raise ValueError(
+            f"{_OP}: input has shape {shape_of(input)} and strides {list(input.stride())}, so that elements share "
+            "memory; expected an address for each, because inplace_backward writes it"
         )
     base = input._base if input._is_view() else None
     if input.requires_grad and (input.is_leaf or (base is not None and base.is_leaf and base.requires_grad)):

@@ -880,7 +880,8 @@ class _Speed(torch.autograd.Function):
         outputs, computed_gradients = tuple(results[:count]), results[count:]
         ctx.bits = gradients & ~WIDE_WEIGHT
         _save(ctx, arguments, outputs)
-        if torch.compiler.is_compiling():
+        ctx.saves_gradients = torch.compiler.is_compiling()
+        if ctx.saves_gradients:
             # Nothing is computed again, and compiled autograd follows saved tensors alone.
             ctx.save_for_backward(*computed_gradients)
         else:
@@ -894,6 +895,8 @@ class _Speed(torch.autograd.Function):
         if all(grad is None for grad in upstream):
             return None, None, None, *_NOTHING
         if torch.compiler.is_compiling():
+            if not ctx.saves_gradients:  # compiled autograd of a call that was not compiled
+                return _compute_again(ctx, upstream)
             # A graph may run twice, and its saved tensors cannot be written over.
             assert grad_loss is not None
             scaled = [(each.to(grad_loss.dtype) * grad_loss).to(each.dtype) for each in ctx.saved_tensors]

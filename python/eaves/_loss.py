@@ -137,11 +137,10 @@ def numbers_of(
     The defaults of a caller are 0 and not 0.0: torch.compile(dynamic=True) takes a default that is a float for one that
     changes, and compiles twice.
     """
-    smoothing = 0.0
-    if label_smoothing != 0:
+    smoothing, z_weight = 0.0, 0.0
+    if type(label_smoothing) is not int or label_smoothing != 0:
         smoothing = number_of(op, "label_smoothing", label_smoothing, 0.0, 1.0, "0 to 1")
-    z_weight = 0.0
-    if z_loss != 0:
+    if type(z_loss) is not int or z_loss != 0:
         z_weight = number_of(op, "z_loss", z_loss, 0.0, math.inf, "a number that is not negative")
     factor = 1.0 if scale is None else _positive(op, "scale", scale)
     cap = 0.0 if softcap is None else _positive(op, "softcap", softcap)
@@ -169,7 +168,9 @@ def normalizer_of(op: str, normalizer: object, mode: int, dtype: torch.dtype, de
     if mode != MEAN:
         raise ValueError(f'{op}: normalizer is given, but only the mean divides: expected reduction="mean"')
     if not isinstance(normalizer, Tensor):
-        number = number_of(op, "normalizer", normalizer, -math.inf, math.inf, "a number, or a tensor of one")
+        most = torch.finfo(dtype).max
+        expected = f"a number that {name_of(dtype)} has, or a tensor of one"
+        number = number_of(op, "normalizer", normalizer, -most, most, expected)
         if torch.compiler.is_compiling():  # so that it stays variable, see number_tensor_of
             return torch.ones((), dtype=dtype, device=device) * number
         return torch.full((), number, dtype=dtype, device=device)

@@ -132,12 +132,14 @@ def number_of(op: str, name: str, value: object, low: float, high: float, expect
     number: Any = value
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
         number = torch.sym_float(value)  # type: ignore[no-untyped-call]
-    elif type(value) is float or type(value) is int:
-        number = float(value)
-    elif isinstance(value, (bool, Tensor, str)) or not hasattr(value, "__float__"):
-        raise TypeError(f"{op}: {name} is {value!r}, expected {expected}")
-    else:
-        number = float(number)
+    elif type(value) is not float:
+        is_number = type(value) is int or (not isinstance(value, (bool, Tensor, str)) and hasattr(value, "__float__"))
+        if not is_number:
+            raise TypeError(f"{op}: {name} is {value!r}, expected {expected}")
+        try:
+            number = float(number)
+        except OverflowError:  # of an int
+            number = math.inf
     if not (low <= number <= high and -math.inf < number < math.inf):
         raise ValueError(f"{op}: {name} is {value_for_message(value)}, expected {expected}")
     return number  # type: ignore[no-any-return]
@@ -286,7 +288,7 @@ def number_tensor_of(*numbers: float) -> Tensor | None:
     Of a float argument torch.compile compiles an operator again for each value. A float stays variable only as an
     operand of tensor arithmetic, so each is multiplied by a tensor of 1.
     """
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() or is_transforming():  # batching rules take numbers as numbers
         return None
     from torch.fx.experimental.symbolic_shapes import has_static_value
 

@@ -5,6 +5,7 @@ right, breaks no graph, and is compiled for its first value and once more, or wi
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -131,6 +132,33 @@ def test_the_default_backend_reads_the_number_of_each_call(
     function: Callable[..., Tensor], device: torch.device, fresh_compiler: None
 ) -> None:
     check(function, "scale", (1.5, 2.5, 2.25, 0.125), device, 2, backend="inductor")
+
+
+@each("function", LOSSES[:2])
+def test_under_vmap_each_number_is_right(
+    function: Callable[..., Tensor], device: torch.device, fresh_compiler: None
+) -> None:
+    tensors = [each.to(device) for each in (HIDDEN, HEAD, TARGET, WEIGHT)]
+    x, target = torch.stack([tensors[0], tensors[0] * 2]), torch.stack([tensors[2]] * 2)
+
+    def of_batch(z_loss: float) -> Tensor:
+        return torch.vmap(lambda x, t: function(x, tensors[1], t, tensors[3], z_loss=z_loss))(x, target)
+
+    compiled = torch.compile(of_batch, fullgraph=True, backend="aot_eager")
+    for number in (0.1, 0.2, 0.3):
+        torch.testing.assert_close(compiled(number), of_batch(number), rtol=1e-6, atol=1e-7)
+
+
+@each("function", LOSSES)
+@each("name", ["normalizer", "z_loss", "scale", "softcap", "label_smoothing"])
+def test_numbers_of_numpy_are_numbers(
+    name: str, function: Callable[..., Tensor], device: torch.device, fresh_compiler: None
+) -> None:
+    expected = gradients(function, device, **{name: 0.5})
+    for kind in (numpy.float64, numpy.float32, numpy.float16):
+        for actual, wanted in zip(gradients(function, device, **{name: kind(0.5)}), expected, strict=True):
+            assert torch.equal(actual, wanted)
+    check(function, name, tuple(map(numpy.float64, (0.5, 0.25, 0.75))), device, 2)
 
 
 def test_all_numbers_at_once(device: torch.device, fresh_compiler: None) -> None:

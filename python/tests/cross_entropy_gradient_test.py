@@ -369,6 +369,13 @@ def test_logits_in_place_that_were_changed_before_the_backward_are_noticed(
 
 
 @each("dtype", [torch.float32, torch.float16])
+def test_in_place_logits_that_share_memory_are_refused_in_the_forward(dtype: torch.dtype, device: torch.device) -> None:
+    row = random_tensor((33,), dtype, device).requires_grad_() * 1
+    with pytest.raises(ValueError, match=r"^cross_entropy: input has .*share memory"):
+        eaves.cross_entropy(row.expand(9, 33), torch.zeros(9, dtype=torch.int64, device=device), inplace_backward=True)
+
+
+@each("dtype", [torch.float32, torch.float16])
 def test_a_second_backward_in_place_is_refused(dtype: torch.dtype, device: torch.device) -> None:
     for factor in (1.0, 2.0):
         logits = random_tensor((9, 33), dtype, device).requires_grad_() * 1

@@ -111,6 +111,13 @@ def test_an_int_beyond_64_bits(value: int, device: torch.device) -> None:
             assert_refused_by(function, ValueError, expected, *arguments, **given | {name: value})
 
 
+def test_numbers_beyond_the_range_of_the_loss(device: torch.device) -> None:
+    arguments = logits_and_target(device)
+    for name, expected in (("normalizer", "a number that float32 has"), ("z_loss", "not negative")):
+        for value in (10**400, math.inf, -math.inf, math.nan, *([1e300] if name == "normalizer" else [])):
+            assert_refused(ValueError, f"{name} is .*expected .*{expected}", *arguments, **{name: value})
+
+
 # ---------------------------------------------------------------------------------------------------------------- names
 
 

@@ -267,8 +267,10 @@ def test_autocast_casts_the_factors_of_the_product(algorithm: str, device: torch
             cast[0], cast[1], target, linear_bias=cast[2], algorithm=algorithm, grad_weight_out=sums
         )
         assert loss.dtype == torch.float32 and torch.equal(loss, expected)
-        grads = torch.autograd.grad(loss, given)
+        grads = torch.autograd.grad(loss, given, retain_graph=True)
         wanted = torch.autograd.grad(expected, [cast[0], cast[2]])
+        for again, first in zip(torch.autograd.grad(loss, given), grads, strict=True):
+            assert torch.equal(again, first)
         assert [g.dtype for g in grads] == list(dtypes)
         assert torch.equal(grads[0], wanted[0].to(dtypes[0])) and torch.equal(grads[2], wanted[1])
         # Summed in float32, and of a head in float32 never rounded to 16 bits.

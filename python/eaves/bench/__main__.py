@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None, operators: Sequence[Operator] = OPER
         try:
             arguments = parse_arguments(argv)
             if arguments.page is not None:
-                page.draw_again(arguments.page, operators)
+                _draw_again(arguments.page, operators)
             else:
                 run_bench(arguments, operators)
             return 0
@@ -32,6 +32,14 @@ def main(argv: Sequence[str] | None = None, operators: Sequence[Operator] = OPER
             return _fail(stop.EXIT_CODE, stopped)
         except (OSError, RuntimeError) as error:
             return _fail(1, error)
+
+
+def _draw_again(folder: str, operators: Sequence[Operator]) -> None:
+    try:
+        with stop.interruptible():
+            page.draw_again(folder, operators)
+    except KeyboardInterrupt:
+        raise stop.Stopped("stopped while it drew; some of the pictures are new: draw the page again") from None
 
 
 def _fail(exit_code: int, sentence: Exception) -> int:

@@ -1,6 +1,7 @@
 """Ctrl-C and its like: SIGINT, SIGTERM and, unless it is ignored (nohup), SIGHUP.
 
-The first is a KeyboardInterrupt in what is measured, and nowhere else: what writes files is not interrupted. The second
+The first is a KeyboardInterrupt in what is measured or drawn again, and nowhere else: what writes the results of a run
+is not interrupted. The second
 ends the program at once and removes its temporary files, even while Python waits for a call into a library.
 """
 
@@ -86,7 +87,9 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 def _end_at_the_second(reader: int) -> None:
     with os.fdopen(reader, "rb", buffering=0) as numbers:
         first: float | None = None
-        while numbers.read(1):
+        while number := numbers.read(1):
+            if number[0] not in _SIGNALS:
+                continue
             now = time.monotonic()
             if first is None:
                 first = now
