@@ -56,6 +56,7 @@ from eaves._operator import (
     each_of_batch,
     index_of,
     is_batched,
+    is_exporting,
     is_transforming,
     name_of,
     needs_autograd,
@@ -681,7 +682,7 @@ def _given(*tensors: Tensor | None) -> list[Tensor]:
 
 
 def _wanted_gradients(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> int:
-    if not torch.is_grad_enabled() or torch.compiler.is_exporting():  # see needs_function
+    if not torch.is_grad_enabled() or is_exporting():  # see needs_function
         return 0
     bits = OF_INPUT if input.requires_grad else 0
     bits |= OF_WEIGHT if linear_weight.requires_grad else 0

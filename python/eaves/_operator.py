@@ -231,12 +231,17 @@ def is_batched(upstream: Tensor) -> bool:
     return is_transforming() or _is_legacy_batched(upstream)
 
 
+def is_exporting() -> bool:
+    # torch.compiler.is_exporting() is True in all that PyTorch 2.11 compiles.
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+
+
 def needs_function(*tensors: Tensor) -> bool:
     """True where a call has to go through its autograd.Function: where a derivative depends on it, and always under
     torch.compile. Never in a program of torch.export, which would keep the forward of the Function and give no
     derivative without a word: the operator refuses to."""
     if torch.compiler.is_compiling():
-        return not torch.compiler.is_exporting()
+        return not is_exporting()
     return needs_autograd(*tensors)
 
 
@@ -368,7 +373,7 @@ def _refusing(op: str, overload: OpOverload) -> Callable[..., Any]:
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         is_tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         # A program is exported from a model with parameters, and asked here again when it runs.
-        if (is_tracked and not torch.compiler.is_exporting()) or any(map(_has_tangent, tensors)):
+        if (is_tracked and not is_exporting()) or any(map(_has_tangent, tensors)):
             raise NotImplementedError(
                 f"{op}: its derivative is lost where torch.compile traces torch.vmap or a transform of torch.func, in "
                 "a program of torch.export, and in direct calls of torch.ops.eaves; leave transforms outside of "
