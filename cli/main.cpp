@@ -18,7 +18,7 @@ constexpr int kWrongArgumentOrFile = 2;
 constexpr int kUnsupported = 3;
 
 int fail(int code, const char* message) {
-  std::fputs(fmt::format("eaves: {}\n", message).c_str(), stderr);  // throws nothing where nobody reads
+  std::fputs(fmt::format("eaves: {}\n", message).c_str(), stderr);  // fmt::print would throw where stderr is closed
   return code;
 }
 

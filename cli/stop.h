@@ -9,7 +9,7 @@ namespace eaves::cli {
 
 constexpr int kStoppedExitCode = 130;  // 128 + SIGINT, as a shell says it; the same for all of them
 
-/// What check_stop() throws. No std::exception, so that nobody takes it for the failure of a row.
+/// What check_stop() throws. No std::exception, so that no handler takes it for the failure of a row.
 struct Stopped {
   std::string message;
 };
