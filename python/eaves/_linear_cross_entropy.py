@@ -491,8 +491,8 @@ def _autocast(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) 
 
 def _as_multiplied(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     """The tensors of a call with the head in the dtype of input."""
-    input, linear_weight, *others = tensors
-    return tensors if linear_weight.dtype == input.dtype else (input, linear_weight.to(input.dtype), *others)
+    dtype = tensors[0].dtype
+    return tensors if tensors[1].dtype == dtype else (tensors[0], tensors[1].to(dtype), *tensors[2:])
 
 
 def _checked_weight(input: Tensor, linear_weight: Tensor, is_autocast: bool) -> Tensor:
