@@ -168,3 +168,23 @@ def test_two_ranks_have_the_loss_and_each_its_gradient() -> None:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(run_rank, (2, port), nprocs=2)
+
+
+def test_tensors_of_two_devices_are_refused(device: torch.device) -> None:
+    logits, target = torch.zeros(3, 4, device=device), torch.tensor([0, 1, 3], device=device)
+    weight, one = torch.ones(4, device=device), torch.ones((), device=device)
+    shard: dict[str, Any] = {"first_class": 0, "classes": 4}
+    statistics = eaves.cross_entropy_shard(logits, target, weight, **shard)
+    merged = eaves.cross_entropy_merge(statistics[None], target, classes=4, has_weight=True)
+    with pytest.raises(ValueError, match=r"^cross_entropy: target is on meta, expected .* \(as input\)$"):
+        eaves.cross_entropy_shard(logits, target.to("meta"), weight, **shard)
+    with pytest.raises(ValueError, match=r"^cross_entropy: weight is on meta, expected .* \(as input\)$"):
+        eaves.cross_entropy_shard(logits, target, weight.to("meta"), **shard)
+    with pytest.raises(ValueError, match=r"^cross_entropy: target is on meta, expected .* \(as statistics\)$"):
+        eaves.cross_entropy_merge(statistics[None], target.to("meta"), classes=4)
+    with pytest.raises(ValueError, match=r"^cross_entropy: grad_loss is on meta, expected .* \(as input\)$"):
+        eaves.cross_entropy_shard_gradient(one.to("meta"), logits, target, merged, weight, **shard)
+    for name in ("lse", "target_mass", "divisor"):
+        moved = merged._replace(**{name: getattr(merged, name).to("meta")})
+        with pytest.raises(ValueError, match=rf"^cross_entropy: merged\.{name} is on meta, expected .* \(as input\)$"):
+            eaves.cross_entropy_shard_gradient(one, logits, target, moved, weight, **shard)
