@@ -45,6 +45,7 @@ from eaves._operator import (
     accumulator_dtype,
     apply,
     batch_first,
+    binds_quickly,
     call,
     call_plainly,
     check_bool,
@@ -418,6 +419,7 @@ def refuse_in_place(input: Tensor) -> None:
 # ------------------------------------------------------------------------------------------------------------ autograd
 
 
+@binds_quickly
 class _CrossEntropy(torch.autograd.Function):
     """input -> the loss, and the outputs that the bits `computed` name, of which the user gets those of `wanted`."""
 
@@ -484,6 +486,7 @@ class _CrossEntropy(torch.autograd.Function):
         return grad_input, *nothing
 
 
+@binds_quickly
 class _Gradient(torch.autograd.Function):
     """The gradient, which has no derivative itself."""
 

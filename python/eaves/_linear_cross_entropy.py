@@ -48,6 +48,7 @@ from eaves._operator import (
     accumulator_dtype,
     apply,
     batch_first,
+    binds_quickly,
     call,
     check_bool,
     check_device,
@@ -794,6 +795,7 @@ def _differentiated(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor 
     return grads[0], grad_lse, pick(grads, ctx.computed, ENTROPY)
 
 
+@binds_quickly
 class _Memory(torch.autograd.Function):
     """input, linear_weight, linear_bias -> the loss, and the outputs that the bits `computed` name, of which the user
     gets those of `wanted`. The backward computes the logits again."""
@@ -818,6 +820,7 @@ class _Memory(torch.autograd.Function):
         return _compute_again(ctx, upstream)
 
 
+@binds_quickly
 class _Gradients(torch.autograd.Function):
     """The gradients, which have no derivative themselves."""
 

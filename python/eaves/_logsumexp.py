@@ -12,6 +12,7 @@ from eaves._operator import (
     accumulator_dtype,
     axes_of,
     batch_first,
+    binds_quickly,
     call,
     check_bool,
     check_dtype,
@@ -81,6 +82,7 @@ def logsumexp(
     return out
 
 
+@binds_quickly
 class _Logsumexp(torch.autograd.Function):
     """x -> (out, lse), or out alone where that is the lse, in the dtype that the backward needs."""
 
@@ -118,6 +120,7 @@ def _gradient(grad_out: Tensor, x: Tensor, lse: Tensor, axes: Sequence[int], kee
     return result
 
 
+@binds_quickly
 class _LogsumexpGradient(torch.autograd.Function):
     """grad_x = grad_out * p with p = exp(x - lse), differentiable in grad_out and in x (of which lse is a function).
 

@@ -14,6 +14,7 @@ from eaves._operator import (
     MAX_RANK,
     accumulator_dtype,
     apply,
+    binds_quickly,
     call,
     check_device,
     check_tensor,
@@ -428,6 +429,7 @@ def _encode(x: Tensor, theta: Tensor, *arguments: Any) -> Tensor:
     return out
 
 
+@binds_quickly
 class _LrpeCosine(torch.autograd.Function):
     """x, theta -> out, and of a softmax over the sequence the lse too."""
 
@@ -502,6 +504,7 @@ def _gradients(grad_out: Tensor, x: Tensor | None, theta: Tensor, *arguments: An
     return grad_x.transpose(1, 2) if turned and grad_x is not None else grad_x, grad_theta
 
 
+@binds_quickly
 class _Gradient(torch.autograd.Function):
     """grad_x and grad_theta, those that are wanted, differentiable in grad_out, x and theta.
 

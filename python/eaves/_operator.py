@@ -8,12 +8,13 @@ call than registering a gradient, and torch.compile traces it.
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -206,6 +207,29 @@ def apply(op: str, function: type[torch.autograd.Function], *arguments: object) 
             f"{op}: there is no forward-mode derivative; use the reverse mode (torch.autograd.grad, torch.func.vjp; "
             "of what has a second derivative, jacrev(jacrev(f)) is the Hessian)"
         ) from None
+
+
+class _Bound(NamedTuple):
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def apply_defaults(self) -> None:
+        pass
+
+
+class _Positional(inspect.Signature):
+    """The signature of a forward whose arguments are all given, and by their places."""
+
+    def bind(self, *args: Any, **kwargs: Any) -> Any:
+        return _Bound(args, kwargs)
+
+
+def binds_quickly(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """PyTorch 2.15 asks for the signature of a forward beside a setup_context in each call, and binds its arguments (8
+    of 13 us, AMD EPYC). Here it finds one that binds nothing."""
+    parameters = list(inspect.signature(function.forward).parameters.values())
+    function.forward.__signature__ = _Positional(parameters)  # type: ignore[attr-defined]
+    return function
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
