@@ -876,6 +876,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 
 def test_wrappers_of_torch_distributed_take_a_patched_model(process_group: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
@@ -887,9 +888,10 @@ def test_wrappers_of_torch_distributed_take_a_patched_model(process_group: None)
     assert_same_step(actual._replace(gradients=of_the_model), expected, FLOAT32_TOLERANCE)
 
     sharded = eaves.hf.patch(tiny_model("qwen2"))
+    mesh = init_device_mesh("cpu", (1,))  # or a machine with a GPU shards there
     for layer in sharded.model.layers:
-        fully_shard(layer)
-    fully_shard(sharded)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
     actual = step(sharded)
     whole = {name: gradient.full_tensor() for name, gradient in actual.gradients.items()}
     assert actual.output.logits is None
