@@ -1,12 +1,15 @@
 # The front door: make bench, make test. Each target says in one line what it does; `make help` prints them.
-# CUDA=OFF builds without the CUDA backend, CUDA=ON insists on it.
+# CUDA=OFF builds without the CUDA backend, CUDA=ON insists on it. CUDA_TARGETS=all builds for every GPU instead of those
+# of this machine (else the H100 and H200): for a wheel that goes to other machines.
 CUDA ?= AUTO
+CUDA_TARGETS ?= native
 BUILD := build/release
 JOBS ?= $(shell nproc)
 
 ifeq ($(filter $(CUDA),AUTO ON OFF),)
 $(error CUDA is "$(CUDA)", expected AUTO, ON or OFF)
 endif
+OPTIONS := -DEAVES_CUDA=$(CUDA) "-DEAVES_CUDA_TARGETS=$(CUDA_TARGETS)"
 
 # `make help` prints the comments behind the targets' names.
 help: ## print this list
@@ -14,19 +17,19 @@ help: ## print this list
 
 build: ## install what is missing, build build/release/eaves
 	@CUDA=$(CUDA) tools/setup build
-	@tools/build release $(JOBS) -DEAVES_CUDA=$(CUDA)
+	@tools/build release $(JOBS) $(OPTIONS)
 
 bench: build ## build, then print the tables of every operator for the device found
 	@$(BUILD)/eaves bench
 
 wheel: ## install what is missing, build the Python package into dist/ and install it into .venv
 	@CUDA=$(CUDA) tools/setup
-	@tools/wheel $(JOBS) -DEAVES_CUDA=$(CUDA)
+	@tools/wheel $(JOBS) $(OPTIONS)
 
 test: ## install what is missing, build, run every test, count them
 	@CUDA=$(CUDA) tools/setup
-	@tools/build release $(JOBS) -DEAVES_CUDA=$(CUDA)
-	@tools/wheel $(JOBS) -DEAVES_CUDA=$(CUDA)
+	@tools/build release $(JOBS) $(OPTIONS) all eaves_tests
+	@tools/wheel $(JOBS) $(OPTIONS)
 	@tools/run_tests $(BUILD)
 
 format: ## bring the C++ and Python sources into the project's format

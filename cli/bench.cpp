@@ -3,20 +3,20 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
-#include <memory>
+#include <fstream>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "cli/atomic_file.h"
-#include "cli/busy.h"
 #include "cli/commands.h"
 #include "cli/harness.h"
-#include "cli/operators.h"
 #include "cli/options.h"
 #include "cli/report.h"
 #include "cli/stop.h"
@@ -24,20 +24,18 @@
 #include "eaves/system.h"
 #include "runtime/runtime.h"
 
+// An operator is a line here and a name in chosen_operators(): <operator>_benchmark() is in src/ops/<operator>/.
+namespace eaves::bench {
+
+Operator logsumexp_benchmark();
+Operator cross_entropy_benchmark();
+Operator linear_cross_entropy_benchmark();
+Operator lrpe_cosine_benchmark();
+
+}  // namespace eaves::bench
+
 namespace eaves::cli {
 namespace {
-
-struct BenchArguments {
-  std::vector<std::string> operators;
-  std::string device;
-  std::string sweep = "quick";
-  std::string dtype;
-  std::string json_path;
-  std::string max_bytes;
-  int threads = 0;
-  int repetitions = 30;
-  double warm_up_ms = 500.0;
-};
 
 // One line that overwrites itself on a terminal; nothing where stderr is a file or a pipe.
 class Progress {
@@ -46,8 +44,7 @@ class Progress {
   ~Progress() { clear(); }
   void show(const bench::Table& table, std::size_t row) const {
     if (!is_terminal_) return;
-    fmt::print(stderr, "\r\033[K{} {} {}={} (row {} of {})", table.op, table.mode, table.axis_name,
-               table.rows[row].axis_value, row + 1, table.rows.size());
+    fmt::print(stderr, "\r\033[K{} {} (row {} of {})", table.op, table.rows[row].mode, row + 1, table.rows.size());
     std::fflush(stderr);
   }
   void clear() const {
@@ -58,19 +55,22 @@ class Progress {
   bool is_terminal_;
 };
 
-std::vector<Operator> chosen_operators(const std::vector<std::string>& names) {
-  const auto registered = registered_operators();
-  if (names.empty()) return {registered.begin(), registered.end()};
-  std::vector<Operator> chosen;
+constexpr double kBusy = 0.25;  // of the cores' time: half of one of two cores
+
+// A shape of the user's own is answered within 30 seconds: these, and what setting up takes.
+constexpr double kShapeMs = 15000.0;
+
+std::vector<bench::Operator> chosen_operators(const std::vector<std::string>& names) {
+  const std::vector<bench::Operator> known = {bench::logsumexp_benchmark(), bench::cross_entropy_benchmark(),
+                                              bench::linear_cross_entropy_benchmark(), bench::lrpe_cosine_benchmark()};
+  if (names.empty()) return known;
+  std::vector<bench::Operator> chosen;
   for (const std::string& name : names) {
-    std::string known;
-    const Operator* found = nullptr;
-    for (const Operator& candidate : registered) {
-      known += (known.empty() ? "" : ", ") + candidate.benchmark.name;
-      if (candidate.benchmark.name == name) found = &candidate;
-    }
-    if (found == nullptr) {
-      throw InvalidArgument(fmt::format("bench: there is no operator \"{}\", expected one of: {}", name, known));
+    const auto found = std::find_if(known.begin(), known.end(), [&](const auto& item) { return item.name == name; });
+    if (found == known.end()) {
+      std::string list;
+      for (const bench::Operator& item : known) list += (list.empty() ? "" : ", ") + item.name;
+      throw InvalidArgument(fmt::format("bench: there is no operator \"{}\", expected one of: {}", name, list));
     }
     chosen.push_back(*found);
   }
@@ -98,19 +98,19 @@ bool measure_rows(bench::Harness& harness, bench::MeasuredTable& measured) {
   return true;
 }
 
-// The tables of an operator, each printed as soon as it is measured; false where the run was stopped.
+// Each table is printed as soon as it is measured; false where the run was stopped.
 bool measure_tables(bench::Harness& harness, std::vector<bench::Table> tables, std::vector<bench::MeasuredTable>& run) {
-  const std::size_t first = run.size();
   bool is_complete = true;
   for (auto table = tables.begin(); is_complete && table != tables.end(); ++table) {
     run.push_back({std::move(*table), {}});
     is_complete = measure_rows(harness, run.back());
-    if (run.back().measurements.empty())
+    if (run.back().measurements.empty()) {
       run.pop_back();
-    else
-      show(bench::speed_table(run.back(), run) + "\n");
+    } else {
+      bench::mark_busy_rows(run);
+      show(bench::text_table(run.back()) + "\n");
+    }
   }
-  for (std::size_t i = first; i < run.size(); ++i) show(bench::memory_table(run[i]) + "\n");
   return is_complete;
 }
 
@@ -131,25 +131,84 @@ std::string describe_stopped(std::int64_t measured_rows, const std::string& json
   return rows + (json_path.empty() ? "above, and in no file without --json" : "in " + json_path);
 }
 
-// As in python/eaves/bench/published.py, but without its --protocol.
-constexpr const char* kPublished[] = {
-    "eaves started from published measurements of other libraries. `--sweep seed` measures the same shapes.",
-    "In their titles `lce` means linear_cross_entropy and `md_lrpe_cosine` means lrpe_cosine over a grid."};
+// "rows=2048,dim=768,v=50257" for the axes of an operator; "grid=4x8x8" may stand for a length.
+bench::Shape parse_shape(const bench::Operator& op, const std::string& text) {
+  bench::Shape shape;
+  double elements = 1.0;
+  std::vector<std::string> missing = op.axes;
+  const auto refuse = [&] {
+    const bool has_length = std::find(op.axes.begin(), op.axes.end(), "length") != op.axes.end();
+    throw InvalidArgument(fmt::format("--shape: is \"{}\", expected a size from 1 for each axis of {}: {}=...{}", text,
+                                      op.name, fmt::join(op.axes, "=...,"),
+                                      has_length ? " (or grid=4x8x8 instead of length)" : ""));
+  };
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    const std::string item = text.substr(begin, end - begin);
+    const std::size_t equals = std::min(item.find('='), item.size());
+    const std::string name = item.substr(0, equals);
+    const bool is_grid = name == "grid";
+    if (std::erase(missing, is_grid ? "length" : name) == 0 || equals == item.size()) refuse();
+    const Dims sizes = parse_list("--shape", item.substr(equals + 1), "sizes such as 2048 or 4x8x8", 'x');
+    for (const std::int64_t size : sizes) {
+      if (size < 1) refuse();
+      elements *= static_cast<double>(size);
+    }
+    if (is_grid) {
+      shape.grid = sizes;
+    } else if (sizes.size() == 1) {
+      shape.sizes[name] = sizes[0];
+    } else {
+      refuse();
+    }
+    begin = end + 1;
+  }
+  if (!missing.empty()) refuse();
+  if (elements > 1e15) throw InvalidArgument(fmt::format("--shape: {} is too large for any memory", text));
+  return shape;
+}
+
+// The share of all cores' time that others take: for a tenth of a second, in which this program sleeps. 0 where the
+// system does not say.
+double busy_share() {
+  struct Ticks {
+    double all = 0.0, idle = 0.0;
+  };
+  const auto read = [] {
+    std::ifstream file("/proc/stat");
+    std::string cpu;
+    file >> cpu;
+    Ticks ticks;
+    // user, nice, system, idle, iowait, irq, softirq, steal; what follows is in user and nice already.
+    double count = 0.0;
+    for (int field = 0; field < 8 && file >> count; ++field) {
+      ticks.all += count;
+      if (field == 3 || field == 4) ticks.idle += count;
+    }
+    return ticks;
+  };
+  const Ticks before = read();
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  const Ticks after = read();
+  return after.all > before.all ? 1.0 - (after.idle - before.idle) / (after.all - before.all) : 0.0;
+}
 
 void print_heading(Device device, const BenchArguments& arguments) {
   const SystemInfo system = system_info();
-  fmt::print("# {}, eaves {} (commit {})\n", runtime::device_name(device), system.version, system.commit);
+  fmt::print("# {}\n# eaves {}, commit {}\n", runtime::device_name(device), system.version, system.commit);
   if (device.type == DeviceType::cpu && arguments.threads > 0) fmt::print("# threads: {}\n", arguments.threads);
-  if (device.type == DeviceType::cpu) say_if_busy();
+  const double share = device.type == DeviceType::cpu ? busy_share() : 0.0;
+  if (share >= kBusy) fmt::print("# others take {:.0f} % of the cores' time: expect longer times\n", 100.0 * share);
   fmt::print(
-      "# speed in ms, median; limit: plain streaming of the same bytes in the same run, or the matrix products "
-      "alone; ratio: eaves / limit\n");
-  fmt::print("# memory in MiB: peak with inputs and outputs counted, and the workspace alone\n");
-  fmt::print("# {}\n\n", fmt::join(kPublished, "\n# "));
+      "# eaves, limit: milliseconds, the median; limit is plain streaming of the same\n"
+      "# bytes in the same run, or the matrix products alone; ratio: eaves / limit\n"
+      "# memory: MiB of inputs, outputs and workspace; workspace: MiB of it alone\n\n");
 }
 
+}  // namespace
+
 void run_bench(const BenchArguments& arguments) {
-  const std::vector<Operator> operators = chosen_operators(arguments.operators);
+  const std::vector<bench::Operator> operators = chosen_operators(arguments.operators);
   bench::Request request;
   request.sweep = arguments.sweep == "seed" ? bench::Sweep::seed : bench::Sweep::quick;
   request.device = arguments.device.empty() ? default_device() : parse_device(arguments.device);
@@ -168,15 +227,24 @@ void run_bench(const BenchArguments& arguments) {
   std::optional<AtomicFile> json_file;
   if (!arguments.json_path.empty()) json_file.emplace("--json", arguments.json_path);
 
+  const bool has_shape = !arguments.shape.empty();
+  if (has_shape && operators.size() != 1) throw InvalidArgument("--shape: expected one operator, whose shape it is");
+  std::vector<bench::Table> own;
+  if (has_shape) {
+    const bench::Operator& op = operators.front();
+    own = {{op.name, request.dtype, op.rows_of_shape(parse_shape(op, arguments.shape), request.dtype)}};
+    options.row_ms = kShapeMs / static_cast<double>(own.front().rows.size());
+  }
+
   defer_stop();
   print_heading(request.device, arguments);
   bench::Harness harness(options);
   std::vector<bench::MeasuredTable> run;
   bool is_complete = true;
   for (auto op = operators.begin(); is_complete && op != operators.end(); ++op) {
-    is_complete = measure_tables(harness, op->benchmark.tables(request), run);
+    is_complete = measure_tables(harness, has_shape ? own : op->tables(request), run);
   }
-  show(bench::marks_legend(run));
+  show(bench::summary(run));
   const std::int64_t measured_rows = count_measured_rows(run);
   if (is_complete && !arguments.max_bytes.empty() && measured_rows == 0) {
     throw InvalidArgument(fmt::format("--max-bytes: {} leaves out every row, expected more", arguments.max_bytes));
@@ -187,42 +255,6 @@ void run_bench(const BenchArguments& arguments) {
     json_file->commit();
   }
   if (!is_complete) throw Stopped{describe_stopped(measured_rows, arguments.json_path)};
-}
-
-}  // namespace
-
-void add_bench_command(CLI::App& program) {
-  CLI::App* command = program.add_subcommand("bench", "Measure operators against the limit of the device.");
-  command->footer(
-      fmt::format("{}\n\nExample:\n"
-                  "  eaves bench logsumexp --device cpu --dtype bf16 --max-bytes 8M --json result.json\n\n"
-                  "A run that is stopped (Ctrl-C, SIGTERM, SIGHUP) writes what it has measured and ends with exit code "
-                  "130.\nA second signal ends it at once.",
-                  fmt::join(kPublished, "\n")));
-  const auto arguments = std::make_shared<BenchArguments>();
-  command->add_option("operator", arguments->operators, "Operators to measure; without any: all of them");
-  command->add_option("--device", arguments->device, "cpu, cuda or cuda:N; without: cuda where a GPU is usable")
-      ->check(is_not_empty());
-  command
-      ->add_option("--sweep", arguments->sweep,
-                   "quick: lengths that suit the device; seed: the rows of the published tables, no others")
-      ->check(CLI::IsMember({"quick", "seed"}))
-      ->capture_default_str();
-  command->add_option("--dtype", arguments->dtype,
-                      "bf16, fp16, fp32 or fp64; without: bf16, and fp32 where it differs");
-  command->add_option("--json", arguments->json_path, "Also write the results to this file")->check(is_not_empty());
-  command->add_option("--threads", arguments->threads, "CPU threads; 0: all")
-      ->check(CLI::Range(0, 4096))
-      ->capture_default_str();
-  command->add_option("--max-bytes", arguments->max_bytes,
-                      "Leave out rows that read and write more, such as 64M or 2G");
-  command->add_option("--repetitions", arguments->repetitions, "Of each row; slow rows get fewer, at least 5")
-      ->check(CLI::Range(1, 100000))
-      ->capture_default_str();
-  command->add_option("--warm-up-ms", arguments->warm_up_ms, "Before each table, until the clocks have settled")
-      ->check(CLI::Range(0.0, 60000.0))
-      ->capture_default_str();
-  command->callback([arguments] { run_bench(*arguments); });
 }
 
 }  // namespace eaves::cli

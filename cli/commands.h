@@ -1,12 +1,27 @@
-// The commands of the program: each function adds one to the command line, with what runs when it is chosen.
+// The commands of the program, and what main() fills in for them from the command line. main.cpp alone knows the
+// parser.
 #pragma once
 
-#include <CLI/CLI.hpp>
+#include <string>
+#include <vector>
 
 namespace eaves::cli {
 
-void add_info_command(CLI::App& program);
-void add_bench_command(CLI::App& program);
-void add_run_command(CLI::App& program);
+void print_info(bool is_json);
+
+struct BenchArguments {
+  std::vector<std::string> operators;  ///< none: all
+  std::string device;                  ///< "": a GPU where one is usable
+  std::string sweep = "quick";
+  std::string shape;
+  std::string dtype;
+  std::string json_path;
+  std::string max_bytes;
+  int threads = 0;
+  int repetitions = 30;
+  double warm_up_ms = 500.0;
+};
+
+void run_bench(const BenchArguments& arguments);
 
 }  // namespace eaves::cli

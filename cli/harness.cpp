@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "cli/options.h"
@@ -49,23 +50,16 @@ std::vector<std::unique_ptr<runtime::Stopwatch>> make_stopwatches(Device device,
   return stopwatches;
 }
 
-// The yardstick of rows that bring none: it streams the bytes that the row declares.
-class Streaming : public Call {
- public:
-  Streaming(Arena& arena, const Row& row, std::uint64_t seed)
-      : source_(arena.normal(DType::bfloat16, {(row.read_bytes + 1) / 2}, seed)),
-        destination_(arena.output(DType::uint8, {row.write_bytes})),
-        read_bytes_(static_cast<std::size_t>(row.read_bytes)) {}
-  std::size_t workspace_bytes(const ExecutionContext&) const override { return 0; }
-  void run(const ExecutionContext& context) override {
-    const auto write_bytes = static_cast<std::size_t>(destination_.element_count());
-    runtime::stream_bytes(source_.device, source_.data, read_bytes_, destination_.data, write_bytes, context);
-  }
-
- private:
-  TensorView source_, destination_;
-  std::size_t read_bytes_;
-};
+// The limit of rows that bring none: it streams the bytes that the row declares.
+Call streaming(Arena& arena, const Row& row, std::uint64_t seed) {
+  const TensorView source = arena.normal(DType::bfloat16, {(row.read_bytes + 1) / 2}, seed);
+  const TensorView destination = arena.output(DType::uint8, {row.write_bytes});
+  const auto read_bytes = static_cast<std::size_t>(row.read_bytes);
+  const auto write_bytes = static_cast<std::size_t>(row.write_bytes);
+  return {.run = [=](const ExecutionContext& context) {
+    runtime::stream_bytes(source.device, source.data, read_bytes, destination.data, write_bytes, context);
+  }};
+}
 
 }  // namespace
 
@@ -76,8 +70,8 @@ struct Harness::Buffers {
     explicit Set(Device device) : call_arena(device), limit_arena(device) {}
     Arena call_arena;
     Arena limit_arena;
-    std::unique_ptr<Call> call;
-    std::unique_ptr<Call> limit;
+    Call call;
+    Call limit;
   };
   std::vector<std::unique_ptr<Set>> sets;
   std::unique_ptr<Arena> workspace_arena;
@@ -117,11 +111,8 @@ Harness::Buffers Harness::make_buffers(const Row& row) const {
     cli::check_stop();
     auto set = std::make_unique<Buffers::Set>(device);
     set->call = row.make_call(set->call_arena);
-    if (row.make_limit) {
-      set->limit = row.make_limit(set->limit_arena);
-    } else {
-      set->limit = std::make_unique<Streaming>(set->limit_arena, row, static_cast<std::uint64_t>(2 + i));
-    }
+    set->limit = row.make_limit ? row.make_limit(set->limit_arena)
+                                : streaming(set->limit_arena, row, static_cast<std::uint64_t>(2 + i));
     const std::int64_t set_bytes = std::max<std::int64_t>(1, set->call_arena.bytes() + set->limit_arena.bytes());
     buffers.sets.push_back(std::move(set));
     if (i == 0 && set_bytes < 2 * cache_bytes) {
@@ -129,7 +120,8 @@ Harness::Buffers Harness::make_buffers(const Row& row) const {
       wanted_sets = std::min(std::clamp<std::int64_t>(2 * cache_bytes / set_bytes, 2, 4), 1 + affordable);
     }
   }
-  buffers.workspace.bytes = buffers.sets.front()->call->workspace_bytes(context_);
+  const Call& call = buffers.sets.front()->call;
+  if (call.workspace_bytes) buffers.workspace.bytes = call.workspace_bytes(context_);
   buffers.workspace_arena = std::make_unique<Arena>(device);
   if (buffers.workspace.bytes > 0) buffers.workspace.data = buffers.workspace_arena->allocate(buffers.workspace.bytes);
   runtime::synchronize(device);
@@ -169,21 +161,43 @@ Measurement Harness::time(Buffers& buffers) {
   const Device device = options_.device;
   ExecutionContext call_context = context_;
   call_context.workspace = buffers.workspace;
-  const auto run_call = [&](Buffers::Set& set) { set.call->run(call_context); };
+  const auto run_call = [&](Buffers::Set& set) { set.call.run(call_context); };
+  const auto restore = [&](Buffers::Set& set) {
+    if (set.call.restore) set.call.restore();
+  };
   // Before the flush, which then evicts what restoring has left in the cache.
   const auto restore_and_flush = [&](Buffers::Set& set) {
-    set.call->restore();
+    restore(set);
     flush_cache();
   };
-  const auto run_limit = [&](Buffers::Set& set) { set.limit->run(context_); };
+  const auto run_limit = [&](Buffers::Set& set) { set.limit.run(context_); };
+  const auto measurement_of = [&](const Timing& call, const Timing& limit) {
+    const auto workspace_bytes = static_cast<std::int64_t>(buffers.workspace.bytes);
+    return Measurement{.eaves = call,
+                       .limit = limit,
+                       .peak_bytes = buffers.sets.front()->call_arena.bytes() + workspace_bytes,
+                       .workspace_bytes = workspace_bytes};
+  };
 
-  // At least once on every set: the first call on a buffer may fault its pages in or load a kernel.
+  // At least once on every set: the first call on a buffer may fault its pages in. Where a row has a time and one call
+  // takes most of it, that call is the measurement; on a GPU never the first one, which also loads kernels and
+  // libraries.
+  const bool has_time = options_.row_ms > 0.0;
+  const std::size_t first_timed = device.type == DeviceType::cuda ? 1 : 0;
   const std::size_t sets = buffers.sets.size();
   for (std::size_t i = 0; i < std::max<std::size_t>(kWarmUpCalls, sets); ++i) {
     cli::check_stop();
-    if (i >= sets) buffers.sets[i % sets]->call->restore();
+    if (i >= sets) restore(*buffers.sets[i % sets]);
+    const double begin = now_ms();
     run_call(*buffers.sets[i % sets]);
+    if (has_time) runtime::synchronize(device);
+    const double middle = now_ms();
     run_limit(*buffers.sets[i % sets]);
+    if (has_time) runtime::synchronize(device);
+    const double call_ms = middle - begin, limit_ms = now_ms() - middle;
+    if (has_time && i >= first_timed && call_ms + limit_ms > options_.row_ms / 3) {
+      return measurement_of({call_ms, call_ms, call_ms, 1}, {limit_ms, limit_ms, limit_ms, 1});
+    }
   }
   runtime::synchronize(device);
   const double begin = now_ms();
@@ -193,8 +207,9 @@ Measurement Harness::time(Buffers& buffers) {
   run_limit(*buffers.sets[0]);
   runtime::synchronize(device);
   const double repetition_ms = std::max(1e-3, now_ms() - begin);
-  const int affordable = std::max(kMinimumRepetitions, static_cast<int>(std::min(1e6, kSlowRowMs / repetition_ms)));
-  const int repetitions = std::min(options_.repetitions, affordable);
+  const double affordable_ms = has_time ? options_.row_ms : kSlowRowMs;
+  const int affordable = static_cast<int>(std::min(1e6, affordable_ms / repetition_ms));
+  const int repetitions = std::min(options_.repetitions, std::max(has_time ? 1 : kMinimumRepetitions, affordable));
 
   auto call_stopwatches = make_stopwatches(device, repetitions);
   auto limit_stopwatches = make_stopwatches(device, repetitions);
@@ -213,12 +228,7 @@ Measurement Harness::time(Buffers& buffers) {
   }
   runtime::synchronize(device);
 
-  Measurement result;
-  result.eaves = summarize(call_stopwatches);
-  result.limit = summarize(limit_stopwatches);
-  result.workspace_bytes = static_cast<std::int64_t>(buffers.workspace.bytes);
-  result.peak_bytes = buffers.sets.front()->call_arena.bytes() + result.workspace_bytes;
-  return result;
+  return measurement_of(summarize(call_stopwatches), summarize(limit_stopwatches));
 }
 
 }  // namespace eaves::bench

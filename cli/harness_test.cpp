@@ -8,6 +8,8 @@
 #include <cstring>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <sstream>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -21,39 +23,43 @@ namespace {
 constexpr std::int64_t kInputBytes = 4096;
 constexpr std::size_t kWorkspaceBytes = 512;
 
-// Counts its runs and notes what it was given.
+// What a call was given.
 struct Log {
   int calls_made = 0;
   int runs = 0;
-  std::size_t workspace_bytes = 0;
-  bool has_workspace_memory = false;
+  Workspace workspace;
 };
 
-class CountingCall : public Call {
- public:
-  CountingCall(Arena& arena, Log& log) : log_(log) {
+/// A call that does `work` beside noting what it was given.
+template <typename Work = void (*)()>
+Row counting_row(
+    Log& log, Work work = [] {}) {
+  Row row{.mode = "fwd", .shape = {{"batch", 4}, {"n", 1024}}, .read_bytes = kInputBytes, .write_bytes = 256};
+  row.make_call = [&log, work](Arena& arena) {
     arena.normal(DType::float32, {kInputBytes / 4}, 1);
-    ++log_.calls_made;
-  }
-  std::size_t workspace_bytes(const ExecutionContext&) const override { return kWorkspaceBytes; }
-  void run(const ExecutionContext& context) override {
-    ++log_.runs;
-    log_.workspace_bytes = context.workspace.bytes;
-    log_.has_workspace_memory = context.workspace.data != nullptr;
-  }
-
- private:
-  Log& log_;
-};
-
-Row counting_row(Log& log) {
-  Row row;
-  row.axis_value = 1024;
-  row.shape = {{"batch", 4}, {"n", 1024}};
-  row.read_bytes = kInputBytes;
-  row.write_bytes = 256;
-  row.make_call = [&log](Arena& arena) { return std::make_unique<CountingCall>(arena, log); };
+    ++log.calls_made;
+    const auto run = [&log, work](const ExecutionContext& context) {
+      ++log.runs;
+      log.workspace = context.workspace;
+      work();
+    };
+    return Call{.run = run, .workspace_bytes = [](const ExecutionContext&) { return kWorkspaceBytes; }};
+  };
   return row;
+}
+
+/// The same as what a row may bring for the column `limit`.
+void add_limit(Row& row, Log& log) {
+  row.make_limit = [&log](Arena& arena) {
+    arena.allocate(kInputBytes);
+    ++log.calls_made;
+    return Call{.run = [&log](const ExecutionContext& context) {
+      ++log.runs;
+      log.workspace = context.workspace;
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }};
+  };
+  row.limit_bytes = kInputBytes;
 }
 
 HarnessOptions fast_options() {
@@ -76,50 +82,56 @@ TEST(Harness, RunsWarmUpsAndRepetitionsOnRotatedBuffersWithAWorkspace) {
   EXPECT_LE(measurement.eaves->median_ms, measurement.eaves->max_ms);
   EXPECT_GE(log.runs, measurement.eaves->repetitions + 3);
   EXPECT_GE(log.calls_made, 2) << "inputs that fit in the cache come in several sets";
-  EXPECT_EQ(log.workspace_bytes, kWorkspaceBytes);
-  EXPECT_TRUE(log.has_workspace_memory);
+  EXPECT_EQ(log.workspace.bytes, kWorkspaceBytes);
+  EXPECT_NE(log.workspace.data, nullptr);
   EXPECT_EQ(measurement.workspace_bytes, static_cast<std::int64_t>(kWorkspaceBytes));
   EXPECT_EQ(measurement.peak_bytes, kInputBytes + static_cast<std::int64_t>(kWorkspaceBytes)) << "of one set";
 }
 
 TEST(Harness, TheTimeOfACallIsWhatTheCallTakes) {
-  struct SleepingCall : Call {
-    std::size_t workspace_bytes(const ExecutionContext&) const override { return 0; }
-    void run(const ExecutionContext&) override { std::this_thread::sleep_for(std::chrono::milliseconds(5)); }
-  };
   Log log;
-  Row row = counting_row(log);
-  row.make_call = [](Arena&) { return std::make_unique<SleepingCall>(); };
+  const Row row = counting_row(log, [] { std::this_thread::sleep_for(std::chrono::milliseconds(5)); });
   const Measurement measurement = Harness(fast_options()).measure(row);
   ASSERT_TRUE(measurement.eaves.has_value());
   EXPECT_GE(measurement.eaves->min_ms, 5.0);
 }
 
-TEST(Harness, InputsThatACallOverwritesArePutBackBeforeItRunsAgain) {
-  struct OverwritingCall : Call {
-    explicit OverwritingCall(int& runs, int& bad_runs) : runs(runs), bad_runs(bad_runs) {}
-    std::size_t workspace_bytes(const ExecutionContext&) const override { return 0; }
-    void run(const ExecutionContext&) override {
-      ++runs;
-      bad_runs += is_overwritten;
-      is_overwritten = true;
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    void restore() override {
-      is_overwritten = false;
-      std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    }
-    bool is_overwritten = false;
-    int& runs;
-    int& bad_runs;
-  };
+TEST(Harness, ARowWithATimeMeasuresASlowCallOnceAndAFastOneOften) {
   Log log;
+  HarnessOptions options = fast_options();
+  options.row_ms = 300.0;
+  const Row slow = counting_row(log, [] { std::this_thread::sleep_for(std::chrono::milliseconds(101)); });
+  Measurement measurement = Harness(options).measure(slow);
+  EXPECT_EQ(log.runs, 1);
+  ASSERT_TRUE(measurement.eaves && measurement.limit);
+  EXPECT_EQ(measurement.eaves->repetitions, 1);
+  EXPECT_GE(measurement.eaves->median_ms, 101.0);
+  EXPECT_EQ(measurement.peak_bytes, kInputBytes + static_cast<std::int64_t>(kWorkspaceBytes));
+  options.row_ms = 60000.0;
+  measurement = Harness(options).measure(counting_row(log));
+  ASSERT_TRUE(measurement.eaves.has_value()) << measurement.skipped;
+  EXPECT_EQ(measurement.eaves->repetitions, 6);
+}
+
+TEST(Harness, InputsThatACallOverwritesArePutBackBeforeItRunsAgain) {
   for (const std::int64_t bytes : {kInputBytes, std::int64_t{1} << 30}) {  // in several sets, and in one
     int runs = 0, bad_runs = 0;
+    Log log;
     Row row = counting_row(log);
     row.make_call = [&](Arena& arena) {
       arena.allocate(static_cast<std::size_t>(bytes));
-      return std::make_unique<OverwritingCall>(runs, bad_runs);
+      const auto is_overwritten = std::make_shared<bool>(false);
+      const auto run = [&, is_overwritten](const ExecutionContext&) {
+        ++runs;
+        bad_runs += *is_overwritten;
+        *is_overwritten = true;
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      };
+      const auto restore = [is_overwritten] {
+        *is_overwritten = false;
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      };
+      return Call{.run = run, .restore = restore};
     };
     const Measurement measurement = Harness(fast_options()).measure(row);
     EXPECT_EQ(bad_runs, 0);
@@ -129,112 +141,55 @@ TEST(Harness, InputsThatACallOverwritesArePutBackBeforeItRunsAgain) {
   }
 }
 
-// What a row may bring for the column `limit`.
-struct LimitLog {
-  int made = 0;
-  int runs = 0;
-  bool has_workspace = false;
-};
-
-class SleepingLimit : public Call {
- public:
-  SleepingLimit(Arena& arena, LimitLog& log) : log_(log) {
-    arena.allocate(kInputBytes);
-    ++log_.made;
-  }
-  std::size_t workspace_bytes(const ExecutionContext&) const override { return 0; }
-  void run(const ExecutionContext& context) override {
-    ++log_.runs;
-    log_.has_workspace = context.workspace.data != nullptr;
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  }
-
- private:
-  LimitLog& log_;
-};
-
 TEST(Harness, ARowMayBringALimitThatRunsInsteadOfStreaming) {
-  Log log;
-  LimitLog limit;
+  Log log, limit;
   Row row = counting_row(log);
-  row.make_limit = [&](Arena& arena) { return std::make_unique<SleepingLimit>(arena, limit); };
-  row.limit_bytes = kInputBytes;
+  add_limit(row, limit);
   const Measurement measurement = Harness(fast_options()).measure(row);
   ASSERT_TRUE(measurement.limit.has_value()) << measurement.skipped;
   EXPECT_GE(measurement.limit->min_ms, 5.0);
   EXPECT_EQ(limit.runs, log.runs) << "one after the other";
-  EXPECT_EQ(limit.made, log.calls_made) << "on buffers of their own in each set";
-  EXPECT_FALSE(limit.has_workspace) << "that of the call is not its";
+  EXPECT_EQ(limit.calls_made, log.calls_made) << "on buffers of their own in each set";
+  EXPECT_EQ(limit.workspace.data, nullptr) << "that of the call is not its";
   EXPECT_EQ(measurement.peak_bytes, kInputBytes + static_cast<std::int64_t>(kWorkspaceBytes)) << "of the call alone";
 }
 
-TEST(Harness, RowWhoseLimitDoesNotFitSaysSoAndIsNotMade) {
+TEST(Harness, ARowThatCannotBeMeasuredSaysWhy) {
   Log log;
-  LimitLog limit;
-  Row row = counting_row(log);
-  row.make_limit = [&](Arena& arena) { return std::make_unique<SleepingLimit>(arena, limit); };
-  row.limit_bytes = std::int64_t{1} << 60;
-  const Measurement measurement = Harness(fast_options()).measure(row);
-  EXPECT_EQ(measurement.skipped.rfind("does not fit in memory: needs 1048576.0 TiB, ", 0), 0u) << measurement.skipped;
-  EXPECT_EQ(log.calls_made + limit.made, 0);
-}
-
-TEST(Harness, RowWhoseLimitIsNotSupportedSaysSo) {
-  Log log;
-  Row row = counting_row(log);
-  row.make_limit = [](Arena&) -> std::unique_ptr<Call> { throw Unsupported("there is no library of products"); };
-  EXPECT_EQ(Harness(fast_options()).measure(row).skipped, "not supported: there is no library of products");
-}
-
-TEST(Harness, RowThatDoesNotFitSaysSoAndIsNotMade) {
-  Log log;
-  Row row = counting_row(log);
-  row.read_bytes = std::int64_t{1} << 60;
-  const Measurement measurement = Harness(fast_options()).measure(row);
-  EXPECT_EQ(measurement.skipped.rfind("does not fit in memory: needs 2097152.0 TiB, ", 0), 0u) << measurement.skipped;
-  EXPECT_FALSE(measurement.eaves || measurement.limit);
+  const auto expect_skipped = [&](const Row& row, const std::string& reason, std::int64_t max_bytes = 0) {
+    HarnessOptions options = fast_options();
+    options.max_bytes = max_bytes;
+    const Measurement measurement = Harness(options).measure(row);
+    EXPECT_EQ(measurement.skipped.rfind(reason, 0), 0u) << measurement.skipped;
+    EXPECT_FALSE(measurement.eaves || measurement.limit);
+    EXPECT_EQ(log.runs, 0);
+  };
+  Row too_large = counting_row(log), limit_too_large = counting_row(log);
+  too_large.read_bytes = std::int64_t{1} << 60;
+  expect_skipped(too_large, "does not fit in memory: needs 2097152.0 TiB, ");
+  add_limit(limit_too_large, log);
+  limit_too_large.limit_bytes = std::int64_t{1} << 60;
+  expect_skipped(limit_too_large, "does not fit in memory: needs 1048576.0 TiB, ");
+  expect_skipped(counting_row(log), "left out: moves 4352 bytes, more than the 4096 of --max-bytes", 4096);
   EXPECT_EQ(log.calls_made, 0);
-}
 
-TEST(Harness, RowThatCannotBeSetUpSaysWhatTheDeviceSaid) {
-  Log log;
-  Row row = counting_row(log);
-  row.make_call = [](Arena&) -> std::unique_ptr<Call> { throw DeviceError("out of memory: 5 bytes"); };
-  EXPECT_EQ(Harness(fast_options()).measure(row).skipped, "could not be set up: out of memory: 5 bytes");
-}
-
-TEST(Harness, RowAboveMaxBytesIsLeftOut) {
-  Log log;
-  HarnessOptions options = fast_options();
-  options.max_bytes = 4096;
-  EXPECT_EQ(Harness(options).measure(counting_row(log)).skipped,
-            "left out: moves 4352 bytes, more than the 4096 of --max-bytes");
+  Row without_limit = counting_row(log), without_memory = counting_row(log);
+  without_limit.make_limit = [](Arena&) -> Call { throw Unsupported("there is no library of products"); };
+  expect_skipped(without_limit, "not supported: there is no library of products");
+  without_memory.make_call = [](Arena&) -> Call { throw DeviceError("out of memory: 5 bytes"); };
+  expect_skipped(without_memory, "could not be set up: out of memory: 5 bytes");
 }
 
 TEST(Harness, FailureWhileRunningIsNotHiddenInTheTable) {
-  class FailingCall : public Call {
-   public:
-    std::size_t workspace_bytes(const ExecutionContext&) const override { return 0; }
-    void run(const ExecutionContext&) override { throw DeviceError("launch failed"); }
-  };
   Log log;
-  Row row = counting_row(log);
-  row.make_call = [](Arena&) { return std::make_unique<FailingCall>(); };
+  const Row row = counting_row(log, [] { throw DeviceError("launch failed"); });
   EXPECT_THROW(Harness(fast_options()).measure(row), DeviceError);
 }
 
 MeasuredTable example_table() {
-  MeasuredTable measured;
-  measured.table.op = "example";
-  measured.table.mode = "fwd";
-  measured.table.title_suffix = "batch4-bf16";
-  measured.table.axis_name = "n";
+  MeasuredTable measured{.table = {.op = "example"}};
   for (const std::int64_t n : {1024, 131072, 262144}) {
-    Row row;
-    row.axis_value = n;
-    row.shape = {{"batch", 4}, {"n", n}};
-    row.read_bytes = 1'000'000;
-    measured.table.rows.push_back(row);
+    measured.table.rows.push_back({.mode = "fwd", .shape = {{"batch", 4}, {"n", n}}, .read_bytes = 1'000'000});
   }
   Measurement fits;
   fits.eaves = Timing{0.5, 0.4, 0.6, 30};
@@ -247,67 +202,90 @@ MeasuredTable example_table() {
   return measured;
 }
 
-TEST(Report, TablesHaveTheLayoutOfThePublishedOnes) {
-  EXPECT_EQ(speed_table(example_table(), {}),
-            "example-speed-fwd-batch4-bf16:\n"
-            "          n     eaves     limit  ratio\n"
-            "0    1024.0  0.500000  0.250000  2.000\n"
-            "1  131072.0  0.500000  0.250000  2.000\n"
-            "2  262144.0  does not fit in memory: needs 3.0 GiB, 1.2 GiB free\n");
-  EXPECT_EQ(memory_table(example_table()),
-            "example-memory-fwd-batch4-bf16:\n"
-            "          n     eaves  workspace\n"
-            "0    1024.0  1.500000   0.500000\n"
-            "1  131072.0  1.500000   0.500000\n"
-            "2  262144.0  does not fit in memory: needs 3.0 GiB, 1.2 GiB free\n");
-}
-
-TEST(Report, RowsThatTheAxisDoesNotTellApartAreNamed) {
+TEST(Report, WhatRowsHaveInCommonIsTheTitleAndTheRestTheirNames) {
   MeasuredTable measured = example_table();
-  measured.table.rows[1].options = {{"axes", "[0]"}};
-  EXPECT_NE(speed_table(measured, {}).find("2.000  batch=4 axes=[0]\n"), std::string::npos)
-      << speed_table(measured, {});
-}
-
-TEST(Report, AnOptionThatEveryRowHasIsLeftToTheTitle) {
-  MeasuredTable measured = example_table();
+  EXPECT_EQ(text_table(measured),
+            "example forward, batch 4, bfloat16\n"
+            "          eaves  limit  ratio  memory  workspace\n"
+            "n 1024    0.500  0.250   2.00    1.50      0.500\n"
+            "n 131072  0.500  0.250   2.00    1.50      0.500\n"
+            "n 262144: does not fit in memory: needs 3.0 GiB, 1.2 GiB free\n");
   for (Row& row : measured.table.rows) row.options = {{"reduction", "\"mean\""}};
-  EXPECT_EQ(speed_table(measured, {}), speed_table(example_table(), {}));
-  measured.table.rows[1].options.emplace_back("softcap", "30");
-  EXPECT_NE(speed_table(measured, {}).find("2.000  batch=4 softcap=30\n"), std::string::npos)
-      << speed_table(measured, {});
-  EXPECT_EQ(speed_table(measured, {}).find("reduction"), std::string::npos) << speed_table(measured, {});
+  measured.table.rows[1].options.emplace_back("argmax", "true");
+  measured.table.rows[2].mode = "fwd+bwd";
+  measured.table.dtype = DType::float32;
+  measured.measurements[1].eaves = Timing{1234.5, 1234.0, 1235.0, 30};
+  EXPECT_EQ(text_table(measured),
+            "example batch 4, reduction mean, float32\n"
+            "                           eaves  limit  ratio  memory  workspace\n"
+            "forward, n 1024            0.500  0.250   2.00    1.50      0.500\n"
+            "forward, n 131072, argmax   1234  0.250   4938    1.50      0.500\n"
+            "forward and backward, n 262144: does not fit in memory: needs 3.0 GiB, 1.2 GiB\n"
+            "  free\n");
+}
+
+TEST(Report, NoLineIsLongerThan80Columns) {
+  MeasuredTable measured = example_table();
+  for (std::int64_t i = 0; i < 3; ++i) {
+    auto& options = measured.table.rows[static_cast<std::size_t>(i)].options;
+    for (const char* key : {"activation_dim", "label_smoothing", "ignored_rows", "extra_tokens"}) {
+      options.emplace_back(key, std::to_string(i));
+      options.emplace_back(std::string("common_") + key, "1");
+    }
+  }
+  measured.measurements[0].mark = "unsteady";
+  std::istringstream lines(text_table(measured) + summary({measured}));
+  for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 80u) << line;
 }
 
 TEST(Report, RowsOfABusyMachineAreMarkedAndExplainedOnce) {
-  MeasuredTable quiet = example_table();
-  EXPECT_EQ(marks_legend({quiet}), "");
-  MeasuredTable busy = quiet;
+  const auto marks = [](std::vector<MeasuredTable> run) {
+    for (std::size_t count = 1; count <= run.size(); ++count) {  // each table, when the run has come to it
+      std::vector<MeasuredTable> so_far(run.begin(), run.begin() + static_cast<std::ptrdiff_t>(count));
+      mark_busy_rows(so_far);
+      run[count - 1] = so_far.back();
+    }
+    return run;
+  };
+  const MeasuredTable quiet = example_table();
+  EXPECT_EQ(summary(marks({quiet})).find("busy"), std::string::npos);
+  MeasuredTable busy = quiet, fast = quiet;
   busy.measurements[0].eaves = Timing{0.9, 0.4, 1.0, 30};
   busy.table.rows[1].read_bytes = 20'000'000;
   busy.measurements[1].limit = Timing{4.1, 4.0, 4.2, 30};
-  quiet.table.rows[1].read_bytes = 60'000'000;
-  quiet.measurements[1].limit = Timing{5.9, 5.0, 6.0, 30};  // 12 MB in a millisecond; the busy row 5
-  const std::string text = speed_table(busy, {quiet, busy});
-  EXPECT_NE(text.find("unsteady, fastest 0.400 of 0.200\n"), std::string::npos) << text;
-  EXPECT_NE(text.find("slow, fastest 0.400 of 4.000\n"), std::string::npos) << text;
-  EXPECT_EQ(speed_table(busy, {busy}).find("slow"), std::string::npos) << "nothing says that it could be faster";
-  const std::string legend = marks_legend({quiet, busy});
-  EXPECT_EQ(legend.rfind("# rows of a busy machine: 1 unsteady (", 0), 0u) << legend;
-  EXPECT_NE(legend.find(", 1 slow\n"), std::string::npos) << legend;
-  EXPECT_NE(marks_legend({busy, quiet}).find(", 0 slow\n"), std::string::npos) << "its table was printed before";
-}
+  fast.table.rows[1].read_bytes = 60'000'000;
+  fast.measurements[1].limit = Timing{5.9, 5.0, 6.0, 30};  // 12 MB in a millisecond; the busy row 5
+  const auto run = marks({fast, busy});
+  const std::string text = text_table(run[1]);
+  EXPECT_NE(text.find("\n  unsteady: the fastest repetitions took 0.400 and 0.200\n"), std::string::npos) << text;
+  EXPECT_NE(text.find("\n  slow: the fastest repetitions took 0.400 and 4.00\n"), std::string::npos) << text;
+  EXPECT_EQ(summary(run).rfind("rows of a busy machine: 1 unsteady (", 0), 0u) << summary(run);
+  EXPECT_EQ(marks({busy, fast})[0].measurements[1].mark, "") << "nothing said then that it could be faster";
 
-TEST(Report, ProductsAreNotComparedWithStreamsNorWithThoseOfOtherTypes) {
-  MeasuredTable streams = example_table(), products = example_table();
+  // Products are not compared with streams, nor with those of other types.
+  MeasuredTable streams = quiet, products = quiet;
   streams.measurements[0].limit = products.measurements[0].limit = Timing{2.0, 2.0, 2.0, 30};
   products.table.rows[0].operations = 1'000'000'000;
   MeasuredTable others = products;
-  others.table.dtype = DType::float32;
   others.table.rows[0].operations = 1'000'000;
-  EXPECT_EQ(marks_legend({streams, products, others}), "");
-  others.table.dtype = products.table.dtype;
-  EXPECT_NE(marks_legend({streams, products, others}), "");
+  EXPECT_EQ(marks({streams, products, others})[2].measurements[0].mark, "slow");
+  others.table.dtype = DType::float32;
+  for (const MeasuredTable& table : marks({streams, products, others})) EXPECT_EQ(table.measurements[0].mark, "");
+}
+
+TEST(Report, TheSummaryHasTheMedianAndTheWorstOfEachOperatorAndMode) {
+  MeasuredTable forward = example_table(), backward = example_table();
+  forward.table.rows[2].shape = {{"batch", 9}};
+  forward.measurements[2] = forward.measurements[0];
+  forward.measurements[1].eaves = Timing{1.0, 1.0, 1.0, 30};
+  for (Row& row : backward.table.rows) row.mode = "bwd";
+  EXPECT_EQ(summary({forward, backward}),
+            "summary: eaves / limit\n"
+            "                   rows  median  worst\n"
+            "example, forward      3    2.00   4.00\n"
+            "  worst: batch 4, n 131072, bfloat16\n"
+            "example, backward     2    2.00   2.00\n"
+            "  worst: batch 4, n 1024, bfloat16\n");
 }
 
 TEST(Report, ResultFileOfAStoppedRunSaysSo) {

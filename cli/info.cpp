@@ -1,8 +1,6 @@
 // `eaves info`: what this build has, what this machine has, what is missing and what that costs.
 #include <fmt/format.h>
 
-#include <cstdio>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -40,13 +38,6 @@ void print_text(const SystemInfo& system) {
 
 }  // namespace
 
-void add_info_command(CLI::App& program) {
-  CLI::App* command = program.add_subcommand("info", "What this build and this machine can do, and what is missing.");
-  command->footer("Example:\n  eaves info --json");
-  const auto is_json = std::make_shared<bool>(false);
-  command->add_flag("--json", *is_json, "Print JSON instead of text");
-  command->callback(
-      [is_json] { *is_json ? fmt::print("{}\n", system_json(system_info())) : print_text(system_info()); });
-}
+void print_info(bool is_json) { is_json ? fmt::print("{}\n", system_json(system_info())) : print_text(system_info()); }
 
 }  // namespace eaves::cli

@@ -1,21 +1,130 @@
-// The program `eaves`: reads the command line, runs one command, and turns the kinds of error into exit codes and one
-// sentence on stderr.
+// The program `eaves`: what the command line takes, the one command that it chooses, and the kinds of error as exit
+// codes and one sentence on stderr. The only file that includes the parser, which takes longer to compile than the
+// rest.
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
 #include <cstdio>
 #include <exception>
+#include <memory>
 #include <string>
+#include <type_traits>
+#include <variant>
+#include <vector>
 
 #include "cli/commands.h"
+#include "cli/run.h"
 #include "cli/stop.h"
 #include "eaves/error.h"
 #include "eaves/version.h"
 
+namespace eaves::cli {
 namespace {
 
 constexpr int kDeviceOrSystemFailed = 1;
 constexpr int kWrongArgumentOrFile = 2;
 constexpr int kUnsupported = 3;
+
+// A shell makes an empty text of an unset variable, which is not what leaving the option out means.
+const CLI::Validator kIsNotEmpty(
+    [](std::string& text) { return text.empty() ? std::string("is empty, expected a value") : std::string(); }, "");
+
+void add_threads(CLI::App& command, int& threads) {
+  command.add_option("--threads", threads, "CPU threads; 0: all")->check(CLI::Range(0, 4096))->capture_default_str();
+}
+
+void add_info(CLI::App& program) {
+  CLI::App* command = program.add_subcommand("info", "What this build and this machine can do, and what is missing.");
+  command->footer("Example:\n  eaves info --json");
+  const auto is_json = std::make_shared<bool>(false);
+  command->add_flag("--json", *is_json, "Print JSON instead of text");
+  command->callback([is_json] { print_info(*is_json); });
+}
+
+void add_bench(CLI::App& program) {
+  CLI::App* command = program.add_subcommand("bench", "Measure operators against the limit of the device.");
+  command->footer(
+      "Example:\n"
+      "  eaves bench logsumexp --device cpu --dtype bf16 --max-bytes 8M --json result.json\n"
+      "  eaves bench linear_cross_entropy --shape rows=2048,dim=768,v=50257\n\n"
+      "A run that is stopped (Ctrl-C, SIGTERM, SIGHUP) writes what it has measured and ends with exit code 130.\n"
+      "A second signal ends it at once.");
+  const auto arguments = std::make_shared<BenchArguments>();
+  command->add_option("operator", arguments->operators, "Operators to measure; without any: all of them");
+  command->add_option("--device", arguments->device, "cpu, cuda or cuda:N; without: cuda where a GPU is usable")
+      ->check(kIsNotEmpty);
+  command
+      ->add_option("--sweep", arguments->sweep,
+                   "quick: lengths that suit the device; seed: the rows of the published tables, no others")
+      ->check(CLI::IsMember({"quick", "seed"}))
+      ->capture_default_str();
+  command
+      ->add_option("--shape", arguments->shape,
+                   "A shape of your own, for one operator, in one table within 30 seconds: "
+                   "rows=2048,dim=768,v=50257 of linear_cross_entropy; rows and v of cross_entropy; rows and n of "
+                   "logsumexp; batch, length (or grid=4x8x8), heads and dim of lrpe_cosine")
+      ->check(kIsNotEmpty);
+  command->add_option("--dtype", arguments->dtype,
+                      "bf16, fp16, fp32 or fp64; without: bf16, and fp32 where it differs");
+  command->add_option("--json", arguments->json_path, "Also write the results to this file")->check(kIsNotEmpty);
+  add_threads(*command, arguments->threads);
+  command->add_option("--max-bytes", arguments->max_bytes,
+                      "Leave out rows that read and write more, such as 64M or 2G");
+  command->add_option("--repetitions", arguments->repetitions, "Of each row; slow rows get fewer, at least 5")
+      ->check(CLI::Range(1, 100000))
+      ->capture_default_str();
+  command->add_option("--warm-up-ms", arguments->warm_up_ms, "Before each table, until the clocks have settled")
+      ->check(CLI::Range(0.0, 60000.0))
+      ->capture_default_str();
+  command->callback([arguments] { run_bench(*arguments); });
+}
+
+void add_argument(CLI::App& command, const Argument& argument, Value& value) {
+  value = argument.value;
+  const auto add = [&]<typename T>(T& held) {
+    if constexpr (std::is_same_v<T, bool>) {
+      command.add_flag(argument.flag, held, argument.help);
+    } else {
+      CLI::Option* option = command.add_option(argument.flag, held, argument.help)->required(argument.is_required);
+      if (!argument.words.empty()) {
+        option->check(CLI::IsMember(argument.words));
+      } else if constexpr (std::is_same_v<T, std::string>) {
+        option->check(kIsNotEmpty);
+      }
+      if constexpr (std::is_same_v<T, std::vector<std::string>>) {
+        option->delimiter(',');
+      } else {
+        option->capture_default_str();
+      }
+    }
+  };
+  std::visit(add, value);
+}
+
+void add_run(CLI::App& program) {
+  CLI::App* run = program.add_subcommand("run", "Apply an operator to tensors of a safetensors file.");
+  run->footer("Example:\n  eaves run logsumexp --input in.safetensors --tensor x --output out.safetensors");
+  run->require_subcommand(1);
+  for (const RunOperator& item : run_operators()) {
+    CLI::App* command = run->add_subcommand(item.name, item.help);
+    command->footer("Example:\n  eaves run " + item.name + " --input in.safetensors " + item.example +
+                    " --output out.safetensors");
+    const auto arguments = std::make_shared<RunArguments>();
+    command->add_option("--input", arguments->input_path, "A safetensors file")->required();
+    command->add_option("--output", arguments->output_path, "The safetensors file to write; replaced if it exists")
+        ->required();
+    command->add_option("--device", arguments->device, "cpu, cuda or cuda:N")->capture_default_str();
+    add_threads(*command, arguments->threads);
+    for (const Argument& argument : item.arguments) {
+      add_argument(*command, argument, arguments->values[argument.flag]);
+    }
+    command->callback([&item, arguments] {
+      Run run(*arguments);
+      item.call(run);
+      run.finish();
+    });
+  }
+}
 
 int fail(int code, const char* message) {
   std::fputs(fmt::format("eaves: {}\n", message).c_str(), stderr);  // fmt::print would throw where stderr is closed
@@ -37,9 +146,7 @@ std::string describe(const CLI::App& program, const CLI::ParseError& error) {
   return fmt::format("{} ({} --help shows what is expected)", message, command);
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int run_program(int argc, char** argv) {
   CLI::App program{"Fused operators at the limit of the hardware: measure them, apply them to files, see what is here.",
                    "eaves"};
   program.footer(
@@ -49,11 +156,11 @@ int main(int argc, char** argv) {
       "130 it was stopped (Ctrl-C, SIGTERM, SIGHUP), and left no temporary file.");
   program.set_version_flag("--version", EAVES_VERSION);
   program.require_subcommand(1);
-  eaves::cli::handle_stop_signals();
+  handle_stop_signals();
   try {
-    eaves::cli::add_info_command(program);
-    eaves::cli::add_bench_command(program);
-    eaves::cli::add_run_command(program);
+    add_info(program);
+    add_bench(program);
+    add_run(program);
     program.parse(argc, argv);
     const bool is_written = std::fflush(stdout) == 0 && std::ferror(stdout) == 0;
     return is_written ? 0 : fail(kDeviceOrSystemFailed, "standard output cannot be written");
@@ -61,13 +168,18 @@ int main(int argc, char** argv) {
     return program.exit(request);
   } catch (const CLI::ParseError& error) {
     return fail(kWrongArgumentOrFile, describe(program, error).c_str());
-  } catch (const eaves::InvalidArgument& error) {
+  } catch (const InvalidArgument& error) {
     return fail(kWrongArgumentOrFile, error.what());
-  } catch (const eaves::Unsupported& error) {
+  } catch (const Unsupported& error) {
     return fail(kUnsupported, error.what());
-  } catch (const eaves::cli::Stopped& stopped) {
-    return fail(eaves::cli::kStoppedExitCode, stopped.message.c_str());
+  } catch (const Stopped& stopped) {
+    return fail(kStoppedExitCode, stopped.message.c_str());
   } catch (const std::exception& error) {
     return fail(kDeviceOrSystemFailed, error.what());
   }
 }
+
+}  // namespace
+}  // namespace eaves::cli
+
+int main(int argc, char** argv) { return eaves::cli::run_program(argc, argv); }

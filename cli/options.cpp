@@ -23,20 +23,6 @@ std::optional<std::int64_t> parse_number(std::string_view text) {
   return number;
 }
 
-Dims parse_list(const std::string& argument, const std::string& text, const char* expected) {
-  Dims list;
-  for (std::size_t begin = 0; begin <= text.size();) {
-    const std::size_t end = std::min(text.find(',', begin), text.size());
-    const auto number = parse_number(std::string_view(text).substr(begin, end - begin));
-    if (!number || list.size() == kMaxRank) {
-      throw InvalidArgument(fmt::format("{}: is \"{}\", expected up to {} {}", argument, text, kMaxRank, expected));
-    }
-    list.push_back(*number);
-    begin = end + 1;
-  }
-  return list;
-}
-
 }  // namespace
 
 Device parse_device(const std::string& text) {
@@ -86,17 +72,18 @@ std::int64_t parse_bytes(const std::string& argument, const std::string& text) {
   return *number << shift;
 }
 
-Dims parse_axes(const std::string& argument, const std::string& text) {
-  return parse_list(argument, text, "axes such as -1 or 0,2");
-}
-
-Dims parse_sizes(const std::string& argument, const std::string& text) {
-  return parse_list(argument, text, "sizes such as 8 or 4,8,8");
-}
-
-CLI::Validator is_not_empty() {
-  return CLI::Validator(
-      [](std::string& text) { return text.empty() ? std::string("is empty, expected a value") : std::string(); }, "");
+Dims parse_list(const std::string& argument, const std::string& text, const char* expected, char separator) {
+  Dims list;
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t end = std::min(text.find(separator, begin), text.size());
+    const auto number = parse_number(std::string_view(text).substr(begin, end - begin));
+    if (!number || list.size() == kMaxRank) {
+      throw InvalidArgument(fmt::format("{}: is \"{}\", expected up to {} {}", argument, text, kMaxRank, expected));
+    }
+    list.push_back(*number);
+    begin = end + 1;
+  }
+  return list;
 }
 
 std::string format_bytes(std::int64_t bytes) {

@@ -2,7 +2,6 @@
 // and what was expected.
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <cstdint>
 #include <string>
 
@@ -23,14 +22,8 @@ DType parse_dtype(const std::string& argument, const std::string& text);
 /// "4096", "64K", "64M", "2G" (powers of 1024) in bytes.
 std::int64_t parse_bytes(const std::string& argument, const std::string& text);
 
-/// "-1" or "0,2".
-Dims parse_axes(const std::string& argument, const std::string& text);
-
-/// "8" or "4,8,8".
-Dims parse_sizes(const std::string& argument, const std::string& text);
-
-/// Refuses an empty text: what a shell makes of an unset variable is not what leaving the option out means.
-CLI::Validator is_not_empty();
+/// "0,2" or "4,8,8"; `expected` is what a refusal asks for: "sizes such as 8 or 4,8,8".
+Dims parse_list(const std::string& argument, const std::string& text, const char* expected, char separator = ',');
 
 /// "1.5 GiB"; one decimal, the largest unit that leaves a number of at least 1.
 std::string format_bytes(std::int64_t bytes);

@@ -4,9 +4,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <ctime>
+#include <map>
 #include <nlohmann/json.hpp>
-#include <span>
+#include <utility>
 
 #include "eaves/system.h"
 #include "runtime/runtime.h"
@@ -16,56 +18,79 @@ namespace eaves::bench {
 namespace {
 
 constexpr double kMiB = 1024.0 * 1024.0;
+constexpr std::size_t kWidth = 80;
 
-// Right-aligned columns two spaces apart, after a left-aligned index. `notes[i]` stands at the end of row i: what the
-// row is where the axis alone does not say it, or why there are no numbers in it.
-struct TextTable {
-  std::vector<std::string> heads;
-  std::vector<std::vector<std::string>> rows;
-  std::vector<std::string> notes;
+// Three significant digits, and all digits of what is before the point.
+std::string three_digits(double number) {
+  if (number <= 0.0) return "0";
+  return fmt::format("{:.{}f}", number, std::clamp(2 - static_cast<int>(std::floor(std::log10(number))), 0, 9));
+}
 
-  std::string str() const {
-    std::vector<std::size_t> widths;
-    for (const std::string& head : heads) widths.push_back(head.size());
-    for (const auto& row : rows) {
-      for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
-    }
-    const std::size_t index_width = std::to_string(std::max<std::size_t>(rows.size(), 1) - 1).size();
-    std::string text(index_width, ' ');
-    for (std::size_t i = 0; i < heads.size(); ++i) text += fmt::format("  {:>{}}", heads[i], widths[i]);
-    text += '\n';
-    for (std::size_t r = 0; r < rows.size(); ++r) {
-      text += fmt::format("{:<{}}", r, index_width);
-      for (std::size_t i = 0; i < rows[r].size(); ++i) text += fmt::format("  {:>{}}", rows[r][i], widths[i]);
-      if (!notes[r].empty()) text += "  " + notes[r];
-      text += '\n';
-    }
-    return text;
-  }
+struct TextRow {
+  std::string name;
+  std::vector<std::string> cells;
+  std::string note = {};  // on lines of its own
 };
 
-// Tables whose rows differ in more than the axis name the rest: "batch=16 dim=1024 axes=[1]". What is the same option
-// in every row belongs to the title.
-std::string describe(const Table& table, const Row& row) {
-  if (table.axis_tells_all) return "";
-  const auto is_in_every_row = [&](const std::pair<std::string, std::string>& option) {
-    return std::all_of(table.rows.begin(), table.rows.end(), [&](const Row& any) {
-      return std::find(any.options.begin(), any.options.end(), option) != any.options.end();
-    });
-  };
-  std::string text;
-  const auto add = [&](const std::string& key, const auto& value) {
-    text += fmt::format("{}{}={}", text.empty() ? "" : " ", key, value);
-  };
-  const bool has_differing_options = std::any_of(table.rows.begin(), table.rows.end(), [&](const Row& any) {
-    return !std::all_of(any.options.begin(), any.options.end(), is_in_every_row);
-  });
-  if (!has_differing_options) return "";
-  for (const auto& [key, value] : row.shape) {
-    if (key != table.axis_name) add(key, value);
+// Names at the left, numbers in columns at the right; a name that leaves no room for the numbers has its own line.
+std::string layout(const std::string& title, const std::vector<std::string>& heads, const std::vector<TextRow>& rows) {
+  std::vector<std::size_t> widths;
+  for (const std::string& head : heads) widths.push_back(head.size());
+  for (const TextRow& row : rows) {
+    for (std::size_t i = 0; i < row.cells.size(); ++i) widths[i] = std::max(widths[i], row.cells[i].size());
   }
-  for (const auto& option : row.options) {
-    if (!is_in_every_row(option)) add(option.first, option.second);
+  std::size_t room = kWidth, longest = 0;
+  for (const std::size_t width : widths) room -= 2 + width;
+  for (const TextRow& row : rows) {
+    if (!row.cells.empty() && row.name.size() <= room) longest = std::max(longest, row.name.size());
+  }
+  const auto line = [&](const std::string& name, const std::vector<std::string>& cells) {
+    std::string text = fmt::format("{:<{}}", name, longest);
+    for (std::size_t i = 0; i < cells.size(); ++i) text += fmt::format("  {:>{}}", cells[i], widths[i]);
+    return text + '\n';
+  };
+  std::string text = wrap(title) + line("", heads);
+  for (const TextRow& row : rows) {
+    if (row.cells.empty()) {
+      text += wrap(row.name.empty() ? row.note : row.name + ": " + row.note);
+      continue;
+    }
+    const bool has_own_line = row.name.size() > room;
+    if (has_own_line) text += wrap(row.name);
+    text += line(has_own_line ? "" : row.name, row.cells);
+    if (!row.note.empty()) text += wrap(row.note, "  ");
+  }
+  return text;
+}
+
+// What a row is, in words: its mode, sizes, and options other than the defaults.
+using Words = std::vector<std::string>;
+
+std::string words_of_mode(const std::string& mode) {
+  if (mode == "fwd") return "forward";
+  return mode == "bwd" ? "backward" : "forward and backward";
+}
+
+Words words_of(const Row& row) {
+  Words words = {words_of_mode(row.mode)};
+  for (const auto& [key, size] : row.shape) words.push_back(fmt::format("{} {}", key, size));
+  for (const auto& [key, value] : row.options) {
+    std::string text = value;
+    std::erase(text, '"');
+    words.push_back(text == "true" ? key : key + " " + text);
+  }
+  return words;
+}
+
+// Those of `words` that every row of the table has, or those that not every row has.
+std::string join(const Words& words, const Table& table, bool is_common) {
+  std::string text;
+  for (const std::string& word : words) {
+    const bool is_in_every_row = std::all_of(table.rows.begin(), table.rows.end(), [&](const Row& row) {
+      const Words others = words_of(row);
+      return std::find(others.begin(), others.end(), word) != others.end();
+    });
+    if (is_in_every_row == is_common) text += (text.empty() ? "" : ", ") + word;
   }
   return text;
 }
@@ -85,7 +110,7 @@ double limit_rate(const Row& row, const Measurement& measurement) {
 }
 
 // Among rows that the same thing limits: memory, or products of one dtype.
-double best_limit_rate(std::span<const MeasuredTable> run, bool has_operations, DType dtype) {
+double best_limit_rate(const std::vector<MeasuredTable>& run, bool has_operations, DType dtype) {
   double best = 0.0;
   for (const MeasuredTable& measured : run) {
     if (has_operations && measured.table.dtype != dtype) continue;
@@ -95,46 +120,6 @@ double best_limit_rate(std::span<const MeasuredTable> run, bool has_operations, 
     }
   }
   return best;
-}
-
-enum class Mark { none, unsteady, slow };
-
-Mark mark_of(const Table& table, const Row& row, const Measurement& measurement, std::span<const MeasuredTable> run) {
-  if (!measurement.eaves || !measurement.limit) return Mark::none;
-  const double rate = limit_rate(row, measurement);
-  const bool is_compared = rate > 0.0;
-  if (is_compared && kUsualFactor * rate < best_limit_rate(run, row.operations > 0, table.dtype)) return Mark::slow;
-  const auto is_unsteady = [](const Timing& timing) { return timing.median_ms > kUsualFactor * timing.min_ms; };
-  return is_unsteady(*measurement.eaves) || is_unsteady(*measurement.limit) ? Mark::unsteady : Mark::none;
-}
-
-template <typename Columns>
-std::string make_table(const MeasuredTable& measured, const char* kind, std::vector<std::string> heads,
-                       const Columns& columns, const std::vector<MeasuredTable>* run = nullptr) {
-  const Table& table = measured.table;
-  TextTable text;
-  text.heads = {table.axis_name};
-  text.heads.insert(text.heads.end(), heads.begin(), heads.end());
-  for (std::size_t i = 0; i < measured.measurements.size(); ++i) {
-    const Measurement& measurement = measured.measurements[i];
-    std::vector<std::string> row = {fmt::format("{}.0", table.rows[i].axis_value)};
-    std::string note = describe(table, table.rows[i]);
-    if (measurement.skipped.empty()) {
-      for (std::string& cell : columns(measurement)) row.push_back(std::move(cell));
-    } else {
-      note += (note.empty() ? "" : ": ") + measurement.skipped;
-    }
-    const Mark mark = run != nullptr ? mark_of(table, table.rows[i], measurement, *run) : Mark::none;
-    if (mark != Mark::none) {
-      note +=
-          fmt::format("{}{}, fastest {:.3f} of {:.3f}", note.empty() ? "" : "  ",
-                      mark == Mark::slow ? "slow" : "unsteady", measurement.eaves->min_ms, measurement.limit->min_ms);
-    }
-    text.rows.push_back(std::move(row));
-    text.notes.push_back(std::move(note));
-  }
-  return fmt::format("{}-{}-{}-{}:\n{}", table.title_op.empty() ? table.op : table.title_op, kind, table.mode,
-                     table.title_suffix, text.str());
 }
 
 std::string utc_now() {
@@ -148,7 +133,7 @@ std::string utc_now() {
 
 nlohmann::ordered_json result_row(const Table& table, const Row& row, const Measurement& measurement,
                                   const char* provider, const std::optional<Timing>& timing, bool has_memory) {
-  nlohmann::ordered_json json = {{"op", table.op}, {"mode", table.mode}, {"dtype", short_name_of(table.dtype)}};
+  nlohmann::ordered_json json = {{"op", table.op}, {"mode", row.mode}, {"dtype", short_name_of(table.dtype)}};
   json["shape"] = nlohmann::ordered_json::object();
   for (const auto& [key, value] : row.shape) json["shape"][key] = value;
   json["options"] = nlohmann::ordered_json::object();
@@ -177,41 +162,109 @@ nlohmann::ordered_json result_row(const Table& table, const Row& row, const Meas
 
 }  // namespace
 
-std::string speed_table(const MeasuredTable& measured, const std::vector<MeasuredTable>& run) {
-  return make_table(
-      measured, "speed", {"eaves", "limit", "ratio"},
-      [](const Measurement& measurement) {
-        const double eaves = measurement.eaves->median_ms;
-        const double limit = measurement.limit->median_ms;
-        return std::vector<std::string>{fmt::format("{:.6f}", eaves), fmt::format("{:.6f}", limit),
-                                        fmt::format("{:.3f}", eaves / limit)};
-      },
-      &run);
+std::string wrap(const std::string& text, const std::string& first_indent) {
+  std::string lines = first_indent, indent = first_indent + "  ";
+  std::size_t width = lines.size();
+  for (std::size_t begin = 0; begin < text.size();) {
+    const std::size_t end = std::min(text.find(' ', begin), text.size());
+    if (begin > 0 && width + 1 + end - begin > kWidth) {
+      lines += '\n' + indent;
+      width = indent.size();
+    } else if (begin > 0) {
+      lines += ' ';
+      ++width;
+    }
+    lines += text.substr(begin, end - begin);
+    width += end - begin;
+    begin = end + 1;
+  }
+  return lines + '\n';
 }
 
-std::string marks_legend(const std::vector<MeasuredTable>& run) {
-  int unsteady = 0, slow = 0;
-  for (std::size_t t = 0; t < run.size(); ++t) {
-    const MeasuredTable& measured = run[t];
-    const std::span so_far(run.data(), t + 1);  // as when the table was printed
-    for (std::size_t i = 0; i < measured.measurements.size(); ++i) {
-      const Mark mark = mark_of(measured.table, measured.table.rows[i], measured.measurements[i], so_far);
-      unsteady += mark == Mark::unsteady;
-      slow += mark == Mark::slow;
+void mark_busy_rows(std::vector<MeasuredTable>& run) {
+  MeasuredTable& last = run.back();
+  for (std::size_t i = 0; i < last.measurements.size(); ++i) {
+    Measurement& measurement = last.measurements[i];
+    if (!measurement.eaves || !measurement.limit) continue;
+    const Row& row = last.table.rows[i];
+    const double rate = limit_rate(row, measurement);
+    const auto is_unsteady = [](const Timing& timing) { return timing.median_ms > kUsualFactor * timing.min_ms; };
+    if (rate > 0.0 && kUsualFactor * rate < best_limit_rate(run, row.operations > 0, last.table.dtype)) {
+      measurement.mark = "slow";
+    } else if (is_unsteady(*measurement.eaves) || is_unsteady(*measurement.limit)) {
+      measurement.mark = "unsteady";
     }
   }
-  if (unsteady + slow == 0) return "";
-  return fmt::format(
-      "# rows of a busy machine: {} unsteady (the median is more than twice the fastest repetition), {} slow\n"
-      "# (even in the fastest the limit was less than half as fast as elsewhere in the run until then)\n",
-      unsteady, slow);
 }
 
-std::string memory_table(const MeasuredTable& measured) {
-  return make_table(measured, "memory", {"eaves", "workspace"}, [](const Measurement& measurement) {
-    return std::vector<std::string>{fmt::format("{:.6f}", static_cast<double>(measurement.peak_bytes) / kMiB),
-                                    fmt::format("{:.6f}", static_cast<double>(measurement.workspace_bytes) / kMiB)};
-  });
+std::string text_table(const MeasuredTable& measured) {
+  const Table& table = measured.table;
+  std::vector<TextRow> rows;
+  for (std::size_t i = 0; i < measured.measurements.size(); ++i) {
+    const Measurement& measurement = measured.measurements[i];
+    TextRow row{.name = join(words_of(table.rows[i]), table, false), .note = measurement.skipped};
+    if (measurement.skipped.empty()) {
+      const double eaves = measurement.eaves->median_ms, limit = measurement.limit->median_ms;
+      for (const double number : {eaves, limit, eaves / limit, static_cast<double>(measurement.peak_bytes) / kMiB,
+                                  static_cast<double>(measurement.workspace_bytes) / kMiB}) {
+        row.cells.push_back(three_digits(number));
+      }
+    }
+    if (!measurement.mark.empty()) {
+      row.note = fmt::format("{}: the fastest repetitions took {} and {}", measurement.mark,
+                             three_digits(measurement.eaves->min_ms), three_digits(measurement.limit->min_ms));
+    }
+    rows.push_back(std::move(row));
+  }
+  const std::string title =
+      fmt::format("{} {}, {}", table.op, join(words_of(table.rows.front()), table, true), name_of(table.dtype));
+  return layout(title, {"eaves", "limit", "ratio", "memory", "workspace"}, rows);
+}
+
+std::string summary(const std::vector<MeasuredTable>& run) {
+  struct Group {
+    std::string name;
+    std::vector<double> ratios;
+    std::string worst;
+  };
+  std::vector<Group> groups;
+  std::map<std::string, int> marks = {{"unsteady", 0}, {"slow", 0}};
+  for (const MeasuredTable& measured : run) {
+    for (std::size_t i = 0; i < measured.measurements.size(); ++i) {
+      const Measurement& measurement = measured.measurements[i];
+      const Row& row = measured.table.rows[i];
+      if (!measurement.eaves || !measurement.limit) continue;
+      if (!measurement.mark.empty()) ++marks[measurement.mark];
+      const std::string name = measured.table.op + ", " + words_of_mode(row.mode);
+      auto group = std::find_if(groups.begin(), groups.end(), [&](const Group& any) { return any.name == name; });
+      if (group == groups.end()) group = groups.insert(group, {name, {}, ""});
+      const double ratio = measurement.eaves->median_ms / measurement.limit->median_ms;
+      if (group->ratios.empty() || ratio > *std::max_element(group->ratios.begin(), group->ratios.end())) {
+        Words words = words_of(row);
+        words.erase(words.begin());  // the mode
+        group->worst = fmt::format("worst: {}, {}", fmt::join(words, ", "), name_of(measured.table.dtype));
+      }
+      group->ratios.push_back(ratio);
+    }
+  }
+  std::string text;
+  if (marks["unsteady"] + marks["slow"] > 0) {
+    text = wrap(fmt::format("rows of a busy machine: {} unsteady (the median is more than twice the fastest "
+                            "repetition), {} slow (even in the fastest the limit was less than half as fast as "
+                            "elsewhere in the run until then)",
+                            marks["unsteady"], marks["slow"])) +
+           '\n';
+  }
+  if (groups.empty()) return text;
+  std::vector<TextRow> rows;
+  for (Group& group : groups) {
+    std::sort(group.ratios.begin(), group.ratios.end());
+    rows.push_back({group.name,
+                    {std::to_string(group.ratios.size()), three_digits(group.ratios[group.ratios.size() / 2]),
+                     three_digits(group.ratios.back())},
+                    group.worst});
+  }
+  return text + layout("summary: eaves / limit", {"rows", "median", "worst"}, rows);
 }
 
 std::string result_json(const std::vector<MeasuredTable>& tables, Device device, int threads, bool is_stopped) {

@@ -1,5 +1,4 @@
-// What `eaves bench` shows and keeps: tables in the layout of the published measurements (title, column heads, one
-// row per length with an index before it), and the result file in JSON. Formatting only.
+// What `eaves bench` shows and keeps: tables and a summary of 80 columns, and the result file in JSON. Formatting only.
 #pragma once
 
 #include <string>
@@ -16,15 +15,19 @@ struct MeasuredTable {
   std::vector<Measurement> measurements;
 };
 
-/// Milliseconds: eaves, limit, and eaves / limit. Rows that a busy machine slowed down are marked, by what the limits
-/// of the run so far, with this table, have reached.
-std::string speed_table(const MeasuredTable& measured, const std::vector<MeasuredTable>& run);
+/// Text in lines of at most 80 characters, broken at spaces; those behind the first are indented by two.
+std::string wrap(const std::string& text, const std::string& first_indent = "");
 
-/// What the marks in the speed tables of a run mean; nothing where there is none.
-std::string marks_legend(const std::vector<MeasuredTable>& run);
+/// Marks the rows of the last table that a busy machine slowed down, by what the limits of the run so far have reached.
+void mark_busy_rows(std::vector<MeasuredTable>& run);
 
-/// MiB: peak with inputs and outputs counted, and the workspace alone.
-std::string memory_table(const MeasuredTable& measured);
+/// Milliseconds of eaves and limit, eaves / limit, MiB with inputs and outputs counted, and of the workspace alone. The
+/// title is what the rows have in common.
+std::string text_table(const MeasuredTable& measured);
+
+/// What the marks mean, where there is one; then of each operator and mode how many rows there were, the median and the
+/// largest eaves / limit, and where that is.
+std::string summary(const std::vector<MeasuredTable>& run);
 
 /// The result file, schema 1. That of a stopped run, which lacks rows, says so.
 std::string result_json(const std::vector<MeasuredTable>& tables, Device device, int threads, bool is_stopped);

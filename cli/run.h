@@ -1,10 +1,13 @@
-// What `eaves run <operator>` does whatever the operator: input tensors from a mapped file, onto the device; outputs
-// back and into a file that appears whole or not at all. An operator's own part is cli/run_<operator>.cpp.
+// `eaves run <operator>`: input tensors from a mapped file, onto the device; the operator's call; outputs back and into
+// a file that appears whole or not at all. The operators, a table of arguments each, are in run_operators.cpp.
 #pragma once
 
-#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <map>
 #include <optional>
+#include <span>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "cli/atomic_file.h"
@@ -14,14 +17,25 @@
 
 namespace eaves::cli {
 
-/// The arguments that every operator has.
+/// A flag that is set, a number, a text (of a tensor its name, "" where it is not given), or a list of texts.
+using Value = std::variant<bool, int, std::int64_t, double, std::string, std::vector<std::string>>;
+
+/// An argument of an operator on the command line. The type of the default is that of the argument.
+struct Argument {
+  std::string flag;  ///< "--tensor"
+  Value value;
+  std::string help;
+  bool is_required = false;
+  std::vector<std::string> words = {};  ///< of a text: the only ones; none: any but the empty one
+};
+
+/// The arguments that every operator has, and those of its own by their flags.
 struct RunArguments {
   std::string input_path;
   std::string output_path;
   std::string device = "cpu";
   int threads = 0;
-
-  void add_to(CLI::App& command);
+  std::map<std::string, Value> values = {};
 };
 
 class Run {
@@ -29,20 +43,23 @@ class Run {
   /// Reads the input's header and creates the output's temporary file; nothing is computed before both have succeeded.
   explicit Run(const RunArguments& arguments);
 
-  /// The tensor of the input that `argument` names, on the device. On the CPU it is the mapped file itself, except
-  /// where the file has put it at an address that its element type cannot be read from.
-  TensorView input(const std::string& argument, const std::string& name);
-
-  /// The same where there is a name, and no tensor where it is empty.
-  TensorView optional_input(const std::string& argument, const std::string& name) {
-    return name.empty() ? TensorView{} : input(argument, name);
+  /// The value of a flag.
+  template <typename T>
+  const T& get(const std::string& flag) const {
+    return std::get<T>(arguments_.values.at(flag));
   }
+  bool is_set(const std::string& flag) const { return get<bool>(flag); }
+  const std::string& text(const std::string& flag) const { return get<std::string>(flag); }
+
+  /// The tensor of the input that `flag` names, on the device; none where it is not given. On the CPU it is the mapped
+  /// file itself, except where the file has put it at an address that its element type cannot be read from.
+  TensorView input(const std::string& flag);
 
   /// Memory for a result, which finish() writes to the output file under `name`.
   TensorView output(const std::string& name, DType dtype, const Dims& shape);
 
-  /// The same, holding the input that `argument` names: for operators that compute in place.
-  TensorView output_over_input(const std::string& name, const std::string& argument, const std::string& input_name);
+  /// The same, holding the input that `flag` names: for operators that compute in place.
+  TensorView output_over_input(const std::string& name, const std::string& flag);
 
   /// Memory full of one number, for what the operator takes or gives and no file has.
   TensorView filled(DType dtype, const Dims& shape, double number);
@@ -52,11 +69,7 @@ class Run {
   void finish();
 
  private:
-  struct Found {
-    const StoredTensor& stored;
-    DType dtype;
-  };
-  Found find(const std::string& argument, const std::string& name) const;
+  const StoredTensor& find(const std::string& flag) const;
 
   RunArguments arguments_;
   Device device_;
@@ -67,5 +80,15 @@ class Run {
   bench::Arena arena_;
   std::vector<NamedTensor> outputs_;
 };
+
+struct RunOperator {
+  std::string name;
+  std::string help;
+  std::string example;  ///< what follows "eaves run <name> --input in.safetensors"
+  std::vector<Argument> arguments;
+  void (*call)(Run& run);
+};
+
+std::span<const RunOperator> run_operators();
 
 }  // namespace eaves::cli

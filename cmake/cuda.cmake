@@ -3,10 +3,58 @@
 # toolkit that is there and too old is an error, because its owner expects a GPU backend.
 set(EAVES_CUDA_MINIMUM 12.4)
 
-# sm_80 machine code runs on every GPU of compute capability 8.x, sm_90a (with the Hopper-only instructions) on 9.0
-# alone. The PTX is for GPUs that come later, which the driver compiles it for: compute_90, because it has clusters
-# and bulk copies, while PTX for 90a would run on nothing but 9.0.
-set(EAVES_CUDA_TARGETS 80-real 90a-real 90-virtual CACHE STRING "GPUs to compile for, as CMAKE_CUDA_ARCHITECTURES")
+set(EAVES_CUDA_TARGETS native CACHE STRING
+    "GPUs to compile for: native (those of this machine, else sm_90a), all, or a list as CMAKE_CUDA_ARCHITECTURES")
+
+# eaves_cuda_targets(<variable>): EAVES_CUDA_TARGETS as a list that CMAKE_CUDA_ARCHITECTURES takes, each with -real
+# (machine code) or -virtual (PTX, which the driver compiles).
+function(eaves_cuda_targets variable)
+  set(targets ${EAVES_CUDA_TARGETS})
+  if(targets STREQUAL "all")
+    # sm_80 machine code runs on every GPU of compute capability 8.x, sm_90a (with the Hopper-only instructions) on 9.0
+    # alone. The PTX is for GPUs that come later, which the driver compiles it for: compute_90, because it has clusters
+    # and bulk copies, while PTX for 90a would run on nothing but 9.0.
+    set(targets 80-real 90a-real 90-virtual)
+  elseif(targets STREQUAL "native")
+    execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader OUTPUT_VARIABLE lines
+                    RESULT_VARIABLE status ERROR_QUIET)
+    set(targets "")
+    if(status EQUAL 0)
+      string(REGEX REPLACE "\r?\n" ";" lines "${lines}")
+    else()
+      set(lines "")  # the driver's error, which it prints there
+    endif()
+    foreach(line ${lines})
+      if(NOT line MATCHES "^[0-9]+\\.[0-9]$" OR line VERSION_LESS 8.0)
+        continue()
+      elseif(line VERSION_GREATER 9.0)  # the oldest toolkit has no machine code for these
+        list(APPEND targets 90-virtual)
+      elseif(line VERSION_EQUAL 9.0)
+        list(APPEND targets 90a-real)
+      else()
+        string(REPLACE "." "" target ${line})
+        list(APPEND targets ${target}-real)
+      endif()
+    endforeach()
+    list(REMOVE_DUPLICATES targets)
+    if(NOT targets)
+      set(targets 90a-real)
+    endif()
+  else()
+    list(TRANSFORM targets APPEND -real REGEX "^[0-9]+[a-z]?$")
+    foreach(target ${targets})
+      # The host takes a kernel with clusters wherever the GPU has them, and older PTX lacks its body.
+      if(target MATCHES "^([0-9]+)[a-z]?-virtual$" AND CMAKE_MATCH_1 LESS 90)
+        message(FATAL_ERROR "eaves: EAVES_CUDA_TARGETS has ${target}: PTX has to be of 90 or newer, because GPUs from "
+                            "compute capability 9.0 on run kernels that older PTX lacks.")
+      elseif(NOT target MATCHES "^[0-9]+[a-z]?-(real|virtual)$")
+        message(FATAL_ERROR "eaves: EAVES_CUDA_TARGETS has \"${target}\": expected native, all, or a list such as "
+                            "80-real;90-virtual.")
+      endif()
+    endforeach()
+  endif()
+  set(${variable} ${targets} PARENT_SCOPE)
+endfunction()
 
 set(EAVES_HAVE_CUDA 0)
 set(EAVES_CUDA_VERSION "")
@@ -39,7 +87,7 @@ if(CUDAToolkit_VERSION VERSION_LESS EAVES_CUDA_MINIMUM)
 endif()
 
 # A trial: the toolkit may not know a host compiler as new as ours.
-set(CMAKE_CUDA_ARCHITECTURES ${EAVES_CUDA_TARGETS})
+eaves_cuda_targets(CMAKE_CUDA_ARCHITECTURES)
 if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
   set(ENV{CUDACXX} ${CUDAToolkit_NVCC_EXECUTABLE})
 endif()
@@ -73,6 +121,7 @@ set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 
 set(EAVES_HAVE_CUDA 1)
 set(EAVES_CUDA_VERSION ${CUDAToolkit_VERSION_MAJOR}.${CUDAToolkit_VERSION_MINOR})
-set(EAVES_CUDA_ARCHITECTURES ${EAVES_CUDA_TARGETS})
-list(FILTER EAVES_CUDA_ARCHITECTURES INCLUDE REGEX "-real$")
+# For people, and for src/cuda/architectures.h: 90a is machine code, 90+ is PTX.
+set(EAVES_CUDA_ARCHITECTURES ${CMAKE_CUDA_ARCHITECTURES})
 list(TRANSFORM EAVES_CUDA_ARCHITECTURES REPLACE "-real$" "")
+list(TRANSFORM EAVES_CUDA_ARCHITECTURES REPLACE "-virtual$" "+")

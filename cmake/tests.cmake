@@ -1,6 +1,12 @@
-# The tests, as ctest knows them. The C++ tests are one process: starting one for each test would start CUDA each time.
-# tools/run_tests counts what each program says of itself.
-add_test(NAME cpp COMMAND eaves_tests)
+# The tests, as ctest knows them. The C++ tests are two processes, because most of them keep one core busy; starting one
+# for each test would start CUDA each time. The large tests, Slow by name, run alone: two at once may need more memory
+# than there is. tools/run_tests counts what each program says of itself.
+foreach(shard 0 1)
+  add_test(NAME cpp_${shard} COMMAND eaves_tests --gtest_filter=-*Slow*)
+  set_tests_properties(cpp_${shard} PROPERTIES ENVIRONMENT "GTEST_TOTAL_SHARDS=2;GTEST_SHARD_INDEX=${shard}")
+endforeach()
+add_test(NAME cpp_slow COMMAND eaves_tests --gtest_filter=*Slow*)
+set_tests_properties(cpp_slow PROPERTIES RUN_SERIAL ON)
 
 # Installs into a fresh prefix, then builds examples/cpp against it, as a user's project outside the tree does.
 add_test(NAME install_and_examples
@@ -22,7 +28,10 @@ if(python)
     set_tests_properties(${file} PROPERTIES ENVIRONMENT EAVES_PROGRAM=$<TARGET_FILE:eaves_cli>)
   endforeach()
   # Those of the Python package, as tools/wheel has installed it: never of the sources beside them.
-  add_test(NAME python COMMAND ${python} -B -m pytest WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+  add_test(NAME python COMMAND ${python} -B -m pytest -n auto WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+  # It takes every core for itself.
+  cmake_host_system_information(RESULT cores QUERY NUMBER_OF_LOGICAL_CORES)
+  set_tests_properties(python PROPERTIES PROCESSORS ${cores})
   add_test(NAME check_docs COMMAND ${python} -B tools/check_docs --program $<TARGET_FILE:eaves_cli>
            WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
 else()

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstring>
 #include <numbers>
+#include <random>
 #include <span>
 #include <string>
 #include <type_traits>
@@ -14,6 +15,7 @@
 #include "core/dispatch.h"
 #include "core/numeric.h"
 #include "cpu/parallel.h"
+#include "eaves/cross_entropy.h"
 #include "eaves/error.h"
 #include "runtime/runtime.h"
 #include "testing/benchmark.h"
@@ -185,6 +187,20 @@ TensorView Arena::output(DType dtype, const Dims& shape) {
   // Touched here, so that the first measured call does not pay for the page faults.
   runtime::fill_bytes(device_, tensor.data, 0, bytes);
   return tensor;
+}
+
+TensorView class_targets(Arena& arena, const Dims& shape, std::int64_t classes, bool half_is_ignored) {
+  constexpr std::int64_t kRunOfIgnoredRows = 32;
+  std::int64_t rows = 1;
+  for (const std::int64_t size : shape) rows *= size;
+  std::mt19937_64 random(3);
+  std::vector<double> targets;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const auto target = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(classes));
+    const bool is_ignored = half_is_ignored && row / kRunOfIgnoredRows % 2 == 0;
+    targets.push_back(static_cast<double>(is_ignored ? CrossEntropyOptions{}.ignore_index : target));
+  }
+  return arena.filled(DType::int64, shape, targets);
 }
 
 }  // namespace eaves::bench

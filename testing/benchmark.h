@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -47,22 +48,32 @@ class Arena {
 };
 
 /// One call with its buffers, ready to run again and again.
-class Call {
- public:
-  virtual ~Call() = default;
-  virtual std::size_t workspace_bytes(const ExecutionContext& context) const = 0;
-  virtual void run(const ExecutionContext& context) = 0;
+struct Call {
+  std::function<void(const ExecutionContext& context)> run;
 
-  /// Puts back the inputs that run() has overwritten; called before each run() but the first, and not timed. May wait
-  /// for the device.
-  virtual void restore() {}
+  /// Optional: how much workspace run() has to find in its context.
+  std::function<std::size_t(const ExecutionContext& context)> workspace_bytes = {};
+
+  /// Optional: puts back the inputs that run() has overwritten; called before each run() but the first, and not timed.
+  /// May wait for the device.
+  std::function<void()> restore = {};
 };
+
+/// An operator's call and what it says of its workspace: make_call(args, logsumexp_forward, ..._workspace_bytes).
+template <typename Args>
+Call make_call(const Args& args, void (*run)(const Args&, const ExecutionContext&),
+               std::size_t (*workspace_bytes)(const Args&, const ExecutionContext&)) {
+  return {.run = [=](const ExecutionContext& context) { run(args, context); },
+          .workspace_bytes = [=](const ExecutionContext& context) { return workspace_bytes(args, context); }};
+}
+
+/// Sizes by the names of their axes, in order: {"batch", 4}, {"dim", 1024}, {"n", 32768}.
+using Sizes = std::vector<std::pair<std::string, std::int64_t>>;
 
 /// One row of a table.
 struct Row {
-  std::int64_t axis_value = 0;  ///< what stands in the table's first column: n, v
-  /// The keys of "shape" in the result file, in order: {"batch", 4}, {"dim", 1024}, {"n", 32768}.
-  std::vector<std::pair<std::string, std::int64_t>> shape;
+  std::string mode;  ///< "fwd", "bwd", "fwd+bwd"
+  Sizes shape;       ///< "shape" in the result file
   /// The keys of "options" that differ from the defaults, values as JSON text: {"axis", "0"}, {"layout", "\"first\""}.
   std::vector<std::pair<std::string, std::string>> options;
   /// What any implementation has to read and write: what the `limit` column streams, where the row has no other.
@@ -71,25 +82,17 @@ struct Row {
   /// Floating-point operations that any implementation has to do, where these and not the bytes are what takes time.
   std::int64_t operations = 0;
   /// Makes inputs and outputs in `arena` and the call on them.
-  std::function<std::unique_ptr<Call>(Arena& arena)> make_call;
+  std::function<Call(Arena& arena)> make_call;
   /// Optional: makes what the `limit` column runs instead of streaming, on buffers of its own. It overwrites none of
   /// its inputs, and finds no workspace in its context.
-  std::function<std::unique_ptr<Call>(Arena& arena)> make_limit;
+  std::function<Call(Arena& arena)> make_limit;
   std::int64_t limit_bytes = 0;  ///< of those buffers
 };
 
-/// One pair of tables of the output (speed, memory), one mode, rows along one axis.
+/// Rows that are printed together. What they have in common becomes the title, the rest the rows' names.
 struct Table {
-  std::string op;    ///< "logsumexp"
-  std::string mode;  ///< "fwd", "bwd", "fwd+bwd"
-  /// What the title begins with where that is not `op`: a published table may have another name for it.
-  std::string title_op = {};
-  /// What follows "<op>-speed-<mode>-" in the title: "batch4-dim1024-bf16".
-  std::string title_suffix;
-  std::string axis_name;  ///< head of the first column: "n"
+  std::string op;
   DType dtype = DType::bfloat16;
-  /// The axis and the title say what a row is, whatever its options: none is named behind the numbers.
-  bool axis_tells_all = false;
   std::vector<Row> rows;
 };
 
@@ -99,6 +102,12 @@ enum class Sweep {
   seed,   ///< every row of the seed tables, no others
 };
 
+/// A shape of the user's own.
+struct Shape {
+  std::map<std::string, std::int64_t> sizes;  ///< by axis
+  Dims grid = {};                             ///< of lrpe_cosine, instead of a length
+};
+
 struct Request {
   Sweep sweep = Sweep::quick;
   Device device = kCpu;
@@ -106,10 +115,29 @@ struct Request {
   bool has_dtype = false;  ///< the user named the dtype: tables of other dtypes are left out
 };
 
-/// What <op>_bench.cpp defines. The list of all of them is registered_operators(), in cli/operators.cpp.
+/// What <op>_bench.cpp defines. The list of all of them is in cli/bench.cpp.
 struct Operator {
   std::string name;
   std::vector<Table> (*tables)(const Request& request);
+
+  /// The axes of a shape of the user's own, all of which it has, and the calls of a training step on it.
+  std::vector<std::string> axes;
+  std::vector<Row> (*rows_of_shape)(const Shape& shape, DType dtype);
 };
+
+// ----------------------------------------------------------------------------- what several operators have in common
+
+inline std::int64_t bytes_of(DType dtype) { return static_cast<std::int64_t>(size_of(dtype)); }
+
+/// first, 2 * first, ..., last.
+inline std::vector<std::int64_t> doublings(std::int64_t first, std::int64_t last) {
+  std::vector<std::int64_t> sizes;
+  for (std::int64_t size = first; size <= last; size *= 2) sizes.push_back(size);
+  return sizes;
+}
+
+/// Classes drawn evenly; where half of them are ignored, these come in runs of 32, as prompts do in front of their
+/// answers.
+TensorView class_targets(Arena& arena, const Dims& shape, std::int64_t classes, bool half_is_ignored);
 
 }  // namespace eaves::bench

@@ -69,8 +69,8 @@ inline const std::vector<DType>& floating_point_dtypes() {
   return dtypes;
 }
 
-/// The dtypes that are only promoted.
-inline const std::vector<DType>& promoted_dtypes() {
+/// The dtypes of indices, and others that nothing is computed on.
+inline const std::vector<DType>& integer_dtypes() {
   static const std::vector<DType> dtypes = {DType::int8,  DType::int16, DType::int32,
                                             DType::int64, DType::uint8, DType::boolean};
   return dtypes;

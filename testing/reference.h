@@ -9,7 +9,7 @@
 
 namespace eaves::reference {
 
-/// Exact in float64: what an operator promotes integers to is float32.
+/// Of int64, exact up to 2^53.
 template <typename T>
 double exact(T value) {
   if constexpr (std::is_integral_v<T>) {

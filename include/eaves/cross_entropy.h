@@ -142,7 +142,7 @@ struct CrossEntropyForwardBackwardArgs {
 };
 
 struct CrossEntropyRescaleArgs {
-  /// inout; what cross_entropy_forward_backward has left in `logits`.
+  /// inout; the gradient that cross_entropy_forward_backward wrote over `logits`.
   TensorView grad_logits = {};
 
   /// dL/d(loss), as grad_loss of the backward: one element, or per row.
@@ -152,9 +152,18 @@ struct CrossEntropyRescaleArgs {
   int class_axis = -1;
 };
 
-/// How many numbers the statistics of a row in a shard have: the largest z', sum exp(z' - largest), z'_t, w_t,
-/// sum w_v z'_v, sum w_v, sum exp(z' - largest) * (z' - largest), the largest z and its class (which float32 knows up
-/// to 2^24 classes). What this shard does not have of the target is 0.
+/// The numbers that the statistics of a row in a shard have, in this order.
+enum class CrossEntropyStatistic : std::uint8_t {
+  largest,        ///< z'
+  sum,            ///< sum_v exp(z'_v - largest)
+  target_logit,   ///< z'_t; 0 where the target is another shard's
+  target_weight,  ///< w_t; likewise
+  linear,         ///< sum_v w_v z'_v; this and the next any number where the options do not need them
+  mass,           ///< sum_v w_v
+  moment,         ///< sum_v exp(z'_v - largest) * (z'_v - largest)
+  best_value,     ///< the largest z
+  best,           ///< its class, which float32 knows up to 2^24 classes
+};
 inline constexpr int kCrossEntropyStatistics = 9;
 
 struct CrossEntropyShardArgs {
@@ -202,11 +211,11 @@ void cross_entropy_forward(const CrossEntropyForwardArgs& args, const ExecutionC
 void cross_entropy_backward(const CrossEntropyBackwardArgs& args, const ExecutionContext& context = {});
 
 /// Both at once, in place: no second tensor of the logits' size. On a GPU, rows whose classes have unit stride are read
-/// once and written once if they have at most 32 KiB, from compute capability 9.0 on 1.6 MB (819,200 classes of 16
-/// bits); with options that need more of a row than its lse, 8 KiB. Others, and float64, are read twice. In float16
-/// give the loss scale as grad_loss: what is rounded to 0 without it, cross_entropy_rescale cannot bring back. Where
-/// the scale is not known yet, cross_entropy_forward now and cross_entropy_backward over the logits later take the same
-/// memory.
+/// once and written once if they have at most 32 KiB, from compute capability 9.0 on about 8 times a block's shared
+/// memory: 1.6 MB on 9.0 and 10.0 (819,200 classes of 16 bits). Others are read twice, and so are float64 and rows with
+/// options that need more of a row than its lse. In float16 give the loss scale as grad_loss: what is rounded to 0
+/// without it, cross_entropy_rescale cannot bring back. Where the scale is not known yet, cross_entropy_forward now and
+/// cross_entropy_backward over the logits later take the same memory.
 void cross_entropy_forward_backward(const CrossEntropyForwardBackwardArgs& args, const ExecutionContext& context = {});
 
 /// grad_logits *= grad_loss, where dL/d(loss) is known only after cross_entropy_forward_backward. Rows whose factor is

@@ -56,8 +56,7 @@ struct LinearCrossEntropyInputs {
 
   /// Leaves out rows that are ignored before anything is multiplied. On the CPU that is always done. On a GPU, where
   /// this is false they cost what others cost. Where it is true the call waits once, for their number. In a CUDA graph
-  /// that is being captured nothing can wait: its parts ask for the number whenever it is replayed (a driver for CUDA
-  /// 12.4 does that), and the rows of the last chunk are computed in quarters of a chunk.
+  /// that is being captured nothing can wait: there all rows are computed.
   bool skips_ignored_rows = false;
 
   /// The most scratch memory that the call should take, in bytes; how many rows (and classes) are computed at once

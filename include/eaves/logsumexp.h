@@ -20,8 +20,7 @@ namespace eaves {
 // `= {}` after each member: a call may leave out any of them without a compiler's warning.
 
 struct LogsumexpForwardArgs {
-  /// x, any shape and strides; float16, bfloat16, float32, float64, or an integer or boolean type, which is promoted
-  /// to float32.
+  /// x, any shape and strides; float16, bfloat16, float32 or float64.
   TensorView x = {};
 
   /// The axes summed over, each in [-rank, rank), none twice. Empty: all of them.
@@ -43,7 +42,7 @@ struct LogsumexpBackwardArgs {
   /// g = dL/d(out), shape of the forward's `out`; dtype of x, or float32; any strides, 0 among them.
   TensorView grad_out = {};
 
-  /// x, as in the forward; a floating-point type.
+  /// x, as in the forward.
   TensorView x = {};
 
   /// lse, as the forward wrote it: float32 (float64 where x is float64).

@@ -9,8 +9,7 @@
 
 namespace eaves {
 
-/// Element types. bfloat16, float16, float32 and float64 are computed on; an integer or boolean input is promoted
-/// to float32 where an operator's header says so.
+/// Element types. bfloat16, float16, float32 and float64 are computed on; int32 and int64 are indices.
 enum class DType : std::uint8_t { float32, float64, float16, bfloat16, int8, int16, int32, int64, uint8, boolean };
 
 /// Bytes of one element.

@@ -192,9 +192,9 @@ void has_shape(const Argument& argument, const Dims& expected, std::string_view 
 void has_dtype(const Argument& argument, std::initializer_list<DType> expected, std::string_view why) {
   std::string names;
   int listed = 0;
-  for (const DType dtype : expected) {
+  for (const DType& dtype : expected) {
     if (argument.view.dtype == dtype) return;
-    if (names.find(name_of(dtype)) != std::string::npos) continue;  // "float32 or float32" helps nobody
+    if (std::find(expected.begin(), &dtype, dtype) != &dtype) continue;  // not "float32 or float32"
     names += (listed++ == 0 ? "" : " or ") + std::string(name_of(dtype));
   }
   fail(argument, std::string("has dtype ") + name_of(argument.view.dtype) + ", expected " + names + " (" +

@@ -3,20 +3,19 @@
 #include <limits>
 #include <string>
 
+#include "core/loss_options.h"
 #include "eaves/error.h"
 
 namespace eaves::check {
 
 void loss_options(const char* op, const CrossEntropyOptions& options) {
-  // What float32, in which most calls compute, would make 0 or infinite is refused for all.
-  constexpr double kSmallest = std::numeric_limits<float>::min();
-  constexpr double kLargest = std::numeric_limits<float>::max();
-  number(op, "label_smoothing", options.label_smoothing, 0.0, 1.0, "0 to 1");
-  number(op, "scale", options.scale, kSmallest, kLargest, "a positive number that float32 has");
-  if (options.softcap != 0.0) {
-    number(op, "softcap", options.softcap, kSmallest, kLargest, "a positive number that float32 has, or 0 for none");
+  for (const LossOption& option : kLossOptions) {
+    const double value = options.*option.value;
+    if (option.zero_is_none && value == 0.0) continue;
+    if (value >= option.smallest && value <= option.largest) continue;  // or the words would be made in every call
+    const char* or_none = option.zero_is_none && option.smallest > 0.0 ? ", or 0 for none" : "";
+    number(op, option.name, value, option.smallest, option.largest, std::string(option.expected) + or_none);
   }
-  number(op, "z_loss_weight", options.z_loss_weight, 0.0, kLargest, "a number that is not negative");
   if (options.reduction > Reduction::mean) {
     throw InvalidArgument(std::string(op) + ": reduction is " + std::to_string(static_cast<int>(options.reduction)) +
                           ", expected one of enum Reduction");

@@ -35,7 +35,7 @@ struct RowTargets {
     for (std::int64_t row = 0; row < row_count; row += size) {
       const auto offsets = rows.offsets(row);
       for (std::int64_t i = 0; i < size; ++i) {
-        body(offsets.of[1] + i * index_stride, class_at(classes, offsets.of[0] + i * target_stride));
+        body(offsets.of[1] + i * index_stride, integer_at(classes, offsets.of[0] + i * target_stride));
       }
     }
   }

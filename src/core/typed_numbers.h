@@ -1,4 +1,4 @@
-// Numbers whose type is known only when a call runs, one at a time and on the host.
+// Numbers whose type is known only when a call runs, one at a time, on the host and in kernels.
 #pragma once
 
 #include <cstdint>
@@ -11,21 +11,36 @@ namespace eaves {
 
 /// Numbers of a checked type, nullptr where there are none.
 struct TypedNumbers {
-  const void* data;
-  DType dtype;
+  const void* data = nullptr;
+  DType dtype = DType::float32;
 };
 
 /// Of any floating-point type.
-inline double number_at(const TypedNumbers& numbers, std::int64_t offset) {
-  return dispatch_floating_point(numbers.dtype, [&]<typename T>() {
-    return static_cast<double>(load_as_accumulator(static_cast<const T*>(numbers.data)[offset]));
-  });
+template <typename A = double>
+EAVES_HOST_DEVICE A number_at(const TypedNumbers& numbers, std::int64_t i) {
+  switch (numbers.dtype) {
+    case DType::float64:
+      return static_cast<A>(static_cast<const double*>(numbers.data)[i]);
+    case DType::float16:
+      return static_cast<A>(load_as_accumulator(static_cast<const float16*>(numbers.data)[i]));
+    case DType::bfloat16:
+      return static_cast<A>(load_as_accumulator(static_cast<const bfloat16*>(numbers.data)[i]));
+    default:
+      return static_cast<A>(static_cast<const float*>(numbers.data)[i]);
+  }
+}
+
+/// Of T or float32, for kernels over T.
+template <typename T>
+EAVES_HOST_DEVICE Accumulator<T> own_or_float_at(const TypedNumbers& numbers, std::int64_t i) {
+  return numbers.dtype == kDTypeOf<T> ? load_as_accumulator(static_cast<const T*>(numbers.data)[i])
+                                      : static_cast<Accumulator<T>>(static_cast<const float*>(numbers.data)[i]);
 }
 
 /// Of int32 or int64.
-inline std::int64_t class_at(const TypedNumbers& classes, std::int64_t offset) {
-  if (classes.dtype == DType::int32) return static_cast<const std::int32_t*>(classes.data)[offset];
-  return static_cast<const std::int64_t*>(classes.data)[offset];
+EAVES_HOST_DEVICE inline std::int64_t integer_at(const TypedNumbers& integers, std::int64_t i) {
+  if (integers.dtype == DType::int32) return static_cast<const std::int32_t*>(integers.data)[i];
+  return static_cast<const std::int64_t*>(integers.data)[i];
 }
 
 }  // namespace eaves

@@ -1,18 +1,9 @@
-// Sines and cosines of vectors. For float32 they are our own, good to the last places of each result, however near to
-// a zero of it and however large the angle; for float64 they are the C++ library's. Compiled once per level of vector
-// instructions, like simd.h.
+// Sines and cosines of vectors. For float32 they are core/polynomials.h, good to the last places of each result,
+// however near to a zero of it and however large the angle; for float64 they are the C++ library's. Compiled once per
+// level of vector instructions, like simd.h.
 //
-//   angle = n * pi/2 + r      n a whole number, |r| <= 0.86 (n is rounded from a product that errs by 0.04 at most)
-//   sin r = r + r^3 * s(r^2)  s of degree 2: relative error of the sine 9e-9
-//   cos r = 1 - r^2/2 + r^4 * c(r^2)  c of degree 2: relative error of the cosine 4e-10
-//
-// Both polynomials are minimax of that relative error over |r| <= 0.86 (Lawson's reweighted least squares on 3000
-// Chebyshev nodes in float64), rounded to float32 one coefficient after the other from the lowest, the rest fitted
-// again each time.
-//
-// Up to 2^21 in size r is had by subtracting n times three floats that sum to pi/2: with FMA the first difference is
-// exact, and the others are rounded in proportion to what is left. Without FMA the reduction is done in float64.
-// Larger angles, infinities and NaN go through the C++ library, one lane at a time.
+// Without FMA the reduction is done in float64. Angles beyond kLargestReducedAngle, infinities and NaN go through the
+// C++ library, one lane at a time.
 //
 // Largest relative error seen: 1.5e-7 over all sizes up to 2^21, and 1.8e-7 for the floats next to the 1.3 million
 // zeros of sine and cosine up to there, all of which were tried; without FMA 1.2e-7 of both.
@@ -20,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/polynomials.h"
 #include "cpu/exp.h"
 #include "cpu/simd.h"
 
@@ -39,9 +31,6 @@ struct SineAndCosine {
   V sine, cosine;
 };
 
-/// The largest angle, in size, that is reduced by vectors.
-inline constexpr float kLargestReducedAngle = 0x1p21f;
-
 /// r above, and n in the lowest bits of `quadrant`. Of larger angles, infinities and NaN: anything.
 struct ReducedAngle {
   Float rest;
@@ -50,11 +39,11 @@ struct ReducedAngle {
 
 HWY_INLINE ReducedAngle reduce_angle(FloatTag d, Float angle) {
 #if HWY_NATIVE_FMA
-  const Float n_plus_rounding = hn::MulAdd(angle, hn::Set(d, 0x1.45f306p-1f), hn::Set(d, kRounding));
+  const Float n_plus_rounding = hn::MulAdd(angle, hn::Set(d, kTwoOverPi), hn::Set(d, kRounding));
   const Float n = hn::Sub(n_plus_rounding, hn::Set(d, kRounding));
-  Float rest = hn::NegMulAdd(n, hn::Set(d, 0x1.921fb6p+0f), angle);
-  rest = hn::NegMulAdd(n, hn::Set(d, -0x1.777a5cp-25f), rest);
-  rest = hn::NegMulAdd(n, hn::Set(d, -0x1.ee59dap-50f), rest);
+  Float rest = hn::NegMulAdd(n, hn::Set(d, kHalfPiHigh), angle);
+  rest = hn::NegMulAdd(n, hn::Set(d, kHalfPiMiddle), rest);
+  rest = hn::NegMulAdd(n, hn::Set(d, kHalfPiLow), rest);
   return {rest, hn::BitCast(WordTag(), n_plus_rounding)};
 #else
   constexpr std::size_t kLanes = hn::MaxLanes(FloatTag());
@@ -94,11 +83,11 @@ HWY_INLINE SineAndCosine<Float> sine_and_cosine(FloatTag d, Float angle) {
   const Float r = reduced.rest;
   const Float square = hn::Mul(r, r);
 
-  Float s = hn::MulAdd(square, hn::Set(d, -0x1.97f084p-13f), hn::Set(d, 0x1.11031p-7f));
-  s = hn::MulAdd(square, s, hn::Set(d, -0x1.55553ap-3f));
+  Float s = hn::MulAdd(square, hn::Set(d, kSine7), hn::Set(d, kSine5));
+  s = hn::MulAdd(square, s, hn::Set(d, kSine3));
   const Float sine_of_rest = hn::MulAdd(hn::Mul(square, r), s, r);
-  Float c = hn::MulAdd(square, hn::Set(d, 0x1.98b3d8p-16f), hn::Set(d, -0x1.6c07ap-10f));
-  c = hn::MulAdd(square, c, hn::Set(d, 0x1.555542p-5f));
+  Float c = hn::MulAdd(square, hn::Set(d, kCosine8), hn::Set(d, kCosine6));
+  c = hn::MulAdd(square, c, hn::Set(d, kCosine4));
   c = hn::MulAdd(square, c, hn::Set(d, -0.5f));
   const Float cosine_of_rest = hn::MulAdd(square, c, hn::Set(d, 1.0f));
 

@@ -10,7 +10,7 @@
 // A panel of a is kRows rows, one of b a pack of columns; for each word of the depth their words lie side by side. A
 // word is an accumulator, 16-bit numbers having been widened, or a pair of bfloat16 for the instruction that takes two
 // products at once (cpu/gemm_bfloat16_dot.h). Panels are filled up with zeros: what these make of infinities is in rows
-// and columns that nobody reads.
+// and columns that are not read.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/gemm.cpp"
 #include <hwy/foreach_target.h>  // first: compiles this file once per level of vector instructions

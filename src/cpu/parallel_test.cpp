@@ -1,4 +1,4 @@
-// parallel_for reaches every index exactly once, whoever provides the threads.
+// parallel_for reaches every index exactly once, with any provider of threads.
 #include "cpu/parallel.h"
 
 #include <gtest/gtest.h>

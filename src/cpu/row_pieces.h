@@ -1,6 +1,6 @@
 // How the work of a row operator is shared: groups of rows that are reduced together (one row, or a tile of rows side
 // by side), and where there are few of them, pieces of their columns. The cut comes from the shape alone, never from
-// the number of threads, and pieces are merged in order, so a result never depends on who computed it.
+// the number of threads, and pieces are merged in order, so a result does not depend on the threads.
 #pragma once
 
 #include <algorithm>

@@ -44,11 +44,8 @@ struct ColumnTensor {
 template <typename T, typename View>
 RowState reduce_piece(const View& view, ColumnTensor<const T> x, const ColumnPiece& piece) {
   const T* row = x.row(view, piece.group);
-  if constexpr (kIsFloatingPoint<T>) {
-    if (view.layout == RowLayout::contiguous) {
-      return reduce_columns<T>(piece.begin, piece.end,
-                               [row](std::int64_t column, std::int64_t) { return row + column; });
-    }
+  if (view.layout == RowLayout::contiguous) {
+    return reduce_columns<T>(piece.begin, piece.end, [row](std::int64_t column, std::int64_t) { return row + column; });
   }
   Gather gather(view.columns, row, x.number);
   return reduce_columns<Accumulator<T>>(piece.begin, piece.end, gather);
@@ -66,16 +63,14 @@ void reduce_tile_piece(const View& view, ColumnTensor<const T> x, const Tiles<T>
 /// Calls `store(row, state)` for every row, from many threads.
 template <typename T, typename View, typename Store>
 void reduce_softmax(const View& view, ColumnTensor<const T> x, const ExecutionContext& context, Store&& store) {
-  if constexpr (kIsFloatingPoint<T>) {
-    if (Tiles<T>::fit(view)) {
-      const Tiles<T> tiles(view);
-      return reduce_pieces<RowState, Tiles<T>::kWidth>(
-          tiles.pieces(view.column_count), context,
-          [&](const ColumnPiece& piece, RowState* states) { reduce_tile_piece(view, x, tiles, piece, states); },
-          [&](std::int64_t tile, const RowState* states) {
-            for (std::int64_t i = 0; i < tiles.width(tile); ++i) store(tiles.first_row(tile) + i, states[i]);
-          });
-    }
+  if (Tiles<T>::fit(view)) {
+    const Tiles<T> tiles(view);
+    return reduce_pieces<RowState, Tiles<T>::kWidth>(
+        tiles.pieces(view.column_count), context,
+        [&](const ColumnPiece& piece, RowState* states) { reduce_tile_piece(view, x, tiles, piece, states); },
+        [&](std::int64_t tile, const RowState* states) {
+          for (std::int64_t i = 0; i < tiles.width(tile); ++i) store(tiles.first_row(tile) + i, states[i]);
+        });
   }
   reduce_pieces<RowState, 1>(
       ColumnPieces(view.column_count, view.row_count, 1), context,

@@ -7,7 +7,7 @@
 // elementwise function does not care. element_of_lane() tells.
 //
 // This file is compiled once per level of vector instructions, hence the guard that toggles. Include it after
-// hwy/foreach_target.h, inside of a file that HWY_TARGET_INCLUDE names; see yardstick.cpp.
+// hwy/foreach_target.h, inside of a file that HWY_TARGET_INCLUDE names; see stream.cpp.
 #include <hwy/highway.h>
 
 #include <cstdint>
@@ -227,8 +227,8 @@ HWY_INLINE Pack<T> load_pack(const T* from) {
   }
 }
 
-/// Rounds to T, to nearest even. Non-temporal stores want `to` aligned to a vector; whoever uses them calls
-/// hwy::FlushStream() before another thread may read.
+/// Rounds to T, to nearest even. Non-temporal stores want `to` aligned to a vector; after them
+/// hwy::FlushStream() is called before another thread may read.
 template <bool kNonTemporal = false, typename T>
 HWY_INLINE void store_pack(Pack<T> pack, T* to) {
   const Tag<T> d;

@@ -1,20 +1,12 @@
-// Sine and cosine of angles of any size, exact to float32 rounding, relative near their zeros too: what turns a product
-// with a large number into a result of 16 bits must not lose the small ones.
-//
-// The angle is reduced by multiples of pi / 2, whose three parts leave the difference exact (W. Cody, W. Waite,
-// "Software Manual for the Elementary Functions", 1980), and the rest goes through two polynomials of our own: the
-// smallest relative error over |r| <= 0.83, by reweighted least squares: 6e-9 for the sine, 2e-10 for the cosine.
+// Sine and cosine of angles of any size, exact to float32 rounding: core/polynomials.h on a GPU.
 #pragma once
 
 #include <cstdint>
 
 #include "core/numeric.h"
+#include "core/polynomials.h"
 
 namespace eaves::cuda {
-
-/// Up to here the quotient by pi / 2, which is rounded in float32, is off by less than 1/20 from what it should be.
-/// Beyond it, and for what is not finite, the library's functions reduce the angle.
-inline constexpr float kLargestCommonAngle = 0x1p21f;
 
 template <typename A>
 struct SineCosine {
@@ -39,18 +31,17 @@ __device__ inline float flip_sign(float value, std::uint32_t bits) {
   return __uint_as_float(result);
 }
 
-__device__ inline SineCosine<float> sine_cosine_of_common(float angle) {
+__device__ inline SineCosine<float> sine_cosine_of_reduced(float angle) {
   // Adding 1.5 * 2^23 rounds to an integer, and leaves it in the last bits.
-  const float shifted = fmaf(angle, 0x1.45f306p-1f, 0x1.8p23f);
+  const float shifted = fmaf(angle, kTwoOverPi, 0x1.8p23f);
   const auto quadrant = __float_as_uint(shifted);
   const float count = shifted - 0x1.8p23f;
-  float r = fmaf(count, -0x1.921fb6p+0f, angle);  // exact: a multiple of 2^-24 below 1
-  r = fmaf(count, 0x1.777a5cp-25f, r);
-  r = fmaf(count, 0x1.ee59dap-50f, r);
+  float r = fmaf(count, -kHalfPiHigh, angle);  // exact: a multiple of 2^-24 below 1
+  r = fmaf(count, -kHalfPiMiddle, r);
+  r = fmaf(count, -kHalfPiLow, r);
   const float r2 = r * r;
-  const float s = fmaf(fmaf(fmaf(-0x1.986bf8p-13f, r2, 0x1.1104a4p-7f), r2, -0x1.55553ep-3f), r * r2, r);
-  const float c =
-      fmaf(fmaf(fmaf(fmaf(0x1.9925f0p-16f, r2, -0x1.6c0962p-10f), r2, 0x1.555546p-5f), r2, -0.5f), r2, 1.0f);
+  const float s = fmaf(fmaf(fmaf(kSine7, r2, kSine5), r2, kSine3), r * r2, r);
+  const float c = fmaf(fmaf(fmaf(fmaf(kCosine8, r2, kCosine6), r2, kCosine4), r2, -0.5f), r2, 1.0f);
   // A quarter turn swaps the two, and half a turn, the second bit of the quadrant, changes both signs.
   const bool is_odd = (quadrant & 1) != 0;
   const std::uint32_t half_turn = quadrant << 30;
@@ -59,21 +50,22 @@ __device__ inline SineCosine<float> sine_cosine_of_common(float angle) {
 
 }  // namespace detail
 
-/// Of several angles, none of which is larger in size than `largest`, but for NaN. What one comes to does not depend on
+/// Of several angles, of which those that are not finite and those beyond kLargestReducedAngle go through the library.
+/// None is larger in size than `largest`, but for NaN. What one comes to does not depend on
 /// the others.
 template <int kCount>
 __device__ void sine_cosine(const float (&angles)[kCount], float largest, float (&sines)[kCount],
                             float (&cosines)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const auto [sine, cosine] = detail::sine_cosine_of_common(angles[i]);
+    const auto [sine, cosine] = detail::sine_cosine_of_reduced(angles[i]);
     sines[i] = sine;
     cosines[i] = cosine;
   }
-  if (largest <= kLargestCommonAngle) return;
+  if (largest <= kLargestReducedAngle) return;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    if (fabsf(angles[i]) <= kLargestCommonAngle) continue;
+    if (fabsf(angles[i]) <= kLargestReducedAngle) continue;
     const auto [sine, cosine] = detail::sine_cosine_of_large(angles[i]);
     sines[i] = sine;
     cosines[i] = cosine;

@@ -1,5 +1,5 @@
-// Copies into shared memory that run by themselves, from global memory and between the blocks of a cluster: whoever
-// uses what they bring waits at its arrival. From compute capability 9.0 on.
+// Asynchronous copies into shared memory, from global memory and between the blocks of a cluster, completed through an
+// mbarrier. From compute capability 9.0 on.
 #pragma once
 
 #include <cooperative_groups.h>

@@ -8,6 +8,7 @@
 
 #include "core/build_config.h"
 #include "core/check.h"
+#include "cuda/architectures.h"
 #include "cuda/error.cuh"
 
 namespace eaves::cuda {
@@ -17,8 +18,17 @@ std::string version_text(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
-/// Machine code is there for compute capability 8.x and 9.0, and PTX of 9.0 for what comes later.
-constexpr int kOldestComputeCapability = 8;
+/// Of the compute capability, and what every build needs.
+constexpr int kOldestMajor = 8;
+
+/// Why this build cannot run on the GPU; empty where it can.
+std::string obstacle(const GpuInfo& gpu) {
+  const int major = gpu.compute_capability_major, minor = gpu.compute_capability_minor;
+  if (major < kOldestMajor) return "the GPUs here are older than compute capability 8.0, which eaves needs";
+  if (has_code_for(EAVES_CUDA_ARCHITECTURES, major, minor)) return "";
+  return std::string("eaves is built for ") + EAVES_CUDA_ARCHITECTURES + ", this GPU has compute capability " +
+         std::to_string(major) + "." + std::to_string(minor) + ": build with CUDA_TARGETS=all";
+}
 
 GpuList find_gpus() {
   GpuList list;
@@ -53,11 +63,12 @@ GpuList find_gpus() {
     gpu.memory_bandwidth = 2.0 * clock_khz * 1e3 * properties.memoryBusWidth / 8.0;
     list.gpus.push_back(gpu);
   }
-  // Device numbers are CUDA's: an old GPU between newer ones is left in the list only where none follows it.
-  while (!list.gpus.empty() && list.gpus.back().compute_capability_major < kOldestComputeCapability) {
+  // Device numbers are CUDA's: a GPU that cannot be used stays in the list where a usable one follows it.
+  while (!list.gpus.empty()) {
+    list.missing = obstacle(list.gpus.back());
+    if (list.missing.empty()) break;
     list.gpus.pop_back();
   }
-  if (list.gpus.empty()) list.missing = "the GPUs here are older than compute capability 8.0, which this build needs";
   return list;
 }
 

@@ -30,7 +30,7 @@ __device__ Vector<T> load(const Vector<T>* address) {
 }
 
 /// The same from memory that the kernel writes later, where another thread's element may lie over this one. load()
-/// promises that nobody writes there, and may then be done as late as its first use, behind a barrier too.
+/// promises that nothing is written there, and may then be done as late as its first use, behind a barrier too.
 template <typename T>
 __device__ Vector<T> load_before_overwriting(const Vector<T>* address) {
   Vector<T> v;

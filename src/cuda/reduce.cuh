@@ -10,6 +10,14 @@
 
 namespace eaves::cuda {
 
+/// Merges sums.
+struct Plus {
+  template <typename Sum>
+  __device__ Sum operator()(const Sum& a, const Sum& b) const {
+    return a + b;
+  }
+};
+
 template <typename State>
 __device__ State shuffle_xor(const State& state, int lane_mask) {
   static_assert(sizeof(State) % sizeof(std::uint32_t) == 0);
@@ -29,9 +37,9 @@ __device__ State reduce_lanes(State state, Merge merge) {
   return state;
 }
 
-/// Over the kThreads threads of a block; the first warp gets the result.
+/// Over the threads of a block, kThreads or fewer whole warps; the first warp gets the result.
 template <int kThreads, typename State, typename Merge>
-__device__ State reduce_block(State state, Merge merge) {
+__device__ State reduce_block(State state, Merge merge, int threads = kThreads) {
   constexpr int kWarps = kThreads / 32;
   static_assert(kThreads % 32 == 0 && kWarps <= 32 && (kWarps & (kWarps - 1)) == 0);
   // Raw bytes: a State may have default member values, and shared memory cannot be initialised.
@@ -41,7 +49,8 @@ __device__ State reduce_block(State state, Merge merge) {
   if (threadIdx.x % 32 == 0) warp_states[threadIdx.x / 32] = state;
   __syncthreads();
   if (threadIdx.x < 32) {
-    state = warp_states[threadIdx.x % kWarps];
+    const int warp = threadIdx.x % kWarps;
+    state = warp * 32 < threads ? warp_states[warp] : State{};
     state = reduce_lanes<kWarps>(state, merge);
   }
   return state;

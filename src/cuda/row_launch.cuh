@@ -1,5 +1,5 @@
 // How rows of unit stride meet the grid: which block has which row or piece of one, how the shapes of the policy become
-// template parameters, and how the pieces of rows are joined. For every operator that reduces rows.
+// kernels, and how the pieces of rows are joined. For every operator that reduces rows.
 #pragma once
 
 #include <cstdint>
@@ -11,25 +11,25 @@
 
 namespace eaves::cuda {
 
-/// Calls `function.operator()<kThreads, kVectors>()` for the shape that the policy chose. Every shape that
-/// row_threads() returns stands here. A heavy operator has fewer shapes and fewer vectors in each: its registers are
-/// needed for arithmetic, and its kernels are long to compile. H200, cross entropy of [4096, 32768] bf16 with label
-/// smoothing, softcap, soft targets: 128 x 4 0.101, 0.115, 0.222 ms, 64 x 4 0.091, 0.106, 0.195.
+/// Calls `function.operator()<kThreads, kVectors>(threads)` for the shape that the policy chose; every shape that
+/// row_threads() returns stands here. A heavy operator has one kernel for lanes and one for blocks, whose `threads` are
+/// an argument: its kernels are long to compile. It takes fewer vectors at once, because its registers are needed for
+/// arithmetic. H200, cross entropy of [4096, 32768] bf16 with label smoothing, softcap, soft targets: 128 x 4 0.101,
+/// 0.115, 0.222 ms, 64 x 4 0.091, 0.106, 0.195.
 template <bool kIsHeavy, typename Function>
 void dispatch_row_threads(RowThreads shape, bool is_cut, Function function) {
+  const auto call = [&]<int kThreads, int kVectors>() { function.template operator()<kThreads, kVectors>(kThreads); };
   if constexpr (kIsHeavy) {
-    if (shape.threads <= 8) return function.template operator()<8, 2>();
-    if (shape.threads <= 32) return function.template operator()<32, 2>();
-    if (!is_cut) return function.template operator()<64, 4>();
-    return function.template operator()<kPieceThreads.threads, 4>();
+    if (shape.threads <= 32) return function.template operator()<32, 2>(shape.threads <= 8 ? 8 : 32);
+    return function.template operator()<kPieceThreads.threads, 4>(is_cut ? kPieceThreads.threads : 64);
   } else {
-    if (shape == RowThreads{2, 1}) return function.template operator()<2, 1>();
-    if (shape == RowThreads{2, 4}) return function.template operator()<2, 4>();
-    if (shape == RowThreads{8, 4}) return function.template operator()<8, 4>();
-    if (shape == RowThreads{32, 4}) return function.template operator()<32, 4>();
-    if (shape == RowThreads{128, 4}) return function.template operator()<128, 4>();
-    if (shape == RowThreads{128, 8}) return function.template operator()<128, 8>();
-    if (shape == RowThreads{256, 8}) return function.template operator()<256, 8>();
+    if (shape == RowThreads{2, 1}) return call.template operator()<2, 1>();
+    if (shape == RowThreads{2, 4}) return call.template operator()<2, 4>();
+    if (shape == RowThreads{8, 4}) return call.template operator()<8, 4>();
+    if (shape == RowThreads{32, 4}) return call.template operator()<32, 4>();
+    if (shape == RowThreads{128, 4}) return call.template operator()<128, 4>();
+    if (shape == RowThreads{128, 8}) return call.template operator()<128, 8>();
+    if (shape == RowThreads{256, 8}) return call.template operator()<256, 8>();
     throw std::logic_error("row_policy.h has a shape that row_launch.cuh does not know");
   }
 }
@@ -70,7 +70,7 @@ template <int kWarps, typename State, typename Merge, typename Finish>
 __device__ void reduce_pieces(const State* pieces, std::int64_t row_count, std::int64_t piece_count, Merge merge,
                               Finish finish) {
   const std::int64_t first_row = std::int64_t{blockIdx.x} * 32;
-  State state;
+  State state{};
   if (first_row + threadIdx.x < row_count) {
 #pragma unroll 8  // the loads do not wait for each other
     for (std::int64_t piece = threadIdx.y; piece < piece_count; piece += kWarps) {

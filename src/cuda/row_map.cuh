@@ -11,12 +11,11 @@
 //   struct Operation {            // for elements of type T, template of the view's type
 //     using Element = T;
 //     const View& view() const;   // ShortRowView, or RowView for map_per_element
-//     static constexpr bool kIsHeavy = ...;  // what row() computes is worth several batches of a thread
 //     const T* in; T* out;        // tensors 0 and 1 of the view; may be the same
 //     auto row(std::int64_t row) const;   // loads what the row needs; a function of (element, column), and of
 //                                         // (vector, column of its first element) as transform() takes it
-//     void for_variant(body) const;  // heavy ones: calls `body` with a function like row(), for what all rows have in
-//                                    // common, so that loops are compiled for it
+//     void for_variant(body) const;  // where kIsHeavy (row_policy.h): calls `body` with a function like row(), for
+//                                    // what all rows have in common, so that loops are compiled for it
 //   };
 #pragma once
 
@@ -62,7 +61,7 @@ __global__ void __launch_bounds__(kMapLanesBlock) map_per_lanes(const __grid_con
 
 /// How many vectors a piece of a long row has.
 template <typename Operation>
-inline constexpr int kMapPieceVectors = kMapThreads*(Operation::kIsHeavy ? kHeavyMapVectors* kHeavyMapBatches
+inline constexpr int kMapPieceVectors = kMapThreads*(kIsHeavy<Operation> ? kHeavyMapVectors* kHeavyMapBatches
                                                                          : kMapVectors);
 
 /// Long rows: a block a piece, and a piece is one batch of vectors for each thread, or a few.
@@ -76,7 +75,7 @@ __global__ void __launch_bounds__(kMapThreads)
                         blockIdx.x - row * pieces, kMapPieceVectors<Operation>, threadIdx.x, kMapThreads, loads,
                         [&] { return make_row(row); });
   };
-  if constexpr (Operation::kIsHeavy) {
+  if constexpr (kIsHeavy<Operation>) {
     using T = typename Operation::Element;
     using Loads = LoadsAhead<T, kMapThreads, kHeavyMapVectors, kHeavyMapSlots>;
     __shared__ Vector<T> shared[Loads::Ring::kVectorCount];

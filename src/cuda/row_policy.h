@@ -9,6 +9,11 @@
 
 namespace eaves::cuda {
 
+/// Of an operation (row_reduce.cuh, row_map.cuh): it has so much arithmetic for an element that registers are what
+/// counts, and is so long to compile that it has fewer kernels.
+template <typename Operation>
+inline constexpr bool kIsHeavy = false;
+
 /// Threads that share a row: up to 32 they are lanes of a warp, beyond that a block.
 struct RowThreads {
   int threads = 0;

@@ -80,7 +80,7 @@ template <int kVectors, typename T, typename GoesOn>
 __device__ void accumulate_row(SoftmaxState<Accumulator<T>>& state, const T* first, std::int64_t count, int thread,
                                int threads, GoesOn goes_on) {
   for_each_batch<kVectors>(first, count, thread, threads, minus_infinity<T>(), goes_on,
-                           [&](const auto& batch, const BatchPlace&, auto) { accumulate(state, batch); });
+                           [&](const auto& batch) { accumulate(state, batch); });
 }
 
 }  // namespace eaves::cuda

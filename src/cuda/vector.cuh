@@ -111,6 +111,13 @@ __device__ Vector<T> minus_infinity() {
   if constexpr (std::is_same_v<T, double>) return {make_uint4(0u, 0xfff00000u, 0u, 0xfff00000u)};
 }
 
+/// `v` with another first element.
+template <typename T>
+__device__ Vector<T> with_first(Vector<T> v, T element) {
+  memcpy(&v, &element, sizeof(T));
+  return v;
+}
+
 /// Element by element, the larger one that is not NaN. Two at a time for 16-bit types: no conversion needed.
 template <typename T>
 __device__ Vector<T> max_each(const Vector<T>& a, const Vector<T>& b) {
@@ -211,41 +218,28 @@ struct Span {
   __device__ T& edge(int i) const { return begin[edge_index(i)]; }
 };
 
-/// Where the vectors of a batch are in their run: element i of vector v is element first + v * step + i.
-struct BatchPlace {
-  std::int64_t first;
-  int step;
-  int vectors;   ///< that are there; the others hold nothing but fill
-  int elements;  ///< of each vector that are there: all, or 1 of an edge element
-};
-
-/// Shares a run of elements among `threads` threads and calls `body(batch, place, is_whole)` in each with kVectors
-/// vectors at a time, all of them loaded before the first is used; is_whole is std::true_type where every one of them
-/// is there. Places without an element hold `fill`. The run has fewer than 2^31 vectors: 32-bit indices leave registers
-/// for loads, and longer rows are cut into pieces. `goes_on()` is asked once in each thread, when its first elements
-/// are on their way: if it says no, the rest of the run is left out.
+/// Shares a run of elements among `threads` threads and calls `body(batch)` in each with kVectors vectors at a time,
+/// all of them loaded before the first is used; places without an element hold `fill`. The run has fewer than 2^31
+/// vectors: 32-bit indices leave registers for loads, and longer rows are cut into pieces. `goes_on()` is asked once in
+/// each thread, when its first elements are on their way: if it says no, the rest of the run is left out.
 template <int kVectors, typename T, typename Body, typename GoesOn>
 __device__ void for_each_batch(const T* first, std::int64_t count, int thread, int threads, const Vector<T>& fill,
                                GoesOn goes_on, Body body) {
-  constexpr int kSize = Vector<T>::kSize;
   const Span<const T> span(first, count);
   // The edge elements travel with the first batch and are used last, so that they add no wait.
   T edge{};
   if (thread < span.edges) edge = span.edge(thread);
 
   const Vector<T>* address = span.vector_address(thread);
-  const int step = threads * kSize;
-  std::int64_t index = span.head + std::int64_t{thread} * kSize;
   int left = static_cast<int>(span.vectors) - thread;
   bool is_first = true;
-  for (; left > (kVectors - 1) * threads;
-       left -= kVectors * threads, address += kVectors * threads, index += kVectors * step) {
+  for (; left > (kVectors - 1) * threads; left -= kVectors * threads, address += kVectors * threads) {
     Vector<T> batch[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) batch[v] = load(address + v * threads);
     if (is_first && !goes_on()) return;
     is_first = false;
-    body(batch, BatchPlace{index, step, kVectors, kSize}, std::true_type{});
+    body(batch);
   }
   if (left > 0) {
     Vector<T> batch[kVectors];
@@ -253,15 +247,14 @@ __device__ void for_each_batch(const T* first, std::int64_t count, int thread, i
     for (int v = 0; v < kVectors; ++v) batch[v] = v * threads < left ? load(address + v * threads) : fill;
     if (is_first && !goes_on()) return;
     is_first = false;
-    body(batch, BatchPlace{index, step, (left + threads - 1) / threads, kSize}, std::false_type{});
+    body(batch);
   }
   if (is_first && !goes_on()) return;
   // More than one round only where fewer than 2 * (kSize - 1) threads share the run.
   for (int i = thread; i < span.edges; i += threads) {
     if (i != thread) edge = span.edge(i);
-    Vector<T> single[1] = {fill};
-    memcpy(&single[0], &edge, sizeof(T));
-    body(single, BatchPlace{span.edge_index(i), step, 1, 1}, std::false_type{});
+    const Vector<T> single[1] = {with_first(fill, edge)};
+    body(single);
   }
 }
 

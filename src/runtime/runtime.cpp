@@ -13,7 +13,7 @@
 #include "cpu/cache.h"
 #include "cpu/gemm.h"
 #include "cpu/parallel.h"
-#include "cpu/yardstick.h"
+#include "cpu/stream.h"
 #include "cuda/device.h"
 #include "cuda/gemm.h"
 #include "cuda/runtime.h"

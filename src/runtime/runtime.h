@@ -67,13 +67,13 @@ class Stopwatch {
 /// Throws DeviceError where something in it cannot be captured. Devices other than GPUs: InvalidArgument.
 void capture_and_replay(Device device, void* stream, const std::function<void()>& enqueue, int replays);
 
-/// The yardstick: plain kernels that stream `read_bytes` and `write_bytes` through the device's memory, with the
-/// widest loads and stores, and compute next to nothing. They read from `source` and write to `destination`, each at
-/// least that large and aligned to 64 bytes. On a GPU they are enqueued on `context.stream`.
+/// The stream that operators are compared with: plain kernels that stream `read_bytes` and `write_bytes` through the
+/// device's memory, with the widest loads and stores, and compute next to nothing. They read from `source` and write to
+/// `destination`, each at least that large and aligned to 64 bytes. On a GPU they are enqueued on `context.stream`.
 void stream_bytes(Device device, const void* source, std::size_t read_bytes, void* destination, std::size_t write_bytes,
                   const ExecutionContext& context);
 
-/// The yardstick of operators that multiply matrices: one product by the library that they take it from, on a GPU
+/// What operators that multiply matrices are compared with: one product by the library that they take it from, on a GPU
 /// enqueued on `context.stream`. It takes its scratch memory like an operator.
 void matrix_product(Device device, const Gemm& product, const ExecutionContext& context);
 

@@ -24,24 +24,34 @@ inline constexpr int kGradLoss = 5;     ///< strides of 0 where the loss is redu
 
 using CrossEntropyView = RowView<3, 6>;
 
+/// What of its options a call has to do more for than a plain softmax.
+struct LossPlan {
+  bool has_transform = false;  ///< z' is not z
+  bool has_linear = false;     ///< the loss has sum of u_v * z'_v: soft targets or smoothing
+  bool has_factors = false;    ///< and u is not 1: soft targets, or smoothing over weighted classes
+  bool has_moment = false;     ///< the entropy, or its gradient
+  bool has_best = false;       ///< the class of the largest logit
+
+  bool is_plain() const { return !has_transform && !has_linear && !has_moment && !has_best; }
+};
+
 struct CrossEntropyInputs {
   CrossEntropyView view;
   Device device;
   DType logits_dtype;
-  DType targets_dtype;  ///< int32, int64, or of soft targets logits_dtype or float32
-  DType weight_dtype;   ///< logits_dtype or float32
   const void* logits;
-  const void* targets;
-  const void* weight;        ///< nullptr where there is none
+  TypedNumbers targets;      ///< int32, int64, or of soft targets logits_dtype or float32
+  TypedNumbers weight;       ///< logits_dtype or float32; nullptr where there is none
   std::int64_t first_class;  ///< of the logits' columns; 0 but for shards
   std::int64_t classes;      ///< V, of all shards
   CrossEntropyOptions options;
+  LossPlan plan;
   Dims row_shape;  ///< of hard targets: what an error counts them by
 
-  bool has_soft_targets() const { return is_floating_point(targets_dtype); }
+  bool has_soft_targets() const { return is_floating_point(targets.dtype); }
   /// Hard ones; there are rows.
   RowTargets row_targets() const {
-    return {view, cross_entropy_tensors::kTargets, cross_entropy_tensors::kPerRow, {targets, targets_dtype}};
+    return {view, cross_entropy_tensors::kTargets, cross_entropy_tensors::kPerRow, targets};
   }
 };
 
@@ -65,8 +75,7 @@ struct CrossEntropyForwardProblem {
 
 struct CrossEntropyBackwardProblem {
   CrossEntropyInputs inputs;
-  DType grad_loss_dtype;
-  const void* grad_loss;  ///< nullptr: 1 (in place only)
+  TypedNumbers grad_loss;  ///< nullptr: 1 (in place only)
   const void* grad_lse;
   const void* grad_entropy;
   const void* lse;
@@ -83,8 +92,7 @@ struct CrossEntropyBackwardProblem {
 struct CrossEntropyInPlaceProblem {
   CrossEntropyForwardProblem forward;
   DType grad_dtype;
-  DType grad_loss_dtype;
-  const void* grad_loss;  ///< nullptr: 1
+  TypedNumbers grad_loss;  ///< nullptr: 1
 };
 
 /// Tensors 0 and 1 of the view are the gradient.
@@ -93,8 +101,7 @@ struct CrossEntropyRescaleProblem {
   Device device;
   DType dtype;
   void* grad_logits;
-  DType grad_loss_dtype;
-  const void* grad_loss;
+  TypedNumbers grad_loss;
 };
 
 struct CrossEntropyShardProblem {
@@ -113,27 +120,29 @@ struct CrossEntropyMergeProblem {
 };
 
 namespace cpu {
-/// Every function relies on targets that are in range.
-void cross_entropy_forward(const CrossEntropyForwardProblem& problem, const ExecutionContext& context);
-void cross_entropy_backward(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context);
-void cross_entropy_in_place(const CrossEntropyInPlaceProblem& problem, const ExecutionContext& context);
-void cross_entropy_rescale(const CrossEntropyRescaleProblem& problem, const ExecutionContext& context);
-void cross_entropy_shard_forward(const CrossEntropyShardProblem& problem, const ExecutionContext& context);
-void cross_entropy_merge(const CrossEntropyMergeProblem& problem, const ExecutionContext& context);
+/// All rely on targets that are in range.
+void cross_entropy(const CrossEntropyForwardProblem& problem, const ExecutionContext& context);
+void cross_entropy(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context);
+void cross_entropy(const CrossEntropyInPlaceProblem& problem, const ExecutionContext& context);
+void cross_entropy(const CrossEntropyRescaleProblem& problem, const ExecutionContext& context);
+void cross_entropy(const CrossEntropyShardProblem& problem, const ExecutionContext& context);
+void cross_entropy(const CrossEntropyMergeProblem& problem, const ExecutionContext& context);
 }  // namespace cpu
 
 namespace cuda {
-/// `context.workspace` holds at least as many bytes as the function of the same name says.
-void cross_entropy_forward(const CrossEntropyForwardProblem& problem, const ExecutionContext& context);
-void cross_entropy_backward(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context);
-void cross_entropy_in_place(const CrossEntropyInPlaceProblem& problem, const ExecutionContext& context);
-void cross_entropy_rescale(const CrossEntropyRescaleProblem& problem, const ExecutionContext& context);
-void cross_entropy_shard_forward(const CrossEntropyShardProblem& problem, const ExecutionContext& context);
-void cross_entropy_merge(const CrossEntropyMergeProblem& problem, const ExecutionContext& context);
-std::size_t cross_entropy_forward_workspace_bytes(const CrossEntropyForwardProblem& problem);
-std::size_t cross_entropy_in_place_workspace_bytes(const CrossEntropyInPlaceProblem& problem);
-std::size_t cross_entropy_shard_forward_workspace_bytes(const CrossEntropyShardProblem& problem);
-std::size_t cross_entropy_merge_workspace_bytes(const CrossEntropyMergeProblem& problem);
+/// `context.workspace` holds cross_entropy_workspace_bytes().
+void cross_entropy(const CrossEntropyForwardProblem& problem, const ExecutionContext& context);
+void cross_entropy(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context);
+void cross_entropy(const CrossEntropyInPlaceProblem& problem, const ExecutionContext& context);
+void cross_entropy(const CrossEntropyRescaleProblem& problem, const ExecutionContext& context);
+void cross_entropy(const CrossEntropyShardProblem& problem, const ExecutionContext& context);
+void cross_entropy(const CrossEntropyMergeProblem& problem, const ExecutionContext& context);
+std::size_t cross_entropy_workspace_bytes(const CrossEntropyForwardProblem& problem);
+std::size_t cross_entropy_workspace_bytes(const CrossEntropyInPlaceProblem& problem);
+std::size_t cross_entropy_workspace_bytes(const CrossEntropyShardProblem& problem);
+std::size_t cross_entropy_workspace_bytes(const CrossEntropyMergeProblem& problem);
+inline std::size_t cross_entropy_workspace_bytes(const CrossEntropyBackwardProblem&) { return 0; }
+inline std::size_t cross_entropy_workspace_bytes(const CrossEntropyRescaleProblem&) { return 0; }
 }  // namespace cuda
 
 }  // namespace eaves

@@ -12,6 +12,9 @@ namespace {
 constexpr const char* kOp = "cross_entropy_backward";
 constexpr const char* kRescale = "cross_entropy_rescale";
 
+constexpr int kNarrowThreads = 256;
+constexpr int kNarrowVectors = 4;  // that a thread loads before it stores the first
+
 constexpr int kRescaleThreads = 256;
 constexpr std::int64_t kRescaleBlocks = 8;              // of each multiprocessor
 constexpr std::int64_t kRescalePieceColumns = 1 << 16;  // of a row: a few long rows still have work for all blocks
@@ -27,21 +30,78 @@ void backward(const CrossEntropyBackwardProblem& problem, const ExecutionContext
                 });
   };
   if constexpr (!std::is_same_v<T, double>) {
-    if (has_plain_gradient(problem)) return map.template operator()<PlainGradient>();
+    if (has_plain_gradient(problem.inputs.plan)) return map.template operator()<PlainGradient>();
   }
   map.template operator()<FullGradient>();
+}
+
+template <typename Function>
+__device__ void narrow_row(const Span<float>& span, DType dtype, const Function& function) {
+  constexpr int kSize = Vector<float>::kSize;
+  const int thread = static_cast<int>(threadIdx.x);
+  const bool has_edge = thread < span.edges;
+  const float edge = has_edge ? span.edge(thread) : 0.0f;
+  for (std::int64_t first = thread; first - thread < span.vectors; first += kNarrowThreads * kNarrowVectors) {
+    Vector<float> batch[kNarrowVectors];
+#pragma unroll
+    for (int v = 0; v < kNarrowVectors; ++v) {
+      const std::int64_t i = first + v * kNarrowThreads;
+      if (i < span.vectors) batch[v] = load_before_overwriting(span.vector_address(i));
+    }
+    __syncthreads();
+#pragma unroll
+    for (int v = 0; v < kNarrowVectors; ++v) {
+      const std::int64_t i = first + v * kNarrowThreads;
+      if (i < span.vectors) {
+        store_gradient<true>(span, dtype, i, function(batch[v], i * kSize));
+      }
+    }
+  }
+  __syncthreads();  // a row without vectors: all edges have been loaded
+  if (has_edge) store_gradient_edge<true>(span, dtype, thread, function(edge, span.edge_index(thread)));
+}
+
+/// A gradient of 16 bits over float32 logits, each row's in the first half of its place, so that what is written lies
+/// over logits of smaller columns: a block takes a row in the order of its columns, and writes a batch when all of it
+/// has been loaded.
+template <typename Operation>
+__global__ void __launch_bounds__(kNarrowThreads)
+    narrow_rows(const __grid_constant__ Operation operation, DType dtype) {
+  const std::int64_t row = blockIdx.x;
+  const auto at = operation.view().rows.offsets(row);
+  const Span<float> span(operation.out + at.of[kLogits], operation.view().column_count);
+  if constexpr (kIsHeavy<Operation>) {
+    operation.for_variant([&](const auto& function_of) { narrow_row(span, dtype, function_of(row)); });
+  } else {
+    narrow_row(span, dtype, operation.row(row));
+  }
+}
+
+void narrow_backward(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context) {
+  using View = CrossEntropyView;  // serves every call, and twice the kernels would be for a few nanoseconds of a row
+  const auto run = [&]<typename Function>() {
+    using Operation = CrossEntropyGradient<float, View, Function>;
+    const Operation operation{static_cast<const float*>(problem.inputs.logits),
+                              static_cast<float*>(problem.grad_logits),
+                              GradientInputs<float, View>(problem.inputs.view, problem)};
+    launch(kOp, narrow_rows<Operation>,
+           {.blocks = problem.inputs.view.row_count, .threads = kNarrowThreads, .stream = context.stream}, operation,
+           problem.grad_dtype);
+  };
+  has_plain_gradient(problem.inputs.plan) ? run.template operator()<PlainGradient<float, View>>()
+                                          : run.template operator()<FullGradient<float, View>>();
 }
 
 /// Multiplies rows by their factors, unless it is 1. A few blocks take all rows, so that finding out that there is
 /// nothing to do costs next to nothing.
 template <typename T, typename View>
 __global__ void __launch_bounds__(kRescaleThreads)
-    rescale_rows(View view, T* gradient, OwnOrFloat<T> factors, std::int64_t pieces, std::int64_t piece_columns) {
+    rescale_rows(View view, T* gradient, TypedNumbers factors, std::int64_t pieces, std::int64_t piece_columns) {
   using A = Accumulator<T>;
   for (std::int64_t task = blockIdx.x; task < view.row_count * pieces; task += gridDim.x) {
     const std::int64_t row = divide(task, pieces);
     const auto at = view.rows.offsets(row);
-    const A factor = factors[at.of[kGradLoss]];
+    const A factor = own_or_float_at<T>(factors, at.of[kGradLoss]);
     if (factor == A(1)) continue;
     const std::int64_t first = (task - row * pieces) * piece_columns;
     T* from = gradient + at.of[kLogits];
@@ -64,7 +124,7 @@ __global__ void __launch_bounds__(kRescaleThreads)
 
 }  // namespace
 
-void cross_entropy_rescale(const CrossEntropyRescaleProblem& problem, const ExecutionContext& context) {
+void cross_entropy(const CrossEntropyRescaleProblem& problem, const ExecutionContext& context) {
   const DeviceGuard guard(problem.device);
   const CrossEntropyView& view = problem.view;
   const std::int64_t pieces = ceil_divide(view.column_count, kRescalePieceColumns);
@@ -74,12 +134,11 @@ void cross_entropy_rescale(const CrossEntropyRescaleProblem& problem, const Exec
            {.blocks = std::min(view.row_count * pieces, most_blocks),
             .threads = kRescaleThreads,
             .stream = context.stream},
-           view, static_cast<T*>(problem.grad_logits),
-           OwnOrFloat<T>{problem.grad_loss, problem.grad_loss_dtype != kDTypeOf<T>}, pieces, kRescalePieceColumns);
+           view, static_cast<T*>(problem.grad_logits), problem.grad_loss, pieces, kRescalePieceColumns);
   });
 }
 
-void cross_entropy_backward(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context) {
+void cross_entropy(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context) {
   const DeviceGuard guard(problem.inputs.device);
   if (problem.grad_dtype != problem.inputs.logits_dtype) return narrow_backward(problem, context);
   dispatch_floating_point(problem.inputs.logits_dtype, [&]<typename T>() { backward<T>(problem, context); });

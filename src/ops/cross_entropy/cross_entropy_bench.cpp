@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <initializer_list>
 #include <memory>
 #include <random>
 #include <string>
@@ -16,7 +15,6 @@
 #include "eaves/cross_entropy.h"
 #include "runtime/runtime.h"
 #include "testing/benchmark.h"
-#include "testing/dtype_names.h"
 
 namespace eaves::bench {
 namespace {
@@ -27,7 +25,7 @@ enum class Mode { forward, backward, in_place };
 struct Case {
   Dims shape = {};
   int class_axis = -1;
-  std::vector<std::pair<std::string, std::int64_t>> shape_keys = {};
+  Sizes shape_keys = {};
   CrossEntropyOptions options = {};
   bool has_weight = false;
   bool has_soft_targets = false;
@@ -36,11 +34,12 @@ struct Case {
   bool has_argmax = false;
   bool has_entropy = false;
 
-  std::int64_t classes() const { return shape[class_axis < 0 ? shape.size() + class_axis : class_axis]; }
+  int axis() const { return class_axis < 0 ? shape.size() + class_axis : class_axis; }
+  std::int64_t classes() const { return shape[axis()]; }
 
   Dims row_shape() const {
     AxisSet axes;
-    axes.contains[class_axis < 0 ? shape.size() + class_axis : class_axis] = true;
+    axes.contains[axis()] = true;
     return reduced_shape(shape, axes, false);
   }
 
@@ -56,20 +55,6 @@ struct Case {
 };
 
 // ----------------------------------------------------------------------------------------------------- the inputs
-
-// Ignored rows come in runs, as prompts do in front of their answers.
-constexpr std::int64_t kRunOfIgnoredRows = 32;
-
-TensorView class_targets(Arena& arena, const Case& item) {
-  std::mt19937_64 random(3);
-  std::vector<double> targets;
-  for (std::int64_t row = 0; row < item.rows(); ++row) {
-    const auto target = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(item.classes()));
-    const bool is_ignored = item.half_is_ignored && row / kRunOfIgnoredRows % 2 == 0;
-    targets.push_back(static_cast<double>(is_ignored ? item.options.ignore_index : target));
-  }
-  return arena.filled(DType::int64, item.row_shape(), targets);
-}
 
 // Distributions along the last axis. A few that differ are enough: a kernel does not know that they come again.
 TensorView soft_targets(Arena& arena, const Case& item, DType dtype) {
@@ -97,112 +82,86 @@ TensorView class_weights(Arena& arena, const Case& item, DType dtype) {
 
 // ------------------------------------------------------------------------------------------------------ the calls
 
-// A training step's forward: the loss, and what the backward needs.
+// The inputs of a training step's forward, and the loss.
 CrossEntropyForwardArgs forward_args(Arena& arena, const Case& item, DType dtype) {
-  const DType result_dtype = accumulator_dtype(dtype);
-  const Dims row_shape = item.row_shape();
   CrossEntropyForwardArgs args;
   args.logits = arena.normal(dtype, item.shape, 1);
-  args.targets = item.has_soft_targets ? soft_targets(arena, item, dtype) : class_targets(arena, item);
+  args.targets = item.has_soft_targets ? soft_targets(arena, item, dtype)
+                                       : class_targets(arena, item.row_shape(), item.classes(), item.half_is_ignored);
   if (item.has_weight) args.weight = class_weights(arena, item, dtype);
   args.class_axis = item.class_axis;
   args.options = item.options;
   args.reads_ignored_rows = false;
-  args.loss = arena.output(result_dtype, item.loss_shape());
-  if (item.options.z_loss_weight > 0.0) args.z_loss = arena.output(result_dtype, item.loss_shape());
-  if (item.has_argmax) args.argmax = arena.output(DType::int64, row_shape);
-  if (item.has_entropy) args.entropy = arena.output(result_dtype, row_shape);
   return args;
 }
 
-void add_what_the_backward_needs(CrossEntropyForwardArgs& args, Arena& arena, const Case& item, DType dtype) {
-  const DType result_dtype = accumulator_dtype(dtype);
-  args.lse = arena.output(result_dtype, item.row_shape());
-  if (item.needs_target_mass()) args.target_mass = arena.output(result_dtype, item.row_shape());
-  if (item.options.reduction == Reduction::mean) args.divisor = arena.output(result_dtype, {});
+void add_outputs(CrossEntropyForwardArgs& args, Arena& arena, const Case& item) {
+  const DType dtype = accumulator_dtype(args.logits.dtype);
+  args.loss = arena.output(dtype, item.loss_shape());
+  if (item.options.z_loss_weight > 0.0) args.z_loss = arena.output(dtype, item.loss_shape());
+  if (item.has_argmax) args.argmax = arena.output(DType::int64, item.row_shape());
+  if (item.has_entropy) args.entropy = arena.output(dtype, item.row_shape());
 }
 
-class ForwardCall : public Call {
- public:
-  ForwardCall(Arena& arena, const Case& item, DType dtype) : args_(forward_args(arena, item, dtype)) {
-    add_what_the_backward_needs(args_, arena, item, dtype);
-  }
-  std::size_t workspace_bytes(const ExecutionContext& context) const override {
-    return cross_entropy_forward_workspace_bytes(args_, context);
-  }
-  void run(const ExecutionContext& context) override { cross_entropy_forward(args_, context); }
+void add_what_the_backward_needs(CrossEntropyForwardArgs& args, Arena& arena, const Case& item) {
+  const DType dtype = accumulator_dtype(args.logits.dtype);
+  args.lse = arena.output(dtype, item.row_shape());
+  if (item.needs_target_mass()) args.target_mass = arena.output(dtype, item.row_shape());
+  if (item.options.reduction == Reduction::mean) args.divisor = arena.output(dtype, {});
+}
 
- private:
-  CrossEntropyForwardArgs args_;
-};
+Call forward_call(Arena& arena, const Case& item, DType dtype) {
+  CrossEntropyForwardArgs args = forward_args(arena, item, dtype);
+  add_outputs(args, arena, item);
+  add_what_the_backward_needs(args, arena, item);
+  return make_call(args, cross_entropy_forward, cross_entropy_forward_workspace_bytes);
+}
 
-class BackwardCall : public Call {
- public:
-  BackwardCall(Arena& arena, const Case& item, DType dtype) {
-    const DType result_dtype = accumulator_dtype(dtype);
-    Arena not_counted(arena.device());  // what the forward writes and the backward does not take
-    CrossEntropyForwardArgs forward;
-    forward.logits = arena.normal(dtype, item.shape, 1);
-    forward.targets = item.has_soft_targets ? soft_targets(arena, item, dtype) : class_targets(arena, item);
-    if (item.has_weight) forward.weight = class_weights(arena, item, dtype);
-    forward.class_axis = item.class_axis;
-    forward.options = item.options;
-    forward.loss = not_counted.output(result_dtype, item.loss_shape());
-    if (item.has_entropy) forward.entropy = arena.output(result_dtype, item.row_shape());
-    add_what_the_backward_needs(forward, arena, item, dtype);
-    cross_entropy_forward(forward);
+Call backward_call(Arena& arena, const Case& item, DType dtype) {
+  const DType result_dtype = accumulator_dtype(dtype);
+  Arena not_counted(arena.device());  // what the forward writes and the backward does not take
+  CrossEntropyForwardArgs forward = forward_args(arena, item, dtype);
+  forward.reads_ignored_rows = true;
+  forward.loss = not_counted.output(result_dtype, item.loss_shape());
+  if (item.has_entropy) forward.entropy = arena.output(result_dtype, item.row_shape());
+  add_what_the_backward_needs(forward, arena, item);
+  cross_entropy_forward(forward);
 
-    args_.grad_loss = arena.normal(result_dtype, item.loss_shape(), 2);
-    if (item.has_entropy) args_.grad_entropy = arena.normal(result_dtype, item.row_shape(), 5);
-    args_.logits = forward.logits;
-    args_.targets = forward.targets;
-    args_.weight = forward.weight;
-    args_.class_axis = forward.class_axis;
-    args_.options = forward.options;
-    args_.lse = forward.lse;
-    args_.entropy = forward.entropy;
-    args_.target_mass = forward.target_mass;
-    args_.divisor = forward.divisor;
-    args_.grad_logits = arena.output(dtype, item.shape);
-    runtime::synchronize(arena.device());
-  }
-  std::size_t workspace_bytes(const ExecutionContext& context) const override {
-    return cross_entropy_backward_workspace_bytes(args_, context);
-  }
-  void run(const ExecutionContext& context) override { cross_entropy_backward(args_, context); }
-
- private:
-  CrossEntropyBackwardArgs args_;
-};
+  CrossEntropyBackwardArgs args;
+  args.grad_loss = arena.normal(result_dtype, item.loss_shape(), 2);
+  if (item.has_entropy) args.grad_entropy = arena.normal(result_dtype, item.row_shape(), 5);
+  args.logits = forward.logits;
+  args.targets = forward.targets;
+  args.weight = forward.weight;
+  args.class_axis = forward.class_axis;
+  args.options = forward.options;
+  args.lse = forward.lse;
+  args.entropy = forward.entropy;
+  args.target_mass = forward.target_mass;
+  args.divisor = forward.divisor;
+  args.grad_logits = arena.output(dtype, item.shape);
+  runtime::synchronize(arena.device());
+  return make_call(args, cross_entropy_backward, cross_entropy_backward_workspace_bytes);
+}
 
 // Both at once. Afterwards the logits are a gradient, nearly all of it the same small number: the next call gets logits
 // again.
-class InPlaceCall : public Call {
- public:
-  InPlaceCall(Arena& arena, const Case& item, DType dtype)
-      : device_(arena.device()), not_counted_(device_), args_{.forward = forward_args(arena, item, dtype)} {
-    const TensorView& logits = args_.forward.logits;
-    logits_bytes_ = static_cast<std::size_t>(logits.element_count()) * size_of(dtype);
-    copy_of_logits_ = not_counted_.allocate(logits_bytes_);
-    runtime::copy(copy_of_logits_, device_, logits.data, device_, logits_bytes_);
-  }
-  std::size_t workspace_bytes(const ExecutionContext& context) const override {
-    return cross_entropy_forward_backward_workspace_bytes(args_, context);
-  }
-  void run(const ExecutionContext& context) override { cross_entropy_forward_backward(args_, context); }
-  void restore() override {
-    runtime::synchronize(device_);  // the call may still be running on its stream
-    runtime::copy(args_.forward.logits.data, device_, copy_of_logits_, device_, logits_bytes_);
-    runtime::synchronize(device_);  // a copy within the device may return before it is done
-  }
-
- private:
-  Device device_;
-  Arena not_counted_;
-  CrossEntropyForwardBackwardArgs args_;
-  void* copy_of_logits_ = nullptr;
-  std::size_t logits_bytes_ = 0;
-};
+Call in_place_call(Arena& arena, const Case& item, DType dtype) {
+  CrossEntropyForwardBackwardArgs args{.forward = forward_args(arena, item, dtype)};
+  add_outputs(args.forward, arena, item);
+  const TensorView logits = args.forward.logits;
+  const auto bytes = static_cast<std::size_t>(logits.element_count()) * size_of(dtype);
+  const auto not_counted = std::make_shared<Arena>(arena.device());
+  void* const copy_of_logits = not_counted->allocate(bytes);
+  runtime::copy(copy_of_logits, logits.device, logits.data, logits.device, bytes);
+  Call call = make_call(args, cross_entropy_forward_backward, cross_entropy_forward_backward_workspace_bytes);
+  call.restore = [=] {
+    runtime::synchronize(not_counted->device());  // the call may still be running on its stream
+    runtime::copy(logits.data, logits.device, copy_of_logits, logits.device, bytes);
+    runtime::synchronize(not_counted->device());  // a copy within the device may return before it is done
+  };
+  return call;
+}
 
 // -------------------------------------------------------------------------------------------------------- the rows
 
@@ -241,10 +200,10 @@ struct Bytes {
 // What any implementation has to move in this mode: each input read once, each output written once. Of a row that is
 // ignored no logits have to be read, since its loss and its gradient are 0 whatever they are, but that gradient has to
 // be written.
-Bytes bytes_of(const Case& item, DType dtype, Mode mode) {
+Bytes moved_bytes(const Case& item, DType dtype, Mode mode) {
   const std::int64_t rows = item.rows();
-  const auto element_bytes = static_cast<std::int64_t>(size_of(dtype));
-  const auto result_bytes = static_cast<std::int64_t>(size_of(accumulator_dtype(dtype)));
+  const std::int64_t element_bytes = bytes_of(dtype);
+  const std::int64_t result_bytes = bytes_of(accumulator_dtype(dtype));
   const std::int64_t logits_bytes = rows * item.classes() * element_bytes;
   const std::int64_t loss_bytes = (item.options.reduction == Reduction::none ? rows : 1) * result_bytes;
   const std::int64_t row_bytes = rows * result_bytes;
@@ -252,7 +211,7 @@ Bytes bytes_of(const Case& item, DType dtype, Mode mode) {
 
   Bytes bytes;
   bytes.read = item.half_is_ignored ? logits_bytes / 2 : logits_bytes;
-  bytes.read += item.has_soft_targets ? logits_bytes : rows * static_cast<std::int64_t>(size_of(DType::int64));
+  bytes.read += item.has_soft_targets ? logits_bytes : rows * bytes_of(DType::int64);
   if (item.has_weight) bytes.read += item.classes() * element_bytes;
   // lse, target_mass, divisor: from the forward to the backward; both at once need not pass them on.
   const std::int64_t passed_on = row_bytes + (item.needs_target_mass() ? row_bytes : 0) + divisor_bytes;
@@ -262,7 +221,7 @@ Bytes bytes_of(const Case& item, DType dtype, Mode mode) {
   } else {
     bytes.written += loss_bytes;
     if (item.options.z_loss_weight > 0.0) bytes.written += loss_bytes;
-    if (item.has_argmax) bytes.written += rows * static_cast<std::int64_t>(size_of(DType::int64));
+    if (item.has_argmax) bytes.written += rows * bytes_of(DType::int64);
     if (item.has_entropy) bytes.written += row_bytes;
     if (mode == Mode::forward) bytes.written += passed_on;
   }
@@ -271,37 +230,28 @@ Bytes bytes_of(const Case& item, DType dtype, Mode mode) {
 }
 
 Row make_row(const Case& item, DType dtype, Mode mode) {
-  const Bytes bytes = bytes_of(item, dtype, mode);
-  Row row;
-  row.axis_value = item.classes();
-  row.shape = item.shape_keys;
-  row.options = option_keys(item, mode);
+  static constexpr const char* kModes[] = {"fwd", "bwd", "fwd+bwd"};
+  const Bytes bytes = moved_bytes(item, dtype, mode);
+  Row row{.mode = kModes[static_cast<int>(mode)], .shape = item.shape_keys, .options = option_keys(item, mode)};
   row.read_bytes = bytes.read;
   row.write_bytes = bytes.written;
-  row.make_call = [item, dtype, mode](Arena& arena) -> std::unique_ptr<Call> {
-    if (mode == Mode::forward) return std::make_unique<ForwardCall>(arena, item, dtype);
-    if (mode == Mode::backward) return std::make_unique<BackwardCall>(arena, item, dtype);
-    return std::make_unique<InPlaceCall>(arena, item, dtype);
+  row.make_call = [=](Arena& arena) {
+    if (mode == Mode::forward) return forward_call(arena, item, dtype);
+    return mode == Mode::backward ? backward_call(arena, item, dtype) : in_place_call(arena, item, dtype);
   };
   return row;
 }
 
 // ------------------------------------------------------------------------------------------------------ the tables
 
-// Published are these two alone.
-constexpr std::initializer_list<Mode> kSeedModes = {Mode::forward, Mode::backward};
-constexpr std::initializer_list<Mode> kEveryMode = {Mode::forward, Mode::backward, Mode::in_place};
+const std::vector<Mode> kSeedModes = {Mode::forward, Mode::backward};  // published are these two alone
+const std::vector<Mode> kEveryMode = {Mode::forward, Mode::backward, Mode::in_place};
 
-// The speed and memory tables of each mode over the same cases.
-void add_tables(std::vector<Table>& tables, std::initializer_list<Mode> modes, const std::string& title, DType dtype,
+// The tables of each mode over the same cases.
+void add_tables(std::vector<Table>& tables, const std::vector<Mode>& modes, DType dtype,
                 const std::vector<Case>& cases) {
   for (const Mode mode : modes) {
-    Table table;
-    table.op = "cross_entropy";
-    table.mode = mode == Mode::forward ? "fwd" : mode == Mode::backward ? "bwd" : "fwd+bwd";
-    table.title_suffix = title + (mode == Mode::in_place ? "-in-place" : "");
-    table.axis_name = "v";
-    table.dtype = dtype;
+    Table table{.op = "cross_entropy", .dtype = dtype};
     for (const Case& item : cases) {
       if (item.has_argmax && mode == Mode::backward) continue;  // it has no gradient
       table.rows.push_back(make_row(item, dtype, mode));
@@ -356,33 +306,34 @@ std::vector<Case> layouts(bool is_cpu, std::int64_t batch) {
   return {aligned, unaligned, half_is_ignored, sum, per_row, class_first, short_rows};
 }
 
-std::vector<Table> cross_entropy_tables(const Request& request) {
+std::vector<Table> tables_of(const Request& request) {
   const bool is_quick = request.sweep == Sweep::quick;
   const bool is_cpu = request.device.type == DeviceType::cpu;
   const std::int64_t batch = is_quick && is_cpu ? 256 : 4096;
-  const auto title = [&](DType dtype, const std::string& rest) {
-    return "batch" + std::to_string(batch) + "-" + short_name_of(dtype) + "-" + rest;
-  };
+  const DType dtype = request.dtype;
 
   std::vector<Table> tables;
   std::vector<Case> vocabularies;
-  for (std::int64_t v = 1024; v <= 131072; v *= 2) vocabularies.push_back(plain(batch, v));
-  add_tables(tables, is_quick ? kEveryMode : kSeedModes, title(request.dtype, "ls0.0-mean"), request.dtype,
-             vocabularies);
-  if (is_quick) {
-    add_tables(tables, kEveryMode, title(request.dtype, "every-option"), request.dtype,
-               {every_option(batch, 32768), every_option(batch, 131072)});
-    add_tables(tables, kEveryMode, title(request.dtype, "options"), request.dtype, options_one_by_one(batch));
-    add_tables(tables, kEveryMode, "layouts-" + short_name_of(request.dtype), request.dtype, layouts(is_cpu, batch));
-    if (!request.has_dtype) {
-      add_tables(tables, kEveryMode, title(DType::float32, "ls0.0-mean"), DType::float32, {plain(batch, 32768)});
-    }
-  }
+  for (const std::int64_t v : doublings(1024, 131072)) vocabularies.push_back(plain(batch, v));
+  add_tables(tables, is_quick ? kEveryMode : kSeedModes, dtype, vocabularies);
+  if (!is_quick) return tables;
+  add_tables(tables, kEveryMode, dtype, {every_option(batch, 32768), every_option(batch, 131072)});
+  add_tables(tables, kEveryMode, dtype, options_one_by_one(batch));
+  add_tables(tables, kEveryMode, dtype, layouts(is_cpu, batch));
+  if (!request.has_dtype) add_tables(tables, kEveryMode, DType::float32, {plain(batch, 32768)});
   return tables;
+}
+
+std::vector<Row> rows_of_shape(const Shape& shape, DType dtype) {
+  std::vector<Row> rows;
+  for (const Mode mode : kEveryMode) {
+    rows.push_back(make_row(plain(shape.sizes.at("rows"), shape.sizes.at("v")), dtype, mode));
+  }
+  return rows;
 }
 
 }  // namespace
 
-Operator cross_entropy_benchmark() { return {"cross_entropy", cross_entropy_tables}; }
+Operator cross_entropy_benchmark() { return {"cross_entropy", tables_of, {"rows", "v"}, rows_of_shape}; }
 
 }  // namespace eaves::bench

@@ -6,6 +6,7 @@
 
 #include "core/dispatch.h"
 #include "core/rows.h"
+#include "core/typed_numbers.h"
 #include "cuda/math.cuh"
 #include "cuda/vector.cuh"
 #include "ops/cross_entropy/cross_entropy_math.h"
@@ -24,46 +25,32 @@ __device__ std::int64_t column_offset(const RowView<kColumns, kAll>& view, int t
   return view.columns.offsets(column).of[tensor];
 }
 
-/// An array of T, or of float32: `is_float` says which.
-template <typename T>
-struct OwnOrFloat {
-  const void* data = nullptr;
-  bool is_float = false;
-
-  __device__ Accumulator<T> operator[](std::int64_t i) const {
-    return is_float ? Accumulator<T>(static_cast<const float*>(data)[i])
-                    : load_as_accumulator(static_cast<const T*>(data)[i]);
-  }
-
-  /// Elements i to i + kSize, by vectors: they start on one.
-  __device__ void load_aligned(std::int64_t i, Accumulator<T> (&values)[Vector<T>::kSize]) const {
-    constexpr int kSize = Vector<T>::kSize;
-    if constexpr (kSize >= 4) {
-      if (is_float) {
-        const auto* from = reinterpret_cast<const float4*>(static_cast<const float*>(data) + i);
+/// Elements i to i + Vector<T>::kSize of numbers of T or float32. kIsAligned: they start on 16 bytes.
+template <typename T, bool kIsAligned = false>
+__device__ void load_run(const TypedNumbers& numbers, std::int64_t i, Accumulator<T> (&values)[Vector<T>::kSize]) {
+  constexpr int kSize = Vector<T>::kSize;
+  const bool is_own = numbers.dtype == kDTypeOf<T>;
+  const char* from = static_cast<const char*>(numbers.data) + i * (is_own ? sizeof(T) : sizeof(float));
+  if (!kIsAligned && reinterpret_cast<std::uintptr_t>(from) % 16 != 0) {
 #pragma unroll
-        for (int v = 0; v < kSize; v += 4) {
-          const float4 four = __ldg(from + v / 4);
-          values[v] = four.x;
-          values[v + 1] = four.y;
-          values[v + 2] = four.z;
-          values[v + 3] = four.w;
-        }
-        return;
+    for (int v = 0; v < kSize; ++v) values[v] = own_or_float_at<T>(numbers, i + v);
+    return;
+  }
+  if constexpr (sizeof(T) == 2) {
+    if (!is_own) {
+#pragma unroll
+      for (int v = 0; v < kSize; v += 4) {
+        const float4 four = __ldg(reinterpret_cast<const float4*>(from) + v / 4);
+        values[v] = four.x;
+        values[v + 1] = four.y;
+        values[v + 2] = four.z;
+        values[v + 3] = four.w;
       }
+      return;
     }
-    unpack(Vector<T>{__ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(data) + i))}, values);
   }
-
-  /// The same wherever they start.
-  __device__ void load_run(std::int64_t i, Accumulator<T> (&values)[Vector<T>::kSize]) const {
-    constexpr int kSize = Vector<T>::kSize;
-    const auto address = reinterpret_cast<std::uintptr_t>(data) + i * (is_float ? sizeof(float) : sizeof(T));
-    if (address % 16 == 0) return load_aligned(i, values);
-#pragma unroll
-    for (int v = 0; v < kSize; ++v) values[v] = (*this)[i + v];
-  }
-};
+  unpack(Vector<T>{__ldg(reinterpret_cast<const uint4*>(from))}, values);
+}
 
 // ---- transforms ----------------------------------------------------------------------------------------------------
 
@@ -206,30 +193,21 @@ struct LossInputs {
   View view;
   LossTerms<A> terms;
   const T* logits;
-  const void* targets;  ///< classes
-  bool are_targets_64_bit;
-  OwnOrFloat<T> soft_targets;
-  OwnOrFloat<T> weight;
+  TypedNumbers targets;
+  TypedNumbers weight;
+  bool has_factors;  ///< u of ClassStatistics is not 1
 
   LossInputs(const View& rows, const CrossEntropyInputs& inputs)
       : view(rows),
         terms(inputs),
         logits(static_cast<const T*>(inputs.logits)),
         targets(inputs.targets),
-        are_targets_64_bit(inputs.targets_dtype == DType::int64),
-        soft_targets{inputs.targets, inputs.targets_dtype != kDTypeOf<T>},
-        weight{inputs.weight, inputs.weight_dtype != kDTypeOf<T>} {}
+        weight(inputs.weight),
+        has_factors(inputs.plan.has_factors) {}
 
   /// The class that a row names; 0 with soft targets.
   __device__ std::int64_t target_at(std::int64_t offset) const {
-    if (terms.is_soft) return 0;
-    return are_targets_64_bit ? static_cast<const std::int64_t*>(targets)[offset]
-                              : static_cast<const std::int32_t*>(targets)[offset];
-  }
-
-  /// Is u of ClassStatistics not the same for all classes?
-  __device__ bool is_measure_loaded() const {
-    return terms.is_soft || (terms.has_weight && terms.smoothing_per_class != A(0));
+    return terms.is_soft ? 0 : integer_at(targets, offset);
   }
 
   /// Of a class in range; -1 where it belongs to another shard.
@@ -237,25 +215,27 @@ struct LossInputs {
     const std::int64_t column = target - terms.first_class;
     return column >= 0 && column < view.column_count ? column : -1;
   }
-  __device__ A weight_in(std::int64_t column) const { return terms.has_weight ? weight[column] : A(1); }
+  __device__ A weight_in(std::int64_t column) const {
+    return terms.has_weight ? own_or_float_at<T>(weight, column) : A(1);
+  }
 };
 
 /// u of ClassStatistics, where it is not 1, for elements [column, column + kSize) of a row. `soft_row` is where the
 /// row's soft targets begin.
 template <typename T, typename View>
-__device__ void load_measure(const LossInputs<T, View>& in, std::int64_t soft_row, std::int64_t column,
+__device__ void load_factors(const LossInputs<T, View>& in, std::int64_t soft_row, std::int64_t column,
                              Accumulator<T> (&u)[Vector<T>::kSize]) {
   using A = Accumulator<T>;
   constexpr int kSize = Vector<T>::kSize;
   if (in.terms.has_weight) {
-    in.weight.load_run(column, u);
+    load_run<T>(in.weight, column, u);
   } else {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) u[i] = A(1);
   }
   if (!in.terms.is_soft) return;
   A q[kSize];
-  in.soft_targets.load_run(soft_row + column, q);
+  load_run<T>(in.targets, soft_row + column, q);
   const A rest = A(1) - in.terms.smoothing;
 #pragma unroll
   for (int i = 0; i < kSize; ++i) u[i] *= fma(rest, q[i], in.terms.smoothing_per_class);
@@ -263,11 +243,11 @@ __device__ void load_measure(const LossInputs<T, View>& in, std::int64_t soft_ro
 
 /// The same of one element. `soft_offset` is where its soft target lies.
 template <typename T, typename View>
-__device__ Accumulator<T> measure_of(const LossInputs<T, View>& in, std::int64_t soft_offset, std::int64_t column) {
+__device__ Accumulator<T> factor_of(const LossInputs<T, View>& in, std::int64_t soft_offset, std::int64_t column) {
   using A = Accumulator<T>;
-  A u = in.terms.has_weight ? in.weight[column] : A(1);
+  A u = in.weight_in(column);
   if (in.terms.is_soft) {
-    u *= fma(A(1) - in.terms.smoothing, in.soft_targets[soft_offset], in.terms.smoothing_per_class);
+    u *= fma(A(1) - in.terms.smoothing, own_or_float_at<T>(in.targets, soft_offset), in.terms.smoothing_per_class);
   }
   return u;
 }

@@ -373,8 +373,9 @@ TEST_P(CrossEntropyEdges, TheArgmaxIsTheFirstOfEqualLogits) {
     check({3, columns}, 1, {}, few);
     check({3, columns}, 1, {}, equal);
     check({3, columns}, 1, {}, last_two);
-    check({columns, 24}, 0, {}, few);
-    check({columns, 24}, 0, {}, equal);
+    const std::int64_t rows = columns > 9000 ? 3 : 24;
+    check({columns, rows}, 0, {}, few);
+    check({columns, rows}, 0, {}, equal);
     check({3, columns}, 1, with_strides({2 * columns, 2}), few);
     check({3, columns}, 1, with_strides({-columns, -1}), few);
   }

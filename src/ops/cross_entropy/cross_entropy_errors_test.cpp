@@ -229,10 +229,10 @@ TEST_F(CrossEntropyErrors, Options) {
       {{.softcap = kInfinity}, "softcap is inf, expected a positive number that float32 has, or 0 for none"},
       {{.scale = 1e300}, "scale is 1e+300, expected a positive number that float32 has"},
       {{.softcap = 1e-50}, "softcap is 1e-50, expected a positive number that float32 has, or 0 for none"},
-      {{.z_loss_weight = 1e300}, "z_loss_weight is 1e+300, expected a number that is not negative"},
-      {{.z_loss_weight = -1e-4}, "z_loss_weight is -0.0001, expected a number that is not negative"},
-      {{.z_loss_weight = kNaN}, "z_loss_weight is nan, expected a number that is not negative"},
-      {{.z_loss_weight = kInfinity}, "z_loss_weight is inf, expected a number that is not negative"},
+      {{.z_loss_weight = 1e300}, "z_loss_weight is 1e+300, expected 0 or a positive number that float32 has"},
+      {{.z_loss_weight = -1e-4}, "z_loss_weight is -0.0001, expected 0 or a positive number that float32 has"},
+      {{.z_loss_weight = kNaN}, "z_loss_weight is nan, expected 0 or a positive number that float32 has"},
+      {{.z_loss_weight = kInfinity}, "z_loss_weight is inf, expected 0 or a positive number that float32 has"},
       {{.reduction = static_cast<Reduction>(7)}, "reduction is 7, expected one of enum Reduction"},
   };
   for (const Case& c : cases) {

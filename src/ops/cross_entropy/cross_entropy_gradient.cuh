@@ -5,6 +5,7 @@
 //   FullGradient    every option
 #pragma once
 
+#include "cuda/row_policy.h"
 #include "ops/cross_entropy/cross_entropy_backend.h"
 #include "ops/cross_entropy/cross_entropy_device.cuh"
 
@@ -12,11 +13,12 @@ namespace eaves::cuda {
 
 using namespace cross_entropy_tensors;
 
-/// dL/d(loss of a row) from dL/d(mean). Where nothing counts, the mean is 0 and so is its gradient.
-template <typename A>
-__device__ A mean_gradient(A gradient, const A* divisor) {
-  if (divisor == nullptr) return gradient;
-  return *divisor == A(0) ? A(0) : gradient / *divisor;
+/// dL/d(loss of a row); `divisor` is nullptr but for the mean, and grad_loss without data is 1.
+template <typename T>
+__device__ Accumulator<T> gradient_of_loss(const TypedNumbers& grad_loss, std::int64_t i,
+                                           const Accumulator<T>* divisor) {
+  const Accumulator<T> gradient = grad_loss.data == nullptr ? Accumulator<T>(1) : own_or_float_at<T>(grad_loss, i);
+  return divisor == nullptr ? gradient : mean_gradient(gradient, *divisor);
 }
 
 /// The coefficients of a row; fills in what its target says.
@@ -29,11 +31,8 @@ __device__ RowGradient<Accumulator<T>> gradient_of_row(const LossInputs<T, View>
     const std::int64_t column = in.column_of_class(row.target);
     if (!in.terms.is_in_range(row.target)) {
       row.grad_loss = nan_of<A>();
-    } else if (column >= 0) {
-      row.target_weight = in.weight_in(column);
-    } else if (in.terms.has_weight) {
-      // The weight is another shard's; what p is multiplied by is known from the merge, all of it.
-      row.target_weight = in.terms.smoothing == A(0) ? row.target_mass : A(0);
+    } else {
+      row.target_weight = column >= 0 ? in.weight_in(column) : weight_of_other_shard(row.target_mass, in.terms);
     }
   }
   return row_gradient(row, in.terms);
@@ -44,7 +43,7 @@ struct GradientInputs {
   using A = Accumulator<T>;
 
   LossInputs<T, View> in;
-  OwnOrFloat<T> grad_loss;  ///< its data nullptr: 1
+  TypedNumbers grad_loss;
   const A* grad_lse;
   const A* grad_entropy;
   const A* lse;
@@ -54,7 +53,7 @@ struct GradientInputs {
 
   GradientInputs(const View& view, const CrossEntropyBackwardProblem& problem)
       : in(view, problem.inputs),
-        grad_loss{problem.grad_loss, problem.grad_loss_dtype != kDTypeOf<T>},
+        grad_loss(problem.grad_loss),
         grad_lse(static_cast<const A*>(problem.grad_lse)),
         grad_entropy(static_cast<const A*>(problem.grad_entropy)),
         lse(static_cast<const A*>(problem.lse)),
@@ -69,7 +68,7 @@ struct GradientInputs {
     RowGradientInputs<A> row{};
     row.target = in.target_at(at.of[kTargets]);
     row.lse = lse[i];
-    row.grad_loss = mean_gradient(grad_loss.data == nullptr ? A(1) : grad_loss[at.of[kGradLoss]], divisor);
+    row.grad_loss = gradient_of_loss<T>(grad_loss, at.of[kGradLoss], divisor);
     if (grad_lse != nullptr) row.grad_lse = grad_lse[i];
     if (grad_entropy != nullptr) {
       row.grad_entropy = grad_entropy[i];
@@ -84,7 +83,6 @@ template <typename T, typename View>
 struct PlainGradient {
   using A = Accumulator<T>;
   static constexpr int kSize = Vector<T>::kSize;
-  static constexpr bool kIsHeavy = false;
 
   RowGradient<A> row;
 
@@ -127,7 +125,6 @@ template <typename T, typename View>
 struct FullGradient {
   using A = Accumulator<T>;
   static constexpr int kSize = Vector<T>::kSize;
-  static constexpr bool kIsHeavy = true;
 
   const LossInputs<T, View>& in;
   RowGradient<A> row;
@@ -158,8 +155,8 @@ struct FullGradient {
   __device__ A operator()(A z, std::int64_t column) const {
     if (is_nothing()) return A(0);
     A u = A(1);  // as in ClassStatistics
-    if (row.per_class != A(0) && in.is_measure_loaded()) {
-      u = measure_of(in, soft_row + column_offset(in.view, kSoftTargets, column), column);
+    if (row.per_class != A(0) && in.has_factors) {
+      u = factor_of(in, soft_row + column_offset(in.view, kSoftTargets, column), column);
     }
     A transformed = z * in.terms.scale;
     A derivative = A(1);  // of tanh
@@ -179,20 +176,20 @@ struct FullGradient {
 
   __device__ Vector<T> operator()(const Vector<T>& v, std::int64_t column) const {
     if (in.terms.softcap == A(0)) {
-      return in.is_measure_loaded() ? map<false, true>(v, column) : map<false, false>(v, column);
+      return in.has_factors ? map<false, true>(v, column) : map<false, false>(v, column);
     }
-    return in.is_measure_loaded() ? map<true, true>(v, column) : map<true, false>(v, column);
+    return in.has_factors ? map<true, true>(v, column) : map<true, false>(v, column);
   }
 
-  template <bool kIsCapped, bool kIsLoaded>
+  template <bool kIsCapped, bool kHasFactors>
   __device__ Vector<T> map(const Vector<T>& v, std::int64_t column) const {
     const std::int64_t at = row.target - column;
     if constexpr (std::is_same_v<A, float>) {
       if (has_vectors && (at < 0 || at >= kSize)) {
-        if constexpr (!kIsCapped) return map_whole<false, false, kIsLoaded>(v, column);
+        if constexpr (!kIsCapped) return map_whole<false, false, kHasFactors>(v, column);
         const Vector<T> batch[1] = {v};
-        return max_of_sizes(batch) <= in.terms.small_logit ? map_whole<true, true, kIsLoaded>(v, column)
-                                                           : map_whole<true, false, kIsLoaded>(v, column);
+        return max_of_sizes(batch) <= in.terms.small_logit ? map_whole<true, true, kHasFactors>(v, column)
+                                                           : map_whole<true, false, kHasFactors>(v, column);
       }
     }
     return is_nothing() ? Vector<T>{} : map_any(*this, v, column);
@@ -201,11 +198,11 @@ struct FullGradient {
  private:
   /// A vector without the target, without a branch between its elements. kIsSmall: all logits are in the range of the
   /// softcap's polynomial.
-  template <bool kIsCapped, bool kIsSmall, bool kIsLoaded>
+  template <bool kIsCapped, bool kIsSmall, bool kHasFactors>
   __device__ Vector<T> map_whole(const Vector<T>& v, std::int64_t column) const {
     float values[kSize];
     float u[kSize];
-    if constexpr (kIsLoaded) load_measure(in, soft_row, column, u);
+    if constexpr (kHasFactors) load_factors(in, soft_row, column, u);
     unpack(v, values);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
@@ -225,7 +222,7 @@ struct FullGradient {
       const float p = power(exponent);
       // 0 * -infinity must be 0; a capped logit is finite.
       const float with_slope = fmaf(slope, kIsCapped ? exponent : fmaxf(exponent, -1e30f), mass);
-      const float result = fmaf(p, with_slope, kIsLoaded ? -per_class * u[i] : -per_class);
+      const float result = fmaf(p, with_slope, kHasFactors ? -per_class * u[i] : -per_class);
       values[i] = kIsCapped ? result * derivative : result;
     }
     return pack<T>(values);
@@ -242,13 +239,13 @@ struct FullGradient {
 };
 
 /// FullGradient where it is known what all rows have in common.
-template <typename T, typename View, bool kIsCapped, bool kIsLoaded>
+template <typename T, typename View, bool kIsCapped, bool kHasFactors>
 struct GradientVariant {
   FullGradient<T, View> gradient;
 
   __device__ Accumulator<T> operator()(Accumulator<T> z, std::int64_t column) const { return gradient(z, column); }
   __device__ Vector<T> operator()(const Vector<T>& v, std::int64_t column) const {
-    return gradient.template map<kIsCapped, kIsLoaded>(v, column);
+    return gradient.template map<kIsCapped, kHasFactors>(v, column);
   }
 };
 
@@ -256,7 +253,6 @@ struct GradientVariant {
 template <typename T, typename View, typename Function>
 struct CrossEntropyGradient {
   using Element = T;
-  static constexpr bool kIsHeavy = Function::kIsHeavy;
 
   const T* in;
   T* out;
@@ -271,27 +267,46 @@ struct CrossEntropyGradient {
 
   template <typename Body>
   __device__ void for_variant(Body body) const {
-    const auto call = [&]<bool kIsCapped, bool kIsLoaded>() {
-      body([&](std::int64_t i) { return GradientVariant<T, View, kIsCapped, kIsLoaded>{row(i)}; });
+    const auto call = [&]<bool kIsCapped, bool kHasFactors>() {
+      body([&](std::int64_t i) { return GradientVariant<T, View, kIsCapped, kHasFactors>{row(i)}; });
     };
-    const bool is_loaded = inputs.in.is_measure_loaded();
     if (inputs.in.terms.softcap == Accumulator<T>(0)) {
-      is_loaded ? call.template operator()<false, true>() : call.template operator()<false, false>();
+      inputs.in.has_factors ? call.template operator()<false, true>() : call.template operator()<false, false>();
     } else {
-      is_loaded ? call.template operator()<true, true>() : call.template operator()<true, false>();
+      inputs.in.has_factors ? call.template operator()<true, true>() : call.template operator()<true, false>();
     }
   }
 };
 
-/// Is a call's gradient a PlainGradient?
-inline bool has_plain_gradient(const CrossEntropyBackwardProblem& problem) {
-  const CrossEntropyInputs& inputs = problem.inputs;
-  return !inputs.has_soft_targets() && inputs.options.scale == 1.0 && inputs.options.softcap == 0.0 &&
-         problem.grad_entropy == nullptr && !(inputs.weight != nullptr && inputs.options.label_smoothing > 0.0);
+template <typename T, typename View>
+inline constexpr bool kIsHeavy<CrossEntropyGradient<T, View, FullGradient<T, View>>> = true;
+
+/// Vector `i` of a row's gradient. One of 16 bits over float32 logits (kIsNarrow) takes the first half of its row,
+/// which then has no head.
+template <bool kIsNarrow, typename T>
+__device__ void store_gradient(const Span<T>& span, DType dtype, std::int64_t i, const Vector<T>& gradient) {
+  if constexpr (kIsNarrow) {
+    const std::int64_t first = i * Vector<T>::kSize;
+    if (dtype == DType::bfloat16) return store_narrow(reinterpret_cast<bfloat16*>(span.begin) + first, gradient);
+    store_narrow(reinterpret_cast<float16*>(span.begin) + first, gradient);
+  } else {
+    store(span.vector_address(i), gradient);
+  }
+}
+template <bool kIsNarrow, typename T>
+__device__ void store_gradient_edge(const Span<T>& span, DType dtype, int edge, Accumulator<T> gradient) {
+  const std::int64_t i = span.edge_index(edge);
+  if constexpr (kIsNarrow) {
+    if (dtype == DType::bfloat16) return void(reinterpret_cast<bfloat16*>(span.begin)[i] = to_bfloat16(gradient));
+    reinterpret_cast<float16*>(span.begin)[i] = to_float16(gradient);
+  } else {
+    span.begin[i] = round_to<T>(gradient);
+  }
 }
 
-/// Over float32 logits, of 16 bits: see CrossEntropyInPlaceProblem. The first is for rows that stay on the chip.
-void narrow_in_place(const CrossEntropyInPlaceProblem& problem, const ExecutionContext& context);
-void narrow_backward(const CrossEntropyBackwardProblem& problem, const ExecutionContext& context);
+/// Is a call's gradient a PlainGradient?
+inline bool has_plain_gradient(const LossPlan& plan) {
+  return !plan.has_transform && !plan.has_factors && !plan.has_moment;
+}
 
 }  // namespace eaves::cuda

@@ -1,9 +1,420 @@
-// Forward and backward of cross_entropy at once, in place: which way a call takes. Rows that do not stay on the chip
-// (strided or huge ones, float64, longer rows with options, GPUs without clusters) go through the two separate passes.
-#include "ops/cross_entropy/cross_entropy_in_place.cuh"
+// Forward and backward of cross_entropy at once, in place. A row stays on the chip between its statistics and its
+// gradient: every logit is read once and its gradient is written once.
+//
+//   row_in_registers   short rows, in the registers of a block or of some lanes
+//   row_in_cluster     longer ones, in the shared memory of a cluster of small blocks
+//   in_two_passes      all others (strided or huge rows, float64, options that need more of a row than its lse, GPUs
+//                      without clusters): the forward, then the backward over the logits
+#include <algorithm>
+
+#include "core/dispatch.h"
+#include "cuda/arrival.cuh"
+#include "cuda/device.h"
+#include "cuda/row_policy.h"
+#include "cuda/softmax.cuh"
+#include "ops/cross_entropy/cross_entropy_backend.h"
+#include "ops/cross_entropy/cross_entropy_gradient.cuh"
+#include "ops/cross_entropy/cross_entropy_loss.cuh"
 
 namespace eaves::cuda {
 namespace {
+
+constexpr const char* kOp = "cross_entropy_forward_backward";
+
+// ---- policy --------------------------------------------------------------------------------------------------------
+
+/// The longest row that stays in registers, and how. H200, [4096, 32768] bf16, 64 KiB a row: 512 x 8 in registers 1.175
+/// of one read and one write of the same bytes, in a cluster 1.178.
+constexpr RowThreads kMostInRegisters{256, 8};
+constexpr std::int64_t kRegisterRowBytes = 16 * kMostInRegisters.threads * kMostInRegisters.vectors;
+
+/// Of a longer row, each block of a cluster keeps a piece in shared memory: so little that six blocks share a
+/// multiprocessor, and some load while others wait for their cluster or store. More blocks than the most that every GPU
+/// with clusters takes are not to be had, so that beyond them pieces grow. H200, [4096, 65536] and [4096, 131072] bf16,
+/// of one read and one write of the same bytes: 1.12 and 1.08; in two passes 1.53 and 1.51, in the registers of
+/// clusters of blocks with 64 KiB each 1.44 and 1.62, in a ring of shared memory of one or two large blocks 1.6 to 2.0.
+constexpr std::int64_t kPieceBytes = 32768;
+constexpr std::int64_t kMostPieceBytes = 204800;
+constexpr std::int64_t kDeclaredSharedBytes = 4096;  // at most, of a block beside its piece
+constexpr int kMostClusterBlocks = 8;
+constexpr int kShortBlock = 128;      // threads of a block whose rows take at most a warp
+constexpr int kClusterThreads = 256;  // of a block
+constexpr int kClusterVectors = 4;    // that a thread takes at once
+
+constexpr int kClusterBlocksPerMultiprocessor = 6;
+
+struct RowPieces {
+  int blocks;            ///< of the cluster
+  std::int64_t vectors;  ///< of each but the last, which may have fewer
+};
+
+RowPieces cut_row(std::int64_t row_bytes) {
+  int blocks = 2;  // a block by itself cannot send to a cluster
+  while (blocks < kMostClusterBlocks && row_bytes > blocks * kPieceBytes) blocks *= 2;
+  constexpr std::int64_t kLineVectors = 8;  // pieces of whole cache lines, where the row starts on one
+  return {blocks, ceil_divide(ceil_divide(row_bytes / 16, blocks), kLineVectors) * kLineVectors};
+}
+
+// ---- what is done with a row ---------------------------------------------------------------------------------------
+
+template <typename T>
+struct InPlace {
+  using Element = T;
+  using A = Accumulator<T>;
+  using View = ShortRowView<3, 6>;
+
+  LossRows<T, View> rows;
+  T* logits;
+  DType grad_dtype;
+  TypedNumbers grad_loss;
+  const A* divisor;
+
+  EAVES_HOST_DEVICE const View& view() const { return rows.in.view; }
+
+  /// What a row has beside its logits.
+  struct Prefetched {
+    typename LossRows<T, View>::Prepared target;
+    A grad_loss;
+  };
+
+  /// Loads it, while the logits are on their way, so that nothing waits for it at the end of the row. Reads what the
+  /// kernel before has written.
+  template <typename Offsets>
+  __device__ Prefetched prefetch(std::int64_t target, const Offsets& at) const {
+    wait_for_previous_kernel();
+    // First what does not wait for the target.
+    const A of_row = gradient_of_loss<T>(grad_loss, at.of[kGradLoss], divisor);
+    return {rows.prepare(target, at.of[kLogits]), of_row};
+  }
+
+  /// Writes what is wanted of the row where `writes_row`, one of its threads, and returns the function that maps its
+  /// logits to its gradient.
+  template <typename Offsets>
+  __device__ PlainGradient<T, View> finish(const SoftmaxState<A>& state, const Prefetched& row, const Offsets& at,
+                                           bool writes_row) const {
+    const LossInputs<T, View>& in = rows.in;
+    const std::int64_t target = row.target.target;
+    const ClassStatistics<A> statistics{.softmax = state};
+    const TargetClass<A> target_class = rows.target_class(row.target);
+    if (writes_row) {
+      write_row<A>(rows.outputs, at.of[kPerRow], statistics, target, target_class, in.terms, rows.is_read(target));
+    }
+    const RowLoss<A> loss = row_loss(statistics, target_class, !in.terms.is_ignored(target), in.terms);
+    RowGradientInputs<A> inputs{};
+    inputs.target = target;
+    inputs.lse = loss.lse;
+    inputs.target_mass = loss.target_mass;
+    inputs.grad_loss = row.grad_loss;
+    return PlainGradient<T, View>(in, gradient_of_row(in, inputs), at.of[kSoftTargets]);
+  }
+};
+
+/// An element outside of a row's vectors, with those of a batch that are not there.
+template <typename T>
+__device__ void accumulate_edge(SoftmaxState<Accumulator<T>>& state, T edge) {
+  const Vector<T> batch[1] = {with_first(minus_infinity<T>(), edge)};
+  accumulate(state, batch);
+}
+
+// ---- kernels -------------------------------------------------------------------------------------------------------
+
+/// kThreads threads a row: lanes of a warp, or the threads of a block.
+template <typename T, bool kIsNarrow, int kThreads, int kVectors>
+__global__ void __launch_bounds__(kThreads < kShortBlock ? kShortBlock : kThreads,
+                                  1024 / (kThreads < kShortBlock ? kShortBlock : kThreads))
+    row_in_registers(const __grid_constant__ InPlace<T> operation) {
+  using State = SoftmaxState<Accumulator<T>>;
+  constexpr int kSize = Vector<T>::kSize;
+  constexpr int kBlock = kThreads < kShortBlock ? kShortBlock : kThreads;
+  constexpr int kEdges = (2 * (kSize - 1) + kThreads - 1) / kThreads;
+  let_next_kernel_start();
+  const std::int64_t row = (std::int64_t{blockIdx.x} * kBlock + threadIdx.x) / kThreads;
+  const int thread = threadIdx.x % kThreads;
+  // Rows beyond the last take part in the reductions as copies of it, and write nothing.
+  const bool is_row = row < operation.view().row_count;
+  const auto at = operation.view().rows.offsets(is_row ? row : operation.view().row_count - 1);
+  const std::int64_t target = operation.rows.in.target_at(at.of[kTargets]);
+  const bool is_read = operation.rows.is_read(target);
+
+  // load, whether the row counts or not: to wait for its target first would cost every row more
+  const Span<T> span(operation.logits + at.of[kLogits], operation.view().column_count);
+  const int left = static_cast<int>(span.vectors) - thread;
+  Vector<T>* address = span.vector_address(thread);
+  Vector<T> batch[kVectors];
+  T edges[kEdges];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    batch[v] = v * kThreads < left ? load_before_overwriting(address + v * kThreads) : minus_infinity<T>();
+  }
+#pragma unroll
+  for (int e = 0; e < kEdges; ++e) {
+    if (thread + e * kThreads < span.edges) edges[e] = span.edge(thread + e * kThreads);
+  }
+  const auto prefetched = operation.prefetch(target, at);
+
+  // reduce
+  State state;
+  if (is_read) {
+    accumulate(state, batch);
+#pragma unroll
+    for (int e = 0; e < kEdges; ++e) {
+      if (thread + e * kThreads < span.edges) accumulate_edge(state, edges[e]);
+    }
+  }
+  if constexpr (kThreads < kShortBlock) {
+    state = reduce_lanes<kThreads>(state, MergeSoftmax{});
+  } else {
+    state = reduce_block<kThreads>(state, MergeSoftmax{});
+    __shared__ alignas(State) unsigned char storage[sizeof(State)];
+    if (threadIdx.x == 0) *reinterpret_cast<State*>(storage) = state;
+    __syncthreads();  // also: the target's logit has been read before any gradient is written
+    state = *reinterpret_cast<State*>(storage);
+  }
+  __syncwarp();  // the same for rows of a warp
+
+  // finish, store
+  const auto gradient = operation.finish(state, prefetched, at, thread == 0 && is_row);
+  if (!is_row) return;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (v * kThreads >= left) break;
+    const std::int64_t i = std::int64_t{thread} + v * kThreads;
+    store_gradient<kIsNarrow>(span, operation.grad_dtype, i,
+                              is_read ? gradient(batch[v], span.head + i * kSize) : Vector<T>{});
+  }
+#pragma unroll
+  for (int e = 0; e < kEdges; ++e) {
+    const int edge = thread + e * kThreads;
+    if (edge >= span.edges) continue;
+    store_gradient_edge<kIsNarrow>(
+        span, operation.grad_dtype, edge,
+        is_read ? gradient(load_as_accumulator(edges[e]), span.edge_index(edge)) : Accumulator<T>(0));
+  }
+}
+
+/// A cluster a row, its vectors in pieces of `piece_vectors`. What the threads of a block take at once arrives at once:
+/// the statistics begin with the first of it.
+template <typename T, bool kIsNarrow, int kThreads, int kVectors>
+__global__ void __launch_bounds__(kThreads, kClusterBlocksPerMultiprocessor)
+    row_in_cluster(const __grid_constant__ InPlace<T> operation, int piece_vectors) {
+#if __CUDA_ARCH__ >= 900
+  using State = SoftmaxState<Accumulator<T>>;
+  using Prefetched = typename InPlace<T>::Prefetched;
+  constexpr int kSize = Vector<T>::kSize;
+  constexpr int kBatch = kThreads * kVectors;
+  extern __shared__ __align__(128) unsigned char storage[];
+  __shared__ Arrival arrivals[ceil_divide(kMostPieceBytes / 16, kBatch)];
+  __shared__ ClusterStates<State, kMostClusterBlocks> cluster_states;
+  __shared__ alignas(Prefetched) unsigned char prefetched_storage[sizeof(Prefetched)];
+  __shared__ alignas(T) unsigned char edge_storage[2 * kSize * sizeof(T)];
+  let_next_kernel_start();
+  const auto rank = static_cast<int>(cooperative_groups::this_cluster().block_rank());
+  const int thread = static_cast<int>(threadIdx.x);
+  const auto at = operation.view().rows.offsets(blockIdx.x / cooperative_groups::this_cluster().num_blocks());
+  const std::int64_t target = operation.rows.in.target_at(at.of[kTargets]);
+  const bool is_read = operation.rows.is_read(target);
+  const Span<T> span(operation.logits + at.of[kLogits], operation.view().column_count);
+  const std::int64_t first = std::int64_t{rank} * piece_vectors;
+  const auto vectors = static_cast<int>(max(min(span.vectors - first, std::int64_t{piece_vectors}), std::int64_t{0}));
+  const bool has_edge = rank == 0 && thread < span.edges;
+  Vector<T>* const address = span.vector_address(first);
+  auto* const piece = reinterpret_cast<Vector<T>*>(storage);
+  auto* const prefetched = reinterpret_cast<Prefetched*>(prefetched_storage);
+  auto* const edges = reinterpret_cast<T*>(edge_storage);
+  const auto column_of = [&](int i) { return span.head + (first + i) * kSize; };
+
+  // load
+  if (thread == 0) {
+#pragma unroll 1
+    for (int begin = 0; begin < vectors; begin += kBatch) initialise(arrivals[begin / kBatch]);
+    cluster_states.prepare();
+    publish_arrivals();
+    cluster_states.expect_states();
+#pragma unroll 1
+    for (int begin = 0; is_read && begin < vectors; begin += kBatch) {
+      copy_to_shared(piece + begin, address + begin, min(vectors - begin, kBatch) * sizeof(Vector<T>),
+                     arrivals[begin / kBatch]);
+    }
+  }
+  __syncthreads();  // a thread may wait for an arrival only after it is initialised
+  arrive_at_cluster_start();
+  if (has_edge && is_read) edges[thread] = span.edge(thread);
+  if (thread == 0) *prefetched = operation.prefetch(target, at);
+
+  // reduce
+  State state;
+  if (is_read) {
+    const auto take = [&]<int kTaken>(int i) {
+      Vector<T> batch[kTaken];
+#pragma unroll
+      for (int v = 0; v < kTaken; ++v) batch[v] = piece[i + v * kThreads];
+      accumulate(state, batch);
+    };
+#pragma unroll 1
+    for (int begin = 0; begin < vectors; begin += kBatch) {
+      wait_for(arrivals[begin / kBatch]);
+      int i = begin + thread;
+      if (i + (kVectors - 1) * kThreads < vectors) {
+        take.template operator()<kVectors>(i);
+      } else {
+#pragma unroll 1
+        for (; i < vectors; i += kThreads) take.template operator()<1>(i);
+      }
+    }
+    if (has_edge) accumulate_edge(state, edges[thread]);
+  }
+  state = reduce_block<kThreads>(state, MergeSoftmax{});
+  wait_for_cluster_start();
+  // The target's logit has been read, in the first warps, before any block writes a gradient.
+  state = cluster_states.reduce(state, MergeSoftmax{});
+
+  // finish, store
+  const auto gradient = operation.finish(state, *prefetched, at, rank == 0 && thread == 0);
+#pragma unroll 4
+  for (int i = thread; i < vectors; i += kThreads) {
+    store_gradient<kIsNarrow>(span, operation.grad_dtype, first + i,
+                              is_read ? gradient(piece[i], column_of(i)) : Vector<T>{});
+  }
+  if (has_edge) {
+    store_gradient_edge<kIsNarrow>(
+        span, operation.grad_dtype, thread,
+        is_read ? gradient(load_as_accumulator(edges[thread]), span.edge_index(thread)) : Accumulator<T>(0));
+  }
+#endif
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+bool is_fused(const CrossEntropyInPlaceProblem& problem) {
+  const CrossEntropyInputs& inputs = problem.forward.inputs;
+  if (inputs.view.row_count == 0 || inputs.view.column_count == 0) return false;
+  if (inputs.logits_dtype == DType::float64 || inputs.view.layout != RowLayout::contiguous ||
+      !ShortRowView<3, 6>::fits(inputs.view)) {
+    return false;
+  }
+  const auto row_bytes = inputs.view.column_count * static_cast<std::int64_t>(size_of(inputs.logits_dtype));
+  if (!is_plain(inputs)) return false;
+  if (row_bytes <= kRegisterRowBytes) return true;
+  const DeviceProperties& gpu = properties(inputs.device);
+  const std::int64_t most_piece_bytes = std::min(kMostPieceBytes, gpu.shared_bytes_per_block - kDeclaredSharedBytes);
+  return gpu.compute_capability >= 90 && cut_row(row_bytes).vectors * 16 <= most_piece_bytes;
+}
+
+/// The workspace of a call: that of a reduced loss, then the divisor that the gradients need before the loss is known,
+/// then what two passes keep between them.
+struct InPlaceWorkspace {
+  LossWorkspace loss;
+  std::size_t forward_bytes = 0;  ///< of the separate forward
+  std::size_t lse_bytes = 0;
+  std::size_t mass_bytes = 0;
+  std::size_t divisor_bytes = 0;
+
+  bool is_fused;
+
+  explicit InPlaceWorkspace(const CrossEntropyInPlaceProblem& problem)
+      : loss(problem.forward.inputs.options.reduction, problem.forward.inputs.view.row_count,
+             size_of(accumulator_dtype(problem.forward.inputs.logits_dtype)), 0),
+        is_fused(cuda::is_fused(problem)) {
+    const CrossEntropyInputs& inputs = problem.forward.inputs;
+    if (inputs.options.reduction == Reduction::mean) divisor_bytes = 256;
+    if (is_fused) return;
+    const std::size_t per_row = LossWorkspace::aligned(static_cast<std::size_t>(inputs.view.row_count) *
+                                                       size_of(accumulator_dtype(inputs.logits_dtype)));
+    forward_bytes = LossWorkspace::aligned(cross_entropy_workspace_bytes(problem.forward));
+    lse_bytes = mass_bytes = per_row;
+  }
+  std::size_t bytes() const {
+    return (is_fused ? loss.bytes() : forward_bytes) + lse_bytes + mass_bytes + divisor_bytes;
+  }
+};
+
+/// What rows weigh in the mean, from their targets alone.
+template <typename T, typename View>
+struct TargetWeights {
+  LossInputs<T, View> in;
+
+  __device__ LossSums operator()(std::int64_t row) const {
+    if (in.terms.is_soft) return {.weight = 1.0};
+    const std::int64_t target = in.target_at(in.view.rows.offsets(row).of[kTargets]);
+    if (in.terms.is_ignored(target)) return {};
+    return {.weight = in.terms.is_in_range(target) ? double(in.weight_in(in.column_of_class(target))) : 1.0};
+  }
+};
+
+/// kIsNarrow: the gradient has 16 bits over float32 logits. H200, [4096, 32768] fp32 with a gradient of float32: 0.2804
+/// ms, and 0.2920 ms with one kernel for both.
+template <typename T, bool kIsNarrow>
+void launch_rows(const InPlace<T>& operation, bool follows_kernel, void* stream) {
+  const std::int64_t row_bytes = operation.view().column_count * static_cast<std::int64_t>(sizeof(T));
+  if (row_bytes > kRegisterRowBytes) {
+    const RowPieces pieces = cut_row(row_bytes);
+    return launch(kOp, row_in_cluster<T, kIsNarrow, kClusterThreads, kClusterVectors>,
+                  {.blocks = operation.view().row_count * pieces.blocks,
+                   .threads = kClusterThreads,
+                   .cluster_blocks = pieces.blocks,
+                   .shared_bytes = static_cast<std::size_t>(pieces.vectors) * 16,
+                   .starts_before_previous_ends = follows_kernel,
+                   .stream = stream},
+                  operation, static_cast<int>(pieces.vectors));
+  }
+  const auto run = [&]<int kThreads, int kVectors>() {
+    constexpr int kBlock = kThreads < kShortBlock ? kShortBlock : kThreads;
+    launch(kOp, row_in_registers<T, kIsNarrow, kThreads, kVectors>,
+           {.blocks = ceil_divide(operation.view().row_count, kBlock / kThreads),
+            .threads = kBlock,
+            .starts_before_previous_ends = follows_kernel,
+            .stream = stream},
+           operation);
+  };
+  if (row_bytes <= 512) return run.template operator()<8, 4>();
+  if (row_bytes <= 2048) return run.template operator()<32, 4>();
+  if (row_bytes <= 4096) return run.template operator()<32, 8>();
+  if (row_bytes <= 8192) return run.template operator()<128, 4>();
+  if (row_bytes <= 16384) return run.template operator()<128, 8>();
+  run.template operator()<kMostInRegisters.threads, kMostInRegisters.vectors>();
+}
+
+/// Of a problem that is fused.
+template <typename T>
+void in_place(const CrossEntropyInPlaceProblem& problem, const ExecutionContext& context) {
+  using A = Accumulator<T>;
+  using View = ShortRowView<3, 6>;
+  const CrossEntropyForwardProblem& forward = problem.forward;
+  const CrossEntropyInputs& inputs = forward.inputs;
+  const bool is_mean = inputs.options.reduction == Reduction::mean;
+  const InPlaceWorkspace workspace(problem);
+  char* const memory = static_cast<char*>(context.workspace.data);
+  const RowOutputs<A> outputs =
+      row_outputs<A>(forward.outputs, inputs.options.reduction, inputs.view.row_count, workspace.loss.arrays(memory));
+  const View view(inputs.view);
+  const LossInputs<T, View> in(view, inputs);
+
+  const A* divisor = static_cast<const A*>(forward.normalizer);
+  const bool finds_divisor = is_mean && divisor == nullptr;
+  if (finds_divisor) {
+    auto* found = reinterpret_cast<A*>(memory + workspace.loss.bytes());
+    divisor = found;
+    launch_sum_rows<LossSums>(
+        kOp, TargetWeights<T, View>{in}, inputs.view.row_count,
+        ReducedOutputs<A>{.is_mean = true, .normalizer = nullptr, .loss = nullptr, .z_loss = nullptr, .divisor = found},
+        workspace.loss.sums(memory), inputs.device, context.stream);
+  }
+
+  const InPlace<T> operation{.rows = {in, outputs, false},
+                             .logits = static_cast<T*>(const_cast<void*>(inputs.logits)),
+                             .grad_dtype = problem.grad_dtype,
+                             .grad_loss = problem.grad_loss,
+                             .divisor = divisor};
+  const bool follows_kernel = finds_divisor && properties(inputs.device).compute_capability >= 90;
+  if constexpr (std::is_same_v<T, float>) {
+    problem.grad_dtype != DType::float32 ? launch_rows<T, true>(operation, follows_kernel, context.stream)
+                                         : launch_rows<T, false>(operation, follows_kernel, context.stream);
+  } else {
+    launch_rows<T, false>(operation, follows_kernel, context.stream);
+  }
+  reduce_losses<A>(kOp, inputs, outputs, forward.normalizer, forward.outputs, workspace.loss.sums(memory),
+                   context.stream);
+}
 
 /// The forward, then the backward over the logits.
 void in_two_passes(const CrossEntropyInPlaceProblem& problem, const ExecutionContext& context) {
@@ -25,35 +436,33 @@ void in_two_passes(const CrossEntropyInPlaceProblem& problem, const ExecutionCon
   if (forward.outputs.lse == nullptr) forward.outputs.lse = own_lse;
   if (forward.outputs.target_mass == nullptr) forward.outputs.target_mass = own_mass;
   if (is_mean && forward.outputs.divisor == nullptr) forward.outputs.divisor = own_divisor;
-  cross_entropy_forward(forward, forward_context);
+  cross_entropy(forward, forward_context);
   if (inputs.view.row_count == 0 || inputs.view.column_count == 0) return;
-  cross_entropy_backward({.inputs = inputs,
-                          .grad_loss_dtype = problem.grad_loss_dtype,
-                          .grad_loss = problem.grad_loss,
-                          .grad_lse = nullptr,
-                          .grad_entropy = nullptr,
-                          .lse = forward.outputs.lse,
-                          .entropy = nullptr,
-                          .target_mass = forward.outputs.target_mass,
-                          .divisor = is_mean ? forward.outputs.divisor : nullptr,
-                          .grad_dtype = problem.grad_dtype,
-                          .grad_logits = const_cast<void*>(inputs.logits)},
-                         context);
+  const CrossEntropyBackwardProblem backward{.inputs = inputs,
+                                             .grad_loss = problem.grad_loss,
+                                             .grad_lse = nullptr,
+                                             .grad_entropy = nullptr,
+                                             .lse = forward.outputs.lse,
+                                             .entropy = nullptr,
+                                             .target_mass = forward.outputs.target_mass,
+                                             .divisor = is_mean ? forward.outputs.divisor : nullptr,
+                                             .grad_dtype = problem.grad_dtype,
+                                             .grad_logits = const_cast<void*>(inputs.logits)};
+  cross_entropy(backward, context);
 }
 
 }  // namespace
 
-std::size_t cross_entropy_in_place_workspace_bytes(const CrossEntropyInPlaceProblem& problem) {
+std::size_t cross_entropy_workspace_bytes(const CrossEntropyInPlaceProblem& problem) {
   return InPlaceWorkspace(problem).bytes();
 }
 
-void cross_entropy_in_place(const CrossEntropyInPlaceProblem& problem, const ExecutionContext& context) {
+void cross_entropy(const CrossEntropyInPlaceProblem& problem, const ExecutionContext& context) {
   const CrossEntropyInputs& inputs = problem.forward.inputs;
   const DeviceGuard guard(inputs.device);
   if (!is_fused(problem)) return in_two_passes(problem, context);
-  if (problem.grad_dtype != inputs.logits_dtype) return narrow_in_place(problem, context);
   dispatch_floating_point(inputs.logits_dtype, [&]<typename T>() {
-    if constexpr (!std::is_same_v<T, double>) in_place<T, T>(problem, context);
+    if constexpr (!std::is_same_v<T, double>) in_place<T>(problem, context);
   });
 }
 

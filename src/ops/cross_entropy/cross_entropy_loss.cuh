@@ -1,10 +1,14 @@
-// From the statistics of a row to what is written for it, and from the rows' losses to one.
+// What the forwards of cross_entropy have in common: what a row has beside its logits, what is written for it, and the
+// way from the rows' losses to one.
 #pragma once
 
-#include "cuda/launch.cuh"
+#include "cuda/row_sums.cuh"
+#include "eaves/context.h"
 #include "ops/cross_entropy/cross_entropy_device.cuh"
 
 namespace eaves::cuda {
+
+using namespace cross_entropy_tensors;
 
 /// Where the results of rows go, each nullptr where not wanted: the outputs themselves, or with a reduced loss the
 /// workspace.
@@ -57,21 +61,79 @@ __device__ void write_row(const RowOutputs<A>& outputs, std::int64_t at, const C
   if (outputs.target_mass != nullptr) outputs.target_mass[at] = row.target_mass;
 }
 
+/// The rows' inputs and outputs, and when a row need not be read.
+template <typename T, typename View>
+struct LossRows {
+  using A = Accumulator<T>;
+
+  LossInputs<T, View> in;
+  RowOutputs<A> outputs;
+  bool reads_ignored_rows;
+
+  __device__ bool is_read(std::int64_t target) const { return reads_ignored_rows || !in.terms.is_ignored(target); }
+
+  /// Of a row's target, as loaded: two loads that depend on each other and are needed at the end of the row. Nothing is
+  /// computed from them before, so that nothing waits.
+  struct Prepared {
+    std::int64_t target = 0;
+    T logit{};
+    A weight = A(0);
+    bool has_logit = false;
+  };
+
+  __device__ Prepared prepare(std::int64_t target, std::int64_t logits_offset) const {
+    Prepared prepared{.target = target};
+    if (in.terms.is_soft || in.terms.is_ignored(target)) return prepared;
+    prepared.weight = A(1);
+    if (!in.terms.is_in_range(target)) return prepared;
+    const std::int64_t column = in.column_of_class(target);
+    prepared.has_logit = column >= 0;
+    if (!prepared.has_logit) {  // another shard's
+      prepared.weight = A(0);
+      return prepared;
+    }
+    prepared.weight = in.weight_in(column);
+    prepared.logit = in.logits[logits_offset + column_offset(in.view, kLogits, column)];
+    return prepared;
+  }
+
+  __device__ Prepared prepare(std::int64_t row) const {
+    const auto at = in.view.rows.offsets(row);
+    return prepare(in.target_at(at.of[kTargets]), at.of[kLogits]);
+  }
+
+  /// Asked when the first elements of a row are on their way: is the rest of it wanted?
+  template <typename Offsets>
+  __device__ bool goes_on(const Offsets& at, int thread, Prepared& prepared) const {
+    const std::int64_t target = in.target_at(at.of[kTargets]);
+    if (thread == 0) prepared = prepare(target, at.of[kLogits]);
+    return is_read(target);
+  }
+
+  __device__ TargetClass<A> target_class(const Prepared& prepared) const {
+    if (!prepared.has_logit) return {A(0), prepared.weight};
+    return {transformed<A>(load_as_accumulator(prepared.logit), in.terms), prepared.weight};
+  }
+
+  __device__ void finish(std::int64_t row, const ClassStatistics<A>& statistics, const Prepared& prepared) const {
+    write_row<A>(outputs, in.view.rows.offsets(row).of[kPerRow], statistics, prepared.target, target_class(prepared),
+                 in.terms, is_read(prepared.target));
+  }
+};
+
 // ---- all rows to one loss ------------------------------------------------------------------------------------------
 
 struct LossSums {
   double loss = 0.0;
   double z_loss = 0.0;
   double weight = 0.0;
-};
 
-struct AddLossSums {
-  __device__ LossSums operator()(const LossSums& a, const LossSums& b) const {
+  __device__ friend LossSums operator+(const LossSums& a, const LossSums& b) {
     return {a.loss + b.loss, a.z_loss + b.z_loss, a.weight + b.weight};
   }
 };
 
-/// The sums of row `i` as the kernels above have left them.
+/// The losses of rows, written by the kernels before.
 template <typename A>
 struct WrittenRows {
   const A* loss;
@@ -81,12 +143,6 @@ struct WrittenRows {
   __device__ LossSums operator()(std::int64_t i) const {
     return {loss[i], z_loss == nullptr ? 0.0 : double(z_loss[i]), weight == nullptr ? 0.0 : double(weight[i])};
   }
-};
-
-/// Partial sums of the blocks before.
-struct WrittenSums {
-  const LossSums* sums;
-  __device__ LossSums operator()(std::int64_t i) const { return sums[i]; }
 };
 
 /// Where the reduced loss goes.
@@ -102,61 +158,12 @@ struct ReducedOutputs {
     const double by = normalizer != nullptr ? double(*normalizer) : sums.weight;
     if (divisor != nullptr) *divisor = static_cast<A>(by);
     const auto divided = [&](double sum) {
-      if (!is_mean) return static_cast<A>(sum);
-      // Nothing counts: 0. A divisor of the caller's is taken as it is, but for 0 / 0.
-      return by == 0.0 && (normalizer == nullptr || sum == 0.0) ? A(0) : static_cast<A>(sum / by);
+      return static_cast<A>(is_mean ? mean_of(sum, by, normalizer != nullptr) : sum);
     };
     if (loss != nullptr) *loss = divided(sums.loss);
     if (z_loss != nullptr) *z_loss = divided(sums.z_loss);
   }
 };
-
-inline constexpr int kSumThreads = 512;
-inline constexpr std::int64_t kRowsPerSumBlock = 16384;  // from there on, several blocks
-
-/// Adds up the rows of a block in an order that depends on nothing but their number, and hands the sum to `finish`.
-template <typename Source, typename Finish>
-__global__ void __launch_bounds__(kSumThreads) sum_losses(Source source, std::int64_t count, Finish finish) {
-  // In this order: the next kernel may be one that reads, before it waits, what the previous one still writes.
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  const std::int64_t first = blockIdx.x * kRowsPerSumBlock;
-  const std::int64_t last = min(first + kRowsPerSumBlock, count);
-  LossSums sums;
-#pragma unroll 8  // the loads do not wait for each other
-  for (std::int64_t i = first + threadIdx.x; i < last; i += kSumThreads) sums = AddLossSums{}(sums, source(i));
-  sums = reduce_block<kSumThreads>(sums, AddLossSums{});
-  if (threadIdx.x == 0) finish(sums);
-}
-
-struct WriteSums {
-  LossSums* sums;
-  __device__ void operator()(const LossSums& value) const { sums[blockIdx.x] = value; }
-};
-
-/// Bytes of partial sums for so many rows.
-inline std::size_t sum_losses_workspace_bytes(std::int64_t rows) {
-  return rows <= kRowsPerSumBlock ? 0
-                                  : static_cast<std::size_t>(ceil_divide(rows, kRowsPerSumBlock)) * sizeof(LossSums);
-}
-
-/// `partial` has sum_losses_workspace_bytes(rows).
-template <typename Source, typename Finish>
-void launch_sum_losses(const char* op, const Source& source, std::int64_t rows, const Finish& finish, void* partial,
-                       Device device, void* stream) {
-  const bool has_dependent_launch = properties(device).compute_capability >= 90;
-  const auto shape = [&](std::int64_t blocks) {
-    return LaunchShape{.blocks = blocks,
-                       .threads = kSumThreads,
-                       .starts_before_previous_ends = has_dependent_launch,
-                       .stream = stream};
-  };
-  if (rows <= kRowsPerSumBlock) return launch(op, sum_losses<Source, Finish>, shape(1), source, rows, finish);
-  auto* sums = static_cast<LossSums*>(partial);
-  const std::int64_t blocks = ceil_divide(rows, kRowsPerSumBlock);
-  launch(op, sum_losses<Source, WriteSums>, shape(blocks), source, rows, WriteSums{sums});
-  launch_sum_losses(op, WrittenSums{sums}, blocks, finish, sums + blocks, device, stream);
-}
 
 /// The workspace of a call with a reduced loss: per-row arrays, partial sums, then whatever else the call needs.
 struct LossWorkspace {
@@ -170,7 +177,7 @@ struct LossWorkspace {
       : other_bytes(other) {
     if (reduction == Reduction::none) return;
     arrays_bytes = aligned(kReducedArrays * static_cast<std::size_t>(rows) * element_bytes);
-    sums_bytes = aligned(2 * sum_losses_workspace_bytes(rows));  // a sum of sums needs room for its own
+    sums_bytes = aligned(sum_rows_workspace_bytes<LossSums>(rows));
   }
   std::size_t bytes() const { return arrays_bytes + sums_bytes + other_bytes; }
   void* arrays(void* workspace) const { return workspace; }
@@ -183,13 +190,34 @@ template <typename A>
 void reduce_losses(const char* op, const CrossEntropyInputs& inputs, const RowOutputs<A>& rows, const void* normalizer,
                    const CrossEntropyOutputs& outputs, void* sums, void* stream) {
   if (inputs.options.reduction == Reduction::none) return;
-  launch_sum_losses(op, WrittenRows<A>{rows.loss, rows.z_loss, rows.weight}, inputs.view.row_count,
-                    ReducedOutputs<A>{.is_mean = inputs.options.reduction == Reduction::mean,
-                                      .normalizer = static_cast<const A*>(normalizer),
-                                      .loss = static_cast<A*>(outputs.loss),
-                                      .z_loss = static_cast<A*>(outputs.z_loss),
-                                      .divisor = static_cast<A*>(outputs.divisor)},
-                    sums, inputs.device, stream);
+  launch_sum_rows<LossSums>(op, WrittenRows<A>{rows.loss, rows.z_loss, rows.weight}, inputs.view.row_count,
+                            ReducedOutputs<A>{.is_mean = inputs.options.reduction == Reduction::mean,
+                                              .normalizer = static_cast<const A*>(normalizer),
+                                              .loss = static_cast<A*>(outputs.loss),
+                                              .z_loss = static_cast<A*>(outputs.z_loss),
+                                              .divisor = static_cast<A*>(outputs.divisor)},
+                            sums, inputs.device, stream);
 }
+
+// ---- which reduction -----------------------------------------------------------------------------------------------
+
+/// Is the softmax all that the loss needs of a row? Then the pass of logsumexp is enough.
+inline bool is_plain(const CrossEntropyInputs& inputs) {
+  return inputs.logits_dtype != DType::float64 && inputs.plan.is_plain();
+}
+
+/// The reduction of the rows with every option, cross_entropy_full_cuda.cu: of `statistics` of a shard, or else to
+/// `outputs`. The workspace holds full_workspace_bytes().
+template <typename T>
+void reduce_full(const char* op, const CrossEntropyInputs& inputs, bool reads_ignored_rows,
+                 const RowOutputs<Accumulator<T>>& outputs, void* statistics, void* workspace, void* stream);
+std::size_t full_workspace_bytes(const CrossEntropyInputs& inputs);
+
+/// What reduce_full() does of contiguous rows that are not cut, if share_weights():
+/// cross_entropy_weighted_rows_cuda.cu.
+bool share_weights(const CrossEntropyInputs& inputs);
+template <typename T>
+void reduce_weighted(const char* op, const CrossEntropyInputs& inputs, bool reads_ignored_rows,
+                     const RowOutputs<float>& outputs, void* stream);
 
 }  // namespace eaves::cuda

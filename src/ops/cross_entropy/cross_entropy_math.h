@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
 #include "core/numeric.h"
 #include "core/softmax_state.h"
@@ -36,11 +37,22 @@ struct CrossEntropyTerms {
         class_count(inputs.classes),
         first_class(inputs.first_class),
         is_soft(inputs.has_soft_targets()),
-        has_weight(inputs.weight != nullptr) {}
+        has_weight(inputs.weight.data != nullptr) {}
 
   EAVES_HOST_DEVICE bool is_ignored(std::int64_t target) const { return !is_soft && target == ignore_index; }
   EAVES_HOST_DEVICE bool is_in_range(std::int64_t target) const { return target >= 0 && target < class_count; }
 };
+
+/// The mean of losses from their sum. Nothing counts: 0. A divisor of the caller's is taken as it is, but for 0 / 0.
+EAVES_HOST_DEVICE inline double mean_of(double sum, double divisor, bool has_normalizer) {
+  return divisor == 0.0 && (!has_normalizer || sum == 0.0) ? 0.0 : sum / divisor;
+}
+
+/// dL/d(loss of a row) from dL/d(mean). Where nothing counts, the mean is 0 and so is its gradient.
+template <typename A>
+EAVES_HOST_DEVICE A mean_gradient(A gradient, A divisor) {
+  return divisor == A(0) ? A(0) : gradient / divisor;
+}
 
 /// Behind all classes: the best class of none.
 inline constexpr std::int64_t kNoClass = std::numeric_limits<std::int64_t>::max();
@@ -82,6 +94,35 @@ struct TargetClass {
   A logit = A(0);
   A weight = A(0);
 };
+
+/// The statistics of a row of a shard in memory: `first_class` is added to the best class.
+template <typename A>
+EAVES_HOST_DEVICE void store_statistics(const ClassStatistics<A>& statistics, const TargetClass<A>& target,
+                                        const CrossEntropyTerms<A>& terms, auto* to) {
+  using S = CrossEntropyStatistic;
+  const auto store = [&](S i, A value) { to[int(i)] = static_cast<std::remove_reference_t<decltype(*to)>>(value); };
+  store(S::largest, statistics.softmax.max);
+  store(S::sum, statistics.softmax.sum);
+  store(S::target_logit, target.logit);
+  store(S::target_weight, target.weight);
+  store(S::linear, statistics.linear);
+  store(S::mass, statistics.mass);
+  store(S::moment, statistics.moment);
+  store(S::best_value, statistics.best_value);
+  store(S::best, static_cast<A>(statistics.best == kNoClass ? terms.class_count : statistics.best));
+}
+
+template <typename A>
+EAVES_HOST_DEVICE ClassStatistics<A> stored_statistics(const auto* from) {
+  const auto at = [&](CrossEntropyStatistic i) { return static_cast<A>(from[int(i)]); };
+  using S = CrossEntropyStatistic;
+  return {.softmax = {at(S::largest), at(S::sum)},
+          .linear = at(S::linear),
+          .mass = at(S::mass),
+          .moment = at(S::moment),
+          .best_value = at(S::best_value),
+          .best = static_cast<std::int64_t>(at(S::best))};
+}
 
 template <typename A>
 struct RowLoss {
@@ -152,6 +193,13 @@ struct RowGradientInputs {
   std::int64_t target;  ///< the class; any number for soft targets
   A target_weight;      ///< w_t
 };
+
+/// w_t, as row_gradient() takes it, where the target is another shard's: what p is multiplied by is known from the
+/// merge, all of it.
+template <typename A>
+EAVES_HOST_DEVICE A weight_of_other_shard(A target_mass, const CrossEntropyTerms<A>& terms) {
+  return !terms.has_weight ? A(1) : terms.smoothing == A(0) ? target_mass : A(0);
+}
 
 template <typename A>
 EAVES_HOST_DEVICE RowGradient<A> row_gradient(const RowGradientInputs<A>& in, const CrossEntropyTerms<A>& terms) {

@@ -108,17 +108,17 @@ TEST_P(CrossEntropyNarrow, ManyLongRowsMatchTheOracle) {
 TEST_P(CrossEntropyNarrow, EveryOptionMatchesTheOracle) {
   for (const Size& size : {kSizes[0], kSizes[2], kSizes[6], kSizes[7], kSizes[9], kSizes[13]}) {
     SCOPED_TRACE(size.reason);
-    for (const DType dtype : kNarrowDtypes) {
+    for (const Reduction reduction : kReductions) {
       for (const DType targets : {DType::int64, DType::float32}) {
-        for (const Reduction reduction : kReductions) {
-          CrossEntropyCase plain = narrow_case(device(), dtype, size.rows, size.columns, 1);
-          plain.options.reduction = reduction;
-          plain.targets_dtype = targets;
-          plain.targets_placement = targets == DType::float32 ? contiguous_at(1) : Placement{};
-          for (const CrossEntropyCase& test_case : with_each_option(plain)) {
-            check_cross_entropy(test_case);
-            if (HasFailure()) return;  // one is enough to read
-          }
+        const bool is_bfloat16 = (reduction == Reduction::sum) == (targets == DType::int64);
+        const DType dtype = is_bfloat16 ? DType::bfloat16 : DType::float16;
+        CrossEntropyCase plain = narrow_case(device(), dtype, size.rows, size.columns, 1);
+        plain.options.reduction = reduction;
+        plain.targets_dtype = targets;
+        plain.targets_placement = targets == DType::float32 ? contiguous_at(1) : Placement{};
+        for (const CrossEntropyCase& test_case : with_each_option(plain)) {
+          check_cross_entropy(test_case);
+          if (HasFailure()) return;  // one is enough to read
         }
       }
     }
@@ -358,7 +358,7 @@ void expect_rounded(const CrossEntropyRun& wide, const CrossEntropyRun& narrow) 
 
 TEST_F(CrossEntropyNarrowOnCpu, TheResultsAreThoseOfAGradientInFloat32AndWithOptionsTheGradientIsItsRounding) {
   for (const DType dtype : kNarrowDtypes) {
-    for (const std::int64_t columns : {9, 1000, 9000, 100003}) {
+    for (const std::int64_t columns : {9, 1000, 33003}) {
       for (const CrossEntropyCase& narrow_option : with_each_option(narrow_case(kCpu, dtype, 3, columns))) {
         SCOPED_TRACE(description_of(narrow_option));
         CrossEntropyCase wide_option = narrow_option;

@@ -40,13 +40,6 @@ __device__ ClassStatistics<A> reduce_lanes(const ClassStatistics<A>& state, Merg
   return result;
 }
 
-/// What of the statistics is wanted beside the softmax.
-struct WantedStatistics {
-  bool linear = false;  ///< and mass
-  bool moment = false;
-  bool best = false;
-};
-
 /// ClassStatistics on the way, with exponents as the exponential takes them.
 template <typename A>
 struct RunningStatistics {
@@ -63,7 +56,7 @@ struct RunningStatistics {
   __device__ A exponent(A z, const LossTerms<A>& terms) const {
     const Transformed<A> transformed = transformed_in_units(z, terms);
     if (fabs(anchor) < A(kCommonAnchor)) return fma(transformed.value, transformed.factor, -anchor);
-    // Beside a large anchor the roundings of products are large too, and an infinite one is nobody's difference.
+    // Beside a large anchor the roundings of products are large too, and inf - inf would be NaN.
     if (terms.softcap == A(0) && fabs(anchor_logit) < infinity<A>()) {
       return product(z - anchor_logit, terms.scale_in_units);
     }
@@ -104,30 +97,14 @@ __device__ void take(RunningStatistics<A>& s, A z, A u, std::int64_t column, con
   s.mass += u;
 }
 
-/// What u of ClassStatistics is: the same for all elements of a kernel, so that loops are compiled for each.
-enum class Measure { none, unit, loaded };
-
+/// The sum of the factors of a vector.
 template <int kSize>
-__device__ float total_of(const float (&values)[kSize]) {
-  float sum = values[0];
+__device__ float total_of(const float (&u)[kSize]) {
+  float total = u[0];
 #pragma unroll
-  for (int i = 1; i < kSize; ++i) sum += values[i];
-  return sum;
+  for (int i = 1; i < kSize; ++i) total += u[i];
+  return total;
 }
-
-/// Fills in u of vector v of a batch, and returns its sum: the last argument of take_whole().
-template <typename T, typename View>
-struct MeasureLoader {
-  const LossInputs<T, View>& in;
-  std::int64_t soft_row;
-  std::int64_t first;
-  int step;
-
-  __device__ float operator()(int v, float (&u)[Vector<T>::kSize]) const {
-    load_measure(in, soft_row, first + v * step, u);
-    return total_of(u);
-  }
-};
 
 /// The first of the elements of a batch that equals `value`, as a column.
 template <typename T, int kVectors>
@@ -144,22 +121,26 @@ __device__ std::int64_t first_column_equal_to(const Vector<T> (&batch)[kVectors]
   return first + found;
 }
 
+/// What u of ClassStatistics is: no statistic needs it, 1, or loaded. H200, [4096, 32768] bf16 with argmax: 0.092 ms,
+/// and 0.097 ms where none is taken for 1.
+enum class Factors { none, one, loaded };
+
 /// take_whole() for an anchor that is not to be raised any more. kIsSmall: all logits are in the polynomial's range.
-template <bool kIsCapped, bool kIsSmall, Measure kMeasure, typename T, int kVectors, typename LoadMeasure>
+template <bool kIsCapped, bool kIsSmall, Factors kFactors, typename T, int kVectors, typename LoadFactors>
 __device__ bool take_elements(RunningStatistics<float>& s, const Vector<T> (&batch)[kVectors],
-                              const LossTerms<float>& terms, const WantedStatistics& wanted, LoadMeasure load_measure) {
+                              const LossTerms<float>& terms, bool has_moment, LoadFactors load_factors) {
   constexpr int kSize = Vector<T>::kSize;
   // Two sums of each kind, which do not wait for each other.
   float sums[2] = {};
   float moments[2] = {};
   float linears[2] = {};
-  float mass = 0.0f;
+  float mass = kFactors == Factors::one ? kVectors * kSize : 0.0f;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     float z[kSize];
     float u[kSize];
     unpack(batch[v], z);
-    if constexpr (kMeasure == Measure::loaded) mass += load_measure(v, u);
+    if constexpr (kFactors == Factors::loaded) mass += load_factors(v, u);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
       float exponent;
@@ -175,15 +156,14 @@ __device__ bool take_elements(RunningStatistics<float>& s, const Vector<T> (&bat
       sums[i % 2] += term;
       moments[i % 2] = fmaf(term, exponent, moments[i % 2]);
       const float value = kIsCapped ? exponent : z[i];
-      if constexpr (kMeasure == Measure::unit) linears[i % 2] += value;
-      if constexpr (kMeasure == Measure::loaded) linears[i % 2] = fmaf(u[i], value, linears[i % 2]);
+      if constexpr (kFactors == Factors::loaded) linears[i % 2] = fmaf(u[i], value, linears[i % 2]);
+      if constexpr (kFactors == Factors::one) linears[i % 2] += value;
     }
   }
-  const float moment = wanted.moment ? moments[0] + moments[1] : 0.0f;
-  float linear = kMeasure == Measure::none ? 0.0f : linears[0] + linears[1];
+  const float moment = has_moment ? moments[0] + moments[1] : 0.0f;
+  float linear = linears[0] + linears[1];
   if (isnan(moment) || isnan(linear)) return false;
-  if constexpr (kMeasure == Measure::unit) mass = kVectors * kSize;
-  if constexpr (kIsCapped && kMeasure != Measure::none) linear = fmaf(s.anchor, mass, linear);
+  if constexpr (kIsCapped) linear = fmaf(s.anchor, mass, linear);
   s.sum += sums[0] + sums[1];
   s.moment += moment;
   s.linear += linear;
@@ -192,27 +172,25 @@ __device__ bool take_elements(RunningStatistics<float>& s, const Vector<T> (&bat
 }
 
 /// Takes whole vectors without a branch between their elements: their columns are first, first + step, ... and the
-/// following. `load_measure(v, u)` fills in u of vector v and returns its sum. Returns false, and has taken nothing
-/// but the maximum, which may be taken twice, where it cannot: an infinite or large anchor, an extreme softcap, 0 *
-/// infinity in a sum.
-template <bool kIsCapped, Measure kMeasure, typename T, int kVectors, typename LoadMeasure>
+/// following. `load_factors(v, u)` fills in u of vector v, where they are loaded, and returns its sum. Returns false,
+/// and has taken nothing but the maximum, which may be taken twice, where it cannot: an infinite or large anchor, an
+/// extreme softcap, 0 * infinity in a sum.
+template <bool kIsCapped, Factors kFactors, typename T, int kVectors, typename LoadFactors>
 __device__ bool take_whole(RunningStatistics<float>& s, const Vector<T> (&batch)[kVectors], std::int64_t first,
-                           int step, const LossTerms<float>& terms, const WantedStatistics& wanted,
-                           LoadMeasure load_measure) {
+                           int step, const LossTerms<float>& terms, const LossPlan& plan, LoadFactors load_factors) {
   const float largest = max_of(batch);
-  if (wanted.best && largest > s.best_value) s.best = first_column_equal_to(batch, largest, first, step);
+  if (plan.has_best && largest > s.best_value) s.best = first_column_equal_to(batch, largest, first, step);
   s.best_value = fmaxf(s.best_value, largest);
   if (largest > s.anchor_logit + terms.slack_of_logits) raise_anchor(s, largest, terms);
   if (!(fabsf(s.anchor) < kCommonAnchor)) return false;
-  if constexpr (!kIsCapped) {
-    return take_elements<false, false, kMeasure>(s, batch, terms, wanted, load_measure);
-  } else {
-    if (max_of_sizes(batch) <= terms.small_logit) {
-      return take_elements<true, true, kMeasure>(s, batch, terms, wanted, load_measure);
-    }
+  const auto take = [&]<bool kIsSmall>() {
+    return take_elements<kIsCapped, kIsSmall, kFactors>(s, batch, terms, plan.has_moment, load_factors);
+  };
+  if constexpr (kIsCapped) {
+    if (max_of_sizes(batch) <= terms.small_logit) return take.template operator()<true>();
     if (terms.small_logit < 0.0f) return false;
-    return take_elements<true, false, kMeasure>(s, batch, terms, wanted, load_measure);
   }
+  return take.template operator()<false>();
 }
 
 /// What was taken, as it is merged.

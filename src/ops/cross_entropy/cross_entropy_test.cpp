@@ -90,6 +90,7 @@ TEST_P(CrossEntropy, RowsWhoseTensorsAreAlignedDifferentlyMatchTheOracle) {
 
 TEST_P(CrossEntropy, FewLongRowsMatchTheOracle) {
   for (const RowCount& rows : few_long_rows()) {
+    if (device().type == DeviceType::cpu && rows.rows > 3) break;  // only a GPU has clusters
     SCOPED_TRACE(rows.reason);
     const Dims shape = {rows.rows, rows.columns};
     check_cross_entropy(make_case(device(), DType::bfloat16, shape, 1, kPlain));

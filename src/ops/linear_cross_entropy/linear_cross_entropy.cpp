@@ -62,7 +62,7 @@ GemmMatrix check_weight(const Argument& weight, DType dtype, Device device, std:
   }
   if (shape[0] == 0) check::fail(weight, "has no classes, expected at least one");
   const Dims& strides = weight.view.strides;
-  // What nobody walks along may have any stride.
+  // An axis of one may have any stride.
   const bool is_row_major = (strides[1] == 1 || features == 1) && (strides[0] >= features || shape[0] == 1);
   const bool is_column_major = (strides[0] == 1 || shape[0] == 1) && (strides[1] >= shape[0] || features == 1);
   if (is_row_major) return {weight.view.data, shape[0] == 1 ? features : strides[0], false};
@@ -308,7 +308,7 @@ std::vector<TensorView> check_rescaled(const LinearCrossEntropyRescaleArgs& args
 
 bool is_cpu(const LinearCrossEntropyProblem& problem) { return problem.device.type == DeviceType::cpu; }
 
-/// What a call takes where nobody sets a limit, beside what it needs for every row.
+/// The limit of a call that sets none, beside what it needs for every row.
 std::size_t default_limit(const LinearCrossEntropyProblem& problem) {
   const LinearCrossEntropyPolicy& policy = policy_of(problem.device);
   const std::size_t rows = per_row_bytes(problem);

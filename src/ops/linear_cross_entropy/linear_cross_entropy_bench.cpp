@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <memory>
-#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -58,25 +56,11 @@ TensorView x_of(Arena& arena, const Case& item) {
 
 TensorView weight_of(Arena& arena, const Case& item) { return arena.normal(item.dtype, {item.v, item.dim}, 2); }
 
-// Ignored rows come in runs, as prompts do in front of their answers.
-constexpr std::int64_t kRunOfIgnoredRows = 32;
-
-TensorView targets_of(Arena& arena, const Case& item) {
-  std::mt19937_64 random(3);
-  std::vector<double> targets;
-  for (std::int64_t row = 0; row < item.batch; ++row) {
-    const auto target = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(item.v));
-    const bool is_ignored = item.half_is_ignored && row / kRunOfIgnoredRows % 2 == 0;
-    targets.push_back(static_cast<double>(is_ignored ? CrossEntropyOptions{}.ignore_index : target));
-  }
-  return arena.filled(DType::int64, {item.batch}, targets);
-}
-
 LinearCrossEntropyInputs inputs_of(Arena& arena, const Case& item) {
   LinearCrossEntropyInputs inputs;
   inputs.x = x_of(arena, item);
   inputs.weight = weight_of(arena, item);
-  inputs.targets = targets_of(arena, item);
+  inputs.targets = class_targets(arena, {item.batch}, item.v, item.half_is_ignored);
   inputs.skips_ignored_rows = item.skips_ignored_rows;
   return inputs;
 }
@@ -97,12 +81,12 @@ LinearCrossEntropyGradients gradients_of(Arena& arena, const Case& item) {
 
 // --------------------------------------------------------------------------------------------------- the products
 
-struct Sizes {
+struct ProductSizes {
   std::int64_t m, n, k;
 };
 
 /// Of factors of the case's dtype; `c` has no gaps.
-Gemm product(const Case& item, const Sizes& sizes, const GemmMatrix& a, const GemmMatrix& b, void* c,
+Gemm product(const Case& item, const ProductSizes& sizes, const GemmMatrix& a, const GemmMatrix& b, void* c,
              bool accumulates = false) {
   return {.m = sizes.m,
           .n = sizes.n,
@@ -118,136 +102,95 @@ Gemm product(const Case& item, const Sizes& sizes, const GemmMatrix& a, const Ge
 
 // ------------------------------------------------------------------------------------------------------ the calls
 
-class LossCall : public Call {
- public:
-  LossCall(Arena& arena, const Case& item) : args_(forward_args(arena, item)) {}
-  std::size_t workspace_bytes(const ExecutionContext& context) const override {
-    return linear_cross_entropy_forward_workspace_bytes(args_, context);
-  }
-  void run(const ExecutionContext& context) override { linear_cross_entropy_forward(args_, context); }
+Call loss_call(Arena& arena, const Case& item) {
+  return make_call(forward_args(arena, item), linear_cross_entropy_forward,
+                   linear_cross_entropy_forward_workspace_bytes);
+}
 
- private:
-  LinearCrossEntropyForwardArgs args_;
-};
+Call speed_call(Arena& arena, const Case& item) {
+  const LinearCrossEntropyForwardBackwardArgs args{.forward = forward_args(arena, item),
+                                                   .gradients = gradients_of(arena, item)};
+  return make_call(args, linear_cross_entropy_forward_backward, linear_cross_entropy_forward_backward_workspace_bytes);
+}
 
-class SpeedCall : public Call {
- public:
-  SpeedCall(Arena& arena, const Case& item)
-      : args_{.forward = forward_args(arena, item), .gradients = gradients_of(arena, item)} {}
-  std::size_t workspace_bytes(const ExecutionContext& context) const override {
-    return linear_cross_entropy_forward_backward_workspace_bytes(args_, context);
-  }
-  void run(const ExecutionContext& context) override { linear_cross_entropy_forward_backward(args_, context); }
-
- private:
-  LinearCrossEntropyForwardBackwardArgs args_;
-};
+/// Row `i` of a contiguous tensor of one or two axes, and those behind it.
+void* row_of(const TensorView& tensor, std::int64_t i) {
+  const std::int64_t row_elements = tensor.shape.size() == 1 ? 1 : tensor.shape[1];
+  return static_cast<char*>(tensor.data) + i * row_elements * bytes_of(tensor.dtype);
+}
 
 /// The speedy way with the logits in the dtype of x, and so half the workspace, in chunks of as many rows: a product,
 /// the loss with the gradient over its logits, two products.
-class RoundedLogitsCall : public Call {
- public:
-  RoundedLogitsCall(Arena& arena, const Case& item)
-      : item_(item),
-        inputs_(inputs_of(arena, item)),
-        gradients_(gradients_of(arena, item)),
-        losses_(arena.output(accumulator_dtype(item.dtype), {item.batch})) {
-    const DType wide = losses_.dtype;
-    LinearCrossEntropyForwardBackwardArgs exact{.forward = {.inputs = inputs_}, .gradients = gradients_};
-    exact.forward.outputs.loss = TensorView::contiguous(losses_.data, wide, {}, arena.device());
-    const auto bytes = static_cast<std::int64_t>(linear_cross_entropy_forward_backward_workspace_bytes(exact));
-    const auto most_rows = std::max<std::int64_t>(bytes / (item.v * static_cast<std::int64_t>(size_of(wide))), 1);
-    const std::int64_t chunks = ceil_divide(item.batch, most_rows);
-    rows_ = ceil_divide(item.batch, chunks);
-    const double mean = 1.0 / static_cast<double>(item.batch);
-    factor_ = arena.filled(wide, {}, {&mean, 1});
-  }
-  /// What a product takes is more than the loss of a chunk needs.
-  std::size_t workspace_bytes(const ExecutionContext&) const override {
-    return logits_bytes() + (inputs_.x.device.type == DeviceType::cpu ? 0 : kGemmWorkspaceBytes);
-  }
-  void run(const ExecutionContext& context) override {
+Call rounded_logits_call(Arena& arena, const Case& item) {
+  const LinearCrossEntropyInputs inputs = inputs_of(arena, item);
+  const LinearCrossEntropyGradients gradients = gradients_of(arena, item);
+  const Device device = arena.device();
+  const DType wide = accumulator_dtype(item.dtype);
+  const TensorView losses = arena.output(wide, {item.batch});
+  const double mean = 1.0 / static_cast<double>(item.batch);
+  const TensorView factor = arena.filled(wide, {}, {&mean, 1});
+
+  LinearCrossEntropyForwardBackwardArgs exact{.forward = {.inputs = inputs}, .gradients = gradients};
+  exact.forward.outputs.loss = TensorView::contiguous(losses.data, wide, {}, device);
+  const auto bytes = static_cast<std::int64_t>(linear_cross_entropy_forward_backward_workspace_bytes(exact));
+  const auto most_rows = std::max<std::int64_t>(bytes / (item.v * bytes_of(wide)), 1);
+  const std::int64_t chunk = ceil_divide(item.batch, ceil_divide(item.batch, most_rows));
+  // A multiple of 256, which workspaces are aligned to.
+  const auto logits_bytes = static_cast<std::size_t>(ceil_divide(chunk * item.v * bytes_of(item.dtype), 256)) * 256;
+
+  const auto run = [=](const ExecutionContext& context) {
     void* const logits = context.workspace.data;
     ExecutionContext rest = context;
-    rest.workspace = {static_cast<char*>(logits) + logits_bytes(), context.workspace.bytes - logits_bytes()};
-    const GemmMatrix weight{inputs_.weight.data, item_.dim};
-    const auto multiply = [&](const Gemm& gemm) { runtime::matrix_product(inputs_.x.device, gemm, rest); };
-    for (std::int64_t first = 0; first < item_.batch; first += rows_) {
-      const std::int64_t rows = rows_from(first);
-      const GemmMatrix x{row(inputs_.x, first), item_.dim};
-      multiply(product(item_, {rows, item_.v, item_.dim}, x, {weight.data, weight.stride, true}, logits));
-      cross_entropy_forward_backward(loss_of(logits, first), rest);
-      multiply(product(item_, {rows, item_.dim, item_.v}, {logits, item_.v}, weight, row(gradients_.grad_x, first)));
-      multiply(product(item_, {item_.v, item_.dim, rows}, {logits, item_.v, true}, x, gradients_.grad_weight.data,
-                       first != 0));
+    rest.workspace = {static_cast<char*>(logits) + logits_bytes, context.workspace.bytes - logits_bytes};
+    const GemmMatrix weight{inputs.weight.data, item.dim};
+    const auto multiply = [&](const Gemm& gemm) { runtime::matrix_product(device, gemm, rest); };
+    for (std::int64_t first = 0; first < item.batch; first += chunk) {
+      const std::int64_t rows = std::min(chunk, item.batch - first);
+      const GemmMatrix x{row_of(inputs.x, first), item.dim};
+      multiply(product(item, {rows, item.v, item.dim}, x, {weight.data, weight.stride, true}, logits));
+      CrossEntropyForwardBackwardArgs loss;
+      loss.forward.logits = TensorView::contiguous(logits, item.dtype, {rows, item.v}, device);
+      loss.forward.targets = TensorView::contiguous(row_of(inputs.targets, first), DType::int64, {rows}, device);
+      loss.forward.options.reduction = Reduction::none;
+      loss.forward.loss = TensorView::contiguous(row_of(losses, first), wide, {rows}, device);
+      loss.grad_loss = TensorView::strided(factor.data, wide, {rows}, {0}, device);
+      cross_entropy_forward_backward(loss, rest);
+      multiply(product(item, {rows, item.dim, item.v}, {logits, item.v}, weight, row_of(gradients.grad_x, first)));
+      multiply(
+          product(item, {item.v, item.dim, rows}, {logits, item.v, true}, x, gradients.grad_weight.data, first != 0));
     }
-  }
-
- private:
-  /// A multiple of 256, which workspaces are aligned to.
-  std::size_t logits_bytes() const {
-    return static_cast<std::size_t>(
-               ceil_divide(rows_ * item_.v * static_cast<std::int64_t>(size_of(item_.dtype)), 256)) *
-           256;
-  }
-  std::int64_t rows_from(std::int64_t first) const { return std::min(rows_, item_.batch - first); }
-  static void* row(const TensorView& tensor, std::int64_t i) {
-    const auto row_elements = tensor.shape.size() == 1 ? 1 : tensor.shape[1];
-    return static_cast<char*>(tensor.data) + i * row_elements * static_cast<std::int64_t>(size_of(tensor.dtype));
-  }
-  CrossEntropyForwardBackwardArgs loss_of(void* logits, std::int64_t first) const {
-    const std::int64_t rows = rows_from(first);
-    const Device device = inputs_.x.device;
-    CrossEntropyForwardBackwardArgs args;
-    args.forward.logits = TensorView::contiguous(logits, item_.dtype, {rows, item_.v}, device);
-    args.forward.targets = TensorView::contiguous(row(inputs_.targets, first), DType::int64, {rows}, device);
-    args.forward.options.reduction = Reduction::none;
-    args.forward.loss = TensorView::contiguous(row(losses_, first), losses_.dtype, {rows}, device);
-    args.grad_loss = TensorView::strided(factor_.data, factor_.dtype, {rows}, {0}, device);
-    return args;
-  }
-
-  Case item_;
-  LinearCrossEntropyInputs inputs_;
-  LinearCrossEntropyGradients gradients_;
-  TensorView losses_, factor_;
-  std::int64_t rows_ = 0;
-};
+  };
+  // What a product takes is more than the loss of a chunk needs.
+  const std::size_t workspace_bytes = logits_bytes + (device.type == DeviceType::cpu ? 0 : kGemmWorkspaceBytes);
+  return {.run = run, .workspace_bytes = [=](const ExecutionContext&) { return workspace_bytes; }};
+}
 
 // How much a call computes at once follows from the size of its workspace: each of the two gets its own, at the start
 // of the same memory.
-class MemoryCall : public Call {
- public:
-  MemoryCall(Arena& arena, const Case& item) : forward_(forward_args(arena, item)) {
-    const DType result_dtype = accumulator_dtype(item.dtype);
-    forward_.outputs.lse = arena.output(result_dtype, {item.batch});
-    forward_.outputs.divisor = arena.output(result_dtype, {});
-    const double one = 1.0;
-    backward_.grad_loss = arena.filled(result_dtype, {}, {&one, 1});
-    backward_.inputs = forward_.inputs;
-    backward_.lse = forward_.outputs.lse;
-    backward_.divisor = forward_.outputs.divisor;
-    backward_.gradients = gradients_of(arena, item);
-    forward_bytes_ = linear_cross_entropy_forward_workspace_bytes(forward_);
-    backward_bytes_ = linear_cross_entropy_backward_workspace_bytes(backward_);
-  }
-  std::size_t workspace_bytes(const ExecutionContext&) const override {
-    return std::max(forward_bytes_, backward_bytes_);
-  }
-  void run(const ExecutionContext& context) override {
+Call memory_call(Arena& arena, const Case& item) {
+  const DType result_dtype = accumulator_dtype(item.dtype);
+  LinearCrossEntropyForwardArgs forward = forward_args(arena, item);
+  forward.outputs.lse = arena.output(result_dtype, {item.batch});
+  forward.outputs.divisor = arena.output(result_dtype, {});
+  const double one = 1.0;
+  LinearCrossEntropyBackwardArgs backward;
+  backward.grad_loss = arena.filled(result_dtype, {}, {&one, 1});
+  backward.inputs = forward.inputs;
+  backward.lse = forward.outputs.lse;
+  backward.divisor = forward.outputs.divisor;
+  backward.gradients = gradients_of(arena, item);
+  const std::size_t forward_bytes = linear_cross_entropy_forward_workspace_bytes(forward);
+  const std::size_t backward_bytes = linear_cross_entropy_backward_workspace_bytes(backward);
+  const auto run = [=](const ExecutionContext& context) {
     ExecutionContext own = context;
-    own.workspace.bytes = forward_bytes_;
-    linear_cross_entropy_forward(forward_, own);
-    own.workspace.bytes = backward_bytes_;
-    linear_cross_entropy_backward(backward_, own);
-  }
-
- private:
-  LinearCrossEntropyForwardArgs forward_;
-  LinearCrossEntropyBackwardArgs backward_;
-  std::size_t forward_bytes_ = 0;
-  std::size_t backward_bytes_ = 0;
-};
+    own.workspace.bytes = forward_bytes;
+    linear_cross_entropy_forward(forward, own);
+    own.workspace.bytes = backward_bytes;
+    linear_cross_entropy_backward(backward, own);
+  };
+  return {.run = run,
+          .workspace_bytes = [=](const ExecutionContext&) { return std::max(forward_bytes, backward_bytes); }};
+}
 
 // ------------------------------------------------------------------------------------------------------- the limit
 
@@ -260,54 +203,40 @@ Case rows_that_count(Case item) {
 
 // The logits of all rows, then both products with their gradient, of the dtype of x. That is the real gradient, in
 // memory of its own so that it stays: what a GPU draws, and so its clock, depends on how much of a factor is 0.
-class MatrixProducts : public Call {
- public:
-  MatrixProducts(Arena& arena, const Case& item) : device_(arena.device()) {
-    const GemmMatrix x{x_of(arena, item).data, item.dim};
-    const GemmMatrix weight{weight_of(arena, item).data, item.dim};
-    const GemmMatrix weight_transposed{weight.data, weight.stride, true};
-    const Dims logits_shape{item.batch, item.v};
-    products_.push_back(product(item, {item.batch, item.v, item.dim}, x, weight_transposed,
-                                arena.output(item.dtype, logits_shape).data));
-    if (item.is_loss_alone()) return;
-
-    const TensorView gradient = arena.output(item.dtype, logits_shape);
-    compute_gradient(gradient, item);
-    const GemmMatrix factor{gradient.data, item.v};
-    const GemmMatrix factor_transposed{gradient.data, item.v, true};
-    if (item.has_grad_x) {
-      products_.push_back(product(item, {item.batch, item.dim, item.v}, factor, weight,
-                                  arena.output(item.dtype, {item.batch, item.dim}).data));
-    }
-    if (item.has_grad_weight) {
-      products_.push_back(product(item, {item.v, item.dim, item.batch}, factor_transposed, x,
-                                  arena.output(item.dtype, {item.v, item.dim}).data));
-    }
-  }
-  std::size_t workspace_bytes(const ExecutionContext&) const override { return 0; }
-  void run(const ExecutionContext& context) override {
-    for (const Gemm& product : products_) runtime::matrix_product(device_, product, context);
-  }
-
- private:
-  /// Probabilities minus the targets.
-  void compute_gradient(const TensorView& gradient, const Case& item) const {
-    Gemm logits = products_.front();
-    logits.c = gradient.data;
-    runtime::matrix_product(device_, logits, {});
-    Arena not_counted(device_);
+Call matrix_products(Arena& arena, const Case& item) {
+  const Device device = arena.device();
+  const GemmMatrix x{x_of(arena, item).data, item.dim};
+  const GemmMatrix weight{weight_of(arena, item).data, item.dim};
+  const auto output = [&](const Dims& shape) { return arena.output(item.dtype, shape); };
+  const ProductSizes logits_sizes{item.batch, item.v, item.dim};
+  const GemmMatrix weight_transposed{weight.data, weight.stride, true};
+  std::vector<Gemm> products = {product(item, logits_sizes, x, weight_transposed, output({item.batch, item.v}).data)};
+  if (!item.is_loss_alone()) {
+    // Probabilities minus the targets.
+    const TensorView gradient = output({item.batch, item.v});
+    runtime::matrix_product(device, product(item, logits_sizes, x, weight_transposed, gradient.data), {});
+    Arena not_counted(device);
     CrossEntropyForwardBackwardArgs args;
     args.forward.logits = gradient;
-    args.forward.targets = targets_of(not_counted, item);
+    args.forward.targets = class_targets(not_counted, {item.batch}, item.v, item.half_is_ignored);
     args.forward.options.reduction = Reduction::sum;
     args.forward.loss = not_counted.output(accumulator_dtype(item.dtype), {});
     cross_entropy_forward_backward(args);
-    runtime::synchronize(device_);
-  }
+    runtime::synchronize(device);
 
-  Device device_;
-  std::vector<Gemm> products_;
-};
+    if (item.has_grad_x) {
+      products.push_back(product(item, {item.batch, item.dim, item.v}, {gradient.data, item.v}, weight,
+                                 output({item.batch, item.dim}).data));
+    }
+    if (item.has_grad_weight) {
+      products.push_back(product(item, {item.v, item.dim, item.batch}, {gradient.data, item.v, true}, x,
+                                 output({item.v, item.dim}).data));
+    }
+  }
+  return {.run = [=](const ExecutionContext& context) {
+    for (const Gemm& gemm : products) runtime::matrix_product(device, gemm, context);
+  }};
+}
 
 // -------------------------------------------------------------------------------------------------------- the rows
 
@@ -329,30 +258,27 @@ std::vector<std::pair<std::string, std::string>> option_keys(const Case& item) {
   return keys;
 }
 
-std::unique_ptr<Call> make_call(Arena& arena, const Case& item) {
-  if (item.is_loss_alone()) return std::make_unique<LossCall>(arena, item);
-  if (item.has_rounded_logits) return std::make_unique<RoundedLogitsCall>(arena, item);
-  if (item.algorithm == Algorithm::speed) return std::make_unique<SpeedCall>(arena, item);
-  return std::make_unique<MemoryCall>(arena, item);
+Call call_of(Arena& arena, const Case& item) {
+  if (item.is_loss_alone()) return loss_call(arena, item);
+  if (item.has_rounded_logits) return rounded_logits_call(arena, item);
+  return item.algorithm == Algorithm::speed ? speed_call(arena, item) : memory_call(arena, item);
 }
 
 Row make_row(const Case& item) {
-  const auto element_bytes = static_cast<std::int64_t>(size_of(item.dtype));
   const std::int64_t rows = item.rows_that_count();
-  const std::int64_t x_bytes = rows * item.dim * element_bytes;
-  const std::int64_t weight_bytes = item.v * item.dim * element_bytes;
-  const std::int64_t logits_bytes = rows * item.v * element_bytes;
+  const std::int64_t x_bytes = rows * item.dim * bytes_of(item.dtype);
+  const std::int64_t weight_bytes = item.v * item.dim * bytes_of(item.dtype);
+  const std::int64_t logits_bytes = rows * item.v * bytes_of(item.dtype);
   const std::int64_t gradient_bytes =
-      (item.has_grad_x ? item.batch * item.dim * element_bytes : 0) + (item.has_grad_weight ? weight_bytes : 0);
-  Row row;
-  row.axis_value = item.v;
-  row.shape = {{"batch", item.batch}, {"dim", item.dim}, {"v", item.v}};
-  row.options = option_keys(item);
-  row.read_bytes = x_bytes + weight_bytes + item.batch * static_cast<std::int64_t>(size_of(DType::int64));
-  row.write_bytes = gradient_bytes + static_cast<std::int64_t>(size_of(accumulator_dtype(item.dtype)));
+      (item.has_grad_x ? item.batch * item.dim * bytes_of(item.dtype) : 0) + (item.has_grad_weight ? weight_bytes : 0);
+  Row row{.mode = item.is_loss_alone() ? "fwd" : "fwd+bwd",
+          .shape = {{"batch", item.batch}, {"dim", item.dim}, {"v", item.v}},
+          .options = option_keys(item)};
+  row.read_bytes = x_bytes + weight_bytes + item.batch * bytes_of(DType::int64);
+  row.write_bytes = gradient_bytes + bytes_of(accumulator_dtype(item.dtype));
   row.operations = item.products() * 2 * rows * item.dim * item.v;
-  row.make_call = [item](Arena& arena) { return make_call(arena, item); };
-  row.make_limit = [item](Arena& arena) { return std::make_unique<MatrixProducts>(arena, rows_that_count(item)); };
+  row.make_call = [item](Arena& arena) { return call_of(arena, item); };
+  row.make_limit = [item](Arena& arena) { return matrix_products(arena, rows_that_count(item)); };
   row.limit_bytes = x_bytes + weight_bytes + gradient_bytes + (item.is_loss_alone() ? 1 : 2) * logits_bytes;
   return row;
 }
@@ -370,7 +296,7 @@ struct Shown {
 Shown shown_on(const Request& request) {
   Shown shown{.like = {.dtype = request.dtype}};
   if (request.sweep == Sweep::seed) {
-    for (std::int64_t v = 1024; v <= 131072; v *= 2) shown.vocabularies.push_back(v);
+    shown.vocabularies = doublings(1024, 131072);
   } else if (request.device.type == DeviceType::cuda) {
     shown.vocabularies = {4096, 32768, 131072};
   } else {
@@ -385,15 +311,8 @@ Shown shown_on(const Request& request) {
   return shown;
 }
 
-void add_table(std::vector<Table>& tables, const std::string& title, const std::vector<Case>& cases) {
-  const Case& first = cases.front();
-  Table table{.op = "linear_cross_entropy",
-              .mode = first.is_loss_alone() ? "fwd" : "fwd+bwd",
-              .title_op = "lce",
-              .axis_name = "v",
-              .dtype = first.dtype};
-  table.title_suffix = "batch" + std::to_string(first.batch) + "-dim" + std::to_string(first.dim) + "-" +
-                       short_name_of(first.dtype) + title;
+void add_table(std::vector<Table>& tables, const std::vector<Case>& cases) {
+  Table table{.op = "linear_cross_entropy", .dtype = cases.front().dtype};
   for (const Case& item : cases) table.rows.push_back(make_row(item));
   tables.push_back(std::move(table));
 }
@@ -407,15 +326,13 @@ std::vector<Case> of_each_vocabulary(const Shown& shown, const Case& like) {
   return cases;
 }
 
-// The seed's data and the speedy way come first: they have the published title.
 void add_seed_tables(std::vector<Table>& tables, const Shown& shown) {
   for (const bool is_dense : {false, true}) {
     for (const Algorithm algorithm : {Algorithm::speed, Algorithm::memory}) {
       Case like = shown.like;
       like.is_dense = is_dense;
       like.algorithm = algorithm;
-      const std::string title = algorithm == Algorithm::memory ? "-algorithm_memory" : "";
-      add_table(tables, title + (is_dense ? "-data_dense" : ""), of_each_vocabulary(shown, like));
+      add_table(tables, of_each_vocabulary(shown, like));
     }
   }
 }
@@ -447,31 +364,44 @@ std::vector<Case> options_one_by_one(const Shown& shown, bool is_cpu) {
   return cases;
 }
 
-std::vector<Table> linear_cross_entropy_tables(const Request& request) {
+std::vector<Table> tables_of(const Request& request) {
   const Shown shown = shown_on(request);
   std::vector<Table> tables;
   add_seed_tables(tables, shown);
   if (request.sweep == Sweep::seed) return tables;
   Case loss_alone = shown.like;
   loss_alone.has_grad_x = loss_alone.has_grad_weight = false;
-  add_table(tables, "", of_each_vocabulary(shown, loss_alone));
-  if (size_of(shown.like.dtype) == 2) {
-    add_table(tables, "-logits_" + short_name_of(shown.like.dtype), with_rounded_logits(shown));
-  }
-  add_table(tables, "-options", options_one_by_one(shown, request.device.type == DeviceType::cpu));
+  add_table(tables, of_each_vocabulary(shown, loss_alone));
+  if (size_of(shown.like.dtype) == 2) add_table(tables, with_rounded_logits(shown));
+  add_table(tables, options_one_by_one(shown, request.device.type == DeviceType::cpu));
   if (!request.has_dtype) {
     Case speed = shown.like;
     speed.dtype = DType::float32;
     speed.v = shown.vocabulary_of_options;
     Case memory = speed;
     memory.algorithm = Algorithm::memory;
-    add_table(tables, "", {speed, memory});
+    add_table(tables, {speed, memory});
   }
   return tables;
 }
 
+// Over logits as a model has them.
+std::vector<Row> rows_of_shape(const Shape& shape, DType dtype) {
+  Case speed{.batch = shape.sizes.at("rows"),
+             .dim = shape.sizes.at("dim"),
+             .v = shape.sizes.at("v"),
+             .dtype = dtype,
+             .is_dense = true};
+  Case memory = speed, loss_alone = speed;
+  memory.algorithm = Algorithm::memory;
+  loss_alone.has_grad_x = loss_alone.has_grad_weight = false;
+  return {make_row(speed), make_row(memory), make_row(loss_alone)};
+}
+
 }  // namespace
 
-Operator linear_cross_entropy_benchmark() { return {"linear_cross_entropy", linear_cross_entropy_tables}; }
+Operator linear_cross_entropy_benchmark() {
+  return {"linear_cross_entropy", tables_of, {"rows", "dim", "v"}, rows_of_shape};
+}
 
 }  // namespace eaves::bench

@@ -3,13 +3,8 @@
 //
 //   struct Steps {
 //     // Finds the rows that are computed, the divisor and the scale; fills memory.row_indices, targets and grad_loss,
-//     // where they are there, and numbers. Returns how many rows are computed; where only the device knows that, all.
+//     // where they are there, and numbers. Returns how many rows are computed.
 //     std::int64_t select_rows();
-//     bool leaves_out() const;                                           // rows, or they may be: the device knows
-//     void for_each_chunk(std::int64_t rows, work);                      // work(first, count), until all are computed
-//     void if_no_row(work);                                              // work() where no row is computed
-//     void if_any_row(work);
-//     ExecutionContext context() const;                                  // what is enqueued now goes there
 //     // The following take rows in the order of the selection, or where `gathers` is false in the order of the view.
 //     void gather_x(std::int64_t first, std::int64_t count);             // to memory.x
 //     void scatter_grad_x(std::int64_t first, std::int64_t count, DType dtype);  // from memory.grad_x
@@ -17,7 +12,7 @@
 //     void gather_numbers(const void* from, void* to, std::int64_t count, bool gathers);   // 0 for ignored rows
 //     template <typename N> scatter_numbers(const N* from, N* to, std::int64_t count);     // 0 for the others
 //     void widen(TypedNumbers from, std::int64_t count, void* to);       // to accumulators
-//     void add_column_sums(const void* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,
+//     void add_bias_gradient(const void* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,
 //                          const void* scale, bool is_first, double* to);
 //     void write_grad_bias();                                            // from memory.grad_bias
 //     void clear_parameters();                                           // grad_weight and grad_bias become 0
@@ -38,8 +33,9 @@ template <typename Steps>
 class LinearCrossEntropyChunks {
  public:
   LinearCrossEntropyChunks(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block,
-                           const LinearCrossEntropyMemory& memory, Steps& steps)
-      : problem_(problem), block_(block), memory_(memory), steps_(steps) {
+                           const LinearCrossEntropyMemory& memory, const ExecutionContext& context, Steps& steps)
+      : problem_(problem), block_(block), memory_(memory), loss_context_(context), steps_(steps) {
+    loss_context_.workspace = memory.loss;
     // Scaled in the factor that the products take, and not by the products: cuBLASLt adds to grad_weight more slowly
     // with an alpha that it reads on the device. But in float16 the factor may underflow, unless dL/d(lse) and
     // dL/d(entropy) are part of it anyway: the scale then has to be, too.
@@ -49,23 +45,25 @@ class LinearCrossEntropyChunks {
 
   void run() {
     count_ = steps_.select_rows();
-    gathers_ = memory_.row_indices != nullptr && (steps_.leaves_out() || !is_matrix(problem_));
+    const bool leaves_out = count_ != problem_.rows();
+    gathers_ = memory_.row_indices != nullptr && (leaves_out || !is_matrix(problem_));
     if (problem_.bias.data != nullptr) steps_.widen(problem_.bias, problem_.classes, memory_.bias);
     if (problem_.class_weight.data != nullptr) {
       steps_.widen(problem_.class_weight, problem_.classes, memory_.class_weight);
     }
     choose_per_row();
-    if (problem_.grad_x != nullptr && steps_.leaves_out()) steps_.clear_grad_x();
-    if (problem_.wants_gradients() && !problem_.accumulates) steps_.if_no_row([&] { steps_.clear_parameters(); });
-    steps_.for_each_chunk(block_.rows, [&](std::int64_t first, std::int64_t rows) {
+    if (problem_.grad_x != nullptr && leaves_out) steps_.clear_grad_x();
+    if (count_ == 0 && problem_.wants_gradients() && !problem_.accumulates) steps_.clear_parameters();
+    for (std::int64_t first = 0; first < count_; first += block_.rows) {
+      const std::int64_t rows = std::min(block_.rows, count_ - first);
       if (gathers_) steps_.gather_x(first, rows);
       if (problem_.mode == LinearCrossEntropyMode::backward) {
         backward(first, rows);
       } else {
         forward(first, rows);
       }
-    });
-    if (problem_.grad_bias != nullptr) steps_.if_any_row([&] { steps_.write_grad_bias(); });
+    }
+    if (count_ != 0 && problem_.grad_bias != nullptr) steps_.write_grad_bias();
     finish_per_row();
   }
 
@@ -174,12 +172,6 @@ class LinearCrossEntropyChunks {
     return numbers_at(memory_.grad_loss, first, rows);
   }
 
-  ExecutionContext loss_context() const {
-    ExecutionContext context = steps_.context();
-    context.workspace = memory_.loss;
-    return context;
-  }
-
   CrossEntropyOptions row_options() const {
     CrossEntropyOptions options = problem_.options;
     options.reduction = Reduction::none;
@@ -282,8 +274,8 @@ class LinearCrossEntropyChunks {
            .accumulates = !is_first || problem_.accumulates});
     }
     if (problem_.grad_bias != nullptr) {
-      steps_.add_column_sums(gradient.data, rows, classes, gradient.stride, alpha, is_first,
-                             memory_.grad_bias + first_class);
+      steps_.add_bias_gradient(gradient.data, rows, classes, gradient.stride, alpha, is_first,
+                               memory_.grad_bias + first_class);
     }
   }
 
@@ -318,7 +310,7 @@ class LinearCrossEntropyChunks {
                                    .first_class = first_class,
                                    .classes = problem_.classes,
                                    .statistics = statistics_of(block, {rows, kCrossEntropyStatistics})},
-                                  loss_context());
+                                  loss_context_);
     }
     CrossEntropyMergeArgs merge{.statistics = statistics_of(0, {blocks, rows, kCrossEntropyStatistics}),
                                 .targets = targets_at(first, rows, 0, problem_.classes),
@@ -327,7 +319,7 @@ class LinearCrossEntropyChunks {
                                 .has_weight = memory_.class_weight != nullptr,
                                 .reads_ignored_rows = false};
     put_outputs(merge, first, rows);
-    cross_entropy_merge(merge, loss_context());
+    cross_entropy_merge(merge, loss_context_);
   }
 
   void forward(std::int64_t first, std::int64_t rows) {
@@ -340,12 +332,12 @@ class LinearCrossEntropyChunks {
                                  .options = row_options(),
                                  .reads_ignored_rows = false};
     put_outputs(loss, first, rows);
-    if (!problem_.wants_gradients()) return cross_entropy_forward(loss, loss_context());
+    if (!problem_.wants_gradients()) return cross_entropy_forward(loss, loss_context_);
     CrossEntropyForwardBackwardArgs args{.forward = loss};
     const bool has_grad_loss = problem_.is_reduced() ? is_scale_in_factor_ : problem_.grad_loss.data != nullptr;
     if (has_grad_loss) args.grad_loss = grad_loss_at(first, rows);
     if (is_gradient_narrow()) args.grad_logits = gradient_view(rows, classes);
-    cross_entropy_forward_backward(args, loss_context());
+    cross_entropy_forward_backward(args, loss_context_);
     multiply_gradients(first, rows, 0, classes);
     if (problem_.grad_x != nullptr && gathers_) steps_.scatter_grad_x(first, rows, problem_.dtype);
   }
@@ -367,7 +359,7 @@ class LinearCrossEntropyChunks {
                               .first_class = first_class,
                               .classes = problem_.classes,
                               .grad_logits = gradient_view(rows, classes)},
-                             loss_context());
+                             loss_context_);
       multiply_gradients(first, rows, first_class, classes);
     }
     if (problem_.grad_x == nullptr) return;
@@ -378,9 +370,10 @@ class LinearCrossEntropyChunks {
   const LinearCrossEntropyProblem& problem_;
   const LinearCrossEntropyBlock block_;
   const LinearCrossEntropyMemory& memory_;
+  ExecutionContext loss_context_;
   Steps& steps_;
   bool is_scale_in_factor_ = false;
-  std::int64_t count_ = 0;  ///< rows that are computed, or more: a device's own count
+  std::int64_t count_ = 0;  ///< rows that are computed
   bool gathers_ = false;
   Tensors per_row_{};
   void* grad_lse_ = nullptr;

@@ -7,6 +7,7 @@
 #include "core/dispatch.h"
 #include "cpu/gemm.h"
 #include "cpu/parallel.h"
+#include "ops/cross_entropy/cross_entropy_math.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_chunks.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
@@ -26,15 +27,13 @@ class Steps {
         const ExecutionContext& context)
       : problem_(problem), memory_(memory), context_(context) {}
 
-  const ExecutionContext& context() const { return context_; }
-
   std::int64_t select_rows() {
     std::int64_t count = 0;
     double weight = 0.0;
     for (std::int64_t row = 0; row < problem_.rows(); ++row) {
       const auto at = problem_.view.rows.offsets(row);
       if (!problem_.has_soft_targets()) {
-        const std::int64_t target = class_at(problem_.targets, at.of[kTargets]);
+        const std::int64_t target = integer_at(problem_.targets, at.of[kTargets]);
         if (target == problem_.options.ignore_index) continue;
         memory_.targets[count] = target;
         weight += problem_.class_weight.data == nullptr ? 1.0 : number_at(problem_.class_weight, target);
@@ -52,21 +51,6 @@ class Steps {
     write_numbers(weight);
     count_ = count;
     return count;
-  }
-
-  bool leaves_out() const { return count_ != problem_.rows(); }
-
-  template <typename Work>
-  void for_each_chunk(std::int64_t rows, Work work) {
-    for (std::int64_t first = 0; first < count_; first += rows) work(first, std::min(rows, count_ - first));
-  }
-  template <typename Work>
-  void if_no_row(Work work) {
-    if (count_ == 0) work();
-  }
-  template <typename Work>
-  void if_any_row(Work work) {
-    if (count_ != 0) work();
   }
 
   void gather_x(std::int64_t first, std::int64_t count) {
@@ -90,7 +74,7 @@ class Steps {
     parallel_for(context_, problem_.rows(), grain_for(problem_.features()), [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t row = begin; row < end; ++row) {
         const auto at = problem_.view.rows.offsets(row);
-        if (class_at(problem_.targets, at.of[kTargets]) != problem_.options.ignore_index) continue;
+        if (integer_at(problem_.targets, at.of[kTargets]) != problem_.options.ignore_index) continue;
         for (std::int64_t i = 0; i < problem_.features(); ++i) {
           to[at.of[kGradX] + problem_.view.columns.offsets(i).of[kGradX]] = T{};
         }
@@ -115,8 +99,8 @@ class Steps {
     for (std::int64_t i = 0; i < count; ++i) static_cast<A*>(to)[i] = static_cast<A>(number_at(from, i));
   }
 
-  void add_column_sums(const void* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,
-                       const void* scale, bool is_first, double* to) {
+  void add_bias_gradient(const void* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,
+                         const void* scale, bool is_first, double* to) {
     const double factor = scale == nullptr ? 1.0 : static_cast<double>(*static_cast<const A*>(scale));
     constexpr std::int64_t kColumns = 1024;  // of a piece, whose sums stay in L1
     parallel_for(context_, ceil_divide(columns, kColumns), 1, [&](std::int64_t begin, std::int64_t end) {
@@ -162,7 +146,7 @@ class Steps {
     for (std::int64_t i = 0; i < count_; ++i) sum += static_cast<double>(static_cast<const A*>(losses)[i]);
     if (problem_.options.reduction == Reduction::mean) {
       const double divisor = numbers()[kDivisor];
-      sum = divisor == 0.0 && (problem_.normalizer == nullptr || sum == 0.0) ? 0.0 : sum / divisor;
+      sum = mean_of(sum, divisor, problem_.normalizer != nullptr);
     }
     *static_cast<A*>(to) = static_cast<A>(sum);
   }
@@ -185,8 +169,7 @@ class Steps {
     double scale = 1.0;
     if (problem_.is_reduced()) {
       if (problem_.grad_loss.data != nullptr) scale = number_at(problem_.grad_loss, 0);
-      // Where nothing counts, the mean is 0 and so is its gradient.
-      if (is_mean) scale = to[kDivisor] == A(0) ? 0.0 : scale / static_cast<double>(to[kDivisor]);
+      if (is_mean) scale = mean_gradient(scale, static_cast<double>(to[kDivisor]));
     }
     to[kScale] = static_cast<A>(scale);
   }
@@ -257,7 +240,7 @@ void linear_cross_entropy(const LinearCrossEntropyProblem& problem, const Linear
   lay_out(problem, block, context.workspace.data, memory);
   dispatch_floating_point(problem.dtype, [&]<typename T>() {
     Steps<T> steps(problem, memory, context);
-    LinearCrossEntropyChunks<Steps<T>>(problem, block, memory, steps).run();
+    LinearCrossEntropyChunks<Steps<T>>(problem, block, memory, context, steps).run();
   });
 }
 

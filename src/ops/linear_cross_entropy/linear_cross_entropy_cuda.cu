@@ -3,16 +3,16 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <optional>
 #include <type_traits>
 
 #include "core/dispatch.h"
-#include "cuda/conditional_work.h"
 #include "cuda/device.h"
 #include "cuda/gemm.h"
 #include "cuda/launch.cuh"
 #include "cuda/loads.cuh"
 #include "cuda/reduce.cuh"
+#include "cuda/row_sums.cuh"
+#include "ops/cross_entropy/cross_entropy_math.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_chunks.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
@@ -26,57 +26,28 @@ constexpr int kThreads = 256;
 constexpr int kSelectThreads = 1024;  // of the one block that counts rows: a position depends on all rows before it
 constexpr int kWarps = kSelectThreads / 32;
 constexpr std::int64_t kMostBlocks = 4096;
-constexpr std::int64_t kSizesOfAChunk = 4;  // that a chunk may have whose number of rows the device alone knows
 
 // ---- rows ----------------------------------------------------------------------------------------------------------
 
 /// What every kernel knows of the rows.
 struct Rows {
   LinearCrossEntropyView view;
-  const void* targets;  ///< nullptr: soft ones
-  bool are_targets_64_bit;
+  TypedNumbers targets;  ///< nullptr: soft ones
   std::int64_t ignore_index;
 
   explicit Rows(const LinearCrossEntropyProblem& problem)
       : view(problem.view),
-        targets(problem.has_soft_targets() ? nullptr : problem.targets.data),
-        are_targets_64_bit(problem.targets.dtype == DType::int64),
+        targets(problem.has_soft_targets() ? TypedNumbers{} : problem.targets),
         ignore_index(problem.options.ignore_index) {}
 
-  __device__ std::int64_t target_at(std::int64_t offset) const {
-    return are_targets_64_bit ? static_cast<const std::int64_t*>(targets)[offset]
-                              : static_cast<const std::int32_t*>(targets)[offset];
-  }
   /// `at` are the offsets of the row.
   template <typename Offsets>
   __device__ bool is_ignored(const Offsets& at) const {
-    return targets != nullptr && target_at(at.of[kTargets]) == ignore_index;
+    return targets.data != nullptr && integer_at(targets, at.of[kTargets]) == ignore_index;
   }
-};
-
-/// Of any floating-point type.
-template <typename A>
-__device__ A number_at(const TypedNumbers& numbers, std::int64_t i) {
-  switch (numbers.dtype) {
-    case DType::float64:
-      return static_cast<A>(static_cast<const double*>(numbers.data)[i]);
-    case DType::float16:
-      return load_as_accumulator(static_cast<const float16*>(numbers.data)[i]);
-    case DType::bfloat16:
-      return load_as_accumulator(static_cast<const bfloat16*>(numbers.data)[i]);
-    default:
-      return static_cast<A>(static_cast<const float*>(numbers.data)[i]);
-  }
-}
-
-struct Plus {
-  __device__ double operator()(double a, double b) const { return a + b; }
 };
 
 // ---- the selection -------------------------------------------------------------------------------------------------
-
-/// In place of a row's index: behind those that are computed, so that chunks are whole.
-constexpr std::int64_t kNoRow = -1;
 
 template <typename A>
 struct Selection {
@@ -126,7 +97,7 @@ __global__ void __launch_bounds__(kSelectThreads) select_rows(const __grid_const
     const auto at = in.rows.view.rows.offsets(row < rows ? row : rows - 1);
     const bool is_counted = row < rows && !in.rows.is_ignored(at);
     // Soft targets are read in the order of the per-row tensors.
-    std::int64_t position = in.rows.targets == nullptr ? at.of[kPerRow] : row;
+    std::int64_t position = in.rows.targets.data == nullptr ? at.of[kPerRow] : row;
     if (in.leaves_out) {
       int total = 0;
       position = selected + position_in_block(is_counted, total);
@@ -135,21 +106,14 @@ __global__ void __launch_bounds__(kSelectThreads) select_rows(const __grid_const
     const bool is_kept = in.leaves_out ? is_counted : row < rows;
     if (is_kept) {
       if (in.row_indices != nullptr) in.row_indices[position] = row;
-      if (in.targets != nullptr) in.targets[position] = in.rows.target_at(at.of[kTargets]);
+      if (in.targets != nullptr) in.targets[position] = integer_at(in.rows.targets, at.of[kTargets]);
       if (in.row_gradients != nullptr) in.row_gradients[position] = number_at<A>(in.grad_loss, at.of[kGradLoss]);
     }
     if (is_counted) {
-      const std::int64_t target = in.rows.targets == nullptr ? 0 : in.rows.target_at(at.of[kTargets]);
-      const bool has_weight = in.class_weight.data != nullptr && in.rows.targets != nullptr;
+      const std::int64_t target = in.rows.targets.data == nullptr ? 0 : integer_at(in.rows.targets, at.of[kTargets]);
+      const bool has_weight = in.class_weight.data != nullptr && in.rows.targets.data != nullptr;
       // A target out of range makes its row's loss NaN, whatever the row weighs.
       weight += has_weight && target >= 0 && target < in.classes ? double(number_at<A>(in.class_weight, target)) : 1.0;
-    }
-  }
-  if (in.leaves_out) {
-    for (std::int64_t position = selected + threadIdx.x; position < rows; position += kSelectThreads) {
-      in.row_indices[position] = kNoRow;
-      in.targets[position] = in.rows.ignore_index;
-      if (in.row_gradients != nullptr) in.row_gradients[position] = A(0);
     }
   }
   const double sum = reduce_block<kSelectThreads>(weight, Plus{});
@@ -158,8 +122,7 @@ __global__ void __launch_bounds__(kSelectThreads) select_rows(const __grid_const
   double scale = 1.0;
   if (in.is_reduced) {
     if (in.grad_loss.data != nullptr) scale = double(number_at<A>(in.grad_loss, 0));
-    // Where nothing counts, the mean is 0 and so is its gradient.
-    if (in.is_mean) scale = divisor == A(0) ? 0.0 : scale / double(divisor);
+    if (in.is_mean) scale = mean_gradient(scale, double(divisor));
   }
   in.numbers[kScale] = static_cast<A>(scale);
   in.numbers[kOne] = A(1);
@@ -177,7 +140,6 @@ struct FeatureRows {
   std::int64_t first;
   std::int64_t count;
 
-  /// Or kNoRow.
   __device__ std::int64_t row(std::int64_t i) const {
     return row_indices == nullptr ? first + i : row_indices[first + i];
   }
@@ -186,7 +148,7 @@ struct FeatureRows {
   }
 };
 
-/// A block a row; 0 where there is none.
+/// A block a row.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     gather_features(const __grid_constant__ FeatureRows rows, const T* x, T* to) {
@@ -194,10 +156,6 @@ __global__ void __launch_bounds__(kThreads)
   for (std::int64_t i = blockIdx.x; i < rows.count; i += gridDim.x) {
     const std::int64_t row = rows.row(i);
     T* into = to + i * features;
-    if (row == kNoRow) {
-      for (std::int64_t f = threadIdx.x; f < features; f += kThreads) into[f] = T{};
-      continue;
-    }
     const T* from = x + rows.view.rows.offsets(row).of[kX];
     const bool has_unit_stride = rows.view.columns.rank == 1 && rows.view.columns.strides[kX][0] == 1;
     const std::uint64_t addresses = reinterpret_cast<std::uint64_t>(from) | reinterpret_cast<std::uint64_t>(into) |
@@ -220,7 +178,6 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t features = rows.view.column_count;
   for (std::int64_t i = blockIdx.x; i < rows.count; i += gridDim.x) {
     const std::int64_t row = rows.row(i);
-    if (row == kNoRow) continue;
     T* into = grad_x + rows.view.rows.offsets(row).of[kGradX];
     for (std::int64_t f = threadIdx.x; f < features; f += kThreads) {
       into[rows.feature(kGradX, f)] = round_to<T>(load_as_accumulator(from[i * features + f]));
@@ -248,8 +205,8 @@ __global__ void __launch_bounds__(kThreads)
                       std::int64_t count) {
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
     const std::int64_t row = row_indices == nullptr ? i : row_indices[i];
-    const auto at = rows.view.rows.offsets(row == kNoRow ? 0 : row);
-    to[i] = row == kNoRow || rows.is_ignored(at) ? A(0) : from[at.of[kPerRow]];
+    const auto at = rows.view.rows.offsets(row);
+    to[i] = rows.is_ignored(at) ? A(0) : from[at.of[kPerRow]];
   }
 }
 
@@ -259,7 +216,7 @@ __global__ void __launch_bounds__(kThreads)
                        const N* from, N* to, std::int64_t count) {
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
     const std::int64_t row = row_indices == nullptr ? i : row_indices[i];
-    if (row != kNoRow) to[view.rows.offsets(row).of[kPerRow]] = from[i];
+    to[view.rows.offsets(row).of[kPerRow]] = from[i];
   }
 }
 
@@ -275,8 +232,8 @@ constexpr int kSumRows = 16;   // that walk down a column side by side
 
 template <typename T, typename A = Accumulator<T>>
 __global__ void __launch_bounds__(kSumLanes* kSumRows)
-    sum_columns(const T* from, std::int64_t rows, std::int64_t columns, std::int64_t stride, const A* scale,
-                bool is_first, double* to) {
+    sum_bias_gradient(const T* from, std::int64_t rows, std::int64_t columns, std::int64_t stride, const A* scale,
+                      bool is_first, double* to) {
   __shared__ double sums[kSumRows][kSumLanes];
   const std::int64_t column = std::int64_t{blockIdx.x} * kSumLanes + threadIdx.x;
   double sum = 0.0;
@@ -305,22 +262,30 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// One block. `divisor` is nullptr but for the mean.
 template <typename A>
-__global__ void __launch_bounds__(kSelectThreads)
-    reduce_numbers(const A* from, const std::int64_t* count, const A* divisor, bool has_normalizer, A* to) {
-  double value = 0.0;
-  for (std::int64_t i = threadIdx.x; i < *count; i += kSelectThreads) value += double(from[i]);
-  double sum = reduce_block<kSelectThreads>(value, Plus{});
-  if (threadIdx.x != 0) return;
-  if (divisor != nullptr) {
-    const double by = double(*divisor);
-    sum = by == 0.0 && (!has_normalizer || sum == 0.0) ? 0.0 : sum / by;
+struct LossesOfRows {
+  const A* losses;
+  __device__ double operator()(std::int64_t row) const { return double(losses[row]); }
+};
+
+template <typename A>
+struct WriteLoss {
+  const A* divisor;  ///< nullptr but for the mean
+  bool has_normalizer;
+  A* to;
+
+  __device__ void operator()(double sum) const {
+    *to = static_cast<A>(divisor == nullptr ? sum : mean_of(sum, double(*divisor), has_normalizer));
   }
-  *to = static_cast<A>(sum);
-}
+};
 
 // ---- host ----------------------------------------------------------------------------------------------------------
+
+bool is_being_captured(const char* op, void* stream) {
+  cudaStreamCaptureStatus status{};
+  check_status(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status), op);
+  return status != cudaStreamCaptureStatusNone;
+}
 
 std::int64_t blocks_for(std::int64_t count) {
   return std::clamp<std::int64_t>(ceil_divide(count, kThreads), 1, kMostBlocks);
@@ -331,19 +296,10 @@ class Steps {
  public:
   using A = Accumulator<T>;
 
-  /// `conditional` where rows are left out in a graph, otherwise nullptr.
   Steps(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyMemory& memory,
-        const ExecutionContext& context, ConditionalWork* conditional)
-      : problem_(problem), memory_(memory), context_(context), conditional_(conditional), rows_(problem) {
+        const ExecutionContext& context)
+      : problem_(problem), memory_(memory), context_(context), rows_(problem) {
     context_.workspace = memory.product;
-  }
-
-  bool leaves_out() const { return conditional_ != nullptr || count_ != problem_.rows(); }
-
-  ExecutionContext context() const {
-    ExecutionContext now = context_;
-    if (conditional_ != nullptr) now.stream = conditional_->stream();
-    return now;
   }
 
   std::int64_t select_rows() {
@@ -366,47 +322,10 @@ class Steps {
                                  .is_mean = is_mean};
     run(cuda::select_rows<A>, {.threads = kSelectThreads}, selection);
     count_ = problem_.rows();
-    if (selection.leaves_out && conditional_ == nullptr) {
+    if (selection.leaves_out) {
       copy_to_host(problem_.op, problem_.device, &count_, row_count(), sizeof(count_), context_.stream);
     }
     return count_;
-  }
-
-  /// Nobody knows yet how many rows a graph will find: each chunk has a few sizes there, of which the device does the
-  /// smallest that takes them all.
-  template <typename Work>
-  void for_each_chunk(std::int64_t rows, Work work) {
-    for (std::int64_t first = 0; first < count_; first += rows) {
-      const std::int64_t most = std::min(rows, count_ - first);
-      if (conditional_ == nullptr) {
-        work(first, most);
-        continue;
-      }
-      const std::int64_t tile = policy_of(problem_.device).row_tile;
-      const std::int64_t step = ceil_divide(ceil_divide(most, kSizesOfAChunk), tile) * tile;
-      for (std::int64_t before = 0; before < most; before += step) {
-        const std::int64_t size = std::min(before + step, most);
-        conditional_->run_if(row_count(), first + before + 1, size == most ? count_ : first + size,
-                             [&] { work(first, size); });
-      }
-    }
-  }
-
-  template <typename Work>
-  void if_no_row(Work work) {
-    if (conditional_ != nullptr) {
-      conditional_->run_if(row_count(), 0, 0, work);
-    } else if (count_ == 0) {
-      work();
-    }
-  }
-  template <typename Work>
-  void if_any_row(Work work) {
-    if (conditional_ != nullptr) {
-      conditional_->run_if(row_count(), 1, count_, work);
-    } else if (count_ != 0) {
-      work();
-    }
   }
 
   void gather_x(std::int64_t first, std::int64_t count) {
@@ -441,7 +360,7 @@ class Steps {
   template <typename N>
   void scatter_numbers(const N* from, N* to, std::int64_t count) {
     const auto bytes = static_cast<std::size_t>(problem_.rows()) * sizeof(N);
-    check_status(cudaMemsetAsync(to, 0, bytes, static_cast<cudaStream_t>(context().stream)), problem_.op);
+    check_status(cudaMemsetAsync(to, 0, bytes, stream()), problem_.op);
     if (count == 0) return;
     run(scatter_numbers_of<N>, {.blocks = blocks_for(count), .threads = kThreads}, problem_.view, row_indices(), from,
         to, count);
@@ -451,9 +370,9 @@ class Steps {
     run(widen_numbers<A>, {.blocks = blocks_for(count), .threads = kThreads}, from, static_cast<A*>(to), count);
   }
 
-  void add_column_sums(const void* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,
-                       const void* scale, bool is_first, double* to) {
-    run(sum_columns<T, A>, {.blocks = ceil_divide(columns, kSumLanes), .threads = dim3(kSumLanes, kSumRows)},
+  void add_bias_gradient(const void* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,
+                         const void* scale, bool is_first, double* to) {
+    run(sum_bias_gradient<T, A>, {.blocks = ceil_divide(columns, kSumLanes), .threads = dim3(kSumLanes, kSumRows)},
         static_cast<const T*>(from), rows, columns, stride, static_cast<const A*>(scale), is_first, to);
   }
 
@@ -471,36 +390,38 @@ class Steps {
   }
 
   void clear_parameters() {
-    const auto stream = static_cast<cudaStream_t>(context().stream);
     const auto rows = static_cast<std::size_t>(problem_.classes);
     if (problem_.grad_weight != nullptr) {
       const std::size_t element = size_of(problem_.grad_weight_dtype);
       const auto width = static_cast<std::size_t>(problem_.features()) * element;
       const auto pitch = static_cast<std::size_t>(problem_.grad_weight_stride) * element;
-      check_status(cudaMemset2DAsync(problem_.grad_weight, pitch, 0, width, rows, stream), problem_.op);
+      check_status(cudaMemset2DAsync(problem_.grad_weight, pitch, 0, width, rows, stream()), problem_.op);
     }
     if (problem_.grad_bias != nullptr) {
-      check_status(cudaMemsetAsync(problem_.grad_bias, 0, rows * size_of(problem_.grad_bias_dtype), stream),
+      check_status(cudaMemsetAsync(problem_.grad_bias, 0, rows * size_of(problem_.grad_bias_dtype), stream()),
                    problem_.op);
     }
   }
 
+  /// One block is enough: it reads one number a row, after products that compute a whole row of logits for each.
   void reduce_losses(const void* losses, void* to) {
     const bool is_mean = problem_.options.reduction == Reduction::mean;
-    run(reduce_numbers<A>, {.threads = kSelectThreads}, static_cast<const A*>(losses), row_count(),
-        static_cast<const A*>(is_mean ? numbers() + kDivisor : nullptr), problem_.normalizer != nullptr,
-        static_cast<A*>(to));
+    const WriteLoss<A> write{is_mean ? numbers() + kDivisor : nullptr, problem_.normalizer != nullptr,
+                             static_cast<A*>(to)};
+    run(sum_rows<double, LossesOfRows<A>, WriteLoss<A>>, {.threads = kSumThreads},
+        LossesOfRows<A>{static_cast<const A*>(losses)}, count_, count_, write);
   }
 
-  void product(const Gemm& product) { gemm(problem_.op, product, context()); }
+  void product(const Gemm& product) { gemm(problem_.op, product, context_); }
 
  private:
   template <typename... Parameters, typename... Arguments>
   void run(void (*kernel)(Parameters...), LaunchShape shape, const Arguments&... arguments) {
-    shape.stream = context().stream;
+    shape.stream = context_.stream;
     launch<Parameters...>(problem_.op, kernel, shape, static_cast<Parameters>(arguments)...);
   }
 
+  cudaStream_t stream() const { return static_cast<cudaStream_t>(context_.stream); }
   A* numbers() const { return static_cast<A*>(memory_.numbers); }
   std::int64_t* row_count() const { return static_cast<std::int64_t*>(memory_.numbers) + kRowCount; }
 
@@ -515,26 +436,24 @@ class Steps {
   const LinearCrossEntropyProblem& problem_;
   const LinearCrossEntropyMemory& memory_;
   ExecutionContext context_;
-  ConditionalWork* conditional_;
-  std::int64_t count_ = 0;  ///< rows that are computed, in a graph at most
+  std::int64_t count_ = 0;  ///< rows that are computed
   Rows rows_;
 };
 
 }  // namespace
 
-void linear_cross_entropy(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block,
+void linear_cross_entropy(const LinearCrossEntropyProblem& given, const LinearCrossEntropyBlock& block,
                           const ExecutionContext& context) {
-  const DeviceGuard guard(problem.device);
-  require_gemm(problem.op);
+  const DeviceGuard guard(given.device);
+  require_gemm(given.op);
+  LinearCrossEntropyProblem problem = given;
+  // A capture cannot wait for the number of rows that are not ignored: all are computed. That takes less workspace.
+  if (problem.skips_ignored_rows && is_being_captured(given.op, context.stream)) problem.skips_ignored_rows = false;
   LinearCrossEntropyMemory memory;
   lay_out(problem, block, context.workspace.data, memory);
-  std::optional<ConditionalWork> conditional;
-  if (problem.skips_ignored_rows && !problem.has_soft_targets() && is_being_captured(problem.op, context.stream)) {
-    conditional.emplace(problem.op, context.stream);
-  }
   dispatch_floating_point(problem.dtype, [&]<typename T>() {
-    Steps<T> steps(problem, memory, context, conditional ? &*conditional : nullptr);
-    LinearCrossEntropyChunks<Steps<T>>(problem, block, memory, steps).run();
+    Steps<T> steps(problem, memory, context);
+    LinearCrossEntropyChunks<Steps<T>>(problem, block, memory, context, steps).run();
   });
 }
 

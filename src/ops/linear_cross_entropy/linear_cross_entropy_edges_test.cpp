@@ -48,7 +48,7 @@ TEST_P(LinearCrossEntropyEdges, SizesThatAreNoMultipleOfAnything) {
               test_case.workspace_limit = limit;
               test_case.options.label_smoothing = 0.1;
               check_linear_cross_entropy(test_case);
-              // Column-major, so that an axis of one has a stride that nobody walks along.
+              // Column-major, so that the stride of an axis of one is never used.
               test_case.weight_placement = with_strides({1, classes});
               check_linear_cross_entropy(test_case);
             }
@@ -168,12 +168,11 @@ TEST_P(LinearCrossEntropyEdges, IgnoredRowsThatAreSkippedChangeNothingWhateverTh
 }
 
 TEST_P(LinearCrossEntropyEdges, EveryNumberOfRowsThatCountMatchesTheOracle) {
-  // In a graph of a GPU each chunk has up to three sizes here, and with a limit there are two or more chunks.
   constexpr std::int64_t kRows = 1100;
   for (const DType dtype : {DType::bfloat16, DType::float16}) {
     for (const Reduction reduction : {Reduction::mean, Reduction::none}) {
-      for (const std::size_t limit : {0, 300000}) {
-        for (const std::int64_t count : {0, 1, 128, 129, 384, 385, 640, 641, 768, 769, 1024, 1025, 1100}) {
+      for (const std::size_t limit : {0, 300000}) {  // of two chunks or more
+        for (const std::int64_t count : {0, 1, 128, 129, 640, 641, 1099, 1100}) {
           LinearCrossEntropyCase test_case = make_case(device(), dtype, {kRows});
           test_case.skips_ignored_rows = true;
           test_case.workspace_limit = limit;
@@ -183,14 +182,6 @@ TEST_P(LinearCrossEntropyEdges, EveryNumberOfRowsThatCountMatchesTheOracle) {
             return row * 37 % kRows < count ? static_cast<double>(row % 24) : kIgnored;
           };
           check_linear_cross_entropy(test_case);
-          if (device().type != DeviceType::cuda) continue;
-          SCOPED_TRACE(description_of(test_case) + ", in a graph, rows " + std::to_string(count));
-          LinearCrossEntropyRun captured(test_case);
-          const runtime::Stream stream(device());
-          runtime::capture_and_replay(
-              device(), stream.handle(), [&] { captured.launch({.stream = stream.handle()}); }, 1);
-          captured.download();
-          LinearCrossEntropyComparison(captured).compare();
         }
       }
     }

@@ -232,7 +232,7 @@ TEST_F(LinearCrossEntropyErrors, Options) {
   expect_inputs_refused([](Inputs& inputs) { inputs.options.softcap = -30.0; },
                         "softcap is -30, expected a positive number that float32 has, or 0 for none");
   expect_inputs_refused([](Inputs& inputs) { inputs.options.z_loss_weight = kNaN; },
-                        "z_loss_weight is nan, expected a number that is not negative");
+                        "z_loss_weight is nan, expected 0 or a positive number that float32 has");
   expect_inputs_refused([](Inputs& inputs) { inputs.options.reduction = static_cast<Reduction>(7); },
                         "reduction is 7, expected one of enum Reduction");
 }

@@ -1,6 +1,6 @@
 // The oracle: linear_cross_entropy and its gradients as the header's formulas say them, in float64 loops, all logits at
 // once. What follows the logits is the oracle of cross_entropy. It reads the same arguments as the operator, in CPU
-// memory, knows no backend, and nobody should make it fast.
+// memory, knows no backend, and stays slow and simple.
 #pragma once
 
 #include <cmath>

@@ -3,7 +3,7 @@
 //
 // A gradient is a product, and has two bounds. Each element is held to what the roundings on its way can add up to at
 // worst. Of 16 bits, the error of all elements together is held to what one product in float32 makes of a factor that
-// is exact but for its one rounding: `ProductYardstick`.
+// is exact but for its one rounding: `RoundedProduct`.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -277,7 +277,7 @@ inline double rounded(DType dtype, double value) {
 
 /// What one product in float32 makes of exact factors that were rounded once: the gradients' contract. A sum over
 /// several chunks of rows is rounded behind each of them.
-struct ProductYardstick {
+struct RoundedProduct {
   DType dtype;        ///< of the factors
   double alpha;       ///< that the sum is multiplied with
   std::int64_t rows;  ///< of the second factor, in a chunk
@@ -509,7 +509,7 @@ class LinearCrossEntropyComparison {
       ADD_FAILURE() << name << ", element " << i << ": " << text << ", allowed " << bound;
       return false;
     }
-    return size_of(case_.dtype) > 2 || is_within_yardstick(product, dtype, alpha, exact, actual, name, share);
+    return size_of(case_.dtype) > 2 || is_within_rounded_product(product, dtype, alpha, exact, actual, name, share);
   }
 
   static double rounding_of(DType dtype, double value) {
@@ -543,15 +543,15 @@ class LinearCrossEntropyComparison {
   }
 
   /// Of 16 bits and more numbers than luck could decide: the errors of all elements together.
-  bool is_within_yardstick(const Product& product, DType dtype, double alpha, const Matrix& exact, const Matrix& actual,
-                           const std::string& name, double& share) {
-    // The roundings of a GPU's logits are not those of the yardstick: luck decides more.
+  bool is_within_rounded_product(const Product& product, DType dtype, double alpha, const Matrix& exact,
+                                 const Matrix& actual, const std::string& name, double& share) {
+    // The roundings of a GPU's logits are not those of that product: luck decides more.
     constexpr std::size_t kFewFactors = 256, kFewElementsOfGpu = 4096;
     constexpr double kMost = 1.15;  // of the contract
     if (product.factor.values.size() < kFewFactors) return true;
     if (case_.device.type == DeviceType::cuda && exact.values.size() < kFewElementsOfGpu) return true;
-    const ProductYardstick yardstick{case_.dtype, alpha, product.chunk,
-                                     product.is_added_by_gemm && rounds_before_adding(case_.device, dtype)};
+    const RoundedProduct bound{case_.dtype, alpha, product.chunk,
+                               product.is_added_by_gemm && rounds_before_adding(case_.device, dtype)};
     std::optional<Matrix> held;
     if (product.accumulates) {
       held = exact;
@@ -559,7 +559,7 @@ class LinearCrossEntropyComparison {
         held->values[i] = LinearCrossEntropyRun::held(static_cast<std::int64_t>(i));
       }
     }
-    const Matrix expected = yardstick.multiply(product.factor, product.other, dtype, held);
+    const Matrix expected = bound.multiply(product.factor, product.other, dtype, held);
     double error = 0.0, allowed = 0.0;
     for (std::size_t i = 0; i < exact.values.size(); ++i) {
       error += std::pow(actual.values[i] - exact.values[i], 2);

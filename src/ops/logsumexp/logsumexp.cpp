@@ -20,14 +20,16 @@ const char* reason_of(bool keepdim) {
   return keepdim ? "x with its reduced axes of size 1" : "x without its reduced axes";
 }
 
-/// PyTorch's promotion: integers and booleans give the default floating-point type.
-DType default_out_dtype(DType x_dtype) { return is_floating_point(x_dtype) ? x_dtype : DType::float32; }
+void check_x(const Argument& x) {
+  check::is_valid(x);
+  check::has_dtype(x, {DType::float32, DType::float64, DType::float16, DType::bfloat16}, "convert other types first");
+}
 
 LogsumexpForwardProblem make_problem(const LogsumexpForwardArgs& args) {
   const Argument x{kForward, "x", args.x};
   const Argument out{kForward, "out", args.out};
   const Argument lse{kForward, "lse", args.lse};
-  check::is_valid(x);
+  check_x(x);
   const AxisSet axes = check::axes(x, args.axes);
   if (!args.out.is_present && !args.lse.is_present) check::fail(out, "and lse are both missing, expected at least one");
 
@@ -39,7 +41,7 @@ LogsumexpForwardProblem make_problem(const LogsumexpForwardArgs& args) {
     check::is_writable(output);
     check::do_not_overlap(output, x);
   };
-  check_output(out, {default_out_dtype(args.x.dtype), DType::float32}, "that of x, or float32");
+  check_output(out, {args.x.dtype, DType::float32}, "that of x, or float32");
   check_output(lse, {accumulator_dtype(args.x.dtype)}, "float32, or float64 where x is float64");
   if (args.out.is_present && args.lse.is_present) check::do_not_overlap(out, lse);
 
@@ -64,8 +66,7 @@ LogsumexpBackwardProblem make_problem(const LogsumexpBackwardArgs& args) {
   const Argument x{kBackward, "x", args.x};
   const Argument lse{kBackward, "lse", args.lse};
   const Argument grad_x{kBackward, "grad_x", args.grad_x};
-  check::is_valid(x);
-  check::has_dtype(x, {DType::float32, DType::float64, DType::float16, DType::bfloat16}, "integers have no gradient");
+  check_x(x);
   const AxisSet axes = check::axes(x, args.axes);
   const Dims row_shape = reduced_shape(args.x.shape, axes, args.keepdim);
   const char* shape_reason = reason_of(args.keepdim);

@@ -28,7 +28,6 @@ template <typename T, typename View>
 struct LogsumexpGradient {
   using Element = T;
   using A = Accumulator<T>;
-  [[maybe_unused]] static constexpr bool kIsHeavy = false;  // not every way through the rows asks
 
   View rows;
   const T* in;

@@ -46,7 +46,7 @@ ScaledSoftmax<Accumulator<T>> load_scalars(const LogsumexpBackwardProblem& probl
 }  // namespace
 
 void forward(const LogsumexpForwardProblem& problem, const ExecutionContext& context) {
-  dispatch_any(problem.x_dtype, [&]<typename T>() {
+  dispatch_floating_point(problem.x_dtype, [&]<typename T>() {
     reduce_softmax<T>(problem.view, {static_cast<const T*>(problem.x), kX}, context,
                       [&](std::int64_t row, const RowState& state) { store(problem, row, state); });
   });

@@ -9,6 +9,7 @@
 #include "eaves/error.h"
 #include "eaves/logsumexp.h"
 #include "eaves/system.h"
+#include "testing/cases.h"
 #include "testing/refusals.h"
 
 namespace eaves::testing {
@@ -119,12 +120,17 @@ TEST_F(LogsumexpErrors, Dtypes) {
   args.lse.dtype = DType::bfloat16;
   expect_refused(
       args, "logsumexp_forward: lse has dtype bfloat16, expected float32 (float32, or float64 where x is float64)");
+  for (const DType dtype : integer_dtypes()) {
+    args = forward_;
+    args.x.dtype = dtype;
+    auto backward = backward_;
+    backward.x.dtype = dtype;
+    const std::string refusal = std::string(": x has dtype ") + name_of(dtype) +
+                                ", expected float32 or float64 or float16 or bfloat16 (convert other types first)";
+    expect_refused(args, "logsumexp_forward" + refusal);
+    expect_refused(backward, "logsumexp_backward" + refusal);
+  }
   auto backward = backward_;
-  backward.x.dtype = DType::int32;
-  expect_refused(backward,
-                 "logsumexp_backward: x has dtype int32, expected float32 or float64 or float16 or bfloat16 (integers "
-                 "have no gradient)");
-  backward = backward_;
   backward.grad_out.dtype = DType::float16;
   expect_refused(backward, "logsumexp_backward: grad_out has dtype float16, expected float32 (that of x, or float32)");
   backward = backward_;

@@ -20,8 +20,6 @@ struct Logsumexp {
   using State = SoftmaxState<A>;
   using Merge = MergeSoftmax;
   struct Prepared {};
-  static constexpr bool kHasVectors = kIsFloatingPoint<T>;
-  [[maybe_unused]] static constexpr bool kIsHeavy = false;  // not every way through the rows asks
 
   View rows;
   const T* x;
@@ -80,7 +78,7 @@ struct Logsumexp {
 };
 
 ReductionPlan plan_of(const LogsumexpForwardProblem& problem) {
-  return plan_reduction(problem.view, problem.x, problem.x_dtype, is_floating_point(problem.x_dtype), problem.device);
+  return plan_reduction(problem.view, problem.x, problem.x_dtype, true, problem.device);
 }
 
 template <typename T>
@@ -102,7 +100,7 @@ std::size_t logsumexp_forward_workspace_bytes(const LogsumexpForwardProblem& pro
 
 void logsumexp_forward(const LogsumexpForwardProblem& problem, const ExecutionContext& context) {
   const DeviceGuard guard(problem.device);
-  dispatch_any(problem.x_dtype, [&]<typename T>() { forward<T>(problem, context); });
+  dispatch_floating_point(problem.x_dtype, [&]<typename T>() { forward<T>(problem, context); });
 }
 
 }  // namespace eaves::cuda

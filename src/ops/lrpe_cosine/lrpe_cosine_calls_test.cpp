@@ -204,7 +204,7 @@ TEST_F(LrpeCosineOnCpu, TheNumberOfThreadsAndAPoolOfTheCallerChangeNoBit) {
 
 class LrpeCosineOnGpu : public OnGpu {};
 
-/// A tensor of which nothing is read: its memory is nobody's.
+/// A tensor of which nothing is read: it has no memory.
 TensorView made_up(int number, DType dtype, const Dims& shape) {
   return TensorView::contiguous(reinterpret_cast<void*>(std::uintptr_t{1} << 44 | std::uintptr_t(number) << 40), dtype,
                                 shape, kCuda);

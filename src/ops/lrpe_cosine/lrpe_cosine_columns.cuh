@@ -18,7 +18,7 @@ __device__ void merge_rows(const LrpeTiling& tiling, const LrpePlace& place, con
   auto* all = reinterpret_cast<State*>(storage);
   const std::uint32_t block_features = tiling.lanes() * kWidth;
   const std::uint32_t lane = threadIdx.x & (tiling.lanes() - 1);
-  __syncthreads();  // what an earlier call has left is read
+  __syncthreads();  // every thread has read the states of an earlier call
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) all[place.row * block_features + lane * kWidth + i] = states[i];
   __syncthreads();
@@ -31,42 +31,35 @@ __device__ void merge_rows(const LrpeTiling& tiling, const LrpePlace& place, con
   }
 }
 
-struct AddSums {
-  template <typename A>
-  __device__ A operator()(A a, A b) const {
-    return a + b;
-  }
-};
-
 // ---- forward: logsumexp of the columns -----------------------------------------------------------------------------
 
-/// `pieces` is [row_blocks, B * H * D].
+/// `partials` is [row_blocks, B * H * D].
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kLrpeThreads, 512 / kLrpeThreads)
     reduce_columns(const __grid_constant__ LrpeTiling tiling, const T* x,
                    const __grid_constant__ LrpeCosineStrides strides, std::int64_t heads,
-                   SoftmaxState<Accumulator<T>>* pieces) {
+                   SoftmaxState<Accumulator<T>>* partials) {
   using State = SoftmaxState<Accumulator<T>>;
   let_next_kernel_start();
   const LrpePlace place = find_place(tiling);
   const std::int64_t batch = divide(place.head, heads);
   const std::int64_t head = place.head - batch * heads;
-  const std::int64_t piece_rows = std::int64_t{tiling.steps} * kLrpeColumnsAtATime * tiling.block_rows();
-  const std::int64_t first = place.row_block * piece_rows;
+  const std::int64_t block_span = std::int64_t{tiling.steps} * kLrpeColumnsAtATime * tiling.block_rows();
+  const std::int64_t first = place.row_block * block_span;
   State states[kWidth];
   if (place.vector < tiling.vectors) {
     const T* column = x + batch * strides[0] + head * strides[1] + std::int64_t{place.vector} * kWidth * strides[3];
     accumulate_columns<kLrpeColumnsAtATime>(states, column, strides[2], first + place.row,
-                                            min(first + piece_rows, tiling.rows),
+                                            min(first + block_span, tiling.rows),
                                             static_cast<int>(tiling.block_rows()));
   }
   const std::int64_t features = std::int64_t{tiling.vectors} * kWidth;
-  State* const piece = pieces + (std::int64_t{place.row_block} * tiling.heads + place.head) * features;
+  State* const partial = partials + (std::int64_t{place.row_block} * tiling.heads + place.head) * features;
   merge_rows<kWidth>(tiling, place, states, MergeSoftmax{},
-                     [&](std::int64_t feature, const State& state) { piece[feature] = state; });
+                     [&](std::int64_t feature, const State& state) { partial[feature] = state; });
 }
 
-// Warps of a block that share the pieces of 32 columns.
+// Warps of a block that share the partials of 32 columns.
 inline constexpr int kLrpeMergeWarps = 8;
 
 /// The logsumexp of a column as a number and what its rounding has lost; NaN for that where it is infinite.
@@ -84,45 +77,31 @@ __device__ void write_lse(const SoftmaxState<A>& state, A* high, A* low) {
 
 template <typename A>
 __global__ void __launch_bounds__(32 * kLrpeMergeWarps)
-    merge_columns(const SoftmaxState<A>* pieces, std::int64_t columns, std::int64_t features, std::int64_t piece_count,
-                  A* lse) {
+    merge_columns(const SoftmaxState<A>* partials, std::int64_t columns, std::int64_t features,
+                  std::int64_t partial_count, A* lse) {
   let_next_kernel_start();
   wait_for_previous_kernel();
   reduce_pieces<kLrpeMergeWarps>(
-      pieces, columns, piece_count, MergeSoftmax{}, [&](std::int64_t column, const SoftmaxState<A>& state) {
+      partials, columns, partial_count, MergeSoftmax{}, [&](std::int64_t column, const SoftmaxState<A>& state) {
         const std::int64_t group = divide(column, features);
         A* const high = lse + group * features + column;  // 2 * group * features + the feature
         write_lse(state, high, high + features);
       });
 }
 
-/// A sum as a state of a reduction: 0 where it is default-constructed.
-template <typename A>
-struct SumState {
-  A sum = A(0);
-};
-
-struct MergeSums {
-  template <typename A>
-  __device__ SumState<A> operator()(const SumState<A>& a, const SumState<A>& b) const {
-    return {a.sum + b.sum};
-  }
-};
-
 template <typename A>
 __global__ void __launch_bounds__(32 * kLrpeMergeWarps)
-    merge_column_sums(const SumState<A>* pieces, std::int64_t columns, std::int64_t, std::int64_t piece_count,
-                      A* sums) {
+    merge_column_dots(const A* partials, std::int64_t columns, std::int64_t, std::int64_t partial_count, A* sums) {
   let_next_kernel_start();
   wait_for_previous_kernel();
-  reduce_pieces<kLrpeMergeWarps>(pieces, columns, piece_count, MergeSums{},
-                                 [&](std::int64_t column, const SumState<A>& state) { sums[column] = state.sum; });
+  reduce_pieces<kLrpeMergeWarps>(partials, columns, partial_count, Plus{},
+                                 [&](std::int64_t column, A sum) { sums[column] = sum; });
 }
 
-/// Launches `merge` over the pieces of B * H * D columns.
+/// Launches `merge` over the partials of B * H * D columns.
 template <typename A, typename State>
 void launch_merge_columns(const char* op, void (*merge)(const State*, std::int64_t, std::int64_t, std::int64_t, A*),
-                          const LrpeCosineShape& shape, const LrpePlan& plan, const void* pieces, void* columns,
+                          const LrpeCosineShape& shape, const LrpePlan& plan, const void* partials, void* columns,
                           void* stream) {
   const std::int64_t count = shape.batch * shape.heads * shape.features;
   launch(op, merge,
@@ -130,7 +109,7 @@ void launch_merge_columns(const char* op, void (*merge)(const State*, std::int64
           .threads = dim3(32, kLrpeMergeWarps),
           .starts_before_previous_ends = plan.has_dependent_launch,
           .stream = stream},
-         static_cast<const State*>(pieces), count, shape.features, std::int64_t{plan.columns.row_blocks},
+         static_cast<const State*>(partials), count, shape.features, std::int64_t{plan.columns.row_blocks},
          static_cast<A*>(columns));
 }
 
@@ -140,26 +119,26 @@ void reduce_sequence(const char* op, const LrpeCosineForwardProblem& problem, co
                      const LrpeScratch& scratch, void* lse, void* stream) {
   using A = Accumulator<T>;
   const LrpeTiling& tiling = plan.columns;
-  auto* const pieces = static_cast<SoftmaxState<A>*>(scratch.pieces);
+  auto* const partials = static_cast<SoftmaxState<A>*>(scratch.partials);
   const LaunchShape shape{.blocks = blocks_of(tiling), .threads = kLrpeThreads, .stream = stream};
   const auto* x = static_cast<const T*>(problem.x);
   if (plan.has_vectors) {
     launch(op, reduce_columns<T, kLrpeVectorWidth<T>>, shape, tiling, x, problem.x_strides, problem.shape.heads,
-           pieces);
+           partials);
   } else {
-    launch(op, reduce_columns<T, 1>, shape, tiling, x, problem.x_strides, problem.shape.heads, pieces);
+    launch(op, reduce_columns<T, 1>, shape, tiling, x, problem.x_strides, problem.shape.heads, partials);
   }
-  launch_merge_columns(op, merge_columns<A>, problem.shape, plan, pieces, lse, stream);
+  launch_merge_columns(op, merge_columns<A>, problem.shape, plan, partials, lse, stream);
 }
 
 // ---- backward: the gradient of theta -------------------------------------------------------------------------------
 
-/// An element of grad_theta from the sums of the features, heads and pieces that belong to it, `pieces` [H,
-/// piece_count, D]: a block of kThreads an element.
-template <typename T, typename Sum, int kThreads>
+/// An element of grad_theta from the sums of the features, heads and partials that belong to it, `partials` [H,
+/// partial_count, D]: a block of kThreads an element.
+template <typename Sum, int kThreads>
 __global__ void __launch_bounds__(kThreads)
-    finish_theta(const __grid_constant__ LrpeCosineAngles angles, const Sum* pieces, std::int64_t heads,
-                 std::int64_t piece_count, std::int64_t features, void* grad_theta, std::int64_t head_stride,
+    finish_theta(const __grid_constant__ LrpeCosineAngles angles, const Sum* partials, std::int64_t heads,
+                 std::int64_t partial_count, std::int64_t features, void* grad_theta, std::int64_t head_stride,
                  std::int64_t feature_stride) {
   wait_for_previous_kernel();
   const std::int64_t theta_head = divide(blockIdx.x, angles.theta_features);
@@ -171,21 +150,29 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t per_row = is_one                      ? with_axis
                                : with_axis > theta_feature ? (with_axis - theta_feature - 1) / stride + 1
                                                            : 0;
-  const std::int64_t first_row = angles.theta_heads == 1 ? 0 : theta_head * piece_count;
-  const std::int64_t rows = angles.theta_heads == 1 ? heads * piece_count : piece_count;
+  const std::int64_t first_row = angles.theta_heads == 1 ? 0 : theta_head * partial_count;
+  const std::int64_t rows = angles.theta_heads == 1 ? heads * partial_count : partial_count;
   double sum = 0.0;
 #pragma unroll 4
   for (std::int64_t i = threadIdx.x; i < rows * per_row; i += kThreads) {
     const std::int64_t row = divide(i, per_row);
-    sum += pieces[(first_row + row) * features + theta_feature + (i - row * per_row) * stride];
+    sum += partials[(first_row + row) * features + theta_feature + (i - row * per_row) * stride];
   }
-  sum = reduce_block<kThreads>(sum, AddSums{});
+  sum = reduce_block<kThreads>(sum, Plus{});
   if (threadIdx.x != 0) return;
   const std::int64_t at = theta_head * head_stride + theta_feature * feature_stride;
-  if (angles.theta_dtype == kDTypeOf<T>) {
-    static_cast<T*>(grad_theta)[at] = round_to<T>(sum);
-  } else {
-    static_cast<float*>(grad_theta)[at] = static_cast<float>(sum);
+  switch (angles.theta_dtype) {
+    case DType::bfloat16:
+      static_cast<bfloat16*>(grad_theta)[at] = round_to<bfloat16>(sum);
+      break;
+    case DType::float16:
+      static_cast<float16*>(grad_theta)[at] = round_to<float16>(sum);
+      break;
+    case DType::float64:
+      static_cast<double*>(grad_theta)[at] = sum;
+      break;
+    default:
+      static_cast<float*>(grad_theta)[at] = static_cast<float>(sum);
   }
 }
 

@@ -1,9 +1,10 @@
 // What the kernels of lrpe_cosine share: which thread has which tokens and features, the angles of a thread's features,
 // and the activations.
 //
-// A thread has kWidth neighbouring features: a 16-byte vector, or one element where vectors do not fit. The lanes of a
-// token are neighbouring threads, and a block has as many tokens as fit. Where the batch entries share their angles, a
-// thread computes cosine and sine of one token once and walks through the batch; elsewhere its tokens are neighbours.
+// A thread has kWidth neighbouring features: a 16-byte vector, and where vectors do not fit one element
+// (lrpe_cosine_row_per_warp.cuh). The lanes of a token are neighbouring threads, and a block has as many tokens as fit.
+// Where the batch entries share their angles, a thread computes cosine and sine of one token once and walks through the
+// batch; elsewhere its tokens are neighbours.
 #pragma once
 
 #include "cuda/angle.cuh"
@@ -19,23 +20,7 @@ namespace eaves::cuda {
 // 256 threads 0.327 and 0.362. Smaller blocks leave fewer registers over.
 inline constexpr int kLrpeThreads = 128;
 
-/// What changes the loads of a kernel. The elementwise activations are chosen at run time: a branch for each vector.
-enum class LrpeKind { none, elementwise, feature_softmax, sequence_softmax };
-
-inline LrpeKind kind_of(LrpeActivation activation) {
-  switch (activation) {
-    case LrpeActivation::none:
-      return LrpeKind::none;
-    case LrpeActivation::feature_softmax:
-      return LrpeKind::feature_softmax;
-    case LrpeActivation::sequence_softmax:
-      return LrpeKind::sequence_softmax;
-    default:
-      return LrpeKind::elementwise;
-  }
-}
-
-// ---- who does what -------------------------------------------------------------------------------------------------
+// ---- threads, tokens and features ---------------------------------------------------------------------------------
 
 /// How the work of one head is cut: along x of the grid into row blocks, and into groups of lanes where a token has
 /// more lanes than a block; along y into chunks of the batch.
@@ -324,9 +309,9 @@ __device__ inline double reciprocal(double x) { return 1.0 / x; }
 
 /// activation(x), for the elementwise ones.
 template <typename T, int kWidth>
-__device__ void activate(LrpeActivation activation, Accumulator<T> (&x)[kWidth]) {
+__device__ void activate(Activation activation, Accumulator<T> (&x)[kWidth]) {
   using A = Accumulator<T>;
-  if (activation == LrpeActivation::relu) {
+  if (activation == Activation::relu) {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) x[i] = x[i] < A(0) ? A(0) : x[i];  // keeps NaN
     return;
@@ -334,15 +319,15 @@ __device__ void activate(LrpeActivation activation, Accumulator<T> (&x)[kWidth])
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
     const A sigmoid = reciprocal(A(1) + precise_exponential<T>(-x[i]));
-    x[i] = activation == LrpeActivation::silu ? x[i] * sigmoid : sigmoid;
+    x[i] = activation == Activation::silu ? x[i] * sigmoid : sigmoid;
   }
 }
 
 /// The same, and the derivative at x.
 template <typename T, int kWidth>
-__device__ void activate(LrpeActivation activation, Accumulator<T> (&x)[kWidth], Accumulator<T> (&derivative)[kWidth]) {
+__device__ void activate(Activation activation, Accumulator<T> (&x)[kWidth], Accumulator<T> (&derivative)[kWidth]) {
   using A = Accumulator<T>;
-  if (activation == LrpeActivation::relu) {
+  if (activation == Activation::relu) {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       derivative[i] = x[i] <= A(0) ? A(0) : A(1);
@@ -358,7 +343,7 @@ __device__ void activate(LrpeActivation activation, Accumulator<T> (&x)[kWidth],
     const A smaller = power * larger;
     const A sigmoid = x[i] < A(0) ? smaller : larger;
     const A slope = larger * smaller;
-    if (activation == LrpeActivation::silu) {
+    if (activation == Activation::silu) {
       derivative[i] = fma(x[i], slope, sigmoid);
       x[i] = x[i] * sigmoid;
     } else {

@@ -342,7 +342,7 @@ TEST_P(LrpeCosineEdges, PositionsOfNothingAreLegal) {
 }
 
 TEST_P(LrpeCosineEdges, PositionsOfExtraTokensAreNotRead) {
-  // As the header says: what stands there, or a page that is not there, is nobody's business.
+  // Any number may stand there, and the page need not be mapped.
   LrpeCosineCase test_case{.device = device(),
                            .dtype = DType::bfloat16,
                            .shape = {2, 3, 6, 16},

@@ -1,11 +1,11 @@
-// The forward of lrpe_cosine on a GPU: one kernel that reads x and writes both halves of out. A softmax over the
-// sequence has its column statistics first (lrpe_cosine_columns.cuh); one over more features than a warp holds goes row
-// by row (lrpe_cosine_long_rows.cuh).
+// The forward of lrpe_cosine on a GPU: one kernel that reads x and writes both halves of out, for rows of whole
+// vectors, and one for all others (lrpe_cosine_row_per_warp.cuh). A softmax over the sequence has its column statistics
+// first (lrpe_cosine_columns.cuh).
 #include "core/dispatch.h"
 #include "ops/lrpe_cosine/lrpe_cosine_columns.cuh"
 #include "ops/lrpe_cosine/lrpe_cosine_device.cuh"
-#include "ops/lrpe_cosine/lrpe_cosine_long_rows.cuh"
 #include "ops/lrpe_cosine/lrpe_cosine_plan.h"
+#include "ops/lrpe_cosine/lrpe_cosine_row_per_warp.cuh"
 
 namespace eaves::cuda {
 namespace {
@@ -18,7 +18,7 @@ struct EncodeArguments {
   std::int64_t batch;
   std::int64_t positions;
   std::int64_t features;
-  LrpeActivation activation;
+  Activation activation;
   const T* x;
   T* out;
   const Accumulator<T>* lse;  ///< [B, H, 2, D]
@@ -27,14 +27,14 @@ struct EncodeArguments {
   LrpeCosineAngles angles;
 };
 
-/// Shared angles: kSlots batch entries are loaded before the first is used. Others: kLrpeTokens tokens.
-template <typename T, int kWidth, LrpeKind kKind, bool kIsShared, int kSlots>
-__global__ void __launch_bounds__(kLrpeThreads, kWidth == 1                           ? 1
-                                                : !kIsShared                          ? 6
+/// Shared angles: kLrpeSlots batch entries are loaded before the first is used. Others: kLrpeTokens tokens.
+template <typename T, LrpeKind kKind, bool kIsShared>
+__global__ void __launch_bounds__(kLrpeThreads, !kIsShared                            ? 6
                                                 : kKind == LrpeKind::sequence_softmax ? 5
                                                                                       : 1)
     encode(const __grid_constant__ EncodeArguments<T> p) {
   using A = Accumulator<T>;
+  constexpr int kWidth = kLrpeVectorWidth<T>;
   using Lanes = Side<T, kWidth>;
   let_next_kernel_start();
   const LrpePlace place = find_place(p.tiling);
@@ -83,19 +83,19 @@ __global__ void __launch_bounds__(kLrpeThreads, kWidth == 1                     
     const bool has_row = has_features && first_row < p.tiling.rows;
     const std::int64_t x_row = first_row * p.x_strides[2];
     const std::int64_t out_row = first_row * p.out_strides[2];
-    Lanes batch[kSlots];
+    Lanes batch[kLrpeSlots];
     const auto read_slots = [&](std::int64_t base) {
 #pragma unroll
-      for (int s = 0; s < kSlots; ++s) {
+      for (int s = 0; s < kLrpeSlots; ++s) {
         batch[s] = read(has_row && base + s < last_batch, x_row + (base + s) * p.x_strides[0]);
       }
     };
     read_slots(first_batch);  // on their way while the angles are computed
     if (has_row) token.compute(p.angles, FeatureAngles<T, kWidth>(p.angles, head, feature), 0, first_row);
-    for (std::int64_t base = first_batch; base < last_batch; base += kSlots) {
+    for (std::int64_t base = first_batch; base < last_batch; base += kLrpeSlots) {
       if (base != first_batch) read_slots(base);
 #pragma unroll
-      for (int s = 0; s < kSlots; ++s) {
+      for (int s = 0; s < kLrpeSlots; ++s) {
         write(batch[s], has_row && base + s < last_batch, base + s, out_row + (base + s) * p.out_strides[0], [] {});
       }
     }
@@ -137,22 +137,9 @@ EncodeArguments<T> make_arguments(const LrpeCosineForwardProblem& problem, const
           .angles = problem.angles};
 }
 
-template <typename T, int kWidth, LrpeKind kKind, bool kIsShared, int kSlots>
-void launch_encode(const LrpeCosineForwardProblem& problem, const LrpePlan& plan, const void* lse,
-                   const ExecutionContext& context) {
-  launch(kOp, encode<T, kWidth, kKind, kIsShared, kSlots>,
-         {.blocks = blocks_of(plan.tiling),
-          .blocks_y = plan.tiling.chunks,
-          .threads = kLrpeThreads,
-          .starts_before_previous_ends = kKind == LrpeKind::sequence_softmax && plan.has_dependent_launch,
-          .stream = context.stream},
-         make_arguments<T>(problem, plan, lse));
-}
-
 template <typename T>
 void forward(const LrpeCosineForwardProblem& problem, const ExecutionContext& context) {
   const LrpePlan plan = plan_forward(kOp, problem);
-  if (plan.has_long_rows) return encode_long_rows<T>(kOp, problem, context.stream);
   void* lse = nullptr;
   if (plan.kind == LrpeKind::sequence_softmax) {
     const LrpeScratch scratch(context.workspace, plan);
@@ -160,9 +147,18 @@ void forward(const LrpeCosineForwardProblem& problem, const ExecutionContext& co
     reduce_sequence<T>(kOp, problem, plan, scratch, lse, context.stream);
     if (problem.shape.positions == 0) return;
   }
-  dispatch_plan<T>(plan, [&]<int kWidth, LrpeKind kKind, bool kIsShared>() {
-    launch_encode<T, kWidth, kKind, kIsShared, kLrpeSlots>(problem, plan, lse, context);
-  });
+  if (plan.has_row_per_warp) return encode_rows<T>(kOp, problem, lse, context.stream);
+  if constexpr (kLrpeVectorWidth < T >> 1) {
+    dispatch_plan(plan, [&]<LrpeKind kKind, bool kIsShared>() {
+      launch(kOp, encode<T, kKind, kIsShared>,
+             {.blocks = blocks_of(plan.tiling),
+              .blocks_y = plan.tiling.chunks,
+              .threads = kLrpeThreads,
+              .starts_before_previous_ends = kKind == LrpeKind::sequence_softmax && plan.has_dependent_launch,
+              .stream = context.stream},
+             make_arguments<T>(problem, plan, lse));
+    });
+  }
 }
 
 }  // namespace

@@ -11,21 +11,22 @@ namespace eaves::cuda {
 
 struct LrpePlan {
   LrpeKind kind = LrpeKind::none;
-  bool is_shared = false;      ///< the angles of a token serve the whole batch
-  bool has_vectors = false;    ///< a thread has a 16-byte vector of features, not one element
-  bool has_long_rows = false;  ///< a softmax over more features than a warp holds
+  bool is_shared = false;           ///< the angles of a token serve the whole batch
+  bool has_vectors = false;         ///< a thread has a 16-byte vector of features, not one element
+  bool has_row_per_warp = false;    ///< lrpe_cosine_row_per_warp.cuh: any strides, any features, float64
+  std::int64_t warps_per_head = 0;  ///< where it has
   bool has_dependent_launch = false;
   LrpeTiling tiling;
-  LrpeTiling columns;             ///< of a softmax over the sequence: "heads" are heads of all batch entries
-  std::int64_t theta_pieces = 0;  ///< sums of each head on the way to grad_theta; 0 without it
-  std::size_t columns_bytes = 0;  ///< of the workspace's first part
+  LrpeTiling columns;               ///< of a softmax over the sequence: "heads" are heads of all batch entries
+  std::int64_t theta_partials = 0;  ///< sums of each head on the way to grad_theta; 0 without it
+  std::size_t columns_bytes = 0;    ///< of the workspace's first part
   std::size_t workspace_bytes = 0;
 };
 
 // Blocks of a launch that fill a GPU many times over, so that the last ones matter little.
 inline constexpr std::int64_t kLrpeBlocksPerMultiprocessor = 32;
-// Of each kind of scratch memory: few enough bytes to stay in the cache, more than enough pieces.
-inline constexpr std::int64_t kLrpeMostPieceBytes = 2 << 20;
+// Of each kind of scratch memory: few enough bytes to stay in the cache, more than enough partials.
+inline constexpr std::int64_t kLrpeMostPartialBytes = 2 << 20;
 inline constexpr std::int64_t kLrpeColumnsAtATime = 8;
 
 /// Batch entries with shared angles that a thread loads before it uses the first: of one vector each in the forward,
@@ -46,7 +47,7 @@ struct LrpeCall {
   DType dtype;
   LrpeCosineShape shape;
   const LrpeCosineAngles& angles;
-  LrpeActivation activation;
+  LrpeKind kind;
   bool has_vectors;                       ///< of all tensors
   const LrpeCosineStrides& main_strides;  ///< of the tensor that is read
   bool is_backward;
@@ -59,10 +60,10 @@ struct LrpeCall {
 /// from.
 struct LrpeScratch {
   void* columns;
-  void* pieces;
+  void* partials;
 
   LrpeScratch(const Workspace& workspace, const LrpePlan& plan)
-      : columns(workspace.data), pieces(static_cast<char*>(workspace.data) + plan.columns_bytes) {}
+      : columns(workspace.data), partials(static_cast<char*>(workspace.data) + plan.columns_bytes) {}
 };
 
 /// Lanes and row blocks, `rows_at_a_time` rows of a thread in each step.
@@ -76,7 +77,7 @@ inline void cut_rows(LrpeTiling& tiling, std::int64_t rows, std::int64_t rows_at
 }
 
 inline LrpePlan make_plan(const LrpeCall& call) {
-  const auto& [op, device, dtype, shape, angles, activation, has_vectors, main_strides, is_backward, has_theta_gradient,
+  const auto& [op, device, dtype, shape, angles, kind, has_vectors, main_strides, is_backward, has_theta_gradient,
                needs_columns] = call;
   if (shape.batch * shape.heads > INT32_MAX || shape.features > INT32_MAX) {
     throw Unsupported(std::string(op) + ": has " + std::to_string(shape.batch) + " x " + std::to_string(shape.heads) +
@@ -87,7 +88,7 @@ inline LrpePlan make_plan(const LrpeCall& call) {
   const auto accumulator_bytes = static_cast<std::int64_t>(size_of(accumulator_dtype(dtype)));
   const std::int64_t wanted_blocks = gpu.multiprocessors * kLrpeBlocksPerMultiprocessor;
   LrpePlan plan;
-  plan.kind = kind_of(activation);
+  plan.kind = kind;
   plan.has_vectors = has_vectors;
   plan.has_dependent_launch = gpu.compute_capability >= 90;
   const std::int64_t width = has_vectors ? 16 / static_cast<std::int64_t>(size_of(dtype)) : 1;
@@ -96,21 +97,21 @@ inline LrpePlan make_plan(const LrpeCall& call) {
   tiling.log2_lanes = log2_lanes_for(tiling.vectors);
   tiling.heads = static_cast<std::uint32_t>(shape.heads);
   tiling.takes_heads_first = std::abs(main_strides[1]) < std::abs(main_strides[2]);
-  plan.has_long_rows = plan.kind == LrpeKind::feature_softmax && tiling.lanes() > 32;
+  // The lanes of a softmax over the features are of one warp.
+  plan.has_row_per_warp = !has_vectors || (kind == LrpeKind::feature_softmax && tiling.lanes() > 32);
 
-  // One element a thread is a plain path: it has no second kernel for shared angles. A batch is shared where there
-  // are enough tokens for the lanes of a block.
+  // A batch is shared where there are enough tokens for the lanes of a block.
   plan.is_shared = has_vectors && shape.batch > 1 && angles.are_shared_by_batch() &&
                    shape.positions >= static_cast<std::int64_t>(tiling.block_rows());
   const std::int64_t slots = is_backward ? kLrpeBackwardSlots : kLrpeSlots;
   const std::int64_t rows = plan.is_shared ? shape.positions : shape.batch * shape.positions;
-  const std::int64_t most_pieces = std::max<std::int64_t>(
-      1, kLrpeMostPieceBytes / std::max<std::int64_t>(1, shape.heads * shape.features * accumulator_bytes));
+  const std::int64_t most_partials = std::max<std::int64_t>(
+      1, kLrpeMostPartialBytes / std::max<std::int64_t>(1, shape.heads * shape.features * accumulator_bytes));
   // A thread of more tokens loads its theta for all of them. Where the angles are shared, encode() has one step.
   std::int64_t most_blocks =
       plan.is_shared ? INT32_MAX : ceil_divide(2 * wanted_blocks, std::max<std::int64_t>(1, shape.heads));
   if (has_theta_gradient) {
-    most_blocks = std::min(most_pieces, ceil_divide(wanted_blocks, std::max<std::int64_t>(1, shape.heads)));
+    most_blocks = std::min(most_partials, ceil_divide(wanted_blocks, std::max<std::int64_t>(1, shape.heads)));
   }
   cut_rows(tiling, rows, is_backward || plan.is_shared ? 1 : kLrpeTokens, most_blocks);
   tiling.chunk = shape.batch;
@@ -118,20 +119,27 @@ inline LrpePlan make_plan(const LrpeCall& call) {
     // At least two rounds of loads in a block: it computes its angles before the first is used.
     const std::int64_t worthwhile_chunks = ceil_divide(shape.batch, 2 * slots);
     const std::int64_t most_chunks =
-        has_theta_gradient ? std::clamp<std::int64_t>(most_pieces / tiling.row_blocks, 1, worthwhile_chunks)
+        has_theta_gradient ? std::clamp<std::int64_t>(most_partials / tiling.row_blocks, 1, worthwhile_chunks)
                            : worthwhile_chunks;
     const std::int64_t chunks =
         std::clamp<std::int64_t>(wanted_blocks / std::max<std::int64_t>(1, blocks_of(tiling)), 1, most_chunks);
     tiling.chunk = ceil_divide(ceil_divide(shape.batch, chunks), slots) * slots;
     tiling.chunks = static_cast<std::uint32_t>(ceil_divide(shape.batch, tiling.chunk));
   }
-  // Long rows add up in float64.
-  const std::int64_t sum_bytes = plan.has_long_rows ? 8 : accumulator_bytes;
-  if (has_theta_gradient) plan.theta_pieces = std::int64_t{tiling.row_blocks} * tiling.chunks;
+  std::int64_t sum_bytes = accumulator_bytes;
+  if (has_theta_gradient) plan.theta_partials = std::int64_t{tiling.row_blocks} * tiling.chunks;
+  if (plan.has_row_per_warp) {
+    constexpr std::int64_t kMostWarps = 1 << 22;
+    plan.warps_per_head = std::min(
+        rows, has_theta_gradient ? plan.theta_partials
+                                 : std::max<std::int64_t>(1, kMostWarps / std::max<std::int64_t>(1, shape.heads)));
+    if (has_theta_gradient) plan.theta_partials = plan.warps_per_head;
+    sum_bytes = 8;  // a warp adds up many rows: in float64
+  }
 
-  std::size_t piece_bytes = static_cast<std::size_t>(plan.theta_pieces * shape.heads * shape.features * sum_bytes);
+  std::size_t partial_bytes = static_cast<std::size_t>(plan.theta_partials * shape.heads * shape.features * sum_bytes);
   // A backward without grad_x has no use for the sums of the columns.
-  if (plan.kind == LrpeKind::sequence_softmax && (needs_columns || !is_backward)) {
+  if (kind == LrpeKind::sequence_softmax && (needs_columns || !is_backward)) {
     // The backward's block has several batch entries where their angles are shared.
     const std::int64_t block_batches = is_backward && plan.is_shared ? kLrpeColumnBatches : 1;
     LrpeTiling& columns = plan.columns;
@@ -146,19 +154,20 @@ inline LrpePlan make_plan(const LrpeCall& call) {
     // A state of the forward is two numbers, a sum of the backward one.
     const std::int64_t state_bytes = is_backward ? accumulator_bytes : 2 * accumulator_bytes;
     const std::int64_t column_bytes = shape.batch * shape.heads * shape.features * state_bytes;
-    const std::int64_t most = std::max<std::int64_t>(1, kLrpeMostPieceBytes / std::max<std::int64_t>(1, column_bytes));
+    const std::int64_t most =
+        std::max<std::int64_t>(1, kLrpeMostPartialBytes / std::max<std::int64_t>(1, column_bytes));
     cut_rows(columns, shape.positions, is_backward ? 1 : kLrpeColumnsAtATime,
              std::min(most, ceil_divide(wanted_blocks, std::max<std::int64_t>(1, columns.heads))));
-    const auto column_pieces = static_cast<std::size_t>(columns.row_blocks * column_bytes);
+    const auto column_partials = static_cast<std::size_t>(columns.row_blocks * column_bytes);
     // The sums of the sequence are merged before those of theta begin.
-    piece_bytes = std::max(piece_bytes, column_pieces);
+    partial_bytes = std::max(partial_bytes, column_partials);
     // An lse has two numbers for each column.
     const std::int64_t numbers = is_backward ? 1 : 2;
     const auto bytes =
         static_cast<std::size_t>(shape.batch * shape.heads * shape.features * numbers * accumulator_bytes);
     if (needs_columns) plan.columns_bytes = (bytes + 255) / 256 * 256;
   }
-  plan.workspace_bytes = plan.columns_bytes + piece_bytes;
+  plan.workspace_bytes = plan.columns_bytes + partial_bytes;
   return plan;
 }
 
@@ -172,7 +181,7 @@ inline LrpePlan plan_forward(const char* op, const LrpeCosineForwardProblem& pro
                     .dtype = problem.dtype,
                     .shape = problem.shape,
                     .angles = problem.angles,
-                    .activation = problem.activation,
+                    .kind = problem.kind,
                     .has_vectors = vectors,
                     .main_strides = problem.x_strides,
                     .is_backward = false,
@@ -192,7 +201,7 @@ inline LrpePlan plan_backward(const char* op, const LrpeCosineBackwardProblem& p
                     .dtype = problem.dtype,
                     .shape = problem.shape,
                     .angles = problem.angles,
-                    .activation = problem.activation,
+                    .kind = problem.kind,
                     .has_vectors = vectors,
                     .main_strides = problem.grad_out_strides,
                     .is_backward = true,
@@ -200,29 +209,22 @@ inline LrpePlan plan_backward(const char* op, const LrpeCosineBackwardProblem& p
                     .needs_columns = problem.grad_x != nullptr});
 }
 
-/// Calls `function.operator()<kWidth, kKind, kIsShared>()` for the kernel that the plan chose.
-template <typename T, typename Function>
+/// Calls `function.operator()<kKind, kIsShared>()` for the kernel that the plan chose.
+template <typename Function>
 void dispatch_plan(const LrpePlan& plan, Function function) {
-  constexpr int kVector = kLrpeVectorWidth<T>;
-  const auto with_kind = [&]<int kWidth, bool kIsShared>() {
+  const auto with_kind = [&]<bool kIsShared>() {
     switch (plan.kind) {
       case LrpeKind::none:
-        return function.template operator()<kWidth, LrpeKind::none, kIsShared>();
+        return function.template operator()<LrpeKind::none, kIsShared>();
       case LrpeKind::elementwise:
-        return function.template operator()<kWidth, LrpeKind::elementwise, kIsShared>();
+        return function.template operator()<LrpeKind::elementwise, kIsShared>();
       case LrpeKind::feature_softmax:
-        return function.template operator()<kWidth, LrpeKind::feature_softmax, kIsShared>();
+        return function.template operator()<LrpeKind::feature_softmax, kIsShared>();
       case LrpeKind::sequence_softmax:
-        return function.template operator()<kWidth, LrpeKind::sequence_softmax, kIsShared>();
+        return function.template operator()<LrpeKind::sequence_softmax, kIsShared>();
     }
   };
-  if constexpr (kVector > 1) {
-    if (plan.has_vectors) {
-      return plan.is_shared ? with_kind.template operator()<kVector, true>()
-                            : with_kind.template operator()<kVector, false>();
-    }
-  }
-  with_kind.template operator()<1, false>();
+  plan.is_shared ? with_kind.template operator()<true>() : with_kind.template operator()<false>();
 }
 
 }  // namespace eaves::cuda

@@ -1,7 +1,7 @@
 // One block at a time: what is both read and written is a copy, the rest of the longer side is read into a register
 // or filled. Beyond the caches stores are non-temporal, because an ordinary one first reads the line that it replaces.
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "cpu/yardstick.cpp"
+#define HWY_TARGET_INCLUDE "cpu/stream.cpp"
 #include <hwy/cache_control.h>
 #include <hwy/foreach_target.h>  // first: compiles this file once per level of vector instructions
 #include <hwy/highway.h>
@@ -13,7 +13,7 @@
 
 #include "cpu/cache.h"
 #include "cpu/parallel.h"
-#include "cpu/yardstick.h"
+#include "cpu/stream.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace eaves::cpu {

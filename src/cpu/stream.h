@@ -1,5 +1,5 @@
-// The yardstick of the benchmark on a CPU: the fastest plain loops over memory that we know, with the widest loads and
-// stores, on as many threads as an operator gets. They compute next to nothing.
+// The stream that operators are compared with on a CPU: the fastest plain loops over memory that we know, with the
+// widest loads and stores, on as many threads as an operator gets.
 #pragma once
 
 #include <cstddef>

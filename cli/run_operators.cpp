@@ -1,0 +1,347 @@
+// What `eaves run` applies: each operator's arguments, as its --help lists them, and the call that is made from them.
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "cli/options.h"
+#include "cli/run.h"
+#include "core/check.h"
+#include "core/dispatch.h"
+#include "core/loss_options.h"
+#include "eaves/cross_entropy.h"
+#include "eaves/error.h"
+#include "eaves/linear_cross_entropy.h"
+#include "eaves/logsumexp.h"
+#include "eaves/lrpe_cosine.h"
+
+namespace eaves::cli {
+namespace {
+
+using Words = std::vector<std::string>;
+constexpr bool kRequired = true;
+
+/// A text that has to be one of these words.
+Argument choice(const std::string& flag, const Words& words, const std::string& help, const std::string& fallback) {
+  return {flag, fallback, help, false, words};
+}
+
+template <typename Enum>
+Enum chosen(const Run& run, const std::string& flag, const Words& words) {
+  return static_cast<Enum>(std::find(words.begin(), words.end(), run.text(flag)) - words.begin());
+}
+
+// ------------------------------------------------------------------------------------------------------- logsumexp
+
+void run_logsumexp(Run& run) {
+  Dims dims;  // empty: all axes
+  if (!run.text("--dims").empty()) dims = parse_list("--dims", run.text("--dims"), "axes such as -1 or 0,2");
+  const bool keepdim = run.is_set("--keepdim");
+  const TensorView x = run.input("--tensor");
+  DType out_dtype = x.dtype;
+  if (!run.text("--dtype").empty()) out_dtype = parse_dtype("--dtype", run.text("--dtype"));
+  const Dims shape = reduced_shape(x.shape, check::axes({"logsumexp", "x", x}, dims), keepdim);
+
+  LogsumexpForwardArgs forward{.x = x, .axes = dims, .keepdim = keepdim};
+  forward.out = run.output("out", out_dtype, shape);
+  forward.lse = run.output("lse", accumulator_dtype(x.dtype), shape);
+  logsumexp_forward(forward, run.context());
+  const TensorView grad_out = run.input("--grad");
+  if (!grad_out.is_present) return;
+  LogsumexpBackwardArgs backward{.grad_out = grad_out, .x = x, .lse = forward.lse, .axes = dims, .keepdim = keepdim};
+  backward.grad_x = run.output("grad_x", x.dtype, x.shape);
+  logsumexp_backward(backward, run.context());
+}
+
+// ------------------------------------------------------------------------------------------------------ the losses
+
+const Words kReductions = {"none", "sum", "mean"};  // as Reduction has them
+
+/// Of every loss of classifying rows, behind the arguments of its own.
+std::vector<Argument> with_loss_arguments(std::vector<Argument> arguments, const std::string& gradients,
+                                          const std::vector<Argument>& last) {
+  const CrossEntropyOptions defaults;
+  const auto add = [&](const Argument& argument) { arguments.push_back(argument); };
+  add({"--target", "",
+       "Name of the targets: int32 or int64 classes, one per row; or a distribution for each row, in the shape of the "
+       "logits",
+       kRequired});
+  add({"--weight", "", "Name of the weights of the classes"});
+  add({"--normalizer", "", "Name of one number that the mean divides by, instead of the rows that count"});
+  add({"--ignore-index", defaults.ignore_index, "Rows with this target do not count"});
+  add(choice("--reduction", kReductions, "none: a loss for each row; sum: of them; mean: over the rows that count",
+             "mean"));
+  for (const LossOption& option : kLossOptions) add({option.flag, defaults.*option.value, option.help});
+  add({"--argmax", false, "Also write argmax, the class with the largest logit"});
+  add({"--entropy", false, "Also write entropy, in nats"});
+  add({"--backward", false, "Also write " + gradients});
+  add({"--grad", "",
+       "Instead of --backward, for an upstream gradient that is not 1: its name, in the shape of the loss"});
+  arguments.insert(arguments.end(), last.begin(), last.end());
+  return arguments;
+}
+
+CrossEntropyOptions loss_options(const Run& run) {
+  CrossEntropyOptions options;
+  options.ignore_index = run.get<std::int64_t>("--ignore-index");
+  options.reduction = chosen<Reduction>(run, "--reduction", kReductions);
+  for (const LossOption& option : kLossOptions) options.*option.value = run.get<double>(option.flag);
+  return options;
+}
+
+bool wants_gradients(const Run& run) {
+  if (run.is_set("--backward") && !run.text("--grad").empty()) throw InvalidArgument("--backward excludes --grad");
+  return run.is_set("--backward") || !run.text("--grad").empty();
+}
+
+/// Everything that a forward writes, put into `views`, which has a member for each: lse, and what was asked for.
+template <typename Views>
+void make_outputs(Run& run, Views& views, const CrossEntropyOptions& options, const Dims& row_shape, DType dtype) {
+  const Dims loss_shape = options.reduction == Reduction::none ? row_shape : Dims{};
+  views.loss = run.output("loss", dtype, loss_shape);
+  views.lse = run.output("lse", dtype, row_shape);
+  if (run.is_set("--argmax")) views.argmax = run.output("argmax", DType::int64, row_shape);
+  if (run.is_set("--entropy")) views.entropy = run.output("entropy", dtype, row_shape);
+  if (options.z_loss_weight > 0.0) views.z_loss = run.output("z_loss", dtype, loss_shape);
+}
+
+/// What a forward writes for the backward alone, and no file gets.
+template <typename Views>
+void make_outputs_for_backward(Run& run, Views& views, const CrossEntropyOptions& options) {
+  const DType dtype = views.lse.dtype;
+  views.target_mass = run.filled(dtype, views.lse.shape, 0.0);
+  if (options.reduction == Reduction::mean) views.divisor = run.filled(dtype, {}, 0.0);
+}
+
+/// What a backward reads of its forward, and the gradient of the loss: 1 unless the file has one.
+template <typename Args, typename Views>
+void set_upstream(Run& run, Args& backward, const Views& forward) {
+  backward.grad_loss = run.input("--grad");
+  if (!backward.grad_loss.is_present) {
+    backward.grad_loss = run.filled(forward.loss.dtype, forward.loss.shape, 1.0);
+  }
+  backward.lse = forward.lse;
+  backward.target_mass = forward.target_mass;
+  backward.divisor = forward.divisor;
+}
+
+void run_cross_entropy(Run& run) {
+  // In place the logits are loaded to where their gradient will be.
+  const bool is_in_place = run.is_set("--in-place");
+  const bool has_backward = wants_gradients(run) && !is_in_place;
+  const TensorView logits = is_in_place ? run.output_over_input("grad_logits", "--tensor") : run.input("--tensor");
+  const int class_axis = run.get<int>("--class-axis");
+  AxisSet axes;
+  axes.contains[check::axis({"cross_entropy", "logits", logits}, "class_axis", class_axis)] = true;
+
+  CrossEntropyForwardArgs forward{.logits = logits,
+                                  .targets = run.input("--target"),
+                                  .weight = run.input("--weight"),
+                                  .normalizer = run.input("--normalizer"),
+                                  .class_axis = class_axis,
+                                  .options = loss_options(run)};
+  make_outputs(run, forward, forward.options, reduced_shape(logits.shape, axes, false),
+               accumulator_dtype(logits.dtype));
+  if (has_backward) make_outputs_for_backward(run, forward, forward.options);
+  if (is_in_place) {
+    cross_entropy_forward_backward({.forward = forward, .grad_loss = run.input("--grad")}, run.context());
+    return;
+  }
+  cross_entropy_forward(forward, run.context());
+  if (!has_backward) return;
+  CrossEntropyBackwardArgs backward{.logits = logits,
+                                    .targets = forward.targets,
+                                    .weight = forward.weight,
+                                    .class_axis = class_axis,
+                                    .options = forward.options};
+  set_upstream(run, backward, forward);
+  backward.grad_logits = run.output("grad_logits", logits.dtype, logits.shape);
+  cross_entropy_backward(backward, run.context());
+}
+
+const Words kHeadInputs = {"x", "linear_weight", "linear_bias"};
+
+LinearCrossEntropyGradients head_gradients(Run& run, const LinearCrossEntropyInputs& inputs) {
+  const auto& named = run.get<Words>("--gradients");
+  // Without a list: of everything that the file has.
+  const auto output = [&](const std::string& input, const std::string& name, DType dtype, const TensorView& like) {
+    const bool is_wanted = named.empty() || std::find(named.begin(), named.end(), input) != named.end();
+    return is_wanted && like.is_present ? run.output(name, dtype, like.shape) : TensorView{};
+  };
+  const DType dtype = inputs.x.dtype;
+  // A bias may be float32 beside any x.
+  const DType bias_dtype = inputs.bias.dtype == dtype ? dtype : accumulator_dtype(dtype);
+  return {.grad_x = output("x", "grad_x", dtype, inputs.x),
+          .grad_weight = output("linear_weight", "grad_weight", dtype, inputs.weight),
+          .grad_bias = output("linear_bias", "grad_bias", bias_dtype, inputs.bias)};
+}
+
+void run_linear_cross_entropy(Run& run) {
+  const auto& named = run.get<Words>("--gradients");
+  const bool has_gradients = wants_gradients(run) || !named.empty();
+  LinearCrossEntropyForwardArgs forward;
+  LinearCrossEntropyInputs& inputs = forward.inputs;
+  inputs.x = run.input("--tensor");
+  inputs.weight = run.input("--linear-weight");
+  inputs.bias = run.input("--linear-bias");
+  inputs.targets = run.input("--target");
+  inputs.class_weight = run.input("--weight");
+  inputs.options = loss_options(run);
+  inputs.skips_ignored_rows = run.is_set("--skip-ignored");
+  inputs.workspace_limit = static_cast<std::size_t>(parse_bytes("--workspace-limit", run.text("--workspace-limit")));
+  forward.normalizer = run.input("--normalizer");
+  if (!inputs.bias.is_present && std::find(named.begin(), named.end(), "linear_bias") != named.end()) {
+    throw InvalidArgument("--gradients: has linear_bias, but --linear-bias is not given");
+  }
+  Dims row_shape;
+  for (int axis = 0; axis + 1 < inputs.x.shape.size(); ++axis) row_shape.push_back(inputs.x.shape[axis]);
+  make_outputs(run, forward.outputs, inputs.options, row_shape, accumulator_dtype(inputs.x.dtype));
+  if (!has_gradients) return linear_cross_entropy_forward(forward, run.context());
+
+  // "auto": the upstream gradient is known before the loss here, whatever the reduction.
+  const std::string& algorithm = run.text("--algorithm");
+  const bool is_speedy = algorithm == "speed" ||
+                         (algorithm == "auto" &&
+                          linear_cross_entropy_algorithm(forward, run.context()) == LinearCrossEntropyAlgorithm::speed);
+  if (is_speedy) {
+    LinearCrossEntropyForwardBackwardArgs both{.forward = forward, .grad_loss = run.input("--grad")};
+    both.gradients = head_gradients(run, inputs);
+    return linear_cross_entropy_forward_backward(both, run.context());
+  }
+  make_outputs_for_backward(run, forward.outputs, inputs.options);
+  linear_cross_entropy_forward(forward, run.context());
+  LinearCrossEntropyBackwardArgs backward{.inputs = inputs};
+  set_upstream(run, backward, forward.outputs);
+  backward.gradients = head_gradients(run, inputs);
+  linear_cross_entropy_backward(backward, run.context());
+}
+
+// ----------------------------------------------------------------------------------------------------- lrpe_cosine
+
+const Words kActivations = {"none", "relu", "sigmoid", "silu", "softmax"};  // as Activation has them
+
+/// A tensor of the file as the operator takes it, [B, H, N, ...]. The core, which checks everything else, speaks of
+/// those axes: how many the file's tensor has is checked here.
+TensorView as_heads_first(const TensorView& view, const char* called, const std::string& layout) {
+  if (view.shape.size() != 4) {
+    check::fail({"lrpe_cosine", called, view},
+                "has shape " + check::to_string(view.shape) + ", expected four axes (" +
+                    (layout == "bhnd" ? "batch, heads, positions, features)" : "batch, positions, heads, features)"));
+  }
+  if (layout == "bhnd") return view;
+  const Dims& shape = view.shape;
+  const Dims& strides = view.strides;
+  return TensorView::strided(view.data, view.dtype, {shape[0], shape[2], shape[1], shape[3]},
+                             {strides[0], strides[2], strides[1], strides[3]}, view.device);
+}
+
+void run_lrpe_cosine(Run& run) {
+  const std::string& layout = run.text("--layout");
+  LrpeAngles angles{.theta = run.input("--theta"),
+                    .offsets = run.input("--offsets"),
+                    .positions = run.input("--positions"),
+                    .cu_seqlens = run.input("--cu-seqlens")};
+  if (!run.text("--grid").empty()) angles.grid = parse_list("--grid", run.text("--grid"), "sizes such as 8 or 4,8,8");
+  angles.extra_tokens = run.get<std::int64_t>("--extra-tokens");
+  angles.offset = run.get<std::int64_t>("--offset");
+
+  const TensorView x = run.input("--tensor");
+  LrpeCosineForwardArgs forward{.x = as_heads_first(x, "x", layout), .angles = angles};
+  forward.activation = chosen<Activation>(run, "--activation", kActivations);
+  forward.activation_dim = run.get<int>("--activation-dim");
+  Dims out_shape = x.shape;
+  out_shape[3] *= 2;
+  forward.out = as_heads_first(run.output("out", x.dtype, out_shape), "out", layout);
+  if (forward.activation == Activation::softmax && forward.activation_dim == -2) {
+    const Dims& shape = forward.x.shape;
+    forward.lse = run.output("lse", accumulator_dtype(x.dtype), {shape[0], shape[1], 2, shape[3]});
+  }
+  lrpe_cosine_forward(forward, run.context());
+
+  const TensorView grad_out = run.input("--grad");
+  if (!grad_out.is_present) return;
+  LrpeCosineBackwardArgs backward{.grad_out = as_heads_first(grad_out, "grad_out", layout),
+                                  .x = forward.x,
+                                  .angles = angles,
+                                  .activation = forward.activation,
+                                  .activation_dim = forward.activation_dim,
+                                  .lse = forward.lse};
+  // In the axes of the file, which the core does not know.
+  check::has_shape({"lrpe_cosine", "grad_out", grad_out}, out_shape, "that of out");
+  backward.grad_x = as_heads_first(run.output("grad_x", x.dtype, x.shape), "grad_x", layout);
+  backward.grad_theta = run.output("grad_theta", angles.theta.dtype, angles.theta.shape);
+  lrpe_cosine_backward(backward, run.context());
+}
+
+// ------------------------------------------------------------------------------------------------------- the table
+
+const RunOperator kOperators[] = {
+    {"logsumexp",
+     "log(sum(exp(x))) over axes. Writes out, lse (float32) and, with --grad, grad_x.",
+     "--tensor x --dims -1 --grad g",
+     {{"--tensor", "", "Name of the input x: any number of axes, a floating-point type", kRequired},
+      {"--dims", "", "Axes to sum over, such as -1 or 0,2; without: all"},
+      {"--keepdim", false, "Keep the summed axes with size 1"},
+      {"--dtype", "", "Of out: float32, or that of x; without: that of x"},
+      {"--grad", "", "Name of the upstream gradient, in the shape of out"}},
+     run_logsumexp},
+    {"cross_entropy",
+     "The loss of classifying each row. Writes loss, lse (float32) and, with --backward, --grad or --in-place, "
+     "grad_logits.",
+     "--tensor logits --target targets --backward",
+     with_loss_arguments({{"--tensor", "", "Name of the logits: any shape with an axis of classes", kRequired},
+                          {"--class-axis", -1, "The axis of the classes"}},
+                         "grad_logits, the gradient of the loss",
+                         {{"--in-place", false,
+                           "Loss and gradient at once, over the logits in memory: one tensor less. lse and entropy of "
+                           "rows that are ignored are 0"}}),
+     run_cross_entropy},
+    {"linear_cross_entropy",
+     "The loss of classifying each row by a linear head, without all of its logits. Writes loss, lse (float32) and, "
+     "with --backward or --grad, the gradients.",
+     "--tensor x --linear-weight head --target targets --backward",
+     with_loss_arguments(
+         {{"--tensor", "", "Name of the rows x: any shape, features last", kRequired},
+          {"--linear-weight", "",
+           "Name of the head, [classes, features]: the logits are x linear_weight^T + linear_bias", kRequired},
+          {"--linear-bias", "", "Name of the head's bias, one number per class"}},
+         "grad_x, grad_weight (of the head) and, with --linear-bias, grad_bias",
+         {{"--gradients", Words{}, "Write only the gradients of these: some of x,linear_weight,linear_bias", false,
+           kHeadInputs},
+          choice("--algorithm", {"auto", "speed", "memory"},
+                 "Of the gradients. speed: with the loss, logits computed once; memory: logits computed again, in "
+                 "little memory; auto: speed where its workspace is allowed",
+                 "auto"),
+          {"--skip-ignored", false, "Leave out rows that are ignored before anything is multiplied. A CPU always does"},
+          {"--workspace-limit", "0",
+           "The most scratch memory to take, in bytes, such as 64M or 2G; 0: what suits the device"}}),
+     run_linear_cross_entropy},
+    {"lrpe_cosine",
+     "The relative positional encoding of a sequence or a grid, by cosines and sines. Writes out, with --grad grad_x "
+     "and grad_theta, and of a softmax over the sequence lse, [batch, heads, 2, features]: the logsumexp of each "
+     "column, and what its rounding has lost.",
+     "--tensor q --theta theta --activation silu",
+     {{"--tensor", "", "Name of the input x: four axes, see --layout", kRequired},
+      {"--theta", "",
+       "Name of the angles per position, [heads or 1, E]: E features for each axis of the grid in turn; the features "
+       "behind them have no position",
+       kRequired},
+      choice("--layout", {"bnhd", "bhnd"},
+             "bnhd: batch, positions, heads, features; bhnd: batch, heads, positions, features", "bnhd"),
+      {"--grid", "", "Sizes such as 4,8,8, the last axis fastest; without: one axis, a sequence"},
+      {"--extra-tokens", std::int64_t{0}, "How many positions before the grid have angle 0"},
+      {"--offset", std::int64_t{0}, "Added to every coordinate of the grid"},
+      {"--offsets", "", "Name of more offsets: int32 or int64, one per batch entry"},
+      {"--positions", "",
+       "Name of the positions, instead of 0, 1, 2: int32 or int64, one per token, of each batch entry too"},
+      {"--cu-seqlens", "", "Name of the starts of packed sequences, and the end: int32 or int64; each counts from 0"},
+      choice("--activation", kActivations, "Of x, first", "none"),
+      {"--activation-dim", -1, "Of a softmax: -1 over the features, -2 over the sequence, in either layout"},
+      {"--grad", "", "Name of the upstream gradient, in the shape of out"}},
+     run_lrpe_cosine},
+};
+
+}  // namespace
+
+std::span<const RunOperator> run_operators() { return kOperators; }
+
+}  // namespace eaves::cli

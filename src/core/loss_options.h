@@ -1,0 +1,44 @@
+// The scalar options of the losses, a row each. The checks, the command line and the binding of PyTorch are made from
+// this table; a new option is a row here, a member of CrossEntropyOptions (include/eaves/cross_entropy.h), its place in
+// the formula (ops/cross_entropy/cross_entropy_math.h) and a parameter of the Python functions.
+//
+// One that changes logits, or what the gradient needs of a row besides its lse, also goes into plan_of()
+// (ops/cross_entropy/cross_entropy_problem.cpp), which chooses the kernels; one that changes logits also into the
+// transforms (cross_entropy_device.cuh and cross_entropy_rows_cpu.h there).
+#pragma once
+
+#include <limits>
+
+#include "eaves/cross_entropy.h"
+
+namespace eaves {
+
+struct LossOption {
+  const char* name;  ///< of the member, in messages
+  double CrossEntropyOptions::*value;
+  double smallest;
+  double largest;
+  bool zero_is_none;     ///< 0, the default, leaves the option out, whatever `smallest` is
+  const char* expected;  ///< what an error says of the range
+  const char* flag;      ///< of the command line
+  const char* help;
+};
+
+// What float32, in which most calls compute, would make 0 or infinite is refused for all.
+inline constexpr double kSmallestOption = std::numeric_limits<float>::min();
+inline constexpr double kLargestOption = std::numeric_limits<float>::max();
+
+inline constexpr LossOption kLossOptions[] = {
+    {"label_smoothing", &CrossEntropyOptions::label_smoothing, 0.0, 1.0, true, "0 to 1", "--label-smoothing",
+     "0 to 1: how much of each target is spread evenly"},
+    {"scale", &CrossEntropyOptions::scale, kSmallestOption, kLargestOption, false, "a positive number that float32 has",
+     "--scale", "The logits are multiplied with it first"},
+    {"softcap", &CrossEntropyOptions::softcap, kSmallestOption, kLargestOption, true,
+     "a positive number that float32 has", "--softcap",
+     "Caps logits: softcap * tanh(scale * logits / softcap); 0: no cap"},
+    {"z_loss_weight", &CrossEntropyOptions::z_loss_weight, 0.0, kLargestOption, true,
+     "0 or a positive number that float32 has", "--z-loss",
+     "Weight of lse^2 in the loss; above 0 z_loss is written too"},
+};
+
+}  // namespace eaves

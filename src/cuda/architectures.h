@@ -1,0 +1,26 @@
+// Which GPUs the code in this build runs on. No CUDA header is needed to include it.
+#pragma once
+
+#include <charconv>
+#include <string_view>
+
+namespace eaves::cuda {
+
+/// `built_for` as EAVES_CUDA_ARCHITECTURES lists it. "80" is machine code for 8.x from 8.0 on, "90a" for 9.0 alone;
+/// "90+" is PTX, which the driver compiles for everything from 9.0 on.
+inline bool has_code_for(std::string_view built_for, int major, int minor) {
+  const int capability = 10 * major + minor;
+  while (!built_for.empty()) {
+    const std::string_view entry = built_for.substr(0, built_for.find(';'));
+    built_for.remove_prefix(entry.size() == built_for.size() ? entry.size() : entry.size() + 1);
+    int number = 0;
+    std::from_chars(entry.data(), entry.data() + entry.size(), number);
+    if (capability == number) return true;
+    const bool is_for_one = entry.find('a') != entry.npos;
+    const bool is_ptx = !entry.empty() && entry.back() == '+';
+    if (!is_for_one && capability > number && (is_ptx || major == number / 10)) return true;
+  }
+  return false;
+}
+
+}  // namespace eaves::cuda

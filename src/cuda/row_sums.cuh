@@ -1,0 +1,68 @@
+// Sums of one number or a few of each row, in float64 and in an order that depends on nothing but the number of rows.
+#pragma once
+
+#include <cstdint>
+
+#include "core/numeric.h"
+#include "cuda/device.h"
+#include "cuda/launch.cuh"
+#include "cuda/reduce.cuh"
+
+namespace eaves::cuda {
+
+inline constexpr int kSumThreads = 512;
+inline constexpr std::int64_t kRowsPerSumBlock = 16384;  // from there on, several blocks
+
+/// Hands the sum of `source(row)` over the rows of a block to `finish`, in one thread.
+template <typename Sum, typename Source, typename Finish>
+__global__ void __launch_bounds__(kSumThreads)
+    sum_rows(Source source, std::int64_t rows, std::int64_t rows_per_block, Finish finish) {
+  // In this order: the next kernel may be one that reads, before it waits, what the previous one still writes.
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const std::int64_t first = blockIdx.x * rows_per_block;
+  const std::int64_t last = min(first + rows_per_block, rows);
+  Sum sum{};
+#pragma unroll 8  // the loads do not wait for each other
+  for (std::int64_t row = first + threadIdx.x; row < last; row += kSumThreads) sum = sum + source(row);
+  sum = reduce_block<kSumThreads>(sum, Plus{});
+  if (threadIdx.x == 0) finish(sum);
+}
+
+/// The sums of the blocks, between two kernels.
+template <typename Sum>
+struct BlockSums {
+  Sum* sums;
+  __device__ void operator()(const Sum& sum) const { sums[blockIdx.x] = sum; }
+  __device__ Sum operator()(std::int64_t block) const { return sums[block]; }
+};
+
+/// Bytes that launch_sum_rows() needs.
+template <typename Sum>
+std::size_t sum_rows_workspace_bytes(std::int64_t rows) {
+  std::size_t bytes = 0;
+  for (; rows > kRowsPerSumBlock; rows = ceil_divide(rows, kRowsPerSumBlock)) {
+    bytes += static_cast<std::size_t>(ceil_divide(rows, kRowsPerSumBlock)) * sizeof(Sum);
+  }
+  return bytes;
+}
+
+template <typename Sum, typename Source, typename Finish>
+void launch_sum_rows(const char* op, const Source& source, std::int64_t rows, const Finish& finish, void* workspace,
+                     Device device, void* stream) {
+  const auto run = [&](auto kernel, std::int64_t blocks, const auto& to) {
+    launch(op, kernel,
+           {.blocks = blocks,
+            .threads = kSumThreads,
+            .starts_before_previous_ends = properties(device).compute_capability >= 90,
+            .stream = stream},
+           source, rows, kRowsPerSumBlock, to);
+  };
+  if (rows <= kRowsPerSumBlock) return run(sum_rows<Sum, Source, Finish>, 1, finish);
+  const BlockSums<Sum> sums{static_cast<Sum*>(workspace)};
+  const std::int64_t blocks = ceil_divide(rows, kRowsPerSumBlock);
+  run(sum_rows<Sum, Source, BlockSums<Sum>>, blocks, sums);
+  launch_sum_rows<Sum>(op, sums, blocks, finish, sums.sums + blocks, device, stream);
+}
+
+}  // namespace eaves::cuda

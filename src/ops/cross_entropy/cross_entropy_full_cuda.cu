@@ -1,0 +1,204 @@
+// The reduction of rows with every option of cross_entropy: one pass, as without options, with more arithmetic for each
+// element.
+#include "cuda/row_reduce.cuh"
+#include "ops/cross_entropy/cross_entropy_loss.cuh"
+#include "ops/cross_entropy/cross_entropy_statistics.cuh"
+
+namespace eaves::cuda {
+
+template <typename T, typename View>
+struct FullLoss {
+  using Element = T;
+  using A = Accumulator<T>;
+  using State = ClassStatistics<A>;
+  using Merge = MergeStatistics;
+  using Prepared = typename LossRows<T, View>::Prepared;
+
+  LossRows<T, View> rows;
+  LossPlan plan;
+  A* statistics;  ///< of a shard: written instead of the loss; nullptr otherwise
+
+  EAVES_HOST_DEVICE const View& view() const { return rows.in.view; }
+
+  template <int kVectors>
+  __device__ State reduce(std::int64_t row, std::int64_t first, std::int64_t count, int thread, int threads,
+                          Prepared& prepared) const {
+    const auto at = view().rows.offsets(row);
+    const Span<const T> span(rows.in.logits + at.of[kLogits] + first, count);
+    T edge{};  // travels with the first batch and is used last
+    if (thread < span.edges) edge = span.edge(thread);
+    const auto vectors = static_cast<int>(span.vectors);
+    const int step = threads * Vector<T>::kSize;
+    const auto column_of = [&](int i) { return first + span.head + std::int64_t{i} * Vector<T>::kSize; };
+    bool is_asked = false;
+    bool goes_on = true;
+    const auto ask = [&] {
+      if (!is_asked) goes_on = rows.goes_on(at, thread, prepared);
+      is_asked = true;
+      return goes_on;
+    };
+    RunningStatistics<A> running;
+    int i = thread;
+    do {
+      with_variant([&]<bool kIsCapped, Factors kFactors>() {
+        for (; i + (kVectors - 1) * threads < vectors; i += kVectors * threads) {
+          Vector<T> batch[kVectors];
+#pragma unroll
+          for (int v = 0; v < kVectors; ++v) batch[v] = load(span.vector_address(i + v * threads));
+          if (!ask()) return;
+          if (!take_batch<kIsCapped, kFactors>(running, batch, column_of(i), step, at.of[kSoftTargets])) return;
+        }
+      });
+      if (!ask()) return State{};
+        // A batch that was refused, or the last, which is not whole.
+#pragma unroll 1
+      for (const int end = min(vectors, i + kVectors * threads); i < end; i += threads) {
+        take_vector(running, span.vector_address(i), column_of(i), at.of[kSoftTargets]);
+      }
+    } while (i < vectors);
+#pragma unroll 1
+    for (int e = thread; e < span.edges; e += threads) {
+      if (e != thread) edge = span.edge(e);
+      const std::int64_t column = first + span.edge_index(e);
+      take_element(running, load_as_accumulator(edge), at.of[kSoftTargets] + column, column);
+    }
+    return finished(running, rows.in.terms);
+  }
+
+  template <int kColumns, int kLaneRows>
+  __device__ void reduce_columns(State (&states)[kLaneRows], std::int64_t row, std::int64_t first, std::int64_t last,
+                                 int step) const {
+    static_assert(kLaneRows == 1);
+    const auto at = view().rows.offsets(row);
+    RunningStatistics<A> running;
+    for (std::int64_t begin = first; begin < last; begin += kColumns * step) {
+      const auto column_of = [&](int c) { return begin + c * step; };
+      T batch[kColumns];  // loaded at once; taken by a loop that is not unrolled, whose code is long
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        if (column_of(c) < last)
+          batch[c] = rows.in.logits[at.of[kLogits] + column_offset(view(), kLogits, column_of(c))];
+      }
+#pragma unroll 1
+      for (int c = 0; c < kColumns && column_of(c) < last; ++c) {
+        take_element(running, load_as_accumulator(batch[c]),
+                     at.of[kSoftTargets] + column_offset(view(), kSoftTargets, column_of(c)), column_of(c));
+      }
+    }
+    states[0] = finished(running, rows.in.terms);
+  }
+
+  __device__ State reduce_strided(std::int64_t row, std::int64_t first, std::int64_t last, int step) const {
+    const auto at = view().rows.offsets(row);
+    RunningStatistics<A> running;
+    for (std::int64_t column = first; column < last; column += step) {
+      take_element(running,
+                   load_as_accumulator(rows.in.logits[at.of[kLogits] + column_offset(view(), kLogits, column)]),
+                   at.of[kSoftTargets] + column_offset(view(), kSoftTargets, column), column);
+    }
+    return finished(running, rows.in.terms);
+  }
+
+  __device__ Prepared prepare(std::int64_t row) const { return rows.prepare(row); }
+
+  __device__ void finish(std::int64_t row, const State& state, const Prepared& prepared) const {
+    if (statistics == nullptr) return rows.finish(row, state, prepared);
+    const TargetClass<A> target_class = rows.target_class(prepared);
+    State stored = state;
+    if (stored.best != kNoClass) stored.best += rows.in.terms.first_class;
+    store_statistics(stored, target_class, rows.in.terms,
+                     statistics + view().rows.offsets(row).of[kPerRow] * kCrossEntropyStatistics);
+  }
+
+ private:
+  /// Calls `function` with what is the same for all of a row as template parameters, around its loop.
+  template <typename Function>
+  __device__ auto with_variant(Function function) const {
+    const auto call = [&]<bool kIsCapped>() {
+      if (!plan.has_linear) return function.template operator()<kIsCapped, Factors::none>();
+      if (!rows.in.has_factors) return function.template operator()<kIsCapped, Factors::one>();
+      return function.template operator()<kIsCapped, Factors::loaded>();
+    };
+    return rows.in.terms.softcap != A(0) ? call.template operator()<true>() : call.template operator()<false>();
+  }
+
+  template <bool kIsCapped, Factors kFactors, int kVectors>
+  __device__ bool take_batch(RunningStatistics<A>& running, const Vector<T> (&batch)[kVectors], std::int64_t first,
+                             int step, std::int64_t soft_row) const {
+    return take_whole<kIsCapped, kFactors>(running, batch, first, step, rows.in.terms, plan,
+                                           [&](int v, A(&u)[Vector<T>::kSize]) {
+                                             load_factors(rows.in, soft_row, first + v * step, u);
+                                             return total_of(u);
+                                           });
+  }
+
+  /// Any vector of a row of unit stride: where it cannot be taken whole, element by element. The logits are read once
+  /// more, so that the loop need not be unrolled.
+  __device__ void take_vector(RunningStatistics<A>& running, const Vector<T>* vector, std::int64_t column,
+                              std::int64_t soft_row) const {
+    const Vector<T> batch[1] = {load(vector)};
+    const bool is_taken = with_variant([&]<bool kIsCapped, Factors kFactors>() {
+      return take_batch<kIsCapped, kFactors>(running, batch, column, 0, soft_row);
+    });
+    if (is_taken) return;
+#pragma unroll 1
+    for (int i = 0; i < Vector<T>::kSize; ++i) {
+      take_element(running, load_as_accumulator(reinterpret_cast<const T*>(vector)[i]), soft_row + column + i,
+                   column + i);
+    }
+  }
+
+  /// `soft_offset` is where its soft target lies.
+  __device__ void take_element(RunningStatistics<A>& running, A z, std::int64_t soft_offset,
+                               std::int64_t column) const {
+    take(running, z, plan.has_linear ? factor_of(rows.in, soft_offset, column) : A(0), column, rows.in.terms);
+  }
+};
+
+template <typename T, typename View>
+inline constexpr bool kIsHeavy<FullLoss<T, View>> = true;
+template <typename View>
+inline constexpr bool kHasVectors<FullLoss<double, View>> = false;  // float64 is for checks: one kernel is enough
+
+namespace {
+
+ReductionPlan plan_of(const CrossEntropyInputs& inputs) {
+  return plan_reduction(inputs.view, inputs.logits, inputs.logits_dtype, inputs.logits_dtype != DType::float64,
+                        inputs.device, true);
+}
+
+}  // namespace
+
+std::size_t full_workspace_bytes(const CrossEntropyInputs& inputs) {
+  const bool is_double = inputs.logits_dtype == DType::float64;
+  return plan_of(inputs).workspace_bytes(inputs.view.row_count,
+                                         is_double ? sizeof(ClassStatistics<double>) : sizeof(ClassStatistics<float>));
+}
+
+template <typename T>
+void reduce_full(const char* op, const CrossEntropyInputs& inputs, bool reads_ignored_rows,
+                 const RowOutputs<Accumulator<T>>& outputs, void* statistics, void* workspace, void* stream) {
+  const ReductionPlan reduction = plan_of(inputs);
+  if constexpr (!std::is_same_v<T, double>) {
+    const bool has_whole_rows = reduction.layout == RowLayout::contiguous && reduction.split.pieces == 1;
+    if (has_whole_rows && statistics == nullptr && share_weights(inputs)) {
+      return reduce_weighted<T>(op, inputs, reads_ignored_rows, outputs, stream);
+    }
+  }
+  reduce_rows<T>(op, reduction, inputs.view, inputs.device, workspace, stream, [&]<typename View>(const View& view) {
+    return FullLoss<T, View>{{LossInputs<T, View>(view, inputs), outputs, reads_ignored_rows},
+                             inputs.plan,
+                             static_cast<Accumulator<T>*>(statistics)};
+  });
+}
+
+template void reduce_full<float>(const char*, const CrossEntropyInputs&, bool, const RowOutputs<float>&, void*, void*,
+                                 void*);
+template void reduce_full<double>(const char*, const CrossEntropyInputs&, bool, const RowOutputs<double>&, void*, void*,
+                                  void*);
+template void reduce_full<float16>(const char*, const CrossEntropyInputs&, bool, const RowOutputs<float>&, void*, void*,
+                                   void*);
+template void reduce_full<bfloat16>(const char*, const CrossEntropyInputs&, bool, const RowOutputs<float>&, void*,
+                                    void*, void*);
+
+}  // namespace eaves::cuda

@@ -1,0 +1,181 @@
+// The gradient of rows of cross_entropy on the CPU. Compiled once per level of vector instructions.
+#include <algorithm>
+#include <cmath>
+
+#include "ops/cross_entropy/cross_entropy_rows_cpu.h"
+
+#if defined(EAVES_CROSS_ENTROPY_GRADIENT_CPU_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef EAVES_CROSS_ENTROPY_GRADIENT_CPU_H_
+#undef EAVES_CROSS_ENTROPY_GRADIENT_CPU_H_
+#else
+#define EAVES_CROSS_ENTROPY_GRADIENT_CPU_H_
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace eaves::cpu {
+namespace HWY_NAMESPACE {
+namespace {
+
+/// The gradient of a row, and that of its target's entry, which must be read before it is overwritten.
+struct RowMap {
+  RowGradient<double> gradient;
+  bool is_zero;  ///< everywhere
+  double target_value;
+};
+
+/// Everything of `in` but the target, which is the row's. Its entry is computed where it is one of `columns`.
+template <typename T>
+RowMap map_of(const Rows<T>& rows, const typename Rows<T>::Row& row, RowGradientInputs<double> in,
+              const ColumnPiece& columns) {
+  const Terms& terms = rows.terms();
+  const std::int64_t column = rows.target_column(row);
+  in.target = row.target;
+  in.target_weight = column >= 0 ? weight_at(rows.inputs(), column) : weight_of_other_shard(in.target_mass, terms);
+  RowMap map{row_gradient(in, terms), false, 0.0};
+  const RowGradient<double>& g = map.gradient;
+  map.is_zero = row.is_ignored && in.grad_lse == 0.0 && in.grad_entropy == 0.0;
+  if (map.is_zero || column < columns.begin || column >= columns.end) return map;
+  const Transformed z = rows.logit(row, column);
+  const double difference = z.logit - g.lse;
+  const double p = std::exp(difference);
+  double value = 0.0;  // where p has no part in it, whatever p is
+  if (g.hard != 0.0 || g.rest != 0.0) value = std::expm1(difference) * g.hard + p * g.rest;
+  if (g.slope != 0.0 && p != 0.0) value += p * g.slope * difference;
+  if (terms.smoothing != 0.0) value -= g.per_class * (terms.has_weight ? in.target_weight : 1.0);
+  map.target_value = value * z.derivative;
+  return map;
+}
+
+/// The coefficients of a row as its loop takes them: `derivative` is dz'/dz where that is one number. What the lse
+/// loses when it is rounded to A is one factor of all exponentials, and goes into theirs.
+template <typename A>
+SoftmaxGradient<A> coefficients_of(const RowGradient<double>& g, double derivative) {
+  const A lse = static_cast<A>(g.lse);
+  const double rounding = std::isfinite(g.lse) ? static_cast<double>(lse) - g.lse : 0.0;
+  const double factor = rounding == 0.0 ? derivative : derivative * std::exp(rounding);
+  return {.lse = lse,
+          .mass = static_cast<A>((g.mass + g.slope * rounding) * factor),
+          .slope = static_cast<A>(g.slope * factor),
+          .constant = static_cast<A>(g.per_class * derivative)};
+}
+
+template <typename T>
+ScaledSoftmax<Accumulator<T>> softmax_of(const RowMap& map) {
+  using A = Accumulator<T>;
+  const SoftmaxGradient<A> gradient = coefficients_of<A>(map.gradient, 1.0);
+  return {.lse = gradient.lse,
+          .scale = gradient.mass,
+          .is_zero = map.is_zero,
+          .replaced = map.is_zero ? -1 : map.gradient.target,
+          .value = static_cast<A>(map.target_value)};
+}
+
+/// The gradient of some columns of a row with options. Block by block, each read before it is written: see
+/// write_narrower_row().
+template <bool kNonTemporal, typename T, typename R>
+void write_with_options(const Rows<T>& rows, R* grad_logits, const ColumnPiece& piece, const RowMap& map) {
+  using A = Accumulator<T>;
+  const Terms& terms = rows.terms();
+  const CrossEntropyView& view = rows.view();
+  const auto row = rows.row(piece.group);
+  R* to = grad_logits + row.at.of[kGradLogits];
+  const bool is_contiguous = view.layout == RowLayout::contiguous;
+  const RowGradient<double>& g = map.gradient;
+  const bool has_factors = g.per_class != 0.0 && (terms.is_soft || terms.has_weight);
+  SoftmaxGradient<A> gradient = coefficients_of<A>(g, terms.softcap == 0.0 ? terms.scale : 1.0);
+  const A per_class = gradient.constant;
+  if (has_factors) gradient.constant = A(0);
+  Block<A> buffer, derivatives, factors, extra;
+  if (map.is_zero) std::fill_n(buffer.elements, rows.block(), A(0));
+  std::int64_t count = 0;
+  for (std::int64_t column = piece.begin; column < piece.end; column += count) {
+    count = std::min(rows.block(), piece.end - column);
+    A* x = buffer.elements;
+    if (!map.is_zero) {
+      const A* z = rows.read_logits(row, column, count, x);
+      transform_block(z, count, terms, x, derivatives.elements);
+      gradient_block(x, count, gradient);
+      if (has_factors) {
+        subtract_block(rows.read_factors(row, column, count, factors, extra), count, per_class, x);
+      }
+      if (terms.softcap != 0.0) multiply_block(derivatives.elements, count, x);
+      if (g.target >= column && g.target < column + count) x[g.target - column] = static_cast<A>(map.target_value);
+    }
+    if (is_contiguous) {
+      narrow<kNonTemporal>(x, to + column, count);
+    } else {
+      scatter(x, view.columns, kGradLogits, column, count, to);
+    }
+  }
+}
+
+/// Whether a gradient is more than a multiple of the softmax and a target.
+bool has_options(const LossPlan& plan, bool has_grad_entropy) {
+  return plan.has_transform || plan.has_linear || has_grad_entropy;
+}
+
+/// Where a gradient goes, and as what: narrower than the logits only over them (CrossEntropyInPlaceProblem).
+struct Gradient {
+  void* data;
+  DType dtype;
+};
+
+/// A gradient of 16 bits over its own float32 logits. Columns [c, c + n) of it take the place of columns
+/// [c / 2, (c + n) / 2) of theirs, so a row is written whole, from its start, by one thread.
+template <typename T, typename R>
+void write_narrower_row(const Rows<T>& rows, R* grad_logits, bool with_options, const ColumnPiece& row,
+                        const RowMap& map) {
+  if (with_options) return write_with_options<false>(rows, grad_logits, row, map);
+  const auto at = rows.view().rows.offsets(row.group);
+  const ScaledSoftmax<Accumulator<T>> softmax = softmax_of<T>(map);
+  R* to = grad_logits + at.of[kGradLogits];
+  write_contiguous_softmax<false>(rows.logits().data + at.of[kLogits], to, row.end, softmax);
+  if (softmax.replaced >= 0 && softmax.replaced < row.end) to[softmax.replaced] = round_to<R>(softmax.value);
+}
+
+/// Over the logits of the piece, which is a whole row where the gradient is narrower. Which dtype is asked here, for
+/// each row: all that goes before is compiled once for all three.
+template <typename T>
+void write_in_place(const Rows<T>& rows, const Gradient& gradient, bool with_options, const ColumnPiece& piece,
+                    const RowMap& map) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (gradient.dtype == DType::float16) {
+      return write_narrower_row(rows, static_cast<float16*>(gradient.data), with_options, piece, map);
+    }
+    if (gradient.dtype == DType::bfloat16) {
+      return write_narrower_row(rows, static_cast<bfloat16*>(gradient.data), with_options, piece, map);
+    }
+  }
+  T* grad_logits = static_cast<T*>(gradient.data);
+  if (with_options) return write_with_options<false>(rows, grad_logits, piece, map);
+  write_softmax_piece<false, T>(rows.view(), rows.logits(), {grad_logits, kGradLogits}, piece, softmax_of<T>(map));
+}
+
+/// `map(row, piece)` gives the RowMap of a row, for columns that nothing has been written of.
+template <typename T, typename Map>
+void write_gradients(const Rows<T>& rows, const Gradient& gradient, bool with_options, const ExecutionContext& context,
+                     Map&& map) {
+  const CrossEntropyView& view = rows.view();
+  if (gradient.dtype != kDTypeOf<T>) {
+    const ColumnPieces whole_rows = ColumnPieces::of_whole_rows(view.column_count, view.row_count);
+    return for_each_piece(whole_rows, context, false, [&](const ColumnPiece& row) {
+      write_in_place(rows, gradient, with_options, row, map(row.group, row));
+    });
+  }
+  T* grad_logits = static_cast<T*>(gradient.data);
+  if (!with_options) {
+    return write_softmax<T>(view, rows.logits(), {grad_logits, kGradLogits}, context,
+                            [&](std::int64_t row, const ColumnPiece& piece) { return softmax_of<T>(map(row, piece)); });
+  }
+  const bool is_non_temporal = rows.logits().data != grad_logits && is_written_past_caches<T>(view);
+  for_each_row_piece(view, context, is_non_temporal, [&](const ColumnPiece& piece) {
+    const auto write = is_non_temporal ? write_with_options<true, T, T> : write_with_options<false, T, T>;
+    write(rows, grad_logits, piece, map(piece.group, piece));
+  });
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace eaves::cpu
+HWY_AFTER_NAMESPACE();
+#endif  // per target

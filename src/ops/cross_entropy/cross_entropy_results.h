@@ -1,0 +1,119 @@
+// What the CPU computes of whole rows, in float64: the divisor of the mean, and the outputs.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "core/typed_numbers.h"
+#include "ops/cross_entropy/cross_entropy_backend.h"
+#include "ops/cross_entropy/cross_entropy_math.h"
+
+namespace eaves::cpu {
+
+using namespace cross_entropy_tensors;
+
+using Terms = CrossEntropyTerms<double>;
+
+inline double weight_at(const CrossEntropyInputs& inputs, std::int64_t column) {
+  return inputs.weight.data == nullptr ? 1.0 : number_at(inputs.weight, column);
+}
+
+/// In the order of `values`, whatever the layout of the logits was.
+inline double sum_in_order(const std::vector<double>& values) {
+  double sum = 0.0;
+  for (const double value : values) sum += value;
+  return sum;
+}
+
+/// What the mean divides by.
+inline double divisor_of(const CrossEntropyInputs& inputs, const void* normalizer) {
+  if (normalizer != nullptr) return number_at({normalizer, accumulator_dtype(inputs.logits_dtype)}, 0);
+  if (inputs.has_soft_targets()) return static_cast<double>(inputs.view.row_count);
+  const std::int64_t ignored = inputs.options.ignore_index;
+  if (inputs.weight.data == nullptr) {
+    std::int64_t count = 0;
+    inputs.row_targets().for_each([&](std::int64_t, std::int64_t target) { count += target == ignored ? 0 : 1; });
+    return static_cast<double>(count);
+  }
+  std::vector<double> weights(static_cast<std::size_t>(inputs.view.row_count));
+  inputs.row_targets().for_each([&](std::int64_t index, std::int64_t target) {
+    weights[static_cast<std::size_t>(index)] = target == ignored ? 0.0 : weight_at(inputs, target);
+  });
+  return sum_in_order(weights);
+}
+
+/// Takes the losses of the rows, in any order and from many threads, and writes everything that was asked for.
+class Results {
+ public:
+  Results(const CrossEntropyInputs& inputs, const CrossEntropyOutputs& outputs)
+      : outputs_(outputs),
+        dtype_(accumulator_dtype(inputs.logits_dtype)),
+        reduction_(inputs.options.reduction),
+        classes_(inputs.classes) {
+    if (reduction_ == Reduction::none) return;
+    losses_.resize(static_cast<std::size_t>(inputs.view.row_count));
+    if (outputs.z_loss != nullptr) z_losses_.resize(losses_.size());
+  }
+
+  /// `index` counts the rows as the per-row tensors do.
+  void store(std::int64_t index, const RowLoss<double>& row, std::int64_t best) {
+    write(outputs_.lse, index, row.lse);
+    write(outputs_.entropy, index, row.entropy);
+    write(outputs_.target_mass, index, row.target_mass);
+    // A row of nothing but NaN has no largest logit.
+    if (outputs_.argmax != nullptr) outputs_.argmax[index] = best < classes_ ? best : 0;
+    if (reduction_ == Reduction::none) {
+      write(outputs_.loss, index, row.loss);
+      write(outputs_.z_loss, index, row.z_loss);
+    } else {
+      losses_[static_cast<std::size_t>(index)] = row.loss;
+      if (!z_losses_.empty()) z_losses_[static_cast<std::size_t>(index)] = row.z_loss;
+    }
+  }
+
+  /// After all rows. `divisor` is that of the mean; 0 where the rows have no weight at all.
+  void finish(double divisor, bool has_normalizer) const {
+    if (reduction_ == Reduction::none) return;
+    const auto reduce = [&](const std::vector<double>& values) {
+      const double sum = sum_in_order(values);
+      if (reduction_ == Reduction::sum) return sum;
+      return mean_of(sum, divisor, has_normalizer);
+    };
+    write(outputs_.loss, 0, reduce(losses_));
+    write(outputs_.z_loss, 0, reduce(z_losses_));
+    write(outputs_.divisor, 0, divisor);
+  }
+
+ private:
+  void write(void* to, std::int64_t index, double value) const {
+    if (to == nullptr) return;
+    if (dtype_ == DType::float64) {
+      static_cast<double*>(to)[index] = value;
+    } else {
+      static_cast<float*>(to)[index] = static_cast<float>(value);
+    }
+  }
+
+  CrossEntropyOutputs outputs_;
+  DType dtype_;
+  Reduction reduction_;
+  std::int64_t classes_;
+  std::vector<double> losses_;
+  std::vector<double> z_losses_;
+};
+
+inline double divisor_if_mean(const CrossEntropyInputs& inputs, const void* normalizer) {
+  return inputs.options.reduction == Reduction::mean ? divisor_of(inputs, normalizer) : 1.0;
+}
+
+/// dL/d(loss) of a row; without numbers 1.
+inline double grad_of_row(const TypedNumbers& grad_loss, std::int64_t offset, double divisor) {
+  return mean_gradient(grad_loss.data == nullptr ? 1.0 : number_at(grad_loss, offset), divisor);
+}
+
+inline ClassStatistics<double> merged(const ClassStatistics<double>& a, const ClassStatistics<double>& b) {
+  return merge(a, b, [](double x) { return std::exp(x); });
+}
+
+}  // namespace eaves::cpu
