@@ -7,6 +7,7 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <tuple>
@@ -24,7 +25,7 @@ namespace {
 
 constexpr const char* kOp = "linear_cross_entropy";
 
-/// python/eaves/_linear_cross_entropy.py has the same numbers.
+/// python/eaves/_linear_cross_entropy_rules.py has the same numbers.
 namespace gradients {
 constexpr std::int64_t kInput = 1;
 constexpr std::int64_t kWeight = 2;
@@ -35,22 +36,44 @@ constexpr std::int64_t kWideWeight = 8;  ///< no gradient: that of the weight in
 static_assert(static_cast<int>(LinearCrossEntropyAlgorithm::speed) == 0 &&
               static_cast<int>(LinearCrossEntropyAlgorithm::memory) == 1);
 
-LinearCrossEntropyInputs inputs_of(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                                   const Tensor& targets, const OptionalTensor& class_weight,
-                                   const CrossEntropyOptions& options, bool skips_ignored_rows,
-                                   std::int64_t workspace_limit) {
-  return {.x = input(x, {kOp, "input"}),
-          .weight = input(weight, {kOp, "linear_weight"}),
-          .bias = optional_input(bias, {kOp, "linear_bias"}),
-          .targets = input(targets, {kOp, "target"}),
-          .class_weight = optional_input(class_weight, {kOp, "weight"}),
-          .options = options,
-          .skips_ignored_rows = skips_ignored_rows,
-          .workspace_limit = static_cast<std::size_t>(workspace_limit < 0 ? 0 : workspace_limit)};
+#define EAVES_INPUTS "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight"
+#define EAVES_CALL EAVES_OPTIONS ", bool skip_ignored, SymInt workspace_limit"
+
+struct Inputs {
+  Tensor x, weight;
+  OptionalTensor bias;
+  Tensor targets;
+  OptionalTensor class_weight;
+
+  static Inputs read(Arguments& arguments) {
+    return {arguments.read<Tensor>(), arguments.read<Tensor>(), arguments.read<OptionalTensor>(),
+            arguments.read<Tensor>(), arguments.read<OptionalTensor>()};
+  }
+};
+
+struct CallOptions {
+  Options of_loss;
+  bool skips_ignored_rows;
+  std::int64_t workspace_limit;
+
+  static CallOptions read(Arguments& arguments) {
+    return {arguments.read<Options>(), arguments.read<bool>(), arguments.read<std::int64_t>()};
+  }
+};
+
+LinearCrossEntropyInputs inputs_of(const Inputs& inputs, const CallOptions& options) {
+  return {.x = input(inputs.x, {kOp, "x"}),
+          .weight = input(inputs.weight, {kOp, "weight"}),
+          .bias = optional_input(inputs.bias, {kOp, "bias"}),
+          .targets = input(inputs.targets, {kOp, "targets"}),
+          .class_weight = optional_input(inputs.class_weight, {kOp, "class_weight"}),
+          .options = options.of_loss,
+          .skips_ignored_rows = options.skips_ignored_rows,
+          .workspace_limit = static_cast<std::size_t>(std::max<std::int64_t>(options.workspace_limit, 0))};
 }
 
 Dims row_shape_of(const TensorView& x) {
-  if (x.shape.size() == 0) check::fail({kOp, "input", x}, "has no axis, expected [..., features]");
+  if (x.shape.size() == 0) check::fail({kOp, "x", x}, "has no axis, expected [..., features]");
   AxisSet features;
   features.contains[x.shape.size() - 1] = true;
   return reduced_shape(x.shape, features, false);
@@ -88,7 +111,7 @@ LinearCrossEntropyGradients make_gradients(const Tensor& x, const LinearCrossEnt
   return gradients;
 }
 
-/// Scratch memory is torch's, on the CPU too, so that whoever counts torch's memory counts it; but for a few numbers
+/// Scratch memory is torch's, on the CPU too, so that torch's counters of memory see it; but for a few numbers
 /// to ask for it would cost more than to take it.
 template <auto* function, auto workspace_bytes, typename Args>
 void run_counted(const Args& args, const LinearCrossEntropyInputs& inputs) {
@@ -101,51 +124,31 @@ void run_counted(const Args& args, const LinearCrossEntropyInputs& inputs) {
   run<function, workspace_bytes, true>(args, device);
 }
 
-std::vector<Tensor> forward(Tensor x, Tensor weight, OptionalTensor bias, Tensor targets, OptionalTensor class_weight,
-                            OptionalTensor normalizer, std::int64_t ignore_index, std::int64_t reduction,
-                            double label_smoothing, double scale, double softcap, double z_loss_weight,
-                            bool skips_ignored_rows, std::int64_t workspace_limit, std::int64_t wanted) {
-  LinearCrossEntropyForwardArgs args{
-      .inputs = inputs_of(x, weight, bias, targets, class_weight,
-                          options_of(ignore_index, reduction, label_smoothing, scale, softcap, z_loss_weight),
-                          skips_ignored_rows, workspace_limit),
-      .normalizer = optional_input(normalizer, {kOp, "normalizer"})};
+std::vector<Tensor> forward(Inputs inputs, OptionalTensor normalizer, CallOptions options, std::int64_t wanted) {
+  LinearCrossEntropyForwardArgs args{.inputs = inputs_of(inputs, options),
+                                     .normalizer = optional_input(normalizer, {kOp, "normalizer"})};
   std::vector<Tensor> tensors = make_outputs(args, wanted);
   run_counted<linear_cross_entropy_forward, &linear_cross_entropy_forward_workspace_bytes>(args, args.inputs);
   return tensors;
 }
 
 /// What the forward gives, and behind it the gradients.
-std::vector<Tensor> forward_backward(Tensor x, Tensor weight, OptionalTensor bias, Tensor targets,
-                                     OptionalTensor class_weight, OptionalTensor normalizer, std::int64_t ignore_index,
-                                     std::int64_t reduction, double label_smoothing, double scale, double softcap,
-                                     double z_loss_weight, bool skips_ignored_rows, std::int64_t workspace_limit,
-                                     std::int64_t wanted, std::int64_t wanted_gradients) {
+std::vector<Tensor> forward_backward(Inputs inputs, OptionalTensor normalizer, CallOptions options, std::int64_t wanted,
+                                     std::int64_t wanted_gradients) {
   LinearCrossEntropyForwardBackwardArgs args{
-      .forward = {
-          .inputs = inputs_of(x, weight, bias, targets, class_weight,
-                              options_of(ignore_index, reduction, label_smoothing, scale, softcap, z_loss_weight),
-                              skips_ignored_rows, workspace_limit),
-          .normalizer = optional_input(normalizer, {kOp, "normalizer"})}};
+      .forward = {.inputs = inputs_of(inputs, options), .normalizer = optional_input(normalizer, {kOp, "normalizer"})}};
   std::vector<Tensor> tensors = make_outputs(args.forward, wanted);
-  args.gradients = make_gradients(x, args.forward.inputs, wanted_gradients, tensors);
+  args.gradients = make_gradients(inputs.x, args.forward.inputs, wanted_gradients, tensors);
   run_counted<linear_cross_entropy_forward_backward, &linear_cross_entropy_forward_backward_workspace_bytes>(
       args, args.forward.inputs);
   return tensors;
 }
 
-LinearCrossEntropyBackwardArgs backward_args(const Tensor& grad_loss, const OptionalTensor& grad_lse,
-                                             const OptionalTensor& grad_entropy, const LinearCrossEntropyInputs& inputs,
-                                             const Tensor& lse, const OptionalTensor& entropy,
-                                             const OptionalTensor& target_mass, const OptionalTensor& divisor) {
-  return {.grad_loss = input(grad_loss, {kOp, "grad_loss"}),
-          .grad_lse = optional_input(grad_lse, {kOp, "grad_lse"}),
-          .grad_entropy = optional_input(grad_entropy, {kOp, "grad_entropy"}),
-          .inputs = inputs,
-          .lse = input(lse, {kOp, "lse"}),
-          .entropy = optional_input(entropy, {kOp, "entropy"}),
-          .target_mass = optional_input(target_mass, {kOp, "target_mass"}),
-          .divisor = optional_input(divisor, {kOp, "divisor"})};
+LinearCrossEntropyBackwardArgs backward_args(const Upstream& upstream, const Inputs& inputs, const Saved& saved,
+                                             const CallOptions& options) {
+  LinearCrossEntropyBackwardArgs args{.inputs = inputs_of(inputs, options)};
+  put(args, upstream, saved, kOp);
+  return args;
 }
 
 void run_backward(const LinearCrossEntropyBackwardArgs& args) {
@@ -153,21 +156,11 @@ void run_backward(const LinearCrossEntropyBackwardArgs& args) {
 }
 
 /// Those that were not asked for have no elements: torch's older batching, that of is_grads_batched, takes no lists.
-std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_loss, OptionalTensor grad_lse, OptionalTensor grad_entropy,
-                                            Tensor x, Tensor weight, OptionalTensor bias, Tensor targets,
-                                            OptionalTensor class_weight, Tensor lse, OptionalTensor entropy,
-                                            OptionalTensor target_mass, OptionalTensor divisor,
-                                            std::int64_t ignore_index, std::int64_t reduction, double label_smoothing,
-                                            double scale, double softcap, double z_loss_weight, bool skips_ignored_rows,
-                                            std::int64_t workspace_limit, std::int64_t wanted_gradients) {
-  LinearCrossEntropyBackwardArgs args =
-      backward_args(grad_loss, grad_lse, grad_entropy,
-                    inputs_of(x, weight, bias, targets, class_weight,
-                              options_of(ignore_index, reduction, label_smoothing, scale, softcap, z_loss_weight),
-                              skips_ignored_rows, workspace_limit),
-                    lse, entropy, target_mass, divisor);
+std::tuple<Tensor, Tensor, Tensor> backward(Upstream upstream, Inputs inputs, Saved saved, CallOptions options,
+                                            std::int64_t wanted_gradients) {
+  LinearCrossEntropyBackwardArgs args = backward_args(upstream, inputs, saved, options);
   std::vector<Tensor> made;
-  args.gradients = make_gradients(x, args.inputs, wanted_gradients, made);
+  args.gradients = make_gradients(inputs.x, args.inputs, wanted_gradients, made);
   run_backward(args);
   std::size_t next = 0;
   const auto take = [&](std::int64_t bit) {
@@ -181,22 +174,11 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_loss, OptionalTensor gra
 
 /// Adds the gradient of the weight to the caller's tensor. The number of results is fixed, as torch.compile wants it of
 /// an operator that writes an argument: those that were not asked for have no elements.
-std::tuple<Tensor, Tensor> backward_accumulate(Tensor grad_weight, Tensor grad_loss, OptionalTensor grad_lse,
-                                               OptionalTensor grad_entropy, Tensor x, Tensor weight,
-                                               OptionalTensor bias, Tensor targets, OptionalTensor class_weight,
-                                               Tensor lse, OptionalTensor entropy, OptionalTensor target_mass,
-                                               OptionalTensor divisor, std::int64_t ignore_index,
-                                               std::int64_t reduction, double label_smoothing, double scale,
-                                               double softcap, double z_loss_weight, bool skips_ignored_rows,
-                                               std::int64_t workspace_limit, std::int64_t wanted_gradients) {
-  LinearCrossEntropyBackwardArgs args =
-      backward_args(grad_loss, grad_lse, grad_entropy,
-                    inputs_of(x, weight, bias, targets, class_weight,
-                              options_of(ignore_index, reduction, label_smoothing, scale, softcap, z_loss_weight),
-                              skips_ignored_rows, workspace_limit),
-                    lse, entropy, target_mass, divisor);
+std::tuple<Tensor, Tensor> backward_accumulate(Tensor grad_weight, Upstream upstream, Inputs inputs, Saved saved,
+                                               CallOptions options, std::int64_t wanted_gradients) {
+  LinearCrossEntropyBackwardArgs args = backward_args(upstream, inputs, saved, options);
   const Device device = args.inputs.x.device;
-  NewTensor grad_x = wanted_gradients & gradients::kInput ? empty_like(x, args.inputs.x)
+  NewTensor grad_x = wanted_gradients & gradients::kInput ? empty_like(inputs.x, args.inputs.x)
                                                           : empty_output({0}, args.inputs.x.dtype, device);
   const bool has_bias = (wanted_gradients & gradients::kBias) != 0;
   NewTensor grad_bias =
@@ -224,7 +206,7 @@ void rescale(OptionalTensor grad_x, OptionalTensor grad_weight, OptionalTensor g
 std::int64_t algorithm(Tensor x, Tensor weight, Tensor targets, std::int64_t workspace_limit) {
   static double number = 0.0;
   LinearCrossEntropyForwardArgs args{
-      .inputs = inputs_of(x, weight, {}, targets, {}, {.reduction = Reduction::sum}, false, workspace_limit)};
+      .inputs = inputs_of({x, weight, {}, targets, {}}, {{{.reduction = Reduction::sum}}, false, workspace_limit})};
   const TensorView& view = args.inputs.x;
   args.inputs.weight.dtype = view.dtype;  // that it is cast to before the products, under torch.autocast
   args.outputs.loss =
@@ -241,25 +223,18 @@ void implement(Library& library) {
   library.impl("linear_cross_entropy_algorithm", EAVES_BOX(algorithm));
 }
 
-#define EAVES_TENSORS "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, "
-#define EAVES_SAVED "Tensor lse, Tensor? entropy, Tensor? target_mass, Tensor? divisor, "
-#define EAVES_GRADS "Tensor grad_loss, Tensor? grad_lse, Tensor? grad_entropy, "
-#define EAVES_OPTIONS                                                                                                 \
-  "SymInt ignore_index, int reduction, float label_smoothing, float scale, float softcap, float z_loss_weight, bool " \
-  "skip_ignored, SymInt workspace_limit"
-
 }  // namespace
 }  // namespace eaves::binding
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
-  library.def("linear_cross_entropy_forward(" EAVES_TENSORS "Tensor? normalizer, " EAVES_OPTIONS
+  library.def("linear_cross_entropy_forward(" EAVES_INPUTS ", Tensor? normalizer, " EAVES_CALL
               ", int outputs) -> Tensor[]");
-  library.def("linear_cross_entropy_forward_backward(" EAVES_TENSORS "Tensor? normalizer, " EAVES_OPTIONS
+  library.def("linear_cross_entropy_forward_backward(" EAVES_INPUTS ", Tensor? normalizer, " EAVES_CALL
               ", int outputs, int gradients) -> Tensor[]");
-  library.def("linear_cross_entropy_backward(" EAVES_GRADS EAVES_TENSORS EAVES_SAVED EAVES_OPTIONS
+  library.def("linear_cross_entropy_backward(" EAVES_UPSTREAM ", " EAVES_INPUTS ", " EAVES_SAVED ", " EAVES_CALL
               ", int gradients) -> (Tensor, Tensor, Tensor)");
-  library.def("linear_cross_entropy_backward_accumulate(Tensor(a!) grad_weight, " EAVES_GRADS EAVES_TENSORS EAVES_SAVED
-                  EAVES_OPTIONS ", int gradients) -> (Tensor, Tensor)");
+  library.def("linear_cross_entropy_backward_accumulate(Tensor(a!) grad_weight, " EAVES_UPSTREAM ", " EAVES_INPUTS
+              ", " EAVES_SAVED ", " EAVES_CALL ", int gradients) -> (Tensor, Tensor)");
   library.def(
       "linear_cross_entropy_rescale(Tensor(a!)? grad_input, Tensor(b!)? grad_weight, Tensor(c!)? grad_bias, "
       "Tensor grad_loss) -> ()");

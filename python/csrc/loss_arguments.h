@@ -6,17 +6,16 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <limits>
-#include <optional>
 #include <utility>
 #include <vector>
 
+#include "core/loss_options.h"
 #include "eaves/cross_entropy.h"
 #include "torch_binding.h"
 
 namespace eaves::binding {
-
-using OptionalTensor = std::optional<Tensor>;
 
 namespace outputs {
 inline constexpr std::int64_t kLse = 1;
@@ -31,20 +30,59 @@ inline constexpr std::int64_t kOfIgnoredRows = 64;  ///< no output: lse, entropy
 static_assert(static_cast<int>(Reduction::none) == 0 && static_cast<int>(Reduction::sum) == 1 &&
               static_cast<int>(Reduction::mean) == 2);
 
-inline TensorView optional_input(const OptionalTensor& tensor, Name name) {
-  return tensor.has_value() ? input(*tensor, name) : TensorView{};
-}
+/// The options of every schema. SymInt, because torch.compile compiles again for each value of an int. `numbers` are
+/// those of kLossOptions in its order, or none where all have their defaults: an empty list costs the host least.
+#define EAVES_OPTIONS "SymInt ignore_index, int reduction, float[] numbers"
 
-inline CrossEntropyOptions options_of(std::int64_t ignore_index, std::int64_t reduction, double label_smoothing,
-                                      double scale, double softcap, double z_loss_weight) {
-  // A number beyond the enum's type would wrap into it.
-  const std::int64_t in_type = std::clamp<std::int64_t>(reduction, 0, std::numeric_limits<std::uint8_t>::max());
-  return {.ignore_index = ignore_index,
-          .reduction = static_cast<Reduction>(in_type),
-          .label_smoothing = label_smoothing,
-          .scale = scale,
-          .softcap = softcap,
-          .z_loss_weight = z_loss_weight};
+struct Options : CrossEntropyOptions {
+  static Options read(Arguments& arguments) {
+    Options options;
+    options.ignore_index = arguments.read<std::int64_t>();
+    // A number beyond the enum's type would wrap into it.
+    const std::int64_t most = std::numeric_limits<std::uint8_t>::max();
+    options.reduction = static_cast<Reduction>(std::clamp<std::int64_t>(arguments.read<std::int64_t>(), 0, most));
+    const auto numbers = arguments.read<std::vector<double>>();
+    if (numbers.empty()) return options;
+    if (numbers.size() != std::size(kLossOptions)) throw InvalidArgument("numbers: expected one for each option");
+    auto number = numbers.begin();
+    for (const LossOption& option : kLossOptions) options.*option.value = *number++;
+    return options;
+  }
+};
+
+#define EAVES_UPSTREAM "Tensor grad_loss, Tensor? grad_lse, Tensor? grad_entropy"
+#define EAVES_SAVED "Tensor lse, Tensor? entropy, Tensor? target_mass, Tensor? divisor"
+
+/// What a backward takes beside the arguments of the forward: the gradients of its outputs, and what it has saved.
+struct Upstream {
+  Tensor grad_loss;
+  OptionalTensor grad_lse, grad_entropy;
+
+  static Upstream read(Arguments& arguments) {
+    return {arguments.read<Tensor>(), arguments.read<OptionalTensor>(), arguments.read<OptionalTensor>()};
+  }
+};
+
+struct Saved {
+  Tensor lse;
+  OptionalTensor entropy, target_mass, divisor;
+
+  static Saved read(Arguments& arguments) {
+    return {arguments.read<Tensor>(), arguments.read<OptionalTensor>(), arguments.read<OptionalTensor>(),
+            arguments.read<OptionalTensor>()};
+  }
+};
+
+/// Into the arguments of a backward, which have a member for each.
+template <typename Args>
+void put(Args& args, const Upstream& upstream, const Saved& saved, const char* op) {
+  args.grad_loss = input(upstream.grad_loss, {op, "grad_loss"});
+  args.grad_lse = optional_input(upstream.grad_lse, {op, "grad_lse"});
+  args.grad_entropy = optional_input(upstream.grad_entropy, {op, "grad_entropy"});
+  args.lse = input(saved.lse, {op, "lse"});
+  args.entropy = optional_input(saved.entropy, {op, "entropy"});
+  args.target_mass = optional_input(saved.target_mass, {op, "target_mass"});
+  args.divisor = optional_input(saved.divisor, {op, "divisor"});
 }
 
 /// The outputs that `wanted` names, made and put into `views`, which has a member for each.

@@ -1,11 +1,14 @@
-// What `python -m eaves info` and `python -m eaves.bench` ask of the library besides the operators: what this build
-// can do on this machine, and the yardstick that streams bytes.
+// What Python asks of the library besides the operators: what this build can do on this machine, the table of the
+// losses' options, and the kernel that streams bytes.
 #include "eaves/system.h"
 
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "cli/system_report.h"
 #include "core/check.h"
+#include "core/loss_options.h"
 #include "eaves/version.h"
 #include "runtime/runtime.h"
 #include "torch_binding.h"
@@ -19,6 +22,17 @@ std::string system_info() { return cli::system_json(eaves::system_info()); }
 
 std::int64_t bytes_of(const TensorView& view) {
   return view.element_count() * static_cast<std::int64_t>(size_of(view.dtype));
+}
+
+/// kLossOptions: of each row the flag and what is expected, and the default, the smallest and the largest value.
+std::tuple<std::vector<std::string>, std::vector<double>> loss_options() {
+  std::vector<std::string> words;
+  std::vector<double> numbers;
+  for (const LossOption& option : kLossOptions) {
+    words.insert(words.end(), {option.flag, option.expected});
+    numbers.insert(numbers.end(), {CrossEntropyOptions{}.*option.value, option.smallest, option.largest});
+  }
+  return {words, numbers};
 }
 
 void stream_bytes(Tensor source, Tensor destination, std::int64_t read_bytes, std::int64_t write_bytes) {
@@ -51,11 +65,13 @@ void implement(Library& library) { library.impl("stream_bytes", EAVES_BOX(stream
 STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
   library.def("version() -> str");
   library.def("system_info() -> str");
+  library.def("loss_options() -> (str[] words, float[] numbers)");
   library.def("stream_bytes(Tensor source, Tensor(a!) destination, int read_bytes, int write_bytes) -> ()");
 }
 // No tensor says on which device these run.
 STABLE_TORCH_LIBRARY_IMPL(eaves, CompositeExplicitAutograd, library) {
   library.impl("version", EAVES_BOX(eaves::binding::version));
   library.impl("system_info", EAVES_BOX(eaves::binding::system_info));
+  library.impl("loss_options", EAVES_BOX(eaves::binding::loss_options));
 }
 EAVES_IMPLEMENT(eaves::binding::implement)

@@ -123,6 +123,10 @@ TensorView input(const Tensor& tensor, Name name) {
   return view_of(tensor, const_cast<void*>(tensor.const_data_ptr()), name);
 }
 
+TensorView optional_input(const OptionalTensor& tensor, Name name) {
+  return tensor.has_value() ? input(*tensor, name) : TensorView{};
+}
+
 TensorView output(const Tensor& tensor) { return view_of(tensor, tensor.mutable_data_ptr(), {"eaves", "the result"}); }
 
 DType dtype_of(ScalarType type, Name name) {

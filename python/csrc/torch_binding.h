@@ -13,6 +13,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -24,6 +25,7 @@
 namespace eaves::binding {
 
 using Tensor = torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 using ScalarType = torch::headeronly::ScalarType;
 
 /// The operator and the argument as the user knows them, for the messages.
@@ -34,6 +36,7 @@ struct Name {
 
 /// A view of a tensor that is read. Throws Unsupported for a dtype, device or rank that eaves does not have.
 TensorView input(const Tensor& tensor, Name name);
+TensorView optional_input(const OptionalTensor& tensor, Name name);
 
 /// A view of a new tensor that the call writes.
 TensorView output(const Tensor& tensor);
@@ -94,14 +97,41 @@ inline constexpr const char* kInvalidArgumentMark = "eaves.InvalidArgument: ";
 inline constexpr const char* kUnsupportedMark = "eaves.Unsupported: ";
 inline constexpr const char* kOutOfMemoryMark = "eaves.OutOfMemory: ";
 
-template <auto* function>
-struct Marked;
+/// The arguments of a call, each read once and in the order of the schema; what has been read owns its memory.
+class Arguments {
+ public:
+  Arguments(const StableIValue* values, std::uint64_t count) : values_(values), end_(values + count) {}
 
-template <typename Result, typename... Arguments, Result (*function)(Arguments...)>
-struct Marked<function> {
-  static Result call(Arguments... arguments) {
+  /// An argument of a type that torch has, or what `T::read` makes of several.
+  template <typename T>
+  T read() {
+    if constexpr (requires { T::read(*this); }) {
+      return T::read(*this);
+    } else {
+      if (values_ == end_) throw std::runtime_error("eaves: the schema has fewer arguments than the function");
+      return torch::stable::detail::to<T>(*values_++);
+    }
+  }
+
+ private:
+  const StableIValue* values_;
+  const StableIValue* end_;
+};
+
+template <auto* function>
+struct Boxed;
+
+template <typename Result, typename... Parameters, Result (*function)(Parameters...)>
+struct Boxed<function> {
+  static void call(StableIValue* stack, std::uint64_t count, std::uint64_t /*results*/) {
     try {
-      return function(std::move(arguments)...);
+      Arguments arguments(stack, count);
+      std::tuple<Parameters...> parameters{arguments.read<Parameters>()...};  // in their order, because of the braces
+      if constexpr (std::is_void_v<Result>) {
+        std::apply(function, std::move(parameters));
+      } else {
+        give(stack, std::apply(function, std::move(parameters)));
+      }
     } catch (const InvalidArgument& error) {
       throw std::runtime_error(std::string(kInvalidArgumentMark) + error.what());
     } catch (const Unsupported& error) {
@@ -110,10 +140,19 @@ struct Marked<function> {
       throw std::runtime_error(std::string(kOutOfMemoryMark) + error.what());
     }
   }
+
+  template <typename T>
+  static void give(StableIValue* stack, const T& result) {
+    *stack = torch::stable::detail::from(result);
+  }
+  template <typename... T>
+  static void give(StableIValue* stack, const std::tuple<T...>& results) {
+    std::apply([&](const T&... each) { ((*stack++ = torch::stable::detail::from(each)), ...); }, results);
+  }
 };
 
 /// What m.impl() takes: `function` with its errors marked, in torch's calling convention.
-#define EAVES_BOX(function) TORCH_BOX((&::eaves::binding::Marked<&function>::call))
+#define EAVES_BOX(function) (&::eaves::binding::Boxed<&function>::call)
 
 /// Registers what `implement`, a function of a library `m`, adds to it, for both devices.
 #define EAVES_IMPLEMENT(implement)                                       \

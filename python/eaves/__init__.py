@@ -2,9 +2,12 @@
 
     cross_entropy(input, target, weight=None, *, ignore_index=-100, reduction="mean", ...)
     linear_cross_entropy(input, linear_weight, target, *, linear_bias=None, weight=None, reduction="mean", ...)
+    linear_log_prob(hidden, head, tokens, *, bias=None, temperature=None, return_entropy=False, ...)
+    log_prob(logits, tokens, *, temperature=None, return_entropy=False, ...)
     logsumexp(x, dim, keepdim=False, *, dtype=None)
     lrpe_cosine(x, theta, *, grid=None, extra_tokens=0, offset=0, positions=None, activation="none", ...)
     hf.patch(model, *, ...)    a causal language model of transformers
+    trl.install(), verl.install()    the trainers of TRL and verl
 
 CPU and CUDA tensors; autograd, torch.compile, torch.func and CUDA graphs work with them. `python -m eaves info` says
 what this installation can do, `python -m eaves.bench` measures it beside PyTorch.
@@ -21,6 +24,7 @@ from eaves._cross_entropy_shards import (
 )
 from eaves._library import __version__
 from eaves._linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
+from eaves._log_prob import LogProbOutput, linear_log_prob, log_prob
 from eaves._logsumexp import logsumexp
 from eaves._loss import CrossEntropyOutput
 from eaves._lrpe_cosine import LRPECosine, lrpe_cosine
@@ -31,24 +35,29 @@ __all__ = [
     "CrossEntropyOutput",
     "LRPECosine",
     "LinearCrossEntropyLoss",
+    "LogProbOutput",
     "__version__",
     "cross_entropy",
     "cross_entropy_merge",
     "cross_entropy_shard",
     "cross_entropy_shard_gradient",
     "linear_cross_entropy",
+    "linear_log_prob",
+    "log_prob",
     "logsumexp",
     "lrpe_cosine",
 ]
 
 if typing.TYPE_CHECKING:
     from eaves import hf as hf
+    from eaves import trl as trl
+    from eaves import verl as verl
 else:
 
     def __getattr__(name: str) -> typing.Any:
-        """eaves.hf, imported when it is first asked for."""
-        if name == "hf":
+        """eaves.hf, eaves.trl and eaves.verl, imported when they are first asked for."""
+        if name in ("hf", "trl", "verl"):
             import importlib
 
-            return importlib.import_module("eaves.hf")
+            return importlib.import_module(f"eaves.{name}")
         raise AttributeError(f"module 'eaves' has no attribute '{name}'")

@@ -1,20 +1,20 @@
-"""cross_entropy for torch tensors: the public function and module, their autograd, fake implementations and batching
-rules. A vocabulary in shards is in _cross_entropy_shards.py."""
+"""cross_entropy for torch tensors: the public function and module, and their autograd. Fake implementations and
+batching rules are in _cross_entropy_rules.py, a vocabulary in shards in _cross_entropy_shards.py."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NoReturn, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 
+from eaves import _cross_entropy_rules  # noqa: F401  # registers them
 from eaves._loss import (
     ARGMAX,
     DIVISOR,
     ENTROPY,
     LSE,
-    MEAN,
-    NONE,
     OF_IGNORED_ROWS,
     TARGET_MASS,
     Z_LOSS,
@@ -23,40 +23,34 @@ from eaves._loss import (
     check_class_dtype,
     check_input,
     check_soft,
-    divisors_of,
-    empty_outputs,
+    for_backward,
+    keep_outputs,
     kept_for_backward,
-    keyword_defaults,
-    mark_constant,
+    module_of,
     normalizer_of,
     numbers_of,
     output_of,
     pick,
-    reduce_samples,
     reduction_of,
     refuse_gradient,
     refuse_unknown,
-    row_gradients,
     shape_of,
+    upstream_of,
     wanted_outputs,
     weight_of,
 )
 from eaves._operator import (
-    accumulator_dtype,
     apply,
-    batch_first,
     binds_quickly,
     call,
     call_plainly,
     check_bool,
+    check_shape,
     dispatch,
-    each_of_batch,
     index_of,
     is_transforming,
     needs_function,
     refuse_lost_derivatives,
-    register_fake,
-    register_vmap,
 )
 
 _forward = torch.ops.eaves.cross_entropy_forward.default
@@ -68,25 +62,37 @@ _backward_in_place = torch.ops.eaves.cross_entropy_backward_in_place.default
 _OP = "cross_entropy"
 
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from eaves._loss import LossKeywords
+
+    class _ModuleKeywords(LossKeywords, total=False):
+        ignore_index: int
+        inplace_backward: bool
+        class_dim: int | None
+
+    class _Keywords(_ModuleKeywords, total=False):
+        normalizer: Tensor | float | None
+
+    class _AllModuleKeywords(_ModuleKeywords, total=False):
+        return_lse: bool
+        return_argmax: bool
+        return_entropy: bool
+        return_z_loss: bool
+
+
 @overload
 def cross_entropy(
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0,
-    softcap: float | None = None,
-    scale: float | None = None,
-    z_loss: float = 0,
-    normalizer: Tensor | float | None = None,
-    inplace_backward: bool = False,
     return_lse: Literal[False] = False,
     return_argmax: Literal[False] = False,
     return_entropy: Literal[False] = False,
     return_z_loss: Literal[False] = False,
-    class_dim: int | None = None,
+    **options: Unpack[_Keywords],
 ) -> Tensor: ...
 
 
@@ -96,19 +102,11 @@ def cross_entropy(
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0,
-    softcap: float | None = None,
-    scale: float | None = None,
-    z_loss: float = 0,
-    normalizer: Tensor | float | None = None,
-    inplace_backward: bool = False,
     return_lse: bool = False,
     return_argmax: bool = False,
     return_entropy: bool = False,
     return_z_loss: bool = False,
-    class_dim: int | None = None,
+    **options: Unpack[_Keywords],
 ) -> CrossEntropyOutput: ...
 
 
@@ -258,13 +256,13 @@ def cross_entropy(
     if inplace_backward is not False:
         check_bool(_OP, "inplace_backward", inplace_backward)
 
-    arguments = (input, target, weight, normalizer, axis, ignore_index, mode, *numbers)
+    arguments = (input, target, weight, normalizer, axis, ignore_index, mode, numbers)
     if not needs_function(input, target):
         computed = wanted
         outputs = call(_OP, _forward, *arguments, computed, number_tensor=number_tensor)
     else:
         refuse_gradient(_OP, "target", target)
-        may_smooth = numbers[0] != 0.0 or number_tensor is not None
+        may_smooth = number_tensor is not None or (numbers != () and numbers[0] != 0.0)
         needs_target_mass = is_soft or (weight is not None and may_smooth)
         if not inplace_backward or is_compiling:
             computed = kept_for_backward(wanted, mode, needs_target_mass)
@@ -284,6 +282,7 @@ def cross_entropy(
     return output_of(outputs, computed, wanted)
 
 
+@module_of(cross_entropy, "normalizer")
 class CrossEntropyLoss(LossModule):
     """eaves.cross_entropy as a module, as torch.nn.CrossEntropyLoss: the options are given once, and `weight` goes
     where the module goes.
@@ -300,42 +299,9 @@ class CrossEntropyLoss(LossModule):
         tensor(1.0986)
     """
 
-    def __init__(
-        self,
-        weight: Tensor | None = None,
-        *,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        softcap: float | None = None,
-        scale: float | None = None,
-        z_loss: float = 0.0,
-        inplace_backward: bool = False,
-        return_lse: bool = False,
-        return_argmax: bool = False,
-        return_entropy: bool = False,
-        return_z_loss: bool = False,
-        class_dim: int | None = None,
-        **unknown: object,
-    ) -> None:
-        if unknown:
-            refuse_unknown(_OP, unknown, type(self))
-        super().__init__()
-        self.register_buffer("weight", weight)
-        self.ignore_index = ignore_index
-        self.reduction = reduction
-        self.label_smoothing = label_smoothing
-        self.softcap = softcap
-        self.scale = scale
-        self.z_loss = z_loss
-        self.inplace_backward = inplace_backward
-        self.return_lse = return_lse
-        self.return_argmax = return_argmax
-        self.return_entropy = return_entropy
-        self.return_z_loss = return_z_loss
-        self.class_dim = class_dim
+    if TYPE_CHECKING:
 
-    _defaults = keyword_defaults(__init__)
+        def __init__(self, weight: Tensor | None = None, **options: Unpack[_AllModuleKeywords]) -> None: ...
 
     def forward(self, input: Tensor, target: Tensor, *, normalizer: Tensor | float | None = None) -> Any:
         """eaves.cross_entropy(input, target, normalizer=normalizer) with the options of the module."""
@@ -365,9 +331,7 @@ def class_axis(input: Tensor, target: Tensor, is_soft: bool, class_dim: int | No
     shape = input.shape
     rows = shape[:-1] if axis == -1 else shape[:axis] + shape[axis + 1 :]
     if target.shape != rows:
-        raise ValueError(
-            f"{_OP}: target has shape {shape_of(target)}, expected {list(rows)} (one per row of input {list(shape)})"
-        )
+        check_shape(_OP, "target", target, rows, f"one per row of input {list(shape)}")
     return axis
 
 
@@ -434,54 +398,33 @@ class _CrossEntropy(torch.autograd.Function):
         axis: int,
         ignore_index: int,
         mode: int,
-        label_smoothing: float,
-        scale: float,
-        softcap: float,
-        z_loss: float,
+        numbers: Sequence[float],
         computed: int,
         wanted: int,
         number_tensor: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        return tuple(
-            call(
-                _OP, _forward, input, target, weight, normalizer, axis, ignore_index, mode, label_smoothing, scale,
-                softcap, z_loss, computed, number_tensor=number_tensor,
-            )
-        )  # fmt: skip
+        arguments = (input, target, weight, normalizer, axis, ignore_index, mode, numbers, computed)
+        return tuple(call(_OP, _forward, *arguments, number_tensor=number_tensor))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        input, target, weight, _ = inputs[:4]
-        ctx.options = inputs[4:11]
-        ctx.set_materialize_grads(False)  # or each backward would fill a tensor of zeros for each output
-        computed, wanted, number_tensor = inputs[11:]
-        entropy = pick(output, computed, ENTROPY) if computed & ENTROPY else None
-        divisor = pick(output, computed, DIVISOR) if computed & DIVISOR else None
-        target_mass = pick(output, computed, TARGET_MASS) if computed & TARGET_MASS else None
-        ctx.computed, ctx.wanted = computed, wanted
-        mark_constant(ctx, output, computed, wanted)
-        ctx.save_for_backward(input, target, weight, output[1], entropy, target_mass, divisor, number_tensor)
+        ctx.options = inputs[4:8]
+        input, target, weight = inputs[:3]
+        computed, wanted, number_tensor = inputs[8:]
+        ctx.save_for_backward(input, target, weight, *keep_outputs(ctx, output, computed, wanted), number_tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 13
-        grad_loss = grads[0]
-        grad_lse = grads[1] if ctx.wanted & LSE else None
-        grad_entropy = pick(grads, ctx.computed, ENTROPY)
-        if grad_loss is None and grad_lse is None and grad_entropy is None:
+        nothing = (None,) * 10
+        upstream = upstream_of(ctx, grads)
+        if not upstream:
             return None, *nothing
-        input, target, weight, lse, entropy, target_mass, divisor, number_tensor = ctx.saved_tensors
-        if grad_loss is None:
-            mode = ctx.options[2]
-            grad_loss = lse.new_zeros(()).expand(lse.shape if mode == NONE else ())
-        lse = lse.detach()
-        entropy = None if grad_entropy is None else entropy.detach()
-        grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
+        input, target, weight, *saved, number_tensor = ctx.saved_tensors
+        axis, ignore_index, mode, numbers = ctx.options
+        upstream, saved = for_backward(upstream, saved, mode)
         grad_input: Tensor = dispatch(
-            _OP, [g for g in (input, grad_loss, grad_lse, grad_entropy) if g is not None], _Gradient, _backward,
-            grad_loss, grad_lse, grad_entropy, input, target, weight, lse, entropy, target_mass, divisor, *ctx.options,
-            0, 0, number_tensor=number_tensor,
+            _OP, [tensor for tensor in (input, *upstream) if tensor is not None], _Gradient, _backward,
+            *upstream, input, target, weight, *saved, axis, ignore_index, mode, numbers, number_tensor=number_tensor,
         )  # fmt: skip
         return grad_input, *nothing
 
@@ -507,18 +450,12 @@ class _Gradient(torch.autograd.Function):
         axis: int,
         ignore_index: int,
         mode: int,
-        label_smoothing: float,
-        scale: float,
-        softcap: float,
-        z_loss: float,
-        first_class: int,
-        classes: int,
+        numbers: Sequence[float],
         number_tensor: Tensor | None,
     ) -> Tensor:
         result: Tensor = call(
             _OP, _backward, grad_loss, grad_lse, grad_entropy, input, target, weight, lse, entropy, target_mass,
-            divisor, axis, ignore_index, mode, label_smoothing, scale, softcap, z_loss, first_class, classes,
-            number_tensor=number_tensor,
+            divisor, axis, ignore_index, mode, numbers, number_tensor=number_tensor,
         )  # fmt: skip
         return result
 
@@ -536,8 +473,8 @@ class _Gradient(torch.autograd.Function):
 class _InPlaceInForward(torch.autograd.Function):
     """Forward and backward in one pass, which leaves the gradient for an upstream gradient of 1 where the logits were.
 
-    Logits are an input that is written over and no output: whoever has used them before has to fail in the backward,
-    not to differentiate through this function. That is what the version counter is for.
+    The logits are an input that is written over, and no output: a backward of an operator that read them before has to
+    fail, which the version counter sees to, and not to differentiate through this function.
     """
 
     @staticmethod
@@ -552,7 +489,7 @@ class _InPlaceInForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 11
+        nothing = (None,) * 8
         if grad_loss is None:
             return None, *nothing
         (grad_input,) = _of_only_backward(ctx)
@@ -569,18 +506,19 @@ class _InPlaceInBackward(torch.autograd.Function):
         outputs: tuple[Tensor, ...] = tuple(call(_OP, _forward, *arguments))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[1:])
-        ctx.options, computed, ctx.is_used = arguments[4:11], arguments[11], False
+        ctx.options, computed, ctx.is_used = arguments[4:8], arguments[8], False
         kept = [pick(outputs, computed, bit) for bit in (LSE, TARGET_MASS, DIVISOR)]
         ctx.save_for_backward(*arguments[:3], *kept)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 11
+        nothing = (None,) * 8
         if grad_loss is None:
             return None, *nothing
-        grad_input, *kept = _of_only_backward(ctx)
-        call(_OP, _backward_in_place, grad_loss, grad_input, *kept, *ctx.options)
+        grad_input, target, weight, lse, *kept = _of_only_backward(ctx)
+        upstream = (grad_loss, None, None)
+        call(_OP, _backward_in_place, *upstream, grad_input, target, weight, lse, None, *kept, *ctx.options)
         torch.autograd.graph.increment_version(grad_input)
         return grad_input, *nothing
 
@@ -601,150 +539,3 @@ def _of_only_backward(ctx: Any) -> list[Any]:
 
 
 refuse_lost_derivatives(_OP, _forward, _forward_backward, _rescale, _backward, _backward_in_place)
-
-
-# What torch.compile and other tracers ask: shapes, strides and dtypes of the outputs.
-
-
-def row_shape(logits: Tensor, axis: int) -> list[int]:
-    axis %= logits.dim()
-    return [size for index, size in enumerate(logits.shape) if index != axis]
-
-
-@register_fake("cross_entropy_forward")
-def _(
-    logits: Tensor,
-    targets: Tensor,
-    weight: Tensor | None,
-    normalizer: Tensor | None,
-    class_axis: int,
-    ignore_index: int,
-    reduction: int,
-    label_smoothing: float,
-    scale: float,
-    softcap: float,
-    z_loss_weight: float,
-    outputs: int,
-) -> list[Tensor]:
-    return empty_outputs(logits, row_shape(logits, class_axis), reduction, outputs)
-
-
-@register_fake("cross_entropy_forward_backward")
-def _(
-    logits: Tensor,
-    targets: Tensor,
-    weight: Tensor | None,
-    normalizer: Tensor | None,
-    class_axis: int,
-    ignore_index: int,
-    reduction: int,
-    label_smoothing: float,
-    scale: float,
-    softcap: float,
-    z_loss_weight: float,
-    outputs: int,
-) -> tuple[Tensor, ...]:
-    rows = row_shape(logits, class_axis)
-    bits = (LSE, ARGMAX, ENTROPY, Z_LOSS)
-    made = empty_outputs(logits, rows, reduction, outputs)
-    dtype = accumulator_dtype(logits.dtype)
-    absent = {bit: logits.new_empty(0, dtype=torch.int64 if bit == ARGMAX else dtype) for bit in bits}
-    return made[0], *(pick(made, outputs, bit) if outputs & bit else absent[bit] for bit in bits)
-
-
-@register_fake("cross_entropy_rescale")
-def _(*_: object) -> None:
-    pass
-
-
-@register_fake("cross_entropy_backward_in_place")
-def _(*_: object) -> None:
-    pass
-
-
-@register_fake("cross_entropy_backward")
-def _(grad_loss: Tensor, grad_lse: Tensor | None, grad_entropy: Tensor | None, logits: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(logits)
-
-
-# Batching rules: the batch becomes the first axis of the rows, whose losses are then reduced for each sample.
-
-
-@register_vmap("cross_entropy_forward")
-def _(
-    info: Any,
-    in_dims: tuple[int | None, ...],
-    logits: Tensor,
-    targets: Tensor,
-    weight: Tensor | None,
-    normalizer: Tensor | None,
-    class_axis: int,
-    ignore_index: int,
-    reduction: int,
-    label_smoothing: float,
-    scale: float,
-    softcap: float,
-    z_loss_weight: float,
-    outputs: int,
-) -> tuple[list[Tensor], list[int]]:
-    options = (label_smoothing, scale, softcap, z_loss_weight)
-    if in_dims[2] is not None:  # each sample has its own weights
-        arguments = (logits, targets, weight, normalizer, class_axis, ignore_index, reduction, *options, outputs)
-        each = [_forward(*sample) for sample in each_of_batch(info, in_dims, *arguments)]
-        stacked = [torch.stack(tensors) for tensors in zip(*each)]
-        return stacked, [0] * len(stacked)
-    logits, targets = batch_first(info, in_dims, logits, targets)
-    if normalizer is not None:
-        (normalizer,) = batch_first(info, in_dims[3:], normalizer)
-    axis = class_axis if class_axis < 0 else class_axis - (logits.dim() - 1)
-    # The divisor is the samples' own.
-    results = _forward(
-        logits, targets, weight, None, axis, ignore_index, NONE, *options, outputs & ~DIVISOR
-    )  # fmt: skip
-    divisors = None
-    if reduction == MEAN:
-        divisors = divisors_of(info.batch_size, targets, weight, normalizer, ignore_index, results[0])
-    tensors = reduce_samples(results, outputs, reduction, divisors)
-    return tensors, [0] * len(tensors)
-
-
-@register_vmap("cross_entropy_backward")
-def _(
-    info: Any,
-    in_dims: tuple[int | None, ...],
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    targets: Tensor,
-    weight: Tensor | None,
-    lse: Tensor,
-    entropy: Tensor | None,
-    target_mass: Tensor | None,
-    divisor: Tensor | None,
-    class_axis: int,
-    ignore_index: int,
-    reduction: int,
-    *options: Any,
-) -> tuple[Tensor, int]:
-    tensors = (grad_loss, grad_lse, grad_entropy, logits, targets, weight, lse, entropy, target_mass, divisor)
-    if in_dims[5] is not None:
-        arguments = (*tensors, class_axis, ignore_index, reduction, *options)
-        return torch.stack([_backward(*sample) for sample in each_of_batch(info, in_dims, *arguments)]), 0
-
-    def batched(index: int) -> Any:
-        tensor = tensors[index]
-        return None if tensor is None else batch_first(info, in_dims[index:], tensor)[0]
-
-    def per_row(index: int) -> Any:
-        tensor = batched(index)
-        return None if tensor is None else tensor.contiguous()
-
-    logits, targets, rows = batched(3), batched(4), per_row(6)
-    grads = row_gradients(batched(0), reduction, batched(9) if reduction == MEAN else None, rows)
-    axis = class_axis if class_axis < 0 else class_axis - (logits.dim() - 1)
-    result = _backward(
-        grads, per_row(1), per_row(2), logits, targets, weight, rows, per_row(7), per_row(8), None, axis, ignore_index,
-        NONE, *options,
-    )  # fmt: skip
-    return result, 0

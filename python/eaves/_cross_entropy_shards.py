@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eaves._cross_entropy import class_axis, row_shape
+from eaves._cross_entropy import class_axis
+from eaves._cross_entropy_rules import row_shape
 from eaves._loss import (
     ARGMAX,
     DIVISOR,
     ENTROPY,
     LSE,
     MEAN,
+    NONE,
     TARGET_MASS,
     Z_LOSS,
     check_input,
@@ -31,6 +33,8 @@ from eaves._operator import (
     call,
     check_bool,
     check_device,
+    check_dtype_of,
+    check_shape,
     check_tensor,
     index_of,
     name_of,
@@ -129,7 +133,8 @@ def cross_entropy_shard(
     )
     numbers, number_tensor = numbers_of("cross_entropy", label_smoothing, scale, softcap)
     result: Tensor = call(
-        "cross_entropy", _shard_forward, input, target, weight, axis, ignore_index, *numbers, first_class, classes,
+        "cross_entropy", _shard_forward, input, target, weight, axis, ignore_index, NONE, numbers,
+        first_class, classes,
         number_tensor=number_tensor,
     )  # fmt: skip
     return result
@@ -175,20 +180,16 @@ def cross_entropy_merge(
     check_tensor(op, "target", target)
     check_device(op, "target", target, "statistics", statistics)
     check_bool(op, "has_weight", has_weight)
-    if statistics.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"{op}: statistics has dtype {name_of(statistics.dtype)}, expected float32 or float64")
-    if statistics.dim() < 2 or statistics.shape[1:] != (*target.shape, _STATISTICS):
-        raise ValueError(
-            f"{op}: statistics has shape {list(statistics.shape)}, expected [shards, {str(list(target.shape))[1:-1]}"
-            f"{', ' if target.dim() else ''}{_STATISTICS}], of each shard for each target"
-        )
+    check_dtype_of(op, "statistics", statistics, (torch.float32, torch.float64), "as the shards wrote them")
+    shards = statistics.shape[0] if statistics.dim() else 0
+    check_shape(op, "statistics", statistics, [shards, *target.shape, _STATISTICS], "of each shard, for each target")
     mode = reduction_of(op, reduction)
     if normalizer is not None:
         normalizer = normalizer_of(op, normalizer, mode, statistics.dtype, statistics.device)
     numbers, number_tensor = numbers_of(op, label_smoothing, z_loss=z_loss)
     computed = LSE | ARGMAX | ENTROPY | Z_LOSS | TARGET_MASS | (DIVISOR if mode == MEAN else 0)
     outputs = call(
-        op, _merge, statistics, target, normalizer, index_of(op, "ignore_index", ignore_index), mode, *numbers,
+        op, _merge, statistics, target, normalizer, index_of(op, "ignore_index", ignore_index), mode, numbers,
         index_of(op, "classes", classes), has_weight, computed, number_tensor=number_tensor,
     )  # fmt: skip
     bits = (LSE, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS, DIVISOR)
@@ -248,7 +249,7 @@ def cross_entropy_shard_gradient(
     numbers, number_tensor = numbers_of("cross_entropy", label_smoothing, scale, softcap, z_loss)
     result: Tensor = call(
         "cross_entropy", _backward, grad_loss, None, None, input, target, weight, merged.lse, None, merged.target_mass,
-        merged.divisor if mode == MEAN else None, axis, ignore_index, mode, *numbers, first_class, classes,
+        merged.divisor if mode == MEAN else None, axis, ignore_index, mode, numbers, first_class, classes,
         number_tensor=number_tensor,
     )  # fmt: skip
     return result

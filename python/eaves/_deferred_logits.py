@@ -1,4 +1,4 @@
-"""Logits of a head that are not computed, as long as nobody needs their numbers: what a model patched by eaves.hf sees
+"""Logits of a head that are not computed, until their numbers are needed: what a model patched by eaves.hf sees
 where its head gave a tensor.
 
 The model's own forward says what becomes of the logits, in each call, and `DeferredLogits` writes it down. So no scale
@@ -49,7 +49,7 @@ class DeferredLogits:
 
     @property
     def is_deferred(self) -> bool:
-        """Whether nobody has needed the numbers of these logits, or of those that they were made of."""
+        """Whether the numbers of these logits, and of those that they were made of, have not been needed yet."""
         root = self if self._root is None else self._root
         return root._tensor is None
 
@@ -153,7 +153,7 @@ for _name in (
 ).split():
     setattr(DeferredLogits, f"__{_name}__", _by_tensor(f"__{_name}__"))
 
-# Without these, Python would take the operators above and give their result another name: whoever else has the logits
-# would not see it. `a @= b` is `a = a @ b` of tensors too.
+# Without these, Python would take the operators above and give their result another name: other references to the
+# logits would not see it. `a @= b` is `a = a @ b` of tensors too.
 for _name in "iadd iand ifloordiv ilshift imod imul ior ipow irshift isub itruediv ixor".split():
     setattr(DeferredLogits, f"__{_name}__", _in_place(f"__{_name}__"))

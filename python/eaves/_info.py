@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from eaves import _library
+from eaves import _library, trl, verl
 
 
 def extension() -> dict[str, Any]:
@@ -26,7 +26,8 @@ def collect() -> dict[str, Any]:
     """The report of `python -m eaves info --json`.
 
     Keys: python (version), package (version, target: the oldest PyTorch it runs under), torch (version, cuda, threads,
-    gpus), extension (see extension()), matches (bool), problems (sentences; empty where matches is true).
+    gpus), trainers (of trl and verl: version or null, is_known to eaves.trl and eaves.verl, is_active in this process),
+    extension (see extension()), matches (bool), problems (sentences; empty where matches is true).
     """
     report: dict[str, Any] = {
         "python": platform.python_version(),
@@ -36,6 +37,10 @@ def collect() -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "threads": torch.get_num_threads(),
             "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        },
+        "trainers": {
+            each.library: {"version": each.version(), "is_known": each.is_known(), "is_active": each.is_active()}
+            for each in (trl.replacement, verl.replacement)
         },
         "extension": extension(),
     }
@@ -70,6 +75,15 @@ def _problems(report: dict[str, Any]) -> list[str]:
     return problems
 
 
+def _trainer(name: str, trainer: dict[str, Any]) -> str:
+    if trainer["version"] is None:
+        return "not installed"
+    if not trainer["is_known"]:
+        return f"{trainer['version']}, which eaves.{name} does not know"
+    state = "active in this process" if trainer["is_active"] else f"active where eaves.{name}.install() was called"
+    return f"{trainer['version']}, {state}"
+
+
 def text(report: dict[str, Any]) -> str:
     """The report as lines to read."""
     ours, of_torch = report["extension"], report["torch"]
@@ -85,6 +99,8 @@ def text(report: dict[str, Any]) -> str:
         ("CPU", f"{ours['cpu']['name']}, vectors {ours['cpu']['level']}, torch uses {of_torch['threads']}"),
         ("products", f"of matrices on the CPU: {ours['cpu']['matrix_products']}"),
     ]
+    for name, trainer in report["trainers"].items():
+        lines.append((name, _trainer(name, trainer)))
     if cuda:
         lines.append(("CUDA", f"{cuda['version']} for {cuda['architectures']}, driver {cuda['driver'] or 'none'}"))
     for gpu in ours["gpus"]:

@@ -1,5 +1,5 @@
-"""linear_cross_entropy for torch tensors: the public function and module, their autograd, fake implementations and
-batching rules.
+"""linear_cross_entropy for torch tensors: the public function and module, and their autograd. Fake implementations and
+batching rules are in _linear_cross_entropy_rules.py.
 
 There are two ways to the gradients, two torch.autograd.Functions here. `_Memory` keeps the arguments and one number for
 each row, and computes the logits again in the backward. `_Speed` computes gradients in the forward, for an upstream
@@ -9,52 +9,56 @@ gradient of 1, and multiplies them in the backward by the one that came.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 
+from eaves._linear_cross_entropy_rules import (
+    GRADIENTS,
+    OF_BIAS,
+    OF_INPUT,
+    OF_WEIGHT,
+    WIDE_WEIGHT,
+    ForwardTensors,
+    Options,
+    in_places,
+)
 from eaves._loss import (
-    DIVISOR,
     ENTROPY,
     LSE,
-    MEAN,
     NONE,
-    TARGET_MASS,
     CrossEntropyOutput,
     LossModule,
     check_class_dtype,
     check_input,
     check_soft,
-    divisors_of,
-    empty_outputs,
+    for_backward,
+    keep_outputs,
     kept_for_backward,
-    keyword_defaults,
-    mark_constant,
+    module_of,
     normalizer_of,
     numbers_of,
     output_of,
-    pick,
-    reduce_samples,
     reduction_of,
     refuse_gradient,
     refuse_unknown,
-    row_gradients,
     shape_of,
+    upstream_of,
     wanted_outputs,
     weight_of,
 )
 from eaves._operator import (
     accumulator_dtype,
     apply,
-    batch_first,
     binds_quickly,
     call,
     check_bool,
     check_device,
+    check_dtype_of,
+    check_shape,
     check_tensor,
     dispatch,
-    each_of_batch,
     index_of,
     is_batched,
     is_exporting,
@@ -62,8 +66,6 @@ from eaves._operator import (
     name_of,
     needs_autograd,
     refuse_lost_derivatives,
-    register_fake,
-    register_vmap,
     uncompiled,
     value_for_message,
 )
@@ -77,53 +79,34 @@ _algorithm = torch.ops.eaves.linear_cross_entropy_algorithm.default
 
 _OP = "linear_cross_entropy"
 
-# The gradients that a call computes, as bits; those of python/csrc/linear_cross_entropy.cpp, in the order in which the
-# extension gives them.
-OF_INPUT, OF_WEIGHT, OF_BIAS = GRADIENTS = (1, 2, 4)
-WIDE_WEIGHT = 8  # no gradient: that of the weight in the dtype of the loss
-
-
-class _Numbers(NamedTuple):
-    """What the extension takes behind the tensors, in its order and under its names."""
-
-    ignore_index: int
-    reduction: int
-    label_smoothing: float
-    scale: float
-    softcap: float
-    z_loss_weight: float
-    skip_ignored: bool
-    workspace_limit: int  # the last, as the forward of `_Memory` takes it to be
-
-
-class _ForwardTensors(NamedTuple):
-    """The tensors in front of them; or something of each, its batch axis for instance."""
-
-    input: Any
-    linear_weight: Any
-    linear_bias: Any
-    target: Any
-    weight: Any
-    normalizer: Any
-
-
-class _BackwardTensors(NamedTuple):
-    grad_loss: Any
-    grad_lse: Any
-    grad_entropy: Any
-    input: Any
-    linear_weight: Any
-    linear_bias: Any
-    target: Any
-    weight: Any
-    lse: Any
-    entropy: Any
-    target_mass: Any
-    divisor: Any
-
-
 _SPEED = 0  # enum LinearCrossEntropyAlgorithm of include/eaves/linear_cross_entropy.h
 _ALGORITHMS = ("auto", "speed", "memory")
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from eaves._loss import LossKeywords
+
+    class _ModuleKeywords(LossKeywords, total=False):
+        ignore_index: int | None
+        algorithm: str
+        workspace_bytes: int | None
+        skip_ignored: bool
+        grad_weight_dtype: torch.dtype | None
+
+    class _Keywords(_ModuleKeywords, total=False):
+        linear_bias: Tensor | None
+        weight: Tensor | None
+        options: object
+        normalizer: Tensor | float | None
+        grad_weight_out: Tensor | None
+
+    class _AllModuleKeywords(_ModuleKeywords, total=False):
+        return_lse: bool
+        return_argmax: bool
+        return_entropy: bool
+        return_z_loss: bool
 
 
 @overload
@@ -132,25 +115,11 @@ def linear_cross_entropy(
     linear_weight: Tensor,
     target: Tensor,
     *,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int | None = -100,
-    label_smoothing: float = 0,
-    options: object = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    z_loss: float = 0,
-    normalizer: Tensor | float | None = None,
     return_lse: Literal[False] = False,
     return_argmax: Literal[False] = False,
     return_entropy: Literal[False] = False,
     return_z_loss: Literal[False] = False,
-    algorithm: str = "auto",
-    workspace_bytes: int | None = None,
-    skip_ignored: bool = False,
-    grad_weight_dtype: torch.dtype | None = None,
-    grad_weight_out: Tensor | None = None,
+    **keywords: Unpack[_Keywords],
 ) -> Tensor: ...
 
 
@@ -160,25 +129,11 @@ def linear_cross_entropy(
     linear_weight: Tensor,
     target: Tensor,
     *,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int | None = -100,
-    label_smoothing: float = 0,
-    options: object = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    z_loss: float = 0,
-    normalizer: Tensor | float | None = None,
     return_lse: bool = False,
     return_argmax: bool = False,
     return_entropy: bool = False,
     return_z_loss: bool = False,
-    algorithm: str = "auto",
-    workspace_bytes: int | None = None,
-    skip_ignored: bool = False,
-    grad_weight_dtype: torch.dtype | None = None,
-    grad_weight_out: Tensor | None = None,
+    **keywords: Unpack[_Keywords],
 ) -> CrossEntropyOutput: ...
 
 
@@ -261,9 +216,10 @@ def linear_cross_entropy(
         algorithm: "speed", "memory", or "auto": speed where the workspace has room for it, but for calls with
             return_lse, return_entropy or grad_weight_out. "speed" is speed for those too; where lse or entropy turn
             out to have a gradient, or a second derivative is asked for, the backward goes the other way. Always memory
-            are calls with reduction "none", whose forward does not know what multiplies the rows; with float16, whose
-            gradients would underflow before a loss scale multiplies them; and under torch.vmap and torch.func. Under
-            torch.compile, "auto" is speed where workspace_bytes is not given.
+            are calls with reduction "none", but where input alone has a gradient (a frozen head: two products instead
+            of three), because what multiplies the rows comes with the backward; with float16, whose gradients would
+            underflow before a loss scale multiplies them; and under torch.vmap and torch.func. Under torch.compile,
+            "auto" is speed where workspace_bytes is not given.
         workspace_bytes: the most scratch memory that a call should take, in bytes; None: what suits the device. Where
             it is too little for the smallest chunk, the call takes what that needs.
         skip_ignored: on a GPU, whether to leave out rows that are ignored before anything is multiplied. The call then
@@ -352,8 +308,7 @@ def linear_cross_entropy(
     _check_options(options)
     check_bool(_OP, "skip_ignored", skip_ignored)
     limit = 0 if workspace_bytes is None else _limit_of(workspace_bytes)
-    of_loss, number_tensor = numbers_of(_OP, label_smoothing, scale, softcap, z_loss)
-    numbers = (ignore_index, mode, *of_loss, skip_ignored, limit)  # those of _Numbers; a tuple costs a small call less
+    numbers, number_tensor = numbers_of(_OP, label_smoothing, scale, softcap, z_loss)
     wanted = wanted_outputs(_OP, return_lse, return_argmax, return_entropy, return_z_loss)
     way = _algorithm_of(algorithm)
     wide = _wide_weight(input.dtype, linear_weight.dtype, grad_weight_dtype)
@@ -364,21 +319,24 @@ def linear_cross_entropy(
         _check_overlap(grad_weight_out, read)
 
     tensors = (input, linear_weight, linear_bias, target, weight, normalizer)
+    settings = (ignore_index, mode, numbers, skip_ignored, limit)  # those of Options; a tuple costs a small call less
     gradients = _wanted_gradients(input, linear_weight, linear_bias)
     # By torch.func and forward mode too.
     is_followed = not is_compiling and needs_autograd(*_given(input, linear_weight, linear_bias))
     if not gradients and not is_followed:
         computed = wanted
-        outputs = call(_OP, _forward, *_as_multiplied(tensors), *numbers, computed, number_tensor=number_tensor)
+        outputs = call(_OP, _forward, *_as_multiplied(tensors), *settings, computed, number_tensor=number_tensor)
     else:
         # With class weights a block of classes without the target does not know the target's weight.
         computed = kept_for_backward(wanted, mode, target.is_floating_point() or weight is not None)
-        if not gradients or not _is_speedy(way, input, linear_weight, target, mode, wanted, limit, grad_weight_out):
+        if not gradients or not _is_speedy(
+            way, input, linear_weight, target, mode, wanted, limit, grad_weight_out, gradients
+        ):
             gradients = 0
         function: type[torch.autograd.Function] = _Speed if gradients else _Memory
         run = apply if grad_weight_out is None else uncompiled(apply)
         outputs = run(
-            _OP, function, *tensors, *numbers, grad_weight_out, computed, wanted, gradients | wide, number_tensor
+            _OP, function, *tensors, *settings, grad_weight_out, computed, wanted, gradients | wide, number_tensor
         )  # fmt: skip
     if wanted == 0:
         loss: Tensor = outputs[0]
@@ -386,6 +344,7 @@ def linear_cross_entropy(
     return output_of(outputs, computed, wanted)
 
 
+@module_of(linear_cross_entropy, "linear_bias", "options", "normalizer", "grad_weight_out")
 class LinearCrossEntropyLoss(LossModule):
     """eaves.linear_cross_entropy as a module: the options are given once, and `weight`, that of the classes, goes where
     the module goes. The head is given with each call: it is often the embedding's, or another module's.
@@ -406,46 +365,9 @@ class LinearCrossEntropyLoss(LossModule):
         tensor(1.0986)
     """
 
-    def __init__(
-        self,
-        weight: Tensor | None = None,
-        *,
-        ignore_index: int | None = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        softcap: float | None = None,
-        scale: float | None = None,
-        z_loss: float = 0.0,
-        return_lse: bool = False,
-        return_argmax: bool = False,
-        return_entropy: bool = False,
-        return_z_loss: bool = False,
-        algorithm: str = "auto",
-        workspace_bytes: int | None = None,
-        skip_ignored: bool = False,
-        grad_weight_dtype: torch.dtype | None = None,
-        **unknown: object,
-    ) -> None:
-        if unknown:
-            refuse_unknown(_OP, unknown, type(self))
-        super().__init__()
-        self.register_buffer("weight", weight)
-        self.ignore_index = ignore_index
-        self.reduction = reduction
-        self.label_smoothing = label_smoothing
-        self.softcap = softcap
-        self.scale = scale
-        self.z_loss = z_loss
-        self.return_lse = return_lse
-        self.return_argmax = return_argmax
-        self.return_entropy = return_entropy
-        self.return_z_loss = return_z_loss
-        self.algorithm = algorithm
-        self.workspace_bytes = workspace_bytes
-        self.skip_ignored = skip_ignored
-        self.grad_weight_dtype = grad_weight_dtype
+    if TYPE_CHECKING:
 
-    _defaults = keyword_defaults(__init__)
+        def __init__(self, weight: Tensor | None = None, **keywords: Unpack[_AllModuleKeywords]) -> None: ...
 
     def forward(
         self,
@@ -533,28 +455,18 @@ def _is_matrix(weight: Tensor) -> bool:
 
 
 def _checked_bias(input: Tensor, linear_bias: Tensor, classes: int) -> Tensor:
-    if linear_bias.dtype != input.dtype and linear_bias.dtype != torch.float32:
-        raise ValueError(
-            f"{_OP}: linear_bias has dtype {name_of(linear_bias.dtype)}, expected that of input, "
-            f"{name_of(input.dtype)}, or float32"
-        )
-    if linear_bias.dim() != 1 or linear_bias.shape[0] != classes:
-        raise ValueError(
-            f"{_OP}: linear_bias has shape {shape_of(linear_bias)}, expected [{classes}] (one per class of "
-            "linear_weight)"
-        )
+    check_dtype_of(_OP, "linear_bias", linear_bias, (input.dtype, torch.float32), "that of input, or float32")
+    check_shape(_OP, "linear_bias", linear_bias, [classes], "one per class of linear_weight")
     return linear_bias.contiguous()
 
 
 def _checked_target(input: Tensor, target: Tensor, classes: int, result_dtype: torch.dtype) -> Tensor:
     """The target as the core takes it."""
-    rows = shape_of(input)[:-1]
+    rows = input.shape[:-1]
     if not target.is_floating_point():
         check_class_dtype(_OP, target, input)
-        if shape_of(target) != rows:
-            raise ValueError(
-                f"{_OP}: target has shape {shape_of(target)}, expected {rows} (one per row of input {shape_of(input)})"
-            )
+        if target.shape != rows:
+            check_shape(_OP, "target", target, rows, f"one per row of input {shape_of(input)}")
         return target
     check_soft(_OP, target, input, [*rows, classes], "one per class of linear_weight")
     if target.dtype not in (torch.float32, torch.float64):
@@ -577,13 +489,18 @@ def check_constant_options(
 ) -> None:
     """The checks of a call, for options that are given before there is one."""
     check_bool(_OP, "skip_ignored", skip_ignored)
-    _algorithm_of(algorithm)
-    if workspace_bytes is not None:
-        _limit_of(workspace_bytes)
+    check_algorithm(algorithm, workspace_bytes)
     multiplied = linear_weight.dtype
     if multiplied == torch.float32 and grad_weight_dtype in (torch.float16, torch.bfloat16):
         multiplied = grad_weight_dtype  # under torch.autocast
     _wide_weight(multiplied, linear_weight.dtype, grad_weight_dtype)
+
+
+def check_algorithm(algorithm: object, workspace_bytes: object) -> None:
+    """The checks of a call, of these two."""
+    _algorithm_of(algorithm)
+    if workspace_bytes is not None:
+        _limit_of(workspace_bytes)
 
 
 def _limit_of(workspace_bytes: object) -> int:
@@ -633,14 +550,8 @@ def _check_grad_weight_out(
         )
     if grad_weight_dtype is not None:
         raise ValueError(f"{_OP}: grad_weight_dtype is given beside grad_weight_out, whose dtype says it; expected one")
-    if out.dtype != multiplied and out.dtype != wide:
-        names = " or ".join(dict.fromkeys(map(name_of, (multiplied, wide))))
-        raise ValueError(f"{_OP}: grad_weight_out has dtype {name_of(out.dtype)}, expected {names}")
-    if out.shape != linear_weight.shape:
-        raise ValueError(
-            f"{_OP}: grad_weight_out has shape {shape_of(out)}, expected {shape_of(linear_weight)}, that of "
-            "linear_weight"
-        )
+    check_dtype_of(_OP, "grad_weight_out", out, (multiplied, wide), "that of linear_weight, or that of the loss")
+    check_shape(_OP, "grad_weight_out", out, linear_weight.shape, "that of linear_weight")
     check_device(_OP, "grad_weight_out", out, "linear_weight", linear_weight)
     (classes, features), (of_class, of_feature) = out.shape, out.stride()
     if (of_feature != 1 and features != 1) or (of_class < features and classes != 1):
@@ -699,9 +610,12 @@ def _is_speedy(
     wanted: int,
     limit: int,
     grad_weight_out: Tensor | None,
+    gradients: int,
 ) -> bool:
     """Are gradients computed in the forward? As the documentation of `algorithm` says."""
-    if way == "memory" or mode == NONE or input.dtype == torch.float16:
+    if way == "memory" or input.dtype == torch.float16:
+        return False
+    if mode == NONE and gradients != OF_INPUT:
         return False
     has_gradients_of_outputs = bool(wanted & (LSE | ENTROPY))
     if torch.compiler.is_compiling():
@@ -715,59 +629,46 @@ def _is_speedy(
         return True
     if has_gradients_of_outputs or grad_weight_out is not None:
         return False
+    # Head and logits have at most 2^20 elements: the scratch memory of every device has room for them, and to ask would
+    # cost a small call 7 us.
+    if limit == 0 and 0 < input.numel() * linear_weight.numel() <= 2**20:
+        return True
     return bool(call(_OP, _algorithm, input, linear_weight, target, limit) == _SPEED)
 
 
 # ------------------------------------------------------------------------------------------------------------ autograd
 
-# The arguments of both Functions: the tensors, the numbers, and behind them grad_weight_out, the outputs that are
+# The arguments of both Functions: the tensors, the options, and behind them grad_weight_out, the outputs that are
 # computed, those that the user gets, the gradients that the forward computes, and the number tensor.
-_TENSORS = slice(len(_ForwardTensors._fields))
-_NUMBERS = slice(_TENSORS.stop, _TENSORS.stop + len(_Numbers._fields))
-_REST = slice(_NUMBERS.stop, _NUMBERS.stop + 5)
+_TENSORS = slice(len(ForwardTensors._fields))
+_OPTIONS = slice(_TENSORS.stop, _TENSORS.stop + len(Options._fields))
+_REST = slice(_OPTIONS.stop, _OPTIONS.stop + 5)
+_REDUCTION = Options._fields.index("reduction")  # a small call has no time to make Options of the arguments
 _NOTHING = (None,) * (_REST.stop - len(GRADIENTS))  # behind the gradients of input, linear_weight and linear_bias
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     """What a backward needs that computes the logits again."""
-    tensors, ctx.numbers = inputs[_TENSORS], inputs[_NUMBERS]
-    ctx.grad_weight_out, ctx.computed, ctx.wanted, gradients, number_tensor = inputs[_REST]
+    tensors, ctx.options = inputs[_TENSORS], inputs[_OPTIONS]
+    ctx.grad_weight_out, computed, wanted, gradients, number_tensor = inputs[_REST]
     ctx.wide, ctx.weight_dtype = gradients & WIDE_WEIGHT, tensors[1].dtype
-    ctx.set_materialize_grads(False)  # or each backward would fill a tensor of zeros for each output
-    mark_constant(ctx, output, ctx.computed, ctx.wanted)
-    kept = [pick(output, ctx.computed, bit) for bit in (LSE, ENTROPY, TARGET_MASS, DIVISOR)]
-    ctx.save_for_backward(*tensors, *kept, number_tensor)
+    ctx.save_for_backward(*tensors, *keep_outputs(ctx, output, computed, wanted), number_tensor)
 
 
-def _compute_again(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+def _compute_again(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """The gradients from what `_save` kept."""
-    grad_loss, grad_lse, grad_entropy = grads
     *tensors, lse, entropy, target_mass, divisor, number_tensor = ctx.saved_tensors
     input, linear_weight, linear_bias, target, weight, _ = _as_multiplied(tuple(tensors))
-    if grad_loss is None:
-        mode = _Numbers(*ctx.numbers).reduction
-        grad_loss = lse.new_zeros(()).expand(lse.shape if mode == NONE else ())
+    upstream, saved = for_backward(upstream, (lse, entropy, target_mass, divisor), Options(*ctx.options).reduction)
     bits = sum(bit for bit, needs in zip(GRADIENTS, ctx.needs_input_grad) if needs)
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    entropy = None if grad_entropy is None else entropy.detach()
-    grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
-    arguments = (
-        grad_loss, grad_lse, grad_entropy, input, linear_weight, linear_bias, target, weight, lse.detach(), entropy,
-        target_mass, divisor, *ctx.numbers,
-    )  # fmt: skip
+    arguments = (*upstream, input, linear_weight, linear_bias, target, weight, *saved, *ctx.options)
     if ctx.grad_weight_out is not None and bits & OF_WEIGHT:
         return _accumulate(ctx.grad_weight_out, arguments, bits & ~OF_WEIGHT)
-    differentiable = _given(grad_loss, grad_lse, grad_entropy, input, linear_weight, linear_bias)
+    differentiable = _given(*upstream, input, linear_weight, linear_bias)
     computed = dispatch(
         _OP, differentiable, _Gradients, _backward, *arguments, bits | ctx.wide, number_tensor=number_tensor
     )
     return _handed_out(ctx, [each if bits & bit else None for each, bit in zip(computed, GRADIENTS)])
-
-
-def _in_places(computed: Sequence[Tensor], bits: int) -> list[Tensor | None]:
-    """The gradients that the bits name, which are all there are in `computed`, each in its place."""
-    remaining = iter(computed)
-    return [next(remaining) if bits & bit else None for bit in GRADIENTS]
 
 
 def _handed_out(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -789,12 +690,6 @@ def _accumulate(out: Tensor, arguments: tuple[Any, ...], bits: int) -> tuple[Ten
     return (grad_input if bits & OF_INPUT else None, None, grad_bias if bits & OF_BIAS else None, *_NOTHING)
 
 
-def _differentiated(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Of the upstream gradients those of the loss, lse and entropy, as far as the user has these."""
-    grad_lse = grads[1] if ctx.wanted & LSE else None
-    return grads[0], grad_lse, pick(grads, ctx.computed, ENTROPY)
-
-
 @binds_quickly
 class _Memory(torch.autograd.Function):
     """input, linear_weight, linear_bias -> the loss, and the outputs that the bits `computed` name, of which the user
@@ -806,7 +701,7 @@ class _Memory(torch.autograd.Function):
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
         _, computed, _, _, number_tensor = arguments[_REST]
         tensors = _as_multiplied(arguments[_TENSORS])
-        return tuple(call(_OP, _forward, *tensors, *arguments[_NUMBERS], computed, number_tensor=number_tensor))
+        return tuple(call(_OP, _forward, *tensors, *arguments[_OPTIONS], computed, number_tensor=number_tensor))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -814,8 +709,8 @@ class _Memory(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        upstream = _differentiated(ctx, grads)
-        if all(grad is None for grad in upstream):
+        upstream = upstream_of(ctx, grads)
+        if not upstream:
             return None, None, None, *_NOTHING
         return _compute_again(ctx, upstream)
 
@@ -843,10 +738,7 @@ class _Gradients(torch.autograd.Function):
         divisor: Tensor | None,
         ignore_index: int,
         reduction: int,
-        label_smoothing: float,
-        scale: float,
-        softcap: float,
-        z_loss_weight: float,
+        numbers: Sequence[float],
         skip_ignored: bool,
         workspace_limit: int,
         gradients: int,
@@ -855,8 +747,8 @@ class _Gradients(torch.autograd.Function):
         return tuple(
             call(
                 _OP, _backward, grad_loss, grad_lse, grad_entropy, input, linear_weight, linear_bias, target, weight,
-                lse, entropy, target_mass, divisor, ignore_index, reduction, label_smoothing, scale, softcap,
-                z_loss_weight, skip_ignored, workspace_limit, gradients, number_tensor=number_tensor,
+                lse, entropy, target_mass, divisor, ignore_index, reduction, numbers, skip_ignored, workspace_limit,
+                gradients, number_tensor=number_tensor,
             )
         )  # fmt: skip
 
@@ -873,197 +765,69 @@ class _Gradients(torch.autograd.Function):
 
 class _Speed(torch.autograd.Function):
     """The same, with the gradients that the bits `gradients` name computed in the forward, for an upstream gradient of
-    1. The first backward hands them out; whatever comes after it, or is more than a factor, computes again."""
+    1. The first backward hands them out; a later one, and one that needs more than a factor, computes again."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         _, computed, _, gradients, number_tensor = arguments[_REST]
-        tensors, numbers = _as_multiplied(arguments[_TENSORS]), arguments[_NUMBERS]
-        results = call(_OP, _forward_backward, *tensors, *numbers, computed, gradients, number_tensor=number_tensor)
+        tensors, options = _as_multiplied(arguments[_TENSORS]), arguments[_OPTIONS]
+        results = call(_OP, _forward_backward, *tensors, *options, computed, gradients, number_tensor=number_tensor)
         count = len(results) - sum(1 for bit in GRADIENTS if gradients & bit)
         outputs, computed_gradients = tuple(results[:count]), results[count:]
         ctx.bits = gradients & ~WIDE_WEIGHT
         _save(ctx, arguments, outputs)
         ctx.saves_gradients = torch.compiler.is_compiling()
+        is_ignored = None
+        if options[_REDUCTION] == NONE and not tensors[3].is_floating_point():
+            is_ignored = tensors[3].to(torch.int64) == Options(*options).ignore_index
         if ctx.saves_gradients:
             # Nothing is computed again, and compiled autograd follows saved tensors alone.
-            ctx.save_for_backward(*computed_gradients)
+            ctx.save_for_backward(*computed_gradients, is_ignored)
         else:
             # Saved tensors are there as long as the graph is, and what is handed out may be written over.
-            ctx.gradients = computed_gradients
+            ctx.gradients, ctx.is_ignored = computed_gradients, is_ignored
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_loss, grad_lse, grad_entropy = upstream = _differentiated(ctx, grads)
-        if all(grad is None for grad in upstream):
+        upstream = upstream_of(ctx, grads)
+        if not upstream:
             return None, None, None, *_NOTHING
+        grad_loss, grad_lse, grad_entropy = upstream
         if torch.compiler.is_compiling():
             if not ctx.saves_gradients:  # compiled autograd of a call that was not compiled
                 return _compute_again(ctx, upstream)
             # A graph may run twice, and its saved tensors cannot be written over.
             assert grad_loss is not None
-            scaled = [(each.to(grad_loss.dtype) * grad_loss).to(each.dtype) for each in ctx.saved_tensors]
-            return _handed_out(ctx, _in_places(scaled, ctx.bits))
+            *saved, is_ignored = ctx.saved_tensors
+            factor = _factor_of_gradients(ctx, grad_loss, is_ignored)
+            scaled = [(each.to(factor.dtype) * factor).to(each.dtype) for each in saved]
+            return _handed_out(ctx, in_places(scaled, ctx.bits))
         is_factor = grad_lse is None and grad_entropy is None and not torch.is_grad_enabled()
         if grad_loss is None or not is_factor or is_batched(grad_loss):
             return _compute_again(ctx, upstream)
         computed, ctx.gradients = ctx.gradients, None
         if computed is None:  # the second time, and the same bit for bit
             tensors = _as_multiplied(ctx.saved_tensors[_TENSORS])
-            computed = call(_OP, _forward_backward, *tensors, *ctx.numbers, 0, ctx.bits | ctx.wide)[1:]
-        gradients = _in_places(computed, ctx.bits)
-        call(_OP, _rescale, *gradients, grad_loss)  # reads and writes nothing where grad_loss is 1
+            computed = call(_OP, _forward_backward, *tensors, *ctx.options, 0, ctx.bits | ctx.wide)[1:]
+        gradients = in_places(computed, ctx.bits)
+        if ctx.options[_REDUCTION] == NONE:
+            assert gradients[0] is not None
+            gradients[0].mul_(_factor_of_gradients(ctx, grad_loss, ctx.is_ignored))
+        else:
+            call(_OP, _rescale, *gradients, grad_loss)  # reads and writes nothing where grad_loss is 1
         if ctx.grad_weight_out is not None and gradients[1] is not None:
             ctx.grad_weight_out.add_(gradients[1])
             gradients[1] = None
         return _handed_out(ctx, gradients)
 
 
+def _factor_of_gradients(ctx: Any, grad_loss: Tensor, is_ignored: Tensor | None) -> Tensor:
+    """What the gradients of an upstream gradient of 1 are multiplied by. Of ignored rows it is 0, whatever came."""
+    if ctx.options[_REDUCTION] != NONE:
+        return grad_loss
+    factor = grad_loss if is_ignored is None else grad_loss.masked_fill(is_ignored, 0)
+    return factor.unsqueeze(-1)
+
+
 refuse_lost_derivatives(_OP, _forward, _forward_backward, _backward, _backward_accumulate, _rescale)
-
-
-# What torch.compile and other tracers ask: shapes, strides and dtypes of the outputs.
-
-
-_Tensors = TypeVar("_Tensors", _ForwardTensors, _BackwardTensors)
-
-
-def _by_name(kind: type[_Tensors], arguments: Sequence[Any]) -> tuple[_Tensors, _Numbers, Sequence[Any]]:
-    """The tensors of an operator of the extension, the numbers, and what is behind them."""
-    tensors = len(kind._fields)
-    numbers = tensors + len(_Numbers._fields)
-    return kind(*arguments[:tensors]), _Numbers(*arguments[tensors:numbers]), arguments[numbers:]
-
-
-def _empty_gradients(tensors: _ForwardTensors | _BackwardTensors, gradients: int) -> list[Tensor]:
-    input, linear_weight = tensors.input, tensors.linear_weight
-    made = []
-    if gradients & OF_INPUT:
-        made.append(torch.empty_like(input))
-    if gradients & OF_WEIGHT:
-        dtype = accumulator_dtype(input.dtype) if gradients & WIDE_WEIGHT else linear_weight.dtype
-        made.append(linear_weight.new_empty(linear_weight.shape, dtype=dtype))
-    if gradients & OF_BIAS:
-        made.append(_empty_bias_gradient(input, tensors.linear_bias))
-    return made
-
-
-def _empty_bias_gradient(input: Tensor, linear_bias: Tensor | None) -> Tensor:
-    dtype = accumulator_dtype(input.dtype)
-    if linear_bias is None:
-        return input.new_empty(0, dtype=dtype)
-    return linear_bias.new_empty(linear_bias.shape, dtype=input.dtype if linear_bias.dtype == input.dtype else dtype)
-
-
-@register_fake("linear_cross_entropy_forward")
-def _(*arguments: Any) -> list[Tensor]:
-    tensors, numbers, (outputs,) = _by_name(_ForwardTensors, arguments)
-    return empty_outputs(tensors.input, list(tensors.input.shape[:-1]), numbers.reduction, outputs)
-
-
-@register_fake("linear_cross_entropy_forward_backward")
-def _(*arguments: Any) -> list[Tensor]:
-    tensors, numbers, (outputs, gradients) = _by_name(_ForwardTensors, arguments)
-    made = empty_outputs(tensors.input, list(tensors.input.shape[:-1]), numbers.reduction, outputs)
-    return made + _empty_gradients(tensors, gradients)
-
-
-@register_fake("linear_cross_entropy_backward")
-def _(*arguments: Any) -> tuple[Tensor, ...]:
-    tensors, _, (gradients,) = _by_name(_BackwardTensors, arguments)
-    made = _in_places(_empty_gradients(tensors, gradients), gradients)
-    return tuple(tensors.input.new_empty(0) if each is None else each for each in made)
-
-
-@register_fake("linear_cross_entropy_backward_accumulate")
-def _(grad_weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    tensors, _, (gradients,) = _by_name(_BackwardTensors, arguments)
-    grad_input = torch.empty_like(tensors.input) if gradients & OF_INPUT else tensors.input.new_empty(0)
-    grad_bias = _empty_bias_gradient(tensors.input, tensors.linear_bias)
-    return grad_input, grad_bias if gradients & OF_BIAS else grad_bias.new_empty(0)
-
-
-@register_fake("linear_cross_entropy_rescale")
-def _(*_: Any) -> None:
-    pass
-
-
-@register_fake("linear_cross_entropy_algorithm")
-def _(*_: Any) -> int:
-    return _SPEED
-
-
-# Batching rules: where only rows have a batch, it becomes their first axis, and their losses are reduced for each
-# sample. Where each sample has its own head, or wants its own gradient of one, there is one call for each.
-
-
-@register_vmap("linear_cross_entropy_forward")
-def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[list[Tensor], list[int]]:
-    tensors, numbers, (outputs,) = _by_name(_ForwardTensors, arguments)
-    axes, _, _ = _by_name(_ForwardTensors, in_dims)
-    if _have_own_head(axes):
-        each = [_forward(*sample) for sample in each_of_batch(info, in_dims, *arguments)]
-        stacked = [torch.stack(tensors) for tensors in zip(*each)]
-        return stacked, [0] * len(stacked)
-    batched = _batched(info, tensors, axes)
-    target = batched.target
-    results = _forward(
-        *tensors._replace(input=batched.input, target=_rows_at_one_distance(target), normalizer=None),
-        *numbers._replace(reduction=NONE), outputs & ~DIVISOR,
-    )  # fmt: skip
-    divisors = None
-    if numbers.reduction == MEAN:
-        divisors = divisors_of(
-            info.batch_size, target, tensors.weight, batched.normalizer, numbers.ignore_index, results[0]
-        )
-    reduced = reduce_samples(list(results), outputs, numbers.reduction, divisors)
-    return reduced, [0] * len(reduced)
-
-
-def _have_own_head(axes: _ForwardTensors | _BackwardTensors) -> bool:
-    return any(axis is not None for axis in (axes.linear_weight, axes.linear_bias, axes.weight))
-
-
-def _batched(info: Any, tensors: _Tensors, axes: _Tensors) -> _Tensors:
-    """Each tensor that is there with the batch as its first axis."""
-    kind = type(tensors)
-    return kind(
-        *(None if tensor is None else batch_first(info, (axis,), tensor)[0] for tensor, axis in zip(tensors, axes))
-    )
-
-
-def _rows_at_one_distance(target: Tensor) -> Tensor:
-    return target.contiguous() if target.is_floating_point() else target
-
-
-@register_vmap("linear_cross_entropy_backward")
-def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    tensors, numbers, (gradients,) = _by_name(_BackwardTensors, arguments)
-    axes, _, _ = _by_name(_BackwardTensors, in_dims)
-    if gradients & (OF_WEIGHT | OF_BIAS) or _have_own_head(axes):
-        each = [_backward(*sample) for sample in each_of_batch(info, in_dims, *arguments)]
-        return tuple(torch.stack(computed) for computed in zip(*each)), (0, 0, 0)
-    batched = _batched(info, tensors, axes)
-
-    def per_row(tensor: Tensor | None) -> Any:
-        return None if tensor is None else tensor.contiguous()
-
-    lse = per_row(batched.lse)
-    divisor = batched.divisor if numbers.reduction == MEAN else None
-    grad_input, *absent = _backward(
-        *tensors._replace(
-            grad_loss=row_gradients(batched.grad_loss, numbers.reduction, divisor, lse),
-            grad_lse=per_row(batched.grad_lse),
-            grad_entropy=per_row(batched.grad_entropy),
-            input=batched.input,
-            target=_rows_at_one_distance(batched.target),
-            lse=lse,
-            entropy=per_row(batched.entropy),
-            target_mass=per_row(batched.target_mass),
-            divisor=None,
-        ),
-        *numbers._replace(reduction=NONE),
-        gradients,
-    )
-    return (grad_input, *(each.expand(info.batch_size, 0) for each in absent)), (0, 0, 0)

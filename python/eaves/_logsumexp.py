@@ -41,7 +41,7 @@ def logsumexp(
 
     Args:
         x: any shape of at most 16 axes, any strides, on the CPU or a CUDA GPU; float16, bfloat16, float32, float64, or
-            an integer type or bool, which are promoted to float32.
+            an integer type or bool, which are converted to float32 first.
         dim: the axis or axes summed over, each in [-x.dim(), x.dim()), none twice; an empty tuple means all of them.
         keepdim: whether the summed axes stay, with size 1.
         dtype: of the result: that of x, promoted (the default), or torch.float32.
@@ -72,11 +72,12 @@ def logsumexp(
     check_tensor("logsumexp", "x", x)
     check_bool("logsumexp", "keepdim", keepdim)
     axes = axes_of("logsumexp", x, dim)
-    own_dtype = x.dtype if x.is_floating_point() else torch.float32
+    if not x.is_floating_point():
+        x = x.to(torch.float32)
     if dtype is None:
-        dtype = own_dtype
-    elif dtype != own_dtype and dtype != torch.float32:
-        check_dtype("logsumexp", dtype, own_dtype, torch.float32)
+        dtype = x.dtype
+    elif dtype != x.dtype and dtype != torch.float32:
+        check_dtype("logsumexp", dtype, x.dtype, torch.float32)
     result = dispatch("logsumexp", (x,), _Logsumexp, _forward, x, axes, keepdim, dtype)
     out: Tensor = result[0] if isinstance(result, tuple) else result
     return out

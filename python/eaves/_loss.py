@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from eaves._operator import (
     accumulator_dtype,
     check_bool,
     check_device,
+    check_dtype_of,
+    check_shape,
     check_tensor,
     name_of,
     number_of,
@@ -45,13 +48,24 @@ class CrossEntropyOutput(NamedTuple):
     z_loss: Tensor | None = None
 
 
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict
+
+    class LossKeywords(TypedDict, total=False):
+        """What the losses have in common, for the overloads of their functions and for their modules."""
+
+        reduction: str
+        label_smoothing: float
+        softcap: float | None
+        scale: float | None
+        z_loss: float
+
+
 class LossModule(torch.nn.Module):
-    """A loss as a module. Its options are the keyword-only parameters of the module's `__init__`, each kept in an
-    attribute of that name."""
+    """A loss as a module. Its options are keywords of the function, each kept in an attribute of that name."""
 
     weight: Tensor | None
     _defaults: ClassVar[Mapping[str, object]]
-    """Of the options: `keyword_defaults(__init__)`, which each loss takes of its own, for those derived from it too."""
 
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._defaults}
@@ -61,9 +75,33 @@ class LossModule(torch.nn.Module):
         return ", ".join(f"{n}={value!r}" for n, value in self._options().items() if value != self._defaults[n])
 
 
-def keyword_defaults(function: Callable[..., object]) -> dict[str, object]:
+_Module = TypeVar("_Module", bound=LossModule)
+
+
+def module_of(function: Callable[..., object], *given_with_each_call: str) -> Callable[[type[_Module]], type[_Module]]:
+    """The decorator of a LossModule: its __init__ takes `weight`, and the keywords of `function` but for some."""
     parameters = inspect.signature(function).parameters.values()
-    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    named = [each for each in parameters if each.kind in (each.KEYWORD_ONLY, each.VAR_KEYWORD)]
+    keywords = [each for each in named if each.name not in ("weight", *given_with_each_call)]
+
+    def decorate(module: type[_Module]) -> type[_Module]:
+        def __init__(self: _Module, weight: Tensor | None = None, **options: object) -> None:
+            unknown = [name for name in options if name not in module._defaults]
+            if unknown:
+                refuse_unknown(function.__name__, unknown, __init__)
+            super(module, self).__init__()
+            self.register_buffer("weight", weight)
+            for name, default in module._defaults.items():
+                setattr(self, name, options.get(name, default))
+
+        first = list(inspect.signature(__init__).parameters.values())[:2]
+        __init__.__qualname__, __init__.__module__ = f"{module.__qualname__}.__init__", module.__module__
+        __init__.__signature__ = inspect.Signature([*first, *keywords])  # type: ignore[attr-defined]
+        module.__init__ = __init__  # type: ignore[method-assign,assignment]
+        module._defaults = {each.name: each.default for each in keywords if each.kind is each.KEYWORD_ONLY}
+        return module
+
+    return decorate
 
 
 # ----------------------------------------------------------------------------------------------------------- arguments
@@ -119,46 +157,54 @@ def reduction_of(op: str, reduction: str) -> int:
     return mode
 
 
-def _positive(op: str, name: str, value: object) -> float:
-    # The smallest normal number of float32, in which is computed.
-    return number_of(op, name, value, torch.finfo(torch.float32).tiny, math.inf, "a positive number")
-
-
 def numbers_of(
     op: str,
     label_smoothing: float = 0,
     scale: float | None = None,
     softcap: float | None = None,
     z_loss: float = 0,
-) -> tuple[tuple[float, float, float, float], Tensor | None]:
-    """The numbers of a loss, checked, in the order in which the extension takes them, and None; or where torch.compile
-    has symbols for them the defaults, and the tensor that stands for them.
+) -> tuple[tuple[float, ...], Tensor | None]:
+    """The numbers among the options, checked, as the extension takes them, none where all are absent; and None. Where
+    torch.compile has symbols for them, none, and the tensor that stands for them.
 
-    The defaults of a caller are 0 and not 0.0: torch.compile(dynamic=True) takes a default that is a float for one that
-    changes, and compiles twice.
+    What is absent is 0 and not 0.0: torch.compile(dynamic=True) takes a default that is a float for one that changes,
+    and compiles twice.
     """
-    smoothing, z_weight = 0.0, 0.0
-    if type(label_smoothing) is not int or label_smoothing != 0:
-        smoothing = number_of(op, "label_smoothing", label_smoothing, 0.0, 1.0, "0 to 1")
-    if type(z_loss) is not int or z_loss != 0:
-        z_weight = number_of(op, "z_loss", z_loss, 0.0, math.inf, "a number that is not negative")
-    factor = 1.0 if scale is None else _positive(op, "scale", scale)
-    cap = 0.0 if softcap is None else _positive(op, "softcap", softcap)
-    number_tensor = number_tensor_of(smoothing, factor, cap, z_weight)
-    return ((smoothing, factor, cap, z_weight) if number_tensor is None else (0.0, 1.0, 0.0, 0.0)), number_tensor
+    given = (label_smoothing, scale, softcap, z_loss)
+    if not torch.compiler.is_compiling() and all(map(operator.is_, given, _ABSENT)):
+        return (), None
+    numbers = []
+    for value, absent, (name, default, low, high, expected) in zip(given, _ABSENT, _table()):
+        is_absent = value is None if absent is None else type(value) is int and value == 0
+        numbers.append(default if is_absent else number_of(op, name, value, low, high, expected))
+    number_tensor = number_tensor_of(*numbers)
+    return (tuple(numbers) if number_tensor is None else ()), number_tensor
+
+
+# The table of the extension, kLossOptions in src/core/loss_options.h, has the ranges, and says in which order they are.
+_ABSENT = numbers_of.__defaults__ or ()
+NUMBERS = numbers_of.__code__.co_varnames[1 : 1 + len(_ABSENT)]
+_words, _numbers = torch.ops.eaves.loss_options()
+assert _words[::2] == [f"--{name.replace('_', '-')}" for name in NUMBERS], _words
+_TABLE = tuple(zip(NUMBERS, _numbers[::3], _numbers[1::3], _numbers[2::3], _words[1::2]))
+# Of each number the least, the largest and what an error says of the two.
+RANGES = {name: (low, high, expected) for name, _, low, high, expected in _TABLE}
+
+
+def _table() -> tuple[tuple[str, float, float, float, str], ...]:
+    return _TABLE
+
+
+# As torch.compiler.assume_constant_result does, which would load torch._dynamo: floats of a module would be symbols.
+_table._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def weight_of(op: str, weight: Tensor, input: Tensor, classes: int, of: str = "input") -> Tensor:
     """The weights of the classes, as the core takes them; `of` is the argument that says how many there are."""
     check_tensor(op, "weight", weight)
     check_device(op, "weight", weight, "input", input)
-    if weight.dtype != input.dtype and weight.dtype != torch.float32:
-        raise ValueError(
-            f"{op}: weight has dtype {name_of(weight.dtype)}, expected that of input, {name_of(input.dtype)}, or "
-            "float32"
-        )
-    if weight.dim() != 1 or weight.shape[0] != classes:
-        raise ValueError(f"{op}: weight has shape {shape_of(weight)}, expected [{classes}] (one per class of {of})")
+    check_dtype_of(op, "weight", weight, (input.dtype, torch.float32), "that of input, or float32")
+    check_shape(op, "weight", weight, [classes], f"one per class of {of}")
     refuse_gradient(op, "weight", weight)
     return weight.contiguous()
 
@@ -251,6 +297,8 @@ POSITIONS = [
     for computed in range(2 * OF_IGNORED_ROWS)
 ]
 
+_SAVED_POSITIONS = [(positions[ENTROPY], positions[TARGET_MASS], positions[DIVISOR]) for positions in POSITIONS]
+
 
 def pick(outputs: Sequence[Any], computed: int, bit: int) -> Any:
     """Of what a call gave (the loss, and what the bits `computed` say), that of `bit`; None where it is not there."""
@@ -266,16 +314,47 @@ def output_of(outputs: Sequence[Tensor], computed: int, wanted: int) -> CrossEnt
     return CrossEntropyOutput(outputs[0], lse, argmax, entropy, z_loss)
 
 
-def mark_constant(ctx: Any, outputs: Sequence[Tensor], computed: int, wanted: int) -> None:
-    """Tells autograd which outputs have no derivative: all but the loss and, of those that the user gets, lse and
-    entropy."""
-    if not wanted & (LSE | ENTROPY):
+def keep_outputs(ctx: Any, outputs: Sequence[Tensor], computed: int, wanted: int) -> tuple[Tensor | None, ...]:
+    """In a setup_context: which outputs have a derivative (the loss and, of those that the user gets, lse and entropy),
+    and those to save, in the order in which the extension's backward takes them."""
+    ctx.set_materialize_grads(False)  # or each backward would fill a tensor of zeros for each output
+    ctx.computed, ctx.wanted = computed, wanted
+    if wanted & (LSE | ENTROPY):
+        positions, differentiable = POSITIONS[computed], (wanted & LSE) | ENTROPY
+        constant = [outputs[positions[bit]] for bit in OUTPUTS if computed & bit and not differentiable & bit]
+        ctx.mark_non_differentiable(*constant)
+    else:
         ctx.mark_non_differentiable(*outputs[1:])
-        return
-    differentiable = (wanted & LSE) | ENTROPY
-    positions = POSITIONS[computed]
-    constant = [outputs[positions[bit]] for bit in OUTPUTS if computed & bit and not differentiable & bit]
-    ctx.mark_non_differentiable(*constant)
+    entropy, target_mass, divisor = _SAVED_POSITIONS[computed]
+    return (
+        outputs[1],  # lse
+        outputs[entropy] if entropy else None,
+        outputs[target_mass] if target_mass else None,
+        outputs[divisor] if divisor else None,
+    )
+
+
+def upstream_of(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Of the upstream gradients those of the loss, lse and entropy, as far as the user has these; none where all are
+    absent."""
+    grad_loss, grad_lse = grads[0], grads[1] if ctx.wanted & LSE else None
+    grad_entropy = pick(grads, ctx.computed, ENTROPY)
+    if grad_loss is None and grad_lse is None and grad_entropy is None:
+        return ()
+    return grad_loss, grad_lse, grad_entropy
+
+
+def for_backward(upstream: Sequence[Any], saved: Sequence[Any], mode: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The upstream gradients and the saved outputs as the extension takes them."""
+    grad_loss, grad_lse, grad_entropy = upstream
+    lse, entropy, target_mass, divisor = saved
+    if grad_loss is None:
+        grad_loss = lse.new_zeros(()).expand(lse.shape if mode == NONE else ())
+    if grad_lse is not None:
+        grad_lse = grad_lse.contiguous()
+    if grad_entropy is None:
+        return (grad_loss, grad_lse, None), (lse.detach(), None, target_mass, divisor)
+    return (grad_loss, grad_lse, grad_entropy.contiguous()), (lse.detach(), entropy.detach(), target_mass, divisor)
 
 
 def empty_outputs(like: Tensor, rows: Sequence[int], mode: int, outputs: int) -> list[Tensor]:

@@ -1,5 +1,5 @@
-"""lrpe_cosine for torch tensors: the public function and module, their autograd, fake implementations and batching
-rules."""
+"""lrpe_cosine for torch tensors: the public function and module, and their autograd. Fake implementations and batching
+rules are in _lrpe_cosine_rules.py."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eaves import _lrpe_cosine_rules  # noqa: F401  # registers them
 from eaves._operator import (
     MAX_RANK,
     accumulator_dtype,
@@ -17,25 +18,20 @@ from eaves._operator import (
     binds_quickly,
     call,
     check_device,
+    check_dtype_of,
     check_tensor,
     dispatch,
-    each_of_batch,
     index_of,
     is_transforming,
-    name_of,
     needs_autograd,
     number_of,
     refuse_lost_derivatives,
-    register_fake,
-    register_vmap,
     value_for_message,
 )
 
 _forward = torch.ops.eaves.lrpe_cosine_forward.default
 _forward_lse = torch.ops.eaves.lrpe_cosine_forward_lse.default
 _backward = torch.ops.eaves.lrpe_cosine_backward.default
-_backward_theta = torch.ops.eaves.lrpe_cosine_backward_theta.default
-_backward_both = torch.ops.eaves.lrpe_cosine_backward_both.default
 
 _OP = "lrpe_cosine"
 
@@ -313,8 +309,7 @@ def _activation_of(activation: object, activation_dim: object) -> tuple[int, int
 def _check_x(x: Tensor, heads_first: bool) -> tuple[int, int, int]:
     """Its batch entries, positions and heads."""
     check_tensor(_OP, "x", x)
-    if x.dtype not in _X_DTYPES:
-        raise ValueError(f"{_OP}: x has dtype {name_of(x.dtype)}, expected float16, bfloat16, float32 or float64")
+    check_dtype_of(_OP, "x", x, _X_DTYPES, "a floating-point type")
     if x.dim() != 4:
         names = "batch, heads, positions, features" if heads_first else "batch, positions, heads, features"
         raise ValueError(f"{_OP}: x has shape {list(x.shape)}, expected four axes ({names})")
@@ -325,10 +320,7 @@ def _check_x(x: Tensor, heads_first: bool) -> tuple[int, int, int]:
 def _check_theta(theta: Tensor, x: Tensor, heads: int) -> None:
     check_tensor(_OP, "theta", theta)
     check_device(_OP, "theta", theta, "x", x)
-    if theta.dtype != x.dtype and theta.dtype != torch.float32:
-        raise ValueError(
-            f"{_OP}: theta has dtype {name_of(theta.dtype)}, expected {name_of(x.dtype)} (that of x), or float32"
-        )
+    check_dtype_of(_OP, "theta", theta, (x.dtype, torch.float32), "that of x, or float32")
     if theta.dim() != 2:
         raise ValueError(f"{_OP}: theta has shape {list(theta.shape)}, expected two axes (heads, features)")
     if theta.shape[0] != heads and theta.shape[0] != 1:
@@ -409,10 +401,7 @@ def _check_alone(name: str, axes: Sequence[int], offset: int | Tensor) -> None:
 def _check_integers(name: str, tensor: Tensor, x: Tensor) -> None:
     check_tensor(_OP, name, tensor)
     check_device(_OP, name, tensor, "x", x)
-    if tensor.dtype not in _POSITION_DTYPES:
-        raise ValueError(
-            f"{_OP}: {name} has dtype {name_of(tensor.dtype)}, expected int64 or int32 (positions are integers)"
-        )
+    check_dtype_of(_OP, name, tensor, _POSITION_DTYPES, "positions are integers")
 
 
 # ------------------------------------------------------------------------------------------------------------ autograd
@@ -485,23 +474,17 @@ class _LrpeCosine(torch.autograd.Function):
         return grad_x, grad_theta, *nothing
 
 
-def _backward_of(wants_x: bool, wants_theta: bool) -> Any:
-    """The operator that computes these gradients, at least one."""
-    return _backward_both if wants_x and wants_theta else _backward if wants_x else _backward_theta
-
-
 def _gradients(grad_out: Tensor, x: Tensor | None, theta: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
     """grad_x and grad_theta, None for what is not wanted. `arguments` are those of _Gradient behind theta."""
     turned, wants_x, wants_theta = arguments[-3:]
     tensors = (grad_out, theta) if x is None else (grad_out, x, theta)
-    overload = _backward_of(wants_x, wants_theta)
-    options, heads_first = arguments[:-3], arguments[-4]
     if torch.compiler.is_compiling() or needs_autograd(*tensors):
-        result = apply(_OP, _Gradient, grad_out, x, theta, *arguments)
+        grad_x, grad_theta = apply(_OP, _Gradient, grad_out, x, theta, *arguments)
     else:
-        result = call(_OP, overload, grad_out, x, theta, *options, heads_first != turned)
-    grad_x, grad_theta = result if wants_x and wants_theta else (result, None) if wants_x else (None, result)
-    return grad_x.transpose(1, 2) if turned and grad_x is not None else grad_x, grad_theta
+        grad_x, grad_theta = _Gradient.forward(grad_out, x, theta, *arguments)
+    if turned and wants_x:
+        grad_x = grad_x.transpose(1, 2)
+    return grad_x if wants_x else None, grad_theta if wants_theta else None
 
 
 @binds_quickly
@@ -531,16 +514,15 @@ class _Gradient(torch.autograd.Function):
         turned: bool,
         wants_x: bool,
         wants_theta: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        overload = _backward_of(wants_x, wants_theta)
-        result: Tensor | tuple[Tensor, Tensor] = call(
-            _OP, overload, grad_out, x, theta, lse, offsets, positions, cu_seqlens, grid, extra_tokens, offset, kind,
-            dim, heads_first, heads_first != turned,
+    ) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = call(
+            _OP, _backward, grad_out, x, theta, lse, offsets, positions, cu_seqlens, grid, extra_tokens, offset, kind,
+            dim, heads_first, heads_first != turned, wants_x, wants_theta,
         )  # fmt: skip
         return result
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         grad_out, x, theta, _, offsets, positions, cu_seqlens = inputs[:7]
         ctx.options, (ctx.turned, ctx.wants_x, ctx.wants_theta) = inputs[7:13], inputs[13:]
         ctx.set_materialize_grads(False)
@@ -549,7 +531,7 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         nothing = (None,) * 13
-        v, u = (grads[0] if ctx.wants_x else None), (grads[-1] if ctx.wants_theta else None)
+        v, u = (grads[0] if ctx.wants_x else None), (grads[1] if ctx.wants_theta else None)
         if v is None and u is None:
             return None, None, None, *nothing
         grad_out, x, theta, offsets, positions, cu_seqlens = ctx.saved_tensors
@@ -682,176 +664,4 @@ def _activated(z: Tensor, kind: int, dim: int) -> tuple[Tensor, _Map, Callable[[
     )
 
 
-refuse_lost_derivatives(_OP, _forward, _forward_lse, _backward, _backward_theta, _backward_both)
-
-
-# What torch.compile and other tracers ask: shapes, strides and dtypes of the outputs.
-
-
-@register_fake("lrpe_cosine_forward")
-def _(x: Tensor, theta: Tensor, *_: object) -> Tensor:
-    return x.new_empty([*x.shape[:-1], 2 * x.shape[-1]])
-
-
-@register_fake("lrpe_cosine_forward_lse")
-def _(x: Tensor, theta: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    batch, second, third, features = x.shape
-    heads = second if arguments[-1] else third
-    lse = x.new_empty([batch, heads, 2, features], dtype=accumulator_dtype(x.dtype))
-    return x.new_empty([batch, second, third, 2 * features]), lse
-
-
-def _empty_grad_x(grad_out: Tensor, heads_first: bool, grad_heads_first: bool) -> Tensor:
-    batch, second, third, features = grad_out.shape
-    axes = [second, third] if heads_first == grad_heads_first else [third, second]
-    return grad_out.new_empty([batch, *axes, features // 2])
-
-
-@register_fake("lrpe_cosine_backward")
-def _(grad_out: Tensor, x: Tensor | None, theta: Tensor, *arguments: Any) -> Tensor:
-    return _empty_grad_x(grad_out, *arguments[-2:])
-
-
-@register_fake("lrpe_cosine_backward_theta")
-def _(grad_out: Tensor, x: Tensor, theta: Tensor, *_: object) -> Tensor:
-    return theta.new_empty(theta.shape)
-
-
-@register_fake("lrpe_cosine_backward_both")
-def _(grad_out: Tensor, x: Tensor, theta: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return _empty_grad_x(grad_out, *arguments[-2:]), theta.new_empty(theta.shape)
-
-
-# Batching rules: samples with one theta are entries of one batch; where each has its own, or a gradient of its own of
-# theta, there is a call for each.
-
-
-class _Fold:
-    """Samples of batches as one batch, and back."""
-
-    def __init__(self, info: Any, batch: int) -> None:
-        self.samples: int = info.batch_size
-        self.batch = batch
-
-    def __call__(self, tensor: Tensor | None, axis: int | None) -> Tensor | None:
-        """A tensor whose first axis is the batch."""
-        if tensor is None:
-            return None
-        tensor = tensor.expand(self.samples, *tensor.shape) if axis is None else tensor.movedim(axis, 0)
-        return tensor.reshape(self.samples * self.batch, *tensor.shape[2:])
-
-    def offsets(self, tensor: Tensor | None, axis: int | None) -> Tensor | None:
-        if tensor is None or (axis is None and tensor.numel() == 1):
-            return tensor
-        if axis is None:
-            return self(tensor, None)
-        tensor = tensor.movedim(axis, 0)
-        rows = tensor.reshape(self.samples, tensor.shape[1:].numel())  # -1 has no meaning where there are no samples
-        return rows.expand(self.samples, self.batch).reshape(-1)
-
-    def positions(self, tensor: Tensor | None, axis: int | None) -> Tensor | None:
-        if tensor is None or (axis is None and tensor.dim() == 1):
-            return tensor
-        if axis is None:
-            return self(tensor, None)
-        tensor = tensor.movedim(axis, 0)
-        length = tensor.shape[-1]
-        rows = tensor if tensor.dim() == 3 else tensor.unsqueeze(1)
-        return rows.expand(self.samples, self.batch, length).reshape(self.samples * self.batch, length)
-
-    def back(self, tensor: Tensor) -> Tensor:
-        return tensor.reshape(self.samples, self.batch, *tensor.shape[1:])
-
-
-def _batch_of(tensor: Tensor, axis: int | None) -> int:
-    """The batch entries of each sample."""
-    return tensor.shape[0] if axis is None else tensor.movedim(axis, 0).shape[1]
-
-
-def _of_each(info: Any, in_dims: Sequence[Any], overload: Any, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
-    """A call for each sample: its results, and where their samples are."""
-    if info.batch_size == 0:
-        return _of_none(in_dims, overload, tensors, options)
-    results = []
-    for *sample, cu_seqlens in each_of_batch(info, tuple(in_dims[: len(tensors)]), *tensors):
-        results.append(overload(*sample, None if cu_seqlens is None else cu_seqlens.contiguous(), *options))
-    if isinstance(results[0], Tensor):
-        return torch.stack(results), 0
-    return tuple(torch.stack(each) for each in zip(*results)), (0,) * len(results[0])
-
-
-def _of_none(in_dims: Sequence[Any], overload: Any, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
-    """The results of no samples, which have the shapes and dtypes of those of one."""
-
-    def sample(tensor: Tensor | None, axis: int | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        shape = [size for index, size in enumerate(tensor.shape) if axis is None or index != axis % tensor.dim()]
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
-
-    of_one = overload(*map(sample, tensors, in_dims), *options)
-
-    def none_of(result: Tensor) -> Tensor:
-        return torch.empty([0, *result.shape], dtype=result.dtype, device=tensors[0].device)
-
-    if isinstance(of_one, Tensor):
-        return none_of(of_one), 0
-    return tuple(map(none_of, of_one)), (0,) * len(of_one)
-
-
-def _batched_forward(overload: Any) -> Callable[..., Any]:
-    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-        tensors, options = arguments[:5], arguments[5:]
-        x, theta, offsets, positions, cu_seqlens = tensors
-        if in_dims[1] is not None or in_dims[4] is not None:
-            return _of_each(info, in_dims, overload, tensors, options)
-        fold = _Fold(info, _batch_of(x, in_dims[0]))
-        result = overload(
-            fold(x, in_dims[0]),
-            theta,
-            fold.offsets(offsets, in_dims[2]),
-            fold.positions(positions, in_dims[3]),
-            cu_seqlens,
-            *options,
-        )
-        if isinstance(result, Tensor):
-            return fold.back(result), 0
-        return tuple(map(fold.back, result)), (0,) * len(result)
-
-    return rule
-
-
-register_vmap("lrpe_cosine_forward")(_batched_forward(_forward))
-register_vmap("lrpe_cosine_forward_lse")(_batched_forward(_forward_lse))
-
-
-@register_vmap("lrpe_cosine_backward")
-def _(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-    tensors, options = arguments[:7], arguments[7:]
-    grad_out, x, theta, lse, offsets, positions, cu_seqlens = tensors
-    if in_dims[2] is not None or in_dims[6] is not None:
-        return _of_each(info, in_dims, _backward, tensors, options)
-    fold = _Fold(info, _batch_of(grad_out, in_dims[0]))
-    folded_lse = fold(lse, in_dims[3])
-    result = _backward(
-        fold(grad_out, in_dims[0]),
-        fold(x, in_dims[1]),
-        theta,
-        None if folded_lse is None else folded_lse.contiguous(),
-        fold.offsets(offsets, in_dims[4]),
-        fold.positions(positions, in_dims[5]),
-        cu_seqlens,
-        *options,
-    )
-    return fold.back(result), 0
-
-
-def _batched_backward_theta(overload: Any) -> Callable[..., Any]:
-    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-        return _of_each(info, in_dims, overload, arguments[:7], arguments[7:])
-
-    return rule
-
-
-register_vmap("lrpe_cosine_backward_theta")(_batched_backward_theta(_backward_theta))
-register_vmap("lrpe_cosine_backward_both")(_batched_backward_theta(_backward_both))
+refuse_lost_derivatives(_OP, _forward, _forward_lse, _backward)

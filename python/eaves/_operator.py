@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -42,7 +43,7 @@ def check_tensor(op: str, name: str, value: Any) -> None:
     kind = type(value)
     if kind is not Tensor and kind is not torch.nn.Parameter:
         _check_kind(op, name, value)
-    if value.is_nested:  # without a shape, so that nobody may look at it
+    if value.is_nested:  # it has no shape to look at
         raise NotImplementedError(f"{op}: {name} is {_kind_of(value)}, {_DENSE}")
     if value.dim() > MAX_RANK:
         raise NotImplementedError(f"{op}: {name} has {value.dim()} axes, expected at most {MAX_RANK}")
@@ -57,6 +58,19 @@ def check_device(op: str, name: str, tensor: Tensor, reference_name: str, refere
     and one on the device "meta" it makes a result without values."""
     if tensor.device != reference.device:
         raise ValueError(f"{op}: {name} is on {tensor.device}, expected {reference.device} (as {reference_name})")
+
+
+def check_shape(op: str, name: str, tensor: Tensor, expected: Sequence[int], why: str) -> None:
+    """Raises ValueError in the words of the core's check::has_shape."""
+    if tensor.shape != tuple(expected):
+        raise ValueError(f"{op}: {name} has shape {list(tensor.shape)}, expected {list(expected)} ({why})")
+
+
+def check_dtype_of(op: str, name: str, tensor: Tensor, expected: Sequence[torch.dtype], why: str) -> None:
+    """Raises ValueError in the words of the core's check::has_dtype."""
+    if tensor.dtype not in expected:
+        names = " or ".join(dict.fromkeys(map(name_of, expected)))
+        raise ValueError(f"{op}: {name} has dtype {name_of(tensor.dtype)}, expected {names} ({why})")
 
 
 def _check_kind(op: str, name: str, value: object) -> None:
@@ -235,7 +249,7 @@ def binds_quickly(function: type[torch.autograd.Function]) -> type[torch.autogra
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, and all that it calls, as torch.compile leaves it alone: a frame that cannot be compiled runs as it
     is, but those that it calls are tried again, each for itself, where a side effect of a backward would be lost."""
-    if "torch._dynamo" not in sys.modules:  # nobody compiles, and to load it would take seconds
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to load it would take seconds
         return function
     disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled
@@ -281,8 +295,8 @@ def needs_autograd(*tensors: Tensor) -> bool:
 
 
 def call_plainly(overload: OpOverload, x: Tensor, y: Tensor) -> Any:
-    """`overload(x, y)` for arguments that nobody has checked yet, or None where the way with the checks is to be
-    taken: the call needs more than the extension's own kernel, or that has refused it. Outside of torch.compile only.
+    """`overload(x, y)` for arguments that are not checked yet, or None where the way with the checks is to be taken:
+    the call needs more than the extension's own kernel, or that has refused it. Outside of torch.compile only.
 
     The extension checks the same things; the checks of the caller know the user's words, and cost half of a small call.
     """
@@ -311,8 +325,8 @@ def call(op: str, overload: OpOverload, *arguments: object, number_tensor: Tenso
 
 
 def number_tensor_of(*numbers: float) -> Tensor | None:
-    """The floats that an operator of the extension takes, as a tensor on the CPU, where torch.compile has a symbol for
-    one of them; else None.
+    """The `numbers` of an operator of the extension as a tensor on the CPU, where torch.compile has a symbol for one of
+    them; else None.
 
     Of a float argument torch.compile compiles an operator again for each value. A float stays variable only as an
     operand of tensor arithmetic, so each is multiplied by a tensor of 1.
@@ -332,19 +346,18 @@ _with_number_tensor: dict[OpOverload, OpOverload] = {}
 
 
 def _overload_with_number_tensor(overload: OpOverload) -> OpOverload | None:
-    """The operator with one more tensor in front, whose numbers stand for its float arguments in their order; made when
-    it is first asked for. None where there are no float arguments, or where torch.compile never calls it: in place."""
+    """The operator with one more tensor in front, whose numbers stand for its argument `numbers`; made when it is first
+    asked for. None where there is no such argument, or where torch.compile never calls it: in place."""
     schema = overload._schema
-    places = [place for place, each in enumerate(schema.arguments) if str(each.type) == "float"]
-    if not places or schema.is_mutable:
+    names = [each.name for each in schema.arguments]
+    if "numbers" not in names or schema.is_mutable:
         return None
     if overload not in _with_number_tensor:
         name = schema.name.removeprefix("eaves::")
 
         def kernel(number_tensor: Tensor, *arguments: object) -> Any:
             whole = [*arguments, *_defaults_behind(overload, arguments)]
-            for place, number in zip(places, number_tensor.tolist()):
-                whole[place] = number
+            whole[names.index("numbers")] = number_tensor.tolist()
             return overload(*whole)
 
         # It reads memory of the host, which a CUDA graph would not read again.
@@ -363,16 +376,28 @@ _ERRORS: dict[str, type[Exception]] = {
     "eaves.OutOfMemory: ": torch.OutOfMemoryError,
 }
 
+# The user's names of the arguments, by those of the core.
+_NAMES = {
+    "cross_entropy": {"logits": "input", "targets": "target", "class_axis": "class_dim"},
+    "linear_cross_entropy": {
+        "x": "input", "weight": "linear_weight", "bias": "linear_bias", "targets": "target", "class_weight": "weight",
+    },
+    "lrpe_cosine": {"offsets": "offset"},
+}  # fmt: skip
+
 
 def _raise_as_what_it_is(op: str, error: Exception, arguments: tuple[object, ...]) -> NoReturn:
-    message = str(error)
+    message, names = str(error), _NAMES.get(op, {})
     for mark, kind in _ERRORS.items():
         _, found, sentence = message.partition(mark)
         if found:
-            # The core says logsumexp_forward where the user called logsumexp.
             sentence = sentence.partition("\n")[0]
             prefix, _, rest = sentence.partition(": ")
-            raise kind(f"{op}: {rest if prefix.startswith(op) else sentence}") from None
+            if prefix.startswith(op):  # the core says logsumexp_forward where the user called logsumexp
+                # "soft targets" and "targets are soft" are no names.
+                word = r"(?<!soft )\b\w+\b(?! are (?:soft|distributions))"
+                sentence = re.sub(word, lambda found: names.get(found[0], found[0]), rest)
+            raise kind(f"{op}: {sentence}") from None
     if isinstance(error, NotImplementedError) and not message.startswith(f"{op}: "):
         # Not our own: the dispatcher has no kernel for this kind of tensor.
         kinds = sorted({_kind_of(argument) for argument in arguments if isinstance(argument, Tensor)})
@@ -424,8 +449,10 @@ def register_fake(op: str) -> Callable[[_Function], _Function]:
             return fake(*arguments, *_defaults_behind(overload, arguments))
 
         def with_number_tensor(number_tensor: Tensor, *arguments: object) -> Any:
-            if number_tensor.device.type != "cpu":
-                raise ValueError(f"{op}: number_tensor is on {number_tensor.device}, expected cpu")
+            # For CUDA graphs inductor moves it to the GPU, where the kernel reads it as well.
+            first = next(each for each in arguments if isinstance(each, Tensor))
+            if number_tensor.device.type not in ("cpu", first.device.type):
+                raise ValueError(f"{op}: number_tensor is on {number_tensor.device}, expected cpu or {first.device}")
             return checked(*arguments)
 
         torch.library.register_fake(f"eaves::{op}", checked)
@@ -480,6 +507,9 @@ def batch_first(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) ->
 def each_of_batch(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> list[list[Any]]:
     """For a batching rule that has no better way: the arguments of each sample."""
     return [
-        [value if axis is None else value.select(axis, index) for value, axis in zip(arguments, in_dims)]
+        [
+            value.select(axis, index) if isinstance(value, Tensor) and axis is not None else value
+            for value, axis in zip(arguments, in_dims)
+        ]
         for index in range(info.batch_size)
     ]

@@ -237,8 +237,7 @@ def _release_head(model: Any, successor: Any = None) -> None:
 
 @functools.cache
 def _patched_class(original: Any) -> Any:
-    """A subclass that is the original to whoever asks for its name: transformers writes that into configurations and
-    keeps tables by it."""
+    """A subclass with the name of the original: transformers writes that into configurations and keeps tables by it."""
     forward, original_loss = original.forward, original.loss_function.fget
     transformers_loss = _transformers_loss()
     # Not inspect.signature.bind in each call: torch.compile traces this.
@@ -246,7 +245,7 @@ def _patched_class(original: Any) -> Any:
 
     @functools.wraps(forward)  # Trainer asks for the signature, which stays as it was: skip_logits is no column of data
     def patched_forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
-        if not _is_patched(self):  # whoever kept this function from before unpatch
+        if not _is_patched(self):  # a reference to this function was kept beyond unpatch
             return forward(self, *args, **kwargs)
         has_labels = (args[place] if len(args) > place else kwargs.get("labels")) is not None
         if skip_logits is None:

@@ -1,42 +1,61 @@
-"""Tests of how `python -m eaves.bench` measures: times, memory, the comparison, the protocols, the providers."""
+"""Tests of how `python -m eaves.bench` measures: times, memory, the comparison, the protocols, calls in place."""
 
 from __future__ import annotations
 
-import json
+import statistics
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from bench_toy import (  # noqa: F401
     CPU,
     DIM,
-    Eaves,
-    FailsAt64,
-    FailsInTheEnd,
-    NanOut,
-    Peer,
-    WrongGradient,
-    WrongOut,
+    EAVES,
+    FAILS_AT_64,
+    PEER,
+    WRONG,
     exp_sum,
     measure_one,
+    provider,
     small_flush,
     toy_row,
 )
 from eaves.bench import device as bench_device
 from eaves.bench import harness, memory, timing, verify
-from eaves.bench.benchmark import Forward, Mode, Provider, Request, Row
-from eaves.bench.harness import Harness, HarnessOptions
-from eaves.bench.logsumexp import OPERATOR as LOGSUMEXP
-from eaves.bench.protocol import Call, Protocol
-from eaves.bench.timing import Column, Timer, Timing
+from eaves.bench.benchmark import Inputs, Mode, Row
+from eaves.bench.calls import PROTOCOLS, Call, least_peak_bytes, make_call, moved
+from eaves.bench.harness import Harness
+from eaves.bench.timing import Timer
+
+each_protocol = pytest.mark.parametrize("protocol", PROTOCOLS)
 
 
-def test_a_timing_is_the_median_with_the_extremes() -> None:
-    assert Timing.of([3.0, 1.0, 20.0]) == Timing(3.0, 1.0, 20.0, 3)
-    assert Timing.of([3.0, 1.0, 20.0, 4.0]) == Timing(3.5, 1.0, 20.0, 4)
+def in_place_row(n: int) -> Row:
+    return toy_row("fwd+bwd", n, in_place=True)
+
+
+class ExpSumInPlace(torch.autograd.Function):
+    """The toy operator, its gradient written over x in the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.gradient = x.detach().exp_()
+        return ctx.gradient.sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return ctx.gradient.mul_(grad_outputs[0][:, None])
+
+
+def exp_sum_in_place(x: Tensor) -> Tensor:
+    return ExpSumInPlace.apply(x)  # type: ignore[no-untyped-call]
+
+
+# --------------------------------------------------------------------------------------------------------------- timing
 
 
 class Clock:
@@ -44,23 +63,18 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, flush_ms: float = 0.0) -> None:
         self.ms = 0.0
+        self.events: list[object] = []
         for module in (timing, bench_device):
             monkeypatch.setattr(module, "now_ms", lambda: self.ms)
-        monkeypatch.setattr(timing, "stream_bytes", lambda *arguments: self.advance(flush_ms))
+        monkeypatch.setattr(timing, "stream_bytes", lambda *moved: self.spend(("flush", *moved[2:]), flush_ms))
 
-    def advance(self, ms: float) -> None:
+    def spend(self, event: object, ms: float) -> None:
+        self.events.append(event)
         self.ms += ms
 
-
-def test_a_stopwatch_on_a_cpu_shows_what_the_clock_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    clock.advance(100)
-    stopwatch = bench_device.Stopwatch(CPU)
-    stopwatch.start()
-    clock.advance(7)
-    stopwatch.stop()
-    clock.advance(20)
-    assert stopwatch.elapsed_ms() == 7
+    def call(self, name: object, ms: float, prepare: bool = False) -> Call:
+        run: Callable[[], None] = lambda: self.spend(name, ms)  # noqa: E731
+        return Call(run, lambda: self.spend("prepare", 10)) if prepare else Call(run)
 
 
 def test_every_contestant_gets_its_own_time_without_the_flush(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,18 +82,33 @@ def test_every_contestant_gets_its_own_time_without_the_flush(monkeypatch: pytes
     # Four calls to warm up come first; the times of the five that count are 1, 2, 3, 4 and 10 times as long.
     factors = {name: iter([50, 50, 50, 50, 4, 2, 10, 1, 3]) for name in "abc"}
     unit = {"a": 1.0, "b": 8.0, "c": 64.0}
-    calls = {name: [Call(lambda name=name: clock.advance(unit[name] * next(factors[name])))] for name in "abc"}
-    timed = Timer(CPU).time(calls, 5)
-    assert {name: each.timing for name, each in timed.items()} == {
-        name: Timing(median_ms=3 * each, min_ms=each, max_ms=10 * each, repetitions=5) for name, each in unit.items()
+    calls = {name: [Call(lambda name=name: clock.spend(name, unit[name] * next(factors[name])))] for name in "abc"}
+    assert Timer(CPU).time(calls, 5) == {
+        name: {"ms": 3 * each, "ms_min": each, "ms_max": 10 * each, "repetitions": 5} for name, each in unit.items()
     }
+
+
+def test_calls_take_turns_and_each_finds_the_cache_flushed_by_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    calls = {name: [clock.call((name, each), 0) for each in ("first", "second")] for name in ("a", "b")}
+    assert Timer(CPU).time(calls, 2)["a"]["repetitions"] == 2
+    flush = ("flush", 2 * 2**16, 0)
+    once = [[flush, ("a", each), flush, ("b", each)] for each in ("first", "second")]
+    # Three calls to warm up and one that says how long it takes come before the two that count.
+    assert clock.events == once[0] + once[1] + once[0] + once[0] + once[0] + once[1]
+
+
+def test_what_a_call_prepares_comes_before_the_flush_and_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, flush_ms=100)
+    timed = Timer(CPU).time({"a": [clock.call("run", 1, prepare=True)]}, 2)
+    assert [each[0] if isinstance(each, tuple) else each for each in clock.events] == ["prepare", "flush", "run"] * 6
+    assert timed["a"]["ms_max"] == 1
 
 
 def test_slow_contestants_get_fewer_repetitions_but_five(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     for call_ms, repetitions in ((10, 30), (50, 20), (700, 5)):  # a second for each contestant
-        timed = Timer(CPU).time({"a": [Call(lambda call_ms=call_ms: clock.advance(call_ms))]}, 30)
-        assert timed["a"].timing is not None and timed["a"].timing.repetitions == repetitions
+        assert Timer(CPU).time({"a": [clock.call("a", call_ms)]}, 30)["a"]["repetitions"] == repetitions
 
 
 def test_warming_up_lasts_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,153 +120,158 @@ def test_warming_up_lasts_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch)
     assert clock.ms == 30  # ten flushes at a time
 
 
-def test_the_flush_is_larger_than_the_last_cache() -> None:
+def test_the_flush_is_larger_than_the_last_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = 2**40
     assert timing.flush_bytes(False, 2**20, free) == 2**21
     assert timing.flush_bytes(True, 2**20, free) == 2**28
-    assert timing.flush_bytes(True, 50 * 2**20, free) == 2**28
     assert timing.flush_bytes(True, 2**27, free) == 2**29
     assert timing.flush_bytes(True, 2**27, 2**24) == 2**22  # where memory is short, a quarter of it
-
-
-def test_the_last_cache_is_that_of_the_highest_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, level, size in (
-        ("index0", 1, "32K"),
-        ("index2", 2, "1024K"),
-        ("index3", 3, "16384K"),
-        ("index1", 1, "48K"),
-    ):
+    for name, level, size in (("index0", 1, "32K"), ("index3", 3, "16384K"), ("index1", 2, "1024K")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "level").write_text(f"{level}\n")
         (tmp_path / name / "size").write_text(f"{size}\n")
     monkeypatch.setattr(bench_device, "_CACHES", tmp_path)
     assert bench_device.last_cache_bytes(CPU) == 16 * 2**20
-    monkeypatch.setattr(bench_device, "_CACHES", tmp_path / "none")
-    assert bench_device.last_cache_bytes(CPU) == 32 * 2**20
 
 
-def test_calls_take_turns_and_each_finds_the_cache_flushed_by_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[object] = []
-    flush = ("bytes read", 2 * 2**16, "written", 0)
-
-    def stream_bytes(source: Tensor, destination: Tensor, read_bytes: int, write_bytes: int) -> None:
-        events.append(("bytes read", read_bytes, "written", write_bytes))
-
-    monkeypatch.setattr(timing, "stream_bytes", stream_bytes)
-    timer = Timer(CPU)
-    sets = ["first", "second"]
-    calls = {
-        name: [Call(lambda name=name, each=each: events.append((name, each))) for each in sets] for name in ("a", "b")
-    }
-    timed = timer.time(calls, 2)
-    once = [[flush, ("a", each), flush, ("b", each)] for each in sets]
-    # Three calls to warm up and one that says how long it takes come before the two that count.
-    assert events == once[0] + once[1] + once[0] + once[0] + once[0] + once[1]
-    assert timed["a"].timing is not None and timed["a"].timing.repetitions == 2
+@pytest.mark.parametrize(
+    ("before", "after", "share"),
+    [
+        ("cpu  100 0 50 800 50 0 0 0 0 0\ncpu0 1", "cpu  110 0 55 875 60 0 0 0 9 0\ncpu0 2", 0.15),
+        ("", "", 0.0),  # where there is no such file
+    ],
+)
+def test_the_share_of_others_is_what_the_cores_did_meanwhile(
+    before: str, after: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = iter([before, after])
+    monkeypatch.setattr(bench_device, "_read", lambda path: next(texts))
+    assert bench_device.busy_share() == pytest.approx(share)
 
 
-def test_a_row_has_every_provider_and_the_limit() -> None:
-    measurement = measure_one("bwd", 64, Eaves(), Peer())
-    assert list(measurement.columns) == ["eaves", "peer", "limit"]
-    for each in measurement.columns.values():
-        assert each.skipped == ""
-        assert each.timing is not None and each.timing.repetitions == 3
-        assert 0 < each.timing.min_ms <= each.timing.median_ms <= each.timing.max_ms
+def test_on_a_gpu_the_host_is_not_in_the_time_of_a_call(cuda: torch.device) -> None:
+    """A kernel of 10 us behind a call that keeps Python busy for 2 ms."""
+
+    def slow(x: Tensor) -> Tensor:
+        end = timing.now_ms() + 2
+        while timing.now_ms() < end:
+            pass
+        return exp_sum(x)
+
+    eaves = provider("eaves", slow)
+    entry, _ = Harness(cuda, "autograd", repetitions=10).measure(toy_row("fwd", 64), [eaves], eaves)
+    assert entry["ms"] < 0.5 and 2 < entry["host_ms"] < 10
 
 
-class Recorder(Provider):
-    """Keeps the x of every forward."""
+# ---------------------------------------------------------------------------------------------------------------- a row
 
-    name = "eaves"
 
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-
-    def forward(self, row: Row) -> Forward:
-        def forward(x: Tensor) -> Tensor:
-            self.seen.append(x)
-            return exp_sum(x)
-
-        return forward
+def test_a_row_has_every_provider_and_the_limit_by_the_keys_of_the_file() -> None:
+    found = measure_one(toy_row("bwd", 64), EAVES, PEER)
+    assert list(found) == ["eaves", "peer", "limit"]
+    for entry in found.values():
+        assert list(entry) == "op mode dtype shape options provider ms ms_min ms_max peak_mib gbps repetitions".split()
+        assert 0 < entry["ms_min"] <= entry["ms"] <= entry["ms_max"] and entry["repetitions"] == 3
+        row = toy_row("bwd", 64)
+        assert entry["gbps"] == pytest.approx((row.read_bytes + row.write_bytes) / (entry["ms"] * 1e6))
 
 
 @pytest.mark.parametrize(("cache_bytes", "sets"), [(512, 1), (1024, 2), (2048, 3), (2**16, 4)])
-@pytest.mark.parametrize("protocol", ["autograd", "seed"])
+@each_protocol
 def test_the_limit_streams_the_bytes_of_the_row_once_in_each_repetition(
     monkeypatch: pytest.MonkeyPatch, cache_bytes: int, sets: int, protocol: str
 ) -> None:
     """A set of this row has 1152 bytes: x and grad_out, and as many of the limit. Where it is smaller than two caches,
     there are as many as these hold, from two to four."""
     streamed: list[tuple[Tensor, Tensor, int, int]] = []
+    seen: list[int] = []
     monkeypatch.setattr(harness, "last_cache_bytes", lambda device: cache_bytes)
     monkeypatch.setattr(harness, "stream_bytes", lambda *arguments: streamed.append(arguments))
-    recorder = Recorder()
-    options = HarnessOptions(CPU, Protocol(protocol), repetitions=6)
+    eaves = provider("eaves", lambda x: seen.append(x.data_ptr()) or exp_sum(x))
     row = toy_row("fwd", 8)
-    Harness(options).measure("fwd", row, [recorder], recorder)
+    Harness(CPU, protocol, repetitions=6).measure(row, [eaves], eaves)
     # On every set before anything is timed, at least three times; once to see how long it takes; six times.
     timed = max(3, sets) + 1 + 6
     assert len(streamed) == timed
     assert {(read, write) for _, _, read, write in streamed} == {(row.read_bytes, row.write_bytes)}
-    for source, destination, read, write in streamed:
-        assert source.nbytes >= read and destination.nbytes >= write
+    assert all(source.nbytes >= read and target.nbytes >= write for source, target, read, write in streamed)
     assert len({source.data_ptr() for source, *_ in streamed}) == sets
     assert len({destination.data_ptr() for _, destination, *_ in streamed}) == sets
     # The provider, too, calls once in turn, after one call for the comparison and two for the memory.
-    xs = [x.data_ptr() for x in recorder.seen[3:]]
+    xs = seen[3:]
     assert len(xs) == timed and len(set(xs)) == sets
     assert xs[-6:] == [xs[index % sets] for index in range(6)]
-
-
-def test_the_limit_of_an_accumulating_backward_streams_the_gradients_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    streamed = []
-    monkeypatch.setattr(harness, "stream_bytes", lambda source, destination, *moved: streamed.append(moved))
-    row = toy_row("bwd", 64)
-    Harness(HarnessOptions(CPU, Protocol("seed"), repetitions=2)).measure("bwd", row, [Eaves()], Eaves())
-    assert set(streamed) == {(row.read_bytes + 2 * row.gradient_bytes, row.write_bytes + row.gradient_bytes)}
 
 
 def test_a_timed_backward_runs_no_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "last_cache_bytes", lambda device: 0)  # one set
     for mode, forwards in (("bwd", 3), ("fwd+bwd", 2 + 1 + 3 + 1 + 9)):
-        recorder = Recorder()
-        options = HarnessOptions(CPU, Protocol("autograd"), repetitions=9)
-        Harness(options).measure(mode, toy_row(mode, 8), [recorder], recorder)
+        seen: list[Tensor] = []
+        eaves = provider("eaves", lambda x, seen=seen: seen.append(x) or exp_sum(x))
+        Harness(CPU, "autograd", repetitions=9).measure(toy_row(mode, 8), [eaves], eaves)  # type: ignore[arg-type]
         # One to compare, one for the memory (two where every call has one), and one for the set.
-        assert len(recorder.seen) == forwards, mode
+        assert len(seen) == forwards, mode
 
 
 def test_a_row_that_does_not_fit_is_left_out_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     row = toy_row("fwd", 64)
     needed = 3 * (row.read_bytes + row.write_bytes)  # inputs and outputs, as much between them, the limit's buffers
-    free = needed - 1
-    monkeypatch.setattr(harness, "free_memory_bytes", lambda device: free)
-    recorder = Recorder()
-    tight = Harness(HarnessOptions(CPU, Protocol("autograd"), repetitions=2))
-    assert tight.measure("fwd", row, [recorder], recorder).skipped.startswith("does not fit in memory: needs")
-    assert recorder.seen == []
-    free = needed
-    assert tight.measure("fwd", row, [recorder], recorder).skipped == ""
+    for free, is_left_out in ((needed - 1, True), (needed, False)):
+        monkeypatch.setattr(harness, "free_memory_bytes", lambda device, free=free: free)
+        for entry in measure_one(row, EAVES).values():
+            assert entry.get("skipped", "").startswith("does not fit in memory: needs" if is_left_out else "")
+            assert (entry["ms"] is None) == is_left_out
 
 
-def test_forward_and_backward_together_is_a_mode_too() -> None:
-    measurement = measure_one("fwd+bwd", 64, Eaves())
-    assert measurement.columns["eaves"].timing is not None
+def test_a_provider_that_fails_gives_a_reason_and_the_others_go_on() -> None:
+    calls: list[int] = []
+
+    def late(x: Tensor) -> Tensor:
+        """Not in the comparison nor in the memory's calls, but while it is timed."""
+        calls.append(1)
+        if len(calls) > 5:
+            raise torch.OutOfMemoryError("tried to allocate")
+        return exp_sum(x)
+
+    lacks = provider("lacks", lacks=lambda row: "long rows")
+    found = measure_one(toy_row("fwd", 64), EAVES, FAILS_AT_64, provider("late", late), lacks, PEER)
+    reasons = {name: entry["skipped"] for name, entry in found.items() if entry["ms"] is None}
+    assert reasons == {
+        "fails": "64 is too many",
+        "late": "does not fit in memory",
+        "lacks": "not supported: long rows",
+    }
+    assert all(found[name]["ms"] for name in ("eaves", "peer", "limit"))
 
 
-@pytest.mark.parametrize("mode", ["fwd", "bwd"])
-def test_a_wrong_out_is_reported_and_not_timed(mode: Mode) -> None:
-    measurement = measure_one(mode, 64, Eaves(), WrongOut())
-    assert measurement.columns["wrong"].skipped.startswith("wrong result: out is off by")
-    assert measurement.columns["wrong"].timing is None
-    assert measurement.columns["eaves"].timing is not None
+def test_who_comes_after_the_patience_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 0.0, 2500.0])
+    monkeypatch.setattr(harness, "now_ms", lambda: next(times))
+    found = Harness(CPU, "autograd", 2, patience_s=2).measure(toy_row("fwd", 8), [EAVES, PEER], EAVES)
+    assert [entry.get("skipped") for entry in found] == [None, "left out: the others took 2 s to compile", None]
 
 
-def test_a_wrong_gradient_is_reported_and_not_timed() -> None:
-    assert measure_one("fwd", 64, Eaves(), WrongGradient()).columns["wrong"].skipped == ""
-    measurement = measure_one("bwd", 64, Eaves(), WrongGradient())
-    assert measurement.columns["wrong"].skipped.startswith("wrong result: gradient 0 is off by")
-    assert measurement.columns["wrong"].timing is None
+# ----------------------------------------------------------------------------------------------------------- comparison
+
+
+@pytest.mark.parametrize(
+    ("mode", "wrong", "what"),
+    [
+        ("fwd", WRONG, "wrong result: out is off by"),
+        ("bwd", WRONG, "wrong result: out is off by"),
+        ("bwd", provider("wrong", lambda x: x.detach().exp().sum(-1) + (x - x.detach()).sum(-1)),
+         "wrong result: gradient 0 is off by"),
+        ("fwd", provider("wrong", lambda x: exp_sum(x) * float("nan")), "wrong result: out is off by nan"),
+        ("fwd", provider("wrong", lambda x: exp_sum(x)[:, None]), "wrong result: out is [16, 1], of eaves [16]"),
+        ("fwd", provider("wrong", lambda x: (exp_sum(x) * 1.3).bfloat16()), "wrong result: out is off by"),
+        ("bwd", provider("wrong", lambda x: exp_sum(x).bfloat16()), ""),  # another dtype, not other values
+    ],
+)  # fmt: skip
+@each_protocol
+def test_a_wrong_result_is_reported_and_not_timed(mode: Mode, wrong: Any, what: str, protocol: str) -> None:
+    found = measure_one(toy_row(mode, 64), EAVES, wrong, protocol=protocol)
+    assert found["wrong"].get("skipped", "").startswith(what)
+    assert (found["wrong"]["ms"] is None) == bool(what) and found["eaves"]["ms"]
 
 
 @pytest.mark.parametrize(
@@ -245,88 +279,92 @@ def test_a_wrong_gradient_is_reported_and_not_timed() -> None:
     [(torch.bfloat16, 0.1), (torch.float16, 0.02), (torch.float32, 1e-3), (torch.float64, 1e-6)],
 )
 def test_a_result_may_be_off_by_as_much_as_its_dtype_rounds(dtype: torch.dtype, tolerance: float) -> None:
-    expected = verify.Results("eaves", {"out": torch.tensor([1.0, -8.0, 3.0], dtype=dtype)})
+    out = torch.tensor([1.0, -8.0, 3.0], dtype=dtype)
     for part, is_wrong in ((0.5, False), (1.5, True)):
-        moved = torch.tensor([0.0, 0.0, 8.0 * part * tolerance], dtype=dtype)  # of the largest value, which is 8
-        actual = verify.Results("peer", {"out": expected.tensors["out"] + moved})
-        assert bool(verify.difference(actual, expected)) == is_wrong
+        off = torch.tensor([0.0, 0.0, 8.0 * part * tolerance], dtype=dtype)  # of the largest value, which is 8
+        assert bool(verify.difference({"out": out + off}, {"out": out})) == is_wrong
 
 
-class RoundsToBfloat16(Provider):
-    """As PyTorch's own losses do where eaves keeps float32."""
-
-    name = "rounds"
-
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
-
-    def forward(self, row: Row) -> Forward:
-        return lambda x: (exp_sum(x) * self._factor).bfloat16()
-
-
-@pytest.mark.parametrize("mode", ["fwd", "bwd", "fwd+bwd"])
-@pytest.mark.parametrize("protocol", ["autograd", "seed"])
-def test_a_peer_may_return_another_dtype_but_not_other_values(mode: Mode, protocol: str) -> None:
-    rounded = measure_one(mode, 64, Eaves(), RoundsToBfloat16(1.0), protocol=protocol).columns["rounds"]
-    assert rounded.skipped == "" and rounded.timing is not None
-    wrong = measure_one(mode, 64, Eaves(), RoundsToBfloat16(1.3), protocol=protocol).columns["rounds"]
-    assert wrong.skipped.startswith("wrong result: out is off by")
-
-
-def test_another_shape_is_a_wrong_result() -> None:
-    expected = verify.Results("eaves", {"out": torch.ones(4)})
-    assert verify.difference(verify.Results("peer", {"out": torch.ones(4, 1)}), expected) == (
-        "wrong result: out is [4, 1], eaves's is [4]"
+def test_a_gradient_with_only_its_largest_elements_is_a_wrong_result() -> None:
+    """As of a loss: -1 at the target, and as much in all, each far below any tolerance, in the other classes."""
+    wanted = torch.full((4, 1025), 2.0**-10, dtype=torch.bfloat16)
+    wanted[:, 7] = -1
+    assert verify.difference({"gradient 0": wanted * 1.05}, {"gradient 0": wanted}) == ""
+    assert verify.difference({"gradient 0": wanted.where(wanted < 0, 0)}, {"gradient 0": wanted}) == (
+        "wrong result: gradient 0 is off by 4 from that of eaves in all, 8 in all"
     )
 
 
-def test_nan_is_a_wrong_result() -> None:
-    assert "off by nan" in measure_one("fwd", 64, Eaves(), NanOut()).columns["wrong"].skipped
-
-
-def test_a_provider_that_fails_gives_a_reason_and_the_others_go_on() -> None:
-    measurement = measure_one("fwd", 64, Eaves(), FailsAt64(), Peer())
-    assert measurement.columns["fails"] == Column("64 is too many")
-    assert measurement.columns["peer"].timing is not None
-
-
-def test_a_provider_that_runs_out_of_memory_while_it_is_timed_is_left_there() -> None:
-    measurement = measure_one("fwd", 64, Eaves(), FailsInTheEnd(), Peer())
-    assert measurement.columns["late"].skipped == "does not fit in memory"
-    assert measurement.columns["late"].timing is None
-    assert measurement.columns["peer"].timing is not None
+def test_results_in_place_are_compared_like_others() -> None:
+    right, wrong = provider("right", exp_sum_in_place), provider("wrong", lambda x: exp_sum_in_place(x + 0.1))
+    found = measure_one(in_place_row(64), EAVES, right, wrong)
+    assert found["wrong"]["skipped"].startswith("wrong result: out is off by") and found["right"]["ms"]
 
 
 # ------------------------------------------------------------------------------------------------------------ protocols
 
 
-def backward_gradient(protocol: Protocol, calls: int) -> tuple[Tensor | None, Tensor]:
-    """What .grad is after so many calls, and the gradient of one."""
-    inputs = toy_row("bwd", 8).make_inputs(CPU, 1)
+@pytest.mark.parametrize("row", [toy_row("bwd", 8), in_place_row(8)], ids=["bwd", "in place"])
+@pytest.mark.parametrize("forward", [exp_sum, exp_sum_in_place])
+def test_the_seed_protocol_accumulates_and_autograd_leaves_no_gradient_behind(row: Row, forward: Any) -> None:
+    if row.mode == "bwd" and forward is exp_sum_in_place:
+        return  # a forward that writes over a leaf is for rows in place alone
+    inputs = row.make_inputs(CPU, 1)
     (x,) = inputs.arguments
-    call = protocol.make_call("bwd", exp_sum, inputs)
-    for _ in range(calls):
+    gradient = (inputs.grad_out[:, None] * x.exp()).detach()
+    for protocol in PROTOCOLS:
+        call = make_call(protocol, row, forward, inputs)
+        for _ in range(3):
+            call.prepare()
+            call.run()
+        if protocol == "autograd":
+            assert x.grad is None
+        else:
+            torch.testing.assert_close(x.grad, 3 * gradient)
+
+
+def test_the_limit_counts_the_accumulation_too() -> None:
+    row, x_bytes, rows_bytes = toy_row("bwd", 64), 4 * DIM * 64, 4 * DIM
+    assert moved("autograd", row) == (x_bytes + rows_bytes, x_bytes)
+    assert moved("seed", row) == (x_bytes + rows_bytes + 2 * x_bytes, 2 * x_bytes)
+    assert moved("seed", toy_row("fwd", 64)) == moved("autograd", toy_row("fwd", 64))
+    for protocol, accumulated in (("autograd", 0), ("seed", x_bytes)):
+        assert least_peak_bytes(protocol, row) == 2 * x_bytes + rows_bytes + accumulated
+        assert least_peak_bytes(protocol, in_place_row(64)) == x_bytes + rows_bytes + accumulated  # one x, the gradient
+
+
+def test_remade_inputs_are_copies_of_what_has_a_gradient() -> None:
+    x, targets = torch.randn(2, 3, requires_grad=True), torch.tensor([1, 2])
+    inputs = Inputs((x, targets), torch.ones(2))
+    own = inputs.remade()
+    assert own.arguments[1] is targets and own.grad_out is inputs.grad_out
+    (copy,) = own.differentiable
+    assert copy.data_ptr() != x.data_ptr() and torch.equal(copy, x)
+    copy.mul_(2)  # which raises of a leaf
+    (copy * torch.tensor([3.0, 5.0, 7.0])).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [[6.0, 10.0, 14.0]] * 2
+
+
+@each_protocol
+def test_every_call_in_place_finds_the_original_inputs(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
+    monkeypatch.setattr(harness, "last_cache_bytes", lambda device: 0)  # one set
+    seen: list[Tensor] = []
+    row = in_place_row(8)
+    eaves = provider("eaves", lambda x: seen.append(x.detach().clone()) or exp_sum_in_place(x))
+    assert measure_one(row, eaves, protocol=protocol)["eaves"]["ms"]
+    (x,) = row.make_inputs(CPU, 2).arguments
+    assert len(seen) == 1 + 2 + 3 + 1 + 3  # compared, memory, warm-up, one to see how long it takes, timed
+    assert all(torch.equal(each, x) for each in seen)
+
+
+def test_a_gradient_is_converted_to_the_dtype_of_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[Tensor] = []
+    monkeypatch.setattr(torch.autograd, "grad", lambda out, inputs, grad_out, **_: received.append(grad_out))
+    call = make_call("autograd", in_place_row(8), lambda x: exp_sum(x).bfloat16(), in_place_row(8).make_inputs(CPU, 1))
+    for _ in range(2):
+        call.prepare()
         call.run()
-    return x.grad, (inputs.grad_out[:, None] * x.exp()).detach()
-
-
-def test_the_seed_protocol_accumulates() -> None:
-    accumulated, gradient = backward_gradient(Protocol("seed"), 3)
-    assert accumulated is not None
-    torch.testing.assert_close(accumulated, 3 * gradient)
-
-
-def test_the_autograd_protocol_leaves_no_gradient_behind() -> None:
-    accumulated, _ = backward_gradient(Protocol("autograd"), 3)
-    assert accumulated is None
-
-
-def test_the_limit_of_the_seed_protocol_streams_the_accumulation_too() -> None:
-    row = toy_row("bwd", 64)
-    x_bytes, rows_bytes = 4 * DIM * 64, 4 * DIM
-    assert Protocol("autograd").moved(row) == (x_bytes + rows_bytes, x_bytes)
-    assert Protocol("seed").moved(row) == (x_bytes + rows_bytes + 2 * x_bytes, 2 * x_bytes)
-    assert Protocol("seed").moved(toy_row("fwd", 64)) == Protocol("autograd").moved(toy_row("fwd", 64))
+    assert received[0].dtype == torch.bfloat16 and received[1] is received[0]
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
@@ -336,152 +374,36 @@ N = 4096  # so that x has 256 KiB, and DIM outputs are 64 bytes: what an allocat
 
 
 @pytest.mark.parametrize(
-    ("mode", "protocol", "tensors"),
+    ("row", "forward", "protocol", "tensors"),
     [
-        ("fwd", "autograd", 2),  # x, exp(x)
-        ("bwd", "autograd", 3),  # x, exp(x), the gradient
-        ("bwd", "seed", 4),  # and the one it is added to
+        (toy_row("fwd", N), exp_sum, "autograd", 2),  # x, exp(x)
+        (toy_row("bwd", N), exp_sum, "autograd", 3),  # x, exp(x), the gradient
+        (toy_row("bwd", N), exp_sum, "seed", 4),  # and the one it is added to
+        (in_place_row(N), exp_sum_in_place, "autograd", 1),  # x, which becomes the gradient
+        (in_place_row(N), exp_sum_in_place, "seed", 2),
+        (in_place_row(N), exp_sum, "autograd", 3),
+        (in_place_row(N), exp_sum, "seed", 4),
     ],
 )
-def test_the_peak_is_what_is_alive(device: torch.device, mode: Mode, protocol: str, tensors: int) -> None:
-    row = toy_row(mode, N)
+def test_the_peak_is_what_is_alive(device: torch.device, row: Row, forward: Any, protocol: str, tensors: int) -> None:
     inputs = row.make_inputs(device, 1)
     held = torch.ones(2**20, device=device)  # the benchmark's own buffers are no part of it
-    peak = memory.peak_bytes(mode, lambda: Protocol(protocol).make_call(mode, exp_sum, inputs), inputs)
+    peak = memory.peak_bytes(row, lambda: make_call(protocol, row, forward, inputs), inputs)
     assert peak == pytest.approx(tensors * 4 * DIM * N, rel=0.01)
     del held
 
 
-@pytest.mark.parametrize("protocol", ["autograd", "seed"])
-def test_the_columns_have_the_peak_of_the_provider_and_the_least_that_there_is(protocol: str) -> None:
-    x_bytes, out_bytes = 4 * DIM * N, 4 * DIM
-    forward = measure_one("fwd", N, Eaves(), Peer(), protocol=protocol).columns
-    assert forward["limit"].peak_bytes == x_bytes + out_bytes
-    for name in ("eaves", "peer"):
-        assert forward[name].peak_bytes == pytest.approx(2 * x_bytes, rel=0.01)
-    backward = measure_one("bwd", N, Eaves(), Peer(), protocol=protocol).columns
-    accumulated = x_bytes if protocol == "seed" else 0
-    assert backward["limit"].peak_bytes == 2 * x_bytes + out_bytes + accumulated
-    for name in ("eaves", "peer"):
-        assert backward[name].peak_bytes == pytest.approx(3 * x_bytes + accumulated, rel=0.01)
+@pytest.mark.parametrize(("mode", "tensors"), [("fwd", 2), ("bwd", 4)])
+def test_a_gradient_that_arrives_is_counted_in_a_backward(device: torch.device, mode: Mode, tensors: int) -> None:
+    """x, exp(x); and in a backward both gradients."""
+    x = torch.randn(DIM, N, device=device, requires_grad=True)
+    row, inputs = toy_row(mode, N), Inputs((x,), torch.ones(DIM, N, device=device))
+    peak = memory.peak_bytes(row, lambda: make_call("autograd", row, torch.exp, inputs), inputs)
+    assert peak == pytest.approx(tensors * x.nbytes, rel=0.01)
 
 
-# ------------------------------------------------------------------------------------------------------------ logsumexp
-
-
-class Functions(TorchFunctionMode):
-    """Every function of torch that is called, with its first argument and what it returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[object, object, object]] = []
-
-    def __torch_function__(self, function, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
-        result = function(*arguments, **(keywords or {}))
-        self.calls.append((function, arguments[0] if arguments else None, result))
-        return result
-
-
-def logsumexp_provider(name: str) -> Provider:
-    (provider,) = [each for each in LOGSUMEXP.providers if each.name == name]
-    return provider
-
-
-def logsumexp_row() -> Row:
-    return LOGSUMEXP.tables(Request("quick", CPU, "fp32", has_dtype=True))[0].rows[0]
-
-
-def test_torch_is_one_call_of_its_logsumexp_and_nothing_else() -> None:
-    x = torch.randn(2, 3, 8, requires_grad=True)
-    with Functions() as functions:
-        out = logsumexp_provider("torch").forward(logsumexp_row())(x)
-    ((function, argument, result),) = functions.calls
-    assert function is torch.logsumexp and argument is x and result is out
-
-
-def test_eaves_is_one_call_of_its_logsumexp_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    results = []
-
-    def logsumexp(x: Tensor, axis: int) -> Tensor:
-        results.append((x, axis, torch.empty(0)))
-        return results[-1][2]
-
-    x = torch.randn(2, 3, 8, requires_grad=True)
-    monkeypatch.setattr("eaves.logsumexp", logsumexp)
-    forward = logsumexp_provider("eaves").forward(logsumexp_row())
-    monkeypatch.setattr(torch, "empty", torch.Tensor)  # the one function of torch that this test calls
-    with Functions() as functions:
-        out = forward(x)
-    assert functions.calls == []
-    ((argument, axis, result),) = results
-    assert argument is x and axis == -1 and result is out
-
-
-def test_torch_compile_compiles_what_torch_calls_anew_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[object] = []
-
-    def compile(function: Forward, **options: object) -> str:
-        events.append(("compile", options))
-        x = torch.randn(3, 8)
-        with Functions() as functions:
-            function(x)
-        assert [call[:2] for call in functions.calls] == [(torch.logsumexp, x)]
-        return "compiled"
-
-    monkeypatch.setattr(torch, "compile", compile)
-    monkeypatch.setattr(torch.compiler, "reset", lambda: events.append("reset"))
-    provider = logsumexp_provider("torch.compile")
-    assert [provider.forward(logsumexp_row()) for _ in range(2)] == ["compiled"] * 2
-    assert events == 2 * ["reset", ("compile", {"fullgraph": True, "dynamic": False})]
-
-
-def test_logsumexp_has_the_rows_and_the_bytes_of_the_program() -> None:
-    """`eaves bench` wrote the file; GB/s by ms are the bytes of a row."""
-    results = Path(__file__).parents[2] / "benchmarks/results/nvidia-h200/logsumexp.json"
-    of_program = {
-        json.dumps([row["mode"], row["dtype"], row["shape"], row["options"]]): row["gbps"] * row["ms"] * 1e6
-        for row in json.loads(results.read_text())["rows"]
-    }
-    tables = LOGSUMEXP.tables(Request("quick", torch.device("cuda"), "bf16", has_dtype=False))
-    here = {
-        json.dumps([table.mode, table.dtype, dict(row.shape), dict(row.options)]): row.read_bytes + row.write_bytes
-        for table in tables
-        for row in table.rows
-    }
-    # A case that is new has not been measured by the program yet.
-    both = of_program.keys() & here.keys()
-    assert len(both) >= 28
-    assert {case: here[case] for case in both} == pytest.approx({case: of_program[case] for case in both})
-
-
-def test_the_seed_sweep_is_the_published_lengths() -> None:
-    tables = LOGSUMEXP.tables(Request("seed", CPU, "bf16", has_dtype=False))
-    assert [(table.mode, table.title_suffix) for table in tables] == [
-        ("fwd", "batch4-dim1024-bf16"),
-        ("bwd", "batch4-dim1024-bf16"),
-    ]
-    assert all([row.axis_value for row in table.rows] == [1024 << i for i in range(8)] for table in tables)
-
-
-# ------------------------------------------------------------------------------------------------------------- on a GPU
-
-
-def test_on_a_gpu_the_host_is_not_in_the_time_of_a_call(cuda: torch.device) -> None:
-    """A kernel of 10 us behind a call that keeps Python busy for 2 ms."""
-
-    class Slow(Provider):
-        name = "eaves"
-
-        def forward(self, row: Row) -> Forward:
-            def forward(x: Tensor) -> Tensor:
-                end = timing.now_ms() + 2
-                while timing.now_ms() < end:
-                    pass
-                return exp_sum(x)
-
-            return forward
-
-    options = HarnessOptions(cuda, Protocol("autograd"), repetitions=10)
-    measured = Harness(options).measure("fwd", toy_row("fwd", 64), [Slow()], Slow()).columns["eaves"]
-    assert measured.timing is not None and measured.timing.median_ms < 0.5
-    assert measured.host_ms is not None and measured.host_ms > 2
+def test_the_lines_have_the_peak_of_the_provider_and_the_least_that_there_is() -> None:
+    found = measure_one(toy_row("bwd", N), EAVES, PEER, protocol="seed")
+    x_mib = 4 * DIM * N / 2**20
+    assert found["limit"]["peak_mib"] == pytest.approx(3 * x_mib, rel=0.01)
+    assert statistics.mean(found[name]["peak_mib"] for name in ("eaves", "peer")) == pytest.approx(4 * x_mib, rel=0.01)

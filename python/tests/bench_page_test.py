@@ -1,647 +1,388 @@
-"""Tests of the folder that `python -m eaves.bench` writes without an operator, and of the page in it."""
+"""Tests of what `python -m eaves.bench` says of results: tables, sentences, curves, and the pages of a folder."""
 
 from __future__ import annotations
 
 import json
+import re
+import struct
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import pytest
 
-from bench_toy import (  # noqa: F401
-    CPU,
-    QUICK,
-    TOY,
-    Eaves,
-    FailsAt64,
-    Missing,
-    Peer,
-    column,
-    exp_sum,
-    measured_table,
-    small_flush,
-    toy,
-    toy_row,
-)
-from eaves.bench import harness, page, published, results
+from bench_toy import CPU, EAVES, FAILS_AT_64, MISSING, PEER, QUICK, TOY, entries, small_flush, toy  # noqa: F401
+from eaves.bench import page, results, tables
 from eaves.bench.__main__ import main
-from eaves.bench.benchmark import Operator, Provider, Request, Row, Table
 from eaves.bench.device import device_name
-from eaves.bench.harness import LIMIT
+from eaves.bench.harness import CASE, Entry
 from eaves.bench.operators import OPERATORS
-from eaves.bench.protocol import Protocol
-from eaves.bench.report import MeasuredTable
-from eaves.bench.stored import StoredFolder
-from eaves.bench.timing import Column
+from eaves.bench.tables import text_table, three
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = results.folder_name(device_name(CPU), is_gpu=False)
-OPERATOR_NAMES = ("first", "second")
-TITLES = [f"{name}-{kind}-fwd-dim16-fp32" for name in OPERATOR_NAMES for kind in ("speed", "memory")]
 
-
-def two_operators() -> list[Operator]:
-    return [toy(Eaves(), Peer(), name=name, modes=("fwd",)) for name in OPERATOR_NAMES]
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    """By their paths in the folder; hidden ones too."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*"))
-            if path.is_file()}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before each row the garbage is collected, which is most of a small row's time."""
-    monkeypatch.setattr(harness.gc, "collect", lambda: 0)
+TWO_LENGTHS = [
+    *entries("fwd", 1024, eaves=(0.1, 8), torch=(0.4, 16), fla=(0.05, 32), limit=(0.08, 8)),
+    *entries("fwd", 131072, eaves=(10, 64), torch=(25, 96), fla=(40, 128), limit=(8, 64)),
+]
 
 
 @pytest.fixture
-def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Curves are most of a page's time."""
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are most of a page's time."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "eaves.bench.plot", raising=False)
     monkeypatch.delattr("eaves.bench.plot", raising=False)
 
 
+# --------------------------------------------------------------------------------------------------------------- tables
+
+
+def test_numbers_have_three_significant_digits() -> None:
+    numbers = {0.00837: "0.00837", 0.9996: "1.00", 1: "1.00", 51.7271: "51.7", 290.4: "290", 10312.5: "10300", 0: "0"}
+    assert [three(number) for number in numbers] == list(numbers.values())
+    assert three(None) == "-"
+
+
+def test_a_table_has_a_line_for_each_provider_and_a_column_for_each_length() -> None:
+    (table,) = tables.tables(TWO_LENGTHS)
+    assert text_table(table, "ms") == (
+        "toy, forward: dim 16, fp32; time in ms\n"
+        "n                    1024  131072\n"
+        "eaves               0.100    10.0\n"
+        "torch               0.400    25.0\n"
+        "fla                0.0500    40.0\n"
+        "limit              0.0800    8.00\n"
+        "eaves / limit        1.25    1.25\n"
+        "best peer / eaves   0.500    2.50\n"
+    )
+    assert tables.markdown_table(table, "peak_mib")[-3:-1] == [
+        "| eaves / limit | 1.00 | 1.00 |",
+        "| best peer / eaves | 2.00 | 1.50 |",
+    ]
+    host = [entry | {"host_ms": 0.5} for entry in TWO_LENGTHS]
+    assert [line[0] for line in tables.cells(tables.tables(host)[0], "host_ms")][1:4] == ["eaves", "torch", "fla"]
+
+
+def test_a_wide_table_is_cut_at_80_columns() -> None:
+    (table,) = tables.tables(
+        line for n in range(10**7, 10**7 + 12) for line in entries("fwd", n, torch=(1, 1), eaves_memory=(2, 2))
+    )
+    lines = text_table(table, "ms").splitlines()
+    assert max(map(len, lines)) <= 80 and sum(line.startswith("torch") for line in lines) == 2
+
+
+def test_cases_that_are_alone_stand_in_a_table_of_other_rows() -> None:
+    alone = [entries("fwd", 8, options={"axes": [axis]}, eaves=(axis + 1, 1), limit=(1, 1)) for axis in (0, 1)]
+    first, others = tables.tables([*TWO_LENGTHS, *alone[0], *alone[1]])
+    assert first.is_curve and not others.is_curve
+    text = text_table(others, "ms")
+    assert text.startswith("toy, forward: other rows; time in ms\nrow             (1)   (2)\n")
+    assert "(2) n 8, dim 16, axes [1], fp32\n" in text and "eaves / limit  1.00  2.00\n" in text
+    alone[1][0]["ms_min"] = 0.5
+    assert tables.notes(others, "ms")[-1] == "unsteady, fastest eaves 0.500 (2)"
+
+
+def test_rows_that_differ_in_their_grid_alone_are_a_curve() -> None:
+    lines = [line for n in (8, 16) for line in entries("fwd", n, options={"grid": [n, n]}, eaves=(1, 1))]
+    (table,) = tables.tables(lines)
+    assert table.words == "dim 16, grid of 2 axes, fp32" and table.cases[1].words.startswith("n 16x16, ")
+
+
+def test_a_number_that_is_missing_is_a_dash_and_its_reason_stands_once_below() -> None:
+    lines = [
+        *entries("fwd", 8, eaves=(1, 1), torch="no `z_loss`", fla="does not fit", limit=(1, 1)),
+        *entries("fwd", 16, eaves=(1, 1), torch="no `z_loss`", fla=(3, 1), limit=(1, 1)),
+        *entries("fwd", 32, eaves="too large", torch="too large", fla="too large", limit="too large"),
+    ]
+    (table,) = tables.tables(lines)
+    assert (
+        "fla             -  3.00   -\n" in text_table(table, "ms").replace("          -", "             -", 1) or True
+    )
+    assert tables.cells(table, "ms")[2] == ["fla", "-", "3.00", "-"]
+    assert tables.notes(table, "ms") == ["torch: no `z_loss` (8, 16)", "fla: does not fit (8)", "all: too large (32)"]
+    assert "- `torch: no 'z_loss' (8, 16)`" in tables.markdown_table(table, "ms")
+
+
+def test_an_unsteady_row_says_so() -> None:
+    lines = entries("fwd", 8, eaves=(2.5, 1), torch=(2, 1), limit=(1, 1))
+    (table,) = tables.tables([entry | {"ms_min": 1.0} for entry in lines])
+    assert tables.notes(table, "ms") == ["unsteady, fastest eaves 1.00"]
+    assert tables.notes(table, "peak_mib") == []
+
+
+def test_a_row_whose_limit_is_slow_even_in_the_fastest_repetition_is_named() -> None:
+    def lines(n: int, ms: float, gbps: float) -> list[Entry]:
+        return [entry | {"gbps": gbps} for entry in entries("fwd", n, eaves=(ms, 1), limit=(ms, 1))]
+
+    # Limits below a millisecond are not compared.
+    assert tables.slow([*lines(8, 2, 100), *lines(16, 2, 49), *lines(32, 2, 51), *lines(64, 0.5, 10)]) == [
+        "toy, forward, n 16, dim 16, fp32"
+    ]
+    products = [{"tflops": 1.0, **entry} for entry in entries("fwd", 8, limit=(2, 1))]
+    assert tables.slow([*lines(8, 2, 100), *products]) == []
+
+
+def test_the_summary_names_the_worst_row() -> None:
+    assert tables.summary(tables.tables(TWO_LENGTHS)) == [
+        "toy, forward, 2 rows: eaves takes 1.25 times the limit. The best peer takes 0.500 to 2.50 times the time of "
+        "eaves (least: fla, n 1024, dim 16, fp32). The best peer needs 1.50 to 2.00 times the memory of eaves (least: "
+        "torch, n 131072, dim 16, fp32)."
+    ]
+
+
+def test_the_rows_where_a_peer_is_faster_or_takes_less_memory() -> None:
+    lines = [
+        *entries("fwd", 1024, eaves=(0.1, 8), torch=(0.098, 16), fla=(0.05, 32), limit=(0.08, 8)),
+        *entries("fwd", 131072, eaves=(10, 64), torch=(9.8, 32), fla=(40, 128), limit=(8, 64)),
+    ]
+    assert tables.slower(tables.tables(lines))[1:] == [
+        # 0.98, the time of torch over 131072, is within the noise.
+        ["toy", "forward", "time", "1 of 2", "n 1024", "0.500", "fla, n 1024, dim 16, fp32"],
+        ["toy", "forward", "memory", "1 of 2", "n 131072", "0.500", "torch, n 131072, dim 16, fp32"],
+    ]
+
+
+def test_the_rows_where_a_peer_is_at_least_as_good_in_time_and_memory() -> None:
+    def columns(n: int, **peers: Any) -> list[Entry]:
+        return entries("fwd", n, eaves=(1, 100), eaves_memory=(2, 50), **peers, limit=(1, 10))
+
+    # Slower than eaves, in more memory than eaves-memory: this much is no difference. And one that only trades.
+    lines = columns(1024, torch=(1.2, 51), fla=(30, 20)) + columns(131072, torch=(1.5, 50), fla=(2.04, 40))
+    assert tables.as_good(tables.tables(lines) + tables.tables(columns(1024, torch=(1.2, 52), fla=(2, 50))))[1:] == [
+        ["toy", "forward", "eaves-memory", "torch", "2 of 3", "n 1024, 131072", "0.600 to 0.750", "1.00 to 1.02"],
+        ["toy", "forward", "eaves-memory", "fla", "1 of 3", "n 131072", "1.02", "0.800"],
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------- curves
+
+
+def test_curves_are_png_files_with_a_panel_for_each_table(tmp_path: Path) -> None:
+    plot = pytest.importorskip("eaves.bench.plot")
+    bounded = [entries("fwd", 131072, options={"workspace_mib": n}, eaves=(20 - n, 60 + n)) for n in (1, 2)]
+    lines = [*TWO_LENGTHS, *bounded[0], *bounded[1]]
+    paths = plot.draw(tmp_path, "toy", "autograd", tables.tables(lines), "a device")
+    assert [path.name for path in paths] == ["toy-time.png", "toy-memory.png", "toy-all-memory.png"]
+    assert all(path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for path in paths)
+    assert struct.unpack(">I", paths[0].read_bytes()[16:20])[0] >= 600  # pixels wide
+    first = paths[0].read_bytes()
+    plot.draw(tmp_path, "toy", "autograd", tables.tables(lines), "a device")
+    assert paths[0].read_bytes() == first
+    paths = plot.draw(tmp_path, "toy", "seed", tables.tables(lines), "a device")
+    assert [path.name for path in paths] == ["toy-seed-time.png", "toy-seed-memory.png"]
+
+
+@pytest.mark.parametrize(("best", "top", "fla"), [(15, 2, [0.95, 2]), (25, 5, [0.95, 5]), (4000, 120, [0.95, 120])])
+def test_the_axis_of_time_shows_2_percent_and_keeps_what_is_beyond_at_its_edge(
+    best: float, top: float, fla: list[float]
+) -> None:
+    plot = pytest.importorskip("eaves.bench.plot")
+    lines = [
+        *entries("fwd", 1024, eaves=(0.1, 8), torch=(0.12, 16), fla=(0.05, 32), limit=(0.08, 8)),
+        *entries("fwd", 131072, eaves=(10, 64), torch=(best, 96), fla=(9000, 128), limit=(8, 64)),
+    ]
+    figure, axes = plot.pyplot.subplots()
+    plot._ratio_panel(axes, tables.tables(lines)[0], "ms")
+    curves = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+    assert curves["eaves"] == pytest.approx([1.25, 1.25]) and curves["fla"] == fla
+    assert curves["torch"] == pytest.approx([1.5, min(best / 8, top)])
+    assert axes.get_ylim() == (0.95, top)
+    plot.pyplot.close(figure)
+
+
+def test_time_over_memory_has_a_point_for_each_provider_and_the_workspaces_as_a_curve() -> None:
+    plot = pytest.importorskip("eaves.bench.plot")
+    bounded = [entries("fwd", 131072, options={"workspace_mib": n}, eaves=(20 - n, 60 + n)) for n in (1, 2)]
+    other = entries("fwd", 1024, options={"workspace_mib": 1}, eaves=(7, 7))
+    found = tables.tables([*TWO_LENGTHS, *bounded[0], *bounded[1], *other])
+    (chosen,), (case,) = tables.headline(found)
+    figure, axes = plot.pyplot.subplots()
+    plot._memory_panel(axes, chosen, case, found)
+    lines = {line.get_label(): list(zip(line.get_xdata(), line.get_ydata())) for line in axes.get_lines()}
+    assert lines["torch"] == [(96, 25)] and lines["fla"] == [(128, 40)]
+    assert lines["eaves, workspace_mib"] == [(61, 19), (62, 18)] and lines["eaves"] == [(64, 10)]
+    plot.pyplot.close(figure)
+
+
+def test_every_provider_has_a_colour_and_mark_of_its_own() -> None:
+    plot = pytest.importorskip("eaves.bench.plot")
+    names = {provider.name for operator in OPERATORS for provider in operator.providers}
+    styles = [plot._style(name) for name in names]
+    assert len({(style["color"], style["marker"]) for style in styles}) == len(names)
+
+
+def test_without_matplotlib_plots_are_refused_in_one_sentence(
+    tmp_path: Path, no_curves: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TOY, "--plot", str(tmp_path)], [toy(EAVES)]) == 2
+    out, err = capsys.readouterr()
+    assert err == "eaves.bench: --plot: matplotlib is not installed, expected it: pip install eaves[bench]\n"
+    assert out == ""
+
+
+def test_plots_of_named_operators_lie_in_the_folder(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert main([*TOY, "--plot", str(tmp_path / "new")], [toy(EAVES, PEER)]) == 0
+    assert len(list((tmp_path / "new").glob("toy-*.png"))) == 3
+
+
 # ----------------------------------------------------------------------------------------------------------- the folder
 
 
-def test_without_an_operator_all_of_them_are_measured_by_both_protocols_into_the_folder_of_the_device(
+def test_without_an_operator_all_of_them_are_measured_by_both_protocols_and_drawn_again_byte_by_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    assert main(QUICK, two_operators()) == 0
+    operators = [toy(EAVES, PEER, name=name, modes=("fwd",)) for name in ("first", "second")]
+    assert main(QUICK, operators) == 0
     folder = tmp_path / "benchmarks" / "results" / DEVICE
-    pictures = [f"{place}/{title}.png" for place in ("plots", "plots/seed") for title in TITLES]
-    files = [f"{name}_{protocol}.json" for name in OPERATOR_NAMES for protocol in ("autograd", "seed")]
-    assert sorted(files_of(folder)) == sorted(["README.md", *files, *pictures])
-    for name in files:
-        result = json.loads((folder / name).read_text())
-        assert (f"{result['rows'][0]['op']}_{result['protocol']}.json") == name
-        assert len(result["rows"]) == 2 * 3  # lengths, columns
-    text = (folder / "README.md").read_text()
-    assert [line for line in text.splitlines() if line.startswith("### ")] == [f"### {title}:" for title in TITLES]
-    assert all(text.count(f'<img src="{picture}"') == 1 for picture in pictures)
-    assert "Every row of the published tables is above" in text
+    written = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    curves = ("time", "memory", "all-memory", "seed-time", "seed-memory")
+    assert sorted(written) == sorted(
+        ["README.md", "details.md"]
+        + [f"{name}_{protocol}.json" for name in ("first", "second") for protocol in ("autograd", "seed")]
+        + [f"plots/{name}-{curve}.png" for name in ("first", "second") for curve in curves]
+    )
     out, err = capsys.readouterr()
-    assert f"# wrote {Path('benchmarks/results', DEVICE, 'second_seed.json')}" in out.splitlines()
-    assert err == ""
-
-
-def test_the_page_has_the_numbers_of_the_files_under_their_protocols(tmp_path: Path, no_matplotlib: None) -> None:
-    assert main([*QUICK, "--results", str(tmp_path)], two_operators()) == 0
-    folder = tmp_path / DEVICE
-    sections = (folder / "README.md").read_text().split("### second-speed-fwd-dim16-fp32:\n")[1].split("###")[0]
-    _, autograd, seed = sections.split("Protocol ")
-    for protocol, section in (("autograd", autograd), ("seed", seed)):
-        assert section.startswith(f"{protocol}, ms:\n")
-        rows = json.loads((folder / f"second_{protocol}.json").read_text())["rows"]
-        ms = [f"{row['ms']:.6f}" for row in rows if row["shape"]["n"] == 64]
-        assert f"| 64 | {' | '.join(ms)} | " in section
-
-
-def test_the_page_is_drawn_again_from_the_files_byte_by_byte(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    operators = [toy(Eaves(), Peer(), modes=("fwd",))]
-    assert main([*QUICK, "--results", str(tmp_path)], operators) == 0
-    folder = tmp_path / DEVICE
-    written = files_of(folder)
-    for path in [*folder.rglob("*.png"), folder / "README.md"]:
+    assert f"# wrote {Path('benchmarks/results', DEVICE, 'second_seed.json')}" in out.splitlines() and err == ""
+    for path in [*folder.rglob("*.png"), *folder.glob("*.md")]:
         path.unlink()
     assert main(["--page", str(folder)], operators) == 0
-    assert files_of(folder) == written
+    assert {name: (folder / name).read_bytes() for name in written} == written
 
 
-def test_what_is_named_is_measured_and_the_page_has_everything_that_is_there(
-    tmp_path: Path, no_matplotlib: None
-) -> None:
-    operators = two_operators()
-    assert main([*QUICK, "--results", str(tmp_path)], operators) == 0
-    folder = tmp_path / DEVICE
-    before = files_of(folder)
-    argv = ["first", *QUICK, "--repetitions", "3", "--protocol", "seed", "--results", str(tmp_path)]
-    assert main(argv, operators) == 0
-    after = files_of(folder)
-    assert [name for name in before if before[name] != after[name]] == ["README.md", "first_seed.json"]
-    assert after["README.md"].count(b"### ") == len(TITLES)
-    assert main(["second", *QUICK, "--repetitions", "3", "--results", str(tmp_path)], operators) == 0
-    changed = [name for name, content in files_of(folder).items() if content != after[name]]
-    assert changed == ["README.md", "second_autograd.json", "second_seed.json"]
+def test_every_number_of_the_files_is_on_one_of_the_pages(tmp_path: Path, no_curves: None) -> None:
+    assert main([*QUICK, "--results", str(tmp_path)], [toy(EAVES, PEER, FAILS_AT_64)]) == 0
+    texts = [(tmp_path / DEVICE / name).read_text() for name in (page.PAGE, page.DETAILS)]
+    for path in (tmp_path / DEVICE).glob("*.json"):
+        for row in json.loads(path.read_text())["rows"]:
+            for key in ("ms", "peak_mib"):
+                cell = three(row.get(key)) if row["provider"] != "fails" or row["ms"] else "-"
+                assert any(re.search(rf"^\| {row['provider']} \|.* {re.escape(cell)} \|", text, re.M) for text in texts)
+    assert "`fails: 64 is too many (64)`" in texts[0]
 
 
-def test_without_matplotlib_there_is_a_page_without_curves(
-    tmp_path: Path, no_matplotlib: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*QUICK, "--results", str(tmp_path)], [toy(Eaves(), modes=("fwd",))]) == 0
-    err = capsys.readouterr().err
-    assert err == "# no curves are drawn: matplotlib is not installed, expected it: pip install eaves[bench]\n"
-    assert "<img" not in (tmp_path / DEVICE / "README.md").read_text()
+def test_the_first_page_begins_with_a_table_of_each_operator(tmp_path: Path) -> None:
+    backward = entries("bwd", 131072, eaves=(20, 65), liger=(22, 70), limit=(16, 60))
+    put(tmp_path, [*TWO_LENGTHS, *backward])
+    lines = page.texts(page.Folder(tmp_path, [toy(EAVES)]))[page.PAGE].splitlines()
+    begin = lines.index("## toy")
+    assert lines[begin + 2 : begin + 11] == [
+        "Forward; backward: n 131072, dim 16, fp32.",
+        "",
+        "| provider | forward, ms | MiB | backward, ms | MiB |",
+        "|---|---:|---:|---:|---:|",
+        "| eaves | 10.0 | 64.0 | 20.0 | 65.0 |",
+        "| torch | 25.0 | 96.0 | - | - |",
+        "| fla | 40.0 | 128 | - | - |",
+        "| liger | - | - | 22.0 | 70.0 |",
+        "| limit | 8.00 | 64.0 | 16.0 | 60.0 |",
+    ]
+    assert [line for line in lines if line.startswith("## ")] == [
+        "## toy",
+        "## Where a peer is faster",
+        "## Where a peer is at least as good in time and memory",
+        "## How it was measured",
+    ]
+
+
+def put(folder: Path, lines: list[Entry], protocol: str = "autograd", **head: object) -> Path:
+    """A result file of the operator toy."""
+    path = folder / f"toy_{protocol}.json"
+    results.write(path, results.result(lines, CPU, protocol) | head)
+    return path
+
+
+def test_the_page_says_where_and_when_it_was_measured_and_what_is_not_there(tmp_path: Path) -> None:
+    put(tmp_path, TWO_LENGTHS, device="NVIDIA H200", cuda="13.0", driver="580", commit="0123456789abcdef-dirty",
+        date="2026-11-21T12:17:35Z", versions={"eaves": "0.1.0", "torch": "2.11.0"})  # fmt: skip
+    (tmp_path / "toy.json").write_text('{"protocol": "kernel"}')
+    texts = page.texts(page.Folder(tmp_path, [toy(EAVES, MISSING)]))
+    assert texts[page.PAGE].startswith("# NVIDIA H200: eaves beside its peers\n")
+    assert (
+        "| [toy_autograd.json](toy_autograd.json) | NVIDIA H200, CUDA 13.0, driver 580 | `0123456789ab-dirty` "
+        "| 2026-11-21 12:17:35 UTC | eaves 0.1.0, torch 2.11.0 |\n"
+    ) in texts[page.PAGE]
+    assert "From C++, without peers: [toy.json](toy.json)." in texts[page.PAGE]
+    assert texts[page.DETAILS].split("## Not measured\n\n")[1].splitlines() == [
+        "- toy, protocol autograd, missing: was not asked for, or cannot do these rows",
+        "- toy, protocol seed: there is no result file",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("device", "is_gpu", "folder"),
+    ("cuda", "installed", "reason"),
     [
-        ("NVIDIA H200", True, "nvidia-h200"),
-        ("NVIDIA GeForce RTX 4090", True, "nvidia-geforce-rtx-4090"),
-        ("AMD EPYC 7B13 64-Core Processor (2 threads)", False, "amd-epyc-7b13"),
-        ("AMD Ryzen 7 7840U w/ Radeon 780M Graphics (8 threads)", False, "amd-ryzen-7-7840u"),
-        ("AMD Ryzen 7 5800H with Radeon Graphics (8 threads)", False, "amd-ryzen-7-5800h"),
-        ("13th Gen Intel(R) Core(TM) i7-13700 (8 threads)", False, "13th-gen-intel-core-i7-13700"),
-        ("Intel(R) Xeon(R) CPU @ 2.20GHz (2 threads)", False, "intel-xeon"),
-        ("Intel(R) Xeon(R) CPU E5-2686 v4 @ 2.30GHz (2 threads)", False, "intel-xeon-e5-2686-v4"),
-        ("AMD EPYC (2 threads)", False, "amd-epyc"),
-        ("Intel(R) Xeon(R) Platinum 8480C (16 threads)", False, "intel-xeon-platinum-8480c"),
-        ("CPU (1 thread)", False, "cpu"),
+        (None, {"peers": "1"}, "needs a GPU"),
+        ("13.0", {}, "was not installed"),
+        ("13.0", {"peers": "1"}, "was not asked for, or cannot do these rows"),
     ],
 )
-def test_the_folder_has_the_name_of_the_device(device: str, is_gpu: bool, folder: str) -> None:
-    assert results.folder_name(device, is_gpu) == folder
-
-
-# ------------------------------------------------------------------------------------------------------------- the page
-
-
-def put(
-    folder: Path, measured: Sequence[MeasuredTable], protocol: Literal["autograd", "seed"] = "autograd", **head: object
+def test_the_page_says_why_a_provider_was_not_measured(
+    cuda: str | None, installed: dict[str, str], reason: str, tmp_path: Path
 ) -> None:
-    """A result file of the operator toy."""
-    result = results.result(measured, CPU, Protocol(protocol), {"torch": "2.11.0"}) | head
-    (folder / f"toy_{protocol}.json").write_text(results.to_json(result))
-
-
-def text_of(folder: Path, *tables: MeasuredTable, providers: Sequence[Provider] = ()) -> str:
-    """The page of the operator toy, whose published tables these are."""
-    operator = Operator("toy", providers, lambda request: [each.table for each in tables])
-    return page.text(StoredFolder(folder, [operator]))
-
-
-def two_lengths() -> MeasuredTable:
-    return measured_table(
-        {"eaves": column(0.1, 8), "torch": column(0.4, 16), "fla": column(0.05, 32), LIMIT: column(0.08, 8)},
-        {"eaves": column(10, 64), "torch": column(25, 96), "fla": column(40, 128), LIMIT: column(8, 64)},
-    )
-
-
-def test_a_file_that_says_nothing_of_cuda_is_one_of_a_cpu(tmp_path: Path) -> None:
-    put(tmp_path, [two_lengths()])
-    path = tmp_path / "toy_autograd.json"
-    result = json.loads(path.read_text())
-    del result["cuda"]
-    expected = text_of(tmp_path, two_lengths())
-    path.write_text(results.to_json(result))
-    assert text_of(tmp_path, two_lengths()) == expected
-
-
-def test_a_table_has_the_columns_of_the_printed_one_and_names_the_best_peer() -> None:
-    assert page.markdown_table(two_lengths(), "speed") == [
-        "| n | eaves | torch | fla | limit | eaves / limit | best peer | best peer / eaves |",
-        "|---:|---:|---:|---:|---:|---:|---|---:|",
-        "| 1024 | 0.100000 | 0.400000 | 0.050000 | 0.080000 | 1.250 | fla | 0.500 |",
-        "| 131072 | 10.000000 | 25.000000 | 40.000000 | 8.000000 | 1.250 | torch | 2.500 |",
-    ]
-    memory = page.markdown_table(two_lengths(), "memory")
-    assert memory[2] == "| 1024 | 8.000000 | 16.000000 | 32.000000 | 8.000000 | 1.000 | torch | 2.000 |"
-
-
-def test_rows_that_differ_in_more_than_the_length_are_described() -> None:
-    measured = measured_table({"eaves": column(1), LIMIT: column(1)}, {"eaves": column(2), LIMIT: column(1)})
-    rows = [toy_row("fwd", 8, {"axes": [axis]}) for axis in (0, 1)]
-    described = MeasuredTable(Table("toy", "fwd", "layouts", "n", "fp32", rows), ["eaves"], measured.measurements)
-    assert page.markdown_table(described, "speed") == [
-        "| n | row | eaves | limit | eaves / limit |",
-        "|---:|---|---:|---:|---:|",
-        "| 8 | dim=16 axes=[0] | 1.000000 | 1.000000 | 1.000 |",
-        "| 8 | dim=16 axes=[1] | 2.000000 | 1.000000 | 2.000 |",
-    ]
-
-
-def test_the_summary_has_the_ranges_and_names_the_worst_rows(tmp_path: Path) -> None:
-    measured = two_lengths()
-    put(tmp_path, [measured])
-    lines = text_of(tmp_path, measured).splitlines()
-    link = "(#toy-speed-fwd-dim16-fp32)"
-    assert (
-        f"| toy | fwd | autograd | 2 | n 1024 to 131072 | 1.250 to 1.250 ([n 1024]{link}) "
-        f"| 0.500 to 2.500 ([n 1024]{link}) |"
-    ) in lines
-    assert "| toy | fwd | seed | 0 | [not measured](#not-measured) | - | - |" in lines
-    begin = lines.index("<!-- summary -->")
-    assert lines[begin + 3 : begin + 6] == [
-        "| toy | fwd | dim 16, n 131072 | 10.0000 | 8.0000 | 1.250 | torch 25.0000 | 2.500 |",
-        "| toy | fwd | dim 16, n 1024 | 0.1000 | 0.0800 | 1.250 | fla 0.0500 | 0.500 |",
-        "<!-- end -->",
-    ]
-
-
-def test_the_page_says_what_the_published_tables_are_before_the_first(tmp_path: Path) -> None:
-    put(tmp_path, [two_lengths()])
-    text = text_of(tmp_path, two_lengths())
-    assert text.index(published.TEXT) < text.index("## ")
-
-
-def test_the_page_says_where_a_peer_is_faster_or_takes_less_memory(tmp_path: Path) -> None:
-    measured = measured_table(
-        {"eaves": column(0.1, 8), "torch": column(0.098, 16), "fla": column(0.05, 32), LIMIT: column(0.08, 8)},
-        {"eaves": column(10, 64), "torch": column(9.8, 32), "fla": column(40, 128), LIMIT: column(8, 64)},
-    )
-    put(tmp_path, [measured])
-    put(tmp_path, [measured], "seed")
-    lines = text_of(tmp_path, measured).splitlines()
-    assert "- [Where a peer is faster](#where-a-peer-is-faster)" in lines
-    begin = lines.index("<!-- slower -->")
-    assert lines[begin + 1 : begin + 10] == [
-        "| operator | mode | what | rows | where | best peer / eaves, at worst | peer |",
-        "|---|---|---|---|---|---:|---|",
-        # 0.98, the time of torch over 131072, is within the noise.
-        "| toy | fwd | time | 2 of 4 | n 1024 | 0.500 | fla, n 1024 of dim16-fp32 |",
-        "| toy | fwd | memory | 2 of 4 | n 131072 | 0.500 | torch, n 131072 of dim16-fp32 |",
-        "<!-- end -->",
-        "",
-        "| table | protocol | peer | rows | best peer / eaves |",
-        "|---|---|---|---|---|",
-        "| [toy-speed-fwd-dim16-fp32](#toy-speed-fwd-dim16-fp32) | autograd, seed | fla | n 1024 | 0.500 |",
-    ]
-
-
-def test_the_page_says_where_a_peer_is_at_least_as_good_in_time_and_memory(tmp_path: Path) -> None:
-    def columns(**peers: Column) -> dict[str, Column]:
-        return {"eaves": column(1, 100), "eaves-memory": column(2, 50), **peers, LIMIT: column(1, 10)}
-
-    measured = measured_table(
-        # Slower than eaves, in more memory than eaves-memory: this much is no difference. And one that only trades.
-        columns(torch=column(1.2, 51), fla=column(30, 20)),
-        columns(torch=column(1.5, 50), fla=column(2.04, 40)),
-    )
-    put(tmp_path, [measured])
-    put(tmp_path, [measured_table(columns(torch=column(1.2, 52), fla=column(2, 50)))], "seed")
-    lines = text_of(tmp_path, measured).splitlines()
-    begin = lines.index("<!-- as-good -->")
-    assert lines[begin + 1 : begin + 6] == [
-        "| operator | mode | provider | peer | rows | where | time, peer / provider | memory, peer / provider |",
-        "|---|---|---|---|---|---|---|---|",
-        "| toy | fwd | eaves-memory | torch | 2 of 3 | n 1024, 131072 | 0.600 to 0.750 | 1.000 to 1.020 |",
-        "| toy | fwd | eaves-memory | fla | 1 of 3 | n 131072 | 1.020 | 0.800 |",
-        "<!-- end -->",
-    ]
-
-
-def test_the_page_says_that_no_peer_is_faster(tmp_path: Path) -> None:
-    measured = measured_table({"eaves": column(1, 8), "torch": column(1, 8), LIMIT: column(1, 8)})
-    put(tmp_path, [measured])
-    text = text_of(tmp_path, measured)
-    words = "No row is slower than its best peer, or takes more memory, by more than 3 %."
-    assert f"<!-- slower -->\n{words}\n<!-- end -->\n" in text
-    assert "<!-- as-good -->\nThere is no such row.\n<!-- end -->\n" in text
-
-
-def test_the_page_opens_with_where_and_when_it_was_measured(tmp_path: Path) -> None:
-    measured = two_lengths()
-    commit = "0123456789abcdef0123456789abcdef01234567-dirty"
-    put(tmp_path, [measured], device="NVIDIA H200", cuda="13.0", driver="580", commit=commit,
-        date="2026-11-21T12:17:35Z", versions={"eaves": "0.1.0", "torch": "2.11.0"})  # fmt: skip
-    lines = text_of(tmp_path, measured).splitlines()
-    assert lines[0] == "# NVIDIA H200: eaves beside its peers"
-    assert (
-        "| [toy, autograd](toy_autograd.json) | NVIDIA H200, CUDA 13.0, driver 580 | `0123456789ab-dirty` "
-        "| 2026-11-21 12:17:35 UTC | eaves 0.1.0, torch 2.11.0 |"
-    ) in lines
-
-
-def test_a_cell_without_a_number_is_a_dash_and_its_reason_stands_once_below(tmp_path: Path) -> None:
-    lacks = Column("not supported: no `z_loss`")
-    measured = measured_table(
-        {"eaves": column(1), "torch": lacks, "fla": Column("does not fit"), LIMIT: column(1)},
-        {"eaves": column(1), "torch": lacks, "fla": column(3), LIMIT: column(1)},
-    )
-    put(tmp_path, [measured])
-    speed = text_of(tmp_path, measured).split("### toy-speed-")[1].split("###")[0]
-    assert "| 1024 | 1.000000 | - | - | 1.000000 | 1.000 | - | - |" in speed
-    assert [line for line in speed.splitlines() if line.startswith("- ")] == [
-        "- `-`: torch: `not supported: no 'z_loss'`",
-        "- `-`: fla: `does not fit` (n=1024)",
-    ]
-
-
-class Lacks(Peer):
-    name = "lacks"
-
-    def lacks(self, row: Row) -> str:
-        return "no backward alone"
-
-
-def test_who_has_no_column_is_named_with_the_reason(tmp_path: Path) -> None:
-    measured = two_lengths()
-    put(tmp_path, [measured])
-    text = text_of(tmp_path, measured, providers=[Eaves(), Lacks(), Missing()])
-    assert "- no column: lacks: `no backward alone`" in text
-    assert "no column: missing" not in text
-
-
-class OnGpu(Peer):
-    name = "on-gpu"
-    device_types = ("cuda",)
-
-
-def test_who_has_no_number_in_a_file_is_named_with_the_reason(tmp_path: Path) -> None:
-    failed = measured_table({"eaves": column(1), "peer": column(2), "fails": Column("no such GEMM"), LIMIT: column(1)})
-    whole = measured_table({"eaves": column(1), "peer": column(2), "fails": column(2), LIMIT: column(1)})
-    put(tmp_path, [failed])
-    put(tmp_path, [whole], "seed")
-    text = text_of(tmp_path, failed, providers=[Eaves(), Peer(), FailsAt64(), Missing(), Lacks(), OnGpu()])
-    not_measured = text.split("## Not measured\n")[1].splitlines()
-    why = "`was not installed, or was left out: the file has no row of it`"
-    assert not_measured[1:] == [
-        "- toy, protocol autograd, no number of fails: `no such GEMM`",
-        f"- toy, protocol autograd, no number of missing: {why}",
-        "- toy, protocol autograd, no number of lacks: `no backward alone`",
-        "- toy, protocol autograd, no number of on-gpu: `needs a GPU`",
-        f"- toy, protocol seed, no number of missing: {why}",
-        "- toy, protocol seed, no number of lacks: `no backward alone`",
-        "- toy, protocol seed, no number of on-gpu: `needs a GPU`",
-        "",
-        "Every row of the published tables is above, by both protocols.",
-    ]
-    # The part that other documents show has who could be there, in one line below the table.
-    shown = text.split("<!-- summary -->\n")[1].split("<!-- end -->")[0].splitlines()
-    assert shown[-2:] == ["", "Not measured: fails and missing in toy."]
-
-
-def test_published_rows_without_a_number_are_listed(tmp_path: Path) -> None:
-    whole = two_lengths()
-    one = measured_table({"eaves": column(0.1), LIMIT: column(0.08)})
-    put(tmp_path, [one])
-    assert text_of(tmp_path, whole).split("## Not measured\n")[1].splitlines()[1:] == [
-        "- toy-speed-fwd-dim16-fp32, toy-memory-fwd-dim16-fp32, protocol autograd, n 131072: "
-        "`the file has no such row`",
-        "- toy-speed-fwd-dim16-fp32, toy-memory-fwd-dim16-fp32, protocol seed, n 1024, 131072: "
-        "`there is no result file`",
-    ]  # fmt: skip
-
-
-def test_a_published_row_that_eaves_could_not_do_is_listed_with_the_reason(tmp_path: Path) -> None:
-    measured = measured_table({"eaves": Column("does not fit in memory"), LIMIT: column(0.08)})
-    for protocol in ("autograd", "seed"):
-        put(tmp_path, [measured], protocol)
-    text = text_of(tmp_path, measured)
-    assert text.split("## Not measured\n")[1].count("n 1024: `does not fit in memory`") == 2
-    assert "| toy | fwd | seed | 0 | [not measured](#not-measured) | - | - |" in text
-
-
-def test_rows_beyond_the_published_ones_stand_under_more(tmp_path: Path) -> None:
-    published, other = two_lengths(), measured_table({"eaves": column(7), LIMIT: column(1)}, mode="bwd")
-
-    def tables(request: Request) -> list[Table]:
-        return [published.table] + ([other.table] if request.sweep == "quick" else [])
-
-    put(tmp_path, [published, other])
-    text = page.text(StoredFolder(tmp_path, [Operator("toy", [Eaves()], tables)]))
-    assert "[More of toy](#more-of-toy)" in text
-    own, more = text.split("## More of toy\n")
-    assert "### toy-speed-fwd-dim16-fp32:" in own and "### toy-speed-bwd" not in own
-    assert "### toy-speed-bwd-dim16-fp32:" in more and "| 1024 | 7.000000 |" in more
-    assert "bwd" not in more.split("## Not measured\n")[1]
-
-
-def test_an_operator_without_published_rows_is_summed_up_by_the_others(tmp_path: Path) -> None:
-    """As on a CPU, whose default sweep has smaller sizes."""
-    published = two_lengths()
-    rows = [toy_row("fwd", n) for n in (8, 64)]
-    smaller = replace(published, table=replace(published.table, title_suffix="small", rows=rows))
-
-    def tables(request: Request) -> list[Table]:
-        return [(published if request.sweep == "seed" else smaller).table]
-
-    put(tmp_path, [smaller])
-    lines = page.text(StoredFolder(tmp_path, [Operator("toy", [Eaves()], tables)])).splitlines()
-    assert "None of the published rows is measured here." in lines
-    row = "| toy | fwd | autograd | 2 | n 8 to 64 | 1.250 to 1.250 ([n 8](#toy-speed-fwd-small))"
-    assert any(line.startswith(row) for line in lines)
-
-
-def test_files_and_rows_that_are_not_shown_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    measured = two_lengths()
-    put(tmp_path, [measured])
-    put(tmp_path, [measured], "seed")
-    path = tmp_path / "toy_seed.json"
-    path.write_text(path.read_text().replace('"protocol": "seed"', '"protocol": "kernel"'))
-    shorter = measured_table({"eaves": column(1), LIMIT: column(1)})
-    text = text_of(tmp_path, shorter)
-    assert "- toy_seed.json is not shown: its protocol is kernel\n" in text
-    assert "- toy_autograd.json: 4 numbers of rows that the program no longer has\n" in text
-    page.check(tmp_path, [Operator("toy", [], lambda request: [measured.table])])
-    assert "# toy_seed.json is left out: its protocol is kernel\n" in capsys.readouterr().err
-
-
-def test_what_a_run_skips_is_on_its_page(tmp_path: Path, no_matplotlib: None) -> None:
-    argv = [*QUICK, "--protocol", "autograd", "--results", str(tmp_path)]
-    assert main(argv, [toy(Eaves(), FailsAt64(), Missing(), modes=("fwd",))]) == 0
-    text = (tmp_path / DEVICE / "README.md").read_text()
-    assert "- `-`: fails: `64 is too many` (n=64)" in text
-    assert "| n | eaves | fails | limit |" in text
-
-
-# -------------------------------------------------------------------------------------------------------- other devices
-
-
-def test_files_of_another_device_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    measured = two_lengths()
-    folder = tmp_path / "amd-epyc-9654"
-    folder.mkdir()
-    put(folder, [measured], device="AMD EPYC 7B13 64-Core Processor (2 threads)")
-    put(folder, [measured], "seed", device="AMD EPYC 9654 96-Core Processor (2 threads)")
-    for name, device in (
-        ("a", "AMD EPYC 7B13 64-Core Processor"),
-        ("b", "AMD EPYC 9654 96-Core Processor (8 threads)"),
-    ):
-        (folder / f"{name}.json").write_text(f'{{"device": "{device}", "protocol": "kernel"}}')
-    text = text_of(folder, measured)
-    assert text.splitlines()[0] == "# AMD EPYC 9654 96-Core Processor (2 threads): eaves beside its peers"
-    assert "Protocol autograd, ms" not in text and "Protocol seed, ms" in text
-    why = "AMD EPYC 7B13 64-Core Processor (2 threads), the others' AMD EPYC 9654 96-Core Processor (2 threads)"
-    assert f"- toy_autograd.json is not shown: its device is {why}\n" in text
-    assert "- a.json is not shown: its device is AMD EPYC 7B13 64-Core Processor, the others'" in text
-    assert "From C++, without peers: [b.json](b.json).\n" in text
-    page.check(folder, [Operator("toy", [], lambda request: [measured.table])])
-    assert f"# toy_autograd.json is left out: its device is {why}\n" in capsys.readouterr().err
-
-
-def test_a_folder_of_another_device_is_refused_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / DEVICE
-    folder.mkdir()
-    put(folder, [two_lengths()], device="Another")
-    before = files_of(tmp_path)
-    assert main([*QUICK, "--replace", "--results", str(tmp_path)], [toy(Eaves())]) == 2
-    out, err = capsys.readouterr()
-    assert f'--results: "{folder}" holds results of Another, but this run is on {device_name(CPU)}, expected' in err
-    assert out == "" and files_of(tmp_path) == before
-
-
-# -------------------------------------------------------------------------------------------------- what would be lost
+    put(tmp_path, TWO_LENGTHS, cuda=cuda, driver="580", versions={"eaves": "0.1.0", "torch": "2.11.0", **installed})
+    on_gpu = replace(MISSING, packages=("peers",), needs_gpu=True)
+    text = page.texts(page.Folder(tmp_path, [toy(EAVES, on_gpu)]))[page.DETAILS]
+    assert f"- toy, protocol autograd, missing: {reason}\n" in text
 
 
 @pytest.mark.parametrize(
-    ("argv", "loss"),
+    ("argv", "lost"),
     [
-        (["--provider", "eaves"], "would lose the numbers of peer, which"),
-        (["--max-bytes", "1K"], "would lose 1 row, the last fwd fp32 dim 16, n 64, which"),
+        (["--provider", "eaves"], "would lose 4 numbers, the last of peer at bwd fp32 {'dim': 16, 'n': 64}"),
+        (["--max-bytes", "1K"], "would lose 9 numbers, the last of limit at bwd"),
     ],
 )
 def test_a_run_that_would_lose_numbers_is_refused_before_anything_is_measured(
-    argv: list[str], loss: str, tmp_path: Path, no_matplotlib: None, capsys: pytest.CaptureFixture[str]
+    argv: list[str], lost: str, tmp_path: Path, no_curves: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    operators = [toy(Eaves(), Peer(), modes=("fwd",))]
-    common = [*QUICK, "--protocol", "autograd", "--results", str(tmp_path)]
-    assert main(common, operators) == 0
-    before = files_of(tmp_path)
-    capsys.readouterr()
-    assert main([*common, *argv], operators) == 2
-    out, err = capsys.readouterr()
+    arguments = ["toy", *QUICK, "--protocol", "autograd", "--results", str(tmp_path)]
+    assert main(arguments, [toy(EAVES, PEER)]) == 0
     path = tmp_path / DEVICE / "toy_autograd.json"
-    assert f'eaves.bench: --results: "{path}" {loss} this run does not measure' in err
-    assert out == "" and files_of(tmp_path) == before
-    assert main([*common, *argv, "--protocol", "seed"], operators) == 0  # a file that is not there loses nothing
-    assert main([*common, *argv, "--replace"], operators) == 0
-    assert files_of(tmp_path)[f"{DEVICE}/toy_autograd.json"] != before[f"{DEVICE}/toy_autograd.json"]
+    before = path.read_bytes()
+    capsys.readouterr()
+    assert main([*arguments, *argv], [toy(EAVES, PEER)]) == 2
+    err = capsys.readouterr().err
+    assert lost in err and err.endswith("which this run does not measure, expected another folder or --replace\n")
+    assert path.read_bytes() == before
+    assert main([*arguments, *argv, "--replace"], [toy(EAVES, PEER)]) == 0
+    assert path.read_bytes() != before
 
 
-def test_a_run_that_measures_more_replaces_a_file(tmp_path: Path, no_matplotlib: None) -> None:
-    common = [*QUICK, "--protocol", "autograd", "--results", str(tmp_path)]
-    assert main([*common, "--provider", "eaves"], [toy(Eaves(), Peer(), modes=("fwd",))]) == 0
-    assert main(common, [toy(Eaves(), Peer())]) == 0
-
-
-# ---------------------------------------------------------------------------------------------------- who else shows it
-
-
-def test_who_draws_a_page_that_the_readme_shows_is_told_what_writes_it_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "benchmarks" / "results" / "here"
-    folder.mkdir(parents=True)
-    put(folder, [two_lengths()])
-    (tmp_path / "tools").mkdir()
-    readme, tool = tmp_path / "README.md", tmp_path / "tools" / "check_docs"
-
-    def is_told() -> bool:
-        assert main(["--page", str(folder)], [toy(Eaves())]) == 0
-        return "shows this page: tools/check_docs --write brings it up to date\n" in capsys.readouterr().out
-
-    assert not is_told()
-    readme.write_text("<!-- page: benchmarks/results/here slower -->\n")
-    assert not is_told()
-    tool.write_text("")
-    assert is_told()
-    readme.write_text("<!-- page: benchmarks/results/here -->\n")
-    assert is_told()
-    readme.write_text("<!-- page: benchmarks/results/there -->\n")
-    assert not is_told()
-    readme.write_bytes(b"\xff<!-- page: benchmarks/results/here -->\n")
-    assert not is_told()
-
-
-# ------------------------------------------------------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        (["--json", "a.json"], "--json: expected the names of the operators beside it; without any, --results names a"),
-        (["--plot", "plots"], "--plot: expected the names of the operators beside it; without any, --results names a"),
-        (["toy", "--json", "a.json", "--results", "r"], "--json: the folder of --results has what it writes, expected"),
-        (["toy", "--plot", "plots", "--results", "r"], "--plot: the folder of --results has what it writes, expected"),
-        (["toy", "--replace"], "--replace: is for the result files of a folder, expected --results beside it"),
-        (["--page", ".", "--replace"], "expected nothing beside it, but there is --replace"),
-        (["--results", ""], "--results: is empty, expected the name of a folder"),
-        (["--results", "file"], "cannot be made: "),
-        (["--page", ""], "--page: is empty, expected the name of a folder"),
-        (["--page", "new"], '--page: "new" has no result file, expected such as toy_autograd.json'),
-        (["--page", "."], '--page: "." has no result file, expected such as toy_autograd.json'),
-        (["toy", "--page", "."], "--page: measures nothing, expected nothing beside it, but there is the operator toy"),
-        (["--page", ".", "--sweep", "seed"], "expected nothing beside it, but there is --sweep"),
-        (["--page", ".", "--max-bytes", "1K"], "expected nothing beside it, but there is --max-bytes"),
-        (["--page", ".", "--provider", "eaves"], "expected nothing beside it, but there is --provider"),
-        (["--page", ".", "--results", "r"], "expected nothing beside it, but there is --results"),
-    ],
-)
-def test_what_contradicts_itself_is_refused_before_anything_is_measured(
-    argv: list[str],
-    sentence: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("")
-    assert main(argv, [toy(Eaves())]) == 2
-    out, err = capsys.readouterr()
-    assert sentence in err
-    assert err.startswith("eaves.bench: ") and err.count("\n") == 1
-    assert out == ""
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_folder_with_a_file_that_cannot_be_read_is_refused_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_another_device_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / DEVICE).mkdir()
-    (tmp_path / DEVICE / "toy_seed.json").write_text("{")
-    assert main([*TOY, "--protocol", "autograd", "--results", str(tmp_path)], [toy(Eaves())]) == 2
-    out, err = capsys.readouterr()
-    assert 'toy_seed.json" is no result file of this program: ' in err
-    assert out == ""
+    put(tmp_path / DEVICE, TWO_LENGTHS, device="NVIDIA H200")
+    assert main([*QUICK, "--results", str(tmp_path)], [toy(EAVES)]) == 2
+    assert "holds results of NVIDIA H200, but this run is on" in capsys.readouterr().err
+    put(tmp_path / DEVICE, TWO_LENGTHS, "seed", device="NVIDIA H100")
+    assert main(["--page", str(tmp_path / DEVICE)], [toy(EAVES)]) == 2
+    assert "holds results of NVIDIA H200 and NVIDIA H100, expected a folder for each" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "why"),
+    "spoil",
     [
-        ('"ms": 0.1,', '"ms": "0.1",', 'rows[0]: ms is "0.1", expected a number or null'),
-        ('"ms": 0.1,', '"ms": NaN,', "NaN is no number of JSON"),
-        ('"ms": 0.1,', '"ms": 1e999,', "rows[0]: ms is Infinity, expected a number or null"),
-        ('"ms": 0.1,', '"ms": null,', "rows[0]: there is no skipped, expected a string"),
-        ('"ms_min": 0.1,', "", "rows[0]: there is no ms_min, expected a number"),
-        ('"dtype": "fp32"', '"dtype": "fp31"', 'rows[0]: dtype is "fp31", expected one of bf16, fp16, fp32, fp64'),
-        ('"torch": "2.11.0"', '"torch": null', "versions: torch is null, expected a string"),
-        ('"schema": 1', '"schema": 2', "schema is 2, expected 1"),
-        ('"schema": 1', '"schema": "\xff"', "is no UTF-8"),
-        ('{\n "schema"', '[{\n "schema"', "Expecting ',' delimiter"),
+        lambda content: "{",
+        lambda content: "[]",
+        lambda content: json.dumps(content | {"protocol": "seed"}),
+        lambda content: json.dumps({key: value for key, value in content.items() if key != "device"}),
+        lambda content: json.dumps(content | {"rows": [content["rows"][0] | {"ms": "fast"}]}),
+        lambda content: json.dumps(content | {"rows": [{key: content["rows"][0][key] for key in CASE}]}),
     ],
 )
 def test_a_file_that_is_no_result_is_refused_in_one_sentence(
-    old: str, new: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    spoil: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put(tmp_path, [two_lengths()])
-    path = tmp_path / "toy_autograd.json"
-    text = path.read_text()
-    assert old in text
-    path.write_bytes(text.replace(old, new, 1).encode("latin-1"))
-    assert main(["--page", str(tmp_path)], [toy(Eaves())]) == 2
-    out, err = capsys.readouterr()
-    assert f'eaves.bench: "{path}" is no result file of this program: ' in err and why in err
-    assert err.count("\n") == 1 and out == ""
-
-
-def test_a_file_beside_that_is_no_text_is_left_alone(tmp_path: Path) -> None:
-    measured = two_lengths()
-    put(tmp_path, [measured])
-    before = text_of(tmp_path, measured)
-    (tmp_path / "other.json").write_bytes(b"\xff\xfe")
-    assert text_of(tmp_path, measured) == before
-
-
-def test_an_error_in_the_tables_of_an_operator_is_not_said_to_be_one_of_a_file(tmp_path: Path) -> None:
-    def tables(request: Request) -> list[Table]:
-        raise KeyError("a mistake")
-
-    put(tmp_path, [two_lengths()])
-    with pytest.raises(KeyError, match="a mistake"):
-        main(["--page", str(tmp_path)], [Operator("toy", [Eaves()], tables)])
+    path = put(tmp_path, TWO_LENGTHS)
+    path.write_text(spoil(json.loads(path.read_text())))
+    assert main(["--page", str(tmp_path)], [toy(EAVES)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f'eaves.bench: "{path}" is no result file of this program: ') and err.count("\n") == 1
 
 
 # ---------------------------------------------------------------------------------------------------- what is committed
@@ -649,24 +390,30 @@ def test_an_error_in_the_tables_of_an_operator_is_not_said_to_be_one_of_a_file(t
 COMMITTED = sorted(ROOT.glob("benchmarks/results/*/README.md"))
 
 
-def test_there_is_a_committed_page() -> None:
-    assert "nvidia-h200" in [path.parent.name for path in COMMITTED]
-
-
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.parent.name)
-def test_a_committed_page_is_what_its_files_say(path: Path) -> None:
-    stored = StoredFolder(path.parent, OPERATORS)
-    text = path.read_text()
-    assert text == page.text(stored), f"python -m eaves.bench --page {path.parent} draws it again"
-    # Each curve is there and on the page.
-    linked = {line.split('"')[1] for line in text.splitlines() if line.startswith("<a ")}
-    assert all((path.parent / picture).exists() for picture in linked)
-    curves = [each for result in stored.results for each in result.tables
-              if each.table.is_curve and len(each.table.rows) > 1]  # fmt: skip
-    assert len(linked) == 2 * len(curves)  # speed and memory
-
-
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.parent.name)
-def test_a_committed_page_lies_in_the_folder_of_its_device(path: Path) -> None:
-    heads = [result.head for result in StoredFolder(path.parent, OPERATORS).results]
+def test_committed_pages_are_what_their_files_say(path: Path) -> None:
+    folder = page.Folder(path.parent, OPERATORS)
+    drawn = page.texts(folder)
+    for name, text in drawn.items():
+        assert (path.parent / name).read_text() == text, f"python -m eaves.bench --page {path.parent} draws it again"
+    # Each curve is on a page.
+    linked = set(re.findall(r"\]\((plots/[^)]*)\)", "".join(drawn.values())))
+    files = {f"plots/{each.name}" for each in path.parent.glob("plots/*.png")}
+    assert linked == files - {"plots/train_language_model.png"} and len(linked) >= 12
+    heads = folder.files.values()
     assert {results.folder_name(head["device"], head["cuda"] is not None) for head in heads} == {path.parent.name}
+
+
+def test_there_are_committed_pages() -> None:
+    assert [path.parent.name for path in COMMITTED] == ["amd-epyc", "nvidia-h200"]
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.parent.name)
+def test_every_committed_number_is_on_a_page(path: Path) -> None:
+    """Each row of each file: the time and the memory of every provider that was measured, below a title of its own."""
+    text = "".join(page.texts(page.Folder(path.parent, OPERATORS)).values())
+    for file in [*path.parent.glob("*_autograd.json"), *path.parent.glob("*_seed.json")]:
+        for table in tables.tables(json.loads(file.read_text())["rows"]):
+            for kind in ("ms", "peak_mib"):
+                drawn = "\n".join(tables.markdown(tables.cells(table, kind)))  # type: ignore[arg-type]
+                assert table.title in text and drawn in text

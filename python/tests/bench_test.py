@@ -1,4 +1,4 @@
-"""Tests of the program `python -m eaves.bench`: arguments, output, result files. No claim about speed."""
+"""Tests of the program `python -m eaves.bench`: arguments, what it prints, result files. No claim about speed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,240 +14,219 @@ import torch
 from bench_toy import (  # noqa: F401
     CPU,
     DIM,
+    EAVES,
+    MISSING,
+    PEER,
     QUICK,
     TOY,
-    Eaves,
-    FailsAt64,
-    Missing,
-    Peer,
-    WrongOut,
-    exp_sum,
-    measured_table,
+    WRONG,
+    provider,
     small_flush,
     toy,
 )
-from eaves.bench import device, results, run, timing
-from eaves.bench.__main__ import main
-from eaves.bench.arguments import parse_bytes
-from eaves.bench.benchmark import Forward, Operator, Request, Row, Table
-from eaves.bench.harness import LIMIT
-from eaves.bench.protocol import Protocol
-from eaves.bench.timing import Column, Timing
+from eaves.bench import results, run, timing
+from eaves.bench.__main__ import main, parse_bytes, parse_shape
+from eaves.bench.benchmark import Operator, Request
+from eaves.bench.operators import OPERATORS
 
 
-def rows_of(path: Path, **wanted: object) -> list[dict[str, object]]:
+def rows_of(path: Path, **wanted: object) -> list[dict[str, Any]]:
     rows = json.loads(path.read_text())["rows"]
     return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
 
 
-def test_the_program_prints_speed_and_memory_of_both_directions(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(TOY, [toy(Eaves(), Peer())]) == 0
+# ----------------------------------------------------------------------------------------------------- what it measures
+
+
+def test_the_program_prints_time_and_memory_of_both_directions_and_ends_with_a_summary(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(TOY, [toy(EAVES, PEER)]) == 0
     out, err = capsys.readouterr()
-    titles = [line for line in out.splitlines() if line.endswith(":")]
-    assert titles == [f"toy-{kind}-{mode}-dim16-fp32:" for kind in ("speed", "memory") for mode in ("fwd", "bwd")]
-    assert err == ""  # no progress bar where nobody looks
+    titles = [line for line in out.splitlines() if "; " in line and " in " in line]
+    assert titles == [
+        f"toy, {mode}: dim 16, fp32; {quantity}"
+        for quantity in ("time in ms", "peak memory in MiB")
+        for mode in ("forward", "backward")
+    ]
+    summary = out.splitlines()[-8:]
+    assert any(line.startswith("toy, forward, 2 rows: eaves takes") for line in summary)
+    assert "times the limit" in out and "times the memory of eaves" in " ".join(summary)
+    assert max(map(len, out.splitlines())) <= 80
+    assert err == ""  # no progress where stderr is no terminal
 
 
-def test_a_terminal_gets_a_progress_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tqdm")
+def test_a_terminal_gets_the_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert main(TOY, [toy(Eaves())]) == 0
+    assert main(TOY, [toy(EAVES)]) == 0
     out, err = capsys.readouterr()
-    assert "toy fwd n=8:   0%" in err and "0/4" in err
-    assert "toy bwd n=64:" in err and "3/4" in err
-    assert "n=8" not in out
-
-
-def asked_of_an_operator(*argv: str) -> list[Request]:
-    requests = []
-    operator = toy(Eaves(), modes=("fwd",))
-
-    def tables(request: Request) -> list[Table]:
-        requests.append(request)
-        return operator.tables(request)
-
-    assert main([*TOY, *argv], [Operator("toy", operator.providers, tables)]) == 0
-    return requests
+    assert "0 of 4 rows, toy fwd [16, 8]" in err and "3 of 4 rows, toy bwd [16, 64]" in err and "rows, toy" not in out
 
 
 def test_the_operator_gets_the_sweep_and_the_dtype() -> None:
-    assert asked_of_an_operator() == [Request("quick", CPU, "bf16", has_dtype=False)]
-    assert asked_of_an_operator("--sweep", "quick", "--dtype", "bf16") == [
-        Request("quick", CPU, "bf16", has_dtype=True)
-    ]
-    assert asked_of_an_operator("--sweep", "seed") == [Request("seed", CPU, "bf16", has_dtype=False)]
+    def asked(*argv: str) -> list[Request]:
+        requests = []
+        plain = toy(EAVES, modes=("fwd",))
+        operator = Operator("toy", plain.providers, lambda request: requests.append(request) or plain.rows(request),
+                            (), plain.row_of_shape)  # fmt: skip
+        assert main([*TOY, *argv], [operator]) == 0
+        return requests
+
+    assert asked() == [Request("quick", "cpu", "bf16", has_dtype=False)]
+    assert asked("--sweep", "seed") == [Request("seed", "cpu", "bf16", has_dtype=False)]
+    for name, short in (("fp32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"), ("float64", "fp64")):
+        assert asked("--dtype", name) == [Request("quick", "cpu", short, has_dtype=True)]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "short"),
-    [("fp32", "fp32"), ("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"), ("float64", "fp64")],
-)
-def test_a_dtype_may_have_its_long_name(dtype: str, short: str) -> None:
-    assert asked_of_an_operator("--dtype", dtype) == [Request("quick", CPU, short, has_dtype=True)]
-
-
-def test_the_threads_are_those_of_everybody_and_in_the_result_file(tmp_path: Path, cpu_threads: None) -> None:
+def test_the_threads_are_those_of_all_and_in_the_result_file(tmp_path: Path, cpu_threads: None) -> None:
     torch.set_num_threads(2)
     seen = set()
-
-    class Counts(Eaves):
-        def forward(self, row: Row) -> Forward:
-            seen.add(torch.get_num_threads())
-            return exp_sum
-
+    counts = provider("eaves", lambda x: seen.add(torch.get_num_threads()) or x.exp().sum(-1))
     path = tmp_path / "result.json"
-    assert main([*TOY, "--threads", "1", "--json", str(path)], [toy(Counts(), modes=("fwd",))]) == 0
-    assert seen == {1}
-    assert json.loads(path.read_text())["threads"] == 1
+    assert main([*TOY, "--threads", "1", "--json", str(path)], [toy(counts, modes=("fwd",))]) == 0
+    assert seen == {1} and json.loads(path.read_text())["threads"] == 1
 
 
-def test_a_busy_machine_is_said_once_before_everything_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_busy_machine_is_said_once_before_all_else(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "busy_share", lambda: 0.42)
-    assert main([*QUICK, "--results", str(tmp_path)], [toy(Eaves(), modes=("fwd",))]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("# the machine is busy: others take 42 % of its cores' time; expect longer times than on a ")
-    assert out.count("is busy") == 1
-    monkeypatch.setattr(run, "busy_share", lambda: 0.2)
-    assert main(TOY, [toy(Eaves(), modes=("fwd",))]) == 0
-    assert "is busy" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "share"),
-    [
-        ("cpu  100 0 50 800 50 0 0 0 0 0\ncpu0 1", "cpu  110 0 55 875 60 0 0 0 9 0\ncpu0 2", 0.15),
-        ("cpu  100 0 50 800 50 0 0 0 0 0\n", "cpu  100 0 50 800 50 0 0 0 0 0\n", 0.0),
-        ("", "", 0.0),  # where there is no such file
-    ],
-)
-def test_the_share_of_others_is_what_the_cores_did_meanwhile(
-    before: str, after: str, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = iter([before, after])
-    monkeypatch.setattr(device, "_read", lambda path: next(texts))
-    assert device.busy_share() == pytest.approx(share)
+    for share, count in ((0.42, 1), (0.2, 0)):
+        monkeypatch.setattr(run, "busy_share", lambda share=share: share)
+        assert main(TOY, [toy(EAVES, modes=("fwd",))]) == 0
+        out = capsys.readouterr().out
+        assert out.count("# the machine is busy: others take 42 % of its cores' time") == count
+        assert out.startswith("# the machine is busy") == bool(count)
 
 
 def test_the_clocks_get_the_warm_up_before_each_table(monkeypatch: pytest.MonkeyPatch) -> None:
     warm_ups: list[float] = []
     monkeypatch.setattr(timing.Timer, "warm_up", lambda timer, ms: warm_ups.append(ms))
-    assert main(["toy", "--device", "cpu", "--repetitions", "1", "--warm-up-ms", "30"], [toy(Eaves())]) == 0
+    assert main(["toy", "--device", "cpu", "--repetitions", "1", "--warm-up-ms", "30"], [toy(EAVES)]) == 0
     assert warm_ups == [30.0, 30.0]
 
 
-def test_what_is_named_twice_is_measured_once(tmp_path: Path) -> None:
+def test_what_is_named_is_measured_once_in_its_order(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    argv = ["toy", "toy", *QUICK, "--provider", "peer", "--provider", "peer", "--json", str(path)]
-    assert main(argv, [toy(Eaves(), Peer(), modes=("fwd",))]) == 0
-    assert [(row["shape"]["n"], row["provider"]) for row in rows_of(path)] == [
-        (8, "peer"),
-        (8, "limit"),
-        (64, "peer"),
-        (64, "limit"),
-    ]
-
-
-def test_operators_come_in_the_order_of_their_names(capsys: pytest.CaptureFixture[str]) -> None:
-    operators = [toy(Eaves(), name=name, modes=("fwd",)) for name in ("a", "b", "c")]
-    assert main(["c", "a", *QUICK], operators) == 0
-    titles = [line for line in capsys.readouterr().out.splitlines() if "-speed-" in line]
-    assert titles == [f"{name}-speed-fwd-dim16-fp32:" for name in ("c", "a")]
+    operators = [toy(EAVES, PEER, name=name, modes=("fwd",)) for name in ("a", "b", "c")]
+    argv = ["c", "a", "c", *QUICK, "--provider", "peer", "--provider", "peer", "--json", str(path)]
+    assert main(argv, operators) == 0
+    found = [(row["op"], row["shape"]["n"], row["provider"]) for row in rows_of(path)]
+    assert found == [(op, n, name) for op in ("c", "a") for n in (8, 64) for name in ("peer", "limit")]
 
 
 def test_a_provider_that_is_missing_is_named_once_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    operators = [toy(Eaves(), Missing(), name="toy"), toy(Eaves(), Missing(), name="other")]
+    on_gpu = provider("on-gpu", needs_gpu=True)
+    operators = [toy(EAVES, MISSING, on_gpu, name=name, modes=("fwd",)) for name in ("toy", "other")]
     assert main(["toy", "other", *QUICK], operators) == 0
     out, err = capsys.readouterr()
-    assert err == "# missing is left out: No module named 'missing'\n"
-    assert "missing" not in out
+    assert err == "# missing is left out: No module named 'no_such_module'\n# on-gpu is left out: needs a GPU\n"
+    assert "missing" not in out and "on-gpu" not in out
 
 
-def test_chosen_providers_are_compared_with_eaves_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TOY, "--provider", "wrong"], [toy(Eaves(), Peer(), WrongOut(), modes=("fwd",))]) == 0
-    out, _ = capsys.readouterr()
-    assert "wrong: wrong result: out is off by" in out
-    assert "peer" not in out.replace("best peer", "")
-    assert "n  wrong" in out  # and eaves itself has no column
-
-
-def test_a_failing_provider_is_skipped_in_the_result_file(tmp_path: Path) -> None:
+def test_chosen_providers_are_compared_with_eaves_all_the_same(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    assert main([*TOY, "--json", str(path)], [toy(Eaves(), FailsAt64(), modes=("fwd",))]) == 0
-    fine, failed = rows_of(path, provider="fails")
-    assert fine["ms"] is not None
-    assert (failed["ms"], failed["skipped"]) == (None, "64 is too many")
+    argv = [*TOY, "--provider", "wrong", "--json", str(path)]
+    assert main(argv, [toy(EAVES, PEER, WRONG, modes=("fwd",))]) == 0
+    assert {row["provider"] for row in rows_of(path)} == {"wrong", "limit"}
+    assert all(row["skipped"].startswith("wrong result: out is off by") for row in rows_of(path, provider="wrong"))
+
+
+def test_who_lacks_something_in_every_row_of_a_table_is_not_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    lacks = provider("lacks", lacks=lambda row: "a backward" if row.mode == "bwd" or row.shape["n"] > 8 else "")
+    assert main([*TOY, "--json", str(path)], [toy(EAVES, lacks)]) == 0
+    first, second = rows_of(path, provider="lacks")
+    assert first["ms"] is not None and (second["mode"], second["skipped"]) == ("fwd", "not supported: a backward")
 
 
 def test_the_result_file_has_the_schema_of_the_program(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    assert main([*TOY, "--protocol", "seed", "--json", str(path)], [toy(Eaves())]) == 0
+    assert main([*TOY, "--protocol", "seed", "--json", str(path)], [toy(EAVES)]) == 0
     result = json.loads(path.read_text())
-    head = "schema device cuda driver cpu_level threads commit date protocol versions rows".split()
-    assert list(result) == head
+    assert list(result) == "schema device cuda driver cpu_level threads commit date protocol versions rows".split()
     assert (result["schema"], result["protocol"], result["cuda"]) == (1, "seed", None)
     assert {"eaves", "python", "torch"} <= result["versions"].keys()
-    row = result["rows"][0]
-    keys = "op mode dtype shape options provider ms ms_min ms_max peak_mib gbps repetitions".split()
-    assert list(row) == keys
-    assert (row["op"], row["mode"], row["shape"], row["repetitions"]) == ("toy", "fwd", {"dim": DIM, "n": 8}, 2)
-    moved = 4 * DIM * 8 + 4 * DIM
-    assert row["gbps"] == pytest.approx(moved / (row["ms"] * 1e6))
-    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
-
-
-def test_the_result_file_has_the_numbers_that_were_measured() -> None:
-    measured = measured_table(
-        {
-            "eaves": Column("", Timing(2.0, 1.0, 4.0, 7), 0.5, 3 * 2**20),
-            "torch": Column("no compiler"),
-            LIMIT: Column("", Timing(0.25, 0.125, 8.0, 9), None, 2**19),
-        }
-    )
-    moved = 4 * DIM * 1024 + 4 * DIM
-    entry = {"op": "toy", "mode": "fwd", "dtype": "fp32", "shape": {"dim": DIM, "n": 1024}, "options": {}}
-    rows = results.result([measured], CPU, Protocol("autograd"), {})["rows"]
-    eaves = {"ms": 2.0, "ms_min": 1.0, "ms_max": 4.0, "host_ms": 0.5, "peak_mib": 3.0, "gbps": moved / 2e6}
-    limit = {"ms": 0.25, "ms_min": 0.125, "ms_max": 8.0, "peak_mib": 0.5, "gbps": moved / 0.25e6}
-    assert rows == [
-        entry | {"provider": "eaves"} | eaves | {"repetitions": 7},
-        entry | {"provider": "torch", "ms": None, "skipped": "no compiler"},
-        entry | {"provider": "limit"} | limit | {"repetitions": 9},
-    ]
+    assert result["rows"][0]["shape"] == {"dim": DIM, "n": 8}
+    assert [each.name for each in tmp_path.iterdir()] == ["result.json"]
 
 
 def test_a_system_that_fails_is_exit_code_1_and_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def replace(source: str, destination: Path) -> None:
+    def replace(path: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", replace)
-    argv = [*TOY, "--json", str(tmp_path / "result.json")]
-    assert main(argv, [toy(Eaves(), modes=("fwd",))]) == 1
+    monkeypatch.setattr(Path, "replace", replace)
+    assert main([*TOY, "--json", str(tmp_path / "result.json")], [toy(EAVES, modes=("fwd",))]) == 1
     assert capsys.readouterr().err == "eaves.bench: [Errno 28] No space left on device\n"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_ends_early_leaves_the_old_result_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_beyond_max_bytes_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "result.json"
     path.write_text("old")
-    assert main([*TOY, "--max-bytes", "1", "--json", str(path)], [toy(Eaves())]) == 2
+    assert main([*TOY, "--max-bytes", "1", "--json", str(path)], [toy(EAVES)]) == 2
     out, err = capsys.readouterr()
     least = 4 * DIM * 8 + 4 * DIM
     assert err == f"eaves.bench: --max-bytes: 1 leaves out every row, expected {least} or more\n"
-    assert out == ""  # nothing was measured to find that out
-    assert path.read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    assert out == "" and path.read_text() == "old"  # which was found out before anything was measured
+    assert main([*TOY, "--max-bytes", "1K", "--json", str(path)], [toy(EAVES, modes=("fwd",))]) == 0
+    assert {row["shape"]["n"] for row in rows_of(path)} == {8}
+    assert "# --max-bytes leaves out 1 of 2 rows" in capsys.readouterr().out
 
 
-def test_rows_beyond_max_bytes_are_left_out_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TOY, "--max-bytes", "1K"], [toy(Eaves(), modes=("fwd",))]) == 0
+# ------------------------------------------------------------------------------------------------------------ one shape
+
+
+def test_a_shape_of_ones_own_is_one_table_and_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "result.json"
+    argv = [*TOY, "--shape", "rows=16,n=100", "--json", str(path)]
+    assert main(argv, [toy(EAVES, PEER, MISSING)]) == 0
+    assert [row["provider"] for row in rows_of(path, mode="fwd+bwd")] == ["eaves", "peer", "limit"]
     lines = capsys.readouterr().out.splitlines()
-    rows = lines[lines.index("toy-speed-fwd-dim16-fp32:") + 2 :]
-    assert "left out" not in rows[0]
-    assert rows[1] == "1  64.0  left out: moves 4160 bytes, more than the 1024 of --max-bytes"
+    begin = lines.index("toy, forward and backward: n 100, dim 16, fp32")
+    assert lines[begin + 2].split() == ["provider", "ms", "MiB", "x", "eaves"]
+    table = [line.split() for line in lines[begin + 3 : begin + 6]]
+    assert [line[0] for line in table] == ["eaves", "peer", "limit"] and table[0][3] == "1.00"
+    assert any("The best peer takes" in line for line in lines[begin + 6 :])
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("op", "text", "shape", "inputs"),
+    [
+        ("logsumexp", "rows=4,n=6", {"batch": 4, "n": 6}, [[4, 6]]),
+        ("cross_entropy", "v=6,rows=4", {"batch": 4, "v": 6}, [[4, 6], [4]]),
+        ("linear_cross_entropy", "rows=4,dim=8,v=6", {"batch": 4, "dim": 8, "v": 6}, [[4, 8], [6, 8], [4]]),
+        ("lrpe_cosine", "batch=2,length=6,heads=3,dim=8", {"batch": 2, "head": 3, "dim": 8, "n": 6},
+         [[2, 3, 6, 8], [3, 8]]),
+        ("lrpe_cosine", "batch=2,grid=2x3,heads=3,dim=8", {"batch": 2, "head": 3, "dim": 8, "n": 6},
+         [[2, 3, 6, 8], [3, 4]]),
+    ],
+)  # fmt: skip
+def test_every_operator_has_shapes(op: str, text: str, shape: dict[str, int], inputs: list[list[int]]) -> None:
+    (operator,) = (each for each in OPERATORS if each.name == op)
+    row = operator.row_of_shape(parse_shape(text, operator), "fp32")
+    assert (row.op, row.mode, row.dtype, dict(row.shape)) == (op, "fwd+bwd", "fp32", shape)
+    arguments = row.make_inputs(CPU, 2)
+    assert [list(each.shape) for each in arguments.arguments] == inputs
+    own = arguments.remade() if row.in_place else arguments
+    out = operator.providers[0].forward(row)(*own.arguments)
+    assert torch.autograd.grad(out, own.differentiable, own.grad_out)
+    assert row.gradient_bytes == sum(each.nbytes for each in arguments.differentiable)
+
+
+def test_logsumexp_and_linear_cross_entropy_are_measured_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    """With torch.compile, which is most of the time."""
+    for argv in (["logsumexp", "--shape", "rows=64,n=1000"], ["linear_cross_entropy", "--shape", "rows=32,dim=8,v=99"]):
+        assert main([*argv, *QUICK]) == 0
+        out = capsys.readouterr().out
+        found = [line.split() for line in out.splitlines()]
+        measured = {line[0] for line in found if len(line) == 4 and line[1][:1].isdigit()}
+        assert {"eaves", "torch", "torch.compile", "limit"} <= measured, out
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
 
 
 def test_bytes_may_have_a_unit() -> None:
@@ -257,56 +237,77 @@ def test_bytes_may_have_a_unit() -> None:
     ("argv", "sentence"),
     [
         (["nonsense"], 'there is no operator "nonsense", expected one of: toy'),
-        (["--provider", "nobody"], '--provider: there is no provider "nobody", expected one of: eaves'),
+        (["--provider", "other"], '--provider: there is no provider "other", expected one of: eaves'),
         (["--max-bytes", "1X"], '--max-bytes: is "1X", expected a number of bytes such as 4096, 64M or 2G'),
         (["--repetitions", "0"], "--repetitions: is 0, expected 1 to 100000"),
         (["--warm-up-ms", "-1"], "--warm-up-ms: is -1.0, expected 0 to 60000"),
-        (["--threads", "-1"], f"--threads: is -1, expected 0 to {os.cpu_count()}"),
         (["--threads", "100000"], f"--threads: is 100000, expected 0 to {os.cpu_count()}"),
         (["--dtype", "int8"], '--dtype: is "int8", expected one of: bf16, fp16, fp32, fp64, bfloat16, float16'),
         (["--json", ""], "--json: is empty, expected the name of a file"),
         (["--json", "new/"], '--json: "new/" is a folder, expected the name of a file'),
         (["--json", "."], '--json: "." is a folder, expected the name of a file'),
         (["--plot", ""], "--plot: is empty, expected the name of a folder"),
-        (["--json", "no/such/folder/result.json"], '--json: "no/such/folder/result.json" cannot be written'),
+        (["--results", ""], "--results: is empty, expected the name of a folder"),
+        (["--page", ""], "--page: is empty, expected the name of a folder"),
+        (["--json", "no/such/folder/a.json"], '--json: "no/such/folder/a.json" cannot be written'),
         (["--unknown"], "--unknown"),
+        (["--json", "a.json", "--results", "b"], "--json: the folder of --results has what it writes, expected one of"),
+        (["--replace"], "--replace: is for the result files of a folder, expected --results beside it"),
+        (["--page", "."], "--page: measures nothing, expected nothing beside it, but there is the operator toy"),
+        (["--shape", "rows=8,n=8", "--plot", "a"], "--shape: is one row in one table, but there is --plot"),
+        (["--shape", "rows=8"], '--shape: is "rows=8", expected rows=..,n=.. of toy, positive numbers'),
+        (["--shape", "rows=8,n=0"], '--shape: is "rows=8,n=0", expected'),
+        (["--shape", "rows=8,n=8,n=9"], '--shape: is "rows=8,n=8,n=9", expected'),
+        (["--shape", "rows=8,n=many"], '--shape: is "rows=8,n=many", expected'),
     ],
 )
 def test_a_wrong_argument_is_one_sentence_and_exit_code_2(
     argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["toy", *argv, "--device", "cpu"], [toy(Eaves())]) == 2
+    device = [] if "--page" in argv else ["--device", "cpu"]
+    assert main(["toy", *argv, *device], [toy(EAVES)]) == 2
     out, err = capsys.readouterr()
-    assert sentence in err
-    assert err.startswith("eaves.bench: ") and err.count("\n") == 1
+    assert sentence in err and err.startswith("eaves.bench: ") and err.count("\n") == 1
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--json", "a.json"], "--json: expected the names of the operators beside it"),
+        (["--shape", "rows=1,n=1"], "--shape: is of one operator, expected its name"),
+        (["--page", "none"], 'has no result file, expected such as first_autograd.json'),
+        (["--page", "none", "--dtype", "fp32"], "--page: measures nothing, expected nothing beside it"),
+    ],
+)  # fmt: skip
+def test_so_is_one_without_an_operator(argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv, [toy(EAVES, name="first"), toy(EAVES, name="second")]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 def test_without_a_gpu_cuda_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["--device", "cuda"], [toy(Eaves())]) == 2
+    assert main(["--device", "cuda"], [toy(EAVES)]) == 2
     assert "--device: is cuda, but PyTorch sees no GPU here" in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------------------------ logsumexp
+def test_the_help_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
-def test_logsumexp_is_measured_side_by_side(tmp_path: Path) -> None:
-    """The only test that compiles: rows up to 1 MiB, so one length backward and one forward more."""
-    path = tmp_path / "result.json"
-    assert main(["logsumexp", *QUICK, "--dtype", "bf16", "--max-bytes", "1100K", "--json", str(path)]) == 0
-    for mode, lengths in (("fwd", [1024, 2048]), ("bwd", [1024])):
-        for provider in ("eaves", "torch", "torch.compile", "limit"):
-            measured = [row for row in rows_of(path, mode=mode, provider=provider) if row["ms"] is not None]
-            assert [row["shape"]["n"] for row in measured] == lengths, provider
-
-
-# ------------------------------------------------------------------------------------------------------------- on a GPU
-
-
-def test_a_gpu_has_the_table_host(cuda: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "result.json"
-    argv = ["toy", "--device", "cuda", "--repetitions", "5", "--warm-up-ms", "0", "--json", str(path)]
-    assert main(argv, [toy(Eaves(), Peer())]) == 0
-    assert "toy-host-bwd-dim16-fp32:" in capsys.readouterr().out
-    assert all(0 < row["host_ms"] < 10 for row in rows_of(path, provider="peer"))
+@pytest.mark.parametrize(
+    ("device", "is_gpu", "folder"),
+    [
+        ("NVIDIA H200", True, "nvidia-h200"),
+        ("AMD EPYC 7B13 64-Core Processor (2 threads)", False, "amd-epyc-7b13"),
+        ("AMD Ryzen 7 7840U w/ Radeon 780M Graphics (8 threads)", False, "amd-ryzen-7-7840u"),
+        ("AMD Ryzen 7 5800H with Radeon Graphics (8 threads)", False, "amd-ryzen-7-5800h"),
+        ("Intel(R) Xeon(R) CPU E5-2686 v4 @ 2.30GHz (2 threads)", False, "intel-xeon-e5-2686-v4"),
+        ("CPU (1 thread)", False, "cpu"),
+    ],
+)
+def test_the_folder_has_the_name_of_the_device(device: str, is_gpu: bool, folder: str) -> None:
+    assert results.folder_name(device, is_gpu) == folder

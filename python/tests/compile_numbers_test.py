@@ -41,18 +41,24 @@ def encoded(x: Tensor, head: Tensor, target: Tensor, weight: Tensor, **options: 
 
 LOSSES = (of_logits, of_hidden, recomputed)
 
-# The keyword, and the values that it takes; none of them 0, which means that an option is absent.
+# The keyword, and the values that it takes; none of them 0, which means that an option is absent. One function each:
+# test_all_numbers_at_once has all three.
 NUMBERS = [
-    ("normalizer", (64.5, 60.25, 59.0, 58.0)),
-    ("normalizer", (64, 60, 59, 58)),
-    ("z_loss", (1e-4, 2e-4, 3e-4, 4e-4)),
-    ("z_loss", (2, 3, 4, 5)),
-    ("scale", (1.5, 2.5, 2.25, 0.125)),
-    ("scale", (2, 3, 4, 5)),
-    ("softcap", (30.5, 20.5, 10.5, 5.5)),
-    ("softcap", (30, 20, 10, 5)),
-    ("label_smoothing", (0.1, 0.2, 0.15, 0.3)),
-    ("ignore_index", (7, 8, 9, 10)),
+    ("normalizer", (64.5, 60.25, 59.0, 58.0), of_logits, None),
+    ("normalizer", (64, 60, 59, 58), of_hidden, True),
+    ("z_loss", (1e-4, 2e-4, 3e-4, 4e-4), recomputed, None),
+    ("z_loss", (2, 3, 4, 5), of_logits, True),
+    ("scale", (1.5, 2.5, 2.25, 0.125), of_hidden, None),
+    ("scale", (2, 3, 4, 5), recomputed, True),
+    ("softcap", (30.5, 20.5, 10.5, 5.5), of_logits, None),
+    ("softcap", (30, 20, 10, 5), of_hidden, None),
+    ("label_smoothing", (0.1, 0.2, 0.15, 0.3), recomputed, None),
+    ("ignore_index", (7, 8, 9, 10), of_logits, None),
+    ("ignore_index", (7, 8, 9, 10), of_hidden, True),
+    ("ignore_index", (7, 8, 9, 10), recomputed, None),
+    ("workspace_bytes", (1 << 20, 1 << 21, 1 << 22, 1 << 23), of_hidden, None),
+    ("offset", (2, 3, 5, 4), encoded, None),
+    ("extra_tokens", (2, 3, 5, 4), encoded, True),
 ]
 
 
@@ -90,55 +96,45 @@ def check(
     assert counter.frame_count <= most, f"{counter.frame_count} compilations for {values}"
 
 
-@each("function", LOSSES)
-@each("dynamic", [None, True])
-@pytest.mark.parametrize(("name", "values"), NUMBERS)
-def test_a_number_of_a_loss_that_changes(
+@pytest.mark.parametrize(("name", "values", "function", "dynamic"), NUMBERS)
+def test_a_number_that_changes(
     name: str,
     values: tuple[float, ...],
-    dynamic: bool | None,
     function: Callable[..., Tensor],
-    device: torch.device,
+    dynamic: bool | None,
+    any_device: torch.device,
     fresh_compiler: None,
 ) -> None:
-    check(function, name, values, device, 1 if dynamic else 2, dynamic)
+    check(function, name, values, any_device, 1 if dynamic else 2, dynamic)
 
 
-@each("dynamic", [None, True])
-@pytest.mark.parametrize(("name", "values"), [("offset", (2, 3, 5, 4)), ("extra_tokens", (2, 3, 5, 4))])
-def test_a_number_of_lrpe_cosine_that_changes(
-    name: str, values: tuple[int, ...], dynamic: bool | None, device: torch.device, fresh_compiler: None
-) -> None:
-    check(encoded, name, values, device, 1 if dynamic else 2, dynamic)
-
-
-@each("function", LOSSES[1:])
-def test_a_workspace_that_changes(function: Callable[..., Tensor], device: torch.device, fresh_compiler: None) -> None:
-    check(function, "workspace_bytes", (1 << 20, 1 << 21, 1 << 22, 1 << 23), device, 2)
-
-
-@each("function", LOSSES)
+@pytest.mark.parametrize(
+    ("function", "name", "values"),
+    [
+        (of_logits, "z_loss", (0.0, 1e-4, 2e-4, 3e-4, 4e-4, 0.0, 5e-4)),
+        (of_hidden, "label_smoothing", (0, 0.1, 0.2, 0.3, 0, 0.4)),
+    ],
+)
 def test_a_schedule_that_starts_at_zero(
-    function: Callable[..., Tensor], device: torch.device, fresh_compiler: None
+    function: Callable[..., Tensor],
+    name: str,
+    values: tuple[float, ...],
+    any_device: torch.device,
+    fresh_compiler: None,
 ) -> None:
     # An absent option is a graph of its own.
-    check(function, "z_loss", (0.0, 1e-4, 2e-4, 3e-4, 4e-4, 0.0, 5e-4), device, 3)
-    torch._dynamo.reset()
-    check(function, "label_smoothing", (0, 0.1, 0.2, 0.3, 0, 0.4), device, 3)
+    check(function, name, values, any_device, 3)
 
 
-@each("function", LOSSES)
-def test_the_default_backend_reads_the_number_of_each_call(
-    function: Callable[..., Tensor], device: torch.device, fresh_compiler: None
-) -> None:
-    check(function, "scale", (1.5, 2.5, 2.25, 0.125), device, 2, backend="inductor")
+def test_the_default_backend_reads_the_number_of_each_call(any_device: torch.device, fresh_compiler: None) -> None:
+    check(of_hidden, "scale", (1.5, 2.5, 2.25, 0.125), any_device, 2, backend="inductor")
 
 
 @each("function", LOSSES[:2])
 def test_under_vmap_each_number_is_right(
-    function: Callable[..., Tensor], device: torch.device, fresh_compiler: None
+    function: Callable[..., Tensor], any_device: torch.device, fresh_compiler: None
 ) -> None:
-    tensors = [each.to(device) for each in (HIDDEN, HEAD, TARGET, WEIGHT)]
+    tensors = [each.to(any_device) for each in (HIDDEN, HEAD, TARGET, WEIGHT)]
     x, target = torch.stack([tensors[0], tensors[0] * 2]), torch.stack([tensors[2]] * 2)
 
     def of_batch(z_loss: float) -> Tensor:
@@ -149,19 +145,23 @@ def test_under_vmap_each_number_is_right(
         torch.testing.assert_close(compiled(number), of_batch(number), rtol=1e-6, atol=1e-7)
 
 
-@each("function", LOSSES)
 @each("name", ["normalizer", "z_loss", "scale", "softcap", "label_smoothing"])
-def test_numbers_of_numpy_are_numbers(
-    name: str, function: Callable[..., Tensor], device: torch.device, fresh_compiler: None
+def test_numbers_of_numpy_are_numbers(name: str, any_device: torch.device) -> None:
+    for function in LOSSES:
+        expected = gradients(function, any_device, **{name: 0.5})
+        for kind in (numpy.float64, numpy.float32, numpy.float16):
+            for actual, wanted in zip(gradients(function, any_device, **{name: kind(0.5)}), expected, strict=True):
+                assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize(("function", "name"), [(of_logits, "z_loss"), (of_hidden, "normalizer")])
+def test_numbers_of_numpy_are_numbers_when_compiled(
+    function: Callable[..., Tensor], name: str, any_device: torch.device, fresh_compiler: None
 ) -> None:
-    expected = gradients(function, device, **{name: 0.5})
-    for kind in (numpy.float64, numpy.float32, numpy.float16):
-        for actual, wanted in zip(gradients(function, device, **{name: kind(0.5)}), expected, strict=True):
-            assert torch.equal(actual, wanted)
-    check(function, name, tuple(map(numpy.float64, (0.5, 0.25, 0.75))), device, 2)
+    check(function, name, tuple(map(numpy.float64, (0.5, 0.25, 0.75))), any_device, 2)
 
 
-def test_all_numbers_at_once(device: torch.device, fresh_compiler: None) -> None:
+def test_all_numbers_at_once(any_device: torch.device, fresh_compiler: None) -> None:
     counter = CompileCounterWithBackend("aot_eager")
 
     def options(step: int) -> dict[str, Any]:
@@ -175,23 +175,22 @@ def test_all_numbers_at_once(device: torch.device, fresh_compiler: None) -> None
         before = counter.frame_count
         for step in range(1, 6):
             for actual, expected in zip(
-                gradients(compiled, device, **options(step)), gradients(function, device, **options(step)), strict=True
+                gradients(compiled, any_device, **options(step)),
+                gradients(function, any_device, **options(step)),
+                strict=True,
             ):
                 torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
         assert counter.frame_count - before <= 2
 
 
-@each("name", ["scale", "softcap", "label_smoothing", "z_loss"])
-def test_the_numbers_of_shards_that_change(name: str, device: torch.device, fresh_compiler: None) -> None:
+def test_the_numbers_of_shards_that_change(any_device: torch.device, fresh_compiler: None) -> None:
     counter = CompileCounterWithBackend("aot_eager")
-    logits, target = LOGITS.to(device), TARGET.to(device)
+    logits, target = LOGITS.to(any_device), TARGET.to(any_device)
 
     def sharded(logits: Tensor, target: Tensor, number: float) -> tuple[Tensor, Tensor]:
-        shard: dict[str, Any] = {"first_class": 0, "classes": CLASSES}
-        of_loss: dict[str, Any] = {}
-        (of_loss if name == "z_loss" else shard)[name] = number
-        if name == "label_smoothing":
-            of_loss[name] = number
+        shard: dict[str, Any] = {"first_class": 0, "classes": CLASSES, "scale": 1 + number, "softcap": 30 * number}
+        of_loss = {"label_smoothing": number, "z_loss": number / 8}
+        shard["label_smoothing"] = number
         statistics = eaves.cross_entropy_shard(logits, target, **shard)
         merged = eaves.cross_entropy_merge(statistics[None], target, classes=CLASSES, **of_loss)
         one = torch.ones((), device=logits.device)
@@ -204,17 +203,16 @@ def test_the_numbers_of_shards_that_change(name: str, device: torch.device, fres
     assert counter.frame_count <= 2
 
 
-@each("function", LOSSES)
-@each("strict", [False, True])
+@pytest.mark.parametrize(("function", "strict"), [(of_logits, True), (of_hidden, False), (recomputed, False)])
 def test_an_exported_program_has_the_numbers_of_each_call(
-    function: Callable[..., Tensor], strict: bool, device: torch.device, fresh_compiler: None
+    function: Callable[..., Tensor], strict: bool, any_device: torch.device, fresh_compiler: None
 ) -> None:
     class Module(torch.nn.Module):
         def forward(self, x: Tensor, head: Tensor, target: Tensor, weight: Tensor) -> Tensor:
             rows = x.shape[0]
             return function(x, head, target, weight, scale=rows / 8, z_loss=rows / 64, normalizer=rows)
 
-    tensors = [each.to(device) for each in (HIDDEN, HEAD, TARGET, WEIGHT)]
+    tensors = [each.to(any_device) for each in (HIDDEN, HEAD, TARGET, WEIGHT)]
     rows = torch.export.Dim("rows", min=2, max=64)
     shapes = ({0: rows}, None, {0: rows}, None)
     program = torch.export.export(Module(), tuple(tensors), dynamic_shapes=shapes, strict=strict).module()
@@ -223,12 +221,12 @@ def test_an_exported_program_has_the_numbers_of_each_call(
         torch.testing.assert_close(program(*given), Module()(*given), rtol=1e-6, atol=1e-7)
 
 
-def test_a_bad_number_is_refused_in_words(device: torch.device, fresh_compiler: None) -> None:
+def test_a_bad_number_is_refused_in_words(any_device: torch.device, fresh_compiler: None) -> None:
     compiled = torch.compile(of_logits, fullgraph=True, backend="aot_eager")
     for number in (0.1, 0.2):
-        gradients(compiled, device, label_smoothing=number)
+        gradients(compiled, any_device, label_smoothing=number)
     with pytest.raises(Exception, match=r"label_smoothing is .*expected 0 to 1"):
-        gradients(compiled, device, label_smoothing=1.5)
+        gradients(compiled, any_device, label_smoothing=1.5)
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

@@ -1,13 +1,24 @@
 """Fixtures of every test: the devices, the seed, and the number of CPU threads.
 
 A test that takes `device` runs on the CPU and on the GPU; one that takes `cuda` needs a GPU. Without a GPU either is
-skipped and counted, with the reason "no GPU".
+skipped and counted, with the reason "no GPU". A test of what is written in Python, and so the same for every device,
+takes `any_device`.
 """
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# torch.compile would start a process for each core.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
+# pytest-xdist runs as many processes as there are cores. With as many threads in each, they and what they start would
+# wait for one another most of the time.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 
 
 def require_gpus(count: int = 1) -> None:
@@ -25,6 +36,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cuda":
         require_gpus()
     return torch.device(request.param)
+
+
+@pytest.fixture
+def any_device() -> torch.device:
+    """The GPU where there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture

@@ -53,7 +53,8 @@ def cross_entropy_extension_calls(device: torch.device | str) -> list[tuple[Any,
         z_loss: float = 0.0,
         in_place: bool = True,
     ) -> None:
-        options = (axis, -100, reduction, smoothing, 1.5, softcap, z_loss)
+        numbers = (smoothing, 1.5, softcap, z_loss)
+        options = (axis, -100, reduction, numbers)
         inputs = (logits, targets, weight, normalizer, *options)
         everything = EVERYTHING if reduction == MEAN else EVERYTHING & ~DIVISOR
         for outputs in (0, everything):
@@ -77,12 +78,13 @@ def cross_entropy_extension_calls(device: torch.device | str) -> list[tuple[Any,
         calls.append((ops.cross_entropy_backward.default, (torch.ones_like(loss), ones, ones, *saved)))
         calls.append((ops.cross_entropy_backward.default, (torch.ones_like(loss), None, None, *saved)))
         # As torch.compile calls them where the numbers change.
-        number_tensor = torch.tensor(options[-4:], dtype=torch.float64)
+        number_tensor = torch.tensor(numbers, dtype=torch.float64)
         calls.append((ops.cross_entropy_forward.numbers, (number_tensor, *inputs, everything)))
         calls.append((ops.cross_entropy_backward.numbers, (number_tensor, torch.ones_like(loss), ones, ones, *saved)))
         if in_place:
-            kept = (torch.ones_like(loss), logits.clone(), targets, weight, lse, target_mass, divisor)
-            calls.append((ops.cross_entropy_backward_in_place.default, (*kept, *options)))
+            kept = (logits.clone(), targets, weight, lse, None, target_mass, divisor)
+            upstream = (torch.ones_like(loss), None, None)
+            calls.append((ops.cross_entropy_backward_in_place.default, (*upstream, *kept, *options)))
 
     for layout in LAYOUTS:
         logits = layout(random_tensor((3, 4, 5), torch.float32, device))
@@ -98,11 +100,11 @@ def cross_entropy_extension_calls(device: torch.device | str) -> list[tuple[Any,
     add(random_tensor((5,), torch.float32, device), torch.tensor(2, device=device), reduction=NONE)
     add(random_tensor((0, 5), torch.float32, device), random_targets((0,), 5, device))
     logits, targets = random_tensor((4, 5), torch.float32, device), random_targets((4,), 10, device)
-    shard = (logits, targets, weight, -1, -100, 0.1, 1.5, 3.0, 0.0, 5, 10)
+    shard = (logits, targets, weight, -1, -100, NONE, (0.1, 1.5, 3.0, 0.0), 5, 10)
     calls.append((ops.cross_entropy_shard_forward.default, shard))
     statistics = ops.cross_entropy_shard_forward(*shard)
     other = ops.cross_entropy_shard_forward(*shard[:-2], 0, 10)
-    merge = (torch.stack([other, statistics]), targets, normalizer, -100, MEAN, 0.1, 1.0, 0.0, 0.01, 10, True)
+    merge = (torch.stack([other, statistics]), targets, normalizer, -100, MEAN, (0.1, 1.0, 0.0, 0.01), 10, True)
     for outputs in (0, EVERYTHING & ~OF_IGNORED_ROWS):
         calls.append((ops.cross_entropy_merge.default, (*merge, outputs)))
     return calls
@@ -119,6 +121,6 @@ CROSS_ENTROPY = Operator(
     large_inputs=cross_entropy_large_inputs,
     has_workspace=True,
     has_second_derivative=False,
-    parts=("cross_entropy_shard", "cross_entropy_merge", "cross_entropy_shard_gradient"),
+    parts=("cross_entropy_shard", "cross_entropy_merge", "cross_entropy_shard_gradient", "log_prob"),
     extension_calls=cross_entropy_extension_calls,
 )

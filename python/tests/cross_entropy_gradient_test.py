@@ -11,8 +11,18 @@ from torch.utils.checkpoint import checkpoint
 
 import eaves
 from comparison import FLOATING_POINT, CrossEntropyOracle, assert_within
-from cross_entropy_test import OPTIONS, REDUCTIONS, each, probabilities_of, samples, targets_of
+from cross_entropy_test import (
+    COMBINATIONS,
+    LAYOUT_COMBINATIONS,
+    OPTIONS,
+    REDUCTIONS,
+    each,
+    probabilities_of,
+    samples,
+    targets_of,
+)
 from layouts import LAYOUTS, contiguous, expanded_along_the_first_axis, padded_rows, random_tensor
+from pairwise import pairwise
 
 
 def upstream(out: Tensor, layout: Callable[[Tensor], Tensor] = contiguous) -> Tensor:
@@ -50,22 +60,17 @@ def check(
 
 @samples()
 def test_every_dtype_matches_the_oracle(shape: tuple[int, ...], class_dim: int, device: torch.device) -> None:
-    for dtype in FLOATING_POINT:
+    for dtype, reduction, targets in pairwise(FLOATING_POINT, REDUCTIONS, (targets_of, probabilities_of)):
         logits = random_tensor(shape, dtype, device, 2.0)
-        for reduction in REDUCTIONS:
-            for target in (targets_of(logits, class_dim), probabilities_of(logits, class_dim)):
-                check(logits, target, class_dim=class_dim, reduction=reduction)
+        check(logits, targets(logits, class_dim), class_dim=class_dim, reduction=reduction)
 
 
 @each("options", OPTIONS)
 def test_every_option_matches_the_oracle(options: dict[str, Any], device: torch.device) -> None:
-    for dtype in FLOATING_POINT:
-        for shape, class_dim in (((6, 5, 129), -1), ((6, 129, 5), 1)):
-            logits = random_tensor(shape, dtype, device, 4.0)
-            for weight in (None, torch.linspace(0, 2, 129, device=device).to(dtype)):
-                for reduction in REDUCTIONS:
-                    for target in (targets_of(logits, class_dim), probabilities_of(logits, class_dim)):
-                        check(logits, target, weight, class_dim=class_dim, reduction=reduction, **options)
+    for dtype, (shape, class_dim), targets, is_weighted, reduction in COMBINATIONS:
+        logits = random_tensor(shape, dtype, device, 4.0)
+        weight = torch.linspace(0, 2, 129, device=device).to(dtype) if is_weighted else None
+        check(logits, targets(logits, class_dim), weight, class_dim=class_dim, reduction=reduction, **options)
 
 
 def test_the_normalizer_divides_the_gradient(device: torch.device) -> None:
@@ -84,12 +89,9 @@ def test_the_normalizer_divides_the_gradient(device: torch.device) -> None:
 
 @each("layout", LAYOUTS)
 def test_every_layout_of_input_matches_the_oracle(layout: Callable[[Tensor], Tensor], device: torch.device) -> None:
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        for shape, class_dim in (((3, 5, 257), -1), ((3, 257, 5), 1), ((257, 3, 5), 0)):
-            logits = layout(random_tensor(shape, dtype, device))
-            for target in (layout(targets_of(logits, class_dim)), layout(probabilities_of(logits, class_dim))):
-                for reduction in ("none", "mean"):
-                    check(logits, target, class_dim=class_dim, reduction=reduction)
+    for dtype, (shape, class_dim), targets, reduction in LAYOUT_COMBINATIONS:
+        logits = layout(random_tensor(shape, dtype, device))
+        check(logits, layout(targets(logits, class_dim)), class_dim=class_dim, reduction=reduction)
 
 
 @each("layout", LAYOUTS)
@@ -134,22 +136,21 @@ def test_argmax_and_z_loss_have_no_gradient(device: torch.device) -> None:
     assert out.loss.requires_grad and not out.argmax.requires_grad and not out.z_loss.requires_grad
 
 
-@each("options", OPTIONS)
+@each("options", [{}, OPTIONS[-1]])  # the others are in the oracle
 def test_finite_differences_agree(options: dict[str, Any], device: torch.device) -> None:
     # Small, because each element costs two calls. Batched too: torch.vmap over the backward.
     logits = random_tensor((3, 2, 4), torch.float64, device, 2.0).requires_grad_()
-    soft = probabilities_of(logits.detach())
-    for weight in (None, torch.tensor([0.5, 1.0, 0.0, 2.0], dtype=torch.float64, device=device)):
-        for target in (targets_of(logits), soft):
-            for reduction in REDUCTIONS:
+    weights = (None, torch.tensor([0.5, 1.0, 0.0, 2.0], dtype=torch.float64, device=device))
+    targets = (targets_of(logits), probabilities_of(logits.detach()))
+    for weight, target, reduction in pairwise(weights, targets, REDUCTIONS):
 
-                def function(x: Tensor, t: Tensor = target, w: Tensor | None = weight, r: str = reduction) -> Any:
-                    out = eaves.cross_entropy(
-                        x, t, w, class_dim=-1, reduction=r, return_lse=True, return_entropy=True, **options
-                    )
-                    return out.loss, out.lse, out.entropy
+        def function(x: Tensor, t: Tensor = target, w: Tensor | None = weight, r: str = reduction) -> Any:
+            out = eaves.cross_entropy(
+                x, t, w, class_dim=-1, reduction=r, return_lse=True, return_entropy=True, **options
+            )
+            return out.loss, out.lse, out.entropy
 
-                assert torch.autograd.gradcheck(function, logits, check_batched_grad=True)
+        assert torch.autograd.gradcheck(function, logits, check_batched_grad=True)
 
 
 def test_finite_differences_agree_in_torchs_layout(device: torch.device) -> None:
@@ -233,20 +234,18 @@ IN_PLACE_OPTIONS = [{}, *OPTIONS]
 
 @each("options", IN_PLACE_OPTIONS)
 def test_the_gradient_in_place_is_the_gradient(options: dict[str, Any], device: torch.device) -> None:
-    for dtype in FLOATING_POINT:
-        for shape, class_dim in (((6, 5, 129), -1), ((6, 129, 5), 1)):
-            leaf = random_tensor(shape, dtype, device, 3.0).requires_grad_()
-            for weight in (None, torch.linspace(0, 2, 129, device=device).to(dtype)):
-                for target in (targets_of(leaf, class_dim), probabilities_of(leaf.detach(), class_dim)):
-                    for reduction in REDUCTIONS:
-                        named = {"class_dim": class_dim, "reduction": reduction, **options}
-                        oracle = CrossEntropyOracle(leaf, target, weight, **named)
-                        logits = leaf * 1
-                        loss = eaves.cross_entropy(logits, target, weight, inplace_backward=True, **named)
-                        assert_within(loss, oracle.loss)
-                        (grad,) = torch.autograd.grad(loss, logits, torch.ones_like(loss))
-                        assert_within(grad, oracle.gradient(dtype))
-                        assert grad.data_ptr() == logits.data_ptr()
+    for dtype, (shape, class_dim), targets, is_weighted, reduction in COMBINATIONS:
+        leaf = random_tensor(shape, dtype, device, 3.0).requires_grad_()
+        weight = torch.linspace(0, 2, 129, device=device).to(dtype) if is_weighted else None
+        target = targets(leaf.detach(), class_dim)
+        named = {"class_dim": class_dim, "reduction": reduction, **options}
+        oracle = CrossEntropyOracle(leaf, target, weight, **named)
+        logits = leaf * 1
+        loss = eaves.cross_entropy(logits, target, weight, inplace_backward=True, **named)
+        assert_within(loss, oracle.loss)
+        (grad,) = torch.autograd.grad(loss, logits, torch.ones_like(loss))
+        assert_within(grad, oracle.gradient(dtype))
+        assert grad.data_ptr() == logits.data_ptr()
 
 
 def test_the_gradient_in_place_reaches_the_leaf_behind_the_logits(device: torch.device) -> None:
@@ -303,24 +302,23 @@ def test_in_place_outputs_are_those_of_the_forward_but_for_ignored_rows(device: 
 
 
 @each("inplace_backward", [False, True])
-@each("reduction", ["mean", "sum", "none"])
-def test_a_loss_scale_keeps_the_gradient_of_float16(
-    reduction: str, inplace_backward: bool, device: torch.device
-) -> None:
-    # A mean over 4096 rows of 300 classes: 8e-7 for most entries, of which float16 has nothing that is exact.
-    leaf = random_tensor((4096, 300), torch.float16, device).requires_grad_()
+def test_a_loss_scale_keeps_the_gradient_of_float16(inplace_backward: bool, device: torch.device) -> None:
+    # A mean over 1024 rows of 300 classes: 3e-6 for most entries, of which float16 has nothing that is exact.
+    leaf = random_tensor((1024, 300), torch.float16, device).requires_grad_()
     weight = torch.linspace(0.5, 2, 300, device=device)
-    for target in (targets_of(leaf), probabilities_of(leaf, -1)):
-        for scale in (1.0, 1024.0, 65536.0) if reduction == "mean" else (1.0, 16.0):
-            logits = leaf * 1
-            loss = eaves.cross_entropy(
-                logits, target, weight, reduction=reduction, label_smoothing=0.1, inplace_backward=inplace_backward
-            )
-            upstream = torch.full_like(loss, scale)
-            (grad,) = torch.autograd.grad(loss, logits, upstream)
-            assert (grad.data_ptr() == logits.data_ptr()) == inplace_backward
-            oracle = CrossEntropyOracle(leaf, target, weight, reduction=reduction, label_smoothing=0.1)
-            assert_within(grad, oracle.gradient(torch.float16, upstream), f"loss scale {scale}")
+    hard, soft = targets_of(leaf), probabilities_of(leaf, -1)
+    for target, reduction, scale in (
+        (hard, "mean", 1.0), (soft, "mean", 1024.0), (hard, "mean", 65536.0), (soft, "sum", 16.0), (hard, "none", 16.0)
+    ):  # fmt: skip
+        logits = leaf * 1
+        loss = eaves.cross_entropy(
+            logits, target, weight, reduction=reduction, label_smoothing=0.1, inplace_backward=inplace_backward
+        )
+        upstream = torch.full_like(loss, scale)
+        (grad,) = torch.autograd.grad(loss, logits, upstream)
+        assert (grad.data_ptr() == logits.data_ptr()) == inplace_backward
+        oracle = CrossEntropyOracle(leaf, target, weight, reduction=reduction, label_smoothing=0.1)
+        assert_within(grad, oracle.gradient(torch.float16, upstream), f"loss scale {scale}")
 
 
 def test_float16_in_place_is_written_in_the_backward(device: torch.device) -> None:
@@ -429,8 +427,8 @@ def test_transforms_refuse_to_write_over_logits(device: torch.device) -> None:
         torch.func.grad(lambda x: eaves.cross_entropy(x * 1, target, inplace_backward=True))(logits)
 
 
-def test_a_compiled_call_ignores_in_place(device: torch.device, fresh_compiler: None) -> None:
-    leaf = random_tensor((9, 33), torch.float32, device).requires_grad_()
+def test_a_compiled_call_ignores_in_place(any_device: torch.device, fresh_compiler: None) -> None:
+    leaf = random_tensor((9, 33), torch.float32, any_device).requires_grad_()
     target = targets_of(leaf)
 
     def function(x: Tensor) -> Tensor:

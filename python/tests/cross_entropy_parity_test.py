@@ -1,4 +1,4 @@
-"""Every combination of options beside PyTorch: the error of eaves against float64 is no larger than PyTorch's own.
+"""Combinations of options beside PyTorch: the error of eaves against float64 is no larger than PyTorch's own.
 
 Both get the same logits, already rounded to their dtype. PyTorch's side is what a user writes without eaves:
 F.cross_entropy in the dtype of the logits, soft capping and z-loss in torch's operators around it; and for those who
@@ -26,6 +26,7 @@ from torch import Tensor
 import eaves
 from comparison import CrossEntropyOracle, unit_in_last_place
 from layouts import random_tensor
+from pairwise import pairwise
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 REDUCTIONS = ("none", "sum", "mean")
@@ -58,7 +59,8 @@ class Cell:
 
 
 OPTIONS = (REDUCTIONS, (0.0, 0.1), (False, True), (False, True), (None, 15.0), (0.0, 1e-2))
-CELLS = [Cell(dtype, *combination) for dtype in DTYPES for combination in itertools.product(*OPTIONS)]
+CELLS = [Cell(dtype, *combination) for dtype in DTYPES for combination in itertools.product(*OPTIONS)]  # of the tables
+TESTED = [Cell(dtype, *combination) for dtype in DTYPES for combination in pairwise(*OPTIONS)]
 LINES = ("all", "no option", *REDUCTIONS, "label smoothing", "class weights", "ignored rows", "softcap", "z-loss")
 
 
@@ -155,7 +157,7 @@ def name_of(cell: Cell) -> str:
     return f"{str(cell.dtype).removeprefix('torch.')}-{'-'.join(map(str, cell.properties()[1:]))}"
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=name_of)
+@pytest.mark.parametrize("cell", TESTED, ids=name_of)
 def test_the_error_is_no_larger_than_that_of_torch(cell: Cell, device: torch.device) -> None:
     errors, rounding = errors_of(cell, device.type)
     ours, torchs = errors["eaves"], errors["torch"]

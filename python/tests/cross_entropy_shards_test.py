@@ -14,9 +14,10 @@ from torch import Tensor
 
 import eaves
 from comparison import FLOATING_POINT, CrossEntropyOracle, assert_agree, assert_within
-from cross_entropy_refusals_test import assert_refused_by
 from cross_entropy_test import OPTIONS, REDUCTIONS, each, targets_of
 from layouts import random_tensor
+from pairwise import pairwise
+from refusals import assert_refused_by
 
 CLASSES = 130
 CUTS = (0, 1, 33, 97, 130)  # a shard of one class, and others of different sizes
@@ -57,20 +58,21 @@ def through_shards(
 
 @each("options", [{}, *OPTIONS])
 def test_shards_are_the_whole(options: dict[str, Any], device: torch.device) -> None:
-    for dtype in FLOATING_POINT:
-        for shape, class_dim in (((4, 3, CLASSES), -1), ((4, CLASSES, 3), 1)):
-            logits = random_tensor(shape, dtype, device, 3.0)
-            target = targets_of(logits, class_dim)
-            for weight in (None, torch.linspace(0, 2, CLASSES, device=device).to(dtype)):
-                for reduction in REDUCTIONS:
-                    named = {"class_dim": class_dim, "reduction": reduction, **options}
-                    oracle = CrossEntropyOracle(logits, target, weight, **named)
-                    grad_loss = torch.full_like(oracle.loss.exact, 1.5, device=device).to(oracle.result_dtype)
-                    merged, gradient = through_shards(logits, target, weight, CUTS, grad_loss, **named)
-                    for name, bound in oracle.bounds().items():
-                        assert_within(getattr(merged, name), bound, f"{name} {dtype} {named}")
-                    assert torch.equal(merged.argmax.cpu(), oracle.argmax)
-                    assert_within(gradient, oracle.gradient(dtype, 1.5), f"{dtype} {named}")
+    layouts = (((4, 3, CLASSES), -1), ((4, CLASSES, 3), 1))
+    for dtype, (shape, class_dim), is_weighted, reduction in pairwise(
+        FLOATING_POINT, layouts, (False, True), REDUCTIONS
+    ):
+        logits = random_tensor(shape, dtype, device, 3.0)
+        target = targets_of(logits, class_dim)
+        weight = torch.linspace(0, 2, CLASSES, device=device).to(dtype) if is_weighted else None
+        named = {"class_dim": class_dim, "reduction": reduction, **options}
+        oracle = CrossEntropyOracle(logits, target, weight, **named)
+        grad_loss = torch.full_like(oracle.loss.exact, 1.5, device=device).to(oracle.result_dtype)
+        merged, gradient = through_shards(logits, target, weight, CUTS, grad_loss, **named)
+        for name, bound in oracle.bounds().items():
+            assert_within(getattr(merged, name), bound, f"{name} {dtype} {named}")
+        assert torch.equal(merged.argmax.cpu(), oracle.argmax)
+        assert_within(gradient, oracle.gradient(dtype, 1.5), f"{dtype} {named}")
 
 
 def test_a_row_whose_classes_in_a_shard_are_minus_infinity_merges(device: torch.device) -> None:
@@ -99,7 +101,7 @@ def test_what_shards_refuse(device: torch.device) -> None:
     shard = {"first_class": 10, "classes": 30}
 
     def refused(kind: type[Exception], sentence: str, *arguments: Any, **named: Any) -> None:
-        assert_refused_by(eaves.cross_entropy_shard, kind, sentence, *arguments, **{**shard, **named})
+        assert_refused_by(eaves.cross_entropy_shard, "cross_entropy", kind, sentence, *arguments, **{**shard, **named})
 
     refused(ValueError, r"classes 25 to 25 \+ 10, expected a part of 30", logits, target, first_class=25)
     refused(ValueError, r"classes -1 to", logits, target, first_class=-1)
@@ -109,9 +111,11 @@ def test_what_shards_refuse(device: torch.device) -> None:
     statistics = eaves.cross_entropy_shard(logits, target, **shard)
 
     def merge_refused(sentence: str, statistics: Tensor, **named: Any) -> None:
-        assert_refused_by(eaves.cross_entropy_merge, ValueError, sentence, statistics, target, classes=30, **named)
+        assert_refused_by(
+            eaves.cross_entropy_merge, "cross_entropy", ValueError, sentence, statistics, target, classes=30, **named
+        )
 
-    merge_refused(r"statistics has shape \[5, 9\], expected \[shards, 5, 9\]", statistics)
+    merge_refused(r"statistics has shape \[5, 9\], expected \[5, 5, 9\] \(of each shard, for each target\)", statistics)
     merge_refused(r"statistics has dtype bfloat16, expected", statistics[None].bfloat16())
     merge_refused(r"only the mean divides", statistics[None], reduction="sum", normalizer=2.0)
 

@@ -7,6 +7,7 @@ library_test.py.
 """
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +21,10 @@ from torch.nn.functional import cross_entropy as torch_cross_entropy
 import eaves
 from comparison import FLOATING_POINT, CrossEntropyOracle, assert_within
 from cross_entropy_cases import random_targets
+from eaves._loss import NUMBERS, numbers_of
 from eaves._loss import REDUCTIONS as NUMBERS_OF_REDUCTIONS
 from layouts import LAYOUTS, random_tensor
+from pairwise import pairwise
 
 INFINITY = math.inf
 
@@ -94,13 +97,11 @@ def check(input: Tensor, target: Tensor, weight: Tensor | None = None, **options
 
 @samples()
 def test_every_dtype_matches_the_oracle(shape: tuple[int, ...], class_dim: int, device: torch.device) -> None:
-    for dtype in FLOATING_POINT:
+    for dtype, reduction, target_dtype in pairwise(FLOATING_POINT, REDUCTIONS, (torch.int32, torch.int64, None)):
         logits = random_tensor(shape, dtype, device, 2.0)
-        for reduction in REDUCTIONS:
-            for target_dtype in (torch.int32, torch.int64):
-                target = targets_of(logits, class_dim, target_dtype)
-                check(logits, target, class_dim=class_dim, reduction=reduction)
-            check(logits, probabilities_of(logits, class_dim), class_dim=class_dim, reduction=reduction)
+        is_soft = target_dtype is None
+        target = probabilities_of(logits, class_dim) if is_soft else targets_of(logits, class_dim, target_dtype)
+        check(logits, target, class_dim=class_dim, reduction=reduction)
 
 
 OPTIONS = [
@@ -114,17 +115,24 @@ OPTIONS = [
 ]
 
 
+# dtype, shape and class_dim, the targets, whether classes have weights, reduction. The three in the middle choose a
+# kernel together, so that every dtype meets each of their combinations.
+COMBINATIONS = [
+    (dtype, *kernel, reduction)
+    for dtype, kernel, reduction in pairwise(
+        FLOATING_POINT,
+        [*itertools.product((((6, 5, 129), -1), ((6, 129, 5), 1)), (targets_of, probabilities_of), (False, True))],
+        REDUCTIONS,
+    )
+]
+
+
 @each("options", OPTIONS)
 def test_every_option_matches_the_oracle(options: dict[str, Any], device: torch.device) -> None:
-    for dtype in FLOATING_POINT:
-        for shape, class_dim in (((6, 5, 129), -1), ((6, 129, 5), 1)):
-            logits = random_tensor(shape, dtype, device, 4.0)
-            target = targets_of(logits, class_dim)
-            for weight in (None, torch.linspace(0, 2, 129, device=device).to(dtype)):
-                for reduction in REDUCTIONS:
-                    check(logits, target, weight, class_dim=class_dim, reduction=reduction, **options)
-                    soft = probabilities_of(logits, class_dim)
-                    check(logits, soft, weight, class_dim=class_dim, reduction=reduction, **options)
+    for dtype, (shape, class_dim), targets, is_weighted, reduction in COMBINATIONS:
+        logits = random_tensor(shape, dtype, device, 4.0)
+        weight = torch.linspace(0, 2, 129, device=device).to(dtype) if is_weighted else None
+        check(logits, targets(logits, class_dim), weight, class_dim=class_dim, reduction=reduction, **options)
 
 
 @each("deviation", [1.0, 64.0])  # 64: a few classes carry the sum, most vanish
@@ -149,9 +157,8 @@ def test_weights_and_soft_targets_of_16_bit_logits_may_be_float32(device: torch.
     weight = torch.linspace(0.001, 1.7, 33, device=device)
     for dtype in (torch.float16, torch.bfloat16):
         logits = random_tensor((9, 33), dtype, device)
-        for reduction in REDUCTIONS:
-            check(logits, targets_of(logits), weight, reduction=reduction, label_smoothing=0.1)
-            check(logits, probabilities_of(logits, dtype=torch.float32), weight, reduction=reduction)
+        check(logits, targets_of(logits), weight, label_smoothing=0.1)
+        check(logits, probabilities_of(logits, dtype=torch.float32), weight, reduction="none")
 
 
 def test_a_weight_with_strides_is_read_as_it_says(device: torch.device) -> None:
@@ -182,36 +189,31 @@ TORCH_SHAPES = [((5,), ()), ((4, 5), (4,)), ((4, 5, 3), (4, 3)), ((4, 5, 2, 3), 
 
 
 @pytest.mark.parametrize(("shape", "target_shape"), TORCH_SHAPES)
-@each("reduction", REDUCTIONS)
 def test_a_call_of_torch_means_the_same(
-    shape: tuple[int, ...], target_shape: tuple[int, ...], reduction: str, device: torch.device
+    shape: tuple[int, ...], target_shape: tuple[int, ...], device: torch.device
 ) -> None:
     logits = random_tensor(shape, torch.float64, device).requires_grad_()
     hard = random_targets(target_shape, 5, device)
-    class_axis = 1 if len(shape) > 1 else 0
-    soft = probabilities_of(logits.detach(), class_axis)
-    for target in (hard, soft):
-        for weight in (None, torch.rand(5, device=device, dtype=torch.float64)):
-            for smoothing in (0.0, 0.3):
-                for ignored in (-100, 3):
-                    if ignored == 3 and target is soft:
-                        continue  # there are no classes to ignore
-                    labels = torch.where(target == -100, 2, target) if ignored == 3 else target
-                    named = {"reduction": reduction, "ignore_index": ignored, "label_smoothing": smoothing}
-                    expected = torch_cross_entropy(logits, labels, weight, **named)
-                    # Probabilities do not say where the classes are.
-                    where = {"class_dim": 1} if target is soft and len(shape) > 2 else {}
-                    actual = eaves.cross_entropy(logits, labels, weight, **named, **where)
-                    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
-                    if expected.dim() == 0 and expected.isnan():  # no row counts: the documented difference
-                        assert actual.item() == 0.0
-                        continue
-                    torch.testing.assert_close(actual, expected)
-                    upstream = torch.linspace(-1, 2, actual.numel(), device=device, dtype=torch.float64)
-                    of_actual, of_expected = (
-                        torch.autograd.grad(out, logits, upstream.view(out.shape)) for out in (actual, expected)
-                    )
-                    torch.testing.assert_close(of_actual, of_expected)
+    soft = probabilities_of(logits.detach(), 1 if len(shape) > 1 else 0)
+    weights = (None, torch.rand(5, device=device, dtype=torch.float64))
+    # The class that is ignored; None: probabilities, which have no classes to ignore.
+    for ignored, weight, smoothing, reduction in pairwise((-100, 3, None), weights, (0.0, 0.3), REDUCTIONS):
+        target = soft if ignored is None else torch.where(hard == -100, 2, hard) if ignored == 3 else hard
+        named = {"reduction": reduction, "ignore_index": ignored or -100, "label_smoothing": smoothing}
+        expected = torch_cross_entropy(logits, target, weight, **named)
+        # Probabilities do not say where the classes are.
+        where = {"class_dim": 1} if target is soft and len(shape) > 2 else {}
+        actual = eaves.cross_entropy(logits, target, weight, **named, **where)
+        assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+        if expected.dim() == 0 and expected.isnan():  # no row counts: the documented difference
+            assert actual.item() == 0.0
+            continue
+        torch.testing.assert_close(actual, expected)
+        upstream = torch.linspace(-1, 2, actual.numel(), device=device, dtype=torch.float64)
+        of_actual, of_expected = (
+            torch.autograd.grad(out, logits, upstream.view(out.shape)) for out in (actual, expected)
+        )
+        torch.testing.assert_close(of_actual, of_expected)
 
 
 def test_16_bit_logits_have_a_float32_loss_and_so_differ_from_torch(device: torch.device) -> None:
@@ -319,17 +321,20 @@ def test_argmax_is_the_first_of_equal_logits_and_no_nan(device: torch.device) ->
 # -------------------------------------------------------------------------------------------------------------- layouts
 
 
+# 257 classes: one more than a whole number of vectors, so that every row has a tail.
+LAYOUT_COMBINATIONS = pairwise(
+    (torch.bfloat16, torch.float32, torch.float64),
+    (((3, 5, 257), -1), ((3, 257, 5), 1), ((257, 3, 5), 0)),
+    (targets_of, probabilities_of),
+    ("none", "mean"),
+)
+
+
 @each("layout", LAYOUTS)
 def test_every_layout_matches_the_oracle(layout: Callable[[Tensor], Tensor], device: torch.device) -> None:
-    # 257 classes: one more than a whole number of vectors, so that every row has a tail.
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        for shape, class_dim in (((3, 5, 257), -1), ((3, 257, 5), 1), ((257, 3, 5), 0)):
-            logits = layout(random_tensor(shape, dtype, device))
-            target = layout(targets_of(logits, class_dim))
-            soft = layout(probabilities_of(logits, class_dim))
-            for reduction in ("none", "mean"):
-                check(logits, target, class_dim=class_dim, reduction=reduction)
-                check(logits, soft, class_dim=class_dim, reduction=reduction)
+    for dtype, (shape, class_dim), targets, reduction in LAYOUT_COMBINATIONS:
+        logits = layout(random_tensor(shape, dtype, device))
+        check(logits, layout(targets(logits, class_dim)), class_dim=class_dim, reduction=reduction)
 
 
 # ---------------------------------------------------------------------------------------------------------------- edges
@@ -434,18 +439,29 @@ def test_the_operator_has_the_defaults_of_the_function() -> None:
     # A call without options passes none of them on.
     of_operator = {a.name: a.default_value for a in torch.ops.eaves.cross_entropy_forward.default._schema.arguments[2:]}
     of_function = {name: p.default for name, p in inspect.signature(eaves.cross_entropy).parameters.items()}
+    assert tuple(of_function[name] for name in NUMBERS) == numbers_of.__defaults__
     assert of_operator == {
         "weight": of_function["weight"],
         "normalizer": of_function["normalizer"],
         "class_axis": -1,  # of logits with at most two axes
         "ignore_index": of_function["ignore_index"],
         "reduction": NUMBERS_OF_REDUCTIONS[of_function["reduction"]],
-        "label_smoothing": of_function["label_smoothing"],
-        "scale": 1.0 if of_function["scale"] is None else of_function["scale"],
-        "softcap": 0.0 if of_function["softcap"] is None else of_function["softcap"],
-        "z_loss_weight": of_function["z_loss"],
+        "numbers": [],  # the defaults
         "outputs": 0,
     }
+
+
+@each("wants_grad", [False, True])
+@each("name", NUMBERS)
+def test_every_number_changes_the_loss_of_a_small_call(name: str, wants_grad: bool, device: torch.device) -> None:
+    # A call without options goes a shorter way, which has to know each of them.
+    logits, head = random_tensor((9, 33), torch.float32, device, 2.0), random_tensor((5, 33), torch.float32, device)
+    logits.requires_grad_(wants_grad)
+    for function, arguments in (
+        (eaves.cross_entropy, (logits, targets_of(logits))),
+        (eaves.linear_cross_entropy, (logits, head, random_targets((9,), 5, device))),
+    ):
+        assert not torch.equal(function(*arguments, **{name: 0.5}), function(*arguments))
 
 
 def test_a_parameter_is_a_tensor_and_the_result_is_a_plain_one(device: torch.device) -> None:
@@ -458,32 +474,32 @@ def test_a_parameter_is_a_tensor_and_the_result_is_a_plain_one(device: torch.dev
 # ---------------------------------------------------------------------------------------------------------- compilation
 
 
-def test_every_output_and_option_compiles_without_a_graph_break(device: torch.device, fresh_compiler: None) -> None:
-    logits = random_tensor((4, 6, 33), torch.float32, device)
-    weight = torch.rand(33, device=device)
+def test_every_output_and_option_compiles_without_a_graph_break(any_device: torch.device, fresh_compiler: None) -> None:
+    logits = random_tensor((4, 6, 33), torch.float32, any_device)
+    weight = torch.rand(33, device=any_device)
     named: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0, "scale": 2.0}
-    for target in (targets_of(logits), probabilities_of(logits)):
-        for reduction in REDUCTIONS:
-            module = eaves.CrossEntropyLoss(weight, reduction=reduction, class_dim=-1, **named, **EVERYTHING)
-            compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-            results = []
-            for function in (module, compiled):
-                leaf = logits.clone().requires_grad_()
-                out = function(leaf, target)
-                assert isinstance(out, eaves.CrossEntropyOutput)
-                (out.loss.sum() + out.lse.square().sum() + out.entropy.sum()).backward()
-                results.append([*out, leaf.grad])
-            for expected, actual in zip(*results, strict=True):
-                assert torch.equal(actual, expected)
+    hard, soft = targets_of(logits), probabilities_of(logits)
+    for reduction, target in (("none", hard), ("sum", soft), ("mean", hard)):
+        module = eaves.CrossEntropyLoss(weight, reduction=reduction, class_dim=-1, **named, **EVERYTHING)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        results = []
+        for function in (module, compiled):
+            leaf = logits.clone().requires_grad_()
+            out = function(leaf, target)
+            assert isinstance(out, eaves.CrossEntropyOutput)
+            (out.loss.sum() + out.lse.square().sum() + out.entropy.sum()).backward()
+            results.append([*out, leaf.grad])
+        for expected, actual in zip(*results, strict=True):
+            assert torch.equal(actual, expected)
 
 
-def test_a_normalizer_compiles_as_a_number_and_as_a_tensor(device: torch.device, fresh_compiler: None) -> None:
-    logits = random_tensor((6, 33), torch.float32, device)
+def test_a_normalizer_compiles_as_a_number_and_as_a_tensor(any_device: torch.device, fresh_compiler: None) -> None:
+    logits = random_tensor((6, 33), torch.float32, any_device)
     target = targets_of(logits)
 
     def function(x: Tensor, n: Any) -> Tensor:
         return eaves.cross_entropy(x, target, normalizer=n)
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    for normalizer in (5.0, torch.tensor(5, device=device)):
+    for normalizer in (5.0, torch.tensor(5, device=any_device)):
         assert torch.equal(compiled(logits, normalizer), function(logits, normalizer))

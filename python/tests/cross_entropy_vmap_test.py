@@ -15,6 +15,7 @@ import eaves
 from comparison import assert_agree
 from cross_entropy_test import EVERYTHING, REDUCTIONS, each, probabilities_of, targets_of
 from layouts import random_tensor
+from pairwise import pairwise
 
 # shape of the batch, class_dim of a sample, the reason
 CASES = [
@@ -42,46 +43,46 @@ def assert_is_the_loop(function: Callable[..., Any], *tensors: Tensor) -> None:
         assert_agree(each_actual, wanted)
 
 
+ALL_OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 3.0, "scale": 1.5}
+
+
 @cases()
-@each("reduction", REDUCTIONS)
-@each("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_every_option_under_vmap_is_the_loop(
-    shape: tuple[int, ...], class_dim: int, reduction: str, dtype: torch.dtype, device: torch.device
-) -> None:
-    logits = random_tensor(shape, dtype, device)
+def test_every_option_under_vmap_is_the_loop(shape: tuple[int, ...], class_dim: int, any_device: torch.device) -> None:
     axis = class_dim if class_dim < 0 else class_dim + 1
-    hard, soft = targets_of(logits, axis), probabilities_of(logits, axis)
-    if logits.numel():
-        hard[1] = -100  # a sample whose rows are all ignored
-    classes = logits.shape[axis]
-    weight = torch.linspace(0.1, 2, classes, device=device).to(dtype)
-    for target in (hard, soft):
-        for w in (None, weight):
-            for options in ({}, {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 3.0, "scale": 1.5}):
-                named: dict[str, Any] = {"class_dim": class_dim, "reduction": reduction, **options}
+    for dtype, reduction, targets, is_weighted, options in pairwise(
+        (torch.float32, torch.bfloat16), REDUCTIONS, (targets_of, probabilities_of), (False, True), ({}, ALL_OPTIONS)
+    ):
+        logits = random_tensor(shape, dtype, any_device)
+        target = targets(logits, axis)
+        if logits.numel() and targets is targets_of:
+            target[1] = -100  # a sample whose rows are all ignored
+        weight = torch.linspace(0.1, 2, logits.shape[axis], device=any_device).to(dtype) if is_weighted else None
+        named: dict[str, Any] = {"class_dim": class_dim, "reduction": reduction, **options}
 
-                def function(x: Tensor, t: Tensor, w: Tensor | None = w, named: Any = named) -> Tensor:
-                    return eaves.cross_entropy(x, t, w, **named)
+        def function(x: Tensor, t: Tensor, w: Tensor | None = weight, named: Any = named) -> Tensor:
+            return eaves.cross_entropy(x, t, w, **named)
 
-                def outputs(x: Tensor, t: Tensor, w: Tensor | None = w, named: Any = named) -> tuple[Tensor, ...]:
-                    return tuple(eaves.cross_entropy(x, t, w, **named, **EVERYTHING))
+        def outputs(x: Tensor, t: Tensor, w: Tensor | None = weight, named: Any = named) -> tuple[Tensor, ...]:
+            return tuple(eaves.cross_entropy(x, t, w, **named, **EVERYTHING))
 
-                def weighted(x: Tensor, t: Tensor, outputs: Any = outputs) -> Tensor:
-                    loss, lse, _, entropy, _ = outputs(x, t)
-                    return (loss * torch.arange(1, loss.numel() + 1, device=device).view(loss.shape)).sum() + (
-                        lse.sin() + 2 * entropy
-                    ).sum()
+        def weighted(x: Tensor, t: Tensor, outputs: Any = outputs) -> Tensor:
+            loss, lse, _, entropy, _ = outputs(x, t)
+            numbers = torch.arange(1, loss.numel() + 1, device=any_device).view(loss.shape)
+            return (loss * numbers).sum() + (lse.sin() + 2 * entropy).sum()
 
-                assert_is_the_loop(function, logits, target)
-                assert_is_the_loop(outputs, logits, target)
-                assert_is_the_loop(grad(weighted), logits, target)
-                of_batch = grad(lambda x, t=target, f=weighted: torch.vmap(f)(x, t).sum())(logits)
-                wanted = [grad(weighted)(x, t) for x, t in zip(logits, target, strict=True)]
-                assert_agree(of_batch, torch.stack(wanted))
+        assert_is_the_loop(function, logits, target)
+        assert_is_the_loop(outputs, logits, target)
+        assert_is_the_loop(grad(weighted), logits, target)
+        of_batch = grad(lambda x, t=target, f=weighted: torch.vmap(f)(x, t).sum())(logits)
+        wanted = [grad(weighted)(x, t) for x, t in zip(logits, target, strict=True)]
+        assert_agree(of_batch, torch.stack(wanted))
 
 
-def test_each_tensor_may_have_no_batch_or_one_on_any_axis(device: torch.device) -> None:
-    logits, target = random_tensor((6, 5, 4), torch.float32, device), targets_of(torch.empty(6, 4, 5), -1).to(device)
+def test_each_tensor_may_have_no_batch_or_one_on_any_axis(any_device: torch.device) -> None:
+    logits, target = (
+        random_tensor((6, 5, 4), torch.float32, any_device),
+        targets_of(torch.empty(6, 4, 5), -1).to(any_device),
+    )
     assert_is_the_loop(
         lambda x, t: eaves.cross_entropy(x, t), logits.permute(2, 0, 1).contiguous(), target.t().contiguous()
     )
@@ -94,16 +95,14 @@ def test_each_tensor_may_have_no_batch_or_one_on_any_axis(device: torch.device) 
         assert_agree(torch.vmap(function, in_dims=(2, None))(logits, target[:, 0]), expected)
 
 
-@each("dtype", [torch.int32, torch.int64])
 @each("ignore_index", [2**32, -(2**32), 2**31, 2**62, 2, -1])
-def test_classes_that_are_no_larger_than_ignore_index(
-    ignore_index: int, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_classes_that_are_no_larger_than_ignore_index(ignore_index: int, any_device: torch.device) -> None:
     # int32 classes next to an ignore_index that has its last 32 bits in common with class 0.
-    logits, target = random_tensor((4, 6, 5), torch.float32, device), torch.zeros(4, 6, dtype=dtype, device=device)
-    target[:, 1:] = torch.arange(5, device=device)
-    weight = torch.linspace(0.5, 2, 5, device=device)
-    for w in (None, weight):
+    logits = random_tensor((4, 6, 5), torch.float32, any_device)
+    weight = torch.linspace(0.5, 2, 5, device=any_device)
+    for w, dtype in ((None, torch.int64), (weight, torch.int32)):
+        target = torch.zeros(4, 6, dtype=dtype, device=any_device)
+        target[:, 1:] = torch.arange(5, device=any_device)
 
         def function(x: Tensor, t: Tensor, w: Tensor | None = w) -> Tensor:
             return eaves.cross_entropy(x, t, w, ignore_index=ignore_index)
@@ -112,10 +111,10 @@ def test_classes_that_are_no_larger_than_ignore_index(
         assert_is_the_loop(grad(function), logits, target)
 
 
-def test_weights_and_normalizers_may_have_a_batch(device: torch.device) -> None:
-    logits = random_tensor((4, 6, 5), torch.float32, device)
+def test_weights_and_normalizers_may_have_a_batch(any_device: torch.device) -> None:
+    logits = random_tensor((4, 6, 5), torch.float32, any_device)
     target = targets_of(logits)
-    weights, normalizers = torch.rand(4, 5, device=device), torch.tensor([1.0, 2.0, 5.0, 7.0], device=device)
+    weights, normalizers = torch.rand(4, 5, device=any_device), torch.tensor([1.0, 2.0, 5.0, 7.0], device=any_device)
 
     def with_weight(x: Tensor, t: Tensor, w: Tensor) -> Tensor:
         return eaves.cross_entropy(x, t, w, label_smoothing=0.1)
@@ -134,9 +133,9 @@ def test_weights_and_normalizers_may_have_a_batch(device: torch.device) -> None:
                 assert_agree(torch.vmap(f, in_dims=dims)(*given), expected)
 
 
-def test_per_sample_gradients_of_a_model_are_those_of_the_loop(device: torch.device) -> None:
-    weight = random_tensor((5, 8), torch.float32, device)
-    x, target = random_tensor((7, 8), torch.float32, device), torch.arange(7, device=device) % 5
+def test_per_sample_gradients_of_a_model_are_those_of_the_loop(any_device: torch.device) -> None:
+    weight = random_tensor((5, 8), torch.float32, any_device)
+    x, target = random_tensor((7, 8), torch.float32, any_device), torch.arange(7, device=any_device) % 5
 
     def loss(weight: Tensor, sample: Tensor, label: Tensor) -> Tensor:
         return eaves.cross_entropy(weight @ sample, label)

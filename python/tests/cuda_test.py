@@ -106,7 +106,6 @@ def test_memory_comes_from_torch_and_goes_back(op: Operator, cuda: torch.device)
     inputs = op.large_inputs(cuda)
     op.function(*inputs)
     torch.cuda.synchronize()
-    free_before, _ = torch.cuda.mem_get_info()
     held_before = torch.cuda.memory_allocated()
     blocks_before = torch.cuda.memory_stats()["allocation.all.allocated"]
     out = op.function(*inputs)
@@ -115,8 +114,16 @@ def test_memory_comes_from_torch_and_goes_back(op: Operator, cuda: torch.device)
     assert torch.cuda.memory_allocated() - held_before < out.numel() * out.element_size() + 512
     del out
     assert torch.cuda.memory_allocated() == held_before
-    torch.cuda.synchronize()
-    assert torch.cuda.mem_get_info()[0] == free_before
+
+    # Nor does the device have less of it, unless another process took some meanwhile.
+    def taken() -> int:
+        torch.cuda.synchronize()
+        free_before, _ = torch.cuda.mem_get_info()
+        op.function(*inputs)
+        torch.cuda.synchronize()
+        return free_before - torch.cuda.mem_get_info()[0]
+
+    assert 0 in (taken() for _ in range(100))
 
 
 @each_operator()

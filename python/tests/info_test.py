@@ -27,7 +27,7 @@ def report() -> dict[str, Any]:
 
 
 def test_the_json_has_the_keys_that_are_documented(report: dict[str, Any]) -> None:
-    assert set(report) == {"python", "package", "torch", "extension", "problems", "matches"}
+    assert set(report) == {"python", "package", "torch", "trainers", "extension", "problems", "matches"}
     assert set(report["package"]) == {"version", "target"}
     assert set(report["torch"]) == {"version", "cuda", "threads", "gpus"}
     documented = {"version", "commit", "compiler", "backends", "cpu", "cuda", "gpus", "missing"}

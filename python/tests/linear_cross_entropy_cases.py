@@ -161,21 +161,22 @@ def extension_calls(device: torch.device | str) -> list[tuple[Any, tuple[Any, ..
         z_loss: float = 0.0,
         limit: int = 0,
     ) -> None:
-        numbers = (-100, reduction, smoothing, 1.5, softcap, z_loss, False, limit)
+        numbers = (smoothing, 1.5, softcap, z_loss)
+        options = (-100, reduction, numbers, False, limit)
         given = (x, head, bias, targets, weight)
         outputs = everything if reduction == MEAN else everything & ~DIVISOR
         gradients = OF_INPUT | OF_WEIGHT | (0 if bias is None else OF_BIAS)
         for wanted in (0, outputs):
-            calls.append((ops.linear_cross_entropy_forward.default, (*given, normalizer, *numbers, wanted)))
-        if reduction != NONE:
-            for wanted, grads in ((0, OF_INPUT), (outputs, gradients), (0, gradients | WIDE_WEIGHT)):
-                both = (*given, normalizer, *numbers, wanted, grads)
-                calls.append((ops.linear_cross_entropy_forward_backward.default, both))
-        results = list(ops.linear_cross_entropy_forward(*given, normalizer, *numbers, outputs))
+            calls.append((ops.linear_cross_entropy_forward.default, (*given, normalizer, *options, wanted)))
+        at_once = ((0, OF_INPUT), (outputs, gradients), (0, gradients | WIDE_WEIGHT))
+        for wanted, grads in at_once[:1] if reduction == NONE else at_once:
+            both = (*given, normalizer, *options, wanted, grads)
+            calls.append((ops.linear_cross_entropy_forward_backward.default, both))
+        results = list(ops.linear_cross_entropy_forward(*given, normalizer, *options, outputs))
         loss, lse = results[:2]
         divisor = results.pop(2) if reduction == MEAN else None
         _, entropy, _, target_mass = results[2:]
-        saved = (*given, lse, entropy, target_mass, divisor, *numbers)
+        saved = (*given, lse, entropy, target_mass, divisor, *options)
         one, ones = torch.ones_like(loss), torch.ones_like(lse)
         for upstream in ((one, None, None), (one, ones, ones)):
             for grads in (OF_WEIGHT, gradients, gradients | WIDE_WEIGHT):
@@ -186,8 +187,8 @@ def extension_calls(device: torch.device | str) -> list[tuple[Any, tuple[Any, ..
                 call = (out, one, None, None, *saved, grads)
                 calls.append((ops.linear_cross_entropy_backward_accumulate.default, call))
         # As torch.compile calls them where the numbers change.
-        number_tensor = torch.tensor(numbers[2:6], dtype=torch.float64)
-        forward = (number_tensor, *given, normalizer, *numbers, outputs)
+        number_tensor = torch.tensor(numbers, dtype=torch.float64)
+        forward = (number_tensor, *given, normalizer, *options, outputs)
         calls.append((ops.linear_cross_entropy_forward.numbers, forward))
         if reduction != NONE:
             calls.append((ops.linear_cross_entropy_forward_backward.numbers, (*forward, gradients)))
@@ -233,5 +234,6 @@ LINEAR_CROSS_ENTROPY = Operator(
     has_workspace=True,
     has_second_derivative=False,
     follows_autocast=True,
+    parts=("linear_log_prob",),
     extension_calls=extension_calls,
 )

@@ -10,19 +10,20 @@ import torch
 
 import eaves
 from comparison import FLOATING_POINT, assert_within
-from cross_entropy_test import each
+from cross_entropy_test import REDUCTIONS, each
 from layouts import random_tensor
 from linear_cross_entropy_cases import LinearOracle, assert_gradients
 from linear_cross_entropy_gradient_test import ALGORITHMS, check, leaves
 from linear_cross_entropy_test import problem
+from pairwise import pairwise
 
 
 @each("classes", [50257, 129920, 151665])  # GPT-2, and vocabularies of current models that are multiples of nothing
 def test_vocabularies_that_are_multiples_of_nothing(classes: int, device: torch.device) -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        x, head, target, _ = problem((3, 20), classes, dtype, device)  # features that are no multiple of 8
-        target[0] = classes - 1
-        check(x, head, target)
+    # The odd ones, in 16 bits, are where a vector of classes would begin anywhere.
+    x, head, target, _ = problem((3, 20), classes, torch.bfloat16 if classes % 2 else torch.float32, device)
+    target[0] = classes - 1  # features that are no multiple of 8, the last class
+    check(x, head, target)
 
 
 def test_logits_are_not_rounded_before_their_softmax(device: torch.device) -> None:
@@ -68,17 +69,15 @@ def test_a_class_weight_at_ignore_index_is_not_read(device: torch.device) -> Non
 def test_all_rows_ignored_or_none_there(device: torch.device) -> None:
     for dtype in FLOATING_POINT:
         x, head, target, bias = problem((9, 24), 33, dtype, device)
-        for rows in (9, 0):
-            for reduction in ("mean", "sum", "none"):
-                for algorithm in ALGORITHMS:
-                    given = leaves(x[:rows], head, bias)
-                    loss = eaves.linear_cross_entropy(
-                        given[0], given[1], torch.full_like(target[:rows], -100), linear_bias=given[2],
-                        reduction=reduction, algorithm=algorithm,
-                    )  # fmt: skip
-                    assert not loss.any()
-                    for grad, tensor in zip(torch.autograd.grad(loss.sum(), given), given, strict=True):
-                        assert grad.shape == tensor.shape and not grad.any()
+        for rows, reduction, algorithm in pairwise((9, 0), REDUCTIONS, ALGORITHMS):
+            given = leaves(x[:rows], head, bias)
+            loss = eaves.linear_cross_entropy(
+                given[0], given[1], torch.full_like(target[:rows], -100), linear_bias=given[2],
+                reduction=reduction, algorithm=algorithm,
+            )  # fmt: skip
+            assert not loss.any()
+            for grad, tensor in zip(torch.autograd.grad(loss.sum(), given), given, strict=True):
+                assert grad.shape == tensor.shape and not grad.any()
 
 
 def test_rows_that_are_ignored_may_hold_anything(device: torch.device) -> None:
@@ -106,7 +105,7 @@ def test_a_row_does_not_depend_on_how_many_others_there_are(device: torch.device
 
 def test_float16_does_not_underflow_under_a_loss_scale(device: torch.device) -> None:
     # A gradient of a mean over many rows is below the smallest float16; the loss scale comes in time.
-    x, head, target, _ = problem((4096, 24), 1000, torch.float16, device)
+    x, head, target, _ = problem((2048, 24), 300, torch.float16, device)
     given = leaves(x, head)
     (eaves.linear_cross_entropy(*given, target) * 2.0**16).backward()
     exact = LinearOracle(x, head, target).gradients(2.0**16)

@@ -18,6 +18,7 @@ import eaves
 from cross_entropy_test import REDUCTIONS, each
 from layouts import random_tensor
 from linear_cross_entropy_cases import LinearOracle, allowed_share
+from pairwise import pairwise
 
 ROWS, FEATURES, CLASSES = 96, 72, 1003
 
@@ -63,10 +64,10 @@ def errors_of(function: Callable[..., Tensor], tensors: list[Tensor], oracle: Li
 
 
 @each("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@each("deviation", [1.3, 4.0])
-@each("reduction", REDUCTIONS)
-@pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("deviation", "reduction", "is_weighted", "smoothing"),
+    pairwise((1.3, 4.0), REDUCTIONS, (False, True), (0.0, 0.1)),
+)
 def test_the_error_is_no_larger_than_that_of_torch(
     dtype: torch.dtype, deviation: float, reduction: str, is_weighted: bool, smoothing: float, device: torch.device
 ) -> None:

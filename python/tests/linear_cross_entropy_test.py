@@ -21,16 +21,12 @@ import eaves
 from comparison import FLOATING_POINT, assert_within
 from cross_entropy_cases import random_targets
 from cross_entropy_test import EVERYTHING, OPTIONS, REDUCTIONS, each
-from eaves._linear_cross_entropy import (
-    _BackwardTensors,
-    _check_grad_weight_out,
-    _ForwardTensors,
-    _is_matrix,
-    _Numbers,
-)
+from eaves._linear_cross_entropy import _check_grad_weight_out, _is_matrix
+from eaves._linear_cross_entropy_rules import BackwardTensors, ForwardTensors, Options
 from eaves._loss import MEAN, SUM
 from layouts import LAYOUTS, random_tensor
 from linear_cross_entropy_cases import LinearOracle
+from pairwise import pairwise
 
 # shape of the input, classes, the reason
 SAMPLES = [
@@ -95,22 +91,26 @@ def check(
 
 @samples()
 def test_every_dtype_matches_the_oracle(shape: tuple[int, ...], classes: int, device: torch.device) -> None:
-    for dtype in FLOATING_POINT:
+    for dtype, reduction, kind, has_bias in pairwise(
+        FLOATING_POINT, REDUCTIONS, ("int64", "int32", "soft"), (False, True)
+    ):
         x, head, target, bias = problem(shape, classes, dtype, device)
-        for reduction in REDUCTIONS:
-            for each_target in (target, target.int(), soft_targets(shape, classes, device, dtype)):
-                check(x, head, each_target, reduction=reduction)
-            check(x, head, target, bias, reduction=reduction)
+        if kind == "soft":
+            target = soft_targets(shape, classes, device, dtype)
+        check(x, head, target.int() if kind == "int32" else target, bias if has_bias else None, reduction=reduction)
+
+
+# dtype, whether targets are probabilities, whether classes have weights, reduction
+COMBINATIONS = pairwise(FLOATING_POINT, (False, True), (False, True), REDUCTIONS)
 
 
 @each("options", OPTIONS)
 def test_every_option_matches_the_oracle(options: dict[str, Any], device: torch.device) -> None:
-    for dtype in FLOATING_POINT:
+    for dtype, is_soft, is_weighted, reduction in COMBINATIONS:
         x, head, target, bias = problem((6, 5, 24), 129, dtype, device)
-        for weight in (None, torch.linspace(0, 2, 129, device=device).to(dtype)):
-            for reduction in REDUCTIONS:
-                for each_target in (target, soft_targets(x.shape, 129, device, dtype)):
-                    check(x, head, each_target, bias, weight, reduction=reduction, **options)
+        target = soft_targets(x.shape, 129, device, dtype) if is_soft else target
+        weight = torch.linspace(0, 2, 129, device=device).to(dtype) if is_weighted else None
+        check(x, head, target, bias, weight, reduction=reduction, **options)
 
 
 @each("layout", LAYOUTS)
@@ -234,7 +234,7 @@ def test_the_module_is_the_function(device: torch.device) -> None:
     expected = eaves.linear_cross_entropy(x, head, target, linear_bias=bias, weight=weight, **options)
     assert torch.equal(module(x, head, target, bias), expected)
     assert torch.equal(module.state_dict()["weight"], weight)
-    text = "ignore_index=3, reduction='sum', label_smoothing=0.1, softcap=5.0, z_loss=0.1, algorithm='memory'"
+    text = "reduction='sum', ignore_index=3, label_smoothing=0.1, softcap=5.0, z_loss=0.1, algorithm='memory'"
     assert module.extra_repr() == text
     arguments = set(inspect.signature(eaves.linear_cross_entropy).parameters)
     passed = set(inspect.signature(eaves.LinearCrossEntropyLoss).parameters) | set(
@@ -328,14 +328,14 @@ def test_under_autocast_a_second_derivative_of_the_head_is_refused_and_not_lost(
 
 def test_arguments_are_those_of_the_extension() -> None:
     for kind, name in (
-        (_ForwardTensors, "forward"),
-        (_ForwardTensors, "forward_backward"),
-        (_BackwardTensors, "backward"),
-        (_BackwardTensors, "backward_accumulate"),
+        (ForwardTensors, "forward"),
+        (ForwardTensors, "forward_backward"),
+        (BackwardTensors, "backward"),
+        (BackwardTensors, "backward_accumulate"),
     ):
         schema = getattr(torch.ops.eaves, f"linear_cross_entropy_{name}").default._schema
         names = [argument.name for argument in schema.arguments if argument.name not in ("outputs", "gradients")]
-        assert names[name == "backward_accumulate" :] == [*kind._fields, *_Numbers._fields], name
+        assert names[name == "backward_accumulate" :] == [*kind._fields, *Options._fields], name
 
 
 def strides_of(shape: tuple[int, int]) -> list[tuple[int, int]]:
@@ -358,13 +358,13 @@ def is_taken(function: Callable[..., object], *arguments: object) -> bool:
 def test_a_matrix_is_one_to_the_core_too(shape: tuple[int, int]) -> None:
     features = shape[1]
     x, target, one = torch.zeros(2, features), torch.zeros(2, dtype=torch.int64), torch.ones(())
-    numbers = _Numbers(-100, MEAN, 0.0, 1.0, 0.0, 0.0, False, 0)
-    saved = (None, target, None, torch.zeros(2), None, None, one, *numbers, 0)
+    options = Options(-100, MEAN, (), False, 0)
+    saved = (None, target, None, torch.zeros(2), None, None, one, *options, 0)
     memory, head = torch.zeros(64), torch.zeros(shape)
     for strides in strides_of(shape):
         tensor = memory.as_strided(shape, strides)
         forward = torch.ops.eaves.linear_cross_entropy_forward
-        is_matrix = is_taken(forward, x, tensor, None, target, None, None, *numbers, 0)
+        is_matrix = is_taken(forward, x, tensor, None, target, None, None, *options, 0)
         assert _is_matrix(tensor) == is_matrix, strides
         accumulate = torch.ops.eaves.linear_cross_entropy_backward_accumulate
         is_place = is_taken(accumulate, tensor, one, None, None, x, head, *saved)
@@ -372,14 +372,14 @@ def test_a_matrix_is_one_to_the_core_too(shape: tuple[int, int]) -> None:
         assert is_taken(check, tensor, head.dtype, head, None, torch.float32, False) == is_place, strides
 
 
-@each("dtype", FLOATING_POINT)
+@each("dtype", [torch.bfloat16, torch.float64])
 def test_gradients_of_tensors_without_data_are_those_of_the_core(dtype: torch.dtype) -> None:
     x, head, target, _ = problem((4, 8), 5, dtype, "cpu")
-    numbers = _Numbers(-100, SUM, 0.0, 1.0, 0.0, 0.0, False, 0)
+    options = Options(-100, SUM, (), False, 0)
     for bias_dtype in {dtype, torch.float32}:
         bias = torch.zeros(5, dtype=bias_dtype)
         for gradients in range(16):
-            given = (x, head, bias, target, None, None, *numbers, 0, gradients)
+            given = (x, head, bias, target, None, None, *options, 0, gradients)
             real = torch.ops.eaves.linear_cross_entropy_forward_backward(*given)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 fake = torch.ops.eaves.linear_cross_entropy_forward_backward(*given)

@@ -62,15 +62,18 @@ def each(name: str, values: object) -> pytest.MarkDecorator:
 
 
 def check(x: Tensor, dims: object, keepdim: bool = False, dtype: torch.dtype | None = None) -> None:
-    """One call, without and with a gradient asked for: they are two operators beneath."""
+    """One call, without and with a gradient asked for: they are two operators beneath. Shape and strides as torch has
+    them."""
     oracle = LogsumexpOracle(x, dims, keepdim)
     expected_dtype = dtype or (x.dtype if x.is_floating_point() else torch.float32)
+    # torch takes an empty tuple for all axes in some versions only.
+    of_torch = torch.logsumexp(x, tuple(range(x.dim())) if dims == () else dims, keepdim)
     for wants_grad in [False, True] if x.is_floating_point() else [False]:
         out = eaves.logsumexp(x.detach().requires_grad_(wants_grad), dims, keepdim, dtype=dtype)
         what = f"{x.dtype} keepdim={keepdim} dtype={dtype} strides={x.stride()} wants_grad={wants_grad}"
         assert out.dtype == expected_dtype, what
         assert out.device.type == x.device.type, what
-        assert out.is_contiguous(), what
+        assert out.is_contiguous() and (out.shape, out.stride()) == (of_torch.shape, of_torch.stride()), what
         assert out.requires_grad == wants_grad, what
         assert_within(out, oracle.forward(out.dtype), what)
 
@@ -80,27 +83,17 @@ def check(x: Tensor, dims: object, keepdim: bool = False, dtype: torch.dtype | N
 
 @samples()
 def test_every_dtype_matches_the_oracle(shape: tuple[int, ...], dims: object, device: torch.device) -> None:
-    for dtype in FLOATING_POINT + PROMOTED:
+    for dtype in FLOATING_POINT:
         for keepdim in (False, True):
             check(random_tensor(shape, dtype, device), dims, keepdim)
 
 
-@samples()
-def test_shape_dtype_and_strides_are_those_of_torch(shape: tuple[int, ...], dims: object, device: torch.device) -> None:
-    # torch takes an empty tuple for all axes in some versions only.
-    torch_dims = dims if dims != () else tuple(range(len(shape)))
+def test_integers_and_float32_results_match_the_oracle(device: torch.device) -> None:
     for dtype in FLOATING_POINT + PROMOTED:
-        for keepdim in (False, True):
+        for shape, dims in (((), 0), ((3, 0), 1), ((5, 11, 257), (0, 2))):
             x = random_tensor(shape, dtype, device)
-            expected = torch.logsumexp(x, torch_dims, keepdim)
-            actual = eaves.logsumexp(x, dims, keepdim)
-            assert (actual.shape, actual.dtype, actual.stride()) == (expected.shape, expected.dtype, expected.stride())
-
-
-@samples()
-def test_float32_can_be_asked_for_whatever_x_is(shape: tuple[int, ...], dims: object, device: torch.device) -> None:
-    for dtype in FLOATING_POINT + PROMOTED:
-        check(random_tensor(shape, dtype, device), dims, dtype=torch.float32)
+            check(x, dims, dtype=torch.float32)
+            check(x, dims, keepdim=True)
 
 
 @each("dtype", FLOATING_POINT)
@@ -204,15 +197,15 @@ EDGES = [
 ]
 
 
-@each("dtype", FLOATING_POINT)
 @pytest.mark.parametrize(("row", "expected"), [pytest.param(*e[:2], id=e[2]) for e in EDGES])
-def test_edges(row: list[float], expected: float, dtype: torch.dtype, device: torch.device) -> None:
-    x = torch.tensor(row, dtype=torch.float64).to(dtype).to(device)
-    # Alone, along a row, and down a column beside others.
-    table = torch.stack([x, torch.zeros_like(x)])
-    actual = [eaves.logsumexp(x, 0), eaves.logsumexp(table, 1)[0], eaves.logsumexp(table.t().contiguous(), 0)[0]]
-    for value in actual:
-        assert value.item() == expected or (math.isnan(expected) and value.isnan()), actual
+def test_edges(row: list[float], expected: float, device: torch.device) -> None:
+    for dtype in FLOATING_POINT:
+        x = torch.tensor(row, dtype=torch.float64).to(dtype).to(device)
+        # Alone, along a row, and down a column beside others.
+        table = torch.stack([x, torch.zeros_like(x)])
+        actual = [eaves.logsumexp(x, 0), eaves.logsumexp(table, 1)[0], eaves.logsumexp(table.t().contiguous(), 0)[0]]
+        for value in actual:
+            assert value.item() == expected or (math.isnan(expected) and value.isnan()), actual
 
 
 @each("position", [0, 1500, 3000])  # at the start of a long row, in its middle, as its last element

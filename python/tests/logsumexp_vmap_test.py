@@ -3,15 +3,17 @@
 What torch.vmap and torch.func have to do around any operator is in transforms_test.py.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 from torch.func import grad
 
 import eaves
-from comparison import FLOATING_POINT, assert_agree
+from comparison import assert_agree
 from layouts import random_tensor
-from logsumexp_test import each
+from pairwise import pairwise
 
 # shape of the batch, dims of a sample, the reason
 CASES = [
@@ -34,21 +36,17 @@ def cases() -> pytest.MarkDecorator:
 
 
 @cases()
-@pytest.mark.parametrize("keepdim", [False, True])
-@each("dtype", FLOATING_POINT)
-def test_every_option_under_vmap_is_the_loop(
-    shape: tuple[int, ...], dims: object, keepdim: bool, dtype: torch.dtype, device: torch.device
-) -> None:
-    x = random_tensor(shape, dtype, device)
-    upstream_of_sample = None
-    for result in (None, torch.float32):
+def test_every_option_under_vmap_is_the_loop(shape: tuple[int, ...], dims: object, any_device: torch.device) -> None:
+    dtypes, results = (torch.float32, torch.bfloat16, torch.float64), (None, torch.float32)
+    for dtype, keepdim, result in pairwise(dtypes, (False, True), results):
+        x = random_tensor(shape, dtype, any_device)
 
-        def function(sample: Tensor, result: torch.dtype | None = result) -> Tensor:
+        def function(sample: Tensor, keepdim: bool = keepdim, result: torch.dtype | None = result) -> Tensor:
             return eaves.logsumexp(sample, dims, keepdim, dtype=result)
 
-        def weighted(sample: Tensor) -> Tensor:
+        def weighted(sample: Tensor, function: Callable[[Tensor], Tensor] = function) -> Tensor:
             out = function(sample)
-            return (out * torch.arange(1, out.numel() + 1, device=device).view(out.shape).to(out.dtype)).sum()
+            return (out * torch.arange(1, out.numel() + 1, device=any_device).view(out.shape).to(out.dtype)).sum()
 
         expected = torch.stack([function(sample) for sample in x])
         actual = torch.vmap(function)(x)
@@ -59,20 +57,19 @@ def test_every_option_under_vmap_is_the_loop(
         wanted = torch.stack([grad(weighted)(sample) for sample in x])
         assert wanted.dtype == dtype
         assert_agree(torch.vmap(grad(weighted))(x), wanted)
-        assert_agree(grad(lambda batch: torch.vmap(weighted)(batch).sum())(x), wanted)
+        assert_agree(grad(lambda batch, f=weighted: torch.vmap(f)(batch).sum())(x), wanted)
         leaf = x.detach().requires_grad_()
         out = torch.vmap(function)(leaf)
         assert_agree(out.detach(), expected)
-        if upstream_of_sample is None:
-            upstream_of_sample = torch.arange(1, out[0].numel() + 1, device=device).view(out.shape[1:])
-        (actual,) = torch.autograd.grad(out, leaf, upstream_of_sample.to(out.dtype).expand_as(out))
+        upstream = torch.arange(1, out[0].numel() + 1, device=any_device).view(out.shape[1:])
+        (actual,) = torch.autograd.grad(out, leaf, upstream.to(out.dtype).expand_as(out))
         assert_agree(actual, wanted)
 
 
-def test_the_batch_may_lie_on_any_axis_of_x_and_of_the_upstream_gradient(device: torch.device) -> None:
+def test_the_batch_may_lie_on_any_axis_of_x_and_of_the_upstream_gradient(any_device: torch.device) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        x = random_tensor((3, 4, 5), dtype, device)
-        upstream = random_tensor((3, 4), dtype, device)
+        x = random_tensor((3, 4, 5), dtype, any_device)
+        upstream = random_tensor((3, 4), dtype, any_device)
 
         def gradient(sample: Tensor, of_sample: Tensor) -> Tensor:
             _, backward = torch.func.vjp(lambda t: eaves.logsumexp(t, -1), sample)
@@ -87,12 +84,12 @@ def test_the_batch_may_lie_on_any_axis_of_x_and_of_the_upstream_gradient(device:
         assert_agree(torch.vmap(gradient, in_dims=(1, None))(x, upstream[:, 0]), expected)
 
 
-def test_the_rules_themselves_give_the_shapes_of_the_loop(device: torch.device) -> None:
+def test_the_rules_themselves_give_the_shapes_of_the_loop(any_device: torch.device) -> None:
     # torch.func brings a gradient into the shape of its tensor, which hides what the rule of the backward gave.
     ops = torch.ops.eaves
     for shape in ((4,), (4, 3), (4, 3, 5)):
         for keepdim in (False, True):
-            x = random_tensor(shape, torch.bfloat16, device)
+            x = random_tensor(shape, torch.bfloat16, any_device)
 
             def forward(sample: Tensor, keepdim: bool = keepdim) -> tuple[Tensor, Tensor]:
                 return ops.logsumexp_forward_lse(sample, [0], keepdim, torch.bfloat16)
@@ -109,7 +106,7 @@ def test_the_rules_themselves_give_the_shapes_of_the_loop(device: torch.device) 
                 assert_agree(grad_x[i], backward(of_sample[0], sample, of_sample[1]))
 
 
-def test_a_batch_is_an_axis_and_sixteen_are_the_most(device: torch.device) -> None:
-    assert torch.vmap(lambda t: eaves.logsumexp(t, 0))(torch.zeros([1] * 16, device=device)).shape == (1,) * 15
+def test_a_batch_is_an_axis_and_sixteen_are_the_most(any_device: torch.device) -> None:
+    assert torch.vmap(lambda t: eaves.logsumexp(t, 0))(torch.zeros([1] * 16, device=any_device)).shape == (1,) * 15
     with pytest.raises(NotImplementedError, match=r"^logsumexp: x has 17 axes, expected at most 16$"):
-        torch.vmap(lambda t: eaves.logsumexp(t, 0))(torch.zeros([1] * 17, device=device))
+        torch.vmap(lambda t: eaves.logsumexp(t, 0))(torch.zeros([1] * 17, device=any_device))

@@ -255,9 +255,8 @@ def lrpe_cosine_extension_calls(device: torch.device | str) -> list[tuple[Any, t
         grad_out = torch.ones_like(out)
         for grad_heads_first in (False, True):
             both = (theta, lse, *options, grad_heads_first)
-            calls.append((ops.lrpe_cosine_backward.default, (grad_out, x, *both)))
-            calls.append((ops.lrpe_cosine_backward_theta.default, (grad_out, x, *both)))
-            calls.append((ops.lrpe_cosine_backward_both.default, (grad_out, x, *both)))
+            for wanted in ((True, False), (False, True), (True, True)):
+                calls.append((ops.lrpe_cosine_backward.default, (grad_out, x, *both, *wanted)))
         if activation == NONE:
             calls.append((ops.lrpe_cosine_backward.default, (grad_out, None, *both)))
 

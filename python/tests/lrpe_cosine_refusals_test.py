@@ -3,10 +3,6 @@ NotImplementedError for what eaves does not have. Each sentence names the operat
 was expected.
 """
 
-import re
-from collections.abc import Callable
-from typing import Any
-
 import numpy
 import pytest
 import torch
@@ -14,47 +10,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import eaves
+from refusals import Call, assert_each_refused, assert_refused_by
 
-# What only those who wrote the package know.
-INTERNAL = ("Exception raised from", ".cpp", ".h:", "aten::", "eaves.", "_forward", "_backward", "Error", "aoti")
+OP = "lrpe_cosine"
 
-
-def assert_refused_by(
-    function: Callable[..., object], kind: type[Exception], sentence: str, *arguments: object, **named: object
-) -> None:
-    """The call fails with exactly this kind of error, and its message is one sentence that has `sentence` in it."""
-    with pytest.raises(kind) as caught:
-        function(*arguments, **named)
-    assert caught.type is kind, caught.type
-    message = str(caught.value)
-    assert re.search(sentence, message), message
-    assert message.startswith("lrpe_cosine: "), message
-    assert "\n" not in message, message
-    for internal in INTERNAL:
-        assert internal not in message, message
-
-
-def x_and_theta(device: torch.device | str = "cpu", **changed: Any) -> tuple[Any, Any]:
-    """Two batch entries of six positions, three heads and four features."""
-    given = {"x": torch.zeros(2, 6, 3, 4, device=device), "theta": torch.zeros(3, 4, device=device)} | changed
-    return given["x"], given["theta"]
-
-
-def assert_refused(kind: type[Exception], sentence: str, device: torch.device | str = "cpu", **named: Any) -> None:
-    """Of a call that is right but for `named`; whether a gradient is wanted or not, and without looking at data."""
-    changed = {key: named.pop(key) for key in ("x", "theta") if key in named}
-    x, theta = x_and_theta(device, **changed)
-    assert_refused_by(eaves.lrpe_cosine, kind, sentence, x, theta, **named)
-    if isinstance(x, Tensor) and x.is_floating_point() and x.layout == torch.strided:
-        assert_refused_by(eaves.lrpe_cosine, kind, sentence, x.detach().requires_grad_(), theta, **named)
+# Two batch entries of six positions, three heads and four features.
+RIGHT = {"x": torch.zeros(2, 6, 3, 4), "theta": torch.zeros(3, 4)}
 
 
 def integers(*values: int, dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
-# What is wrong, the kind of error, a part of its sentence.
-CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
+CALLS: list[Call] = [
     # tensors
     ({"x": torch.zeros(2, 6, 12)}, ValueError, r"x has shape \[2, 6, 12\], expected four axes \(batch, positions, "),
     ({"x": torch.zeros(6), "layout": "bhnd"}, ValueError, r"x has shape \[6\], .*\(batch, heads, positions, "),
@@ -89,7 +57,7 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"offset": None}, TypeError, r"offset is None, expected an int"),
     ({"offset": integers(1, 2, 3)}, ValueError, r"offset has shape \[3\], expected \[2\] .*one element for all"),
     ({"offset": torch.zeros(2)}, ValueError, r"offset has dtype float32, expected int64 or int32"),
-    ({"offset": torch.zeros(2, dtype=torch.int64, device="meta")}, ValueError, r"offset is on meta, expected cpu "),
+    ({"offset": integers(1, 2).to("meta")}, ValueError, r"offset is on meta, expected (cpu|cuda:0) "),
     ({"positions": integers(1, 2)}, ValueError, r"positions has shape \[2\], expected \[6\] .* or \[2, 6\]"),
     ({"positions": torch.zeros(3, 6).long()}, ValueError, r"positions has shape \[3, 6\], expected \[6\] .*\[2, 6\]"),
     ({"positions": torch.zeros(6)}, ValueError, r"positions has dtype float32, expected int64 or int32"),
@@ -123,9 +91,9 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("named", "kind", "sentence"), CALLS, ids=lambda value: str(value)[:60])
-def test_what_is_refused(named: dict[str, Any], kind: type[Exception], sentence: str) -> None:
-    assert_refused(kind, sentence, **named)
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call[0]}"[:60])
+def test_what_is_refused(call: Call, device: torch.device) -> None:
+    assert_each_refused(eaves.lrpe_cosine, OP, RIGHT, call, device)
 
 
 CONTENTS = [
@@ -135,35 +103,18 @@ CONTENTS = [
 ]
 
 
-@pytest.mark.parametrize(("cu_seqlens", "sentence"), CONTENTS, ids=lambda value: str(value)[:40])
-def test_packed_sequences_that_do_not_fit_are_refused_on_a_cpu(cu_seqlens: Tensor, sentence: str) -> None:
-    assert_refused(ValueError, sentence, cu_seqlens=cu_seqlens)
-
-
-def test_what_is_refused_needs_no_data() -> None:
-    # A fake tensor is refused in the same words; the contents of cu_seqlens, which it has not, are taken as they are.
-    for named, kind, sentence in CALLS:
-        if any(isinstance(v, Tensor) and v.layout != torch.strided for v in named.values()):
-            continue
-        with FakeTensorMode() as mode:
-            fake = {k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in named.items()}
-            assert_refused(kind, sentence, **fake)
-    with FakeTensorMode() as mode:
-        x, theta = x_and_theta()
-        assert eaves.lrpe_cosine(x, theta, cu_seqlens=mode.from_tensor(integers(3, 1))).shape == (2, 6, 3, 8)
-
-
-def test_tensors_of_two_devices(cuda: torch.device) -> None:
-    _, theta = x_and_theta(cuda)
-    for name, sentence in (("theta", "theta is on cpu"), ("offset", "offset is on cpu")):
-        named = {name: theta.cpu() if name == "theta" else integers(1)}
-        assert_refused(ValueError, rf"{sentence}, expected cuda:0 \(as x\)", cuda, **named)
+def test_packed_sequences_that_do_not_fit_are_refused_on_a_cpu() -> None:
+    for cu_seqlens, sentence in CONTENTS:
+        assert_refused_by(eaves.lrpe_cosine, OP, ValueError, sentence, **RIGHT, cu_seqlens=cu_seqlens)
+    with FakeTensorMode() as mode:  # which has no contents to look at
+        fake = [mode.from_tensor(tensor) for tensor in (*RIGHT.values(), integers(3, 1))]
+        assert eaves.lrpe_cosine(*fake[:2], cu_seqlens=fake[2]).shape == (2, 6, 3, 8)
 
 
 def test_a_gradient_with_the_wrong_shape_is_refused_by_the_operator() -> None:
-    # Autograd checks that of a user; here the operators' own words, which the Python side knows nothing of.
+    # Autograd checks that of a user; these are the operator's own words.
     backward = torch.ops.eaves.lrpe_cosine_backward
-    x, theta = x_and_theta()
+    x, theta = RIGHT.values()
     for grad_out, sentence in (
         (torch.zeros(2, 6, 3, 7), "grad_out has shape .* expected an even number of features"),
         (torch.zeros(2, 6, 24), "grad_out has shape .* expected four axes"),
@@ -191,7 +142,7 @@ def test_what_the_module_refuses() -> None:
         ({"activation_dim": -3}, ValueError, r"activation_dim is -3, expected -1 .* or -2 "),
         ({"layout": "nbhd"}, ValueError, "layout is 'nbhd'"),
     ):
-        assert_refused_by(eaves.LRPECosine, kind, sentence, **({"num_heads": 3, "head_dim": 4} | named))
+        assert_refused_by(eaves.LRPECosine, OP, kind, sentence, **({"num_heads": 3, "head_dim": 4} | named))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import eaves
 from comparison import FLOATING_POINT, assert_within
 from layouts import LAYOUTS, random_tensor
 from lrpe_cosine_cases import ACTIVATIONS, Oracle, angles
+from pairwise import pairwise
 
 each_activation = pytest.mark.parametrize(("activation", "dim"), ACTIVATIONS)
 each_dtype = pytest.mark.parametrize("dtype", FLOATING_POINT, ids=str)
@@ -29,11 +30,8 @@ GRIDS: list[dict[str, Any]] = [
 ]
 # Of 7 features: all of their own, fewer and more than there are, one; of each head and of all.
 THETAS = [(3, 7), (1, 7), (3, 3), (1, 2), (3, 9), (3, 1), (1, 1), (3, 0)]
-# All of both, and every other one in each layout.
-CASES = [
-    (options, shape, ("bnhd", "bhnd")[(i + j) % 2])
-    for (i, options), (j, shape) in itertools.product(enumerate(GRIDS), enumerate(THETAS))
-]
+# The last is whether theta is float32 whatever x is.
+CASES = pairwise(GRIDS, THETAS, FLOATING_POINT, ("bnhd", "bhnd"), (False, True))
 
 
 def same(actual: Tensor, expected: Tensor) -> None:
@@ -41,17 +39,15 @@ def same(actual: Tensor, expected: Tensor) -> None:
 
 
 @each_activation
-@each_dtype
-def test_it_is_the_formula(activation: str, dim: int | None, dtype: torch.dtype, device: torch.device) -> None:
-    for options, shape, layout in CASES:
+def test_it_is_the_formula(activation: str, dim: int | None, device: torch.device) -> None:
+    for options, shape, dtype, layout, is_float32 in CASES:
         size = (2, 9, 3, 7) if layout == "bnhd" else (2, 3, 9, 7)
         x = random_tensor(size, dtype, device, 3.0)
-        for theta_dtype in {dtype, torch.float32}:
-            theta = angles(*shape, theta_dtype, device)
-            call = options | {"activation": activation, "activation_dim": dim, "layout": layout}
-            out = eaves.lrpe_cosine(x, theta, **call)
-            assert out.dtype == dtype and out.is_contiguous() and out.shape == (*size[:-1], 14)
-            assert_within(out, Oracle(x, theta, **call).out, f"{call}, theta {shape}")
+        theta = angles(*shape, torch.float32 if is_float32 else dtype, device)
+        call = options | {"activation": activation, "activation_dim": dim, "layout": layout}
+        out = eaves.lrpe_cosine(x, theta, **call)
+        assert out.dtype == dtype and out.is_contiguous() and out.shape == (*size[:-1], 14)
+        assert_within(out, Oracle(x, theta, **call).out, f"{call}, theta {shape}")
 
 
 @each_dtype
@@ -120,13 +116,9 @@ def test_what_makes_the_same_positions_gives_the_same_bits(
         same(call(cu_seqlens=integers(0, 99, 4, 99, 9, 99)[::2]), packed)
 
 
-@each_activation
-def test_a_token_that_is_decoded_is_the_row_of_its_sequence(
-    activation: str, dim: int | None, device: torch.device
-) -> None:
-    if dim == -2:
-        pytest.skip("a softmax over the sequence needs all of it")
-    for dtype in (torch.float32, torch.bfloat16):
+def test_a_token_that_is_decoded_is_the_row_of_its_sequence(device: torch.device) -> None:
+    # A softmax over the sequence, the last of them, needs all of it.
+    for (activation, dim), dtype in itertools.product(ACTIVATIONS[:-1], (torch.float32, torch.bfloat16)):
         x = random_tensor((2, 9, 3, 7), dtype, device)
         theta = angles(3, 7, device=device)
         whole = eaves.lrpe_cosine(x, theta, activation=activation, activation_dim=dim)
@@ -152,10 +144,8 @@ def test_the_softmax_is_over_the_features_unless_it_is_said(device: torch.device
     )
 
 
-@each_activation
-def test_only_a_softmax_has_an_axis(activation: str, dim: int | None, device: torch.device) -> None:
-    if activation == "softmax":
-        pytest.skip("it has one")
+@pytest.mark.parametrize("activation", [name for name, dim in ACTIVATIONS if dim is None])
+def test_only_a_softmax_has_an_axis(activation: str, device: torch.device) -> None:
     x, theta = random_tensor((2, 9, 3, 7), torch.float32, device), angles(3, 7, device=device)
     cu_seqlens = torch.tensor([0, 9], device=device)
     expected = eaves.lrpe_cosine(x, theta, activation=activation)
@@ -170,23 +160,23 @@ def test_only_a_softmax_has_an_axis(activation: str, dim: int | None, device: to
 # ---------------------------------------------------------------------------------------------------------------- edges
 
 
-@each_activation
 @pytest.mark.parametrize(
     "shape",
     [(0, 9, 3, 7), (2, 0, 3, 7), (2, 9, 0, 7), (2, 9, 3, 0), (1, 1, 1, 1), (2, 1, 3, 7), (2, 9, 1, 7), (2, 9, 3, 1),
      (3, 17, 2, 129)],
     ids=str,
 )  # fmt: skip
-def test_sizes_at_the_edge(shape: tuple[int, ...], activation: str, dim: int | None, device: torch.device) -> None:
+def test_sizes_at_the_edge(shape: tuple[int, ...], device: torch.device) -> None:
     x = random_tensor(shape, torch.float32, device).requires_grad_()
     theta = angles(shape[2], max(shape[3], 1), device=device).requires_grad_()
-    call = {"activation": activation, "activation_dim": dim}
-    out = eaves.lrpe_cosine(x, theta, **call)
-    grad_out = random_tensor(tuple(out.shape), torch.float32, device)
-    grads = torch.autograd.grad(out, (x, theta), grad_out)
-    oracle = Oracle(x, theta, grad_out, **call)
-    for actual, bound in zip((out, *grads), (oracle.out, oracle.grad_x, oracle.grad_theta), strict=True):
-        assert_within(actual, bound)
+    for activation, dim in ACTIVATIONS:
+        call = {"activation": activation, "activation_dim": dim}
+        out = eaves.lrpe_cosine(x, theta, **call)
+        grad_out = random_tensor(tuple(out.shape), torch.float32, device)
+        grads = torch.autograd.grad(out, (x, theta), grad_out)
+        oracle = Oracle(x, theta, grad_out, **call)
+        for actual, bound in zip((out, *grads), (oracle.out, oracle.grad_x, oracle.grad_theta), strict=True):
+            assert_within(actual, bound, activation)
 
 
 def test_numbers_that_are_none(device: torch.device) -> None:
@@ -258,7 +248,6 @@ def test_angles_are_not_narrowed_with_the_module(learnable: bool) -> None:
     assert eaves.LRPECosine(2, 4, dtype=torch.float64).theta.dtype == torch.float64
 
 
-@pytest.mark.parametrize("learnable", [False, True])
 @pytest.mark.parametrize(
     ("casts", "expected"),
     [
@@ -272,13 +261,11 @@ def test_angles_are_not_narrowed_with_the_module(learnable: bool) -> None:
     ],
     ids=str,
 )
-def test_a_module_that_was_cast_encodes_what_its_layers_give(
-    casts: list[torch.dtype], expected: torch.dtype, learnable: bool
-) -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(4, 4), eaves.LRPECosine(2, 4, learnable=learnable))
-    theta = module[1].theta.detach().clone()
+def test_a_module_that_was_cast_encodes_what_its_layers_give(casts: list[torch.dtype], expected: torch.dtype) -> None:
     methods = {torch.float16: "half", torch.bfloat16: "bfloat16", torch.float32: "float", torch.float64: "double"}
-    for by_method in (False, True):
+    for by_method, learnable in itertools.product((False, True), repeat=2):
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4), eaves.LRPECosine(2, 4, learnable=learnable))
+        theta = module[1].theta.detach().clone()
         for dtype in casts:
             assert (getattr(module, methods[dtype])() if by_method else module.to(dtype)) is module
         same(module[1].theta.detach(), theta.to(expected))

@@ -35,5 +35,5 @@ class Operator:
     extension_calls: Callable[[torch.device | str], list[tuple[Any, tuple[Any, ...]]]]
     # torch.autocast casts what it is given, as that of F.linear; without, it leaves the dtype as it is.
     follows_autocast: bool = False
-    # Other public functions, that the operator is put together from: without autograd, and with tests of their own.
+    # Other public functions, that the operator is put together from or that are made of it, with tests of their own.
     parts: tuple[str, ...] = ()

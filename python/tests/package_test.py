@@ -50,10 +50,31 @@ def test_public_names_are_those_that_are_listed() -> None:
     assert names == set(eaves.__all__) - {"__version__"}
 
 
-def test_hf_needs_no_import_of_its_own() -> None:
-    program = "import sys, eaves; before = 'eaves.hf' in sys.modules; print(before, eaves.hf.patch.__name__)"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True)
-    assert result.stdout.split() == ["False", "patch"]
+# What a process of its own prints: seconds and names of modules that importing eaves brings beyond torch.
+IMPORT = """
+import sys, time, torch
+before = set(sys.modules)
+start = time.perf_counter()
+import eaves
+print(time.perf_counter() - start, *(set(sys.modules) - before))
+print(eaves.hf.patch.__name__)
+"""
+
+
+def test_importing_takes_less_than_300_ms_beyond_torch_and_brings_only_what_calls_need() -> None:
+    for _ in range(3):  # the machine may be busy
+        result = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, check=True, text=True)
+        first, second = result.stdout.splitlines()
+        seconds, *loaded = first.split()
+        if float(seconds) < 0.3:
+            break
+    assert float(seconds) < 0.3
+    assert "eaves" in loaded
+    assert set(loaded).isdisjoint({"matplotlib", "tqdm", "eaves.bench", "torch._dynamo", "torch._inductor", "eaves.hf"})
+    assert second == "patch"  # eaves.hf needs no import of its own
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'eaves' has no attribute 'hg'"):
         _ = eaves.hg  # type: ignore[attr-defined]
 
@@ -69,26 +90,9 @@ def test_mypy_finds_nothing_in_the_package(request: pytest.FixtureRequest, tmp_p
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_importing_takes_less_than_300_ms_beyond_torch() -> None:
-    program = "import torch, time; start = time.perf_counter(); import eaves; print(time.perf_counter() - start)"
-
-    def seconds() -> float:
-        return float(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout)
-
-    assert min(seconds() for _ in range(3)) < 0.3
-
-
-def test_importing_brings_nothing_that_only_benchmarks_and_compilation_need() -> None:
-    program = "import torch, sys; before = set(sys.modules); import eaves; print(*(set(sys.modules) - before))"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True)
-    loaded = set(result.stdout.split())
-    assert "eaves" in loaded
-    assert loaded.isdisjoint({"matplotlib", "tqdm", "eaves.bench", "torch._dynamo", "torch._inductor"})
-
-
 def best_us(functions: list[Callable[[], object]]) -> list[float]:
     """Microseconds that a call of each takes: the least over batches that take turns, so that noise hits all alike."""
-    calls, batches = 100, 40
+    calls, batches = 20, 200
     best = [float("inf")] * len(functions)
     for _ in range(batches):
         for index, function in enumerate(functions):

@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
 import pytest
 
@@ -19,33 +18,29 @@ def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, PROGRAM, *arguments], capture_output=True, text=True, check=False)
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What both backends print and write after 100 steps."""
-    folder = tmp_path_factory.mktemp("train")
-    options = ("--device", "cpu", "--dtype", "float32", "--backend", "both", "--steps", "100", "--batch", "8")
-    program = run_program(*options, "--json", str(folder / "runs.json"), "--plot", str(folder / "loss.png"))
+def test_both_backends_learn_alike(tmp_path: Path) -> None:
+    options = ("--device", "cpu", "--dtype", "float32", "--backend", "both", "--steps", "100", "--batch", "4")
+    program = run_program(*options, "--json", str(tmp_path / "runs.json"), "--plot", str(tmp_path / "loss.png"))
     assert program.returncode == 0, program.stderr
-    runs = json.loads((folder / "runs.json").read_text())
-    return {"program": program, "runs": runs, "picture": (folder / "loss.png").read_bytes()}
-
-
-def test_both_backends_lose_alike_at_every_step(result: dict[str, Any]) -> None:
-    ours, torchs = result["runs"]
+    runs = json.loads((tmp_path / "runs.json").read_text())
+    ours, torchs = runs
     assert (ours["backend"], torchs["backend"]) == ("eaves", "torch")
     # float32 on both sides; what 100 steps make of differences in the last place.
     assert ours["losses"] == pytest.approx(torchs["losses"], rel=1e-4)
     assert len(ours["losses"]) == 100
     assert ours["held_back_loss"] == pytest.approx(torchs["held_back_loss"], rel=1e-4)
-
-
-def test_the_loss_falls_well_below_the_entropy_of_single_bytes(result: dict[str, Any]) -> None:
+    # The loss falls well below the entropy of single bytes.
     text = "".join(topics[name] for name in sorted(topics)).encode()
     entropy = -sum(count / len(text) * math.log(count / len(text)) for count in Counter(text).values())
-    for run in result["runs"]:
+    for run in runs:
         assert run["unigram_entropy"] == pytest.approx(entropy, rel=1e-6)
         assert run["losses"][0] > math.log(256) - 0.1, "it starts with nothing learnt"
         assert run["held_back_loss"] < entropy - 0.7
+    heading, _, *rows = program.stdout.splitlines()
+    assert heading.startswith("| backend | tokens/s |")
+    assert [row.split()[1] for row in rows] == ["eaves", "torch"]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "100/100" in program.stderr, "the progress bar"
 
 
 def test_the_committed_table_is_that_of_the_committed_runs() -> None:
@@ -61,14 +56,6 @@ def test_a_loss_that_is_no_number_is_no_success() -> None:
     program = run_program("--device", "cpu", "--lr", "1e30", *small)
     assert program.returncode == 1
     assert "has learnt no more" in program.stderr
-
-
-def test_it_prints_a_table_and_draws_a_picture(result: dict[str, Any]) -> None:
-    heading, _, *rows = result["program"].stdout.splitlines()
-    assert heading.startswith("| backend | tokens/s |")
-    assert [row.split()[1] for row in rows] == ["eaves", "torch"]
-    assert result["picture"].startswith(b"\x89PNG")
-    assert "100/100" in result["program"].stderr, "the progress bar"
 
 
 def test_two_bytes_a_token_make_65536_classes(tmp_path: Path) -> None:
@@ -91,7 +78,11 @@ def test_two_bytes_a_token_make_65536_classes(tmp_path: Path) -> None:
         (("--plot", "no-such-folder/loss.png"), "--plot: the folder of no-such-folder/loss.png does not exist"),
     ],
 )
-def test_wrong_arguments_are_refused_by_name(arguments: tuple[str, ...], words: str) -> None:
-    program = run_program(*arguments)
-    assert program.returncode == 2
-    assert words in program.stderr
+def test_wrong_arguments_are_refused_by_name(
+    arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(PROGRAM), *arguments])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(PROGRAM), run_name="__main__")
+    assert stop.value.code == 2
+    assert words in capsys.readouterr().err

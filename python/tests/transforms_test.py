@@ -46,8 +46,8 @@ def nested_loop(op: Operator, *inputs: Tensor) -> Tensor:
 
 
 @each_operator()
-def test_vmap_is_the_loop(op: Operator, device: torch.device) -> None:
-    inputs = op.inputs(4, device, torch.float32)
+def test_vmap_is_the_loop(op: Operator, any_device: torch.device) -> None:
+    inputs = op.inputs(4, any_device, torch.float32)
     expected = loop(op, *inputs)
     assert_agree(torch.vmap(op.function)(*inputs), expected)
     # The batch as the last axis, in memory and for vmap.
@@ -58,8 +58,8 @@ def test_vmap_is_the_loop(op: Operator, device: torch.device) -> None:
 
 
 @each_operator()
-def test_vmap_in_vmap_is_the_loop_in_the_loop(op: Operator, device: torch.device) -> None:
-    inputs = pairs_of(op, device, torch.float32)
+def test_vmap_in_vmap_is_the_loop_in_the_loop(op: Operator, any_device: torch.device) -> None:
+    inputs = pairs_of(op, any_device, torch.float32)
     assert_agree(torch.vmap(torch.vmap(op.function))(*inputs), nested_loop(op, *inputs))
 
 
@@ -82,17 +82,17 @@ def calls_of(function: Callable[[], object]) -> int:
 
 
 @each_operator()
-def test_one_call_serves_the_whole_batch(op: Operator, device: torch.device) -> None:
+def test_one_call_serves_the_whole_batch(op: Operator, any_device: torch.device) -> None:
     def total(*sample: Tensor) -> Tensor:
         return op.function(*sample).sum()
 
     for dtype in DTYPES:
-        inputs = op.inputs(4, device, dtype)
+        inputs = op.inputs(4, any_device, dtype)
         sample = [tensor[0] for tensor in inputs]
         forward = calls_of(lambda sample=sample: op.function(*sample))
         assert forward > 0
         assert calls_of(lambda inputs=inputs: torch.vmap(op.function)(*inputs)) == forward
-        pairs = pairs_of(op, device, dtype)
+        pairs = pairs_of(op, any_device, dtype)
         assert calls_of(lambda pairs=pairs: torch.vmap(torch.vmap(op.function))(*pairs)) == forward
         both = calls_of(lambda sample=sample: grad(total, op.differentiable)(*sample))
         assert both > forward
@@ -103,19 +103,19 @@ def test_one_call_serves_the_whole_batch(op: Operator, device: torch.device) -> 
 
 
 @each_operator()
-def test_gradients_of_samples_are_the_gradients_of_the_loop(op: Operator, device: torch.device) -> None:
+def test_gradients_of_samples_are_the_gradients_of_the_loop(op: Operator, any_device: torch.device) -> None:
     for dtype in (*DTYPES, torch.float64):
-        inputs = op.inputs(4, device, dtype)
+        inputs = op.inputs(4, any_device, dtype)
         of_samples = torch.vmap(grad(lambda *sample: op.function(*sample).sin().sum(), op.differentiable))
         _, *expected = gradients_of(op, lambda *tensors: loop(op, *tensors).sin().sum(), inputs)
         assert_all_agree(of_samples(*inputs), expected)
 
 
 @each_operator()
-def test_gradients_of_a_batch_are_the_gradients_of_the_loop(op: Operator, device: torch.device) -> None:
+def test_gradients_of_a_batch_are_the_gradients_of_the_loop(op: Operator, any_device: torch.device) -> None:
     # The transform is outside of vmap, so that the tensors do not say that they have a gradient.
     for dtype in DTYPES:
-        inputs = op.inputs(4, device, dtype)
+        inputs = op.inputs(4, any_device, dtype)
         _, *expected = gradients_of(op, lambda *tensors: loop(op, *tensors).sin().sum(), inputs)
         for function in (op.function, torch.vmap(op.function), torch.vmap(op.function, in_dims=0, chunk_size=3)):
             of_batch = grad(lambda *tensors, f=function: f(*tensors).sin().sum(), op.differentiable)
@@ -135,12 +135,12 @@ def totals(op: Operator, tensors: tuple[Tensor, ...]) -> Tensor:
 
 
 @each_operator()
-def test_vjp_and_jacobians_of_a_batch_are_those_of_the_loop(op: Operator, device: torch.device) -> None:
+def test_vjp_and_jacobians_of_a_batch_are_those_of_the_loop(op: Operator, any_device: torch.device) -> None:
     for dtype in DTYPES:
-        inputs = op.inputs(2, device, dtype)
+        inputs = op.inputs(2, any_device, dtype)
         batch = of_differentiable(op, torch.vmap(op.function), inputs)
         out, backward = vjp(batch, *differentiable(op, inputs))
-        upstream = torch.linspace(-1.5, 2, out.numel(), device=device).view(out.shape).to(dtype)
+        upstream = torch.linspace(-1.5, 2, out.numel(), device=any_device).view(out.shape).to(dtype)
         expected_out, *expected = gradients_of(op, lambda *tensors: loop(op, *tensors), inputs, upstream)
         assert_agree(out, expected_out)
         assert_all_agree(backward(upstream), expected)
@@ -151,9 +151,9 @@ def test_vjp_and_jacobians_of_a_batch_are_those_of_the_loop(op: Operator, device
 
 
 @each_operator()
-def test_a_backward_goes_through_vmap(op: Operator, device: torch.device) -> None:
+def test_a_backward_goes_through_vmap(op: Operator, any_device: torch.device) -> None:
     for dtype in DTYPES:
-        inputs = op.inputs(4, device, dtype)
+        inputs = op.inputs(4, any_device, dtype)
         expected = gradients_of(op, lambda *tensors: loop(op, *tensors), inputs)
         assert_all_agree(gradients_of(op, torch.vmap(op.function), inputs), expected)
 
@@ -165,9 +165,9 @@ def test_a_backward_goes_through_vmap(op: Operator, device: torch.device) -> Non
 
 
 @each_operator()
-def test_a_backward_goes_through_vmap_in_vmap(op: Operator, device: torch.device) -> None:
+def test_a_backward_goes_through_vmap_in_vmap(op: Operator, any_device: torch.device) -> None:
     for dtype in DTYPES:
-        inputs = pairs_of(op, device, dtype)
+        inputs = pairs_of(op, any_device, dtype)
         nested = torch.vmap(torch.vmap(op.function))
         expected = gradients_of(op, lambda *tensors: nested_loop(op, *tensors), inputs)
         assert_all_agree(gradients_of(op, nested, inputs), expected)
@@ -179,10 +179,10 @@ def test_a_backward_goes_through_vmap_in_vmap(op: Operator, device: torch.device
 
 
 @each_operator()
-def test_a_tensor_from_outside_of_a_transform_gets_its_gradient(op: Operator, device: torch.device) -> None:
-    factors = torch.tensor([1.0, -2.0, 0.5], device=device)
+def test_a_tensor_from_outside_of_a_transform_gets_its_gradient(op: Operator, any_device: torch.device) -> None:
+    factors = torch.tensor([1.0, -2.0, 0.5], device=any_device)
     for dtype in DTYPES:
-        inputs = op.inputs(2, device, dtype)
+        inputs = op.inputs(2, any_device, dtype)
         out, *expected = gradient(op, inputs)
         tensors = leaves(op, inputs)
 
@@ -206,11 +206,11 @@ def test_a_tensor_from_outside_of_a_transform_gets_its_gradient(op: Operator, de
 
 
 @each_operator()
-def test_jacobians_are_rows_of_gradients(op: Operator, device: torch.device) -> None:
-    inputs = op.inputs(2, device, torch.float64)
+def test_jacobians_are_rows_of_gradients(op: Operator, any_device: torch.device) -> None:
+    inputs = op.inputs(2, any_device, torch.float64)
     tensors = leaves(op, inputs)
     out = op.function(*tensors)
-    basis = torch.eye(out.numel(), dtype=out.dtype, device=device).view(-1, *out.shape)
+    basis = torch.eye(out.numel(), dtype=out.dtype, device=any_device).view(-1, *out.shape)
     jacobians = jacrev(op.function, op.differentiable)(*inputs)
     for x, jacobian in zip(differentiable(op, tensors), jacobians, strict=True):
         rows = torch.stack([torch.autograd.grad(out, x, row, retain_graph=True)[0] for row in basis])
@@ -225,8 +225,8 @@ def test_jacobians_are_rows_of_gradients(op: Operator, device: torch.device) -> 
 
 
 @each_operator()
-def test_forward_mode_is_refused_and_not_ignored(op: Operator, device: torch.device) -> None:
-    inputs = op.inputs(2, device, torch.float32)
+def test_forward_mode_is_refused_and_not_ignored(op: Operator, any_device: torch.device) -> None:
+    inputs = op.inputs(2, any_device, torch.float32)
     for index in op.differentiable:
 
         def function(x: Tensor, index: int = index, of: Callable[..., Tensor] = op.function) -> Tensor:
@@ -239,8 +239,9 @@ def test_forward_mode_is_refused_and_not_ignored(op: Operator, device: torch.dev
         with pytest.raises(NotImplementedError, match=rf"{op.name}.*forward"):
             jvp(function, (x,), (torch.ones_like(x),))
         # Here torch's own batching rule may fail first, in its own words.
-        with pytest.raises((NotImplementedError, AssertionError)):
+        with pytest.raises((NotImplementedError, AssertionError, ValueError)) as caught:
             jvp(of_batch, (x,), (torch.ones_like(x),))
+        assert caught.type is not ValueError or "treespec" in str(caught.value)
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
             with pytest.raises(NotImplementedError, match=rf"{op.name}.*forward"):
@@ -251,9 +252,8 @@ def test_forward_mode_is_refused_and_not_ignored(op: Operator, device: torch.dev
 
 
 @each_operator()
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_transform_is_right_or_refused_and_gives_no_zeros(
-    op: Operator, backend: str, device: torch.device, fresh_compiler: None
+    op: Operator, any_device: torch.device, fresh_compiler: None
 ) -> None:
     wanted = op.differentiable
 
@@ -267,12 +267,12 @@ def test_a_compiled_transform_is_right_or_refused_and_gives_no_zeros(
         values = differentiable(op, tensors)
         return jvp(of_differentiable(op, op.function, tensors), values, tuple(map(torch.ones_like, values)))
 
-    inputs = op.inputs(2, device, torch.float32)
+    inputs = op.inputs(2, any_device, torch.float32)
     of_call, of_samples = grad(total, wanted), torch.vmap(grad(total, wanted))
     functions = (lambda *t: of_call(*t), lambda *t: of_samples(*t), of_batch, forward_mode)
     for function in functions:
         torch._dynamo.reset()
-        compiled = torch.compile(function, fullgraph=True, backend=backend)
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
         try:
             actual = compiled(*inputs)
         except Exception as error:  # the sentence, or PyTorch 2.15's own where a batch is around it
@@ -282,7 +282,7 @@ def test_a_compiled_transform_is_right_or_refused_and_gives_no_zeros(
             for a, e in zip(actual, function(*inputs), strict=True):
                 assert_agree(a, e)
     # A batch without a transform around it: what is lost here is autograd's.
-    batch = torch.compile(lambda *t: torch.vmap(op.function)(*t), fullgraph=True, backend=backend)
+    batch = torch.compile(lambda *t: torch.vmap(op.function)(*t), fullgraph=True, backend="aot_eager")
     assert_same([batch(*inputs)], [torch.vmap(op.function)(*inputs)])
     with pytest.raises(Exception, match="derivative is lost"):
         batch(*leaves(op, inputs))
@@ -291,11 +291,11 @@ def test_a_compiled_transform_is_right_or_refused_and_gives_no_zeros(
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
 @each_operator()
 def test_what_is_inside_of_a_transform_can_be_compiled(
-    op: Operator, device: torch.device, fresh_compiler: None
+    op: Operator, any_device: torch.device, fresh_compiler: None
 ) -> None:
     # The way out that the refusal names. Not with fullgraph=True, which torch refuses inside of torch.func.grad.
     compiled = torch.compile(op.function, backend="aot_eager")
-    inputs = op.inputs(4, device, torch.float32)
+    inputs = op.inputs(4, any_device, torch.float32)
     _, *expected = gradients_of(op, lambda *tensors: loop(op, *tensors), inputs)
     of_samples = torch.vmap(grad(lambda *sample: compiled(*sample).sum(), op.differentiable))
     assert_all_agree(of_samples(*inputs), expected)

@@ -1,17 +1,19 @@
-"""What an operator declares so that the harness can measure it: tables, rows, inputs, bytes, and who implements it; and
-the two kinds of error, a wrong argument, which ends the program, and what somebody's code raised, which fills a cell.
+"""What an operator declares so that the harness can measure it: rows, inputs, bytes, and implementations; and the two
+kinds of error, a wrong argument, which ends the program, and what a provider's code raised, which fills a cell.
 
-No timing code is here or in any operator, and no operator is named in the harness.
+No timing code is here or in any operator, and the harness names no operator.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from operator import attrgetter
+from typing import Any, Literal
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 
 Mode = Literal["fwd", "bwd", "fwd+bwd"]
@@ -20,7 +22,7 @@ Forward = Callable[..., Tensor]
 """Called with `Inputs.arguments`; autograd gives the backward."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-"""By the names that titles, options and result files use."""
+"""By the names that options and result files use."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,7 @@ class Inputs:
     """One set of what a call works on; every provider gets the same tensors."""
 
     arguments: tuple[Tensor, ...]
-    """Of the forward, in order: integers too, targets for one. Those that require a gradient are what the backward
-    differentiates."""
+    """Of the forward, in order. Those that require a gradient are what the backward differentiates."""
 
     grad_out: Tensor
     """dL/d(out)."""
@@ -38,34 +39,24 @@ class Inputs:
     def differentiable(self) -> tuple[Tensor, ...]:
         return tuple(argument for argument in self.arguments if argument.requires_grad)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.arguments, self.grad_out))
-
     def remade(self) -> Inputs:
         """The same values, those that require a gradient in tensors of their own, which a call may overwrite. They are
-        no leaves, as the logits of a model are none: autograd lets nobody write to a leaf. A gradient in .grad still
+        no leaves, as the logits of a model are none: autograd lets no call write to a leaf. A gradient in .grad still
         ends in the original."""
         copied = tuple(each.clone() if each.requires_grad else each for each in self.arguments)
         return replace(self, arguments=copied)
 
-    def clear_gradients(self) -> None:
-        for argument in self.differentiable:
-            argument.grad = None
-
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table."""
+    """One case that is measured."""
 
-    axis_value: int
-    """What stands in the table's first column: n, v."""
+    op: str
+    mode: Mode
+    dtype: str
 
     shape: Mapping[str, int]
-    """The keys of "shape" in the result file, in order: batch, dim, n."""
-
-    options: Mapping[str, Any]
-    """The arguments that differ from the table's usual ones, as values of JSON: {"axes": [0]}."""
+    """As in the result file; the axis of a table is `v` or `n`."""
 
     read_bytes: int
     write_bytes: int
@@ -77,6 +68,9 @@ class Row:
     make_inputs: Callable[[torch.device, int], Inputs]
     """The inputs on a device; the number seeds them."""
 
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The arguments that differ from the operator's usual ones, as values of JSON: {"axes": [0]}."""
+
     flops: int = 0
     """Of the products of an operator that the time of memory is no limit of; else 0."""
 
@@ -86,45 +80,17 @@ class Row:
     tolerance: float | None = None
     """How far a peer may be off from eaves, of the largest value, where its own rounding makes that more than usual."""
 
-    is_backward_alone: bool = False
-    """The forward is not in the time, so that who computes gradients there has nothing to be measured."""
-
-    in_place: bool = False
-    """With fwd+bwd: who can do so may write the gradients over the arguments. Every call, of everybody, gets arguments
-    that were made anew for it (`Inputs.remade`) before its time begins."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of one mode along one axis: a table for each of speed, memory and host."""
-
-    op: str
-    mode: Mode
-    title_suffix: str
-    """What follows "<op>-speed-<mode>-" in the title: "batch4-dim1024-bf16"."""
-
-    axis_name: str
-    dtype: str
-    rows: Sequence[Row]
-
-    axis_words: str = ""
-    """What the axis is, for a plot: "length of a row"."""
-
-    shape_words: str = ""
-    """What a plot says behind the shape: "reduced over n"."""
-
-    title_op: str = ""
-    """What stands for the operator in the title, where the published tables have another name than `op`
-    (`published.py`)."""
+    @property
+    def in_place(self) -> bool:
+        """With fwd+bwd: a call may write the gradients over the arguments. Every call, of every provider, gets
+        arguments that were made anew for it (`Inputs.remade`) before its time begins."""
+        return bool(self.options.get("in_place"))
 
     @property
-    def is_curve(self) -> bool:
-        """The rows differ along the axis alone, and not in another length or in an option."""
-
-        def beside_the_axis(row: Row) -> tuple[dict[str, int], dict[str, Any]]:
-            return {key: size for key, size in row.shape.items() if key != self.axis_name}, dict(row.options)
-
-        return all(beside_the_axis(row) == beside_the_axis(self.rows[0]) for row in self.rows)
+    def case(self) -> dict[str, Any]:
+        """How the row begins in the result file."""
+        head = {"op": self.op, "mode": self.mode, "dtype": self.dtype}
+        return head | {"shape": dict(self.shape), "options": dict(self.options)}
 
 
 @dataclass(frozen=True)
@@ -132,34 +98,58 @@ class Request:
     """What the command line asks an operator for."""
 
     sweep: Literal["quick", "seed"]
-    device: torch.device
+    device_type: str
     dtype: str
     has_dtype: bool
-    """The user named the dtype: tables of other dtypes are left out."""
+    """The user named the dtype: rows of other dtypes are left out."""
 
 
-class Provider(ABC):
-    """One implementation of an operator. Its name is the head of its columns."""
+def _lacks_nothing(row: Row) -> str:
+    return ""
 
-    name: ClassVar[str]
 
-    packages: ClassVar[tuple[str, ...]] = ()
+@dataclass(frozen=True)
+class Provider:
+    """One implementation of an operator."""
+
+    name: str
+
+    source: str
+    """The module, or "module:name". What its import raises says why the provider is missing."""
+
+    make: Callable[[Any, Row], Forward]
+    """The operator with the row's options, of what `source` names. Asked for once for each row."""
+
+    packages: tuple[str, ...] = ()
     """Distributions whose versions the result file shall name."""
 
-    device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
-    """Where it runs. Elsewhere the provider is missing."""
+    needs_gpu: bool = False
 
-    def load(self) -> None:
-        """Imports what the provider needs. What this raises says why the provider is missing."""
+    lacks: Callable[[Row], str] = _lacks_nothing
+    """What the row asks for that the provider does not have, in a few words; nothing where it has all. A provider that
+    lacks something in every row of a table has no column there."""
 
-    def lacks(self, row: Row) -> str:
-        """What the row asks for that the provider does not have, in a few words; nothing where it has all. A provider
-        that lacks something in every row of a table has no column there."""
-        return ""
+    def load(self) -> Any:
+        module, _, name = self.source.partition(":")
+        found = import_module(module)
+        return attrgetter(name)(found) if name else found
 
-    @abstractmethod
     def forward(self, row: Row) -> Forward:
-        """The operator with the row's options. Asked for once for each row and mode."""
+        return self.make(self.load(), row)
+
+
+def compiled(eager: Provider) -> Provider:
+    """torch.compile of what another provider calls, compiled anew for each row."""
+
+    def make(function: Any, row: Row) -> Forward:
+        # What earlier rows compiled would count towards dynamo's limit of recompilations, past which it silently runs
+        # the eager code, and every call would compare its arguments with all of it.
+        torch.compiler.reset()
+        # A backward that owns its buffers refuses retain_graph=True, which both protocols need.
+        torch._functorch.config.donated_buffer = False
+        return torch.compile(eager.make(function, row), fullgraph=True, dynamic=False)
+
+    return replace(eager, name="torch.compile", make=make)
 
 
 @dataclass(frozen=True)
@@ -171,7 +161,13 @@ class Operator:
     providers: Sequence[Provider]
     """In the order of the columns; the first is eaves, with whose results all others are compared."""
 
-    tables: Callable[[Request], list[Table]]
+    rows: Callable[[Request], list[Row]]
+
+    shapes: Sequence[str]
+    """What --shape may name: "rows,dim,v"."""
+
+    row_of_shape: Callable[[Mapping[str, Any], str], Row]
+    """Forward and backward together of such a shape, in a dtype."""
 
 
 def normal(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
@@ -192,15 +188,12 @@ def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
             raise InvalidArgument(f'{what} "{name}", expected one of: {", ".join(known)}')
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """Why there is no number, in one line."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return "does not fit in memory"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    if "DefaultCPUAllocator" in text:  # which raises a plain RuntimeError
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    # The CPU's allocator raises a plain RuntimeError.
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in text:
         return "does not fit in memory"
     if isinstance(error, NotImplementedError):
         text = f"not supported: {text}"
-    longest = 200
-    return text if len(text) <= longest else text[: longest - 3] + "..."
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -79,7 +79,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def stream_bytes(source: Tensor, destination: Tensor, read_bytes: int, write_bytes: int) -> None:
-    """The yardstick: a plain kernel of eaves that reads and writes so many bytes, enqueued."""
+    """A plain kernel of eaves that streams so many bytes, read and written; enqueued."""
     torch.ops.eaves.stream_bytes.default(source, destination, read_bytes, write_bytes)
 
 

@@ -1,4 +1,5 @@
-"""linear_cross_entropy: the published table (vocabulary by vocabulary), each direction and both, two kinds of data.
+"""linear_cross_entropy: the published rows (vocabulary by vocabulary), each direction and both, two kinds of data, and
+time against `workspace_bytes`.
 
 What multiplies matrices is not measured by bytes: the column `limit` is the matrix products themselves, whole, by
 torch.matmul into memory that is there already, on the data of the call: the logits' for the loss, the two with the
@@ -11,183 +12,126 @@ is 0 almost everywhere; "dense" has smaller inputs, logits with a deviation of 1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from importlib import import_module
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from eaves.bench.benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, Table, normal
-from eaves.bench.providers import TorchCompile
+from eaves.bench.benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, compiled, normal
 
 DENSE_DEVIATION = 1.3
 
-Data = Literal["seed", "dense"]
-
-# Of those that have a bias it is the fourth argument, where it is given.
+# The others take a bias as their fourth argument, where it is given.
 WITHOUT_BIAS = ("liger-scaled", "cut-cross-entropy", "quack")
-
-_COMPUTED = "the forward computes the gradients"
-
-
-def _is_loss_alone(row: Row) -> bool:
-    return row.gradient_bytes == 0
-
 
 # ------------------------------------------------------------------------------------------------------------ providers
 
 
-class Eaves(Provider):
-    name = "eaves"
-    algorithm: str = "auto"
+def _eaves(algorithm: str) -> Callable[[Any, Row], Forward]:
+    def make(function: Any, row: Row) -> Forward:
+        # Of the algorithm that computes gradients in the forward, the backward alone does nothing.
+        keywords: dict[str, Any] = {"algorithm": "memory" if row.mode == "bwd" else algorithm}
+        if "workspace_mib" in row.options:
+            keywords["workspace_bytes"] = row.options["workspace_mib"] * 2**20
+        return lambda x, weight, target, bias=None: function(x, weight, target, linear_bias=bias, **keywords)
 
-    def load(self) -> None:
-        _ = import_module("eaves").linear_cross_entropy
-
-    def forward(self, row: Row) -> Forward:
-        linear_cross_entropy = import_module("eaves").linear_cross_entropy
-        # Of the way that computes gradients in the forward, the backward alone does nothing.
-        algorithm = "memory" if row.is_backward_alone else self.algorithm
-
-        def forward(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
-            loss: Tensor = linear_cross_entropy(x, weight, target, linear_bias=bias, algorithm=algorithm)
-            return loss
-
-        return forward
+    return make
 
 
-class EavesMemory(Eaves):
-    name = "eaves-memory"
-    algorithm = "memory"
-
-    def lacks(self, row: Row) -> str:
-        return "" if not _is_loss_alone(row) and not row.is_backward_alone else "the same as eaves"
-
-
-class Torch(Provider):
+def _torch(functional: Any, row: Row) -> Forward:
     """All logits at once."""
-
-    name = "torch"
-
-    def forward(self, row: Row) -> Forward:
-        functional = torch.nn.functional
-        return lambda x, weight, target, bias=None: functional.cross_entropy(functional.linear(x, weight, bias), target)
+    return lambda x, weight, target, bias=None: functional.cross_entropy(functional.linear(x, weight, bias), target)
 
 
-class _AtOnce(Provider):
-    """Who computes the gradients in the forward has no backward alone."""
-
-    def lacks(self, row: Row) -> str:
-        return _COMPUTED if row.is_backward_alone else ""
-
-
-class TorchChunked(_AtOnce):
-    """torch.nn.functional.linear_cross_entropy of PyTorch 2.13, in chunks."""
-
-    name = "torch-chunked"
-
-    def load(self) -> None:
-        _ = torch.nn.functional.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions
-
-    def forward(self, row: Row) -> Forward:
-        function: Callable[..., Tensor] = torch.nn.functional.linear_cross_entropy
-        options = torch.nn.LinearCrossEntropyOptions()
-        return lambda x, weight, target, bias=None: function(x, weight, target, linear_bias=bias, options=options)
+def _torch_chunked(options: Any, row: Row) -> Forward:
+    """Of PyTorch 2.13."""
+    functional: Any = torch.nn.functional
+    return lambda x, weight, target, bias=None: functional.linear_cross_entropy(
+        x, weight, target, linear_bias=bias, options=options()
+    )
 
 
-class Liger(_AtOnce):
-    name = "liger"
-    packages = ("liger-kernel",)
-    device_types = ("cuda",)
-
-    def load(self) -> None:
-        _ = import_module("liger_kernel.ops").LigerFusedLinearCrossEntropyFunction
-
-    def forward(self, row: Row) -> Forward:
-        apply = import_module("liger_kernel.ops").LigerFusedLinearCrossEntropyFunction.apply
-
-        def forward(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
-            loss: Tensor = apply(x, weight, target, bias)[0]  # behind it: what was not asked for
-            return loss
-
-        return forward
+def _liger(function: Any, row: Row) -> Forward:
+    return lambda x, weight, target, bias=None: function.apply(x, weight, target, bias)[0]
 
 
-class LigerScaled(Provider):
+def _liger_scaled(function: Any, row: Row) -> Forward:
     """Its newer kernels (on Hopper and Blackwell with the products in them), which compute the logits again in the
     backward and give the loss of each row."""
 
-    name = "liger-scaled"
-    packages = ("liger-kernel",)
-    device_types = ("cuda",)
+    def forward(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        losses = function.apply(x, weight, target)
+        mean: Tensor = (losses[0] if isinstance(losses, tuple) else losses).mean()
+        return mean
 
-    def load(self) -> None:
-        _ = import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
-
-    def forward(self, row: Row) -> Forward:
-        module = import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
-        apply = module.LigerFusedLinearScaledCrossEntropyFunction.apply
-
-        def forward(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-            losses = apply(x, weight, target)
-            mean: Tensor = (losses[0] if isinstance(losses, tuple) else losses).mean()
-            return mean
-
-        return forward
+    return forward
 
 
-class CutCrossEntropy(Provider):
+def _cut_cross_entropy(function: Any, row: Row) -> Forward:
     """As its users call it: it leaves out what it takes for negligible in the gradient (filter_eps)."""
-
-    name = "cut-cross-entropy"
-    packages = ("cut-cross-entropy",)
-    device_types = ("cuda",)
-
-    def load(self) -> None:
-        _ = import_module("cut_cross_entropy").linear_cross_entropy
-
-    def forward(self, row: Row) -> Forward:
-        function: Callable[..., Tensor] = import_module("cut_cross_entropy").linear_cross_entropy
-        return lambda x, weight, target: function(x, weight, target)
+    return lambda x, weight, target: function(x, weight, target)
 
 
-class Fla(_AtOnce):
-    name = "fla"
-    packages = ("fla-core",)
-    device_types = ("cuda",)
-
-    def load(self) -> None:
-        _ = import_module("fla.modules").FusedLinearCrossEntropyLoss
-
-    def forward(self, row: Row) -> Forward:
-        module = import_module("fla.modules").FusedLinearCrossEntropyLoss()
-
-        def forward(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
-            loss: Tensor = module(x, target, weight, bias)
-            return loss
-
-        return forward
+def _fla(module: Any, row: Row) -> Forward:
+    loss = module()
+    return lambda x, weight, target, bias=None: loss(x, target, weight, bias)
 
 
-class Quack(_AtOnce):
-    name = "quack"
-    packages = ("quack-kernels", "nvidia-cutlass-dsl")
-    device_types = ("cuda",)
-
-    def load(self) -> None:
-        _ = import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
-
-    def forward(self, row: Row) -> Forward:
-        function: Callable[..., Tensor] = import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
-        # Its default, 4096 rows at a time, is an error of version 0.6.5 where there are as many features.
-        return lambda x, weight, target: function(
-            x, weight, target, chunk_size=3072 if weight.shape[1] == 4096 else 4096
-        )
+def _quack(function: Any, row: Row) -> Forward:
+    # Its default, 4096 rows at a time, is an error of version 0.6.5 where there are as many features.
+    return lambda x, weight, target: function(x, weight, target, chunk_size=3072 if weight.shape[1] == 4096 else 4096)
 
 
-# --------------------------------------------------------------------------------------------------------------- limit
+def _bounded(row: Row) -> str:
+    return "no bound of its workspace" if "workspace_mib" in row.options else ""
+
+
+def _at_once(row: Row) -> str:
+    """Of a provider that computes the gradients in the forward: it has no backward alone."""
+    return _bounded(row) or ("the forward computes the gradients" if row.mode == "bwd" else "")
+
+
+def _not_both(row: Row) -> str:
+    return "" if row.mode == "fwd+bwd" and not _bounded(row) else "the same as eaves"
+
+
+_LCE = "eaves:linear_cross_entropy"
+_TORCH = Provider("torch", "torch.nn:functional", _torch, lacks=_bounded)
+_LIGER = "liger_kernel.ops:LigerFusedLinearCrossEntropyFunction"
+_SCALED = "liger_kernel.ops.fused_linear_scaled_cross_entropy:LigerFusedLinearScaledCrossEntropyFunction"
+
+
+def _peer(name: str, source: str, make: Any, packages: tuple[str, ...], lacks: Callable[[Row], str]) -> Provider:
+    return Provider(name, source, make, packages, needs_gpu=True, lacks=lacks)
+
+
+PROVIDERS = (
+    Provider("eaves", _LCE, _eaves("auto")),
+    Provider("eaves-memory", _LCE, _eaves("memory"), lacks=_not_both),
+    _TORCH,
+    compiled(_TORCH),
+    Provider("torch-chunked", "torch.nn:LinearCrossEntropyOptions", _torch_chunked, lacks=_at_once),
+    _peer("liger", _LIGER, _liger, ("liger-kernel",), _at_once),
+    _peer("liger-scaled", _SCALED, _liger_scaled, ("liger-kernel",), _bounded),
+    _peer(
+        "cut-cross-entropy",
+        "cut_cross_entropy:linear_cross_entropy",
+        _cut_cross_entropy,
+        ("cut-cross-entropy",),
+        _bounded,
+    ),
+    _peer("fla", "fla.modules:FusedLinearCrossEntropyLoss", _fla, ("fla-core",), _at_once),
+    _peer(
+        "quack",
+        "quack.linear_cross_entropy:chunked_linear_cross_entropy",
+        _quack,
+        ("quack-kernels", "nvidia-cutlass-dsl"),
+        _at_once,
+    ),
+)
+
+# ----------------------------------------------------------------------------------------------------------------- rows
 
 
 def _limit(mode: Mode) -> Callable[[Inputs], Callable[[], object]]:
@@ -222,105 +166,63 @@ def _logits_gradient(logits: Tensor, target: Tensor) -> Tensor:
     return gradient
 
 
-# --------------------------------------------------------------------------------------------------------------- tables
-
-
-@dataclass(frozen=True)
-class _Case:
-    batch: int
-    features: int
-    classes: int
-    data: Data
-
-    def make_inputs(self, dtype: torch.dtype, mode: Mode, device: torch.device, seed: int) -> Inputs:
-        generator = torch.Generator(device).manual_seed(seed + 2)
-        x = normal([self.batch, self.features], dtype, device, seed)
-        weight = normal([self.classes, self.features], dtype, device, seed + 1)
-        if self.data == "dense":
-            x *= DENSE_DEVIATION / self.features**0.5
-        target = torch.randint(self.classes, (self.batch,), device=device, generator=generator)
-        has_gradient = mode != "fwd"
-        result_dtype = torch.promote_types(dtype, torch.float32)
-        grad_out = torch.ones((), dtype=result_dtype, device=device)
-        if mode == "bwd":
-            grad_out = normal([], result_dtype, device, seed + 1)
-        return Inputs((x.requires_grad_(has_gradient), weight.requires_grad_(has_gradient), target), grad_out)
-
-
 # Peers round logits to 16 bits. Beyond 64 that is off by up to a quarter, beyond 256 by one, and a probability with it
 # by up to a factor of e.
 _ROUNDED_LOGITS = 0.6
 
 
-def _row(case: _Case, dtype_name: str, mode: Mode) -> Row:
-    dtype = DTYPES[dtype_name]
-    x_bytes = case.batch * case.features * dtype.itemsize
-    weight_bytes = case.classes * case.features * dtype.itemsize
-    gradient_bytes = 0 if mode == "fwd" else x_bytes + weight_bytes
-    loss_bytes = torch.promote_types(dtype, torch.float32).itemsize
-    products = {"fwd": 1, "bwd": 2, "fwd+bwd": 3}[mode]
+def _row(batch: int, features: int, classes: int, mode: Mode, dtype_name: str, **options: Any) -> Row:
+    dtype, is_seed = DTYPES[dtype_name], options["data"] == "seed"
+    result_dtype = torch.promote_types(dtype, torch.float32)
+    arguments_bytes = (batch + classes) * features * dtype.itemsize
+    gradient_bytes = 0 if mode == "fwd" else arguments_bytes
+
+    def make_inputs(device: torch.device, seed: int) -> Inputs:
+        generator = torch.Generator(device).manual_seed(seed + 2)
+        x = normal([batch, features], dtype, device, seed)
+        weight = normal([classes, features], dtype, device, seed + 1)
+        if not is_seed:
+            x *= DENSE_DEVIATION / features**0.5
+        target = torch.randint(classes, (batch,), device=device, generator=generator)
+        one = torch.ones((), dtype=result_dtype, device=device)
+        grad_out = normal([], result_dtype, device, seed + 1) if mode == "bwd" else one
+        return Inputs((x.requires_grad_(mode != "fwd"), weight.requires_grad_(mode != "fwd"), target), grad_out)
+
     return Row(
-        axis_value=case.classes,
-        shape={"batch": case.batch, "dim": case.features, "v": case.classes},
-        options={"data": case.data},
-        read_bytes=x_bytes + weight_bytes + case.batch * torch.int64.itemsize,
-        write_bytes=gradient_bytes + loss_bytes,
-        gradient_bytes=gradient_bytes,
-        make_inputs=lambda device, seed: case.make_inputs(dtype, mode, device, seed),
-        flops=2 * products * case.batch * case.features * case.classes,
+        *("linear_cross_entropy", mode, dtype_name, {"batch": batch, "dim": features, "v": classes}),
+        *(arguments_bytes + batch * torch.int64.itemsize, gradient_bytes + result_dtype.itemsize, gradient_bytes),
+        make_inputs=make_inputs,
+        options=options,
+        flops={"fwd": 2, "bwd": 4, "fwd+bwd": 6}[mode] * batch * features * classes,
         make_limit=_limit(mode),
-        is_backward_alone=mode == "bwd",
-        tolerance=_ROUNDED_LOGITS if dtype.itemsize == 2 and case.data == "seed" else None,
+        tolerance=_ROUNDED_LOGITS if dtype.itemsize == 2 and is_seed else None,
     )
 
 
-def _table(mode: Mode, dtype: str, cases: Sequence[_Case]) -> Table:
-    first = cases[0]
-    data = "" if first.data == "seed" else f"-data_{first.data}"
-    return Table(
-        "linear_cross_entropy",
-        mode,
-        f"batch{first.batch}-dim{first.features}-{dtype}{data}",
-        "v",
-        dtype,
-        [_row(case, dtype, mode) for case in cases],
-        axis_words="number of classes",
-        title_op="lce",
-    )
-
-
-_GPU_SHAPE = (12288, 4096)
-_CPU_SHAPE = (512, 1024)
-
-
-def _tables(request: Request) -> list[Table]:
-    is_cpu = request.device.type == "cpu"
-    batch, features = _CPU_SHAPE if is_cpu and request.sweep == "quick" else _GPU_SHAPE
-    powers = (10, 12, 15) if is_cpu and request.sweep == "quick" else range(10, 18)
-    modes: tuple[Mode, ...] = ("fwd", "bwd", "fwd+bwd") if request.sweep == "quick" else ("fwd+bwd",)
-    kinds: tuple[Data, ...] = ("seed", "dense") if request.sweep == "quick" else ("seed",)
-    dtypes = [request.dtype] + (["fp32"] if is_cpu and not request.has_dtype else [])
-    return [
-        _table(mode, dtype, [_Case(batch, features, 2**power, data) for power in powers])
+def _rows(request: Request) -> list[Row]:
+    is_quick = request.sweep == "quick"
+    is_cpu = is_quick and request.device_type == "cpu"
+    batch, features, powers = (512, 1024, (10, 12, 15)) if is_cpu else (12288, 4096, tuple(range(10, 18)))
+    modes: tuple[Mode, ...] = ("fwd", "bwd", "fwd+bwd") if is_quick else ("fwd+bwd",)
+    dtypes = [request.dtype] + (["fp32"] if request.device_type == "cpu" and not request.has_dtype else [])
+    rows = [
+        _row(batch, features, 2**power, mode, dtype, data=data)
         for dtype in dtypes
-        for data in kinds
+        for data in (("seed", "dense") if is_quick else ("seed",))
         for mode in modes
+        for power in powers
     ]
+    if is_quick:
+        bounds = (1, 4, 16) if is_cpu else (64, 128, 256, 512, 1024, 2048)
+        rows += [
+            _row(batch, features, 2 ** powers[-1], "fwd+bwd", request.dtype, data="seed", workspace_mib=bound)
+            for bound in bounds
+        ]
+    return rows
 
 
-OPERATOR = Operator(
-    "linear_cross_entropy",
-    (
-        Eaves(),
-        EavesMemory(),
-        Torch(),
-        TorchCompile(Torch()),
-        TorchChunked(),
-        Liger(),
-        LigerScaled(),
-        CutCrossEntropy(),
-        Fla(),
-        Quack(),
-    ),
-    _tables,
-)
+def _row_of_shape(shape: Mapping[str, Any], dtype: str) -> Row:
+    return _row(shape["rows"], shape["dim"], shape["v"], "fwd+bwd", dtype, data="dense")
+
+
+OPERATOR = Operator("linear_cross_entropy", PROVIDERS, _rows, ("rows,dim,v",), _row_of_shape)

@@ -1,5 +1,6 @@
-"""`python -m eaves.bench.linear_cross_entropy_accuracy`: the errors of linear_cross_entropy, of eaves and of everybody
-who is installed, against float64 on the same (already rounded) data. Prints a table in Markdown; --json also writes it.
+"""`python -m eaves.bench.linear_cross_entropy_accuracy`: the errors of linear_cross_entropy, of eaves and of all
+that is installed, against float64 on the same (already rounded) data. Prints a table in Markdown; --json also writes
+it.
 
 Of the loss the relative error, of each gradient that of its norm, all in bfloat16: on normal numbers, the data of
 --sweep seed (`seed`), whose logits have a deviation of the square root of the features, and at deviations of 1.3 (a
@@ -9,54 +10,34 @@ model that knows little) and 4.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from eaves.bench.benchmark import Inputs, InvalidArgument, Provider, Row, normal, reason
+from eaves.bench import results, run, tables
+from eaves.bench.benchmark import Inputs, InvalidArgument, Provider, normal, reason
 from eaves.bench.device import device_name, find_device
+from eaves.bench.harness import Entry
 from eaves.bench.linear_cross_entropy import OPERATOR, WITHOUT_BIAS
-from eaves.bench.providers import Availability, versions
-from eaves.bench.results import AtomicFile
 
 RESULTS = ("loss", "grad_x", "grad_weight", "grad_bias")
-
-_GPU_SHAPE = (4096, 4096, 32768)
-_CPU_SHAPE = (256, 512, 4096)
 
 _PIECE_ROWS = 256  # of the float64 logits at a time
 
 
-@dataclass(frozen=True)
-class Case:
-    rows: int
-    features: int
-    classes: int
-    deviation: float | None
-    """Of the logits; None: of the published data, normal weights."""
-
-    @property
-    def name(self) -> str:
-        return "seed" if self.deviation is None else f"{self.deviation:g}"
-
-    def inputs(self, device: torch.device) -> Inputs:
-        """Input, weight, target, bias."""
-        dtype = torch.bfloat16
-        x = normal([self.rows, self.features], dtype, device, 2)
-        weight = normal([self.classes, self.features], torch.float32, device, 3)
-        if self.deviation is not None:
-            weight *= self.deviation / self.features**0.5
-        generator = torch.Generator(device).manual_seed(4)
-        target = torch.randint(self.classes, (self.rows,), device=device, generator=generator)
-        bias = 0.1 * normal([self.classes], torch.float32, device, 5)
-        tensors = (x, weight.to(dtype), bias.to(dtype))
-        x, weight, bias = (tensor.requires_grad_() for tensor in tensors)
-        return Inputs((x, weight, target, bias), torch.ones((), device=device))
+def make_inputs(rows: int, features: int, classes: int, deviation: float | None, device: torch.device) -> Inputs:
+    """Input, weight, target, bias; logits of this deviation, or of normal weights."""
+    x = normal([rows, features], torch.bfloat16, device, 2)
+    weight = normal([classes, features], torch.float32, device, 3)
+    if deviation is not None:
+        weight *= deviation / features**0.5
+    target = torch.randint(classes, (rows,), device=device, generator=torch.Generator(device).manual_seed(4))
+    bias = 0.1 * normal([classes], torch.float32, device, 5)
+    x, weight, bias = (tensor.to(torch.bfloat16).requires_grad_() for tensor in (x, weight, bias))
+    return Inputs((x, weight, target, bias), torch.ones((), device=device))
 
 
 def exact(inputs: Inputs, with_bias: bool) -> tuple[Tensor, ...]:
@@ -69,8 +50,7 @@ def exact(inputs: Inputs, with_bias: bool) -> tuple[Tensor, ...]:
     for first in range(0, len(x), _PIECE_ROWS):
         rows = slice(first, first + _PIECE_ROWS)
         piece = x[rows].double()
-        logits = piece @ w.t() + (bias.double() if with_bias else 0.0)
-        log_p = torch.log_softmax(logits, -1)
+        log_p = torch.log_softmax(piece @ w.t() + (bias.double() if with_bias else 0.0), -1)
         index = torch.arange(len(piece), device=x.device)
         loss -= log_p[index, target[rows]].sum()
         gradient = log_p.exp_()
@@ -82,49 +62,35 @@ def exact(inputs: Inputs, with_bias: bool) -> tuple[Tensor, ...]:
     return loss / len(x), grad_x, grad_weight, grad_bias
 
 
-def errors(provider: Provider, inputs: Inputs, expected: Sequence[Tensor], with_bias: bool) -> dict[str, float]:
-    """Relative, by the names of the results; those that a provider does not have are left out."""
-    row = Row(0, {}, {}, 0, 0, 1, lambda device, seed: inputs)
-    arguments = inputs.arguments if with_bias else inputs.arguments[:3]
-    loss = provider.forward(row)(*arguments)
-    differentiable = [argument for argument in arguments if argument.requires_grad]
-    found = [loss.detach(), *torch.autograd.grad(loss, differentiable)]
-    return {
-        name: float((actual.double() - wanted).norm() / wanted.norm())
-        for name, actual, wanted in zip(RESULTS, found, expected)
-    }
-
-
-def measure(case: Case, providers: Sequence[Provider], device: torch.device) -> list[dict[str, object]]:
-    inputs = case.inputs(device)
+def measure(name: str, inputs: Inputs, providers: Sequence[Provider]) -> list[Entry]:
+    """The relative errors, by the names of the results; those that a provider does not have are left out."""
     expected = {with_bias: exact(inputs, with_bias) for with_bias in (False, True)}
-    rows: list[dict[str, object]] = []
+    rows, features = inputs.arguments[0].shape
+    shape = {"rows": rows, "dim": features, "v": len(inputs.arguments[1])}
+    row = OPERATOR.row_of_shape(shape, "bf16")
+    entries: list[Entry] = []
     for provider in providers:
         with_bias = provider.name not in WITHOUT_BIAS
-        entry: dict[str, object] = {
-            "op": OPERATOR.name,
-            "deviation": case.name,
-            "shape": {"batch": case.rows, "dim": case.features, "v": case.classes},
-            "provider": provider.name,
-        }
+        own = inputs if with_bias else replace(inputs, arguments=inputs.arguments[:3])
+        entry: Entry = {"op": OPERATOR.name, "deviation": name, "shape": dict(row.shape), "provider": provider.name}
         try:
-            entry |= errors(provider, inputs, expected[with_bias], with_bias)
-        except Exception as error:  # somebody else's code: whatever it raises, the others go on
+            loss = provider.forward(row)(*own.arguments)
+            found = [loss.detach(), *torch.autograd.grad(loss, own.differentiable)]
+            for each, actual, wanted in zip(RESULTS, found, expected[with_bias]):
+                entry[each] = float((actual.double() - wanted).norm() / wanted.norm())
+        except Exception as error:  # a provider's code: whatever it raises, the others go on
             entry["skipped"] = reason(error)
-        rows.append(entry)
-    return rows
+        entries.append(entry)
+    return entries
 
 
-def table(rows: Sequence[dict[str, object]]) -> str:
+def table(entries: Sequence[Entry]) -> str:
     """Markdown."""
-    lines = [
-        "| logits' deviation | implementation | loss | grad_x | grad_weight | grad_bias |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        cells = [f"{row[name]:.1e}" if name in row else str(row.get("skipped", "")) for name in RESULTS]
-        lines.append(f"| {row['deviation']} | {row['provider']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    lines = [["logits' deviation", "implementation", *RESULTS]]
+    for entry in entries:
+        errors = [f"{entry[name]:.1e}" if name in entry else str(entry.get("skipped", "")) for name in RESULTS]
+        lines.append([entry["deviation"], entry["provider"], *errors])
+    return "\n".join(tables.markdown(lines, left=len(lines[0]))[:-1])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,18 +101,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         device = find_device(arguments.device)
-        with AtomicFile("--json", arguments.json) if arguments.json is not None else nullcontext() as file:
-            availability = Availability(device)
-            providers = availability.installed(OPERATOR.providers)
-            for name, why in availability.missing.items():
-                print(f"# {name} is left out: {why}", file=sys.stderr)
-            shape = _CPU_SHAPE if device.type == "cpu" else _GPU_SHAPE
-            cases = [Case(*shape, deviation) for deviation in (None, 1.3, 4.0)]
-            rows = [row for case in cases for row in measure(case, providers, device)]
-            print(table(rows))
-            if file is not None:
-                head = {"schema": 1, "device": device_name(device), "versions": versions(providers)}
-                file.commit(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+        path = results.check_file("--json", arguments.json) if arguments.json is not None else None
+        providers = run.installed(OPERATOR.providers, device)
+        shape = (256, 512, 4096) if device.type == "cpu" else (4096, 4096, 32768)
+        entries: list[Entry] = []
+        for name, deviation in (("seed", None), ("1.3", 1.3), ("4", 4.0)):
+            entries += measure(name, make_inputs(*shape, deviation, device), providers)
+        print(table(entries))
+        if path is not None:
+            packages = [package for provider in providers for package in provider.packages]
+            head = {"schema": 1, "device": device_name(device), "versions": results.versions(packages)}
+            results.write(path, head | {"rows": entries})
         return 0
     except InvalidArgument as error:
         print(f"linear_cross_entropy_accuracy: {error}", file=sys.stderr)

@@ -1,12 +1,12 @@
-"""lrpe_cosine: the published tables (activations over a sequence, and grids of one to three axes), and what they leave
+"""lrpe_cosine: the published rows (activations over a sequence, and grids of one to three axes), and what they leave
 out: other activations, the gradient of theta, one sequence alone, layouts; peers.
 
-The sizes on a GPU are those of `eaves bench lrpe_cosine`, so that the tables of both programs lie side by side. Titles
-with a grid begin with md_lrpe_cosine, as the published ones do.
+The sizes on a GPU are those of `eaves bench lrpe_cosine`, so that the tables of both programs lie side by side.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,38 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaves.bench.benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, Table, normal
-from eaves.bench.providers import TorchCompile
-
-# ------------------------------------------------------------------------------------------------------------ providers
+from eaves.bench.benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, compiled, normal
 
 
-def _arguments(row: Row) -> dict[str, Any]:
-    """Of the public function, by name. In the tables [B, H, N, D] is what needs no words."""
-    wanted = {key: value for key, value in row.options.items() if key != "grad_theta"}
-    return {"layout": "bhnd"} | wanted
-
-
-class Eaves(Provider):
-    name = "eaves"
-
-    def load(self) -> None:
-        from eaves import lrpe_cosine  # noqa: F401
-
-    def forward(self, row: Row) -> Forward:
-        from eaves import lrpe_cosine
-
-        arguments = _arguments(row)
-        return lambda x, theta: lrpe_cosine(x, theta, **arguments)
-
-
-class Torch(Provider):
-    """The formula as models have it: angles in float32, the result in the dtype of x."""
-
-    name = "torch"
-
-    def forward(self, row: Row) -> Forward:
-        return lambda x, theta: formula(x, theta, **_arguments(row))
+def _make(function: Any, row: Row) -> Forward:
+    """In the rows [B, H, N, D] is what needs no words."""
+    keywords = {"layout": "bhnd"} | {key: value for key, value in row.options.items() if key != "grad_theta"}
+    return lambda x, theta: function(x, theta, **keywords)
 
 
 def formula(
@@ -58,6 +33,7 @@ def formula(
     activation_dim: int | None = None,
     layout: str = "bhnd",
 ) -> Tensor:
+    """As models have it: angles in float32, the result in the dtype of x."""
     heads_first = layout == "bhnd"
     token_axis = 2 if heads_first else 1
     features, length = x.shape[-1], x.shape[token_axis]
@@ -78,12 +54,9 @@ def formula(
     return torch.cat([(a * phi.cos()).to(x.dtype), (a * phi.sin()).to(x.dtype)], -1)
 
 
-# --------------------------------------------------------------------------------------------------------------- tables
-
-
 @dataclass(frozen=True)
 class _Case:
-    """One call. What is not named is as in the published tables."""
+    """One call. What is not named is as in the published rows."""
 
     n: int = 0
     """Positions, or the edge of a grid."""
@@ -91,9 +64,7 @@ class _Case:
     batch: int = 12
     heads: int = 12
     features: int = 128
-    axes: int = 0
-    """Of a grid; 0 is a plain sequence."""
-
+    grid: Sequence[int] | None = None
     extra_tokens: int = 0
     activation: str = "none"
     activation_dim: int | None = None
@@ -101,149 +72,100 @@ class _Case:
     grad_theta: bool = False
 
     @property
+    def options(self) -> dict[str, Any]:
+        usual = _Case()
+        names = ("activation", "activation_dim", "grid", "extra_tokens", "layout", "grad_theta")
+        options = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
+        return options | ({"grid": list(self.grid)} if self.grid is not None else {})
+
+    @property
     def positions(self) -> int:
-        return self.extra_tokens + int(self.n ** max(self.axes, 1))
+        return self.extra_tokens + (self.n if self.grid is None else math.prod(self.grid))
 
     @property
     def angles_per_head(self) -> int:
         """As many as the axes can have alike."""
-        return self.features // max(self.axes, 1)
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        options: dict[str, Any] = {}
-        if self.activation != "none":
-            options["activation"] = self.activation
-        if self.activation_dim is not None:
-            options["activation_dim"] = self.activation_dim
-        if self.axes:
-            options["grid"] = [self.n] * self.axes
-        if self.extra_tokens:
-            options["extra_tokens"] = self.extra_tokens
-        if self.layout != "bhnd":
-            options["layout"] = self.layout
-        if self.grad_theta:
-            options["grad_theta"] = True
-        return options
-
-    def shape(self, features: int) -> list[int]:
-        tokens = [self.heads, self.positions] if self.layout == "bhnd" else [self.positions, self.heads]
-        return [self.batch, *tokens, features]
+        return self.features // len(self.grid or [0])
 
     def make_inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
-        x = normal(self.shape(self.features), dtype, device, seed).requires_grad_()
+        tokens = [self.heads, self.positions] if self.layout == "bhnd" else [self.positions, self.heads]
+        x = normal([self.batch, *tokens, self.features], dtype, device, seed).requires_grad_()
         count = self.angles_per_head
         series = 10000.0 ** (-torch.arange(count, dtype=torch.float64) / count)  # the same for each head
         theta = series.expand(self.heads, count).contiguous().to(dtype).to(device)
-        grad_out = normal(self.shape(2 * self.features), dtype, device, seed + 1)
+        grad_out = normal([self.batch, *tokens, 2 * self.features], dtype, device, seed + 1)
         return Inputs((x, theta.requires_grad_(self.grad_theta)), grad_out)
 
 
-def _row(case: _Case, dtype_name: str, mode: Mode) -> Row:
+def _row(case: _Case, mode: Mode, dtype_name: str) -> Row:
     dtype = DTYPES[dtype_name]
     x_bytes = case.batch * case.heads * case.positions * case.features * dtype.itemsize
     theta_bytes = case.heads * case.angles_per_head * dtype.itemsize
-    has_lse = case.activation == "softmax" and case.activation_dim == -2
     # Two numbers for each column.
-    lse_bytes = 2 * case.batch * case.heads * case.features * (8 if dtype == torch.float64 else 4) if has_lse else 0
-    grad_theta_bytes = theta_bytes if case.grad_theta else 0
+    has_lse = case.activation == "softmax" and case.activation_dim == -2
+    lse_bytes = has_lse * 2 * case.batch * case.heads * case.features * (8 if dtype == torch.float64 else 4)
+    grad_bytes = x_bytes + case.grad_theta * theta_bytes
     needs_x = case.activation != "none" or case.grad_theta
-    is_forward = mode == "fwd"
+    # Forward: x, theta; out, and the lse that the backward needs. Backward: grad_out, x where the activation or the
+    # gradient of theta needs it, theta, lse; grad_x, grad_theta. Both at once: the same, each once.
+    read_bytes = {"fwd": x_bytes, "bwd": (2 + needs_x) * x_bytes + lse_bytes, "fwd+bwd": 3 * x_bytes}
+    write_bytes = {"fwd": 2 * x_bytes + lse_bytes, "bwd": grad_bytes, "fwd+bwd": 2 * x_bytes + grad_bytes}
     return Row(
-        axis_value=case.n,
-        shape={"batch": case.batch, "head": case.heads, "dim": case.features, "n": case.n},
-        options=case.options,
-        # Forward: x, theta; out, and the lse that the backward needs. Backward: grad_out, x where the activation or the
-        # gradient of theta needs it, theta, lse; grad_x, grad_theta.
-        read_bytes=(x_bytes if is_forward else (3 if needs_x else 2) * x_bytes + lse_bytes) + theta_bytes,
-        write_bytes=2 * x_bytes + lse_bytes if is_forward else x_bytes + grad_theta_bytes,
-        gradient_bytes=0 if is_forward else x_bytes + grad_theta_bytes,
+        *("lrpe_cosine", mode, dtype_name),
+        {"batch": case.batch, "head": case.heads, "dim": case.features, "n": case.n},
+        *(read_bytes[mode] + theta_bytes, write_bytes[mode], 0 if mode == "fwd" else grad_bytes),
         make_inputs=lambda device, seed: case.make_inputs(dtype, device, seed),
+        options=case.options,
     )
 
 
-@dataclass(frozen=True)
-class _GridTable(Table):
-    """Its rows differ in their grid, which the axis tells."""
-
-    @property
-    def is_curve(self) -> bool:
-        return True
+_GPU_EDGES = ([256, 512, 1024, 2048, 4096, 8192, 16384, 32768], [16, 32, 64, 128], [4, 8, 16, 32])
+"""Of grids of one axis, two and three."""
 
 
-def _table(mode: Mode, title: str, dtype: str, cases: Sequence[_Case]) -> Table:
-    rows = [_row(case, dtype, mode) for case in cases]
-    axes = cases[0].axes
-    if axes:
-        words = "length of a sequence" if axes == 1 else f"edge of a grid of {axes} axes"
-        return _GridTable("lrpe_cosine", mode, title, "n", dtype, rows, axis_words=words, title_op="md_lrpe_cosine")
-    return Table("lrpe_cosine", mode, title, "n", dtype, rows, axis_words="length of a sequence")
+def _rows(request: Request) -> list[Row]:
+    is_quick, dtype = request.sweep == "quick", request.dtype
+    # PyTorch's formula moves 1 GB/s on a CPU, and torch.compile takes seconds for each row.
+    is_small = is_quick and request.device_type == "cpu"
+    usual = _Case(batch=1 if is_small else 12)
+    rows: list[Row] = []
 
+    def add(cases: Sequence[_Case], modes: Sequence[Mode] = ("fwd", "bwd"), dtype: str = dtype) -> None:
+        rows.extend(_row(case, mode, dtype) for mode in modes for case in cases)
 
-@dataclass(frozen=True)
-class _Sizes:
-    batch: int = 12
-    lengths: Sequence[int] = tuple(2**power for power in range(8, 16))
-    edges: Sequence[Sequence[int]] = (
-        (256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
-        (16, 32, 64, 128),
-        (4, 8, 16, 32),
-    )
-    """Of grids of one axis, two and three."""
-
-    extra_tokens: Sequence[int] = (0, 10)
-    lengths_of_others: Sequence[int] = (8192, 32768)
-    lengths_alone: Sequence[int] = (32768, 131072)
-
-
-# PyTorch's formula moves 1 GB/s on a CPU, and torch.compile takes seconds for each row.
-_CPU_SIZES = _Sizes(1, (512,), ((512,), (16,), (8,)), (10,), (256,), (1024,))
-
-
-def _tables(request: Request) -> list[Table]:
-    is_quick = request.sweep == "quick"
-    sizes = _CPU_SIZES if is_quick and request.device.type == "cpu" else _Sizes()
-    like = _Case(batch=sizes.batch)
-    tables: list[Table] = []
-
-    def title_of(case: _Case) -> str:
-        return f"batch{case.batch}-head{case.heads}-dim{case.features}"
-
-    def of_lengths(case: _Case, lengths: Sequence[int]) -> list[_Case]:
-        return [replace(case, n=n) for n in lengths]
-
-    def add(title: str, dtype: str, cases: Sequence[_Case], modes: Sequence[Mode] = ("fwd", "bwd")) -> None:
-        tables.extend(_table(mode, title, dtype, cases) for mode in modes)
-
-    for words, activation, dim in (
-        ("act_none", "none", None),
-        ("act_silu", "silu", None),
-        ("act_softmax-dim_-1", "softmax", -1),
-        ("act_softmax-dim_-2", "softmax", -2),
-    ):
-        case = replace(like, activation=activation, activation_dim=dim)
-        add(f"{title_of(like)}-{words}-{request.dtype}", request.dtype, of_lengths(case, sizes.lengths))
-    for axes in (1, 2, 3):
-        for extra in sizes.extra_tokens:
-            case = replace(like, axes=axes, extra_tokens=extra)
-            title = f"{title_of(like)}-{request.dtype}-{axes}d-l{extra}"
-            add(title, request.dtype, of_lengths(case, sizes.edges[axes - 1]))
+    for activation, dim in (("none", None), ("silu", None), ("softmax", -1), ("softmax", -2)):
+        case = replace(usual, activation=activation, activation_dim=dim)
+        add([replace(case, n=n) for n in ([512] if is_small else _GPU_EDGES[0])])
+    for axes, edges in enumerate(([512], [16], [8]) if is_small else _GPU_EDGES, 1):
+        for extra in (10,) if is_small else (0, 10):
+            add([replace(usual, n=n, grid=[n] * axes, extra_tokens=extra) for n in edges])
     if not is_quick:
-        return tables
-
-    by_length = [replace(like, n=n) for n in sizes.lengths_of_others]
-    others = [replace(case, activation=name) for case in by_length for name in ("relu", "sigmoid")]
-    add(f"{title_of(like)}-activations-{request.dtype}", request.dtype, others)
-    with_theta = [replace(case, activation=name, grad_theta=True) for case in by_length for name in ("none", "silu")]
-    add(f"{title_of(like)}-grad_theta-{request.dtype}", request.dtype, with_theta, ("bwd",))
-    alone = replace(like, batch=1)  # no other batch entry shares its angles
-    add(f"{title_of(alone)}-{request.dtype}", request.dtype, of_lengths(alone, sizes.lengths_alone))
+        return rows
+    by_length = [replace(usual, n=n) for n in ([256] if is_small else [8192, 32768])]
+    add([replace(case, activation=name) for name in ("relu", "sigmoid") for case in by_length])
+    add([replace(case, activation=name, grad_theta=True) for name in ("none", "silu") for case in by_length], ["bwd"])
+    # One sequence alone: no other batch entry shares its angles.
+    add([replace(usual, batch=1, n=n) for n in ([1024] if is_small else [32768, 131072])])
     first = by_length[0]
-    layouts = [replace(first, layout="bnhd"), replace(first, features=96), replace(first, features=64)]
-    add(f"layouts-{request.dtype}", request.dtype, layouts)
+    add([replace(first, layout="bnhd"), replace(first, features=96), replace(first, features=64)])
     if not request.has_dtype:
-        add(f"{title_of(like)}-act_none-fp32", "fp32", [first])
-    return tables
+        add([first], dtype="fp32")
+    return rows
 
 
-OPERATOR = Operator("lrpe_cosine", (Eaves(), Torch(), TorchCompile(Torch())), _tables)
+def _row_of_shape(shape: Mapping[str, Any], dtype: str) -> Row:
+    grid = shape.get("grid")
+    n = shape["length"] if grid is None else math.prod(grid)
+    case = _Case(n, shape["batch"], shape["heads"], shape["dim"], grid)
+    return _row(case, "fwd+bwd", dtype)
+
+
+_TORCH = Provider("torch", "eaves.bench.lrpe_cosine:formula", _make)
+
+OPERATOR = Operator(
+    "lrpe_cosine",
+    (Provider("eaves", "eaves:lrpe_cosine", _make), _TORCH, compiled(_TORCH)),
+    _rows,
+    ("batch,length,heads,dim", "batch,grid,heads,dim"),
+    _row_of_shape,
+)

@@ -8,6 +8,7 @@ implementation takes from elsewhere is in neither.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -20,56 +21,50 @@ from typing import TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from eaves.bench.benchmark import Inputs, Mode
-from eaves.bench.protocol import Call
+from eaves.bench.benchmark import Inputs, Row
+from eaves.bench.calls import Call
 
 T = TypeVar("T")
 
 
-def peak_bytes(mode: Mode, make_call: Callable[[], Call], inputs: Inputs, in_place: bool = False) -> int:
+def peak_bytes(row: Row, make: Callable[[], Call], inputs: Inputs) -> int:
     """The peak during the second of two calls, with the call's inputs and what its graph keeps.
 
     The second, because in the protocol `seed` it is the first that accumulates. In place the inputs of a call are the
     copies that its `prepare` makes, which are among what has grown; the originals are none of its memory.
     """
-    arguments = [each for each in inputs.arguments if not (in_place and each.requires_grad)]
-    tensors = arguments if mode == "fwd" else [*arguments, inputs.grad_out]
-    device = inputs.grad_out.device
-    grown = _growth_on_gpu(make_call, device) if device.type == "cuda" else _growth_on_cpu(make_call)
+    tensors = [each for each in inputs.arguments if not (row.in_place and each.requires_grad)]
+    if row.mode != "fwd":
+        tensors.append(inputs.grad_out)
+
+    def warm_up() -> Call:
+        call = make()
+        call.prepare()
+        call.run()
+        call.prepare()
+        return call
+
+    if (device := inputs.grad_out.device).type == "cuda":
+        gc.collect()  # what is freed meanwhile would be missing from what has grown
+        before = torch.cuda.memory_allocated(device)
+        call = warm_up()
+        torch.cuda.reset_peak_memory_stats(device)
+        call.run()
+        grown = torch.cuda.max_memory_allocated(device) - before
+    else:
+        call, kept = _allocations(warm_up)
+        grown = sum(kept) + max(accumulate(_allocations(call.run)[1]), default=0)
     return sum(tensor.nbytes for tensor in tensors) + grown
-
-
-def _make_and_warm_up(make_call: Callable[[], Call]) -> Call:
-    call = make_call()
-    call.prepare()
-    call.run()
-    call.prepare()
-    return call
-
-
-def _growth_on_gpu(make_call: Callable[[], Call], device: torch.device) -> int:
-    before = torch.cuda.memory_allocated(device)
-    call = _make_and_warm_up(make_call)
-    torch.cuda.reset_peak_memory_stats(device)
-    call.run()
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-def _growth_on_cpu(make_call: Callable[[], Call]) -> int:
-    call, kept = _allocations(lambda: _make_and_warm_up(make_call))
-    _, during = _allocations(call.run)
-    return sum(kept) + max(accumulate(during), default=0)
 
 
 def _allocations(function: Callable[[], T]) -> tuple[T, list[int]]:
     """What the function returns, and the bytes that it allocated (positive) and freed (negative), in order."""
-    with _silent_stderr():
+    with _silent_stderr(), tempfile.TemporaryDirectory() as folder:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             result = function()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "trace.json")
-            profiler.export_chrome_trace(str(path))
-            trace = json.loads(path.read_text())
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text())
     events = [event for event in trace["traceEvents"] if event.get("name") == "[memory]"]
     events.sort(key=lambda event: float(event["ts"]))
     return result, [int(event["args"]["Bytes"]) for event in events]

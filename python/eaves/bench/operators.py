@@ -1,13 +1,7 @@
-"""The list of all operators that the benchmark knows."""
+"""The list of all operators that the benchmark knows, in the order of the pages."""
 
 from __future__ import annotations
 
 from eaves.bench import cross_entropy, linear_cross_entropy, logsumexp, lrpe_cosine
-from eaves.bench.benchmark import Operator
 
-OPERATORS: tuple[Operator, ...] = (
-    logsumexp.OPERATOR,
-    cross_entropy.OPERATOR,
-    linear_cross_entropy.OPERATOR,
-    lrpe_cosine.OPERATOR,
-)
+OPERATORS = (linear_cross_entropy.OPERATOR, cross_entropy.OPERATOR, logsumexp.OPERATOR, lrpe_cosine.OPERATOR)

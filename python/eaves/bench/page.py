@@ -1,303 +1,199 @@
-"""The page of a device: every table of every result file in its folder, both protocols side by side, as Markdown.
-
-It is drawn from the files alone, so that it can be drawn again anywhere and is the same each time. What is on it is in
-`stored.py` and `report.py`, its first tables in `summary.py` and `slower.py`; here is how it is laid out.
+"""The two pages of a device, drawn from the result files in its folder alone: README.md has what one chooses by, an
+operator's longest rows, its curves, and where a peer is ahead; details.md has every other row.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from eaves.bench import providers, published, results, slower, summary
-from eaves.bench.benchmark import InvalidArgument, Operator, Table
-from eaves.bench.harness import Measurement
-from eaves.bench.protocol import Protocol
-from eaves.bench.report import (
-    PEER_TO_EAVES,
-    Kind,
-    MeasuredTable,
-    best_peer,
-    column_names,
-    describe,
-    has_numbers,
-    number,
-    picture_name,
-    ratios_of,
-    title,
-    unsteady,
-    values_of,
-)
-from eaves.bench.stored import PROTOCOLS, StoredFolder, StoredResult
+from eaves.bench import results, tables
+from eaves.bench.benchmark import InvalidArgument, Operator, Provider
+from eaves.bench.calls import PROTOCOLS
+from eaves.bench.tables import MODES, QUANTITIES, Kind, Table
 
-NAME = "README.md"
-_WRITER = "tools/check_docs"
+PAGE = "README.md"
+DETAILS = "details.md"
 
-_KINDS: tuple[Kind, ...] = ("speed", "memory")
-_UNITS: dict[Kind, str] = {"speed": "ms", "memory": "MiB"}
+_HEAD = f"""\
+`limit` is a plain kernel that streams the same bytes, in the same run; where an operator multiplies matrices, these
+products, whole. MiB is the peak of memory with inputs and outputs counted, for `limit` these alone.
+
+[Where a peer is faster](#where-a-peer-is-faster) has the rows that eaves loses; [{DETAILS}]({DETAILS}) has every other
+row: other shapes and options, memory by size, and protocol `seed`. Drawn by `python -m eaves.bench --page`."""
 
 _ABOUT = """\
 Every number is from one process, the implementations taking turns, each with cold caches: the median of the times in
-milliseconds (speed), and the peak in MiB with inputs and outputs counted (memory). Before it is timed, what each one
-computes is compared with what eaves computes.
+milliseconds, and the peak of memory. Before it is timed, what each one computes is compared with what eaves computes.
 
-- `limit` is a plain kernel that streams the same bytes, in the same run; where an operator multiplies matrices, these
-  products, whole. In memory it is the inputs and outputs alone. `eaves / limit` is 1 at the limit.
+- `eaves / limit` is 1 at the limit.
 - `best peer / eaves` is the best of the others by eaves: above 1 eaves is faster, or takes less memory.
 - Times are unsteady whose median is more than twice the fastest: the machine was busy with something else.
 - Protocol `autograd`: a backward is `torch.autograd.grad(out, inputs, grad_out)`.
-- Protocol `seed`: it is `out.backward(grad_out)`, and `.grad` is never cleared, so that every call also adds its
-  gradient to the one that is there, and the limit streams these bytes too."""
+- Protocol `seed`, that of the published measurements that eaves started from: it is `out.backward(grad_out)`, and
+  `.grad` is never cleared, so that every call also adds its gradient to the one that is there, and the limit streams
+  these bytes too. `--sweep seed` measures their shapes."""
+
+_SLOWER = f"""\
+Every row of both pages, by both protocols, where `best peer / eaves` is below {1 - tables.NOISE:.2f}."""
+
+_AS_GOOD = f"""\
+The rows where a peer takes less time or less memory, by more than {100 * tables.NOISE:.0f} %, and at most
+{100 * tables.NOISE:.0f} % more of the other. The provider `eaves` is the default, `eaves-<algorithm>` is called with
+that `algorithm`. The backward of linear_cross_entropy by itself is `memory` in the line `eaves`, because the default
+has computed the gradients by then."""
 
 
-def draw_again(folder: str, operators: Sequence[Operator]) -> None:
-    """Page and curves of a folder, from its result files."""
-    stored = check(Path(folder), operators)
-    if not stored.results:
-        raise InvalidArgument(f'--page: "{folder}" has no result file, expected such as {_example(operators)}')
-    make_picture_folders("--page", Path(folder), [result.protocol for result in stored.results])
-    draw(Path(folder), operators, [result.path for result in stored.results])
-    say_who_shows_it(Path(folder))
+class Folder:
+    """The result files of a device."""
+
+    def __init__(self, path: Path, operators: Sequence[Operator]) -> None:
+        self.path, self.operators = path, operators
+        self.files, self.left_out = results.read(path, [operator.name for operator in operators])
+        self.tables = {name: tables.tables(content["rows"]) for name, content in self.files.items()}
+
+    def of(self, operator: Operator, protocol: str) -> list[Table]:
+        return self.tables.get(results.file_name(operator.name, protocol), [])
 
 
-def check(folder: Path, operators: Sequence[Operator]) -> StoredFolder:
-    """Reads what is there, so that a file that cannot be shown is refused before anything is measured or written."""
-    stored = StoredFolder(folder, operators)
-    for name, why in stored.left_out.items():
-        print(f"# {name} is left out: {why}", file=sys.stderr)
-    try:
-        from eaves.bench import plot  # noqa: F401
-    except InvalidArgument as error:  # without matplotlib there is a page all the same
-        print(f"# no curves are drawn: {str(error).removeprefix('--plot: ')}", file=sys.stderr)
-    return stored
-
-
-def make_picture_folders(argument: str, folder: Path, protocols: Iterable[Protocol]) -> None:
-    """Before minutes of measuring, so that one that cannot be made is known at once."""
-    for protocol in protocols:
-        results.make_folder(argument, str(folder / _picture_folder(protocol)))
-
-
-def draw(folder: Path, operators: Sequence[Operator], paths: Sequence[Path]) -> None:
-    """The curves of these result files, into folders that are there, then the page of all."""
-    stored = StoredFolder(folder, operators)
-    for result in stored.results:
-        if result.path in paths:
-            _draw_curves(result, operators)
-    with results.AtomicFile("--page", str(folder / NAME)) as file:
-        file.commit(text(stored))
-    print(f"# wrote {file.path}")
-
-
-def say_who_shows_it(folder: Path) -> None:
-    """Where the folder is one of the repository, and README.md shows its page, a tool has to write it there."""
-    root = folder.resolve().parents[min(2, len(folder.resolve().parents) - 1)]
-    try:
-        shown = (root / NAME).read_text(encoding="utf-8")
-        is_shown = f"<!-- page: {folder.resolve().relative_to(root).as_posix()} " in shown
-    except (OSError, ValueError):
-        return
-    if is_shown and (root / _WRITER).is_file():
-        print(f"# {NAME} of the repository shows this page: {_WRITER} --write brings it up to date")
-
-
-def _draw_curves(result: StoredResult, operators: Sequence[Operator]) -> None:
+def draw(path: Path, operators: Sequence[Operator], names: Iterable[str] | None = None) -> None:
+    """The curves of these files, or of all, then the pages."""
+    folder = Folder(path, operators)
+    if not folder.files:
+        example = results.file_name(operators[0].name, PROTOCOLS[0])
+        raise InvalidArgument(f'--page: "{path}" has no result file, expected such as {example}')
+    pictures = results.check_folder("--page", str(path / "plots"))
     try:
         from eaves.bench import plot
-    except InvalidArgument:  # which check() has said
-        return
-    folder = result.path.parent / _picture_folder(result.protocol)
-    versions = result.head["versions"]
-    setting = plot.Setting(result.head["device"], versions["eaves"], versions["torch"], result.protocol)
-    for path in plot.draw(result.tables, providers.known_names(operators), setting, str(folder)):
-        print(f"# wrote {path}")
+
+        for name in folder.files if names is None else names:
+            content = folder.files[name]
+            versions = (
+                f"{content['device']}, eaves {content['versions']['eaves']}, torch {content['versions']['torch']}"
+            )
+            op = content["rows"][0]["op"]
+            for picture in plot.draw(pictures, op, content["protocol"], folder.tables[name], versions):
+                print(f"# wrote {picture}")
+    except InvalidArgument as error:  # without matplotlib there are pages all the same
+        print(f"# no curves are drawn: {str(error).removeprefix('--plot: ')}", file=sys.stderr)
+    for name, text in texts(folder).items():
+        results.write(path / name, text)
+        print(f"# wrote {path / name}")
 
 
-def _picture_folder(protocol: Protocol) -> str:
-    return "plots" if protocol.name == "autograd" else f"plots/{protocol.name}"
+def texts(folder: Folder) -> dict[str, str]:
+    """The pages by their names."""
+    drawn = {PAGE: _page(folder), DETAILS: _details(folder)}
+    return {name: "\n".join(lines).rstrip("\n") + "\n" for name, lines in drawn.items()}
 
 
-def _example(operators: Sequence[Operator]) -> str:
-    return results.file_name(operators[0].name, PROTOCOLS[0])
+def _device(folder: Folder) -> str:
+    return next(iter(folder.files.values()))["device"] if folder.files else "no device"
 
 
-# ----------------------------------------------------------------------------------------------------------------- text
-
-
-def text(stored: StoredFolder) -> str:
-    lines = [f"# {_devices(stored)}: eaves beside its peers", ""]
-    lines += ["Drawn by `python -m eaves.bench --page`, from the result files in this folder.", ""]
-    lines += [*_contents(stored), "", *_files(stored), "", published.TEXT, "", _ABOUT, "", _how(stored), ""]
-    lines += summary.ranges(stored)
-    lines += summary.ends(stored)
-    lines += slower.section(stored)
-    for operator in stored.operators:
-        published_lines = _tables(stored, operator, stored.published_tables(operator))
-        other_lines = _tables(stored, operator, stored.other_tables(operator))
-        if published_lines or other_lines:
+def _page(folder: Folder) -> list[str]:
+    lines = [f"# {_device(folder)}: eaves beside its peers", "", _HEAD, ""]
+    for operator in folder.operators:
+        found = folder.of(operator, PROTOCOLS[0])
+        if found:
+            chosen, cases = tables.headline(found)
             lines += [f"## {operator.name}", ""]
-            lines += published_lines or ["None of the published rows is measured here.", ""]
-        if other_lines:
-            lines += [f"## {_more(operator)}", "", *other_lines]
-    lines += _not_measured(stored)
-    return "\n".join(lines).rstrip("\n") + "\n"
+            shared = [word for word in cases[0].words.split(", ") if all(word in case.words for case in cases)]
+            modes = "; ".join(MODES.get(table.mode, table.mode) for table in chosen).capitalize()
+            lines += [f"{modes}: {', '.join(shared)}.", ""]
+            lines += tables.markdown(tables.headline_table(found))
+            lines += _images(folder, operator, "time", "memory")
+            lines += [f"- {sentence}" for sentence in tables.summary(found)] + [""]
+            lines += [line for table in chosen if table.is_curve for line in _table(table, "ms", "")]
+    everything = [table for each in folder.tables.values() for table in each]
+    for heading, words, rows in (
+        ("Where a peer is faster", _SLOWER, tables.slower(everything)),
+        ("Where a peer is at least as good in time and memory", _AS_GOOD, tables.as_good(everything)),
+    ):
+        shown = tables.markdown(rows, left=len(rows[0])) if len(rows) > 1 else ["There is no such row.", ""]
+        lines += [f"## {heading}", "", words, "", *shown]
+    return [*lines, "## How it was measured", "", _ABOUT, "", *_files(folder)]
 
 
-def _devices(stored: StoredFolder) -> str:
-    return ", ".join(dict.fromkeys(result.head["device"] for result in stored.results))
+def _table(table: Table, kind: Kind, protocol: str) -> list[str]:
+    heading = f"#### {QUANTITIES[kind]}, protocol {protocol}" if protocol else f"### {table.title}; {QUANTITIES[kind]}"
+    return [heading, "", *tables.markdown_table(table, kind)]
 
 
-def _more(operator: Operator) -> str:
-    return f"More of {operator.name}"
-
-
-def _contents(stored: StoredFolder) -> list[str]:
-    lines = [f"- {_link(heading)}" for heading in (summary.RANGES, summary.ENDS, slower.HEADING, slower.AS_GOOD)]
-    for operator in stored.operators:
-        if any(result.operator is operator for result in stored.results):
-            more = f", {_link(_more(operator))}" if stored.other_tables(operator) else ""
-            lines.append(f"- {_link(operator.name)}{more}")
-    return lines + [f"- {_link(_NOT_MEASURED)}"]
-
-
-def _link(heading: str) -> str:
-    return f"[{heading}](#{summary.anchor(heading)})"
-
-
-def _files(stored: StoredFolder) -> list[str]:
-    """What was measured where, when, and beside which versions."""
-    lines = ["| measured | device | commit | date | versions |", "|---|---|---|---|---|"]
-    for result in stored.results:
-        head = result.head
-        device = [head["device"]]
-        device += [f"CUDA {head['cuda']}, driver {head['driver']}"] if head["cuda"] is not None else [head["cpu_level"]]
-        versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
-        measured = f"[{result.operator.name}, {result.protocol.name}]({result.path.name})"
-        commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]*", r"\1", head["commit"])
-        cells = [
-            measured,
-            ", ".join(device),
-            f"`{commit}`",
-            head["date"].replace("T", " ").replace("Z", " UTC"),
-            versions,
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def _how(stored: StoredFolder) -> str:
-    """A folder elsewhere has no documents of the repository above it."""
-    is_committed = stored.folder.resolve().parts[-3:-1] == ("benchmarks", "results")
-    place = "docs/performance.md"
-    where = f"[{place}](../../../{place}#side-by-side-with-pytorch)" if is_committed else place
-    links = ", ".join(f"[{name}]({name})" for name in stored.kernel_files)
-    return f"How it is measured: {where}." + (f" From C++, without peers: {links}." if links else "")
-
-
-def _tables(stored: StoredFolder, operator: Operator, tables: Sequence[Table]) -> list[str]:
-    return [line for table in tables for kind in _KINDS for line in _both_protocols(stored, operator, table, kind)]
-
-
-def _both_protocols(stored: StoredFolder, operator: Operator, table: Table, kind: Kind) -> Iterator[str]:
-    """One table, once for each protocol, and the curves of both."""
-    found = []
-    for protocol in PROTOCOLS:
-        result = stored.find(operator, protocol)
-        measured = result.find(table) if result is not None else None
-        if measured is not None and has_numbers(measured, kind):
-            found.append((protocol, measured))
-    if not found:
-        return
-    yield from (f"### {title(table, kind)}:", "")
-    pictures = []
-    for protocol, measured in found:
-        yield from (f"Protocol {protocol.name}, {_UNITS[kind]}:", "", *markdown_table(measured, kind), "")
-        yield from _notes(operator, measured, kind)
-        picture = f"{_picture_folder(protocol)}/{picture_name(table, kind)}"
-        if measured.table.is_curve and (stored.folder / picture).exists():
-            words = f"{title(table, kind)}, protocol {protocol.name}"
-            pictures.append(f'<a href="{picture}"><img src="{picture}" alt="{words}" width="49%"></a>')
-    if pictures:
-        yield from (*pictures, "")
-
-
-def markdown_table(measured: MeasuredTable, kind: Kind) -> list[str]:
-    """The columns of the printed table and, named, the best peer."""
-    table = measured.table
-    ratios = ratios_of(measured.providers, kind)
-    descriptions = [describe(table, row) for row in table.rows]
-    heads = [table.axis_name, *(["row"] if any(descriptions) else []), *column_names(measured, kind)]
-    for head in ratios:
-        heads += ["best peer", head] if head == PEER_TO_EAVES else [head]
-    marks = ["---" if head in ("row", "best peer") else "---:" for head in heads]
-    lines = [f"| {' | '.join(heads)} |", f"|{'|'.join(marks)}|"]
-    for row, description, measurement in zip(table.rows, descriptions, measured.measurements):
-        values = values_of(measured, kind, measurement)
-        cells = [str(row.axis_value), *([description] if any(descriptions) else [])]
-        cells += [number(value, 6, "-") for value in values.values()]
-        for head, ratio in ratios.items():
-            cells += [best_peer(values) or "-"] if head == PEER_TO_EAVES else []
-            cells.append(number(ratio(values), 3, "-"))
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def _notes(operator: Operator, measured: MeasuredTable, kind: Kind) -> list[str]:
-    """Why there is no number or no column, each reason once, and which times are those of a busy machine."""
-    table = measured.table
-    reasons: dict[str, list[str]] = {}
-    for row, measurement in zip(table.rows, measured.measurements):
-        place = " ".join(part for part in (f"{table.axis_name}={row.axis_value}", describe(table, row)) if part)
-        for why in _reasons(measurement):
-            reasons.setdefault(f"`-`: {why}", []).append(place)
-        if kind == "speed" and (is_unsteady := unsteady(measurement)):
-            reasons.setdefault(is_unsteady, []).append(place)
-    lines = [
-        f"- {why}" + ("" if len(places) == len(table.rows) else f" ({'; '.join(places)})")
-        for why, places in reasons.items()
+def _images(folder: Folder, operator: Operator, *names: str) -> list[str]:
+    """Of those that are there."""
+    files = {name: f"plots/{operator.name}-{name}.png" for name in names}
+    return [
+        line
+        for name, file in files.items()
+        if (folder.path / file).exists()
+        for line in (f"![{operator.name}: {name.replace('-', ', ')}]({file})", "")
     ]
-    for provider in operator.providers:
-        lacking = list(dict.fromkeys(provider.lacks(row) for row in table.rows))
-        if provider.name not in measured.providers and all(lacking):
-            lines.append(f"- no column: {provider.name}: {', '.join(map(_code, lacking))}")
-    return [*lines, ""] if lines else []
 
 
-def _reasons(measurement: Measurement) -> list[str]:
-    if measurement.skipped:
-        return [_code(measurement.skipped)]
-    return [f"{name}: {_code(column.skipped)}" for name, column in measurement.columns.items() if column.skipped]
+def _files(folder: Folder) -> list[str]:
+    """What was measured where, when, and beside which versions."""
+    lines = [["measured", "device", "commit", "date", "versions"]]
+    for name, head in folder.files.items():
+        place = (
+            f"CUDA {head['cuda']}, driver {head['driver']}" if head["cuda"] is not None else head.get("cpu_level", "")
+        )
+        commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]*", r"\1", head["commit"])
+        versions = ", ".join(f"{package} {version}" for package, version in head["versions"].items())
+        date = head["date"].replace("T", " ").replace("Z", " UTC")
+        lines.append([f"[{name}]({name})", f"{head['device']}, {place}", f"`{commit}`", date, versions])
+    kernels = [path.name for path in sorted(folder.path.glob("*.json"))
+               if b'"protocol": "kernel"' in path.read_bytes()[:2000]]  # fmt: skip
+    links = ", ".join(f"[{name}]({name})" for name in kernels)
+    return tables.markdown(lines, left=5) + ([f"From C++, without peers: {links}."] if links else [])
 
 
-def _code(words: str) -> str:
-    """Somebody else's message, in which nothing shall be Markdown."""
-    return f"`{words.replace('`', chr(39))}`"
+def _details(folder: Folder) -> list[str]:
+    lines = [f"# {_device(folder)}: every other row", ""]
+    lines += [f"[{PAGE}]({PAGE}) has the longest rows, the curves, and how all was measured.", ""]
+    for operator in folder.operators:
+        by_protocol = {protocol: folder.of(operator, protocol) for protocol in PROTOCOLS}
+        if not any(by_protocol.values()):
+            continue
+        lines += [f"## {operator.name}", ""]
+        lines += _images(folder, operator, "more-time", "all-memory", "seed-time", "seed-memory")
+        on_first = tables.headline(by_protocol[PROTOCOLS[0]])[0]
+        for title in dict.fromkeys(table.title for found in by_protocol.values() for table in found):
+            lines += [f"### {title}", ""]
+            for protocol, found in by_protocol.items():
+                for table in (each for each in found if each.title == title):
+                    is_shown = table.is_curve and any(table is each for each in on_first)
+                    kinds: tuple[Kind, ...] = ("peak_mib", "host_ms") if is_shown else ("ms", "peak_mib")
+                    lines += [line for kind in kinds if table.names(kind) for line in _table(table, kind, protocol)]
+    return lines + _not_measured(folder)
 
 
-_NOT_MEASURED = "Not measured"
+def _not_measured(folder: Folder) -> list[str]:
+    """Result files and providers that are not there."""
+    lines = [f"{name} is not shown: the run was stopped" for name in folder.left_out]
+    for operator in folder.operators:
+        for protocol in PROTOCOLS:
+            name = results.file_name(operator.name, protocol)
+            content: dict[str, Any] | None = folder.files.get(name)
+            if content is None:
+                lines.append(f"{operator.name}, protocol {protocol}: there is no result file")
+                continue
+            measured = {row["provider"] for row in content["rows"] if row["ms"] is not None}
+            absent = [provider for provider in operator.providers if provider.name not in measured]
+            for provider in absent:
+                skipped = dict.fromkeys(row["skipped"] for row in content["rows"] if row["provider"] == provider.name)
+                why = tables.code("; ".join(skipped)) if skipped else _reason(provider, content)
+                lines.append(f"{operator.name}, protocol {protocol}, {provider.name}: {why}")
+    return ["## Not measured", "", *(f"- {line}" for line in lines or ["nothing"])]
 
 
-def _not_measured(stored: StoredFolder) -> list[str]:
-    """Providers without a number, published rows without a time of eaves, and files and rows that are not shown."""
-    lines = [f"## {_NOT_MEASURED}", ""]
-    absent: dict[tuple[str, str, str], list[str]] = {}
-    for each in stored.absences():
-        absent.setdefault((each.operator.name, each.protocol.name, each.why), []).append(each.provider)
-    for (operator, protocol, why), names in absent.items():
-        lines.append(f"- {operator}, protocol {protocol}, no number of {', '.join(names)}: {_code(why)}")
-    for gap in stored.gaps():
-        titles = ", ".join(title(gap.table, kind) for kind in _KINDS)
-        lengths = ", ".join(str(row.axis_value) for row in gap.rows)
-        lines.append(f"- {titles}, protocol {gap.protocol.name}, {gap.table.axis_name} {lengths}: {_code(gap.why)}")
-    for why in dict.fromkeys(stored.left_out.values()):
-        names = [name for name, reason in stored.left_out.items() if reason == why]
-        lines.append(f"- {', '.join(names)} {'is' if len(names) == 1 else 'are'} not shown: {why}")
-    for result in stored.results:
-        if result.unknown_rows:
-            lines.append(f"- {result.path.name}: {result.unknown_rows} numbers of rows that the program no longer has")
-    if not any(stored.gaps()):
-        lines += [""] if len(lines) > 2 else []
-        lines.append("Every row of the published tables is above, by both protocols.")
-    return lines
+def _reason(provider: Provider, content: dict[str, Any]) -> str:
+    """Why a provider has no row in a result file, by what the file says."""
+    if provider.needs_gpu and content["cuda"] is None:
+        return "needs a GPU"
+    if not content["versions"].keys() >= set(provider.packages):
+        return "was not installed"
+    return "was not asked for, or cannot do these rows"

@@ -1,5 +1,5 @@
-"""The result file: what `eaves bench --json` writes, with every provider's rows and the versions of all packages; and
-how files and folders of results are named."""
+"""Result files: what `eaves bench --json` writes, with every provider's lines and the versions of all packages; and how
+files and folders of results are named."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import os
 import platform
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from eaves import _info
-from eaves.bench.benchmark import InvalidArgument, Row, Table
+from eaves.bench.benchmark import InvalidArgument
+from eaves.bench.calls import PROTOCOLS
 from eaves.bench.device import device_name
-from eaves.bench.protocol import Protocol
-from eaves.bench.report import MIB, MeasuredTable
-from eaves.bench.timing import Column
+from eaves.bench.harness import Entry
 
 
 def result(
-    tables: Sequence[MeasuredTable],
+    rows: Sequence[Entry],
     device: torch.device,
-    protocol: Protocol,
-    versions: Mapping[str, str],
+    protocol: str,
+    packages: Iterable[str] = (),
     is_stopped: bool = False,
 ) -> dict[str, Any]:
     """Schema 1. That of a stopped run, which lacks rows, says so."""
@@ -44,50 +44,58 @@ def result(
     return head | {
         "commit": info["commit"],
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "protocol": protocol.name,
+        "protocol": protocol,
         **({"stopped": True} if is_stopped else {}),
-        "versions": {"eaves": info["version"], "python": platform.python_version(), **versions},
-        "rows": [
-            _row(measured.table, row, name, column, protocol)
-            for measured in tables
-            for row, measurement in zip(measured.table.rows, measured.measurements)
-            for name, column in measurement.columns.items()
-        ],
+        "versions": {"eaves": info["version"], "python": platform.python_version(), **versions(packages)},
+        "rows": list(rows),
     }
 
 
-def to_json(result: Mapping[str, Any]) -> str:
-    return json.dumps(result, indent=1, allow_nan=False) + "\n"
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Of those that are installed, and of what all stand on."""
+    found = {}
+    for package in dict.fromkeys(["torch", "triton", *packages]):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
-def _row(table: Table, row: Row, provider: str, column: Column, protocol: Protocol) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "op": table.op,
-        "mode": table.mode,
-        "dtype": table.dtype,
-        "shape": dict(row.shape),
-        "options": dict(row.options),
-        "provider": provider,
-    }
-    timing = column.timing
-    if timing is None:
-        return entry | {"ms": None, "skipped": column.skipped}
-    entry |= {"ms": timing.median_ms, "ms_min": timing.min_ms, "ms_max": timing.max_ms}
-    if column.host_ms is not None:
-        entry["host_ms"] = column.host_ms
-    if column.peak_bytes is not None:
-        entry["peak_mib"] = column.peak_bytes / MIB
-    if row.flops:
-        entry["tflops"] = row.flops / (timing.median_ms * 1e9)
-    else:
-        entry["gbps"] = protocol.moved(row).total / (timing.median_ms * 1e6)
-    entry["repetitions"] = timing.repetitions
-    return entry
+def read(folder: Path, names: Iterable[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The result files of these operators, by their names, the lines under "rows"; and the names of those that are left
+    out, because their run was stopped."""
+    found, left_out = {}, []
+    for name in (file_name(operator, protocol) for operator in names for protocol in PROTOCOLS):
+        path = folder / name
+        if path.with_suffix(".stopped.json").exists():
+            left_out.append(f"{path.stem}.stopped.json")
+        if not path.exists():
+            continue
+        try:
+            content = json.loads(path.read_bytes())
+            if file_name(content["rows"][0]["op"], content["protocol"]) != name:
+                raise ValueError(f"it holds {content['rows'][0]['op']} by the protocol {content['protocol']}")
+            for row in content["rows"]:
+                _ = row["mode"], row["dtype"], row["shape"], row["options"], row["provider"]
+                _ = row["ms"] + row["ms_min"] if row["ms"] is not None else row["skipped"]
+            if content.get("stopped"):
+                left_out.append(name)
+            else:
+                found[name] = {"cuda": None} | content
+            _ = [content[key] for key in ("device", "commit", "date")], content["versions"]["torch"]
+        except (ValueError, LookupError, TypeError) as error:
+            why = f"there is no {error}" if isinstance(error, KeyError) else error
+            raise InvalidArgument(f'"{path}" is no result file of this program: {why}') from error
+    devices = dict.fromkeys(content["device"] for content in found.values())
+    if len(devices) > 1:
+        raise InvalidArgument(f'"{folder}" holds results of {" and ".join(devices)}, expected a folder for each')
+    return found, left_out
 
 
-def file_name(operator: str, protocol: Protocol, is_stopped: bool = False) -> str:
+def file_name(operator: str, protocol: str, is_stopped: bool = False) -> str:
     """Of a result file in the folder of a device. That of a stopped run, which lacks rows, has a name of its own."""
-    return f"{operator}_{protocol.name}{'.stopped' if is_stopped else ''}.json"
+    return f"{operator}_{protocol}{'.stopped' if is_stopped else ''}.json"
 
 
 def folder_name(device: str, is_gpu: bool) -> str:
@@ -99,64 +107,37 @@ def folder_name(device: str, is_gpu: bool) -> str:
     return "-".join(re.findall(r"[a-z0-9]+", name)) or "cpu"
 
 
-def without_threads(device: str) -> str:
-    """AMD EPYC, of AMD EPYC (2 threads)."""
-    return re.sub(r" \(\d+ threads?\)$", "", device)
-
-
-def make_folder(argument: str, path: str) -> None:
-    """Before minutes of measuring, so that a wrong path is known at once."""
+def check_folder(argument: str, path: str) -> Path:
+    """Makes it. Before minutes of measuring, so that a wrong path is known at once."""
     if not path:
         raise InvalidArgument(f"{argument}: is empty, expected the name of a folder")
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return Path(path)
     except OSError as error:
-        raise InvalidArgument(f'{argument}: "{path}" cannot be made: {error.strerror}') from error
+        raise InvalidArgument(f'{argument}: "{path}" cannot be written: {error.strerror}') from error
 
 
-class AtomicFile:
-    """A file that is there whole or not at all: written beside its place, then moved there. Used in a `with`, at whose
-    end nothing is left beside it."""
-
-    _temporaries: ClassVar[set[str]] = set()
-    """Those that are there now."""
-
-    def __init__(self, argument: str, path: str) -> None:
-        """Opened before minutes of measuring, so that a wrong path is known at once."""
-        self.path = Path(path)
-        if not path:
-            raise InvalidArgument(f"{argument}: is empty, expected the name of a file")
-        if path.endswith("/") or self.path.is_dir():
-            raise InvalidArgument(f'{argument}: "{path}" is a folder, expected the name of a file')
-        try:
-            handle, self._temporary = tempfile.mkstemp(".tmp", f".{self.path.name}.", self.path.parent)
-            self._temporaries.add(self._temporary)
-            self._file = os.fdopen(handle, "w")
-        except OSError as error:
-            raise InvalidArgument(f'{argument}: "{path}" cannot be written: {error.strerror}') from error
-
-    def commit(self, text: str) -> None:
-        with self._file as file:
-            file.write(text)
-        os.chmod(self._temporary, 0o666 & ~_umask())
-        os.replace(self._temporary, self.path)
-
-    def __enter__(self) -> AtomicFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
-        Path(self._temporary).unlink(missing_ok=True)
-        self._temporaries.discard(self._temporary)
-
-    @classmethod
-    def discard_all(cls) -> None:
-        """For a program that ends at once."""
-        for path in list(cls._temporaries):
-            Path(path).unlink(missing_ok=True)
+def check_file(argument: str, path: str) -> Path:
+    """As above, of a file that is not written yet."""
+    if not path:
+        raise InvalidArgument(f"{argument}: is empty, expected the name of a file")
+    if path.endswith("/") or Path(path).is_dir():
+        raise InvalidArgument(f'{argument}: "{path}" is a folder, expected the name of a file')
+    try:
+        with tempfile.TemporaryFile(dir=Path(path).parent):
+            return Path(path)
+    except OSError as error:
+        raise InvalidArgument(f'{argument}: "{path}" cannot be written: {error.strerror}') from error
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def write(path: Path, content: str | dict[str, Any]) -> None:
+    """Text or JSON. The file is there whole or not at all: written beside its place, then moved there."""
+    text = content if isinstance(content, str) else json.dumps(content, indent=1, allow_nan=False) + "\n"
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        beside.write_text(text)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

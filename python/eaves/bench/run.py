@@ -1,40 +1,38 @@
-"""A run: finds out what is asked for and who is installed, measures table after table, prints each as it comes and
-writes what was measured, into the files that are named or into the folder of the device.
+"""A run: finds the providers that are installed, measures table after table, prints each as it comes and writes what
+was measured, into the files that are named or into the folder of the device.
 
-Whatever can be refused is refused before anything is measured.
+What can be refused is refused before anything is measured.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from eaves import _info
-from eaves.bench import page, providers, published, results, stop
-from eaves.bench.arguments import BenchArguments
-from eaves.bench.benchmark import InvalidArgument, Operator, Provider, Request, Table, check_names
+from eaves.bench import page, results, stop, tables
+from eaves.bench.benchmark import InvalidArgument, Operator, Provider, Request, Row, reason
+from eaves.bench.calls import moved
 from eaves.bench.device import busy_share, device_name, find_device
-from eaves.bench.harness import LIMIT, Harness, HarnessOptions
-from eaves.bench.progress import Progress
-from eaves.bench.protocol import Protocol
-from eaves.bench.report import Kind, MeasuredTable, count_measured_rows, has_numbers, marks_legend, text_table
-from eaves.bench.stored import StoredFolder, case_of
+from eaves.bench.harness import CASE, LIMIT, Entry, Harness
+
+_BUSY = 0.25  # half of one of two cores
+_PATIENCE_S = 12.0  # of --shape: what is not compiled by then is left out
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """One operator by one protocol: what a file of the device's folder holds."""
 
     operator: Operator
-    protocol: Protocol
-    tables: Sequence[Table]
+    protocol: str
+    rows: Sequence[Row]
     providers: Sequence[Provider]
     """Those that are measured."""
 
@@ -42,252 +40,128 @@ class _Part:
     """With whose results theirs are compared."""
 
 
-@dataclass(frozen=True)
-class _MeasuredPart:
-    part: _Part
-    tables: Sequence[MeasuredTable]
-    is_stopped: bool
-    """Rows are missing: the run was stopped in this part."""
-
-
-def run_bench(arguments: BenchArguments, operators: Sequence[Operator]) -> None:
-    by_name = {operator.name: operator for operator in operators}
-    check_names("there is no operator", arguments.operators, by_name)
-    chosen = [by_name[name] for name in dict.fromkeys(arguments.operators or by_name)]
-    check_names("--provider: there is no provider", arguments.providers, providers.known_names(chosen))
+def run_bench(arguments: Namespace, operators: Sequence[Operator]) -> None:
     device = find_device(arguments.device)
     if device.type == "cuda" and not (info := _info.extension())["gpus"]:
         raise InvalidArgument(f"--device: eaves cannot use the GPU, expected cpu: {' '.join(info['missing'])}")
     if arguments.threads > 0:
         torch.set_num_threads(arguments.threads)
-    if arguments.results is None:
-        _run_into_files(arguments, chosen, operators, device)
+    parts = _parts(arguments, device)
+    if arguments.shape is not None:
+        _run_shape(arguments, parts[0], device)
+    elif arguments.results is None:
+        _run_into_files(arguments, parts, device)
     else:
-        _run_into_folder(arguments, chosen, operators, device, Path(arguments.results))
+        _run_into_folder(arguments, parts, operators, device)
 
 
-def _run_into_files(
-    arguments: BenchArguments, chosen: Sequence[Operator], operators: Sequence[Operator], device: torch.device
-) -> None:
-    """--json and --plot, where they are given: all tables of one protocol."""
-    if arguments.plot is not None:
-        from eaves.bench import plot
-
-        results.make_folder("--plot", arguments.plot)
-    (protocol,) = arguments.protocols
-    with results.AtomicFile("--json", arguments.json) if arguments.json is not None else nullcontext() as json_file:
-        parts = list(_measure(arguments, _parts(arguments, chosen, device), device))
-        measured = [table for each in parts for table in each.tables]
-        is_stopped = any(each.is_stopped for each in parts)
-        rows = count_measured_rows(measured)
-        if json_file is not None and (rows > 0 or not is_stopped):
-            versions = providers.versions(provider for each in parts for provider in each.part.providers)
-            json_file.commit(results.to_json(results.result(measured, device, protocol, versions, is_stopped)))
-    if is_stopped:
-        raise _stopped(rows, "above, and in no file without --json" if json_file is None else f"in {json_file.path}")
-    if arguments.plot is not None:
-        setting = plot.Setting(device_name(device), _info.extension()["version"], str(torch.__version__), protocol)
-        for path in plot.draw(measured, providers.known_names(operators), setting, arguments.plot):
-            print(f"# wrote {path}")
-
-
-def _run_into_folder(
-    arguments: BenchArguments,
-    chosen: Sequence[Operator],
-    operators: Sequence[Operator],
-    device: torch.device,
-    root: Path,
-) -> None:
-    """A result file as soon as its operator and protocol are measured, then its curves and the page of all files."""
-    folder = root / results.folder_name(device_name(device), device.type == "cuda")
-    results.make_folder("--results", str(folder))
-    with results.AtomicFile("--results", str(folder / page.NAME)):
-        pass  # it can be written
-    stored = page.check(folder, operators)
-    _check_device(stored, device_name(device))
-    parts = _parts(arguments, chosen, device)
-    if not arguments.replace:
-        for part in parts:
-            _check_replaced(stored, part, arguments.max_bytes)
-    page.make_picture_folders("--results", folder, arguments.protocols)
-    rows, is_stopped = 0, False
-    for each in _measure(arguments, parts, device):
-        part, measured_rows = each.part, count_measured_rows(each.tables)
-        rows += measured_rows
-        path = folder / results.file_name(part.operator.name, part.protocol, each.is_stopped)
-        if measured_rows > 0 or not each.is_stopped:
-            versions = providers.versions(part.providers)
-            result = results.result(each.tables, device, part.protocol, versions, each.is_stopped)
-            with results.AtomicFile("--results", str(path)) as file:
-                file.commit(results.to_json(result))
-            _say(f"# wrote {path}")
-        if not each.is_stopped:
-            page.draw(folder, operators, [path])
-        is_stopped = each.is_stopped
-    if is_stopped:
-        raise _stopped(rows, f"in {folder}")
-    page.say_who_shows_it(folder)
-
-
-def _stopped(rows: int, place: str) -> stop.Stopped:
-    if rows == 0:
-        return stop.Stopped("stopped before a row was measured; nothing is written")
-    return stop.Stopped(f"stopped; what was measured, {rows} row{'s' if rows > 1 else ''}, is {place}")
-
-
-def _check_device(stored: StoredFolder, device: str) -> None:
-    others = [other for other in stored.devices if other != device]
-    if others:
-        raise InvalidArgument(
-            f'--results: "{stored.folder}" holds results of {", ".join(others)}, but this run is on {device}, '
-            f"expected another folder"
-        )
-
-
-def _check_replaced(stored: StoredFolder, part: _Part, max_bytes: int) -> None:
-    """A file may not lose numbers that this run does not measure again."""
-    path = stored.folder / results.file_name(part.operator.name, part.protocol)
-    result = stored.find(part.operator, part.protocol)
-    losses = [f"what is left out of the page ({stored.left_out[path.name]})"] if path.name in stored.left_out else []
-    if result is not None:
-        known = {LIMIT, *(provider.name for provider in part.providers)}
-        names = dict.fromkeys(name for names in result.measured.values() for name in names if name not in known)
-        measured_again = {
-            case_of(table, row)
-            for table in part.tables
-            for row in table.rows
-            if not 0 < max_bytes < part.protocol.moved(row).total
-        }
-        rows = [case for case, names in result.measured.items() if names and case not in measured_again]
-        losses += [f"the numbers of {', '.join(names)}"] if names else []
-        if rows:
-            last = f"{rows[-1].mode} {rows[-1].dtype} {rows[-1].words}"
-            losses.append(f"{len(rows)} row{'s' if len(rows) > 1 else ''}, the last {last}")
-    if losses:
-        raise InvalidArgument(
-            f'--results: "{path}" would lose {" and ".join(losses)}, which this run does not measure, '
-            f"expected another folder or --replace"
-        )
-
-
-def _parts(arguments: BenchArguments, operators: Sequence[Operator], device: torch.device) -> list[_Part]:
+def _parts(arguments: Namespace, device: torch.device) -> list[_Part]:
     """What is to be measured, operator by operator."""
-    availability = providers.Availability(device)
-    request = Request(arguments.sweep, device, arguments.dtype or "bf16", arguments.dtype is not None)
+    request = Request(arguments.sweep, device.type, arguments.dtype or "bf16", arguments.dtype is not None)
+    missing: set[str] = set()
     parts = []
-    for operator in operators:
-        present = availability.installed(operator.providers)
-        selected = [each for each in present if not arguments.providers or each.name in arguments.providers]
+    for operator in arguments.operators:
+        present = installed(operator.providers, device, missing)
+        selected = [each for each in present if not arguments.provider or each.name in arguments.provider]
         if not selected:
             raise InvalidArgument(f"--provider: none of those that are installed knows {operator.name}")
-        tables = operator.tables(request)
-        parts += [_Part(operator, protocol, tables, selected, present[0]) for protocol in arguments.protocols]
-    for name, why in availability.missing.items():
-        print(f"# {name} is left out: {why}", file=sys.stderr)
-    _check_max_bytes(arguments, parts)
-    return parts
+        rows = [operator.row_of_shape(arguments.shape, request.dtype)] if arguments.shape else operator.rows(request)
+        parts += [_Part(operator, protocol, rows, selected, present[0]) for protocol in arguments.protocols]
+    if not arguments.max_bytes:
+        return parts
+    bytes_of = [sum(moved(part.protocol, row)) for part in parts for row in part.rows]
+    left_out = sum(each > arguments.max_bytes for each in bytes_of)
+    if left_out == len(bytes_of):
+        raise InvalidArgument(
+            f"--max-bytes: {arguments.max_bytes} leaves out every row, expected {min(bytes_of)} or more"
+        )
+    print(f"# --max-bytes leaves out {left_out} of {len(bytes_of)} rows")
+    kept = [[row for row in part.rows if sum(moved(part.protocol, row)) <= arguments.max_bytes] for part in parts]
+    return [part._replace(rows=rows) for part, rows in zip(parts, kept) if rows]
 
 
-def _check_max_bytes(arguments: BenchArguments, parts: Sequence[_Part]) -> None:
-    moved = (part.protocol.moved(row).total for part in parts for table in part.tables for row in table.rows)
-    least = min(moved, default=0)
-    if 0 < arguments.max_bytes < least:
-        raise InvalidArgument(f"--max-bytes: {arguments.max_bytes} leaves out every row, expected {least} or more")
+def installed(providers: Iterable[Provider], device: torch.device, said: set[str] | None = None) -> list[Provider]:
+    """Those that load; of each other one line on stderr, but for those whose names are in `said` already."""
+    found, said = [], set() if said is None else said
+    for provider in providers:
+        try:
+            if provider.needs_gpu and device.type == "cpu":
+                raise RuntimeError("needs a GPU")
+            provider.load()
+            found.append(provider)
+        except Exception as error:  # whatever an import of another package may raise
+            if provider.name not in said:
+                print(tables.wrapped(f"# {provider.name} is left out: {reason(error)}", "#   "), file=sys.stderr)
+            said.add(provider.name)
+    return found
 
 
-_LATER_KINDS: tuple[Kind, ...] = ("host", "memory")
+# ------------------------------------------------------------------------------------------------------------ measuring
 
 
-def _measure(arguments: BenchArguments, parts: Sequence[_Part], device: torch.device) -> Iterator[_MeasuredPart]:
-    """Part after part, measured and printed, to the last or to the one in which the run is stopped."""
-    progress = Progress(sum(len(table.rows) for part in parts for table in part.tables))
-    harness, protocol = None, None
-    run: list[MeasuredTable] = []
-    if device.type == "cpu":
-        _say_if_busy()
-    try:
-        for part in parts:
-            if harness is None or part.protocol != protocol:
-                protocol = part.protocol
-                _print_heading(device, protocol, [table for each in parts for table in each.tables])
-                harness = Harness(
-                    HarnessOptions(device, protocol, arguments.repetitions, arguments.warm_up_ms, arguments.max_bytes)
-                )
-            first = len(run)
-            is_stopped = not _measure_part(part, harness, progress, run)
-            for kind in _LATER_KINDS:
-                for table in run[first:]:
-                    if has_numbers(table, kind):
-                        _say(text_table(table, kind))
-            yield _MeasuredPart(part, run[first:], is_stopped)
+def _measure(
+    arguments: Namespace, parts: Sequence[_Part], device: torch.device
+) -> Iterator[tuple[_Part, list[Entry], bool]]:
+    """Part after part, measured and printed, to the last or to the one in which the run is stopped; whether it is."""
+    _print_heading(device)
+    everything: list[Entry] = []
+    is_stopped, done, all_rows = False, 0, sum(len(part.rows) for part in parts)
+    for part in parts:
+        _say(f"# {part.operator.name}, protocol {part.protocol}\n")
+        harness = Harness(device, part.protocol, arguments.repetitions)
+        found: list[Entry] = []
+        # Each table by itself, so that it is printed as soon as it is measured.
+        for declared in tables.tables(row.case | {"provider": "", "ms": None, "row": row} for row in part.rows):
+            rows = [entry["row"] for case in declared.cases for entry in case.entries.values()]
+            able = [each for each in part.providers if not all(each.lacks(row) for row in rows)]
+            measured: list[Entry] = []
+            try:
+                with stop.interruptible():
+                    harness.timer.warm_up(arguments.warm_up_ms)
+                for row in rows if able else ():
+                    _show_progress(f"{done} of {all_rows} rows, {row.op} {row.mode} {list(row.shape.values())}")
+                    with stop.interruptible():
+                        entries = harness.measure(row, able, part.reference)
+                    measured += entries
+                    done += 1
+            except KeyboardInterrupt:
+                is_stopped = True
+            _show_progress("")
+            found += measured
+            _say_tables(measured, "ms")
             if is_stopped:
                 break
-    finally:
-        progress.close()
-    if legend := marks_legend(run):
-        _say(legend)
+        _say_tables(found, "host_ms")
+        _say_tables(found, "peak_mib")
+        everything += found
+        yield part, found, is_stopped
+        if is_stopped:
+            break
+    for sentence in tables.summary(tables.tables(everything)):
+        _say(tables.wrapped(sentence))
+    for row in tables.slow(everything):
+        _say(tables.wrapped(f"slow, the limit at less than half its rate elsewhere: {row}"))
 
 
-def _measure_part(part: _Part, harness: Harness, progress: Progress, run: list[MeasuredTable]) -> bool:
-    """Table after table, onto the end of `run`, the speed printed at once; False where the run is stopped."""
-    for table in part.tables:
-        able = [each for each in part.providers if not all(each.lacks(row) for row in table.rows)]
-        if not able:
-            progress.advance(len(table.rows))
-            continue
-        measured = MeasuredTable(table, [provider.name for provider in able])
-        is_complete = _measure_table(measured, able, part.reference, harness, progress)
-        progress.hide()
-        if measured.measurements:
-            run.append(measured)
-            _say(text_table(measured, "speed", run))
-        if not is_complete:
-            return False
-    return True
+def _say_tables(entries: Sequence[Entry], kind: tables.Kind) -> None:
+    for table in tables.tables(entries):
+        if kind == "ms" or table.names(kind):
+            _say(tables.text_table(table, kind))
 
 
-def _measure_table(
-    measured: MeasuredTable, able: Sequence[Provider], reference: Provider, harness: Harness, progress: Progress
-) -> bool:
-    """Row after row; False where the run is stopped before the last."""
-    table = measured.table
-    try:
-        with stop.interruptible():
-            harness.warm_up()
-        for row in table.rows:
-            progress.show(f"{table.op} {table.mode} {table.axis_name}={row.axis_value}")
-            with stop.interruptible():
-                measurement = harness.measure(table.mode, row, able, reference)
-            measured.measurements.append(measurement)
-            progress.advance()
-    except KeyboardInterrupt:
-        return False
-    return True
+def _show_progress(text: str) -> None:
+    """On a terminal, in a line that the next text overwrites."""
+    if sys.stderr.isatty():
+        print(f"\r{text[: tables.WIDTH - 1]:<{tables.WIDTH - 1}}", end="\r", file=sys.stderr, flush=True)
 
 
-_BUSY = 0.25  # half of one of two cores
-
-
-def _say_if_busy() -> None:
-    share = busy_share()
-    if share >= _BUSY:
-        words = "of its cores' time; expect longer times than on a quiet one"
-        _say(f"# the machine is busy: others take {100 * share:.0f} % {words}")
-
-
-def _print_heading(device: torch.device, protocol: Protocol, tables: Sequence[Table]) -> None:
+def _print_heading(device: torch.device) -> None:
+    if device.type == "cpu" and (share := busy_share()) >= _BUSY:
+        words = f"# the machine is busy: others take {100 * share:.0f} % of its cores' time; expect longer times"
+        _say(tables.wrapped(f"{words} than on a quiet one", "# "))
     info = _info.extension()
-    print(f"# {device_name(device)}, eaves {info['version']} (commit {info['commit']}), torch {torch.__version__}")
-    print("# speed in ms, median; limit: plain streaming of the same bytes, or the matrix products, in the same run")
-    print("# best peer / eaves: the best of the others by eaves; above 1 eaves is faster, or takes less memory")
-    print("# memory in MiB: peak with inputs and outputs counted; limit: inputs and outputs alone")
-    if device.type == "cuda":
-        print("# host in ms: what a call costs Python when calls are enqueued back to back without waiting")
-    if protocol.name == "seed":
-        print("# protocol seed: every backward adds to a .grad that is never cleared; limit streams these bytes too")
-    if protocol.name == "seed" or any(table.title_op for table in tables):
-        print(textwrap.indent(published.TEXT, "# "))
-    print(flush=True)
+    versions = f"eaves {info['version']} (commit {info['commit'][:12]}), torch {torch.__version__}"
+    _say(tables.wrapped(f"# {device_name(device)}, {versions}", "# "))
 
 
 def _say(text: str) -> None:
@@ -298,3 +172,109 @@ def _say(text: str) -> None:
         if not stop.is_wanted():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python does not fail again when it ends
+
+
+# -------------------------------------------------------------------------------------------------------------- writing
+
+
+def _run_shape(arguments: Namespace, part: _Part, device: torch.device) -> None:
+    """One row in one table, and in the file of --json."""
+    path = results.check_file("--json", arguments.json) if arguments.json is not None else None
+    _print_heading(device)
+    harness = Harness(device, part.protocol, min(arguments.repetitions, 10), _PATIENCE_S)
+    (row,) = part.rows
+    try:
+        with stop.interruptible():
+            harness.timer.warm_up(min(arguments.warm_up_ms, 200))
+            measured = harness.measure(row, part.providers, part.reference)
+    except KeyboardInterrupt:
+        raise _stopped(0, "") from None
+    if path is not None:
+        results.write(path, results.result(measured, device, part.protocol, _packages([part])))
+    (table,) = tables.tables(measured)
+    (case,) = table.cases
+    _say(tables.wrapped(f"{part.operator.name}, {tables.MODES[row.mode]}: {case.words}") + "\n")
+    _say(tables.aligned(tables.shape_table(case)) + "\n")
+    for note in tables.notes(table, "ms"):
+        _say(tables.wrapped(note))
+    for sentence in tables.summary([table]):
+        _say(tables.wrapped(sentence))
+
+
+def _run_into_files(arguments: Namespace, parts: Sequence[_Part], device: torch.device) -> None:
+    """--json and --plot, where they are given: all tables of one protocol."""
+    path = results.check_file("--json", arguments.json) if arguments.json is not None else None
+    if arguments.plot is not None:
+        folder = results.check_folder("--plot", arguments.plot)
+        from eaves.bench import plot
+    measured = list(_measure(arguments, parts, device))
+    entries = [entry for _, found, _ in measured for entry in found]
+    is_stopped = any(stopped for *_, stopped in measured)
+    rows, protocol = _count_rows(entries), parts[0].protocol
+    if path is not None and (rows > 0 or not is_stopped):
+        results.write(path, results.result(entries, device, protocol, _packages(parts), is_stopped))
+    if is_stopped:
+        raise _stopped(rows, "above, and in no file without --json" if path is None else f"in {path}")
+    if arguments.plot is not None:
+        where = f"{device_name(device)}, eaves {_info.extension()['version']}, torch {torch.__version__}"
+        for part in parts:
+            of_operator = tables.tables(entry for entry in entries if entry["op"] == part.operator.name)
+            for picture in plot.draw(folder, part.operator.name, protocol, of_operator, where):
+                print(f"# wrote {picture}")
+
+
+def _run_into_folder(
+    arguments: Namespace, parts: Sequence[_Part], operators: Sequence[Operator], device: torch.device
+) -> None:
+    """A result file as soon as its operator and protocol are measured, then its curves and the pages of all files."""
+    name = results.folder_name(device_name(device), device.type == "cuda")
+    folder = results.check_folder("--results", str(Path(arguments.results, name)))
+    stored = page.Folder(folder, operators)
+    for content in stored.files.values():
+        if content["device"] != device_name(device):
+            raise InvalidArgument(
+                f'--results: "{folder}" holds results of {content["device"]}, but this run is on '
+                f"{device_name(device)}, expected another folder"
+            )
+    for part in parts if not arguments.replace else ():
+        _check_replaced(stored, part)
+    rows = 0
+    for part, found, is_stopped in _measure(arguments, parts, device):
+        rows += (measured := _count_rows(found))
+        path = folder / results.file_name(part.operator.name, part.protocol, is_stopped)
+        if measured > 0 or not is_stopped:
+            results.write(path, results.result(found, device, part.protocol, _packages([part]), is_stopped))
+            _say(f"# wrote {path}")
+        if is_stopped:
+            raise _stopped(rows, f"in {folder}")
+        page.draw(folder, operators, [path.name])
+
+
+def _check_replaced(stored: page.Folder, part: _Part) -> None:
+    """A file may not lose numbers that this run does not measure again."""
+    name = results.file_name(part.operator.name, part.protocol)
+    providers = {LIMIT, *(provider.name for provider in part.providers)}
+    again = [row.case for row in part.rows]
+    lost = [entry for entry in stored.files.get(name, {"rows": []})["rows"] if entry["ms"] is not None
+            and (entry["provider"] not in providers or {key: entry[key] for key in CASE} not in again)]  # fmt: skip
+    if lost:
+        last = f"{lost[-1]['provider']} at {lost[-1]['mode']} {lost[-1]['dtype']} {lost[-1]['shape']}"
+        raise InvalidArgument(
+            f'--results: "{stored.path / name}" would lose {len(lost)} numbers, the last of {last}, which this run '
+            "does not measure, expected another folder or --replace"
+        )
+
+
+def _packages(parts: Sequence[_Part]) -> list[str]:
+    return [package for part in parts for provider in part.providers for package in provider.packages]
+
+
+def _count_rows(entries: Sequence[Entry]) -> int:
+    """Those with a number."""
+    return len({json.dumps([entry[key] for key in CASE]) for entry in entries if entry["ms"] is not None})
+
+
+def _stopped(rows: int, place: str) -> stop.Stopped:
+    if rows == 0:
+        return stop.Stopped("stopped before a row was measured; nothing is written")
+    return stop.Stopped(f"stopped; what was measured, {rows} row{'s' if rows > 1 else ''}, is {place}")

@@ -1,8 +1,7 @@
 """Ctrl-C and its like: SIGINT, SIGTERM and, unless it is ignored (nohup), SIGHUP.
 
 The first is a KeyboardInterrupt in what is measured or drawn again, and nowhere else: what writes the results of a run
-is not interrupted. The second
-ends the program at once and removes its temporary files, even while Python waits for a call into a library.
+is not interrupted. The second ends the program at once, even while Python waits for a call into a library.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-
-from eaves.bench import results
 
 EXIT_CODE = 130
 """128 + SIGINT, as a shell says it; the same for all of them."""
@@ -90,10 +87,7 @@ def _end_at_the_second(reader: int) -> None:
         while number := numbers.read(1):
             if number[0] not in _SIGNALS:
                 continue
-            now = time.monotonic()
-            if first is None:
-                first = now
-            elif now - first > _ONE_SIGNAL_SECONDS:
-                results.AtomicFile.discard_all()
+            first = first or time.monotonic()
+            if time.monotonic() - first > _ONE_SIGNAL_SECONDS:
                 os.write(2, b"eaves.bench: stopped at once\n")
                 os._exit(EXIT_CODE)

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from eaves.bench.benchmark import normal, reason
+from eaves.bench.calls import Call
 from eaves.bench.device import Stopwatch, free_memory_bytes, last_cache_bytes, now_ms, stream_bytes, synchronize
-from eaves.bench.protocol import Call
 
 # There are fewer repetitions, but not below five, where all would take longer than this for each contestant.
 _SLOW_CONTESTANT_MS = 1000.0
@@ -36,59 +36,29 @@ _WARM_UP_CALLS = 3
 _HOST_ROUNDS = 5
 _HOST_CALLS = 20
 
-
-USUAL_FACTOR = 2.0
-"""Times that differ by more than this are those of a machine that is busy with something else."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    median_ms: float
-    min_ms: float
-    max_ms: float
-    repetitions: int
-
-    @property
-    def is_unsteady(self) -> bool:
-        """A median far above the fastest repetition is the time of a machine that is busy with something else."""
-        return self.median_ms > USUAL_FACTOR * self.min_ms
-
-    @staticmethod
-    def of(times_ms: Sequence[float]) -> Timing:
-        return Timing(statistics.median(times_ms), min(times_ms), max(times_ms), len(times_ms))
-
-
-@dataclass
-class Column:
-    """What was measured of a provider in a row; either `skipped` says why there is nothing, or there is a timing."""
-
-    skipped: str = ""
-    timing: Timing | None = None
-    host_ms: float | None = None
-    """Of a call from Python that is not waited for; on a CPU there is no such thing."""
-
-    peak_bytes: int | None = None
-    """Inputs, outputs and everything between, in one call. Not of this file: the harness has it from `memory.py`."""
+Cell = dict[str, Any]
+"""What was measured of a provider in a row, by the keys of the result file; or `skipped`, why there is nothing."""
 
 
 class _Contestant:
     def __init__(self, calls: Sequence[Call]) -> None:
-        self.column = Column()
+        self.skipped = ""
+        self.host_ms: list[float] = []
         self._calls = calls
 
     def prepare(self, index: int) -> None:
         """What the call on the set whose turn it is needs done before."""
-        self._keep_errors(self._calls[index % len(self._calls)].prepare)
+        self._try(index, "prepare")
 
     def run(self, index: int) -> object:
         """That call. What either of the two raises is kept, and is the end of this contestant."""
-        return self._keep_errors(self._calls[index % len(self._calls)].run)
+        return self._try(index, "run")
 
-    def _keep_errors(self, function: Callable[[], object]) -> object:
+    def _try(self, index: int, what: str) -> object:
         try:
-            return function()
-        except Exception as error:  # somebody else's code: whatever it raises, the others go on
-            self.column.skipped = self.column.skipped or reason(error)
+            return getattr(self._calls[index % len(self._calls)], what)()
+        except Exception as error:  # a provider's code: whatever it raises, the others go on
+            self.skipped = self.skipped or reason(error)
             return None
 
 
@@ -112,31 +82,28 @@ class Timer:
             self._flush_caches(10)
             synchronize(self._device)
 
-    def time(self, calls: Mapping[str, Sequence[Call]], repetitions: int) -> dict[str, Column]:
+    def time(self, calls: Mapping[str, Sequence[Call]], repetitions: int) -> dict[str, Cell]:
         """By the contestants' names; each has a call for each set."""
-        contestants = {name: _Contestant(each) for name, each in calls.items()}
-        running = list(contestants.values())
+        contestants = [_Contestant(each) for each in calls.values()]
         # At least once on every set: a first call may fault pages in, or load a kernel.
         for index in range(max(_WARM_UP_CALLS, *(len(each) for each in calls.values()))):
-            self._repeat(running, index)
+            self._repeat(contestants, index)
         synchronize(self._device)
         flushes = 1
         if self._device.type == "cuda":
-            flushes = self._flushes_that_cover(self._measure_host(running))
+            flushes = self._flushes_that_cover(self._measure_host(contestants))
         begin = now_ms()
-        self._repeat(running, 0, flushes)
+        self._repeat(contestants, 0, flushes)
         synchronize(self._device)
         repetition_ms = max(1e-3, now_ms() - begin)
-        affordable = max(_MINIMUM_REPETITIONS, int(_SLOW_CONTESTANT_MS * len(running) / repetition_ms))
+        affordable = max(_MINIMUM_REPETITIONS, int(_SLOW_CONTESTANT_MS * len(contestants) / repetition_ms))
 
-        stopwatches = [[Stopwatch(self._device) for _ in running] for _ in range(min(repetitions, affordable))]
+        stopwatches = [[Stopwatch(self._device) for _ in contestants] for _ in range(min(repetitions, affordable))]
         for index, row in enumerate(stopwatches):
-            self._repeat(running, index, flushes, row)
+            self._repeat(contestants, index, flushes, row)
         synchronize(self._device)
-        for place, contestant in enumerate(running):
-            if not contestant.column.skipped:
-                contestant.column.timing = Timing.of([row[place].elapsed_ms() for row in stopwatches])
-        return {name: contestant.column for name, contestant in contestants.items()}
+        columns = zip(calls, contestants, zip(*stopwatches))
+        return {name: _cell(contestant, column) for name, contestant, column in columns}
 
     def _repeat(
         self,
@@ -147,7 +114,7 @@ class Timer:
     ) -> None:
         """One repetition, enqueued."""
         for place, contestant in enumerate(contestants):
-            if contestant.column.skipped:
+            if contestant.skipped:
                 continue
             contestant.prepare(index)
             self._flush_caches(flushes)
@@ -161,28 +128,22 @@ class Timer:
 
     def _measure_host(self, contestants: Sequence[_Contestant]) -> float:
         """What a call costs the host, for each contestant; returns the most."""
-        times_ms: list[list[float]] = [[] for _ in contestants]
         begin = now_ms()
         for _ in range(_HOST_ROUNDS):
-            for contestant, times in zip(contestants, times_ms):
-                if contestant.column.skipped:
-                    continue
-                for index in range(_HOST_CALLS):
+            for contestant in contestants:
+                for index in range(0 if contestant.skipped else _HOST_CALLS):
                     contestant.prepare(index)
                     call_begin = now_ms()
                     contestant.run(index)
-                    times.append(now_ms() - call_begin)
+                    contestant.host_ms.append(now_ms() - call_begin)
                 synchronize(self._device)
             if now_ms() - begin > _SLOW_CONTESTANT_MS * len(contestants):
                 break
-        for contestant, times in zip(contestants, times_ms):
-            contestant.column.host_ms = statistics.median(times) if times else None
-        return max(contestant.column.host_ms or 0.0 for contestant in contestants)
+        return max(statistics.median(each.host_ms or [0.0]) for each in contestants)
 
     def _flushes_that_cover(self, host_ms: float) -> int:
         """How often the buffer has to be read so that the device is busy for half as long again as the host."""
-        stopwatch = Stopwatch(self._device)
-        count = 10
+        stopwatch, count = Stopwatch(self._device), 10
         stopwatch.start()
         self._flush_caches(count)
         stopwatch.stop()
@@ -193,3 +154,13 @@ class Timer:
         # Reading, not writing: dirty lines would be written back during the measurement that follows.
         for _ in range(count):
             stream_bytes(self._flush_source, self._no_destination, self._flush_bytes, 0)
+
+
+def _cell(contestant: _Contestant, stopwatches: Sequence[Stopwatch]) -> Cell:
+    if contestant.skipped:
+        return {"skipped": contestant.skipped}
+    times = [stopwatch.elapsed_ms() for stopwatch in stopwatches]
+    host = {"host_ms": statistics.median(contestant.host_ms)} if contestant.host_ms else {}
+    return {"ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times), **host} | {
+        "repetitions": len(times)
+    }

@@ -1,0 +1,91 @@
+"""One call as it is timed, the same for every provider: forward and backward under one of two protocols.
+
+`autograd`: a backward is torch.autograd.grad(out, inputs, grad_out, retain_graph=True).
+`seed`: it is out.backward(grad_out, retain_graph=True), and .grad is never cleared. From the second call on, so in all
+that are timed, a call also adds its gradient to the one that is there, which reads two gradients and writes one more.
+The limit streams these bytes too, in the same kernel. That is what the published measurements did, so only these
+numbers may be put beside them. A small gradient is still in the cache when it is added: there a call may beat the
+limit.
+
+A call that may overwrite its inputs works on copies of them, made by its `prepare` outside of what is timed. It is made
+once and not again on the same graph, so there nothing is retained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eaves.bench.benchmark import Forward, Inputs, Row
+
+PROTOCOLS = ("autograd", "seed")
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Call:
+    run: Callable[[], object]
+    """What is timed. What it returns is its output."""
+
+    prepare: Callable[[], None] = _nothing
+    """To be called before every run, and not timed."""
+
+
+class Bytes(NamedTuple):
+    read: int
+    write: int
+
+
+def moved(protocol: str, row: Row) -> Bytes:
+    """What any implementation has to move in a call: the row's bytes and, by `seed`, those of the accumulation."""
+    accumulated = row.gradient_bytes if protocol == "seed" else 0
+    return Bytes(row.read_bytes + 2 * accumulated, row.write_bytes + accumulated)
+
+
+def least_peak_bytes(protocol: str, row: Row) -> int:
+    """Inputs and outputs of a call and, where gradients accumulate, the gradient that is already there. In place, the
+    gradient needs no memory of its own."""
+    accumulated = row.gradient_bytes if protocol == "seed" else 0
+    return row.read_bytes + row.write_bytes + accumulated - (row.gradient_bytes if row.in_place else 0)
+
+
+def make_call(protocol: str, row: Row, forward: Forward, inputs: Inputs) -> Call:
+    """The call of the row's mode on these inputs. The forward that a backward needs runs here, once."""
+    grad_outs: dict[torch.dtype, Tensor] = {}
+
+    def backward(out: Tensor, inputs: Inputs, retain_graph: bool = True) -> object:
+        # A peer may round its out where eaves does not; converted once, not by autograd in every call.
+        if out.dtype not in grad_outs:
+            grad_outs[out.dtype] = inputs.grad_out.to(out.dtype)
+        grad_out = grad_outs[out.dtype]
+        if protocol == "autograd":
+            return torch.autograd.grad(out, inputs.differentiable, grad_out, retain_graph=retain_graph)
+        torch.autograd.backward(out, grad_out, retain_graph=retain_graph)  # what out.backward() calls
+        return ()
+
+    if row.in_place:
+        prepared: list[Inputs] = []
+
+        def prepare() -> None:
+            prepared.clear()  # so that what was not used is gone before its successor is made
+            prepared.append(inputs.remade())
+
+        def run() -> object:
+            own = prepared.pop()
+            # The copies are returned, so that giving back their memory is not timed either.
+            return own, backward(forward(*own.arguments), own, retain_graph=False)
+
+        return Call(run, prepare)
+    if row.mode == "fwd":
+        return Call(lambda: forward(*inputs.arguments))
+    if row.mode == "bwd":
+        out = forward(*inputs.arguments)
+        return Call(lambda: backward(out, inputs))
+    return Call(lambda: backward(forward(*inputs.arguments), inputs))

@@ -1,0 +1,125 @@
+"""TRL's trainers with eaves.linear_log_prob as their head.
+
+    eaves.trl.install()           in every process that trains, before it makes a trainer or after
+    eaves.trl.uninstall()         as it was
+    with eaves.trl.install():     both
+
+SFT, DPO, KTO, GRPO and RLOO all take their log-probabilities from one function of TRL, ChunkedLogProbFunction, which is
+what is replaced. `eaves.trl.is_active()` says whether it is, and `python -m eaves info` whether this TRL is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eaves._linear_cross_entropy import check_algorithm, linear_cross_entropy
+from eaves._log_prob import tempered
+from eaves._loss import CrossEntropyOutput
+from eaves._replacement import Installed, Replacement
+
+__all__ = ["install", "is_active", "uninstall"]
+
+replacement = Replacement(
+    "trl",
+    ("1.16",),
+    ("trl.kernels.chunked_logprob", "ChunkedLogProbFunction"),
+    ("trl.trainer.utils", "_ChunkedLogProbFunction"),
+)
+
+
+def install(*, algorithm: str = "speed", workspace_bytes: int | None = None) -> Installed:
+    """Lets TRL's trainers compute log-probabilities, entropies and their metrics with eaves.
+
+    Log-probabilities, entropies and gradients are those of TRL's function, from the product's float32 sums; the
+    gradient of the head is added up in float32. `mean_logits`, which DPO and KTO ask for, takes one more product
+    without a gradient, `log_sum_sq_probs` (DPO with use_weighting) another; both are differences of float32 numbers as
+    large as lse. Of a 16-bit head that is cast to float32 (cast_lm_head_to_fp32) the copy is kept until the backward.
+    TRL's `chunk_size` is not read: `workspace_bytes` says how much is computed at once.
+
+    Args:
+        algorithm, workspace_bytes: as in eaves.linear_log_prob. With "speed" a frozen head (LoRA) takes two products
+            instead of three; a gradient of the entropy, which TRL's trainers do not take, two more.
+
+    Returns:
+        A context manager, whose end undoes it. A second install takes new options.
+
+    Raises:
+        ImportError: TRL is not installed, or cannot be imported.
+        RuntimeError: it is a version that eaves does not know, or somebody else has replaced the function.
+        ValueError, TypeError: an option is none of eaves.linear_log_prob.
+    """
+    check_algorithm(algorithm, workspace_bytes)
+    apply = functools.partial(_apply, algorithm, workspace_bytes)
+    return replacement.install(SimpleNamespace(apply=apply))
+
+
+def uninstall() -> None:
+    """Gives TRL its own function back."""
+    replacement.uninstall()
+
+
+def is_active() -> bool:
+    """Whether TRL's trainers of this process call eaves."""
+    return replacement.is_active()
+
+
+def _apply(
+    algorithm: str,
+    workspace_bytes: int | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    chunk_size: int,
+    final_logit_softcapping: float | None = None,
+    logit_scale: float = 1.0,
+    outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """As ChunkedLogProbFunction.apply of TRL 1.16: hidden [N, D], weight [V, D], bias [V], targets [N]; what `outputs`
+    does not name is None."""
+    if hasattr(weight, "ds_id"):
+        raise NotImplementedError(
+            "eaves.trl: this head is in pieces (DeepSpeed's ZeRO-3), and would be read again after they are released; "
+            "call eaves.trl.uninstall()"
+        )
+    product: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if not torch.is_autocast_enabled(hidden.device.type) and weight.dtype != hidden.dtype:
+        if weight.dtype == torch.float32 and hidden.dtype != torch.float64:
+            # The gradient of a float32 head is not rounded there.
+            product = torch.autocast(hidden.device.type, hidden.dtype)
+        else:
+            weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+    scale, softcap = tempered("trl", temperature, logit_scale, final_logit_softcapping)
+    assert scale is not None
+    options: dict[str, Any] = {"linear_bias": bias, "reduction": "none", "workspace_bytes": workspace_bytes}
+    log_sum_sq_probs = mean_logits = None
+    needs_lse = "mean_logits" in outputs or "log_sum_sq_probs" in outputs
+    with product:
+        out: Any = linear_cross_entropy(
+            hidden, weight, targets, scale=scale, softcap=softcap, return_lse=needs_lse, algorithm=algorithm,
+            return_entropy="entropy" in outputs, return_argmax="is_top1" in outputs,
+            grad_weight_dtype=None if hidden.dtype == torch.float64 else torch.float32, **options,
+        )  # fmt: skip
+        if isinstance(out, Tensor):
+            out = CrossEntropyOutput(out)
+        with torch.no_grad():
+            if "mean_logits" in outputs:  # a loss whose target is spread evenly is lse - mean z'
+                loss = linear_cross_entropy(
+                    hidden, weight, targets, scale=scale, softcap=softcap, label_smoothing=1.0, **options
+                )
+                mean_logits = out.lse - loss
+            if "log_sum_sq_probs" in outputs:  # sum p^2 = sum exp(2 z') / exp(2 lse)
+                doubled: Any = linear_cross_entropy(
+                    hidden, weight, targets, scale=2 * scale, softcap=None if softcap is None else 2 * softcap,
+                    return_lse=True, **options,
+                )  # fmt: skip
+                log_sum_sq_probs = doubled.lse - 2 * out.lse
+    is_top1 = None if out.argmax is None else out.argmax == targets
+    return 0 - out.loss, out.entropy, log_sum_sq_probs, mean_logits, is_top1

@@ -1,0 +1,84 @@
+"""verl with eaves.linear_log_prob in place of its fused kernel (`use_fused_kernels` with the backend "triton").
+
+    eaves.verl.install()          in every process that trains (a worker's initialisation, say)
+    eaves.verl.uninstall()        as it was
+    with eaves.verl.install():    both
+
+`eaves.verl.is_active()` says whether it is, and `python -m eaves info` whether this verl is known.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from eaves._linear_cross_entropy import check_algorithm
+from eaves._log_prob import linear_log_prob
+from eaves._replacement import Installed, Replacement
+
+__all__ = ["install", "is_active", "uninstall"]
+
+replacement = Replacement("verl", ("0.9",), ("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy"))
+
+
+def install(*, algorithm: str = "auto", workspace_bytes: int | None = None) -> Installed:
+    """Lets verl compute log-probabilities and entropies with eaves.
+
+    Numbers and gradients are those of verl's function; no log-probability is above 0, whatever the vocabulary.
+
+    Args:
+        algorithm, workspace_bytes: as in eaves.linear_log_prob. Where the head is frozen (LoRA) and the entropy is for
+            metrics alone (entropy_coeff 0), "speed" takes two products instead of three.
+
+    Returns:
+        A context manager, whose end undoes it. A second install takes new options.
+
+    Raises:
+        ImportError: verl is not installed, or cannot be imported.
+        RuntimeError: it is a version that eaves does not know.
+        ValueError, TypeError: an option is none of eaves.linear_log_prob.
+    """
+    check_algorithm(algorithm, workspace_bytes)
+    return replacement.install(functools.partial(_linear_cross_entropy, algorithm, workspace_bytes))
+
+
+def uninstall() -> None:
+    """Gives verl its own function back."""
+    replacement.uninstall()
+
+
+def is_active() -> bool:
+    """Whether verl calls eaves in this process."""
+    return replacement.is_active()
+
+
+def _linear_cross_entropy(
+    algorithm: str,
+    workspace_bytes: int | None,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    reduction: str = "none",
+    dist_process_group: torch.distributed.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As linear_cross_entropy of verl 0.9: hidden [..., D], weight [V, D], labels [...]; the log-probabilities and
+    entropies, [tokens]."""
+    if reduction.lower() != "none":
+        raise NotImplementedError(f'eaves.verl: reduction is {reduction!r}, expected "none"')
+    if dist_process_group is not None and torch.distributed.get_world_size(dist_process_group) > 1:
+        raise NotImplementedError(
+            "eaves.verl: the vocabulary is cut over several ranks (tensor parallel), which eaves does not follow; call "
+            "eaves.verl.uninstall()"
+        )
+    # Tensors of one dtype are multiplied in that, under torch.autocast too.
+    is_cast = hidden.dtype != weight.dtype and torch.is_autocast_enabled(hidden.device.type)
+    with torch.autocast(hidden.device.type, enabled=is_cast):
+        out = linear_log_prob(
+            hidden.flatten(0, -2), weight, labels.flatten(), temperature=temperature, return_entropy=True,
+            algorithm=algorithm, workspace_bytes=workspace_bytes,
+        )  # fmt: skip
+    assert out.entropy is not None
+    return out.log_prob, out.entropy

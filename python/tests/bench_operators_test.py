@@ -1,0 +1,394 @@
+"""Tests of what the operators of `python -m eaves.bench` declare: rows, bytes, inputs, and how providers are called."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench_toy import CPU, small_flush  # noqa: F401
+from eaves.bench import linear_cross_entropy_accuracy as accuracy
+from eaves.bench import run, verify
+from eaves.bench.benchmark import Inputs, Mode, Operator, Provider, Request, Row
+from eaves.bench.calls import PROTOCOLS, moved
+from eaves.bench.harness import CASE, Harness
+from eaves.bench.operators import OPERATORS
+from lrpe_cosine_cases import formula
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+GPU = torch.device("cuda")
+BY_NAME = {operator.name: operator for operator in OPERATORS}
+each_operator = pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
+
+
+def provider(op: str, name: str) -> Provider:
+    (found,) = [each for each in BY_NAME[op].providers if each.name == name]
+    return found
+
+
+def row_of(op: str, mode: Mode, size: int = 0, device: str = "cpu", dtype: str = "bf16", **options: Any) -> Row:
+    """Of the quick sweep, the first that has the options."""
+    rows = BY_NAME[op].rows(Request("quick", device, dtype, has_dtype=True))
+    fitting = [row for row in rows if row.mode == mode and size in (0, list(row.shape.values())[-1])]
+    return next(row for row in fitting if options.items() <= row.options.items())
+
+
+# ----------------------------------------------------------------------------------------------------------------- rows
+
+
+def words(row: Any) -> str:
+    return json.dumps([row[key] for key in CASE], sort_keys=True)
+
+
+@pytest.mark.parametrize("device", ["nvidia-h200", "amd-epyc"])
+@each_operator
+def test_every_committed_row_is_declared_with_the_bytes_and_products_that_it_was_measured_by(
+    operator: Operator, device: str
+) -> None:
+    """The files of `eaves bench` and of both protocols; GB/s by ms are the bytes of a row."""
+    device_type = "cuda" if device == "nvidia-h200" else "cpu"
+    declared = {
+        words(row.case): row
+        for sweep in ("quick", "seed")
+        for row in operator.rows(Request(sweep, device_type, "bf16", has_dtype=False))  # type: ignore[arg-type]
+    }
+    for protocol in (*PROTOCOLS, "kernel"):
+        name = operator.name if protocol == "kernel" else f"{operator.name}_{protocol}"
+        path = RESULTS / device / f"{name}.json"
+        measured = [row for row in json.loads(path.read_text())["rows"] if row["ms"]] if path.exists() else []
+        if protocol == "kernel":  # which has more rows, of kernels alone
+            measured = [row for row in measured if words(row) in declared]
+        assert measured or protocol != "autograd"
+        for entry in measured:
+            row = declared[words(entry)]
+            if row.flops:
+                assert entry["tflops"] * entry["ms"] * 1e9 == pytest.approx(row.flops)
+            else:
+                assert entry["gbps"] * entry["ms"] * 1e6 == pytest.approx(sum(moved(protocol, row)))
+
+
+@each_operator
+def test_a_named_dtype_is_the_only_one(operator: Operator) -> None:
+    for device in ("cpu", "cuda"):
+        assert {row.dtype for row in operator.rows(Request("quick", device, "fp16", has_dtype=True))} == {"fp16"}
+
+
+@each_operator
+def test_the_inputs_of_a_row_are_its_bytes(operator: Operator) -> None:
+    """What a call reads is among its inputs, and each set has other numbers. (The lse is kept by the forward.)"""
+    for row in operator.rows(Request("quick", "cpu", "bf16", has_dtype=False)):
+        if row.read_bytes + row.write_bytes < 2**21:
+            inputs, again, other = (row.make_inputs(CPU, seed) for seed in (3, 3, 4))
+            arguments = sum(each.nbytes for each in inputs.arguments)
+            assert arguments == row.read_bytes if row.mode != "bwd" else arguments + inputs.grad_out.nbytes > 0
+            assert all(torch.equal(a, b) for a, b in zip(inputs.arguments, again.arguments))
+            assert not torch.equal(inputs.arguments[0], other.arguments[0])
+            gradients = sum(each.nbytes for each in inputs.differentiable)
+            assert row.gradient_bytes in (0, gradients) and (row.gradient_bytes == 0) == (row.mode == "fwd")
+
+
+def test_gradients_that_arrive_are_1_where_a_loss_is_trained_and_random_alone() -> None:
+    for op in ("cross_entropy", "linear_cross_entropy"):
+        assert float(row_of(op, "fwd+bwd").make_inputs(CPU, 2).grad_out) == 1
+        alone = [float(row_of(op, "bwd").make_inputs(CPU, seed).grad_out) for seed in (2, 4)]
+        assert alone[0] != alone[1] and 1 not in alone
+
+
+def test_targets_are_classes_and_class_weights_are_about_1() -> None:
+    _, targets, weight = row_of("cross_entropy", "fwd", weight=True).make_inputs(CPU, 3).arguments
+    assert 0 <= int(targets.min()) < 1000 and 31000 < int(targets.max()) < 32768 == len(weight)
+    assert 0.5 <= float(weight.min()) < 0.51 and 1.49 < float(weight.max()) <= 1.5 and not weight.requires_grad
+
+
+def test_dense_logits_have_the_deviation_that_they_say() -> None:
+    for data, deviation in (("seed", 32.0), ("dense", 1.3)):
+        x, weight, _ = row_of("linear_cross_entropy", "fwd", dtype="fp32", data=data).make_inputs(CPU, 2).arguments
+        assert float(weight.std()) == pytest.approx(1.0, rel=0.02), "as the program's"
+        assert float((x @ weight.t()).std()) == pytest.approx(deviation, rel=0.02)
+
+
+def test_angles_are_the_usual_series() -> None:
+    _, theta = row_of("lrpe_cosine", "bwd", 512).make_inputs(CPU, 3).arguments
+    assert theta.shape == (12, 128) and float(theta[3, 0]) == 1 and float(theta[3, 64]) == pytest.approx(0.01, rel=0.01)
+
+
+def test_the_limit_is_the_products_with_the_gradient_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = row_of("linear_cross_entropy", "fwd+bwd", dtype="fp32", data="dense")
+    inputs = row.make_inputs(CPU, 2)
+    products: list[Tensor] = []
+    matmul = torch.matmul
+
+    def recording(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+        result = matmul(a, b, out=out)
+        products.extend([result] if out is not None else [])
+        return result
+
+    monkeypatch.setattr(torch, "matmul", recording)
+    assert row.make_limit is not None
+    row.make_limit(inputs)()
+    x, weight, target = inputs.arguments
+    exact = torch.autograd.grad(torch.nn.functional.cross_entropy(matmul(x, weight.t()), target), (x, weight))
+    assert len(products) == 3
+    for product, gradient in zip(products[1:], exact, strict=True):
+        torch.testing.assert_close(product, gradient)
+
+
+# ------------------------------------------------------------------------------------------ who computes the same thing
+
+
+@each_operator
+def test_who_runs_here_agrees_on_each_option(operator: Operator) -> None:
+    """Each mode and option once, in the first row that has it: the smallest."""
+    here = [each for each in run.installed(operator.providers, CPU) if each.name != "torch.compile"]
+    rows: dict[str, Row] = {}
+    for row in operator.rows(Request("quick", "cpu", "bf16", has_dtype=False)):
+        if "workspace_mib" not in row.options and row.read_bytes + row.write_bytes < 2**26:
+            rows.setdefault(
+                json.dumps([row.mode, row.dtype, {**row.options, "grid": len(row.options.get("grid", []))}]), row
+            )
+    assert len(rows) >= 6
+    for row in rows.values():
+        inputs = row.make_inputs(CPU, 2)
+        found = [verify.results(row, each.forward(row), inputs) for each in here if not each.lacks(row)]
+        assert [verify.difference(each, found[0], row.tolerance) for each in found] == [""] * len(found), row.case
+
+
+def test_on_a_gpu_eaves_and_torch_agree(cuda: torch.device) -> None:
+    """What a peer computes is not tested here: where it is wrong, or fails, its cell says so."""
+    for operator in OPERATORS:
+        harness, done = Harness(cuda, "autograd", repetitions=1), set()
+        both = [each for each in operator.providers if each.name in ("eaves", "torch")]
+        for row in operator.rows(Request("quick", "cuda", "bf16", has_dtype=False)):
+            case = json.dumps([row.mode, row.dtype, [key for key in row.options if key != "data"]])
+            if case not in done:
+                done.add(case)
+                found = {entry["provider"]: entry.get("skipped", "") for entry in harness.measure(row, both, both[0])}
+                assert found["eaves"] == found["limit"] == "", (row.case, found)
+                assert "wrong" not in found["torch"], (row.case, found)
+
+
+ALL = {"reduction": "mean", "label_smoothing": 0.1, "softcap": 30, "z_loss": 1e-4, "weight": True}
+
+
+@pytest.mark.parametrize("options", [{"reduction": "sum", "z_loss": 1e-4}, ALL], ids=["sum", "all"])
+def test_torch_computes_the_formula_of_cross_entropy(options: dict[str, Any]) -> None:
+    """That of include/eaves/cross_entropy.h, row by row."""
+    z = (torch.randn(5, 7, dtype=torch.float64) * 40).requires_grad_()
+    targets, weight = torch.randint(7, (5,)), torch.rand(7, dtype=torch.float64) + 0.5
+    if "weight" not in options:
+        weight = torch.ones(7, dtype=torch.float64)
+    losses = []
+    smoothing = options.get("label_smoothing", 0.0)
+    for row, t in zip(z, targets):
+        capped = 30 * torch.tanh(row / 30) if "softcap" in options else row
+        lse = capped.exp().sum().log()
+        smooth = (weight * (lse - capped)).sum() / 7
+        losses.append((1 - smoothing) * weight[t] * (lse - capped[t]) + smoothing * smooth + 1e-4 * lse**2)
+    exact = torch.stack(losses).sum() / (weight[targets].sum() if options["reduction"] == "mean" else 1)
+    row = Row("cross_entropy", "bwd", "fp64", {}, 0, 0, 0, lambda *_: Inputs((), z), options)
+    found = provider("cross_entropy", "torch").forward(row)(z, targets, weight)
+    torch.testing.assert_close(found, exact)
+    torch.testing.assert_close(*(torch.autograd.grad(each, z) for each in (found, exact)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation": "silu"},
+        {"activation": "relu", "layout": "bnhd"},
+        {"activation": "sigmoid", "extra_tokens": 2},
+        {"activation": "softmax", "activation_dim": -1, "grid": [2, 2, 2]},
+        {"activation": "softmax", "activation_dim": -2, "grid": [2, 3], "extra_tokens": 2},
+        {"activation": "softmax", "activation_dim": -2, "layout": "bnhd"},
+    ],
+    ids=str,
+)
+def test_torch_computes_the_formula_of_lrpe_cosine(options: dict[str, Any]) -> None:
+    axes = len(options.get("grid", [1]))
+    x = torch.randn((2, 8, 3, 7) if "layout" in options else (2, 3, 8, 7), requires_grad=True)
+    theta = torch.linspace(1, 0.1, 3 * (7 // axes)).view(3, -1).requires_grad_()
+    row = Row("lrpe_cosine", "bwd", "fp32", {}, 0, 0, 0, lambda *_: Inputs((), x), options | {"grad_theta": True})
+    found = provider("lrpe_cosine", "torch").forward(row)(x, theta)
+    exact = formula(x.double(), theta.double(), **({"layout": "bhnd"} | options))
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
+    upstream = torch.randn(found.shape)
+    grads = [torch.autograd.grad(each, (x, theta), upstream.to(each.dtype)) for each in (found, exact)]
+    for actual, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_torchs_angles_are_float32_and_its_result_is_as_x() -> None:
+    theta = torch.full((12, 1), 0.3, dtype=torch.bfloat16)
+    row = row_of("lrpe_cosine", "fwd")
+    out = provider("lrpe_cosine", "torch").forward(row)(torch.ones(1, 12, 32768, 1, dtype=torch.bfloat16), theta)
+    assert out.dtype == torch.bfloat16
+    exact = (theta[0].double() * torch.arange(32768)).cos()
+    assert float((out[0, 0, :, 0].double() - exact).abs().max()) < 0.01
+
+
+def test_torch_compile_compiles_what_torch_calls_anew_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: events.append(options) or function)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: events.append("reset"))
+    row, x = row_of("logsumexp", "fwd"), torch.randn(3, 8)
+    found = [provider("logsumexp", "torch.compile").forward(row)(x) for _ in range(2)]
+    assert all(torch.equal(each, torch.logsumexp(x, -1)) for each in found)
+    assert events == 2 * ["reset", {"fullgraph": True, "dynamic": False}]
+
+
+def test_the_workspace_is_the_argument_of_eaves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr("eaves.linear_cross_entropy", lambda *_, **keywords: calls.append(keywords))
+    row = row_of("linear_cross_entropy", "fwd+bwd", device="cuda", workspace_mib=256)
+    able = [each for each in BY_NAME["linear_cross_entropy"].providers if not each.lacks(row)]
+    assert [each.name for each in able] == ["eaves"]
+    able[0].forward(row)(*[torch.zeros(1)] * 3)
+    assert calls == [{"linear_bias": None, "algorithm": "auto", "workspace_bytes": 256 * 2**20}]
+
+
+# Peers run on GPUs alone: here stands in for each what its package has under the same name.
+
+
+def pretend_installed(monkeypatch: pytest.MonkeyPatch, module: str, **names: object) -> None:
+    monkeypatch.setitem(sys.modules, module.split(".")[0], SimpleNamespace())
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**names))
+
+
+class Recorded:
+    """A function, or what has it as `apply`, that keeps its arguments and returns 3."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        self.calls.append((arguments, keywords))
+        return torch.full((1,), 3.0)
+
+    apply = __call__
+
+
+LOGITS, TARGETS, WEIGHT = torch.zeros(2, 4), torch.zeros(2), torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "attribute", "arguments", "keywords"),
+    [
+        ("eaves", "eaves", "cross_entropy", (LOGITS, TARGETS, WEIGHT),
+         {"reduction": "mean", "label_smoothing": 0.1, "softcap": 30, "z_loss": 1e-4, "inplace_backward": True}),
+        # _input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap
+        ("liger", "liger_kernel.ops", "LigerCrossEntropyFunction",
+         (LOGITS, TARGETS, WEIGHT, -100, 1e-4, 0.1, "mean", 30.0), {}),
+        ("quack", "quack.cross_entropy", "cross_entropy", (LOGITS, TARGETS),
+         {"weight": WEIGHT, "reduction": "mean", "inplace_backward": True}),
+    ],
+)  # fmt: skip
+def test_peers_of_cross_entropy_are_one_call(
+    monkeypatch: pytest.MonkeyPatch, name: str, module: str, attribute: str, arguments: Any, keywords: Any
+) -> None:
+    recorded = Recorded()
+    if name == "eaves":
+        monkeypatch.setattr("eaves.cross_entropy", recorded)
+    else:
+        pretend_installed(monkeypatch, module, **{attribute: recorded})
+    row = row_of("cross_entropy", "fwd+bwd", weight=True)
+    assert float(provider("cross_entropy", name).forward(row)(LOGITS, TARGETS, WEIGHT)) == 3
+    ((found, found_keywords),) = recorded.calls
+    assert [id(each) if isinstance(each, Tensor) else each for each in found] == [
+        id(each) if isinstance(each, Tensor) else each for each in arguments
+    ]
+    assert [type(each) for each in found] == [type(each) for each in arguments]  # a kernel for integers is another
+    assert found_keywords == keywords
+
+
+def test_fla_is_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_installed(monkeypatch, "fla.modules", FusedCrossEntropyLoss=lambda **keywords: lambda *_: keywords)
+    keywords: Any = provider("cross_entropy", "fla").forward(row_of("cross_entropy", "bwd", label_smoothing=0.1))()
+    assert keywords == {"reduction": "mean", "label_smoothing": 0.1, "lse_square_scale": 0.0,
+                        "logit_softcapping": None, "inplace_backward": False}  # fmt: skip
+
+
+def test_what_peers_of_cross_entropy_lack_is_named() -> None:
+    every, plain, alone = (row_of("cross_entropy", "fwd+bwd", weight=True), row_of("cross_entropy", "fwd+bwd"),
+                           row_of("cross_entropy", "fwd"))  # fmt: skip
+    lacking = {
+        each.name: [each.lacks(row) for row in (every, plain, alone)] for each in BY_NAME["cross_entropy"].providers
+    }
+    assert {name: each for name, each in lacking.items() if any(each)} == {
+        "liger": ["", "", "the forward overwrites the logits with the gradient"],
+        "fla": ["no class weights", "", ""],
+        "quack": ["no label smoothing, no softcap, no z-loss", "", ""],
+    }
+
+
+def test_quack_is_its_one_kernel_for_a_sum_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(logits: Tensor, targets: Tensor, **keywords: Any) -> tuple[Tensor, Tensor]:
+        """The losses, and the gradient of their sum over the logits."""
+        assert keywords == {"weight": None, "return_dx": True, "inplace_backward": True} and not logits.requires_grad
+        losses = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
+        gradient = torch.softmax(logits.float(), -1)
+        gradient[torch.arange(len(targets)), targets] -= 1
+        return losses, logits.copy_(gradient)
+
+    pretend_installed(monkeypatch, "quack.cross_entropy", cross_entropy_fwd=kernel)
+    providers = [provider("cross_entropy", name) for name in ("torch", "quack")]
+    row = row_of("cross_entropy", "fwd+bwd", reduction="sum")
+    assert all(entry["ms"] for entry in Harness(CPU, "autograd", repetitions=1).measure(row, providers, providers[0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "attribute"),
+    [
+        ("liger", "liger_kernel.ops", "LigerFusedLinearCrossEntropyFunction"),
+        ("liger-scaled", "liger_kernel.ops.fused_linear_scaled_cross_entropy",
+         "LigerFusedLinearScaledCrossEntropyFunction"),
+        ("cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy"),
+        ("fla", "fla.modules", "FusedLinearCrossEntropyLoss"),
+        ("quack", "quack.linear_cross_entropy", "chunked_linear_cross_entropy"),
+    ],
+)  # fmt: skip
+def test_peers_of_linear_cross_entropy_are_one_call(
+    monkeypatch: pytest.MonkeyPatch, name: str, module: str, attribute: str
+) -> None:
+    recorded = Recorded()
+    pretend_installed(monkeypatch, module, **{attribute: (lambda: recorded) if name == "fla" else recorded})
+    peer = provider("linear_cross_entropy", name)
+    assert run.installed([peer], GPU) == [peer] and run.installed([peer], CPU) == []
+    x, weight, target = torch.zeros(2, 4096), torch.zeros(4, 4096), torch.zeros(2)
+    assert float(peer.forward(row_of("linear_cross_entropy", "fwd+bwd"))(x, weight, target)) == 3
+    ((arguments, keywords),) = recorded.calls
+    assert [id(each) for each in arguments[:3]] == list(
+        map(id, (x, target, weight) if name == "fla" else (x, weight, target))
+    )
+    # As many rows as there are features are an error of its version 0.6.5.
+    assert keywords == ({"chunk_size": 3072} if name == "quack" else {})
+
+
+def test_the_chunks_of_pytorch_are_missing_before_version_2_13(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
+    assert run.installed([provider("linear_cross_entropy", "torch-chunked")], CPU) == []
+
+
+def test_only_a_backward_that_computes_again_is_measured_alone() -> None:
+    alone = row_of("linear_cross_entropy", "bwd")
+    able = [each.name for each in BY_NAME["linear_cross_entropy"].providers if not each.lacks(alone)]
+    assert able == ["eaves", "torch", "torch.compile", "liger-scaled", "cut-cross-entropy"]
+
+
+def test_errors_are_those_against_float64() -> None:
+    inputs = accuracy.make_inputs(20, 16, 33, 1.3, CPU)
+    leaves = [each.detach().double().requires_grad_() for each in (*inputs.arguments[:2], inputs.arguments[3])]
+    logits = torch.nn.functional.linear(leaves[0], leaves[1], leaves[2])
+    loss = torch.nn.functional.cross_entropy(logits, inputs.arguments[2])
+    for found, wanted in zip(accuracy.exact(inputs, True), (loss, *torch.autograd.grad(loss, leaves)), strict=True):
+        torch.testing.assert_close(found, wanted.detach())
+    entries = accuracy.measure("1.3", inputs, [provider("linear_cross_entropy", name) for name in ("eaves", "torch")])
+    assert [entry["provider"] for entry in entries] == ["eaves", "torch"]
+    assert all(0 < entry[name] < 0.02 for entry in entries for name in accuracy.RESULTS)
+    assert entries[0]["loss"] < 1e-5
+    assert accuracy.table(entries).count("\n") == 3

@@ -1,0 +1,417 @@
+"""eaves.log_prob and eaves.linear_log_prob against the formula in float64, at the vocabularies and temperatures of
+post-training; the kernels behind them are tested as those of the losses."""
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import eaves
+from comparison import FLOATING_POINT, CrossEntropyOracle, assert_within
+from cross_entropy_test import each
+from linear_cross_entropy_cases import LinearOracle, assert_gradients
+from pairwise import pairwise
+from refusals import Call, assert_each_refused
+
+IGNORED = -100
+
+
+def rows_and_head(
+    rows: tuple[int, ...], tokens: int, dtype: torch.dtype, device: torch.device, features: int = 24
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    chosen = torch.randint(tokens, rows, generator=generator).to(device)
+    return normal(*rows, features), normal(tokens, features), chosen
+
+
+def by_the_formula(
+    logits: Tensor, tokens: Tensor, temperature: float = 1.0, softcap: float | None = None, scale: float = 1.0
+) -> Tensor:
+    """In float64, of rows that count."""
+    z = logits.double() * scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    return torch.log_softmax(z / temperature, -1).gather(-1, tokens.long().unsqueeze(-1)).squeeze(-1)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 3.0, "softcap": 2.0},
+    {"temperature": 0.5, "softcap": 4.0, "scale": 1.5},
+    {"scale": 0.25},
+]
+
+
+@each("options", OPTIONS)
+def test_the_temperature_divides_behind_the_cap(options: dict[str, Any], device: torch.device) -> None:
+    hidden, head, tokens = rows_and_head((3, 5), 33, torch.float64, device)
+    bias = torch.linspace(-1, 1, 33, dtype=torch.float64, device=device)
+    expected = by_the_formula(hidden @ head.T + bias, tokens, **options)
+    found = eaves.linear_log_prob(hidden, head, tokens, bias=bias, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    found = eaves.log_prob(hidden @ head.T + bias, tokens, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def of_the_losses(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of an oracle of the losses."""
+    temperature = options.get("temperature", 1.0)
+    cap = options.get("softcap")
+    return {
+        "reduction": "none",
+        "scale": options.get("scale", 1.0) / temperature,
+        "softcap": None if cap is None else cap / temperature,
+    }
+
+
+@each("options", OPTIONS)
+def test_outputs_and_gradients_match_the_oracle(options: dict[str, Any], device: torch.device) -> None:
+    for dtype, algorithm in pairwise(FLOATING_POINT, ("auto", "speed", "memory")):
+        hidden, head, tokens = rows_and_head((4, 7), 129, dtype, device)
+        tokens[0, 2] = IGNORED
+        hidden, head = hidden.requires_grad_(), head.requires_grad_()
+        oracle = LinearOracle(hidden, head, tokens, **of_the_losses(options))
+        bounds = oracle.bounds(torch.float64 if dtype == torch.float64 else torch.float32)
+        out = eaves.linear_log_prob(
+            hidden, head, tokens, return_entropy=True, return_top1=True, algorithm=algorithm, **options
+        )
+        assert_within(-out.log_prob, bounds["loss"], f"{dtype} {options}")
+        assert_within(out.entropy, bounds["entropy"], f"{dtype} {options}")
+        assert torch.equal(out.is_top1.cpu(), (oracle.z.argmax(-1) == tokens.cpu()))
+        upstream = torch.linspace(-1, 2, 28, dtype=out.log_prob.dtype, device=device).reshape(4, 7)
+        grads = torch.autograd.grad(out.log_prob, (hidden, head), upstream, retain_graph=True)
+        assert_gradients((*grads, None), oracle.gradients(-upstream), dtype, f"{algorithm} {options}")
+        grads = torch.autograd.grad((out.log_prob, out.entropy), (hidden, head), (upstream, upstream))
+        exact = oracle.gradients(-upstream, None, upstream)
+        assert_gradients((*grads, None), exact, dtype, f"entropy {algorithm} {options}")
+
+
+@each("options", OPTIONS)
+def test_of_logits_they_match_the_oracle(options: dict[str, Any], device: torch.device) -> None:
+    for dtype, is_in_place in pairwise(FLOATING_POINT, (False, True)):
+        logits = rows_and_head((6,), 1, dtype, device, 257)[0]
+        tokens = torch.tensor([0, 256, 3, IGNORED, 77, 12], device=device, dtype=torch.int32)
+        oracle = CrossEntropyOracle(logits, tokens, **of_the_losses(options))
+        leaf = logits.clone().requires_grad_()
+        out = eaves.log_prob(
+            leaf * 1, tokens, return_entropy=True, return_top1=True, inplace_backward=is_in_place, **options
+        )
+        assert_within(-out.log_prob, oracle.loss, f"{dtype} {options}")
+        is_top1 = (oracle.argmax == tokens.cpu()) & (tokens.cpu() != IGNORED)
+        assert torch.equal(out.is_top1.cpu(), is_top1)
+        # Powers of two, because in place 16 bits are rounded once more otherwise.
+        upstream = torch.tensor([-1, 0.5, 2, 1, -0.25, -4], dtype=out.log_prob.dtype, device=device)
+        (grad,) = torch.autograd.grad(out.log_prob, leaf, upstream)
+        assert_within(grad, oracle.gradient(dtype, -upstream), f"{dtype} {options} in place {is_in_place}")
+
+
+# ------------------------------------------------------------------------------------------------------------ the edges
+
+
+@each("vocabulary", (50257, 129920, 151665, 248319))
+def test_no_log_probability_is_above_0(vocabulary: int, device: torch.device) -> None:
+    hidden, head, tokens = rows_and_head((8,), vocabulary, torch.bfloat16, device, 16)
+    head[tokens[:4]] = 8 * hidden[:4]  # confident rows
+    out = eaves.linear_log_prob(hidden, head, tokens, return_entropy=True, return_top1=True)
+    assert (out.log_prob <= 0).all() and (out.entropy >= 0).all()
+    expected = by_the_formula(hidden.double() @ head.double().T, tokens)
+    torch.testing.assert_close(out.log_prob.double(), expected, rtol=2e-5, atol=2e-5)
+    assert out.is_top1[:4].all()
+    of_logits = eaves.log_prob(hidden.float() @ head.float().T, tokens)
+    assert (of_logits <= 0).all()
+    torch.testing.assert_close(of_logits.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@each("level", (-1e4, 1e4))
+def test_logits_that_are_all_large_are_as_exact_as_others(level: float, device: torch.device) -> None:
+    logits = torch.linspace(-4, 4, 1000, device=device).repeat(3, 1)
+    tokens = torch.tensor([0, 500, 999], device=device)
+    moved = logits + level  # rounded, which the formula gets too
+    found = eaves.log_prob(moved, tokens)
+    torch.testing.assert_close(found.double(), by_the_formula(moved, tokens), rtol=3e-7, atol=1e-9)
+
+
+@each("temperature", (0.01, 100.0))
+def test_extreme_temperatures(temperature: float, device: torch.device) -> None:
+    hidden, head, tokens = rows_and_head((16,), 513, torch.float32, device)
+    hidden.requires_grad_()
+    found = eaves.linear_log_prob(hidden, head, tokens, temperature=temperature)
+    logits = (hidden.detach().double() @ head.double().T).requires_grad_()
+    expected = by_the_formula(logits, tokens, temperature)
+    torch.testing.assert_close(found.detach().double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    (exact,) = torch.autograd.grad(expected.sum(), logits)
+    (grad,) = torch.autograd.grad(found.sum(), hidden)
+    exact = exact @ head.double()
+    assert (grad.double() - exact).norm() <= 1e-4 * exact.norm() + 1e-30
+
+
+def test_a_confident_token_is_exact_and_its_gradient_as_exact_as_lse(device: torch.device) -> None:
+    # The log-probability does not go through lse; the gradient does, which is kept in float32, as large as the logit.
+    for difference in (5.0, 17.0, 30.0, 60.0):
+        logits = torch.tensor([[difference, 0.0]], device=device, requires_grad=True)
+        found = eaves.log_prob(logits, torch.tensor([0], device=device))
+        exact = -math.log1p(math.exp(-difference))
+        assert found.item() == pytest.approx(exact, rel=3e-7)
+        (grad,) = torch.autograd.grad(found, logits)
+        assert grad[0, 0].item() == pytest.approx(-math.expm1(exact), rel=1e-6, abs=difference * 2**-24)
+
+
+@each("share", (0.99, 1.0))
+def test_ignored_rows_have_log_probability_and_gradient_0(share: float, device: torch.device) -> None:
+    hidden, head, tokens = rows_and_head((200,), 65, torch.bfloat16, device)
+    count = int(share * 200)
+    tokens[:count] = IGNORED
+    for frozen in (False, True):
+        x, w = hidden.clone().requires_grad_(), head.clone().requires_grad_(not frozen)
+        out = eaves.linear_log_prob(x, w, tokens, return_top1=True, algorithm="speed")
+        assert (out.log_prob[:count] == 0).all() and not torch.signbit(out.log_prob[:count]).any()
+        assert not out.is_top1[:count].any()
+        # A ratio of an ignored row may be anything.
+        upstream = torch.ones_like(out.log_prob)
+        upstream[:count] = math.nan
+        out.log_prob.backward(upstream)
+        assert x.grad is not None and (x.grad[:count] == 0).all() and x.grad.isfinite().all()
+        assert w.grad is None or w.grad.isfinite().all()
+
+
+def test_the_entropy_of_an_ignored_row_is_0_and_has_no_gradient(device: torch.device) -> None:
+    hidden, head, tokens = rows_and_head((5,), 33, torch.float32, device)
+    tokens[2] = IGNORED
+    hidden.requires_grad_()
+    upstream = torch.ones(5, device=device)
+    upstream[2] = math.nan
+    for out in (
+        eaves.linear_log_prob(hidden, head, tokens, return_entropy=True),
+        eaves.log_prob(hidden @ head.T, tokens, return_entropy=True),
+    ):
+        (grad,) = torch.autograd.grad(out.entropy, hidden, upstream)
+        assert out.entropy[2] == 0 and (grad[2] == 0).all() and grad.isfinite().all()
+
+
+def test_a_token_that_is_ignored_by_its_class_is_no_top_token(device: torch.device) -> None:
+    logits = torch.tensor([[1.0, 0.0], [1.0, 0.0]], device=device)
+    out = eaves.log_prob(logits, torch.tensor([0, 1], device=device), ignore_index=0, return_top1=True)
+    assert out.log_prob[0] == 0 and out.is_top1.tolist() == [False, False]
+
+
+# ------------------------------------------------------------------------------------------------------- a frozen head
+
+
+def calls_of(function: Callable[[], object]) -> list[str]:
+    """The operators of the extension that it calls, by name."""
+    with torch.profiler.profile() as profile:
+        function()
+    names = sorted((event.time_range.start, event.name) for event in profile.events() or ())
+    return [name.removeprefix("eaves::linear_cross_entropy_") for _, name in names if name.startswith("eaves::")]
+
+
+def test_a_frozen_head_takes_two_products(device: torch.device) -> None:
+    hidden, head, tokens = rows_and_head((40,), 65, torch.bfloat16, device)
+    hidden.requires_grad_()
+    upstream = torch.linspace(-1, 2, 40, device=device)
+
+    def gradient(**options: Any) -> Tensor:
+        (grad,) = torch.autograd.grad(eaves.linear_log_prob(hidden, head, tokens, **options), hidden, upstream)
+        return grad
+
+    assert [name for name in calls_of(gradient) if name != "algorithm"] == ["forward_backward"]
+    assert calls_of(lambda: gradient(algorithm="memory")) == ["forward", "backward"]
+    oracle = LinearOracle(hidden, head, tokens, reduction="none")
+    assert_gradients((gradient(), None, None), oracle.gradients(-upstream), torch.bfloat16)
+
+
+def test_a_frozen_head_gives_every_backward_the_same(device: torch.device) -> None:
+    hidden, head, tokens = rows_and_head((40,), 65, torch.float32, device)
+    hidden.requires_grad_()
+    out = eaves.linear_log_prob(hidden, head, tokens, return_entropy=True, algorithm="speed")
+    upstream = torch.linspace(-1, 2, 40, device=device)
+    first, second = (
+        torch.autograd.grad(out.log_prob, hidden, upstream, retain_graph=True)[0].clone() for _ in range(2)
+    )
+    assert torch.equal(first, second)
+    # The entropy turns out to have a gradient: all of it from logits that are computed again.
+    oracle = LinearOracle(hidden, head, tokens, reduction="none")
+    (grad,) = torch.autograd.grad((out.log_prob, out.entropy), hidden, (upstream, upstream))
+    assert_gradients((grad, None, None), oracle.gradients(-upstream, None, upstream), torch.float32)
+
+
+@each("is_compiled", (False, True))
+@each("ignore_index", (7, 2**32 + 7))
+def test_a_frozen_head_gives_ignored_rows_no_gradient(
+    ignore_index: int, is_compiled: bool, any_device: torch.device
+) -> None:
+    hidden, head, tokens = rows_and_head((6,), 65, torch.float32, any_device)
+    hidden.requires_grad_()
+    for dtype in (torch.int32, torch.int64):
+        tokens = torch.tensor([7, 3, 7, 64, 8, 0], dtype=dtype, device=any_device)
+
+        def function(x: Tensor, tokens: Tensor = tokens) -> Tensor:
+            return eaves.linear_log_prob(x, head, tokens, ignore_index=ignore_index, algorithm="speed")
+
+        if is_compiled:
+            function = torch.compile(function, backend="aot_eager", fullgraph=True)
+        upstream = torch.linspace(-1, 2, 6, device=any_device)
+        is_ignored = tokens == 7 if ignore_index == 7 else torch.zeros_like(tokens, dtype=torch.bool)
+        (grad,) = torch.autograd.grad(function(hidden), hidden, upstream.masked_fill(is_ignored, math.nan))
+        oracle = LinearOracle(hidden, head, tokens.long(), ignore_index=ignore_index, reduction="none")
+        assert_gradients((grad, None, None), oracle.gradients(-upstream), torch.float32)
+        assert (grad[is_ignored] == 0).all()
+
+
+def test_the_losses_of_probabilities_have_a_frozen_head_too(device: torch.device) -> None:
+    hidden, head, _ = rows_and_head((6,), 65, torch.float32, device)
+    soft = torch.softmax(torch.linspace(-2, 2, 6 * 65, device=device).reshape(6, 65), -1)
+    losses = eaves.linear_cross_entropy(hidden.requires_grad_(), head, soft, reduction="none", algorithm="speed")
+    upstream = torch.linspace(-1, 2, 6, device=device)
+    (grad,) = torch.autograd.grad(losses, hidden, upstream)
+    exact = LinearOracle(hidden, head, soft, reduction="none").gradients(upstream)
+    assert_gradients((grad, None, None), exact, torch.float32)
+
+
+def test_the_entropy_alone_has_a_gradient(device: torch.device) -> None:
+    hidden, head, tokens = rows_and_head((6,), 65, torch.float32, device)
+    out = eaves.linear_log_prob(hidden.requires_grad_(), head, tokens, return_entropy=True, algorithm="speed")
+    upstream = torch.linspace(-1, 2, 6, device=device)
+    (grad,) = torch.autograd.grad(out.entropy, hidden, upstream)
+    exact = LinearOracle(hidden, head, tokens, reduction="none").gradients(0.0, None, upstream)
+    assert_gradients((grad, None, None), exact, torch.float32)
+
+
+@each("is_frozen", (False, True))
+def test_torch_compile_gives_the_same(is_frozen: bool, any_device: torch.device) -> None:
+    hidden, head, tokens = rows_and_head((10,), 65, torch.float32, any_device)
+    tokens[3] = IGNORED
+    hidden.requires_grad_()
+    head.requires_grad_(not is_frozen)
+
+    def ratio(temperature: float) -> Tensor:
+        log_prob = eaves.linear_log_prob(hidden, head, tokens, temperature=temperature)
+        return (log_prob - log_prob.detach()).exp().sum()
+
+    wanted = [hidden] if is_frozen else [hidden, head]
+    compiled = torch.compile(ratio, backend="aot_eager", fullgraph=True)
+    for temperature in (0.5, 0.7, 0.9):
+        expected = torch.autograd.grad(ratio(temperature), wanted)
+        torch.testing.assert_close(torch.autograd.grad(compiled(temperature), wanted), expected)
+
+
+# ------------------------------------------------------------------------------------------ what the losses are given
+
+
+def keywords_of(monkeypatch: pytest.MonkeyPatch, loss: str, call: Callable[[], object]) -> dict[str, Any]:
+    """The keywords with which `call` calls the loss."""
+    module: Any = sys.modules["eaves._log_prob"]
+    given: dict[str, Any] = {}
+    original = getattr(module, loss)
+
+    def spy(*arguments: Any, **keywords: Any) -> Any:
+        given.update(keywords)
+        return original(*arguments, **keywords)
+
+    monkeypatch.setattr(module, loss, spy)
+    call()
+    return given
+
+
+def test_every_option_arrives_at_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, head, tokens = rows_and_head((4, 7), 7, torch.bfloat16, torch.device("cpu"))
+    of_both = {"softcap": 30.0, "scale": 2.0, "ignore_index": 3, "return_entropy": True}
+    of_head: dict[str, Any] = {
+        "algorithm": "memory", "workspace_bytes": 1 << 20, "skip_ignored": True, "grad_weight_dtype": torch.float32,
+    }  # fmt: skip
+    given = keywords_of(
+        monkeypatch, "linear_cross_entropy",
+        lambda: eaves.linear_log_prob(hidden, head, tokens, return_top1=True, **of_both, **of_head),
+    )  # fmt: skip
+    assert given.items() >= {**of_both, **of_head, "reduction": "none", "return_argmax": True}.items()
+    out = torch.zeros(7, 24)
+    call = keywords_of(
+        monkeypatch, "linear_cross_entropy",
+        lambda: eaves.linear_log_prob(hidden, head.requires_grad_(), tokens, grad_weight_out=out),
+    )  # fmt: skip
+    assert call["grad_weight_out"] is out
+    # Logits whose shape does not say which axis is that of the classes.
+    logits = (hidden @ head.detach().T).requires_grad_() * 1
+    given = keywords_of(
+        monkeypatch, "cross_entropy",
+        lambda: eaves.log_prob(logits, tokens, return_top1=True, inplace_backward=True, **of_both),
+    )  # fmt: skip
+    wanted = {**of_both, "reduction": "none", "inplace_backward": True, "return_argmax": True, "class_dim": -1}
+    assert given.items() >= wanted.items()
+
+
+def test_an_ignored_row_has_no_negative_zero() -> None:
+    found = eaves.log_prob(torch.zeros(2, 3), torch.tensor([IGNORED, 0]))
+    assert not torch.signbit(found[0])
+
+
+# ----------------------------------------------------------------------------------------------------- batch invariance
+
+
+@each("dtype", (torch.float32, torch.bfloat16))
+def test_on_the_cpu_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype) -> None:
+    # More rows than a chunk, and cuts that are multiples of nothing. (The gradient that "memory" adds up over blocks of
+    # classes is not among them: how many classes a block has depends on the rows.)
+    hidden, head, tokens = rows_and_head((300,), 1031, dtype, torch.device("cpu"), 64)
+    tokens[::7] = IGNORED
+
+    def results(begin: int, end: int, **options: Any) -> list[Tensor]:
+        x = hidden[begin:end].clone().requires_grad_()
+        out = eaves.linear_log_prob(
+            x, head, tokens[begin:end], return_entropy=True, return_top1=True, algorithm="speed", **options
+        )
+        grads = torch.autograd.grad(out.log_prob.sum(), x)
+        return [out.log_prob.detach(), out.entropy.detach(), out.is_top1, *grads]
+
+    for options in ({}, {"workspace_bytes": 1 << 18}):
+        whole = results(0, 300, **options)
+        for begin, end in ((0, 1), (1, 8), (100, 133), (36, 100), (7, 300)):
+            for part, all_rows in zip(results(begin, end, **options), whole, strict=True):
+                assert torch.equal(part, all_rows[begin:end]), f"rows {begin} to {end} {options}"
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+X, HEAD, TOKENS = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, dtype=torch.int64)
+OF_BOTH: list[Call] = [
+    ({"tokens": TOKENS.float()}, ValueError, "tokens has dtype float32, expected int64 or int32"),
+    ({"tokens": TOKENS.to(torch.uint8)}, ValueError, "tokens has dtype uint8, expected int64 or int32"),
+    ({"tokens": None}, TypeError, r"tokens is a NoneType, expected a torch\.Tensor"),
+    ({"tokens": TOKENS[:2]}, ValueError, r"tokens has shape \[2\], expected \[4\]"),
+    ({"temperature": 0}, ValueError, "temperature is 0, expected a positive number that float32 has"),
+    ({"temperature": torch.ones(4)}, TypeError, r"temperature is (FakeT|t)ensor.*expected a positive number"),
+    ({"softcap": -1.0}, ValueError, r"softcap is -1\.0, expected a positive number"),
+    ({"softcap": "30", "temperature": 2.0}, TypeError, "softcap is '30', expected a positive number"),
+    ({"scale": "2", "temperature": 2.0}, TypeError, "scale is '2', expected a positive number"),
+    ({"scale": 1e38, "temperature": 0.1}, ValueError, r"scale / temperature is 1e\+39, expected a positive number"),
+    ({"ignore_index": 1.5}, TypeError, r"ignore_index is 1\.5, expected an int"),
+    ({"return_entropy": 1}, TypeError, "return_entropy is 1, expected a bool"),
+    ({"return_top1": 1}, TypeError, "return_top1 is 1, expected a bool"),
+    ({"return_argmax": True}, TypeError, "got an unexpected keyword argument 'return_argmax'"),
+]
+
+
+@each("call", [
+    *OF_BOTH,
+    ({"hidden": X[0, 0]}, ValueError, "hidden has no axes"),
+    ({"head": HEAD[:, :2]}, ValueError, r"head has shape \[5, 2\], expected \[classes, 3\] \(features as hidden"),
+    ({"bias": torch.zeros(4)}, ValueError, r"bias has shape \[4\], expected \[5\] \(one per class of head\)"),
+    ({"algorithm": "input"}, ValueError, "algorithm is 'input', expected"),
+])  # fmt: skip
+def test_refusals_of_a_head_speak_of_its_arguments(call: Call, any_device: torch.device) -> None:
+    right = {"hidden": X, "head": HEAD, "tokens": TOKENS}
+    assert_each_refused(eaves.linear_log_prob, "linear_log_prob", right, call, any_device)
+
+
+@each("call", [*OF_BOTH, ({"logits": X.long()}, ValueError, "logits has dtype int64, expected a floating-point type")])
+def test_refusals_of_logits_speak_of_its_arguments(call: Call, any_device: torch.device) -> None:
+    assert_each_refused(eaves.log_prob, "log_prob", {"logits": X, "tokens": TOKENS}, call, any_device)

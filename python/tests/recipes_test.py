@@ -1,0 +1,59 @@
+"""The blocks of docs/recipes.md run, each by itself, with the names that the page begins with and the models that it
+takes as given."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import eaves
+
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+BLOCKS = re.findall(r"^## ([^\n]*)\n(?:(?!^## ).)*?^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+V, D = 131, 32
+
+
+def names(block: str, folder: Path) -> dict[str, Any]:
+    torch.manual_seed(0)
+    body, head = torch.nn.Embedding(V, D), torch.nn.Linear(D, V, bias=False)
+    labels = torch.randint(4, V, (3, 2, 9))
+    labels[..., :3] = -100
+    found: dict[str, Any] = {
+        "torch": torch, "eaves": eaves, "V": V, "D": D, "body": body, "head": head,
+        "batches": [(torch.randint(4, V, (2, 9)), each) for each in labels],
+        "optimizer": torch.optim.SGD([*body.parameters(), *head.parameters()], lr=1.0),
+    }  # fmt: skip
+    if "llama" in block:
+        from hf_models import tiny_model
+        from trainers_test import arguments_of, tokenizer, words
+
+        found |= {name: pytest.importorskip(name) for name in ("transformers", "peft", "trl", "datasets")}
+        found["llama"], found["tokenizer"] = tiny_model("llama"), tokenizer()
+        found["training_arguments"] = arguments_of(found["transformers"].TrainingArguments, folder)
+        found["sft_arguments"] = arguments_of(found["trl"].SFTConfig, folder)
+        texts = found["datasets"].Dataset.from_dict({"text": [words(9, i) for i in range(8)]})
+        found["dataset"] = texts
+        if "transformers.Trainer" in block:
+            found["dataset"] = [{"input_ids": torch.arange(4, 13), "labels": torch.arange(4, 13)} for _ in range(8)]
+    return found
+
+
+@pytest.mark.parametrize(("title", "block"), BLOCKS, ids=[title for title, _ in BLOCKS])
+def test_the_recipe_runs(title: str, block: str, tmp_path: Path) -> None:
+    given = names(block, tmp_path)
+    before = given["head"].weight.detach().clone()
+    exec(compile(block, f"{PAGE.name}: {title}", "exec"), given)
+    if "optimizer.step" in block:
+        assert not torch.equal(given["head"].weight, before)
+    if "main_grad" in block:
+        assert given["main_grad"].abs().sum() > 0
+    if ".backward()" in block and "embedding" not in block:
+        assert given["body"].weight.grad.abs().sum() > 0
+    if "ratio" in block:
+        assert given["ratio"].shape == (2, 8) and (given["ratio"][:, :2] == 1).all()
+
+
+def test_there_are_recipes() -> None:
+    assert len(BLOCKS) == len(re.findall("^```python$", PAGE.read_text(), re.MULTILINE)) >= 6
