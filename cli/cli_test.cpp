@@ -118,7 +118,7 @@ class Program : public testing::Test {
 
   template <typename Condition>
   static void wait_until(const Condition& condition) {
-    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(180);
     while (!condition() && std::chrono::steady_clock::now() < end) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
