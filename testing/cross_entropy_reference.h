@@ -22,7 +22,8 @@ struct CrossEntropyRow {
   std::vector<double> distribution;  ///< u_v = w_v * q'_v, but for the hard target's part
   double hard = 0.0;                 ///< that part: (1 - e) * w_t
   std::int64_t target = -1;          ///< -1: soft targets, or the row is ignored
-  double target_weight = 0.0;        ///< what the row counts in the mean
+  double weight = 1.0;               ///< r
+  double target_weight = 0.0;        ///< what the row counts in the mean: r w_t
   bool is_counted = true;            ///< not ignored
 
   double max = -std::numeric_limits<double>::infinity();
@@ -30,8 +31,12 @@ struct CrossEntropyRow {
   double anchor = 0.0;            ///< the largest z', or 0 where that is not finite
   double lse_minus_anchor = 0.0;  ///< next to a huge anchor lse itself has no room for it
   double entropy = 0.0;
+  double sum_sq = 0.0;
+  double mean_logit = 0.0;
+  double mean_size = 0.0;  ///< mean of |z'|
   std::int64_t argmax = 0;
   double target_mass = 0.0;
+  // Multiplied by r.
   double loss = 0.0;
   double loss_scale = 0.0;
   double z_loss = 0.0;
@@ -79,12 +84,19 @@ inline CrossEntropyRow cross_entropy_row(const CrossEntropyForwardArgs& args, st
   for (const double logit : result.logits) sum += std::exp(logit - result.anchor);
   result.lse_minus_anchor = std::log(static_cast<double>(sum));
   result.lse = result.anchor + result.lse_minus_anchor;
-  long double entropy = 0.0;
+  long double entropy = 0.0, squares = 0.0, logits = 0.0, sizes = 0.0;
   for (const double logit : result.logits) {
     const double log_p = logit - result.anchor - result.lse_minus_anchor;
-    if (logit != -std::numeric_limits<double>::infinity()) entropy -= std::exp(log_p) * log_p;
+    logits += logit;
+    sizes += std::abs(logit);
+    if (logit == -std::numeric_limits<double>::infinity()) continue;  // p is 0
+    entropy -= std::exp(log_p) * log_p;
+    squares += std::exp(2.0 * log_p);
   }
   result.entropy = static_cast<double>(entropy);
+  result.sum_sq = static_cast<double>(squares);
+  result.mean_logit = static_cast<double>(logits) * per_class;
+  result.mean_size = static_cast<double>(sizes) * per_class;
 
   std::vector<double> weight(classes, 1.0);
   if (args.weight.is_present) weight = elements_along(args.weight, 0, 0);
@@ -106,6 +118,8 @@ inline CrossEntropyRow cross_entropy_row(const CrossEntropyForwardArgs& args, st
     }
   }
   if (!result.is_counted) return result;
+  if (args.row_weight.is_present) result.weight = element(args.row_weight, row);
+  result.target_weight *= result.weight;
 
   const double lse_scale = testing::logsumexp_scale(result.lse, result.max);
   long double target_mass = 0.0;
@@ -125,6 +139,9 @@ inline CrossEntropyRow cross_entropy_row(const CrossEntropyForwardArgs& args, st
     result.loss += result.z_loss;
     result.loss_scale += testing::z_loss_scale(options.z_loss_weight, lse_scale);
   }
+  result.loss *= result.weight;
+  result.loss_scale *= std::abs(result.weight);
+  result.z_loss *= result.weight;
   return result;
 }
 
@@ -142,7 +159,8 @@ struct CrossEntropySums {
     loss_scale += row.loss_scale;
     z_loss += row.z_loss;
     if (row.is_counted) {
-      z_loss_scale += testing::z_loss_scale(options.z_loss_weight, testing::logsumexp_scale(row.lse, row.max));
+      z_loss_scale += std::abs(row.weight) *
+                      testing::z_loss_scale(options.z_loss_weight, testing::logsumexp_scale(row.lse, row.max));
     }
   }
 };
@@ -175,7 +193,7 @@ inline CrossEntropyGradient cross_entropy_gradient(const CrossEntropyRow& row, c
     return result;
   }
   const double lse = upstream.anchor + upstream.lse_minus_anchor;
-  const double g = row.is_counted ? upstream.loss : 0.0;
+  const double g = row.is_counted ? upstream.loss * row.weight : 0.0;
   const double of_z_loss = row.is_counted && options.z_loss_weight != 0.0 ? g * 2.0 * options.z_loss_weight * lse : 0.0;
   const bool is_transformed = options.scale != 1.0 || options.softcap != 0.0;
   for (std::size_t v = 0; v < row.logits.size(); ++v) {

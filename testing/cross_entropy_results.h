@@ -67,13 +67,15 @@ struct CrossEntropyResults {
         lse(device, dtype, row_shape),
         argmax(device, DType::int64, row_shape),
         entropy(device, dtype, row_shape),
+        sum_sq(device, dtype, row_shape),
+        mean_logit(device, dtype, row_shape),
         z_loss(device, dtype, reduction == Reduction::none ? row_shape : Dims{}),
         target_mass(device, dtype, row_shape),
         divisor(device, dtype, {}) {}
 
   std::vector<std::pair<const char*, TestTensor*>> all() {
-    return {{"loss", &loss},       {"lse", &lse},       {"argmax", &argmax},
-            {"entropy", &entropy}, {"z_loss", &z_loss}, {"target_mass", &target_mass},
+    return {{"loss", &loss},      {"lse", &lse},       {"argmax", &argmax},         {"entropy", &entropy},
+            {"sum_sq", &sum_sq},  {"z_loss", &z_loss}, {"mean_logit", &mean_logit}, {"target_mass", &target_mass},
             {"divisor", &divisor}};
   }
 
@@ -85,7 +87,9 @@ struct CrossEntropyResults {
     if (has_all_of_row) {
       views.argmax = (argmax.*where)();
       views.entropy = (entropy.*where)();
+      views.sum_sq = (sum_sq.*where)();
     }
+    if (has_mean_logit) views.mean_logit = (mean_logit.*where)();
     views.z_loss = (z_loss.*where)();
     views.target_mass = (target_mass.*where)();
     if (reduction == Reduction::mean) views.divisor = (divisor.*where)();
@@ -95,14 +99,17 @@ struct CrossEntropyResults {
   bool equal(const CrossEntropyResults& other) const {
     return loss.bytes() == other.loss.bytes() && lse.bytes() == other.lse.bytes() &&
            argmax.bytes() == other.argmax.bytes() && entropy.bytes() == other.entropy.bytes() &&
+           sum_sq.bytes() == other.sum_sq.bytes() && mean_logit.bytes() == other.mean_logit.bytes() &&
            z_loss.bytes() == other.z_loss.bytes() && target_mass.bytes() == other.target_mass.bytes() &&
            divisor.bytes() == other.divisor.bytes();
   }
 
-  /// Also what needs more of a row than its lse: argmax and entropy. A GPU has kernels of its own for calls without.
+  /// Also what needs more of a row than its lse: argmax, entropy and sum_sq. A GPU has kernels of its own for calls
+  /// without.
   bool has_all_of_row = true;
+  bool has_mean_logit = false;
 
-  TestTensor loss, lse, argmax, entropy, z_loss, target_mass, divisor;
+  TestTensor loss, lse, argmax, entropy, sum_sq, mean_logit, z_loss, target_mass, divisor;
 };
 
 /// The worst errors of a forward, as shares of what testing/tolerance.h allows.
@@ -150,11 +157,17 @@ class CrossEntropyResultComparison {
         (!results.has_all_of_row ||
          expect(results.entropy.get(i), unless(!is_read, row.entropy, entropy_scale(row.entropy, row.lse, row.max)),
                 "entropy" + of_row, shares_.entropy)) &&
+        (!results.has_all_of_row ||
+         expect(results.sum_sq.get(i), unless(!is_read, row.sum_sq, sum_sq_scale(row.sum_sq, row.max)),
+                "sum_sq" + of_row, unused)) &&
+        (!results.has_mean_logit || expect(results.mean_logit.get(i), unless(!is_read, row.mean_logit, row.mean_size),
+                                           "mean_logit" + of_row, unused)) &&
         expect(results.target_mass.get(i), {row.target_mass, row.target_mass}, "target_mass" + of_row, unused);
     if (!is_within || options_.reduction != Reduction::none) return is_within;
     return expect(results.loss.get(i), {row.loss, row.loss_scale}, "loss" + of_row, shares_.loss) &&
            expect(results.z_loss.get(i),
-                  unless(!row.is_counted, row.z_loss, z_loss_scale(options_.z_loss_weight, lse_scale)),
+                  unless(!row.is_counted, row.z_loss,
+                         std::abs(row.weight) * z_loss_scale(options_.z_loss_weight, lse_scale)),
                   "z_loss" + of_row, unused);
   }
 

@@ -35,6 +35,11 @@ inline double entropy_scale(double entropy, double lse, double max) {
   return std::max(std::abs(entropy), logsumexp_scale(lse, max));
 }
 
+/// The scale of a sum of p^2: each p is known as well as its exponent z' - lse is.
+inline double sum_sq_scale(double sum_sq, double max) {
+  return sum_sq * (1.0 + (std::isfinite(max) ? std::abs(max) : 0.0));
+}
+
 /// The scale of one class's part u * (lse - z') of a loss, as if lse and z' did not cancel: what is left of two large
 /// numbers is known as well as they are. That of a loss is the sum over its classes, and the z-loss; of a reduced loss
 /// the sum over its rows.

@@ -7,12 +7,14 @@
 //   nll     = w_t * (lse - z'_t)
 //   smooth  = sum_v w_v * (lse - z'_v) / V
 //   loss    = (1 - e) * nll + e * smooth + z_loss_weight * lse^2
-//   mean    = sum(loss) / sum(w_t over the rows that are not ignored)
-//   dz_v    = g * (p_v * (m + 2 * z_loss_weight * lse) - (1 - e) * w_t * [v == t] - e * w_v / V) * dz'_v/dz_v
+//   mean    = sum(r * loss) / sum(r * w_t over the rows that are not ignored), with the weights r of the rows (1 where
+//             absent), which sum and the losses of Reduction::none are multiplied by too
+//   dz_v    = r * g * (p_v * (m + 2 * z_loss_weight * lse) - (1 - e) * w_t * [v == t] - e * w_v / V) * dz'_v/dz_v
 //             with p = exp(z' - lse) and m = (1 - e) * w_t + e * sum_v w_v / V
 //
 // With soft targets q, a distribution for each row: loss = sum_v w_v * q'_v * (lse - z'_v) + z_loss_weight * lse^2 with
-// q' = (1 - e) * q + e / V, and the mean divides by the number of rows, as PyTorch does.
+// q' = (1 - e) * q + e / V, and the mean divides by the number of rows, as PyTorch does, or by the sum of their weights
+// r.
 //
 // Everything is computed in float32, or float64 for float64 logits, and rounded once. The statistics of a row take one
 // pass (M. Milakov, N. Gimelshein, arXiv:1805.02867). Over the edges:
@@ -58,6 +60,9 @@ struct CrossEntropyForwardArgs {
   /// w, optional; [classes], contiguous; dtype of logits, or float32. Never read at ignore_index.
   TensorView weight = {};
 
+  /// r, optional; per row, contiguous, result dtype. Of ignored rows any numbers.
+  TensorView row_weight = {};
+
   /// optional, with Reduction::mean: one element of the result dtype, which the sum is divided by instead of the
   /// weights of the rows (tokens over all micro-batches and ranks, say).
   TensorView normalizer = {};
@@ -67,7 +72,7 @@ struct CrossEntropyForwardArgs {
 
   CrossEntropyOptions options = {};
 
-  /// False: rows that are ignored need not be read, and their lse and entropy are 0, their argmax 0.
+  /// False: rows that are ignored need not be read, and their lse, argmax, entropy, sum_sq and mean_logit are 0.
   bool reads_ignored_rows = true;
 
   /// out, result dtype: per row with Reduction::none, otherwise one element.
@@ -81,6 +86,12 @@ struct CrossEntropyForwardArgs {
 
   /// out, optional, result dtype, per row: -sum_v p_v log p_v, in nats.
   TensorView entropy = {};
+
+  /// out, optional, result dtype, per row: sum_v p_v^2.
+  TensorView sum_sq = {};
+
+  /// out, optional, result dtype, per row: sum_v z'_v / V. Not with soft targets, nor where weights and smoothing meet.
+  TensorView mean_logit = {};
 
   /// out, optional, result dtype, shape of loss: the part z_loss_weight * lse^2 of the loss, reduced as it is.
   TensorView z_loss = {};
@@ -106,6 +117,7 @@ struct CrossEntropyBackwardArgs {
   TensorView logits = {};
   TensorView targets = {};
   TensorView weight = {};
+  TensorView row_weight = {};
   int class_axis = -1;
   CrossEntropyOptions options = {};
 
@@ -158,13 +170,14 @@ enum class CrossEntropyStatistic : std::uint8_t {
   sum,            ///< sum_v exp(z'_v - largest)
   target_logit,   ///< z'_t; 0 where the target is another shard's
   target_weight,  ///< w_t; likewise
-  linear,         ///< sum_v w_v z'_v; this and the next any number where the options do not need them
+  linear,         ///< sum_v w_v z'_v, w = 1 without smoothing; this and the next any number where nothing needs them
   mass,           ///< sum_v w_v
   moment,         ///< sum_v exp(z'_v - largest) * (z'_v - largest)
   best_value,     ///< the largest z
   best,           ///< its class, which float32 knows up to 2^24 classes
+  square,         ///< sum_v exp(2 * (z'_v - largest))
 };
-inline constexpr int kCrossEntropyStatistics = 9;
+inline constexpr int kCrossEntropyStatistics = 10;
 
 struct CrossEntropyShardArgs {
   /// As in the forward; logits has the classes [first_class, first_class + its size) of `classes`, weight those alone.
@@ -176,6 +189,7 @@ struct CrossEntropyShardArgs {
   CrossEntropyOptions options = {};
   std::int64_t first_class = 0;
   std::int64_t classes = 0;
+  bool is_for_mean_logit = false;  ///< the merge is asked for mean_logit
 
   /// out, result dtype, contiguous: per row and kCrossEntropyStatistics as the last axis.
   TensorView statistics = {};
@@ -187,6 +201,7 @@ struct CrossEntropyMergeArgs {
 
   /// As in the forward.
   TensorView targets = {};
+  TensorView row_weight = {};
   TensorView normalizer = {};
   CrossEntropyOptions options = {};
   std::int64_t classes = 0;  ///< of all shards
@@ -200,6 +215,8 @@ struct CrossEntropyMergeArgs {
   TensorView lse = {};
   TensorView argmax = {};
   TensorView entropy = {};
+  TensorView sum_sq = {};
+  TensorView mean_logit = {};
   TensorView z_loss = {};
   TensorView target_mass = {};
   TensorView divisor = {};

@@ -20,7 +20,7 @@
 // factor does not underflow; but where dL/d(loss) is per row, or lse or entropy have gradients, they are part of it
 // there too, and those below 1e-4 lose digits.
 //
-// Over the edges, beside those of cross_entropy: rows that are ignored have gradient 0 and lse, entropy and argmax 0,
+// Over the edges, beside those of cross_entropy: rows that are ignored have gradient 0 and all other outputs 0,
 // whatever x holds where they are skipped; where they are not (see skips_ignored_rows), an x that is not finite there
 // makes grad_weight NaN, and a weight that is not finite their grad_x, as 0 * NaN is.
 #pragma once
@@ -52,6 +52,9 @@ struct LinearCrossEntropyInputs {
   /// w of cross_entropy.h, optional; [classes], contiguous; dtype of x, or float32.
   TensorView class_weight = {};
 
+  /// r of cross_entropy.h, optional; per row, contiguous, result dtype. Of ignored rows any numbers.
+  TensorView row_weight = {};
+
   CrossEntropyOptions options = {};
 
   /// Leaves out rows that are ignored before anything is multiplied. On the CPU that is always done. On a GPU, where
@@ -72,6 +75,8 @@ struct LinearCrossEntropyOutputs {
   TensorView lse = {};
   TensorView argmax = {};
   TensorView entropy = {};
+  TensorView sum_sq = {};
+  TensorView mean_logit = {};
   TensorView z_loss = {};
   TensorView target_mass = {};
   TensorView divisor = {};

@@ -59,9 +59,10 @@ std::vector<Tensor> make_outputs(Args& args, const Dims& row_shape, DType dtype,
   return make_loss_outputs(args, args.options.reduction, row_shape, dtype, device, wanted);
 }
 
-std::vector<Tensor> forward(Logits logits, OptionalTensor normalizer, std::int64_t class_axis, Options options,
-                            std::int64_t wanted) {
-  CrossEntropyForwardArgs args{.normalizer = optional_input(normalizer, {kOp, "normalizer"}),
+std::vector<Tensor> forward(Logits logits, OptionalTensor row_weight, OptionalTensor normalizer,
+                            std::int64_t class_axis, Options options, std::int64_t wanted) {
+  CrossEntropyForwardArgs args{.row_weight = optional_input(row_weight, {kOp, "row_weight"}),
+                               .normalizer = optional_input(normalizer, {kOp, "normalizer"}),
                                .reads_ignored_rows = (wanted & outputs::kOfIgnoredRows) != 0};
   logits.put_into(args, class_axis, options);
   std::vector<Tensor> tensors = make_outputs(args, row_shape_of(args.logits, args.class_axis),
@@ -71,18 +72,20 @@ std::vector<Tensor> forward(Logits logits, OptionalTensor normalizer, std::int64
 }
 
 /// torch.compile only takes a fixed number of results where an argument is written: (loss, lse, argmax, entropy,
-/// z_loss), those that were not asked for without elements.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_backward(Logits logits, OptionalTensor normalizer,
-                                                                    std::int64_t class_axis, Options options,
-                                                                    std::int64_t wanted) {
-  CrossEntropyForwardBackwardArgs args{
-      .forward = {.normalizer = optional_input(normalizer, {kOp, "normalizer"}), .reads_ignored_rows = false}};
+/// z_loss, sum_sq, mean_logit), those that were not asked for without elements.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_backward(
+    Logits logits, OptionalTensor row_weight, OptionalTensor normalizer, std::int64_t class_axis, Options options,
+    std::int64_t wanted) {
+  CrossEntropyForwardBackwardArgs args{.forward = {.row_weight = optional_input(row_weight, {kOp, "row_weight"}),
+                                                   .normalizer = optional_input(normalizer, {kOp, "normalizer"}),
+                                                   .reads_ignored_rows = false}};
   logits.put_into(args.forward, class_axis, options, true);
   const TensorView& view = args.forward.logits;
   const DType dtype = accumulator_dtype(view.dtype);
   std::vector<Tensor> tensors =
       make_outputs(args.forward, row_shape_of(view, args.forward.class_axis), dtype, view.device,
-                   wanted & (outputs::kLse | outputs::kArgmax | outputs::kEntropy | outputs::kZLoss));
+                   wanted & (outputs::kLse | outputs::kArgmax | outputs::kEntropy | outputs::kZLoss | outputs::kSumSq |
+                             outputs::kMeanLogit));
   run<cross_entropy_forward_backward, &cross_entropy_forward_backward_workspace_bytes>(args, view.device);
   std::size_t next = 1;
   const auto take = [&](std::int64_t bit, DType of) {
@@ -92,12 +95,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_backward(Logits logit
   Tensor argmax = take(outputs::kArgmax, DType::int64);
   Tensor entropy = take(outputs::kEntropy, dtype);
   Tensor z_loss = take(outputs::kZLoss, dtype);
-  return {tensors[0], std::move(lse), std::move(argmax), std::move(entropy), std::move(z_loss)};
+  Tensor sum_sq = take(outputs::kSumSq, dtype);
+  Tensor mean_logit = take(outputs::kMeanLogit, dtype);
+  return {tensors[0],        std::move(lse),    std::move(argmax),    std::move(entropy),
+          std::move(z_loss), std::move(sum_sq), std::move(mean_logit)};
 }
 
-Tensor backward(Upstream upstream, Logits logits, Saved saved, std::int64_t class_axis, Options options,
-                std::int64_t first_class, std::int64_t classes) {
-  CrossEntropyBackwardArgs args{.first_class = first_class, .classes = classes};
+Tensor backward(Upstream upstream, Logits logits, OptionalTensor row_weight, Saved saved, std::int64_t class_axis,
+                Options options, std::int64_t first_class, std::int64_t classes) {
+  CrossEntropyBackwardArgs args{
+      .row_weight = optional_input(row_weight, {kOp, "row_weight"}), .first_class = first_class, .classes = classes};
   logits.put_into(args, class_axis, options);
   put(args, upstream, saved, kOp);
   NewTensor grad_logits = empty_like(logits.logits, args.logits);
@@ -106,8 +113,9 @@ Tensor backward(Upstream upstream, Logits logits, Saved saved, std::int64_t clas
   return std::move(grad_logits.tensor);
 }
 
-void backward_in_place(Upstream upstream, Logits logits, Saved saved, std::int64_t class_axis, Options options) {
-  CrossEntropyBackwardArgs args;
+void backward_in_place(Upstream upstream, Logits logits, OptionalTensor row_weight, Saved saved,
+                       std::int64_t class_axis, Options options) {
+  CrossEntropyBackwardArgs args{.row_weight = optional_input(row_weight, {kOp, "row_weight"})};
   logits.put_into(args, class_axis, options, true);
   put(args, upstream, saved, kOp);
   args.grad_logits = args.logits;
@@ -164,16 +172,19 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
   // The defaults are those of eaves.cross_entropy, in which most calls leave them: an argument that is passed costs
   // 0.15 us of the host's time (PyTorch 2.13, AMD EPYC), and one that is left out almost nothing.
   library.def(
-      "cross_entropy_forward(Tensor logits, Tensor targets, Tensor? weight=None, Tensor? normalizer=None, "
-      "int class_axis=-1, SymInt ignore_index=-100, int reduction=2, float[] numbers=[], int outputs=0) -> Tensor[]");
+      "cross_entropy_forward(Tensor logits, Tensor targets, Tensor? weight=None, Tensor? row_weight=None, "
+      "Tensor? normalizer=None, int class_axis=-1, SymInt ignore_index=-100, int reduction=2, float[] numbers=[], int "
+      "outputs=0) -> Tensor[]");
   library.def(
-      "cross_entropy_forward_backward(Tensor(a!) logits, Tensor targets, Tensor? weight, Tensor? normalizer, "
-      "int class_axis, " EAVES_OPTIONS ", int outputs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  library.def("cross_entropy_backward(" EAVES_UPSTREAM ", " EAVES_LOGITS ", " EAVES_SAVED
+      "cross_entropy_forward_backward(Tensor(a!) logits, Tensor targets, Tensor? weight, Tensor? row_weight, "
+      "Tensor? normalizer, int class_axis, " EAVES_OPTIONS
+      ", int outputs) -> (Tensor, Tensor, Tensor, Tensor, "
+      "Tensor, Tensor, Tensor)");
+  library.def("cross_entropy_backward(" EAVES_UPSTREAM ", " EAVES_LOGITS ", Tensor? row_weight, " EAVES_SAVED
               ", int class_axis, " EAVES_OPTIONS ", SymInt first_class=0, SymInt classes=0) -> Tensor");
   library.def("cross_entropy_backward_in_place(" EAVES_UPSTREAM
-              ", Tensor(a!) logits, Tensor targets, Tensor? weight, " EAVES_SAVED ", int class_axis, " EAVES_OPTIONS
-              ") -> ()");
+              ", Tensor(a!) logits, Tensor targets, Tensor? weight, Tensor? row_weight, " EAVES_SAVED
+              ", int class_axis, " EAVES_OPTIONS ") -> ()");
   library.def("cross_entropy_rescale(Tensor(a!) grad_logits, Tensor grad_loss, int class_axis) -> ()");
   library.def("cross_entropy_shard_forward(" EAVES_LOGITS ", int class_axis, " EAVES_OPTIONS
               ", SymInt first_class, SymInt classes) -> Tensor");

@@ -36,18 +36,20 @@ constexpr std::int64_t kWideWeight = 8;  ///< no gradient: that of the weight in
 static_assert(static_cast<int>(LinearCrossEntropyAlgorithm::speed) == 0 &&
               static_cast<int>(LinearCrossEntropyAlgorithm::memory) == 1);
 
-#define EAVES_INPUTS "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight"
+#define EAVES_INPUTS                                                                         \
+  "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, " \
+  "Tensor? row_weight"
 #define EAVES_CALL EAVES_OPTIONS ", bool skip_ignored, SymInt workspace_limit"
 
 struct Inputs {
   Tensor x, weight;
   OptionalTensor bias;
   Tensor targets;
-  OptionalTensor class_weight;
+  OptionalTensor class_weight, row_weight;
 
   static Inputs read(Arguments& arguments) {
-    return {arguments.read<Tensor>(), arguments.read<Tensor>(), arguments.read<OptionalTensor>(),
-            arguments.read<Tensor>(), arguments.read<OptionalTensor>()};
+    return {arguments.read<Tensor>(), arguments.read<Tensor>(),         arguments.read<OptionalTensor>(),
+            arguments.read<Tensor>(), arguments.read<OptionalTensor>(), arguments.read<OptionalTensor>()};
   }
 };
 
@@ -67,6 +69,7 @@ LinearCrossEntropyInputs inputs_of(const Inputs& inputs, const CallOptions& opti
           .bias = optional_input(inputs.bias, {kOp, "bias"}),
           .targets = input(inputs.targets, {kOp, "targets"}),
           .class_weight = optional_input(inputs.class_weight, {kOp, "class_weight"}),
+          .row_weight = optional_input(inputs.row_weight, {kOp, "row_weight"}),
           .options = options.of_loss,
           .skips_ignored_rows = options.skips_ignored_rows,
           .workspace_limit = static_cast<std::size_t>(std::max<std::int64_t>(options.workspace_limit, 0))};
@@ -206,7 +209,7 @@ void rescale(OptionalTensor grad_x, OptionalTensor grad_weight, OptionalTensor g
 std::int64_t algorithm(Tensor x, Tensor weight, Tensor targets, std::int64_t workspace_limit) {
   static double number = 0.0;
   LinearCrossEntropyForwardArgs args{
-      .inputs = inputs_of({x, weight, {}, targets, {}}, {{{.reduction = Reduction::sum}}, false, workspace_limit})};
+      .inputs = inputs_of({x, weight, {}, targets, {}, {}}, {{{.reduction = Reduction::sum}}, false, workspace_limit})};
   const TensorView& view = args.inputs.x;
   args.inputs.weight.dtype = view.dtype;  // that it is cast to before the products, under torch.autocast
   args.outputs.loss =

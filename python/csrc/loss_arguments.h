@@ -24,7 +24,9 @@ inline constexpr std::int64_t kArgmax = 4;
 inline constexpr std::int64_t kEntropy = 8;
 inline constexpr std::int64_t kZLoss = 16;
 inline constexpr std::int64_t kTargetMass = 32;
-inline constexpr std::int64_t kOfIgnoredRows = 64;  ///< no output: lse, entropy and argmax of rows that are ignored too
+inline constexpr std::int64_t kSumSq = 64;
+inline constexpr std::int64_t kMeanLogit = 128;
+inline constexpr std::int64_t kOfIgnoredRows = 256;  ///< no output: those per row of rows that are ignored too
 }  // namespace outputs
 
 static_assert(static_cast<int>(Reduction::none) == 0 && static_cast<int>(Reduction::sum) == 1 &&
@@ -91,7 +93,7 @@ std::vector<Tensor> make_loss_outputs(Views& views, Reduction reduction, const D
                                       Device device, std::int64_t wanted) {
   const Dims loss_shape = reduction == Reduction::none ? row_shape : Dims{};
   std::vector<Tensor> tensors;
-  tensors.reserve(10);  // three gradients may follow
+  tensors.reserve(12);  // three gradients may follow
   const auto make = [&](TensorView& view, const Dims& shape, DType of) {
     NewTensor made = empty_output(shape, of, device);
     tensors.push_back(std::move(made.tensor));
@@ -104,6 +106,8 @@ std::vector<Tensor> make_loss_outputs(Views& views, Reduction reduction, const D
   if (wanted & outputs::kEntropy) make(views.entropy, row_shape, dtype);
   if (wanted & outputs::kZLoss) make(views.z_loss, loss_shape, dtype);
   if (wanted & outputs::kTargetMass) make(views.target_mass, row_shape, dtype);
+  if (wanted & outputs::kSumSq) make(views.sum_sq, row_shape, dtype);
+  if (wanted & outputs::kMeanLogit) make(views.mean_logit, row_shape, dtype);
   return tensors;
 }
 

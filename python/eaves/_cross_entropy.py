@@ -11,11 +11,10 @@ from torch import Tensor
 
 from eaves import _cross_entropy_rules  # noqa: F401  # registers them
 from eaves._loss import (
-    ARGMAX,
     DIVISOR,
-    ENTROPY,
     LSE,
     OF_IGNORED_ROWS,
+    RETURNED,
     TARGET_MASS,
     Z_LOSS,
     CrossEntropyOutput,
@@ -34,6 +33,7 @@ from eaves._loss import (
     reduction_of,
     refuse_gradient,
     refuse_unknown,
+    row_weight_of,
     shape_of,
     upstream_of,
     wanted_outputs,
@@ -61,6 +61,8 @@ _backward_in_place = torch.ops.eaves.cross_entropy_backward_in_place.default
 
 _OP = "cross_entropy"
 
+_RETURNED_IN_PLACE = sum(RETURNED)  # what is not wanted has a place there too
+
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
         class_dim: int | None
 
     class _Keywords(_ModuleKeywords, total=False):
+        row_weight: Tensor | None
         normalizer: Tensor | float | None
 
     class _AllModuleKeywords(_ModuleKeywords, total=False):
@@ -80,6 +83,8 @@ if TYPE_CHECKING:
         return_argmax: bool
         return_entropy: bool
         return_z_loss: bool
+        return_sum_sq: bool
+        return_mean_logit: bool
 
 
 @overload
@@ -92,6 +97,8 @@ def cross_entropy(
     return_argmax: Literal[False] = False,
     return_entropy: Literal[False] = False,
     return_z_loss: Literal[False] = False,
+    return_sum_sq: Literal[False] = False,
+    return_mean_logit: Literal[False] = False,
     **options: Unpack[_Keywords],
 ) -> Tensor: ...
 
@@ -106,6 +113,8 @@ def cross_entropy(
     return_argmax: bool = False,
     return_entropy: bool = False,
     return_z_loss: bool = False,
+    return_sum_sq: bool = False,
+    return_mean_logit: bool = False,
     **options: Unpack[_Keywords],
 ) -> CrossEntropyOutput: ...
 
@@ -121,12 +130,15 @@ def cross_entropy(
     softcap: float | None = None,
     scale: float | None = None,
     z_loss: float = 0,
+    row_weight: Tensor | None = None,
     normalizer: Tensor | float | None = None,
     inplace_backward: bool = False,
     return_lse: bool = False,
     return_argmax: bool = False,
     return_entropy: bool = False,
     return_z_loss: bool = False,
+    return_sum_sq: bool = False,
+    return_mean_logit: bool = False,
     class_dim: int | None = None,
     **unknown: object,
 ) -> Tensor | CrossEntropyOutput:
@@ -137,10 +149,11 @@ def cross_entropy(
         z'   = softcap * tanh(scale * z / softcap)                    (no softcap: scale * z)
         lse  = log sum_v exp(z'_v)
         loss = (1 - e) * w_t * (lse - z'_t) + e / V * sum_v w_v * (lse - z'_v) + z_loss * lse^2
-        mean = sum(loss) / sum(w_t over the rows that are not ignored)
+        mean = sum(r * loss) / sum(r * w_t over the rows that are not ignored)
 
+    with the weights r of the rows (1 where absent), which with the other reductions multiply each loss too.
     With probabilities q as the target: loss = sum_v w_v * q'_v * (lse - z'_v) + z_loss * lse^2 with
-    q' = (1 - e) * q + e / V, and the mean divides by the number of rows.
+    q' = (1 - e) * q + e / V, and the mean divides by sum(r).
 
     Forward and backward each read the logits once (M. Milakov, N. Gimelshein, "Online normalizer calculation for
     softmax", arXiv:1805.02867), in float32 whatever the dtype of `input`. For the backward are kept: input, target, and
@@ -160,6 +173,9 @@ def cross_entropy(
         scale: None, or a positive number that the logits are multiplied by, before the softcap. For a temperature T,
             which divides after it, pass scale=1/T, and with a softcap of c softcap=c/T.
         z_loss: the weight of lse^2 in the loss; not negative.
+        row_weight: r, one number for each row (a mask of tokens, advantages): the shape of input without the axis of
+            the classes; any real dtype or bool, converted to that of the loss. A weight of 0 does not undo an
+            infinite loss or a NaN: give such rows ignore_index. It gets no gradient.
         normalizer: with "mean", what the sum is divided by instead of the weights of the rows: a number, or a tensor
             with one element on the device of input, which is not waited for (the tokens of all micro-batches and
             ranks, for instance). It gets no gradient.
@@ -175,14 +191,18 @@ def cross_entropy(
         return_entropy: whether to return the entropy of each row's softmax in nats, [rows...], float32; it is
             differentiable.
         return_z_loss: whether to return the part z_loss * lse^2 of the loss, in the loss's shape; not differentiable.
+        return_sum_sq: whether to return sum_v p_v^2 of each row's softmax, [rows...], float32; not differentiable.
+        return_mean_logit: whether to return the mean of each row's z', [rows...], float32; not differentiable. Not with
+            probabilities as the target, nor with weight and label_smoothing together.
         class_dim: the axis of the classes. None: what the shape of target says; where it says both (a target of [N, d]
             for an input of [N, d, d]; probabilities with more than two axes), the call is refused.
 
     Returns:
         The loss: float32, or float64 for a float64 input; of shape [], or with reduction="none" of shape [rows...],
-        contiguous. With any return_*: CrossEntropyOutput(loss, lse, argmax, entropy, z_loss), None for what was not
-        asked for (torch.vmap takes no None as a result: return what you need of it). "rows..." is the shape of input
-        without the classes. Ignored rows have lse, argmax and entropy too, but with inplace_backward those are 0.
+        contiguous. With any return_*: CrossEntropyOutput(loss, lse, argmax, entropy, z_loss, sum_sq, mean_logit), None
+        for what was not asked for (torch.vmap takes no None as a result: return what you need of it). "rows..." is the
+        shape of input without the classes. What is returned per row beside the loss is there for ignored rows too, but
+        with inplace_backward it is 0.
 
     Raises:
         ValueError: a shape, dtype, device or number is not as above; on the CPU a target that is no class and not
@@ -190,7 +210,7 @@ def cross_entropy(
             same error.)
         TypeError: an argument is of the wrong Python type.
         NotImplementedError: a dtype, layout or device that eaves does not have, a DTensor; a derivative of second
-            order, in forward mode, or of target, weight or normalizer; inplace_backward under torch.func.
+            order, in forward mode, or of target, weight, row_weight or normalizer; inplace_backward under torch.func.
         RuntimeError: with inplace_backward, input is a leaf that requires a gradient, or a second backward.
         torch.OutOfMemoryError: torch's allocator has no memory for a result.
 
@@ -219,8 +239,15 @@ def cross_entropy(
         and type(input) is Tensor
         and not (input.requires_grad and torch.is_grad_enabled())
         and input.dim() <= 2
-        and weight is normalizer is softcap is scale is class_dim is None
-        and return_lse is return_argmax is return_entropy is return_z_loss is inplace_backward is False
+        and weight is row_weight is normalizer is softcap is scale is class_dim is None
+        and return_lse
+        is return_argmax
+        is return_entropy
+        is return_z_loss
+        is return_sum_sq
+        is return_mean_logit
+        is False
+        and inplace_backward is False
         and reduction == "mean"
         and type(ignore_index) is int
         and ignore_index == -100
@@ -245,18 +272,25 @@ def cross_entropy(
 
     if weight is not None:
         weight = weight_of(_OP, weight, input, input.shape[axis])
+    if row_weight is not None:
+        rows = [size for index, size in enumerate(input.shape) if index != axis % input.dim()]
+        row_weight = row_weight_of(_OP, row_weight, input, rows, result_dtype)
     if normalizer is not None:
         normalizer = normalizer_of(_OP, normalizer, mode, result_dtype, input.device)
     numbers, number_tensor = numbers_of(_OP, label_smoothing, scale, softcap, z_loss)
     wanted = 0
-    if not (return_lse is return_argmax is return_entropy is return_z_loss is False):
-        wanted = wanted_outputs(_OP, return_lse, return_argmax, return_entropy, return_z_loss)
+    if not (
+        return_lse is return_argmax is return_entropy is return_z_loss is return_sum_sq is return_mean_logit is False
+    ):
+        wanted = wanted_outputs(
+            _OP, return_lse, return_argmax, return_entropy, return_z_loss, return_sum_sq, return_mean_logit
+        )
         if wanted & ~Z_LOSS:
             wanted |= OF_IGNORED_ROWS
     if inplace_backward is not False:
         check_bool(_OP, "inplace_backward", inplace_backward)
 
-    arguments = (input, target, weight, normalizer, axis, ignore_index, mode, numbers)
+    arguments = (input, target, weight, row_weight, normalizer, axis, ignore_index, mode, numbers)
     if not needs_function(input, target):
         computed = wanted
         outputs = call(_OP, _forward, *arguments, computed, number_tensor=number_tensor)
@@ -274,7 +308,7 @@ def cross_entropy(
                 computed = kept_for_backward(wanted, mode, needs_target_mass)
                 outputs = apply(_OP, _InPlaceInBackward, *arguments, computed)
             else:
-                computed = LSE | ARGMAX | ENTROPY | Z_LOSS
+                computed = _RETURNED_IN_PLACE
                 outputs = apply(_OP, _InPlaceInForward, *arguments, wanted)
     if wanted == 0:
         loss: Tensor = outputs[0]
@@ -282,14 +316,15 @@ def cross_entropy(
     return output_of(outputs, computed, wanted)
 
 
-@module_of(cross_entropy, "normalizer")
+@module_of(cross_entropy, "row_weight", "normalizer")
 class CrossEntropyLoss(LossModule):
     """eaves.cross_entropy as a module, as torch.nn.CrossEntropyLoss: the options are given once, and `weight` goes
     where the module goes.
 
     Args:
         weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, inplace_backward, return_lse,
-            return_argmax, return_entropy, return_z_loss, class_dim: as in eaves.cross_entropy. They are checked when
+            return_argmax, return_entropy, return_z_loss, return_sum_sq, return_mean_logit, class_dim: as in
+            eaves.cross_entropy. They are checked when
             the module is called.
 
     Example:
@@ -303,9 +338,18 @@ class CrossEntropyLoss(LossModule):
 
         def __init__(self, weight: Tensor | None = None, **options: Unpack[_AllModuleKeywords]) -> None: ...
 
-    def forward(self, input: Tensor, target: Tensor, *, normalizer: Tensor | float | None = None) -> Any:
-        """eaves.cross_entropy(input, target, normalizer=normalizer) with the options of the module."""
-        return cross_entropy(input, target, self.weight, normalizer=normalizer, **self._options())
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        *,
+        row_weight: Tensor | None = None,
+        normalizer: Tensor | float | None = None,
+    ) -> Any:
+        """eaves.cross_entropy(input, target, ...) with the options of the module."""
+        return cross_entropy(
+            input, target, self.weight, row_weight=row_weight, normalizer=normalizer, **self._options()
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------- arguments
@@ -394,6 +438,7 @@ class _CrossEntropy(torch.autograd.Function):
         input: Tensor,
         target: Tensor,
         weight: Tensor | None,
+        row_weight: Tensor | None,
         normalizer: Tensor | None,
         axis: int,
         ignore_index: int,
@@ -403,28 +448,28 @@ class _CrossEntropy(torch.autograd.Function):
         wanted: int,
         number_tensor: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        arguments = (input, target, weight, normalizer, axis, ignore_index, mode, numbers, computed)
+        arguments = (input, target, weight, row_weight, normalizer, axis, ignore_index, mode, numbers, computed)
         return tuple(call(_OP, _forward, *arguments, number_tensor=number_tensor))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.options = inputs[4:8]
-        input, target, weight = inputs[:3]
-        computed, wanted, number_tensor = inputs[8:]
-        ctx.save_for_backward(input, target, weight, *keep_outputs(ctx, output, computed, wanted), number_tensor)
+        ctx.options = inputs[5:9]
+        computed, wanted, number_tensor = inputs[9:]
+        ctx.save_for_backward(*inputs[:4], *keep_outputs(ctx, output, computed, wanted), number_tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 10
+        nothing = (None,) * 11
         upstream = upstream_of(ctx, grads)
         if not upstream:
             return None, *nothing
-        input, target, weight, *saved, number_tensor = ctx.saved_tensors
+        input, target, weight, row_weight, *saved, number_tensor = ctx.saved_tensors
         axis, ignore_index, mode, numbers = ctx.options
         upstream, saved = for_backward(upstream, saved, mode)
         grad_input: Tensor = dispatch(
             _OP, [tensor for tensor in (input, *upstream) if tensor is not None], _Gradient, _backward,
-            *upstream, input, target, weight, *saved, axis, ignore_index, mode, numbers, number_tensor=number_tensor,
+            *upstream, input, target, weight, row_weight, *saved, axis, ignore_index, mode, numbers,
+            number_tensor=number_tensor,
         )  # fmt: skip
         return grad_input, *nothing
 
@@ -443,6 +488,7 @@ class _Gradient(torch.autograd.Function):
         input: Tensor,
         target: Tensor,
         weight: Tensor | None,
+        row_weight: Tensor | None,
         lse: Tensor,
         entropy: Tensor | None,
         target_mass: Tensor | None,
@@ -454,8 +500,8 @@ class _Gradient(torch.autograd.Function):
         number_tensor: Tensor | None,
     ) -> Tensor:
         result: Tensor = call(
-            _OP, _backward, grad_loss, grad_lse, grad_entropy, input, target, weight, lse, entropy, target_mass,
-            divisor, axis, ignore_index, mode, numbers, number_tensor=number_tensor,
+            _OP, _backward, grad_loss, grad_lse, grad_entropy, input, target, weight, row_weight, lse, entropy,
+            target_mass, divisor, axis, ignore_index, mode, numbers, number_tensor=number_tensor,
         )  # fmt: skip
         return result
 
@@ -484,12 +530,12 @@ class _InPlaceInForward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.save_for_backward(input)
-        ctx.axis, ctx.is_used = arguments[3], False
+        ctx.axis, ctx.is_used = arguments[4], False
         return outputs
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 8
+        nothing = (None,) * 9
         if grad_loss is None:
             return None, *nothing
         (grad_input,) = _of_only_backward(ctx)
@@ -506,19 +552,19 @@ class _InPlaceInBackward(torch.autograd.Function):
         outputs: tuple[Tensor, ...] = tuple(call(_OP, _forward, *arguments))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[1:])
-        ctx.options, computed, ctx.is_used = arguments[4:8], arguments[8], False
+        ctx.options, computed, ctx.is_used = arguments[5:9], arguments[9], False
         kept = [pick(outputs, computed, bit) for bit in (LSE, TARGET_MASS, DIVISOR)]
-        ctx.save_for_backward(*arguments[:3], *kept)
+        ctx.save_for_backward(*arguments[:4], *kept)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 8
+        nothing = (None,) * 9
         if grad_loss is None:
             return None, *nothing
-        grad_input, target, weight, lse, *kept = _of_only_backward(ctx)
+        grad_input, target, weight, row_weight, lse, *kept = _of_only_backward(ctx)
         upstream = (grad_loss, None, None)
-        call(_OP, _backward_in_place, *upstream, grad_input, target, weight, lse, None, *kept, *ctx.options)
+        call(_OP, _backward_in_place, *upstream, grad_input, target, weight, row_weight, lse, None, *kept, *ctx.options)
         torch.autograd.graph.increment_version(grad_input)
         return grad_input, *nothing
 

@@ -11,11 +11,9 @@ from torch import Tensor
 from eaves._loss import (
     ARGMAX,
     DIVISOR,
-    ENTROPY,
-    LSE,
     MEAN,
     NONE,
-    Z_LOSS,
+    RETURNED,
     divisors_of,
     empty_outputs,
     pick,
@@ -37,18 +35,17 @@ def row_shape(logits: Tensor, axis: int) -> list[int]:
 
 @register_fake("cross_entropy_forward")
 def _(logits: Tensor, *arguments: Any) -> list[Tensor]:
-    _, _, _, class_axis, _, reduction, _, outputs = arguments
+    _, _, _, _, class_axis, _, reduction, _, outputs = arguments
     return empty_outputs(logits, row_shape(logits, class_axis), reduction, outputs)
 
 
 @register_fake("cross_entropy_forward_backward")
 def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    _, _, _, class_axis, _, reduction, _, outputs = arguments
+    _, _, _, _, class_axis, _, reduction, _, outputs = arguments
     made = empty_outputs(logits, row_shape(logits, class_axis), reduction, outputs)
     dtype = accumulator_dtype(logits.dtype)
-    absent = {LSE: dtype, ARGMAX: torch.int64, ENTROPY: dtype, Z_LOSS: dtype}
-    empty = {bit: logits.new_empty(0, dtype=of) for bit, of in absent.items()}
-    return made[0], *(pick(made, outputs, bit) if outputs & bit else empty[bit] for bit in empty)
+    empty = {bit: logits.new_empty(0, dtype=torch.int64 if bit == ARGMAX else dtype) for bit in RETURNED}
+    return made[0], *(pick(made, outputs, bit) if outputs & bit else empty[bit] for bit in RETURNED)
 
 
 @register_fake("cross_entropy_rescale")
@@ -67,20 +64,22 @@ def _(grad_loss: Tensor, grad_lse: Tensor | None, grad_entropy: Tensor | None, l
 
 @register_vmap("cross_entropy_forward")
 def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[list[Tensor], list[int]]:
-    logits, targets, weight, normalizer, class_axis, ignore_index, reduction, numbers, outputs = arguments
+    logits, targets, weight, row_weight, normalizer, class_axis, ignore_index, reduction, numbers, outputs = arguments
     if in_dims[2] is not None:  # each sample has its own weights
         each = [_forward(*sample) for sample in each_of_batch(info, in_dims, *arguments)]
         stacked = [torch.stack(tensors) for tensors in zip(*each)]
         return stacked, [0] * len(stacked)
     logits, targets = batch_first(info, in_dims, logits, targets)
+    if row_weight is not None:
+        row_weight = batch_first(info, in_dims[3:], row_weight)[0].contiguous()
     if normalizer is not None:
-        (normalizer,) = batch_first(info, in_dims[3:], normalizer)
+        (normalizer,) = batch_first(info, in_dims[4:], normalizer)
     axis = class_axis if class_axis < 0 else class_axis - (logits.dim() - 1)
     # The divisor is the samples' own.
-    results = _forward(logits, targets, weight, None, axis, ignore_index, NONE, numbers, outputs & ~DIVISOR)
+    results = _forward(logits, targets, weight, row_weight, None, axis, ignore_index, NONE, numbers, outputs & ~DIVISOR)
     divisors = None
     if reduction == MEAN:
-        divisors = divisors_of(info.batch_size, targets, weight, normalizer, ignore_index, results[0])
+        divisors = divisors_of(info.batch_size, targets, weight, row_weight, normalizer, ignore_index, results[0])
     tensors = reduce_samples(results, outputs, reduction, divisors)
     return tensors, [0] * len(tensors)
 
@@ -89,7 +88,7 @@ def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[list
 def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
     if in_dims[5] is not None:
         return torch.stack([_backward(*sample) for sample in each_of_batch(info, in_dims, *arguments)]), 0
-    tensors, (class_axis, ignore_index, reduction, *options) = arguments[:10], arguments[10:]
+    tensors, (class_axis, ignore_index, reduction, *options) = arguments[:11], arguments[11:]
     weight = tensors[5]
 
     def batched(index: int) -> Any:
@@ -100,11 +99,11 @@ def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tens
         tensor = batched(index)
         return None if tensor is None else tensor.contiguous()
 
-    logits, targets, rows = batched(3), batched(4), per_row(6)
-    grads = row_gradients(batched(0), reduction, batched(9) if reduction == MEAN else None, rows)
+    logits, targets, rows = batched(3), batched(4), per_row(7)
+    grads = row_gradients(batched(0), reduction, batched(10) if reduction == MEAN else None, rows)
     axis = class_axis if class_axis < 0 else class_axis - (logits.dim() - 1)
     result = _backward(
-        grads, per_row(1), per_row(2), logits, targets, weight, rows, per_row(7), per_row(8), None, axis, ignore_index,
-        NONE, *options,
+        grads, per_row(1), per_row(2), logits, targets, weight, per_row(6), rows, per_row(8), per_row(9), None, axis,
+        ignore_index, NONE, *options,
     )  # fmt: skip
     return result, 0

@@ -46,7 +46,7 @@ _shard_forward = torch.ops.eaves.cross_entropy_shard_forward.default
 _merge = torch.ops.eaves.cross_entropy_merge.default
 _backward = torch.ops.eaves.cross_entropy_backward.default
 
-_STATISTICS = 9  # kCrossEntropyStatistics of include/eaves/cross_entropy.h
+_STATISTICS = 10  # kCrossEntropyStatistics of include/eaves/cross_entropy.h
 
 
 class CrossEntropyMerged(NamedTuple):
@@ -90,9 +90,9 @@ def cross_entropy_shard(
         ignore_index, label_smoothing, softcap, scale, class_dim: as in eaves.cross_entropy.
 
     Returns:
-        [rows..., 9], float32 (float64 for a float64 input), contiguous: the largest z' of the shard, sum exp(z' - it),
-        z'_t, w_t, sum w_v z'_v, sum w_v, sum exp(z' - largest) (z' - largest), the largest z and its class; what the
-        shard does not have of the target is 0.
+        [rows..., 10], float32 (float64 for a float64 input), contiguous: the largest z' of the shard, sum exp(z' - it),
+        z'_t, w_t, sum w_v z'_v, sum w_v, sum exp(z' - largest) (z' - largest), the largest z and its
+        class, sum exp(2 (z' - largest)); what the shard does not have of the target is 0.
 
     Raises:
         ValueError, TypeError: as eaves.cross_entropy; the shard is no part of `classes`.
@@ -155,7 +155,7 @@ def cross_entropy_merge(
     """The loss of a vocabulary in shards, from the statistics of all of them. See eaves.cross_entropy_shard.
 
     Args:
-        statistics: of all shards in the order of their classes, [shards, rows..., 9], contiguous.
+        statistics: of all shards in the order of their classes, [shards, rows..., 10], contiguous.
         target: as each shard got it.
         classes: V, of all shards together.
         has_weight: whether the shards got weights.
@@ -248,9 +248,9 @@ def cross_entropy_shard_gradient(
             check_device("cross_entropy", f"merged.{name}", tensor, "input", input)
     numbers, number_tensor = numbers_of("cross_entropy", label_smoothing, scale, softcap, z_loss)
     result: Tensor = call(
-        "cross_entropy", _backward, grad_loss, None, None, input, target, weight, merged.lse, None, merged.target_mass,
-        merged.divisor if mode == MEAN else None, axis, ignore_index, mode, numbers, first_class, classes,
-        number_tensor=number_tensor,
+        "cross_entropy", _backward, grad_loss, None, None, input, target, weight, None, merged.lse, None,
+        merged.target_mass, merged.divisor if mode == MEAN else None, axis, ignore_index, mode, numbers, first_class,
+        classes, number_tensor=number_tensor,
     )  # fmt: skip
     return result
 

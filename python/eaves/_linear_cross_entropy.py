@@ -43,6 +43,7 @@ from eaves._loss import (
     reduction_of,
     refuse_gradient,
     refuse_unknown,
+    row_weight_of,
     shape_of,
     upstream_of,
     wanted_outputs,
@@ -99,6 +100,7 @@ if TYPE_CHECKING:
         linear_bias: Tensor | None
         weight: Tensor | None
         options: object
+        row_weight: Tensor | None
         normalizer: Tensor | float | None
         grad_weight_out: Tensor | None
 
@@ -107,6 +109,8 @@ if TYPE_CHECKING:
         return_argmax: bool
         return_entropy: bool
         return_z_loss: bool
+        return_sum_sq: bool
+        return_mean_logit: bool
 
 
 @overload
@@ -119,6 +123,8 @@ def linear_cross_entropy(
     return_argmax: Literal[False] = False,
     return_entropy: Literal[False] = False,
     return_z_loss: Literal[False] = False,
+    return_sum_sq: Literal[False] = False,
+    return_mean_logit: Literal[False] = False,
     **keywords: Unpack[_Keywords],
 ) -> Tensor: ...
 
@@ -133,6 +139,8 @@ def linear_cross_entropy(
     return_argmax: bool = False,
     return_entropy: bool = False,
     return_z_loss: bool = False,
+    return_sum_sq: bool = False,
+    return_mean_logit: bool = False,
     **keywords: Unpack[_Keywords],
 ) -> CrossEntropyOutput: ...
 
@@ -151,11 +159,14 @@ def linear_cross_entropy(
     softcap: float | None = None,
     scale: float | None = None,
     z_loss: float = 0,
+    row_weight: Tensor | None = None,
     normalizer: Tensor | float | None = None,
     return_lse: bool = False,
     return_argmax: bool = False,
     return_entropy: bool = False,
     return_z_loss: bool = False,
+    return_sum_sq: bool = False,
+    return_mean_logit: bool = False,
     algorithm: str = "auto",
     workspace_bytes: int | None = None,
     skip_ignored: bool = False,
@@ -205,6 +216,8 @@ def linear_cross_entropy(
         scale: None, or a positive number that the logits are multiplied by, before the softcap. For a temperature T,
             which divides after it, pass scale=1/T, and with a softcap of c softcap=c/T.
         z_loss: the weight of lse^2 in the loss; not negative.
+        row_weight: r of eaves.cross_entropy, one number for each row: the shape of input without D. With "sum" and
+            "mean" the gradients stay three matrix products. It gets no gradient.
         normalizer: with "mean", what the sum is divided by instead of the weights of the rows: a number, or a tensor
             with one element on the device of input, which is not waited for (the tokens of all micro-batches and
             ranks, for instance). It gets no gradient.
@@ -213,6 +226,9 @@ def linear_cross_entropy(
         return_entropy: whether to return the entropy of each row's softmax in nats, [rows...], float32; it is
             differentiable.
         return_z_loss: whether to return the part z_loss * lse^2 of the loss, in the loss's shape; not differentiable.
+        return_sum_sq: whether to return sum_v p_v^2 of each row's softmax, [rows...], float32; not differentiable.
+        return_mean_logit: whether to return the mean of each row's z', [rows...], float32; not differentiable. Not with
+            probabilities as the target, nor with weight and label_smoothing together.
         algorithm: "speed", "memory", or "auto": speed where the workspace has room for it, but for calls with
             return_lse, return_entropy or grad_weight_out. "speed" is speed for those too; where lse or entropy turn
             out to have a gradient, or a second derivative is asked for, the backward goes the other way. Always memory
@@ -236,8 +252,8 @@ def linear_cross_entropy(
 
     Returns:
         The loss: float32, or float64 for a float64 input; of shape [], or with reduction="none" of shape [rows...],
-        contiguous. With any return_*: CrossEntropyOutput(loss, lse, argmax, entropy, z_loss), None for what was not
-        asked for. "rows..." is the shape of input without D. Ignored rows have lse, argmax and entropy 0.
+        contiguous. With any return_*: CrossEntropyOutput(loss, lse, argmax, entropy, z_loss, sum_sq, mean_logit), None
+        for what was not asked for. "rows..." is the shape of input without D. Of ignored rows all outputs are 0.
 
         Gradients have the dtypes of their tensors: of input, linear_weight and linear_bias, each computed only where it
         requires one: a frozen head costs no product for its weight, a frozen body none for input.
@@ -248,9 +264,9 @@ def linear_cross_entropy(
             EAVES_CHECK_TARGETS=1 in the environment the same error.)
         TypeError: an argument is of the wrong Python type.
         NotImplementedError: a dtype, layout or device that eaves does not have, a DTensor; a derivative of second
-            order, in forward mode, or of target, weight or normalizer; grad_weight_out under torch.vmap, torch.func or
-            torch.compile with fullgraph=True (else such a call is not compiled); a linear_weight of more than two axes
-            (PyTorch's K-dimensional loss).
+            order, in forward mode, or of target, weight, row_weight or normalizer; grad_weight_out under torch.vmap,
+            torch.func or torch.compile with fullgraph=True (else such a call is not compiled); a linear_weight of more
+            than two axes (PyTorch's K-dimensional loss).
         torch.OutOfMemoryError: torch's allocator has no memory for a result or the workspace.
 
     Under torch.autocast input and linear_weight are cast to its dtype, as those of F.linear are; a float32 linear_bias
@@ -287,7 +303,7 @@ def linear_cross_entropy(
     if grad_weight_out is not None:  # as they were passed: some are converted, and the caller's memory is what counts
         read = {
             "input": input, "linear_weight": linear_weight, "linear_bias": linear_bias, "target": target,
-            "weight": weight, "normalizer": normalizer,
+            "weight": weight, "row_weight": row_weight, "normalizer": normalizer,
         }  # fmt: skip
     is_autocast = input.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(input.device.type)
     if is_autocast:
@@ -303,13 +319,17 @@ def linear_cross_entropy(
     ignore_index = -100 if ignore_index is None else index_of(_OP, "ignore_index", ignore_index)
     if weight is not None:
         weight = weight_of(_OP, weight, input, classes, "linear_weight")
+    if row_weight is not None:
+        row_weight = row_weight_of(_OP, row_weight, input, input.shape[:-1], result_dtype)
     if normalizer is not None:
         normalizer = normalizer_of(_OP, normalizer, mode, result_dtype, input.device)
     _check_options(options)
     check_bool(_OP, "skip_ignored", skip_ignored)
     limit = 0 if workspace_bytes is None else _limit_of(workspace_bytes)
     numbers, number_tensor = numbers_of(_OP, label_smoothing, scale, softcap, z_loss)
-    wanted = wanted_outputs(_OP, return_lse, return_argmax, return_entropy, return_z_loss)
+    wanted = wanted_outputs(
+        _OP, return_lse, return_argmax, return_entropy, return_z_loss, return_sum_sq, return_mean_logit
+    )
     way = _algorithm_of(algorithm)
     wide = _wide_weight(input.dtype, linear_weight.dtype, grad_weight_dtype)
     if grad_weight_out is not None:
@@ -318,7 +338,7 @@ def linear_cross_entropy(
         )
         _check_overlap(grad_weight_out, read)
 
-    tensors = (input, linear_weight, linear_bias, target, weight, normalizer)
+    tensors = (input, linear_weight, linear_bias, target, weight, row_weight, normalizer)
     settings = (ignore_index, mode, numbers, skip_ignored, limit)  # those of Options; a tuple costs a small call less
     gradients = _wanted_gradients(input, linear_weight, linear_bias)
     # By torch.func and forward mode too.
@@ -344,7 +364,7 @@ def linear_cross_entropy(
     return output_of(outputs, computed, wanted)
 
 
-@module_of(linear_cross_entropy, "linear_bias", "options", "normalizer", "grad_weight_out")
+@module_of(linear_cross_entropy, "linear_bias", "options", "row_weight", "normalizer", "grad_weight_out")
 class LinearCrossEntropyLoss(LossModule):
     """eaves.linear_cross_entropy as a module: the options are given once, and `weight`, that of the classes, goes where
     the module goes. The head is given with each call: it is often the embedding's, or another module's.
@@ -353,8 +373,8 @@ class LinearCrossEntropyLoss(LossModule):
 
     Args:
         weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, return_lse, return_argmax,
-            return_entropy, return_z_loss, algorithm, workspace_bytes, skip_ignored, grad_weight_dtype: as in
-            eaves.linear_cross_entropy. They are checked when the module is called.
+            return_entropy, return_z_loss, return_sum_sq, return_mean_logit, algorithm, workspace_bytes, skip_ignored,
+            grad_weight_dtype: as in eaves.linear_cross_entropy. They are checked when the module is called.
 
     Example:
         >>> import torch, eaves
@@ -376,6 +396,7 @@ class LinearCrossEntropyLoss(LossModule):
         target: Tensor,
         linear_bias: Tensor | None = None,
         *,
+        row_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
         grad_weight_out: Tensor | None = None,
     ) -> Any:
@@ -387,6 +408,7 @@ class LinearCrossEntropyLoss(LossModule):
             target,
             linear_bias=linear_bias,
             weight=self.weight,
+            row_weight=row_weight,
             normalizer=normalizer,
             grad_weight_out=grad_weight_out,
             **self._options(),
@@ -658,10 +680,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
 def _compute_again(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """The gradients from what `_save` kept."""
     *tensors, lse, entropy, target_mass, divisor, number_tensor = ctx.saved_tensors
-    input, linear_weight, linear_bias, target, weight, _ = _as_multiplied(tuple(tensors))
+    *inputs, _ = _as_multiplied(tuple(tensors))
+    input, linear_weight, linear_bias = inputs[:3]
     upstream, saved = for_backward(upstream, (lse, entropy, target_mass, divisor), Options(*ctx.options).reduction)
     bits = sum(bit for bit, needs in zip(GRADIENTS, ctx.needs_input_grad) if needs)
-    arguments = (*upstream, input, linear_weight, linear_bias, target, weight, *saved, *ctx.options)
+    arguments = (*upstream, *inputs, *saved, *ctx.options)
     if ctx.grad_weight_out is not None and bits & OF_WEIGHT:
         return _accumulate(ctx.grad_weight_out, arguments, bits & ~OF_WEIGHT)
     differentiable = _given(*upstream, input, linear_weight, linear_bias)
@@ -732,6 +755,7 @@ class _Gradients(torch.autograd.Function):
         linear_bias: Tensor | None,
         target: Tensor,
         weight: Tensor | None,
+        row_weight: Tensor | None,
         lse: Tensor,
         entropy: Tensor | None,
         target_mass: Tensor | None,
@@ -747,8 +771,8 @@ class _Gradients(torch.autograd.Function):
         return tuple(
             call(
                 _OP, _backward, grad_loss, grad_lse, grad_entropy, input, linear_weight, linear_bias, target, weight,
-                lse, entropy, target_mass, divisor, ignore_index, reduction, numbers, skip_ignored, workspace_limit,
-                gradients, number_tensor=number_tensor,
+                row_weight, lse, entropy, target_mass, divisor, ignore_index, reduction, numbers, skip_ignored,
+                workspace_limit, gradients, number_tensor=number_tensor,
             )
         )  # fmt: skip
 

@@ -39,6 +39,7 @@ class ForwardTensors(NamedTuple):
     linear_bias: Any
     target: Any
     weight: Any
+    row_weight: Any
     normalizer: Any
 
 
@@ -51,6 +52,7 @@ class BackwardTensors(NamedTuple):
     linear_bias: Any
     target: Any
     weight: Any
+    row_weight: Any
     lse: Any
     entropy: Any
     target_mass: Any
@@ -149,13 +151,22 @@ def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[list
     batched = _batched(info, tensors, axes)
     target = batched.target
     results = _forward(
-        *tensors._replace(input=batched.input, target=_rows_at_one_distance(target), normalizer=None),
+        *tensors._replace(
+            input=batched.input, target=_rows_at_one_distance(target), row_weight=_per_row(batched.row_weight),
+            normalizer=None,
+        ),
         *options._replace(reduction=NONE), outputs & ~DIVISOR,
     )  # fmt: skip
     divisors = None
     if options.reduction == MEAN:
         divisors = divisors_of(
-            info.batch_size, target, tensors.weight, batched.normalizer, options.ignore_index, results[0]
+            info.batch_size,
+            target,
+            tensors.weight,
+            batched.row_weight,
+            batched.normalizer,
+            options.ignore_index,
+            results[0],
         )
     reduced = reduce_samples(list(results), outputs, options.reduction, divisors)
     return reduced, [0] * len(reduced)
@@ -173,6 +184,10 @@ def _batched(info: Any, tensors: _Tensors, axes: _Tensors) -> _Tensors:
     )
 
 
+def _per_row(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.contiguous()
+
+
 def _rows_at_one_distance(target: Tensor) -> Tensor:
     return target.contiguous() if target.is_floating_point() else target
 
@@ -186,21 +201,19 @@ def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tupl
         return tuple(torch.stack(computed) for computed in zip(*each)), (0, 0, 0)
     batched = _batched(info, tensors, axes)
 
-    def per_row(tensor: Tensor | None) -> Any:
-        return None if tensor is None else tensor.contiguous()
-
-    lse = per_row(batched.lse)
+    lse = _per_row(batched.lse)
     divisor = batched.divisor if options.reduction == MEAN else None
     grad_input, *absent = _backward(
         *tensors._replace(
             grad_loss=row_gradients(batched.grad_loss, options.reduction, divisor, lse),
-            grad_lse=per_row(batched.grad_lse),
-            grad_entropy=per_row(batched.grad_entropy),
+            grad_lse=_per_row(batched.grad_lse),
+            grad_entropy=_per_row(batched.grad_entropy),
             input=batched.input,
             target=_rows_at_one_distance(batched.target),
+            row_weight=_per_row(batched.row_weight),
             lse=lse,
-            entropy=per_row(batched.entropy),
-            target_mass=per_row(batched.target_mass),
+            entropy=_per_row(batched.entropy),
+            target_mass=_per_row(batched.target_mass),
             divisor=None,
         ),
         *options._replace(reduction=NONE),

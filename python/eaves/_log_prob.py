@@ -43,6 +43,8 @@ class LogProbOutput(NamedTuple):
     log_prob: Tensor
     entropy: Tensor | None = None
     is_top1: Tensor | None = None
+    sum_sq: Tensor | None = None
+    mean_logit: Tensor | None = None
 
 
 @overload
@@ -52,6 +54,8 @@ def log_prob(
     *,
     return_entropy: Literal[False] = False,
     return_top1: Literal[False] = False,
+    return_sum_sq: Literal[False] = False,
+    return_mean_logit: Literal[False] = False,
     **keywords: Unpack[_Keywords],
 ) -> Tensor: ...
 
@@ -63,6 +67,8 @@ def log_prob(
     *,
     return_entropy: bool = False,
     return_top1: bool = False,
+    return_sum_sq: bool = False,
+    return_mean_logit: bool = False,
     **keywords: Unpack[_Keywords],
 ) -> LogProbOutput: ...
 
@@ -77,6 +83,8 @@ def log_prob(
     ignore_index: int = -100,
     return_entropy: bool = False,
     return_top1: bool = False,
+    return_sum_sq: bool = False,
+    return_mean_logit: bool = False,
     inplace_backward: bool = False,
     **unknown: object,
 ) -> Tensor | LogProbOutput:
@@ -96,17 +104,19 @@ def log_prob(
         temperature: None, or a positive number that the logits are divided by, behind the softcap.
         softcap: None, or a positive number that the logits are bounded by, before the temperature.
         scale: None, or a positive number that the logits are multiplied by, before the softcap.
-        ignore_index: rows with this token have log-probability, entropy and gradient 0.
+        ignore_index: rows with this token have gradient 0, and so are all outputs.
         return_entropy: whether to return the entropy of each row's softmax in nats, [rows...], float32; it is
             differentiable.
         return_top1: whether to return whether each row's token is the one with the largest logit, the first of equal
             ones; [rows...], bool; False in ignored rows.
+        return_sum_sq: whether to return sum_v p_v^2 of each row's softmax, [rows...], float32; not differentiable.
+        return_mean_logit: whether to return the mean of each row's z', [rows...], float32; not differentiable.
         inplace_backward: whether the gradient of logits may be written over logits, as in eaves.cross_entropy: then
             the entropy has no gradient.
 
     Returns:
         The log-probabilities, [rows...]: float32, or float64 for float64 logits. With any return_*:
-        LogProbOutput(log_prob, entropy, is_top1), None for what was not asked for.
+        LogProbOutput(log_prob, entropy, is_top1, sum_sq, mean_logit), None for what was not asked for.
 
     Raises:
         ValueError, TypeError, NotImplementedError, RuntimeError, torch.OutOfMemoryError: as eaves.cross_entropy.
@@ -114,14 +124,15 @@ def log_prob(
     Example:
         >>> import torch, eaves
         >>> logits = torch.tensor([[2.0, 0.0, -1.0], [0.0, 1.0, 0.0]])
-        >>> eaves.log_prob(logits, torch.tensor([0, 2]), return_top1=True)
-        LogProbOutput(log_prob=tensor([-0.1698, -1.5514]), entropy=None, is_top1=tensor([ True, False]))
+        >>> eaves.log_prob(logits, torch.tensor([0, 2]), return_top1=True).is_top1
+        tensor([ True, False])
     """
     if unknown:
         refuse_unknown("log_prob", unknown, log_prob)
     return _of_loss(
-        cross_entropy, _NAMES, (logits,), tokens, temperature, softcap, scale, ignore_index, return_entropy,
-        return_top1, inplace_backward=inplace_backward, class_dim=-1,
+        cross_entropy, _NAMES, (logits,), tokens, temperature, softcap, scale, ignore_index,
+        (return_entropy, return_top1, return_sum_sq, return_mean_logit), inplace_backward=inplace_backward,
+        class_dim=-1,
     )  # fmt: skip
 
 
@@ -133,6 +144,8 @@ def linear_log_prob(
     *,
     return_entropy: Literal[False] = False,
     return_top1: Literal[False] = False,
+    return_sum_sq: Literal[False] = False,
+    return_mean_logit: Literal[False] = False,
     **keywords: Unpack[_LinearKeywords],
 ) -> Tensor: ...
 
@@ -145,6 +158,8 @@ def linear_log_prob(
     *,
     return_entropy: bool = False,
     return_top1: bool = False,
+    return_sum_sq: bool = False,
+    return_mean_logit: bool = False,
     **keywords: Unpack[_LinearKeywords],
 ) -> LogProbOutput: ...
 
@@ -161,6 +176,8 @@ def linear_log_prob(
     ignore_index: int = -100,
     return_entropy: bool = False,
     return_top1: bool = False,
+    return_sum_sq: bool = False,
+    return_mean_logit: bool = False,
     algorithm: str = "auto",
     workspace_bytes: int | None = None,
     skip_ignored: bool = False,
@@ -180,7 +197,8 @@ def linear_log_prob(
         head: [V, D], in the dtype of hidden.
         tokens: of each row one, int32 or int64: the shape of hidden without D.
         bias: [V], in the dtype of hidden or float32.
-        temperature, softcap, scale, ignore_index, return_entropy, return_top1: as in eaves.log_prob.
+        temperature, softcap, scale, ignore_index, return_entropy, return_top1, return_sum_sq, return_mean_logit: as
+            in eaves.log_prob.
         algorithm: how gradients are computed, as in eaves.linear_cross_entropy. Where head and bias have none,
             "speed" computes that of hidden in the forward: two products instead of three. "auto" does so but for calls
             with return_entropy, because a gradient of the entropy would need the logits again.
@@ -202,8 +220,9 @@ def linear_log_prob(
         refuse_unknown("linear_log_prob", unknown, linear_log_prob)
     return _of_loss(
         linear_cross_entropy, _LINEAR_NAMES, (hidden, head), tokens, temperature, softcap, scale, ignore_index,
-        return_entropy, return_top1, linear_bias=bias, algorithm=algorithm, workspace_bytes=workspace_bytes,
-        skip_ignored=skip_ignored, grad_weight_dtype=grad_weight_dtype, grad_weight_out=grad_weight_out,
+        (return_entropy, return_top1, return_sum_sq, return_mean_logit), linear_bias=bias, algorithm=algorithm,
+        workspace_bytes=workspace_bytes, skip_ignored=skip_ignored, grad_weight_dtype=grad_weight_dtype,
+        grad_weight_out=grad_weight_out,
     )  # fmt: skip
 
 
@@ -224,13 +243,13 @@ def _of_loss(
     softcap: float | None,
     scale: float | None,
     ignore_index: int,
-    return_entropy: bool,
-    return_top1: bool,
+    returns: tuple[bool, ...],
     **options: Any,
 ) -> Tensor | LogProbOutput:
     op = next(iter(names.values()))
-    check_bool(op, "return_entropy", return_entropy)
-    check_bool(op, "return_top1", return_top1)
+    for name, is_wanted in zip(LogProbOutput._fields[1:], returns):
+        check_bool(op, f"return_{name.removeprefix('is_')}", is_wanted)
+    return_entropy, return_top1, return_sum_sq, return_mean_logit = returns
     check_tensor(op, "tokens", tokens)
     if tokens.dtype not in CLASS_DTYPES:  # probabilities are right for a loss
         raise ValueError(f"{op}: tokens has dtype {name_of(tokens.dtype)}, expected int64 or int32")
@@ -239,7 +258,8 @@ def _of_loss(
     try:
         output = loss(
             *inputs, tokens, reduction="none", softcap=softcap, scale=scale, ignore_index=ignore_index,
-            return_entropy=return_entropy, return_argmax=return_top1, **options,
+            return_entropy=return_entropy, return_argmax=return_top1, return_sum_sq=return_sum_sq,
+            return_mean_logit=return_mean_logit, **options,
         )  # fmt: skip
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise _renamed(error, names) from None
@@ -247,10 +267,13 @@ def _of_loss(
         return 0 - output  # type: ignore[no-any-return]  # of ignored rows 0, where -output would be -0
     wide = tokens.to(torch.int64)  # int32 tokens would be compared with the last 32 bits of ignore_index
     is_ignored = wide == ignore_index
-    # cross_entropy gives the entropy and the best class of ignored rows too.
-    entropy = None if output.entropy is None else output.entropy.masked_fill(is_ignored, 0)
+    # cross_entropy gives these of ignored rows too.
+    entropy, sum_sq, mean_logit = (
+        None if each is None else each.masked_fill(is_ignored, 0)
+        for each in (output.entropy, output.sum_sq, output.mean_logit)
+    )
     is_top1 = None if output.argmax is None else (output.argmax == wide) & ~is_ignored
-    return LogProbOutput(0 - output.loss, entropy, is_top1)
+    return LogProbOutput(0 - output.loss, entropy, is_top1, sum_sq, mean_logit)
 
 
 def tempered(

@@ -28,8 +28,10 @@ REDUCTIONS = {"none": NONE, "sum": SUM, "mean": MEAN}
 
 # The outputs that a call asks for beside the loss, as bits; those of python/csrc/loss_arguments.h. The extension gives
 # them in this order.
-LSE, DIVISOR, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS = OUTPUTS = (1, 2, 4, 8, 16, 32)
-OF_IGNORED_ROWS = 64  # no output: lse, argmax and entropy of rows that are ignored too
+LSE, DIVISOR, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS, SUM_SQ, MEAN_LOGIT = OUTPUTS = (1, 2, 4, 8, 16, 32, 64, 128)
+OF_IGNORED_ROWS = 256  # no output: those per row of rows that are ignored too
+# What the user may ask for, in the order of CrossEntropyOutput.
+RETURNED = (LSE, ARGMAX, ENTROPY, Z_LOSS, SUM_SQ, MEAN_LOGIT)
 
 CLASS_DTYPES = (torch.int64, torch.int32)
 
@@ -46,6 +48,8 @@ class CrossEntropyOutput(NamedTuple):
     argmax: Tensor | None = None
     entropy: Tensor | None = None
     z_loss: Tensor | None = None
+    sum_sq: Tensor | None = None
+    mean_logit: Tensor | None = None
 
 
 if TYPE_CHECKING:
@@ -209,6 +213,18 @@ def weight_of(op: str, weight: Tensor, input: Tensor, classes: int, of: str = "i
     return weight.contiguous()
 
 
+def row_weight_of(op: str, row_weight: Tensor, input: Tensor, rows: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The weights of the rows, as the core takes them; `dtype` is that of the loss."""
+    check_tensor(op, "row_weight", row_weight)
+    check_device(op, "row_weight", row_weight, "input", input)
+    if row_weight.is_complex():
+        raise ValueError(f"{op}: row_weight has dtype {name_of(row_weight.dtype)}, expected real numbers, or bool")
+    if row_weight.shape != tuple(rows):
+        check_shape(op, "row_weight", row_weight, rows, f"one per row of input {shape_of(input)}")
+    refuse_gradient(op, "row_weight", row_weight)
+    return row_weight.to(dtype).contiguous()
+
+
 def normalizer_of(op: str, normalizer: object, mode: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """One number on the device, without waiting for it."""
     if mode != MEAN:
@@ -249,6 +265,8 @@ _PARAMETERS = {
     "bias": "linear_bias",
     "ce_weight": "weight",
     "num_items_in_batch": "normalizer",
+    "sample_weight": "row_weight",
+    "loss_mask": "row_weight",
     "accum_dtype": "grad_weight_dtype",
     "return_predicted_tokens": "return_argmax",
 }
@@ -276,15 +294,18 @@ def kept_for_backward(wanted: int, mode: int, needs_target_mass: bool) -> int:
     return computed | TARGET_MASS if needs_target_mass else computed
 
 
-def wanted_outputs(
-    op: str, return_lse: object, return_argmax: object, return_entropy: object, return_z_loss: object
-) -> int:
-    check_bool(op, "return_lse", return_lse)
-    check_bool(op, "return_argmax", return_argmax)
-    check_bool(op, "return_entropy", return_entropy)
-    check_bool(op, "return_z_loss", return_z_loss)
-    wanted = (LSE if return_lse else 0) | (ARGMAX if return_argmax else 0) | (ENTROPY if return_entropy else 0)
-    return wanted | (Z_LOSS if return_z_loss else 0)
+_RETURN_NAMES = tuple(f"return_{name}" for name in CrossEntropyOutput._fields[1:])
+
+
+def wanted_outputs(op: str, *returns: object) -> int:
+    """The bits of the return_* arguments, which are in the order of CrossEntropyOutput."""
+    wanted = 0
+    for name, bit, is_wanted in zip(_RETURN_NAMES, RETURNED, returns):
+        if is_wanted is False:
+            continue
+        check_bool(op, name, is_wanted)
+        wanted |= bit
+    return wanted
 
 
 # Where each output lies in what a call gives, for each set of bits; 0, where the loss lies, for one that is not there.
@@ -308,10 +329,8 @@ def pick(outputs: Sequence[Any], computed: int, bit: int) -> Any:
 
 def output_of(outputs: Sequence[Tensor], computed: int, wanted: int) -> CrossEntropyOutput:
     """What the user gets of what was computed."""
-    lse, argmax, entropy, z_loss = (
-        pick(outputs, computed, bit) if wanted & bit else None for bit in (LSE, ARGMAX, ENTROPY, Z_LOSS)
-    )
-    return CrossEntropyOutput(outputs[0], lse, argmax, entropy, z_loss)
+    returned = [pick(outputs, computed, bit) if wanted & bit else None for bit in RETURNED]
+    return CrossEntropyOutput(outputs[0], *returned)
 
 
 def keep_outputs(ctx: Any, outputs: Sequence[Tensor], computed: int, wanted: int) -> tuple[Tensor | None, ...]:
@@ -361,7 +380,7 @@ def empty_outputs(like: Tensor, rows: Sequence[int], mode: int, outputs: int) ->
     """The loss and the outputs that the bits name, without values."""
     dtype = accumulator_dtype(like.dtype)
     loss_shape = rows if mode == NONE else ()
-    shapes = {LSE: rows, DIVISOR: (), ARGMAX: rows, ENTROPY: rows, Z_LOSS: loss_shape, TARGET_MASS: rows}
+    shapes = dict.fromkeys(OUTPUTS, rows) | {DIVISOR: (), Z_LOSS: loss_shape}
     tensors = [like.new_empty(loss_shape, dtype=dtype)]
     for bit, shape in shapes.items():
         if outputs & bit:
@@ -376,22 +395,24 @@ def divisors_of(
     samples: int,
     targets: Tensor,
     weight: Tensor | None,
+    row_weight: Tensor | None,
     normalizer: Tensor | None,
     ignore_index: int,
     rows: Tensor,
 ) -> Tensor:
-    """What the mean of each sample is divided by; `targets` has the samples as its first axis, and so have `rows`, one
-    number for each row in the dtype of the divisors."""
+    """What the mean of each sample is divided by; `targets` has the samples as its first axis, and so have `row_weight`
+    and `rows`, one number for each row in the dtype of the divisors."""
     if normalizer is not None:
         return normalizer.reshape(samples).clone()
+    weights = torch.ones_like(rows) if row_weight is None else row_weight
     if targets.is_floating_point():  # with probabilities all rows count
-        return _sums(torch.ones_like(rows))
+        return _sums(weights)
     # int32 classes would be compared with the last 32 bits of ignore_index.
     counts = targets.to(torch.int64) != ignore_index
-    if weight is None:
-        return _sums(counts.to(rows.dtype))
-    classes = torch.where(counts, targets, 0).clamp(0, max(weight.shape[0] - 1, 0))
-    return _sums(torch.where(counts, weight.to(rows.dtype)[classes], 0.0))
+    if weight is not None:
+        classes = torch.where(counts, targets, 0).clamp(0, max(weight.shape[0] - 1, 0))
+        weights = weights * weight.to(rows.dtype)[classes]
+    return _sums(torch.where(counts, weights, 0.0))
 
 
 def _sums(rows: Tensor) -> Tensor:

@@ -37,9 +37,8 @@ def install(*, algorithm: str = "speed", workspace_bytes: int | None = None) -> 
     """Lets TRL's trainers compute log-probabilities, entropies and their metrics with eaves.
 
     Log-probabilities, entropies and gradients are those of TRL's function, from the product's float32 sums; the
-    gradient of the head is added up in float32. `mean_logits`, which DPO and KTO ask for, takes one more product
-    without a gradient, `log_sum_sq_probs` (DPO with use_weighting) another; both are differences of float32 numbers as
-    large as lse. Of a 16-bit head that is cast to float32 (cast_lm_head_to_fp32) the copy is kept until the backward.
+    gradient of the head is added up in float32. Metrics take no product of their own. Of a 16-bit head that is cast to
+    float32 (cast_lm_head_to_fp32) the copy is kept until the backward.
     TRL's `chunk_size` is not read: `workspace_bytes` says how much is computed at once.
 
     Args:
@@ -98,28 +97,16 @@ def _apply(
             weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     scale, softcap = tempered("trl", temperature, logit_scale, final_logit_softcapping)
     assert scale is not None
-    options: dict[str, Any] = {"linear_bias": bias, "reduction": "none", "workspace_bytes": workspace_bytes}
-    log_sum_sq_probs = mean_logits = None
-    needs_lse = "mean_logits" in outputs or "log_sum_sq_probs" in outputs
     with product:
         out: Any = linear_cross_entropy(
-            hidden, weight, targets, scale=scale, softcap=softcap, return_lse=needs_lse, algorithm=algorithm,
+            hidden, weight, targets, linear_bias=bias, reduction="none", scale=scale, softcap=softcap,
             return_entropy="entropy" in outputs, return_argmax="is_top1" in outputs,
-            grad_weight_dtype=None if hidden.dtype == torch.float64 else torch.float32, **options,
+            return_sum_sq="log_sum_sq_probs" in outputs, return_mean_logit="mean_logits" in outputs,
+            algorithm=algorithm, workspace_bytes=workspace_bytes,
+            grad_weight_dtype=None if hidden.dtype == torch.float64 else torch.float32,
         )  # fmt: skip
-        if isinstance(out, Tensor):
-            out = CrossEntropyOutput(out)
-        with torch.no_grad():
-            if "mean_logits" in outputs:  # a loss whose target is spread evenly is lse - mean z'
-                loss = linear_cross_entropy(
-                    hidden, weight, targets, scale=scale, softcap=softcap, label_smoothing=1.0, **options
-                )
-                mean_logits = out.lse - loss
-            if "log_sum_sq_probs" in outputs:  # sum p^2 = sum exp(2 z') / exp(2 lse)
-                doubled: Any = linear_cross_entropy(
-                    hidden, weight, targets, scale=2 * scale, softcap=None if softcap is None else 2 * softcap,
-                    return_lse=True, **options,
-                )  # fmt: skip
-                log_sum_sq_probs = doubled.lse - 2 * out.lse
+    if isinstance(out, Tensor):
+        out = CrossEntropyOutput(out)
+    log_sum_sq_probs = None if out.sum_sq is None else out.sum_sq.log()
     is_top1 = None if out.argmax is None else out.argmax == targets
-    return 0 - out.loss, out.entropy, log_sum_sq_probs, mean_logits, is_top1
+    return 0 - out.loss, out.entropy, log_sum_sq_probs, out.mean_logit, is_top1

@@ -169,6 +169,7 @@ class CrossEntropyOracle:
         softcap: float | None = None,
         scale: float | None = None,
         z_loss: float = 0.0,
+        row_weight: Tensor | None = None,
         normalizer: float | None = None,
     ) -> None:
         self.class_dim, self.reduction, self.z_loss_weight = class_dim, reduction, z_loss
@@ -190,6 +191,8 @@ class CrossEntropyOracle:
         self.p = self.log_p.exp()
         p_log_p = torch.where(self.logits == -math.inf, torch.zeros_like(self.p), self.p * self.log_p)
         self.entropy = -p_log_p.sum(-1)
+        self.sum_sq = torch.where(self.logits == -math.inf, 0.0, self.p.square()).sum(-1)
+        self.mean_logit = self.logits.mean(-1)
         self.argmax = z.nan_to_num(-math.inf, math.inf, -math.inf).argmax(-1)
 
         weights = torch.ones(classes, dtype=torch.float64) if weight is None else weight.detach().cpu().double()
@@ -199,15 +202,15 @@ class CrossEntropyOracle:
             q = target.detach().cpu().double().movedim(class_dim, -1)
             self.counts = torch.ones(rows, dtype=torch.bool)
             self.distribution = weights * ((1 - label_smoothing) * q + label_smoothing / classes)
-            row_weight = torch.ones(rows, dtype=torch.float64)
+            target_weight = torch.ones(rows, dtype=torch.float64)
         else:
             t = target.cpu().long()
             self.counts = t != ignore_index
             t = torch.where(self.counts, t, torch.zeros_like(t))
             counted = self.counts.double()
-            row_weight = weights[t] * counted if classes else counted
+            target_weight = weights[t] * counted if classes else counted
             if classes:
-                self.hard.scatter_(-1, t.unsqueeze(-1), ((1 - label_smoothing) * row_weight).unsqueeze(-1))
+                self.hard.scatter_(-1, t.unsqueeze(-1), ((1 - label_smoothing) * target_weight).unsqueeze(-1))
             self.distribution = counted.unsqueeze(-1) * (label_smoothing / max(classes, 1)) * weights
         mass = self.hard + self.distribution
         self.row_mass = mass.sum(-1)
@@ -223,11 +226,18 @@ class CrossEntropyOracle:
         loss_scale = torch.where(mass == 0, zero, mass.abs() * torch.maximum(finite_logits, lse_scale[..., None])).sum(
             -1
         )
+        self.weight = torch.ones(rows, dtype=torch.float64)
+        if row_weight is not None:
+            self.weight = row_weight.detach().cpu().double()
         z_losses = torch.where(self.counts & (z_loss != 0), z_loss * self.lse**2, zero)
         z_scale = torch.where(self.counts, 2 * z_loss * lse_scale**2, zero)
         losses, loss_scale = losses + z_losses, loss_scale + z_scale
+        losses, loss_scale = self.weight * losses, self.weight.abs() * loss_scale
+        z_losses, z_scale = self.weight * z_losses, self.weight.abs() * z_scale
         if reduction == "mean":
-            self.divisor = row_weight.sum() if normalizer is None else torch.tensor(float(normalizer)).double()
+            self.divisor = (
+                (self.weight * target_weight).sum() if normalizer is None else torch.tensor(float(normalizer)).double()
+            )
         else:
             self.divisor = torch.ones((), dtype=torch.float64)
 
@@ -246,7 +256,12 @@ class CrossEntropyOracle:
             "lse": Bound(self.lse, self.lse_error),
             "entropy": Bound(self.entropy, self.entropy_error),
             "z_loss": self.z_loss,
+            "sum_sq": self._of_row(self.sum_sq, self.sum_sq * (1 + self.largest.abs())),
+            "mean_logit": self._of_row(self.mean_logit, self.logits.abs().mean(-1)),
         }
+
+    def _of_row(self, exact: Tensor, scale: Tensor) -> Bound:
+        return Bound(exact, allowed_error(self.result_dtype, exact, scale))
 
     def gradient(
         self,
@@ -267,7 +282,7 @@ class CrossEntropyOracle:
             return given.expand(self.lse.shape).unsqueeze(-1)
 
         divisor = self.divisor if self.divisor != 0 else torch.tensor(math.inf, dtype=torch.float64)
-        g = column(grad_loss) / divisor * self.counts.unsqueeze(-1)
+        g = column(grad_loss) / divisor * (self.weight * self.counts).unsqueeze(-1)
         of_lse, of_entropy = column(grad_lse), column(grad_entropy)
         lse, entropy = self.lse.unsqueeze(-1), self.entropy.unsqueeze(-1)
         zero = torch.zeros((), dtype=torch.float64)

@@ -12,8 +12,8 @@ from operator_cases import Operator
 ops = torch.ops.eaves
 
 # The bits of python/csrc/cross_entropy.cpp.
-LSE, DIVISOR, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS, OF_IGNORED_ROWS = (1 << bit for bit in range(7))
-EVERYTHING = (1 << 7) - 1
+LSE, DIVISOR, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS, SUM_SQ, MEAN_LOGIT, OF_IGNORED_ROWS = (1 << bit for bit in range(9))
+EVERYTHING = (1 << 9) - 1
 NONE, SUM, MEAN = range(3)
 
 
@@ -45,6 +45,7 @@ def cross_entropy_extension_calls(device: torch.device | str) -> list[tuple[Any,
         logits: Tensor,
         targets: Tensor,
         weight: Tensor | None = None,
+        row_weight: Tensor | None = None,
         normalizer: Tensor | None = None,
         axis: int = -1,
         reduction: int = MEAN,
@@ -55,12 +56,14 @@ def cross_entropy_extension_calls(device: torch.device | str) -> list[tuple[Any,
     ) -> None:
         numbers = (smoothing, 1.5, softcap, z_loss)
         options = (axis, -100, reduction, numbers)
-        inputs = (logits, targets, weight, normalizer, *options)
-        everything = EVERYTHING if reduction == MEAN else EVERYTHING & ~DIVISOR
+        inputs = (logits, targets, weight, row_weight, normalizer, *options)
+        has_factors = targets.is_floating_point() or (weight is not None and smoothing != 0)
+        in_forward = EVERYTHING & ~(MEAN_LOGIT if has_factors else 0)
+        everything = in_forward if reduction == MEAN else in_forward & ~DIVISOR
         for outputs in (0, everything):
             calls.append((ops.cross_entropy_forward.default, (*inputs, outputs)))
         if in_place:
-            for outputs in (0, LSE | ARGMAX | ENTROPY | Z_LOSS):
+            for outputs in (0, everything & (LSE | ARGMAX | ENTROPY | Z_LOSS | SUM_SQ | MEAN_LOGIT)):
                 calls.append((ops.cross_entropy_forward_backward.default, (*inputs, outputs)))
             losses = torch.full(targets.shape if targets.dim() < logits.dim() else (), 2.0, device=device)
             calls.append(
@@ -72,8 +75,8 @@ def cross_entropy_extension_calls(device: torch.device | str) -> list[tuple[Any,
         results = list(ops.cross_entropy_forward(*inputs, everything))
         loss, lse = results[:2]
         divisor = results.pop(2) if reduction == MEAN else None
-        _, entropy, _, target_mass = results[2:]
-        saved = (logits, targets, weight, lse, entropy, target_mass, divisor, *options, 0, 0)
+        _, entropy, _, target_mass = results[2:6]
+        saved = (logits, targets, weight, row_weight, lse, entropy, target_mass, divisor, *options, 0, 0)
         ones = torch.ones_like(lse)
         calls.append((ops.cross_entropy_backward.default, (torch.ones_like(loss), ones, ones, *saved)))
         calls.append((ops.cross_entropy_backward.default, (torch.ones_like(loss), None, None, *saved)))
@@ -82,19 +85,22 @@ def cross_entropy_extension_calls(device: torch.device | str) -> list[tuple[Any,
         calls.append((ops.cross_entropy_forward.numbers, (number_tensor, *inputs, everything)))
         calls.append((ops.cross_entropy_backward.numbers, (number_tensor, torch.ones_like(loss), ones, ones, *saved)))
         if in_place:
-            kept = (logits.clone(), targets, weight, lse, None, target_mass, divisor)
+            kept = (logits.clone(), targets, weight, row_weight, lse, None, target_mass, divisor)
             upstream = (torch.ones_like(loss), None, None)
             calls.append((ops.cross_entropy_backward_in_place.default, (*upstream, *kept, *options)))
 
     for layout in LAYOUTS:
         logits = layout(random_tensor((3, 4, 5), torch.float32, device))
-        add(logits, random_targets((3, 4), 5, device), in_place="expanded" not in layout.__name__)
+        row_weight = torch.rand((3, 4), device=device)
+        add(
+            logits, random_targets((3, 4), 5, device), row_weight=row_weight, in_place="expanded" not in layout.__name__
+        )
     add(random_tensor((3, 5, 4), torch.float32, device), random_targets((3, 4), 5, device), axis=-2, reduction=NONE)
     weight, normalizer = torch.rand(5, device=device), torch.full((), 7.0, device=device)
     for dtype in (torch.float16, torch.bfloat16):
         add(random_tensor((4, 5), dtype, device), random_targets((4,), 5, device, torch.int32), weight, smoothing=0.1)
     logits = random_tensor((4, 5), torch.float64, device)
-    add(logits, random_targets((4,), 5, device), weight.double(), normalizer.double(), z_loss=0.1, softcap=3.0)
+    add(logits, random_targets((4,), 5, device), weight.double(), None, normalizer.double(), z_loss=0.1, softcap=3.0)
     soft = random_tensor((4, 5), torch.float32, device).softmax(-1)
     add(random_tensor((4, 5), torch.bfloat16, device), soft, reduction=SUM)
     add(random_tensor((5,), torch.float32, device), torch.tensor(2, device=device), reduction=NONE)
@@ -105,7 +111,7 @@ def cross_entropy_extension_calls(device: torch.device | str) -> list[tuple[Any,
     statistics = ops.cross_entropy_shard_forward(*shard)
     other = ops.cross_entropy_shard_forward(*shard[:-2], 0, 10)
     merge = (torch.stack([other, statistics]), targets, normalizer, -100, MEAN, (0.1, 1.0, 0.0, 0.01), 10, True)
-    for outputs in (0, EVERYTHING & ~OF_IGNORED_ROWS):
+    for outputs in (0, EVERYTHING & ~(MEAN_LOGIT | OF_IGNORED_ROWS)):
         calls.append((ops.cross_entropy_merge.default, (*merge, outputs)))
     return calls
 

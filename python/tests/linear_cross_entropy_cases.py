@@ -7,7 +7,7 @@ from torch import Tensor
 
 import eaves
 from comparison import Bound, CrossEntropyOracle, unit_in_last_place
-from cross_entropy_cases import DIVISOR, EVERYTHING, MEAN, NONE, OF_IGNORED_ROWS, SUM, random_targets
+from cross_entropy_cases import DIVISOR, EVERYTHING, MEAN, MEAN_LOGIT, NONE, OF_IGNORED_ROWS, SUM, random_targets
 from layouts import LAYOUTS, random_tensor
 from operator_cases import Operator
 
@@ -75,7 +75,7 @@ class LinearOracle:
         counts = self.rows.counts
         found = {}
         for name, bound in self.rows.bounds().items():
-            of_rows = name in ("lse", "entropy")
+            of_rows = name in ("lse", "entropy", "sum_sq", "mean_logit")
             exact = torch.where(counts, bound.exact, 0.0) if of_rows else bound.exact
             own = (2e-6 if result_dtype == torch.float32 else 1e-13) * (exact.abs() + 1)
             through = self.row_error * (1 + self.rows.lse.abs()) if of_rows else self.loss_error
@@ -146,7 +146,6 @@ def large_inputs(device: torch.device | str) -> tuple[Tensor, ...]:
 
 def extension_calls(device: torch.device | str) -> list[tuple[Any, tuple[Any, ...]]]:
     calls: list[tuple[Any, tuple[Any, ...]]] = []
-    everything = EVERYTHING & ~OF_IGNORED_ROWS
 
     def add(
         x: Tensor,
@@ -154,6 +153,7 @@ def extension_calls(device: torch.device | str) -> list[tuple[Any, tuple[Any, ..
         targets: Tensor,
         bias: Tensor | None = None,
         weight: Tensor | None = None,
+        row_weight: Tensor | None = None,
         normalizer: Tensor | None = None,
         reduction: int = MEAN,
         smoothing: float = 0.0,
@@ -163,7 +163,9 @@ def extension_calls(device: torch.device | str) -> list[tuple[Any, tuple[Any, ..
     ) -> None:
         numbers = (smoothing, 1.5, softcap, z_loss)
         options = (-100, reduction, numbers, False, limit)
-        given = (x, head, bias, targets, weight)
+        given = (x, head, bias, targets, weight, row_weight)
+        has_factors = targets.is_floating_point() or (weight is not None and smoothing != 0)
+        everything = EVERYTHING & ~(OF_IGNORED_ROWS | (MEAN_LOGIT if has_factors else 0))
         outputs = everything if reduction == MEAN else everything & ~DIVISOR
         gradients = OF_INPUT | OF_WEIGHT | (0 if bias is None else OF_BIAS)
         for wanted in (0, outputs):
@@ -175,7 +177,7 @@ def extension_calls(device: torch.device | str) -> list[tuple[Any, tuple[Any, ..
         results = list(ops.linear_cross_entropy_forward(*given, normalizer, *options, outputs))
         loss, lse = results[:2]
         divisor = results.pop(2) if reduction == MEAN else None
-        _, entropy, _, target_mass = results[2:]
+        _, entropy, _, target_mass = results[2:6]
         saved = (*given, lse, entropy, target_mass, divisor, *options)
         one, ones = torch.ones_like(loss), torch.ones_like(lse)
         for upstream in ((one, None, None), (one, ones, ones)):
@@ -202,14 +204,14 @@ def extension_calls(device: torch.device | str) -> list[tuple[Any, tuple[Any, ..
 
     for layout in LAYOUTS:
         add(layout(random_tensor((3, 4, 5), torch.float32, device)), head_like(torch.float32),
-            random_targets((3, 4), 7, device))  # fmt: skip
+            random_targets((3, 4), 7, device), row_weight=torch.rand((3, 4), device=device))  # fmt: skip
     numbers = random_tensor((7,), torch.float32, device)
     for dtype in (torch.float16, torch.bfloat16):
         add(random_tensor((4, 5), dtype, device), head_like(dtype), random_targets((4,), 7, device, torch.int32),
             numbers.to(dtype), numbers.abs(), smoothing=0.1)  # fmt: skip
     x, normalizer = random_tensor((4, 5), torch.float64, device), torch.full((), 7.0, dtype=torch.float64).to(device)
     add(x, random_tensor((5, 7), torch.float64, device).t(), random_targets((4,), 7, device), numbers.double(), None,
-        normalizer, softcap=3.0, z_loss=0.1, limit=1000)  # fmt: skip
+        None, normalizer, softcap=3.0, z_loss=0.1, limit=1000)  # fmt: skip
     soft = random_tensor((4, 7), torch.float32, device).softmax(-1)
     add(random_tensor((4, 5), torch.bfloat16, device), head_like(torch.bfloat16), soft, reduction=SUM)
     x = random_tensor((5,), torch.float32, device)

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/loss_outputs.h"
 #include "core/row_targets.h"
 #include "eaves/cross_entropy.h"
 
@@ -51,6 +52,29 @@ struct LossArguments {
   /// dL/d(loss): any strides, dtype of the result or `dtype`, that of the reference.
   void has_loss_gradient(const Argument& argument, DType dtype, Reduction reduction) const;
 };
+
+/// `views` has a member for each. `has_unit_factors`: u of ClassStatistics is 1.
+template <typename Views>
+LossOutputs loss_outputs(LossArguments& checked, const Views& views, Reduction reduction, bool has_unit_factors) {
+  const char* op = checked.op;
+  is_valid({op, "loss", views.loss});
+  LossOutputs outputs{};
+  outputs.loss = checked.loss({op, "loss", views.loss}, reduction);
+  outputs.z_loss = checked.loss({op, "z_loss", views.z_loss}, reduction);
+  outputs.divisor = checked.mean_scalar({op, "divisor", views.divisor}, reduction, true);
+  outputs.argmax = static_cast<std::int64_t*>(
+      checked.per_row({op, "argmax", views.argmax}, true, DType::int64, "a class of each row"));
+  outputs.lse = checked.per_row({op, "lse", views.lse}, true);
+  outputs.entropy = checked.per_row({op, "entropy", views.entropy}, true);
+  outputs.sum_sq = checked.per_row({op, "sum_sq", views.sum_sq}, true);
+  outputs.mean_logit = checked.per_row({op, "mean_logit", views.mean_logit}, true);
+  outputs.target_mass = checked.per_row({op, "target_mass", views.target_mass}, true);
+  if (outputs.mean_logit != nullptr && !has_unit_factors) {
+    fail({op, "mean_logit", views.mean_logit},
+         "is given with soft targets, or with weights and label_smoothing: there is none with those");
+  }
+  return outputs;
+}
 
 /// Throws InvalidArgument for the first target, in the order of `row_shape`, that is out of range. The targets are in
 /// memory of the host.

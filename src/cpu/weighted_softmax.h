@@ -64,6 +64,7 @@ void softcap_block(const A* x, std::int64_t count, A scale, A softcap, A* to, A*
 struct ExpSums {
   double sum;     ///< of exp(x - anchor)
   double moment;  ///< of exp(x - anchor) * (x - anchor), 0 where the exponential is
+  double square;  ///< of exp(x - anchor)^2
 };
 
 template <typename A>
@@ -72,20 +73,22 @@ ExpSums exp_sums(const A* x, std::int64_t count, A anchor) {
   const auto shift = hn::Set(d, anchor);
   const auto zero = hn::Zero(d);
   CompensatedSum<A> s0{zero, zero}, s1{zero, zero};
-  auto m0 = zero, m1 = zero;
-  const auto add = [&](VectorOf<A> v, CompensatedSum<A>& sum, VectorOf<A>& moment) HWY_ATTR {
+  auto m0 = zero, m1 = zero, q0 = zero, q1 = zero;
+  const auto add = [&](VectorOf<A> v, CompensatedSum<A>& sum, VectorOf<A>& moment, VectorOf<A>& square) HWY_ATTR {
     const auto difference = hn::Sub(v, shift);
     const auto e = exp_term(d, difference);
     sum.add(e);
     moment = hn::Add(moment, hn::IfThenZeroElse(hn::Eq(e, zero), hn::Mul(e, difference)));
+    square = hn::MulAdd(e, e, square);
   };
   for_each_pack(x, static_cast<std::size_t>(count), -infinity<A>(), [&](const Pack<A>& pack) HWY_ATTR {
-    add(pack.v0, s0, m0);
-    add(pack.v1, s1, m1);
-    add(pack.v2, s0, m0);
-    add(pack.v3, s1, m1);
+    add(pack.v0, s0, m0, q0);
+    add(pack.v1, s1, m1, q1);
+    add(pack.v2, s0, m0, q0);
+    add(pack.v3, s1, m1, q1);
   });
-  return {s0.total() + s1.total(), hn::GetLane(hn::SumOfLanes(d, hn::Add(m0, m1)))};
+  return {s0.total() + s1.total(), hn::GetLane(hn::SumOfLanes(d, hn::Add(m0, m1))),
+          hn::GetLane(hn::SumOfLanes(d, hn::Add(q0, q1)))};
 }
 
 /// Sum of x - center.

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 
+#include "core/loss_outputs.h"
 #include "core/row_targets.h"
 #include "core/rows.h"
 #include "eaves/context.h"
@@ -27,12 +28,13 @@ using CrossEntropyView = RowView<3, 6>;
 /// What of its options a call has to do more for than a plain softmax.
 struct LossPlan {
   bool has_transform = false;  ///< z' is not z
-  bool has_linear = false;     ///< the loss has sum of u_v * z'_v: soft targets or smoothing
+  bool has_linear = false;     ///< sum of u_v * z'_v is wanted: soft targets, smoothing or mean_logit
   bool has_factors = false;    ///< and u is not 1: soft targets, or smoothing over weighted classes
   bool has_moment = false;     ///< the entropy, or its gradient
+  bool has_square = false;     ///< the sum of p^2
   bool has_best = false;       ///< the class of the largest logit
 
-  bool is_plain() const { return !has_transform && !has_linear && !has_moment && !has_best; }
+  bool is_plain() const { return !has_transform && !has_linear && !has_moment && !has_square && !has_best; }
 };
 
 struct CrossEntropyInputs {
@@ -42,6 +44,7 @@ struct CrossEntropyInputs {
   const void* logits;
   TypedNumbers targets;      ///< int32, int64, or of soft targets logits_dtype or float32
   TypedNumbers weight;       ///< logits_dtype or float32; nullptr where there is none
+  const void* row_weight;    ///< per row, float32 or float64 as the outputs; nullptr where there is none
   std::int64_t first_class;  ///< of the logits' columns; 0 but for shards
   std::int64_t classes;      ///< V, of all shards
   CrossEntropyOptions options;
@@ -55,22 +58,11 @@ struct CrossEntropyInputs {
   }
 };
 
-/// Each nullptr where not asked for; float32, or float64 for float64 logits.
-struct CrossEntropyOutputs {
-  void* loss;
-  void* lse;
-  std::int64_t* argmax;
-  void* entropy;
-  void* z_loss;
-  void* target_mass;
-  void* divisor;
-};
-
 struct CrossEntropyForwardProblem {
   CrossEntropyInputs inputs;
   bool reads_ignored_rows;
   const void* normalizer;  ///< nullptr: the weights of the rows
-  CrossEntropyOutputs outputs;
+  LossOutputs outputs;
 };
 
 struct CrossEntropyBackwardProblem {
@@ -116,7 +108,7 @@ struct CrossEntropyMergeProblem {
   std::int64_t shards;
   const void* statistics;  ///< [shards, rows, kCrossEntropyStatistics]
   const void* normalizer;
-  CrossEntropyOutputs outputs;
+  LossOutputs outputs;
 };
 
 namespace cpu {

@@ -44,7 +44,7 @@ void backward_of(const CrossEntropyBackwardProblem& problem, const ExecutionCont
                        const auto row = rows.row(index);
                        const std::int64_t at = row.at.of[kPerRow];
                        return map_of(rows, row,
-                                     {.grad_loss = grad_of_row(problem.grad_loss, row.at.of[kGradLoss], divisor),
+                                     {.grad_loss = grad_of_row(problem.inputs, problem.grad_loss, row.at, divisor),
                                       .grad_lse = per_row(problem.grad_lse, at),
                                       .grad_entropy = per_row(problem.grad_entropy, at),
                                       .lse = per_row(problem.lse, at),
@@ -77,7 +77,7 @@ void in_place_of(const CrossEntropyInPlaceProblem& problem, const ExecutionConte
   const auto map = [&](std::int64_t index, const RowLoss<double>& loss, const ColumnPiece& piece) {
     const auto row = rows.row(index);
     return map_of(rows, row,
-                  {.grad_loss = grad_of_row(problem.grad_loss, row.at.of[kGradLoss], divisor),
+                  {.grad_loss = grad_of_row(forward.inputs, problem.grad_loss, row.at, divisor),
                    .grad_lse = 0.0,
                    .grad_entropy = 0.0,
                    .lse = loss.lse,

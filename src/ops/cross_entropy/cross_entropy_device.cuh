@@ -195,7 +195,8 @@ struct LossInputs {
   const T* logits;
   TypedNumbers targets;
   TypedNumbers weight;
-  bool has_factors;  ///< u of ClassStatistics is not 1
+  const A* row_weight;  ///< per row; nullptr: 1
+  bool has_factors;     ///< u of ClassStatistics is not 1
 
   LossInputs(const View& rows, const CrossEntropyInputs& inputs)
       : view(rows),
@@ -203,6 +204,7 @@ struct LossInputs {
         logits(static_cast<const T*>(inputs.logits)),
         targets(inputs.targets),
         weight(inputs.weight),
+        row_weight(static_cast<const A*>(inputs.row_weight)),
         has_factors(inputs.plan.has_factors) {}
 
   /// The class that a row names; 0 with soft targets.
@@ -215,6 +217,7 @@ struct LossInputs {
     const std::int64_t column = target - terms.first_class;
     return column >= 0 && column < view.column_count ? column : -1;
   }
+  __device__ A row_weight_at(std::int64_t per_row) const { return row_weight == nullptr ? A(1) : row_weight[per_row]; }
   __device__ A weight_in(std::int64_t column) const {
     return terms.has_weight ? own_or_float_at<T>(weight, column) : A(1);
   }

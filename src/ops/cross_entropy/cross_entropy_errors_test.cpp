@@ -111,6 +111,49 @@ TEST_F(CrossEntropyErrors, TheArgumentsThatTheseTestsSpoilAreLegal) {
   EXPECT_NO_THROW(cross_entropy_forward_backward(in_place_));
 }
 
+TEST_F(CrossEntropyErrors, WeightsOfRows) {
+  const auto expect_all_refused = [&](const TensorView& row_weight, const std::string& what) {
+    auto forward = forward_;
+    forward.row_weight = row_weight;
+    expect_refused(forward, "cross_entropy_forward: row_weight " + what);
+    auto backward = backward_;
+    backward.row_weight = row_weight;
+    expect_refused(backward, "cross_entropy_backward: row_weight " + what);
+    auto in_place = in_place_;
+    in_place.forward.row_weight = row_weight;
+    expect_refused(in_place, "cross_entropy_forward_backward: row_weight " + what);
+    auto merge = merge_;
+    merge.row_weight = row_weight;
+    expect_message([&] { cross_entropy_merge(merge); }, "cross_entropy_merge: row_weight " + what);
+  };
+  expect_all_refused(ones({3}), "has shape [3], expected [4] (one per row of logits)");
+  expect_all_refused(TensorView::contiguous(ones_.data(), DType::bfloat16, {4}),
+                     "has dtype bfloat16, expected float32 (float32, or float64 where logits is float64)");
+  expect_all_refused(TensorView::strided(ones_.data(), DType::float32, {4}, {2}),
+                     "has shape [4] and strides [2], expected it to be contiguous");
+}
+
+TEST_F(CrossEntropyErrors, AMeanLogitWhereTheSumHasFactors) {
+  UnwrittenOutput mean_logit("mean_logit");
+  const std::string what =
+      "mean_logit is given with soft targets, or with weights and label_smoothing: there is none with those";
+  auto forward = forward_;
+  forward.mean_logit = mean_logit.view({4});
+  EXPECT_NO_THROW(cross_entropy_forward_workspace_bytes(forward));
+  forward.options.label_smoothing = 0.1;
+  expect_refused(forward, "cross_entropy_forward: " + what);
+  forward.weight = {};
+  EXPECT_NO_THROW(cross_entropy_forward_workspace_bytes(forward));
+  forward.targets = ones({4, 3});
+  expect_refused(forward, "cross_entropy_forward: " + what);
+  auto merge = merge_;
+  merge.mean_logit = mean_logit.view({4});
+  merge.has_weight = true;
+  merge.options.label_smoothing = 0.1;
+  expect_refused(merge, "cross_entropy_merge: " + what);
+  mean_logit.expect_unwritten();
+}
+
 TEST_F(CrossEntropyErrors, MissingTensors) {
   auto forward = forward_;
   forward.logits = {};
@@ -509,12 +552,12 @@ TEST_F(CrossEntropyErrors, Memory) {
   auto shard = shard_;
   shard.statistics.strides = {1, 4};
   expect_refused(shard,
-                 "cross_entropy_shard_forward: statistics has shape [4, 9] and strides [1, 4], expected it to be "
+                 "cross_entropy_shard_forward: statistics has shape [4, 10] and strides [1, 4], expected it to be "
                  "contiguous");
   auto merge = merge_;
-  merge.statistics.strides = {9, 18, 1};
+  merge.statistics.strides = {10, 20, 1};
   expect_refused(merge,
-                 "cross_entropy_merge: statistics has shape [2, 4, 9] and strides [9, 18, 1], expected it to be "
+                 "cross_entropy_merge: statistics has shape [2, 4, 10] and strides [10, 20, 1], expected it to be "
                  "contiguous");
 }
 
@@ -771,16 +814,16 @@ TEST_F(CrossEntropyErrors, ShapesOfStatistics) {
   auto shard = shard_;
   shard.statistics = statistics_.view({4, 8});
   expect_refused(shard,
-                 "cross_entropy_shard_forward: statistics has shape [4, 8], expected [4, 9] (the statistics of each "
+                 "cross_entropy_shard_forward: statistics has shape [4, 8], expected [4, 10] (the statistics of each "
                  "row of logits)");
   auto merge = merge_;
-  merge.statistics = ones({2, 5, 9});
+  merge.statistics = ones({2, 5, 10});
   expect_refused(merge,
-                 "cross_entropy_merge: statistics has shape [2, 5, 9], expected [2, 4, 9] (of each shard, for each "
+                 "cross_entropy_merge: statistics has shape [2, 5, 10], expected [2, 4, 10] (of each shard, for each "
                  "target)");
-  merge.statistics = ones({4, 9});
+  merge.statistics = ones({4, 10});
   expect_refused(merge,
-                 "cross_entropy_merge: statistics has shape [4, 9], expected [4, 4, 9] (of each shard, for each "
+                 "cross_entropy_merge: statistics has shape [4, 10], expected [4, 4, 10] (of each shard, for each "
                  "target)");
   merge = merge_;
   merge.classes = 0;

@@ -41,13 +41,18 @@ struct FullLoss {
     int i = thread;
     do {
       with_variant([&]<bool kIsCapped, Factors kFactors>() {
-        for (; i + (kVectors - 1) * threads < vectors; i += kVectors * threads) {
-          Vector<T> batch[kVectors];
+        const auto take_batches = [&]<bool kHasSquare>() {
+          for (; i + (kVectors - 1) * threads < vectors; i += kVectors * threads) {
+            Vector<T> batch[kVectors];
 #pragma unroll
-          for (int v = 0; v < kVectors; ++v) batch[v] = load(span.vector_address(i + v * threads));
-          if (!ask()) return;
-          if (!take_batch<kIsCapped, kFactors>(running, batch, column_of(i), step, at.of[kSoftTargets])) return;
-        }
+            for (int v = 0; v < kVectors; ++v) batch[v] = load(span.vector_address(i + v * threads));
+            if (!ask()) return;
+            if (!take_batch<kIsCapped, kFactors, kHasSquare>(running, batch, column_of(i), step, at.of[kSoftTargets])) {
+              return;
+            }
+          }
+        };
+        plan.has_square ? take_batches.template operator()<true>() : take_batches.template operator()<false>();
       });
       if (!ask()) return State{};
         // A batch that was refused, or the last, which is not whole.
@@ -122,14 +127,14 @@ struct FullLoss {
     return rows.in.terms.softcap != A(0) ? call.template operator()<true>() : call.template operator()<false>();
   }
 
-  template <bool kIsCapped, Factors kFactors, int kVectors>
+  template <bool kIsCapped, Factors kFactors, bool kHasSquare, int kVectors>
   __device__ bool take_batch(RunningStatistics<A>& running, const Vector<T> (&batch)[kVectors], std::int64_t first,
                              int step, std::int64_t soft_row) const {
-    return take_whole<kIsCapped, kFactors>(running, batch, first, step, rows.in.terms, plan,
-                                           [&](int v, A(&u)[Vector<T>::kSize]) {
-                                             load_factors(rows.in, soft_row, first + v * step, u);
-                                             return total_of(u);
-                                           });
+    return take_whole<kIsCapped, kFactors, kHasSquare>(running, batch, first, step, rows.in.terms, plan,
+                                                       [&](int v, A(&u)[Vector<T>::kSize]) {
+                                                         load_factors(rows.in, soft_row, first + v * step, u);
+                                                         return total_of(u);
+                                                       });
   }
 
   /// Any vector of a row of unit stride: where it cannot be taken whole, element by element. The logits are read once
@@ -138,7 +143,7 @@ struct FullLoss {
                               std::int64_t soft_row) const {
     const Vector<T> batch[1] = {load(vector)};
     const bool is_taken = with_variant([&]<bool kIsCapped, Factors kFactors>() {
-      return take_batch<kIsCapped, kFactors>(running, batch, column, 0, soft_row);
+      return take_batch<kIsCapped, kFactors, true>(running, batch, column, 0, soft_row);
     });
     if (is_taken) return;
 #pragma unroll 1

@@ -68,7 +68,7 @@ struct GradientInputs {
     RowGradientInputs<A> row{};
     row.target = in.target_at(at.of[kTargets]);
     row.lse = lse[i];
-    row.grad_loss = gradient_of_loss<T>(grad_loss, at.of[kGradLoss], divisor);
+    row.grad_loss = gradient_of_loss<T>(grad_loss, at.of[kGradLoss], divisor) * in.row_weight_at(i);
     if (grad_lse != nullptr) row.grad_lse = grad_lse[i];
     if (grad_entropy != nullptr) {
       row.grad_entropy = grad_entropy[i];

@@ -83,7 +83,7 @@ struct InPlace {
   __device__ Prefetched prefetch(std::int64_t target, const Offsets& at) const {
     wait_for_previous_kernel();
     // First what does not wait for the target.
-    const A of_row = gradient_of_loss<T>(grad_loss, at.of[kGradLoss], divisor);
+    const A of_row = gradient_of_loss<T>(grad_loss, at.of[kGradLoss], divisor) * rows.in.row_weight_at(at.of[kPerRow]);
     return {rows.prepare(target, at.of[kLogits]), of_row};
   }
 
@@ -97,7 +97,7 @@ struct InPlace {
     const ClassStatistics<A> statistics{.softmax = state};
     const TargetClass<A> target_class = rows.target_class(row.target);
     if (writes_row) {
-      write_row<A>(rows.outputs, at.of[kPerRow], statistics, target, target_class, in.terms, rows.is_read(target));
+      write_row(rows.outputs, at.of[kPerRow], statistics, target, target_class, in, rows.is_read(target));
     }
     const RowLoss<A> loss = row_loss(statistics, target_class, !in.terms.is_ignored(target), in.terms);
     RowGradientInputs<A> inputs{};
@@ -334,10 +334,12 @@ struct TargetWeights {
   LossInputs<T, View> in;
 
   __device__ LossSums operator()(std::int64_t row) const {
-    if (in.terms.is_soft) return {.weight = 1.0};
-    const std::int64_t target = in.target_at(in.view.rows.offsets(row).of[kTargets]);
+    const auto at = in.view.rows.offsets(row);
+    const std::int64_t target = in.target_at(at.of[kTargets]);
     if (in.terms.is_ignored(target)) return {};
-    return {.weight = in.terms.is_in_range(target) ? double(in.weight_in(in.column_of_class(target))) : 1.0};
+    const bool has_class = !in.terms.is_soft && in.terms.is_in_range(target);
+    const double weight = has_class ? double(in.weight_in(in.column_of_class(target))) : 1.0;
+    return {.weight = weight * double(in.row_weight_at(at.of[kPerRow]))};
   }
 };
 

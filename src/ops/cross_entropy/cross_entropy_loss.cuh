@@ -20,6 +20,8 @@ struct RowOutputs {
   A* lse;
   std::int64_t* argmax;
   A* entropy;
+  A* sum_sq;
+  A* mean_logit;
   A* target_mass;
 };
 
@@ -27,7 +29,7 @@ struct RowOutputs {
 inline constexpr int kReducedArrays = 3;
 
 template <typename A>
-RowOutputs<A> row_outputs(const CrossEntropyOutputs& outputs, Reduction reduction, std::int64_t rows, void* workspace) {
+RowOutputs<A> row_outputs(const LossOutputs& outputs, Reduction reduction, std::int64_t rows, void* workspace) {
   const auto of = [](void* data) { return static_cast<A*>(data); };
   A* const arrays = static_cast<A*>(workspace);
   const bool is_reduced = reduction != Reduction::none;
@@ -39,25 +41,32 @@ RowOutputs<A> row_outputs(const CrossEntropyOutputs& outputs, Reduction reductio
           .lse = of(outputs.lse),
           .argmax = outputs.argmax,
           .entropy = of(outputs.entropy),
+          .sum_sq = of(outputs.sum_sq),
+          .mean_logit = of(outputs.mean_logit),
           .target_mass = of(outputs.target_mass)};
 }
 
-/// Writes a row. `target` is its class, and `target_class` what is known of that class.
-template <typename A>
+/// Writes a row of `in`. `target` is its class, and `target_class` what is known of that class.
+template <typename T, typename View, typename A = Accumulator<T>>
 __device__ void write_row(const RowOutputs<A>& outputs, std::int64_t at, const ClassStatistics<A>& statistics,
-                          std::int64_t target, const TargetClass<A>& target_class, const CrossEntropyTerms<A>& terms,
+                          std::int64_t target, const TargetClass<A>& target_class, const LossInputs<T, View>& in,
                           bool is_read = true) {
+  const CrossEntropyTerms<A>& terms = in.terms;
   const bool is_ignored = terms.is_ignored(target);
   RowLoss<A> row = row_loss(statistics, target_class, !is_ignored, terms);
   if (!is_ignored && !terms.is_soft && !terms.is_in_range(target)) row.loss = row.z_loss = nan_of<A>();
+  const A row_weight = is_ignored ? A(0) : in.row_weight_at(at);
+  row = weighted(row, row_weight);
   if (!is_read) row = RowLoss<A>{};
   if (outputs.loss != nullptr) outputs.loss[at] = row.loss;
   if (outputs.z_loss != nullptr) outputs.z_loss[at] = row.z_loss;
-  if (outputs.weight != nullptr) outputs.weight[at] = is_ignored ? A(0) : terms.is_soft ? A(1) : target_class.weight;
+  if (outputs.weight != nullptr) outputs.weight[at] = row_weight * (terms.is_soft ? A(1) : target_class.weight);
   if (outputs.lse != nullptr) outputs.lse[at] = row.lse;
   if (outputs.argmax != nullptr)
     outputs.argmax[at] = is_read && terms.is_in_range(statistics.best) ? statistics.best : 0;
   if (outputs.entropy != nullptr) outputs.entropy[at] = row.entropy;
+  if (outputs.sum_sq != nullptr) outputs.sum_sq[at] = row.sum_sq;
+  if (outputs.mean_logit != nullptr) outputs.mean_logit[at] = row.mean_logit;
   if (outputs.target_mass != nullptr) outputs.target_mass[at] = row.target_mass;
 }
 
@@ -116,8 +125,8 @@ struct LossRows {
   }
 
   __device__ void finish(std::int64_t row, const ClassStatistics<A>& statistics, const Prepared& prepared) const {
-    write_row<A>(outputs, in.view.rows.offsets(row).of[kPerRow], statistics, prepared.target, target_class(prepared),
-                 in.terms, is_read(prepared.target));
+    write_row(outputs, in.view.rows.offsets(row).of[kPerRow], statistics, prepared.target, target_class(prepared), in,
+              is_read(prepared.target));
   }
 };
 
@@ -188,7 +197,7 @@ struct LossWorkspace {
 /// After the rows: the reduced loss, where there is one.
 template <typename A>
 void reduce_losses(const char* op, const CrossEntropyInputs& inputs, const RowOutputs<A>& rows, const void* normalizer,
-                   const CrossEntropyOutputs& outputs, void* sums, void* stream) {
+                   const LossOutputs& outputs, void* sums, void* stream) {
   if (inputs.options.reduction == Reduction::none) return;
   launch_sum_rows<LossSums>(op, WrittenRows<A>{rows.loss, rows.z_loss, rows.weight}, inputs.view.row_count,
                             ReducedOutputs<A>{.is_mean = inputs.options.reduction == Reduction::mean,

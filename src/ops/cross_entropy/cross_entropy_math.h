@@ -63,6 +63,7 @@ struct ClassStatistics {
   SoftmaxState<A> softmax;        ///< of z'
   A linear = A(0);                ///< sum of u_v * z'_v, where u is 1, the weights, or with soft targets w_v * q'_v
   A mass = A(0);                  ///< sum of u_v; not computed where u is 1
+  A square = A(0);                ///< sum of exp(2 * d) with d as below
   A moment = A(0);                ///< sum of exp(d) * d with d = z' - anchor(softmax.max); 0 where exp(d) is
   A best_value = -infinity<A>();  ///< the largest z that is not NaN
   std::int64_t best = kNoClass;   ///< its class, the first of equal ones
@@ -75,13 +76,14 @@ EAVES_HOST_DEVICE ClassStatistics<A> merge(const ClassStatistics<A>& a, const Cl
   result.softmax = merge(a.softmax, b.softmax, exp);
   result.linear = a.linear + b.linear;
   result.mass = a.mass + b.mass;
-  const auto moment_in_union = [&](const ClassStatistics<A>& part) {
-    if (part.softmax.sum == A(0)) return A(0);  // its anchor may be any number
-    const A shift = softmax_anchor(part.softmax.max) - softmax_anchor(result.softmax.max);
+  for (const ClassStatistics<A>* part : {&a, &b}) {
+    if (part->softmax.sum == A(0)) continue;  // its anchor may be any number
+    const A shift = softmax_anchor(part->softmax.max) - softmax_anchor(result.softmax.max);
     const A scale = shift == A(0) ? A(1) : exp(shift);
-    return scale == A(0) ? A(0) : (part.moment + part.softmax.sum * shift) * scale;  // shift may be -infinity
-  };
-  result.moment = moment_in_union(a) + moment_in_union(b);
+    if (scale == A(0)) continue;  // shift may be -infinity
+    result.moment += (part->moment + part->softmax.sum * shift) * scale;
+    result.square += part->square * scale * scale;
+  }
   const bool is_b = b.best_value > a.best_value || (b.best_value == a.best_value && b.best < a.best);
   result.best_value = is_b ? b.best_value : a.best_value;
   result.best = is_b ? b.best : a.best;
@@ -110,6 +112,7 @@ EAVES_HOST_DEVICE void store_statistics(const ClassStatistics<A>& statistics, co
   store(S::moment, statistics.moment);
   store(S::best_value, statistics.best_value);
   store(S::best, static_cast<A>(statistics.best == kNoClass ? terms.class_count : statistics.best));
+  store(S::square, statistics.square);
 }
 
 template <typename A>
@@ -119,6 +122,7 @@ EAVES_HOST_DEVICE ClassStatistics<A> stored_statistics(const auto* from) {
   return {.softmax = {at(S::largest), at(S::sum)},
           .linear = at(S::linear),
           .mass = at(S::mass),
+          .square = at(S::square),
           .moment = at(S::moment),
           .best_value = at(S::best_value),
           .best = static_cast<std::int64_t>(at(S::best))};
@@ -130,10 +134,20 @@ struct RowLoss {
   A z_loss;
   A lse;
   A entropy;
+  A sum_sq;
+  A mean_logit;   ///< where the statistics have it
   A target_mass;  ///< m of cross_entropy.h
 };
 
-/// `is_counted` is false where the row is ignored: then only lse and entropy are not 0.
+/// The loss of a row that is counted with a weight.
+template <typename A>
+EAVES_HOST_DEVICE RowLoss<A> weighted(RowLoss<A> row, A row_weight) {
+  row.loss *= row_weight;
+  row.z_loss *= row_weight;
+  return row;
+}
+
+/// `is_counted` is false where the row is ignored: then loss, z_loss and target_mass are 0.
 template <typename A>
 EAVES_HOST_DEVICE RowLoss<A> row_loss(const ClassStatistics<A>& statistics, const TargetClass<A>& target,
                                       bool is_counted, const CrossEntropyTerms<A>& terms) {
@@ -143,6 +157,9 @@ EAVES_HOST_DEVICE RowLoss<A> row_loss(const ClassStatistics<A>& statistics, cons
   result.lse = anchor + log_sum;
   // sum p (log p) = sum p (d - log_sum); a row without classes has no distribution, and the entropy 0
   result.entropy = statistics.softmax.sum == A(0) ? A(0) : log_sum - statistics.moment / statistics.softmax.sum;
+  result.sum_sq =
+      statistics.softmax.sum == A(0) ? A(0) : statistics.square / statistics.softmax.sum / statistics.softmax.sum;
+  result.mean_logit = statistics.linear / static_cast<A>(terms.class_count);
   if (!is_counted) return result;
   // Through the anchor instead of lse: next to a loss of 0, z'_t is the anchor, and nothing cancels.
   const A hard = terms.is_soft ? A(0) : (A(1) - terms.smoothing) * target.weight;

@@ -28,12 +28,13 @@ void merge_of(const CrossEntropyMergeProblem& problem, const ExecutionContext& c
         target.weight += from[int(CrossEntropyStatistic::target_weight)];
       }
       const bool is_ignored = terms.is_ignored(integer_at(inputs.targets, at.of[kTargets]));
-      weights[static_cast<std::size_t>(index)] = is_ignored ? 0.0 : target.weight;
+      const double row_weight = is_ignored ? 0.0 : row_weight_at(inputs, index);
+      weights[static_cast<std::size_t>(index)] = target.weight * row_weight;
       if (is_ignored && !problem.reads_ignored_rows) {
         results.store(index, {}, 0);
         continue;
       }
-      results.store(index, row_loss(statistics, target, !is_ignored, terms), statistics.best);
+      results.store(index, weighted(row_loss(statistics, target, !is_ignored, terms), row_weight), statistics.best);
     }
   });
   double divisor = 1.0;

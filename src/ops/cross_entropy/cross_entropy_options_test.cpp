@@ -45,6 +45,8 @@ std::vector<CrossEntropyCase> with_each_option(const CrossEntropyCase& plain) {
   add([](CrossEntropyCase& c) { c.options.z_loss_weight = 0.01; });
   add([](CrossEntropyCase& c) { c.has_grad_lse = true; });
   add([](CrossEntropyCase& c) { c.has_grad_entropy = true; });
+  add([](CrossEntropyCase& c) { c.has_row_weight = true; });
+  add([](CrossEntropyCase& c) { c.wants_mean_logit = true; });
   add([](CrossEntropyCase& c) { c.has_normalizer = true; });
   add([](CrossEntropyCase& c) { c.options.ignore_index = 1; });
   cases.push_back(all);
@@ -108,6 +110,8 @@ TEST_P(CrossEntropyOptionsTest, ManyCombinationsMatchTheOracle) {
                                                    .z_loss_weight = z_loss_weight},
                                        .targets_dtype = targets,
                                        .weight_dtype = weight,
+                                       .has_row_weight = reduction != Reduction::none && z_loss_weight != 0.0,
+                                       .wants_mean_logit = ignore_index == 2,
                                        .value = normal});
                   if (HasFailure()) return;  // one is enough to read
                 }
@@ -131,6 +135,27 @@ TEST_P(CrossEntropyOptionsTest, ANormalizerReplacesTheWeightsOfTheRows) {
                              .weight_dtype = weight,
                              .has_normalizer = true,
                              .value = normal});
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropyOptionsTest, RowsHaveWeights) {
+  for (const DType dtype : floating_point_dtypes()) {
+    for (const DType targets : {DType::int32, dtype}) {
+      for (const std::optional<DType> weight : {std::optional<DType>(), std::optional(dtype)}) {
+        for (const Reduction reduction : kReductions) {
+          for (const Dims& shape : {Dims{40, 45}, Dims{5, 9001}}) {
+            check_cross_entropy({.device = device(),
+                                 .dtype = dtype,
+                                 .shape = shape,
+                                 .options = {.reduction = reduction, .z_loss_weight = 0.01},
+                                 .targets_dtype = targets,
+                                 .weight_dtype = weight,
+                                 .has_row_weight = true,
+                                 .value = normal});
+          }
+        }
       }
     }
   }

@@ -21,6 +21,7 @@ struct InputArgs {
   const TensorView& logits;
   const TensorView& targets;
   const TensorView& weight;
+  const TensorView& row_weight;
   int class_axis;
   const CrossEntropyOptions& options;
   std::int64_t first_class = 0;
@@ -125,6 +126,7 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
     check::is_contiguous(weight);
     checked.take_input(weight);
   }
+  const void* row_weight = checked.per_row({op, "row_weight", args.row_weight}, false);
   if (grad_loss.is_present || grad_loss.data != nullptr) {
     checked.has_loss_gradient({op, "grad_loss", grad_loss}, args.logits.dtype, args.options.reduction);
     checked.take_input({op, "grad_loss", grad_loss});
@@ -155,6 +157,7 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
            .logits = args.logits.data,
            .targets = {args.targets.data, args.targets.dtype},
            .weight = {args.weight.is_present ? args.weight.data : nullptr, args.weight.dtype},
+           .row_weight = row_weight,
            .first_class = args.first_class,
            .classes = classes,
            .options = args.options,
@@ -163,38 +166,25 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
           std::move(checked)};
 }
 
-template <typename Args>
-CrossEntropyOutputs check_outputs(LossArguments& checked, const Args& args) {
-  const char* op = checked.op;
-  const Reduction reduction = args.options.reduction;
-  check::is_valid({op, "loss", args.loss});
-  CrossEntropyOutputs outputs{};
-  outputs.loss = checked.loss({op, "loss", args.loss}, reduction);
-  outputs.lse = checked.per_row({op, "lse", args.lse}, true);
-  outputs.argmax = static_cast<std::int64_t*>(
-      checked.per_row({op, "argmax", args.argmax}, true, DType::int64, "a class of each row"));
-  outputs.entropy = checked.per_row({op, "entropy", args.entropy}, true);
-  outputs.z_loss = checked.loss({op, "z_loss", args.z_loss}, reduction);
-  outputs.target_mass = checked.per_row({op, "target_mass", args.target_mass}, true);
-  outputs.divisor = checked.mean_scalar({op, "divisor", args.divisor}, reduction, true);
-  return outputs;
-}
-
 CrossEntropyForwardProblem make_forward_problem(const char* op, const CrossEntropyForwardArgs& args,
                                                 const TensorView& grad_loss = {}, const TensorView& grad_logits = {},
                                                 bool overwrites_logits = false) {
-  auto [inputs, checked] = check_inputs(
-      op, {args.logits, args.targets, args.weight, args.class_axis, args.options, 0, 0, true, overwrites_logits},
-      grad_logits, grad_loss);
+  auto [inputs, checked] = check_inputs(op,
+                                        {args.logits, args.targets, args.weight, args.row_weight, args.class_axis,
+                                         args.options, 0, 0, true, overwrites_logits},
+                                        grad_logits, grad_loss);
   if (grad_logits.is_present) check_narrow_layout(inputs, {op, "targets", args.targets});
   CrossEntropyForwardProblem problem{
       .inputs = inputs,
       .reads_ignored_rows = args.reads_ignored_rows && !overwrites_logits,
       .normalizer = checked.mean_scalar({op, "normalizer", args.normalizer}, args.options.reduction, false),
       .outputs = {}};
-  problem.outputs = check_outputs(checked, args);
-  problem.inputs.plan.has_moment = problem.outputs.entropy != nullptr;
-  problem.inputs.plan.has_best = problem.outputs.argmax != nullptr;
+  LossPlan& plan = problem.inputs.plan;
+  problem.outputs = check::loss_outputs(checked, args, args.options.reduction, !plan.has_factors);
+  plan.has_moment = problem.outputs.entropy != nullptr;
+  plan.has_square = problem.outputs.sum_sq != nullptr;
+  plan.has_best = problem.outputs.argmax != nullptr;
+  plan.has_linear = plan.has_linear || problem.outputs.mean_logit != nullptr;
   return problem;
 }
 
@@ -223,8 +213,8 @@ CrossEntropyBackwardProblem make_problem(const CrossEntropyBackwardArgs& args) {
       is_narrow || (args.grad_logits.data == args.logits.data && args.grad_logits.strides == args.logits.strides);
 
   auto [inputs, checked] = check_inputs(kBackward,
-                                        {args.logits, args.targets, args.weight, args.class_axis, args.options,
-                                         args.first_class, args.classes, true, is_in_place},
+                                        {args.logits, args.targets, args.weight, args.row_weight, args.class_axis,
+                                         args.options, args.first_class, args.classes, true, is_in_place},
                                         args.grad_logits, args.grad_loss);
 
   if (is_narrow) check_narrow_layout(inputs, {kBackward, "targets", args.targets});
@@ -305,10 +295,17 @@ CrossEntropyRescaleProblem make_problem(const CrossEntropyRescaleArgs& args) {
 }
 
 CrossEntropyShardProblem make_problem(const CrossEntropyShardArgs& args) {
-  auto [inputs, checked] = check_inputs(
-      kShardForward,
-      {args.logits, args.targets, args.weight, args.class_axis, args.options, args.first_class, args.classes, false},
-      {}, {});
+  auto [inputs, checked] = check_inputs(kShardForward,
+                                        {args.logits,
+                                         args.targets,
+                                         args.weight,
+                                         {},
+                                         args.class_axis,
+                                         args.options,
+                                         args.first_class,
+                                         args.classes,
+                                         false},
+                                        {}, {});
   const Argument statistics{kShardForward, "statistics", args.statistics};
   check::is_valid(statistics);
   Dims expected = checked.row_shape;
@@ -317,7 +314,9 @@ CrossEntropyShardProblem make_problem(const CrossEntropyShardArgs& args) {
   checked.has_result_dtype(statistics);
   check::is_contiguous(statistics);
   checked.take_output(statistics);
-  inputs.plan.has_moment = inputs.plan.has_best = true;
+  LossPlan& plan = inputs.plan;
+  plan.has_moment = plan.has_square = plan.has_best = true;
+  plan.has_linear = plan.has_linear || args.is_for_mean_logit;
   return {.inputs = inputs, .statistics = args.statistics.data};
 }
 
@@ -360,6 +359,7 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
                  .logits = nullptr,
                  .targets = {args.targets.data, args.targets.dtype},
                  .weight = {},
+                 .row_weight = checked.per_row({kMerge, "row_weight", args.row_weight}, false),
                  .first_class = 0,
                  .classes = args.classes,
                  .options = args.options,
@@ -371,7 +371,8 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
       .statistics = args.statistics.data,
       .normalizer = checked.mean_scalar({kMerge, "normalizer", args.normalizer}, args.options.reduction, false),
       .outputs = {}};
-  problem.outputs = check_outputs(checked, args);
+  const bool has_unit_factors = !args.has_weight || args.options.label_smoothing == 0.0;
+  problem.outputs = check::loss_outputs(checked, args, args.options.reduction, has_unit_factors);
   return problem;
 }
 

@@ -19,6 +19,12 @@ inline double weight_at(const CrossEntropyInputs& inputs, std::int64_t column) {
   return inputs.weight.data == nullptr ? 1.0 : number_at(inputs.weight, column);
 }
 
+/// Of the row whose number is `index` in the order of the per-row tensors.
+inline double row_weight_at(const CrossEntropyInputs& inputs, std::int64_t index) {
+  return inputs.row_weight == nullptr ? 1.0
+                                      : number_at({inputs.row_weight, accumulator_dtype(inputs.logits_dtype)}, index);
+}
+
 /// In the order of `values`, whatever the layout of the logits was.
 inline double sum_in_order(const std::vector<double>& values) {
   double sum = 0.0;
@@ -29,16 +35,16 @@ inline double sum_in_order(const std::vector<double>& values) {
 /// What the mean divides by.
 inline double divisor_of(const CrossEntropyInputs& inputs, const void* normalizer) {
   if (normalizer != nullptr) return number_at({normalizer, accumulator_dtype(inputs.logits_dtype)}, 0);
-  if (inputs.has_soft_targets()) return static_cast<double>(inputs.view.row_count);
-  const std::int64_t ignored = inputs.options.ignore_index;
-  if (inputs.weight.data == nullptr) {
-    std::int64_t count = 0;
-    inputs.row_targets().for_each([&](std::int64_t, std::int64_t target) { count += target == ignored ? 0 : 1; });
-    return static_cast<double>(count);
-  }
   std::vector<double> weights(static_cast<std::size_t>(inputs.view.row_count));
+  if (inputs.has_soft_targets()) {
+    if (inputs.row_weight == nullptr) return static_cast<double>(inputs.view.row_count);
+    for (std::size_t i = 0; i < weights.size(); ++i) weights[i] = row_weight_at(inputs, static_cast<std::int64_t>(i));
+    return sum_in_order(weights);
+  }
+  const std::int64_t ignored = inputs.options.ignore_index;
   inputs.row_targets().for_each([&](std::int64_t index, std::int64_t target) {
-    weights[static_cast<std::size_t>(index)] = target == ignored ? 0.0 : weight_at(inputs, target);
+    weights[static_cast<std::size_t>(index)] =
+        target == ignored ? 0.0 : weight_at(inputs, target) * row_weight_at(inputs, index);
   });
   return sum_in_order(weights);
 }
@@ -46,7 +52,7 @@ inline double divisor_of(const CrossEntropyInputs& inputs, const void* normalize
 /// Takes the losses of the rows, in any order and from many threads, and writes everything that was asked for.
 class Results {
  public:
-  Results(const CrossEntropyInputs& inputs, const CrossEntropyOutputs& outputs)
+  Results(const CrossEntropyInputs& inputs, const LossOutputs& outputs)
       : outputs_(outputs),
         dtype_(accumulator_dtype(inputs.logits_dtype)),
         reduction_(inputs.options.reduction),
@@ -60,6 +66,8 @@ class Results {
   void store(std::int64_t index, const RowLoss<double>& row, std::int64_t best) {
     write(outputs_.lse, index, row.lse);
     write(outputs_.entropy, index, row.entropy);
+    write(outputs_.sum_sq, index, row.sum_sq);
+    write(outputs_.mean_logit, index, row.mean_logit);
     write(outputs_.target_mass, index, row.target_mass);
     // A row of nothing but NaN has no largest logit.
     if (outputs_.argmax != nullptr) outputs_.argmax[index] = best < classes_ ? best : 0;
@@ -95,7 +103,7 @@ class Results {
     }
   }
 
-  CrossEntropyOutputs outputs_;
+  LossOutputs outputs_;
   DType dtype_;
   Reduction reduction_;
   std::int64_t classes_;
@@ -107,9 +115,11 @@ inline double divisor_if_mean(const CrossEntropyInputs& inputs, const void* norm
   return inputs.options.reduction == Reduction::mean ? divisor_of(inputs, normalizer) : 1.0;
 }
 
-/// dL/d(loss) of a row; without numbers 1.
-inline double grad_of_row(const TypedNumbers& grad_loss, std::int64_t offset, double divisor) {
-  return mean_gradient(grad_loss.data == nullptr ? 1.0 : number_at(grad_loss, offset), divisor);
+/// dL/d(unweighted loss) of the row whose tensors lie at `at`; without numbers 1.
+template <typename Offsets>
+double grad_of_row(const CrossEntropyInputs& inputs, const TypedNumbers& grad_loss, const Offsets& at, double divisor) {
+  const double gradient = grad_loss.data == nullptr ? 1.0 : number_at(grad_loss, at.of[kGradLoss]);
+  return mean_gradient(gradient, divisor) * row_weight_at(inputs, at.of[kPerRow]);
 }
 
 inline ClassStatistics<double> merged(const ClassStatistics<double>& a, const ClassStatistics<double>& b) {

@@ -100,7 +100,7 @@ class Rows {
     return read<T>(logits().data + row.at.of[kLogits], kLogits, begin, count, to);
   }
 
-  /// u of ClassStatistics; nullptr where it is 1.
+  /// u of ClassStatistics, where it is not 1.
   const A* read_factors(const Row& row, std::int64_t begin, std::int64_t count, Block<A>& to, Block<A>& extra) const {
     if (!terms_.is_soft) return read_weights(begin, count, to.elements);
     const std::int64_t first = row.at.of[kSoftTargets];
@@ -143,7 +143,6 @@ class Rows {
     return to;
   }
   const A* read_weights(std::int64_t begin, std::int64_t count, A* to) const {
-    if (!terms_.has_weight) return nullptr;
     if (inputs_.weight.dtype == kDTypeOf<T>) {
       return read_contiguous(static_cast<const T*>(inputs_.weight.data) + begin, count, to);
     }
@@ -181,17 +180,18 @@ void add_with_options(const Rows<T>& rows, const typename Rows<T>::Row& row, std
   block.largest = max;
   block.softmax.max = max <= static_cast<A>(state.softmax.max) + kRise ? state.softmax.max : max;
   const A anchor = softmax_anchor(static_cast<A>(block.softmax.max));
-  if (plan.has_moment) {
+  if (plan.has_moment || plan.has_square) {
     const ExpSums sums = exp_sums(z, count, anchor);
     block.softmax.sum = sums.sum;
     block.moment = sums.moment;
+    block.square = sums.square;
   } else {
     block.softmax.sum = exact_sum_of_exp(z, count, anchor);
   }
   if (plan.has_linear) {
     Block<A> factors, extra;
     // Differences from the anchor keep the digits of logits that are all far from 0.
-    const A* u = rows.read_factors(row, column, count, factors, extra);
+    const A* u = plan.has_factors ? rows.read_factors(row, column, count, factors, extra) : nullptr;
     if (u == nullptr) {
       block.mass = static_cast<double>(count);
       block.linear = sum_of_differences(z, count, anchor) + block.mass * anchor;
@@ -298,7 +298,8 @@ template <typename T>
 RowLoss<double> loss_of(const Rows<T>& rows, const typename Rows<T>::Row& row, const RowStatistics& statistics,
                         bool skips_ignored) {
   if (skips_ignored && row.is_ignored) return {};
-  return row_loss<double>(statistics, rows.target_class(row), !row.is_ignored, rows.terms());
+  const RowLoss<double> loss = row_loss<double>(statistics, rows.target_class(row), !row.is_ignored, rows.terms());
+  return row.is_ignored ? loss : weighted(loss, row_weight_at(rows.inputs(), row.at.of[kPerRow]));
 }
 
 }  // namespace

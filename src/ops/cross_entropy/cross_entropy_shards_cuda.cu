@@ -29,8 +29,8 @@ __global__ void __launch_bounds__(128) merge_shards(LossInputs<A, View> in, cons
   }
   const std::int64_t target = in.target_at(at.of[kTargets]);
   if (!in.terms.is_ignored(target) && !in.terms.is_in_range(target)) target_class.weight = A(1);
-  write_row<A>(outputs, at.of[kPerRow], merged, target, target_class, in.terms,
-               reads_ignored_rows || !in.terms.is_ignored(target));
+  write_row(outputs, at.of[kPerRow], merged, target, target_class, in,
+            reads_ignored_rows || !in.terms.is_ignored(target));
 }
 
 template <typename A>

@@ -57,12 +57,14 @@ void run_in_shards(CrossEntropyRun& run, const std::vector<std::int64_t>& sizes)
                                  .options = test_case.options,
                                  .first_class = first,
                                  .classes = run.classes(),
+                                 .is_for_mean_logit = whole.mean_logit.is_present,
                                  .statistics = of_shard(shard)});
     first += size;
   }
   ASSERT_EQ(first, run.classes());
   cross_entropy_merge({.statistics = statistics.view(),
                        .targets = whole.targets,
+                       .row_weight = whole.row_weight,
                        .normalizer = whole.normalizer,
                        .options = test_case.options,
                        .classes = run.classes(),
@@ -72,6 +74,8 @@ void run_in_shards(CrossEntropyRun& run, const std::vector<std::int64_t>& sizes)
                        .lse = whole.lse,
                        .argmax = whole.argmax,
                        .entropy = whole.entropy,
+                       .sum_sq = whole.sum_sq,
+                       .mean_logit = whole.mean_logit,
                        .z_loss = whole.z_loss,
                        .target_mass = whole.target_mass,
                        .divisor = whole.divisor});
@@ -141,9 +145,11 @@ TEST_P(CrossEntropyShards, TheirMergeIsTheWholeWithEveryOption) {
                                                      .scale = 0.5,
                                                      .softcap = 15.0,
                                                      .z_loss_weight = 0.01},
+                                         .has_row_weight = reduction != Reduction::sum,
                                          .has_normalizer = has_weight,
                                          .has_grad_lse = true,
                                          .has_grad_entropy = true,
+                                         .wants_mean_logit = true,
                                          .value = normal};
               if (has_weight) test_case.weight_dtype = dtype;
               check_shards(test_case, sizes);
@@ -234,7 +240,7 @@ TEST_P(CrossEntropyShards, TheStatisticsAreWhatTheHeaderNames) {
         if (z > max) best = static_cast<double>(v);
         max = std::fmax(max, z);
       }
-      double sum = 0.0, linear = 0.0, absolute = 0.0, mass = 0.0, moment = 0.0;
+      double sum = 0.0, linear = 0.0, absolute = 0.0, mass = 0.0, moment = 0.0, square = 0.0;
       for (std::int64_t v = kFirst; v < kFirst + kSize; ++v) {
         const double z = 0.5 * run.logits.get(row * kClasses + v);
         const double w = run.weight.get(v);
@@ -243,6 +249,7 @@ TEST_P(CrossEntropyShards, TheStatisticsAreWhatTheHeaderNames) {
         absolute += w * std::abs(z);
         mass += w;
         moment += std::exp(z - max) * (z - max);
+        square += std::exp(2.0 * (z - max));
       }
       const double target = run.targets.get(row);
       const bool is_here = target >= kFirst && target < kFirst + kSize;
@@ -257,7 +264,8 @@ TEST_P(CrossEntropyShards, TheStatisticsAreWhatTheHeaderNames) {
                                                     {mass, mass},
                                                     {moment, std::abs(moment) * std::max(1.0, std::abs(max))},
                                                     {2.0 * max, std::abs(max)},
-                                                    {best, 0.0}};
+                                                    {best, 0.0},
+                                                    {square, square * std::max(1.0, std::abs(max))}};
       for (int i = 0; i < kCrossEntropyStatistics; ++i) {
         const auto [exact, scale] = expected[i];
         EXPECT_EQ(difference(dtype, statistics.get(row * kCrossEntropyStatistics + i), exact, scale), "")

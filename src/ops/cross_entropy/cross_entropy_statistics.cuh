@@ -32,6 +32,7 @@ __device__ ClassStatistics<A> reduce_lanes(const ClassStatistics<A>& state, Merg
   const ClassStatistics<A> moved = merge(state, {.softmax = {result.softmax.max, A(0)}});
   result.softmax.sum = over_lanes(moved.softmax.sum, add);
   result.moment = over_lanes(moved.moment, add);
+  result.square = over_lanes(moved.square, add);
   result.linear = over_lanes(state.linear, add);
   result.mass = over_lanes(state.mass, add);
   result.best_value = over_lanes(state.best_value, larger);
@@ -47,6 +48,7 @@ struct RunningStatistics {
   A anchor = -infinity<A>();        ///< its z' / kUnit
   A sum = A(0);                     ///< of e^(kUnit * d) with d = z' / kUnit - anchor
   A moment = A(0);                  ///< of e^(kUnit * d) * d
+  A square = A(0);                  ///< of e^(2 * kUnit * d), where it is wanted
   A linear = A(0);                  ///< of u * z' / kUnit with a softcap, of u * z without
   A mass = A(0);                    ///< of u
   A best_value = -infinity<A>();    ///< the largest z that is not NaN
@@ -74,6 +76,7 @@ __device__ void raise_anchor(RunningStatistics<A>& s, A z, const LossTerms<A>& t
     const A scale = power(shift);
     s.moment = scale == A(0) ? A(0) : fma(s.sum, shift, s.moment) * scale;  // the shift may be infinite
     s.sum *= scale;
+    s.square *= scale * scale;
   }
   s.anchor = anchor;
   s.anchor_logit = z;
@@ -92,6 +95,7 @@ __device__ void take(RunningStatistics<A>& s, A z, A u, std::int64_t column, con
   s.sum += term;
   // 0 * -infinity must be 0; what fmax() does to a NaN, the exponential undoes.
   s.moment = fma(term, fmax(exponent, A(-1e30)), s.moment);
+  s.square = fma(term, term, s.square);
   const A value = terms.softcap == A(0) ? z : transformed_in_units(z, terms).rounded();
   s.linear += u == A(0) ? A(0) : u * value;  // 0 * -infinity
   s.mass += u;
@@ -126,7 +130,8 @@ __device__ std::int64_t first_column_equal_to(const Vector<T> (&batch)[kVectors]
 enum class Factors { none, one, loaded };
 
 /// take_whole() for an anchor that is not to be raised any more. kIsSmall: all logits are in the polynomial's range.
-template <bool kIsCapped, bool kIsSmall, Factors kFactors, typename T, int kVectors, typename LoadFactors>
+template <bool kIsCapped, bool kIsSmall, Factors kFactors, bool kHasSquare, typename T, int kVectors,
+          typename LoadFactors>
 __device__ bool take_elements(RunningStatistics<float>& s, const Vector<T> (&batch)[kVectors],
                               const LossTerms<float>& terms, bool has_moment, LoadFactors load_factors) {
   constexpr int kSize = Vector<T>::kSize;
@@ -134,6 +139,7 @@ __device__ bool take_elements(RunningStatistics<float>& s, const Vector<T> (&bat
   float sums[2] = {};
   float moments[2] = {};
   float linears[2] = {};
+  float squares[2] = {};
   float mass = kFactors == Factors::one ? kVectors * kSize : 0.0f;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -155,6 +161,7 @@ __device__ bool take_elements(RunningStatistics<float>& s, const Vector<T> (&bat
       const float term = power(exponent);
       sums[i % 2] += term;
       moments[i % 2] = fmaf(term, exponent, moments[i % 2]);
+      if constexpr (kHasSquare) squares[i % 2] = fmaf(term, term, squares[i % 2]);
       const float value = kIsCapped ? exponent : z[i];
       if constexpr (kFactors == Factors::loaded) linears[i % 2] = fmaf(u[i], value, linears[i % 2]);
       if constexpr (kFactors == Factors::one) linears[i % 2] += value;
@@ -166,6 +173,7 @@ __device__ bool take_elements(RunningStatistics<float>& s, const Vector<T> (&bat
   if constexpr (kIsCapped) linear = fmaf(s.anchor, mass, linear);
   s.sum += sums[0] + sums[1];
   s.moment += moment;
+  if constexpr (kHasSquare) s.square += squares[0] + squares[1];
   s.linear += linear;
   s.mass += mass;
   return true;
@@ -174,8 +182,8 @@ __device__ bool take_elements(RunningStatistics<float>& s, const Vector<T> (&bat
 /// Takes whole vectors without a branch between their elements: their columns are first, first + step, ... and the
 /// following. `load_factors(v, u)` fills in u of vector v, where they are loaded, and returns its sum. Returns false,
 /// and has taken nothing but the maximum, which may be taken twice, where it cannot: an infinite or large anchor, an
-/// extreme softcap, 0 * infinity in a sum.
-template <bool kIsCapped, Factors kFactors, typename T, int kVectors, typename LoadFactors>
+/// extreme softcap, 0 * infinity in a sum. kHasSquare: one multiply-add more for each element.
+template <bool kIsCapped, Factors kFactors, bool kHasSquare, typename T, int kVectors, typename LoadFactors>
 __device__ bool take_whole(RunningStatistics<float>& s, const Vector<T> (&batch)[kVectors], std::int64_t first,
                            int step, const LossTerms<float>& terms, const LossPlan& plan, LoadFactors load_factors) {
   const float largest = max_of(batch);
@@ -184,7 +192,7 @@ __device__ bool take_whole(RunningStatistics<float>& s, const Vector<T> (&batch)
   if (largest > s.anchor_logit + terms.slack_of_logits) raise_anchor(s, largest, terms);
   if (!(fabsf(s.anchor) < kCommonAnchor)) return false;
   const auto take = [&]<bool kIsSmall>() {
-    return take_elements<kIsCapped, kIsSmall, kFactors>(s, batch, terms, plan.has_moment, load_factors);
+    return take_elements<kIsCapped, kIsSmall, kFactors, kHasSquare>(s, batch, terms, plan.has_moment, load_factors);
   };
   if constexpr (kIsCapped) {
     if (max_of_sizes(batch) <= terms.small_logit) return take.template operator()<true>();
@@ -203,6 +211,7 @@ __device__ ClassStatistics<A> finished(const RunningStatistics<A>& s, const Loss
   result.best = s.best;
   result.softmax = {s.anchor, s.sum};
   result.moment = s.moment * kUnit<A>;
+  result.square = s.square;
   // An infinite anchor, or none: there is nothing to move. (With finite logits, a product may be infinite.)
   const A finite = terms.softcap == A(0) ? s.anchor_logit : s.anchor;
   if (!(fabs(finite) < infinity<A>())) {
@@ -217,6 +226,7 @@ __device__ ClassStatistics<A> finished(const RunningStatistics<A>& s, const Loss
   if (result.softmax.max == infinity<A>()) result.softmax.sum = infinity<A>();  // of a product beyond all numbers
   // Rounded as the moment of a single term is: it becomes 0.
   result.moment = (s.moment - product(s.sum, shift)) * scale * kUnit<A>;
+  result.square = s.square * scale * scale;
   return result;
 }
 

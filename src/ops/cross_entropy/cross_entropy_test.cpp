@@ -382,6 +382,7 @@ TEST_P(CrossEntropy, EachOutputCanBeAskedForAlone) {
   for (const Dims& shape : {Dims{6, 40}, Dims{6, 3000}, Dims{2, 70001}}) {
     CrossEntropyCase test_case = make_case(device(), DType::bfloat16, shape, 1, kPlain);
     test_case.options.z_loss_weight = 0.01;
+    test_case.wants_mean_logit = true;
     CrossEntropyRun run(test_case);
     run.run();
     using Member = TensorView CrossEntropyForwardArgs::*;
@@ -389,6 +390,8 @@ TEST_P(CrossEntropy, EachOutputCanBeAskedForAlone) {
         {&CrossEntropyForwardArgs::lse, &CrossEntropyResults::lse},
         {&CrossEntropyForwardArgs::argmax, &CrossEntropyResults::argmax},
         {&CrossEntropyForwardArgs::entropy, &CrossEntropyResults::entropy},
+        {&CrossEntropyForwardArgs::sum_sq, &CrossEntropyResults::sum_sq},
+        {&CrossEntropyForwardArgs::mean_logit, &CrossEntropyResults::mean_logit},
         {&CrossEntropyForwardArgs::z_loss, &CrossEntropyResults::z_loss},
         {&CrossEntropyForwardArgs::target_mass, &CrossEntropyResults::target_mass},
         {&CrossEntropyForwardArgs::divisor, &CrossEntropyResults::divisor},

@@ -34,12 +34,14 @@ struct CrossEntropyCase {
   DType targets_dtype = DType::int64;         ///< a floating-point type: soft targets
   std::optional<DType> weight_dtype = {};     ///< no weights unless given
   std::optional<DType> grad_loss_dtype = {};  ///< that of the loss unless given
-  bool has_normalizer = false;                ///< with the mean
+  bool has_row_weight = false;
+  bool has_normalizer = false;  ///< with the mean
   bool reads_ignored_rows = true;
   bool has_grad_lse = false;
   bool has_grad_entropy = false;
-  bool wants_all_of_row = true;  ///< argmax and entropy among the outputs
-  bool runs_in_place = true;     ///< forward_backward too; not over logits that share memory
+  bool wants_all_of_row = true;  ///< argmax, entropy and sum_sq among the outputs
+  bool wants_mean_logit = false;
+  bool runs_in_place = true;  ///< forward_backward too; not over logits that share memory
   Placement logits_placement = {};
   Placement targets_placement = {};
   Placement grad_loss_placement = {};
@@ -67,6 +69,7 @@ class CrossEntropyRun {
         logits(case_.device, case_.dtype, case_.shape, case_.logits_placement),
         targets(case_.device, case_.targets_dtype, is_soft() ? case_.shape : row_shape(), case_.targets_placement),
         weight(case_.device, case_.weight_dtype.value_or(DType::float32), {classes()}),
+        row_weight(case_.device, result_dtype(), row_shape()),
         normalizer(case_.device, result_dtype(), {}),
         grad_loss(case_.device, case_.grad_loss_dtype.value_or(result_dtype()),
                   reduction() == Reduction::none ? row_shape() : Dims{}, case_.grad_loss_placement),
@@ -80,10 +83,12 @@ class CrossEntropyRun {
     restore();
     targets.fill([this](std::int64_t i) { return target(i); });
     weight.fill([this](std::int64_t v) { return case_.weight ? case_.weight(v) : random_class_weight(41, v); });
+    row_weight.fill([](std::int64_t i) { return random_class_weight(46, i); });
     normalizer.fill([](std::int64_t) { return 37.5; });
     const bool has_row_losses = reduction() == Reduction::none;
     grad_loss.fill([&](std::int64_t i) { return has_row_losses ? noise(42)(i) : 1.75; });
     results.has_all_of_row = results_in_place.has_all_of_row = case_.wants_all_of_row;
+    results.has_mean_logit = results_in_place.has_mean_logit = case_.wants_mean_logit && has_mean_logit();
     grad_lse.fill(noise(43));
     grad_entropy.fill(noise(44));
   }
@@ -97,6 +102,7 @@ class CrossEntropyRun {
             .logits = case_.narrow_dtype ? grad_logits.view() : logits.view(),
             .targets = targets.view(),
             .weight = case_.weight_dtype ? weight.view() : TensorView{},
+            .row_weight = case_.has_row_weight ? row_weight.view() : TensorView{},
             .class_axis = case_.class_axis,
             .options = case_.options,
             .lse = results.lse.view(),
@@ -144,7 +150,7 @@ class CrossEntropyRun {
   }
 
   std::vector<TestTensor*> inputs() {
-    return {&logits, &targets, &weight, &normalizer, &grad_loss, &grad_lse, &grad_entropy};
+    return {&logits, &targets, &weight, &row_weight, &normalizer, &grad_loss, &grad_lse, &grad_entropy};
   }
   std::vector<std::pair<const char*, TestTensor*>> outputs() {
     std::vector<std::pair<const char*, TestTensor*>> all = {{"grad_logits", &grad_logits},
@@ -176,6 +182,7 @@ class CrossEntropyRun {
   }
 
   bool is_soft() const { return is_floating_point(case_.targets_dtype); }
+  bool has_mean_logit() const { return !is_soft() && !(case_.weight_dtype && case_.options.label_smoothing != 0.0); }
   DType result_dtype() const { return accumulator_dtype(case_.dtype); }
   Dims row_shape() const {
     AxisSet axes;
@@ -192,6 +199,7 @@ class CrossEntropyRun {
     CrossEntropyForwardArgs result{.logits = (of_logits.*where)(),
                                    .targets = (targets.*where)(),
                                    .weight = case_.weight_dtype ? (weight.*where)() : TensorView{},
+                                   .row_weight = case_.has_row_weight ? (row_weight.*where)() : TensorView{},
                                    .normalizer = is_mean && case_.has_normalizer ? (normalizer.*where)() : TensorView{},
                                    .class_axis = case_.class_axis,
                                    .options = case_.options,
@@ -205,7 +213,7 @@ class CrossEntropyRun {
 
  public:
   CrossEntropyResults results, results_in_place;
-  TestTensor logits, targets, weight, normalizer, grad_loss, grad_lse, grad_entropy, grad_logits, in_place;
+  TestTensor logits, targets, weight, row_weight, normalizer, grad_loss, grad_lse, grad_entropy, grad_logits, in_place;
 };
 
 /// The worst errors of one call, as shares of what testing/tolerance.h allows.
@@ -352,11 +360,13 @@ inline std::string description_of(const CrossEntropyCase& c) {
                      std::to_string(c.class_axis) + ", targets " + name_of(c.targets_dtype) + description_of(c.options);
   if (c.narrow_dtype) text += std::string(", gradient ") + name_of(*c.narrow_dtype);
   if (c.weight_dtype) text += std::string(", weight ") + name_of(*c.weight_dtype);
+  if (c.has_row_weight) text += ", row_weight";
+  if (c.wants_mean_logit) text += ", mean_logit";
   if (c.has_normalizer) text += ", normalizer";
   if (!c.reads_ignored_rows) text += ", ignored rows not read";
   if (c.has_grad_lse) text += ", grad_lse";
   if (c.has_grad_entropy) text += ", grad_entropy";
-  if (!c.wants_all_of_row) text += ", without argmax and entropy";
+  if (!c.wants_all_of_row) text += ", without argmax, entropy and sum_sq";
   return text;
 }
 

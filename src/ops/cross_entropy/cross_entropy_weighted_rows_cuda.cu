@@ -81,7 +81,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         return masses[v];
       };
       // What is refused is read from memory once more, so that its loop need not be unrolled.
-      if (take_whole<kIsCapped, Factors::loaded>(running[r], batch, column, kStep, in.terms, plan, loaded)) continue;
+      if (take_whole<kIsCapped, Factors::loaded, false>(running[r], batch, column, kStep, in.terms, plan, loaded))
+        continue;
 #pragma unroll 1
       for (int i = 0; i < kTaken * kSize; ++i) take_element(r, column + i / kSize * kStep + i % kSize);
     }
@@ -121,8 +122,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 bool share_weights(const CrossEntropyInputs& inputs) {
   const auto element_bytes = static_cast<std::int64_t>(size_of(inputs.logits_dtype));
   const std::int64_t columns = inputs.view.column_count;
-  if (!inputs.plan.has_factors || inputs.has_soft_targets() || columns * element_bytes < kFewestBytes ||
-      columns > INT32_MAX / 2) {
+  if (!inputs.plan.has_factors || inputs.plan.has_square || inputs.has_soft_targets() ||
+      columns * element_bytes < kFewestBytes || columns > INT32_MAX / 2) {
     return false;
   }
   // Vectors of the logits and of the weights start at the same columns, in every row.

@@ -133,6 +133,7 @@ Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& 
   const TypedNumbers bias = check_per_class(arguments, {op, "bias", args.bias}, classes, args.x.dtype);
   const TypedNumbers class_weight =
       check_per_class(arguments, {op, "class_weight", args.class_weight}, classes, args.x.dtype);
+  const void* row_weight = arguments.per_row({op, "row_weight", args.row_weight}, false);
   const bool has_row_gradients = grad_loss.is_present && args.options.reduction == Reduction::none;
   if (grad_loss.is_present || grad_loss.data != nullptr) {
     arguments.has_loss_gradient({op, "grad_loss", grad_loss}, args.x.dtype, args.options.reduction);
@@ -166,6 +167,7 @@ Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& 
                       .targets = numbers_of(args.targets),
                       .soft_target_stride = soft_target_stride,
                       .class_weight = class_weight,
+                      .row_weight = row_weight,
                       .options = args.options,
                       .row_shape = arguments.row_shape,
                       .skips_ignored_rows = is_cpu || args.skips_ignored_rows,
@@ -215,16 +217,8 @@ void check_outputs(Checked& checked, const TensorView& normalizer, const LinearC
   const char* op = problem.op;
   const Reduction reduction = problem.options.reduction;
   problem.normalizer = arguments.mean_scalar({op, "normalizer", normalizer}, reduction, false);
-  check::is_valid({op, "loss", outputs.loss});
-  LinearCrossEntropyPerRow& per_row = problem.per_row;
-  per_row.loss = arguments.loss({op, "loss", outputs.loss}, reduction);
-  per_row.lse = arguments.per_row({op, "lse", outputs.lse}, true);
-  per_row.argmax = static_cast<std::int64_t*>(
-      arguments.per_row({op, "argmax", outputs.argmax}, true, DType::int64, "a class of each row"));
-  per_row.entropy = arguments.per_row({op, "entropy", outputs.entropy}, true);
-  per_row.z_loss = arguments.loss({op, "z_loss", outputs.z_loss}, reduction);
-  per_row.target_mass = arguments.per_row({op, "target_mass", outputs.target_mass}, true);
-  problem.divisor = arguments.mean_scalar({op, "divisor", outputs.divisor}, reduction, true);
+  const bool is_weighted = problem.class_weight.data != nullptr && problem.options.label_smoothing != 0.0;
+  problem.outputs = check::loss_outputs(arguments, outputs, reduction, !problem.has_soft_targets() && !is_weighted);
 }
 
 }  // namespace
@@ -266,10 +260,10 @@ LinearCrossEntropyProblem make_problem(const LinearCrossEntropyBackwardArgs& arg
   }
   problem.grad_lse = arguments.per_row({op, "grad_lse", args.grad_lse}, false);
   problem.grad_entropy = arguments.per_row({op, "grad_entropy", args.grad_entropy}, false);
-  problem.per_row.lse = arguments.per_row(lse, false);
-  problem.per_row.entropy = arguments.per_row(entropy, false);
-  problem.per_row.target_mass = arguments.per_row(target_mass, false);
-  problem.divisor = arguments.mean_scalar(divisor, problem.options.reduction, false);
+  problem.outputs.lse = arguments.per_row(lse, false);
+  problem.outputs.entropy = arguments.per_row(entropy, false);
+  problem.outputs.target_mass = arguments.per_row(target_mass, false);
+  problem.outputs.divisor = arguments.mean_scalar(divisor, problem.options.reduction, false);
   check_gradients(checked, args.gradients, inputs.weight);
   return problem;
 }

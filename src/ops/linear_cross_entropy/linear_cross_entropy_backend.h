@@ -6,6 +6,7 @@
 
 #include "core/dispatch.h"
 #include "core/gemm.h"
+#include "core/loss_outputs.h"
 #include "core/rows.h"
 #include "core/typed_numbers.h"
 #include "eaves/context.h"
@@ -25,17 +26,6 @@ inline constexpr int kGradLoss = 4;  ///< strides of 0 where the loss is reduced
 
 using LinearCrossEntropyView = RowView<2, 5>;
 
-/// Each nullptr where not asked for; float32, or float64 where x is float64. In the backward those that the forward
-/// wrote, which it reads.
-struct LinearCrossEntropyPerRow {
-  void* loss;  ///< one element where it is reduced, as is z_loss
-  void* lse;
-  std::int64_t* argmax;
-  void* entropy;
-  void* z_loss;
-  void* target_mass;
-};
-
 enum class LinearCrossEntropyMode { forward, forward_backward, backward };
 
 struct LinearCrossEntropyProblem {
@@ -51,14 +41,14 @@ struct LinearCrossEntropyProblem {
   TypedNumbers targets;  ///< int32 or int64, or soft ones: float32 or float64
   std::int64_t soft_target_stride;
   TypedNumbers class_weight;
+  const void* row_weight;  ///< accumulators, per row; nullptr: 1
   CrossEntropyOptions options;
   Dims row_shape;
   bool skips_ignored_rows;
   std::size_t workspace_limit;  ///< the caller's; 0: none
 
   const void* normalizer;
-  LinearCrossEntropyPerRow per_row;
-  void* divisor;  ///< out; of the backward in, and there with the mean only
+  LossOutputs outputs;  ///< in the backward those that the forward wrote, which it reads; divisor with the mean
 
   TypedNumbers grad_loss;  ///< nullptr: 1
   const void* grad_lse;

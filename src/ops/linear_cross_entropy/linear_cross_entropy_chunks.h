@@ -68,17 +68,20 @@ class LinearCrossEntropyChunks {
   }
 
  private:
-  using Tensors = LinearCrossEntropyPerRow;
-
   // ---- one number for each row -------------------------------------------------------------------------------------
 
   /// Where the chunks write them: to the caller's memory, or where rows are gathered or summed to the workspace. In the
   /// backward where they are read.
   void choose_per_row() {
-    const Tensors& given = problem_.per_row;
+    const LossOutputs& given = problem_.outputs;
     per_row_ = gathers_ ? memory_.per_row : given;
     grad_lse_ = memory_.grad_lse;
     grad_entropy_ = memory_.grad_entropy;
+    row_weight_ = problem_.row_weight;
+    if (gathers_ && row_weight_ != nullptr) {
+      steps_.gather_numbers(row_weight_, memory_.row_weight, count_, true);
+      row_weight_ = memory_.row_weight;
+    }
     if (problem_.mode != LinearCrossEntropyMode::backward) {
       if (problem_.is_reduced()) {
         per_row_.loss = memory_.per_row.loss;
@@ -90,9 +93,7 @@ class LinearCrossEntropyChunks {
       if (from != nullptr) steps_.gather_numbers(from, to, count_, gathers);
     };
     if (gathers_) {
-      gather(given.lse, memory_.per_row.lse, true);
-      gather(given.entropy, memory_.per_row.entropy, true);
-      gather(given.target_mass, memory_.per_row.target_mass, true);
+      for (const auto output : kRowOutputs) gather(given.*output, memory_.per_row.*output, true);
     }
     gather(problem_.grad_lse, grad_lse_, gathers_);
     gather(problem_.grad_entropy, grad_entropy_, gathers_);
@@ -100,16 +101,14 @@ class LinearCrossEntropyChunks {
 
   void finish_per_row() {
     if (problem_.mode == LinearCrossEntropyMode::backward) return;
-    const Tensors& to = problem_.per_row;
+    const LossOutputs& to = problem_.outputs;
     const auto scatter = [&](const void* from, void* into) {
       if (!gathers_ || into == nullptr) return;
       size_of(problem_.accumulator()) == 8
           ? steps_.scatter_numbers(static_cast<const double*>(from), static_cast<double*>(into), count_)
           : steps_.scatter_numbers(static_cast<const float*>(from), static_cast<float*>(into), count_);
     };
-    scatter(per_row_.lse, to.lse);
-    scatter(per_row_.entropy, to.entropy);
-    scatter(per_row_.target_mass, to.target_mass);
+    for (const auto output : kRowOutputs) scatter(per_row_.*output, to.*output);
     if (gathers_ && to.argmax != nullptr) steps_.scatter_numbers(per_row_.argmax, to.argmax, count_);
     if (problem_.is_reduced()) {
       steps_.reduce_losses(per_row_.loss, to.loss);
@@ -288,6 +287,8 @@ class LinearCrossEntropyChunks {
     args.lse = numbers_at(per_row_.lse, first, rows);
     args.argmax = numbers_at(per_row_.argmax, DType::int64, first, rows);
     args.entropy = numbers_at(per_row_.entropy, first, rows);
+    args.sum_sq = numbers_at(per_row_.sum_sq, first, rows);
+    args.mean_logit = numbers_at(per_row_.mean_logit, first, rows);
     args.z_loss = numbers_at(per_row_.z_loss, first, rows);
     args.target_mass = numbers_at(per_row_.target_mass, first, rows);
   }
@@ -309,11 +310,13 @@ class LinearCrossEntropyChunks {
                                    .options = row_options(),
                                    .first_class = first_class,
                                    .classes = problem_.classes,
+                                   .is_for_mean_logit = per_row_.mean_logit != nullptr,
                                    .statistics = statistics_of(block, {rows, kCrossEntropyStatistics})},
                                   loss_context_);
     }
     CrossEntropyMergeArgs merge{.statistics = statistics_of(0, {blocks, rows, kCrossEntropyStatistics}),
                                 .targets = targets_at(first, rows, 0, problem_.classes),
+                                .row_weight = numbers_at(row_weight_, first, rows),
                                 .options = row_options(),
                                 .classes = problem_.classes,
                                 .has_weight = memory_.class_weight != nullptr,
@@ -329,6 +332,7 @@ class LinearCrossEntropyChunks {
     CrossEntropyForwardArgs loss{.logits = logits_view(rows, classes),
                                  .targets = targets_at(first, rows, 0, classes),
                                  .weight = class_weight_at(0, classes),
+                                 .row_weight = numbers_at(row_weight_, first, rows),
                                  .options = row_options(),
                                  .reads_ignored_rows = false};
     put_outputs(loss, first, rows);
@@ -352,6 +356,7 @@ class LinearCrossEntropyChunks {
                               .logits = logits_view(rows, classes),
                               .targets = targets_at(first, rows, first_class, classes),
                               .weight = class_weight_at(first_class, classes),
+                              .row_weight = numbers_at(row_weight_, first, rows),
                               .options = row_options(),
                               .lse = numbers_at(per_row_.lse, first, rows),
                               .entropy = numbers_at(per_row_.entropy, first, rows),
@@ -375,7 +380,8 @@ class LinearCrossEntropyChunks {
   bool is_scale_in_factor_ = false;
   std::int64_t count_ = 0;  ///< rows that are computed
   bool gathers_ = false;
-  Tensors per_row_{};
+  LossOutputs per_row_{};
+  const void* row_weight_ = nullptr;
   void* grad_lse_ = nullptr;
   void* grad_entropy_ = nullptr;
 };

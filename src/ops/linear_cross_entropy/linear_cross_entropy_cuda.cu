@@ -54,6 +54,7 @@ struct Selection {
   Rows rows;
   TypedNumbers class_weight;  ///< data nullptr: 1
   std::int64_t classes;
+  const A* row_weight;        ///< nullptr: 1
   TypedNumbers grad_loss;     ///< data nullptr: 1
   std::int64_t* row_indices;  ///< nullptr: all rows are computed, in the order of the view
   bool leaves_out;            ///< rows that are ignored; with row_indices
@@ -113,7 +114,9 @@ __global__ void __launch_bounds__(kSelectThreads) select_rows(const __grid_const
       const std::int64_t target = in.rows.targets.data == nullptr ? 0 : integer_at(in.rows.targets, at.of[kTargets]);
       const bool has_weight = in.class_weight.data != nullptr && in.rows.targets.data != nullptr;
       // A target out of range makes its row's loss NaN, whatever the row weighs.
-      weight += has_weight && target >= 0 && target < in.classes ? double(number_at<A>(in.class_weight, target)) : 1.0;
+      const double row_weight = in.row_weight == nullptr ? 1.0 : double(in.row_weight[at.of[kPerRow]]);
+      const bool is_in_range = target >= 0 && target < in.classes;
+      weight += row_weight * (has_weight && is_in_range ? double(number_at<A>(in.class_weight, target)) : 1.0);
     }
   }
   const double sum = reduce_block<kSelectThreads>(weight, Plus{});
@@ -305,21 +308,23 @@ class Steps {
   std::int64_t select_rows() {
     const bool is_mean = problem_.options.reduction == Reduction::mean;
     const bool is_backward = problem_.mode == LinearCrossEntropyMode::backward;
-    const Selection<A> selection{.rows = rows_,
-                                 .class_weight = problem_.class_weight,
-                                 .classes = problem_.classes,
-                                 .grad_loss = problem_.grad_loss,
-                                 .row_indices = row_indices(),
-                                 .leaves_out = problem_.skips_ignored_rows && !problem_.has_soft_targets(),
-                                 .targets = memory_.targets,
-                                 .row_gradients = static_cast<A*>(memory_.grad_loss),
-                                 .numbers = numbers(),
-                                 .count = row_count(),
-                                 .given_divisor = static_cast<const A*>(
-                                     is_backward ? (is_mean ? problem_.divisor : nullptr) : problem_.normalizer),
-                                 .divisor = static_cast<A*>(is_backward ? nullptr : problem_.divisor),
-                                 .is_reduced = problem_.is_reduced(),
-                                 .is_mean = is_mean};
+    const Selection<A> selection{
+        .rows = rows_,
+        .class_weight = problem_.class_weight,
+        .classes = problem_.classes,
+        .row_weight = static_cast<const A*>(problem_.row_weight),
+        .grad_loss = problem_.grad_loss,
+        .row_indices = row_indices(),
+        .leaves_out = problem_.skips_ignored_rows && !problem_.has_soft_targets(),
+        .targets = memory_.targets,
+        .row_gradients = static_cast<A*>(memory_.grad_loss),
+        .numbers = numbers(),
+        .count = row_count(),
+        .given_divisor =
+            static_cast<const A*>(is_backward ? (is_mean ? problem_.outputs.divisor : nullptr) : problem_.normalizer),
+        .divisor = static_cast<A*>(is_backward ? nullptr : problem_.outputs.divisor),
+        .is_reduced = problem_.is_reduced(),
+        .is_mean = is_mean};
     run(cuda::select_rows<A>, {.threads = kSelectThreads}, selection);
     count_ = problem_.rows();
     if (selection.leaves_out) {

@@ -110,6 +110,20 @@ TEST_F(LinearCrossEntropyErrors, TheArgumentsThatTheseTestsSpoilAreLegal) {
   EXPECT_NO_THROW(linear_cross_entropy_rescale({.gradients = gradients(), .grad_loss = ones({})}));
 }
 
+TEST_F(LinearCrossEntropyErrors, WeightsOfRowsAndMeanLogits) {
+  expect_inputs_refused([&](Inputs& inputs) { inputs.row_weight = ones({3}); },
+                        "row_weight has shape [3], expected [4] (one per row of x)");
+  expect_inputs_refused([&](Inputs& inputs) { inputs.row_weight = ones({4}, DType::float16); },
+                        "row_weight has dtype float16, expected float32 (float32, or float64 where x is float64)");
+  UnwrittenOutput mean_logit("mean_logit");
+  auto forward = forward_;
+  forward.outputs.mean_logit = mean_logit.view({4});
+  forward.inputs.targets = ones({4, 3});
+  expect_refused(
+      forward, "mean_logit is given with soft targets, or with weights and label_smoothing: there is none with those");
+  mean_logit.expect_unwritten();
+}
+
 TEST_F(LinearCrossEntropyErrors, MissingTensors) {
   expect_inputs_refused([](Inputs& inputs) { inputs.x = {}; }, "x is missing");
   expect_inputs_refused([](Inputs& inputs) { inputs.weight = {}; }, "weight is missing");

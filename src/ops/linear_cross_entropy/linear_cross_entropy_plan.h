@@ -18,8 +18,9 @@ struct LinearCrossEntropyMemory {
   // For all rows; where rows are gathered, of those that are computed, in the order in which they are.
   std::int64_t* row_indices;  ///< of the problem's view
   std::int64_t* targets;
-  void* grad_loss;  ///< where it is per row, as accumulators
-  LinearCrossEntropyPerRow per_row;
+  void* grad_loss;      ///< where it is per row, as accumulators
+  void* row_weight;     ///< where rows are gathered
+  LossOutputs per_row;  ///< no divisor
   void* grad_lse;
   void* grad_entropy;
 
@@ -74,7 +75,7 @@ inline bool may_gather(const LinearCrossEntropyProblem& problem) {
 inline bool cuts_classes(const LinearCrossEntropyProblem& problem) {
   if (problem.mode == LinearCrossEntropyMode::backward) return true;
   // Statistics hold the class of the largest logit as an accumulator: float32 knows integers up to 2^24.
-  const bool knows_argmax = problem.per_row.argmax == nullptr || problem.accumulator() == DType::float64 ||
+  const bool knows_argmax = problem.outputs.argmax == nullptr || problem.accumulator() == DType::float64 ||
                             problem.classes <= std::int64_t{1} << 24;
   return policy_of(problem.device).cuts_classes_in_forward && !problem.wants_gradients() &&
          !problem.has_soft_targets() && knows_argmax;
@@ -95,19 +96,20 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
   const bool is_backward = problem.mode == LinearCrossEntropyMode::backward;
   const bool gathers = may_gather(problem);
   const std::int64_t rows = problem.rows();
-  const LinearCrossEntropyPerRow& wanted = problem.per_row;
+  const LossOutputs& wanted = problem.outputs;
   const bool keeps_losses = !is_backward && (gathers || problem.is_reduced());
 
   memory = {};
   memory.row_indices = static_cast<std::int64_t*>(take(gathers, rows, 8));
   memory.targets = static_cast<std::int64_t*>(take(gathers && !problem.has_soft_targets(), rows, 8));
   memory.grad_loss = take(!problem.is_reduced() && problem.grad_loss.data != nullptr, rows, number);
+  memory.row_weight = take(gathers && problem.row_weight != nullptr, rows, number);
   memory.per_row.loss = take(keeps_losses, rows, number);
   memory.per_row.z_loss = take(keeps_losses && wanted.z_loss != nullptr, rows, number);
-  memory.per_row.lse = take(gathers && wanted.lse != nullptr, rows, number);
   memory.per_row.argmax = static_cast<std::int64_t*>(take(gathers && wanted.argmax != nullptr, rows, 8));
-  memory.per_row.entropy = take(gathers && wanted.entropy != nullptr, rows, number);
-  memory.per_row.target_mass = take(gathers && wanted.target_mass != nullptr, rows, number);
+  for (const auto output : kRowOutputs) {
+    memory.per_row.*output = take(gathers && wanted.*output != nullptr, rows, number);
+  }
   memory.grad_lse = take(problem.grad_lse != nullptr, rows, number);
   memory.grad_entropy = take(problem.grad_entropy != nullptr, rows, number);
   memory.numbers = take(true, kNumbers, 8);

@@ -36,7 +36,7 @@ LinearCrossEntropyProblem problem_of(Mode mode, const Sizes& sizes, DType dtype,
           .targets = {&something, DType::int64},
           .options = {.reduction = Reduction::mean},
           .skips_ignored_rows = gathers,
-          .per_row = {.lse = &something},
+          .outputs = {.lse = &something},
           .grad_x = has_gradients ? &something : nullptr,
           .grad_weight = has_gradients ? &something : nullptr};
 }
@@ -147,7 +147,7 @@ TEST(LinearCrossEntropyPlan, MoreClassesThanFloat32CountsAreNotCutWhereTheArgmax
   LinearCrossEntropyProblem problem =
       problem_of(Mode::forward, {64, 8, (std::int64_t{1} << 24) + 2}, DType::bfloat16, kCuda, false);
   EXPECT_LT(plan_block(problem, std::size_t{102} << 20).classes, problem.classes);
-  problem.per_row.argmax = &argmax;
+  problem.outputs.argmax = &argmax;
   EXPECT_EQ(plan_block(problem, std::size_t{102} << 20).classes, problem.classes);
 }
 

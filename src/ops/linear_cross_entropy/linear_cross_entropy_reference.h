@@ -74,6 +74,7 @@ struct LinearCrossEntropy {
     const CrossEntropyForwardArgs loss{.logits = TensorView::contiguous(logits.values.data(), DType::float64, shape),
                                        .targets = inputs.targets,
                                        .weight = inputs.class_weight,
+                                       .row_weight = inputs.row_weight,
                                        .options = options};
     for (std::int64_t i = 0; i < logits.rows; ++i) {
       rows.push_back(cross_entropy_row(loss, i));

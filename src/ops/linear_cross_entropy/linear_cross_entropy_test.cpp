@@ -38,6 +38,7 @@ LinearCrossEntropyCase with_every_option(LinearCrossEntropyCase c) {
   c.options.ignore_index = 1;  // a class
   c.class_weight_dtype = c.dtype;
   c.targets_dtype = DType::int32;
+  c.has_row_weight = true;
   c.has_normalizer = true;
   c.has_grad_lse = c.has_grad_entropy = true;
   return c;
@@ -51,7 +52,9 @@ LinearCrossEntropyCase with_soft_targets(LinearCrossEntropyCase c) {
 
 /// The three ways of saying what is right: what follows a layout or a size in most tests here.
 std::vector<LinearCrossEntropyCase> of_every_kind(const LinearCrossEntropyCase& plain) {
-  return {plain, with_every_option(plain), with_soft_targets(plain)};
+  LinearCrossEntropyCase weighted = plain;
+  weighted.has_row_weight = weighted.wants_mean_logit = true;
+  return {weighted, with_every_option(plain), with_soft_targets(plain)};
 }
 
 /// The case as it is, and with each of its options alone, then with all of them.
@@ -73,6 +76,8 @@ std::vector<LinearCrossEntropyCase> with_each_option(const LinearCrossEntropyCas
   add([](LinearCrossEntropyCase& c) { c.options.z_loss_weight = 0.01; });
   add([](LinearCrossEntropyCase& c) { c.has_grad_lse = true; });
   add([](LinearCrossEntropyCase& c) { c.has_grad_entropy = true; });
+  add([](LinearCrossEntropyCase& c) { c.has_row_weight = true; });
+  add([](LinearCrossEntropyCase& c) { c.wants_mean_logit = true; });
   add([](LinearCrossEntropyCase& c) { c.has_normalizer = true; });
   add([](LinearCrossEntropyCase& c) { c.options.ignore_index = 1; });
   add([](LinearCrossEntropyCase& c) { c.skips_ignored_rows = true; });

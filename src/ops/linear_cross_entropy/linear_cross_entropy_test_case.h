@@ -48,10 +48,12 @@ struct LinearCrossEntropyCase {
   std::optional<DType> bias_dtype = {};          ///< no bias unless given
   std::optional<DType> class_weight_dtype = {};  ///< no weights unless given
   std::optional<DType> grad_loss_dtype = {};     ///< that of the loss unless given
-  bool has_normalizer = false;                   ///< with the mean
-  bool has_grad_lse = false;                     ///< of the backward, as the next
+  bool has_row_weight = false;
+  bool has_normalizer = false;  ///< with the mean
+  bool has_grad_lse = false;    ///< of the backward, as the next
   bool has_grad_entropy = false;
-  bool wants_all_of_row = true;  ///< argmax and entropy among the outputs
+  bool wants_all_of_row = true;  ///< argmax, entropy and sum_sq among the outputs
+  bool wants_mean_logit = false;
   bool skips_ignored_rows = false;
   bool accumulates = false;
   WantedGradients wanted = {};
@@ -104,6 +106,7 @@ class LinearCrossEntropyRun {
         targets(case_.device, case_.targets_dtype, is_soft() ? with_axis(case_.classes) : case_.row_shape,
                 case_.targets_placement),
         class_weight(case_.device, case_.class_weight_dtype.value_or(DType::float32), {case_.classes}),
+        row_weight(case_.device, result_dtype(), case_.row_shape),
         normalizer(case_.device, result_dtype(), {}),
         grad_loss(case_.device, case_.grad_loss_dtype.value_or(result_dtype()),
                   reduction() == Reduction::none ? case_.row_shape : Dims{}, case_.grad_loss_placement),
@@ -118,10 +121,12 @@ class LinearCrossEntropyRun {
     targets.fill([this](std::int64_t i) { return target(i); });
     class_weight.fill(
         [this](std::int64_t v) { return case_.class_weight ? case_.class_weight(v) : random_class_weight(44, v); });
+    row_weight.fill([](std::int64_t i) { return random_class_weight(49, i); });
     normalizer.fill([](std::int64_t) { return 37.5; });
     const bool has_row_losses = reduction() == Reduction::none;
     grad_loss.fill([&](std::int64_t i) { return has_row_losses ? noise(45)(i) : 1.75; });
     results.has_all_of_row = results_at_once.has_all_of_row = case_.wants_all_of_row;
+    results.has_mean_logit = results_at_once.has_mean_logit = case_.wants_mean_logit && has_mean_logit();
     grad_lse.fill(noise(46));
     grad_entropy.fill(noise(47));
     restore();
@@ -182,7 +187,8 @@ class LinearCrossEntropyRun {
   }
 
   std::vector<TestTensor*> inputs() {
-    return {&x, &weight, &bias, &targets, &class_weight, &normalizer, &grad_loss, &grad_lse, &grad_entropy};
+    return {&x,          &weight,     &bias,      &targets,  &class_weight,
+            &row_weight, &normalizer, &grad_loss, &grad_lse, &grad_entropy};
   }
   std::vector<std::pair<const char*, TestTensor*>> outputs() {
     std::vector<std::pair<const char*, TestTensor*>> all;
@@ -200,6 +206,9 @@ class LinearCrossEntropyRun {
 
  private:
   bool is_soft() const { return is_floating_point(case_.targets_dtype); }
+  bool has_mean_logit() const {
+    return !is_soft() && !(case_.class_weight_dtype && case_.options.label_smoothing != 0.0);
+  }
 
   Dims with_axis(std::int64_t size) const {
     Dims shape = case_.row_shape;
@@ -217,6 +226,7 @@ class LinearCrossEntropyRun {
             .bias = case_.bias_dtype ? (bias.*where)() : TensorView{},
             .targets = (targets.*where)(),
             .class_weight = case_.class_weight_dtype ? (class_weight.*where)() : TensorView{},
+            .row_weight = case_.has_row_weight ? (row_weight.*where)() : TensorView{},
             .options = case_.options,
             .skips_ignored_rows = case_.skips_ignored_rows,
             .workspace_limit = limit_of(case_)};
@@ -242,7 +252,7 @@ class LinearCrossEntropyRun {
 
  public:
   CrossEntropyResults results, results_at_once;
-  TestTensor x, weight, bias, targets, class_weight, normalizer, grad_loss, grad_lse, grad_entropy;
+  TestTensor x, weight, bias, targets, class_weight, row_weight, normalizer, grad_loss, grad_lse, grad_entropy;
   LinearCrossEntropyGradientTensors gradients, gradients_at_once;
 };
 
@@ -592,6 +602,8 @@ inline std::string description_of(const LinearCrossEntropyCase& c) {
   add_dtype("grad_weight", c.grad_weight_dtype);
   add_dtype("grad_bias", c.grad_bias_dtype);
   if (c.workspace_limit != 0) text += ", workspace_limit " + std::to_string(c.workspace_limit);
+  if (c.has_row_weight) text += ", row_weight";
+  if (c.wants_mean_logit) text += ", mean_logit";
   if (c.has_normalizer) text += ", normalizer";
   if (c.has_grad_lse) text += ", grad_lse";
   if (c.has_grad_entropy) text += ", grad_entropy";
