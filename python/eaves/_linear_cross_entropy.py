@@ -291,6 +291,8 @@ def linear_cross_entropy(
                 [ 0.6060,  0.1440],
                 [ 0.0000,  0.0000]])
     """
+    # Of callers within eaves, who take lse and entropy as numbers without a gradient: "auto" may choose speed then.
+    are_constant = bool(unknown.pop("_constant_outputs", False)) if unknown else False
     if unknown:
         refuse_unknown(_OP, unknown, linear_cross_entropy)
     is_compiling = torch.compiler.is_compiling()
@@ -349,14 +351,15 @@ def linear_cross_entropy(
     else:
         # With class weights a block of classes without the target does not know the target's weight.
         computed = kept_for_backward(wanted, mode, target.is_floating_point() or weight is not None)
+        followed = wanted & ~(LSE | ENTROPY) if are_constant else wanted  # the others have no gradient
         if not gradients or not _is_speedy(
-            way, input, linear_weight, target, mode, wanted, limit, grad_weight_out, gradients
+            way, input, linear_weight, target, mode, followed, limit, grad_weight_out, gradients
         ):
             gradients = 0
         function: type[torch.autograd.Function] = _Speed if gradients else _Memory
         run = apply if grad_weight_out is None else uncompiled(apply)
         outputs = run(
-            _OP, function, *tensors, *settings, grad_weight_out, computed, wanted, gradients | wide, number_tensor
+            _OP, function, *tensors, *settings, grad_weight_out, computed, followed, gradients | wide, number_tensor
         )  # fmt: skip
     if wanted == 0:
         loss: Tensor = outputs[0]
@@ -661,7 +664,7 @@ def _is_speedy(
 # ------------------------------------------------------------------------------------------------------------ autograd
 
 # The arguments of both Functions: the tensors, the options, and behind them grad_weight_out, the outputs that are
-# computed, those that the user gets, the gradients that the forward computes, and the number tensor.
+# computed, those that may have a gradient, the gradients that the forward computes, and the number tensor.
 _TENSORS = slice(len(ForwardTensors._fields))
 _OPTIONS = slice(_TENSORS.stop, _TENSORS.stop + len(Options._fields))
 _REST = slice(_OPTIONS.stop, _OPTIONS.stop + 5)
@@ -715,8 +718,8 @@ def _accumulate(out: Tensor, arguments: tuple[Any, ...], bits: int) -> tuple[Ten
 
 @binds_quickly
 class _Memory(torch.autograd.Function):
-    """input, linear_weight, linear_bias -> the loss, and the outputs that the bits `computed` name, of which the user
-    gets those of `wanted`. The backward computes the logits again."""
+    """input, linear_weight, linear_bias -> the loss, and the outputs that the bits `computed` name, of which those
+    of `wanted` may have a gradient. The backward computes the logits again."""
 
     generate_vmap_rule = True
 

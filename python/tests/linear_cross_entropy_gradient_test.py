@@ -180,6 +180,23 @@ def test_which_way_a_call_goes(device: torch.device) -> None:
     assert is_speed(return_lse=True, algorithm="speed") and not is_speed(algorithm="memory")
     assert not is_speed(workspace_bytes=1)
     assert is_speed(workspace_bytes=1 << 30)
+    assert is_speed(return_lse=True, return_entropy=True, _constant_outputs=True)
+    assert is_speed(is_frozen=True, reduction="none", return_entropy=True, _constant_outputs=True)
+
+
+@each("algorithm", ["auto", "memory"])
+def test_constant_outputs_are_those_of_a_call_without_a_gradient(algorithm: str, device: torch.device) -> None:
+    x, head, target, _ = problem((9, 24), 33, torch.float32, device)
+    names = {"return_lse": True, "return_entropy": True, "return_argmax": True}
+    expected = eaves.linear_cross_entropy(x, head, target, **names)
+    given: list[Any] = [x.clone().requires_grad_(), head.clone().requires_grad_()]
+    out = eaves.linear_cross_entropy(*given, target, **names, algorithm=algorithm, _constant_outputs=True)
+    assert out.loss.requires_grad
+    for name in ("lse", "entropy", "argmax"):
+        assert not getattr(out, name).requires_grad
+        torch.testing.assert_close(getattr(out, name), getattr(expected, name))
+    actual = torch.autograd.grad(out.loss, given)
+    torch.testing.assert_close(actual, torch.autograd.grad(eaves.linear_cross_entropy(*given, target), given))
 
 
 # Rows, features and classes of the largest calls that do not ask the core which way they go.
