@@ -21,7 +21,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -31,12 +31,15 @@ from torch import Tensor
 import eaves
 from eaves._deferred_logits import DeferredLogits
 from eaves._linear_cross_entropy import check_constant_options
+from eaves._loss import CrossEntropyOutput
 from eaves._operator import check_bool
 
 __all__ = ["patch", "patched", "unpatch"]
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 _LINEAR: Any = torch.nn.Linear  # what a head is; of any type, because the class of one is exchanged
+
+_METRICS = ("accuracy", "entropy")
 
 
 def patch(
@@ -47,6 +50,7 @@ def patch(
     algorithm: str = "auto",
     workspace_bytes: int | None = None,
     grad_weight_dtype: torch.dtype | None = None,
+    metrics: Collection[str] = (),
 ) -> _Model:
     """Lets a causal language model of transformers compute its loss with eaves, in place.
 
@@ -60,6 +64,13 @@ def patch(
     that it is computed from the product's float32 sums, in float32 (of a float64 model, all in float64), and that it is
     0, not NaN, where no label counts.
 
+    With `metrics`, outputs of calls with labels have numbers of this call's labels that count: `accuracy`, the share of
+    those whose class is the largest logit's (the first of equal ones), and `entropy`, the mean of the softmax's, in
+    nats. They are float32 tensors of shape [] without a gradient, 0 where no label counts, computed with the loss from
+    the same product, and nothing waits for them. In evaluation mode with logits they are attributes of the output and
+    no items of it, because Trainer takes every item for logits. An output that is no ModelOutput of transformers (a
+    tuple, with return_dict=False) has none; where the loss is not the one of eaves, they are None.
+
     A call whose logits the model, or a hook of the head, uses for more than factors, a soft cap and the loss computes
     them after all, with a warning; they are not in the output either.
 
@@ -71,12 +82,14 @@ def patch(
         skip_ignored: on a GPU, whether to leave out ignored labels before anything is multiplied; the call then waits
             once for the device, for their number. On the CPU they are left out always.
         algorithm, workspace_bytes, grad_weight_dtype: as in eaves.linear_cross_entropy.
+        metrics: any of "accuracy" and "entropy".
 
     Returns:
         The model.
 
     Raises:
-        TypeError, ValueError: the model is none of transformers; an option is none of eaves.linear_cross_entropy.
+        TypeError, ValueError: the model is none of transformers; an option is none of eaves.linear_cross_entropy, or no
+            metric.
         NotImplementedError: the loss is not ForCausalLMLoss; the head is not a torch.nn.Linear (quantised, with LoRA,
             in modules_to_save of PEFT); the forward takes no labels; that of model or head was replaced on the
             instance.
@@ -97,6 +110,7 @@ def patch(
     check_constant_options(head.weight, **options)
     if skip_logits is not None:
         check_bool("patch", "skip_logits", skip_logits)
+    metrics = _checked_metrics(metrics)
 
     if is_patched:
         _release_head(base, head)
@@ -107,6 +121,7 @@ def patch(
     _users.setdefault(head, weakref.WeakSet()).add(base)
     base._eaves_head = (head,)  # in a tuple: a module would become one of the model's
     base._eaves_skip_logits = skip_logits
+    base._eaves_metrics = metrics
     base._eaves_options = options
     return model
 
@@ -127,7 +142,7 @@ def unpatch(model: _Model) -> _Model:
             f"unpatch: the model's class was changed to {type(base).__name__} after patch: undo that first"
         )
     _release_head(base)
-    del base._eaves_head, base._eaves_skip_logits, base._eaves_options
+    del base._eaves_head, base._eaves_skip_logits, base._eaves_metrics, base._eaves_options
     base.__class__ = original
     return model
 
@@ -137,7 +152,9 @@ def patched(model: _Model, **options: Any) -> Iterator[_Model]:
     """The model, patched until the end of the block, and then as it was before: not patched, or with other options.
     The options are those of `patch`."""
     base: Any = _base_of(model, "patch")
-    before = {"skip_logits": base._eaves_skip_logits, **base._eaves_options} if _is_patched(base) else None
+    before = None
+    if _is_patched(base):
+        before = {"skip_logits": base._eaves_skip_logits, "metrics": base._eaves_metrics, **base._eaves_options}
     patch(model, **options)
     try:
         yield model
@@ -213,6 +230,17 @@ def _check_head(model: Any, head: Any) -> None:
         )
 
 
+def _checked_metrics(metrics: Any) -> tuple[str, ...]:
+    """In the order of _METRICS."""
+    names = " and ".join(f'"{name}"' for name in _METRICS)
+    if isinstance(metrics, str) or not isinstance(metrics, Collection):
+        raise TypeError(f"patch: metrics is {metrics!r}, expected a tuple of any of {names}")
+    for name in metrics:
+        if name not in _METRICS:
+            raise ValueError(f"patch: metrics has {name!r}, expected any of {names}")
+    return tuple(name for name in _METRICS if name in metrics)
+
+
 # The patched model
 
 # Of heads that are patched, the patched models that have them. Not kept in the head: a copy of one of the models has a
@@ -259,12 +287,17 @@ def _patched_class(original: Any) -> Any:
                 f"eaves.hf: the head of this {type(self).__name__} is another than at patch (resize_token_embeddings, "
                 "adapters and sharding change it): call patch again, which takes it or says why not"
             )
-        outer, _call.head = _call.head, head
+        # None until the loss is computed.
+        metrics: dict[str, Tensor | None] = dict.fromkeys(self._eaves_metrics if has_labels else ())
+        outer = _call.head, _call.metrics
+        _call.head, _call.metrics = head, metrics
         try:
             output = forward(self, *args, **kwargs)
         finally:
-            _call.head = outer
-        return _without_logits(output, head) if skip_logits else output
+            _call.head, _call.metrics = outer
+        if skip_logits:
+            output = _without_logits(output, head)
+        return _with_metrics(output, metrics, bool(skip_logits or self.training)) if metrics else output
 
     def loss_function(self: Any) -> Any:
         chosen = original_loss(self)
@@ -298,7 +331,8 @@ def _unpickled(original: type) -> Any:
 
 
 class _Call(threading.local):
-    """Of the innermost call of a patched model in this thread, the head whose logits are skipped; None: they are not.
+    """Of the innermost call of a patched model in this thread, the head whose logits are skipped (None: they are not),
+    and the metrics that its loss is to fill in.
 
     Thread-local, because models are evaluated in one thread while another trains them; no contextvar, because
     torch.compile traces none.
@@ -306,6 +340,7 @@ class _Call(threading.local):
 
     def __init__(self) -> None:  # in each thread; a default of the class is one more guard of torch.compile, and fails
         self.head: torch.nn.Module | None = None
+        self.metrics: dict[str, Tensor | None] = {}
 
 
 _call = _Call()
@@ -363,6 +398,51 @@ def _no_logits(held: Mapping[str, Any]) -> dict[str, None]:
     return {name: None for name, each in held.items() if name == "logits" or isinstance(each, DeferredLogits)}
 
 
+def _with_metrics(output: Any, metrics: Mapping[str, Tensor | None], are_items: bool) -> Any:
+    """An output of transformers as one that has metrics too."""
+    if not (dataclasses.is_dataclass(output) and isinstance(output, dict)):
+        return output
+    made = _class_with_metrics(type(output))(
+        **{field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    )
+    for name, metric in metrics.items():
+        if metric is not None and are_items:
+            made[name] = metric
+        elif metric is not None:
+            vars(made)[name] = metric
+    return made
+
+
+@functools.cache
+def _make_class_with_metrics(original: Any) -> Any:
+    """A subclass with fields for the metrics: what makes an output anew of its items (mixed precision of accelerate,
+    DataParallel, tree_map) keeps those that are items."""
+
+    def reduce(self: Any) -> Any:
+        # Pickle looks classes up by name. Metrics that are no items come with the state.
+        _, arguments, *rest = original.__reduce__(self)
+        return _output_unpickled, (original, arguments[: -len(_METRICS)]), *rest
+
+    return dataclasses.make_dataclass(
+        f"{original.__name__}WithMetrics",
+        [(name, "Tensor | None", None) for name in _METRICS],
+        bases=(original,),
+        namespace={"__module__": __name__, "__doc__": original.__doc__, "__reduce__": reduce},
+    )
+
+
+def _class_with_metrics(original: Any) -> Any:
+    return _make_class_with_metrics(original)
+
+
+# As torch.compiler.assume_constant_result does, which would load torch._dynamo: a class is not made in a graph.
+_class_with_metrics._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _output_unpickled(original: type, arguments: tuple[Any, ...]) -> Any:
+    return _class_with_metrics(original)(*arguments)
+
+
 def _causal_lm_loss(
     options: dict[str, Any],
     logits: Any,
@@ -380,15 +460,38 @@ def _causal_lm_loss(
     target = shift_labels.reshape(-1).to(logits.device)
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(logits.device)
+    metrics = _call.metrics
+    shared: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "normalizer": num_items_in_batch,
+        "return_argmax": "accuracy" in metrics,
+        "return_entropy": "entropy" in metrics,
+    }
     if isinstance(logits, DeferredLogits):
         if logits.is_deferred and logits.shape[-1] == vocab_size:
             head = logits.head
-            loss: Tensor = eaves.linear_cross_entropy(
-                logits.hidden.flatten(0, -2), head.weight, target, linear_bias=head.bias, ignore_index=ignore_index,
-                normalizer=num_items_in_batch, scale=logits.scale, softcap=logits.softcap, **options,
+            shared["_constant_outputs"] = True  # or "auto" would take the memory way for an entropy
+            out: Any = eaves.linear_cross_entropy(
+                logits.hidden.flatten(0, -2), head.weight, target, linear_bias=head.bias, scale=logits.scale,
+                softcap=logits.softcap, **shared, **options,
             )  # fmt: skip
-            return loss
+            return _measured(out, metrics, target, ignore_index)
         logits = logits.tensor("a vocabulary of another size" if logits.is_deferred else "the loss")
-    return eaves.cross_entropy(
-        logits.reshape(-1, vocab_size), target, ignore_index=ignore_index, normalizer=num_items_in_batch
-    )
+    out = eaves.cross_entropy(logits.reshape(-1, vocab_size), target, **shared)
+    return _measured(out, metrics, target, ignore_index)
+
+
+def _measured(
+    out: Tensor | CrossEntropyOutput, metrics: dict[str, Tensor | None], target: Tensor, ignore_index: int
+) -> Tensor:
+    """The loss; metrics are filled in."""
+    if isinstance(out, Tensor):
+        return out
+    counts = target.to(torch.int64) != ignore_index  # int32 would be compared with the last 32 bits
+    number = counts.sum().clamp(min=1)
+    if out.argmax is not None:
+        metrics["accuracy"] = ((out.argmax == target) & counts).sum().to(torch.float32) / number
+    if out.entropy is not None:
+        # Of logits, ignored rows have an entropy too.
+        metrics["entropy"] = (out.entropy.detach().where(counts, 0).sum() / number).to(torch.float32)
+    return out.loss

@@ -106,6 +106,22 @@ def test_loss_and_every_gradient_are_those_of_the_model(name: str, arguments: di
     assert_same_step(with_logits, expected, FLOAT32_TOLERANCE)
 
 
+@pytest.mark.parametrize("metrics", [(), ("accuracy", "entropy")], ids=["", "metrics"])
+def test_a_mixture_of_experts_keeps_the_loss_of_its_router(metrics: tuple[str, ...]) -> None:
+    model = tiny_model("mixtral")
+    arguments: dict[str, Any] = {"shift_labels": torch.roll(batch()["labels"], -2, 1)}
+    expected = step(model, **arguments)
+    coefficient = model.config.router_aux_loss_coef
+    assert coefficient * expected.output.aux_loss > 0.1 * expected.loss
+    eaves.hf.patch(model, metrics=metrics)
+    actual = step(model, **arguments)
+    torch.testing.assert_close(actual.output.aux_loss, expected.output.aux_loss)
+    torch.testing.assert_close(actual.output.router_logits, expected.output.router_logits)
+    assert_same_step(actual, expected, FLOAT32_TOLERANCE)
+    without = model(**batch(), **arguments, output_router_logits=False).loss
+    torch.testing.assert_close(without + coefficient * expected.output.aux_loss, expected.loss)
+
+
 def test_evaluation_returns_logits_as_before() -> None:
     model = tiny_model().eval()
     expected = model(**batch())
@@ -268,6 +284,189 @@ def test_the_number_of_items_is_not_read_from_its_tensor(skip_logits: bool) -> N
         step(model, num_items_in_batch=items, skip_logits=skip_logits)
 
 
+# Metrics
+
+METRICS = ("accuracy", "entropy")
+
+
+def batch_with_hits(model: Any) -> dict[str, Tensor]:
+    """The batch, every other label the class of the model's largest logit."""
+    given = batch()
+    with torch.no_grad():
+        likely = model(given["input_ids"]).logits.argmax(-1)
+    counts = given["labels"] != -100
+    counts[:, ::2] = False
+    given["labels"][:, 1:] = likely[:, :-1].where(counts[:, 1:], given["labels"][:, 1:])
+    return given
+
+
+def metrics_of(logits: Tensor, labels: Tensor) -> dict[str, float]:
+    """The oracle, in float64."""
+    logits, labels = logits[:, :-1].double().flatten(0, 1), labels[:, 1:].flatten()
+    counts = labels != -100
+    log_p = logits.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return {
+        "accuracy": (logits.argmax(-1) == labels)[counts].double().mean().item(),
+        "entropy": entropy[counts].mean().item(),
+    }
+
+
+def assert_metrics(output: Any, expected: dict[str, float]) -> None:
+    for name, number in expected.items():
+        metric = getattr(output, name)
+        assert metric.shape == () and metric.dtype == torch.float32 and not metric.requires_grad
+        assert metric.item() == pytest.approx(number, rel=FLOAT32_TOLERANCE), name
+
+
+# A bias, a soft cap and a scale change both metrics' logits.
+@pytest.mark.parametrize("name", ["llama", "phi", "gemma2", "cohere"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_metrics_are_those_of_the_logits(name: str, dtype: torch.dtype) -> None:
+    model = eaves.hf.patch(tiny_model(name).to(dtype), metrics=METRICS)
+    given = batch_with_hits(model)
+    expected = metrics_of(model(given["input_ids"]).logits, given["labels"])
+    assert 0.2 < expected["accuracy"] < 0.8 and expected["entropy"] > 0.5
+    with refuse_logits():
+        without = model(**given)
+    assert without.logits is None
+    assert_metrics(without, expected)
+    assert_metrics(model(**given, num_items_in_batch=29), expected)  # divides the loss alone
+    assert_metrics(model(**given, skip_logits=False), expected)
+    assert_metrics(model.eval()(**given), expected)
+
+
+@pytest.mark.parametrize("metrics", [[], ["accuracy"], ["entropy"], METRICS], ids=str)
+def test_metrics_change_neither_loss_nor_gradients_nor_the_way(metrics: Any) -> None:
+    expected = step(eaves.hf.patch(tiny_model()))
+    model = eaves.hf.patch(tiny_model(), metrics=metrics)
+    assert gradients_asked_for(lambda: step(model)) == [("forward_backward", OF_INPUT | OF_WEIGHT)]
+    actual = step(model)
+    assert_same_step(actual, expected, FLOAT32_TOLERANCE)
+    assert_same_step(step(model, skip_logits=False), expected, FLOAT32_TOLERANCE)
+    assert {name for name in METRICS if getattr(actual.output, name, None) is not None} == set(metrics)
+
+
+def test_metrics_without_labels_that_count_are_0() -> None:
+    model = eaves.hf.patch(tiny_model(), metrics=METRICS)
+    labels = torch.full((2, LENGTH), -100)
+    for skip_logits in (True, False):
+        output = model(batch()["input_ids"], labels=labels, skip_logits=skip_logits)
+        assert output.accuracy == 0 and output.entropy == 0
+
+
+def test_metrics_leave_out_another_ignored_label() -> None:
+    model = eaves.hf.patch(tiny_model(), metrics=METRICS)
+    given = batch_with_hits(model)
+    expected = metrics_of(model(given["input_ids"]).logits, given["labels"])
+    given["labels"] = given["labels"].where(given["labels"] != -100, 0).to(torch.int32)  # 0 is padding, no token
+    for skip_logits in (True, False):
+        assert_metrics(model(**given, ignore_index=0, skip_logits=skip_logits), expected)
+
+
+@pytest.mark.parametrize("skip_logits", [True, False])
+def test_metrics_are_not_waited_for(skip_logits: bool) -> None:
+    model = eaves.hf.patch(tiny_model(), metrics=METRICS)
+    with refuse_waiting():
+        step(model, skip_logits=skip_logits)
+
+
+def test_outputs_without_labels_or_metrics_are_of_the_models_class() -> None:
+    model = tiny_model()
+    original = type(model(**batch()))
+    assert type(eaves.hf.patch(model)(**batch())) is original
+    eaves.hf.patch(model, metrics=METRICS)
+    assert type(model(batch()["input_ids"])) is original
+    assert isinstance(model(**batch()), original)
+    with eaves.hf.patched(model):
+        assert type(model(**batch())) is original
+    assert model(**batch()).entropy > 0
+
+
+# What makes an output anew: accelerate's mixed precision, DataParallel's gather, hooks of DistributedDataParallel and
+# fully_shard, and a process that sends it.
+REMADE: dict[str, Callable[[Any], Any]] = {
+    "a dict": lambda output: type(output)(dict(output.items())),
+    "pairs": lambda output: type(output)((name, output[name]) for name in output),
+    "a tree": lambda output: torch.utils._pytree.tree_map(lambda each: each, output),
+    "a pickle": lambda output: pickle.loads(pickle.dumps(output)),
+    "a copy": copy.copy,
+}
+
+
+@pytest.mark.parametrize("remade", REMADE.values(), ids=REMADE)
+def test_metrics_outlive_what_makes_an_output_anew(remade: Callable[[Any], Any]) -> None:
+    model = eaves.hf.patch(tiny_model(), metrics=METRICS)
+    with torch.no_grad():
+        output = model(**batch(), use_cache=False)
+    twin = remade(output)
+    assert type(twin) is type(output) and list(twin) == ["loss", *METRICS]
+    assert [twin.accuracy, twin.entropy] == [output.accuracy, output.entropy]
+
+
+@pytest.mark.parametrize("way", ["a copy", "a pickle"])
+def test_metrics_beside_logits_in_evaluation_are_no_items(way: str) -> None:
+    model = tiny_model().eval()
+    with torch.no_grad():
+        expected = model(**batch())
+        output = eaves.hf.patch(model, metrics=METRICS)(**batch())
+        assert list(eaves.hf.patch(model, skip_logits=True, metrics=METRICS)(**batch(), use_cache=False)) == [
+            "loss", *METRICS
+        ]  # fmt: skip
+    for each in (output, REMADE[way](output)):
+        assert list(each) == list(expected) and len(each.to_tuple()) == len(expected.to_tuple())
+        assert torch.equal(each[1], expected.logits) and each.entropy > 0
+
+
+@pytest.mark.parametrize("skip_logits", [True, False])
+def test_a_tuple_has_no_metrics(skip_logits: bool) -> None:
+    model = eaves.hf.patch(tiny_model("gpt2"))
+    expected = model(**batch(), return_dict=False, skip_logits=skip_logits)
+    eaves.hf.patch(model, metrics=METRICS)
+    actual = model(**batch(), return_dict=False, skip_logits=skip_logits)
+    assert type(actual) is tuple and len(actual) == len(expected) and torch.equal(actual[0], expected[0])
+
+
+def test_metrics_of_another_loss_are_none() -> None:
+    model = eaves.hf.patch(tiny_model(), metrics=METRICS)
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.square().mean()
+    output = model(**batch(), skip_logits=False)
+    assert output.accuracy is None and output.entropy is None and "entropy" not in output
+
+
+def test_a_call_within_a_call_has_metrics_of_its_own() -> None:
+    model = eaves.hf.patch(tiny_model(), metrics=METRICS)
+    expected = model(**batch()).entropy
+    others = batch()["labels"].roll(1, 0)
+    inner: list[Any] = []
+
+    def hook(*_: Any) -> None:
+        handle.remove()
+        inner.append(model(batch()["input_ids"], labels=others).entropy)
+
+    handle = model.lm_head.register_forward_pre_hook(hook)
+    assert model(**batch()).entropy == expected and inner[0] != expected
+
+
+def test_compiled_with_metrics_it_is_one_graph(fresh_compiler: None) -> None:
+    expected = eaves.hf.patch(tiny_model(), metrics=METRICS)(**batch())
+    eaves.hf._make_class_with_metrics.cache_clear()  # as in a process that compiles before it has called the model
+    model = eaves.hf.patch(tiny_model(), metrics=METRICS)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        output = compiled(**batch())
+        output.loss.backward()
+        assert output.logits is None and {*METRICS} <= set(output)
+        assert_metrics(output, {name: getattr(expected, name).item() for name in METRICS})
+    model.eval()
+    output = compiled(**batch())
+    assert isinstance(output.logits, Tensor) and not {*METRICS} & set(output)
+    assert_metrics(output, {name: getattr(expected, name).item() for name in METRICS})
+
+
+# Calls
+
+
 def gradients_asked_for(run: Callable[[], object]) -> list[tuple[str, int]]:
     """Of each call of an operator of linear_cross_entropy, its name and the gradients that it was asked for."""
     asked = []
@@ -320,6 +519,9 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception]]] = [
     ({"grad_weight_dtype": "float32"}, TypeError),
     ({"grad_weight_dtype": torch.int32}, ValueError),
     ({"skip_logits": 1}, TypeError),
+    ({"metrics": "accuracy"}, TypeError),
+    ({"metrics": None}, TypeError),
+    ({"metrics": ("accuracy", "perplexity")}, ValueError),
 ]
 
 
@@ -415,6 +617,17 @@ def test_a_step_on_a_gpu_is_that_of_the_model(
     assert_same_step(actual, expected, GPU_TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("skip_ignored", [True, False])
+def test_metrics_on_a_gpu_are_those_of_the_logits(skip_ignored: bool, cuda: torch.device) -> None:
+    model = eaves.hf.patch(tiny_model().to(cuda), skip_ignored=skip_ignored, metrics=METRICS)
+    given = {name: tensor.to(cuda) for name, tensor in batch_with_hits(tiny_model()).items()}
+    for skip_logits in (True, False):
+        output = model(**given, skip_logits=skip_logits)
+        expected = metrics_of(model(given["input_ids"]).logits, given["labels"])
+        assert output.accuracy.item() == pytest.approx(expected["accuracy"])
+        assert output.entropy.item() == pytest.approx(expected["entropy"], rel=GPU_TOLERANCES[torch.float32])
+
+
 def test_a_step_on_a_gpu_waits_for_the_number_of_labels_alone(cuda: torch.device) -> None:
     model = tiny_model().to(cuda)
     arguments = {**on(cuda), "num_items_in_batch": torch.tensor(29, device=cuda)}
@@ -433,7 +646,7 @@ def test_a_step_on_a_gpu_waits_for_the_number_of_labels_alone(cuda: torch.device
         return slept.query()
 
     assert not waits("error")  # the model itself
-    eaves.hf.patch(model, skip_ignored=False)
+    eaves.hf.patch(model, skip_ignored=False, metrics=METRICS)
     assert not waits("error")
     eaves.hf.patch(model, skip_ignored=True)
     assert waits("default")
@@ -918,14 +1131,15 @@ def losses_of_trainer(model: Any, folder: Path, **options: Any) -> list[float]:
     return [*losses, evaluated["eval_loss"], evaluated["eval_largest"]]
 
 
+@pytest.mark.parametrize("metrics", [(), METRICS], ids=["", "metrics"])
 @pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["float32", "bfloat16"])
 def test_trainer_gives_the_same_losses(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], metrics: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     expected = losses_of_trainer(tiny_model(), tmp_path, **options)
     assert len(expected) == 6 and expected[3] < expected[0]
-    model = eaves.hf.patch(tiny_model())
+    model = eaves.hf.patch(tiny_model(), metrics=metrics)
     calls = []
     unwatched: Any = eaves.linear_cross_entropy
 

@@ -1,6 +1,7 @@
 """The blocks of docs/recipes.md run, each by itself, with the names that the page begins with and the models that it
 takes as given."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,9 @@ def test_the_recipe_runs(title: str, block: str, tmp_path: Path) -> None:
     exec(compile(block, f"{PAGE.name}: {title}", "exec"), given)
     if "optimizer.step" in block:
         assert not torch.equal(given["head"].weight, before)
+    if "MetricsTrainer" in block:
+        entries = [entry for entry in given["trainer"].state.log_history if "loss" in entry]
+        assert entries and all(0 <= entry["accuracy"] <= 1 and 0 < entry["entropy"] < math.log(V) for entry in entries)
     if "main_grad" in block:
         assert given["main_grad"].abs().sum() > 0
     if ".backward()" in block and "embedding" not in block:
