@@ -81,7 +81,11 @@ def patch(
             mode. A trainer that reads the logits of a training step needs False.
         skip_ignored: on a GPU, whether to leave out ignored labels before anything is multiplied; the call then waits
             once for the device, for their number. On the CPU they are left out always.
-        algorithm, workspace_bytes, grad_weight_dtype: as in eaves.linear_cross_entropy.
+        algorithm, workspace_bytes: as in eaves.linear_cross_entropy.
+        grad_weight_dtype: as in eaves.linear_cross_entropy, but that None, the default, is float32 for a head of 16
+            bits too: its gradient is summed in float32 and rounded once. That takes a float32 tensor of the head's
+            shape during the backward, with the speed way from the forward on; the head's dtype (torch.bfloat16, say)
+            does without.
         metrics: any of "accuracy" and "entropy".
 
     Returns:
@@ -470,6 +474,8 @@ def _causal_lm_loss(
     if isinstance(logits, DeferredLogits):
         if logits.is_deferred and logits.shape[-1] == vocab_size:
             head = logits.head
+            if options.get("grad_weight_dtype") is None and head.weight.dtype in (torch.bfloat16, torch.float16):
+                options = {**options, "grad_weight_dtype": torch.float32}
             shared["_constant_outputs"] = True  # or "auto" would take the memory way for an entropy
             out: Any = eaves.linear_cross_entropy(
                 logits.hidden.flatten(0, -2), head.weight, target, linear_bias=head.bias, scale=logits.scale,
