@@ -1184,6 +1184,26 @@ def test_trainer_gives_the_same_losses(
     assert model.train()(**batch()).logits is not None
 
 
+@pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["float32", "bfloat16"])
+def test_metrics_reach_trainer(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    compute_loss = transformers.Trainer.compute_loss
+    seen: dict[bool, list[Any]] = {True: [], False: []}
+
+    def noted(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+        loss, outputs = compute_loss(self, model, inputs, return_outputs=True, **options)
+        seen[model.training].append((outputs.accuracy, outputs.entropy))
+        return (loss, outputs) if return_outputs else loss
+
+    monkeypatch.setattr(transformers.Trainer, "compute_loss", noted)
+    losses_of_trainer(eaves.hf.patch(tiny_model(), metrics=METRICS), tmp_path, **options)
+    assert len(seen[True]) == 8  # micro-batches
+    for accuracy, entropy in seen[True]:
+        assert 0 <= accuracy <= 1 and 0 < entropy < math.log(VOCABULARY)
+    # Beside logits: accelerate makes the output anew, of its items.
+    assert [metric is None for metrics in seen[False] for metric in metrics] == [bool(options)] * 2
+
+
 # Refusals
 
 
