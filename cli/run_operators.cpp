@@ -66,6 +66,7 @@ std::vector<Argument> with_loss_arguments(std::vector<Argument> arguments, const
        "logits",
        kRequired});
   add({"--weight", "", "Name of the weights of the classes"});
+  add({"--row-weight", "", "Name of the weights of the rows, in the dtype of the loss"});
   add({"--normalizer", "", "Name of one number that the mean divides by, instead of the rows that count"});
   add({"--ignore-index", defaults.ignore_index, "Rows with this target do not count"});
   add(choice("--reduction", kReductions, "none: a loss for each row; sum: of them; mean: over the rows that count",
@@ -73,6 +74,8 @@ std::vector<Argument> with_loss_arguments(std::vector<Argument> arguments, const
   for (const LossOption& option : kLossOptions) add({option.flag, defaults.*option.value, option.help});
   add({"--argmax", false, "Also write argmax, the class with the largest logit"});
   add({"--entropy", false, "Also write entropy, in nats"});
+  add({"--sum-sq", false, "Also write sum_sq, the sum of the squares of the probabilities"});
+  add({"--mean-logit", false, "Also write mean_logit, the mean of the logits behind scale and softcap"});
   add({"--backward", false, "Also write " + gradients});
   add({"--grad", "",
        "Instead of --backward, for an upstream gradient that is not 1: its name, in the shape of the loss"});
@@ -101,6 +104,8 @@ void make_outputs(Run& run, Views& views, const CrossEntropyOptions& options, co
   views.lse = run.output("lse", dtype, row_shape);
   if (run.is_set("--argmax")) views.argmax = run.output("argmax", DType::int64, row_shape);
   if (run.is_set("--entropy")) views.entropy = run.output("entropy", dtype, row_shape);
+  if (run.is_set("--sum-sq")) views.sum_sq = run.output("sum_sq", dtype, row_shape);
+  if (run.is_set("--mean-logit")) views.mean_logit = run.output("mean_logit", dtype, row_shape);
   if (options.z_loss_weight > 0.0) views.z_loss = run.output("z_loss", dtype, loss_shape);
 }
 
@@ -136,6 +141,7 @@ void run_cross_entropy(Run& run) {
   CrossEntropyForwardArgs forward{.logits = logits,
                                   .targets = run.input("--target"),
                                   .weight = run.input("--weight"),
+                                  .row_weight = run.input("--row-weight"),
                                   .normalizer = run.input("--normalizer"),
                                   .class_axis = class_axis,
                                   .options = loss_options(run)};
@@ -151,6 +157,7 @@ void run_cross_entropy(Run& run) {
   CrossEntropyBackwardArgs backward{.logits = logits,
                                     .targets = forward.targets,
                                     .weight = forward.weight,
+                                    .row_weight = forward.row_weight,
                                     .class_axis = class_axis,
                                     .options = forward.options};
   set_upstream(run, backward, forward);
@@ -185,6 +192,7 @@ void run_linear_cross_entropy(Run& run) {
   inputs.bias = run.input("--linear-bias");
   inputs.targets = run.input("--target");
   inputs.class_weight = run.input("--weight");
+  inputs.row_weight = run.input("--row-weight");
   inputs.options = loss_options(run);
   inputs.skips_ignored_rows = run.is_set("--skip-ignored");
   inputs.workspace_limit = static_cast<std::size_t>(parse_bytes("--workspace-limit", run.text("--workspace-limit")));

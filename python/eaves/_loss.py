@@ -217,8 +217,6 @@ def row_weight_of(op: str, row_weight: Tensor, input: Tensor, rows: Sequence[int
     """The weights of the rows, as the core takes them; `dtype` is that of the loss."""
     check_tensor(op, "row_weight", row_weight)
     check_device(op, "row_weight", row_weight, "input", input)
-    if row_weight.is_complex():
-        raise ValueError(f"{op}: row_weight has dtype {name_of(row_weight.dtype)}, expected real numbers, or bool")
     if row_weight.shape != tuple(rows):
         check_shape(op, "row_weight", row_weight, rows, f"one per row of input {shape_of(input)}")
     refuse_gradient(op, "row_weight", row_weight)

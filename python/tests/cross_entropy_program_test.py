@@ -15,7 +15,7 @@ from torch import Tensor
 
 import eaves
 from comparison import CrossEntropyOracle, assert_within
-from cross_entropy_test import each, targets_of
+from cross_entropy_test import each, every_output, targets_of
 from layouts import random_tensor
 
 PROGRAM = Path(os.environ.get("EAVES_PROGRAM", Path(__file__).parents[2] / "build" / "release" / "eaves"))
@@ -73,23 +73,32 @@ def test_the_program_and_the_package_compute_what_the_formula_says(
     logits = random_tensor((4, 129, 3), dtype, "cpu", 3.0)
     target = targets_of(logits, 1)
     target = torch.where(target == -100, -7, target)
-    weight = torch.linspace(0.5, 2, 129).to(dtype)
+    # With smoothing there are weights, or a mean logit.
+    weight = torch.linspace(0.5, 2, 129).to(dtype) if dtype == torch.bfloat16 else None
+    row_weight = torch.linspace(0.5, 2, 12).view(4, 3)
     path = tmp_path / "in.safetensors"
-    write_safetensors(path, {"logits": logits, "classes": target, "weights": weight})
+    given = {"logits": logits, "classes": target, "weights": weight, "of_rows": row_weight}
+    write_safetensors(path, {name: tensor for name, tensor in given.items() if tensor is not None})
     options = {"label_smoothing": 0.1, "softcap": 20.0, "z_loss": 0.01}
     written = run(
         path,
-        *("--tensor", "logits", "--target", "classes", "--weight", "weights", "--class-axis", "1"),
-        *("--ignore-index", "-7", "--reduction", reduction, "--backward", "--argmax", "--entropy"),
+        *("--tensor", "logits", "--target", "classes", "--row-weight", "of_rows", "--class-axis", "1"),
+        *("--ignore-index", "-7", "--reduction", reduction, "--backward", "--argmax", "--entropy", "--sum-sq"),
+        *(("--mean-logit",) if weight is None else ("--weight", "weights")),
         *(part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))),
     )
-    oracle = CrossEntropyOracle(logits, target, weight, class_dim=1, ignore_index=-7, reduction=reduction, **options)
+    oracle = CrossEntropyOracle(
+        logits, target, weight, class_dim=1, ignore_index=-7, reduction=reduction, row_weight=row_weight, **options
+    )
     leaf = logits.clone().requires_grad_()
     out = eaves.cross_entropy(
-        leaf, target, weight, ignore_index=-7, reduction=reduction, return_lse=True, return_entropy=True,
-        return_z_loss=True, return_argmax=True, **options,
+        leaf, target, weight, ignore_index=-7, reduction=reduction, row_weight=row_weight, **options,
+        **every_output(target, weight, **options),
     )  # fmt: skip
-    for name, bound in oracle.bounds().items():
+    bounds = oracle.bounds()
+    if weight is not None:
+        del bounds["mean_logit"]
+    for name, bound in bounds.items():
         assert_within(written[name], bound, f"the program's {name}")
         assert_within(getattr(out, name), bound, f"the package's {name}")
     assert torch.equal(written["argmax"], oracle.argmax) and torch.equal(out.argmax, oracle.argmax)

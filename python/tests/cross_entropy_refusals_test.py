@@ -65,6 +65,9 @@ CALLS: list[Call] = [
       for name in ("label_smoothing", "z_loss", "scale", "softcap") for value in NO_FLOATS),
     *(({"normalizer": value}, TypeError, r"normalizer is .*, expected a number") for value in ("3", True, [3.0])),
     *(({"normalizer": 3.0, "reduction": mode}, ValueError, "only the mean divides") for mode in ("none", "sum")),
+    ({"row_weight": torch.ones(2)}, ValueError, r"row_weight has shape \[2\], expected \[4\] \(one per row of input"),
+    ({"row_weight": torch.ones(4, device="meta")}, ValueError, "row_weight is on meta, expected cpu"),
+    ({"row_weight": 1.0}, TypeError, "row_weight is a float, expected a torch.Tensor"),
     ({"normalizer": torch.ones(2)}, ValueError, r"normalizer has shape \[2\], expected one"),
     ({"normalizer": torch.ones((), device="meta")}, ValueError, "normalizer is on meta, expected .*, or a number"),
     # words and names
@@ -73,7 +76,8 @@ CALLS: list[Call] = [
     *(({"reduction": mode}, TypeError, r'reduction is .*, expected "none", "sum" or "mean"')
       for mode in (None, 1, ["mean"])),
     *(({name: value}, TypeError, rf"{name} is .*, expected a bool")
-      for name in ("inplace_backward", "return_lse", "return_argmax", "return_entropy", "return_z_loss")
+      for name in ("inplace_backward", "return_lse", "return_argmax", "return_entropy", "return_z_loss",
+                   "return_sum_sq", "return_mean_logit")
       for value in (None, 1, "yes")),
     *(({name: 1.0}, TypeError, rf"got an unexpected keyword argument '{name}'{answer}$") for name, answer in (
         ("temperature", r"; pass scale=1 / temperature, and .* softcap=c / temperature"),
@@ -86,7 +90,8 @@ CALLS: list[Call] = [
     ({"weight": [1.0] * 5}, TypeError, r"weight is a list, expected a torch\.Tensor"),
     *(({name: tensor.clone().requires_grad_()}, NotImplementedError,
        rf"no derivative with respect to {name}, which requires one; pass {name}\.detach\(\)")
-      for name, tensor in (("weight", torch.ones(5)), ("target", SHARES), ("normalizer", torch.ones(())))),
+      for name, tensor in (("weight", torch.ones(5)), ("row_weight", torch.ones(4)), ("target", SHARES),
+                           ("normalizer", torch.ones(())))),
     # kinds of tensors
     *(({"input": LOGITS.to(dtype)}, ValueError, "input has dtype .*, expected a floating-point") for dtype in PROMOTED),
     *(({"target": TARGET.to(dtype)}, ValueError, r"target has dtype .*, expected int64 or int32 for classes")
@@ -123,14 +128,14 @@ def test_the_words_of_the_core_become_those_of_the_user() -> None:
     call = _operator.call
     forward, backward = torch.ops.eaves.cross_entropy_forward.default, torch.ops.eaves.cross_entropy_backward.default
     assert_refused_by(call, OP, ValueError, r"^cross_entropy: target has shape \[3\]", OP, forward, LOGITS, TARGET[:3])
-    saved = (LOGITS, SHARES, None, torch.zeros(4), None, None, None, -1, -100, REDUCTIONS["sum"], ())
+    saved = (LOGITS, SHARES, None, None, torch.zeros(4), None, None, None, -1, -100, REDUCTIONS["sum"], ())
     sentence = r"target_mass is missing, .*\(targets are soft\)"
     assert_refused_by(call, OP, ValueError, sentence, OP, backward, torch.ones(()), None, None, *saved)
 
 
 def test_integers_of_shards_beyond_64_bits(device: torch.device) -> None:
     logits, target = logits_and_target(device)
-    statistics = torch.zeros(1, 4, 9, device=device)
+    statistics = torch.zeros(1, 4, 10, device=device)
     for function, arguments, right in (
         (eaves.cross_entropy_shard, (logits, target), {"first_class": 0, "classes": 5}),
         (eaves.cross_entropy_merge, (statistics, target), {"classes": 5}),

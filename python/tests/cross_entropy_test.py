@@ -69,7 +69,15 @@ def probabilities_of(logits: Tensor, class_dim: int = -1, dtype: torch.dtype | N
     return soft.to(dtype or logits.dtype)
 
 
-EVERYTHING = {"return_lse": True, "return_argmax": True, "return_entropy": True, "return_z_loss": True}
+EVERYTHING = {f"return_{name}": True for name in eaves.CrossEntropyOutput._fields[1:]}
+
+
+def every_output(
+    target: Tensor, weight: Tensor | None, *, label_smoothing: float = 0.0, **_: object
+) -> dict[str, bool]:
+    """All return_* arguments that a call may have."""
+    has_mean_logit = not target.is_floating_point() and (weight is None or label_smoothing == 0)
+    return EVERYTHING if has_mean_logit else {**EVERYTHING, "return_mean_logit": False}
 
 
 def check(input: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any) -> None:
@@ -81,10 +89,14 @@ def check(input: Tensor, target: Tensor, weight: Tensor | None = None, **options
     for wants_grad in (False, True):
         leaf = input.detach().requires_grad_(wants_grad)
         loss = eaves.cross_entropy(leaf, target, weight, **options)
-        out = eaves.cross_entropy(leaf, target, weight, **options, **EVERYTHING)
+        returns = every_output(target, weight, **options)
+        out = eaves.cross_entropy(leaf, target, weight, **options, **returns)
         assert loss.dtype == result_dtype and loss.requires_grad == wants_grad and loss.is_contiguous(), what
         for name, bound in oracle.bounds().items():
             result = getattr(out, name)
+            if not returns.get(f"return_{name}", True):
+                assert result is None
+                continue
             assert result.dtype == result_dtype and result.is_contiguous(), what
             assert_within(result, bound, f"{name} {what} wants_grad={wants_grad}")
         assert_within(loss, oracle.loss, what)
@@ -166,6 +178,21 @@ def test_a_weight_with_strides_is_read_as_it_says(device: torch.device) -> None:
     weight = torch.rand(33, 2, device=device)[:, 1]
     assert not weight.is_contiguous()
     check(logits, targets_of(logits), weight)
+
+
+def test_rows_have_weights(device: torch.device) -> None:
+    for dtype, reduction, is_soft, is_weighted in pairwise(FLOATING_POINT, REDUCTIONS, (False, True), (False, True)):
+        logits = random_tensor((9, 33), dtype, device, 2.0)
+        target = probabilities_of(logits) if is_soft else targets_of(logits)
+        weight = torch.linspace(0, 2, 33, device=device).to(dtype) if is_weighted else None
+        row_weight = torch.linspace(-1, 3, 9, device=device)
+        check(logits, target, weight, reduction=reduction, z_loss=0.01, row_weight=row_weight)
+        check(logits, target, weight, reduction=reduction, row_weight=row_weight.expand(2, 9).t()[:, 0])
+    logits, mask = random_tensor((9, 33), torch.float32, device), torch.arange(9, device=device) % 3 == 0
+    target = targets_of(logits)
+    kept = eaves.cross_entropy(logits[mask], target[mask])
+    for same in (mask, mask.int(), mask.double()):
+        torch.testing.assert_close(eaves.cross_entropy(logits, target, row_weight=same), kept)
 
 
 def test_the_normalizer_divides_instead_of_the_rows(device: torch.device) -> None:
@@ -293,7 +320,7 @@ def test_only_what_was_asked_for_is_there(device: torch.device) -> None:
     for wanted in EVERYTHING:
         for wants_grad in (False, True):
             out = eaves.cross_entropy(logits.detach().requires_grad_(wants_grad), target, **{wanted: True})
-            assert out._fields == ("loss", "lse", "argmax", "entropy", "z_loss")
+            assert out._fields == ("loss", "lse", "argmax", "entropy", "z_loss", "sum_sq", "mean_logit")
             there = [name for name in out._fields if getattr(out, name) is not None]
             assert there == ["loss", wanted.removeprefix("return_")]
 
@@ -307,7 +334,7 @@ def test_ignored_rows_have_no_loss_and_their_other_outputs(device: torch.device)
     assert not out.loss[ignored].any() and not out.z_loss[ignored].any()
     assert torch.equal(out.argmax, logits.argmax(-1))
     torch.testing.assert_close(out.lse, logits.logsumexp(-1))
-    assert out.entropy[ignored].all()
+    assert out.entropy[ignored].all() and out.sum_sq[ignored].all() and out.mean_logit[ignored].all()
 
 
 def test_argmax_is_the_first_of_equal_logits_and_no_nan(device: torch.device) -> None:
@@ -442,6 +469,7 @@ def test_the_operator_has_the_defaults_of_the_function() -> None:
     assert tuple(of_function[name] for name in NUMBERS) == numbers_of.__defaults__
     assert of_operator == {
         "weight": of_function["weight"],
+        "row_weight": of_function["row_weight"],
         "normalizer": of_function["normalizer"],
         "class_axis": -1,  # of logits with at most two axes
         "ignore_index": of_function["ignore_index"],
@@ -480,7 +508,8 @@ def test_every_output_and_option_compiles_without_a_graph_break(any_device: torc
     named: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0, "scale": 2.0}
     hard, soft = targets_of(logits), probabilities_of(logits)
     for reduction, target in (("none", hard), ("sum", soft), ("mean", hard)):
-        module = eaves.CrossEntropyLoss(weight, reduction=reduction, class_dim=-1, **named, **EVERYTHING)
+        returns = every_output(target, weight, **named)
+        module = eaves.CrossEntropyLoss(weight, reduction=reduction, class_dim=-1, **named, **returns)
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
         results = []
         for function in (module, compiled):
@@ -488,7 +517,7 @@ def test_every_output_and_option_compiles_without_a_graph_break(any_device: torc
             out = function(leaf, target)
             assert isinstance(out, eaves.CrossEntropyOutput)
             (out.loss.sum() + out.lse.square().sum() + out.entropy.sum()).backward()
-            results.append([*out, leaf.grad])
+            results.append([*(each for each in out if each is not None), leaf.grad])
         for expected, actual in zip(*results, strict=True):
             assert torch.equal(actual, expected)
 

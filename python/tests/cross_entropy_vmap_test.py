@@ -13,7 +13,7 @@ from torch.func import grad
 
 import eaves
 from comparison import assert_agree
-from cross_entropy_test import EVERYTHING, REDUCTIONS, each, probabilities_of, targets_of
+from cross_entropy_test import REDUCTIONS, each, every_output, probabilities_of, targets_of
 from layouts import random_tensor
 from pairwise import pairwise
 
@@ -49,9 +49,10 @@ ALL_OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 3.0, "scale": 1
 @cases()
 def test_every_option_under_vmap_is_the_loop(shape: tuple[int, ...], class_dim: int, any_device: torch.device) -> None:
     axis = class_dim if class_dim < 0 else class_dim + 1
-    for dtype, reduction, targets, is_weighted, options in pairwise(
-        (torch.float32, torch.bfloat16), REDUCTIONS, (targets_of, probabilities_of), (False, True), ({}, ALL_OPTIONS)
-    ):
+    for dtype, reduction, targets, is_weighted, has_row_weight, options in pairwise(
+        (torch.float32, torch.bfloat16), REDUCTIONS, (targets_of, probabilities_of), (False, True), (False, True),
+        ({}, ALL_OPTIONS),
+    ):  # fmt: skip
         logits = random_tensor(shape, dtype, any_device)
         target = targets(logits, axis)
         if logits.numel() and targets is targets_of:
@@ -62,11 +63,15 @@ def test_every_option_under_vmap_is_the_loop(shape: tuple[int, ...], class_dim: 
         def function(x: Tensor, t: Tensor, w: Tensor | None = weight, named: Any = named) -> Tensor:
             return eaves.cross_entropy(x, t, w, **named)
 
-        def outputs(x: Tensor, t: Tensor, w: Tensor | None = weight, named: Any = named) -> tuple[Tensor, ...]:
-            return tuple(eaves.cross_entropy(x, t, w, **named, **EVERYTHING))
+        def outputs(
+            x: Tensor, t: Tensor, w: Tensor | None = weight, named: Any = named, has_row_weight: bool = has_row_weight
+        ) -> tuple[Tensor, ...]:
+            row_weight = x.detach().select(named["class_dim"], 0).abs() if has_row_weight else None
+            out = eaves.cross_entropy(x, t, w, row_weight=row_weight, **named, **every_output(t, w, **named))
+            return tuple(each for each in out if each is not None)
 
         def weighted(x: Tensor, t: Tensor, outputs: Any = outputs) -> Tensor:
-            loss, lse, _, entropy, _ = outputs(x, t)
+            loss, lse, _, entropy, *_ = outputs(x, t)
             numbers = torch.arange(1, loss.numel() + 1, device=any_device).view(loss.shape)
             return (loss * numbers).sum() + (lse.sin() + 2 * entropy).sum()
 

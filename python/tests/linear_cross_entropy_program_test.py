@@ -87,12 +87,15 @@ def test_the_program_computes_what_the_formula_says(dtype: torch.dtype, algorith
     x, w = hidden.to(dtype), head.to(dtype)
     target = torch.where(torch.arange(len(target)) < 50, -100, target)
     path, output = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
-    write_safetensors(path, {"x": x, "weight": w, "targets": target})
+    row_weight = torch.linspace(0.5, 2, len(target))
+    write_safetensors(path, {"x": x, "weight": w, "targets": target, "of_rows": row_weight})
     command = [PROGRAM, "run", "linear_cross_entropy", "--input", path, "--output", output, "--backward"]
-    command += ["--tensor", "x", "--linear-weight", "weight", "--target", "targets"]
+    command += ["--tensor", "x", "--linear-weight", "weight", "--target", "targets", "--row-weight", "of_rows"]
+    command += ["--sum-sq", "--mean-logit"]
     result = subprocess.run([*command, "--algorithm", algorithm], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     written = read_safetensors(output)
-    oracle = LinearOracle(x, w, target)
-    assert_within(written["loss"], oracle.bounds(torch.float32)["loss"])
+    oracle = LinearOracle(x, w, target, row_weight=row_weight)
+    for name in ("loss", "sum_sq", "mean_logit"):
+        assert_within(written[name], oracle.bounds(torch.float32)[name])
     assert_gradients([written["grad_x"], written["grad_weight"], None], oracle.gradients(), dtype)

@@ -10,7 +10,7 @@ from torch.func import grad
 
 import eaves
 from comparison import assert_agree
-from cross_entropy_test import EVERYTHING, REDUCTIONS, each
+from cross_entropy_test import REDUCTIONS, each, every_output
 from cross_entropy_vmap_test import ALL_OPTIONS, assert_is_the_loop
 from linear_cross_entropy_test import problem, soft_targets
 from pairwise import pairwise
@@ -18,8 +18,8 @@ from pairwise import pairwise
 
 @each("shape", [(4, 8), (4, 3, 8), (4, 2, 3, 8), (4, 0, 8)])
 def test_every_option_under_vmap_is_the_loop(shape: tuple[int, ...], any_device: torch.device) -> None:
-    for dtype, reduction, is_soft, is_weighted, options in pairwise(
-        (torch.float32, torch.float64), REDUCTIONS, (False, True), (False, True), ({}, ALL_OPTIONS)
+    for dtype, reduction, is_soft, is_weighted, has_row_weight, options in pairwise(
+        (torch.float32, torch.float64), REDUCTIONS, (False, True), (False, True), (False, True), ({}, ALL_OPTIONS)
     ):
         x, head, target, bias = problem(shape, 5, dtype, any_device)
         if target.numel():
@@ -28,11 +28,16 @@ def test_every_option_under_vmap_is_the_loop(shape: tuple[int, ...], any_device:
         weight = torch.linspace(0.1, 2, 5, device=any_device).to(dtype) if is_weighted else None
         named: dict[str, Any] = {"weight": weight, "reduction": reduction, "linear_bias": bias, **options}
 
-        def outputs(x: Tensor, t: Tensor, head: Any = head, named: Any = named) -> tuple[Tensor, ...]:
-            return tuple(eaves.linear_cross_entropy(x, head, t, **named, **EVERYTHING))
+        def outputs(
+            x: Tensor, t: Tensor, head: Any = head, named: Any = named, has_row_weight: bool = has_row_weight
+        ) -> tuple[Tensor, ...]:
+            row_weight = x.detach()[..., 0].abs() if has_row_weight else None
+            returns = every_output(t, **{"label_smoothing": 0.0, **named})
+            out = eaves.linear_cross_entropy(x, head, t, row_weight=row_weight, **named, **returns)
+            return tuple(each for each in out if each is not None)
 
         def total(x: Tensor, t: Tensor, outputs: Any = outputs) -> Tensor:
-            loss, lse, _, entropy, _ = outputs(x, t)
+            loss, lse, _, entropy, *_ = outputs(x, t)
             numbers = torch.arange(1, loss.numel() + 1, device=any_device).view(loss.shape)
             return (loss * numbers).sum() + (lse.sin() + 2 * entropy).sum()
 
