@@ -2,6 +2,7 @@
 
     cross_entropy(input, target, weight=None, *, ignore_index=-100, reduction="mean", ...)
     linear_cross_entropy(input, linear_weight, target, *, linear_bias=None, weight=None, reduction="mean", ...)
+    linear_kl_div(input, linear_weight, teacher_input, teacher_weight, *, target=None, divergence="forward", ...)
     linear_log_prob(hidden, head, tokens, *, bias=None, temperature=None, return_entropy=False, ...)
     log_prob(logits, tokens, *, temperature=None, return_entropy=False, ...)
     logsumexp(x, dim, keepdim=False, *, dtype=None)
@@ -24,6 +25,7 @@ from eaves._cross_entropy_shards import (
 )
 from eaves._library import __version__
 from eaves._linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
+from eaves._linear_kl_div import linear_kl_div
 from eaves._log_prob import LogProbOutput, linear_log_prob, log_prob
 from eaves._logsumexp import logsumexp
 from eaves._loss import CrossEntropyOutput
@@ -42,6 +44,7 @@ __all__ = [
     "cross_entropy_shard",
     "cross_entropy_shard_gradient",
     "linear_cross_entropy",
+    "linear_kl_div",
     "linear_log_prob",
     "log_prob",
     "logsumexp",

@@ -1,0 +1,535 @@
+"""linear_kl_div: the KL divergence of two heads, a student's and a teacher's, in chunks of rows, in PyTorch's own
+operators.
+
+Gradients are computed in the forward, for an upstream gradient of 1, added up in float32 over the chunks, and rounded
+once, in the backward, when the upstream gradient has multiplied them. Where each row has its own upstream gradient, and
+in a second backward, the backward computes each chunk again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from eaves._loss import (
+    CLASS_DTYPES,
+    MEAN,
+    NONE,
+    RANGES,
+    normalizer_of,
+    reduction_of,
+    refuse_gradient,
+    refuse_unknown,
+    shape_of,
+)
+from eaves._operator import (
+    accumulator_dtype,
+    apply,
+    check_device,
+    check_dtype_of,
+    check_shape,
+    check_tensor,
+    index_of,
+    is_exporting,
+    is_transforming,
+    name_of,
+    needs_autograd,
+    number_of,
+    uncompiled,
+    value_for_message,
+)
+
+_OP = "linear_kl_div"
+_STUDENT, _TEACHER = (
+    ("input", "linear_weight", "linear_bias"),
+    ("teacher_input", "teacher_weight", "teacher_bias"),
+)
+
+# Scratch memory of a call, in bytes, where none is given.
+_WORKSPACE_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
+
+
+def linear_kl_div(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    *,
+    target: Tensor | None = None,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    divergence: str = "forward",
+    beta: float = 0.5,
+    temperature: float | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    normalizer: Tensor | float | None = None,
+    workspace_bytes: int | None = None,
+    **unknown: object,
+) -> Tensor:
+    """The divergence of a student's head from a teacher's, for distillation, and its gradients, without ever holding
+    all the logits of either.
+
+    For a row x of `input`, the row y of `teacher_input` beside it, and V classes:
+
+        s = softmax((linear_weight @ x + linear_bias) / temperature)          the student's probabilities
+        t = softmax((teacher_weight @ y + teacher_bias) / temperature)        the teacher's
+
+        "forward"    KL(t || s) = sum_v t_v * (log t_v - log s_v)
+        "reverse"    KL(s || t) = sum_v s_v * (log s_v - log t_v)
+        "jsd"        beta * KL(t || m) + (1 - beta) * KL(s || m),  m = beta * t + (1 - beta) * s
+
+    and 0 * log 0 is 0. No divergence is below 0. It is not multiplied by temperature^2, as G. Hinton et al.
+    (arXiv:1503.02531) do where a loss of the classes stands beside it.
+
+    beta belongs to the teacher, in the weight and in the mixture, as in TRL's GKDTrainer and in Liger. At 0 and 1 this
+    "jsd" is 0; those two give KL(t || s) for 0 and KL(s || t) for 1, which are "forward" and "reverse" here, and so 0
+    and 1 are refused.
+
+    Everything is computed in float32 (float64 where input is float64): logits are float32 sums of the products. What
+    the gradient of the student's logits is rounded to, once, is the dtype of `input`, as the factor of two products
+    that it is. The gradient of linear_weight is added up in float32 and rounded once.
+
+    With "sum" and "mean" the forward computes the gradients too, and keeps them in float32: four matrix products, three
+    with a frozen head, two where no gradient is wanted. A second backward over the same graph computes them again, and
+    with "none" the first does too: six products.
+
+    Source: generalised knowledge distillation, R. Agarwal et al., arXiv:2306.13649, equation 1; the chunks, Liger
+    Kernel (P. Hsu et al., arXiv:2410.10989).
+
+    Args:
+        input: the student's hidden states, [..., D], any strides, on the CPU or a CUDA GPU; float16, bfloat16, float32
+            or float64.
+        linear_weight: the student's head, [V, D], in the dtype of input.
+        teacher_input: the teacher's hidden states, [..., E], any strides; the shape of input but for E. One that
+            requires a gradient is refused: compute it under torch.no_grad().
+        teacher_weight: the teacher's head, [V, E], in the dtype of teacher_input, which need not be that of input. It
+            gets no gradient, nor does teacher_bias; either may be a parameter that requires one.
+        target: None, or of each row a class, int32 or int64: the shape of input without D. It is only compared with
+            ignore_index. (Rows that do not count are multiplied all the same; to spare that, index the rows first.)
+        linear_bias, teacher_bias: [V], in the dtype of the head or float32. With a teacher_bias of -inf (a class that
+            the teacher masks) "forward" and "jsd" are finite. "reverse" is infinite then, and its gradient NaN, unless
+            the student masks the class too.
+        divergence: "forward", "reverse" or "jsd".
+        beta: between 0 and 1, read by "jsd" alone.
+        temperature: None, or a positive number that both heads' logits are divided by.
+        ignore_index: rows with this target have divergence 0 and gradient 0, and count in no mean.
+        reduction: "none" (the divergences of the rows), "sum" or "mean", over the rows that count.
+        normalizer: with "mean", what the sum is divided by instead of the number of rows that count: a number, or a
+            tensor with one element on the device of input, which is not waited for. It gets no gradient.
+        workspace_bytes: how much scratch memory the chunks are cut for, in bytes; None: 512 MiB on a GPU, 32 MiB on the
+            CPU. The least is one row of V classes. The gradients, in float32, come on top.
+
+    Returns:
+        The divergence: float32, or float64 for a float64 input; of shape [], or with reduction="none" of shape
+        [rows...], contiguous. Without rows that count it is 0, with gradient 0. Gradients have the dtypes of their
+        tensors: of input, linear_weight and linear_bias, each computed only where it requires one.
+
+    Raises:
+        ValueError: a shape, dtype, device or number is not as above; the two heads have different numbers of classes.
+        TypeError: an argument is of the wrong Python type.
+        NotImplementedError: a dtype, layout or device that eaves does not have, a DTensor; a derivative of second
+            order, in forward mode, or of teacher_input or normalizer; torch.vmap, torch.func and torch.export.
+        torch.OutOfMemoryError: torch's allocator has no memory for a result or the workspace.
+
+    Under torch.autocast input, teacher_input and both heads are cast to its dtype, as those of F.linear are; gradients
+    have the dtypes of the tensors that were passed, and that of a float32 linear_weight is not rounded to 16 bits.
+    torch.compile leaves the call as it is (a graph break; with fullgraph=True an error). Products of float32 tensors on
+    a GPU are as exact as torch.backends.cuda.matmul allows.
+
+    Example:
+        >>> import torch, eaves
+        >>> hidden, teacher_hidden = torch.tensor([[1.0, 0.0], [0.0, 2.0]], requires_grad=True), torch.eye(2, 3)
+        >>> head, teacher_head = torch.tensor([[2.0, 0.0], [0.0, 0.5], [-1.0, 0.0]]), 2 * torch.eye(3)
+        >>> loss = eaves.linear_kl_div(hidden, head, teacher_hidden, teacher_head, temperature=2.0)
+        >>> loss.detach()
+        tensor(0.0249)
+        >>> loss.backward()
+        >>> hidden.grad
+        tensor([[ 0.0441,  0.0024],
+                [ 0.0155, -0.0155]])
+    """
+    if unknown:
+        refuse_unknown(_OP, unknown, linear_kl_div)
+    if is_exporting() or is_transforming():
+        raise NotImplementedError(f"{_OP}: it does not work inside of torch.export, torch.vmap and torch.func")
+    student = _checked_head(_STUDENT, input, linear_weight, linear_bias, input)
+    teacher = _checked_head(_TEACHER, teacher_input, teacher_weight, teacher_bias, input)
+    rows, classes = input.shape[:-1], linear_weight.shape[0]
+    check_shape(
+        _OP, "teacher_input", teacher_input, [*rows, teacher_input.shape[-1]], f"rows as input {shape_of(input)}"
+    )
+    if teacher_weight.shape[0] != classes:
+        raise ValueError(
+            f"{_OP}: teacher_weight has shape {shape_of(teacher_weight)}, expected [{classes}, "
+            f"{teacher_input.shape[-1]}] (classes as linear_weight {shape_of(linear_weight)}); where one vocabulary is "
+            "the other and padding, cut the larger head and its bias"
+        )
+    refuse_gradient(_OP, "teacher_input", teacher_input)
+    counts = None if target is None else _counts(target, input, index_of(_OP, "ignore_index", ignore_index))
+    dtype = accumulator_dtype(student.input.dtype)
+    mode = reduction_of(_OP, reduction)
+    if normalizer is not None:
+        normalizer = normalizer_of(_OP, normalizer, mode, dtype, input.device)
+    settings = _settings(divergence, beta, temperature, student, teacher, workspace_bytes)
+
+    teacher_tensors = [None if each is None else each.detach() for each in teacher]
+    tensors = (*student, *teacher_tensors, counts)
+    if needs_autograd(*[each for each in student if each is not None]):
+        found: Tensor = uncompiled(apply)(_OP, _Divergence, *tensors, settings, mode)
+    else:
+        found = uncompiled(_forward)(*tensors, settings, mode)
+    if mode == NONE:
+        return found.view(rows)
+    return found * _reciprocal(normalizer, counts, found, rows) if mode == MEAN else found
+
+
+# ----------------------------------------------------------------------------------------------------------- arguments
+
+
+class _Head(NamedTuple):
+    """A head and its hidden states, [rows, features], as they are multiplied, but for the dtype of a float32 weight
+    under torch.autocast."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+class _Settings(NamedTuple):
+    divergence: str
+    beta: float
+    temperature: float
+    chunk: int  # rows
+    block: int  # classes of a head, or of its gradient, that are converted at once
+
+
+def _checked_head(
+    names: tuple[str, str, str], input: Tensor, weight: Tensor, bias: Tensor | None, reference: Tensor
+) -> _Head:
+    input_name, weight_name, bias_name = names
+    tensors = {input_name: input, weight_name: weight} | ({} if bias is None else {bias_name: bias})
+    for name, tensor in tensors.items():
+        check_tensor(_OP, name, tensor)
+        check_device(_OP, name, tensor, "input", reference)
+        if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
+            raise NotImplementedError(
+                f"{_OP}: {name} is {tensor.layout} on {tensor.device.type}, expected dense ones (torch.strided) on cpu "
+                "or cuda"
+            )
+        if not tensor.is_floating_point():
+            raise ValueError(f"{_OP}: {name} has dtype {name_of(tensor.dtype)}, expected a floating-point type")
+    if input.dim() == 0 or input.shape[-1] == 0:
+        raise ValueError(f"{_OP}: {input_name} has shape {shape_of(input)}, expected at least one feature")
+    features = input.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != features or weight.shape[0] == 0:
+        raise ValueError(
+            f"{_OP}: {weight_name} has shape {shape_of(weight)}, expected [classes, {features}] (features as "
+            f"{input_name} {shape_of(input)})"
+        )
+    passed = weight.dtype
+    is_autocast = torch.is_autocast_enabled(input.device.type)
+    if is_autocast and input.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(input.device.type)
+        input = input.to(dtype)
+        # A float32 head is cast where it is multiplied, or autograd would round its gradient.
+        weight = weight if weight.dtype in (torch.float32, torch.float64) else weight.to(dtype)
+    is_cast = is_autocast and weight.dtype == torch.float32 and input.dtype != torch.float64
+    if weight.dtype != input.dtype and not is_cast:
+        raise ValueError(
+            f"{_OP}: {weight_name} has dtype {name_of(weight.dtype)}, expected that of {input_name}, "
+            f"{name_of(input.dtype)}; convert one of them, or call it under torch.autocast, which converts both"
+        )
+    if bias is not None:
+        allowed = (passed, input.dtype, torch.float32)
+        check_dtype_of(_OP, bias_name, bias, allowed, f"that of {weight_name}, or float32")
+        check_shape(_OP, bias_name, bias, [weight.shape[0]], f"one per class of {weight_name}")
+    if 1 not in weight.stride():
+        weight = weight.contiguous()  # once, where each chunk's products would
+    return _Head(input.reshape(-1, features), weight, bias)
+
+
+def _counts(target: Tensor, input: Tensor, ignore_index: int) -> Tensor:
+    """Which rows count: [rows, 1]."""
+    check_tensor(_OP, "target", target)
+    check_device(_OP, "target", target, "input", input)
+    check_dtype_of(_OP, "target", target, CLASS_DTYPES, "classes")
+    check_shape(_OP, "target", target, input.shape[:-1], f"one per row of input {shape_of(input)}")
+    # int32 classes would be compared with the last 32 bits of ignore_index.
+    return (target.to(torch.int64) != ignore_index).reshape(-1, 1)
+
+
+def _settings(
+    divergence: str,
+    beta: float,
+    temperature: float | None,
+    student: _Head,
+    teacher: _Head,
+    workspace_bytes: int | None,
+) -> _Settings:
+    if not isinstance(divergence, str) or divergence not in _OF_ROWS:
+        error = ValueError if isinstance(divergence, str) else TypeError
+        raise error(f'{_OP}: divergence is {divergence!r}, expected "forward", "reverse" or "jsd"')
+    between = 'a number between 0 and 1, neither of them; what others have there is "forward" for 0, "reverse" for 1'
+    beta = number_of(_OP, "beta", beta, 0, 1, between)
+    if not 0 < beta < 1:
+        raise ValueError(f"{_OP}: beta is {value_for_message(beta)}, expected {between}")
+    divisor = 1.0 if temperature is None else number_of(_OP, "temperature", temperature, *RANGES["scale"])
+    device, dtype = student.input.device.type, accumulator_dtype(student.input.dtype)
+    limit = _WORKSPACE_BYTES[device]
+    if workspace_bytes is not None:
+        limit = index_of(_OP, "workspace_bytes", workspace_bytes)
+        if limit <= 0:
+            raise ValueError(
+                f"{_OP}: workspace_bytes is {value_for_message(limit)}, expected a positive number of bytes"
+            )
+    rows, (classes, features) = student.input.shape[0], student.weight.shape
+    block = classes
+    if any(each.input.dtype.itemsize == 2 for each in (student, teacher)):
+        # A quarter for classes in float32: of a head, which the CPU's products need, or of its gradient.
+        of_class = max(features, teacher.weight.shape[1]) * dtype.itemsize
+        block = min(classes, max(1, limit // 4 // of_class))
+        limit -= limit // 4
+    # "jsd" has one number more for each class, and a bias a mark.
+    of_row = classes * ((4 if divergence == "jsd" else 3) * dtype.itemsize + 1)
+    chunks = math.ceil(rows / max(1, limit // of_row))
+    return _Settings(divergence, beta, divisor, math.ceil(rows / max(1, chunks)), block)
+
+
+def _reciprocal(normalizer: Tensor | None, counts: Tensor | None, like: Tensor, rows: torch.Size) -> Tensor | float:
+    """1 / what a sum is divided by; 0 where that is 0."""
+    if normalizer is None and counts is None:
+        return 1 / max(1, math.prod(rows))
+    divisor = counts.sum() if normalizer is None and counts is not None else normalizer
+    assert divisor is not None
+    divisor = divisor.reshape(()).to(like.dtype)
+    return torch.where(divisor == 0, torch.zeros_like(divisor), 1 / divisor)
+
+
+# ------------------------------------------------------------------------------------------------------ rows of a chunk
+#
+# From log-probabilities of student and teacher, [rows, V], both of which are written over: the divergence of each row,
+# and the gradient of the student's logits divided by temperature. Of "jsd" that is one of (1 - beta) * logits.
+
+
+def _forward_kl(log_s: Tensor, log_t: Tensor, settings: _Settings, masks: bool) -> tuple[Tensor, Tensor]:
+    t = log_t.exp()
+    divergence = _weighted_(log_t.sub_(log_s), t, masks).sum(1)
+    return divergence, log_s.exp_().sub_(t)
+
+
+def _reverse_kl(log_s: Tensor, log_t: Tensor, settings: _Settings, masks: bool) -> tuple[Tensor, Tensor]:
+    s = log_s.exp()
+    return _centred(log_s.sub_(log_t), s, masks)
+
+
+def _jsd(log_s: Tensor, log_t: Tensor, settings: _Settings, masks: bool) -> tuple[Tensor, Tensor]:
+    beta = settings.beta
+    log_m, other = log_t + math.log(beta), log_s + math.log1p(-beta)
+    torch.logaddexp(log_m, other, out=log_m)
+    t = torch.exp(log_t, out=other)
+    of_teacher = _weighted_(log_t.sub_(log_m), t, masks).sum(1)
+    s = torch.exp(log_s, out=other)
+    of_student, grad = _centred(log_s.sub_(log_m), s, masks)
+    return beta * of_teacher + (1 - beta) * of_student, grad
+
+
+def _weighted_(log_ratio: Tensor, p: Tensor, masks: bool) -> Tensor:
+    """p * log_ratio in place of log_ratio; 0 where p is 0. Only where a class may be masked is the ratio infinite."""
+    product = log_ratio.mul_(p)
+    return product.masked_fill_(p == 0, 0) if masks else product
+
+
+def _centred(log_ratio: Tensor, s: Tensor, masks: bool) -> tuple[Tensor, Tensor]:
+    """sum s * log_ratio, and its gradient s * (log_ratio - that sum)."""
+    product = _weighted_(log_ratio, s, masks)
+    total = product.sum(1)
+    return total, product.addcmul_(s, total.unsqueeze(1), value=-1)
+
+
+_OF_ROWS: dict[str, Callable[[Tensor, Tensor, _Settings, bool], tuple[Tensor, Tensor]]] = {
+    "forward": _forward_kl,
+    "reverse": _reverse_kl,
+    "jsd": _jsd,
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- products
+
+
+def _logits(head: _Head, settings: _Settings) -> Tensor:
+    x, weight, dtype = head.input, head.weight, accumulator_dtype(head.input.dtype)
+    if x.dtype == dtype:
+        z = torch.mm(x, weight.t())
+    elif x.is_cuda:
+        z = torch.mm(x, weight.t(), out_dtype=dtype)
+    else:
+        z, x = x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype), x.to(dtype)
+        for classes in _blocks(weight, settings):
+            torch.mm(x, weight[classes].to(dtype).t(), out=z[:, classes])
+    if head.bias is not None:
+        z.add_(head.bias)
+    return z if settings.temperature == 1 else z.div_(settings.temperature)
+
+
+def _blocks(weight: Tensor, settings: _Settings) -> Iterator[slice]:
+    for begin in range(0, weight.shape[0], settings.block):
+        yield slice(begin, begin + settings.block)
+
+
+def _add_gradients(
+    grad: Tensor, head: _Head, grad_input: Tensor | None, grad_weight: Tensor | None, settings: _Settings
+) -> None:
+    """Adds the gradients of the head's tensors, in the dtype of sums, from that of its logits."""
+    x, weight, dtype = head.input, head.weight, grad.dtype
+    grad = grad.to(x.dtype)
+    if x.dtype == dtype:
+        if grad_input is not None:
+            grad_input.addmm_(grad, weight)
+        if grad_weight is not None:
+            grad_weight.addmm_(grad.t(), x)
+    elif x.is_cuda:
+        if grad_input is not None:
+            grad_input.add_(torch.mm(grad, weight, out_dtype=dtype))
+        if grad_weight is not None:
+            # torch.addmm with out_dtype would add at once, but not in every PyTorch to a sum of that dtype.
+            for classes in _blocks(weight, settings):
+                grad_weight[classes].add_(torch.mm(grad[:, classes].t(), x, out_dtype=dtype))
+    else:
+        x = x.to(dtype)
+        for classes in _blocks(weight, settings):
+            of_classes = grad[:, classes].to(dtype)
+            if grad_input is not None:
+                grad_input.addmm_(of_classes, weight[classes].to(dtype))
+            if grad_weight is not None:
+                grad_weight[classes].addmm_(of_classes.t(), x)
+
+
+# ------------------------------------------------------------------------------------------------------------- the call
+
+
+def _compute(
+    student: _Head,
+    teacher: _Head,
+    counts: Tensor | None,
+    settings: _Settings,
+    wanted: tuple[bool, bool, bool],
+    factor: Tensor | None = None,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The divergences of the rows, and the gradients of the student's tensors that are wanted, in the dtype of sums, of
+    the rows' sum, or where there is a `factor`, [rows, 1], of its product with it; without _constant(settings)."""
+    dtype = accumulator_dtype(student.input.dtype)
+    rows = student.input.shape[0]
+    divergences = student.input.new_empty(rows, dtype=dtype)
+    gradients = [
+        student.input.new_zeros(each.shape, dtype=dtype) if wants and each is not None else None
+        for each, wants in zip(student, wanted)
+    ]
+    if counts is not None:
+        factor = counts.to(dtype) if factor is None else factor.masked_fill(~counts, 0)
+    with torch.no_grad(), torch.autocast(student.input.device.type, enabled=False):
+        student, teacher = (each._replace(weight=each.weight.to(each.input.dtype)) for each in (student, teacher))
+        for begin in range(0, rows, max(1, settings.chunk)):
+            chunk = slice(begin, begin + settings.chunk)
+            of_student, of_teacher = (
+                each._replace(input=_of_rows(each.input, chunk, counts)) for each in (student, teacher)
+            )
+            divergences[chunk], grad = _of_chunk(of_student, of_teacher, settings)
+            if any(wanted):
+                if factor is not None:
+                    grad.mul_(factor[chunk])
+                grad_input, grad_weight, grad_bias = gradients
+                if grad_bias is not None:
+                    grad_bias.add_(grad.sum(0))
+                of_chunk = None if grad_input is None else grad_input[chunk]
+                _add_gradients(grad, of_student, of_chunk, grad_weight, settings)
+            del grad  # before the next chunk
+        divergences.clamp_(min=0)  # of rounding; a NaN stays
+        if counts is not None:
+            divergences.masked_fill_(~counts.squeeze(1), 0)
+    return divergences, gradients
+
+
+def _of_chunk(student: _Head, teacher: _Head, settings: _Settings) -> tuple[Tensor, Tensor]:
+    log_s = torch.log_softmax(_logits(student, settings), 1)
+    log_t = torch.log_softmax(_logits(teacher, settings).to(log_s.dtype), 1)
+    masks = student.bias is not None or teacher.bias is not None
+    return _OF_ROWS[settings.divergence](log_s, log_t, settings, masks)
+
+
+def _of_rows(input: Tensor, chunk: slice, counts: Tensor | None) -> Tensor:
+    """Rows of a chunk. Those that do not count are 0, so that none of their numbers comes into a sum, not even NaN."""
+    return input[chunk] if counts is None else input[chunk].masked_fill(~counts[chunk], 0)
+
+
+def _constant(settings: _Settings) -> float:
+    """What all gradients of _compute are multiplied by."""
+    return (1 - settings.beta if settings.divergence == "jsd" else 1.0) / settings.temperature
+
+
+def _forward(*arguments: Any) -> Tensor:
+    """Without gradients, from the arguments of _Divergence."""
+    *tensors, counts, settings, mode = arguments
+    divergences, _ = _compute(_Head(*tensors[:3]), _Head(*tensors[3:]), counts, settings, (False, False, False))
+    return divergences if mode == NONE else divergences.sum()
+
+
+class _Divergence(torch.autograd.Function):
+    """The tensors of student and teacher, which rows count, the settings and the reduction -> the divergences of the
+    rows, or their sum."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *tensors, counts, ctx.settings, ctx.mode = arguments
+        ctx.save_for_backward(*tensors, counts)
+        wanted = (False, False, False) if ctx.mode == NONE else ctx.needs_input_grad[:3]
+        divergences, ctx.gradients = _compute(_Head(*tensors[:3]), _Head(*tensors[3:]), counts, ctx.settings, wanted)
+        return divergences if ctx.mode == NONE else divergences.sum()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        student = _Head(*ctx.saved_tensors[:3])
+        differentiable = [each for each in student if each is not None]
+        computed = _Gradients.apply(lambda: _gradients(ctx, upstream), upstream, *differentiable)  # type: ignore[no-untyped-call]
+        return *computed, *(None,) * 6
+
+
+class _Gradients(torch.autograd.Function):
+    """What `compute` gives, which depends on the tensors behind it and has no derivative itself."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[[], tuple[Tensor | None, ...]], *_: Tensor) -> tuple[Tensor | None, ...]:
+        return compute()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{_OP}: there is no second derivative; use torch.nn.functional.linear and kl_div for one"
+        )
+
+
+def _gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, counts = ctx.saved_tensors
+    student, teacher = _Head(*tensors[:3]), _Head(*tensors[3:])
+    scaled = upstream * _constant(ctx.settings)
+    gradients, ctx.gradients = ctx.gradients, None  # what is handed out may be written over
+    if ctx.mode == NONE or gradients is None:
+        factor = scaled.unsqueeze(1) if ctx.mode == NONE else None
+        _, gradients = _compute(student, teacher, counts, ctx.settings, ctx.needs_input_grad[:3], factor)
+    return tuple(
+        None if gradient is None or tensor is None else _finished(gradient, scaled, ctx.mode, tensor.dtype)
+        for gradient, tensor in zip(gradients, student)
+    )
+
+
+def _finished(gradient: Tensor, scaled: Tensor, mode: int, dtype: torch.dtype) -> Tensor:
+    """A gradient from its sum, rounded once."""
+    if mode == NONE:
+        return gradient.to(dtype)
+    if gradient.dtype == dtype:
+        return gradient.mul_(scaled)
+    return torch.mul(gradient, scaled, out=torch.empty_like(gradient, dtype=dtype))
