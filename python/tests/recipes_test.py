@@ -19,10 +19,12 @@ V, D = 131, 32
 def names(block: str, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     body, head = torch.nn.Embedding(V, D), torch.nn.Linear(D, V, bias=False)
+    teacher_body, teacher_head = torch.nn.Embedding(V, 2 * D), torch.nn.Linear(2 * D, V, bias=False)
     labels = torch.randint(4, V, (3, 2, 9))
     labels[..., :3] = -100
     found: dict[str, Any] = {
         "torch": torch, "eaves": eaves, "V": V, "D": D, "body": body, "head": head,
+        "teacher_body": teacher_body, "teacher_head": teacher_head,
         "batches": [(torch.randint(4, V, (2, 9)), each) for each in labels],
         "optimizer": torch.optim.SGD([*body.parameters(), *head.parameters()], lr=1.0),
     }  # fmt: skip

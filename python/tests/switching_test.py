@@ -47,6 +47,8 @@ def names() -> dict[str, Any]:
         "target": torch.tensor([0, 3, -100, 10, 7, 7]),
         "target_nd": torch.randint(0, 11, (2, 5)),
         "x": torch.randn(6, 8),
+        "y": torch.randn(6, 7),
+        "teacher": torch.randn(11, 7),
         "hidden": torch.randn(2, 5, 8),
         "labels": torch.randint(0, 11, (2, 5)),
         "head": head,
@@ -85,6 +87,8 @@ def test_every_library_is_there() -> None:
         "quack",
         "ChunkedLogProbFunction",
         "selective_log_softmax",
+        "LigerFusedLinearJSD",
+        "generalized_jsd_loss",
         "verl",
         "lrpe_cosine_md",
     ):
