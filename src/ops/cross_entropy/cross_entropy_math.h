@@ -76,14 +76,16 @@ EAVES_HOST_DEVICE ClassStatistics<A> merge(const ClassStatistics<A>& a, const Cl
   result.softmax = merge(a.softmax, b.softmax, exp);
   result.linear = a.linear + b.linear;
   result.mass = a.mass + b.mass;
-  for (const ClassStatistics<A>* part : {&a, &b}) {
-    if (part->softmax.sum == A(0)) continue;  // its anchor may be any number
-    const A shift = softmax_anchor(part->softmax.max) - softmax_anchor(result.softmax.max);
+  const auto add_moved = [&](const ClassStatistics<A>& part) {
+    if (part.softmax.sum == A(0)) return;  // its anchor may be any number
+    const A shift = softmax_anchor(part.softmax.max) - softmax_anchor(result.softmax.max);
     const A scale = shift == A(0) ? A(1) : exp(shift);
-    if (scale == A(0)) continue;  // shift may be -infinity
-    result.moment += (part->moment + part->softmax.sum * shift) * scale;
-    result.square += part->square * scale * scale;
-  }
+    if (scale == A(0)) return;  // shift may be -infinity
+    result.moment += (part.moment + part.softmax.sum * shift) * scale;
+    result.square += part.square * scale * scale;
+  };
+  add_moved(a);
+  add_moved(b);
   const bool is_b = b.best_value > a.best_value || (b.best_value == a.best_value && b.best < a.best);
   result.best_value = is_b ? b.best_value : a.best_value;
   result.best = is_b ? b.best : a.best;
