@@ -329,9 +329,13 @@ def linear_cross_entropy(
     check_bool(_OP, "skip_ignored", skip_ignored)
     limit = 0 if workspace_bytes is None else _limit_of(workspace_bytes)
     numbers, number_tensor = numbers_of(_OP, label_smoothing, scale, softcap, z_loss)
-    wanted = wanted_outputs(
-        _OP, return_lse, return_argmax, return_entropy, return_z_loss, return_sum_sq, return_mean_logit
-    )
+    wanted = 0
+    if not (
+        return_lse is return_argmax is return_entropy is return_z_loss is return_sum_sq is return_mean_logit is False
+    ):
+        wanted = wanted_outputs(
+            _OP, return_lse, return_argmax, return_entropy, return_z_loss, return_sum_sq, return_mean_logit
+        )
     way = _algorithm_of(algorithm)
     wide = _wide_weight(input.dtype, linear_weight.dtype, grad_weight_dtype)
     if grad_weight_out is not None:
