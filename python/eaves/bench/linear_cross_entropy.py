@@ -1,10 +1,8 @@
 """linear_cross_entropy: the published rows (vocabulary by vocabulary), each direction and both, two kinds of data, and
 time against `workspace_bytes`.
 
-What multiplies matrices is not measured by bytes: the column `limit` is the matrix products themselves, whole, by
-torch.matmul into memory that is there already, on the data of the call: the logits' for the loss, the two with the
-gradient of the logits for the backward, all three for both. How fast they are depends on the data, through the power
-that they draw: the gradient is that of the row.
+The column `limit` is the matrix products (`head.py`): the logits' for the loss, the two with the gradient of the
+logits for the backward, all three for both.
 
 Data: "seed" is normal inputs and weights, whose logits have a deviation of 64 (at 4096 features), so that the gradient
 is 0 almost everywhere; "dense" has smaller inputs, logits with a deviation of 1.3, and a gradient everywhere.
@@ -19,8 +17,7 @@ import torch
 from torch import Tensor
 
 from eaves.bench.benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, compiled, normal
-
-DENSE_DEVIATION = 1.3
+from eaves.bench.head import head_tensors, products
 
 # The others take a bias as their fourth argument, where it is given.
 WITHOUT_BIAS = ("liger-scaled", "cut-cross-entropy", "quack")
@@ -134,36 +131,12 @@ PROVIDERS = (
 # ----------------------------------------------------------------------------------------------------------------- rows
 
 
-def _limit(mode: Mode) -> Callable[[Inputs], Callable[[], object]]:
-    """The products of a mode, whole, into memory that is there."""
-
-    def make(inputs: Inputs) -> Callable[[], object]:
-        x, weight, target = (argument.detach() for argument in inputs.arguments)
-        logits = torch.matmul(x, weight.t())
-        gradient = _logits_gradient(logits, target) if mode != "fwd" else logits
-        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
-
-        def run() -> None:
-            if mode != "bwd":
-                torch.matmul(x, weight.t(), out=logits)
-            if mode != "fwd":
-                torch.matmul(gradient, weight, out=grad_x)
-                torch.matmul(gradient.t(), x, out=grad_weight)
-
-        return run
-
-    return make
-
-
-def _logits_gradient(logits: Tensor, target: Tensor) -> Tensor:
-    """That of the mean of the losses, in the dtype of the logits; some rows at a time."""
-    gradient = torch.empty_like(logits)
-    for first in range(0, len(logits), 256):
-        rows = slice(first, first + 256)
-        p = torch.softmax(logits[rows], -1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        p[torch.arange(len(p), device=p.device), target[rows]] -= 1
-        gradient[rows] = p / len(logits)
-    return gradient
+def _logits_gradient(logits: Tensor, inputs: Inputs, rows: slice) -> Tensor:
+    """That of the mean of the losses."""
+    target = inputs.arguments[2]
+    p = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    p[torch.arange(len(p), device=p.device), target[rows]] -= 1
+    return p / len(target)
 
 
 # Peers round logits to 16 bits. Beyond 64 that is off by up to a quarter, beyond 256 by one, and a probability with it
@@ -178,12 +151,7 @@ def _row(batch: int, features: int, classes: int, mode: Mode, dtype_name: str, *
     gradient_bytes = 0 if mode == "fwd" else arguments_bytes
 
     def make_inputs(device: torch.device, seed: int) -> Inputs:
-        generator = torch.Generator(device).manual_seed(seed + 2)
-        x = normal([batch, features], dtype, device, seed)
-        weight = normal([classes, features], dtype, device, seed + 1)
-        if not is_seed:
-            x *= DENSE_DEVIATION / features**0.5
-        target = torch.randint(classes, (batch,), device=device, generator=generator)
+        x, weight, target = head_tensors(batch, features, classes, dtype, device, seed, not is_seed)
         one = torch.ones((), dtype=result_dtype, device=device)
         grad_out = normal([], result_dtype, device, seed + 1) if mode == "bwd" else one
         return Inputs((x.requires_grad_(mode != "fwd"), weight.requires_grad_(mode != "fwd"), target), grad_out)
@@ -194,7 +162,7 @@ def _row(batch: int, features: int, classes: int, mode: Mode, dtype_name: str, *
         make_inputs=make_inputs,
         options=options,
         flops={"fwd": 2, "bwd": 4, "fwd+bwd": 6}[mode] * batch * features * classes,
-        make_limit=_limit(mode),
+        make_limit=products(mode, _logits_gradient),
         tolerance=_ROUNDED_LOGITS if dtype.itemsize == 2 and is_seed else None,
     )
 
