@@ -37,7 +37,7 @@ _EPILOG = f"""\
 lines of a table:
   eaves, torch, ...  the implementations
   limit              a plain kernel that streams the same bytes in the same run;
-                     of linear_cross_entropy its products, by torch.matmul; of
+                     of a model's head its products, by torch.matmul; of
                      memory inputs and outputs alone
   best peer / eaves  above 1 eaves is faster, or takes less memory
 
@@ -56,6 +56,7 @@ protocols:
   logsumexp             rows=4096,n=131072
   cross_entropy         rows=4096,v=131072
   linear_cross_entropy  rows=2048,dim=768,v=50257
+  linear_log_prob       rows=2048,dim=768,v=50257; with entropies
   lrpe_cosine           batch=12,length=8192,heads=12,dim=128
                         (grid=64x64 instead of length)
 

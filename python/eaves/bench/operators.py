@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from eaves.bench import cross_entropy, linear_cross_entropy, logsumexp, lrpe_cosine
+from eaves.bench import cross_entropy, linear_cross_entropy, linear_log_prob, logsumexp, lrpe_cosine
 
-OPERATORS = (linear_cross_entropy.OPERATOR, cross_entropy.OPERATOR, logsumexp.OPERATOR, lrpe_cosine.OPERATOR)
+OPERATORS = (
+    linear_cross_entropy.OPERATOR,
+    linear_log_prob.OPERATOR,
+    cross_entropy.OPERATOR,
+    logsumexp.OPERATOR,
+    lrpe_cosine.OPERATOR,
+)

@@ -66,7 +66,12 @@ def _parts(arguments: Namespace, device: torch.device) -> list[_Part]:
         if not selected:
             raise InvalidArgument(f"--provider: none of those that are installed knows {operator.name}")
         rows = [operator.row_of_shape(arguments.shape, request.dtype)] if arguments.shape else operator.rows(request)
+        if not rows:
+            print(f"# --sweep {arguments.sweep} has no rows of {operator.name}")
+            continue
         parts += [_Part(operator, protocol, rows, selected, present[0]) for protocol in arguments.protocols]
+    if not parts:
+        raise InvalidArgument(f"--sweep: {arguments.sweep} has no rows of what is named, expected another sweep")
     if not arguments.max_bytes:
         return parts
     bytes_of = [sum(moved(part.protocol, row)) for part in parts for row in part.rows]
