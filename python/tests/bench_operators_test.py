@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench_toy import CPU, small_flush  # noqa: F401
 from eaves.bench import linear_cross_entropy_accuracy as accuracy
-from eaves.bench import run, verify
+from eaves.bench import linear_log_prob, run, verify
 from eaves.bench.benchmark import Inputs, Mode, Operator, Provider, Request, Row
 from eaves.bench.calls import PROTOCOLS, moved
 from eaves.bench.harness import CASE, Harness
@@ -24,6 +24,8 @@ from lrpe_cosine_cases import formula
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 GPU = torch.device("cuda")
 BY_NAME = {operator.name: operator for operator in OPERATORS}
+NOT_MEASURED = {("linear_log_prob", "nvidia-h200"), ("linear_log_prob", "amd-epyc")}
+"""Without a committed result file."""
 each_operator = pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
 
 
@@ -64,7 +66,8 @@ def test_every_committed_row_is_declared_with_the_bytes_and_products_that_it_was
         measured = [row for row in json.loads(path.read_text())["rows"] if row["ms"]] if path.exists() else []
         if protocol == "kernel":  # which has more rows, of kernels alone
             measured = [row for row in measured if words(row) in declared]
-        assert measured or protocol != "autograd"
+        if protocol == "autograd":
+            assert bool(measured) == ((operator.name, device) not in NOT_MEASURED)
         for entry in measured:
             row = declared[words(entry)]
             if row.flops:
@@ -107,8 +110,12 @@ def test_targets_are_classes_and_class_weights_are_about_1() -> None:
 
 
 def test_dense_logits_have_the_deviation_that_they_say() -> None:
-    for data, deviation in (("seed", 32.0), ("dense", 1.3)):
-        x, weight, _ = row_of("linear_cross_entropy", "fwd", dtype="fp32", data=data).make_inputs(CPU, 2).arguments
+    for row, deviation in (
+        (row_of("linear_cross_entropy", "fwd", dtype="fp32", data="seed"), 32.0),
+        (row_of("linear_cross_entropy", "fwd", dtype="fp32", data="dense"), 1.3),
+        (row_of("linear_log_prob", "fwd", dtype="fp32"), 1.3),
+    ):
+        x, weight, _ = row.make_inputs(CPU, 2).arguments
         assert float(weight.std()) == pytest.approx(1.0, rel=0.02), "as the program's"
         assert float((x @ weight.t()).std()) == pytest.approx(deviation, rel=0.02)
 
@@ -118,8 +125,20 @@ def test_angles_are_the_usual_series() -> None:
     assert theta.shape == (12, 128) and float(theta[3, 0]) == 1 and float(theta[3, 64]) == pytest.approx(0.01, rel=0.01)
 
 
-def test_the_limit_is_the_products_with_the_gradient_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = row_of("linear_cross_entropy", "fwd+bwd", dtype="fp32", data="dense")
+@pytest.mark.parametrize(
+    ("op", "mode", "options", "count"),
+    [
+        ("linear_cross_entropy", "fwd+bwd", {"data": "dense"}, 3),
+        ("linear_log_prob", "fwd+bwd", {"entropy": True}, 3),
+        ("linear_log_prob", "fwd", {"entropy": True}, 1),
+        ("linear_log_prob", "fwd+bwd", {"frozen_head": True}, 2),
+    ],
+    ids=str,
+)
+def test_the_limit_is_the_products_with_the_gradient_of_the_row(
+    op: str, mode: Mode, options: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = row_of(op, mode, dtype="fp32", **options)
     inputs = row.make_inputs(CPU, 2)
     products: list[Tensor] = []
     matmul = torch.matmul
@@ -132,10 +151,11 @@ def test_the_limit_is_the_products_with_the_gradient_of_the_row(monkeypatch: pyt
     monkeypatch.setattr(torch, "matmul", recording)
     assert row.make_limit is not None
     row.make_limit(inputs)()
-    x, weight, target = inputs.arguments
-    exact = torch.autograd.grad(torch.nn.functional.cross_entropy(matmul(x, weight.t()), target), (x, weight))
-    assert len(products) == 3
-    for product, gradient in zip(products[1:], exact, strict=True):
+    x, weight, _ = inputs.arguments
+    assert len(products) == count and row.flops == 2 * count * x.numel() * len(weight)
+    exact = verify.results(row, provider(op, "torch").forward(row), inputs)
+    del exact["out"]
+    for product, gradient in zip(products, [matmul(x, weight.t()), *exact.values()], strict=True):
         torch.testing.assert_close(product, gradient)
 
 
@@ -221,6 +241,32 @@ def test_torch_computes_the_formula_of_lrpe_cosine(options: dict[str, Any]) -> N
     grads = [torch.autograd.grad(each, (x, theta), upstream.to(each.dtype)) for each in (found, exact)]
     for actual, expected in zip(*grads, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["eaves", "eaves-memory", "torch", "trl", "verl", "liger"])
+def test_log_probabilities_are_those_in_float64(name: str, device: torch.device) -> None:
+    """With entropies and gradients, by the formula of torch's distribution. 128 features are what verl's kernel needs,
+    and 300 tokens are no whole number of anybody's blocks."""
+    peer = provider("linear_log_prob", name)
+    if peer not in run.installed([peer], device):
+        pytest.skip(f"{name} does not run here")
+    dtype = "fp32" if device.type == "cpu" else "bf16"  # float32 is TF32 in a peer's products on a GPU
+    for mode, options in linear_log_prob.KINDS:
+        row = linear_log_prob._row(37, 128, 300, mode, dtype, **options)
+        if peer.lacks(row):
+            continue
+        inputs = row.make_inputs(device, 2)
+        hidden, head, tokens = inputs.arguments
+        exact = torch.distributions.Categorical(logits=hidden.double() @ head.double().t())
+        outs = [exact.log_prob(tokens), exact.entropy()] if "entropy" in options else [exact.log_prob(tokens)]
+        expected = {"out": torch.stack(outs).reshape(inputs.grad_out.shape)}
+        if mode == "fwd+bwd":
+            gradients = torch.autograd.grad(expected["out"], inputs.differentiable, inputs.grad_out.double())
+            assert len(gradients) == (1 if "frozen_head" in options else 2)
+            expected |= {f"gradient {i}": gradient for i, gradient in enumerate(gradients)}
+        found = verify.results(row, peer.forward(row), inputs)
+        assert found.keys() == expected.keys() and not found["out"].requires_grad
+        assert verify.difference(found, expected, row.tolerance) == "", row.case
 
 
 def test_torchs_angles_are_float32_and_its_result_is_as_x() -> None:
@@ -367,6 +413,69 @@ def test_peers_of_linear_cross_entropy_are_one_call(
     )
     # As many rows as there are features are an error of its version 0.6.5.
     assert keywords == ({"chunk_size": 3072} if name == "quack" else {})
+
+
+def test_peers_of_linear_log_prob_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    log_prob, entropy = torch.full((2,), -3.0), torch.full((2,), 1.5)
+
+    def recorded(*arguments: Any) -> tuple[Tensor, Tensor]:
+        calls.append(arguments)
+        return log_prob, entropy
+
+    in_trl = SimpleNamespace(apply=lambda *all_of_them: (*recorded(*all_of_them), None, None, None))
+    pretend_installed(monkeypatch, "trl.kernels.chunked_logprob", ChunkedLogProbFunction=in_trl)
+    monkeypatch.setitem(sys.modules, "eaves.bench.verl_kernel", SimpleNamespace(linear_cross_entropy=recorded))
+    in_liger = SimpleNamespace(apply=lambda *all_of_them: recorded(*all_of_them)[0])
+    names = {"_ChunkedSelectiveLogProbFunction": in_liger, "_SELECTIVE_LOGPROB_VOCAB_CHUNK_SIZE": 4096}
+    pretend_installed(monkeypatch, "liger_kernel.chunked_loss.fused_linear_ppo", **names)
+    both, _, alone = (row_of("linear_log_prob", mode, **options) for mode, options in linear_log_prob.KINDS)
+    x, weight, tokens = torch.zeros(2, 8), torch.zeros(4, 8), torch.zeros(2, dtype=torch.int64)
+    for name in ("trl", "verl"):
+        found = provider("linear_log_prob", name).forward(both)(x, weight, tokens)
+        assert torch.equal(found, torch.stack((log_prob, entropy)))
+    assert torch.equal(provider("linear_log_prob", "liger").forward(alone)(x, weight, tokens), log_prob)
+    # hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
+    trl: tuple[Any, ...] = (x, weight, None, tokens, 1.0, 32768, None, 1.0, ("entropy",))
+    # hidden, weight, labels, temperature, reduction
+    verl = (x, weight, tokens, 1.0, "none")
+    # hidden, weight, targets, bias, temperature, vocab_chunk_size
+    liger = (x, weight, tokens, None, 1.0, 4096)
+    for found_arguments, arguments in zip(calls, (trl, verl, liger), strict=True):
+        assert len(found_arguments) == len(arguments)
+        assert all(a is b or a == b for a, b in zip(found_arguments, arguments))
+
+
+def test_what_providers_of_linear_log_prob_lack_is_named() -> None:
+    rows = [row_of("linear_log_prob", mode, **options) for mode, options in linear_log_prob.KINDS]
+    lacking = {each.name: [each.lacks(row) for row in rows] for each in BY_NAME["linear_log_prob"].providers}
+    assert {name: each for name, each in lacking.items() if any(each)} == {
+        "eaves-memory": ["the same as eaves", "the same as eaves", ""],
+        "liger": ["no entropy", "no entropy", ""],
+    }
+
+
+def test_verls_kernel_is_loaded_without_the_packages_around_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "verl" / "utils" / "kernel"
+    folder.mkdir(parents=True)
+    for package in (folder.parent.parent, folder.parent, folder):
+        (package / "__init__.py").write_text("import no_such_module\n")
+    (folder / "kernels.py").write_text("NUMBER = 3\n")
+    source = "def linear_cross_entropy():\n    from . import kernels\n    return kernels.NUMBER\n"
+    (folder / "linear_cross_entropy.py").write_text(source)
+    (tmp_path / "verl-0.9.1.dist-info").mkdir()
+    (tmp_path / "verl-0.9.1.dist-info" / "METADATA").write_text("Name: verl\nVersion: 0.9.1\n")
+    peer = provider("linear_log_prob", "verl")
+    before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "verl"}
+    for name in [*before, "eaves.bench.verl_kernel"]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        assert peer.load()() == 3
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
+            del sys.modules[name]
+        sys.modules.pop("eaves.bench.verl_kernel", None)
 
 
 def test_the_chunks_of_pytorch_are_missing_before_version_2_13(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,17 @@ def test_the_operator_gets_the_sweep_and_the_dtype() -> None:
         assert asked("--dtype", name) == [Request("quick", "cpu", short, has_dtype=True)]
 
 
+def test_an_operator_without_rows_in_a_sweep_is_left_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, plain = tmp_path / "result.json", toy(EAVES, modes=("fwd",))
+    without = Operator("without", plain.providers, lambda request: [], (), plain.row_of_shape)
+    argv = [*QUICK, "--sweep", "seed", "--json", str(path)]
+    assert main(["without", "toy", *argv], [without, plain]) == 0
+    assert "# --sweep seed has no rows of without\n" in capsys.readouterr().out
+    assert {row["op"] for row in rows_of(path)} == {"toy"}
+    assert main(["without", *argv], [without, plain]) == 2
+    assert "--sweep: seed has no rows of what is named, expected another sweep" in capsys.readouterr().err
+
+
 def test_the_threads_are_those_of_all_and_in_the_result_file(tmp_path: Path, cpu_threads: None) -> None:
     torch.set_num_threads(2)
     seen = set()
@@ -198,6 +209,7 @@ def test_a_shape_of_ones_own_is_one_table_and_a_summary(tmp_path: Path, capsys: 
         ("logsumexp", "rows=4,n=6", {"batch": 4, "n": 6}, [[4, 6]]),
         ("cross_entropy", "v=6,rows=4", {"batch": 4, "v": 6}, [[4, 6], [4]]),
         ("linear_cross_entropy", "rows=4,dim=8,v=6", {"batch": 4, "dim": 8, "v": 6}, [[4, 8], [6, 8], [4]]),
+        ("linear_log_prob", "rows=4,dim=8,v=6", {"batch": 4, "dim": 8, "v": 6}, [[4, 8], [6, 8], [4]]),
         ("lrpe_cosine", "batch=2,length=6,heads=3,dim=8", {"batch": 2, "head": 3, "dim": 8, "n": 6},
          [[2, 3, 6, 8], [3, 8]]),
         ("lrpe_cosine", "batch=2,grid=2x3,heads=3,dim=8", {"batch": 2, "head": 3, "dim": 8, "n": 6},

@@ -117,7 +117,12 @@ def _logits_gradient(logits: Tensor, inputs: Inputs, rows: slice) -> Tensor:
 # Peers round logits to 16 bits, each by up to 0.016 where the largest log-probability is about 15.
 _ROUNDED_LOGITS = 0.01
 
-_WITH_ENTROPY, _FROZEN = {"entropy": True}, {"frozen_head": True}
+KINDS: tuple[tuple[Mode, dict[str, bool]], ...] = (
+    ("fwd+bwd", {"entropy": True}),
+    ("fwd", {"entropy": True}),
+    ("fwd+bwd", {"frozen_head": True}),
+)
+"""Mode and options of the rows."""
 
 
 def _row(batch: int, features: int, classes: int, mode: Mode, dtype_name: str, **options: Any) -> Row:
@@ -151,12 +156,9 @@ def _rows(request: Request) -> list[Row]:
     is_cpu = request.device_type == "cpu"
     batch, features, vocabularies = (512, 1024, (1024, 32768)) if is_cpu else (8192, 4096, (32768, 151936))
     dtypes = [request.dtype] + (["fp32"] if is_cpu and not request.has_dtype else [])
-    kinds: tuple[tuple[Mode, dict[str, bool]], ...] = (
-        ("fwd+bwd", _WITH_ENTROPY), ("fwd", _WITH_ENTROPY), ("fwd+bwd", _FROZEN)
-    )  # fmt: skip
     return [
         _row(batch, features, vocabulary, mode, dtype, **options)
-        for mode, options in kinds
+        for mode, options in KINDS
         for dtype in dtypes
         for vocabulary in vocabularies
         if request.sweep == "quick"
@@ -164,7 +166,7 @@ def _rows(request: Request) -> list[Row]:
 
 
 def _row_of_shape(shape: Mapping[str, Any], dtype: str) -> Row:
-    return _row(shape["rows"], shape["dim"], shape["v"], "fwd+bwd", dtype, **_WITH_ENTROPY)
+    return _row(shape["rows"], shape["dim"], shape["v"], "fwd+bwd", dtype, entropy=True)
 
 
 OPERATOR = Operator("linear_log_prob", PROVIDERS, _rows, ("rows,dim,v",), _row_of_shape)
