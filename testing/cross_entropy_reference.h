@@ -139,6 +139,10 @@ inline CrossEntropyRow cross_entropy_row(const CrossEntropyForwardArgs& args, st
     result.loss += result.z_loss;
     result.loss_scale += testing::z_loss_scale(options.z_loss_weight, lse_scale);
   }
+  if (result.weight == 0.0) {  // whatever they were
+    result.loss = result.loss_scale = result.z_loss = 0.0;
+    return result;
+  }
   result.loss *= result.weight;
   result.loss_scale *= std::abs(result.weight);
   result.z_loss *= result.weight;
@@ -187,14 +191,14 @@ inline CrossEntropyGradient cross_entropy_gradient(const CrossEntropyRow& row, c
   CrossEntropyGradient result;
   const double of_lse = upstream.lse_gradient;
   const double of_entropy = upstream.entropy_gradient;
-  if (!row.is_counted && of_lse == 0.0 && of_entropy == 0.0) {
+  if ((!row.is_counted || row.weight == 0.0) && of_lse == 0.0 && of_entropy == 0.0) {
     result.values.assign(row.logits.size(), 0.0);  // whatever the logits are
     result.scales = result.values;
     return result;
   }
   const double lse = upstream.anchor + upstream.lse_minus_anchor;
   const double g = row.is_counted ? upstream.loss * row.weight : 0.0;
-  const double of_z_loss = row.is_counted && options.z_loss_weight != 0.0 ? g * 2.0 * options.z_loss_weight * lse : 0.0;
+  const double of_z_loss = g != 0.0 && options.z_loss_weight != 0.0 ? g * 2.0 * options.z_loss_weight * lse : 0.0;
   const bool is_transformed = options.scale != 1.0 || options.softcap != 0.0;
   for (std::size_t v = 0; v < row.logits.size(); ++v) {
     const bool is_target = static_cast<std::int64_t>(v) == row.target;

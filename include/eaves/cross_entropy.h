@@ -19,7 +19,9 @@
 // Everything is computed in float32, or float64 for float64 logits, and rounded once. The statistics of a row take one
 // pass (M. Milakov, N. Gimelshein, arXiv:1805.02867). Over the edges:
 //   a target equal to ignore_index    loss, z-loss and gradient of the row are 0; it counts in no mean
-//   no rows, or all of them ignored   the mean is 0 and so are the gradients (PyTorch: NaN)
+//   a row of weight r = 0             its loss and gradient are 0, whatever its logits are
+//   no rows, all of them ignored, or  the mean is 0 and so are the gradients (PyTorch: NaN)
+//   weights that add up to 0
 //   a target out of range             on the CPU InvalidArgument, before anything is written; on a GPU the row's loss
 //                                     and gradient are NaN, or with EAVES_CHECK_TARGETS=1 in the environment the same
 //                                     InvalidArgument (a check that waits for the device)

@@ -18,7 +18,7 @@
 //
 // dL/d(loss) and the mean's divisor are part of the factor. In float16 they multiply the products' results, so that the
 // factor does not underflow; but where dL/d(loss) is per row, or lse or entropy have gradients, they are part of it
-// there too, and those below 1e-4 lose digits.
+// there too, and those below 1e-4 lose digits; so are weights of rows, of which those beyond 1e4 overflow.
 //
 // Over the edges, beside those of cross_entropy: rows that are ignored have gradient 0 and all other outputs 0,
 // whatever x holds where they are skipped; where they are not (see skips_ignored_rows), an x that is not finite there

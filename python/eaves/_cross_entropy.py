@@ -174,8 +174,9 @@ def cross_entropy(
             which divides after it, pass scale=1/T, and with a softcap of c softcap=c/T.
         z_loss: the weight of lse^2 in the loss; not negative.
         row_weight: r, one number for each row (a mask of tokens, advantages): the shape of input without the axis of
-            the classes; any real dtype or bool, converted to that of the loss. A weight of 0 does not undo an
-            infinite loss or a NaN: give such rows ignore_index. It gets no gradient.
+            the classes; any real dtype or bool, converted to that of the loss. A row of weight 0 has loss 0 and gradient 0,
+            whatever it holds. Weights of both signs go with "sum" or a normalizer: what the mean divides by may be next
+            to 0. It gets no gradient.
         normalizer: with "mean", what the sum is divided by instead of the weights of the rows: a number, or a tensor
             with one element on the device of input, which is not waited for (the tokens of all micro-batches and
             ranks, for instance). It gets no gradient.
@@ -278,12 +279,20 @@ def cross_entropy(
     if normalizer is not None:
         normalizer = normalizer_of(_OP, normalizer, mode, result_dtype, input.device)
     numbers, number_tensor = numbers_of(_OP, label_smoothing, scale, softcap, z_loss)
+    may_smooth = number_tensor is not None or (numbers != () and numbers[0] != 0.0)
     wanted = 0
     if not (
         return_lse is return_argmax is return_entropy is return_z_loss is return_sum_sq is return_mean_logit is False
     ):
         wanted = wanted_outputs(
-            _OP, return_lse, return_argmax, return_entropy, return_z_loss, return_sum_sq, return_mean_logit
+            _OP,
+            return_lse,
+            return_argmax,
+            return_entropy,
+            return_z_loss,
+            return_sum_sq,
+            return_mean_logit,
+            has_factors=is_soft or (weight is not None and may_smooth),
         )
         if wanted & ~Z_LOSS:
             wanted |= OF_IGNORED_ROWS
@@ -296,7 +305,6 @@ def cross_entropy(
         outputs = call(_OP, _forward, *arguments, computed, number_tensor=number_tensor)
     else:
         refuse_gradient(_OP, "target", target)
-        may_smooth = number_tensor is not None or (numbers != () and numbers[0] != 0.0)
         needs_target_mass = is_soft or (weight is not None and may_smooth)
         if not inplace_backward or is_compiling:
             computed = kept_for_backward(wanted, mode, needs_target_mass)

@@ -83,6 +83,9 @@ _OP = "linear_cross_entropy"
 _SPEED = 0  # enum LinearCrossEntropyAlgorithm of include/eaves/linear_cross_entropy.h
 _ALGORITHMS = ("auto", "speed", "memory")
 
+# A keyword of callers within eaves, who take lse and entropy as numbers without a gradient: "auto" may be speed then.
+CONSTANT_OUTPUTS: dict[str, Any] = {"_constant_outputs": True}
+
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -217,7 +220,8 @@ def linear_cross_entropy(
             which divides after it, pass scale=1/T, and with a softcap of c softcap=c/T.
         z_loss: the weight of lse^2 in the loss; not negative.
         row_weight: r of eaves.cross_entropy, one number for each row: the shape of input without D. With "sum" and
-            "mean" the gradients stay three matrix products. It gets no gradient.
+            "mean" the gradients stay three matrix products. In float16 weights are factors of these products' 16-bit
+            factor: those beyond 1e4 overflow, those below 1e-4 lose digits.
         normalizer: with "mean", what the sum is divided by instead of the weights of the rows: a number, or a tensor
             with one element on the device of input, which is not waited for (the tokens of all micro-batches and
             ranks, for instance). It gets no gradient.
@@ -291,9 +295,8 @@ def linear_cross_entropy(
                 [ 0.6060,  0.1440],
                 [ 0.0000,  0.0000]])
     """
-    # Of callers within eaves, who take lse and entropy as numbers without a gradient: "auto" may choose speed then.
-    are_constant = bool(unknown.pop("_constant_outputs", False)) if unknown else False
-    if unknown:
+    are_constant = unknown == CONSTANT_OUTPUTS
+    if unknown and not are_constant:
         refuse_unknown(_OP, unknown, linear_cross_entropy)
     is_compiling = torch.compiler.is_compiling()
     result_dtype = check_input(_OP, input, target, "what is multiplied")
@@ -329,12 +332,20 @@ def linear_cross_entropy(
     check_bool(_OP, "skip_ignored", skip_ignored)
     limit = 0 if workspace_bytes is None else _limit_of(workspace_bytes)
     numbers, number_tensor = numbers_of(_OP, label_smoothing, scale, softcap, z_loss)
+    may_smooth = number_tensor is not None or (numbers != () and numbers[0] != 0.0)
     wanted = 0
     if not (
         return_lse is return_argmax is return_entropy is return_z_loss is return_sum_sq is return_mean_logit is False
     ):
         wanted = wanted_outputs(
-            _OP, return_lse, return_argmax, return_entropy, return_z_loss, return_sum_sq, return_mean_logit
+            _OP,
+            return_lse,
+            return_argmax,
+            return_entropy,
+            return_z_loss,
+            return_sum_sq,
+            return_mean_logit,
+            has_factors=target.is_floating_point() or (weight is not None and may_smooth),
         )
     way = _algorithm_of(algorithm)
     wide = _wide_weight(input.dtype, linear_weight.dtype, grad_weight_dtype)

@@ -210,7 +210,7 @@ def weight_of(op: str, weight: Tensor, input: Tensor, classes: int, of: str = "i
     check_dtype_of(op, "weight", weight, (input.dtype, torch.float32), "that of input, or float32")
     check_shape(op, "weight", weight, [classes], f"one per class of {of}")
     refuse_gradient(op, "weight", weight)
-    return weight.contiguous()
+    return weight.contiguous() if weight.layout == torch.strided else weight  # others are refused further down
 
 
 def row_weight_of(op: str, row_weight: Tensor, input: Tensor, rows: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -220,7 +220,7 @@ def row_weight_of(op: str, row_weight: Tensor, input: Tensor, rows: Sequence[int
     if row_weight.shape != tuple(rows):
         check_shape(op, "row_weight", row_weight, rows, f"one per row of input {shape_of(input)}")
     refuse_gradient(op, "row_weight", row_weight)
-    return row_weight.to(dtype).contiguous()
+    return row_weight.to(dtype).contiguous() if row_weight.layout == torch.strided else row_weight
 
 
 def normalizer_of(op: str, normalizer: object, mode: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -295,14 +295,20 @@ def kept_for_backward(wanted: int, mode: int, needs_target_mass: bool) -> int:
 _RETURN_NAMES = tuple(f"return_{name}" for name in CrossEntropyOutput._fields[1:])
 
 
-def wanted_outputs(op: str, *returns: object) -> int:
-    """The bits of the return_* arguments, which are in the order of CrossEntropyOutput."""
+def wanted_outputs(op: str, *returns: object, has_factors: bool) -> int:
+    """The bits of the return_* arguments, which are in the order of CrossEntropyOutput. `has_factors`: the sum over the
+    classes has weights, so that there is no mean of z'."""
     wanted = 0
     for name, bit, is_wanted in zip(_RETURN_NAMES, RETURNED, returns):
         if is_wanted is False:
             continue
         check_bool(op, name, is_wanted)
         wanted |= bit
+    if wanted & MEAN_LOGIT and has_factors:
+        raise ValueError(
+            f"{op}: return_mean_logit does not go with probabilities as the target, nor with weight and label_smoothing "
+            "together; leave it out"
+        )
     return wanted
 
 
@@ -414,8 +420,8 @@ def divisors_of(
 
 
 def _sums(rows: Tensor) -> Tensor:
-    """The sum of each sample's rows."""
-    return rows.reshape(rows.shape[0], math.prod(rows.shape[1:])).sum(1)
+    """The sum of each sample's rows, in float64 as the core's."""
+    return rows.reshape(rows.shape[0], math.prod(rows.shape[1:])).sum(1, dtype=torch.float64).to(rows.dtype)
 
 
 def _quotient(numbers: Tensor, divisors: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 import eaves
 from eaves._deferred_logits import DeferredLogits
-from eaves._linear_cross_entropy import check_constant_options
+from eaves._linear_cross_entropy import CONSTANT_OUTPUTS, check_constant_options
 from eaves._loss import CrossEntropyOutput
 from eaves._operator import check_bool
 
@@ -476,7 +476,7 @@ def _causal_lm_loss(
             head = logits.head
             if options.get("grad_weight_dtype") is None and head.weight.dtype in (torch.bfloat16, torch.float16):
                 options = {**options, "grad_weight_dtype": torch.float32}
-            shared["_constant_outputs"] = True  # or "auto" would take the memory way for an entropy
+            shared |= CONSTANT_OUTPUTS  # or "auto" would take the memory way for an entropy
             out: Any = eaves.linear_cross_entropy(
                 logits.hidden.flatten(0, -2), head.weight, target, linear_bias=head.bias, scale=logits.scale,
                 softcap=logits.softcap, **shared, **options,

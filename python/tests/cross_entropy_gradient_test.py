@@ -88,6 +88,37 @@ def test_the_normalizer_divides_the_gradient(device: torch.device) -> None:
     assert torch.equal(parts.grad, whole.grad)
 
 
+def test_weights_of_rows_multiply_the_gradient(device: torch.device) -> None:
+    row_weight = torch.linspace(-1, 3, 18, device=device)[::2]
+    for dtype, reduction, targets, is_weighted in pairwise(
+        FLOATING_POINT, REDUCTIONS, (targets_of, probabilities_of), (False, True)
+    ):
+        logits = random_tensor((9, 33), dtype, device, 2.0)
+        weight = torch.linspace(0, 2, 33, device=device).to(dtype) if is_weighted else None
+        named: dict[str, Any] = {"reduction": reduction, "row_weight": row_weight, "z_loss": 0.01}
+        target = targets(logits)
+        check(logits, target, weight, **named)
+        leaf = logits.requires_grad_()
+        overwritten = leaf * 1
+        loss = eaves.cross_entropy(overwritten, target, weight, inplace_backward=True, **named)
+        (grad,) = torch.autograd.grad(loss, overwritten, torch.ones_like(loss))
+        assert_within(grad, CrossEntropyOracle(leaf, target, weight, **named).gradient(dtype), f"in place {dtype}")
+
+
+def test_a_row_of_weight_zero_counts_for_nothing_whatever_it_holds(device: torch.device) -> None:
+    for held in (math.nan, math.inf, -math.inf):
+        logits = random_tensor((4, 33), torch.float32, device)
+        logits[2] = held
+        leaf, row_weight = logits.requires_grad_(), torch.tensor([1.0, 2.0, 0.0, 1.0], device=device)
+        target = torch.arange(4, device=device)
+        loss = eaves.cross_entropy(leaf, target, row_weight=row_weight, z_loss=0.1)
+        (grad,) = torch.autograd.grad(loss, leaf)
+        rows = torch.tensor([0, 1, 3], device=device)
+        expected = eaves.cross_entropy(leaf[rows], target[rows], row_weight=row_weight[rows], z_loss=0.1)
+        torch.testing.assert_close(loss, expected)
+        assert not grad[2].any() and grad[rows].isfinite().all()
+
+
 @each("layout", LAYOUTS)
 def test_every_layout_of_input_matches_the_oracle(layout: Callable[[Tensor], Tensor], device: torch.device) -> None:
     for dtype, (shape, class_dim), targets, reduction in LAYOUT_COMBINATIONS:

@@ -67,6 +67,10 @@ CALLS: list[Call] = [
     *(({"normalizer": 3.0, "reduction": mode}, ValueError, "only the mean divides") for mode in ("none", "sum")),
     ({"row_weight": torch.ones(2)}, ValueError, r"row_weight has shape \[2\], expected \[4\] \(one per row of input"),
     ({"row_weight": torch.ones(4, device="meta")}, ValueError, "row_weight is on meta, expected cpu"),
+    *(({"return_mean_logit": True, **named}, ValueError, "return_mean_logit does not go with probabilities")
+      for named in ({"target": SHARES}, {"weight": torch.ones(5), "label_smoothing": 0.1})),
+    *(({name: torch.ones(size).to_sparse()}, NotImplementedError, f"{name} .*layout")
+      for name, size in (("row_weight", 4), ("weight", 5))),
     ({"row_weight": 1.0}, TypeError, "row_weight is a float, expected a torch.Tensor"),
     ({"normalizer": torch.ones(2)}, ValueError, r"normalizer has shape \[2\], expected one"),
     ({"normalizer": torch.ones((), device="meta")}, ValueError, "normalizer is on meta, expected .*, or a number"),

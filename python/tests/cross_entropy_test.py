@@ -187,12 +187,14 @@ def test_rows_have_weights(device: torch.device) -> None:
         weight = torch.linspace(0, 2, 33, device=device).to(dtype) if is_weighted else None
         row_weight = torch.linspace(-1, 3, 9, device=device)
         check(logits, target, weight, reduction=reduction, z_loss=0.01, row_weight=row_weight)
-        check(logits, target, weight, reduction=reduction, row_weight=row_weight.expand(2, 9).t()[:, 0])
+        of_two = torch.linspace(0.5, 3, 18, device=device)[::2]
+        check(logits, target, weight, reduction=reduction, row_weight=of_two)
     logits, mask = random_tensor((9, 33), torch.float32, device), torch.arange(9, device=device) % 3 == 0
     target = targets_of(logits)
     kept = eaves.cross_entropy(logits[mask], target[mask])
     for same in (mask, mask.int(), mask.double()):
         torch.testing.assert_close(eaves.cross_entropy(logits, target, row_weight=same), kept)
+        torch.testing.assert_close(eaves.CrossEntropyLoss()(logits, target, row_weight=same), kept)
 
 
 def test_the_normalizer_divides_instead_of_the_rows(device: torch.device) -> None:

@@ -3,6 +3,7 @@
 What torch.vmap and torch.func have to do around any operator is in transforms_test.py.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,25 @@ def assert_is_the_loop(function: Callable[..., Any], *tensors: Tensor) -> None:
         wanted = torch.stack([e[index] for e in expected])
         assert each_actual.dtype == wanted.dtype
         assert_agree(each_actual, wanted)
+
+
+def test_weights_of_rows_under_vmap_are_those_of_the_loop(any_device: torch.device) -> None:
+    # Of all samples alike, of both signs, and beside a row that is ignored no number.
+    logits = random_tensor((3, 4, 33), torch.float32, any_device)
+    for targets in (targets_of, probabilities_of):
+        target = targets(logits)
+        for row_weight in (torch.tensor([1e8, 1.0, -1e8, 2.0]), torch.tensor([math.nan, 1.0, 2.0, 3.0])):
+            row_weight = row_weight.to(any_device)
+            if targets is targets_of:
+                target[:, 0] = -100
+            elif row_weight.isnan().any():
+                continue
+
+            def function(x: Tensor, t: Tensor, row_weight: Tensor = row_weight) -> Tensor:
+                return eaves.cross_entropy(x, t, row_weight=row_weight)
+
+            assert_is_the_loop(function, logits, target)
+            assert_is_the_loop(grad(function), logits, target)
 
 
 ALL_OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 3.0, "scale": 1.5}

@@ -14,7 +14,7 @@ import eaves
 from comparison import FLOATING_POINT
 from cross_entropy_gradient_test import upstream
 from cross_entropy_test import OPTIONS, REDUCTIONS, each
-from eaves._linear_cross_entropy import _SPEED
+from eaves._linear_cross_entropy import _SPEED, CONSTANT_OUTPUTS
 from layouts import LAYOUTS, contiguous, expanded_along_the_first_axis
 from linear_cross_entropy_cases import LinearOracle, allowed_share, assert_gradients
 from linear_cross_entropy_test import COMBINATIONS, problem, samples, soft_targets
@@ -85,6 +85,24 @@ def test_every_layout_matches_the_oracle(layout: Callable[[Tensor], Tensor], dev
 def test_the_normalizer_divides_the_gradient(device: torch.device) -> None:
     x, head, target, bias = problem((9, 24), 33, torch.float32, device)
     check(x, head, target, bias, normalizer=7.0)
+
+
+def test_weights_of_rows_multiply_the_gradient(device: torch.device) -> None:
+    for dtype, reduction, is_soft, is_weighted in pairwise(FLOATING_POINT, REDUCTIONS, (False, True), (False, True)):
+        x, head, target, bias = problem((9, 24), 33, dtype, device)
+        target = soft_targets(x.shape, 33, device, dtype) if is_soft else target
+        weight = torch.linspace(0, 2, 33, device=device).to(dtype) if is_weighted else None
+        row_weight = torch.linspace(0.5, 3, 18, device=device)[::2]
+        check(x, head, target, bias, weight, reduction=reduction, row_weight=row_weight)
+    module = eaves.LinearCrossEntropyLoss()
+    expected = eaves.linear_cross_entropy(x, head, target, linear_bias=bias, row_weight=row_weight)
+    assert torch.equal(module(x, head, target, bias, row_weight=row_weight), expected)
+    out = torch.zeros(1 + head.numel(), dtype=torch.float32, device=device)
+    given = {"grad_weight_out": out[1:].view(head.shape), "row_weight": out[:9]}
+    with pytest.raises(ValueError, match="grad_weight_out overlaps row_weight"):
+        eaves.linear_cross_entropy(
+            x.float(), head.float().requires_grad_(), target.float() if is_soft else target, **given
+        )
 
 
 def test_finite_differences_agree(device: torch.device) -> None:
@@ -180,8 +198,8 @@ def test_which_way_a_call_goes(device: torch.device) -> None:
     assert is_speed(return_lse=True, algorithm="speed") and not is_speed(algorithm="memory")
     assert not is_speed(workspace_bytes=1)
     assert is_speed(workspace_bytes=1 << 30)
-    assert is_speed(return_lse=True, return_entropy=True, _constant_outputs=True)
-    assert is_speed(is_frozen=True, reduction="none", return_entropy=True, _constant_outputs=True)
+    assert is_speed(return_lse=True, return_entropy=True, **CONSTANT_OUTPUTS)
+    assert is_speed(is_frozen=True, reduction="none", return_entropy=True, **CONSTANT_OUTPUTS)
 
 
 @each("algorithm", ["auto", "memory"])
@@ -190,7 +208,7 @@ def test_constant_outputs_are_those_of_a_call_without_a_gradient(algorithm: str,
     names = {"return_lse": True, "return_entropy": True, "return_argmax": True}
     expected = eaves.linear_cross_entropy(x, head, target, **names)
     given: list[Any] = [x.clone().requires_grad_(), head.clone().requires_grad_()]
-    out = eaves.linear_cross_entropy(*given, target, **names, algorithm=algorithm, _constant_outputs=True)
+    out = eaves.linear_cross_entropy(*given, target, **names, algorithm=algorithm, **CONSTANT_OUTPUTS)
     assert out.loss.requires_grad
     for name in ("lse", "entropy", "argmax"):
         assert not getattr(out, name).requires_grad

@@ -114,6 +114,22 @@ def test_of_logits_they_match_the_oracle(options: dict[str, Any], device: torch.
         assert_within(grad, oracle.gradient(dtype, -upstream), f"{dtype} {options} in place {is_in_place}")
 
 
+def test_sums_of_squares_and_mean_logits_are_there_and_0_of_ignored_rows(device: torch.device) -> None:
+    hidden, head, _ = rows_and_head((6,), 257, torch.float32, device)
+    tokens = torch.tensor([0, 256, 3, IGNORED, 77, 12], device=device)
+    logits = hidden.double() @ head.double().T / 0.7
+    counts = tokens != IGNORED
+    named: dict[str, Any] = {"return_sum_sq": True, "return_mean_logit": True, "temperature": 0.7}
+    for out in (eaves.linear_log_prob(hidden, head, tokens, **named),
+                eaves.log_prob(hidden @ head.T, tokens, **named)):  # fmt: skip
+        assert out.entropy is None and out.is_top1 is None
+        for found, expected in ((out.sum_sq, logits.softmax(-1).square().sum(-1)), (out.mean_logit, logits.mean(-1))):
+            torch.testing.assert_close(found.double(), expected * counts, rtol=2e-5, atol=2e-6)
+    for name in ("return_sum_sq", "return_mean_logit"):
+        with pytest.raises(TypeError, match=rf"^log_prob: {name} is 1, expected a bool"):
+            eaves.log_prob(hidden @ head.T, tokens, **{name: 1})
+
+
 # ------------------------------------------------------------------------------------------------------------ the edges
 
 

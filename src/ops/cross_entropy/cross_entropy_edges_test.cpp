@@ -249,6 +249,34 @@ TEST_P(CrossEntropyEdges, RowsWhoseWeightsAddUpToZeroHaveAMeanOfZeroAndNoGradien
   }
 }
 
+TEST_P(CrossEntropyEdges, ARowOfWeightZeroHasNoLossAndNoGradientWhateverItHolds) {
+  for (const std::int64_t columns : kLengths) {
+    for (const double held : {kInfinity, -kInfinity, std::numeric_limits<double>::quiet_NaN()}) {
+      for (const DType targets : {DType::int64, DType::float32}) {
+        for (const double z_loss_weight : {0.0, 0.1}) {
+          const bool is_soft = is_floating_point(targets);
+          CrossEntropyRun run({.device = device(),
+                               .dtype = DType::float32,
+                               .shape = {5, columns},
+                               .options = {.reduction = Reduction::sum, .z_loss_weight = z_loss_weight},
+                               .targets_dtype = targets,
+                               .has_row_weight = true,
+                               .value = [=](std::int64_t i) { return i / columns == 4 ? held : normal(i); },
+                               .target = [=](std::int64_t) { return is_soft ? 1.0 / columns : 1.0; }});
+          ASSERT_EQ(run.row_weight.get(4), 0.0);
+          run.run();
+          EXPECT_TRUE(std::isfinite(run.results.loss.get(0)));
+          EXPECT_TRUE(std::isfinite(run.results_in_place.loss.get(0)));
+          for (std::int64_t i = 4 * columns; i < 5 * columns; ++i) {
+            ASSERT_EQ(run.grad_logits.get(i), 0.0);
+            ASSERT_EQ(run.in_place.get(i), 0.0);
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST_P(CrossEntropyEdges, ANormalizerOfZeroIsDividedByUnlessNothingCounts) {
   for (const bool counts : {false, true}) {
     CrossEntropyRun run({.device = device(),

@@ -156,7 +156,8 @@ struct FullLoss {
   /// `soft_offset` is where its soft target lies.
   __device__ void take_element(RunningStatistics<A>& running, A z, std::int64_t soft_offset,
                                std::int64_t column) const {
-    take(running, z, plan.has_linear ? factor_of(rows.in, soft_offset, column) : A(0), column, rows.in.terms);
+    const A u = !plan.has_linear ? A(0) : rows.in.has_factors ? factor_of(rows.in, soft_offset, column) : A(1);
+    take(running, z, u, column, rows.in.terms);
   }
 };
 

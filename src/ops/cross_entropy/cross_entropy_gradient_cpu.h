@@ -33,7 +33,7 @@ RowMap map_of(const Rows<T>& rows, const typename Rows<T>::Row& row, RowGradient
   in.target_weight = column >= 0 ? weight_at(rows.inputs(), column) : weight_of_other_shard(in.target_mass, terms);
   RowMap map{row_gradient(in, terms), false, 0.0};
   const RowGradient<double>& g = map.gradient;
-  map.is_zero = row.is_ignored && in.grad_lse == 0.0 && in.grad_entropy == 0.0;
+  map.is_zero = (row.is_ignored || in.grad_loss == 0.0) && in.grad_lse == 0.0 && in.grad_entropy == 0.0;
   if (map.is_zero || column < columns.begin || column >= columns.end) return map;
   const Transformed z = rows.logit(row, column);
   const double difference = z.logit - g.lse;

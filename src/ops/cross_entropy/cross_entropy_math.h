@@ -141,11 +141,11 @@ struct RowLoss {
   A target_mass;  ///< m of cross_entropy.h
 };
 
-/// The loss of a row that is counted with a weight.
+/// The loss of a row with a weight; with 0 it is 0, whatever it was.
 template <typename A>
 EAVES_HOST_DEVICE RowLoss<A> weighted(RowLoss<A> row, A row_weight) {
-  row.loss *= row_weight;
-  row.z_loss *= row_weight;
+  row.loss = row_weight == A(0) ? A(0) : row.loss * row_weight;
+  row.z_loss = row_weight == A(0) ? A(0) : row.z_loss * row_weight;
   return row;
 }
 
@@ -203,7 +203,7 @@ struct RowGradient {
 /// What the gradient of a row is made of.
 template <typename A>
 struct RowGradientInputs {
-  A grad_loss;     ///< dL/d(loss of the row): after the mean's division
+  A grad_loss;     ///< dL/d(loss of the row): after the mean's division, and with the row's weight
   A grad_lse;      ///< 0 where not given
   A grad_entropy;  ///< likewise
   A lse;
@@ -229,7 +229,7 @@ EAVES_HOST_DEVICE RowGradient<A> row_gradient(const RowGradientInputs<A>& in, co
   // d(entropy)/dz'_v = -p_v * (z'_v - lse + entropy)
   result.rest = in.grad_lse;
   if (in.grad_entropy != A(0)) result.rest -= in.grad_entropy * in.entropy;
-  if (!terms.is_ignored(in.target)) {
+  if (!terms.is_ignored(in.target) && in.grad_loss != A(0)) {  // or 0 * infinity would be a NaN
     const A g = in.grad_loss;
     // 0 * infinity: without a z-loss, an infinite lse leaves the other classes their gradient.
     const A of_z_loss = terms.z_loss_weight == A(0) ? A(0) : A(2) * terms.z_loss_weight * in.lse;

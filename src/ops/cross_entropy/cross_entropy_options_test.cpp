@@ -46,7 +46,10 @@ std::vector<CrossEntropyCase> with_each_option(const CrossEntropyCase& plain) {
   add([](CrossEntropyCase& c) { c.has_grad_lse = true; });
   add([](CrossEntropyCase& c) { c.has_grad_entropy = true; });
   add([](CrossEntropyCase& c) { c.has_row_weight = true; });
-  add([](CrossEntropyCase& c) { c.wants_mean_logit = true; });
+  add([](CrossEntropyCase& c) {
+    c.wants_mean_logit = true;
+    c.weight_dtype = DType::float32;
+  });
   add([](CrossEntropyCase& c) { c.has_normalizer = true; });
   add([](CrossEntropyCase& c) { c.options.ignore_index = 1; });
   cases.push_back(all);

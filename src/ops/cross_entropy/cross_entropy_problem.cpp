@@ -117,7 +117,7 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
       check::has_shape(targets, checked.row_shape, checked.per_row_shape() + " " + check::to_string(args.logits.shape));
     }
   }
-  checked.inputs.reserve(4);
+  checked.inputs.reserve(6);
   checked.take_input(targets);
   if (check::is_given(weight)) {
     check::is_on(weight, args.logits.device, "logits");

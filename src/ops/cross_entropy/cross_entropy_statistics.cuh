@@ -223,10 +223,10 @@ __device__ ClassStatistics<A> finished(const RunningStatistics<A>& s, const Loss
   const A shift = s.exponent(s.best_value, terms);
   const A scale = power(-shift);
   result.softmax = {transformed(s.best_value, terms), s.sum * scale};
-  if (result.softmax.max == infinity<A>()) result.softmax.sum = infinity<A>();  // of a product beyond all numbers
   // Rounded as the moment of a single term is: it becomes 0.
   result.moment = (s.moment - product(s.sum, shift)) * scale * kUnit<A>;
   result.square = s.square * scale * scale;
+  if (result.softmax.max == infinity<A>()) result.softmax.sum = result.square = infinity<A>();  // beyond all numbers
   return result;
 }
 

@@ -77,7 +77,10 @@ std::vector<LinearCrossEntropyCase> with_each_option(const LinearCrossEntropyCas
   add([](LinearCrossEntropyCase& c) { c.has_grad_lse = true; });
   add([](LinearCrossEntropyCase& c) { c.has_grad_entropy = true; });
   add([](LinearCrossEntropyCase& c) { c.has_row_weight = true; });
-  add([](LinearCrossEntropyCase& c) { c.wants_mean_logit = true; });
+  add([](LinearCrossEntropyCase& c) {
+    c.wants_mean_logit = true;
+    c.class_weight_dtype = DType::float32;
+  });
   add([](LinearCrossEntropyCase& c) { c.has_normalizer = true; });
   add([](LinearCrossEntropyCase& c) { c.options.ignore_index = 1; });
   add([](LinearCrossEntropyCase& c) { c.skips_ignored_rows = true; });
