@@ -174,9 +174,9 @@ def cross_entropy(
             which divides after it, pass scale=1/T, and with a softcap of c softcap=c/T.
         z_loss: the weight of lse^2 in the loss; not negative.
         row_weight: r, one number for each row (a mask of tokens, advantages): the shape of input without the axis of
-            the classes; any real dtype or bool, converted to that of the loss. A row of weight 0 has loss 0 and gradient 0,
-            whatever it holds. Weights of both signs go with "sum" or a normalizer: what the mean divides by may be next
-            to 0. It gets no gradient.
+            the classes; any real dtype or bool, converted to that of the loss. A row of weight 0 has loss 0 and
+            gradient 0, whatever it holds. Weights of both signs go with "sum" or a normalizer: what the mean divides by
+            may be next to 0. It gets no gradient.
         normalizer: with "mean", what the sum is divided by instead of the weights of the rows: a number, or a tensor
             with one element on the device of input, which is not waited for (the tokens of all micro-batches and
             ranks, for instance). It gets no gradient.

@@ -306,8 +306,8 @@ def wanted_outputs(op: str, *returns: object, has_factors: bool) -> int:
         wanted |= bit
     if wanted & MEAN_LOGIT and has_factors:
         raise ValueError(
-            f"{op}: return_mean_logit does not go with probabilities as the target, nor with weight and label_smoothing "
-            "together; leave it out"
+            f"{op}: return_mean_logit does not go with probabilities as the target, nor with weight and "
+            "label_smoothing together; leave it out"
         )
     return wanted
 
