@@ -1,5 +1,4 @@
-"""linear_kl_div: the KL divergence of two heads, a student's and a teacher's, in chunks of rows, in PyTorch's own
-operators.
+"""linear_kl_div: the KL divergence of two heads, a student's and a teacher's, in chunks of rows (_head_chunks.py).
 
 Gradients are computed in the forward, for an upstream gradient of 1, added up in float32 over the chunks, and rounded
 once, in the backward, when the upstream gradient has multiplied them. Where each row has its own upstream gradient, and
@@ -9,12 +8,13 @@ in a second backward, the backward computes each chunk again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from eaves._head_chunks import Gradients, Head, add_gradients, checked_head, cut, logits_of, of_rows, workspace_of
 from eaves._loss import (
     CLASS_DTYPES,
     MEAN,
@@ -36,7 +36,6 @@ from eaves._operator import (
     index_of,
     is_exporting,
     is_transforming,
-    name_of,
     needs_autograd,
     number_of,
     uncompiled,
@@ -49,8 +48,7 @@ _STUDENT, _TEACHER = (
     ("teacher_input", "teacher_weight", "teacher_bias"),
 )
 
-# Scratch memory of a call, in bytes, where none is given.
-_WORKSPACE_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
+_NO_SECOND_DERIVATIVE = f"{_OP}: there is no second derivative; use torch.nn.functional.linear and kl_div for one"
 
 
 def linear_kl_div(
@@ -157,8 +155,8 @@ def linear_kl_div(
         refuse_unknown(_OP, unknown, linear_kl_div)
     if is_exporting() or is_transforming():
         raise NotImplementedError(f"{_OP}: it does not work inside of torch.export, torch.vmap and torch.func")
-    student = _checked_head(_STUDENT, input, linear_weight, linear_bias, input)
-    teacher = _checked_head(_TEACHER, teacher_input, teacher_weight, teacher_bias, input)
+    student = checked_head(_OP, _STUDENT, input, linear_weight, linear_bias, "input", input)
+    teacher = checked_head(_OP, _TEACHER, teacher_input, teacher_weight, teacher_bias, "input", input)
     rows, classes = input.shape[:-1], linear_weight.shape[0]
     check_shape(
         _OP, "teacher_input", teacher_input, [*rows, teacher_input.shape[-1]], f"rows as input {shape_of(input)}"
@@ -191,66 +189,12 @@ def linear_kl_div(
 # ----------------------------------------------------------------------------------------------------------- arguments
 
 
-class _Head(NamedTuple):
-    """A head and its hidden states, [rows, features], as they are multiplied, but for the dtype of a float32 weight
-    under torch.autocast."""
-
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
-
-
 class _Settings(NamedTuple):
     divergence: str
     beta: float
     temperature: float
     chunk: int  # rows
     block: int  # classes of a head, or of its gradient, that are converted at once
-
-
-def _checked_head(
-    names: tuple[str, str, str], input: Tensor, weight: Tensor, bias: Tensor | None, reference: Tensor
-) -> _Head:
-    input_name, weight_name, bias_name = names
-    tensors = {input_name: input, weight_name: weight} | ({} if bias is None else {bias_name: bias})
-    for name, tensor in tensors.items():
-        check_tensor(_OP, name, tensor)
-        check_device(_OP, name, tensor, "input", reference)
-        if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
-            raise NotImplementedError(
-                f"{_OP}: {name} is {tensor.layout} on {tensor.device.type}, expected dense ones (torch.strided) on cpu "
-                "or cuda"
-            )
-        if not tensor.is_floating_point():
-            raise ValueError(f"{_OP}: {name} has dtype {name_of(tensor.dtype)}, expected a floating-point type")
-    if input.dim() == 0 or input.shape[-1] == 0:
-        raise ValueError(f"{_OP}: {input_name} has shape {shape_of(input)}, expected at least one feature")
-    features = input.shape[-1]
-    if weight.dim() != 2 or weight.shape[1] != features or weight.shape[0] == 0:
-        raise ValueError(
-            f"{_OP}: {weight_name} has shape {shape_of(weight)}, expected [classes, {features}] (features as "
-            f"{input_name} {shape_of(input)})"
-        )
-    passed = weight.dtype
-    is_autocast = torch.is_autocast_enabled(input.device.type)
-    if is_autocast and input.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(input.device.type)
-        input = input.to(dtype)
-        # A float32 head is cast where it is multiplied, or autograd would round its gradient.
-        weight = weight if weight.dtype in (torch.float32, torch.float64) else weight.to(dtype)
-    is_cast = is_autocast and weight.dtype == torch.float32 and input.dtype != torch.float64
-    if weight.dtype != input.dtype and not is_cast:
-        raise ValueError(
-            f"{_OP}: {weight_name} has dtype {name_of(weight.dtype)}, expected that of {input_name}, "
-            f"{name_of(input.dtype)}; convert one of them, or call it under torch.autocast, which converts both"
-        )
-    if bias is not None:
-        allowed = (passed, input.dtype, torch.float32)
-        check_dtype_of(_OP, bias_name, bias, allowed, f"that of {weight_name}, or float32")
-        check_shape(_OP, bias_name, bias, [weight.shape[0]], f"one per class of {weight_name}")
-    if 1 not in weight.stride():
-        weight = weight.contiguous()  # once, where each chunk's products would
-    return _Head(input.reshape(-1, features), weight, bias)
 
 
 def _counts(target: Tensor, input: Tensor, ignore_index: int) -> Tensor:
@@ -267,8 +211,8 @@ def _settings(
     divergence: str,
     beta: float,
     temperature: float | None,
-    student: _Head,
-    teacher: _Head,
+    student: Head,
+    teacher: Head,
     workspace_bytes: int | None,
 ) -> _Settings:
     if not isinstance(divergence, str) or divergence not in _OF_ROWS:
@@ -279,25 +223,11 @@ def _settings(
     if not 0 < beta < 1:
         raise ValueError(f"{_OP}: beta is {value_for_message(beta)}, expected {between}")
     divisor = 1.0 if temperature is None else number_of(_OP, "temperature", temperature, *RANGES["scale"])
-    device, dtype = student.input.device.type, accumulator_dtype(student.input.dtype)
-    limit = _WORKSPACE_BYTES[device]
-    if workspace_bytes is not None:
-        limit = index_of(_OP, "workspace_bytes", workspace_bytes)
-        if limit <= 0:
-            raise ValueError(
-                f"{_OP}: workspace_bytes is {value_for_message(limit)}, expected a positive number of bytes"
-            )
-    rows, (classes, features) = student.input.shape[0], student.weight.shape
-    block = classes
-    if any(each.input.dtype.itemsize == 2 for each in (student, teacher)):
-        # A quarter for classes in float32: of a head, which the CPU's products need, or of its gradient.
-        of_class = max(features, teacher.weight.shape[1]) * dtype.itemsize
-        block = min(classes, max(1, limit // 4 // of_class))
-        limit -= limit // 4
+    limit = workspace_of(_OP, workspace_bytes, student.input.device)
+    rows, classes = student.input.shape[0], student.weight.shape[0]
     # "jsd" has one number more for each class, and a bias a mark.
-    of_row = classes * ((4 if divergence == "jsd" else 3) * dtype.itemsize + 1)
-    chunks = math.ceil(rows / max(1, limit // of_row))
-    return _Settings(divergence, beta, divisor, math.ceil(rows / max(1, chunks)), block)
+    of_class = (4 if divergence == "jsd" else 3) * accumulator_dtype(student.input.dtype).itemsize + 1
+    return _Settings(divergence, beta, divisor, *cut(rows, classes, classes * of_class, limit, student, teacher))
 
 
 def _reciprocal(normalizer: Tensor | None, counts: Tensor | None, like: Tensor, rows: torch.Size) -> Tensor | float:
@@ -358,63 +288,12 @@ _OF_ROWS: dict[str, Callable[[Tensor, Tensor, _Settings, bool], tuple[Tensor, Te
 }
 
 
-# ------------------------------------------------------------------------------------------------------------- products
-
-
-def _logits(head: _Head, settings: _Settings) -> Tensor:
-    x, weight, dtype = head.input, head.weight, accumulator_dtype(head.input.dtype)
-    if x.dtype == dtype:
-        z = torch.mm(x, weight.t())
-    elif x.is_cuda:
-        z = torch.mm(x, weight.t(), out_dtype=dtype)
-    else:
-        z, x = x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype), x.to(dtype)
-        for classes in _blocks(weight, settings):
-            torch.mm(x, weight[classes].to(dtype).t(), out=z[:, classes])
-    if head.bias is not None:
-        z.add_(head.bias)
-    return z if settings.temperature == 1 else z.div_(settings.temperature)
-
-
-def _blocks(weight: Tensor, settings: _Settings) -> Iterator[slice]:
-    for begin in range(0, weight.shape[0], settings.block):
-        yield slice(begin, begin + settings.block)
-
-
-def _add_gradients(
-    grad: Tensor, head: _Head, grad_input: Tensor | None, grad_weight: Tensor | None, settings: _Settings
-) -> None:
-    """Adds the gradients of the head's tensors, in the dtype of sums, from that of its logits."""
-    x, weight, dtype = head.input, head.weight, grad.dtype
-    grad = grad.to(x.dtype)
-    if x.dtype == dtype:
-        if grad_input is not None:
-            grad_input.addmm_(grad, weight)
-        if grad_weight is not None:
-            grad_weight.addmm_(grad.t(), x)
-    elif x.is_cuda:
-        if grad_input is not None:
-            grad_input.add_(torch.mm(grad, weight, out_dtype=dtype))
-        if grad_weight is not None:
-            # torch.addmm with out_dtype would add at once, but not in every PyTorch to a sum of that dtype.
-            for classes in _blocks(weight, settings):
-                grad_weight[classes].add_(torch.mm(grad[:, classes].t(), x, out_dtype=dtype))
-    else:
-        x = x.to(dtype)
-        for classes in _blocks(weight, settings):
-            of_classes = grad[:, classes].to(dtype)
-            if grad_input is not None:
-                grad_input.addmm_(of_classes, weight[classes].to(dtype))
-            if grad_weight is not None:
-                grad_weight[classes].addmm_(of_classes.t(), x)
-
-
 # ------------------------------------------------------------------------------------------------------------- the call
 
 
 def _compute(
-    student: _Head,
-    teacher: _Head,
+    student: Head,
+    teacher: Head,
     counts: Tensor | None,
     settings: _Settings,
     wanted: tuple[bool, bool, bool],
@@ -432,21 +311,19 @@ def _compute(
     if counts is not None:
         factor = counts.to(dtype) if factor is None else factor.masked_fill(~counts, 0)
     with torch.no_grad(), torch.autocast(student.input.device.type, enabled=False):
-        student, teacher = (each._replace(weight=each.weight.to(each.input.dtype)) for each in (student, teacher))
+        student, teacher = student.as_multiplied(), teacher.as_multiplied()
         for begin in range(0, rows, max(1, settings.chunk)):
             chunk = slice(begin, begin + settings.chunk)
             of_student, of_teacher = (
-                each._replace(input=_of_rows(each.input, chunk, counts)) for each in (student, teacher)
+                each._replace(input=of_rows(each.input, chunk, counts)) for each in (student, teacher)
             )
             divergences[chunk], grad = _of_chunk(of_student, of_teacher, settings)
             if any(wanted):
                 if factor is not None:
                     grad.mul_(factor[chunk])
                 grad_input, grad_weight, grad_bias = gradients
-                if grad_bias is not None:
-                    grad_bias.add_(grad.sum(0))
                 of_chunk = None if grad_input is None else grad_input[chunk]
-                _add_gradients(grad, of_student, of_chunk, grad_weight, settings)
+                add_gradients(grad, of_student, of_chunk, grad_weight, grad_bias, settings.block)
             del grad  # before the next chunk
         divergences.clamp_(min=0)  # of rounding; a NaN stays
         if counts is not None:
@@ -454,16 +331,16 @@ def _compute(
     return divergences, gradients
 
 
-def _of_chunk(student: _Head, teacher: _Head, settings: _Settings) -> tuple[Tensor, Tensor]:
-    log_s = torch.log_softmax(_logits(student, settings), 1)
-    log_t = torch.log_softmax(_logits(teacher, settings).to(log_s.dtype), 1)
+def _of_chunk(student: Head, teacher: Head, settings: _Settings) -> tuple[Tensor, Tensor]:
+    log_s = torch.log_softmax(_tempered_logits(student, settings), 1)
+    log_t = torch.log_softmax(_tempered_logits(teacher, settings).to(log_s.dtype), 1)
     masks = student.bias is not None or teacher.bias is not None
     return _OF_ROWS[settings.divergence](log_s, log_t, settings, masks)
 
 
-def _of_rows(input: Tensor, chunk: slice, counts: Tensor | None) -> Tensor:
-    """Rows of a chunk. Those that do not count are 0, so that none of their numbers comes into a sum, not even NaN."""
-    return input[chunk] if counts is None else input[chunk].masked_fill(~counts[chunk], 0)
+def _tempered_logits(head: Head, settings: _Settings) -> Tensor:
+    z = logits_of(head, settings.block)
+    return z if settings.temperature == 1 else z.div_(settings.temperature)
 
 
 def _constant(settings: _Settings) -> float:
@@ -474,7 +351,7 @@ def _constant(settings: _Settings) -> float:
 def _forward(*arguments: Any) -> Tensor:
     """Without gradients, from the arguments of _Divergence."""
     *tensors, counts, settings, mode = arguments
-    divergences, _ = _compute(_Head(*tensors[:3]), _Head(*tensors[3:]), counts, settings, (False, False, False))
+    divergences, _ = _compute(Head(*tensors[:3]), Head(*tensors[3:]), counts, settings, (False, False, False))
     return divergences if mode == NONE else divergences.sum()
 
 
@@ -487,34 +364,22 @@ class _Divergence(torch.autograd.Function):
         *tensors, counts, ctx.settings, ctx.mode = arguments
         ctx.save_for_backward(*tensors, counts)
         wanted = (False, False, False) if ctx.mode == NONE else ctx.needs_input_grad[:3]
-        divergences, ctx.gradients = _compute(_Head(*tensors[:3]), _Head(*tensors[3:]), counts, ctx.settings, wanted)
+        divergences, ctx.gradients = _compute(Head(*tensors[:3]), Head(*tensors[3:]), counts, ctx.settings, wanted)
         return divergences if ctx.mode == NONE else divergences.sum()
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-        student = _Head(*ctx.saved_tensors[:3])
+        student = Head(*ctx.saved_tensors[:3])
         differentiable = [each for each in student if each is not None]
-        computed = _Gradients.apply(lambda: _gradients(ctx, upstream), upstream, *differentiable)  # type: ignore[no-untyped-call]
-        return *computed, *(None,) * 6
-
-
-class _Gradients(torch.autograd.Function):
-    """What `compute` gives, which depends on the tensors behind it and has no derivative itself."""
-
-    @staticmethod
-    def forward(ctx: Any, compute: Callable[[], tuple[Tensor | None, ...]], *_: Tensor) -> tuple[Tensor | None, ...]:
-        return compute()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{_OP}: there is no second derivative; use torch.nn.functional.linear and kl_div for one"
+        computed = Gradients.apply(  # type: ignore[no-untyped-call]
+            lambda: _gradients(ctx, upstream), _NO_SECOND_DERIVATIVE, upstream, *differentiable
         )
+        return *computed, *(None,) * 6
 
 
 def _gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, counts = ctx.saved_tensors
-    student, teacher = _Head(*tensors[:3]), _Head(*tensors[3:])
+    student, teacher = Head(*tensors[:3]), Head(*tensors[3:])
     scaled = upstream * _constant(ctx.settings)
     gradients, ctx.gradients = ctx.gradients, None  # what is handed out may be written over
     if ctx.mode == NONE or gradients is None:

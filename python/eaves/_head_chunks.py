@@ -1,0 +1,213 @@
+"""What the operators share that compute a head in chunks of rows, in PyTorch's own operators: the head's tensors and
+their checks, the size of a chunk, the product, and the two products of its gradients.
+
+Logits are float32 sums of a product (float64 for float64). Gradients are added up over the chunks, and what the
+gradient of the logits is rounded to, once, is the dtype of the hidden states, as the factor of two products that it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from eaves._loss import shape_of
+from eaves._operator import (
+    accumulator_dtype,
+    check_device,
+    check_dtype_of,
+    check_shape,
+    check_tensor,
+    index_of,
+    name_of,
+    value_for_message,
+)
+
+# Scratch memory of a call, in bytes, where none is given.
+_WORKSPACE_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
+
+
+class Head(NamedTuple):
+    """A head and its hidden states, [rows, features], as they are multiplied, but for the dtype of a float32 weight
+    under torch.autocast."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def as_multiplied(self) -> Head:
+        return self._replace(weight=self.weight.to(self.input.dtype))
+
+
+class Cut(NamedTuple):
+    chunk: int  # rows
+    block: int  # classes of a head, or of its gradient, that are converted at once
+
+
+# ----------------------------------------------------------------------------------------------------------- arguments
+
+
+def check_floating(op: str, name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:
+    """Is it a dense tensor of floating-point numbers, on the device of another?"""
+    check_tensor(op, name, tensor)
+    check_device(op, name, tensor, reference_name, reference)
+    if tensor.layout != torch.strided or tensor.device.type not in _WORKSPACE_BYTES:
+        raise NotImplementedError(
+            f"{op}: {name} is {tensor.layout} on {tensor.device.type}, expected dense ones (torch.strided) on cpu or "
+            "cuda"
+        )
+    if not tensor.is_floating_point():
+        raise ValueError(f"{op}: {name} has dtype {name_of(tensor.dtype)}, expected a floating-point type")
+
+
+def checked_head(
+    op: str,
+    names: tuple[str, str, str],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    reference_name: str,
+    reference: Tensor,
+) -> Head:
+    """The head of the arguments that are called `names`, as it is multiplied; cast where torch.autocast is on."""
+    input_name, weight_name, bias_name = names
+    tensors = {input_name: input, weight_name: weight} | ({} if bias is None else {bias_name: bias})
+    for name, tensor in tensors.items():
+        check_floating(op, name, tensor, reference_name, reference)
+    if input.dim() == 0 or input.shape[-1] == 0:
+        raise ValueError(f"{op}: {input_name} has shape {shape_of(input)}, expected at least one feature")
+    features = input.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != features or weight.shape[0] == 0:
+        raise ValueError(
+            f"{op}: {weight_name} has shape {shape_of(weight)}, expected [classes, {features}] (features as "
+            f"{input_name} {shape_of(input)})"
+        )
+    passed = weight.dtype
+    is_autocast = torch.is_autocast_enabled(input.device.type)
+    if is_autocast and input.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(input.device.type)
+        input = input.to(dtype)
+        # A float32 head is cast where it is multiplied, or autograd would round its gradient.
+        weight = weight if weight.dtype in (torch.float32, torch.float64) else weight.to(dtype)
+    is_cast = is_autocast and weight.dtype == torch.float32 and input.dtype != torch.float64
+    if weight.dtype != input.dtype and not is_cast:
+        raise ValueError(
+            f"{op}: {weight_name} has dtype {name_of(weight.dtype)}, expected that of {input_name}, "
+            f"{name_of(input.dtype)}; convert one of them, or call it under torch.autocast, which converts both"
+        )
+    if bias is not None:
+        allowed = (passed, input.dtype, torch.float32)
+        check_dtype_of(op, bias_name, bias, allowed, f"that of {weight_name}, or float32")
+        check_shape(op, bias_name, bias, [weight.shape[0]], f"one per class of {weight_name}")
+    if 1 not in weight.stride():
+        weight = weight.contiguous()  # once, where each chunk's products would
+    return Head(input.reshape(-1, features), weight, bias)
+
+
+def workspace_of(op: str, workspace_bytes: int | None, device: torch.device) -> int:
+    """The scratch memory that chunks are cut for, in bytes."""
+    if workspace_bytes is None:
+        return _WORKSPACE_BYTES[device.type]
+    limit = index_of(op, "workspace_bytes", workspace_bytes)
+    if limit <= 0:
+        raise ValueError(f"{op}: workspace_bytes is {value_for_message(limit)}, expected a positive number of bytes")
+    return limit
+
+
+def cut(rows: int, classes: int, bytes_of_row: int, limit: int, *heads: Head) -> Cut:
+    """Chunks of one size, as large as the limit allows: `bytes_of_row` for each row, and what heads of 16 bits need."""
+    block = classes
+    if any(each.input.dtype.itemsize == 2 for each in heads):
+        # A quarter for classes in float32: of a head, which the CPU's products need, or of its gradient.
+        features = max(each.weight.shape[1] for each in heads)
+        block = min(classes, max(1, limit // 4 // (features * torch.float32.itemsize)))
+        limit -= limit // 4
+    chunks = math.ceil(rows / max(1, limit // bytes_of_row))
+    return Cut(math.ceil(rows / max(1, chunks)), block)
+
+
+def of_rows(input: Tensor, chunk: slice, counts: Tensor | None) -> Tensor:
+    """Rows of a chunk. Those that do not count, by the [rows, 1] of `counts`, are 0, so that none of their numbers
+    comes into a sum, not even NaN."""
+    return input[chunk] if counts is None else input[chunk].masked_fill(~counts[chunk], 0)
+
+
+# ------------------------------------------------------------------------------------------------------------- products
+
+
+def logits_of(head: Head, block: int) -> Tensor:
+    """[rows, classes], in the dtype of sums."""
+    x, weight, dtype = head.input, head.weight, accumulator_dtype(head.input.dtype)
+    if x.dtype == dtype:
+        z = torch.mm(x, weight.t())
+    elif x.is_cuda:
+        z = torch.mm(x, weight.t(), out_dtype=dtype)
+    else:
+        z, x = x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype), x.to(dtype)
+        for classes in _blocks(weight, block):
+            torch.mm(x, weight[classes].to(dtype).t(), out=z[:, classes])
+    return z if head.bias is None else z.add_(head.bias)
+
+
+def add_gradients(
+    grad: Tensor,
+    head: Head,
+    grad_input: Tensor | None,
+    grad_weight: Tensor | None,
+    grad_bias: Tensor | None,
+    block: int,
+) -> None:
+    """Adds the gradients of the head's tensors from that of its logits, which is in the dtype of sums. What they are
+    added to is in that too; grad_weight may also have the dtype of the product, and is rounded in each chunk then."""
+    x, weight, dtype = head.input, head.weight, grad.dtype
+    if grad_bias is not None:
+        grad_bias.add_(grad.sum(0))
+    grad = grad.to(x.dtype)
+    if x.dtype == dtype:
+        if grad_input is not None:
+            grad_input.addmm_(grad, weight)
+        if grad_weight is not None:
+            grad_weight.addmm_(grad.t(), x)
+    elif x.is_cuda:
+        if grad_input is not None:
+            grad_input.add_(torch.mm(grad, weight, out_dtype=dtype))
+        if grad_weight is not None:
+            # torch.addmm with out_dtype would add at once, but not in every PyTorch to a sum of that dtype.
+            for classes in _blocks(weight, block):
+                grad_weight[classes].add_(torch.mm(grad[:, classes].t(), x, out_dtype=dtype))
+    else:
+        x = x.to(dtype)
+        for classes in _blocks(weight, block):
+            of_classes = grad[:, classes].to(dtype)
+            if grad_input is not None:
+                grad_input.addmm_(of_classes, weight[classes].to(dtype))
+            if grad_weight is not None and grad_weight.dtype == dtype:
+                grad_weight[classes].addmm_(of_classes.t(), x)
+            elif grad_weight is not None:
+                grad_weight[classes].add_(torch.mm(of_classes.t(), x))
+
+
+def _blocks(weight: Tensor, block: int) -> Iterator[slice]:
+    for begin in range(0, weight.shape[0], block):
+        yield slice(begin, begin + block)
+
+
+# ------------------------------------------------------------------------------------------------------------- autograd
+
+
+class Gradients(torch.autograd.Function):
+    """What `compute` gives, which depends on the tensors behind it and has no derivative itself: `refusal` says so."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, compute: Callable[[], tuple[Tensor | None, ...]], refusal: str, *_: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        ctx.refusal = refusal
+        return compute()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise NotImplementedError(ctx.refusal)
