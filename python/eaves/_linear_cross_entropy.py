@@ -348,12 +348,12 @@ def linear_cross_entropy(
             has_factors=target.is_floating_point() or (weight is not None and may_smooth),
         )
     way = _algorithm_of(algorithm)
-    wide = _wide_weight(input.dtype, linear_weight.dtype, grad_weight_dtype)
+    wide = wide_weight(input.dtype, linear_weight.dtype, grad_weight_dtype)
     if grad_weight_out is not None:
-        wide = _check_grad_weight_out(
+        wide = check_grad_weight_out(
             grad_weight_out, input.dtype, linear_weight, grad_weight_dtype, result_dtype, is_compiling
         )
-        _check_overlap(grad_weight_out, read)
+        check_overlap(grad_weight_out, read)
 
     tensors = (input, linear_weight, linear_bias, target, weight, row_weight, normalizer)
     settings = (ignore_index, mode, numbers, skip_ignored, limit)  # those of Options; a tuple costs a small call less
@@ -533,7 +533,7 @@ def check_constant_options(
     multiplied = linear_weight.dtype
     if multiplied == torch.float32 and grad_weight_dtype in (torch.float16, torch.bfloat16):
         multiplied = grad_weight_dtype  # under torch.autocast
-    _wide_weight(multiplied, linear_weight.dtype, grad_weight_dtype)
+    wide_weight(multiplied, linear_weight.dtype, grad_weight_dtype)
 
 
 def check_algorithm(algorithm: object, workspace_bytes: object) -> None:
@@ -557,7 +557,7 @@ def _algorithm_of(algorithm: object) -> str:
     return algorithm
 
 
-def _wide_weight(multiplied: torch.dtype, passed: torch.dtype, grad_weight_dtype: object) -> int:
+def wide_weight(multiplied: torch.dtype, passed: torch.dtype, grad_weight_dtype: object) -> int:
     """The bit that says that the gradient of the weight is summed in the dtype of the loss. `multiplied` is the dtype
     of the product's factors, `passed` that of the head."""
     if grad_weight_dtype is None:
@@ -573,7 +573,7 @@ def _wide_weight(multiplied: torch.dtype, passed: torch.dtype, grad_weight_dtype
     return WIDE_WEIGHT if grad_weight_dtype != multiplied else 0
 
 
-def _check_grad_weight_out(
+def check_grad_weight_out(
     out: Tensor,
     multiplied: torch.dtype,
     linear_weight: Tensor,
@@ -600,7 +600,7 @@ def _check_grad_weight_out(
     return WIDE_WEIGHT if out.dtype != multiplied else 0
 
 
-def _check_overlap(out: Tensor, read: Mapping[str, object]) -> None:
+def check_overlap(out: Tensor, read: Mapping[str, object]) -> None:
     """What a call reads may not be where its backward adds; the speedy one adds with torch, which does not look."""
     for name, tensor in read.items():
         if isinstance(tensor, Tensor) and _shares_memory(out, tensor):

@@ -21,7 +21,7 @@ import eaves
 from comparison import FLOATING_POINT, assert_within
 from cross_entropy_cases import random_targets
 from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output
-from eaves._linear_cross_entropy import _check_grad_weight_out, _is_matrix
+from eaves._linear_cross_entropy import check_grad_weight_out, _is_matrix
 from eaves._linear_cross_entropy_rules import BackwardTensors, ForwardTensors, Options
 from eaves._loss import MEAN, SUM
 from layouts import LAYOUTS, random_tensor
@@ -372,7 +372,7 @@ def test_a_matrix_is_one_to_the_core_too(shape: tuple[int, int]) -> None:
         assert _is_matrix(tensor) == is_matrix, strides
         accumulate = torch.ops.eaves.linear_cross_entropy_backward_accumulate
         is_place = is_taken(accumulate, tensor, one, None, None, x, head, *saved)
-        check = _check_grad_weight_out
+        check = check_grad_weight_out
         assert is_taken(check, tensor, head.dtype, head, None, torch.float32, False) == is_place, strides
 
 
