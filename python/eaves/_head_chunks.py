@@ -8,7 +8,7 @@ gradient of the logits is rounded to, once, is the dtype of the hidden states, a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -50,8 +50,8 @@ class Cut(NamedTuple):
 # ----------------------------------------------------------------------------------------------------------- arguments
 
 
-def check_floating(op: str, name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:
-    """Is it a dense tensor of floating-point numbers, on the device of another?"""
+def check_dense(op: str, name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:
+    """Is it a dense tensor on the device of another?"""
     check_tensor(op, name, tensor)
     check_device(op, name, tensor, reference_name, reference)
     if tensor.layout != torch.strided or tensor.device.type not in _WORKSPACE_BYTES:
@@ -59,6 +59,11 @@ def check_floating(op: str, name: str, tensor: Tensor, reference_name: str, refe
             f"{op}: {name} is {tensor.layout} on {tensor.device.type}, expected dense ones (torch.strided) on cpu or "
             "cuda"
         )
+
+
+def check_floating(op: str, name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:
+    """Is it a dense tensor of floating-point numbers, on the device of another?"""
+    check_dense(op, name, tensor, reference_name, reference)
     if not tensor.is_floating_point():
         raise ValueError(f"{op}: {name} has dtype {name_of(tensor.dtype)}, expected a floating-point type")
 
@@ -127,6 +132,26 @@ def cut(rows: int, classes: int, bytes_of_row: int, limit: int, *heads: Head) ->
         limit -= limit // 4
     chunks = math.ceil(rows / max(1, limit // bytes_of_row))
     return Cut(math.ceil(rows / max(1, chunks)), block)
+
+
+def matrices(x: Tensor) -> list[Tensor]:
+    """The rows of x, [..., columns], in their order, as views of two axes; one, where its strides allow it."""
+    if x.dim() <= 2:
+        return [x if x.dim() == 2 else x.unsqueeze(0)]
+    try:
+        return [x.view(math.prod(x.shape[:-1]), x.shape[-1])]
+    except RuntimeError:
+        return [matrix for part in x for matrix in matrices(part)]
+
+
+def chunks_of(rows: Sequence[Tensor], size: int) -> Iterator[tuple[slice, Tensor]]:
+    """Up to `size` rows of a matrix at once, and which rows of all matrices they are."""
+    first = 0
+    for matrix in rows:
+        for begin in range(0, matrix.shape[0], max(1, size)):
+            part = matrix[begin : begin + max(1, size)]
+            yield slice(first + begin, first + begin + part.shape[0]), part
+        first += matrix.shape[0]
 
 
 def of_rows(input: Tensor, chunk: slice, counts: Tensor | None) -> Tensor:

@@ -3,6 +3,8 @@ linear_cross_entropy for each row, with the other sign, as post-training asks fo
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
@@ -10,16 +12,50 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from eaves._cross_entropy import cross_entropy
-from eaves._linear_cross_entropy import linear_cross_entropy
-from eaves._loss import CLASS_DTYPES, RANGES, CrossEntropyOutput, refuse_unknown
-from eaves._operator import check_bool, check_tensor, index_of, name_of, number_of
+from eaves._cross_entropy import cross_entropy, refuse_in_place
+from eaves._head_chunks import check_dense, check_floating, checked_head
+from eaves._linear_cross_entropy import (
+    check_algorithm,
+    check_grad_weight_out,
+    check_overlap,
+    linear_cross_entropy,
+    wide_weight,
+)
+from eaves._log_prob_chunks import HeadOptions, Settings, has_values, losses_of, rows_of
+from eaves._loss import (
+    ARGMAX,
+    CLASS_DTYPES,
+    ENTROPY,
+    LSE,
+    MEAN_LOGIT,
+    RANGES,
+    SUM_SQ,
+    CrossEntropyOutput,
+    pick,
+    refuse_gradient,
+    refuse_unknown,
+    shape_of,
+)
+from eaves._operator import (
+    accumulator_dtype,
+    check_bool,
+    check_dtype_of,
+    check_shape,
+    check_tensor,
+    index_of,
+    is_exporting,
+    is_transforming,
+    name_of,
+    needs_autograd,
+    number_of,
+    uncompiled,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
 
     class _OfBoth(TypedDict, total=False):
-        temperature: float | None
+        temperature: Tensor | float | None
         softcap: float | None
         scale: float | None
         ignore_index: int
@@ -77,7 +113,7 @@ def log_prob(
     logits: Tensor,
     tokens: Tensor,
     *,
-    temperature: float | None = None,
+    temperature: Tensor | float | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     ignore_index: int = -100,
@@ -129,9 +165,15 @@ def log_prob(
     """
     if unknown:
         refuse_unknown("log_prob", unknown, log_prob)
+    returns = (return_entropy, return_top1, return_sum_sq, return_mean_logit)
+    if _has_several(logits, tokens, temperature):
+        return _of_several(
+            _NAMES, logits, None, None, tokens, temperature, softcap, scale, ignore_index, returns,
+            inplace_backward=inplace_backward,
+        )  # fmt: skip
     return _of_loss(
         cross_entropy, _NAMES, (logits,), tokens, temperature, softcap, scale, ignore_index,
-        (return_entropy, return_top1, return_sum_sq, return_mean_logit), inplace_backward=inplace_backward,
+        returns, inplace_backward=inplace_backward,
         class_dim=-1,
     )  # fmt: skip
 
@@ -170,7 +212,7 @@ def linear_log_prob(
     tokens: Tensor,
     *,
     bias: Tensor | None = None,
-    temperature: float | None = None,
+    temperature: Tensor | float | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     ignore_index: int = -100,
@@ -218,9 +260,16 @@ def linear_log_prob(
     """
     if unknown:
         refuse_unknown("linear_log_prob", unknown, linear_log_prob)
+    returns = (return_entropy, return_top1, return_sum_sq, return_mean_logit)
+    if _has_several(hidden, tokens, temperature):
+        return _of_several(
+            _LINEAR_NAMES, hidden, head, bias, tokens, temperature, softcap, scale, ignore_index, returns,
+            algorithm=algorithm, workspace_bytes=workspace_bytes, skip_ignored=skip_ignored,
+            grad_weight_dtype=grad_weight_dtype, grad_weight_out=grad_weight_out,
+        )  # fmt: skip
     return _of_loss(
         linear_cross_entropy, _LINEAR_NAMES, (hidden, head), tokens, temperature, softcap, scale, ignore_index,
-        (return_entropy, return_top1, return_sum_sq, return_mean_logit), linear_bias=bias, algorithm=algorithm,
+        returns, linear_bias=bias, algorithm=algorithm,
         workspace_bytes=workspace_bytes, skip_ignored=skip_ignored, grad_weight_dtype=grad_weight_dtype,
         grad_weight_out=grad_weight_out,
     )  # fmt: skip
@@ -239,7 +288,7 @@ def _of_loss(
     names: Mapping[str, str],
     inputs: tuple[Tensor, ...],
     tokens: Tensor,
-    temperature: float | None,
+    temperature: object,
     softcap: float | None,
     scale: float | None,
     ignore_index: int,
@@ -298,3 +347,168 @@ def _renamed(error: Exception, names: Mapping[str, str]) -> Exception:
         return error
     of_the_loss = rf"(?<!['\"])\b({'|'.join(names)})\b(?!['\"])"  # but for values of the caller's, which are quoted
     return type(error)(re.sub(of_the_loss, lambda found: names[found[0]], message))
+
+
+# ------------------------------------------------ several tokens or a temperature for each row: see _log_prob_chunks.py
+
+
+def _has_several(x: object, tokens: object, temperature: object) -> bool:
+    if isinstance(temperature, Tensor):
+        return True
+    return isinstance(tokens, Tensor) and isinstance(x, Tensor) and tokens.dim() == x.dim() != 0
+
+
+def _of_several(names: Mapping[str, str], *arguments: Any, **options: Any) -> Tensor | LogProbOutput:
+    op = next(iter(names.values()))
+    if is_exporting() or is_transforming():
+        raise NotImplementedError(
+            f"{op}: with several tokens or a temperature for each row it does not work inside of torch.export, "
+            "torch.vmap and torch.func"
+        )
+    try:
+        return uncompiled(_computed)(op, *arguments, **options)  # type: ignore[no-any-return]
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise _renamed(error, names) from None
+
+
+def _computed(
+    op: str,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    tokens: Tensor,
+    temperature: Tensor | float | None,
+    softcap: float | None,
+    scale: float | None,
+    ignore_index: int,
+    returns: tuple[bool, ...],
+    *,
+    inplace_backward: bool = False,
+    **options: Any,
+) -> Tensor | LogProbOutput:
+    """log_prob of logits x, or where there is a weight linear_log_prob of hidden states x."""
+    outputs = LSE
+    for output, bit, is_wanted in zip(LogProbOutput._fields[1:], (ENTROPY, ARGMAX, SUM_SQ, MEAN_LOGIT), returns):
+        check_bool(op, f"return_{output.removeprefix('is_')}", is_wanted)
+        outputs |= bit if is_wanted else 0
+    check_bool(op, "inplace_backward", inplace_backward)
+    ignore_index = index_of(op, "ignore_index", ignore_index)
+    passed, name = x, "logits" if weight is None else "hidden"
+    check_tensor(op, name, x)
+    of_head = HeadOptions()
+    if weight is None:
+        _check_logits(op, x)
+        classes = x.shape[-1]
+        if inplace_backward and needs_autograd(x):
+            refuse_in_place(x)
+    else:
+        given = {"hidden": x, "head": weight, "bias": bias, "tokens": tokens, "temperature": temperature}
+        x, weight, bias = checked_head(op, ("hidden", "head", "bias"), x, weight, bias, "hidden", x)
+        classes = weight.shape[0]
+        of_head = _head_options(op, x, weight, given, **options)
+    rows = passed.shape[:-1]
+    _check_tokens(op, tokens, name, passed)
+    if isinstance(temperature, Tensor):
+        check_floating(op, "temperature", temperature, name, x)
+        check_shape(op, "temperature", temperature, rows, f"one per row of {name} {shape_of(passed)}")
+        refuse_gradient(op, "temperature", temperature)
+    divisor = None if isinstance(temperature, Tensor) else temperature
+    scale, softcap = tempered(op, 1.0 if divisor is None else divisor, scale, softcap)
+    assert scale is not None
+
+    chosen = tokens.to(torch.int64).reshape(math.prod(rows), 1 if tokens.dim() == len(rows) else tokens.shape[-1])
+    is_absent = chosen == ignore_index
+    is_ignored = is_absent.all(1)
+    _check_classes(op, tokens, is_absent, classes, ignore_index)
+    divisors = None
+    if isinstance(temperature, Tensor):
+        # Of ignored rows it may be anything.
+        divisors = temperature.detach().reshape(-1).to(accumulator_dtype(x.dtype)).masked_fill(is_ignored, 1)
+        _check_divisors(op, temperature, divisors)
+    settings = Settings(op, scale, softcap, ignore_index, outputs, inplace_backward, of_head)
+    with torch.autocast(x.device.type, enabled=False):
+        found = losses_of(settings, rows_of(chosen, is_absent, divisors), x, weight, bias)
+        # 0 of ignored places, where a minus would make -0.
+        log_prob = 0 - found[0][:, : chosen.shape[1]].masked_fill(is_absent, 0).view(tokens.shape)
+        if not any(returns):
+            return log_prob
+        entropy, sum_sq, mean_logit = (
+            None if each is None else each.masked_fill(is_ignored, 0).view(rows)
+            for each in (pick(found, outputs, bit) for bit in (ENTROPY, SUM_SQ, MEAN_LOGIT))
+        )
+        argmax = pick(found, outputs, ARGMAX)
+        is_top1 = None if argmax is None else ((argmax.unsqueeze(1) == chosen) & ~is_absent).view(tokens.shape)
+    return LogProbOutput(log_prob, entropy, is_top1, sum_sq, mean_logit)
+
+
+def _check_logits(op: str, logits: Tensor) -> None:
+    check_floating(op, "logits", logits, "logits", logits)
+    if logits.dim() == 0:
+        raise ValueError(f"{op}: logits has no axes, expected at least one, of the classes")
+    if logits.shape[-1] == 0:
+        raise ValueError(f"{op}: logits has shape {shape_of(logits)}, expected at least one class")
+
+
+def _head_options(
+    op: str,
+    hidden: Tensor,
+    head: Tensor,
+    given: Mapping[str, object],
+    *,
+    algorithm: str,
+    workspace_bytes: int | None,
+    skip_ignored: bool,
+    grad_weight_dtype: torch.dtype | None,
+    grad_weight_out: Tensor | None,
+) -> HeadOptions:
+    """Those that linear_log_prob has and log_prob has not; the tensors of the call are `given`, as they were passed."""
+    check_algorithm(algorithm, workspace_bytes)
+    if algorithm == "speed":
+        raise NotImplementedError(
+            f'{op}: algorithm is "speed", which takes one token for each row and a number as temperature; expected '
+            '"auto" or "memory"'
+        )
+    check_bool(op, "skip_ignored", skip_ignored)
+    sums = accumulator_dtype(hidden.dtype)
+    if grad_weight_out is not None:
+        check_grad_weight_out(grad_weight_out, hidden.dtype, head, grad_weight_dtype, sums, False)
+        check_overlap(grad_weight_out, given)
+        sums = grad_weight_out.dtype
+    elif not wide_weight(hidden.dtype, head.dtype, grad_weight_dtype):
+        sums = hidden.dtype
+    return HeadOptions(workspace_bytes, skip_ignored, sums, grad_weight_out)
+
+
+def _check_tokens(op: str, tokens: Tensor, name: str, x: Tensor) -> None:
+    check_dense(op, "tokens", tokens, name, x)
+    check_dtype_of(op, "tokens", tokens, CLASS_DTYPES, "classes")
+    rows = x.shape[:-1]
+    if tokens.shape != rows and (tokens.dim() != x.dim() or tokens.shape[:-1] != rows):
+        several = ", ".join([*map(str, rows), "K"])
+        raise ValueError(
+            f"{op}: tokens has shape {shape_of(tokens)}, expected {list(rows)} or [{several}] (one or K per row of "
+            f"{name} {shape_of(x)})"
+        )
+
+
+def _check_classes(op: str, tokens: Tensor, is_absent: Tensor, classes: int, ignore_index: int) -> None:
+    """As the core does: on the CPU, and on a GPU where the environment says so."""
+    if not has_values(tokens) and not (tokens.is_cuda and os.environ.get("EAVES_CHECK_TARGETS", "") not in ("", "0")):
+        return
+    is_wrong = ((tokens < 0) | (tokens >= classes)) & ~is_absent.view(tokens.shape)
+    if is_wrong.any():
+        index = is_wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"{op}: tokens{index or ''} is {tokens[tuple(index)].item()}, expected 0 to {classes - 1}, or ignore_index "
+            f"{ignore_index}"
+        )
+
+
+def _check_divisors(op: str, temperature: Tensor, divisors: Tensor) -> None:
+    if not has_values(temperature):
+        return
+    is_wrong = ~((divisors > 0) & divisors.isfinite())
+    if is_wrong.any():
+        index = is_wrong.view(temperature.shape).nonzero()[0].tolist()
+        value = temperature[tuple(index)].item()
+        raise ValueError(f"{op}: temperature{index or ''} is {value}, expected {RANGES['scale'][2]}")
