@@ -299,6 +299,7 @@ def _gradients(
             _gradient_(z, rows, settings, [_of(chunk, each) for each in (*saved, *upstream)])
             if rows.temperature is not None:
                 place.copy_(z)
+            del z  # before the next chunk
         if settings.is_in_place:
             torch.autograd.graph.increment_version(x)
         return grad_x, None, None

@@ -21,7 +21,7 @@ import eaves
 from comparison import FLOATING_POINT, assert_within
 from cross_entropy_cases import random_targets
 from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output
-from eaves._linear_cross_entropy import check_grad_weight_out, _is_matrix
+from eaves._linear_cross_entropy import _is_matrix, check_grad_weight_out
 from eaves._linear_cross_entropy_rules import BackwardTensors, ForwardTensors, Options
 from eaves._loss import MEAN, SUM
 from layouts import LAYOUTS, random_tensor

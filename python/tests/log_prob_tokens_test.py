@@ -1,0 +1,708 @@
+"""eaves.log_prob and eaves.linear_log_prob of several tokens for each row, and with a temperature for each, against the
+formula in float64 and autograd's gradients of it."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import eaves
+from comparison import FLOATING_POINT, Bound, allowed_error, assert_within
+from cross_entropy_test import each
+from layouts import LAYOUTS
+from linear_cross_entropy_cases import Gradients, assert_gradients
+from linear_kl_div_test import Watching
+from log_prob_test import rows_and_head
+from pairwise import pairwise
+from refusals import Call, assert_each_refused, assert_refused_by
+
+IGNORED = -100
+PLACES = (None, 0, 1, 3, 64)  # None: tokens of the rows' shape
+RETURNS = ("entropy", "top1", "sum_sq", "mean_logit")
+
+
+class Oracle:
+    """Both functions in float64, from the tensors as they were rounded; `weight` None: x are the logits."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        tokens: Tensor,
+        *,
+        bias: Tensor | None = None,
+        temperature: Tensor | float | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+        ignore_index: int = IGNORED,
+    ) -> None:
+        def exact(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.detach().cpu().double().requires_grad_()
+
+        self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        self.leaves = [exact(each) for each in (x, weight, bias)]
+        x, weight, bias = self.leaves
+        z = x if weight is None else x @ weight.T
+        z = z if bias is None else z + bias
+        z = z if scale is None else scale * z
+        self.argmax = z.detach().argmax(-1)
+        z = z if softcap is None else softcap * torch.tanh(z / softcap)
+        if isinstance(temperature, Tensor):
+            z = z / temperature.detach().cpu().double().unsqueeze(-1)
+        elif temperature is not None:
+            z = z / temperature
+        t = tokens.cpu().long()
+        t = t if t.dim() == z.dim() else t.unsqueeze(-1)
+        self.counts = t != ignore_index
+        row_counts = self.counts.any(-1)
+        log_p = torch.log_softmax(z, -1)
+        p = log_p.exp()
+        found = log_p.gather(-1, torch.where(self.counts, t, 0))
+        self.log_prob = torch.where(self.counts, found, 0.0).reshape(tokens.shape)
+        self.entropy = torch.where(row_counts, -torch.where(p == 0, 0.0, p * log_p).sum(-1), 0.0)
+        self.sum_sq = torch.where(row_counts, p.square().sum(-1), 0.0).detach()
+        self.mean_logit = torch.where(row_counts, z.mean(-1), 0.0).detach()
+        self.is_top1 = ((self.argmax.unsqueeze(-1) == t) & self.counts).reshape(tokens.shape)
+        # As of the losses: an error is a share of the largest logit. A product of float32 is off by a share of its
+        # size, and an error of a logit is one of its row's log-probabilities, twice.
+        with torch.no_grad():
+            largest = z.abs().amax(-1) + 1
+            product = torch.zeros_like(largest)
+            if weight is not None:
+                size = (x.abs() @ weight.abs().T).amax(-1) + (0 if bias is None else bias.abs().amax())
+                divisor = temperature.cpu().double() if isinstance(temperature, Tensor) else temperature or 1.0
+                unit = torch.finfo(self.dtype).eps * (1 + x.shape[-1] ** 0.5)
+                product = 2 * unit * size * (scale or 1.0) / divisor
+            self.error = allowed_error(self.dtype, largest, largest) + product
+
+    def bounds(self) -> dict[str, Bound]:
+        of_tokens = self.error.unsqueeze(-1).expand(self.counts.shape).reshape(self.log_prob.shape)
+        of_rows = self.error * (1 + self.entropy.detach())
+        return {
+            "log_prob": Bound(self.log_prob.detach(), of_tokens),
+            "entropy": Bound(self.entropy.detach(), of_rows),
+            "sum_sq": Bound(self.sum_sq, of_rows),
+            "mean_logit": Bound(self.mean_logit, of_rows),
+        }
+
+    def gradients(self, upstream: Tensor | None, of_entropy: Tensor | None = None) -> Gradients:
+        total = torch.zeros((), dtype=torch.float64)
+        for output, given in ((self.log_prob, upstream), (self.entropy, of_entropy)):
+            if given is not None:
+                total = total + (output * given.cpu().double()).sum()
+        wanted = [leaf for leaf in self.leaves if leaf is not None]
+        found = list(torch.autograd.grad(total, wanted, retain_graph=True))
+        return Gradients(*[None if leaf is None else found.pop(0) for leaf in self.leaves])
+
+
+def chosen_tokens(rows: tuple[int, ...], places: int | None, classes: int, device: torch.device) -> Tensor:
+    """With a token twice in a row, places that are ignored, and whole rows that are."""
+    generator = torch.Generator().manual_seed(3)
+    shape = rows if places is None else (*rows, places)
+    tokens = torch.randint(classes, shape, generator=generator)
+    flat = tokens.view(math.prod(rows), -1) if tokens.numel() else tokens.new_empty(math.prod(rows), 0)
+    if places is not None and places > 1:
+        flat[:, 1] = flat[:, 0]
+        flat[::3, places // 2] = IGNORED
+        flat[1::4, 0] = IGNORED
+    if tokens.numel():
+        flat[2] = IGNORED
+    return tokens.to(device)
+
+
+def temperatures(rows: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.linspace(0.5, 2.0, math.prod(rows)).view(rows).to(device, dtype)
+
+
+def uneven(found: Tensor) -> Tensor:
+    return torch.linspace(-1, 2, found.numel(), dtype=found.dtype, device=found.device).view(found.shape)
+
+
+def outputs_of(out: Any, oracle: Oracle, what: str) -> None:
+    for name, bound in oracle.bounds().items():
+        found = getattr(out, name)
+        assert found.dtype == oracle.dtype and found.is_contiguous(), f"{name} {what}"
+        assert_within(found, bound, f"{name} {what}")
+    assert torch.equal(out.is_top1.cpu(), oracle.is_top1), what
+    assert (out.log_prob <= 0).all() and not torch.signbit(out.log_prob[out.log_prob == 0]).any(), what
+
+
+EVERYTHING = {f"return_{name}": True for name in RETURNS}
+
+
+# --------------------------------------------------------------------------------------------------------- the numbers
+
+
+@each("places", PLACES)
+def test_of_a_head_everything_matches_the_formula(places: int | None, device: torch.device) -> None:
+    rows, classes = (3, 5), 129
+    divisors = ("rows",) if places is None else (None, 0.7, "rows")  # a number and one token go another way
+    for dtype, temperature, softcap, scale, bias, workspace_bytes in pairwise(
+        FLOATING_POINT, divisors, (None, 4.0), (None, 1.5), ("none", "float32", "as the head"),
+        (None, 1, 8000),  # one chunk, of single rows, of a few
+    ):  # fmt: skip
+        hidden, head, _ = rows_and_head(rows, classes, dtype, device)
+        hidden, head = hidden / 3, head / 2
+        tokens = chosen_tokens(rows, places, classes, device)
+        options: dict[str, Any] = {"softcap": softcap, "scale": scale}
+        options["temperature"] = temperatures(rows, device) if temperature == "rows" else temperature
+        if bias != "none":
+            of_bias = torch.float32 if bias == "float32" else dtype
+            options["bias"] = torch.linspace(-1, 1, classes, device=device).to(of_bias).requires_grad_()
+        what = f"{dtype} {options} {workspace_bytes}"
+        oracle = Oracle(hidden, head, tokens, **options)
+        given = [hidden.requires_grad_(), head.requires_grad_()]
+        wanted = [*given, options["bias"]] if bias != "none" else given
+        # "auto" has this way for calls that are not of one token and a number alone.
+        out = eaves.linear_log_prob(
+            *given, tokens, workspace_bytes=workspace_bytes, grad_weight_dtype=oracle.dtype, **EVERYTHING, **options
+        )
+        outputs_of(out, oracle, what)
+        for has_entropy in (False, True):
+            upstream, of_entropy = uneven(out.log_prob), uneven(out.entropy) if has_entropy else None
+            found = torch.autograd.grad(
+                (out.log_prob, out.entropy), wanted, (upstream, torch.zeros_like(out.entropy) if of_entropy is None
+                else of_entropy), retain_graph=True,
+            )  # fmt: skip
+            exact = oracle.gradients(upstream, of_entropy)
+            for index, (gradient, of) in enumerate(zip(found, wanted, strict=True)):
+                assert gradient.dtype == of.dtype and gradient.shape == of.shape, what
+                alone = [gradient if other == index else None for other in range(3)]
+                assert_gradients(alone, exact, gradient.dtype, f"{what} entropy {has_entropy}")
+        with torch.no_grad():
+            again = eaves.linear_log_prob(*given, tokens, workspace_bytes=workspace_bytes, **EVERYTHING, **options)
+        assert all(map(torch.equal, out, again)), what
+
+
+@each("places", PLACES)
+def test_of_logits_everything_matches_the_formula(places: int | None, device: torch.device) -> None:
+    rows, classes = (3, 5), 257
+    for dtype, temperature, softcap, scale, is_in_place, has_entropy in pairwise(
+        FLOATING_POINT, (None, 0.7, "rows"), (None, 4.0), (None, 1.5), (False, True), (False, True)
+    ):
+        logits = rows_and_head(rows, 1, dtype, device, classes)[0]
+        tokens = chosen_tokens(rows, places, classes, device).to(torch.int32)
+        options: dict[str, Any] = {"softcap": softcap, "scale": scale}
+        options["temperature"] = temperatures(rows, device) if temperature == "rows" else temperature
+        what = f"{dtype} {options} in place {is_in_place}"
+        oracle = Oracle(logits, None, tokens, **options)
+        leaf = logits.clone().requires_grad_()
+        out = eaves.log_prob(leaf * 1, tokens, inplace_backward=is_in_place, **EVERYTHING, **options)
+        outputs_of(out, oracle, what)
+        assert out.entropy.requires_grad != is_in_place, what
+        upstream = uneven(out.log_prob)
+        of_entropy = uneven(out.entropy) if has_entropy and not is_in_place else None
+        total = (out.log_prob * upstream).sum()
+        if of_entropy is not None:
+            total = total + (out.entropy * of_entropy).sum()
+        (grad,) = torch.autograd.grad(total, leaf)
+        exact = oracle.gradients(upstream, of_entropy).input
+        assert grad.dtype == dtype and grad.shape == logits.shape
+        # The share of p is as exact as lse, which is kept in float32: an absolute error of lse is a relative one of p.
+        # What the terms of an element would be if they did not cancel is at most the row's upstream gradients.
+        size = upstream.abs() if places is None else upstream.abs().sum(-1)
+        size = size.cpu().double() if of_entropy is None else (size + 8 * of_entropy.abs()).cpu().double()
+        size = (size * (scale or 1.0) * 2).unsqueeze(-1).expand_as(exact)
+        assert_within(grad, Bound(exact, allowed_error(dtype, exact, size) + oracle.error.unsqueeze(-1) * size), what)
+
+
+@each("temperature", (None, "rows"))
+def test_gradients_are_those_of_finite_differences(temperature: str | None, device: torch.device) -> None:
+    hidden, head, _ = rows_and_head((4,), 6, torch.float64, device, 3)
+    bias = torch.linspace(-1, 1, 6, dtype=torch.float64, device=device)
+    tokens = torch.tensor([[0, 0, 3], [5, IGNORED, 5], [IGNORED] * 3, [1, 2, 3]], device=device)
+    divisors = temperatures((4,), device) if temperature else None
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        out = eaves.linear_log_prob(
+            x, weight, tokens, bias=bias, temperature=divisors, softcap=3.0, scale=1.3, return_entropy=True
+        )
+        assert out.entropy is not None
+        return out.log_prob, out.entropy
+
+    assert torch.autograd.gradcheck(function, [each.requires_grad_() for each in (hidden, head, bias)])
+
+
+# Not of float32: what torch's own products add up over 50257 classes is off by more than the bound.
+@each("dtype", (torch.bfloat16, torch.float64))
+@each("has_temperatures", (False, True))
+def test_the_vocabulary_of_a_language_model(has_temperatures: bool, dtype: torch.dtype, device: torch.device) -> None:
+    hidden, head, _ = rows_and_head((11,), 50257, dtype, device, 16)  # several chunks on the CPU
+    hidden.requires_grad_()
+    tokens = chosen_tokens((11,), 64, 50257, device)
+    temperature = temperatures((11,), device) if has_temperatures else None
+    oracle = Oracle(hidden, head, tokens, temperature=temperature)
+    out = eaves.linear_log_prob(hidden, head, tokens, temperature=temperature, workspace_bytes=1 << 20, **EVERYTHING)
+    outputs_of(out, oracle, "")
+    (grad,) = torch.autograd.grad(out.log_prob, hidden, uneven(out.log_prob))
+    assert_gradients((grad, None, None), oracle.gradients(uneven(out.log_prob)), dtype)
+
+
+def test_one_place_is_as_tokens_without_it(device: torch.device) -> None:
+    hidden, head, tokens = rows_and_head((3, 5), 129, torch.float32, device)
+    tokens[1, 2] = IGNORED
+    hidden, head = hidden.requires_grad_(), head.requires_grad_()
+    for options in ({}, {"temperature": 0.7, "softcap": 4.0}):
+        one = eaves.linear_log_prob(hidden, head, tokens, algorithm="memory", **EVERYTHING, **options)
+        several = eaves.linear_log_prob(hidden, head, tokens.unsqueeze(-1), **EVERYTHING, **options)
+        for name, expected in zip(one._fields, one, strict=True):
+            found = getattr(several, name)
+            found = found.squeeze(-1) if name in ("log_prob", "is_top1") else found
+            torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+        upstream = uneven(one.log_prob)
+        expected = torch.autograd.grad(one.log_prob, (hidden, head), upstream)
+        found = torch.autograd.grad(several.log_prob, (hidden, head), upstream.unsqueeze(-1))
+        for actual, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+
+
+@each("places", (None, 3))
+@each("options", ({}, {"softcap": 4.0, "scale": 1.5}))
+def test_equal_temperatures_are_the_number(options: dict[str, Any], places: int | None, device: torch.device) -> None:
+    hidden, head, _ = rows_and_head((3, 5), 129, torch.float32, device)
+    tokens = chosen_tokens((3, 5), places, 129, device)
+    of_rows = torch.full((3, 5), 0.7, device=device)
+    for function, tensors in (
+        (eaves.linear_log_prob, (hidden.requires_grad_(), head)),
+        (eaves.log_prob, ((hidden.detach() @ head.T).requires_grad_(),)),
+    ):
+        number = function(*tensors, tokens, temperature=0.7, **EVERYTHING, **options)
+        tensor = function(*tensors, tokens, temperature=of_rows, **EVERYTHING, **options)
+        for found, expected in zip(tensor, number, strict=True):
+            torch.testing.assert_close(found, expected, rtol=3e-6, atol=3e-6)
+        upstream = uneven(number.log_prob)
+        found, expected = (torch.autograd.grad(out.log_prob, tensors[0], upstream)[0] for out in (tensor, number))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@each("dtype", (torch.float16, torch.bfloat16, torch.float64))
+def test_temperatures_of_any_floating_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    logits = rows_and_head((4,), 1, torch.float32, device, 33)[0]
+    tokens = chosen_tokens((4,), 3, 33, device)
+    temperature = temperatures((4,), device, dtype)
+    found = eaves.log_prob(logits, tokens, temperature=temperature)
+    assert torch.equal(found, eaves.log_prob(logits, tokens, temperature=temperature.float()))
+
+
+# ------------------------------------------------------------------------------------------------------------ the edges
+
+
+@each("has_temperatures", (False, True))
+def test_confident_rows_are_exact(has_temperatures: bool, device: torch.device) -> None:
+    # The first place is the unlikely token: from it nothing would be left of the likely one's log-probability.
+    differences = torch.tensor([5.0, 17.0, 30.0, 60.0], device=device)
+    logits = torch.stack([torch.zeros(4, device=device), differences], 1).requires_grad_()
+    tokens = torch.tensor([0, 1, 1], device=device).expand(4, 3)
+    temperature = torch.ones(4, device=device) if has_temperatures else None
+    found = eaves.log_prob(logits, tokens, temperature=temperature)
+    likely = -torch.log1p((-differences.double()).exp())
+    exact = torch.stack([likely - differences, likely, likely], 1)
+    torch.testing.assert_close(found.double(), exact, rtol=3e-7, atol=1e-12)
+    # d log p_1 = (-p_0, p_0), and of the token twice that.
+    (grad,) = torch.autograd.grad(found, logits, torch.tensor([0.0, 1.0, 1.0], device=device).expand(4, 3))
+    p_0 = -torch.expm1(likely)
+    torch.testing.assert_close(grad[:, 1].double(), 2 * p_0, rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(grad[:, 0].double(), -2 * p_0, rtol=1e-6, atol=1e-12)
+
+
+@each("level", (-1e4, 1e4))
+@each("has_temperatures", (False, True))
+def test_logits_that_are_all_large_are_as_exact_as_others(
+    has_temperatures: bool, level: float, device: torch.device
+) -> None:
+    logits = torch.linspace(-4, 4, 1000, device=device).repeat(3, 1) + level  # rounded, which the formula gets too
+    tokens = torch.tensor([[0, 999], [500, 0], [999, 999]], device=device)
+    temperature = torch.ones(3, device=device) if has_temperatures else None
+    found = eaves.log_prob(logits, tokens, temperature=temperature)
+    exact = torch.log_softmax(logits.double(), -1).gather(-1, tokens)
+    torch.testing.assert_close(found.double(), exact, rtol=5e-7, atol=1e-9)
+
+
+def test_a_masked_class_has_log_probability_minus_infinity(device: torch.device) -> None:
+    logits = torch.tensor([[0.0, -math.inf, 1.0], [-math.inf, -math.inf, 1.0]], device=device, requires_grad=True)
+    tokens = torch.tensor([[0, 1], [0, 1]], device=device)
+    for temperature in (None, torch.ones(2, device=device)):
+        out = eaves.log_prob(logits, tokens, temperature=temperature, return_entropy=True)
+        assert out.log_prob[0, 1] == -math.inf and (out.log_prob[1] == -math.inf).all()
+        (grad,) = torch.autograd.grad((out.log_prob[:, :1].sum(), out.entropy.sum()), logits)
+        assert grad.isfinite().all()
+
+
+@each("has_temperatures", (False, True))
+def test_places_that_are_ignored_count_for_nothing(has_temperatures: bool, device: torch.device) -> None:
+    hidden, head, _ = rows_and_head((4,), 33, torch.float32, device)
+    hidden[2] = math.nan  # a row of nothing but ignore_index, whatever it holds
+    head.requires_grad_()
+    tokens = torch.tensor([[5, IGNORED], [IGNORED, 7], [IGNORED, IGNORED], [1, 2]], device=device)
+    temperature = temperatures((4,), device) if has_temperatures else None
+    if temperature is not None:
+        temperature[2] = 0
+    upstream = torch.full((4, 2), 2.0, device=device).masked_fill(tokens == IGNORED, math.nan)
+    of_entropy = torch.ones(4, device=device)
+    of_entropy[2] = math.nan
+    x = hidden.clone().requires_grad_()
+    of_head = eaves.linear_log_prob(x, head, tokens, temperature=temperature, **EVERYTHING)
+    logits = (hidden @ head.detach().T).requires_grad_()
+    of_logits = eaves.log_prob(logits, tokens, temperature=temperature, **EVERYTHING)
+    for out, tensors in ((of_head, (x, head)), (of_logits, (logits,))):
+        assert (out.log_prob[tokens == IGNORED] == 0).all() and not out.is_top1[tokens == IGNORED].any()
+        assert out.entropy[2] == out.sum_sq[2] == out.mean_logit[2] == 0
+        assert (out.entropy[[0, 1, 3]] > 0).all()
+        grads = torch.autograd.grad((out.log_prob, out.entropy), tensors, (upstream, of_entropy))
+        assert (grads[0][2] == 0).all() and all(grad.isfinite().all() for grad in grads)
+
+
+def test_an_ignore_index_may_be_a_class(device: torch.device) -> None:
+    logits = torch.tensor([[1.0, 0.0], [1.0, 0.0]], device=device)
+    out = eaves.log_prob(logits, torch.tensor([[0, 1], [0, 0]], device=device), ignore_index=0, **EVERYTHING)
+    assert (out.log_prob == 0).tolist() == [[True, False], [True, True]] and not out.is_top1.any()
+    assert out.entropy[0] > 0 and out.entropy[1] == 0
+
+
+def test_int32_tokens_are_compared_with_all_of_ignore_index(device: torch.device) -> None:
+    logits = rows_and_head((4,), 1, torch.float32, device, 33)[0]
+    tokens = torch.zeros(4, 2, dtype=torch.int32, device=device)
+    assert (eaves.log_prob(logits, tokens, ignore_index=1 << 32) < 0).all()
+
+
+@each("shape", ((0, 3), (4, 0), (0, 0)))
+def test_without_rows_or_places(shape: tuple[int, int], device: torch.device) -> None:
+    hidden, head, _ = rows_and_head((shape[0],), 33, torch.float32, device)
+    tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+    logits = (hidden @ head.T).requires_grad_()
+    hidden, head = hidden.requires_grad_(), head.requires_grad_()
+    for out, tensors in (
+        (eaves.linear_log_prob(hidden, head, tokens, **EVERYTHING), (hidden, head)),
+        (eaves.log_prob(logits, tokens, **EVERYTHING), (logits,)),
+    ):
+        assert out.log_prob.shape == out.is_top1.shape == shape
+        assert out.entropy.shape == shape[:1] and (out.entropy == 0).all()
+        for grad, of in zip(torch.autograd.grad(out.log_prob.sum(), tensors), tensors, strict=True):
+            assert grad.shape == of.shape and (grad == 0).all()
+
+
+def test_logits_of_one_row(device: torch.device) -> None:
+    logits = torch.tensor([1.0, 2.0, 4.0], device=device)
+    exact = torch.log_softmax(logits / 2, -1)
+    two = torch.tensor(2.0, device=device)
+    torch.testing.assert_close(
+        eaves.log_prob(logits, torch.tensor([2, 0], device=device), temperature=2), exact[[2, 0]]
+    )
+    torch.testing.assert_close(eaves.log_prob(logits, torch.tensor(1, device=device), temperature=two), exact[1])
+
+
+@each("layout", LAYOUTS)
+@each("has_temperatures", (False, True))
+def test_any_strides(has_temperatures: bool, layout: Callable[[Tensor], Tensor], device: torch.device) -> None:
+    rows = (4, 3, 2)
+    logits = layout(rows_and_head(rows, 1, torch.float32, device, 33)[0])
+    tokens = layout(chosen_tokens(rows, 5, 33, device))
+    temperature = layout(temperatures(rows, device)) if has_temperatures else None
+    oracle = Oracle(logits, None, tokens, temperature=temperature)
+    leaf = logits.detach().requires_grad_()
+    out = eaves.log_prob(leaf, tokens, temperature=temperature, **EVERYTHING)
+    outputs_of(out, oracle, "")
+    (grad,) = torch.autograd.grad(out.log_prob, leaf, uneven(out.log_prob))
+    torch.testing.assert_close(grad.cpu().double(), oracle.gradients(uneven(out.log_prob)).input, rtol=1e-5, atol=1e-5)
+    head = rows_and_head(rows, 33, torch.float32, device)[1]
+    hidden = layout(rows_and_head(rows, 33, torch.float32, device)[0])
+    oracle = Oracle(hidden, head, tokens, temperature=temperature)
+    for weight in (head, layout(head) if "expanded" not in layout.__name__ else head.T.contiguous().T):
+        outputs_of(eaves.linear_log_prob(hidden, weight, tokens, temperature=temperature, **EVERYTHING), oracle, "")
+
+
+@each("has_temperatures", (False, True))
+def test_in_place_the_gradient_lies_where_the_logits_were(has_temperatures: bool, device: torch.device) -> None:
+    leaf = torch.randn(3, 6, 33, device=device, requires_grad=True)
+    logits = (leaf * 1)[:, 1:]  # no two axes in one
+    tokens = chosen_tokens((3, 5), 4, 33, device)
+    temperature = temperatures((3, 5), device) if has_temperatures else None
+    exact = Oracle(logits, None, tokens, temperature=temperature)
+    found = eaves.log_prob(logits, tokens, temperature=temperature, inplace_backward=True)
+    handed_out = []
+    logits.register_hook(handed_out.append)
+    (grad,) = torch.autograd.grad(found, leaf, uneven(found), retain_graph=True)
+    assert handed_out[0].data_ptr() == logits.data_ptr()
+    expected = exact.gradients(uneven(found)).input
+    torch.testing.assert_close(grad[:, 1:].cpu().double(), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(RuntimeError, match=r"^log_prob: with inplace_backward there is one backward"):
+        torch.autograd.grad(found, leaf, uneven(found))
+    with pytest.raises(RuntimeError, match=r"^log_prob: logits is a leaf"):
+        eaves.log_prob(leaf, chosen_tokens((3, 6), 4, 33, device), inplace_backward=True)
+    found = eaves.log_prob(leaf * 1, chosen_tokens((3, 6), 4, 33, device), inplace_backward=True)
+    with pytest.raises(NotImplementedError, match=r"^log_prob: with inplace_backward the gradient has no derivative"):
+        torch.autograd.grad(found.sum(), leaf, create_graph=True)
+
+
+# ------------------------------------------------------------------------------------------------ options of a head
+
+
+@each("dtype", (torch.float32, torch.bfloat16))
+def test_the_gradient_of_the_head_is_added_to_what_is_there(dtype: torch.dtype, device: torch.device) -> None:
+    hidden, head, _ = rows_and_head((40,), 65, dtype, device)
+    tokens = chosen_tokens((40,), 3, 65, device)
+    exact = Oracle(hidden, head, tokens).gradients(torch.ones(40, 3))
+    hidden, head = hidden.requires_grad_(), head.requires_grad_()
+    for of_out in {dtype, torch.float32}:
+        out = torch.zeros(65, 24, dtype=of_out, device=device)
+        found = eaves.linear_log_prob(hidden, head, tokens, grad_weight_out=out, workspace_bytes=1 << 20)
+        version = out._version
+        found.sum().backward(retain_graph=True)
+        assert head.grad is None and out._version > version
+        assert_gradients((None, out, None), exact, dtype)
+        found.sum().backward()
+        assert_gradients((None, out / 2, None), exact, dtype)
+        with pytest.raises(NotImplementedError, match="with grad_weight_out the gradient has no derivative"):
+            found = eaves.linear_log_prob(hidden, head, tokens, grad_weight_out=out)
+            torch.autograd.grad(found.sum(), hidden, create_graph=True)
+
+
+def test_parts_of_the_gradient_of_the_head_are_added_up_as_documented(device: torch.device) -> None:
+    hidden, head, _ = rows_and_head((512,), 65, torch.bfloat16, device)
+    head.requires_grad_()
+    tokens = chosen_tokens((512,), 3, 65, device)
+    exact = Oracle(hidden, head, tokens).gradients(torch.ones(512, 3))
+
+    def error(dtype: torch.dtype | None) -> float:
+        found = eaves.linear_log_prob(hidden, head, tokens, grad_weight_dtype=dtype, workspace_bytes=1)
+        (grad,) = torch.autograd.grad(found.sum(), head)
+        assert grad.dtype == torch.bfloat16
+        return float((grad.cpu().double() - exact.weight).norm() / exact.weight.norm())
+
+    # Of 512 chunks, each of which is rounded in 16 bits, the error is several times one rounding's.
+    assert 4 * error(torch.float32) < error(None) == error(torch.bfloat16)
+
+
+@each("skip_ignored", (False, True))
+def test_rows_that_are_ignored_may_be_left_out(skip_ignored: bool, device: torch.device) -> None:
+    hidden, head, _ = rows_and_head((20,), 65, torch.float32, device)
+    tokens = chosen_tokens((20,), 3, 65, device)
+    tokens[5:17] = IGNORED
+    temperature = temperatures((20,), device)
+    oracle = Oracle(hidden, head, tokens, temperature=temperature)
+    given = [hidden.requires_grad_(), head.requires_grad_()]
+    out = eaves.linear_log_prob(*given, tokens, temperature=temperature, skip_ignored=skip_ignored, **EVERYTHING)
+    outputs_of(out, oracle, "")
+    both = (uneven(out.log_prob), uneven(out.entropy))
+    grads = torch.autograd.grad((out.log_prob, out.entropy), given, both)
+    assert_gradients((*grads, None), oracle.gradients(*both), torch.float32)
+
+
+def test_under_autocast_a_head_is_cast_and_its_float32_gradient_is_not_rounded(device: torch.device) -> None:
+    hidden, head, _ = rows_and_head((40,), 65, torch.float32, device)
+    tokens = chosen_tokens((40,), 3, 65, device)
+    oracle = Oracle(hidden.bfloat16(), head.bfloat16(), tokens)
+    given = [hidden.requires_grad_(), head.requires_grad_()]
+    with torch.autocast(device.type, torch.bfloat16):
+        out = eaves.linear_log_prob(*given, tokens, **EVERYTHING)
+        grads = torch.autograd.grad(out.log_prob, given, uneven(out.log_prob))
+    outputs_of(out, oracle, "")
+    assert [grad.dtype for grad in grads] == [torch.float32] * 2
+    assert_gradients((*grads, None), oracle.gradients(uneven(out.log_prob)), torch.bfloat16)
+    assert not torch.equal(grads[1], grads[1].bfloat16().float())
+
+
+# ------------------------------------------------------------------------------------------------------------ autograd
+
+
+@each("wanted", ((True, False, False), (False, True, False), (False, False, True)))
+def test_only_gradients_that_are_wanted_are_there(wanted: tuple[bool, ...], device: torch.device) -> None:
+    hidden, head, _ = rows_and_head((4,), 33, torch.bfloat16, device)
+    tensors = (hidden, head, torch.zeros(33, device=device))
+    x, weight, bias = (tensor.requires_grad_(wants) for tensor, wants in zip(tensors, wanted, strict=True))
+    eaves.linear_log_prob(x, weight, chosen_tokens((4,), 3, 33, device), bias=bias).sum().backward()
+    assert tuple(tensor.grad is not None for tensor in tensors) == wanted
+
+
+def test_a_second_backward_gives_the_same_and_there_is_no_second_derivative(any_device: torch.device) -> None:
+    hidden, head, _ = rows_and_head((4,), 33, torch.float32, any_device)
+    hidden.requires_grad_()
+    found = eaves.linear_log_prob(hidden, head, chosen_tokens((4,), 3, 33, any_device))
+    first, second = (torch.autograd.grad(found, hidden, uneven(found), retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    found.mul_(2)  # what the backward needs is not handed out
+    (grad,) = torch.autograd.grad(found, hidden, uneven(found), create_graph=True)
+    torch.testing.assert_close(grad.detach(), 2 * first)
+    with pytest.raises(NotImplementedError, match=r"^linear_log_prob: there is no second derivative"):
+        torch.autograd.grad(grad.sum(), hidden)
+
+
+def test_forward_mode_transforms_and_export_are_refused(any_device: torch.device) -> None:
+    logits = rows_and_head((4,), 1, torch.float32, any_device, 33)[0]
+    tokens = chosen_tokens((4,), 3, 33, any_device)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(logits, torch.ones_like(logits))
+        with pytest.raises(NotImplementedError, match=r"^log_prob: there is no forward-mode derivative"):
+            eaves.log_prob(dual, tokens)
+    for transformed in (
+        lambda: torch.func.grad(lambda z: eaves.log_prob(z, tokens).sum())(logits),
+        lambda: torch.vmap(eaves.log_prob)(logits, tokens),
+    ):
+        with pytest.raises(NotImplementedError, match=r"^log_prob: with several tokens or a temperature for each row"):
+            transformed()
+    found = eaves.log_prob(logits.requires_grad_(), tokens)
+    with pytest.raises(NotImplementedError, match=r"^log_prob: with several tokens .* no backward has a batch"):
+        torch.autograd.grad(found, logits, torch.ones(2, 4, 3, device=any_device), is_grads_batched=True)
+
+    class Model(torch.nn.Module):
+        def forward(self, logits: Tensor, tokens: Tensor) -> Tensor:
+            return eaves.log_prob(logits, tokens)
+
+    with pytest.raises(Exception, match=r"does not work inside of torch\.export"):
+        torch.export.export(Model(), (logits.detach(), tokens), strict=False)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_torch_compile_leaves_it_as_it_is(any_device: torch.device) -> None:
+    hidden, head, _ = rows_and_head((10,), 65, torch.float32, any_device)
+    tokens, temperature = chosen_tokens((10,), 3, 65, any_device), temperatures((10,), any_device)
+    given = [hidden.requires_grad_(), head.requires_grad_()]
+
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        return 2 * eaves.linear_log_prob(2 * x, weight, tokens, temperature=temperature).exp().sum()
+
+    compiled = torch.compile(loss, backend="aot_eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(*given), loss(*given))
+        found, expected = (torch.autograd.grad(function(*given), given) for function in (compiled, loss))
+        torch.testing.assert_close(found, expected)
+
+
+# ------------------------------------------------------------------------------------------------------------ the costs
+
+
+@each("case", [((True, True), 4), ((True, False), 3), ((False, True), 3), ((False, False), 1)])
+def test_products_are_as_few_as_documented(case: tuple[tuple[bool, bool], int], device: torch.device) -> None:
+    wanted, products = case
+    hidden, head, _ = rows_and_head((10,), 65, torch.float32, device)
+    for tensor, wants in zip((hidden, head), wanted, strict=True):
+        tensor.requires_grad_(wants)
+    with Watching() as watching:
+        found = eaves.linear_log_prob(hidden, head, chosen_tokens((10,), 3, 65, device))
+        if any(wanted):
+            found.sum().backward()
+    assert watching.products == products
+
+
+@each("dtype", (torch.float32, torch.bfloat16))
+@each("softcap", (None, 4.0))
+def test_no_more_memory_is_taken_than_was_asked_for(
+    softcap: float | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    rows, classes, places, limit = 1000, 2003, 8, 1 << 20
+    hidden, head, _ = rows_and_head((rows,), classes, dtype, device, 16)
+    tokens, temperature = chosen_tokens((rows,), places, classes, device), temperatures((rows,), device)
+    hidden, head = hidden.requires_grad_(), head.requires_grad_()
+    # In float32 and as they are handed out, those of the head in both; and numbers of places and rows.
+    of_gradients, of_rows = 2 * 4 * (rows * 16 + classes * 16), 100 * rows * places
+    with Watching() as watching:
+        found = eaves.linear_log_prob(
+            hidden, head, tokens, temperature=temperature, softcap=softcap, workspace_bytes=limit,
+            grad_weight_dtype=torch.float32,
+        )  # fmt: skip
+        found.sum().backward()
+    assert limit / 4 < watching.peak < limit + of_gradients + of_rows
+    assert 4 * watching.largest <= limit, "a tensor of more than a chunk"
+
+
+@each("has_temperatures", (False, True))
+@each("is_in_place", (False, True))
+def test_of_logits_there_is_no_second_tensor_of_their_size_but_for_the_gradient(
+    is_in_place: bool, has_temperatures: bool
+) -> None:
+    rows, classes = 300, 50257  # 60 MB in float32
+    leaf = torch.zeros(rows, classes, requires_grad=True)
+    logits = leaf * 1
+    tokens = chosen_tokens((rows,), 4, classes, torch.device("cpu"))
+    temperature = temperatures((rows,), torch.device("cpu")) if has_temperatures else None
+    with Watching() as watching:
+        found = eaves.log_prob(logits, tokens, temperature=temperature, inplace_backward=is_in_place)
+        torch.autograd.grad(found.sum(), logits)
+    assert watching.peak < (0 if is_in_place else logits.nbytes) + (33 << 20)
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+X, HEAD = torch.zeros(4, 3), torch.zeros(5, 3)
+TOKENS = torch.zeros(4, 2, dtype=torch.int64)
+OF_BOTH: list[Call] = [
+    ({"tokens": TOKENS.float()}, ValueError, r"tokens has dtype float32, expected int(32|64) or int(32|64)"),
+    (
+        {"tokens": TOKENS[:3]},
+        ValueError,
+        r"tokens has shape \[3, 2\], expected \[4\] or \[4, K\] \(one or K per row of",
+    ),
+    ({"tokens": TOKENS.to_sparse()}, NotImplementedError, r"tokens is torch\.sparse_coo on"),
+    ({"tokens": TOKENS.to("meta")}, ValueError, "tokens is on meta, expected (cpu|cuda)"),
+    ({"temperature": torch.ones(4, 1)}, ValueError, r"temperature has shape \[4, 1\], expected \[4\] \(one per row of"),
+    ({"temperature": torch.tensor(1.0)}, ValueError, r"temperature has shape \[\], expected \[4\] \(one per row of"),
+    ({"temperature": torch.ones(4).long()}, ValueError, "temperature has dtype int64, expected a floating-point type"),
+    ({"temperature": torch.ones(4).to("meta")}, ValueError, "temperature is on meta, expected (cpu|cuda)"),
+    ({"temperature": torch.ones(4, requires_grad=True)}, NotImplementedError, "no derivative with respect to temperat"),
+    ({"temperature": 0}, ValueError, "temperature is 0, expected a positive number that float32 has"),
+    ({"temperature": "1"}, TypeError, "temperature is '1', expected a positive number"),
+    ({"softcap": -1.0}, ValueError, r"softcap is -1\.0, expected a positive number"),
+    ({"scale": "2", "temperature": torch.ones(4)}, TypeError, "scale is '2', expected a positive number"),
+    ({"ignore_index": 1.5}, TypeError, r"ignore_index is 1\.5, expected an int"),
+    ({"return_entropy": 1}, TypeError, "return_entropy is 1, expected a bool"),
+    ({"return_top1": 1}, TypeError, "return_top1 is 1, expected a bool"),
+]
+
+
+@each("call", [
+    *OF_BOTH,
+    ({"hidden": None, "temperature": torch.ones(4)}, TypeError, r"hidden is a NoneType, expected a torch\.Tensor"),
+    ({"hidden": X.long()}, ValueError, "hidden has dtype int64, expected a floating-point type"),
+    ({"head": None}, TypeError, r"head is a NoneType, expected a torch\.Tensor"),
+    ({"head": HEAD[:, :2]}, ValueError, r"head has shape \[5, 2\], expected \[classes, 3\] \(features as hidden"),
+    ({"head": HEAD.bfloat16()}, ValueError, "head has dtype bfloat16, expected that of hidden, float32"),
+    ({"bias": torch.zeros(4)}, ValueError, r"bias has shape \[4\], expected \[5\] \(one per class of head\)"),
+    ({"algorithm": "speed"}, NotImplementedError, 'algorithm is "speed", which takes one token for each row and a num'),
+    ({"algorithm": "input"}, ValueError, "algorithm is 'input', expected"),
+    ({"workspace_bytes": 0}, ValueError, "workspace_bytes is 0, expected a positive number of bytes"),
+    ({"skip_ignored": 1}, TypeError, "skip_ignored is 1, expected a bool"),
+    ({"grad_weight_dtype": torch.int8}, ValueError, "grad_weight_dtype is int8, expected float32"),
+    ({"grad_weight_out": torch.zeros(5, 2)}, ValueError, r"grad_weight_out has shape \[5, 2\], .*that of head"),
+])  # fmt: skip
+def test_refusals_of_a_head_speak_of_its_arguments(call: Call, any_device: torch.device) -> None:
+    right = {"hidden": X, "head": HEAD, "tokens": TOKENS}
+    assert_each_refused(eaves.linear_log_prob, "linear_log_prob", right, call, any_device)
+
+
+@each("call", [
+    *OF_BOTH,
+    ({"logits": None, "temperature": torch.ones(4)}, TypeError, r"logits is a NoneType, expected a torch\.Tensor"),
+    ({"logits": X.long()}, ValueError, "logits has dtype int64, expected a floating-point type"),
+    ({"logits": X[:, :0]}, ValueError, r"logits has shape \[4, 0\], expected at least one class"),
+    ({"inplace_backward": 1}, TypeError, "inplace_backward is 1, expected a bool"),
+])  # fmt: skip
+def test_refusals_of_logits_speak_of_its_arguments(call: Call, any_device: torch.device) -> None:
+    assert_each_refused(eaves.log_prob, "log_prob", {"logits": X, "tokens": TOKENS}, call, any_device)
+
+
+@each("value", (0.0, -1.0, math.inf, math.nan))
+def test_on_the_cpu_values_that_are_none_are_refused(value: float) -> None:
+    temperature = torch.ones(2, 3)
+    temperature[1, 2] = value
+    for function, tensors in ((eaves.log_prob, (torch.zeros(2, 3, 5),)),
+                              (eaves.linear_log_prob, (torch.zeros(2, 3, 4), torch.zeros(5, 4)))):  # fmt: skip
+        tokens = torch.zeros(2, 3, 4, dtype=torch.int64)
+        sentence = rf"temperature\[1, 2\] is {value}, expected a positive number that float32 has"
+        assert_refused_by(function, function.__name__, ValueError, sentence, *tensors, tokens, temperature=temperature)
+        tokens[1, 0, 3] = 5 if value else -1
+        sentence = rf"tokens\[1, 0, 3\] is {tokens[1, 0, 3]}, expected 0 to 4, or ignore_index -100"
+        assert_refused_by(function, function.__name__, ValueError, sentence, *tensors, tokens)
+
+
+def test_on_a_gpu_a_row_with_a_token_that_is_no_class_is_nan(cuda: torch.device) -> None:
+    hidden, head, _ = rows_and_head((3,), 33, torch.float32, cuda)
+    hidden.requires_grad_()
+    tokens = torch.tensor([[1, 2], [33, 3], [4, IGNORED]], device=cuda)
+    for temperature in (None, torch.ones(3, device=cuda)):
+        found = eaves.linear_log_prob(hidden, head, tokens, temperature=temperature)
+        (grad,) = torch.autograd.grad(found.sum(), hidden)
+        assert found[1].isnan().all() and found[[0, 2]].isfinite().all()
+        assert grad[1].isnan().all() and grad[[0, 2]].isfinite().all()
