@@ -124,44 +124,56 @@ def log_prob(
     inplace_backward: bool = False,
     **unknown: object,
 ) -> Tensor | LogProbOutput:
-    """The log-probability of one token in each row of logits, with its gradient.
+    """The log-probability of one token in each row of logits, or of K, with its gradient.
 
-    For a row z over V tokens of which t is the chosen one:
+    For a row z over V tokens of which t is a chosen one:
 
         z'       = softcap * tanh(scale * z / softcap) / temperature      (no softcap: scale * z / temperature)
         log_prob = z'_t - log sum_v exp(z'_v)
 
     It is -eaves.cross_entropy(logits, tokens, reduction="none"), computed in float32 whatever the dtype of logits, and
-    never above 0.
+    never above 0. With K tokens for each row, or a temperature for each, it is the same, one by one, from one pass over
+    the logits; a token that a row has twice counts twice in the gradient:
+
+        dL/dz'_v = sum_k g_k [v == t_k] - p_v * sum_k g_k
 
     Args:
         logits: [..., V], any strides, on the CPU or a CUDA GPU; float16, bfloat16, float32 or float64.
-        tokens: of each row one, int32 or int64: the shape of logits without V.
-        temperature: None, or a positive number that the logits are divided by, behind the softcap.
+        tokens: int32 or int64: of each row one, the shape of logits without V, or K of each, [rows..., K].
+        temperature: None, or a positive number that the logits are divided by, behind the softcap. Or a tensor with one
+            for each row, the shape of logits without V, in any floating-point dtype; it gets no gradient. Its values
+            are checked on the CPU alone, where they are there: on a GPU a row with temperature 0 is NaN or infinite,
+            and one below 0 divides like any other. Of ignored rows they may be anything.
         softcap: None, or a positive number that the logits are bounded by, before the temperature.
         scale: None, or a positive number that the logits are multiplied by, before the softcap.
-        ignore_index: rows with this token have gradient 0, and so are all outputs.
+        ignore_index: rows with this token have gradient 0, and so are all outputs. With K tokens it takes out its
+            place alone, and the row where it is in all places.
         return_entropy: whether to return the entropy of each row's softmax in nats, [rows...], float32; it is
             differentiable.
-        return_top1: whether to return whether each row's token is the one with the largest logit, the first of equal
-            ones; [rows...], bool; False in ignored rows.
+        return_top1: whether to return whether each token is the one with its row's largest logit, the first of equal
+            ones; the shape of tokens, bool; False where it is ignored.
         return_sum_sq: whether to return sum_v p_v^2 of each row's softmax, [rows...], float32; not differentiable.
         return_mean_logit: whether to return the mean of each row's z', [rows...], float32; not differentiable.
         inplace_backward: whether the gradient of logits may be written over logits, as in eaves.cross_entropy: then
-            the entropy has no gradient.
+            the entropy has no gradient. With K tokens, or a temperature for each row, the backward writes it.
 
     Returns:
-        The log-probabilities, [rows...]: float32, or float64 for float64 logits. With any return_*:
+        The log-probabilities, in the shape of tokens: float32, or float64 for float64 logits. With any return_*:
         LogProbOutput(log_prob, entropy, is_top1, sum_sq, mean_logit), None for what was not asked for.
 
     Raises:
-        ValueError, TypeError, NotImplementedError, RuntimeError, torch.OutOfMemoryError: as eaves.cross_entropy.
+        ValueError, TypeError, NotImplementedError, RuntimeError, torch.OutOfMemoryError: as eaves.cross_entropy. With K
+            tokens, or a temperature for each row, NotImplementedError too for torch.vmap, torch.func, torch.export and
+            a batch of upstream gradients; torch.compile leaves such a call as it is (a graph break).
 
     Example:
         >>> import torch, eaves
         >>> logits = torch.tensor([[2.0, 0.0, -1.0], [0.0, 1.0, 0.0]])
         >>> eaves.log_prob(logits, torch.tensor([0, 2]), return_top1=True).is_top1
         tensor([ True, False])
+        >>> eaves.log_prob(logits, torch.tensor([[0, 1], [2, -100]]), temperature=torch.tensor([1.0, 2.0]))
+        tensor([[-0.1698, -2.1698],
+                [-1.2944,  0.0000]])
     """
     if unknown:
         refuse_unknown("log_prob", unknown, log_prob)
@@ -227,30 +239,35 @@ def linear_log_prob(
     grad_weight_out: Tensor | None = None,
     **unknown: object,
 ) -> Tensor | LogProbOutput:
-    """The log-probability of one token in each row of a model's head, with its gradients, without ever holding all the
-    logits: eaves.log_prob(hidden @ head.T + bias, tokens).
+    """The log-probability of one token in each row of a model's head, or of K, with its gradients, without ever holding
+    all the logits: eaves.log_prob(hidden @ head.T + bias, tokens).
 
     It is -eaves.linear_cross_entropy(hidden, head, tokens, reduction="none"): logits are float32 sums of the product,
     and no log-probability is above 0. Without gradients it is one matrix product, with them four, with a frozen head
-    two: see `algorithm`.
+    two: see `algorithm`. With K tokens for each row, or a temperature for each, it is computed in chunks of rows, and
+    nothing is kept but numbers of the rows: four products too, with a frozen head three.
 
     Args:
         hidden: [..., D], any strides, on the CPU or a CUDA GPU; float16, bfloat16, float32 or float64.
         head: [V, D], in the dtype of hidden.
-        tokens: of each row one, int32 or int64: the shape of hidden without D.
+        tokens: int32 or int64: of each row one, the shape of hidden without D, or K of each, [rows..., K].
         bias: [V], in the dtype of hidden or float32.
         temperature, softcap, scale, ignore_index, return_entropy, return_top1, return_sum_sq, return_mean_logit: as
             in eaves.log_prob.
         algorithm: how gradients are computed, as in eaves.linear_cross_entropy. Where head and bias have none,
             "speed" computes that of hidden in the forward: two products instead of three. "auto" does so but for calls
-            with return_entropy, because a gradient of the entropy would need the logits again.
-        workspace_bytes, skip_ignored, grad_weight_dtype, grad_weight_out: as in eaves.linear_cross_entropy.
+            with return_entropy, because a gradient of the entropy would need the logits again. With K tokens, or a
+            temperature for each row, there is "memory" alone: "auto" is that, and "speed" is refused.
+        workspace_bytes, skip_ignored, grad_weight_dtype, grad_weight_out: as in eaves.linear_cross_entropy. With K
+            tokens, or a temperature for each row, chunks are cut for workspace_bytes; None: 512 MiB on a GPU, 32 MiB on
+            the CPU.
 
     Returns:
         As eaves.log_prob.
 
     Raises:
-        ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError: as eaves.linear_cross_entropy.
+        ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError: as eaves.linear_cross_entropy, and as
+            eaves.log_prob.
 
     Example:
         >>> import torch, eaves
