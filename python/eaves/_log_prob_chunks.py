@@ -300,8 +300,6 @@ def _gradients(
             if rows.temperature is not None:
                 place.copy_(z)
             del z  # before the next chunk
-        if settings.is_in_place:
-            torch.autograd.graph.increment_version(x)
         return grad_x, None, None
 
     head, sums = Head(x, weight, bias).as_multiplied(), accumulator_dtype(x.dtype)
@@ -320,12 +318,9 @@ def _gradients(
         if grad_input is not None and grad_part is not None:
             grad_input[chunk] = grad_part
         del z  # before the next chunk
-    if out is not None and grad_weight is not None:
-        torch.autograd.graph.increment_version(out)
-        grad_weight = None
     return (
         grad_input,
-        None if grad_weight is None else grad_weight.to(weight.dtype),
+        None if grad_weight is None or out is not None else grad_weight.to(weight.dtype),
         None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
     )
 
