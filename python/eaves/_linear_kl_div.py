@@ -183,7 +183,7 @@ def linear_kl_div(
         found = uncompiled(_forward)(*tensors, settings, mode)
     if mode == NONE:
         return found.view(rows)
-    return found * _reciprocal(normalizer, counts, found, rows) if mode == MEAN else found
+    return _mean(found, normalizer, counts, rows) if mode == MEAN else found
 
 
 # ----------------------------------------------------------------------------------------------------------- arguments
@@ -220,7 +220,7 @@ def _settings(
         raise error(f'{_OP}: divergence is {divergence!r}, expected "forward", "reverse" or "jsd"')
     between = 'a number between 0 and 1, neither of them; what others have there is "forward" for 0, "reverse" for 1'
     beta = number_of(_OP, "beta", beta, 0, 1, between)
-    if not 0 < beta < 1:
+    if divergence == "jsd" and not 0 < beta < 1:
         raise ValueError(f"{_OP}: beta is {value_for_message(beta)}, expected {between}")
     divisor = 1.0 if temperature is None else number_of(_OP, "temperature", temperature, *RANGES["scale"])
     limit = workspace_of(_OP, workspace_bytes, student.input.device)
@@ -230,14 +230,16 @@ def _settings(
     return _Settings(divergence, beta, divisor, *cut(rows, classes, classes * of_class, limit, student, teacher))
 
 
-def _reciprocal(normalizer: Tensor | None, counts: Tensor | None, like: Tensor, rows: torch.Size) -> Tensor | float:
-    """1 / what a sum is divided by; 0 where that is 0."""
+def _mean(total: Tensor, normalizer: Tensor | None, counts: Tensor | None, rows: torch.Size) -> Tensor:
+    """The sum over the rows divided by what it is divided by. Over 0 it is as in the other losses: infinite, but for
+    0 / 0, which is 0; and the gradient is 0."""
     if normalizer is None and counts is None:
-        return 1 / max(1, math.prod(rows))
+        return total * (1 / max(1, math.prod(rows)))
     divisor = counts.sum() if normalizer is None and counts is not None else normalizer
     assert divisor is not None
-    divisor = divisor.reshape(()).to(like.dtype)
-    return torch.where(divisor == 0, torch.zeros_like(divisor), 1 / divisor)
+    divisor = divisor.reshape(()).to(total.dtype)
+    mean = total * torch.where(divisor == 0, torch.zeros_like(divisor), 1 / divisor)
+    return torch.where((divisor == 0) & (total.detach() != 0), math.inf, mean)
 
 
 # ------------------------------------------------------------------------------------------------------ rows of a chunk
@@ -308,8 +310,6 @@ def _compute(
         student.input.new_zeros(each.shape, dtype=dtype) if wants and each is not None else None
         for each, wants in zip(student, wanted)
     ]
-    if counts is not None:
-        factor = counts.to(dtype) if factor is None else factor.masked_fill(~counts, 0)
     with torch.no_grad(), torch.autocast(student.input.device.type, enabled=False):
         student, teacher = student.as_multiplied(), teacher.as_multiplied()
         for begin in range(0, rows, max(1, settings.chunk)):
@@ -321,6 +321,8 @@ def _compute(
             if any(wanted):
                 if factor is not None:
                     grad.mul_(factor[chunk])
+                if counts is not None:
+                    grad.masked_fill_(~counts[chunk], 0)
                 grad_input, grad_weight, grad_bias = gradients
                 of_chunk = None if grad_input is None else grad_input[chunk]
                 add_gradients(grad, of_student, of_chunk, grad_weight, grad_bias, settings.block)

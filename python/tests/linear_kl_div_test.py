@@ -328,11 +328,23 @@ def test_a_normalizer_divides_instead_of_the_rows(normalizer: Any, device: torch
     given = normalizer.to(device) if isinstance(normalizer, Tensor) else normalizer
     found, _, gradients = differentiated(tensors, None, torch.ones_like, normalizer=given)
     if normalizer == 0:
-        assert found == 0 and all(each is None or (each == 0).all() for each in gradients)
+        assert found == math.inf and all(each is None or (each == 0).all() for each in gradients)
+        none = torch.full((4,), -100, device=device)
+        assert eaves.linear_kl_div(*heads(torch.float32, device, (4,)), target=none, normalizer=given) == 0
         return
     oracle = Oracle(*tensors, normalizer=float(normalizer))
     assert_within(found, oracle.bound)
     assert_gradients(gradients, oracle.gradients())
+
+
+def test_ignored_rows_whose_divergence_is_infinite_have_gradient_0(device: torch.device) -> None:
+    x, head, y, teacher, *_ = heads(torch.float32, device, (4,))
+    given = [x.requires_grad_(), head.requires_grad_()]
+    teacher_bias = torch.zeros(len(teacher), device=device)
+    teacher_bias[1] = -math.inf
+    target = torch.tensor([-100, -100, -100, -100], device=device)
+    loss = eaves.linear_kl_div(*given, y, teacher, teacher_bias=teacher_bias, target=target, divergence="reverse")
+    assert loss == 0 and all(not grad.any() for grad in torch.autograd.grad(loss, given))
 
 
 # ------------------------------------------------------------------------------------------------------- masked classes
