@@ -69,7 +69,7 @@ CALLS: list[Call] = [
     ({"row_weight": torch.ones(4, device="meta")}, ValueError, "row_weight is on meta, expected cpu"),
     *(({"return_mean_logit": True, **named}, ValueError, "return_mean_logit does not go with probabilities")
       for named in ({"target": SHARES}, {"weight": torch.ones(5), "label_smoothing": 0.1})),
-    *(({name: torch.ones(size).to_sparse()}, NotImplementedError, f"{name} .*layout")
+    *(({name: torch.ones(size).to_sparse()}, NotImplementedError, "torch.sparse_coo .*, expected dense ones")
       for name, size in (("row_weight", 4), ("weight", 5))),
     ({"row_weight": 1.0}, TypeError, "row_weight is a float, expected a torch.Tensor"),
     ({"normalizer": torch.ones(2)}, ValueError, r"normalizer has shape \[2\], expected one"),

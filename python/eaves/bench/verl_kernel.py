@@ -10,12 +10,14 @@ from importlib.metadata import distribution
 from types import ModuleType
 from typing import Any
 
-_FOLDER = distribution("verl").locate_file("verl")
 
-for _name in ("verl", "verl.utils", "verl.utils.kernel"):
-    if _name not in sys.modules:
-        _package = ModuleType(_name)
-        _package.__path__ = [str(_FOLDER.joinpath(*_name.split(".")[1:]))]
-        sys.modules[_name] = _package
-
-linear_cross_entropy: Any = import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+def __getattr__(name: str) -> Any:
+    if name != "linear_cross_entropy":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    folder = distribution("verl").locate_file("verl")
+    for package_name in ("verl", "verl.utils", "verl.utils.kernel"):
+        if package_name not in sys.modules:
+            package = ModuleType(package_name)
+            package.__path__ = [str(folder.joinpath(*package_name.split(".")[1:]))]
+            sys.modules[package_name] = package
+    return import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
