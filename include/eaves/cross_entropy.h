@@ -172,8 +172,8 @@ enum class CrossEntropyStatistic : std::uint8_t {
   sum,            ///< sum_v exp(z'_v - largest)
   target_logit,   ///< z'_t; 0 where the target is another shard's
   target_weight,  ///< w_t; likewise
-  linear,         ///< sum_v w_v z'_v, w = 1 without smoothing; this and the next any number where nothing needs them
-  mass,           ///< sum_v w_v
+  linear,         ///< with smoothing sum_v w_v z'_v; else sum_v z'_v, where is_for_mean_logit is set
+  mass,           ///< sum_v w_v, with smoothing
   moment,         ///< sum_v exp(z'_v - largest) * (z'_v - largest)
   best_value,     ///< the largest z
   best,           ///< its class, which float32 knows up to 2^24 classes

@@ -332,8 +332,7 @@ class CrossEntropyLoss(LossModule):
     Args:
         weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, inplace_backward, return_lse,
             return_argmax, return_entropy, return_z_loss, return_sum_sq, return_mean_logit, class_dim: as in
-            eaves.cross_entropy. They are checked when
-            the module is called.
+            eaves.cross_entropy. They are checked when the module is called.
 
     Example:
         >>> import torch, eaves

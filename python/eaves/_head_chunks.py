@@ -14,16 +14,14 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from eaves._loss import shape_of
+from eaves._loss import limit_of, shape_of
 from eaves._operator import (
     accumulator_dtype,
     check_device,
     check_dtype_of,
     check_shape,
     check_tensor,
-    index_of,
     name_of,
-    value_for_message,
 )
 
 # Scratch memory of a call, in bytes, where none is given.
@@ -85,11 +83,13 @@ def checked_head(
     if input.dim() == 0 or input.shape[-1] == 0:
         raise ValueError(f"{op}: {input_name} has shape {shape_of(input)}, expected at least one feature")
     features = input.shape[-1]
-    if weight.dim() != 2 or weight.shape[1] != features or weight.shape[0] == 0:
+    if weight.dim() != 2 or weight.shape[1] != features:
         raise ValueError(
             f"{op}: {weight_name} has shape {shape_of(weight)}, expected [classes, {features}] (features as "
             f"{input_name} {shape_of(input)})"
         )
+    if weight.shape[0] == 0:
+        raise ValueError(f"{op}: {weight_name} has shape {shape_of(weight)}, expected at least one class")
     passed = weight.dtype
     is_autocast = torch.is_autocast_enabled(input.device.type)
     if is_autocast and input.dtype != torch.float64:
@@ -116,10 +116,7 @@ def workspace_of(op: str, workspace_bytes: int | None, device: torch.device) -> 
     """The scratch memory that chunks are cut for, in bytes."""
     if workspace_bytes is None:
         return _WORKSPACE_BYTES[device.type]
-    limit = index_of(op, "workspace_bytes", workspace_bytes)
-    if limit <= 0:
-        raise ValueError(f"{op}: workspace_bytes is {value_for_message(limit)}, expected a positive number of bytes")
-    return limit
+    return limit_of(op, workspace_bytes)
 
 
 def cut(rows: int, classes: int, bytes_of_row: int, limit: int, *heads: Head) -> Cut:

@@ -36,6 +36,7 @@ from eaves._loss import (
     for_backward,
     keep_outputs,
     kept_for_backward,
+    limit_of,
     module_of,
     normalizer_of,
     numbers_of,
@@ -68,7 +69,6 @@ from eaves._operator import (
     needs_autograd,
     refuse_lost_derivatives,
     uncompiled,
-    value_for_message,
 )
 
 _forward = torch.ops.eaves.linear_cross_entropy_forward.default
@@ -330,7 +330,7 @@ def linear_cross_entropy(
         normalizer = normalizer_of(_OP, normalizer, mode, result_dtype, input.device)
     _check_options(options)
     check_bool(_OP, "skip_ignored", skip_ignored)
-    limit = 0 if workspace_bytes is None else _limit_of(workspace_bytes)
+    limit = 0 if workspace_bytes is None else limit_of(_OP, workspace_bytes)
     numbers, number_tensor = numbers_of(_OP, label_smoothing, scale, softcap, z_loss)
     may_smooth = number_tensor is not None or (numbers != () and numbers[0] != 0.0)
     wanted = 0
@@ -540,14 +540,7 @@ def check_algorithm(algorithm: object, workspace_bytes: object) -> None:
     """The checks of a call, of these two."""
     _algorithm_of(algorithm)
     if workspace_bytes is not None:
-        _limit_of(workspace_bytes)
-
-
-def _limit_of(workspace_bytes: object) -> int:
-    limit = index_of(_OP, "workspace_bytes", workspace_bytes)
-    if limit <= 0:
-        raise ValueError(f"{_OP}: workspace_bytes is {value_for_message(limit)}, expected a positive number of bytes")
-    return limit
+        limit_of(_OP, workspace_bytes)
 
 
 def _algorithm_of(algorithm: object) -> str:

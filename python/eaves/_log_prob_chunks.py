@@ -116,11 +116,12 @@ def _parts_of(
 ) -> tuple[Iterator[tuple[slice, Tensor]], int]:
     """Chunks of the rows of x, and how many classes of a head are converted at once."""
     sums, (count, places) = accumulator_dtype(x.dtype).itemsize, rows.tokens.shape
+    # Each token of a row with each other (_sums_of_equal), and some numbers of each.
     of_row, classes, heads = places * (8 * places + 64), x.shape[-1], []
     of_class = 0 if rows.temperature is None else sums  # logits are read where they are, or copied
     if weight is not None:
         classes, heads, of_class = weight.shape[0], [Head(x, weight, None)], sums
-        of_row += 3 * sums * x.shape[1]
+        of_row += 3 * sums * x.shape[1]  # hidden states, without ignored rows, their gradient, and the product's part
         if x.dtype.itemsize == 2:  # the gradient as it is multiplied, which on the CPU is in float32 again
             of_class += x.dtype.itemsize if x.is_cuda else x.dtype.itemsize + sums
     if rows.temperature is not None and settings.softcap is not None:

@@ -18,9 +18,11 @@ from eaves._operator import (
     check_dtype_of,
     check_shape,
     check_tensor,
+    index_of,
     name_of,
     number_of,
     number_tensor_of,
+    value_for_message,
 )
 
 NONE, SUM, MEAN = 0, 1, 2  # enum Reduction of include/eaves/cross_entropy.h
@@ -241,6 +243,13 @@ def normalizer_of(op: str, normalizer: object, mode: int, dtype: torch.dtype, de
         raise ValueError(f"{op}: normalizer is on {normalizer.device}, expected {device} (as input), or a number")
     refuse_gradient(op, "normalizer", normalizer)
     return normalizer.to(dtype)
+
+
+def limit_of(op: str, workspace_bytes: object) -> int:
+    limit = index_of(op, "workspace_bytes", workspace_bytes)
+    if limit <= 0:
+        raise ValueError(f"{op}: workspace_bytes is {value_for_message(limit)}, expected a positive number of bytes")
+    return limit
 
 
 def refuse_gradient(op: str, name: str, tensor: Tensor) -> None:

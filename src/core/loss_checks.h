@@ -53,7 +53,7 @@ struct LossArguments {
   void has_loss_gradient(const Argument& argument, DType dtype, Reduction reduction) const;
 };
 
-/// `views` has a member for each. `has_unit_factors`: u of ClassStatistics is 1.
+/// `views` has a member for each. `has_unit_factors`: the sum over the classes has no weights.
 template <typename Views>
 LossOutputs loss_outputs(LossArguments& checked, const Views& views, Reduction reduction, bool has_unit_factors) {
   const char* op = checked.op;

@@ -1,4 +1,4 @@
-// Where a forward of the losses writes.
+// The numbers of the rows of a call of the losses, and of the call: a forward writes them, a backward reads some.
 #pragma once
 
 #include <cstdint>

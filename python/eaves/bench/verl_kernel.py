@@ -1,6 +1,7 @@
 """verl's fused kernel, `linear_cross_entropy`, of the installed distribution and without the packages around it, whose
 own imports need ray and more: empty ones stand in for those on the way, for as long as the process lives, because the
-function imports its kernels when it is called."""
+function imports its kernels when it is called. verl is looked for when a provider asks for the function, and not where
+this module is imported."""
 
 from __future__ import annotations
 

@@ -122,6 +122,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 bool share_weights(const CrossEntropyInputs& inputs) {
   const auto element_bytes = static_cast<std::int64_t>(size_of(inputs.logits_dtype));
   const std::int64_t columns = inputs.view.column_count;
+  // This kernel is compiled without squares.
   if (!inputs.plan.has_factors || inputs.plan.has_square || inputs.has_soft_targets() ||
       columns * element_bytes < kFewestBytes || columns > INT32_MAX / 2) {
     return false;

@@ -32,15 +32,15 @@ class Steps {
     double weight = 0.0;
     for (std::int64_t row = 0; row < problem_.rows(); ++row) {
       const auto at = problem_.view.rows.offsets(row);
-      double row_weight = 1.0;
+      double counted_weight = 1.0;
       if (!problem_.has_soft_targets()) {
         const std::int64_t target = integer_at(problem_.targets, at.of[kTargets]);
         if (target == problem_.options.ignore_index) continue;
         memory_.targets[count] = target;
-        if (problem_.class_weight.data != nullptr) row_weight = number_at(problem_.class_weight, target);
+        if (problem_.class_weight.data != nullptr) counted_weight = number_at(problem_.class_weight, target);
       }
-      if (problem_.row_weight != nullptr) row_weight *= static_cast<const A*>(problem_.row_weight)[at.of[kPerRow]];
-      weight += row_weight;
+      if (problem_.row_weight != nullptr) counted_weight *= static_cast<const A*>(problem_.row_weight)[at.of[kPerRow]];
+      weight += counted_weight;
       // Soft targets are read where they are, in the order of the per-row tensors, which need not be that of the view.
       const std::int64_t place = problem_.has_soft_targets() ? at.of[kPerRow] : count;
       if (memory_.row_indices != nullptr) memory_.row_indices[place] = row;
