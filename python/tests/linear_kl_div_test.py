@@ -678,7 +678,7 @@ X, HEAD, Y, TEACHER = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, 2), t
     ({"input": torch.tensor(0.0)}, ValueError, r"input has shape \[\], expected at least one feature"),
     ({"input": X.long()}, ValueError, "input has dtype int64, expected a floating-point type"),
     ({"linear_weight": HEAD[:, :2]}, ValueError, r"linear_weight has shape \[5, 2\], expected \[classes, 3\]"),
-    ({"linear_weight": HEAD[:0]}, ValueError, r"linear_weight has shape \[0, 3\], expected \[classes, 3\]"),
+    ({"linear_weight": HEAD[:0]}, ValueError, r"linear_weight has shape \[0, 3\], expected at least one class"),
     ({"linear_weight": HEAD.bfloat16()}, ValueError, "linear_weight has dtype bfloat16, expected that of input, fl"),
     ({"teacher_weight": TEACHER.half()}, ValueError, "teacher_weight has dtype float16, expected that of teacher_inpu"),
     ({"teacher_input": Y[:3]}, ValueError, r"teacher_input has shape \[3, 2\], expected \[4, 2\] \(rows as input \["),
