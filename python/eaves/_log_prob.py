@@ -184,9 +184,8 @@ def log_prob(
             inplace_backward=inplace_backward,
         )  # fmt: skip
     return _of_loss(
-        cross_entropy, _NAMES, (logits,), tokens, temperature, softcap, scale, ignore_index,
-        returns, inplace_backward=inplace_backward,
-        class_dim=-1,
+        cross_entropy, _NAMES, (logits,), tokens, temperature, softcap, scale, ignore_index, returns,
+        inplace_backward=inplace_backward, class_dim=-1,
     )  # fmt: skip
 
 
@@ -287,9 +286,8 @@ def linear_log_prob(
         )  # fmt: skip
     return _of_loss(
         linear_cross_entropy, _LINEAR_NAMES, (hidden, head), tokens, temperature, softcap, scale, ignore_index,
-        returns, linear_bias=bias, algorithm=algorithm,
-        workspace_bytes=workspace_bytes, skip_ignored=skip_ignored, grad_weight_dtype=grad_weight_dtype,
-        grad_weight_out=grad_weight_out,
+        returns, linear_bias=bias, algorithm=algorithm, workspace_bytes=workspace_bytes, skip_ignored=skip_ignored,
+        grad_weight_dtype=grad_weight_dtype, grad_weight_out=grad_weight_out,
     )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def _trl(function: Any, row: Row) -> Forward:
 
 
 def _verl(function: Any, row: Row) -> Forward:
-    """It always computes the entropy, and in the backward the gradient of the head, though nobody asks for them."""
+    """It computes the entropy in every call, and in the backward the gradient of the head, of a frozen one too."""
 
     def forward(hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
         log_prob, entropy = function(hidden, head, tokens, 1.0, "none")
@@ -152,7 +152,7 @@ def _row(batch: int, features: int, classes: int, mode: Mode, dtype_name: str, *
 
 
 def _rows(request: Request) -> list[Row]:
-    """The sweep "seed" has none: nobody published rows of it. On a GPU the vocabularies of Mistral and Qwen."""
+    """The sweep "seed" has none. The vocabularies on a GPU are those of Mistral and Qwen."""
     is_cpu = request.device_type == "cpu"
     batch, features, vocabularies = (512, 1024, (1024, 32768)) if is_cpu else (8192, 4096, (32768, 151936))
     dtypes = [request.dtype] + (["fp32"] if is_cpu and not request.has_dtype else [])
