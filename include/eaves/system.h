@@ -26,7 +26,7 @@ struct SystemInfo {
 
   std::string cpu_level;  ///< the vector instructions chosen at run time, as Highway names them: "AVX3_ZEN4"
   int cpu_threads = 0;
-  std::string cpu_gemm;  ///< what computes matrix products: "eaves (AVX-512 bf16)", "oneDNN 2.6.3"
+  std::string cpu_gemm;  ///< what computes matrix products: "oneDNN 2.6.3 for float32, else eaves (AVX2)"
 
   bool has_cuda_backend = false;    ///< was CUDA compiled in
   std::string cuda_build_version;   ///< of the toolkit, "13.0"; empty without

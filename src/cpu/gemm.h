@@ -1,4 +1,4 @@
-// Matrix products on the CPU: by loops of our own, or by oneDNN where it has instructions that they do not.
+// Matrix products on the CPU: by oneDNN, and by loops of our own where it is not there or does not know the type.
 #pragma once
 
 #include <string>
@@ -13,24 +13,24 @@ enum class GemmEngine {
   onednn,  ///< of float32 and bfloat16; the rest stays with our own
 };
 
-/// oneDNN computes products of bfloat16 on a CPU with AMX, where it is installed. Everywhere else our own loops do, so
-/// that results do not depend on what is installed. EAVES_CPU_GEMM=own or =onednn in the environment, read once, forces
-/// one, which also tells how far apart they are (`eaves bench linear_cross_entropy` with each); a library that is
-/// forced and not there is Unsupported.
+/// oneDNN where it is installed and has instructions for the type. EAVES_CPU_GEMM=own or =onednn in the environment,
+/// read once, forces one, which also tells how far apart they are (`eaves bench linear_cross_entropy` with each); a
+/// library that is forced and not there is Unsupported.
 GemmEngine gemm_engine(DType dtype);
 
 /// Throws that Unsupported, before anything is written, with the name of the operator in front.
 void require_gemm(const char* op);
 
-/// Cut into tiles by the shape alone, each computed by one thread, so that their number changes no result. The order in
-/// which an element is summed depends on k alone (our own loops; oneDNN's order is its own). `alpha` is read before
-/// anything is written; `bias` must not overlap c.
+/// The number of threads changes no result. Our own loops add up an element in an order that depends on k alone, and so
+/// does oneDNN, but for float32 with rows by rows (the logits of a head [classes, features]), where a row's sums may
+/// depend on how many rows there are. `alpha` is read before anything is written; `bias` must not overlap c.
 void gemm(const Gemm& product, const ExecutionContext& context);
 
-/// By an engine of the caller's choice; oneDNN must be there.
+/// By an engine of the caller's choice; what oneDNN does not multiply, our own loops do.
 void gemm(const Gemm& product, const ExecutionContext& context, GemmEngine engine);
 
-/// What computes products here, in a few words: "eaves (AVX-512 bf16)". Never throws.
+/// What computes products here, in a few words: "oneDNN 3.2.0 for float32 and bfloat16, else eaves (AVX3)". Never
+/// throws.
 std::string gemm_description();
 
 }  // namespace eaves::cpu

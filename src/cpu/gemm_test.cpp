@@ -36,7 +36,7 @@ constexpr GemmDTypes kFloat16{DType::float16, DType::float16};
 constexpr GemmDTypes kBfloat16{DType::bfloat16, DType::bfloat16};
 constexpr GemmDTypes kBfloat16ToFloat32{DType::bfloat16, DType::float32};
 
-// At every level of vector instructions that this machine has: bfloat16 is in pairs at the best one alone.
+// At every level of vector instructions that this machine has.
 class CpuGemm : public ::testing::TestWithParam<std::int64_t> {
  protected:
   void SetUp() override { hwy::SetSupportedTargetsForTest(GetParam()); }
@@ -61,7 +61,7 @@ TEST_P(CpuGemm, IsTheProductInEveryLayout) {
 TEST_P(CpuGemm, ScalesAddsABiasAndAccumulates) {
   for_each_dtype([](GemmDTypes dtypes) {
     for (const bool has_alpha : {false, true}) {
-      // 600 words are more than one depth, so that sums have been in memory.
+      // 600 terms are more than one depth, so that sums have been in memory.
       for (const std::int64_t k : {8, 600, 1201}) {
         check(dtypes, {7, 66, k, false, true, has_alpha, true, false});
         check(dtypes, {7, 66, k, true, false, has_alpha, false, true});
@@ -73,7 +73,7 @@ TEST_P(CpuGemm, ScalesAddsABiasAndAccumulates) {
 
 TEST_P(CpuGemm, TakesAnySize) {
   for_each_dtype([](GemmDTypes dtypes) {
-    // One less and one more than a panel of rows (6 or 3) or columns (4 vectors), pairs and a half, and 0 terms.
+    // One less and one more than a panel of rows (6 or 3) or columns (4 vectors), few terms, and none.
     for (const std::int64_t m : {1, 5, 6, 7}) {
       for (const std::int64_t n : {1, 15, 16, 17, 33, 63, 64, 65}) {
         for (const std::int64_t k : {0, 1, 3, 8}) {
@@ -86,7 +86,8 @@ TEST_P(CpuGemm, TakesAnySize) {
 }
 
 TEST_P(CpuGemm, TakesSizesOfMoreThanOneTile) {
-  // 512 rows and columns are the most of a tile, 96 rows are copied at a time, 512 bfloat16 or 256 others the depth.
+  // 512 rows and columns are the most of a tile, 256 terms the depth. Each case is one or more than those: where there
+  // are few tiles, they are smaller.
   check(kFloat32, {521, 70, 11, true, false});
   check(kBfloat16ToFloat32, {5, 1031, 19, false, true});
   check(kBfloat16, {515, 517, 5, true, true, true, false, true});
@@ -95,8 +96,7 @@ TEST_P(CpuGemm, TakesSizesOfMoreThanOneTile) {
   check(kFloat16, {97, 67, 263, true, true});
 }
 
-TEST_P(CpuGemm, AddsThePartsOfALongSum) {
-  // More than 4096 terms are summed in parts.
+TEST_P(CpuGemm, TakesLongSums) {
   for_each_dtype([](GemmDTypes dtypes) {
     check(dtypes, {7, 70, 8200, false, false, true, true});
     check(dtypes, {7, 9, 4097, true, true, false, false, true, 1});
@@ -132,7 +132,7 @@ TEST_P(CpuGemm, DoesNotDependOnTheThreads) {
 }
 
 TEST_P(CpuGemm, SumsInAnOrderThatDependsOnTheDepthAlone) {
-  // 70 rows and columns lie in one tile, 600 in several, whose parts are tasks of another size.
+  // 7 rows and 70 columns lie in one tile, 600 and 300 in several.
   const std::int64_t k = 9000;
   GemmRun large(kCpu, kBfloat16ToFloat32, {600, 300, k, false, true});
   GemmRun small(kCpu, kBfloat16ToFloat32, {600, 300, k, false, true});
@@ -187,7 +187,33 @@ TEST_F(CpuGemmByOneDnn, DoesNotDependOnTheThreads) {
   for_each_dtype([](GemmDTypes dtypes) {
     expect_same_on_any_threads(dtypes, {211, 307, 600, true, true, true, false, true, 1}, GemmEngine::onednn);
     expect_same_on_any_threads(dtypes, {30, 70, 9000, false, false}, GemmEngine::onednn);
+    // More than a tile, in the layouts of logits and of their gradients.
+    for (const std::int64_t k : {300, 1024}) {
+      expect_same_on_any_threads(dtypes, {530, 1100, k, false, true}, GemmEngine::onednn);
+      expect_same_on_any_threads(dtypes, {530, 600, k, false, false}, GemmEngine::onednn);
+      expect_same_on_any_threads(dtypes, {1100, 600, k, true, false}, GemmEngine::onednn);
+    }
   });
+}
+
+TEST_F(CpuGemmByOneDnn, ARowOfBfloat16DoesNotDependOnTheOthers) {
+  if (!has_onednn_gemm(DType::bfloat16)) GTEST_SKIP() << "without instructions for bfloat16";
+  for (const std::int64_t k : {40, 1000, 1024}) {
+    for (const bool is_b_transposed : {false, true}) {
+      const GemmCase test{600, 300, k, false, is_b_transposed};
+      GemmRun all(kCpu, kBfloat16ToFloat32, test);
+      gemm(all.product(), {}, GemmEngine::onednn);
+      for (const std::int64_t rows : {1, 2, 7, 100, 257}) {
+        GemmRun some(kCpu, kBfloat16ToFloat32, test);
+        Gemm part = some.product();
+        part.m = rows;
+        gemm(part, {}, GemmEngine::onednn);
+        for (std::int64_t i = 0; i < rows; ++i) {
+          for (std::int64_t j = 0; j < part.n; ++j) ASSERT_EQ(some.c_at(i, j), all.c_at(i, j)) << rows << ", " << k;
+        }
+      }
+    }
+  }
 }
 
 TEST(CpuGemmDescription, NamesAnEngine) {

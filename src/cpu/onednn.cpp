@@ -58,16 +58,17 @@ class Library {
   }
 
   bool multiply(DType dtype, std::int64_t m, std::int64_t n, std::int64_t k, const GemmMatrix& a, const GemmMatrix& b,
-                float* c, std::int64_t c_stride) const {
+                float* c, std::int64_t c_stride, bool accumulates) const {
     const OneThread one_thread(limits_);
     const char turn_a = a.is_transposed ? 'T' : 'N';
     const char turn_b = b.is_transposed ? 'T' : 'N';
+    const float beta = accumulates ? 1.0f : 0.0f;
     if (dtype == DType::bfloat16) {
       return bfloat16_gemm_(turn_a, turn_b, m, n, k, 1.0f, static_cast<const std::uint16_t*>(a.data), a.stride,
-                            static_cast<const std::uint16_t*>(b.data), b.stride, 0.0f, c, c_stride) == 0;
+                            static_cast<const std::uint16_t*>(b.data), b.stride, beta, c, c_stride) == 0;
     }
     return sgemm_(turn_a, turn_b, m, n, k, 1.0f, static_cast<const float*>(a.data), a.stride,
-                  static_cast<const float*>(b.data), b.stride, 0.0f, c, c_stride) == 0;
+                  static_cast<const float*>(b.data), b.stride, beta, c, c_stride) == 0;
   }
 
  private:
@@ -123,7 +124,7 @@ class Library {
     const std::uint16_t one_in_bfloat16 = 0x3f80;
     const void* factor = dtype == DType::bfloat16 ? static_cast<const void*>(&one_in_bfloat16) : &one;
     float c = 0.0f;
-    return multiply(dtype, 1, 1, 1, {factor, 1}, {factor, 1}, &c, 1) && c == 1.0f;
+    return multiply(dtype, 1, 1, 1, {factor, 1}, {factor, 1}, &c, 1, false) && c == 1.0f;
   }
 
   std::string version_;
@@ -147,8 +148,8 @@ const std::string& onednn_version() { return library().version(); }
 bool has_onednn_gemm(DType dtype) { return library().has(dtype); }
 
 bool onednn_gemm(DType dtype, std::int64_t m, std::int64_t n, std::int64_t k, const GemmMatrix& a, const GemmMatrix& b,
-                 float* c, std::int64_t c_stride) {
-  return library().multiply(dtype, m, n, k, a, b, c, c_stride);
+                 float* c, std::int64_t c_stride, bool accumulates) {
+  return library().multiply(dtype, m, n, k, a, b, c, c_stride, accumulates);
 }
 
 #else

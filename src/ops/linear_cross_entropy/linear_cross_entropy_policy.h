@@ -57,12 +57,13 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnGpu = {
     .bytes_per_second = 8e12,
 };
 
-/// AMD EPYC (Zen 4), 2 threads, [512, 1024] in bfloat16: products lose little by short chunks.
+/// AMD EPYC (Zen 4), 2 threads, [512, 1024] in bfloat16: products lose little by chunks of 256 rows, whose logits are
+/// 32 MiB for 32,768 classes. Blocks of classes that stay in the cache would save 4 % of the loss alone.
 inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnCpu = {
-    .forward_bytes = std::size_t{32} << 20,
-    .backward_bytes = std::size_t{32} << 20,
-    .least_bytes = std::size_t{32} << 20,
-    .most_bytes = std::size_t{32} << 20,
+    .forward_bytes = std::size_t{34} << 20,
+    .backward_bytes = std::size_t{34} << 20,
+    .least_bytes = std::size_t{34} << 20,
+    .most_bytes = std::size_t{34} << 20,
     .enough_rows = 1,
     .few_rows = 1,
     .cuts_classes_in_forward = false,

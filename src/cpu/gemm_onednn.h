@@ -1,0 +1,16 @@
+// Whole products by oneDNN (cpu/onednn.h), cut into tiles of one thread each.
+#pragma once
+
+#include "core/gemm.h"
+#include "eaves/context.h"
+
+namespace eaves::cpu {
+
+/// Can oneDNN compute it? Types that it multiplies here, k above 0, and rows (columns where transposed) that do not
+/// overlap.
+bool can_multiply_by_onednn(const Gemm& product);
+
+/// Any order of the threads gives the same bits.
+void multiply_by_onednn(const Gemm& product, const ExecutionContext& context);
+
+}  // namespace eaves::cpu
