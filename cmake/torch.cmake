@@ -51,4 +51,23 @@ function(eaves_install_extension target)
     install(FILES /usr/share/doc/libhwy-dev/copyright DESTINATION eaves COMPONENT python RENAME libhwy-copyright
             OPTIONAL)
   endif()
+  # oneDNN multiplies matrices on the CPU, and is loaded when it is needed: from beside the extension first. Its library
+  # is that of a package of the Python that builds; without the package a system's is used, or our own loops.
+  foreach(isolation "" -I)
+    execute_process(
+      COMMAND ${Python_EXECUTABLE} ${isolation} ${PROJECT_SOURCE_DIR}/python/find_onednn.py
+      OUTPUT_VARIABLE files OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET RESULT_VARIABLE failed)
+    if(NOT failed)
+      list(POP_FRONT files library)
+      install(PROGRAMS ${library} DESTINATION eaves COMPONENT python)
+      foreach(file ${files})
+        get_filename_component(name ${file} NAME)
+        install(FILES ${file} DESTINATION eaves COMPONENT python RENAME libdnnl-${name})
+      endforeach()
+      break()
+    endif()
+  endforeach()
+  if(failed)
+    message(STATUS "eaves: ${Python_EXECUTABLE} has no package onednn-cpu-gomp: the wheel has no oneDNN")
+  endif()
 endfunction()
