@@ -151,7 +151,9 @@ bool is_dense(const GemmMatrix& matrix, std::int64_t rows, std::int64_t columns)
 }  // namespace
 
 bool can_multiply_by_onednn(const Gemm& product) {
-  return product.k > 0 && has_onednn_gemm(product.dtype) && is_dense(product.a, product.m, product.k) &&
+  // A call costs about a microsecond. Without m: a row's sums must not depend on how many rows there are.
+  constexpr std::int64_t kFewFactors = 4096;
+  return product.k > 0 && product.n * product.k >= kFewFactors && has_onednn_gemm(product.dtype) && is_dense(product.a, product.m, product.k) &&
          is_dense(product.b, product.k, product.n) && product.c_stride >= product.n;
 }
 

@@ -6,8 +6,8 @@
 
 namespace eaves::cpu {
 
-/// Can oneDNN compute it? Types that it multiplies here, k above 0, and rows (columns where transposed) that do not
-/// overlap.
+/// Can oneDNN compute it, and is a call worth it? Types that it multiplies here, a b that is not tiny, and rows (columns
+/// where transposed) that do not overlap.
 bool can_multiply_by_onednn(const Gemm& product);
 
 /// Any order of the threads gives the same bits.
