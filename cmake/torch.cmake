@@ -51,8 +51,9 @@ function(eaves_install_extension target)
     install(FILES /usr/share/doc/libhwy-dev/copyright DESTINATION eaves COMPONENT python RENAME libhwy-copyright
             OPTIONAL)
   endif()
-  # oneDNN multiplies matrices on the CPU, and is loaded when it is needed: from beside the extension first. Its library
-  # is that of a package of the Python that builds; without the package a system's is used, or our own loops.
+  # oneDNN multiplies matrices on the CPU, and is loaded from beside the extension when it is needed. Its library is that
+  # of a package of the Python that builds; without the package a system's is used, or our own loops. auditwheel adds
+  # the libgomp that it needs, whose licence goes with it.
   foreach(isolation "" -I)
     execute_process(
       COMMAND ${Python_EXECUTABLE} ${isolation} ${PROJECT_SOURCE_DIR}/python/find_onednn.py
@@ -60,6 +61,8 @@ function(eaves_install_extension target)
     if(NOT failed)
       list(POP_FRONT files library)
       install(PROGRAMS ${library} DESTINATION eaves COMPONENT python)
+      install(FILES /usr/share/doc/libgomp1/copyright DESTINATION eaves COMPONENT python RENAME libgomp-copyright
+              OPTIONAL)
       foreach(file ${files})
         get_filename_component(name ${file} NAME)
         install(FILES ${file} DESTINATION eaves COMPONENT python RENAME libdnnl-${name})

@@ -383,7 +383,7 @@ def test_on_the_cpu_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dty
     # More rows than a chunk, and cuts that are multiples of nothing. (The gradient that "memory" adds up over blocks of
     # classes is not among them: how many classes a block has depends on the rows.) oneDNN has two orders for float32.
     if dtype == torch.float32 and os.environ.get("EAVES_CPU_GEMM") != "own":
-        command = [sys.executable, "-m", "pytest", "-n0", __file__, "-k", ROWS_BESIDE_IN_FLOAT32]
+        command = [sys.executable, "-m", "pytest", "-p", "no:xdist", __file__, "-k", ROWS_BESIDE_IN_FLOAT32]
         run = subprocess.run(command, env=os.environ | {"EAVES_CPU_GEMM": "own"}, capture_output=True, text=True)
         assert run.returncode == 0 and "1 passed" in run.stdout, run.stdout + run.stderr
         return

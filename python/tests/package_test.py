@@ -4,6 +4,7 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import platform
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 import eaves
+from eaves._info import extension
 from operators import Operator, each_operator, leaves
 
 
@@ -42,6 +44,11 @@ def test_the_version_is_that_of_the_installed_package() -> None:
     from importlib.metadata import version
 
     assert eaves.__version__ == version("eaves")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or platform.machine() != "x86_64", reason="no oneDNN for it")
+def test_the_wheel_brings_onednn() -> None:
+    assert extension()["cpu"]["matrix_products"].startswith("oneDNN 3.2.0 for float32")
 
 
 def test_public_names_are_those_that_are_listed() -> None:

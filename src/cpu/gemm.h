@@ -13,17 +13,17 @@ enum class GemmEngine {
   onednn,  ///< of float32 and bfloat16; the rest stays with our own
 };
 
-/// oneDNN where it is installed and has instructions for the type. EAVES_CPU_GEMM=own or =onednn in the environment,
-/// read once, forces one, which also tells how far apart they are (`eaves bench linear_cross_entropy` with each); a
-/// library that is forced and not there is Unsupported.
+/// oneDNN where it is installed and has instructions for the type. EAVES_CPU_GEMM in the environment is read once: with
+/// =own nothing is oneDNN's, which also tells how far apart they are (`eaves bench linear_cross_entropy` with each);
+/// with =onednn it is Unsupported that there is none.
 GemmEngine gemm_engine(DType dtype);
 
 /// Throws that Unsupported, before anything is written, with the name of the operator in front.
 void require_gemm(const char* op);
 
 /// The number of threads changes no result. Our own loops add up an element in an order that depends on k alone, and so
-/// does oneDNN, but for float32 with rows by rows (the logits of a head [classes, features]), where a row's sums may
-/// depend on how many rows there are. `alpha` is read before anything is written; `bias` must not overlap c.
+/// does oneDNN in bfloat16; in float32 a row's sums may depend on how many rows there are. `alpha` is read before
+/// anything is written; `bias` must not overlap c.
 void gemm(const Gemm& product, const ExecutionContext& context);
 
 /// By an engine of the caller's choice; what oneDNN does not multiply, our own loops do.

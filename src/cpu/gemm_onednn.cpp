@@ -31,6 +31,7 @@ void finish(const Gemm& tile, const float* sums) {
   }
 }
 
+/// `sums` has kMostPackSize elements more than the tile.
 void finish_tile(const Gemm& tile, const float* sums) {
   tile.c_dtype == DType::float32 ? finish<float>(tile, sums) : finish<bfloat16>(tile, sums);
 }
@@ -50,55 +51,55 @@ HWY_EXPORT(finish_tile);
 constexpr std::int64_t kMostOfTile = 1024;
 /// A tile is halved while threads have nothing to do, as long as it has more rows or columns than this.
 constexpr std::int64_t kLeastTile = 128;
-/// Rows and columns of a tile are multiples of this, but at the end.
+/// Tiles begin at multiples of this.
 constexpr std::int64_t kTileStep = 16;
 
-/// oneDNN adds up an element in one order however large the tile is, but float32 in the layout of logits, where it has
-/// two: such a product is cut for so many threads, however many there are.
-constexpr std::int64_t kThreadsOfTwoOrders = 8;
+/// How oneDNN adds up an element of float32 depends on the size of the tile, so these are cut for so many threads,
+/// however many there are. Of bfloat16 it does not, for two rows and columns or more.
+constexpr std::int64_t kThreadsOfFloat32 = 8;
 
-struct Tiles {
-  std::int64_t rows, columns;  ///< of a tile
-  std::int64_t down, across;   ///< tiles
+/// Memory behind the sums, which is read with them: a pack of Highway's largest vectors, of 2048 bits.
+constexpr std::int64_t kMostPackSize = 4 * 2048 / 32;
+
+/// How many tiles.
+struct Cut {
+  std::int64_t down, across;
   std::int64_t count() const { return down * across; }
 };
 
-Tiles tiles_of(const Gemm& product, std::int64_t down, std::int64_t across) {
-  const auto part = [](std::int64_t all, std::int64_t parts) {
-    return ceil_divide(ceil_divide(all, parts), kTileStep) * kTileStep;
-  };
-  const std::int64_t rows = part(product.m, down);
-  const std::int64_t columns = part(product.n, across);
-  return {rows, columns, ceil_divide(product.m, rows), ceil_divide(product.n, columns)};
-}
-
 /// As few tiles as give each thread as many as the others.
-Tiles cut(const Gemm& product, const ExecutionContext& context) {
-  const bool has_two_orders = product.dtype == DType::float32 && !product.a.is_transposed && product.b.is_transposed;
-  const std::int64_t threads = has_two_orders        ? kThreadsOfTwoOrders
-                               : context.threads > 0 ? context.threads
-                                                     : default_threads();
-  Tiles tiles = tiles_of(product, ceil_divide(product.m, kMostOfTile), ceil_divide(product.n, kMostOfTile));
-  while (tiles.count() < threads && std::max(tiles.rows, tiles.columns) > kLeastTile) {
-    tiles = tiles.rows > tiles.columns ? tiles_of(product, 2 * tiles.down, tiles.across)
-                                       : tiles_of(product, tiles.down, 2 * tiles.across);
+Cut cut_of(const Gemm& product, const ExecutionContext& context) {
+  const std::int64_t asked = context.threads > 0 ? context.threads : default_threads();
+  const std::int64_t threads = product.dtype == DType::float32 ? kThreadsOfFloat32 : asked;
+  Cut cut{ceil_divide(product.m, kMostOfTile), ceil_divide(product.n, kMostOfTile)};
+  const auto rows = [&] { return product.m / cut.down; };
+  const auto columns = [&] { return product.n / cut.across; };
+  while (cut.count() < threads && std::max(rows(), columns()) >= 2 * kLeastTile) {
+    (rows() > columns() ? cut.down : cut.across) *= 2;
   }
-  for (std::int64_t more = 1; more < threads && tiles.count() % threads != 0; ++more) {
-    const Tiles finer = tiles_of(product, tiles.down, tiles.across + more);
-    if (finer.columns >= kLeastTile && finer.count() % threads == 0) tiles = finer;
+  for (std::int64_t more = 1; more < threads && cut.count() % threads != 0; ++more) {
+    const Cut finer{cut.down, cut.across + more};
+    if (finer.count() % threads == 0 && product.n / finer.across >= kLeastTile) cut = finer;
   }
-  return tiles;
+  return cut;
 }
 
-Gemm tile_at(const Gemm& product, const Tiles& tiles, std::int64_t index) {
-  const std::int64_t row = index % tiles.down * tiles.rows;
-  const std::int64_t column = index / tiles.down * tiles.columns;
+/// Where part `index` of `parts` begins.
+std::int64_t begin_of(std::int64_t all, std::int64_t parts, std::int64_t index) {
+  return index == parts ? all : all * index / parts / kTileStep * kTileStep;
+}
+
+Gemm tile_at(const Gemm& product, const Cut& cut, std::int64_t index) {
+  const std::int64_t down = index % cut.down;
+  const std::int64_t across = index / cut.down;
+  const std::int64_t row = begin_of(product.m, cut.down, down);
+  const std::int64_t column = begin_of(product.n, cut.across, across);
   const auto moved = [](const void* data, DType dtype, std::int64_t elements) {
     return static_cast<const char*>(data) + elements * static_cast<std::int64_t>(size_of(dtype));
   };
   Gemm tile = product;
-  tile.m = std::min(tiles.rows, product.m - row);
-  tile.n = std::min(tiles.columns, product.n - column);
+  tile.m = begin_of(product.m, cut.down, down + 1) - row;
+  tile.n = begin_of(product.n, cut.across, across + 1) - column;
   tile.a.data = moved(product.a.data, product.dtype, product.a.is_transposed ? row : row * product.a.stride);
   tile.b.data = moved(product.b.data, product.dtype, product.b.is_transposed ? column * product.b.stride : column);
   tile.c = const_cast<char*>(moved(product.c, product.c_dtype, row * product.c_stride + column));
@@ -106,10 +107,10 @@ Gemm tile_at(const Gemm& product, const Tiles& tiles, std::int64_t index) {
   return tile;
 }
 
-/// Memory of this thread for sums, until the next call, and for what is read behind them.
+/// Memory of this thread, until the next call.
 float* sums_of(std::int64_t count) {
   thread_local std::vector<float> sums;
-  const auto wanted = static_cast<std::size_t>(count) + HWY_MAX_BYTES;
+  const auto wanted = static_cast<std::size_t>(count + kMostPackSize);
   if (sums.size() < wanted) sums.resize(wanted);
   return sums.data();
 }
@@ -124,19 +125,19 @@ bool multiply_row(const Gemm& tile, float* sums) {
     std::memcpy(rows.data() + static_cast<std::size_t>(p) * size,
                 static_cast<const char*>(tile.a.data) + static_cast<std::size_t>(p % tile.k * step) * size, size);
   }
-  return onednn_gemm(tile.dtype, 2, tile.n, tile.k, {rows.data(), tile.k}, tile.b, sums, tile.n, false);
+  return onednn_gemm(tile.dtype, 2, tile.n, tile.k, {rows.data(), tile.k}, tile.b, sums, tile.n);
 }
 
 void multiply_tile(const Gemm& tile) {
-  const bool is_plain = tile.c_dtype == DType::float32 && tile.alpha == nullptr && tile.bias == nullptr && tile.m > 1;
-  const auto by_onednn = [&](float* to, std::int64_t stride, bool accumulates) {
-    return onednn_gemm(tile.dtype, tile.m, tile.n, tile.k, tile.a, tile.b, to, stride, accumulates);
+  const auto by_onednn = [&](float* to, std::int64_t stride) {
+    return onednn_gemm(tile.dtype, tile.m, tile.n, tile.k, tile.a, tile.b, to, stride);
   };
-  if (is_plain) {
-    if (by_onednn(static_cast<float*>(tile.c), tile.c_stride, tile.accumulates)) return;
+  const bool is_done = tile.alpha == nullptr && tile.bias == nullptr && !tile.accumulates;
+  if (is_done && tile.c_dtype == DType::float32 && tile.m > 1) {
+    if (by_onednn(static_cast<float*>(tile.c), tile.c_stride)) return;
   } else {
     float* sums = sums_of(std::max<std::int64_t>(2, tile.m) * tile.n);
-    if (tile.m == 1 ? multiply_row(tile, sums) : by_onednn(sums, tile.n, false)) {
+    if (tile.m == 1 ? multiply_row(tile, sums) : by_onednn(sums, tile.n)) {
       return HWY_DYNAMIC_DISPATCH(finish_tile)(tile, sums);
     }
   }
@@ -151,16 +152,23 @@ bool is_dense(const GemmMatrix& matrix, std::int64_t rows, std::int64_t columns)
 }  // namespace
 
 bool can_multiply_by_onednn(const Gemm& product) {
-  // A call costs about a microsecond. Without m: a row's sums must not depend on how many rows there are.
+  // A call costs about a microsecond, and one column is added up in an order of its own. Without m: a row's sums must
+  // not depend on how many rows there are.
   constexpr std::int64_t kFewFactors = 4096;
-  return product.k > 0 && product.n * product.k >= kFewFactors && has_onednn_gemm(product.dtype) && is_dense(product.a, product.m, product.k) &&
+  const bool is_worth_it = product.n >= kTileStep && product.n * product.k >= kFewFactors;
+  return is_worth_it && has_onednn_gemm(product.dtype) && is_dense(product.a, product.m, product.k) &&
          is_dense(product.b, product.k, product.n) && product.c_stride >= product.n;
 }
 
-void multiply_by_onednn(const Gemm& product, const ExecutionContext& context) {
-  const Tiles tiles = cut(product, context);
-  parallel_for(context, tiles.count(), 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t index = begin; index < end; ++index) multiply_tile(tile_at(product, tiles, index));
+void multiply_by_onednn(const Gemm& given, const ExecutionContext& context) {
+  Gemm product = given;
+  const float alpha = given.alpha != nullptr ? *static_cast<const float*>(given.alpha) : 1.0f;
+  if (given.alpha != nullptr) product.alpha = &alpha;  // read before anything is written
+  const Cut cut = cut_of(product, context);
+  constexpr std::int64_t kProductsPerExponential = 16;  // as grain_for() counts
+  const std::int64_t of_a_tile = product.m * product.n / cut.count() * product.k / kProductsPerExponential;
+  parallel_for(context, cut.count(), grain_for(of_a_tile), [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t index = begin; index < end; ++index) multiply_tile(tile_at(product, cut, index));
   });
 }
 

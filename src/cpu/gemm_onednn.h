@@ -6,11 +6,11 @@
 
 namespace eaves::cpu {
 
-/// Can oneDNN compute it, and is a call worth it? Types that it multiplies here, a b that is not tiny, and rows (columns
-/// where transposed) that do not overlap.
+/// Can oneDNN compute it, and is a call worth it? Types that it multiplies here, a b that is not tiny, and rows
+/// (columns of a transposed matrix) that do not overlap.
 bool can_multiply_by_onednn(const Gemm& product);
 
-/// Any order of the threads gives the same bits.
+/// The number of threads changes no bit.
 void multiply_by_onednn(const Gemm& product, const ExecutionContext& context);
 
 }  // namespace eaves::cpu

@@ -112,7 +112,8 @@ template <typename T, typename C, typename A = Accumulator<T>>
 void multiply_tile(const Gemm& product, A alpha, std::int64_t top, std::int64_t bottom, std::int64_t left,
                    std::int64_t right) {
   constexpr std::int64_t kRowsOfScratch = kMostOfTile + kRows, kPanel = kDepth * kMaxPackSize<A>;
-  thread_local const auto scratch = hwy::AllocateAligned<A>(kRowsOfScratch * (kDepth + kMostOfTile) + kPanel);
+  thread_local hwy::AlignedFreeUniquePtr<A[]> scratch;
+  if (scratch == nullptr) scratch = hwy::AllocateAligned<A>(kRowsOfScratch * (kDepth + kMostOfTile) + kPanel);
   if (scratch == nullptr) throw std::bad_alloc();
   A* const b = scratch.get();
   A* const a = b + kPanel;

@@ -47,6 +47,13 @@ ThreadLimit thread_limit_in(void* library) {
 class Library {
  public:
   Library() {
+    // By its whole path first: a name alone may be a library of another package, with threads that are not OpenMP's.
+    Dl_info here{};
+    if (dladdr(reinterpret_cast<const void*>(&onednn_version), &here) != 0 && here.dli_fname != nullptr) {
+      const std::string file = here.dli_fname;
+      const std::string folder = file.substr(0, file.rfind('/') + 1);
+      if (!folder.empty() && open((folder + "libdnnl.so.3").c_str())) return;
+    }
     for (const char* name : {"libdnnl.so.3", "libdnnl.so.2"}) {
       if (open(name)) return;
     }
@@ -58,17 +65,16 @@ class Library {
   }
 
   bool multiply(DType dtype, std::int64_t m, std::int64_t n, std::int64_t k, const GemmMatrix& a, const GemmMatrix& b,
-                float* c, std::int64_t c_stride, bool accumulates) const {
+                float* c, std::int64_t c_stride) const {
     const OneThread one_thread(limits_);
     const char turn_a = a.is_transposed ? 'T' : 'N';
     const char turn_b = b.is_transposed ? 'T' : 'N';
-    const float beta = accumulates ? 1.0f : 0.0f;
     if (dtype == DType::bfloat16) {
       return bfloat16_gemm_(turn_a, turn_b, m, n, k, 1.0f, static_cast<const std::uint16_t*>(a.data), a.stride,
-                            static_cast<const std::uint16_t*>(b.data), b.stride, beta, c, c_stride) == 0;
+                            static_cast<const std::uint16_t*>(b.data), b.stride, 0.0f, c, c_stride) == 0;
     }
     return sgemm_(turn_a, turn_b, m, n, k, 1.0f, static_cast<const float*>(a.data), a.stride,
-                  static_cast<const float*>(b.data), b.stride, beta, c, c_stride) == 0;
+                  static_cast<const float*>(b.data), b.stride, 0.0f, c, c_stride) == 0;
   }
 
  private:
@@ -124,7 +130,7 @@ class Library {
     const std::uint16_t one_in_bfloat16 = 0x3f80;
     const void* factor = dtype == DType::bfloat16 ? static_cast<const void*>(&one_in_bfloat16) : &one;
     float c = 0.0f;
-    return multiply(dtype, 1, 1, 1, {factor, 1}, {factor, 1}, &c, 1, false) && c == 1.0f;
+    return multiply(dtype, 1, 1, 1, {factor, 1}, {factor, 1}, &c, 1) && c == 1.0f;
   }
 
   std::string version_;
@@ -148,8 +154,8 @@ const std::string& onednn_version() { return library().version(); }
 bool has_onednn_gemm(DType dtype) { return library().has(dtype); }
 
 bool onednn_gemm(DType dtype, std::int64_t m, std::int64_t n, std::int64_t k, const GemmMatrix& a, const GemmMatrix& b,
-                 float* c, std::int64_t c_stride, bool accumulates) {
-  return library().multiply(dtype, m, n, k, a, b, c, c_stride, accumulates);
+                 float* c, std::int64_t c_stride) {
+  return library().multiply(dtype, m, n, k, a, b, c, c_stride);
 }
 
 #else

@@ -1,5 +1,5 @@
 // oneDNN's matrix products on one thread, from its shared library where there is one: it is loaded at the first call,
-// from beside the PyTorch extension (the wheel brings one) or from the system, and never linked.
+// from the folder of the PyTorch extension (the wheel brings one) or from the system, and never linked.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,9 @@ const std::string& onednn_version();
 /// Can it multiply factors of this type here? float32 and, with AVX-512 or better, bfloat16.
 bool has_onednn_gemm(DType dtype);
 
-/// c[i * c_stride + j] = the sum over p of a[i, p] * b[p, j], or += where it accumulates, summed in float32 on this
-/// thread alone. False where the library refuses; then nothing is written.
+/// c[i * c_stride + j] = the sum over p of a[i, p] * b[p, j], summed in float32 on this thread alone. False where the
+/// library refuses; then nothing is written.
 bool onednn_gemm(DType dtype, std::int64_t m, std::int64_t n, std::int64_t k, const GemmMatrix& a, const GemmMatrix& b,
-                 float* c, std::int64_t c_stride, bool accumulates);
+                 float* c, std::int64_t c_stride);
 
 }  // namespace eaves::cpu
