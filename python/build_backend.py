@@ -1,6 +1,4 @@
-"""The build of the package: scikit-build-core, which also asks for PyTorch where there is none to build against.
-
-And for oneDNN, whose library goes into the wheel.
+"""The build of the package: scikit-build-core, which asks for oneDNN and, where there is none, for PyTorch as well.
 
 pip builds in an environment of its own. The extension needs no more of PyTorch than its headers, so the one that is
 installed already serves; only without one is PyTorch, which takes gigabytes, named as a requirement of the build.

@@ -1,4 +1,4 @@
-"""Prints where the package onednn-cpu-gomp has oneDNN's library and its licences, separated by semicolons."""
+"""Prints where the package onednn-cpu-gomp has oneDNN's library, then its licences, separated by semicolons."""
 
 from importlib.metadata import files
 

@@ -48,7 +48,7 @@ def test_the_version_is_that_of_the_installed_package() -> None:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or platform.machine() != "x86_64", reason="no oneDNN for it")
 def test_the_wheel_brings_onednn() -> None:
-    assert extension()["cpu"]["matrix_products"].startswith("oneDNN 3.2.0 for float32")
+    assert extension()["cpu"]["matrix_products"].startswith("oneDNN 3.2.0")  # the version that tools/setup installs
 
 
 def test_public_names_are_those_that_are_listed() -> None:

@@ -1,4 +1,5 @@
-// Matrix products on the CPU: by oneDNN, and by loops of our own where it is not there or does not know the type.
+// Matrix products on the CPU: by oneDNN where it is installed, has the type and a call pays (cpu/gemm_onednn.h), else
+// by loops of our own.
 #pragma once
 
 #include <string>
@@ -22,8 +23,8 @@ GemmEngine gemm_engine(DType dtype);
 void require_gemm(const char* op);
 
 /// The number of threads changes no result. Our own loops add up an element in an order that depends on k alone, and so
-/// does oneDNN in bfloat16; in float32 a row's sums may depend on how many rows there are. `alpha` is read before
-/// anything is written; `bias` must not overlap c.
+/// does oneDNN in bfloat16 (tested on AVX-512, not on AMX); in float32 a row's sums may depend on how many rows there
+/// are. `alpha` is read before anything is written; `bias` must not overlap c.
 void gemm(const Gemm& product, const ExecutionContext& context);
 
 /// By an engine of the caller's choice; what oneDNN does not multiply, our own loops do.

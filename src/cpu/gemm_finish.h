@@ -1,4 +1,5 @@
-// What becomes of the sums of a product. Compiled once per level of vector instructions, like simd.h.
+// The epilogue of a product: alpha, bias or what c holds, and the one rounding to c. Compiled once per level of vector
+// instructions, like simd.h.
 #include <algorithm>
 #include <cstdint>
 

@@ -1,6 +1,6 @@
-// Each tile of c is one call of oneDNN on one thread: on OpenMP's threads or on the caller's pool, without a second
-// pool beside them. Where c has 16 bits, or the sums are not yet the result, a tile's sums go to memory of the thread
-// first, which stays in the last cache.
+// c is cut into tiles. A tile is one call of oneDNN on one thread, OpenMP's or one of the caller's pool, so that oneDNN
+// opens no pool of its own. Where c has 16 bits, or alpha, a bias or what c holds follow, oneDNN writes float32 sums to
+// memory of the thread, and the epilogue (gemm_finish.h) writes c.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/gemm_onednn.cpp"
 #include <hwy/foreach_target.h>  // first: compiles this file once per level of vector instructions
@@ -31,7 +31,7 @@ void finish(const Gemm& tile, const float* sums) {
   }
 }
 
-/// `sums` has kMostPackSize elements more than the tile.
+/// `sums` has kPaddingOfSums elements more than the tile.
 void finish_tile(const Gemm& tile, const float* sums) {
   tile.c_dtype == DType::float32 ? finish<float>(tile, sums) : finish<bfloat16>(tile, sums);
 }
@@ -48,38 +48,41 @@ namespace {
 HWY_EXPORT(finish_tile);
 
 /// The most rows and columns of a tile: larger ones are no faster ([512, 1024] x 4096 and x 32768).
-constexpr std::int64_t kMostOfTile = 1024;
-/// A tile is halved while threads have nothing to do, as long as it has more rows or columns than this.
-constexpr std::int64_t kLeastTile = 128;
+constexpr std::int64_t kMaxTile = 1024;
+/// The least that is left of them where tiles are made smaller for more threads.
+constexpr std::int64_t kMinTile = 128;
 /// Tiles begin at multiples of this.
 constexpr std::int64_t kTileStep = 16;
 
-/// How oneDNN adds up an element of float32 depends on the size of the tile, so these are cut for so many threads,
-/// however many there are. Of bfloat16 it does not, for two rows and columns or more.
+/// oneDNN's order of summation in float32 depends on the size of the tile, so tiles follow the shape alone: as for so
+/// many threads. More may have nothing to do in a small product. In bfloat16 it does not depend on it, from two rows
+/// and two columns on.
 constexpr std::int64_t kThreadsOfFloat32 = 8;
 
-/// Memory behind the sums, which is read with them: a pack of Highway's largest vectors, of 2048 bits.
-constexpr std::int64_t kMostPackSize = 4 * 2048 / 32;
+/// Room behind the sums, because finish_sums() reads the last row as a whole pack: 4 of Highway's largest vectors, of
+/// 2048 bits. (Highway's own constant is one of the level, and this part is not compiled for each.)
+constexpr std::int64_t kPaddingOfSums = 4 * 2048 / 32;
 
 /// How many tiles.
 struct Cut {
-  std::int64_t down, across;
-  std::int64_t count() const { return down * across; }
+  std::int64_t row_tiles, column_tiles;
+  std::int64_t count() const { return row_tiles * column_tiles; }
 };
 
-/// As few tiles as give each thread as many as the others.
+/// Halved until each thread has a tile, then cut into more columns of tiles until their number is a multiple of the
+/// threads, where there is such a cut.
 Cut cut_of(const Gemm& product, const ExecutionContext& context) {
   const std::int64_t asked = context.threads > 0 ? context.threads : default_threads();
   const std::int64_t threads = product.dtype == DType::float32 ? kThreadsOfFloat32 : asked;
-  Cut cut{ceil_divide(product.m, kMostOfTile), ceil_divide(product.n, kMostOfTile)};
-  const auto rows = [&] { return product.m / cut.down; };
-  const auto columns = [&] { return product.n / cut.across; };
-  while (cut.count() < threads && std::max(rows(), columns()) >= 2 * kLeastTile) {
-    (rows() > columns() ? cut.down : cut.across) *= 2;
+  Cut cut{ceil_divide(product.m, kMaxTile), ceil_divide(product.n, kMaxTile)};
+  const auto rows = [&] { return product.m / cut.row_tiles; };
+  const auto columns = [&] { return product.n / cut.column_tiles; };
+  while (cut.count() < threads && std::max(rows(), columns()) >= 2 * kMinTile) {
+    (rows() > columns() ? cut.row_tiles : cut.column_tiles) *= 2;
   }
-  for (std::int64_t more = 1; more < threads && cut.count() % threads != 0; ++more) {
-    const Cut finer{cut.down, cut.across + more};
-    if (finer.count() % threads == 0 && product.n / finer.across >= kLeastTile) cut = finer;
+  for (Cut finer = cut; finer.column_tiles < cut.column_tiles + threads; ++finer.column_tiles) {
+    if (product.n / finer.column_tiles < kMinTile) break;
+    if (finer.count() % threads == 0) return finer;
   }
   return cut;
 }
@@ -90,16 +93,16 @@ std::int64_t begin_of(std::int64_t all, std::int64_t parts, std::int64_t index) 
 }
 
 Gemm tile_at(const Gemm& product, const Cut& cut, std::int64_t index) {
-  const std::int64_t down = index % cut.down;
-  const std::int64_t across = index / cut.down;
-  const std::int64_t row = begin_of(product.m, cut.down, down);
-  const std::int64_t column = begin_of(product.n, cut.across, across);
+  const std::int64_t tile_row = index % cut.row_tiles;
+  const std::int64_t tile_column = index / cut.row_tiles;
+  const std::int64_t row = begin_of(product.m, cut.row_tiles, tile_row);
+  const std::int64_t column = begin_of(product.n, cut.column_tiles, tile_column);
   const auto moved = [](const void* data, DType dtype, std::int64_t elements) {
     return static_cast<const char*>(data) + elements * static_cast<std::int64_t>(size_of(dtype));
   };
   Gemm tile = product;
-  tile.m = begin_of(product.m, cut.down, down + 1) - row;
-  tile.n = begin_of(product.n, cut.across, across + 1) - column;
+  tile.m = begin_of(product.m, cut.row_tiles, tile_row + 1) - row;
+  tile.n = begin_of(product.n, cut.column_tiles, tile_column + 1) - column;
   tile.a.data = moved(product.a.data, product.dtype, product.a.is_transposed ? row : row * product.a.stride);
   tile.b.data = moved(product.b.data, product.dtype, product.b.is_transposed ? column * product.b.stride : column);
   tile.c = const_cast<char*>(moved(product.c, product.c_dtype, row * product.c_stride + column));
@@ -110,21 +113,22 @@ Gemm tile_at(const Gemm& product, const Cut& cut, std::int64_t index) {
 /// Memory of this thread, until the next call.
 float* sums_of(std::int64_t count) {
   thread_local std::vector<float> sums;
-  const auto wanted = static_cast<std::size_t>(count + kMostPackSize);
+  const auto wanted = static_cast<std::size_t>(count + kPaddingOfSums);
   if (sums.size() < wanted) sums.resize(wanted);
   return sums.data();
 }
 
-/// A row by itself would be added up in an order of its own: it is multiplied twice, as two rows.
+/// oneDNN adds up a single row in another order than several, so it gets the row twice, and the second result is left.
 bool multiply_row(const Gemm& tile, float* sums) {
   const std::size_t size = size_of(tile.dtype);
-  const std::int64_t step = tile.a.is_transposed ? tile.a.stride : 1;
+  const auto step = static_cast<std::size_t>(tile.a.is_transposed ? tile.a.stride : 1);
+  const auto k = static_cast<std::size_t>(tile.k);
   thread_local std::vector<char> rows;
-  rows.resize(2 * static_cast<std::size_t>(tile.k) * size);
-  for (std::int64_t p = 0; p < 2 * tile.k; ++p) {
-    std::memcpy(rows.data() + static_cast<std::size_t>(p) * size,
-                static_cast<const char*>(tile.a.data) + static_cast<std::size_t>(p % tile.k * step) * size, size);
+  rows.resize(2 * k * size);
+  for (std::size_t p = 0; p < k; ++p) {
+    std::memcpy(&rows[p * size], static_cast<const char*>(tile.a.data) + p * step * size, size);
   }
+  std::memcpy(&rows[k * size], rows.data(), k * size);
   return onednn_gemm(tile.dtype, 2, tile.n, tile.k, {rows.data(), tile.k}, tile.b, sums, tile.n);
 }
 
@@ -144,20 +148,20 @@ void multiply_tile(const Gemm& tile) {
   own_gemm(tile, {.threads = 1});  // oneDNN found no memory, and wrote nothing
 }
 
-/// Do its rows, or columns where it is transposed, lie one behind the other?
-bool is_dense(const GemmMatrix& matrix, std::int64_t rows, std::int64_t columns) {
+/// oneDNN refuses a stride that is smaller than a row, or than a column of a transposed matrix.
+bool has_disjoint_rows(const GemmMatrix& matrix, std::int64_t rows, std::int64_t columns) {
   return matrix.stride >= (matrix.is_transposed ? rows : columns);
 }
 
 }  // namespace
 
 bool can_multiply_by_onednn(const Gemm& product) {
-  // A call costs about a microsecond, and one column is added up in an order of its own. Without m: a row's sums must
-  // not depend on how many rows there are.
-  constexpr std::int64_t kFewFactors = 4096;
-  const bool is_worth_it = product.n >= kTileStep && product.n * product.k >= kFewFactors;
-  return is_worth_it && has_onednn_gemm(product.dtype) && is_dense(product.a, product.m, product.k) &&
-         is_dense(product.b, product.k, product.n) && product.c_stride >= product.n;
+  // A single column would be added up in another order, and a call costs about a microsecond. Neither looks at m, so
+  // that a row's sums do not depend on how many rows there are.
+  constexpr std::int64_t kLeastElementsOfB = 4096;
+  return product.n >= kTileStep && product.n * product.k >= kLeastElementsOfB && has_onednn_gemm(product.dtype) &&
+         has_disjoint_rows(product.a, product.m, product.k) && has_disjoint_rows(product.b, product.k, product.n) &&
+         product.c_stride >= product.n;
 }
 
 void multiply_by_onednn(const Gemm& given, const ExecutionContext& context) {
@@ -165,9 +169,8 @@ void multiply_by_onednn(const Gemm& given, const ExecutionContext& context) {
   const float alpha = given.alpha != nullptr ? *static_cast<const float*>(given.alpha) : 1.0f;
   if (given.alpha != nullptr) product.alpha = &alpha;  // read before anything is written
   const Cut cut = cut_of(product, context);
-  constexpr std::int64_t kProductsPerExponential = 16;  // as grain_for() counts
-  const std::int64_t of_a_tile = product.m * product.n / cut.count() * product.k / kProductsPerExponential;
-  parallel_for(context, cut.count(), grain_for(of_a_tile), [&](std::int64_t begin, std::int64_t end) {
+  const std::int64_t of_a_tile = product.m * product.n / cut.count() * product.k;
+  parallel_for(context, cut.count(), grain_for_products(of_a_tile), [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t index = begin; index < end; ++index) multiply_tile(tile_at(product, cut, index));
   });
 }

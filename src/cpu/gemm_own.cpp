@@ -29,14 +29,14 @@ namespace {
 /// As many sums as the registers hold, beside what they are multiplied from: 6 or 3 packs.
 constexpr std::int64_t kRows = HWY_TARGET <= HWY_AVX3 ? 6 : 3;
 
-/// A panel of a is 6 KiB of float32 then and stays in the first cache; one of b, 64 KiB with AVX-512, in the second.
+/// With 6 rows a panel of a is 6 KiB of float32 and stays in L1; one of b, 64 KiB with AVX-512, in L2.
 constexpr std::int64_t kDepth = 256;
 
-/// The most rows and columns of a tile: its sums, 1 MiB of float32, and its panels of a, 512 KiB, stay in the second or
-/// the last cache, and a number that is copied has 512 uses. Halved while there are fewer tiles than kTiles; below
-/// kLeastOfTile copies cost more than another thread brings.
-constexpr std::int64_t kMostOfTile = 512;
-constexpr std::int64_t kLeastOfTile = 128;
+/// The most rows and columns of a tile: its sums, 1 MiB of float32, and its panels of a, 512 KiB, stay in L2 or L3,
+/// and a number that is copied has 512 uses. Halved while there are fewer tiles than kTiles; below
+/// kMinTile copies cost more than another thread brings.
+constexpr std::int64_t kMaxTile = 512;
+constexpr std::int64_t kMinTile = 128;
 constexpr std::int64_t kTiles = 32;
 
 template <typename T>
@@ -51,7 +51,7 @@ void pack_a(const T* from, const GemmMatrix& a, std::int64_t rows, std::int64_t 
     for (std::int64_t i = 0; i < rows; ++i) widen(from + i * a.stride, depth, to + i * kDepth);
     return;
   }
-  HWY_ALIGN Accumulator<T> column[kMostOfTile + kRows + kMaxPackSize<T>];
+  HWY_ALIGN Accumulator<T> column[kMaxTile + kRows + kMaxPackSize<T>];
   for (std::int64_t p = 0; p < depth; ++p) {
     widen(from + p * a.stride, rows, column);
     for (std::int64_t i = 0; i < rows; i += kRows) std::copy_n(column + i, kRows, to + i * kDepth + p * kRows);
@@ -66,7 +66,7 @@ void pack_b(const T* from, const GemmMatrix& b, std::int64_t columns, std::int64
     for (std::int64_t p = 0; p < depth; ++p) widen(from + p * b.stride, columns, to + p * width);
     return;
   }
-  // Turned four columns at a time, and some of their depth, so that what it is spread over stays in the first cache.
+  // Transposed four columns at a time, and some of their depth, so that what it is spread over stays in L1.
   const Tag<A> d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   HWY_ALIGN A pieces[4][kMaxPackSize<T>], turned[kMaxPackSize<T>];
@@ -111,9 +111,9 @@ void multiply_panels(const A* a, bool is_a_transposed, const A* b, std::int64_t 
 template <typename T, typename C, typename A = Accumulator<T>>
 void multiply_tile(const Gemm& product, A alpha, std::int64_t top, std::int64_t bottom, std::int64_t left,
                    std::int64_t right) {
-  constexpr std::int64_t kRowsOfScratch = kMostOfTile + kRows, kPanel = kDepth * kMaxPackSize<A>;
+  constexpr std::int64_t kRowsOfScratch = kMaxTile + kRows, kPanel = kDepth * kMaxPackSize<A>;
   thread_local hwy::AlignedFreeUniquePtr<A[]> scratch;
-  if (scratch == nullptr) scratch = hwy::AllocateAligned<A>(kRowsOfScratch * (kDepth + kMostOfTile) + kPanel);
+  if (scratch == nullptr) scratch = hwy::AllocateAligned<A>(kRowsOfScratch * (kDepth + kMaxTile) + kPanel);
   if (scratch == nullptr) throw std::bad_alloc();
   A* const b = scratch.get();
   A* const a = b + kPanel;
@@ -138,8 +138,8 @@ template <typename T, typename C, typename A = Accumulator<T>>
 void multiply(const Gemm& product, const ExecutionContext& context) {
   // An infinite alpha must not make a NaN of a sum of nothing.
   const A alpha = product.alpha != nullptr && product.k > 0 ? *static_cast<const A*>(product.alpha) : A{1};
-  std::int64_t most = kMostOfTile;
-  while (most > kLeastOfTile && ceil_divide(product.m, most) * ceil_divide(product.n, most) < kTiles) most /= 2;
+  std::int64_t most = kMaxTile;
+  while (most > kMinTile && ceil_divide(product.m, most) * ceil_divide(product.n, most) < kTiles) most /= 2;
   // Tiles of equal size, but for what panels leave over.
   const auto size_of_tile = [&](std::int64_t count, std::int64_t panel) {
     return ceil_divide(ceil_divide(count, ceil_divide(count, std::max(most, panel))), panel) * panel;
@@ -154,8 +154,7 @@ void multiply(const Gemm& product, const ExecutionContext& context) {
                           std::min(left + columns, product.n));
     }
   };
-  constexpr std::int64_t kProductsPerExponential = 16;  // as grain_for() counts
-  const std::int64_t grain = grain_for(rows * columns * std::max<std::int64_t>(1, product.k) / kProductsPerExponential);
+  const std::int64_t grain = grain_for_products(rows * columns * std::max<std::int64_t>(1, product.k));
   parallel_for(context, row_tiles * ceil_divide(product.n, columns), grain, multiply_tiles);
 }
 

@@ -1,4 +1,4 @@
-// Matrix products by loops of our own, for what no library covers (cpu/gemm.h chooses).
+// Matrix products by loops of our own, of any type, size and stride (cpu/gemm.h chooses).
 #pragma once
 
 #include "core/gemm.h"

@@ -42,4 +42,10 @@ inline std::int64_t grain_for(std::int64_t elements) {
   return elements >= kElementsPerPiece ? 1 : kElementsPerPiece / (elements < 1 ? 1 : elements);
 }
 
+/// The same where each index costs about so many multiplications and additions.
+inline std::int64_t grain_for_products(std::int64_t products) {
+  constexpr std::int64_t kProductsPerExponential = 16;
+  return grain_for(products / kProductsPerExponential);
+}
+
 }  // namespace eaves::cpu

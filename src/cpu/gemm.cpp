@@ -1,4 +1,4 @@
-// Which library computes a product, and what it is called.
+// Chooses oneDNN or our own loops for a product, and reads EAVES_CPU_GEMM.
 #include <cstdlib>
 #include <string>
 
