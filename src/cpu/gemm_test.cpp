@@ -187,14 +187,14 @@ TEST_F(CpuGemmByOneDnn, DoesNotDependOnTheThreads) {
   for_each_dtype([](GemmDTypes dtypes) {
     expect_same_on_any_threads(dtypes, {211, 307, 600, true, true, true, false, true, 1}, GemmEngine::onednn);
     expect_same_on_any_threads(dtypes, {30, 70, 9000, false, false}, GemmEngine::onednn);
-    // More than a tile, in the layouts of logits and of their gradients; columns and rows of which one could be left.
-    for (const std::int64_t k : {300, 1024}) {
-      expect_same_on_any_threads(dtypes, {530, 1100, k, false, true}, GemmEngine::onednn);
-      expect_same_on_any_threads(dtypes, {561, 673, k, false, false}, GemmEngine::onednn);
-      expect_same_on_any_threads(dtypes, {1100, 561, k, true, false}, GemmEngine::onednn);
-      expect_same_on_any_threads(dtypes, {229, 546, k, true, true, false, false, true}, GemmEngine::onednn);
-    }
   });
+  // More than a tile, in the layouts of logits and of their gradients; columns and rows of which one could be left.
+  for (const GemmDTypes dtypes : {kFloat32, kBfloat16}) {
+    expect_same_on_any_threads(dtypes, {270, 1100, 300, false, true}, GemmEngine::onednn);
+    expect_same_on_any_threads(dtypes, {561, 673, 100, false, false}, GemmEngine::onednn);
+    expect_same_on_any_threads(dtypes, {1100, 561, 100, true, false}, GemmEngine::onednn);
+    expect_same_on_any_threads(dtypes, {229, 546, 611, true, true, false, false, true}, GemmEngine::onednn);
+  }
   expect_same_on_any_threads(kBfloat16, {4, 65537, 40, false, true}, GemmEngine::onednn);
 }
 
@@ -205,9 +205,9 @@ TEST_F(CpuGemmByOneDnn, ReadsNothingBehindItsSums) {  // a pack of which one col
 TEST_F(CpuGemmByOneDnn, ARowOfBfloat16DoesNotDependOnTheOthers) {
   if (!has_onednn_gemm(DType::bfloat16)) GTEST_SKIP() << "without instructions for bfloat16";
   for (const bool accumulates : {false, true}) {
-    for (const std::int64_t k : {40, 394, 1000, 1024, 4100}) {
+    for (const std::int64_t k : {394, 1000, 4100}) {
       for (const bool is_b_transposed : {false, true}) {
-        const GemmCase test{600, 300, k, false, is_b_transposed, false, false, accumulates};
+        const GemmCase test{280, 100, k, false, is_b_transposed, false, false, accumulates};
         GemmRun all(kCpu, kBfloat16ToFloat32, test);
         gemm(all.product(), {}, GemmEngine::onednn);
         for (const std::int64_t rows : {1, 2, 7, 100, 257}) {
