@@ -305,11 +305,12 @@ struct SequenceSums {
       hn::StoreU(exp(d, hn::Neg(hn::LoadU(d, low))), d, low);
     }
     if (problem.grad_x == nullptr) return;
-    const Tasks tasks = Tasks::make<T>(shape, problem.angles, true);
+    const Tasks tasks = Tasks::make<T>(shape, problem.angles, true, true);
+    const auto ahead = [](const TokenTile&, std::int64_t) {};
     // Every piece of the positions of every head has one task that adds to it.
     std::vector<double> pieces(static_cast<std::size_t>(tasks.tile_ranges) * size);
     for_each_tile<T>(
-        tasks, problem.angles, false, context,
+        tasks, problem.angles, false, context, ahead,
         [&](std::int64_t, const Task& task, const TokenTile& tile, const TokenTile&, AngleTable<T>& table) {
           const std::int64_t head = tile.batch * shape.heads + tile.head;
           sum_tile(tensors, shape.features, tile, of(tile, shape.heads), table,
@@ -366,13 +367,16 @@ void backward_of(const LrpeCosineBackwardProblem& problem, const ExecutionContex
   const BackwardTensors<T> tensors{{static_cast<const T*>(problem.grad_out), problem.grad_out_strides},
                                    {static_cast<const T*>(problem.x), problem.x_strides},
                                    {problem.grad_x, problem.grad_x_strides, shape, 1}};
-  const Tasks tasks = Tasks::make<T>(shape, problem.angles, false);
   const bool has_theta = problem.grad_theta != nullptr;
+  const Tasks tasks = Tasks::make<T>(shape, problem.angles, has_theta, false);
   std::vector<double> theta_sums(has_theta ? static_cast<std::size_t>(tasks.count() * tasks.row_features) : 0);
   const bool is_over_sequence = problem.kind == LrpeKind::sequence_softmax;
   const SequenceSums<T> sequences = is_over_sequence ? SequenceSums<T>(problem, tensors, context) : SequenceSums<T>();
   const auto differentiate = differentiate_tile_of<T>(problem.kind, problem.activation);
-  for_each_tile<T>(tasks, problem.angles, has_theta, context,
+  const auto ahead = [&](const TokenTile& tile, std::int64_t n) {
+    if (tensors.grad_out.strides[3] == 1) fetch_ahead(tensors.grad_out.at(tile, n, 0), 2 * shape.features);
+  };
+  for_each_tile<T>(tasks, problem.angles, has_theta, context, ahead,
                    [&](std::int64_t index, const Task&, const TokenTile& tile, const TokenTile&, AngleTable<T>& table) {
                      const Normalizers<A> columns =
                          is_over_sequence ? sequences.of(tile, shape.heads) : Normalizers<A>{};
