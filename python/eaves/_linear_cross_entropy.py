@@ -809,7 +809,7 @@ class _Speed(torch.autograd.Function):
         results = call(_OP, _forward_backward, *tensors, *options, computed, gradients, number_tensor=number_tensor)
         count = len(results) - sum(1 for bit in GRADIENTS if gradients & bit)
         outputs, computed_gradients = tuple(results[:count]), results[count:]
-        ctx.bits = gradients & ~WIDE_WEIGHT
+        ctx.bits, ctx.computed = gradients & ~WIDE_WEIGHT, computed
         _save(ctx, arguments, outputs)
         ctx.saves_gradients = torch.compiler.is_compiling()
         is_ignored = None
@@ -842,9 +842,10 @@ class _Speed(torch.autograd.Function):
         if grad_loss is None or not is_factor or is_batched(grad_loss):
             return _compute_again(ctx, upstream)
         computed, ctx.gradients = ctx.gradients, None
-        if computed is None:  # the second time, and the same bit for bit
+        if computed is None:  # the second time, and the same bit for bit: with the same outputs
             tensors = _as_multiplied(ctx.saved_tensors[_TENSORS])
-            computed = call(_OP, _forward_backward, *tensors, *ctx.options, 0, ctx.bits | ctx.wide)[1:]
+            results = call(_OP, _forward_backward, *tensors, *ctx.options, ctx.computed, ctx.bits | ctx.wide)
+            computed = results[-ctx.bits.bit_count() :]
         gradients = in_places(computed, ctx.bits)
         if ctx.options[_REDUCTION] == NONE:
             assert gradients[0] is not None
