@@ -2,6 +2,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "core/environment.h"
 #include "cpu/gemm.h"
 #include "cpu/gemm_onednn.h"
 #include "cpu/gemm_own.h"
@@ -50,7 +51,11 @@ GemmEngine gemm_engine(DType dtype) {
   return forced_engine() != "own" && has_onednn_gemm(dtype) ? GemmEngine::onednn : GemmEngine::own;
 }
 
-void gemm(const Gemm& product, const ExecutionContext& context) { gemm(product, context, gemm_engine(product.dtype)); }
+void gemm(const Gemm& product, const ExecutionContext& context) {
+  // oneDNN adds up float32 in an order that depends on the tile.
+  const bool is_own = product.dtype == DType::float32 && is_batch_invariant();
+  gemm(product, context, is_own ? GemmEngine::own : gemm_engine(product.dtype));
+}
 
 void gemm(const Gemm& product, const ExecutionContext& context, GemmEngine engine) {
   if (engine == GemmEngine::onednn && can_multiply_by_onednn(product)) return multiply_by_onednn(product, context);

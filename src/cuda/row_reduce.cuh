@@ -34,6 +34,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/environment.h"
 #include "core/numeric.h"
 #include "core/rows.h"
 #include "cuda/columns.cuh"
@@ -234,8 +235,9 @@ ReductionPlan plan_reduction(const View& view, const void* x, DType dtype, bool 
   plan.threads = row_threads(view.column_count * element_bytes);
   plan.split = {1, view.column_count, false};
   if (plan.threads.threads > 32) {
-    plan.split = split_rows(view.row_count, view.column_count, element_bytes, gpu.multiprocessors,
-                            gpu.compute_capability >= 90 && is_contiguous);
+    constexpr std::int64_t kManyRows = std::int64_t{1} << 31;
+    plan.split = split_rows(is_batch_invariant() ? kManyRows : view.row_count, view.column_count, element_bytes,
+                            gpu.multiprocessors, gpu.compute_capability >= 90 && is_contiguous);
     if (plan.split.pieces > 1) plan.threads = kPieceThreads;
   }
   plan.pieces = plan.split.is_cluster ? 1 : plan.split.pieces;

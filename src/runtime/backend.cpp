@@ -4,12 +4,12 @@
 #include <sys/mman.h>
 #endif
 
-#include <cstdlib>
 #include <new>
 #include <string>
 #include <vector>
 
 #include "core/check.h"
+#include "core/environment.h"
 #include "core/loss_checks.h"
 #include "cuda/device.h"
 #include "eaves/error.h"
@@ -30,11 +30,6 @@ void* allocate_on_cpu(std::size_t bytes) {
   if (bytes >= 2 * kHugePage) madvise(data, bytes / kHugePage * kHugePage, MADV_HUGEPAGE);
 #endif
   return data;
-}
-
-bool checks_targets_on_gpu() {
-  const char* value = std::getenv("EAVES_CHECK_TARGETS");
-  return value != nullptr && std::string(value) != "" && std::string(value) != "0";
 }
 
 }  // namespace

@@ -158,7 +158,8 @@ EAVES_HOST_DEVICE RowLoss<A> row_loss(const ClassStatistics<A>& statistics, cons
   const A log_sum = std::log(statistics.softmax.sum);
   result.lse = anchor + log_sum;
   // sum p (log p) = sum p (d - log_sum); a row without classes has no distribution, and the entropy 0
-  result.entropy = statistics.softmax.sum == A(0) ? A(0) : log_sum - statistics.moment / statistics.softmax.sum;
+  const A entropy = statistics.softmax.sum == A(0) ? A(0) : log_sum - statistics.moment / statistics.softmax.sum;
+  result.entropy = entropy < A(0) ? A(0) : entropy;  // the roundings of one next to 0
   result.sum_sq =
       statistics.softmax.sum == A(0) ? A(0) : statistics.square / statistics.softmax.sum / statistics.softmax.sum;
   result.mean_logit = statistics.linear / static_cast<A>(terms.class_count);
@@ -167,7 +168,7 @@ EAVES_HOST_DEVICE RowLoss<A> row_loss(const ClassStatistics<A>& statistics, cons
   const A hard = terms.is_soft ? A(0) : (A(1) - terms.smoothing) * target.weight;
   if (hard != A(0)) {
     const A loss = (anchor - target.logit) + log_sum;
-    result.loss = hard * (loss < A(0) ? A(0) : loss);  // the roundings of a loss next to 0; a NaN stays one
+    result.loss = hard * (loss < A(0) ? A(0) : loss);  // likewise; a NaN stays one
   }
   const A factor = terms.is_soft ? A(1) : terms.smoothing_per_class;
   A smooth_mass = A(0);

@@ -302,17 +302,6 @@ std::vector<TensorView> check_rescaled(const LinearCrossEntropyRescaleArgs& args
 
 bool is_cpu(const LinearCrossEntropyProblem& problem) { return problem.device.type == DeviceType::cpu; }
 
-/// The limit of a call that sets none, beside what it needs for every row.
-std::size_t default_limit(const LinearCrossEntropyProblem& problem) {
-  const LinearCrossEntropyPolicy& policy = policy_of(problem.device);
-  const std::size_t rows = per_row_bytes(problem);
-  if (problem.mode == Mode::backward) return rows + policy.backward_bytes;
-  if (problem.mode == Mode::forward) return rows + policy.forward_bytes;
-  const std::int64_t enough = std::min(problem.rows(), policy.enough_rows);
-  const std::size_t wanted = workspace_bytes(problem, {enough, problem.classes}) - rows;
-  return rows + std::clamp(wanted, policy.least_bytes, policy.most_bytes);
-}
-
 /// From the caller's workspace, or else the caller's limit.
 std::size_t limit_of(const LinearCrossEntropyProblem& problem, const ExecutionContext& context) {
   if (context.workspace.data != nullptr) return context.workspace.bytes;

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "core/dispatch.h"
+#include "core/environment.h"
 #include "core/numeric.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_policy.h"
@@ -258,9 +259,29 @@ inline LinearCrossEntropyBlock blocks_within(const LinearCrossEntropyProblem& pr
   return best;
 }
 
+/// The limit of a call that sets none, beside what it needs for every row.
+inline std::size_t default_limit(const LinearCrossEntropyProblem& problem) {
+  const LinearCrossEntropyPolicy& policy = policy_of(problem.device);
+  const std::size_t rows = per_row_bytes(problem);
+  if (problem.mode == LinearCrossEntropyMode::backward) return rows + policy.backward_bytes;
+  if (problem.mode == LinearCrossEntropyMode::forward) return rows + policy.forward_bytes;
+  const std::int64_t enough = std::min(problem.rows(), policy.enough_rows);
+  const std::size_t wanted = workspace_bytes(problem, {enough, problem.classes}) - rows;
+  return rows + std::clamp(wanted, policy.least_bytes, policy.most_bytes);
+}
+
+/// The classes that a block has whatever the number of rows: the cheapest of `usual_rows`. (Not from a workspace that
+/// a context brings: its size follows from the rows.)
+inline std::int64_t batch_invariant_classes(const LinearCrossEntropyProblem& problem) {
+  LinearCrossEntropyProblem usual = problem;
+  usual.view.row_count = policy_of(problem.device).usual_rows;
+  return blocks_within(usual, problem.workspace_limit != 0 ? problem.workspace_limit : default_limit(usual)).classes;
+}
+
 inline LinearCrossEntropyBlock plan_block(const LinearCrossEntropyProblem& problem, std::size_t limit) {
-  if (cuts_classes(problem)) return blocks_within(problem, limit);
-  return {rows_within(problem, problem.classes, limit), problem.classes};
+  if (cuts_classes(problem) && !is_batch_invariant()) return blocks_within(problem, limit);
+  const std::int64_t classes = cuts_classes(problem) ? batch_invariant_classes(problem) : problem.classes;
+  return {rows_within(problem, classes, limit), classes};
 }
 
 }  // namespace eaves

@@ -18,6 +18,7 @@ struct LinearCrossEntropyPolicy {
   std::size_t most_bytes;
   std::int64_t enough_rows;  ///< of a chunk, whose products are nearly as fast as whole ones
   std::int64_t few_rows;     ///< of a chunk: with less, both at once is no longer the faster way
+  std::int64_t usual_rows;   ///< that blocks of classes are chosen for where the number of rows must not matter
 
   bool cuts_classes_in_forward;  ///< the loss alone: logits that stay in the cache are worth merging statistics for
 
@@ -45,6 +46,7 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnGpu = {
     .most_bytes = std::size_t{1088} << 20,
     .enough_rows = 3072,
     .few_rows = 1024,
+    .usual_rows = 1024,
     .cuts_classes_in_forward = true,
     .least_rows = 16,
     .least_classes = 256,
@@ -67,6 +69,7 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnCpu = {
     .most_bytes = std::size_t{34} << 20,
     .enough_rows = 1,
     .few_rows = 1,
+    .usual_rows = 256,
     .cuts_classes_in_forward = false,
     .least_rows = 1,
     .least_classes = 1,

@@ -1,0 +1,20 @@
+#include "core/environment.h"
+
+#include <cstdlib>
+#include <string_view>
+
+namespace eaves {
+namespace {
+
+bool is_set(const char* name) {
+  const char* value = std::getenv(name);
+  return value != nullptr && std::string_view(value) != "" && std::string_view(value) != "0";
+}
+
+}  // namespace
+
+bool checks_targets_on_gpu() { return is_set("EAVES_CHECK_TARGETS"); }
+
+bool is_batch_invariant() { return is_set("EAVES_BATCH_INVARIANT"); }
+
+}  // namespace eaves
