@@ -117,7 +117,7 @@ struct Description {
 };
 
 /// Everything that the choice of an algorithm may depend on.
-using AlgorithmKey = std::array<std::int64_t, 18>;
+using AlgorithmKey = std::array<std::int64_t, 17>;
 
 AlgorithmKey key_of(const Gemm& gemm, bool has_bias, int device, const std::array<std::uint32_t, 3>& alignments) {
   return {gemm.m,
@@ -131,7 +131,6 @@ AlgorithmKey key_of(const Gemm& gemm, bool has_bias, int device, const std::arra
           gemm.a.is_transposed,
           gemm.b.is_transposed,
           gemm.alpha != nullptr,
-          is_batch_invariant(),
           has_bias,
           static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(gemm.bias) % 256),
           device,
@@ -141,11 +140,6 @@ AlgorithmKey key_of(const Gemm& gemm, bool has_bias, int device, const std::arra
 }
 
 /// The one that the library expects to be the fastest; nullopt where it has none.
-///
-/// Where a row of c must not depend on how many there are, the sums of its elements are not split: whatever the tile,
-/// algorithms add them up in one order then. H200, cuBLASLt 13.1, [m, 4096] in bfloat16 with 32,768 to 151,936 classes:
-/// the fastest are split below 768 rows in the gradient of x and nowhere in the logits. One algorithm for every m takes
-/// up to a third longer.
 std::optional<Algorithm> find_algorithm(const char* op, Handle handle, const Description& description,
                                         const std::array<std::uint32_t, 3>& alignments) {
   const Library& lt = library();
@@ -155,7 +149,7 @@ std::optional<Algorithm> find_algorithm(const char* op, Handle handle, const Des
     check(op, lt.set_preference(&preference, attribute, &value, sizeof(value)), "preference");
   };
   set(kMaxWorkspaceBytes, static_cast<std::uint64_t>(kGemmWorkspaceBytes));
-  set(kReductionSchemes, static_cast<std::uint32_t>(is_batch_invariant() ? kNoReduction : kAccumulatorsOnly));
+  set(kReductionSchemes, static_cast<std::uint32_t>(kAccumulatorsOnly));
   set(kMinAlignmentA, alignments[0]);
   set(kMinAlignmentB, alignments[1]);
   set(kMinAlignmentC, alignments[2]);
@@ -170,20 +164,27 @@ std::optional<Algorithm> find_algorithm(const char* op, Handle handle, const Des
   return result.algorithm;
 }
 
-/// The same product always takes the same algorithm: it is asked for once for each shape.
-std::optional<Algorithm> algorithm_for(const char* op, Handle handle, const Gemm& gemm, bool has_bias, int device,
-                                       const Description& description) {
+/// The same product always takes the same algorithm: it is asked for once for each shape. Where a row of c must not
+/// depend on how many there are, that of kManyRows and of the alignment that every row has: another algorithm may add
+/// up an element in another order. H200, cuBLASLt 13.1, bfloat16, [m, 4096] with 32,768 to 151,936 classes: that takes
+/// up to a third longer at 1536 and 2176 rows, four times as long below 100, and nothing at 1024, 2048 and 4096.
+std::optional<Algorithm> algorithm_for(const char* op, Handle handle, const Gemm& gemm, bool has_bias, int device) {
   static std::mutex mutex;
   static std::map<AlgorithmKey, Algorithm> known;
   constexpr std::size_t kMostKnown = 4096;
+  constexpr std::int64_t kManyRows = 4096;
+  const bool is_of_rows = is_batch_invariant() && !gemm.a.is_transposed;
+  const std::uint32_t most = is_of_rows ? 16 : 256;
   const std::array<std::uint32_t, 3> alignments = {alignment_of(gemm.b.data, gemm.b.stride, gemm.dtype),
-                                                   alignment_of(gemm.a.data, gemm.a.stride, gemm.dtype),
-                                                   alignment_of(gemm.c, gemm.c_stride, gemm.c_dtype)};
-  const AlgorithmKey key = key_of(gemm, has_bias, device, alignments);
+                                                   std::min(most, alignment_of(gemm.a.data, gemm.a.stride, gemm.dtype)),
+                                                   std::min(most, alignment_of(gemm.c, gemm.c_stride, gemm.c_dtype))};
+  Gemm asked = gemm;
+  if (is_of_rows) asked.m = kManyRows;
+  const AlgorithmKey key = key_of(asked, has_bias, device, alignments);
   const std::lock_guard lock(mutex);
   const auto at = known.find(key);
   if (at != known.end()) return at->second;
-  const auto found = find_algorithm(op, handle, description, alignments);
+  const auto found = find_algorithm(op, handle, Description(op, asked, has_bias), alignments);
   if (!found) return found;                       // the next call asks again
   if (known.size() >= kMostKnown) known.clear();  // row counts that change with each call
   known.emplace(key, *found);
@@ -246,7 +247,7 @@ void gemm(const char* op, const Gemm& product, const ExecutionContext& context) 
   const Handle handle = handle_of(op, device);
   const auto run = [&](const Gemm& gemm, bool has_bias) {
     const Description description(op, gemm, has_bias);
-    const auto algorithm = algorithm_for(op, handle, gemm, has_bias, device, description);
+    const auto algorithm = algorithm_for(op, handle, gemm, has_bias, device);
     if (!algorithm) return false;
     gemm.dtype == DType::float64 ? multiply<double>(op, gemm, description, *algorithm, handle, context)
                                  : multiply<float>(op, gemm, description, *algorithm, handle, context);

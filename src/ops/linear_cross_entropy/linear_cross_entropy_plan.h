@@ -270,11 +270,12 @@ inline std::size_t default_limit(const LinearCrossEntropyProblem& problem) {
   return rows + std::clamp(wanted, policy.least_bytes, policy.most_bytes);
 }
 
-/// The classes that a block has whatever the number of rows: the cheapest of `usual_rows`. (Not from a workspace that
-/// a context brings: its size follows from the rows.)
+/// The classes that a block has whatever the number of rows, and however they lie: the cheapest of `usual_rows`. (Not
+/// from a workspace that a context brings: its size follows from the rows.)
 inline std::int64_t batch_invariant_classes(const LinearCrossEntropyProblem& problem) {
   LinearCrossEntropyProblem usual = problem;
   usual.view.row_count = policy_of(problem.device).usual_rows;
+  usual.skips_ignored_rows = true;
   return blocks_within(usual, problem.workspace_limit != 0 ? problem.workspace_limit : default_limit(usual)).classes;
 }
 

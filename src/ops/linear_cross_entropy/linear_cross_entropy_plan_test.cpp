@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <set>
 #include <vector>
 
 #include "eaves/linear_cross_entropy.h"
@@ -156,6 +158,30 @@ TEST(LinearCrossEntropyPlan, ManyRowsAreCutBeforeBlocksOfClassesBecomeThin) {
   const LinearCrossEntropyProblem problem =
       problem_of(Mode::backward, {std::int64_t{1} << 20, 4096, 131072}, DType::bfloat16, kCuda, true);
   EXPECT_GE(plan_block(problem, std::size_t{160} << 20).classes, policy_of(problem.device).class_tile);
+}
+
+TEST(LinearCrossEntropyPlan, WithBatchInvarianceTheClassesOfABlockDoNotFollowTheRows) {
+  const auto classes_of = [](Mode mode, Device device, std::size_t limit) {
+    std::set<std::int64_t> classes;
+    for (const std::int64_t rows : {1, 7, 100, 1000, 4099, 65536}) {
+      for (const bool gathers : {false, true}) {
+        LinearCrossEntropyProblem problem = problem_of(mode, {rows, 512, 50257}, DType::bfloat16, device, gathers);
+        problem.workspace_limit = limit;
+        classes.insert(plan_block(problem, limit != 0 ? limit : default_limit(problem)).classes);
+      }
+    }
+    return classes;
+  };
+  for (const Device device : {kCpu, kCuda}) {
+    for (const std::size_t limit : {std::size_t{0}, std::size_t{64} << 20}) {
+      EXPECT_GT(classes_of(Mode::backward, device, limit).size(), 1u);
+      setenv("EAVES_BATCH_INVARIANT", "1", 1);
+      for (const Mode mode : {Mode::forward, Mode::forward_backward, Mode::backward}) {
+        EXPECT_EQ(classes_of(mode, device, limit).size(), 1u) << "mode " << int(mode) << ", limit " << limit;
+      }
+      unsetenv("EAVES_BATCH_INVARIANT");
+    }
+  }
 }
 
 TEST(LinearCrossEntropyPlan, PartsOfTheWorkspaceAreAlignedAndDoNotOverlap) {
