@@ -25,7 +25,7 @@ void forward_of(const CrossEntropyForwardProblem& problem, const ExecutionContex
   reduce_rows(rows, skips_ignored, context, [&](std::int64_t index, const RowStatistics& statistics) {
     const auto row = rows.row(index);
     const bool is_skipped = skips_ignored && row.is_ignored;
-    results.store(row.at.of[kPerRow], loss_of(rows, row, statistics, skips_ignored), is_skipped ? 0 : statistics.best);
+    results.store(row.at.of[kPerRow], loss_of(rows, row, statistics, skips_ignored), is_skipped ? RowStatistics{} : statistics);
   });
   results.finish(divisor_if_mean(problem.inputs, problem.normalizer), problem.normalizer != nullptr);
 }
@@ -71,7 +71,7 @@ void in_place_of(const CrossEntropyInPlaceProblem& problem, const ExecutionConte
   const auto finish_forward = [&](std::int64_t index, const RowStatistics& statistics) {
     const auto row = rows.row(index);
     const RowLoss<double> loss = loss_of(rows, row, statistics, true);
-    results.store(row.at.of[kPerRow], loss, row.is_ignored ? 0 : statistics.best);
+    results.store(row.at.of[kPerRow], loss, row.is_ignored ? RowStatistics{} : statistics);
     return loss;
   };
   const auto map = [&](std::int64_t index, const RowLoss<double>& loss, const ColumnPiece& piece) {

@@ -64,9 +64,11 @@ __device__ void write_row(const RowOutputs<A>& outputs, std::int64_t at, const C
   if (outputs.lse != nullptr) outputs.lse[at] = row.lse;
   if (outputs.argmax != nullptr)
     outputs.argmax[at] = is_read && terms.is_in_range(statistics.best) ? statistics.best : 0;
-  if (outputs.entropy != nullptr) outputs.entropy[at] = row.entropy;
-  if (outputs.sum_sq != nullptr) outputs.sum_sq[at] = row.sum_sq;
-  if (outputs.mean_logit != nullptr) outputs.mean_logit[at] = row.mean_logit;
+  if (outputs.entropy != nullptr) outputs.entropy[at] = is_read ? entropy_of(statistics) : A(0);
+  if (outputs.sum_sq != nullptr) outputs.sum_sq[at] = is_read ? sum_sq_of(statistics) : A(0);
+  if (outputs.mean_logit != nullptr) {
+    outputs.mean_logit[at] = is_read ? mean_logit_of(statistics, terms.class_count) : A(0);
+  }
   if (outputs.target_mass != nullptr) outputs.target_mass[at] = row.target_mass;
 }
 

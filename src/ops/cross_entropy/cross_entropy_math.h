@@ -135,9 +135,6 @@ struct RowLoss {
   A loss;
   A z_loss;
   A lse;
-  A entropy;
-  A sum_sq;
-  A mean_logit;   ///< where the statistics have it
   A target_mass;  ///< m of cross_entropy.h
 };
 
@@ -157,18 +154,12 @@ EAVES_HOST_DEVICE RowLoss<A> row_loss(const ClassStatistics<A>& statistics, cons
   const A anchor = softmax_anchor(statistics.softmax.max);
   const A log_sum = std::log(statistics.softmax.sum);
   result.lse = anchor + log_sum;
-  // sum p (log p) = sum p (d - log_sum); a row without classes has no distribution, and the entropy 0
-  const A entropy = statistics.softmax.sum == A(0) ? A(0) : log_sum - statistics.moment / statistics.softmax.sum;
-  result.entropy = entropy < A(0) ? A(0) : entropy;  // the roundings of one next to 0
-  result.sum_sq =
-      statistics.softmax.sum == A(0) ? A(0) : statistics.square / statistics.softmax.sum / statistics.softmax.sum;
-  result.mean_logit = statistics.linear / static_cast<A>(terms.class_count);
   if (!is_counted) return result;
   // Through the anchor instead of lse: next to a loss of 0, z'_t is the anchor, and nothing cancels.
   const A hard = terms.is_soft ? A(0) : (A(1) - terms.smoothing) * target.weight;
   if (hard != A(0)) {
     const A loss = (anchor - target.logit) + log_sum;
-    result.loss = hard * (loss < A(0) ? A(0) : loss);  // likewise; a NaN stays one
+    result.loss = hard * (loss < A(0) ? A(0) : loss);  // the roundings of a loss next to 0; a NaN stays one
   }
   const A factor = terms.is_soft ? A(1) : terms.smoothing_per_class;
   A smooth_mass = A(0);
@@ -182,6 +173,29 @@ EAVES_HOST_DEVICE RowLoss<A> row_loss(const ClassStatistics<A>& statistics, cons
   if (terms.z_loss_weight != A(0)) result.z_loss = terms.z_loss_weight * result.lse * result.lse;
   result.loss += result.z_loss;
   return result;
+}
+
+// Outputs that few calls want, each by itself: their divisions take a GPU longer than the rest of a short row's end.
+// A row without classes has no distribution: they are 0.
+
+template <typename A>
+EAVES_HOST_DEVICE A entropy_of(const ClassStatistics<A>& statistics) {
+  const A sum = statistics.softmax.sum;
+  // sum p (log p) = sum p (d - log sum)
+  const A entropy = sum == A(0) ? A(0) : std::log(sum) - statistics.moment / sum;
+  return entropy < A(0) ? A(0) : entropy;  // the roundings of one next to 0
+}
+
+template <typename A>
+EAVES_HOST_DEVICE A sum_sq_of(const ClassStatistics<A>& statistics) {
+  const A sum = statistics.softmax.sum;
+  return sum == A(0) ? A(0) : statistics.square / sum / sum;
+}
+
+/// Where the statistics have it.
+template <typename A>
+EAVES_HOST_DEVICE A mean_logit_of(const ClassStatistics<A>& statistics, std::int64_t classes) {
+  return classes == 0 ? A(0) : statistics.linear / static_cast<A>(classes);
 }
 
 /// The gradient of a row in the classes v, without dz'_v/dz_v:

@@ -31,10 +31,10 @@ void merge_of(const CrossEntropyMergeProblem& problem, const ExecutionContext& c
       const double row_weight = is_ignored ? 0.0 : row_weight_at(inputs, index);
       weights[static_cast<std::size_t>(index)] = target.weight * row_weight;
       if (is_ignored && !problem.reads_ignored_rows) {
-        results.store(index, {}, 0);
+        results.store(index, {}, {});
         continue;
       }
-      results.store(index, weighted(row_loss(statistics, target, !is_ignored, terms), row_weight), statistics.best);
+      results.store(index, weighted(row_loss(statistics, target, !is_ignored, terms), row_weight), statistics);
     }
   });
   double divisor = 1.0;

@@ -62,15 +62,15 @@ class Results {
     if (outputs.z_loss != nullptr) z_losses_.resize(losses_.size());
   }
 
-  /// `index` counts the rows as the per-row tensors do.
-  void store(std::int64_t index, const RowLoss<double>& row, std::int64_t best) {
+  /// `index` counts the rows as the per-row tensors do. Of a row that is not read both are empty.
+  void store(std::int64_t index, const RowLoss<double>& row, const ClassStatistics<double>& statistics) {
     write(outputs_.lse, index, row.lse);
-    write(outputs_.entropy, index, row.entropy);
-    write(outputs_.sum_sq, index, row.sum_sq);
-    write(outputs_.mean_logit, index, row.mean_logit);
+    if (outputs_.entropy != nullptr) write(outputs_.entropy, index, entropy_of(statistics));
+    if (outputs_.sum_sq != nullptr) write(outputs_.sum_sq, index, sum_sq_of(statistics));
+    if (outputs_.mean_logit != nullptr) write(outputs_.mean_logit, index, mean_logit_of(statistics, classes_));
     write(outputs_.target_mass, index, row.target_mass);
     // A row of nothing but NaN has no largest logit.
-    if (outputs_.argmax != nullptr) outputs_.argmax[index] = best < classes_ ? best : 0;
+    if (outputs_.argmax != nullptr) outputs_.argmax[index] = statistics.best < classes_ ? statistics.best : 0;
     if (reduction_ == Reduction::none) {
       write(outputs_.loss, index, row.loss);
       write(outputs_.z_loss, index, row.z_loss);
