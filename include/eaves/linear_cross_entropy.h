@@ -65,7 +65,8 @@ struct LinearCrossEntropyInputs {
   /// The most scratch memory that the call should take, in bytes; how many rows (and classes) are computed at once
   /// follows from it. 0: what the operator finds best for the device. Not read where the context brings a workspace,
   /// whose size it is then. Where it is too little for the smallest chunk, the call takes what that needs. With
-  /// EAVES_BATCH_INVARIANT=1 in the environment the classes follow from this limit alone.
+  /// EAVES_BATCH_INVARIANT=1 in the environment the classes follow from this limit alone, and a workspace that the
+  /// context brings must have the stated size.
   std::size_t workspace_limit = 0;
 };
 

@@ -1,4 +1,5 @@
-// Switches in the environment. They are read on each call, so that a test or a debugger can change them.
+// Switches in the environment. They are read on each call, so that a test or a debugger can change them, but not while
+// another thread is in one.
 #pragma once
 
 namespace eaves {
@@ -6,9 +7,9 @@ namespace eaves {
 /// EAVES_CHECK_TARGETS=1: targets on a GPU are copied and checked, and the call waits for that.
 bool checks_targets_on_gpu();
 
-/// EAVES_BATCH_INVARIANT=1: what linear_cross_entropy gives for a row does not depend, bit for bit, on which other rows
-/// are in the call. Nothing is cut by the number of rows then, and a product's algorithm does not depend on it, which
-/// takes longer.
+/// EAVES_BATCH_INVARIANT=1: what a call gives for a row does not depend, bit for bit, on which other rows are in it
+/// (docs/design.md, "Batch invariance"). Nothing is cut by the number of rows then, and a product's algorithm does not
+/// depend on it, which takes longer.
 bool is_batch_invariant();
 
 }  // namespace eaves

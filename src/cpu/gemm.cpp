@@ -52,9 +52,8 @@ GemmEngine gemm_engine(DType dtype) {
 }
 
 void gemm(const Gemm& product, const ExecutionContext& context) {
-  // oneDNN adds up float32 in an order that depends on the tile.
-  const bool is_own = product.dtype == DType::float32 && is_batch_invariant();
-  gemm(product, context, is_own ? GemmEngine::own : gemm_engine(product.dtype));
+  // oneDNN promises nothing of the order in which it adds up an element, and in float32 that depends on the tile.
+  gemm(product, context, is_batch_invariant() ? GemmEngine::own : gemm_engine(product.dtype));
 }
 
 void gemm(const Gemm& product, const ExecutionContext& context, GemmEngine engine) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/environment.h"
 #include "core/numeric.h"
 #include "cpu/parallel.h"
 #include "eaves/context.h"
@@ -35,7 +36,7 @@ struct ColumnPieces {
     constexpr std::int64_t kSmallestPiece = 32768;  // elements; 5 us of work
     constexpr std::int64_t kMultiple = 64;          // pieces begin on a cache line where the row does
     const std::int64_t wanted = std::min(kMaxTasks / groups, columns * width / kSmallestPiece);
-    if (wanted < 2) return;
+    if (wanted < 2 || is_batch_invariant()) return;
     // Rounded up, so that there are never more than wanted.
     size = ceil_divide(ceil_divide(columns, wanted), kMultiple) * kMultiple;
     count = ceil_divide(columns, size);

@@ -22,7 +22,7 @@ enum PointerMode : std::int32_t { kDevicePointers = 1 };
 enum Epilogue : std::uint32_t { kAddBias = 4 };
 
 /// How parts of a long sum are added: the mask of kReductionSchemes. The others would add them in the type of c.
-enum ReductionScheme : std::uint32_t { kAccumulatorsOnly = 2 };
+enum ReductionScheme : std::uint32_t { kNoReduction = 0, kAccumulatorsOnly = 2 };
 
 enum MatmulAttribute : int {
   kPointerMode = 2,

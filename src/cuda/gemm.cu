@@ -117,9 +117,10 @@ struct Description {
 };
 
 /// Everything that the choice of an algorithm may depend on.
-using AlgorithmKey = std::array<std::int64_t, 17>;
+using AlgorithmKey = std::array<std::int64_t, 18>;
 
-AlgorithmKey key_of(const Gemm& gemm, bool has_bias, int device, const std::array<std::uint32_t, 3>& alignments) {
+AlgorithmKey key_of(const Gemm& gemm, bool has_bias, int device, const std::array<std::uint32_t, 3>& alignments,
+                    bool splits_sums) {
   return {gemm.m,
           gemm.n,
           gemm.k,
@@ -136,12 +137,13 @@ AlgorithmKey key_of(const Gemm& gemm, bool has_bias, int device, const std::arra
           device,
           alignments[0],
           alignments[1],
-          alignments[2]};
+          alignments[2],
+          splits_sums};
 }
 
 /// The one that the library expects to be the fastest; nullopt where it has none.
 std::optional<Algorithm> find_algorithm(const char* op, Handle handle, const Description& description,
-                                        const std::array<std::uint32_t, 3>& alignments) {
+                                        const std::array<std::uint32_t, 3>& alignments, bool splits_sums) {
   const Library& lt = library();
   Preference preference{};
   check(op, lt.init_preference(&preference, sizeof(preference)), "preference");
@@ -149,7 +151,7 @@ std::optional<Algorithm> find_algorithm(const char* op, Handle handle, const Des
     check(op, lt.set_preference(&preference, attribute, &value, sizeof(value)), "preference");
   };
   set(kMaxWorkspaceBytes, static_cast<std::uint64_t>(kGemmWorkspaceBytes));
-  set(kReductionSchemes, static_cast<std::uint32_t>(kAccumulatorsOnly));
+  set(kReductionSchemes, static_cast<std::uint32_t>(splits_sums ? kAccumulatorsOnly : kNoReduction));
   set(kMinAlignmentA, alignments[0]);
   set(kMinAlignmentB, alignments[1]);
   set(kMinAlignmentC, alignments[2]);
@@ -165,9 +167,10 @@ std::optional<Algorithm> find_algorithm(const char* op, Handle handle, const Des
 }
 
 /// The same product always takes the same algorithm: it is asked for once for each shape. Where a row of c must not
-/// depend on how many there are, that of kManyRows and of the alignment that every row has: another algorithm may add
-/// up an element in another order. H200, cuBLASLt 13.1, bfloat16, [m, 4096] with 32,768 to 151,936 classes: that takes
-/// up to a third longer at 1536 and 2176 rows, four times as long below 100, and nothing at 1024, 2048 and 4096.
+/// depend on how many there are, that is the one of kManyRows, for the alignment that every row has: another may add up
+/// an element in another order. It splits no sum, or its workspace would follow the rows. H200, cuBLASLt 13.1,
+/// bfloat16, [m, 4096] with 32,768 to 151,936 classes: nothing lost at 1024, 2048 and 4096 rows, up to a third at 1536
+/// and 2176, and the gradient of x takes 1.2 ms for up to 512 rows, instead of 0.25 to 0.7.
 std::optional<Algorithm> algorithm_for(const char* op, Handle handle, const Gemm& gemm, bool has_bias, int device) {
   static std::mutex mutex;
   static std::map<AlgorithmKey, Algorithm> known;
@@ -180,11 +183,11 @@ std::optional<Algorithm> algorithm_for(const char* op, Handle handle, const Gemm
                                                    std::min(most, alignment_of(gemm.c, gemm.c_stride, gemm.c_dtype))};
   Gemm asked = gemm;
   if (is_of_rows) asked.m = kManyRows;
-  const AlgorithmKey key = key_of(asked, has_bias, device, alignments);
+  const AlgorithmKey key = key_of(asked, has_bias, device, alignments, !is_of_rows);
   const std::lock_guard lock(mutex);
   const auto at = known.find(key);
   if (at != known.end()) return at->second;
-  const auto found = find_algorithm(op, handle, Description(op, asked, has_bias), alignments);
+  const auto found = find_algorithm(op, handle, Description(op, asked, has_bias), alignments, !is_of_rows);
   if (!found) return found;                       // the next call asks again
   if (known.size() >= kMostKnown) known.clear();  // row counts that change with each call
   known.emplace(key, *found);

@@ -25,7 +25,8 @@ void forward_of(const CrossEntropyForwardProblem& problem, const ExecutionContex
   reduce_rows(rows, skips_ignored, context, [&](std::int64_t index, const RowStatistics& statistics) {
     const auto row = rows.row(index);
     const bool is_skipped = skips_ignored && row.is_ignored;
-    results.store(row.at.of[kPerRow], loss_of(rows, row, statistics, skips_ignored), is_skipped ? RowStatistics{} : statistics);
+    results.store(row.at.of[kPerRow], loss_of(rows, row, statistics, skips_ignored),
+                  is_skipped ? RowStatistics{} : statistics);
   });
   results.finish(divisor_if_mean(problem.inputs, problem.normalizer), problem.normalizer != nullptr);
 }

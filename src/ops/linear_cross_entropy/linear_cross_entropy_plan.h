@@ -276,6 +276,7 @@ inline std::int64_t batch_invariant_classes(const LinearCrossEntropyProblem& pro
   LinearCrossEntropyProblem usual = problem;
   usual.view.row_count = policy_of(problem.device).usual_rows;
   usual.skips_ignored_rows = true;
+  usual.targets.dtype = DType::int64;
   return blocks_within(usual, problem.workspace_limit != 0 ? problem.workspace_limit : default_limit(usual)).classes;
 }
 
