@@ -63,10 +63,10 @@ struct LinearCrossEntropyInputs {
   bool skips_ignored_rows = false;
 
   /// The most scratch memory that the call should take, in bytes; how many rows (and classes) are computed at once
-  /// follows from it. 0: what the operator finds best for the device. Not read where the context brings a workspace,
-  /// whose size it is then. Where it is too little for the smallest chunk, the call takes what that needs. With
-  /// EAVES_BATCH_INVARIANT=1 in the environment the classes follow from this limit alone, and a workspace that the
-  /// context brings must have the stated size.
+  /// follows from it. 0: what the operator finds best for the device. Where the context brings a workspace, its size
+  /// is read instead. Where it is too little for the smallest chunk, the call takes what that needs. With
+  /// EAVES_BATCH_INVARIANT=1 in the environment this limit always decides the classes, and a workspace of the context
+  /// must be at least as large as ..._workspace_bytes() says.
   std::size_t workspace_limit = 0;
 };
 

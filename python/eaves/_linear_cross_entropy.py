@@ -807,9 +807,9 @@ class _Speed(torch.autograd.Function):
         _, computed, _, gradients, number_tensor = arguments[_REST]
         tensors, options = _as_multiplied(arguments[_TENSORS]), arguments[_OPTIONS]
         results = call(_OP, _forward_backward, *tensors, *options, computed, gradients, number_tensor=number_tensor)
-        count = len(results) - sum(1 for bit in GRADIENTS if gradients & bit)
-        outputs, computed_gradients = tuple(results[:count]), results[count:]
         ctx.bits, ctx.computed = gradients & ~WIDE_WEIGHT, computed
+        count = len(results) - ctx.bits.bit_count()
+        outputs, computed_gradients = tuple(results[:count]), results[count:]
         _save(ctx, arguments, outputs)
         ctx.saves_gradients = torch.compiler.is_compiling()
         is_ignored = None
@@ -842,7 +842,7 @@ class _Speed(torch.autograd.Function):
         if grad_loss is None or not is_factor or is_batched(grad_loss):
             return _compute_again(ctx, upstream)
         computed, ctx.gradients = ctx.gradients, None
-        if computed is None:  # the second time, and the same bit for bit: with the same outputs
+        if computed is None:  # a later backward; without the outputs other kernels would run, and last places differ
             tensors = _as_multiplied(ctx.saved_tensors[_TENSORS])
             results = call(_OP, _forward_backward, *tensors, *ctx.options, ctx.computed, ctx.bits | ctx.wide)
             computed = results[-ctx.bits.bit_count() :]

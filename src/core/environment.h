@@ -1,5 +1,5 @@
 // Switches in the environment. They are read on each call, so that a test or a debugger can change them, but not while
-// another thread is in one.
+// another thread is in one. (EAVES_CPU_GEMM, which is read once, is in cpu/gemm.cpp.)
 #pragma once
 
 namespace eaves {
@@ -7,9 +7,8 @@ namespace eaves {
 /// EAVES_CHECK_TARGETS=1: targets on a GPU are copied and checked, and the call waits for that.
 bool checks_targets_on_gpu();
 
-/// EAVES_BATCH_INVARIANT=1: what a call gives for a row does not depend, bit for bit, on which other rows are in it
-/// (docs/design.md, "Batch invariance"). Nothing is cut by the number of rows then, and a product's algorithm does not
-/// depend on it, which takes longer.
+/// EAVES_BATCH_INVARIANT=1: what a call gives for a row does not depend, bit for bit, on which other rows are in it.
+/// What that covers: docs/design.md, "Batch invariance".
 bool is_batch_invariant();
 
 }  // namespace eaves

@@ -48,13 +48,12 @@ void require_gemm(const char* op) {
 
 GemmEngine gemm_engine(DType dtype) {
   if (!refusal().empty()) throw Unsupported(refusal());
-  return forced_engine() != "own" && has_onednn_gemm(dtype) ? GemmEngine::onednn : GemmEngine::own;
+  // oneDNN adds up an element of float32 in an order that depends on the tile, and promises nothing of the others.
+  if (forced_engine() == "own" || is_batch_invariant()) return GemmEngine::own;
+  return has_onednn_gemm(dtype) ? GemmEngine::onednn : GemmEngine::own;
 }
 
-void gemm(const Gemm& product, const ExecutionContext& context) {
-  // oneDNN promises nothing of the order in which it adds up an element, and in float32 that depends on the tile.
-  gemm(product, context, is_batch_invariant() ? GemmEngine::own : gemm_engine(product.dtype));
-}
+void gemm(const Gemm& product, const ExecutionContext& context) { gemm(product, context, gemm_engine(product.dtype)); }
 
 void gemm(const Gemm& product, const ExecutionContext& context, GemmEngine engine) {
   if (engine == GemmEngine::onednn && can_multiply_by_onednn(product)) return multiply_by_onednn(product, context);

@@ -21,7 +21,8 @@ struct ColumnPiece {
   std::int64_t end;
 };
 
-/// How the columns of each group are cut. More pieces than one only where there are few groups.
+/// How the columns of each group are cut. More pieces than one only where there are few groups, and never with
+/// EAVES_BATCH_INVARIANT=1.
 struct ColumnPieces {
   static constexpr std::int64_t kMaxTasks = 256;  // two for each thread of a large machine
 

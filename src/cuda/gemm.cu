@@ -167,27 +167,28 @@ std::optional<Algorithm> find_algorithm(const char* op, Handle handle, const Des
 }
 
 /// The same product always takes the same algorithm: it is asked for once for each shape. Where a row of c must not
-/// depend on how many there are, that is the one of kManyRows, for the alignment that every row has: another may add up
-/// an element in another order. It splits no sum, or its workspace would follow the rows. H200, cuBLASLt 13.1,
+/// depend on how many there are, that is the one of kRowsAskedFor, for the alignment that every row has: another may
+/// add up an element in another order. It splits no sum, or its workspace would follow the rows. H200, cuBLASLt 13.1,
 /// bfloat16, [m, 4096] with 32,768 to 151,936 classes: nothing lost at 1024, 2048 and 4096 rows, up to a third at 1536
 /// and 2176, and the gradient of x takes 1.2 ms for up to 512 rows, instead of 0.25 to 0.7.
 std::optional<Algorithm> algorithm_for(const char* op, Handle handle, const Gemm& gemm, bool has_bias, int device) {
   static std::mutex mutex;
   static std::map<AlgorithmKey, Algorithm> known;
   constexpr std::size_t kMostKnown = 4096;
-  constexpr std::int64_t kManyRows = 4096;
-  const bool is_of_rows = is_batch_invariant() && !gemm.a.is_transposed;
-  const std::uint32_t most = is_of_rows ? 16 : 256;
-  const std::array<std::uint32_t, 3> alignments = {alignment_of(gemm.b.data, gemm.b.stride, gemm.dtype),
-                                                   std::min(most, alignment_of(gemm.a.data, gemm.a.stride, gemm.dtype)),
-                                                   std::min(most, alignment_of(gemm.c, gemm.c_stride, gemm.c_dtype))};
+  constexpr std::int64_t kRowsAskedFor = 4096;
+  const bool keeps_rows_apart = is_batch_invariant() && !gemm.a.is_transposed;  // transposed: dW, a sum over rows
+  const std::uint32_t most_alignment = keeps_rows_apart ? 16 : 256;             // of any row; the first may have more
+  const std::array<std::uint32_t, 3> alignments = {
+      alignment_of(gemm.b.data, gemm.b.stride, gemm.dtype),
+      std::min(most_alignment, alignment_of(gemm.a.data, gemm.a.stride, gemm.dtype)),
+      std::min(most_alignment, alignment_of(gemm.c, gemm.c_stride, gemm.c_dtype))};
   Gemm asked = gemm;
-  if (is_of_rows) asked.m = kManyRows;
-  const AlgorithmKey key = key_of(asked, has_bias, device, alignments, !is_of_rows);
+  if (keeps_rows_apart) asked.m = kRowsAskedFor;
+  const AlgorithmKey key = key_of(asked, has_bias, device, alignments, !keeps_rows_apart);
   const std::lock_guard lock(mutex);
   const auto at = known.find(key);
   if (at != known.end()) return at->second;
-  const auto found = find_algorithm(op, handle, Description(op, asked, has_bias), alignments, !is_of_rows);
+  const auto found = find_algorithm(op, handle, Description(op, asked, has_bias), alignments, !keeps_rows_apart);
   if (!found) return found;                       // the next call asks again
   if (known.size() >= kMostKnown) known.clear();  // row counts that change with each call
   known.emplace(key, *found);

@@ -235,8 +235,8 @@ ReductionPlan plan_reduction(const View& view, const void* x, DType dtype, bool 
   plan.threads = row_threads(view.column_count * element_bytes);
   plan.split = {1, view.column_count, false};
   if (plan.threads.threads > 32) {
-    constexpr std::int64_t kManyRows = std::int64_t{1} << 31;
-    plan.split = split_rows(is_batch_invariant() ? kManyRows : view.row_count, view.column_count, element_bytes,
+    constexpr std::int64_t kEnoughForAnyGpu = std::int64_t{1} << 31;  // then only a row of more than 16 GiB is cut
+    plan.split = split_rows(is_batch_invariant() ? kEnoughForAnyGpu : view.row_count, view.column_count, element_bytes,
                             gpu.multiprocessors, gpu.compute_capability >= 90 && is_contiguous);
     if (plan.split.pieces > 1) plan.threads = kPieceThreads;
   }

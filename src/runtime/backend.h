@@ -18,8 +18,7 @@ inline constexpr bool kHasCuda = EAVES_HAVE_CUDA;
 void require_cuda(const char* op, Device device);
 
 /// Throws InvalidArgument for the first target that is out of range (core/loss_checks.h). Of targets on a GPU only
-/// where the environment has EAVES_CHECK_TARGETS=1, read on each call, so that a test or a debugger can switch it: they
-/// are copied, and the call waits for them.
+/// where the environment has EAVES_CHECK_TARGETS=1: they are copied, and the call waits for them.
 void check_targets(const char* op, Device device, const RowTargets& targets, const Dims& row_shape,
                    std::int64_t classes, std::int64_t ignore_index, const ExecutionContext& context);
 

@@ -176,7 +176,7 @@ EAVES_HOST_DEVICE RowLoss<A> row_loss(const ClassStatistics<A>& statistics, cons
 }
 
 // Outputs that few calls want, each by itself: their divisions take a GPU longer than the rest of a short row's end.
-// A row without classes has no distribution: its entropy and sum of squares are 0.
+// A row without classes has no distribution: they are 0.
 
 template <typename A>
 EAVES_HOST_DEVICE A entropy_of(const ClassStatistics<A>& statistics) {
@@ -192,10 +192,10 @@ EAVES_HOST_DEVICE A sum_sq_of(const ClassStatistics<A>& statistics) {
   return sum == A(0) ? A(0) : statistics.square / sum / sum;
 }
 
-/// Where the statistics have it.
+/// Only where `linear` is the plain sum: no soft targets, no weights with smoothing.
 template <typename A>
 EAVES_HOST_DEVICE A mean_logit_of(const ClassStatistics<A>& statistics, std::int64_t classes) {
-  return statistics.linear / static_cast<A>(classes);
+  return classes == 0 ? A(0) : statistics.linear / static_cast<A>(classes);
 }
 
 /// The gradient of a row in the classes v, without dz'_v/dz_v:

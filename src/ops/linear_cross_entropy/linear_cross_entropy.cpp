@@ -305,7 +305,7 @@ bool is_cpu(const LinearCrossEntropyProblem& problem) { return problem.device.ty
 /// From the caller's workspace, or else the caller's limit.
 std::size_t limit_of(const LinearCrossEntropyProblem& problem, const ExecutionContext& context) {
   if (context.workspace.data != nullptr) return context.workspace.bytes;
-  return problem.workspace_limit != 0 ? problem.workspace_limit : default_limit(problem);
+  return limit_without_workspace(problem);
 }
 
 /// Whatever workspace a context brings: this is what it should.

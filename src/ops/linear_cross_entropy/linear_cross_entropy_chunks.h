@@ -46,7 +46,8 @@ class LinearCrossEntropyChunks {
   void run() {
     count_ = steps_.select_rows();
     const bool leaves_out = count_ != problem_.rows();
-    // What a product may follow must not be whether another row is ignored: where x lies.
+    // With batch invariance x is copied even where no row is left out: cuBLASLt's algorithm follows the address and the
+    // stride of x, and must not follow whether another row is ignored.
     gathers_ = memory_.row_indices != nullptr && (leaves_out || !is_matrix(problem_) || is_batch_invariant());
     if (problem_.bias.data != nullptr) steps_.widen(problem_.bias, problem_.classes, memory_.bias);
     if (problem_.class_weight.data != nullptr) {

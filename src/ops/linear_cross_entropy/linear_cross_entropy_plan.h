@@ -259,8 +259,10 @@ inline LinearCrossEntropyBlock blocks_within(const LinearCrossEntropyProblem& pr
   return best;
 }
 
-/// The limit of a call that sets none, beside what it needs for every row.
-inline std::size_t default_limit(const LinearCrossEntropyProblem& problem) {
+/// The limit of a call whose context brings no workspace: the caller's, or else the policy's, beside what the call
+/// needs for every row.
+inline std::size_t limit_without_workspace(const LinearCrossEntropyProblem& problem) {
+  if (problem.workspace_limit != 0) return problem.workspace_limit;
   const LinearCrossEntropyPolicy& policy = policy_of(problem.device);
   const std::size_t rows = per_row_bytes(problem);
   if (problem.mode == LinearCrossEntropyMode::backward) return rows + policy.backward_bytes;
@@ -275,14 +277,16 @@ inline std::size_t default_limit(const LinearCrossEntropyProblem& problem) {
 inline std::int64_t batch_invariant_classes(const LinearCrossEntropyProblem& problem) {
   LinearCrossEntropyProblem usual = problem;
   usual.view.row_count = policy_of(problem.device).usual_rows;
+  // As if rows were gathered: that takes memory, and whether they are depends on the rows.
   usual.skips_ignored_rows = true;
   usual.targets.dtype = DType::int64;
-  return blocks_within(usual, problem.workspace_limit != 0 ? problem.workspace_limit : default_limit(usual)).classes;
+  return blocks_within(usual, limit_without_workspace(usual)).classes;
 }
 
 inline LinearCrossEntropyBlock plan_block(const LinearCrossEntropyProblem& problem, std::size_t limit) {
-  if (cuts_classes(problem) && !is_batch_invariant()) return blocks_within(problem, limit);
-  const std::int64_t classes = cuts_classes(problem) ? batch_invariant_classes(problem) : problem.classes;
+  if (!cuts_classes(problem)) return {rows_within(problem, problem.classes, limit), problem.classes};
+  if (!is_batch_invariant()) return blocks_within(problem, limit);
+  const std::int64_t classes = batch_invariant_classes(problem);
   return {rows_within(problem, classes, limit), classes};
 }
 

@@ -35,9 +35,10 @@ namespace HWY_NAMESPACE {
 /// Elements of an angle table, and the most features that are worked on at a time; longer rows go through in chunks.
 constexpr std::int64_t kTableElements = 2048;
 
-/// The same of a tile that nobody shares: its arithmetic waits for no memory, its rows do, and only short turns of the
-/// two overlap. Zen 4, one thread, batch 1, 12 heads of 256 positions and 128 features, from memory, forward: float32
-/// 0.41 ms with 2048, 0.31 with 1024, 0.26 with 512, 0.24 with 256; bfloat16 0.27, 0.24, 0.25 and 0.25.
+/// Elements of a tile where a theta head has one user and no sums are taken: its angles wait for no memory, its rows
+/// do, and only short turns of the two overlap. Zen 4, one thread, batch 1, 12 heads of 256 positions and 128 features,
+/// from memory, forward: float32 0.41 ms with 2048, 0.31 with 1024, 0.26 with 512, 0.24 with 256; bfloat16 0.27, 0.24,
+/// 0.25 and 0.25.
 constexpr std::int64_t kUnsharedElements = 512;
 
 /// Most positions of a tile: rows of few features fill no table.
@@ -65,6 +66,9 @@ struct Task {
   std::int64_t first_user, end_user;
 };
 
+/// What is summed over tiles: nothing, something of each task, or of each user of a task.
+enum class SumsOverTiles { none, of_tasks, of_users };
+
 /// How the work is cut into tasks: by the shape alone.
 struct Tasks {
   LrpeCosineShape shape;
@@ -77,16 +81,15 @@ struct Tasks {
   std::int64_t user_ranges;
 
   /// Tasks of many users make the most of the tables, so positions are cut first; but users are where each has sums of
-  /// its own for every piece of the positions (`has_sums_of_users`). Tiles whose sums are taken (`has_sums`) are large.
+  /// its own for every piece of the positions.
   template <typename T>
-  static Tasks make(const LrpeCosineShape& shape, const LrpeCosineAngles& angles, bool has_sums,
-                    bool has_sums_of_users) {
+  static Tasks make(const LrpeCosineShape& shape, const LrpeCosineAngles& angles, SumsOverTiles sums) {
     Tasks tasks{.shape = shape};
     tasks.theta_heads = angles.theta_heads == 1 ? 1 : shape.heads;
     tasks.users = shape.batch * (shape.heads / tasks.theta_heads);
     tasks.row_features = padded_to_packs<T>(shape.features);
     const std::int64_t chunk = std::min(tasks.row_features, kTableElements);
-    const std::int64_t tile = tasks.users > 1 || has_sums ? kTableElements : kUnsharedElements;
+    const std::int64_t tile = tasks.users > 1 || sums != SumsOverTiles::none ? kTableElements : kUnsharedElements;
     tasks.tile_rows = std::clamp<std::int64_t>(tile / chunk, 1, kMostTileRows);
     tasks.tiles = ceil_divide(shape.positions, tasks.tile_rows);
     // Four for each thread of a large machine, but no more than 8 MiB of float64 sums, and none so small that it
@@ -97,7 +100,8 @@ struct Tasks {
     const std::int64_t most = std::clamp<std::int64_t>(
         std::min(kMostSums / tasks.row_features, product_of(shape) / kSmallestTask), 1, kMostTasks);
     const std::int64_t wanted = std::max<std::int64_t>(1, most / tasks.theta_heads);
-    const std::int64_t wanted_tiles = has_sums_of_users ? std::max<std::int64_t>(1, wanted / tasks.users) : wanted;
+    const std::int64_t wanted_tiles =
+        sums == SumsOverTiles::of_users ? std::max<std::int64_t>(1, wanted / tasks.users) : wanted;
     tasks.tile_ranges = std::min(tasks.tiles, wanted_tiles);
     tasks.user_ranges = std::min(tasks.users, std::max<std::int64_t>(1, wanted / tasks.tile_ranges));
     return tasks;
