@@ -6,7 +6,9 @@
 
 namespace eaves::cuda {
 
-template <typename T, typename View>
+/// kHasSquare: the sum of p^2 is wanted. Loops with and without it in one kernel would be so many that nvcc 13.0 no
+/// longer takes members of the operation from constant memory: it loads them in each batch.
+template <typename T, typename View, bool kHasSquare>
 struct FullLoss {
   using Element = T;
   using A = Accumulator<T>;
@@ -37,22 +39,17 @@ struct FullLoss {
       is_asked = true;
       return goes_on;
     };
-    RunningStatistics<A> running;
+    RunningStatistics<A, kHasSquare> running;
     int i = thread;
     do {
       with_variant([&]<bool kIsCapped, Factors kFactors>() {
-        const auto take_batches = [&]<bool kHasSquare>() {
-          for (; i + (kVectors - 1) * threads < vectors; i += kVectors * threads) {
-            Vector<T> batch[kVectors];
+        for (; i + (kVectors - 1) * threads < vectors; i += kVectors * threads) {
+          Vector<T> batch[kVectors];
 #pragma unroll
-            for (int v = 0; v < kVectors; ++v) batch[v] = load(span.vector_address(i + v * threads));
-            if (!ask()) return;
-            if (!take_batch<kIsCapped, kFactors, kHasSquare>(running, batch, column_of(i), step, at.of[kSoftTargets])) {
-              return;
-            }
-          }
-        };
-        plan.has_square ? take_batches.template operator()<true>() : take_batches.template operator()<false>();
+          for (int v = 0; v < kVectors; ++v) batch[v] = load(span.vector_address(i + v * threads));
+          if (!ask()) return;
+          if (!take_batch<kIsCapped, kFactors>(running, batch, column_of(i), step, at.of[kSoftTargets])) return;
+        }
       });
       if (!ask()) return State{};
         // A batch that was refused, or the last, which is not whole.
@@ -75,7 +72,7 @@ struct FullLoss {
                                  int step) const {
     static_assert(kLaneRows == 1);
     const auto at = view().rows.offsets(row);
-    RunningStatistics<A> running;
+    RunningStatistics<A, kHasSquare> running;
     for (std::int64_t begin = first; begin < last; begin += kColumns * step) {
       const auto column_of = [&](int c) { return begin + c * step; };
       T batch[kColumns];  // loaded at once; taken by a loop that is not unrolled, whose code is long
@@ -95,7 +92,7 @@ struct FullLoss {
 
   __device__ State reduce_strided(std::int64_t row, std::int64_t first, std::int64_t last, int step) const {
     const auto at = view().rows.offsets(row);
-    RunningStatistics<A> running;
+    RunningStatistics<A, kHasSquare> running;
     for (std::int64_t column = first; column < last; column += step) {
       take_element(running,
                    load_as_accumulator(rows.in.logits[at.of[kLogits] + column_offset(view(), kLogits, column)]),
@@ -127,23 +124,23 @@ struct FullLoss {
     return rows.in.terms.softcap != A(0) ? call.template operator()<true>() : call.template operator()<false>();
   }
 
-  template <bool kIsCapped, Factors kFactors, bool kHasSquare, int kVectors>
-  __device__ bool take_batch(RunningStatistics<A>& running, const Vector<T> (&batch)[kVectors], std::int64_t first,
-                             int step, std::int64_t soft_row) const {
-    return take_whole<kIsCapped, kFactors, kHasSquare>(running, batch, first, step, rows.in.terms, plan,
-                                                       [&](int v, A(&u)[Vector<T>::kSize]) {
-                                                         load_factors(rows.in, soft_row, first + v * step, u);
-                                                         return total_of(u);
-                                                       });
+  template <bool kIsCapped, Factors kFactors, int kVectors>
+  __device__ bool take_batch(RunningStatistics<A, kHasSquare>& running, const Vector<T> (&batch)[kVectors],
+                             std::int64_t first, int step, std::int64_t soft_row) const {
+    return take_whole<kIsCapped, kFactors>(running, batch, first, step, rows.in.terms, plan,
+                                           [&](int v, A(&u)[Vector<T>::kSize]) {
+                                             load_factors(rows.in, soft_row, first + v * step, u);
+                                             return total_of(u);
+                                           });
   }
 
   /// Any vector of a row of unit stride: where it cannot be taken whole, element by element. The logits are read once
   /// more, so that the loop need not be unrolled.
-  __device__ void take_vector(RunningStatistics<A>& running, const Vector<T>* vector, std::int64_t column,
+  __device__ void take_vector(RunningStatistics<A, kHasSquare>& running, const Vector<T>* vector, std::int64_t column,
                               std::int64_t soft_row) const {
     const Vector<T> batch[1] = {load(vector)};
     const bool is_taken = with_variant([&]<bool kIsCapped, Factors kFactors>() {
-      return take_batch<kIsCapped, kFactors, true>(running, batch, column, 0, soft_row);
+      return take_batch<kIsCapped, kFactors>(running, batch, column, 0, soft_row);
     });
     if (is_taken) return;
 #pragma unroll 1
@@ -154,17 +151,17 @@ struct FullLoss {
   }
 
   /// `soft_offset` is where its soft target lies.
-  __device__ void take_element(RunningStatistics<A>& running, A z, std::int64_t soft_offset,
+  __device__ void take_element(RunningStatistics<A, kHasSquare>& running, A z, std::int64_t soft_offset,
                                std::int64_t column) const {
     const A u = !plan.has_linear ? A(0) : rows.in.has_factors ? factor_of(rows.in, soft_offset, column) : A(1);
     take(running, z, u, column, rows.in.terms);
   }
 };
 
-template <typename T, typename View>
-inline constexpr bool kIsHeavy<FullLoss<T, View>> = true;
-template <typename View>
-inline constexpr bool kHasVectors<FullLoss<double, View>> = false;  // float64 is for checks: one kernel is enough
+template <typename T, typename View, bool kHasSquare>
+inline constexpr bool kIsHeavy<FullLoss<T, View, kHasSquare>> = true;
+template <typename View, bool kHasSquare>  // float64 is for checks: one kernel is enough
+inline constexpr bool kHasVectors<FullLoss<double, View, kHasSquare>> = false;
 
 namespace {
 
@@ -191,11 +188,16 @@ void reduce_full(const char* op, const CrossEntropyInputs& inputs, bool reads_ig
       return reduce_weighted<T>(op, inputs, reads_ignored_rows, outputs, stream);
     }
   }
-  reduce_rows<T>(op, reduction, inputs.view, inputs.device, workspace, stream, [&]<typename View>(const View& view) {
-    return FullLoss<T, View>{{LossInputs<T, View>(view, inputs), outputs, reads_ignored_rows},
-                             inputs.plan,
-                             static_cast<Accumulator<T>*>(statistics)};
-  });
+  const auto reduce = [&]<bool kHasSquare>() {
+    reduce_rows<T>(op, reduction, inputs.view, inputs.device, workspace, stream, [&]<typename View>(const View& view) {
+      constexpr bool kIsStrided = std::is_same_v<View, CrossEntropyView>;
+      constexpr bool kTakesSquare = kHasSquare || kIsStrided;  // strided rows have one kernel for both
+      return FullLoss<T, View, kTakesSquare>{{LossInputs<T, View>(view, inputs), outputs, reads_ignored_rows},
+                                             inputs.plan,
+                                             static_cast<Accumulator<T>*>(statistics)};
+    });
+  };
+  inputs.plan.has_square ? reduce.template operator()<true>() : reduce.template operator()<false>();
 }
 
 template void reduce_full<float>(const char*, const CrossEntropyInputs&, bool, const RowOutputs<float>&, void*, void*,

@@ -41,14 +41,14 @@ __device__ ClassStatistics<A> reduce_lanes(const ClassStatistics<A>& state, Merg
   return result;
 }
 
-/// ClassStatistics on the way, with exponents as the exponential takes them.
-template <typename A>
+/// ClassStatistics on the way, with exponents as the exponential takes them. Without kHasSquare, `square` stays 0.
+template <typename A, bool kHasSquare>
 struct RunningStatistics {
   A anchor_logit = -infinity<A>();  ///< one of the logits, of which none has a z' / kUnit more than kAnchorSlack above
   A anchor = -infinity<A>();        ///< its z' / kUnit
   A sum = A(0);                     ///< of e^(kUnit * d) with d = z' / kUnit - anchor
   A moment = A(0);                  ///< of e^(kUnit * d) * d
-  A square = A(0);                  ///< of e^(2 * kUnit * d), where it is wanted
+  A square = A(0);                  ///< of e^(2 * kUnit * d)
   A linear = A(0);                  ///< of u * z' / kUnit with a softcap, of u * z without
   A mass = A(0);                    ///< of u
   A best_value = -infinity<A>();    ///< the largest z that is not NaN
@@ -67,8 +67,8 @@ struct RunningStatistics {
 };
 
 /// Makes a logit the anchor. Must be worth it: what one lane of a warp does, all wait for.
-template <typename A>
-__device__ void raise_anchor(RunningStatistics<A>& s, A z, const LossTerms<A>& terms) {
+template <typename A, bool kHasSquare>
+__device__ void raise_anchor(RunningStatistics<A, kHasSquare>& s, A z, const LossTerms<A>& terms) {
   const A anchor = transformed_in_units(z, terms).rounded();
   if (!(anchor > s.anchor) && !(z > s.anchor_logit)) return;  // a NaN, or -infinity
   if (s.sum != A(0)) {                                        // the anchor of nothing may be any number
@@ -76,15 +76,15 @@ __device__ void raise_anchor(RunningStatistics<A>& s, A z, const LossTerms<A>& t
     const A scale = power(shift);
     s.moment = scale == A(0) ? A(0) : fma(s.sum, shift, s.moment) * scale;  // the shift may be infinite
     s.sum *= scale;
-    s.square *= scale * scale;
+    if constexpr (kHasSquare) s.square *= scale * scale;
   }
   s.anchor = anchor;
   s.anchor_logit = z;
 }
 
 /// Takes one logit. `u` as in ClassStatistics.
-template <typename A>
-__device__ void take(RunningStatistics<A>& s, A z, A u, std::int64_t column, const LossTerms<A>& terms) {
+template <typename A, bool kHasSquare>
+__device__ void take(RunningStatistics<A, kHasSquare>& s, A z, A u, std::int64_t column, const LossTerms<A>& terms) {
   if (z > s.best_value || (z == s.best_value && column < s.best)) {
     s.best_value = z;
     s.best = column;
@@ -95,7 +95,7 @@ __device__ void take(RunningStatistics<A>& s, A z, A u, std::int64_t column, con
   s.sum += term;
   // 0 * -infinity must be 0; what fmax() does to a NaN, the exponential undoes.
   s.moment = fma(term, fmax(exponent, A(-1e30)), s.moment);
-  s.square = fma(term, term, s.square);
+  if constexpr (kHasSquare) s.square = fma(term, term, s.square);
   const A value = terms.softcap == A(0) ? z : transformed_in_units(z, terms).rounded();
   s.linear += u == A(0) ? A(0) : u * value;  // 0 * -infinity
   s.mass += u;
@@ -132,7 +132,7 @@ enum class Factors { none, one, loaded };
 /// take_whole() for an anchor that is not to be raised any more. kIsSmall: all logits are in the polynomial's range.
 template <bool kIsCapped, bool kIsSmall, Factors kFactors, bool kHasSquare, typename T, int kVectors,
           typename LoadFactors>
-__device__ bool take_elements(RunningStatistics<float>& s, const Vector<T> (&batch)[kVectors],
+__device__ bool take_elements(RunningStatistics<float, kHasSquare>& s, const Vector<T> (&batch)[kVectors],
                               const LossTerms<float>& terms, bool has_moment, LoadFactors load_factors) {
   constexpr int kSize = Vector<T>::kSize;
   // Two sums of each kind, which do not wait for each other.
@@ -182,17 +182,18 @@ __device__ bool take_elements(RunningStatistics<float>& s, const Vector<T> (&bat
 /// Takes whole vectors without a branch between their elements: their columns are first, first + step, ... and the
 /// following. `load_factors(v, u)` fills in u of vector v, where they are loaded, and returns its sum. Returns false,
 /// and has taken nothing but the maximum, which may be taken twice, where it cannot: an infinite or large anchor, an
-/// extreme softcap, 0 * infinity in a sum. kHasSquare: one multiply-add more for each element.
+/// extreme softcap, 0 * infinity in a sum.
 template <bool kIsCapped, Factors kFactors, bool kHasSquare, typename T, int kVectors, typename LoadFactors>
-__device__ bool take_whole(RunningStatistics<float>& s, const Vector<T> (&batch)[kVectors], std::int64_t first,
-                           int step, const LossTerms<float>& terms, const LossPlan& plan, LoadFactors load_factors) {
+__device__ bool take_whole(RunningStatistics<float, kHasSquare>& s, const Vector<T> (&batch)[kVectors],
+                           std::int64_t first, int step, const LossTerms<float>& terms, const LossPlan& plan,
+                           LoadFactors load_factors) {
   const float largest = max_of(batch);
   if (plan.has_best && largest > s.best_value) s.best = first_column_equal_to(batch, largest, first, step);
   s.best_value = fmaxf(s.best_value, largest);
   if (largest > s.anchor_logit + terms.slack_of_logits) raise_anchor(s, largest, terms);
   if (!(fabsf(s.anchor) < kCommonAnchor)) return false;
   const auto take = [&]<bool kIsSmall>() {
-    return take_elements<kIsCapped, kIsSmall, kFactors, kHasSquare>(s, batch, terms, plan.has_moment, load_factors);
+    return take_elements<kIsCapped, kIsSmall, kFactors>(s, batch, terms, plan.has_moment, load_factors);
   };
   if constexpr (kIsCapped) {
     if (max_of_sizes(batch) <= terms.small_logit) return take.template operator()<true>();
@@ -202,8 +203,8 @@ __device__ bool take_whole(RunningStatistics<float>& s, const Vector<T> (&batch)
 }
 
 /// What was taken, as it is merged.
-template <typename A>
-__device__ ClassStatistics<A> finished(const RunningStatistics<A>& s, const LossTerms<A>& terms) {
+template <typename A, bool kHasSquare>
+__device__ ClassStatistics<A> finished(const RunningStatistics<A, kHasSquare>& s, const LossTerms<A>& terms) {
   ClassStatistics<A> result;
   result.linear = s.linear * (terms.softcap == A(0) ? terms.scale : kUnit<A>);
   result.mass = s.mass;
@@ -225,7 +226,7 @@ __device__ ClassStatistics<A> finished(const RunningStatistics<A>& s, const Loss
   result.softmax = {transformed(s.best_value, terms), s.sum * scale};
   // Rounded as the moment of a single term is: it becomes 0.
   result.moment = (s.moment - product(s.sum, shift)) * scale * kUnit<A>;
-  result.square = s.square * scale * scale;
+  if constexpr (kHasSquare) result.square = s.square * scale * scale;
   if (result.softmax.max == infinity<A>()) result.softmax.sum = result.square = infinity<A>();  // beyond all numbers
   return result;
 }

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     for (int r = 0; r < kRows; ++r) next[r] += kVectors * kThreads;
   };
 
-  RunningStatistics<float> running[kRows];
+  RunningStatistics<float, false> running[kRows];
   const auto take_element = [&](int r, int column) {
     take(running[r], load_as_accumulator(logits[r][column]), in.weight_in(column), column, in.terms);
   };
@@ -81,8 +81,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         return masses[v];
       };
       // What is refused is read from memory once more, so that its loop need not be unrolled.
-      if (take_whole<kIsCapped, Factors::loaded, false>(running[r], batch, column, kStep, in.terms, plan, loaded))
-        continue;
+      if (take_whole<kIsCapped, Factors::loaded>(running[r], batch, column, kStep, in.terms, plan, loaded)) continue;
 #pragma unroll 1
       for (int i = 0; i < kTaken * kSize; ++i) take_element(r, column + i / kSize * kStep + i % kSize);
     }
