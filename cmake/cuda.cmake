@@ -57,6 +57,7 @@ function(eaves_cuda_targets variable)
 endfunction()
 
 set(EAVES_HAVE_CUDA 0)
+set(EAVES_HAVE_CUTLASS 0)
 set(EAVES_CUDA_VERSION "")
 set(EAVES_CUDA_ARCHITECTURES "")
 
@@ -125,3 +126,14 @@ set(EAVES_CUDA_VERSION ${CUDAToolkit_VERSION_MAJOR}.${CUDAToolkit_VERSION_MINOR}
 set(EAVES_CUDA_ARCHITECTURES ${CMAKE_CUDA_ARCHITECTURES})
 list(TRANSFORM EAVES_CUDA_ARCHITECTURES REPLACE "-real$" "")
 list(TRANSFORM EAVES_CUDA_ARCHITECTURES REPLACE "-virtual$" "+")
+
+# The headers of CUTLASS: products that end in exponentials, on Hopper alone. tools/setup installs them from the wheel
+# nvidia-cutlass; without them linear_cross_entropy keeps its logits in memory.
+if("90a-real" IN_LIST CMAKE_CUDA_ARCHITECTURES)
+  file(GLOB cutlass_of_wheel ${PROJECT_SOURCE_DIR}/.venv/lib/python3*/site-packages/cutlass_library/source/include)
+  find_path(EAVES_CUTLASS_INCLUDE cutlass/gemm/collective/collective_builder.hpp HINTS ${cutlass_of_wheel}
+            DOC "Headers of CUTLASS 4")
+  if(EAVES_CUTLASS_INCLUDE)
+    set(EAVES_HAVE_CUTLASS 1)
+  endif()
+endif()

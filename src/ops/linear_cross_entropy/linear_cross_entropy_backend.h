@@ -62,6 +62,9 @@ struct LinearCrossEntropyProblem {
   DType grad_bias_dtype;
   bool accumulates;
 
+  /// Do the logits end in the product (cuda/exp_product.h) instead of in memory?
+  bool ends_in_product;
+
   std::int64_t rows() const { return view.row_count; }
   std::int64_t features() const { return view.column_count; }
   DType accumulator() const { return accumulator_dtype(dtype); }

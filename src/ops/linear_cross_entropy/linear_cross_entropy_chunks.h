@@ -18,6 +18,10 @@
 //     void clear_parameters();                                           // grad_weight and grad_bias become 0
 //     void reduce_losses(const void* losses, void* to);                  // of the rows that are computed
 //     void product(const Gemm& gemm);
+//     // Where the problem ends_in_product: linear_cross_entropy_fused.h.
+//     void sum_exponentials(const ProductRows& rows, void* statistics);  // with gradients, powers in memory.logits too
+//     void finish_powers(const ProductRows& rows, const ProductGradient& gradient);
+//     void write_gradient(const ProductRows& rows, const ProductGradient& gradient);
 //   };
 #pragma once
 
@@ -28,6 +32,28 @@
 #include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
 
 namespace eaves {
+
+/// Some rows and a block of classes, whose logits end in their product.
+struct ProductRows {
+  std::int64_t rows;
+  GemmMatrix x;
+  GemmMatrix weight;
+  std::int64_t first_class;
+  std::int64_t classes;
+  TensorView targets;
+};
+
+/// What a backward has for each of them.
+struct ProductGradient {
+  TensorView grad_loss;
+  const void* row_weight;
+  const void* grad_lse;
+  const void* grad_entropy;
+  const void* lse;
+  const void* entropy;
+  void* to;
+  std::int64_t stride;
+};
 
 template <typename Steps>
 class LinearCrossEntropyChunks {
@@ -186,7 +212,7 @@ class LinearCrossEntropyChunks {
   /// Of 16 bits, in the first half of each row.
   bool is_gradient_narrow() const { return size_of(problem_.dtype) == 2; }
   std::int64_t gradient_stride(std::int64_t classes) const {
-    return logits_stride(classes) * (is_gradient_narrow() ? 2 : 1);
+    return logits_stride(classes) * (is_gradient_narrow() && !problem_.ends_in_product ? 2 : 1);
   }
   TensorView gradient_view(std::int64_t rows, std::int64_t classes) const {
     return TensorView::strided(memory_.logits, problem_.dtype, {rows, classes}, {gradient_stride(classes), 1},
@@ -295,28 +321,43 @@ class LinearCrossEntropyChunks {
     args.target_mass = numbers_at(per_row_.target_mass, first, rows);
   }
 
-  /// The loss alone, of blocks of classes whose statistics are merged.
-  void forward_in_blocks(std::int64_t first, std::int64_t rows) {
-    const std::int64_t blocks = ceil_divide(problem_.classes, block_.classes);
-    const auto statistics_of = [&](std::int64_t block, const Dims& shape) {
-      void* at = element(memory_.statistics, problem_.accumulator(), block * rows * kCrossEntropyStatistics);
-      return TensorView::contiguous(at, problem_.accumulator(), shape, problem_.device);
-    };
-    for (std::int64_t block = 0; block < blocks; ++block) {
-      const std::int64_t first_class = block * block_.classes;
-      const std::int64_t classes = std::min(block_.classes, problem_.classes - first_class);
-      multiply_logits(first, rows, first_class, classes);
-      cross_entropy_shard_forward({.logits = logits_view(rows, classes),
-                                   .targets = targets_at(first, rows, first_class, classes),
-                                   .weight = class_weight_at(first_class, classes),
-                                   .options = row_options(),
-                                   .first_class = first_class,
-                                   .classes = problem_.classes,
-                                   .is_for_mean_logit = per_row_.mean_logit != nullptr,
-                                   .statistics = statistics_of(block, {rows, kCrossEntropyStatistics})},
-                                  loss_context_);
-    }
-    CrossEntropyMergeArgs merge{.statistics = statistics_of(0, {blocks, rows, kCrossEntropyStatistics}),
+  ProductRows product_rows(std::int64_t first, std::int64_t rows, std::int64_t first_class,
+                           std::int64_t classes) const {
+    return {rows, x_at(first), weight_at(first_class), first_class, classes, targets_at(first, rows, 0, classes)};
+  }
+
+  /// The loss alone, of logits that end in their product.
+  void forward_in_product(std::int64_t first, std::int64_t rows) {
+    const std::int64_t classes = problem_.classes;
+    const ProductRows of = product_rows(first, rows, 0, classes);
+    steps_.sum_exponentials(of, memory_.statistics);
+    const void* lse = merge_statistics(first, rows, 1).lse.data;
+    if (!problem_.wants_gradients()) return;
+    ProductGradient gradient = product_gradient(first, rows, classes);
+    gradient.lse = lse;
+    steps_.finish_powers(of, gradient);
+    multiply_gradients(first, rows, 0, classes);
+    if (problem_.grad_x != nullptr && gathers_) steps_.scatter_grad_x(first, rows, problem_.dtype);
+  }
+
+  ProductGradient product_gradient(std::int64_t first, std::int64_t rows, std::int64_t classes) const {
+    return {.grad_loss = grad_loss_at(first, rows),
+            .row_weight = numbers_at(row_weight_, first, rows).data,
+            .grad_lse = numbers_at(grad_lse_, first, rows).data,
+            .grad_entropy = numbers_at(grad_entropy_, first, rows).data,
+            .lse = numbers_at(per_row_.lse, first, rows).data,
+            .entropy = numbers_at(per_row_.entropy, first, rows).data,
+            .to = memory_.logits,
+            .stride = gradient_stride(classes)};
+  }
+
+  TensorView statistics_view(const Dims& shape, std::int64_t offset = 0) const {
+    void* at = element(memory_.statistics, problem_.accumulator(), offset);
+    return TensorView::contiguous(at, problem_.accumulator(), shape, problem_.device);
+  }
+
+  CrossEntropyMergeArgs merge_statistics(std::int64_t first, std::int64_t rows, std::int64_t blocks) {
+    CrossEntropyMergeArgs merge{.statistics = statistics_view({blocks, rows, kCrossEntropyStatistics}),
                                 .targets = targets_at(first, rows, 0, problem_.classes),
                                 .row_weight = numbers_at(row_weight_, first, rows),
                                 .options = row_options(),
@@ -324,11 +365,35 @@ class LinearCrossEntropyChunks {
                                 .has_weight = memory_.class_weight != nullptr,
                                 .reads_ignored_rows = false};
     put_outputs(merge, first, rows);
+    if (!merge.lse.is_present) merge.lse = numbers_at(memory_.exp_product.lse, 0, rows);
     cross_entropy_merge(merge, loss_context_);
+    return merge;
+  }
+
+  /// The loss alone, of blocks of classes whose statistics are merged.
+  void forward_in_blocks(std::int64_t first, std::int64_t rows) {
+    const std::int64_t blocks = ceil_divide(problem_.classes, block_.classes);
+    for (std::int64_t block = 0; block < blocks; ++block) {
+      const std::int64_t first_class = block * block_.classes;
+      const std::int64_t classes = std::min(block_.classes, problem_.classes - first_class);
+      multiply_logits(first, rows, first_class, classes);
+      cross_entropy_shard_forward(
+          {.logits = logits_view(rows, classes),
+           .targets = targets_at(first, rows, first_class, classes),
+           .weight = class_weight_at(first_class, classes),
+           .options = row_options(),
+           .first_class = first_class,
+           .classes = problem_.classes,
+           .is_for_mean_logit = per_row_.mean_logit != nullptr,
+           .statistics = statistics_view({rows, kCrossEntropyStatistics}, block * rows * kCrossEntropyStatistics)},
+          loss_context_);
+    }
+    merge_statistics(first, rows, blocks);
   }
 
   void forward(std::int64_t first, std::int64_t rows) {
     const std::int64_t classes = problem_.classes;
+    if (problem_.ends_in_product) return forward_in_product(first, rows);
     if (block_.classes < classes) return forward_in_blocks(first, rows);
     multiply_logits(first, rows, 0, classes);
     CrossEntropyForwardArgs loss{.logits = logits_view(rows, classes),
@@ -351,6 +416,11 @@ class LinearCrossEntropyChunks {
   void backward(std::int64_t first, std::int64_t rows) {
     for (std::int64_t first_class = 0; first_class < problem_.classes; first_class += block_.classes) {
       const std::int64_t classes = std::min(block_.classes, problem_.classes - first_class);
+      if (problem_.ends_in_product) {
+        steps_.write_gradient(product_rows(first, rows, first_class, classes), product_gradient(first, rows, classes));
+        multiply_gradients(first, rows, first_class, classes);
+        continue;
+      }
       multiply_logits(first, rows, first_class, classes);
       cross_entropy_backward({.grad_loss = grad_loss_at(first, rows),
                               .grad_lse = numbers_at(grad_lse_, first, rows),

@@ -153,6 +153,9 @@ class Steps {
   }
 
   void product(const Gemm& product) { gemm(product, context_); }
+  void sum_exponentials(const ProductRows&, void*) {}  // of a GPU alone, as the next
+  void finish_powers(const ProductRows&, const ProductGradient&) {}
+  void write_gradient(const ProductRows&, const ProductGradient&) {}
 
  private:
   A* numbers() const { return static_cast<A*>(memory_.numbers); }

@@ -15,6 +15,7 @@
 #include "ops/cross_entropy/cross_entropy_math.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_chunks.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_fused.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
 
 namespace eaves::cuda {
@@ -419,6 +420,36 @@ class Steps {
 
   void product(const Gemm& product) { gemm(problem_.op, product, context_); }
 
+  void sum_exponentials(const ProductRows& rows, void* statistics) {
+    const FusedRows fused = fused_rows(rows);
+    const std::int64_t samples = sampled_classes(problem_.classes);
+    const std::int64_t step = problem_.classes / samples;
+    product({.m = rows.rows,
+             .n = samples,
+             .k = problem_.features(),
+             .dtype = problem_.dtype,
+             .a = rows.x,
+             .b = {rows.weight.data, rows.weight.stride * step, true},
+             .c_dtype = DType::float32,
+             .c = memory_.exp_product.samples,
+             .c_stride = samples});
+    guess_shifts(problem_.op, fused, static_cast<int>(samples), context_.stream);
+    if (!problem_.wants_gradients()) {
+      return statistics_of_product(problem_.op, fused, static_cast<float*>(statistics), context_);
+    }
+    statistics_of_product(problem_.op, fused,
+                          {static_cast<PackedPower*>(memory_.logits), logits_stride(problem_.classes)},
+                          static_cast<float*>(statistics), context_);
+  }
+
+  void finish_powers(const ProductRows& rows, const ProductGradient& gradient) {
+    cuda::finish_powers(problem_.op, fused_rows(rows), fused_gradient(gradient), context_);
+  }
+
+  void write_gradient(const ProductRows& rows, const ProductGradient& gradient) {
+    gradient_by_product(problem_.op, fused_rows(rows), fused_gradient(gradient), context_);
+  }
+
  private:
   template <typename... Parameters, typename... Arguments>
   void run(void (*kernel)(Parameters...), LaunchShape shape, const Arguments&... arguments) {
@@ -433,6 +464,34 @@ class Steps {
   /// nullptr where all rows are computed, in the order of the view.
   std::int64_t* row_indices() const {
     return problem_.skips_ignored_rows || problem_.has_soft_targets() ? memory_.row_indices : nullptr;
+  }
+  static FusedGradient fused_gradient(const ProductGradient& gradient) {
+    const auto floats = [](const void* numbers) { return static_cast<const float*>(numbers); };
+    return {.grad_loss = floats(gradient.grad_loss.data),
+            .grad_loss_stride = gradient.grad_loss.strides[0],
+            .row_weight = floats(gradient.row_weight),
+            .grad_lse = floats(gradient.grad_lse),
+            .grad_entropy = floats(gradient.grad_entropy),
+            .lse = floats(gradient.lse),
+            .entropy = floats(gradient.entropy),
+            .to = gradient.to,
+            .stride = gradient.stride};
+  }
+  FusedRows fused_rows(const ProductRows& rows) const {
+    return {.device = problem_.device,
+            .dtype = problem_.dtype,
+            .rows = rows.rows,
+            .features = problem_.features(),
+            .x = rows.x,
+            .weight = rows.weight,
+            .first_class = rows.first_class,
+            .classes = rows.classes,
+            .all_classes = problem_.classes,
+            .targets = {rows.targets.data, rows.targets.dtype},
+            .target_stride = rows.targets.strides[0],
+            .class_weight = static_cast<const float*>(memory_.class_weight),
+            .options = problem_.options,
+            .memory = memory_.exp_product};
   }
   FeatureRows feature_rows(std::int64_t first, std::int64_t count) const {
     return {problem_.view, row_indices(), first, count};

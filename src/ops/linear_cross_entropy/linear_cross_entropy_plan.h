@@ -14,6 +14,26 @@
 
 namespace eaves {
 
+/// What a product that ends in exponentials (cuda/exp_product.h) gets of each row and gives for it; see
+/// linear_cross_entropy_fused.h.
+struct ExpProductMemory {
+  void* samples;  ///< [rows, sampled_classes()] logits, float32
+  float* shift;
+  std::int32_t* target;
+  float* target_logit;
+  float* sums;
+  float* moments;
+  float* constant;  ///< of the backward, and the next
+  float* slope;
+  // Of both at once:
+  float* lse;
+  std::int32_t* lost;  ///< what of a row has to be computed again
+};
+
+/// So many logits of a row are computed before its others, where the largest of them has to be guessed: less than a
+/// hundredth of them all.
+inline std::int64_t sampled_classes(std::int64_t classes) { return std::clamp<std::int64_t>(classes / 128, 64, 1024); }
+
 /// What is in the workspace; nullptr where a problem has no use for it.
 struct LinearCrossEntropyMemory {
   // For all rows; where rows are gathered, of those that are computed, in the order in which they are.
@@ -39,6 +59,7 @@ struct LinearCrossEntropyMemory {
   void* statistics;   ///< of each block of classes of a forward, of each row: cross_entropy.h
   Workspace loss;     ///< of the calls of cross_entropy
   Workspace product;  ///< of the matrix products
+  ExpProductMemory exp_product;
 };
 
 /// The numbers of a call on the device.
@@ -75,6 +96,7 @@ inline bool may_gather(const LinearCrossEntropyProblem& problem) {
 /// Is a row cut into blocks of classes? Without a backward that takes statistics of hard targets.
 inline bool cuts_classes(const LinearCrossEntropyProblem& problem) {
   if (problem.mode == LinearCrossEntropyMode::backward) return true;
+  if (problem.ends_in_product) return false;
   // Statistics hold the class of the largest logit as an accumulator: float32 knows integers up to 2^24.
   const bool knows_argmax = problem.outputs.argmax == nullptr || problem.accumulator() == DType::float64 ||
                             problem.classes <= std::int64_t{1} << 24;
@@ -123,8 +145,32 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
   memory.x = take(gathers, block.rows * problem.features(), element);
   memory.grad_x = take(problem.grad_x != nullptr && (gathers || sums_grad_x), block.rows * problem.features(),
                        sums_grad_x ? number : element);
-  memory.logits = take(true, block.rows * logits_stride(block.classes), number);
-  memory.statistics = take(!is_backward && block.classes < problem.classes,
+  const bool is_both = problem.mode == LinearCrossEntropyMode::forward_backward;
+  std::int64_t logits_of_row = logits_stride(block.classes);
+  if (problem.ends_in_product && !is_backward) {  // first of all samples lie there, in float32
+    logits_of_row = std::max(2 * sampled_classes(problem.classes), is_both ? logits_of_row : 0);
+  }
+  memory.logits = take(true, block.rows * logits_of_row, problem.ends_in_product ? element : number);
+  if (problem.ends_in_product) {
+    constexpr std::int64_t kTileRows = 128;
+    constexpr std::int64_t kTileClasses = 256;
+    const std::int64_t sums = ceil_divide(block.classes, kTileClasses) * ceil_divide(block.rows, kTileRows) * kTileRows;
+    const auto take_floats = [&](bool is_needed, std::int64_t count) {
+      return static_cast<float*>(take(is_needed, count, sizeof(float)));
+    };
+    ExpProductMemory& exp_product = memory.exp_product;
+    exp_product.shift = take_floats(true, block.rows);
+    exp_product.target = static_cast<std::int32_t*>(take(true, block.rows, sizeof(std::int32_t)));
+    exp_product.target_logit = take_floats(true, block.rows);
+    exp_product.sums = take_floats(!is_backward, sums);
+    exp_product.moments = take_floats(!is_backward, sums);
+    exp_product.samples = memory.logits;  // read before the first of the others is written
+    exp_product.constant = take_floats(is_backward, block.rows);
+    exp_product.slope = take_floats(is_backward, block.rows);
+    exp_product.lse = take_floats(is_both && problem.outputs.lse == nullptr, block.rows);
+    exp_product.lost = static_cast<std::int32_t*>(take(is_both, block.rows, sizeof(std::int32_t)));
+  }
+  memory.statistics = take(!is_backward && (problem.ends_in_product || block.classes < problem.classes),
                            ceil_divide(problem.classes, block.classes) * block.rows * kCrossEntropyStatistics, number);
   if (problem.device.type == DeviceType::cuda) {
     // Twice what cross_entropy.h says at most: any of its calls, whatever its options.
@@ -269,7 +315,8 @@ inline std::size_t limit_without_workspace(const LinearCrossEntropyProblem& prob
   if (problem.mode == LinearCrossEntropyMode::forward) return rows + policy.forward_bytes;
   const std::int64_t enough = std::min(problem.rows(), policy.enough_rows);
   const std::size_t wanted = workspace_bytes(problem, {enough, problem.classes}) - rows;
-  return rows + std::clamp(wanted, policy.least_bytes, policy.most_bytes);
+  return rows + (problem.ends_in_product ? std::clamp(wanted, policy.least_fused_bytes, policy.most_fused_bytes)
+                                         : std::clamp(wanted, policy.least_bytes, policy.most_bytes));
 }
 
 /// The classes that a block has whatever the number of rows, and however they lie: the cheapest of `usual_rows`. (Not

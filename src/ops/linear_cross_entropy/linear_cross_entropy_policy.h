@@ -16,6 +16,8 @@ struct LinearCrossEntropyPolicy {
   // Both at once: room for `enough_rows`, within these.
   std::size_t least_bytes;
   std::size_t most_bytes;
+  std::size_t least_fused_bytes;  ///< the same where the logits end in their product
+  std::size_t most_fused_bytes;
   std::int64_t enough_rows;  ///< of a chunk, whose products are nearly as fast as whole ones
   std::int64_t few_rows;     ///< of a chunk: with less, both at once is no longer the faster way
   std::int64_t usual_rows;   ///< that blocks of classes are chosen for where the number of rows must not matter
@@ -44,6 +46,8 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnGpu = {
     .backward_bytes = std::size_t{160} << 20,
     .least_bytes = std::size_t{448} << 20,
     .most_bytes = std::size_t{1088} << 20,
+    .least_fused_bytes = std::size_t{320} << 20,
+    .most_fused_bytes = std::size_t{624} << 20,
     .enough_rows = 3072,
     .few_rows = 1024,
     .usual_rows = 1024,
@@ -67,6 +71,8 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnCpu = {
     .backward_bytes = std::size_t{34} << 20,
     .least_bytes = std::size_t{34} << 20,
     .most_bytes = std::size_t{34} << 20,
+    .least_fused_bytes = 0,
+    .most_fused_bytes = 0,
     .enough_rows = 1,
     .few_rows = 1,
     .usual_rows = 256,

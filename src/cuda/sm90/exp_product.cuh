@@ -1,0 +1,227 @@
+// The kernel of exp_product.h: CUTLASS' product for Hopper (TMA, warp-specialised, two consumer warpgroups with 64 of a
+// tile's 128 rows each), and a tree of visitors that its accumulators pass on their way out. What differs is the tree.
+//
+// H200, [rows, 4096] x [131072, 4096], bfloat16, beside cuBLASLt's product of the same rows (all 12288, ms): 512 rows
+// 18.1 and 17.4, 1024 20.3 and 19.3, 2048 19.9 and 19.4, 4096 19.7 and 20.0.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cutlass/gemm/device/gemm_universal_adapter.h>
+#include <cute/tensor.hpp>
+#include <cutlass/epilogue/collective/collective_builder.hpp>
+#include <cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp>
+#include <cutlass/gemm/collective/collective_builder.hpp>
+#include <cutlass/gemm/kernel/gemm_universal.hpp>
+#include <string>
+#include <type_traits>
+
+#include "cuda/exp_product.h"
+#include "eaves/error.h"
+
+namespace eaves::cuda::sm90 {
+
+namespace fusion = cutlass::epilogue::fusion;
+
+using Tile = cute::Shape<cute::Int<kExpProductRows>, cute::Int<kExpProductClasses>, cute::_64>;
+using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;  // two tiles of rows share what is loaded of the weight
+inline constexpr auto kRounding = cutlass::FloatRoundStyle::round_to_nearest;
+
+// ---- functions of fragments ----------------------------------------------------------------------------------------
+
+/// A function of numbers as one of CUTLASS' arrays of them.
+template <typename Function>
+struct OfArrays {
+  template <int kSize, typename... Others>
+  CUTLASS_DEVICE cutlass::Array<float, kSize> operator()(const cutlass::Array<float, kSize>& first,
+                                                         const Others&... others) const {
+    cutlass::Array<float, kSize> result;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kSize; ++i) result[i] = Function::of(first[i], others[i]...);
+    return result;
+  }
+};
+
+struct ExponentFunction {
+  static CUTLASS_DEVICE float of(float z, float factor, float shift) { return fmaf(z, factor, -shift); }
+};
+struct PowerFunction {
+  static CUTLASS_DEVICE float of(float t) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(t));
+    return result;
+  }
+};
+/// Below it, 2^t is 0: 0 * -infinity would be NaN.
+inline constexpr float kLeastExponent = -1024.0f;
+struct MomentFunction {
+  static CUTLASS_DEVICE float of(float power, float t) { return power * fmaxf(t, kLeastExponent); }
+};
+struct GradientFunction {
+  static CUTLASS_DEVICE float of(float t, float constant, float slope) {
+    // A row that counts for nothing has the gradient 0, whatever its logits.
+    const bool is_nothing = constant == 0.0f && slope == 0.0f;
+    const float gradient = PowerFunction::of(t) * fmaf(slope, fmaxf(t, kLeastExponent), constant);
+    return is_nothing ? 0.0f : gradient;
+  }
+};
+template <typename>
+struct Exponent : OfArrays<ExponentFunction> {};
+template <typename>
+struct Power : OfArrays<PowerFunction> {};
+template <typename>
+struct Moment : OfArrays<MomentFunction> {};
+template <typename>
+struct Gradient : OfArrays<GradientFunction> {};
+
+// ---- visitors ------------------------------------------------------------------------------------------------------
+
+/// Writes the logit of each row's target, and passes all logits on. Children: the logits, the targets.
+struct KeepTarget : fusion::Sm90VisitorImpl<> {
+  struct SharedStorage {};
+  struct Arguments {
+    float* to = nullptr;
+  };
+  using Params = Arguments;
+
+  template <typename Problem>
+  static constexpr Params to_underlying_arguments(const Problem&, const Arguments& arguments, void*) {
+    return arguments;
+  }
+  template <typename Problem>
+  static bool can_implement(const Problem&, const Arguments&) {
+    return true;
+  }
+  template <typename Problem>
+  static std::size_t get_workspace_size(const Problem&, const Arguments&) {
+    return 0;
+  }
+  template <typename Problem>
+  static cutlass::Status initialize_workspace(const Problem&, const Arguments&, void*, cudaStream_t,
+                                              cutlass::CudaHostAdapter* = nullptr) {
+    return cutlass::Status::kSuccess;
+  }
+
+  CUTLASS_HOST_DEVICE KeepTarget() {}
+  CUTLASS_HOST_DEVICE KeepTarget(const Params& params, const SharedStorage&) : to_(params.to) {}
+
+  template <typename Coordinates>
+  struct Callbacks : fusion::EmptyConsumerStoreCallbacks {
+    Coordinates coordinates;  ///< of the thread's logits, from its first one
+    int rows;                 ///< from the first one to the end
+    int first_class;
+    float* to;  ///< of the first row
+
+    CUTLASS_DEVICE Callbacks(const Coordinates& of_thread, int rows_left, int first, float* first_row)
+        : coordinates(of_thread), rows(rows_left), first_class(first), to(first_row) {}
+
+    template <typename Accumulator, int kSize>
+    CUTLASS_DEVICE auto visit(const cutlass::Array<Accumulator, kSize>&, int part, int of_rows, int of_columns,
+                              const cutlass::Array<float, kSize>& logits,
+                              const cutlass::Array<std::int32_t, kSize>& targets) {
+      const auto at = coordinates(cute::_, cute::_, cute::_, of_rows, of_columns);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSize; ++i) {
+        const auto place = at(part * kSize + i);
+        if (cute::get<1>(place) == targets[i] - first_class && cute::get<0>(place) < rows) {
+          to[cute::get<0>(place)] = logits[i];
+        }
+      }
+      return logits;
+    }
+  };
+
+  template <bool kReferenceSource, typename... Types>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(const fusion::ConsumerStoreArgs<Types...>& args) {
+    const int rows = cute::get<0>(args.residue_tCcD);
+    const int classes = cute::get<1>(args.residue_tCcD);
+    const int all_rows = cute::get<0>(args.problem_shape_mnkl);
+    const int all_classes = cute::get<1>(args.problem_shape_mnkl);
+    return Callbacks<decltype(args.tCcD)>(args.tCcD, rows, all_classes - classes, to_ + (all_rows - rows));
+  }
+
+ private:
+  float* to_ = nullptr;
+};
+
+using OneStride = cute::Stride<cute::_1, cute::_0, cute::_0>;
+using Rows = fusion::Sm90ColBroadcast<0, Tile, float, float, OneStride>;
+using Targets = fusion::Sm90ColBroadcast<0, Tile, std::int32_t, std::int32_t, OneStride>;
+using Number = fusion::Sm90ScalarBroadcast<float>;
+template <template <typename> typename Function, typename To = float>
+using Compute = fusion::Sm90Compute<Function, To, float, kRounding>;
+using Logits = fusion::Sm90EVT<KeepTarget, fusion::Sm90AccFetch, Targets>;
+using Exponents = fusion::Sm90EVT<Compute<Exponent>, Logits, Number, Rows>;
+/// Over the classes of a tile, in float32; not over those behind the last one.
+using Sum = fusion::Sm90ColReduction<cutlass::plus, cutlass::plus, cutlass::plus, 0, Tile, float, float, kRounding,
+                                     OneStride, 4, false, false, true>;
+
+// ---- kernels -------------------------------------------------------------------------------------------------------
+
+/// Nothing is written but what the visitors write.
+template <typename Element, typename Tree>
+struct WithoutResult : Tree {
+  using Tree::Tree;
+  using ElementAux = Element;  // says what a tile of the epilogue is made of
+};
+
+/// `Result` is the element of what is written, or void.
+template <typename Element, typename Result, typename Tree>
+class Kernel {
+  static constexpr int kAlignment = 16 / sizeof(Element);
+  using Row = cutlass::layout::RowMajor;
+  using Column = cutlass::layout::ColumnMajor;
+  using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
+      cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, Row, kAlignment, Result, Row, kAlignment,
+      cutlass::epilogue::TmaWarpSpecializedCooperative, Tree>::CollectiveOp;
+  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, Row, kAlignment, Element, Column, kAlignment, float,
+      Tile, Cluster,
+      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
+      cutlass::gemm::KernelTmaWarpSpecializedCooperative>::CollectiveOp;
+  using Gemm = cutlass::gemm::device::GemmUniversalAdapter<cutlass::gemm::kernel::GemmUniversal<
+      cute::Shape<int, int, int, int>, Mainloop, Epilogue, cutlass::gemm::PersistentScheduler>>;
+
+ public:
+  using TreeArguments = typename Tree::Arguments;
+
+  static void run(const char* op, const ExpProduct& product, const TreeArguments& tree, void* to, std::int64_t stride,
+                  int multiprocessors, void* stream) {
+    typename Gemm::GemmKernel::StrideA x_stride{};
+    typename Gemm::GemmKernel::StrideB weight_stride{};
+    typename Gemm::GemmKernel::StrideD to_stride{};
+    cute::get<0>(x_stride) = product.x.stride;
+    cute::get<0>(weight_stride) = product.weight.stride;
+    cute::get<0>(to_stride) = stride;
+    typename Gemm::Arguments arguments{
+        cutlass::gemm::GemmUniversalMode::kGemm,
+        {static_cast<int>(product.rows), static_cast<int>(product.classes), static_cast<int>(product.features), 1},
+        {static_cast<const Element*>(product.x.data), x_stride, static_cast<const Element*>(product.weight.data),
+         weight_stride},
+        {tree, nullptr, {}, static_cast<std::conditional_t<std::is_void_v<Result>, Element, Result>*>(to), to_stride}};
+    arguments.hw_info = {0, multiprocessors};
+    // The order of tiles. All rows of a tile of classes first: the weight is read once, and x stays in L2; another
+    // order doubles the time of 512 rows. More rows than L2 holds are taken with eight tiles of classes in turn (19.4
+    // instead of 20.1 ms for 12288).
+    constexpr std::int64_t kRowsInL2 = 4096;
+    using Order = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90Params::RasterOrderOptions;
+    arguments.scheduler.raster_order = Order::AlongM;
+    arguments.scheduler.max_swizzle_size = product.rows <= kRowsInL2 ? 1 : 8;
+    Gemm gemm;
+    cutlass::Status status = gemm.initialize(arguments, nullptr, static_cast<cudaStream_t>(stream));
+    if (status == cutlass::Status::kSuccess) status = gemm.run(static_cast<cudaStream_t>(stream));
+    if (status != cutlass::Status::kSuccess) {
+      throw DeviceError(std::string(op) + ": CUTLASS: " + cutlass::cutlassGetStatusString(status));
+    }
+  }
+};
+
+inline typename Logits::Arguments logits_of(const ExpProduct& product) {
+  return {{}, {product.target, -1, {}}, {product.target_logit}};
+}
+inline typename Exponents::Arguments exponents_of(const ExpProduct& product) {
+  return {logits_of(product), {{product.factor}, {}, {}}, {product.shift, 0.0f, {}}, {}};
+}
+
+}  // namespace eaves::cuda::sm90

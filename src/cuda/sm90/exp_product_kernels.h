@@ -1,0 +1,17 @@
+// The kernels of exp_product.h, one in each file of this folder.
+#pragma once
+
+#include "cuda/exp_product.h"
+
+namespace eaves::cuda::sm90 {
+
+void sums_of_bfloat16(const char* op, const ExpProduct& product, const ExpProductSums& to, int multiprocessors,
+                      void* stream);
+void sums_of_float16(const char* op, const ExpProduct& product, const ExpProductSums& to, int multiprocessors,
+                     void* stream);
+void powers_of_bfloat16(const char* op, const ExpProduct& product, const ExpProductPowers& to, int multiprocessors,
+                        void* stream);
+void gradient_of_bfloat16(const char* op, const ExpProduct& product, const ExpProductGradient& to, int multiprocessors,
+                          void* stream);
+
+}  // namespace eaves::cuda::sm90

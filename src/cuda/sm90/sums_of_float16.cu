@@ -1,0 +1,11 @@
+#include "cuda/sm90/exp_product_kernels.h"
+#include "cuda/sm90/exp_product_sums.cuh"
+
+namespace eaves::cuda::sm90 {
+
+void sums_of_float16(const char* op, const ExpProduct& product, const ExpProductSums& to, int multiprocessors,
+                     void* stream) {
+  run_sums<cutlass::half_t>(op, product, to, multiprocessors, stream);
+}
+
+}  // namespace eaves::cuda::sm90

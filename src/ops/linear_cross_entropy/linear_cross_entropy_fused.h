@@ -1,0 +1,73 @@
+// The steps of linear_cross_entropy around a product that ends in exponentials (cuda/exp_product.h), on a GPU: what
+// each row gets from it and gives to it. The numbers of a row's softmax come from
+//
+//   t = z * factor - shift,   factor = scale * log2(e)
+//
+// In the forward `shift` is a guess at the row's largest t, and the statistics of the row are those sums, moved to an
+// anchor. In the backward it is the row's lse, and 2^t is its softmax.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/exp_product.h"
+#include "eaves/cross_entropy.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
+
+namespace eaves::cuda {
+
+/// Some rows and a block of classes.
+struct FusedRows {
+  Device device;
+  DType dtype;
+  std::int64_t rows;
+  std::int64_t features;
+  GemmMatrix x;
+  GemmMatrix weight;  ///< of the block's classes
+  std::int64_t first_class;
+  std::int64_t classes;      ///< of the block
+  std::int64_t all_classes;  ///< V
+  TypedNumbers targets;      ///< from the first row on
+  std::int64_t target_stride;
+  const float* class_weight;  ///< [V]; nullptr: 1
+  CrossEntropyOptions options;
+  ExpProductMemory memory;
+};
+
+/// Guesses each row's shift from `samples` [rows, sample_count], the logits of classes taken at equal distances, and
+/// writes it and the target for the product.
+void guess_shifts(const char* op, const FusedRows& rows, int sample_count, void* stream);
+
+/// The product, and statistics [rows, kCrossEntropyStatistics] (cross_entropy.h) from its sums. Where a sum left the
+/// range of float32, because a logit is far above the guess, the tile's logits are computed again, one by one.
+void statistics_of_product(const char* op, const FusedRows& rows, float* statistics, const ExecutionContext& context);
+
+/// The same, and 2^t in memory [rows, classes].
+struct FusedPowers {
+  PackedPower* to;
+  std::int64_t stride;
+};
+void statistics_of_product(const char* op, const FusedRows& rows, const FusedPowers& powers, float* statistics,
+                           const ExecutionContext& context);
+
+/// What the gradient of a row is made of, per row and contiguous, as in cross_entropy_backward.
+struct FusedGradient {
+  const float* grad_loss;
+  std::int64_t grad_loss_stride;  ///< 0 or 1
+  const float* row_weight;        ///< this and the next two: nullptr where there are none
+  const float* grad_lse;
+  const float* grad_entropy;
+  const float* lse;
+  const float* entropy;  ///< with grad_entropy
+  void* to;              ///< [rows, classes], the dtype of x
+  std::int64_t stride;
+};
+
+/// The gradient of the logits, by one product.
+void gradient_by_product(const char* op, const FusedRows& rows, const FusedGradient& gradient,
+                         const ExecutionContext& context);
+
+/// The gradient of the logits from the powers of statistics_of_product(), in their place.
+void finish_powers(const char* op, const FusedRows& rows, const FusedGradient& gradient,
+                   const ExecutionContext& context);
+
+}  // namespace eaves::cuda

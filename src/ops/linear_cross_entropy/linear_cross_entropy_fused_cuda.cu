@@ -1,0 +1,463 @@
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/dispatch.h"
+#include "cuda/launch.cuh"
+#include "cuda/math.cuh"
+#include "cuda/reduce.cuh"
+#include "cuda/vector.cuh"
+#include "ops/cross_entropy/cross_entropy_math.h"
+#include "ops/cross_entropy/cross_entropy_statistics.cuh"
+#include "ops/linear_cross_entropy/linear_cross_entropy_fused.h"
+
+namespace eaves::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / 32;
+constexpr int kClasses = static_cast<int>(kExpProductClasses);
+
+/// log2(e), and factor / (scale * log2(e)): how far the rounding of the factor stretches exponents.
+constexpr double kLog2EExact = 1.4426950408889634074;
+
+struct Factor {
+  float factor;
+  double stretch;
+  float scale;
+
+  explicit Factor(const CrossEntropyOptions& options)
+      : factor(static_cast<float>(options.scale * kLog2EExact)),
+        stretch(static_cast<double>(factor) / (options.scale * kLog2EExact)),
+        scale(static_cast<float>(options.scale)) {}
+
+  /// (z' - anchor) * log2(e) - t.
+  __device__ float rest_of(float shift, float anchor) const {
+    return static_cast<float>(double(shift) / stretch - double(anchor) * kLog2EExact);
+  }
+};
+
+CrossEntropyTerms<float> terms_of(const FusedRows& rows) {
+  CrossEntropyInputs inputs{};
+  inputs.targets = rows.targets;
+  inputs.classes = rows.all_classes;
+  inputs.options = rows.options;
+  inputs.weight.data = rows.class_weight;
+  return CrossEntropyTerms<float>(inputs);
+}
+
+struct Targets {
+  TypedNumbers targets;
+  std::int64_t stride;
+  std::int64_t first_class;
+  std::int64_t classes;
+
+  explicit Targets(const FusedRows& rows)
+      : targets(rows.targets), stride(rows.target_stride), first_class(rows.first_class), classes(rows.classes) {}
+
+  __device__ std::int64_t of(std::int64_t row) const { return integer_at(targets, row * stride); }
+  /// -1 where the class is in another block, or is none.
+  __device__ int column(std::int64_t row) const {
+    const std::int64_t column = of(row) - first_class;
+    return column >= 0 && column < classes ? static_cast<int>(column) : -1;
+  }
+};
+
+/// x of a row times a row of the weight, by a warp; every lane gets it.
+template <typename T>
+__device__ float dot(const T* x, const T* weight, std::int64_t features) {
+  constexpr int kSize = Vector<T>::kSize;
+  float sum = 0.0f;
+  for (std::int64_t i = threadIdx.x % 32 * kSize; i < features; i += 32 * kSize) {
+    float a[kSize];
+    float b[kSize];
+    unpack(*reinterpret_cast<const Vector<T>*>(x + i), a);
+    unpack(*reinterpret_cast<const Vector<T>*>(weight + i), b);
+#pragma unroll
+    for (int k = 0; k < kSize; ++k) sum = fmaf(a[k], b[k], sum);
+  }
+  return reduce_lanes<32>(sum, Plus{});
+}
+
+// ---- the guess -----------------------------------------------------------------------------------------------------
+
+/// How far the shift lies above the largest sampled exponent. 2^127 is the range above it, enough for a row whose
+/// largest logit is known to 88; a row that is spread widely can have a larger one, and gets more room above and less
+/// below, where 2^-36 of the largest are left even then.
+constexpr float kUsualSpread = 60.0f;
+constexpr float kMostRoom = 90.0f;
+
+/// A warp a row.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    guess_shift(const __grid_constant__ Targets targets, std::int64_t rows, const T* x, std::int64_t x_stride,
+                const T* weight, std::int64_t weight_stride, std::int64_t features, const float* samples,
+                int sample_count, float factor, float* shift, std::int32_t* target) {
+  const std::int64_t row = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  if (row >= rows) return;
+  float largest = -infinity<float>();
+  float sum = 0.0f;
+  for (int i = threadIdx.x % 32; i < sample_count; i += 32) {
+    const float exponent = samples[row * sample_count + i] * factor;
+    largest = fmaxf(largest, exponent);
+    sum += exponent;
+  }
+  largest = reduce_lanes<32>(largest, [](float a, float b) { return fmaxf(a, b); });
+  const float mean = reduce_lanes<32>(sum, Plus{}) / static_cast<float>(sample_count);
+  const float room = fminf(fmaxf(largest - mean - kUsualSpread, 0.0f), kMostRoom);
+  const int column = targets.column(row);
+  if (column >= 0)
+    largest = fmaxf(largest, dot(x + row * x_stride, weight + column * weight_stride, features) * factor);
+  if (threadIdx.x % 32 != 0) return;
+  target[row] = column;
+  shift[row] = fabsf(largest) < infinity<float>() ? largest + room : 0.0f;
+}
+
+// ---- statistics ----------------------------------------------------------------------------------------------------
+
+struct SumsOfTiles {
+  const float* sums;
+  const float* moments;
+  std::int64_t tiles;
+  std::int64_t rows;  ///< up to a whole tile
+
+  explicit SumsOfTiles(const FusedRows& of)
+      : sums(of.memory.sums),
+        moments(of.memory.moments),
+        tiles(ceil_divide(of.classes, kExpProductClasses)),
+        rows(ceil_divide(of.rows, kExpProductRows) * kExpProductRows) {}
+
+  __device__ float sum(std::int64_t tile, std::int64_t row) const { return sums[tile * rows + row]; }
+  __device__ float moment(std::int64_t tile, std::int64_t row) const { return moments[tile * rows + row]; }
+  /// Did the tile leave float32's range? A NaN did not: it is one.
+  __device__ bool is_lost(std::int64_t tile, std::int64_t row) const {
+    return sum(tile, row) == infinity<float>() || fabsf(moment(tile, row)) == infinity<float>();
+  }
+};
+
+/// What has to be computed again of a row.
+enum Lost : std::int32_t { kNothing, kSomeTiles, kAllTiles };
+
+/// x and the weight, for logits that are computed again.
+template <typename T>
+struct LogitFactors {
+  const T* x;
+  std::int64_t x_stride;
+  const T* weight;
+  std::int64_t weight_stride;
+  std::int64_t features;
+
+  explicit LogitFactors(const FusedRows& rows)
+      : x(static_cast<const T*>(rows.x.data)),
+        x_stride(rows.x.stride),
+        weight(static_cast<const T*>(rows.weight.data)),
+        weight_stride(rows.weight.stride),
+        features(rows.features) {}
+
+  /// By a warp.
+  __device__ float logit(std::int64_t row, std::int64_t column) const {
+    return dot(x + row * x_stride, weight + column * weight_stride, features);
+  }
+};
+
+/// Of the classes of a tile, from logits that are computed again. By a block, of which thread 0 gets it.
+template <typename T>
+__device__ __noinline__ ClassStatistics<float> statistics_of_tile(const LogitFactors<T>& factors, std::int64_t row,
+                                                                  std::int64_t first, std::int64_t end, float scale) {
+  ClassStatistics<float> state;
+  for (std::int64_t column = first + threadIdx.x / 32; column < end; column += kWarps) {
+    const float z = factors.logit(row, column) * scale;
+    ClassStatistics<float> one;
+    one.softmax = {z == z ? z : -infinity<float>(), exponential(z - softmax_anchor(z))};
+    state = MergeStatistics{}(state, one);
+  }
+  if (threadIdx.x % 32 != 0) state = {};
+  __syncthreads();  // the block may still read what the last call has left in shared memory
+  return reduce_block<kThreads>(state, MergeStatistics{});
+}
+
+/// From sums of 2^t and 2^t * t. Where the guess was far off, the anchor is next to the row's lse: a sum that is so far
+/// from 1 could not be merged.
+__device__ ClassStatistics<float> statistics_of_sums(float sum, float moment, float shift, const Factor& factor) {
+  constexpr float kFar = 0x1p24f;
+  const bool is_far = (sum > kFar && sum < infinity<float>()) || (sum > 0.0f && sum < 1.0f / kFar);
+  const int exponent = is_far ? ilogbf(sum) : 0;
+  const double exact = double(shift) / factor.stretch + exponent;
+  const auto anchor = static_cast<float>(exact / kLog2EExact);
+  const auto rest = static_cast<float>(exact - double(anchor) * kLog2EExact);
+  const float correction = exp2_approximate(rest);
+  ClassStatistics<float> state;
+  state.softmax = {anchor, scalbnf(sum, -exponent) * correction};
+  // z' - anchor = (t - exponent + rest) / log2(e)
+  state.moment = kUnit<float> * correction * scalbnf(fmaf(rest - static_cast<float>(exponent), sum, moment), -exponent);
+  return state;
+}
+
+/// A block a row.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    finish_statistics(const __grid_constant__ Targets targets, const __grid_constant__ Factor factor,
+                      const __grid_constant__ SumsOfTiles tiles, const __grid_constant__ LogitFactors<T> factors,
+                      const float* class_weight, const float* shift, const float* target_logit,
+                      const __grid_constant__ CrossEntropyTerms<float> terms, float* statistics, std::int32_t* lost) {
+  const std::int64_t row = blockIdx.x;
+  struct Sums {
+    float sum = 0.0f;
+    float moment = 0.0f;
+  };
+  Sums own;
+  bool has_lost = false;
+  for (std::int64_t tile = threadIdx.x; tile < tiles.tiles; tile += kThreads) {
+    if (tiles.is_lost(tile, row)) {
+      has_lost = true;
+      continue;
+    }
+    own.sum += tiles.sum(tile, row);
+    own.moment += tiles.moment(tile, row);
+  }
+  const bool is_any_lost = __syncthreads_or(has_lost) != 0;
+  const Sums sums = reduce_block<kThreads>(own, [](const Sums& a, const Sums& b) {
+    return Sums{a.sum + b.sum, a.moment + b.moment};
+  });
+  // Nothing is left of a row that lies far below the guess, nor of one without a finite logit.
+  const bool is_out_of_range =
+      (sums.sum == 0.0f && !is_any_lost) || sums.sum == infinity<float>() || fabsf(sums.moment) == infinity<float>();
+  const bool is_all_lost = __syncthreads_or(threadIdx.x == 0 && is_out_of_range) != 0;
+
+  ClassStatistics<float> state;
+  if (threadIdx.x == 0 && !is_all_lost) state = statistics_of_sums(sums.sum, sums.moment, shift[row], factor);
+  if (is_any_lost || is_all_lost) {
+    for (std::int64_t tile = 0; tile < tiles.tiles; ++tile) {
+      if (!is_all_lost && !tiles.is_lost(tile, row)) continue;
+      const auto again =
+          statistics_of_tile(factors, row, tile * kClasses, min((tile + 1) * kClasses, targets.classes), factor.scale);
+      if (threadIdx.x == 0) state = MergeStatistics{}(state, again);
+    }
+  }
+  if (threadIdx.x != 0) return;
+  TargetClass<float> target;
+  const int column = targets.column(row);
+  if (column >= 0) {
+    target.logit = target_logit[row] * factor.scale;
+    target.weight = class_weight == nullptr ? 1.0f : class_weight[column];
+  }
+  store_statistics(state, target, terms, statistics + row * kCrossEntropyStatistics);
+  if (lost != nullptr) lost[row] = is_all_lost ? kAllTiles : is_any_lost ? kSomeTiles : kNothing;
+}
+
+// ---- the gradient --------------------------------------------------------------------------------------------------
+
+struct GradientOfRows {
+  Targets targets;
+  Factor factor;
+  CrossEntropyTerms<float> terms;
+  const float* class_weight;
+  FusedGradient in;
+  ExpProductMemory memory;
+
+  __device__ RowGradient<float> row(std::int64_t i) const {
+    RowGradientInputs<float> inputs{};
+    inputs.target = targets.of(i);
+    inputs.lse = in.lse[i];
+    inputs.grad_loss = in.grad_loss[i * in.grad_loss_stride] * (in.row_weight == nullptr ? 1.0f : in.row_weight[i]);
+    if (in.grad_lse != nullptr) inputs.grad_lse = in.grad_lse[i];
+    if (in.grad_entropy != nullptr) {
+      inputs.grad_entropy = in.grad_entropy[i];
+      inputs.entropy = in.entropy[i];
+    }
+    inputs.target_weight = 1.0f;
+    if (!terms.is_ignored(inputs.target)) {
+      if (!terms.is_in_range(inputs.target)) {
+        inputs.grad_loss = nan_of<float>();
+      } else if (class_weight != nullptr) {
+        inputs.target_weight = class_weight[inputs.target];
+      }
+    }
+    return row_gradient(inputs, terms);
+  }
+
+  /// The gradient of the logit of the row's target, in which softmax - 1 would cancel.
+  __device__ float of_target(std::int64_t i, const RowGradient<float>& row) const {
+    if (row.mass == 0.0f && row.hard == 0.0f && row.slope == 0.0f) return 0.0f;
+    const float d = memory.target_logit[i] * factor.scale - row.lse;
+    const float p = exponential(d);
+    float gradient = row.target < 0 ? p * row.mass : fmaf(std::expm1(d), row.hard, p * row.rest);
+    // 0 * -infinity must be 0; what fmax() does to a NaN, the exponential undoes.
+    if (row.slope != 0.0f) gradient = fmaf(p, row.slope * fmaxf(d, -1e30f), gradient);
+    return gradient * factor.scale;
+  }
+};
+
+/// A thread a row: shift and coefficients for the product.
+__global__ void __launch_bounds__(kThreads)
+    prepare_gradient(const __grid_constant__ GradientOfRows rows, std::int64_t count) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i >= count) return;
+  const RowGradient<float> row = rows.row(i);
+  const auto shift = static_cast<float>(double(row.lse) * kLog2EExact * rows.factor.stretch);
+  const float rest = rows.factor.rest_of(shift, row.lse);
+  const float correction = exp2_approximate(rest) * rows.factor.scale;
+  const bool is_finite = row.lse - row.lse == 0.0f;
+  const float slope =
+      row.slope == 0.0f ? 0.0f : row.slope * kUnit<float> * (is_finite ? correction : rows.factor.scale);
+  rows.memory.shift[i] = shift;
+  rows.memory.target[i] = rows.targets.column(i);
+  rows.memory.slope[i] = slope;
+  const float constant = row.mass == 0.0f ? 0.0f : row.mass * (is_finite ? correction : rows.factor.scale);
+  rows.memory.constant[i] = slope == 0.0f || !is_finite ? constant : fmaf(slope, rest, constant);
+}
+
+/// A thread a row: the target's element.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    finish_gradient(const __grid_constant__ GradientOfRows rows, std::int64_t count) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i >= count) return;
+  const int column = rows.memory.target[i];
+  if (column < 0) return;
+  static_cast<T*>(rows.in.to)[i * rows.in.stride + column] = round_to<T>(rows.of_target(i, rows.row(i)));
+}
+
+// ---- the gradient of both at once ----------------------------------------------------------------------------------
+
+/// A block a row: powers times what is known of the row now. Read and written once, as fast as memory is.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    finish_powers_of_rows(const __grid_constant__ GradientOfRows rows, const __grid_constant__ SumsOfTiles tiles,
+                          const __grid_constant__ LogitFactors<T> factors) {
+  constexpr int kSize = Vector<T>::kSize;
+  constexpr int kVectors = 4;
+  const std::int64_t i = blockIdx.x;
+  const RowGradient<float> row = rows.row(i);
+  T* const to = static_cast<T*>(rows.in.to) + i * rows.in.stride;
+  auto* const vectors = reinterpret_cast<Vector<T>*>(to);
+  const std::int64_t count = ceil_divide(rows.targets.classes, std::int64_t{kSize});
+  const bool is_infinite = fabsf(row.lse) == infinity<float>();
+  const std::int32_t lost = is_infinite ? std::int32_t{kAllTiles} : rows.memory.lost[i];
+  const bool is_nothing = row.mass == 0.0f && row.hard == 0.0f;
+
+  // softmax = 2^t / 2^sum_exponent. In two factors: one alone may leave the range.
+  const double exact = double(row.lse) * kLog2EExact * rows.factor.stretch;
+  const float half = exp2f(static_cast<float>(exact - double(rows.memory.shift[i])) * -0.5f);
+  const float of_row = half * (row.mass * rows.factor.scale);
+  if (is_nothing || lost != kAllTiles) {
+    for (std::int64_t first = threadIdx.x; first < count; first += kVectors * kThreads) {
+      Vector<T> batch[kVectors];
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        if (first + v * kThreads < count) batch[v] = load_before_overwriting(vectors + first + v * kThreads);
+      }
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        if (first + v * kThreads >= count) break;
+        PackedPower powers[kSize];
+        memcpy(powers, &batch[v], sizeof(powers));
+        float values[kSize];
+#pragma unroll
+        for (int k = 0; k < kSize; ++k) values[k] = is_nothing ? 0.0f : powers[k].value() * half * of_row;
+        vectors[first + v * kThreads] = pack<T>(values);
+      }
+    }
+  }
+  if (lost != kNothing && !is_nothing) {
+    __syncthreads();  // what follows is written over what was written above
+    const auto base = is_infinite ? row.lse : static_cast<float>(exact);
+    const float rest = is_infinite ? 1.0f : exp2f(rows.factor.rest_of(base, row.lse));
+    for (std::int64_t tile = 0; tile < tiles.tiles; ++tile) {
+      if (lost != kAllTiles && !tiles.is_lost(tile, i)) continue;
+      const std::int64_t first = tile * kClasses;
+      const std::int64_t end = min(first + kClasses, rows.targets.classes);
+      for (std::int64_t column = first + threadIdx.x / 32; column < end; column += kWarps) {
+        const float t = fmaf(factors.logit(i, column), rows.factor.factor, -base);
+        if (threadIdx.x % 32 != 0) continue;
+        to[column] = round_to<T>(exp2_approximate(t) * rest * (row.mass * rows.factor.scale));
+      }
+    }
+  }
+  __syncthreads();  // the target's element has been written above
+  const int column = rows.memory.target[i];
+  if (threadIdx.x == 0 && column >= 0) to[column] = round_to<T>(rows.of_target(i, row));
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+ExpProduct product_of(const FusedRows& rows) {
+  return {.device = rows.device,
+          .rows = rows.rows,
+          .classes = rows.classes,
+          .features = rows.features,
+          .dtype = rows.dtype,
+          .x = rows.x,
+          .weight = rows.weight,
+          .factor = Factor(rows.options).factor,
+          .shift = rows.memory.shift,
+          .target = rows.memory.target,
+          .target_logit = rows.memory.target_logit};
+}
+
+template <typename Body>
+void dispatch_half(DType dtype, Body body) {
+  dtype == DType::bfloat16 ? body.template operator()<bfloat16>() : body.template operator()<float16>();
+}
+
+}  // namespace
+
+void guess_shifts(const char* op, const FusedRows& rows, int sample_count, void* stream) {
+  dispatch_half(rows.dtype, [&]<typename T>() {
+    launch(op, guess_shift<T>, {.blocks = ceil_divide(rows.rows, kWarps), .threads = kThreads, .stream = stream},
+           Targets(rows), rows.rows, static_cast<const T*>(rows.x.data), rows.x.stride,
+           static_cast<const T*>(rows.weight.data), rows.weight.stride, rows.features,
+           static_cast<const float*>(rows.memory.samples), sample_count, Factor(rows.options).factor, rows.memory.shift,
+           rows.memory.target);
+  });
+}
+
+namespace {
+
+void finish(const char* op, const FusedRows& rows, float* statistics, const ExecutionContext& context) {
+  dispatch_half(rows.dtype, [&]<typename T>() {
+    launch(op, finish_statistics<T>, {.blocks = rows.rows, .threads = kThreads, .stream = context.stream},
+           Targets(rows), Factor(rows.options), SumsOfTiles(rows), LogitFactors<T>(rows), rows.class_weight,
+           static_cast<const float*>(rows.memory.shift), static_cast<const float*>(rows.memory.target_logit),
+           terms_of(rows), statistics, rows.memory.lost);
+  });
+}
+
+ExpProductSums sums_of(const FusedRows& rows) { return {rows.memory.sums, rows.memory.moments}; }
+
+GradientOfRows gradient_of(const FusedRows& rows, const FusedGradient& gradient) {
+  return {Targets(rows), Factor(rows.options), terms_of(rows), rows.class_weight, gradient, rows.memory};
+}
+
+}  // namespace
+
+void statistics_of_product(const char* op, const FusedRows& rows, float* statistics, const ExecutionContext& context) {
+  exp_product(op, product_of(rows), sums_of(rows), context);
+  finish(op, rows, statistics, context);
+}
+
+void statistics_of_product(const char* op, const FusedRows& rows, const FusedPowers& powers, float* statistics,
+                           const ExecutionContext& context) {
+  exp_product(op, product_of(rows), ExpProductPowers{sums_of(rows), powers.to, powers.stride}, context);
+  finish(op, rows, statistics, context);
+}
+
+void finish_powers(const char* op, const FusedRows& rows, const FusedGradient& gradient,
+                   const ExecutionContext& context) {
+  using T = bfloat16;
+  launch(op, finish_powers_of_rows<T>, {.blocks = rows.rows, .threads = kThreads, .stream = context.stream},
+         gradient_of(rows, gradient), SumsOfTiles(rows), LogitFactors<T>(rows));
+}
+
+void gradient_by_product(const char* op, const FusedRows& rows, const FusedGradient& gradient,
+                         const ExecutionContext& context) {
+  const GradientOfRows of_rows = gradient_of(rows, gradient);
+  const LaunchShape shape{.blocks = ceil_divide(rows.rows, kThreads), .threads = kThreads, .stream = context.stream};
+  launch(op, prepare_gradient, shape, of_rows, rows.rows);
+  exp_product(op, product_of(rows),
+              ExpProductGradient{rows.memory.constant, rows.memory.slope, gradient.to, gradient.stride}, context);
+  launch(op, finish_gradient<bfloat16>, shape, of_rows, rows.rows);
+}
+
+}  // namespace eaves::cuda

@@ -1,0 +1,150 @@
+// Logits that end in their product (cuda/exp_product.h): which calls take that way, and rows that are far from what
+// their sampled logits say. On other GPUs the same cases go through logits in memory.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "cuda/exp_product.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_test_case.h"
+#include "runtime/backend.h"
+#include "testing/devices.h"
+
+namespace eaves::testing {
+namespace {
+
+class LinearCrossEntropyFused : public OnGpu {};
+
+using Mode = LinearCrossEntropyMode;
+
+bool has_product() { return kHasCuda && cuda::has_exp_product(kCuda); }
+
+/// More than a tile of rows and the fewest classes, with a rest in each direction; no two tests have the same numbers.
+LinearCrossEntropyCase fused_case(Reduction reduction = Reduction::none) {
+  LinearCrossEntropyCase c{.device = kCuda, .dtype = DType::bfloat16, .row_shape = {131}, .features = 40};
+  c.classes = 4099;
+  c.options.reduction = reduction;
+  c.wants_all_of_row = false;
+  c.wanted.bias = false;
+  return c;
+}
+
+void expect_way(const LinearCrossEntropyCase& c, bool forward, bool backward, bool at_once) {
+  if (!has_product()) GTEST_SKIP() << "no product that ends in exponentials on this GPU, or in this build";
+  LinearCrossEntropyRun run(c);
+  EXPECT_EQ(problem_of(run, Mode::forward).ends_in_product, forward) << description_of(c);
+  EXPECT_EQ(problem_of(run, Mode::backward).ends_in_product, backward) << description_of(c);
+  EXPECT_EQ(problem_of(run, Mode::forward_backward).ends_in_product, at_once) << description_of(c);
+}
+
+TEST_F(LinearCrossEntropyFused, CallsThatTakeTheProductAndCallsThatDoNot) {
+  expect_way(fused_case(), true, true, true);
+  const auto expect_none = [](auto change) {
+    LinearCrossEntropyCase c = fused_case();
+    change(c);
+    expect_way(c, false, false, false);
+  };
+  expect_none([](LinearCrossEntropyCase& c) { c.row_shape = {127}; });
+  expect_none([](LinearCrossEntropyCase& c) { c.classes = 4095; });
+  expect_none([](LinearCrossEntropyCase& c) { c.features = 36; });
+  expect_none([](LinearCrossEntropyCase& c) { c.dtype = DType::float32; });
+  expect_none([](LinearCrossEntropyCase& c) { c.options.softcap = 10.0; });
+  expect_none([](LinearCrossEntropyCase& c) { c.options.label_smoothing = 0.1; });
+  expect_none([](LinearCrossEntropyCase& c) { c.bias_dtype = DType::float32; });
+  expect_none([](LinearCrossEntropyCase& c) { c.targets_dtype = DType::float32; });
+  LinearCrossEntropyCase half = fused_case();
+  half.dtype = DType::float16;
+  expect_way(half, true, false, false);
+  LinearCrossEntropyCase argmax = fused_case();
+  argmax.wants_all_of_row = true;
+  expect_way(argmax, false, true, false);
+}
+
+TEST_F(LinearCrossEntropyFused, EachOptionMatchesTheOracle) {
+  for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
+    const auto check = [&](auto change) {
+      LinearCrossEntropyCase c = fused_case(reduction);
+      change(c);
+      check_linear_cross_entropy(c);
+    };
+    check([](LinearCrossEntropyCase&) {});
+    check([](LinearCrossEntropyCase& c) { c.dtype = DType::float16; });
+    check([](LinearCrossEntropyCase& c) { c.options.scale = 0.7, c.options.z_loss_weight = 0.01; });
+    check([](LinearCrossEntropyCase& c) { c.class_weight_dtype = DType::float32, c.targets_dtype = DType::int32; });
+    check([](LinearCrossEntropyCase& c) { c.has_row_weight = c.has_normalizer = true; });
+    check([](LinearCrossEntropyCase& c) { c.has_grad_lse = c.accumulates = true; });
+    check([](LinearCrossEntropyCase& c) { c.has_grad_entropy = c.wants_all_of_row = true; });
+    check([](LinearCrossEntropyCase& c) { c.skips_ignored_rows = true, c.row_shape = {290}; });
+    check([](LinearCrossEntropyCase& c) { c.wanted.x = false, c.grad_weight_dtype = DType::float32; });
+    check([](LinearCrossEntropyCase& c) { c.wanted.weight = false; });
+    check([](LinearCrossEntropyCase& c) { c.row_shape = {300}, c.workspace_limit = 2000000; });  // chunks and blocks
+  }
+}
+
+TEST_F(LinearCrossEntropyFused, RowsFarFromTheirSampledLogitsMatchTheOracle) {
+  // The samples are every 64th class. What is far above them leaves float32's range and is computed again, by tile; a
+  // row without a finite sum, whole.
+  const auto check = [](const char* what, auto change) {
+    SCOPED_TRACE(what);
+    LinearCrossEntropyCase c = fused_case();
+    change(c);
+    check_linear_cross_entropy(c);
+  };
+  const auto with_feature_0 = [](double of_x, auto of_class) {
+    return [=](LinearCrossEntropyCase& c) {
+      const std::int64_t features = c.features;
+      c.x = [=](std::int64_t i) { return i % features == 0 ? of_x : noise(51)(i); };
+      c.weight = [=](std::int64_t i) { return i % features == 0 ? of_class(i / features) : 0.1 * noise(52)(i); };
+    };
+  };
+  check("one logit 1e4 above", with_feature_0(100.0, [](std::int64_t v) { return v == 7 ? 100.0 : 0.0; }));
+  check("three in two tiles",
+        with_feature_0(100.0, [](std::int64_t v) { return v == 7 || v == 9 || v == 4098 ? 100.0 : 0.0; }));
+  check("all but the samples", with_feature_0(100.0, [](std::int64_t v) { return v % 64 == 0 ? 0.0 : 100.0; }));
+  check("offset 1e4", with_feature_0(100.0, [](std::int64_t) { return 100.0; }));
+  check("offset -1e4", with_feature_0(-100.0, [](std::int64_t) { return 100.0; }));
+  for (const double deviation : {16.0, 64.0, 256.0, 3000.0, 30000.0}) {
+    check("deviation", [=](LinearCrossEntropyCase& c) { c.deviation = deviation; });
+  }
+  check("equal logits", [](LinearCrossEntropyCase& c) { c.weight = [](std::int64_t) { return 0.125; }; });
+}
+
+TEST_F(LinearCrossEntropyFused, ARowThatIsNotFiniteIsAloneAndNothingIsLostOfTheOthers) {
+  for (const double held : {std::nan(""), std::numeric_limits<double>::infinity()}) {
+    LinearCrossEntropyCase c = fused_case();
+    c.x = [=](std::int64_t i) { return i == 5 * 40 + 3 ? held : noise(53)(i); };
+    c.target = [](std::int64_t row) { return static_cast<double>(row); };
+    LinearCrossEntropyRun run(c);
+    run.run();
+    for (std::int64_t row = 0; row < 131; ++row) {
+      EXPECT_EQ(std::isfinite(run.results.loss.get(row)), row != 5) << "row " << row << ", " << held;
+      EXPECT_EQ(std::isfinite(run.results_at_once.loss.get(row)), row != 5) << "row " << row << ", " << held;
+      EXPECT_EQ(std::isfinite(run.gradients.x.get(row * 40)), row != 5) << "row " << row << ", " << held;
+      EXPECT_EQ(std::isfinite(run.gradients_at_once.x.get(row * 40)), row != 5) << "row " << row << ", " << held;
+    }
+  }
+}
+
+TEST_F(LinearCrossEntropyFused, TwoRunsAreBitwiseEqual) {
+  LinearCrossEntropyCase c = fused_case(Reduction::mean);
+  c.row_shape = {700};
+  LinearCrossEntropyRun first(c), second(c);
+  first.run();
+  second.run();
+  EXPECT_TRUE(first.results_equal(second));
+}
+
+TEST(PackedPower, IsWithinTwoToTheMinusNinthOfEveryPower) {
+  for (int exponent = -126; exponent < 127; ++exponent) {
+    for (const double fraction : {1.0, 1.001, 1.5, 1.996}) {
+      const double power = std::ldexp(fraction, exponent);
+      EXPECT_NEAR(double{cuda::PackedPower::of(static_cast<float>(power)).value()} / power, 1.0, 0x1p-9) << power;
+    }
+  }
+  EXPECT_EQ(cuda::PackedPower::of(0.0f).value(), 0.0f);
+}
+
+}  // namespace
+}  // namespace eaves::testing
