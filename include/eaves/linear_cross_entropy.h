@@ -10,13 +10,9 @@
 //   memory   linear_cross_entropy_forward, which keeps lse alone, and linear_cross_entropy_backward, which computes
 //            logits again, a block of rows and classes at a time. Four matrix products in little workspace.
 //
-// On compute capability 9.0, in bfloat16 and with plain options, logits end in the product that computes them
-// (docs/design.md); else they are a chunk's workspace.
-//
 // Logits are computed, kept and read in float32 (float64 for float64): probabilities come from the product's own
 // accumulators, not from logits rounded to the type of x. Their gradient is rounded once to that type, as the factor of
-// the two products that it is (where logits end in their product, both at once: from exponentials that were rounded to
-// 2^-10 of themselves). Each of those sums in float32 and is rounded once for each chunk of rows (grad_weight)
+// the two products that it is. Each of those sums in float32 and is rounded once for each chunk of rows (grad_weight)
 // or once (grad_x). On a GPU a grad_weight of 16 bits has a second rounding for each chunk, of what is added to it. A
 // grad_weight in float32 is never rounded to 16 bits.
 //

@@ -40,16 +40,6 @@ void exp_product(const char* op, const ExpProduct& product, const ExpProductSums
   fail_without_kernel(op, product);
 }
 
-void exp_product(const char* op, const ExpProduct& product, const ExpProductPowers& to,
-                 const ExecutionContext& context) {
-  if constexpr (kHasKernels) {
-    if (product.dtype == DType::bfloat16) {
-      return sm90::powers_of_bfloat16(op, product, to, properties(product.device).multiprocessors, context.stream);
-    }
-  }
-  fail_without_kernel(op, product);
-}
-
 void exp_product(const char* op, const ExpProduct& product, const ExpProductGradient& to,
                  const ExecutionContext& context) {
   if constexpr (kHasKernels) {

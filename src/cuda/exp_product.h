@@ -4,16 +4,14 @@
 //   z = x weight^T                       [rows, classes], float32
 //   t = z * factor - shift[row]          so that 2^t is what a softmax is made of
 //
-// One kernel for each thing that is done with t, in src/cuda/sm90, on the headers of CUTLASS. Beside it a product
-// writes the logit of one class of each row, because what is computed of a target has to come from the same
-// accumulators.
+// The kernels are in src/cuda/sm90, on the headers of CUTLASS, one for each thing that is done with t. Each also writes
+// the logit of each row's target: its loss has to come from the accumulators that its exponential comes from.
 #pragma once
 
-#include <bit>
 #include <cstdint>
 
+#include "core/dispatch.h"
 #include "core/gemm.h"
-#include "core/numeric.h"
 #include "eaves/context.h"
 #include "eaves/tensor.h"
 
@@ -33,15 +31,20 @@ struct ExpProduct {
   float* target_logit;         ///< out; [rows], z of the target where there is one
 };
 
-/// Tiles of the result, which the sums are of.
+/// Sums are of a row and a tile of classes; rows are computed in tiles too.
 inline constexpr std::int64_t kExpProductRows = 128;
 inline constexpr std::int64_t kExpProductClasses = 256;
 
-/// What the kernels ask of x and weight: rows on 16 bytes, and rows of the weight as rows.
+/// What the kernels ask of x and weight: rows on 16 bytes, nothing transposed.
 bool takes_exp_product(DType dtype, const GemmMatrix& x, const GemmMatrix& weight, std::int64_t features);
 
 /// Is the product in this build, and does it run on `device`? Never throws.
 bool has_exp_product(Device device);
+
+/// Elements of the sums of a product: [tiles of classes, rows up to a whole tile].
+inline std::int64_t exp_product_sums(std::int64_t rows, std::int64_t classes) {
+  return ceil_divide(classes, kExpProductClasses) * ceil_divide(rows, kExpProductRows) * kExpProductRows;
+}
 
 /// For each row and tile of classes: the sums of 2^t and of 2^t * t.
 struct ExpProductSums {
@@ -50,28 +53,6 @@ struct ExpProductSums {
 };
 
 void exp_product(const char* op, const ExpProduct& product, const ExpProductSums& to, const ExecutionContext& context);
-
-/// 2^t in 16 bits, none of them for a sign: float32's exponent and 8 bits of its fraction. What is rounded to bfloat16
-/// later has hardly more than that one rounding.
-struct PackedPower {
-  std::uint16_t bits;
-
-  /// Of a number that is not negative, nor NaN with a sign. Half a unit is added for the nearest.
-  static EAVES_HOST_DEVICE PackedPower of(float power) {
-    return {static_cast<std::uint16_t>((std::bit_cast<std::uint32_t>(power) + 0x4000u) >> 15)};
-  }
-  EAVES_HOST_DEVICE float value() const { return std::bit_cast<float>(std::uint32_t{bits} << 15); }
-};
-
-/// The sums, and the powers that they are of.
-struct ExpProductPowers {
-  ExpProductSums sums;
-  PackedPower* to;  ///< [rows, classes]
-  std::int64_t stride;
-};
-
-void exp_product(const char* op, const ExpProduct& product, const ExpProductPowers& to,
-                 const ExecutionContext& context);
 
 /// For each logit 2^t * (constant[row] + slope[row] * t), rounded to the dtype of the product; 0 where both are 0.
 struct ExpProductGradient {

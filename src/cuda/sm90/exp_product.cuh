@@ -1,5 +1,6 @@
-// The kernel of exp_product.h: CUTLASS' product for Hopper (TMA, warp-specialised, two consumer warpgroups with 64 of a
-// tile's 128 rows each), and a tree of visitors that its accumulators pass on their way out. What differs is the tree.
+// What the kernels of exp_product.h share: CUTLASS' product for Hopper (TMA, warp-specialised, two consumer warpgroups
+// with 64 of a tile's 128 rows each), and a tree of visitors that its accumulators pass on their way out. What differs
+// is the tree.
 //
 // H200, [rows, 4096] x [131072, 4096], bfloat16, beside cuBLASLt's product of the same rows (all 12288, ms): 512 rows
 // 18.1 and 17.4, 1024 20.3 and 19.3, 2048 19.9 and 19.4, 4096 19.7 and 20.0.
@@ -152,13 +153,14 @@ template <template <typename> typename Function, typename To = float>
 using Compute = fusion::Sm90Compute<Function, To, float, kRounding>;
 using Logits = fusion::Sm90EVT<KeepTarget, fusion::Sm90AccFetch, Targets>;
 using Exponents = fusion::Sm90EVT<Compute<Exponent>, Logits, Number, Rows>;
-/// Over the classes of a tile, in float32; not over those behind the last one.
+/// Over the classes of a tile, in float32: of four rows at once, never nullptr, one sum for each tile (not added up
+/// over tiles), without the classes behind the last one.
 using Sum = fusion::Sm90ColReduction<cutlass::plus, cutlass::plus, cutlass::plus, 0, Tile, float, float, kRounding,
                                      OneStride, 4, false, false, true>;
 
 // ---- kernels -------------------------------------------------------------------------------------------------------
 
-/// Nothing is written but what the visitors write.
+/// No matrix is written: sums and the targets' logits are, by visitors.
 template <typename Element, typename Tree>
 struct WithoutResult : Tree {
   using Tree::Tree;

@@ -1,4 +1,4 @@
-// The kernels of exp_product.h, one in each file of this folder.
+// The kernels of exp_product.h. Each is a file of its own: it takes a minute to compile.
 #pragma once
 
 #include "cuda/exp_product.h"
@@ -9,8 +9,6 @@ void sums_of_bfloat16(const char* op, const ExpProduct& product, const ExpProduc
                       void* stream);
 void sums_of_float16(const char* op, const ExpProduct& product, const ExpProductSums& to, int multiprocessors,
                      void* stream);
-void powers_of_bfloat16(const char* op, const ExpProduct& product, const ExpProductPowers& to, int multiprocessors,
-                        void* stream);
 void gradient_of_bfloat16(const char* op, const ExpProduct& product, const ExpProductGradient& to, int multiprocessors,
                           void* stream);
 

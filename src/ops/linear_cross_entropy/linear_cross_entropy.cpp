@@ -244,15 +244,16 @@ bool has_exp_product(const LinearCrossEntropyProblem& problem) {
   return false;
 }
 
-/// Where logits are asked for their sums or their gradient alone. float16's gradient would have to be scaled by its
-/// products.
+/// Where logits are asked for their sums or their gradient alone: both at once have to be kept until the sums are
+/// known. float16's gradient would have to be scaled by its products.
 bool ends_in_product(const LinearCrossEntropyProblem& problem) {
   const CrossEntropyOptions& options = problem.options;
   const LossOutputs& outputs = problem.outputs;
   if (problem.has_soft_targets() || problem.bias.data != nullptr || problem.grad_bias != nullptr) return false;
   if (options.softcap != 0.0 || options.label_smoothing != 0.0) return false;
   if (outputs.argmax != nullptr || outputs.sum_sq != nullptr || outputs.mean_logit != nullptr) return false;
-  if (problem.mode != Mode::forward && problem.dtype != DType::bfloat16) return false;
+  if (problem.mode == Mode::forward_backward) return false;
+  if (problem.mode == Mode::backward && problem.dtype != DType::bfloat16) return false;
   if (problem.classes < kLeastFusedClasses) return false;
   if (problem.rows() < kLeastFusedRows && !is_batch_invariant()) return false;
   return has_exp_product(problem);
@@ -415,7 +416,7 @@ LinearCrossEntropyAlgorithm linear_cross_entropy_algorithm(const LinearCrossEntr
   LinearCrossEntropyProblem problem = make_problem(args);
   if (!problem.is_reduced() || problem.dtype == DType::float16) return LinearCrossEntropyAlgorithm::memory;
   problem.mode = Mode::forward_backward;
-  problem.ends_in_product = ends_in_product(problem);
+  problem.ends_in_product = false;
   const std::int64_t enough = std::min(problem.rows(), policy_of(problem.device).few_rows);
   const std::size_t needed = workspace_bytes(problem, {enough, problem.classes});
   return needed <= limit_of(problem, context) ? LinearCrossEntropyAlgorithm::speed

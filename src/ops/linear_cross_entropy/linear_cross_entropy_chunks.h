@@ -2,6 +2,7 @@
 // cross_entropy, and two more products with that. What is left, a backend brings as `Steps`:
 //
 //   struct Steps {
+//     static constexpr bool kHasExpProduct;  // are the last two functions there?
 //     // Finds the rows that are computed, the divisor and the scale; fills memory.row_indices, targets and grad_loss,
 //     // where they are there, and numbers. Returns how many rows are computed.
 //     std::int64_t select_rows();
@@ -18,9 +19,8 @@
 //     void clear_parameters();                                           // grad_weight and grad_bias become 0
 //     void reduce_losses(const void* losses, void* to);                  // of the rows that are computed
 //     void product(const Gemm& gemm);
-//     // Where the problem ends_in_product: linear_cross_entropy_fused.h.
-//     void sum_exponentials(const ProductRows& rows, void* statistics);  // with gradients, powers in memory.logits too
-//     void finish_powers(const ProductRows& rows, const ProductGradient& gradient);
+//     // With kHasExpProduct, where the problem ends_in_product: linear_cross_entropy_fused.h.
+//     void sum_exponentials(const ProductRows& rows, void* statistics);
 //     void write_gradient(const ProductRows& rows, const ProductGradient& gradient);
 //   };
 #pragma once
@@ -328,16 +328,8 @@ class LinearCrossEntropyChunks {
 
   /// The loss alone, of logits that end in their product.
   void forward_in_product(std::int64_t first, std::int64_t rows) {
-    const std::int64_t classes = problem_.classes;
-    const ProductRows of = product_rows(first, rows, 0, classes);
-    steps_.sum_exponentials(of, memory_.statistics);
-    const void* lse = merge_statistics(first, rows, 1).lse.data;
-    if (!problem_.wants_gradients()) return;
-    ProductGradient gradient = product_gradient(first, rows, classes);
-    gradient.lse = lse;
-    steps_.finish_powers(of, gradient);
-    multiply_gradients(first, rows, 0, classes);
-    if (problem_.grad_x != nullptr && gathers_) steps_.scatter_grad_x(first, rows, problem_.dtype);
+    steps_.sum_exponentials(product_rows(first, rows, 0, problem_.classes), memory_.statistics);
+    merge_statistics(first, rows, 1);
   }
 
   ProductGradient product_gradient(std::int64_t first, std::int64_t rows, std::int64_t classes) const {
@@ -356,7 +348,7 @@ class LinearCrossEntropyChunks {
     return TensorView::contiguous(at, problem_.accumulator(), shape, problem_.device);
   }
 
-  CrossEntropyMergeArgs merge_statistics(std::int64_t first, std::int64_t rows, std::int64_t blocks) {
+  void merge_statistics(std::int64_t first, std::int64_t rows, std::int64_t blocks) {
     CrossEntropyMergeArgs merge{.statistics = statistics_view({blocks, rows, kCrossEntropyStatistics}),
                                 .targets = targets_at(first, rows, 0, problem_.classes),
                                 .row_weight = numbers_at(row_weight_, first, rows),
@@ -365,9 +357,7 @@ class LinearCrossEntropyChunks {
                                 .has_weight = memory_.class_weight != nullptr,
                                 .reads_ignored_rows = false};
     put_outputs(merge, first, rows);
-    if (!merge.lse.is_present) merge.lse = numbers_at(memory_.exp_product.lse, 0, rows);
     cross_entropy_merge(merge, loss_context_);
-    return merge;
   }
 
   /// The loss alone, of blocks of classes whose statistics are merged.
@@ -393,7 +383,9 @@ class LinearCrossEntropyChunks {
 
   void forward(std::int64_t first, std::int64_t rows) {
     const std::int64_t classes = problem_.classes;
-    if (problem_.ends_in_product) return forward_in_product(first, rows);
+    if constexpr (Steps::kHasExpProduct) {
+      if (problem_.ends_in_product) return forward_in_product(first, rows);
+    }
     if (block_.classes < classes) return forward_in_blocks(first, rows);
     multiply_logits(first, rows, 0, classes);
     CrossEntropyForwardArgs loss{.logits = logits_view(rows, classes),
@@ -416,10 +408,13 @@ class LinearCrossEntropyChunks {
   void backward(std::int64_t first, std::int64_t rows) {
     for (std::int64_t first_class = 0; first_class < problem_.classes; first_class += block_.classes) {
       const std::int64_t classes = std::min(block_.classes, problem_.classes - first_class);
-      if (problem_.ends_in_product) {
-        steps_.write_gradient(product_rows(first, rows, first_class, classes), product_gradient(first, rows, classes));
-        multiply_gradients(first, rows, first_class, classes);
-        continue;
+      if constexpr (Steps::kHasExpProduct) {
+        if (problem_.ends_in_product) {
+          steps_.write_gradient(product_rows(first, rows, first_class, classes),
+                                product_gradient(first, rows, classes));
+          multiply_gradients(first, rows, first_class, classes);
+          continue;
+        }
       }
       multiply_logits(first, rows, first_class, classes);
       cross_entropy_backward({.grad_loss = grad_loss_at(first, rows),

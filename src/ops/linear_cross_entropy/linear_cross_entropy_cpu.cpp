@@ -21,6 +21,8 @@ using namespace linear_cross_entropy_tensors;
 template <typename T>
 class Steps {
  public:
+  static constexpr bool kHasExpProduct = false;
+
   using A = Accumulator<T>;
 
   Steps(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyMemory& memory,
@@ -153,9 +155,6 @@ class Steps {
   }
 
   void product(const Gemm& product) { gemm(product, context_); }
-  void sum_exponentials(const ProductRows&, void*) {}  // of a GPU alone, as the next
-  void finish_powers(const ProductRows&, const ProductGradient&) {}
-  void write_gradient(const ProductRows&, const ProductGradient&) {}
 
  private:
   A* numbers() const { return static_cast<A*>(memory_.numbers); }

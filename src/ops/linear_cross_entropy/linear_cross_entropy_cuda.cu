@@ -298,6 +298,8 @@ std::int64_t blocks_for(std::int64_t count) {
 template <typename T>
 class Steps {
  public:
+  static constexpr bool kHasExpProduct = true;
+
   using A = Accumulator<T>;
 
   Steps(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyMemory& memory,
@@ -434,16 +436,7 @@ class Steps {
              .c = memory_.exp_product.samples,
              .c_stride = samples});
     guess_shifts(problem_.op, fused, static_cast<int>(samples), context_.stream);
-    if (!problem_.wants_gradients()) {
-      return statistics_of_product(problem_.op, fused, static_cast<float*>(statistics), context_);
-    }
-    statistics_of_product(problem_.op, fused,
-                          {static_cast<PackedPower*>(memory_.logits), logits_stride(problem_.classes)},
-                          static_cast<float*>(statistics), context_);
-  }
-
-  void finish_powers(const ProductRows& rows, const ProductGradient& gradient) {
-    cuda::finish_powers(problem_.op, fused_rows(rows), fused_gradient(gradient), context_);
+    statistics_of_product(problem_.op, fused, static_cast<float*>(statistics), context_);
   }
 
   void write_gradient(const ProductRows& rows, const ProductGradient& gradient) {

@@ -3,8 +3,8 @@
 //
 //   t = z * factor - shift,   factor = scale * log2(e)
 //
-// In the forward `shift` is a guess at the row's largest t, and the statistics of the row are those sums, moved to an
-// anchor. In the backward it is the row's lse, and 2^t is its softmax.
+// In the forward `shift` is a guess at the row's largest z * factor, and the row's statistics come from its sums of 2^t
+// and 2^t * t. In the backward it is the row's lse, and 2^t is its softmax.
 #pragma once
 
 #include <cstdint>
@@ -41,14 +41,6 @@ void guess_shifts(const char* op, const FusedRows& rows, int sample_count, void*
 /// range of float32, because a logit is far above the guess, the tile's logits are computed again, one by one.
 void statistics_of_product(const char* op, const FusedRows& rows, float* statistics, const ExecutionContext& context);
 
-/// The same, and 2^t in memory [rows, classes].
-struct FusedPowers {
-  PackedPower* to;
-  std::int64_t stride;
-};
-void statistics_of_product(const char* op, const FusedRows& rows, const FusedPowers& powers, float* statistics,
-                           const ExecutionContext& context);
-
 /// What the gradient of a row is made of, per row and contiguous, as in cross_entropy_backward.
 struct FusedGradient {
   const float* grad_loss;
@@ -65,9 +57,5 @@ struct FusedGradient {
 /// The gradient of the logits, by one product.
 void gradient_by_product(const char* op, const FusedRows& rows, const FusedGradient& gradient,
                          const ExecutionContext& context);
-
-/// The gradient of the logits from the powers of statistics_of_product(), in their place.
-void finish_powers(const char* op, const FusedRows& rows, const FusedGradient& gradient,
-                   const ExecutionContext& context);
 
 }  // namespace eaves::cuda

@@ -1,7 +1,9 @@
+// The kernels of linear_cross_entropy_fused.h: the guess, the statistics, the gradient.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <cmath>
+#include <numbers>
 
 #include "core/dispatch.h"
 #include "cuda/launch.cuh"
@@ -19,12 +21,12 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 constexpr int kClasses = static_cast<int>(kExpProductClasses);
 
-/// log2(e), and factor / (scale * log2(e)): how far the rounding of the factor stretches exponents.
-constexpr double kLog2EExact = 1.4426950408889634074;
+constexpr double kLog2EExact = std::numbers::log2e;
 
+/// The scale of logits, as kernels compute with it.
 struct Factor {
-  float factor;
-  double stretch;
+  float factor;    ///< of t: scale * log2(e)
+  double stretch;  ///< factor / (scale * log2(e)): what its rounding does to exponents
   float scale;
 
   explicit Factor(const CrossEntropyOptions& options)
@@ -82,9 +84,10 @@ __device__ float dot(const T* x, const T* weight, std::int64_t features) {
 
 // ---- the guess -----------------------------------------------------------------------------------------------------
 
-/// How far the shift lies above the largest sampled exponent. 2^127 is the range above it, enough for a row whose
-/// largest logit is known to 88; a row that is spread widely can have a larger one, and gets more room above and less
-/// below, where 2^-36 of the largest are left even then.
+/// 2^t stays within float32 up to t = 127, and counts down to -126. A row's largest logit is seldom 2^127 (e^88) times
+/// the largest sampled one, unless the samples themselves are spread widely: of normal logits with a deviation of 64 a
+/// third of the rows would leave the range. Those rows get more room above, up to kMostRoom, and still count what is
+/// 2^-36 of the largest sample.
 constexpr float kUsualSpread = 60.0f;
 constexpr float kMostRoom = 90.0f;
 
@@ -135,9 +138,6 @@ struct SumsOfTiles {
     return sum(tile, row) == infinity<float>() || fabsf(moment(tile, row)) == infinity<float>();
   }
 };
-
-/// What has to be computed again of a row.
-enum Lost : std::int32_t { kNothing, kSomeTiles, kAllTiles };
 
 /// x and the weight, for logits that are computed again.
 template <typename T>
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kThreads)
     finish_statistics(const __grid_constant__ Targets targets, const __grid_constant__ Factor factor,
                       const __grid_constant__ SumsOfTiles tiles, const __grid_constant__ LogitFactors<T> factors,
                       const float* class_weight, const float* shift, const float* target_logit,
-                      const __grid_constant__ CrossEntropyTerms<float> terms, float* statistics, std::int32_t* lost) {
+                      const __grid_constant__ CrossEntropyTerms<float> terms, float* statistics) {
   const std::int64_t row = blockIdx.x;
   struct Sums {
     float sum = 0.0f;
@@ -240,10 +240,9 @@ __global__ void __launch_bounds__(kThreads)
   const int column = targets.column(row);
   if (column >= 0) {
     target.logit = target_logit[row] * factor.scale;
-    target.weight = class_weight == nullptr ? 1.0f : class_weight[column];
+    target.weight = class_weight == nullptr ? 1.0f : class_weight[targets.of(row)];
   }
   store_statistics(state, target, terms, statistics + row * kCrossEntropyStatistics);
-  if (lost != nullptr) lost[row] = is_all_lost ? kAllTiles : is_any_lost ? kSomeTiles : kNothing;
 }
 
 // ---- the gradient --------------------------------------------------------------------------------------------------
@@ -283,13 +282,15 @@ struct GradientOfRows {
     const float d = memory.target_logit[i] * factor.scale - row.lse;
     const float p = exponential(d);
     float gradient = row.target < 0 ? p * row.mass : fmaf(std::expm1(d), row.hard, p * row.rest);
-    // 0 * -infinity must be 0; what fmax() does to a NaN, the exponential undoes.
+    // 0 * -infinity must be 0. fmax() drops a NaN, but then p is one.
     if (row.slope != 0.0f) gradient = fmaf(p, row.slope * fmaxf(d, -1e30f), gradient);
     return gradient * factor.scale;
   }
 };
 
-/// A thread a row: shift and coefficients for the product.
+/// A thread a row: shift and coefficients for the product. With c = log2(e), d = z' - lse and d * c = t + rest:
+///   softmax * (mass + slope * d) = 2^t * 2^rest * (mass + slope / c * (t + rest)) = 2^t * (constant + slope' * t)
+/// times scale = dz'/dz. An infinite lse has no rest.
 __global__ void __launch_bounds__(kThreads)
     prepare_gradient(const __grid_constant__ GradientOfRows rows, std::int64_t count) {
   const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -317,67 +318,6 @@ __global__ void __launch_bounds__(kThreads)
   const int column = rows.memory.target[i];
   if (column < 0) return;
   static_cast<T*>(rows.in.to)[i * rows.in.stride + column] = round_to<T>(rows.of_target(i, rows.row(i)));
-}
-
-// ---- the gradient of both at once ----------------------------------------------------------------------------------
-
-/// A block a row: powers times what is known of the row now. Read and written once, as fast as memory is.
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    finish_powers_of_rows(const __grid_constant__ GradientOfRows rows, const __grid_constant__ SumsOfTiles tiles,
-                          const __grid_constant__ LogitFactors<T> factors) {
-  constexpr int kSize = Vector<T>::kSize;
-  constexpr int kVectors = 4;
-  const std::int64_t i = blockIdx.x;
-  const RowGradient<float> row = rows.row(i);
-  T* const to = static_cast<T*>(rows.in.to) + i * rows.in.stride;
-  auto* const vectors = reinterpret_cast<Vector<T>*>(to);
-  const std::int64_t count = ceil_divide(rows.targets.classes, std::int64_t{kSize});
-  const bool is_infinite = fabsf(row.lse) == infinity<float>();
-  const std::int32_t lost = is_infinite ? std::int32_t{kAllTiles} : rows.memory.lost[i];
-  const bool is_nothing = row.mass == 0.0f && row.hard == 0.0f;
-
-  // softmax = 2^t / 2^sum_exponent. In two factors: one alone may leave the range.
-  const double exact = double(row.lse) * kLog2EExact * rows.factor.stretch;
-  const float half = exp2f(static_cast<float>(exact - double(rows.memory.shift[i])) * -0.5f);
-  const float of_row = half * (row.mass * rows.factor.scale);
-  if (is_nothing || lost != kAllTiles) {
-    for (std::int64_t first = threadIdx.x; first < count; first += kVectors * kThreads) {
-      Vector<T> batch[kVectors];
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        if (first + v * kThreads < count) batch[v] = load_before_overwriting(vectors + first + v * kThreads);
-      }
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        if (first + v * kThreads >= count) break;
-        PackedPower powers[kSize];
-        memcpy(powers, &batch[v], sizeof(powers));
-        float values[kSize];
-#pragma unroll
-        for (int k = 0; k < kSize; ++k) values[k] = is_nothing ? 0.0f : powers[k].value() * half * of_row;
-        vectors[first + v * kThreads] = pack<T>(values);
-      }
-    }
-  }
-  if (lost != kNothing && !is_nothing) {
-    __syncthreads();  // what follows is written over what was written above
-    const auto base = is_infinite ? row.lse : static_cast<float>(exact);
-    const float rest = is_infinite ? 1.0f : exp2f(rows.factor.rest_of(base, row.lse));
-    for (std::int64_t tile = 0; tile < tiles.tiles; ++tile) {
-      if (lost != kAllTiles && !tiles.is_lost(tile, i)) continue;
-      const std::int64_t first = tile * kClasses;
-      const std::int64_t end = min(first + kClasses, rows.targets.classes);
-      for (std::int64_t column = first + threadIdx.x / 32; column < end; column += kWarps) {
-        const float t = fmaf(factors.logit(i, column), rows.factor.factor, -base);
-        if (threadIdx.x % 32 != 0) continue;
-        to[column] = round_to<T>(exp2_approximate(t) * rest * (row.mass * rows.factor.scale));
-      }
-    }
-  }
-  __syncthreads();  // the target's element has been written above
-  const int column = rows.memory.target[i];
-  if (threadIdx.x == 0 && column >= 0) to[column] = round_to<T>(rows.of_target(i, row));
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
@@ -420,7 +360,7 @@ void finish(const char* op, const FusedRows& rows, float* statistics, const Exec
     launch(op, finish_statistics<T>, {.blocks = rows.rows, .threads = kThreads, .stream = context.stream},
            Targets(rows), Factor(rows.options), SumsOfTiles(rows), LogitFactors<T>(rows), rows.class_weight,
            static_cast<const float*>(rows.memory.shift), static_cast<const float*>(rows.memory.target_logit),
-           terms_of(rows), statistics, rows.memory.lost);
+           terms_of(rows), statistics);
   });
 }
 
@@ -435,19 +375,6 @@ GradientOfRows gradient_of(const FusedRows& rows, const FusedGradient& gradient)
 void statistics_of_product(const char* op, const FusedRows& rows, float* statistics, const ExecutionContext& context) {
   exp_product(op, product_of(rows), sums_of(rows), context);
   finish(op, rows, statistics, context);
-}
-
-void statistics_of_product(const char* op, const FusedRows& rows, const FusedPowers& powers, float* statistics,
-                           const ExecutionContext& context) {
-  exp_product(op, product_of(rows), ExpProductPowers{sums_of(rows), powers.to, powers.stride}, context);
-  finish(op, rows, statistics, context);
-}
-
-void finish_powers(const char* op, const FusedRows& rows, const FusedGradient& gradient,
-                   const ExecutionContext& context) {
-  using T = bfloat16;
-  launch(op, finish_powers_of_rows<T>, {.blocks = rows.rows, .threads = kThreads, .stream = context.stream},
-         gradient_of(rows, gradient), SumsOfTiles(rows), LogitFactors<T>(rows));
 }
 
 void gradient_by_product(const char* op, const FusedRows& rows, const FusedGradient& gradient,

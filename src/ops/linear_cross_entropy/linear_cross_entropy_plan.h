@@ -9,6 +9,7 @@
 #include "core/dispatch.h"
 #include "core/environment.h"
 #include "core/numeric.h"
+#include "cuda/exp_product.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_policy.h"
 
@@ -25,13 +26,9 @@ struct ExpProductMemory {
   float* moments;
   float* constant;  ///< of the backward, and the next
   float* slope;
-  // Of both at once:
-  float* lse;
-  std::int32_t* lost;  ///< what of a row has to be computed again
 };
 
-/// So many logits of a row are computed before its others, where the largest of them has to be guessed: less than a
-/// hundredth of them all.
+/// How many logits of a row are computed before the others, at equal distances, to guess the largest.
 inline std::int64_t sampled_classes(std::int64_t classes) { return std::clamp<std::int64_t>(classes / 128, 64, 1024); }
 
 /// What is in the workspace; nullptr where a problem has no use for it.
@@ -71,7 +68,7 @@ enum LinearCrossEntropyNumber {
   kNumbers
 };
 
-/// Distance between rows of logits: whole cache lines.
+/// Distance between rows of logits: whole cache lines, of 16 bits half ones.
 inline std::int64_t logits_stride(std::int64_t classes) { return ceil_divide(classes, 32) * 32; }
 
 /// Can x (and its gradient) be given to the products as it is, in the order of the per-row tensors?
@@ -145,16 +142,12 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
   memory.x = take(gathers, block.rows * problem.features(), element);
   memory.grad_x = take(problem.grad_x != nullptr && (gathers || sums_grad_x), block.rows * problem.features(),
                        sums_grad_x ? number : element);
-  const bool is_both = problem.mode == LinearCrossEntropyMode::forward_backward;
   std::int64_t logits_of_row = logits_stride(block.classes);
-  if (problem.ends_in_product && !is_backward) {  // first of all samples lie there, in float32
-    logits_of_row = std::max(2 * sampled_classes(problem.classes), is_both ? logits_of_row : 0);
-  }
+  // In the forward samples alone, in float32.
+  if (problem.ends_in_product && !is_backward) logits_of_row = 2 * sampled_classes(problem.classes);
   memory.logits = take(true, block.rows * logits_of_row, problem.ends_in_product ? element : number);
   if (problem.ends_in_product) {
-    constexpr std::int64_t kTileRows = 128;
-    constexpr std::int64_t kTileClasses = 256;
-    const std::int64_t sums = ceil_divide(block.classes, kTileClasses) * ceil_divide(block.rows, kTileRows) * kTileRows;
+    const std::int64_t sums = cuda::exp_product_sums(block.rows, block.classes);
     const auto take_floats = [&](bool is_needed, std::int64_t count) {
       return static_cast<float*>(take(is_needed, count, sizeof(float)));
     };
@@ -164,11 +157,9 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
     exp_product.target_logit = take_floats(true, block.rows);
     exp_product.sums = take_floats(!is_backward, sums);
     exp_product.moments = take_floats(!is_backward, sums);
-    exp_product.samples = memory.logits;  // read before the first of the others is written
+    exp_product.samples = memory.logits;
     exp_product.constant = take_floats(is_backward, block.rows);
     exp_product.slope = take_floats(is_backward, block.rows);
-    exp_product.lse = take_floats(is_both && problem.outputs.lse == nullptr, block.rows);
-    exp_product.lost = static_cast<std::int32_t*>(take(is_both, block.rows, sizeof(std::int32_t)));
   }
   memory.statistics = take(!is_backward && (problem.ends_in_product || block.classes < problem.classes),
                            ceil_divide(problem.classes, block.classes) * block.rows * kCrossEntropyStatistics, number);
@@ -312,11 +303,12 @@ inline std::size_t limit_without_workspace(const LinearCrossEntropyProblem& prob
   const LinearCrossEntropyPolicy& policy = policy_of(problem.device);
   const std::size_t rows = per_row_bytes(problem);
   if (problem.mode == LinearCrossEntropyMode::backward) return rows + policy.backward_bytes;
-  if (problem.mode == LinearCrossEntropyMode::forward) return rows + policy.forward_bytes;
+  if (problem.mode == LinearCrossEntropyMode::forward) {
+    return rows + (problem.ends_in_product ? policy.fused_forward_bytes : policy.forward_bytes);
+  }
   const std::int64_t enough = std::min(problem.rows(), policy.enough_rows);
   const std::size_t wanted = workspace_bytes(problem, {enough, problem.classes}) - rows;
-  return rows + (problem.ends_in_product ? std::clamp(wanted, policy.least_fused_bytes, policy.most_fused_bytes)
-                                         : std::clamp(wanted, policy.least_bytes, policy.most_bytes));
+  return rows + std::clamp(wanted, policy.least_bytes, policy.most_bytes);
 }
 
 /// The classes that a block has whatever the number of rows, and however they lie: the cheapest of `usual_rows`. (Not

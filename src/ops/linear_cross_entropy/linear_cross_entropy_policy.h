@@ -11,13 +11,12 @@ namespace eaves {
 
 struct LinearCrossEntropyPolicy {
   // Limits without a caller's, in bytes, beside what a call needs for every row.
-  std::size_t forward_bytes;   ///< the loss alone
-  std::size_t backward_bytes;  ///< that computes logits again
+  std::size_t forward_bytes;        ///< the loss alone
+  std::size_t fused_forward_bytes;  ///< the same where logits end in their product
+  std::size_t backward_bytes;       ///< that computes logits again
   // Both at once: room for `enough_rows`, within these.
   std::size_t least_bytes;
   std::size_t most_bytes;
-  std::size_t least_fused_bytes;  ///< the same where the logits end in their product
-  std::size_t most_fused_bytes;
   std::int64_t enough_rows;  ///< of a chunk, whose products are nearly as fast as whole ones
   std::int64_t few_rows;     ///< of a chunk: with less, both at once is no longer the faster way
   std::int64_t usual_rows;   ///< that blocks of classes are chosen for where the number of rows must not matter
@@ -43,11 +42,10 @@ struct LinearCrossEntropyPolicy {
 /// those of Hopper's products, one for each of 132 multiprocessors.
 inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnGpu = {
     .forward_bytes = std::size_t{102} << 20,
+    .fused_forward_bytes = std::size_t{62} << 20,
     .backward_bytes = std::size_t{160} << 20,
     .least_bytes = std::size_t{448} << 20,
     .most_bytes = std::size_t{1088} << 20,
-    .least_fused_bytes = std::size_t{320} << 20,
-    .most_fused_bytes = std::size_t{624} << 20,
     .enough_rows = 3072,
     .few_rows = 1024,
     .usual_rows = 1024,
@@ -68,11 +66,10 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnGpu = {
 /// would save 4 % of the loss alone.
 inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnCpu = {
     .forward_bytes = std::size_t{34} << 20,
+    .fused_forward_bytes = 0,
     .backward_bytes = std::size_t{34} << 20,
     .least_bytes = std::size_t{34} << 20,
     .most_bytes = std::size_t{34} << 20,
-    .least_fused_bytes = 0,
-    .most_fused_bytes = 0,
     .enough_rows = 1,
     .few_rows = 1,
     .usual_rows = 256,
