@@ -18,11 +18,6 @@ std::vector<std::string> missing_parts(const SystemInfo& system) {
     missing.push_back(
         fmt::format("No usable GPU ({}): the CUDA backend is idle, everything runs on the CPU.", system.cuda_missing));
   }
-  if (system.cuda_architectures.find("90a") != std::string::npos && !system.has_cutlass) {
-    missing.push_back(
-        "The headers of CUTLASS were not there when this was built: linear_cross_entropy on compute capability 9.0 "
-        "keeps a chunk's logits in memory, and is slower; run tools/setup and build again.");
-  }
   for (const GpuInfo& gpu : system.gpus) {
     if (gpu.memory_bandwidth <= 0.0) {
       missing.push_back(

@@ -51,6 +51,12 @@ function(eaves_install_extension target)
     install(FILES /usr/share/doc/libhwy-dev/copyright DESTINATION eaves COMPONENT python RENAME libhwy-copyright
             OPTIONAL)
   endif()
+  # What is compiled from CUTLASS' headers takes its licence along, as the wheel nvidia-cutlass keeps it.
+  if(EAVES_HAVE_CUTLASS)
+    file(GLOB cutlass_licence ${EAVES_CUTLASS_INCLUDE}/../../../nvidia_cutlass-*.dist-info/licenses/LICENSE.txt
+         ${EAVES_CUTLASS_INCLUDE}/../LICENSE.txt)
+    install(FILES ${cutlass_licence} DESTINATION eaves COMPONENT python RENAME cutlass-LICENSE.txt OPTIONAL)
+  endif()
   # oneDNN multiplies matrices on the CPU, and is loaded from beside the extension when it is needed. Its library is that
   # of a package of the Python that builds; without the package a system's is used, or our own loops. auditwheel adds
   # the libgomp that it needs, whose licence goes with it.

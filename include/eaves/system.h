@@ -31,7 +31,6 @@ struct SystemInfo {
   bool has_cuda_backend = false;    ///< was CUDA compiled in
   std::string cuda_build_version;   ///< of the toolkit, "13.0"; empty without
   std::string cuda_architectures;   ///< compiled for, "80;90a;90+" (+: PTX); empty without
-  bool has_cutlass = false;         ///< compiled in: products for compute capability 9.0 that end in exponentials
   std::string cuda_driver_version;  ///< the newest CUDA that the driver runs; empty without a driver
   std::vector<GpuInfo> gpus;
   std::string cuda_missing;  ///< why there is no usable GPU, in one sentence; empty where there is one

@@ -17,4 +17,6 @@ bool checks_targets_on_gpu() { return is_set("EAVES_CHECK_TARGETS"); }
 
 bool is_batch_invariant() { return is_set("EAVES_BATCH_INVARIANT"); }
 
+bool wants_fused_product() { return is_set("EAVES_FUSED_PRODUCT"); }
+
 }  // namespace eaves

@@ -11,4 +11,7 @@ bool checks_targets_on_gpu();
 /// What that covers: docs/design.md, "Batch invariance".
 bool is_batch_invariant();
 
+/// EAVES_FUSED_PRODUCT=1: linear_cross_entropy without logits in memory where a GPU has that (docs/design.md).
+bool wants_fused_product();
+
 }  // namespace eaves

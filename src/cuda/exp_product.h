@@ -38,7 +38,7 @@ inline constexpr std::int64_t kExpProductClasses = 256;
 /// What the kernels ask of x and weight: rows on 16 bytes, nothing transposed.
 bool takes_exp_product(DType dtype, const GemmMatrix& x, const GemmMatrix& weight, std::int64_t features);
 
-/// Is the product in this build, and does it run on `device`? Never throws.
+/// Is the product in this build, and does it run on `device`?
 bool has_exp_product(Device device);
 
 /// Elements of the sums of a product: [tiles of classes, rows up to a whole tile].

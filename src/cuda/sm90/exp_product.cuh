@@ -109,12 +109,13 @@ struct KeepTarget : fusion::Sm90VisitorImpl<> {
   template <typename Coordinates>
   struct Callbacks : fusion::EmptyConsumerStoreCallbacks {
     Coordinates coordinates;  ///< of the thread's logits, from its first one
-    int rows;                 ///< from the first one to the end
+    int rows;                 ///< from the first one to the end, as `classes`
+    int classes;
     int first_class;
     float* to;  ///< of the first row
 
-    CUTLASS_DEVICE Callbacks(const Coordinates& of_thread, int rows_left, int first, float* first_row)
-        : coordinates(of_thread), rows(rows_left), first_class(first), to(first_row) {}
+    CUTLASS_DEVICE Callbacks(const Coordinates& of_thread, int rows_left, int classes_left, int first, float* first_row)
+        : coordinates(of_thread), rows(rows_left), classes(classes_left), first_class(first), to(first_row) {}
 
     template <typename Accumulator, int kSize>
     CUTLASS_DEVICE auto visit(const cutlass::Array<Accumulator, kSize>&, int part, int of_rows, int of_columns,
@@ -124,7 +125,9 @@ struct KeepTarget : fusion::Sm90VisitorImpl<> {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kSize; ++i) {
         const auto place = at(part * kSize + i);
-        if (cute::get<1>(place) == targets[i] - first_class && cute::get<0>(place) < rows) {
+        // Behind the last class and the last row, targets have not been loaded.
+        const bool is_inside = cute::get<0>(place) < rows && cute::get<1>(place) < classes;
+        if (is_inside && cute::get<1>(place) == targets[i] - first_class) {
           to[cute::get<0>(place)] = logits[i];
         }
       }
@@ -138,7 +141,7 @@ struct KeepTarget : fusion::Sm90VisitorImpl<> {
     const int classes = cute::get<1>(args.residue_tCcD);
     const int all_rows = cute::get<0>(args.problem_shape_mnkl);
     const int all_classes = cute::get<1>(args.problem_shape_mnkl);
-    return Callbacks<decltype(args.tCcD)>(args.tCcD, rows, all_classes - classes, to_ + (all_rows - rows));
+    return Callbacks<decltype(args.tCcD)>(args.tCcD, rows, classes, all_classes - classes, to_ + (all_rows - rows));
   }
 
  private:

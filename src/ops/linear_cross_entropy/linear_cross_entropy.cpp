@@ -3,6 +3,7 @@
 #include "eaves/linear_cross_entropy.h"
 
 #include <algorithm>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -249,6 +250,7 @@ bool has_exp_product(const LinearCrossEntropyProblem& problem) {
 bool ends_in_product(const LinearCrossEntropyProblem& problem) {
   const CrossEntropyOptions& options = problem.options;
   const LossOutputs& outputs = problem.outputs;
+  if (!wants_fused_product()) return false;
   if (problem.has_soft_targets() || problem.bias.data != nullptr || problem.grad_bias != nullptr) return false;
   if (options.softcap != 0.0 || options.label_smoothing != 0.0) return false;
   if (outputs.argmax != nullptr || outputs.sum_sq != nullptr || outputs.mean_logit != nullptr) return false;
@@ -256,6 +258,8 @@ bool ends_in_product(const LinearCrossEntropyProblem& problem) {
   if (problem.mode == Mode::backward && problem.dtype != DType::bfloat16) return false;
   if (problem.classes < kLeastFusedClasses) return false;
   if (problem.rows() < kLeastFusedRows && !is_batch_invariant()) return false;
+  // CUTLASS counts the sums in 32 bits.
+  if (cuda::exp_product_sums(problem.rows(), problem.classes) > std::numeric_limits<std::int32_t>::max()) return false;
   return has_exp_product(problem);
 }
 

@@ -133,10 +133,8 @@ struct SumsOfTiles {
 
   __device__ float sum(std::int64_t tile, std::int64_t row) const { return sums[tile * rows + row]; }
   __device__ float moment(std::int64_t tile, std::int64_t row) const { return moments[tile * rows + row]; }
-  /// Did the tile leave float32's range? A NaN did not: it is one.
-  __device__ bool is_lost(std::int64_t tile, std::int64_t row) const {
-    return sum(tile, row) == infinity<float>() || fabsf(moment(tile, row)) == infinity<float>();
-  }
+  /// Did the tile leave the range in which sums over 2^11 tiles stay within float32's? A NaN did not: it is one.
+  __device__ bool is_lost(std::int64_t tile, std::int64_t row) const { return sum(tile, row) > 0x1p108f; }
 };
 
 /// x and the weight, for logits that are computed again.
@@ -206,10 +204,20 @@ __global__ void __launch_bounds__(kThreads)
     float sum = 0.0f;
     float moment = 0.0f;
   };
+  const bool is_ignored = terms.is_ignored(targets.of(row));  // its statistics are not used
+  const auto has_to_be_repeated = [&](const Sums& sums) {
+    // The guess was too high, or there is no finite logit; or it was too low.
+    if (sums.sum == 0.0f || sums.sum == infinity<float>() || fabsf(sums.moment) == infinity<float>()) return true;
+    // Far from the guess exponents lose digits, which count where lse is next to 0.
+    constexpr float kFar = 20.0f;
+    constexpr float kNextToZero = 4.0f;
+    const float exponent = log2f(sums.sum);
+    return fabsf(exponent) > kFar && fabsf(exponent + shift[row]) < kNextToZero;
+  };
   Sums own;
   bool has_lost = false;
   for (std::int64_t tile = threadIdx.x; tile < tiles.tiles; tile += kThreads) {
-    if (tiles.is_lost(tile, row)) {
+    if (!is_ignored && tiles.is_lost(tile, row)) {
       has_lost = true;
       continue;
     }
@@ -220,10 +228,7 @@ __global__ void __launch_bounds__(kThreads)
   const Sums sums = reduce_block<kThreads>(own, [](const Sums& a, const Sums& b) {
     return Sums{a.sum + b.sum, a.moment + b.moment};
   });
-  // Nothing is left of a row that lies far below the guess, nor of one without a finite logit.
-  const bool is_out_of_range =
-      (sums.sum == 0.0f && !is_any_lost) || sums.sum == infinity<float>() || fabsf(sums.moment) == infinity<float>();
-  const bool is_all_lost = __syncthreads_or(threadIdx.x == 0 && is_out_of_range) != 0;
+  const bool is_all_lost = __syncthreads_or(threadIdx.x == 0 && !is_ignored && has_to_be_repeated(sums)) != 0;
 
   ClassStatistics<float> state;
   if (threadIdx.x == 0 && !is_all_lost) state = statistics_of_sums(sums.sum, sums.moment, shift[row], factor);

