@@ -85,8 +85,8 @@ __device__ float dot(const T* x, const T* weight, std::int64_t features) {
 // ---- the guess -----------------------------------------------------------------------------------------------------
 
 /// 2^t stays within float32 up to t = 127, and counts down to -126. A row's largest logit is seldom 2^127 (e^88) times
-/// the largest sampled one, unless the samples themselves are spread widely: of normal logits with a deviation of 64 a
-/// third of the rows would leave the range. Those rows get more room above, up to kMostRoom, and still count what is
+/// the largest sampled one, unless the samples themselves are spread widely: normal logits with a deviation
+/// of 64, say. Those rows get more room above, up to kMostRoom, and still count what is
 /// 2^-36 of the largest sample.
 constexpr float kUsualSpread = 60.0f;
 constexpr float kMostRoom = 90.0f;

@@ -108,8 +108,8 @@ TEST_F(LinearCrossEntropyFused, RowsFarFromTheirSampledLogitsMatchTheOracle) {
       c.weight = [=](std::int64_t i) { return i % features == 0 ? of_class(i / features) : 0.1 * noise(52)(i); };
     };
   };
-  // Of those whose lse was computed again and is 1e4 or more, the loss alone: their gradients are 1.2 to 2.4 times what
-  // one product makes, because lse and softmax come from sums in two orders.
+  // Of those whose lse was computed again and is 1e4 or more, the loss alone: their gradients are further off than
+  // one product makes them, because lse and softmax come from sums in two orders.
   const auto check_loss = [&](const char* what, auto change) {
     check(what, [&](LinearCrossEntropyCase& c) {
       change(c);
