@@ -17,6 +17,10 @@ bool checks_targets_on_gpu() { return is_set("EAVES_CHECK_TARGETS"); }
 
 bool is_batch_invariant() { return is_set("EAVES_BATCH_INVARIANT"); }
 
-bool wants_fused_product() { return is_set("EAVES_FUSED_PRODUCT"); }
+FusedProduct fused_product() {
+  const char* value = std::getenv("EAVES_FUSED_PRODUCT");
+  if (value == nullptr || std::string_view(value) == "") return FusedProduct::where_faster;
+  return std::string_view(value) == "0" ? FusedProduct::never : FusedProduct::wherever_possible;
+}
 
 }  // namespace eaves

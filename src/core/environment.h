@@ -11,7 +11,9 @@ bool checks_targets_on_gpu();
 /// What that covers: docs/design.md, "Batch invariance".
 bool is_batch_invariant();
 
-/// EAVES_FUSED_PRODUCT=1: linear_cross_entropy without logits in memory where a GPU has that (docs/design.md).
-bool wants_fused_product();
+/// EAVES_FUSED_PRODUCT: does linear_cross_entropy compute logits that end in their product (docs/design.md)? 0: never;
+/// 1: wherever it can; unset: where that is faster.
+enum class FusedProduct { never, where_faster, wherever_possible };
+FusedProduct fused_product();
 
 }  // namespace eaves

@@ -46,10 +46,13 @@ inline std::int64_t exp_product_sums(std::int64_t rows, std::int64_t classes) {
   return ceil_divide(classes, kExpProductClasses) * ceil_divide(rows, kExpProductRows) * kExpProductRows;
 }
 
-/// For each row and tile of classes: the sums of 2^t and of 2^t * t.
+/// For each row and tile of classes: the sums of 2^t and of 2^t * t. Where `powers` is not nullptr also each 2^t,
+/// rounded to bfloat16, whose range is that of float32; x and weight are of bfloat16 then.
 struct ExpProductSums {
-  float* sums;     ///< [tiles, rows up to a whole tile]
-  float* moments;  ///< the same
+  float* sums;             ///< [tiles, rows up to a whole tile]
+  float* moments;          ///< the same
+  void* powers = nullptr;  ///< [rows, classes]
+  std::int64_t stride = 0;
 };
 
 void exp_product(const char* op, const ExpProduct& product, const ExpProductSums& to, const ExecutionContext& context);

@@ -16,6 +16,7 @@
 #include "cuda/exp_product.h"
 #include "eaves/error.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_fused.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
 #include "runtime/backend.h"
 
@@ -227,9 +228,11 @@ void check_outputs(Checked& checked, const TensorView& normalizer, const LinearC
 // ---- logits that end in their product ------------------------------------------------------------------------------
 
 /// Products that are worth it: with fewer rows than half a wave of tiles needs, or fewer classes, what is around the
-/// product takes longer than passes over the logits.
+/// product takes longer than passes over the logits. Both at once make three products in any case, and gain less.
 inline constexpr std::int64_t kLeastFusedRows = 128;
 inline constexpr std::int64_t kLeastFusedClasses = 4096;
+inline constexpr std::int64_t kFasterFusedClasses = 16384;
+inline constexpr std::int64_t kFasterFusedClassesAtOnce = 65536;
 
 /// Does the device have the kernels, and do they take x and the weight?
 bool has_exp_product(const LinearCrossEntropyProblem& problem) {
@@ -244,18 +247,19 @@ bool has_exp_product(const LinearCrossEntropyProblem& problem) {
   return false;
 }
 
-/// Where logits are asked for their sums or their gradient alone: both at once have to be kept until the sums are
-/// known. float16's gradient would have to be scaled by its products.
+/// Of float16 the sums alone: its gradients, and powers, would leave its range.
 bool ends_in_product(const LinearCrossEntropyProblem& problem) {
   const CrossEntropyOptions& options = problem.options;
   const LossOutputs& outputs = problem.outputs;
-  if (!wants_fused_product()) return false;
+  const FusedProduct wanted = fused_product();
+  if (wanted == FusedProduct::never) return false;
   if (problem.has_soft_targets() || problem.bias.data != nullptr || problem.grad_bias != nullptr) return false;
   if (options.softcap != 0.0 || options.label_smoothing != 0.0) return false;
   if (outputs.argmax != nullptr || outputs.sum_sq != nullptr || outputs.mean_logit != nullptr) return false;
-  if (problem.mode == Mode::forward_backward) return false;
-  if (problem.mode == Mode::backward && problem.dtype != DType::bfloat16) return false;
-  if (problem.classes < kLeastFusedClasses) return false;
+  if (problem.mode != Mode::forward && problem.dtype != DType::bfloat16) return false;
+  const std::int64_t faster = problem.mode == Mode::forward_backward ? kFasterFusedClassesAtOnce : kFasterFusedClasses;
+  const std::int64_t least = wanted == FusedProduct::where_faster ? faster : kLeastFusedClasses;
+  if (problem.classes < least || problem.classes > cuda::kMostFusedClasses) return false;
   if (problem.rows() < kLeastFusedRows && !is_batch_invariant()) return false;
   // CUTLASS counts the sums in 32 bits.
   if (cuda::exp_product_sums(problem.rows(), problem.classes) > std::numeric_limits<std::int32_t>::max()) return false;
@@ -419,7 +423,7 @@ LinearCrossEntropyAlgorithm linear_cross_entropy_algorithm(const LinearCrossEntr
   LinearCrossEntropyProblem problem = make_problem(args);
   if (!problem.is_reduced() || problem.dtype == DType::float16) return LinearCrossEntropyAlgorithm::memory;
   problem.mode = Mode::forward_backward;
-  problem.ends_in_product = false;
+  problem.ends_in_product = ends_in_product(problem);
   const std::int64_t enough = std::min(problem.rows(), policy_of(problem.device).few_rows);
   const std::size_t needed = workspace_bytes(problem, {enough, problem.classes});
   return needed <= limit_of(problem, context) ? LinearCrossEntropyAlgorithm::speed

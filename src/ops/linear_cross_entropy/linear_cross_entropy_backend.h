@@ -64,6 +64,9 @@ struct LinearCrossEntropyProblem {
 
   /// Do the logits end in the product (cuda/exp_product.h) instead of in memory?
   bool ends_in_product;
+  /// Both at once, in which the gradient of the logits is 2^t, a factor for each row, and another element for its
+  /// target.
+  bool has_powers() const { return ends_in_product && mode == LinearCrossEntropyMode::forward_backward; }
 
   std::int64_t rows() const { return view.row_count; }
   std::int64_t features() const { return view.column_count; }

@@ -2,7 +2,7 @@
 // cross_entropy, and two more products with that. What is left, a backend brings as `Steps`:
 //
 //   struct Steps {
-//     static constexpr bool kHasExpProduct;  // are the last two functions there?
+//     static constexpr bool kHasExpProduct;  // are the last functions there?
 //     // Finds the rows that are computed, the divisor and the scale; fills memory.row_indices, targets and grad_loss,
 //     // where they are there, and numbers. Returns how many rows are computed.
 //     std::int64_t select_rows();
@@ -20,8 +20,13 @@
 //     void reduce_losses(const void* losses, void* to);                  // of the rows that are computed
 //     void product(const Gemm& gemm);
 //     // With kHasExpProduct, where the problem ends_in_product: linear_cross_entropy_fused.h.
-//     void sum_exponentials(const ProductRows& rows, void* statistics);
-//     void write_gradient(const ProductRows& rows, const ProductGradient& gradient);
+//     void guess_shifts(const cuda::FusedRows& rows);
+//     void sum_exponentials(const cuda::FusedRows& rows, float* statistics);
+//     void write_gradient(const cuda::FusedRows& rows, const cuda::FusedGradient& gradient);
+//     void write_powers(const cuda::FusedRows& rows, const cuda::FusedGradient& gradient, float* statistics);
+//     void write_grad_x(const cuda::FusedRows& rows, std::int64_t first);       // from memory.grad_x
+//     void scale_x(const cuda::FusedRows& rows, void* to);
+//     void add_targets(const cuda::FusedRows& rows);                            // to grad_weight
 //   };
 #pragma once
 
@@ -29,31 +34,10 @@
 
 #include "eaves/cross_entropy.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_fused.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
 
 namespace eaves {
-
-/// Some rows and a block of classes, whose logits end in their product.
-struct ProductRows {
-  std::int64_t rows;
-  GemmMatrix x;
-  GemmMatrix weight;
-  std::int64_t first_class;
-  std::int64_t classes;
-  TensorView targets;
-};
-
-/// What a backward has for each of them.
-struct ProductGradient {
-  TensorView grad_loss;
-  const void* row_weight;
-  const void* grad_lse;
-  const void* grad_entropy;
-  const void* lse;
-  const void* entropy;
-  void* to;
-  std::int64_t stride;
-};
 
 template <typename Steps>
 class LinearCrossEntropyChunks {
@@ -261,49 +245,55 @@ class LinearCrossEntropyChunks {
 
   /// Of the gradient of the logits of these rows and classes, which lies where the logits lay.
   void multiply_gradients(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes) {
-    using namespace linear_cross_entropy_tensors;
     const void* alpha = problem_.is_reduced() && !is_scale_in_factor_ ? number(kScale) : nullptr;
-    const GemmMatrix gradient{memory_.logits, gradient_stride(classes)};
-    if (problem_.grad_x != nullptr) {
-      const bool sums = block_.classes < problem_.classes;
-      Gemm product{.m = rows,
-                   .n = problem_.features(),
-                   .k = classes,
-                   .dtype = problem_.dtype,
-                   .a = gradient,
-                   .b = weight_at(first_class),
-                   .c_dtype = sums ? problem_.accumulator() : problem_.dtype,
-                   .c = memory_.grad_x,
-                   .c_stride = problem_.features(),
-                   .alpha = alpha,
-                   .accumulates = first_class != 0};
-      if (!sums && !gathers_) {
-        const auto& loop = problem_.view.rows;
-        product.c_stride = loop.rank == 0 ? problem_.features() : loop.strides[kGradX][0];
-        product.c = element(problem_.grad_x, problem_.dtype, first * product.c_stride);
-      }
-      steps_.product(product);
-    }
-    const bool is_first = first == 0;
+    if (problem_.grad_x != nullptr) multiply_grad_x(first, rows, first_class, classes, alpha);
     if (problem_.grad_weight != nullptr) {
-      const GemmMatrix transposed{gradient.data, gradient.stride, true};
-      steps_.product(
-          {.m = classes,
-           .n = problem_.features(),
-           .k = rows,
-           .dtype = problem_.dtype,
-           .a = transposed,
-           .b = x_at(first),
-           .c_dtype = problem_.grad_weight_dtype,
-           .c = element(problem_.grad_weight, problem_.grad_weight_dtype, first_class * problem_.grad_weight_stride),
-           .c_stride = problem_.grad_weight_stride,
-           .alpha = alpha,
-           .accumulates = !is_first || problem_.accumulates});
+      multiply_grad_weight(first, rows, first_class, classes, x_at(first), alpha);
     }
     if (problem_.grad_bias != nullptr) {
-      steps_.add_bias_gradient(gradient.data, rows, classes, gradient.stride, alpha, is_first,
+      steps_.add_bias_gradient(memory_.logits, rows, classes, gradient_stride(classes), alpha, first == 0,
                                memory_.grad_bias + first_class);
     }
+  }
+
+  /// To memory.grad_x, or where nothing else is to be done with it to its place.
+  void multiply_grad_x(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes,
+                       const void* alpha) {
+    using namespace linear_cross_entropy_tensors;
+    const bool is_wide = problem_.has_powers() || block_.classes < problem_.classes;
+    Gemm product{.m = rows,
+                 .n = problem_.features(),
+                 .k = classes,
+                 .dtype = problem_.dtype,
+                 .a = {memory_.logits, gradient_stride(classes)},
+                 .b = weight_at(first_class),
+                 .c_dtype = is_wide ? problem_.accumulator() : problem_.dtype,
+                 .c = memory_.grad_x,
+                 .c_stride = problem_.features(),
+                 .alpha = alpha,
+                 .accumulates = first_class != 0};
+    if (!is_wide && !gathers_) {
+      const auto& loop = problem_.view.rows;
+      product.c_stride = loop.rank == 0 ? problem_.features() : loop.strides[kGradX][0];
+      product.c = element(problem_.grad_x, problem_.dtype, first * product.c_stride);
+    }
+    steps_.product(product);
+  }
+
+  void multiply_grad_weight(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes,
+                            const GemmMatrix& x, const void* alpha) {
+    steps_.product(
+        {.m = classes,
+         .n = problem_.features(),
+         .k = rows,
+         .dtype = problem_.dtype,
+         .a = {memory_.logits, gradient_stride(classes), true},
+         .b = x,
+         .c_dtype = problem_.grad_weight_dtype,
+         .c = element(problem_.grad_weight, problem_.grad_weight_dtype, first_class * problem_.grad_weight_stride),
+         .c_stride = problem_.grad_weight_stride,
+         .alpha = alpha,
+         .accumulates = first != 0 || problem_.accumulates});
   }
 
   // ---- chunks ------------------------------------------------------------------------------------------------------
@@ -321,26 +311,62 @@ class LinearCrossEntropyChunks {
     args.target_mass = numbers_at(per_row_.target_mass, first, rows);
   }
 
-  ProductRows product_rows(std::int64_t first, std::int64_t rows, std::int64_t first_class,
-                           std::int64_t classes) const {
-    return {rows, x_at(first), weight_at(first_class), first_class, classes, targets_at(first, rows, 0, classes)};
+  static const float* floats(const void* numbers) { return static_cast<const float*>(numbers); }
+
+  cuda::FusedRows fused_rows(std::int64_t first, std::int64_t rows, std::int64_t first_class,
+                             std::int64_t classes) const {
+    const TensorView targets = targets_at(first, rows, 0, classes);
+    return {.device = problem_.device,
+            .dtype = problem_.dtype,
+            .rows = rows,
+            .features = problem_.features(),
+            .x = x_at(first),
+            .weight = weight_at(first_class),
+            .first_class = first_class,
+            .classes = classes,
+            .all_classes = problem_.classes,
+            .targets = {targets.data, targets.dtype},
+            .target_stride = targets.strides[0],
+            .class_weight = floats(memory_.class_weight),
+            .options = problem_.options,
+            .memory = memory_.exp_product};
   }
 
-  /// The loss alone, of logits that end in their product.
-  void forward_in_product(std::int64_t first, std::int64_t rows) {
-    steps_.sum_exponentials(product_rows(first, rows, 0, problem_.classes), memory_.statistics);
-    merge_statistics(first, rows, 1);
-  }
-
-  ProductGradient product_gradient(std::int64_t first, std::int64_t rows, std::int64_t classes) const {
-    return {.grad_loss = grad_loss_at(first, rows),
-            .row_weight = numbers_at(row_weight_, first, rows).data,
-            .grad_lse = numbers_at(grad_lse_, first, rows).data,
-            .grad_entropy = numbers_at(grad_entropy_, first, rows).data,
-            .lse = numbers_at(per_row_.lse, first, rows).data,
-            .entropy = numbers_at(per_row_.entropy, first, rows).data,
+  cuda::FusedGradient fused_gradient(std::int64_t first, std::int64_t rows, std::int64_t classes) const {
+    const TensorView grad_loss = grad_loss_at(first, rows);
+    return {.grad_loss = floats(grad_loss.data),
+            .grad_loss_stride = grad_loss.strides[0],
+            .row_weight = floats(numbers_at(row_weight_, first, rows).data),
+            .grad_lse = floats(numbers_at(grad_lse_, first, rows).data),
+            .grad_entropy = floats(numbers_at(grad_entropy_, first, rows).data),
+            .lse = floats(numbers_at(per_row_.lse, first, rows).data),
+            .entropy = floats(numbers_at(per_row_.entropy, first, rows).data),
             .to = memory_.logits,
             .stride = gradient_stride(classes)};
+  }
+
+  /// The loss alone, or both at once, of logits that end in their product.
+  void forward_in_product(std::int64_t first, std::int64_t rows) {
+    const std::int64_t classes = problem_.classes;
+    const cuda::FusedRows fused = fused_rows(first, rows, 0, classes);
+    auto* statistics = static_cast<float*>(memory_.statistics);
+    steps_.guess_shifts(fused);
+    if (!problem_.has_powers()) {
+      steps_.sum_exponentials(fused, statistics);
+      return merge_statistics(first, rows, 1);
+    }
+    steps_.write_powers(fused, fused_gradient(first, rows, classes), statistics);
+    merge_statistics(first, rows, 1);
+    if (problem_.grad_x != nullptr) {
+      multiply_grad_x(first, rows, 0, classes, nullptr);
+      steps_.write_grad_x(fused, first);
+    }
+    if (problem_.grad_weight != nullptr) {
+      void* scaled_x = memory_.exp_product.scaled_x;
+      steps_.scale_x(fused, scaled_x);
+      multiply_grad_weight(first, rows, 0, classes, {scaled_x, problem_.features()}, nullptr);
+      steps_.add_targets(fused);
+    }
   }
 
   TensorView statistics_view(const Dims& shape, std::int64_t offset = 0) const {
@@ -410,8 +436,7 @@ class LinearCrossEntropyChunks {
       const std::int64_t classes = std::min(block_.classes, problem_.classes - first_class);
       if constexpr (Steps::kHasExpProduct) {
         if (problem_.ends_in_product) {
-          steps_.write_gradient(product_rows(first, rows, first_class, classes),
-                                product_gradient(first, rows, classes));
+          steps_.write_gradient(fused_rows(first, rows, first_class, classes), fused_gradient(first, rows, classes));
           multiply_gradients(first, rows, first_class, classes);
           continue;
         }

@@ -12,6 +12,7 @@
 #include "cuda/loads.cuh"
 #include "cuda/reduce.cuh"
 #include "cuda/row_sums.cuh"
+#include "cuda/vector.cuh"
 #include "ops/cross_entropy/cross_entropy_math.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_chunks.h"
@@ -186,6 +187,58 @@ __global__ void __launch_bounds__(kThreads)
     for (std::int64_t f = threadIdx.x; f < features; f += kThreads) {
       into[rows.feature(kGradX, f)] = round_to<T>(load_as_accumulator(from[i * features + f]));
     }
+  }
+}
+
+/// What makes the gradient of x of a product with powers (linear_cross_entropy_fused.h).
+template <typename T>
+struct RowsOfPowers {
+  const float* factor;
+  const float* target_gradient;
+  const std::int32_t* target;
+  const T* weight;
+  std::int64_t stride;
+
+  explicit RowsOfPowers(const FusedRows& rows)
+      : factor(rows.memory.row_factor),
+        target_gradient(rows.memory.target_gradient),
+        target(rows.memory.target),
+        weight(static_cast<const T*>(rows.weight.data)),
+        stride(rows.weight.stride) {}
+};
+
+/// A block a row.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    write_gradient_of_powers(const __grid_constant__ FeatureRows rows, const float* from, T* grad_x,
+                             const __grid_constant__ RowsOfPowers<T> powers) {
+  const std::int64_t features = rows.view.column_count;
+  const std::int64_t i = blockIdx.x;
+  const float factor = powers.factor[i];
+  const float of_target = powers.target_gradient[i];
+  const T* weight = powers.weight + max(powers.target[i], 0) * powers.stride;
+  T* into = grad_x + rows.view.rows.offsets(rows.row(i)).of[kGradX];
+  const auto gradient_of = [&](float product, float of_weight) {
+    const float gradient = factor == 0.0f ? 0.0f : factor * product;
+    return of_target == 0.0f ? gradient : fmaf(of_target, of_weight, gradient);
+  };
+  const bool has_unit_stride = rows.view.columns.rank == 1 && rows.view.columns.strides[kGradX][0] == 1;
+  if (has_unit_stride && reinterpret_cast<std::uint64_t>(into) % 16 == 0) {
+    constexpr int kSize = Vector<T>::kSize;  // of which features are whole ones: cuda/exp_product.h
+    for (std::int64_t f = std::int64_t{threadIdx.x} * kSize; f < features; f += kThreads * kSize) {
+      const auto* products = reinterpret_cast<const float4*>(from + i * features + f);
+      const float4 low = products[0], high = products[1];
+      const float of_products[kSize] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+      float values[kSize];
+      unpack(*reinterpret_cast<const Vector<T>*>(weight + f), values);
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) values[k] = gradient_of(of_products[k], values[k]);
+      *reinterpret_cast<Vector<T>*>(into + f) = pack<T>(values);
+    }
+    return;
+  }
+  for (std::int64_t f = threadIdx.x; f < features; f += kThreads) {
+    into[rows.feature(kGradX, f)] = round_to<T>(gradient_of(from[i * features + f], load_as_accumulator(weight[f])));
   }
 }
 
@@ -422,8 +475,7 @@ class Steps {
 
   void product(const Gemm& product) { gemm(problem_.op, product, context_); }
 
-  void sum_exponentials(const ProductRows& rows, void* statistics) {
-    const FusedRows fused = fused_rows(rows);
+  void guess_shifts(const FusedRows& rows) {
     const std::int64_t samples = sampled_classes(problem_.classes);
     const std::int64_t step = problem_.classes / samples;
     product({.m = rows.rows,
@@ -435,12 +487,33 @@ class Steps {
              .c_dtype = DType::float32,
              .c = memory_.exp_product.samples,
              .c_stride = samples});
-    guess_shifts(problem_.op, fused, static_cast<int>(samples), context_.stream);
-    statistics_of_product(problem_.op, fused, static_cast<float*>(statistics), context_);
+    cuda::guess_shifts(problem_.op, rows, static_cast<int>(samples), context_.stream);
   }
 
-  void write_gradient(const ProductRows& rows, const ProductGradient& gradient) {
-    gradient_by_product(problem_.op, fused_rows(rows), fused_gradient(gradient), context_);
+  void sum_exponentials(const FusedRows& rows, float* statistics) {
+    statistics_of_product(problem_.op, rows, statistics, context_);
+  }
+
+  void write_gradient(const FusedRows& rows, const FusedGradient& gradient) {
+    gradient_by_product(problem_.op, rows, gradient, context_);
+  }
+
+  void write_powers(const FusedRows& rows, const FusedGradient& gradient, float* statistics) {
+    powers_of_product(problem_.op, rows, gradient, statistics, context_);
+  }
+
+  void write_grad_x(const FusedRows& rows, std::int64_t first) {
+    if constexpr (std::is_same_v<T, bfloat16>) {
+      run(write_gradient_of_powers<T>, {.blocks = rows.rows, .threads = kThreads}, feature_rows(first, rows.rows),
+          static_cast<const float*>(memory_.grad_x), static_cast<T*>(problem_.grad_x), RowsOfPowers<T>(rows));
+    }
+  }
+
+  void scale_x(const FusedRows& rows, void* to) { scale_rows(problem_.op, rows, to, context_.stream); }
+
+  void add_targets(const FusedRows& rows) {
+    cuda::add_targets(problem_.op, rows, problem_.grad_weight, problem_.grad_weight_dtype, problem_.grad_weight_stride,
+                      context_.stream);
   }
 
  private:
@@ -457,34 +530,6 @@ class Steps {
   /// nullptr where all rows are computed, in the order of the view.
   std::int64_t* row_indices() const {
     return problem_.skips_ignored_rows || problem_.has_soft_targets() ? memory_.row_indices : nullptr;
-  }
-  static FusedGradient fused_gradient(const ProductGradient& gradient) {
-    const auto floats = [](const void* numbers) { return static_cast<const float*>(numbers); };
-    return {.grad_loss = floats(gradient.grad_loss.data),
-            .grad_loss_stride = gradient.grad_loss.strides[0],
-            .row_weight = floats(gradient.row_weight),
-            .grad_lse = floats(gradient.grad_lse),
-            .grad_entropy = floats(gradient.grad_entropy),
-            .lse = floats(gradient.lse),
-            .entropy = floats(gradient.entropy),
-            .to = gradient.to,
-            .stride = gradient.stride};
-  }
-  FusedRows fused_rows(const ProductRows& rows) const {
-    return {.device = problem_.device,
-            .dtype = problem_.dtype,
-            .rows = rows.rows,
-            .features = problem_.features(),
-            .x = rows.x,
-            .weight = rows.weight,
-            .first_class = rows.first_class,
-            .classes = rows.classes,
-            .all_classes = problem_.classes,
-            .targets = {rows.targets.data, rows.targets.dtype},
-            .target_stride = rows.targets.strides[0],
-            .class_weight = static_cast<const float*>(memory_.class_weight),
-            .options = problem_.options,
-            .memory = memory_.exp_product};
   }
   FeatureRows feature_rows(std::int64_t first, std::int64_t count) const {
     return {problem_.view, row_indices(), first, count};

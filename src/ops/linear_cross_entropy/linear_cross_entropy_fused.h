@@ -15,6 +15,9 @@
 
 namespace eaves::cuda {
 
+/// Of a row; what is computed again of one is kept as bits, one for each tile of classes.
+inline constexpr std::int64_t kMostFusedClasses = std::int64_t{1} << 20;
+
 /// Some rows and a block of classes.
 struct FusedRows {
   Device device;
@@ -46,7 +49,7 @@ struct FusedGradient {
   const float* grad_loss;
   std::int64_t grad_loss_stride;  ///< 0 or 1
   const float* row_weight;        ///< this and the next two: nullptr where there are none
-  const float* grad_lse;
+  const float* grad_lse;          ///< of the backward, as those that follow
   const float* grad_entropy;
   const float* lse;
   const float* entropy;  ///< with grad_entropy
@@ -57,5 +60,21 @@ struct FusedGradient {
 /// The gradient of the logits, by one product.
 void gradient_by_product(const char* op, const FusedRows& rows, const FusedGradient& gradient,
                          const ExecutionContext& context);
+
+/// Both at once: the product, statistics as above, and of the gradient of the logits, before the row's softmax is
+/// known, three parts:
+///
+///   gradient[row, class] = memory.row_factor[row] * powers[row, class]  but of the target memory.target_gradient[row]
+///
+/// with the powers, 0 for the target, in gradient.to. x and weight are of bfloat16.
+void powers_of_product(const char* op, const FusedRows& rows, const FusedGradient& gradient, float* statistics,
+                       const ExecutionContext& context);
+
+/// After that: x times memory.row_factor, to [rows, features] of the dtype of x.
+void scale_rows(const char* op, const FusedRows& rows, void* to, void* stream);
+
+/// And the targets' part of grad_weight, [classes, features], added to it. Bitwise repeatable.
+void add_targets(const char* op, const FusedRows& rows, void* grad_weight, DType dtype, std::int64_t stride,
+                 void* stream);
 
 }  // namespace eaves::cuda

@@ -17,8 +17,9 @@
 namespace eaves::cuda {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
+constexpr int kRepeatThreads = 512;  // of blocks that compute logits again: each waits for the weight
 constexpr int kClasses = static_cast<int>(kExpProductClasses);
 
 constexpr double kLog2EExact = std::numbers::log2e;
@@ -54,32 +55,45 @@ struct Targets {
   std::int64_t stride;
   std::int64_t first_class;
   std::int64_t classes;
+  std::int64_t ignore_index;
 
   explicit Targets(const FusedRows& rows)
-      : targets(rows.targets), stride(rows.target_stride), first_class(rows.first_class), classes(rows.classes) {}
+      : targets(rows.targets),
+        stride(rows.target_stride),
+        first_class(rows.first_class),
+        classes(rows.classes),
+        ignore_index(rows.options.ignore_index) {}
 
   __device__ std::int64_t of(std::int64_t row) const { return integer_at(targets, row * stride); }
-  /// -1 where the class is in another block, or is none.
+  __device__ bool is_ignored(std::int64_t row) const { return of(row) == ignore_index; }
+  /// -1 where the row is ignored, and where the class is in another block, or is none.
   __device__ int column(std::int64_t row) const {
     const std::int64_t column = of(row) - first_class;
-    return column >= 0 && column < classes ? static_cast<int>(column) : -1;
+    return !is_ignored(row) && column >= 0 && column < classes ? static_cast<int>(column) : -1;
   }
 };
 
-/// x of a row times a row of the weight, by a warp; every lane gets it.
-template <typename T>
-__device__ float dot(const T* x, const T* weight, std::int64_t features) {
+/// x of a row times `kCount` rows of the weight, by a warp; every lane gets them. Each is the same whatever the others.
+template <int kCount, typename T>
+__device__ void multiply(const T* x, const T* const (&weight)[kCount], std::int64_t features,
+                         float (&products)[kCount]) {
   constexpr int kSize = Vector<T>::kSize;
-  float sum = 0.0f;
+#pragma unroll
+  for (float& product : products) product = 0.0f;
+#pragma unroll 2
   for (std::int64_t i = threadIdx.x % 32 * kSize; i < features; i += 32 * kSize) {
     float a[kSize];
-    float b[kSize];
     unpack(*reinterpret_cast<const Vector<T>*>(x + i), a);
-    unpack(*reinterpret_cast<const Vector<T>*>(weight + i), b);
 #pragma unroll
-    for (int k = 0; k < kSize; ++k) sum = fmaf(a[k], b[k], sum);
+    for (int n = 0; n < kCount; ++n) {
+      float b[kSize];
+      unpack(*reinterpret_cast<const Vector<T>*>(weight[n] + i), b);
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) products[n] = fmaf(a[k], b[k], products[n]);
+    }
   }
-  return reduce_lanes<32>(sum, Plus{});
+#pragma unroll
+  for (float& product : products) product = reduce_lanes<32>(product, Plus{});
 }
 
 // ---- the guess -----------------------------------------------------------------------------------------------------
@@ -110,12 +124,60 @@ __global__ void __launch_bounds__(kThreads)
   const float mean = reduce_lanes<32>(sum, Plus{}) / static_cast<float>(sample_count);
   const float room = fminf(fmaxf(largest - mean - kUsualSpread, 0.0f), kMostRoom);
   const int column = targets.column(row);
-  if (column >= 0)
-    largest = fmaxf(largest, dot(x + row * x_stride, weight + column * weight_stride, features) * factor);
+  if (column >= 0) {
+    float of_target[1];
+    multiply<1, T>(x + row * x_stride, {weight + column * weight_stride}, features, of_target);
+    largest = fmaxf(largest, of_target[0] * factor);
+  }
   if (threadIdx.x % 32 != 0) return;
   target[row] = column;
-  shift[row] = fabsf(largest) < infinity<float>() ? largest + room : 0.0f;
+  shift[row] = targets.is_ignored(row)              ? infinity<float>()  // 2^t is 0
+               : fabsf(largest) < infinity<float>() ? largest + room
+                                                    : 0.0f;
 }
+
+// ---- a row's gradient -------------------------------------------------------------------------------------------
+
+/// What the gradient of each row is made of.
+struct GradientOfRows {
+  Targets targets;
+  Factor factor;
+  CrossEntropyTerms<float> terms;
+  const float* class_weight;
+  FusedGradient in;
+  ExpProductMemory memory;
+
+  __device__ RowGradient<float> row(std::int64_t i, float lse) const {
+    RowGradientInputs<float> inputs{};
+    inputs.target = targets.of(i);
+    inputs.lse = lse;
+    inputs.grad_loss = in.grad_loss[i * in.grad_loss_stride] * (in.row_weight == nullptr ? 1.0f : in.row_weight[i]);
+    if (in.grad_lse != nullptr) inputs.grad_lse = in.grad_lse[i];
+    if (in.grad_entropy != nullptr) {
+      inputs.grad_entropy = in.grad_entropy[i];
+      inputs.entropy = in.entropy[i];
+    }
+    inputs.target_weight = 1.0f;
+    if (!terms.is_ignored(inputs.target)) {
+      if (!terms.is_in_range(inputs.target)) {
+        inputs.grad_loss = nan_of<float>();
+      } else if (class_weight != nullptr) {
+        inputs.target_weight = class_weight[inputs.target];
+      }
+    }
+    return row_gradient(inputs, terms);
+  }
+
+  /// The gradient of the logit of the row's target, `d` above lse, in which softmax - 1 would cancel.
+  __device__ float of_target(float d, const RowGradient<float>& row) const {
+    if (row.mass == 0.0f && row.hard == 0.0f && row.slope == 0.0f) return 0.0f;
+    const float p = exponential(d);
+    float gradient = row.target < 0 ? p * row.mass : fmaf(std::expm1(d), row.hard, p * row.rest);
+    // 0 * -infinity must be 0. fmax() drops a NaN, but then p is one.
+    if (row.slope != 0.0f) gradient = fmaf(p, row.slope * fmaxf(d, -1e30f), gradient);
+    return gradient * factor.scale;
+  }
+};
 
 // ---- statistics ----------------------------------------------------------------------------------------------------
 
@@ -153,9 +215,23 @@ struct LogitFactors {
         weight_stride(rows.weight.stride),
         features(rows.features) {}
 
-  /// By a warp.
-  __device__ float logit(std::int64_t row, std::int64_t column) const {
-    return dot(x + row * x_stride, weight + column * weight_stride, features);
+  /// Calls function(column, z) in lane 0 of a warp for each logit of a row and of classes [first, end). By a block.
+  template <typename Function>
+  __device__ void for_each_logit(std::int64_t row, std::int64_t first, std::int64_t end, Function function) const {
+    constexpr int kAtOnce = 8;  // loads on their way
+    for (std::int64_t column = first + threadIdx.x / 32 * kAtOnce; column < end;
+         column += kRepeatThreads / 32 * kAtOnce) {
+      const T* weights[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) weights[i] = weight + min(column + i, end - 1) * weight_stride;
+      float logits[kAtOnce];
+      multiply(x + row * x_stride, weights, features, logits);
+      if (threadIdx.x % 32 != 0) continue;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (column + i < end) function(column + i, logits[i]);
+      }
+    }
   }
 };
 
@@ -164,15 +240,14 @@ template <typename T>
 __device__ __noinline__ ClassStatistics<float> statistics_of_tile(const LogitFactors<T>& factors, std::int64_t row,
                                                                   std::int64_t first, std::int64_t end, float scale) {
   ClassStatistics<float> state;
-  for (std::int64_t column = first + threadIdx.x / 32; column < end; column += kWarps) {
-    const float z = factors.logit(row, column) * scale;
+  factors.for_each_logit(row, first, end, [&](std::int64_t, float logit) {
+    const float z = logit * scale;
     ClassStatistics<float> one;
     one.softmax = {z == z ? z : -infinity<float>(), exponential(z - softmax_anchor(z))};
     state = MergeStatistics{}(state, one);
-  }
-  if (threadIdx.x % 32 != 0) state = {};
+  });
   __syncthreads();  // the block may still read what the last call has left in shared memory
-  return reduce_block<kThreads>(state, MergeStatistics{});
+  return reduce_block<kRepeatThreads>(state, MergeStatistics{});
 }
 
 /// From sums of 2^t and 2^t * t. Where the guess was far off, the anchor is next to the row's lse: a sum that is so far
@@ -192,106 +267,238 @@ __device__ ClassStatistics<float> statistics_of_sums(float sum, float moment, fl
   return state;
 }
 
-/// A block a row.
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    finish_statistics(const __grid_constant__ Targets targets, const __grid_constant__ Factor factor,
-                      const __grid_constant__ SumsOfTiles tiles, const __grid_constant__ LogitFactors<T> factors,
-                      const float* class_weight, const float* shift, const float* target_logit,
-                      const __grid_constant__ CrossEntropyTerms<float> terms, float* statistics) {
-  const std::int64_t row = blockIdx.x;
-  struct Sums {
-    float sum = 0.0f;
-    float moment = 0.0f;
-  };
-  const bool is_ignored = terms.is_ignored(targets.of(row));  // its statistics are not used
-  const auto has_to_be_repeated = [&](const Sums& sums) {
-    // The guess was too high, or there is no finite logit; or it was too low.
-    if (sums.sum == 0.0f || sums.sum == infinity<float>() || fabsf(sums.moment) == infinity<float>()) return true;
-    // Far from the guess exponents lose digits, which count where lse is next to 0.
+/// The sums of a row's powers. By a block, of which thread 0 gets them.
+struct Sums {
+  float sum = 0.0f;
+  float moment = 0.0f;
+
+  /// The guess was too high, or there is no finite logit; or it was too low. Or the exponents are far from the guess,
+  /// where they lose digits, which count where lse is next to 0.
+  __device__ bool have_to_be_repeated(float shift) const {
+    if (sum == 0.0f || sum == infinity<float>() || fabsf(moment) == infinity<float>()) return true;
     constexpr float kFar = 20.0f;
     constexpr float kNextToZero = 4.0f;
-    const float exponent = log2f(sums.sum);
-    return fabsf(exponent) > kFar && fabsf(exponent + shift[row]) < kNextToZero;
-  };
-  Sums own;
-  bool has_lost = false;
-  for (std::int64_t tile = threadIdx.x; tile < tiles.tiles; tile += kThreads) {
-    if (!is_ignored && tiles.is_lost(tile, row)) {
-      has_lost = true;
-      continue;
+    const float exponent = log2f(sum);
+    return fabsf(exponent) > kFar && fabsf(exponent + shift) < kNextToZero;
+  }
+};
+
+/// The tiles of a row that are computed again. Shared by a block.
+struct LostTiles {
+  static constexpr int kMost = static_cast<int>(kMostFusedClasses / kExpProductClasses);
+  unsigned words[kMost / 32];
+
+  __device__ void clear() {
+    for (int i = static_cast<int>(threadIdx.x); i < kMost / 32; i += kRepeatThreads) words[i] = 0;
+  }
+  __device__ void add(std::int64_t tile) { atomicOr(&words[tile / 32], 1u << tile % 32); }
+
+  /// Calls function(first class, behind the last one) for each, or for all.
+  template <typename Function>
+  __device__ void for_each(std::int64_t classes, bool is_all, Function function) const {
+    const std::int64_t tiles = ceil_divide(classes, kExpProductClasses);
+    for (std::int64_t word = 0; word * 32 < tiles; ++word) {
+      for (unsigned left = is_all ? ~0u : words[word]; left != 0; left &= left - 1) {
+        const std::int64_t first = (word * 32 + __ffs(static_cast<int>(left)) - 1) * kClasses;
+        if (first < classes) function(first, min(first + kClasses, classes));
+      }
     }
+  }
+};
+
+/// Each element of the powers of a row times 2^-`exponent`, those that left float32's range from logits that are
+/// computed again. By a block. Rows of powers start on 16 bytes and are padded to whole vectors.
+template <typename T>
+__device__ __noinline__ void lower_powers(const LostTiles& lost, const LogitFactors<T>& factors, std::int64_t row,
+                                          std::int64_t classes, float factor, float shift, float exponent, bool is_all,
+                                          T* powers) {
+  constexpr int kSize = Vector<T>::kSize;
+  const float power = exp2f(-exponent);
+  if (!is_all) {
+#pragma unroll 4
+    for (std::int64_t column = std::int64_t{threadIdx.x} * kSize; column < classes; column += kRepeatThreads * kSize) {
+      auto* at = reinterpret_cast<Vector<T>*>(powers + column);
+      float values[kSize];
+      unpack(*at, values);
+#pragma unroll
+      for (float& value : values) value *= power;
+      *at = pack<T>(values);
+    }
+    __syncthreads();
+  }
+  lost.for_each(classes, is_all, [&](std::int64_t first, std::int64_t end) {
+    factors.for_each_logit(row, first, end, [&](std::int64_t column, float logit) {
+      powers[column] = round_to<T>(exp2_approximate(fmaf(logit, factor, -shift) - exponent));
+    });
+  });
+}
+
+/// What a row's powers need before they are a gradient.
+struct Lowering {
+  float exponent = 0.0f;         ///< each becomes 2^-exponent times as large
+  bool becomes_nothing = false;  ///< or 0
+
+  __device__ bool is_needed() const { return becomes_nothing || exponent != 0.0f; }
+};
+
+/// By one thread: the statistics, and with powers row_factor and target_gradient.
+template <bool kHasPowers>
+__device__ Lowering store_row(const GradientOfRows& rows, std::int64_t row, const Sums& sums, bool is_any_lost,
+                              const ClassStatistics<float>& state, float* statistics) {
+  const int column = rows.targets.column(row);
+  TargetClass<float> target;
+  if (column >= 0) {
+    target.logit = rows.memory.target_logit[row] * rows.factor.scale;
+    target.weight = rows.class_weight == nullptr ? 1.0f : rows.class_weight[rows.targets.of(row)];
+  }
+  store_statistics(state, target, rows.terms, statistics + row * kCrossEntropyStatistics);
+  Lowering lowering;
+  if constexpr (kHasPowers) {
+    // A factor that is much smaller would leave the range of bfloat16 in what it multiplies.
+    constexpr float kLargestSum = 0x1p80f;
+    const float anchor = softmax_anchor(state.softmax.max);
+    float inverse = 1.0f / sums.sum;
+    if (!rows.targets.is_ignored(row) && (is_any_lost || !(sums.sum > 0.0f && sums.sum < kLargestSum))) {
+      const double exact = double(anchor) * kLog2EExact * rows.factor.stretch + double(log2f(state.softmax.sum)) -
+                           double(rows.memory.shift[row]);
+      lowering.exponent = static_cast<float>(rint(exact));
+      // Beside an infinite lse the powers are 0, and NaN where they are infinite themselves.
+      const bool is_finite = fabsf(lowering.exponent) < infinity<float>();
+      inverse = is_finite ? exp2f(static_cast<float>(double(lowering.exponent) - exact)) : 1.0f;
+    }
+    const RowGradient<float> gradient = rows.row(row, state.softmax.lse());
+    const bool is_nothing = gradient.mass == 0.0f && gradient.hard == 0.0f;
+    const float distance = target.logit - anchor - logf(state.softmax.sum);
+    rows.memory.row_factor[row] = is_nothing ? 0.0f : gradient.mass * inverse * rows.factor.scale;
+    rows.memory.target_gradient[row] = is_nothing || column < 0 ? 0.0f : rows.of_target(distance, gradient);
+    const bool is_finite = sums.sum < infinity<float>() && fabsf(lowering.exponent) < infinity<float>();
+    lowering.becomes_nothing = is_nothing && !is_finite;
+  }
+  return lowering;
+}
+
+template <typename T>
+__device__ void clear_target(const GradientOfRows& rows, std::int64_t row) {
+  const int column = rows.targets.column(row);
+  if (column >= 0) static_cast<T*>(rows.in.to)[row * rows.in.stride + column] = round_to<T>(0.0f);
+}
+
+/// Adds up the tiles of each row, and finishes those rows of which nothing has to be computed again.
+constexpr int kRowsOfBlock = 8;  // whose sums of a tile are 32 bytes
+
+template <typename T, bool kHasPowers>
+__global__ void __launch_bounds__(kThreads)
+    add_tiles(const __grid_constant__ GradientOfRows rows, const __grid_constant__ SumsOfTiles tiles,
+              std::int64_t count, float* statistics) {
+  constexpr int kTilesAtOnce = kThreads / kRowsOfBlock;
+  const int in_block = static_cast<int>(threadIdx.x) % kRowsOfBlock;
+  const std::int64_t row = std::int64_t{blockIdx.x} * kRowsOfBlock + in_block;
+  __shared__ float shared_sums[kWarps][kRowsOfBlock];
+  __shared__ float shared_moments[kWarps][kRowsOfBlock];
+  __shared__ int shared_lost[kWarps][kRowsOfBlock];
+  Sums own;
+  int is_lost = 0;
+  // The sums have whole tiles of rows.
+#pragma unroll 4
+  for (std::int64_t tile = threadIdx.x / kRowsOfBlock; tile < tiles.tiles; tile += kTilesAtOnce) {
     own.sum += tiles.sum(tile, row);
     own.moment += tiles.moment(tile, row);
+    is_lost |= tiles.is_lost(tile, row) ? 1 : 0;
   }
-  const bool is_any_lost = __syncthreads_or(has_lost) != 0;
-  const Sums sums = reduce_block<kThreads>(own, [](const Sums& a, const Sums& b) {
-    return Sums{a.sum + b.sum, a.moment + b.moment};
-  });
-  const bool is_all_lost = __syncthreads_or(threadIdx.x == 0 && !is_ignored && has_to_be_repeated(sums)) != 0;
-
-  ClassStatistics<float> state;
-  if (threadIdx.x == 0 && !is_all_lost) state = statistics_of_sums(sums.sum, sums.moment, shift[row], factor);
-  if (is_any_lost || is_all_lost) {
-    for (std::int64_t tile = 0; tile < tiles.tiles; ++tile) {
-      if (!is_all_lost && !tiles.is_lost(tile, row)) continue;
-      const auto again =
-          statistics_of_tile(factors, row, tile * kClasses, min((tile + 1) * kClasses, targets.classes), factor.scale);
-      if (threadIdx.x == 0) state = MergeStatistics{}(state, again);
+#pragma unroll
+  for (int mask = kRowsOfBlock; mask < 32; mask *= 2) {
+    own.sum += __shfl_xor_sync(~0u, own.sum, mask);
+    own.moment += __shfl_xor_sync(~0u, own.moment, mask);
+    is_lost |= __shfl_xor_sync(~0u, is_lost, mask);
+  }
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  if (threadIdx.x % 32 < kRowsOfBlock) {
+    shared_sums[warp][in_block] = own.sum;
+    shared_moments[warp][in_block] = own.moment;
+    shared_lost[warp][in_block] = is_lost;
+  }
+  __syncthreads();
+  if (threadIdx.x >= kRowsOfBlock || row >= count) return;
+  Sums sums;
+  is_lost = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) {
+    sums.sum += shared_sums[i][in_block];
+    sums.moment += shared_moments[i][in_block];
+    is_lost |= shared_lost[i][in_block];
+  }
+  const bool is_ignored = rows.targets.is_ignored(row);  // its statistics are not used
+  const float shift = rows.memory.shift[row];
+  bool is_repeated = !is_ignored && (is_lost != 0 || sums.have_to_be_repeated(shift));
+  if (!is_repeated) {
+    ClassStatistics<float> state;
+    if (!is_ignored) state = statistics_of_sums(sums.sum, sums.moment, shift, rows.factor);
+    const Lowering lowering = store_row<kHasPowers>(rows, row, sums, false, state, statistics);
+    is_repeated = lowering.is_needed();
+    if constexpr (kHasPowers) {
+      if (!is_repeated) clear_target<T>(rows, row);
     }
   }
-  if (threadIdx.x != 0) return;
-  TargetClass<float> target;
-  const int column = targets.column(row);
-  if (column >= 0) {
-    target.logit = target_logit[row] * factor.scale;
-    target.weight = class_weight == nullptr ? 1.0f : class_weight[targets.of(row)];
+  rows.memory.is_repeated[row] = is_repeated ? 1 : 0;
+}
+
+/// The other rows, of which a block takes one after the other.
+template <typename T, bool kHasPowers>
+__global__ void __launch_bounds__(kRepeatThreads)
+    repeat_rows(const __grid_constant__ GradientOfRows rows, const __grid_constant__ SumsOfTiles tiles,
+                const __grid_constant__ LogitFactors<T> factors, std::int64_t count, float* statistics) {
+  const Targets& targets = rows.targets;
+  for (std::int64_t row = blockIdx.x; row < count; row += gridDim.x) {
+    if (rows.memory.is_repeated[row] == 0) continue;
+    const bool is_ignored = targets.is_ignored(row);
+    const float shift = rows.memory.shift[row];
+    __shared__ LostTiles lost;
+    lost.clear();
+    __syncthreads();
+    Sums own;
+    bool has_lost = false;
+    for (std::int64_t tile = threadIdx.x; tile < tiles.tiles; tile += kRepeatThreads) {
+      if (!is_ignored && tiles.is_lost(tile, row)) {
+        has_lost = true;
+        lost.add(tile);
+        continue;
+      }
+      own.sum += tiles.sum(tile, row);
+      own.moment += tiles.moment(tile, row);
+    }
+    const bool is_any_lost = __syncthreads_or(has_lost) != 0;
+    const Sums sums = reduce_block<kRepeatThreads>(own, [](const Sums& a, const Sums& b) {
+      return Sums{a.sum + b.sum, a.moment + b.moment};
+    });
+    const bool is_all_lost = __syncthreads_or(threadIdx.x == 0 && !is_ignored && sums.have_to_be_repeated(shift)) != 0;
+    ClassStatistics<float> state;
+    if (threadIdx.x == 0 && !is_all_lost && !is_ignored) {
+      state = statistics_of_sums(sums.sum, sums.moment, shift, rows.factor);
+    }
+    lost.for_each(targets.classes, is_all_lost, [&](std::int64_t first, std::int64_t end) {
+      const auto again = statistics_of_tile(factors, row, first, end, rows.factor.scale);
+      if (threadIdx.x == 0) state = MergeStatistics{}(state, again);
+    });
+    __shared__ Lowering shared;
+    if (threadIdx.x == 0) shared = store_row<kHasPowers>(rows, row, sums, is_any_lost, state, statistics);
+    if constexpr (kHasPowers) {
+      __syncthreads();
+      const Lowering lowering = shared;
+      T* powers = static_cast<T*>(rows.in.to) + row * rows.in.stride;
+      if (lowering.becomes_nothing) {
+        for (std::int64_t i = threadIdx.x; i < targets.classes; i += kRepeatThreads) powers[i] = round_to<T>(0.0f);
+      } else if (lowering.is_needed()) {
+        lower_powers(lost, factors, row, targets.classes, rows.factor.factor, shift, lowering.exponent, is_all_lost,
+                     powers);
+      }
+      __syncthreads();
+      if (threadIdx.x == 0) clear_target<T>(rows, row);
+    }
+    __syncthreads();  // before `shared` changes
   }
-  store_statistics(state, target, terms, statistics + row * kCrossEntropyStatistics);
 }
 
 // ---- the gradient --------------------------------------------------------------------------------------------------
-
-struct GradientOfRows {
-  Targets targets;
-  Factor factor;
-  CrossEntropyTerms<float> terms;
-  const float* class_weight;
-  FusedGradient in;
-  ExpProductMemory memory;
-
-  __device__ RowGradient<float> row(std::int64_t i) const {
-    RowGradientInputs<float> inputs{};
-    inputs.target = targets.of(i);
-    inputs.lse = in.lse[i];
-    inputs.grad_loss = in.grad_loss[i * in.grad_loss_stride] * (in.row_weight == nullptr ? 1.0f : in.row_weight[i]);
-    if (in.grad_lse != nullptr) inputs.grad_lse = in.grad_lse[i];
-    if (in.grad_entropy != nullptr) {
-      inputs.grad_entropy = in.grad_entropy[i];
-      inputs.entropy = in.entropy[i];
-    }
-    inputs.target_weight = 1.0f;
-    if (!terms.is_ignored(inputs.target)) {
-      if (!terms.is_in_range(inputs.target)) {
-        inputs.grad_loss = nan_of<float>();
-      } else if (class_weight != nullptr) {
-        inputs.target_weight = class_weight[inputs.target];
-      }
-    }
-    return row_gradient(inputs, terms);
-  }
-
-  /// The gradient of the logit of the row's target, in which softmax - 1 would cancel.
-  __device__ float of_target(std::int64_t i, const RowGradient<float>& row) const {
-    if (row.mass == 0.0f && row.hard == 0.0f && row.slope == 0.0f) return 0.0f;
-    const float d = memory.target_logit[i] * factor.scale - row.lse;
-    const float p = exponential(d);
-    float gradient = row.target < 0 ? p * row.mass : fmaf(std::expm1(d), row.hard, p * row.rest);
-    // 0 * -infinity must be 0. fmax() drops a NaN, but then p is one.
-    if (row.slope != 0.0f) gradient = fmaf(p, row.slope * fmaxf(d, -1e30f), gradient);
-    return gradient * factor.scale;
-  }
-};
 
 /// A thread a row: shift and coefficients for the product. With c = log2(e), d = z' - lse and d * c = t + rest:
 ///   softmax * (mass + slope * d) = 2^t * 2^rest * (mass + slope / c * (t + rest)) = 2^t * (constant + slope' * t)
@@ -300,7 +507,7 @@ __global__ void __launch_bounds__(kThreads)
     prepare_gradient(const __grid_constant__ GradientOfRows rows, std::int64_t count) {
   const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= count) return;
-  const RowGradient<float> row = rows.row(i);
+  const RowGradient<float> row = rows.row(i, rows.in.lse[i]);
   const auto shift = static_cast<float>(double(row.lse) * kLog2EExact * rows.factor.stretch);
   const float rest = rows.factor.rest_of(shift, row.lse);
   const float correction = exp2_approximate(rest) * rows.factor.scale;
@@ -322,7 +529,110 @@ __global__ void __launch_bounds__(kThreads)
   if (i >= count) return;
   const int column = rows.memory.target[i];
   if (column < 0) return;
-  static_cast<T*>(rows.in.to)[i * rows.in.stride + column] = round_to<T>(rows.of_target(i, rows.row(i)));
+  const RowGradient<float> row = rows.row(i, rows.in.lse[i]);
+  const float distance = rows.memory.target_logit[i] * rows.factor.scale - row.lse;
+  static_cast<T*>(rows.in.to)[i * rows.in.stride + column] = round_to<T>(rows.of_target(distance, row));
+}
+
+// ---- both at once --------------------------------------------------------------------------------------------------
+
+/// A warp a row. Of the rows with a target, `next_row` links those of one class: it is the next row of the class, or
+/// `rows` behind the last; ~ of that but for the first row of a class.
+__global__ void __launch_bounds__(kThreads)
+    link_rows(const std::int32_t* target, std::int32_t rows, std::int32_t* next_row) {
+  const std::int32_t row = static_cast<std::int32_t>(blockIdx.x) * kWarps + static_cast<std::int32_t>(threadIdx.x) / 32;
+  const std::int32_t lane = static_cast<std::int32_t>(threadIdx.x) % 32;
+  if (row >= rows) return;
+  const std::int32_t own = target[row];
+  bool is_first = own >= 0;
+  std::int32_t next = rows;
+  if (own >= 0) {
+#pragma unroll 8
+    for (std::int32_t i = lane; i < row; i += 32) is_first &= target[i] != own;
+    constexpr std::int32_t kAtOnce = 8;
+    for (std::int32_t first = row + 1; first < rows && next == rows; first += 32 * kAtOnce) {
+#pragma unroll
+      for (std::int32_t n = kAtOnce - 1; n >= 0; --n) {
+        const std::int32_t i = first + 32 * n + lane;
+        if (i < rows && target[i] == own) next = i;
+      }
+      next = reduce_lanes<32>(next, [](std::int32_t a, std::int32_t b) { return min(a, b); });
+    }
+  }
+  is_first = __all_sync(~0u, is_first) != 0;
+  if (lane == 0) next_row[row] = is_first ? next : ~next;
+}
+
+/// x times each row's factor. A block a row; rows of x start on 16 bytes.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    scale_rows(const T* x, std::int64_t x_stride, const float* factor, std::int64_t features, T* to) {
+  constexpr int kSize = Vector<T>::kSize;
+  const std::int64_t row = blockIdx.x;
+  const float own = factor[row];
+  for (std::int64_t i = std::int64_t{threadIdx.x} * kSize; i < features; i += kThreads * kSize) {
+    float values[kSize];
+    unpack(*reinterpret_cast<const Vector<T>*>(x + row * x_stride + i), values);
+#pragma unroll
+    for (float& value : values) value = own == 0.0f ? 0.0f : value * own;  // a row of NaN may count for nothing
+    *reinterpret_cast<Vector<T>*>(to + row * features + i) = pack<T>(values);
+  }
+}
+
+/// kSize elements from an address that suits.
+template <int kSize, typename T>
+__device__ void load_elements(const T* from, float (&values)[kSize]) {
+  if constexpr (kSize == 1) {
+    values[0] = load_as_accumulator(*from);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSize; i += Vector<T>::kSize) {
+      float part[Vector<T>::kSize];
+      unpack(*reinterpret_cast<const Vector<T>*>(from + i), part);
+#pragma unroll
+      for (int k = 0; k < Vector<T>::kSize; ++k) values[i + k] = part[k];
+    }
+  }
+}
+template <int kSize, typename T>
+__device__ void store_elements(const float (&values)[kSize], T* to) {
+  if constexpr (kSize == 1) {
+    *to = round_to<T>(values[0]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSize; i += Vector<T>::kSize) {
+      float part[Vector<T>::kSize];
+#pragma unroll
+      for (int k = 0; k < Vector<T>::kSize; ++k) part[k] = values[i + k];
+      *reinterpret_cast<Vector<T>*>(to + i) = pack<T>(part);
+    }
+  }
+}
+
+/// Adds the sum of target_gradient * x, over the rows with a target, to that class's grad_weight. A block for each row,
+/// of which the first of a class does it.
+template <typename T, typename G, int kSize>
+__global__ void __launch_bounds__(kThreads)
+    add_targets(const std::int32_t* target, const std::int32_t* next_row, const float* target_gradient,
+                std::int32_t rows, const T* x, std::int64_t x_stride, std::int64_t features, G* grad_weight,
+                std::int64_t stride) {
+  const auto first = static_cast<std::int32_t>(blockIdx.x);
+  if (next_row[first] < 0) return;
+  G* to = grad_weight + target[first] * stride;
+  for (std::int64_t i = std::int64_t{threadIdx.x} * kSize; i < features; i += kThreads * kSize) {
+    float sums[kSize];
+    load_elements<kSize>(to + i, sums);
+    for (std::int32_t row = first; row < rows;) {
+      const float gradient = target_gradient[row];
+      const std::int32_t next = next_row[row];
+      float values[kSize];
+      load_elements<kSize>(x + row * x_stride + i, values);
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) sums[k] = gradient == 0.0f ? sums[k] : fmaf(gradient, values[k], sums[k]);
+      row = next < 0 ? ~next : next;
+    }
+    store_elements<kSize>(sums, to + i);
+  }
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
@@ -360,26 +670,61 @@ void guess_shifts(const char* op, const FusedRows& rows, int sample_count, void*
 
 namespace {
 
-void finish(const char* op, const FusedRows& rows, float* statistics, const ExecutionContext& context) {
-  dispatch_half(rows.dtype, [&]<typename T>() {
-    launch(op, finish_statistics<T>, {.blocks = rows.rows, .threads = kThreads, .stream = context.stream},
-           Targets(rows), Factor(rows.options), SumsOfTiles(rows), LogitFactors<T>(rows), rows.class_weight,
-           static_cast<const float*>(rows.memory.shift), static_cast<const float*>(rows.memory.target_logit),
-           terms_of(rows), statistics);
-  });
-}
-
-ExpProductSums sums_of(const FusedRows& rows) { return {rows.memory.sums, rows.memory.moments}; }
-
 GradientOfRows gradient_of(const FusedRows& rows, const FusedGradient& gradient) {
   return {Targets(rows), Factor(rows.options), terms_of(rows), rows.class_weight, gradient, rows.memory};
+}
+
+template <typename T, bool kHasPowers>
+void finish(const char* op, const FusedRows& rows, const FusedGradient& gradient, float* statistics, void* stream) {
+  const GradientOfRows of_rows = gradient_of(rows, gradient);
+  const SumsOfTiles tiles(rows);
+  launch(op, add_tiles<T, kHasPowers>,
+         {.blocks = ceil_divide(rows.rows, kRowsOfBlock), .threads = kThreads, .stream = stream}, of_rows, tiles,
+         rows.rows, statistics);
+  constexpr std::int64_t kBlocks = 264;  // most have nothing to do
+  launch(op, repeat_rows<T, kHasPowers>,
+         {.blocks = std::min(rows.rows, kBlocks), .threads = kRepeatThreads, .stream = stream}, of_rows, tiles,
+         LogitFactors<T>(rows), rows.rows, statistics);
 }
 
 }  // namespace
 
 void statistics_of_product(const char* op, const FusedRows& rows, float* statistics, const ExecutionContext& context) {
-  exp_product(op, product_of(rows), sums_of(rows), context);
-  finish(op, rows, statistics, context);
+  exp_product(op, product_of(rows), ExpProductSums{rows.memory.sums, rows.memory.moments}, context);
+  dispatch_half(rows.dtype, [&]<typename T>() { finish<T, false>(op, rows, {}, statistics, context.stream); });
+}
+
+void powers_of_product(const char* op, const FusedRows& rows, const FusedGradient& gradient, float* statistics,
+                       const ExecutionContext& context) {
+  const ExpProductMemory& memory = rows.memory;
+  exp_product(op, product_of(rows), ExpProductSums{memory.sums, memory.moments, gradient.to, gradient.stride}, context);
+  finish<bfloat16, true>(op, rows, gradient, statistics, context.stream);
+}
+
+void scale_rows(const char* op, const FusedRows& rows, void* to, void* stream) {
+  launch(op, scale_rows<bfloat16>, {.blocks = rows.rows, .threads = kThreads, .stream = stream},
+         static_cast<const bfloat16*>(rows.x.data), rows.x.stride, static_cast<const float*>(rows.memory.row_factor),
+         rows.features, static_cast<bfloat16*>(to));
+}
+
+void add_targets(const char* op, const FusedRows& rows, void* grad_weight, DType dtype, std::int64_t stride,
+                 void* stream) {
+  const ExpProductMemory& memory = rows.memory;
+  const auto count = static_cast<std::int32_t>(rows.rows);
+  launch(op, link_rows, {.blocks = ceil_divide(rows.rows, kWarps), .threads = kThreads, .stream = stream},
+         static_cast<const std::int32_t*>(memory.target), count, memory.next_row);
+  const auto add = [&](auto* to) {
+    using G = std::remove_pointer_t<decltype(to)>;
+    // x and features suit vectors: cuda/exp_product.h.
+    const bool suits =
+        (reinterpret_cast<std::uintptr_t>(to) | static_cast<std::uintptr_t>(stride) * sizeof(G)) % 16 == 0;
+    launch(op, suits ? add_targets<bfloat16, G, 8> : add_targets<bfloat16, G, 1>,
+           {.blocks = rows.rows, .threads = kThreads, .stream = stream},
+           static_cast<const std::int32_t*>(memory.target), static_cast<const std::int32_t*>(memory.next_row),
+           static_cast<const float*>(memory.target_gradient), count, static_cast<const bfloat16*>(rows.x.data),
+           rows.x.stride, rows.features, to, stride);
+  };
+  dtype == DType::bfloat16 ? add(static_cast<bfloat16*>(grad_weight)) : add(static_cast<float*>(grad_weight));
 }
 
 void gradient_by_product(const char* op, const FusedRows& rows, const FusedGradient& gradient,

@@ -24,12 +24,17 @@ struct ExpProductMemory {
   float* target_logit;
   float* sums;
   float* moments;
-  float* constant;  ///< of the backward, and the next
+  std::int32_t* is_repeated;  ///< 1 where a row's logits are computed again
+  float* constant;            ///< of the backward, and the next
   float* slope;
+  float* row_factor;  ///< of both at once, as what follows
+  float* target_gradient;
+  std::int32_t* next_row;
+  void* scaled_x;  ///< where grad_x has been before
 };
 
 /// How many logits of a row are computed before the others, at equal distances, to guess the largest.
-inline std::int64_t sampled_classes(std::int64_t classes) { return std::clamp<std::int64_t>(classes / 128, 64, 1024); }
+inline std::int64_t sampled_classes(std::int64_t classes) { return std::clamp<std::int64_t>(classes / 64, 64, 1024); }
 
 /// What is in the workspace; nullptr where a problem has no use for it.
 struct LinearCrossEntropyMemory {
@@ -51,7 +56,7 @@ struct LinearCrossEntropyMemory {
 
   // For a block.
   void* x;            ///< gathered rows
-  void* grad_x;       ///< the same, to be scattered; accumulators where their sum takes several blocks of classes
+  void* grad_x;       ///< the same, to be scattered; accumulators where that is not all of them
   void* logits;       ///< accumulators, and over them their gradient
   void* statistics;   ///< of each block of classes of a forward, of each row: cross_entropy.h
   Workspace loss;     ///< of the calls of cross_entropy
@@ -138,13 +143,16 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
   memory.class_weight = take(problem.class_weight.data != nullptr, problem.classes, number);
   memory.grad_bias = static_cast<double*>(take(problem.grad_bias != nullptr, problem.classes, sizeof(double)));
 
-  const bool sums_grad_x = block.classes < problem.classes;
+  const bool has_powers = problem.has_powers();
+  const bool widens_grad_x = has_powers || block.classes < problem.classes;
   memory.x = take(gathers, block.rows * problem.features(), element);
-  memory.grad_x = take(problem.grad_x != nullptr && (gathers || sums_grad_x), block.rows * problem.features(),
-                       sums_grad_x ? number : element);
+  memory.grad_x = take(problem.grad_x != nullptr && (gathers || widens_grad_x), block.rows * problem.features(),
+                       widens_grad_x ? number : element);
   std::int64_t logits_of_row = logits_stride(block.classes);
   // In the forward samples alone, in float32.
-  if (problem.ends_in_product && !is_backward) logits_of_row = 2 * sampled_classes(problem.classes);
+  if (problem.mode == LinearCrossEntropyMode::forward && problem.ends_in_product) {
+    logits_of_row = 2 * sampled_classes(problem.classes);
+  }
   memory.logits = take(true, block.rows * logits_of_row, problem.ends_in_product ? element : number);
   if (problem.ends_in_product) {
     const std::int64_t sums = cuda::exp_product_sums(block.rows, block.classes);
@@ -157,9 +165,16 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
     exp_product.target_logit = take_floats(true, block.rows);
     exp_product.sums = take_floats(!is_backward, sums);
     exp_product.moments = take_floats(!is_backward, sums);
+    exp_product.is_repeated = static_cast<std::int32_t*>(take(!is_backward, block.rows, sizeof(std::int32_t)));
     exp_product.samples = memory.logits;
     exp_product.constant = take_floats(is_backward, block.rows);
     exp_product.slope = take_floats(is_backward, block.rows);
+    exp_product.row_factor = take_floats(has_powers, block.rows);
+    exp_product.target_gradient = take_floats(has_powers, block.rows);
+    exp_product.next_row = static_cast<std::int32_t*>(take(has_powers, block.rows, sizeof(std::int32_t)));
+    exp_product.scaled_x = problem.grad_x != nullptr ? memory.grad_x
+                                                     : take(has_powers && problem.grad_weight != nullptr,
+                                                            block.rows * problem.features(), element);
   }
   memory.statistics = take(!is_backward && (problem.ends_in_product || block.classes < problem.classes),
                            ceil_divide(problem.classes, block.classes) * block.rows * kCrossEntropyStatistics, number);
@@ -308,7 +323,8 @@ inline std::size_t limit_without_workspace(const LinearCrossEntropyProblem& prob
   }
   const std::int64_t enough = std::min(problem.rows(), policy.enough_rows);
   const std::size_t wanted = workspace_bytes(problem, {enough, problem.classes}) - rows;
-  return rows + std::clamp(wanted, policy.least_bytes, policy.most_bytes);
+  return rows + (problem.has_powers() ? std::clamp(wanted, policy.least_powers_bytes, policy.most_powers_bytes)
+                                      : std::clamp(wanted, policy.least_bytes, policy.most_bytes));
 }
 
 /// The classes that a block has whatever the number of rows, and however they lie: the cheapest of `usual_rows`. (Not

@@ -17,6 +17,8 @@ struct LinearCrossEntropyPolicy {
   // Both at once: room for `enough_rows`, within these.
   std::size_t least_bytes;
   std::size_t most_bytes;
+  std::size_t least_powers_bytes;  ///< the same where logits end in their product
+  std::size_t most_powers_bytes;
   std::int64_t enough_rows;  ///< of a chunk, whose products are nearly as fast as whole ones
   std::int64_t few_rows;     ///< of a chunk: with less, both at once is no longer the faster way
   std::int64_t usual_rows;   ///< that blocks of classes are chosen for where the number of rows must not matter
@@ -47,6 +49,8 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnGpu = {
     .backward_bytes = std::size_t{160} << 20,
     .least_bytes = std::size_t{448} << 20,
     .most_bytes = std::size_t{1088} << 20,
+    .least_powers_bytes = std::size_t{500} << 20,
+    .most_powers_bytes = std::size_t{1160} << 20,
     .enough_rows = 3072,
     .few_rows = 1024,
     .usual_rows = 1024,
@@ -71,6 +75,8 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnCpu = {
     .backward_bytes = std::size_t{34} << 20,
     .least_bytes = std::size_t{34} << 20,
     .most_bytes = std::size_t{34} << 20,
+    .least_powers_bytes = 0,
+    .most_powers_bytes = 0,
     .enough_rows = 1,
     .few_rows = 1,
     .usual_rows = 256,

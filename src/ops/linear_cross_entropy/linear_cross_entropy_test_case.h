@@ -439,13 +439,20 @@ class LinearCrossEntropyComparison {
       return compare_product(tensor, name + how, product, scaling.alpha, share);
     };
     // Of grad_x a row is one sum, however many blocks of classes; of grad_bias a class, however many chunks.
-    const Product of_x{factor, scales, exact_.weight, std::max<std::int64_t>(1, case_.classes), false};
+    const Product of_x{factor,
+                       scales,
+                       exact_.weight,
+                       std::max<std::int64_t>(1, case_.classes),
+                       false,
+                       false,
+                       problem_of(run_, mode).has_powers()};
     const Product of_weight{transposed(computed(all.values)),
                             transposed(computed(all.scales)),
                             computed(exact_.x),
                             block.rows,
                             case_.accumulates,
-                            true};
+                            true,
+                            problem_of(run_, mode).has_powers()};
     Matrix ones(of_weight.factor.columns, 1);
     std::fill(ones.values.begin(), ones.values.end(), 1.0);
     const Product of_bias{of_weight.factor, of_weight.scales, ones, std::max<std::int64_t>(1, ones.rows),
@@ -490,6 +497,7 @@ class LinearCrossEntropyComparison {
     std::int64_t chunk;
     bool accumulates;
     bool is_added_by_gemm = false;  ///< what a chunk adds
+    bool has_powers = false;        ///< linear_cross_entropy_fused.h
   };
 
   /// The elements of `tensor` that a product computes: of grad_x those of rows that are not ignored.
@@ -522,6 +530,14 @@ class LinearCrossEntropyComparison {
     return size_of(case_.dtype) > 2 || is_within_rounded_product(product, dtype, alpha, exact, actual, name, share);
   }
 
+  /// A power is rounded as another number than the factor, of grad_weight x times its row's factor is rounded too, and
+  /// what is 2^-36 of the row's largest may be 0.
+  static double of_powers(const Product& product, double factor, double largest) {
+    constexpr double kUnitRoundoff = 0x1p-8;  // of bfloat16
+    constexpr double kLost = 0x1p-36;
+    return (product.is_added_by_gemm ? 2.0 : 1.0) * kUnitRoundoff * std::abs(factor) + kLost * largest;
+  }
+
   static double rounding_of(DType dtype, double value) {
     return size_of(dtype) == 2 && std::isfinite(value) ? 0.5 * unit_in_last_place(dtype, value) : 0.0;
   }
@@ -532,20 +548,26 @@ class LinearCrossEntropyComparison {
     // A probability that would be subnormal may be 0; what it is multiplied with, the logarithm of one among it.
     constexpr double kBesideProbability = 256.0;
     Matrix of_factor = product.factor;
+    double largest = 0.0;
+    for (const double value : product.factor.values) largest = std::max(largest, std::abs(value));
     for (std::size_t i = 0; i < of_factor.values.size(); ++i) {
       const double scale = activation_scale(result_dtype_, product.scales.values[i], kBesideProbability);
       const double before = allowed_error(result_dtype_, 0.0, scale);
-      of_factor.values[i] = before + rounding_of(case_.dtype, std::abs(product.factor.values[i]) + before);
+      of_factor.values[i] =
+          before + (product.has_powers ? of_powers(product, product.factor.values[i], largest)
+                                       : rounding_of(case_.dtype, std::abs(product.factor.values[i]) + before));
     }
     const Matrix sizes = sizes_of(product.other);
     Matrix allowed = multiply(of_factor, sizes);
     const std::int64_t chunks = ceil_divide(product.factor.columns, product.chunk);
-    const Matrix sums = chunks > 1 || product.accumulates ? multiply(sizes_of(product.factor), sizes) : allowed;
+    const Matrix sums =
+        chunks > 1 || product.accumulates || product.has_powers ? multiply(sizes_of(product.factor), sizes) : allowed;
     for (std::size_t i = 0; i < allowed.values.size(); ++i) {
       const double held = product.accumulates ? 0.5 : 0.0;
       std::int64_t roundings = chunks - 1;
       if (product.is_added_by_gemm && rounds_before_adding(case_.device, dtype))
         roundings += chunks - (product.accumulates ? 0 : 1);
+      if (product.has_powers && product.is_added_by_gemm) roundings += chunks;  // the targets' part, behind each
       allowed.values[i] = std::abs(alpha) * allowed.values[i] +
                           static_cast<double>(roundings) * rounding_of(dtype, held + std::abs(alpha) * sums.values[i]);
     }
