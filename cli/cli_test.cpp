@@ -29,6 +29,7 @@
 #include "cli/run.h"
 #include "cli/safetensors.h"
 #include "cli/stop.h"
+#include "cli/system_report.h"
 #include "eaves/cross_entropy.h"
 #include "eaves/linear_cross_entropy.h"
 #include "eaves/logsumexp.h"
@@ -862,6 +863,19 @@ TEST_F(Program, SecondSignalEndsItAtOnceButTwoInARowAreOne) {
   EXPECT_EXIT(signal_twice(0), testing::ExitedWithCode(0), "");
   fs::remove(*fs::directory_iterator(folder_));
   EXPECT_EXIT(signal_twice(500), testing::ExitedWithCode(130), "^eaves: stopped at once\n$");
+}
+
+TEST(SystemReport, SaysThatCutlassIsMissingOnTheGpuThatWouldUseIt) {
+  SystemInfo system;
+  system.has_cuda_backend = true;
+  system.gpus.push_back({.compute_capability_major = 9, .memory_bandwidth = 1e12});
+  ASSERT_EQ(missing_parts(system).size(), 1u);
+  EXPECT_EQ(missing_parts(system)[0].rfind("CUTLASS was not built in", 0), 0u) << missing_parts(system)[0];
+  system.has_cutlass = true;
+  EXPECT_TRUE(missing_parts(system).empty());
+  system.has_cutlass = false;
+  system.gpus[0].compute_capability_major = 8;
+  EXPECT_TRUE(missing_parts(system).empty());
 }
 
 }  // namespace

@@ -19,6 +19,12 @@ std::vector<std::string> missing_parts(const SystemInfo& system) {
         fmt::format("No usable GPU ({}): the CUDA backend is idle, everything runs on the CPU.", system.cuda_missing));
   }
   for (const GpuInfo& gpu : system.gpus) {
+    if (gpu.compute_capability_major == 9 && gpu.compute_capability_minor == 0 && !system.has_cutlass) {
+      missing.push_back(
+          fmt::format("CUTLASS was not built in: on GPU {} linear_cross_entropy keeps its logits in memory; run "
+                      "tools/setup and build again.",
+                      gpu.index));
+    }
     if (gpu.memory_bandwidth <= 0.0) {
       missing.push_back(
           fmt::format("The driver does not state the memory bandwidth of GPU {}: compare with the limit "

@@ -31,6 +31,7 @@ struct SystemInfo {
   bool has_cuda_backend = false;    ///< was CUDA compiled in
   std::string cuda_build_version;   ///< of the toolkit, "13.0"; empty without
   std::string cuda_architectures;   ///< compiled for, "80;90a;90+" (+: PTX); empty without
+  bool has_cutlass = false;         ///< was it compiled for 90a with the headers of CUTLASS
   std::string cuda_driver_version;  ///< the newest CUDA that the driver runs; empty without a driver
   std::vector<GpuInfo> gpus;
   std::string cuda_missing;  ///< why there is no usable GPU, in one sentence; empty where there is one
