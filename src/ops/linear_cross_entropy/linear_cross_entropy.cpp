@@ -3,7 +3,6 @@
 #include "eaves/linear_cross_entropy.h"
 
 #include <algorithm>
-#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -261,8 +260,6 @@ bool ends_in_product(const LinearCrossEntropyProblem& problem) {
   const std::int64_t least = wanted == FusedProduct::where_faster ? faster : kLeastFusedClasses;
   if (problem.classes < least || problem.classes > cuda::kMostFusedClasses) return false;
   if (problem.rows() < kLeastFusedRows && !is_batch_invariant()) return false;
-  // CUTLASS counts the sums in 32 bits.
-  if (cuda::exp_product_sums(problem.rows(), problem.classes) > std::numeric_limits<std::int32_t>::max()) return false;
   return has_exp_product(problem);
 }
 
@@ -281,6 +278,7 @@ LinearCrossEntropyProblem make_problem(const LinearCrossEntropyForwardBackwardAr
       check_inputs(Mode::forward_backward, kForwardBackward, forward.inputs, args.gradients.grad_x, args.grad_loss);
   check_outputs(checked, forward.normalizer, forward.outputs);
   check_gradients(checked, args.gradients, forward.inputs.weight);
+  if (!checked.problem.wants_gradients()) checked.problem.mode = Mode::forward;
   checked.problem.ends_in_product = ends_in_product(checked.problem);
   return checked.problem;
 }
@@ -423,6 +421,7 @@ LinearCrossEntropyAlgorithm linear_cross_entropy_algorithm(const LinearCrossEntr
   LinearCrossEntropyProblem problem = make_problem(args);
   if (!problem.is_reduced() || problem.dtype == DType::float16) return LinearCrossEntropyAlgorithm::memory;
   problem.mode = Mode::forward_backward;
+  problem.grad_x = const_cast<void*>(problem.x);  // wanted: it is not written here
   problem.ends_in_product = ends_in_product(problem);
   const std::int64_t enough = std::min(problem.rows(), policy_of(problem.device).few_rows);
   const std::size_t needed = workspace_bytes(problem, {enough, problem.classes});

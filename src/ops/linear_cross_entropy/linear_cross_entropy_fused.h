@@ -15,7 +15,7 @@
 
 namespace eaves::cuda {
 
-/// Of a row; what is computed again of one is kept as bits, one for each tile of classes.
+/// More are not taken: which tiles of a row are computed again is kept as bits in shared memory.
 inline constexpr std::int64_t kMostFusedClasses = std::int64_t{1} << 20;
 
 /// Some rows and a block of classes.

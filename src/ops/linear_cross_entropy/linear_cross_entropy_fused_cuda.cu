@@ -1,4 +1,4 @@
-// The kernels of linear_cross_entropy_fused.h: the guess, the statistics, the gradient.
+// The kernels of linear_cross_entropy_fused.h: the guess, the statistics, the gradient, and both at once.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -195,7 +195,7 @@ struct SumsOfTiles {
 
   __device__ float sum(std::int64_t tile, std::int64_t row) const { return sums[tile * rows + row]; }
   __device__ float moment(std::int64_t tile, std::int64_t row) const { return moments[tile * rows + row]; }
-  /// Did the tile leave the range in which sums over 2^11 tiles stay within float32's? A NaN did not: it is one.
+  /// Did the tile leave the range in which sums over 2^12 tiles stay within float32's? A NaN did not: it is one.
   __device__ bool is_lost(std::int64_t tile, std::int64_t row) const { return sum(tile, row) > 0x1p108f; }
 };
 
@@ -307,36 +307,38 @@ struct LostTiles {
 };
 
 /// Each element of the powers of a row times 2^-`exponent`, those that left float32's range from logits that are
-/// computed again. By a block. Rows of powers start on 16 bytes and are padded to whole vectors.
-template <typename T>
-__device__ __noinline__ void lower_powers(const LostTiles& lost, const LogitFactors<T>& factors, std::int64_t row,
-                                          std::int64_t classes, float factor, float shift, float exponent, bool is_all,
-                                          T* powers) {
-  constexpr int kSize = Vector<T>::kSize;
+/// computed again. By a block. Rows of powers start on 16 bytes.
+__device__ __noinline__ void lower_powers(const LostTiles& lost, const LogitFactors<bfloat16>& factors,
+                                          std::int64_t row, std::int64_t classes, float factor, float shift,
+                                          float exponent, bool is_all, bfloat16* powers) {
+  constexpr int kSize = Vector<bfloat16>::kSize;
   const float power = exp2f(-exponent);
   if (!is_all) {
+    const std::int64_t whole = classes / kSize * kSize;
 #pragma unroll 4
-    for (std::int64_t column = std::int64_t{threadIdx.x} * kSize; column < classes; column += kRepeatThreads * kSize) {
-      auto* at = reinterpret_cast<Vector<T>*>(powers + column);
+    for (std::int64_t column = std::int64_t{threadIdx.x} * kSize; column < whole; column += kRepeatThreads * kSize) {
+      auto* at = reinterpret_cast<Vector<bfloat16>*>(powers + column);
       float values[kSize];
       unpack(*at, values);
 #pragma unroll
       for (float& value : values) value *= power;
-      *at = pack<T>(values);
+      *at = pack<bfloat16>(values);
     }
+    const std::int64_t column = whole + threadIdx.x;
+    if (column < classes) powers[column] = round_to<bfloat16>(load_as_accumulator(powers[column]) * power);
     __syncthreads();
   }
   lost.for_each(classes, is_all, [&](std::int64_t first, std::int64_t end) {
     factors.for_each_logit(row, first, end, [&](std::int64_t column, float logit) {
-      powers[column] = round_to<T>(exp2_approximate(fmaf(logit, factor, -shift) - exponent));
+      powers[column] = round_to<bfloat16>(exp2_approximate(fmaf(logit, factor, -shift) - exponent));
     });
   });
 }
 
 /// What a row's powers need before they are a gradient.
 struct Lowering {
-  float exponent = 0.0f;         ///< each becomes 2^-exponent times as large
-  bool becomes_nothing = false;  ///< or 0
+  float exponent;        ///< each becomes 2^-exponent times as large
+  bool becomes_nothing;  ///< or 0
 
   __device__ bool is_needed() const { return becomes_nothing || exponent != 0.0f; }
 };
@@ -352,13 +354,14 @@ __device__ Lowering store_row(const GradientOfRows& rows, std::int64_t row, cons
     target.weight = rows.class_weight == nullptr ? 1.0f : rows.class_weight[rows.targets.of(row)];
   }
   store_statistics(state, target, rows.terms, statistics + row * kCrossEntropyStatistics);
-  Lowering lowering;
+  Lowering lowering{};
   if constexpr (kHasPowers) {
-    // A factor that is much smaller would leave the range of bfloat16 in what it multiplies.
-    constexpr float kLargestSum = 0x1p80f;
+    // A factor that is much smaller or larger would leave the range of bfloat16 in what it multiplies.
+    constexpr float kLargestSum = 0x1p64f;
+    const bool is_in_range = sums.sum > 1.0f / kLargestSum && sums.sum < kLargestSum;
     const float anchor = softmax_anchor(state.softmax.max);
     float inverse = 1.0f / sums.sum;
-    if (!rows.targets.is_ignored(row) && (is_any_lost || !(sums.sum > 0.0f && sums.sum < kLargestSum))) {
+    if (!rows.targets.is_ignored(row) && (is_any_lost || !is_in_range)) {
       const double exact = double(anchor) * kLog2EExact * rows.factor.stretch + double(log2f(state.softmax.sum)) -
                            double(rows.memory.shift[row]);
       lowering.exponent = static_cast<float>(rint(exact));
@@ -377,10 +380,9 @@ __device__ Lowering store_row(const GradientOfRows& rows, std::int64_t row, cons
   return lowering;
 }
 
-template <typename T>
 __device__ void clear_target(const GradientOfRows& rows, std::int64_t row) {
   const int column = rows.targets.column(row);
-  if (column >= 0) static_cast<T*>(rows.in.to)[row * rows.in.stride + column] = round_to<T>(0.0f);
+  if (column >= 0) static_cast<bfloat16*>(rows.in.to)[row * rows.in.stride + column] = round_to<bfloat16>(0.0f);
 }
 
 /// Adds up the tiles of each row, and finishes those rows of which nothing has to be computed again.
@@ -436,7 +438,7 @@ __global__ void __launch_bounds__(kThreads)
     const Lowering lowering = store_row<kHasPowers>(rows, row, sums, false, state, statistics);
     is_repeated = lowering.is_needed();
     if constexpr (kHasPowers) {
-      if (!is_repeated) clear_target<T>(rows, row);
+      if (!is_repeated) clear_target(rows, row);
     }
   }
   rows.memory.is_repeated[row] = is_repeated ? 1 : 0;
@@ -484,15 +486,16 @@ __global__ void __launch_bounds__(kRepeatThreads)
     if constexpr (kHasPowers) {
       __syncthreads();
       const Lowering lowering = shared;
-      T* powers = static_cast<T*>(rows.in.to) + row * rows.in.stride;
+      auto* powers = static_cast<bfloat16*>(rows.in.to) + row * rows.in.stride;
       if (lowering.becomes_nothing) {
-        for (std::int64_t i = threadIdx.x; i < targets.classes; i += kRepeatThreads) powers[i] = round_to<T>(0.0f);
+        for (std::int64_t i = threadIdx.x; i < targets.classes; i += kRepeatThreads)
+          powers[i] = round_to<bfloat16>(0.0f);
       } else if (lowering.is_needed()) {
         lower_powers(lost, factors, row, targets.classes, rows.factor.factor, shift, lowering.exponent, is_all_lost,
                      powers);
       }
       __syncthreads();
-      if (threadIdx.x == 0) clear_target<T>(rows, row);
+      if (threadIdx.x == 0) clear_target(rows, row);
     }
     __syncthreads();  // before `shared` changes
   }
@@ -522,7 +525,6 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 /// A thread a row: the target's element.
-template <typename T>
 __global__ void __launch_bounds__(kThreads)
     finish_gradient(const __grid_constant__ GradientOfRows rows, std::int64_t count) {
   const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -531,51 +533,23 @@ __global__ void __launch_bounds__(kThreads)
   if (column < 0) return;
   const RowGradient<float> row = rows.row(i, rows.in.lse[i]);
   const float distance = rows.memory.target_logit[i] * rows.factor.scale - row.lse;
-  static_cast<T*>(rows.in.to)[i * rows.in.stride + column] = round_to<T>(rows.of_target(distance, row));
+  static_cast<bfloat16*>(rows.in.to)[i * rows.in.stride + column] = round_to<bfloat16>(rows.of_target(distance, row));
 }
 
 // ---- both at once --------------------------------------------------------------------------------------------------
 
-/// A warp a row. Of the rows with a target, `next_row` links those of one class: it is the next row of the class, or
-/// `rows` behind the last; ~ of that but for the first row of a class.
-__global__ void __launch_bounds__(kThreads)
-    link_rows(const std::int32_t* target, std::int32_t rows, std::int32_t* next_row) {
-  const std::int32_t row = static_cast<std::int32_t>(blockIdx.x) * kWarps + static_cast<std::int32_t>(threadIdx.x) / 32;
-  const std::int32_t lane = static_cast<std::int32_t>(threadIdx.x) % 32;
-  if (row >= rows) return;
-  const std::int32_t own = target[row];
-  bool is_first = own >= 0;
-  std::int32_t next = rows;
-  if (own >= 0) {
-#pragma unroll 8
-    for (std::int32_t i = lane; i < row; i += 32) is_first &= target[i] != own;
-    constexpr std::int32_t kAtOnce = 8;
-    for (std::int32_t first = row + 1; first < rows && next == rows; first += 32 * kAtOnce) {
-#pragma unroll
-      for (std::int32_t n = kAtOnce - 1; n >= 0; --n) {
-        const std::int32_t i = first + 32 * n + lane;
-        if (i < rows && target[i] == own) next = i;
-      }
-      next = reduce_lanes<32>(next, [](std::int32_t a, std::int32_t b) { return min(a, b); });
-    }
-  }
-  is_first = __all_sync(~0u, is_first) != 0;
-  if (lane == 0) next_row[row] = is_first ? next : ~next;
-}
-
 /// x times each row's factor. A block a row; rows of x start on 16 bytes.
-template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    scale_rows(const T* x, std::int64_t x_stride, const float* factor, std::int64_t features, T* to) {
-  constexpr int kSize = Vector<T>::kSize;
+    scale_rows(const bfloat16* x, std::int64_t x_stride, const float* factor, std::int64_t features, bfloat16* to) {
+  constexpr int kSize = Vector<bfloat16>::kSize;
   const std::int64_t row = blockIdx.x;
   const float own = factor[row];
   for (std::int64_t i = std::int64_t{threadIdx.x} * kSize; i < features; i += kThreads * kSize) {
     float values[kSize];
-    unpack(*reinterpret_cast<const Vector<T>*>(x + row * x_stride + i), values);
+    unpack(*reinterpret_cast<const Vector<bfloat16>*>(x + row * x_stride + i), values);
 #pragma unroll
     for (float& value : values) value = own == 0.0f ? 0.0f : value * own;  // a row of NaN may count for nothing
-    *reinterpret_cast<Vector<T>*>(to + row * features + i) = pack<T>(values);
+    *reinterpret_cast<Vector<bfloat16>*>(to + row * features + i) = pack<bfloat16>(values);
   }
 }
 
@@ -609,30 +583,50 @@ __device__ void store_elements(const float (&values)[kSize], T* to) {
   }
 }
 
-/// Adds the sum of target_gradient * x, over the rows with a target, to that class's grad_weight. A block for each row,
-/// of which the first of a class does it.
-template <typename T, typename G, int kSize>
+/// Adds the sum of target_gradient * x, over the rows with a target, to that class's grad_weight. A block for each row
+/// and some features, of which the first row of a class does it.
+template <typename G, int kSize>
 __global__ void __launch_bounds__(kThreads)
-    add_targets(const std::int32_t* target, const std::int32_t* next_row, const float* target_gradient,
-                std::int32_t rows, const T* x, std::int64_t x_stride, std::int64_t features, G* grad_weight,
-                std::int64_t stride) {
-  const auto first = static_cast<std::int32_t>(blockIdx.x);
-  if (next_row[first] < 0) return;
-  G* to = grad_weight + target[first] * stride;
-  for (std::int64_t i = std::int64_t{threadIdx.x} * kSize; i < features; i += kThreads * kSize) {
-    float sums[kSize];
-    load_elements<kSize>(to + i, sums);
-    for (std::int32_t row = first; row < rows;) {
-      const float gradient = target_gradient[row];
-      const std::int32_t next = next_row[row];
-      float values[kSize];
-      load_elements<kSize>(x + row * x_stride + i, values);
+    add_targets(const std::int32_t* target, const float* target_gradient, std::int64_t rows, const bfloat16* x,
+                std::int64_t x_stride, std::int64_t features, G* grad_weight, std::int64_t stride) {
+  constexpr int kPart = 1024;  // rows that are looked at in turn
+  constexpr int kRounds = kPart / kThreads;
+  const std::int64_t first = blockIdx.x;
+  const std::int32_t own = target[first];
+  if (own < 0) return;
+  bool is_other_first = false;
+  for (std::int64_t row = threadIdx.x; row < first; row += kThreads) is_other_first |= target[row] == own;
+  if (__syncthreads_or(is_other_first) != 0) return;
+  const std::int64_t i = (std::int64_t{blockIdx.y} * kThreads + threadIdx.x) * kSize;
+  G* to = grad_weight + own * stride + i;
+  float sums[kSize];
+  if (i < features) load_elements<kSize>(to, sums);
+  const auto warp = static_cast<int>(threadIdx.x) / 32;
+  const auto lane = static_cast<int>(threadIdx.x) % 32;
+  __shared__ unsigned of_class[kPart / 32];  // a bit a row
+  for (std::int64_t begin = first / kPart * kPart; begin < rows; begin += kPart) {
 #pragma unroll
-      for (int k = 0; k < kSize; ++k) sums[k] = gradient == 0.0f ? sums[k] : fmaf(gradient, values[k], sums[k]);
-      row = next < 0 ? ~next : next;
+    for (int round = 0; round < kRounds; ++round) {
+      const std::int64_t row = begin + round * kThreads + threadIdx.x;
+      const unsigned found = __ballot_sync(~0u, row < rows && target[row] == own);
+      if (lane == 0) of_class[round * kWarps + warp] = found;
     }
-    store_elements<kSize>(sums, to + i);
+    __syncthreads();
+    if (i < features) {
+      for (int word = 0; word < kPart / 32; ++word) {
+        for (unsigned left = of_class[word]; left != 0; left &= left - 1) {
+          const std::int64_t row = begin + word * 32 + __ffs(static_cast<int>(left)) - 1;
+          const float gradient = target_gradient[row];
+          float values[kSize];
+          load_elements<kSize>(x + row * x_stride + i, values);
+#pragma unroll
+          for (int k = 0; k < kSize; ++k) sums[k] = gradient == 0.0f ? sums[k] : fmaf(gradient, values[k], sums[k]);
+        }
+      }
+    }
+    __syncthreads();
   }
+  if (i < features) store_elements<kSize>(sums, to);
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
@@ -702,7 +696,7 @@ void powers_of_product(const char* op, const FusedRows& rows, const FusedGradien
 }
 
 void scale_rows(const char* op, const FusedRows& rows, void* to, void* stream) {
-  launch(op, scale_rows<bfloat16>, {.blocks = rows.rows, .threads = kThreads, .stream = stream},
+  launch(op, scale_rows, {.blocks = rows.rows, .threads = kThreads, .stream = stream},
          static_cast<const bfloat16*>(rows.x.data), rows.x.stride, static_cast<const float*>(rows.memory.row_factor),
          rows.features, static_cast<bfloat16*>(to));
 }
@@ -710,19 +704,19 @@ void scale_rows(const char* op, const FusedRows& rows, void* to, void* stream) {
 void add_targets(const char* op, const FusedRows& rows, void* grad_weight, DType dtype, std::int64_t stride,
                  void* stream) {
   const ExpProductMemory& memory = rows.memory;
-  const auto count = static_cast<std::int32_t>(rows.rows);
-  launch(op, link_rows, {.blocks = ceil_divide(rows.rows, kWarps), .threads = kThreads, .stream = stream},
-         static_cast<const std::int32_t*>(memory.target), count, memory.next_row);
   const auto add = [&](auto* to) {
     using G = std::remove_pointer_t<decltype(to)>;
     // x and features suit vectors: cuda/exp_product.h.
     const bool suits =
         (reinterpret_cast<std::uintptr_t>(to) | static_cast<std::uintptr_t>(stride) * sizeof(G)) % 16 == 0;
-    launch(op, suits ? add_targets<bfloat16, G, 8> : add_targets<bfloat16, G, 1>,
-           {.blocks = rows.rows, .threads = kThreads, .stream = stream},
-           static_cast<const std::int32_t*>(memory.target), static_cast<const std::int32_t*>(memory.next_row),
-           static_cast<const float*>(memory.target_gradient), count, static_cast<const bfloat16*>(rows.x.data),
-           rows.x.stride, rows.features, to, stride);
+    const int size = suits ? Vector<bfloat16>::kSize : 1;
+    launch(op, suits ? add_targets<G, Vector<bfloat16>::kSize> : add_targets<G, 1>,
+           {.blocks = rows.rows,
+            .blocks_y = ceil_divide(rows.features, std::int64_t{kThreads} * size),
+            .threads = kThreads,
+            .stream = stream},
+           static_cast<const std::int32_t*>(memory.target), static_cast<const float*>(memory.target_gradient),
+           rows.rows, static_cast<const bfloat16*>(rows.x.data), rows.x.stride, rows.features, to, stride);
   };
   dtype == DType::bfloat16 ? add(static_cast<bfloat16*>(grad_weight)) : add(static_cast<float*>(grad_weight));
 }
@@ -734,7 +728,7 @@ void gradient_by_product(const char* op, const FusedRows& rows, const FusedGradi
   launch(op, prepare_gradient, shape, of_rows, rows.rows);
   exp_product(op, product_of(rows),
               ExpProductGradient{rows.memory.constant, rows.memory.slope, gradient.to, gradient.stride}, context);
-  launch(op, finish_gradient<bfloat16>, shape, of_rows, rows.rows);
+  launch(op, finish_gradient, shape, of_rows, rows.rows);
 }
 
 }  // namespace eaves::cuda

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <limits>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -185,7 +186,64 @@ TEST_F(LinearCrossEntropyFused, ATargetOutOfRangeMakesItsRowNaN) {
   for (std::int64_t row = 0; row < 131; ++row) {
     EXPECT_EQ(std::isnan(run.results.loss.get(row)), row == 5 || row == 9) << "row " << row;
     EXPECT_EQ(std::isnan(run.gradients.x.get(row * 40)), row == 5 || row == 9) << "row " << row;
+    EXPECT_EQ(std::isnan(run.gradients_at_once.x.get(row * 40)), row == 5 || row == 9) << "row " << row;
   }
+}
+
+TEST_F(LinearCrossEntropyFused, ARowThatIsNotFiniteAndCountsForNothingHasNoGradient) {
+  for (const double held : {std::nan(""), std::numeric_limits<double>::infinity()}) {
+    for (const bool is_ignored : {true, false}) {
+      LinearCrossEntropyCase c = fused_case();
+      c.x = [=](std::int64_t i) { return i == 5 * 40 + 3 ? held : noise(53)(i); };
+      c.target = [=](std::int64_t row) { return is_ignored && row == 5 ? -100.0 : static_cast<double>(row); };
+      LinearCrossEntropyRun run(c);
+      run.grad_loss.fill([](std::int64_t row) { return row == 5 ? 0.0 : 1.0; });
+      run.run();
+      for (std::int64_t i = 0; i < 40; ++i) EXPECT_EQ(run.gradients_at_once.x.get(5 * 40 + i), 0.0) << i;
+      for (std::int64_t i = 0; i < 4099 * 40; ++i) {
+        ASSERT_TRUE(std::isfinite(run.gradients_at_once.weight.get(i))) << "element " << i << ", " << held;
+      }
+    }
+  }
+}
+
+TEST_F(LinearCrossEntropyFused, RowsOfOneClassMatchTheOracle) {
+  // Of rows that are looked at in several parts, and of several chunks.
+  const auto check = [](auto change) {
+    LinearCrossEntropyCase c = fused_case(Reduction::mean);
+    c.row_shape = {1300};
+    c.target = [](std::int64_t row) { return row % 3 == 0 ? 4098.0 : row % 7 == 0 ? -100.0 : 2.0; };
+    change(c);
+    check_linear_cross_entropy(c);
+  };
+  check([](LinearCrossEntropyCase&) {});
+  check([](LinearCrossEntropyCase& c) { c.workspace_limit = 4000000, c.accumulates = true; });
+  check([](LinearCrossEntropyCase& c) { c.workspace_limit = 4000000, c.grad_weight_dtype = DType::float32; });
+}
+
+TEST_F(LinearCrossEntropyFused, GradientsThatDoNotSuitVectorsMatchTheOracle) {
+  for (const std::optional<DType> dtype : {std::optional<DType>{}, std::optional<DType>{DType::float32}}) {
+    LinearCrossEntropyCase c = fused_case();
+    c.grad_x_placement = c.grad_weight_placement = with_strides({41, 1});
+    c.grad_weight_dtype = dtype;
+    check_linear_cross_entropy(c);
+  }
+}
+
+TEST_F(LinearCrossEntropyFused, WithoutTheSwitchItIsTakenWhereItIsFaster) {
+  LinearCrossEntropyCase c = fused_case();
+  c.features = 8;
+  const auto expect = [&](std::int64_t classes, bool alone, bool at_once) {
+    c.classes = classes;
+    expect_way(c, alone, alone, at_once);
+  };
+  unsetenv("EAVES_FUSED_PRODUCT");
+  expect(16383, false, false);
+  expect(16384, true, false);
+  expect(65535, true, false);
+  expect(65536, true, true);
+  setenv("EAVES_FUSED_PRODUCT", "0", 1);
+  expect(65536, false, false);
 }
 
 TEST_F(LinearCrossEntropyFused, ACudaGraphReplaysIt) {

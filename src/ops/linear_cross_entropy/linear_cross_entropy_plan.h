@@ -29,7 +29,6 @@ struct ExpProductMemory {
   float* slope;
   float* row_factor;  ///< of both at once, as what follows
   float* target_gradient;
-  std::int32_t* next_row;
   void* scaled_x;  ///< where grad_x has been before
 };
 
@@ -171,10 +170,10 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
     exp_product.slope = take_floats(is_backward, block.rows);
     exp_product.row_factor = take_floats(has_powers, block.rows);
     exp_product.target_gradient = take_floats(has_powers, block.rows);
-    exp_product.next_row = static_cast<std::int32_t*>(take(has_powers, block.rows, sizeof(std::int32_t)));
-    exp_product.scaled_x = problem.grad_x != nullptr ? memory.grad_x
-                                                     : take(has_powers && problem.grad_weight != nullptr,
-                                                            block.rows * problem.features(), element);
+    const bool scales_x = has_powers && problem.grad_weight != nullptr;
+    exp_product.scaled_x = scales_x && problem.grad_x != nullptr
+                               ? memory.grad_x
+                               : take(scales_x, block.rows * problem.features(), element);
   }
   memory.statistics = take(!is_backward && (problem.ends_in_product || block.classes < problem.classes),
                            ceil_divide(problem.classes, block.classes) * block.rows * kCrossEntropyStatistics, number);
@@ -207,13 +206,21 @@ inline LinearCrossEntropyBlock least_block(const LinearCrossEntropyProblem& prob
           cuts_classes(problem) ? std::min(problem.classes, policy.least_classes) : problem.classes};
 }
 
+/// The most rows of a chunk: CUTLASS counts the sums of a product in 32 bits.
+inline std::int64_t most_rows(const LinearCrossEntropyProblem& problem, std::int64_t classes) {
+  if (!problem.ends_in_product || problem.mode == LinearCrossEntropyMode::backward) return problem.rows();
+  const std::int64_t of_row_tile = cuda::exp_product_sums(cuda::kExpProductRows, classes);
+  return std::numeric_limits<std::int32_t>::max() / of_row_tile * cuda::kExpProductRows;
+}
+
 /// The most rows, with so many classes, whose workspace is within `limit`; at least those of the least block. Pieces of
 /// equal size.
 inline std::int64_t rows_within(const LinearCrossEntropyProblem& problem, std::int64_t classes, std::size_t limit) {
   const std::int64_t all = problem.rows();
-  if (all <= 1 || workspace_bytes(problem, {all, classes}) <= limit) return all;
+  const std::int64_t most = std::min(all, most_rows(problem, classes));
+  if (all <= 1 || (most == all && workspace_bytes(problem, {all, classes}) <= limit)) return all;
   std::int64_t low = least_block(problem).rows;
-  std::int64_t high = std::max(all, low + 1);  // too many
+  std::int64_t high = std::max(most, low) + 1;  // too many
   while (high - low > 1) {
     const std::int64_t middle = low + (high - low) / 2;
     (workspace_bytes(problem, {middle, classes}) <= limit ? low : high) = middle;
