@@ -584,7 +584,7 @@ TEST_F(ProgramWithTensors, RunLinearCrossEntropy) {
         .divisor = forward.outputs.divisor};
     backward.gradients = add_gradients(results);
     linear_cross_entropy_backward(backward);
-    expect_written(line + how + "memory", results);
+    expect_written(line + how + "recompute", results);
 
     LinearCrossEntropyForwardBackwardArgs both{.forward = args, .grad_loss = grad_loss};
     Results speed = add_loss_outputs(both.forward.outputs, inputs.options, {3}, has_all);
@@ -695,7 +695,7 @@ TEST_F(ProgramWithTensors, WrongArgumentsOfEachOperatorAreNamed) {
   expect_refusal(in_head + "--gradients y", 2, "--gradients: y not in {x,linear_weight,linear_bias}");
   expect_refusal(in_head + "--gradients x,linear_bias", 2,
                  "--gradients: has linear_bias, but --linear-bias is not given");
-  expect_refusal(in_head + "--algorithm fast", 2, "--algorithm: fast not in {auto,speed,memory}");
+  expect_refusal(in_head + "--algorithm fast", 2, "--algorithm: fast not in {auto,speed,memory,recompute}");
   expect_refusal(in_head + "--workspace-limit -1", 2,
                  "--workspace-limit: is \"-1\", expected a number of bytes such as 4096, 64M or 2G");
   expect_refusal(lrpe + "--grid ''", 2, "--grid: is empty, expected a value");
@@ -715,7 +715,7 @@ TEST_F(ProgramWithTensors, WrongArgumentsOfEachOperatorAreNamed) {
   expect_refusal("eaves run cross_entropy --tensor logits --target targets --class-axis 3" + files, 2,
                  "class_axis is 3, expected -3 to 2 (logits has 3 axes)");
   for (const char* how : {"", " --in-place"}) expect_refusal(in_loss + "--grad upstream" + how, 2, "grad_loss has ");
-  for (const char* how : {"speed", "memory"}) {
+  for (const char* how : {"speed", "memory", "recompute"}) {
     expect_refusal(in_head + "--grad upstream --algorithm " + how, 2, "grad_loss has ");
   }
   expect_refusal("eaves run linear_cross_entropy --tensor tokens --linear-weight head --target targets" + files, 2,

@@ -207,8 +207,12 @@ void run_linear_cross_entropy(Run& run) {
 
   // "auto": the upstream gradient is known before the loss here, whatever the reduction.
   const std::string& algorithm = run.text("--algorithm");
+  const bool saves_memory = algorithm == "memory" && inputs.x.device.type == DeviceType::cuda;
+  if (saves_memory && inputs.workspace_limit == 0 && inputs.weight.shape.size() == 2) {
+    inputs.workspace_limit = linear_cross_entropy_small_workspace(inputs.weight.shape[0]);
+  }
   const bool is_speedy = algorithm == "speed" ||
-                         (algorithm == "auto" &&
+                         (algorithm != "recompute" &&
                           linear_cross_entropy_algorithm(forward, run.context()) == LinearCrossEntropyAlgorithm::speed);
   if (is_speedy) {
     LinearCrossEntropyForwardBackwardArgs both{.forward = forward, .grad_loss = run.input("--grad")};
@@ -315,9 +319,9 @@ const RunOperator kOperators[] = {
          "grad_x, grad_weight (of the head) and, with --linear-bias, grad_bias",
          {{"--gradients", Words{}, "Write only the gradients of these: some of x,linear_weight,linear_bias", false,
            kHeadInputs},
-          choice("--algorithm", {"auto", "speed", "memory"},
-                 "Of the gradients. speed: with the loss, logits computed once; memory: logits computed again, in "
-                 "little memory; auto: speed where its workspace is allowed",
+          choice("--algorithm", {"auto", "speed", "memory", "recompute"},
+                 "Of the gradients. speed: with the loss, logits computed once; memory: the same in little memory; "
+                 "recompute: logits computed again; auto: speed where its workspace is allowed",
                  "auto"),
           {"--skip-ignored", false, "Leave out rows that are ignored before anything is multiplied. A CPU always does"},
           {"--workspace-limit", "0",

@@ -5,16 +5,18 @@
 //
 // Two ways to the gradients, the same numbers up to rounding:
 //
-//   speed    linear_cross_entropy_forward_backward: for each chunk of rows the logits, their gradient over them, and
-//            both products with it. Three matrix products; the logits of a chunk are the workspace.
-//   memory   linear_cross_entropy_forward, which keeps lse alone, and linear_cross_entropy_backward, which computes
-//            logits again, a block of rows and classes at a time. Four matrix products in little workspace.
+//   speed      linear_cross_entropy_forward_backward: for each chunk of rows the logits, their gradient over them, and
+//              both products with it. Three matrix products; the logits of a chunk are the workspace. With
+//              linear_cross_entropy_small_workspace() as its limit it takes little memory and more time.
+//   recompute  linear_cross_entropy_forward, which keeps lse alone, and linear_cross_entropy_backward, which computes
+//              logits again, a block of rows and classes at a time. Four matrix products in little workspace.
 //
-// Logits are computed, kept and read in float32 (float64 for float64): probabilities come from the product's own
+// Logits are computed and read in float32 (float64 for float64): probabilities come from the product's own
 // accumulators, not from logits rounded to the type of x. Their gradient is rounded once to that type, as the factor of
 // the two products that it is. Each of those sums in float32 and is rounded once for each chunk of rows (grad_weight)
-// or once (grad_x). On a GPU a grad_weight of 16 bits has a second rounding for each chunk, of what is added to it. A
-// grad_weight in float32 is never rounded to 16 bits.
+// or once (grad_x). On a GPU a grad_weight of 16 bits has a second rounding for each chunk, of what is added to it, and
+// a third of the target's part where logits end in their product (docs/numerics.md), where x times the gradient of its
+// row is rounded too. A grad_weight in float32 is never rounded to 16 bits.
 //
 // dL/d(loss) and the mean's divisor are part of the factor. In float16 they multiply the products' results, so that the
 // factor does not underflow; but where dL/d(loss) is per row, or lse or entropy have gradients, they are part of it
@@ -22,7 +24,7 @@
 //
 // Over the edges, beside those of cross_entropy: rows that are ignored have gradient 0 and all other outputs 0,
 // whatever x holds where they are skipped; where they are not (see skips_ignored_rows), an x that is not finite there
-// makes grad_weight NaN, and a weight that is not finite their grad_x, as 0 * NaN is.
+// may make grad_weight NaN, and a weight that is not finite their grad_x, as 0 * NaN is.
 #pragma once
 
 #include "eaves/context.h"
@@ -172,11 +174,18 @@ std::size_t linear_cross_entropy_forward_backward_workspace_bytes(const LinearCr
 std::size_t linear_cross_entropy_rescale_workspace_bytes(const LinearCrossEntropyRescaleArgs& args,
                                                          const ExecutionContext& context = {});
 
-enum class LinearCrossEntropyAlgorithm : std::uint8_t { speed, memory };
+/// A limit for the workspace of linear_cross_entropy_forward_backward on a GPU that saves memory and keeps three
+/// products faster than four: room for 512 rows in 16 bits, and for more of up to 131,072 classes.
+inline constexpr std::size_t linear_cross_entropy_small_workspace(std::int64_t classes) {
+  const std::size_t mebibytes = classes > 131072 ? (static_cast<std::size_t>(classes) >> 10) + 24 : 152;
+  return mebibytes << 20;
+}
+
+enum class LinearCrossEntropyAlgorithm : std::uint8_t { speed, recompute };
 
 /// Which way to the gradients suits a call whose dL/d(loss) is not known in the forward: speed where the workspace has
-/// room for a chunk of rows that keeps the products fast (on a GPU 1024, or all), the loss is reduced, and the
-/// gradients do not have to be finished in float16, which a loss scale of the backward comes too late for.
+/// room for a chunk of rows with which three products are faster than four (on a GPU 384, or all), the loss is reduced,
+/// and the gradients do not have to be finished in float16, which a loss scale of the backward comes too late for.
 LinearCrossEntropyAlgorithm linear_cross_entropy_algorithm(const LinearCrossEntropyForwardArgs& args,
                                                            const ExecutionContext& context = {});
 

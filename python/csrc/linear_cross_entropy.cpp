@@ -34,7 +34,7 @@ constexpr std::int64_t kWideWeight = 8;  ///< no gradient: that of the weight in
 }  // namespace gradients
 
 static_assert(static_cast<int>(LinearCrossEntropyAlgorithm::speed) == 0 &&
-              static_cast<int>(LinearCrossEntropyAlgorithm::memory) == 1);
+              static_cast<int>(LinearCrossEntropyAlgorithm::recompute) == 1);
 
 #define EAVES_INPUTS                                                                         \
   "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, " \

@@ -256,7 +256,7 @@ def linear_log_prob(
         algorithm: how gradients are computed, as in eaves.linear_cross_entropy. Where head and bias have none,
             "speed" computes that of hidden in the forward: two products instead of three. "auto" does so but for calls
             with return_entropy, because a gradient of the entropy would need the logits again. With K tokens, or a
-            temperature for each row, there is "memory" alone: "auto" is that, and "speed" is refused.
+            temperature for each row, there is "recompute" alone: "auto" and "memory" are that, and "speed" is refused.
         workspace_bytes, skip_ignored, grad_weight_dtype, grad_weight_out: as in eaves.linear_cross_entropy. With K
             tokens, or a temperature for each row, chunks are cut for workspace_bytes; None: 512 MiB on a GPU, 32 MiB on
             the CPU.
@@ -482,7 +482,7 @@ def _head_options(
     if algorithm == "speed":
         raise NotImplementedError(
             f'{op}: algorithm is "speed", which takes one token for each row and a number as temperature; expected '
-            '"auto" or "memory"'
+            '"auto", "memory" or "recompute"'
         )
     check_bool(op, "skip_ignored", skip_ignored)
     sums = accumulator_dtype(hidden.dtype)

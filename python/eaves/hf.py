@@ -476,7 +476,7 @@ def _causal_lm_loss(
             head = logits.head
             if options.get("grad_weight_dtype") is None and head.weight.dtype in (torch.bfloat16, torch.float16):
                 options = {**options, "grad_weight_dtype": torch.float32}
-            shared |= CONSTANT_OUTPUTS  # or "auto" would take the memory way for an entropy
+            shared |= CONSTANT_OUTPUTS  # or "auto" would compute logits again for an entropy
             out: Any = eaves.linear_cross_entropy(
                 logits.hidden.flatten(0, -2), head.weight, target, linear_bias=head.bias, scale=logits.scale,
                 softcap=logits.softcap, **shared, **options,

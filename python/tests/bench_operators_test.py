@@ -243,7 +243,7 @@ def test_torch_computes_the_formula_of_lrpe_cosine(options: dict[str, Any]) -> N
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["eaves", "eaves-memory", "torch", "trl", "verl", "liger"])
+@pytest.mark.parametrize("name", ["eaves", "eaves-recompute", "torch", "trl", "verl", "liger"])
 def test_log_probabilities_are_those_in_float64(name: str, device: torch.device) -> None:
     """With entropies and gradients, by the formula of torch's distribution. 128 features are what verl's kernel needs,
     and 300 tokens are no whole number of anybody's blocks."""
@@ -450,7 +450,7 @@ def test_what_providers_of_linear_log_prob_lack_is_named() -> None:
     rows = [row_of("linear_log_prob", mode, **options) for mode, options in linear_log_prob.KINDS]
     lacking = {each.name: [each.lacks(row) for row in rows] for each in BY_NAME["linear_log_prob"].providers}
     assert {name: each for name, each in lacking.items() if any(each)} == {
-        "eaves-memory": ["the same as eaves", "the same as eaves", ""],
+        "eaves-recompute": ["the same as eaves", "the same as eaves", ""],
         "liger": ["no entropy", "no entropy", ""],
     }
 

@@ -32,7 +32,7 @@ def of_hidden(x: Tensor, head: Tensor, target: Tensor, weight: Tensor, **options
 
 
 def recomputed(x: Tensor, head: Tensor, target: Tensor, weight: Tensor, **options: Any) -> Tensor:
-    return eaves.linear_cross_entropy(x, head, target, weight=weight, algorithm="memory", **options)
+    return eaves.linear_cross_entropy(x, head, target, weight=weight, algorithm="recompute", **options)
 
 
 def encoded(x: Tensor, head: Tensor, target: Tensor, weight: Tensor, **options: Any) -> Tensor:

@@ -503,7 +503,7 @@ def test_a_frozen_body_has_a_gradient_of_the_head_alone() -> None:
 def test_options_reach_the_operator_and_a_second_patch_changes_them() -> None:
     model = tiny_model()
     expected = step(model)
-    patched_class = type(eaves.hf.patch(model, algorithm="memory"))
+    patched_class = type(eaves.hf.patch(model, algorithm="recompute"))
     assert gradients_asked_for(lambda: step(model)) == [("backward", OF_INPUT | OF_WEIGHT)]
     eaves.hf.patch(model, algorithm="speed")
     assert type(model) is patched_class
@@ -531,7 +531,7 @@ def test_options_are_checked_before_anything_changes(options: dict[str, Any], er
     with pytest.raises(error, match=next(iter(options))):
         eaves.hf.patch(model, **options)
     assert type(model) is transformers.LlamaForCausalLM and type(model.lm_head) is torch.nn.Linear
-    eaves.hf.patch(model, algorithm="memory")
+    eaves.hf.patch(model, algorithm="recompute")
     with pytest.raises(error, match=next(iter(options))):
         eaves.hf.patch(model, **options)
     assert gradients_asked_for(lambda: step(model)) == [("backward", OF_INPUT | OF_WEIGHT)]
@@ -964,7 +964,7 @@ def test_unpatch_restores_everything(name: str) -> None:
 def test_a_block_unpatches_after_an_exception() -> None:
     model = tiny_model()
     before = type(model)
-    with pytest.raises(KeyError), eaves.hf.patched(model, algorithm="memory") as same:
+    with pytest.raises(KeyError), eaves.hf.patched(model, algorithm="recompute") as same:
         assert same is model and type(model) is not before
         raise KeyError
     assert type(model) is before and type(model.lm_head) is torch.nn.Linear
@@ -977,7 +977,7 @@ def test_blocks_nest_and_leave_a_patched_model_with_its_options() -> None:
         ((name, _),) = gradients_asked_for(lambda: step(model))
         return name
 
-    with eaves.hf.patched(model, algorithm="memory"):
+    with eaves.hf.patched(model, algorithm="recompute"):
         with eaves.hf.patched(model, algorithm="speed", skip_logits=False):
             assert step(model).output.logits is not None
         assert way() == "backward"
@@ -986,7 +986,7 @@ def test_blocks_nest_and_leave_a_patched_model_with_its_options() -> None:
             raise KeyError
         assert way() == "backward"
     assert type(model) is transformers.LlamaForCausalLM
-    eaves.hf.patch(model, algorithm="memory")
+    eaves.hf.patch(model, algorithm="recompute")
     with eaves.hf.patched(model):
         assert way() == "forward_backward"
     assert way() == "backward"
@@ -1041,7 +1041,7 @@ def test_models_that_share_a_head_are_unpatched_one_by_one() -> None:
     "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
 )
 def test_a_copy_is_patched_and_has_its_own_parameters(copied: Callable[[Any], Any]) -> None:
-    model = eaves.hf.patch(tiny_model("qwen2"), algorithm="memory")
+    model = eaves.hf.patch(tiny_model("qwen2"), algorithm="recompute")
     expected = step(model)
     twin = copied(model)
     assert type(twin) is type(model) and twin.lm_head.weight is twin.model.embed_tokens.weight

@@ -20,7 +20,7 @@ from linear_cross_entropy_cases import LinearOracle, allowed_share, assert_gradi
 from linear_cross_entropy_test import COMBINATIONS, problem, samples, soft_targets
 from pairwise import pairwise
 
-ALGORITHMS = ("speed", "memory")
+ALGORITHMS = ("speed", "recompute")
 
 
 def leaves(*tensors: Tensor | None) -> list[Tensor]:
@@ -164,7 +164,7 @@ def test_what_nobody_asks_for_is_not_computed(wanted: tuple[str, ...], algorithm
         )
         grads = torch.autograd.grad(loss, given) if given else ()
     bits = sum(1 << index for index, name in enumerate(tensors) if name in wanted)
-    assert products.gradients == {"speed": [bits], "memory": [0, bits] if given else [0]}[algorithm]
+    assert products.gradients == {"speed": [bits], "recompute": [0, bits] if given else [0]}[algorithm]
     for shape, name in (((9, 24), "input"), ((33, 24), "head"), ((33,), "bias")):
         assert products.made.count(shape) == (name in wanted)
     exact = LinearOracle(x, head, target, bias).gradients()
@@ -195,14 +195,14 @@ def test_which_way_a_call_goes(device: torch.device) -> None:
     assert is_speed(is_frozen=True) and is_speed(is_frozen=True, reduction="none")
     assert not is_speed(is_frozen=True, reduction="none", return_entropy=True)
     assert not is_speed(return_lse=True) and not is_speed(return_entropy=True)
-    assert is_speed(return_lse=True, algorithm="speed") and not is_speed(algorithm="memory")
+    assert is_speed(return_lse=True, algorithm="speed") and not is_speed(algorithm="recompute")
     assert not is_speed(workspace_bytes=1)
     assert is_speed(workspace_bytes=1 << 30)
     assert is_speed(return_lse=True, return_entropy=True, **CONSTANT_OUTPUTS)
     assert is_speed(is_frozen=True, reduction="none", return_entropy=True, **CONSTANT_OUTPUTS)
 
 
-@each("algorithm", ["auto", "memory"])
+@each("algorithm", ["auto", "recompute"])
 def test_constant_outputs_are_those_of_a_call_without_a_gradient(algorithm: str, device: torch.device) -> None:
     x, head, target, _ = problem((9, 24), 33, torch.float32, device)
     names = {"return_lse": True, "return_entropy": True, "return_argmax": True}
@@ -368,7 +368,7 @@ def test_an_input_that_was_changed_before_the_backward_is_noticed(device: torch.
     x, head, target, _ = problem((9, 24), 33, torch.float32, device)
     leaf = x.requires_grad_()
     hidden = leaf * 1
-    loss = eaves.linear_cross_entropy(hidden, head, target, algorithm="memory")
+    loss = eaves.linear_cross_entropy(hidden, head, target, algorithm="recompute")
     hidden.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

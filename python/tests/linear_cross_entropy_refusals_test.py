@@ -72,7 +72,7 @@ CALLS: list[Call] = [
     ({"z_loss": -1}, ValueError, "z_loss is -1, expected 0 or a positive number that float32 has"),
     ({"ignore_index": 1.5}, TypeError, r"ignore_index is 1\.5, expected an int"),
     ({"normalizer": 2.0, "reduction": "sum"}, ValueError, "normalizer is given, but only the mean divides"),
-    ({"algorithm": "fast"}, ValueError, r'algorithm is \'fast\', expected "auto", "speed" or "memory"'),
+    ({"algorithm": "fast"}, ValueError, r'algorithm is \'fast\', expected one of auto, speed, memory, recompute'),
     ({"algorithm": 1}, TypeError, "algorithm is 1, expected"),
     ({"workspace_bytes": 0}, ValueError, "workspace_bytes is 0, expected a positive number of bytes"),
     ({"workspace_bytes": 1e9}, TypeError, r"workspace_bytes is 1000000000\.0, expected an int"),
@@ -140,7 +140,7 @@ def test_what_the_tensor_for_a_gradient_does_not_go_with(device: torch.device) -
         assert head.grad is None
 
 
-@each("algorithm", ["auto", "speed", "memory"])
+@each("algorithm", ["auto", "speed", "memory", "recompute"])
 def test_a_callers_tensor_in_memory_that_the_call_reads(algorithm: str, device: torch.device) -> None:
     def sentence(name: str) -> str:
         return f"grad_weight_out overlaps {name}, expected memory of its own"
@@ -166,7 +166,7 @@ def test_a_callers_tensor_in_memory_that_the_call_reads(algorithm: str, device: 
         assert_refused(ValueError, sentence("linear_weight"), x, leaf, **given)
 
 
-@each("algorithm", ["speed", "memory"])
+@each("algorithm", ["speed", "recompute"])
 def test_a_callers_tensor_beside_what_the_call_reads(algorithm: str, device: torch.device) -> None:
     x, _, target = tensors(device)
     halves = torch.zeros(5, 6, device=device).split(3, 1)  # rows in turn
@@ -183,7 +183,7 @@ def test_a_callers_tensor_beside_what_the_call_reads(algorithm: str, device: tor
         assert_refused(ValueError, sentence, x, head, target, grad_weight_out=out, algorithm=algorithm)
 
 
-@each("algorithm", [None, "speed", "memory"])
+@each("algorithm", [None, "speed", "memory", "recompute"])
 @each("dtype", [torch.int32, torch.int64])
 def test_a_target_out_of_range_names_its_row(dtype: torch.dtype, algorithm: str | None) -> None:
     x, head, target = tensors("cpu")
@@ -199,7 +199,7 @@ def test_a_target_out_of_range_is_nan_on_a_gpu(cuda: torch.device) -> None:
     x, head, target = tensors(cuda)
     target[2] = 5
     leaf = (x + 1).requires_grad_()
-    for algorithm in ("speed", "memory"):
+    for algorithm in ("speed", "recompute"):
         losses = eaves.linear_cross_entropy(leaf, head, target, reduction="none", algorithm=algorithm)
         assert losses.isnan().tolist() == [False, False, True, False]
         (grad,) = torch.autograd.grad(losses.sum(), leaf)

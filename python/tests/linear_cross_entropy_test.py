@@ -68,7 +68,7 @@ def check(
     oracle = LinearOracle(x, head, target, bias, weight, **options)
     result_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     what = f"{x.dtype} {target.dtype} strides={x.stride()} {options}"
-    for algorithm in (None, "speed", "memory"):
+    for algorithm in (None, "speed", "memory", "recompute"):
         leaf = x.detach().requires_grad_(algorithm is not None)
         named = {"linear_bias": bias, "weight": weight, "algorithm": algorithm or "auto", **options}
         loss = eaves.linear_cross_entropy(leaf, head, target, **named)
@@ -150,7 +150,7 @@ def test_all_rows_ignored_is_0(device: torch.device) -> None:
     x[0] = math.inf  # nobody reads it on a CPU
     target[:] = -100
     for skip in (False, True) if device.type == "cuda" else (False,):
-        for algorithm in ("speed", "memory"):
+        for algorithm in ("speed", "recompute"):
             given = x.requires_grad_() if device.type == "cpu" else x.detach().nan_to_num().requires_grad_()
             out = eaves.linear_cross_entropy(
                 given, head, target, algorithm=algorithm, skip_ignored=skip, return_entropy=True
@@ -159,7 +159,7 @@ def test_all_rows_ignored_is_0(device: torch.device) -> None:
             assert not torch.autograd.grad(out.loss, given)[0].any()
 
 
-@pytest.mark.parametrize("algorithm", ["speed", "memory"])
+@pytest.mark.parametrize("algorithm", ["speed", "recompute"])
 def test_a_cuda_graph_leaves_out_the_rows_that_each_replay_ignores(algorithm: str, cuda: torch.device) -> None:
     rows, limit = 1500, 36 << 20  # several chunks, of several sizes
     x, head, target, bias = problem((rows, 24), 517, torch.float32, cuda)
@@ -234,11 +234,11 @@ def test_the_module_is_the_function(device: torch.device) -> None:
     options = {"ignore_index": 3, "reduction": "sum", "label_smoothing": 0.1, "softcap": 5.0, "z_loss": 0.1}
     weight = torch.rand(33, device=device)
     target[target == -100] = 3
-    module = eaves.LinearCrossEntropyLoss(weight, algorithm="memory", **options)
+    module = eaves.LinearCrossEntropyLoss(weight, algorithm="recompute", **options)
     expected = eaves.linear_cross_entropy(x, head, target, linear_bias=bias, weight=weight, **options)
     assert torch.equal(module(x, head, target, bias), expected)
     assert torch.equal(module.state_dict()["weight"], weight)
-    text = "reduction='sum', ignore_index=3, label_smoothing=0.1, softcap=5.0, z_loss=0.1, algorithm='memory'"
+    text = "reduction='sum', ignore_index=3, label_smoothing=0.1, softcap=5.0, z_loss=0.1, algorithm='recompute'"
     assert module.extra_repr() == text
     arguments = set(inspect.signature(eaves.linear_cross_entropy).parameters)
     passed = set(inspect.signature(eaves.LinearCrossEntropyLoss).parameters) | set(
@@ -258,7 +258,7 @@ def test_outputs_come_as_a_named_tuple(name: str, device: torch.device) -> None:
 # ------------------------------------------------------------------------------------------------------------- autocast
 
 
-@each("algorithm", ["speed", "memory"])
+@each("algorithm", ["speed", "recompute"])
 def test_autocast_casts_the_factors_of_the_product(algorithm: str, device: torch.device) -> None:
     x, head, target, bias = problem((9, 24), 33, torch.float32, device)
     for dtypes in ((torch.float32,) * 3, (torch.bfloat16, torch.float32, torch.float32), (torch.bfloat16,) * 3):
@@ -287,7 +287,7 @@ def test_autocast_casts_the_factors_of_the_product(algorithm: str, device: torch
     assert double.dtype == torch.float64
 
 
-@each("algorithm", ["speed", "memory"])
+@each("algorithm", ["speed", "recompute"])
 def test_under_autocast_the_gradient_of_a_float32_head_is_as_exact_as_that_of_torch(
     algorithm: str, device: torch.device
 ) -> None:
@@ -319,7 +319,7 @@ def test_under_autocast_the_gradient_of_a_float32_head_is_as_exact_as_that_of_to
 def test_under_autocast_a_second_derivative_of_the_head_is_refused_and_not_lost(device: torch.device) -> None:
     x, head, target, _ = problem((9, 24), 33, torch.float32, device)
     leaf = head.requires_grad_()
-    for algorithm in ("speed", "memory"):
+    for algorithm in ("speed", "recompute"):
         with torch.autocast(device.type, torch.bfloat16):
             loss = eaves.linear_cross_entropy(x, leaf, target, algorithm=algorithm)
         (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)

@@ -75,7 +75,7 @@ def of_the_losses(options: dict[str, Any]) -> dict[str, Any]:
 
 @each("options", OPTIONS)
 def test_outputs_and_gradients_match_the_oracle(options: dict[str, Any], device: torch.device) -> None:
-    for dtype, algorithm in pairwise(FLOATING_POINT, ("auto", "speed", "memory")):
+    for dtype, algorithm in pairwise(FLOATING_POINT, ("auto", "speed", "memory", "recompute")):
         hidden, head, tokens = rows_and_head((4, 7), 129, dtype, device)
         tokens[0, 2] = IGNORED
         hidden, head = hidden.requires_grad_(), head.requires_grad_()
@@ -242,7 +242,7 @@ def test_a_frozen_head_takes_two_products(device: torch.device) -> None:
         return grad
 
     assert [name for name in calls_of(gradient) if name != "algorithm"] == ["forward_backward"]
-    assert calls_of(lambda: gradient(algorithm="memory")) == ["forward", "backward"]
+    assert calls_of(lambda: gradient(algorithm="recompute")) == ["forward", "backward"]
     oracle = LinearOracle(hidden, head, tokens, reduction="none")
     assert_gradients((gradient(), None, None), oracle.gradients(-upstream), torch.bfloat16)
 
@@ -344,7 +344,7 @@ def test_every_option_arrives_at_the_loss(monkeypatch: pytest.MonkeyPatch) -> No
     hidden, head, tokens = rows_and_head((4, 7), 7, torch.bfloat16, torch.device("cpu"))
     of_both = {"softcap": 30.0, "scale": 2.0, "ignore_index": 3, "return_entropy": True}
     of_head: dict[str, Any] = {
-        "algorithm": "memory", "workspace_bytes": 1 << 20, "skip_ignored": True, "grad_weight_dtype": torch.float32,
+        "algorithm": "recompute", "workspace_bytes": 1 << 20, "skip_ignored": True, "grad_weight_dtype": torch.float32,
     }  # fmt: skip
     given = keywords_of(
         monkeypatch, "linear_cross_entropy",
@@ -396,14 +396,14 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
     def results(begin: int, end: int, options: dict[str, Any]) -> list[Tensor]:
         x = hidden[begin:end].clone().requires_grad_()
         out = eaves.linear_log_prob(x, head, tokens[begin:end], return_entropy=True, **options)
-        entropy = out.entropy.sum() if options["algorithm"] == "memory" else 0
+        entropy = out.entropy.sum() if options["algorithm"] == "recompute" else 0
         grads = torch.autograd.grad(out.log_prob.sum() + entropy, x)
         top1 = [out.is_top1] if options["return_top1"] else []
         return [out.log_prob.detach(), out.entropy.detach(), *top1, *grads]
 
     # Without the largest logit, on Hopper, logits end in their product.
     for algorithm, top1, fused in (
-        ("memory", False, "1"), ("memory", True, "0"), ("speed", False, "1"), ("speed", True, "0"),
+        ("recompute", False, "1"), ("recompute", True, "0"), ("speed", False, "1"), ("speed", True, "0"),
     ):  # fmt: skip
         monkeypatch.setenv("EAVES_FUSED_PRODUCT", fused)
         for options in ({}, {"workspace_bytes": limit}):

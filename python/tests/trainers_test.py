@@ -226,7 +226,7 @@ def test_install_is_undone_by_uninstall_and_by_the_end_of_a_block() -> None:
     eaves.trl.install()
     ours = theirs()
     assert eaves.trl.is_active() and ours is not original
-    with eaves.trl.install(algorithm="memory"):  # other options, for a while
+    with eaves.trl.install(algorithm="recompute"):  # other options, for a while
         assert eaves.trl.is_active() and theirs() is not ours
     assert eaves.trl.is_active() and theirs() is ours
     eaves.trl.uninstall()
@@ -266,7 +266,7 @@ def test_what_somebody_else_has_replaced_is_left_and_told(
 
 def test_the_end_of_a_block_undoes_its_own_install_alone() -> None:
     original = theirs()
-    first, second = eaves.trl.install(), eaves.trl.install(algorithm="memory")
+    first, second = eaves.trl.install(), eaves.trl.install(algorithm="recompute")
     ours = theirs()
     with first:
         pass
@@ -321,9 +321,9 @@ def test_trl_takes_the_options_that_install_is_given(monkeypatch: pytest.MonkeyP
         apply(hidden, head, None, targets, 1.0, 64, None, 1.0, ("mean_logits", "log_sum_sq_probs"))
     assert [call["workspace_bytes"] for call in given] == [None] and given[0]["algorithm"] == "speed"
     given.clear()
-    with eaves.trl.install(algorithm="memory", workspace_bytes=1 << 20):
+    with eaves.trl.install(algorithm="recompute", workspace_bytes=1 << 20):
         apply(hidden, head, None, targets, 1.0, 64, None, 1.0, ("entropy",))
-    assert given[0].items() >= {"algorithm": "memory", "workspace_bytes": 1 << 20}.items() and len(given) == 1
+    assert given[0].items() >= {"algorithm": "recompute", "workspace_bytes": 1 << 20}.items() and len(given) == 1
     assert given[0]["grad_weight_dtype"] == torch.float32
     assert given[0]["return_entropy"] and not given[0]["return_argmax"] and not given[0]["return_sum_sq"]
     with eaves.trl.install():
@@ -415,8 +415,8 @@ def test_verl_takes_the_options_that_install_is_given(verl: Any, monkeypatch: py
     given: dict[str, Any] = {}
     original = eaves.verl.linear_log_prob
     monkeypatch.setattr(eaves.verl, "linear_log_prob", lambda *a, **k: given.update(k) or original(*a, **k))
-    with eaves.verl.install(algorithm="memory", workspace_bytes=1 << 20):
+    with eaves.verl.install(algorithm="recompute", workspace_bytes=1 << 20):
         verl.linear_cross_entropy(*rows_and_head((5,), 33, torch.float32, torch.device("cpu")))
-    assert given.items() >= {"algorithm": "memory", "workspace_bytes": 1 << 20}.items()
+    assert given.items() >= {"algorithm": "recompute", "workspace_bytes": 1 << 20}.items()
     with pytest.raises(ValueError):
         eaves.verl.install(algorithm="fast")

@@ -38,6 +38,6 @@ struct Gemm {
 };
 
 /// What a product on a GPU takes of a workspace, whatever its size; on the CPU nothing.
-inline constexpr std::size_t kGemmWorkspaceBytes = std::size_t{32} << 20;
+inline constexpr std::size_t kGemmWorkspaceBytes = std::size_t{8} << 20;
 
 }  // namespace eaves

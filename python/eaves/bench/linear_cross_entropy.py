@@ -28,7 +28,7 @@ WITHOUT_BIAS = ("liger-scaled", "cut-cross-entropy", "quack")
 def _eaves(algorithm: str) -> Callable[[Any, Row], Forward]:
     def make(function: Any, row: Row) -> Forward:
         # Of the algorithm that computes gradients in the forward, the backward alone does nothing.
-        keywords: dict[str, Any] = {"algorithm": "memory" if row.mode == "bwd" else algorithm}
+        keywords: dict[str, Any] = {"algorithm": "recompute" if row.mode == "bwd" else algorithm}
         if "workspace_mib" in row.options:
             keywords["workspace_bytes"] = row.options["workspace_mib"] * 2**20
         return lambda x, weight, target, bias=None: function(x, weight, target, linear_bias=bias, **keywords)
@@ -106,6 +106,7 @@ def _peer(name: str, source: str, make: Any, packages: tuple[str, ...], lacks: C
 PROVIDERS = (
     Provider("eaves", _LCE, _eaves("auto")),
     Provider("eaves-memory", _LCE, _eaves("memory"), lacks=_not_both),
+    Provider("eaves-recompute", _LCE, _eaves("recompute"), lacks=_not_both),
     _TORCH,
     compiled(_TORCH),
     Provider("torch-chunked", "torch.nn:LinearCrossEntropyOptions", _torch_chunked, lacks=_at_once),

@@ -96,7 +96,7 @@ _TORCH = Provider("torch", "torch", _torch)
 
 PROVIDERS = (
     Provider("eaves", _ELP, _eaves("auto")),
-    Provider("eaves-memory", _ELP, _eaves("memory"), lacks=_not_frozen),
+    Provider("eaves-recompute", _ELP, _eaves("recompute"), lacks=_not_frozen),
     _TORCH,
     compiled(_TORCH),
     Provider("trl", "trl.kernels.chunked_logprob:ChunkedLogProbFunction", _trl, ("trl",)),

@@ -43,7 +43,7 @@ Every row of both pages, by both protocols, where `best peer / eaves` is below {
 _AS_GOOD = f"""\
 The rows where a peer takes less time or less memory, by more than {100 * tables.NOISE:.0f} %, and at most
 {100 * tables.NOISE:.0f} % more of the other. The provider `eaves` is the default, `eaves-<algorithm>` is called with
-that `algorithm`. The backward of linear_cross_entropy by itself is `memory` in the line `eaves`, because the default
+that `algorithm`. The backward of linear_cross_entropy by itself is `recompute` in the line `eaves`, because the default
 has computed the gradients by then."""
 
 

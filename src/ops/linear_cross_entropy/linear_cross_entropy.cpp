@@ -419,14 +419,14 @@ std::size_t linear_cross_entropy_rescale_workspace_bytes(const LinearCrossEntrop
 LinearCrossEntropyAlgorithm linear_cross_entropy_algorithm(const LinearCrossEntropyForwardArgs& args,
                                                            const ExecutionContext& context) {
   LinearCrossEntropyProblem problem = make_problem(args);
-  if (!problem.is_reduced() || problem.dtype == DType::float16) return LinearCrossEntropyAlgorithm::memory;
+  if (!problem.is_reduced() || problem.dtype == DType::float16) return LinearCrossEntropyAlgorithm::recompute;
   problem.mode = Mode::forward_backward;
   problem.grad_x = const_cast<void*>(problem.x);  // wanted: it is not written here
   problem.ends_in_product = ends_in_product(problem);
   const std::int64_t enough = std::min(problem.rows(), policy_of(problem.device).few_rows);
   const std::size_t needed = workspace_bytes(problem, {enough, problem.classes});
   return needed <= limit_of(problem, context) ? LinearCrossEntropyAlgorithm::speed
-                                              : LinearCrossEntropyAlgorithm::memory;
+                                              : LinearCrossEntropyAlgorithm::recompute;
 }
 
 }  // namespace eaves

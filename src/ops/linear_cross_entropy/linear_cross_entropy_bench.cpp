@@ -22,7 +22,13 @@
 namespace eaves::bench {
 namespace {
 
-using Algorithm = LinearCrossEntropyAlgorithm;
+/// As the Python function has them.
+enum class Algorithm : std::uint8_t { speed, memory, recompute };
+
+std::string quoted_name_of(Algorithm algorithm) {
+  constexpr const char* kNames[] = {"\"speed\"", "\"memory\"", "\"recompute\""};
+  return kNames[static_cast<int>(algorithm)];
+}
 
 /// One call of a training step. What is not named is as in the seed tables.
 struct Case {
@@ -108,8 +114,11 @@ Call loss_call(Arena& arena, const Case& item) {
 }
 
 Call speed_call(Arena& arena, const Case& item) {
-  const LinearCrossEntropyForwardBackwardArgs args{.forward = forward_args(arena, item),
-                                                   .gradients = gradients_of(arena, item)};
+  LinearCrossEntropyForwardBackwardArgs args{.forward = forward_args(arena, item),
+                                             .gradients = gradients_of(arena, item)};
+  if (item.algorithm == Algorithm::memory && arena.device().type == DeviceType::cuda) {
+    args.forward.inputs.workspace_limit = linear_cross_entropy_small_workspace(item.v);
+  }
   return make_call(args, linear_cross_entropy_forward_backward, linear_cross_entropy_forward_backward_workspace_bytes);
 }
 
@@ -167,7 +176,7 @@ Call rounded_logits_call(Arena& arena, const Case& item) {
 
 // How much a call computes at once follows from the size of its workspace: each of the two gets its own, at the start
 // of the same memory.
-Call memory_call(Arena& arena, const Case& item) {
+Call recompute_call(Arena& arena, const Case& item) {
   const DType result_dtype = accumulator_dtype(item.dtype);
   LinearCrossEntropyForwardArgs forward = forward_args(arena, item);
   forward.outputs.lse = arena.output(result_dtype, {item.batch});
@@ -245,7 +254,7 @@ Call matrix_products(Arena& arena, const Case& item) {
 std::vector<std::pair<std::string, std::string>> option_keys(const Case& item) {
   std::vector<std::pair<std::string, std::string>> keys = {{"reduction", "\"mean\""}};
   if (!item.is_loss_alone()) {
-    keys.emplace_back("algorithm", item.algorithm == Algorithm::speed ? "\"speed\"" : "\"memory\"");
+    keys.emplace_back("algorithm", quoted_name_of(item.algorithm));
     if (!item.has_grad_x) keys.emplace_back("grad_x", "false");
     if (!item.has_grad_weight) keys.emplace_back("grad_weight", "false");
   }
@@ -261,7 +270,7 @@ std::vector<std::pair<std::string, std::string>> option_keys(const Case& item) {
 Call call_of(Arena& arena, const Case& item) {
   if (item.is_loss_alone()) return loss_call(arena, item);
   if (item.has_rounded_logits) return rounded_logits_call(arena, item);
-  return item.algorithm == Algorithm::speed ? speed_call(arena, item) : memory_call(arena, item);
+  return item.algorithm == Algorithm::recompute ? recompute_call(arena, item) : speed_call(arena, item);
 }
 
 Row make_row(const Case& item) {
@@ -328,7 +337,7 @@ std::vector<Case> of_each_vocabulary(const Shown& shown, const Case& like) {
 
 void add_seed_tables(std::vector<Table>& tables, const Shown& shown) {
   for (const bool is_dense : {false, true}) {
-    for (const Algorithm algorithm : {Algorithm::speed, Algorithm::memory}) {
+    for (const Algorithm algorithm : {Algorithm::speed, Algorithm::memory, Algorithm::recompute}) {
       Case like = shown.like;
       like.is_dense = is_dense;
       like.algorithm = algorithm;
@@ -378,9 +387,9 @@ std::vector<Table> tables_of(const Request& request) {
     Case speed = shown.like;
     speed.dtype = DType::float32;
     speed.v = shown.vocabulary_of_options;
-    Case memory = speed;
-    memory.algorithm = Algorithm::memory;
-    add_table(tables, {speed, memory});
+    Case recompute = speed;
+    recompute.algorithm = Algorithm::recompute;
+    add_table(tables, {speed, recompute});
   }
   return tables;
 }
@@ -392,10 +401,11 @@ std::vector<Row> rows_of_shape(const Shape& shape, DType dtype) {
              .v = shape.sizes.at("v"),
              .dtype = dtype,
              .is_dense = true};
-  Case memory = speed, loss_alone = speed;
+  Case memory = speed, recompute = speed, loss_alone = speed;
   memory.algorithm = Algorithm::memory;
+  recompute.algorithm = Algorithm::recompute;
   loss_alone.has_grad_x = loss_alone.has_grad_weight = false;
-  return {make_row(speed), make_row(memory), make_row(loss_alone)};
+  return {make_row(speed), make_row(memory), make_row(recompute), make_row(loss_alone)};
 }
 
 }  // namespace

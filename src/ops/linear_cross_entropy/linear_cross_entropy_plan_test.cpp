@@ -233,19 +233,19 @@ TEST(LinearCrossEntropyPlan, TheSpeedyWayIsChosenWhereTheWorkspaceHasRoomForAChu
   Call call(DType::bfloat16);
   EXPECT_EQ(linear_cross_entropy_algorithm(call.args), LinearCrossEntropyAlgorithm::speed);
   call.args.inputs.workspace_limit = 4000;  // not one row of logits
-  EXPECT_EQ(linear_cross_entropy_algorithm(call.args), LinearCrossEntropyAlgorithm::memory);
+  EXPECT_EQ(linear_cross_entropy_algorithm(call.args), LinearCrossEntropyAlgorithm::recompute);
   const ExecutionContext large{.workspace = {reinterpret_cast<void*>(std::uintptr_t{256}), std::size_t{64} << 20}};
   EXPECT_EQ(linear_cross_entropy_algorithm(call.args, large), LinearCrossEntropyAlgorithm::speed);
   const ExecutionContext small{.workspace = {reinterpret_cast<void*>(std::uintptr_t{256}), 4000}};
   call.args.inputs.workspace_limit = 0;
-  EXPECT_EQ(linear_cross_entropy_algorithm(call.args, small), LinearCrossEntropyAlgorithm::memory);
+  EXPECT_EQ(linear_cross_entropy_algorithm(call.args, small), LinearCrossEntropyAlgorithm::recompute);
 }
 
 TEST(LinearCrossEntropyPlan, WhatAGradientThatComesLaterCannotFinishIsComputedInTheBackward) {
   EXPECT_EQ(linear_cross_entropy_algorithm(Call(DType::float32).args), LinearCrossEntropyAlgorithm::speed);
-  EXPECT_EQ(linear_cross_entropy_algorithm(Call(DType::float16).args), LinearCrossEntropyAlgorithm::memory);
+  EXPECT_EQ(linear_cross_entropy_algorithm(Call(DType::float16).args), LinearCrossEntropyAlgorithm::recompute);
   EXPECT_EQ(linear_cross_entropy_algorithm(Call(DType::bfloat16, Reduction::none).args),
-            LinearCrossEntropyAlgorithm::memory);
+            LinearCrossEntropyAlgorithm::recompute);
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ struct LinearCrossEntropyPolicy {
   std::size_t least_powers_bytes;  ///< the same where logits end in their product
   std::size_t most_powers_bytes;
   std::int64_t enough_rows;  ///< of a chunk, whose products are nearly as fast as whole ones
-  std::int64_t few_rows;     ///< of a chunk: with less, both at once is no longer the faster way
+  std::int64_t few_rows;     ///< of a chunk: with less, computing logits again is as fast as both at once
   std::int64_t usual_rows;   ///< that blocks of classes are chosen for where the number of rows must not matter
 
   bool cuts_classes_in_forward;  ///< the loss alone: logits that stay in the cache are worth merging statistics for
@@ -44,15 +44,15 @@ struct LinearCrossEntropyPolicy {
 /// which its L2 holds most, beside what a product takes. Tiles are those of Hopper's products, one for each of 132
 /// multiprocessors.
 inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnGpu = {
-    .forward_bytes = std::size_t{102} << 20,
-    .fused_forward_bytes = std::size_t{62} << 20,
-    .backward_bytes = std::size_t{160} << 20,
-    .least_bytes = std::size_t{448} << 20,
-    .most_bytes = std::size_t{1088} << 20,
-    .least_powers_bytes = std::size_t{500} << 20,
-    .most_powers_bytes = std::size_t{1160} << 20,
+    .forward_bytes = std::size_t{78} << 20,
+    .fused_forward_bytes = std::size_t{38} << 20,
+    .backward_bytes = std::size_t{100} << 20,
+    .least_bytes = std::size_t{424} << 20,
+    .most_bytes = std::size_t{1064} << 20,
+    .least_powers_bytes = std::size_t{476} << 20,
+    .most_powers_bytes = std::size_t{1136} << 20,
     .enough_rows = 3072,
-    .few_rows = 1024,
+    .few_rows = 384,
     .usual_rows = 1024,
     .cuts_classes_in_forward = true,
     .least_rows = 16,
