@@ -1,9 +1,9 @@
 """linear_cross_entropy for torch tensors: the public function and module, and their autograd. Fake implementations and
 batching rules are in _linear_cross_entropy_rules.py.
 
-There are two ways to the gradients, two torch.autograd.Functions here. `_Recompute` keeps the arguments and one number for
-each row, and computes the logits again in the backward. `_Speed` computes gradients in the forward, for an upstream
-gradient of 1, and multiplies them in the backward by the one that came.
+There are two ways to the gradients, two torch.autograd.Functions here. `_Recompute` keeps the arguments and one number
+for each row, and computes the logits again in the backward. `_Speed` computes gradients in the forward, for an upstream
+gradient of 1, and multiplies them in the backward by the one that came; "memory" is that in smaller chunks.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def linear_cross_entropy(
         memory  The same in smaller chunks: on a GPU up to 1.3 times the time, in 152 MiB of scratch memory up to
                 131,072 classes, about 1 KiB a class beyond. Where a chunk has no room for 384 rows: recompute.
         recompute  The forward keeps one number for each row, and the backward computes the logits again: four products.
-                The gradients do not wait, and that of linear_weight is rounded once for each of fewer chunks.
+                No gradient waits between them, and that of linear_weight is rounded for fewer chunks.
 
     Rows that are ignored are left out before the first product: on the CPU always, on a GPU with `skip_ignored`.
 
@@ -237,9 +237,9 @@ def linear_cross_entropy(
         return_mean_logit: whether to return the mean of each row's z', [rows...], float32; not differentiable. Not with
             probabilities as the target, nor with weight and label_smoothing together.
         algorithm: "speed", "memory", "recompute", or "auto": speed where the workspace has room for it, but for calls
-            with return_lse, return_entropy or grad_weight_out. "speed" is speed for those too; where lse or entropy turn
-            out to have a gradient, or a second derivative is asked for, the backward computes again. Always recompute
-            are calls with reduction "none", but where input alone has a gradient (a frozen head: two products instead
+            with return_lse, return_entropy or grad_weight_out, and else recompute. "speed" is speed for those too;
+            where lse or entropy turn out to have a gradient, or a second derivative is asked for, the backward computes
+            the logits again. Always recompute are calls with reduction "none", but where input alone has a gradient (a frozen head: two products instead
             of three), because what multiplies the rows comes with the backward; with float16, whose gradients would
             underflow before a loss scale multiplies them; and under torch.vmap and torch.func. Under torch.compile,
             "auto" is speed where workspace_bytes is not given.
@@ -380,7 +380,8 @@ def linear_cross_entropy(
             gradients = 0
         run = apply if grad_weight_out is None else uncompiled(apply)
         outputs = run(
-            _OP, function, *tensors, *settings, limit, grad_weight_out, computed, followed, gradients | wide, number_tensor
+            _OP, function, *tensors, *settings, limit, grad_weight_out, computed, followed, gradients | wide,
+            number_tensor,
         )  # fmt: skip
     if wanted == 0:
         loss: Tensor = outputs[0]

@@ -18,7 +18,8 @@ from linear_cross_entropy_test import problem
 # A second backward of a compiled graph is something that torch has to be told of.
 @torch._functorch.config.patch(donated_buffer=False)
 @pytest.mark.parametrize(
-    ("algorithm", "reduction"), [("speed", "mean"), ("memory", "mean"), ("recompute", "mean"), ("auto", "mean"), ("speed", "none")]
+    ("algorithm", "reduction"),
+    [("speed", "mean"), ("memory", "mean"), ("recompute", "mean"), ("auto", "mean"), ("speed", "none")],
 )
 def test_all_gradients_are_those_of_the_eager_call(
     algorithm: str, reduction: str, any_device: torch.device, fresh_compiler: None

@@ -196,6 +196,8 @@ def test_which_way_a_call_goes(device: torch.device) -> None:
     assert not is_speed(is_frozen=True, reduction="none", return_entropy=True)
     assert not is_speed(return_lse=True) and not is_speed(return_entropy=True)
     assert is_speed(return_lse=True, algorithm="speed") and not is_speed(algorithm="recompute")
+    assert is_speed(algorithm="memory") and is_speed(is_frozen=True, reduction="none", algorithm="memory")
+    assert not is_speed(return_lse=True, algorithm="memory") and not is_speed(torch.float16, algorithm="memory")
     assert not is_speed(workspace_bytes=1)
     assert is_speed(workspace_bytes=1 << 30)
     assert is_speed(return_lse=True, return_entropy=True, **CONSTANT_OUTPUTS)
