@@ -239,10 +239,10 @@ def linear_cross_entropy(
         algorithm: "speed", "memory", "recompute", or "auto": speed where the workspace has room for it, but for calls
             with return_lse, return_entropy or grad_weight_out, and else recompute. "speed" is speed for those too;
             where lse or entropy turn out to have a gradient, or a second derivative is asked for, the backward computes
-            the logits again. Always recompute are calls with reduction "none", but where input alone has a gradient (a frozen head: two products instead
-            of three), because what multiplies the rows comes with the backward; with float16, whose gradients would
-            underflow before a loss scale multiplies them; and under torch.vmap and torch.func. Under torch.compile,
-            "auto" is speed where workspace_bytes is not given.
+            the logits again. Always recompute are calls with reduction "none", but where input alone has a gradient (a
+            frozen head: two products instead of three), because what multiplies the rows comes with the backward; with
+            float16, whose gradients would underflow before a loss scale multiplies them; and under torch.vmap and
+            torch.func. Under torch.compile, "auto" is speed where workspace_bytes is not given.
         workspace_bytes: the most scratch memory that a call should take, in bytes; None: what suits the device. Where
             it is too little for the smallest chunk, the call takes what that needs.
         skip_ignored: on a GPU, whether to leave out rows that are ignored before anything is multiplied. The call then
@@ -553,7 +553,7 @@ def check_algorithm(algorithm: object, workspace_bytes: object) -> None:
 def _algorithm_of(algorithm: object) -> str:
     if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
         error = ValueError if isinstance(algorithm, str) else TypeError
-        raise error(f'{_OP}: algorithm is {algorithm!r}, expected one of {", ".join(_ALGORITHMS)}')
+        raise error(f"{_OP}: algorithm is {algorithm!r}, expected one of {', '.join(_ALGORITHMS)}")
     return algorithm
 
 
