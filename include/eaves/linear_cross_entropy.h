@@ -175,10 +175,12 @@ std::size_t linear_cross_entropy_rescale_workspace_bytes(const LinearCrossEntrop
                                                          const ExecutionContext& context = {});
 
 /// A limit for the workspace of linear_cross_entropy_forward_backward on a GPU that saves memory and keeps three
-/// products faster than four: room for 512 rows in 16 bits, and for more of up to 131,072 classes.
+/// products faster than four: room for 512 rows in 16 bits, but at least 160 MiB, which are 1024 rows of 65,536
+/// classes.
 inline constexpr std::size_t linear_cross_entropy_small_workspace(std::int64_t classes) {
-  const std::size_t mebibytes = classes > 131072 ? (static_cast<std::size_t>(classes) >> 10) + 24 : 152;
-  return mebibytes << 20;
+  constexpr std::size_t kLeast = std::size_t{160} << 20;
+  const std::size_t of_512_rows = static_cast<std::size_t>(classes) * 1024 + (std::size_t{24} << 20);
+  return of_512_rows > kLeast ? of_512_rows : kLeast;
 }
 
 enum class LinearCrossEntropyAlgorithm : std::uint8_t { speed, recompute };
