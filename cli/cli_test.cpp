@@ -312,7 +312,7 @@ TEST_F(Program, BenchTakesAShapeOfTheUsersOwn) {
                              "\nlinear_cross_entropy batch 3, dim 8, v 40, reduction mean, data dense, bfloat16\n",
                              {{"batch", 3}, {"dim", 8}, {"v", 40}},
                              {{"reduction", "mean"}, {"algorithm", "speed"}, {"data", "dense"}},
-                             {"fwd+bwd", "fwd+bwd", "fwd"}},
+                             {"fwd+bwd", "fwd+bwd", "fwd+bwd", "fwd"}},
                             {"lrpe_cosine --shape batch=2,length=5,heads=3,dim=8",
                              "\nlrpe_cosine batch 2, head 3, dim 8, n 5, bfloat16\n",
                              {{"batch", 2}, {"head", 3}, {"dim", 8}, {"n", 5}},
