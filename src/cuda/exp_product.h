@@ -1,8 +1,9 @@
 // A product of matrices on Hopper (compute capability 9.0) that ends in exponentials: logits are in its accumulators
 // and never in memory.
 //
-//   z = x weight^T                       [rows, classes], float32
-//   t = z * factor - shift[row]          so that 2^t is what a softmax is made of
+//   z = x weight^T + bias                  [rows, classes], float32
+//   t = z * factor - shift[row]            so that 2^t is what a softmax is made of; or with a soft cap
+//   t = tanh(z * to_tanh) * factor - shift[row]
 //
 // The kernels are in src/cuda/sm90, on the headers of CUTLASS, one for each thing that is done with t. Each also writes
 // the logit of each row's target: its loss has to come from the accumulators that its exponential comes from.
@@ -25,8 +26,10 @@ struct ExpProduct {
   DType dtype;                 ///< of x and weight: bfloat16 or float16
   GemmMatrix x;                ///< [rows, features]
   GemmMatrix weight;           ///< [classes, features]
-  float factor;                ///< of logits: a scale times log2(e)
-  const float* shift;          ///< [rows]; these and the following start on 16 bytes
+  const float* bias;           ///< [classes]; nullptr: 0
+  float to_tanh;               ///< a scale over a soft cap; 0: no soft cap
+  float factor;                ///< a scale times log2(e), or a soft cap times log2(e)
+  const float* shift;          ///< [rows]; this and the following start on 16 bytes
   const std::int32_t* target;  ///< [rows], a class each; none: -1
   float* target_logit;         ///< out; [rows], z of the target where there is one
 };
@@ -46,8 +49,9 @@ inline std::int64_t exp_product_sums(std::int64_t rows, std::int64_t classes) {
   return ceil_divide(classes, kExpProductClasses) * ceil_divide(rows, kExpProductRows) * kExpProductRows;
 }
 
-/// For each row and tile of classes: the sums of 2^t and of 2^t * t. Where `powers` is not nullptr also each 2^t,
-/// rounded to bfloat16, whose range is that of float32; x and weight are of bfloat16 then.
+/// For each row and tile of classes: the sums of 2^t and of 2^t * t. Where `powers` is not nullptr also each 2^t, times
+/// the derivative of tanh with a soft cap, rounded to bfloat16, whose range is that of float32; x and weight are of
+/// bfloat16 then.
 struct ExpProductSums {
   float* sums;             ///< [tiles, rows up to a whole tile]
   float* moments;          ///< the same
@@ -57,7 +61,8 @@ struct ExpProductSums {
 
 void exp_product(const char* op, const ExpProduct& product, const ExpProductSums& to, const ExecutionContext& context);
 
-/// For each logit 2^t * (constant[row] + slope[row] * t), rounded to the dtype of the product; 0 where both are 0.
+/// For each logit 2^t * (constant[row] + slope[row] * t), times the derivative of tanh with a soft cap, rounded to the
+/// dtype of the product; 0 where both are 0.
 struct ExpProductGradient {
   const float* constant;
   const float* slope;

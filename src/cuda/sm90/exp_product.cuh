@@ -15,6 +15,7 @@
 #include <type_traits>
 
 #include "cuda/exp_product.h"
+#include "cuda/math.cuh"
 #include "eaves/error.h"
 
 namespace eaves::cuda::sm90 {
@@ -25,59 +26,84 @@ using Tile = cute::Shape<cute::Int<kExpProductRows>, cute::Int<kExpProductClasse
 using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;  // two tiles of rows share what is loaded of the weight
 inline constexpr auto kRounding = cutlass::FloatRoundStyle::round_to_nearest;
 
-// ---- functions of fragments ----------------------------------------------------------------------------------------
+// ---- functions of fragments: CUTLASS' arrays of numbers ---------------------------------------------------------
 
-/// A function of numbers as one of CUTLASS' arrays of them.
-template <typename Function>
-struct OfArrays {
-  template <int kSize, typename... Others>
-  CUTLASS_DEVICE cutlass::Array<float, kSize> operator()(const cutlass::Array<float, kSize>& first,
-                                                         const Others&... others) const {
-    cutlass::Array<float, kSize> result;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kSize; ++i) result[i] = Function::of(first[i], others[i]...);
-    return result;
+template <typename Fragment, typename Function>
+CUTLASS_DEVICE Fragment for_each_element(Function function) {
+  Fragment result;
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < Fragment::kElements; ++i) result[i] = function(i);
+  return result;
+}
+
+/// function(x) of each x = z * to_tanh, or of_small(x) where no x is too large for that.
+template <typename Fragment, typename Small, typename Function>
+CUTLASS_DEVICE Fragment for_each_inner(const Fragment& z, const Fragment& to_tanh, Small of_small, Function function) {
+  const Fragment x = for_each_element<Fragment>([&](int i) { return z[i] * to_tanh[i]; });
+  bool is_small = true;
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < Fragment::kElements; ++i) is_small = is_small && fabsf(x[i]) <= kSmallTanh;
+  if (is_small) return for_each_element<Fragment>([&](int i) { return of_small(x[i]); });
+  return for_each_element<Fragment>([&](int i) { return function(x[i]); });
+}
+
+/// t from a logit, with a soft cap where `to_tanh` is not 0.
+template <typename Fragment>
+struct Exponent {
+  CUTLASS_DEVICE Fragment operator()(const Fragment& z, const Fragment& factor, const Fragment& shift,
+                                     const Fragment& to_tanh) const {
+    Fragment inner = z;
+    if (to_tanh[0] != 0.0f) {
+      inner = for_each_inner(z, to_tanh, small_tanh, [](float x) { return tanh_and_derivative(x).tanh; });
+    }
+    return for_each_element<Fragment>([&](int i) { return fmaf(inner[i], factor[i], -shift[i]); });
   }
 };
-
-struct ExponentFunction {
-  static CUTLASS_DEVICE float of(float z, float factor, float shift) { return fmaf(z, factor, -shift); }
-};
-struct PowerFunction {
-  static CUTLASS_DEVICE float of(float t) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(t));
-    return result;
+template <typename Fragment>
+struct Power {
+  CUTLASS_DEVICE Fragment operator()(const Fragment& t) const {
+    return for_each_element<Fragment>([&](int i) { return exp2_approximate(t[i]); });
   }
 };
 /// Below it, 2^t is 0: 0 * -infinity would be NaN.
 inline constexpr float kLeastExponent = -1024.0f;
-struct MomentFunction {
-  static CUTLASS_DEVICE float of(float power, float t) { return power * fmaxf(t, kLeastExponent); }
-};
-struct GradientFunction {
-  static CUTLASS_DEVICE float of(float t, float constant, float slope) {
-    // A row that counts for nothing has the gradient 0, whatever its logits.
-    const bool is_nothing = constant == 0.0f && slope == 0.0f;
-    const float gradient = PowerFunction::of(t) * fmaf(slope, fmaxf(t, kLeastExponent), constant);
-    return is_nothing ? 0.0f : gradient;
+template <typename Fragment>
+struct Moment {
+  CUTLASS_DEVICE Fragment operator()(const Fragment& power, const Fragment& t) const {
+    return for_each_element<Fragment>([&](int i) { return power[i] * fmaxf(t[i], kLeastExponent); });
   }
 };
-template <typename>
-struct Exponent : OfArrays<ExponentFunction> {};
-template <typename>
-struct Power : OfArrays<PowerFunction> {};
-template <typename>
-struct Moment : OfArrays<MomentFunction> {};
-template <typename>
-struct Gradient : OfArrays<GradientFunction> {};
+/// Times the derivative of the soft cap.
+template <typename Fragment>
+struct TimesDerivative {
+  CUTLASS_DEVICE Fragment operator()(const Fragment& value, const Fragment& z, const Fragment& to_tanh) const {
+    if (to_tanh[0] == 0.0f) return value;
+    const Fragment derivative =
+        for_each_inner(z, to_tanh, small_tanh_derivative, [](float x) { return tanh_and_derivative(x).derivative; });
+    return for_each_element<Fragment>([&](int i) { return value[i] * derivative[i]; });
+  }
+};
+template <typename Fragment>
+struct Gradient {
+  CUTLASS_DEVICE Fragment operator()(const Fragment& t, const Fragment& constant, const Fragment& slope,
+                                     const Fragment& z, const Fragment& to_tanh) const {
+    const Fragment of_softmax = for_each_element<Fragment>(
+        [&](int i) { return exp2_approximate(t[i]) * fmaf(slope[i], fmaxf(t[i], kLeastExponent), constant[i]); });
+    const Fragment gradient = TimesDerivative<Fragment>{}(of_softmax, z, to_tanh);
+    // A row that counts for nothing has the gradient 0, whatever its logits.
+    return for_each_element<Fragment>(
+        [&](int i) { return constant[i] == 0.0f && slope[i] == 0.0f ? 0.0f : gradient[i]; });
+  }
+};
 
 // ---- visitors ------------------------------------------------------------------------------------------------------
 
-/// Writes the logit of each row's target, and passes all logits on. Children: the logits, the targets.
-struct KeepTarget : fusion::Sm90VisitorImpl<> {
+/// Adds the bias, and writes the logit of each row's target. Children: the products, the targets. A row broadcast of
+/// CUTLASS would take all calls 0.7 % of their time, those without a bias too.
+struct FinishLogits : fusion::Sm90VisitorImpl<> {
   struct SharedStorage {};
   struct Arguments {
+    const float* bias = nullptr;
     float* to = nullptr;
   };
   using Params = Arguments;
@@ -100,8 +126,8 @@ struct KeepTarget : fusion::Sm90VisitorImpl<> {
     return cutlass::Status::kSuccess;
   }
 
-  CUTLASS_HOST_DEVICE KeepTarget() {}
-  CUTLASS_HOST_DEVICE KeepTarget(const Params& params, const SharedStorage&) : to_(params.to) {}
+  CUTLASS_HOST_DEVICE FinishLogits() {}
+  CUTLASS_HOST_DEVICE FinishLogits(const Params& params, const SharedStorage&) : params_(params) {}
 
   template <typename Coordinates>
   struct Callbacks : fusion::EmptyConsumerStoreCallbacks {
@@ -109,16 +135,31 @@ struct KeepTarget : fusion::Sm90VisitorImpl<> {
     int rows;                 ///< from the first one to the end, as `classes`
     int classes;
     int first_class;
+    const float* bias;
     float* to;  ///< of the first row
 
-    CUTLASS_DEVICE Callbacks(const Coordinates& of_thread, int rows_left, int classes_left, int first, float* first_row)
-        : coordinates(of_thread), rows(rows_left), classes(classes_left), first_class(first), to(first_row) {}
+    CUTLASS_DEVICE Callbacks(const Coordinates& of_thread, int rows_left, int classes_left, int first,
+                             const float* of_classes, float* first_row)
+        : coordinates(of_thread),
+          rows(rows_left),
+          classes(classes_left),
+          first_class(first),
+          bias(of_classes),
+          to(first_row) {}
 
     template <typename Accumulator, int kSize>
     CUTLASS_DEVICE auto visit(const cutlass::Array<Accumulator, kSize>&, int part, int of_rows, int of_columns,
-                              const cutlass::Array<float, kSize>& logits,
+                              const cutlass::Array<float, kSize>& products,
                               const cutlass::Array<std::int32_t, kSize>& targets) {
       const auto at = coordinates(cute::_, cute::_, cute::_, of_rows, of_columns);
+      cutlass::Array<float, kSize> logits = products;
+      if (bias != nullptr) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kSize; ++i) {
+          const int column = cute::get<1>(at(part * kSize + i));
+          if (column < classes) logits[i] += bias[first_class + column];
+        }
+      }
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kSize; ++i) {
         const auto place = at(part * kSize + i);
@@ -138,11 +179,12 @@ struct KeepTarget : fusion::Sm90VisitorImpl<> {
     const int classes = cute::get<1>(args.residue_tCcD);
     const int all_rows = cute::get<0>(args.problem_shape_mnkl);
     const int all_classes = cute::get<1>(args.problem_shape_mnkl);
-    return Callbacks<decltype(args.tCcD)>(args.tCcD, rows, classes, all_classes - classes, to_ + (all_rows - rows));
+    return Callbacks<decltype(args.tCcD)>(args.tCcD, rows, classes, all_classes - classes, params_.bias,
+                                          params_.to + (all_rows - rows));
   }
 
  private:
-  float* to_ = nullptr;
+  Params params_;
 };
 
 using OneStride = cute::Stride<cute::_1, cute::_0, cute::_0>;
@@ -151,12 +193,25 @@ using Targets = fusion::Sm90ColBroadcast<0, Tile, std::int32_t, std::int32_t, On
 using Number = fusion::Sm90ScalarBroadcast<float>;
 template <template <typename> typename Function, typename To = float>
 using Compute = fusion::Sm90Compute<Function, To, float, kRounding>;
-using Logits = fusion::Sm90EVT<KeepTarget, fusion::Sm90AccFetch, Targets>;
-using Exponents = fusion::Sm90EVT<Compute<Exponent>, Logits, Number, Rows>;
+using Logits = fusion::Sm90EVT<FinishLogits, fusion::Sm90AccFetch, Targets>;
 /// Over the classes of a tile, in float32: of four rows at once, never nullptr, one sum for each tile (not added up
 /// over tiles), without the classes behind the last one.
 using Sum = fusion::Sm90ColReduction<cutlass::plus, cutlass::plus, cutlass::plus, 0, Tile, float, float, kRounding,
                                      OneStride, 4, false, false, true>;
+
+/// A tree whose first nodes are the logits, what they are multiplied with, the soft cap, and as number kExponents t.
+/// `Others` follow, with the nodes that they take as `Inputs`.
+inline constexpr int kLogits = 0;
+inline constexpr int kToTanh = 1;
+inline constexpr int kExponents = 4;
+template <typename... Inputs>
+struct TreeWith {
+  template <typename... Others>
+  using Nodes = fusion::Sm90TopologicalVisitor<
+      float,
+      cute::tuple<cute::seq<>, cute::seq<>, cute::seq<>, cute::seq<>, cute::seq<kLogits, 2, 3, kToTanh>, Inputs...>,
+      Logits, Number, Number, Rows, Compute<Exponent>, Others...>;
+};
 
 // ---- kernels -------------------------------------------------------------------------------------------------------
 
@@ -218,11 +273,10 @@ class Kernel {
   }
 };
 
-inline typename Logits::Arguments logits_of(const ExpProduct& product) {
-  return {{}, {product.target, -1, {}}, {product.target_logit}};
-}
-inline typename Exponents::Arguments exponents_of(const ExpProduct& product) {
-  return {logits_of(product), {{product.factor}, {}, {}}, {product.shift, 0.0f, {}}, {}};
+template <typename Tree, typename... Others>
+typename Tree::Arguments arguments_of(const ExpProduct& product, const Others&... others) {
+  const typename Logits::Arguments logits{{}, {product.target, -1, {}}, {product.bias, product.target_logit}};
+  return {logits, {{product.to_tanh}, {}, {}}, {{product.factor}, {}, {}}, {product.shift, 0.0f, {}}, {}, others...};
 }
 
 }  // namespace eaves::cuda::sm90

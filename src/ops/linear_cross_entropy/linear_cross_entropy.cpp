@@ -246,14 +246,20 @@ bool has_exp_product(const LinearCrossEntropyProblem& problem) {
   return false;
 }
 
+/// The product computes with its numbers in float32, where tanh(z * scale / softcap) * softcap is near z * scale.
+bool has_usual_softcap(const CrossEntropyOptions& options) {
+  if (options.softcap == 0.0) return true;
+  const double inner = options.scale / options.softcap;
+  return options.softcap > 1e-6 && options.softcap < 1e6 && inner > 1e-6 && inner < 1e6;
+}
+
 /// Of float16 the sums alone: its gradients, and powers, would leave its range.
 bool ends_in_product(const LinearCrossEntropyProblem& problem) {
   const CrossEntropyOptions& options = problem.options;
   const LossOutputs& outputs = problem.outputs;
   const FusedProduct wanted = fused_product();
   if (wanted == FusedProduct::never) return false;
-  if (problem.has_soft_targets() || problem.bias.data != nullptr || problem.grad_bias != nullptr) return false;
-  if (options.softcap != 0.0 || options.label_smoothing != 0.0) return false;
+  if (problem.has_soft_targets() || options.label_smoothing != 0.0 || !has_usual_softcap(options)) return false;
   if (outputs.argmax != nullptr || outputs.sum_sq != nullptr || outputs.mean_logit != nullptr) return false;
   if (problem.mode != Mode::forward && problem.dtype != DType::bfloat16) return false;
   const std::int64_t faster = problem.mode == Mode::forward_backward ? kFasterFusedClassesAtOnce : kFasterFusedClasses;

@@ -14,7 +14,7 @@
 //     template <typename N> scatter_numbers(const N* from, N* to, std::int64_t count);     // 0 for the others
 //     void widen(TypedNumbers from, std::int64_t count, void* to);       // to accumulators
 //     void add_bias_gradient(const void* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,
-//                          const void* scale, bool is_first, double* to);
+//                          const float* row_factor, const void* scale, bool is_first, double* to);
 //     void write_grad_bias();                                            // from memory.grad_bias
 //     void clear_parameters();                                           // grad_weight and grad_bias become 0
 //     void reduce_losses(const void* losses, void* to);                  // of the rows that are computed
@@ -26,7 +26,7 @@
 //     void write_powers(const cuda::FusedRows& rows, const cuda::FusedGradient& gradient, float* statistics);
 //     void write_grad_x(const cuda::FusedRows& rows, std::int64_t first);       // from memory.grad_x
 //     void scale_x(const cuda::FusedRows& rows, void* to);
-//     void add_targets(const cuda::FusedRows& rows);                            // to grad_weight
+//     void add_targets(const cuda::FusedRows& rows);               // to grad_weight and memory.grad_bias
 //   };
 #pragma once
 
@@ -250,10 +250,13 @@ class LinearCrossEntropyChunks {
     if (problem_.grad_weight != nullptr) {
       multiply_grad_weight(first, rows, first_class, classes, x_at(first), alpha);
     }
-    if (problem_.grad_bias != nullptr) {
-      steps_.add_bias_gradient(memory_.logits, rows, classes, gradient_stride(classes), alpha, first == 0,
-                               memory_.grad_bias + first_class);
-    }
+    if (problem_.grad_bias != nullptr) add_bias_gradient(first, rows, first_class, classes, nullptr, alpha);
+  }
+
+  void add_bias_gradient(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes,
+                         const float* row_factor, const void* alpha) {
+    steps_.add_bias_gradient(memory_.logits, rows, classes, gradient_stride(classes), row_factor, alpha, first == 0,
+                             memory_.grad_bias + first_class);
   }
 
   /// To memory.grad_x, or where nothing else is to be done with it to its place.
@@ -322,6 +325,7 @@ class LinearCrossEntropyChunks {
             .features = problem_.features(),
             .x = x_at(first),
             .weight = weight_at(first_class),
+            .bias = floats(numbers_at(memory_.bias, first_class, classes).data),
             .first_class = first_class,
             .classes = classes,
             .all_classes = problem_.classes,
@@ -365,8 +369,11 @@ class LinearCrossEntropyChunks {
       void* scaled_x = memory_.exp_product.scaled_x;
       steps_.scale_x(fused, scaled_x);
       multiply_grad_weight(first, rows, 0, classes, {scaled_x, problem_.features()}, nullptr);
-      steps_.add_targets(fused);
     }
+    if (problem_.grad_bias != nullptr) {
+      add_bias_gradient(first, rows, 0, classes, memory_.exp_product.row_factor, nullptr);
+    }
+    if (problem_.grad_weight != nullptr || problem_.grad_bias != nullptr) steps_.add_targets(fused);
   }
 
   TensorView statistics_view(const Dims& shape, std::int64_t offset = 0) const {

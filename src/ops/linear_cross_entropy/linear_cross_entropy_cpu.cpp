@@ -103,7 +103,8 @@ class Steps {
   }
 
   void add_bias_gradient(const void* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,
-                         const void* scale, bool is_first, double* to) {
+                         const float* /*row_factor: with kHasExpProduct*/, const void* scale, bool is_first,
+                         double* to) {
     const double factor = scale == nullptr ? 1.0 : static_cast<double>(*static_cast<const A*>(scale));
     constexpr std::int64_t kColumns = 1024;  // of a piece, whose sums stay in L1
     parallel_for(context_, ceil_divide(columns, kColumns), 1, [&](std::int64_t begin, std::int64_t end) {

@@ -289,15 +289,16 @@ constexpr int kSumRows = 16;   // that walk down a column side by side
 
 template <typename T, typename A = Accumulator<T>>
 __global__ void __launch_bounds__(kSumLanes* kSumRows)
-    sum_bias_gradient(const T* from, std::int64_t rows, std::int64_t columns, std::int64_t stride, const A* scale,
-                      bool is_first, double* to) {
+    sum_bias_gradient(const T* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,
+                      const float* row_factor, const A* scale, bool is_first, double* to) {
   __shared__ double sums[kSumRows][kSumLanes];
   const std::int64_t column = std::int64_t{blockIdx.x} * kSumLanes + threadIdx.x;
   double sum = 0.0;
   if (column < columns) {
 #pragma unroll 8
     for (std::int64_t row = threadIdx.y; row < rows; row += kSumRows) {
-      sum += double(load_as_accumulator(from[row * stride + column]));
+      const double factor = row_factor == nullptr ? 1.0 : double(row_factor[row]);
+      if (factor != 0.0) sum += factor * double(load_as_accumulator(from[row * stride + column]));
     }
   }
   sums[threadIdx.y][threadIdx.x] = sum;
@@ -432,9 +433,9 @@ class Steps {
   }
 
   void add_bias_gradient(const void* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,
-                         const void* scale, bool is_first, double* to) {
+                         const float* row_factor, const void* scale, bool is_first, double* to) {
     run(sum_bias_gradient<T, A>, {.blocks = ceil_divide(columns, kSumLanes), .threads = dim3(kSumLanes, kSumRows)},
-        static_cast<const T*>(from), rows, columns, stride, static_cast<const A*>(scale), is_first, to);
+        static_cast<const T*>(from), rows, columns, stride, row_factor, static_cast<const A*>(scale), is_first, to);
   }
 
   void write_grad_bias() {
@@ -513,7 +514,7 @@ class Steps {
 
   void add_targets(const FusedRows& rows) {
     cuda::add_targets(problem_.op, rows, problem_.grad_weight, problem_.grad_weight_dtype, problem_.grad_weight_stride,
-                      context_.stream);
+                      memory_.grad_bias, context_.stream);
   }
 
  private:

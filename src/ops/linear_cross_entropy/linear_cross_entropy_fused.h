@@ -1,10 +1,10 @@
 // The steps of linear_cross_entropy around a product that ends in exponentials (cuda/exp_product.h), on a GPU: what
 // each row gets from it and gives to it. The numbers of a row's softmax come from
 //
-//   t = z * factor - shift,   factor = scale * log2(e)
+//   t = z' * log2(e) - shift,   z' = scale * z, or with a soft cap  softcap * tanh(scale / softcap * z)
 //
-// In the forward `shift` is a guess at the row's largest z * factor, and the row's statistics come from its sums of 2^t
-// and 2^t * t. In the backward it is the row's lse, and 2^t is its softmax.
+// In the forward `shift` is a guess at the row's largest z' * log2(e), and the row's statistics come from its sums of
+// 2^t and 2^t * t. In the backward it is the row's lse, and 2^t is its softmax.
 #pragma once
 
 #include <cstdint>
@@ -26,6 +26,7 @@ struct FusedRows {
   std::int64_t features;
   GemmMatrix x;
   GemmMatrix weight;  ///< of the block's classes
+  const float* bias;  ///< of the block's classes; nullptr: 0
   std::int64_t first_class;
   std::int64_t classes;      ///< of the block
   std::int64_t all_classes;  ///< V
@@ -73,8 +74,9 @@ void powers_of_product(const char* op, const FusedRows& rows, const FusedGradien
 /// After that: x times memory.row_factor, to [rows, features] of the dtype of x.
 void scale_rows(const char* op, const FusedRows& rows, void* to, void* stream);
 
-/// And the targets' part of grad_weight, [classes, features], added to it. Bitwise repeatable.
+/// And the targets' part of grad_weight, [classes, features], and grad_bias, [classes], added to them; nullptr where
+/// one is not wanted. Bitwise repeatable.
 void add_targets(const char* op, const FusedRows& rows, void* grad_weight, DType dtype, std::int64_t stride,
-                 void* stream);
+                 double* grad_bias, void* stream);
 
 }  // namespace eaves::cuda

@@ -19,26 +19,47 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kRepeatThreads = 512;  // of blocks that compute logits again: each waits for the weight
+// A row whose logits are computed again is one of a cluster: each of its blocks computes a part of every tile.
+constexpr int kRepeatBlocks = 8;
+constexpr int kRepeatThreads = 512;
 constexpr int kClasses = static_cast<int>(kExpProductClasses);
 
 constexpr double kLog2EExact = std::numbers::log2e;
 
-/// The scale of logits, as kernels compute with it.
-struct Factor {
-  float factor;    ///< of t: scale * log2(e)
-  double stretch;  ///< factor / (scale * log2(e)): what its rounding does to exponents
-  float scale;
+/// What becomes of a logit z, as kernels compute with it: z' = z * scale, or tanh(z * to_tanh) * softcap.
+struct LogitTransform {
+  float to_tanh = 0.0f;  ///< scale / softcap; 0: no soft cap
+  float outer;           ///< the scale, or the soft cap
+  float factor;          ///< of t: outer * log2(e)
+  double stretch;        ///< factor / (outer * log2(e)): what its rounding does to exponents
+  float scale;           ///< dz'/dz, but for the derivative of tanh
 
-  explicit Factor(const CrossEntropyOptions& options)
-      : factor(static_cast<float>(options.scale * kLog2EExact)),
-        stretch(static_cast<double>(factor) / (options.scale * kLog2EExact)),
-        scale(static_cast<float>(options.scale)) {}
+  explicit LogitTransform(const CrossEntropyOptions& options) : scale(static_cast<float>(options.scale)) {
+    const bool is_capped = options.softcap != 0.0;
+    const double exact = is_capped ? options.softcap : options.scale;
+    if (is_capped) to_tanh = static_cast<float>(options.scale / options.softcap);
+    outer = static_cast<float>(exact);
+    factor = static_cast<float>(exact * kLog2EExact);
+    stretch = static_cast<double>(factor) / (exact * kLog2EExact);
+  }
+
+  /// z', and z' * log2(e).
+  __device__ float value(float z) const { return inner(z) * outer; }
+  __device__ float exponent(float z) const { return inner(z) * factor; }
+  /// dz'/dz / scale.
+  __device__ float derivative(float z) const {
+    return to_tanh == 0.0f ? 1.0f : tanh_and_derivative(z * to_tanh).derivative;
+  }
+  /// z * factor - shift, with one rounding where there is no soft cap, as in the product.
+  __device__ float exponent_above(float z, float shift) const { return fmaf(inner(z), factor, -shift); }
 
   /// (z' - anchor) * log2(e) - t.
   __device__ float rest_of(float shift, float anchor) const {
     return static_cast<float>(double(shift) / stretch - double(anchor) * kLog2EExact);
   }
+
+ private:
+  __device__ float inner(float z) const { return to_tanh == 0.0f ? z : tanh_and_derivative(z * to_tanh).tanh; }
 };
 
 CrossEntropyTerms<float> terms_of(const FusedRows& rows) {
@@ -110,24 +131,31 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads)
     guess_shift(const __grid_constant__ Targets targets, std::int64_t rows, const T* x, std::int64_t x_stride,
                 const T* weight, std::int64_t weight_stride, std::int64_t features, const float* samples,
-                int sample_count, float factor, float* shift, std::int32_t* target) {
+                int sample_count, const float* bias, std::int64_t classes_per_sample,
+                const __grid_constant__ LogitTransform transform, float* shift, std::int32_t* target,
+                std::int32_t* repeated_count) {
   const std::int64_t row = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  if (row == 0 && threadIdx.x == 0) *repeated_count = 0;
   if (row >= rows) return;
   float largest = -infinity<float>();
   float sum = 0.0f;
+  float count = 0.0f;
   for (int i = threadIdx.x % 32; i < sample_count; i += 32) {
-    const float exponent = samples[row * sample_count + i] * factor;
+    const float own_bias = bias == nullptr ? 0.0f : bias[i * classes_per_sample];
+    const float exponent = transform.exponent(samples[row * sample_count + i] + own_bias);
     largest = fmaxf(largest, exponent);
+    if (exponent == -infinity<float>()) continue;  // a class that is masked says nothing of the others' spread
     sum += exponent;
+    count += 1.0f;
   }
   largest = reduce_lanes<32>(largest, [](float a, float b) { return fmaxf(a, b); });
-  const float mean = reduce_lanes<32>(sum, Plus{}) / static_cast<float>(sample_count);
+  const float mean = reduce_lanes<32>(sum, Plus{}) / reduce_lanes<32>(count, Plus{});
   const float room = fminf(fmaxf(largest - mean - kUsualSpread, 0.0f), kMostRoom);
   const int column = targets.column(row);
   if (column >= 0) {
     float of_target[1];
     multiply<1, T>(x + row * x_stride, {weight + column * weight_stride}, features, of_target);
-    largest = fmaxf(largest, of_target[0] * factor);
+    largest = fmaxf(largest, transform.exponent(of_target[0] + (bias == nullptr ? 0.0f : bias[column])));
   }
   if (threadIdx.x % 32 != 0) return;
   target[row] = column;
@@ -141,7 +169,7 @@ __global__ void __launch_bounds__(kThreads)
 /// What the gradient of each row is made of.
 struct GradientOfRows {
   Targets targets;
-  Factor factor;
+  LogitTransform transform;
   CrossEntropyTerms<float> terms;
   const float* class_weight;
   FusedGradient in;
@@ -168,14 +196,14 @@ struct GradientOfRows {
     return row_gradient(inputs, terms);
   }
 
-  /// The gradient of the logit of the row's target, `d` above lse, in which softmax - 1 would cancel.
-  __device__ float of_target(float d, const RowGradient<float>& row) const {
+  /// The gradient of the logit z of the row's target, whose z' is `d` above lse: softmax - 1 would cancel.
+  __device__ float of_target(float z, float d, const RowGradient<float>& row) const {
     if (row.mass == 0.0f && row.hard == 0.0f && row.slope == 0.0f) return 0.0f;
     const float p = exponential(d);
     float gradient = row.target < 0 ? p * row.mass : fmaf(std::expm1(d), row.hard, p * row.rest);
     // 0 * -infinity must be 0. fmax() drops a NaN, but then p is one.
     if (row.slope != 0.0f) gradient = fmaf(p, row.slope * fmaxf(d, -1e30f), gradient);
-    return gradient * factor.scale;
+    return gradient * (transform.scale * transform.derivative(z));
   }
 };
 
@@ -206,6 +234,7 @@ struct LogitFactors {
   std::int64_t x_stride;
   const T* weight;
   std::int64_t weight_stride;
+  const float* bias;
   std::int64_t features;
 
   explicit LogitFactors(const FusedRows& rows)
@@ -213,50 +242,40 @@ struct LogitFactors {
         x_stride(rows.x.stride),
         weight(static_cast<const T*>(rows.weight.data)),
         weight_stride(rows.weight.stride),
+        bias(rows.bias),
         features(rows.features) {}
 
-  /// Calls function(column, z) in lane 0 of a warp for each logit of a row and of classes [first, end). By a block.
+  /// Calls function(column, z) in lane 0 of a warp for each logit of a row and of classes [first, end) that is of the
+  /// calling block of the cluster.
   template <typename Function>
-  __device__ void for_each_logit(std::int64_t row, std::int64_t first, std::int64_t end, Function function) const {
-    constexpr int kAtOnce = 8;  // loads on their way
-    for (std::int64_t column = first + threadIdx.x / 32 * kAtOnce; column < end;
-         column += kRepeatThreads / 32 * kAtOnce) {
-      const T* weights[kAtOnce];
+  __device__ void for_each_logit(std::int64_t row, std::int64_t first, std::int64_t end, int block,
+                                 Function function) const {
+    constexpr int kAtOnce = 2;  // loads on their way
+    constexpr int kClassesOfBlock = kClasses / kRepeatBlocks;
+    static_assert(kClassesOfBlock == kRepeatThreads / 32 * kAtOnce);
+    const std::int64_t column = first + block * kClassesOfBlock + threadIdx.x / 32 * kAtOnce;
+    if (column >= end) return;
+    const T* weights[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) weights[i] = weight + min(column + i, end - 1) * weight_stride;
-      float logits[kAtOnce];
-      multiply(x + row * x_stride, weights, features, logits);
-      if (threadIdx.x % 32 != 0) continue;
+    for (int i = 0; i < kAtOnce; ++i) weights[i] = weight + min(column + i, end - 1) * weight_stride;
+    float logits[kAtOnce];
+    multiply(x + row * x_stride, weights, features, logits);
+    if (threadIdx.x % 32 != 0) return;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (column + i < end) function(column + i, logits[i]);
-      }
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (column + i < end) function(column + i, logits[i] + (bias == nullptr ? 0.0f : bias[column + i]));
     }
   }
 };
 
-/// Of the classes of a tile, from logits that are computed again. By a block, of which thread 0 gets it.
-template <typename T>
-__device__ __noinline__ ClassStatistics<float> statistics_of_tile(const LogitFactors<T>& factors, std::int64_t row,
-                                                                  std::int64_t first, std::int64_t end, float scale) {
-  ClassStatistics<float> state;
-  factors.for_each_logit(row, first, end, [&](std::int64_t, float logit) {
-    const float z = logit * scale;
-    ClassStatistics<float> one;
-    one.softmax = {z == z ? z : -infinity<float>(), exponential(z - softmax_anchor(z))};
-    state = MergeStatistics{}(state, one);
-  });
-  __syncthreads();  // the block may still read what the last call has left in shared memory
-  return reduce_block<kRepeatThreads>(state, MergeStatistics{});
-}
-
 /// From sums of 2^t and 2^t * t. Where the guess was far off, the anchor is next to the row's lse: a sum that is so far
 /// from 1 could not be merged.
-__device__ ClassStatistics<float> statistics_of_sums(float sum, float moment, float shift, const Factor& factor) {
+__device__ ClassStatistics<float> statistics_of_sums(float sum, float moment, float shift,
+                                                     const LogitTransform& transform) {
   constexpr float kFar = 0x1p24f;
   const bool is_far = (sum > kFar && sum < infinity<float>()) || (sum > 0.0f && sum < 1.0f / kFar);
   const int exponent = is_far ? ilogbf(sum) : 0;
-  const double exact = double(shift) / factor.stretch + exponent;
+  const double exact = double(shift) / transform.stretch + exponent;
   const auto anchor = static_cast<float>(exact / kLog2EExact);
   const auto rest = static_cast<float>(exact - double(anchor) * kLog2EExact);
   const float correction = exp2_approximate(rest);
@@ -292,6 +311,10 @@ struct LostTiles {
     for (int i = static_cast<int>(threadIdx.x); i < kMost / 32; i += kRepeatThreads) words[i] = 0;
   }
   __device__ void add(std::int64_t tile) { atomicOr(&words[tile / 32], 1u << tile % 32); }
+  __device__ bool has_class(std::int64_t column) const {
+    const std::int64_t tile = column / kClasses;
+    return (words[tile / 32] >> tile % 32 & 1) != 0;
+  }
 
   /// Calls function(first class, behind the last one) for each, or for all.
   template <typename Function>
@@ -307,16 +330,19 @@ struct LostTiles {
 };
 
 /// Each element of the powers of a row times 2^-`exponent`, those that left float32's range from logits that are
-/// computed again. By a block. Rows of powers start on 16 bytes.
+/// computed again. By a cluster, of which each block writes a part. Rows of powers start on 16 bytes.
 __device__ __noinline__ void lower_powers(const LostTiles& lost, const LogitFactors<bfloat16>& factors,
-                                          std::int64_t row, std::int64_t classes, float factor, float shift,
-                                          float exponent, bool is_all, bfloat16* powers) {
+                                          std::int64_t row, std::int64_t classes, const LogitTransform& transform,
+                                          float shift, float exponent, bool is_all, int block, bfloat16* powers) {
   constexpr int kSize = Vector<bfloat16>::kSize;
   const float power = exp2f(-exponent);
+  const std::int64_t whole = classes / kSize * kSize;
+  const int thread = block * kRepeatThreads + static_cast<int>(threadIdx.x);
   if (!is_all) {
-    const std::int64_t whole = classes / kSize * kSize;
 #pragma unroll 4
-    for (std::int64_t column = std::int64_t{threadIdx.x} * kSize; column < whole; column += kRepeatThreads * kSize) {
+    for (std::int64_t column = std::int64_t{thread} * kSize; column < whole;
+         column += kRepeatBlocks * kRepeatThreads * kSize) {
+      if (lost.has_class(column)) continue;
       auto* at = reinterpret_cast<Vector<bfloat16>*>(powers + column);
       float values[kSize];
       unpack(*at, values);
@@ -324,13 +350,15 @@ __device__ __noinline__ void lower_powers(const LostTiles& lost, const LogitFact
       for (float& value : values) value *= power;
       *at = pack<bfloat16>(values);
     }
-    const std::int64_t column = whole + threadIdx.x;
-    if (column < classes) powers[column] = round_to<bfloat16>(load_as_accumulator(powers[column]) * power);
-    __syncthreads();
+    const std::int64_t column = whole + thread;
+    if (column < classes && !lost.has_class(column)) {
+      powers[column] = round_to<bfloat16>(load_as_accumulator(powers[column]) * power);
+    }
   }
   lost.for_each(classes, is_all, [&](std::int64_t first, std::int64_t end) {
-    factors.for_each_logit(row, first, end, [&](std::int64_t column, float logit) {
-      powers[column] = round_to<bfloat16>(exp2_approximate(fmaf(logit, factor, -shift) - exponent));
+    factors.for_each_logit(row, first, end, block, [&](std::int64_t column, float logit) {
+      const float of_logit = exp2_approximate(transform.exponent_above(logit, shift) - exponent);
+      powers[column] = round_to<bfloat16>(of_logit * transform.derivative(logit));
     });
   });
 }
@@ -349,31 +377,34 @@ __device__ Lowering store_row(const GradientOfRows& rows, std::int64_t row, cons
                               const ClassStatistics<float>& state, float* statistics) {
   const int column = rows.targets.column(row);
   TargetClass<float> target;
+  const float of_target = column >= 0 ? rows.memory.target_logit[row] : 0.0f;
   if (column >= 0) {
-    target.logit = rows.memory.target_logit[row] * rows.factor.scale;
+    target.logit = rows.transform.value(of_target);
     target.weight = rows.class_weight == nullptr ? 1.0f : rows.class_weight[rows.targets.of(row)];
   }
   store_statistics(state, target, rows.terms, statistics + row * kCrossEntropyStatistics);
   Lowering lowering{};
   if constexpr (kHasPowers) {
-    // A factor that is much smaller or larger would leave the range of bfloat16 in what it multiplies.
-    constexpr float kLargestSum = 0x1p64f;
-    const bool is_in_range = sums.sum > 1.0f / kLargestSum && sums.sum < kLargestSum;
+    const RowGradient<float> gradient = rows.row(row, state.softmax.lse());
+    const bool is_nothing = gradient.mass == 0.0f && gradient.hard == 0.0f;
     const float anchor = softmax_anchor(state.softmax.max);
-    float inverse = 1.0f / sums.sum;
+    const float of_softmax = is_nothing ? 0.0f : gradient.mass * rows.transform.scale;
+    float factor = of_softmax / sums.sum;
+    // One that is much smaller or larger would leave the range of bfloat16 in what it multiplies.
+    constexpr float kMost = 0x1p80f;
+    const auto is_usual = [](float value) { return value > 1.0f / kMost && value < kMost; };
+    const bool is_in_range = is_usual(sums.sum) && (factor == 0.0f || is_usual(fabsf(factor)));
     if (!rows.targets.is_ignored(row) && (is_any_lost || !is_in_range)) {
-      const double exact = double(anchor) * kLog2EExact * rows.factor.stretch + double(log2f(state.softmax.sum)) -
+      const double exact = double(anchor) * kLog2EExact * rows.transform.stretch + double(log2f(state.softmax.sum)) -
                            double(rows.memory.shift[row]);
       lowering.exponent = static_cast<float>(rint(exact));
       // Beside an infinite lse the powers are 0, and NaN where they are infinite themselves.
       const bool is_finite = fabsf(lowering.exponent) < infinity<float>();
-      inverse = is_finite ? exp2f(static_cast<float>(double(lowering.exponent) - exact)) : 1.0f;
+      factor = of_softmax * (is_finite ? exp2f(static_cast<float>(double(lowering.exponent) - exact)) : 1.0f);
     }
-    const RowGradient<float> gradient = rows.row(row, state.softmax.lse());
-    const bool is_nothing = gradient.mass == 0.0f && gradient.hard == 0.0f;
     const float distance = target.logit - anchor - logf(state.softmax.sum);
-    rows.memory.row_factor[row] = is_nothing ? 0.0f : gradient.mass * inverse * rows.factor.scale;
-    rows.memory.target_gradient[row] = is_nothing || column < 0 ? 0.0f : rows.of_target(distance, gradient);
+    rows.memory.row_factor[row] = is_nothing ? 0.0f : factor;
+    rows.memory.target_gradient[row] = is_nothing || column < 0 ? 0.0f : rows.of_target(of_target, distance, gradient);
     const bool is_finite = sums.sum < infinity<float>() && fabsf(lowering.exponent) < infinity<float>();
     lowering.becomes_nothing = is_nothing && !is_finite;
   }
@@ -434,27 +465,34 @@ __global__ void __launch_bounds__(kThreads)
   bool is_repeated = !is_ignored && (is_lost != 0 || sums.have_to_be_repeated(shift));
   if (!is_repeated) {
     ClassStatistics<float> state;
-    if (!is_ignored) state = statistics_of_sums(sums.sum, sums.moment, shift, rows.factor);
+    if (!is_ignored) state = statistics_of_sums(sums.sum, sums.moment, shift, rows.transform);
     const Lowering lowering = store_row<kHasPowers>(rows, row, sums, false, state, statistics);
     is_repeated = lowering.is_needed();
     if constexpr (kHasPowers) {
       if (!is_repeated) clear_target(rows, row);
     }
   }
-  rows.memory.is_repeated[row] = is_repeated ? 1 : 0;
+  // In any order: a row is the same whichever block takes it.
+  if (is_repeated) rows.memory.repeated_rows[atomicAdd(rows.memory.repeated_count, 1)] = static_cast<std::int32_t>(row);
 }
 
-/// The other rows, of which a block takes one after the other.
+/// The other rows, of which a cluster takes one after the other.
 template <typename T, bool kHasPowers>
 __global__ void __launch_bounds__(kRepeatThreads)
     repeat_rows(const __grid_constant__ GradientOfRows rows, const __grid_constant__ SumsOfTiles tiles,
-                const __grid_constant__ LogitFactors<T> factors, std::int64_t count, float* statistics) {
+                const __grid_constant__ LogitFactors<T> factors, float* statistics) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // where the product is
   const Targets& targets = rows.targets;
-  for (std::int64_t row = blockIdx.x; row < count; row += gridDim.x) {
-    if (rows.memory.is_repeated[row] == 0) continue;
+  const auto cluster = cooperative_groups::this_cluster();
+  const auto block = static_cast<int>(cluster.block_rank());
+  const int clusters = static_cast<int>(gridDim.x) / kRepeatBlocks;
+  const int count = *rows.memory.repeated_count;
+  __shared__ LostTiles lost;
+  __shared__ Lowering shared;  // of the first block
+  for (int i = static_cast<int>(blockIdx.x) / kRepeatBlocks; i < count; i += clusters) {
+    const std::int64_t row = rows.memory.repeated_rows[i];
     const bool is_ignored = targets.is_ignored(row);
     const float shift = rows.memory.shift[row];
-    __shared__ LostTiles lost;
     lost.clear();
     __syncthreads();
     Sums own;
@@ -474,31 +512,41 @@ __global__ void __launch_bounds__(kRepeatThreads)
     });
     const bool is_all_lost = __syncthreads_or(threadIdx.x == 0 && !is_ignored && sums.have_to_be_repeated(shift)) != 0;
     ClassStatistics<float> state;
-    if (threadIdx.x == 0 && !is_all_lost && !is_ignored) {
-      state = statistics_of_sums(sums.sum, sums.moment, shift, rows.factor);
-    }
     lost.for_each(targets.classes, is_all_lost, [&](std::int64_t first, std::int64_t end) {
-      const auto again = statistics_of_tile(factors, row, first, end, rows.factor.scale);
-      if (threadIdx.x == 0) state = MergeStatistics{}(state, again);
+      factors.for_each_logit(row, first, end, block, [&](std::int64_t, float logit) {
+        const float z = rows.transform.value(logit);
+        ClassStatistics<float> one;
+        one.softmax = {z == z ? z : -infinity<float>(), exponential(z - softmax_anchor(z))};
+        state = MergeStatistics{}(state, one);
+      });
     });
-    __shared__ Lowering shared;
-    if (threadIdx.x == 0) shared = store_row<kHasPowers>(rows, row, sums, is_any_lost, state, statistics);
+    state = reduce_block<kRepeatThreads>(state, MergeStatistics{});
+    if (threadIdx.x == 0 && block == 0 && !is_all_lost && !is_ignored) {
+      state = MergeStatistics{}(statistics_of_sums(sums.sum, sums.moment, shift, rows.transform), state);
+    }
+    state = reduce_cluster(state, MergeStatistics{});
+    if (threadIdx.x == 0 && block == 0) {
+      shared = store_row<kHasPowers>(rows, row, sums, is_any_lost, state, statistics);
+    }
     if constexpr (kHasPowers) {
-      __syncthreads();
-      const Lowering lowering = shared;
+      cluster.sync();  // `shared` is there
+      const Lowering lowering = *cluster.map_shared_rank(&shared, 0);
       auto* powers = static_cast<bfloat16*>(rows.in.to) + row * rows.in.stride;
       if (lowering.becomes_nothing) {
-        for (std::int64_t i = threadIdx.x; i < targets.classes; i += kRepeatThreads)
-          powers[i] = round_to<bfloat16>(0.0f);
+        for (std::int64_t column = block * kRepeatThreads + threadIdx.x; column < targets.classes;
+             column += kRepeatBlocks * kRepeatThreads) {
+          powers[column] = round_to<bfloat16>(0.0f);
+        }
       } else if (lowering.is_needed()) {
-        lower_powers(lost, factors, row, targets.classes, rows.factor.factor, shift, lowering.exponent, is_all_lost,
+        lower_powers(lost, factors, row, targets.classes, rows.transform, shift, lowering.exponent, is_all_lost, block,
                      powers);
       }
-      __syncthreads();
-      if (threadIdx.x == 0) clear_target(rows, row);
+      cluster.sync();  // the powers are there, and nobody reads `shared` any more
+      if (threadIdx.x == 0 && block == 0) clear_target(rows, row);
     }
-    __syncthreads();  // before `shared` changes
+    __syncthreads();  // before `lost` changes
   }
+#endif
 }
 
 // ---- the gradient --------------------------------------------------------------------------------------------------
@@ -511,16 +559,16 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= count) return;
   const RowGradient<float> row = rows.row(i, rows.in.lse[i]);
-  const auto shift = static_cast<float>(double(row.lse) * kLog2EExact * rows.factor.stretch);
-  const float rest = rows.factor.rest_of(shift, row.lse);
-  const float correction = exp2_approximate(rest) * rows.factor.scale;
+  const auto shift = static_cast<float>(double(row.lse) * kLog2EExact * rows.transform.stretch);
+  const float rest = rows.transform.rest_of(shift, row.lse);
+  const float correction = exp2_approximate(rest) * rows.transform.scale;
   const bool is_finite = row.lse - row.lse == 0.0f;
   const float slope =
-      row.slope == 0.0f ? 0.0f : row.slope * kUnit<float> * (is_finite ? correction : rows.factor.scale);
+      row.slope == 0.0f ? 0.0f : row.slope * kUnit<float> * (is_finite ? correction : rows.transform.scale);
   rows.memory.shift[i] = shift;
   rows.memory.target[i] = rows.targets.column(i);
   rows.memory.slope[i] = slope;
-  const float constant = row.mass == 0.0f ? 0.0f : row.mass * (is_finite ? correction : rows.factor.scale);
+  const float constant = row.mass == 0.0f ? 0.0f : row.mass * (is_finite ? correction : rows.transform.scale);
   rows.memory.constant[i] = slope == 0.0f || !is_finite ? constant : fmaf(slope, rest, constant);
 }
 
@@ -532,8 +580,10 @@ __global__ void __launch_bounds__(kThreads)
   const int column = rows.memory.target[i];
   if (column < 0) return;
   const RowGradient<float> row = rows.row(i, rows.in.lse[i]);
-  const float distance = rows.memory.target_logit[i] * rows.factor.scale - row.lse;
-  static_cast<bfloat16*>(rows.in.to)[i * rows.in.stride + column] = round_to<bfloat16>(rows.of_target(distance, row));
+  const float z = rows.memory.target_logit[i];
+  const float distance = rows.transform.value(z) - row.lse;
+  static_cast<bfloat16*>(rows.in.to)[i * rows.in.stride + column] =
+      round_to<bfloat16>(rows.of_target(z, distance, row));
 }
 
 // ---- both at once --------------------------------------------------------------------------------------------------
@@ -583,12 +633,13 @@ __device__ void store_elements(const float (&values)[kSize], T* to) {
   }
 }
 
-/// Adds the sum of target_gradient * x, over the rows with a target, to that class's grad_weight. A block for each row
-/// and some features, of which the first row of a class does it.
+/// Adds the sum of target_gradient * x, over the rows with a target, to that class's grad_weight, and the sum of
+/// target_gradient to its grad_bias; each may be nullptr. A block for each row and some features, of which the first
+/// row of a class does it.
 template <typename G, int kSize>
 __global__ void __launch_bounds__(kThreads)
     add_targets(const std::int32_t* target, const float* target_gradient, std::int64_t rows, const bfloat16* x,
-                std::int64_t x_stride, std::int64_t features, G* grad_weight, std::int64_t stride) {
+                std::int64_t x_stride, std::int64_t features, G* grad_weight, std::int64_t stride, double* grad_bias) {
   constexpr int kPart = 1024;  // rows that are looked at in turn
   constexpr int kRounds = kPart / kThreads;
   const std::int64_t first = blockIdx.x;
@@ -598,9 +649,12 @@ __global__ void __launch_bounds__(kThreads)
   for (std::int64_t row = threadIdx.x; row < first; row += kThreads) is_other_first |= target[row] == own;
   if (__syncthreads_or(is_other_first) != 0) return;
   const std::int64_t i = (std::int64_t{blockIdx.y} * kThreads + threadIdx.x) * kSize;
+  const bool has_features = grad_weight != nullptr && i < features;
+  const bool has_bias = grad_bias != nullptr && blockIdx.y == 0 && threadIdx.x == 0;
   G* to = grad_weight + own * stride + i;
   float sums[kSize];
-  if (i < features) load_elements<kSize>(to, sums);
+  double bias_sum = 0.0;
+  if (has_features) load_elements<kSize>(to, sums);
   const auto warp = static_cast<int>(threadIdx.x) / 32;
   const auto lane = static_cast<int>(threadIdx.x) % 32;
   __shared__ unsigned of_class[kPart / 32];  // a bit a row
@@ -612,11 +666,13 @@ __global__ void __launch_bounds__(kThreads)
       if (lane == 0) of_class[round * kWarps + warp] = found;
     }
     __syncthreads();
-    if (i < features) {
+    if (has_features || has_bias) {
       for (int word = 0; word < kPart / 32; ++word) {
         for (unsigned left = of_class[word]; left != 0; left &= left - 1) {
           const std::int64_t row = begin + word * 32 + __ffs(static_cast<int>(left)) - 1;
           const float gradient = target_gradient[row];
+          bias_sum += double(gradient);
+          if (!has_features) continue;
           float values[kSize];
           load_elements<kSize>(x + row * x_stride + i, values);
 #pragma unroll
@@ -626,12 +682,14 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
   }
-  if (i < features) store_elements<kSize>(sums, to);
+  if (has_features) store_elements<kSize>(sums, to);
+  if (has_bias) grad_bias[own] += bias_sum;
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
 ExpProduct product_of(const FusedRows& rows) {
+  const LogitTransform transform(rows.options);
   return {.device = rows.device,
           .rows = rows.rows,
           .classes = rows.classes,
@@ -639,7 +697,9 @@ ExpProduct product_of(const FusedRows& rows) {
           .dtype = rows.dtype,
           .x = rows.x,
           .weight = rows.weight,
-          .factor = Factor(rows.options).factor,
+          .bias = rows.bias,
+          .to_tanh = transform.to_tanh,
+          .factor = transform.factor,
           .shift = rows.memory.shift,
           .target = rows.memory.target,
           .target_logit = rows.memory.target_logit};
@@ -657,15 +717,15 @@ void guess_shifts(const char* op, const FusedRows& rows, int sample_count, void*
     launch(op, guess_shift<T>, {.blocks = ceil_divide(rows.rows, kWarps), .threads = kThreads, .stream = stream},
            Targets(rows), rows.rows, static_cast<const T*>(rows.x.data), rows.x.stride,
            static_cast<const T*>(rows.weight.data), rows.weight.stride, rows.features,
-           static_cast<const float*>(rows.memory.samples), sample_count, Factor(rows.options).factor, rows.memory.shift,
-           rows.memory.target);
+           static_cast<const float*>(rows.memory.samples), sample_count, rows.bias, rows.classes / sample_count,
+           LogitTransform(rows.options), rows.memory.shift, rows.memory.target, rows.memory.repeated_count);
   });
 }
 
 namespace {
 
 GradientOfRows gradient_of(const FusedRows& rows, const FusedGradient& gradient) {
-  return {Targets(rows), Factor(rows.options), terms_of(rows), rows.class_weight, gradient, rows.memory};
+  return {Targets(rows), LogitTransform(rows.options), terms_of(rows), rows.class_weight, gradient, rows.memory};
 }
 
 template <typename T, bool kHasPowers>
@@ -675,10 +735,13 @@ void finish(const char* op, const FusedRows& rows, const FusedGradient& gradient
   launch(op, add_tiles<T, kHasPowers>,
          {.blocks = ceil_divide(rows.rows, kRowsOfBlock), .threads = kThreads, .stream = stream}, of_rows, tiles,
          rows.rows, statistics);
-  constexpr std::int64_t kBlocks = 264;  // most have nothing to do
+  constexpr std::int64_t kClusters = 33;  // most have nothing to do
   launch(op, repeat_rows<T, kHasPowers>,
-         {.blocks = std::min(rows.rows, kBlocks), .threads = kRepeatThreads, .stream = stream}, of_rows, tiles,
-         LogitFactors<T>(rows), rows.rows, statistics);
+         {.blocks = std::min(rows.rows, kClusters) * kRepeatBlocks,
+          .threads = kRepeatThreads,
+          .cluster_blocks = kRepeatBlocks,
+          .stream = stream},
+         of_rows, tiles, LogitFactors<T>(rows), statistics);
 }
 
 }  // namespace
@@ -702,7 +765,7 @@ void scale_rows(const char* op, const FusedRows& rows, void* to, void* stream) {
 }
 
 void add_targets(const char* op, const FusedRows& rows, void* grad_weight, DType dtype, std::int64_t stride,
-                 void* stream) {
+                 double* grad_bias, void* stream) {
   const ExpProductMemory& memory = rows.memory;
   const auto add = [&](auto* to) {
     using G = std::remove_pointer_t<decltype(to)>;
@@ -712,11 +775,11 @@ void add_targets(const char* op, const FusedRows& rows, void* grad_weight, DType
     const int size = suits ? Vector<bfloat16>::kSize : 1;
     launch(op, suits ? add_targets<G, Vector<bfloat16>::kSize> : add_targets<G, 1>,
            {.blocks = rows.rows,
-            .blocks_y = ceil_divide(rows.features, std::int64_t{kThreads} * size),
+            .blocks_y = grad_weight == nullptr ? 1 : ceil_divide(rows.features, std::int64_t{kThreads} * size),
             .threads = kThreads,
             .stream = stream},
            static_cast<const std::int32_t*>(memory.target), static_cast<const float*>(memory.target_gradient),
-           rows.rows, static_cast<const bfloat16*>(rows.x.data), rows.x.stride, rows.features, to, stride);
+           rows.rows, static_cast<const bfloat16*>(rows.x.data), rows.x.stride, rows.features, to, stride, grad_bias);
   };
   dtype == DType::bfloat16 ? add(static_cast<bfloat16*>(grad_weight)) : add(static_cast<float*>(grad_weight));
 }

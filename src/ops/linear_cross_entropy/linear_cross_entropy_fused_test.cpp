@@ -60,10 +60,14 @@ TEST_F(LinearCrossEntropyFused, CallsThatTakeTheProductAndCallsThatDoNot) {
   expect_none([](LinearCrossEntropyCase& c) { c.classes = 4095; });
   expect_none([](LinearCrossEntropyCase& c) { c.features = 36; });
   expect_none([](LinearCrossEntropyCase& c) { c.dtype = DType::float32; });
-  expect_none([](LinearCrossEntropyCase& c) { c.options.softcap = 10.0; });
+  expect_none([](LinearCrossEntropyCase& c) { c.options.softcap = 1e7; });
   expect_none([](LinearCrossEntropyCase& c) { c.options.label_smoothing = 0.1; });
-  expect_none([](LinearCrossEntropyCase& c) { c.bias_dtype = DType::float32; });
   expect_none([](LinearCrossEntropyCase& c) { c.targets_dtype = DType::float32; });
+  LinearCrossEntropyCase with_options = fused_case();
+  with_options.options.softcap = 10.0;
+  with_options.bias_dtype = DType::float32;
+  with_options.wanted.bias = true;
+  expect_way(with_options, true, true, true);
   LinearCrossEntropyCase half = fused_case();
   half.dtype = DType::float16;
   expect_way(half, true, false, false);
@@ -82,6 +86,17 @@ TEST_F(LinearCrossEntropyFused, EachOptionMatchesTheOracle) {
     check([](LinearCrossEntropyCase&) {});
     check([](LinearCrossEntropyCase& c) { c.dtype = DType::float16; });
     check([](LinearCrossEntropyCase& c) { c.options.scale = 0.7, c.options.z_loss_weight = 0.01; });
+    check([](LinearCrossEntropyCase& c) { c.options.softcap = 3.0, c.options.scale = 2.0; });
+    check([](LinearCrossEntropyCase& c) { c.options.softcap = 0.1, c.has_grad_entropy = c.wants_all_of_row = true; });
+    check([](LinearCrossEntropyCase& c) { c.bias_dtype = DType::bfloat16, c.wanted.bias = true; });
+    check([](LinearCrossEntropyCase& c) {
+      c.bias_dtype = DType::float32, c.wanted.bias = true, c.options.softcap = 5.0, c.has_row_weight = true;
+      c.has_grad_lse = c.accumulates = c.skips_ignored_rows = true, c.row_shape = {290};
+    });
+    check([](LinearCrossEntropyCase& c) {
+      c.bias_dtype = DType::float32, c.wanted = {.x = false, .weight = false, .bias = true}, c.row_shape = {300};
+      c.workspace_limit = 2000000;
+    });
     check([](LinearCrossEntropyCase& c) { c.class_weight_dtype = DType::float32, c.targets_dtype = DType::int32; });
     check([](LinearCrossEntropyCase& c) { c.has_row_weight = c.has_normalizer = true; });
     check([](LinearCrossEntropyCase& c) { c.has_grad_lse = c.accumulates = true; });
@@ -140,6 +155,26 @@ TEST_F(LinearCrossEntropyFused, RowsFarFromTheirSampledLogitsMatchTheOracle) {
   check_loss("of float16", [&](LinearCrossEntropyCase& c) {
     with_feature_0(100.0, [](std::int64_t v) { return v == 7 ? 100.0 : 0.0; })(c);
     c.dtype = DType::float16;
+  });
+  for (const double softcap : {0.0, 3.0}) {
+    const auto with_bias = [=](auto bias) {
+      return [=](LinearCrossEntropyCase& c) {
+        c.options.softcap = softcap;
+        c.bias_dtype = DType::float32;
+        c.bias = bias;
+        c.wanted.bias = true;
+        c.target = [](std::int64_t row) { return static_cast<double>(row % 5 == 4 ? -100 : 3 * row); };
+      };
+    };
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
+    check("classes that a bias of -infinity masks",
+          with_bias([](std::int64_t v) { return v % 3 == 0 ? noise(57)(v) : -kInfinity; }));
+    check("a bias that the samples do not have", with_bias([](std::int64_t v) { return v % 64 == 0 ? -300.0 : 0.5; }));
+  }
+  check("soft cap far above the logits", [](LinearCrossEntropyCase& c) { c.options.softcap = 1e5; });
+  check("soft cap, logits far above it", [](LinearCrossEntropyCase& c) {
+    c.options.softcap = 200.0;
+    c.deviation = 256.0;
   });
   check("equal logits", [](LinearCrossEntropyCase& c) { c.weight = [](std::int64_t) { return 0.125; }; });
 }

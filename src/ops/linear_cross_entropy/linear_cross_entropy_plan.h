@@ -24,8 +24,9 @@ struct ExpProductMemory {
   float* target_logit;
   float* sums;
   float* moments;
-  std::int32_t* is_repeated;  ///< 1 where a row's logits are computed again
-  float* constant;            ///< of the backward, and the next
+  std::int32_t* repeated_count;  ///< of rows some of whose logits are computed again, and the rows
+  std::int32_t* repeated_rows;
+  float* constant;  ///< of the backward, and the next
   float* slope;
   float* row_factor;  ///< of both at once, as what follows
   float* target_gradient;
@@ -164,7 +165,8 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
     exp_product.target_logit = take_floats(true, block.rows);
     exp_product.sums = take_floats(!is_backward, sums);
     exp_product.moments = take_floats(!is_backward, sums);
-    exp_product.is_repeated = static_cast<std::int32_t*>(take(!is_backward, block.rows, sizeof(std::int32_t)));
+    exp_product.repeated_count = static_cast<std::int32_t*>(take(!is_backward, 1, sizeof(std::int32_t)));
+    exp_product.repeated_rows = static_cast<std::int32_t*>(take(!is_backward, block.rows, sizeof(std::int32_t)));
     exp_product.samples = memory.logits;
     exp_product.constant = take_floats(is_backward, block.rows);
     exp_product.slope = take_floats(is_backward, block.rows);

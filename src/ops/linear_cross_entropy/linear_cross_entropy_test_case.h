@@ -68,6 +68,7 @@ struct LinearCrossEntropyCase {
   Placement grad_weight_placement = {};
   std::function<double(std::int64_t)> x = {};             ///< of element i, in row-major order; absent: normal
   std::function<double(std::int64_t)> weight = {};        ///< likewise
+  std::function<double(std::int64_t)> bias = {};          ///< likewise
   std::function<double(std::int64_t)> target = {};        ///< absent: any class, every fifth row ignored
   std::function<double(std::int64_t)> class_weight = {};  ///< absent: 0.25 to 1.75, and 0 for every seventh
 };
@@ -117,7 +118,7 @@ class LinearCrossEntropyRun {
     const double spread = case_.deviation / std::sqrt(static_cast<double>(case_.features));
     x.fill(case_.x ? case_.x : noise(41));
     weight.fill(case_.weight ? case_.weight : [=](std::int64_t i) { return spread * noise(42)(i); });
-    bias.fill(noise(43));
+    bias.fill(case_.bias ? case_.bias : noise(43));
     targets.fill([this](std::int64_t i) { return target(i); });
     class_weight.fill(
         [this](std::int64_t v) { return case_.class_weight ? case_.class_weight(v) : random_class_weight(44, v); });
@@ -455,8 +456,13 @@ class LinearCrossEntropyComparison {
                             problem_of(run_, mode).has_powers()};
     Matrix ones(of_weight.factor.columns, 1);
     std::fill(ones.values.begin(), ones.values.end(), 1.0);
-    const Product of_bias{of_weight.factor, of_weight.scales, ones, std::max<std::int64_t>(1, ones.rows),
-                          case_.accumulates};
+    const Product of_bias{of_weight.factor,
+                          of_weight.scales,
+                          ones,
+                          std::max<std::int64_t>(1, ones.rows),
+                          case_.accumulates,
+                          false,
+                          problem_of(run_, mode).has_powers()};
     return (!wanted.x || (is_within(actual.x, "grad_x", of_x, shares.grad_x) && ignored_are_zero(actual.x, how))) &&
            (!wanted.weight || is_within(actual.weight, "grad_weight", of_weight, shares.grad_weight)) &&
            (!wanted.bias || is_within(actual.bias, "grad_bias", of_bias, shares.grad_bias));
