@@ -43,6 +43,7 @@ Library load() {
   find(result.init_preference, "cublasLtMatmulPreferenceInit_internal");
   find(result.set_preference, "cublasLtMatmulPreferenceSetAttribute");
   find(result.get_heuristic, "cublasLtMatmulAlgoGetHeuristic");
+  find(result.get_algorithm, "cublasLtMatmulAlgoConfigGetAttribute");
   find(result.matmul, "cublasLtMatmul");
   return result;
 }

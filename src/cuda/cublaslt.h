@@ -41,6 +41,10 @@ enum PreferenceAttribute : int {
   kMinAlignmentD = 8
 };
 
+enum AlgorithmAttribute : int { kTile = 1, kCustomOption = 5, kClusterShape = 8 };
+enum TileName : std::uint32_t { kTile128x160 = 29 };
+enum ClusterName : std::uint16_t { kCluster2x1x1 = 3 };
+
 // Filled in by the library; at least as large as any version's.
 struct MatrixLayout {
   std::uint64_t data[8];
@@ -75,6 +79,8 @@ struct Library {
   Status (*get_heuristic)(Handle handle, const MatmulDescription* description, const MatrixLayout* a,
                           const MatrixLayout* b, const MatrixLayout* c, const MatrixLayout* d,
                           const Preference* preference, int requested, HeuristicResult* results, int* found);
+  Status (*get_algorithm)(const Algorithm* algorithm, AlgorithmAttribute attribute, void* value, std::size_t size,
+                          std::size_t* written);
   Status (*matmul)(Handle handle, const MatmulDescription* description, const void* alpha, const void* a,
                    const MatrixLayout* a_layout, const void* b, const MatrixLayout* b_layout, const void* beta,
                    const void* c, const MatrixLayout* c_layout, void* d, const MatrixLayout* d_layout,

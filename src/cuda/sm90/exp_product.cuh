@@ -1,6 +1,6 @@
 // What the kernels of exp_product.h share: CUTLASS' product for Hopper (TMA, warp-specialised, two consumer warpgroups
-// with 64 of a tile's 128 rows each), and a tree of visitors that its accumulators pass on their way out. What differs
-// is the tree.
+// with 64 of a tile's 128 rows each), and a visitor that its accumulators pass on their way out. What differs is what
+// the visitor does with them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,88 +23,53 @@ namespace eaves::cuda::sm90 {
 namespace fusion = cutlass::epilogue::fusion;
 
 using Tile = cute::Shape<cute::Int<kExpProductRows>, cute::Int<kExpProductClasses>, cute::_64>;
-using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;  // two tiles of rows share what is loaded of the weight
+using Cluster = cute::Shape<cute::_1, cute::_2, cute::_1>;  // two tiles of classes share what is loaded of x
 inline constexpr auto kRounding = cutlass::FloatRoundStyle::round_to_nearest;
 
-// ---- functions of fragments: CUTLASS' arrays of numbers ---------------------------------------------------------
+// ---- the end of a product ------------------------------------------------------------------------------------------
 
-template <typename Fragment, typename Function>
-CUTLASS_DEVICE Fragment for_each_element(Function function) {
-  Fragment result;
-  CUTLASS_PRAGMA_UNROLL
-  for (int i = 0; i < Fragment::kElements; ++i) result[i] = function(i);
-  return result;
-}
+/// Columns of a warp's accumulators are spread over four lanes. A thread has two of the 64 rows of an instruction, and
+/// a tile's rows are those of two warpgroups, several times.
+inline constexpr int kLanesOfRow = 4;
+inline constexpr int kRowDistance = 8;
+inline constexpr int kRowsAtOnce = 2 * 64;  // a part of the epilogue
+inline constexpr int kRowsOfThread = 2 * static_cast<int>(kExpProductRows) / kRowsAtOnce;
 
-/// function(x) of each x = z * to_tanh, or of_small(x) where no x is too large for that.
-template <typename Fragment, typename Small, typename Function>
-CUTLASS_DEVICE Fragment for_each_inner(const Fragment& z, const Fragment& to_tanh, Small of_small, Function function) {
-  const Fragment x = for_each_element<Fragment>([&](int i) { return z[i] * to_tanh[i]; });
-  bool is_small = true;
-  CUTLASS_PRAGMA_UNROLL
-  for (int i = 0; i < Fragment::kElements; ++i) is_small = is_small && fabsf(x[i]) <= kSmallTanh;
-  if (is_small) return for_each_element<Fragment>([&](int i) { return of_small(x[i]); });
-  return for_each_element<Fragment>([&](int i) { return function(x[i]); });
-}
+/// The rows of a thread.
+struct ThreadRows {
+  std::int64_t first;  ///< of the product's
+  std::int64_t count;  ///< of the product
+  std::int64_t tile;   ///< of classes
 
-/// t from a logit, with a soft cap where `to_tanh` is not 0.
-template <typename Fragment>
-struct Exponent {
-  CUTLASS_DEVICE Fragment operator()(const Fragment& z, const Fragment& factor, const Fragment& shift,
-                                     const Fragment& to_tanh) const {
-    Fragment inner = z;
-    if (to_tanh[0] != 0.0f) {
-      inner = for_each_inner(z, to_tanh, small_tanh, [](float x) { return tanh_and_derivative(x).tanh; });
-    }
-    return for_each_element<Fragment>([&](int i) { return fmaf(inner[i], factor[i], -shift[i]); });
-  }
-};
-template <typename Fragment>
-struct Power {
-  CUTLASS_DEVICE Fragment operator()(const Fragment& t) const {
-    return for_each_element<Fragment>([&](int i) { return exp2_approximate(t[i]); });
-  }
-};
-/// Below it, 2^t is 0: 0 * -infinity would be NaN.
-inline constexpr float kLeastExponent = -1024.0f;
-template <typename Fragment>
-struct Moment {
-  CUTLASS_DEVICE Fragment operator()(const Fragment& power, const Fragment& t) const {
-    return for_each_element<Fragment>([&](int i) { return power[i] * fmaxf(t[i], kLeastExponent); });
-  }
-};
-/// Times the derivative of the soft cap.
-template <typename Fragment>
-struct TimesDerivative {
-  CUTLASS_DEVICE Fragment operator()(const Fragment& value, const Fragment& z, const Fragment& to_tanh) const {
-    if (to_tanh[0] == 0.0f) return value;
-    const Fragment derivative =
-        for_each_inner(z, to_tanh, small_tanh_derivative, [](float x) { return tanh_and_derivative(x).derivative; });
-    return for_each_element<Fragment>([&](int i) { return value[i] * derivative[i]; });
-  }
-};
-template <typename Fragment>
-struct Gradient {
-  CUTLASS_DEVICE Fragment operator()(const Fragment& t, const Fragment& constant, const Fragment& slope,
-                                     const Fragment& z, const Fragment& to_tanh) const {
-    const Fragment of_softmax = for_each_element<Fragment>(
-        [&](int i) { return exp2_approximate(t[i]) * fmaf(slope[i], fmaxf(t[i], kLeastExponent), constant[i]); });
-    const Fragment gradient = TimesDerivative<Fragment>{}(of_softmax, z, to_tanh);
-    // A row that counts for nothing has the gradient 0, whatever its logits.
-    return for_each_element<Fragment>(
-        [&](int i) { return constant[i] == 0.0f && slope[i] == 0.0f ? 0.0f : gradient[i]; });
+  CUTLASS_DEVICE std::int64_t row(int i) const { return first + i / 2 * kRowsAtOnce + i % 2 * kRowDistance; }
+  template <typename Number>
+  CUTLASS_DEVICE Number load(const Number* numbers, int i, Number otherwise) const {
+    return row(i) < count ? numbers[row(i)] : otherwise;
   }
 };
 
-// ---- visitors ------------------------------------------------------------------------------------------------------
-
-/// Adds the bias, and writes the logit of each row's target. Children: the products, the targets. A row broadcast of
-/// CUTLASS would take all calls 0.7 % of their time, those without a bias too.
-struct FinishLogits : fusion::Sm90VisitorImpl<> {
+/// A visitor of CUTLASS' epilogue that computes t of each accumulator, and lets an `Action` do the rest with a thread's
+/// logits. One visitor, where CUTLASS would have a tree of nodes: nothing but t is computed for each element, and
+/// where neither the tile's classes end nor a row has its target, no element is looked at. An action is
+///
+///   struct Action {
+///     struct Arguments;
+///     Action(const Arguments&, const ThreadRows&);
+///     float of(int row, float t);  // of the row-th of the thread's rows: what is written, before the soft cap's
+///     derivative void end(const ThreadRows&); // behind the last class of the tile; by all lanes
+///   };
+template <typename Action, typename Element>
+struct EndOfProduct : fusion::Sm90VisitorImpl<> {
+  using ElementAux = Element;  // says what a tile of the epilogue is made of where none is written
   struct SharedStorage {};
   struct Arguments {
     const float* bias = nullptr;
-    float* to = nullptr;
+    float to_tanh = 0.0f;
+    float factor = 0.0f;
+    const float* shift = nullptr;
+    const std::int32_t* target = nullptr;
+    float* target_logit = nullptr;
+    typename Action::Arguments action{};
   };
   using Params = Arguments;
 
@@ -126,104 +91,163 @@ struct FinishLogits : fusion::Sm90VisitorImpl<> {
     return cutlass::Status::kSuccess;
   }
 
-  CUTLASS_HOST_DEVICE FinishLogits() {}
-  CUTLASS_HOST_DEVICE FinishLogits(const Params& params, const SharedStorage&) : params_(params) {}
+  CUTLASS_HOST_DEVICE EndOfProduct() {}
+  CUTLASS_HOST_DEVICE EndOfProduct(const Params& params, const SharedStorage&) : params_(params) {}
 
   template <typename Coordinates>
   struct Callbacks : fusion::EmptyConsumerStoreCallbacks {
+    const Params& params;
     Coordinates coordinates;  ///< of the thread's logits, from its first one
-    int rows;                 ///< from the first one to the end, as `classes`
-    int classes;
-    int first_class;
-    const float* bias;
-    float* to;  ///< of the first row
+    ThreadRows rows;
+    int first_class;  ///< of the thread
+    int classes;      ///< from that one to the last
+    float shift[kRowsOfThread];
+    int target[kRowsOfThread];  ///< from the thread's first class on; negative where there is none
+    Action action;
 
-    CUTLASS_DEVICE Callbacks(const Coordinates& of_thread, int rows_left, int classes_left, int first,
-                             const float* of_classes, float* first_row)
-        : coordinates(of_thread),
-          rows(rows_left),
-          classes(classes_left),
+    CUTLASS_DEVICE Callbacks(const Params& given, const Coordinates& of_thread, const ThreadRows& of_rows, int first,
+                             int left)
+        : params(given),
+          coordinates(of_thread),
+          rows(of_rows),
           first_class(first),
-          bias(of_classes),
-          to(first_row) {}
+          classes(left),
+          action(given.action, of_rows) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kRowsOfThread; ++i) {
+        shift[i] = rows.load(params.shift, i, 0.0f);
+        const std::int32_t column = rows.load(params.target, i, -1);
+        target[i] = column < 0 ? -1 : column - first_class;
+      }
+    }
 
+    /// Code that runs once for each tile is fetched once for each tile: what few calls need stays small.
     template <typename Accumulator, int kSize>
-    CUTLASS_DEVICE auto visit(const cutlass::Array<Accumulator, kSize>&, int part, int of_rows, int of_columns,
-                              const cutlass::Array<float, kSize>& products,
-                              const cutlass::Array<std::int32_t, kSize>& targets) {
+    CUTLASS_DEVICE auto visit(cutlass::Array<Accumulator, kSize> z, int part, int of_rows, int of_columns) {
       const auto at = coordinates(cute::_, cute::_, cute::_, of_rows, of_columns);
-      cutlass::Array<float, kSize> logits = products;
-      if (bias != nullptr) {
+      const int first_row = 2 * of_rows;  // of the thread's
+      const auto row_of = [&](int i) CUTLASS_LAMBDA_FUNC_INLINE {
+        return first_row + (cute::get<0>(at(part * kSize + i)) - of_rows * kRowsAtOnce) / kRowDistance;
+      };
+      const auto column_of = [&](int i) CUTLASS_LAMBDA_FUNC_INLINE { return cute::get<1>(at(part * kSize + i)); };
+      const int first = column_of(0);
+      const int last = column_of(kSize - 1);
+      const bool has_all = last < classes;
+      if (params.bias != nullptr) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kSize; ++i) {
-          const int column = cute::get<1>(at(part * kSize + i));
-          if (column < classes) logits[i] += bias[first_class + column];
+          if (has_all || column_of(i) < classes) z[i] += params.bias[first_class + column_of(i)];
         }
       }
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kSize; ++i) {
-        const auto place = at(part * kSize + i);
-        // Behind the last class and the last row, targets have not been loaded.
-        const bool is_inside = cute::get<0>(place) < rows && cute::get<1>(place) < classes;
-        if (is_inside && cute::get<1>(place) == targets[i] - first_class) {
-          to[cute::get<0>(place)] = logits[i];
+      const auto is_here = [&](int column) CUTLASS_LAMBDA_FUNC_INLINE { return column >= first && column <= last; };
+      if (is_here(target[first_row]) || is_here(target[first_row + 1])) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kSize; ++i) {
+          if (column_of(i) == target[row_of(i)]) params.target_logit[rows.row(row_of(i))] = z[i];
         }
       }
-      return logits;
+      cutlass::Array<float, kSize> result;
+      const auto take = [&](int i, float inner) CUTLASS_LAMBDA_FUNC_INLINE {
+        const float t = fmaf(inner, params.factor, -shift[row_of(i)]);
+        return action.of(row_of(i), has_all || column_of(i) < classes ? t : -INFINITY);
+      };
+      if (params.to_tanh == 0.0f) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kSize; ++i) result[i] = take(i, z[i]);
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kSize; ++i) {
+          const TanhAndDerivative capped = tanh_and_derivative(z[i] * params.to_tanh);
+          result[i] = take(i, capped.tanh) * capped.derivative;
+        }
+      }
+      return cutlass::NumericArrayConverter<Element, float, kSize, kRounding>{}(result);
+    }
+
+    CUTLASS_DEVICE void end() {
+      if (rows.tile * kExpProductClasses < first_class + classes) action.end(rows);  // a cluster may have more tiles
     }
   };
 
   template <bool kReferenceSource, typename... Types>
   CUTLASS_DEVICE auto get_consumer_store_callbacks(const fusion::ConsumerStoreArgs<Types...>& args) {
-    const int rows = cute::get<0>(args.residue_tCcD);
-    const int classes = cute::get<1>(args.residue_tCcD);
+    const int classes_left = cute::get<1>(args.residue_tCcD);
     const int all_rows = cute::get<0>(args.problem_shape_mnkl);
-    const int all_classes = cute::get<1>(args.problem_shape_mnkl);
-    return Callbacks<decltype(args.tCcD)>(args.tCcD, rows, classes, all_classes - classes, params_.bias,
-                                          params_.to + (all_rows - rows));
+    const ThreadRows rows = {all_rows - cute::get<0>(args.residue_tCcD), all_rows, cute::get<1>(args.tile_coord_mnkl)};
+    return Callbacks<decltype(args.tCcD)>(params_, args.tCcD, rows,
+                                          cute::get<1>(args.problem_shape_mnkl) - classes_left, classes_left);
   }
 
  private:
   Params params_;
 };
 
-using OneStride = cute::Stride<cute::_1, cute::_0, cute::_0>;
-using Rows = fusion::Sm90ColBroadcast<0, Tile, float, float, OneStride>;
-using Targets = fusion::Sm90ColBroadcast<0, Tile, std::int32_t, std::int32_t, OneStride>;
-using Number = fusion::Sm90ScalarBroadcast<float>;
-template <template <typename> typename Function, typename To = float>
-using Compute = fusion::Sm90Compute<Function, To, float, kRounding>;
-using Logits = fusion::Sm90EVT<FinishLogits, fusion::Sm90AccFetch, Targets>;
-/// Over the classes of a tile, in float32: of four rows at once, never nullptr, one sum for each tile (not added up
-/// over tiles), without the classes behind the last one.
-using Sum = fusion::Sm90ColReduction<cutlass::plus, cutlass::plus, cutlass::plus, 0, Tile, float, float, kRounding,
-                                     OneStride, 4, false, false, true>;
+/// Below it, 2^t is 0: 0 * -infinity would be NaN.
+inline constexpr float kLeastExponent = -1024.0f;
 
-/// A tree whose first nodes are the logits, what they are multiplied with, the soft cap, and as number kExponents t.
-/// `Others` follow, with the nodes that they take as `Inputs`.
-inline constexpr int kLogits = 0;
-inline constexpr int kToTanh = 1;
-inline constexpr int kExponents = 4;
-template <typename... Inputs>
-struct TreeWith {
-  template <typename... Others>
-  using Nodes = fusion::Sm90TopologicalVisitor<
-      float,
-      cute::tuple<cute::seq<>, cute::seq<>, cute::seq<>, cute::seq<>, cute::seq<kLogits, 2, 3, kToTanh>, Inputs...>,
-      Logits, Number, Number, Rows, Compute<Exponent>, Others...>;
+/// 2^t, and for each row and tile the sums of 2^t and of 2^t * t.
+struct SumPowers {
+  struct Arguments {
+    float* sums;
+    float* moments;
+    std::int64_t stride;  ///< from tile to tile: the rows of whole tiles, all of which are written
+  };
+  Arguments to;
+  float sum[kRowsOfThread] = {};
+  float moment[kRowsOfThread] = {};
+
+  CUTLASS_DEVICE SumPowers(const Arguments& arguments, const ThreadRows&) : to(arguments) {}
+
+  CUTLASS_DEVICE float of(int row, float t) {
+    const float power = exp2_approximate(t);
+    sum[row] += power;
+    moment[row] = fmaf(power, fmaxf(t, kLeastExponent), moment[row]);
+    return power;
+  }
+
+  CUTLASS_DEVICE void end(const ThreadRows& rows) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRowsOfThread; ++i) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int mask = 1; mask < kLanesOfRow; mask *= 2) {
+        sum[i] += __shfl_xor_sync(~0u, sum[i], mask);
+        moment[i] += __shfl_xor_sync(~0u, moment[i], mask);
+      }
+      if (threadIdx.x % kLanesOfRow != 0 || rows.row(i) >= to.stride) continue;
+      to.sums[rows.tile * to.stride + rows.row(i)] = sum[i];
+      to.moments[rows.tile * to.stride + rows.row(i)] = moment[i];
+    }
+  }
+};
+
+/// 2^t * (constant + slope * t); 0 where both are 0, whatever the logits: such a row counts for nothing.
+struct GradientOfLogits {
+  struct Arguments {
+    const float* constant;
+    const float* slope;
+  };
+  float constant[kRowsOfThread];
+  float slope[kRowsOfThread];
+
+  CUTLASS_DEVICE GradientOfLogits(const Arguments& arguments, const ThreadRows& rows) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRowsOfThread; ++i) {
+      constant[i] = rows.load(arguments.constant, i, 0.0f);
+      slope[i] = rows.load(arguments.slope, i, 0.0f);
+    }
+  }
+
+  CUTLASS_DEVICE float of(int row, float t) const {
+    const float gradient = exp2_approximate(t) * fmaf(slope[row], fmaxf(t, kLeastExponent), constant[row]);
+    return constant[row] == 0.0f && slope[row] == 0.0f ? 0.0f : gradient;
+  }
+  CUTLASS_DEVICE void end(const ThreadRows&) const {}
 };
 
 // ---- kernels -------------------------------------------------------------------------------------------------------
 
-/// No matrix is written: sums and the targets' logits are, by visitors.
-template <typename Element, typename Tree>
-struct WithoutResult : Tree {
-  using Tree::Tree;
-  using ElementAux = Element;  // says what a tile of the epilogue is made of
-};
-
 /// `Result` is the element of what is written, or void.
-template <typename Element, typename Result, typename Tree>
+template <typename Element, typename Result, typename Action>
 class Kernel {
   static constexpr int kAlignment = 16 / sizeof(Element);
   using Row = cutlass::layout::RowMajor;
@@ -231,7 +255,7 @@ class Kernel {
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
       cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, Row, kAlignment, Result, Row, kAlignment,
-      cutlass::epilogue::TmaWarpSpecializedCooperative, Tree>::CollectiveOp;
+      cutlass::epilogue::TmaWarpSpecializedCooperative, EndOfProduct<Action, Element>>::CollectiveOp;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, Row, kAlignment, Element, Column, kAlignment, float,
       Tile, Cluster,
@@ -241,10 +265,8 @@ class Kernel {
       cute::Shape<int, int, int, int>, Mainloop, Epilogue, cutlass::gemm::PersistentScheduler>>;
 
  public:
-  using TreeArguments = typename Tree::Arguments;
-
-  static void run(const char* op, const ExpProduct& product, const TreeArguments& tree, void* to, std::int64_t stride,
-                  int multiprocessors, void* stream) {
+  static void run(const char* op, const ExpProduct& product, const typename Action::Arguments& action, void* to,
+                  std::int64_t stride, int multiprocessors, void* stream) {
     typename Gemm::GemmKernel::StrideA x_stride{};
     typename Gemm::GemmKernel::StrideB weight_stride{};
     typename Gemm::GemmKernel::StrideD to_stride{};
@@ -256,7 +278,11 @@ class Kernel {
         {static_cast<int>(product.rows), static_cast<int>(product.classes), static_cast<int>(product.features), 1},
         {static_cast<const Element*>(product.x.data), x_stride, static_cast<const Element*>(product.weight.data),
          weight_stride},
-        {tree, nullptr, {}, static_cast<std::conditional_t<std::is_void_v<Result>, Element, Result>*>(to), to_stride}};
+        {{product.bias, product.to_tanh, product.factor, product.shift, product.target, product.target_logit, action},
+         nullptr,
+         {},
+         static_cast<std::conditional_t<std::is_void_v<Result>, Element, Result>*>(to),
+         to_stride}};
     arguments.hw_info = {0, multiprocessors};
     // The order of tiles. All rows of a tile of classes first: the weight is read once, and x stays in L2; another
     // order makes few rows wait for the weight. More rows than L2 holds are taken with eight tiles of classes in turn.
@@ -272,11 +298,5 @@ class Kernel {
     }
   }
 };
-
-template <typename Tree, typename... Others>
-typename Tree::Arguments arguments_of(const ExpProduct& product, const Others&... others) {
-  const typename Logits::Arguments logits{{}, {product.target, -1, {}}, {product.bias, product.target_logit}};
-  return {logits, {{product.to_tanh}, {}, {}}, {{product.factor}, {}, {}}, {product.shift, 0.0f, {}}, {}, others...};
-}
 
 }  // namespace eaves::cuda::sm90

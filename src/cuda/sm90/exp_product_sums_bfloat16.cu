@@ -5,7 +5,7 @@ namespace eaves::cuda::sm90 {
 
 void sums_of_bfloat16(const char* op, const ExpProduct& product, const ExpProductSums& to, int multiprocessors,
                       void* stream) {
-  run_sums<cutlass::bfloat16_t>(op, product, to, multiprocessors, stream);
+  run_sums<cutlass::bfloat16_t, void>(op, product, to, multiprocessors, stream);
 }
 
 }  // namespace eaves::cuda::sm90

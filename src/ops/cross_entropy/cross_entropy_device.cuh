@@ -72,6 +72,17 @@ inline constexpr double kAnchorSlack = 3.0;
 __device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
 __device__ inline double product(double a, double b) { return __dmul_rn(a, b); }
 
+/// Up to kSmallTanh a polynomial, which needs no special function; beyond, 1 - 2 / (e^2|x| + 1). Relative error 3e-7.
+inline constexpr float kSmallTanh = 0.625f;
+/// tanh(x) / x as a polynomial of x^2: a relative error of 4e-9 for |x| <= kSmallTanh, fitted by weighted least
+/// squares; 1e-7 with the roundings.
+inline constexpr int kTanhDegree = 5;
+EAVES_HOST_DEVICE constexpr float tanh_coefficient(int i) {
+  constexpr float kCoefficients[kTanhDegree + 1] = {0x1p+0f,         -0x1.555524p-2f, 0x1.11058p-3f,
+                                                    -0x1.b8153ep-5f, 0x1.515cdep-6f,  -0x1.72eedcp-8f};
+  return kCoefficients[i];
+}
+
 /// The options as kernels compute with them. The factors of the softcap's polynomial are put into its coefficients, and
 /// those are read from the kernel's arguments.
 template <typename A>

@@ -21,7 +21,7 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 // A row whose logits are computed again is one of a cluster: each of its blocks computes a part of every tile.
 constexpr int kRepeatBlocks = 8;
-constexpr int kRepeatThreads = 512;
+constexpr int kRepeatThreads = 256;
 constexpr int kClasses = static_cast<int>(kExpProductClasses);
 
 constexpr double kLog2EExact = std::numbers::log2e;
@@ -130,13 +130,13 @@ constexpr float kMostRoom = 90.0f;
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     guess_shift(const __grid_constant__ Targets targets, std::int64_t rows, const T* x, std::int64_t x_stride,
-                const T* weight, std::int64_t weight_stride, std::int64_t features, const float* samples,
-                int sample_count, const float* bias, std::int64_t classes_per_sample,
-                const __grid_constant__ LogitTransform transform, float* shift, std::int32_t* target,
-                std::int32_t* repeated_count) {
+                const T* weight, std::int64_t weight_stride, std::int64_t features, int sample_count, const float* bias,
+                std::int64_t classes_per_sample, const __grid_constant__ LogitTransform transform,
+                const __grid_constant__ ExpProductMemory memory) {
   const std::int64_t row = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-  if (row == 0 && threadIdx.x == 0) *repeated_count = 0;
+  if (row == 0 && threadIdx.x == 0) *memory.repeated_count = 0;
   if (row >= rows) return;
+  const auto* samples = static_cast<const float*>(memory.samples);
   float largest = -infinity<float>();
   float sum = 0.0f;
   float count = 0.0f;
@@ -158,10 +158,13 @@ __global__ void __launch_bounds__(kThreads)
     largest = fmaxf(largest, transform.exponent(of_target[0] + (bias == nullptr ? 0.0f : bias[column])));
   }
   if (threadIdx.x % 32 != 0) return;
-  target[row] = column;
-  shift[row] = targets.is_ignored(row)              ? infinity<float>()  // 2^t is 0
-               : fabsf(largest) < infinity<float>() ? largest + room
-                                                    : 0.0f;
+  memory.target[row] = column;
+  memory.shift[row] = targets.is_ignored(row)              ? infinity<float>()  // 2^t is 0
+                      : fabsf(largest) < infinity<float>() ? largest + room
+                                                           : 0.0f;
+  if (memory.first_of_class == nullptr) return;
+  memory.has_more_rows[row] = 0;
+  if (column >= 0) atomicMax(memory.first_of_class + column, static_cast<std::int32_t>(rows - row));
 }
 
 // ---- a row's gradient -------------------------------------------------------------------------------------------
@@ -223,8 +226,8 @@ struct SumsOfTiles {
 
   __device__ float sum(std::int64_t tile, std::int64_t row) const { return sums[tile * rows + row]; }
   __device__ float moment(std::int64_t tile, std::int64_t row) const { return moments[tile * rows + row]; }
-  /// Did the tile leave the range in which sums over 2^12 tiles stay within float32's? A NaN did not: it is one.
-  __device__ bool is_lost(std::int64_t tile, std::int64_t row) const { return sum(tile, row) > 0x1p108f; }
+  /// Did the tile leave the range in which its moment stays within float32's? A NaN did not: it is one.
+  __device__ bool is_lost(std::int64_t tile, std::int64_t row) const { return sum(tile, row) > 0x1p120f; }
 };
 
 /// x and the weight, for logits that are computed again.
@@ -250,7 +253,7 @@ struct LogitFactors {
   template <typename Function>
   __device__ void for_each_logit(std::int64_t row, std::int64_t first, std::int64_t end, int block,
                                  Function function) const {
-    constexpr int kAtOnce = 2;  // loads on their way
+    constexpr int kAtOnce = 3;  // loads on their way
     constexpr int kClassesOfBlock = kClasses / kRepeatBlocks;
     static_assert(kClassesOfBlock == kRepeatThreads / 32 * kAtOnce);
     const std::int64_t column = first + block * kClassesOfBlock + threadIdx.x / 32 * kAtOnce;
@@ -268,47 +271,47 @@ struct LogitFactors {
   }
 };
 
-/// From sums of 2^t and 2^t * t. Where the guess was far off, the anchor is next to the row's lse: a sum that is so far
-/// from 1 could not be merged.
-__device__ ClassStatistics<float> statistics_of_sums(float sum, float moment, float shift,
-                                                     const LogitTransform& transform) {
-  constexpr float kFar = 0x1p24f;
-  const bool is_far = (sum > kFar && sum < infinity<float>()) || (sum > 0.0f && sum < 1.0f / kFar);
-  const int exponent = is_far ? ilogbf(sum) : 0;
+/// Of a row's tiles: in float64, because more than one may be near the end of float32's range.
+struct Sums {
+  double sum = 0.0;
+  double moment = 0.0;
+
+  /// The guess was too high, or there is no finite logit; or it was too low. Or the exponents are far from the guess,
+  /// where they lose digits, which count where lse is next to 0.
+  __device__ bool have_to_be_repeated(float shift) const {
+    if (sum == 0.0 || sum == infinity<double>() || fabs(moment) == infinity<double>()) return true;
+    constexpr float kFar = 20.0f;
+    constexpr float kNextToZero = 4.0f;
+    const auto exponent = static_cast<float>(log2(sum));
+    return fabsf(exponent) > kFar && fabsf(exponent + shift) < kNextToZero;
+  }
+};
+
+/// Where the guess was far off, the anchor is next to the row's lse: a sum that is so far from 1 could not be merged.
+__device__ ClassStatistics<float> statistics_of_sums(const Sums& sums, float shift, const LogitTransform& transform) {
+  constexpr double kFar = 0x1p24;
+  const bool is_far = (sums.sum > kFar && sums.sum < infinity<double>()) || (sums.sum > 0.0 && sums.sum < 1.0 / kFar);
+  const int exponent = is_far ? ilogb(sums.sum) : 0;
+  const auto sum = static_cast<float>(scalbn(sums.sum, -exponent));
+  const auto moment = static_cast<float>(scalbn(sums.moment, -exponent));
   const double exact = double(shift) / transform.stretch + exponent;
   const auto anchor = static_cast<float>(exact / kLog2EExact);
   const auto rest = static_cast<float>(exact - double(anchor) * kLog2EExact);
   const float correction = exp2_approximate(rest);
   ClassStatistics<float> state;
-  state.softmax = {anchor, scalbnf(sum, -exponent) * correction};
+  state.softmax = {anchor, sum * correction};
   // z' - anchor = (t - exponent + rest) / log2(e)
-  state.moment = kUnit<float> * correction * scalbnf(fmaf(rest - static_cast<float>(exponent), sum, moment), -exponent);
+  state.moment = kUnit<float> * correction * fmaf(rest - static_cast<float>(exponent), sum, moment);
   return state;
 }
 
-/// The sums of a row's powers. By a block, of which thread 0 gets them.
-struct Sums {
-  float sum = 0.0f;
-  float moment = 0.0f;
-
-  /// The guess was too high, or there is no finite logit; or it was too low. Or the exponents are far from the guess,
-  /// where they lose digits, which count where lse is next to 0.
-  __device__ bool have_to_be_repeated(float shift) const {
-    if (sum == 0.0f || sum == infinity<float>() || fabsf(moment) == infinity<float>()) return true;
-    constexpr float kFar = 20.0f;
-    constexpr float kNextToZero = 4.0f;
-    const float exponent = log2f(sum);
-    return fabsf(exponent) > kFar && fabsf(exponent + shift) < kNextToZero;
-  }
-};
-
 /// The tiles of a row that are computed again. Shared by a block.
 struct LostTiles {
-  static constexpr int kMost = static_cast<int>(kMostFusedClasses / kExpProductClasses);
-  unsigned words[kMost / 32];
+  static constexpr int kWords = static_cast<int>(ceil_divide(kMostFusedClasses, kExpProductClasses * 32));
+  unsigned words[kWords];
 
   __device__ void clear() {
-    for (int i = static_cast<int>(threadIdx.x); i < kMost / 32; i += kRepeatThreads) words[i] = 0;
+    for (int i = static_cast<int>(threadIdx.x); i < kWords; i += kRepeatThreads) words[i] = 0;
   }
   __device__ void add(std::int64_t tile) { atomicOr(&words[tile / 32], 1u << tile % 32); }
   __device__ bool has_class(std::int64_t column) const {
@@ -389,11 +392,11 @@ __device__ Lowering store_row(const GradientOfRows& rows, std::int64_t row, cons
     const bool is_nothing = gradient.mass == 0.0f && gradient.hard == 0.0f;
     const float anchor = softmax_anchor(state.softmax.max);
     const float of_softmax = is_nothing ? 0.0f : gradient.mass * rows.transform.scale;
-    float factor = of_softmax / sums.sum;
     // One that is much smaller or larger would leave the range of bfloat16 in what it multiplies.
-    constexpr float kMost = 0x1p80f;
-    const auto is_usual = [](float value) { return value > 1.0f / kMost && value < kMost; };
-    const bool is_in_range = is_usual(sums.sum) && (factor == 0.0f || is_usual(fabsf(factor)));
+    const auto is_usual = [](double value) { return value > 0x1p-100 && value < 0x1p95; };
+    const double exact_factor = double(of_softmax) / sums.sum;
+    const bool is_in_range = is_usual(sums.sum) && (exact_factor == 0.0 || is_usual(1.0 / fabs(exact_factor)));
+    auto factor = static_cast<float>(exact_factor);
     if (!rows.targets.is_ignored(row) && (is_any_lost || !is_in_range)) {
       const double exact = double(anchor) * kLog2EExact * rows.transform.stretch + double(log2f(state.softmax.sum)) -
                            double(rows.memory.shift[row]);
@@ -405,7 +408,7 @@ __device__ Lowering store_row(const GradientOfRows& rows, std::int64_t row, cons
     const float distance = target.logit - anchor - logf(state.softmax.sum);
     rows.memory.row_factor[row] = is_nothing ? 0.0f : factor;
     rows.memory.target_gradient[row] = is_nothing || column < 0 ? 0.0f : rows.of_target(of_target, distance, gradient);
-    const bool is_finite = sums.sum < infinity<float>() && fabsf(lowering.exponent) < infinity<float>();
+    const bool is_finite = sums.sum < infinity<double>() && fabsf(lowering.exponent) < infinity<float>();
     lowering.becomes_nothing = is_nothing && !is_finite;
   }
   return lowering;
@@ -426,16 +429,16 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kTilesAtOnce = kThreads / kRowsOfBlock;
   const int in_block = static_cast<int>(threadIdx.x) % kRowsOfBlock;
   const std::int64_t row = std::int64_t{blockIdx.x} * kRowsOfBlock + in_block;
-  __shared__ float shared_sums[kWarps][kRowsOfBlock];
-  __shared__ float shared_moments[kWarps][kRowsOfBlock];
+  __shared__ double shared_sums[kWarps][kRowsOfBlock];
+  __shared__ double shared_moments[kWarps][kRowsOfBlock];
   __shared__ int shared_lost[kWarps][kRowsOfBlock];
   Sums own;
   int is_lost = 0;
   // The sums have whole tiles of rows.
 #pragma unroll 4
   for (std::int64_t tile = threadIdx.x / kRowsOfBlock; tile < tiles.tiles; tile += kTilesAtOnce) {
-    own.sum += tiles.sum(tile, row);
-    own.moment += tiles.moment(tile, row);
+    own.sum += double(tiles.sum(tile, row));
+    own.moment += double(tiles.moment(tile, row));
     is_lost |= tiles.is_lost(tile, row) ? 1 : 0;
   }
 #pragma unroll
@@ -452,6 +455,10 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   if (threadIdx.x >= kRowsOfBlock || row >= count) return;
+  if (const std::int32_t column = rows.memory.target[row]; rows.memory.first_of_class != nullptr && column >= 0) {
+    const std::int64_t first = count - rows.memory.first_of_class[column];
+    if (first != row) rows.memory.has_more_rows[first] = 1;
+  }
   Sums sums;
   is_lost = 0;
 #pragma unroll
@@ -465,7 +472,7 @@ __global__ void __launch_bounds__(kThreads)
   bool is_repeated = !is_ignored && (is_lost != 0 || sums.have_to_be_repeated(shift));
   if (!is_repeated) {
     ClassStatistics<float> state;
-    if (!is_ignored) state = statistics_of_sums(sums.sum, sums.moment, shift, rows.transform);
+    if (!is_ignored) state = statistics_of_sums(sums, shift, rows.transform);
     const Lowering lowering = store_row<kHasPowers>(rows, row, sums, false, state, statistics);
     is_repeated = lowering.is_needed();
     if constexpr (kHasPowers) {
@@ -503,8 +510,8 @@ __global__ void __launch_bounds__(kRepeatThreads)
         lost.add(tile);
         continue;
       }
-      own.sum += tiles.sum(tile, row);
-      own.moment += tiles.moment(tile, row);
+      own.sum += double(tiles.sum(tile, row));
+      own.moment += double(tiles.moment(tile, row));
     }
     const bool is_any_lost = __syncthreads_or(has_lost) != 0;
     const Sums sums = reduce_block<kRepeatThreads>(own, [](const Sums& a, const Sums& b) {
@@ -522,7 +529,7 @@ __global__ void __launch_bounds__(kRepeatThreads)
     });
     state = reduce_block<kRepeatThreads>(state, MergeStatistics{});
     if (threadIdx.x == 0 && block == 0 && !is_all_lost && !is_ignored) {
-      state = MergeStatistics{}(statistics_of_sums(sums.sum, sums.moment, shift, rows.transform), state);
+      state = MergeStatistics{}(statistics_of_sums(sums, shift, rows.transform), state);
     }
     state = reduce_cluster(state, MergeStatistics{});
     if (threadIdx.x == 0 && block == 0) {
@@ -635,19 +642,14 @@ __device__ void store_elements(const float (&values)[kSize], T* to) {
 
 /// Adds the sum of target_gradient * x, over the rows with a target, to that class's grad_weight, and the sum of
 /// target_gradient to its grad_bias; each may be nullptr. A block for each row and some features, of which the first
-/// row of a class does it.
+/// row of a class does it, and looks for the others only where there are some.
 template <typename G, int kSize>
 __global__ void __launch_bounds__(kThreads)
-    add_targets(const std::int32_t* target, const float* target_gradient, std::int64_t rows, const bfloat16* x,
+    add_targets(const __grid_constant__ ExpProductMemory memory, std::int64_t rows, const bfloat16* x,
                 std::int64_t x_stride, std::int64_t features, G* grad_weight, std::int64_t stride, double* grad_bias) {
-  constexpr int kPart = 1024;  // rows that are looked at in turn
-  constexpr int kRounds = kPart / kThreads;
   const std::int64_t first = blockIdx.x;
-  const std::int32_t own = target[first];
-  if (own < 0) return;
-  bool is_other_first = false;
-  for (std::int64_t row = threadIdx.x; row < first; row += kThreads) is_other_first |= target[row] == own;
-  if (__syncthreads_or(is_other_first) != 0) return;
+  const std::int32_t own = memory.target[first];
+  if (own < 0 || rows - memory.first_of_class[own] != first) return;
   const std::int64_t i = (std::int64_t{blockIdx.y} * kThreads + threadIdx.x) * kSize;
   const bool has_features = grad_weight != nullptr && i < features;
   const bool has_bias = grad_bias != nullptr && blockIdx.y == 0 && threadIdx.x == 0;
@@ -655,28 +657,33 @@ __global__ void __launch_bounds__(kThreads)
   float sums[kSize];
   double bias_sum = 0.0;
   if (has_features) load_elements<kSize>(to, sums);
+  const auto add = [&](std::int64_t row) {
+    const float gradient = memory.target_gradient[row];
+    bias_sum += double(gradient);
+    if (!has_features) return;
+    float values[kSize];
+    load_elements<kSize>(x + row * x_stride + i, values);
+#pragma unroll
+    for (int k = 0; k < kSize; ++k) sums[k] = gradient == 0.0f ? sums[k] : fmaf(gradient, values[k], sums[k]);
+  };
+  add(first);
+  constexpr int kPart = 1024;  // rows that are looked at in turn
+  constexpr int kRounds = kPart / kThreads;
   const auto warp = static_cast<int>(threadIdx.x) / 32;
   const auto lane = static_cast<int>(threadIdx.x) % 32;
   __shared__ unsigned of_class[kPart / 32];  // a bit a row
-  for (std::int64_t begin = first / kPart * kPart; begin < rows; begin += kPart) {
+  for (std::int64_t begin = memory.has_more_rows[first] != 0 ? first + 1 : rows; begin < rows; begin += kPart) {
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
       const std::int64_t row = begin + round * kThreads + threadIdx.x;
-      const unsigned found = __ballot_sync(~0u, row < rows && target[row] == own);
+      const unsigned found = __ballot_sync(~0u, row < rows && memory.target[row] == own);
       if (lane == 0) of_class[round * kWarps + warp] = found;
     }
     __syncthreads();
     if (has_features || has_bias) {
       for (int word = 0; word < kPart / 32; ++word) {
         for (unsigned left = of_class[word]; left != 0; left &= left - 1) {
-          const std::int64_t row = begin + word * 32 + __ffs(static_cast<int>(left)) - 1;
-          const float gradient = target_gradient[row];
-          bias_sum += double(gradient);
-          if (!has_features) continue;
-          float values[kSize];
-          load_elements<kSize>(x + row * x_stride + i, values);
-#pragma unroll
-          for (int k = 0; k < kSize; ++k) sums[k] = gradient == 0.0f ? sums[k] : fmaf(gradient, values[k], sums[k]);
+          add(begin + word * 32 + __ffs(static_cast<int>(left)) - 1);
         }
       }
     }
@@ -713,12 +720,15 @@ void dispatch_half(DType dtype, Body body) {
 }  // namespace
 
 void guess_shifts(const char* op, const FusedRows& rows, int sample_count, void* stream) {
+  if (std::int32_t* first_of_class = rows.memory.first_of_class; first_of_class != nullptr) {
+    const std::size_t bytes = static_cast<std::size_t>(rows.classes) * sizeof(std::int32_t);
+    check_status(cudaMemsetAsync(first_of_class, 0, bytes, static_cast<cudaStream_t>(stream)), op);
+  }
   dispatch_half(rows.dtype, [&]<typename T>() {
     launch(op, guess_shift<T>, {.blocks = ceil_divide(rows.rows, kWarps), .threads = kThreads, .stream = stream},
            Targets(rows), rows.rows, static_cast<const T*>(rows.x.data), rows.x.stride,
-           static_cast<const T*>(rows.weight.data), rows.weight.stride, rows.features,
-           static_cast<const float*>(rows.memory.samples), sample_count, rows.bias, rows.classes / sample_count,
-           LogitTransform(rows.options), rows.memory.shift, rows.memory.target, rows.memory.repeated_count);
+           static_cast<const T*>(rows.weight.data), rows.weight.stride, rows.features, sample_count, rows.bias,
+           rows.classes / sample_count, LogitTransform(rows.options), rows.memory);
   });
 }
 
@@ -766,7 +776,6 @@ void scale_rows(const char* op, const FusedRows& rows, void* to, void* stream) {
 
 void add_targets(const char* op, const FusedRows& rows, void* grad_weight, DType dtype, std::int64_t stride,
                  double* grad_bias, void* stream) {
-  const ExpProductMemory& memory = rows.memory;
   const auto add = [&](auto* to) {
     using G = std::remove_pointer_t<decltype(to)>;
     // x and features suit vectors: cuda/exp_product.h.
@@ -778,8 +787,8 @@ void add_targets(const char* op, const FusedRows& rows, void* grad_weight, DType
             .blocks_y = grad_weight == nullptr ? 1 : ceil_divide(rows.features, std::int64_t{kThreads} * size),
             .threads = kThreads,
             .stream = stream},
-           static_cast<const std::int32_t*>(memory.target), static_cast<const float*>(memory.target_gradient),
-           rows.rows, static_cast<const bfloat16*>(rows.x.data), rows.x.stride, rows.features, to, stride, grad_bias);
+           rows.memory, rows.rows, static_cast<const bfloat16*>(rows.x.data), rows.x.stride, rows.features, to, stride,
+           grad_bias);
   };
   dtype == DType::bfloat16 ? add(static_cast<bfloat16*>(grad_weight)) : add(static_cast<float*>(grad_weight));
 }

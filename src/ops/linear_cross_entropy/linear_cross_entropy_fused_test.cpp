@@ -32,7 +32,7 @@ class LinearCrossEntropyFused : public OnGpu {
 
 using Mode = LinearCrossEntropyMode;
 
-/// More than a tile of rows and the fewest classes, with a rest in each direction.
+/// More than half a tile of rows and nearly the fewest classes, with a rest in each direction.
 LinearCrossEntropyCase fused_case(Reduction reduction = Reduction::none) {
   LinearCrossEntropyCase c{.device = kCuda, .dtype = DType::bfloat16, .row_shape = {131}, .features = 40};
   c.classes = 4099;
@@ -60,7 +60,7 @@ TEST_F(LinearCrossEntropyFused, CallsThatTakeTheProductAndCallsThatDoNot) {
   expect_none([](LinearCrossEntropyCase& c) { c.classes = 4095; });
   expect_none([](LinearCrossEntropyCase& c) { c.features = 36; });
   expect_none([](LinearCrossEntropyCase& c) { c.dtype = DType::float32; });
-  expect_none([](LinearCrossEntropyCase& c) { c.options.softcap = 1e7; });
+  expect_none([](LinearCrossEntropyCase& c) { c.options.softcap = 65.0; });
   expect_none([](LinearCrossEntropyCase& c) { c.options.label_smoothing = 0.1; });
   expect_none([](LinearCrossEntropyCase& c) { c.targets_dtype = DType::float32; });
   LinearCrossEntropyCase with_options = fused_case();
@@ -84,6 +84,8 @@ TEST_F(LinearCrossEntropyFused, EachOptionMatchesTheOracle) {
       check_linear_cross_entropy(c);
     };
     check([](LinearCrossEntropyCase&) {});
+    // Two tiles of rows; an odd number of tiles of classes, of which a cluster of blocks takes two.
+    check([](LinearCrossEntropyCase& c) { c.row_shape = {257}, c.classes = 22 * cuda::kExpProductClasses + 1; });
     check([](LinearCrossEntropyCase& c) { c.dtype = DType::float16; });
     check([](LinearCrossEntropyCase& c) { c.options.scale = 0.7, c.options.z_loss_weight = 0.01; });
     check([](LinearCrossEntropyCase& c) { c.options.softcap = 3.0, c.options.scale = 2.0; });
@@ -171,9 +173,9 @@ TEST_F(LinearCrossEntropyFused, RowsFarFromTheirSampledLogitsMatchTheOracle) {
           with_bias([](std::int64_t v) { return v % 3 == 0 ? noise(57)(v) : -kInfinity; }));
     check("a bias that the samples do not have", with_bias([](std::int64_t v) { return v % 64 == 0 ? -300.0 : 0.5; }));
   }
-  check("soft cap far above the logits", [](LinearCrossEntropyCase& c) { c.options.softcap = 1e5; });
+  check("soft cap far above the logits", [](LinearCrossEntropyCase& c) { c.options.softcap = 64.0; });
   check("soft cap, logits far above it", [](LinearCrossEntropyCase& c) {
-    c.options.softcap = 200.0;
+    c.options.softcap = 60.0;
     c.deviation = 256.0;
   });
   check("equal logits", [](LinearCrossEntropyCase& c) { c.weight = [](std::int64_t) { return 0.125; }; });

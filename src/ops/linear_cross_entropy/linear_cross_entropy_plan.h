@@ -30,7 +30,9 @@ struct ExpProductMemory {
   float* slope;
   float* row_factor;  ///< of both at once, as what follows
   float* target_gradient;
-  void* scaled_x;  ///< where grad_x has been before
+  std::int32_t* first_of_class;  ///< [classes], 0 before the targets are known: rows left from its first one on
+  std::int32_t* has_more_rows;   ///< [rows]: has the class of its first row others?
+  void* scaled_x;                ///< where grad_x has been before
 };
 
 /// How many logits of a row are computed before the others, at equal distances, to guess the largest.
@@ -172,6 +174,9 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
     exp_product.slope = take_floats(is_backward, block.rows);
     exp_product.row_factor = take_floats(has_powers, block.rows);
     exp_product.target_gradient = take_floats(has_powers, block.rows);
+    const bool adds_targets = has_powers && (problem.grad_weight != nullptr || problem.grad_bias != nullptr);
+    exp_product.first_of_class = static_cast<std::int32_t*>(take(adds_targets, problem.classes, sizeof(std::int32_t)));
+    exp_product.has_more_rows = static_cast<std::int32_t*>(take(adds_targets, block.rows, sizeof(std::int32_t)));
     const bool scales_x = has_powers && problem.grad_weight != nullptr;
     exp_product.scaled_x = scales_x && problem.grad_x != nullptr
                                ? memory.grad_x
@@ -215,6 +220,11 @@ inline std::int64_t most_rows(const LinearCrossEntropyProblem& problem, std::int
   return std::numeric_limits<std::int32_t>::max() / of_row_tile * cuda::kExpProductRows;
 }
 
+/// Rows of whole tiles, by which products lose nothing.
+inline std::int64_t row_tile_of(const LinearCrossEntropyProblem& problem) {
+  return problem.ends_in_product ? cuda::kExpProductRows : policy_of(problem.device).row_tile;
+}
+
 /// The most rows, with so many classes, whose workspace is within `limit`; at least those of the least block. Pieces of
 /// equal size.
 inline std::int64_t rows_within(const LinearCrossEntropyProblem& problem, std::int64_t classes, std::size_t limit) {
@@ -228,7 +238,7 @@ inline std::int64_t rows_within(const LinearCrossEntropyProblem& problem, std::i
     (workspace_bytes(problem, {middle, classes}) <= limit ? low : high) = middle;
   }
   const std::int64_t chunks = ceil_divide(all, low);
-  const std::int64_t tile = policy_of(problem.device).row_tile;
+  const std::int64_t tile = row_tile_of(problem);
   const std::int64_t even = ceil_divide(ceil_divide(all, chunks), tile) * tile;
   if (even <= low) return even;
   return low < tile ? low : low / tile * tile;
