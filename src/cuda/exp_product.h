@@ -29,7 +29,7 @@ struct ExpProduct {
   const float* bias;           ///< [classes]; nullptr: 0
   float to_tanh;               ///< a scale over a soft cap; 0: no soft cap
   float factor;                ///< a scale times log2(e), or a soft cap times log2(e)
-  const float* shift;          ///< [rows]; this and the following start on 16 bytes
+  const float* shift;          ///< [rows]
   const std::int32_t* target;  ///< [rows], a class each; none: -1
   float* target_logit;         ///< out; [rows], z of the target where there is one
 };

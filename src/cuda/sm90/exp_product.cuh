@@ -1,6 +1,6 @@
 // What the kernels of exp_product.h share: CUTLASS' product for Hopper (TMA, warp-specialised, two consumer warpgroups
-// with 64 of a tile's 128 rows each), and a visitor that its accumulators pass on their way out. What differs is what
-// the visitor does with them.
+// with half of a tile's rows each), and a visitor that its accumulators pass on their way out. What differs is what the
+// visitor does with them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -55,8 +55,8 @@ struct ThreadRows {
 ///   struct Action {
 ///     struct Arguments;
 ///     Action(const Arguments&, const ThreadRows&);
-///     float of(int row, float t);  // of the row-th of the thread's rows: what is written, before the soft cap's
-///     derivative void end(const ThreadRows&); // behind the last class of the tile; by all lanes
+///     float of(int row, float t);   // what is written, less the soft cap's derivative; of the row-th of the thread's
+///     void end(const ThreadRows&);  // behind the last class of the tile; by all lanes
 ///   };
 template <typename Action, typename Element>
 struct EndOfProduct : fusion::Sm90VisitorImpl<> {
@@ -158,7 +158,8 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kSize; ++i) {
           const TanhAndDerivative capped = tanh_and_derivative(z[i] * params.to_tanh);
-          result[i] = take(i, capped.tanh) * capped.derivative;
+          const float value = take(i, capped.tanh);
+          result[i] = value == 0.0f ? 0.0f : value * capped.derivative;  // of a row that counts for nothing, a NaN too
         }
       }
       return cutlass::NumericArrayConverter<Element, float, kSize, kRounding>{}(result);
@@ -171,6 +172,7 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
 
   template <bool kReferenceSource, typename... Types>
   CUTLASS_DEVICE auto get_consumer_store_callbacks(const fusion::ConsumerStoreArgs<Types...>& args) {
+    static_assert(decltype(cute::size<0>(args.epi_tile))::value == kRowsAtOnce, "the rows of ThreadRows");
     const int classes_left = cute::get<1>(args.residue_tCcD);
     const int all_rows = cute::get<0>(args.problem_shape_mnkl);
     const ThreadRows rows = {all_rows - cute::get<0>(args.residue_tCcD), all_rows, cute::get<1>(args.tile_coord_mnkl)};
@@ -285,7 +287,7 @@ class Kernel {
          to_stride}};
     arguments.hw_info = {0, multiprocessors};
     // The order of tiles. All rows of a tile of classes first: the weight is read once, and x stays in L2; another
-    // order makes few rows wait for the weight. More rows than L2 holds are taken with eight tiles of classes in turn.
+    // order makes few rows wait for the weight. More rows than L2 holds are taken with eight clusters' classes in turn.
     constexpr std::int64_t kRowsInL2 = 4096;
     using Order = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90Params::RasterOrderOptions;
     arguments.scheduler.raster_order = Order::AlongM;

@@ -125,6 +125,8 @@ __device__ void multiply(const T* x, const T* const (&weight)[kCount], std::int6
 /// 2^-36 of the largest sample.
 constexpr float kUsualSpread = 60.0f;
 constexpr float kMostRoom = 90.0f;
+/// Farther below the largest are classes that a bias masks: -1e4 is 14427.
+constexpr float kMasked = 4096.0f;
 
 /// A warp a row.
 template <typename T>
@@ -137,18 +139,21 @@ __global__ void __launch_bounds__(kThreads)
   if (row == 0 && threadIdx.x == 0) *memory.repeated_count = 0;
   if (row >= rows) return;
   const auto* samples = static_cast<const float*>(memory.samples);
+  const auto exponent_of = [&](int i) {
+    const float own_bias = bias == nullptr ? 0.0f : bias[i * classes_per_sample];
+    return transform.exponent(samples[row * sample_count + i] + own_bias);
+  };
   float largest = -infinity<float>();
+  for (int i = threadIdx.x % 32; i < sample_count; i += 32) largest = fmaxf(largest, exponent_of(i));
+  largest = reduce_lanes<32>(largest, [](float a, float b) { return fmaxf(a, b); });
   float sum = 0.0f;
   float count = 0.0f;
   for (int i = threadIdx.x % 32; i < sample_count; i += 32) {
-    const float own_bias = bias == nullptr ? 0.0f : bias[i * classes_per_sample];
-    const float exponent = transform.exponent(samples[row * sample_count + i] + own_bias);
-    largest = fmaxf(largest, exponent);
-    if (exponent == -infinity<float>()) continue;  // a class that is masked says nothing of the others' spread
+    const float exponent = exponent_of(i);
+    if (!(exponent > largest - kMasked)) continue;  // a class that is masked says nothing of the others' spread
     sum += exponent;
     count += 1.0f;
   }
-  largest = reduce_lanes<32>(largest, [](float a, float b) { return fmaxf(a, b); });
   const float mean = reduce_lanes<32>(sum, Plus{}) / reduce_lanes<32>(count, Plus{});
   const float room = fminf(fmaxf(largest - mean - kUsualSpread, 0.0f), kMostRoom);
   const int column = targets.column(row);
@@ -401,7 +406,7 @@ __device__ Lowering store_row(const GradientOfRows& rows, std::int64_t row, cons
       const double exact = double(anchor) * kLog2EExact * rows.transform.stretch + double(log2f(state.softmax.sum)) -
                            double(rows.memory.shift[row]);
       lowering.exponent = static_cast<float>(rint(exact));
-      // Beside an infinite lse the powers are 0, and NaN where they are infinite themselves.
+      // Beside lse = infinity the powers are 0, and NaN where they are infinite themselves; beside -infinity NaN.
       const bool is_finite = fabsf(lowering.exponent) < infinity<float>();
       factor = of_softmax * (is_finite ? exp2f(static_cast<float>(double(lowering.exponent) - exact)) : 1.0f);
     }

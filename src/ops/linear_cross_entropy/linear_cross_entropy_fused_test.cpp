@@ -7,6 +7,7 @@
 #include <limits>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda/exp_product.h"
@@ -60,7 +61,7 @@ TEST_F(LinearCrossEntropyFused, CallsThatTakeTheProductAndCallsThatDoNot) {
   expect_none([](LinearCrossEntropyCase& c) { c.classes = 4095; });
   expect_none([](LinearCrossEntropyCase& c) { c.features = 36; });
   expect_none([](LinearCrossEntropyCase& c) { c.dtype = DType::float32; });
-  expect_none([](LinearCrossEntropyCase& c) { c.options.softcap = 65.0; });
+  expect_none([](LinearCrossEntropyCase& c) { c.options.softcap = 51.0; });
   expect_none([](LinearCrossEntropyCase& c) { c.options.label_smoothing = 0.1; });
   expect_none([](LinearCrossEntropyCase& c) { c.targets_dtype = DType::float32; });
   LinearCrossEntropyCase with_options = fused_case();
@@ -171,11 +172,13 @@ TEST_F(LinearCrossEntropyFused, RowsFarFromTheirSampledLogitsMatchTheOracle) {
     constexpr double kInfinity = std::numeric_limits<double>::infinity();
     check("classes that a bias of -infinity masks",
           with_bias([](std::int64_t v) { return v % 3 == 0 ? noise(57)(v) : -kInfinity; }));
+    check("classes that a finite bias masks",
+          with_bias([](std::int64_t v) { return v % 3 == 0 ? noise(57)(v) : -1e4; }));
     check("a bias that the samples do not have", with_bias([](std::int64_t v) { return v % 64 == 0 ? -300.0 : 0.5; }));
   }
-  check("soft cap far above the logits", [](LinearCrossEntropyCase& c) { c.options.softcap = 64.0; });
+  check("soft cap far above the logits", [](LinearCrossEntropyCase& c) { c.options.softcap = 50.0; });
   check("soft cap, logits far above it", [](LinearCrossEntropyCase& c) {
-    c.options.softcap = 60.0;
+    c.options.softcap = 50.0;
     c.deviation = 256.0;
   });
   check("equal logits", [](LinearCrossEntropyCase& c) { c.weight = [](std::int64_t) { return 0.125; }; });
@@ -229,14 +232,18 @@ TEST_F(LinearCrossEntropyFused, ATargetOutOfRangeMakesItsRowNaN) {
 
 TEST_F(LinearCrossEntropyFused, ARowThatIsNotFiniteAndCountsForNothingHasNoGradient) {
   for (const double held : {std::nan(""), std::numeric_limits<double>::infinity()}) {
-    for (const bool is_ignored : {true, false}) {
+    for (const auto& [is_ignored, softcap] : {std::pair(true, 0.0), {false, 0.0}, {true, 3.0}, {false, 3.0}}) {
       LinearCrossEntropyCase c = fused_case();
+      c.options.softcap = softcap;
       c.x = [=](std::int64_t i) { return i == 5 * 40 + 3 ? held : noise(53)(i); };
       c.target = [=](std::int64_t row) { return is_ignored && row == 5 ? -100.0 : static_cast<double>(row); };
       LinearCrossEntropyRun run(c);
       run.grad_loss.fill([](std::int64_t row) { return row == 5 ? 0.0 : 1.0; });
       run.run();
-      for (std::int64_t i = 0; i < 40; ++i) EXPECT_EQ(run.gradients_at_once.x.get(5 * 40 + i), 0.0) << i;
+      for (std::int64_t i = 0; i < 40; ++i) {
+        EXPECT_EQ(run.gradients.x.get(5 * 40 + i), 0.0) << i;
+        EXPECT_EQ(run.gradients_at_once.x.get(5 * 40 + i), 0.0) << i;
+      }
       for (std::int64_t i = 0; i < 4099 * 40; ++i) {
         ASSERT_TRUE(std::isfinite(run.gradients_at_once.weight.get(i))) << "element " << i << ", " << held;
       }

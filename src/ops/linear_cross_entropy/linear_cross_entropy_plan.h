@@ -31,7 +31,7 @@ struct ExpProductMemory {
   float* row_factor;  ///< of both at once, as what follows
   float* target_gradient;
   std::int32_t* first_of_class;  ///< [classes], 0 before the targets are known: rows left from its first one on
-  std::int32_t* has_more_rows;   ///< [rows]: has the class of its first row others?
+  std::int32_t* has_more_rows;   ///< [rows], of the first row of a class: 1 where later rows have that class too
   void* scaled_x;                ///< where grad_x has been before
 };
 
@@ -213,16 +213,19 @@ inline LinearCrossEntropyBlock least_block(const LinearCrossEntropyProblem& prob
           cuts_classes(problem) ? std::min(problem.classes, policy.least_classes) : problem.classes};
 }
 
-/// The most rows of a chunk: CUTLASS counts the sums of a product in 32 bits.
+/// The most rows of a chunk: a product's sums are fewer than 2^31.
 inline std::int64_t most_rows(const LinearCrossEntropyProblem& problem, std::int64_t classes) {
   if (!problem.ends_in_product || problem.mode == LinearCrossEntropyMode::backward) return problem.rows();
   const std::int64_t of_row_tile = cuda::exp_product_sums(cuda::kExpProductRows, classes);
   return std::numeric_limits<std::int32_t>::max() / of_row_tile * cuda::kExpProductRows;
 }
 
-/// Rows of whole tiles, by which products lose nothing.
-inline std::int64_t row_tile_of(const LinearCrossEntropyProblem& problem) {
-  return problem.ends_in_product ? cuda::kExpProductRows : policy_of(problem.device).row_tile;
+/// Whole tiles of rows, by which products lose nothing: of at most `rows`. Of few rows, half a tile of the product that
+/// ends in exponentials costs less than the other products of so much smaller chunks.
+inline std::int64_t row_tile_of(const LinearCrossEntropyProblem& problem, std::int64_t rows) {
+  constexpr std::int64_t kFewTiles = 4;
+  const bool takes_whole = problem.ends_in_product && rows >= kFewTiles * cuda::kExpProductRows;
+  return takes_whole ? cuda::kExpProductRows : policy_of(problem.device).row_tile;
 }
 
 /// The most rows, with so many classes, whose workspace is within `limit`; at least those of the least block. Pieces of
@@ -238,7 +241,7 @@ inline std::int64_t rows_within(const LinearCrossEntropyProblem& problem, std::i
     (workspace_bytes(problem, {middle, classes}) <= limit ? low : high) = middle;
   }
   const std::int64_t chunks = ceil_divide(all, low);
-  const std::int64_t tile = row_tile_of(problem);
+  const std::int64_t tile = row_tile_of(problem, low);
   const std::int64_t even = ceil_divide(ceil_divide(all, chunks), tile) * tile;
   if (even <= low) return even;
   return low < tile ? low : low / tile * tile;
