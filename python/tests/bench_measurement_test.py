@@ -111,6 +111,15 @@ def test_slow_contestants_get_fewer_repetitions_but_five(monkeypatch: pytest.Mon
         assert Timer(CPU).time({"a": [clock.call("a", call_ms)]}, 30)["a"]["repetitions"] == repetitions
 
 
+def test_a_contestant_of_more_than_a_second_has_its_turns_after_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    calls = {name: [clock.call(name, ms)] for name, ms in (("a", 1), ("slow", 1500), ("b", 1))}
+    timed = Timer(CPU).time(calls, 2)
+    runs = [event for event in clock.events if isinstance(event, str)]
+    assert runs == ["a", "slow", "b"] * 4 + ["a", "b"] * 2 + ["slow"] * 2
+    assert timed["slow"]["ms"] == 1500 and timed["b"]["ms"] == 1
+
+
 def test_warming_up_lasts_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, flush_ms=1)
     timer = Timer(CPU)
