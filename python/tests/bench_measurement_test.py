@@ -79,8 +79,8 @@ class Clock:
 
 def test_every_contestant_gets_its_own_time_without_the_flush(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, flush_ms=1000)
-    # Four calls to warm up come first; the times of the five that count are 1, 2, 3, 4 and 10 times as long.
-    factors = {name: iter([50, 50, 50, 50, 4, 2, 10, 1, 3]) for name in "abc"}
+    # Four calls to warm up come first, and one before each that counts; those take 1, 2, 3, 4 and 10 times as long.
+    factors = {name: iter([50, 50, 50, 50, 50, 4, 50, 2, 50, 10, 50, 1, 50, 3]) for name in "abc"}
     unit = {"a": 1.0, "b": 8.0, "c": 64.0}
     calls = {name: [Call(lambda name=name: clock.spend(name, unit[name] * next(factors[name])))] for name in "abc"}
     assert Timer(CPU).time(calls, 5) == {
@@ -94,14 +94,20 @@ def test_calls_take_turns_and_each_finds_the_cache_flushed_by_reading(monkeypatc
     assert Timer(CPU).time(calls, 2)["a"]["repetitions"] == 2
     flush = ("flush", 2 * 2**16, 0)
     once = [[flush, ("a", each), flush, ("b", each)] for each in ("first", "second")]
-    # Three calls to warm up and one that says how long it takes come before the two that count.
-    assert clock.events == once[0] + once[1] + once[0] + once[0] + once[0] + once[1]
+    timed = [
+        [("a", before), flush, ("a", each), ("b", before), flush, ("b", each)]
+        for before, each in (("second", "first"), ("first", "second"))
+    ]
+    # Three calls to warm up and one that says how long it takes come before the two that count, each behind another.
+    assert clock.events == once[0] + once[1] + once[0] + once[0] + timed[0] + timed[1]
 
 
 def test_what_a_call_prepares_comes_before_the_flush_and_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, flush_ms=100)
     timed = Timer(CPU).time({"a": [clock.call("run", 1, prepare=True)]}, 2)
-    assert [each[0] if isinstance(each, tuple) else each for each in clock.events] == ["prepare", "flush", "run"] * 6
+    once = ["prepare", "flush", "run"]
+    events = [each[0] if isinstance(each, tuple) else each for each in clock.events]
+    assert events == once * 4 + (["prepare", "run"] + once) * 2
     assert timed["a"]["ms_max"] == 1
 
 
@@ -109,15 +115,6 @@ def test_slow_contestants_get_fewer_repetitions_but_five(monkeypatch: pytest.Mon
     clock = Clock(monkeypatch)
     for call_ms, repetitions in ((10, 30), (50, 20), (700, 5)):  # a second for each contestant
         assert Timer(CPU).time({"a": [clock.call("a", call_ms)]}, 30)["a"]["repetitions"] == repetitions
-
-
-def test_a_contestant_of_more_than_a_second_has_its_turns_after_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    calls = {name: [clock.call(name, ms)] for name, ms in (("a", 1), ("slow", 1500), ("b", 1))}
-    timed = Timer(CPU).time(calls, 2)
-    runs = [event for event in clock.events if isinstance(event, str)]
-    assert runs == ["a", "slow", "b"] * 4 + ["a", "b"] * 2 + ["slow"] * 2
-    assert timed["slow"]["ms"] == 1500 and timed["b"]["ms"] == 1
 
 
 def test_warming_up_lasts_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,8 +196,9 @@ def test_the_limit_streams_the_bytes_of_the_row_once_in_each_repetition(
     eaves = provider("eaves", lambda x: seen.append(x.data_ptr()) or exp_sum(x))
     row = toy_row("fwd", 8)
     Harness(CPU, protocol, repetitions=6).measure(row, [eaves], eaves)
-    # On every set before anything is timed, at least three times; once to see how long it takes; six times.
-    timed = max(3, sets) + 1 + 6
+    # On every set before anything is timed, at least three times; once to see how long it takes; six times, each behind
+    # a call on the set before.
+    timed = max(3, sets) + 1 + 2 * 6
     assert len(streamed) == timed
     assert {(read, write) for _, _, read, write in streamed} == {(row.read_bytes, row.write_bytes)}
     assert all(source.nbytes >= read and target.nbytes >= write for source, target, read, write in streamed)
@@ -209,12 +207,12 @@ def test_the_limit_streams_the_bytes_of_the_row_once_in_each_repetition(
     # The provider, too, calls once in turn, after one call for the comparison and two for the memory.
     xs = seen[3:]
     assert len(xs) == timed and len(set(xs)) == sets
-    assert xs[-6:] == [xs[index % sets] for index in range(6)]
+    assert xs[-12:] == [xs[each % sets] for index in range(6) for each in (index - 1, index)]
 
 
 def test_a_timed_backward_runs_no_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "last_cache_bytes", lambda device: 0)  # one set
-    for mode, forwards in (("bwd", 3), ("fwd+bwd", 2 + 1 + 3 + 1 + 9)):
+    for mode, forwards in (("bwd", 3), ("fwd+bwd", 2 + 1 + 3 + 1 + 2 * 9)):
         seen: list[Tensor] = []
         eaves = provider("eaves", lambda x, seen=seen: seen.append(x) or exp_sum(x))
         Harness(CPU, "autograd", repetitions=9).measure(toy_row(mode, 8), [eaves], eaves)  # type: ignore[arg-type]
@@ -362,7 +360,8 @@ def test_every_call_in_place_finds_the_original_inputs(monkeypatch: pytest.Monke
     eaves = provider("eaves", lambda x: seen.append(x.detach().clone()) or exp_sum_in_place(x))
     assert measure_one(row, eaves, protocol=protocol)["eaves"]["ms"]
     (x,) = row.make_inputs(CPU, 2).arguments
-    assert len(seen) == 1 + 2 + 3 + 1 + 3  # compared, memory, warm-up, one to see how long it takes, timed
+    # Compared, memory, warm-up, one to see how long it takes, timed and one before each of them.
+    assert len(seen) == 1 + 2 + 3 + 1 + 2 * 3
     assert all(torch.equal(each, x) for each in seen)
 
 

@@ -11,8 +11,8 @@ neither its time nor its lines in the cache are the call's.
 On a CPU a call is timed by the clock, Python and all. The flushed cache is cold for the interpreter too, which costs a
 call 0.1 to 0.2 ms (AMD EPYC) where it would cost 0.02 ms warm: short rows show that before they show the operator. An
 output is fresh memory, whose pages the system first has to hand over; the limit writes to memory that is there. A
-virtual machine may give large free pages back to its host after two seconds, and then pays 0.08 s for 64 MiB (AMD
-EPYC): a contestant that takes longer than a second for a call has its turns after the others had all of theirs.
+virtual machine may give large free pages back to its host within two seconds, and pays for them with the next call:
+0.08 s for 64 MiB (AMD EPYC). So each call that is timed follows one that is not, as in a loop that trains.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from eaves.bench.benchmark import normal, reason
 from eaves.bench.calls import Call
 from eaves.bench.device import Stopwatch, free_memory_bytes, last_cache_bytes, now_ms, stream_bytes, synchronize
 
-# There are fewer repetitions, but not below five, where all would take longer than this for each contestant; and one
-# that takes longer for a call makes the others wait no more.
+# There are fewer repetitions, but not below five, where all would take longer than this for each contestant.
 _SLOW_CONTESTANT_MS = 1000.0
 _MINIMUM_REPETITIONS = 5
 _WARM_UP_CALLS = 3
@@ -47,7 +46,6 @@ class _Contestant:
     def __init__(self, calls: Sequence[Call]) -> None:
         self.skipped = ""
         self.host_ms: list[float] = []
-        self.last_run_ms = 0.0  # on a GPU the host's part
         self._calls = calls
 
     def prepare(self, index: int) -> None:
@@ -56,10 +54,7 @@ class _Contestant:
 
     def run(self, index: int) -> object:
         """That call. What either of the two raises is kept, and is the end of this contestant."""
-        begin = now_ms()
-        output = self._try(index, "run")
-        self.last_run_ms = now_ms() - begin
-        return output
+        return self._try(index, "run")
 
     def _try(self, index: int, what: str) -> object:
         try:
@@ -106,11 +101,8 @@ class Timer:
         affordable = max(_MINIMUM_REPETITIONS, int(_SLOW_CONTESTANT_MS * len(contestants) / repetition_ms))
 
         stopwatches = [[Stopwatch(self._device) for _ in contestants] for _ in range(min(repetitions, affordable))]
-        is_slow = [each.last_run_ms > _SLOW_CONTESTANT_MS for each in contestants]
-        for whose_turn in (False, True):
-            places = [place for place, slow in enumerate(is_slow) if slow == whose_turn]
-            for index, row in enumerate(stopwatches if places else []):
-                self._repeat([contestants[i] for i in places], index, flushes, [row[i] for i in places])
+        for index, row in enumerate(stopwatches):
+            self._repeat(contestants, index, flushes, row)
         synchronize(self._device)
         columns = zip(calls, contestants, zip(*stopwatches))
         return {name: _cell(contestant, column) for name, contestant, column in columns}
@@ -126,6 +118,9 @@ class Timer:
         for place, contestant in enumerate(contestants):
             if contestant.skipped:
                 continue
+            if stopwatches is not None and self._device.type == "cpu":
+                contestant.prepare(index - 1)  # of the set that is the last to come again
+                contestant.run(index - 1)
             contestant.prepare(index)
             self._flush_caches(flushes)
             if stopwatches is None:
