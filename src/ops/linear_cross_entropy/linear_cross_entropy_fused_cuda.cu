@@ -14,6 +14,10 @@
 #include "ops/cross_entropy/cross_entropy_statistics.cuh"
 #include "ops/linear_cross_entropy/linear_cross_entropy_fused.h"
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#pragma nv_diag_suppress 177  // what repeat_rows alone uses, whose clusters such a GPU does not have
+#endif
+
 namespace eaves::cuda {
 namespace {
 
