@@ -142,10 +142,9 @@ AlgorithmKey key_of(const Gemm& gemm, bool has_bias, int device, const std::arra
 }
 
 /// Of the library's proposals for a sum over rows (a is transposed: the gradient of a weight) the one that is the
-/// fastest where it is proposed: tiles of 128 x 160 whose ends hide behind other tiles' sums. The library puts it
-/// sixth. H200, cuBLASLt 13.1, bfloat16, 512 to 3072 rows, gradients of [32768 to 151936, 2048 to 8192]: 0.77 to 0.99
-/// of the first one's time, and none of the first eight is faster. A choice by measuring at the first call would have
-/// to wait for the device and could differ from process to process.
+/// fastest where it is proposed: tiles of 128 x 160. The library puts it sixth or seventh, and none of the first eight
+/// was faster (H200, cuBLASLt 13.1, bfloat16, 512 to 3072 rows, gradients of [32768 to 151936, 2048 to 8192]). Why it
+/// is not found by measuring: docs/design.md, "An operator of matrix products".
 bool is_fastest_sum_over_rows(const Algorithm& algorithm) {
   const auto has = [&](AlgorithmAttribute attribute, auto expected) {
     decltype(expected) value{};

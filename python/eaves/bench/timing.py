@@ -11,8 +11,8 @@ neither its time nor its lines in the cache are the call's.
 On a CPU a call is timed by the clock, Python and all. The flushed cache is cold for the interpreter too, which costs a
 call 0.1 to 0.2 ms (AMD EPYC) where it would cost 0.02 ms warm: short rows show that before they show the operator. An
 output is fresh memory, whose pages the system first has to hand over; the limit writes to memory that is there. A
-virtual machine may give large free pages back to its host within two seconds, and pays for them with the next call:
-0.08 s for 64 MiB (AMD EPYC). So each call that is timed follows one that is not, as in a loop that trains.
+virtual machine may give large free pages back to its host within two seconds, and the next call waits for them. So each
+call that is timed follows one that is not, as in a loop that trains.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ struct ThreadRows {
 };
 
 /// A visitor of CUTLASS' epilogue that computes t of each accumulator, and lets an `Action` do the rest with a thread's
-/// logits. One visitor, where CUTLASS would have a tree of nodes: nothing but t is computed for each element, and
-/// where neither the tile's classes end nor a row has its target, no element is looked at. An action is
+/// logits. One visitor instead of a tree of CUTLASS' nodes, so that a part of a tile without any row's target does not
+/// compare its elements with one. An action is
 ///
 ///   struct Action {
 ///     struct Arguments;
@@ -121,7 +121,7 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
       }
     }
 
-    /// Code that runs once for each tile is fetched once for each tile: what few calls need stays small.
+    /// Unrolled for each part of a tile: each line here is many in the kernel.
     template <typename Accumulator, int kSize>
     CUTLASS_DEVICE auto visit(cutlass::Array<Accumulator, kSize> z, int part, int of_rows, int of_columns) {
       const auto at = coordinates(cute::_, cute::_, cute::_, of_rows, of_columns);

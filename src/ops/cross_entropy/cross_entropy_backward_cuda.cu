@@ -1,7 +1,5 @@
 // The backward of cross_entropy on a GPU, by cuda/row_map.cuh: a row's numbers once, then one exponential for each
 // element.
-#include <algorithm>
-
 #include "core/dispatch.h"
 #include "cuda/device.h"
 #include "cuda/row_map.cuh"
@@ -94,14 +92,12 @@ void narrow_backward(const CrossEntropyBackwardProblem& problem, const Execution
                                           : run.template operator()<FullGradient<float, View>>();
 }
 
-/// Multiplies rows by their factors, unless it is 1. A few blocks take all rows, and look once at a factor that is that
-/// of all of them, so that finding out that there is nothing to do costs next to nothing.
+/// Multiplies rows by their factors, unless it is 1. A few blocks take all rows, so that finding out that there is
+/// nothing to do costs next to nothing.
 template <typename T, typename View>
 __global__ void __launch_bounds__(kRescaleThreads)
-    rescale_rows(View view, T* gradient, TypedNumbers factors, bool is_one_factor, std::int64_t pieces,
-                 std::int64_t piece_columns) {
+    rescale_rows(View view, T* gradient, TypedNumbers factors, std::int64_t pieces, std::int64_t piece_columns) {
   using A = Accumulator<T>;
-  if (is_one_factor && own_or_float_at<T>(factors, 0) == A(1)) return;
   for (std::int64_t task = blockIdx.x; task < view.row_count * pieces; task += gridDim.x) {
     const std::int64_t row = divide(task, pieces);
     const auto at = view.rows.offsets(row);
@@ -133,15 +129,12 @@ void cross_entropy(const CrossEntropyRescaleProblem& problem, const ExecutionCon
   const CrossEntropyView& view = problem.view;
   const std::int64_t pieces = ceil_divide(view.column_count, kRescalePieceColumns);
   const std::int64_t most_blocks = kRescaleBlocks * properties(problem.device).multiprocessors;
-  const std::int64_t* strides = view.rows.strides[kGradLoss];
-  const bool is_one_factor =
-      std::all_of(strides, strides + view.rows.rank, [](std::int64_t stride) { return stride == 0; });
   dispatch_floating_point(problem.dtype, [&]<typename T>() {
     launch(kRescale, rescale_rows<T, CrossEntropyView>,
            {.blocks = std::min(view.row_count * pieces, most_blocks),
             .threads = kRescaleThreads,
             .stream = context.stream},
-           view, static_cast<T*>(problem.grad_logits), problem.grad_loss, is_one_factor, pieces, kRescalePieceColumns);
+           view, static_cast<T*>(problem.grad_logits), problem.grad_loss, pieces, kRescalePieceColumns);
   });
 }
 

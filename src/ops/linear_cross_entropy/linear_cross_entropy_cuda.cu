@@ -297,8 +297,9 @@ __global__ void __launch_bounds__(kSumLanes* kSumRows)
   if (column < columns) {
 #pragma unroll 8
     for (std::int64_t row = threadIdx.y; row < rows; row += kSumRows) {
-      const double factor = row_factor == nullptr ? 1.0 : double(row_factor[row]);
-      if (factor != 0.0) sum += factor * double(load_as_accumulator(from[row * stride + column]));
+      A value = load_as_accumulator(from[row * stride + column]);
+      if (row_factor != nullptr) value = row_factor[row] == 0.0f ? A(0) : value * A(row_factor[row]);
+      sum += double(value);
     }
   }
   sums[threadIdx.y][threadIdx.x] = sum;

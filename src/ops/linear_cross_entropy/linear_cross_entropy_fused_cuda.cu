@@ -557,7 +557,7 @@ __global__ void __launch_bounds__(kRepeatThreads)
         lower_powers(lost, factors, row, targets.classes, rows.transform, shift, lowering.exponent, is_all_lost, block,
                      powers);
       }
-      cluster.sync();  // the powers are there, and nobody reads `shared` any more
+      cluster.sync();  // every block has written its powers and read `shared`
       if (threadIdx.x == 0 && block == 0) clear_target(rows, row);
     }
     __syncthreads();  // before `lost` changes

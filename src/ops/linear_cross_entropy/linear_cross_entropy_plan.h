@@ -220,14 +220,6 @@ inline std::int64_t most_rows(const LinearCrossEntropyProblem& problem, std::int
   return std::numeric_limits<std::int32_t>::max() / of_row_tile * cuda::kExpProductRows;
 }
 
-/// Whole tiles of rows, by which products lose nothing: of at most `rows`. Of few rows, half a tile of the product that
-/// ends in exponentials costs less than the other products of so much smaller chunks.
-inline std::int64_t row_tile_of(const LinearCrossEntropyProblem& problem, std::int64_t rows) {
-  constexpr std::int64_t kFewTiles = 4;
-  const bool takes_whole = problem.ends_in_product && rows >= kFewTiles * cuda::kExpProductRows;
-  return takes_whole ? cuda::kExpProductRows : policy_of(problem.device).row_tile;
-}
-
 /// The most rows, with so many classes, whose workspace is within `limit`; at least those of the least block. Pieces of
 /// equal size.
 inline std::int64_t rows_within(const LinearCrossEntropyProblem& problem, std::int64_t classes, std::size_t limit) {
@@ -241,7 +233,7 @@ inline std::int64_t rows_within(const LinearCrossEntropyProblem& problem, std::i
     (workspace_bytes(problem, {middle, classes}) <= limit ? low : high) = middle;
   }
   const std::int64_t chunks = ceil_divide(all, low);
-  const std::int64_t tile = row_tile_of(problem, low);
+  const std::int64_t tile = policy_of(problem.device).row_tile;
   const std::int64_t even = ceil_divide(ceil_divide(all, chunks), tile) * tile;
   if (even <= low) return even;
   return low < tile ? low : low / tile * tile;
