@@ -391,6 +391,7 @@ def test_quack_is_its_one_kernel_for_a_sum_in_place(monkeypatch: pytest.MonkeyPa
     ("name", "module", "attribute"),
     [
         ("liger", "liger_kernel.ops", "LigerFusedLinearCrossEntropyFunction"),
+        ("liger-larger", "liger_kernel.ops", "LigerFusedLinearCrossEntropyFunction"),
         ("liger-scaled", "liger_kernel.ops.fused_linear_scaled_cross_entropy",
          "LigerFusedLinearScaledCrossEntropyFunction"),
         ("cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy"),
@@ -411,6 +412,7 @@ def test_peers_of_linear_cross_entropy_are_one_call(
     assert [id(each) for each in arguments[:3]] == list(
         map(id, (x, target, weight) if name == "fla" else (x, weight, target))
     )
+    assert arguments[17:] == ((4,) if name == "liger-larger" else ())  # chunk_mem_const, the 18th of version 0.8.5
     # As many rows as there are features are an error of its version 0.6.5.
     assert keywords == ({"chunk_size": 3072} if name == "quack" else {})
 

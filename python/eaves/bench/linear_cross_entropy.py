@@ -53,6 +53,12 @@ def _liger(function: Any, row: Row) -> Forward:
     return lambda x, weight, target, bias=None: function.apply(x, weight, target, bias)[0]
 
 
+def _liger_larger(function: Any, row: Row) -> Forward:
+    """With chunks of about the size that eaves takes by default: four times as many rows (chunk_mem_const)."""
+    unused = (None, -100, 0.0, 0.0, "mean", None, False, None, False, False, False, None, None)
+    return lambda x, weight, target, bias=None: function.apply(x, weight, target, bias, *unused, 4)[0]
+
+
 def _liger_scaled(function: Any, row: Row) -> Forward:
     """Its newer kernels (on Hopper and Blackwell with the products in them), which compute the logits again in the
     backward and give the loss of each row."""
@@ -111,6 +117,7 @@ PROVIDERS = (
     compiled(_TORCH),
     Provider("torch-chunked", "torch.nn:LinearCrossEntropyOptions", _torch_chunked, lacks=_at_once),
     _peer("liger", _LIGER, _liger, ("liger-kernel",), _at_once),
+    _peer("liger-larger", _LIGER, _liger_larger, ("liger-kernel",), _at_once),
     _peer("liger-scaled", _SCALED, _liger_scaled, ("liger-kernel",), _bounded),
     _peer(
         "cut-cross-entropy",
