@@ -35,7 +35,7 @@ struct ExpProduct {
 };
 
 /// Sums are of a row and a tile of classes; rows are computed in tiles too.
-inline constexpr std::int64_t kExpProductRows = 256;
+inline constexpr std::int64_t kExpProductRows = 128;
 inline constexpr std::int64_t kExpProductClasses = 192;
 
 /// What the kernels ask of x and weight: rows on 16 bytes, nothing transposed.

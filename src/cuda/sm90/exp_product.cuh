@@ -1,6 +1,6 @@
 // What the kernels of exp_product.h share: CUTLASS' product for Hopper (TMA, warp-specialised, two consumer warpgroups
-// with half of a tile's rows each), and a visitor that its accumulators pass on their way out. What differs is what the
-// visitor does with them.
+// with a tile each, of which one multiplies while the other takes exponentials), and a visitor that its accumulators
+// pass on their way out. What differs is what the visitor does with them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,16 +23,15 @@ namespace eaves::cuda::sm90 {
 namespace fusion = cutlass::epilogue::fusion;
 
 using Tile = cute::Shape<cute::Int<kExpProductRows>, cute::Int<kExpProductClasses>, cute::_64>;
-using Cluster = cute::Shape<cute::_1, cute::_2, cute::_1>;  // two tiles of classes share what is loaded of x
+using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;  // two tiles of rows share what is loaded of the weight
 inline constexpr auto kRounding = cutlass::FloatRoundStyle::round_to_nearest;
 
 // ---- the end of a product ------------------------------------------------------------------------------------------
 
-/// Columns of a warp's accumulators are spread over four lanes. A thread has two of the 64 rows of an instruction, and
-/// a tile's rows are those of two warpgroups, several times.
+/// Columns of a warp's accumulators are spread over four lanes. A thread has two of the 64 rows of an instruction.
 inline constexpr int kLanesOfRow = 4;
 inline constexpr int kRowDistance = 8;
-inline constexpr int kRowsAtOnce = 2 * 64;  // a part of the epilogue
+inline constexpr int kRowsAtOnce = 64;  // a part of the epilogue
 inline constexpr int kRowsOfThread = 2 * static_cast<int>(kExpProductRows) / kRowsAtOnce;
 
 /// The rows of a thread.
@@ -165,8 +164,9 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
       return cutlass::NumericArrayConverter<Element, float, kSize, kRounding>{}(result);
     }
 
+    /// The scheduler rounds the number of tiles up, for clusters and for turns of eight.
     CUTLASS_DEVICE void end() {
-      if (rows.tile * kExpProductClasses < first_class + classes) action.end(rows);  // a cluster may have more tiles
+      if (rows.tile * kExpProductClasses < first_class + classes) action.end(rows);
     }
   };
 
@@ -257,12 +257,12 @@ class Kernel {
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
       cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, Row, kAlignment, Result, Row, kAlignment,
-      cutlass::epilogue::TmaWarpSpecializedCooperative, EndOfProduct<Action, Element>>::CollectiveOp;
+      cutlass::epilogue::TmaWarpSpecialized, EndOfProduct<Action, Element>>::CollectiveOp;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, Row, kAlignment, Element, Column, kAlignment, float,
       Tile, Cluster,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
-      cutlass::gemm::KernelTmaWarpSpecializedCooperative>::CollectiveOp;
+      cutlass::gemm::KernelTmaWarpSpecializedPingpong>::CollectiveOp;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<cutlass::gemm::kernel::GemmUniversal<
       cute::Shape<int, int, int, int>, Mainloop, Epilogue, cutlass::gemm::PersistentScheduler>>;
 
@@ -287,7 +287,8 @@ class Kernel {
          to_stride}};
     arguments.hw_info = {0, multiprocessors};
     // The order of tiles. All rows of a tile of classes first: the weight is read once, and x stays in L2; another
-    // order makes few rows wait for the weight. More rows than L2 holds are taken with eight clusters' classes in turn.
+    // order makes few rows wait for the weight. More rows than L2 holds are taken with the classes of eight tiles in
+    // turn.
     constexpr std::int64_t kRowsInL2 = 4096;
     using Order = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90Params::RasterOrderOptions;
     arguments.scheduler.raster_order = Order::AlongM;

@@ -33,7 +33,7 @@ class LinearCrossEntropyFused : public OnGpu {
 
 using Mode = LinearCrossEntropyMode;
 
-/// More than half a tile of rows and nearly the fewest classes, with a rest in each direction.
+/// More than a tile of rows and nearly the fewest classes, with a rest in each direction.
 LinearCrossEntropyCase fused_case(Reduction reduction = Reduction::none) {
   LinearCrossEntropyCase c{.device = kCuda, .dtype = DType::bfloat16, .row_shape = {131}, .features = 40};
   c.classes = 4099;
@@ -85,7 +85,7 @@ TEST_F(LinearCrossEntropyFused, EachOptionMatchesTheOracle) {
       check_linear_cross_entropy(c);
     };
     check([](LinearCrossEntropyCase&) {});
-    // Two tiles of rows; an odd number of tiles of classes, of which a cluster of blocks takes two.
+    // Three tiles of rows, of which a cluster of blocks takes two; a class more than whole tiles.
     check([](LinearCrossEntropyCase& c) { c.row_shape = {257}, c.classes = 22 * cuda::kExpProductClasses + 1; });
     check([](LinearCrossEntropyCase& c) { c.dtype = DType::float16; });
     check([](LinearCrossEntropyCase& c) { c.options.scale = 0.7, c.options.z_loss_weight = 0.01; });
@@ -108,6 +108,15 @@ TEST_F(LinearCrossEntropyFused, EachOptionMatchesTheOracle) {
     check([](LinearCrossEntropyCase& c) { c.wanted.x = false, c.grad_weight_dtype = DType::float32; });
     check([](LinearCrossEntropyCase& c) { c.wanted.weight = false; });
     check([](LinearCrossEntropyCase& c) { c.row_shape = {300}, c.workspace_limit = 2000000; });  // chunks and blocks
+  }
+}
+
+TEST_F(LinearCrossEntropyFused, MoreRowsThanTheCacheHoldsMatchTheOracle) {
+  // From 4096 rows on a product takes eight tiles of classes in turn: here 22 of 24.
+  for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
+    LinearCrossEntropyCase c = fused_case(reduction);
+    c.row_shape = {4225};
+    check_linear_cross_entropy(c);
   }
 }
 

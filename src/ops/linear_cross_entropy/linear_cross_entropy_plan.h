@@ -213,21 +213,13 @@ inline LinearCrossEntropyBlock least_block(const LinearCrossEntropyProblem& prob
           cuts_classes(problem) ? std::min(problem.classes, policy.least_classes) : problem.classes};
 }
 
-/// The most rows of a chunk: a product's sums are fewer than 2^31.
-inline std::int64_t most_rows(const LinearCrossEntropyProblem& problem, std::int64_t classes) {
-  if (!problem.ends_in_product || problem.mode == LinearCrossEntropyMode::backward) return problem.rows();
-  const std::int64_t of_row_tile = cuda::exp_product_sums(cuda::kExpProductRows, classes);
-  return std::numeric_limits<std::int32_t>::max() / of_row_tile * cuda::kExpProductRows;
-}
-
 /// The most rows, with so many classes, whose workspace is within `limit`; at least those of the least block. Pieces of
 /// equal size.
 inline std::int64_t rows_within(const LinearCrossEntropyProblem& problem, std::int64_t classes, std::size_t limit) {
   const std::int64_t all = problem.rows();
-  const std::int64_t most = std::min(all, most_rows(problem, classes));
-  if (all <= 1 || (most == all && workspace_bytes(problem, {all, classes}) <= limit)) return all;
+  if (all <= 1 || workspace_bytes(problem, {all, classes}) <= limit) return all;
   std::int64_t low = least_block(problem).rows;
-  std::int64_t high = std::max(most, low) + 1;  // too many
+  std::int64_t high = all + 1;  // too many
   while (high - low > 1) {
     const std::int64_t middle = low + (high - low) / 2;
     (workspace_bytes(problem, {middle, classes}) <= limit ? low : high) = middle;
