@@ -287,12 +287,15 @@ class Kernel {
          to_stride}};
     arguments.hw_info = {0, multiprocessors};
     // The order of tiles. All rows of a tile of classes first: the weight is read once, and x stays in L2; another
-    // order makes few rows wait for the weight. More rows than L2 holds are taken with the classes of eight tiles in
-    // turn.
+    // order makes few rows wait for the weight. More rows than L2 holds are taken with the classes of up to eight tiles
+    // in turn: the scheduler rounds the clusters of rows up to as many, and computes those too.
     constexpr std::int64_t kRowsInL2 = 4096;
+    const std::int64_t clusters = ceil_divide(product.rows, kExpProductRows * cute::size<0>(Cluster{}));
+    int turns = product.rows <= kRowsInL2 ? 1 : 8;
+    while (ceil_divide(clusters, turns) * turns * 32 > clusters * 33) turns /= 2;
     using Order = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90Params::RasterOrderOptions;
     arguments.scheduler.raster_order = Order::AlongM;
-    arguments.scheduler.max_swizzle_size = product.rows <= kRowsInL2 ? 1 : 8;
+    arguments.scheduler.max_swizzle_size = turns;
     Gemm gemm;
     cutlass::Status status = gemm.initialize(arguments, nullptr, static_cast<cudaStream_t>(stream));
     if (status == cutlass::Status::kSuccess) status = gemm.run(static_cast<cudaStream_t>(stream));

@@ -1,5 +1,7 @@
 // The backward of cross_entropy on a GPU, by cuda/row_map.cuh: a row's numbers once, then one exponential for each
 // element.
+#include <algorithm>
+
 #include "core/dispatch.h"
 #include "cuda/device.h"
 #include "cuda/row_map.cuh"

@@ -231,7 +231,7 @@ void check_outputs(Checked& checked, const TensorView& normalizer, const LinearC
 inline constexpr std::int64_t kLeastFusedRows = 128;
 inline constexpr std::int64_t kLeastFusedClasses = 4096;
 inline constexpr std::int64_t kFasterFusedClasses = 16384;
-inline constexpr std::int64_t kFasterFusedClassesAtOnce = 65536;
+inline constexpr std::int64_t kFasterFusedClassesAtOnce = 32768;
 
 /// Does the device have the kernels, and do they take x and the weight?
 bool has_exp_product(const LinearCrossEntropyProblem& problem) {
