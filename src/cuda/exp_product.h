@@ -34,9 +34,11 @@ struct ExpProduct {
   float* target_logit;         ///< out; [rows], z of the target where there is one
 };
 
-/// Sums are of a row and a tile of classes; rows are computed in tiles too.
+/// Sums are of a row and a tile of classes; rows are computed in tiles too, those of a cluster together. Why so:
+/// docs/design.md, "An operator of matrix products".
 inline constexpr std::int64_t kExpProductRows = 128;
 inline constexpr std::int64_t kExpProductClasses = 192;
+inline constexpr std::int64_t kExpProductClusterRows = 2 * kExpProductRows;
 
 /// What the kernels ask of x and weight: rows on 16 bytes, nothing transposed.
 bool takes_exp_product(DType dtype, const GemmMatrix& x, const GemmMatrix& weight, std::int64_t features);

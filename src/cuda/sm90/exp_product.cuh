@@ -23,7 +23,8 @@ namespace eaves::cuda::sm90 {
 namespace fusion = cutlass::epilogue::fusion;
 
 using Tile = cute::Shape<cute::Int<kExpProductRows>, cute::Int<kExpProductClasses>, cute::_64>;
-using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;  // two tiles of rows share what is loaded of the weight
+// Tiles of rows share what is loaded of the weight.
+using Cluster = cute::Shape<cute::Int<kExpProductClusterRows / kExpProductRows>, cute::_1, cute::_1>;
 inline constexpr auto kRounding = cutlass::FloatRoundStyle::round_to_nearest;
 
 // ---- the end of a product ------------------------------------------------------------------------------------------
@@ -36,9 +37,9 @@ inline constexpr int kRowsOfThread = 2 * static_cast<int>(kExpProductRows) / kRo
 
 /// The rows of a thread.
 struct ThreadRows {
-  std::int64_t first;  ///< of the product's
-  std::int64_t count;  ///< of the product
-  std::int64_t tile;   ///< of classes
+  std::int64_t first;       ///< the thread's first row, counted in the product
+  std::int64_t count;       ///< rows of the product; the thread's may lie behind them
+  std::int64_t class_tile;  ///< which tile of classes
 
   CUTLASS_DEVICE std::int64_t row(int i) const { return first + i / 2 * kRowsAtOnce + i % 2 * kRowDistance; }
   template <typename Number>
@@ -48,8 +49,7 @@ struct ThreadRows {
 };
 
 /// A visitor of CUTLASS' epilogue that computes t of each accumulator, and lets an `Action` do the rest with a thread's
-/// logits. One visitor instead of a tree of CUTLASS' nodes, so that a part of a tile without any row's target does not
-/// compare its elements with one. An action is
+/// logits. One visitor instead of a tree of CUTLASS' nodes: docs/design.md. An action is
 ///
 ///   struct Action {
 ///     struct Arguments;
@@ -164,9 +164,11 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
       return cutlass::NumericArrayConverter<Element, float, kSize, kRounding>{}(result);
     }
 
-    /// The scheduler rounds the number of tiles up, for clusters and for turns of eight.
+    /// Not of tiles behind the last class, which the scheduler adds where it takes several in turn. Of rows behind the
+    /// last one the action decides.
     CUTLASS_DEVICE void end() {
-      if (rows.tile * kExpProductClasses < first_class + classes) action.end(rows);
+      const int all_classes = first_class + classes;
+      if (rows.class_tile * kExpProductClasses < all_classes) action.end(rows);
     }
   };
 
@@ -216,8 +218,8 @@ struct SumPowers {
         moment[i] += __shfl_xor_sync(~0u, moment[i], mask);
       }
       if (threadIdx.x % kLanesOfRow != 0 || rows.row(i) >= to.stride) continue;
-      to.sums[rows.tile * to.stride + rows.row(i)] = sum[i];
-      to.moments[rows.tile * to.stride + rows.row(i)] = moment[i];
+      to.sums[rows.class_tile * to.stride + rows.row(i)] = sum[i];
+      to.moments[rows.class_tile * to.stride + rows.row(i)] = moment[i];
     }
   }
 };
@@ -287,15 +289,15 @@ class Kernel {
          to_stride}};
     arguments.hw_info = {0, multiprocessors};
     // The order of tiles. All rows of a tile of classes first: the weight is read once, and x stays in L2; another
-    // order makes few rows wait for the weight. More rows than L2 holds are taken with the classes of up to eight tiles
-    // in turn: the scheduler rounds the clusters of rows up to as many, and computes those too.
-    constexpr std::int64_t kRowsInL2 = 4096;
-    const std::int64_t clusters = ceil_divide(product.rows, kExpProductRows * cute::size<0>(Cluster{}));
-    int turns = product.rows <= kRowsInL2 ? 1 : 8;
-    while (ceil_divide(clusters, turns) * turns * 32 > clusters * 33) turns /= 2;
+    // order makes few rows wait for the weight. Of more rows than L2 holds, up to eight tiles of classes are taken in
+    // turn. The scheduler then rounds the clusters of rows up to a multiple, and computes those too: at most 3 %.
+    constexpr std::int64_t kRowsInL2 = 4096;  // H200, of 4096 features
+    const std::int64_t clusters = ceil_divide(product.rows, kExpProductClusterRows);
+    int classes_in_turn = product.rows <= kRowsInL2 ? 1 : 8;
+    while (ceil_divide(clusters, classes_in_turn) * classes_in_turn * 32 > clusters * 33) classes_in_turn /= 2;
     using Order = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90Params::RasterOrderOptions;
     arguments.scheduler.raster_order = Order::AlongM;
-    arguments.scheduler.max_swizzle_size = turns;
+    arguments.scheduler.max_swizzle_size = classes_in_turn;
     Gemm gemm;
     cutlass::Status status = gemm.initialize(arguments, nullptr, static_cast<cudaStream_t>(stream));
     if (status == cutlass::Status::kSuccess) status = gemm.run(static_cast<cudaStream_t>(stream));

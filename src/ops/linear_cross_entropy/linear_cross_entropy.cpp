@@ -226,9 +226,9 @@ void check_outputs(Checked& checked, const TensorView& normalizer, const LinearC
 
 // ---- logits that end in their product ------------------------------------------------------------------------------
 
-/// Products that are worth it: with fewer rows than half a wave of tiles needs, or fewer classes, what is around the
-/// product takes longer than passes over the logits. Both at once make three products in any case, and gain less.
-inline constexpr std::int64_t kLeastFusedRows = 128;
+/// Products that are worth it: with fewer rows than a tile, or fewer classes, what is around the product takes longer
+/// than passes over the logits. Both at once make three products in any case, and gain less.
+inline constexpr std::int64_t kLeastFusedRows = cuda::kExpProductRows;
 inline constexpr std::int64_t kLeastFusedClasses = 4096;
 inline constexpr std::int64_t kFasterFusedClasses = 16384;
 inline constexpr std::int64_t kFasterFusedClassesAtOnce = 32768;

@@ -235,7 +235,7 @@ struct SumsOfTiles {
 
   __device__ float sum(std::int64_t tile, std::int64_t row) const { return sums[tile * rows + row]; }
   __device__ float moment(std::int64_t tile, std::int64_t row) const { return moments[tile * rows + row]; }
-  /// Did the tile leave the range in which its moment stays within float32's? A NaN did not: it is one.
+  /// Did the tile leave the range in which its moment stays within float32's? Not a NaN: it would be one again.
   __device__ bool is_lost(std::int64_t tile, std::int64_t row) const { return sum(tile, row) > 0x1p120f; }
 };
 
@@ -347,6 +347,7 @@ __device__ __noinline__ void lower_powers(const LostTiles& lost, const LogitFact
                                           std::int64_t row, std::int64_t classes, const LogitTransform& transform,
                                           float shift, float exponent, bool is_all, int block, bfloat16* powers) {
   constexpr int kSize = Vector<bfloat16>::kSize;
+  static_assert(kClasses % kSize == 0);  // a vector's classes are of one tile
   const float power = exp2f(-exponent);
   const std::int64_t whole = classes / kSize * kSize;
   const int thread = block * kRepeatThreads + static_cast<int>(threadIdx.x);
@@ -443,7 +444,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int shared_lost[kWarps][kRowsOfBlock];
   Sums own;
   int is_lost = 0;
-  // The sums have whole tiles of rows.
+  static_assert(kExpProductRows % kRowsOfBlock == 0);  // the sums have whole tiles of rows
 #pragma unroll 4
   for (std::int64_t tile = threadIdx.x / kRowsOfBlock; tile < tiles.tiles; tile += kTilesAtOnce) {
     own.sum += double(tiles.sum(tile, row));

@@ -112,7 +112,7 @@ TEST_F(LinearCrossEntropyFused, EachOptionMatchesTheOracle) {
 }
 
 TEST_F(LinearCrossEntropyFused, MoreRowsThanTheCacheHoldsMatchTheOracle) {
-  // From 4096 rows on a product takes up to eight tiles of classes in turn: here 22 of 24.
+  // Beyond 4096 rows a product takes up to eight tiles of classes in turn: here 22 of 24.
   for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
     LinearCrossEntropyCase c = fused_case(reduction);
     c.row_shape = {6100};

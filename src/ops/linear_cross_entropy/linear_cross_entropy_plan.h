@@ -213,9 +213,12 @@ inline LinearCrossEntropyBlock least_block(const LinearCrossEntropyProblem& prob
           cuts_classes(problem) ? std::min(problem.classes, policy.least_classes) : problem.classes};
 }
 
-/// What rows of a chunk are a multiple of: of logits that end in their product, what a cluster takes.
-inline std::int64_t row_tile_of(const LinearCrossEntropyProblem& problem) {
-  return problem.ends_in_product ? 2 * cuda::kExpProductRows : policy_of(problem.device).row_tile;
+/// Chunks, where there are several, have a multiple of so many rows: whole tiles, and clusters of tiles where logits
+/// end in their product. Of few rows tiles alone: half a cluster for nothing costs less than more passes over
+/// grad_weight.
+inline std::int64_t row_tile_of(const LinearCrossEntropyProblem& problem, std::int64_t rows) {
+  const bool is_of_clusters = problem.ends_in_product && rows >= 2 * cuda::kExpProductClusterRows;
+  return is_of_clusters ? cuda::kExpProductClusterRows : policy_of(problem.device).row_tile;
 }
 
 /// The most rows, with so many classes, whose workspace is within `limit`; at least those of the least block. Pieces of
@@ -230,7 +233,7 @@ inline std::int64_t rows_within(const LinearCrossEntropyProblem& problem, std::i
     (workspace_bytes(problem, {middle, classes}) <= limit ? low : high) = middle;
   }
   const std::int64_t chunks = ceil_divide(all, low);
-  const std::int64_t tile = row_tile_of(problem);
+  const std::int64_t tile = row_tile_of(problem, low);
   const std::int64_t even = ceil_divide(ceil_divide(all, chunks), tile) * tile;
   if (even <= low) return even;
   return low < tile ? low : low / tile * tile;
@@ -297,7 +300,7 @@ inline LinearCrossEntropyBlock blocks_within(const LinearCrossEntropyProblem& pr
   constexpr std::int64_t kMostSmaller = 40;  // class tiles that a block may have less than fit
   for (std::int64_t chunks = 1; chunks <= all; chunks += chunks < kFewChunks ? 1 : chunks) {
     const std::int64_t even = ceil_divide(all, chunks);
-    const std::int64_t tile = row_tile_of(problem);
+    const std::int64_t tile = row_tile_of(problem, even);
     const std::int64_t rows = chunks == 1 ? all : std::min(all, ceil_divide(even, tile) * tile);
     const std::int64_t most = classes_within(problem, rows, limit);
     const auto consider = [&](std::int64_t classes) {
