@@ -227,11 +227,12 @@ void check_outputs(Checked& checked, const TensorView& normalizer, const LinearC
 // ---- logits that end in their product ------------------------------------------------------------------------------
 
 /// Products that are worth it: with fewer rows than a tile, or fewer classes, what is around the product takes longer
-/// than passes over the logits. Both at once make three products in any case, and gain less.
+/// than passes over the logits. Both at once make three products in any case, and gain less. Of fewer classes than
+/// 65,536 they gain little or nothing, and would round x a second time.
 inline constexpr std::int64_t kLeastFusedRows = cuda::kExpProductRows;
 inline constexpr std::int64_t kLeastFusedClasses = 4096;
 inline constexpr std::int64_t kFasterFusedClasses = 16384;
-inline constexpr std::int64_t kFasterFusedClassesAtOnce = 32768;
+inline constexpr std::int64_t kFasterFusedClassesAtOnce = 65536;
 
 /// Does the device have the kernels, and do they take x and the weight?
 bool has_exp_product(const LinearCrossEntropyProblem& problem) {

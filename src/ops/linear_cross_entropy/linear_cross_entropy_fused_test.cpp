@@ -293,10 +293,10 @@ TEST_F(LinearCrossEntropyFused, WithoutTheSwitchItIsTakenWhereItIsFaster) {
   unsetenv("EAVES_FUSED_PRODUCT");
   expect(16383, false, false);
   expect(16384, true, false);
-  expect(32767, true, false);
-  expect(32768, true, true);
+  expect(65535, true, false);
+  expect(65536, true, true);
   setenv("EAVES_FUSED_PRODUCT", "0", 1);
-  expect(32768, false, false);
+  expect(65536, false, false);
 }
 
 TEST_F(LinearCrossEntropyFused, ACudaGraphReplaysIt) {
