@@ -86,10 +86,10 @@ def measure(name: str, inputs: Inputs, providers: Sequence[Provider]) -> list[En
 
 def table(entries: Sequence[Entry]) -> str:
     """Markdown."""
-    lines = [["logits' deviation", "implementation", *RESULTS]]
+    lines = [["classes", "logits' deviation", "implementation", *RESULTS]]
     for entry in entries:
         errors = [f"{entry[name]:.1e}" if name in entry else str(entry.get("skipped", "")) for name in RESULTS]
-        lines.append([entry["deviation"], entry["provider"], *errors])
+        lines.append([f"{entry['shape']['v']:,}", entry["deviation"], entry["provider"], *errors])
     return "\n".join(tables.markdown(lines, left=len(lines[0]))[:-1])
 
 
@@ -103,10 +103,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         device = find_device(arguments.device)
         path = results.check_file("--json", arguments.json) if arguments.json is not None else None
         providers = run.installed(OPERATOR.providers, device)
-        shape = (256, 512, 4096) if device.type == "cpu" else (4096, 4096, 32768)
+        shapes = [(256, 512, 4096)] if device.type == "cpu" else [(4096, 4096, 32768), (4096, 4096, 131072)]
         entries: list[Entry] = []
-        for name, deviation in (("seed", None), ("1.3", 1.3), ("4", 4.0)):
-            entries += measure(name, make_inputs(*shape, deviation, device), providers)
+        for shape in shapes:
+            for name, deviation in (("seed", None), ("1.3", 1.3), ("4", 4.0)):
+                entries += measure(name, make_inputs(*shape, deviation, device), providers)
         print(table(entries))
         if path is not None:
             packages = [package for provider in providers for package in provider.packages]

@@ -299,24 +299,33 @@ TEST_F(LinearCrossEntropyFused, WithoutTheSwitchItIsTakenWhereItIsFaster) {
   expect(65536, false, false);
 }
 
+/// Of rows whose samples say enough, and of rows that are computed again.
+constexpr double kDeviations[] = {1.3, 256.0};
+
 TEST_F(LinearCrossEntropyFused, ACudaGraphReplaysIt) {
-  const LinearCrossEntropyCase c = fused_case(Reduction::mean);
-  LinearCrossEntropyRun plain(c), captured(c);
-  plain.run();
-  const runtime::Stream stream(kCuda);
-  runtime::capture_and_replay(
-      kCuda, stream.handle(), [&] { captured.launch({.stream = stream.handle()}); }, 3);
-  captured.download();
-  EXPECT_TRUE(captured.results_equal(plain));
+  for (const double deviation : kDeviations) {
+    LinearCrossEntropyCase c = fused_case(Reduction::mean);
+    c.deviation = deviation;
+    LinearCrossEntropyRun plain(c), captured(c);
+    plain.run();
+    const runtime::Stream stream(kCuda);
+    runtime::capture_and_replay(
+        kCuda, stream.handle(), [&] { captured.launch({.stream = stream.handle()}); }, 3);
+    captured.download();
+    EXPECT_TRUE(captured.results_equal(plain)) << deviation;
+  }
 }
 
 TEST_F(LinearCrossEntropyFused, TwoRunsAreBitwiseEqual) {
-  LinearCrossEntropyCase c = fused_case(Reduction::mean);
-  c.row_shape = {700};
-  LinearCrossEntropyRun first(c), second(c);
-  first.run();
-  second.run();
-  EXPECT_TRUE(first.results_equal(second));
+  for (const double deviation : kDeviations) {
+    LinearCrossEntropyCase c = fused_case(Reduction::mean);
+    c.row_shape = {700};
+    c.deviation = deviation;
+    LinearCrossEntropyRun first(c), second(c);
+    first.run();
+    second.run();
+    EXPECT_TRUE(first.results_equal(second)) << deviation;
+  }
 }
 
 }  // namespace
