@@ -159,3 +159,27 @@ def test_a_folder_keeps_what_was_measured_before_and_no_page_shows_the_rest(
     (folder / "second_autograd.stopped.json").replace(folder / "second_autograd.json")
     assert main(["--page", str(folder)], stopped) == 0
     assert "- second_autograd.json is not shown: the run was stopped\n" in (folder / page.DETAILS).read_text()
+
+
+def test_a_run_goes_on_where_one_of_the_same_programs_was_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*QUICK, "--results", str(tmp_path), "--protocol", "autograd", "--resume"]
+    assert main(argv, [toy(EAVES, name="first"), toy(STOPS_AT_64, name="second")]) == 130
+    folder = tmp_path / DEVICE
+    first, left = folder / "first_autograd.json", folder / "second_autograd.stopped.json"
+    rows = json.loads(left.read_text())["rows"]
+    of_first = json.loads(first.read_text())["rows"]
+
+    assert main(argv, [toy(EAVES, name="first"), toy(EAVES, name="second")]) == 0
+    assert json.loads(first.read_text())["rows"] == of_first
+    whole = json.loads((folder / "second_autograd.json").read_text())
+    assert not left.exists() and "stopped" not in whole
+    assert whole["rows"][: len(rows)] == rows and len(whole["rows"]) == len(of_first)
+
+    # Of other programs nothing is taken over.
+    first.write_text(json.dumps(json.loads(first.read_text()) | {"commit": "other"}))
+    assert main(argv, [toy(EAVES, name="first")]) == 0
+    assert json.loads(first.read_text())["rows"] != of_first
+    assert main([*TOY, "--resume"], [toy(EAVES)]) == 2
+    assert "--resume: is for the result files of a folder" in capsys.readouterr().err

@@ -77,7 +77,8 @@ examples:
 a run that is stopped (Ctrl-C, SIGTERM, SIGHUP):
   What it has measured is written, without curves and pages, and one sentence
   says where. In a folder that is <operator>_<protocol>.stopped.json, which no
-  page shows. A second signal ends the run at once
+  page shows; the same command with --resume goes on from there. A second
+  signal ends the run at once
 
 exit codes: 0 done; 1 the device or the system failed; 2 an argument is wrong;
 130 the run was stopped"""
@@ -152,6 +153,8 @@ def _parser() -> argparse.ArgumentParser:
         help=f"keep results and pages in the device's folder below this one; without operators: {RESULTS}")  # fmt: skip
     add("--replace", action="store_true",
         help="let result files there lose rows and providers that this run does not measure")  # fmt: skip
+    add("--resume", action="store_true",
+        help="take over the rows of result files there that a stopped run of the same programs has left")  # fmt: skip
     add("--page", metavar="DIR",
         help="measure nothing: draw pages and curves of this folder again, from its result files")  # fmt: skip
     return parser
@@ -183,8 +186,9 @@ def parse_arguments(argv: Sequence[str] | None, operators: Sequence[Operator]) -
             )
     if not {"operators", "page", "shape", "results"} & {*given}:
         parsed.results = RESULTS
-    if parsed.replace and parsed.results is None:
-        raise InvalidArgument("--replace: is for the result files of a folder, expected --results beside it")
+    for name in ("replace", "resume"):
+        if getattr(parsed, name) and parsed.results is None:
+            raise InvalidArgument(f"--{name}: is for the result files of a folder, expected --results beside it")
     for name, low, high in (("repetitions", 1, 100000), ("warm_up_ms", 0, 60000), ("threads", 0, os.cpu_count() or 1)):
         if not low <= (value := getattr(parsed, name)) <= high:
             raise InvalidArgument(f"--{name.replace('_', '-')}: is {value}, expected {low} to {high}")

@@ -39,6 +39,9 @@ class _Part(NamedTuple):
     reference: Provider
     """With whose results theirs are compared."""
 
+    before: Sequence[Entry] = ()
+    """Lines of rows that were measured before, by the same programs."""
+
 
 def run_bench(arguments: Namespace, operators: Sequence[Operator]) -> None:
     device = find_device(arguments.device)
@@ -125,8 +128,10 @@ def _measure(
                     harness.timer.warm_up(arguments.warm_up_ms)
                 for row in rows if able else ():
                     _show_progress(f"{done} of {all_rows} rows, {row.op} {row.mode} {list(row.shape.values())}")
-                    with stop.interruptible():
-                        entries = harness.measure(row, able, part.reference)
+                    entries = [entry for entry in part.before if {key: entry[key] for key in CASE} == row.case]
+                    if not entries:
+                        with stop.interruptible():
+                            entries = harness.measure(row, able, part.reference)
                     measured += entries
                     done += 1
             except KeyboardInterrupt:
@@ -243,6 +248,8 @@ def _run_into_folder(
             )
     for part in parts if not arguments.replace else ():
         _check_replaced(stored, part)
+    if arguments.resume:
+        parts = [part._replace(before=_measured_before(part, folder, device)) for part in parts]
     rows = 0
     for part, found, is_stopped in _measure(arguments, parts, device):
         rows += (measured := _count_rows(found))
@@ -252,7 +259,22 @@ def _run_into_folder(
             _say(f"# wrote {path}")
         if is_stopped:
             raise _stopped(rows, f"in {folder}")
+        if part.before:
+            path.with_suffix(".stopped.json").unlink(missing_ok=True)
         page.draw(folder, operators, [path.name])
+
+
+def _measured_before(part: _Part, folder: Path, device: torch.device) -> list[Entry]:
+    """What a run of the same programs on the same device has left of this part, in a whole file or in a stopped one."""
+    own = results.result([], device, part.protocol, _packages([part]))
+    beside = {"date", "stopped", "rows"}
+    found: list[Entry] = []
+    for is_stopped in (False, True):
+        path = folder / results.file_name(part.operator.name, part.protocol, is_stopped)
+        content = json.loads(path.read_bytes()) if path.exists() else {"rows": []}
+        if {key: content.get(key) for key in own.keys() - beside} == {key: own[key] for key in own.keys() - beside}:
+            found = content["rows"]
+    return found
 
 
 def _check_replaced(stored: page.Folder, part: _Part) -> None:
