@@ -80,19 +80,32 @@ struct CompensatedSum {
     rest = hn::Add(rest, hn::Sub(term, hn::Sub(next, sum)));
     sum = next;
   }
-  double total() const {
-    const Tag<T> d;
-    HWY_ALIGN Accumulator<T> lanes[hn::MaxLanes(Tag<T>())];
-    const auto total_of = [&](VectorOf<T> v) HWY_ATTR {
-      hn::Store(v, d, lanes);
-      double total = 0.0;
-      for (std::size_t i = 0; i < hn::Lanes(d); ++i) total += lanes[i];
-      return total;
-    };
-    const double result = total_of(sum);
-    return std::isfinite(result) ? result + total_of(rest) : result;  // the rest of an infinite sum is a NaN
-  }
 };
+
+/// The lanes in float64, those of one half added to those of the other.
+HWY_INLINE VectorOf<double> widened(Float v) {
+  const Tag<double> d;
+  const hn::Rebind<float, Tag<double>> half;
+  HWY_ALIGN float lanes[hn::MaxLanes(FloatTag())];
+  hn::Store(v, FloatTag(), lanes);
+  auto sum = hn::Zero(d);
+  for (std::size_t i = 0; i < hn::Lanes(FloatTag()); i += hn::Lanes(d)) {
+    sum = hn::Add(sum, hn::PromoteTo(d, hn::Load(half, lanes + i)));
+  }
+  return sum;
+}
+HWY_INLINE VectorOf<double> widened(VectorOf<double> v) { return v; }
+
+/// The sum of all lanes of both.
+template <typename T>
+double total_of(const CompensatedSum<T>& a, const CompensatedSum<T>& b) {
+  const Tag<double> d;
+  const auto sum = hn::Add(widened(a.sum), widened(b.sum));
+  const auto rest = widened(hn::Add(a.rest, b.rest));
+  const double total = hn::GetLane(hn::SumOfLanes(d, hn::Add(sum, rest)));
+  if (std::isfinite(total)) return total;
+  return hn::GetLane(hn::SumOfLanes(d, sum));  // the rest of an infinite sum is a NaN
+}
 
 /// Sum of exp(x - anchor), to the last place of the largest term.
 template <typename T>
@@ -107,7 +120,7 @@ double exact_sum_of_exp(const T* x, std::int64_t count, Accumulator<T> anchor) {
     s0.add(exp_term(d, hn::Sub(pack.v2, shift)));
     s1.add(exp_term(d, hn::Sub(pack.v3, shift)));
   });
-  return s0.total() + s1.total();
+  return total_of(s0, s1);
 }
 
 /// Sum of exp(x - anchor).

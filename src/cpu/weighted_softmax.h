@@ -87,7 +87,7 @@ ExpSums exp_sums(const A* x, std::int64_t count, A anchor) {
     add(pack.v2, s0, m0, q0);
     add(pack.v3, s1, m1, q1);
   });
-  return {s0.total() + s1.total(), hn::GetLane(hn::SumOfLanes(d, hn::Add(m0, m1))),
+  return {total_of(s0, s1), hn::GetLane(hn::SumOfLanes(d, hn::Add(m0, m1))),
           hn::GetLane(hn::SumOfLanes(d, hn::Add(q0, q1)))};
 }
 
