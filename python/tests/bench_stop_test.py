@@ -161,25 +161,45 @@ def test_a_folder_keeps_what_was_measured_before_and_no_page_shows_the_rest(
     assert "- second_autograd.json is not shown: the run was stopped\n" in (folder / page.DETAILS).read_text()
 
 
+@pytest.fixture
+def resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The words of a run that may go on: of a build whose sources are committed."""
+    info = results._info.extension()
+    monkeypatch.setattr(results._info, "extension", lambda: info | {"commit": 40 * "0"})
+    return [*QUICK, "--results", str(tmp_path), "--protocol", "autograd", "--resume", "--replace"]
+
+
 def test_a_run_goes_on_where_one_of_the_same_programs_was_stopped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    resuming: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = [*QUICK, "--results", str(tmp_path), "--protocol", "autograd", "--resume"]
-    assert main(argv, [toy(EAVES, name="first"), toy(STOPS_AT_64, name="second")]) == 130
+    assert main(resuming, [toy(EAVES, name="first"), toy(STOPS_AT_64, name="second")]) == 130
     folder = tmp_path / DEVICE
     first, left = folder / "first_autograd.json", folder / "second_autograd.stopped.json"
     rows = json.loads(left.read_text())["rows"]
     of_first = json.loads(first.read_text())["rows"]
+    assert main(resuming, [toy(STOPS_AT_64, name="second")]) == 130
+    assert json.loads(left.read_text())["rows"] == rows
 
-    assert main(argv, [toy(EAVES, name="first"), toy(EAVES, name="second")]) == 0
+    assert main(resuming, [toy(EAVES, name="first"), toy(EAVES, name="second")]) == 0
     assert json.loads(first.read_text())["rows"] == of_first
     whole = json.loads((folder / "second_autograd.json").read_text())
     assert not left.exists() and "stopped" not in whole
     assert whole["rows"][: len(rows)] == rows and len(whole["rows"]) == len(of_first)
-
-    # Of other programs nothing is taken over.
-    first.write_text(json.dumps(json.loads(first.read_text()) | {"commit": "other"}))
-    assert main(argv, [toy(EAVES, name="first")]) == 0
-    assert json.loads(first.read_text())["rows"] != of_first
     assert main([*TOY, "--resume"], [toy(EAVES)]) == 2
     assert "--resume: is for the result files of a folder" in capsys.readouterr().err
+
+
+def test_nothing_is_taken_over_of_other_programs_and_providers(
+    resuming: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / DEVICE / "toy_autograd.json"
+    assert main(resuming, [toy(EAVES)]) == 0
+    before = json.loads(path.read_text())
+    assert main(resuming, [toy(EAVES, provider("peer", exp_sum))]) == 0
+    assert {row["provider"] for row in json.loads(path.read_text())["rows"]} == {"eaves", "peer", "limit"}
+    path.write_text(json.dumps(before | {"commit": "other"}))
+    assert main(resuming, [toy(EAVES)]) == 0
+    assert json.loads(path.read_text())["rows"] != before["rows"]
+    path.with_suffix(".stopped.json").write_text('{"rows": [')
+    assert main(resuming, [toy(EAVES)]) == 2
+    assert "is no result file of this program" in capsys.readouterr().err

@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--replace", action="store_true",
         help="let result files there lose rows and providers that this run does not measure")  # fmt: skip
     add("--resume", action="store_true",
-        help="take over the rows of result files there that a stopped run of the same programs has left")  # fmt: skip
+        help="take over the rows that the same commit and versions have in result files there")  # fmt: skip
     add("--page", metavar="DIR",
         help="measure nothing: draw pages and curves of this folder again, from its result files")  # fmt: skip
     return parser

@@ -20,7 +20,7 @@ from eaves import _info
 from eaves.bench.benchmark import InvalidArgument
 from eaves.bench.calls import PROTOCOLS
 from eaves.bench.device import device_name
-from eaves.bench.harness import Entry
+from eaves.bench.harness import CASE, Entry
 
 
 def result(
@@ -91,6 +91,30 @@ def read(folder: Path, names: Iterable[str]) -> tuple[dict[str, dict[str, Any]],
     if len(devices) > 1:
         raise InvalidArgument(f'"{folder}" holds results of {" and ".join(devices)}, expected a folder for each')
     return found, left_out
+
+
+def rows_before(paths: Iterable[Path], device: torch.device, protocol: str, packages: Iterable[str]) -> list[Entry]:
+    """The lines that the same programs have written to these files on the same device, of each row those of the newest;
+    none where changes that are not committed make one commit of two programs."""
+    own = result([], device, protocol, packages)
+    own_date = {"date", "stopped", "rows"}
+    contents = []
+    for path in paths:
+        try:
+            content = json.loads(path.read_bytes()) if path.exists() else {"rows": [], "date": ""}
+            rows = {json.dumps([row[key] for key in CASE]): [] for row in content["rows"]}
+            for row in content["rows"]:
+                rows[json.dumps([row[key] for key in CASE])].append(row)
+            is_own = all(content.get(key) == own[key] for key in own.keys() - own_date)
+            contents.append((content["date"], rows if is_own else {}))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise InvalidArgument(f'"{path}" is no result file of this program: {error}') from error
+    if own["commit"].endswith("-dirty") or own["commit"] == "unknown":
+        return []
+    merged: dict[str, list[Entry]] = {}
+    for _, rows in sorted(contents, key=lambda content: content[0]):
+        merged |= rows
+    return [row for lines in merged.values() for row in lines]
 
 
 def file_name(operator: str, protocol: str, is_stopped: bool = False) -> str:

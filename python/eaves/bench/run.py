@@ -123,12 +123,13 @@ def _measure(
             rows = [entry["row"] for case in declared.cases for entry in case.entries.values()]
             able = [each for each in part.providers if not all(each.lacks(row) for row in rows)]
             measured: list[Entry] = []
+            before = [_lines_before(part, row, able) for row in rows]
             try:
-                with stop.interruptible():
-                    harness.timer.warm_up(arguments.warm_up_ms)
-                for row in rows if able else ():
+                if not all(before):
+                    with stop.interruptible():
+                        harness.timer.warm_up(arguments.warm_up_ms)
+                for row, entries in zip(rows, before) if able else ():
                     _show_progress(f"{done} of {all_rows} rows, {row.op} {row.mode} {list(row.shape.values())}")
-                    entries = [entry for entry in part.before if {key: entry[key] for key in CASE} == row.case]
                     if not entries:
                         with stop.interruptible():
                             entries = harness.measure(row, able, part.reference)
@@ -140,6 +141,7 @@ def _measure(
             found += measured
             _say_tables(measured, "ms")
             if is_stopped:
+                found += [entry for entry in part.before if entry not in found]
                 break
         _say_tables(found, "host_ms")
         _say_tables(found, "peak_mib")
@@ -151,6 +153,12 @@ def _measure(
         _say(tables.wrapped(sentence))
     for row in tables.slow(everything):
         _say(tables.wrapped(f"slow, the limit at less than half its rate elsewhere: {row}"))
+
+
+def _lines_before(part: _Part, row: Row, able: Sequence[Provider]) -> list[Entry]:
+    """Those of this row, where every provider has one."""
+    found = [entry for entry in part.before if {key: entry[key] for key in CASE} == row.case]
+    return found if {entry["provider"] for entry in found} == {LIMIT, *(each.name for each in able)} else []
 
 
 def _say_tables(entries: Sequence[Entry], kind: tables.Kind) -> None:
@@ -259,22 +267,15 @@ def _run_into_folder(
             _say(f"# wrote {path}")
         if is_stopped:
             raise _stopped(rows, f"in {folder}")
-        if part.before:
+        if arguments.resume and all(entry in found for entry in part.before):
             path.with_suffix(".stopped.json").unlink(missing_ok=True)
         page.draw(folder, operators, [path.name])
 
 
 def _measured_before(part: _Part, folder: Path, device: torch.device) -> list[Entry]:
-    """What a run of the same programs on the same device has left of this part, in a whole file or in a stopped one."""
-    own = results.result([], device, part.protocol, _packages([part]))
-    beside = {"date", "stopped", "rows"}
-    found: list[Entry] = []
-    for is_stopped in (False, True):
-        path = folder / results.file_name(part.operator.name, part.protocol, is_stopped)
-        content = json.loads(path.read_bytes()) if path.exists() else {"rows": []}
-        if {key: content.get(key) for key in own.keys() - beside} == {key: own[key] for key in own.keys() - beside}:
-            found = content["rows"]
-    return found
+    """What runs of the same programs have left of this part, in a whole file or in that of a stopped run."""
+    name, stopped = (results.file_name(part.operator.name, part.protocol, each) for each in (False, True))
+    return results.rows_before([folder / name, folder / stopped], device, part.protocol, _packages([part]))
 
 
 def _check_replaced(stored: page.Folder, part: _Part) -> None:

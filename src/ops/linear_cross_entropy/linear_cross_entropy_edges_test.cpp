@@ -265,6 +265,24 @@ TEST_P(LinearCrossEntropyEdges, HugeLogitsMatchTheOracle) {
   }
 }
 
+TEST_P(LinearCrossEntropyEdges, OnTheCpuTheLossOfALearnedClassIsKeptHoweverManyRows) {
+  if (device().type == DeviceType::cuda) GTEST_SKIP() << "sums of float32";
+  constexpr std::int64_t kFeatures = 8;
+  LinearCrossEntropyCase c{.device = device(), .dtype = DType::float32, .row_shape = {300}, .features = kFeatures};
+  c.classes = 32768;
+  c.options.reduction = Reduction::none;
+  c.x = [](std::int64_t i) { return i % kFeatures == 0 ? 30.0 : 0.0; };
+  c.weight = [](std::int64_t i) { return i == 5 * kFeatures ? 1.0 : 0.0; };
+  c.target = [](std::int64_t) { return 5.0; };
+  LinearCrossEntropyRun run(c);
+  run.run();
+  const double expected = std::log1p(32767.0 * std::exp(-30.0));  // 3e-9, of which a sum of float32 knows nothing
+  for (const std::int64_t row : {0, 150, 299}) {
+    EXPECT_NEAR(run.results.loss.get(row), expected, 1e-6 * expected);
+    EXPECT_NEAR(run.results_at_once.loss.get(row), expected, 1e-6 * expected);
+  }
+}
+
 TEST_P(LinearCrossEntropyEdges, OfEqualLogitsTheFirstIsTheLargest) {
   LinearCrossEntropyCase test_case = make_case(device(), DType::float32, {6});
   test_case.classes = 300;

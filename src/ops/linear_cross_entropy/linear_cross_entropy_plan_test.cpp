@@ -94,7 +94,8 @@ TEST(LinearCrossEntropyPlan, ALimitThatIsTooLittleForAnythingTakesTheLeastBlock)
 
 TEST(LinearCrossEntropyPlan, WhereGradientsAreComputedAtOnceABlockHasAllClasses) {
   for_each_problem([](const LinearCrossEntropyProblem& problem, std::size_t limit) {
-    if (problem.mode != Mode::forward_backward) return;
+    const bool is_cpu = problem.device.type == DeviceType::cpu;
+    if (problem.mode == Mode::backward || (problem.mode == Mode::forward && !is_cpu)) return;
     ASSERT_EQ(plan_block(problem, limit).classes, problem.classes);
   });
 }
