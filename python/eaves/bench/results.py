@@ -98,13 +98,15 @@ def rows_before(paths: Iterable[Path], device: torch.device, protocol: str, pack
     none where changes that are not committed make one commit of two programs."""
     own = result([], device, protocol, packages)
     own_date = {"date", "stopped", "rows"}
-    contents = []
+    contents: list[tuple[str, dict[str, list[Entry]]]] = []
     for path in paths:
+        if not path.exists():
+            continue
         try:
-            content = json.loads(path.read_bytes()) if path.exists() else {"rows": [], "date": ""}
-            rows = {json.dumps([row[key] for key in CASE]): [] for row in content["rows"]}
+            content = json.loads(path.read_bytes())
+            rows: dict[str, list[Entry]] = {}
             for row in content["rows"]:
-                rows[json.dumps([row[key] for key in CASE])].append(row)
+                rows.setdefault(json.dumps([row[key] for key in CASE]), []).append(row)
             is_own = all(content.get(key) == own[key] for key in own.keys() - own_date)
             contents.append((content["date"], rows if is_own else {}))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
