@@ -8,7 +8,7 @@ endforeach()
 add_test(NAME cpp_slow COMMAND eaves_tests --gtest_filter=*Slow*)
 set_tests_properties(cpp_slow PROPERTIES RUN_SERIAL ON)
 # Products on a machine without AVX-512, as oneDNN then computes them. Levels of our own vectors are parameters of tests.
-add_test(NAME cpp_gemm_of_avx2 COMMAND eaves_tests --gtest_filter=*CpuGemm*)
+add_test(NAME cpp_gemm_of_avx2 COMMAND eaves_tests --gtest_filter=CpuGemmByOneDnn.*)
 set_tests_properties(cpp_gemm_of_avx2 PROPERTIES ENVIRONMENT ONEDNN_MAX_CPU_ISA=AVX2)
 
 # Installs into a fresh prefix, then builds examples/cpp against it, as a user's project outside the tree does.

@@ -185,6 +185,15 @@ def test_a_run_goes_on_where_one_of_the_same_programs_was_stopped(
     whole = json.loads((folder / "second_autograd.json").read_text())
     assert not left.exists() and "stopped" not in whole
     assert whole["rows"][: len(rows)] == rows and len(whole["rows"]) == len(of_first)
+    # Nor does a run that is stopped again lose what it has not come to.
+    kept = [row for row in whole["rows"] if not (row["mode"] == "fwd" and row["shape"]["n"] == 64)]
+    assert 0 < len(kept) < len(whole["rows"])
+    (folder / "second_autograd.json").unlink()
+    left.write_text(json.dumps(whole | {"stopped": True, "rows": kept}))
+    assert main(resuming, [toy(STOPS_AT_64, name="second")]) == 130
+    after = json.loads(left.read_text())["rows"]
+    assert len(after) == len(kept) and all(row in after for row in kept)
+
     assert main([*TOY, "--resume"], [toy(EAVES)]) == 2
     assert "--resume: is for the result files of a folder" in capsys.readouterr().err
 

@@ -94,10 +94,10 @@ def read(folder: Path, names: Iterable[str]) -> tuple[dict[str, dict[str, Any]],
 
 
 def rows_before(paths: Iterable[Path], device: torch.device, protocol: str, packages: Iterable[str]) -> list[Entry]:
-    """The lines that the same programs have written to these files on the same device, of each row those of the newest;
-    none where changes that are not committed make one commit of two programs."""
+    """The lines that the same programs have written to these files on the same device, of each row those of the newest
+    file; none of a build with changes that are not committed, whose commit says too little."""
     own = result([], device, protocol, packages)
-    own_date = {"date", "stopped", "rows"}
+    differing = {"date", "stopped", "rows"}
     contents: list[tuple[str, dict[str, list[Entry]]]] = []
     for path in paths:
         if not path.exists():
@@ -107,7 +107,7 @@ def rows_before(paths: Iterable[Path], device: torch.device, protocol: str, pack
             rows: dict[str, list[Entry]] = {}
             for row in content["rows"]:
                 rows.setdefault(json.dumps([row[key] for key in CASE]), []).append(row)
-            is_own = all(content.get(key) == own[key] for key in own.keys() - own_date)
+            is_own = all(content.get(key) == own[key] for key in own.keys() - differing)
             contents.append((content["date"], rows if is_own else {}))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise InvalidArgument(f'"{path}" is no result file of this program: {error}') from error

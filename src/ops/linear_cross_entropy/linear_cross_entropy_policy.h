@@ -41,8 +41,8 @@ struct LinearCrossEntropyPolicy {
 
 /// H200, [12288, 4096] in bfloat16: at 131,072 classes `most_bytes` are chunks of 2048 rows, at 32,768 `least_bytes`
 /// are 3072. `fused_forward_bytes` are sums and samples of about 3000 rows, `most_powers_bytes` 2048 rows of 131,072
-/// classes. `forward_bytes` are 66 MiB of logits, of which its L2 holds most,
-/// beside what a product takes. Tiles are those of cuBLASLt's products on Hopper, one for each of 132 multiprocessors.
+/// classes. `forward_bytes` are 66 MiB of logits, of which its L2 holds most, beside what a product takes. Tiles are
+/// those of cuBLASLt's products on Hopper, one for each of 132 multiprocessors.
 inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnGpu = {
     .forward_bytes = std::size_t{78} << 20,
     .fused_forward_bytes = std::size_t{38} << 20,
