@@ -114,8 +114,9 @@ Tensor backward(Upstream upstream, Logits logits, OptionalTensor row_weight, Sav
 }
 
 void backward_in_place(Upstream upstream, Logits logits, OptionalTensor row_weight, Saved saved,
-                       std::int64_t class_axis, Options options) {
-  CrossEntropyBackwardArgs args{.row_weight = optional_input(row_weight, {kOp, "row_weight"})};
+                       std::int64_t class_axis, Options options, std::int64_t first_class, std::int64_t classes) {
+  CrossEntropyBackwardArgs args{
+      .row_weight = optional_input(row_weight, {kOp, "row_weight"}), .first_class = first_class, .classes = classes};
   logits.put_into(args, class_axis, options, true);
   put(args, upstream, saved, kOp);
   args.grad_logits = args.logits;
@@ -130,8 +131,8 @@ void rescale(Tensor grad_logits, Tensor grad_loss, std::int64_t class_axis) {
 }
 
 Tensor shard_forward(Logits logits, std::int64_t class_axis, Options options, std::int64_t first_class,
-                     std::int64_t classes) {
-  CrossEntropyShardArgs args{.first_class = first_class, .classes = classes};
+                     std::int64_t classes, bool is_for_mean_logit) {
+  CrossEntropyShardArgs args{.first_class = first_class, .classes = classes, .is_for_mean_logit = is_for_mean_logit};
   logits.put_into(args, class_axis, options);
   Dims shape = row_shape_of(args.logits, args.class_axis);
   shape.push_back(kCrossEntropyStatistics);
@@ -141,14 +142,16 @@ Tensor shard_forward(Logits logits, std::int64_t class_axis, Options options, st
   return std::move(statistics.tensor);
 }
 
-std::vector<Tensor> merge(Tensor statistics, Tensor targets, OptionalTensor normalizer, Options options,
-                          std::int64_t classes, bool has_weight, std::int64_t wanted) {
+std::vector<Tensor> merge(Tensor statistics, Tensor targets, OptionalTensor row_weight, OptionalTensor normalizer,
+                          Options options, std::int64_t classes, bool has_weight, std::int64_t wanted) {
   CrossEntropyMergeArgs args{.statistics = input(statistics, {kOp, "statistics"}),
                              .targets = input(targets, {kOp, "targets"}),
+                             .row_weight = optional_input(row_weight, {kOp, "row_weight"}),
                              .normalizer = optional_input(normalizer, {kOp, "normalizer"}),
                              .options = options,
                              .classes = classes,
-                             .has_weight = has_weight};
+                             .has_weight = has_weight,
+                             .reads_ignored_rows = (wanted & outputs::kOfIgnoredRows) != 0};
   std::vector<Tensor> tensors =
       make_outputs(args, args.targets.shape, args.statistics.dtype, args.statistics.device, wanted);
   run<cross_entropy_merge, &cross_entropy_merge_workspace_bytes>(args, args.statistics.device);
@@ -184,11 +187,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
               ", int class_axis, " EAVES_OPTIONS ", SymInt first_class=0, SymInt classes=0) -> Tensor");
   library.def("cross_entropy_backward_in_place(" EAVES_UPSTREAM
               ", Tensor(a!) logits, Tensor targets, Tensor? weight, Tensor? row_weight, " EAVES_SAVED
-              ", int class_axis, " EAVES_OPTIONS ") -> ()");
+              ", int class_axis, " EAVES_OPTIONS ", SymInt first_class=0, SymInt classes=0) -> ()");
   library.def("cross_entropy_rescale(Tensor(a!) grad_logits, Tensor grad_loss, int class_axis) -> ()");
   library.def("cross_entropy_shard_forward(" EAVES_LOGITS ", int class_axis, " EAVES_OPTIONS
-              ", SymInt first_class, SymInt classes) -> Tensor");
-  library.def("cross_entropy_merge(Tensor statistics, Tensor targets, Tensor? normalizer, " EAVES_OPTIONS
-              ", SymInt classes, bool has_weight, int outputs) -> Tensor[]");
+              ", SymInt first_class, SymInt classes, bool is_for_mean_logit=False) -> Tensor");
+  library.def(
+      "cross_entropy_merge(Tensor statistics, Tensor targets, Tensor? row_weight, Tensor? normalizer, " EAVES_OPTIONS
+      ", SymInt classes, bool has_weight, int outputs) -> Tensor[]");
 }
 EAVES_IMPLEMENT(eaves::binding::implement)

@@ -1,5 +1,6 @@
 """cross_entropy for torch tensors: the public function and module, and their autograd. Fake implementations and
-batching rules are in _cross_entropy_rules.py, a vocabulary in shards in _cross_entropy_shards.py."""
+batching rules are in _cross_entropy_rules.py, a vocabulary in shards in _cross_entropy_shards.py, and over the
+ranks of a group in _cross_entropy_ranks.py."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
+from eaves import _cross_entropy_ranks as ranks
 from eaves import _cross_entropy_rules  # noqa: F401  # registers them
+from eaves._head_chunks import gradients_of
 from eaves._loss import (
     DIVISOR,
     LSE,
@@ -52,6 +55,18 @@ from eaves._operator import (
     needs_function,
     refuse_lost_derivatives,
 )
+from eaves._ranks import (
+    Local,
+    Shard,
+    is_distributed,
+    local_rows,
+    local_shard,
+    refuse_probabilities,
+    refuse_without_group,
+    shard_of,
+    with_agreement,
+    without_padding,
+)
 
 _forward = torch.ops.eaves.cross_entropy_forward.default
 _forward_backward = torch.ops.eaves.cross_entropy_forward_backward.default
@@ -60,16 +75,18 @@ _backward = torch.ops.eaves.cross_entropy_backward.default
 _backward_in_place = torch.ops.eaves.cross_entropy_backward_in_place.default
 
 _OP = "cross_entropy"
+_NO_SECOND = f"{_OP}: there is no second derivative; use torch.nn.functional.cross_entropy where one is needed"
 
 _RETURNED_IN_PLACE = sum(RETURNED)  # what is not wanted has a place there too
 
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
-    from eaves._loss import LossKeywords
+    from eaves._loss import GroupKeywords, LossKeywords
 
-    class _ModuleKeywords(LossKeywords, total=False):
+    class _ModuleKeywords(LossKeywords, GroupKeywords, total=False):
         ignore_index: int
         inplace_backward: bool
         class_dim: int | None
@@ -140,6 +157,9 @@ def cross_entropy(
     return_sum_sq: bool = False,
     return_mean_logit: bool = False,
     class_dim: int | None = None,
+    group: ProcessGroup | Shard | None = None,
+    first_class: int | None = None,
+    classes: int | None = None,
     **unknown: object,
 ) -> Tensor | CrossEntropyOutput:
     """The loss of classifying each row of `input`, as torch.nn.functional.cross_entropy, with its gradient.
@@ -197,6 +217,14 @@ def cross_entropy(
             probabilities as the target, nor with weight and label_smoothing together.
         class_dim: the axis of the classes. None: what the shape of target says; where it says both (a target of [N, d]
             for an input of [N, d, d]; probabilities with more than two axes), the call is refused.
+        group: None, or the torch.distributed.ProcessGroup whose ranks have the classes in pieces: input and weight are
+            this rank's, and each rank calls with the same targets and options. All ranks get the same loss and outputs,
+            bit for bit, and the gradient of their own logits. Pieces may have different sizes, none too. Where input is
+            a DTensor whose classes are cut over one axis of its mesh, that axis is the group. With inplace_backward the
+            backward writes the gradient.
+        first_class: the first class of this rank; None: the pieces follow each other in the order of ranks.
+        classes: how many classes there are in all. Logits beyond are padding, which is not read, and has gradient 0.
+            None: all are classes. Without a group too.
 
     Returns:
         The loss: float32, or float64 for a float64 input; of shape [], or with reduction="none" of shape [rows...],
@@ -210,10 +238,16 @@ def cross_entropy(
             ignore_index. (On a GPU its loss and gradient are NaN, or with EAVES_CHECK_TARGETS=1 in the environment the
             same error.)
         TypeError: an argument is of the wrong Python type.
-        NotImplementedError: a dtype, layout or device that eaves does not have, a DTensor; a derivative of second
-            order, in forward mode, or of target, weight, row_weight or normalizer; inplace_backward under torch.func.
-        RuntimeError: with inplace_backward, input is a leaf that requires a gradient, or a second backward.
+        NotImplementedError: a dtype, layout or device that eaves does not have, a DTensor whose classes are not cut
+            over one axis of its mesh; a derivative of second order, in forward mode, or of target, weight, row_weight
+            or normalizer; inplace_backward under torch.func; with a group probabilities, torch.vmap and torch.func.
+        RuntimeError: with inplace_backward, input is a leaf that requires a gradient, or a second backward; of
+            torch.distributed, where a rank has ended or does not call, after the time-out of the group.
         torch.OutOfMemoryError: torch's allocator has no memory for a result.
+
+    With a group, ranks compare their arguments before they exchange statistics: an error of one, or a difference, is an
+    error on all. (On a GPU targets that differ make the rows' loss and gradient NaN.) While a CUDA graph is captured
+    they cannot: make the same call once before.
 
     Differences from torch.nn.functional.cross_entropy: the loss of 16-bit logits is float32; without rows, or with all
     of them ignored, the mean is 0 with gradient 0, not NaN; classes may also be the last axis; targets of uint8 are
@@ -254,6 +288,8 @@ def cross_entropy(
         and ignore_index == -100
         and label_smoothing == 0
         and z_loss == 0
+        and group is None
+        and first_class is classes is None
         and not unknown
     ):
         outputs = call_plainly(_forward, input, target)  # the defaults of the operator are those above
@@ -263,10 +299,29 @@ def cross_entropy(
 
     if unknown:
         refuse_unknown(_OP, unknown, cross_entropy)
+    shard: Shard | None = None
+    if isinstance(group, Shard):
+        shard = group
+    elif group is not None or is_distributed(input):
+        over_ranks: Tensor | CrossEntropyOutput = _of_shard(
+            input, target, weight, class_dim, group, first_class, classes, ignore_index=ignore_index,
+            reduction=reduction, label_smoothing=label_smoothing, softcap=softcap, scale=scale, z_loss=z_loss,
+            row_weight=row_weight, normalizer=normalizer, inplace_backward=inplace_backward, return_lse=return_lse,
+            return_argmax=return_argmax, return_entropy=return_entropy, return_z_loss=return_z_loss,
+            return_sum_sq=return_sum_sq, return_mean_logit=return_mean_logit,
+        )  # fmt: skip
+        return over_ranks
+    elif first_class is not None:
+        refuse_without_group(_OP)
     result_dtype = check_input(_OP, input, target, "logits")
     is_soft = target.is_floating_point()
+    if shard is not None and is_soft:
+        refuse_probabilities(_OP)
     axis = class_axis(input, target, is_soft, class_dim)
-    if input.shape[axis] == 0 and not is_soft and target.numel() != 0:
+    if classes is not None:
+        input, weight = without_padding(_OP, classes, input.movedim(axis, 0), weight)
+        input = input.movedim(0, axis)
+    if input.shape[axis] == 0 and shard is None and not is_soft and target.numel() != 0:
         raise ValueError(f"{_OP}: input has shape {shape_of(input)}, expected at least one class")
     mode = reduction_of(_OP, reduction)
     ignore_index = index_of(_OP, "ignore_index", ignore_index)
@@ -302,19 +357,19 @@ def cross_entropy(
     arguments = (input, target, weight, row_weight, normalizer, axis, ignore_index, mode, numbers)
     if not needs_function(input, target):
         computed = wanted
-        outputs = call(_OP, _forward, *arguments, computed, number_tensor=number_tensor)
+        outputs = _run_forward((*arguments, computed), shard, number_tensor)
     else:
         refuse_gradient(_OP, "target", target)
-        needs_target_mass = is_soft or (weight is not None and may_smooth)
+        needs_target_mass = is_soft or (weight is not None and (may_smooth or shard is not None))
         if not inplace_backward or is_compiling:
             computed = kept_for_backward(wanted, mode, needs_target_mass)
-            outputs = apply(_OP, _CrossEntropy, *arguments, computed, wanted, number_tensor)
+            outputs = apply(_OP, _CrossEntropy, *arguments, computed, wanted, number_tensor, shard)
         else:
             refuse_in_place(input)
             wanted &= ~OF_IGNORED_ROWS
-            if input.dtype == torch.float16:
+            if input.dtype == torch.float16 or shard is not None:
                 computed = kept_for_backward(wanted, mode, needs_target_mass)
-                outputs = apply(_OP, _InPlaceInBackward, *arguments, computed)
+                outputs = apply(_OP, _InPlaceInBackward, *arguments, computed, shard)
             else:
                 computed = _RETURNED_IN_PLACE
                 outputs = apply(_OP, _InPlaceInForward, *arguments, wanted)
@@ -331,8 +386,8 @@ class CrossEntropyLoss(LossModule):
 
     Args:
         weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, inplace_backward, return_lse,
-            return_argmax, return_entropy, return_z_loss, return_sum_sq, return_mean_logit, class_dim: as in
-            eaves.cross_entropy. They are checked when the module is called.
+            return_argmax, return_entropy, return_z_loss, return_sum_sq, return_mean_logit, class_dim, group,
+            first_class, classes: as in eaves.cross_entropy. They are checked when the module is called.
 
     Example:
         >>> import torch, eaves
@@ -410,6 +465,37 @@ def _axis_of_shapes(input: Tensor, target: Tensor, is_soft: bool) -> int:
     )
 
 
+def _of_shard(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    class_dim: int | None,
+    group: ProcessGroup | None,
+    *of_shard: Any,
+    **options: Any,
+) -> Any:
+    """The call with tensors of this rank, and a Shard for its group. The ranks of a group learn of each other's errors
+    before they wait for each other."""
+    logits: Local | None = None
+    if is_distributed(input):
+        if group is not None:
+            raise ValueError(f"{_OP}: input is a DTensor, which knows its group; leave group out")
+        logits = local_shard(_OP, "input", input, class_axis(input, target, False, class_dim))
+        group = logits.group
+
+    def run(group: ProcessGroup) -> Any:
+        tensors = (input, target, weight)
+        if logits is not None:
+            of_target = local_rows(target, logits, False) if is_distributed(target) else target
+            of_weight = local_shard(_OP, "weight", weight, 0).tensor if is_distributed(weight) else weight
+            tensors = (logits.tensor, of_target, of_weight)
+        shard = shard_of(_OP, group, *of_shard)
+        function: Any = cross_entropy
+        return function(*tensors, class_dim=class_dim, group=shard, **options)
+
+    return with_agreement(_OP, group, input, run)
+
+
 def refuse_in_place(input: Tensor) -> None:
     """What autograd would not allow to write over, and what it cannot follow."""
     if is_transforming():
@@ -434,6 +520,15 @@ def refuse_in_place(input: Tensor) -> None:
 # ------------------------------------------------------------------------------------------------------------ autograd
 
 
+def _run_forward(
+    arguments: tuple[Any, ...], shard: Shard | None, number_tensor: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """The loss and its outputs, and of a shard its Place."""
+    if shard is None:
+        return tuple(call(_OP, _forward, *arguments, number_tensor=number_tensor))
+    return tuple(call(_OP, ranks.forward, *arguments, *shard, number_tensor=number_tensor))
+
+
 @binds_quickly
 class _CrossEntropy(torch.autograd.Function):
     """input -> the loss, and the outputs that the bits `computed` name, of which the user gets those of `wanted`."""
@@ -454,26 +549,36 @@ class _CrossEntropy(torch.autograd.Function):
         computed: int,
         wanted: int,
         number_tensor: Tensor | None,
+        shard: Shard | None,
     ) -> tuple[Tensor, ...]:
         arguments = (input, target, weight, row_weight, normalizer, axis, ignore_index, mode, numbers, computed)
-        return tuple(call(_OP, _forward, *arguments, number_tensor=number_tensor))
+        return _run_forward(arguments, shard, number_tensor)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.options = inputs[5:9]
-        computed, wanted, number_tensor = inputs[9:]
-        ctx.save_for_backward(*inputs[:4], *keep_outputs(ctx, output, computed, wanted), number_tensor)
+        computed, wanted, number_tensor, shard = inputs[9:]
+        place = None if shard is None else output[-1]
+        ctx.save_for_backward(*inputs[:4], *keep_outputs(ctx, output, computed, wanted), number_tensor, place)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 11
+        nothing = (None,) * 12
         upstream = upstream_of(ctx, grads)
         if not upstream:
             return None, *nothing
-        input, target, weight, row_weight, *saved, number_tensor = ctx.saved_tensors
+        input, target, weight, row_weight, *saved, number_tensor, place = ctx.saved_tensors
         axis, ignore_index, mode, numbers = ctx.options
         upstream, saved = for_backward(upstream, saved, mode)
-        grad_input: Tensor = dispatch(
+        if place is not None:
+            arguments = (*upstream, input, target, weight, row_weight, *saved, *ctx.options, place)
+            differentiable = [tensor for tensor in (input, *upstream) if tensor is not None]
+            (grad_input,) = gradients_of(
+                lambda: (call(_OP, ranks.backward, *arguments, number_tensor=number_tensor),), _NO_SECOND,
+                differentiable,
+            )  # fmt: skip
+            return grad_input, *nothing
+        grad_input = dispatch(
             _OP, [tensor for tensor in (input, *upstream) if tensor is not None], _Gradient, _backward,
             *upstream, input, target, weight, row_weight, *saved, axis, ignore_index, mode, numbers,
             number_tensor=number_tensor,
@@ -518,9 +623,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{_OP}: there is no second derivative; use torch.nn.functional.cross_entropy where one is needed"
-        )
+        raise NotImplementedError(_NO_SECOND)
 
 
 class _InPlaceInForward(torch.autograd.Function):
@@ -555,23 +658,28 @@ class _InPlaceInBackward(torch.autograd.Function):
     most of a mean's gradient would be 0 before a loss scale multiplies it."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = tuple(call(_OP, _forward, *arguments))
+    def forward(ctx: Any, *arguments_and_shard: Any) -> tuple[Tensor, ...]:
+        *arguments, shard = arguments_and_shard
+        outputs = _run_forward(tuple(arguments), shard)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.options, computed, ctx.is_used = arguments[5:9], arguments[9], False
         kept = [pick(outputs, computed, bit) for bit in (LSE, TARGET_MASS, DIVISOR)]
-        ctx.save_for_backward(*arguments[:4], *kept)
+        ctx.save_for_backward(*arguments[:4], *kept, None if shard is None else outputs[-1])
         return outputs
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 9
+        nothing = (None,) * 10
         if grad_loss is None:
             return None, *nothing
-        grad_input, target, weight, row_weight, lse, *kept = _of_only_backward(ctx)
+        grad_input, target, weight, row_weight, lse, *kept, place = _of_only_backward(ctx)
         upstream = (grad_loss, None, None)
-        call(_OP, _backward_in_place, *upstream, grad_input, target, weight, row_weight, lse, None, *kept, *ctx.options)
+        arguments = (*upstream, grad_input, target, weight, row_weight, lse, None, *kept, *ctx.options)
+        if place is None:
+            call(_OP, _backward_in_place, *arguments)
+        else:
+            call(_OP, ranks.backward_in_place, *arguments, place)
         torch.autograd.graph.increment_version(grad_input)
         return grad_input, *nothing
 

@@ -18,6 +18,7 @@ from eaves._loss import (
     LSE,
     MEAN,
     NONE,
+    OF_IGNORED_ROWS,
     TARGET_MASS,
     Z_LOSS,
     check_input,
@@ -26,6 +27,7 @@ from eaves._loss import (
     numbers_of,
     pick,
     reduction_of,
+    row_weight_of,
     weight_of,
 )
 from eaves._operator import (
@@ -41,12 +43,11 @@ from eaves._operator import (
     refuse_lost_derivatives,
     register_fake,
 )
+from eaves._ranks import STATISTICS
 
 _shard_forward = torch.ops.eaves.cross_entropy_shard_forward.default
 _merge = torch.ops.eaves.cross_entropy_merge.default
 _backward = torch.ops.eaves.cross_entropy_backward.default
-
-_STATISTICS = 10  # kCrossEntropyStatistics of include/eaves/cross_entropy.h
 
 
 class CrossEntropyMerged(NamedTuple):
@@ -151,6 +152,7 @@ def cross_entropy_merge(
     label_smoothing: float = 0,
     z_loss: float = 0,
     normalizer: Tensor | float | None = None,
+    row_weight: Tensor | None = None,
 ) -> CrossEntropyMerged:
     """The loss of a vocabulary in shards, from the statistics of all of them. See eaves.cross_entropy_shard.
 
@@ -159,7 +161,7 @@ def cross_entropy_merge(
         target: as each shard got it.
         classes: V, of all shards together.
         has_weight: whether the shards got weights.
-        ignore_index, reduction, label_smoothing, z_loss, normalizer: as in eaves.cross_entropy.
+        ignore_index, reduction, label_smoothing, z_loss, normalizer, row_weight: as in eaves.cross_entropy.
 
     Returns:
         CrossEntropyMerged(loss, lse, argmax, entropy, z_loss, target_mass, divisor): the first five as
@@ -182,15 +184,17 @@ def cross_entropy_merge(
     check_bool(op, "has_weight", has_weight)
     check_dtype_of(op, "statistics", statistics, (torch.float32, torch.float64), "as the shards wrote them")
     shards = statistics.shape[0] if statistics.dim() else 0
-    check_shape(op, "statistics", statistics, [shards, *target.shape, _STATISTICS], "of each shard, for each target")
+    check_shape(op, "statistics", statistics, [shards, *target.shape, STATISTICS], "of each shard, for each target")
     mode = reduction_of(op, reduction)
     if normalizer is not None:
         normalizer = normalizer_of(op, normalizer, mode, statistics.dtype, statistics.device)
+    if row_weight is not None:
+        row_weight = row_weight_of(op, row_weight, statistics, target.shape, statistics.dtype)
     numbers, number_tensor = numbers_of(op, label_smoothing, z_loss=z_loss)
-    computed = LSE | ARGMAX | ENTROPY | Z_LOSS | TARGET_MASS | (DIVISOR if mode == MEAN else 0)
+    computed = LSE | ARGMAX | ENTROPY | Z_LOSS | TARGET_MASS | OF_IGNORED_ROWS | (DIVISOR if mode == MEAN else 0)
     outputs = call(
-        op, _merge, statistics, target, normalizer, index_of(op, "ignore_index", ignore_index), mode, numbers,
-        index_of(op, "classes", classes), has_weight, computed, number_tensor=number_tensor,
+        op, _merge, statistics, target, row_weight, normalizer, index_of(op, "ignore_index", ignore_index), mode,
+        numbers, index_of(op, "classes", classes), has_weight, computed, number_tensor=number_tensor,
     )  # fmt: skip
     bits = (LSE, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS, DIVISOR)
     return CrossEntropyMerged(outputs[0], *(pick(outputs, computed, bit) for bit in bits))
@@ -212,6 +216,7 @@ def cross_entropy_shard_gradient(
     scale: float | None = None,
     z_loss: float = 0,
     class_dim: int | None = None,
+    row_weight: Tensor | None = None,
 ) -> Tensor:
     """The gradient of a shard's logits, from the merged loss. See eaves.cross_entropy_shard.
 
@@ -220,7 +225,7 @@ def cross_entropy_shard_gradient(
         input, target, weight, first_class, classes, ignore_index, label_smoothing, softcap, scale, class_dim: as
             eaves.cross_entropy_shard got them.
         merged: what eaves.cross_entropy_merge gave.
-        reduction, z_loss: as eaves.cross_entropy_merge got them.
+        reduction, z_loss, row_weight: as eaves.cross_entropy_merge got them.
 
     Returns:
         dL/d(input), in its shape and dtype.
@@ -246,9 +251,12 @@ def cross_entropy_shard_gradient(
     for name in ("lse", "target_mass", "divisor"):
         if (tensor := getattr(merged, name)) is not None:
             check_device("cross_entropy", f"merged.{name}", tensor, "input", input)
+    if row_weight is not None:
+        dtype = accumulator_dtype(input.dtype)
+        row_weight = row_weight_of("cross_entropy", row_weight, input, target.shape, dtype)
     numbers, number_tensor = numbers_of("cross_entropy", label_smoothing, scale, softcap, z_loss)
     result: Tensor = call(
-        "cross_entropy", _backward, grad_loss, None, None, input, target, weight, None, merged.lse, None,
+        "cross_entropy", _backward, grad_loss, None, None, input, target, weight, row_weight, merged.lse, None,
         merged.target_mass, merged.divisor if mode == MEAN else None, axis, ignore_index, mode, numbers, first_class,
         classes, number_tensor=number_tensor,
     )  # fmt: skip
@@ -293,13 +301,14 @@ refuse_lost_derivatives("cross_entropy", _shard_forward, _merge)
 
 @register_fake("cross_entropy_shard_forward")
 def _(logits: Tensor, targets: Tensor, weight: Tensor | None, class_axis: int, *_: object) -> Tensor:
-    return logits.new_empty([*row_shape(logits, class_axis), _STATISTICS], dtype=accumulator_dtype(logits.dtype))
+    return logits.new_empty([*row_shape(logits, class_axis), STATISTICS], dtype=accumulator_dtype(logits.dtype))
 
 
 @register_fake("cross_entropy_merge")
 def _(
     statistics: Tensor,
     targets: Tensor,
+    row_weight: Tensor | None,
     normalizer: Tensor | None,
     ignore_index: int,
     reduction: int,

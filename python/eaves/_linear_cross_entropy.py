@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
+from eaves import _linear_cross_entropy_ranks as ranks
+from eaves._head_chunks import gradients_of
 from eaves._linear_cross_entropy_rules import (
     GRADIENTS,
     OF_BIAS,
@@ -70,6 +72,19 @@ from eaves._operator import (
     refuse_lost_derivatives,
     uncompiled,
 )
+from eaves._ranks import (
+    Local,
+    Shard,
+    is_distributed,
+    local_rows,
+    local_shard,
+    refuse_probabilities,
+    refuse_without_group,
+    rows_of,
+    shard_of,
+    with_agreement,
+    without_padding,
+)
 
 _forward = torch.ops.eaves.linear_cross_entropy_forward.default
 _forward_backward = torch.ops.eaves.linear_cross_entropy_forward_backward.default
@@ -88,11 +103,12 @@ CONSTANT_OUTPUTS: dict[str, Any] = {"_constant_outputs": True}
 
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
-    from eaves._loss import LossKeywords
+    from eaves._loss import HeadGroupKeywords, LossKeywords
 
-    class _ModuleKeywords(LossKeywords, total=False):
+    class _ModuleKeywords(LossKeywords, HeadGroupKeywords, total=False):
         ignore_index: int | None
         algorithm: str
         workspace_bytes: int | None
@@ -175,6 +191,12 @@ def linear_cross_entropy(
     skip_ignored: bool = False,
     grad_weight_dtype: torch.dtype | None = None,
     grad_weight_out: Tensor | None = None,
+    group: ProcessGroup | Shard | None = None,
+    first_class: int | None = None,
+    classes: int | None = None,
+    sequence_parallel: bool = False,
+    reduce_input_grad: bool = True,
+    reduce_dtype: torch.dtype | None = None,
     **unknown: object,
 ) -> Tensor | CrossEntropyOutput:
     """The loss of a model's head, cross_entropy(input @ linear_weight.T + linear_bias, target), and its gradients,
@@ -256,6 +278,19 @@ def linear_cross_entropy(
             (main_grad of Megatron), and linear_weight gets none from this call. Nothing is added where linear_weight
             requires no gradient. With "recompute" the products add to it, else the backward adds what the forward
             computed.
+        group: None, or the torch.distributed.ProcessGroup whose ranks have the head in pieces: linear_weight,
+            linear_bias and weight are this rank's classes, and each rank calls with the same rows, targets and options.
+            All ranks get the same loss and outputs, bit for bit, and the gradient of their own piece. Pieces may have
+            different sizes, none too. Where linear_weight is a DTensor with Shard(0) on one axis of its mesh, that
+            axis is the group; input and target may be DTensors then.
+        first_class: the first class of this rank; None: the pieces follow each other in the order of ranks.
+        classes: how many classes there are in all. Rows of linear_weight beyond are padding, which is neither
+            multiplied nor counted, and has gradient 0. None: all are classes. Without a group too.
+        sequence_parallel: whether input has this rank's part of the rows, along the first axis, the same number on each
+            rank; target and row_weight have all rows. input's gradient is that of this rank's rows.
+        reduce_input_grad: whether the gradient of input is summed over the ranks. False: each rank gets its own part of
+            the sum.
+        reduce_dtype: in which dtype it is summed, torch.float32 for one; None: that of input.
 
     Returns:
         The loss: float32, or float64 for a float64 input; of shape [], or with reduction="none" of shape [rows...],
@@ -270,11 +305,17 @@ def linear_cross_entropy(
             CPU a target that is no class and not ignore_index. (On a GPU its loss and gradient are NaN, or with
             EAVES_CHECK_TARGETS=1 in the environment the same error.)
         TypeError: an argument is of the wrong Python type.
-        NotImplementedError: a dtype, layout or device that eaves does not have, a DTensor; a derivative of second
-            order, in forward mode, or of target, weight, row_weight or normalizer; grad_weight_out under torch.vmap,
-            torch.func or torch.compile with fullgraph=True (else such a call is not compiled); a linear_weight of more
-            than two axes (PyTorch's K-dimensional loss).
+        NotImplementedError: a dtype, layout or device that eaves does not have; a DTensor whose classes are not cut
+            over one axis of its mesh; a derivative of second order, in forward mode, or of target, weight, row_weight
+            or normalizer; grad_weight_out under torch.vmap, torch.func or torch.compile with fullgraph=True (else such
+            a call is not compiled); a linear_weight of more than two axes (PyTorch's K-dimensional loss), or that
+            DeepSpeed's ZeRO-3 has in pieces; with a group probabilities, torch.vmap and torch.func.
+        RuntimeError: of torch.distributed, where a rank has ended or does not call, after the time-out of the group.
         torch.OutOfMemoryError: torch's allocator has no memory for a result or the workspace.
+
+    With a group, ranks compare their arguments before they exchange anything else: an error of one, or a difference, is
+    an error on all. (On a GPU targets that differ make the rows' loss and gradient NaN.) While a CUDA graph is
+    captured they cannot: make the same call once before. "auto" is speed where workspace_bytes is not given.
 
     Under torch.autocast input and linear_weight are cast to its dtype, as those of F.linear are; a float32 linear_bias
     is not. The loss is float32 still, and gradients have the dtypes of the tensors that were passed: that of a float32
@@ -301,6 +342,26 @@ def linear_cross_entropy(
     are_constant = unknown == CONSTANT_OUTPUTS
     if unknown and not are_constant:
         refuse_unknown(_OP, unknown, linear_cross_entropy)
+    shard: Shard | None = None
+    if isinstance(group, Shard):
+        shard = group
+    elif group is not None or is_distributed(linear_weight):
+        over_ranks: Tensor | CrossEntropyOutput = _of_shard(
+            input, linear_weight, target, linear_bias, group, first_class, classes, sequence_parallel,
+            reduce_input_grad, reduce_dtype, weight=weight, reduction=reduction, ignore_index=ignore_index,
+            label_smoothing=label_smoothing, options=options, softcap=softcap, scale=scale, z_loss=z_loss,
+            row_weight=row_weight, normalizer=normalizer, return_lse=return_lse, return_argmax=return_argmax,
+            return_entropy=return_entropy, return_z_loss=return_z_loss, return_sum_sq=return_sum_sq,
+            return_mean_logit=return_mean_logit, algorithm=algorithm, workspace_bytes=workspace_bytes,
+            skip_ignored=skip_ignored, grad_weight_dtype=grad_weight_dtype, grad_weight_out=grad_weight_out, **unknown,
+        )  # fmt: skip
+        return over_ranks
+    elif (first_class, sequence_parallel, reduce_input_grad, reduce_dtype) != (None, False, True, None):
+        refuse_without_group(_OP)
+    elif classes is not None:
+        linear_weight, linear_bias, weight, grad_weight_out = without_padding(
+            _OP, classes, linear_weight, linear_bias, weight, grad_weight_out
+        )
     is_compiling = torch.compiler.is_compiling()
     result_dtype = check_input(_OP, input, target, "what is multiplied")
     check_tensor(_OP, "linear_weight", linear_weight)
@@ -317,18 +378,20 @@ def linear_cross_entropy(
     if is_autocast:
         input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
         result_dtype = accumulator_dtype(input.dtype)
-    linear_weight = _checked_weight(input, linear_weight, is_autocast)
-    classes = linear_weight.shape[0]
+    linear_weight = _checked_weight(input, linear_weight, is_autocast, shard is not None)
+    columns, rows = linear_weight.shape[0], input.shape[:-1] if shard is None else rows_of(_OP, shard, input)
     if linear_bias is not None:
-        linear_bias = _checked_bias(input, linear_bias, classes)
-    target = _checked_target(input, target, classes, result_dtype)
+        linear_bias = _checked_bias(input, linear_bias, columns)
+    target = _checked_target(input, target, rows, columns, result_dtype)
+    if shard is not None and target.is_floating_point():
+        refuse_probabilities(_OP)
     refuse_gradient(_OP, "target", target)
     mode = reduction_of(_OP, reduction)
     ignore_index = -100 if ignore_index is None else index_of(_OP, "ignore_index", ignore_index)
     if weight is not None:
-        weight = weight_of(_OP, weight, input, classes, "linear_weight")
+        weight = weight_of(_OP, weight, input, columns, "linear_weight")
     if row_weight is not None:
-        row_weight = row_weight_of(_OP, row_weight, input, input.shape[:-1], result_dtype)
+        row_weight = row_weight_of(_OP, row_weight, input, rows, result_dtype)
     if normalizer is not None:
         normalizer = normalizer_of(_OP, normalizer, mode, result_dtype, input.device)
     _check_options(options)
@@ -365,15 +428,19 @@ def linear_cross_entropy(
     is_followed = not is_compiling and needs_autograd(*_given(input, linear_weight, linear_bias))
     if not gradients and not is_followed:
         computed = wanted
-        outputs = call(_OP, _forward, *_as_multiplied(tensors), *settings, limit, computed, number_tensor=number_tensor)
+        arguments = (*_as_multiplied(tensors), *settings, limit, computed)
+        if shard is None:
+            outputs = call(_OP, _forward, *arguments, number_tensor=number_tensor)
+        else:
+            outputs = call(_OP, ranks.forward, *arguments, 0, *shard, number_tensor=number_tensor)
     else:
         # With class weights a block of classes without the target does not know the target's weight.
         computed = kept_for_backward(wanted, mode, target.is_floating_point() or weight is not None)
         followed = wanted & ~(LSE | ENTROPY) if are_constant else wanted  # the others have no gradient
-        allowed = _small_workspace(classes) if way == "memory" and limit == 0 and input.is_cuda else limit
+        allowed = _small_workspace(columns) if way == "memory" and limit == 0 and input.is_cuda else limit
         function: type[torch.autograd.Function] = _Recompute
         if gradients and _is_speedy(
-            way, input, linear_weight, target, mode, followed, allowed, grad_weight_out, gradients
+            way, input, linear_weight, target, mode, followed, allowed, grad_weight_out, gradients, shard
         ):
             function, limit = _Speed, allowed
         else:
@@ -381,7 +448,7 @@ def linear_cross_entropy(
         run = apply if grad_weight_out is None else uncompiled(apply)
         outputs = run(
             _OP, function, *tensors, *settings, limit, grad_weight_out, computed, followed, gradients | wide,
-            number_tensor,
+            number_tensor, shard,
         )  # fmt: skip
     if wanted == 0:
         loss: Tensor = outputs[0]
@@ -399,7 +466,8 @@ class LinearCrossEntropyLoss(LossModule):
     Args:
         weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, return_lse, return_argmax,
             return_entropy, return_z_loss, return_sum_sq, return_mean_logit, algorithm, workspace_bytes, skip_ignored,
-            grad_weight_dtype: as in eaves.linear_cross_entropy. They are checked when the module is called.
+            grad_weight_dtype, group, first_class, classes, sequence_parallel, reduce_input_grad, reduce_dtype: as in
+            eaves.linear_cross_entropy. They are checked when the module is called.
 
     Example:
         >>> import torch, eaves
@@ -443,6 +511,40 @@ class LinearCrossEntropyLoss(LossModule):
 # ----------------------------------------------------------------------------------------------------------- arguments
 
 
+def _of_shard(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    group: ProcessGroup | None,
+    *of_shard: Any,
+    **options: Any,
+) -> Any:
+    """The call with tensors of this rank, and a Shard for its group. The ranks of a group learn of each other's errors
+    before they wait for each other."""
+    head: Local | None = None
+    if is_distributed(linear_weight):
+        if group is not None:
+            raise ValueError(f"{_OP}: linear_weight is a DTensor, which knows its group; leave group out")
+        head = local_shard(_OP, "linear_weight", linear_weight, 0)
+        group = head.group
+
+    def run(group: ProcessGroup) -> Any:
+        tensors = [input, target, linear_weight, linear_bias, options.pop("weight")]
+        if head is not None:
+            is_summed = of_shard[3] is False
+            tensors = [local_rows(each, head, is_summed) if is_distributed(each) else each for each in tensors[:2]] + [
+                local_shard(_OP, name, each, 0).tensor if is_distributed(each) else each
+                for name, each in zip(("linear_weight", "linear_bias", "weight"), tensors[2:])
+            ]
+        rows, targets, weight, bias, class_weight = tensors
+        shard = shard_of(_OP, group, *of_shard)
+        function: Any = linear_cross_entropy
+        return function(rows, weight, targets, linear_bias=bias, weight=class_weight, group=shard, **options)
+
+    return with_agreement(_OP, group, input, run)
+
+
 def _autocast(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """As torch.autocast casts what F.linear gets: floating-point numbers, but for float64. A head or a bias in float32
     stays as it is: the bias is added in float32, and the head is cast where it is multiplied (`_as_multiplied`), or
@@ -465,13 +567,19 @@ def _as_multiplied(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     return tensors if tensors[1].dtype == dtype else (tensors[0], tensors[1].to(dtype), *tensors[2:])
 
 
-def _checked_weight(input: Tensor, linear_weight: Tensor, is_autocast: bool) -> Tensor:
+def _checked_weight(input: Tensor, linear_weight: Tensor, is_autocast: bool, may_be_empty: bool) -> Tensor:
     """The weight as the core takes it, but for the dtype under torch.autocast."""
     if input.dim() == 0:
         raise ValueError(f"{_OP}: input has no axes, expected at least one, of the features")
     features = input.shape[-1]
     if features == 0:
         raise ValueError(f"{_OP}: input has shape {shape_of(input)}, expected at least one feature")
+    if linear_weight.numel() == 0 and hasattr(linear_weight, "ds_id"):
+        raise NotImplementedError(
+            f"{_OP}: linear_weight has no elements here, because DeepSpeed's ZeRO-3 has it in pieces; gather it from "
+            "the forward to the end of the backward, with deepspeed.zero.GatheredParameters or as a parameter of the "
+            "module that calls this (register_external_parameter)"
+        )
     if linear_weight.dim() > 2:
         raise NotImplementedError(
             f"{_OP}: linear_weight has shape {shape_of(linear_weight)}, expected [classes, {features}]; of a loss of "
@@ -482,7 +590,7 @@ def _checked_weight(input: Tensor, linear_weight: Tensor, is_autocast: bool) -> 
             f"{_OP}: linear_weight has shape {shape_of(linear_weight)}, expected [classes, {features}] (features as "
             f"input {shape_of(input)})"
         )
-    if linear_weight.shape[0] == 0:
+    if linear_weight.shape[0] == 0 and not may_be_empty:
         raise ValueError(f"{_OP}: linear_weight has shape {shape_of(linear_weight)}, expected at least one class")
     is_cast = is_autocast and linear_weight.dtype == torch.float32 and input.dtype != torch.float64
     if linear_weight.dtype != input.dtype and not is_cast:
@@ -507,12 +615,13 @@ def _checked_bias(input: Tensor, linear_bias: Tensor, classes: int) -> Tensor:
     return linear_bias.contiguous()
 
 
-def _checked_target(input: Tensor, target: Tensor, classes: int, result_dtype: torch.dtype) -> Tensor:
+def _checked_target(
+    input: Tensor, target: Tensor, rows: Sequence[int], classes: int, result_dtype: torch.dtype
+) -> Tensor:
     """The target as the core takes it."""
-    rows = input.shape[:-1]
     if not target.is_floating_point():
         check_class_dtype(_OP, target, input)
-        if target.shape != rows:
+        if target.shape != tuple(rows):
             check_shape(_OP, "target", target, rows, f"one per row of input {shape_of(input)}")
         return target
     check_soft(_OP, target, input, [*rows, classes], "one per class of linear_weight")
@@ -656,17 +765,19 @@ def _is_speedy(
     limit: int,
     grad_weight_out: Tensor | None,
     gradients: int,
+    shard: Shard | None,
 ) -> bool:
     """Are gradients computed in the forward? As the documentation of `algorithm` says."""
     if way == "recompute" or input.dtype == torch.float16:
         return False
-    if mode == NONE and gradients != OF_INPUT:
+    if mode == NONE and (gradients != OF_INPUT or (shard is not None and shard.sequence_parallel)):
         return False
     has_gradients_of_outputs = bool(wanted & (LSE | ENTROPY))
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (shard is not None and way == "auto"):
+        # Of a shard the core would have to be asked for the largest.
         # A graph is compiled for the outputs that may have a gradient, not for those that have one. And it should not
         # depend on sizes, which the core would have to be asked for.
-        is_speed = way != "auto" or limit == 0
+        is_speed = way != "auto" or (limit == 0 and (shard is None or grad_weight_out is None))
         return is_speed and not has_gradients_of_outputs
     if is_transforming():
         return False
@@ -684,36 +795,44 @@ def _is_speedy(
 # ------------------------------------------------------------------------------------------------------------ autograd
 
 # The arguments of both Functions: the tensors, the options, and behind them grad_weight_out, the outputs that are
-# computed, those that may have a gradient, the gradients that the forward computes, and the number tensor.
+# computed, those that may have a gradient, the gradients that the forward computes, the number tensor, and the Shard.
 _TENSORS = slice(len(ForwardTensors._fields))
 _OPTIONS = slice(_TENSORS.stop, _TENSORS.stop + len(Options._fields))
-_REST = slice(_OPTIONS.stop, _OPTIONS.stop + 5)
+_REST = slice(_OPTIONS.stop, _OPTIONS.stop + 6)
 _REDUCTION = Options._fields.index("reduction")  # a small call has no time to make Options of the arguments
+_NO_SECOND = f"{_OP}: there is no second derivative; use torch.nn.functional.linear and cross_entropy for one"
 _NOTHING = (None,) * (_REST.stop - len(GRADIENTS))  # behind the gradients of input, linear_weight and linear_bias
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     """What a backward needs that computes the logits again."""
     tensors, ctx.options = inputs[_TENSORS], inputs[_OPTIONS]
-    ctx.grad_weight_out, computed, wanted, gradients, number_tensor = inputs[_REST]
+    ctx.grad_weight_out, computed, wanted, gradients, number_tensor, ctx.shard = inputs[_REST]
     ctx.wide, ctx.weight_dtype = gradients & WIDE_WEIGHT, tensors[1].dtype
-    ctx.save_for_backward(*tensors, *keep_outputs(ctx, output, computed, wanted), number_tensor)
+    place = None if ctx.shard is None else output[-1]
+    ctx.save_for_backward(*tensors, *keep_outputs(ctx, output, computed, wanted), number_tensor, place)
 
 
 def _compute_again(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """The gradients from what `_save` kept."""
-    *tensors, lse, entropy, target_mass, divisor, number_tensor = ctx.saved_tensors
+    *tensors, lse, entropy, target_mass, divisor, number_tensor, place = ctx.saved_tensors
     *inputs, _ = _as_multiplied(tuple(tensors))
     input, linear_weight, linear_bias = inputs[:3]
     upstream, saved = for_backward(upstream, (lse, entropy, target_mass, divisor), Options(*ctx.options).reduction)
     bits = sum(bit for bit, needs in zip(GRADIENTS, ctx.needs_input_grad) if needs)
     arguments = (*upstream, *inputs, *saved, *ctx.options)
     if ctx.grad_weight_out is not None and bits & OF_WEIGHT:
-        return _accumulate(ctx.grad_weight_out, arguments, bits & ~OF_WEIGHT)
+        return _accumulate(ctx, arguments, bits & ~OF_WEIGHT, place)
     differentiable = _given(*upstream, input, linear_weight, linear_bias)
-    computed = dispatch(
-        _OP, differentiable, _Gradients, _backward, *arguments, bits | ctx.wide, number_tensor=number_tensor
-    )
+    if place is None:
+        computed = dispatch(
+            _OP, differentiable, _Gradients, _backward, *arguments, bits | ctx.wide, number_tensor=number_tensor
+        )
+    else:
+        arguments = (*arguments, bits | ctx.wide, place, *ctx.shard)
+        computed = gradients_of(
+            lambda: call(_OP, ranks.backward, *arguments, number_tensor=number_tensor), _NO_SECOND, differentiable
+        )
     return _handed_out(ctx, [each if bits & bit else None for each, bit in zip(computed, GRADIENTS)])
 
 
@@ -725,13 +844,38 @@ def _handed_out(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None
     return grad_input, grad_weight, grad_bias, *_NOTHING
 
 
-def _accumulate(out: Tensor, arguments: tuple[Any, ...], bits: int) -> tuple[Tensor | None, ...]:
-    """The other gradients; that of the weight is added to `out`."""
+def _run_forward(arguments: tuple[Any, ...], gradients: int) -> list[Tensor]:
+    """The loss and its outputs, the gradients that the bits name, and of a shard its Place."""
+    _, computed, _, _, number_tensor, shard = arguments[_REST]
+    arguments = (*_as_multiplied(arguments[_TENSORS]), *arguments[_OPTIONS], computed)
+    results: list[Tensor]
+    if shard is not None:
+        results = call(_OP, ranks.forward, *arguments, gradients, *shard, number_tensor=number_tensor)
+    elif gradients:
+        results = call(_OP, _forward_backward, *arguments, gradients, number_tensor=number_tensor)
+    else:
+        results = call(_OP, _forward, *arguments, number_tensor=number_tensor)
+    return results
+
+
+def _split(results: list[Tensor], bits: int, shard: Shard | None) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """The outputs and the gradients of what _run_forward gave."""
+    end = len(results) if shard is None else len(results) - 1
+    count = end - bits.bit_count()
+    return tuple(results[:count]), results[count:end]
+
+
+def _accumulate(ctx: Any, arguments: tuple[Any, ...], bits: int, place: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The other gradients; that of the weight is added to grad_weight_out."""
+    out = ctx.grad_weight_out
     if torch.is_grad_enabled():
         raise NotImplementedError(
             f"{_OP}: with grad_weight_out the gradient has no derivative (create_graph=True); leave it out"
         )
-    grad_input, grad_bias = call(_OP, _backward_accumulate, out, *arguments, bits)
+    if place is None:
+        grad_input, grad_bias = call(_OP, _backward_accumulate, out, *arguments, bits)
+    else:
+        grad_input, grad_bias = call(_OP, ranks.backward_accumulate, out, *arguments, bits, place, *ctx.shard)
     torch.autograd.graph.increment_version(out)
     return (grad_input if bits & OF_INPUT else None, None, grad_bias if bits & OF_BIAS else None, *_NOTHING)
 
@@ -745,9 +889,7 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        _, computed, _, _, number_tensor = arguments[_REST]
-        tensors = _as_multiplied(arguments[_TENSORS])
-        return tuple(call(_OP, _forward, *tensors, *arguments[_OPTIONS], computed, number_tensor=number_tensor))
+        return tuple(_run_forward(arguments, 0))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -805,9 +947,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{_OP}: there is no second derivative; use torch.nn.functional.linear and cross_entropy for one"
-        )
+        raise NotImplementedError(_NO_SECOND)
 
 
 class _Speed(torch.autograd.Function):
@@ -816,13 +956,12 @@ class _Speed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        _, computed, _, gradients, number_tensor = arguments[_REST]
-        tensors, options = _as_multiplied(arguments[_TENSORS]), arguments[_OPTIONS]
-        results = call(_OP, _forward_backward, *tensors, *options, computed, gradients, number_tensor=number_tensor)
-        ctx.bits, ctx.computed = gradients & ~WIDE_WEIGHT, computed
-        count = len(results) - ctx.bits.bit_count()
-        outputs, computed_gradients = tuple(results[:count]), results[count:]
-        _save(ctx, arguments, outputs)
+        tensors, options = arguments[_TENSORS], arguments[_OPTIONS]
+        gradients = arguments[_REST][3]
+        results = _run_forward(arguments, gradients)
+        ctx.bits = gradients & ~WIDE_WEIGHT
+        outputs, computed_gradients = _split(results, ctx.bits, arguments[_REST][5])
+        _save(ctx, arguments, results)
         ctx.saves_gradients = torch.compiler.is_compiling()
         is_ignored = None
         if options[_REDUCTION] == NONE and not tensors[3].is_floating_point():
@@ -855,9 +994,9 @@ class _Speed(torch.autograd.Function):
             return _compute_again(ctx, upstream)
         computed, ctx.gradients = ctx.gradients, None
         if computed is None:  # a later backward; without the outputs other kernels would run, and last places differ
-            tensors = _as_multiplied(ctx.saved_tensors[_TENSORS])
-            results = call(_OP, _forward_backward, *tensors, *ctx.options, ctx.computed, ctx.bits | ctx.wide)
-            computed = results[-ctx.bits.bit_count() :]
+            rest = (None, ctx.computed, 0, 0, None, ctx.shard)
+            results = _run_forward((*ctx.saved_tensors[_TENSORS], *ctx.options, *rest), ctx.bits | ctx.wide)
+            _, computed = _split(results, ctx.bits, ctx.shard)
         gradients = in_places(computed, ctx.bits)
         if ctx.options[_REDUCTION] == NONE:
             assert gradients[0] is not None

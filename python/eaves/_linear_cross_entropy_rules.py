@@ -71,14 +71,14 @@ def in_places(computed: Sequence[Tensor], bits: int) -> list[Tensor | None]:
 _Tensors = TypeVar("_Tensors", ForwardTensors, BackwardTensors)
 
 
-def _by_name(kind: type[_Tensors], arguments: Sequence[Any]) -> tuple[_Tensors, Options, Sequence[Any]]:
+def by_name(kind: type[_Tensors], arguments: Sequence[Any]) -> tuple[_Tensors, Options, Sequence[Any]]:
     """The tensors of an operator of the extension, the options, and what is behind them."""
     tensors = len(kind._fields)
     options = tensors + len(Options._fields)
     return kind(*arguments[:tensors]), Options(*arguments[tensors:options]), arguments[options:]
 
 
-def _empty_gradients(tensors: ForwardTensors | BackwardTensors, gradients: int) -> list[Tensor]:
+def empty_gradients(tensors: ForwardTensors | BackwardTensors, gradients: int) -> list[Tensor]:
     input, linear_weight = tensors.input, tensors.linear_weight
     made = []
     if gradients & OF_INPUT:
@@ -87,11 +87,11 @@ def _empty_gradients(tensors: ForwardTensors | BackwardTensors, gradients: int) 
         dtype = accumulator_dtype(input.dtype) if gradients & WIDE_WEIGHT else linear_weight.dtype
         made.append(linear_weight.new_empty(linear_weight.shape, dtype=dtype))
     if gradients & OF_BIAS:
-        made.append(_empty_bias_gradient(input, tensors.linear_bias))
+        made.append(empty_bias_gradient(input, tensors.linear_bias))
     return made
 
 
-def _empty_bias_gradient(input: Tensor, linear_bias: Tensor | None) -> Tensor:
+def empty_bias_gradient(input: Tensor, linear_bias: Tensor | None) -> Tensor:
     dtype = accumulator_dtype(input.dtype)
     if linear_bias is None:
         return input.new_empty(0, dtype=dtype)
@@ -100,29 +100,29 @@ def _empty_bias_gradient(input: Tensor, linear_bias: Tensor | None) -> Tensor:
 
 @register_fake("linear_cross_entropy_forward")
 def _(*arguments: Any) -> list[Tensor]:
-    tensors, options, (outputs,) = _by_name(ForwardTensors, arguments)
+    tensors, options, (outputs,) = by_name(ForwardTensors, arguments)
     return empty_outputs(tensors.input, list(tensors.input.shape[:-1]), options.reduction, outputs)
 
 
 @register_fake("linear_cross_entropy_forward_backward")
 def _(*arguments: Any) -> list[Tensor]:
-    tensors, options, (outputs, gradients) = _by_name(ForwardTensors, arguments)
+    tensors, options, (outputs, gradients) = by_name(ForwardTensors, arguments)
     made = empty_outputs(tensors.input, list(tensors.input.shape[:-1]), options.reduction, outputs)
-    return made + _empty_gradients(tensors, gradients)
+    return made + empty_gradients(tensors, gradients)
 
 
 @register_fake("linear_cross_entropy_backward")
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    tensors, _, (gradients,) = _by_name(BackwardTensors, arguments)
-    made = in_places(_empty_gradients(tensors, gradients), gradients)
+    tensors, _, (gradients,) = by_name(BackwardTensors, arguments)
+    made = in_places(empty_gradients(tensors, gradients), gradients)
     return tuple(tensors.input.new_empty(0) if each is None else each for each in made)
 
 
 @register_fake("linear_cross_entropy_backward_accumulate")
 def _(grad_weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    tensors, _, (gradients,) = _by_name(BackwardTensors, arguments)
+    tensors, _, (gradients,) = by_name(BackwardTensors, arguments)
     grad_input = torch.empty_like(tensors.input) if gradients & OF_INPUT else tensors.input.new_empty(0)
-    grad_bias = _empty_bias_gradient(tensors.input, tensors.linear_bias)
+    grad_bias = empty_bias_gradient(tensors.input, tensors.linear_bias)
     return grad_input, grad_bias if gradients & OF_BIAS else grad_bias.new_empty(0)
 
 
@@ -142,8 +142,8 @@ def _(*_: Any) -> int:
 
 @register_vmap("linear_cross_entropy_forward")
 def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[list[Tensor], list[int]]:
-    tensors, options, (outputs,) = _by_name(ForwardTensors, arguments)
-    axes, _, _ = _by_name(ForwardTensors, in_dims)
+    tensors, options, (outputs,) = by_name(ForwardTensors, arguments)
+    axes, _, _ = by_name(ForwardTensors, in_dims)
     if _have_own_head(axes):
         each = [_forward(*sample) for sample in each_of_batch(info, in_dims, *arguments)]
         stacked = [torch.stack(tensors) for tensors in zip(*each)]
@@ -194,8 +194,8 @@ def _rows_at_one_distance(target: Tensor) -> Tensor:
 
 @register_vmap("linear_cross_entropy_backward")
 def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    tensors, options, (gradients,) = _by_name(BackwardTensors, arguments)
-    axes, _, _ = _by_name(BackwardTensors, in_dims)
+    tensors, options, (gradients,) = by_name(BackwardTensors, arguments)
+    axes, _, _ = by_name(BackwardTensors, in_dims)
     if gradients & (OF_WEIGHT | OF_BIAS) or _have_own_head(axes):
         each = [_backward(*sample) for sample in each_of_batch(info, in_dims, *arguments)]
         return tuple(torch.stack(computed) for computed in zip(*each)), (0, 0, 0)

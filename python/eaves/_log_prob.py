@@ -50,9 +50,13 @@ from eaves._operator import (
     number_of,
     uncompiled,
 )
+from eaves._ranks import is_distributed, with_agreement, without_padding
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from typing_extensions import TypedDict, Unpack
+
+    from eaves._loss import GroupKeywords, HeadGroupKeywords
 
     class _OfBoth(TypedDict, total=False):
         temperature: Tensor | float | None
@@ -60,10 +64,10 @@ if TYPE_CHECKING:
         scale: float | None
         ignore_index: int
 
-    class _Keywords(_OfBoth, total=False):
+    class _Keywords(_OfBoth, GroupKeywords, total=False):
         inplace_backward: bool
 
-    class _LinearKeywords(_OfBoth, total=False):
+    class _LinearKeywords(_OfBoth, HeadGroupKeywords, total=False):
         bias: Tensor | None
         algorithm: str
         workspace_bytes: int | None
@@ -122,6 +126,9 @@ def log_prob(
     return_sum_sq: bool = False,
     return_mean_logit: bool = False,
     inplace_backward: bool = False,
+    group: ProcessGroup | None = None,
+    first_class: int | None = None,
+    classes: int | None = None,
     **unknown: object,
 ) -> Tensor | LogProbOutput:
     """The log-probability of one token in each row of logits, or of K, with its gradient.
@@ -156,6 +163,8 @@ def log_prob(
         return_mean_logit: whether to return the mean of each row's z', [rows...], float32; not differentiable.
         inplace_backward: whether the gradient of logits may be written over logits, as in eaves.cross_entropy: then
             the entropy has no gradient. With K tokens, or a temperature for each row, the backward writes it.
+        group, first_class, classes: as in eaves.cross_entropy: a vocabulary that is cut over ranks. Not with K tokens,
+            nor with a temperature for each row.
 
     Returns:
         The log-probabilities, in the shape of tokens: float32, or float64 for float64 logits. With any return_*:
@@ -179,13 +188,17 @@ def log_prob(
         refuse_unknown("log_prob", unknown, log_prob)
     returns = (return_entropy, return_top1, return_sum_sq, return_mean_logit)
     if _has_several(logits, tokens, temperature):
+        _refuse_ranks("log_prob", group is not None or is_distributed(logits))
+        if classes is not None:
+            (logits,) = without_padding("log_prob", classes, logits.movedim(-1, 0))
+            logits = logits.movedim(0, -1)
         return _of_several(
             _NAMES, logits, None, None, tokens, temperature, softcap, scale, ignore_index, returns,
             inplace_backward=inplace_backward,
         )  # fmt: skip
     return _of_loss(
         cross_entropy, _NAMES, (logits,), tokens, temperature, softcap, scale, ignore_index, returns,
-        inplace_backward=inplace_backward, class_dim=-1,
+        inplace_backward=inplace_backward, class_dim=-1, group=group, first_class=first_class, classes=classes,
     )  # fmt: skip
 
 
@@ -236,6 +249,12 @@ def linear_log_prob(
     skip_ignored: bool = False,
     grad_weight_dtype: torch.dtype | None = None,
     grad_weight_out: Tensor | None = None,
+    group: ProcessGroup | None = None,
+    first_class: int | None = None,
+    classes: int | None = None,
+    sequence_parallel: bool = False,
+    reduce_input_grad: bool = True,
+    reduce_dtype: torch.dtype | None = None,
     **unknown: object,
 ) -> Tensor | LogProbOutput:
     """The log-probability of one token in each row of a model's head, or of K, with its gradients, without ever holding
@@ -260,6 +279,9 @@ def linear_log_prob(
         workspace_bytes, skip_ignored, grad_weight_dtype, grad_weight_out: as in eaves.linear_cross_entropy. With K
             tokens, or a temperature for each row, chunks are cut for workspace_bytes; None: 512 MiB on a GPU, 32 MiB on
             the CPU.
+        group, first_class, classes, sequence_parallel, reduce_input_grad, reduce_dtype: as in
+            eaves.linear_cross_entropy: a head that is cut over ranks. Not with K tokens, nor with a temperature for
+            each row.
 
     Returns:
         As eaves.log_prob.
@@ -278,7 +300,10 @@ def linear_log_prob(
         refuse_unknown("linear_log_prob", unknown, linear_log_prob)
     returns = (return_entropy, return_top1, return_sum_sq, return_mean_logit)
     if _has_several(hidden, tokens, temperature):
+        _refuse_ranks("linear_log_prob", group is not None or is_distributed(head))
         check_tensor("linear_log_prob", "head", head)
+        if classes is not None:
+            head, bias, grad_weight_out = without_padding("linear_log_prob", classes, head, bias, grad_weight_out)
         return _of_several(
             _LINEAR_NAMES, hidden, head, bias, tokens, temperature, softcap, scale, ignore_index, returns,
             algorithm=algorithm, workspace_bytes=workspace_bytes, skip_ignored=skip_ignored,
@@ -287,7 +312,9 @@ def linear_log_prob(
     return _of_loss(
         linear_cross_entropy, _LINEAR_NAMES, (hidden, head), tokens, temperature, softcap, scale, ignore_index,
         returns, linear_bias=bias, algorithm=algorithm, workspace_bytes=workspace_bytes, skip_ignored=skip_ignored,
-        grad_weight_dtype=grad_weight_dtype, grad_weight_out=grad_weight_out,
+        grad_weight_dtype=grad_weight_dtype, grad_weight_out=grad_weight_out, group=group, first_class=first_class,
+        classes=classes, sequence_parallel=sequence_parallel, reduce_input_grad=reduce_input_grad,
+        reduce_dtype=reduce_dtype,
     )  # fmt: skip
 
 
@@ -297,6 +324,13 @@ _LINEAR_NAMES = {
     "linear_cross_entropy": "linear_log_prob", "input": "hidden", "linear_weight": "head", "linear_bias": "bias",
     "target": "tokens",
 }  # fmt: skip
+
+
+def _refuse_ranks(op: str, is_over_ranks: bool) -> None:
+    if is_over_ranks:
+        raise NotImplementedError(
+            f"{op}: a group takes one token for each row and a number as temperature; call it for each token"
+        )
 
 
 def _of_loss(
@@ -312,22 +346,26 @@ def _of_loss(
     **options: Any,
 ) -> Tensor | LogProbOutput:
     op = next(iter(names.values()))
-    for name, is_wanted in zip(LogProbOutput._fields[1:], returns):
-        check_bool(op, f"return_{name.removeprefix('is_')}", is_wanted)
-    return_entropy, return_top1, return_sum_sq, return_mean_logit = returns
-    check_tensor(op, "tokens", tokens)
-    if tokens.dtype not in CLASS_DTYPES:  # probabilities are right for a loss
-        raise ValueError(f"{op}: tokens has dtype {name_of(tokens.dtype)}, expected int64 or int32")
-    ignore_index = index_of(op, "ignore_index", ignore_index)
-    scale, softcap = tempered(op, temperature, scale, softcap)
-    try:
-        output = loss(
-            *inputs, tokens, reduction="none", softcap=softcap, scale=scale, ignore_index=ignore_index,
-            return_entropy=return_entropy, return_argmax=return_top1, return_sum_sq=return_sum_sq,
-            return_mean_logit=return_mean_logit, **options,
-        )  # fmt: skip
-    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
-        raise _renamed(error, names) from None
+
+    def run(_: object = None) -> Any:
+        for name, is_wanted in zip(LogProbOutput._fields[1:], returns):
+            check_bool(op, f"return_{name.removeprefix('is_')}", is_wanted)
+        return_entropy, return_top1, return_sum_sq, return_mean_logit = returns
+        check_tensor(op, "tokens", tokens)
+        if tokens.dtype not in CLASS_DTYPES:  # probabilities are right for a loss
+            raise ValueError(f"{op}: tokens has dtype {name_of(tokens.dtype)}, expected int64 or int32")
+        of_logits, cap = tempered(op, temperature, scale, softcap)
+        try:
+            return loss(
+                *inputs, tokens, reduction="none", softcap=cap, scale=of_logits,
+                ignore_index=index_of(op, "ignore_index", ignore_index), return_entropy=return_entropy,
+                return_argmax=return_top1, return_sum_sq=return_sum_sq, return_mean_logit=return_mean_logit, **options,
+            )  # fmt: skip
+        except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+            raise _renamed(error, names) from None
+
+    group = options["group"]
+    output = run() if group is None else with_agreement(op, group, inputs[0], run)
     if not isinstance(output, CrossEntropyOutput):
         return 0 - output  # type: ignore[no-any-return]  # of ignored rows 0, where -output would be -0
     wide = tokens.to(torch.int64)  # int32 tokens would be compared with the last 32 bits of ignore_index

@@ -27,6 +27,7 @@ from eaves._operator import (
 
 NONE, SUM, MEAN = 0, 1, 2  # enum Reduction of include/eaves/cross_entropy.h
 REDUCTIONS = {"none": NONE, "sum": SUM, "mean": MEAN}
+REDUCTION_NAMES = {mode: name for name, mode in REDUCTIONS.items()}
 
 # The outputs that a call asks for beside the loss, as bits; those of python/csrc/loss_arguments.h. The extension gives
 # them in this order.
@@ -55,6 +56,7 @@ class CrossEntropyOutput(NamedTuple):
 
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from typing_extensions import TypedDict
 
     class LossKeywords(TypedDict, total=False):
@@ -65,6 +67,18 @@ if TYPE_CHECKING:
         softcap: float | None
         scale: float | None
         z_loss: float
+
+    class GroupKeywords(TypedDict, total=False):
+        """Of a vocabulary that is cut over the ranks of a group."""
+
+        group: ProcessGroup | None
+        first_class: int | None
+        classes: int | None
+
+    class HeadGroupKeywords(GroupKeywords, total=False):
+        sequence_parallel: bool
+        reduce_input_grad: bool
+        reduce_dtype: torch.dtype | None
 
 
 class LossModule(torch.nn.Module):

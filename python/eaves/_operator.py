@@ -439,6 +439,16 @@ def _has_tangent(tensor: Tensor) -> bool:
     return is_dual and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
+def define(schema: str, kernel: Callable[..., Any]) -> OpOverload:
+    """An operator of the extension that is computed in Python, from the others and collectives, and that torch.compile
+    takes as it is."""
+    name = schema.partition("(")[0]
+    _fragment.define(schema)  # type: ignore[no-untyped-call]
+    _fragment.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    overload: OpOverload = getattr(torch.ops.eaves, name).default
+    return overload
+
+
 def register_fake(op: str) -> Callable[[_Function], _Function]:
     """The decorator of an operator's fake implementation: shapes, strides and dtypes of the outputs, no data."""
     overload = getattr(torch.ops.eaves, op).default

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,20 +66,19 @@ def _linear_cross_entropy(
     dist_process_group: torch.distributed.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As linear_cross_entropy of verl 0.9: hidden [..., D], weight [V, D], labels [...]; the log-probabilities and
-    entropies, [tokens]."""
+    entropies, [tokens]. With a group, weight has this rank's classes, and the gradient of hidden is this rank's part of
+    the sum: what verl gathers hidden with adds the parts up (gather_from_sequence_parallel_region)."""
     if reduction.lower() != "none":
         raise NotImplementedError(f'eaves.verl: reduction is {reduction!r}, expected "none"')
-    if dist_process_group is not None and torch.distributed.get_world_size(dist_process_group) > 1:
-        raise NotImplementedError(
-            "eaves.verl: the vocabulary is cut over several ranks (tensor parallel), which eaves does not follow; call "
-            "eaves.verl.uninstall()"
-        )
+    of_group: Any = {}
+    if dist_process_group is not None:
+        of_group = {"group": dist_process_group, "reduce_input_grad": False}
     # Tensors of one dtype are multiplied in that, under torch.autocast too.
     is_cast = hidden.dtype != weight.dtype and torch.is_autocast_enabled(hidden.device.type)
     with torch.autocast(hidden.device.type, enabled=is_cast):
         out = linear_log_prob(
             hidden.flatten(0, -2), weight, labels.flatten(), temperature=temperature, return_entropy=True,
-            algorithm=algorithm, workspace_bytes=workspace_bytes,
+            algorithm=algorithm, workspace_bytes=workspace_bytes, **of_group,
         )  # fmt: skip
     assert out.entropy is not None
     return out.log_prob, out.entropy

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from ranks import Ranks
+
 # torch.compile would start a process for each core.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
@@ -49,6 +51,14 @@ def cuda() -> torch.device:
     """The GPU, for tests of what only a GPU has."""
     require_gpus()
     return torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Processes of torch.distributed on the CPU."""
+    started = Ranks()
+    yield started
+    started.close()
 
 
 @pytest.fixture(autouse=True)

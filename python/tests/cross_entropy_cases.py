@@ -110,7 +110,7 @@ def cross_entropy_extension_calls(device: torch.device | str) -> list[tuple[Any,
     calls.append((ops.cross_entropy_shard_forward.default, shard))
     statistics = ops.cross_entropy_shard_forward(*shard)
     other = ops.cross_entropy_shard_forward(*shard[:-2], 0, 10)
-    merge = (torch.stack([other, statistics]), targets, normalizer, -100, MEAN, (0.1, 1.0, 0.0, 0.01), 10, True)
+    merge = (torch.stack([other, statistics]), targets, None, normalizer, -100, MEAN, (0.1, 1.0, 0.0, 0.01), 10, True)
     for outputs in (0, EVERYTHING & ~(MEAN_LOGIT | OF_IGNORED_ROWS)):
         calls.append((ops.cross_entropy_merge.default, (*merge, outputs)))
     return calls

@@ -18,6 +18,7 @@ from cross_entropy_test import each
 from hf_models import VOCABULARY, tiny_model
 from log_prob_test import by_the_formula, rows_and_head
 from pairwise import pairwise
+from ranks import Ranks
 
 pytest.importorskip("trl")
 pytest.importorskip("trl.trainer.utils")
@@ -397,18 +398,35 @@ def test_verl_gets_log_probabilities_and_entropies(algorithm: str, verl: Any, de
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
 
 
-def test_verl_refuses_a_vocabulary_in_pieces(verl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verl_multiplies_what_it_is_given_under_autocast(verl: Any) -> None:
     hidden, head, labels = rows_and_head((5,), 33, torch.float32, torch.device("cpu"))
-    group = object()
     with eaves.verl.install(workspace_bytes=1 << 20):
-        monkeypatch.setattr(torch.distributed, "get_world_size", lambda _: 2)
-        with pytest.raises(NotImplementedError, match="tensor parallel"):
-            verl.linear_cross_entropy(hidden, head, labels, 1.0, "none", group)
-        monkeypatch.setattr(torch.distributed, "get_world_size", lambda _: 1)
-        log_prob, _ = verl.linear_cross_entropy(hidden, head, labels, 1.0, "NONE", group)
-        with torch.autocast("cpu", torch.bfloat16):  # verl's kernel multiplies what it is given
+        log_prob, _ = verl.linear_cross_entropy(hidden, head, labels, 1.0, "NONE")
+        with torch.autocast("cpu", torch.bfloat16):
             found, _ = verl.linear_cross_entropy(hidden, head, labels)
     assert torch.equal(found, log_prob)
+
+
+def verl_on_a_rank(group: torch.distributed.ProcessGroup) -> tuple[Tensor, ...]:
+    hidden, head, labels = rows_and_head((5,), 40, torch.float64, torch.device("cpu"))
+    own = head[10 * group.rank() : 10 * group.rank() + 10].requires_grad_()
+    hidden.requires_grad_()
+    log_prob, entropy = eaves.verl._linear_cross_entropy("auto", None, hidden, own, labels, 0.7, "none", group)
+    (log_prob.sum() - 0.1 * entropy.sum()).backward()
+    return log_prob.detach(), entropy.detach(), hidden.grad, own.grad
+
+
+def test_verl_has_a_vocabulary_in_pieces(ranks: Ranks) -> None:
+    hidden, head, labels = rows_and_head((5,), 40, torch.float64, torch.device("cpu"))
+    leaves = [hidden.requires_grad_(), head.requires_grad_()]
+    log_prob, entropy = eaves.verl._linear_cross_entropy("auto", None, *leaves, labels, 0.7)
+    (log_prob.sum() - 0.1 * entropy.sum()).backward()
+    log_probs, entropies, of_hidden, of_head = zip(*ranks.run(verl_on_a_rank), strict=True)
+    for found, expected in (
+        (log_probs[0], log_prob), (entropies[3], entropy), (torch.stack(of_hidden).sum(0), hidden.grad),
+        (torch.cat(of_head), head.grad),
+    ):  # fmt: skip
+        torch.testing.assert_close(found, expected.detach())
 
 
 def test_verl_takes_the_options_that_install_is_given(verl: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,151 @@
+"""cross_entropy of logits whose classes are cut over the ranks of a group: the operators that take the place of the
+extension's, with one gather of the rows' statistics between them. The backward needs no other rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eaves._cross_entropy_rules import row_shape
+from eaves._loss import MEAN_LOGIT, REDUCTION_NAMES, empty_outputs
+from eaves._operator import call, define, refuse_lost_derivatives, register_fake
+from eaves._ranks import (
+    SCHEMA,
+    STATISTICS,
+    Place,
+    Shard,
+    agreed_place,
+    check_targets,
+    dtypes,
+    gather_statistics,
+    merged,
+    no_statistics,
+    statistics_of,
+)
+
+_OP = "cross_entropy"
+
+_shard_forward = torch.ops.eaves.cross_entropy_shard_forward.default
+_shard_backward = torch.ops.eaves.cross_entropy_backward.default
+_shard_backward_in_place = torch.ops.eaves.cross_entropy_backward_in_place.default
+
+# Behind the tensors, as in the schemas below.
+_OPTIONS = "int class_axis, SymInt ignore_index, int reduction, float[] numbers"
+
+
+def _forward(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    row_weight: Tensor | None,
+    normalizer: Tensor | None,
+    axis: int,
+    ignore_index: int,
+    mode: int,
+    numbers: Any,
+    outputs: int,
+    *of_shard: Any,
+) -> list[Tensor]:
+    """As cross_entropy_forward, and behind that the Place."""
+    shard, columns = Shard(*of_shard), logits.shape[axis]
+    rows = row_shape(logits, axis)
+    place = agreed_place(
+        _OP, shard, columns, logits.device,
+        {
+            "the shape of target": list(target.shape),
+            "the sum of target": None if target.is_cuda else int(target.sum()),
+            **dtypes(input=logits, weight=weight, row_weight=row_weight, normalizer=normalizer),
+            "ignore_index": ignore_index,
+            "reduction": REDUCTION_NAMES[mode],
+            "label_smoothing, scale, softcap and z_loss": list(numbers),
+            "which outputs are computed": outputs,
+        },
+    )  # fmt: skip
+    check_targets(_OP, target, place.classes, ignore_index)
+    if place.columns == 0:
+        own = no_statistics(target.numel(), logits)
+    else:
+        own = call(
+            _OP, _shard_forward, *_usable(logits, weight, place, axis, target), axis, ignore_index, mode, numbers,
+            place.first_class, place.classes, bool(outputs & MEAN_LOGIT),
+        ).flatten(0, -2)  # fmt: skip
+    gathered = statistics_of(_OP, gather_statistics(shard, own, target.reshape(-1)).wait())
+    statistics = gathered.view(gathered.shape[0], *rows, STATISTICS)
+    options = (ignore_index, mode, numbers)
+    has_weight = weight is not None
+    results = merged(_OP, statistics, target, row_weight, normalizer, options, place, has_weight, outputs)
+    return [*results, place.tensor()]
+
+
+def _usable(
+    logits: Tensor, weight: Tensor | None, place: Place, axis: int, target: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Without the classes of padding."""
+    return (
+        logits.narrow(axis, 0, place.columns),
+        target,
+        None if weight is None else weight[: place.columns],
+    )
+
+
+def _backward(*arguments: Any) -> Tensor:
+    logits, axis, place = arguments[3], arguments[11], Place.of(arguments[15])
+    if place.columns == 0:
+        return torch.zeros_like(logits)
+    grad: Tensor = call(_OP, _shard_backward, *_arguments_of_shard(arguments, place), place.first_class, place.classes)
+    if place.columns == logits.shape[axis]:
+        return grad
+    whole = torch.empty_like(logits)
+    whole.narrow(axis, 0, place.columns).copy_(grad)
+    _padding(whole, axis, place).zero_()
+    return whole
+
+
+def _backward_in_place(*arguments: Any) -> None:
+    logits, axis, place = arguments[3], arguments[11], Place.of(arguments[15])
+    if place.columns:
+        arguments = _arguments_of_shard(arguments, place)
+        call(_OP, _shard_backward_in_place, *arguments, place.first_class, place.classes)
+    _padding(logits, axis, place).zero_()
+
+
+def _arguments_of_shard(arguments: tuple[Any, ...], place: Place) -> tuple[Any, ...]:
+    logits, target, weight = arguments[3:6]
+    usable = _usable(logits, weight, place, arguments[11], target)
+    return (*arguments[:3], *usable, *arguments[6:15])
+
+
+def _padding(logits: Tensor, axis: int, place: Place) -> Tensor:
+    return logits.narrow(axis, place.columns, logits.shape[axis] - place.columns)
+
+
+_LOGITS = "Tensor target, Tensor? weight, Tensor? row_weight"
+_OF_BACKWARD = (
+    f"logits, {_LOGITS}, Tensor lse, Tensor? entropy, Tensor? target_mass, Tensor? divisor, {_OPTIONS}, Tensor place"
+)
+_UPSTREAM = "Tensor grad_loss, Tensor? grad_lse, Tensor? grad_entropy"
+
+forward = define(
+    f"cross_entropy_ranks_forward(Tensor logits, {_LOGITS}, Tensor? normalizer, {_OPTIONS}, int outputs, {SCHEMA}) "
+    "-> Tensor[]",
+    _forward,
+)
+backward = define(f"cross_entropy_ranks_backward({_UPSTREAM}, Tensor {_OF_BACKWARD}) -> Tensor", _backward)
+backward_in_place = define(
+    f"cross_entropy_ranks_backward_in_place({_UPSTREAM}, Tensor(a!) {_OF_BACKWARD}) -> ()", _backward_in_place
+)
+refuse_lost_derivatives(_OP, forward, backward, backward_in_place)
+
+
+@register_fake("cross_entropy_ranks_forward")
+def _(logits: Tensor, target: Tensor, *arguments: Any) -> list[Tensor]:
+    _, _, _, _, _, mode, _, outputs, *_ = arguments
+    place = torch.empty(len(Place._fields), dtype=torch.int64, device="cpu")
+    return [*empty_outputs(logits, list(target.shape), mode, outputs), place]
+
+
+@register_fake("cross_entropy_ranks_backward")
+def _(grad_loss: Tensor, grad_lse: Tensor | None, grad_entropy: Tensor | None, logits: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(logits)

@@ -1,0 +1,405 @@
+"""A vocabulary that is cut over the ranks of a torch.distributed group: which classes a rank has, the agreement before
+the first collective, and the gather of the rows' statistics.
+
+A call is the same on all ranks but for its shard of the head or the logits. Before anything else is exchanged, each
+rank tells the others what it was called with, or what error it has. Ranks that differ, or have an error, all raise the
+same one, and none waits for the others.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from eaves._loss import shape_of
+from eaves._operator import accumulator_dtype, call, check_bool, index_of, is_transforming, name_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_merge = torch.ops.eaves.cross_entropy_merge.default
+
+STATISTICS = 10  # kCrossEntropyStatistics of include/eaves/cross_entropy.h
+
+_Result = TypeVar("_Result")
+
+
+class Shard(NamedTuple):
+    """What a call says of its shard, as the operators take it."""
+
+    group: str  # its name
+    first_class: int  # -1: those of the ranks before come first
+    classes: int  # -1: as many as all shards have
+    sequence_parallel: bool = False
+    reduce_input_grad: bool = True
+    reduce_dtype: torch.dtype | None = None
+
+
+SCHEMA = (
+    "str group, SymInt first_class, SymInt classes, bool sequence_parallel, bool reduce_input_grad, "
+    "ScalarType? reduce_dtype"
+)
+
+
+class Place(NamedTuple):
+    """Which classes a rank has, without those of padding."""
+
+    first_class: int
+    classes: int  # of all ranks
+    columns: int  # of this one
+    most: int  # the most columns that a rank has
+
+    def tensor(self) -> Tensor:
+        """For the backward of a call that was compiled, which keeps tensors."""
+        return torch.tensor(self, dtype=torch.int64)
+
+    @staticmethod
+    def of(tensor: Tensor) -> Place:
+        return Place(*tensor.tolist())
+
+
+# ----------------------------------------------------------------------------------------------------------- arguments
+
+
+def is_distributed(tensor: object) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def rows_of(op: str, shard: Shard, input: Tensor) -> tuple[int, ...]:
+    """The rows that a target has, in the shape of input without its features."""
+    rows = tuple(input.shape[:-1])
+    if not shard.sequence_parallel:
+        return rows
+    if not rows:
+        raise ValueError(f"{op}: with sequence_parallel input is cut along its first axis, and it has features alone")
+    return (rows[0] * size_of(shard), *rows[1:])
+
+
+def refuse_probabilities(op: str) -> NoReturn:
+    raise NotImplementedError(f"{op}: a vocabulary in shards takes classes as its target, not probabilities")
+
+
+def without_padding(op: str, classes: int, *tensors: Any) -> list[Any]:
+    """The first `classes` of tensors whose first axis are those and padding, as views."""
+    total = index_of(op, "classes", classes)
+    for each in tensors:
+        if isinstance(each, Tensor) and not 1 <= total <= (each.shape[0] if each.dim() else 0):
+            raise ValueError(f"{op}: classes is {total}, expected at most those of the tensors, {shape_of(each)}")
+    return [each[:total] if isinstance(each, Tensor) else each for each in tensors]
+
+
+def shard_of(
+    op: str,
+    group: ProcessGroup,
+    first_class: int | None,
+    classes: int | None,
+    sequence_parallel: bool = False,
+    reduce_input_grad: bool = True,
+    reduce_dtype: torch.dtype | None = None,
+) -> Shard:
+    """The arguments of a call with a group, checked."""
+    if is_transforming():
+        raise NotImplementedError(f"{op}: a group does not go with torch.vmap and torch.func; leave it out")
+    first = -1 if first_class is None else index_of(op, "first_class", first_class)
+    total = -1 if classes is None else index_of(op, "classes", classes)
+    if (first_class is not None and first < 0) or (classes is not None and total < 1):
+        raise ValueError(f"{op}: first_class is {first_class} and classes {classes}, expected a part of the classes")
+    check_bool(op, "sequence_parallel", sequence_parallel)
+    check_bool(op, "reduce_input_grad", reduce_input_grad)
+    if sequence_parallel and not reduce_input_grad:
+        raise ValueError(
+            f"{op}: with sequence_parallel each rank gets the whole gradient of its rows: expected "
+            "reduce_input_grad=True"
+        )
+    if reduce_dtype is not None and not isinstance(reduce_dtype, torch.dtype):
+        raise TypeError(f"{op}: reduce_dtype is {reduce_dtype!r}, expected a torch.dtype or None")
+    return Shard(group.group_name, first, total, sequence_parallel, reduce_input_grad, reduce_dtype)
+
+
+def refuse_without_group(op: str) -> NoReturn:
+    raise ValueError(
+        f"{op}: first_class, sequence_parallel, reduce_input_grad and reduce_dtype say how a group shares the work, "
+        "and there is no group"
+    )
+
+
+def distributed() -> Any:
+    """torch.distributed, which takes a while to load."""
+    from torch import distributed
+
+    return distributed
+
+
+class Underway(NamedTuple):
+    """The result of a collective that has begun."""
+
+    result: Tensor
+    work: Any
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.result
+
+
+def all_gather(own: Tensor, group: ProcessGroup) -> Underway:
+    """[ranks, ...], in the order of ranks."""
+    gathered = own.new_empty(group.size(), *own.shape)
+    if own.numel() == 0:
+        return Underway(gathered, None)
+    gather = _renamed("all_gather_single", "all_gather_into_tensor")
+    return Underway(gathered, gather(gathered.flatten(0, 1), own.contiguous(), group=group, async_op=True))
+
+
+def reduce_scatter(parts: Tensor, group: ProcessGroup) -> Underway:
+    """Of [ranks, ...] the sum over the ranks, each rank's own."""
+    own = parts.new_empty(parts.shape[1:])
+    scatter = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
+    return Underway(own, scatter(own, parts.flatten(0, 1), group=group, async_op=True))
+
+
+def all_reduce(tensor: Tensor, group: ProcessGroup) -> Underway:
+    """The sum over the ranks, in its place."""
+    return Underway(tensor, distributed().all_reduce(tensor, group=group, async_op=True))
+
+
+def _renamed(name: str, before_2_13: str) -> Any:
+    return getattr(distributed(), name, None) or getattr(distributed(), before_2_13)
+
+
+def group_of(shard: Shard) -> ProcessGroup:
+    from torch.distributed import distributed_c10d
+
+    resolve: Callable[[str], ProcessGroup] = getattr(distributed_c10d, "_resolve_process_group")  # noqa: B009  # not public
+    return resolve(shard.group)
+
+
+def size_of(shard: Shard) -> int:
+    return group_of(shard).size()
+
+
+class Local(NamedTuple):
+    """What a DTensor whose classes are cut over a mesh says of a call."""
+
+    tensor: Tensor
+    mesh: Any
+    axis: int  # of the mesh, over whose ranks the classes are cut
+
+    @property
+    def group(self) -> ProcessGroup:
+        return self.mesh.get_group(self.axis)  # type: ignore[no-any-return]
+
+
+def local_shard(op: str, name: str, tensor: Any, class_axis: int) -> Local:
+    """This rank's part of a DTensor, whose gradient stays in its place."""
+    cut = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard(class_axis % tensor.dim())]
+    others = [placement for axis, placement in enumerate(tensor.placements) if axis not in cut]
+    if len(cut) != 1 or not all(placement.is_replicate() for placement in others):
+        raise NotImplementedError(
+            f"{op}: {name} is a DTensor with the placements {list(map(str, tensor.placements))}, expected its classes "
+            f"cut over one axis of the mesh, and whole along the others; pass {name}.to_local() where every device has "
+            f"whole rows, or {name}.full_tensor(), with grad_placements=[Partial()] where ranks have rows of their own"
+        )
+    return Local(tensor.to_local(), tensor.mesh if hasattr(tensor, "mesh") else tensor.device_mesh, cut[0])
+
+
+def local_rows(tensor: Any, head: Local, is_summed: bool) -> Tensor:
+    """A DTensor of rows as each rank has all of them. Its gradient is the same on all ranks, or with `is_summed`, their
+    parts of it."""
+    from torch.distributed.tensor import Partial, Replicate
+
+    placements = list(tensor.placements)
+    placements[head.axis] = Replicate()
+    whole = tensor.redistribute(placements=placements)
+    if is_summed:
+        placements[head.axis] = Partial()
+    local: Tensor = whole.to_local(grad_placements=placements)
+    return local
+
+
+# ----------------------------------------------------------------------------------------------------------- agreement
+
+_BYTES = 2048  # of what a rank tells the others
+_SENTENCE = 300  # characters of an error among them
+_ERRORS = {each.__name__: each for each in (ValueError, TypeError, NotImplementedError, RuntimeError)}
+
+
+class _Call(threading.local):
+    awaits_agreement = False
+
+
+_call = _Call()
+_places: dict[tuple[Any, ...], Place] = {}  # of calls that CUDA graphs may capture, where ranks cannot be asked
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def with_agreement(op: str, group: object, tensor: object, run: Callable[[ProcessGroup], _Result]) -> _Result:
+    """What `run` gives with the group, which calls agreed_place() with the device of `tensor`. An error before that is
+    told to the other ranks."""
+    if not isinstance(group, distributed().ProcessGroup):
+        raise TypeError(f"{op}: group is a {type(group).__name__}, expected a torch.distributed.ProcessGroup")
+    if torch.compiler.is_compiling():
+        return run(group)
+    device = tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")
+    _call.awaits_agreement = True
+    try:
+        return run(group)
+    except Exception as error:
+        if _call.awaits_agreement and not _is_capturing(device):
+            kind = next((name for name, each in _ERRORS.items() if isinstance(error, each)), "RuntimeError")
+            _exchange({"error": [kind, str(error).removeprefix(f"{op}: ")[:_SENTENCE]]}, group, device)
+        raise
+    finally:
+        _call.awaits_agreement = False
+
+
+def agreed_place(op: str, shard: Shard, columns: int, device: torch.device, facts: Mapping[str, object]) -> Place:
+    """The first collective of a call. `columns` is how many classes this rank's tensors have, padding among them;
+    `facts` are what has to be the same on all ranks, by names for an error."""
+    facts = {**facts, "classes": shard.classes, "the kind of first_class": "None" if shard.first_class < 0 else "int"}
+    facts |= {name: getattr(shard, name) for name in ("sequence_parallel", "reduce_input_grad")}
+    facts |= {"reduce_dtype": str(shard.reduce_dtype)}
+    key = (shard, columns, *map(str, facts.values()))
+    if _is_capturing(device):
+        if key not in _places:
+            raise RuntimeError(
+                f"{op}: ranks cannot agree while a CUDA graph is captured; run the same call once before the capture"
+            )
+        return _places[key]
+    _call.awaits_agreement = False
+    told = _exchange({"facts": facts, "shard": [shard.first_class, columns]}, group_of(shard), device)
+    for rank, each in enumerate(told):
+        if "error" in each:
+            kind, sentence = each["error"]
+            raise _ERRORS[kind](f"{op}: rank {rank} of the group: {sentence}")
+    for rank, each in enumerate(told):
+        for name, value in each["facts"].items():
+            if value != (other := told[0]["facts"].get(name)):
+                raise ValueError(
+                    f"{op}: ranks 0 and {rank} of the group differ in {name}: {other} and {value}, expected the same"
+                )
+    place = _place_of(op, shard, [each["shard"] for each in told])
+    if device.type == "cuda":
+        _places[key] = place
+    return place
+
+
+def _place_of(op: str, shard: Shard, shards: Sequence[Sequence[int]]) -> Place:
+    sizes = [columns for _, columns in shards]
+    firsts = [first if first >= 0 else sum(sizes[:rank]) for rank, (first, _) in enumerate(shards)]
+    total = max(first + size for first, size in zip(firsts, sizes))
+    classes = total if shard.classes < 0 else shard.classes
+    usable = [max(0, min(size, classes - first)) for first, size in zip(firsts, sizes)]
+    end = 0
+    for first, size in zip(firsts, usable):
+        if size and first != end:
+            raise ValueError(
+                f"{op}: the ranks' shards begin with the classes {firsts} and have {sizes}, expected each to begin "
+                "where the one before ends"
+            )
+        end += size
+    if end != classes or classes == 0:
+        raise ValueError(f"{op}: the ranks' shards have {end} classes, expected {max(1, classes)}")
+    rank = group_of(shard).rank()
+    return Place(min(firsts[rank], classes - usable[rank]), classes, usable[rank], max(usable))
+
+
+def _exchange(own: Mapping[str, object], group: ProcessGroup, device: torch.device) -> list[dict[str, Any]]:
+    """What each rank tells, in the order of ranks. The host waits for the others, but not for the device's work: the
+    bytes travel on a stream of their own."""
+    text = json.dumps(own).encode()
+    if len(text) > _BYTES:
+        raise RuntimeError(f"arguments that take {len(text)} bytes to compare, expected at most {_BYTES}")
+    padded = torch.frombuffer(bytearray(text.ljust(_BYTES)), dtype=torch.uint8)
+    if device.type != "cuda":
+        told = all_gather(padded, group).wait()
+    else:
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(_streams[device]):
+            told = all_gather(padded.to(device), group).wait().cpu()
+    return [json.loads(bytes(each.tolist())) for each in told]
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def check_targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
+    """The error of the core for a target out of range, on the CPU. Here, because a rank without classes does not call
+    the core."""
+    if target.device.type != "cpu":
+        return
+    flat = target.reshape(-1).to(torch.int64)
+    is_wrong = (flat != ignore_index) & ((flat < 0) | (flat >= classes))
+    if bool(is_wrong.any()):
+        row = is_wrong.to(torch.int8).argmax()
+        place = [int(index) for index in torch.unravel_index(row, target.shape)]
+        raise ValueError(
+            f"{op}: target{place} is {int(flat[row])}, expected 0 to {classes - 1}, or ignore_index {ignore_index}"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- statistics
+
+
+def gather_statistics(shard: Shard, own: Tensor, target: Tensor) -> Underway:
+    """Of the rows of a shard, [rows, STATISTICS], with their targets, [rows]."""
+    bits = target.to(_BITS[own.dtype]).view(own.dtype).unsqueeze(-1)
+    return all_gather(torch.cat([own, bits], -1), group_of(shard))
+
+
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def statistics_of(op: str, gathered: Tensor) -> Tensor:
+    """[ranks, rows, STATISTICS], the same on all ranks. Rows whose targets differ from rank to rank are an error on the
+    CPU, on a GPU NaN."""
+    targets = gathered[..., STATISTICS].contiguous().view(_BITS[gathered.dtype])
+    differs = (targets != targets[0]).any(0)
+    statistics = gathered[..., :STATISTICS]
+    if differs.device.type != "cpu":
+        return torch.where(differs.unsqueeze(-1), torch.nan, statistics).contiguous()
+    if bool(differs.any()):
+        raise ValueError(
+            f"{op}: the ranks of the group have different targets, expected the same on all: a group shares one head, "
+            "and each rank has all rows"
+        )
+    return statistics.contiguous()
+
+
+def no_statistics(rows: int, logits: Tensor) -> Tensor:
+    """Those of a shard without classes, in the order of CrossEntropyStatistic."""
+    statistics = logits.new_zeros(rows, STATISTICS, dtype=accumulator_dtype(logits.dtype))
+    statistics[:, [0, 7]] = -torch.inf  # largest, best_value
+    return statistics
+
+
+def merged(
+    op: str,
+    statistics: Tensor,
+    target: Tensor,
+    row_weight: Tensor | None,
+    normalizer: Tensor | None,
+    options: tuple[int, int, Sequence[float]],
+    place: Place,
+    has_weight: bool,
+    outputs: int,
+) -> list[Tensor]:
+    """The loss and the outputs that the bits name; `options` are ignore_index, reduction and numbers."""
+    result: list[Tensor] = call(
+        op, _merge, statistics, target, row_weight, normalizer, *options, place.classes, has_weight, outputs
+    )
+    return result
+
+
+def dtypes(**tensors: Tensor | None) -> dict[str, object]:
+    """Of each tensor, for the agreement."""
+    return {f"the dtype of {name}": None if each is None else name_of(each.dtype) for name, each in tensors.items()}

@@ -1,0 +1,157 @@
+"""eaves.cross_entropy of logits whose classes are cut over ranks: against the float64 oracle of the whole, with gloo on
+the CPU. How ranks agree is tested in linear_cross_entropy_ranks_test.py."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import eaves
+from comparison import FLOATING_POINT, CrossEntropyOracle, assert_agree, assert_within
+from cross_entropy_gradient_test import upstream
+from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output, targets_of
+from layouts import random_tensor
+from pairwise import pairwise
+from ranks import Ranks
+
+CLASSES = 129
+
+
+def own_classes(group: distributed.ProcessGroup) -> slice:
+    """Of different sizes, those of the second rank none."""
+    sizes = [60, 0, 13, 56][: group.size()]
+    sizes[-1] = CLASSES - sum(sizes[:-1])
+    return slice(sum(sizes[: group.rank()]), sum(sizes[: group.rank() + 1]))
+
+
+def on_a_rank(
+    group: distributed.ProcessGroup,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    class_dim: int,
+    returns: dict[str, bool],
+    options: dict[str, Any],
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The outputs, and the gradient of this rank from those of loss, lse and entropy."""
+    own = own_classes(group)
+    leaf = logits.movedim(class_dim, -1)[..., own].movedim(-1, class_dim).clone().requires_grad_()
+    out = eaves.cross_entropy(
+        leaf * 1, target, None if weight is None else weight[own], class_dim=class_dim, group=group, **returns,
+        **options,
+    )  # fmt: skip
+    found = {name: each for name, each in out._asdict().items() if each is not None} if returns else {"loss": out}
+    names = ("loss",) if options["inplace_backward"] else ("loss", "lse", "entropy")
+    differentiable = [found[name] for name in names if name in found]
+    torch.autograd.backward(differentiable, [upstream(each) for each in differentiable])
+    assert leaf.grad is not None
+    return {name: each.detach() for name, each in found.items()}, leaf.grad
+
+
+@each("options", OPTIONS)
+def test_every_option_matches_the_oracle(options: dict[str, Any], ranks: Ranks) -> None:
+    combinations = pairwise(
+        (1, 2, 4), FLOATING_POINT, (((6, 5, 129), -1), ((6, 129, 5), 1)), REDUCTIONS, (False, True), (False, True),
+        (False, True),
+    )  # fmt: skip
+    for count, dtype, (shape, class_dim), reduction, is_weighted, is_in_place, has_row_weight in combinations:
+        logits = random_tensor(shape, dtype, "cpu", 4.0)
+        target = targets_of(logits, class_dim)
+        weight = torch.linspace(0, 2, CLASSES).to(dtype) if is_weighted else None
+        row_weight = torch.linspace(0, 3, target.numel()).view(target.shape) if has_row_weight else None
+        named: dict[str, Any] = {"reduction": reduction, "row_weight": row_weight, **options}
+        oracle = CrossEntropyOracle(logits, target, weight, class_dim=class_dim, **named)
+        returns = every_output(target, weight, **options)
+        given = {**named, "inplace_backward": is_in_place}
+        what = f"{count} ranks {given}"
+        results = ranks.run(on_a_rank, logits, target, weight, class_dim, returns, given, ranks=count)
+        outputs, gradients = zip(*results, strict=True)
+        for name, found in outputs[0].items():
+            assert all(torch.equal(found, each[name]) for each in outputs[1:]), f"{name} {what}"
+            counts = oracle.counts
+            if is_in_place and found.shape == counts.shape:  # as without a group: of ignored rows 0
+                found = found.where(counts, 0)
+            if name == "argmax":
+                assert torch.equal(found, oracle.argmax.where(counts, 0) if is_in_place else oracle.argmax), what
+            else:
+                bound = oracle.bounds()[name]
+                if is_in_place and found.shape == counts.shape:
+                    bound = bound._replace(exact=torch.where(counts, bound.exact, 0.0))
+                assert_within(found, bound, f"{name} {what}")
+        upstreams = [upstream(outputs[0][name]) for name in ("loss", "lse", "entropy")[: 1 if is_in_place else 3]]
+        assert_within(torch.cat(gradients, class_dim), oracle.gradient(dtype, *upstreams), what)
+
+
+def padded(group: distributed.ProcessGroup, is_in_place: bool) -> None:
+    logits = random_tensor((6, CLASSES), torch.float64, "cpu")
+    logits[:, 70:] = torch.nan
+    target = torch.tensor([0, 69, 3, -100, 13, 61])
+    whole = logits[:, :70].clone().requires_grad_()
+    expected = eaves.cross_entropy(whole, target)
+    expected.backward()
+    own = own_classes(group)
+    for given, named in ((logits[:, own], {"group": group}), (logits, {})):
+        leaf = given.clone().requires_grad_()
+        loss = eaves.cross_entropy(leaf * 1, target, classes=70, inplace_backward=is_in_place, **named)
+        loss.backward()
+        assert_agree(loss, expected)
+        grad = torch.cat([whole.grad, torch.zeros(6, CLASSES - 70).double()], 1)
+        assert_agree(leaf.grad, grad[:, own] if named else grad)
+
+
+@each("is_in_place", (False, True))
+def test_classes_of_padding_are_neither_read_nor_counted(is_in_place: bool, ranks: Ranks) -> None:
+    ranks.run(padded, is_in_place)
+
+
+def of_dtensor(group: distributed.ProcessGroup) -> None:
+    logits = random_tensor((6, CLASSES), torch.float64, "cpu")
+    target = targets_of(logits)
+    whole = logits.clone().requires_grad_()
+    expected = eaves.cross_entropy(whole, target)
+    expected.backward()
+    cut = distribute_tensor(logits, DeviceMesh.from_group(group, "cpu"), [Shard(1)]).requires_grad_()
+    loss = eaves.cross_entropy(cut, target)
+    loss.backward()
+    assert_agree(loss, expected)
+    assert_agree(cut.grad.full_tensor(), whole.grad)
+    with pytest.raises(NotImplementedError, match="expected its classes cut over one axis of the mesh"):
+        eaves.cross_entropy(distribute_tensor(logits, cut.device_mesh, [Shard(0)]), target)
+
+
+def test_a_dtensor_says_which_group(ranks: Ranks) -> None:
+    ranks.run(of_dtensor)
+
+
+def compiled(group: distributed.ProcessGroup) -> None:
+    logits = random_tensor((6, CLASSES), torch.float64, "cpu")
+    target = targets_of(logits)
+    found = []
+    for wrap in (lambda function: function, lambda function: torch.compile(function, fullgraph=True, backend="eager")):
+        leaf = logits[:, own_classes(group)].clone().requires_grad_()
+
+        def loss_of(logits: Tensor) -> Tensor:
+            return eaves.cross_entropy(logits * 2, target, group=group)
+
+        loss = wrap(loss_of)(leaf)
+        loss.backward()
+        found.append((loss.detach(), leaf.grad))
+    for eager, of_graph in zip(*found):
+        assert torch.equal(eager, of_graph)
+
+
+def test_it_compiles_without_a_graph_break(ranks: Ranks) -> None:
+    ranks.run(compiled, ranks=2)
+
+
+def test_what_needs_a_group_says_so() -> None:
+    logits = random_tensor((6, CLASSES), torch.float32, "cpu")
+    with pytest.raises(ValueError, match="there is no group"):
+        eaves.cross_entropy(logits, targets_of(logits), first_class=0)
+    with pytest.raises(ValueError, match=f"classes is {CLASSES + 1}, expected"):
+        eaves.cross_entropy(logits, targets_of(logits), classes=CLASSES + 1)
+    with pytest.raises(TypeError, match="group is a int"):
+        eaves.cross_entropy(logits, targets_of(logits), group=3)

@@ -1,0 +1,423 @@
+"""eaves.linear_cross_entropy and eaves.linear_log_prob of a head that is cut over ranks: against the float64 oracle of
+the whole, with gloo on the CPU. What a function does on each rank stands beside the test that has it run."""
+
+import datetime
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+import eaves
+from comparison import assert_agree, assert_within
+from cross_entropy_gradient_test import upstream
+from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output
+from linear_cross_entropy_cases import LinearOracle, assert_gradients
+from linear_cross_entropy_test import problem
+from pairwise import pairwise
+from ranks import RANKS, Ranks
+
+CLASSES = 40
+ALGORITHMS = ("speed", "recompute")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def pieces(ranks: int, is_even: bool = True) -> list[slice]:
+    """The classes of each rank; else of different sizes, one of them empty."""
+    sizes = [CLASSES // ranks] * ranks if is_even else [7, 0, 21, 12][:ranks]
+    sizes[-1] = CLASSES - sum(sizes[:-1])
+    return [slice(sum(sizes[:rank]), sum(sizes[: rank + 1])) for rank in range(ranks)]
+
+
+def on_a_rank(
+    group: distributed.ProcessGroup,
+    is_even: bool,
+    x: Tensor,
+    head: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    returns: dict[str, bool],
+    options: dict[str, Any],
+) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+    """The outputs, and the gradients of this rank from those of loss, lse and entropy."""
+    own, rows = pieces(group.size(), is_even)[group.rank()], slice(None)
+    if options.get("sequence_parallel"):
+        size = x.shape[0] // group.size()
+        rows = slice(group.rank() * size, (group.rank() + 1) * size)
+    given = [x[rows], head[own], None if bias is None else bias[own]]
+    leaves = [None if each is None else each.detach().clone().requires_grad_() for each in given]
+    out = eaves.linear_cross_entropy(
+        leaves[0], leaves[1], target, linear_bias=leaves[2], weight=None if weight is None else weight[own],
+        group=group, **returns, **options,
+    )  # fmt: skip
+    found = {name: each for name, each in out._asdict().items() if each is not None} if returns else {"loss": out}
+    differentiable = [each for name, each in found.items() if name in ("loss", "lse", "entropy")]
+    torch.autograd.backward(differentiable, [upstream(each) for each in differentiable])
+    return {name: each.detach() for name, each in found.items()}, [None if e is None else e.grad for e in leaves]
+
+
+def check(
+    ranks: Ranks,
+    count: int,
+    is_even: bool,
+    x: Tensor,
+    head: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    returns: dict[str, bool],
+    **options: Any,
+) -> None:
+    of_oracle = {name: value for name, value in options.items() if name in ("reduction", *_OF_ORACLE)}
+    oracle = LinearOracle(x, head, target, bias, weight, **of_oracle)
+    what = f"{count} ranks {x.dtype} {options}"
+    results = ranks.run(on_a_rank, is_even, x, head, target, bias, weight, returns, options, ranks=count)
+    outputs, gradients = zip(*results, strict=True)
+    for name, found in outputs[0].items():
+        assert all(torch.equal(found, each[name]) for each in outputs[1:]), f"{name} {what}"
+        if name == "argmax":
+            assert torch.equal(found, torch.where(oracle.rows.counts, oracle.rows.argmax, 0)), what
+        else:
+            assert_within(found, oracle.bounds(found.dtype)[name], f"{name} {what}")
+    upstreams = [upstream(outputs[0][name]) if name in outputs[0] else None for name in ("loss", "lse", "entropy")]
+    of_input, of_head, of_bias = ([each[place] for each in gradients] for place in range(3))
+    if not options.get("sequence_parallel"):
+        assert all(torch.equal(each, of_input[0]) for each in of_input), what
+        of_input = of_input[:1]
+    whole = (torch.cat(of_input), torch.cat(of_head), None if bias is None else torch.cat(of_bias))
+    assert_gradients(whole, oracle.gradients(*upstreams), x.dtype, what)
+
+
+_OF_ORACLE = ("label_smoothing", "softcap", "scale", "z_loss", "row_weight", "normalizer", "ignore_index")
+# So that what is rounded to 16 bits is rounded as often as on one rank, whatever the number of ranks and chunks.
+_ROUNDED_ONCE = {"reduce_dtype": torch.float32, "grad_weight_dtype": torch.float32}
+
+
+def in_one_rounding(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    return _ROUNDED_ONCE if dtype.itemsize == 2 else {}
+
+
+@each("options", OPTIONS)
+def test_every_option_matches_the_oracle(options: dict[str, Any], ranks: Ranks) -> None:
+    combinations = pairwise((2, 4), DTYPES, ALGORITHMS, REDUCTIONS, (False, True), (False, True), (None, 20_000))
+    for count, dtype, algorithm, reduction, is_weighted, is_all, limit in combinations:
+        x, head, target, bias = problem((24, 16), CLASSES, dtype, "cpu")
+        weight = torch.linspace(0, 2, CLASSES).to(dtype) if is_weighted else None
+        named = {"reduction": reduction, "algorithm": algorithm, "workspace_bytes": limit, **options}
+        returns = every_output(target, **{"label_smoothing": 0.0, **named, "weight": weight}) if is_all else {}
+        check(ranks, count, False, x, head, target, bias, weight, returns, **named, **in_one_rounding(dtype))
+
+
+def test_rows_have_weights_and_a_normalizer(ranks: Ranks) -> None:
+    row_weight = torch.linspace(0, 3, 24)
+    for dtype, algorithm, reduction, is_weighted in pairwise(DTYPES, ALGORITHMS, REDUCTIONS, (False, True)):
+        x, head, target, bias = problem((24, 16), CLASSES, dtype, "cpu")
+        weight = torch.linspace(0, 2, CLASSES).to(dtype) if is_weighted else None
+        named = {"row_weight": row_weight, "reduction": reduction, "algorithm": algorithm, **in_one_rounding(dtype)}
+        check(ranks, 3, True, x, head, target, bias, weight, {}, **named)
+        if reduction == "mean":
+            check(ranks, 2, True, x, head, target, bias, weight, {}, normalizer=7.0, **named)
+
+
+def test_rows_are_cut_over_the_same_ranks(ranks: Ranks) -> None:
+    combinations = pairwise((1, 2, 4), DTYPES, ALGORITHMS, REDUCTIONS, (None, 12_000))
+    for count, dtype, algorithm, reduction, limit in combinations:
+        x, head, target, bias = problem((8, 3, 16), CLASSES, dtype, "cpu")
+        named = {"sequence_parallel": True, "reduction": reduction, "algorithm": algorithm, "workspace_bytes": limit}
+        check(ranks, count, False, x, head, target, bias, None, {}, **named, **in_one_rounding(dtype))
+
+
+def test_ignored_rows_count_for_nothing_whatever_they_hold(ranks: Ranks) -> None:
+    for sequence_parallel, algorithm in pairwise((False, True), ALGORITHMS):
+        x, head, target, bias = problem((8, 16), CLASSES, torch.float32, "cpu")
+        x[target == -100] = torch.inf
+        results = ranks.run(
+            on_a_rank, True, x, head, target, bias, None, {},
+            {"sequence_parallel": sequence_parallel, "algorithm": algorithm}, ranks=2,
+        )  # fmt: skip
+        x[target == -100] = 0
+        oracle = LinearOracle(x, head, target, bias)
+        of_input = [gradients[0] for _, gradients in results]
+        whole = torch.cat(of_input) if sequence_parallel else of_input[0]
+        of_head = torch.cat([gradients[1] for _, gradients in results])
+        assert_gradients((whole, of_head, None), oracle.gradients(upstream(results[0][0]["loss"])), torch.float32)
+    target.fill_(-100)
+    for outputs, gradients in ranks.run(on_a_rank, True, x, head, target, bias, None, {}, {}):
+        assert outputs["loss"] == 0 and all(torch.count_nonzero(each) == 0 for each in gradients)
+    no_rows = ranks.run(on_a_rank, True, x[:0], head, target[:0], bias, None, {}, {"reduction": "none"})
+    assert all(outputs["loss"].shape == (0,) for outputs, _ in no_rows)
+
+
+def padded(group: distributed.ProcessGroup, algorithm: str) -> None:
+    x, head, target, bias = problem((24, 16), CLASSES, torch.float64, "cpu")
+    target.clamp_(max=16)
+    head[17:], bias[17:] = torch.nan, torch.nan
+    whole = [each.clone().requires_grad_() for each in (x, head[:17], bias[:17])]
+    eaves.linear_cross_entropy(*whole[:2], target, linear_bias=whole[2], algorithm=algorithm).backward()
+    own = pieces(group.size())[group.rank()]
+    for given, named in (
+        ([x, head[own], bias[own]], {"group": group}),
+        ([x, head, bias], {}),
+    ):
+        leaves = [each.clone().requires_grad_() for each in given]
+        loss = eaves.linear_cross_entropy(
+            *leaves[:2], target, linear_bias=leaves[2], classes=17, algorithm=algorithm, **named
+        )
+        loss.backward()
+        assert_agree(leaves[0].grad, whole[0].grad)
+        for leaf, expected in zip(leaves[1:], whole[1:]):
+            all_classes = torch.cat([expected.grad, expected.new_zeros(CLASSES - 17, *expected.shape[1:])])
+            assert_agree(leaf.grad, all_classes[own] if named else all_classes)
+
+
+@each("algorithm", ALGORITHMS)
+def test_classes_of_padding_are_neither_read_nor_counted(algorithm: str, ranks: Ranks) -> None:
+    ranks.run(padded, algorithm)
+
+
+def input_gradients(group: distributed.ProcessGroup, options: dict[str, Any]) -> Tensor:
+    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, "cpu")
+    x.requires_grad_()
+    own = head[pieces(group.size())[group.rank()]]  # without a gradient: a frozen head
+    eaves.linear_cross_entropy(x, own, target, group=group, **options).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def test_the_gradient_of_input_may_stay_in_parts(ranks: Ranks) -> None:
+    for algorithm, reduction in pairwise(ALGORITHMS, REDUCTIONS):
+        named = {"algorithm": algorithm, "reduction": reduction}
+        whole = ranks.run(input_gradients, named)[0]
+        parts = ranks.run(input_gradients, {**named, "reduce_input_grad": False})
+        assert_agree(torch.stack(parts).sum(0), whole)
+
+
+def accumulated(group: distributed.ProcessGroup, dtype: torch.dtype, algorithm: str) -> tuple[Tensor, Tensor]:
+    x, head, target, _ = problem((24, 16), CLASSES, dtype, "cpu")
+    own = head[pieces(group.size())[group.rank()]].requires_grad_()
+    total = torch.zeros(own.shape, dtype=torch.promote_types(dtype, torch.float32))
+    tokens = (target != -100).sum()
+    for rows in (slice(0, 10), slice(10, 24)):
+        loss = eaves.linear_cross_entropy(
+            x[rows].requires_grad_(), own, target[rows], group=group, normalizer=tokens, grad_weight_out=total,
+            algorithm=algorithm,
+        )  # fmt: skip
+        loss.backward()
+    assert own.grad is None
+    return total
+
+
+def test_gradients_of_micro_batches_are_added_up(ranks: Ranks) -> None:
+    for dtype, algorithm in pairwise((torch.float64, torch.bfloat16), (*ALGORITHMS, "auto")):
+        x, head, target, _ = problem((24, 16), CLASSES, dtype, "cpu")
+        exact = LinearOracle(x, head, target).gradients()
+        total = torch.cat(ranks.run(accumulated, dtype, algorithm))
+        assert_gradients((None, total, None), exact, dtype)
+
+
+def compiled(group: distributed.ProcessGroup, algorithm: str, reduction: str) -> None:
+    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, "cpu")
+    own = head[pieces(group.size())[group.rank()]]
+
+    def loss_of(x: Tensor, head: Tensor) -> Tensor:
+        options = {"group": group, "algorithm": algorithm, "reduction": reduction}
+        return eaves.linear_cross_entropy(x * 2, head, target, **options).sum()
+
+    torch.compiler.reset()  # each combination of options compiles again
+    found = []
+    for function in (loss_of, torch.compile(loss_of, fullgraph=True, backend="aot_eager")):
+        leaves = [x.clone().requires_grad_(), own.clone().requires_grad_()]
+        loss = function(*leaves)
+        loss.backward()
+        found.append([loss.detach(), *[each.grad for each in leaves]])
+    for eager, of_graph in zip(*found):
+        assert_agree(of_graph, eager)
+
+
+def test_it_compiles_without_a_graph_break(ranks: Ranks) -> None:
+    for algorithm, reduction in pairwise(("auto", *ALGORITHMS), REDUCTIONS):
+        ranks.run(compiled, algorithm, reduction, ranks=2)
+
+
+def checkpointed(group: distributed.ProcessGroup) -> None:
+    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, "cpu")
+    own = head[pieces(group.size())[group.rank()]].requires_grad_()
+    found = []
+    for is_checkpointed in (False, True):
+        leaf = x.clone().requires_grad_()
+
+        def loss_of(rows: Tensor) -> Tensor:
+            return eaves.linear_cross_entropy(rows.sin(), own, target, group=group)
+
+        loss = checkpoint(loss_of, leaf, use_reentrant=False) if is_checkpointed else loss_of(leaf)
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        loss_of(leaf).backward()  # a second call on the same group
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+
+
+def test_it_is_computed_again_in_a_checkpoint(ranks: Ranks) -> None:
+    ranks.run(checkpointed)
+
+
+def of_dtensors(group: distributed.ProcessGroup) -> None:
+    x, head, target, bias = problem((24, 16), CLASSES - 1, torch.float64, "cpu")  # 39 of 4 ranks: 10, 10, 10, 9
+    whole = [each.clone().requires_grad_() for each in (x, head, bias)]
+    expected = eaves.linear_cross_entropy(*whole[:2], target, linear_bias=whole[2])
+    expected.backward()
+    mesh = DeviceMesh.from_group(group, "cpu")
+
+    def cut(tensor: Tensor, *placements: Any) -> DTensor:
+        return distribute_tensor(tensor.detach(), mesh, placements).requires_grad_()
+
+    for of_rows in (None, Replicate(), Shard(0)):
+        leaves = [x.clone().requires_grad_() if of_rows is None else cut(x, of_rows), cut(head, Shard(0))]
+        leaves.append(cut(bias, Shard(0)))
+        loss = eaves.linear_cross_entropy(*leaves[:2], target, linear_bias=leaves[2])
+        loss.backward()
+        assert_agree(loss, expected)
+        for leaf, wanted in zip(leaves, whole):
+            grad = leaf.grad
+            assert_agree(grad.full_tensor() if isinstance(grad, DTensor) else grad, wanted.grad)
+    with pytest.raises(NotImplementedError, match=r"DTensor with the placements \['S\(1\)'\]"):
+        eaves.linear_cross_entropy(x, cut(head, Shard(1)), target)
+    with pytest.raises(ValueError, match="which knows its group"):
+        eaves.linear_cross_entropy(x, cut(head, Shard(0)), target, group=group)
+
+
+def test_a_dtensor_says_which_group(ranks: Ranks) -> None:
+    ranks.run(of_dtensors)
+
+
+def log_probs(group: distributed.ProcessGroup) -> tuple[Tensor, ...]:
+    hidden, head, tokens, _ = problem((24, 16), CLASSES, torch.float64, "cpu")
+    own = head[pieces(group.size())[group.rank()]].requires_grad_()
+    hidden.requires_grad_()
+    out = eaves.linear_log_prob(
+        hidden, own, tokens, temperature=0.7, return_entropy=True, return_top1=True, group=group
+    )
+    (out.log_prob.sum() + out.entropy.sum()).backward()
+    logits = (hidden.detach() @ own.detach().T).requires_grad_()
+    of_logits = eaves.log_prob(logits, tokens, temperature=0.7, group=group)
+    return out.log_prob.detach(), out.entropy.detach(), out.is_top1, hidden.grad, own.grad, of_logits.detach()
+
+
+def test_log_probabilities_of_tokens(ranks: Ranks) -> None:
+    hidden, head, tokens, _ = problem((24, 16), CLASSES, torch.float64, "cpu")
+    leaves = [hidden.requires_grad_(), head.requires_grad_()]
+    named = {"temperature": 0.7, "return_entropy": True, "return_top1": True}
+    expected = eaves.linear_log_prob(*leaves, tokens, **named)
+    (expected.log_prob.sum() + expected.entropy.sum()).backward()
+    results = ranks.run(log_probs)
+    for log_prob, entropy, is_top1, of_hidden, _, of_logits in results:
+        assert_agree(log_prob, expected.log_prob.detach())
+        assert_agree(entropy, expected.entropy.detach())
+        assert torch.equal(is_top1, expected.is_top1)
+        assert_agree(of_hidden, hidden.grad)
+        assert_agree(of_logits, expected.log_prob.detach())
+    assert_agree(torch.cat([each[4] for each in results]), head.grad)
+    for option, value in (("tokens", tokens.unsqueeze(1)), ("temperature", torch.ones(24))):
+        refused = ranks.refusals(of_several, option, value)
+        assert all("a group takes one token for each row" in message for _, message in refused)
+
+
+def of_several(group: distributed.ProcessGroup, name: str, value: Tensor) -> None:
+    hidden, head, tokens, _ = problem((24, 16), CLASSES, torch.float64, "cpu")
+    named = {"tokens": tokens, name: value}
+    eaves.linear_log_prob(hidden, head, group=group, **named)
+
+
+# ----------------------------------------------------------------------------------------------------------- wrong use
+
+
+def wrong_on_a_rank(group: distributed.ProcessGroup, rank: int, changes: dict[str, Any]) -> None:
+    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, "cpu")
+    arguments: dict[str, Any] = {
+        "input": x, "linear_weight": head[pieces(group.size())[group.rank()]], "target": target, "group": group,
+    }  # fmt: skip
+    if rank in (group.rank(), -1):
+        arguments |= changes
+    eaves.linear_cross_entropy(**arguments)
+
+
+# Arguments of one rank (-1: of all), the type of the error that all ranks raise, and what all say.
+WRONG = [
+    (1, {"input": torch.zeros(20, 16).double()}, "ValueError", r"target has shape \[24\], expected \[20\]"),
+    (2, {"reduction": "sum"}, "ValueError", "ranks 0 and 2 of the group differ in reduction: mean and sum"),
+    (3, {"label_smoothing": 0.1}, "ValueError", "ranks 0 and 3 of the group differ in label_smoothing, scale, softcap"),
+    (0, {"ignore_index": "no"}, "TypeError", "ignore_index is 'no', expected an int"),
+    (1, {"sequence_parallel": 3}, "TypeError", "sequence_parallel is 3, expected a bool"),
+    (1, {"workspace_bytes": 10_000}, "ValueError", "differ in workspace_bytes: 0 and 10000"),
+    (1, {"classes": 39}, "ValueError", "differ in classes: -1 and 39"),
+    (1, {"input": torch.zeros(24, 16).double().requires_grad_()}, "ValueError", "whether input requires a gradient"),
+    (-1, {"classes": 41}, "ValueError", "the ranks' shards have 40 classes, expected 41"),
+    (-1, {"first_class": 0}, "ValueError", r"begin with the classes \[0, 0, 0, 0\] and have \[10, 10, 10, 10\]"),
+    (-1, {"target": torch.full((24,), 40)}, "ValueError", r"target\[0\] is 40, expected 0 to 39, or ignore_index -100"),
+    (2, {"target": torch.arange(24).flip(0)}, "ValueError", "differ in"),
+    (-1, {"target": torch.zeros(24, 10).double()}, "NotImplementedError", "takes classes as its target"),
+    (1, {"linear_weight": torch.zeros(10, 8).double()}, "ValueError", r"linear_weight has shape \[10, 8\]"),
+    (-1, {"sequence_parallel": True, "reduce_input_grad": False}, "ValueError", "expected reduce_input_grad=True"),
+]
+
+
+@pytest.mark.parametrize(("rank", "changes", "kind", "message"), WRONG, ids=range(len(WRONG)))
+def test_what_is_wrong_on_a_rank_is_an_error_on_all(
+    rank: int, changes: dict[str, Any], kind: str, message: str, ranks: Ranks
+) -> None:
+    for found, text in ranks.refusals(wrong_on_a_rank, rank, changes):
+        assert found == kind, text
+        with pytest.raises(AssertionError, match=message):
+            raise AssertionError(text)
+    ranks.run(input_gradients, {})  # and the group works on
+
+
+def different_targets(group: distributed.ProcessGroup) -> None:
+    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, "cpu")
+    own = head[pieces(group.size())[group.rank()]]
+    eaves.linear_cross_entropy(x, own, target.roll(group.rank()), group=group)
+
+
+def test_rows_of_different_ranks_are_no_vocabulary_in_pieces(ranks: Ranks) -> None:
+    # As where the pieces are those of FSDP, and each rank has a batch of its own.
+    for kind, message in ranks.refusals(different_targets):
+        assert kind == "ValueError" and "the ranks of the group have different targets" in message
+
+
+def one_does_not_call(group: distributed.ProcessGroup) -> str:
+    short = distributed.new_group(list(range(group.size())), timeout=datetime.timedelta(seconds=2))
+    if group.rank() == 1:
+        distributed.barrier(group)
+        return ""
+    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, "cpu")
+    try:
+        eaves.linear_cross_entropy(x, head[pieces(RANKS)[group.rank()]], target, group=short)
+    except RuntimeError as error:
+        distributed.barrier(group)
+        return str(error)
+    return "it did not fail"
+
+
+def test_a_rank_that_does_not_call_is_an_error_within_the_time_out(ranks: Ranks) -> None:
+    for rank, message in enumerate(ranks.run(one_does_not_call)):
+        assert rank == 1 or "imed out" in message or "timeout" in message.lower(), message
+
+
+def test_what_needs_a_group_says_so() -> None:
+    x, head, target, _ = problem((4, 16), CLASSES, torch.float32, "cpu")
+    for named in ({"first_class": 0}, {"sequence_parallel": True}, {"reduce_input_grad": False}):
+        with pytest.raises(ValueError, match="there is no group"):
+            eaves.linear_cross_entropy(x, head, target, **named)
+    with pytest.raises(TypeError, match=r"group is a str, expected a torch\.distributed\.ProcessGroup"):
+        eaves.linear_cross_entropy(x, head, target, group="tp")
+    for classes in (0, CLASSES + 1):
+        with pytest.raises(ValueError, match=f"classes is {classes}, expected"):
+            eaves.linear_cross_entropy(x, head, target, classes=classes)
+    head = torch.nn.Parameter(torch.empty(0))
+    head.ds_id = 3
+    with pytest.raises(NotImplementedError, match="ZeRO-3"):
+        eaves.linear_cross_entropy(x, head, target)

@@ -1,0 +1,103 @@
+"""Processes that stand for the ranks of a torch.distributed job on the CPU, with gloo. They are started once, and each
+test has functions run in all of them."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, multiprocessing
+
+RANKS = 4
+TIMEOUT = 60  # seconds: what hangs is an error after that
+
+
+class Ranks:
+    """`count` processes. run(function, *arguments) calls it in each of them, with the group of all or of the first
+    `ranks`, and gives their results; an exception of one is raised here."""
+
+    def __init__(self, count: int = RANKS) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"
+        context = multiprocessing.get_context("spawn")
+        self._connections, self._processes = [], []
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(rank, count, rendezvous, theirs), daemon=True)
+            process.start()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, ranks: int | None = None) -> list[Any]:
+        results = self.try_all(function, *arguments, ranks=ranks)
+        for rank, result in enumerate(results):
+            if isinstance(result, Failure):
+                raise AssertionError(f"rank {rank}: {result.text}")
+        return results
+
+    def try_all(self, function: Callable[..., Any], *arguments: Any, ranks: int | None = None) -> list[Any]:
+        """Results, or a Failure of each rank that raised."""
+        connections = self._connections[:ranks]
+        for connection in connections:
+            connection.send_bytes(_packed((function, len(connections), arguments)))
+        results = []
+        for connection in connections:
+            assert connection.poll(2 * TIMEOUT), "a rank does not answer"
+            results.append(_unpacked(connection.recv_bytes()))
+        return results
+
+    def refusals(self, function: Callable[..., Any], *arguments: Any) -> list[tuple[str, str]]:
+        """Type and message of what each rank raises; all have to."""
+        results = self.try_all(function, *arguments)
+        assert all(isinstance(each, Failure) for each in results), results
+        return [(each.kind, each.message) for each in results]
+
+    def close(self) -> None:
+        for connection, process in zip(self._connections, self._processes):
+            connection.close()
+            process.join(10)
+            process.kill()
+        self._folder.cleanup()
+
+
+class Failure:
+    def __init__(self, error: BaseException) -> None:
+        self.kind, self.message = type(error).__name__, str(error)
+        self.text = "".join(traceback.format_exception(error))
+
+
+def _packed(value: object) -> bytes:
+    """By value, where a connection would share the memory of tensors."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _unpacked(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def _work(rank: int, count: int, rendezvous: str, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=rendezvous, rank=rank, world_size=count, timeout=datetime.timedelta(seconds=TIMEOUT)
+    )
+    groups = {ranks: distributed.new_group(list(range(ranks))) for ranks in range(1, count + 1)}
+    while True:
+        try:
+            function, ranks, arguments = _unpacked(connection.recv_bytes())
+        except EOFError:  # the test has ended
+            break
+        try:
+            result = function(groups[ranks], *arguments)
+        except Exception as error:
+            result = Failure(error)
+        connection.send_bytes(_packed(result))
+    distributed.destroy_process_group()
