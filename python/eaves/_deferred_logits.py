@@ -31,7 +31,7 @@ class DeferredLogits:
 
     def __init__(
         self,
-        head: torch.nn.Linear,
+        head: Any,  # a torch.nn.Linear, or one that is patched
         hidden: Tensor,
         scale: float = 1.0,
         softcap: float | None = None,
@@ -69,7 +69,8 @@ class DeferredLogits:
                     f"eaves.hf: the model uses the logits for more than the loss ({reason}): all of them are computed",
                     stacklevel=3,
                 )
-                self._tensor = torch.nn.functional.linear(self.hidden, self.head.weight, self.head.bias)
+                product = getattr(self.head, "product", self.head)  # of a patched head, which would defer again
+                self._tensor = product(self.hidden)
             else:
                 source = self._source.tensor(reason)
                 if source._version != self._source._version:

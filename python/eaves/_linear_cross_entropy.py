@@ -80,6 +80,7 @@ from eaves._ranks import (
     local_shard,
     refuse_probabilities,
     refuse_without_group,
+    refuse_zero3,
     rows_of,
     shard_of,
     with_agreement,
@@ -574,12 +575,7 @@ def _checked_weight(input: Tensor, linear_weight: Tensor, is_autocast: bool, may
     features = input.shape[-1]
     if features == 0:
         raise ValueError(f"{_OP}: input has shape {shape_of(input)}, expected at least one feature")
-    if linear_weight.numel() == 0 and hasattr(linear_weight, "ds_id"):
-        raise NotImplementedError(
-            f"{_OP}: linear_weight has no elements here, because DeepSpeed's ZeRO-3 has it in pieces; gather it from "
-            "the forward to the end of the backward, with deepspeed.zero.GatheredParameters or as a parameter of the "
-            "module that calls this (register_external_parameter)"
-        )
+    refuse_zero3(_OP, "linear_weight", linear_weight)
     if linear_weight.dim() > 2:
         raise NotImplementedError(
             f"{_OP}: linear_weight has shape {shape_of(linear_weight)}, expected [classes, {features}]; of a loss of "

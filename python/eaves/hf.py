@@ -19,11 +19,12 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,10 @@ from eaves._deferred_logits import DeferredLogits
 from eaves._linear_cross_entropy import CONSTANT_OUTPUTS, check_constant_options
 from eaves._loss import CrossEntropyOutput
 from eaves._operator import check_bool
+from eaves._ranks import is_distributed, refuse_zero3
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["patch", "patched", "unpatch"]
 
@@ -51,6 +56,8 @@ def patch(
     workspace_bytes: int | None = None,
     grad_weight_dtype: torch.dtype | None = None,
     metrics: Collection[str] = (),
+    group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
 ) -> _Model:
     """Lets a causal language model of transformers compute its loss with eaves, in place.
 
@@ -71,6 +78,11 @@ def patch(
     no items of it, because Trainer takes every item for logits. An output that is no ModelOutput of transformers (a
     tuple, with return_dict=False) has none; where the loss is not the one of eaves, they are None.
 
+    Of a model over several ranks: a head that tensor parallelism has cut (a DTensor, as of transformers' tp_plan, or
+    `group`) stays in pieces. A head that fully_shard has in a group of its own is gathered once, for the loss, and its
+    gradient is the mean over the ranks, as fully_shard's are. DeepSpeed's ZeRO-3 hooks into the head, which then
+    computes logits.
+
     A call whose logits the model, or a hook of the head, uses for more than factors, a soft cap and the loss computes
     them after all, with a warning; they are not in the output either.
 
@@ -87,6 +99,10 @@ def patch(
             shape during the backward, with the speed way from the forward on; the head's dtype (torch.bfloat16, say)
             does without.
         metrics: any of "accuracy" and "entropy".
+        group: None, or the ranks that have the head in pieces where it is no DTensor: its rows are this rank's classes,
+            in the order of ranks, with padding behind the vocabulary's. As sequence_parallel, that of
+            eaves.linear_cross_entropy. Logits cannot be had of such a model.
+        sequence_parallel: whether hidden states are this rank's part of the rows, and labels all of them.
 
     Returns:
         The model.
@@ -96,14 +112,14 @@ def patch(
             metric.
         NotImplementedError: the loss is not ForCausalLMLoss; the head is not a torch.nn.Linear (quantised, with LoRA,
             in modules_to_save of PEFT); the forward takes no labels; that of model or head was replaced on the
-            instance.
+            instance (but by tensor parallelism of transformers).
     """
     base: Any = _base_of(model, "patch")
     head = base.get_output_embeddings()
     is_patched = _is_patched(base)
     if not is_patched:
         _check_model(base)
-    if type(head) is not _Head:
+    if not isinstance(head, _DefersLogits):
         _check_head(base, head)
     options: dict[str, Any] = {
         "skip_ignored": skip_ignored,
@@ -112,6 +128,9 @@ def patch(
         "grad_weight_dtype": grad_weight_dtype,
     }
     check_constant_options(head.weight, **options)
+    check_bool("patch", "sequence_parallel", sequence_parallel)
+    if group is not None or sequence_parallel:
+        options |= {"group": group, "sequence_parallel": sequence_parallel}
     if skip_logits is not None:
         check_bool("patch", "skip_logits", skip_logits)
     metrics = _checked_metrics(metrics)
@@ -121,7 +140,8 @@ def patch(
     else:
         original: Any = type(base)
         base.__class__ = _patched_class(original)
-    head.__class__ = _Head
+    if not isinstance(head, _DefersLogits):
+        _defer_logits(head)
     _users.setdefault(head, weakref.WeakSet()).add(base)
     base._eaves_head = (head,)  # in a tuple: a module would become one of the model's
     base._eaves_skip_logits = skip_logits
@@ -222,12 +242,12 @@ def _check_head(model: Any, head: Any) -> None:
             "each call between the original and the copies that adapters train, expected a torch.nn.Linear; leave the "
             "head out of modules_to_save, or merge the adapter"
         )
-    if type(head) is not _LINEAR:
+    if type(head) is not _LINEAR and not (_is_fully_sharded(head) and isinstance(head, _LINEAR)):
         raise NotImplementedError(
             f"patch: the head of this {name} is a {type(head).__module__}.{type(head).__qualname__}, expected a "
             "torch.nn.Linear: one that is quantised or has an adapter computes more than a product"
         )
-    if "forward" in vars(head):
+    if "forward" in vars(head) and not _is_tensor_parallel(head):
         raise NotImplementedError(
             f"patch: the forward of this {name}'s head was replaced on the instance (accelerate does, for several "
             "devices): patch the model before that"
@@ -263,8 +283,10 @@ def _release_head(model: Any, successor: Any = None) -> None:
         return
     users = _users.get(head, weakref.WeakSet())
     users.discard(model)
-    if not users and type(head) is _Head:
-        head.__class__ = _LINEAR
+    if not users and type(head) is _head_class(getattr(head, "_eaves_class", _LINEAR)):
+        head.__class__ = head._eaves_class
+        if "_eaves_forward" in vars(head):
+            vars(head)["forward"] = vars(head).pop("_eaves_forward")
 
 
 @functools.cache
@@ -286,7 +308,7 @@ def _patched_class(original: Any) -> Any:
         if skip_logits and not has_labels:
             raise ValueError("skip_logits is True, but there are no labels: nothing would be computed")
         head = self.get_output_embeddings() if skip_logits else None
-        if skip_logits and type(head) is not _Head:
+        if skip_logits and not isinstance(head, _DefersLogits):
             raise RuntimeError(
                 f"eaves.hf: the head of this {type(self).__name__} is another than at patch (resize_token_embeddings, "
                 "adapters and sharding change it): call patch again, which takes it or says why not"
@@ -350,28 +372,91 @@ class _Call(threading.local):
 _call = _Call()
 
 
-class _Head(torch.nn.Linear):
-    """A head that multiplies, but in calls that skip its logits."""
+class _DefersLogits(torch.nn.Module):
+    """What a patched head has beside its class: it multiplies, but in calls that skip its logits."""
+
+    weight: Tensor
 
     def forward(self, input: Tensor) -> Any:
         if _call.head is not self:
-            return super().forward(input)
+            return self.product(input)
+        refuse_zero3("patch", "the head", self.weight)
         logits = DeferredLogits(self, input)
         return logits.tensor("a hook of the head") if _has_hooks_of_results(self) else logits
+
+    def product(self, input: Tensor) -> Any:
+        of_tensor_parallel = vars(self).get("_eaves_forward")
+        if of_tensor_parallel is not None:
+            return of_tensor_parallel(input)
+        return torch.nn.functional.linear(input, *_tensors_of(self, input.dtype))
+
+
+class _Head(_DefersLogits, torch.nn.Linear):
+    _eaves_class = torch.nn.Linear
+
+
+@functools.cache
+def _head_class(original: Any) -> Any:
+    if original is _LINEAR:
+        return _Head
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "_eaves_class": original}
+    return type(original.__name__, (_DefersLogits, original), names)
+
+
+def _defer_logits(head: Any) -> None:
+    if "forward" in vars(head):  # of tensor parallelism; the class's has to be found first
+        vars(head)["_eaves_forward"] = vars(head).pop("forward")
+    original: Any = type(head)
+    head.__class__ = _head_class(original)
+
+
+def _is_tensor_parallel(head: Any) -> bool:
+    """Has transformers cut the head over ranks, and given it a forward that gathers the logits?"""
+    of_transformers = vars(head)["forward"].__module__ == "transformers.distributed.tensor_parallel"
+    return of_transformers and is_distributed(head.weight)
+
+
+def _is_fully_sharded(module: object) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def _tensors_of(head: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias; gathered in this dtype, where fully_shard has them in pieces again."""
+    weight, bias = head.weight, head.bias
+    if not (_is_fully_sharded(head) and is_distributed(weight)):
+        return weight, bias
+    return _gathered(weight, dtype), None if bias is None else _gathered(bias, dtype)
+
+
+def _gathered(parameter: Any, dtype: torch.dtype) -> Tensor:
+    from torch.distributed.tensor import Partial
+
+    ranks = parameter.device_mesh.size()
+    placements = [Partial()] * parameter.device_mesh.ndim  # each rank has the gradient of its own rows
+    whole: Tensor = parameter.to(dtype).full_tensor(grad_placements=placements)
+    if whole.requires_grad:
+        whole.register_hook(lambda grad: grad / ranks)  # type: ignore[no-untyped-call]
+    return whole
 
 
 def _has_hooks_of_results(module: torch.nn.Module) -> bool:
     """Whether a hook gets to see what the forward returns, or its gradient. Such a hook may leave alone whatever is not
-    a tensor. (Hooks before the forward have come and gone.)"""
+    a tensor. (Hooks before the forward have come and gone. Those of fully_shard leave it alone.)"""
     every = torch.nn.modules.module
+    of_module = [hook for hook in module._forward_hooks.values() if not _is_of_fully_shard(hook)]
     return bool(
-        module._forward_hooks
+        of_module
         or module._backward_hooks
         or module._backward_pre_hooks
         or every._global_forward_hooks
         or every._global_backward_hooks
         or every._global_backward_pre_hooks
     )
+
+
+def _is_of_fully_shard(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def _without_logits(output: Any, head: Any) -> Any:
@@ -472,13 +557,16 @@ def _causal_lm_loss(
         "return_entropy": "entropy" in metrics,
     }
     if isinstance(logits, DeferredLogits):
-        if logits.is_deferred and logits.shape[-1] == vocab_size:
-            head = logits.head
-            if options.get("grad_weight_dtype") is None and head.weight.dtype in (torch.bfloat16, torch.float16):
+        is_in_pieces = options.get("group") is not None
+        if logits.is_deferred and (is_in_pieces or logits.shape[-1] == vocab_size):
+            weight, bias = _tensors_of(logits.head, logits.hidden.dtype)
+            if options.get("grad_weight_dtype") is None and weight.dtype in (torch.bfloat16, torch.float16):
                 options = {**options, "grad_weight_dtype": torch.float32}
+            if is_in_pieces:
+                options = {**options, "classes": vocab_size}
             shared |= CONSTANT_OUTPUTS  # or "auto" would compute logits again for an entropy
             out: Any = eaves.linear_cross_entropy(
-                logits.hidden.flatten(0, -2), head.weight, target, linear_bias=head.bias, scale=logits.scale,
+                logits.hidden.flatten(0, -2), weight, target, linear_bias=bias, scale=logits.scale,
                 softcap=logits.softcap, **shared, **options,
             )  # fmt: skip
             return _measured(out, metrics, target, ignore_index)

@@ -1,0 +1,140 @@
+"""eaves.hf with models over several ranks: a head that is cut by tensor parallelism or fully_shard, with gloo on the
+CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import eaves
+from cross_entropy_test import each
+from hf_models import VOCABULARY, Step, assert_same_step, batch, step, tiny_model
+from ranks import Ranks
+
+TOLERANCE = 2e-5
+
+
+def whole(found: Step) -> Step:
+    gradients = {
+        name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.gradients.items()
+    }
+    return found._replace(gradients=gradients)
+
+
+def own_batch(group: distributed.ProcessGroup) -> dict[str, Tensor]:
+    """A sequence of the batch."""
+    rank = group.rank()
+    return {name: each[rank : rank + 1] for name, each in batch().items()}
+
+
+# ------------------------------------------------------------------------------------------------------------- FSDP2
+
+
+def fully_sharded(
+    group: distributed.ProcessGroup, name: str, is_apart: bool, reshards: bool, is_patched_last: bool
+) -> None:
+    steps = []
+    for rank in range(2):
+        model, data = tiny_model(name), {key: each[rank : rank + 1] for key, each in batch().items()}
+        steps.append(step(model, **data))
+    gradients = {key: (steps[0].gradients[key] + steps[1].gradients[key]) / 2 for key in steps[0].gradients}
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = tiny_model(name)
+    if not is_patched_last:
+        eaves.hf.patch(model)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    if is_apart:
+        fully_shard(model.lm_head, mesh=mesh, reshard_after_forward=reshards)
+    fully_shard(model, mesh=mesh)
+    if is_patched_last:
+        eaves.hf.patch(model)
+    found = whole(step(model, **own_batch(group)))
+    assert found.output.logits is None
+    expected = steps[group.rank()]._replace(gradients=gradients)
+    assert_same_step(found, expected, TOLERANCE)
+    if is_patched_last:
+        with eaves.hf.patched(model, skip_logits=False):
+            assert_same_step(whole(step(model, **own_batch(group))), expected, TOLERANCE)
+        eaves.hf.unpatch(model)
+        assert type(model.lm_head).__name__ == ("FSDPLinear" if is_apart else "Linear")
+        assert_same_step(whole(step(model, **own_batch(group))), expected, TOLERANCE)
+    with torch.no_grad():
+        logits = model(own_batch(group)["input_ids"]).logits
+    torch.testing.assert_close(logits, steps[group.rank()].output.logits)
+
+
+@pytest.mark.filterwarnings("error:eaves.hf")
+@each("is_patched_last", (False, True))
+def test_fully_shard_has_the_head_in_pieces(is_patched_last: bool, ranks: Ranks) -> None:
+    for is_apart, reshards in ((False, False), (True, False), (True, True)):
+        ranks.run(fully_sharded, "llama", is_apart, reshards, is_patched_last, ranks=2)
+    ranks.run(fully_sharded, "qwen2", False, False, is_patched_last, ranks=2)  # tied
+
+
+# --------------------------------------------------------------------------------------------------- tensor parallel
+
+
+def cut_head(group: distributed.ProcessGroup, name: str) -> Any:
+    """The model with its head cut as transformers' "colwise_gather_output" does."""
+    from transformers.distributed.tensor_parallel import ColwiseParallel
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = tiny_model(name)
+    style = ColwiseParallel(output_layouts=Replicate())
+    style.shard_param(model.lm_head, "weight", mesh)
+    if model.lm_head.bias is not None:
+        model.lm_head.bias = torch.nn.Parameter(distribute_tensor(model.lm_head.bias.detach(), mesh, [Shard(0)]))
+    style.install_forward(model.lm_head, mesh)
+    return model
+
+
+def tensor_parallel(group: distributed.ProcessGroup, name: str) -> None:
+    expected = step(tiny_model(name))
+    model = cut_head(group, name)
+    forward = vars(model.lm_head)["forward"]
+    with eaves.hf.patched(model, metrics=("accuracy",)):
+        found = whole(step(model))
+        assert found.output.logits is None and found.output.accuracy.shape == ()
+        assert_same_step(found, expected, TOLERANCE)
+        torch.testing.assert_close(model(**batch(), skip_logits=False).logits, expected.output.logits)
+    assert vars(model.lm_head)["forward"] is forward and type(model.lm_head) is torch.nn.Linear
+    assert_same_step(whole(step(model)), expected, TOLERANCE)
+
+
+@pytest.mark.filterwarnings("error:eaves.hf")
+def test_transformers_has_cut_the_head(ranks: Ranks) -> None:
+    for name in ("llama", "phi"):  # 131 classes over 4 ranks; a bias
+        ranks.run(tensor_parallel, name)
+
+
+def by_group(group: distributed.ProcessGroup) -> None:
+    expected = step(tiny_model())
+    model = tiny_model()
+    size = -(-VOCABULARY // group.size())  # padded: all ranks have as many
+    padded = torch.nn.functional.pad(model.lm_head.weight.detach(), (0, 0, 0, size * group.size() - VOCABULARY))
+    padded[VOCABULARY:] = 100.0
+    own = slice(size * group.rank(), size * (group.rank() + 1))
+    model.lm_head.weight = torch.nn.Parameter(padded[own].clone())
+    eaves.hf.patch(model, group=group)
+    found = step(model)
+    grad = torch.zeros_like(padded)
+    grad[:VOCABULARY] = expected.gradients["lm_head.weight"]
+    gradients = {**expected.gradients, "lm_head.weight": grad[own]}
+    assert_same_step(found, expected._replace(gradients=gradients), TOLERANCE)
+
+
+def test_a_group_has_the_head_in_pieces(ranks: Ranks) -> None:
+    ranks.run(by_group)
+
+
+def test_zero_3_is_refused_with_what_to_do() -> None:
+    model = eaves.hf.patch(tiny_model())
+    model.lm_head.weight = torch.nn.Parameter(torch.empty(0))
+    model.lm_head.weight.ds_id = 1
+    with pytest.raises(NotImplementedError, match="ZeRO-3"):
+        model(**batch())
