@@ -27,6 +27,8 @@
 // may make grad_weight NaN, and a weight that is not finite their grad_x, as 0 * NaN is.
 #pragma once
 
+#include <functional>
+
 #include "eaves/context.h"
 #include "eaves/cross_entropy.h"
 #include "eaves/tensor.h"
@@ -70,6 +72,39 @@ struct LinearCrossEntropyInputs {
   /// EAVES_BATCH_INVARIANT=1 in the environment this limit always decides the classes, and a workspace of the context
   /// must be at least as large as ..._workspace_bytes() says.
   std::size_t workspace_limit = 0;
+};
+
+/// A head whose classes are cut into shards, one for each rank: weight, bias and class_weight of a call are one of
+/// them, and what else the ranks pass is the same. Targets are classes of all shards, not distributions.
+///
+/// Rows are computed in chunks, the same on all ranks, in their order; those that are ignored are left out as always,
+/// and `first` and `rows` count those that are not. The functions are called on the host. What a call has enqueued on
+/// its stream comes before what they enqueue there, and what it enqueues afterwards behind.
+struct LinearCrossEntropyShard {
+  std::int64_t first_class = 0;   ///< of weight, which may have no classes here
+  std::int64_t classes = 0;       ///< of all shards; 0: there are no shards
+  std::int64_t most_classes = 0;  ///< of the largest shard: how many rows a chunk has follows from it
+
+  /// Outside of the backward: the merge is asked for mean_logit.
+  bool is_for_mean_logit = false;
+
+  // With both at once:
+  std::int64_t shards = 1;
+
+  /// out, result dtype, contiguous: at least as many elements as the rows have statistics.
+  TensorView statistics = {};
+
+  /// `shards` times as many.
+  TensorView gathered = {};
+
+  /// Has to gather what the chunk has at statistics + first * kCrossEntropyStatistics from all ranks, to
+  /// gathered + shards * first * kCrossEntropyStatistics: [shards, rows, kCrossEntropyStatistics], in the order of the
+  /// classes.
+  std::function<void(std::int64_t first, std::int64_t rows)> gather = {};
+
+  /// optional; with both at once or in the backward: the chunk's rows of grad_x, this shard's part of a sum over the
+  /// ranks, are complete.
+  std::function<void(std::int64_t first, std::int64_t rows)> grad_x_is_complete = {};
 };
 
 struct LinearCrossEntropyOutputs {
@@ -120,6 +155,9 @@ struct LinearCrossEntropyForwardBackwardArgs {
   TensorView grad_loss = {};
 
   LinearCrossEntropyGradients gradients = {};
+
+  /// With shards, outputs.lse is needed, with class weights target_mass and for the mean a normalizer too.
+  LinearCrossEntropyShard shard = {};
 };
 
 struct LinearCrossEntropyBackwardArgs {
@@ -141,6 +179,17 @@ struct LinearCrossEntropyBackwardArgs {
   TensorView divisor = {};
 
   LinearCrossEntropyGradients gradients = {};
+
+  LinearCrossEntropyShard shard = {};
+};
+
+struct LinearCrossEntropyShardForwardArgs {
+  LinearCrossEntropyInputs inputs = {};
+  LinearCrossEntropyShard shard = {};
+
+  /// out, result dtype, contiguous: of each row that is not ignored, in their order, kCrossEntropyStatistics. Of rows
+  /// that are ignored nothing is written. cross_entropy_merge makes the loss of those of all shards.
+  TensorView statistics = {};
 };
 
 struct LinearCrossEntropyRescaleArgs {
@@ -160,6 +209,10 @@ void linear_cross_entropy_backward(const LinearCrossEntropyBackwardArgs& args, c
 void linear_cross_entropy_forward_backward(const LinearCrossEntropyForwardBackwardArgs& args,
                                            const ExecutionContext& context = {});
 
+/// The statistics of the rows in a shard: one matrix product.
+void linear_cross_entropy_shard_forward(const LinearCrossEntropyShardForwardArgs& args,
+                                        const ExecutionContext& context = {});
+
 /// gradients *= grad_loss, where dL/d(loss) is known only after linear_cross_entropy_forward_backward. A factor of 1
 /// costs nothing: on a GPU that is found out there, and nothing waits.
 void linear_cross_entropy_rescale(const LinearCrossEntropyRescaleArgs& args, const ExecutionContext& context = {});
@@ -171,6 +224,8 @@ std::size_t linear_cross_entropy_backward_workspace_bytes(const LinearCrossEntro
                                                           const ExecutionContext& context = {});
 std::size_t linear_cross_entropy_forward_backward_workspace_bytes(const LinearCrossEntropyForwardBackwardArgs& args,
                                                                   const ExecutionContext& context = {});
+std::size_t linear_cross_entropy_shard_forward_workspace_bytes(const LinearCrossEntropyShardForwardArgs& args,
+                                                               const ExecutionContext& context = {});
 std::size_t linear_cross_entropy_rescale_workspace_bytes(const LinearCrossEntropyRescaleArgs& args,
                                                          const ExecutionContext& context = {});
 

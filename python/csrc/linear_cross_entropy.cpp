@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -197,6 +198,82 @@ std::tuple<Tensor, Tensor> backward_accumulate(Tensor grad_weight, Upstream upst
   return {std::move(grad_x.tensor), std::move(grad_bias.tensor)};
 }
 
+// ---- shards: for python/eaves/_linear_cross_entropy_ranks.py, which exchanges what they compute --------------------
+
+#define EAVES_SHARD "SymInt first_class, SymInt classes, SymInt most_classes, bool is_for_mean_logit"
+#define EAVES_WRITTEN "Tensor(a!)? grad_input, Tensor(b!)? grad_weight, Tensor(c!)? grad_bias"
+
+struct Shard {
+  std::int64_t first_class, classes, most_classes;
+  bool is_for_mean_logit;
+
+  static Shard read(Arguments& arguments) {
+    return {arguments.read<std::int64_t>(), arguments.read<std::int64_t>(), arguments.read<std::int64_t>(),
+            arguments.read<bool>()};
+  }
+
+  LinearCrossEntropyShard of_core() const {
+    return {.first_class = first_class,
+            .classes = classes,
+            .most_classes = most_classes,
+            .is_for_mean_logit = is_for_mean_logit};
+  }
+};
+
+/// A function of Python's ctypes, by its address; 0: none.
+std::function<void(std::int64_t, std::int64_t)> callback(std::int64_t address) {
+  if (address == 0) return {};
+  return reinterpret_cast<void (*)(std::int64_t, std::int64_t)>(address);
+}
+
+struct Written {
+  OptionalTensor grad_x, grad_weight, grad_bias;
+
+  static Written read(Arguments& arguments) {
+    return {arguments.read<OptionalTensor>(), arguments.read<OptionalTensor>(), arguments.read<OptionalTensor>()};
+  }
+
+  LinearCrossEntropyGradients views() const {
+    const auto view = [](const OptionalTensor& tensor) { return tensor.has_value() ? output(*tensor) : TensorView{}; };
+    return {.grad_x = view(grad_x), .grad_weight = view(grad_weight), .grad_bias = view(grad_bias)};
+  }
+};
+
+void shard_forward(Inputs inputs, CallOptions options, Shard shard, Tensor statistics) {
+  const LinearCrossEntropyShardForwardArgs args{
+      .inputs = inputs_of(inputs, options), .shard = shard.of_core(), .statistics = output(statistics)};
+  run<linear_cross_entropy_shard_forward, &linear_cross_entropy_shard_forward_workspace_bytes, true>(
+      args, args.inputs.x.device);
+}
+
+/// The gradients for an upstream gradient of 1; the loss is that of the statistics.
+void shard_forward_backward(Written written, Inputs inputs, OptionalTensor normalizer, CallOptions options, Shard shard,
+                            std::int64_t shards, Tensor statistics, Tensor gathered, std::int64_t gather,
+                            std::int64_t grad_x_is_complete) {
+  LinearCrossEntropyForwardBackwardArgs args{
+      .forward = {.inputs = inputs_of(inputs, options), .normalizer = optional_input(normalizer, {kOp, "normalizer"})},
+      .gradients = written.views(),
+      .shard = shard.of_core()};
+  const std::vector<Tensor> outputs = make_outputs(args.forward, outputs::kLse | outputs::kTargetMass);
+  args.shard.shards = shards;
+  args.shard.statistics = output(statistics);
+  args.shard.gathered = output(gathered);
+  args.shard.gather = callback(gather);
+  args.shard.grad_x_is_complete = callback(grad_x_is_complete);
+  run<linear_cross_entropy_forward_backward, &linear_cross_entropy_forward_backward_workspace_bytes, true>(
+      args, args.forward.inputs.x.device);
+}
+
+void shard_backward(Written written, bool accumulates, Upstream upstream, Inputs inputs, Saved saved,
+                    CallOptions options, Shard shard, std::int64_t grad_x_is_complete) {
+  LinearCrossEntropyBackwardArgs args = backward_args(upstream, inputs, saved, options);
+  args.gradients = written.views();
+  args.gradients.accumulates = accumulates;
+  args.shard = shard.of_core();
+  args.shard.grad_x_is_complete = callback(grad_x_is_complete);
+  run<linear_cross_entropy_backward, &linear_cross_entropy_backward_workspace_bytes, true>(args, args.inputs.x.device);
+}
+
 void rescale(OptionalTensor grad_x, OptionalTensor grad_weight, OptionalTensor grad_bias, Tensor grad_loss) {
   const auto view = [](const OptionalTensor& tensor) { return tensor.has_value() ? output(*tensor) : TensorView{}; };
   const LinearCrossEntropyRescaleArgs args{
@@ -222,6 +299,9 @@ void implement(Library& library) {
   library.impl("linear_cross_entropy_forward_backward", EAVES_BOX(forward_backward));
   library.impl("linear_cross_entropy_backward", EAVES_BOX(backward));
   library.impl("linear_cross_entropy_backward_accumulate", EAVES_BOX(backward_accumulate));
+  library.impl("linear_cross_entropy_shard_forward", EAVES_BOX(shard_forward));
+  library.impl("linear_cross_entropy_shard_forward_backward", EAVES_BOX(shard_forward_backward));
+  library.impl("linear_cross_entropy_shard_backward", EAVES_BOX(shard_backward));
   library.impl("linear_cross_entropy_rescale", EAVES_BOX(rescale));
   library.impl("linear_cross_entropy_algorithm", EAVES_BOX(algorithm));
 }
@@ -238,6 +318,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
               ", int gradients) -> (Tensor, Tensor, Tensor)");
   library.def("linear_cross_entropy_backward_accumulate(Tensor(a!) grad_weight, " EAVES_UPSTREAM ", " EAVES_INPUTS
               ", " EAVES_SAVED ", " EAVES_CALL ", int gradients) -> (Tensor, Tensor)");
+  library.def("linear_cross_entropy_shard_forward(" EAVES_INPUTS ", " EAVES_CALL ", " EAVES_SHARD
+              ", Tensor(a!) statistics) -> ()");
+  library.def("linear_cross_entropy_shard_forward_backward(" EAVES_WRITTEN ", " EAVES_INPUTS
+              ", Tensor? normalizer, " EAVES_CALL ", " EAVES_SHARD
+              ", SymInt shards, Tensor(d!) statistics, Tensor(e!) gathered, int gather, "
+              "int grad_input_is_complete) -> ()");
+  library.def("linear_cross_entropy_shard_backward(" EAVES_WRITTEN ", bool accumulates, " EAVES_UPSTREAM
+              ", " EAVES_INPUTS ", " EAVES_SAVED ", " EAVES_CALL ", " EAVES_SHARD
+              ", int grad_input_is_complete) -> ()");
   library.def(
       "linear_cross_entropy_rescale(Tensor(a!)? grad_input, Tensor(b!)? grad_weight, Tensor(c!)? grad_bias, "
       "Tensor grad_loss) -> ()");

@@ -181,36 +181,29 @@ def add_gradients(
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
     block: int,
-    factor: Tensor | None = None,
 ) -> None:
     """Adds the gradients of the head's tensors from that of its logits, which is in the dtype of sums. What they are
-    added to is in that too; grad_weight may also have the dtype of the product, and is rounded in each chunk then.
-    A `factor` multiplies the products, behind the rounding to 16 bits."""
+    added to is in that too; grad_weight may also have the dtype of the product, and is rounded in each chunk then."""
     x, weight, dtype = head.input, head.weight, grad.dtype
-
-    def scaled(product: Tensor) -> Tensor:
-        return product if factor is None else product.mul_(factor)
-
     if grad_bias is not None:
-        grad_bias.add_(scaled(grad.sum(0)))
+        grad_bias.add_(grad.sum(0))
     grad = grad.to(x.dtype)
     if x.dtype == dtype:
-        grad = scaled(grad)
         if grad_input is not None:
             grad_input.addmm_(grad, weight)
         if grad_weight is not None:
             grad_weight.addmm_(grad.t(), x)
     elif x.is_cuda:
         if grad_input is not None:
-            grad_input.add_(scaled(torch.mm(grad, weight, out_dtype=dtype)))
+            grad_input.add_(torch.mm(grad, weight, out_dtype=dtype))
         if grad_weight is not None:
             # torch.addmm with out_dtype would add at once, but not in every PyTorch to a sum of that dtype.
             for classes in _blocks(weight, block):
-                grad_weight[classes].add_(scaled(torch.mm(grad[:, classes].t(), x, out_dtype=dtype)))
+                grad_weight[classes].add_(torch.mm(grad[:, classes].t(), x, out_dtype=dtype))
     else:
         x = x.to(dtype)
         for classes in _blocks(weight, block):
-            of_classes = scaled(grad[:, classes].to(dtype))
+            of_classes = grad[:, classes].to(dtype)
             if grad_input is not None:
                 grad_input.addmm_(of_classes, weight[classes].to(dtype))
             if grad_weight is not None and grad_weight.dtype == dtype:

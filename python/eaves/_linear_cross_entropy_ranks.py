@@ -1,24 +1,25 @@
 """linear_cross_entropy whose head is cut over the ranks of a group, by classes: the operators that take the place of
-the extension's, in chunks of rows (_head_chunks.py), with torch.distributed between them.
+the extension's. The extension computes a shard, in chunks of rows; torch.distributed is here.
 
-Of a chunk each rank computes the logits of its classes and the rows' statistics. These are gathered and merged in the
-order of the ranks, so that all ranks have the same numbers. Then each computes the gradients of its logits, of its part
-of the head, and its part of the gradient of input, which is summed over the ranks while the next chunk is computed.
+Without gradients, and in the forward of "recompute", the rows' statistics are gathered once. Where the forward computes
+gradients, the extension calls back for each chunk, between its logits and their gradient. All ranks merge the same
+statistics in the order of the ranks, so that they have the same numbers. The gradient of input is a sum over the ranks:
+that of a chunk is underway while the next chunk is computed.
 
-Under sequence parallelism each rank has a part of the rows. A chunk then has the same rows of each part, so that the
-sum of its gradients can be scattered.
+Under sequence parallelism each rank has a part of the rows, which are gathered before; the sums go to the rank whose
+rows they are.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from eaves._head_chunks import Head, add_gradients, cut, logits_of, of_rows, workspace_of
 from eaves._linear_cross_entropy_rules import (
     OF_BIAS,
     OF_INPUT,
@@ -32,7 +33,7 @@ from eaves._linear_cross_entropy_rules import (
     empty_gradients,
     in_places,
 )
-from eaves._loss import LSE, MEAN, MEAN_LOGIT, NONE, REDUCTION_NAMES, SUM, TARGET_MASS, empty_outputs
+from eaves._loss import MEAN, MEAN_LOGIT, REDUCTION_NAMES, empty_outputs
 from eaves._operator import accumulator_dtype, call, define, refuse_lost_derivatives, register_fake
 from eaves._ranks import (
     SCHEMA,
@@ -48,189 +49,138 @@ from eaves._ranks import (
     gather_statistics,
     group_of,
     merged,
-    no_statistics,
-    reduce_scatter,
     size_of,
     statistics_of,
+    sum_on,
 )
 
 _OP = "linear_cross_entropy"
 
-_statistics = torch.ops.eaves.cross_entropy_shard_forward.default
-_backward_in_place = torch.ops.eaves.cross_entropy_backward_in_place.default
+_shard_forward = torch.ops.eaves.linear_cross_entropy_shard_forward.default
+_shard_forward_backward = torch.ops.eaves.linear_cross_entropy_shard_forward_backward.default
+_shard_backward = torch.ops.eaves.linear_cross_entropy_shard_backward.default
 
 
-class _Rows(NamedTuple):
-    """Numbers of rows: of a call, in the shape of its target; of a job, [parts, rows of each]; of a chunk, [rows]."""
+class _Call:
+    """What forward and backward share: the rows of all ranks, and which classes are this rank's."""
 
-    target: Tensor
-    row_weight: Tensor | None
-    grad_loss: Tensor | None = None  # None where it is one number
-    grad_lse: Tensor | None = None
-    grad_entropy: Tensor | None = None
-    lse: Tensor | None = None
-    entropy: Tensor | None = None
-    target_mass: Tensor | None = None
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> _Rows:
-        return _Rows(*[None if each is None else function(each) for each in self])  # type: ignore[arg-type]
-
-    def of(self, chunk: slice) -> _Rows:
-        return self.map(lambda each: each[:, chunk].reshape(-1))
-
-
-class _Upstream(NamedTuple):
-    """What the gradient of the loss is multiplied by, beside what _Rows has of each row."""
-
-    grad_loss: Tensor
-    divisor: Tensor | None
-    mode: int
-    factor: Tensor | None = None  # of the products, where it is no factor of what they multiply: in float16
-
-
-class _Job:
-    """What forward and backward share: the tensors as they are multiplied, and how the rows are cut."""
-
-    def __init__(self, tensors: Any, options: Options, shard: Shard, place: Place, kept: Tensor | None, rows: _Rows):
+    def __init__(
+        self, tensors: Any, options: Options, shard: Shard, place: Place, kept: Tensor | None, outputs: int = 0
+    ):
         self.options, self.shard, self.place, self.kept = options, shard, place, kept
-        self.ranks = size_of(shard)
-        self.parts = self.ranks if shard.sequence_parallel else 1  # of the rows
-        x, usable = tensors.input.reshape(-1, tensors.input.shape[-1]), place.columns
-        self.x = x if kept is None else x[kept]
-        bias = None if tensors.linear_bias is None else tensors.linear_bias[:usable]
-        self.head = Head(self.x, tensors.linear_weight[:usable], bias)
-        sums = accumulator_dtype(x.dtype)
-        self.class_weight = None if tensors.weight is None else tensors.weight[:usable].to(sums)
-        rows = rows.map(lambda each: each.reshape(self.parts, x.shape[0]))
-        self.rows = rows if kept is None else rows.map(lambda each: each[:, kept])
+        self.target = tensors.target
+        self.kept_on_host: list[int] = [] if kept is None else kept.tolist()
+        x = tensors.input
+        if shard.sequence_parallel:
+            x = all_gather(x, group_of(shard)).wait().flatten(0, 1)
+        usable = place.columns
+        bias, weight = (None if each is None else each[:usable] for each in (tensors.linear_bias, tensors.weight))
+        self.inputs = (x, tensors.linear_weight[:usable], bias, tensors.target, weight, tensors.row_weight)
+        self.arguments = (*options, place.first_class, place.classes, place.most, bool(outputs & MEAN_LOGIT))
 
-    def chunks(self, logits_at_once: int) -> tuple[list[slice], int]:
-        """Of the rows of each part, the same on all ranks; and how many classes are converted at once."""
-        sums = accumulator_dtype(self.x.dtype).itemsize
-        of_class = sums
-        if self.x.dtype.itemsize == 2:  # the gradient as it is multiplied, which on the CPU is in float32 again
-            of_class += self.x.dtype.itemsize if self.x.is_cuda else self.x.dtype.itemsize + sums
-        of_row = logits_at_once * of_class * self.place.most + 3 * sums * self.x.shape[1]
-        limit = workspace_of(_OP, self.options.workspace_limit or None, self.x.device)
-        size, block = cut(self.parts * self.x.shape[0], self.place.most, of_row, limit, self.head)
-        size = math.ceil(max(1, size) / self.parts)
-        return [slice(begin, begin + size) for begin in range(0, self.x.shape[0], size)], block
+    def rows(self, first: int, count: int) -> Tensor | slice:
+        """The rows of a chunk among all."""
+        return slice(first, first + count) if self.kept is None else self.kept[first : first + count]
 
-    def inputs(self, chunks: Sequence[slice]) -> Iterator[tuple[slice, Tensor, _Rows]]:
-        """Chunks, their rows of input from all parts, and what belongs to them. Those of the next are on their way
-        meanwhile."""
-        ahead = None
-        for index, chunk in enumerate(chunks):
-            x = ahead or self._gathered(chunk)
-            ahead = self._gathered(chunks[index + 1]) if index + 1 < len(chunks) else None
-            yield chunk, x.wait().flatten(0, 1), self.rows.of(chunk)
-
-    def _gathered(self, chunk: slice) -> Underway:
-        own = self.x[chunk]
-        return Underway(own[None], None) if self.parts == 1 else all_gather(own, group_of(self.shard))
-
-    def multiplied(self, x: Tensor, rows: _Rows) -> Head:
-        """With the rows of a chunk; 0 in place of those that are ignored, unless they were left out."""
+    def range(self, first: int, count: int) -> slice:
+        """The same without a gap: rows that are ignored are in it."""
         if self.kept is None:
-            x = of_rows(x, slice(None), (rows.target.to(torch.int64) != self.options.ignore_index).unsqueeze(1))
-        return self.head._replace(input=x)
+            return slice(first, first + count)
+        is_first, is_last = first == 0, first + count == self.kept.shape[0]
+        begin = 0 if is_first else self.kept_on_host[first]
+        return slice(begin, self.target.numel() if is_last else self.kept_on_host[first + count])
 
-    def logits(self, x: Tensor, rows: _Rows, block: int) -> Tensor:
-        if self.place.columns == 0:
-            return x.new_empty((x.shape[0], 0), dtype=accumulator_dtype(x.dtype))
-        return logits_of(self.multiplied(x, rows), block)
+    def run(self, overload: Any, *arguments: Any, callbacks: Sequence[Callable[[int, int], None] | None]) -> None:
+        """Calls the operator with functions of Python behind its arguments. An error of theirs is raised afterwards: it
+        is one of all ranks, which have to come to the same collectives."""
+        errors: list[Exception] = []
 
-    def statistics(self, z: Tensor, rows: _Rows, outputs: int) -> Tensor:
-        if self.place.columns == 0:
-            return no_statistics(z.shape[0], z)
-        result: Tensor = call(
-            _OP, _statistics, z, rows.target, self.class_weight, -1, self.options.ignore_index, NONE,
-            self.options.numbers, self.place.first_class, self.place.classes, bool(outputs & MEAN_LOGIT),
-        )  # fmt: skip
-        return result
+        def guarded(function: Callable[[int, int], None]) -> Callable[[int, int], None]:
+            def run(first: int, count: int) -> None:
+                try:
+                    function(first, count)
+                except Exception as error:
+                    errors.append(error)
 
-    def merged(
-        self, statistics: Tensor, rows: _Rows, normalizer: Tensor | None, mode: int, outputs: int
-    ) -> list[Tensor]:
-        options = (self.options.ignore_index, mode, self.options.numbers)
-        has_weight = self.class_weight is not None
-        return merged(
-            _OP, statistics, rows.target, rows.row_weight, normalizer, options, self.place, has_weight, outputs
-        )
+            return run
+
+        functions = [None if each is None else _CALLBACK(guarded(each)) for each in callbacks]
+        addresses = [0 if each is None else ctypes.cast(each, ctypes.c_void_p).value for each in functions]
+        call(_OP, overload, *arguments, *addresses)
+        if errors:
+            raise errors[0]
+
+
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
 
 
 class _Gradients:
-    """Those of a call, which chunks add to."""
+    """Those of a call, which the extension writes."""
 
-    def __init__(self, job: _Job, tensors: Any, bits: int, grad_weight: Tensor | None = None):
+    def __init__(self, call: _Call, tensors: Any, bits: int, grad_weight: Tensor | None = None):
         x, weight, bias = tensors.input, tensors.linear_weight, tensors.linear_bias
-        self.job, self.shape, self.sums = job, x.shape, accumulator_dtype(x.dtype)
-        self.input = x.new_empty(job.x.shape) if bits & OF_INPUT else None
-        self.weight, self.bias = grad_weight, None
+        columns, sums = call.place.columns, accumulator_dtype(x.dtype)
+        self.call, self.shape = call, x.shape
+        self.input = self.weight = self.bias = None
+        self.accumulates = grad_weight is not None
+        if bits & OF_INPUT:
+            of_rows = (*tensors.target.shape, x.shape[-1])
+            self.input = x.new_empty(of_rows) if columns else x.new_zeros(of_rows)
         if bits & OF_WEIGHT:
-            self.weight = weight.new_zeros(weight.shape, dtype=self.sums if bits & WIDE_WEIGHT else None)
+            self.weight = weight.new_empty(weight.shape, dtype=sums if bits & WIDE_WEIGHT else None)
+            self.weight[columns:] = 0
         if bits & OF_BIAS:
-            self.bias = bias.new_zeros(bias.shape, dtype=self.sums)
-            self.bias_dtype = empty_bias_gradient(x, bias).dtype
+            self.bias = bias.new_empty(bias.shape, dtype=empty_bias_gradient(x, bias).dtype)
+            self.bias[columns:] = 0
+            if self.accumulates:
+                self.bias.zero_()
+        self.to = grad_weight if self.weight is None else self.weight
         self.underway: list[tuple[Tensor, Underway]] = []
 
-    def add(self, z: Tensor, chunk: slice, x: Tensor, rows: _Rows, upstream: _Upstream, block: int) -> None:
-        """From the logits of a chunk, over which their gradient is written."""
-        job, place, options = self.job, self.job.place, self.job.options
-        of_input = None if self.input is None else x.new_zeros(x.shape, dtype=self.sums)
-        if place.columns:
-            call(
-                _OP, _backward_in_place, upstream.grad_loss if rows.grad_loss is None else rows.grad_loss,
-                rows.grad_lse, rows.grad_entropy, z, rows.target, job.class_weight, rows.row_weight, rows.lse,
-                rows.entropy, rows.target_mass, upstream.divisor, -1, options.ignore_index, upstream.mode,
-                options.numbers, place.first_class, place.classes,
-            )  # fmt: skip
-            weight, bias = (None if each is None else each[: place.columns] for each in (self.weight, self.bias))
-            add_gradients(z, job.multiplied(x, rows), of_input, weight, bias, block, upstream.factor)
-        if of_input is not None:
-            self._sum_over_ranks(chunk, of_input)
+    def written(self) -> tuple[Tensor | None, ...]:
+        """What the extension writes."""
+        of_classes = [None if each is None else each[: self.call.place.columns] for each in (self.to, self.bias)]
+        return self.input, *of_classes
 
-    def _sum_over_ranks(self, chunk: slice, part: Tensor) -> None:
+    def is_complete(self) -> Callable[[int, int], None] | None:
+        return self._sum_over_ranks if self.input is not None and self.call.shard.reduce_input_grad else None
+
+    def _sum_over_ranks(self, first: int, count: int) -> None:
+        """The gradient of input of a chunk."""
         assert self.input is not None
-        shard, own = self.job.shard, self.input[chunk]
-        if not shard.reduce_input_grad:
-            own.copy_(part)
+        shard, rows = self.call.shard, self.call.range(first, count)
+        part = self.input.view(-1, self.shape[-1])[rows]
+        wide = part.to(shard.reduce_dtype or part.dtype)
+        if not shard.sequence_parallel:
+            self._finish()  # of the chunk before
+            self.underway.append((part, all_reduce(wide, group_of(shard))))
             return
-        part = part.to(shard.reduce_dtype or own.dtype)
-        if shard.sequence_parallel:
-            total = reduce_scatter(part.view(self.job.parts, *own.shape), group_of(shard))
-        else:
-            total = all_reduce(own.copy_(part) if part.dtype == own.dtype else part, group_of(shard))
-        self.underway.append((own, total))
-        self._wait(1)
+        self._finish()
+        own = self.input.shape[0] // size_of(shard) * math.prod(self.input.shape[1:-1])
+        for rank in range(rows.start // own, (rows.stop - 1) // own + 1):
+            piece = slice(max(rows.start, rank * own) - rows.start, min(rows.stop, (rank + 1) * own) - rows.start)
+            self.underway.append((part[piece], sum_on(rank, wide[piece], group_of(shard))))
 
-    def _wait(self, remaining: int) -> None:
-        while len(self.underway) > remaining:
-            own, underway = self.underway.pop(0)
+    def _finish(self) -> None:
+        for part, underway in self.underway:
             total = underway.wait()
-            if total is not own:
-                own.copy_(total)
+            if total.data_ptr() != part.data_ptr():
+                part.copy_(total)
+        self.underway.clear()
 
     def finished(self) -> list[Tensor | None]:
         """Of input, weight and bias."""
-        self._wait(0)
+        self._finish()
         of_input = self.input
-        if of_input is not None and self.job.kept is not None:
-            rows = of_input.new_zeros(math.prod(self.shape[:-1]), self.shape[-1])
-            of_input = rows.index_copy_(0, self.job.kept, of_input)
-        return [
-            None if of_input is None else of_input.view(self.shape),
-            self.weight,
-            None if self.bias is None else self.bias.to(self.bias_dtype),
-        ]
+        if of_input is not None and self.call.shard.sequence_parallel:
+            of_input = of_input[group_of(self.call.shard).rank() * self.shape[0] :][: self.shape[0]].clone()
+        return [of_input, self.weight, self.bias]
 
 
-def _kept_rows(tensors: Any, options: Options, shard: Shard) -> Tensor | None:
-    """Where rows that are ignored are left out, those that are not. Under sequence parallelism parts would become
-    unequal."""
+def _kept_rows(tensors: Any, options: Options) -> Tensor | None:
+    """Where the extension leaves out rows that are ignored, those that it does not."""
     target = tensors.target
-    skips = not target.is_cuda or (options.skip_ignored and not torch.cuda.is_current_stream_capturing())
-    if not skips or shard.sequence_parallel:
+    if target.is_cuda and (not options.skip_ignored or torch.cuda.is_current_stream_capturing()):
         return None
     counts = target.reshape(-1).to(torch.int64) != options.ignore_index
     kept = counts.nonzero().squeeze(1)
@@ -243,49 +193,46 @@ def _kept_rows(tensors: Any, options: Options, shard: Shard) -> Tensor | None:
 def _forward(*arguments: Any) -> list[Tensor]:
     """As linear_cross_entropy_forward and _forward_backward, and behind that the Place."""
     tensors, options, (outputs, gradients, *of_shard) = by_name(ForwardTensors, arguments)
-    shard = Shard(*of_shard)
-    kept = _kept_rows(tensors, options, shard)
+    shard, kept = Shard(*of_shard), _kept_rows(tensors, options)
     facts = _facts(tensors, options, kept, outputs, gradients)
     place = agreed_place(_OP, shard, tensors.linear_weight.shape[0], tensors.input.device, facts)
     check_targets(_OP, tensors.target, place.classes, options.ignore_index)
-    rows = _Rows(tensors.target, tensors.row_weight)
-    job = _Job(tensors, options, shard, place, kept, rows)
-    computed = _Gradients(job, tensors, gradients)
-    upstream = _upstream_of_forward(job, tensors.normalizer) if gradients else None
+    this = _Call(tensors, options, shard, place, kept, outputs)
+    target, ranks = tensors.target, size_of(shard)
+    count = target.numel() if kept is None else kept.shape[0]
     sums = accumulator_dtype(tensors.input.dtype)
-    statistics = tensors.input.new_zeros((job.ranks, *job.rows.target.shape, STATISTICS), dtype=sums)
+    own = tensors.input.new_empty((*target.shape, STATISTICS), dtype=sums)
+    of_rows = own.view(-1, STATISTICS)
+    computed = _Gradients(this, tensors, gradients)
+    statistics = own.new_zeros((ranks, target.numel(), STATISTICS))  # of ignored rows 0, which counts for nothing
+    flat_target = target.reshape(-1)
 
-    def finish(gathering: Underway, z: Tensor | None, chunk: slice, x: Tensor, of_chunk: _Rows) -> None:
+    def exchanged(first: int, rows: int) -> Tensor:
+        of_chunk = this.rows(first, rows)
+        gathering = gather_statistics(shard, of_rows[first : first + rows], flat_target[of_chunk])
         found = statistics_of(_OP, gathering.wait())
-        places = statistics[:, :, chunk]
-        places.copy_(found.view(places.shape))
-        if z is None or upstream is None:
-            return
-        bits = LSE | TARGET_MASS
-        loss, *numbers = job.merged(found, of_chunk, None, NONE, bits)
-        of_chunk = of_chunk._replace(
-            lse=numbers[0], target_mass=numbers[1], grad_loss=torch.ones_like(loss) if upstream.mode == NONE else None
-        )
-        computed.add(z, chunk, x, of_chunk, upstream, block)
+        statistics[:, of_chunk] = found
+        return found
 
-    chunks, block = job.chunks(logits_at_once=2 if gradients else 1)
-    before: tuple[Any, ...] = ()  # a chunk whose statistics are on their way while the logits of the next are computed
-    for chunk, x, of_chunk in job.inputs(chunks):
-        z = job.logits(x, of_chunk, block)
-        gathering = gather_statistics(shard, job.statistics(z, of_chunk, outputs), of_chunk.target)
-        if before:
-            finish(*before)
-        before = (gathering, z if gradients else None, chunk, x, of_chunk)
-        del z
-    if before:
-        finish(*before)
-        before = ()
+    if not gradients:
+        call(_OP, _shard_forward, *this.inputs, *this.arguments, own)
+        exchanged(0, count)
+    else:
+        gathered = own.new_zeros(ranks * own.numel())
 
-    if kept is not None:
-        all_rows = statistics.new_zeros(job.ranks, tensors.target.numel(), STATISTICS)
-        statistics = all_rows.index_copy_(1, kept, statistics.flatten(1, 2))
-    statistics = statistics.view(job.ranks, *tensors.target.shape, STATISTICS)
-    results = job.merged(statistics, rows, tensors.normalizer, options.reduction, outputs)
+        def gather(first: int, rows: int) -> None:
+            begin, size = ranks * first * STATISTICS, ranks * rows * STATISTICS
+            gathered[begin : begin + size] = exchanged(first, rows).view(-1)
+
+        normalizer = _divisor(this, tensors) if options.reduction == MEAN else None
+        this.run(
+            _shard_forward_backward, *computed.written(), *this.inputs, normalizer, *this.arguments, ranks, own,
+            gathered, callbacks=(gather, computed.is_complete()),
+        )  # fmt: skip
+    results = merged(
+        _OP, statistics.view(ranks, *target.shape, STATISTICS), target, tensors.row_weight, tensors.normalizer,
+        (options.ignore_index, options.reduction, options.numbers), place, tensors.weight is not None, outputs,
+    )  # fmt: skip
     return [*results, *[each for each in computed.finished() if each is not None], place.tensor()]
 
 
@@ -311,72 +258,58 @@ def _facts(
     }  # fmt: skip
 
 
-def _upstream_of_forward(job: _Job, normalizer: Tensor | None) -> _Upstream:
-    """For an upstream gradient of 1."""
-    mode, rows = job.options.reduction, job.rows
-    sums = accumulator_dtype(job.x.dtype)
-    one = job.x.new_ones((), dtype=sums)
-    if mode != MEAN or normalizer is not None:
-        return _Upstream(one, normalizer, mode)
-    counts = rows.target.to(torch.int64) != job.options.ignore_index
-    weights = counts.to(sums) if rows.row_weight is None else rows.row_weight.masked_fill(~counts, 0)
-    if job.class_weight is not None:
-        weights = weights * _weights_of_targets(job, job.class_weight)
-    return _Upstream(one, weights.sum(dtype=torch.float64).to(sums), mode)
+def _divisor(this: _Call, tensors: ForwardTensors) -> Tensor:
+    """What the mean divides by, before the statistics say it."""
+    if tensors.normalizer is not None:
+        given: Tensor = tensors.normalizer
+        return given
+    target, sums = tensors.target.to(torch.int64), accumulator_dtype(tensors.input.dtype)
+    counts = target != this.options.ignore_index
+    weights = counts.to(sums) if tensors.row_weight is None else tensors.row_weight.masked_fill(~counts, 0)
+    if tensors.weight is not None:
+        weights = weights * _weights_of_targets(this, target, tensors.weight.to(sums))
+    total: Tensor = weights.sum(dtype=torch.float64).to(sums)
+    return total
 
 
-def _weights_of_targets(job: _Job, class_weight: Tensor) -> Tensor:
+def _weights_of_targets(this: _Call, target: Tensor, class_weight: Tensor) -> Tensor:
     """Those that this rank does not have are 0, so that their sum over the ranks is exact."""
-    sums, places = accumulator_dtype(job.x.dtype), job.rows.target.to(torch.int64) - job.place.first_class
-    of_targets = places.new_zeros(places.shape, dtype=sums)
-    if job.place.columns:
-        own = (places >= 0) & (places < job.place.columns)
-        of_targets = torch.where(own, class_weight[places.clamp(0, job.place.columns - 1)], 0)
-    return all_reduce(of_targets, group_of(job.shard)).wait()
+    places, columns = target - this.place.first_class, this.place.columns
+    of_targets = class_weight.new_zeros(places.shape)
+    if columns:
+        of_targets = torch.where((places >= 0) & (places < columns), class_weight[places.clamp(0, columns - 1)], 0)
+    return all_reduce(of_targets, group_of(this.shard)).wait()
 
 
 # --------------------------------------------------------------------------------------------------------- the backward
 
 
-def _backward_of(arguments: Sequence[Any], grad_weight: Tensor | None = None) -> list[Tensor | None]:
-    """The gradients in their places."""
+def _gradients(arguments: Sequence[Any], grad_weight: Tensor | None = None) -> list[Tensor | None]:
+    """In their places."""
     tensors, options, (bits, place, *of_shard) = by_name(BackwardTensors, arguments)
-    shard, place = Shard(*of_shard), Place.of(place)
-    is_per_row = options.reduction == NONE
-    rows = _Rows(
-        tensors.target,
-        tensors.row_weight,
-        tensors.grad_loss if is_per_row else None,
-        *(tensors.grad_lse, tensors.grad_entropy, tensors.lse),
-        None if tensors.grad_entropy is None else tensors.entropy,
-        tensors.target_mass,
-    )
-    job = _Job(tensors, options, shard, place, _kept_rows(tensors, options, shard), rows)
-    upstream = _Upstream(tensors.grad_loss, tensors.divisor, options.reduction)
-    is_one_factor = not is_per_row and tensors.grad_lse is None and tensors.grad_entropy is None
-    if tensors.input.dtype == torch.float16 and is_one_factor:
-        factor = tensors.grad_loss.to(torch.float32)
-        if tensors.divisor is not None:
-            factor = torch.where(tensors.divisor == 0, 0, factor / tensors.divisor)
-        upstream = _Upstream(torch.ones_like(factor), None, SUM, factor)
-    computed = _Gradients(job, tensors, bits, grad_weight)
-    chunks, block = job.chunks(logits_at_once=1)
-    for chunk, x, of_chunk in job.inputs(chunks):
-        computed.add(job.logits(x, of_chunk, block), chunk, x, of_chunk, upstream, block)
+    shard = Shard(*of_shard)
+    this = _Call(tensors, options, shard, Place.of(place), _kept_rows(tensors, options))
+    computed = _Gradients(this, tensors, bits, grad_weight)
+    upstream, saved = tensors[:3], tensors[-4:]
+    this.run(
+        _shard_backward, *computed.written(), computed.accumulates, *upstream, *this.inputs, *saved, *this.arguments,
+        callbacks=(computed.is_complete(),),
+    )  # fmt: skip
     return computed.finished()
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     like: Tensor = by_name(BackwardTensors, arguments)[0].input
-    computed = _backward_of(arguments)
-    return tuple(like.new_empty(0) if each is None else each for each in computed)
+    return tuple(like.new_empty(0) if each is None else each for each in _gradients(arguments))
 
 
 def _backward_accumulate(grad_weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    tensors = by_name(BackwardTensors, arguments)[0]
-    of_input, _, of_bias = _backward_of(arguments, grad_weight)
-    nothing = tensors.input.new_empty(0), empty_bias_gradient(tensors.input, None)
-    return nothing[0] if of_input is None else of_input, nothing[1] if of_bias is None else of_bias
+    like: Tensor = by_name(BackwardTensors, arguments)[0].input
+    of_input, _, of_bias = _gradients(arguments, grad_weight)
+    return (
+        like.new_empty(0) if of_input is None else of_input,
+        empty_bias_gradient(like, None) if of_bias is None else of_bias,
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- the operators

@@ -167,16 +167,14 @@ def all_gather(own: Tensor, group: ProcessGroup) -> Underway:
     return Underway(gathered, gather(gathered.flatten(0, 1), own.contiguous(), group=group, async_op=True))
 
 
-def reduce_scatter(parts: Tensor, group: ProcessGroup) -> Underway:
-    """Of [ranks, ...] the sum over the ranks, each rank's own."""
-    own = parts.new_empty(parts.shape[1:])
-    scatter = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
-    return Underway(own, scatter(own, parts.flatten(0, 1), group=group, async_op=True))
-
-
 def all_reduce(tensor: Tensor, group: ProcessGroup) -> Underway:
     """The sum over the ranks, in its place."""
     return Underway(tensor, distributed().all_reduce(tensor, group=group, async_op=True))
+
+
+def sum_on(rank: int, tensor: Tensor, group: ProcessGroup) -> Underway:
+    """The sum over the ranks, in its place on one of them; elsewhere what is there is of no use afterwards."""
+    return Underway(tensor, distributed().reduce(tensor, group=group, group_dst=rank, async_op=True))
 
 
 def _renamed(name: str, before_2_13: str) -> Any:

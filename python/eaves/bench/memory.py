@@ -57,6 +57,19 @@ def peak_bytes(row: Row, make: Callable[[], Call], inputs: Inputs) -> int:
     return sum(tensor.nbytes for tensor in tensors) + grown
 
 
+def peak_of_call(run: Callable[[], object], device: torch.device) -> int:
+    """The peak during a call, beside what was there before."""
+    if device.type != "cuda":
+        return max(accumulate(_allocations(run)[1]), default=0)
+    gc.collect()
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
 def _allocations(function: Callable[[], T]) -> tuple[T, list[int]]:
     """What the function returns, and the bytes that it allocated (positive) and freed (negative), in order."""
     with _silent_stderr(), tempfile.TemporaryDirectory() as folder:

@@ -30,6 +30,7 @@ using Mode = LinearCrossEntropyMode;
 constexpr const char* kForward = "linear_cross_entropy_forward";
 constexpr const char* kBackward = "linear_cross_entropy_backward";
 constexpr const char* kForwardBackward = "linear_cross_entropy_forward_backward";
+constexpr const char* kShardForward = "linear_cross_entropy_shard_forward";
 constexpr const char* kRescale = "linear_cross_entropy_rescale";
 
 // ---- checks --------------------------------------------------------------------------------------------------------
@@ -55,7 +56,7 @@ TypedNumbers check_per_class(LossArguments& arguments, const Argument& argument,
 }
 
 /// A matrix with unit stride along one of its axes.
-GemmMatrix check_weight(const Argument& weight, DType dtype, Device device, std::int64_t features) {
+GemmMatrix check_weight(const Argument& weight, DType dtype, Device device, std::int64_t features, bool is_shard) {
   check::is_valid(weight);
   check::is_on(weight, device, "x");
   check::has_dtype(weight, {dtype}, "that of x (a product of two types would round one of them: convert it)");
@@ -63,7 +64,7 @@ GemmMatrix check_weight(const Argument& weight, DType dtype, Device device, std:
   if (shape.size() != 2 || shape[1] != features) {
     check::has_shape(weight, {shape.size() == 2 ? shape[0] : 1, features}, "[classes, features of x]");
   }
-  if (shape[0] == 0) check::fail(weight, "has no classes, expected at least one");
+  if (shape[0] == 0 && !is_shard) check::fail(weight, "has no classes, expected at least one");
   const Dims& strides = weight.view.strides;
   // An axis of one may have any stride.
   const bool is_row_major = (strides[1] == 1 || features == 1) && (strides[0] >= features || shape[0] == 1);
@@ -97,7 +98,7 @@ std::int64_t check_soft_targets(const Argument& targets, const Dims& row_shape, 
 
 /// All that the three calls have in common. `grad_x` and `grad_loss` are absent in the forward.
 Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& args, const TensorView& grad_x,
-                     const TensorView& grad_loss) {
+                     const TensorView& grad_loss, const LinearCrossEntropyShard& shard = {}) {
   const Argument x{op, "x", args.x};
   const Argument targets{op, "targets", args.targets};
   check::is_valid(x);
@@ -107,9 +108,15 @@ Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& 
   if (rank == 0) check::fail(x, "has no axis, expected [..., features]");
   const std::int64_t features = args.x.shape[rank - 1];
   if (features == 0) check::fail(x, "has shape " + check::to_string(args.x.shape) + ", expected at least one feature");
-  const GemmMatrix weight = check_weight({op, "weight", args.weight}, args.x.dtype, args.x.device, features);
+  const bool is_shard = shard.classes != 0;
+  const GemmMatrix weight = check_weight({op, "weight", args.weight}, args.x.dtype, args.x.device, features, is_shard);
   const std::int64_t classes = args.weight.shape[0];
   check::loss_options(op, args.options);
+  if (is_shard && (shard.first_class < 0 || shard.classes < 0 || shard.first_class > shard.classes - classes)) {
+    throw InvalidArgument(std::string(op) + ": weight has the classes " + std::to_string(shard.first_class) + " to " +
+                          std::to_string(shard.first_class) + " + " + std::to_string(classes) +
+                          ", expected a part of " + std::to_string(shard.classes) + " classes");
+  }
 
   AxisSet axes;
   axes.contains[rank - 1] = true;
@@ -124,6 +131,7 @@ Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& 
   check::is_on(targets, args.x.device, "x");
   std::int64_t soft_target_stride = 0;
   const bool is_soft = is_floating_point(args.targets.dtype);
+  if (is_soft && is_shard) check::fail(targets, "are distributions, expected classes: the head is a shard");
   if (is_soft) {
     soft_target_stride = check_soft_targets(targets, arguments.row_shape, classes, arguments.result_dtype);
   } else {
@@ -176,7 +184,8 @@ Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& 
                       .skips_ignored_rows = is_cpu || args.skips_ignored_rows,
                       .workspace_limit = args.workspace_limit,
                       .grad_loss = numbers_of(grad_loss),
-                      .grad_x = grad_x.is_present ? grad_x.data : nullptr},
+                      .grad_x = grad_x.is_present ? grad_x.data : nullptr,
+                      .shard = is_shard ? &shard : nullptr},
           .arguments = std::move(arguments)};
 }
 
@@ -224,6 +233,36 @@ void check_outputs(Checked& checked, const TensorView& normalizer, const LinearC
   problem.outputs = check::loss_outputs(arguments, outputs, reduction, !problem.has_soft_targets() && !is_weighted);
 }
 
+/// Of both at once of a shard: what its ranks exchange, and what the merge needs.
+void check_exchange(Checked& checked, const LinearCrossEntropyForwardBackwardArgs& args) {
+  LinearCrossEntropyProblem& problem = checked.problem;
+  const Argument statistics{problem.op, "shard.statistics", args.shard.statistics};
+  const Argument gathered{problem.op, "shard.gathered", args.shard.gathered};
+  std::int64_t elements = problem.rows() * kCrossEntropyStatistics;
+  for (const Argument& argument : {statistics, gathered}) {
+    check::is_valid(argument);
+    check::is_on(argument, problem.device, "x");
+    check::has_dtype(argument, {problem.accumulator()}, "that of the loss");
+    check::is_contiguous(argument);
+    if (argument.view.element_count() < elements) {
+      check::fail(argument, "has " + std::to_string(argument.view.element_count()) + " elements, expected at least " +
+                                std::to_string(elements));
+    }
+    checked.arguments.take_output(argument);
+    elements *= args.shard.shards;
+  }
+  if (args.shard.gather == nullptr) throw InvalidArgument(std::string(problem.op) + ": shard.gather is needed");
+  const LinearCrossEntropyOutputs& outputs = args.forward.outputs;
+  check::is_required({problem.op, "lse", outputs.lse}, "for the gradients of a shard");
+  if (problem.class_weight.data != nullptr) {
+    check::is_required({problem.op, "target_mass", outputs.target_mass}, "for the gradients of a shard with weights");
+  }
+  if (problem.options.reduction == Reduction::mean && problem.class_weight.data != nullptr) {
+    check::is_required({problem.op, "normalizer", args.forward.normalizer}, "a shard has not all weights");
+  }
+  problem.statistics = args.shard.statistics.data;
+}
+
 // ---- logits that end in their product ------------------------------------------------------------------------------
 
 /// Products that are worth it: with fewer rows than a tile, or fewer classes, what is around the product takes longer
@@ -261,7 +300,8 @@ bool ends_in_product(const LinearCrossEntropyProblem& problem) {
   const LossOutputs& outputs = problem.outputs;
   const FusedProduct wanted = fused_product();
   if (wanted == FusedProduct::never) return false;
-  if (problem.has_soft_targets() || options.label_smoothing != 0.0 || !has_usual_softcap(options)) return false;
+  if (problem.shard != nullptr || problem.has_soft_targets() || options.label_smoothing != 0.0) return false;
+  if (!has_usual_softcap(options)) return false;
   if (outputs.argmax != nullptr || outputs.sum_sq != nullptr || outputs.mean_logit != nullptr) return false;
   if (problem.mode != Mode::forward && problem.dtype != DType::bfloat16) return false;
   const std::int64_t faster = problem.mode == Mode::forward_backward ? kFasterFusedClassesAtOnce : kFasterFusedClasses;
@@ -282,11 +322,15 @@ LinearCrossEntropyProblem make_problem(const LinearCrossEntropyForwardArgs& args
 
 LinearCrossEntropyProblem make_problem(const LinearCrossEntropyForwardBackwardArgs& args) {
   const LinearCrossEntropyForwardArgs& forward = args.forward;
-  Checked checked =
-      check_inputs(Mode::forward_backward, kForwardBackward, forward.inputs, args.gradients.grad_x, args.grad_loss);
+  Checked checked = check_inputs(Mode::forward_backward, kForwardBackward, forward.inputs, args.gradients.grad_x,
+                                 args.grad_loss, args.shard);
   check_outputs(checked, forward.normalizer, forward.outputs);
   check_gradients(checked, args.gradients, forward.inputs.weight);
-  if (!checked.problem.wants_gradients()) checked.problem.mode = Mode::forward;
+  if (checked.problem.shard != nullptr) {
+    check_exchange(checked, args);
+  } else if (!checked.problem.wants_gradients()) {
+    checked.problem.mode = Mode::forward;
+  }
   checked.problem.ends_in_product = ends_in_product(checked.problem);
   return checked.problem;
 }
@@ -295,7 +339,7 @@ LinearCrossEntropyProblem make_problem(const LinearCrossEntropyBackwardArgs& arg
   const char* op = kBackward;
   const LinearCrossEntropyInputs& inputs = args.inputs;
   check::is_valid({op, "grad_loss", args.grad_loss});
-  Checked checked = check_inputs(Mode::backward, op, inputs, args.gradients.grad_x, args.grad_loss);
+  Checked checked = check_inputs(Mode::backward, op, inputs, args.gradients.grad_x, args.grad_loss, args.shard);
   LinearCrossEntropyProblem& problem = checked.problem;
   LossArguments& arguments = checked.arguments;
   const Argument lse{op, "lse", args.lse};
@@ -320,6 +364,23 @@ LinearCrossEntropyProblem make_problem(const LinearCrossEntropyBackwardArgs& arg
   check_gradients(checked, args.gradients, inputs.weight);
   problem.ends_in_product = ends_in_product(problem);
   return problem;
+}
+
+LinearCrossEntropyProblem make_problem(const LinearCrossEntropyShardForwardArgs& args) {
+  if (args.shard.classes == 0) {
+    throw InvalidArgument(std::string(kShardForward) + ": shard.classes is 0, expected those of all shards");
+  }
+  Checked checked = check_inputs(Mode::forward, kShardForward, args.inputs, {}, {}, args.shard);
+  const Argument statistics{kShardForward, "statistics", args.statistics};
+  check::is_valid(statistics);
+  Dims expected = checked.problem.row_shape;
+  expected.push_back(kCrossEntropyStatistics);
+  check::has_shape(statistics, expected, "the statistics of each row of x");
+  checked.arguments.has_result_dtype(statistics);
+  check::is_contiguous(statistics);
+  checked.arguments.take_output(statistics);
+  checked.problem.statistics = args.statistics.data;
+  return checked.problem;
 }
 
 namespace {
@@ -365,7 +426,16 @@ std::size_t limit_of(const LinearCrossEntropyProblem& problem, const ExecutionCo
 /// Whatever workspace a context brings: this is what it should.
 std::size_t stated_bytes(const LinearCrossEntropyProblem& problem) {
   if (!is_cpu(problem)) require_cuda(problem.op, problem.device);
-  return workspace_bytes(problem, plan_block(problem, limit_of(problem, {})));
+  const LinearCrossEntropyProblem planned = of_largest_shard(problem);
+  return workspace_bytes(planned, plan_block(planned, limit_of(planned, {})));
+}
+
+/// What is computed at once: of shards the same rows, whichever of them the problem is.
+LinearCrossEntropyBlock block_of(const LinearCrossEntropyProblem& problem, const ExecutionContext& context) {
+  const LinearCrossEntropyProblem planned = of_largest_shard(problem);
+  LinearCrossEntropyBlock block = plan_block(planned, limit_of(planned, context));
+  block.classes = std::clamp<std::int64_t>(problem.classes, 1, block.classes);
+  return block;
 }
 
 void run(const LinearCrossEntropyProblem& problem, const ExecutionContext& context) {
@@ -374,9 +444,9 @@ void run(const LinearCrossEntropyProblem& problem, const ExecutionContext& conte
   if (!is_cpu(problem)) require_cuda(problem.op, problem.device);
   if (!problem.has_soft_targets() && problem.rows() != 0) {
     check_targets(problem.op, problem.device, {problem.view, kTargets, kPerRow, problem.targets}, problem.row_shape,
-                  problem.classes, problem.options.ignore_index, context);
+                  problem.all_classes(), problem.options.ignore_index, context);
   }
-  const LinearCrossEntropyBlock block = plan_block(problem, limit_of(problem, context));
+  const LinearCrossEntropyBlock block = block_of(problem, context);
   const Scratch scratch(problem.op, problem.device, workspace_bytes(problem, block), context);
   if (is_cpu(problem)) return cpu::linear_cross_entropy(problem, block, scratch.context());
   if constexpr (kHasCuda) cuda::linear_cross_entropy(problem, block, scratch.context());
@@ -394,6 +464,11 @@ void linear_cross_entropy_backward(const LinearCrossEntropyBackwardArgs& args, c
 
 void linear_cross_entropy_forward_backward(const LinearCrossEntropyForwardBackwardArgs& args,
                                            const ExecutionContext& context) {
+  run(make_problem(args), context);
+}
+
+void linear_cross_entropy_shard_forward(const LinearCrossEntropyShardForwardArgs& args,
+                                        const ExecutionContext& context) {
   run(make_problem(args), context);
 }
 
@@ -416,6 +491,11 @@ std::size_t linear_cross_entropy_backward_workspace_bytes(const LinearCrossEntro
 
 std::size_t linear_cross_entropy_forward_backward_workspace_bytes(const LinearCrossEntropyForwardBackwardArgs& args,
                                                                   const ExecutionContext&) {
+  return stated_bytes(make_problem(args));
+}
+
+std::size_t linear_cross_entropy_shard_forward_workspace_bytes(const LinearCrossEntropyShardForwardArgs& args,
+                                                               const ExecutionContext&) {
   return stated_bytes(make_problem(args));
 }
 

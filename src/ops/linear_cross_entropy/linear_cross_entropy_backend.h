@@ -62,6 +62,12 @@ struct LinearCrossEntropyProblem {
   DType grad_bias_dtype;
   bool accumulates;
 
+  /// Where the classes are those of a shard, what the caller says of it: nullptr without shards.
+  const LinearCrossEntropyShard* shard;
+  void* statistics;  ///< of a shard, outside of the backward
+  std::int64_t first_class() const { return shard == nullptr ? 0 : shard->first_class; }
+  std::int64_t all_classes() const { return shard == nullptr ? classes : shard->classes; }
+
   /// Do the logits end in the product (cuda/exp_product.h) instead of in memory?
   bool ends_in_product;
   /// Both at once, in which the gradient of the logits is 2^t, a factor for each row, and another element for its
@@ -80,6 +86,7 @@ struct LinearCrossEntropyProblem {
 LinearCrossEntropyProblem make_problem(const LinearCrossEntropyForwardArgs& args);
 LinearCrossEntropyProblem make_problem(const LinearCrossEntropyForwardBackwardArgs& args);
 LinearCrossEntropyProblem make_problem(const LinearCrossEntropyBackwardArgs& args);
+LinearCrossEntropyProblem make_problem(const LinearCrossEntropyShardForwardArgs& args);
 
 /// Rows and classes whose logits are computed at once; see cuts_classes() in linear_cross_entropy_plan.h.
 struct LinearCrossEntropyBlock {

@@ -112,7 +112,8 @@ class LinearCrossEntropyChunks {
   }
 
   void finish_per_row() {
-    if (problem_.mode == LinearCrossEntropyMode::backward) return;
+    const bool has_statistics_alone = problem_.shard != nullptr && problem_.mode == LinearCrossEntropyMode::forward;
+    if (problem_.mode == LinearCrossEntropyMode::backward || has_statistics_alone) return;
     const LossOutputs& to = problem_.outputs;
     const auto scatter = [&](const void* from, void* into) {
       if (!gathers_ || into == nullptr) return;
@@ -382,11 +383,14 @@ class LinearCrossEntropyChunks {
   }
 
   void merge_statistics(std::int64_t first, std::int64_t rows, std::int64_t blocks) {
-    CrossEntropyMergeArgs merge{.statistics = statistics_view({blocks, rows, kCrossEntropyStatistics}),
+    merge_statistics(first, rows, statistics_view({blocks, rows, kCrossEntropyStatistics}));
+  }
+  void merge_statistics(std::int64_t first, std::int64_t rows, const TensorView& statistics) {
+    CrossEntropyMergeArgs merge{.statistics = statistics,
                                 .targets = targets_at(first, rows, 0, problem_.classes),
                                 .row_weight = numbers_at(row_weight_, first, rows),
                                 .options = row_options(),
-                                .classes = problem_.classes,
+                                .classes = problem_.all_classes(),
                                 .has_weight = memory_.class_weight != nullptr,
                                 .reads_ignored_rows = false};
     put_outputs(merge, first, rows);
@@ -419,6 +423,7 @@ class LinearCrossEntropyChunks {
     if constexpr (Steps::kHasExpProduct) {
       if (problem_.ends_in_product) return forward_in_product(first, rows);
     }
+    if (problem_.shard != nullptr) return forward_of_shard(first, rows);
     if (block_.classes < classes) return forward_in_blocks(first, rows);
     multiply_logits(first, rows, 0, classes);
     CrossEntropyForwardArgs loss{.logits = logits_view(rows, classes),
@@ -438,6 +443,33 @@ class LinearCrossEntropyChunks {
     if (problem_.grad_x != nullptr && gathers_) steps_.scatter_grad_x(first, rows, problem_.dtype);
   }
 
+  /// The loss alone of a shard, which is its statistics; or both at once, with those of all shards in between.
+  void forward_of_shard(std::int64_t first, std::int64_t rows) {
+    const std::int64_t classes = problem_.classes;
+    const LinearCrossEntropyShard& shard = *problem_.shard;
+    const auto take = [&](std::int64_t count) { return first * count * kCrossEntropyStatistics; };
+    if (classes != 0) multiply_logits(first, rows, 0, classes);
+    void* own = element(problem_.statistics, problem_.accumulator(), take(1));
+    cross_entropy_shard_forward({.logits = logits_view(rows, classes),
+                                 .targets = targets_at(first, rows, 0, classes),
+                                 .weight = class_weight_at(0, classes),
+                                 .options = row_options(),
+                                 .first_class = shard.first_class,
+                                 .classes = shard.classes,
+                                 .is_for_mean_logit = shard.is_for_mean_logit,
+                                 .statistics = TensorView::contiguous(
+                                     own, problem_.accumulator(), {rows, kCrossEntropyStatistics}, problem_.device)},
+                                loss_context_);
+    if (problem_.mode == LinearCrossEntropyMode::forward) return;
+    shard.gather(first, rows);
+    const void* gathered =
+        element(static_cast<const void*>(shard.gathered.data), problem_.accumulator(), take(shard.shards));
+    merge_statistics(first, rows,
+                     TensorView::contiguous(gathered, problem_.accumulator(),
+                                            {shard.shards, rows, kCrossEntropyStatistics}, problem_.device));
+    if (problem_.wants_gradients()) backward(first, rows);
+  }
+
   void backward(std::int64_t first, std::int64_t rows) {
     for (std::int64_t first_class = 0; first_class < problem_.classes; first_class += block_.classes) {
       const std::int64_t classes = std::min(block_.classes, problem_.classes - first_class);
@@ -448,7 +480,8 @@ class LinearCrossEntropyChunks {
           continue;
         }
       }
-      multiply_logits(first, rows, first_class, classes);
+      // Those of a shard, of which both are computed at once, are there.
+      if (problem_.mode == LinearCrossEntropyMode::backward) multiply_logits(first, rows, first_class, classes);
       cross_entropy_backward({.grad_loss = grad_loss_at(first, rows),
                               .grad_lse = numbers_at(grad_lse_, first, rows),
                               .grad_entropy = numbers_at(grad_entropy_, first, rows),
@@ -460,15 +493,19 @@ class LinearCrossEntropyChunks {
                               .lse = numbers_at(per_row_.lse, first, rows),
                               .entropy = numbers_at(per_row_.entropy, first, rows),
                               .target_mass = numbers_at(per_row_.target_mass, first, rows),
-                              .first_class = first_class,
-                              .classes = problem_.classes,
+                              .first_class = problem_.first_class() + first_class,
+                              .classes = problem_.all_classes(),
                               .grad_logits = gradient_view(rows, classes)},
                              loss_context_);
       multiply_gradients(first, rows, first_class, classes);
     }
     if (problem_.grad_x == nullptr) return;
     const bool sums = block_.classes < problem_.classes;
-    if (sums || gathers_) steps_.scatter_grad_x(first, rows, sums ? problem_.accumulator() : problem_.dtype);
+    const bool is_elsewhere = (sums || gathers_) && problem_.classes != 0;
+    if (is_elsewhere) steps_.scatter_grad_x(first, rows, sums ? problem_.accumulator() : problem_.dtype);
+    if (problem_.shard != nullptr && problem_.shard->grad_x_is_complete) {
+      problem_.shard->grad_x_is_complete(first, rows);
+    }
   }
 
   const LinearCrossEntropyProblem& problem_;

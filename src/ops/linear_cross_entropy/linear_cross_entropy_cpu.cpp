@@ -39,7 +39,8 @@ class Steps {
         const std::int64_t target = integer_at(problem_.targets, at.of[kTargets]);
         if (target == problem_.options.ignore_index) continue;
         memory_.targets[count] = target;
-        if (problem_.class_weight.data != nullptr) counted_weight = number_at(problem_.class_weight, target);
+        const bool has_all_weights = problem_.class_weight.data != nullptr && problem_.shard == nullptr;
+        if (has_all_weights) counted_weight = number_at(problem_.class_weight, target);
       }
       if (problem_.row_weight != nullptr) counted_weight *= static_cast<const A*>(problem_.row_weight)[at.of[kPerRow]];
       weight += counted_weight;

@@ -368,8 +368,8 @@ class Steps {
     const bool is_backward = problem_.mode == LinearCrossEntropyMode::backward;
     const Selection<A> selection{
         .rows = rows_,
-        .class_weight = problem_.class_weight,
-        .classes = problem_.classes,
+        .class_weight = problem_.shard == nullptr ? problem_.class_weight : TypedNumbers{},
+        .classes = problem_.all_classes(),
         .row_weight = static_cast<const A*>(problem_.row_weight),
         .grad_loss = problem_.grad_loss,
         .row_indices = row_indices(),

@@ -100,7 +100,7 @@ inline bool may_gather(const LinearCrossEntropyProblem& problem) {
 /// Is a row cut into blocks of classes? Without a backward that takes statistics of hard targets.
 inline bool cuts_classes(const LinearCrossEntropyProblem& problem) {
   if (problem.mode == LinearCrossEntropyMode::backward) return true;
-  if (problem.ends_in_product) return false;
+  if (problem.ends_in_product || problem.shard != nullptr) return false;
   // Statistics hold the class of the largest logit as an accumulator: float32 knows integers up to 2^24.
   const bool knows_argmax = problem.outputs.argmax == nullptr || problem.accumulator() == DType::float64 ||
                             problem.classes <= std::int64_t{1} << 24;
@@ -332,7 +332,7 @@ inline std::size_t limit_without_workspace(const LinearCrossEntropyProblem& prob
   const LinearCrossEntropyPolicy& policy = policy_of(problem.device);
   const std::size_t rows = per_row_bytes(problem);
   if (problem.mode == LinearCrossEntropyMode::backward) return rows + policy.backward_bytes;
-  if (problem.mode == LinearCrossEntropyMode::forward) {
+  if (problem.mode == LinearCrossEntropyMode::forward && problem.shard == nullptr) {
     return rows + (problem.ends_in_product ? policy.fused_forward_bytes : policy.forward_bytes);
   }
   const std::int64_t enough = std::min(problem.rows(), policy.enough_rows);
@@ -350,6 +350,12 @@ inline std::int64_t batch_invariant_classes(const LinearCrossEntropyProblem& pro
   usual.skips_ignored_rows = true;
   usual.targets.dtype = DType::int64;
   return blocks_within(usual, limit_without_workspace(usual)).classes;
+}
+
+/// The problem of the largest shard, by which those of all are planned; without shards the problem itself.
+inline LinearCrossEntropyProblem of_largest_shard(LinearCrossEntropyProblem problem) {
+  if (problem.shard != nullptr) problem.classes = std::max(problem.classes, problem.shard->most_classes);
+  return problem;
 }
 
 inline LinearCrossEntropyBlock plan_block(const LinearCrossEntropyProblem& problem, std::size_t limit) {

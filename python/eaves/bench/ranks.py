@@ -1,0 +1,336 @@
+"""What it costs to have a head, or logits, cut over ranks: time, memory and efficiency beside one rank with the whole,
+and what each collective of a call takes. Starts the ranks itself, a GPU each, or processes on the CPU with gloo.
+
+    python -m eaves.bench.ranks --ranks 2 --output ranks.json
+
+Times are those of the slowest rank, after a barrier. The efficiency of N ranks is the time of one rank on the whole,
+while the others wait, over N times theirs. The plan for more ranks is arithmetic: a rank's share of the whole's time,
+and the collectives of a call with what they send at the bandwidth that was measured here, as if nothing hid them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.multiprocessing as multiprocessing
+from torch import Tensor, distributed
+
+import eaves
+from eaves.bench import results
+from eaves.bench.benchmark import DTYPES, reason
+from eaves.bench.device import Stopwatch, find_device, synchronize
+from eaves.bench.head import head_tensors
+from eaves.bench.memory import peak_of_call
+
+_WARM_UP_CALLS = 3
+_STATISTIC_BYTES = 44  # of a row and a rank: ten numbers and the target
+_PLAN = (2, 4, 8)
+
+
+class Case(NamedTuple):
+    """Rows [batch, features], a head [classes, features]; the same on all ranks."""
+
+    operator: str
+    batch: int
+    features: int
+    classes: int
+    dtype: torch.dtype
+    data: str
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Hidden states, head and target; of cross_entropy the logits in place of the first two."""
+        hidden, head, target = head_tensors(
+            self.batch, self.features, self.classes, self.dtype, device, 1, self.data == "dense"
+        )
+        return (hidden, head, target) if self.operator == "linear_cross_entropy" else (hidden @ head.t(), target)
+
+
+Forward = Callable[..., Tensor]
+"""Of the tensors of a rank and the group, which is None on one rank alone."""
+
+
+def _eaves_head(algorithm: str) -> Callable[[], Forward]:
+    def forward(hidden: Tensor, head: Tensor, target: Tensor, group: Any) -> Tensor:
+        return eaves.linear_cross_entropy(hidden, head, target, algorithm=algorithm, group=group)
+
+    return lambda: forward
+
+
+def _eaves_logits(inplace_backward: bool) -> Callable[[], Forward]:
+    def forward(logits: Tensor, target: Tensor, group: Any) -> Tensor:
+        return eaves.cross_entropy(logits * 1, target, inplace_backward=inplace_backward, group=group)
+
+    return lambda: forward
+
+
+def _loss_parallel_of_head() -> Forward:
+    """What torchtitan calls: the product's DTensor, and torch's cross_entropy under loss_parallel."""
+    of_logits = _loss_parallel_of_logits()
+
+    def forward(hidden: Tensor, head: Tensor, target: Tensor, group: Any) -> Tensor:
+        whole: Tensor = _SummedGradient.apply(hidden, group)  # type: ignore[no-untyped-call]
+        return of_logits(whole @ head.t(), target, group)
+
+    return forward
+
+
+class _SummedGradient(torch.autograd.Function):
+    """What each rank has whole, where each computes a part of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous()
+        if ctx.group is not None:
+            distributed.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def _loss_parallel_of_logits() -> Forward:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    def forward(logits: Tensor, target: Tensor, group: Any) -> Tensor:
+        if group is None:
+            return torch.nn.functional.cross_entropy(logits.float(), target)
+        mesh = DeviceMesh.from_group(group, logits.device.type)
+        whole = DTensor.from_local(logits.float(), mesh, [Shard(1)], run_check=False)
+        with loss_parallel():
+            loss: Any = torch.nn.functional.cross_entropy(whole, DTensor.from_local(target, mesh, [Replicate()]))
+            loss.backward()  # has to be called in the context
+        local: Tensor = loss.to_local().detach()
+        return local
+
+    return forward
+
+
+def _liger() -> Forward:
+    function = import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+
+    def forward(hidden: Tensor, head: Tensor, target: Tensor, group: Any) -> Tensor:
+        if group is None:
+            raise NotImplementedError("a group of several ranks alone")
+        losses: Tensor = function.LigerFusedLinearScaledCrossEntropyTPFunction.apply(hidden, head, target, group)
+        return losses.mean()
+
+    return forward
+
+
+PROVIDERS: Mapping[str, Mapping[str, Callable[[], Forward]]] = {
+    "linear_cross_entropy": {
+        "eaves": _eaves_head("auto"),
+        "eaves-memory": _eaves_head("memory"),
+        "eaves-recompute": _eaves_head("recompute"),
+        "torch-loss-parallel": _loss_parallel_of_head,
+        "liger-scaled": _liger,
+    },
+    "cross_entropy": {
+        "eaves": _eaves_logits(False),
+        "eaves-inplace": _eaves_logits(True),
+        "torch-loss-parallel": _loss_parallel_of_logits,
+    },
+}
+
+
+# ----------------------------------------------------------------------------------------------------------- measuring
+
+
+def _own(case: Case, tensors: tuple[Tensor, ...], rank: int, ranks: int) -> list[Tensor]:
+    """This rank's classes."""
+    size = case.classes // ranks
+    own = slice(rank * size, (rank + 1) * size)
+    if case.operator == "cross_entropy":
+        return [tensors[0][:, own].contiguous(), tensors[1]]
+    return [tensors[0], tensors[1][own].clone(), tensors[2]]
+
+
+def _step(forward: Forward, tensors: list[Tensor], group: Any) -> Callable[[], None]:
+    leaves = [each.detach().requires_grad_(each.is_floating_point()) for each in tensors]
+
+    def run() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        loss = forward(*leaves, group)
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    return run
+
+
+def _milliseconds(run: Callable[[], object], device: torch.device, group: Any, repetitions: int) -> float:
+    """The median over the repetitions, each on the slowest rank; without a group on this rank."""
+    times = []
+    for index in range(_WARM_UP_CALLS + repetitions):
+        synchronize(device)
+        if group is not None:
+            distributed.barrier(group)
+        stopwatch = Stopwatch(device)
+        stopwatch.start()
+        run()
+        stopwatch.stop()
+        synchronize(device)
+        if index >= _WARM_UP_CALLS:
+            times.append(stopwatch.elapsed_ms())
+    slowest = torch.tensor(times, device=device)
+    if group is not None:
+        distributed.all_reduce(slowest, distributed.ReduceOp.MAX, group)
+    median: float = statistics.median(slowest.tolist())
+    return median
+
+
+def _rows_of(case: Case, device: torch.device, repetitions: int) -> list[dict[str, Any]]:
+    group: Any = distributed.group.WORLD
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    whole, found = case.tensors(device), []
+    for name, load in PROVIDERS[case.operator].items():
+        row: dict[str, Any] = {**case._asdict(), "dtype": str(case.dtype).removeprefix("torch."), "provider": name}
+        row["ranks"] = ranks
+        try:
+            forward = load()
+            run = _step(forward, _own(case, whole, rank, ranks), group)
+            row["ms"] = _milliseconds(run, device, group, repetitions)
+            row["peak_bytes"] = peak_of_call(run, device)
+        except Exception as error:  # of another package: on all ranks alike
+            row["skipped"] = reason(error)
+            found.append(row)
+            continue
+        if rank == 0:
+            try:
+                alone = _step(forward, [each.clone() for each in whole], None)
+                row["one_rank_ms"] = _milliseconds(alone, device, None, repetitions)
+                row["one_rank_peak_bytes"] = peak_of_call(alone, device)
+                row["efficiency"] = row["one_rank_ms"] / (ranks * row["ms"])
+            except Exception as error:
+                row["one_rank_skipped"] = reason(error)
+        distributed.barrier(group)
+        found.append(row)
+    return found
+
+
+def _collectives(case: Case, device: torch.device, repetitions: int) -> list[dict[str, Any]]:
+    """Those of a call, alone: `bytes` are what a rank has to receive."""
+    group: Any = distributed.group.WORLD
+    ranks = distributed.get_world_size()
+    statistics_of_rows = torch.zeros(case.batch * _STATISTIC_BYTES, dtype=torch.uint8, device=device)
+    gathered = statistics_of_rows.new_empty(ranks * statistics_of_rows.numel())
+    gradient = torch.zeros(case.batch, case.features, dtype=case.dtype, device=device)
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    calls: list[tuple[str, int, Callable[[], object]]] = [
+        ("all_gather of statistics", (ranks - 1) * statistics_of_rows.numel(),
+         lambda: gather(gathered, statistics_of_rows, group=group)),
+        ("all_reduce of the gradient of input", 2 * (ranks - 1) * gradient.nbytes // ranks,
+         lambda: distributed.all_reduce(gradient, group=group)),
+    ]  # fmt: skip
+    found = []
+    for name, received, run in calls:
+        milliseconds = _milliseconds(run, device, group, repetitions)
+        rate = received / milliseconds / 1e6
+        found.append({"collective": name, "ranks": ranks, "bytes": received, "ms": milliseconds, "gb_per_s": rate})
+    return found
+
+
+def plan(case: Case, one_rank_ms: float, collectives: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For more ranks, from what was measured; of a head that is linear_cross_entropy's."""
+    gather, reduce = (each["gb_per_s"] for each in collectives)
+    item, found = torch.empty((), dtype=case.dtype).element_size(), []
+    for ranks in _PLAN:
+        gathered = (ranks - 1) * case.batch * _STATISTIC_BYTES
+        reduced = 2 * (ranks - 1) * case.batch * case.features * item // ranks
+        share = one_rank_ms / ranks
+        exchange = gathered / gather / 1e6 + reduced / reduce / 1e6
+        found.append(
+            {
+                "ranks": ranks, "gathered_bytes": gathered, "reduced_bytes": reduced, "share_ms": share,
+                "collectives_ms": exchange, "efficiency_if_nothing_is_hidden": share / (share + exchange),
+            }
+        )  # fmt: skip
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- program
+
+
+def _on_a_rank(rank: int, arguments: argparse.Namespace, rendezvous: str) -> None:
+    device = torch.device("cpu")
+    if arguments.device == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    distributed.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=arguments.ranks)
+    rows: list[dict[str, Any]] = []
+    batch, features, classes = arguments.shape
+    for operator in PROVIDERS:
+        for data in ("seed", "dense"):
+            case = Case(operator, batch, features, classes, DTYPES[arguments.dtype], data)
+            rows += _rows_of(case, device, arguments.repetitions)
+    collectives = _collectives(case, device, arguments.repetitions)
+    if rank == 0:
+        whole = next(row for row in rows if row["provider"] == "eaves" and row["data"] == "dense")
+        head = results.result(rows, device, "ranks", ["liger-kernel"])
+        found = {**head, "collectives": collectives, "plan": plan(case, whole["one_rank_ms"], collectives)}
+        _print(found)
+        if arguments.output:
+            Path(arguments.output).write_text(json.dumps(found, indent=1) + "\n")
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def _print(found: dict[str, Any]) -> None:
+    for row in found["rows"]:
+        words = f"{row['operator']:22}{row['data']:7}{row['provider']:21}"
+        if "skipped" in row:
+            print(f"{words}{row['skipped']}")
+            continue
+        efficiency = f"{row['efficiency']:.3f}" if "efficiency" in row else "-"
+        print(f"{words}{row['ms']:9.2f} ms {row['peak_bytes'] / 2**20:9.0f} MiB  efficiency {efficiency}")
+    for each in found["collectives"]:
+        print(f"{each['collective']:36}{each['bytes'] / 1e6:9.1f} MB {each['ms']:8.3f} ms {each['gb_per_s']:7.1f} GB/s")
+    for each in found["plan"]:
+        print(
+            f"{each['ranks']} ranks: {each['share_ms']:.2f} ms and {each['collectives_ms']:.2f} ms of collectives, "
+            f"efficiency {each['efficiency_if_nothing_is_hidden']:.3f} if nothing hides them"
+        )
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m eaves.bench.ranks", description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--ranks", type=int, default=2, help="processes, on GPUs one for each")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where they compute")
+    parser.add_argument("--shape", type=_shape, default=[8192, 4096, 131072], help="rows x features x classes")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    parser.add_argument("--repetitions", type=int, default=10)
+    parser.add_argument("--output", help="the JSON file to write")
+    arguments = parser.parse_args(words)
+    arguments.device = find_device(arguments.device).type
+    if arguments.shape[2] % arguments.ranks:
+        parser.error(f"--shape has {arguments.shape[2]} classes, expected a multiple of {arguments.ranks} ranks")
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = f"file://{folder}/rendezvous"
+        spawn: Any = getattr(multiprocessing, "spawn")  # noqa: B009  # which torch does not declare
+        spawn(_on_a_rank, (arguments, rendezvous), nprocs=arguments.ranks)
+
+
+def _shape(words: str) -> list[int]:
+    sizes = [int(word) for word in words.split("x")]
+    if len(sizes) != 3 or min(sizes) < 1:
+        raise ValueError
+    return sizes
+
+
+if __name__ == "__main__":
+    main()

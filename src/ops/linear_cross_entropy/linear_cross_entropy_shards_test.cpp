@@ -1,0 +1,283 @@
+// A head that is cut into shards: the statistics of each, their merging, and the gradients of each shard, on both ways
+// to them, against the oracle of the whole. The shards are computed one after the other: what they exchange is there
+// before.
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "eaves/linear_cross_entropy.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_test_case.h"
+#include "testing/cases.h"
+#include "testing/devices.h"
+#include "testing/refusals.h"
+
+namespace eaves::testing {
+namespace {
+
+class LinearCrossEntropyShards : public OnEachDevice {};
+EAVES_EACH_DEVICE(LinearCrossEntropyShards);
+
+constexpr std::int64_t kS = kCrossEntropyStatistics;
+
+/// The classes [first, first + size) of a tensor; absent of one that is absent.
+TensorView part_of(TensorView view, std::int64_t first, std::int64_t size) {
+  if (!view.is_present) return view;
+  const std::int64_t bytes = first * view.strides[0] * static_cast<std::int64_t>(size_of(view.dtype));
+  view.data = static_cast<char*>(view.data) + bytes;
+  view.shape[0] = size;
+  return view;
+}
+
+LinearCrossEntropyInputs part_of(LinearCrossEntropyInputs inputs, std::int64_t first, std::int64_t size) {
+  inputs.weight = part_of(inputs.weight, first, size);
+  inputs.bias = part_of(inputs.bias, first, size);
+  inputs.class_weight = part_of(inputs.class_weight, first, size);
+  return inputs;
+}
+
+/// Everything that a run computes, by shards, over its buffers.
+class Shards {
+ public:
+  Shards(LinearCrossEntropyRun& run, const std::vector<std::int64_t>& sizes)
+      : run_(run),
+        case_(run.test_case()),
+        sizes_(sizes),
+        count_(static_cast<std::int64_t>(sizes.size())),
+        rows_(run.forward_args().inputs.targets.element_count()),
+        statistics_(case_.device, run.result_dtype(), {count_, rows_, kS}),
+        own_(case_.device, run.result_dtype(), {rows_, kS}),
+        gathered_(case_.device, run.result_dtype(), {count_, rows_, kS}) {}
+
+  void run() {
+    const LinearCrossEntropyForwardArgs whole = run_.forward_args();
+    each([&](std::int64_t index, const LinearCrossEntropyShard& shard, std::int64_t size) {
+      linear_cross_entropy_shard_forward(
+          {.inputs = part_of(whole.inputs, shard.first_class, size),
+           .shard = shard,
+           .statistics = TensorView::contiguous(rows_at(statistics_, index * rows_), run_.result_dtype(), own_shape(),
+                                                case_.device)});
+    });
+    merge(whole);
+    backward();
+    at_once();
+    run_.download();
+  }
+
+ private:
+  template <typename Body>
+  void each(Body&& body) {
+    std::int64_t first = 0;
+    for (std::int64_t index = 0; index < count_; ++index) {
+      const std::int64_t size = sizes_[static_cast<std::size_t>(index)];
+      const std::int64_t most = *std::max_element(sizes_.begin(), sizes_.end());
+      body(index,
+           LinearCrossEntropyShard{.first_class = first,
+                                   .classes = case_.classes,
+                                   .most_classes = most,
+                                   .is_for_mean_logit = case_.wants_mean_logit},
+           size);
+      first += size;
+    }
+    ASSERT_EQ(first, case_.classes);
+  }
+
+  Dims own_shape() const {
+    Dims shape = case_.row_shape;
+    shape.push_back(kS);
+    return shape;
+  }
+
+  /// The address of the statistics from row `row` on.
+  void* rows_at(const TestTensor& tensor, std::int64_t row) const {
+    return static_cast<char*>(tensor.view().data) + row * kS * static_cast<std::int64_t>(size_of(run_.result_dtype()));
+  }
+
+  void merge(const LinearCrossEntropyForwardArgs& whole) {
+    Dims shape = {count_};
+    for (const std::int64_t size : own_shape()) shape.push_back(size);
+    const LinearCrossEntropyOutputs& to = whole.outputs;
+    cross_entropy_merge(
+        {.statistics = TensorView::contiguous(rows_at(statistics_, 0), run_.result_dtype(), shape, case_.device),
+         .targets = whole.inputs.targets,
+         .row_weight = whole.inputs.row_weight,
+         .normalizer = whole.normalizer,
+         .options = case_.options,
+         .classes = case_.classes,
+         .has_weight = whole.inputs.class_weight.is_present,
+         .reads_ignored_rows = false,
+         .loss = to.loss,
+         .lse = to.lse,
+         .argmax = to.argmax,
+         .entropy = to.entropy,
+         .sum_sq = to.sum_sq,
+         .mean_logit = to.mean_logit,
+         .z_loss = to.z_loss,
+         .target_mass = to.target_mass,
+         .divisor = to.divisor});
+  }
+
+  /// Of a shard, with a tensor for its part of grad_x.
+  LinearCrossEntropyGradients part_of_gradients(LinearCrossEntropyGradients gradients, std::int64_t first,
+                                                std::int64_t size) {
+    if (gradients.grad_x.is_present) {
+      parts_.push_back(std::make_unique<TestTensor>(case_.device, case_.dtype, gradients.grad_x.shape));
+      parts_.back()->fill([](std::int64_t) { return 0.0; });  // what a shard without classes leaves there
+      gradients.grad_x = parts_.back()->view();
+    }
+    gradients.grad_weight = part_of(gradients.grad_weight, first, size);
+    gradients.grad_bias = part_of(gradients.grad_bias, first, size);
+    return gradients;
+  }
+
+  /// Their sum.
+  void add_parts(TestTensor& grad_x) {
+    runtime::synchronize(case_.device);
+    for (auto& part : parts_) {
+      part->download();
+      EXPECT_EQ(part->canary_damage(), "") << "around a shard's grad_x";
+    }
+    if (!parts_.empty()) {
+      grad_x.fill([&](std::int64_t i) {
+        double sum = 0.0;
+        for (auto& part : parts_) sum += part->get(i);
+        return sum;
+      });
+    }
+    parts_.clear();
+  }
+
+  void backward() {
+    std::int64_t rows_told = 0;
+    each([&](std::int64_t, LinearCrossEntropyShard shard, std::int64_t size) {
+      LinearCrossEntropyBackwardArgs args = run_.backward_args();
+      args.inputs = part_of(args.inputs, shard.first_class, size);
+      args.gradients = part_of_gradients(args.gradients, shard.first_class, size);
+      shard.grad_x_is_complete = [&](std::int64_t first, std::int64_t rows) {
+        EXPECT_EQ(first, rows_told % rows_);
+        rows_told += rows;
+      };
+      args.shard = shard;
+      linear_cross_entropy_backward(args);
+    });
+    if (case_.wanted.x) EXPECT_EQ(rows_told, count_ * rows_);
+    add_parts(run_.gradients.x);
+  }
+
+  void at_once() {
+    each([&](std::int64_t, LinearCrossEntropyShard shard, std::int64_t size) {
+      LinearCrossEntropyForwardBackwardArgs args = run_.at_once_args();
+      args.forward.inputs = part_of(args.forward.inputs, shard.first_class, size);
+      args.gradients = part_of_gradients(args.gradients, shard.first_class, size);
+      shard.shards = count_;
+      shard.statistics = own_.view();
+      shard.gathered = gathered_.view();
+      shard.gather = [&](std::int64_t first, std::int64_t rows) {
+        const auto bytes = static_cast<std::size_t>(rows * kS) * size_of(run_.result_dtype());
+        runtime::synchronize(case_.device);
+        for (std::int64_t of = 0; of < count_; ++of) {
+          runtime::copy(rows_at(gathered_, count_ * first + of * rows), case_.device,
+                        rows_at(statistics_, of * rows_ + first), case_.device, bytes);
+        }
+      };
+      args.shard = shard;
+      linear_cross_entropy_forward_backward(args);
+    });
+    add_parts(run_.gradients_at_once.x);
+  }
+
+  LinearCrossEntropyRun& run_;
+  const LinearCrossEntropyCase& case_;
+  std::vector<std::int64_t> sizes_;
+  std::int64_t count_, rows_;
+  TestTensor statistics_, own_, gathered_;
+  std::vector<std::unique_ptr<TestTensor>> parts_;
+};
+
+void check_shards(const LinearCrossEntropyCase& test_case, const std::vector<std::int64_t>& sizes) {
+  SCOPED_TRACE(description_of(test_case) + ", " + std::to_string(sizes.size()) + " shards");
+  LinearCrossEntropyRun run(test_case);
+  Shards(run, sizes).run();
+  if (::testing::Test::HasFatalFailure()) return;
+  for (auto& [name, tensor] : run.outputs()) EXPECT_EQ(tensor->canary_damage(), "") << "around " << name;
+  LinearCrossEntropyComparison comparison(run);
+  comparison.compare();
+}
+
+/// No row is ignored: the statistics of those that are not lie side by side.
+LinearCrossEntropyCase case_of(Device device, DType dtype) {
+  LinearCrossEntropyCase c{.device = device, .dtype = dtype, .row_shape = {5, 6}, .classes = 120};
+  c.target = [](std::int64_t row) { return static_cast<double>(row * 37 % 120); };
+  // Parts of 16 bits would be rounded before they are added.
+  c.wanted.x = size_of(dtype) != 2;
+  return c;
+}
+
+const std::vector<std::vector<std::int64_t>> kCuts = {{120}, {40, 80}, {7, 0, 64, 49}};
+
+TEST_P(LinearCrossEntropyShards, TheirMergeAndTheirGradientsAreThoseOfTheWhole) {
+  for (const DType dtype : floating_point_dtypes()) {
+    for (const std::vector<std::int64_t>& sizes : kCuts) {
+      for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
+        LinearCrossEntropyCase c = case_of(device(), dtype);
+        c.options.reduction = reduction;
+        c.wants_mean_logit = true;
+        check_shards(c, sizes);
+        c.workspace_limit = 4000;  // several chunks
+        c.bias_dtype = DType::float32;
+        check_shards(c, sizes);
+      }
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropyShards, TakeEveryOption) {
+  for (const DType dtype : floating_point_dtypes()) {
+    for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
+      LinearCrossEntropyCase c = case_of(device(), dtype);
+      c.options = {.reduction = reduction, .label_smoothing = 0.1, .scale = 0.7, .softcap = 5.0, .z_loss_weight = 0.01};
+      c.has_row_weight = true;
+      c.has_normalizer = reduction == Reduction::mean;  // a shard has not all weights
+      c.class_weight_dtype = DType::float32;
+      c.bias_dtype = dtype;
+      c.accumulates = true;
+      check_shards(c, kCuts[2]);
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropyShards, RefuseWhatIsNoShard) {
+  LinearCrossEntropyCase c = case_of(device(), DType::float32);
+  LinearCrossEntropyRun run(c);
+  const LinearCrossEntropyShard all{.first_class = 0, .classes = 120};
+  TestTensor statistics(device(), DType::float32, {5, 6, kS});
+  const auto forward = [&](const LinearCrossEntropyShard& shard) {
+    return [&, shard] {
+      linear_cross_entropy_shard_forward(
+          {.inputs = run.forward_args().inputs, .shard = shard, .statistics = statistics.view()});
+    };
+  };
+  const std::string op = "linear_cross_entropy_shard_forward: ";
+  expect_message(forward({}), op + "shard.classes is 0, expected those of all shards");
+  expect_message(forward({.first_class = 1, .classes = 120}),
+                 op + "weight has the classes 1 to 1 + 120, expected a part of 120 classes");
+  const auto at_once = [&](const LinearCrossEntropyShard& shard) {
+    return [&, shard] {
+      LinearCrossEntropyForwardBackwardArgs args = run.at_once_args();
+      args.shard = shard;
+      linear_cross_entropy_forward_backward(args);
+    };
+  };
+  LinearCrossEntropyShard shard = all;
+  TestTensor gathered(device(), DType::float32, {5, 6, kS});
+  shard.statistics = statistics.view();
+  shard.gathered = gathered.view();
+  expect_message(at_once(shard), "linear_cross_entropy_forward_backward: shard.gather is needed");
+  shard.shards = 2;
+  expect_message(at_once(shard),
+                 "linear_cross_entropy_forward_backward: shard.gathered has 300 elements, expected at least 600");
+}
+
+}  // namespace
+}  // namespace eaves::testing
