@@ -20,26 +20,20 @@ namespace {
 using eaves::DType;
 using eaves::TensorView;
 
-constexpr int kRows = 256, kFeatures = 32, kClasses = 1000, kStatistics = eaves::kCrossEntropyStatistics;
+constexpr int kRanks = 4, kRows = 256, kFeatures = 32, kStatistics = eaves::kCrossEntropyStatistics;
+constexpr int kClasses = 1000, kMostClasses = 300;  // of all ranks, and the most that one has
 
-// The classes of a rank, and as how many rows of the head they are stored: those behind them are padding.
-struct Part {
-  int first_class, classes, stored;
-};
-constexpr Part kParts[] = {{0, 300, 300}, {300, 256, 256}, {556, 300, 300}, {856, 144, 200}};
-constexpr int kRanks = std::size(kParts), kMostClasses = 300;
-
-// One rank's part of the head, and what its step computes.
+// One rank's part of the head, whose rows behind `classes` are padding, and what its step computes.
 struct Rank {
-  Part part;
-  std::vector<float> head = std::vector<float>(part.stored * kFeatures), grad_head = std::vector<float>(head.size());
+  int first_class, classes, stored;
+  std::vector<float> head = std::vector<float>(stored * kFeatures), grad_head = std::vector<float>(head.size());
   std::vector<float> grad_x = std::vector<float>(kRows * kFeatures), lse = std::vector<float>(kRows);
   float loss = 0;
   int chunks = 0;
 
   // Without shards. Padding is left out by views of the rows before it, and is neither read nor written.
   eaves::LinearCrossEntropyForwardBackwardArgs step(const float* x, const std::int64_t* targets) {
-    const eaves::Dims of_x = {kRows, kFeatures}, of_head = {part.classes, kFeatures};
+    const eaves::Dims of_x = {kRows, kFeatures}, of_head = {classes, kFeatures};
     eaves::LinearCrossEntropyForwardBackwardArgs args;
     args.forward.inputs = {.x = TensorView::contiguous(x, DType::float32, of_x),
                            .weight = TensorView::contiguous(head.data(), DType::float32, of_head),
@@ -80,9 +74,9 @@ class Communicator {
 
 void run_rank(Communicator& communicator, int index, Rank& rank, eaves::LinearCrossEntropyForwardBackwardArgs args) {
   std::vector<float> statistics(kRows * kStatistics), gathered(kRanks * statistics.size());
-  // Chunks are the same on all ranks where this is, beside x and the targets, and most_classes.
+  // This limit and most_classes must be the same on all ranks, as x and targets are: the chunks follow from them.
   args.forward.inputs.workspace_limit = 128 << 10;
-  args.shard = {.first_class = rank.part.first_class,
+  args.shard = {.first_class = rank.first_class,
                 .classes = kClasses,
                 .most_classes = kMostClasses,
                 .shards = kRanks,
@@ -117,17 +111,16 @@ int main() {
   std::normal_distribution<float> normal;
   std::vector<float> x(kRows * kFeatures);
   std::vector<std::int64_t> targets(kRows);
-  Rank whole = {.part = {0, kClasses, kClasses}};
+  Rank whole = {0, kClasses, kClasses};
   for (float& number : x) number = normal(random);
   for (float& number : whole.head) number = 0.5f * normal(random);
   for (int row = 0; row < kRows; ++row) targets[row] = row * 37 % kClasses;
   linear_cross_entropy_forward_backward(whole.step(x.data(), targets.data()));
 
-  std::vector<Rank> ranks;
-  for (const Part& part : kParts) {
-    Rank& rank = ranks.emplace_back(Rank{.part = part});
+  Rank ranks[kRanks] = {{0, 300, 300}, {300, 256, 256}, {556, 300, 300}, {856, 144, 200}};
+  for (Rank& rank : ranks) {
     std::ranges::fill(rank.head, 100.0f);  // the padding: numbers that a loss over them would show
-    std::copy_n(&whole.head[part.first_class * kFeatures], part.classes * kFeatures, rank.head.begin());
+    std::copy_n(&whole.head[rank.first_class * kFeatures], rank.classes * kFeatures, rank.head.begin());
   }
   Communicator communicator;
   std::vector<std::jthread> threads;
@@ -138,7 +131,7 @@ int main() {
   bool ok = true;
   std::vector<float> grad_head;  // of all ranks, without the padding
   for (const Rank& rank : ranks) {
-    const auto padding = rank.grad_head.begin() + rank.part.classes * kFeatures;
+    const auto padding = rank.grad_head.begin() + rank.classes * kFeatures;
     ok = ok && rank.loss == ranks[0].loss && rank.grad_x == ranks[0].grad_x;
     ok = ok && std::all_of(padding, rank.grad_head.end(), [](float number) { return number == 0; });
     grad_head.insert(grad_head.end(), rank.grad_head.begin(), padding);

@@ -131,12 +131,14 @@ struct CrossEntropyBackwardArgs {
   TensorView divisor = {};
 
   /// Of a vocabulary that is sharded: the first class of `logits`, and how many there are in all (0: as many as logits
-  /// has). Targets count over all of them, `weight` has those of `logits`.
+  /// has). Targets count over all of them, `weight` has those of `logits`. Both as in the shard's forward: others
+  /// that are possible are not noticed, and the gradient is wrong.
   std::int64_t first_class = 0;
   std::int64_t classes = 0;
 
   /// out; dL/d(logits), shape and dtype of logits, any strides that give every element its own place; may be the view
-  /// `logits` itself, which is then overwritten. Of float32 logits also narrower, over them: see
+  /// `logits` itself, which is then overwritten. Outside of the view nothing is written: what is stored beside it, a
+  /// shard's padding say, is no gradient. Of float32 logits also narrower, over them: see
   /// CrossEntropyForwardBackwardArgs.
   TensorView grad_logits = {};
 };
@@ -190,7 +192,7 @@ struct CrossEntropyShardArgs {
   int class_axis = -1;
   CrossEntropyOptions options = {};
   std::int64_t first_class = 0;
-  std::int64_t classes = 0;
+  std::int64_t classes = 0;        ///< of all shards, on each of them; with 0 logits would be the only one
   bool is_for_mean_logit = false;  ///< the merge is asked for mean_logit
 
   /// out, result dtype, contiguous: per row and kCrossEntropyStatistics as the last axis.

@@ -74,6 +74,7 @@ def checked_head(
     bias: Tensor | None,
     reference_name: str,
     reference: Tensor,
+    may_be_empty: bool = False,
 ) -> Head:
     """The head of the arguments that are called `names`, as it is multiplied; cast where torch.autocast is on."""
     input_name, weight_name, bias_name = names
@@ -88,7 +89,7 @@ def checked_head(
             f"{op}: {weight_name} has shape {shape_of(weight)}, expected [classes, {features}] (features as "
             f"{input_name} {shape_of(input)})"
         )
-    if weight.shape[0] == 0:
+    if weight.shape[0] == 0 and not may_be_empty:
         raise ValueError(f"{op}: {weight_name} has shape {shape_of(weight)}, expected at least one class")
     passed = weight.dtype
     is_autocast = torch.is_autocast_enabled(input.device.type)

@@ -21,7 +21,7 @@ from eaves._linear_cross_entropy import (
     linear_cross_entropy,
     wide_weight,
 )
-from eaves._log_prob_chunks import HeadOptions, Settings, has_values, losses_of, rows_of
+from eaves._log_prob_chunks import HeadOptions, OverRanks, Settings, has_values, losses_of, rows_of
 from eaves._loss import (
     ARGMAX,
     CLASS_DTYPES,
@@ -50,7 +50,14 @@ from eaves._operator import (
     number_of,
     uncompiled,
 )
-from eaves._ranks import is_distributed, with_agreement, without_padding
+from eaves._ranks import (
+    agreed_place,
+    dtypes,
+    refuse_without_group,
+    shard_of,
+    with_agreement,
+    without_padding,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -163,8 +170,7 @@ def log_prob(
         return_mean_logit: whether to return the mean of each row's z', [rows...], float32; not differentiable.
         inplace_backward: whether the gradient of logits may be written over logits, as in eaves.cross_entropy: then
             the entropy has no gradient. With K tokens, or a temperature for each row, the backward writes it.
-        group, first_class, classes: as in eaves.cross_entropy: a vocabulary that is cut over ranks. Not with K tokens,
-            nor with a temperature for each row.
+        group, first_class, classes: as in eaves.cross_entropy: a vocabulary that is cut over ranks.
 
     Returns:
         The log-probabilities, in the shape of tokens: float32, or float64 for float64 logits. With any return_*:
@@ -188,13 +194,9 @@ def log_prob(
         refuse_unknown("log_prob", unknown, log_prob)
     returns = (return_entropy, return_top1, return_sum_sq, return_mean_logit)
     if _has_several(logits, tokens, temperature):
-        _refuse_ranks("log_prob", group is not None or is_distributed(logits))
-        if classes is not None:
-            (logits,) = without_padding("log_prob", classes, logits.movedim(-1, 0))
-            logits = logits.movedim(0, -1)
         return _of_several(
             _NAMES, logits, None, None, tokens, temperature, softcap, scale, ignore_index, returns,
-            inplace_backward=inplace_backward,
+            inplace_backward=inplace_backward, of_group=(group, first_class, classes),
         )  # fmt: skip
     return _of_loss(
         cross_entropy, _NAMES, (logits,), tokens, temperature, softcap, scale, ignore_index, returns,
@@ -280,8 +282,8 @@ def linear_log_prob(
             tokens, or a temperature for each row, chunks are cut for workspace_bytes; None: 512 MiB on a GPU, 32 MiB on
             the CPU.
         group, first_class, classes, sequence_parallel, reduce_input_grad, reduce_dtype: as in
-            eaves.linear_cross_entropy: a head that is cut over ranks. Not with K tokens, nor with a temperature for
-            each row.
+            eaves.linear_cross_entropy: a head that is cut over ranks. sequence_parallel and a DTensor with one token
+            for each row and a number as temperature.
 
     Returns:
         As eaves.log_prob.
@@ -300,14 +302,11 @@ def linear_log_prob(
         refuse_unknown("linear_log_prob", unknown, linear_log_prob)
     returns = (return_entropy, return_top1, return_sum_sq, return_mean_logit)
     if _has_several(hidden, tokens, temperature):
-        _refuse_ranks("linear_log_prob", group is not None or is_distributed(head))
-        check_tensor("linear_log_prob", "head", head)
-        if classes is not None:
-            head, bias, grad_weight_out = without_padding("linear_log_prob", classes, head, bias, grad_weight_out)
         return _of_several(
             _LINEAR_NAMES, hidden, head, bias, tokens, temperature, softcap, scale, ignore_index, returns,
             algorithm=algorithm, workspace_bytes=workspace_bytes, skip_ignored=skip_ignored,
             grad_weight_dtype=grad_weight_dtype, grad_weight_out=grad_weight_out,
+            of_group=(group, first_class, classes, sequence_parallel, reduce_input_grad, reduce_dtype),
         )  # fmt: skip
     return _of_loss(
         linear_cross_entropy, _LINEAR_NAMES, (hidden, head), tokens, temperature, softcap, scale, ignore_index,
@@ -324,13 +323,6 @@ _LINEAR_NAMES = {
     "linear_cross_entropy": "linear_log_prob", "input": "hidden", "linear_weight": "head", "linear_bias": "bias",
     "target": "tokens",
 }  # fmt: skip
-
-
-def _refuse_ranks(op: str, is_over_ranks: bool) -> None:
-    if is_over_ranks:
-        raise NotImplementedError(
-            f"{op}: a group takes one token for each row and a number as temperature; call it for each token"
-        )
 
 
 def _of_loss(
@@ -419,8 +411,13 @@ def _of_several(names: Mapping[str, str], *arguments: Any, **options: Any) -> Te
             f"{op}: with several tokens or a temperature for each row it does not work inside of torch.export, "
             "torch.vmap and torch.func"
         )
+    group = options["of_group"][0]
     try:
-        return uncompiled(_computed)(op, *arguments, **options)  # type: ignore[no-any-return]
+        if group is None:
+            return uncompiled(_computed)(op, *arguments, **options)  # type: ignore[no-any-return]
+        return with_agreement(  # type: ignore[no-any-return]
+            op, group, arguments[0], lambda _: uncompiled(_computed)(op, *arguments, **options)
+        )
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise _renamed(error, names) from None
 
@@ -438,6 +435,7 @@ def _computed(
     returns: tuple[bool, ...],
     *,
     inplace_backward: bool = False,
+    of_group: tuple[Any, ...],
     **options: Any,
 ) -> Tensor | LogProbOutput:
     """log_prob of logits x, or where there is a weight linear_log_prob of hidden states x."""
@@ -450,14 +448,26 @@ def _computed(
     passed, name = x, "logits" if weight is None else "hidden"
     check_tensor(op, name, x)
     of_head = HeadOptions()
+    group, first_class, given_classes, *of_sum = of_group
+    shard = None
+    if group is not None:
+        shard = shard_of(op, group, first_class, given_classes, *of_sum)
+        if shard.sequence_parallel:
+            raise NotImplementedError(
+                f"{op}: sequence_parallel goes with one token for each row and a number as temperature; gather {name}"
+            )
+    elif first_class is not None or tuple(of_sum) not in ((), (False, True, None)):
+        refuse_without_group(op)
     if weight is None:
-        _check_logits(op, x)
+        _check_logits(op, x, shard is not None)
         classes = x.shape[-1]
         if inplace_backward and needs_autograd(x):
             refuse_in_place(x)
     else:
         given = {"hidden": x, "head": weight, "bias": bias, "tokens": tokens, "temperature": temperature}
-        x, weight, bias = checked_head(op, ("hidden", "head", "bias"), x, weight, bias, "hidden", x)
+        x, weight, bias = checked_head(
+            op, ("hidden", "head", "bias"), x, weight, bias, "hidden", x, may_be_empty=shard is not None
+        )
         classes = weight.shape[0]
         of_head = _head_options(op, x, weight, given, **options)
     rows = passed.shape[:-1]
@@ -470,6 +480,33 @@ def _computed(
     scale, softcap = tempered(op, 1.0 if divisor is None else divisor, scale, softcap)
     assert scale is not None
 
+    over_ranks = None
+    if shard is not None:
+        is_wanted = needs_autograd(*[each for each in (x, weight, bias) if each is not None])
+        facts = {
+            "whether there are gradients": is_wanted,
+            "the shape of tokens": list(tokens.shape),
+            "the sum of tokens": None if tokens.is_cuda else int(tokens.sum()),
+            **dtypes(**{name: x}, temperature=temperature if isinstance(temperature, Tensor) else None),
+            "temperature, scale and softcap": [scale, softcap],
+            "ignore_index": ignore_index,
+            "workspace_bytes": of_head.workspace_bytes,
+            "skip_ignored": of_head.skip_ignored,
+            "which outputs are computed": outputs,
+        }
+        over_ranks = OverRanks(shard, agreed_place(op, shard, classes, x.device, facts))
+        given_classes = over_ranks.place.columns
+    elif given_classes is not None:
+        without_padding(op, given_classes, x.movedim(-1, 0) if weight is None else weight)
+    if given_classes is not None:
+        if weight is None:
+            x = x[..., :given_classes]
+        else:
+            weight, bias = weight[:given_classes], None if bias is None else bias[:given_classes]
+        if of_head.grad_weight_out is not None:
+            of_head = of_head._replace(grad_weight_out=of_head.grad_weight_out[:given_classes])
+        classes = given_classes if over_ranks is None else over_ranks.place.classes
+
     chosen = tokens.to(torch.int64).reshape(math.prod(rows), 1 if tokens.dim() == len(rows) else tokens.shape[-1])
     is_absent = chosen == ignore_index
     is_ignored = is_absent.all(1)
@@ -479,7 +516,7 @@ def _computed(
         # Of ignored rows it may be anything.
         divisors = temperature.detach().reshape(-1).to(accumulator_dtype(x.dtype)).masked_fill(is_ignored, 1)
         _check_divisors(op, temperature, divisors)
-    settings = Settings(op, scale, softcap, ignore_index, outputs, inplace_backward, of_head)
+    settings = Settings(op, scale, softcap, ignore_index, outputs, inplace_backward, of_head, over_ranks)
     with torch.autocast(x.device.type, enabled=False):
         found = losses_of(settings, rows_of(chosen, is_absent, divisors), x, weight, bias)
         # 0 of ignored places, where a minus would make -0.
@@ -495,11 +532,11 @@ def _computed(
     return LogProbOutput(log_prob, entropy, is_top1, sum_sq, mean_logit)
 
 
-def _check_logits(op: str, logits: Tensor) -> None:
+def _check_logits(op: str, logits: Tensor, may_be_empty: bool) -> None:
     check_floating(op, "logits", logits, "logits", logits)
     if logits.dim() == 0:
         raise ValueError(f"{op}: logits has no axes, expected at least one, of the classes")
-    if logits.shape[-1] == 0:
+    if logits.shape[-1] == 0 and not may_be_empty:
         raise ValueError(f"{op}: logits has shape {shape_of(logits)}, expected at least one class")
 
 

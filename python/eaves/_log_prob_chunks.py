@@ -4,6 +4,9 @@ The kernels of cross_entropy compute a row's statistics with one of its tokens a
 are gathered beside it, and in the gradient their places are written again, exactly. Of a head that happens in chunks of
 rows (_head_chunks.py). Logits are copied, in chunks too, where each row has its temperature, because the kernels take
 numbers; else they are read where they are.
+
+Where classes are cut over ranks, logits and head are this rank's part of them. The logits of tokens are summed over the
+ranks, and the rows' statistics gathered, for each chunk.
 """
 
 from __future__ import annotations
@@ -26,10 +29,21 @@ from eaves._head_chunks import (
     of_rows,
     workspace_of,
 )
-from eaves._loss import ARGMAX, ENTROPY, LSE, NONE, POSITIONS, empty_outputs, numbers_of, pick
+from eaves._loss import ARGMAX, ENTROPY, LSE, MEAN_LOGIT, NONE, POSITIONS, empty_outputs, numbers_of, pick
 from eaves._operator import accumulator_dtype, apply, call, is_batched, needs_autograd
+from eaves._ranks import (
+    Place,
+    Shard,
+    all_reduce,
+    gather_statistics,
+    group_of,
+    merged,
+    no_statistics,
+    statistics_of,
+)
 
 _forward = torch.ops.eaves.cross_entropy_forward.default
+_of_shard = torch.ops.eaves.cross_entropy_shard_forward.default
 _backward_in_place = torch.ops.eaves.cross_entropy_backward_in_place.default
 
 
@@ -65,6 +79,13 @@ class HeadOptions(NamedTuple):
     grad_weight_out: Tensor | None = None
 
 
+class OverRanks(NamedTuple):
+    """Of classes that are cut over ranks."""
+
+    shard: Shard
+    place: Place
+
+
 class Settings(NamedTuple):
     op: str
     scale: float  # both divided by the temperature where that is a number
@@ -73,6 +94,7 @@ class Settings(NamedTuple):
     outputs: int  # what the kernel computes beside the loss, as bits
     is_in_place: bool
     of_head: HeadOptions
+    over_ranks: OverRanks | None = None
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -118,16 +140,20 @@ def _parts_of(
     sums, (count, places) = accumulator_dtype(x.dtype).itemsize, rows.tokens.shape
     # Each token of a row with each other (_sums_of_equal), and some numbers of each.
     of_row, classes, heads = places * (8 * places + 64), x.shape[-1], []
+    if settings.over_ranks is not None:  # as many chunks on all of them
+        classes = settings.over_ranks.place.most
     of_class = 0 if rows.temperature is None else sums  # logits are read where they are, or copied
     if weight is not None:
-        classes, heads, of_class = weight.shape[0], [Head(x, weight, None)], sums
+        heads, of_class = [Head(x, weight, None)], sums
+        if settings.over_ranks is None:
+            classes = weight.shape[0]
         of_row += 3 * sums * x.shape[1]  # hidden states, without ignored rows, their gradient, and the product's part
         if x.dtype.itemsize == 2:  # the gradient as it is multiplied, which on the CPU is in float32 again
             of_class += x.dtype.itemsize if x.is_cuda else x.dtype.itemsize + sums
     if rows.temperature is not None and settings.softcap is not None:
         of_class += sums  # the derivative of the cap
     limit = workspace_of(settings.op, settings.of_head.workspace_bytes, x.device)
-    size, block = cut(count, classes, of_row + classes * of_class, limit, *heads)
+    size, block = cut(count, max(1, classes), of_row + classes * of_class, limit, *heads)
     return chunks_of(matrices(x), size), block
 
 
@@ -160,12 +186,20 @@ def _slope(z: Tensor, settings: Settings, rows: Rows) -> Tensor | float:
     return factor if cap is None else (z * (factor / cap)).cosh_().square_().reciprocal_().mul_(factor)
 
 
-def _chosen(z: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """The logits of the tokens in the dtype of sums, and the places that they are from; of a token that is no class NaN
-    and another place."""
-    places = rows.tokens.clamp(0, z.shape[1] - 1)
-    logits = z.gather(1, places).to(accumulator_dtype(z.dtype))
-    return torch.where(places == rows.tokens, logits, math.nan), places
+def _chosen(z: Tensor, rows: Rows, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+    """The logits of the tokens in the dtype of sums, the places that they are from, and whether they are there; of a
+    token that is not there another place, and where no rank has it NaN."""
+    sums, over_ranks = accumulator_dtype(z.dtype), settings.over_ranks
+    tokens = rows.tokens if over_ranks is None else rows.tokens - over_ranks.place.first_class
+    places = tokens.clamp(0, max(0, z.shape[1] - 1))
+    is_there = (places == tokens) & (tokens < z.shape[1])
+    logits = z.gather(1, places).to(sums) if z.shape[1] else z.new_zeros(places.shape, dtype=sums)
+    if over_ranks is None:
+        return torch.where(is_there, logits, math.nan), places, is_there
+    # One rank has it, so that the sum is exact.
+    summed = all_reduce(torch.where(is_there, logits, 0), group_of(over_ranks.shard)).wait()
+    is_class = (rows.tokens >= 0) & (rows.tokens < over_ranks.place.classes)
+    return torch.where(is_class, summed, math.nan), places, is_there
 
 
 def _losses(
@@ -186,18 +220,16 @@ def _losses(
         for chunk, part in parts:
             rows = all_rows.of(chunk)
             z = _logits_of(part, head, rows, block)
-            chosen, _ = _chosen(z, rows)
+            chosen, _, _ = _chosen(z, rows, settings)
             argmax = None
             if rows.temperature is not None:
-                argmax = z.argmax(1) if settings.outputs & ARGMAX else None  # before roundings make two logits one
+                if settings.outputs & ARGMAX and settings.over_ranks is None:
+                    argmax = z.argmax(1)  # before roundings make two logits one
                 z = _scale_(z, settings, rows)
             chosen = _scale_(chosen, settings, rows)
             best = chosen.argmax(1, keepdim=True)
             target = rows.tokens.gather(1, best).squeeze(1).masked_fill_(rows.is_ignored, settings.ignore_index)
-            loss, *found = call(
-                settings.op, _forward, z, target, None, None, None, -1, settings.ignore_index, NONE, numbers,
-                settings.outputs,
-            )  # fmt: skip
+            loss, *found = _statistics(z, target, settings, numbers)
             of_best = chosen.gather(1, best)
             behind = torch.where(chosen == of_best, 0, of_best - chosen)  # two of -inf too
             nll[chunk] = (behind + loss.unsqueeze(1)).masked_fill_(rows.is_ignored.unsqueeze(1), 0)
@@ -210,8 +242,26 @@ def _losses(
     return nll, *outputs[1:], targets
 
 
+def _statistics(z: Tensor, target: Tensor, settings: Settings, numbers: tuple[float, ...]) -> list[Tensor]:
+    """The losses of the rows of a chunk, and the outputs that the settings name."""
+    options, over_ranks, outputs = (settings.ignore_index, NONE, numbers), settings.over_ranks, settings.outputs
+    if over_ranks is None:
+        found: list[Tensor] = call(settings.op, _forward, z, target, None, None, None, -1, *options, outputs)
+        return found
+    shard, place = over_ranks
+    own = no_statistics(z.shape[0], z)
+    if place.columns:
+        has_mean = bool(outputs & MEAN_LOGIT)
+        of_shard = (place.first_class, place.classes, has_mean)
+        own = call(settings.op, _of_shard, z, target, None, -1, *options, *of_shard)
+    statistics = statistics_of(settings.op, gather_statistics(shard, own, target).wait())
+    return merged(settings.op, statistics, target, None, None, options, place, False, outputs)
+
+
 def _logits_of(part: Tensor, head: Head | None, rows: Rows, block: int) -> Tensor:
     """Those of a chunk, which may be written over where each row has its temperature."""
+    if head is not None and head.weight.shape[0] == 0:
+        return part.new_empty((part.shape[0], 0), dtype=accumulator_dtype(part.dtype))
     if head is not None:
         counts = (~rows.is_ignored).unsqueeze(1)
         return logits_of(head._replace(input=of_rows(part, slice(None), counts)), block)
@@ -317,13 +367,21 @@ def _gradients(
         grad_part = None if grad_input is None else torch.zeros_like(part, dtype=sums)
         add_gradients(z, of_chunk, grad_part, grad_weight, grad_bias, block)
         if grad_input is not None and grad_part is not None:
-            grad_input[chunk] = grad_part
+            grad_input[chunk] = _sum_over_ranks(grad_part, x.dtype, settings)
         del z  # before the next chunk
     return (
         grad_input,
         None if grad_weight is None or out is not None else grad_weight.to(weight.dtype),
         None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
     )
+
+
+def _sum_over_ranks(part: Tensor, dtype: torch.dtype, settings: Settings) -> Tensor:
+    """Of a chunk's gradient of hidden states."""
+    if settings.over_ranks is None or not settings.over_ranks.shard.reduce_input_grad:
+        return part
+    shard = settings.over_ranks.shard
+    return all_reduce(part.to(shard.reduce_dtype or dtype), group_of(shard)).wait()
 
 
 def _of(chunk: slice, of_rows: Tensor | None) -> Tensor | None:
@@ -342,17 +400,19 @@ def _gradient_(z: Tensor, rows: Rows, settings: Settings, saved_and_upstream: Se
     assert nll is not None and target is not None and lse is not None
     grads = torch.zeros_like(nll) if grad_nll is None else grad_nll
     total = grads.sum(1, keepdim=True)
-    chosen, places = _chosen(z, rows)
+    chosen, places, is_there = _chosen(z, rows, settings)
     slope_of_chosen, slope = _slope(chosen, settings, rows), None
     if rows.temperature is not None:
         slope = _slope(z, settings, rows)
         _scale_(z, settings, rows)
-    call(
-        settings.op, _backward_in_place, lse.new_zeros(()).expand_as(lse), total.squeeze(1),
-        None if grad_entropy is None else grad_entropy.contiguous(), z, target, None, None, lse,
-        None if grad_entropy is None else entropy, None, None, -1, settings.ignore_index, NONE,
-        _numbers_for_kernel(settings, rows),
-    )  # fmt: skip
+    of_shard = () if settings.over_ranks is None else settings.over_ranks.place[:2]
+    if z.shape[1]:
+        call(
+            settings.op, _backward_in_place, lse.new_zeros(()).expand_as(lse), total.squeeze(1),
+            None if grad_entropy is None else grad_entropy.contiguous(), z, target, None, None, lse,
+            None if grad_entropy is None else entropy, None, None, -1, settings.ignore_index, NONE,
+            _numbers_for_kernel(settings, rows), *of_shard,
+        )  # fmt: skip
     if slope is not None:
         z.mul_(slope)
     of_token, p = _sums_of_equal(rows.tokens, grads), (-nll).exp()
@@ -360,8 +420,15 @@ def _gradient_(z: Tensor, rows: Rows, settings: Settings, saved_and_upstream: Se
     if grad_entropy is not None and entropy is not None:
         of_entropy = grad_entropy.unsqueeze(1) * p * (nll - entropy.unsqueeze(1))
         exact += of_entropy.masked_fill_(p == 0, 0)
-    exact = exact.mul_(slope_of_chosen).masked_fill_(rows.is_ignored.unsqueeze(1), 0)
-    z.scatter_(1, places, exact.to(z.dtype))
+    exact = exact.mul_(slope_of_chosen).masked_fill_(rows.is_ignored.unsqueeze(1), 0).to(z.dtype)
+    if settings.over_ranks is not None and z.shape[1]:
+        # A token of another rank writes what one of this rank does, or what is there.
+        first = is_there.to(torch.int8).argmax(1, keepdim=True)
+        places = torch.where(is_there, places, places.gather(1, first))
+        written = torch.where(is_there.gather(1, first), exact.gather(1, first), z.gather(1, places.gather(1, first)))
+        exact = torch.where(is_there, exact, written)
+    if z.shape[1]:
+        z.scatter_(1, places, exact)
 
 
 def _sums_of_equal(tokens: Tensor, numbers: Tensor) -> Tensor:

@@ -321,15 +321,56 @@ def test_log_probabilities_of_tokens(ranks: Ranks) -> None:
         assert_agree(of_hidden, hidden.grad)
         assert_agree(of_logits, expected.log_prob.detach())
     assert_agree(torch.cat([each[4] for each in results]), head.grad)
-    for option, value in (("tokens", tokens.unsqueeze(1)), ("temperature", torch.ones(24))):
-        refused = ranks.refusals(of_several, option, value)
-        assert all("a group takes one token for each row" in message for _, message in refused)
 
 
-def of_several(group: distributed.ProcessGroup, name: str, value: Tensor) -> None:
-    hidden, head, tokens, _ = problem((24, 16), CLASSES, torch.float64, "cpu")
-    named = {"tokens": tokens, name: value}
-    eaves.linear_log_prob(hidden, head, group=group, **named)
+def several(
+    group: distributed.ProcessGroup | None, dtype: torch.dtype, named: dict[str, Any], classes: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """K tokens of each row, or a temperature for each: of a head, and of its logits. Outputs and gradients."""
+    hidden, head, _, bias = problem((24, 16), CLASSES, dtype, "cpu")
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, classes, (24, 5), generator=generator)
+    tokens[:, 3], tokens[2], tokens[5, 1:] = tokens[:, 0], -100, -100  # one twice, a row of none, a row of one
+    if "temperature" in named and named.get("is_one_token"):
+        tokens = tokens[:, 0]
+    named = {name: value for name, value in named.items() if name != "is_one_token"}
+    own = slice(None) if group is None else pieces(group.size(), False)[group.rank()]
+    over = {"group": group, "classes": classes}
+    returns = dict.fromkeys(("return_entropy", "return_top1", "return_sum_sq", "return_mean_logit"), True)
+    outputs, gradients = [], []
+    logits = (hidden @ head.T + bias)[:, own].contiguous()
+    for function, given in (
+        (eaves.linear_log_prob, [hidden, head[own], bias[own]]),
+        (eaves.log_prob, [logits]),
+    ):
+        leaves = [each.clone().requires_grad_() for each in given]
+        keywords = {"bias": leaves[2], "workspace_bytes": 20_000} if len(leaves) > 1 else {}
+        out = function(*leaves[:2], tokens, **keywords, **over, **returns, **named)
+        differentiable = [out.log_prob, out.entropy]
+        torch.autograd.backward(differentiable, [upstream(each) for each in differentiable])
+        outputs += [each.detach() for each in out]
+        gradients += [each.grad for each in leaves]
+    return outputs, gradients
+
+
+def test_log_probabilities_of_several_tokens(ranks: Ranks) -> None:
+    temperature = torch.linspace(0.5, 2, 24)
+    for dtype, classes, named in pairwise(
+        (torch.float64, torch.float32),
+        (CLASSES, CLASSES - 3),
+        ({}, {"softcap": 3.0, "scale": 1.5}, {"temperature": temperature},
+         {"temperature": temperature, "softcap": 3.0, "is_one_token": True}),
+    ):  # fmt: skip
+        expected, whole = several(None, dtype, named, classes)
+        results = ranks.run(several, dtype, named, classes)
+        for outputs, _ in results:
+            for found, wanted in zip(outputs, expected, strict=True):
+                assert_agree(found, wanted)
+        for place, wanted in enumerate(whole):
+            parts = [gradients[place] for _, gradients in results]
+            if place == 0:  # of hidden
+                assert all(torch.equal(part, parts[0]) for part in parts)
+            assert_agree(parts[0] if place == 0 else torch.cat(parts, 1 if place == 3 else 0), wanted)
 
 
 # ----------------------------------------------------------------------------------------------------------- wrong use
