@@ -302,6 +302,7 @@ def linear_log_prob(
         refuse_unknown("linear_log_prob", unknown, linear_log_prob)
     returns = (return_entropy, return_top1, return_sum_sq, return_mean_logit)
     if _has_several(hidden, tokens, temperature):
+        check_tensor("linear_log_prob", "head", head)
         return _of_several(
             _LINEAR_NAMES, hidden, head, bias, tokens, temperature, softcap, scale, ignore_index, returns,
             algorithm=algorithm, workspace_bytes=workspace_bytes, skip_ignored=skip_ignored,
