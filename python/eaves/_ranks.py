@@ -319,13 +319,13 @@ def _place_of(op: str, shard: Shard, shards: Sequence[Sequence[int]]) -> Place:
 
 
 def _exchange(own: Mapping[str, object], group: ProcessGroup, device: torch.device) -> list[dict[str, Any]]:
-    """What each rank tells, in the order of ranks. The host waits for the others, but not for the device's work: the
-    bytes travel on a stream of their own."""
+    """What each rank tells, in the order of ranks. The host waits for the others. Where the group has a backend for the
+    CPU it does not wait for the device; NCCL alone takes its turn behind the group's collectives that are enqueued."""
     text = json.dumps(own).encode()
     if len(text) > _BYTES:
         raise RuntimeError(f"arguments that take {len(text)} bytes to compare, expected at most {_BYTES}")
     padded = torch.frombuffer(bytearray(text.ljust(_BYTES)), dtype=torch.uint8)
-    if device.type != "cuda":
+    if torch.device("cpu") in group._device_types:
         told = all_gather(padded, group).wait()
     else:
         if device not in _streams:
