@@ -195,12 +195,14 @@ struct CrossEntropyShardArgs {
   std::int64_t classes = 0;        ///< of all shards, on each of them; with 0 logits would be the only one
   bool is_for_mean_logit = false;  ///< the merge is asked for mean_logit
 
-  /// out, result dtype, contiguous: per row and kCrossEntropyStatistics as the last axis.
+  /// out, contiguous: per row and kCrossEntropyStatistics as the last axis. Result dtype; on the CPU also float64,
+  /// which keeps the loss of a class that is almost certain.
   TensorView statistics = {};
 };
 
 struct CrossEntropyMergeArgs {
-  /// Those of all shards in the order of their classes, contiguous: [shards, per row..., kCrossEntropyStatistics].
+  /// Those of all shards in the order of their classes, contiguous: [shards, per row..., kCrossEntropyStatistics]. In
+  /// the dtype of the loss; on the CPU also float64 for a loss in float32.
   TensorView statistics = {};
 
   /// As in the forward.

@@ -99,6 +99,7 @@ struct CrossEntropyRescaleProblem {
 struct CrossEntropyShardProblem {
   CrossEntropyInputs inputs;
   void* statistics;  ///< [rows, kCrossEntropyStatistics]
+  DType statistics_dtype;
 };
 
 struct CrossEntropyMergeProblem {
@@ -107,6 +108,7 @@ struct CrossEntropyMergeProblem {
   bool reads_ignored_rows;
   std::int64_t shards;
   const void* statistics;  ///< [shards, rows, kCrossEntropyStatistics]
+  DType statistics_dtype;
   const void* normalizer;
   LossOutputs outputs;
 };

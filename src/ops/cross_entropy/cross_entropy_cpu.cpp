@@ -145,9 +145,8 @@ void rescale_of(const CrossEntropyRescaleProblem& problem, const ExecutionContex
 
 // ----------------------------------------------------------------------------------------------------------- shards
 
-template <typename T>
+template <typename T, typename S>
 void shard_forward_of(const CrossEntropyShardProblem& problem, const ExecutionContext& context) {
-  using A = Accumulator<T>;
   const Rows<T> rows(problem.inputs);
   reduce_rows(rows, false, context, [&](std::int64_t index, const RowStatistics& statistics) {
     const auto row = rows.row(index);
@@ -155,7 +154,7 @@ void shard_forward_of(const CrossEntropyShardProblem& problem, const ExecutionCo
     ClassStatistics<double> largest;
     largest.softmax.max = statistics.largest;
     store_statistics(merged(statistics, largest), rows.target_class(row), rows.terms(),
-                     static_cast<A*>(problem.statistics) + row.at.of[kPerRow] * kCrossEntropyStatistics);
+                     static_cast<S*>(problem.statistics) + row.at.of[kPerRow] * kCrossEntropyStatistics);
   });
 }
 
@@ -178,7 +177,10 @@ void rescale(const CrossEntropyRescaleProblem& problem, const ExecutionContext& 
 }
 
 void shard_forward(const CrossEntropyShardProblem& problem, const ExecutionContext& context) {
-  dispatch_floating_point(problem.inputs.logits_dtype, [&]<typename T>() { shard_forward_of<T>(problem, context); });
+  dispatch_floating_point(problem.inputs.logits_dtype, [&]<typename T>() {
+    if (problem.statistics_dtype == DType::float64) return shard_forward_of<T, double>(problem, context);
+    shard_forward_of<T, Accumulator<T>>(problem, context);
+  });
 }
 
 }  // namespace HWY_NAMESPACE

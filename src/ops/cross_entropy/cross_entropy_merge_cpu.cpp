@@ -6,7 +6,8 @@
 namespace eaves::cpu {
 namespace {
 
-template <typename A>
+/// Of results in A, and statistics in S.
+template <typename A, typename S>
 void merge_of(const CrossEntropyMergeProblem& problem, const ExecutionContext& context) {
   const CrossEntropyInputs& inputs = problem.inputs;
   Terms terms(inputs);
@@ -21,8 +22,8 @@ void merge_of(const CrossEntropyMergeProblem& problem, const ExecutionContext& c
       ClassStatistics<double> statistics;
       TargetClass<double> target;
       for (std::int64_t shard = 0; shard < problem.shards; ++shard) {
-        const A* from =
-            static_cast<const A*>(problem.statistics) + (shard * row_count + index) * kCrossEntropyStatistics;
+        const S* from =
+            static_cast<const S*>(problem.statistics) + (shard * row_count + index) * kCrossEntropyStatistics;
         statistics = merged(statistics, stored_statistics<double>(from));
         target.logit += from[int(CrossEntropyStatistic::target_logit)];
         target.weight += from[int(CrossEntropyStatistic::target_weight)];
@@ -47,8 +48,9 @@ void merge_of(const CrossEntropyMergeProblem& problem, const ExecutionContext& c
 }  // namespace
 
 void cross_entropy(const CrossEntropyMergeProblem& problem, const ExecutionContext& context) {
-  if (problem.inputs.logits_dtype == DType::float64) return merge_of<double>(problem, context);
-  merge_of<float>(problem, context);
+  if (problem.inputs.logits_dtype == DType::float64) return merge_of<double, double>(problem, context);
+  if (problem.statistics_dtype == DType::float64) return merge_of<float, double>(problem, context);
+  merge_of<float, float>(problem, context);
 }
 
 }  // namespace eaves::cpu

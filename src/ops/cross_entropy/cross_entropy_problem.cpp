@@ -294,6 +294,16 @@ CrossEntropyRescaleProblem make_problem(const CrossEntropyRescaleArgs& args) {
       .grad_loss = {args.grad_loss.data, args.grad_loss.dtype}};
 }
 
+namespace {
+
+/// On the CPU they may be wider than the results.
+void check_statistics_dtype(const LossArguments& checked, const Argument& statistics) {
+  const bool is_wider = checked.device.type == DeviceType::cpu && statistics.view.dtype == DType::float64;
+  if (!is_wider) checked.has_result_dtype(statistics);
+}
+
+}  // namespace
+
 CrossEntropyShardProblem make_problem(const CrossEntropyShardArgs& args) {
   auto [inputs, checked] = check_inputs(kShardForward,
                                         {args.logits,
@@ -311,13 +321,13 @@ CrossEntropyShardProblem make_problem(const CrossEntropyShardArgs& args) {
   Dims expected = checked.row_shape;
   expected.push_back(kCrossEntropyStatistics);
   check::has_shape(statistics, expected, "the statistics of each row of logits");
-  checked.has_result_dtype(statistics);
+  check_statistics_dtype(checked, statistics);
   check::is_contiguous(statistics);
   checked.take_output(statistics);
   LossPlan& plan = inputs.plan;
   plan.has_moment = plan.has_square = plan.has_best = true;
   plan.has_linear = plan.has_linear || args.is_for_mean_logit;
-  return {.inputs = inputs, .statistics = args.statistics.data};
+  return {.inputs = inputs, .statistics = args.statistics.data, .statistics_dtype = args.statistics.dtype};
 }
 
 CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
@@ -344,10 +354,11 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
   }
   LossArguments checked{.op = kMerge,
                         .row_shape = args.targets.shape,
-                        .result_dtype = args.statistics.dtype,
+                        .result_dtype = args.loss.is_present ? args.loss.dtype : args.statistics.dtype,
                         .device = args.statistics.device,
                         .reference = "statistics",
                         .rows_of = "logits"};
+  check_statistics_dtype(checked, statistics);
   checked.take_input(statistics);
   checked.take_input(targets);
   const Dims rows = contiguous_strides(args.targets.shape);
@@ -355,7 +366,7 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
       .inputs = {.view =
                      make_row_view<3, 6>(args.targets.shape, {}, {rows, rows, rows, args.targets.strides, rows, rows}),
                  .device = args.statistics.device,
-                 .logits_dtype = args.statistics.dtype,
+                 .logits_dtype = checked.result_dtype,
                  .logits = nullptr,
                  .targets = {args.targets.data, args.targets.dtype},
                  .weight = {},
@@ -369,6 +380,7 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
       .reads_ignored_rows = args.reads_ignored_rows,
       .shards = shards,
       .statistics = args.statistics.data,
+      .statistics_dtype = args.statistics.dtype,
       .normalizer = checked.mean_scalar({kMerge, "normalizer", args.normalizer}, args.options.reduction, false),
       .outputs = {}};
   const bool has_unit_factors = !args.has_weight || args.options.label_smoothing == 0.0;

@@ -10,6 +10,7 @@
 #include "ops/cross_entropy/cross_entropy_test_case.h"
 #include "testing/cases.h"
 #include "testing/devices.h"
+#include "testing/refusals.h"
 
 namespace eaves::testing {
 namespace {
@@ -273,6 +274,42 @@ TEST_P(CrossEntropyShards, TheStatisticsAreWhatTheHeaderNames) {
       }
     }
   }
+}
+
+TEST_P(CrossEntropyShards, OnTheCpuStatisticsOfFloat64KeepTheLossOfALearnedClass) {
+  constexpr std::int64_t kClasses = 1000;
+  CrossEntropyCase test_case{.device = device(), .dtype = DType::float32, .shape = {3, kClasses}};
+  test_case.options.reduction = Reduction::none;
+  test_case.value = [](std::int64_t i) { return i % kClasses == 7 ? 25.0 : 0.0; };
+  test_case.target = [](std::int64_t) { return 7.0; };
+  CrossEntropyRun run(test_case);
+  const CrossEntropyForwardArgs whole = run.forward_args();
+  TestTensor statistics(device(), DType::float64, {1, 3, kCrossEntropyStatistics});
+  const auto forward = [&] {
+    TensorView of_rows = statistics.view();
+    of_rows.shape = {3, kCrossEntropyStatistics};
+    of_rows.strides = {kCrossEntropyStatistics, 1};
+    cross_entropy_shard_forward({.logits = whole.logits,
+                                 .targets = whole.targets,
+                                 .options = whole.options,
+                                 .classes = kClasses,
+                                 .statistics = of_rows});
+  };
+  if (device().type == DeviceType::cuda) {
+    EXPECT_EQ(refusal_of(forward),
+              "cross_entropy_shard_forward: statistics has dtype float64, expected float32 (float32, or float64 where "
+              "logits is float64)");
+    return;
+  }
+  forward();
+  cross_entropy_merge({.statistics = statistics.view(),
+                       .targets = whole.targets,
+                       .options = whole.options,
+                       .classes = kClasses,
+                       .loss = whole.loss});
+  run.download();
+  const double expected = std::log1p(999.0 * std::exp(-25.0));  // 1.4e-8
+  EXPECT_NEAR(run.results.loss.get(0), expected, 4e-6 * expected);
 }
 
 }  // namespace

@@ -77,6 +77,9 @@ struct LinearCrossEntropyProblem {
   std::int64_t rows() const { return view.row_count; }
   std::int64_t features() const { return view.column_count; }
   DType accumulator() const { return accumulator_dtype(dtype); }
+  /// Between blocks of classes. The loss of a class that is almost certain is a part of a sum that float32 has no
+  /// digits for.
+  DType statistics_dtype() const { return device.type == DeviceType::cpu ? DType::float64 : accumulator(); }
   bool has_soft_targets() const { return is_floating_point(targets.dtype); }
   bool is_reduced() const { return options.reduction != Reduction::none; }
   bool wants_gradients() const { return grad_x != nullptr || grad_weight != nullptr || grad_bias != nullptr; }

@@ -378,8 +378,8 @@ class LinearCrossEntropyChunks {
   }
 
   TensorView statistics_view(const Dims& shape, std::int64_t offset = 0) const {
-    void* at = element(memory_.statistics, problem_.accumulator(), offset);
-    return TensorView::contiguous(at, problem_.accumulator(), shape, problem_.device);
+    void* at = element(memory_.statistics, problem_.statistics_dtype(), offset);
+    return TensorView::contiguous(at, problem_.statistics_dtype(), shape, problem_.device);
   }
 
   void merge_statistics(std::int64_t first, std::int64_t rows, std::int64_t blocks) {

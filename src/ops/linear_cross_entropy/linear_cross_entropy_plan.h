@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -104,8 +105,7 @@ inline bool cuts_classes(const LinearCrossEntropyProblem& problem) {
   // Statistics hold the class of the largest logit as an accumulator: float32 knows integers up to 2^24.
   const bool knows_argmax = problem.outputs.argmax == nullptr || problem.accumulator() == DType::float64 ||
                             problem.classes <= std::int64_t{1} << 24;
-  return policy_of(problem.device).cuts_classes_in_forward && !problem.wants_gradients() &&
-         !problem.has_soft_targets() && knows_argmax;
+  return !problem.wants_gradients() && !problem.has_soft_targets() && knows_argmax;
 }
 
 /// Lays out the workspace from `base` on; with nullptr only counts. Returns the number of bytes.
@@ -183,7 +183,8 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
                                : take(scales_x, block.rows * problem.features(), element);
   }
   memory.statistics = take(!is_backward && (problem.ends_in_product || block.classes < problem.classes),
-                           ceil_divide(problem.classes, block.classes) * block.rows * kCrossEntropyStatistics, number);
+                           ceil_divide(problem.classes, block.classes) * block.rows * kCrossEntropyStatistics,
+                           size_of(problem.statistics_dtype()));
   if (problem.device.type == DeviceType::cuda) {
     // Twice what cross_entropy.h says at most: any of its calls, whatever its options.
     memory.loss.bytes = 2 * ((std::size_t{1} << 20) + static_cast<std::size_t>(block.rows) * 40);
@@ -274,17 +275,26 @@ inline double seconds_of(const LinearCrossEntropyProblem& problem, const LinearC
          static_cast<double>(blocks) * all * policy.seconds_per_part;
 }
 
-/// The most classes, with so many rows, whose workspace is within `limit`; 0 where not even one is.
+/// The most classes, with so many rows, whose workspace is within `limit`; 0 where not even one is. In the forward all
+/// or whole tiles.
 inline std::int64_t classes_within(const LinearCrossEntropyProblem& problem, std::int64_t rows, std::size_t limit) {
   // All may fit where a few less do not: they need no sums of grad_x.
   if (workspace_bytes(problem, {rows, problem.classes}) <= limit) return problem.classes;
+  std::int64_t step = 1;
   std::int64_t low = 0;
-  std::int64_t high = problem.classes;
+  if (problem.mode != LinearCrossEntropyMode::backward) {
+    // A row has logits of one block and statistics of every block. Of blocks thinner than these both together are more.
+    const double least = std::sqrt(static_cast<double>(problem.classes) * kCrossEntropyStatistics);
+    step = policy_of(problem.device).class_tile;
+    low = ceil_divide(static_cast<std::int64_t>(least), step);
+    if (low * step >= problem.classes || workspace_bytes(problem, {rows, low * step}) > limit) return 0;
+  }
+  std::int64_t high = ceil_divide(problem.classes, step);
   while (high - low > 1) {
     const std::int64_t middle = low + (high - low) / 2;
-    (workspace_bytes(problem, {rows, middle}) <= limit ? low : high) = middle;
+    (workspace_bytes(problem, {rows, middle * step}) <= limit ? low : high) = middle;
   }
-  return low;
+  return low * step;
 }
 
 /// The cheapest rows and classes.
