@@ -123,7 +123,8 @@ struct LinearCrossEntropyOutputs {
 
 /// Each optional: what is absent is not computed.
 struct LinearCrossEntropyGradients {
-  /// out; shape and dtype of x, any strides that give every element its own place.
+  /// out; shape and dtype of x, any strides that give every element its own place. Of a shard also the result dtype: a
+  /// part of a sum over the ranks that is not rounded to 16 bits.
   TensorView grad_x = {};
 
   /// out; [classes, features], features with unit stride; dtype of weight, or the result dtype.

@@ -58,10 +58,10 @@ from eaves._operator import (
 from eaves._ranks import (
     Local,
     Shard,
+    check_shard,
     is_distributed,
     local_rows,
     local_shard,
-    refuse_probabilities,
     refuse_without_group,
     shard_of,
     with_agreement,
@@ -86,12 +86,12 @@ if TYPE_CHECKING:
 
     from eaves._loss import GroupKeywords, LossKeywords
 
-    class _ModuleKeywords(LossKeywords, GroupKeywords, total=False):
+    class _ModuleKeywords(LossKeywords, total=False):
         ignore_index: int
         inplace_backward: bool
         class_dim: int | None
 
-    class _Keywords(_ModuleKeywords, total=False):
+    class _Keywords(_ModuleKeywords, GroupKeywords, total=False):
         row_weight: Tensor | None
         normalizer: Tensor | float | None
 
@@ -297,8 +297,6 @@ def cross_entropy(
             plain_loss: Tensor = outputs[0]
             return plain_loss
 
-    if unknown:
-        refuse_unknown(_OP, unknown, cross_entropy)
     shard: Shard | None = None
     if isinstance(group, Shard):
         shard = group
@@ -308,15 +306,17 @@ def cross_entropy(
             reduction=reduction, label_smoothing=label_smoothing, softcap=softcap, scale=scale, z_loss=z_loss,
             row_weight=row_weight, normalizer=normalizer, inplace_backward=inplace_backward, return_lse=return_lse,
             return_argmax=return_argmax, return_entropy=return_entropy, return_z_loss=return_z_loss,
-            return_sum_sq=return_sum_sq, return_mean_logit=return_mean_logit,
+            return_sum_sq=return_sum_sq, return_mean_logit=return_mean_logit, **unknown,
         )  # fmt: skip
         return over_ranks
     elif first_class is not None:
         refuse_without_group(_OP)
+    if unknown:
+        refuse_unknown(_OP, unknown, cross_entropy)
     result_dtype = check_input(_OP, input, target, "logits")
     is_soft = target.is_floating_point()
-    if shard is not None and is_soft:
-        refuse_probabilities(_OP)
+    if shard is not None:
+        check_shard(_OP, shard, input, target)
     axis = class_axis(input, target, is_soft, class_dim)
     if classes is not None:
         input, weight = without_padding(_OP, classes, input.movedim(axis, 0), weight)
@@ -379,15 +379,15 @@ def cross_entropy(
     return output_of(outputs, computed, wanted)
 
 
-@module_of(cross_entropy, "row_weight", "normalizer")
+@module_of(cross_entropy, "row_weight", "normalizer", "group", "first_class", "classes")
 class CrossEntropyLoss(LossModule):
     """eaves.cross_entropy as a module, as torch.nn.CrossEntropyLoss: the options are given once, and `weight` goes
     where the module goes.
 
     Args:
         weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, inplace_backward, return_lse,
-            return_argmax, return_entropy, return_z_loss, return_sum_sq, return_mean_logit, class_dim, group,
-            first_class, classes: as in eaves.cross_entropy. They are checked when the module is called.
+            return_argmax, return_entropy, return_z_loss, return_sum_sq, return_mean_logit, class_dim: as in
+            eaves.cross_entropy. They are checked when the module is called.
 
     Example:
         >>> import torch, eaves
@@ -407,10 +407,11 @@ class CrossEntropyLoss(LossModule):
         *,
         row_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
+        **of_group: Unpack[GroupKeywords],
     ) -> Any:
         """eaves.cross_entropy(input, target, ...) with the options of the module."""
         return cross_entropy(
-            input, target, self.weight, row_weight=row_weight, normalizer=normalizer, **self._options()
+            input, target, self.weight, row_weight=row_weight, normalizer=normalizer, **of_group, **self._options()
         )
 
 
@@ -476,14 +477,14 @@ def _of_shard(
 ) -> Any:
     """The call with tensors of this rank, and a Shard for its group. The ranks of a group learn of each other's errors
     before they wait for each other."""
+    is_cut = is_distributed(input)
     logits: Local | None = None
-    if is_distributed(input):
-        if group is not None:
-            raise ValueError(f"{_OP}: input is a DTensor, which knows its group; leave group out")
+    if is_cut and group is None:
         logits = local_shard(_OP, "input", input, class_axis(input, target, False, class_dim))
-        group = logits.group
 
     def run(group: ProcessGroup) -> Any:
+        if is_cut and logits is None:
+            raise ValueError(f"{_OP}: input is a DTensor, which knows its group; leave group out")
         tensors = (input, target, weight)
         if logits is not None:
             of_target = local_rows(target, logits, False) if is_distributed(target) else target
@@ -493,7 +494,8 @@ def _of_shard(
         function: Any = cross_entropy
         return function(*tensors, class_dim=class_dim, group=shard, **options)
 
-    return with_agreement(_OP, group, input, run)
+    group = group if logits is None else logits.group
+    return with_agreement(_OP, group, run)
 
 
 def refuse_in_place(input: Tensor) -> None:

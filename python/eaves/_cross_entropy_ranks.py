@@ -18,10 +18,12 @@ from eaves._ranks import (
     Shard,
     agreed_place,
     check_targets,
+    digest,
     dtypes,
     gather_statistics,
     merged,
     no_statistics,
+    refuse_argmax,
     statistics_of,
 )
 
@@ -52,10 +54,12 @@ def _forward(
     shard, columns = Shard(*of_shard), logits.shape[axis]
     rows = row_shape(logits, axis)
     place = agreed_place(
-        _OP, shard, columns, logits.device,
+        _OP, shard, columns,
         {
             "the shape of target": list(target.shape),
-            "the sum of target": None if target.is_cuda else int(target.sum()),
+            "target": digest(target),
+            "row_weight": digest(row_weight),
+            "normalizer": digest(normalizer),
             **dtypes(input=logits, weight=weight, row_weight=row_weight, normalizer=normalizer),
             "ignore_index": ignore_index,
             "reduction": REDUCTION_NAMES[mode],
@@ -64,6 +68,7 @@ def _forward(
         },
     )  # fmt: skip
     check_targets(_OP, target, place.classes, ignore_index)
+    refuse_argmax(_OP, outputs, place, logits.dtype)
     if place.columns == 0:
         own = no_statistics(target.numel(), logits)
     else:

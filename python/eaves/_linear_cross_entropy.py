@@ -75,10 +75,10 @@ from eaves._operator import (
 from eaves._ranks import (
     Local,
     Shard,
+    check_shard,
     is_distributed,
     local_rows,
     local_shard,
-    refuse_probabilities,
     refuse_without_group,
     refuse_zero3,
     rows_of,
@@ -109,14 +109,14 @@ if TYPE_CHECKING:
 
     from eaves._loss import HeadGroupKeywords, LossKeywords
 
-    class _ModuleKeywords(LossKeywords, HeadGroupKeywords, total=False):
+    class _ModuleKeywords(LossKeywords, total=False):
         ignore_index: int | None
         algorithm: str
         workspace_bytes: int | None
         skip_ignored: bool
         grad_weight_dtype: torch.dtype | None
 
-    class _Keywords(_ModuleKeywords, total=False):
+    class _Keywords(_ModuleKeywords, HeadGroupKeywords, total=False):
         linear_bias: Tensor | None
         weight: Tensor | None
         options: object
@@ -291,7 +291,8 @@ def linear_cross_entropy(
             rank; target and row_weight have all rows. input's gradient is that of this rank's rows.
         reduce_input_grad: whether the gradient of input is summed over the ranks. False: each rank gets its own part of
             the sum.
-        reduce_dtype: in which dtype it is summed, torch.float32 for one; None: that of input.
+        reduce_dtype: in which dtype the parts are computed and summed: that of input or of the loss. None: that of input,
+            but for float16, of which it is float32.
 
     Returns:
         The loss: float32, or float64 for a float64 input; of shape [], or with reduction="none" of shape [rows...],
@@ -341,8 +342,6 @@ def linear_cross_entropy(
                 [ 0.0000,  0.0000]])
     """
     are_constant = unknown == CONSTANT_OUTPUTS
-    if unknown and not are_constant:
-        refuse_unknown(_OP, unknown, linear_cross_entropy)
     shard: Shard | None = None
     if isinstance(group, Shard):
         shard = group
@@ -363,6 +362,8 @@ def linear_cross_entropy(
         linear_weight, linear_bias, weight, grad_weight_out = without_padding(
             _OP, classes, linear_weight, linear_bias, weight, grad_weight_out
         )
+    if unknown and not are_constant:
+        refuse_unknown(_OP, unknown, linear_cross_entropy)
     is_compiling = torch.compiler.is_compiling()
     result_dtype = check_input(_OP, input, target, "what is multiplied")
     check_tensor(_OP, "linear_weight", linear_weight)
@@ -384,8 +385,8 @@ def linear_cross_entropy(
     if linear_bias is not None:
         linear_bias = _checked_bias(input, linear_bias, columns)
     target = _checked_target(input, target, rows, columns, result_dtype)
-    if shard is not None and target.is_floating_point():
-        refuse_probabilities(_OP)
+    if shard is not None:
+        check_shard(_OP, shard, input, target)
     refuse_gradient(_OP, "target", target)
     mode = reduction_of(_OP, reduction)
     ignore_index = -100 if ignore_index is None else index_of(_OP, "ignore_index", ignore_index)
@@ -457,7 +458,11 @@ def linear_cross_entropy(
     return output_of(outputs, computed, wanted)
 
 
-@module_of(linear_cross_entropy, "linear_bias", "options", "row_weight", "normalizer", "grad_weight_out")
+@module_of(
+    linear_cross_entropy,
+    *("linear_bias", "options", "row_weight", "normalizer", "grad_weight_out"),
+    *("group", "first_class", "classes", "sequence_parallel", "reduce_input_grad", "reduce_dtype"),
+)
 class LinearCrossEntropyLoss(LossModule):
     """eaves.linear_cross_entropy as a module: the options are given once, and `weight`, that of the classes, goes where
     the module goes. The head is given with each call: it is often the embedding's, or another module's.
@@ -467,8 +472,7 @@ class LinearCrossEntropyLoss(LossModule):
     Args:
         weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, return_lse, return_argmax,
             return_entropy, return_z_loss, return_sum_sq, return_mean_logit, algorithm, workspace_bytes, skip_ignored,
-            grad_weight_dtype, group, first_class, classes, sequence_parallel, reduce_input_grad, reduce_dtype: as in
-            eaves.linear_cross_entropy. They are checked when the module is called.
+            grad_weight_dtype: as in eaves.linear_cross_entropy. They are checked when the module is called.
 
     Example:
         >>> import torch, eaves
@@ -493,6 +497,7 @@ class LinearCrossEntropyLoss(LossModule):
         row_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
         grad_weight_out: Tensor | None = None,
+        **of_group: Unpack[HeadGroupKeywords],
     ) -> Any:
         """eaves.linear_cross_entropy(input, linear_weight, target, linear_bias=linear_bias, ...) with the options of
         the module."""
@@ -505,6 +510,7 @@ class LinearCrossEntropyLoss(LossModule):
             row_weight=row_weight,
             normalizer=normalizer,
             grad_weight_out=grad_weight_out,
+            **of_group,
             **self._options(),
         )
 
@@ -523,14 +529,12 @@ def _of_shard(
 ) -> Any:
     """The call with tensors of this rank, and a Shard for its group. The ranks of a group learn of each other's errors
     before they wait for each other."""
-    head: Local | None = None
-    if is_distributed(linear_weight):
-        if group is not None:
-            raise ValueError(f"{_OP}: linear_weight is a DTensor, which knows its group; leave group out")
-        head = local_shard(_OP, "linear_weight", linear_weight, 0)
-        group = head.group
+    is_cut = is_distributed(linear_weight)
+    head: Local | None = local_shard(_OP, "linear_weight", linear_weight, 0) if is_cut and group is None else None
 
     def run(group: ProcessGroup) -> Any:
+        if is_cut and head is None:
+            raise ValueError(f"{_OP}: linear_weight is a DTensor, which knows its group; leave group out")
         tensors = [input, target, linear_weight, linear_bias, options.pop("weight")]
         if head is not None:
             is_summed = of_shard[3] is False
@@ -543,7 +547,8 @@ def _of_shard(
         function: Any = linear_cross_entropy
         return function(rows, weight, targets, linear_bias=bias, weight=class_weight, group=shard, **options)
 
-    return with_agreement(_OP, group, input, run)
+    group = group if head is None else head.group
+    return with_agreement(_OP, group, run)
 
 
 def _autocast(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -45,11 +45,12 @@ from eaves._ranks import (
     all_gather,
     all_reduce,
     check_targets,
+    digest,
     dtypes,
     gather_statistics,
     group_of,
     merged,
-    size_of,
+    refuse_argmax,
     statistics_of,
     sum_on,
 )
@@ -70,7 +71,7 @@ class _Call:
         self.options, self.shard, self.place, self.kept = options, shard, place, kept
         self.target = tensors.target
         self.kept_on_host: list[int] = [] if kept is None else kept.tolist()
-        x = tensors.input
+        x = tensors.input.contiguous()  # how many rows a chunk has does not depend on how they lie
         if shard.sequence_parallel:
             x = all_gather(x, group_of(shard)).wait().flatten(0, 1)
         usable = place.columns
@@ -91,15 +92,16 @@ class _Call:
         return slice(begin, self.target.numel() if is_last else self.kept_on_host[first + count])
 
     def run(self, overload: Any, *arguments: Any, callbacks: Sequence[Callable[[int, int], None] | None]) -> None:
-        """Calls the operator with functions of Python behind its arguments. An error of theirs is raised afterwards: it
-        is one of all ranks, which have to come to the same collectives."""
-        errors: list[Exception] = []
+        """Calls the operator with functions of Python behind its arguments. An error of theirs is raised afterwards,
+        and nothing is exchanged behind it."""
+        errors: list[BaseException] = []
 
         def guarded(function: Callable[[int, int], None]) -> Callable[[int, int], None]:
             def run(first: int, count: int) -> None:
                 try:
-                    function(first, count)
-                except Exception as error:
+                    if not errors:
+                        function(first, count)
+                except BaseException as error:  # Ctrl-C too, which ctypes would drop
                     errors.append(error)
 
             return run
@@ -120,12 +122,17 @@ class _Gradients:
     def __init__(self, call: _Call, tensors: Any, bits: int, grad_weight: Tensor | None = None):
         x, weight, bias = tensors.input, tensors.linear_weight, tensors.linear_bias
         columns, sums = call.place.columns, accumulator_dtype(x.dtype)
-        self.call, self.shape = call, x.shape
+        self.call, self.shape, self.dtype = call, x.shape, x.dtype
         self.input = self.weight = self.bias = None
         self.accumulates = grad_weight is not None
         if bits & OF_INPUT:
-            of_rows = (*tensors.target.shape, x.shape[-1])
-            self.input = x.new_empty(of_rows) if columns else x.new_zeros(of_rows)
+            shard, of_rows = call.shard, (*tensors.target.shape, x.shape[-1])
+            # Parts of float16 may be infinite where their sum is not.
+            usual = sums if x.dtype == torch.float16 else x.dtype
+            dtype = shard.reduce_dtype or usual if shard.reduce_input_grad else x.dtype
+            self.input = torch.empty(of_rows, dtype=dtype, device=x.device)
+            if not columns:
+                self.input.zero_()
         if bits & OF_WEIGHT:
             self.weight = weight.new_empty(weight.shape, dtype=sums if bits & WIDE_WEIGHT else None)
             self.weight[columns:] = 0
@@ -135,7 +142,7 @@ class _Gradients:
             if self.accumulates:
                 self.bias.zero_()
         self.to = grad_weight if self.weight is None else self.weight
-        self.underway: list[tuple[Tensor, Underway]] = []
+        self.underway: list[Underway] = []
 
     def written(self) -> tuple[Tensor | None, ...]:
         """What the extension writes."""
@@ -150,31 +157,22 @@ class _Gradients:
         assert self.input is not None
         shard, rows = self.call.shard, self.call.range(first, count)
         part = self.input.view(-1, self.shape[-1])[rows]
-        wide = part.to(shard.reduce_dtype or part.dtype)
         if not shard.sequence_parallel:
-            self._finish()  # of the chunk before
-            self.underway.append((part, all_reduce(wide, group_of(shard))))
+            self.underway.append(all_reduce(part, group_of(shard)))
             return
-        self._finish()
-        own = self.input.shape[0] // size_of(shard) * math.prod(self.input.shape[1:-1])
+        own = self.input.shape[0] // shard.ranks * math.prod(self.input.shape[1:-1])
         for rank in range(rows.start // own, (rows.stop - 1) // own + 1):
             piece = slice(max(rows.start, rank * own) - rows.start, min(rows.stop, (rank + 1) * own) - rows.start)
-            self.underway.append((part[piece], sum_on(rank, wide[piece], group_of(shard))))
-
-    def _finish(self) -> None:
-        for part, underway in self.underway:
-            total = underway.wait()
-            if total.data_ptr() != part.data_ptr():
-                part.copy_(total)
-        self.underway.clear()
+            self.underway.append(sum_on(rank, part[piece], group_of(shard)))
 
     def finished(self) -> list[Tensor | None]:
         """Of input, weight and bias."""
-        self._finish()
+        for underway in self.underway:
+            underway.wait()
         of_input = self.input
         if of_input is not None and self.call.shard.sequence_parallel:
             of_input = of_input[group_of(self.call.shard).rank() * self.shape[0] :][: self.shape[0]].clone()
-        return [of_input, self.weight, self.bias]
+        return [None if of_input is None else of_input.to(self.dtype), self.weight, self.bias]
 
 
 def _kept_rows(tensors: Any, options: Options) -> Tensor | None:
@@ -195,10 +193,11 @@ def _forward(*arguments: Any) -> list[Tensor]:
     tensors, options, (outputs, gradients, *of_shard) = by_name(ForwardTensors, arguments)
     shard, kept = Shard(*of_shard), _kept_rows(tensors, options)
     facts = _facts(tensors, options, kept, outputs, gradients)
-    place = agreed_place(_OP, shard, tensors.linear_weight.shape[0], tensors.input.device, facts)
+    place = agreed_place(_OP, shard, tensors.linear_weight.shape[0], facts)
     check_targets(_OP, tensors.target, place.classes, options.ignore_index)
+    refuse_argmax(_OP, outputs, place, tensors.input.dtype)
     this = _Call(tensors, options, shard, place, kept, outputs)
-    target, ranks = tensors.target, size_of(shard)
+    target, ranks = tensors.target, shard.ranks
     count = target.numel() if kept is None else kept.shape[0]
     sums = accumulator_dtype(tensors.input.dtype)
     own = tensors.input.new_empty((*target.shape, STATISTICS), dtype=sums)
@@ -239,19 +238,23 @@ def _forward(*arguments: Any) -> list[Tensor]:
 def _facts(
     tensors: ForwardTensors, options: Options, kept: Tensor | None, outputs: int, gradients: int
 ) -> dict[str, object]:
+    parts = (tensors.input, tensors.linear_weight, tensors.linear_bias)
     return {
-        "whether input requires a gradient": tensors.input.requires_grad,
+        "which tensors require a gradient": [each is not None and each.requires_grad for each in parts],
         "the shape of input": list(tensors.input.shape),
         "the shape of target": list(tensors.target.shape),
-        "how many rows count": None if kept is None else kept.shape[0],
-        "the sum of target": None if tensors.target.is_cuda else int(tensors.target.sum()),
+        "which rows count": None if kept is None else hash(tuple(kept.tolist())),
+        "target": digest(tensors.target),
+        "row_weight": digest(tensors.row_weight),
+        "normalizer": digest(tensors.normalizer),
         **dtypes(
-            input=tensors.input, linear_weight=tensors.linear_weight, weight=tensors.weight,
-            row_weight=tensors.row_weight, normalizer=tensors.normalizer,
+            input=tensors.input, linear_weight=tensors.linear_weight, linear_bias=tensors.linear_bias,
+            weight=tensors.weight, row_weight=tensors.row_weight, normalizer=tensors.normalizer,
         ),
         "ignore_index": options.ignore_index,
         "reduction": REDUCTION_NAMES[options.reduction],
         "label_smoothing, scale, softcap and z_loss": list(options.numbers),
+        "skip_ignored": options.skip_ignored,
         "workspace_bytes": options.workspace_limit,
         "which outputs are computed": outputs,
         "which gradients are computed": gradients,

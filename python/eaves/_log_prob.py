@@ -52,6 +52,7 @@ from eaves._operator import (
 )
 from eaves._ranks import (
     agreed_place,
+    digest,
     dtypes,
     refuse_without_group,
     shard_of,
@@ -358,7 +359,7 @@ def _of_loss(
             raise _renamed(error, names) from None
 
     group = options["group"]
-    output = run() if group is None else with_agreement(op, group, inputs[0], run)
+    output = run() if group is None else with_agreement(op, group, run)
     if not isinstance(output, CrossEntropyOutput):
         return 0 - output  # type: ignore[no-any-return]  # of ignored rows 0, where -output would be -0
     wide = tokens.to(torch.int64)  # int32 tokens would be compared with the last 32 bits of ignore_index
@@ -417,7 +418,7 @@ def _of_several(names: Mapping[str, str], *arguments: Any, **options: Any) -> Te
         if group is None:
             return uncompiled(_computed)(op, *arguments, **options)  # type: ignore[no-any-return]
         return with_agreement(  # type: ignore[no-any-return]
-            op, group, arguments[0], lambda _: uncompiled(_computed)(op, *arguments, **options)
+            op, group, lambda _: uncompiled(_computed)(op, *arguments, **options)
         )
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise _renamed(error, names) from None
@@ -483,19 +484,21 @@ def _computed(
 
     over_ranks = None
     if shard is not None:
-        is_wanted = needs_autograd(*[each for each in (x, weight, bias) if each is not None])
         facts = {
-            "whether there are gradients": is_wanted,
+            "which tensors require a gradient": [
+                each is not None and needs_autograd(each) for each in (x, weight, bias)
+            ],
             "the shape of tokens": list(tokens.shape),
-            "the sum of tokens": None if tokens.is_cuda else int(tokens.sum()),
+            "tokens": digest(tokens),
+            "temperature": digest(temperature) if isinstance(temperature, Tensor) else None,
             **dtypes(**{name: x}, temperature=temperature if isinstance(temperature, Tensor) else None),
-            "temperature, scale and softcap": [scale, softcap],
+            "scale and softcap": [scale, softcap],
             "ignore_index": ignore_index,
             "workspace_bytes": of_head.workspace_bytes,
             "skip_ignored": of_head.skip_ignored,
             "which outputs are computed": outputs,
         }
-        over_ranks = OverRanks(shard, agreed_place(op, shard, classes, x.device, facts))
+        over_ranks = OverRanks(shard, agreed_place(op, shard, classes, facts))
         given_classes = over_ranks.place.columns
     elif given_classes is not None:
         without_padding(op, given_classes, x.movedim(-1, 0) if weight is None else weight)

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
+import torch.fx
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -440,12 +441,13 @@ def _has_tangent(tensor: Tensor) -> bool:
 
 
 def define(schema: str, kernel: Callable[..., Any]) -> OpOverload:
-    """An operator of the extension that is computed in Python, from the others and collectives, and that torch.compile
-    takes as it is."""
+    """An operator that is computed in Python, from those of the extension and collectives, and that torch.compile takes
+    as it is."""
     name = schema.partition("(")[0]
     _fragment.define(schema)  # type: ignore[no-untyped-call]
     _fragment.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     overload: OpOverload = getattr(torch.ops.eaves, name).default
+    torch.fx.node.has_side_effect(overload)  # other ranks wait for it, whether or not its result is used
     return overload
 
 

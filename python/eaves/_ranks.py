@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from eaves._loss import shape_of
+from eaves._loss import ARGMAX, shape_of
 from eaves._operator import accumulator_dtype, call, check_bool, index_of, is_transforming, name_of
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Shard(NamedTuple):
     """What a call says of its shard, as the operators take it."""
 
     group: str  # its name
+    ranks: int
     first_class: int  # -1: those of the ranks before come first
     classes: int  # -1: as many as all shards have
     sequence_parallel: bool = False
@@ -42,7 +43,7 @@ class Shard(NamedTuple):
 
 
 SCHEMA = (
-    "str group, SymInt first_class, SymInt classes, bool sequence_parallel, bool reduce_input_grad, "
+    "str group, int ranks, SymInt first_class, SymInt classes, bool sequence_parallel, bool reduce_input_grad, "
     "ScalarType? reduce_dtype"
 )
 
@@ -79,11 +80,16 @@ def rows_of(op: str, shard: Shard, input: Tensor) -> tuple[int, ...]:
         return rows
     if not rows:
         raise ValueError(f"{op}: with sequence_parallel input is cut along its first axis, and it has features alone")
-    return (rows[0] * size_of(shard), *rows[1:])
+    return (rows[0] * shard.ranks, *rows[1:])
 
 
-def refuse_probabilities(op: str) -> NoReturn:
-    raise NotImplementedError(f"{op}: a vocabulary in shards takes classes as its target, not probabilities")
+def check_shard(op: str, shard: Shard, input: Tensor, target: Tensor) -> None:
+    if target.is_floating_point():
+        raise NotImplementedError(f"{op}: a vocabulary in shards takes classes as its target, not probabilities")
+    allowed = (input.dtype, accumulator_dtype(input.dtype))
+    if shard.reduce_dtype is not None and shard.reduce_dtype not in allowed:
+        names = " or ".join(dict.fromkeys(map(name_of, allowed)))
+        raise ValueError(f"{op}: reduce_dtype is {name_of(shard.reduce_dtype)}, expected {names}")
 
 
 def without_padding(op: str, classes: int, *tensors: Any) -> list[Any]:
@@ -120,7 +126,7 @@ def shard_of(
         )
     if reduce_dtype is not None and not isinstance(reduce_dtype, torch.dtype):
         raise TypeError(f"{op}: reduce_dtype is {reduce_dtype!r}, expected a torch.dtype or None")
-    return Shard(group.group_name, first, total, sequence_parallel, reduce_input_grad, reduce_dtype)
+    return Shard(group.group_name, group.size(), first, total, sequence_parallel, reduce_input_grad, reduce_dtype)
 
 
 def refuse_without_group(op: str) -> NoReturn:
@@ -182,14 +188,14 @@ def _renamed(name: str, before_2_13: str) -> Any:
 
 
 def group_of(shard: Shard) -> ProcessGroup:
+    return named_group(shard.group)
+
+
+def named_group(name: str) -> ProcessGroup:
     from torch.distributed import distributed_c10d
 
     resolve: Callable[[str], ProcessGroup] = getattr(distributed_c10d, "_resolve_process_group")  # noqa: B009  # not public
-    return resolve(shard.group)
-
-
-def size_of(shard: Shard) -> int:
-    return group_of(shard).size()
+    return resolve(name)
 
 
 class Local(NamedTuple):
@@ -207,14 +213,14 @@ class Local(NamedTuple):
 def local_shard(op: str, name: str, tensor: Any, class_axis: int) -> Local:
     """This rank's part of a DTensor, whose gradient stays in its place."""
     cut = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard(class_axis % tensor.dim())]
-    others = [placement for axis, placement in enumerate(tensor.placements) if axis not in cut]
-    if len(cut) != 1 or not all(placement.is_replicate() for placement in others):
+    # Along another axis ranks may have rows of their own, or the same: nothing says which.
+    if len(cut) != 1 or tensor.device_mesh.size() != tensor.device_mesh.size(cut[0]):
         raise NotImplementedError(
             f"{op}: {name} is a DTensor with the placements {list(map(str, tensor.placements))}, expected its classes "
-            f"cut over one axis of the mesh, and whole along the others; pass {name}.to_local() where every device has "
-            f"whole rows, or {name}.full_tensor(), with grad_placements=[Partial()] where ranks have rows of their own"
+            f"cut over the one axis of its mesh; pass {name}.to_local() and the group of an axis of a larger mesh, or "
+            f"{name}.full_tensor(), with grad_placements=[Partial()] where ranks have rows of their own"
         )
-    return Local(tensor.to_local(), tensor.mesh if hasattr(tensor, "mesh") else tensor.device_mesh, cut[0])
+    return Local(tensor.to_local(), tensor.device_mesh, cut[0])
 
 
 def local_rows(tensor: Any, head: Local, is_summed: bool) -> Tensor:
@@ -243,45 +249,42 @@ class _Call(threading.local):
 
 
 _call = _Call()
-_places: dict[tuple[Any, ...], Place] = {}  # of calls that CUDA graphs may capture, where ranks cannot be asked
+_places: dict[tuple[Shard, int], Place] = {}  # of the last calls, for CUDA graphs, where ranks cannot be asked
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def with_agreement(op: str, group: object, tensor: object, run: Callable[[ProcessGroup], _Result]) -> _Result:
-    """What `run` gives with the group, which calls agreed_place() with the device of `tensor`. An error before that is
-    told to the other ranks."""
+def with_agreement(op: str, group: object, run: Callable[[ProcessGroup], _Result]) -> _Result:
+    """What `run` gives with the group, which calls agreed_place(). An error before that is told to the other ranks."""
     if not isinstance(group, distributed().ProcessGroup):
         raise TypeError(f"{op}: group is a {type(group).__name__}, expected a torch.distributed.ProcessGroup")
     if torch.compiler.is_compiling():
         return run(group)
-    device = tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")
     _call.awaits_agreement = True
     try:
         return run(group)
     except Exception as error:
-        if _call.awaits_agreement and not _is_capturing(device):
+        if _call.awaits_agreement and not _is_capturing():
             kind = next((name for name, each in _ERRORS.items() if isinstance(error, each)), "RuntimeError")
-            _exchange({"error": [kind, str(error).removeprefix(f"{op}: ")[:_SENTENCE]]}, group, device)
+            sentence = str(error).removeprefix(f"{op}: ").encode("ascii", "replace").decode()[:_SENTENCE]
+            _exchange({"error": [kind, sentence]}, group)
         raise
     finally:
         _call.awaits_agreement = False
 
 
-def agreed_place(op: str, shard: Shard, columns: int, device: torch.device, facts: Mapping[str, object]) -> Place:
+def agreed_place(op: str, shard: Shard, columns: int, facts: Mapping[str, object]) -> Place:
     """The first collective of a call. `columns` is how many classes this rank's tensors have, padding among them;
     `facts` are what has to be the same on all ranks, by names for an error."""
     facts = {**facts, "classes": shard.classes, "the kind of first_class": "None" if shard.first_class < 0 else "int"}
     facts |= {name: getattr(shard, name) for name in ("sequence_parallel", "reduce_input_grad")}
     facts |= {"reduce_dtype": str(shard.reduce_dtype)}
-    key = (shard, columns, *map(str, facts.values()))
-    if _is_capturing(device):
-        if key not in _places:
+    if _is_capturing():
+        if (shard, columns) not in _places:
             raise RuntimeError(
                 f"{op}: ranks cannot agree while a CUDA graph is captured; run the same call once before the capture"
             )
-        return _places[key]
-    _call.awaits_agreement = False
-    told = _exchange({"facts": facts, "shard": [shard.first_class, columns]}, group_of(shard), device)
+        return _places[shard, columns]
+    told = _exchange({"facts": facts, "shard": [shard.first_class, columns]}, group_of(shard))
     for rank, each in enumerate(told):
         if "error" in each:
             kind, sentence = each["error"]
@@ -292,9 +295,7 @@ def agreed_place(op: str, shard: Shard, columns: int, device: torch.device, fact
                 raise ValueError(
                     f"{op}: ranks 0 and {rank} of the group differ in {name}: {other} and {value}, expected the same"
                 )
-    place = _place_of(op, shard, [each["shard"] for each in told])
-    if device.type == "cuda":
-        _places[key] = place
+    place = _places[shard, columns] = _place_of(op, shard, [each["shard"] for each in told])
     return place
 
 
@@ -318,16 +319,18 @@ def _place_of(op: str, shard: Shard, shards: Sequence[Sequence[int]]) -> Place:
     return Place(min(firsts[rank], classes - usable[rank]), classes, usable[rank], max(usable))
 
 
-def _exchange(own: Mapping[str, object], group: ProcessGroup, device: torch.device) -> list[dict[str, Any]]:
+def _exchange(own: Mapping[str, object], group: ProcessGroup) -> list[dict[str, Any]]:
     """What each rank tells, in the order of ranks. The host waits for the others. Where the group has a backend for the
     CPU it does not wait for the device; NCCL alone takes its turn behind the group's collectives that are enqueued."""
     text = json.dumps(own).encode()
     if len(text) > _BYTES:
         raise RuntimeError(f"arguments that take {len(text)} bytes to compare, expected at most {_BYTES}")
+    _call.awaits_agreement = False
     padded = torch.frombuffer(bytearray(text.ljust(_BYTES)), dtype=torch.uint8)
     if torch.device("cpu") in group._device_types:
         told = all_gather(padded, group).wait()
     else:
+        device = torch.device("cuda", torch.cuda.current_device())
         if device not in _streams:
             _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(_streams[device]):
@@ -335,8 +338,19 @@ def _exchange(own: Mapping[str, object], group: ProcessGroup, device: torch.devi
     return [json.loads(bytes(each.tolist())) for each in told]
 
 
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def digest(tensor: Tensor | None) -> int | None:
+    """Tells numbers of the CPU apart from others, in other places too; of a GPU, which would be waited for, nothing."""
+    if tensor is None or tensor.device.type != "cpu" or tensor.numel() == 0:
+        return None
+    flat = tensor.detach().reshape(-1)
+    if flat.is_floating_point():
+        flat = flat.double().view(torch.int64)
+    places = torch.arange(flat.shape[0]).mul_(2654435761).add_(97)
+    return int(flat.to(torch.int64).mul(places).sum())  # modulo 2^64
 
 
 def check_targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
@@ -387,6 +401,14 @@ def no_statistics(rows: int, logits: Tensor) -> Tensor:
     statistics = logits.new_zeros(rows, STATISTICS, dtype=accumulator_dtype(logits.dtype))
     statistics[:, [0, 7]] = -torch.inf  # largest, best_value
     return statistics
+
+
+def refuse_argmax(op: str, outputs: int, place: Place, dtype: torch.dtype) -> None:
+    if outputs & ARGMAX and dtype != torch.float64 and place.classes > 2**24:
+        raise NotImplementedError(
+            f"{op}: the class of the largest logit is one of {place.classes}, expected at most {2**24} with a group: "
+            "statistics have it in float32"
+        )
 
 
 def merged(

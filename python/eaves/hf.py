@@ -34,7 +34,7 @@ from eaves._deferred_logits import DeferredLogits
 from eaves._linear_cross_entropy import CONSTANT_OUTPUTS, check_constant_options
 from eaves._loss import CrossEntropyOutput
 from eaves._operator import check_bool
-from eaves._ranks import is_distributed, refuse_zero3
+from eaves._ranks import is_distributed, named_group, refuse_zero3
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -56,7 +56,7 @@ def patch(
     workspace_bytes: int | None = None,
     grad_weight_dtype: torch.dtype | None = None,
     metrics: Collection[str] = (),
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | str | None = None,
     sequence_parallel: bool = False,
 ) -> _Model:
     """Lets a causal language model of transformers compute its loss with eaves, in place.
@@ -79,8 +79,8 @@ def patch(
     tuple, with return_dict=False) has none; where the loss is not the one of eaves, they are None.
 
     Of a model over several ranks: a head that tensor parallelism has cut (a DTensor, as of transformers' tp_plan, or
-    `group`) stays in pieces. A head that fully_shard has in a group of its own is gathered once, for the loss, and its
-    gradient is the mean over the ranks, as fully_shard's are. DeepSpeed's ZeRO-3 hooks into the head, which then
+    `group`) stays in pieces. A head that fully_shard has in a group of its own stays whole until the backward
+    (set_reshard_after_forward(False)), so that it is gathered once. DeepSpeed's ZeRO-3 hooks into the head, which then
     computes logits.
 
     A call whose logits the model, or a hook of the head, uses for more than factors, a soft cap and the loss computes
@@ -99,10 +99,11 @@ def patch(
             shape during the backward, with the speed way from the forward on; the head's dtype (torch.bfloat16, say)
             does without.
         metrics: any of "accuracy" and "entropy".
-        group: None, or the ranks that have the head in pieces where it is no DTensor: its rows are this rank's classes,
-            in the order of ranks, with padding behind the vocabulary's. As sequence_parallel, that of
-            eaves.linear_cross_entropy. Logits cannot be had of such a model.
-        sequence_parallel: whether hidden states are this rank's part of the rows, and labels all of them.
+        group: None, or the ranks that have the head in pieces where it is no DTensor, or the name of their group: the
+            head's rows are this rank's classes, in the order of ranks, with padding behind the vocabulary's. Logits
+            cannot be had of such a model.
+        sequence_parallel: as in eaves.linear_cross_entropy: hidden states are this rank's part of the rows, and labels
+            all of them.
 
     Returns:
         The model.
@@ -130,7 +131,9 @@ def patch(
     check_constant_options(head.weight, **options)
     check_bool("patch", "sequence_parallel", sequence_parallel)
     if group is not None or sequence_parallel:
-        options |= {"group": group, "sequence_parallel": sequence_parallel}
+        # The name: a ProcessGroup can neither be copied nor pickled.
+        name = group if group is None or isinstance(group, str) else group.group_name
+        options |= {"group": name, "sequence_parallel": sequence_parallel}
     if skip_logits is not None:
         check_bool("patch", "skip_logits", skip_logits)
     metrics = _checked_metrics(metrics)
@@ -142,6 +145,7 @@ def patch(
         base.__class__ = _patched_class(original)
     if not isinstance(head, _DefersLogits):
         _defer_logits(head)
+    head._eaves_is_in_pieces = group is not None
     _users.setdefault(head, weakref.WeakSet()).add(base)
     base._eaves_head = (head,)  # in a tuple: a module would become one of the model's
     base._eaves_skip_logits = skip_logits
@@ -285,6 +289,7 @@ def _release_head(model: Any, successor: Any = None) -> None:
     users.discard(model)
     if not users and type(head) is _head_class(getattr(head, "_eaves_class", _LINEAR)):
         head.__class__ = head._eaves_class
+        vars(head).pop("_eaves_is_in_pieces", None)
         if "_eaves_forward" in vars(head):
             vars(head)["forward"] = vars(head).pop("_eaves_forward")
 
@@ -376,22 +381,32 @@ class _DefersLogits(torch.nn.Module):
     """What a patched head has beside its class: it multiplies, but in calls that skip its logits."""
 
     weight: Tensor
+    bias: Tensor | None
+    _eaves_is_in_pieces = False
 
     def forward(self, input: Tensor) -> Any:
         if _call.head is not self:
             return self.product(input)
         refuse_zero3("patch", "the head", self.weight)
+        if _is_fully_sharded(self):
+            module: Any = self
+            module.set_reshard_after_forward(False, recurse=False)  # or its weight would be gathered again for the loss
         logits = DeferredLogits(self, input)
         return logits.tensor("a hook of the head") if _has_hooks_of_results(self) else logits
 
     def product(self, input: Tensor) -> Any:
+        if self._eaves_is_in_pieces:
+            raise NotImplementedError(
+                "eaves.hf: the head is in pieces over a group (patch(group=...)), and logits are asked for, which no "
+                "rank has whole; calls with labels and skip_logits=True go"
+            )
         of_tensor_parallel = vars(self).get("_eaves_forward")
         if of_tensor_parallel is not None:
             return of_tensor_parallel(input)
-        return torch.nn.functional.linear(input, *_tensors_of(self, input.dtype))
+        return torch.nn.functional.linear(input, self.weight, self.bias)
 
 
-class _Head(_DefersLogits, torch.nn.Linear):
+class _Head(_DefersLogits, torch.nn.Linear):  # type: ignore[misc]  # both have a weight
     _eaves_class = torch.nn.Linear
 
 
@@ -419,25 +434,6 @@ def _is_tensor_parallel(head: Any) -> bool:
 def _is_fully_sharded(module: object) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
-
-
-def _tensors_of(head: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias; gathered in this dtype, where fully_shard has them in pieces again."""
-    weight, bias = head.weight, head.bias
-    if not (_is_fully_sharded(head) and is_distributed(weight)):
-        return weight, bias
-    return _gathered(weight, dtype), None if bias is None else _gathered(bias, dtype)
-
-
-def _gathered(parameter: Any, dtype: torch.dtype) -> Tensor:
-    from torch.distributed.tensor import Partial
-
-    ranks = parameter.device_mesh.size()
-    placements = [Partial()] * parameter.device_mesh.ndim  # each rank has the gradient of its own rows
-    whole: Tensor = parameter.to(dtype).full_tensor(grad_placements=placements)
-    if whole.requires_grad:
-        whole.register_hook(lambda grad: grad / ranks)  # type: ignore[no-untyped-call]
-    return whole
 
 
 def _has_hooks_of_results(module: torch.nn.Module) -> bool:
@@ -559,11 +555,11 @@ def _causal_lm_loss(
     if isinstance(logits, DeferredLogits):
         is_in_pieces = options.get("group") is not None
         if logits.is_deferred and (is_in_pieces or logits.shape[-1] == vocab_size):
-            weight, bias = _tensors_of(logits.head, logits.hidden.dtype)
+            weight, bias = logits.head.weight, logits.head.bias
             if options.get("grad_weight_dtype") is None and weight.dtype in (torch.bfloat16, torch.float16):
                 options = {**options, "grad_weight_dtype": torch.float32}
             if is_in_pieces:
-                options = {**options, "classes": vocab_size}
+                options = {**options, "classes": vocab_size, "group": named_group(options["group"])}
             shared |= CONSTANT_OUTPUTS  # or "auto" would compute logits again for an entropy
             out: Any = eaves.linear_cross_entropy(
                 logits.hidden.flatten(0, -2), weight, target, linear_bias=bias, scale=logits.scale,

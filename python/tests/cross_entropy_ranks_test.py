@@ -118,7 +118,7 @@ def of_dtensor(group: distributed.ProcessGroup) -> None:
     loss.backward()
     assert_agree(loss, expected)
     assert_agree(cut.grad.full_tensor(), whole.grad)
-    with pytest.raises(NotImplementedError, match="expected its classes cut over one axis of the mesh"):
+    with pytest.raises(NotImplementedError, match="expected its classes cut over the one axis of its mesh"):
         eaves.cross_entropy(distribute_tensor(logits, cut.device_mesh, [Shard(0)]), target)
 
 

@@ -1,6 +1,8 @@
 """eaves.hf with models over several ranks: a head that is cut by tensor parallelism or fully_shard, with gloo on the
 CPU."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -126,6 +128,11 @@ def by_group(group: distributed.ProcessGroup) -> None:
     grad[:VOCABULARY] = expected.gradients["lm_head.weight"]
     gradients = {**expected.gradients, "lm_head.weight": grad[own]}
     assert_same_step(found, expected._replace(gradients=gradients), TOLERANCE)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert_same_step(step(copied), expected._replace(gradients=gradients), TOLERANCE)
+    for call in (lambda: model(batch()["input_ids"]), lambda: model(**batch(), skip_logits=False)):
+        with pytest.raises(NotImplementedError, match="logits are asked for, which no rank has whole"):
+            call()
 
 
 def test_a_group_has_the_head_in_pieces(ranks: Ranks) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -15,6 +15,7 @@ import eaves
 from comparison import assert_agree, assert_within
 from cross_entropy_gradient_test import upstream
 from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output
+from eaves import _linear_cross_entropy_ranks
 from linear_cross_entropy_cases import LinearOracle, assert_gradients
 from linear_cross_entropy_test import problem
 from pairwise import pairwise
@@ -93,7 +94,8 @@ def check(
 
 
 _OF_ORACLE = ("label_smoothing", "softcap", "scale", "z_loss", "row_weight", "normalizer", "ignore_index")
-# So that what is rounded to 16 bits is rounded as often as on one rank, whatever the number of ranks and chunks.
+# So that nothing is rounded to 16 bits but the gradient of the logits, and each gradient once, whatever the number of
+# ranks and chunks.
 _ROUNDED_ONCE = {"reduce_dtype": torch.float32, "grad_weight_dtype": torch.float32}
 
 
@@ -197,34 +199,81 @@ def test_the_gradient_of_input_may_stay_in_parts(ranks: Ranks) -> None:
 
 
 def accumulated(group: distributed.ProcessGroup, dtype: torch.dtype, algorithm: str) -> tuple[Tensor, Tensor]:
-    x, head, target, _ = problem((24, 16), CLASSES, dtype, "cpu")
-    own = head[pieces(group.size())[group.rank()]].requires_grad_()
+    x, head, target, bias = problem((24, 16), CLASSES, dtype, "cpu")
+    mine = pieces(group.size())[group.rank()]
+    own, own_bias = head[mine].requires_grad_(), bias[mine].double().to(bias.dtype).requires_grad_()
     total = torch.zeros(own.shape, dtype=torch.promote_types(dtype, torch.float32))
     tokens = (target != -100).sum()
     for rows in (slice(0, 10), slice(10, 24)):
         loss = eaves.linear_cross_entropy(
-            x[rows].requires_grad_(), own, target[rows], group=group, normalizer=tokens, grad_weight_out=total,
-            algorithm=algorithm,
+            x[rows].requires_grad_(), own, target[rows], linear_bias=own_bias, group=group, normalizer=tokens,
+            grad_weight_out=total, algorithm=algorithm,
         )  # fmt: skip
         loss.backward()
     assert own.grad is None
-    return total
+    return total, own_bias.grad
 
 
 def test_gradients_of_micro_batches_are_added_up(ranks: Ranks) -> None:
     for dtype, algorithm in pairwise((torch.float64, torch.bfloat16), (*ALGORITHMS, "auto")):
-        x, head, target, _ = problem((24, 16), CLASSES, dtype, "cpu")
-        exact = LinearOracle(x, head, target).gradients()
-        total = torch.cat(ranks.run(accumulated, dtype, algorithm))
-        assert_gradients((None, total, None), exact, dtype)
+        x, head, target, bias = problem((24, 16), CLASSES, dtype, "cpu")
+        exact = LinearOracle(x, head, target, bias).gradients()
+        total, of_bias = map(torch.cat, zip(*ranks.run(accumulated, dtype, algorithm), strict=True))
+        assert_gradients((None, total, of_bias), exact, dtype)
 
 
-def compiled(group: distributed.ProcessGroup, algorithm: str, reduction: str) -> None:
+def again(group: distributed.ProcessGroup, algorithm: str) -> None:
+    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, "cpu")
+    mine = pieces(group.size())[group.rank()]
+    leaves = [x.requires_grad_(), head[mine].requires_grad_()]
+    loss = eaves.linear_cross_entropy(*leaves, target, group=group, first_class=mine.start, algorithm=algorithm)
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(2 * loss, leaves, retain_graph=True)
+    for one, two in zip(first, second):
+        assert_agree(2 * one, two)
+    (grad,) = torch.autograd.grad(loss, leaves[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        grad.sum().backward()
+
+
+@each("algorithm", ALGORITHMS)
+def test_a_second_backward_computes_again_and_has_no_derivative(algorithm: str, ranks: Ranks) -> None:
+    ranks.run(again, algorithm)
+
+
+def cancelling(group: distributed.ProcessGroup, reduce_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """A head whose rows have much in common, which the gradient of input is the small rest of."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(8, 64, generator=generator).half().requires_grad_()
+    head = (torch.randn(512, 64, generator=generator) + 10).half()
+    target = torch.randint(0, 512, (8,), generator=generator)
+    whole = x.detach().double().requires_grad_()
+    eaves.linear_cross_entropy(whole, head.double(), target, reduction="sum").mul(10000).backward()
+    own = head.chunk(group.size())[group.rank()]
+    loss = eaves.linear_cross_entropy(x, own, target, reduction="sum", group=group, reduce_dtype=reduce_dtype)
+    (loss * 10000).backward()
+    return x.grad, whole.grad
+
+
+def test_parts_of_float16_are_added_in_float32(ranks: Ranks) -> None:
+    found, exact = ranks.run(cancelling, None)[0]
+    assert found.isfinite().all()  # those of float16 are not
+    assert (found.double() - exact).norm() <= 0.02 * exact.norm()
+    parts, _ = ranks.run(cancelling, torch.float16)[0]
+    assert not parts.isfinite().all()
+    refused = ranks.refusals(cancelling, torch.bfloat16)
+    assert all("reduce_dtype is bfloat16, expected float16 or float32" in message for _, message in refused)
+
+
+def compiled(group: distributed.ProcessGroup, algorithm: str, reduction: str, sequence_parallel: bool) -> None:
     x, head, target, _ = problem((24, 16), CLASSES, torch.float64, "cpu")
     own = head[pieces(group.size())[group.rank()]]
+    if sequence_parallel:
+        x = x[12 * group.rank() : 12 * group.rank() + 12]
 
     def loss_of(x: Tensor, head: Tensor) -> Tensor:
         options = {"group": group, "algorithm": algorithm, "reduction": reduction}
+        options["sequence_parallel"] = sequence_parallel
         return eaves.linear_cross_entropy(x * 2, head, target, **options).sum()
 
     torch.compiler.reset()  # each combination of options compiles again
@@ -239,8 +288,23 @@ def compiled(group: distributed.ProcessGroup, algorithm: str, reduction: str) ->
 
 
 def test_it_compiles_without_a_graph_break(ranks: Ranks) -> None:
-    for algorithm, reduction in pairwise(("auto", *ALGORITHMS), REDUCTIONS):
-        ranks.run(compiled, algorithm, reduction, ranks=2)
+    for arguments in pairwise(("auto", *ALGORITHMS), REDUCTIONS, (False, True)):
+        ranks.run(compiled, *arguments, ranks=2)
+
+
+def unused(group: distributed.ProcessGroup) -> float:
+    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, "cpu")
+    own = head[pieces(group.size())[group.rank()]]
+
+    def of_one_rank(x: Tensor) -> Tensor:
+        loss = eaves.linear_cross_entropy(x, own, target, group=group)
+        return loss if group.rank() == 0 else x.sum()
+
+    return torch.compile(of_one_rank, fullgraph=True, backend="aot_eager")(x).item()
+
+
+def test_a_compiled_call_is_made_where_nothing_uses_its_result(ranks: Ranks) -> None:
+    ranks.run(unused)
 
 
 def checkpointed(group: distributed.ProcessGroup) -> None:
@@ -395,11 +459,17 @@ WRONG = [
     (1, {"sequence_parallel": 3}, "TypeError", "sequence_parallel is 3, expected a bool"),
     (1, {"workspace_bytes": 10_000}, "ValueError", "differ in workspace_bytes: 0 and 10000"),
     (1, {"classes": 39}, "ValueError", "differ in classes: -1 and 39"),
-    (1, {"input": torch.zeros(24, 16).double().requires_grad_()}, "ValueError", "whether input requires a gradient"),
+    (1, {"input": torch.zeros(24, 16).double().requires_grad_()}, "ValueError", "which tensors require a gradient"),
+    (2, {"row_weight": torch.arange(24.0)}, "ValueError", "differ in row_weight: None and"),
+    (1, {"return_lse": True}, "ValueError", "differ in which outputs are computed"),
+    (1, {"skip_ignored": True}, "ValueError", "differ in skip_ignored: False and True"),
+    (3, {"unknown": 1}, "TypeError", "got an unexpected keyword argument 'unknown'"),
+    (0, {"reduction": "\U0001f600" * 300}, "ValueError", "reduction is '"),
+    (2, {"linear_bias": torch.zeros(10).double()}, "ValueError", "differ in the dtype of linear_bias"),
     (-1, {"classes": 41}, "ValueError", "the ranks' shards have 40 classes, expected 41"),
     (-1, {"first_class": 0}, "ValueError", r"begin with the classes \[0, 0, 0, 0\] and have \[10, 10, 10, 10\]"),
     (-1, {"target": torch.full((24,), 40)}, "ValueError", r"target\[0\] is 40, expected 0 to 39, or ignore_index -100"),
-    (2, {"target": torch.arange(24).flip(0)}, "ValueError", "differ in"),
+    (2, {"target": torch.arange(24).flip(0)}, "ValueError", "differ in which rows count|differ in target"),
     (-1, {"target": torch.zeros(24, 10).double()}, "NotImplementedError", "takes classes as its target"),
     (1, {"linear_weight": torch.zeros(10, 8).double()}, "ValueError", r"linear_weight has shape \[10, 8\]"),
     (-1, {"sequence_parallel": True, "reduce_input_grad": False}, "ValueError", "expected reduce_input_grad=True"),
@@ -426,7 +496,54 @@ def different_targets(group: distributed.ProcessGroup) -> None:
 def test_rows_of_different_ranks_are_no_vocabulary_in_pieces(ranks: Ranks) -> None:
     # As where the pieces are those of FSDP, and each rank has a batch of its own.
     for kind, message in ranks.refusals(different_targets):
-        assert kind == "ValueError" and "the ranks of the group have different targets" in message
+        assert kind == "ValueError" and "of the group differ in" in message
+
+
+def different_numbers(group: distributed.ProcessGroup, name: str) -> None:
+    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, "cpu")
+    own = head[pieces(group.size())[group.rank()]]
+    value = {"normalizer": 7.0 + group.rank(), "row_weight": torch.arange(24.0).roll(group.rank())}[name]
+    eaves.linear_cross_entropy(x, own, target, group=group, **{name: value})
+
+
+@each("name", ("normalizer", "row_weight"))
+def test_numbers_of_rows_are_the_same_on_all_ranks(name: str, ranks: Ranks) -> None:
+    for kind, message in ranks.refusals(different_numbers, name):
+        assert kind == "ValueError" and f"of the group differ in {name}" in message
+
+
+def interrupted(group: distributed.ProcessGroup) -> None:
+    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, "cpu")
+    own = head[pieces(group.size())[group.rank()]].requires_grad_()
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    original = _linear_cross_entropy_ranks.gather_statistics
+    _linear_cross_entropy_ranks.gather_statistics = interrupt
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            eaves.linear_cross_entropy(x, own, target, group=group)
+    finally:
+        _linear_cross_entropy_ranks.gather_statistics = original
+
+
+def test_an_interrupt_is_not_lost_in_the_extension(ranks: Ranks) -> None:
+    ranks.run(interrupted)
+
+
+def of_a_larger_mesh(group: distributed.ProcessGroup) -> None:
+    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, "cpu")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    cut = distribute_tensor(head, mesh, [Replicate(), Shard(0)])
+    with pytest.raises(NotImplementedError, match=r"pass linear_weight\.to_local"):
+        eaves.linear_cross_entropy(x, cut, target)
+    loss = eaves.linear_cross_entropy(x, cut.to_local(), target, group=mesh.get_group("tp"))
+    assert_agree(loss, eaves.linear_cross_entropy(x, head, target))
+
+
+def test_a_mesh_of_two_axes_needs_the_group_of_one(ranks: Ranks) -> None:
+    ranks.run(of_a_larger_mesh)
 
 
 def one_does_not_call(group: distributed.ProcessGroup) -> str:

@@ -89,7 +89,8 @@ def _work(rank: int, count: int, rendezvous: str, connection: Connection) -> Non
     distributed.init_process_group(
         "gloo", init_method=rendezvous, rank=rank, world_size=count, timeout=datetime.timedelta(seconds=TIMEOUT)
     )
-    groups = {ranks: distributed.new_group(list(range(ranks))) for ranks in range(1, count + 1)}
+    timeout = datetime.timedelta(seconds=TIMEOUT)
+    groups = {ranks: distributed.new_group(list(range(ranks)), timeout=timeout) for ranks in range(1, count + 1)}
     while True:
         try:
             function, ranks, arguments = _unpacked(connection.recv_bytes())

@@ -155,7 +155,11 @@ Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& 
     check::is_valid(argument);
     check::is_on(argument, args.x.device, "x");
     check::has_shape(argument, args.x.shape, "that of x");
-    check::has_dtype(argument, {args.x.dtype}, "that of x");
+    if (is_shard && grad_x.dtype != args.x.dtype) {
+      check::has_dtype(argument, {arguments.result_dtype}, "that of x, or that of the loss");
+    } else {
+      check::has_dtype(argument, {args.x.dtype}, "that of x");
+    }
   }
 
   const auto row_strides = [&](const TensorView& tensor) { return spread_strides(tensor.strides, rank, axes, false); };
@@ -185,6 +189,7 @@ Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& 
                       .workspace_limit = args.workspace_limit,
                       .grad_loss = numbers_of(grad_loss),
                       .grad_x = grad_x.is_present ? grad_x.data : nullptr,
+                      .grad_x_dtype = grad_x.is_present ? grad_x.dtype : args.x.dtype,
                       .shard = is_shard ? &shard : nullptr},
           .arguments = std::move(arguments)};
 }

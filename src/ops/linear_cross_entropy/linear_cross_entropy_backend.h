@@ -55,6 +55,7 @@ struct LinearCrossEntropyProblem {
   const void* grad_entropy;
 
   void* grad_x;
+  DType grad_x_dtype;
   void* grad_weight;
   DType grad_weight_dtype;
   std::int64_t grad_weight_stride;

@@ -271,7 +271,7 @@ class LinearCrossEntropyChunks {
                  .dtype = problem_.dtype,
                  .a = {memory_.logits, gradient_stride(classes)},
                  .b = weight_at(first_class),
-                 .c_dtype = is_wide ? problem_.accumulator() : problem_.dtype,
+                 .c_dtype = is_wide ? problem_.accumulator() : problem_.grad_x_dtype,
                  .c = memory_.grad_x,
                  .c_stride = problem_.features(),
                  .alpha = alpha,
@@ -279,7 +279,7 @@ class LinearCrossEntropyChunks {
     if (!is_wide && !gathers_) {
       const auto& loop = problem_.view.rows;
       product.c_stride = loop.rank == 0 ? problem_.features() : loop.strides[kGradX][0];
-      product.c = element(problem_.grad_x, problem_.dtype, first * product.c_stride);
+      product.c = element(problem_.grad_x, problem_.grad_x_dtype, first * product.c_stride);
     }
     steps_.product(product);
   }
@@ -502,7 +502,7 @@ class LinearCrossEntropyChunks {
     if (problem_.grad_x == nullptr) return;
     const bool sums = block_.classes < problem_.classes;
     const bool is_elsewhere = (sums || gathers_) && problem_.classes != 0;
-    if (is_elsewhere) steps_.scatter_grad_x(first, rows, sums ? problem_.accumulator() : problem_.dtype);
+    if (is_elsewhere) steps_.scatter_grad_x(first, rows, sums ? problem_.accumulator() : problem_.grad_x_dtype);
     if (problem_.shard != nullptr && problem_.shard->grad_x_is_complete) {
       problem_.shard->grad_x_is_complete(first, rows);
     }

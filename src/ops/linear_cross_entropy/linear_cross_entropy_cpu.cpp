@@ -66,23 +66,28 @@ class Steps {
   }
 
   void scatter_grad_x(std::int64_t first, std::int64_t count, DType dtype) {
-    if (dtype == kDTypeOf<T>) {
-      scatter_features(static_cast<const T*>(memory_.grad_x), first, count);
-    } else {
-      scatter_features(static_cast<const A*>(memory_.grad_x), first, count);
-    }
+    with_grad_x([&](auto* to) {
+      if (dtype == kDTypeOf<T>) {
+        scatter_features(static_cast<const T*>(memory_.grad_x), first, count, to);
+      } else {
+        scatter_features(static_cast<const A*>(memory_.grad_x), first, count, to);
+      }
+    });
   }
 
   void clear_grad_x() {
-    T* to = static_cast<T*>(problem_.grad_x);
-    parallel_for(context_, problem_.rows(), grain_for(problem_.features()), [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t row = begin; row < end; ++row) {
-        const auto at = problem_.view.rows.offsets(row);
-        if (integer_at(problem_.targets, at.of[kTargets]) != problem_.options.ignore_index) continue;
-        for (std::int64_t i = 0; i < problem_.features(); ++i) {
-          to[at.of[kGradX] + problem_.view.columns.offsets(i).of[kGradX]] = T{};
-        }
-      }
+    with_grad_x([&](auto* to) {
+      using D = std::remove_pointer_t<decltype(to)>;
+      parallel_for(context_, problem_.rows(), grain_for(problem_.features()),
+                   [&](std::int64_t begin, std::int64_t end) {
+                     for (std::int64_t row = begin; row < end; ++row) {
+                       const auto at = problem_.view.rows.offsets(row);
+                       if (integer_at(problem_.targets, at.of[kTargets]) != problem_.options.ignore_index) continue;
+                       for (std::int64_t i = 0; i < problem_.features(); ++i) {
+                         to[at.of[kGradX] + problem_.view.columns.offsets(i).of[kGradX]] = D{};
+                       }
+                     }
+                   });
     });
   }
 
@@ -207,15 +212,21 @@ class Steps {
     for (std::int64_t i = 0; i < problem_.features(); ++i) to[i] = from[problem_.view.columns.offsets(i).of[tensor]];
   }
 
-  template <typename S>
-  void scatter_features(const S* from, std::int64_t first, std::int64_t count) {
-    T* to = static_cast<T*>(problem_.grad_x);
+  /// Calls it with grad_x in its type: T, or of a shard accumulators.
+  template <typename Body>
+  void with_grad_x(Body&& body) {
+    if (problem_.grad_x_dtype == kDTypeOf<T>) return body(static_cast<T*>(problem_.grad_x));
+    body(static_cast<A*>(problem_.grad_x));
+  }
+
+  template <typename S, typename D>
+  void scatter_features(const S* from, std::int64_t first, std::int64_t count, D* to) {
     const std::int64_t features = problem_.features();
     const bool is_contiguous = has_unit_stride(kGradX);
     for_each_feature_row(first, count, [&](std::int64_t i, const auto& at) {
       for (std::int64_t f = 0; f < features; ++f) {
         const std::int64_t offset = is_contiguous ? f : problem_.view.columns.offsets(f).of[kGradX];
-        to[at.of[kGradX] + offset] = round_to<T>(load_as_accumulator(from[i * features + f]));
+        to[at.of[kGradX] + offset] = round_to<D>(load_as_accumulator(from[i * features + f]));
       }
     });
   }

@@ -397,21 +397,31 @@ class Steps {
   }
 
   void scatter_grad_x(std::int64_t first, std::int64_t count, DType dtype) {
-    const auto scatter = [&](const auto* from) {
+    const auto scatter = [&](const auto* from, auto* to) {
       using S = std::remove_cvref_t<decltype(*from)>;
-      run(scatter_features<S, T>, {.blocks = std::min(count, kMostBlocks), .threads = kThreads},
-          feature_rows(first, count), from, static_cast<T*>(problem_.grad_x));
+      using D = std::remove_pointer_t<decltype(to)>;
+      run(scatter_features<S, D>, {.blocks = std::min(count, kMostBlocks), .threads = kThreads},
+          feature_rows(first, count), from, to);
     };
-    if (dtype == kDTypeOf<T>) {
-      scatter(static_cast<const T*>(memory_.grad_x));
+    // A grad_x in accumulators, of a shard, comes from accumulators alone.
+    if (problem_.grad_x_dtype != kDTypeOf<T>) {
+      scatter(static_cast<const A*>(memory_.grad_x), static_cast<A*>(problem_.grad_x));
+    } else if (dtype == kDTypeOf<T>) {
+      scatter(static_cast<const T*>(memory_.grad_x), static_cast<T*>(problem_.grad_x));
     } else {
-      scatter(static_cast<const A*>(memory_.grad_x));
+      scatter(static_cast<const A*>(memory_.grad_x), static_cast<T*>(problem_.grad_x));
     }
   }
 
   void clear_grad_x() {
-    run(clear_ignored<T>, {.blocks = std::clamp<std::int64_t>(problem_.rows(), 1, kMostBlocks), .threads = kThreads},
-        rows_, feature_rows(0, problem_.rows()), static_cast<T*>(problem_.grad_x));
+    const auto clear = [&](auto* grad_x) {
+      using D = std::remove_pointer_t<decltype(grad_x)>;
+      run(clear_ignored<D>,
+          {.blocks = std::clamp<std::int64_t>(problem_.rows(), 1, kMostBlocks), .threads = kThreads}, rows_,
+          feature_rows(0, problem_.rows()), grad_x);
+    };
+    if (problem_.grad_x_dtype == kDTypeOf<T>) return clear(static_cast<T*>(problem_.grad_x));
+    clear(static_cast<A*>(problem_.grad_x));
   }
 
   void gather_numbers(const void* from, void* to, std::int64_t count, bool gathers) {

@@ -148,8 +148,9 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
   const bool has_powers = problem.has_powers();
   const bool widens_grad_x = has_powers || block.classes < problem.classes;
   memory.x = take(gathers, block.rows * problem.features(), element);
+  const bool is_grad_x_wide = widens_grad_x || problem.grad_x_dtype == problem.accumulator();
   memory.grad_x = take(problem.grad_x != nullptr && (gathers || widens_grad_x), block.rows * problem.features(),
-                       widens_grad_x ? number : element);
+                       is_grad_x_wide ? number : element);
   std::int64_t logits_of_row = logits_stride(block.classes);
   // In the forward samples alone, in float32.
   if (problem.mode == LinearCrossEntropyMode::forward && problem.ends_in_product) {
@@ -362,9 +363,22 @@ inline std::int64_t batch_invariant_classes(const LinearCrossEntropyProblem& pro
   return blocks_within(usual, limit_without_workspace(usual)).classes;
 }
 
-/// The problem of the largest shard, by which those of all are planned; without shards the problem itself.
+/// The problem by which those of all shards are planned, whichever it is: of the largest, with all that a call may have,
+/// because a shard may be frozen, or its x lie otherwise. Without shards the problem itself.
 inline LinearCrossEntropyProblem of_largest_shard(LinearCrossEntropyProblem problem) {
-  if (problem.shard != nullptr) problem.classes = std::max(problem.classes, problem.shard->most_classes);
+  if (problem.shard == nullptr) return problem;
+  problem.classes = std::max(problem.classes, problem.shard->most_classes);
+  problem.skips_ignored_rows = true;
+  problem.targets.dtype = DType::int64;
+  if (problem.mode == LinearCrossEntropyMode::forward) return problem;
+  static std::byte address;
+  void* present = &address;
+  problem.bias.data = problem.class_weight.data = problem.row_weight = present;
+  problem.grad_loss.data = problem.grad_lse = problem.grad_entropy = present;
+  problem.grad_x = problem.grad_weight = problem.grad_bias = present;
+  problem.grad_x_dtype = problem.grad_weight_dtype = problem.accumulator();
+  if (problem.mode != LinearCrossEntropyMode::backward) return problem;
+  problem.outputs.lse = problem.outputs.entropy = problem.outputs.target_mass = present;
   return problem;
 }
 
