@@ -416,9 +416,8 @@ class Steps {
   void clear_grad_x() {
     const auto clear = [&](auto* grad_x) {
       using D = std::remove_pointer_t<decltype(grad_x)>;
-      run(clear_ignored<D>,
-          {.blocks = std::clamp<std::int64_t>(problem_.rows(), 1, kMostBlocks), .threads = kThreads}, rows_,
-          feature_rows(0, problem_.rows()), grad_x);
+      run(clear_ignored<D>, {.blocks = std::clamp<std::int64_t>(problem_.rows(), 1, kMostBlocks), .threads = kThreads},
+          rows_, feature_rows(0, problem_.rows()), grad_x);
     };
     if (problem_.grad_x_dtype == kDTypeOf<T>) return clear(static_cast<T*>(problem_.grad_x));
     clear(static_cast<A*>(problem_.grad_x));

@@ -363,8 +363,8 @@ inline std::int64_t batch_invariant_classes(const LinearCrossEntropyProblem& pro
   return blocks_within(usual, limit_without_workspace(usual)).classes;
 }
 
-/// The problem by which those of all shards are planned, whichever it is: of the largest, with all that a call may have,
-/// because a shard may be frozen, or its x lie otherwise. Without shards the problem itself.
+/// The problem by which those of all shards are planned, whichever it is: of the largest, with all that a call may
+/// have, because a shard may be frozen, or its x lie otherwise. Without shards the problem itself.
 inline LinearCrossEntropyProblem of_largest_shard(LinearCrossEntropyProblem problem) {
   if (problem.shard == nullptr) return problem;
   problem.classes = std::max(problem.classes, problem.shard->most_classes);
