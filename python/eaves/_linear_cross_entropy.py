@@ -291,8 +291,8 @@ def linear_cross_entropy(
             rank; target and row_weight have all rows. input's gradient is that of this rank's rows.
         reduce_input_grad: whether the gradient of input is summed over the ranks. False: each rank gets its own part of
             the sum.
-        reduce_dtype: in which dtype the parts are computed and summed: that of input or of the loss. None: that of input,
-            but for float16, of which it is float32.
+        reduce_dtype: in which dtype the parts are computed and summed: that of input or of the loss. None: that of
+            input, but of float16 float32.
 
     Returns:
         The loss: float32, or float64 for a float64 input; of shape [], or with reduction="none" of shape [rows...],
