@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ranks import Ranks
+from ranks import RANKS, Ranks
 
 # torch.compile would start a process for each core.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -54,9 +54,21 @@ def cuda() -> torch.device:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
+def cpu_ranks() -> Iterator[Ranks]:
     """Processes of torch.distributed on the CPU."""
     started = Ranks()
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module", params=["cpu", "cuda"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """The same, and on GPUs, where there are two."""
+    if request.param == "cuda":
+        require_gpus(2)
+        started = Ranks(min(torch.cuda.device_count(), RANKS), "cuda")
+    else:
+        started = Ranks()
     yield started
     started.close()
 

@@ -15,7 +15,7 @@ from cross_entropy_gradient_test import upstream
 from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output, targets_of
 from layouts import random_tensor
 from pairwise import pairwise
-from ranks import Ranks
+from ranks import Ranks, here
 
 CLASSES = 129
 
@@ -58,7 +58,7 @@ def test_every_option_matches_the_oracle(options: dict[str, Any], ranks: Ranks) 
         (False, True),
     )  # fmt: skip
     for count, dtype, (shape, class_dim), reduction, is_weighted, is_in_place, has_row_weight in combinations:
-        logits = random_tensor(shape, dtype, "cpu", 4.0)
+        logits = random_tensor(shape, dtype, here(), 4.0)
         target = targets_of(logits, class_dim)
         weight = torch.linspace(0, 2, CLASSES).to(dtype) if is_weighted else None
         row_weight = torch.linspace(0, 3, target.numel()).view(target.shape) if has_row_weight else None
@@ -86,9 +86,9 @@ def test_every_option_matches_the_oracle(options: dict[str, Any], ranks: Ranks) 
 
 
 def padded(group: distributed.ProcessGroup, is_in_place: bool) -> None:
-    logits = random_tensor((6, CLASSES), torch.float64, "cpu")
+    logits = random_tensor((6, CLASSES), torch.float64, here())
     logits[:, 70:] = torch.nan
-    target = torch.tensor([0, 69, 3, -100, 13, 61])
+    target = torch.tensor([0, 69, 3, -100, 13, 61]).to(here())
     whole = logits[:, :70].clone().requires_grad_()
     expected = eaves.cross_entropy(whole, target)
     expected.backward()
@@ -98,7 +98,7 @@ def padded(group: distributed.ProcessGroup, is_in_place: bool) -> None:
         loss = eaves.cross_entropy(leaf * 1, target, classes=70, inplace_backward=is_in_place, **named)
         loss.backward()
         assert_agree(loss, expected)
-        grad = torch.cat([whole.grad, torch.zeros(6, CLASSES - 70).double()], 1)
+        grad = torch.cat([whole.grad, logits.new_zeros(6, CLASSES - 70)], 1)
         assert_agree(leaf.grad, grad[:, own] if named else grad)
 
 
@@ -108,7 +108,7 @@ def test_classes_of_padding_are_neither_read_nor_counted(is_in_place: bool, rank
 
 
 def of_dtensor(group: distributed.ProcessGroup) -> None:
-    logits = random_tensor((6, CLASSES), torch.float64, "cpu")
+    logits = random_tensor((6, CLASSES), torch.float64, here())
     target = targets_of(logits)
     whole = logits.clone().requires_grad_()
     expected = eaves.cross_entropy(whole, target)
@@ -122,12 +122,12 @@ def of_dtensor(group: distributed.ProcessGroup) -> None:
         eaves.cross_entropy(distribute_tensor(logits, cut.device_mesh, [Shard(0)]), target)
 
 
-def test_a_dtensor_says_which_group(ranks: Ranks) -> None:
-    ranks.run(of_dtensor)
+def test_a_dtensor_says_which_group(cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(of_dtensor)
 
 
 def compiled(group: distributed.ProcessGroup) -> None:
-    logits = random_tensor((6, CLASSES), torch.float64, "cpu")
+    logits = random_tensor((6, CLASSES), torch.float64, here())
     target = targets_of(logits)
     found = []
     for wrap in (lambda function: function, lambda function: torch.compile(function, fullgraph=True, backend="eager")):
@@ -148,7 +148,7 @@ def test_it_compiles_without_a_graph_break(ranks: Ranks) -> None:
 
 
 def test_what_needs_a_group_says_so() -> None:
-    logits = random_tensor((6, CLASSES), torch.float32, "cpu")
+    logits = random_tensor((6, CLASSES), torch.float32, here())
     with pytest.raises(ValueError, match="there is no group"):
         eaves.cross_entropy(logits, targets_of(logits), first_class=0)
     with pytest.raises(ValueError, match=f"classes is {CLASSES + 1}, expected"):

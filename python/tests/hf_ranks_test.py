@@ -72,10 +72,10 @@ def fully_sharded(
 
 @pytest.mark.filterwarnings("error:eaves.hf")
 @each("is_patched_last", (False, True))
-def test_fully_shard_has_the_head_in_pieces(is_patched_last: bool, ranks: Ranks) -> None:
+def test_fully_shard_has_the_head_in_pieces(is_patched_last: bool, cpu_ranks: Ranks) -> None:
     for is_apart, reshards in ((False, False), (True, False), (True, True)):
-        ranks.run(fully_sharded, "llama", is_apart, reshards, is_patched_last, ranks=2)
-    ranks.run(fully_sharded, "qwen2", False, False, is_patched_last, ranks=2)  # tied
+        cpu_ranks.run(fully_sharded, "llama", is_apart, reshards, is_patched_last, ranks=2)
+    cpu_ranks.run(fully_sharded, "qwen2", False, False, is_patched_last, ranks=2)  # tied
 
 
 # --------------------------------------------------------------------------------------------------- tensor parallel
@@ -109,9 +109,9 @@ def tensor_parallel(group: distributed.ProcessGroup, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("error:eaves.hf")
-def test_transformers_has_cut_the_head(ranks: Ranks) -> None:
+def test_transformers_has_cut_the_head(cpu_ranks: Ranks) -> None:
     for name in ("llama", "phi"):  # 131 classes over 4 ranks; a bias
-        ranks.run(tensor_parallel, name)
+        cpu_ranks.run(tensor_parallel, name)
 
 
 def by_group(group: distributed.ProcessGroup) -> None:
@@ -135,8 +135,8 @@ def by_group(group: distributed.ProcessGroup) -> None:
             call()
 
 
-def test_a_group_has_the_head_in_pieces(ranks: Ranks) -> None:
-    ranks.run(by_group)
+def test_a_group_has_the_head_in_pieces(cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(by_group)
 
 
 def test_zero_3_is_refused_with_what_to_do() -> None:

@@ -1,5 +1,5 @@
-"""Processes that stand for the ranks of a torch.distributed job on the CPU, with gloo. They are started once, and each
-test has functions run in all of them."""
+"""Processes that stand for the ranks of a torch.distributed job: on the CPU with gloo, or on a GPU each with NCCL. They
+are started once, and each test has functions run in all of them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,34 @@ from typing import Any
 
 import torch
 from torch import distributed, multiprocessing
+from torch.utils._pytree import tree_map_only
 
-RANKS = 4
+RANKS = 4  # on the CPU
 TIMEOUT = 60  # seconds: what hangs is an error after that
+
+
+_device = torch.device("cpu")
+
+
+def here() -> torch.device:
+    """The device of this rank; in the tests' own process the CPU."""
+    return _device
 
 
 class Ranks:
     """`count` processes. run(function, *arguments) calls it in each of them, with the group of all or of the first
-    `ranks`, and gives their results; an exception of one is raised here."""
+    `ranks` (as many as there are), and gives their results; an exception of one is raised here. Tensors of arguments
+    are moved to the device of the rank, those of results to the CPU."""
 
-    def __init__(self, count: int = RANKS) -> None:
+    def __init__(self, count: int = RANKS, device_type: str = "cpu") -> None:
+        self.is_cuda = device_type == "cuda"
         self._folder = tempfile.TemporaryDirectory()
         rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"
         context = multiprocessing.get_context("spawn")
         self._connections, self._processes = [], []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, count, rendezvous, theirs), daemon=True)
+            process = context.Process(target=_work, args=(rank, count, device_type, rendezvous, theirs), daemon=True)
             process.start()
             self._connections.append(ours)
             self._processes.append(process)
@@ -81,13 +92,18 @@ def _packed(value: object) -> bytes:
 
 
 def _unpacked(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=False)
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
-def _work(rank: int, count: int, rendezvous: str, connection: Connection) -> None:
+def _work(rank: int, count: int, device_type: str, rendezvous: str, connection: Connection) -> None:
+    global _device
     torch.set_num_threads(1)
+    if device_type == "cuda":
+        _device = torch.device("cuda", rank)
+        torch.cuda.set_device(_device)
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     distributed.init_process_group(
-        "gloo", init_method=rendezvous, rank=rank, world_size=count, timeout=datetime.timedelta(seconds=TIMEOUT)
+        backend, init_method=rendezvous, rank=rank, world_size=count, timeout=datetime.timedelta(seconds=TIMEOUT)
     )
     timeout = datetime.timedelta(seconds=TIMEOUT)
     groups = {ranks: distributed.new_group(list(range(ranks)), timeout=timeout) for ranks in range(1, count + 1)}
@@ -96,6 +112,7 @@ def _work(rank: int, count: int, rendezvous: str, connection: Connection) -> Non
             function, ranks, arguments = _unpacked(connection.recv_bytes())
         except EOFError:  # the test has ended
             break
+        arguments = tree_map_only(torch.Tensor, lambda tensor: tensor.to(_device), arguments)
         try:
             result = function(groups[ranks], *arguments)
         except Exception as error:

@@ -416,12 +416,12 @@ def verl_on_a_rank(group: torch.distributed.ProcessGroup) -> tuple[Tensor, ...]:
     return log_prob.detach(), entropy.detach(), hidden.grad, own.grad
 
 
-def test_verl_has_a_vocabulary_in_pieces(ranks: Ranks) -> None:
+def test_verl_has_a_vocabulary_in_pieces(cpu_ranks: Ranks) -> None:
     hidden, head, labels = rows_and_head((5,), 40, torch.float64, torch.device("cpu"))
     leaves = [hidden.requires_grad_(), head.requires_grad_()]
     log_prob, entropy = eaves.verl._linear_cross_entropy("auto", None, *leaves, labels, 0.7)
     (log_prob.sum() - 0.1 * entropy.sum()).backward()
-    log_probs, entropies, of_hidden, of_head = zip(*ranks.run(verl_on_a_rank), strict=True)
+    log_probs, entropies, of_hidden, of_head = zip(*cpu_ranks.run(verl_on_a_rank), strict=True)
     for found, expected in (
         (log_probs[0], log_prob), (entropies[3], entropy), (torch.stack(of_hidden).sum(0), hidden.grad),
         (torch.cat(of_head), head.grad),
