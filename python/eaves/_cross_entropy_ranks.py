@@ -76,7 +76,7 @@ def _forward(
             _OP, _shard_forward, *_usable(logits, weight, place, axis, target), axis, ignore_index, mode, numbers,
             place.first_class, place.classes, bool(outputs & MEAN_LOGIT),
         ).flatten(0, -2)  # fmt: skip
-    gathered = statistics_of(_OP, gather_statistics(shard, own, target.reshape(-1)).wait())
+    gathered = statistics_of(gather_statistics(shard, own, target.reshape(-1)).wait())
     statistics = gathered.view(gathered.shape[0], *rows, STATISTICS)
     options = (ignore_index, mode, numbers)
     has_weight = weight is not None

@@ -439,7 +439,9 @@ def linear_cross_entropy(
         # With class weights a block of classes without the target does not know the target's weight.
         computed = kept_for_backward(wanted, mode, target.is_floating_point() or weight is not None)
         followed = wanted & ~(LSE | ENTROPY) if are_constant else wanted  # the others have no gradient
-        allowed = _small_workspace(columns) if way == "memory" and limit == 0 and input.is_cuda else limit
+        allowed = limit
+        if way == "memory" and limit == 0 and input.is_cuda:  # the same on all ranks, whose shards may differ
+            allowed = _small_workspace(columns if shard is None else 0)
         function: type[torch.autograd.Function] = _Recompute
         if gradients and _is_speedy(
             way, input, linear_weight, target, mode, followed, allowed, grad_weight_out, gradients, shard

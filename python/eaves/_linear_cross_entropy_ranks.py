@@ -44,8 +44,8 @@ from eaves._ranks import (
     agreed_place,
     all_gather,
     all_reduce,
-    check_targets,
     digest,
+    dtype_of_parts,
     dtypes,
     gather_statistics,
     group_of,
@@ -70,7 +70,7 @@ class _Call:
     ):
         self.options, self.shard, self.place, self.kept = options, shard, place, kept
         self.target = tensors.target
-        self.kept_on_host: list[int] = [] if kept is None else kept.tolist()
+        self.kept_on_host = None if kept is None else kept.cpu()
         x = tensors.input.contiguous()  # how many rows a chunk has does not depend on how they lie
         if shard.sequence_parallel:
             x = all_gather(x, group_of(shard)).wait().flatten(0, 1)
@@ -85,11 +85,12 @@ class _Call:
 
     def range(self, first: int, count: int) -> slice:
         """The same without a gap: rows that are ignored are in it."""
-        if self.kept is None:
+        kept = self.kept_on_host
+        if kept is None:
             return slice(first, first + count)
-        is_first, is_last = first == 0, first + count == self.kept.shape[0]
-        begin = 0 if is_first else self.kept_on_host[first]
-        return slice(begin, self.target.numel() if is_last else self.kept_on_host[first + count])
+        begin = 0 if first == 0 else int(kept[first])
+        is_last = first + count == kept.shape[0]
+        return slice(begin, self.target.numel() if is_last else int(kept[first + count]))
 
     def run(self, overload: Any, *arguments: Any, callbacks: Sequence[Callable[[int, int], None] | None]) -> None:
         """Calls the operator with functions of Python behind its arguments. An error of theirs is raised afterwards,
@@ -127,10 +128,7 @@ class _Gradients:
         self.accumulates = grad_weight is not None
         if bits & OF_INPUT:
             shard, of_rows = call.shard, (*tensors.target.shape, x.shape[-1])
-            # Parts of float16 may be infinite where their sum is not.
-            usual = sums if x.dtype == torch.float16 else x.dtype
-            dtype = shard.reduce_dtype or usual if shard.reduce_input_grad else x.dtype
-            self.input = torch.empty(of_rows, dtype=dtype, device=x.device)
+            self.input = torch.empty(of_rows, dtype=dtype_of_parts(shard, x.dtype), device=x.device)
             if not columns:
                 self.input.zero_()
         if bits & OF_WEIGHT:
@@ -139,7 +137,7 @@ class _Gradients:
         if bits & OF_BIAS:
             self.bias = bias.new_empty(bias.shape, dtype=empty_bias_gradient(x, bias).dtype)
             self.bias[columns:] = 0
-            if self.accumulates:
+            if self.accumulates:  # the core adds to both
                 self.bias.zero_()
         self.to = grad_weight if self.weight is None else self.weight
         self.underway: list[Underway] = []
@@ -176,7 +174,8 @@ class _Gradients:
 
 
 def _kept_rows(tensors: Any, options: Options) -> Tensor | None:
-    """Where the extension leaves out rows that are ignored, those that it does not."""
+    """Where the extension leaves out rows that are ignored, those that it does not: on the CPU always, on a GPU where
+    it is asked to, but not while a CUDA graph is captured (skips_ignored_rows of the core)."""
     target = tensors.target
     if target.is_cuda and (not options.skip_ignored or torch.cuda.is_current_stream_capturing()):
         return None
@@ -194,7 +193,6 @@ def _forward(*arguments: Any) -> list[Tensor]:
     shard, kept = Shard(*of_shard), _kept_rows(tensors, options)
     facts = _facts(tensors, options, kept, outputs, gradients)
     place = agreed_place(_OP, shard, tensors.linear_weight.shape[0], facts)
-    check_targets(_OP, tensors.target, place.classes, options.ignore_index)
     refuse_argmax(_OP, outputs, place, tensors.input.dtype)
     this = _Call(tensors, options, shard, place, kept, outputs)
     target, ranks = tensors.target, shard.ranks
@@ -209,7 +207,7 @@ def _forward(*arguments: Any) -> list[Tensor]:
     def exchanged(first: int, rows: int) -> Tensor:
         of_chunk = this.rows(first, rows)
         gathering = gather_statistics(shard, of_rows[first : first + rows], flat_target[of_chunk])
-        found = statistics_of(_OP, gathering.wait())
+        found = statistics_of(gathering.wait())
         statistics[:, of_chunk] = found
         return found
 
@@ -243,7 +241,7 @@ def _facts(
         "which tensors require a gradient": [each is not None and each.requires_grad for each in parts],
         "the shape of input": list(tensors.input.shape),
         "the shape of target": list(tensors.target.shape),
-        "which rows count": None if kept is None else hash(tuple(kept.tolist())),
+        "which rows count": None if kept is None else digest(kept.cpu()),
         "target": digest(tensors.target),
         "row_weight": digest(tensors.row_weight),
         "normalizer": digest(tensors.normalizer),

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -52,8 +52,11 @@ from eaves._operator import (
 )
 from eaves._ranks import (
     agreed_place,
+    check_reduce_dtype,
     digest,
     dtypes,
+    is_distributed,
+    local_shard,
     refuse_without_group,
     shard_of,
     with_agreement,
@@ -192,7 +195,7 @@ def log_prob(
                 [-1.2944,  0.0000]])
     """
     if unknown:
-        refuse_unknown("log_prob", unknown, log_prob)
+        _refuse_unknown("log_prob", group, unknown, log_prob)
     returns = (return_entropy, return_top1, return_sum_sq, return_mean_logit)
     if _has_several(logits, tokens, temperature):
         return _of_several(
@@ -300,7 +303,7 @@ def linear_log_prob(
         tensor([-0.0206, -2.2395])
     """
     if unknown:
-        refuse_unknown("linear_log_prob", unknown, linear_log_prob)
+        _refuse_unknown("linear_log_prob", group, unknown, linear_log_prob)
     returns = (return_entropy, return_top1, return_sum_sq, return_mean_logit)
     if _has_several(hidden, tokens, temperature):
         check_tensor("linear_log_prob", "head", head)
@@ -325,6 +328,12 @@ _LINEAR_NAMES = {
     "linear_cross_entropy": "linear_log_prob", "input": "hidden", "linear_weight": "head", "linear_bias": "bias",
     "target": "tokens",
 }  # fmt: skip
+
+
+def _refuse_unknown(op: str, group: ProcessGroup | None, unknown: Mapping[str, object], function: Any) -> NoReturn:
+    if group is not None:
+        with_agreement(op, group, lambda _: refuse_unknown(op, unknown, function))
+    refuse_unknown(op, unknown, function)
 
 
 def _of_loss(
@@ -359,6 +368,9 @@ def _of_loss(
             raise _renamed(error, names) from None
 
     group = options["group"]
+    if group is None and is_distributed(inputs[-1]):  # the head, or logits
+        axis = 0 if len(inputs) == 2 else -1
+        group = local_shard(op, names[_CUT[len(inputs) - 1]], inputs[-1], axis).group
     output = run() if group is None else with_agreement(op, group, run)
     if not isinstance(output, CrossEntropyOutput):
         return 0 - output  # type: ignore[no-any-return]  # of ignored rows 0, where -output would be -0
@@ -386,6 +398,9 @@ def tempered(
         return number_of(op, f"{name} / temperature", quotient, *RANGES[name])
 
     return divided("scale", 1.0 if scale is None else scale), None if softcap is None else divided("softcap", softcap)
+
+
+_CUT = ("input", "linear_weight")  # what has the classes: logits, or a head
 
 
 def _renamed(error: Exception, names: Mapping[str, str]) -> Exception:
@@ -482,12 +497,14 @@ def _computed(
     scale, softcap = tempered(op, 1.0 if divisor is None else divisor, scale, softcap)
     assert scale is not None
 
-    over_ranks = None
+    over_ranks, given_head = None, weight is not None
     if shard is not None:
+        check_reduce_dtype(op, shard, x)
         facts = {
             "which tensors require a gradient": [
                 each is not None and needs_autograd(each) for each in (x, weight, bias)
             ],
+            f"the shape of {name}": list(passed.shape if given_head else passed.shape[:-1]),
             "the shape of tokens": list(tokens.shape),
             "tokens": digest(tokens),
             "temperature": digest(temperature) if isinstance(temperature, Tensor) else None,

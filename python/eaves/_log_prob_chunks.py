@@ -35,6 +35,7 @@ from eaves._ranks import (
     Place,
     Shard,
     all_reduce,
+    dtype_of_parts,
     gather_statistics,
     group_of,
     merged,
@@ -254,7 +255,7 @@ def _statistics(z: Tensor, target: Tensor, settings: Settings, numbers: tuple[fl
         has_mean = bool(outputs & MEAN_LOGIT)
         of_shard = (place.first_class, place.classes, has_mean)
         own = call(settings.op, _of_shard, z, target, None, -1, *options, *of_shard)
-    statistics = statistics_of(settings.op, gather_statistics(shard, own, target).wait())
+    statistics = statistics_of(gather_statistics(shard, own, target).wait())
     return merged(settings.op, statistics, target, None, None, options, place, False, outputs)
 
 
@@ -381,7 +382,7 @@ def _sum_over_ranks(part: Tensor, dtype: torch.dtype, settings: Settings) -> Ten
     if settings.over_ranks is None or not settings.over_ranks.shard.reduce_input_grad:
         return part
     shard = settings.over_ranks.shard
-    return all_reduce(part.to(shard.reduce_dtype or dtype), group_of(shard)).wait()
+    return all_reduce(part.to(dtype_of_parts(shard, dtype)), group_of(shard)).wait()
 
 
 def _of(chunk: slice, of_rows: Tensor | None) -> Tensor | None:

@@ -1,5 +1,5 @@
-"""A vocabulary that is cut over the ranks of a torch.distributed group: which classes a rank has, the agreement before
-the first collective, and the gather of the rows' statistics.
+"""A vocabulary that is cut over the ranks of a torch.distributed group: the arguments that say so, DTensors among them,
+the agreement of the ranks before the first collective, the collectives, and the gather of the rows' statistics.
 
 A call is the same on all ranks but for its shard of the head or the logits. Before anything else is exchanged, each
 rank tells the others what it was called with, or what error it has. Ranks that differ, or have an error, all raise the
@@ -57,7 +57,7 @@ class Place(NamedTuple):
     most: int  # the most columns that a rank has
 
     def tensor(self) -> Tensor:
-        """For the backward of a call that was compiled, which keeps tensors."""
+        """For the backward: a call that is compiled keeps tensors alone."""
         return torch.tensor(self, dtype=torch.int64)
 
     @staticmethod
@@ -86,6 +86,18 @@ def rows_of(op: str, shard: Shard, input: Tensor) -> tuple[int, ...]:
 def check_shard(op: str, shard: Shard, input: Tensor, target: Tensor) -> None:
     if target.is_floating_point():
         raise NotImplementedError(f"{op}: a vocabulary in shards takes classes as its target, not probabilities")
+    check_reduce_dtype(op, shard, input)
+
+
+def dtype_of_parts(shard: Shard, dtype: torch.dtype) -> torch.dtype:
+    """In which the ranks' parts of the gradient of an input are computed and added up."""
+    if not shard.reduce_input_grad:
+        return dtype
+    # A part of float16 may be infinite where the sum is not.
+    return shard.reduce_dtype or (torch.float32 if dtype == torch.float16 else dtype)
+
+
+def check_reduce_dtype(op: str, shard: Shard, input: Tensor) -> None:
     allowed = (input.dtype, accumulator_dtype(input.dtype))
     if shard.reduce_dtype is not None and shard.reduce_dtype not in allowed:
         names = " or ".join(dict.fromkeys(map(name_of, allowed)))
@@ -126,6 +138,8 @@ def shard_of(
         )
     if reduce_dtype is not None and not isinstance(reduce_dtype, torch.dtype):
         raise TypeError(f"{op}: reduce_dtype is {reduce_dtype!r}, expected a torch.dtype or None")
+    if reduce_dtype is not None and not reduce_input_grad:
+        raise ValueError(f"{op}: reduce_dtype says how parts are added up, and with reduce_input_grad=False none are")
     return Shard(group.group_name, group.size(), first, total, sequence_parallel, reduce_input_grad, reduce_dtype)
 
 
@@ -241,6 +255,7 @@ def local_rows(tensor: Any, head: Local, is_summed: bool) -> Tensor:
 
 _BYTES = 2048  # of what a rank tells the others
 _SENTENCE = 300  # characters of an error among them
+# A NotImplementedError is a RuntimeError too, and comes first.
 _ERRORS = {each.__name__: each for each in (ValueError, TypeError, NotImplementedError, RuntimeError)}
 
 
@@ -275,9 +290,15 @@ def with_agreement(op: str, group: object, run: Callable[[ProcessGroup], _Result
 def agreed_place(op: str, shard: Shard, columns: int, facts: Mapping[str, object]) -> Place:
     """The first collective of a call. `columns` is how many classes this rank's tensors have, padding among them;
     `facts` are what has to be the same on all ranks, by names for an error."""
-    facts = {**facts, "classes": shard.classes, "the kind of first_class": "None" if shard.first_class < 0 else "int"}
-    facts |= {name: getattr(shard, name) for name in ("sequence_parallel", "reduce_input_grad")}
-    facts |= {"reduce_dtype": str(shard.reduce_dtype)}
+    facts = {
+        "the operator": op,
+        **facts,
+        "classes": shard.classes,
+        "the kind of first_class": "None" if shard.first_class < 0 else "int",
+        "sequence_parallel": shard.sequence_parallel,
+        "reduce_input_grad": shard.reduce_input_grad,
+        "reduce_dtype": str(shard.reduce_dtype),
+    }
     if _is_capturing():
         if (shard, columns) not in _places:
             raise RuntimeError(
@@ -292,11 +313,15 @@ def agreed_place(op: str, shard: Shard, columns: int, facts: Mapping[str, object
     for rank, each in enumerate(told):
         for name, value in each["facts"].items():
             if value != (other := told[0]["facts"].get(name)):
-                raise ValueError(
-                    f"{op}: ranks 0 and {rank} of the group differ in {name}: {other} and {value}, expected the same"
-                )
+                how = _HINTS.get(name, "") if name in _DIGESTS else f": {other} and {value}, expected the same"
+                raise ValueError(f"{op}: ranks 0 and {rank} of the group differ in {name}{how}")
     place = _places[shard, columns] = _place_of(op, shard, [each["shard"] for each in told])
     return place
+
+
+_OF_ROWS = ": a group shares one head, and each rank has all rows"
+_HINTS = {"target": _OF_ROWS, "tokens": _OF_ROWS, "which rows count": _OF_ROWS}
+_DIGESTS = (*_HINTS, "row_weight", "normalizer", "temperature")  # whose numbers say nothing
 
 
 def _place_of(op: str, shard: Shard, shards: Sequence[Sequence[int]]) -> Place:
@@ -343,13 +368,14 @@ def _is_capturing() -> bool:
 
 
 def digest(tensor: Tensor | None) -> int | None:
-    """Tells numbers of the CPU apart from others, in other places too; of a GPU, which would be waited for, nothing."""
+    """A number that other numbers, and the same in another order, almost certainly do not have. None of a tensor on a
+    GPU, which would be waited for."""
     if tensor is None or tensor.device.type != "cpu" or tensor.numel() == 0:
         return None
     flat = tensor.detach().reshape(-1)
     if flat.is_floating_point():
         flat = flat.double().view(torch.int64)
-    places = torch.arange(flat.shape[0]).mul_(2654435761).add_(97)
+    places = torch.arange(flat.shape[0]).mul_(2654435761).add_(97)  # a factor for each place: Knuth's multiplier
     return int(flat.to(torch.int64).mul(places).sum())  # modulo 2^64
 
 
@@ -380,20 +406,12 @@ def gather_statistics(shard: Shard, own: Tensor, target: Tensor) -> Underway:
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
-def statistics_of(op: str, gathered: Tensor) -> Tensor:
-    """[ranks, rows, STATISTICS], the same on all ranks. Rows whose targets differ from rank to rank are an error on the
-    CPU, on a GPU NaN."""
+def statistics_of(gathered: Tensor) -> Tensor:
+    """[ranks, rows, STATISTICS], the same on all ranks. Rows whose targets differ from rank to rank are NaN: on a GPU
+    they have not been compared before."""
     targets = gathered[..., STATISTICS].contiguous().view(_BITS[gathered.dtype])
     differs = (targets != targets[0]).any(0)
-    statistics = gathered[..., :STATISTICS]
-    if differs.device.type != "cpu":
-        return torch.where(differs.unsqueeze(-1), torch.nan, statistics).contiguous()
-    if bool(differs.any()):
-        raise ValueError(
-            f"{op}: the ranks of the group have different targets, expected the same on all: a group shares one head, "
-            "and each rank has all rows"
-        )
-    return statistics.contiguous()
+    return torch.where(differs.unsqueeze(-1), torch.nan, gathered[..., :STATISTICS]).contiguous()
 
 
 def no_statistics(rows: int, logits: Tensor) -> Tensor:

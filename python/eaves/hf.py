@@ -290,6 +290,8 @@ def _release_head(model: Any, successor: Any = None) -> None:
     if not users and type(head) is _head_class(getattr(head, "_eaves_class", _LINEAR)):
         head.__class__ = head._eaves_class
         vars(head).pop("_eaves_is_in_pieces", None)
+        if vars(head).pop("_eaves_reshards", False):
+            head.set_reshard_after_forward(True, recurse=False)
         if "_eaves_forward" in vars(head):
             vars(head)["forward"] = vars(head).pop("_eaves_forward")
 
@@ -326,6 +328,9 @@ def _patched_class(original: Any) -> Any:
             output = forward(self, *args, **kwargs)
         finally:
             _call.head, _call.metrics = outer
+            if skip_logits and not torch.is_grad_enabled() and "_eaves_reshards" in vars(head):
+                whole: Any = head
+                whole.reshard()
         if skip_logits:
             output = _without_logits(output, head)
         return _with_metrics(output, metrics, bool(skip_logits or self.training)) if metrics else output
@@ -389,8 +394,7 @@ class _DefersLogits(torch.nn.Module):
             return self.product(input)
         refuse_zero3("patch", "the head", self.weight)
         if _is_fully_sharded(self):
-            module: Any = self
-            module.set_reshard_after_forward(False, recurse=False)  # or its weight would be gathered again for the loss
+            _keep_whole(self)
         logits = DeferredLogits(self, input)
         return logits.tensor("a hook of the head") if _has_hooks_of_results(self) else logits
 
@@ -404,6 +408,14 @@ class _DefersLogits(torch.nn.Module):
         if of_tensor_parallel is not None:
             return of_tensor_parallel(input)
         return torch.nn.functional.linear(input, self.weight, self.bias)
+
+
+def _keep_whole(head: Any) -> None:
+    """Until the backward, or the end of a call without one: fully_shard would gather its weight again for the loss."""
+    parameters = head._get_fsdp_state()._fsdp_param_group
+    if parameters is not None and getattr(parameters, "_reshard_after_forward", True):
+        head.set_reshard_after_forward(False, recurse=False)
+        vars(head)["_eaves_reshards"] = True
 
 
 class _Head(_DefersLogits, torch.nn.Linear):  # type: ignore[misc]  # both have a weight
@@ -559,7 +571,11 @@ def _causal_lm_loss(
             if options.get("grad_weight_dtype") is None and weight.dtype in (torch.bfloat16, torch.float16):
                 options = {**options, "grad_weight_dtype": torch.float32}
             if is_in_pieces:
-                options = {**options, "classes": vocab_size, "group": named_group(options["group"])}
+                group = named_group(options["group"])
+                options = {**options, "classes": vocab_size, "group": group}
+                if options["sequence_parallel"]:  # gathered, hidden states are [ranks, batch, positions of a rank]
+                    batch = logits.hidden.shape[0]
+                    target = target.view(batch, group.size(), -1).movedim(1, 0).reshape(-1)
             shared |= CONSTANT_OUTPUTS  # or "auto" would compute logits again for an entropy
             out: Any = eaves.linear_cross_entropy(
                 logits.hidden.flatten(0, -2), weight, target, linear_bias=bias, scale=logits.scale,

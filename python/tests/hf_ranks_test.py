@@ -139,6 +139,26 @@ def test_a_group_has_the_head_in_pieces(cpu_ranks: Ranks) -> None:
     cpu_ranks.run(by_group)
 
 
+def by_group_and_rows(group: distributed.ProcessGroup) -> None:
+    """Hidden states that are cut along the sequence in front of the head, as Megatron's are."""
+    fill = {"input_ids": 1, "labels": -100}
+    data = {name: torch.nn.functional.pad(each, (0, 1), value=fill[name]) for name, each in batch().items()}
+    expected = tiny_model()(**data).loss
+    model = tiny_model()
+    size = -(-VOCABULARY // group.size())
+    own = slice(size * group.rank(), size * (group.rank() + 1))
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach()[own].clone())
+    positions = data["input_ids"].shape[1] // group.size()
+    part = slice(positions * group.rank(), positions * (group.rank() + 1))
+    model.model.norm.register_forward_hook(lambda module, arguments, result: result[:, part])
+    eaves.hf.patch(model, group=group.group_name, sequence_parallel=True)
+    torch.testing.assert_close(model(**data).loss, expected)
+
+
+def test_rows_are_cut_over_the_same_ranks(cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(by_group_and_rows)
+
+
 def test_zero_3_is_refused_with_what_to_do() -> None:
     model = eaves.hf.patch(tiny_model())
     model.lm_head.weight = torch.nn.Parameter(torch.empty(0))

@@ -16,6 +16,8 @@ from comparison import assert_agree, assert_within
 from cross_entropy_gradient_test import upstream
 from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output
 from eaves import _linear_cross_entropy_ranks
+from eaves._loss import ARGMAX
+from eaves._ranks import Place, refuse_argmax
 from linear_cross_entropy_cases import LinearOracle, assert_gradients
 from linear_cross_entropy_test import problem
 from pairwise import pairwise
@@ -461,7 +463,7 @@ WRONG = [
     (1, {"workspace_bytes": 10_000}, "ValueError", "differ in workspace_bytes: 0 and 10000"),
     (1, {"classes": 39}, "ValueError", "differ in classes: -1 and 39"),
     (1, {"input": torch.zeros(24, 16).double().requires_grad_()}, "ValueError", "which tensors require a gradient"),
-    (2, {"row_weight": torch.arange(24.0)}, "ValueError", "differ in row_weight: None and"),
+    (2, {"row_weight": torch.arange(24.0)}, "ValueError", "differ in row_weight"),
     (1, {"return_lse": True}, "ValueError", "differ in which outputs are computed"),
     (1, {"skip_ignored": True}, "ValueError", "differ in skip_ignored: False and True"),
     (3, {"unknown": 1}, "TypeError", "got an unexpected keyword argument 'unknown'"),
@@ -497,7 +499,7 @@ def different_targets(group: distributed.ProcessGroup) -> None:
 def test_rows_of_different_ranks_are_no_vocabulary_in_pieces(cpu_ranks: Ranks) -> None:
     # As where the pieces are those of FSDP, and each rank has a batch of its own.
     for kind, message in cpu_ranks.refusals(different_targets):
-        assert kind == "ValueError" and "of the group differ in" in message
+        assert kind == "ValueError" and "a group shares one head, and each rank has all rows" in message
 
 
 def different_numbers(group: distributed.ProcessGroup, name: str) -> None:
@@ -505,6 +507,65 @@ def different_numbers(group: distributed.ProcessGroup, name: str) -> None:
     own = head[pieces(group.size())[group.rank()]]
     value = {"normalizer": 7.0 + group.rank(), "row_weight": torch.arange(24.0).roll(group.rank())}[name]
     eaves.linear_cross_entropy(x, own, target, group=group, **{name: value})
+
+
+def two_operators(group: distributed.ProcessGroup) -> None:
+    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
+    own = head[pieces(group.size())[group.rank()]]
+    if group.rank() == 0:
+        eaves.linear_cross_entropy(x, own, target, group=group)
+    else:
+        eaves.cross_entropy(x @ own.T, target, group=group)
+
+
+def test_all_ranks_call_one_operator(cpu_ranks: Ranks) -> None:
+    for kind, message in cpu_ranks.refusals(two_operators):
+        assert (kind == "ValueError" and "differ in the operator" in message) or "rank" in message
+
+
+def refused(group: distributed.ProcessGroup, what: str) -> None:
+    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
+    own = head[pieces(group.size())[group.rank()]]
+    if what == "vmap":
+        torch.vmap(lambda x: eaves.linear_cross_entropy(x, own, target, group=group))(x[None])
+    elif what == "tokens":
+        eaves.linear_log_prob(x[:6], own, target[:6].unsqueeze(1), sequence_parallel=True, group=group)
+    elif what == "parts":
+        options = {"reduce_dtype": torch.float64, "reduce_input_grad": False}
+        eaves.linear_cross_entropy(x, own, target, group=group, **options)
+    else:
+        eaves.linear_log_prob(x, own, target, group=group, **({"unknown": 1} if group.rank() == 1 else {}))
+
+
+def test_what_a_group_does_not_go_with_says_so(cpu_ranks: Ranks) -> None:
+    place = Place(0, 2**24 + 1, 5, 5)
+    with pytest.raises(NotImplementedError, match="expected at most 16777216 with a group"):
+        refuse_argmax("linear_cross_entropy", ARGMAX, place, torch.float32)
+    for what, message in (
+        ("vmap", "does not go with torch.vmap"),
+        ("tokens", "sequence_parallel goes with one token for each row"),
+        ("parts", "reduce_dtype says how parts are added up"),
+        ("unknown", "got an unexpected keyword argument 'unknown'"),
+    ):
+        found = cpu_ranks.refusals(refused, what)
+        assert all(message in text for _, text in found), found
+
+
+def of_modules(group: distributed.ProcessGroup) -> None:
+    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
+    own = head[pieces(group.size())[group.rank()]]
+    linear = eaves.LinearCrossEntropyLoss(z_loss=0.1)
+    assert_agree(linear(x, own, target, group=group), linear(x, head, target))
+    loss = eaves.CrossEntropyLoss(z_loss=0.1)
+    assert_agree(loss(x @ own.T, target, group=group), loss(x @ head.T, target))
+    size = 24 // group.size()
+    rows = slice(size * group.rank(), size * (group.rank() + 1))
+    found = eaves.linear_log_prob(x[rows], own, target, group=group, sequence_parallel=True)
+    assert_agree(found, eaves.linear_log_prob(x, head, target))
+
+
+def test_modules_and_log_probabilities_of_rows_of_ranks(ranks: Ranks) -> None:
+    ranks.run(of_modules)
 
 
 @each("name", ("normalizer", "row_weight"))

@@ -270,7 +270,7 @@ def _on_a_rank(rank: int, arguments: argparse.Namespace, rendezvous: str) -> Non
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     distributed.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=arguments.ranks)
     rows: list[dict[str, Any]] = []
     batch, features, classes = arguments.shape

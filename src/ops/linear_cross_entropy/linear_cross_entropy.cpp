@@ -96,7 +96,7 @@ std::int64_t check_soft_targets(const Argument& targets, const Dims& row_shape, 
   return view.rows.rank == 0 ? classes : view.rows.strides[0][0];
 }
 
-/// All that the three calls have in common. `grad_x` and `grad_loss` are absent in the forward.
+/// All that the calls have in common. `grad_x` and `grad_loss` are absent in the forward.
 Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& args, const TensorView& grad_x,
                      const TensorView& grad_loss, const LinearCrossEntropyShard& shard = {}) {
   const Argument x{op, "x", args.x};

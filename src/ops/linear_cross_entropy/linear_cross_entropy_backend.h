@@ -1,5 +1,5 @@
 // What a backend of linear_cross_entropy gets: a problem that has been checked, has rows, and speaks of rows, features
-// and classes instead of axes. One struct for all three calls: what a call does not have is nullptr.
+// and classes instead of axes. One struct for all calls: what a call does not have is nullptr.
 #pragma once
 
 #include <cstddef>
@@ -63,7 +63,8 @@ struct LinearCrossEntropyProblem {
   DType grad_bias_dtype;
   bool accumulates;
 
-  /// Where the classes are those of a shard, what the caller says of it: nullptr without shards.
+  /// Where the classes are those of a shard, what the caller says of it, in the caller's arguments; nullptr without
+  /// shards.
   const LinearCrossEntropyShard* shard;
   void* statistics;  ///< of a shard, outside of the backward
   std::int64_t first_class() const { return shard == nullptr ? 0 : shard->first_class; }

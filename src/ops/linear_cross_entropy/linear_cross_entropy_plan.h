@@ -108,7 +108,8 @@ inline bool cuts_classes(const LinearCrossEntropyProblem& problem) {
   return !problem.wants_gradients() && !problem.has_soft_targets() && knows_argmax;
 }
 
-/// Lays out the workspace from `base` on; with nullptr only counts. Returns the number of bytes.
+/// Lays out the workspace from `base` on; with nullptr only counts. Returns the number of bytes. What a call may have
+/// or not stands in of_largest_shard() too.
 inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block, void* base,
                            LinearCrossEntropyMemory& memory) {
   std::size_t used = 0;
@@ -343,6 +344,7 @@ inline std::size_t limit_without_workspace(const LinearCrossEntropyProblem& prob
   const LinearCrossEntropyPolicy& policy = policy_of(problem.device);
   const std::size_t rows = per_row_bytes(problem);
   if (problem.mode == LinearCrossEntropyMode::backward) return rows + policy.backward_bytes;
+  // A shard's forward has all of its classes at once, and needs what both at once do for as many rows.
   if (problem.mode == LinearCrossEntropyMode::forward && problem.shard == nullptr) {
     return rows + (problem.ends_in_product ? policy.fused_forward_bytes : policy.forward_bytes);
   }
