@@ -1,6 +1,8 @@
 """eaves.cross_entropy of logits whose classes are cut over ranks: against the float64 oracle of the whole, with gloo on
 the CPU. How ranks agree is tested in linear_cross_entropy_ranks_test.py."""
 
+import inspect
+import sys
 from typing import Any
 
 import pytest
@@ -155,3 +157,19 @@ def test_what_needs_a_group_says_so() -> None:
         eaves.cross_entropy(logits, targets_of(logits), classes=CLASSES + 1)
     with pytest.raises(TypeError, match="group is a int"):
         eaves.cross_entropy(logits, targets_of(logits), group=3)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
+def test_every_keyword_goes_with_a_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # They are written out once more where a call turns to its group: one that is forgotten there has its default.
+    passed: list[Any] = []
+
+    def turn(*arguments: Any, **options: Any) -> None:
+        passed.extend([*arguments, *options.values()])
+
+    monkeypatch.setattr(sys.modules[f"eaves._{name}"], "_of_shard", turn)
+    function = getattr(eaves, name)
+    parameters = inspect.signature(function).parameters.values()
+    given = {each.name: object() for each in parameters if each.kind is not each.VAR_KEYWORD}
+    function(**given)
+    assert {name for name, value in given.items() if not any(value is each for each in passed)} == set()
