@@ -243,7 +243,9 @@ def test_a_second_backward_computes_again_and_has_no_derivative(algorithm: str, 
     ranks.run(again, algorithm)
 
 
-def cancelling(group: distributed.ProcessGroup, reduce_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+def cancelling(
+    group: distributed.ProcessGroup, reduce_dtype: torch.dtype | None, is_of_tokens: bool = False
+) -> tuple[Tensor, Tensor]:
     """A head whose rows have much in common, which the gradient of input is the small rest of."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(8, 64, generator=generator).half().to(here()).requires_grad_()
@@ -252,15 +254,19 @@ def cancelling(group: distributed.ProcessGroup, reduce_dtype: torch.dtype | None
     whole = x.detach().double().requires_grad_()
     eaves.linear_cross_entropy(whole, head.double(), target, reduction="sum").mul(10000).backward()
     own = head.chunk(group.size())[group.rank()]
-    loss = eaves.linear_cross_entropy(x, own, target, reduction="sum", group=group, reduce_dtype=reduce_dtype)
+    if is_of_tokens:  # one of K
+        loss = -eaves.linear_log_prob(x, own, target.unsqueeze(1), group=group, reduce_dtype=reduce_dtype).sum()
+    else:
+        loss = eaves.linear_cross_entropy(x, own, target, reduction="sum", group=group, reduce_dtype=reduce_dtype)
     (loss * 10000).backward()
     return x.grad, whole.grad
 
 
 def test_parts_of_float16_are_added_in_float32(ranks: Ranks) -> None:
-    found, exact = ranks.run(cancelling, None)[0]
-    assert found.isfinite().all()  # those of float16 are not
-    assert (found.double() - exact).norm() <= 0.02 * exact.norm()
+    for is_of_tokens in (False, True):
+        found, exact = ranks.run(cancelling, None, is_of_tokens)[0]
+        assert found.isfinite().all()  # those of float16 are not
+        assert (found.double() - exact).norm() <= 0.02 * exact.norm()
     parts, _ = ranks.run(cancelling, torch.float16)[0]
     assert not parts.isfinite().all()
     refused = ranks.refusals(cancelling, torch.bfloat16)
