@@ -192,7 +192,7 @@ struct CrossEntropyShardArgs {
   int class_axis = -1;
   CrossEntropyOptions options = {};
   std::int64_t first_class = 0;
-  std::int64_t classes = 0;        ///< of all shards, on each of them; with 0 logits would be the only one
+  std::int64_t classes = 0;        ///< of all shards; 0: logits has them all
   bool is_for_mean_logit = false;  ///< the merge is asked for mean_logit
 
   /// out, contiguous: per row and kCrossEntropyStatistics as the last axis. Result dtype; on the CPU also float64,

@@ -3,7 +3,7 @@ extension's, with one gather of the rows' statistics between them. The backward 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,11 +95,38 @@ def _usable(
     )
 
 
+class _Backward(NamedTuple):
+    """The arguments of a backward, in the order of the schema."""
+
+    grad_loss: Tensor
+    grad_lse: Tensor | None
+    grad_entropy: Tensor | None
+    logits: Tensor
+    target: Tensor
+    weight: Tensor | None
+    row_weight: Tensor | None
+    lse: Tensor
+    entropy: Tensor | None
+    target_mass: Tensor | None
+    divisor: Tensor | None
+    axis: int
+    ignore_index: int
+    mode: int
+    numbers: Any
+
+    def of_shard(self, place: Place) -> tuple[Any, ...]:
+        """Those of the extension."""
+        logits, target, weight = _usable(self.logits, self.weight, place, self.axis, self.target)
+        return *self._replace(logits=logits, target=target, weight=weight), place.first_class, place.classes
+
+
 def _backward(*arguments: Any) -> Tensor:
-    logits, axis, place = arguments[3], arguments[11], Place.of(arguments[15])
+    *own, place_tensor = arguments
+    given, place = _Backward(*own), Place.of(place_tensor)
+    logits, axis = given.logits, given.axis
     if place.columns == 0:
         return torch.zeros_like(logits)
-    grad: Tensor = call(_OP, _shard_backward, *_arguments_of_shard(arguments, place), place.first_class, place.classes)
+    grad: Tensor = call(_OP, _shard_backward, *given.of_shard(place))
     if place.columns == logits.shape[axis]:
         return grad
     whole = torch.empty_like(logits)
@@ -109,17 +136,11 @@ def _backward(*arguments: Any) -> Tensor:
 
 
 def _backward_in_place(*arguments: Any) -> None:
-    logits, axis, place = arguments[3], arguments[11], Place.of(arguments[15])
+    *own, place_tensor = arguments
+    given, place = _Backward(*own), Place.of(place_tensor)
     if place.columns:
-        arguments = _arguments_of_shard(arguments, place)
-        call(_OP, _shard_backward_in_place, *arguments, place.first_class, place.classes)
-    _padding(logits, axis, place).zero_()
-
-
-def _arguments_of_shard(arguments: tuple[Any, ...], place: Place) -> tuple[Any, ...]:
-    logits, target, weight = arguments[3:6]
-    usable = _usable(logits, weight, place, arguments[11], target)
-    return (*arguments[:3], *usable, *arguments[6:15])
+        call(_OP, _shard_backward_in_place, *given.of_shard(place))
+    _padding(given.logits, given.axis, place).zero_()
 
 
 def _padding(logits: Tensor, axis: int, place: Place) -> Tensor:

@@ -4,7 +4,7 @@ the extension's. The extension computes a shard, in chunks of rows; torch.distri
 Without gradients, and in the forward of "recompute", the rows' statistics are gathered once. Where the forward computes
 gradients, the extension calls back for each chunk, between its logits and their gradient. All ranks merge the same
 statistics in the order of the ranks, so that they have the same numbers. The gradient of input is a sum over the ranks:
-that of a chunk is underway while the next chunk is computed.
+that of a chunk is underway while the logits of the next are computed.
 
 Under sequence parallelism each rank has a part of the rows, which are gathered before; the sums go to the rank whose
 rows they are.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,16 +62,21 @@ _shard_forward_backward = torch.ops.eaves.linear_cross_entropy_shard_forward_bac
 _shard_backward = torch.ops.eaves.linear_cross_entropy_shard_backward.default
 
 
+class _Kept(NamedTuple):
+    """The rows that are not ignored, where the others are left out."""
+
+    rows: Tensor
+    on_host: Tensor
+
+
 class _Call:
     """What forward and backward share: the rows of all ranks, and which classes are this rank's."""
 
     def __init__(
-        self, tensors: Any, options: Options, shard: Shard, place: Place, kept: Tensor | None, outputs: int = 0
+        self, tensors: Any, options: Options, shard: Shard, place: Place, kept: _Kept | None, outputs: int = 0
     ):
         self.options, self.shard, self.place, self.kept = options, shard, place, kept
-        self.target = tensors.target
-        self.kept_on_host = None if kept is None else kept.cpu()
-        x = tensors.input.contiguous()  # how many rows a chunk has does not depend on how they lie
+        self.target, x = tensors.target, tensors.input
         if shard.sequence_parallel:
             x = all_gather(x, group_of(shard)).wait().flatten(0, 1)
         usable = place.columns
@@ -81,13 +86,13 @@ class _Call:
 
     def rows(self, first: int, count: int) -> Tensor | slice:
         """The rows of a chunk among all."""
-        return slice(first, first + count) if self.kept is None else self.kept[first : first + count]
+        return slice(first, first + count) if self.kept is None else self.kept.rows[first : first + count]
 
     def range(self, first: int, count: int) -> slice:
         """The same without a gap: rows that are ignored are in it."""
-        kept = self.kept_on_host
-        if kept is None:
+        if self.kept is None:
             return slice(first, first + count)
+        kept = self.kept.on_host
         begin = 0 if first == 0 else int(kept[first])
         is_last = first + count == kept.shape[0]
         return slice(begin, self.target.numel() if is_last else int(kept[first + count]))
@@ -173,7 +178,7 @@ class _Gradients:
         return [None if of_input is None else of_input.to(self.dtype), self.weight, self.bias]
 
 
-def _kept_rows(tensors: Any, options: Options) -> Tensor | None:
+def _kept_rows(tensors: Any, options: Options) -> _Kept | None:
     """Where the extension leaves out rows that are ignored, those that it does not: on the CPU always, on a GPU where
     it is asked to, but not while a CUDA graph is captured (skips_ignored_rows of the core)."""
     target = tensors.target
@@ -181,7 +186,7 @@ def _kept_rows(tensors: Any, options: Options) -> Tensor | None:
         return None
     counts = target.reshape(-1).to(torch.int64) != options.ignore_index
     kept = counts.nonzero().squeeze(1)
-    return None if kept.shape[0] == counts.shape[0] else kept
+    return None if kept.shape[0] == counts.shape[0] else _Kept(kept, kept.cpu())
 
 
 # ---------------------------------------------------------------------------------------------------------- the forward
@@ -196,7 +201,7 @@ def _forward(*arguments: Any) -> list[Tensor]:
     refuse_argmax(_OP, outputs, place, tensors.input.dtype)
     this = _Call(tensors, options, shard, place, kept, outputs)
     target, ranks = tensors.target, shard.ranks
-    count = target.numel() if kept is None else kept.shape[0]
+    count = target.numel() if kept is None else kept.rows.shape[0]
     sums = accumulator_dtype(tensors.input.dtype)
     own = tensors.input.new_empty((*target.shape, STATISTICS), dtype=sums)
     of_rows = own.view(-1, STATISTICS)
@@ -234,14 +239,14 @@ def _forward(*arguments: Any) -> list[Tensor]:
 
 
 def _facts(
-    tensors: ForwardTensors, options: Options, kept: Tensor | None, outputs: int, gradients: int
+    tensors: ForwardTensors, options: Options, kept: _Kept | None, outputs: int, gradients: int
 ) -> dict[str, object]:
     parts = (tensors.input, tensors.linear_weight, tensors.linear_bias)
     return {
         "which tensors require a gradient": [each is not None and each.requires_grad for each in parts],
         "the shape of input": list(tensors.input.shape),
         "the shape of target": list(tensors.target.shape),
-        "which rows count": None if kept is None else digest(kept.cpu()),
+        "which rows count": None if kept is None else digest(kept.on_host),
         "target": digest(tensors.target),
         "row_weight": digest(tensors.row_weight),
         "normalizer": digest(tensors.normalizer),

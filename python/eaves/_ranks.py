@@ -2,8 +2,8 @@
 the agreement of the ranks before the first collective, the collectives, and the gather of the rows' statistics.
 
 A call is the same on all ranks but for its shard of the head or the logits. Before anything else is exchanged, each
-rank tells the others what it was called with, or what error it has. Ranks that differ, or have an error, all raise the
-same one, and none waits for the others.
+rank tells the others what it was called with, or what error it has. Where they differ, or one has an error, all of them
+raise a ValueError or that error, and none hangs.
 """
 
 from __future__ import annotations
@@ -69,6 +69,9 @@ class Place(NamedTuple):
 
 
 def is_distributed(tensor: object) -> bool:
+    kind = type(tensor)
+    if kind is Tensor or kind is torch.nn.Parameter:  # asked in each call
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

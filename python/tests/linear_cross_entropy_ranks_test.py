@@ -245,7 +245,7 @@ def test_a_second_backward_computes_again_and_has_no_derivative(algorithm: str, 
 
 def cancelling(
     group: distributed.ProcessGroup, reduce_dtype: torch.dtype | None, is_of_tokens: bool = False
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """A head whose rows have much in common, which the gradient of input is the small rest of."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(8, 64, generator=generator).half().to(here()).requires_grad_()
@@ -259,15 +259,18 @@ def cancelling(
     else:
         loss = eaves.linear_cross_entropy(x, own, target, reduction="sum", group=group, reduce_dtype=reduce_dtype)
     (loss * 10000).backward()
-    return x.grad, whole.grad
+    alone = x.detach().requires_grad_()
+    (eaves.linear_cross_entropy(alone, head, target, reduction="sum") * 10000).backward()
+    return x.grad, whole.grad, alone.grad
 
 
 def test_parts_of_float16_are_added_in_float32(ranks: Ranks) -> None:
     for is_of_tokens in (False, True):
-        found, exact = ranks.run(cancelling, None, is_of_tokens)[0]
+        found, exact, alone = ranks.run(cancelling, None, is_of_tokens)[0]
         assert found.isfinite().all()  # those of float16 are not
-        assert (found.double() - exact).norm() <= 0.02 * exact.norm()
-    parts, _ = ranks.run(cancelling, torch.float16)[0]
+        # As far off as a rank alone is: the gradient of the logits is rounded once, and so is the sum.
+        assert (found.double() - exact).norm() <= 1.15 * (alone.double() - exact).norm()
+    parts, _, _ = ranks.run(cancelling, torch.float16)[0]
     assert not parts.isfinite().all()
     refused = ranks.refusals(cancelling, torch.bfloat16)
     assert all("reduce_dtype is bfloat16, expected float16 or float32" in message for _, message in refused)
@@ -526,7 +529,7 @@ def two_operators(group: distributed.ProcessGroup) -> None:
 
 def test_all_ranks_call_one_operator(cpu_ranks: Ranks) -> None:
     for kind, message in cpu_ranks.refusals(two_operators):
-        assert (kind == "ValueError" and "differ in the operator" in message) or "rank" in message
+        assert kind == "ValueError" and "differ in the operator: linear_cross_entropy and cross_entropy" in message
 
 
 def refused(group: distributed.ProcessGroup, what: str) -> None:

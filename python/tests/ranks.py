@@ -34,7 +34,6 @@ class Ranks:
     are moved to the device of the rank, those of results to the CPU."""
 
     def __init__(self, count: int = RANKS, device_type: str = "cpu") -> None:
-        self.is_cuda = device_type == "cuda"
         self._folder = tempfile.TemporaryDirectory()
         rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"
         context = multiprocessing.get_context("spawn")
