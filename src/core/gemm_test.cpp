@@ -46,6 +46,10 @@ TEST_P(MatrixProduct, IsRightInEveryLayoutAtEveryAlignment) {
         check(dtypes, test);
         test = {48, 64, 32, is_a_transposed, is_b_transposed, has_alpha};  // multiples of 16 bytes throughout
         check(dtypes, test);
+        test = {13, 69, 37, is_a_transposed, is_b_transposed, has_alpha};
+        test.padding = 3;  // rows at multiples of 16 bytes, but of no whole vectors
+        check(dtypes, test);
+        test = {48, 64, 32, is_a_transposed, is_b_transposed, has_alpha};
         test.padding = 8;  // rows at multiples of 16 bytes, with gaps
         check(dtypes, test);
         test.misalignment = 1;
@@ -67,6 +71,10 @@ TEST_P(MatrixProduct, AddsABiasToEachRow) {
         test.padding = 3;
         test.misalignment = 1;
         check(dtypes, test);
+        test = {61, 93, 45, is_a_transposed, is_b_transposed, has_alpha, true};
+        test.padding = 3;  // rows at multiples of 16 bytes, but of no whole vectors
+        check(dtypes, test);
+        test.misalignment = 1;
         test.m = 1100;  // more rows than a launch has blocks of them
         test.n = 257;   // one column more than a block has threads
         test.k = 5;
@@ -82,6 +90,7 @@ TEST_P(MatrixProduct, AccumulatesIntoWhatIsThere) {
       for (const bool has_alpha : {false, true}) {
         for (const std::int64_t padding : {0, 3}) {
           check(dtypes, {64, 96, 48, is_a_transposed, is_b_transposed, has_alpha, false, true, padding});
+          check(dtypes, {61, 93, 45, is_a_transposed, is_b_transposed, has_alpha, false, true, padding});
           check(dtypes, {7, 66, 600, is_a_transposed, is_b_transposed, has_alpha, false, true, padding, 1});
         }
       }

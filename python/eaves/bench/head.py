@@ -42,11 +42,13 @@ def products(
     def make(inputs: Inputs) -> Callable[[], object]:
         hidden, head = (argument.detach() for argument in inputs.arguments[:2])
         is_head_trained = inputs.arguments[1].requires_grad
+        classes = len(head)
+        head = torch.nn.functional.pad(head, (0, 0, 0, -classes % (16 // head.itemsize)))
         logits = torch.matmul(hidden, head.t())
-        gradient = torch.empty_like(logits) if mode != "fwd" else logits
+        gradient = torch.zeros_like(logits) if mode != "fwd" else logits
         for first in range(0, len(logits) if mode != "fwd" else 0, _PIECE_ROWS):
             rows = slice(first, first + _PIECE_ROWS)
-            gradient[rows] = logits_gradient(logits[rows], inputs, rows)
+            gradient[rows, :classes] = logits_gradient(logits[rows, :classes], inputs, rows)
         grad_hidden, grad_head = torch.empty_like(hidden), torch.empty_like(head)
 
         def run() -> None:

@@ -264,7 +264,7 @@ class LinearCrossEntropyChunks {
   void multiply_grad_x(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes,
                        const void* alpha) {
     using namespace linear_cross_entropy_tensors;
-    const bool is_wide = problem_.has_powers() || block_.classes < problem_.classes;
+    const bool is_wide = widens_grad_x(problem_, block_);
     Gemm product{.m = rows,
                  .n = problem_.features(),
                  .k = classes,
@@ -500,7 +500,7 @@ class LinearCrossEntropyChunks {
       multiply_gradients(first, rows, first_class, classes);
     }
     if (problem_.grad_x == nullptr) return;
-    const bool sums = block_.classes < problem_.classes;
+    const bool sums = widens_grad_x(problem_, block_);
     const bool is_elsewhere = (sums || gathers_) && problem_.classes != 0;
     if (is_elsewhere) steps_.scatter_grad_x(first, rows, sums ? problem_.accumulator() : problem_.grad_x_dtype);
     if (problem_.shard != nullptr && problem_.shard->grad_x_is_complete) {

@@ -108,6 +108,14 @@ inline bool cuts_classes(const LinearCrossEntropyProblem& problem) {
   return !problem.wants_gradients() && !problem.has_soft_targets() && knows_argmax;
 }
 
+/// Does a block sum grad_x in accumulators, to be rounded at the end? Where it is a sum of several products: of blocks
+/// of classes, or on a GPU of those classes that are whole vectors and of the others (cuda/gemm.cu).
+inline bool widens_grad_x(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block) {
+  const bool is_cut =
+      problem.device.type == DeviceType::cuda && size_of(problem.dtype) == 2 && problem.classes % 8 != 0;
+  return problem.has_powers() || block.classes < problem.classes || is_cut;
+}
+
 /// Lays out the workspace from `base` on; with nullptr only counts. Returns the number of bytes. What a call may have
 /// or not stands in of_largest_shard() too.
 inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block, void* base,
@@ -147,10 +155,10 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
   memory.grad_bias = static_cast<double*>(take(problem.grad_bias != nullptr, problem.classes, sizeof(double)));
 
   const bool has_powers = problem.has_powers();
-  const bool widens_grad_x = has_powers || block.classes < problem.classes;
+  const bool is_sum_of_products = widens_grad_x(problem, block);
   memory.x = take(gathers, block.rows * problem.features(), element);
-  const bool is_grad_x_wide = widens_grad_x || problem.grad_x_dtype == problem.accumulator();
-  memory.grad_x = take(problem.grad_x != nullptr && (gathers || widens_grad_x), block.rows * problem.features(),
+  const bool is_grad_x_wide = is_sum_of_products || problem.grad_x_dtype == problem.accumulator();
+  memory.grad_x = take(problem.grad_x != nullptr && (gathers || is_sum_of_products), block.rows * problem.features(),
                        is_grad_x_wide ? number : element);
   std::int64_t logits_of_row = logits_stride(block.classes);
   // In the forward samples alone, in float32.
