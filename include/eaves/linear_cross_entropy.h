@@ -81,7 +81,8 @@ struct LinearCrossEntropyInputs {
 /// and `first` and `rows` count those that are not. The functions are called on the host. What a call has enqueued on
 /// its stream comes before what they enqueue there, and what it enqueues afterwards behind.
 struct LinearCrossEntropyShard {
-  std::int64_t first_class = 0;   ///< of weight, which may have no classes here
+  /// Of weight, which may have no classes here: then grad_x is not written, and has to be 0 before.
+  std::int64_t first_class = 0;
   std::int64_t classes = 0;       ///< of all shards; 0: there are no shards
   std::int64_t most_classes = 0;  ///< of the largest shard: how many rows a chunk has follows from it
 
@@ -219,6 +220,7 @@ void linear_cross_entropy_shard_forward(const LinearCrossEntropyShardForwardArgs
 void linear_cross_entropy_rescale(const LinearCrossEntropyRescaleArgs& args, const ExecutionContext& context = {});
 
 /// Bytes of scratch that the call takes under its limit, or at least needs. The context's workspace is not looked at.
+/// linear_cross_entropy_rescale takes none.
 std::size_t linear_cross_entropy_forward_workspace_bytes(const LinearCrossEntropyForwardArgs& args,
                                                          const ExecutionContext& context = {});
 std::size_t linear_cross_entropy_backward_workspace_bytes(const LinearCrossEntropyBackwardArgs& args,
@@ -227,12 +229,10 @@ std::size_t linear_cross_entropy_forward_backward_workspace_bytes(const LinearCr
                                                                   const ExecutionContext& context = {});
 std::size_t linear_cross_entropy_shard_forward_workspace_bytes(const LinearCrossEntropyShardForwardArgs& args,
                                                                const ExecutionContext& context = {});
-std::size_t linear_cross_entropy_rescale_workspace_bytes(const LinearCrossEntropyRescaleArgs& args,
-                                                         const ExecutionContext& context = {});
 
 /// A limit for the workspace of linear_cross_entropy_forward_backward on a GPU that saves memory and keeps three
 /// products faster than four: room for 512 rows in 16 bits, but at least 160 MiB, which are 1024 rows of 65,536
-/// classes.
+/// classes. Where logits are kept in memory, in float32, half as many rows.
 inline constexpr std::size_t linear_cross_entropy_small_workspace(std::int64_t classes) {
   constexpr std::size_t kLeast = std::size_t{160} << 20;
   const std::size_t of_512_rows = static_cast<std::size_t>(classes) * 1024 + (std::size_t{24} << 20);

@@ -37,6 +37,16 @@ struct Gemm {
   bool accumulates = false;     ///< c += instead of c =; then no bias
 };
 
+/// Elements of 16 bits that a product on a GPU takes at once. What is behind the last whole vector of them is a product
+/// of its own (cuda/gemm.cu).
+inline constexpr std::int64_t kGemmVector = 8;
+
+/// Is a sum over k, along which a factor lies, one of two products? They meet in c, which therefore has to have
+/// accumulators: another c would be rounded twice.
+inline bool is_sum_of_two_products(DType dtype, std::int64_t k) {
+  return size_of(dtype) == 2 && k > kGemmVector && k % kGemmVector != 0;
+}
+
 /// What a product on a GPU takes of a workspace, whatever its size; on the CPU nothing.
 inline constexpr std::size_t kGemmWorkspaceBytes = std::size_t{8} << 20;
 

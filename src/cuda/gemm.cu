@@ -142,9 +142,10 @@ AlgorithmKey key_of(const Gemm& gemm, bool has_bias, int device, const std::arra
 }
 
 /// Of the library's proposals for a sum over rows (a is transposed: the gradient of a weight) the one that is the
-/// fastest where it is proposed: tiles of 128 x 160. The library puts it sixth or seventh, and none of the first eight
-/// was faster (H200, cuBLASLt 13.1, bfloat16, 512 to 3072 rows, gradients of [32768 to 151936, 2048 to 8192]). Why it
-/// is not found by measuring: docs/design.md, "An operator of matrix products".
+/// fastest where it is proposed: tiles of 128 x 160, clusters of two, and the library's custom option 1. The library
+/// puts it sixth or seventh, and none of the first eight was faster (H200, cuBLASLt 13.1, bfloat16, 512 to 3072 rows,
+/// gradients of [32768 to 151936, 2048 to 8192]). Why it is not found by measuring: docs/design.md, "An operator of
+/// matrix products".
 bool is_fastest_sum_over_rows(const Algorithm& algorithm) {
   const auto has = [&](AlgorithmAttribute attribute, auto expected) {
     decltype(expected) value{};
@@ -247,10 +248,9 @@ void* advance(void* data, DType dtype, std::int64_t elements) {
 
 /// For factors of 16 bits that lie well, but have rows of no whole vectors of 16 bytes, cuBLASLt proposes kernels of
 /// older GPUs alone (13.1, on Hopper): with 50,257 classes the gradient of x took 9.5 ms instead of 1.5, that of the
-/// weight 2.6 instead of 1.6. The elements behind the last whole vector are a product of their own. Where the sum is
-/// cut, c has to be accumulators: another c would be rounded twice.
+/// weight 2.6 instead of 1.6. The elements behind the last whole vector are a product of their own. A sum is cut where
+/// core/gemm.h says so.
 std::optional<Parts> cut_to_vectors(const Gemm& product) {
-  constexpr std::int64_t kVector = 8;
   constexpr std::uint32_t kVectorBytes = 16;
   const bool lies_well = alignment_of(product.a.data, product.a.stride, product.dtype) >= kVectorBytes &&
                          alignment_of(product.b.data, product.b.stride, product.dtype) >= kVectorBytes &&
@@ -260,8 +260,8 @@ std::optional<Parts> cut_to_vectors(const Gemm& product) {
   auto& [whole, rest] = parts;
   const auto cut = [&](std::int64_t Gemm::*size) {
     const std::int64_t all = product.*size;
-    if (all <= kVector || all % kVector == 0) return false;
-    rest.*size = all % kVector;
+    if (all <= kGemmVector || all % kGemmVector == 0) return false;
+    rest.*size = all % kGemmVector;
     whole.*size = all - rest.*size;
     return true;
   };
@@ -277,7 +277,8 @@ std::optional<Parts> cut_to_vectors(const Gemm& product) {
     return parts;
   }
   const bool lies_along_sum = !product.a.is_transposed || product.b.is_transposed;
-  if (lies_along_sum && size_of(product.c_dtype) != 2 && cut(&Gemm::k)) {
+  const bool is_sum_cut = lies_along_sum && size_of(product.c_dtype) != 2;
+  if (is_sum_cut && is_sum_of_two_products(product.dtype, product.k) && cut(&Gemm::k)) {
     rest.a.data = advance(product.a.data, product.dtype, whole.k * (product.a.is_transposed ? product.a.stride : 1));
     rest.b.data = advance(product.b.data, product.dtype, whole.k * (product.b.is_transposed ? 1 : product.b.stride));
     rest.bias = nullptr;

@@ -279,7 +279,7 @@ inline constexpr std::int64_t kFasterFusedClasses = 16384;
 inline constexpr std::int64_t kFasterFusedClassesAtOnce = 65536;
 
 /// Does the device have the kernels, and do they take x and the weight?
-bool has_exp_product(const LinearCrossEntropyProblem& problem) {
+bool suits_exp_product(const LinearCrossEntropyProblem& problem) {
   if constexpr (kHasCuda) {
     // An x that is no matrix is copied to memory that suits.
     const auto& rows = problem.view.rows;
@@ -291,8 +291,9 @@ bool has_exp_product(const LinearCrossEntropyProblem& problem) {
   return false;
 }
 
-/// The product's tanh has an error of 2.4e-7 of 1, and logits one of that times the soft cap (contract: 2e-6 of a
-/// loss).
+/// The product's tanh has an error of 2.4e-7 of 1, and logits one of that times the soft cap: beyond 50 logits are
+/// kept, whose tanh is more exact. The other bounds keep scale / softcap and its inverse, factors in float32, in its
+/// range.
 bool has_usual_softcap(const CrossEntropyOptions& options) {
   if (options.softcap == 0.0) return true;
   return options.softcap > 1e-6 && options.softcap <= 50.0 && options.scale / options.softcap > 1e-6 &&
@@ -313,7 +314,7 @@ bool ends_in_product(const LinearCrossEntropyProblem& problem) {
   const std::int64_t least = wanted == FusedProduct::where_faster ? faster : kLeastFusedClasses;
   if (problem.classes < least || problem.classes > cuda::kMostFusedClasses) return false;
   if (problem.rows() < kLeastFusedRows && !is_batch_invariant()) return false;
-  return has_exp_product(problem);
+  return suits_exp_product(problem);
 }
 
 }  // namespace
@@ -502,11 +503,6 @@ std::size_t linear_cross_entropy_forward_backward_workspace_bytes(const LinearCr
 std::size_t linear_cross_entropy_shard_forward_workspace_bytes(const LinearCrossEntropyShardForwardArgs& args,
                                                                const ExecutionContext&) {
   return stated_bytes(make_problem(args));
-}
-
-std::size_t linear_cross_entropy_rescale_workspace_bytes(const LinearCrossEntropyRescaleArgs&,
-                                                         const ExecutionContext&) {
-  return 0;
 }
 
 LinearCrossEntropyAlgorithm linear_cross_entropy_algorithm(const LinearCrossEntropyForwardArgs& args,

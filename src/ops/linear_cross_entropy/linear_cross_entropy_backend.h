@@ -1,5 +1,5 @@
-// What a backend of linear_cross_entropy gets: a problem that has been checked, has rows, and speaks of rows, features
-// and classes instead of axes. One struct for all calls: what a call does not have is nullptr.
+// What a backend of linear_cross_entropy gets: a problem that has been checked and speaks of rows, features and
+// classes instead of axes. One struct for all calls: what a call does not have is nullptr.
 #pragma once
 
 #include <cstddef>

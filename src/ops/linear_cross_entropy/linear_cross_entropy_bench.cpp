@@ -15,6 +15,7 @@
 #include "core/numeric.h"
 #include "eaves/cross_entropy.h"
 #include "eaves/linear_cross_entropy.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
 #include "runtime/runtime.h"
 #include "testing/benchmark.h"
 #include "testing/dtype_names.h"
@@ -128,8 +129,8 @@ void* row_of(const TensorView& tensor, std::int64_t i) {
   return static_cast<char*>(tensor.data) + i * row_elements * bytes_of(tensor.dtype);
 }
 
-/// The speedy way with the logits in the dtype of x, and so half the workspace, in chunks of as many rows: a product,
-/// the loss with the gradient over its logits, two products.
+/// The speedy way with the logits in the dtype of x, in chunks of as many rows: a product, the loss with the gradient
+/// over its logits, two products.
 Call rounded_logits_call(Arena& arena, const Case& item) {
   const LinearCrossEntropyInputs inputs = inputs_of(arena, item);
   const LinearCrossEntropyGradients gradients = gradients_of(arena, item);
@@ -141,9 +142,8 @@ Call rounded_logits_call(Arena& arena, const Case& item) {
 
   LinearCrossEntropyForwardBackwardArgs exact{.forward = {.inputs = inputs}, .gradients = gradients};
   exact.forward.outputs.loss = TensorView::contiguous(losses.data, wide, {}, device);
-  const auto bytes = static_cast<std::int64_t>(linear_cross_entropy_forward_backward_workspace_bytes(exact));
-  const auto most_rows = std::max<std::int64_t>(bytes / (item.v * bytes_of(wide)), 1);
-  const std::int64_t chunk = ceil_divide(item.batch, ceil_divide(item.batch, most_rows));
+  const LinearCrossEntropyProblem problem = make_problem(exact);
+  const std::int64_t chunk = plan_block(problem, limit_without_workspace(problem)).rows;
   // A multiple of 256, which workspaces are aligned to.
   const auto logits_bytes = static_cast<std::size_t>(ceil_divide(chunk * item.v * bytes_of(item.dtype), 256)) * 256;
 

@@ -264,7 +264,7 @@ class LinearCrossEntropyChunks {
   void multiply_grad_x(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes,
                        const void* alpha) {
     using namespace linear_cross_entropy_tensors;
-    const bool is_wide = widens_grad_x(problem_, block_);
+    const bool is_wide = is_grad_x_wide(problem_, block_);
     Gemm product{.m = rows,
                  .n = problem_.features(),
                  .k = classes,
@@ -440,7 +440,14 @@ class LinearCrossEntropyChunks {
     if (is_gradient_narrow()) args.grad_logits = gradient_view(rows, classes);
     cross_entropy_forward_backward(args, loss_context_);
     multiply_gradients(first, rows, 0, classes);
-    if (problem_.grad_x != nullptr && gathers_) steps_.scatter_grad_x(first, rows, problem_.dtype);
+    finish_grad_x(first, rows);
+  }
+
+  /// From where multiply_grad_x put it to its place.
+  void finish_grad_x(std::int64_t first, std::int64_t rows) {
+    const bool is_wide = is_grad_x_wide(problem_, block_);
+    if (problem_.grad_x == nullptr || problem_.classes == 0 || !(is_wide || gathers_)) return;
+    steps_.scatter_grad_x(first, rows, is_wide ? problem_.accumulator() : problem_.grad_x_dtype);
   }
 
   /// The loss alone of a shard, which is its statistics; or both at once, with those of all shards in between.
@@ -499,11 +506,8 @@ class LinearCrossEntropyChunks {
                              loss_context_);
       multiply_gradients(first, rows, first_class, classes);
     }
-    if (problem_.grad_x == nullptr) return;
-    const bool sums = widens_grad_x(problem_, block_);
-    const bool is_elsewhere = (sums || gathers_) && problem_.classes != 0;
-    if (is_elsewhere) steps_.scatter_grad_x(first, rows, sums ? problem_.accumulator() : problem_.grad_x_dtype);
-    if (problem_.shard != nullptr && problem_.shard->grad_x_is_complete) {
+    finish_grad_x(first, rows);
+    if (problem_.grad_x != nullptr && problem_.shard != nullptr && problem_.shard->grad_x_is_complete) {
       problem_.shard->grad_x_is_complete(first, rows);
     }
   }

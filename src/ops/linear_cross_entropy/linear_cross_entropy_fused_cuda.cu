@@ -429,10 +429,10 @@ __device__ void clear_target(const GradientOfRows& rows, std::int64_t row) {
   if (column >= 0) static_cast<bfloat16*>(rows.in.to)[row * rows.in.stride + column] = round_to<bfloat16>(0.0f);
 }
 
-/// Adds up the tiles of each row, and finishes those rows of which nothing has to be computed again.
 constexpr int kRowsOfBlock = 8;  // whose sums of a tile are 32 bytes
 
-template <typename T, bool kHasPowers>
+/// Adds up the tiles of each row, and finishes those rows of which nothing has to be computed again.
+template <bool kHasPowers>
 __global__ void __launch_bounds__(kThreads)
     add_tiles(const __grid_constant__ GradientOfRows rows, const __grid_constant__ SumsOfTiles tiles,
               std::int64_t count, float* statistics) {
@@ -752,7 +752,7 @@ template <typename T, bool kHasPowers>
 void finish(const char* op, const FusedRows& rows, const FusedGradient& gradient, float* statistics, void* stream) {
   const GradientOfRows of_rows = gradient_of(rows, gradient);
   const SumsOfTiles tiles(rows);
-  launch(op, add_tiles<T, kHasPowers>,
+  launch(op, add_tiles<kHasPowers>,
          {.blocks = ceil_divide(rows.rows, kRowsOfBlock), .threads = kThreads, .stream = stream}, of_rows, tiles,
          rows.rows, statistics);
   constexpr std::int64_t kClusters = 33;  // most have nothing to do

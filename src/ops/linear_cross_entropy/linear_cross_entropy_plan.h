@@ -50,7 +50,7 @@ struct LinearCrossEntropyMemory {
   void* grad_lse;
   void* grad_entropy;
 
-  void* numbers;  ///< kNumbers accumulators
+  void* numbers;  ///< kNumbers places of 8 bytes: accumulators one behind the other, the count in the last place
 
   // For all classes, as accumulators.
   void* bias;
@@ -108,11 +108,9 @@ inline bool cuts_classes(const LinearCrossEntropyProblem& problem) {
   return !problem.wants_gradients() && !problem.has_soft_targets() && knows_argmax;
 }
 
-/// Does a block sum grad_x in accumulators, to be rounded at the end? Where it is a sum of several products: of blocks
-/// of classes, or on a GPU of those classes that are whole vectors and of the others (cuda/gemm.cu).
-inline bool widens_grad_x(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block) {
-  const bool is_cut =
-      problem.device.type == DeviceType::cuda && size_of(problem.dtype) == 2 && problem.classes % 8 != 0;
+/// Is grad_x of a block summed in accumulators, to be rounded at the end? Where it is a sum of several products.
+inline bool is_grad_x_wide(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block) {
+  const bool is_cut = problem.device.type == DeviceType::cuda && is_sum_of_two_products(problem.dtype, problem.classes);
   return problem.has_powers() || block.classes < problem.classes || is_cut;
 }
 
@@ -155,11 +153,10 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
   memory.grad_bias = static_cast<double*>(take(problem.grad_bias != nullptr, problem.classes, sizeof(double)));
 
   const bool has_powers = problem.has_powers();
-  const bool is_sum_of_products = widens_grad_x(problem, block);
+  const bool is_wide = is_grad_x_wide(problem, block);
   memory.x = take(gathers, block.rows * problem.features(), element);
-  const bool is_grad_x_wide = is_sum_of_products || problem.grad_x_dtype == problem.accumulator();
-  memory.grad_x = take(problem.grad_x != nullptr && (gathers || is_sum_of_products), block.rows * problem.features(),
-                       is_grad_x_wide ? number : element);
+  memory.grad_x = take(problem.grad_x != nullptr && (gathers || is_wide), block.rows * problem.features(),
+                       is_wide || problem.grad_x_dtype == problem.accumulator() ? number : element);
   std::int64_t logits_of_row = logits_stride(block.classes);
   // In the forward samples alone, in float32.
   if (problem.mode == LinearCrossEntropyMode::forward && problem.ends_in_product) {
@@ -179,7 +176,7 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
     exp_product.moments = take_floats(!is_backward, sums);
     exp_product.repeated_count = static_cast<std::int32_t*>(take(!is_backward, 1, sizeof(std::int32_t)));
     exp_product.repeated_rows = static_cast<std::int32_t*>(take(!is_backward, block.rows, sizeof(std::int32_t)));
-    exp_product.samples = memory.logits;
+    exp_product.samples = memory.logits;  // read before the product writes there
     exp_product.constant = take_floats(is_backward, block.rows);
     exp_product.slope = take_floats(is_backward, block.rows);
     exp_product.row_factor = take_floats(has_powers, block.rows);
