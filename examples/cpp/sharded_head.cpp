@@ -79,6 +79,7 @@ void run_rank(Communicator& communicator, int index, Rank& rank, eaves::LinearCr
   args.shard = {.first_class = rank.first_class,
                 .classes = kClasses,
                 .most_classes = kMostClasses,
+                .is_for_argmax_or_sum_sq = false,
                 .shards = kRanks,
                 .statistics = TensorView::contiguous(statistics.data(), DType::float32, {kRows, kStatistics}),
                 .gathered = TensorView::contiguous(gathered.data(), DType::float32, {kRanks, kRows, kStatistics})};

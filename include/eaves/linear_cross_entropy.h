@@ -86,8 +86,9 @@ struct LinearCrossEntropyShard {
   std::int64_t classes = 0;       ///< of all shards; 0: there are no shards
   std::int64_t most_classes = 0;  ///< of the largest shard: how many rows a chunk has follows from it
 
-  /// Outside of the backward: the merge is asked for mean_logit.
+  /// Outside of the backward: what the merge is asked for. Without either, calls with many classes are faster.
   bool is_for_mean_logit = false;
+  bool is_for_argmax_or_sum_sq = true;
 
   // With both at once:
   std::int64_t shards = 1;

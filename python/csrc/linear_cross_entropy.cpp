@@ -200,23 +200,25 @@ std::tuple<Tensor, Tensor> backward_accumulate(Tensor grad_weight, Upstream upst
 
 // ---- shards: for python/eaves/_linear_cross_entropy_ranks.py, which exchanges what they compute --------------------
 
-#define EAVES_SHARD "SymInt first_class, SymInt classes, SymInt most_classes, bool is_for_mean_logit"
+#define EAVES_SHARD \
+  "SymInt first_class, SymInt classes, SymInt most_classes, bool is_for_mean_logit, bool is_for_argmax_or_sum_sq"
 #define EAVES_WRITTEN "Tensor(a!)? grad_input, Tensor(b!)? grad_weight, Tensor(c!)? grad_bias"
 
 struct Shard {
   std::int64_t first_class, classes, most_classes;
-  bool is_for_mean_logit;
+  bool is_for_mean_logit, is_for_argmax_or_sum_sq;
 
   static Shard read(Arguments& arguments) {
     return {arguments.read<std::int64_t>(), arguments.read<std::int64_t>(), arguments.read<std::int64_t>(),
-            arguments.read<bool>()};
+            arguments.read<bool>(), arguments.read<bool>()};
   }
 
   LinearCrossEntropyShard of_core() const {
     return {.first_class = first_class,
             .classes = classes,
             .most_classes = most_classes,
-            .is_for_mean_logit = is_for_mean_logit};
+            .is_for_mean_logit = is_for_mean_logit,
+            .is_for_argmax_or_sum_sq = is_for_argmax_or_sum_sq};
   }
 };
 

@@ -33,7 +33,7 @@ from eaves._linear_cross_entropy_rules import (
     empty_gradients,
     in_places,
 )
-from eaves._loss import MEAN, MEAN_LOGIT, REDUCTION_NAMES, empty_outputs
+from eaves._loss import ARGMAX, MEAN, MEAN_LOGIT, REDUCTION_NAMES, SUM_SQ, empty_outputs
 from eaves._operator import accumulator_dtype, call, define, refuse_lost_derivatives, register_fake
 from eaves._ranks import (
     SCHEMA,
@@ -82,7 +82,8 @@ class _Call:
         usable = place.columns
         bias, weight = (None if each is None else each[:usable] for each in (tensors.linear_bias, tensors.weight))
         self.inputs = (x, tensors.linear_weight[:usable], bias, tensors.target, weight, tensors.row_weight)
-        self.arguments = (*options, place.first_class, place.classes, place.most, bool(outputs & MEAN_LOGIT))
+        merged = (bool(outputs & MEAN_LOGIT), bool(outputs & (ARGMAX | SUM_SQ)))
+        self.arguments = (*options, place.first_class, place.classes, place.most, *merged)
 
     def rows(self, first: int, count: int) -> Tensor | slice:
         """The rows of a chunk among all."""

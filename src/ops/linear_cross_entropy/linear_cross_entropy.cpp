@@ -300,17 +300,24 @@ bool has_usual_softcap(const CrossEntropyOptions& options) {
          options.scale / options.softcap < 1e6;
 }
 
-/// Of float16 the sums alone: its gradients, and powers, would leave its range.
+/// Of float16 the sums alone: its gradients, and powers, would leave its range. Of a shard with class weights it is not
+/// known before the powers are written whether a row counts for nothing.
 bool ends_in_product(const LinearCrossEntropyProblem& problem) {
   const CrossEntropyOptions& options = problem.options;
   const LossOutputs& outputs = problem.outputs;
   const FusedProduct wanted = fused_product();
   if (wanted == FusedProduct::never) return false;
-  if (problem.shard != nullptr || problem.has_soft_targets() || options.label_smoothing != 0.0) return false;
+  if (problem.has_soft_targets() || options.label_smoothing != 0.0) return false;
   if (!has_usual_softcap(options)) return false;
   if (outputs.argmax != nullptr || outputs.sum_sq != nullptr || outputs.mean_logit != nullptr) return false;
   if (problem.mode != Mode::forward && problem.dtype != DType::bfloat16) return false;
-  const std::int64_t faster = problem.mode == Mode::forward_backward ? kFasterFusedClassesAtOnce : kFasterFusedClasses;
+  if (problem.shard != nullptr && problem.mode != Mode::backward) {
+    if (problem.shard->is_for_mean_logit || problem.shard->is_for_argmax_or_sum_sq) return false;
+  }
+  const bool is_at_once = problem.mode == Mode::forward_backward;
+  if (problem.shard != nullptr && is_at_once && problem.class_weight.data != nullptr) return false;
+  const bool is_whole_at_once = is_at_once && problem.shard == nullptr;  // reads logits that are kept once, not twice
+  const std::int64_t faster = is_whole_at_once ? kFasterFusedClassesAtOnce : kFasterFusedClasses;
   const std::int64_t least = wanted == FusedProduct::where_faster ? faster : kLeastFusedClasses;
   if (problem.classes < least || problem.classes > cuda::kMostFusedClasses) return false;
   if (problem.rows() < kLeastFusedRows && !is_batch_invariant()) return false;
@@ -386,6 +393,7 @@ LinearCrossEntropyProblem make_problem(const LinearCrossEntropyShardForwardArgs&
   check::is_contiguous(statistics);
   checked.arguments.take_output(statistics);
   checked.problem.statistics = args.statistics.data;
+  checked.problem.ends_in_product = ends_in_product(checked.problem);
   return checked.problem;
 }
 

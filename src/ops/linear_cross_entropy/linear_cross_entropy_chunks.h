@@ -25,6 +25,8 @@
 //     void write_gradient(const cuda::FusedRows& rows, const cuda::FusedGradient& gradient);
 //     void write_powers(const cuda::FusedRows& rows, const cuda::FusedGradient& gradient, float* statistics);
 //     void write_grad_x(const cuda::FusedRows& rows, std::int64_t first);       // from memory.grad_x
+//     void finish_powers_of_shard(const cuda::FusedRows& rows, const cuda::FusedGradient& gradient,
+//                                 const float* statistics, const float* gathered);
 //     void scale_x(const cuda::FusedRows& rows, void* to);
 //     void add_targets(const cuda::FusedRows& rows);               // to grad_weight and memory.grad_bias
 //   };
@@ -327,9 +329,9 @@ class LinearCrossEntropyChunks {
             .x = x_at(first),
             .weight = weight_at(first_class),
             .bias = floats(numbers_at(memory_.bias, first_class, classes).data),
-            .first_class = first_class,
+            .first_class = problem_.first_class() + first_class,
             .classes = classes,
-            .all_classes = problem_.classes,
+            .all_classes = problem_.all_classes(),
             .targets = {targets.data, targets.dtype},
             .target_stride = targets.strides[0],
             .class_weight = floats(memory_.class_weight),
@@ -346,6 +348,9 @@ class LinearCrossEntropyChunks {
             .grad_entropy = floats(numbers_at(grad_entropy_, first, rows).data),
             .lse = floats(numbers_at(per_row_.lse, first, rows).data),
             .entropy = floats(numbers_at(per_row_.entropy, first, rows).data),
+            .target_weight = problem_.shard == nullptr || memory_.class_weight == nullptr
+                                 ? nullptr
+                                 : floats(numbers_at(per_row_.target_mass, first, rows).data),
             .to = memory_.logits,
             .stride = gradient_stride(classes)};
   }
@@ -354,17 +359,26 @@ class LinearCrossEntropyChunks {
   void forward_in_product(std::int64_t first, std::int64_t rows) {
     const std::int64_t classes = problem_.classes;
     const cuda::FusedRows fused = fused_rows(first, rows, 0, classes);
-    auto* statistics = static_cast<float*>(memory_.statistics);
+    const bool is_shard = problem_.shard != nullptr;
+    auto* statistics = static_cast<float*>(is_shard ? shard_statistics(first) : memory_.statistics);
     steps_.guess_shifts(fused);
     if (!problem_.has_powers()) {
       steps_.sum_exponentials(fused, statistics);
-      return merge_statistics(first, rows, 1);
+      if (!is_shard) merge_statistics(first, rows, 1);
+      return;
     }
-    steps_.write_powers(fused, fused_gradient(first, rows, classes), statistics);
-    merge_statistics(first, rows, 1);
+    const cuda::FusedGradient gradient = fused_gradient(first, rows, classes);
+    steps_.write_powers(fused, gradient, statistics);
+    if (is_shard) {
+      exchange_statistics(first, rows);
+      steps_.finish_powers_of_shard(fused, gradient, statistics, static_cast<const float*>(gathered_statistics(first)));
+    } else {
+      merge_statistics(first, rows, 1);
+    }
     if (problem_.grad_x != nullptr) {
       multiply_grad_x(first, rows, 0, classes, nullptr);
       steps_.write_grad_x(fused, first);
+      tell_grad_x(first, rows);
     }
     if (problem_.grad_weight != nullptr) {
       void* scaled_x = memory_.exp_product.scaled_x;
@@ -454,27 +468,44 @@ class LinearCrossEntropyChunks {
   void forward_of_shard(std::int64_t first, std::int64_t rows) {
     const std::int64_t classes = problem_.classes;
     const LinearCrossEntropyShard& shard = *problem_.shard;
-    const auto take = [&](std::int64_t count) { return first * count * kCrossEntropyStatistics; };
     if (classes != 0) multiply_logits(first, rows, 0, classes);
-    void* own = element(problem_.statistics, problem_.accumulator(), take(1));
-    cross_entropy_shard_forward({.logits = logits_view(rows, classes),
-                                 .targets = targets_at(first, rows, 0, classes),
-                                 .weight = class_weight_at(0, classes),
-                                 .options = row_options(),
-                                 .first_class = shard.first_class,
-                                 .classes = shard.classes,
-                                 .is_for_mean_logit = shard.is_for_mean_logit,
-                                 .statistics = TensorView::contiguous(
-                                     own, problem_.accumulator(), {rows, kCrossEntropyStatistics}, problem_.device)},
-                                loss_context_);
+    cross_entropy_shard_forward(
+        {.logits = logits_view(rows, classes),
+         .targets = targets_at(first, rows, 0, classes),
+         .weight = class_weight_at(0, classes),
+         .options = row_options(),
+         .first_class = shard.first_class,
+         .classes = shard.classes,
+         .is_for_mean_logit = shard.is_for_mean_logit,
+         .statistics = TensorView::contiguous(shard_statistics(first), problem_.accumulator(),
+                                              {rows, kCrossEntropyStatistics}, problem_.device)},
+        loss_context_);
     if (problem_.mode == LinearCrossEntropyMode::forward) return;
-    shard.gather(first, rows);
-    const void* gathered =
-        element(static_cast<const void*>(shard.gathered.data), problem_.accumulator(), take(shard.shards));
-    merge_statistics(first, rows,
-                     TensorView::contiguous(gathered, problem_.accumulator(),
-                                            {shard.shards, rows, kCrossEntropyStatistics}, problem_.device));
+    exchange_statistics(first, rows);
     if (problem_.wants_gradients()) backward(first, rows);
+  }
+
+  /// Where a shard's own statistics of the rows from `first` on are, and those of all shards.
+  void* shard_statistics(std::int64_t first) const {
+    return element(problem_.statistics, problem_.accumulator(), first * kCrossEntropyStatistics);
+  }
+  const void* gathered_statistics(std::int64_t first) const {
+    const LinearCrossEntropyShard& shard = *problem_.shard;
+    return element(static_cast<const void*>(shard.gathered.data), problem_.accumulator(),
+                   shard.shards * first * kCrossEntropyStatistics);
+  }
+
+  void exchange_statistics(std::int64_t first, std::int64_t rows) {
+    const LinearCrossEntropyShard& shard = *problem_.shard;
+    shard.gather(first, rows);
+    merge_statistics(first, rows,
+                     TensorView::contiguous(gathered_statistics(first), problem_.accumulator(),
+                                            {shard.shards, rows, kCrossEntropyStatistics}, problem_.device));
+  }
+
+  void tell_grad_x(std::int64_t first, std::int64_t rows) const {
+    const bool is_wanted = problem_.shard != nullptr && problem_.shard->grad_x_is_complete != nullptr;
+    if (is_wanted && problem_.grad_x != nullptr) problem_.shard->grad_x_is_complete(first, rows);
   }
 
   void backward(std::int64_t first, std::int64_t rows) {
@@ -507,9 +538,7 @@ class LinearCrossEntropyChunks {
       multiply_gradients(first, rows, first_class, classes);
     }
     finish_grad_x(first, rows);
-    if (problem_.grad_x != nullptr && problem_.shard != nullptr && problem_.shard->grad_x_is_complete) {
-      problem_.shard->grad_x_is_complete(first, rows);
-    }
+    tell_grad_x(first, rows);
   }
 
   const LinearCrossEntropyProblem& problem_;

@@ -207,17 +207,17 @@ struct RowsOfPowers {
         stride(rows.weight.stride) {}
 };
 
-/// A block a row.
-template <typename T>
+/// A block a row. D is T, or float of a shard.
+template <typename T, typename D>
 __global__ void __launch_bounds__(kThreads)
-    write_gradient_of_powers(const __grid_constant__ FeatureRows rows, const float* from, T* grad_x,
+    write_gradient_of_powers(const __grid_constant__ FeatureRows rows, const float* from, D* grad_x,
                              const __grid_constant__ RowsOfPowers<T> powers) {
   const std::int64_t features = rows.view.column_count;
   const std::int64_t i = blockIdx.x;
   const float factor = powers.factor[i];
   const float of_target = powers.target_gradient[i];
   const T* weight = powers.weight + max(powers.target[i], 0) * powers.stride;
-  T* into = grad_x + rows.view.rows.offsets(rows.row(i)).of[kGradX];
+  D* into = grad_x + rows.view.rows.offsets(rows.row(i)).of[kGradX];
   const auto gradient_of = [&](float product, float of_weight) {
     const float gradient = factor == 0.0f ? 0.0f : factor * product;
     return of_target == 0.0f ? gradient : fmaf(of_target, of_weight, gradient);
@@ -233,12 +233,18 @@ __global__ void __launch_bounds__(kThreads)
       unpack(*reinterpret_cast<const Vector<T>*>(weight + f), values);
 #pragma unroll
       for (int k = 0; k < kSize; ++k) values[k] = gradient_of(of_products[k], values[k]);
-      *reinterpret_cast<Vector<T>*>(into + f) = pack<T>(values);
+      if constexpr (std::is_same_v<D, T>) {
+        *reinterpret_cast<Vector<T>*>(into + f) = pack<T>(values);
+      } else {
+        auto* vectors = reinterpret_cast<float4*>(into + f);
+        vectors[0] = make_float4(values[0], values[1], values[2], values[3]);
+        vectors[1] = make_float4(values[4], values[5], values[6], values[7]);
+      }
     }
     return;
   }
   for (std::int64_t f = threadIdx.x; f < features; f += kThreads) {
-    into[rows.feature(kGradX, f)] = round_to<T>(gradient_of(from[i * features + f], load_as_accumulator(weight[f])));
+    into[rows.feature(kGradX, f)] = round_to<D>(gradient_of(from[i * features + f], load_as_accumulator(weight[f])));
   }
 }
 
@@ -510,13 +516,24 @@ class Steps {
   }
 
   void write_powers(const FusedRows& rows, const FusedGradient& gradient, float* statistics) {
-    powers_of_product(problem_.op, rows, gradient, statistics, context_);
+    powers_of_product(problem_.op, rows, gradient, problem_.shard != nullptr, statistics, context_);
+  }
+
+  void finish_powers_of_shard(const FusedRows& rows, const FusedGradient& gradient, const float* statistics,
+                              const float* gathered) {
+    cuda::finish_powers_of_shard(problem_.op, rows, gradient, statistics, gathered, problem_.shard->shards,
+                                 context_.stream);
   }
 
   void write_grad_x(const FusedRows& rows, std::int64_t first) {
     if constexpr (std::is_same_v<T, bfloat16>) {
-      run(write_gradient_of_powers<T>, {.blocks = rows.rows, .threads = kThreads}, feature_rows(first, rows.rows),
-          static_cast<const float*>(memory_.grad_x), static_cast<T*>(problem_.grad_x), RowsOfPowers<T>(rows));
+      const auto write = [&](auto* grad_x) {
+        using D = std::remove_pointer_t<decltype(grad_x)>;
+        run(write_gradient_of_powers<T, D>, {.blocks = rows.rows, .threads = kThreads}, feature_rows(first, rows.rows),
+            static_cast<const float*>(memory_.grad_x), grad_x, RowsOfPowers<T>(rows));
+      };
+      if (problem_.grad_x_dtype == kDTypeOf<T>) return write(static_cast<T*>(problem_.grad_x));
+      write(static_cast<float*>(problem_.grad_x));
     }
   }
 

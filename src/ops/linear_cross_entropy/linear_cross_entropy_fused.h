@@ -29,10 +29,10 @@ struct FusedRows {
   const float* bias;  ///< of the block's classes; nullptr: 0
   std::int64_t first_class;
   std::int64_t classes;      ///< of the block
-  std::int64_t all_classes;  ///< V
+  std::int64_t all_classes;  ///< V, of all shards
   TypedNumbers targets;      ///< from the first row on
   std::int64_t target_stride;
-  const float* class_weight;  ///< [V]; nullptr: 1
+  const float* class_weight;  ///< of the head's classes; nullptr: 1
   CrossEntropyOptions options;
   ExpProductMemory memory;
 };
@@ -53,8 +53,9 @@ struct FusedGradient {
   const float* grad_lse;          ///< of the backward, as those that follow
   const float* grad_entropy;
   const float* lse;
-  const float* entropy;  ///< with grad_entropy
-  void* to;              ///< [rows, classes], the dtype of x
+  const float* entropy;        ///< with grad_entropy
+  const float* target_weight;  ///< of a shard with class weights; nullptr: class_weight has that of every target
+  void* to;                    ///< [rows, classes], the dtype of x
   std::int64_t stride;
 };
 
@@ -67,9 +68,14 @@ void gradient_by_product(const char* op, const FusedRows& rows, const FusedGradi
 ///
 ///   gradient[row, class] = memory.row_factor[row] * powers[row, class]  but of the target memory.target_gradient[row]
 ///
-/// with the powers, 0 for the target, in gradient.to. x and weight are of bfloat16.
-void powers_of_product(const char* op, const FusedRows& rows, const FusedGradient& gradient, float* statistics,
-                       const ExecutionContext& context);
+/// with the powers, 0 for the target, in gradient.to. x and weight are of bfloat16. Where the classes are a shard,
+/// finish_powers_of_shard() has to follow.
+void powers_of_product(const char* op, const FusedRows& rows, const FusedGradient& gradient, bool is_shard,
+                       float* statistics, const ExecutionContext& context);
+
+/// row_factor and target_gradient by the statistics of all shards, [shards, rows, kCrossEntropyStatistics].
+void finish_powers_of_shard(const char* op, const FusedRows& rows, const FusedGradient& gradient,
+                            const float* statistics, const float* gathered, std::int64_t shards, void* stream);
 
 /// After that: x times memory.row_factor, to [rows, features] of the dtype of x.
 void scale_rows(const char* op, const FusedRows& rows, void* to, void* stream);

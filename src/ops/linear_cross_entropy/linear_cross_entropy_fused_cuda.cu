@@ -9,6 +9,7 @@
 #include "cuda/launch.cuh"
 #include "cuda/math.cuh"
 #include "cuda/reduce.cuh"
+#include "cuda/softmax.cuh"
 #include "cuda/vector.cuh"
 #include "ops/cross_entropy/cross_entropy_math.h"
 #include "ops/cross_entropy/cross_entropy_statistics.cuh"
@@ -186,6 +187,7 @@ struct GradientOfRows {
   const float* class_weight;
   FusedGradient in;
   ExpProductMemory memory;
+  bool is_shard;
 
   __device__ RowGradient<float> row(std::int64_t i, float lse) const {
     RowGradientInputs<float> inputs{};
@@ -201,6 +203,8 @@ struct GradientOfRows {
     if (!terms.is_ignored(inputs.target)) {
       if (!terms.is_in_range(inputs.target)) {
         inputs.grad_loss = nan_of<float>();
+      } else if (in.target_weight != nullptr) {
+        inputs.target_weight = in.target_weight[i];
       } else if (class_weight != nullptr) {
         inputs.target_weight = class_weight[inputs.target];
       }
@@ -393,7 +397,7 @@ __device__ Lowering store_row(const GradientOfRows& rows, std::int64_t row, cons
   const float of_target = column >= 0 ? rows.memory.target_logit[row] : 0.0f;
   if (column >= 0) {
     target.logit = rows.transform.value(of_target);
-    target.weight = rows.class_weight == nullptr ? 1.0f : rows.class_weight[rows.targets.of(row)];
+    target.weight = rows.class_weight == nullptr ? 1.0f : rows.class_weight[column];
   }
   store_statistics(state, target, rows.terms, statistics + row * kCrossEntropyStatistics);
   Lowering lowering{};
@@ -401,13 +405,15 @@ __device__ Lowering store_row(const GradientOfRows& rows, std::int64_t row, cons
     const RowGradient<float> gradient = rows.row(row, state.softmax.lse());
     const bool is_nothing = gradient.mass == 0.0f && gradient.hard == 0.0f;
     const float anchor = softmax_anchor(state.softmax.max);
-    const float of_softmax = is_nothing ? 0.0f : gradient.mass * rows.transform.scale;
+    // Of a shard the mass, like the target's gradient, depends on the others.
+    const float of_softmax = is_nothing ? 0.0f : (rows.is_shard ? 1.0f : gradient.mass) * rows.transform.scale;
+    const bool has_none = rows.is_shard && state.softmax.sum == 0.0f;  // all logits are -infinity, and the powers 0
     // One that is much smaller or larger would leave the range of bfloat16 in what it multiplies.
     const auto is_usual = [](double value) { return value > 0x1p-100 && value < 0x1p95; };
     const double exact_factor = double(of_softmax) / sums.sum;
     const bool is_in_range = is_usual(sums.sum) && (exact_factor == 0.0 || is_usual(1.0 / fabs(exact_factor)));
     auto factor = static_cast<float>(exact_factor);
-    if (!rows.targets.is_ignored(row) && (is_any_lost || !is_in_range)) {
+    if (!rows.targets.is_ignored(row) && !has_none && (is_any_lost || !is_in_range)) {
       const double exact = double(anchor) * kLog2EExact * rows.transform.stretch + double(log2f(state.softmax.sum)) -
                            double(rows.memory.shift[row]);
       lowering.exponent = static_cast<float>(rint(exact));
@@ -564,6 +570,35 @@ __global__ void __launch_bounds__(kRepeatThreads)
     __syncthreads();  // before `lost` changes
   }
 #endif
+}
+
+/// The part of a shard in the softmax of all.
+__device__ float share_of(const SoftmaxState<float>& own, const SoftmaxState<float>& all) {
+  if (all.max == infinity<float>()) return own.max == infinity<float>() ? 1.0f : 0.0f;
+  if (all.max == -infinity<float>()) return nan_of<float>();
+  return own.sum == 0.0f ? 0.0f : exponential(softmax_anchor(own.max) - all.max) * (own.sum / all.sum);
+}
+
+/// A thread a row.
+__global__ void __launch_bounds__(kThreads)
+    finish_shard(const __grid_constant__ GradientOfRows rows, std::int64_t count, const float* statistics,
+                 const float* gathered, std::int64_t shards) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i >= count) return;
+  const auto softmax_at = [&](const float* of) {
+    return stored_statistics<float>(of + i * kCrossEntropyStatistics).softmax;
+  };
+  SoftmaxState<float> all;
+  for (std::int64_t shard = 0; shard < shards; ++shard) {
+    all = MergeSoftmax{}(all, softmax_at(gathered + shard * count * kCrossEntropyStatistics));
+  }
+  const RowGradient<float> gradient = rows.row(i, all.lse());
+  const bool is_nothing = gradient.mass == 0.0f && gradient.hard == 0.0f;
+  rows.memory.row_factor[i] *= is_nothing ? 0.0f : gradient.mass * share_of(softmax_at(statistics), all);
+  const bool has_target = !is_nothing && rows.targets.column(i) >= 0;
+  const float z = has_target ? rows.memory.target_logit[i] : 0.0f;
+  const float distance = rows.transform.value(z) - softmax_anchor(all.max) - logf(all.sum);
+  rows.memory.target_gradient[i] = has_target ? rows.of_target(z, distance, gradient) : 0.0f;
 }
 
 // ---- the gradient --------------------------------------------------------------------------------------------------
@@ -744,13 +779,13 @@ void guess_shifts(const char* op, const FusedRows& rows, int sample_count, void*
 
 namespace {
 
-GradientOfRows gradient_of(const FusedRows& rows, const FusedGradient& gradient) {
-  return {Targets(rows), LogitTransform(rows.options), terms_of(rows), rows.class_weight, gradient, rows.memory};
+GradientOfRows gradient_of(const FusedRows& rows, const FusedGradient& gradient, bool is_shard) {
+  return {Targets(rows), LogitTransform(rows.options), terms_of(rows), rows.class_weight, gradient, rows.memory,
+          is_shard};
 }
 
 template <typename T, bool kHasPowers>
-void finish(const char* op, const FusedRows& rows, const FusedGradient& gradient, float* statistics, void* stream) {
-  const GradientOfRows of_rows = gradient_of(rows, gradient);
+void finish(const char* op, const FusedRows& rows, const GradientOfRows& of_rows, float* statistics, void* stream) {
   const SumsOfTiles tiles(rows);
   launch(op, add_tiles<kHasPowers>,
          {.blocks = ceil_divide(rows.rows, kRowsOfBlock), .threads = kThreads, .stream = stream}, of_rows, tiles,
@@ -768,14 +803,22 @@ void finish(const char* op, const FusedRows& rows, const FusedGradient& gradient
 
 void statistics_of_product(const char* op, const FusedRows& rows, float* statistics, const ExecutionContext& context) {
   exp_product(op, product_of(rows), ExpProductSums{rows.memory.sums, rows.memory.moments}, context);
-  dispatch_half(rows.dtype, [&]<typename T>() { finish<T, false>(op, rows, {}, statistics, context.stream); });
+  dispatch_half(rows.dtype, [&]<typename T>() {
+    finish<T, false>(op, rows, gradient_of(rows, {}, false), statistics, context.stream);
+  });
 }
 
-void powers_of_product(const char* op, const FusedRows& rows, const FusedGradient& gradient, float* statistics,
-                       const ExecutionContext& context) {
+void powers_of_product(const char* op, const FusedRows& rows, const FusedGradient& gradient, bool is_shard,
+                       float* statistics, const ExecutionContext& context) {
   const ExpProductMemory& memory = rows.memory;
   exp_product(op, product_of(rows), ExpProductSums{memory.sums, memory.moments, gradient.to, gradient.stride}, context);
-  finish<bfloat16, true>(op, rows, gradient, statistics, context.stream);
+  finish<bfloat16, true>(op, rows, gradient_of(rows, gradient, is_shard), statistics, context.stream);
+}
+
+void finish_powers_of_shard(const char* op, const FusedRows& rows, const FusedGradient& gradient,
+                            const float* statistics, const float* gathered, std::int64_t shards, void* stream) {
+  launch(op, finish_shard, {.blocks = ceil_divide(rows.rows, kThreads), .threads = kThreads, .stream = stream},
+         gradient_of(rows, gradient, true), rows.rows, statistics, gathered, shards);
 }
 
 void scale_rows(const char* op, const FusedRows& rows, void* to, void* stream) {
@@ -805,7 +848,7 @@ void add_targets(const char* op, const FusedRows& rows, void* grad_weight, DType
 
 void gradient_by_product(const char* op, const FusedRows& rows, const FusedGradient& gradient,
                          const ExecutionContext& context) {
-  const GradientOfRows of_rows = gradient_of(rows, gradient);
+  const GradientOfRows of_rows = gradient_of(rows, gradient, false);
   const LaunchShape shape{.blocks = ceil_divide(rows.rows, kThreads), .threads = kThreads, .stream = context.stream};
   launch(op, prepare_gradient, shape, of_rows, rows.rows);
   exp_product(op, product_of(rows),

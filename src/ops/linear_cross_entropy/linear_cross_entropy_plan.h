@@ -189,7 +189,8 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
                                ? memory.grad_x
                                : take(scales_x, block.rows * problem.features(), element);
   }
-  memory.statistics = take(!is_backward && (problem.ends_in_product || block.classes < problem.classes),
+  const bool has_product_statistics = problem.ends_in_product && problem.shard == nullptr;
+  memory.statistics = take(!is_backward && (has_product_statistics || block.classes < problem.classes),
                            ceil_divide(problem.classes, block.classes) * block.rows * kCrossEntropyStatistics,
                            size_of(problem.statistics_dtype()));
   if (problem.device.type == DeviceType::cuda) {
@@ -349,7 +350,13 @@ inline std::size_t limit_without_workspace(const LinearCrossEntropyProblem& prob
   const LinearCrossEntropyPolicy& policy = policy_of(problem.device);
   const std::size_t rows = per_row_bytes(problem);
   if (problem.mode == LinearCrossEntropyMode::backward) return rows + policy.backward_bytes;
-  // A shard's forward has all of its classes at once, and needs what both at once do for as many rows.
+  if (problem.shard != nullptr && problem.classes != problem.shard->classes) {
+    // As many rows as one call with all classes would have. (The loss alone too: a shard has its classes at once.)
+    LinearCrossEntropyProblem whole = problem;
+    whole.classes = problem.shard->classes;
+    const std::int64_t of_whole = rows_within(whole, whole.classes, limit_without_workspace(whole));
+    return workspace_bytes(problem, {of_whole, problem.classes});
+  }
   if (problem.mode == LinearCrossEntropyMode::forward && problem.shard == nullptr) {
     return rows + (problem.ends_in_product ? policy.fused_forward_bytes : policy.forward_bytes);
   }
@@ -371,12 +378,14 @@ inline std::int64_t batch_invariant_classes(const LinearCrossEntropyProblem& pro
 }
 
 /// The problem by which those of all shards are planned, whichever it is: of the largest, with all that a call may
-/// have, because a shard may be frozen, or its x lie otherwise. Without shards the problem itself.
+/// have, because a shard may be frozen, or its x lie otherwise, so that another keeps its logits in memory. Without
+/// shards the problem itself.
 inline LinearCrossEntropyProblem of_largest_shard(LinearCrossEntropyProblem problem) {
   if (problem.shard == nullptr) return problem;
   problem.classes = std::max(problem.classes, problem.shard->most_classes);
   problem.skips_ignored_rows = true;
   problem.targets.dtype = DType::int64;
+  problem.ends_in_product = false;
   if (problem.mode == LinearCrossEntropyMode::forward) return problem;
   static std::byte address;
   void* present = &address;

@@ -3,6 +3,8 @@
 // before.
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+#include <limits>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -18,6 +20,15 @@ namespace {
 
 class LinearCrossEntropyShards : public OnEachDevice {};
 EAVES_EACH_DEVICE(LinearCrossEntropyShards);
+
+class LinearCrossEntropyShardsInProduct : public OnGpu {
+ protected:
+  void SetUp() override {
+    OnGpu::SetUp();
+    setenv("EAVES_FUSED_PRODUCT", "1", 1);
+  }
+  void TearDown() override { unsetenv("EAVES_FUSED_PRODUCT"); }
+};
 
 constexpr std::int64_t kS = kCrossEntropyStatistics;
 
@@ -76,7 +87,8 @@ class Shards {
            LinearCrossEntropyShard{.first_class = first,
                                    .classes = case_.classes,
                                    .most_classes = most,
-                                   .is_for_mean_logit = case_.wants_mean_logit},
+                                   .is_for_mean_logit = case_.wants_mean_logit,
+                                   .is_for_argmax_or_sum_sq = case_.wants_all_of_row},
            size);
       first += size;
     }
@@ -244,6 +256,42 @@ TEST_P(LinearCrossEntropyShards, TakeEveryOption) {
       check_shards(c, kCuts[2]);
     }
   }
+}
+
+/// Of shards with 4096 classes and more the logits end in their product, of a smaller one they are kept.
+TEST_F(LinearCrossEntropyShardsInProduct, MatchTheWhole) {
+  const auto check = [](auto change) {
+    for (const DType dtype : {DType::bfloat16, DType::float16}) {
+      for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
+        LinearCrossEntropyCase c{.device = kCuda, .dtype = dtype, .row_shape = {131}, .features = 40, .classes = 12800};
+        c.options.reduction = reduction;
+        c.wants_all_of_row = false;
+        c.target = [](std::int64_t row) { return static_cast<double>(row * 3701 % 12800); };
+        change(c);
+        for (const std::vector<std::int64_t>& sizes : std::vector<std::vector<std::int64_t>>{
+                 {12800}, {4096, 8704}, {4099, 0, 4200, 4501}, {8600, 4200}, {4097, 4603, 4100}}) {
+          check_shards(c, sizes);
+        }
+      }
+    }
+  };
+  check([](LinearCrossEntropyCase&) {});
+  check([](LinearCrossEntropyCase& c) {
+    c.options.scale = 0.7, c.options.z_loss_weight = 0.01, c.has_row_weight = true, c.accumulates = true;
+    c.workspace_limit = 4 << 20;  // several chunks
+    c.row_shape = {390};
+  });
+  check([](LinearCrossEntropyCase& c) { c.options.softcap = 5.0, c.bias_dtype = DType::float32; });
+  check([](LinearCrossEntropyCase& c) { c.deviation = 64.0; });
+  check([](LinearCrossEntropyCase& c) {
+    c.class_weight_dtype = DType::float32;
+    c.has_normalizer = c.options.reduction == Reduction::mean;
+  });
+  check([](LinearCrossEntropyCase& c) {  // no class of the first shard counts
+    c.bias_dtype = DType::float32;
+    c.bias = [](std::int64_t column) { return column < 8600 ? -std::numeric_limits<double>::infinity() : 0.0; };
+    c.target = [](std::int64_t row) { return static_cast<double>(8600 + row * 37 % 4200); };
+  });
 }
 
 TEST_P(LinearCrossEntropyShards, RefuseWhatIsNoShard) {
