@@ -70,7 +70,7 @@ struct LinearCrossEntropyInputs {
   /// follows from it. 0: what the operator finds best for the device. Where the context brings a workspace, its size
   /// is read instead. Where it is too little for the smallest chunk, the call takes what that needs. With
   /// EAVES_BATCH_INVARIANT=1 in the environment this limit always decides the classes, and a workspace of the context
-  /// must be at least as large as ..._workspace_bytes() says.
+  /// must be at least as large as ..._workspace_bytes() says; with shards likewise.
   std::size_t workspace_limit = 0;
 };
 
@@ -103,6 +103,10 @@ struct LinearCrossEntropyShard {
   /// gathered + shards * first * kCrossEntropyStatistics: [shards, rows, kCrossEntropyStatistics], in the order of the
   /// classes.
   std::function<void(std::int64_t first, std::int64_t rows)> gather = {};
+
+  /// optional: `gather` may then only begin, and this has to end it. What the call enqueues in between, where it can
+  /// the product for grad_x, hides the gather.
+  std::function<void(std::int64_t first, std::int64_t rows)> finish_gather = {};
 
   /// optional; with both at once or in the backward: the chunk's rows of grad_x, this shard's part of a sum over the
   /// ranks, are complete.

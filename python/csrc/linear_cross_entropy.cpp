@@ -251,7 +251,7 @@ void shard_forward(Inputs inputs, CallOptions options, Shard shard, Tensor stati
 /// The gradients for an upstream gradient of 1; the loss is that of the statistics.
 void shard_forward_backward(Written written, Inputs inputs, OptionalTensor normalizer, CallOptions options, Shard shard,
                             std::int64_t shards, Tensor statistics, Tensor gathered, std::int64_t gather,
-                            std::int64_t grad_x_is_complete) {
+                            std::int64_t finish_gather, std::int64_t grad_x_is_complete) {
   LinearCrossEntropyForwardBackwardArgs args{
       .forward = {.inputs = inputs_of(inputs, options), .normalizer = optional_input(normalizer, {kOp, "normalizer"})},
       .gradients = written.views(),
@@ -261,6 +261,7 @@ void shard_forward_backward(Written written, Inputs inputs, OptionalTensor norma
   args.shard.statistics = output(statistics);
   args.shard.gathered = output(gathered);
   args.shard.gather = callback(gather);
+  args.shard.finish_gather = callback(finish_gather);
   args.shard.grad_x_is_complete = callback(grad_x_is_complete);
   run<linear_cross_entropy_forward_backward, &linear_cross_entropy_forward_backward_workspace_bytes, true>(
       args, args.forward.inputs.x.device);
@@ -325,7 +326,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
   library.def("linear_cross_entropy_shard_forward_backward(" EAVES_WRITTEN ", " EAVES_INPUTS
               ", Tensor? normalizer, " EAVES_CALL ", " EAVES_SHARD
               ", SymInt shards, Tensor(d!) statistics, Tensor(e!) gathered, int gather, "
-              "int grad_input_is_complete) -> ()");
+              "int finish_gather, int grad_input_is_complete) -> ()");
   library.def("linear_cross_entropy_shard_backward(" EAVES_WRITTEN ", bool accumulates, " EAVES_UPSTREAM
               ", " EAVES_INPUTS ", " EAVES_SAVED ", " EAVES_CALL ", " EAVES_SHARD
               ", int grad_input_is_complete) -> ()");

@@ -14,9 +14,9 @@ from eaves._operator import call, define, refuse_lost_derivatives, register_fake
 from eaves._ranks import (
     SCHEMA,
     STATISTICS,
+    Agreement,
     Place,
     Shard,
-    agreed_place,
     check_targets,
     digest,
     dtypes,
@@ -53,9 +53,9 @@ def _forward(
     """As cross_entropy_forward, and behind that the Place."""
     shard, columns = Shard(*of_shard), logits.shape[axis]
     rows = row_shape(logits, axis)
-    place = agreed_place(
-        _OP, shard, columns,
-        {
+    agreement = Agreement(
+        _OP, shard, target, columns,
+        lambda: {
             "the shape of target": list(target.shape),
             "target": digest(target),
             "row_weight": digest(row_weight),
@@ -67,15 +67,23 @@ def _forward(
             "which outputs are computed": outputs,
         },
     )  # fmt: skip
-    check_targets(_OP, target, place.classes, ignore_index)
-    refuse_argmax(_OP, outputs, place, logits.dtype)
-    if place.columns == 0:
-        own = no_statistics(target.numel(), logits)
-    else:
-        own = call(
+
+    def statistics_at(place: Place) -> Tensor:
+        check_targets(_OP, target, place.classes, ignore_index)
+        refuse_argmax(_OP, outputs, place, logits.dtype)
+        if place.columns == 0:
+            return no_statistics(target.numel(), logits)
+        computed: Tensor = call(
             _OP, _shard_forward, *_usable(logits, weight, place, axis, target), axis, ignore_index, mode, numbers,
             place.first_class, place.classes, bool(outputs & MEAN_LOGIT),
-        ).flatten(0, -2)  # fmt: skip
+        )  # fmt: skip
+        return computed.flatten(0, -2)
+
+    expected = agreement.expected()
+    own = statistics_at(expected)
+    place = agreement.settle()
+    if place != expected:
+        own = statistics_at(place)
     gathered = statistics_of(gather_statistics(shard, own, target.reshape(-1)).wait())
     statistics = gathered.view(gathered.shape[0], *rows, STATISTICS)
     options = (ignore_index, mode, numbers)

@@ -38,10 +38,11 @@ from eaves._operator import accumulator_dtype, call, define, refuse_lost_derivat
 from eaves._ranks import (
     SCHEMA,
     STATISTICS,
+    Agreement,
     Place,
+    PlaceChanged,
     Shard,
     Underway,
-    agreed_place,
     all_gather,
     all_reduce,
     digest,
@@ -197,8 +198,28 @@ def _forward(*arguments: Any) -> list[Tensor]:
     """As linear_cross_entropy_forward and _forward_backward, and behind that the Place."""
     tensors, options, (outputs, gradients, *of_shard) = by_name(ForwardTensors, arguments)
     shard, kept = Shard(*of_shard), _kept_rows(tensors, options)
-    facts = _facts(tensors, options, kept, outputs, gradients)
-    place = agreed_place(_OP, shard, tensors.linear_weight.shape[0], facts)
+    columns = tensors.linear_weight.shape[0]
+    agreement = Agreement(
+        _OP, shard, tensors.target, columns, lambda: _facts(tensors, options, kept, outputs, gradients)
+    )
+    if shard.sequence_parallel or tensors.weight is not None:  # these exchange something before the statistics
+        agreement.settle()
+    try:
+        return _forward_at(agreement.expected(), agreement, tensors, options, shard, kept, outputs, gradients)
+    except PlaceChanged:
+        return _forward_at(agreement.settle(), agreement, tensors, options, shard, kept, outputs, gradients)
+
+
+def _forward_at(
+    place: Place,
+    agreement: Agreement,
+    tensors: ForwardTensors,
+    options: Options,
+    shard: Shard,
+    kept: _Kept | None,
+    outputs: int,
+    gradients: int,
+) -> list[Tensor]:
     refuse_argmax(_OP, outputs, place, tensors.input.dtype)
     this = _Call(tensors, options, shard, place, kept, outputs)
     target, ranks = tensors.target, shard.ranks
@@ -210,28 +231,35 @@ def _forward(*arguments: Any) -> list[Tensor]:
     statistics = own.new_zeros((ranks, target.numel(), STATISTICS))  # of ignored rows 0, which counts for nothing
     flat_target = target.reshape(-1)
 
+    gathering: list[Underway] = []
+
+    def gather(first: int, rows: int) -> None:
+        agreement.settle_as(place)
+        own_rows = of_rows[first : first + rows]
+        gathering.append(gather_statistics(shard, own_rows, flat_target[this.rows(first, rows)]))
+
     def exchanged(first: int, rows: int) -> Tensor:
-        of_chunk = this.rows(first, rows)
-        gathering = gather_statistics(shard, of_rows[first : first + rows], flat_target[of_chunk])
-        found = statistics_of(gathering.wait())
-        statistics[:, of_chunk] = found
+        found = statistics_of(gathering.pop().wait())
+        statistics[:, this.rows(first, rows)] = found
         return found
 
     if not gradients:
         call(_OP, _shard_forward, *this.inputs, *this.arguments, own)
+        gather(0, count)
         exchanged(0, count)
     else:
         gathered = own.new_zeros(ranks * own.numel())
 
-        def gather(first: int, rows: int) -> None:
+        def finish_gather(first: int, rows: int) -> None:
             begin, size = ranks * first * STATISTICS, ranks * rows * STATISTICS
             gathered[begin : begin + size] = exchanged(first, rows).view(-1)
 
         normalizer = _divisor(this, tensors) if options.reduction == MEAN else None
         this.run(
             _shard_forward_backward, *computed.written(), *this.inputs, normalizer, *this.arguments, ranks, own,
-            gathered, callbacks=(gather, computed.is_complete()),
+            gathered, callbacks=(gather, finish_gather, computed.is_complete()),
         )  # fmt: skip
+    agreement.settle_as(place)  # without rows nothing was gathered
     results = merged(
         _OP, statistics.view(ranks, *target.shape, STATISTICS), target, tensors.row_weight, tensors.normalizer,
         (options.ignore_index, options.reduction, options.numbers), place, tensors.weight is not None, outputs,

@@ -109,6 +109,22 @@ def test_classes_of_padding_are_neither_read_nor_counted(is_in_place: bool, rank
     ranks.run(padded, is_in_place)
 
 
+def resized(group: distributed.ProcessGroup) -> None:
+    for classes in (CLASSES, CLASSES - 9):
+        whole = random_tensor((6, classes), torch.float64, here()).requires_grad_()
+        target = torch.tensor([0, 69, 3, -100, 13, 61]).to(here())
+        own = slice(0, 10) if group.rank() == 0 else slice(10, classes)
+        part = whole[:, own].detach().clone().requires_grad_()
+        expected, loss = eaves.cross_entropy(whole, target), eaves.cross_entropy(part, target, group=group)
+        torch.autograd.backward([expected, loss])
+        assert_agree(loss, expected)
+        assert_agree(part.grad, whole.grad[:, own])
+
+
+def test_another_rank_may_have_other_classes_than_before(ranks: Ranks) -> None:
+    ranks.run(resized, ranks=2)
+
+
 def of_dtensor(group: distributed.ProcessGroup) -> None:
     logits = random_tensor((6, CLASSES), torch.float64, here())
     target = targets_of(logits)

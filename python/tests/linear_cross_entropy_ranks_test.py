@@ -183,6 +183,24 @@ def test_classes_of_padding_are_neither_read_nor_counted(algorithm: str, ranks: 
     ranks.run(padded, algorithm)
 
 
+def resized(group: distributed.ProcessGroup, algorithm: str) -> None:
+    for classes in (CLASSES, CLASSES - 9):
+        x, head, target, _ = problem((24, 16), classes, torch.float64, here())
+        own = slice(0, 10) if group.rank() == 0 else slice(10, classes)
+        whole, parts = ([each.clone().requires_grad_() for each in (x, cut)] for cut in (head, head[own]))
+        expected = eaves.linear_cross_entropy(*whole, target, algorithm=algorithm)
+        loss = eaves.linear_cross_entropy(*parts, target, algorithm=algorithm, group=group)
+        torch.autograd.backward([expected, loss])
+        assert_agree(loss, expected)
+        assert_agree(parts[0].grad, whole[0].grad)
+        assert_agree(parts[1].grad, whole[1].grad[own])
+
+
+@each("algorithm", ALGORITHMS)
+def test_another_rank_may_have_other_classes_than_before(algorithm: str, ranks: Ranks) -> None:
+    ranks.run(resized, algorithm, ranks=2)
+
+
 def input_gradients(group: distributed.ProcessGroup, options: dict[str, Any]) -> Tensor:
     x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
     x.requires_grad_()

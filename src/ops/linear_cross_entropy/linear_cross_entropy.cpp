@@ -431,17 +431,10 @@ std::vector<TensorView> check_rescaled(const LinearCrossEntropyRescaleArgs& args
 
 bool is_cpu(const LinearCrossEntropyProblem& problem) { return problem.device.type == DeviceType::cpu; }
 
-/// From the caller's workspace, or else the caller's limit.
+/// From the caller's workspace, or else the caller's limit. Of shards, whose workspaces may differ, that alone.
 std::size_t limit_of(const LinearCrossEntropyProblem& problem, const ExecutionContext& context) {
-  if (context.workspace.data != nullptr) return context.workspace.bytes;
+  if (context.workspace.data != nullptr && problem.shard == nullptr) return context.workspace.bytes;
   return limit_without_workspace(problem);
-}
-
-/// Whatever workspace a context brings: this is what it should.
-std::size_t stated_bytes(const LinearCrossEntropyProblem& problem) {
-  if (!is_cpu(problem)) require_cuda(problem.op, problem.device);
-  const LinearCrossEntropyProblem planned = of_largest_shard(problem);
-  return workspace_bytes(planned, plan_block(planned, limit_of(planned, {})));
 }
 
 /// What is computed at once: of shards the same rows, whichever of them the problem is.
@@ -450,6 +443,12 @@ LinearCrossEntropyBlock block_of(const LinearCrossEntropyProblem& problem, const
   LinearCrossEntropyBlock block = plan_block(planned, limit_of(planned, context));
   block.classes = std::clamp<std::int64_t>(problem.classes, 1, block.classes);
   return block;
+}
+
+/// Whatever workspace a context brings: this is what it should.
+std::size_t stated_bytes(const LinearCrossEntropyProblem& problem) {
+  if (!is_cpu(problem)) require_cuda(problem.op, problem.device);
+  return workspace_bytes(problem, block_of(problem, {}));
 }
 
 void run(const LinearCrossEntropyProblem& problem, const ExecutionContext& context) {

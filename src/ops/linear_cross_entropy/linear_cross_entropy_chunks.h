@@ -369,14 +369,15 @@ class LinearCrossEntropyChunks {
     }
     const cuda::FusedGradient gradient = fused_gradient(first, rows, classes);
     steps_.write_powers(fused, gradient, statistics);
+    if (is_shard) problem_.shard->gather(first, rows);
+    if (problem_.grad_x != nullptr) multiply_grad_x(first, rows, 0, classes, nullptr);
     if (is_shard) {
-      exchange_statistics(first, rows);
+      merge_gathered_statistics(first, rows);
       steps_.finish_powers_of_shard(fused, gradient, statistics, static_cast<const float*>(gathered_statistics(first)));
     } else {
       merge_statistics(first, rows, 1);
     }
     if (problem_.grad_x != nullptr) {
-      multiply_grad_x(first, rows, 0, classes, nullptr);
       steps_.write_grad_x(fused, first);
       tell_grad_x(first, rows);
     }
@@ -481,7 +482,8 @@ class LinearCrossEntropyChunks {
                                               {rows, kCrossEntropyStatistics}, problem_.device)},
         loss_context_);
     if (problem_.mode == LinearCrossEntropyMode::forward) return;
-    exchange_statistics(first, rows);
+    shard.gather(first, rows);
+    merge_gathered_statistics(first, rows);
     if (problem_.wants_gradients()) backward(first, rows);
   }
 
@@ -495,9 +497,9 @@ class LinearCrossEntropyChunks {
                    shard.shards * first * kCrossEntropyStatistics);
   }
 
-  void exchange_statistics(std::int64_t first, std::int64_t rows) {
+  void merge_gathered_statistics(std::int64_t first, std::int64_t rows) {
     const LinearCrossEntropyShard& shard = *problem_.shard;
-    shard.gather(first, rows);
+    if (shard.finish_gather != nullptr) shard.finish_gather(first, rows);
     merge_statistics(first, rows,
                      TensorView::contiguous(gathered_statistics(first), problem_.accumulator(),
                                             {shard.shards, rows, kCrossEntropyStatistics}, problem_.device));
