@@ -115,7 +115,8 @@ class _Call:
             return run
 
         functions = [None if each is None else _CALLBACK(guarded(each)) for each in callbacks]
-        addresses = [0 if each is None else ctypes.cast(each, ctypes.c_void_p).value for each in functions]
+        # Not by ctypes.cast(), whose cycle of references would keep the gradients, so that autograd copied them.
+        addresses = [0 if each is None else ctypes.c_void_p.from_buffer(each).value for each in functions]
         call(_OP, overload, *arguments, *addresses)
         if errors:
             raise errors[0]
@@ -254,7 +255,9 @@ def _forward_at(
             begin, size = ranks * first * STATISTICS, ranks * rows * STATISTICS
             gathered[begin : begin + size] = exchanged(first, rows).view(-1)
 
-        normalizer = _divisor(this, tensors) if options.reduction == MEAN else None
+        normalizer = tensors.normalizer
+        if options.reduction == MEAN and normalizer is None and tensors.weight is not None:
+            normalizer = _divisor(this, tensors)
         this.run(
             _shard_forward_backward, *computed.written(), *this.inputs, normalizer, *this.arguments, ranks, own,
             gathered, callbacks=(gather, finish_gather, computed.is_complete()),
@@ -294,15 +297,11 @@ def _facts(
 
 
 def _divisor(this: _Call, tensors: ForwardTensors) -> Tensor:
-    """What the mean divides by, before the statistics say it."""
-    if tensors.normalizer is not None:
-        given: Tensor = tensors.normalizer
-        return given
+    """What the mean divides by, before the statistics say it, where a rank has not the weights of all targets."""
     target, sums = tensors.target.to(torch.int64), accumulator_dtype(tensors.input.dtype)
     counts = target != this.options.ignore_index
     weights = counts.to(sums) if tensors.row_weight is None else tensors.row_weight.masked_fill(~counts, 0)
-    if tensors.weight is not None:
-        weights = weights * _weights_of_targets(this, target, tensors.weight.to(sums))
+    weights = weights * _weights_of_targets(this, target, tensors.weight.to(sums))
     total: Tensor = weights.sum(dtype=torch.float64).to(sums)
     return total
 

@@ -81,8 +81,8 @@ def _check_kind(op: str, name: str, value: object) -> None:
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(value, distributed.DTensor):
         raise NotImplementedError(
-            f"{op}: {name} is a DTensor, expected a tensor of one device; pass {name}.to_local() where every device "
-            f"has whole rows, or {name}.full_tensor()"
+            f"{op}: {name} is a DTensor, expected a tensor of one device; pass {name}.full_tensor(), or "
+            f"{name}.to_local() where what is missing there is not needed, or the call takes the group of its mesh"
         )
 
 

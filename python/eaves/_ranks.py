@@ -8,8 +8,10 @@ raise a ValueError or that error, and none hangs.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -127,8 +129,6 @@ def shard_of(
     reduce_dtype: torch.dtype | None = None,
 ) -> Shard:
     """The arguments of a call with a group, checked."""
-    if is_transforming():
-        raise NotImplementedError(f"{op}: a group does not go with torch.vmap and torch.func; leave it out")
     first = -1 if first_class is None else index_of(op, "first_class", first_class)
     total = -1 if classes is None else index_of(op, "classes", classes)
     if (first_class is not None and first < 0) or (classes is not None and total < 1):
@@ -257,7 +257,8 @@ def local_rows(tensor: Any, head: Local, is_summed: bool) -> Tensor:
 
 # ----------------------------------------------------------------------------------------------------------- agreement
 
-_BYTES = 2048  # of what a rank tells the others
+_NUMBERS = struct.Struct("qq")  # of what a rank tells the others, and behind them text
+_BYTES = 2048
 _SENTENCE = 300  # characters of an error among them
 # A NotImplementedError is a RuntimeError too, and comes first.
 _ERRORS = {each.__name__: each for each in (ValueError, TypeError, NotImplementedError, RuntimeError)}
@@ -275,7 +276,10 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 def with_agreement(op: str, group: object, run: Callable[[ProcessGroup], _Result]) -> _Result:
     """What `run` gives with the group, which calls agreed_place(). An error before that is told to the other ranks."""
     if not isinstance(group, distributed().ProcessGroup):
-        raise TypeError(f"{op}: group is a {type(group).__name__}, expected a torch.distributed.ProcessGroup")
+        hint = " (get_group() of a mesh)" if type(group).__name__ == "DeviceMesh" else ""
+        raise TypeError(f"{op}: group is a {type(group).__name__}, expected a torch.distributed.ProcessGroup{hint}")
+    if is_transforming():  # which the collective that tells of an error does not go with either
+        raise NotImplementedError(f"{op}: a group does not go with torch.vmap and torch.func; leave it out")
     if torch.compiler.is_compiling():
         return run(group)
     _call.awaits_agreement = True
@@ -285,7 +289,7 @@ def with_agreement(op: str, group: object, run: Callable[[ProcessGroup], _Result
         if _call.awaits_agreement and not _is_capturing():
             kind = next((name for name, each in _ERRORS.items() if isinstance(error, each)), "RuntimeError")
             sentence = str(error).removeprefix(f"{op}: ").encode("ascii", "replace").decode()[:_SENTENCE]
-            _exchange({"error": [kind, sentence]}, group)
+            _exchange({"error": [kind, sentence]}, (0, 0), group)
         raise
     finally:
         _call.awaits_agreement = False
@@ -336,18 +340,24 @@ def agreed_place(op: str, shard: Shard, columns: int, facts: Mapping[str, object
                 f"{op}: ranks cannot agree while a CUDA graph is captured; run the same call once before the capture"
             )
         return _places[shard, columns]
-    told = _exchange({"facts": facts, "shard": [shard.first_class, columns]}, group_of(shard))
+    texts, shards = _exchange(facts, (shard.first_class, columns), group_of(shard))
+    if any(text != texts[0] for text in texts):
+        _refuse_differences(op, [json.loads(text) for text in texts])
+    place = _places[shard, columns] = _place_of(op, shard, shards)
+    return place
+
+
+def _refuse_differences(op: str, told: Sequence[dict[str, Any]]) -> NoReturn:
     for rank, each in enumerate(told):
         if "error" in each:
             kind, sentence = each["error"]
             raise _ERRORS[kind](f"{op}: rank {rank} of the group: {sentence}")
     for rank, each in enumerate(told):
-        for name, value in each["facts"].items():
-            if value != (other := told[0]["facts"].get(name)):
+        for name, value in each.items():
+            if value != (other := told[0].get(name)):
                 how = _HINTS.get(name, "") if name in _DIGESTS else f": {other} and {value}, expected the same"
                 raise ValueError(f"{op}: ranks 0 and {rank} of the group differ in {name}{how}")
-    place = _places[shard, columns] = _place_of(op, shard, [each["shard"] for each in told])
-    return place
+    raise AssertionError("two texts of the same facts differ")
 
 
 _OF_ROWS = ": a group shares one head, and each rank has all rows"
@@ -375,14 +385,17 @@ def _place_of(op: str, shard: Shard, shards: Sequence[Sequence[int]]) -> Place:
     return Place(min(firsts[rank], classes - usable[rank]), classes, usable[rank], max(usable))
 
 
-def _exchange(own: Mapping[str, object], group: ProcessGroup) -> list[dict[str, Any]]:
-    """What each rank tells, in the order of ranks. The host waits for the others. Where the group has a backend for the
-    CPU it does not wait for the device; NCCL alone takes its turn behind the group's collectives that are enqueued."""
+def _exchange(
+    own: Mapping[str, object], of_shard: tuple[int, int], group: ProcessGroup
+) -> tuple[list[bytes], list[tuple[int, int]]]:
+    """What each rank tells, in the order of ranks: JSON, and two numbers. The host waits for the others. Where the
+    group has a backend for the CPU it does not wait for the device; NCCL alone takes its turn behind the group's
+    collectives that are enqueued."""
     text = json.dumps(own).encode()
     if len(text) > _BYTES:
         raise RuntimeError(f"arguments that take {len(text)} bytes to compare, expected at most {_BYTES}")
     _call.awaits_agreement = False
-    padded = torch.frombuffer(bytearray(text.ljust(_BYTES)), dtype=torch.uint8)
+    padded = torch.frombuffer(bytearray(_NUMBERS.pack(*of_shard) + text.ljust(_BYTES)), dtype=torch.uint8)
     if torch.device("cpu") in group._device_types:
         told = all_gather(padded, group).wait()
     else:
@@ -391,7 +404,8 @@ def _exchange(own: Mapping[str, object], group: ProcessGroup) -> list[dict[str, 
             _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(_streams[device]):
             told = all_gather(padded.to(device), group).wait().cpu()
-    return [json.loads(bytes(each.tolist())) for each in told]
+    of_ranks = [ctypes.string_at(each.data_ptr(), each.numel()) for each in told]
+    return [each[_NUMBERS.size :] for each in of_ranks], [_NUMBERS.unpack_from(each) for each in of_ranks]
 
 
 def _is_capturing() -> bool:

@@ -14,7 +14,7 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from torch import Tensor, distributed
 
 import eaves
 from eaves.bench import results
-from eaves.bench.benchmark import DTYPES, reason
+from eaves.bench.benchmark import DTYPES, InvalidArgument, reason
 from eaves.bench.device import Stopwatch, find_device, synchronize
 from eaves.bench.head import head_tensors
 from eaves.bench.memory import peak_of_call
@@ -191,10 +191,10 @@ def _milliseconds(run: Callable[[], object], device: torch.device, group: Any, r
     return median
 
 
-def _rows_of(case: Case, device: torch.device, repetitions: int) -> list[dict[str, Any]]:
+def _rows_of(case: Case, device: torch.device, repetitions: int) -> Iterator[dict[str, Any]]:
     group: Any = distributed.group.WORLD
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
-    whole, found = case.tensors(device), []
+    whole = case.tensors(device)
     for name, load in PROVIDERS[case.operator].items():
         row: dict[str, Any] = {**case._asdict(), "dtype": str(case.dtype).removeprefix("torch."), "provider": name}
         row["ranks"] = ranks
@@ -205,7 +205,7 @@ def _rows_of(case: Case, device: torch.device, repetitions: int) -> list[dict[st
             row["peak_bytes"] = peak_of_call(run, device)
         except Exception as error:  # of another package: on all ranks alike
             row["skipped"] = reason(error)
-            found.append(row)
+            yield row
             continue
         if rank == 0:
             try:
@@ -216,8 +216,7 @@ def _rows_of(case: Case, device: torch.device, repetitions: int) -> list[dict[st
             except Exception as error:
                 row["one_rank_skipped"] = reason(error)
         distributed.barrier(group)
-        found.append(row)
-    return found
+        yield row
 
 
 def _collectives(case: Case, device: torch.device, repetitions: int) -> list[dict[str, Any]]:
@@ -277,7 +276,10 @@ def _on_a_rank(rank: int, arguments: argparse.Namespace, rendezvous: str) -> Non
     for operator in PROVIDERS:
         for data in ("seed", "dense"):
             case = Case(operator, batch, features, classes, DTYPES[arguments.dtype], data)
-            rows += _rows_of(case, device, arguments.repetitions)
+            for row in _rows_of(case, device, arguments.repetitions):
+                rows.append(row)
+                if rank == 0:
+                    print(_line_of(row), flush=True)
     collectives = _collectives(case, device, arguments.repetitions)
     if rank == 0:
         whole = next(row for row in rows if row["provider"] == "eaves" and row["data"] == "dense")
@@ -290,14 +292,15 @@ def _on_a_rank(rank: int, arguments: argparse.Namespace, rendezvous: str) -> Non
     distributed.destroy_process_group()
 
 
+def _line_of(row: dict[str, Any]) -> str:
+    words = f"{row['operator']:22}{row['data']:7}{row['provider']:21}"
+    if "skipped" in row:
+        return f"{words}{row['skipped']}"
+    efficiency = f"{row['efficiency']:.3f}" if "efficiency" in row else "-"
+    return f"{words}{row['ms']:9.2f} ms {row['peak_bytes'] / 2**20:9.0f} MiB  efficiency {efficiency}"
+
+
 def _print(found: dict[str, Any]) -> None:
-    for row in found["rows"]:
-        words = f"{row['operator']:22}{row['data']:7}{row['provider']:21}"
-        if "skipped" in row:
-            print(f"{words}{row['skipped']}")
-            continue
-        efficiency = f"{row['efficiency']:.3f}" if "efficiency" in row else "-"
-        print(f"{words}{row['ms']:9.2f} ms {row['peak_bytes'] / 2**20:9.0f} MiB  efficiency {efficiency}")
     for each in found["collectives"]:
         print(f"{each['collective']:36}{each['bytes'] / 1e6:9.1f} MB {each['ms']:8.3f} ms {each['gb_per_s']:7.1f} GB/s")
     for each in found["plan"]:
@@ -311,12 +314,21 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m eaves.bench.ranks", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--ranks", type=int, default=2, help="processes, on GPUs one for each")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where they compute")
-    parser.add_argument("--shape", type=_shape, default=[8192, 4096, 131072], help="rows x features x classes")
+    parser.add_argument(
+        "--shape", type=_shape, help="rows x features x classes, 8192x4096x131072 on GPUs and 512x1024x8192 on the CPU"
+    )
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--output", help="the JSON file to write")
     arguments = parser.parse_args(words)
-    arguments.device = find_device(arguments.device).type
+    try:
+        arguments.device = find_device(arguments.device).type
+    except InvalidArgument as error:
+        parser.error(str(error))
+    if arguments.shape is None:
+        arguments.shape = [8192, 4096, 131072] if arguments.device == "cuda" else [512, 1024, 8192]
+    if arguments.ranks < 2:
+        parser.error(f"--ranks is {arguments.ranks}, expected at least 2")
     if arguments.shape[2] % arguments.ranks:
         parser.error(f"--shape has {arguments.shape[2]} classes, expected a multiple of {arguments.ranks} ranks")
     with tempfile.TemporaryDirectory() as folder:
@@ -326,9 +338,9 @@ def main(words: list[str] | None = None) -> None:
 
 
 def _shape(words: str) -> list[int]:
-    sizes = [int(word) for word in words.split("x")]
+    sizes = [int(word) if word.isdecimal() else 0 for word in words.split("x")]
     if len(sizes) != 3 or min(sizes) < 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f'"{words}", expected three sizes such as 8192x4096x131072')
     return sizes
 
 

@@ -412,7 +412,7 @@ __device__ Lowering store_row(const GradientOfRows& rows, std::int64_t row, cons
     const auto is_usual = [](double value) { return value > 0x1p-100 && value < 0x1p95; };
     const double exact_factor = double(of_softmax) / sums.sum;
     const bool is_in_range = is_usual(sums.sum) && (exact_factor == 0.0 || is_usual(1.0 / fabs(exact_factor)));
-    auto factor = static_cast<float>(exact_factor);
+    auto factor = has_none ? of_softmax : static_cast<float>(exact_factor);
     if (!rows.targets.is_ignored(row) && !has_none && (is_any_lost || !is_in_range)) {
       const double exact = double(anchor) * kLog2EExact * rows.transform.stretch + double(log2f(state.softmax.sum)) -
                            double(rows.memory.shift[row]);

@@ -351,9 +351,11 @@ inline std::size_t limit_without_workspace(const LinearCrossEntropyProblem& prob
   const std::size_t rows = per_row_bytes(problem);
   if (problem.mode == LinearCrossEntropyMode::backward) return rows + policy.backward_bytes;
   if (problem.shard != nullptr && problem.classes != problem.shard->classes) {
-    // As many rows as one call with all classes would have. (The loss alone too: a shard has its classes at once.)
+    // As many rows as one call with all classes would have, but for what a shard's may have more, which is little. (The
+    // loss alone too: a shard has its classes at once.)
     LinearCrossEntropyProblem whole = problem;
     whole.classes = problem.shard->classes;
+    whole.grad_x = nullptr;
     const std::int64_t of_whole = rows_within(whole, whole.classes, limit_without_workspace(whole));
     return workspace_bytes(problem, {of_whole, problem.classes});
   }
