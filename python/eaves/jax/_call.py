@@ -1,0 +1,339 @@
+"""The way from a JAX array into the library: one primitive, whose parameter is the call.
+
+A Call says which function of the core is called with which arrays; shapes are those of the arrays. Around the primitive
+stand, from the outside in: the batching rule of jax.vmap (jax.custom_batching.custom_vmap), and the rule by which XLA
+cuts a call over devices (custom_partitioning). Derivatives are further out, in the operators' own files.
+"""
+
+# mypy: disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import mlir
+
+from eaves.jax._library import TARGET, workspace
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """A tensor of a call.
+
+    `factors` has a name for each axis: axes of the same name have the same size. Those of the rows, which XLA may cut
+    over devices, begin with "r"; others are never cut. `per_row` tensors get the batch of jax.vmap as one more axis of
+    rows in front. `axes`: in which order the core takes the axes, where that is not the array's.
+    """
+
+    name: str
+    factors: tuple[str, ...]
+    per_row: bool = True
+    axes: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Result(Operand):
+    """A tensor that the call writes. Without factors of the rows in it, it is a sum over them."""
+
+    shape: tuple[int, ...] = ()
+    dtype: Any = np.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of the function `name` of the core. `op` and `names`: the operator and its arguments as the user knows
+    them, for errors. `aliases`: results that are written over operands, by their numbers. `batches_into`: the batch of
+    jax.vmap becomes a part of this axis of the rows instead of a new one."""
+
+    op: str
+    function: str
+    operands: tuple[Operand, ...]
+    results: tuple[Result, ...]
+    numbers: tuple[tuple[str, Any], ...] = ()
+    names: tuple[tuple[str, str], ...] = ()
+    aliases: tuple[tuple[int, int], ...] = ()
+    has_fixed_rank: bool = False
+
+    @functools.cached_property
+    def description(self) -> str:
+        """What python/csrc/jax/call.h documents."""
+        tensors: tuple[Operand, ...] = (*self.operands, *self.results)
+        described: dict[str, Any] = {
+            "function": self.function,
+            "tensors": [tensor.name for tensor in tensors],
+            "numbers": dict(self.numbers),
+        }
+        permutations = {tensor.name: tensor.axes for tensor in tensors if tensor.axes is not None}
+        if permutations:
+            described["permutations"] = permutations
+        return json.dumps(described)
+
+    def workspace(self, platform: str, operands: Sequence[Any]) -> Any:
+        """The scratch memory that the call needs for such operands. Raises what the core says where it refuses them."""
+        tensors = [*operands, *self.results]
+        for tensor in tensors:
+            if not all(isinstance(size, int) for size in tensor.shape):
+                raise NotImplementedError(f"{self.op}: an array has the shape {tensor.shape}, expected numbers alone")
+        question = {
+            "call": self.description,
+            "device": platform,
+            "tensors": [{"dtype": np.dtype(tensor.dtype).name, "shape": tensor.shape} for tensor in tensors],
+            "aliases": [(len(operands) + result, operand) for operand, result in self.aliases],
+        }
+        try:
+            return workspace(json.dumps(question))
+        except (ValueError, NotImplementedError) as error:
+            raise type(error)(self._in_words_of_the_user(str(error))) from None
+
+    def _in_words_of_the_user(self, sentence: str) -> str:
+        prefix, _, rest = sentence.partition(": ")
+        if not prefix.startswith(self.op):
+            return f"{self.op}: {rest or sentence}"
+        names = dict(self.names)
+        # "soft targets" and "targets are soft" are no names.
+        word = r"(?<!soft )\b\w+\b(?! are (?:soft|distributions))"
+        return f"{self.op}: " + re.sub(word, lambda found: names.get(found[0], found[0]), rest)
+
+
+def bind(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """The results of a call. Arguments that the core refuses are refused now, while JAX traces."""
+    call.workspace("cpu", operands)
+    results: tuple[jax.Array, ...] = _function(call)(*operands)
+    return results
+
+
+def alike(*arrays: jax.Array | None) -> tuple[jax.Array | None, ...]:
+    """The arrays, varying over the same axes of a mesh inside of jax.shard_map: that gradients of an array that all
+    devices have are summed over them follows from it."""
+    varying = frozenset[str]().union(*(_varying(array) for array in arrays if array is not None))
+    return tuple(array if array is None else vary(array, varying) for array in arrays)
+
+
+def vary(array: jax.Array, axes: frozenset[str]) -> jax.Array:
+    missing = tuple(sorted(axes - _varying(array)))
+    if not missing:
+        return array
+    varied: jax.Array = jax.lax.pcast(array, missing, to="varying")
+    return varied
+
+
+def _varying(array: jax.Array) -> frozenset[str]:
+    axes: frozenset[str] = jax.typeof(array).mat.varying
+    return axes
+
+
+# -------------------------------------------------------------------------------------------------------- the primitive
+
+_call_p = Primitive("eaves_call")
+_call_p.multiple_results = True
+
+
+@_call_p.def_abstract_eval  # type: ignore[untyped-decorator]
+def _(*operands: Any, call: Call) -> list[Any]:
+    inside: dict[str, Any] = {}
+    if operands and operands[0].mat.varying:  # of jax.shard_map
+        whole = jax.sharding.NamedSharding(operands[0].sharding.mesh, jax.sharding.PartitionSpec())
+        inside = {"manual_axis_type": operands[0].mat, "sharding": whole}
+    return [jax.core.ShapedArray(result.shape, _dtype_outside(result.dtype), **inside) for result in call.results]
+
+
+@_call_p.def_impl  # type: ignore[untyped-decorator]
+def _(*operands: jax.Array, call: Call) -> Any:
+    return jax.jit(lambda *arrays: _call_p.bind(*arrays, call=call))(*operands)
+
+
+def _dtype_outside(dtype: Any) -> Any:
+    """The core writes classes as int64, which JAX has only where it is told to: outside they are int32."""
+    return np.dtype(np.int32) if dtype == np.int64 else np.dtype(dtype)
+
+
+def _lower(context: Any, *operands: Any, call: Call, platform: str) -> list[Any]:
+    needed, buffer = call.workspace(platform, context.avals_in)
+    written = [jax.core.ShapedArray(result.shape, np.dtype(result.dtype)) for result in call.results]
+    scratch = [jax.core.ShapedArray((buffer,), np.dtype(np.uint8))] if buffer else []
+    aliases = {operand: result for operand, result in call.aliases}
+    rule = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)
+    results = rule(
+        context.replace(avals_out=written + scratch), *operands, call=call.description, workspace_bytes=np.int64(needed)
+    )
+    return [
+        _as_int32(result, each.shape) if each.dtype == np.int64 else result
+        for result, each in zip(results, call.results)
+    ]
+
+
+def _as_int32(classes: Any, shape: tuple[int, ...]) -> Any:
+    wanted = ir.RankedTensorType.get(shape, mlir.dtype_to_ir_type(np.dtype(np.int32)))
+    return stablehlo.ConvertOp(wanted, classes).result
+
+
+for _platform in ("cpu", "cuda"):
+    mlir.register_lowering(_call_p, functools.partial(_lower, platform=_platform), platform=_platform)
+
+
+# --------------------------------------------------------------------------------------------------- around it: batches
+
+
+@functools.lru_cache(maxsize=4096)
+def _function(call: Call) -> Any:
+    """The call as a function of its operands, with its rules."""
+    batched = custom_vmap(_partitioned(call))
+
+    @batched.def_vmap
+    def _(axis_size: int, in_batched: Sequence[bool], *operands: jax.Array) -> tuple[Any, Any]:
+        is_one_call = all(result.per_row for result in call.results) and all(
+            tensor.per_row or not is_batched for tensor, is_batched in zip(call.operands, in_batched)
+        )
+        rule = _as_more_rows if is_one_call else _one_by_one
+        return rule(call, axis_size, in_batched, operands), (True,) * len(call.results)
+
+    return jax.jit(batched, inline=True)
+
+
+def _as_more_rows(call: Call, size: int, in_batched: Sequence[bool], operands: Sequence[jax.Array]) -> Any:
+    """The batch as the first axis of the rows, or merged into the first one where the core fixes their number."""
+    arrays = [
+        array if is_batched or not tensor.per_row else jnp.broadcast_to(array, (size, *array.shape))
+        for tensor, array, is_batched in zip(call.operands, operands, in_batched)
+    ]
+    if call.has_fixed_rank:
+        merged = [
+            array.reshape(-1, *array.shape[2:]) if tensor.per_row else array
+            for tensor, array in zip(call.operands, arrays)
+        ]
+        results = [dataclasses.replace(each, shape=(size * each.shape[0], *each.shape[1:])) for each in call.results]
+        outputs = bind(dataclasses.replace(call, results=tuple(results)), *merged)
+        return tuple(output.reshape(size, *each.shape) for output, each in zip(outputs, call.results))
+    factor = f"rbatch{sum(name.startswith('rbatch') for name in call.results[0].factors)}"
+
+    def more(tensor: Any, **changes: Any) -> Any:
+        if not tensor.per_row:
+            return tensor
+        if tensor.axes is not None:
+            changes["axes"] = (0, *(axis + 1 for axis in tensor.axes))
+        return dataclasses.replace(tensor, factors=(factor, *tensor.factors), **changes)
+
+    of_all = dataclasses.replace(
+        call,
+        operands=tuple(map(more, call.operands)),
+        results=tuple(more(result, shape=(size, *result.shape)) for result in call.results),
+    )
+    return bind(of_all, *arrays)
+
+
+def _one_by_one(call: Call, size: int, in_batched: Sequence[bool], operands: Sequence[jax.Array]) -> Any:
+    def of_one(batched: list[jax.Array]) -> tuple[jax.Array, ...]:
+        left = iter(batched)
+        return bind(call, *(next(left) if is_batched else each for is_batched, each in zip(in_batched, operands)))
+
+    return jax.lax.map(of_one, [each for is_batched, each in zip(in_batched, operands) if is_batched])
+
+
+# --------------------------------------------------------------------------------------------------- around it: devices
+
+
+def _partitioned(call: Call) -> Any:
+    """The call, cut over devices along its rows: each computes its own, and what is a sum over rows is summed."""
+
+    def local(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(_call_p.bind(*operands, call=call))
+
+    if not call.operands:
+        return local
+    partitioned = custom_partitioning(local)
+    tensors: tuple[Operand, ...] = (*call.operands, *call.results)
+    factors = {factor for tensor in tensors for factor in tensor.factors}
+    fixed = tuple(sorted(factor for factor in factors if not factor.startswith("r")))
+    kept = {factor for result in call.results for factor in result.factors}
+
+    def partition(mesh: Any, operand_shapes: Any, result_shapes: Any) -> Any:
+        cuts: dict[str, Any] = {}
+        for tensor, shape in zip(call.operands, operand_shapes):
+            for factor, axis in zip(tensor.factors, shape.sharding.spec):
+                if factor.startswith("r") and axis is not None:
+                    cuts.setdefault(factor, axis)
+        _leave_one_use_of_each_axis(cuts)
+
+        def sharding(tensor: Operand) -> Any:
+            spec = jax.sharding.PartitionSpec(*(cuts.get(factor) for factor in tensor.factors))
+            return jax.sharding.NamedSharding(mesh, spec)
+
+        def lower(*operands: jax.Array) -> tuple[jax.Array, ...]:
+            parts = []
+            for result in call.results:
+                shape = (size // _devices(mesh, cuts.get(f)) for size, f in zip(result.shape, result.factors))
+                parts.append(dataclasses.replace(result, shape=tuple(shape)))
+            outputs = _call_p.bind(*operands, call=dataclasses.replace(call, results=tuple(parts)))
+            return tuple(
+                _sum_over(output, [axis for factor, axis in cuts.items() if factor not in result.factors])
+                for output, result in zip(outputs, call.results)
+            )
+
+        return mesh, lower, tuple(map(sharding, call.results)), tuple(map(sharding, call.operands))
+
+    def side(of: Sequence[Operand]) -> str:
+        return ", ".join(" ".join(tensor.factors) for tensor in of)
+
+    partitioned.def_partition(
+        partition=partition,
+        sharding_rule=f"{side(call.operands)} -> {side(call.results)}",
+        reduction_factors=tuple(sorted(factor for factor in factors - kept if factor.startswith("r"))),
+        need_replication_factors=fixed,
+    )
+    return partitioned
+
+
+def _leave_one_use_of_each_axis(cuts: dict[str, Any]) -> None:
+    used: set[str] = set()
+    for factor, axis in list(cuts.items()):
+        names = set(_names(axis))
+        if names & used:
+            del cuts[factor]
+        used |= names
+
+
+def _names(axis: Any) -> tuple[str, ...]:
+    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def _devices(mesh: Any, axis: Any) -> int:
+    count = 1
+    for name in _names(axis):
+        count *= mesh.shape[name]
+    return count
+
+
+def _sum_over(array: jax.Array, axes: Sequence[Any]) -> jax.Array:
+    names = [name for axis in axes for name in _names(axis)]
+    if not names:
+        return array
+    # In float32: a 16-bit sum over devices would be rounded once for each of them.
+    wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
+    total: jax.Array = jax.lax.psum(wide, tuple(names)).astype(array.dtype)
+    return total
+
+
+def row_factors(count: int) -> tuple[str, ...]:
+    return tuple(f"r{axis}" for axis in range(count))
+
+
+def struct(array: Any) -> tuple[tuple[int, ...], Any]:
+    return tuple(array.shape), array.dtype
+
+
+def numbers(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Hashable: the numbers of a call."""
+    return tuple(values.items())
