@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,13 +35,14 @@ class Operand:
 
     `factors` has a name for each axis: axes of the same name have the same size. Those of the rows, which XLA may cut
     over devices, begin with "r"; others are never cut. `per_row` tensors get the batch of jax.vmap as one more axis of
-    rows in front. `axes`: in which order the core takes the axes, where that is not the array's.
+    rows, at `batch_axis`. `axes`: in which order the core takes the axes, where that is not the array's.
     """
 
     name: str
     factors: tuple[str, ...]
     per_row: bool = True
     axes: tuple[int, ...] | None = None
+    batch_axis: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Result(Operand):
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A call of the function `name` of the core. `op` and `names`: the operator and its arguments as the user knows
-    them, for errors. `aliases`: results that are written over operands, by their numbers. `batches_into`: the batch of
-    jax.vmap becomes a part of this axis of the rows instead of a new one."""
+    them, for errors. `aliases`: results that are written over operands, by their numbers. `has_fixed_rank`: the core
+    takes no further axes of rows, and the batch of jax.vmap becomes a part of the first one."""
 
     op: str
     function: str
@@ -115,22 +116,23 @@ def bind(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     return results
 
 
-def alike(*arrays: jax.Array | None) -> tuple[jax.Array | None, ...]:
+def alike(*arrays: Any) -> tuple[Any, ...]:
     """The arrays, varying over the same axes of a mesh inside of jax.shard_map: that gradients of an array that all
     devices have are summed over them follows from it."""
-    varying = frozenset[str]().union(*(_varying(array) for array in arrays if array is not None))
-    return tuple(array if array is None else vary(array, varying) for array in arrays)
+    axes = frozenset[str]().union(*(varying(array) for array in arrays if array is not None))
+    return tuple(array if array is None else vary(array, axes) for array in arrays)
 
 
 def vary(array: jax.Array, axes: frozenset[str]) -> jax.Array:
-    missing = tuple(sorted(axes - _varying(array)))
+    missing = tuple(sorted(axes - varying(array)))
     if not missing:
         return array
     varied: jax.Array = jax.lax.pcast(array, missing, to="varying")
     return varied
 
 
-def _varying(array: jax.Array) -> frozenset[str]:
+def varying(array: jax.Array) -> frozenset[str]:
+    """The axes of a mesh over which the array varies, inside of jax.shard_map."""
     axes: frozenset[str] = jax.typeof(array).mat.varying
     return axes
 
@@ -222,16 +224,15 @@ def _as_more_rows(call: Call, size: int, in_batched: Sequence[bool], operands: S
     def more(tensor: Any, **changes: Any) -> Any:
         if not tensor.per_row:
             return tensor
-        if tensor.axes is not None:
-            changes["axes"] = (0, *(axis + 1 for axis in tensor.axes))
-        return dataclasses.replace(tensor, factors=(factor, *tensor.factors), **changes)
+        before, behind = tensor.factors[: tensor.batch_axis], tensor.factors[tensor.batch_axis :]
+        return dataclasses.replace(tensor, factors=(*before, factor, *behind), **changes)
 
     of_all = dataclasses.replace(
         call,
         operands=tuple(map(more, call.operands)),
         results=tuple(more(result, shape=(size, *result.shape)) for result in call.results),
     )
-    return bind(of_all, *arrays)
+    return bind(of_all, *(jnp.moveaxis(each, 0, of.batch_axis) for of, each in zip(call.operands, arrays)))
 
 
 def _one_by_one(call: Call, size: int, in_batched: Sequence[bool], operands: Sequence[jax.Array]) -> Any:
@@ -255,8 +256,8 @@ def _partitioned(call: Call) -> Any:
         return local
     partitioned = custom_partitioning(local)
     tensors: tuple[Operand, ...] = (*call.operands, *call.results)
-    factors = {factor for tensor in tensors for factor in tensor.factors}
-    fixed = tuple(sorted(factor for factor in factors if not factor.startswith("r")))
+    # Shardy wants factors in the order in which a rule names them.
+    factors = tuple(dict.fromkeys(factor for tensor in tensors for factor in tensor.factors))
     kept = {factor for result in call.results for factor in result.factors}
 
     def partition(mesh: Any, operand_shapes: Any, result_shapes: Any) -> Any:
@@ -290,8 +291,8 @@ def _partitioned(call: Call) -> Any:
     partitioned.def_partition(
         partition=partition,
         sharding_rule=f"{side(call.operands)} -> {side(call.results)}",
-        reduction_factors=tuple(sorted(factor for factor in factors - kept if factor.startswith("r"))),
-        need_replication_factors=fixed,
+        reduction_factors=tuple(each for each in factors if each.startswith("r") and each not in kept),
+        need_replication_factors=tuple(each for each in factors if not each.startswith("r")),
     )
     return partitioned
 
@@ -328,12 +329,3 @@ def _sum_over(array: jax.Array, axes: Sequence[Any]) -> jax.Array:
 
 def row_factors(count: int) -> tuple[str, ...]:
     return tuple(f"r{axis}" for axis in range(count))
-
-
-def struct(array: Any) -> tuple[tuple[int, ...], Any]:
-    return tuple(array.shape), array.dtype
-
-
-def numbers(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Hashable: the numbers of a call."""
-    return tuple(values.items())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jaxlib.version import __version__ as jaxlib_version
 
 LIBRARY = Path(__file__).parents[1] / "eaves_jax.so"
 TARGET = "eaves"  # the name of the custom call in XLA's programs
@@ -31,8 +32,8 @@ def _load() -> ctypes.CDLL:
             f"eaves.jax: {LIBRARY} is not there: the package was built where there was no jaxlib; install jaxlib "
             f"{JAX_TARGET} or newer and build the package again (pip install .)"
         )
-    if _numbers(jax.lib.__version__) < _numbers(JAX_TARGET):
-        raise ImportError(f"eaves.jax needs jaxlib {JAX_TARGET} or newer, and this is {jax.lib.__version__}")
+    if _numbers(jaxlib_version) < _numbers(JAX_TARGET):
+        raise ImportError(f"eaves.jax needs jaxlib {JAX_TARGET} or newer, and this is {jaxlib_version}")
     try:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
