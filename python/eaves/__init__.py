@@ -77,5 +77,5 @@ else:
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
 
-    if "torch" in sys.modules:
+    if sys.modules.get("torch") is not None:
         __getattr__(__all__[0])

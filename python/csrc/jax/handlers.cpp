@@ -9,6 +9,8 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <cstring>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <nlohmann/json.hpp>
@@ -162,8 +164,10 @@ DType dtype_of(const std::string& name) {
                     ", expected one of bfloat16, float16, float32, float64, int32, int64");
 }
 
-/// Views of memory that is not there yet, each at a place of its own.
-std::vector<TensorView> views_without_memory(const nlohmann::json& question, Device device) {
+/// Views of memory that is not there yet, each at a place of its own; but for integers that the core's check looks at
+/// on the CPU: these are in `values`.
+std::vector<TensorView> views_without_memory(const nlohmann::json& question, Device device,
+                                             std::deque<std::vector<std::int64_t>>& values) {
   std::vector<TensorView> views;
   std::uintptr_t next = std::uintptr_t{1} << 44;
   for (const auto& tensor : question.at("tensors")) {
@@ -177,6 +181,14 @@ std::vector<TensorView> views_without_memory(const nlohmann::json& question, Dev
         TensorView::contiguous(reinterpret_cast<void*>(next), dtype, Dims(shape.data(), shape.size()), device));
     const std::uintptr_t bytes = static_cast<std::uintptr_t>(views.back().element_count()) * size_of(dtype);
     next += (bytes / 4096 + 2) * 4096;
+    if (const auto& looked_at = tensor.at("values"); !looked_at.empty() && device == kCpu) {
+      auto& numbers = values.emplace_back(looked_at.get<std::vector<std::int64_t>>());
+      if (dtype == DType::int32) {
+        const std::vector<std::int32_t> narrow(numbers.begin(), numbers.end());
+        std::memcpy(numbers.data(), narrow.data(), narrow.size() * sizeof(std::int32_t));
+      }
+      views.back().data = numbers.data();
+    }
   }
   // Result over operand, where XLA is asked for it.
   for (const auto& [written, read] : question.at("aliases").get<std::vector<std::pair<int, int>>>()) {
@@ -224,7 +236,8 @@ EAVES_EXPORT const char* eaves_jax_workspace_bytes(const char* question, std::in
     const auto asked = nlohmann::json::parse(question);
     const Device device = asked.at("device") == "cpu" ? kCpu : kCuda;
     const auto call = jax::Call::parse(asked.at("call").get<std::string>());
-    const std::size_t bytes = call->workspace_bytes(jax::views_without_memory(asked, device));
+    std::deque<std::vector<std::int64_t>> values;
+    const std::size_t bytes = call->workspace_bytes(jax::views_without_memory(asked, device, values));
     *workspace_bytes = static_cast<std::int64_t>(bytes);
     *buffer_bytes = bytes == 0 ? 0 : static_cast<std::int64_t>(bytes + jax::kAlignment);
     return nullptr;

@@ -35,7 +35,8 @@ class Operand:
 
     `factors` has a name for each axis: axes of the same name have the same size. Those of the rows, which XLA may cut
     over devices, begin with "r"; others are never cut. `per_row` tensors get the batch of jax.vmap as one more axis of
-    rows, at `batch_axis`. `axes`: in which order the core takes the axes, where that is not the array's.
+    rows, at `batch_axis`. `axes`: in which order the core takes the axes, where that is not the array's. `values`: what
+    the core's check looks at on the CPU, while there is no array yet: some that are right.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Operand:
     per_row: bool = True
     axes: tuple[int, ...] | None = None
     batch_axis: int = 0
+    values: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +93,10 @@ class Call:
         question = {
             "call": self.description,
             "device": platform,
-            "tensors": [{"dtype": np.dtype(tensor.dtype).name, "shape": tensor.shape} for tensor in tensors],
+            "tensors": [
+                {"dtype": np.dtype(tensor.dtype).name, "shape": tensor.shape, "values": described.values}
+                for tensor, described in zip(tensors, (*self.operands, *self.results))
+            ],
             "aliases": [(len(operands) + result, operand) for operand, result in self.aliases],
         }
         try:
@@ -202,7 +207,13 @@ def _function(call: Call) -> Any:
         rule = _as_more_rows if is_one_call else _one_by_one
         return rule(call, axis_size, in_batched, operands), (True,) * len(call.results)
 
-    return jax.jit(batched, inline=True)
+    once = jax.custom_jvp(batched)
+
+    @once.defjvp
+    def _(*_: Any) -> Any:
+        raise NotImplementedError(f"{call.op}: there is no second derivative; use JAX's own functions for one")
+
+    return jax.jit(once, inline=True)
 
 
 def _as_more_rows(call: Call, size: int, in_batched: Sequence[bool], operands: Sequence[jax.Array]) -> Any:

@@ -127,8 +127,12 @@ def linear_cross_entropy(
         raise ValueError(f'{_OP}: head_layout is {head_layout!r}, expected "vd" or "dv"')
     if algorithm not in _ALGORITHMS:
         raise ValueError(f'{_OP}: algorithm is {algorithm!r}, expected "auto", "speed" or "recompute"')
-    if head.ndim != 2:
-        raise ValueError(f"{_OP}: head has shape {list(head.shape)}, expected two axes")
+    if hidden.ndim == 0:
+        raise ValueError(f"{_OP}: hidden has no axis, expected [..., features]")
+    features = hidden.shape[-1]
+    if head.ndim != 2 or head.shape[1 if head_layout == "vd" else 0] != features:
+        expected = f"[classes, {features}]" if head_layout == "vd" else f"[{features}, classes]"
+        raise ValueError(f'{_OP}: head has shape {list(head.shape)}, expected {expected} (head_layout "{head_layout}")')
     rows, dtype = hidden.shape[:-1], result_dtype(hidden)
     if grad_head_dtype is not None and jnp.dtype(grad_head_dtype) not in (head.dtype, dtype):
         raise ValueError(f"{_OP}: grad_head_dtype is {grad_head_dtype}, expected {head.dtype} or {dtype}")

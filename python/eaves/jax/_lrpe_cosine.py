@@ -145,7 +145,7 @@ def _encode(setting: _Setting) -> Any:
     def forward(wants_lse: bool, x: Any, theta: Any, *of_positions: Any) -> tuple[jax.Array, jax.Array | None]:
         arrays = Arrays()
         arrays.add("x", x, setting.factors("d"), axes=setting.axes)
-        _add_angles(arrays, setting, setting.heads(x), theta, *of_positions)
+        _add_angles(arrays, setting, x, theta, *of_positions)
         shape = (*x.shape[:-1], 2 * x.shape[-1])
         results = [Result("out", setting.factors("halves"), axes=setting.axes, shape=shape, dtype=x.dtype)]
         if wants_lse:
@@ -174,7 +174,7 @@ def _encode(setting: _Setting) -> Any:
         arrays.add("grad_out", grad_out, setting.factors("halves"), axes=setting.axes)
         arrays.add("x", x, setting.factors("d"), axes=setting.axes)
         arrays.add("lse", lse, ("rb", "rh", "two", "d"))
-        _add_angles(arrays, setting, setting.heads(grad_out), theta, *of_positions)
+        _add_angles(arrays, setting, grad_out, theta, *of_positions)
         results = []
         if wants.x:
             shape = (*grad_out.shape[:-1], grad_out.shape[-1] // 2)
@@ -204,8 +204,10 @@ def _theta_factors(heads: int, theta: Any) -> tuple[str, ...]:
 
 
 def _add_angles(
-    arrays: Arrays, setting: _Setting, heads: int, theta: Any, offsets: Any, positions: Any, cu_seqlens: Any
+    arrays: Arrays, setting: _Setting, x: Any, theta: Any, offsets: Any, positions: Any, cu_seqlens: Any
 ) -> None:
+    """`x` or what has its heads and positions."""
+    heads, length = setting.heads(x), x.shape[2 if setting.heads_first else 1]
     arrays.add("theta", theta, _theta_factors(heads, theta), per_row=False)
     if offsets is not None:
         of_batch = offsets.size != 1
@@ -213,4 +215,6 @@ def _add_angles(
     if positions is not None:
         of_batch = positions.ndim == 2
         arrays.add("positions", positions, ("rb", "n") if of_batch else ("n",), per_row=of_batch)
-    arrays.add("cu_seqlens", cu_seqlens, ("sequences",), per_row=False)
+    if cu_seqlens is not None:
+        one_sequence = (0,) * (cu_seqlens.size - 1) + (length,) * min(cu_seqlens.size, 1)
+        arrays.add("cu_seqlens", cu_seqlens, ("sequences",), per_row=False, values=one_sequence)
