@@ -131,6 +131,17 @@ def test_what_nobody_asks_for_is_not_computed() -> None:
     assert "linear_cross_entropy_forward\\22" in forward and "linear_cross_entropy_backward" in backward
 
 
+def test_products_under_checkpoint_are_those_that_are_documented() -> None:
+    hidden, head = map(array_of, tensors(torch.float32))
+    products = {"forward\\22": 1, "forward_backward\\22": 3, "entropy_backward\\22": 3}
+    for algorithm, documented in (("speed", 6), ("recompute", 5)):
+        loss = functools.partial(
+            eaves.jax.linear_cross_entropy, labels=array_of(labels_of((4, 6), V)), algorithm=algorithm
+        )
+        calls = calls_in(jax.value_and_grad(jax.checkpoint(lambda x, w, f=loss: f(x, w)), (0, 1)), hidden, head)
+        assert sum(count for call in calls for name, count in products.items() if name in call) == documented
+
+
 def test_a_head_is_not_copied_in_either_layout() -> None:
     hidden, head = map(array_of, tensors(torch.float32))
     labels = array_of(labels_of((4, 6), V))

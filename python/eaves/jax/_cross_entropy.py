@@ -103,8 +103,8 @@ def cross_entropy(
     Example:
         >>> import jax.numpy as jnp, eaves.jax
         >>> logits = jnp.array([[2.0, 0.0, -1.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
-        >>> print(eaves.jax.cross_entropy(logits, jnp.array([0, 2, -100])))
-        0.860645
+        >>> print(eaves.jax.cross_entropy(logits, jnp.array([0, 2, -100])).round(4))
+        0.8606
     """
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
     mode = reduction_of(_OP, reduction)

@@ -44,8 +44,10 @@ def logsumexp(
     Example:
         >>> import jax, jax.numpy as jnp, eaves.jax
         >>> x = jnp.array([[0.0, 1.0, 2.0], [1000.0, 1000.0, 1000.0]])
-        >>> print(eaves.jax.logsumexp(x, axis=-1))
-        [   2.407606 1001.0986  ]
+        >>> print(eaves.jax.logsumexp(x, axis=-1).astype(int))
+        [   2 1001]
+        >>> print(jax.grad(lambda x: eaves.jax.logsumexp(x).sum())(x[0]).round(4))
+        [0.09   0.2447 0.6652]
     """
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
