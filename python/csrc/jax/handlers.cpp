@@ -204,6 +204,7 @@ std::vector<TensorView> views_without_memory(const nlohmann::json& question, Dev
 
 EAVES_EXPORT XLA_FFI_Error* eaves_jax_cpu(XLA_FFI_CallFrame* frame);
 EAVES_EXPORT XLA_FFI_Error* eaves_jax_cuda(XLA_FFI_CallFrame* frame);
+EAVES_EXPORT XLA_FFI_Error* eaves_jax_cuda_products(XLA_FFI_CallFrame* frame);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(eaves_jax_cpu, eaves::jax::run_on_cpu,
                               xla::ffi::Ffi::Bind()
@@ -213,16 +214,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eaves_jax_cpu, eaves::jax::run_on_cpu,
                                   .Attr<std::string_view>("call")
                                   .Attr<std::int64_t>("workspace_bytes"));
 
-// A call enqueues kernels and nothing else, so that XLA may record it.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(eaves_jax_cuda, eaves::jax::run_on_gpu,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<void*>>()  // cudaStream_t is a pointer
-                                  .Ctx<xla::ffi::DeviceOrdinal>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<std::string_view>("call")
-                                  .Attr<std::int64_t>("workspace_bytes"),
+#define EAVES_CUDA_BINDING                                                    \
+  xla::ffi::Ffi::Bind()                                                       \
+      .Ctx<xla::ffi::PlatformStream<void*>>() /* cudaStream_t is a pointer */ \
+      .Ctx<xla::ffi::DeviceOrdinal>()                                         \
+      .RemainingArgs()                                                        \
+      .RemainingRets()                                                        \
+      .Attr<std::string_view>("call")                                         \
+      .Attr<std::int64_t>("workspace_bytes")
+
+// A call enqueues kernels and nothing else, so that XLA may record it, its first run too. The first matrix product of a
+// process also makes a handle of cuBLASLt, which no recording allows; of calls that take milliseconds nothing is
+// gained.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(eaves_jax_cuda, eaves::jax::run_on_gpu, EAVES_CUDA_BINDING,
                               {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(eaves_jax_cuda_products, eaves::jax::run_on_gpu, EAVES_CUDA_BINDING);
 
 /// Checks a call before there is memory, and says how large its scratch buffer has to be: 0, or with room to align it.
 /// `question` is JSON: the call, the device ("cpu" or "cuda"), the shapes and dtypes of its tensors, and which of them

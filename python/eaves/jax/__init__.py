@@ -10,13 +10,14 @@ They work under jax.jit, jax.grad, jax.vmap, jax.checkpoint, jax.lax.scan, jax.s
 """
 
 from eaves.jax._cross_entropy import cross_entropy
-from eaves.jax._library import info
+from eaves.jax._library import TARGETS, info
 from eaves.jax._linear_cross_entropy import LogProbOutput, linear_cross_entropy, linear_log_prob
 from eaves.jax._logsumexp import logsumexp
 from eaves.jax._loss import CrossEntropyOutput
 from eaves.jax._lrpe_cosine import lrpe_cosine
 
 __all__ = [
+    "TARGETS",
     "CrossEntropyOutput",
     "LogProbOutput",
     "cross_entropy",

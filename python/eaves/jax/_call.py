@@ -26,7 +26,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from eaves.jax._library import TARGET, workspace
+from eaves.jax._library import PRODUCTS_TARGET, ROWS_TARGET, workspace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +172,8 @@ def _lower(context: Any, *operands: Any, call: Call, platform: str) -> list[Any]
     written = [jax.core.ShapedArray(result.shape, np.dtype(result.dtype)) for result in call.results]
     scratch = [jax.core.ShapedArray((buffer,), np.dtype(np.uint8))] if buffer else []
     aliases = {operand: result for operand, result in call.aliases}
-    rule = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)
+    target = PRODUCTS_TARGET if call.function.startswith("linear_") else ROWS_TARGET
+    rule = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
     results = rule(
         context.replace(avals_out=written + scratch), *operands, call=call.description, workspace_bytes=np.int64(needed)
     )

@@ -14,7 +14,8 @@ import jax
 from jaxlib.version import __version__ as jaxlib_version
 
 LIBRARY = Path(__file__).parents[1] / "eaves_jax.so"
-TARGET = "eaves"  # the name of the custom call in XLA's programs
+# The names of the custom calls in XLA's programs: of functions of rows, and of those with matrix products.
+TARGETS = ROWS_TARGET, PRODUCTS_TARGET = "eaves", "eaves_products"
 
 JAX_TARGET = "0.10.2"  # the jaxlib whose headers the library is built with, and the oldest that it runs under
 
@@ -42,8 +43,10 @@ def _load() -> ctypes.CDLL:
     library.eaves_jax_workspace_bytes.restype = ctypes.c_char_p
     number = ctypes.POINTER(ctypes.c_int64)
     library.eaves_jax_workspace_bytes.argtypes = [ctypes.c_char_p, number, number]
-    for platform, handler in (("cpu", library.eaves_jax_cpu), ("CUDA", library.eaves_jax_cuda)):
-        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform=platform)
+    on_gpu = {ROWS_TARGET: library.eaves_jax_cuda, PRODUCTS_TARGET: library.eaves_jax_cuda_products}
+    for target in TARGETS:
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(library.eaves_jax_cpu), platform="cpu")
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(on_gpu[target]), platform="CUDA")
     return library
 
 
