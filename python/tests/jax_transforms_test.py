@@ -1,6 +1,7 @@
 """Each operator of eaves.jax under what JAX does to functions: jit, vmap, checkpoint, scan, donation, export; cut over
 devices; and what importing and calling it costs."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -223,13 +224,13 @@ def test_forward_mode_and_second_derivatives_are_refused(op: Operator) -> None:
 # ---------------------------------------------------------------------------------------------- arrays cut over devices
 
 
-def devices(*sizes: int) -> Any:
+def devices(*sizes: int, axis_type: Any = AxisType.Auto) -> Any:
     """A mesh of the CPU's devices."""
     count = int(np.prod(sizes))
     found = jax.devices("cpu")
     assert len(found) >= count, "conftest.py asks for four"
     names = ("data", "model")[: len(sizes)]
-    return jax.sharding.Mesh(np.array(found[:count]).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(sizes))
+    return jax.sharding.Mesh(np.array(found[:count]).reshape(sizes), names, axis_types=(axis_type,) * len(sizes))
 
 
 @each_operator
@@ -252,6 +253,31 @@ def test_rows_cut_over_devices_give_the_bits_of_one_device(op: Operator, monkeyp
     text = step.lower(*cut, *whole).compile().as_text()
     rows = arrays[0].shape
     assert not [line for line in text.splitlines() if "all-gather" in line and f"f32[{rows[0]},{rows[1]}," in line]
+
+
+@each_operator
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("is_set", [False, True])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_each_kind_of_mesh(
+    op: Operator, axis_type: Any, is_set: bool, is_cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAVES_BATCH_INVARIANT", "1")
+    mesh = devices(4, axis_type=axis_type)
+    arrays = [np.asarray(each) for each in inputs(op)]
+    out, grads = jax.jit(op.step)(*arrays)
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        placed: list[Any] = arrays
+        if is_cut:
+            rows = len(op.arrays(8))
+            specs = [PartitionSpec("data" if index < rows else None) for index in range(len(arrays))]
+            placed = [jax.device_put(each, NamedSharding(mesh, spec)) for each, spec in zip(arrays, specs)]
+        out_of_all, grads_of_all = jax.jit(op.step)(*placed)
+        if is_cut and axis_type == AxisType.Explicit:
+            assert jax.typeof(grads_of_all[0]).sharding.spec[0] == "data"
+    assert_same_bits((out_of_all, grads_of_all[0]), (out, grads[0]))
+    for of_all, of_one in zip(grads_of_all[1:], grads[1:], strict=True):
+        np.testing.assert_allclose(of_all, of_one, rtol=5e-6, atol=5e-6)
 
 
 @each_operator

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -117,8 +117,35 @@ class Call:
 def bind(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """The results of a call. Arguments that the core refuses are refused now, while JAX traces."""
     call.workspace("cpu", operands)
-    results: tuple[jax.Array, ...] = _function(call)(*operands)
+    mesh = explicit_mesh(*operands)
+    results: tuple[jax.Array, ...]
+    results = _function(call)(*operands) if mesh is None else _on_explicit_mesh(mesh, call, operands)
     return results
+
+
+def _on_explicit_mesh(mesh: Any, call: Call, operands: Sequence[jax.Array]) -> Any:
+    """On a mesh with axes of AxisType.Explicit types say how arrays are cut: each device gets its rows, and results are
+    cut as the operands are."""
+    cuts = _cuts(call, [jax.typeof(array).sharding.spec for array in operands])
+    place = functools.partial(_sharding, mesh, cuts=cuts)
+    local = jax.shard_map(
+        _local(call, mesh, cuts),
+        mesh=mesh,
+        in_specs=tuple(place(tensor).spec for tensor in call.operands),
+        out_specs=tuple(place(tensor).spec for tensor in call.results),
+        axis_names=set(mesh.explicit_axes),
+        check_vma=False,
+    )
+    return local(*(jax.sharding.reshard(array, place(tensor)) for array, tensor in zip(operands, call.operands)))
+
+
+def explicit_mesh(*arrays: jax.Array) -> Any:
+    """That of the arrays, where it has axes of AxisType.Explicit."""
+    for array in arrays:
+        mesh = jax.typeof(array).sharding.mesh
+        if mesh.explicit_axes:
+            return mesh
+    return None
 
 
 def alike(*arrays: Any) -> tuple[Any, ...]:
@@ -273,29 +300,11 @@ def _partitioned(call: Call) -> Any:
     kept = {factor for result in call.results for factor in result.factors}
 
     def partition(mesh: Any, operand_shapes: Any, result_shapes: Any) -> Any:
-        cuts: dict[str, Any] = {}
-        for tensor, shape in zip(call.operands, operand_shapes):
-            for factor, axis in zip(tensor.factors, shape.sharding.spec):
-                if factor.startswith("r") and axis is not None:
-                    cuts.setdefault(factor, axis)
-        _leave_one_use_of_each_axis(cuts)
-
-        def sharding(tensor: Operand) -> Any:
-            spec = jax.sharding.PartitionSpec(*(cuts.get(factor) for factor in tensor.factors))
-            return jax.sharding.NamedSharding(mesh, spec)
-
-        def lower(*operands: jax.Array) -> tuple[jax.Array, ...]:
-            parts = []
-            for result in call.results:
-                shape = (size // _devices(mesh, cuts.get(f)) for size, f in zip(result.shape, result.factors))
-                parts.append(dataclasses.replace(result, shape=tuple(shape)))
-            outputs = _call_p.bind(*operands, call=dataclasses.replace(call, results=tuple(parts)))
-            return tuple(
-                _sum_over(output, [axis for factor, axis in cuts.items() if factor not in result.factors])
-                for output, result in zip(outputs, call.results)
-            )
-
-        return mesh, lower, tuple(map(sharding, call.results)), tuple(map(sharding, call.operands))
+        if mesh.empty:  # jax.set_mesh with arrays of which none is cut: JAX tells no mesh, and each device computes all
+            return mesh, local, *(tuple(each.sharding for each in shapes) for shapes in (result_shapes, operand_shapes))
+        cuts = _cuts(call, [shape.sharding.spec for shape in operand_shapes])
+        placed = (tuple(_sharding(mesh, each, cuts) for each in tensors) for tensors in (call.results, call.operands))
+        return mesh, _local(call, mesh, cuts), *placed
 
     def side(of: Sequence[Operand]) -> str:
         return ", ".join(" ".join(tensor.factors) for tensor in of)
@@ -309,13 +318,39 @@ def _partitioned(call: Call) -> Any:
     return partitioned
 
 
-def _leave_one_use_of_each_axis(cuts: dict[str, Any]) -> None:
+def _cuts(call: Call, specs: Sequence[Any]) -> dict[str, Any]:
+    """Over which axes of a mesh each factor of the rows is cut, where the operands are cut so. An axis serves once."""
+    cuts: dict[str, Any] = {}
     used: set[str] = set()
-    for factor, axis in list(cuts.items()):
-        names = set(_names(axis))
-        if names & used:
-            del cuts[factor]
-        used |= names
+    for tensor, spec in zip(call.operands, specs):
+        for factor, axis in zip(tensor.factors, spec):
+            names = set(_names(axis))
+            if factor.startswith("r") and names and factor not in cuts and not names & used:
+                cuts[factor] = axis
+                used |= names
+    return cuts
+
+
+def _sharding(mesh: Any, tensor: Operand, cuts: Mapping[str, Any]) -> Any:
+    spec = jax.sharding.PartitionSpec(*(cuts.get(factor) for factor in tensor.factors))
+    return jax.sharding.NamedSharding(mesh, spec)
+
+
+def _local(call: Call, mesh: Any, cuts: Mapping[str, Any]) -> Any:
+    """What each device computes: its own rows, and of what is a sum over rows the sum over the devices."""
+    parts = []
+    for result in call.results:
+        shape = tuple(size // _devices(mesh, cuts.get(each)) for size, each in zip(result.shape, result.factors))
+        parts.append(dataclasses.replace(result, shape=shape))
+    own = dataclasses.replace(call, results=tuple(parts))
+
+    def function(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(
+            _sum_over(output, [axis for factor, axis in cuts.items() if factor not in result.factors])
+            for output, result in zip(_function(own)(*operands), call.results)
+        )
+
+    return function
 
 
 def _names(axis: Any) -> tuple[str, ...]:

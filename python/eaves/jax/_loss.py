@@ -20,7 +20,7 @@ from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
 
-from eaves.jax._call import Operand, Result
+from eaves.jax._call import Operand, Result, explicit_mesh
 from eaves.jax._library import info
 
 NONE, SUM, MEAN = 0, 1, 2  # enum Reduction of include/eaves/cross_entropy.h
@@ -127,6 +127,8 @@ def _of_whole_array(rank: int) -> Any:
     partitioned = custom_partitioning(_sum)
 
     def partition(mesh: Any, operands: Any, result: Any) -> Any:
+        if mesh.empty:  # as in _call.py
+            return mesh, _sum, result.sharding, tuple(each.sharding for each in operands)
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         return mesh, _sum, whole, (whole,)
 
@@ -143,18 +145,32 @@ def _of_whole_array(rank: int) -> Any:
     return jax.jit(batched, inline=True)
 
 
+def _spread(rows: jax.Array, grad: jax.Array) -> jax.Array:
+    """The gradient of each row, cut over devices as the rows are."""
+    grads = jnp.broadcast_to(grad, rows.shape)
+    if explicit_mesh(rows) is None:
+        return grads
+    sharding = jax.typeof(rows).sharding
+    resharded: jax.Array = jax.sharding.reshard(grads, jax.sharding.NamedSharding(sharding.mesh, sharding.spec))
+    return resharded
+
+
 @jax.custom_vjp
 def total(rows: jax.Array) -> jax.Array:
     """The sum of all rows, in an order that their number alone decides."""
     if rows.ndim == 0:
         return rows
+    mesh = explicit_mesh(rows)
+    if mesh is not None:
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        return _sum(jax.sharding.reshard(rows, whole))
     result: jax.Array = _of_whole_array(rows.ndim)(rows)
     return result
 
 
 total.defvjp(
     lambda rows: (total(rows), rows),
-    lambda rows, grad: (jnp.broadcast_to(grad, rows.shape),),
+    lambda rows, grad: (_spread(rows, grad),),
 )
 
 
