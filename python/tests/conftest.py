@@ -60,6 +60,14 @@ def jax_device(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.fixture
+def jax_cpu() -> Iterator[None]:
+    """Arrays are made on the CPU, also where JAX has a GPU."""
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+@pytest.fixture
 def any_device() -> torch.device:
     """The GPU where there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -170,6 +170,20 @@ def test_refusals_while_jax_traces(wrong: dict[str, Any], kind: Any, sentence: s
             assert str(caught.value).startswith("cross_entropy: ") and "\n" not in str(caught.value)
 
 
-def test_a_label_that_is_no_class_is_an_error_of_the_run_on_the_cpu() -> None:
+def test_a_label_that_is_no_class_is_an_error_of_the_run_on_the_cpu(jax_cpu: None) -> None:
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=r"targets\[1\] is 37, expected 0 to 36"):
         jax.block_until_ready(eaves.jax.cross_entropy(jnp.zeros((2, V)), jnp.array([0, V])))
+
+
+def test_a_label_that_is_no_class_is_nan_on_a_gpu() -> None:
+    try:
+        found = jax.devices("cuda")[0]
+    except RuntimeError:
+        pytest.skip("no GPU for JAX")
+    with jax.default_device(found):
+        losses, vjp = jax.vjp(
+            lambda z: eaves.jax.cross_entropy(z, jnp.array([0, V]), reduction="none"), jnp.zeros((2, V))
+        )
+        (grad,) = vjp(jnp.ones(2))
+    assert jnp.isfinite(losses[0]) and jnp.isnan(losses[1])
+    assert jnp.isfinite(grad[0]).all() and jnp.isnan(grad[1]).all()

@@ -233,6 +233,7 @@ def devices(*sizes: int, axis_type: Any = AxisType.Auto) -> Any:
     return jax.sharding.Mesh(np.array(found[:count]).reshape(sizes), names, axis_types=(axis_type,) * len(sizes))
 
 
+@pytest.mark.usefixtures("jax_cpu")
 @each_operator
 def test_rows_cut_over_devices_give_the_bits_of_one_device(op: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for sums over rows, which are gradients of parameters: these are summed device by device."""
@@ -255,6 +256,7 @@ def test_rows_cut_over_devices_give_the_bits_of_one_device(op: Operator, monkeyp
     assert not [line for line in text.splitlines() if "all-gather" in line and f"f32[{rows[0]},{rows[1]}," in line]
 
 
+@pytest.mark.usefixtures("jax_cpu")
 @each_operator
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("is_set", [False, True])
@@ -280,6 +282,7 @@ def test_each_kind_of_mesh(
         np.testing.assert_allclose(of_all, of_one, rtol=5e-6, atol=5e-6)
 
 
+@pytest.mark.usefixtures("jax_cpu")
 @each_operator
 def test_inside_of_shard_map(op: Operator) -> None:
     mesh = devices(4)
@@ -310,6 +313,7 @@ SHARDED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.usefixtures("jax_cpu")
 @pytest.mark.parametrize("options", SHARDED, ids=str)
 @pytest.mark.parametrize("of_head", [False, True])
 def test_a_vocabulary_cut_over_devices_is_that_of_one_device(options: dict[str, Any], of_head: bool) -> None:
@@ -349,6 +353,7 @@ def test_a_vocabulary_cut_over_devices_is_that_of_one_device(options: dict[str, 
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.usefixtures("jax_cpu")
 def test_a_vocabulary_cut_over_devices_gathers_once() -> None:
     mesh = devices(4)
     hidden, head, labels = jnp.ones((8, 24)), jnp.ones((40, 24)), jnp.zeros(8, jnp.int32)
@@ -361,6 +366,7 @@ def test_a_vocabulary_cut_over_devices_gathers_once() -> None:
     assert " all-reduce(" not in text
 
 
+@pytest.mark.usefixtures("jax_cpu")
 def test_probabilities_of_a_cut_vocabulary_and_unchecked_axes_are_refused() -> None:
     mesh = devices(4)
     specs = {"mesh": mesh, "in_specs": PartitionSpec(None, "data"), "out_specs": PartitionSpec()}
