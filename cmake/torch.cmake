@@ -37,12 +37,17 @@ target_compile_options(
   torch_stable INTERFACE -ffile-prefix-map=${torch_folder}/include/= -ffile-prefix-map=${PROJECT_SOURCE_DIR}/=)
 target_compile_definitions(torch_stable INTERFACE TORCH_TARGET_VERSION=${target}ULL)
 
-# eaves_install_extension(<target>): into the package, with Highway beside it where that is a shared library.
-function(eaves_install_extension target)
+# eaves_install_library(<target>): into the package, where it finds the libraries beside it.
+function(eaves_install_library target)
   set_target_properties(${target} PROPERTIES BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "$ORIGIN")
   # Nothing of the static libraries is seen from outside: another extension may bring the same ones.
   target_link_options(${target} PRIVATE -Wl,--exclude-libs,ALL)
   install(TARGETS ${target} LIBRARY DESTINATION eaves COMPONENT python)
+endfunction()
+
+# eaves_install_extension(<target>): into the package, with Highway beside it where that is a shared library.
+function(eaves_install_extension target)
+  eaves_install_library(${target})
   get_target_property(type hwy::hwy TYPE)
   if(type STREQUAL "SHARED_LIBRARY")
     install(FILES $<TARGET_FILE:hwy::hwy> DESTINATION eaves COMPONENT python

@@ -8,28 +8,15 @@
     logsumexp(x, dim, keepdim=False, *, dtype=None)
     lrpe_cosine(x, theta, *, grid=None, extra_tokens=0, offset=0, positions=None, activation="none", ...)
     hf.patch(model, *, ...)    a causal language model of transformers
+    jax    the operators for JAX
     trl.install(), verl.install()    the trainers of TRL and verl
 
 CPU and CUDA tensors; autograd, torch.compile, torch.func and CUDA graphs work with them. `python -m eaves info` says
 what this installation can do, `python -m eaves.bench` measures it beside PyTorch.
 """
 
+import sys
 import typing
-
-from eaves._cross_entropy import CrossEntropyLoss, cross_entropy
-from eaves._cross_entropy_shards import (
-    CrossEntropyMerged,
-    cross_entropy_merge,
-    cross_entropy_shard,
-    cross_entropy_shard_gradient,
-)
-from eaves._library import __version__
-from eaves._linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
-from eaves._linear_kl_div import linear_kl_div
-from eaves._log_prob import LogProbOutput, linear_log_prob, log_prob
-from eaves._logsumexp import logsumexp
-from eaves._loss import CrossEntropyOutput
-from eaves._lrpe_cosine import LRPECosine, lrpe_cosine
 
 __all__ = [
     "CrossEntropyLoss",
@@ -53,14 +40,42 @@ __all__ = [
 
 if typing.TYPE_CHECKING:
     from eaves import hf as hf
+    from eaves import jax as jax
     from eaves import trl as trl
     from eaves import verl as verl
+    from eaves._cross_entropy import CrossEntropyLoss, cross_entropy
+    from eaves._cross_entropy_shards import (
+        CrossEntropyMerged,
+        cross_entropy_merge,
+        cross_entropy_shard,
+        cross_entropy_shard_gradient,
+    )
+    from eaves._library import __version__
+    from eaves._linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
+    from eaves._linear_kl_div import linear_kl_div
+    from eaves._log_prob import LogProbOutput, linear_log_prob, log_prob
+    from eaves._logsumexp import logsumexp
+    from eaves._loss import CrossEntropyOutput
+    from eaves._lrpe_cosine import LRPECosine, lrpe_cosine
 else:
+    # Neither PyTorch nor JAX is imported for the other: modules and operators are, when they are first asked for. With
+    # PyTorch already there, its operators are registered at once, because a saved program may be about to call them.
 
     def __getattr__(name: str) -> typing.Any:
-        """eaves.hf, eaves.trl and eaves.verl, imported when they are first asked for."""
-        if name in ("hf", "trl", "verl"):
-            import importlib
+        import importlib.util
 
+        if name in ("hf", "jax", "trl", "verl"):
             return importlib.import_module(f"eaves.{name}")
+        if name == "__version__" and importlib.util.find_spec("torch") is None:
+            return importlib.import_module("eaves.jax").__version__
+        if name in __all__:
+            front = importlib.import_module("eaves._front")
+            globals().update({each: getattr(front, each) for each in __all__})
+            return globals()[name]
         raise AttributeError(f"module 'eaves' has no attribute '{name}'")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+    if sys.modules.get("torch") is not None:
+        __getattr__(__all__[0])

@@ -26,18 +26,20 @@ def collect() -> dict[str, Any]:
     """The report of `python -m eaves info --json`.
 
     Keys: python (version), package (version, target: the oldest PyTorch it runs under), torch (version, cuda, threads,
-    gpus), trainers (of trl and verl: version or null, is_known to eaves.trl and eaves.verl, is_active in this process),
-    extension (see extension()), matches (bool), problems (sentences; empty where matches is true).
+    gpus), jax (version of the installed one or null, library: is that of eaves.jax here), trainers (of trl and verl:
+    version or null, is_known to eaves.trl and eaves.verl, is_active in this process), extension (see extension()),
+    matches (bool), problems (sentences; empty where matches is true).
     """
     report: dict[str, Any] = {
         "python": platform.python_version(),
-        "package": {"version": _package_version(), "target": _library.TORCH_TARGET},
+        "package": {"version": _version_of("eaves"), "target": _library.TORCH_TARGET},
         "torch": {
             "version": torch.__version__,
             "cuda": torch.version.cuda,
             "threads": torch.get_num_threads(),
             "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         },
+        "jax": {"version": _version_of("jax"), "library": _library.EXTENSION.with_name("eaves_jax.so").exists()},
         "trainers": {
             each.library: {"version": each.version(), "is_known": each.is_known(), "is_active": each.is_active()}
             for each in (trl.replacement, verl.replacement)
@@ -49,10 +51,10 @@ def collect() -> dict[str, Any]:
     return report
 
 
-def _package_version() -> str | None:
+def _version_of(package: str) -> str | None:
     try:
-        return version("eaves")
-    except PackageNotFoundError:  # on PYTHONPATH, not installed
+        return version(package)
+    except PackageNotFoundError:  # eaves: on PYTHONPATH, not installed
         return None
 
 
@@ -75,6 +77,12 @@ def _problems(report: dict[str, Any]) -> list[str]:
     return problems
 
 
+def _jax(found: dict[str, Any]) -> str:
+    if not found["library"]:
+        return "eaves.jax was not built: there was no jaxlib; install jaxlib and build the wheel again"
+    return f"{found['version']}, eaves.jax is built" if found["version"] else "not installed; eaves.jax is built"
+
+
 def _trainer(name: str, trainer: dict[str, Any]) -> str:
     if trainer["version"] is None:
         return "not installed"
@@ -95,6 +103,7 @@ def text(report: dict[str, Any]) -> str:
             "torch",
             f"{of_torch['version']}, CUDA {of_torch['cuda'] or 'none'}, at least {report['package']['target']} needed",
         ),
+        ("jax", _jax(report["jax"])),
         ("python", report["python"]),
         ("CPU", f"{ours['cpu']['name']}, vectors {ours['cpu']['level']}, torch uses {of_torch['threads']}"),
         ("products", f"of matrices on the CPU: {ours['cpu']['matrix_products']}"),

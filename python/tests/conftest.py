@@ -7,6 +7,7 @@ takes `any_device`.
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,12 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+
+
+# For eaves.jax: four devices of the CPU, on which arrays can be cut, and the GPU's memory is PyTorch's too. JAX reads
+# these when it first looks for devices.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 
 def require_gpus(count: int = 1) -> None:
@@ -38,6 +45,26 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cuda":
         require_gpus()
     return torch.device(request.param)
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def jax_device(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Each device that JAX has, as the one on which arrays are made."""
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    try:
+        found = jax.devices(request.param)[0]
+    except RuntimeError:
+        pytest.skip("no GPU for JAX")
+    with jax.default_device(found):
+        yield found
+
+
+@pytest.fixture
+def jax_cpu() -> Iterator[None]:
+    """Arrays are made on the CPU, also where JAX has a GPU."""
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
 
 
 @pytest.fixture

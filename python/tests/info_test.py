@@ -4,7 +4,7 @@ import copy
 import json
 import subprocess
 import sys
-from importlib.metadata import requires
+from importlib.metadata import requires, version
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ def report() -> dict[str, Any]:
 
 
 def test_the_json_has_the_keys_that_are_documented(report: dict[str, Any]) -> None:
-    assert set(report) == {"python", "package", "torch", "trainers", "extension", "problems", "matches"}
+    assert set(report) == {"python", "package", "torch", "jax", "trainers", "extension", "problems", "matches"}
     assert set(report["package"]) == {"version", "target"}
     assert set(report["torch"]) == {"version", "cuda", "threads", "gpus"}
     documented = {"version", "commit", "compiler", "backends", "cpu", "cuda", "gpus", "missing"}
@@ -45,6 +45,15 @@ def test_the_json_says_what_is_here(report: dict[str, Any]) -> None:
     assert f"torch>={_library.TORCH_TARGET}" in requires("eaves")
     assert "cpu" in report["extension"]["backends"]
     assert len(report["torch"]["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+def test_it_says_whether_the_library_for_jax_is_built(report: dict[str, Any]) -> None:
+    pytest.importorskip("jaxlib", reason="jaxlib is not installed")
+    assert report["jax"] == {"version": version("jax"), "library": True}
+    lines = run("info").stdout.splitlines()
+    assert f"jax       {version('jax')}, eaves.jax is built" in lines
+    without = {**copy.deepcopy(_info.collect()), "jax": {"version": None, "library": False}}
+    assert "eaves.jax was not built" in _info.text(without)
 
 
 def test_an_installation_whose_parts_fit_has_no_problems(report: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-// The scalar options of the losses, a row each. The checks, the command line and the binding of PyTorch are made from
-// this table; a new option is a row here, a member of CrossEntropyOptions (include/eaves/cross_entropy.h), its place in
-// the formula (ops/cross_entropy/cross_entropy_math.h) and a parameter of the Python functions.
+// The scalar options of the losses, a row each. The checks, the command line and the bindings of PyTorch and of JAX are
+// made from this table; a new option is a row here, a member of CrossEntropyOptions (include/eaves/cross_entropy.h),
+// its place in the formula (ops/cross_entropy/cross_entropy_math.h) and a parameter of the Python functions.
 //
 // One that changes logits, or what the gradient needs of a row besides its lse, also goes into plan_of()
 // (ops/cross_entropy/cross_entropy_problem.cpp), which chooses the kernels; one that changes logits also into the

@@ -1,0 +1,30 @@
+"""eaves.jax: the operators for JAX arrays, on the CPU and on CUDA GPUs; PyTorch is not needed.
+
+    cross_entropy(logits, labels, weight=None, *, reduction="mean", ...)
+    linear_cross_entropy(hidden, head, labels, *, head_layout="vd", bias=None, weight=None, reduction="mean", ...)
+    linear_log_prob(hidden, head, tokens, *, head_layout="vd", bias=None, temperature=None, ...)
+    logsumexp(x, axis=None, *, keepdims=False, dtype=None)
+    lrpe_cosine(x, theta, *, grid=None, extra_tokens=0, offset=0, positions=None, activation="none", ...)
+
+They work under jax.jit, jax.grad, jax.vmap, jax.checkpoint, jax.lax.scan, jax.shard_map and jax.export.
+"""
+
+from eaves.jax._cross_entropy import cross_entropy
+from eaves.jax._library import TARGETS, info
+from eaves.jax._linear_cross_entropy import LogProbOutput, linear_cross_entropy, linear_log_prob
+from eaves.jax._logsumexp import logsumexp
+from eaves.jax._loss import CrossEntropyOutput
+from eaves.jax._lrpe_cosine import lrpe_cosine
+
+__all__ = [
+    "TARGETS",
+    "CrossEntropyOutput",
+    "LogProbOutput",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "linear_log_prob",
+    "logsumexp",
+    "lrpe_cosine",
+]
+
+__version__: str = info()["system"]["version"]

@@ -1,0 +1,74 @@
+"""Loads the library of XLA handlers, and asks it what it has to be asked while JAX traces."""
+
+# mypy: disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jaxlib.version import __version__ as jaxlib_version
+
+LIBRARY = Path(__file__).parents[1] / "eaves_jax.so"
+# The names of the custom calls in XLA's programs: of functions of rows, and of those with matrix products.
+TARGETS = ROWS_TARGET, PRODUCTS_TARGET = "eaves", "eaves_products"
+
+JAX_TARGET = "0.10.2"  # the jaxlib whose headers the library is built with, and the oldest that it runs under
+
+
+class Workspace(NamedTuple):
+    """Bytes of scratch memory that a call needs, and of a buffer in which they can be aligned."""
+
+    needed: int
+    buffer: int
+
+
+def _load() -> ctypes.CDLL:
+    if not LIBRARY.exists():
+        raise ImportError(
+            f"eaves.jax: {LIBRARY} is not there: the package was built where there was no jaxlib; install jaxlib "
+            f"{JAX_TARGET} or newer and build the package again (pip install .)"
+        )
+    if _numbers(jaxlib_version) < _numbers(JAX_TARGET):
+        raise ImportError(f"eaves.jax needs jaxlib {JAX_TARGET} or newer, and this is {jaxlib_version}")
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        raise ImportError(f"eaves.jax: {LIBRARY} does not load: {error}; install the package again") from error
+    library.eaves_jax_info.restype = ctypes.c_char_p
+    library.eaves_jax_workspace_bytes.restype = ctypes.c_char_p
+    number = ctypes.POINTER(ctypes.c_int64)
+    library.eaves_jax_workspace_bytes.argtypes = [ctypes.c_char_p, number, number]
+    on_gpu = {ROWS_TARGET: library.eaves_jax_cuda, PRODUCTS_TARGET: library.eaves_jax_cuda_products}
+    for target in TARGETS:
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(library.eaves_jax_cpu), platform="cpu")
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(on_gpu[target]), platform="CUDA")
+    return library
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+_library = _load()
+
+
+def info() -> dict[str, Any]:
+    """The table of the losses' options, and what the library can do on this machine."""
+    found: dict[str, Any] = json.loads(_library.eaves_jax_info())
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def workspace(question: str) -> Workspace:
+    """What a call needs; raises what the core says of a call that it refuses, ValueError or NotImplementedError."""
+    needed, buffer = ctypes.c_int64(), ctypes.c_int64()
+    error = _library.eaves_jax_workspace_bytes(question.encode(), ctypes.byref(needed), ctypes.byref(buffer))
+    if error is None:
+        return Workspace(needed.value, buffer.value)
+    kind, _, sentence = error.decode().partition(":")
+    raise {"InvalidArgument": ValueError, "Unsupported": NotImplementedError}.get(kind, RuntimeError)(sentence)

@@ -1,0 +1,243 @@
+"""What the losses share: their options as the core's table has them, their outputs, and the reductions.
+
+The core gives the loss of each row. Sums over rows are taken here, of all rows on every device: so a loss has the same
+bits however the rows are cut over devices.
+"""
+
+# mypy: disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
+from jax.experimental.custom_partitioning import custom_partitioning
+
+from eaves.jax._call import Operand, Result, explicit_mesh
+from eaves.jax._library import info
+
+NONE, SUM, MEAN = 0, 1, 2  # enum Reduction of include/eaves/cross_entropy.h
+_REDUCTIONS = {"none": NONE, "sum": SUM, "mean": MEAN}
+
+IGNORED = -100
+
+
+class CrossEntropyOutput(NamedTuple):
+    """What the losses give with any of their return_* arguments; None for what was not asked for."""
+
+    loss: jax.Array
+    lse: jax.Array | None = None
+    argmax: jax.Array | None = None
+    entropy: jax.Array | None = None
+    z_loss: jax.Array | None = None
+    sum_sq: jax.Array | None = None
+    mean_logit: jax.Array | None = None
+
+
+# By the user's name of each option that of the core and its default: the core's table.
+_TABLE = {row["keyword"].replace("-", "_"): (row["name"], row["default"]) for row in info()["loss_options"]}
+
+# The user's names of the core's arguments, where they differ.
+NAMES = tuple((name, keyword) for keyword, (name, _) in _TABLE.items() if name != keyword)
+
+
+def reduction_of(op: str, reduction: str) -> int:
+    mode = _REDUCTIONS.get(reduction) if isinstance(reduction, str) else None
+    if mode is None:
+        error = ValueError if isinstance(reduction, str) else TypeError
+        raise error(f'{op}: reduction is {reduction!r}, expected "none", "sum" or "mean"')
+    return mode
+
+
+def options_of(op: str, ignore_index: int, **given: float | None) -> tuple[tuple[str, Any], ...]:
+    """The options as numbers of a call, those alone that differ from the defaults."""
+    numbers: list[tuple[str, Any]] = []
+    try:
+        index = operator.index(ignore_index)
+        if index != IGNORED:
+            numbers.append(("ignore_index", index))
+        for keyword, (name, default) in _TABLE.items():
+            value = given[keyword]
+            if value is not None and float(value) != default:
+                numbers.append((name, float(value)))
+    except (TypeError, jax.errors.ConcretizationTypeError):
+        raise TypeError(f"{op}: an option is no number, or one that is not known while JAX traces") from None
+    return tuple(numbers)
+
+
+def result_dtype(x: Any) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def is_soft(labels: Any) -> bool:
+    return bool(jnp.issubdtype(labels.dtype, jnp.floating))
+
+
+OUTPUTS = CrossEntropyOutput._fields[1:]
+
+
+def wanted_outputs(*are_wanted: bool) -> tuple[str, ...]:
+    """The names of the outputs, of the return_* arguments in the order of CrossEntropyOutput."""
+    return tuple(name for name, is_wanted in zip(OUTPUTS, are_wanted) if is_wanted)
+
+
+def loss_results(names: Sequence[str], factors: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> list[Result]:
+    """The outputs of a call that have a number for each row."""
+    return [
+        Result(name, factors, shape=shape, dtype=jnp.dtype("int64") if name == "argmax" else jnp.dtype(dtype))
+        for name in names
+    ]
+
+
+@dataclasses.dataclass
+class Arrays:
+    """The operands of a call with their descriptions; what is None is left out."""
+
+    operands: list[Operand] = dataclasses.field(default_factory=list)
+    arrays: list[jax.Array] = dataclasses.field(default_factory=list)
+
+    def add(self, name: str, array: jax.Array | None, factors: tuple[str, ...], **more: Any) -> None:
+        if array is not None:
+            self.operands.append(Operand(name, factors, **more))
+            self.arrays.append(array)
+
+
+def given(cotangent: Any) -> jax.Array | None:
+    """A cotangent, None where it is known to be 0."""
+    return None if isinstance(cotangent, SymbolicZero) else cotangent
+
+
+# ----------------------------------------------------------------------------------------------------------- reductions
+
+
+def _sum(rows: jax.Array) -> jax.Array:
+    return rows.sum()
+
+
+@functools.cache
+def _of_whole_array(rank: int) -> Any:
+    """The sum, of all rows on every device."""
+    partitioned = custom_partitioning(_sum)
+
+    def partition(mesh: Any, operands: Any, result: Any) -> Any:
+        if mesh.empty:  # as in _call.py
+            return mesh, _sum, result.sharding, tuple(each.sharding for each in operands)
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        return mesh, _sum, whole, (whole,)
+
+    factors = tuple(f"r{axis}" for axis in range(rank))
+    partitioned.def_partition(
+        partition=partition, sharding_rule=f"{' '.join(factors)} -> ", need_replication_factors=factors
+    )
+    batched = custom_vmap(partitioned)
+
+    @batched.def_vmap
+    def _(axis_size: int, in_batched: Sequence[bool], rows: jax.Array) -> tuple[jax.Array, bool]:
+        return jax.vmap(_sum)(rows), True
+
+    return jax.jit(batched, inline=True)
+
+
+def _spread(rows: jax.Array, grad: jax.Array) -> jax.Array:
+    """The gradient of each row, cut over devices as the rows are."""
+    grads = jnp.broadcast_to(grad, rows.shape)
+    if explicit_mesh(rows) is None:
+        return grads
+    sharding = jax.typeof(rows).sharding
+    resharded: jax.Array = jax.sharding.reshard(grads, jax.sharding.NamedSharding(sharding.mesh, sharding.spec))
+    return resharded
+
+
+@jax.custom_vjp
+def total(rows: jax.Array) -> jax.Array:
+    """The sum of all rows, in an order that their number alone decides."""
+    if rows.ndim == 0:
+        return rows
+    mesh = explicit_mesh(rows)
+    if mesh is not None:
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        return _sum(jax.sharding.reshard(rows, whole))
+    result: jax.Array = _of_whole_array(rows.ndim)(rows)
+    return result
+
+
+total.defvjp(
+    lambda rows: (total(rows), rows),
+    lambda rows, grad: (_spread(rows, grad),),
+)
+
+
+def target_weights(labels: jax.Array, weight: jax.Array) -> jax.Array:
+    """The weight of each row's class."""
+    return weight[jnp.clip(labels, 0, weight.shape[0] - 1)]
+
+
+def divisor_of(
+    labels: jax.Array,
+    weight: jax.Array | None,
+    row_weight: jax.Array | None,
+    ignore_index: int,
+    dtype: Any,
+    rows: tuple[int, ...],
+    weights_of: Callable[[jax.Array, jax.Array], jax.Array] = target_weights,
+) -> jax.Array:
+    """What the mean divides by: the weights of the rows that are not ignored."""
+    if is_soft(labels):
+        weights = jnp.ones(rows, dtype) if row_weight is None else row_weight
+        return jax.lax.stop_gradient(total(weights))
+    counts = labels != ignore_index
+    if weight is None and row_weight is None:
+        return counts.sum().astype(dtype)
+    weights = jnp.ones(rows, dtype) if row_weight is None else row_weight
+    if weight is not None:
+        weights = weights * weights_of(labels, weight.astype(dtype))
+    return jax.lax.stop_gradient(total(jnp.where(counts, weights, 0)))
+
+
+def quotient(number: jax.Array, divisor: jax.Array) -> jax.Array:
+    """Of a sum that nothing counts in, 0."""
+    is_empty = (divisor == 0) & (number == 0)
+    return jnp.where(is_empty, 0, number / jnp.where(is_empty, 1, divisor))
+
+
+def share_of(number: jax.Array, divisor: jax.Array | None) -> jax.Array:
+    """The factor of the rows in a mean's gradient; of a mean without rows, which is 0, 0."""
+    if divisor is None:
+        return number
+    return jnp.where(divisor == 0, 0, number / jnp.where(divisor == 0, 1, divisor))
+
+
+def normalizer_of(op: str, normalizer: Any, mode: int, dtype: Any) -> jax.Array | None:
+    if normalizer is None:
+        return None
+    if mode != MEAN:
+        raise ValueError(f'{op}: normalizer is given, but only the mean divides: expected reduction="mean"')
+    array = jnp.asarray(normalizer, dtype)
+    if array.size != 1:
+        raise ValueError(f"{op}: normalizer has shape {list(array.shape)}, expected one element")
+    return jax.lax.stop_gradient(array.reshape(()))
+
+
+def row_weight_of(op: str, row_weight: Any, rows: tuple[int, ...], dtype: Any) -> jax.Array | None:
+    if row_weight is None:
+        return None
+    array = jnp.asarray(row_weight)
+    if array.shape != rows:
+        raise ValueError(f"{op}: row_weight has shape {list(array.shape)}, expected {list(rows)} (one per row)")
+    return jax.lax.stop_gradient(array.astype(dtype))
+
+
+def output_of(loss: jax.Array, outputs: dict[str, Any]) -> jax.Array | CrossEntropyOutput:
+    """What the user gets: the loss, with any output a CrossEntropyOutput. Of the outputs lse and entropy alone have
+    derivatives."""
+    if not outputs:
+        return loss
+    kept = {name: each if name in ("lse", "entropy") else jax.lax.stop_gradient(each) for name, each in outputs.items()}
+    return CrossEntropyOutput(loss, **kept)

@@ -1,0 +1,220 @@
+"""lrpe_cosine for JAX arrays, and its gradients."""
+
+# mypy: disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from eaves.jax._call import Call, Result, alike, bind
+from eaves.jax._loss import Arrays, given, result_dtype
+
+_OP = "lrpe_cosine"
+
+_ACTIVATIONS = ("none", "relu", "sigmoid", "silu", "softmax")  # enum Activation of include/eaves/lrpe_cosine.h
+_LAYOUTS = ("bnhd", "bhnd")
+_SEQUENCE = -2
+
+
+def lrpe_cosine(
+    x: jax.Array,
+    theta: jax.Array,
+    *,
+    grid: Sequence[int] | None = None,
+    extra_tokens: int = 0,
+    offset: int | jax.Array = 0,
+    positions: jax.Array | None = None,
+    cu_seqlens: jax.Array | None = None,
+    activation: str = "none",
+    activation_dim: int = -1,
+    layout: str = "bnhd",
+) -> jax.Array:
+    """Linearized relative positional encoding by cosines and sines, with an activation in front and its gradients.
+
+        a   = activation(x)
+        phi = theta[h, d mod E] * (offset + coordinate of n on axis d // E)
+        out = [ a * cos(phi), a * sin(phi) ]                    the cosine half first: twice the features
+
+    Args:
+        x: [B, N, H, D] (batch, positions, heads, features), or as `layout` says; float16, bfloat16, float32 or float64.
+        theta: [H, E], or [1, E] for all heads; in the dtype of x or float32.
+        grid: the sizes of a grid that the positions behind the extra tokens fill; None: an ordinary sequence.
+        extra_tokens: how many positions at the front have angle 0.
+        offset: added to each coordinate. An int is a constant of the program; an array, of one element or [B], is not,
+            and serves decoding.
+        positions: instead of counting, [N] or [B, N], int32 or int64.
+        cu_seqlens: where each of S packed sequences starts, and N: [S + 1], int32 or int64.
+        activation: "none", "relu", "sigmoid", "silu" or "softmax".
+        activation_dim: of a softmax: -1, over the features, or -2, over the sequence.
+        layout: "bnhd" or "bhnd".
+
+    Returns:
+        The shape of x with twice its features, in the dtype of x.
+
+    Raises:
+        ValueError: an array or a number is not as above; on the CPU also cu_seqlens that are none, when the call runs.
+        NotImplementedError: a dtype or a shape that eaves does not have, cu_seqlens with a softmax over the sequence.
+
+    x and theta have derivatives, of first order; what nobody asks for is not computed.
+
+    Example:
+        >>> import jax.numpy as jnp, eaves.jax
+        >>> x = jnp.ones((1, 3, 1, 2))  # three positions, one head, two features
+        >>> theta = jnp.array([[jnp.pi / 2, 0.0]])  # quarter turns, and none
+        >>> print(jnp.abs(eaves.jax.lrpe_cosine(x, theta).squeeze().round(3)))
+        [[1. 1. 0. 0.]
+         [0. 1. 1. 0.]
+         [1. 1. 0. 0.]]
+    """
+    x, theta = jnp.asarray(x), jnp.asarray(theta)
+    for name, value, known in (("layout", layout, _LAYOUTS), ("activation", activation, _ACTIVATIONS)):
+        if value not in known:
+            raise ValueError(f"{_OP}: {name} is {value!r}, expected one of {', '.join(known)}")
+    for name, array, rank in (("x", x, 4), ("theta", theta, 2)):
+        if array.ndim != rank:
+            raise ValueError(f"{_OP}: {name} has shape {list(array.shape)}, expected {rank} axes")
+    offsets, number = None, 0
+    if isinstance(offset, (jax.Array, jax.core.Tracer)) or hasattr(offset, "dtype"):
+        offsets = jnp.asarray(offset)
+        offsets = offsets.reshape(1) if offsets.size == 1 else offsets
+    else:
+        number = operator.index(offset)
+    setting = _Setting(
+        grid=() if grid is None else tuple(map(operator.index, grid)),
+        extra_tokens=operator.index(extra_tokens),
+        offset=number,
+        activation=_ACTIVATIONS.index(activation),
+        activation_dim=operator.index(activation_dim),
+        heads_first=layout == "bhnd",
+    )
+    positions, cu_seqlens = (None if each is None else jnp.asarray(each) for each in (positions, cu_seqlens))
+    result: jax.Array = _encode(setting)(*alike(x, theta, offsets, positions, cu_seqlens))
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Setting:
+    """What is known while JAX traces."""
+
+    grid: tuple[int, ...]
+    extra_tokens: int
+    offset: int
+    activation: int
+    activation_dim: int
+    heads_first: bool
+
+    @property
+    def numbers(self) -> tuple[tuple[str, Any], ...]:
+        return tuple((field.name, getattr(self, field.name)) for field in dataclasses.fields(self)[:-1])
+
+    @property
+    def axes(self) -> tuple[int, ...] | None:
+        """The core's order of the axes, [B, H, N, D]."""
+        return None if self.heads_first else (0, 2, 1, 3)
+
+    @property
+    def has_lse(self) -> bool:
+        return _ACTIVATIONS[self.activation] == "softmax" and self.activation_dim == _SEQUENCE
+
+    def factors(self, features: str) -> tuple[str, ...]:
+        return ("rb", "rh", "n", features) if self.heads_first else ("rb", "n", "rh", features)
+
+    def heads(self, x: Any) -> int:
+        count: int = x.shape[1 if self.heads_first else 2]
+        return count
+
+    def call(self, function: str, arrays: Arrays, results: list[Result]) -> tuple[jax.Array, ...]:
+        call = Call(
+            _OP, function, tuple(arrays.operands), tuple(results), self.numbers, (("offsets", "offset"),),
+            has_fixed_rank=True,
+        )  # fmt: skip
+        return bind(call, *alike(*arrays.arrays))
+
+
+@functools.cache
+def _encode(setting: _Setting) -> Any:
+    """(x, theta, offsets, positions, cu_seqlens) -> out"""
+
+    def forward(wants_lse: bool, x: Any, theta: Any, *of_positions: Any) -> tuple[jax.Array, jax.Array | None]:
+        arrays = Arrays()
+        arrays.add("x", x, setting.factors("d"), axes=setting.axes)
+        _add_angles(arrays, setting, x, theta, *of_positions)
+        shape = (*x.shape[:-1], 2 * x.shape[-1])
+        results = [Result("out", setting.factors("halves"), axes=setting.axes, shape=shape, dtype=x.dtype)]
+        if wants_lse:
+            of_lse = (x.shape[0], setting.heads(x), 2, x.shape[-1])
+            results.append(Result("lse", ("rb", "rh", "two", "d"), shape=of_lse, dtype=result_dtype(x)))
+        outputs = setting.call("lrpe_cosine_forward", arrays, results)
+        return outputs[0], outputs[1] if wants_lse else None
+
+    @jax.custom_vjp
+    def function(*values: Any) -> jax.Array:
+        return forward(False, *values)[0]
+
+    def forward_rule(*primals: Any) -> Any:
+        x, theta, *of_positions = (None if primal is None else primal.value for primal in primals)
+        wants = _Wanted(primals[0].perturbed, primals[1].perturbed)
+        out, lse = forward(setting.has_lse, x, theta, *of_positions)
+        needs_x = wants.theta or _ACTIVATIONS[setting.activation] != "none"
+        return out, (x if needs_x else None, theta, of_positions, lse, wants)
+
+    def backward_rule(residuals: Any, cotangent: Any) -> Any:
+        x, theta, of_positions, lse, wants = residuals
+        grad_out = given(cotangent)
+        if grad_out is None:
+            return (None,) * 5
+        arrays = Arrays()
+        arrays.add("grad_out", grad_out, setting.factors("halves"), axes=setting.axes)
+        arrays.add("x", x, setting.factors("d"), axes=setting.axes)
+        arrays.add("lse", lse, ("rb", "rh", "two", "d"))
+        _add_angles(arrays, setting, grad_out, theta, *of_positions)
+        results = []
+        if wants.x:
+            shape = (*grad_out.shape[:-1], grad_out.shape[-1] // 2)
+            factors = setting.factors("d")
+            results.append(Result("grad_x", factors, axes=setting.axes, shape=shape, dtype=grad_out.dtype))
+        if wants.theta:
+            factors = _theta_factors(setting.heads(grad_out), theta)
+            results.append(Result("grad_theta", factors, per_row=False, shape=theta.shape, dtype=theta.dtype))
+        gradients = iter(setting.call("lrpe_cosine_backward", arrays, results))
+        return (*(next(gradients) if wanted else None for wanted in (wants.x, wants.theta)), None, None, None)
+
+    function.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
+    return function
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """Of which arrays a gradient is wanted."""
+
+    x: bool
+    theta: bool
+
+
+def _theta_factors(heads: int, theta: Any) -> tuple[str, ...]:
+    return ("rh" if theta.shape[0] == heads else "one", "e")
+
+
+def _add_angles(
+    arrays: Arrays, setting: _Setting, x: Any, theta: Any, offsets: Any, positions: Any, cu_seqlens: Any
+) -> None:
+    """`x` or what has its heads and positions."""
+    heads, length = setting.heads(x), x.shape[2 if setting.heads_first else 1]
+    arrays.add("theta", theta, _theta_factors(heads, theta), per_row=False)
+    if offsets is not None:
+        of_batch = offsets.size != 1
+        arrays.add("offsets", offsets, ("rb" if of_batch else "one_offset",), per_row=of_batch)
+    if positions is not None:
+        of_batch = positions.ndim == 2
+        arrays.add("positions", positions, ("rb", "n") if of_batch else ("n",), per_row=of_batch)
+    if cu_seqlens is not None:
+        one_sequence = (0,) * (cu_seqlens.size - 1) + (length,) * min(cu_seqlens.size, 1)
+        arrays.add("cu_seqlens", cu_seqlens, ("sequences",), per_row=False, values=one_sequence)

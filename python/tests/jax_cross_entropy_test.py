@@ -1,0 +1,189 @@
+"""eaves.jax.cross_entropy against float64 arithmetic, with every pair of options."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from comparison import CrossEntropyOracle, assert_within
+from layouts import random_tensor
+from pairwise import pairwise
+
+jax = pytest.importorskip("jax", reason="JAX is not installed")
+import jax.numpy as jnp  # noqa: E402
+
+import eaves.jax  # noqa: E402
+from jax_arrays import DTYPES, array_of, assert_same_bits, tensor_of  # noqa: E402
+
+V = 37
+OUTPUTS = ("lse", "argmax", "entropy", "z_loss", "sum_sq", "mean_logit")
+
+
+def labels_of(shape: tuple[int, ...], classes: int = V, ignored: int = -100) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(13)
+    labels = torch.randint(0, classes, shape, generator=generator)
+    labels.view(-1)[1::7] = ignored
+    return labels
+
+
+CASES = pairwise(
+    DTYPES,
+    ("none", "sum", "mean"),
+    (0.0, 0.1),  # label_smoothing
+    (None, 5.0),  # softcap
+    (None, 0.7),  # scale
+    (0.0, 0.01),  # z_loss
+    (False, True),  # weight
+    (False, True),  # row_weight
+    (-100, 3),  # ignore_index
+    (-1, 1),  # axis
+    (False, True),  # inplace_backward
+    (False, True),  # further outputs
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_loss_outputs_and_gradient_are_within_the_contract(jax_device: Any, case: tuple[Any, ...]) -> None:
+    dtype, reduction, smoothing, softcap, scale, z_loss, weighted, rows, ignored, axis, inplace, everything = case
+    options: dict[str, Any] = {
+        "reduction": reduction, "label_smoothing": smoothing, "softcap": softcap, "scale": scale, "z_loss": z_loss,
+        "ignore_index": ignored,
+    }  # fmt: skip
+    logits = random_tensor((4, 6, V), dtype, deviation=3.0).movedim(-1, axis)
+    labels = labels_of((4, 6), ignored=ignored)
+    weight = torch.rand(V, generator=torch.Generator().manual_seed(3)) + 0.5 if weighted else None
+    row_weight = torch.rand(4, 6, generator=torch.Generator().manual_seed(4)) if rows else None
+    names = [name for name in OUTPUTS if everything and not (name == "mean_logit" and weighted and smoothing)]
+
+    def function(array: Any) -> Any:
+        return eaves.jax.cross_entropy(
+            array, array_of(labels), array_of(weight), axis=axis, row_weight=array_of(row_weight),
+            inplace_backward=inplace, **options, **{f"return_{name}": True for name in names},
+        )  # fmt: skip
+
+    oracle = CrossEntropyOracle(logits, labels, weight, class_dim=axis, row_weight=row_weight, **options)
+    result, vjp = jax.vjp(jax.jit(function), array_of(logits))
+    found = result._asdict() if everything else {"loss": result}
+    bounds = oracle.bounds()
+    for name in ("loss", *names):
+        if name == "argmax":
+            assert tensor_of(found[name]).long().equal(oracle.argmax)
+        else:
+            assert_within(tensor_of(found[name]), bounds[name], name)
+    upstream = {name: random_tensor(tuple(found[name].shape), torch.float32) for name in ("loss", *names)}
+    if everything:
+        cotangent = {name: None if array is None else jnp.zeros_like(array) for name, array in found.items()}
+        given = {name: array_of(upstream[name]) for name in ("loss", "lse", "entropy")}
+        cotangent = result._replace(**{**cotangent, **given, "argmax": jnp.zeros((4, 6), jax.dtypes.float0)})
+        (grad,) = vjp(cotangent)
+        exact = oracle.gradient(dtype, upstream["loss"], upstream["lse"], upstream["entropy"])
+    else:
+        (grad,) = vjp(array_of(upstream["loss"]))
+        exact = oracle.gradient(dtype, upstream["loss"])
+    assert grad.dtype == array_of(logits).dtype
+    assert_within(tensor_of(grad), exact, "gradient")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_probabilities(jax_device: Any, dtype: torch.dtype, reduction: str) -> None:
+    logits = random_tensor((5, V), dtype)
+    q = random_tensor((5, V), torch.float32).softmax(-1)
+    oracle = CrossEntropyOracle(logits, q, reduction=reduction, label_smoothing=0.1)
+
+    def function(array: Any) -> Any:
+        return eaves.jax.cross_entropy(array, array_of(q), reduction=reduction, label_smoothing=0.1)
+
+    loss, vjp = jax.vjp(function, array_of(logits))
+    assert_within(tensor_of(loss), oracle.loss)
+    assert_within(tensor_of(vjp(jnp.ones_like(loss))[0]), oracle.gradient(dtype))
+
+
+def test_a_normalizer_divides(jax_device: Any) -> None:
+    logits, labels = random_tensor((6, V), torch.float32), labels_of((6,))
+    oracle = CrossEntropyOracle(logits, labels, normalizer=11.0)
+    for normalizer in (11, 11.0, jnp.array([11.0])):
+        function = functools.partial(eaves.jax.cross_entropy, labels=array_of(labels), normalizer=normalizer)
+        loss, grad = jax.value_and_grad(lambda x, function=function: function(x))(array_of(logits))
+        assert_within(tensor_of(loss), oracle.loss)
+        assert_within(tensor_of(grad), oracle.gradient(torch.float32))
+
+
+def test_without_rows_that_count_the_mean_and_its_gradient_are_0(jax_device: Any) -> None:
+    for logits, labels in ((jnp.ones((3, V)), jnp.full(3, -100)), (jnp.ones((0, V)), jnp.zeros(0, jnp.int32))):
+        loss, grad = jax.value_and_grad(eaves.jax.cross_entropy)(logits, labels)
+        assert float(loss) == 0.0
+        assert not grad.any()
+
+
+def test_a_long_sum_is_within_the_contract(jax_device: Any) -> None:
+    rows = 1 << 17
+    logits, labels = random_tensor((rows, 3), torch.float32), labels_of((rows,), 3)
+    for reduction in ("sum", "mean"):
+        loss = eaves.jax.cross_entropy(array_of(logits), array_of(labels), reduction=reduction)
+        assert_within(tensor_of(loss), CrossEntropyOracle(logits, labels, reduction=reduction).loss)
+
+
+def test_the_gradient_in_place_is_the_same(jax_device: Any) -> None:
+    logits, labels = array_of(random_tensor((6, V), torch.bfloat16)), array_of(labels_of((6,)))
+
+    def step(logits: Any, inplace: bool) -> Any:
+        loss, grad = jax.value_and_grad(eaves.jax.cross_entropy)(logits, labels, inplace_backward=inplace)
+        return loss, grad, logits * 1  # the logits are needed behind the gradient: XLA has to keep a copy
+
+    step = jax.jit(step, static_argnums=1)
+    assert_same_bits(step(logits, True), step(logits, False))
+
+
+RIGHT: dict[str, Any] = {"logits": jnp.zeros((4, 6, V)), "labels": jnp.zeros((4, 6), jnp.int32)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "sentence"),
+    [
+        ({"labels": jnp.zeros((4, 5), jnp.int32)}, ValueError, r"labels has shape \[4, 5\], expected \[4, 6\]"),
+        ({"labels": jnp.zeros((4, 6), jnp.int8)}, NotImplementedError, "dtype int8"),
+        ({"logits": jnp.zeros((4, 6, V), jnp.int32)}, ValueError, "logits has dtype int32"),
+        ({"logits": jnp.zeros((4, 6, 0))}, ValueError, "at least one class"),
+        ({"axis": 3}, ValueError, "axis is 3, expected -3 to 2"),
+        ({"weight": jnp.ones(V - 1)}, ValueError, r"weight has shape \[36\], expected \[37\]"),
+        ({"row_weight": jnp.ones(4)}, ValueError, r"row_weight has shape \[4\], expected \[4, 6\]"),
+        ({"reduction": "average"}, ValueError, 'expected "none", "sum" or "mean"'),
+        ({"reduction": "sum", "normalizer": 3}, ValueError, "only the mean divides"),
+        ({"normalizer": jnp.ones(2)}, ValueError, r"normalizer has shape \[2\], expected one element"),
+        ({"label_smoothing": 1.5}, ValueError, "label_smoothing is 1.5, expected 0 to 1"),
+        ({"z_loss": -1.0}, ValueError, "z_loss is -1, expected 0 or a positive number"),
+        ({"softcap": -1.0}, ValueError, "softcap is -1, expected a positive number"),
+        ({"scale": "x"}, (TypeError, ValueError), "."),
+        ({"axis_name": "model"}, ValueError, "inside of jax.shard_map"),
+    ],
+)
+def test_refusals_while_jax_traces(wrong: dict[str, Any], kind: Any, sentence: str) -> None:
+    arrays = {name: each for name, each in {**RIGHT, **wrong}.items() if isinstance(each, jax.Array)}
+    constants = {name: each for name, each in wrong.items() if name not in arrays}
+    function = functools.partial(eaves.jax.cross_entropy, **constants)
+    for call in (function, jax.jit(function), lambda **named: jax.eval_shape(function, **named)):
+        with pytest.raises(kind, match=sentence) as caught:
+            call(**arrays)
+        if kind in (ValueError, NotImplementedError):
+            assert str(caught.value).startswith("cross_entropy: ") and "\n" not in str(caught.value)
+
+
+def test_a_label_that_is_no_class_is_an_error_of_the_run_on_the_cpu(jax_cpu: None) -> None:
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=r"targets\[1\] is 37, expected 0 to 36"):
+        jax.block_until_ready(eaves.jax.cross_entropy(jnp.zeros((2, V)), jnp.array([0, V])))
+
+
+def test_a_label_that_is_no_class_is_nan_on_a_gpu() -> None:
+    try:
+        found = jax.devices("cuda")[0]
+    except RuntimeError:
+        pytest.skip("no GPU for JAX")
+    with jax.default_device(found):
+        losses, vjp = jax.vjp(
+            lambda z: eaves.jax.cross_entropy(z, jnp.array([0, V]), reduction="none"), jnp.zeros((2, V))
+        )
+        (grad,) = vjp(jnp.ones(2))
+    assert jnp.isfinite(losses[0]) and jnp.isnan(losses[1])
+    assert jnp.isfinite(grad[0]).all() and jnp.isnan(grad[1]).all()

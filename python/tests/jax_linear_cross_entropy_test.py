@@ -1,0 +1,217 @@
+"""eaves.jax.linear_cross_entropy and linear_log_prob against float64 arithmetic, with every pair of options."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from comparison import assert_within
+from jax_cross_entropy_test import OUTPUTS, labels_of
+from layouts import random_tensor
+from linear_cross_entropy_cases import LinearOracle, assert_gradients
+from pairwise import pairwise
+
+jax = pytest.importorskip("jax", reason="JAX is not installed")
+import jax.numpy as jnp  # noqa: E402
+
+import eaves.jax  # noqa: E402
+from jax_arrays import DTYPES, array_of, tensor_of  # noqa: E402
+
+V, D = 37, 24
+
+CASES = pairwise(
+    DTYPES,
+    ("none", "sum", "mean"),
+    (0.0, 0.1),  # label_smoothing
+    (None, 5.0),  # softcap
+    (None, 0.7),  # scale
+    (0.0, 0.01),  # z_loss
+    (False, True),  # bias
+    (False, True),  # weight
+    (False, True),  # row_weight
+    (-100, 3),  # ignore_index
+    ("vd", "dv"),  # head_layout
+    ("auto", "speed", "recompute"),
+    (False, True),  # further outputs
+    (None, 1),  # workspace_bytes
+    (None, "float32"),  # grad_head_dtype
+)
+
+
+def tensors(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states and a head, whose logits have a deviation of about 1."""
+    return random_tensor((4, 6, D), dtype), random_tensor((V, D), dtype, deviation=D**-0.5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_loss_outputs_and_gradients_are_within_the_contract(jax_device: Any, case: tuple[Any, ...]) -> None:
+    dtype, reduction, smoothing, softcap, scale, z_loss, biased, weighted, rows, ignored, layout = case[:11]
+    algorithm, everything, workspace_bytes, grad_head_dtype = case[11:]
+    options: dict[str, Any] = {
+        "reduction": reduction, "label_smoothing": smoothing, "softcap": softcap, "scale": scale, "z_loss": z_loss,
+        "ignore_index": ignored,
+    }  # fmt: skip
+    hidden, head = tensors(dtype)
+    labels = labels_of((4, 6), V, ignored)
+    bias = random_tensor((V,), dtype) if biased else None
+    weight = torch.rand(V, generator=torch.Generator().manual_seed(3)) + 0.5 if weighted else None
+    row_weight = torch.rand(4, 6, generator=torch.Generator().manual_seed(4)) if rows else None
+    names = [name for name in OUTPUTS if everything and not (name == "mean_logit" and weighted and smoothing)]
+
+    def function(hidden: Any, head: Any, bias: Any) -> Any:
+        return eaves.jax.linear_cross_entropy(
+            hidden, head, array_of(labels), head_layout=layout, bias=bias, weight=array_of(weight),
+            row_weight=array_of(row_weight), algorithm=algorithm, workspace_bytes=workspace_bytes,
+            grad_head_dtype=grad_head_dtype, **options, **{f"return_{name}": True for name in names},
+        )  # fmt: skip
+
+    oracle = LinearOracle(hidden, head, labels, bias, weight, row_weight=row_weight, **options)
+    lying = head.T if layout == "dv" else head
+    result, vjp = jax.vjp(jax.jit(function), array_of(hidden), array_of(lying.contiguous()), array_of(bias))
+    found = result._asdict() if everything else {"loss": result}
+    bounds = oracle.bounds(torch.float32)
+    for name in ("loss", *names):
+        if name != "argmax":
+            assert_within(tensor_of(found[name]), bounds[name], name)
+    upstream = {name: random_tensor(tuple(found[name].shape), torch.float32) for name in ("loss", *names)}
+    if everything:
+        cotangent = {name: None if array is None else jnp.zeros_like(array) for name, array in found.items()}
+        given = {name: array_of(upstream[name]) for name in ("loss", "lse", "entropy")}
+        cotangent = result._replace(**{**cotangent, **given, "argmax": jnp.zeros((4, 6), jax.dtypes.float0)})
+        grads = vjp(cotangent)
+        exact = oracle.gradients(upstream["loss"], upstream["lse"], upstream["entropy"])
+    else:
+        grads = vjp(array_of(upstream["loss"]))
+        exact = oracle.gradients(upstream["loss"])
+    grad_hidden, grad_head, grad_bias = (None if grad is None else tensor_of(grad) for grad in grads)
+    assert grad_hidden is not None and grad_head is not None
+    assert grad_hidden.dtype == grad_head.dtype == dtype
+    assert_gradients((grad_hidden, grad_head.T if layout == "dv" else grad_head, grad_bias), exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_probabilities(jax_device: Any, dtype: torch.dtype) -> None:
+    hidden, head = tensors(dtype)
+    q = random_tensor((4, 6, V), torch.float32).softmax(-1)
+    loss, grads = jax.value_and_grad(eaves.jax.linear_cross_entropy, (0, 1))(*map(array_of, (hidden, head, q)))
+    oracle = LinearOracle(hidden, head, q)
+    assert_within(tensor_of(loss), oracle.bounds(torch.float32)["loss"])
+    assert_gradients((*map(tensor_of, grads), None), oracle.gradients(), dtype)
+
+
+def test_the_argmax_is_that_of_the_logits(jax_device: Any) -> None:
+    hidden, head = map(array_of, tensors(torch.float32))
+    labels = jnp.zeros((4, 6), jnp.int32)
+    output = eaves.jax.linear_cross_entropy(hidden, head, labels, return_argmax=True)
+    assert (output.argmax == (hidden @ head.T).argmax(-1)).all()
+
+
+def calls_in(function: Any, *arrays: Any) -> list[str]:
+    """The functions of the core that the program calls, with the tensors that they write."""
+    text = jax.jit(function).lower(*arrays).as_text()
+    return [line for line in text.splitlines() if "custom_call @eaves" in line]
+
+
+def test_what_nobody_asks_for_is_not_computed() -> None:
+    hidden, head = map(array_of, tensors(torch.float32))
+    labels = array_of(labels_of((4, 6), V))
+    loss = functools.partial(eaves.jax.linear_cross_entropy, labels=labels)
+
+    (call,) = calls_in(lambda x, w: loss(x, w), hidden, head)
+    assert "linear_cross_entropy_forward\\22" in call  # one product
+    (call,) = calls_in(jax.grad(lambda x, w: loss(x, w), (0, 1)), hidden, head)
+    assert "forward_backward" in call and "grad_x" in call and "grad_weight" in call  # three
+    (call,) = calls_in(jax.grad(lambda x, w: loss(x, w)), hidden, head)
+    assert "grad_x" in call and "grad_weight" not in call  # a frozen head
+    (call,) = calls_in(jax.grad(lambda x, w: loss(x, w), 1), hidden, head)
+    assert "grad_x" not in call and "grad_weight" in call  # a frozen body
+    rows = functools.partial(loss, reduction="none")
+    forward, backward = calls_in(jax.grad(lambda x, w: rows(x, w).sum(), (0, 1)), hidden, head)
+    assert "linear_cross_entropy_forward\\22" in forward and "linear_cross_entropy_backward" in backward
+
+
+def test_products_under_checkpoint_are_those_that_are_documented() -> None:
+    hidden, head = map(array_of, tensors(torch.float32))
+    products = {"forward\\22": 1, "forward_backward\\22": 3, "entropy_backward\\22": 3}
+    for algorithm, documented in (("speed", 6), ("recompute", 5)):
+        loss = functools.partial(
+            eaves.jax.linear_cross_entropy, labels=array_of(labels_of((4, 6), V)), algorithm=algorithm
+        )
+        calls = calls_in(jax.value_and_grad(jax.checkpoint(lambda x, w, f=loss: f(x, w)), (0, 1)), hidden, head)
+        assert sum(count for call in calls for name, count in products.items() if name in call) == documented
+
+
+def test_a_head_is_not_copied_in_either_layout() -> None:
+    hidden, head = map(array_of, tensors(torch.float32))
+    labels = array_of(labels_of((4, 6), V))
+    for layout, lying in (("vd", head), ("dv", head.T)):
+        program = jax.jit(functools.partial(eaves.jax.linear_cross_entropy, head_layout=layout))
+        text = program.lower(hidden, lying, labels).compile().as_text()
+        assert "transpose(" not in text and "copy(" not in text
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_log_probabilities_and_entropy(jax_device: Any, dtype: torch.dtype) -> None:
+    hidden, head = tensors(dtype)
+    tokens = labels_of((4, 6), V)
+    options: dict[str, Any] = {"scale": 2.0, "softcap": 3.0}
+
+    def function(hidden: Any, head: Any) -> Any:
+        output = eaves.jax.linear_log_prob(
+            hidden, head, array_of(tokens), temperature=0.5, return_entropy=True, return_top1=True, **options
+        )
+        return output.log_prob, output.entropy, output.is_top1
+
+    oracle = LinearOracle(hidden, head, tokens, reduction="none", scale=4.0, softcap=6.0)
+    (log_prob, entropy, is_top1), vjp = jax.vjp(function, array_of(hidden), array_of(head))
+    bounds = oracle.bounds(torch.float32)
+    assert_within(-tensor_of(log_prob), bounds["loss"])
+    assert_within(tensor_of(entropy), bounds["entropy"])
+    assert (torch.tensor(is_top1.tolist()) == ((oracle.rows.argmax == tokens) & (tokens != -100))).all()
+    upstream = [random_tensor((4, 6), torch.float32), random_tensor((4, 6), torch.float32, deviation=0.3)]
+    grads = vjp((*map(array_of, upstream), jnp.zeros((4, 6), jax.dtypes.float0)))
+    exact = oracle.gradients(-upstream[0], None, upstream[1])
+    assert_gradients((*map(tensor_of, grads), None), exact, dtype)
+    plain = eaves.jax.linear_log_prob(array_of(hidden), array_of(head), array_of(tokens), temperature=0.5, **options)
+    assert (plain == log_prob).all()
+
+
+RIGHT: dict[str, Any] = {
+    "hidden": jnp.zeros((4, 6, D)), "head": jnp.zeros((V, D)), "labels": jnp.zeros((4, 6), jnp.int32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"head": jnp.zeros((V, D + 1))}, r"head has shape \[37, 25\], expected \[classes, 24\]"),
+        ({"head": jnp.zeros((V, D)), "head_layout": "dv"}, r"head has shape \[37, 24\], expected \[24, classes\]"),
+        ({"head": jnp.zeros(V)}, r"head has shape \[37\], expected \[classes, 24\]"),
+        ({"head": jnp.zeros((V, D), jnp.bfloat16)}, "head has dtype bfloat16, expected float32"),
+        ({"labels": jnp.zeros(4, jnp.int32)}, r"labels has shape \[4\], expected \[4, 6\]"),
+        ({"bias": jnp.zeros(3)}, r"bias has shape \[3\], expected \[37\]"),
+        ({"weight": jnp.zeros(3)}, r"weight has shape \[3\], expected \[37\]"),
+        ({"head_layout": "v"}, 'expected "vd" or "dv"'),
+        ({"algorithm": "memory"}, 'expected "auto", "speed" or "recompute"'),
+        ({"workspace_bytes": 0}, "expected a positive number of bytes"),
+        ({"grad_head_dtype": jnp.float16}, "expected float32"),
+        ({"scale": 0.0}, "scale is 0, expected a positive number"),
+        ({"axis_name": "model"}, "inside of jax.shard_map"),
+    ],
+)
+def test_refusals_while_jax_traces(wrong: dict[str, Any], sentence: str) -> None:
+    arrays = {name: each for name, each in {**RIGHT, **wrong}.items() if isinstance(each, jax.Array)}
+    constants = {name: each for name, each in wrong.items() if name not in arrays}
+    function = functools.partial(eaves.jax.linear_cross_entropy, **constants)
+    for call in (function, jax.jit(function)):
+        with pytest.raises(ValueError, match=sentence) as caught:
+            call(**arrays)
+        assert str(caught.value).startswith("linear_cross_entropy: ") and "\n" not in str(caught.value)
+
+
+def test_a_token_that_is_a_probability_and_a_temperature_of_0_are_refused() -> None:
+    with pytest.raises(ValueError, match="tokens has dtype float32"):
+        eaves.jax.linear_log_prob(RIGHT["hidden"], RIGHT["head"], jnp.zeros((4, 6)))
+    with pytest.raises(ValueError, match="temperature is 0"):
+        eaves.jax.linear_log_prob(RIGHT["hidden"], RIGHT["head"], RIGHT["labels"], temperature=0)
