@@ -146,6 +146,7 @@ void each_member(LinearCrossEntropyShard& args, Visit&& visit) {
   EAVES_MEMBER(classes);
   EAVES_MEMBER(most_classes);
   EAVES_MEMBER(is_for_mean_logit);
+  EAVES_MEMBER(is_for_argmax_or_sum_sq);
 }
 
 template <typename Visit>

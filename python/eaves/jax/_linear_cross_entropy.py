@@ -41,6 +41,7 @@ from eaves.jax._shards import STATISTICS, Shard, align, local_labels, merge, sha
 
 _OP = "linear_cross_entropy"
 _NAMES = (*NAMES, ("x", "hidden"), ("weight", "head"), ("targets", "labels"), ("class_weight", "weight"))
+_LARGEST = {"argmax", "sum_sq"}  # what a shard has to be told before it computes
 _LAYOUTS = ("vd", "dv")
 _ALGORITHMS = ("auto", "speed", "recompute")
 
@@ -416,7 +417,8 @@ def _of_shards(setting: _Setting, shard: Shard, values: Any, names: tuple[str, .
     arrays = _arrays(setting, (hidden, head, bias, moved, weight, None, None))
     shape, factors = (*hidden.shape[:-1], STATISTICS), (*row_factors(hidden.ndim - 1), "k")
     result = Result("statistics", factors, shape=shape, dtype=result_dtype(hidden))
-    numbers = (("reduction", NONE), *setting.numbers, ("is_for_mean_logit", "mean_logit" in names))
+    merged = (("is_for_mean_logit", "mean_logit" in names), ("is_for_argmax_or_sum_sq", not _LARGEST.isdisjoint(names)))
+    numbers = (("reduction", NONE), *setting.numbers, *merged)
     call = Call(_OP, "linear_cross_entropy_shard_forward", tuple(arrays.operands), (result,), numbers, _NAMES)
     (statistics,) = bind(call, *alike(*arrays.arrays))
     options = tuple(each for each in setting.options if each[0] != "workspace_limit")
