@@ -70,7 +70,6 @@ def _forward(
 
     def statistics_at(place: Place) -> Tensor:
         check_targets(_OP, target, place.classes, ignore_index)
-        refuse_argmax(_OP, outputs, place, logits.dtype)
         if place.columns == 0:
             return no_statistics(target.numel(), logits)
         computed: Tensor = call(
@@ -82,6 +81,7 @@ def _forward(
     expected = agreement.expected()
     own = statistics_at(expected)
     place = agreement.settle()
+    refuse_argmax(_OP, outputs, place, logits.dtype)
     if place != expected:
         own = statistics_at(place)
     gathered = statistics_of(gather_statistics(shard, own, target.reshape(-1)).wait())

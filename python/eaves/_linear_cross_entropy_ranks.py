@@ -4,7 +4,7 @@ the extension's. The extension computes a shard, in chunks of rows; torch.distri
 Without gradients, and in the forward of "recompute", the rows' statistics are gathered once. Where the forward computes
 gradients, the extension calls back for each chunk, between its logits and their gradient. All ranks merge the same
 statistics in the order of the ranks, so that they have the same numbers. The gradient of input is a sum over the ranks:
-that of a chunk is underway while the logits of the next are computed.
+that of a chunk is underway while that of the head is computed.
 
 Under sequence parallelism each rank has a part of the rows, which are gathered before; the sums go to the rank whose
 rows they are.
@@ -117,9 +117,17 @@ class _Call:
         functions = [None if each is None else _CALLBACK(guarded(each)) for each in callbacks]
         # Not by ctypes.cast(), whose cycle of references would keep the gradients, so that autograd copied them.
         addresses = [0 if each is None else ctypes.c_void_p.from_buffer(each).value for each in functions]
-        call(_OP, overload, *arguments, *addresses)
+        try:
+            call(_OP, overload, *arguments, *addresses)
+        except Exception:
+            if not errors:
+                raise
         if errors:
-            raise errors[0]
+            error = errors.pop()
+            try:
+                raise error
+            finally:
+                del error  # or the frame and its error would keep each other
 
 
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
@@ -203,12 +211,14 @@ def _forward(*arguments: Any) -> list[Tensor]:
     agreement = Agreement(
         _OP, shard, tensors.target, columns, lambda: _facts(tensors, options, kept, outputs, gradients)
     )
-    if shard.sequence_parallel or tensors.weight is not None:  # these exchange something before the statistics
+    # The first two exchange something before the statistics.
+    if shard.sequence_parallel or tensors.weight is not None or outputs & ARGMAX:
         agreement.settle()
     try:
         return _forward_at(agreement.expected(), agreement, tensors, options, shard, kept, outputs, gradients)
     except PlaceChanged:
-        return _forward_at(agreement.settle(), agreement, tensors, options, shard, kept, outputs, gradients)
+        pass  # and what was computed is gone
+    return _forward_at(agreement.settle(), agreement, tensors, options, shard, kept, outputs, gradients)
 
 
 def _forward_at(

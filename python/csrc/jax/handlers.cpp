@@ -7,12 +7,11 @@
 // on the CPU too; and where XLA records calls to replay them (a command buffer) it is there in each replay.
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <latch>
 #include <memory>
-#include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -67,30 +66,23 @@ TensorView view_of(ffi::AnyBuffer buffer, Device device) {
 /// these threads itself, and all others may wait as it would.
 class Loop {
  public:
-  Loop(std::int64_t count, ParallelFor::Body body, void* data) : count_(count), body_(body), data_(data) {}
+  Loop(std::int64_t count, ParallelFor::Body body, void* data)
+      : count_(count), body_(body), data_(data), left_(static_cast<std::ptrdiff_t>(count)) {}
 
   void take_pieces() {
     std::int64_t done = 0;
     for (std::int64_t piece = next_++; piece < count_; piece = next_++, ++done) body_(data_, piece, piece + 1);
-    if (done == 0) return;
-    const std::lock_guard lock(mutex_);
-    done_ += done;
-    if (done_ == count_) all_done_.notify_all();
+    if (done != 0) left_.count_down(done);
   }
 
-  void wait() {
-    std::unique_lock lock(mutex_);
-    all_done_.wait(lock, [&] { return done_ == count_; });
-  }
+  void wait() { left_.wait(); }
 
  private:
   const std::int64_t count_;
   const ParallelFor::Body body_;
   void* const data_;
   std::atomic<std::int64_t> next_ = 0;
-  std::int64_t done_ = 0;  ///< guarded by mutex_
-  std::mutex mutex_;
-  std::condition_variable all_done_;
+  std::latch left_;  // std::condition_variable needs a newer libstdc++ than the rest
 };
 
 void run_on_xla_threads(void* pool, std::int64_t count, ParallelFor::Body body, void* data) {

@@ -14,7 +14,7 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -208,15 +208,23 @@ def _rows_of(case: Case, device: torch.device, repetitions: int) -> Iterator[dic
             yield row
             continue
         if rank == 0:
-            try:
-                alone = _step(forward, [each.clone() for each in whole], None)
-                row["one_rank_ms"] = _milliseconds(alone, device, None, repetitions)
-                row["one_rank_peak_bytes"] = peak_of_call(alone, device)
+            row |= _on_one_rank(forward, whole, device, repetitions)
+            if "one_rank_ms" in row:
                 row["efficiency"] = row["one_rank_ms"] / (ranks * row["ms"])
-            except Exception as error:
-                row["one_rank_skipped"] = reason(error)
         distributed.barrier(group)
         yield row
+
+
+def _on_one_rank(
+    forward: Forward, whole: Sequence[Tensor], device: torch.device, repetitions: int
+) -> dict[str, float | str]:
+    """The call with everything."""
+    try:
+        run = _step(forward, [each.clone() for each in whole], None)
+        milliseconds = _milliseconds(run, device, None, repetitions)
+        return {"one_rank_ms": milliseconds, "one_rank_peak_bytes": peak_of_call(run, device)}
+    except Exception as error:
+        return {"one_rank_skipped": reason(error)}
 
 
 def _collectives(case: Case, device: torch.device, repetitions: int) -> list[dict[str, Any]]:
@@ -284,7 +292,8 @@ def _on_a_rank(rank: int, arguments: argparse.Namespace, rendezvous: str) -> Non
     if rank == 0:
         whole = next(row for row in rows if row["provider"] == "eaves" and row["data"] == "dense")
         head = results.result(rows, device, "ranks", ["liger-kernel"])
-        found = {**head, "collectives": collectives, "plan": plan(case, whole["one_rank_ms"], collectives)}
+        planned = plan(case, whole["one_rank_ms"], collectives) if "one_rank_ms" in whole else []
+        found = {**head, "collectives": collectives, "plan": planned}
         _print(found)
         if arguments.output:
             Path(arguments.output).write_text(json.dumps(found, indent=1) + "\n")

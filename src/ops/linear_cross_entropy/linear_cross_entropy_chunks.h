@@ -249,7 +249,10 @@ class LinearCrossEntropyChunks {
   /// Of the gradient of the logits of these rows and classes, which lies where the logits lay.
   void multiply_gradients(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes) {
     const void* alpha = problem_.is_reduced() && !is_scale_in_factor_ ? number(kScale) : nullptr;
-    if (problem_.grad_x != nullptr) multiply_grad_x(first, rows, first_class, classes, alpha);
+    if (problem_.grad_x != nullptr) {
+      multiply_grad_x(first, rows, first_class, classes, alpha);
+      if (first_class + classes == problem_.classes) finish_grad_x(first, rows);
+    }
     if (problem_.grad_weight != nullptr) {
       multiply_grad_weight(first, rows, first_class, classes, x_at(first), alpha);
     }
@@ -455,14 +458,15 @@ class LinearCrossEntropyChunks {
     if (is_gradient_narrow()) args.grad_logits = gradient_view(rows, classes);
     cross_entropy_forward_backward(args, loss_context_);
     multiply_gradients(first, rows, 0, classes);
-    finish_grad_x(first, rows);
   }
 
   /// From where multiply_grad_x put it to its place.
   void finish_grad_x(std::int64_t first, std::int64_t rows) {
     const bool is_wide = is_grad_x_wide(problem_, block_);
-    if (problem_.grad_x == nullptr || problem_.classes == 0 || !(is_wide || gathers_)) return;
-    steps_.scatter_grad_x(first, rows, is_wide ? problem_.accumulator() : problem_.grad_x_dtype);
+    if (is_wide || gathers_) {
+      steps_.scatter_grad_x(first, rows, is_wide ? problem_.accumulator() : problem_.grad_x_dtype);
+    }
+    tell_grad_x(first, rows);
   }
 
   /// The loss alone of a shard, which is its statistics; or both at once, with those of all shards in between.
@@ -539,8 +543,7 @@ class LinearCrossEntropyChunks {
                              loss_context_);
       multiply_gradients(first, rows, first_class, classes);
     }
-    finish_grad_x(first, rows);
-    tell_grad_x(first, rows);
+    if (problem_.classes == 0) tell_grad_x(first, rows);
   }
 
   const LinearCrossEntropyProblem& problem_;

@@ -411,7 +411,8 @@ __device__ Lowering store_row(const GradientOfRows& rows, std::int64_t row, cons
     // One that is much smaller or larger would leave the range of bfloat16 in what it multiplies.
     const auto is_usual = [](double value) { return value > 0x1p-100 && value < 0x1p95; };
     const double exact_factor = double(of_softmax) / sums.sum;
-    const bool is_in_range = is_usual(sums.sum) && (exact_factor == 0.0 || is_usual(1.0 / fabs(exact_factor)));
+    const double with_mass = rows.is_shard ? exact_factor * double(gradient.hard) : exact_factor;
+    const bool is_in_range = is_usual(sums.sum) && (with_mass == 0.0 || is_usual(1.0 / fabs(with_mass)));
     auto factor = has_none ? of_softmax : static_cast<float>(exact_factor);
     if (!rows.targets.is_ignored(row) && !has_none && (is_any_lost || !is_in_range)) {
       const double exact = double(anchor) * kLog2EExact * rows.transform.stretch + double(log2f(state.softmax.sum)) -

@@ -110,8 +110,10 @@ inline bool cuts_classes(const LinearCrossEntropyProblem& problem) {
 
 /// Is grad_x of a block summed in accumulators, to be rounded at the end? Where it is a sum of several products.
 inline bool is_grad_x_wide(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyBlock& block) {
-  const bool is_cut = problem.device.type == DeviceType::cuda && is_sum_of_two_products(problem.dtype, problem.classes);
-  return problem.has_powers() || block.classes < problem.classes || is_cut;
+  const bool is_on_gpu = problem.device.type == DeviceType::cuda;
+  const bool is_cut =
+      is_sum_of_two_products(problem.dtype, problem.classes) && problem.weight.stride % kGemmVector == 0;
+  return problem.has_powers() || block.classes < problem.classes || (is_on_gpu && is_cut);
 }
 
 /// Lays out the workspace from `base` on; with nullptr only counts. Returns the number of bytes. What a call may have
