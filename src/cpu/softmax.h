@@ -85,14 +85,12 @@ struct CompensatedSum {
 /// The lanes in float64, those of one half added to those of the other.
 HWY_INLINE VectorOf<double> widened(Float v) {
   const Tag<double> d;
-  const hn::Rebind<float, Tag<double>> half;
-  HWY_ALIGN float lanes[hn::MaxLanes(FloatTag())];
-  hn::Store(v, FloatTag(), lanes);
-  auto sum = hn::Zero(d);
-  for (std::size_t i = 0; i < hn::Lanes(FloatTag()); i += hn::Lanes(d)) {
-    sum = hn::Add(sum, hn::PromoteTo(d, hn::Load(half, lanes + i)));
-  }
-  return sum;
+#if HWY_TARGET == HWY_SCALAR
+  return hn::PromoteTo(d, v);
+#else
+  const hn::Half<FloatTag> half;
+  return hn::Add(hn::PromoteTo(d, hn::LowerHalf(half, v)), hn::PromoteTo(d, hn::UpperHalf(half, v)));
+#endif
 }
 HWY_INLINE VectorOf<double> widened(VectorOf<double> v) { return v; }
 
@@ -112,6 +110,12 @@ template <typename T>
 double exact_sum_of_exp(const T* x, std::int64_t count, Accumulator<T> anchor) {
   const Tag<T> d;
   const auto shift = hn::Set(d, anchor);
+  if (count <= static_cast<std::int64_t>(pack_size<T>())) {
+    const Pack<T> pack = load_some(x, count, minus_infinity<T>());
+    const auto term = [&](VectorOf<T> v) HWY_ATTR { return widened(exp_term(d, hn::Sub(v, shift))); };
+    const auto sum = hn::Add(hn::Add(term(pack.v0), term(pack.v1)), hn::Add(term(pack.v2), term(pack.v3)));
+    return hn::GetLane(hn::SumOfLanes(Tag<double>(), sum));
+  }
   const auto zero = hn::Zero(d);
   CompensatedSum<T> s0{zero, zero}, s1{zero, zero};
   for_each_pack(x, static_cast<std::size_t>(count), minus_infinity<T>(), [&](const Pack<T>& pack) HWY_ATTR {

@@ -16,18 +16,13 @@ namespace {
 using namespace logsumexp_tensors;
 
 /// Writes the result of a row.
+template <typename T, typename Out>
 void store(const LogsumexpForwardProblem& problem, std::int64_t row, const RowState& state) {
+  using A = Accumulator<T>;
   const auto offsets = problem.view.rows.offsets(row);
   const double lse = state.lse();
-  if (problem.x_dtype == DType::float64) {
-    if (problem.lse != nullptr) static_cast<double*>(problem.lse)[offsets.of[kLse]] = lse;
-  } else if (problem.lse != nullptr) {
-    static_cast<float*>(problem.lse)[offsets.of[kLse]] = static_cast<float>(lse);
-  }
-  if (problem.out == nullptr) return;
-  dispatch_floating_point(problem.out_dtype, [&]<typename Out>() {
-    static_cast<Out*>(problem.out)[offsets.of[kOut]] = round_to<Out>(lse);
-  });
+  if (problem.lse != nullptr) static_cast<A*>(problem.lse)[offsets.of[kLse]] = static_cast<A>(lse);
+  if (problem.out != nullptr) static_cast<Out*>(problem.out)[offsets.of[kOut]] = round_to<Out>(lse);
 }
 
 template <typename T>
@@ -47,8 +42,9 @@ ScaledSoftmax<Accumulator<T>> load_scalars(const LogsumexpBackwardProblem& probl
 
 void forward(const LogsumexpForwardProblem& problem, const ExecutionContext& context) {
   dispatch_floating_point(problem.x_dtype, [&]<typename T>() {
+    const auto store_row = problem.out_dtype == kDTypeOf<T> ? store<T, T> : store<T, float>;
     reduce_softmax<T>(problem.view, {static_cast<const T*>(problem.x), kX}, context,
-                      [&](std::int64_t row, const RowState& state) { store(problem, row, state); });
+                      [&](std::int64_t row, const RowState& state) { store_row(problem, row, state); });
   });
 }
 
