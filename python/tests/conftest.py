@@ -28,6 +28,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # these when it first looks for devices.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"  # of what the operators are compared with
 
 
 def require_gpus(count: int = 1) -> None:

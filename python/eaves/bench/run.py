@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,9 +108,13 @@ def installed(providers: Iterable[Provider], device: torch.device, said: set[str
 
 
 def _measure(
-    arguments: Namespace, parts: Sequence[_Part], device: torch.device
+    arguments: Namespace,
+    parts: Sequence[_Part],
+    device: torch.device,
+    keep: Callable[[_Part, list[Entry]], None] | None = None,
 ) -> Iterator[tuple[_Part, list[Entry], bool]]:
-    """Part after part, measured and printed, to the last or to the one in which the run is stopped; whether it is."""
+    """Part after part, measured and printed, to the last or to the one in which the run is stopped; whether it is.
+    `keep` gets what a part has after each of its tables."""
     _print_heading(device)
     everything: list[Entry] = []
     is_stopped, done, all_rows = False, 0, sum(len(part.rows) for part in parts)
@@ -140,9 +144,12 @@ def _measure(
             _show_progress("")
             found += measured
             _say_tables(measured, "ms")
+            left = [entry for entry in part.before if entry not in found]
             if is_stopped:
-                found += [entry for entry in part.before if entry not in found]
+                found += left
                 break
+            if keep is not None:
+                keep(part, found + left)
         _say_tables(found, "host_ms")
         _say_tables(found, "peak_mib")
         everything += found
@@ -258,8 +265,14 @@ def _run_into_folder(
         _check_replaced(stored, part)
     if arguments.resume:
         parts = [part._replace(before=_measured_before(part, folder, device)) for part in parts]
+
+    def keep(part: _Part, found: list[Entry]) -> None:
+        """A machine that goes away says nothing before."""
+        path = folder / results.file_name(part.operator.name, part.protocol, True)
+        results.write(path, results.result(found, device, part.protocol, _packages([part]), True))
+
     rows = 0
-    for part, found, is_stopped in _measure(arguments, parts, device):
+    for part, found, is_stopped in _measure(arguments, parts, device, keep):
         rows += (measured := _count_rows(found))
         path = folder / results.file_name(part.operator.name, part.protocol, is_stopped)
         if measured > 0 or not is_stopped:
@@ -267,8 +280,7 @@ def _run_into_folder(
             _say(f"# wrote {path}")
         if is_stopped:
             raise _stopped(rows, f"in {folder}")
-        if arguments.resume and all(entry in found for entry in part.before):
-            path.with_suffix(".stopped.json").unlink(missing_ok=True)
+        path.with_suffix(".stopped.json").unlink(missing_ok=True)
         page.draw(folder, operators, [path.name])
 
 
