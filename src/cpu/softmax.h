@@ -110,12 +110,6 @@ template <typename T>
 double exact_sum_of_exp(const T* x, std::int64_t count, Accumulator<T> anchor) {
   const Tag<T> d;
   const auto shift = hn::Set(d, anchor);
-  if (count <= static_cast<std::int64_t>(pack_size<T>())) {
-    const Pack<T> pack = load_some(x, count, minus_infinity<T>());
-    const auto term = [&](VectorOf<T> v) HWY_ATTR { return widened(exp_term(d, hn::Sub(v, shift))); };
-    const auto sum = hn::Add(hn::Add(term(pack.v0), term(pack.v1)), hn::Add(term(pack.v2), term(pack.v3)));
-    return hn::GetLane(hn::SumOfLanes(Tag<double>(), sum));
-  }
   const auto zero = hn::Zero(d);
   CompensatedSum<T> s0{zero, zero}, s1{zero, zero};
   for_each_pack(x, static_cast<std::size_t>(count), minus_infinity<T>(), [&](const Pack<T>& pack) HWY_ATTR {
