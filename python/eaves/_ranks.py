@@ -317,11 +317,12 @@ class Agreement:
     def settle(self) -> Place:
         if self._place is None:
             self._place = self._begin()
+            if self._expected not in (None, self._place):
+                _unsteady.add(self._key)
         return self._place
 
     def settle_as(self, expected: Place) -> None:
         if self.settle() != expected:
-            _unsteady.add(self._key)
             raise PlaceChanged
 
 

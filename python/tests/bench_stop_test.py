@@ -16,6 +16,7 @@ from torch import Tensor
 from bench_toy import CPU, EAVES, QUICK, TOY, exp_sum, provider, small_flush, toy  # noqa: F401
 from eaves.bench import page, results
 from eaves.bench.__main__ import main
+from eaves.bench.benchmark import Provider
 from eaves.bench.device import device_name
 
 DEVICE = results.folder_name(device_name(CPU), is_gpu=False)
@@ -196,6 +197,22 @@ def test_a_run_goes_on_where_one_of_the_same_programs_was_stopped(
 
     assert main([*TOY, "--resume"], [toy(EAVES)]) == 2
     assert "--resume: is for the result files of a folder" in capsys.readouterr().err
+
+
+def _ends(x: Tensor) -> Tensor:
+    raise SystemExit
+
+
+def test_each_table_is_kept_before_the_next_begins(resuming: list[str], tmp_path: Path) -> None:
+    """A machine may go away without a word."""
+    with pytest.raises(SystemExit):
+        main(resuming, [toy(Provider("eaves", "torch", lambda module, row: _ends if row.mode == "bwd" else exp_sum))])
+    left = tmp_path / DEVICE / "toy_autograd.stopped.json"
+    kept = json.loads(left.read_text())
+    assert kept["stopped"] is True and {row["mode"] for row in kept["rows"]} == {"fwd"}
+    assert main(resuming, [toy(EAVES)]) == 0
+    whole = json.loads((tmp_path / DEVICE / "toy_autograd.json").read_text())["rows"]
+    assert whole[: len(kept["rows"])] == kept["rows"] and not left.exists()
 
 
 def test_nothing_is_taken_over_of_other_programs_and_providers(

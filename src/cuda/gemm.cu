@@ -247,9 +247,8 @@ void* advance(void* data, DType dtype, std::int64_t elements) {
 }
 
 /// For factors of 16 bits that lie well, but have rows of no whole vectors of 16 bytes, cuBLASLt proposes kernels of
-/// older GPUs alone (13.1, on Hopper): with 50,257 classes the gradient of x took 9.5 ms instead of 1.5, that of the
-/// weight 2.6 instead of 1.6. The elements behind the last whole vector are a product of their own. A sum is cut where
-/// core/gemm.h says so.
+/// older GPUs alone (13.1, on Hopper): with 50,257 classes products took several times as long. The elements behind the
+/// last whole vector are a product of their own. A sum is cut where core/gemm.h says so.
 std::optional<Parts> cut_to_vectors(const Gemm& product) {
   constexpr std::uint32_t kVectorBytes = 16;
   const bool lies_well = alignment_of(product.a.data, product.a.stride, product.dtype) >= kVectorBytes &&

@@ -23,6 +23,7 @@
 #include "core/loss_options.h"
 #include "eaves/error.h"
 #include "eaves/system.h"
+#include "eaves/version.h"
 #include "jax/call.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -249,17 +250,22 @@ EAVES_EXPORT const char* eaves_jax_workspace_bytes(const char* question, std::in
   return message.c_str();
 }
 
-/// JSON: the table of the losses' options, and what `eaves info --json` says of this library.
-EAVES_EXPORT const char* eaves_jax_info() {
+/// JSON: the version, and the table of the losses' options. Asks nothing of a GPU.
+EAVES_EXPORT const char* eaves_jax_table() {
   static const std::string text = [] {
-    auto info = nlohmann::json::object();
-    info["system"] = nlohmann::json::parse(eaves::cli::system_json(eaves::system_info()));
+    nlohmann::json table = {{"version", EAVES_VERSION}};
     for (const eaves::LossOption& option : eaves::kLossOptions) {
-      info["loss_options"].push_back({{"name", option.name},
-                                      {"keyword", option.flag + 2},  // without the "--" of the command line
-                                      {"default", eaves::CrossEntropyOptions{}.*option.value}});
+      table["loss_options"].push_back({{"name", option.name},
+                                       {"keyword", option.flag + 2},  // without the "--" of the command line
+                                       {"default", eaves::CrossEntropyOptions{}.*option.value}});
     }
-    return info.dump();
+    return table.dump();
   }();
+  return text.c_str();
+}
+
+/// What `eaves info --json` says of this library.
+EAVES_EXPORT const char* eaves_jax_system() {
+  static const std::string text = eaves::cli::system_json(eaves::system_info());
   return text.c_str();
 }

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 
 import eaves.jax
-from eaves.jax._library import info
+from eaves.jax._library import system
 
 _WARM_UP_CALLS = 3
 _DEVIATION = 1.3  # of the logits
@@ -283,7 +283,7 @@ def main() -> int:
     device = jax.devices()[0]
     if arguments.json:
         report = {
-            "schema": 1, "device": device.device_kind, "commit": info()["system"]["commit"],
+            "schema": 1, "device": device.device_kind, "commit": system()["commit"],
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"), "versions": _versions(), "rows": rows,
             "host_us": host_us, "bars": found,
         }  # fmt: skip

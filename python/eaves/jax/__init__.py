@@ -10,7 +10,7 @@ They work under jax.jit, jax.grad, jax.vmap, jax.checkpoint, jax.lax.scan, jax.s
 """
 
 from eaves.jax._cross_entropy import cross_entropy
-from eaves.jax._library import TARGETS, info
+from eaves.jax._library import TABLE, TARGETS
 from eaves.jax._linear_cross_entropy import LogProbOutput, linear_cross_entropy, linear_log_prob
 from eaves.jax._logsumexp import logsumexp
 from eaves.jax._loss import CrossEntropyOutput
@@ -27,4 +27,4 @@ __all__ = [
     "lrpe_cosine",
 ]
 
-__version__: str = info()["system"]["version"]
+__version__: str = TABLE["version"]

@@ -186,7 +186,12 @@ def _(*operands: Any, call: Call) -> list[Any]:
 
 @_call_p.def_impl  # type: ignore[untyped-decorator]
 def _(*operands: jax.Array, call: Call) -> Any:
-    return jax.jit(lambda *arrays: _call_p.bind(*arrays, call=call))(*operands)
+    return _program(call)(*operands)
+
+
+@functools.lru_cache(maxsize=4096)
+def _program(call: Call) -> Any:
+    return jax.jit(lambda *arrays: _call_p.bind(*arrays, call=call))
 
 
 def _dtype_outside(dtype: Any) -> Any:

@@ -19,6 +19,7 @@ from eaves.jax._loss import (
     NONE,
     Arrays,
     CrossEntropyOutput,
+    add_saved,
     divisor_of,
     given,
     is_soft,
@@ -26,12 +27,11 @@ from eaves.jax._loss import (
     normalizer_of,
     options_of,
     output_of,
-    quotient,
+    reduced,
     reduction_of,
     result_dtype,
     row_weight_of,
     target_weights,
-    total,
     wanted_outputs,
 )
 from eaves.jax._shards import STATISTICS, Shard, align, local_labels, merge, shard_of, without_ignore_index
@@ -134,18 +134,11 @@ def cross_entropy(
         )
     setting = _Setting(options, wanted, axis, inplace_backward, label_smoothing != 0, int(ignore_index), shard)
     loss, outputs = _rows(setting)(logits, labels, weight, row_weights)
-    if mode == NONE:
-        return output_of(loss, outputs)
-    loss = total(loss)
+    if mode == MEAN and divisor is None:
+        divisor = divisor_of(labels, weight, row_weights, ignore_index, dtype, rows, weights_of)
     if "z_loss" in outputs:
-        outputs["z_loss"] = total(outputs["z_loss"])
-    if mode == MEAN:
-        if divisor is None:
-            divisor = divisor_of(labels, weight, row_weights, ignore_index, dtype, rows, weights_of)
-        loss = quotient(loss, divisor)
-        if "z_loss" in outputs:
-            outputs["z_loss"] = quotient(outputs["z_loss"], divisor)
-    return output_of(loss, outputs)
+        outputs["z_loss"] = reduced(outputs["z_loss"], mode, divisor)
+    return output_of(reduced(loss, mode, divisor), outputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,16 +201,11 @@ def _rows(setting: _Setting) -> Any:
         if setting.shard is not None:
             labels = local_labels(setting.shard, labels, setting.ignore_index)
         arrays, of_rows = _arrays(setting, logits, labels, weight, row_weight)
-        upstream = [given(grad_loss), *(given(grad_outputs.get(name)) for name in ("lse", "entropy"))]
-        if all(each is None for each in upstream):
+        grad_loss, grad_lse, grad_entropy = map(given, (grad_loss, *map(grad_outputs.get, ("lse", "entropy"))))
+        if grad_loss is None and grad_lse is None and grad_entropy is None:
             return None, None, None, None
-        if upstream[0] is None:
-            upstream[0] = jnp.zeros_like(kept["lse"])
-        for name, array in zip(("grad_loss", "grad_lse", "grad_entropy"), upstream):
-            arrays.add(name, array, of_rows)
-        kept_entropy = kept["entropy"] if upstream[2] is not None else None
-        for name, array in (("lse", kept["lse"]), ("entropy", kept_entropy), ("target_mass", kept["target_mass"])):
-            arrays.add(name, array, of_rows)
+        arrays.add("grad_loss", jnp.zeros_like(kept["lse"]) if grad_loss is None else grad_loss, of_rows)
+        add_saved(arrays, of_rows, kept, grad_lse, grad_entropy)
         result = Result("grad_logits", arrays.operands[0].factors, shape=logits.shape, dtype=logits.dtype)
         call = Call(_OP, "cross_entropy_backward", tuple(arrays.operands), (result,), setting.numbers, _NAMES)
         if setting.inplace:

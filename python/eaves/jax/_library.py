@@ -39,7 +39,7 @@ def _load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         raise ImportError(f"eaves.jax: {LIBRARY} does not load: {error}; install the package again") from error
-    library.eaves_jax_info.restype = ctypes.c_char_p
+    library.eaves_jax_table.restype = library.eaves_jax_system.restype = ctypes.c_char_p
     library.eaves_jax_workspace_bytes.restype = ctypes.c_char_p
     number = ctypes.POINTER(ctypes.c_int64)
     library.eaves_jax_workspace_bytes.argtypes = [ctypes.c_char_p, number, number]
@@ -57,9 +57,13 @@ def _numbers(version: str) -> tuple[int, ...]:
 _library = _load()
 
 
-def info() -> dict[str, Any]:
-    """The table of the losses' options, and what the library can do on this machine."""
-    found: dict[str, Any] = json.loads(_library.eaves_jax_info())
+TABLE: dict[str, Any] = json.loads(_library.eaves_jax_table())
+"""The version, and the table of the losses' options."""
+
+
+def system() -> dict[str, Any]:
+    """What the library can do on this machine, as `eaves info --json` says it."""
+    found: dict[str, Any] = json.loads(_library.eaves_jax_system())
     return found
 
 

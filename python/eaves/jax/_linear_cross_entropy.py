@@ -21,6 +21,7 @@ from eaves.jax._loss import (
     SUM,
     Arrays,
     CrossEntropyOutput,
+    add_saved,
     divisor_of,
     given,
     is_soft,
@@ -28,13 +29,12 @@ from eaves.jax._loss import (
     normalizer_of,
     options_of,
     output_of,
-    quotient,
+    reduced,
     reduction_of,
     result_dtype,
     row_weight_of,
     share_of,
     target_weights,
-    total,
     wanted_outputs,
 )
 from eaves.jax._shards import STATISTICS, Shard, align, local_labels, merge, shard_of, without_ignore_index
@@ -113,7 +113,7 @@ def linear_cross_entropy(
         ValueError: an array or a number is not as above; on the CPU also a label that is no class, when the call runs.
         NotImplementedError: a dtype or a shape that eaves does not have.
 
-    hidden, head, bias, lse and entropy have derivatives, of first order; a gradient that nobody asks for is not
+    hidden, head, bias, lse and entropy have derivatives, of first order. Gradients that are not needed are not
     computed.
 
     Example:
@@ -178,10 +178,8 @@ def linear_cross_entropy(
     if mode == MEAN and divisor is None:
         divisor = divisor_of(labels, weight, row_weights, ignore_index, dtype, rows, weights_of)
     loss, outputs = _loss(setting)(hidden, head, bias, labels, weight, row_weights, divisor)
-    if "z_loss" in outputs and mode != NONE:
-        outputs["z_loss"] = total(outputs["z_loss"])
-        if mode == MEAN:
-            outputs["z_loss"] = quotient(outputs["z_loss"], divisor)
+    if "z_loss" in outputs:
+        outputs["z_loss"] = reduced(outputs["z_loss"], mode, divisor)
     return output_of(loss, outputs)
 
 
@@ -311,17 +309,12 @@ def _loss(setting: _Setting) -> Any:
         written = bind(call, *alike(*arrays.arrays))
         return dict(zip(names, written)), list(written[len(names) :])
 
-    def reduced(outputs: dict[str, jax.Array], divisor: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        loss = outputs["loss"]
-        if setting.mode != NONE:
-            loss = total(loss)
-        if setting.mode == MEAN:
-            loss = quotient(loss, divisor)
-        return loss, {name: outputs[name] for name in setting.wanted}
+    def split(outputs: dict[str, jax.Array], divisor: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return reduced(outputs["loss"], setting.mode, divisor), {name: outputs[name] for name in setting.wanted}
 
     @jax.custom_vjp
     def function(*values: Any) -> Any:
-        return reduced(forward(values, False)[0], values[-1])
+        return split(forward(values, False)[0], values[-1])
 
     def forward_rule(*primals: Any) -> Any:
         values = [None if primal is None else primal.value for primal in primals]
@@ -329,7 +322,7 @@ def _loss(setting: _Setting) -> Any:
         outputs, gradients = forward(values, True, wants if setting.with_gradients else None)
         kept = {name: outputs.get(name) for name in ("lse", "entropy", "target_mass")}
         waiting: Any = wants.by_place(gradients) if setting.with_gradients else None
-        return reduced(outputs, values[-1]), (values, kept, waiting, wants)
+        return split(outputs, values[-1]), (values, kept, waiting, wants)
 
     def backward_rule(residuals: Any, cotangents: Any) -> Any:
         values, kept, waiting, wants = residuals
@@ -361,11 +354,7 @@ def _loss(setting: _Setting) -> Any:
         grad_loss = share_of(grad_loss, divisor)
         is_per_row = setting.mode == NONE
         arrays.add("grad_loss", grad_loss, of_rows if is_per_row else (), per_row=is_per_row)
-        arrays.add("grad_lse", grad_lse, of_rows)
-        arrays.add("grad_entropy", grad_entropy, of_rows)
-        arrays.add("lse", kept["lse"], of_rows)
-        arrays.add("entropy", kept["entropy"] if grad_entropy is not None else None, of_rows)
-        arrays.add("target_mass", kept["target_mass"], of_rows)
+        add_saved(arrays, of_rows, kept, grad_lse, grad_entropy)
         results = tuple(_gradients(setting, hidden, head, bias, wants))
         numbers = (("reduction", NONE if is_per_row else SUM), *setting.numbers)
         call = Call(_OP, "linear_cross_entropy_backward", tuple(arrays.operands), results, numbers, _NAMES)

@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
 
 from eaves.jax._call import Operand, Result, explicit_mesh
-from eaves.jax._library import info
+from eaves.jax._library import TABLE
 
 NONE, SUM, MEAN = 0, 1, 2  # enum Reduction of include/eaves/cross_entropy.h
 _REDUCTIONS = {"none": NONE, "sum": SUM, "mean": MEAN}
@@ -42,7 +42,7 @@ class CrossEntropyOutput(NamedTuple):
 
 
 # By the user's name of each option that of the core and its default: the core's table.
-_TABLE = {row["keyword"].replace("-", "_"): (row["name"], row["default"]) for row in info()["loss_options"]}
+_TABLE = {row["keyword"].replace("-", "_"): (row["name"], row["default"]) for row in TABLE["loss_options"]}
 
 # The user's names of the core's arguments, where they differ.
 NAMES = tuple((name, keyword) for keyword, (name, _) in _TABLE.items() if name != keyword)
@@ -205,6 +205,26 @@ def quotient(number: jax.Array, divisor: jax.Array) -> jax.Array:
     """Of a sum that nothing counts in, 0."""
     is_empty = (divisor == 0) & (number == 0)
     return jnp.where(is_empty, 0, number / jnp.where(is_empty, 1, divisor))
+
+
+def reduced(rows: jax.Array, mode: int, divisor: jax.Array | None) -> jax.Array:
+    """Losses of rows, or their sum, or their mean."""
+    if mode == NONE:
+        return rows
+    number: jax.Array = total(rows)
+    if mode == SUM:
+        return number
+    assert divisor is not None
+    return quotient(number, divisor)
+
+
+def add_saved(arrays: Arrays, of_rows: tuple[str, ...], kept: Any, grad_lse: Any, grad_entropy: Any) -> None:
+    """What a backward takes beside its inputs and dL/d(loss): `kept` is what the forward has saved, by name."""
+    arrays.add("grad_lse", grad_lse, of_rows)
+    arrays.add("grad_entropy", grad_entropy, of_rows)
+    arrays.add("lse", kept["lse"], of_rows)
+    arrays.add("entropy", kept["entropy"] if grad_entropy is not None else None, of_rows)
+    arrays.add("target_mass", kept["target_mass"], of_rows)
 
 
 def share_of(number: jax.Array, divisor: jax.Array | None) -> jax.Array:

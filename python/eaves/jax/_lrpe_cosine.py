@@ -62,7 +62,7 @@ def lrpe_cosine(
         ValueError: an array or a number is not as above; on the CPU also cu_seqlens that are none, when the call runs.
         NotImplementedError: a dtype or a shape that eaves does not have, cu_seqlens with a softmax over the sequence.
 
-    x and theta have derivatives, of first order; what nobody asks for is not computed.
+    x and theta have derivatives, of first order; gradients that are not needed are not computed.
 
     Example:
         >>> import jax.numpy as jnp, eaves.jax

@@ -18,18 +18,7 @@
 namespace eaves::testing {
 namespace {
 
-class LinearCrossEntropyFused : public OnGpu {
- protected:
-  void TearDown() override { unsetenv("EAVES_FUSED_PRODUCT"); }
-  void SetUp() override {
-    OnGpu::SetUp();
-    if (IsSkipped()) return;
-    setenv("EAVES_FUSED_PRODUCT", "1", 1);
-    bool has_product = false;
-    if constexpr (kHasCuda) has_product = cuda::has_exp_product(kCuda);
-    if (!has_product) GTEST_SKIP() << "this GPU, or this build, has no product that ends in exponentials";
-  }
-};
+class LinearCrossEntropyFused : public OnGpuWithExpProduct {};
 
 using Mode = LinearCrossEntropyMode;
 

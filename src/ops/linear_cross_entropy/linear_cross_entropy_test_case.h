@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <functional>
 #include <optional>
 #include <string>
@@ -18,16 +19,33 @@
 
 #include "core/check.h"
 #include "core/rows.h"
+#include "cuda/exp_product.h"
 #include "eaves/linear_cross_entropy.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_reference.h"
+#include "runtime/backend.h"
 #include "runtime/runtime.h"
 #include "testing/calls.h"
 #include "testing/cross_entropy_results.h"
+#include "testing/devices.h"
 #include "testing/tensor.h"
 #include "testing/tolerance.h"
 
 namespace eaves::testing {
+
+/// Where logits may end in their product, and do so from few classes on.
+class OnGpuWithExpProduct : public OnGpu {
+ protected:
+  void TearDown() override { unsetenv("EAVES_FUSED_PRODUCT"); }
+  void SetUp() override {
+    OnGpu::SetUp();
+    if (IsSkipped()) return;
+    setenv("EAVES_FUSED_PRODUCT", "1", 1);
+    bool has_product = false;
+    if constexpr (kHasCuda) has_product = cuda::has_exp_product(kCuda);
+    if (!has_product) GTEST_SKIP() << "this GPU, or this build, has no product that ends in exponentials";
+  }
+};
 
 /// Which gradients are asked for.
 struct WantedGradients {
