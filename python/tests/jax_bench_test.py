@@ -1,6 +1,7 @@
 """The program that measures the head from JAX: it runs on the CPU, with few and small rows."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,13 +9,14 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("jax", reason="JAX is not installed")
-from eaves.bench.jax import PUBLISHED, bars
+from eaves.bench.jax import CURVE, PUBLISHED, bars, draw
 
 
 def test_it_measures_every_contestant_or_says_why_not(tmp_path: Path) -> None:
     path = tmp_path / "jax.json"
     program = [sys.executable, "-m", "eaves.bench.jax", "--shape", "64x32x256", "--repetitions", "2", "--json", path]
-    run = subprocess.run(program, capture_output=True, text=True)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # whatever else the machine has: bars are for GPUs
+    run = subprocess.run(program, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     report = json.loads(path.read_text())
     rows = {row["provider"]: row for row in report["rows"]}
@@ -36,6 +38,23 @@ def test_bars_are_ratios_of_what_was_measured() -> None:
     found = bars(rows, {"eaves": 5.0, "jax": 4.0})
     assert [bar["value"] for bar in found] == [100 / 92, 0.3, None, 1.25]
     assert [bar["holds"] for bar in found] == [True, True, None, False]
+
+
+def test_curves_are_of_the_shapes_that_differ_in_classes_alone(tmp_path: Path) -> None:
+    axes = pytest.importorskip("matplotlib.axes", reason="matplotlib is not installed")
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(axes.Axes, "plot", lambda self, x, y, **named: drawn.append((x, y)))
+        patch.setattr(figure.Figure, "legend", lambda self, **named: None)
+        rows = [
+            {"shape": str(each), "provider": "eaves", "ms": float(each.classes), "memory_bytes": each.classes * 2**20}
+            for each in PUBLISHED + CURVE
+        ]
+        draw(tmp_path / "jax.png", [*rows, {"shape": str(PUBLISHED[0]), "provider": "jax", "skipped": "no room"}], "")
+    classes = [4096, 16384, 32768, 65536, 131072]
+    assert drawn == [(classes, classes), (classes, classes)]
+    assert (tmp_path / "jax.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_shape_that_is_none_is_refused() -> None:

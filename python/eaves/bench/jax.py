@@ -2,7 +2,7 @@
 tokamax's XLA implementation where that is installed, the three matrix products alone as JAX runs them, and eaves from
 PyTorch where that has the same device. And what a small jitted call costs the host.
 
-    python -m eaves.bench.jax --json jax.json
+    python -m eaves.bench.jax --json jax.json --plot jax.png
 
 Each contestant is one compiled program. They take turns; a time is that of the clock, from the call until its results
 are there, because JAX has streams of its own on which PyTorch's events see nothing: of calls that take milliseconds.
@@ -51,6 +51,8 @@ class Shape(NamedTuple):
 
 
 PUBLISHED = (Shape(32768, 2560, 128256), Shape(12288, 4096, 131072))
+CURVE = tuple(Shape(12288, 4096, classes) for classes in (4096, 16384, 32768, 65536))
+"""What else there is beside the published shapes: smaller vocabularies of the second."""
 QUICK = (Shape(512, 64, 1024),)
 
 Loss = Callable[..., jax.Array]
@@ -240,6 +242,33 @@ def bars(rows: Sequence[Mapping[str, Any]], host_us: Mapping[str, float]) -> lis
     ]
 
 
+def draw(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Time and memory over the number of classes, a panel each, of the most shapes that differ in nothing else."""
+    from matplotlib.figure import Figure
+
+    measured = [(Shape(*map(int, row["shape"].split("x"))), row) for row in rows if "ms" in row]
+    heads = [shape[:2] for shape, _ in measured]
+    head = max(heads, key=heads.count)
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for name in dict.fromkeys(row["provider"] for _, row in measured):
+        of_name = sorted((s.classes, r) for s, r in measured if s[:2] == head and r["provider"] == name)
+        classes = [each for each, _ in of_name]
+        style: dict[str, Any] = {"marker": "o", "markersize": 4, "linestyle": "--" if name == "products" else "-"}
+        panels[0].plot(classes, [row["ms"] for _, row in of_name], label=name, **style)
+        panels[1].plot(classes, [row["memory_bytes"] / 2**20 for _, row in of_name], **style)
+    for panel, quantity in zip(panels, ("ms", "MiB beside the arguments")):
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_xlabel("classes")
+        panel.set_ylabel(quantity)
+        panel.grid(color="#DDDDDD")
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{head[0]} rows of {head[1]} features, forward and backward\n{title}", fontsize=11)
+    figure.legend(loc="outside lower center", ncols=5, frameon=False)
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+
+
 def _versions() -> dict[str, str]:
     found = {"eaves": eaves.jax.__version__}
     for package in ("jax", "jaxlib", "torch", "tokamax"):
@@ -266,10 +295,11 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK[0]} instead of the published shapes")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results too")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="where to draw the curves; needs matplotlib")
     arguments = parser.parse_args()
     rows = []
     print(f"{'shape':<20} {'provider':<16} {'ms':>10} {'MiB':>10}")
-    for shape in arguments.shape or (QUICK if arguments.quick else PUBLISHED):
+    for shape in arguments.shape or (QUICK if arguments.quick else PUBLISHED + CURVE):
         for row in measure(shape, arguments.repetitions):
             rows.append(row)
             numbers = row.get("skipped") or f"{row['ms']:10.3f} {row['memory_bytes'] / 2**20:10.1f}"
@@ -288,6 +318,9 @@ def main() -> int:
             "host_us": host_us, "bars": found,
         }  # fmt: skip
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    if arguments.plot:
+        versions = _versions()
+        draw(arguments.plot, rows, f"{device.device_kind}, eaves {versions['eaves']}, jax {versions['jax']}")
     return int(device.platform == "gpu" and any(bar["holds"] is False for bar in found))
 
 

@@ -142,6 +142,8 @@ TEST_F(LinearCrossEntropyFused, RowsFarFromTheirSampledLogitsMatchTheOracle) {
   for (const double deviation : {16.0, 64.0, 256.0, 3000.0}) {
     check("deviation", [=](LinearCrossEntropyCase& c) { c.deviation = deviation; });
   }
+  check("deviation, of a mean",
+        [](LinearCrossEntropyCase& c) { c.deviation = 16.0, c.classes = 8300, c.options.reduction = Reduction::mean; });
   check_loss("deviation of 30000", [](LinearCrossEntropyCase& c) { c.deviation = 30000.0; });
   // The exponents of these lie far from the guess, and lse next to 0.
   for (const double of_others : {-79.5, -40.0, -20.0}) {

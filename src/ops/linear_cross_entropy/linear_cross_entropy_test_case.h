@@ -465,13 +465,13 @@ class LinearCrossEntropyComparison {
                        false,
                        false,
                        problem_of(run_, mode).has_powers()};
-    const Product of_weight{transposed(computed(all.values)),
-                            transposed(computed(all.scales)),
-                            computed(exact_.x),
-                            block.rows,
-                            case_.accumulates,
-                            true,
-                            problem_of(run_, mode).has_powers()};
+    Product of_weight{transposed(computed(all.values)),
+                      transposed(computed(all.scales)),
+                      computed(exact_.x),
+                      block.rows,
+                      case_.accumulates,
+                      true,
+                      problem_of(run_, mode).has_powers()};
     Matrix ones(of_weight.factor.columns, 1);
     std::fill(ones.values.begin(), ones.values.end(), 1.0);
     const Product of_bias{of_weight.factor,
@@ -481,6 +481,7 @@ class LinearCrossEntropyComparison {
                           case_.accumulates,
                           false,
                           problem_of(run_, mode).has_powers()};
+    if (of_weight.has_powers) of_weight.rounded_other = computed(x_with_factors(scaling.in_factor.loss));
     return (!wanted.x || (is_within(actual.x, "grad_x", of_x, shares.grad_x) && ignored_are_zero(actual.x, how))) &&
            (!wanted.weight || is_within(actual.weight, "grad_weight", of_weight, shares.grad_weight)) &&
            (!wanted.bias || is_within(actual.bias, "grad_bias", of_bias, shares.grad_bias));
@@ -520,9 +521,23 @@ class LinearCrossEntropyComparison {
     Matrix other;
     std::int64_t chunk;
     bool accumulates;
-    bool is_added_by_gemm = false;  ///< what a chunk adds
-    bool has_powers = false;        ///< linear_cross_entropy_fused.h
+    bool is_added_by_gemm = false;             ///< what a chunk adds
+    bool has_powers = false;                   ///< linear_cross_entropy_fused.h
+    std::optional<Matrix> rounded_other = {};  ///< `other` with the rounding that it gets, where it gets one
   };
+
+  /// x times what each row's exponentials are divided by, rounded, over that factor, of which a rounding knows the
+  /// mantissa alone.
+  Matrix x_with_factors(const std::vector<double>& grad_loss) const {
+    Matrix x = exact_.x;
+    for (std::int64_t i = 0; i < x.rows; ++i) {
+      const double bits = exact_.rows[static_cast<std::size_t>(i)].lse / std::log(2.0);
+      const double factor = grad_loss[static_cast<std::size_t>(i)] * std::exp2(std::floor(bits) - bits);
+      if (!std::isfinite(factor) || factor == 0.0) continue;
+      for (std::int64_t d = 0; d < x.columns; ++d) x.at(i, d) = rounded(case_.dtype, x.at(i, d) * factor) / factor;
+    }
+    return x;
+  }
 
   /// The elements of `tensor` that a product computes: of grad_x those of rows that are not ignored.
   Matrix elements_of(const TestTensor& tensor, const Matrix& like) const {
@@ -615,7 +630,8 @@ class LinearCrossEntropyComparison {
         held->values[i] = LinearCrossEntropyRun::held(static_cast<std::int64_t>(i));
       }
     }
-    const Matrix expected = bound.multiply(product.factor, product.other, dtype, held);
+    const Matrix& other = product.rounded_other ? *product.rounded_other : product.other;
+    const Matrix expected = bound.multiply(product.factor, other, dtype, held);
     double error = 0.0, allowed = 0.0;
     for (std::size_t i = 0; i < exact.values.size(); ++i) {
       error += std::pow(actual.values[i] - exact.values[i], 2);
