@@ -34,9 +34,12 @@ _MINIMUM_REPETITIONS = 5
 _WARM_UP_CALLS = 3
 
 # Back to back, in rounds that are waited for: a GPU takes about a thousand launches before the host has to wait, and an
-# operator's eager backward is about ten.
+# operator's eager backward is about ten. Of calls that keep the GPU busy for long there are fewer, but not below three:
+# as many as this time has room for, for each contestant.
 _HOST_ROUNDS = 5
 _HOST_CALLS = 20
+_MINIMUM_HOST_CALLS = 3
+_HOST_MS = 100.0
 
 Cell = dict[str, Any]
 """What was measured of a provider in a row, by the keys of the result file; or `skipped`, why there is nothing."""
@@ -134,17 +137,29 @@ class Timer:
     def _measure_host(self, contestants: Sequence[_Contestant]) -> float:
         """What a call costs the host, for each contestant; returns the most."""
         begin = now_ms()
+        counts = [self._host_calls(contestant) for contestant in contestants]
         for _ in range(_HOST_ROUNDS):
-            for contestant in contestants:
-                for index in range(0 if contestant.skipped else _HOST_CALLS):
+            for contestant, count in zip(contestants, counts):
+                for index in range(0 if contestant.skipped else count):
                     contestant.prepare(index)
                     call_begin = now_ms()
                     contestant.run(index)
                     contestant.host_ms.append(now_ms() - call_begin)
                 synchronize(self._device)
-            if now_ms() - begin > _SLOW_CONTESTANT_MS * len(contestants):
+            if now_ms() - begin > _HOST_MS * len(contestants):
                 break
         return max(statistics.median(each.host_ms or [0.0]) for each in contestants)
+
+    def _host_calls(self, contestant: _Contestant) -> int:
+        if contestant.skipped:
+            return 0
+        contestant.prepare(0)
+        synchronize(self._device)
+        begin = now_ms()
+        contestant.run(0)
+        synchronize(self._device)
+        affordable = int(_HOST_MS / max(1e-3, now_ms() - begin))
+        return min(_HOST_CALLS, max(_MINIMUM_HOST_CALLS, affordable))
 
     def _flushes_that_cover(self, host_ms: float) -> int:
         """How often the buffer has to be read so that the device is busy for half as long again as the host."""
