@@ -295,20 +295,30 @@ def needs_autograd(*tensors: Tensor) -> bool:
     return False
 
 
-def call_plainly(overload: OpOverload, x: Tensor, y: Tensor) -> Any:
-    """`overload(x, y)` for arguments that are not checked yet, or None where the way with the checks is to be taken:
-    the call needs more than the extension's own kernel, or that has refused it. Outside of torch.compile only.
+def call_plainly(overload: OpOverload, function: type[torch.autograd.Function], x: Tensor, y: Tensor) -> Any:
+    """The first result of `overload(x, y)` for arguments that are not checked yet, by `function` where x requires a
+    gradient; None where the way with the checks is to be taken: the call needs more, or the extension has refused it.
+    Outside of torch.compile only.
 
     The extension checks the same things; the checks of the caller know the user's words, and cost half of a small call.
     """
     is_plain = type(x) is type(y) is Tensor and not (x.is_meta or y.is_meta or _is_in_dispatch_mode())
-    if not is_plain or needs_autograd(x, y):
+    if not is_plain or is_transforming() or getattr(forward_ad, "_current_level", 0) >= 0:
         return None
     try:
-        with _below_autograd():
-            return overload(x, y)
+        if not torch.is_grad_enabled() or not (x.requires_grad or y.requires_grad):
+            return run_plainly(overload, x, y)[0]
+        if y.is_floating_point():
+            return None
+        return super(torch.autograd.Function, function).apply(x, y)  # type: ignore[misc]
     except RuntimeError:
         return None
+
+
+def run_plainly(overload: OpOverload, *arguments: object) -> Any:
+    """`call` without its words for what is wrong."""
+    with _below_autograd():
+        return overload(*arguments)
 
 
 def call(op: str, overload: OpOverload, *arguments: object, number_tensor: Tensor | None = None) -> Any:
