@@ -5,7 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace eaves {
+#include "eaves/api.h"
+
+namespace eaves EAVES_API {
 
 /// Scratch memory on the device where the operator runs, aligned to 256 bytes. The same memory must not serve two
 /// calls that run at the same time.

@@ -28,10 +28,11 @@
 //   some logits of a row are -inf     p is 0 there; all of them: loss and gradient are NaN
 #pragma once
 
+#include "eaves/api.h"
 #include "eaves/context.h"
 #include "eaves/tensor.h"
 
-namespace eaves {
+namespace eaves EAVES_API {
 
 enum class Reduction : std::uint8_t { none, sum, mean };
 

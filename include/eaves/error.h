@@ -4,7 +4,9 @@
 
 #include <stdexcept>
 
-namespace eaves {
+#include "eaves/api.h"
+
+namespace eaves EAVES_API {
 
 /// The caller is wrong: a shape, dtype, device or value that the operator's header excludes.
 class InvalidArgument : public std::invalid_argument {

@@ -29,11 +29,12 @@
 
 #include <functional>
 
+#include "eaves/api.h"
 #include "eaves/context.h"
 #include "eaves/cross_entropy.h"
 #include "eaves/tensor.h"
 
-namespace eaves {
+namespace eaves EAVES_API {
 
 // "Per row" means the shape of x without its last axis. Per-row outputs, and what the backward takes of them, are
 // contiguous; "result dtype" is float32, or float64 where x is float64.

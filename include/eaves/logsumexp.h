@@ -12,10 +12,11 @@
 //   a NaN among them                    lse = NaN, gradient NaN
 #pragma once
 
+#include "eaves/api.h"
 #include "eaves/context.h"
 #include "eaves/tensor.h"
 
-namespace eaves {
+namespace eaves EAVES_API {
 
 // `= {}` after each member: a call may leave out any of them without a compiler's warning.
 

@@ -22,10 +22,11 @@
 // Relative Positional Encoding", arXiv:2307.09270, with cosine and sine as separate halves.
 #pragma once
 
+#include "eaves/api.h"
 #include "eaves/context.h"
 #include "eaves/tensor.h"
 
-namespace eaves {
+namespace eaves EAVES_API {
 
 enum class Activation : std::uint8_t {
   none,

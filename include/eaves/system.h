@@ -5,7 +5,9 @@
 #include <string>
 #include <vector>
 
-namespace eaves {
+#include "eaves/api.h"
+
+namespace eaves EAVES_API {
 
 struct GpuInfo {
   int index = 0;

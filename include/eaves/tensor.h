@@ -7,7 +7,9 @@
 #include <cstdint>
 #include <initializer_list>
 
-namespace eaves {
+#include "eaves/api.h"
+
+namespace eaves EAVES_API {
 
 /// Element types. bfloat16, float16, float32 and float64 are computed on; int32 and int64 are indices.
 enum class DType : std::uint8_t { float32, float64, float16, bfloat16, int8, int16, int32, int64, uint8, boolean };

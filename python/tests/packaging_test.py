@@ -85,7 +85,7 @@ def test_the_libraries_that_the_wheel_needs_are_inside(tmp_path: Path) -> None:
     with zipfile.ZipFile(WHEELS[0]) as archive:
         libraries = [name for name in archive.namelist() if ".so" in Path(name).name]
         archive.extractall(tmp_path, libraries)
-    assert {"eaves/eaves_torch.so", "eaves/eaves_jax.so"} <= set(libraries)
+    assert {"eaves/libeaves.so", "eaves/eaves_torch.so", "eaves/eaves_jax.so"} <= set(libraries)
     inside = {Path(name).name for name in libraries}
     for library in libraries:
         needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", run("readelf", "-d", tmp_path / library)))
