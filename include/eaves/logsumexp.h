@@ -33,9 +33,10 @@ struct LogsumexpForwardArgs {
   /// out, optional; shape of x without `axes`, any strides; dtype of x, or float32.
   TensorView out = {};
 
-  /// out, optional; shape of `out`; float32 (float64 where x is float64). What the backward needs: a bfloat16 lse
-  /// around 12 is off by 3 %, and so would be every gradient. One of `out` and `lse` must be there; neither may overlap
-  /// x or the other.
+  /// out, optional; shape of `out`; float32 or float64 (float64 where x is float64). What the backward needs: a bfloat16
+  /// lse around 12 is off by 3 %, and so would be every gradient. A float32 one around 1e4 is off by 5e-4: take float64
+  /// for float32 elements that may be far from 0. One of `out` and `lse` must be there; neither may overlap x or the
+  /// other.
   TensorView lse = {};
 };
 
@@ -46,7 +47,7 @@ struct LogsumexpBackwardArgs {
   /// x, as in the forward.
   TensorView x = {};
 
-  /// lse, as the forward wrote it: float32 (float64 where x is float64).
+  /// lse, as the forward wrote it.
   TensorView lse = {};
 
   /// As in the forward.

@@ -20,6 +20,7 @@ from eaves._loss import (
     OF_IGNORED_ROWS,
     RETURNED,
     TARGET_MASS,
+    WIDE_LSE,
     Z_LOSS,
     CrossEntropyOutput,
     LossModule,
@@ -364,6 +365,8 @@ def cross_entropy(
         needs_target_mass = is_soft or (weight is not None and (may_smooth or shard is not None))
         if not inplace_backward or is_compiling:
             computed = kept_for_backward(wanted, mode, needs_target_mass)
+            if input.dtype == torch.float32 and shard is None:
+                computed |= WIDE_LSE
             outputs = apply(_OP, _CrossEntropy, *arguments, computed, wanted, number_tensor, shard)
         else:
             refuse_in_place(input)
@@ -572,7 +575,7 @@ class _CrossEntropy(torch.autograd.Function):
             return None, *nothing
         input, target, weight, row_weight, *saved, number_tensor, place = ctx.saved_tensors
         axis, ignore_index, mode, numbers = ctx.options
-        upstream, saved = for_backward(upstream, saved, mode)
+        upstream, saved = for_backward(upstream, saved, mode, input.dtype)
         if place is not None:
             arguments = (*upstream, input, target, weight, row_weight, *saved, *ctx.options, place)
             differentiable = [tensor for tensor in (input, *upstream) if tensor is not None]
@@ -599,7 +602,8 @@ class _PlainMean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, target: Tensor) -> Tensor:
-        loss, lse, divisor = run_plainly(_forward, input, target, None, None, None, *_PLAIN, _KEPT_PLAINLY)
+        kept = _KEPT_PLAINLY | WIDE_LSE if input.dtype == torch.float32 else _KEPT_PLAINLY
+        loss, lse, divisor = run_plainly(_forward, input, target, None, None, None, *_PLAIN, kept)
         ctx.save_for_backward(input, target, lse, divisor)
         result: Tensor = loss
         return result

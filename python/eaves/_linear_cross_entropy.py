@@ -821,7 +821,9 @@ def _compute_again(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor 
     *tensors, lse, entropy, target_mass, divisor, number_tensor, place = ctx.saved_tensors
     *inputs, _ = _as_multiplied(tuple(tensors))
     input, linear_weight, linear_bias = inputs[:3]
-    upstream, saved = for_backward(upstream, (lse, entropy, target_mass, divisor), Options(*ctx.options).reduction)
+    upstream, saved = for_backward(
+        upstream, (lse, entropy, target_mass, divisor), Options(*ctx.options).reduction, tensors[0].dtype
+    )
     bits = sum(bit for bit, needs in zip(GRADIENTS, ctx.needs_input_grad) if needs)
     arguments = (*upstream, *inputs, *saved, *ctx.options)
     if ctx.grad_weight_out is not None and bits & OF_WEIGHT:

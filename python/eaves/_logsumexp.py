@@ -83,6 +83,11 @@ def logsumexp(
     return out
 
 
+def _kept_dtype(x: Tensor) -> torch.dtype:
+    """What lse is kept in for the backward: far from 0 float32 is not what the gradient of float32 elements needs."""
+    return torch.float64 if x.dtype == torch.float32 else accumulator_dtype(x.dtype)
+
+
 @binds_quickly
 class _Logsumexp(torch.autograd.Function):
     """x -> (out, lse), or out alone where that is the lse, in the dtype that the backward needs."""
@@ -91,7 +96,7 @@ class _Logsumexp(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tensor | tuple[Tensor, Tensor]:
-        is_lse = dtype == accumulator_dtype(x.dtype)
+        is_lse = dtype == _kept_dtype(x)
         result: Tensor | tuple[Tensor, Tensor]
         result = call("logsumexp", _forward if is_lse else _forward_lse, x, axes, keepdim, dtype)
         return result
@@ -144,7 +149,7 @@ class _LogsumexpGradient(torch.autograd.Function):
     def backward(ctx: Any, v: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         grad_out, x, lse = ctx.saved_tensors
         p = _gradient(torch.ones_like(lse, dtype=grad_out.dtype), x, lse, ctx.axes, ctx.keepdim)
-        weighted = v.to(lse.dtype) * p
+        weighted = v.to(accumulator_dtype(x.dtype)) * p
         total = weighted.sum(tuple(ctx.axes) or None, keepdim=True)
         rows = grad_out if ctx.keepdim else grad_out.reshape(total.shape)
         grad_x = rows * (weighted - p * total)
@@ -170,7 +175,7 @@ def _(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tens
 @register_fake("logsumexp_forward_lse")
 def _(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     shape = _row_shape(x, axes, keepdim)
-    return x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=accumulator_dtype(x.dtype))
+    return x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=_kept_dtype(x))
 
 
 @register_fake("logsumexp_backward")

@@ -33,6 +33,7 @@ REDUCTION_NAMES = {mode: name for name, mode in REDUCTIONS.items()}
 # them in this order.
 LSE, DIVISOR, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS, SUM_SQ, MEAN_LOGIT = OUTPUTS = (1, 2, 4, 8, 16, 32, 64, 128)
 OF_IGNORED_ROWS = 256  # no output: those per row of rows that are ignored too
+WIDE_LSE = 512  # no output: lse is float64, and loses nothing of float32 logits that are far from 0
 # What the user may ask for, in the order of CrossEntropyOutput.
 RETURNED = (LSE, ARGMAX, ENTROPY, Z_LOSS, SUM_SQ, MEAN_LOGIT)
 
@@ -342,7 +343,7 @@ POSITIONS = [
         bit: 1 + sum(1 for other in OUTPUTS if other < bit and computed & other) if computed & bit else 0
         for bit in OUTPUTS
     }
-    for computed in range(2 * OF_IGNORED_ROWS)
+    for computed in range(2 * WIDE_LSE)
 ]
 
 _SAVED_POSITIONS = [(positions[ENTROPY], positions[TARGET_MASS], positions[DIVISOR]) for positions in POSITIONS]
@@ -357,6 +358,8 @@ def pick(outputs: Sequence[Any], computed: int, bit: int) -> Any:
 def output_of(outputs: Sequence[Tensor], computed: int, wanted: int) -> CrossEntropyOutput:
     """What the user gets of what was computed."""
     returned = [pick(outputs, computed, bit) if wanted & bit else None for bit in RETURNED]
+    if computed & WIDE_LSE and returned[0] is not None:
+        returned[0] = returned[0].to(outputs[0].dtype)
     return CrossEntropyOutput(outputs[0], *returned)
 
 
@@ -387,15 +390,20 @@ def upstream_of(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None
     grad_entropy = pick(grads, ctx.computed, ENTROPY)
     if grad_loss is None and grad_lse is None and grad_entropy is None:
         return ()
+    if grad_lse is not None and ctx.computed & WIDE_LSE:
+        grad_lse = grad_lse.to(torch.float32)
     return grad_loss, grad_lse, grad_entropy
 
 
-def for_backward(upstream: Sequence[Any], saved: Sequence[Any], mode: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The upstream gradients and the saved outputs as the extension takes them."""
+def for_backward(
+    upstream: Sequence[Any], saved: Sequence[Any], mode: int, dtype: torch.dtype
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The upstream gradients and the saved outputs as the extension takes them; `dtype` is that of the logits."""
     grad_loss, grad_lse, grad_entropy = upstream
     lse, entropy, target_mass, divisor = saved
     if grad_loss is None:
-        grad_loss = lse.new_zeros(()).expand(lse.shape if mode == NONE else ())
+        zero = lse.new_zeros((), dtype=accumulator_dtype(dtype))
+        grad_loss = zero.expand(lse.shape if mode == NONE else ())
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     if grad_entropy is None:
@@ -411,7 +419,8 @@ def empty_outputs(like: Tensor, rows: Sequence[int], mode: int, outputs: int) ->
     tensors = [like.new_empty(loss_shape, dtype=dtype)]
     for bit, shape in shapes.items():
         if outputs & bit:
-            tensors.append(like.new_empty(shape, dtype=torch.int64 if bit == ARGMAX else dtype))
+            of_output = torch.int64 if bit == ARGMAX else torch.float64 if bit == LSE and outputs & WIDE_LSE else dtype
+            tensors.append(like.new_empty(shape, dtype=of_output))
     return tensors
 
 

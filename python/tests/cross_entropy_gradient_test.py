@@ -245,8 +245,9 @@ def test_only_the_arguments_and_one_number_a_row_are_kept_for_the_backward(devic
         inputs = {logits.data_ptr(), target.data_ptr()}
         assert inputs == {t.data_ptr() for t in kept} & inputs, "the tensors themselves, not copies"
         besides = [t for t in kept if t.data_ptr() not in inputs]
-        # The lse of each row, and the divisor of the mean.
-        assert sum(t.untyped_storage().nbytes() for t in besides) == 65 * (8 if dtype == torch.float64 else 4)
+        # The lse of each row, of float32 in float64, and the divisor of the mean.
+        of_lse, of_divisor = (4 if dtype.itemsize == 2 else 8), (8 if dtype == torch.float64 else 4)
+        assert sum(t.untyped_storage().nbytes() for t in besides) == 64 * of_lse + of_divisor
 
 
 def test_an_input_that_was_changed_before_the_backward_is_noticed(device: torch.device) -> None:
@@ -472,6 +473,30 @@ def test_a_compiled_call_ignores_in_place(any_device: torch.device, fresh_compil
 
 
 # ---------------------------------------------------------------------------------------------------------------- edges
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "return_lse": True, "return_entropy": True}], ids=str)
+@pytest.mark.parametrize("offset", [300.0, -1e4, 1e4])
+def test_logits_far_from_zero_have_exact_gradients(offset: float, options: dict[str, Any], device: torch.device) -> None:
+    logits = (random_tensor((8, 500), torch.float32, device=device) + offset).requires_grad_()
+    target = torch.arange(8, device=device) * 50
+
+    def gradient(input: Tensor, function: Any, **options: Any) -> Tensor:
+        leaf = input.detach().requires_grad_()
+        out = function(leaf, target, **options)
+        (out if isinstance(out, Tensor) else out.loss + out.lse.sum()).backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    def exact(input: Tensor, target: Tensor, label_smoothing: float = 0.0, **returned: bool) -> Tensor:
+        loss = torch.nn.functional.cross_entropy(input, target, label_smoothing=label_smoothing)
+        return loss + torch.logsumexp(input, -1).sum() if returned else loss
+
+    expected = gradient(logits.double(), exact, **options)
+    found = gradient(logits, eaves.cross_entropy, **options).double()
+    assert ((found - expected).abs() <= 4e-6 * expected.abs().amax(-1, keepdim=True)).all()
+    if options:
+        assert eaves.cross_entropy(logits, target, **options).lse.dtype == torch.float32
 
 
 def test_a_class_of_minus_infinity_has_gradient_0(device: torch.device) -> None:

@@ -223,6 +223,14 @@ def test_infinities_and_nan_have_the_gradient_that_the_formula_says(device: torc
     assert x.grad[2].tolist() == [0.5, 0.5, 0.0]
 
 
+@pytest.mark.parametrize("offset", [300.0, -1e4, 1e4])
+def test_elements_far_from_zero_have_exact_gradients(offset: float, device: torch.device) -> None:
+    x = (random_tensor((8, 500), torch.float32, device=device) + offset).requires_grad_()
+    expected = torch.softmax(x.detach().double(), -1)
+    (found,) = torch.autograd.grad(eaves.logsumexp(x, -1).sum(), x)
+    assert ((found - expected).abs() <= 4e-6 * expected.amax(-1, keepdim=True)).all()
+
+
 def test_large_elements_have_finite_gradients(device: torch.device) -> None:
     x = torch.tensor([[1e4, 1e4, 0.0], [-1e4, -1e4, -2e4], [3e38, 0.0, -3e38]], device=device, requires_grad=True)
     out = eaves.logsumexp(x, 1)

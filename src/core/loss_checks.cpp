@@ -66,6 +66,13 @@ void* LossArguments::per_row(const Argument& argument, bool is_output) {
   return per_row(argument, is_output, result_dtype, "");
 }
 
+TypedNumbers LossArguments::lse(const Argument& argument, bool is_output) {
+  if (takes_wide_lse && argument.view.is_present && argument.view.dtype == DType::float64) {
+    return {per_row(argument, is_output, DType::float64, ""), DType::float64};
+  }
+  return {per_row(argument, is_output), result_dtype};
+}
+
 void* LossArguments::scalar(const Argument& argument, bool is_output) {
   if (!is_given(argument)) return nullptr;
   has_one_element(argument);

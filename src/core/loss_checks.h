@@ -7,6 +7,7 @@
 #include "core/check.h"
 #include "core/loss_outputs.h"
 #include "core/row_targets.h"
+#include "core/typed_numbers.h"
 #include "eaves/cross_entropy.h"
 
 namespace eaves::check {
@@ -27,6 +28,7 @@ struct LossArguments {
   const char* rows_of = reference;     ///< the argument whose rows and dtype these are
   std::vector<Argument> inputs = {};   ///< present ones
   std::vector<Argument> outputs = {};  ///< present ones
+  bool takes_wide_lse = false;         ///< an lse may also be float64
 
   void take_input(const Argument& argument);
   void take_output(const Argument& argument);
@@ -39,6 +41,9 @@ struct LossArguments {
   /// An optional per-row tensor; its memory, or nullptr where there is none.
   void* per_row(const Argument& argument, bool is_output, DType dtype, const char* why);
   void* per_row(const Argument& argument, bool is_output);
+
+  /// lse, optional.
+  TypedNumbers lse(const Argument& argument, bool is_output);
 
   /// An optional single number of the result dtype.
   void* scalar(const Argument& argument, bool is_output);
@@ -64,7 +69,9 @@ LossOutputs loss_outputs(LossArguments& checked, const Views& views, Reduction r
   outputs.divisor = checked.mean_scalar({op, "divisor", views.divisor}, reduction, true);
   outputs.argmax = static_cast<std::int64_t*>(
       checked.per_row({op, "argmax", views.argmax}, true, DType::int64, "a class of each row"));
-  outputs.lse = checked.per_row({op, "lse", views.lse}, true);
+  const TypedNumbers lse = checked.lse({op, "lse", views.lse}, true);
+  outputs.lse = const_cast<void*>(lse.data);
+  outputs.has_wide_lse = lse.dtype != checked.result_dtype;
   outputs.entropy = checked.per_row({op, "entropy", views.entropy}, true);
   outputs.sum_sq = checked.per_row({op, "sum_sq", views.sum_sq}, true);
   outputs.mean_logit = checked.per_row({op, "mean_logit", views.mean_logit}, true);

@@ -5,7 +5,7 @@
 
 namespace eaves {
 
-/// Each nullptr where not asked for; float32, or float64 for float64 logits.
+/// Each nullptr where not asked for; float32, or float64 for float64 logits, but for a wide lse.
 struct LossOutputs {
   void* loss;  ///< per row, or one element where it is reduced, as is z_loss
   void* z_loss;
@@ -17,6 +17,7 @@ struct LossOutputs {
   void* sum_sq;
   void* mean_logit;
   void* target_mass;
+  bool has_wide_lse = false;  ///< it is float64, and float32 what else there is
 };
 
 /// Those with a number for each row, in the dtype of the loss.

@@ -48,7 +48,7 @@ void backward_of(const CrossEntropyBackwardProblem& problem, const ExecutionCont
                                      {.grad_loss = grad_of_row(problem.inputs, problem.grad_loss, row.at, divisor),
                                       .grad_lse = per_row(problem.grad_lse, at),
                                       .grad_entropy = per_row(problem.grad_entropy, at),
-                                      .lse = per_row(problem.lse, at),
+                                      .lse = number_at(problem.lse, at),
                                       .entropy = per_row(problem.entropy, at),
                                       .target_mass = per_row(problem.target_mass, at),
                                       .target = row.target,

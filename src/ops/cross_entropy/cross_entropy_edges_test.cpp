@@ -367,6 +367,30 @@ TEST_P(CrossEntropyEdges, AsPGoesToOneTheGradientOfTheTargetStaysPrecise) {
   }
 }
 
+TEST_P(CrossEntropyEdges, InFloat64AnLseKeepsTheGradientOfLogitsFarFromZero) {
+  for (const double offset : {300.0, -1e4, 1e4, 1e5}) {
+    for (const std::int64_t columns : {3, 50, 1000, 40003}) {
+      CrossEntropyCase plain{.device = device(), .dtype = DType::float32, .shape = {5, columns}, .has_wide_lse = true};
+      plain.value = [=](std::int64_t i) { return offset + normal(i); };
+      check_cross_entropy(plain);
+      CrossEntropyCase with_options = plain;
+      with_options.options = {.label_smoothing = 0.1, .z_loss_weight = 1e-4};
+      with_options.has_grad_lse = with_options.has_grad_entropy = true;
+      check_cross_entropy(with_options);
+      with_options.weight_dtype = DType::float32;
+      check_cross_entropy(with_options);
+    }
+  }
+  // And of a class that is learnt: lse - 18 is 7e-7.
+  CrossEntropyCase learnt{.device = device(), .dtype = DType::float32, .shape = {1, 50}, .has_wide_lse = true};
+  learnt.value = [](std::int64_t i) { return i == 1 ? 18.0 : 0.0; };
+  learnt.target = [](std::int64_t) { return 1.0; };
+  CrossEntropyRun run(learnt);
+  run.run();
+  const double exact = -1.75 * 49.0 * std::exp(-18.0);
+  EXPECT_NEAR(run.grad_logits.get(1), exact, 2e-6 * std::abs(exact));
+}
+
 TEST_P(CrossEntropyEdges, ALossNextToZeroIsNotRoundedToZero) {
   // lse - z_t would be: float32 knows 16 to 1e-6. Through the largest logit nothing is lost.
   for (const std::int64_t columns : kLengths) {

@@ -38,6 +38,18 @@ __device__ RowGradient<Accumulator<T>> gradient_of_row(const LossInputs<T, View>
   return row_gradient(row, in.terms);
 }
 
+/// Number `i` of those that a forward has kept; and what it loses as a number of A.
+template <typename A>
+struct SplitLse {
+  A lse;
+  A rest = A(0);
+
+  __device__ SplitLse(const TypedNumbers& kept, std::int64_t i) : lse(number_at<A>(kept, i)) {
+    if (kept.dtype == kDTypeOf<A> || lse - lse != A(0)) return;
+    rest = static_cast<A>(number_at<double>(kept, i) - double(lse));
+  }
+};
+
 template <typename T, typename View>
 struct GradientInputs {
   using A = Accumulator<T>;
@@ -46,7 +58,7 @@ struct GradientInputs {
   TypedNumbers grad_loss;
   const A* grad_lse;
   const A* grad_entropy;
-  const A* lse;
+  TypedNumbers lse;
   const A* entropy;
   const A* target_mass;
   const A* divisor;
@@ -56,7 +68,7 @@ struct GradientInputs {
         grad_loss(problem.grad_loss),
         grad_lse(static_cast<const A*>(problem.grad_lse)),
         grad_entropy(static_cast<const A*>(problem.grad_entropy)),
-        lse(static_cast<const A*>(problem.lse)),
+        lse(problem.lse),
         entropy(static_cast<const A*>(problem.entropy)),
         target_mass(static_cast<const A*>(problem.target_mass)),
         divisor(static_cast<const A*>(problem.divisor)) {}
@@ -67,7 +79,9 @@ struct GradientInputs {
     const std::int64_t i = at.of[kPerRow];
     RowGradientInputs<A> row{};
     row.target = in.target_at(at.of[kTargets]);
-    row.lse = lse[i];
+    const SplitLse<A> split(lse, i);
+    row.lse = split.lse;
+    row.lse_rest = split.rest;
     row.grad_loss = gradient_of_loss<T>(grad_loss, at.of[kGradLoss], divisor) * in.row_weight_at(i);
     if (grad_lse != nullptr) row.grad_lse = grad_lse[i];
     if (grad_entropy != nullptr) {
@@ -84,9 +98,11 @@ struct PlainGradient {
   using A = Accumulator<T>;
   static constexpr int kSize = Vector<T>::kSize;
 
-  RowGradient<A> row;
+  RowGradient<A> row;  ///< its mass that of e^(z - lse) without the rest of lse
 
-  __device__ PlainGradient(const LossInputs<T, View>&, const RowGradient<A>& gradient, std::int64_t) : row(gradient) {}
+  __device__ PlainGradient(const LossInputs<T, View>&, const RowGradient<A>& gradient, std::int64_t) : row(gradient) {
+    row.mass *= exponential(-row.lse_rest);
+  }
 
   /// Of a class that is not the target. The difference is taken before the product with log2(e): near lse, where the
   /// result is largest, it is exact. In a row that counts for nothing p is not used, and may be NaN.
@@ -95,7 +111,7 @@ struct PlainGradient {
   }
   __device__ A target(A z) const {
     if (row.hard == A(0) && row.rest == A(0)) return -row.per_class;
-    const A d = z - row.lse;
+    const A d = (z - row.lse) - row.lse_rest;
     return fma(std::expm1(d), row.hard, fma(exponential(d), row.rest, -row.per_class));
   }
 
@@ -130,7 +146,7 @@ struct FullGradient {
   RowGradient<A> row;
   std::int64_t soft_row;
   // For whole vectors: p / correction = e^(kUnit * (z' / kUnit - anchor)), with the anchor in the rounding of z'. What
-  // the rounding of the anchor itself adds to every exponent, the correction takes out again.
+  // the rounding of the anchor itself adds to every exponent, and the rest of lse, the correction takes out again.
   A anchor;  ///< lse / kUnit
   A mass;    ///< of p / correction; like the next ones for gradients in z'/scale
   A slope;   ///< of p / correction times the exponent
@@ -139,8 +155,9 @@ struct FullGradient {
 
   __device__ FullGradient(const LossInputs<T, View>& inputs, const RowGradient<A>& gradient, std::int64_t soft_offset)
       : in(inputs), row(gradient), soft_row(soft_offset), anchor(product(row.lse, A(1) / kUnit<A>)) {
-    const A correction = power(-fma(row.lse, A(1) / kUnit<A>, -anchor)) * in.terms.scale;
-    mass = row.mass * correction;
+    const A rounding = fma(row.lse, A(1) / kUnit<A>, -anchor) + row.lse_rest * (A(1) / kUnit<A>);
+    const A correction = power(-rounding) * in.terms.scale;
+    mass = (row.mass - row.slope * row.lse_rest) * correction;
     slope = row.slope * correction * kUnit<A>;
     per_class = row.per_class * in.terms.scale;
     has_vectors = row.mass != A(0) && fabs(row.lse) < A(kCommonAnchor) &&
@@ -161,7 +178,7 @@ struct FullGradient {
     A transformed = z * in.terms.scale;
     A derivative = A(1);  // of tanh
     if (in.terms.softcap != A(0)) transformed = capped<false>(z, in.terms, &derivative).rounded() * kUnit<A>;
-    const A d = transformed - row.lse;
+    const A d = (transformed - row.lse) - row.lse_rest;
     const A p = exponential(d);
     A result = row.per_class == A(0) ? A(0) : -row.per_class * u;
     if (column == row.target) {

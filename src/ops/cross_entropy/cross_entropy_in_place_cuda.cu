@@ -103,6 +103,7 @@ struct InPlace {
     RowGradientInputs<A> inputs{};
     inputs.target = target;
     inputs.lse = loss.lse;
+    inputs.lse_rest = loss.lse_rest;
     inputs.target_mass = loss.target_mass;
     inputs.grad_loss = row.grad_loss;
     return PlainGradient<T, View>(in, gradient_of_row(in, inputs), at.of[kSoftTargets]);
@@ -440,11 +441,12 @@ void in_two_passes(const CrossEntropyInPlaceProblem& problem, const ExecutionCon
   if (is_mean && forward.outputs.divisor == nullptr) forward.outputs.divisor = own_divisor;
   cross_entropy(forward, forward_context);
   if (inputs.view.row_count == 0 || inputs.view.column_count == 0) return;
+  const DType lse_dtype = forward.outputs.has_wide_lse ? DType::float64 : accumulator_dtype(inputs.logits_dtype);
   const CrossEntropyBackwardProblem backward{.inputs = inputs,
                                              .grad_loss = problem.grad_loss,
                                              .grad_lse = nullptr,
                                              .grad_entropy = nullptr,
-                                             .lse = forward.outputs.lse,
+                                             .lse = {forward.outputs.lse, lse_dtype},
                                              .entropy = nullptr,
                                              .target_mass = forward.outputs.target_mass,
                                              .divisor = is_mean ? forward.outputs.divisor : nullptr,

@@ -135,6 +135,7 @@ struct RowLoss {
   A loss;
   A z_loss;
   A lse;
+  A lse_rest;     ///< what lse has lost in its rounding: next to a large anchor it has no room for the sum
   A target_mass;  ///< m of cross_entropy.h
 };
 
@@ -154,6 +155,10 @@ EAVES_HOST_DEVICE RowLoss<A> row_loss(const ClassStatistics<A>& statistics, cons
   const A anchor = softmax_anchor(statistics.softmax.max);
   const A log_sum = std::log(statistics.softmax.sum);
   result.lse = anchor + log_sum;
+  if (result.lse - result.lse == A(0)) {
+    const A added = result.lse - anchor;
+    result.lse_rest = (anchor - (result.lse - added)) + (log_sum - added);
+  }
   if (!is_counted) return result;
   // Through the anchor instead of lse: next to a loss of 0, z'_t is the anchor, and nothing cancels.
   const A hard = terms.is_soft ? A(0) : (A(1) - terms.smoothing) * target.weight;
@@ -203,10 +208,11 @@ EAVES_HOST_DEVICE A mean_logit_of(const ClassStatistics<A>& statistics, std::int
 ///   exp(z'_v - lse) * (mass + slope * (z'_v - lse)) - per_class * u_v           for v other than the target
 ///   the same, but expm1(z'_v - lse) * hard + exp(z'_v - lse) * (mass - hard)    for the target, where mass * p - hard
 ///                                                                               would cancel as p goes to 1
-/// with u as in ClassStatistics.
+/// with u as in ClassStatistics. lse is the sum of two numbers here.
 template <typename A>
 struct RowGradient {
   A lse;
+  A lse_rest;           ///< as in RowLoss
   A mass;               ///< hard + rest
   A rest;               ///< mass - hard, computed without the difference
   A hard;               ///< of the target; 0 with soft targets
@@ -222,6 +228,7 @@ struct RowGradientInputs {
   A grad_lse;      ///< 0 where not given
   A grad_entropy;  ///< likewise
   A lse;
+  A lse_rest = A(0);  ///< as in RowLoss
   A entropy;
   A target_mass;        ///< of soft targets, and where weights and smoothing meet; not read otherwise
   std::int64_t target;  ///< the class; any number for soft targets
@@ -239,6 +246,7 @@ template <typename A>
 EAVES_HOST_DEVICE RowGradient<A> row_gradient(const RowGradientInputs<A>& in, const CrossEntropyTerms<A>& terms) {
   RowGradient<A> result{};
   result.lse = in.lse;
+  result.lse_rest = in.lse_rest;
   result.target = -1;
   result.slope = -in.grad_entropy;
   // d(entropy)/dz'_v = -p_v * (z'_v - lse + entropy)

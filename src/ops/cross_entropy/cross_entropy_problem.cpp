@@ -100,7 +100,8 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
                         .row_shape = reduced_shape(args.logits.shape, axes, false),
                         .result_dtype = accumulator_dtype(args.logits.dtype),
                         .device = args.logits.device,
-                        .reference = "logits"};
+                        .reference = "logits",
+                        .takes_wide_lse = true};
   check::is_valid(targets);
   check::is_on(targets, args.logits.device, "logits");
   const bool is_soft = is_floating_point(args.targets.dtype);
@@ -240,7 +241,7 @@ CrossEntropyBackwardProblem make_problem(const CrossEntropyBackwardArgs& args) {
       .grad_loss = {args.grad_loss.data, args.grad_loss.dtype},
       .grad_lse = checked.per_row({kBackward, "grad_lse", args.grad_lse}, false),
       .grad_entropy = checked.per_row({kBackward, "grad_entropy", args.grad_entropy}, false),
-      .lse = checked.per_row(lse, false),
+      .lse = checked.lse(lse, false),
       .entropy = checked.per_row(entropy, false),
       .target_mass = checked.per_row(target_mass, false),
       .divisor = checked.mean_scalar(divisor, reduction, false),
@@ -357,7 +358,8 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
                         .result_dtype = args.loss.is_present ? args.loss.dtype : args.statistics.dtype,
                         .device = args.statistics.device,
                         .reference = "statistics",
-                        .rows_of = "logits"};
+                        .rows_of = "logits",
+                        .takes_wide_lse = true};
   check_statistics_dtype(checked, statistics);
   checked.take_input(statistics);
   checked.take_input(targets);

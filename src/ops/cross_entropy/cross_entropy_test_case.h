@@ -41,6 +41,7 @@ struct CrossEntropyCase {
   bool has_grad_entropy = false;
   bool wants_all_of_row = true;  ///< argmax, entropy and sum_sq among the outputs
   bool wants_mean_logit = false;
+  bool has_wide_lse = false;    ///< lse is kept in float64
   bool runs_in_place = true;  ///< forward_backward too; not over logits that share memory
   Placement logits_placement = {};
   Placement targets_placement = {};
@@ -64,8 +65,8 @@ class CrossEntropyRun {
   explicit CrossEntropyRun(const CrossEntropyCase& test_case)
       : case_(test_case),
         class_axis_(case_.class_axis < 0 ? case_.class_axis + case_.shape.size() : case_.class_axis),
-        results(case_.device, result_dtype(), row_shape(), reduction()),
-        results_in_place(case_.device, result_dtype(), row_shape(), reduction()),
+        results(case_.device, result_dtype(), row_shape(), reduction(), case_.has_wide_lse),
+        results_in_place(case_.device, result_dtype(), row_shape(), reduction(), case_.has_wide_lse),
         logits(case_.device, case_.dtype, case_.shape, case_.logits_placement),
         targets(case_.device, case_.targets_dtype, is_soft() ? case_.shape : row_shape(), case_.targets_placement),
         weight(case_.device, case_.weight_dtype.value_or(DType::float32), {classes()}),
@@ -277,7 +278,7 @@ class CrossEntropyComparison {
     return compare_results_.compare_sums(results, sums_, divisor, how);
   }
 
-  /// The backward is judged by the lse, entropy and divisor that it was given.
+  /// The backward is judged by the entropy and the divisor that it was given, and by a lse that was rounded.
   bool compare_backward(const reference::CrossEntropyRow& row, std::int64_t i, const std::string& of_row) {
     const CrossEntropyCase& test_case = run_.test_case();
     const CrossEntropyResults& results = run_.results;
@@ -286,7 +287,8 @@ class CrossEntropyComparison {
                          {.loss = grad_loss(results, i),
                           .lse_gradient = test_case.has_grad_lse ? run_.grad_lse.get(i) : 0.0,
                           .entropy_gradient = test_case.has_grad_entropy ? run_.grad_entropy.get(i) : 0.0,
-                          .lse_minus_anchor = results.lse.get(i),
+                          .anchor = test_case.has_wide_lse ? row.anchor : 0.0,
+                          .lse_minus_anchor = test_case.has_wide_lse ? row.lse_minus_anchor : results.lse.get(i),
                           .entropy = results.entropy.get(i)},
                          shares.gradient);
     if (!text.empty()) ADD_FAILURE() << "gradient" << of_row << ", " << text;
@@ -362,6 +364,7 @@ inline std::string description_of(const CrossEntropyCase& c) {
   if (c.weight_dtype) text += std::string(", weight ") + name_of(*c.weight_dtype);
   if (c.has_row_weight) text += ", row_weight";
   if (c.wants_mean_logit) text += ", mean_logit";
+  if (c.has_wide_lse) text += ", lse in float64";
   if (c.has_normalizer) text += ", normalizer";
   if (!c.reads_ignored_rows) text += ", ignored rows not read";
   if (c.has_grad_lse) text += ", grad_lse";

@@ -20,6 +20,12 @@ const char* reason_of(bool keepdim) {
   return keepdim ? "x with its reduced axes of size 1" : "x without its reduced axes";
 }
 
+/// What an lse may be kept as.
+constexpr std::initializer_list<DType> kKept = {DType::float32, DType::float64}, kKeptOfFloat64 = {DType::float64};
+constexpr const char* kKeptDtypes = "float32 or float64; where x is float64, that";
+
+std::initializer_list<DType> kept_dtypes(DType x) { return x == DType::float64 ? kKeptOfFloat64 : kKept; }
+
 void check_x(const Argument& x) {
   check::is_valid(x);
   check::has_dtype(x, {DType::float32, DType::float64, DType::float16, DType::bfloat16}, "convert other types first");
@@ -42,7 +48,7 @@ LogsumexpForwardProblem make_problem(const LogsumexpForwardArgs& args) {
     check::do_not_overlap(output, x);
   };
   check_output(out, {args.x.dtype, DType::float32}, "that of x, or float32");
-  check_output(lse, {accumulator_dtype(args.x.dtype)}, "float32, or float64 where x is float64");
+  check_output(lse, kept_dtypes(args.x.dtype), kKeptDtypes);
   if (args.out.is_present && args.lse.is_present) check::do_not_overlap(out, lse);
 
   // An absent output walks along with the other one.
@@ -58,7 +64,8 @@ LogsumexpForwardProblem make_problem(const LogsumexpForwardArgs& args) {
           .out_dtype = out_view.dtype,
           .x = args.x.data,
           .out = args.out.data,
-          .lse = args.lse.data};
+          .lse = args.lse.data,
+          .lse_dtype = lse_view.dtype};
 }
 
 LogsumexpBackwardProblem make_problem(const LogsumexpBackwardArgs& args) {
@@ -79,7 +86,7 @@ LogsumexpBackwardProblem make_problem(const LogsumexpBackwardArgs& args) {
   check::is_valid(lse);
   check::is_on(lse, args.x.device, "x");
   check::has_shape(lse, row_shape, shape_reason);
-  check::has_dtype(lse, {accumulator_dtype(args.x.dtype)}, "float32, or float64 where x is float64");
+  check::has_dtype(lse, kept_dtypes(args.x.dtype), kKeptDtypes);
 
   check::is_valid(grad_x);
   check::is_on(grad_x, args.x.device, "x");
@@ -100,7 +107,7 @@ LogsumexpBackwardProblem make_problem(const LogsumexpBackwardArgs& args) {
       .x_dtype = args.x.dtype,
       .grad_out_dtype = args.grad_out.dtype,
       .x = args.x.data,
-      .lse = args.lse.data,
+      .lse = {args.lse.data, args.lse.dtype},
       .grad_out = args.grad_out.data,
       .grad_x = args.grad_x.data};
 }

@@ -5,6 +5,7 @@
 #include <cstddef>
 
 #include "core/rows.h"
+#include "core/typed_numbers.h"
 #include "eaves/context.h"
 #include "eaves/tensor.h"
 
@@ -28,7 +29,8 @@ struct LogsumexpForwardProblem {
   DType out_dtype;
   const void* x;
   void* out;  ///< nullptr where not asked for
-  void* lse;  ///< likewise; float32, or float64 for a float64 x
+  void* lse;  ///< likewise
+  DType lse_dtype;
 };
 
 struct LogsumexpBackwardProblem {
@@ -37,7 +39,7 @@ struct LogsumexpBackwardProblem {
   DType x_dtype;
   DType grad_out_dtype;
   const void* x;
-  const void* lse;
+  TypedNumbers lse;
   const void* grad_out;
   void* grad_x;
 };

@@ -32,7 +32,7 @@ struct LogsumexpGradient {
   View rows;
   const T* in;
   T* out;
-  const A* lse;
+  TypedNumbers lse;
   const void* grad_out;
   DType grad_out_dtype;
 
@@ -43,7 +43,11 @@ struct LogsumexpGradient {
     // Of the type of x, or float32.
     const A g = grad_out_dtype == kDTypeOf<T> ? load_as_accumulator(static_cast<const T*>(grad_out)[at.of[kGradOut]])
                                               : static_cast<const float*>(grad_out)[at.of[kGradOut]];
-    return Elementwise<T, RowGradient<A>>{{lse[at.of[kLse]], g}};
+    const A kept = number_at<A>(lse, at.of[kLse]);
+    if (lse.dtype == kDTypeOf<A> || kept - kept != A(0)) return Elementwise<T, RowGradient<A>>{{kept, g}};
+    // What a float64 has beside its rounding is one factor of the row.
+    const auto rest = static_cast<A>(number_at<double>(lse, at.of[kLse]) - double(kept));
+    return Elementwise<T, RowGradient<A>>{{kept, g * exponential(-rest)}};
   }
 };
 
@@ -54,7 +58,7 @@ void backward(const LogsumexpBackwardProblem& problem, const ExecutionContext& c
                 return LogsumexpGradient<T, View>{view,
                                                   static_cast<const T*>(problem.x),
                                                   static_cast<T*>(problem.grad_x),
-                                                  static_cast<const Accumulator<T>*>(problem.lse),
+                                                  problem.lse,
                                                   problem.grad_out,
                                                   problem.grad_out_dtype};
               });

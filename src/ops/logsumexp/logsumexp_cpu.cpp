@@ -18,10 +18,15 @@ using namespace logsumexp_tensors;
 /// Writes the result of a row.
 template <typename T, typename Out>
 void store(const LogsumexpForwardProblem& problem, std::int64_t row, const RowState& state) {
-  using A = Accumulator<T>;
   const auto offsets = problem.view.rows.offsets(row);
   const double lse = state.lse();
-  if (problem.lse != nullptr) static_cast<A*>(problem.lse)[offsets.of[kLse]] = static_cast<A>(lse);
+  if (problem.lse != nullptr) {
+    if (problem.lse_dtype == DType::float64) {
+      static_cast<double*>(problem.lse)[offsets.of[kLse]] = lse;
+    } else {
+      static_cast<float*>(problem.lse)[offsets.of[kLse]] = static_cast<float>(lse);
+    }
+  }
   if (problem.out != nullptr) static_cast<Out*>(problem.out)[offsets.of[kOut]] = round_to<Out>(lse);
 }
 
@@ -29,13 +34,16 @@ template <typename T>
 ScaledSoftmax<Accumulator<T>> load_scalars(const LogsumexpBackwardProblem& problem, std::int64_t row) {
   using A = Accumulator<T>;
   const auto offsets = problem.view.rows.offsets(row);
-  const A lse = static_cast<const A*>(problem.lse)[offsets.of[kLse]];
+  const auto exact = number_at<double>(problem.lse, offsets.of[kLse]);
+  const A lse = static_cast<A>(exact);
   // A row of nothing but -inf: its gradient is 0, and x - inf makes it so.
   if (lse == -infinity<A>()) return {.lse = infinity<A>(), .scale = A(0)};
-  if (problem.grad_out_dtype == kDTypeOf<T>) {
-    return {.lse = lse, .scale = load_as_accumulator(static_cast<const T*>(problem.grad_out)[offsets.of[kGradOut]])};
-  }
-  return {.lse = lse, .scale = static_cast<A>(static_cast<const float*>(problem.grad_out)[offsets.of[kGradOut]])};
+  A scale = problem.grad_out_dtype == kDTypeOf<T>
+                ? load_as_accumulator(static_cast<const T*>(problem.grad_out)[offsets.of[kGradOut]])
+                : static_cast<A>(static_cast<const float*>(problem.grad_out)[offsets.of[kGradOut]]);
+  // What the lse loses when it is rounded to A is one factor of the row.
+  if (exact != lse && std::isfinite(lse)) scale = static_cast<A>(scale * std::exp(lse - exact));
+  return {.lse = lse, .scale = scale};
 }
 
 }  // namespace

@@ -413,6 +413,27 @@ TEST_P(Logsumexp, LargeElementsOfEitherSignMatchTheOracle) {
   }
 }
 
+TEST_P(Logsumexp, InFloat64AnLseKeepsTheGradientOfElementsFarFromZero) {
+  for (const double offset : {300.0, -1e4, 1e4, 1e5}) {
+    for (const std::int64_t columns : {3, 50, 1000, 40003}) {
+      check_logsumexp({.device = device(),
+                       .dtype = DType::float32,
+                       .shape = {5, columns},
+                       .axes = {1},
+                       .has_wide_lse = true,
+                       .value = [=](std::int64_t i) { return offset + normal(i); }});
+    }
+  }
+  for (const double element : {-std::numeric_limits<double>::infinity(), std::numeric_limits<double>::infinity()}) {
+    check_logsumexp({.device = device(),
+                     .dtype = DType::bfloat16,
+                     .shape = {2, 9},
+                     .axes = {1},
+                     .has_wide_lse = true,
+                     .value = [=](std::int64_t i) { return i < 9 ? element : 0.5; }});
+  }
+}
+
 TEST_P(Logsumexp, AnEmptyReductionIsMinusInfinity) {
   for (const Dims& shape : {Dims{3, 0}, Dims{0, 3}, Dims{0, 0}, Dims{2, 0, 4}}) {
     for (int axis = 0; axis < shape.size(); ++axis) {
