@@ -5,9 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "eaves/api.h"
-
-namespace eaves EAVES_API {
+#pragma GCC visibility push(default)  // of a shared library, this is seen from outside
+namespace eaves {
 
 /// Scratch memory on the device where the operator runs, aligned to 256 bytes. The same memory must not serve two
 /// calls that run at the same time.
@@ -42,3 +41,4 @@ struct ExecutionContext {
 };
 
 }  // namespace eaves
+#pragma GCC visibility pop

@@ -28,11 +28,11 @@
 //   some logits of a row are -inf     p is 0 there; all of them: loss and gradient are NaN
 #pragma once
 
-#include "eaves/api.h"
 #include "eaves/context.h"
 #include "eaves/tensor.h"
 
-namespace eaves EAVES_API {
+#pragma GCC visibility push(default)  // of a shared library, this is seen from outside
+namespace eaves {
 
 enum class Reduction : std::uint8_t { none, sum, mean };
 
@@ -81,8 +81,8 @@ struct CrossEntropyForwardArgs {
   /// out, result dtype: per row with Reduction::none, otherwise one element.
   TensorView loss = {};
 
-  /// out, optional, per row: what the backward needs. Result dtype, or float64: around 1e4 a float32 lse is off by 5e-4,
-  /// and so is every gradient of a float32 row that is that far from 0.
+  /// out, optional, per row: what the backward needs. Result dtype, or float64: around 1e4 a float32 lse is off by
+  /// 5e-4, and so is every gradient of a float32 row that is that far from 0.
   TensorView lse = {};
 
   /// out, optional, int64, per row: the class of the largest logit that is not NaN, the first of equal ones.
@@ -268,3 +268,4 @@ std::size_t cross_entropy_merge_workspace_bytes(const CrossEntropyMergeArgs& arg
                                                 const ExecutionContext& context = {});
 
 }  // namespace eaves
+#pragma GCC visibility pop

@@ -4,9 +4,8 @@
 
 #include <stdexcept>
 
-#include "eaves/api.h"
-
-namespace eaves EAVES_API {
+#pragma GCC visibility push(default)  // of a shared library, this is seen from outside
+namespace eaves {
 
 /// The caller is wrong: a shape, dtype, device or value that the operator's header excludes.
 class InvalidArgument : public std::invalid_argument {
@@ -27,3 +26,4 @@ class DeviceError : public std::runtime_error {
 };
 
 }  // namespace eaves
+#pragma GCC visibility pop

@@ -29,12 +29,12 @@
 
 #include <functional>
 
-#include "eaves/api.h"
 #include "eaves/context.h"
 #include "eaves/cross_entropy.h"
 #include "eaves/tensor.h"
 
-namespace eaves EAVES_API {
+#pragma GCC visibility push(default)  // of a shared library, this is seen from outside
+namespace eaves {
 
 // "Per row" means the shape of x without its last axis. Per-row outputs, and what the backward takes of them, are
 // contiguous; "result dtype" is float32, or float64 where x is float64.
@@ -254,3 +254,4 @@ LinearCrossEntropyAlgorithm linear_cross_entropy_algorithm(const LinearCrossEntr
                                                            const ExecutionContext& context = {});
 
 }  // namespace eaves
+#pragma GCC visibility pop

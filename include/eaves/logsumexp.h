@@ -12,11 +12,11 @@
 //   a NaN among them                    lse = NaN, gradient NaN
 #pragma once
 
-#include "eaves/api.h"
 #include "eaves/context.h"
 #include "eaves/tensor.h"
 
-namespace eaves EAVES_API {
+#pragma GCC visibility push(default)  // of a shared library, this is seen from outside
+namespace eaves {
 
 // `= {}` after each member: a call may leave out any of them without a compiler's warning.
 
@@ -33,10 +33,10 @@ struct LogsumexpForwardArgs {
   /// out, optional; shape of x without `axes`, any strides; dtype of x, or float32.
   TensorView out = {};
 
-  /// out, optional; shape of `out`; float32 or float64 (float64 where x is float64). What the backward needs: a bfloat16
-  /// lse around 12 is off by 3 %, and so would be every gradient. A float32 one around 1e4 is off by 5e-4: take float64
-  /// for float32 elements that may be far from 0. One of `out` and `lse` must be there; neither may overlap x or the
-  /// other.
+  /// out, optional; shape of `out`; float32 or float64 (float64 where x is float64). What the backward needs: a
+  /// bfloat16 lse around 12 is off by 3 %, and so would be every gradient. A float32 one around 1e4 is off by 5e-4:
+  /// take float64 for float32 elements that may be far from 0. One of `out` and `lse` must be there; neither may
+  /// overlap x or the other.
   TensorView lse = {};
 };
 
@@ -69,3 +69,4 @@ std::size_t logsumexp_forward_workspace_bytes(const LogsumexpForwardArgs& args, 
 std::size_t logsumexp_backward_workspace_bytes(const LogsumexpBackwardArgs& args, const ExecutionContext& context = {});
 
 }  // namespace eaves
+#pragma GCC visibility pop

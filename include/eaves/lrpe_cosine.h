@@ -22,11 +22,11 @@
 // Relative Positional Encoding", arXiv:2307.09270, with cosine and sine as separate halves.
 #pragma once
 
-#include "eaves/api.h"
 #include "eaves/context.h"
 #include "eaves/tensor.h"
 
-namespace eaves EAVES_API {
+#pragma GCC visibility push(default)  // of a shared library, this is seen from outside
+namespace eaves {
 
 enum class Activation : std::uint8_t {
   none,
@@ -126,3 +126,4 @@ std::size_t lrpe_cosine_backward_workspace_bytes(const LrpeCosineBackwardArgs& a
                                                  const ExecutionContext& context = {});
 
 }  // namespace eaves
+#pragma GCC visibility pop

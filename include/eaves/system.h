@@ -5,9 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "eaves/api.h"
-
-namespace eaves EAVES_API {
+#pragma GCC visibility push(default)  // of a shared library, this is seen from outside
+namespace eaves {
 
 struct GpuInfo {
   int index = 0;
@@ -42,3 +41,4 @@ struct SystemInfo {
 SystemInfo system_info();
 
 }  // namespace eaves
+#pragma GCC visibility pop

@@ -7,9 +7,8 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "eaves/api.h"
-
-namespace eaves EAVES_API {
+#pragma GCC visibility push(default)  // of a shared library, this is seen from outside
+namespace eaves {
 
 /// Element types. bfloat16, float16, float32 and float64 are computed on; int32 and int64 are indices.
 enum class DType : std::uint8_t { float32, float64, float16, bfloat16, int8, int16, int32, int64, uint8, boolean };
@@ -93,3 +92,4 @@ struct TensorView {
 };
 
 }  // namespace eaves
+#pragma GCC visibility pop

@@ -477,7 +477,7 @@ def test_a_compiled_call_ignores_in_place(any_device: torch.device, fresh_compil
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "return_lse": True, "return_entropy": True}], ids=str)
 @pytest.mark.parametrize("offset", [300.0, -1e4, 1e4])
-def test_logits_far_from_zero_have_exact_gradients(offset: float, options: dict[str, Any], device: torch.device) -> None:
+def test_logits_far_from_0_have_exact_gradients(offset: float, options: dict[str, Any], device: torch.device) -> None:
     logits = (random_tensor((8, 500), torch.float32, device=device) + offset).requires_grad_()
     target = torch.arange(8, device=device) * 50
 

@@ -10,10 +10,11 @@
 #include "eaves/error.h"
 #include "eaves/tensor.h"
 
+#pragma GCC visibility push(default)  // for the Python package
 namespace eaves::check {
 
-EAVES_API std::string to_string(const Dims& dims);  ///< "[4, 1024]"
-EAVES_API std::string to_string(Device device);     ///< "cpu", "cuda:0"
+std::string to_string(const Dims& dims);  ///< "[4, 1024]"
+std::string to_string(Device device);     ///< "cpu", "cuda:0"
 
 /// An argument as error messages speak of it.
 struct Argument {
@@ -23,7 +24,7 @@ struct Argument {
 };
 
 /// "<op>: <name> <what>".
-[[noreturn]] EAVES_API void fail(const Argument& argument, std::string_view what);
+[[noreturn]] void fail(const Argument& argument, std::string_view what);
 
 /// A tensor was passed, it describes addresses that can exist, and it has memory if it has elements.
 void is_valid(const Argument& argument);
@@ -34,7 +35,7 @@ bool is_given(const Argument& argument);
 /// `why` explains the expectation: "as x without the reduced axes".
 void has_shape(const Argument& argument, const Dims& expected, std::string_view why);
 void has_dtype(const Argument& argument, std::initializer_list<DType> expected, std::string_view why);
-EAVES_API void is_on(const Argument& argument, Device device, const char* reference_name);
+void is_on(const Argument& argument, Device device, const char* reference_name);
 
 /// Any shape that holds one element: a scalar.
 void has_one_element(const Argument& argument);
@@ -49,10 +50,10 @@ void is_writable(const Argument& argument);
 void do_not_overlap(const Argument& output, const Argument& other);
 
 /// Which axes a list names: negative ones count from the end, an empty list names all.
-EAVES_API AxisSet axes(const Argument& argument, const Dims& axes);
+AxisSet axes(const Argument& argument, const Dims& axes);
 
 /// The axis that `axis` names, counted from the start; negative ones count from the end. `name` is the parameter's.
-EAVES_API int axis(const Argument& argument, const char* name, int axis);
+int axis(const Argument& argument, const char* name, int axis);
 
 /// A number in [low, high] (an infinite bound is itself excluded): "cross_entropy_forward: label_smoothing is 1.5,
 /// expected 0 to 1".
@@ -65,3 +66,4 @@ void threads(const char* op, int threads);
 void workspace(const char* op, const void* data, std::size_t bytes, std::size_t needed_bytes);
 
 }  // namespace eaves::check
+#pragma GCC visibility pop

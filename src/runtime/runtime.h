@@ -12,6 +12,7 @@
 #include "eaves/context.h"
 #include "eaves/tensor.h"
 
+#pragma GCC visibility push(default)  // for the Python package
 namespace eaves::runtime {
 
 /// Number of GPUs that the backend in this build can use; 0 without CUDA, a driver or a GPU.
@@ -70,7 +71,7 @@ void capture_and_replay(Device device, void* stream, const std::function<void()>
 /// The stream that operators are compared with: plain kernels that stream `read_bytes` and `write_bytes` through the
 /// device's memory, with the widest loads and stores, and compute next to nothing. They read from `source` and write to
 /// `destination`, each at least that large and aligned to 64 bytes. On a GPU they are enqueued on `context.stream`.
-EAVES_API void stream_bytes(Device device, const void* source, std::size_t read_bytes, void* destination, std::size_t write_bytes,
+void stream_bytes(Device device, const void* source, std::size_t read_bytes, void* destination, std::size_t write_bytes,
                   const ExecutionContext& context);
 
 /// What operators that multiply matrices are compared with: one product by the library that they take it from, on a GPU
@@ -81,6 +82,7 @@ void matrix_product(Device device, const Gemm& product, const ExecutionContext& 
 std::size_t last_cache_bytes(Device device);
 
 /// "NVIDIA H200", "AMD EPYC (2 threads)".
-EAVES_API std::string device_name(Device device);
+std::string device_name(Device device);
 
 }  // namespace eaves::runtime
+#pragma GCC visibility pop

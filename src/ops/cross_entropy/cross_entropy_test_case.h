@@ -41,7 +41,7 @@ struct CrossEntropyCase {
   bool has_grad_entropy = false;
   bool wants_all_of_row = true;  ///< argmax, entropy and sum_sq among the outputs
   bool wants_mean_logit = false;
-  bool has_wide_lse = false;    ///< lse is kept in float64
+  bool has_wide_lse = false;  ///< lse is kept in float64
   bool runs_in_place = true;  ///< forward_backward too; not over logits that share memory
   Placement logits_placement = {};
   Placement targets_placement = {};

@@ -90,11 +90,12 @@ ReductionPlan plan_of(const LogsumexpForwardProblem& problem) {
 
 template <typename T>
 void forward(const LogsumexpForwardProblem& problem, const ExecutionContext& context) {
-  reduce_rows<T>(kOp, plan_of(problem), problem.view, problem.device, context.workspace.data, context.stream,
-                 [&]<typename View>(const View& view) {
-                   return Logsumexp<T, View>{view, static_cast<const T*>(problem.x), problem.out_dtype, problem.out,
-                                             problem.lse, problem.lse_dtype};
-                 });
+  reduce_rows<T>(
+      kOp, plan_of(problem), problem.view, problem.device, context.workspace.data, context.stream,
+      [&]<typename View>(const View& view) {
+        return Logsumexp<T, View>{
+            view, static_cast<const T*>(problem.x), problem.out_dtype, problem.out, problem.lse, problem.lse_dtype};
+      });
 }
 
 }  // namespace

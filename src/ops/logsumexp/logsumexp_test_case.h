@@ -30,7 +30,7 @@ struct LogsumexpCase {
   std::optional<DType> out_dtype = {};       ///< that of x unless given
   std::optional<DType> grad_out_dtype = {};  ///< likewise
   bool has_backward = true;
-  bool has_wide_lse = false;  ///< lse is kept in float64
+  bool has_wide_lse = false;                  ///< lse is kept in float64
   std::function<double(std::int64_t)> value;  ///< of element i of x, in row-major order
 };
 
@@ -128,10 +128,9 @@ inline void check_logsumexp(const LogsumexpCase& test_case) {
   std::vector<double> scales(exact.lse.size(), 0.0);
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     const std::int64_t row = exact.row_of[i];
-    gradients[i] =
-        reference::logsumexp_gradient(run.x.get(static_cast<std::int64_t>(i)),
-                                      test_case.has_wide_lse ? exact.lse[static_cast<std::size_t>(row)] : run.lse.get(row),
-                                      run.grad_out.get(row));
+    gradients[i] = reference::logsumexp_gradient(
+        run.x.get(static_cast<std::int64_t>(i)),
+        test_case.has_wide_lse ? exact.lse[static_cast<std::size_t>(row)] : run.lse.get(row), run.grad_out.get(row));
     double& scale = scales[static_cast<std::size_t>(row)];
     scale = std::max(scale, std::abs(gradients[i]));  // a NaN does not raise it
   }
