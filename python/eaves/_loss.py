@@ -192,8 +192,12 @@ def numbers_of(
     and compiles twice.
     """
     given = (label_smoothing, scale, softcap, z_loss)
-    if not torch.compiler.is_compiling() and all(map(operator.is_, given, _ABSENT)):
-        return (), None
+    if not torch.compiler.is_compiling():
+        if all(map(operator.is_, given, _ABSENT)):
+            return (), None
+        options = zip(given, _ABSENT, _TABLE)
+        return tuple([row[1] if value is absent else number_of(op, row[0], value, *row[2:])
+                      for value, absent, row in options]), None  # fmt: skip
     numbers = []
     for value, absent, (name, default, low, high, expected) in zip(given, _ABSENT, _table()):
         is_absent = value is None if absent is None else type(value) is int and value == 0

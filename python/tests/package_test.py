@@ -23,7 +23,8 @@ from operators import Operator, each_operator, leaves
 def modules() -> list[str]:
     """Every module of the package, but for the programs behind `python -m` and the libraries, which are no modules."""
     found = pkgutil.walk_packages(eaves.__path__, "eaves.")
-    return ["eaves", *(m.name for m in found if not m.name.endswith(("__main__", "eaves_torch", "eaves_jax")))]
+    others = ("__main__", "libeaves", "eaves_torch", "eaves_jax")
+    return ["eaves", *(module.name for module in found if not module.name.endswith(others))]
 
 
 def test_the_examples_of_the_documentation_run_as_printed() -> None:
