@@ -40,8 +40,9 @@ target_compile_definitions(torch_stable INTERFACE TORCH_TARGET_VERSION=${target}
 # eaves_install_library(<target>): into the package, where it finds the libraries beside it.
 function(eaves_install_library target)
   set_target_properties(${target} PROPERTIES BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "$ORIGIN")
-  # Nothing of the static libraries is seen from outside: another extension may bring the same ones.
-  target_link_options(${target} PRIVATE -Wl,--exclude-libs,ALL)
+  # Nothing of the static libraries is seen from outside: another extension may bring the same ones. What a header of
+  # ours does not show is missed now and not when Python loads it.
+  target_link_options(${target} PRIVATE -Wl,--exclude-libs,ALL -Wl,--no-undefined)
   install(TARGETS ${target} LIBRARY DESTINATION eaves COMPONENT python)
 endfunction()
 

@@ -148,7 +148,7 @@ class CrossEntropyResultComparison {
   bool compare_row(const CrossEntropyResults& results, const reference::CrossEntropyRow& row, std::int64_t i,
                    bool is_read, const std::string& of_row) {
     const double lse_scale = logsumexp_scale(row.lse, row.max);
-    // In float64 the largest logit takes no place from the rest.
+    // A float64 lse is as exact as the logarithm of the row's sum, wherever the row lies.
     const bool has_wide_lse = results.lse.view().dtype != dtype_;
     const double own_scale = has_wide_lse ? logsumexp_scale(row.lse_minus_anchor, 0.0) : lse_scale;
     const auto unless = [](bool is_zero, double value, double scale) {

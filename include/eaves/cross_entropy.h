@@ -218,7 +218,7 @@ struct CrossEntropyMergeArgs {
   /// As in the forward; the shards have read them.
   bool reads_ignored_rows = true;
 
-  /// As the outputs of the forward.
+  /// As the outputs of the forward; lse in the result dtype.
   TensorView loss = {};
   TensorView lse = {};
   TensorView argmax = {};
@@ -252,8 +252,8 @@ void cross_entropy_rescale(const CrossEntropyRescaleArgs& args, const ExecutionC
 void cross_entropy_shard_forward(const CrossEntropyShardArgs& args, const ExecutionContext& context = {});
 void cross_entropy_merge(const CrossEntropyMergeArgs& args, const ExecutionContext& context = {});
 
-/// Bytes of scratch that the call needs: 12 for each row where losses are reduced, 8 more in place where rows are read
-/// twice (for float64 twice as much), and up to 1 MiB.
+/// Bytes of scratch that the call needs: 12 for each row where losses are reduced, 12 more in place where rows are read
+/// twice (for float64 24 and 16), and up to 1 MiB.
 std::size_t cross_entropy_forward_workspace_bytes(const CrossEntropyForwardArgs& args,
                                                   const ExecutionContext& context = {});
 std::size_t cross_entropy_backward_workspace_bytes(const CrossEntropyBackwardArgs& args,

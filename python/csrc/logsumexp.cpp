@@ -39,7 +39,7 @@ Tensor forward(Tensor x, std::vector<std::int64_t> axes, bool keepdim, ScalarTyp
 std::tuple<Tensor, Tensor> forward_lse(Tensor x, std::vector<std::int64_t> axes, bool keepdim, ScalarType dtype) {
   auto [args, row_shape] = inputs(x, axes, keepdim);
   Tensor out = empty(row_shape, dtype_of(dtype, kDType), args.x.device);
-  // Far from 0 a float32 lse is not what the gradient of float32 elements needs.
+  // As _kept_dtype in python/eaves/_logsumexp.py, which says why.
   const DType lse_dtype = args.x.dtype == DType::float32 ? DType::float64 : accumulator_dtype(args.x.dtype);
   Tensor lse = empty(row_shape, lse_dtype, args.x.device);
   args.out = output(out);

@@ -27,7 +27,7 @@ inline constexpr std::int64_t kTargetMass = 32;
 inline constexpr std::int64_t kSumSq = 64;
 inline constexpr std::int64_t kMeanLogit = 128;
 inline constexpr std::int64_t kOfIgnoredRows = 256;  ///< no output: those per row of rows that are ignored too
-inline constexpr std::int64_t kWideLse = 512;        ///< no output: lse is float64; of cross_entropy_forward
+inline constexpr std::int64_t kWideLse = 512;        ///< no output: lse is float64, in cross_entropy_forward
 }  // namespace outputs
 
 static_assert(static_cast<int>(Reduction::none) == 0 && static_cast<int>(Reduction::sum) == 1 &&

@@ -180,7 +180,7 @@ def cross_entropy(
 
     Forward and backward each read the logits once (M. Milakov, N. Gimelshein, "Online normalizer calculation for
     softmax", arXiv:1805.02867), in float32 whatever the dtype of `input`. For the backward are kept: input, target, and
-    one float32 for each row. Label smoothing: C. Szegedy et al., arXiv:1512.00567; z-loss: A. Chowdhery et al.,
+    one number for each row, of float32 logits a float64. Label smoothing: C. Szegedy et al., arXiv:1512.00567; z-loss: A. Chowdhery et al.,
     arXiv:2204.02311; soft capping: Gemma 2, arXiv:2408.00118.
 
     Args:
@@ -288,7 +288,9 @@ def cross_entropy(
         and reduction == "mean"
         and type(ignore_index) is int
         and ignore_index == -100
+        and type(label_smoothing) in (int, float)
         and label_smoothing == 0
+        and type(z_loss) in (int, float)
         and z_loss == 0
         and group is None
         and first_class is classes is None
@@ -365,8 +367,8 @@ def cross_entropy(
         needs_target_mass = is_soft or (weight is not None and (may_smooth or shard is not None))
         if not inplace_backward or is_compiling:
             computed = kept_for_backward(wanted, mode, needs_target_mass)
-            if input.dtype == torch.float32 and shard is None:
-                computed |= WIDE_LSE
+            if shard is None:
+                computed |= _wide_lse_of(input)
             outputs = apply(_OP, _CrossEntropy, *arguments, computed, wanted, number_tensor, shard)
         else:
             refuse_in_place(input)
@@ -535,6 +537,11 @@ def _run_forward(
     return tuple(call(_OP, ranks.forward, *arguments, *shard, number_tensor=number_tensor))
 
 
+def _wide_lse_of(input: Tensor) -> int:
+    """The bit of a lse in float64, which float32 logits far from 0 need for their gradient (docs/numerics.md)."""
+    return WIDE_LSE if input.dtype == torch.float32 else 0
+
+
 @binds_quickly
 class _CrossEntropy(torch.autograd.Function):
     """input -> the loss, and the outputs that the bits `computed` name, of which the user gets those of `wanted`."""
@@ -597,19 +604,22 @@ _KEPT_PLAINLY = kept_for_backward(0, MEAN, False)
 
 
 class _PlainMean(torch.autograd.Function):
-    """_CrossEntropy of a call without options and outside of torch.func. There is less of it, which a small call shows:
-    of the time of [256, 1024] on a CPU 40 %, with cold caches."""
+    """_CrossEntropy of a call without options and outside of torch.func. There is less of it to run, which small calls
+    show."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, target: Tensor) -> Tensor:
-        kept = _KEPT_PLAINLY | WIDE_LSE if input.dtype == torch.float32 else _KEPT_PLAINLY
+        kept = _KEPT_PLAINLY | _wide_lse_of(input)
         loss, lse, divisor = run_plainly(_forward, input, target, None, None, None, *_PLAIN, kept)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(input, target, lse, divisor)
         result: Tensor = loss
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad_loss is None:
+            return None, None
         input, target, lse, divisor = ctx.saved_tensors
         tensors = (grad_loss, None, None, input, target, None, None, lse, None, None, divisor)
         return dispatch(_OP, (input, grad_loss), _Gradient, _backward, *tensors, *_PLAIN), None

@@ -33,7 +33,7 @@ REDUCTION_NAMES = {mode: name for name, mode in REDUCTIONS.items()}
 # them in this order.
 LSE, DIVISOR, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS, SUM_SQ, MEAN_LOGIT = OUTPUTS = (1, 2, 4, 8, 16, 32, 64, 128)
 OF_IGNORED_ROWS = 256  # no output: those per row of rows that are ignored too
-WIDE_LSE = 512  # no output: lse is float64, and loses nothing of float32 logits that are far from 0
+WIDE_LSE = 512  # no output: lse is float64 although the loss is float32
 # What the user may ask for, in the order of CrossEntropyOutput.
 RETURNED = (LSE, ARGMAX, ENTROPY, Z_LOSS, SUM_SQ, MEAN_LOGIT)
 
@@ -195,9 +195,10 @@ def numbers_of(
     if not torch.compiler.is_compiling():
         if all(map(operator.is_, given, _ABSENT)):
             return (), None
-        options = zip(given, _ABSENT, _TABLE)
-        return tuple([row[1] if value is absent else number_of(op, row[0], value, *row[2:])
-                      for value, absent, row in options]), None  # fmt: skip
+        return tuple([
+            default if value is absent else number_of(op, name, value, low, high, expected)
+            for value, absent, (name, default, low, high, expected) in zip(given, _ABSENT, _TABLE)
+        ]), None  # fmt: skip
     numbers = []
     for value, absent, (name, default, low, high, expected) in zip(given, _ABSENT, _table()):
         is_absent = value is None if absent is None else type(value) is int and value == 0

@@ -129,7 +129,7 @@ def _as_axis(value: object) -> int:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of a dtype are kept in, and what an lse is stored as."""
+    """What sums of a dtype are kept in, and losses are returned in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -296,9 +296,9 @@ def needs_autograd(*tensors: Tensor) -> bool:
 
 
 def call_plainly(overload: OpOverload, function: type[torch.autograd.Function], x: Tensor, y: Tensor) -> Any:
-    """The first result of `overload(x, y)` for arguments that are not checked yet, by `function` where x requires a
-    gradient; None where the way with the checks is to be taken: the call needs more, or the extension has refused it.
-    Outside of torch.compile only.
+    """The first result of `overload(x, y)` for arguments that are not checked yet, by `function` where one of them
+    requires a gradient; None where the way with the checks is to be taken: the call needs more, or the extension has
+    refused it (`run_plainly` in the function's forward). Outside of torch.compile only.
 
     The extension checks the same things; the checks of the caller know the user's words, and cost half of a small call.
     """
@@ -308,17 +308,24 @@ def call_plainly(overload: OpOverload, function: type[torch.autograd.Function], 
     try:
         if not torch.is_grad_enabled() or not (x.requires_grad or y.requires_grad):
             return run_plainly(overload, x, y)[0]
-        if y.is_floating_point():
+        if y.is_floating_point():  # probabilities need more, and have no gradient
             return None
-        return super(torch.autograd.Function, function).apply(x, y)  # type: ignore[misc]
-    except RuntimeError:
+        return super(torch.autograd.Function, function).apply(x, y)  # type: ignore[misc]  # as in apply()
+    except _Refused:
         return None
 
 
+class _Refused(Exception):
+    """By the extension."""
+
+
 def run_plainly(overload: OpOverload, *arguments: object) -> Any:
-    """`call` without its words for what is wrong."""
-    with _below_autograd():
-        return overload(*arguments)
+    """`call` for call_plainly, which catches what the extension refuses."""
+    try:
+        with _below_autograd():
+            return overload(*arguments)
+    except RuntimeError as error:
+        raise _Refused from error
 
 
 def call(op: str, overload: OpOverload, *arguments: object, number_tensor: Tensor | None = None) -> Any:

@@ -5,7 +5,7 @@
 
 namespace eaves {
 
-/// Each nullptr where not asked for; float32, or float64 for float64 logits, but for a wide lse.
+/// Each nullptr where not asked for; float32, or float64 for float64 logits.
 struct LossOutputs {
   void* loss;  ///< per row, or one element where it is reduced, as is z_loss
   void* z_loss;
@@ -17,10 +17,10 @@ struct LossOutputs {
   void* sum_sq;
   void* mean_logit;
   void* target_mass;
-  bool has_wide_lse = false;  ///< it is float64, and float32 what else there is
+  bool has_wide_lse = false;  ///< lse is float64 while the other numbers are float32
 };
 
-/// Those with a number for each row, in the dtype of the loss.
+/// Those with a number for each row, in the dtype of the loss: lse too, of calls that take no wide one.
 using RowOutput = void* LossOutputs::*;
 inline constexpr RowOutput kRowOutputs[] = {&LossOutputs::lse, &LossOutputs::entropy, &LossOutputs::sum_sq,
                                             &LossOutputs::mean_logit, &LossOutputs::target_mass};

@@ -105,7 +105,8 @@ struct AxisSet {
 };
 
 /// `shape` after the reduction: without the axes of the set, or with size 1 in their place.
-[[gnu::visibility("default")]] Dims reduced_shape(const Dims& shape, const AxisSet& axes, bool keepdim);
+[[gnu::visibility("default")]]  // for the Python package
+Dims reduced_shape(const Dims& shape, const AxisSet& axes, bool keepdim);
 
 /// Row-major, without gaps.
 Dims contiguous_strides(const Dims& shape);

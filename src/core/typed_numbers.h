@@ -30,6 +30,18 @@ EAVES_HOST_DEVICE A number_at(const TypedNumbers& numbers, std::int64_t i) {
   }
 }
 
+/// A number of A's type or of float64, as a number of A; and what that rounding lost, 0 where it is not finite.
+template <typename A>
+struct SplitNumber {
+  A high;
+  A low = A(0);
+
+  EAVES_HOST_DEVICE SplitNumber(const TypedNumbers& numbers, std::int64_t i) : high(number_at<A>(numbers, i)) {
+    if (numbers.dtype == kDTypeOf<A> || high - high != A(0)) return;
+    low = static_cast<A>(number_at<double>(numbers, i) - static_cast<double>(high));
+  }
+};
+
 /// Of T or float32, for kernels over T.
 template <typename T>
 EAVES_HOST_DEVICE Accumulator<T> own_or_float_at(const TypedNumbers& numbers, std::int64_t i) {

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
+import importlib.util
 import json
 import os
 import statistics
@@ -52,7 +52,7 @@ class Shape(NamedTuple):
 
 PUBLISHED = (Shape(32768, 2560, 128256), Shape(12288, 4096, 131072))
 CURVE = tuple(Shape(12288, 4096, classes) for classes in (4096, 16384, 32768, 65536))
-"""What else there is beside the published shapes: smaller vocabularies of the second."""
+"""Measured too, for the curves: smaller vocabularies of the second published shape."""
 QUICK = (Shape(512, 64, 1024),)
 
 Loss = Callable[..., jax.Array]
@@ -243,13 +243,11 @@ def bars(rows: Sequence[Mapping[str, Any]], host_us: Mapping[str, float]) -> lis
 
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Time and memory over the number of classes, a panel each, of the most shapes that differ in nothing else."""
-    from matplotlib.figure import Figure
-
+    """Time and memory over the number of classes, a panel each, of the rows and features that most shapes have."""
     measured = [(Shape(*map(int, row["shape"].split("x"))), row) for row in rows if "ms" in row]
-    heads = [shape[:2] for shape, _ in measured]
-    head = max(heads, key=heads.count)
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    heads = [shape[:2] for shape in dict.fromkeys(shape for shape, _ in measured)]
+    head = max(heads, key=heads.count, default=(0, 0))
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(11, 4.2), layout="constrained")
     panels = figure.subplots(1, 2)
     for name in dict.fromkeys(row["provider"] for _, row in measured):
         of_name = sorted((s.classes, r) for s, r in measured if s[:2] == head and r["provider"] == name)
@@ -292,11 +290,13 @@ def main() -> int:
         prog="python -m eaves.bench.jax", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", type=_shape, action="append", help="rows x features x classes; may be repeated")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK[0]} instead of the published shapes")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK[0]} instead of all others")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="where to draw the curves; needs matplotlib")
     arguments = parser.parse_args()
+    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot: matplotlib is not installed, expected it: pip install eaves[bench]")
     rows = []
     print(f"{'shape':<20} {'provider':<16} {'ms':>10} {'MiB':>10}")
     for shape in arguments.shape or (QUICK if arguments.quick else PUBLISHED + CURVE):

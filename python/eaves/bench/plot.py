@@ -2,7 +2,7 @@
 operator's longest rows, a point for each provider.
 
 The axis of time / limit ends at 2, so that 2 % can be seen, or beyond it where eaves and the best peer do; what others
-take more lies on its edge. matplotlib is imported here and nowhere else, and this file only where curves are asked for.
+take more lies on its edge. matplotlib is imported here, and this file only where curves are asked for.
 """
 
 from __future__ import annotations

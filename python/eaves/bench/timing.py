@@ -34,10 +34,10 @@ _MINIMUM_REPETITIONS = 5
 _WARM_UP_CALLS = 3
 
 # Back to back, in rounds that are waited for: a GPU takes about a thousand launches before the host has to wait, and an
-# operator's eager backward is about ten. Of calls that keep the GPU busy for long there are fewer, but not below three:
-# as many as this time has room for, for each contestant.
+# operator's eager backward is about ten. Where calls keep the GPU busy for long a round has fewer, but not below three:
+# as many as have room in _HOST_MS; and there are no more rounds than have room in that time for each contestant.
 _HOST_ROUNDS = 5
-_HOST_CALLS = 20
+_MOST_HOST_CALLS = 20
 _MINIMUM_HOST_CALLS = 3
 _HOST_MS = 100.0
 
@@ -136,8 +136,8 @@ class Timer:
 
     def _measure_host(self, contestants: Sequence[_Contestant]) -> float:
         """What a call costs the host, for each contestant; returns the most."""
+        counts = [0 if each.skipped else self._affordable_host_calls(each) for each in contestants]
         begin = now_ms()
-        counts = [self._host_calls(contestant) for contestant in contestants]
         for _ in range(_HOST_ROUNDS):
             for contestant, count in zip(contestants, counts):
                 for index in range(0 if contestant.skipped else count):
@@ -150,16 +150,15 @@ class Timer:
                 break
         return max(statistics.median(each.host_ms or [0.0]) for each in contestants)
 
-    def _host_calls(self, contestant: _Contestant) -> int:
-        if contestant.skipped:
-            return 0
+    def _affordable_host_calls(self, contestant: _Contestant) -> int:
+        """In a round, by the time of one call to its end."""
         contestant.prepare(0)
         synchronize(self._device)
         begin = now_ms()
         contestant.run(0)
         synchronize(self._device)
         affordable = int(_HOST_MS / max(1e-3, now_ms() - begin))
-        return min(_HOST_CALLS, max(_MINIMUM_HOST_CALLS, affordable))
+        return min(_MOST_HOST_CALLS, max(_MINIMUM_HOST_CALLS, affordable))
 
     def _flushes_that_cover(self, host_ms: float) -> int:
         """How often the buffer has to be read so that the device is busy for half as long again as the host."""

@@ -38,18 +38,6 @@ __device__ RowGradient<Accumulator<T>> gradient_of_row(const LossInputs<T, View>
   return row_gradient(row, in.terms);
 }
 
-/// Number `i` of those that a forward has kept; and what it loses as a number of A.
-template <typename A>
-struct SplitLse {
-  A lse;
-  A rest = A(0);
-
-  __device__ SplitLse(const TypedNumbers& kept, std::int64_t i) : lse(number_at<A>(kept, i)) {
-    if (kept.dtype == kDTypeOf<A> || lse - lse != A(0)) return;
-    rest = static_cast<A>(number_at<double>(kept, i) - double(lse));
-  }
-};
-
 template <typename T, typename View>
 struct GradientInputs {
   using A = Accumulator<T>;
@@ -79,9 +67,9 @@ struct GradientInputs {
     const std::int64_t i = at.of[kPerRow];
     RowGradientInputs<A> row{};
     row.target = in.target_at(at.of[kTargets]);
-    const SplitLse<A> split(lse, i);
-    row.lse = split.lse;
-    row.lse_rest = split.rest;
+    const SplitNumber<A> split(lse, i);
+    row.lse = split.high;
+    row.lse_low = split.low;
     row.grad_loss = gradient_of_loss<T>(grad_loss, at.of[kGradLoss], divisor) * in.row_weight_at(i);
     if (grad_lse != nullptr) row.grad_lse = grad_lse[i];
     if (grad_entropy != nullptr) {
@@ -98,10 +86,10 @@ struct PlainGradient {
   using A = Accumulator<T>;
   static constexpr int kSize = Vector<T>::kSize;
 
-  RowGradient<A> row;  ///< its mass that of e^(z - lse) without the rest of lse
+  RowGradient<A> row;  ///< mass has e^(-lse_low) in it: it multiplies e^(z - lse)
 
   __device__ PlainGradient(const LossInputs<T, View>&, const RowGradient<A>& gradient, std::int64_t) : row(gradient) {
-    row.mass *= exponential(-row.lse_rest);
+    row.mass *= exponential(-row.lse_low);
   }
 
   /// Of a class that is not the target. The difference is taken before the product with log2(e): near lse, where the
@@ -111,7 +99,7 @@ struct PlainGradient {
   }
   __device__ A target(A z) const {
     if (row.hard == A(0) && row.rest == A(0)) return -row.per_class;
-    const A d = (z - row.lse) - row.lse_rest;
+    const A d = (z - row.lse) - row.lse_low;
     return fma(std::expm1(d), row.hard, fma(exponential(d), row.rest, -row.per_class));
   }
 
@@ -146,7 +134,8 @@ struct FullGradient {
   RowGradient<A> row;
   std::int64_t soft_row;
   // For whole vectors: p / correction = e^(kUnit * (z' / kUnit - anchor)), with the anchor in the rounding of z'. What
-  // the rounding of the anchor itself adds to every exponent, and the rest of lse, the correction takes out again.
+  // the rounding of the anchor itself adds to every exponent, and lse_low, the correction takes out again; from the
+  // exponent that the slope multiplies, the mass does.
   A anchor;  ///< lse / kUnit
   A mass;    ///< of p / correction; like the next ones for gradients in z'/scale
   A slope;   ///< of p / correction times the exponent
@@ -155,9 +144,9 @@ struct FullGradient {
 
   __device__ FullGradient(const LossInputs<T, View>& inputs, const RowGradient<A>& gradient, std::int64_t soft_offset)
       : in(inputs), row(gradient), soft_row(soft_offset), anchor(product(row.lse, A(1) / kUnit<A>)) {
-    const A rounding = fma(row.lse, A(1) / kUnit<A>, -anchor) + row.lse_rest * (A(1) / kUnit<A>);
+    const A rounding = fma(row.lse, A(1) / kUnit<A>, -anchor) + row.lse_low * (A(1) / kUnit<A>);
     const A correction = power(-rounding) * in.terms.scale;
-    mass = (row.mass - row.slope * row.lse_rest) * correction;
+    mass = (row.mass - row.slope * (kUnit<A> * rounding)) * correction;
     slope = row.slope * correction * kUnit<A>;
     per_class = row.per_class * in.terms.scale;
     has_vectors = row.mass != A(0) && fabs(row.lse) < A(kCommonAnchor) &&
@@ -178,7 +167,7 @@ struct FullGradient {
     A transformed = z * in.terms.scale;
     A derivative = A(1);  // of tanh
     if (in.terms.softcap != A(0)) transformed = capped<false>(z, in.terms, &derivative).rounded() * kUnit<A>;
-    const A d = (transformed - row.lse) - row.lse_rest;
+    const A d = (transformed - row.lse) - row.lse_low;
     const A p = exponential(d);
     A result = row.per_class == A(0) ? A(0) : -row.per_class * u;
     if (column == row.target) {

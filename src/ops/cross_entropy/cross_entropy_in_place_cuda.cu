@@ -103,7 +103,7 @@ struct InPlace {
     RowGradientInputs<A> inputs{};
     inputs.target = target;
     inputs.lse = loss.lse;
-    inputs.lse_rest = loss.lse_rest;
+    inputs.lse_low = loss.lse_low;
     inputs.target_mass = loss.target_mass;
     inputs.grad_loss = row.grad_loss;
     return PlainGradient<T, View>(in, gradient_of_row(in, inputs), at.of[kSoftTargets]);
@@ -322,7 +322,8 @@ struct InPlaceWorkspace {
     const std::size_t per_row = LossWorkspace::aligned(static_cast<std::size_t>(inputs.view.row_count) *
                                                        size_of(accumulator_dtype(inputs.logits_dtype)));
     forward_bytes = LossWorkspace::aligned(cross_entropy_workspace_bytes(problem.forward));
-    lse_bytes = mass_bytes = per_row;
+    mass_bytes = per_row;
+    lse_bytes = LossWorkspace::aligned(static_cast<std::size_t>(inputs.view.row_count) * sizeof(double));
   }
   std::size_t bytes() const {
     return (is_fused ? loss.bytes() : forward_bytes) + lse_bytes + mass_bytes + divisor_bytes;
@@ -436,7 +437,10 @@ void in_two_passes(const CrossEntropyInPlaceProblem& problem, const ExecutionCon
   void* const own_lse = take(workspace.lse_bytes);
   void* const own_mass = take(workspace.mass_bytes);
   void* const own_divisor = take(workspace.divisor_bytes);
-  if (forward.outputs.lse == nullptr) forward.outputs.lse = own_lse;
+  if (forward.outputs.lse == nullptr) {
+    forward.outputs.lse = own_lse;
+    forward.outputs.has_wide_lse = inputs.logits_dtype != DType::float64;
+  }
   if (forward.outputs.target_mass == nullptr) forward.outputs.target_mass = own_mass;
   if (is_mean && forward.outputs.divisor == nullptr) forward.outputs.divisor = own_divisor;
   cross_entropy(forward, forward_context);

@@ -64,7 +64,7 @@ __device__ void write_row(const RowOutputs<A>& outputs, std::int64_t at, const C
   if (outputs.z_loss != nullptr) outputs.z_loss[at] = row.z_loss;
   if (outputs.weight != nullptr) outputs.weight[at] = row_weight * (terms.is_soft ? A(1) : target_class.weight);
   if (outputs.has_wide_lse) {
-    static_cast<double*>(outputs.lse)[at] = double(row.lse) + double(row.lse_rest);
+    static_cast<double*>(outputs.lse)[at] = double(row.lse) + double(row.lse_low);
   } else if (outputs.lse != nullptr) {
     static_cast<A*>(outputs.lse)[at] = row.lse;
   }

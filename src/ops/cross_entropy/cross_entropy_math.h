@@ -135,7 +135,7 @@ struct RowLoss {
   A loss;
   A z_loss;
   A lse;
-  A lse_rest;     ///< what lse has lost in its rounding: next to a large anchor it has no room for the sum
+  A lse_low;      ///< what lse has lost in its rounding: next to a large anchor it has no room for the sum
   A target_mass;  ///< m of cross_entropy.h
 };
 
@@ -155,9 +155,9 @@ EAVES_HOST_DEVICE RowLoss<A> row_loss(const ClassStatistics<A>& statistics, cons
   const A anchor = softmax_anchor(statistics.softmax.max);
   const A log_sum = std::log(statistics.softmax.sum);
   result.lse = anchor + log_sum;
-  if (result.lse - result.lse == A(0)) {
+  if (result.lse - result.lse == A(0)) {  // TwoSum: lse + lse_low is anchor + log_sum
     const A added = result.lse - anchor;
-    result.lse_rest = (anchor - (result.lse - added)) + (log_sum - added);
+    result.lse_low = (anchor - (result.lse - added)) + (log_sum - added);
   }
   if (!is_counted) return result;
   // Through the anchor instead of lse: next to a loss of 0, z'_t is the anchor, and nothing cancels.
@@ -212,7 +212,7 @@ EAVES_HOST_DEVICE A mean_logit_of(const ClassStatistics<A>& statistics, std::int
 template <typename A>
 struct RowGradient {
   A lse;
-  A lse_rest;           ///< as in RowLoss
+  A lse_low;            ///< as in RowLoss
   A mass;               ///< hard + rest
   A rest;               ///< mass - hard, computed without the difference
   A hard;               ///< of the target; 0 with soft targets
@@ -228,7 +228,7 @@ struct RowGradientInputs {
   A grad_lse;      ///< 0 where not given
   A grad_entropy;  ///< likewise
   A lse;
-  A lse_rest = A(0);  ///< as in RowLoss
+  A lse_low = A(0);  ///< as in RowLoss
   A entropy;
   A target_mass;        ///< of soft targets, and where weights and smoothing meet; not read otherwise
   std::int64_t target;  ///< the class; any number for soft targets
@@ -246,7 +246,7 @@ template <typename A>
 EAVES_HOST_DEVICE RowGradient<A> row_gradient(const RowGradientInputs<A>& in, const CrossEntropyTerms<A>& terms) {
   RowGradient<A> result{};
   result.lse = in.lse;
-  result.lse_rest = in.lse_rest;
+  result.lse_low = in.lse_low;
   result.target = -1;
   result.slope = -in.grad_entropy;
   // d(entropy)/dz'_v = -p_v * (z'_v - lse + entropy)

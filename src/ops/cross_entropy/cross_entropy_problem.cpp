@@ -358,8 +358,7 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
                         .result_dtype = args.loss.is_present ? args.loss.dtype : args.statistics.dtype,
                         .device = args.statistics.device,
                         .reference = "statistics",
-                        .rows_of = "logits",
-                        .takes_wide_lse = true};
+                        .rows_of = "logits"};
   check_statistics_dtype(checked, statistics);
   checked.take_input(statistics);
   checked.take_input(targets);

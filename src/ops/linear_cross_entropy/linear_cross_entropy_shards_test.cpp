@@ -305,7 +305,7 @@ TEST_F(LinearCrossEntropyShardsInProduct, MatchTheWhole) {
   });
   check([](LinearCrossEntropyCase& c) { c.options.softcap = 5.0, c.bias_dtype = DType::float32; });
   check([](LinearCrossEntropyCase& c) {
-    // One class has nearly all of a row: of the bias' gradient the roundings of 131 numbers are luck.
+    // One class has nearly all of a row: the errors of the bias' gradient are those of 131 numbers, too few to compare.
     c.deviation = 16.0, c.wanted.bias = false;
   });
   for (const double of_first : {20.0, -20.0}) {  // one shard has nearly all of the softmax

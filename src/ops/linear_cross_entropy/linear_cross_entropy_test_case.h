@@ -526,13 +526,14 @@ class LinearCrossEntropyComparison {
     std::optional<Matrix> rounded_other = {};  ///< `other` with the rounding that it gets, where it gets one
   };
 
-  /// x times what each row's exponentials are divided by, rounded, over that factor, of which a rounding knows the
-  /// mantissa alone.
+  /// x as the product for grad_weight takes it beside exponentials: multiplied by its row's factor, rounded, divided by
+  /// it again. The factor's power of two changes no rounding and is left out.
   Matrix x_with_factors(const std::vector<double>& grad_loss) const {
     Matrix x = exact_.x;
     for (std::int64_t i = 0; i < x.rows; ++i) {
-      const double bits = exact_.rows[static_cast<std::size_t>(i)].lse / std::log(2.0);
-      const double factor = grad_loss[static_cast<std::size_t>(i)] * std::exp2(std::floor(bits) - bits);
+      const reference::CrossEntropyRow& row = exact_.rows[static_cast<std::size_t>(i)];
+      const double bits = row.lse / std::log(2.0);
+      const double factor = grad_loss[static_cast<std::size_t>(i)] * row.weight * std::exp2(std::floor(bits) - bits);
       if (!std::isfinite(factor) || factor == 0.0) continue;
       for (std::int64_t d = 0; d < x.columns; ++d) x.at(i, d) = rounded(case_.dtype, x.at(i, d) * factor) / factor;
     }
@@ -636,7 +637,7 @@ class LinearCrossEntropyComparison {
       return error;
     };
     double allowed = squared_error(bound.multiply(product.factor, product.other, dtype, held));
-    if (product.rounded_other) {  // of equal rows the two roundings may cancel
+    if (product.rounded_other) {  // the errors of the factor and of x may cancel: then either alone is the larger
       allowed = std::max(allowed, squared_error(bound.multiply(product.factor, *product.rounded_other, dtype, held)));
     }
     const double error = squared_error(actual);

@@ -22,7 +22,7 @@ const char* reason_of(bool keepdim) {
 
 /// What an lse may be kept as.
 constexpr std::initializer_list<DType> kKept = {DType::float32, DType::float64}, kKeptOfFloat64 = {DType::float64};
-constexpr const char* kKeptDtypes = "float32 or float64; where x is float64, that";
+constexpr const char* kKeptDtypes = "where x is float64, that alone";
 
 std::initializer_list<DType> kept_dtypes(DType x) { return x == DType::float64 ? kKeptOfFloat64 : kKept; }
 

@@ -43,11 +43,8 @@ struct LogsumexpGradient {
     // Of the type of x, or float32.
     const A g = grad_out_dtype == kDTypeOf<T> ? load_as_accumulator(static_cast<const T*>(grad_out)[at.of[kGradOut]])
                                               : static_cast<const float*>(grad_out)[at.of[kGradOut]];
-    const A kept = number_at<A>(lse, at.of[kLse]);
-    if (lse.dtype == kDTypeOf<A> || kept - kept != A(0)) return Elementwise<T, RowGradient<A>>{{kept, g}};
-    // What a float64 has beside its rounding is one factor of the row.
-    const auto rest = static_cast<A>(number_at<double>(lse, at.of[kLse]) - double(kept));
-    return Elementwise<T, RowGradient<A>>{{kept, g * exponential(-rest)}};
+    const SplitNumber<A> kept(lse, at.of[kLse]);
+    return Elementwise<T, RowGradient<A>>{{kept.high, g * exponential(-kept.low)}};
   }
 };
 

@@ -115,7 +115,7 @@ inline void check_logsumexp(const LogsumexpCase& test_case) {
     const double lse = exact.lse[static_cast<std::size_t>(row)];
     const double max = exact.max[static_cast<std::size_t>(row)];
     const double scale = logsumexp_scale(lse, max);
-    // In float64 the largest element takes no place from the rest.
+    // A float64 lse is as exact as the logarithm of the row's sum, wherever the row lies.
     const double own_scale = test_case.has_wide_lse ? logsumexp_scale(lse - max, 0.0) : scale;
     ASSERT_EQ(difference(accumulator_dtype(test_case.dtype), run.lse.get(row), lse, own_scale), "")
         << "lse of row " << row;

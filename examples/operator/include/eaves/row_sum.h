@@ -8,6 +8,7 @@
 #include "eaves/context.h"
 #include "eaves/tensor.h"
 
+#pragma GCC visibility push(default)  // of a shared library, this is seen from outside
 namespace eaves {
 
 struct RowSumForwardArgs {
@@ -23,3 +24,4 @@ struct RowSumForwardArgs {
 void row_sum_forward(const RowSumForwardArgs& args, const ExecutionContext& context = {});
 
 }  // namespace eaves
+#pragma GCC visibility pop
