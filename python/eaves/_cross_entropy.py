@@ -180,8 +180,8 @@ def cross_entropy(
 
     Forward and backward each read the logits once (M. Milakov, N. Gimelshein, "Online normalizer calculation for
     softmax", arXiv:1805.02867), in float32 whatever the dtype of `input`. For the backward are kept: input, target, and
-    one number for each row, of float32 logits a float64. Label smoothing: C. Szegedy et al., arXiv:1512.00567; z-loss: A. Chowdhery et al.,
-    arXiv:2204.02311; soft capping: Gemma 2, arXiv:2408.00118.
+    one number for each row, of float32 logits a float64. Label smoothing: C. Szegedy et al., arXiv:1512.00567; z-loss:
+    A. Chowdhery et al., arXiv:2204.02311; soft capping: Gemma 2, arXiv:2408.00118.
 
     Args:
         input: the logits: [..., V], or as in torch [N, V, d1, ...]; any strides, on the CPU or a CUDA GPU; float16,
