@@ -516,6 +516,31 @@ def test_a_row_of_minus_infinity_has_a_gradient_of_nan(device: torch.device) -> 
     assert logits.grad.isnan().all(1).tolist() == [False, True, False]
 
 
+class _Cut(torch.autograd.Function):
+    """Passes a tensor on, and no gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=str)
+def test_without_an_upstream_gradient_there_is_none(options: dict[str, Any], device: torch.device) -> None:
+    logits = random_tensor((3, 7), torch.float32, device).requires_grad_()
+    _Cut.apply(eaves.cross_entropy(logits * 1, targets_of(logits), **options)).backward()  # type: ignore[no-untyped-call]
+    assert logits.grad is None
+
+
+@pytest.mark.parametrize("wrong", [{"label_smoothing": False}, {"z_loss": torch.tensor(0.0)}], ids=str)
+def test_a_number_that_is_none_is_refused_whatever_it_equals(wrong: dict[str, Any], device: torch.device) -> None:
+    with pytest.raises(TypeError, match="expected"):
+        eaves.cross_entropy(torch.zeros(2, 3, device=device), torch.zeros(2, dtype=torch.int64, device=device), **wrong)
+
+
 def test_an_upstream_gradient_of_zero_gives_zero(device: torch.device) -> None:
     logits = random_tensor((9, 33), torch.float32, device).requires_grad_()
     loss = eaves.cross_entropy(logits, targets_of(logits), reduction="none")
