@@ -538,7 +538,7 @@ def _run_forward(
 
 
 def _wide_lse_of(input: Tensor) -> int:
-    """The bit of a lse in float64, which float32 logits far from 0 need for their gradient (docs/numerics.md)."""
+    """The bit of an lse in float64, which float32 logits far from 0 need for their gradient (docs/numerics.md)."""
     return WIDE_LSE if input.dtype == torch.float32 else 0
 
 

@@ -36,9 +36,9 @@ def logsumexp(
         out = log(sum over dim of exp(x)),    dL/dx = dL/dout * exp(x - out)
 
     One pass over x, sums in float32 (float64 for a float64 x), rounded once (M. Milakov, N. Gimelshein, "Online
-    normalizer calculation for softmax", arXiv:1805.02867). The gradient is computed from an lse
-    that is not rounded to the dtype of x; what is kept for it is x and that number for each row, in float64 where x is
-    float32 or float64, else in float32.
+    normalizer calculation for softmax", arXiv:1805.02867). The gradient is computed from an lse that is not rounded to
+    the dtype of x; what is kept for it is x and that number for each row, in float64 where x is float32 or float64,
+    else in float32.
 
     Args:
         x: any shape of at most 16 axes, any strides, on the CPU or a CUDA GPU; float16, bfloat16, float32, float64, or

@@ -348,8 +348,8 @@ POSITIONS = [
         bit: 1 + sum(1 for other in OUTPUTS if other < bit and computed & other) if computed & bit else 0
         for bit in OUTPUTS
     }
-    for computed in range(2 * WIDE_LSE)
-]
+    for computed in range(OF_IGNORED_ROWS)
+] * (2 * WIDE_LSE // OF_IGNORED_ROWS)  # the bits that are no outputs change no place
 
 _SAVED_POSITIONS = [(positions[ENTROPY], positions[TARGET_MASS], positions[DIVISOR]) for positions in POSITIONS]
 

@@ -250,7 +250,8 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(11, 4.2), layout="constrained")
     panels = figure.subplots(1, 2)
     for name in dict.fromkeys(row["provider"] for _, row in measured):
-        of_name = sorted((s.classes, r) for s, r in measured if s[:2] == head and r["provider"] == name)
+        of_name = [(s.classes, row) for s, row in measured if s[:2] == head and row["provider"] == name]
+        of_name.sort(key=lambda each: each[0])
         classes = [each for each, _ in of_name]
         style: dict[str, Any] = {"marker": "o", "markersize": 4, "linestyle": "--" if name == "products" else "-"}
         panels[0].plot(classes, [row["ms"] for _, row in of_name], label=name, **style)

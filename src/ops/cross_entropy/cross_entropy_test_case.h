@@ -278,7 +278,7 @@ class CrossEntropyComparison {
     return compare_results_.compare_sums(results, sums_, divisor, how);
   }
 
-  /// The backward is judged by the entropy and the divisor that it was given, and by a lse that was rounded.
+  /// The backward is judged by the entropy and the divisor that it was given, and by an lse that was rounded.
   bool compare_backward(const reference::CrossEntropyRow& row, std::int64_t i, const std::string& of_row) {
     const CrossEntropyCase& test_case = run_.test_case();
     const CrossEntropyResults& results = run_.results;
