@@ -376,7 +376,8 @@ def linear_cross_entropy(
             "input": input, "linear_weight": linear_weight, "linear_bias": linear_bias, "target": target,
             "weight": weight, "row_weight": row_weight, "normalizer": normalizer,
         }  # fmt: skip
-    is_autocast = input.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(input.device.type)
+    device = input.device.type
+    is_autocast = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
     if is_autocast:
         input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
         result_dtype = accumulator_dtype(input.dtype)
@@ -426,9 +427,8 @@ def linear_cross_entropy(
     tensors = (input, linear_weight, linear_bias, target, weight, row_weight, normalizer)
     settings = (ignore_index, mode, numbers, skip_ignored)  # those of Options but the limit
     gradients = _wanted_gradients(input, linear_weight, linear_bias)
-    # By torch.func and forward mode too.
-    is_followed = not is_compiling and needs_autograd(*_given(input, linear_weight, linear_bias))
-    if not gradients and not is_followed:
+    # Without gradients torch.func and forward mode may follow the call.
+    if not gradients and (is_compiling or not needs_autograd(*_given(input, linear_weight, linear_bias))):
         computed = wanted
         arguments = (*_as_multiplied(tensors), *settings, limit, computed)
         if shard is None:
@@ -451,7 +451,7 @@ def linear_cross_entropy(
             gradients = 0
         run = apply if grad_weight_out is None else uncompiled(apply)
         outputs = run(
-            _OP, function, *tensors, *settings, limit, grad_weight_out, computed, followed, gradients | wide,
+            _OP, function, *tensors, *settings, limit, grad_weight_out, computed, wanted, followed, gradients | wide,
             number_tensor, shard,
         )  # fmt: skip
     if wanted == 0:
@@ -601,8 +601,9 @@ def _checked_weight(input: Tensor, linear_weight: Tensor, is_autocast: bool, may
             f"{_OP}: linear_weight has dtype {name_of(linear_weight.dtype)}, expected that of input, "
             f"{name_of(input.dtype)}; convert one of them, or call it under torch.autocast, which converts both"
         )
-    is_readable = linear_weight.layout != torch.strided or _is_matrix(linear_weight)  # others are refused further down
-    return linear_weight if is_readable else linear_weight.contiguous()
+    if linear_weight.layout != torch.strided or linear_weight.is_contiguous() or _is_matrix(linear_weight):
+        return linear_weight  # the core refuses other layouts
+    return linear_weight.contiguous()
 
 
 def _is_matrix(weight: Tensor) -> bool:
@@ -798,22 +799,25 @@ def _is_speedy(
 # ------------------------------------------------------------------------------------------------------------ autograd
 
 # The arguments of both Functions: the tensors, the options, and behind them grad_weight_out, the outputs that are
-# computed, those that may have a gradient, the gradients that the forward computes, the number tensor, and the Shard.
+# computed, those that the caller gets, those of them that may have a gradient, the gradients that the forward computes,
+# the number tensor, and the Shard.
 _TENSORS = slice(len(ForwardTensors._fields))
 _OPTIONS = slice(_TENSORS.stop, _TENSORS.stop + len(Options._fields))
-_REST = slice(_OPTIONS.stop, _OPTIONS.stop + 6)
+_REST = slice(_OPTIONS.stop, _OPTIONS.stop + 7)
 _REDUCTION = Options._fields.index("reduction")  # a small call has no time to make Options of the arguments
 _NO_SECOND = f"{_OP}: there is no second derivative; use torch.nn.functional.linear and cross_entropy for one"
 _NOTHING = (None,) * (_REST.stop - len(GRADIENTS))  # behind the gradients of input, linear_weight and linear_bias
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+def _save(
+    ctx: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], rest: tuple[Any, ...], output: Sequence[Tensor]
+) -> None:
     """What a backward needs that computes the logits again."""
-    tensors, ctx.options = inputs[_TENSORS], inputs[_OPTIONS]
-    ctx.grad_weight_out, computed, wanted, gradients, number_tensor, ctx.shard = inputs[_REST]
+    ctx.options = options
+    ctx.grad_weight_out, computed, _, followed, gradients, number_tensor, ctx.shard = rest
     ctx.wide, ctx.weight_dtype = gradients & WIDE_WEIGHT, tensors[1].dtype
     place = None if ctx.shard is None else output[-1]
-    ctx.save_for_backward(*tensors, *keep_outputs(ctx, output, computed, wanted), number_tensor, place)
+    ctx.save_for_backward(*tensors, *keep_outputs(ctx, output, computed, followed), number_tensor, place)
 
 
 def _compute_again(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -849,10 +853,12 @@ def _handed_out(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None
     return grad_input, grad_weight, grad_bias, *_NOTHING
 
 
-def _run_forward(arguments: tuple[Any, ...], gradients: int) -> list[Tensor]:
+def _run_forward(
+    tensors: tuple[Any, ...], options: tuple[Any, ...], rest: tuple[Any, ...], gradients: int
+) -> list[Tensor]:
     """The loss and its outputs, the gradients that the bits name, and of a shard its Place."""
-    _, computed, _, _, number_tensor, shard = arguments[_REST]
-    arguments = (*_as_multiplied(arguments[_TENSORS]), *arguments[_OPTIONS], computed)
+    _, computed, _, _, _, number_tensor, shard = rest
+    arguments = (*_as_multiplied(tensors), *options, computed)
     results: list[Tensor]
     if shard is not None:
         results = call(_OP, ranks.forward, *arguments, gradients, *shard, number_tensor=number_tensor)
@@ -888,17 +894,17 @@ def _accumulate(ctx: Any, arguments: tuple[Any, ...], bits: int, place: Tensor |
 @binds_quickly
 class _Recompute(torch.autograd.Function):
     """input, linear_weight, linear_bias -> the loss, and the outputs that the bits `computed` name, of which those
-    of `wanted` may have a gradient. The backward computes the logits again."""
+    of `followed` may have a gradient. The backward computes the logits again."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(_run_forward(arguments, 0))
+        return tuple(_run_forward(arguments[_TENSORS], arguments[_OPTIONS], arguments[_REST], 0))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _save(ctx, inputs, output)
+        _save(ctx, inputs[_TENSORS], inputs[_OPTIONS], inputs[_REST], output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -961,12 +967,12 @@ class _Speed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        tensors, options = arguments[_TENSORS], arguments[_OPTIONS]
-        gradients = arguments[_REST][3]
-        results = _run_forward(arguments, gradients)
+        tensors, options, rest = arguments[_TENSORS], arguments[_OPTIONS], arguments[_REST]
+        _, _, wanted, _, gradients, _, shard = rest
+        results = _run_forward(tensors, options, rest, gradients)
         ctx.bits = gradients & ~WIDE_WEIGHT
-        outputs, computed_gradients = _split(results, ctx.bits, arguments[_REST][5])
-        _save(ctx, arguments, results)
+        outputs, computed_gradients = _split(results, ctx.bits, shard)
+        _save(ctx, tensors, options, rest, results)
         ctx.saves_gradients = torch.compiler.is_compiling()
         is_ignored = None
         if options[_REDUCTION] == NONE and not tensors[3].is_floating_point():
@@ -977,7 +983,8 @@ class _Speed(torch.autograd.Function):
         else:
             # Saved tensors are there as long as the graph is, and what is handed out may be written over.
             ctx.gradients, ctx.is_ignored = computed_gradients, is_ignored
-        return outputs
+        # Small calls show what it costs to hand out a tensor that is saved too.
+        return outputs if wanted else outputs[:1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -999,8 +1006,8 @@ class _Speed(torch.autograd.Function):
             return _compute_again(ctx, upstream)
         computed, ctx.gradients = ctx.gradients, None
         if computed is None:  # a later backward; without the outputs other kernels would run, and last places differ
-            rest = (None, ctx.computed, 0, 0, None, ctx.shard)
-            results = _run_forward((*ctx.saved_tensors[_TENSORS], *ctx.options, *rest), ctx.bits | ctx.wide)
+            rest = (None, ctx.computed, 0, 0, 0, None, ctx.shard)
+            results = _run_forward(ctx.saved_tensors[_TENSORS], ctx.options, rest, ctx.bits | ctx.wide)
             _, computed = _split(results, ctx.bits, ctx.shard)
         gradients = in_places(computed, ctx.bits)
         if ctx.options[_REDUCTION] == NONE:
