@@ -23,9 +23,9 @@ namespace HWY_NAMESPACE {
 
 /// Rows that lie side by side, in tiles: so many that a line of memory is used whole and that the tile's part of a few
 /// columns still fits L1.
-template <typename T>
+template <typename T, std::int64_t kMaxWidth = 512>
 struct Tiles {
-  static constexpr std::int64_t kWidth = 512;
+  static constexpr std::int64_t kWidth = kMaxWidth;
   std::int64_t inner;    ///< rows side by side
   std::int64_t per_run;  ///< tiles that cover them
   std::int64_t count;

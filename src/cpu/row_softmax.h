@@ -136,21 +136,26 @@ void write_softmax_piece(const View& view, ColumnTensor<const T> x, ColumnTensor
   }
 }
 
+/// A map reads each column once, so that its tiles need not fit L1. The wider they are, the longer are the runs of
+/// memory that a thread reads and writes.
+template <typename T>
+using WideTiles = Tiles<T, 2048>;
+
 /// A piece of the columns of a tile of rows. `softmax_of(row, piece)` is called for each row before anything is
 /// written.
 template <typename T, typename View, typename SoftmaxOf>
-void write_softmax_tile(const View& view, ColumnTensor<const T> x, ColumnTensor<T> to, const Tiles<T>& tiles,
+void write_softmax_tile(const View& view, ColumnTensor<const T> x, ColumnTensor<T> to, const WideTiles<T>& tiles,
                         const ColumnPiece& piece, SoftmaxOf&& softmax_of) {
   using A = Accumulator<T>;
   using Softmax = ScaledSoftmax<A>;
   const auto pack = static_cast<std::int64_t>(pack_size<T>());
   const Tag<T> d;
   const auto lanes = hn::Lanes(d);
-  HWY_ALIGN A lse[Tiles<T>::kWidth];
-  HWY_ALIGN A scale[Tiles<T>::kWidth];
-  HWY_ALIGN A kept[Tiles<T>::kWidth];  // 0 where the row is zero
-  A value[Tiles<T>::kWidth];
-  std::int64_t replaced[Tiles<T>::kWidth];
+  HWY_ALIGN A lse[WideTiles<T>::kWidth];
+  HWY_ALIGN A scale[WideTiles<T>::kWidth];
+  HWY_ALIGN A kept[WideTiles<T>::kWidth];  // 0 where the row is zero
+  A value[WideTiles<T>::kWidth];
+  std::int64_t replaced[WideTiles<T>::kWidth];
 
   const std::int64_t first_row = tiles.first_row(piece.group);
   const std::int64_t width = tiles.width(piece.group);
@@ -211,11 +216,15 @@ template <typename T, typename View, typename SoftmaxOf>
 void write_softmax(const View& view, ColumnTensor<const T> x, ColumnTensor<T> to, const ExecutionContext& context,
                    SoftmaxOf&& softmax_of) {
   if (Tiles<T>::fit(view)) {
-    const Tiles<T> tiles(view);
+    const WideTiles<T> tiles(view);
     const ColumnPieces pieces = tiles.pieces(view.column_count);
     parallel_for(context, pieces.tasks(), pieces.grain(), [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t task = begin; task < end; ++task) {
-        write_softmax_tile(view, x, to, tiles, pieces[task], softmax_of);
+      for (std::int64_t task = begin; task < end;) {
+        // A tile's pieces behind each other are one: what a tile needs for each row is computed once for a piece.
+        ColumnPiece piece = pieces[task];
+        task = std::min(end, (piece.group + 1) * pieces.count);
+        piece.end = pieces[task - 1].end;
+        write_softmax_tile(view, x, to, tiles, piece, softmax_of);
       }
     });
     return;
