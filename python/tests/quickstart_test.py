@@ -1,0 +1,17 @@
+"""The blocks of docs/quickstart.md run, one after the other."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parents[2] / "docs" / "quickstart.md"
+# Those that quote a file, tools/check_docs compares with it.
+BLOCKS = re.findall(r"^```python\n(?!# examples/)(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_page_runs_from_top_to_bottom() -> None:
+    assert len(BLOCKS) == 3
+    names: dict[str, Any] = {}
+    for number, block in enumerate(BLOCKS):
+        exec(compile(block, f"{PAGE.name}, block {number}", "exec"), names)
+    assert [each.shape for each in names["found"]] == [(512, 256), (8192, 256)]
