@@ -21,23 +21,37 @@ HWY_BEFORE_NAMESPACE();
 namespace eaves::cpu {
 namespace HWY_NAMESPACE {
 
-/// Rows that lie side by side, in tiles: so many that a line of memory is used whole and that the tile's part of a few
-/// columns still fits L1.
-template <typename T, std::int64_t kMaxWidth = 512>
+/// Rows that lie side by side, in tiles: so many that a line of memory is used whole, and of a reduction, which reads a
+/// few columns twice, no more than fit L1.
+template <typename T>
 struct Tiles {
-  static constexpr std::int64_t kWidth = kMaxWidth;
+  static constexpr std::int64_t kWidth = 512;
+  static constexpr std::int64_t kMostWidth = 8192 / sizeof(Accumulator<T>);
   std::int64_t inner;    ///< rows side by side
+  std::int64_t most;     ///< rows of a tile; the last one of a run has fewer
   std::int64_t per_run;  ///< tiles that cover them
   std::int64_t count;
 
-  template <int kColumnTensors, int kTensors>
-  explicit Tiles(const RowView<kColumnTensors, kTensors>& view)
+  template <typename View>
+  explicit Tiles(const View& view, std::int64_t width = kWidth)
       : inner(view.rows.sizes[view.rows.rank - 1]),
-        per_run(ceil_divide(inner, kWidth)),
+        most(std::min(inner, width)),
+        per_run(ceil_divide(inner, most)),
         count(view.row_count / inner * per_run) {}
-  ColumnPieces pieces(std::int64_t columns) const { return {columns, count, std::min(inner, kWidth)}; }
-  std::int64_t first_row(std::int64_t tile) const { return tile / per_run * inner + tile % per_run * kWidth; }
-  std::int64_t width(std::int64_t tile) const { return std::min(kWidth, inner - tile % per_run * kWidth); }
+
+  /// Of a map, which reads each column once: wide ones, whose runs of memory are long, where these are enough for many
+  /// threads. (Gradient of logsumexp, [8192, 1024] bfloat16 over axis 0, 2 threads of an AMD EPYC: tiles of 512 rows
+  /// 2.8 ms, of all 1024 1.3 ms.)
+  template <typename View>
+  static Tiles of_map(const View& view) {
+    constexpr std::int64_t kEnoughTasks = 64;
+    const Tiles wide(view, kMostWidth);
+    return wide.pieces(view.column_count).tasks() >= kEnoughTasks ? wide : Tiles(view);
+  }
+
+  ColumnPieces pieces(std::int64_t columns) const { return {columns, count, most}; }
+  std::int64_t first_row(std::int64_t tile) const { return tile / per_run * inner + tile % per_run * most; }
+  std::int64_t width(std::int64_t tile) const { return std::min(most, inner - tile % per_run * most); }
 
   /// Vectors across fewer rows than this would be mostly empty.
   template <int kColumnTensors, int kTensors>

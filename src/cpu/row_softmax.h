@@ -136,26 +136,21 @@ void write_softmax_piece(const View& view, ColumnTensor<const T> x, ColumnTensor
   }
 }
 
-/// A map reads each column once, so that its tiles need not fit L1. The wider they are, the longer are the runs of
-/// memory that a thread reads and writes.
-template <typename T>
-using WideTiles = Tiles<T, 2048>;
-
 /// A piece of the columns of a tile of rows. `softmax_of(row, piece)` is called for each row before anything is
 /// written.
 template <typename T, typename View, typename SoftmaxOf>
-void write_softmax_tile(const View& view, ColumnTensor<const T> x, ColumnTensor<T> to, const WideTiles<T>& tiles,
+void write_softmax_tile(const View& view, ColumnTensor<const T> x, ColumnTensor<T> to, const Tiles<T>& tiles,
                         const ColumnPiece& piece, SoftmaxOf&& softmax_of) {
   using A = Accumulator<T>;
   using Softmax = ScaledSoftmax<A>;
   const auto pack = static_cast<std::int64_t>(pack_size<T>());
   const Tag<T> d;
   const auto lanes = hn::Lanes(d);
-  HWY_ALIGN A lse[WideTiles<T>::kWidth];
-  HWY_ALIGN A scale[WideTiles<T>::kWidth];
-  HWY_ALIGN A kept[WideTiles<T>::kWidth];  // 0 where the row is zero
-  A value[WideTiles<T>::kWidth];
-  std::int64_t replaced[WideTiles<T>::kWidth];
+  HWY_ALIGN A lse[Tiles<T>::kMostWidth];
+  HWY_ALIGN A scale[Tiles<T>::kMostWidth];
+  HWY_ALIGN A kept[Tiles<T>::kMostWidth];  // 0 where the row is zero
+  A value[Tiles<T>::kMostWidth];
+  std::int64_t replaced[Tiles<T>::kMostWidth];
 
   const std::int64_t first_row = tiles.first_row(piece.group);
   const std::int64_t width = tiles.width(piece.group);
@@ -216,7 +211,7 @@ template <typename T, typename View, typename SoftmaxOf>
 void write_softmax(const View& view, ColumnTensor<const T> x, ColumnTensor<T> to, const ExecutionContext& context,
                    SoftmaxOf&& softmax_of) {
   if (Tiles<T>::fit(view)) {
-    const WideTiles<T> tiles(view);
+    const auto tiles = Tiles<T>::of_map(view);
     const ColumnPieces pieces = tiles.pieces(view.column_count);
     parallel_for(context, pieces.tasks(), pieces.grain(), [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t task = begin; task < end;) {
