@@ -765,7 +765,7 @@ def _is_speedy(
     linear_weight: Tensor,
     target: Tensor,
     mode: int,
-    wanted: int,
+    followed: int,
     limit: int,
     grad_weight_out: Tensor | None,
     gradients: int,
@@ -776,7 +776,7 @@ def _is_speedy(
         return False
     if mode == NONE and (gradients != OF_INPUT or (shard is not None and shard.sequence_parallel)):
         return False
-    has_gradients_of_outputs = bool(wanted & (LSE | ENTROPY))
+    has_gradients_of_outputs = bool(followed & (LSE | ENTROPY))
     if torch.compiler.is_compiling() or (shard is not None and way == "auto"):
         # Of a shard the core would have to be asked for the largest.
         # A graph is compiled for the outputs that may have a gradient, not for those that have one. And it should not

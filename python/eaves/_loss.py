@@ -368,13 +368,13 @@ def output_of(outputs: Sequence[Tensor], computed: int, wanted: int) -> CrossEnt
     return CrossEntropyOutput(outputs[0], *returned)
 
 
-def keep_outputs(ctx: Any, outputs: Sequence[Tensor], computed: int, wanted: int) -> tuple[Tensor | None, ...]:
-    """In a setup_context: which outputs have a derivative (the loss and, of those that the user gets, lse and entropy),
-    and those to save, in the order in which the extension's backward takes them."""
+def keep_outputs(ctx: Any, outputs: Sequence[Tensor], computed: int, followed: int) -> tuple[Tensor | None, ...]:
+    """In a setup_context: which outputs have a derivative (the loss and, of the bits `followed`, lse and entropy), and
+    those to save, in the order in which the extension's backward takes them."""
     ctx.set_materialize_grads(False)  # or each backward would fill a tensor of zeros for each output
-    ctx.computed, ctx.wanted = computed, wanted
-    if wanted & (LSE | ENTROPY):
-        positions, differentiable = POSITIONS[computed], (wanted & LSE) | ENTROPY
+    ctx.computed, ctx.followed = computed, followed
+    if followed & (LSE | ENTROPY):
+        positions, differentiable = POSITIONS[computed], (followed & LSE) | ENTROPY
         constant = [outputs[positions[bit]] for bit in OUTPUTS if computed & bit and not differentiable & bit]
         ctx.mark_non_differentiable(*constant)
     else:
@@ -391,7 +391,7 @@ def keep_outputs(ctx: Any, outputs: Sequence[Tensor], computed: int, wanted: int
 def upstream_of(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Of the upstream gradients those of the loss, lse and entropy, as far as the user has these; none where all are
     absent."""
-    grad_loss, grad_lse = grads[0], grads[1] if ctx.wanted & LSE else None
+    grad_loss, grad_lse = grads[0], grads[1] if ctx.followed & LSE else None
     grad_entropy = pick(grads, ctx.computed, ENTROPY)
     if grad_loss is None and grad_lse is None and grad_entropy is None:
         return ()

@@ -47,11 +47,6 @@ def test_the_version_is_that_of_the_installed_package() -> None:
     assert eaves.__version__ == version("eaves")
 
 
-def test_the_citation_names_the_version() -> None:
-    citation = Path(__file__).parents[2] / "CITATION.cff"
-    assert f"\nversion: {eaves.__version__}\n" in citation.read_text()
-
-
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or platform.machine() != "x86_64", reason="no oneDNN for it")
 def test_the_wheel_brings_onednn() -> None:
     assert extension()["cpu"]["matrix_products"].startswith("oneDNN 3.2.0")  # the version that tools/setup installs
