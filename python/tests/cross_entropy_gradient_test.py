@@ -23,6 +23,7 @@ from cross_entropy_test import (
     targets_of,
 )
 from layouts import LAYOUTS, contiguous, expanded_along_the_first_axis, padded_rows, random_tensor
+from operators import Stop
 from pairwise import pairwise
 
 
@@ -516,22 +517,10 @@ def test_a_row_of_minus_infinity_has_a_gradient_of_nan(device: torch.device) -> 
     assert logits.grad.isnan().all(1).tolist() == [False, True, False]
 
 
-class _Cut(torch.autograd.Function):
-    """Passes a tensor on, and no gradient back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
-
-
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=str)
 def test_without_an_upstream_gradient_there_is_none(options: dict[str, Any], device: torch.device) -> None:
     logits = random_tensor((3, 7), torch.float32, device).requires_grad_()
-    _Cut.apply(eaves.cross_entropy(logits * 1, targets_of(logits), **options)).backward()  # type: ignore[no-untyped-call]
+    Stop.apply(eaves.cross_entropy(logits * 1, targets_of(logits), **options)).backward()  # type: ignore[no-untyped-call]
     assert logits.grad is None
 
 

@@ -27,6 +27,7 @@ from layouts import LAYOUTS
 from operators import (
     OPERATORS,
     Operator,
+    Stop,
     assert_same,
     differentiable,
     each_operator,
@@ -157,15 +158,6 @@ def test_second_derivatives_agree_with_finite_differences_or_are_refused(op: Ope
 
 @each_operator()
 def test_a_graph_whose_gradient_is_missing_gives_none(op: Operator, any_device: torch.device) -> None:
-    class Stop(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, out: Tensor) -> Tensor:
-            return out.clone()
-
-        @staticmethod
-        def backward(ctx: object, grad_out: Tensor) -> None:
-            return None
-
     for dtype in (torch.float32, torch.bfloat16):
         tensors = leaves(op, op.inputs(3, any_device, dtype))
         wanted = differentiable(op, tensors)

@@ -22,6 +22,18 @@ def each_operator() -> pytest.MarkDecorator:
     return pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name)
 
 
+class Stop(torch.autograd.Function):
+    """Passes a tensor on, and no gradient back."""
+
+    @staticmethod
+    def forward(ctx: object, out: Tensor) -> Tensor:
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad_out: Tensor) -> None:
+        return None
+
+
 def leaves(op: Operator, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The tensors of a call, those that are differentiable detached and with a gradient asked for."""
     return tuple(t.detach().requires_grad_() if i in op.differentiable else t for i, t in enumerate(inputs))
