@@ -72,7 +72,9 @@ __device__ void raise_anchor(RunningStatistics<A, kHasSquare>& s, A z, const Los
   const A anchor = transformed_in_units(z, terms).rounded();
   if (!(anchor > s.anchor) && !(z > s.anchor_logit)) return;  // a NaN, or -infinity
   if (s.sum != A(0)) {                                        // the anchor of nothing may be any number
-    const A shift = -s.exponent(z, terms);
+    // Terms beside anchors of common size are relative to the rounded anchor; others to the anchor's logit.
+    const bool are_common = fabs(s.anchor) < A(kCommonAnchor) && fabs(anchor) < A(kCommonAnchor);
+    const A shift = are_common ? s.anchor - anchor : -s.exponent(z, terms);
     const A scale = power(shift);
     s.moment = scale == A(0) ? A(0) : fma(s.sum, shift, s.moment) * scale;  // the shift may be infinite
     s.sum *= scale;
