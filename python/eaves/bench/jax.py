@@ -4,8 +4,10 @@ PyTorch where that has the same device. And what a small jitted call costs the h
 
     python -m eaves.bench.jax --json jax.json --plot jax.png
 
-Each contestant is one compiled program. They take turns; a time is that of the clock, from the call until its results
+Each contestant is one compiled program. They take turns. A time is that of the clock, from the call until its results
 are there, because JAX has streams of its own on which PyTorch's events see nothing: of calls that take milliseconds.
+Each call that is timed follows one of its own that is not: how fast a GPU runs depends on the power that it has just
+drawn, and neighbours in the turn draw more and less.
 Memory is what XLA plans for the program beside its arguments (temporary buffers, eaves' scratch memory among them, and
 results); of PyTorch the peak of its allocator beside the arguments. The exit status is 1 where a bar does not hold;
 bars are for GPUs, and for the published shapes.
@@ -189,6 +191,7 @@ def measure(shape: Shape, repetitions: int) -> list[dict[str, Any]]:
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(repetitions):
         for name, contestant in contestants.items():
+            contestant.run()
             begin = time.perf_counter()
             contestant.run()
             times[name].append((time.perf_counter() - begin) * 1e3)
@@ -292,7 +295,7 @@ def main() -> int:
     )
     parser.add_argument("--shape", type=_shape, action="append", help="rows x features x classes; may be repeated")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK[0]} instead of all others")
-    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="where to draw the curves; needs matplotlib")
     arguments = parser.parse_args()
