@@ -60,7 +60,8 @@ void reduce_tile_piece(const View& view, ColumnTensor<const T> x, const Tiles<T>
   reduce_tile(first, stride, piece.end - piece.begin, tiles.width(piece.group), states);
 }
 
-/// Calls `store(row, state)` for every row, from many threads.
+/// Calls `store(first_row, count, states)` for rows behind each other, at most as many as a tile has, until all rows
+/// are stored; from many threads.
 template <typename T, typename View, typename Store>
 void reduce_softmax(const View& view, ColumnTensor<const T> x, const ExecutionContext& context, Store&& store) {
   if (Tiles<T>::fit(view)) {
@@ -68,14 +69,23 @@ void reduce_softmax(const View& view, ColumnTensor<const T> x, const ExecutionCo
     return reduce_pieces<RowState, Tiles<T>::kWidth>(
         tiles.pieces(view.column_count), context,
         [&](const ColumnPiece& piece, RowState* states) { reduce_tile_piece(view, x, tiles, piece, states); },
-        [&](std::int64_t tile, const RowState* states) {
-          for (std::int64_t i = 0; i < tiles.width(tile); ++i) store(tiles.first_row(tile) + i, states[i]);
-        });
+        [&](std::int64_t tile, const RowState* states) { store(tiles.first_row(tile), tiles.width(tile), states); });
   }
-  reduce_pieces<RowState, 1>(
-      ColumnPieces(view.column_count, view.row_count, 1), context,
-      [&](const ColumnPiece& piece, RowState* state) { *state = reduce_piece(view, x, piece); },
-      [&](std::int64_t row, const RowState* state) { store(row, *state); });
+  const ColumnPieces pieces(view.column_count, view.row_count, 1);
+  const auto reduce = [&](const ColumnPiece& piece, RowState* state) { *state = reduce_piece(view, x, piece); };
+  if (pieces.count > 1) {
+    return reduce_pieces<RowState, 1>(pieces, context, reduce,
+                                      [&](std::int64_t row, const RowState* state) { store(row, 1, state); });
+  }
+  parallel_for(context, view.row_count, pieces.grain(), [&](std::int64_t begin, std::int64_t end) {
+    constexpr std::int64_t kAtOnce = 8;
+    RowState states[kAtOnce];
+    for (std::int64_t row = begin; row < end; row += kAtOnce) {
+      const std::int64_t count = std::min(kAtOnce, end - row);
+      for (std::int64_t i = 0; i < count; ++i) reduce(pieces[row + i], states + i);
+      store(row, count, states);
+    }
+  });
 }
 
 // ------------------------------------------------------------------------------------------------------------- maps

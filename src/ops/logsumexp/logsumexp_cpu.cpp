@@ -15,11 +15,29 @@ namespace {
 
 using namespace logsumexp_tensors;
 
+/// Calls `store(i, lse)` for each state. A row's lse does not depend on its neighbours.
+template <typename Store>
+void for_each_lse(const RowState* states, std::int64_t count, Store&& store) {
+  const Tag<double> d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  HWY_ALIGN double logs[hn::MaxLanes(d)];
+  for (std::int64_t first = 0; first < count; first += lanes) {
+    const std::int64_t taken = std::min(lanes, count - first);
+    for (std::int64_t i = 0; i < lanes; ++i) logs[i] = states[first + std::min(i, taken - 1)].sum;
+    hn::Store(hn::Log(d, hn::Load(d, logs)), d, logs);
+    for (std::int64_t i = 0; i < taken; ++i) {
+      const RowState& state = states[first + i];
+      // Highway's logarithm is for normal numbers. Beside a largest element that is finite, the sum is 1 and more.
+      const bool is_normal = state.sum >= 1e-300 && state.sum <= 1e300;
+      store(first + i, is_normal ? softmax_anchor(state.max) + logs[i] : state.lse());
+    }
+  }
+}
+
 /// Writes the result of a row.
 template <typename T, typename Out>
-void store(const LogsumexpForwardProblem& problem, std::int64_t row, const RowState& state) {
+HWY_INLINE void store(const LogsumexpForwardProblem& problem, std::int64_t row, double lse) {
   const auto offsets = problem.view.rows.offsets(row);
-  const double lse = state.lse();
   if (problem.lse != nullptr) {
     if (problem.lse_dtype == DType::float64) {
       static_cast<double*>(problem.lse)[offsets.of[kLse]] = lse;
@@ -41,8 +59,11 @@ ScaledSoftmax<Accumulator<T>> load_scalars(const LogsumexpBackwardProblem& probl
   A scale = problem.grad_out_dtype == kDTypeOf<T>
                 ? load_as_accumulator(static_cast<const T*>(problem.grad_out)[offsets.of[kGradOut]])
                 : static_cast<A>(static_cast<const float*>(problem.grad_out)[offsets.of[kGradOut]]);
-  // What the lse loses when it is rounded to A is one factor of the row.
-  if (exact != lse && std::isfinite(lse)) scale = static_cast<A>(scale * std::exp(lse - exact));
+  // What the lse loses when it is rounded to A is one factor of the row, almost always next to 1.
+  const double lost = lse - exact;
+  if (lost != 0.0 && std::isfinite(lse)) {
+    scale = static_cast<A>(scale * (std::abs(lost) < 1e-4 ? 1.0 + lost * (1.0 + 0.5 * lost) : std::exp(lost)));
+  }
   return {.lse = lse, .scale = scale};
 }
 
@@ -50,9 +71,14 @@ ScaledSoftmax<Accumulator<T>> load_scalars(const LogsumexpBackwardProblem& probl
 
 void forward(const LogsumexpForwardProblem& problem, const ExecutionContext& context) {
   dispatch_floating_point(problem.x_dtype, [&]<typename T>() {
-    const auto store_row = problem.out_dtype == kDTypeOf<T> ? store<T, T> : store<T, float>;
+    const bool is_out_of_x = problem.out_dtype == kDTypeOf<T>;
     reduce_softmax<T>(problem.view, {static_cast<const T*>(problem.x), kX}, context,
-                      [&](std::int64_t row, const RowState& state) { store_row(problem, row, state); });
+                      [&](std::int64_t first_row, std::int64_t count, const RowState* states) {
+                        for_each_lse(states, count, [&](std::int64_t i, double lse) {
+                          is_out_of_x ? store<T, T>(problem, first_row + i, lse)
+                                      : store<T, float>(problem, first_row + i, lse);
+                        });
+                      });
   });
 }
 

@@ -144,7 +144,7 @@ void reduce_sequences(const LrpeCosineForwardProblem& problem, const ExecutionCo
   const Dims lse_strides{2 * shape.heads * shape.features, 2 * shape.features, 0, 1};
   const auto view = make_row_view<2, 4>(Dims{shape.batch, shape.heads, shape.positions, shape.features}, sequence,
                                         {x_strides, x_strides, normalizer_strides, lse_strides});
-  reduce_softmax<T>(view, {static_cast<const T*>(problem.x), 0}, context, [&](std::int64_t row, const RowState& state) {
+  const auto store = [&](std::int64_t row, const RowState& state) {
     const auto offsets = view.rows.offsets(row);
     const Normalizer<A> normalizer = normalizer_of<A>(state);
     normalizers.shift[static_cast<std::size_t>(offsets.of[2])] = normalizer.shift;
@@ -154,7 +154,11 @@ void reduce_sequences(const LrpeCosineForwardProblem& problem, const ExecutionCo
     A* const high = static_cast<A*>(problem.lse) + offsets.of[3];
     high[0] = lse.high;
     high[shape.features] = lse.low;
-  });
+  };
+  reduce_softmax<T>(view, {static_cast<const T*>(problem.x), 0}, context,
+                    [&](std::int64_t first_row, std::int64_t count, const RowState* states) {
+                      for (std::int64_t i = 0; i < count; ++i) store(first_row + i, states[i]);
+                    });
 }
 
 template <typename T>
