@@ -125,8 +125,8 @@ struct CrossEntropyBackwardArgs {
   int class_axis = -1;
   CrossEntropyOptions options = {};
 
-  /// As the forward wrote them: lse always, entropy with grad_entropy, target_mass with soft targets or where weights
-  /// and smoothing meet, divisor with Reduction::mean.
+  /// As the forward wrote them: lse always, entropy with grad_entropy, target_mass with soft targets, where weights and
+  /// smoothing meet, or of a shard with weights, divisor with Reduction::mean.
   TensorView lse = {};
   TensorView entropy = {};
   TensorView target_mass = {};

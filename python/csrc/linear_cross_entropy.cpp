@@ -277,11 +277,9 @@ void shard_backward(Written written, bool accumulates, Upstream upstream, Inputs
   run<linear_cross_entropy_backward, &linear_cross_entropy_backward_workspace_bytes, true>(args, args.inputs.x.device);
 }
 
-void rescale(OptionalTensor grad_x, OptionalTensor grad_weight, OptionalTensor grad_bias, Tensor grad_loss) {
-  const auto view = [](const OptionalTensor& tensor) { return tensor.has_value() ? output(*tensor) : TensorView{}; };
-  const LinearCrossEntropyRescaleArgs args{
-      .gradients = {.grad_x = view(grad_x), .grad_weight = view(grad_weight), .grad_bias = view(grad_bias)},
-      .grad_loss = input(grad_loss, {kOp, "grad_loss"})};
+void rescale(Written written, Tensor grad_loss) {
+  const LinearCrossEntropyRescaleArgs args{.gradients = written.views(),
+                                           .grad_loss = input(grad_loss, {kOp, "grad_loss"})};
   run<linear_cross_entropy_rescale>(args, args.grad_loss.device);  // needs no workspace
 }
 
@@ -330,9 +328,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
   library.def("linear_cross_entropy_shard_backward(" EAVES_WRITTEN ", bool accumulates, " EAVES_UPSTREAM
               ", " EAVES_INPUTS ", " EAVES_SAVED ", " EAVES_CALL ", " EAVES_SHARD
               ", int grad_input_is_complete) -> ()");
-  library.def(
-      "linear_cross_entropy_rescale(Tensor(a!)? grad_input, Tensor(b!)? grad_weight, Tensor(c!)? grad_bias, "
-      "Tensor grad_loss) -> ()");
+  library.def("linear_cross_entropy_rescale(" EAVES_WRITTEN ", Tensor grad_loss) -> ()");
   library.def(
       "linear_cross_entropy_algorithm(Tensor input, Tensor linear_weight, Tensor target, SymInt workspace_limit) -> "
       "int");

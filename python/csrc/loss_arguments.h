@@ -32,6 +32,10 @@ inline constexpr std::int64_t kWideLse = 512;        ///< no output: lse is floa
 
 static_assert(static_cast<int>(Reduction::none) == 0 && static_cast<int>(Reduction::sum) == 1 &&
               static_cast<int>(Reduction::mean) == 2);
+// As python/eaves/_ranks.py and jax/_shards.py have them.
+static_assert(kCrossEntropyStatistics == 10 && static_cast<int>(CrossEntropyStatistic::largest) == 0 &&
+              static_cast<int>(CrossEntropyStatistic::best_value) == 7 &&
+              static_cast<int>(CrossEntropyStatistic::best) == 8);
 
 /// The options of every schema. SymInt, because torch.compile compiles again for each value of an int. `numbers` are
 /// those of kLossOptions in its order, or none where all have their defaults: an empty list costs the host least.

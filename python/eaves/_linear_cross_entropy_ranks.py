@@ -211,7 +211,7 @@ def _forward(*arguments: Any) -> list[Tensor]:
     agreement = Agreement(
         _OP, shard, tensors.target, columns, lambda: _facts(tensors, options, kept, outputs, gradients)
     )
-    # The first two exchange something before the statistics.
+    # The first two exchange something before the statistics; of the third the number of classes decides an error.
     if shard.sequence_parallel or tensors.weight is not None or outputs & ARGMAX:
         agreement.settle()
     try:

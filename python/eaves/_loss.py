@@ -290,6 +290,7 @@ _PARAMETERS = {
     "lse_square_scale": "z_loss",
     "logsumexp_weight": "z_loss",
     "bias": "linear_bias",
+    "linear_bias": "bias",
     "ce_weight": "weight",
     "num_items_in_batch": "normalizer",
     "sample_weight": "row_weight",

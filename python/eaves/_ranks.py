@@ -269,8 +269,8 @@ class _Call(threading.local):
 
 
 _call = _Call()
-_places: dict[tuple[Shard, int], Place] = {}  # of the last calls, for CUDA graphs, where ranks cannot be asked
-_unsteady: set[tuple[Shard, int]] = set()  # whose place is not that of the last call
+_places: dict[tuple[Shard, int], Place] = {}  # of the last calls, which the next ones expect
+_unsteady: set[tuple[Shard, int]] = set()  # whose place has changed between calls: nothing is expected
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 

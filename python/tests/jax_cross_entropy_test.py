@@ -115,6 +115,22 @@ def test_without_rows_that_count_the_mean_and_its_gradient_are_0(jax_device: Any
         loss, grad = jax.value_and_grad(eaves.jax.cross_entropy)(logits, labels)
         assert float(loss) == 0.0
         assert not grad.any()
+    loss, grad = jax.value_and_grad(eaves.jax.cross_entropy)(
+        jnp.ones((2, 3)), jnp.array([0, 1]), weight=jnp.array([1.0, -1.0, 1.0])
+    )
+    assert float(loss) == 0.0 and not grad.any()
+
+
+def test_a_normalizer_of_0_gives_an_infinite_loss_without_a_gradient(jax_device: Any) -> None:
+    loss, grad = jax.value_and_grad(eaves.jax.cross_entropy)(jnp.ones((2, 3)), jnp.array([0, 1]), normalizer=0.0)
+    assert float(loss) == jnp.inf and not grad.any()
+
+
+def test_a_refused_axis_leaves_nothing_behind(jax_device: Any) -> None:
+    logits, labels = jnp.ones((3, 11)), jnp.zeros(3, jnp.int32)
+    with pytest.raises(TypeError, match="axis is no number"):
+        eaves.jax.cross_entropy(logits, labels, axis=-1.0)  # type: ignore[arg-type]
+    assert float(eaves.jax.cross_entropy(logits, labels)) == pytest.approx(2.397895, rel=1e-6)
 
 
 def test_a_long_sum_is_within_the_contract(jax_device: Any) -> None:
@@ -155,7 +171,8 @@ RIGHT: dict[str, Any] = {"logits": jnp.zeros((4, 6, V)), "labels": jnp.zeros((4,
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing is 1.5, expected 0 to 1"),
         ({"z_loss": -1.0}, ValueError, "z_loss is -1, expected 0 or a positive number"),
         ({"softcap": -1.0}, ValueError, "softcap is -1, expected a positive number"),
-        ({"scale": "x"}, (TypeError, ValueError), "."),
+        ({"scale": "x"}, TypeError, "scale is no number"),
+        ({"softcap": float("nan")}, ValueError, "softcap is nan, expected a finite number"),
         ({"axis_name": "model"}, ValueError, "inside of jax.shard_map"),
     ],
 )

@@ -210,8 +210,18 @@ def test_refusals_while_jax_traces(wrong: dict[str, Any], sentence: str) -> None
         assert str(caught.value).startswith("linear_cross_entropy: ") and "\n" not in str(caught.value)
 
 
-def test_a_token_that_is_a_probability_and_a_temperature_of_0_are_refused() -> None:
-    with pytest.raises(ValueError, match="tokens has dtype float32"):
-        eaves.jax.linear_log_prob(RIGHT["hidden"], RIGHT["head"], jnp.zeros((4, 6)))
-    with pytest.raises(ValueError, match="temperature is 0"):
-        eaves.jax.linear_log_prob(RIGHT["hidden"], RIGHT["head"], RIGHT["labels"], temperature=0)
+@pytest.mark.parametrize(
+    "wrong, error, sentence",
+    [
+        ({"tokens": jnp.zeros((4, 6))}, ValueError, "tokens has dtype float32"),
+        ({"tokens": jnp.zeros((4, 3), jnp.int32)}, ValueError, r"tokens has shape \[4, 3\]"),
+        ({"temperature": 0}, ValueError, "temperature is 0"),
+        ({"temperature": jnp.ones(4)}, TypeError, "temperature is no number"),
+        ({"softcap": "30"}, TypeError, "softcap is no number"),
+        ({"ignore_index": 1.5}, TypeError, "ignore_index is no number"),
+    ],
+)
+def test_refusals_of_log_probabilities(wrong: dict[str, Any], error: type[Exception], sentence: str) -> None:
+    right = {"hidden": RIGHT["hidden"], "head": RIGHT["head"], "tokens": RIGHT["labels"]}
+    with pytest.raises(error, match=sentence):
+        eaves.jax.linear_log_prob(**{**right, **wrong})

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -73,19 +74,25 @@ def test_float64_where_jax_has_it(jax_device: Any) -> None:
 def test_integers_and_scalars_are_converted(jax_device: Any) -> None:
     assert eaves.jax.logsumexp(jnp.arange(3), 0).dtype == jnp.float32
     assert float(eaves.jax.logsumexp(jnp.float32(2.5))) == 2.5
+    assert eaves.jax.logsumexp(jnp.ones((2, 3)), ()).shape == (2, 3)
+    assert float(jax.grad(eaves.jax.logsumexp)(-jnp.inf)) == 0.0
+    assert eaves.jax.logsumexp(jnp.ones((2, 3)), np.int64(1)).shape == (2,)
 
 
 @pytest.mark.parametrize(
-    ("named", "sentence"),
+    ("named", "kind", "sentence"),
     [
-        ({"axis": 3}, "axis is 3, expected -2 to 1"),
-        ({"axis": (0, -2)}, "each axis once"),
-        ({"axis": 0, "dtype": "float16"}, "out has dtype float16"),
+        ({"axis": 3}, ValueError, "axis is 3, expected -2 to 1"),
+        ({"axis": (0, -2)}, ValueError, "each axis once"),
+        ({"axis": 0, "dtype": "float16"}, ValueError, "out has dtype float16"),
+        ({"axis": (), "dtype": "int32"}, ValueError, "out has dtype int32"),
+        ({"axis": 1.0}, TypeError, "axis is no number"),
+        ({"x": jnp.zeros((2, 3), jnp.complex64)}, NotImplementedError, "x has dtype complex64"),
     ],
 )
-def test_refusals(named: dict[str, Any], sentence: str) -> None:
-    function = functools.partial(eaves.jax.logsumexp, **named)
+def test_refusals(named: dict[str, Any], kind: type[Exception], sentence: str) -> None:
+    function = functools.partial(eaves.jax.logsumexp, **{"x": jnp.zeros((2, 3)), **named})
     for call in (function, jax.jit(function)):
-        with pytest.raises(ValueError, match=sentence) as caught:
-            call(jnp.zeros((2, 3)))
+        with pytest.raises(kind, match=sentence) as caught:
+            call()
         assert str(caught.value).startswith("logsumexp: ")

@@ -100,6 +100,15 @@ def test_jit_and_a_second_run_give_the_same_bits(jax_device: Any, op: Operator) 
     assert_same_bits(step(*arrays)[0], op.function(*arrays))
 
 
+def test_without_jit_the_bits_are_the_same() -> None:
+    x = jnp.arange(12.0).reshape(3, 4)
+    with_gradient = jax.value_and_grad(eaves.jax.logsumexp)
+    value, grad = jax.jit(with_gradient)(x)
+    with jax.disable_jit():
+        value_without, grad_without = with_gradient(x)
+    assert value_without == value and (grad_without == grad).all()
+
+
 @each_operator
 def test_vmap_is_a_loop_over_samples(jax_device: Any, op: Operator) -> None:
     arrays = op.arrays(6)

@@ -51,8 +51,7 @@ __device__ inline SineCosine<float> sine_cosine_of_reduced(float angle) {
 }  // namespace detail
 
 /// Of several angles, of which those that are not finite and those beyond kLargestReducedAngle go through the library.
-/// None is larger in size than `largest`, but for NaN. What one comes to does not depend on
-/// the others.
+/// None is larger in size than `largest`, but for NaN. What one comes to does not depend on the others.
 template <int kCount>
 __device__ void sine_cosine(const float (&angles)[kCount], float largest, float (&sines)[kCount],
                             float (&cosines)[kCount]) {

@@ -1,7 +1,6 @@
 // The one launcher: every kernel of the library starts here, with its shape as designated initialisers.
 //
-//   launch("logsumexp_forward", row_per_lanes<float, 32, 4>, {.blocks = 4096, .threads = 128, .stream = stream},
-//   arguments);
+//   launch(op, row_per_lanes<Operation, 32, 4>, {.blocks = 4096, .threads = 128, .stream = stream}, operation, 32);
 #pragma once
 
 #include <cuda_runtime.h>

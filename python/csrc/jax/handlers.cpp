@@ -224,9 +224,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eaves_jax_cuda, eaves::jax::run_on_gpu, EAVES_CUDA
 XLA_FFI_DEFINE_HANDLER_SYMBOL(eaves_jax_cuda_products, eaves::jax::run_on_gpu, EAVES_CUDA_BINDING);
 
 /// Checks a call before there is memory, and says how large its scratch buffer has to be: 0, or with room to align it.
-/// `question` is JSON: the call, the device ("cpu" or "cuda"), the shapes and dtypes of its tensors, and which of them
-/// lie over which. Returns nullptr, or the kind of the error, a colon and its sentence; it lives until the thread's
-/// next question.
+/// `question` is JSON: the call, the device ("cpu" or "cuda"), the shapes and dtypes of its tensors, the values of
+/// integers that the check looks at, and which tensors lie over which. Returns nullptr, or the kind of the error, a
+/// colon and its sentence; it lives until the thread's next question.
 EAVES_EXPORT const char* eaves_jax_workspace_bytes(const char* question, std::int64_t* workspace_bytes,
                                                    std::int64_t* buffer_bytes) {
   using namespace eaves;

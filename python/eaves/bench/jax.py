@@ -4,10 +4,10 @@ PyTorch where that has the same device. And what a small jitted call costs the h
 
     python -m eaves.bench.jax --json jax.json --plot jax.png
 
-Each contestant is one compiled program. They take turns. A time is that of the clock, from the call until its results
-are there, because JAX has streams of its own on which PyTorch's events see nothing: of calls that take milliseconds.
-Each call that is timed follows one of its own that is not: how fast a GPU runs depends on the power that it has just
-drawn, and neighbours in the turn draw more and less.
+Each contestant is one compiled program. They take turns, each time another one first. A time is that of the clock, from
+the call until its results are there, because JAX has streams of its own on which PyTorch's events see nothing: of calls
+that take milliseconds. Each call that is timed follows one of its own that is not: how fast a GPU runs depends on the
+power that it has just drawn, and neighbours in the turn draw more and less.
 Memory is what XLA plans for the program beside its arguments (temporary buffers, eaves' scratch memory among them, and
 results); of PyTorch the peak of its allocator beside the arguments. The exit status is 1 where a bar does not hold;
 bars are for GPUs, and for the published shapes.
@@ -189,8 +189,10 @@ def measure(shape: Shape, repetitions: int) -> list[dict[str, Any]]:
             contestants.pop(name, None)
             rows.append({"shape": str(shape), "provider": name, "skipped": str(error).split("\n")[0] or repr(error)})
     times: dict[str, list[float]] = {name: [] for name in contestants}
+    turn = list(contestants.items())
     for _ in range(repetitions):
-        for name, contestant in contestants.items():
+        turn.append(turn.pop(0))
+        for name, contestant in turn:
             contestant.run()
             begin = time.perf_counter()
             contestant.run()

@@ -186,7 +186,8 @@ def _(*operands: Any, call: Call) -> list[Any]:
 
 @_call_p.def_impl  # type: ignore[untyped-decorator]
 def _(*operands: jax.Array, call: Call) -> Any:
-    return _program(call)(*operands)
+    with jax.disable_jit(False):  # without a program there is nothing that could be run
+        return _program(call)(*operands)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from eaves.jax._loss import (
     is_soft,
     loss_results,
     normalizer_of,
+    number_of,
     options_of,
     output_of,
     reduced,
@@ -108,6 +110,7 @@ def cross_entropy(
     """
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
     mode = reduction_of(_OP, reduction)
+    axis = number_of(_OP, "axis", axis, operator.index)
     if not -logits.ndim <= axis < logits.ndim:
         raise ValueError(
             f"{_OP}: axis is {axis}, expected {-logits.ndim} to {logits.ndim - 1} (logits has {logits.ndim} axes)"

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ from eaves.jax._loss import (
     is_soft,
     loss_results,
     normalizer_of,
+    number_of,
     options_of,
     output_of,
     reduced,
@@ -123,6 +126,7 @@ def linear_cross_entropy(
         0.8103
     """
     hidden, head, labels = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(labels)
+    bias = None if bias is None else jnp.asarray(bias)
     mode = reduction_of(_OP, reduction)
     if head_layout not in _LAYOUTS:
         raise ValueError(f'{_OP}: head_layout is {head_layout!r}, expected "vd" or "dv"')
@@ -141,9 +145,10 @@ def linear_cross_entropy(
         _OP, ignore_index, label_smoothing=label_smoothing, softcap=softcap, scale=scale, z_loss=z_loss
     )
     if workspace_bytes is not None:
-        if workspace_bytes <= 0:
-            raise ValueError(f"{_OP}: workspace_bytes is {workspace_bytes}, expected a positive number of bytes")
-        options = (*options, ("workspace_limit", int(workspace_bytes)))
+        limit = number_of(_OP, "workspace_bytes", workspace_bytes, operator.index)
+        if not 0 < limit < 2**63:
+            raise ValueError(f"{_OP}: workspace_bytes is {limit}, expected a positive number of bytes")
+        options = (*options, ("workspace_limit", limit))
     wanted = wanted_outputs(return_lse, return_argmax, return_entropy, return_z_loss, return_sum_sq, return_mean_logit)
     row_weights = row_weight_of(_OP, row_weight, rows, dtype)
     divisor = normalizer_of(_OP, normalizer, mode, dtype)
@@ -224,13 +229,16 @@ def linear_log_prob(
         [-1.3863]
     """
     if temperature is not None:
-        if not temperature > 0:
+        temperature = number_of("linear_log_prob", "temperature", temperature)
+        if not (temperature > 0 and math.isfinite(1 / temperature)):
             raise ValueError(f"linear_log_prob: temperature is {temperature}, expected a positive number")
         scale = (1.0 if scale is None else scale) / temperature
         softcap = None if softcap is None else softcap / temperature
     tokens = jnp.asarray(tokens)
     if is_soft(tokens):
         raise ValueError(f"linear_log_prob: tokens has dtype {tokens.dtype}, expected int32 or int64")
+    if tokens.shape != jnp.shape(hidden)[:-1]:
+        raise ValueError(f"linear_log_prob: tokens has shape {list(tokens.shape)}, expected that of hidden's rows")
     output: Any = linear_cross_entropy(
         hidden, head, tokens, head_layout=head_layout, bias=bias, softcap=softcap, scale=scale, reduction="none",
         ignore_index=ignore_index, return_entropy=return_entropy, return_argmax=return_top1,

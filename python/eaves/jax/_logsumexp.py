@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from eaves.jax._call import Call, Operand, Result, bind
+from eaves.jax._loss import number_of
 
 _OP = "logsumexp"
 
@@ -50,19 +52,22 @@ def logsumexp(
         [0.09   0.2447 0.6652]
     """
     x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise NotImplementedError(f"{_OP}: x has dtype {x.dtype}, expected real numbers")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         x = x.astype(jnp.float32)
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     axes = _axes_of(x, axis)
     if not axes:  # of a scalar, or none were named: a sum of one element
-        return x.astype(dtype)
+        x, axes, keepdims = x[..., None], (-1,), False
     result: jax.Array = _of(axes, bool(keepdims), dtype)(x)
     return result
 
 
 def _axes_of(x: jax.Array, axis: int | Sequence[int] | None) -> tuple[int, ...]:
     """From the end: an axis of jax.vmap comes in front."""
-    named = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
+    given = range(x.ndim) if axis is None else axis if isinstance(axis, Sequence) else (axis,)
+    named = [number_of(_OP, "axis", each, operator.index) for each in given]
     for each in named:
         if not -x.ndim <= each < x.ndim:
             raise ValueError(f"{_OP}: axis is {each}, expected {-x.ndim} to {x.ndim - 1} (x has {x.ndim} axes)")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -56,19 +57,29 @@ def reduction_of(op: str, reduction: str) -> int:
     return mode
 
 
+def number_of(op: str, name: str, value: Any, as_number: Callable[[Any], Any] = float) -> Any:
+    """An option, which has to be known while JAX traces."""
+    try:
+        if isinstance(value, str):  # which float() would read
+            raise TypeError
+        number = as_number(value)
+    except (TypeError, jax.errors.ConcretizationTypeError):
+        raise TypeError(f"{op}: {name} is no number, or one that is not known while JAX traces") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{op}: {name} is {number}, expected a finite number")
+    return number
+
+
 def options_of(op: str, ignore_index: int, **given: float | None) -> tuple[tuple[str, Any], ...]:
     """The options as numbers of a call, those alone that differ from the defaults."""
     numbers: list[tuple[str, Any]] = []
-    try:
-        index = operator.index(ignore_index)
-        if index != IGNORED:
-            numbers.append(("ignore_index", index))
-        for keyword, (name, default) in _TABLE.items():
-            value = given[keyword]
-            if value is not None and float(value) != default:
-                numbers.append((name, float(value)))
-    except (TypeError, jax.errors.ConcretizationTypeError):
-        raise TypeError(f"{op}: an option is no number, or one that is not known while JAX traces") from None
+    index = number_of(op, "ignore_index", ignore_index, operator.index)
+    if index != IGNORED:
+        numbers.append(("ignore_index", index))
+    for keyword, (name, default) in _TABLE.items():
+        value = given[keyword]
+        if value is not None and (number := number_of(op, keyword, value)) != default:
+            numbers.append((name, number))
     return tuple(numbers)
 
 
@@ -186,25 +197,32 @@ def divisor_of(
     ignore_index: int,
     dtype: Any,
     rows: tuple[int, ...],
-    weights_of: Callable[[jax.Array, jax.Array], jax.Array] = target_weights,
+    weights_of: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
     """What the mean divides by: the weights of the rows that are not ignored."""
     if is_soft(labels):
         weights = jnp.ones(rows, dtype) if row_weight is None else row_weight
-        return jax.lax.stop_gradient(total(weights))
+        return _without_zero(total(weights))
     counts = labels != ignore_index
     if weight is None and row_weight is None:
         return counts.sum().astype(dtype)
     weights = jnp.ones(rows, dtype) if row_weight is None else row_weight
     if weight is not None:
         weights = weights * weights_of(labels, weight.astype(dtype))
-    return jax.lax.stop_gradient(total(jnp.where(counts, weights, 0)))
+    return _without_zero(total(jnp.where(counts, weights, 0)))
+
+
+def _without_zero(weights: jax.Array) -> jax.Array:
+    """A mean by weights that add up to 0 is 0: as by infinity."""
+    return jax.lax.stop_gradient(jnp.where(weights == 0, jnp.inf, weights))
 
 
 def quotient(number: jax.Array, divisor: jax.Array) -> jax.Array:
-    """Of a sum that nothing counts in, 0."""
-    is_empty = (divisor == 0) & (number == 0)
-    return jnp.where(is_empty, 0, number / jnp.where(is_empty, 1, divisor))
+    """Of a sum that nothing counts in, 0. By a normalizer of 0 any other is infinite, and has gradient 0."""
+    is_empty = jnp.isinf(divisor) | ((divisor == 0) & (number == 0))
+    is_constant = is_empty | (divisor == 0)
+    constant = jnp.where(is_empty, 0, jax.lax.stop_gradient(number) / divisor)
+    return jnp.where(is_constant, constant, number / jnp.where(is_constant, 1, divisor))
 
 
 def reduced(rows: jax.Array, mode: int, divisor: jax.Array | None) -> jax.Array:

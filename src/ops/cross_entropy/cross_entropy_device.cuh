@@ -65,7 +65,7 @@ __device__ inline float power(float x) { return exp2_approximate(x); }
 __device__ inline double power(double x) { return ::exp(x); }
 
 /// How far the anchor of a row's exponents may lag behind its logits. Less would be more work, and more would cost
-/// accuracy: an exponent of 4 is known to 2^-23.
+/// accuracy: exponents below 4 are known to 2^-23.
 inline constexpr double kAnchorSlack = 3.0;
 
 /// a * b, rounded by itself, whatever happens to it afterwards.

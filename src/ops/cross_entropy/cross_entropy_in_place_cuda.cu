@@ -301,8 +301,8 @@ bool is_fused(const CrossEntropyInPlaceProblem& problem) {
   return gpu.compute_capability >= 90 && cut_row(row_bytes).vectors * 16 <= most_piece_bytes;
 }
 
-/// The workspace of a call: that of a reduced loss, then the divisor that the gradients need before the loss is known,
-/// then what two passes keep between them.
+/// The workspace of a call. Fused: that of a reduced loss, then the divisor that the gradients need before the loss is
+/// known. In two passes: that of the forward, then what they keep between them, lse, mass and divisor.
 struct InPlaceWorkspace {
   LossWorkspace loss;
   std::size_t forward_bytes = 0;  ///< of the separate forward

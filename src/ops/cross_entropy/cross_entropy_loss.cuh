@@ -52,7 +52,7 @@ RowOutputs<A> row_outputs(const LossOutputs& outputs, Reduction reduction, std::
 template <typename T, typename View, typename A = Accumulator<T>>
 __device__ void write_row(const RowOutputs<A>& outputs, std::int64_t at, const ClassStatistics<A>& statistics,
                           std::int64_t target, const TargetClass<A>& target_class, const LossInputs<T, View>& in,
-                          bool is_read = true) {
+                          bool is_read) {
   const CrossEntropyTerms<A>& terms = in.terms;
   const bool is_ignored = terms.is_ignored(target);
   RowLoss<A> row = row_loss(statistics, target_class, !is_ignored, terms);

@@ -230,7 +230,7 @@ struct RowGradientInputs {
   A lse;
   A lse_low = A(0);  ///< as in RowLoss
   A entropy;
-  A target_mass;        ///< of soft targets, and where weights and smoothing meet; not read otherwise
+  A target_mass;        ///< of soft targets, where weights and smoothing meet, and of shards with weights
   std::int64_t target;  ///< the class; any number for soft targets
   A target_weight;      ///< w_t
 };

@@ -72,7 +72,7 @@ __device__ void raise_anchor(RunningStatistics<A, kHasSquare>& s, A z, const Los
   const A anchor = transformed_in_units(z, terms).rounded();
   if (!(anchor > s.anchor) && !(z > s.anchor_logit)) return;  // a NaN, or -infinity
   if (s.sum != A(0)) {                                        // the anchor of nothing may be any number
-    // Terms beside anchors of common size are relative to the rounded anchor; others to the anchor's logit.
+    // Terms beside an anchor of common size are relative to the rounded anchor.
     const bool are_common = fabs(s.anchor) < A(kCommonAnchor) && fabs(anchor) < A(kCommonAnchor);
     const A shift = are_common ? s.anchor - anchor : -s.exponent(z, terms);
     const A scale = power(shift);

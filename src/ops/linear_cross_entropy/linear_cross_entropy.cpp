@@ -270,13 +270,13 @@ void check_exchange(Checked& checked, const LinearCrossEntropyForwardBackwardArg
 
 // ---- logits that end in their product ------------------------------------------------------------------------------
 
-/// Products that are worth it: with fewer rows than a tile, or fewer classes, what is around the product takes longer
-/// than passes over the logits. Both at once make three products in any case, and gain less. Of fewer classes than
-/// 65,536 they gain little or nothing, and would round x a second time.
-inline constexpr std::int64_t kLeastFusedRows = cuda::kExpProductRows;
-inline constexpr std::int64_t kLeastFusedClasses = 4096;
-inline constexpr std::int64_t kFasterFusedClasses = 16384;
-inline constexpr std::int64_t kFasterFusedClassesAtOnce = 65536;
+/// With fewer rows than a tile, what is around the product takes longer than passes over the logits.
+constexpr std::int64_t kLeastFusedRows = cuda::kExpProductRows;
+constexpr std::int64_t kLeastFusedClasses = 4096;    ///< with EAVES_FUSED_PRODUCT=1
+constexpr std::int64_t kFasterFusedClasses = 16384;  ///< the loss alone, the backward, shards
+/// Both at once make three products in any case: of fewer classes they gain little or nothing, and would round x a
+/// second time.
+constexpr std::int64_t kFasterFusedClassesAtOnce = 65536;
 
 /// Does the device have the kernels, and do they take x and the weight?
 bool suits_exp_product(const LinearCrossEntropyProblem& problem) {

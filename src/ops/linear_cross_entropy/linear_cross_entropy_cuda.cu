@@ -494,7 +494,7 @@ class Steps {
 
   void guess_shifts(const FusedRows& rows) {
     const std::int64_t samples = sampled_classes(problem_.classes);
-    const std::int64_t step = problem_.classes / samples;
+    const std::int64_t step = sample_distance(problem_.classes);
     product({.m = rows.rows,
              .n = samples,
              .k = problem_.features(),

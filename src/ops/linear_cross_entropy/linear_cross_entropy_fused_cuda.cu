@@ -125,9 +125,8 @@ __device__ void multiply(const T* x, const T* const (&weight)[kCount], std::int6
 // ---- the guess -----------------------------------------------------------------------------------------------------
 
 /// 2^t stays within float32 up to t = 127, and counts down to -126. A row's largest logit is seldom 2^127 (e^88) times
-/// the largest sampled one, unless the samples themselves are spread widely: normal logits with a deviation
-/// of 64, say. Those rows get more room above, up to kMostRoom, and still count what is
-/// 2^-36 of the largest sample.
+/// the largest sampled one, unless the samples themselves are spread widely: normal logits with a deviation of 64, say.
+/// Those rows get more room above, up to kMostRoom, and still count what is 2^-36 of the largest sample.
 constexpr float kUsualSpread = 60.0f;
 constexpr float kMostRoom = 90.0f;
 /// Farther below the largest are classes that a bias masks: -1e4 is 14427.
@@ -774,7 +773,7 @@ void guess_shifts(const char* op, const FusedRows& rows, int sample_count, void*
     launch(op, guess_shift<T>, {.blocks = ceil_divide(rows.rows, kWarps), .threads = kThreads, .stream = stream},
            Targets(rows), rows.rows, static_cast<const T*>(rows.x.data), rows.x.stride,
            static_cast<const T*>(rows.weight.data), rows.weight.stride, rows.features, sample_count, rows.bias,
-           rows.classes / sample_count, LogitTransform(rows.options), rows.memory);
+           sample_distance(rows.classes), LogitTransform(rows.options), rows.memory);
   });
 }
 

@@ -38,6 +38,7 @@ struct ExpProductMemory {
 
 /// How many logits of a row are computed before the others, at equal distances, to guess the largest.
 inline std::int64_t sampled_classes(std::int64_t classes) { return std::clamp<std::int64_t>(classes / 64, 64, 1024); }
+inline std::int64_t sample_distance(std::int64_t classes) { return classes / sampled_classes(classes); }
 
 /// What is in the workspace; nullptr where a problem has no use for it.
 struct LinearCrossEntropyMemory {
