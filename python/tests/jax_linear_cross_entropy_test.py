@@ -218,6 +218,7 @@ def test_refusals_while_jax_traces(wrong: dict[str, Any], sentence: str) -> None
         ({"temperature": 0}, ValueError, "temperature is 0"),
         ({"temperature": jnp.ones(4)}, TypeError, "temperature is no number"),
         ({"softcap": "30"}, TypeError, "softcap is no number"),
+        ({"softcap": "30", "temperature": 2.0}, TypeError, "softcap is no number"),
         ({"ignore_index": 1.5}, TypeError, "ignore_index is no number"),
     ],
 )

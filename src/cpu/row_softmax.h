@@ -88,6 +88,14 @@ void reduce_softmax(const View& view, ColumnTensor<const T> x, const ExecutionCo
   });
 }
 
+/// `store(row, state)` as reduce_softmax() takes it.
+template <typename Store>
+auto row_by_row(Store store) {
+  return [store](std::int64_t first_row, std::int64_t count, const RowState* states) {
+    for (std::int64_t i = 0; i < count; ++i) store(first_row + i, states[i]);
+  };
+}
+
 // ------------------------------------------------------------------------------------------------------------- maps
 
 /// What a row becomes: scale * exp(x - lse).

@@ -232,8 +232,8 @@ def linear_log_prob(
         temperature = number_of("linear_log_prob", "temperature", temperature)
         if not (temperature > 0 and math.isfinite(1 / temperature)):
             raise ValueError(f"linear_log_prob: temperature is {temperature}, expected a positive number")
-        scale = (1.0 if scale is None else scale) / temperature
-        softcap = None if softcap is None else softcap / temperature
+        scale = (1.0 if scale is None else number_of("linear_log_prob", "scale", scale)) / temperature
+        softcap = None if softcap is None else number_of("linear_log_prob", "softcap", softcap) / temperature
     tokens = jnp.asarray(tokens)
     if is_soft(tokens):
         raise ValueError(f"linear_log_prob: tokens has dtype {tokens.dtype}, expected int32 or int64")

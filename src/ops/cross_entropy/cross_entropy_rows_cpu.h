@@ -284,12 +284,7 @@ void reduce_rows(const Rows<T>& rows, bool skips_ignored, const ExecutionContext
     statistics.softmax = state;
     store(row, statistics);
   };
-  if (Tiles<T>::fit(view)) {
-    return reduce_softmax<T>(view, rows.logits(), context,
-                             [&](std::int64_t first_row, std::int64_t count, const RowState* states) {
-                               for (std::int64_t i = 0; i < count; ++i) store_softmax(first_row + i, states[i]);
-                             });
-  }
+  if (Tiles<T>::fit(view)) return reduce_softmax<T>(view, rows.logits(), context, row_by_row(store_softmax));
   reduce_pieces<RowState, 1>(
       ColumnPieces(view.column_count, view.row_count, 1), context,
       [&](const ColumnPiece& piece, RowState* state) {

@@ -155,10 +155,7 @@ void reduce_sequences(const LrpeCosineForwardProblem& problem, const ExecutionCo
     high[0] = lse.high;
     high[shape.features] = lse.low;
   };
-  reduce_softmax<T>(view, {static_cast<const T*>(problem.x), 0}, context,
-                    [&](std::int64_t first_row, std::int64_t count, const RowState* states) {
-                      for (std::int64_t i = 0; i < count; ++i) store(first_row + i, states[i]);
-                    });
+  reduce_softmax<T>(view, {static_cast<const T*>(problem.x), 0}, context, row_by_row(store));
 }
 
 template <typename T>
