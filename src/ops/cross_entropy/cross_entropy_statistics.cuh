@@ -69,12 +69,16 @@ struct RunningStatistics {
 /// Makes a logit the anchor. Must be worth it: what one lane of a warp does, all wait for.
 template <typename A, bool kHasSquare>
 __device__ void raise_anchor(RunningStatistics<A, kHasSquare>& s, A z, const LossTerms<A>& terms) {
-  const A anchor = transformed_in_units(z, terms).rounded();
+  const Transformed<A> transformed = transformed_in_units(z, terms);
+  const A anchor = transformed.rounded();
   if (!(anchor > s.anchor) && !(z > s.anchor_logit)) return;  // a NaN, or -infinity
   if (s.sum != A(0)) {                                        // the anchor of nothing may be any number
-    // Terms beside an anchor of common size are relative to the rounded anchor.
-    const bool are_common = fabs(s.anchor) < A(kCommonAnchor) && fabs(anchor) < A(kCommonAnchor);
-    const A shift = are_common ? s.anchor - anchor : -s.exponent(z, terms);
+    // Terms beside an anchor of common size are relative to the rounded anchor; beside a large one, without a softcap,
+    // to the product itself.
+    const bool was_common = fabs(s.anchor) < A(kCommonAnchor);
+    const bool is_common = fabs(anchor) < A(kCommonAnchor);
+    A shift = was_common && is_common ? s.anchor - anchor : -s.exponent(z, terms);
+    if (!was_common && is_common && terms.softcap == A(0)) shift += fma(transformed.value, transformed.factor, -anchor);
     const A scale = power(shift);
     s.moment = scale == A(0) ? A(0) : fma(s.sum, shift, s.moment) * scale;  // the shift may be infinite
     s.sum *= scale;
