@@ -25,6 +25,7 @@ void dispatch_row_threads(RowThreads shape, bool is_cut, Function function) {
   } else {
     if (shape == RowThreads{2, 1}) return call.template operator()<2, 1>();
     if (shape == RowThreads{2, 4}) return call.template operator()<2, 4>();
+    if (shape == RowThreads{4, 4}) return call.template operator()<4, 4>();
     if (shape == RowThreads{8, 4}) return call.template operator()<8, 4>();
     if (shape == RowThreads{32, 4}) return call.template operator()<32, 4>();
     if (shape == RowThreads{128, 4}) return call.template operator()<128, 4>();

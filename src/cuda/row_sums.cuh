@@ -11,7 +11,8 @@
 namespace eaves::cuda {
 
 inline constexpr int kSumThreads = 512;
-inline constexpr std::int64_t kRowsPerSumBlock = 16384;  // from there on, several blocks
+inline constexpr std::int64_t kRowsOfOneSumBlock = 16384;  // beyond, several blocks
+inline constexpr std::int64_t kRowsPerSumBlock = 4096;     // then
 
 /// Hands the sum of `source(row)` over the rows of a block to `finish`, in one thread.
 template <typename Sum, typename Source, typename Finish>
@@ -41,7 +42,7 @@ struct BlockSums {
 template <typename Sum>
 std::size_t sum_rows_workspace_bytes(std::int64_t rows) {
   std::size_t bytes = 0;
-  for (; rows > kRowsPerSumBlock; rows = ceil_divide(rows, kRowsPerSumBlock)) {
+  for (; rows > kRowsOfOneSumBlock; rows = ceil_divide(rows, kRowsPerSumBlock)) {
     bytes += static_cast<std::size_t>(ceil_divide(rows, kRowsPerSumBlock)) * sizeof(Sum);
   }
   return bytes;
@@ -50,18 +51,18 @@ std::size_t sum_rows_workspace_bytes(std::int64_t rows) {
 template <typename Sum, typename Source, typename Finish>
 void launch_sum_rows(const char* op, const Source& source, std::int64_t rows, const Finish& finish, void* workspace,
                      Device device, void* stream) {
-  const auto run = [&](auto kernel, std::int64_t blocks, const auto& to) {
+  const auto run = [&](auto kernel, std::int64_t blocks, std::int64_t rows_per_block, const auto& to) {
     launch(op, kernel,
            {.blocks = blocks,
             .threads = kSumThreads,
             .starts_before_previous_ends = properties(device).compute_capability >= 90,
             .stream = stream},
-           source, rows, kRowsPerSumBlock, to);
+           source, rows, rows_per_block, to);
   };
-  if (rows <= kRowsPerSumBlock) return run(sum_rows<Sum, Source, Finish>, 1, finish);
+  if (rows <= kRowsOfOneSumBlock) return run(sum_rows<Sum, Source, Finish>, 1, rows, finish);
   const BlockSums<Sum> sums{static_cast<Sum*>(workspace)};
   const std::int64_t blocks = ceil_divide(rows, kRowsPerSumBlock);
-  run(sum_rows<Sum, Source, BlockSums<Sum>>, blocks, sums);
+  run(sum_rows<Sum, Source, BlockSums<Sum>>, blocks, kRowsPerSumBlock, sums);
   launch_sum_rows<Sum>(op, sums, blocks, finish, sums.sums + blocks, device, stream);
 }
 

@@ -1,5 +1,5 @@
 // The forward of cross_entropy on a GPU: one pass over the logits, and a small kernel that adds up the rows where the
-// loss is reduced. The pass is that of logsumexp, or the one of cross_entropy_full_cuda.cu.
+// loss is reduced. The pass is that of logsumexp, or the one of cross_entropy_full.cuh.
 #include "core/dispatch.h"
 #include "cuda/device.h"
 #include "cuda/row_reduce.cuh"
@@ -29,9 +29,15 @@ struct PlainLoss {
   __device__ State reduce(std::int64_t row, std::int64_t first, std::int64_t count, int thread, int threads,
                           Prepared& prepared) const {
     const auto at = view().rows.offsets(row);
+    const T* const logits = rows.in.logits + at.of[kLogits] + first;
     State state;
-    accumulate_row<kVectors>(state, rows.in.logits + at.of[kLogits] + first, count, thread, threads,
-                             [&] { return rows.goes_on(at, thread, prepared); });
+    if (rows.asks_first(count)) {
+      if (!rows.goes_on(at, thread, prepared)) return state;
+      accumulate_row<kVectors>(state, logits, count, thread, threads, [] { return true; });
+    } else {
+      accumulate_row<kVectors>(state, logits, count, thread, threads,
+                               [&] { return rows.goes_on(at, thread, prepared); });
+    }
     return state;
   }
 

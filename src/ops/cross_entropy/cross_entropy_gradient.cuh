@@ -92,6 +92,7 @@ struct PlainGradient {
     row.mass *= exponential(-row.lse_low);
   }
 
+  __device__ std::int64_t target_column() const { return row.target; }
   /// Of a class that is not the target. The difference is taken before the product with log2(e): near lse, where the
   /// result is largest, it is exact. In a row that counts for nothing p is not used, and may be NaN.
   __device__ A other(A z) const {
@@ -255,6 +256,16 @@ struct GradientVariant {
   }
 };
 
+/// Calls `body.operator()<kIsCapped, kHasFactors>()` for what all rows have in common.
+template <typename T, typename View, typename Body>
+__device__ void for_gradient_variant(const LossInputs<T, View>& in, Body body) {
+  if (in.terms.softcap == Accumulator<T>(0)) {
+    in.has_factors ? body.template operator()<false, true>() : body.template operator()<false, false>();
+  } else {
+    in.has_factors ? body.template operator()<true, true>() : body.template operator()<true, false>();
+  }
+}
+
 /// The gradient as an operation of cuda/row_map.cuh.
 template <typename T, typename View, typename Function>
 struct CrossEntropyGradient {
@@ -266,6 +277,11 @@ struct CrossEntropyGradient {
 
   EAVES_HOST_DEVICE const View& view() const { return inputs.in.view; }
 
+  __device__ bool is_zero(std::int64_t row) const {
+    return inputs.grad_lse == nullptr && inputs.grad_entropy == nullptr &&
+           inputs.in.terms.is_ignored(inputs.in.target_at(view().rows.offsets(row).of[kTargets]));
+  }
+
   __device__ auto row(std::int64_t row) const {
     const auto at = view().rows.offsets(row);
     return Function(inputs.in, inputs.row(at), at.of[kSoftTargets]);
@@ -273,14 +289,9 @@ struct CrossEntropyGradient {
 
   template <typename Body>
   __device__ void for_variant(Body body) const {
-    const auto call = [&]<bool kIsCapped, bool kHasFactors>() {
+    for_gradient_variant(inputs.in, [&]<bool kIsCapped, bool kHasFactors>() {
       body([&](std::int64_t i) { return GradientVariant<T, View, kIsCapped, kHasFactors>{row(i)}; });
-    };
-    if (inputs.in.terms.softcap == Accumulator<T>(0)) {
-      inputs.in.has_factors ? call.template operator()<false, true>() : call.template operator()<false, false>();
-    } else {
-      inputs.in.has_factors ? call.template operator()<true, true>() : call.template operator()<true, false>();
-    }
+    });
   }
 };
 

@@ -119,7 +119,15 @@ struct LossRows {
     return prepare(in.target_at(at.of[kTargets]), at.of[kLogits]);
   }
 
-  /// Asked when the first elements of a row are on their way: is the rest of it wanted?
+  /// goes_on() before anything of the row is asked for, so that an ignored row costs nothing? Where the wait for the
+  /// target is little beside the row, or the row beside its other numbers. H100, [4096, 32768] bf16, half of the rows
+  /// ignored: 1.57 of the limit, asked first 1.15, without ignored rows the same; [1048576, 64]: 93 and 69 us; between
+  /// the two lengths asking first costs 2 to 10 %.
+  __device__ static bool asks_first(std::int64_t count) {
+    const std::int64_t bytes = count * std::int64_t{sizeof(T)};
+    return bytes <= 256 || bytes >= 65536;
+  }
+  /// Asked of a row, or when its first elements are on their way: is the rest of it wanted?
   template <typename Offsets>
   __device__ bool goes_on(const Offsets& at, int thread, Prepared& prepared) const {
     const std::int64_t target = in.target_at(at.of[kTargets]);
