@@ -2,19 +2,14 @@
 // gradient: every logit is read once and its gradient is written once.
 //
 //   row_in_registers   short rows, in the registers of a block or of some lanes
-//   row_in_cluster     longer ones, in the shared memory of a cluster of small blocks
-//   in_two_passes      all others (strided or huge rows, float64, options that need more of a row than its lse, GPUs
-//                      without clusters): the forward, then the backward over the logits
+//   row_in_cluster     longer ones and rows with options, in a cluster's shared memory (cross_entropy_in_place.cuh)
+//   in_two_passes      all others: the forward, then the backward over the logits. Strided or huge rows, float64, the
+//                      sum of p^2, short rows with options, GPUs without clusters
 #include <algorithm>
 
 #include "core/dispatch.h"
-#include "cuda/arrival.cuh"
 #include "cuda/device.h"
-#include "cuda/row_policy.h"
-#include "cuda/softmax.cuh"
-#include "ops/cross_entropy/cross_entropy_backend.h"
-#include "ops/cross_entropy/cross_entropy_gradient.cuh"
-#include "ops/cross_entropy/cross_entropy_loss.cuh"
+#include "ops/cross_entropy/cross_entropy_in_place.cuh"
 
 namespace eaves::cuda {
 namespace {
@@ -28,94 +23,10 @@ constexpr const char* kOp = "cross_entropy_forward_backward";
 constexpr RowThreads kMostInRegisters{256, 8};
 constexpr std::int64_t kRegisterRowBytes = 16 * kMostInRegisters.threads * kMostInRegisters.vectors;
 
-/// Of a longer row, each block of a cluster keeps a piece in shared memory: so little that six blocks share a
-/// multiprocessor, and some load while others wait for their cluster or store. More blocks than the most that every GPU
-/// with clusters takes are not to be had, so that beyond them pieces grow. H200, [4096, 65536] and [4096, 131072] bf16,
-/// of one read and one write of the same bytes: 1.12 and 1.08; in two passes 1.53 and 1.51, in the registers of
-/// clusters of blocks with 64 KiB each 1.44 and 1.62, in a ring of shared memory of one or two large blocks 1.6 to 2.0.
-constexpr std::int64_t kPieceBytes = 32768;
-constexpr std::int64_t kMostPieceBytes = 204800;
-constexpr std::int64_t kDeclaredSharedBytes = 4096;  // at most, of a block beside its piece
-constexpr int kMostClusterBlocks = 8;
-constexpr int kShortBlock = 128;      // threads of a block whose rows take at most a warp
-constexpr int kClusterThreads = 256;  // of a block
-constexpr int kClusterVectors = 4;    // that a thread takes at once
+constexpr int kShortBlock = 128;  // threads of a block whose rows take at most a warp
 
-constexpr int kClusterBlocksPerMultiprocessor = 6;
-
-struct RowPieces {
-  int blocks;            ///< of the cluster
-  std::int64_t vectors;  ///< of each but the last, which may have fewer
-};
-
-RowPieces cut_row(std::int64_t row_bytes) {
-  int blocks = 2;  // a block by itself cannot send to a cluster
-  while (blocks < kMostClusterBlocks && row_bytes > blocks * kPieceBytes) blocks *= 2;
-  constexpr std::int64_t kLineVectors = 8;  // pieces of whole cache lines, where the row starts on one
-  return {blocks, ceil_divide(ceil_divide(row_bytes / 16, blocks), kLineVectors) * kLineVectors};
-}
-
-// ---- what is done with a row ---------------------------------------------------------------------------------------
-
-template <typename T>
-struct InPlace {
-  using Element = T;
-  using A = Accumulator<T>;
-  using View = ShortRowView<3, 6>;
-
-  LossRows<T, View> rows;
-  T* logits;
-  DType grad_dtype;
-  TypedNumbers grad_loss;
-  const A* divisor;
-
-  EAVES_HOST_DEVICE const View& view() const { return rows.in.view; }
-
-  /// What a row has beside its logits.
-  struct Prefetched {
-    typename LossRows<T, View>::Prepared target;
-    A grad_loss;
-  };
-
-  /// Loads it, while the logits are on their way, so that nothing waits for it at the end of the row. Reads what the
-  /// kernel before has written.
-  template <typename Offsets>
-  __device__ Prefetched prefetch(std::int64_t target, const Offsets& at) const {
-    wait_for_previous_kernel();
-    // First what does not wait for the target.
-    const A of_row = gradient_of_loss<T>(grad_loss, at.of[kGradLoss], divisor) * rows.in.row_weight_at(at.of[kPerRow]);
-    return {rows.prepare(target, at.of[kLogits]), of_row};
-  }
-
-  /// Writes what is wanted of the row where `writes_row`, one of its threads, and returns the function that maps its
-  /// logits to its gradient.
-  template <typename Offsets>
-  __device__ PlainGradient<T, View> finish(const SoftmaxState<A>& state, const Prefetched& row, const Offsets& at,
-                                           bool writes_row) const {
-    const LossInputs<T, View>& in = rows.in;
-    const std::int64_t target = row.target.target;
-    const ClassStatistics<A> statistics{.softmax = state};
-    const TargetClass<A> target_class = rows.target_class(row.target);
-    if (writes_row) {
-      write_row(rows.outputs, at.of[kPerRow], statistics, target, target_class, in, rows.is_read(target));
-    }
-    const RowLoss<A> loss = row_loss(statistics, target_class, !in.terms.is_ignored(target), in.terms);
-    RowGradientInputs<A> inputs{};
-    inputs.target = target;
-    inputs.lse = loss.lse;
-    inputs.lse_low = loss.lse_low;
-    inputs.target_mass = loss.target_mass;
-    inputs.grad_loss = row.grad_loss;
-    return PlainGradient<T, View>(in, gradient_of_row(in, inputs), at.of[kSoftTargets]);
-  }
-};
-
-/// An element outside of a row's vectors, with those of a batch that are not there.
-template <typename T>
-__device__ void accumulate_edge(SoftmaxState<Accumulator<T>>& state, T edge) {
-  const Vector<T> batch[1] = {with_first(minus_infinity<T>(), edge)};
-  accumulate(state, batch);
-}
+/// A row with options stays on the chip from here on.
+constexpr std::int64_t kFewestBytesWithOptions = 8192;
 
 // ---- kernels -------------------------------------------------------------------------------------------------------
 
@@ -123,7 +34,7 @@ __device__ void accumulate_edge(SoftmaxState<Accumulator<T>>& state, T edge) {
 template <typename T, bool kIsNarrow, int kThreads, int kVectors>
 __global__ void __launch_bounds__(kThreads < kShortBlock ? kShortBlock : kThreads,
                                   1024 / (kThreads < kShortBlock ? kShortBlock : kThreads))
-    row_in_registers(const __grid_constant__ InPlace<T> operation) {
+    row_in_registers(const __grid_constant__ InPlace<T, false> operation) {
   using State = SoftmaxState<Accumulator<T>>;
   constexpr int kSize = Vector<T>::kSize;
   constexpr int kBlock = kThreads < kShortBlock ? kShortBlock : kThreads;
@@ -151,7 +62,7 @@ __global__ void __launch_bounds__(kThreads < kShortBlock ? kShortBlock : kThread
   for (int e = 0; e < kEdges; ++e) {
     if (thread + e * kThreads < span.edges) edges[e] = span.edge(thread + e * kThreads);
   }
-  const auto prefetched = operation.prefetch(target, at);
+  auto prefetched = operation.prefetch(target, at);
 
   // reduce
   State state;
@@ -162,6 +73,7 @@ __global__ void __launch_bounds__(kThreads < kShortBlock ? kShortBlock : kThread
       if (thread + e * kThreads < span.edges) accumulate_edge(state, edges[e]);
     }
   }
+  prefetched.grad_loss = operation.divided(prefetched.grad_loss);
   if constexpr (kThreads < kShortBlock) {
     state = reduce_lanes<kThreads>(state, MergeSoftmax{});
   } else {
@@ -193,97 +105,6 @@ __global__ void __launch_bounds__(kThreads < kShortBlock ? kShortBlock : kThread
   }
 }
 
-/// A cluster a row, its vectors in pieces of `piece_vectors`. What the threads of a block take at once arrives at once:
-/// the statistics begin with the first of it.
-template <typename T, bool kIsNarrow, int kThreads, int kVectors>
-__global__ void __launch_bounds__(kThreads, kClusterBlocksPerMultiprocessor)
-    row_in_cluster(const __grid_constant__ InPlace<T> operation, int piece_vectors) {
-#if __CUDA_ARCH__ >= 900
-  using State = SoftmaxState<Accumulator<T>>;
-  using Prefetched = typename InPlace<T>::Prefetched;
-  constexpr int kSize = Vector<T>::kSize;
-  constexpr int kBatch = kThreads * kVectors;
-  extern __shared__ __align__(128) unsigned char storage[];
-  __shared__ Arrival arrivals[ceil_divide(kMostPieceBytes / 16, kBatch)];
-  __shared__ ClusterStates<State, kMostClusterBlocks> cluster_states;
-  __shared__ alignas(Prefetched) unsigned char prefetched_storage[sizeof(Prefetched)];
-  __shared__ alignas(T) unsigned char edge_storage[2 * kSize * sizeof(T)];
-  let_next_kernel_start();
-  const auto rank = static_cast<int>(cooperative_groups::this_cluster().block_rank());
-  const int thread = static_cast<int>(threadIdx.x);
-  const auto at = operation.view().rows.offsets(blockIdx.x / cooperative_groups::this_cluster().num_blocks());
-  const std::int64_t target = operation.rows.in.target_at(at.of[kTargets]);
-  const bool is_read = operation.rows.is_read(target);
-  const Span<T> span(operation.logits + at.of[kLogits], operation.view().column_count);
-  const std::int64_t first = std::int64_t{rank} * piece_vectors;
-  const auto vectors = static_cast<int>(max(min(span.vectors - first, std::int64_t{piece_vectors}), std::int64_t{0}));
-  const bool has_edge = rank == 0 && thread < span.edges;
-  Vector<T>* const address = span.vector_address(first);
-  auto* const piece = reinterpret_cast<Vector<T>*>(storage);
-  auto* const prefetched = reinterpret_cast<Prefetched*>(prefetched_storage);
-  auto* const edges = reinterpret_cast<T*>(edge_storage);
-  const auto column_of = [&](int i) { return span.head + (first + i) * kSize; };
-
-  // load
-  if (thread == 0) {
-#pragma unroll 1
-    for (int begin = 0; begin < vectors; begin += kBatch) initialise(arrivals[begin / kBatch]);
-    cluster_states.prepare();
-    publish_arrivals();
-    cluster_states.expect_states();
-#pragma unroll 1
-    for (int begin = 0; is_read && begin < vectors; begin += kBatch) {
-      copy_to_shared(piece + begin, address + begin, min(vectors - begin, kBatch) * sizeof(Vector<T>),
-                     arrivals[begin / kBatch]);
-    }
-  }
-  __syncthreads();  // a thread may wait for an arrival only after it is initialised
-  arrive_at_cluster_start();
-  if (has_edge && is_read) edges[thread] = span.edge(thread);
-  if (thread == 0) *prefetched = operation.prefetch(target, at);
-
-  // reduce
-  State state;
-  if (is_read) {
-    const auto take = [&]<int kTaken>(int i) {
-      Vector<T> batch[kTaken];
-#pragma unroll
-      for (int v = 0; v < kTaken; ++v) batch[v] = piece[i + v * kThreads];
-      accumulate(state, batch);
-    };
-#pragma unroll 1
-    for (int begin = 0; begin < vectors; begin += kBatch) {
-      wait_for(arrivals[begin / kBatch]);
-      int i = begin + thread;
-      if (i + (kVectors - 1) * kThreads < vectors) {
-        take.template operator()<kVectors>(i);
-      } else {
-#pragma unroll 1
-        for (; i < vectors; i += kThreads) take.template operator()<1>(i);
-      }
-    }
-    if (has_edge) accumulate_edge(state, edges[thread]);
-  }
-  state = reduce_block<kThreads>(state, MergeSoftmax{});
-  wait_for_cluster_start();
-  // The target's logit has been read, in the first warps, before any block writes a gradient.
-  state = cluster_states.reduce(state, MergeSoftmax{});
-
-  // finish, store
-  const auto gradient = operation.finish(state, *prefetched, at, rank == 0 && thread == 0);
-#pragma unroll 4
-  for (int i = thread; i < vectors; i += kThreads) {
-    store_gradient<kIsNarrow>(span, operation.grad_dtype, first + i,
-                              is_read ? gradient(piece[i], column_of(i)) : Vector<T>{});
-  }
-  if (has_edge) {
-    store_gradient_edge<kIsNarrow>(
-        span, operation.grad_dtype, thread,
-        is_read ? gradient(load_as_accumulator(edges[thread]), span.edge_index(thread)) : Accumulator<T>(0));
-  }
-#endif
-}
-
 // ---- host ----------------------------------------------------------------------------------------------------------
 
 bool is_fused(const CrossEntropyInPlaceProblem& problem) {
@@ -294,8 +115,13 @@ bool is_fused(const CrossEntropyInPlaceProblem& problem) {
     return false;
   }
   const auto row_bytes = inputs.view.column_count * static_cast<std::int64_t>(size_of(inputs.logits_dtype));
-  if (!is_plain(inputs)) return false;
-  if (row_bytes <= kRegisterRowBytes) return true;
+  if (is_plain(inputs) && row_bytes <= kRegisterRowBytes) return true;
+  if (!is_plain(inputs)) {
+    // Two kernels, of which one shares each weight among rows, are faster then: [4096, 131072] bf16 with smoothing over
+    // weighted classes, softcap and entropy 1.29 ms, and on the chip 1.52 ms (H100).
+    const bool is_slower = inputs.plan.has_factors && inputs.options.softcap != 0.0;
+    if (inputs.plan.has_square || is_slower || row_bytes < kFewestBytesWithOptions) return false;
+  }
   const DeviceProperties& gpu = properties(inputs.device);
   const std::int64_t most_piece_bytes = std::min(kMostPieceBytes, gpu.shared_bytes_per_block - kDeclaredSharedBytes);
   return gpu.compute_capability >= 90 && cut_row(row_bytes).vectors * 16 <= most_piece_bytes;
@@ -347,20 +173,10 @@ struct TargetWeights {
 
 /// kIsNarrow: the gradient has 16 bits over float32 logits. H200, [4096, 32768] fp32 with a gradient of float32: 0.2804
 /// ms, and 0.2920 ms with one kernel for both.
-template <typename T, bool kIsNarrow>
-void launch_rows(const InPlace<T>& operation, bool follows_kernel, void* stream) {
+template <bool kIsNarrow, typename T>
+void launch_plain_rows(const InPlace<T, false>& operation, bool follows_kernel, void* stream) {
   const std::int64_t row_bytes = operation.view().column_count * static_cast<std::int64_t>(sizeof(T));
-  if (row_bytes > kRegisterRowBytes) {
-    const RowPieces pieces = cut_row(row_bytes);
-    return launch(kOp, row_in_cluster<T, kIsNarrow, kClusterThreads, kClusterVectors>,
-                  {.blocks = operation.view().row_count * pieces.blocks,
-                   .threads = kClusterThreads,
-                   .cluster_blocks = pieces.blocks,
-                   .shared_bytes = static_cast<std::size_t>(pieces.vectors) * 16,
-                   .starts_before_previous_ends = follows_kernel,
-                   .stream = stream},
-                  operation, static_cast<int>(pieces.vectors));
-  }
+  if (row_bytes > kRegisterRowBytes) return launch_in_cluster<kIsNarrow>(kOp, operation, follows_kernel, stream);
   const auto run = [&]<int kThreads, int kVectors>() {
     constexpr int kBlock = kThreads < kShortBlock ? kShortBlock : kThreads;
     launch(kOp, row_in_registers<T, kIsNarrow, kThreads, kVectors>,
@@ -370,6 +186,8 @@ void launch_rows(const InPlace<T>& operation, bool follows_kernel, void* stream)
             .stream = stream},
            operation);
   };
+  if (row_bytes <= 128) return run.template operator()<2, 4>();
+  if (row_bytes <= 256) return run.template operator()<4, 4>();
   if (row_bytes <= 512) return run.template operator()<8, 4>();
   if (row_bytes <= 2048) return run.template operator()<32, 4>();
   if (row_bytes <= 4096) return run.template operator()<32, 8>();
@@ -404,17 +222,21 @@ void in_place(const CrossEntropyInPlaceProblem& problem, const ExecutionContext&
         workspace.loss.sums(memory), inputs.device, context.stream);
   }
 
-  const InPlace<T> operation{.rows = {in, outputs, false},
-                             .logits = static_cast<T*>(const_cast<void*>(inputs.logits)),
-                             .grad_dtype = problem.grad_dtype,
-                             .grad_loss = problem.grad_loss,
-                             .divisor = divisor};
   const bool follows_kernel = finds_divisor && properties(inputs.device).compute_capability >= 90;
-  if constexpr (std::is_same_v<T, float>) {
-    problem.grad_dtype != DType::float32 ? launch_rows<T, true>(operation, follows_kernel, context.stream)
-                                         : launch_rows<T, false>(operation, follows_kernel, context.stream);
+  const auto operation_of = [&]<bool kIsFull>(const typename InPlace<T, kIsFull>::Rows& rows) {
+    auto* const logits = static_cast<T*>(const_cast<void*>(inputs.logits));
+    return InPlace<T, kIsFull>{rows, logits, problem.grad_dtype, problem.grad_loss, divisor};
+  };
+  const LossRows<T, View> rows{in, outputs, false};
+  if (!is_plain(inputs)) {
+    launch_rows(kOp, operation_of.template operator()<true>({rows, inputs.plan, nullptr}), follows_kernel,
+                context.stream);
+  } else if (problem.grad_dtype != inputs.logits_dtype) {
+    if constexpr (std::is_same_v<T, float>) {
+      launch_plain_rows<true>(operation_of.template operator()<false>({rows}), follows_kernel, context.stream);
+    }
   } else {
-    launch_rows<T, false>(operation, follows_kernel, context.stream);
+    launch_plain_rows<false>(operation_of.template operator()<false>({rows}), follows_kernel, context.stream);
   }
   reduce_losses<A>(kOp, inputs, outputs, forward.normalizer, forward.outputs, workspace.loss.sums(memory),
                    context.stream);

@@ -1,6 +1,6 @@
 // Label smoothing over weighted classes: a block takes two rows at a time, so that it loads each weight once for both.
 // The weights of every row by itself would be as many bytes from L2 as the logits. H200, [4096, 131072] bf16 with
-// weights, smoothing, softcap and entropy: 0.456 ms, by the reduction of cross_entropy_full_cuda.cu 0.530 ms.
+// weights, smoothing, softcap and entropy: 0.456 ms, by the reduction of cross_entropy_full.cuh 0.530 ms.
 #include <algorithm>
 
 #include "cuda/launch.cuh"

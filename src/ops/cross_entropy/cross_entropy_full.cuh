@@ -1,0 +1,185 @@
+// The reduction of rows with every option of cross_entropy, for cuda/row_reduce.cuh: one pass, as without options, with
+// more arithmetic for each element.
+#pragma once
+
+#include "cuda/row_reduce.cuh"
+#include "ops/cross_entropy/cross_entropy_loss.cuh"
+#include "ops/cross_entropy/cross_entropy_statistics.cuh"
+
+namespace eaves::cuda {
+
+/// kHasSquare: the sum of p^2 is wanted. Loops with and without it in one kernel would be so many that nvcc 13.0 no
+/// longer takes members of the operation from constant memory: it loads them in each batch.
+template <typename T, typename View, bool kHasSquare>
+struct FullLoss {
+  using Element = T;
+  using A = Accumulator<T>;
+  using State = ClassStatistics<A>;
+  using Merge = MergeStatistics;
+  using Prepared = typename LossRows<T, View>::Prepared;
+
+  LossRows<T, View> rows;
+  LossPlan plan;
+  A* statistics;  ///< of a shard: written instead of the loss; nullptr otherwise
+
+  EAVES_HOST_DEVICE const View& view() const { return rows.in.view; }
+
+  template <int kVectors>
+  __device__ State reduce(std::int64_t row, std::int64_t first, std::int64_t count, int thread, int threads,
+                          Prepared& prepared) const {
+    const auto at = view().rows.offsets(row);
+    const Span<const T> span(rows.in.logits + at.of[kLogits] + first, count);
+    T edge{};  // travels with the first batch and is used last
+    if (thread < span.edges) edge = span.edge(thread);
+    bool is_asked = false;
+    bool goes_on = true;
+    const auto ask = [&] {
+      if (!is_asked) goes_on = rows.goes_on(at, thread, prepared);
+      is_asked = true;
+      return goes_on;
+    };
+    if (rows.asks_first(count) && !ask()) return State{};
+    RunningStatistics<A, kHasSquare> running;
+    const auto load_batch = [&](Vector<T>(&batch)[kVectors], int i) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) batch[v] = load(span.vector_address(i + v * threads));
+      return ask();
+    };
+    take_vectors<kVectors>(running, static_cast<int>(span.vectors), thread, threads, first + span.head,
+                           at.of[kSoftTargets], load_batch, [&](int i) { return span.vector_address(i); });
+    if (!ask()) return State{};
+#pragma unroll 1
+    for (int e = thread; e < span.edges; e += threads) {
+      if (e != thread) edge = span.edge(e);
+      const std::int64_t column = first + span.edge_index(e);
+      take_element(running, load_as_accumulator(edge), at.of[kSoftTargets] + column, column);
+    }
+    return finished(running, rows.in.terms);
+  }
+
+  /// Takes vectors thread, thread + threads, ... of `vectors` of unit stride, the first of which is column `first`.
+  /// `load_batch(batch, i)` loads kVectors from vector i on, or returns false: the row is not wanted. `address_of(i)`
+  /// is where a single one lies.
+  template <int kVectors, typename LoadBatch, typename AddressOf>
+  __device__ void take_vectors(RunningStatistics<A, kHasSquare>& running, int vectors, int thread, int threads,
+                               std::int64_t first, std::int64_t soft_row, LoadBatch load_batch,
+                               AddressOf address_of) const {
+    const int step = threads * Vector<T>::kSize;
+    const auto column_of = [&](int i) { return first + std::int64_t{i} * Vector<T>::kSize; };
+    bool goes_on = true;
+    int i = thread;
+    do {
+      with_variant([&]<bool kIsCapped, Factors kFactors>() {
+        for (; i + (kVectors - 1) * threads < vectors; i += kVectors * threads) {
+          Vector<T> batch[kVectors];
+          goes_on = load_batch(batch, i);
+          if (!goes_on) return;
+          if (!take_batch<kIsCapped, kFactors>(running, batch, column_of(i), step, soft_row)) return;
+        }
+      });
+      if (!goes_on) return;
+        // A batch that was refused, or the last, which is not whole.
+#pragma unroll 1
+      for (const int end = min(vectors, i + kVectors * threads); i < end; i += threads) {
+        take_vector(running, address_of(i), column_of(i), soft_row);
+      }
+    } while (i < vectors);
+  }
+
+  template <int kColumns, int kLaneRows>
+  __device__ void reduce_columns(State (&states)[kLaneRows], std::int64_t row, std::int64_t first, std::int64_t last,
+                                 int step) const {
+    static_assert(kLaneRows == 1);
+    const auto at = view().rows.offsets(row);
+    RunningStatistics<A, kHasSquare> running;
+    for (std::int64_t begin = first; begin < last; begin += kColumns * step) {
+      const auto column_of = [&](int c) { return begin + c * step; };
+      T batch[kColumns];  // loaded at once; taken by a loop that is not unrolled, whose code is long
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        if (column_of(c) < last)
+          batch[c] = rows.in.logits[at.of[kLogits] + column_offset(view(), kLogits, column_of(c))];
+      }
+#pragma unroll 1
+      for (int c = 0; c < kColumns && column_of(c) < last; ++c) {
+        take_element(running, load_as_accumulator(batch[c]),
+                     at.of[kSoftTargets] + column_offset(view(), kSoftTargets, column_of(c)), column_of(c));
+      }
+    }
+    states[0] = finished(running, rows.in.terms);
+  }
+
+  __device__ State reduce_strided(std::int64_t row, std::int64_t first, std::int64_t last, int step) const {
+    const auto at = view().rows.offsets(row);
+    RunningStatistics<A, kHasSquare> running;
+    for (std::int64_t column = first; column < last; column += step) {
+      take_element(running,
+                   load_as_accumulator(rows.in.logits[at.of[kLogits] + column_offset(view(), kLogits, column)]),
+                   at.of[kSoftTargets] + column_offset(view(), kSoftTargets, column), column);
+    }
+    return finished(running, rows.in.terms);
+  }
+
+  __device__ Prepared prepare(std::int64_t row) const { return rows.prepare(row); }
+
+  __device__ void finish(std::int64_t row, const State& state, const Prepared& prepared) const {
+    if (statistics == nullptr) return rows.finish(row, state, prepared);
+    const TargetClass<A> target_class = rows.target_class(prepared);
+    State stored = state;
+    if (stored.best != kNoClass) stored.best += rows.in.terms.first_class;
+    store_statistics(stored, target_class, rows.in.terms,
+                     statistics + view().rows.offsets(row).of[kPerRow] * kCrossEntropyStatistics);
+  }
+
+  /// `soft_offset` is where its soft target lies.
+  __device__ void take_element(RunningStatistics<A, kHasSquare>& running, A z, std::int64_t soft_offset,
+                               std::int64_t column) const {
+    const A u = !plan.has_linear ? A(0) : rows.in.has_factors ? factor_of(rows.in, soft_offset, column) : A(1);
+    take(running, z, u, column, rows.in.terms);
+  }
+
+ private:
+  /// Calls `function` with what is the same for all of a row as template parameters, around its loop.
+  template <typename Function>
+  __device__ auto with_variant(Function function) const {
+    const auto call = [&]<bool kIsCapped>() {
+      if (!plan.has_linear) return function.template operator()<kIsCapped, Factors::none>();
+      if (!rows.in.has_factors) return function.template operator()<kIsCapped, Factors::one>();
+      return function.template operator()<kIsCapped, Factors::loaded>();
+    };
+    return rows.in.terms.softcap != A(0) ? call.template operator()<true>() : call.template operator()<false>();
+  }
+
+  template <bool kIsCapped, Factors kFactors, int kVectors>
+  __device__ bool take_batch(RunningStatistics<A, kHasSquare>& running, const Vector<T> (&batch)[kVectors],
+                             std::int64_t first, int step, std::int64_t soft_row) const {
+    return take_whole<kIsCapped, kFactors>(running, batch, first, step, rows.in.terms, plan,
+                                           [&](int v, A(&u)[Vector<T>::kSize]) {
+                                             load_factors(rows.in, soft_row, first + v * step, u);
+                                             return total_of(u);
+                                           });
+  }
+
+  /// Any vector of a row of unit stride: where it cannot be taken whole, element by element. The logits are read once
+  /// more, so that the loop need not be unrolled.
+  __device__ void take_vector(RunningStatistics<A, kHasSquare>& running, const Vector<T>* vector, std::int64_t column,
+                              std::int64_t soft_row) const {
+    const Vector<T> batch[1] = {*vector};
+    const bool is_taken = with_variant([&]<bool kIsCapped, Factors kFactors>() {
+      return take_batch<kIsCapped, kFactors>(running, batch, column, 0, soft_row);
+    });
+    if (is_taken) return;
+#pragma unroll 1
+    for (int i = 0; i < Vector<T>::kSize; ++i) {
+      take_element(running, load_as_accumulator(reinterpret_cast<const T*>(vector)[i]), soft_row + column + i,
+                   column + i);
+    }
+  }
+};
+
+template <typename T, typename View, bool kHasSquare>
+inline constexpr bool kIsHeavy<FullLoss<T, View, kHasSquare>> = true;
+template <typename View, bool kHasSquare>  // float64 is for checks: one kernel is enough
+inline constexpr bool kHasVectors<FullLoss<double, View, kHasSquare>> = false;
+
+}  // namespace eaves::cuda

@@ -1,0 +1,291 @@
+// A row that stays on the chip between its statistics and its gradient, so that every logit is read once and its
+// gradient is written once; and the kernel for long rows, in the shared memory of a cluster of small blocks.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/arrival.cuh"
+#include "cuda/row_policy.h"
+#include "cuda/softmax.cuh"
+#include "ops/cross_entropy/cross_entropy_backend.h"
+#include "ops/cross_entropy/cross_entropy_full.cuh"
+#include "ops/cross_entropy/cross_entropy_gradient.cuh"
+#include "ops/cross_entropy/cross_entropy_loss.cuh"
+
+namespace eaves::cuda {
+
+// ---- policy --------------------------------------------------------------------------------------------------------
+
+/// Of a longer row, each block of a cluster keeps a piece in shared memory: so little that six blocks share a
+/// multiprocessor, and some load while others wait for their cluster or store. More blocks than the most that every GPU
+/// with clusters takes are not to be had, so that beyond them pieces grow. H200, [4096, 65536] and [4096, 131072] bf16,
+/// of one read and one write of the same bytes: 1.12 and 1.08; in two passes 1.53 and 1.51, in the registers of
+/// clusters of blocks with 64 KiB each 1.44 and 1.62, in a ring of shared memory of one or two large blocks 1.6 to 2.0.
+inline constexpr std::int64_t kPieceBytes = 32768;
+inline constexpr std::int64_t kMostPieceBytes = 204800;
+inline constexpr std::int64_t kDeclaredSharedBytes = 4096;  // at most, of a block beside its piece
+inline constexpr int kMostClusterBlocks = 8;
+inline constexpr int kClusterBlocksPerMultiprocessor = 6;
+
+/// Of a block of a cluster. With options registers are what counts: fewer threads. H100, [4096, 32768] bf16 with label
+/// smoothing and with softcap: 206 and 282 us, with 2 vectors 211 and 298, with 256 threads, 1 vector and 4 blocks of
+/// 48 KiB 247 and 332, with 64 threads and 12 blocks of 16 KiB 256 and 358; in two passes 289 and 310.
+template <bool kIsFull>
+inline constexpr RowThreads kClusterThreads = kIsFull ? RowThreads{128, 4} : RowThreads{256, 4};
+
+struct RowPieces {
+  int blocks;            ///< of the cluster
+  std::int64_t vectors;  ///< of each but the last, which may have fewer
+};
+
+inline RowPieces cut_row(std::int64_t row_bytes) {
+  int blocks = 2;  // a block by itself cannot send to a cluster
+  while (blocks < kMostClusterBlocks && row_bytes > blocks * kPieceBytes) blocks *= 2;
+  constexpr std::int64_t kLineVectors = 8;  // pieces of whole cache lines, where the row starts on one
+  return {blocks, ceil_divide(ceil_divide(row_bytes / 16, blocks), kLineVectors) * kLineVectors};
+}
+
+// ---- what is done with a row ---------------------------------------------------------------------------------------
+
+template <typename T, typename View>
+struct PlainRows {
+  using State = SoftmaxState<Accumulator<T>>;
+  using Merge = MergeSoftmax;
+
+  LossRows<T, View> rows;
+
+  EAVES_HOST_DEVICE const View& view() const { return rows.in.view; }
+};
+
+/// kIsFull: with options, as the forward and the backward have them.
+template <typename T, bool kIsFull, typename View = ShortRowView<3, 6>>
+struct InPlace : std::conditional_t<kIsFull, FullLoss<T, View, false>, PlainRows<T, View>> {
+  using A = Accumulator<T>;
+  using Rows = std::conditional_t<kIsFull, FullLoss<T, View, false>, PlainRows<T, View>>;
+  using Gradient = std::conditional_t<kIsFull, FullGradient<T, View>, PlainGradient<T, View>>;
+  using Rows::rows;
+  using typename Rows::State;
+
+  T* logits;
+  DType grad_dtype;
+  TypedNumbers grad_loss;
+  const A* divisor;
+
+  /// What a row has beside its logits.
+  struct Prefetched {
+    typename LossRows<T, View>::Prepared target;
+    A grad_loss;  ///< times the row's weight
+  };
+
+  /// Loads it, while the logits are on their way, so that nothing waits for it at the end of the row.
+  template <typename Offsets>
+  __device__ Prefetched prefetch(std::int64_t target, const Offsets& at) const {
+    // First what does not wait for the target.
+    const A of_row = gradient_of_loss<T>(grad_loss, at.of[kGradLoss], nullptr) * rows.in.row_weight_at(at.of[kPerRow]);
+    return {rows.prepare(target, at.of[kLogits]), of_row};
+  }
+
+  /// dL/d(loss of the row), after the mean's division. Asked for as late as it can be: the kernel before writes the
+  /// divisor while the first rows are on their way here. Later rows find it in the L1 cache.
+  __device__ A divided(A gradient) const {
+    wait_for_previous_kernel();
+    return divisor == nullptr ? gradient : mean_gradient(gradient, *divisor);
+  }
+
+  /// Writes what is wanted of the row where `writes_row`, one of its threads, and returns the function that maps its
+  /// logits to its gradient.
+  template <typename Offsets>
+  __device__ Gradient finish(const State& state, const Prefetched& row, const Offsets& at, bool writes_row) const {
+    const LossInputs<T, View>& in = rows.in;
+    const std::int64_t target = row.target.target;
+    ClassStatistics<A> statistics;
+    if constexpr (kIsFull) {
+      statistics = state;
+    } else {
+      statistics.softmax = state;
+    }
+    const TargetClass<A> target_class = rows.target_class(row.target);
+    if (writes_row) {
+      write_row(rows.outputs, at.of[kPerRow], statistics, target, target_class, in, rows.is_read(target));
+    }
+    const RowLoss<A> loss = row_loss(statistics, target_class, !in.terms.is_ignored(target), in.terms);
+    RowGradientInputs<A> inputs{};
+    inputs.target = target;
+    inputs.lse = loss.lse;
+    inputs.lse_low = loss.lse_low;
+    inputs.target_mass = loss.target_mass;
+    inputs.grad_loss = row.grad_loss;
+    return {in, gradient_of_row(in, inputs), at.of[kSoftTargets]};
+  }
+};
+
+/// An element outside of a row's vectors, with those of a batch that are not there.
+template <typename T>
+__device__ void accumulate_edge(SoftmaxState<Accumulator<T>>& state, T edge) {
+  const Vector<T> batch[1] = {with_first(minus_infinity<T>(), edge)};
+  accumulate(state, batch);
+}
+
+// ---- long rows -----------------------------------------------------------------------------------------------------
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+/// The statistics of a thread's vectors of a piece and, through `take_edges`, of its edges. The first vector of the
+/// piece is column `first`.
+template <typename T, typename View, typename TakeEdges>
+__device__ ClassStatistics<Accumulator<T>> reduce_with_options(const FullLoss<T, View, false>& loss,
+                                                               const Vector<T>* piece, int vectors, std::int64_t first,
+                                                               std::int64_t soft_row, const Arrival* arrivals,
+                                                               TakeEdges take_edges) {
+  constexpr int kThreads = kClusterThreads<true>.threads;
+  constexpr int kVectors = kClusterThreads<true>.vectors;
+  constexpr int kBatch = kThreads * kVectors;
+  RunningStatistics<Accumulator<T>, false> running;
+  loss.template take_vectors<kVectors>(
+      running, vectors, threadIdx.x, kThreads, first, soft_row,
+      [&](Vector<T>(&batch)[kVectors], int i) {
+        wait_for(arrivals[i / kBatch]);
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) batch[v] = piece[i + v * kThreads];
+        return true;
+      },
+      [&](int i) {
+        wait_for(arrivals[i / kBatch]);
+        return piece + i;
+      });
+  take_edges([&](Accumulator<T> z, std::int64_t column) { loss.take_element(running, z, soft_row + column, column); });
+  return finished(running, loss.rows.in.terms);
+}
+
+#endif
+
+/// A cluster a row, its vectors in pieces of `piece_vectors`. What the threads of a block take at once arrives at once:
+/// the statistics begin with the first of it.
+template <typename T, bool kIsFull, bool kIsNarrow>
+__global__ void __launch_bounds__(kClusterThreads<kIsFull>.threads, kClusterBlocksPerMultiprocessor)
+    row_in_cluster(const __grid_constant__ InPlace<T, kIsFull> operation, int piece_vectors) {
+#if __CUDA_ARCH__ >= 900
+  using State = typename InPlace<T, kIsFull>::State;
+  using Merge = typename InPlace<T, kIsFull>::Merge;
+  using Prefetched = typename InPlace<T, kIsFull>::Prefetched;
+  constexpr int kThreads = kClusterThreads<kIsFull>.threads;
+  constexpr int kVectors = kClusterThreads<kIsFull>.vectors;
+  constexpr int kSize = Vector<T>::kSize;
+  constexpr int kBatch = kThreads * kVectors;
+  extern __shared__ __align__(128) unsigned char storage[];
+  __shared__ Arrival arrivals[ceil_divide(kMostPieceBytes / 16, kBatch)];
+  __shared__ ClusterStates<State, kMostClusterBlocks> cluster_states;
+  __shared__ alignas(Prefetched) unsigned char prefetched_storage[sizeof(Prefetched)];
+  __shared__ alignas(T) unsigned char edge_storage[2 * kSize * sizeof(T)];
+  let_next_kernel_start();
+  const auto rank = static_cast<int>(cooperative_groups::this_cluster().block_rank());
+  const int thread = static_cast<int>(threadIdx.x);
+  const auto at = operation.view().rows.offsets(blockIdx.x / cooperative_groups::this_cluster().num_blocks());
+  const std::int64_t target = operation.rows.in.target_at(at.of[kTargets]);
+  const bool is_read = operation.rows.is_read(target);
+  const Span<T> span(operation.logits + at.of[kLogits], operation.view().column_count);
+  const std::int64_t first = std::int64_t{rank} * piece_vectors;
+  const auto vectors = static_cast<int>(max(min(span.vectors - first, std::int64_t{piece_vectors}), std::int64_t{0}));
+  const bool has_edge = rank == 0 && thread < span.edges;
+  Vector<T>* const address = span.vector_address(first);
+  auto* const piece = reinterpret_cast<Vector<T>*>(storage);
+  auto* const prefetched = reinterpret_cast<Prefetched*>(prefetched_storage);
+  auto* const edges = reinterpret_cast<T*>(edge_storage);
+  const auto column_of = [&](int i) { return span.head + (first + i) * kSize; };
+
+  // load
+  if (thread == 0) {
+#pragma unroll 1
+    for (int begin = 0; begin < vectors; begin += kBatch) initialise(arrivals[begin / kBatch]);
+    cluster_states.prepare();
+    publish_arrivals();
+    cluster_states.expect_states();
+#pragma unroll 1
+    for (int begin = 0; is_read && begin < vectors; begin += kBatch) {
+      copy_to_shared(piece + begin, address + begin, min(vectors - begin, kBatch) * sizeof(Vector<T>),
+                     arrivals[begin / kBatch]);
+    }
+  }
+  __syncthreads();  // a thread may wait for an arrival only after it is initialised
+  arrive_at_cluster_start();
+  if (has_edge && is_read) edges[thread] = span.edge(thread);
+  if (thread == 0) *prefetched = operation.prefetch(target, at);
+
+  // reduce
+  State state;
+  if (is_read) {
+    if constexpr (kIsFull) {
+      state =
+          reduce_with_options(operation, piece, vectors, column_of(0), at.of[kSoftTargets], arrivals, [&](auto take) {
+            if (has_edge) take(load_as_accumulator(edges[thread]), span.edge_index(thread));
+          });
+    } else {
+      const auto take = [&]<int kTaken>(int i) {
+        Vector<T> batch[kTaken];
+#pragma unroll
+        for (int v = 0; v < kTaken; ++v) batch[v] = piece[i + v * kThreads];
+        accumulate(state, batch);
+      };
+#pragma unroll 1
+      for (int begin = 0; begin < vectors; begin += kBatch) {
+        wait_for(arrivals[begin / kBatch]);
+        int i = begin + thread;
+        if (i + (kVectors - 1) * kThreads < vectors) {
+          take.template operator()<kVectors>(i);
+        } else {
+#pragma unroll 1
+          for (; i < vectors; i += kThreads) take.template operator()<1>(i);
+        }
+      }
+      if (has_edge) accumulate_edge(state, edges[thread]);
+    }
+  }
+  if (thread == 0) prefetched->grad_loss = operation.divided(prefetched->grad_loss);
+  state = reduce_block<kThreads>(state, Merge{});
+  wait_for_cluster_start();
+  // The target's logit has been read, in the first warps, before any block writes a gradient.
+  state = cluster_states.reduce(state, Merge{});
+
+  // finish, store
+  const auto function = operation.finish(state, *prefetched, at, rank == 0 && thread == 0);
+  const auto store_all = [&](const auto& gradient) {
+#pragma unroll(kIsFull ? 1 : 4)
+    for (int i = thread; i < vectors; i += kThreads) {
+      store_gradient<kIsNarrow>(span, operation.grad_dtype, first + i,
+                                is_read ? gradient(piece[i], column_of(i)) : Vector<T>{});
+    }
+    if (has_edge) {
+      store_gradient_edge<kIsNarrow>(
+          span, operation.grad_dtype, thread,
+          is_read ? gradient(load_as_accumulator(edges[thread]), span.edge_index(thread)) : Accumulator<T>(0));
+    }
+  };
+  if constexpr (kIsFull) {
+    for_gradient_variant(operation.rows.in, [&]<bool kIsCapped, bool kHasFactors>() {
+      store_all(GradientVariant<T, ShortRowView<3, 6>, kIsCapped, kHasFactors>{function});
+    });
+  } else {
+    store_all(function);
+  }
+#endif
+}
+
+/// kIsNarrow: the gradient has 16 bits over float32 logits.
+template <bool kIsNarrow, typename T, bool kIsFull>
+void launch_in_cluster(const char* op, const InPlace<T, kIsFull>& operation, bool follows_kernel, void* stream) {
+  const RowPieces pieces = cut_row(operation.view().column_count * static_cast<std::int64_t>(sizeof(T)));
+  launch(op, row_in_cluster<T, kIsFull, kIsNarrow>,
+         {.blocks = operation.view().row_count * pieces.blocks,
+          .threads = kClusterThreads<kIsFull>.threads,
+          .cluster_blocks = pieces.blocks,
+          .shared_bytes = static_cast<std::size_t>(pieces.vectors) * 16,
+          .starts_before_previous_ends = follows_kernel,
+          .stream = stream},
+         operation, static_cast<int>(pieces.vectors));
+}
+
+/// The rows of a call with options: cross_entropy_in_place_full_cuda.cu.
+template <typename T>
+void launch_rows(const char* op, const InPlace<T, true>& operation, bool follows_kernel, void* stream);
+
+}  // namespace eaves::cuda
