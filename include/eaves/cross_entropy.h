@@ -238,7 +238,7 @@ void cross_entropy_backward(const CrossEntropyBackwardArgs& args, const Executio
 /// Both at once, in place: no second tensor of the logits' size. On a GPU, rows whose classes have unit stride are read
 /// once and written once if they have at most 32 KiB, from compute capability 9.0 on about 8 times a block's shared
 /// memory: 1.6 MB on 9.0 and 10.0 (819,200 classes of 16 bits). Others are read twice, and so are float64 and some rows
-/// with options that need more than their lse: below 9.0 or 8 KiB, with sum_sq, or with a softcap beside soft targets
+/// with options that need more than their lse: below 9.0 or 16 KiB, with sum_sq, or with a softcap beside soft targets
 /// or smoothing over weighted classes. In float16 give the loss scale as grad_loss: what is rounded to 0
 /// without it, cross_entropy_rescale cannot bring back. Where the scale is not known yet, cross_entropy_forward now and
 /// cross_entropy_backward over the logits later take the same memory.

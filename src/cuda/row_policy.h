@@ -32,7 +32,8 @@ struct RowThreads {
 ///   512 x 8         37.1   42.3   52.9   54.6   56.9   65.4  122.3  237.1
 ///   plain read       6.1    7.9   11.6   18.6   32.6   62.0  118.4  232.1
 ///
-/// H100, 524,288 rows of 96 and 128 bf16, forward of logsumexp: 8 x 4 62.0 and 62.8, 4 x 4 40.2 and 52.6.
+/// H100, 524,288 rows of 96 and 128 bf16, forward of logsumexp, microseconds: 8 x 4 62.0 and 62.8, 4 x 4 40.2 and
+/// 52.6.
 ///
 /// Small blocks win: what a block waits for (its first load, its reduction) is hidden by its many neighbours.
 inline RowThreads row_threads(std::int64_t row_bytes) {

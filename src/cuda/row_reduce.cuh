@@ -17,7 +17,7 @@
 //     const View& view() const;   // ShortRowView, or RowView for row_per_stride
 //
 //     // elements [first, first + count) of a row of unit stride, shared by `threads` threads; thread 0 also loads what
-//     // finish() needs beside the state, when the first elements are on their way
+//     // finish() needs beside the state
 //     template <int kVectors> State reduce(row, first, count, thread, threads, prepared) const;
 //     // columns first, first + step, ... below `last` of the kLaneRows rows side by side that begin with `row`; 1 row
 //     // of a heavy operator

@@ -12,7 +12,7 @@ namespace eaves::cuda {
 
 inline constexpr int kSumThreads = 512;
 inline constexpr std::int64_t kRowsOfOneSumBlock = 16384;  // beyond, several blocks
-inline constexpr std::int64_t kRowsPerSumBlock = 4096;     // then
+inline constexpr std::int64_t kRowsPerSumBlock = 4096;     // of each of these
 
 /// Hands the sum of `source(row)` over the rows of a block to `finish`, in one thread.
 template <typename Sum, typename Source, typename Finish>

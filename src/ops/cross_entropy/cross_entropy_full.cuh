@@ -32,21 +32,20 @@ struct FullLoss {
     T edge{};  // travels with the first batch and is used last
     if (thread < span.edges) edge = span.edge(thread);
     bool is_asked = false;
-    bool goes_on = true;
+    bool is_wanted = true;
     const auto ask = [&] {
-      if (!is_asked) goes_on = rows.goes_on(at, thread, prepared);
+      if (!is_asked) is_wanted = rows.goes_on(at, thread, prepared);
       is_asked = true;
-      return goes_on;
+      return is_wanted;
     };
     if (rows.asks_first(count) && !ask()) return State{};
     RunningStatistics<A, kHasSquare> running;
     const auto load_batch = [&](Vector<T>(&batch)[kVectors], int i) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) batch[v] = load(span.vector_address(i + v * threads));
-      return ask();
     };
     take_vectors<kVectors>(running, static_cast<int>(span.vectors), thread, threads, first + span.head,
-                           at.of[kSoftTargets], load_batch, [&](int i) { return span.vector_address(i); });
+                           at.of[kSoftTargets], load_batch, ask, [&](int i) { return span.vector_address(i); });
     if (!ask()) return State{};
 #pragma unroll 1
     for (int e = thread; e < span.edges; e += threads) {
@@ -58,26 +57,25 @@ struct FullLoss {
   }
 
   /// Takes vectors thread, thread + threads, ... of `vectors` of unit stride, the first of which is column `first`.
-  /// `load_batch(batch, i)` loads kVectors from vector i on, or returns false: the row is not wanted. `address_of(i)`
-  /// is where a single one lies.
-  template <int kVectors, typename LoadBatch, typename AddressOf>
+  /// `load_batch(batch, i)` loads kVectors from vector i on, `address_of(i)` is where a single one lies. `goes_on()` is
+  /// asked when the first are on their way: is the row wanted?
+  template <int kVectors, typename LoadBatch, typename GoesOn, typename AddressOf>
   __device__ void take_vectors(RunningStatistics<A, kHasSquare>& running, int vectors, int thread, int threads,
-                               std::int64_t first, std::int64_t soft_row, LoadBatch load_batch,
+                               std::int64_t first, std::int64_t soft_row, LoadBatch load_batch, GoesOn goes_on,
                                AddressOf address_of) const {
     const int step = threads * Vector<T>::kSize;
     const auto column_of = [&](int i) { return first + std::int64_t{i} * Vector<T>::kSize; };
-    bool goes_on = true;
     int i = thread;
     do {
       with_variant([&]<bool kIsCapped, Factors kFactors>() {
         for (; i + (kVectors - 1) * threads < vectors; i += kVectors * threads) {
           Vector<T> batch[kVectors];
-          goes_on = load_batch(batch, i);
-          if (!goes_on) return;
+          load_batch(batch, i);
+          if (!goes_on()) return;
           if (!take_batch<kIsCapped, kFactors>(running, batch, column_of(i), step, soft_row)) return;
         }
       });
-      if (!goes_on) return;
+      if (!goes_on()) return;
         // A batch that was refused, or the last, which is not whole.
 #pragma unroll 1
       for (const int end = min(vectors, i + kVectors * threads); i < end; i += threads) {

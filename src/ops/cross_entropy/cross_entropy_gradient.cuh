@@ -190,21 +190,25 @@ struct FullGradient {
 
   template <bool kIsCapped, bool kHasFactors>
   __device__ Vector<T> map(const Vector<T>& v, std::int64_t column) const {
-    const std::int64_t at = row.target - column;
     if constexpr (std::is_same_v<A, float>) {
-      if (has_vectors && (at < 0 || at >= kSize)) {
-        if constexpr (!kIsCapped) return map_whole<false, false, kHasFactors>(v, column);
-        const Vector<T> batch[1] = {v};
-        return max_of_sizes(batch) <= in.terms.small_logit ? map_whole<true, true, kHasFactors>(v, column)
-                                                           : map_whole<true, false, kHasFactors>(v, column);
+      if (has_vectors) {
+        const auto map_whole = [&] {
+          if constexpr (!kIsCapped) return this->map_whole<false, false, kHasFactors>(v, column);
+          const Vector<T> batch[1] = {v};
+          return max_of_sizes(batch) <= in.terms.small_logit ? this->map_whole<true, true, kHasFactors>(v, column)
+                                                             : this->map_whole<true, false, kHasFactors>(v, column);
+        };
+        const Vector<T> gradient = map_whole();
+        const std::int64_t at = row.target - column;
+        return at >= 0 && at < kSize ? with_target(*this, v, gradient, static_cast<int>(at)) : gradient;
       }
     }
     return is_nothing() ? Vector<T>{} : map_any(*this, v, column);
   }
 
  private:
-  /// A vector without the target, without a branch between its elements. kIsSmall: all logits are in the range of the
-  /// softcap's polynomial.
+  /// As if the target were not among them, without a branch between the elements. kIsSmall: all logits are in the range
+  /// of the softcap's polynomial.
   template <bool kIsCapped, bool kIsSmall, bool kHasFactors>
   __device__ Vector<T> map_whole(const Vector<T>& v, std::int64_t column) const {
     float values[kSize];
@@ -235,7 +239,22 @@ struct FullGradient {
     return pack<T>(values);
   }
 
-  /// Any vector. Not inlined, so that the loops stay short.
+  /// `gradient` with that of the target, element `at`. Not inlined, so that the loops stay short.
+  static __device__ __noinline__ Vector<T> with_target(FullGradient self, Vector<T> v, Vector<T> gradient, int at) {
+    A z[kSize];
+    A values[kSize];
+    unpack(v, z);
+    unpack(gradient, values);
+    A z_target = z[0];
+#pragma unroll
+    for (int i = 1; i < kSize; ++i) z_target = i == at ? z[i] : z_target;
+    const A of_target = self(z_target, self.row.target);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) values[i] = i == at ? of_target : values[i];
+    return pack<T>(values);
+  }
+
+  /// Any vector. Not inlined either.
   static __device__ __noinline__ Vector<T> map_any(FullGradient self, Vector<T> v, std::int64_t column) {
     A values[kSize];
     unpack(v, values);
@@ -255,16 +274,6 @@ struct GradientVariant {
     return gradient.template map<kIsCapped, kHasFactors>(v, column);
   }
 };
-
-/// Calls `body.operator()<kIsCapped, kHasFactors>()` for what all rows have in common.
-template <typename T, typename View, typename Body>
-__device__ void for_gradient_variant(const LossInputs<T, View>& in, Body body) {
-  if (in.terms.softcap == Accumulator<T>(0)) {
-    in.has_factors ? body.template operator()<false, true>() : body.template operator()<false, false>();
-  } else {
-    in.has_factors ? body.template operator()<true, true>() : body.template operator()<true, false>();
-  }
-}
 
 /// The gradient as an operation of cuda/row_map.cuh.
 template <typename T, typename View, typename Function>
@@ -289,9 +298,14 @@ struct CrossEntropyGradient {
 
   template <typename Body>
   __device__ void for_variant(Body body) const {
-    for_gradient_variant(inputs.in, [&]<bool kIsCapped, bool kHasFactors>() {
+    const auto call = [&]<bool kIsCapped, bool kHasFactors>() {
       body([&](std::int64_t i) { return GradientVariant<T, View, kIsCapped, kHasFactors>{row(i)}; });
-    });
+    };
+    if (inputs.in.terms.softcap == Accumulator<T>(0)) {
+      inputs.in.has_factors ? call.template operator()<false, true>() : call.template operator()<false, false>();
+    } else {
+      inputs.in.has_factors ? call.template operator()<true, true>() : call.template operator()<true, false>();
+    }
   }
 };
 

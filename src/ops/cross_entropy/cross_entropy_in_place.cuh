@@ -74,22 +74,24 @@ struct InPlace : std::conditional_t<kIsFull, FullLoss<T, View, false>, PlainRows
   /// What a row has beside its logits.
   struct Prefetched {
     typename LossRows<T, View>::Prepared target;
-    A grad_loss;  ///< times the row's weight
+    A grad_loss;
   };
 
   /// Loads it, while the logits are on their way, so that nothing waits for it at the end of the row.
   template <typename Offsets>
   __device__ Prefetched prefetch(std::int64_t target, const Offsets& at) const {
     // First what does not wait for the target.
-    const A of_row = gradient_of_loss<T>(grad_loss, at.of[kGradLoss], nullptr) * rows.in.row_weight_at(at.of[kPerRow]);
+    const A of_row = gradient_of_loss<T>(grad_loss, at.of[kGradLoss], nullptr);
     return {rows.prepare(target, at.of[kLogits]), of_row};
   }
 
-  /// dL/d(loss of the row), after the mean's division. Asked for as late as it can be: the kernel before writes the
-  /// divisor while the first rows are on their way here. Later rows find it in the L1 cache.
-  __device__ A divided(A gradient) const {
+  /// dL/d(loss of row `per_row`) after the mean's division and with the row's weight. Asked for as late as it can be:
+  /// the kernel before writes the divisor while the first rows are on their way here. Later rows find it in the L1
+  /// cache.
+  __device__ A divided(A gradient, std::int64_t per_row) const {
     wait_for_previous_kernel();
-    return divisor == nullptr ? gradient : mean_gradient(gradient, *divisor);
+    if (divisor != nullptr) gradient = mean_gradient(gradient, *divisor);
+    return gradient * rows.in.row_weight_at(per_row);
   }
 
   /// Writes what is wanted of the row where `writes_row`, one of its threads, and returns the function that maps its
@@ -147,8 +149,8 @@ __device__ ClassStatistics<Accumulator<T>> reduce_with_options(const FullLoss<T,
         wait_for(arrivals[i / kBatch]);
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) batch[v] = piece[i + v * kThreads];
-        return true;
       },
+      [] { return true; },
       [&](int i) {
         wait_for(arrivals[i / kBatch]);
         return piece + i;
@@ -240,7 +242,7 @@ __global__ void __launch_bounds__(kClusterThreads<kIsFull>.threads, kClusterBloc
       if (has_edge) accumulate_edge(state, edges[thread]);
     }
   }
-  if (thread == 0) prefetched->grad_loss = operation.divided(prefetched->grad_loss);
+  if (thread == 0) prefetched->grad_loss = operation.divided(prefetched->grad_loss, at.of[kPerRow]);
   state = reduce_block<kThreads>(state, Merge{});
   wait_for_cluster_start();
   // The target's logit has been read, in the first warps, before any block writes a gradient.
@@ -249,7 +251,7 @@ __global__ void __launch_bounds__(kClusterThreads<kIsFull>.threads, kClusterBloc
   // finish, store
   const auto function = operation.finish(state, *prefetched, at, rank == 0 && thread == 0);
   const auto store_all = [&](const auto& gradient) {
-#pragma unroll(kIsFull ? 1 : 4)
+#pragma unroll(kIsFull ? 1 : 4)  // with options an iteration is long
     for (int i = thread; i < vectors; i += kThreads) {
       store_gradient<kIsNarrow>(span, operation.grad_dtype, first + i,
                                 is_read ? gradient(piece[i], column_of(i)) : Vector<T>{});
@@ -261,9 +263,15 @@ __global__ void __launch_bounds__(kClusterThreads<kIsFull>.threads, kClusterBloc
     }
   };
   if constexpr (kIsFull) {
-    for_gradient_variant(operation.rows.in, [&]<bool kIsCapped, bool kHasFactors>() {
-      store_all(GradientVariant<T, ShortRowView<3, 6>, kIsCapped, kHasFactors>{function});
-    });
+    using View = ShortRowView<3, 6>;
+    const auto& in = operation.rows.in;  // a softcap beside factors goes in two passes
+    if (in.has_factors) {
+      store_all(GradientVariant<T, View, false, true>{function});
+    } else if (in.terms.softcap == 0.0f) {
+      store_all(GradientVariant<T, View, false, false>{function});
+    } else {
+      store_all(GradientVariant<T, View, true, false>{function});
+    }
   } else {
     store_all(function);
   }
