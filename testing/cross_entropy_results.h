@@ -107,7 +107,7 @@ struct CrossEntropyResults {
   /// Also what needs more of a row than its lse: argmax, entropy and sum_sq. A GPU has kernels of its own for calls
   /// without.
   bool has_all_of_row = true;
-  bool has_sum_sq = true;  ///< of these
+  bool has_sum_sq = true;  ///< false: these without sum_sq
   bool has_mean_logit = false;
 
   TestTensor loss, lse, argmax, entropy, sum_sq, mean_logit, z_loss, target_mass, divisor;

@@ -58,7 +58,7 @@ struct FullLoss {
 
   /// Takes vectors thread, thread + threads, ... of `vectors` of unit stride, the first of which is column `first`.
   /// `load_batch(batch, i)` loads kVectors from vector i on, `address_of(i)` is where a single one lies. `goes_on()` is
-  /// asked when the first are on their way: is the row wanted?
+  /// asked with every batch, the first of which is then on its way, and repeats its answer: is the row wanted?
   template <int kVectors, typename LoadBatch, typename GoesOn, typename AddressOf>
   __device__ void take_vectors(RunningStatistics<A, kHasSquare>& running, int vectors, int thread, int threads,
                                std::int64_t first, std::int64_t soft_row, LoadBatch load_batch, GoesOn goes_on,

@@ -192,13 +192,13 @@ struct FullGradient {
   __device__ Vector<T> map(const Vector<T>& v, std::int64_t column) const {
     if constexpr (std::is_same_v<A, float>) {
       if (has_vectors) {
-        const auto map_whole = [&] {
-          if constexpr (!kIsCapped) return this->map_whole<false, false, kHasFactors>(v, column);
+        const auto without_target = [&] {
+          if constexpr (!kIsCapped) return map_whole<false, false, kHasFactors>(v, column);
           const Vector<T> batch[1] = {v};
-          return max_of_sizes(batch) <= in.terms.small_logit ? this->map_whole<true, true, kHasFactors>(v, column)
-                                                             : this->map_whole<true, false, kHasFactors>(v, column);
+          return max_of_sizes(batch) <= in.terms.small_logit ? map_whole<true, true, kHasFactors>(v, column)
+                                                             : map_whole<true, false, kHasFactors>(v, column);
         };
-        const Vector<T> gradient = map_whole();
+        const Vector<T> gradient = without_target();
         const std::int64_t at = row.target - column;
         return at >= 0 && at < kSize ? with_target(*this, v, gradient, static_cast<int>(at)) : gradient;
       }
@@ -207,8 +207,8 @@ struct FullGradient {
   }
 
  private:
-  /// As if the target were not among them, without a branch between the elements. kIsSmall: all logits are in the range
-  /// of the softcap's polynomial.
+  /// Every element taken for one that is not the target, without a branch between them. kIsSmall: all logits are in the
+  /// range of the softcap's polynomial.
   template <bool kIsCapped, bool kIsSmall, bool kHasFactors>
   __device__ Vector<T> map_whole(const Vector<T>& v, std::int64_t column) const {
     float values[kSize];

@@ -58,9 +58,10 @@ struct PlainRows {
 };
 
 /// kIsFull: with options, as the forward and the backward have them.
-template <typename T, bool kIsFull, typename View = ShortRowView<3, 6>>
-struct InPlace : std::conditional_t<kIsFull, FullLoss<T, View, false>, PlainRows<T, View>> {
+template <typename T, bool kIsFull, typename V = ShortRowView<3, 6>>
+struct InPlace : std::conditional_t<kIsFull, FullLoss<T, V, false>, PlainRows<T, V>> {
   using A = Accumulator<T>;
+  using View = V;
   using Rows = std::conditional_t<kIsFull, FullLoss<T, View, false>, PlainRows<T, View>>;
   using Gradient = std::conditional_t<kIsFull, FullGradient<T, View>, PlainGradient<T, View>>;
   using Rows::rows;
@@ -73,8 +74,8 @@ struct InPlace : std::conditional_t<kIsFull, FullLoss<T, View, false>, PlainRows
 
   /// What a row has beside its logits.
   struct Prefetched {
-    typename LossRows<T, View>::Prepared target;
-    A grad_loss;
+    typename LossRows<T, View>::Prepared prepared;
+    A grad_loss;  ///< the caller's; after divided() the row's
   };
 
   /// Loads it, while the logits are on their way, so that nothing waits for it at the end of the row.
@@ -85,9 +86,9 @@ struct InPlace : std::conditional_t<kIsFull, FullLoss<T, View, false>, PlainRows
     return {rows.prepare(target, at.of[kLogits]), of_row};
   }
 
-  /// dL/d(loss of row `per_row`) after the mean's division and with the row's weight. Asked for as late as it can be:
-  /// the kernel before writes the divisor while the first rows are on their way here. Later rows find it in the L1
-  /// cache.
+  /// dL/d(loss of row `per_row`) after the mean's division and with the row's weight. Waits for the kernel before,
+  /// which may still be counting the divisor; nothing before this reads it. So it is called as late as it can be, and
+  /// later rows find the divisor in the L1 cache.
   __device__ A divided(A gradient, std::int64_t per_row) const {
     wait_for_previous_kernel();
     if (divisor != nullptr) gradient = mean_gradient(gradient, *divisor);
@@ -99,14 +100,14 @@ struct InPlace : std::conditional_t<kIsFull, FullLoss<T, View, false>, PlainRows
   template <typename Offsets>
   __device__ Gradient finish(const State& state, const Prefetched& row, const Offsets& at, bool writes_row) const {
     const LossInputs<T, View>& in = rows.in;
-    const std::int64_t target = row.target.target;
+    const std::int64_t target = row.prepared.target;
     ClassStatistics<A> statistics;
     if constexpr (kIsFull) {
       statistics = state;
     } else {
       statistics.softmax = state;
     }
-    const TargetClass<A> target_class = rows.target_class(row.target);
+    const TargetClass<A> target_class = rows.target_class(row.prepared);
     if (writes_row) {
       write_row(rows.outputs, at.of[kPerRow], statistics, target, target_class, in, rows.is_read(target));
     }
@@ -130,7 +131,7 @@ __device__ void accumulate_edge(SoftmaxState<Accumulator<T>>& state, T edge) {
 
 // ---- long rows -----------------------------------------------------------------------------------------------------
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // as arrival.cuh
 
 /// The statistics of a thread's vectors of a piece and, through `take_edges`, of its edges. The first vector of the
 /// piece is column `first`.
@@ -263,8 +264,9 @@ __global__ void __launch_bounds__(kClusterThreads<kIsFull>.threads, kClusterBloc
     }
   };
   if constexpr (kIsFull) {
-    using View = ShortRowView<3, 6>;
-    const auto& in = operation.rows.in;  // a softcap beside factors goes in two passes
+    // <true, true> is missing, and so is kHasSquare of FullLoss: is_fused() refuses what needs them. Change both.
+    using View = typename InPlace<T, kIsFull>::View;
+    const auto& in = operation.rows.in;
     if (in.has_factors) {
       store_all(GradientVariant<T, View, false, true>{function});
     } else if (in.terms.softcap == 0.0f) {
@@ -294,6 +296,6 @@ void launch_in_cluster(const char* op, const InPlace<T, kIsFull>& operation, boo
 
 /// The rows of a call with options: cross_entropy_in_place_full_cuda.cu.
 template <typename T>
-void launch_rows(const char* op, const InPlace<T, true>& operation, bool follows_kernel, void* stream);
+void launch_full_rows(const char* op, const InPlace<T, true>& operation, bool follows_kernel, void* stream);
 
 }  // namespace eaves::cuda

@@ -231,8 +231,8 @@ void in_place(const CrossEntropyInPlaceProblem& problem, const ExecutionContext&
   };
   const LossRows<T, View> rows{in, outputs, false};
   if (!is_plain(inputs)) {
-    launch_rows(kOp, operation_of.template operator()<true>({rows, inputs.plan, nullptr}), follows_kernel,
-                context.stream);
+    launch_full_rows(kOp, operation_of.template operator()<true>({rows, inputs.plan, nullptr}), follows_kernel,
+                     context.stream);
   } else if (problem.grad_dtype != inputs.logits_dtype) {
     if constexpr (std::is_same_v<T, float>) {
       launch_plain_rows<true>(operation_of.template operator()<false>({rows}), follows_kernel, context.stream);

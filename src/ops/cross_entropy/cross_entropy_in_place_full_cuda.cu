@@ -1,18 +1,18 @@
-// Rows in place with options: InPlace with every option, by the kernel of cross_entropy_in_place.cuh.
+// The kernel of cross_entropy_in_place.cuh with options, in a file of its own because it is long to compile.
 #include "ops/cross_entropy/cross_entropy_in_place.cuh"
 
 namespace eaves::cuda {
 
 template <typename T>
-void launch_rows(const char* op, const InPlace<T, true>& operation, bool follows_kernel, void* stream) {
+void launch_full_rows(const char* op, const InPlace<T, true>& operation, bool follows_kernel, void* stream) {
   if constexpr (std::is_same_v<T, float>) {
     if (operation.grad_dtype != DType::float32) return launch_in_cluster<true>(op, operation, follows_kernel, stream);
   }
   launch_in_cluster<false>(op, operation, follows_kernel, stream);
 }
 
-template void launch_rows<float>(const char*, const InPlace<float, true>&, bool, void*);
-template void launch_rows<float16>(const char*, const InPlace<float16, true>&, bool, void*);
-template void launch_rows<bfloat16>(const char*, const InPlace<bfloat16, true>&, bool, void*);
+template void launch_full_rows<float>(const char*, const InPlace<float, true>&, bool, void*);
+template void launch_full_rows<float16>(const char*, const InPlace<float16, true>&, bool, void*);
+template void launch_full_rows<bfloat16>(const char*, const InPlace<bfloat16, true>&, bool, void*);
 
 }  // namespace eaves::cuda

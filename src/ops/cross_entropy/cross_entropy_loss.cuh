@@ -119,15 +119,14 @@ struct LossRows {
     return prepare(in.target_at(at.of[kTargets]), at.of[kLogits]);
   }
 
-  /// Is goes_on() asked before the first load of the row? Then an ignored row is not read at all. Long rows hide the
-  /// wait for the target, and in short ones the code is shorter. H100, bf16: [4096, 32768] with half of the rows
-  /// ignored 74 and 53 us, without ignored rows 95.5 and 95.4; [1048576, 64] without 93 and 68; [4096, 1024] to [4096,
-  /// 16384] 2 to 10 % slower.
+  /// Is goes_on() asked before the vectors of a row, or of a piece of one, are loaded? Then those of an ignored row are
+  /// not read. H100, bf16, not asked first and asked first: [4096, 32768] with half of the rows ignored 74 and 53 us,
+  /// with none 95.5 and 95.4; [1048576, 64] 93 and 68. Between the two limits it costs 2 to 10 %.
   __device__ bool asks_first(std::int64_t count) const {
     const std::int64_t bytes = count * std::int64_t{sizeof(T)};
     return bytes <= 256 || (!reads_ignored_rows && bytes >= 65536);
   }
-  /// Asked of a row, or when its first elements are on their way: is the rest of it wanted?
+  /// Is the row wanted? In thread 0 also fills in `prepared`.
   template <typename Offsets>
   __device__ bool goes_on(const Offsets& at, int thread, Prepared& prepared) const {
     const std::int64_t target = in.target_at(at.of[kTargets]);

@@ -73,8 +73,8 @@ __device__ void raise_anchor(RunningStatistics<A, kHasSquare>& s, A z, const Los
   const A anchor = transformed.rounded();
   if (!(anchor > s.anchor) && !(z > s.anchor_logit)) return;  // a NaN, or -infinity
   if (s.sum != A(0)) {                                        // the anchor of nothing may be any number
-    // Terms beside an anchor of common size are relative to the rounded anchor; beside a large one, without a softcap,
-    // to the product itself.
+    // Terms beside a common anchor are relative to it as it was rounded; beside a large one, without a softcap, to the
+    // product before. exponent() is of the old kind; from large to common the new anchor's rounding is added.
     const bool was_common = fabs(s.anchor) < A(kCommonAnchor);
     const bool is_common = fabs(anchor) < A(kCommonAnchor);
     A shift = was_common && is_common ? s.anchor - anchor : -s.exponent(z, terms);

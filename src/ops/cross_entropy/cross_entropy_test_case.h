@@ -40,7 +40,7 @@ struct CrossEntropyCase {
   bool has_grad_lse = false;
   bool has_grad_entropy = false;
   bool wants_all_of_row = true;        ///< argmax, entropy and sum_sq among the outputs
-  bool wants_sum_sq_in_place = false;  ///< there too: on a GPU rows are read twice then
+  bool wants_sum_sq_in_place = false;  ///< sum_sq in place as well; a GPU then takes two passes
   bool wants_mean_logit = false;
   bool has_wide_lse = false;  ///< lse is kept in float64
   bool runs_in_place = true;  ///< forward_backward too; not over logits that share memory
@@ -90,7 +90,7 @@ class CrossEntropyRun {
     const bool has_row_losses = reduction() == Reduction::none;
     grad_loss.fill([&](std::int64_t i) { return has_row_losses ? noise(42)(i) : 1.75; });
     results.has_all_of_row = results_in_place.has_all_of_row = case_.wants_all_of_row;
-    results_in_place.has_sum_sq = case_.wants_sum_sq_in_place;
+    results_in_place.has_sum_sq = case_.wants_sum_sq_in_place || case_.device.type == DeviceType::cpu;
     results.has_mean_logit = results_in_place.has_mean_logit = case_.wants_mean_logit && has_mean_logit();
     grad_lse.fill(noise(43));
     grad_entropy.fill(noise(44));
