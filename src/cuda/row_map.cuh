@@ -195,8 +195,9 @@ void map_rows(const char* op, const View& view, const void* in, const void* out,
       };
       // So few that each has kMapVectors. H100, gradient of logsumexp, bf16: [1048576, 64] 122 us by 8 lanes, 104 by 2.
       if constexpr (!kIsHeavy<Operation>) {
-        if (row_bytes <= 128) return map(map_per_lanes<Operation, 2>, 2);
-        if (row_bytes <= 256) return map(map_per_lanes<Operation, 4>, 4);
+        const int lanes = row_threads(row_bytes).threads;
+        if (lanes == 2) return map(map_per_lanes<Operation, 2>, 2);
+        if (lanes == 4) return map(map_per_lanes<Operation, 4>, 4);
       }
       return map(map_per_lanes<Operation, 8>, 8);
     }

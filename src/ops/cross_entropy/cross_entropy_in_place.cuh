@@ -2,15 +2,14 @@
 // gradient is written once; and the kernel for long rows, in the shared memory of a cluster of small blocks.
 #pragma once
 
-#include <algorithm>
+#include <type_traits>
 
 #include "cuda/arrival.cuh"
 #include "cuda/row_policy.h"
-#include "cuda/softmax.cuh"
 #include "ops/cross_entropy/cross_entropy_backend.h"
 #include "ops/cross_entropy/cross_entropy_full.cuh"
 #include "ops/cross_entropy/cross_entropy_gradient.cuh"
-#include "ops/cross_entropy/cross_entropy_loss.cuh"
+#include "ops/cross_entropy/cross_entropy_plain.cuh"
 
 namespace eaves::cuda {
 
@@ -47,22 +46,12 @@ inline RowPieces cut_row(std::int64_t row_bytes) {
 
 // ---- what is done with a row ---------------------------------------------------------------------------------------
 
-template <typename T, typename View>
-struct PlainRows {
-  using State = SoftmaxState<Accumulator<T>>;
-  using Merge = MergeSoftmax;
-
-  LossRows<T, View> rows;
-
-  EAVES_HOST_DEVICE const View& view() const { return rows.in.view; }
-};
-
 /// kIsFull: with options, as the forward and the backward have them.
 template <typename T, bool kIsFull, typename V = ShortRowView<3, 6>>
-struct InPlace : std::conditional_t<kIsFull, FullLoss<T, V, false>, PlainRows<T, V>> {
+struct InPlace : std::conditional_t<kIsFull, FullLoss<T, V, false>, PlainLoss<T, V>> {
   using A = Accumulator<T>;
   using View = V;
-  using Rows = std::conditional_t<kIsFull, FullLoss<T, View, false>, PlainRows<T, View>>;
+  using Rows = std::conditional_t<kIsFull, FullLoss<T, View, false>, PlainLoss<T, View>>;
   using Gradient = std::conditional_t<kIsFull, FullGradient<T, View>, PlainGradient<T, View>>;
   using Rows::rows;
   using typename Rows::State;
@@ -292,6 +281,15 @@ void launch_in_cluster(const char* op, const InPlace<T, kIsFull>& operation, boo
           .starts_before_previous_ends = follows_kernel,
           .stream = stream},
          operation, static_cast<int>(pieces.vectors));
+}
+
+/// Calls `launch.operator()<kIsNarrow>()`.
+template <typename T, typename Launch>
+void dispatch_narrow(DType grad_dtype, Launch launch) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (grad_dtype != DType::float32) return launch.template operator()<true>();
+  }
+  launch.template operator()<false>();
 }
 
 /// The rows of a call with options: cross_entropy_in_place_full_cuda.cu.

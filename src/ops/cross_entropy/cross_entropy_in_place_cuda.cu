@@ -233,12 +233,10 @@ void in_place(const CrossEntropyInPlaceProblem& problem, const ExecutionContext&
   if (!is_plain(inputs)) {
     launch_full_rows(kOp, operation_of.template operator()<true>({rows, inputs.plan, nullptr}), follows_kernel,
                      context.stream);
-  } else if (problem.grad_dtype != inputs.logits_dtype) {
-    if constexpr (std::is_same_v<T, float>) {
-      launch_plain_rows<true>(operation_of.template operator()<false>({rows}), follows_kernel, context.stream);
-    }
   } else {
-    launch_plain_rows<false>(operation_of.template operator()<false>({rows}), follows_kernel, context.stream);
+    dispatch_narrow<T>(problem.grad_dtype, [&]<bool kIsNarrow>() {
+      launch_plain_rows<kIsNarrow>(operation_of.template operator()<false>({rows}), follows_kernel, context.stream);
+    });
   }
   reduce_losses<A>(kOp, inputs, outputs, forward.normalizer, forward.outputs, workspace.loss.sums(memory),
                    context.stream);

@@ -5,10 +5,8 @@ namespace eaves::cuda {
 
 template <typename T>
 void launch_full_rows(const char* op, const InPlace<T, true>& operation, bool follows_kernel, void* stream) {
-  if constexpr (std::is_same_v<T, float>) {
-    if (operation.grad_dtype != DType::float32) return launch_in_cluster<true>(op, operation, follows_kernel, stream);
-  }
-  launch_in_cluster<false>(op, operation, follows_kernel, stream);
+  dispatch_narrow<T>(operation.grad_dtype,
+                     [&]<bool kIsNarrow>() { launch_in_cluster<kIsNarrow>(op, operation, follows_kernel, stream); });
 }
 
 template void launch_full_rows<float>(const char*, const InPlace<float, true>&, bool, void*);
