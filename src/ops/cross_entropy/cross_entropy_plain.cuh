@@ -20,6 +20,8 @@ struct PlainLoss {
 
   EAVES_HOST_DEVICE const View& view() const { return rows.in.view; }
 
+  __device__ const T* elements(std::int64_t row) const { return rows.in.logits + view().rows.offsets(row).of[kLogits]; }
+
   template <int kVectors>
   __device__ State reduce(std::int64_t row, std::int64_t first, std::int64_t count, int thread, int threads,
                           Prepared& prepared) const {

@@ -30,12 +30,13 @@ struct Logsumexp {
 
   EAVES_HOST_DEVICE const View& view() const { return rows; }
 
+  __device__ const T* elements(std::int64_t row) const { return x + rows.rows.offsets(row).of[kX]; }
+
   template <int kVectors>
   __device__ State reduce(std::int64_t row, std::int64_t first, std::int64_t count, int thread, int threads,
                           Prepared&) const {
     State state;
-    accumulate_row<kVectors>(state, x + rows.rows.offsets(row).of[kX] + first, count, thread, threads,
-                             [] { return true; });
+    accumulate_row<kVectors>(state, elements(row) + first, count, thread, threads, [] { return true; });
     return state;
   }
 
