@@ -17,7 +17,6 @@
 //                                         // Optional, of a function that differs in one column of its row:
 //                                         // target_column(), outside of the row where there is none, and
 //                                         // target(element), other(element)
-//     bool is_zero(std::int64_t row) const;  // where there is one: a long row becomes 0, and need not be read
 //     void for_variant(body) const;  // where kIsHeavy (row_policy.h): calls `body` with a function like row(), for
 //                                    // what all rows have in common, so that loops are compiled for it
 //   };
@@ -47,13 +46,14 @@ inline constexpr int kMapVectors = 4;  // that a thread loads before it stores t
 inline constexpr int kHeavyMapVectors = 2;
 inline constexpr int kHeavyMapBatches = 8;
 inline constexpr int kHeavyMapSlots = 6;
-// Rows of fewer bytes are read without asking is_zero(). H100, gradient of cross entropy, bf16, asked: rows of 64 KiB
-// 1.5 % slower (140 us instead of 178 where half of them are ignored), of 128 KiB 0.3 %, of 8 KiB 4 %.
-inline constexpr std::int64_t kFewestBytesOfZeros = 131072;
 inline constexpr int kMapColumnWarps = 8;  // warps of a block that walk down columns side by side
 inline constexpr int kMapColumns = 4;      // columns that a thread loads before it stores the first
 inline constexpr int kMapColumnBlocks =
     32;  // blocks for each multiprocessor: nothing is merged, so many and short ones
+
+/// row() of an operation takes a few instructions. To be specialised.
+template <typename Operation>
+inline constexpr bool kHasCheapRows = false;
 
 /// A row's function that differs in a single column.
 template <typename Function, typename T>
@@ -63,14 +63,14 @@ inline constexpr bool kHasTarget = requires(const Function& function, Accumulato
   function.other(element);
 };
 
-/// Short rows: kLanes lanes a row.
-template <typename Operation, int kLanes>
+/// Short rows: kLanes lanes a row, of which each loads kVectors vectors before it stores the first.
+template <typename Operation, int kLanes, int kVectors>
 __global__ void __launch_bounds__(kMapLanesBlock) map_per_lanes(const __grid_constant__ Operation operation) {
   const std::int64_t row = (std::int64_t{blockIdx.x} * kMapLanesBlock + threadIdx.x) / kLanes;
   if (row >= operation.view().row_count) return;
   const auto at = operation.view().rows.offsets(row);
-  transform<kMapVectors>(operation.in + at.of[0], operation.out + at.of[1], operation.view().column_count, 0, INT32_MAX,
-                         threadIdx.x % kLanes, kLanes, DirectLoads{}, [&] { return operation.row(row); });
+  transform<kVectors>(operation.in + at.of[0], operation.out + at.of[1], operation.view().column_count, 0, INT32_MAX,
+                      threadIdx.x % kLanes, kLanes, DirectLoads{}, [&] { return operation.row(row); });
 }
 
 /// How many vectors a piece of a long row has.
@@ -84,13 +84,6 @@ __global__ void __launch_bounds__(kMapThreads)
     map_per_piece(const __grid_constant__ Operation operation, unsigned pieces) {
   const unsigned row = blockIdx.x / pieces;
   const auto at = operation.view().rows.offsets(row);
-  if constexpr (requires { operation.is_zero(row); }) {
-    const std::int64_t row_bytes = operation.view().column_count * std::int64_t{sizeof(typename Operation::Element)};
-    if (row_bytes >= kFewestBytesOfZeros && operation.is_zero(row)) {
-      return clear(operation.out + at.of[1], operation.view().column_count, blockIdx.x - row * pieces,
-                   kMapPieceVectors<Operation>, threadIdx.x, kMapThreads);
-    }
-  }
   const auto map = [&]<int kVectors>(std::integral_constant<int, kVectors>, auto loads, auto make_row) {
     transform<kVectors>(operation.in + at.of[0], operation.out + at.of[1], operation.view().column_count,
                         blockIdx.x - row * pieces, kMapPieceVectors<Operation>, threadIdx.x, kMapThreads, loads,
@@ -186,20 +179,24 @@ void map_rows(const char* op, const View& view, const void* in, const void* out,
     const auto operation = make(Short(view));
     using Operation = std::remove_cvref_t<decltype(operation)>;
     if (row_bytes <= 512) {
-      const auto map = [&](auto kernel, int lanes) {
-        launch(op, kernel,
-               {.blocks = ceil_divide(view.row_count, kMapLanesBlock / lanes),
+      const auto map = [&]<int kLanes, int kVectors>() {
+        launch(op, map_per_lanes<Operation, kLanes, kVectors>,
+               {.blocks = ceil_divide(view.row_count, kMapLanesBlock / kLanes),
                 .threads = kMapLanesBlock,
                 .stream = stream},
                operation);
       };
-      // So few that each has kMapVectors. H100, gradient of logsumexp, bf16: [1048576, 64] 122 us by 8 lanes, 104 by 2.
+      // So few lanes that each has kMapVectors, or two where two lanes more are cheap. H100, gradient of logsumexp,
+      // bf16, [1048576, 64] by 2, 4 and 8 lanes: 104, 95 and 106 us; of cross entropy 110, 114 and 160.
       if constexpr (!kIsHeavy<Operation>) {
+        if constexpr (kHasCheapRows<Operation>) {
+          if (row_bytes > 64 && row_bytes <= 128) return map.template operator()<4, 2>();
+        }
         const int lanes = row_threads(row_bytes).threads;
-        if (lanes == 2) return map(map_per_lanes<Operation, 2>, 2);
-        if (lanes == 4) return map(map_per_lanes<Operation, 4>, 4);
+        if (lanes == 2) return map.template operator()<2, kMapVectors>();
+        if (lanes == 4) return map.template operator()<4, kMapVectors>();
       }
-      return map(map_per_lanes<Operation, 8>, 8);
+      return map.template operator()<8, kMapVectors>();
     }
     // Of whole vectors, wherever the first one starts.
     const std::int64_t vectors = view.column_count / Vector<T>::kSize;

@@ -275,17 +275,6 @@ struct Elementwise {
   }
 };
 
-/// Shares a piece of a run, as transform() below counts it, among `threads` threads and writes 0.
-template <typename T>
-__device__ void clear(T* out, std::int64_t count, std::int64_t piece, int piece_vectors, int thread, int threads) {
-  const Span<T> span(out, count);
-  const std::int64_t first = piece * piece_vectors;
-  const std::int64_t last = min(first + piece_vectors, span.vectors);
-  for (std::int64_t i = first + thread; i < last; i += threads) store(span.vector_address(i), Vector<T>{});
-  if (piece != 0) return;
-  for (int i = thread; i < span.edges; i += threads) span.edge(i) = T{};
-}
-
 /// Shares a piece of two runs of equal length among `threads` threads and writes `function(in)` to `out`. `out` and
 /// `in` lie alike: their addresses are equal modulo 16; they may be the same. A piece is `piece_vectors` vectors,
 /// counted from the first 16-byte boundary, so that every piece starts on one; piece 0 has the edge elements too.

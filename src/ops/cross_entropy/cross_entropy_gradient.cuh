@@ -286,11 +286,6 @@ struct CrossEntropyGradient {
 
   EAVES_HOST_DEVICE const View& view() const { return inputs.in.view; }
 
-  __device__ bool is_zero(std::int64_t row) const {
-    return inputs.grad_lse == nullptr && inputs.grad_entropy == nullptr &&
-           inputs.in.terms.is_ignored(inputs.in.target_at(view().rows.offsets(row).of[kTargets]));
-  }
-
   __device__ auto row(std::int64_t row) const {
     const auto at = view().rows.offsets(row);
     return Function(inputs.in, inputs.row(at), at.of[kSoftTargets]);

@@ -48,6 +48,13 @@ struct LogsumexpGradient {
   }
 };
 
+}  // namespace
+
+template <typename T, typename View>
+inline constexpr bool kHasCheapRows<LogsumexpGradient<T, View>> = true;
+
+namespace {
+
 template <typename T>
 void backward(const LogsumexpBackwardProblem& problem, const ExecutionContext& context) {
   map_rows<T>(kOp, problem.view, problem.x, problem.grad_x, problem.device, context.stream,
