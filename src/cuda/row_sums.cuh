@@ -14,7 +14,8 @@ inline constexpr int kSumThreads = 512;
 inline constexpr std::int64_t kRowsOfOneSumBlock = 16384;  // beyond, several blocks
 inline constexpr std::int64_t kRowsPerSumBlock = 4096;     // of each of these
 
-/// Hands the sum of `source(row)` over the rows of a block to `finish`, in one thread.
+/// Hands the sum of `source(row)` over the rows of a block to `finish`, in one thread. A source that has to wait for
+/// what it loads has load(row) and takes what that returns instead of the row: one row does not wait for the next then.
 template <typename Sum, typename Source, typename Finish>
 __global__ void __launch_bounds__(kSumThreads)
     sum_rows(Source source, std::int64_t rows, std::int64_t rows_per_block, Finish finish) {
@@ -24,8 +25,21 @@ __global__ void __launch_bounds__(kSumThreads)
   const std::int64_t first = blockIdx.x * rows_per_block;
   const std::int64_t last = min(first + rows_per_block, rows);
   Sum sum{};
+  if constexpr (requires { source.load(first); }) {
+    constexpr int kAtATime = 8;
+    for (std::int64_t row = first + threadIdx.x; row < last; row += kAtATime * kSumThreads) {
+      decltype(source.load(row)) loaded[kAtATime];
+#pragma unroll
+      for (int i = 0; i < kAtATime; ++i) loaded[i] = source.load(min(row + i * kSumThreads, last - 1));
+#pragma unroll
+      for (int i = 0; i < kAtATime; ++i) {
+        if (row + i * kSumThreads < last) sum = sum + source(loaded[i]);
+      }
+    }
+  } else {
 #pragma unroll 8  // the loads do not wait for each other
-  for (std::int64_t row = first + threadIdx.x; row < last; row += kSumThreads) sum = sum + source(row);
+    for (std::int64_t row = first + threadIdx.x; row < last; row += kSumThreads) sum = sum + source(row);
+  }
   sum = reduce_block<kSumThreads>(sum, Plus{});
   if (threadIdx.x == 0) finish(sum);
 }

@@ -163,13 +163,20 @@ template <typename T, typename View>
 struct TargetWeights {
   LossInputs<T, View> in;
 
-  __device__ LossSums operator()(std::int64_t row) const {
+  struct Loaded {
+    std::int64_t target;
+    std::int64_t per_row;
+  };
+
+  __device__ Loaded load(std::int64_t row) const {
     const auto at = in.view.rows.offsets(row);
-    const std::int64_t target = in.target_at(at.of[kTargets]);
-    if (in.terms.is_ignored(target)) return {};
-    const bool has_class = !in.terms.is_soft && in.terms.is_in_range(target);
-    const double weight = has_class ? double(in.weight_in(in.column_of_class(target))) : 1.0;
-    return {.weight = weight * double(in.row_weight_at(at.of[kPerRow]))};
+    return {in.target_at(at.of[kTargets]), at.of[kPerRow]};
+  }
+  __device__ LossSums operator()(const Loaded& row) const {
+    if (in.terms.is_ignored(row.target)) return {};
+    const bool has_class = !in.terms.is_soft && in.terms.is_in_range(row.target);
+    const double weight = has_class ? double(in.weight_in(in.column_of_class(row.target))) : 1.0;
+    return {.weight = weight * double(in.row_weight_at(row.per_row))};
   }
 };
 
