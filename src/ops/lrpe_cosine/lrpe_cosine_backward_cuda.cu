@@ -112,7 +112,7 @@ struct TokenGradient {
   }
 };
 
-/// Shared angles: kLrpeBackwardSlots batch entries are loaded before the first is used. Others: one token.
+/// Shared angles: kLrpeSlots batch entries are loaded before the first is used. Others: one token.
 template <typename T, LrpeKind kKind, bool kIsShared, bool kHasThetaGradient>
 __global__ void __launch_bounds__(kLrpeThreads) backpropagate(const __grid_constant__ BackwardArguments<T> p) {
   using A = Accumulator<T>;
@@ -151,16 +151,16 @@ __global__ void __launch_bounds__(kLrpeThreads) backpropagate(const __grid_const
       const T* const x_row = x_head + row * p.x_strides[2];
       const std::int64_t grad_x_row = row * p.grad_x_strides[2];
       A token_sums[kWidth] = {};
-      for (std::int64_t base = first_batch; base < last_batch; base += kLrpeBackwardSlots) {
-        Gradient slots[kLrpeBackwardSlots];
+      for (std::int64_t base = first_batch; base < last_batch; base += kLrpeSlots) {
+        Gradient slots[kLrpeSlots];
 #pragma unroll
-        for (int s = 0; s < kLrpeBackwardSlots; ++s) {
+        for (int s = 0; s < kLrpeSlots; ++s) {
           slots[s].read(p, has_row && base + s < last_batch, grad_row + (base + s) * p.grad_out_strides[0],
                         x_row + (base + s) * p.x_strides[0]);
         }
         if (has_row && base == first_batch) token.compute(p.angles, theta, 0, row);
 #pragma unroll
-        for (int s = 0; s < kLrpeBackwardSlots; ++s) {
+        for (int s = 0; s < kLrpeSlots; ++s) {
           const bool is_there = has_row && base + s < last_batch;
           if (kKind != LrpeKind::feature_softmax && !is_there) continue;
           finish(slots[s], is_there, base + s, grad_x_row + (base + s) * p.grad_x_strides[0]);
@@ -272,6 +272,114 @@ __global__ void __launch_bounds__(kLrpeThreads, 4) sum_column_dots(const __grid_
   }
 }
 
+/// `sums` summed over the threads that have the same features, in all of them. May be called again and again.
+template <int kWidth, typename A>
+__device__ void sum_short_columns(A (&sums)[kWidth]) {
+  constexpr int kFeatures = kShortColumnLanes * kWidth;
+  __shared__ A warp_sums[kMostShortColumnThreads / 32][kFeatures];
+  __shared__ alignas(16) A block_sums[kFeatures];
+  const unsigned lane = threadIdx.x % kShortColumnLanes;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+#pragma unroll
+    for (int mask = kShortColumnLanes; mask < 32; mask *= 2) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], mask);
+    if (threadIdx.x % 32 < kShortColumnLanes) warp_sums[threadIdx.x / 32][lane * kWidth + i] = sums[i];
+  }
+  __syncthreads();
+  if (threadIdx.x < kFeatures) {
+    A sum = A(0);
+    for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) sum += warp_sums[warp][threadIdx.x];
+    block_sums[threadIdx.x] = sum;
+  }
+  __syncthreads();
+  load_accumulators<kWidth>(block_sums + lane * kWidth, sums);
+}
+
+/// A softmax over a short sequence: a block has kShortColumnLanes vectors of features of a batch entry's head, for all
+/// tokens, which stay in its registers between the sum of a * g and the gradient. `partials` is [H, B, D].
+template <typename T, bool kHasThetaGradient>
+__global__ void __launch_bounds__(kMostShortColumnThreads)
+    backpropagate_short_columns(const __grid_constant__ BackwardArguments<T> p) {
+  using A = Accumulator<T>;
+  constexpr int kWidth = kLrpeVectorWidth<T>;
+  using Lanes = Side<T, kWidth>;
+  let_next_kernel_start();
+  const std::uint32_t pieces = (p.tiling.vectors + kShortColumnLanes - 1) / kShortColumnLanes;
+  const std::uint32_t group = blockIdx.x / pieces;
+  const std::uint32_t b = group / p.tiling.heads;
+  const std::uint32_t h = group - b * p.tiling.heads;
+  const std::uint32_t vector = (blockIdx.x - group * pieces) * kShortColumnLanes + threadIdx.x % kShortColumnLanes;
+  const bool has_features = vector < p.tiling.vectors;
+  const std::int64_t feature = has_features ? std::int64_t{vector} * kWidth : 0;
+  const auto column_of = [&](auto* tensor, const LrpeCosineStrides& strides) {
+    return tensor + b * strides[0] + h * strides[1] + feature * strides[3];
+  };
+  const T* const grad_out = column_of(p.grad_out, p.grad_out_strides);
+  const T* const x = column_of(p.x, p.x_strides);
+  const std::int64_t sine_half = p.features * p.grad_out_strides[3];
+  const int first = static_cast<int>(threadIdx.x / kShortColumnLanes);
+  const int step = static_cast<int>(blockDim.x / kShortColumnLanes);
+  const int last = has_features ? static_cast<int>(p.positions) : 0;
+
+  Lanes cosine_batch[kShortColumnTokens], sine_batch[kShortColumnTokens], x_batch[kShortColumnTokens];
+#pragma unroll
+  for (int t = 0; t < kShortColumnTokens; ++t) {
+    const int n = first + t * step;
+    if (n >= last) break;
+    const T* const from = grad_out + n * p.grad_out_strides[2];
+    cosine_batch[t] = Lanes::read(from);
+    sine_batch[t] = Lanes::read(from + sine_half);
+    x_batch[t] = Lanes::read(x + n * p.x_strides[2]);
+  }
+  const FeatureAngles<T, kWidth> theta(p.angles, h, feature);
+  const ColumnLse<A, kWidth> lse(p.lse, group, feature, p.features);
+  A a[kShortColumnTokens][kWidth], g[kShortColumnTokens][kWidth];
+  A sums[kWidth] = {};
+  A theta_sums[kWidth] = {};
+#pragma unroll
+  for (int t = 0; t < kShortColumnTokens; ++t) {
+    const int n = first + t * step;
+    if (n >= last) break;
+    TokenAngles<T, kWidth> token;
+    token.compute(p.angles, theta, b, n);
+    A cosine_part[kWidth], sine_part[kWidth];
+    cosine_batch[t].unpack(cosine_part);
+    sine_batch[t].unpack(sine_part);
+    x_batch[t].unpack(a[t]);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      a[t][i] = precise_exponential<T>(lse.log_softmax(a[t][i], i));
+      g[t][i] = fma(cosine_part[i], token.cosine[i], sine_part[i] * token.sine[i]);
+      sums[i] = fma(a[t][i], g[t][i], sums[i]);
+    }
+    if (kHasThetaGradient && n >= p.angles.extra_tokens) {
+      TokenAngles<T, kWidth>::for_each_position(p.angles, theta, b, n, [&](int i, A position) {
+        const A term = fma(sine_part[i], token.cosine[i], -cosine_part[i] * token.sine[i]);
+        theta_sums[i] = fma(position, a[t][i] * term, theta_sums[i]);
+      });
+    }
+  }
+  if (p.grad_x != nullptr) {
+    sum_short_columns<kWidth>(sums);
+    T* const grad_x = column_of(p.grad_x, p.grad_x_strides);
+#pragma unroll
+    for (int t = 0; t < kShortColumnTokens; ++t) {
+      const int n = first + t * step;
+      if (n >= last) break;
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) g[t][i] = a[t][i] * (g[t][i] - sums[i]);
+      Lanes::write(grad_x + n * p.grad_x_strides[2], g[t]);
+    }
+  }
+  if constexpr (kHasThetaGradient) {
+    sum_short_columns<kWidth>(theta_sums);
+    if (threadIdx.x >= kShortColumnLanes || !has_features) return;
+    A* const partial = p.partials + (h * p.batch + b) * p.features + feature;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) partial[i] = theta_sums[i];
+  }
+}
+
 template <typename T>
 BackwardArguments<T> make_arguments(const LrpeCosineBackwardProblem& problem, const LrpeTiling& tiling,
                                     const LrpeScratch& scratch) {
@@ -336,6 +444,19 @@ void backward(const LrpeCosineBackwardProblem& problem, const ExecutionContext& 
   const LrpeCosineShape& shape = problem.shape;
   if (shape.batch * shape.heads * shape.positions * shape.features == 0) {
     return launch_finish_theta<A>(problem, plan, 0, scratch, context.stream);
+  }
+  if (plan.has_short_columns) {
+    if constexpr (kLrpeVectorWidth < T >> 1) {
+      const std::int64_t lane_threads = ceil_divide(shape.positions, kShortColumnTokens);
+      launch(
+          kOp,
+          problem.grad_theta != nullptr ? backpropagate_short_columns<T, true> : backpropagate_short_columns<T, false>,
+          {.blocks = shape.batch * shape.heads * ceil_divide(plan.tiling.vectors, kShortColumnLanes),
+           .threads = static_cast<unsigned>(ceil_divide(lane_threads * kShortColumnLanes, 32) * 32),
+           .stream = context.stream},
+          make_arguments<T>(problem, plan.tiling, scratch));
+    }
+    return launch_finish_theta<A>(problem, plan, plan.theta_partials, scratch, context.stream);
   }
   const bool has_column_dots = plan.kind == LrpeKind::sequence_softmax && problem.grad_x != nullptr;
   if (has_column_dots) sum_sequence<T>(problem, plan, scratch, context.stream);
