@@ -1,9 +1,10 @@
-# The tests, as ctest knows them. The C++ tests are two processes, because most of them keep one core busy; starting one
-# for each test would start CUDA each time. The large tests, Slow by name, run alone: two at once may need more memory
-# than there is. tools/run_tests counts what each program says of itself.
-foreach(shard 0 1)
+# The tests, as ctest knows them. The C++ tests are three processes, because most of them keep one core busy; starting
+# one for each test would start CUDA each time. Not two: every other test is of a GPU, and skipped where there is none.
+# The large tests, Slow by name, run alone: two at once may need more memory than there is. tools/run_tests counts what
+# each program says of itself.
+foreach(shard 0 1 2)
   add_test(NAME cpp_${shard} COMMAND eaves_tests --gtest_filter=-*Slow*)
-  set_tests_properties(cpp_${shard} PROPERTIES ENVIRONMENT "GTEST_TOTAL_SHARDS=2;GTEST_SHARD_INDEX=${shard}")
+  set_tests_properties(cpp_${shard} PROPERTIES ENVIRONMENT "GTEST_TOTAL_SHARDS=3;GTEST_SHARD_INDEX=${shard}")
 endforeach()
 add_test(NAME cpp_slow COMMAND eaves_tests --gtest_filter=*Slow*)
 set_tests_properties(cpp_slow PROPERTIES RUN_SERIAL ON)
@@ -37,6 +38,7 @@ if(python)
   set_tests_properties(python PROPERTIES PROCESSORS ${cores})
   add_test(NAME check_docs COMMAND ${python} -B tools/check_docs --program $<TARGET_FILE:eaves_cli>
            WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+  set_tests_properties(check_docs PROPERTIES COST 1000)  # takes long on one core: begins first
 else()
   message(STATUS "eaves: no Python found: leaving out the tests that are written in it")
 endif()
