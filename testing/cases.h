@@ -61,6 +61,8 @@ inline const std::vector<RowCount>& few_long_rows() {
       {70, 65537, "a cluster of 8 blocks a row"},
       {150, 24576, "a cluster of 2, 4 or 8, by the bytes of an element"},
       {200, 20011, "a cluster whose last piece is short"},
+      {280, 8199, "so many that a GPU cuts none"},
+      {280, 32777, "the same with rows of more than 64 KiB"},
   };
   return cases;
 }

@@ -41,24 +41,6 @@ __device__ Vector<T> load_before_overwriting(const Vector<T>* address) {
   return v;
 }
 
-/// Asks L2 for the start of a run that the threads of a block are about to read: one of them, in one instruction, so
-/// that more is on its way than their registers hold. H100, bf16, time over that of a plain read of the same bytes,
-/// without and with it: 4096 rows of 8192 elements, logsumexp 1.09 and 0.87, cross entropy 1.23 and 1.09; of 32768 1.03
-/// and 0.98, 1.08 and 1.05, with an entropy 1.23 and 1.14. Of 64 KiB and more 8 KiB, because of a row that is ignored
-/// no more should be read. Rows of 8 KiB, whose blocks are many, are 5 % slower with it.
-template <typename T>
-__device__ void prefetch_start(const T* first, std::int64_t count, unsigned thread) {
-#if __CUDA_ARCH__ >= 900
-  const std::int64_t run_bytes = count * std::int64_t{sizeof(T)};
-  if (thread != 0 || run_bytes < 16384) return;
-  const std::int64_t wanted = run_bytes < 65536 ? 16384 : 8192;
-  // Units of 16 bytes, of which none is beyond the run.
-  const std::uint64_t address = (reinterpret_cast<std::uint64_t>(first) + 15) / 16 * 16;
-  const auto bytes = static_cast<std::uint32_t>(run_bytes < wanted + 16 ? wanted - 16 : wanted);
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes));
-#endif
-}
-
 /// Straight into registers. Where threads do little with a batch, others load in the meantime.
 struct DirectLoads {
   template <typename T>

@@ -55,6 +55,21 @@ __device__ inline Piece find_piece(const RowSplit& split) {
   return {blockIdx.x, 0};
 }
 
+/// Asks L2 for the start of the elements that a block is about to read. One thread does, in one instruction: more is on
+/// its way then than registers hold.
+template <typename T>
+__device__ void prefetch_start(const T* first, std::int64_t count) {
+#if __CUDA_ARCH__ >= 900
+  const std::int64_t run_bytes = count * std::int64_t{sizeof(T)};
+  if (threadIdx.x != 0 || run_bytes < kFewestPrefetchedBytes) return;
+  const std::int64_t wanted = run_bytes < kLongRowBytes ? kPrefetchedBytes : kPrefetchedBytesOfLongRows;
+  // The instruction takes whole units of 16 bytes. None is beyond the run.
+  const std::uint64_t address = (reinterpret_cast<std::uint64_t>(first) + 15) / 16 * 16;
+  const auto bytes = static_cast<std::uint32_t>(run_bytes < wanted + 16 ? wanted - 16 : wanted);
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes));
+#endif
+}
+
 /// The grid for find_piece. Rows that are cut are few, and fit the grid's y.
 inline LaunchShape shape_of(const RowSplit& split, std::int64_t rows, int threads, void* stream) {
   const bool is_cut = split.pieces > 1;

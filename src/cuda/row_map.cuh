@@ -20,6 +20,8 @@
 //     void for_variant(body) const;  // where kIsHeavy (row_policy.h): calls `body` with a function like row(), for
 //                                    // what all rows have in common, so that loops are compiled for it
 //   };
+//
+// An operation is specialised in kIsHeavy (row_policy.h) and kRowIsCheap (below) where it differs from most.
 #pragma once
 
 #include <algorithm>
@@ -51,9 +53,9 @@ inline constexpr int kMapColumns = 4;      // columns that a thread loads before
 inline constexpr int kMapColumnBlocks =
     32;  // blocks for each multiprocessor: nothing is merged, so many and short ones
 
-/// row() of an operation takes a few instructions. To be specialised.
+/// row() loads a number or two: more lanes may repeat it. To be specialised.
 template <typename Operation>
-inline constexpr bool kHasCheapRows = false;
+inline constexpr bool kRowIsCheap = false;
 
 /// A row's function that differs in a single column.
 template <typename Function, typename T>
@@ -186,10 +188,11 @@ void map_rows(const char* op, const View& view, const void* in, const void* out,
                 .stream = stream},
                operation);
       };
-      // So few lanes that each has kMapVectors, or two where two lanes more are cheap. H100, gradient of logsumexp,
-      // bf16, [1048576, 64] by 2, 4 and 8 lanes: 104, 95 and 106 us; of cross entropy 110, 114 and 160.
+      // As few lanes as row_threads() has: each has kMapVectors, and row() is not repeated by many. Where it is cheap,
+      // whole lines side by side matter more. H100, bf16, [1048576, 64], gradient of logsumexp by 2, 4 and 8 lanes:
+      // 105, 95 and 106 us; of cross entropy 111, 112 and 160.
       if constexpr (!kIsHeavy<Operation>) {
-        if constexpr (kHasCheapRows<Operation>) {
+        if constexpr (kRowIsCheap<Operation>) {
           if (row_bytes > 64 && row_bytes <= 128) return map.template operator()<4, 2>();
         }
         const int lanes = row_threads(row_bytes).threads;

@@ -11,11 +11,11 @@
 namespace eaves::cuda {
 
 inline constexpr int kSumThreads = 512;
+inline constexpr int kSumsAtATime = 8;                     // rows of a thread
 inline constexpr std::int64_t kRowsOfOneSumBlock = 16384;  // beyond, several blocks
 inline constexpr std::int64_t kRowsPerSumBlock = 4096;     // of each of these
 
-/// Hands the sum of `source(row)` over the rows of a block to `finish`, in one thread. A source that has to wait for
-/// what it loads has load(row) and takes what that returns instead of the row: one row does not wait for the next then.
+/// Hands the sum of what `source` has of each row of a block to `finish`, in one thread: value(load(row)).
 template <typename Sum, typename Source, typename Finish>
 __global__ void __launch_bounds__(kSumThreads)
     sum_rows(Source source, std::int64_t rows, std::int64_t rows_per_block, Finish finish) {
@@ -25,20 +25,16 @@ __global__ void __launch_bounds__(kSumThreads)
   const std::int64_t first = blockIdx.x * rows_per_block;
   const std::int64_t last = min(first + rows_per_block, rows);
   Sum sum{};
-  if constexpr (requires { source.load(first); }) {
-    constexpr int kAtATime = 8;
-    for (std::int64_t row = first + threadIdx.x; row < last; row += kAtATime * kSumThreads) {
-      decltype(source.load(row)) loaded[kAtATime];
+  for (std::int64_t row = first + threadIdx.x; row < last; row += kSumsAtATime * kSumThreads) {
+    // All loads first: a branch on what one row has loaded would hold back the load of the next. Beyond the last row it
+    // is loaded again.
+    decltype(source.load(row)) loaded[kSumsAtATime];
 #pragma unroll
-      for (int i = 0; i < kAtATime; ++i) loaded[i] = source.load(min(row + i * kSumThreads, last - 1));
+    for (int i = 0; i < kSumsAtATime; ++i) loaded[i] = source.load(min(row + i * kSumThreads, last - 1));
 #pragma unroll
-      for (int i = 0; i < kAtATime; ++i) {
-        if (row + i * kSumThreads < last) sum = sum + source(loaded[i]);
-      }
+    for (int i = 0; i < kSumsAtATime; ++i) {
+      if (row + i * kSumThreads < last) sum = sum + source.value(loaded[i]);
     }
-  } else {
-#pragma unroll 8  // the loads do not wait for each other
-    for (std::int64_t row = first + threadIdx.x; row < last; row += kSumThreads) sum = sum + source(row);
   }
   sum = reduce_block<kSumThreads>(sum, Plus{});
   if (threadIdx.x == 0) finish(sum);
@@ -49,7 +45,8 @@ template <typename Sum>
 struct BlockSums {
   Sum* sums;
   __device__ void operator()(const Sum& sum) const { sums[blockIdx.x] = sum; }
-  __device__ Sum operator()(std::int64_t block) const { return sums[block]; }
+  __device__ Sum load(std::int64_t block) const { return sums[block]; }
+  __device__ Sum value(const Sum& sum) const { return sum; }
 };
 
 /// Bytes that launch_sum_rows() needs.

@@ -2,6 +2,7 @@
 // way from the rows' losses to one.
 #pragma once
 
+#include "cuda/row_policy.h"
 #include "cuda/row_sums.cuh"
 #include "eaves/context.h"
 #include "ops/cross_entropy/cross_entropy_device.cuh"
@@ -119,12 +120,15 @@ struct LossRows {
     return prepare(in.target_at(at.of[kTargets]), at.of[kLogits]);
   }
 
+  __device__ const T* elements(std::int64_t row) const { return in.logits + in.view.rows.offsets(row).of[kLogits]; }
+
   /// Is goes_on() asked before the vectors of a row, or of a piece of one, are loaded? Then those of an ignored row are
-  /// not read. H100, bf16, not asked first and asked first: [4096, 32768] with half of the rows ignored 74 and 53 us,
-  /// with none 95.5 and 95.4; [1048576, 64] 93 and 68. Between the two limits it costs 2 to 10 %.
+  /// not read, but for what its block prefetches. H100, bf16, before there was a prefetch, not asked first and asked
+  /// first: [4096, 32768] with half of the rows ignored 74 and 53 us, with none 95.5 and 95.4; [1048576, 64] 93 and 68.
+  /// Between the two limits it costs 2 to 10 %.
   __device__ bool asks_first(std::int64_t count) const {
     const std::int64_t bytes = count * std::int64_t{sizeof(T)};
-    return bytes <= 256 || (!reads_ignored_rows && bytes >= 65536);
+    return bytes <= 256 || (!reads_ignored_rows && bytes >= kLongRowBytes);
   }
   /// Is the row wanted? In thread 0 also fills in `prepared`.
   template <typename Offsets>
@@ -164,9 +168,10 @@ struct WrittenRows {
   const A* z_loss;
   const A* weight;
 
-  __device__ LossSums operator()(std::int64_t i) const {
+  __device__ LossSums load(std::int64_t i) const {
     return {loss[i], z_loss == nullptr ? 0.0 : double(z_loss[i]), weight == nullptr ? 0.0 : double(weight[i])};
   }
+  __device__ LossSums value(const LossSums& row) const { return row; }
 };
 
 /// Where the reduced loss goes.

@@ -20,13 +20,13 @@ struct PlainLoss {
 
   EAVES_HOST_DEVICE const View& view() const { return rows.in.view; }
 
-  __device__ const T* elements(std::int64_t row) const { return rows.in.logits + view().rows.offsets(row).of[kLogits]; }
+  __device__ const T* elements(std::int64_t row) const { return rows.elements(row); }
 
   template <int kVectors>
   __device__ State reduce(std::int64_t row, std::int64_t first, std::int64_t count, int thread, int threads,
                           Prepared& prepared) const {
     const auto at = view().rows.offsets(row);
-    const T* const logits = rows.in.logits + at.of[kLogits] + first;
+    const T* const logits = elements(row) + first;
     State state;
     if (rows.asks_first(count)) {
       if (!rows.goes_on(at, thread, prepared)) return state;

@@ -103,10 +103,20 @@ TEST_P(CrossEntropy, FewLongRowsMatchTheOracle) {
 }
 
 TEST_P(CrossEntropy, ManyShortRowsMatchTheOracle) {
-  for (const std::int64_t columns : {1, 2, 5, 24}) {
+  for (const std::int64_t columns : {1, 2, 5, 24, 64}) {
     for (const Kind& kind : {kPlain, kEverything, kSoft}) {
       check_cross_entropy(make_case(device(), DType::bfloat16, {20011, columns}, 1, kind));
     }
+  }
+}
+
+TEST_P(CrossEntropy, TheMeanCountsWhatManyRowsWeigh) {
+  // In place a GPU adds that up before the rows: 8 at a time in each of 512 threads.
+  for (const std::int64_t rows : {4096, 5003}) {
+    CrossEntropyCase test_case = make_case(device(), DType::bfloat16, {rows, 33}, 1, kPlain);
+    test_case.weight_dtype = DType::float32;
+    test_case.has_row_weight = true;
+    check_cross_entropy(test_case);
   }
 }
 

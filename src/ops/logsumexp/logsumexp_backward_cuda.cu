@@ -51,7 +51,7 @@ struct LogsumexpGradient {
 }  // namespace
 
 template <typename T, typename View>
-inline constexpr bool kHasCheapRows<LogsumexpGradient<T, View>> = true;
+inline constexpr bool kRowIsCheap<LogsumexpGradient<T, View>> = true;
 
 namespace {
 

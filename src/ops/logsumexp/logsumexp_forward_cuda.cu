@@ -43,14 +43,14 @@ struct Logsumexp {
   template <int kColumns, int kLaneRows>
   __device__ void reduce_columns(State (&states)[kLaneRows], std::int64_t row, std::int64_t first, std::int64_t last,
                                  int step) const {
-    accumulate_columns<kColumns>(states, x + rows.rows.offsets(row).of[kX], rows.column_strides[kX], first, last, step);
+    accumulate_columns<kColumns>(states, elements(row), rows.column_strides[kX], first, last, step);
   }
 
   __device__ State reduce_strided(std::int64_t row, std::int64_t first, std::int64_t last, int step) const {
-    const T* elements = x + rows.rows.offsets(row).of[kX];
+    const T* const from = elements(row);
     State state;
     for (std::int64_t column = first; column < last; column += step) {
-      accumulate(state, load_as_accumulator(elements[rows.columns.offsets(column).of[kX]]));
+      accumulate(state, load_as_accumulator(from[rows.columns.offsets(column).of[kX]]));
     }
     return state;
   }

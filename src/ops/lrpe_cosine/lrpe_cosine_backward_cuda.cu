@@ -1,116 +1,19 @@
 // The backward of lrpe_cosine on a GPU: one kernel that reads both halves of dL/d(out), x where it is needed, and
 // writes dL/d(x), for rows of whole vectors, and one for all others (lrpe_cosine_row_per_warp.cuh). The terms of
 // dL/d(theta) are summed on the way, and finished by a second, small kernel. A softmax over the sequence needs the sum
-// of a * g of each column first.
+// of a * g of each column first; over a short one, a kernel does both (lrpe_cosine_whole_columns.cuh).
 #include "core/dispatch.h"
 #include "ops/lrpe_cosine/lrpe_cosine_columns.cuh"
 #include "ops/lrpe_cosine/lrpe_cosine_device.cuh"
 #include "ops/lrpe_cosine/lrpe_cosine_plan.h"
 #include "ops/lrpe_cosine/lrpe_cosine_row_per_warp.cuh"
+#include "ops/lrpe_cosine/lrpe_cosine_token_gradient.cuh"
+#include "ops/lrpe_cosine/lrpe_cosine_whole_columns.cuh"
 
 namespace eaves::cuda {
 namespace {
 
 constexpr const char* kOp = "lrpe_cosine_backward";
-
-template <typename T>
-struct BackwardArguments {
-  LrpeTiling tiling;
-  std::int64_t batch;
-  std::int64_t heads;
-  std::int64_t positions;
-  std::int64_t features;
-  Activation activation;
-  const T* grad_out;
-  const T* x;
-  T* grad_x;                          ///< or nullptr
-  const Accumulator<T>* lse;          ///< [B, H, 2, D], of a softmax over the sequence
-  const Accumulator<T>* column_dots;  ///< [B, H, D], likewise: sum of a * g
-  Accumulator<T>* partials;           ///< [H, partials, D] of theta; [partials, B * H * D] of column_dots
-  LrpeCosineStrides grad_out_strides;
-  LrpeCosineStrides x_strides;
-  LrpeCosineStrides grad_x_strides;
-  LrpeCosineAngles angles;
-};
-
-/// What a thread of the backward has of one token: the vectors that it loads, and what becomes of them.
-template <typename T, LrpeKind kKind, bool kHasThetaGradient>
-struct TokenGradient {
-  using A = Accumulator<T>;
-  static constexpr int kWidth = kLrpeVectorWidth<T>;
-  using Lanes = Side<T, kWidth>;
-  static constexpr bool kReadsX = kKind != LrpeKind::none || kHasThetaGradient;
-  Lanes grad_cosine;
-  Lanes grad_sine;
-  Lanes x;
-
-  /// Where a token is not there, what is neutral in every sum over the lanes of the warp.
-  __device__ void read(const BackwardArguments<T>& p, bool is_there, const T* from, const T* x_from) {
-    if (!is_there) {
-      grad_cosine = Lanes{};
-      grad_sine = Lanes{};
-      x = Lanes::minus_infinity();
-      return;
-    }
-    grad_cosine = Lanes::read(from);
-    grad_sine = Lanes::read(from + p.features * p.grad_out_strides[3]);
-    if constexpr (kReadsX) x = Lanes::read(x_from);
-  }
-
-  /// dL/d(x) in grad_x, and in theta_terms what theta's gradient has of each feature, but for the position. All lanes
-  /// of the warp call it where the softmax is over the features.
-  __device__ void compute(const BackwardArguments<T>& p, bool is_there, const TokenAngles<T, kWidth>& token,
-                          std::int64_t group, std::int64_t feature, A (&grad_x)[kWidth],
-                          A (&theta_terms)[kWidth]) const {
-    A a[kWidth];
-    A cosine_part[kWidth];
-    A sine_part[kWidth];
-    grad_cosine.unpack(cosine_part);
-    grad_sine.unpack(sine_part);
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      grad_x[i] = fma(cosine_part[i], token.cosine[i], sine_part[i] * token.sine[i]);
-      theta_terms[i] = fma(sine_part[i], token.cosine[i], -cosine_part[i] * token.sine[i]);
-    }
-    if constexpr (kReadsX) x.unpack(a);
-    if constexpr (kKind == LrpeKind::elementwise) {
-      A derivative[kWidth];
-      activate<T>(p.activation, a, derivative);
-      // What relu holds back, it holds back whatever it is: 0 times NaN would come through.
-      const bool is_relu = p.activation == Activation::relu;
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        grad_x[i] = is_relu && derivative[i] == A(0) ? A(0) : grad_x[i] * derivative[i];
-      }
-    }
-    if constexpr (kKind == LrpeKind::feature_softmax) {
-      feature_softmax<T>(a, p.tiling.lanes());
-      A dot = A(0);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) dot = fma(a[i], grad_x[i], dot);
-      // A lane without features has no angles either.
-      dot = over_lanes(is_there ? dot : A(0), p.tiling.lanes(), Plus{});
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) grad_x[i] = a[i] * (grad_x[i] - dot);
-    }
-    if constexpr (kKind == LrpeKind::sequence_softmax) {
-      if (is_there) {
-        const ColumnLse<A, kWidth> lse(p.lse, group, feature, p.features);
-        A sums[kWidth] = {};
-        if (p.grad_x != nullptr) load_accumulators<kWidth>(p.column_dots + group * p.features + feature, sums);
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-          a[i] = precise_exponential<T>(lse.log_softmax(a[i], i));
-          grad_x[i] = a[i] * (grad_x[i] - sums[i]);
-        }
-      }
-    }
-    if constexpr (kHasThetaGradient) {
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) theta_terms[i] *= a[i];
-    }
-  }
-};
 
 /// Shared angles: kLrpeSlots batch entries are loaded before the first is used. Others: one token.
 template <typename T, LrpeKind kKind, bool kIsShared, bool kHasThetaGradient>
@@ -272,114 +175,6 @@ __global__ void __launch_bounds__(kLrpeThreads, 4) sum_column_dots(const __grid_
   }
 }
 
-/// `sums` summed over the threads that have the same features, in all of them. May be called again and again.
-template <int kWidth, typename A>
-__device__ void sum_short_columns(A (&sums)[kWidth]) {
-  constexpr int kFeatures = kShortColumnLanes * kWidth;
-  __shared__ A warp_sums[kMostShortColumnThreads / 32][kFeatures];
-  __shared__ alignas(16) A block_sums[kFeatures];
-  const unsigned lane = threadIdx.x % kShortColumnLanes;
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) {
-#pragma unroll
-    for (int mask = kShortColumnLanes; mask < 32; mask *= 2) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], mask);
-    if (threadIdx.x % 32 < kShortColumnLanes) warp_sums[threadIdx.x / 32][lane * kWidth + i] = sums[i];
-  }
-  __syncthreads();
-  if (threadIdx.x < kFeatures) {
-    A sum = A(0);
-    for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) sum += warp_sums[warp][threadIdx.x];
-    block_sums[threadIdx.x] = sum;
-  }
-  __syncthreads();
-  load_accumulators<kWidth>(block_sums + lane * kWidth, sums);
-}
-
-/// A softmax over a short sequence: a block has kShortColumnLanes vectors of features of a batch entry's head, for all
-/// tokens, which stay in its registers between the sum of a * g and the gradient. `partials` is [H, B, D].
-template <typename T, bool kHasThetaGradient>
-__global__ void __launch_bounds__(kMostShortColumnThreads)
-    backpropagate_short_columns(const __grid_constant__ BackwardArguments<T> p) {
-  using A = Accumulator<T>;
-  constexpr int kWidth = kLrpeVectorWidth<T>;
-  using Lanes = Side<T, kWidth>;
-  let_next_kernel_start();
-  const std::uint32_t pieces = (p.tiling.vectors + kShortColumnLanes - 1) / kShortColumnLanes;
-  const std::uint32_t group = blockIdx.x / pieces;
-  const std::uint32_t b = group / p.tiling.heads;
-  const std::uint32_t h = group - b * p.tiling.heads;
-  const std::uint32_t vector = (blockIdx.x - group * pieces) * kShortColumnLanes + threadIdx.x % kShortColumnLanes;
-  const bool has_features = vector < p.tiling.vectors;
-  const std::int64_t feature = has_features ? std::int64_t{vector} * kWidth : 0;
-  const auto column_of = [&](auto* tensor, const LrpeCosineStrides& strides) {
-    return tensor + b * strides[0] + h * strides[1] + feature * strides[3];
-  };
-  const T* const grad_out = column_of(p.grad_out, p.grad_out_strides);
-  const T* const x = column_of(p.x, p.x_strides);
-  const std::int64_t sine_half = p.features * p.grad_out_strides[3];
-  const int first = static_cast<int>(threadIdx.x / kShortColumnLanes);
-  const int step = static_cast<int>(blockDim.x / kShortColumnLanes);
-  const int last = has_features ? static_cast<int>(p.positions) : 0;
-
-  Lanes cosine_batch[kShortColumnTokens], sine_batch[kShortColumnTokens], x_batch[kShortColumnTokens];
-#pragma unroll
-  for (int t = 0; t < kShortColumnTokens; ++t) {
-    const int n = first + t * step;
-    if (n >= last) break;
-    const T* const from = grad_out + n * p.grad_out_strides[2];
-    cosine_batch[t] = Lanes::read(from);
-    sine_batch[t] = Lanes::read(from + sine_half);
-    x_batch[t] = Lanes::read(x + n * p.x_strides[2]);
-  }
-  const FeatureAngles<T, kWidth> theta(p.angles, h, feature);
-  const ColumnLse<A, kWidth> lse(p.lse, group, feature, p.features);
-  A a[kShortColumnTokens][kWidth], g[kShortColumnTokens][kWidth];
-  A sums[kWidth] = {};
-  A theta_sums[kWidth] = {};
-#pragma unroll
-  for (int t = 0; t < kShortColumnTokens; ++t) {
-    const int n = first + t * step;
-    if (n >= last) break;
-    TokenAngles<T, kWidth> token;
-    token.compute(p.angles, theta, b, n);
-    A cosine_part[kWidth], sine_part[kWidth];
-    cosine_batch[t].unpack(cosine_part);
-    sine_batch[t].unpack(sine_part);
-    x_batch[t].unpack(a[t]);
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      a[t][i] = precise_exponential<T>(lse.log_softmax(a[t][i], i));
-      g[t][i] = fma(cosine_part[i], token.cosine[i], sine_part[i] * token.sine[i]);
-      sums[i] = fma(a[t][i], g[t][i], sums[i]);
-    }
-    if (kHasThetaGradient && n >= p.angles.extra_tokens) {
-      TokenAngles<T, kWidth>::for_each_position(p.angles, theta, b, n, [&](int i, A position) {
-        const A term = fma(sine_part[i], token.cosine[i], -cosine_part[i] * token.sine[i]);
-        theta_sums[i] = fma(position, a[t][i] * term, theta_sums[i]);
-      });
-    }
-  }
-  if (p.grad_x != nullptr) {
-    sum_short_columns<kWidth>(sums);
-    T* const grad_x = column_of(p.grad_x, p.grad_x_strides);
-#pragma unroll
-    for (int t = 0; t < kShortColumnTokens; ++t) {
-      const int n = first + t * step;
-      if (n >= last) break;
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) g[t][i] = a[t][i] * (g[t][i] - sums[i]);
-      Lanes::write(grad_x + n * p.grad_x_strides[2], g[t]);
-    }
-  }
-  if constexpr (kHasThetaGradient) {
-    sum_short_columns<kWidth>(theta_sums);
-    if (threadIdx.x >= kShortColumnLanes || !has_features) return;
-    A* const partial = p.partials + (h * p.batch + b) * p.features + feature;
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) partial[i] = theta_sums[i];
-  }
-}
-
 template <typename T>
 BackwardArguments<T> make_arguments(const LrpeCosineBackwardProblem& problem, const LrpeTiling& tiling,
                                     const LrpeScratch& scratch) {
@@ -445,14 +240,14 @@ void backward(const LrpeCosineBackwardProblem& problem, const ExecutionContext& 
   if (shape.batch * shape.heads * shape.positions * shape.features == 0) {
     return launch_finish_theta<A>(problem, plan, 0, scratch, context.stream);
   }
-  if (plan.has_short_columns) {
+  if (plan.has_whole_columns) {
     if constexpr (kLrpeVectorWidth < T >> 1) {
-      const std::int64_t lane_threads = ceil_divide(shape.positions, kShortColumnTokens);
+      const std::int64_t column_threads = ceil_divide(shape.positions, kLrpeWholeColumnTokens);
       launch(
           kOp,
-          problem.grad_theta != nullptr ? backpropagate_short_columns<T, true> : backpropagate_short_columns<T, false>,
-          {.blocks = shape.batch * shape.heads * ceil_divide(plan.tiling.vectors, kShortColumnLanes),
-           .threads = static_cast<unsigned>(ceil_divide(lane_threads * kShortColumnLanes, 32) * 32),
+          problem.grad_theta != nullptr ? backpropagate_whole_columns<T, true> : backpropagate_whole_columns<T, false>,
+          {.blocks = shape.batch * shape.heads * ceil_divide(plan.tiling.vectors, kLrpeWholeColumnLanes),
+           .threads = static_cast<unsigned>(ceil_divide(column_threads * kLrpeWholeColumnLanes, 32) * 32),
            .stream = context.stream},
           make_arguments<T>(problem, plan.tiling, scratch));
     }

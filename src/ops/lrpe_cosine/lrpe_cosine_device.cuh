@@ -4,7 +4,8 @@
 // A thread has kWidth neighbouring features: a 16-byte vector, and where vectors do not fit one element
 // (lrpe_cosine_row_per_warp.cuh). The lanes of a token are neighbouring threads, and a block has as many tokens as fit.
 // Where the batch entries share their angles, a thread computes cosine and sine of one token once and walks through the
-// batch; elsewhere its tokens are neighbours.
+// batch; elsewhere its tokens are neighbours. A softmax over a short sequence backward has its own way
+// (lrpe_cosine_whole_columns.cuh).
 #pragma once
 
 #include "cuda/angle.cuh"

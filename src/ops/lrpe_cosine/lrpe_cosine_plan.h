@@ -15,7 +15,7 @@ struct LrpePlan {
   bool has_vectors = false;         ///< a thread has a 16-byte vector of features, not one element
   bool has_row_per_warp = false;    ///< lrpe_cosine_row_per_warp.cuh: any strides, any features, float64
   std::int64_t warps_per_head = 0;  ///< where it has
-  bool has_short_columns = false;   ///< backward of a softmax over the sequence: a block reads whole columns, once
+  bool has_whole_columns = false;   ///< backward of a softmax over the sequence: a block reads whole columns, once
   bool has_dependent_launch = false;
   LrpeTiling tiling;
   LrpeTiling columns;               ///< of a softmax over the sequence: "heads" are heads of all batch entries
@@ -31,16 +31,18 @@ inline constexpr std::int64_t kLrpeMostPartialBytes = 2 << 20;
 inline constexpr std::int64_t kLrpeColumnsAtATime = 8;
 
 /// Batch entries with shared angles that a thread loads before it uses the first: of one vector each in the forward,
-/// two or three in the backward. H200, [12, 12, n, d] bf16, gradient, 2 and 4 entries, of one read and write of the
-/// same bytes: n = 1024 and d = 128 0.96 and 0.93, 8192 and 96 1.00 and 0.93, 8 x 8 x 8 and 128 1.21 and 1.10.
+/// two or three in the backward. H200, [12, 12, n, d] bf16, gradient without an activation, 2 and 4 entries, time over
+/// limit: n = 1024 and d = 128 0.96 and 0.93, 8192 and 96 1.00 and 0.93, 8 x 8 x 8 and 128 1.21 and 1.10; with silu and
+/// theta's gradient 32768 0.97 and 0.94; with a softmax over the features 256 1.19 and 1.25, 8192 0.94 and 0.93.
 inline constexpr int kLrpeSlots = 4;
 /// Batch entries with shared angles whose columns a block of the backward sums.
 inline constexpr int kLrpeColumnBatches = 4;
 /// Of a block that has whole columns: threads of a token, tokens of a thread, threads. H200, [12, 12, n, 128] bf16, n =
 /// 256 and 512: 25.3 and 47.3 us; in three kernels 35.6 and 52.8; with half as many tokens in a thread 27.7 and 53.1.
-inline constexpr int kShortColumnLanes = 4;
-inline constexpr int kShortColumnTokens = 4;
-inline constexpr int kMostShortColumnThreads = 512;
+/// Other shapes and lanes were not measured.
+inline constexpr int kLrpeWholeColumnLanes = 4;
+inline constexpr int kLrpeWholeColumnTokens = 4;
+inline constexpr int kLrpeMostWholeColumnThreads = 512;
 /// Tokens that a thread of the forward loads before it uses the first, where angles are not shared.
 inline constexpr int kLrpeTokens = 2;
 // H200, bf16: batch 1, 131072 tokens of 12 heads, forward: 2 tokens 0.344 ms, 1 token 0.352. A softmax over a sequence
@@ -142,13 +144,17 @@ inline LrpePlan make_plan(const LrpeCall& call) {
     sum_bytes = 8;  // a warp adds up many rows: in float64
   }
 
-  plan.has_short_columns = is_backward && has_vectors && kind == LrpeKind::sequence_softmax &&
-                           shape.positions * kShortColumnLanes <= kMostShortColumnThreads * kShortColumnTokens;
-  if (plan.has_short_columns && has_theta_gradient) plan.theta_partials = shape.batch;
+  // Enough tokens and features for the threads of a block. The same with and without theta's gradient, which must not
+  // change a bit of that of x; its partials are those of the batch entries.
+  const std::int64_t column_threads = ceil_divide(shape.positions, kLrpeWholeColumnTokens) * kLrpeWholeColumnLanes;
+  plan.has_whole_columns = is_backward && has_vectors && kind == LrpeKind::sequence_softmax &&
+                           tiling.vectors >= kLrpeWholeColumnLanes && shape.batch <= most_partials &&
+                           column_threads >= 32 && column_threads <= kLrpeMostWholeColumnThreads;
+  if (plan.has_whole_columns && has_theta_gradient) plan.theta_partials = shape.batch;
 
   std::size_t partial_bytes = static_cast<std::size_t>(plan.theta_partials * shape.heads * shape.features * sum_bytes);
   // A backward without grad_x has no use for the sums of the columns.
-  if (kind == LrpeKind::sequence_softmax && !plan.has_short_columns && (needs_columns || !is_backward)) {
+  if (kind == LrpeKind::sequence_softmax && !plan.has_whole_columns && (needs_columns || !is_backward)) {
     // The backward's block has several batch entries where their angles are shared.
     const std::int64_t block_batches = is_backward && plan.is_shared ? kLrpeColumnBatches : 1;
     LrpeTiling& columns = plan.columns;
