@@ -11,11 +11,12 @@
 namespace eaves::cuda {
 
 inline constexpr int kSumThreads = 512;
-inline constexpr int kSumsAtATime = 8;                     // rows of a thread
 inline constexpr std::int64_t kRowsOfOneSumBlock = 16384;  // beyond, several blocks
 inline constexpr std::int64_t kRowsPerSumBlock = 4096;     // of each of these
 
-/// Hands the sum of what `source` has of each row of a block to `finish`, in one thread: value(load(row)).
+/// Hands the sum of `source(row)` over the rows of a block to `finish`, in one thread. A source that branches on what
+/// it has loaded has load(row), and is called with what that returns: the branch would hold back the next row's load.
+/// Others go without: H100, loss of [4096, 1024] bf16, mean 12.0 us, and 12.9 with all loads first.
 template <typename Sum, typename Source, typename Finish>
 __global__ void __launch_bounds__(kSumThreads)
     sum_rows(Source source, std::int64_t rows, std::int64_t rows_per_block, Finish finish) {
@@ -25,16 +26,22 @@ __global__ void __launch_bounds__(kSumThreads)
   const std::int64_t first = blockIdx.x * rows_per_block;
   const std::int64_t last = min(first + rows_per_block, rows);
   Sum sum{};
-  for (std::int64_t row = first + threadIdx.x; row < last; row += kSumsAtATime * kSumThreads) {
-    // All loads first: a branch on what one row has loaded would hold back the load of the next. Beyond the last row it
-    // is loaded again.
-    decltype(source.load(row)) loaded[kSumsAtATime];
+  if constexpr (requires { source.load(first); }) {
+    constexpr int kAtATime = 8;
+    for (std::int64_t row = first + threadIdx.x; row < last; row += kAtATime * kSumThreads) {
+      decltype(source.load(row)) loaded[kAtATime];
 #pragma unroll
-    for (int i = 0; i < kSumsAtATime; ++i) loaded[i] = source.load(min(row + i * kSumThreads, last - 1));
+      for (int i = 0; i < kAtATime; ++i) {
+        loaded[i] = source.load(min(row + i * kSumThreads, last - 1));  // beyond the last row, that one again
+      }
 #pragma unroll
-    for (int i = 0; i < kSumsAtATime; ++i) {
-      if (row + i * kSumThreads < last) sum = sum + source.value(loaded[i]);
+      for (int i = 0; i < kAtATime; ++i) {
+        if (row + i * kSumThreads < last) sum = sum + source(loaded[i]);
+      }
     }
+  } else {
+#pragma unroll 8  // the loads do not wait for each other
+    for (std::int64_t row = first + threadIdx.x; row < last; row += kSumThreads) sum = sum + source(row);
   }
   sum = reduce_block<kSumThreads>(sum, Plus{});
   if (threadIdx.x == 0) finish(sum);
@@ -45,8 +52,7 @@ template <typename Sum>
 struct BlockSums {
   Sum* sums;
   __device__ void operator()(const Sum& sum) const { sums[blockIdx.x] = sum; }
-  __device__ Sum load(std::int64_t block) const { return sums[block]; }
-  __device__ Sum value(const Sum& sum) const { return sum; }
+  __device__ Sum operator()(std::int64_t block) const { return sums[block]; }
 };
 
 /// Bytes that launch_sum_rows() needs.

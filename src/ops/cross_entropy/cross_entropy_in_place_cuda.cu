@@ -172,7 +172,7 @@ struct TargetWeights {
     const auto at = in.view.rows.offsets(row);
     return {in.target_at(at.of[kTargets]), at.of[kPerRow]};
   }
-  __device__ LossSums value(const Loaded& row) const {
+  __device__ LossSums operator()(const Loaded& row) const {
     if (in.terms.is_ignored(row.target)) return {};
     const bool has_class = !in.terms.is_soft && in.terms.is_in_range(row.target);
     const double weight = has_class ? double(in.weight_in(in.column_of_class(row.target))) : 1.0;

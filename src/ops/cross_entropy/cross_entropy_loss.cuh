@@ -168,10 +168,9 @@ struct WrittenRows {
   const A* z_loss;
   const A* weight;
 
-  __device__ LossSums load(std::int64_t i) const {
+  __device__ LossSums operator()(std::int64_t i) const {
     return {loss[i], z_loss == nullptr ? 0.0 : double(z_loss[i]), weight == nullptr ? 0.0 : double(weight[i])};
   }
-  __device__ LossSums value(const LossSums& row) const { return row; }
 };
 
 /// Where the reduced loss goes.

@@ -330,8 +330,7 @@ __global__ void __launch_bounds__(kThreads)
 template <typename A>
 struct LossesOfRows {
   const A* losses;
-  __device__ A load(std::int64_t row) const { return losses[row]; }
-  __device__ double value(A loss) const { return double(loss); }
+  __device__ double operator()(std::int64_t row) const { return double(losses[row]); }
 };
 
 template <typename A>
