@@ -37,9 +37,9 @@ inline constexpr std::int64_t kLrpeColumnsAtATime = 8;
 inline constexpr int kLrpeSlots = 4;
 /// Batch entries with shared angles whose columns a block of the backward sums.
 inline constexpr int kLrpeColumnBatches = 4;
-/// Of a block that has whole columns: threads of a token, tokens of a thread, threads. H200, [12, 12, n, 128] bf16, n =
-/// 256 and 512: 25.3 and 47.3 us; in three kernels 35.6 and 52.8; with half as many tokens in a thread 27.7 and 53.1.
-/// Other shapes and lanes were not measured.
+/// Of a block that has whole columns: threads of a token, tokens of a thread, threads. H100, [12, 12, n, 128] bf16, n =
+/// 256 and 512: 25.8 and 45.8 us, in three kernels 38.0 and 60.8. H200, of an earlier kernel: half as many tokens of a
+/// thread were 10 % slower. Other lanes and shapes were not measured.
 inline constexpr int kLrpeWholeColumnLanes = 4;
 inline constexpr int kLrpeWholeColumnTokens = 4;
 inline constexpr int kLrpeMostWholeColumnThreads = 512;
