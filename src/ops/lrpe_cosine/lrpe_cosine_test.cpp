@@ -252,7 +252,8 @@ TEST_P(LrpeCosine, BatchesWithAndWithoutAnglesInCommonMatchTheOracle) {
   const Case cases[] = {
       {{3, 2, 70, 64}, {2, 64}, {}, 0, "more tokens than a block of a GPU has rows: it serves the batch"},
       {{9, 1, 261, 16}, {1, 16}, {}, 1, "a batch that is cut too"},
-      {{9, 1, 777, 16}, {1, 16}, {}, 1, "the same with more tokens than a block has whole"},
+      {{2, 1, 512, 32}, {1, 32}, {}, 1, "as many tokens as a block has whole, of a softmax over the sequence"},
+      {{9, 1, 777, 16}, {1, 16}, {}, 1, "a batch that is cut, with more tokens than a block has whole"},
       {{5, 2, 601, 24}, {2, 10}, {24, 25}, 1, "likewise, a grid"},
       {{5, 3, 61, 32}, {1, 1}, {}, 0, "one angle"},
       {{4, 2, 85, 48}, {2, 10}, {12, 7}, 1, "a grid, features without an angle"},
