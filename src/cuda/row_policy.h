@@ -49,8 +49,8 @@ inline RowThreads row_threads(std::int64_t row_bytes) {
 
 /// A block asks L2 for the start of its row, or of its piece of one, before its threads load: for so many bytes, where
 /// the run has at least kFewestPrefetchedBytes. H100, bf16, 4096 rows, time over that of a plain read without and with
-/// it: logsumexp of 8192 elements 1.09 and 0.88, of 32768 1.03 and 0.99; cross entropy of 8192 1.23 and 1.09, of
-/// 32768 1.08 and 1.04, with an entropy 1.23 and 1.14. Blocks of rows of 8 KiB, which are many, are 5 % slower with it.
+/// it: logsumexp of 8192 elements 1.07 and 0.88, of 32768 1.03 and 0.99; cross entropy of 8192 1.22 and 1.08, of
+/// 32768 1.08 and 1.04, with an entropy 1.23 and 1.13. Blocks of rows of 8 KiB, which are many, are 5 % slower with it.
 inline constexpr std::int64_t kFewestPrefetchedBytes = 16384;
 inline constexpr std::int64_t kPrefetchedBytes = 16384;
 /// A row of so many bytes may be asked whether it is wanted before it is read (asks_first() of cross entropy). Less of
