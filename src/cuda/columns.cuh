@@ -20,7 +20,7 @@ struct Side {
   __device__ void unpack(A (&values)[kLaneRows]) const { cuda::unpack(vector, values); }
   __device__ static Side max(const Side& a, const Side& b) { return {max_each(a.vector, b.vector)}; }
   __device__ static void write(T* address, const A (&values)[kLaneRows]) {
-    store(reinterpret_cast<Vector<T>*>(address), pack<T>(values));
+    *reinterpret_cast<Vector<T>*>(address) = pack<T>(values);
   }
 };
 

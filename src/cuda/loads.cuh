@@ -19,11 +19,13 @@ struct Vector {
   uint4 words;
 };
 
-/// Streaming: every element is read once, so it should not push anything out of L1.
+/// Without a hint to the caches, though every element is read once, and stored once: L2 obeys it too. H100, gradient of
+/// logsumexp, bf16, [4096, 131072]: 0.709 ms, with L1::no_allocate 0.717; of cross entropy, [1048576, 64]: 100 us, with
+/// streaming stores as well 113.
 template <typename T>
 __device__ Vector<T> load(const Vector<T>* address) {
   Vector<T> v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.words.x), "=r"(v.words.y), "=r"(v.words.z), "=r"(v.words.w)
                : "l"(address));
   return v;
@@ -34,7 +36,7 @@ __device__ Vector<T> load(const Vector<T>* address) {
 template <typename T>
 __device__ Vector<T> load_before_overwriting(const Vector<T>* address) {
   Vector<T> v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.words.x), "=r"(v.words.y), "=r"(v.words.z), "=r"(v.words.w)
                : "l"(address)
                : "memory");

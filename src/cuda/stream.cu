@@ -17,6 +17,9 @@ constexpr int kCopyVectors = 1;
 
 using Words = Vector<float>;
 
+/// Also reads the buffer that makes the caches cold, for which loads and stores must have no hint: lines that are to be
+/// evicted first would push out each other, and leave what a call has written in L2.
+///
 /// A block a tile of kThreads * kVectors vectors: those that exist on a side are read, or written.
 template <int kVectors>
 __global__ void __launch_bounds__(kThreads)
@@ -32,11 +35,11 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const std::int64_t index = first + v * kThreads;
-    if (index < write_vectors) store(destination + index, batch[v]);
+    if (index < write_vectors) destination[index] = batch[v];
     mixed |= batch[v].words.x ^ batch[v].words.y ^ batch[v].words.z ^ batch[v].words.w;
   }
   // Never stores, but the compiler cannot know: loads of a tile that is only read must happen.
-  if (mixed == 0x9e3779b9u && read_vectors < 0) store(destination, batch[0]);
+  if (mixed == 0x9e3779b9u && read_vectors < 0) *destination = batch[0];
 }
 
 }  // namespace

@@ -12,12 +12,6 @@
 
 namespace eaves::cuda {
 
-/// Streaming: nothing will read these elements soon.
-template <typename T>
-__device__ void store(Vector<T>* address, const Vector<T>& v) {
-  __stcs(reinterpret_cast<uint4*>(address), v.words);
-}
-
 namespace detail {
 
 template <typename T>
@@ -85,8 +79,7 @@ __device__ Vector<T> pack(const Accumulator<T> (&values)[Vector<T>::kSize]) {
   return {make_uint4(words[0], words[1], words[2], words[3])};
 }
 
-/// Rounds float32 elements to 16 bits and stores them at `to`, which is aligned to 8 bytes. Not streaming: what is made
-/// narrower is read next.
+/// Rounds float32 elements to 16 bits and stores them at `to`, which is aligned to 8 bytes.
 template <typename T>
 __device__ void store_narrow(T* to, const Vector<float>& v) {
   float values[4];
@@ -306,7 +299,7 @@ __device__ void transform(const T* in, T* out, std::int64_t count, std::int64_t 
   while (has_batch) {
     loads.receive(batch);
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) store(to + v * threads, function(batch[v], column + v * threads * kSize));
+    for (int v = 0; v < kVectors; ++v) to[v * threads] = function(batch[v], column + v * threads * kSize);
     from += kVectors * threads;
     to += kVectors * threads;
     column += kVectors * threads * kSize;
@@ -314,7 +307,7 @@ __device__ void transform(const T* in, T* out, std::int64_t count, std::int64_t 
     has_batch = load_batch();
   }
   for (; left > 0; left -= threads, from += threads, to += threads, column += threads * kSize) {
-    store(to, function(load(from), column));
+    *to = function(load(from), column);
   }
   if (piece != 0) return;
   for (int i = thread; i < source.edges; i += threads) {

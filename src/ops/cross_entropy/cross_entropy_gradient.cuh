@@ -316,7 +316,7 @@ __device__ void store_gradient(const Span<T>& span, DType dtype, std::int64_t i,
     if (dtype == DType::bfloat16) return store_narrow(reinterpret_cast<bfloat16*>(span.begin) + first, gradient);
     store_narrow(reinterpret_cast<float16*>(span.begin) + first, gradient);
   } else {
-    store(span.vector_address(i), gradient);
+    *span.vector_address(i) = gradient;
   }
 }
 template <bool kIsNarrow, typename T>
