@@ -3,9 +3,11 @@
 // the fewest axes that describe the same addresses. Every row operator starts from a RowView.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 
+#include "core/divider.h"
 #include "core/numeric.h"
 #include "eaves/tensor.h"
 
@@ -20,12 +22,12 @@ EAVES_HOST_DEVICE inline std::int64_t divide(std::int64_t a, std::int64_t b) {
 }
 
 /// Nested loops over `rank` axes, outermost first, with the strides of several tensors that are walked together.
-/// Passed to kernels by value; kCapacity is the most axes it can hold.
-template <int kTensors, int kCapacity = kMaxRank>
+/// Passed to kernels by value.
+template <int kTensors>
 struct StridedLoop {
   int rank = 0;
-  std::int64_t sizes[kCapacity] = {};
-  std::int64_t strides[kTensors][kCapacity] = {};
+  std::int64_t sizes[kMaxRank] = {};
+  std::int64_t strides[kTensors][kMaxRank] = {};
 
   struct Offsets {
     std::int64_t of[kTensors];
@@ -34,7 +36,6 @@ struct StridedLoop {
   /// Where iteration `index` of the flattened loops lies in each tensor, in elements.
   EAVES_HOST_DEVICE Offsets offsets(std::int64_t index) const {
     Offsets result{};
-    // Most tensors have one axis of rows here; unrolled, the rest would be most of a small kernel's instructions.
 #ifdef __CUDA_ARCH__
 #pragma unroll 1
 #endif
@@ -46,6 +47,37 @@ struct StridedLoop {
     }
     if (rank > 0) {
       for (int t = 0; t < kTensors; ++t) result.of[t] += index * strides[t][0];
+    }
+    return result;
+  }
+};
+
+/// A StridedLoop of few instructions, for fewer than 2^31 iterations.
+template <int kTensors>
+struct ShortLoop {
+  static constexpr int kMostAxes = 4;  ///< after merging; more are rarely seen
+
+  int rank = 0;
+  std::uint32_t sizes[kMostAxes] = {};
+  Divider by_size[kMostAxes];
+  std::int64_t strides[kTensors][kMostAxes] = {};
+
+  using Offsets = typename StridedLoop<kTensors>::Offsets;
+  EAVES_HOST_DEVICE Offsets offsets(std::int64_t index) const {
+    Offsets result{};
+    auto left = static_cast<std::uint32_t>(index);
+    // Most tensors have one axis of rows here; unrolled, the rest would be most of a small kernel's instructions.
+#ifdef __CUDA_ARCH__
+#pragma unroll 1
+#endif
+    for (int axis = rank - 1; axis > 0; --axis) {
+      const std::uint32_t next = by_size[axis].divide(left);
+      const std::uint32_t coordinate = left - next * sizes[axis];
+      for (int t = 0; t < kTensors; ++t) result.of[t] += coordinate * strides[t][axis];
+      left = next;
+    }
+    if (rank > 0) {  // without this, nvcc 13.0 computes it sooner than it is used, and kernels in place spill registers
+      for (int t = 0; t < kTensors; ++t) result.of[t] += left * strides[t][0];
     }
     return result;
   }
@@ -76,21 +108,24 @@ struct RowView {
 /// they should be few cache lines.
 template <int kColumnTensors, int kTensors>
 struct ShortRowView {
-  static constexpr int kMostRowAxes = 4;  ///< after merging; more are rarely seen, and RowView serves them
   using Long = RowView<kColumnTensors, kTensors>;
 
-  StridedLoop<kTensors, kMostRowAxes> rows;
+  ShortLoop<kTensors> rows;
   std::int64_t row_count = 1;
   std::int64_t column_count = 1;
   std::int64_t column_strides[kColumnTensors] = {};
 
-  static bool fits(const Long& view) { return view.layout != RowLayout::strided && view.rows.rank <= kMostRowAxes; }
+  static bool fits(const Long& view) {
+    return view.layout != RowLayout::strided && view.rows.rank <= ShortLoop<kTensors>::kMostAxes &&
+           view.row_count <= INT32_MAX;
+  }
 
   /// Of a view that fits.
   explicit ShortRowView(const Long& view) : row_count(view.row_count), column_count(view.column_count) {
     rows.rank = view.rows.rank;
     for (int axis = 0; axis < view.rows.rank; ++axis) {
-      rows.sizes[axis] = view.rows.sizes[axis];
+      rows.sizes[axis] = static_cast<std::uint32_t>(view.rows.sizes[axis]);
+      rows.by_size[axis] = Divider(std::max(rows.sizes[axis], 1u));
       for (int t = 0; t < kTensors; ++t) rows.strides[t][axis] = view.rows.strides[t][axis];
     }
     for (int t = 0; t < kColumnTensors; ++t) {

@@ -36,9 +36,16 @@ struct SplitNumber {
   A high;
   A low = A(0);
 
-  EAVES_HOST_DEVICE SplitNumber(const TypedNumbers& numbers, std::int64_t i) : high(number_at<A>(numbers, i)) {
-    if (numbers.dtype == kDTypeOf<A> || high - high != A(0)) return;
-    low = static_cast<A>(number_at<double>(numbers, i) - static_cast<double>(high));
+  EAVES_HOST_DEVICE SplitNumber(const TypedNumbers& numbers, std::int64_t i) {
+    if (numbers.dtype == kDTypeOf<A>) {
+      high = static_cast<const A*>(numbers.data)[i];
+      return;
+    }
+    // No branch on what is loaded: other loads need not wait for it.
+    const double number = static_cast<const double*>(numbers.data)[i];
+    high = static_cast<A>(number);
+    const A rest = static_cast<A>(number - static_cast<double>(high));
+    low = high - high == A(0) ? rest : A(0);
   }
 };
 

@@ -73,9 +73,9 @@ __global__ void __launch_bounds__(kNarrowThreads)
   const auto at = operation.view().rows.offsets(row);
   const Span<float> span(operation.out + at.of[kLogits], operation.view().column_count);
   if constexpr (kIsHeavy<Operation>) {
-    operation.for_variant([&](const auto& function_of) { narrow_row(span, dtype, function_of(row)); });
+    operation.for_variant([&](const auto& function_of) { narrow_row(span, dtype, function_of(at)); });
   } else {
-    narrow_row(span, dtype, operation.row(row));
+    narrow_row(span, dtype, operation.row(at));
   }
 }
 

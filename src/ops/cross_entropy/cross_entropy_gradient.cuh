@@ -286,15 +286,15 @@ struct CrossEntropyGradient {
 
   EAVES_HOST_DEVICE const View& view() const { return inputs.in.view; }
 
-  __device__ auto row(std::int64_t row) const {
-    const auto at = view().rows.offsets(row);
+  template <typename Offsets>
+  __device__ auto row(const Offsets& at) const {
     return Function(inputs.in, inputs.row(at), at.of[kSoftTargets]);
   }
 
   template <typename Body>
   __device__ void for_variant(Body body) const {
     const auto call = [&]<bool kIsCapped, bool kHasFactors>() {
-      body([&](std::int64_t i) { return GradientVariant<T, View, kIsCapped, kHasFactors>{row(i)}; });
+      body([&](const auto& at) { return GradientVariant<T, View, kIsCapped, kHasFactors>{row(at)}; });
     };
     if (inputs.in.terms.softcap == Accumulator<T>(0)) {
       inputs.in.has_factors ? call.template operator()<false, true>() : call.template operator()<false, false>();

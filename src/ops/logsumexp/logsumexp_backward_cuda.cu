@@ -38,8 +38,8 @@ struct LogsumexpGradient {
 
   EAVES_HOST_DEVICE const View& view() const { return rows; }
 
-  __device__ auto row(std::int64_t row) const {
-    const auto at = rows.rows.offsets(row);
+  template <typename Offsets>
+  __device__ auto row(const Offsets& at) const {
     // Of the type of x, or float32.
     const A g = grad_out_dtype == kDTypeOf<T> ? load_as_accumulator(static_cast<const T*>(grad_out)[at.of[kGradOut]])
                                               : static_cast<const float*>(grad_out)[at.of[kGradOut]];
