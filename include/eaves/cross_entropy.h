@@ -176,8 +176,8 @@ enum class CrossEntropyStatistic : std::uint8_t {
   sum,            ///< sum_v exp(z'_v - largest)
   target_logit,   ///< z'_t; 0 where the target is another shard's
   target_weight,  ///< w_t; likewise
-  linear,         ///< with smoothing sum_v w_v z'_v; else sum_v z'_v, where is_for_mean_logit is set
-  mass,           ///< sum_v w_v, with smoothing
+  linear,         ///< sum_v u_v z'_v; u_v is w_v q'_v with soft targets, else w_v with smoothing, else 1
+  mass,           ///< sum_v u_v, of the first two
   moment,         ///< sum_v exp(z'_v - largest) * (z'_v - largest)
   best_value,     ///< the largest z
   best,           ///< its class, which float32 knows up to 2^24 classes
@@ -186,8 +186,8 @@ enum class CrossEntropyStatistic : std::uint8_t {
 inline constexpr int kCrossEntropyStatistics = 10;
 
 struct CrossEntropyShardArgs {
-  /// As in the forward; logits has the classes [first_class, first_class + its size) of `classes`, weight those alone.
-  /// Targets are classes, not distributions.
+  /// As in the forward; logits has the classes [first_class, first_class + its size) of `classes`, and weight those
+  /// alone, and soft targets too.
   TensorView logits = {};
   TensorView targets = {};
   TensorView weight = {};
@@ -207,13 +207,14 @@ struct CrossEntropyMergeArgs {
   /// the dtype of the loss; on the CPU also float64 for a loss in float32.
   TensorView statistics = {};
 
-  /// As in the forward.
+  /// As in the forward; without soft targets, which the shards have read.
   TensorView targets = {};
   TensorView row_weight = {};
   TensorView normalizer = {};
   CrossEntropyOptions options = {};
-  std::int64_t classes = 0;  ///< of all shards
-  bool has_weight = false;   ///< the shards were computed with weights
+  std::int64_t classes = 0;       ///< of all shards
+  bool has_weight = false;        ///< the shards were computed with weights
+  bool has_soft_targets = false;  ///< and with targets that are distributions
 
   /// As in the forward; the shards have read them.
   bool reads_ignored_rows = true;

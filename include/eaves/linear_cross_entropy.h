@@ -75,8 +75,8 @@ struct LinearCrossEntropyInputs {
   std::size_t workspace_limit = 0;
 };
 
-/// A head whose classes are cut into shards, one for each rank: weight, bias and class_weight of a call are one of
-/// them, and what else the ranks pass is the same. Targets are classes of all shards, not distributions.
+/// A head whose classes are cut into shards, one for each rank: weight, bias, class_weight and soft targets of a call
+/// are one of them, and what else the ranks pass is the same. Hard targets are classes of all shards.
 ///
 /// Rows are computed in chunks, the same on all ranks, in their order; those that are ignored are left out as always,
 /// and `first` and `rows` count those that are not. The functions are called on the host. What a call has enqueued on

@@ -142,18 +142,22 @@ Tensor shard_forward(Logits logits, std::int64_t class_axis, Options options, st
   return std::move(statistics.tensor);
 }
 
-std::vector<Tensor> merge(Tensor statistics, Tensor targets, OptionalTensor row_weight, OptionalTensor normalizer,
-                          Options options, std::int64_t classes, bool has_weight, std::int64_t wanted) {
+std::vector<Tensor> merge(Tensor statistics, OptionalTensor targets, OptionalTensor row_weight,
+                          OptionalTensor normalizer, Options options, std::int64_t classes, bool has_weight,
+                          std::int64_t wanted) {
   CrossEntropyMergeArgs args{.statistics = input(statistics, {kOp, "statistics"}),
-                             .targets = input(targets, {kOp, "targets"}),
+                             .targets = optional_input(targets, {kOp, "targets"}),
                              .row_weight = optional_input(row_weight, {kOp, "row_weight"}),
                              .normalizer = optional_input(normalizer, {kOp, "normalizer"}),
                              .options = options,
                              .classes = classes,
                              .has_weight = has_weight,
+                             .has_soft_targets = !targets.has_value(),
                              .reads_ignored_rows = (wanted & outputs::kOfIgnoredRows) != 0};
-  std::vector<Tensor> tensors =
-      make_outputs(args, args.targets.shape, args.statistics.dtype, args.statistics.device, wanted);
+  const Dims& shape = args.statistics.shape;
+  Dims rows;
+  for (int axis = 1; axis + 1 < shape.size(); ++axis) rows.push_back(shape[axis]);
+  std::vector<Tensor> tensors = make_outputs(args, rows, args.statistics.dtype, args.statistics.device, wanted);
   run<cross_entropy_merge, &cross_entropy_merge_workspace_bytes>(args, args.statistics.device);
   return tensors;
 }
@@ -192,7 +196,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
   library.def("cross_entropy_shard_forward(" EAVES_LOGITS ", int class_axis, " EAVES_OPTIONS
               ", SymInt first_class, SymInt classes, bool is_for_mean_logit=False) -> Tensor");
   library.def(
-      "cross_entropy_merge(Tensor statistics, Tensor targets, Tensor? row_weight, Tensor? normalizer, " EAVES_OPTIONS
+      "cross_entropy_merge(Tensor statistics, Tensor? targets, Tensor? row_weight, Tensor? normalizer, " EAVES_OPTIONS
       ", SymInt classes, bool has_weight, int outputs) -> Tensor[]");
 }
 EAVES_IMPLEMENT(eaves::binding::implement)

@@ -61,10 +61,10 @@ from eaves._operator import (
 from eaves._ranks import (
     Local,
     Shard,
-    check_shard,
+    check_reduce_dtype,
     is_distributed,
-    local_rows,
     local_shard,
+    local_target,
     refuse_without_group,
     shard_of,
     with_agreement,
@@ -320,7 +320,7 @@ def cross_entropy(
     result_dtype = check_input(_OP, input, target, "logits")
     is_soft = target.is_floating_point()
     if shard is not None:
-        check_shard(_OP, shard, input, target)
+        check_reduce_dtype(_OP, shard, input)
     axis = class_axis(input, target, is_soft, class_dim)
     if classes is not None:
         input, weight = without_padding(_OP, classes, input.movedim(axis, 0), weight)
@@ -483,19 +483,19 @@ def _of_shard(
 ) -> Any:
     """The call with tensors of this rank, and a Shard for its group. The ranks of a group learn of each other's errors
     before they wait for each other."""
-    is_cut = is_distributed(input)
+    is_cut, axis = is_distributed(input), -1
     logits: Local | None = None
     if is_cut and group is None:
-        logits = local_shard(_OP, "input", input, class_axis(input, target, False, class_dim))
+        axis = class_axis(input, target, target.is_floating_point(), class_dim)
+        logits = local_shard(_OP, "input", input, axis)
 
     def run(group: ProcessGroup) -> Any:
         if is_cut and logits is None:
             raise ValueError(f"{_OP}: input is a DTensor, which knows its group; leave group out")
         tensors = (input, target, weight)
         if logits is not None:
-            of_target = local_rows(target, logits, False) if is_distributed(target) else target
             of_weight = local_shard(_OP, "weight", weight, 0).tensor if is_distributed(weight) else weight
-            tensors = (logits.tensor, of_target, of_weight)
+            tensors = (logits.tensor, local_target(_OP, target, logits, axis), of_weight)
         shard = shard_of(_OP, group, *of_shard)
         function: Any = cross_entropy
         return function(*tensors, class_dim=class_dim, group=shard, **options)

@@ -3,6 +3,7 @@ extension's, with one gather of the rows' statistics between them. The backward 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -52,14 +53,16 @@ def _forward(
 ) -> list[Tensor]:
     """As cross_entropy_forward, and behind that the Place."""
     shard, columns = Shard(*of_shard), logits.shape[axis]
-    rows = row_shape(logits, axis)
+    rows, is_soft = row_shape(logits, axis), target.is_floating_point()
+    all_rows = math.prod(rows)
     agreement = Agreement(
         _OP, shard, target, columns,
         lambda: {
-            "the shape of target": list(target.shape),
-            "target": digest(target),
+            "the shape of target": list(rows),
+            "target": None if is_soft else digest(target),
             "row_weight": digest(row_weight),
             "normalizer": digest(normalizer),
+            "the kind of target": "probabilities" if is_soft else "classes",
             **dtypes(input=logits, weight=weight, row_weight=row_weight, normalizer=normalizer),
             "ignore_index": ignore_index,
             "reduction": REDUCTION_NAMES[mode],
@@ -69,9 +72,10 @@ def _forward(
     )  # fmt: skip
 
     def statistics_at(place: Place) -> Tensor:
-        check_targets(_OP, target, place.classes, ignore_index)
+        if not is_soft:
+            check_targets(_OP, target, place.classes, ignore_index)
         if place.columns == 0:
-            return no_statistics(target.numel(), logits)
+            return no_statistics(all_rows, logits)
         computed: Tensor = call(
             _OP, _shard_forward, *_usable(logits, weight, place, axis, target), axis, ignore_index, mode, numbers,
             place.first_class, place.classes, bool(outputs & MEAN_LOGIT),
@@ -84,11 +88,12 @@ def _forward(
     refuse_argmax(_OP, outputs, place, logits.dtype)
     if place != expected:
         own = statistics_at(place)
-    gathered = statistics_of(gather_statistics(shard, own, target.reshape(-1)).wait())
+    gathered = statistics_of(gather_statistics(shard, own, None if is_soft else target.reshape(-1)).wait())
     statistics = gathered.view(gathered.shape[0], *rows, STATISTICS)
     options = (ignore_index, mode, numbers)
     has_weight = weight is not None
-    results = merged(_OP, statistics, target, row_weight, normalizer, options, place, has_weight, outputs)
+    of_merge = None if is_soft else target
+    results = merged(_OP, statistics, of_merge, row_weight, normalizer, options, place, has_weight, outputs)
     return [*results, place.tensor()]
 
 
@@ -98,7 +103,7 @@ def _usable(
     """Without the classes of padding."""
     return (
         logits.narrow(axis, 0, place.columns),
-        target,
+        target.narrow(axis, 0, place.columns) if target.is_floating_point() else target,
         None if weight is None else weight[: place.columns],
     )
 
@@ -175,9 +180,9 @@ refuse_lost_derivatives(_OP, forward, backward, backward_in_place)
 
 @register_fake("cross_entropy_ranks_forward")
 def _(logits: Tensor, target: Tensor, *arguments: Any) -> list[Tensor]:
-    _, _, _, _, _, mode, _, outputs, *_ = arguments
+    _, _, _, axis, _, mode, _, outputs, *_ = arguments
     place = torch.empty(len(Place._fields), dtype=torch.int64, device="cpu")
-    return [*empty_outputs(logits, list(target.shape), mode, outputs), place]
+    return [*empty_outputs(logits, list(row_shape(logits, axis)), mode, outputs), place]
 
 
 @register_fake("cross_entropy_ranks_backward")

@@ -39,7 +39,6 @@ from eaves._operator import (
     check_shape,
     check_tensor,
     index_of,
-    name_of,
     refuse_lost_derivatives,
     register_fake,
 )
@@ -84,7 +83,8 @@ def cross_entropy_shard(
     Args:
         input: the shard's logits, [..., V'] (or with the classes on another axis, see class_dim); any strides;
             float16, bfloat16, float32 or float64.
-        target: classes of the whole vocabulary, int32 or int64: the same on every shard.
+        target: classes of the whole vocabulary, int32 or int64: the same on every shard. Or the shard's part of
+            probabilities, in the shape of input.
         weight: of the shard's classes, [V'], in the dtype of input or float32.
         first_class: the shard's first class.
         classes: V, of all shards together.
@@ -92,8 +92,9 @@ def cross_entropy_shard(
 
     Returns:
         [rows..., 10], float32 (float64 for a float64 input), contiguous: the largest z' of the shard, sum exp(z' - it),
-        z'_t, w_t, sum w_v z'_v, sum w_v, sum exp(z' - largest) (z' - largest), the largest z and its
-        class, sum exp(2 (z' - largest)); what the shard does not have of the target is 0.
+        z'_t, w_t, sum u_v z'_v, sum u_v, sum exp(z' - largest) (z' - largest), the largest z and its
+        class, sum exp(2 (z' - largest)); what the shard does not have of the target is 0. u_v is w_v, with
+        probabilities w_v times the smoothed target.
 
     Raises:
         ValueError, TypeError: as eaves.cross_entropy; the shard is no part of `classes`.
@@ -143,7 +144,7 @@ def cross_entropy_shard(
 
 def cross_entropy_merge(
     statistics: Tensor,
-    target: Tensor,
+    target: Tensor | None,
     *,
     classes: int,
     has_weight: bool = False,
@@ -158,7 +159,7 @@ def cross_entropy_merge(
 
     Args:
         statistics: of all shards in the order of their classes, [shards, rows..., 10], contiguous.
-        target: as each shard got it.
+        target: as each shard got it; None where they got probabilities.
         classes: V, of all shards together.
         has_weight: whether the shards got weights.
         ignore_index, reduction, label_smoothing, z_loss, normalizer, row_weight: as in eaves.cross_entropy.
@@ -179,17 +180,19 @@ def cross_entropy_merge(
     """
     op = "cross_entropy"
     check_tensor(op, "statistics", statistics)
-    check_tensor(op, "target", target)
-    check_device(op, "target", target, "statistics", statistics)
+    if target is not None:
+        check_tensor(op, "target", target)
+        check_device(op, "target", target, "statistics", statistics)
     check_bool(op, "has_weight", has_weight)
     check_dtype_of(op, "statistics", statistics, (torch.float32, torch.float64), "as the shards wrote them")
     shards = statistics.shape[0] if statistics.dim() else 0
-    check_shape(op, "statistics", statistics, [shards, *target.shape, STATISTICS], "of each shard, for each target")
+    rows = statistics.shape[1:-1] if target is None else target.shape
+    check_shape(op, "statistics", statistics, [shards, *rows, STATISTICS], "of each shard, for each row")
     mode = reduction_of(op, reduction)
     if normalizer is not None:
         normalizer = normalizer_of(op, normalizer, mode, statistics.dtype, statistics.device)
     if row_weight is not None:
-        row_weight = row_weight_of(op, row_weight, statistics, target.shape, statistics.dtype)
+        row_weight = row_weight_of(op, row_weight, statistics, rows, statistics.dtype)
     numbers, number_tensor = numbers_of(op, label_smoothing, z_loss=z_loss)
     computed = LSE | ARGMAX | ENTROPY | Z_LOSS | TARGET_MASS | OF_IGNORED_ROWS | (DIVISOR if mode == MEAN else 0)
     outputs = call(
@@ -253,7 +256,7 @@ def cross_entropy_shard_gradient(
             check_device("cross_entropy", f"merged.{name}", tensor, "input", input)
     if row_weight is not None:
         dtype = accumulator_dtype(input.dtype)
-        row_weight = row_weight_of("cross_entropy", row_weight, input, target.shape, dtype)
+        row_weight = row_weight_of("cross_entropy", row_weight, input, merged.lse.shape, dtype)
     numbers, number_tensor = numbers_of("cross_entropy", label_smoothing, scale, softcap, z_loss)
     result: Tensor = call(
         "cross_entropy", _backward, grad_loss, None, None, input, target, weight, row_weight, merged.lse, None,
@@ -275,12 +278,7 @@ def _shard_arguments(
     """The axis of the classes, and weight, ignore_index, first_class and classes as the extension takes them."""
     op = "cross_entropy"
     check_input(op, input, target, "logits")
-    if target.is_floating_point():
-        raise ValueError(
-            f"{op}: target has dtype {name_of(target.dtype)}, expected int64 or int32 (a vocabulary in shards takes "
-            "classes, not probabilities)"
-        )
-    axis = class_axis(input, target, False, class_dim)
+    axis = class_axis(input, target, target.is_floating_point(), class_dim)
     if input.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             f"{op}: the functions of shards have no autograd, and input requires a gradient; call them in a "
@@ -307,11 +305,11 @@ def _(logits: Tensor, targets: Tensor, weight: Tensor | None, class_axis: int, *
 @register_fake("cross_entropy_merge")
 def _(
     statistics: Tensor,
-    targets: Tensor,
+    targets: Tensor | None,
     row_weight: Tensor | None,
     normalizer: Tensor | None,
     ignore_index: int,
     reduction: int,
     *numbers_and_rest: Any,
 ) -> Sequence[Tensor]:
-    return empty_outputs(statistics, list(targets.shape), reduction, numbers_and_rest[-1])
+    return empty_outputs(statistics, list(statistics.shape[1:-1]), reduction, numbers_and_rest[-1])

@@ -75,10 +75,11 @@ from eaves._operator import (
 from eaves._ranks import (
     Local,
     Shard,
-    check_shard,
+    check_reduce_dtype,
     is_distributed,
     local_rows,
     local_shard,
+    local_target,
     refuse_without_group,
     refuse_zero3,
     rows_of,
@@ -387,7 +388,7 @@ def linear_cross_entropy(
         linear_bias = _checked_bias(input, linear_bias, columns)
     target = _checked_target(input, target, rows, columns, result_dtype)
     if shard is not None:
-        check_shard(_OP, shard, input, target)
+        check_reduce_dtype(_OP, shard, input)
     refuse_gradient(_OP, "target", target)
     mode = reduction_of(_OP, reduction)
     ignore_index = -100 if ignore_index is None else index_of(_OP, "ignore_index", ignore_index)
@@ -540,7 +541,8 @@ def _of_shard(
         tensors = [input, target, linear_weight, linear_bias, options.pop("weight")]
         if head is not None:
             is_summed = of_shard[3] is False
-            tensors = [local_rows(each, head, is_summed) if is_distributed(each) else each for each in tensors[:2]] + [
+            rows = local_rows(input, head, is_summed) if is_distributed(input) else input
+            tensors = [rows, local_target(_OP, target, head, -1)] + [
                 local_shard(_OP, name, each, 0).tensor if is_distributed(each) else each
                 for name, each in zip(("linear_weight", "linear_bias", "weight"), tensors[2:])
             ]

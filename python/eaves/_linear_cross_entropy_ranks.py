@@ -77,12 +77,13 @@ class _Call:
         self, tensors: Any, options: Options, shard: Shard, place: Place, kept: _Kept | None, outputs: int = 0
     ):
         self.options, self.shard, self.place, self.kept = options, shard, place, kept
-        self.target, x = tensors.target, tensors.input
+        self.rows_of_all, x = math.prod(_row_shape(tensors)), tensors.input
         if shard.sequence_parallel:
             x = all_gather(x, group_of(shard)).wait().flatten(0, 1)
-        usable = place.columns
+        usable, target = place.columns, tensors.target
         bias, weight = (None if each is None else each[:usable] for each in (tensors.linear_bias, tensors.weight))
-        self.inputs = (x, tensors.linear_weight[:usable], bias, tensors.target, weight, tensors.row_weight)
+        target = target[..., :usable] if target.is_floating_point() else target
+        self.inputs = (x, tensors.linear_weight[:usable], bias, target, weight, tensors.row_weight)
         merged = (bool(outputs & MEAN_LOGIT), bool(outputs & (ARGMAX | SUM_SQ)))
         self.arguments = (*options, place.first_class, place.classes, place.most, *merged)
 
@@ -97,7 +98,7 @@ class _Call:
         kept = self.kept.on_host
         begin = 0 if first == 0 else int(kept[first])
         is_last = first + count == kept.shape[0]
-        return slice(begin, self.target.numel() if is_last else int(kept[first + count]))
+        return slice(begin, self.rows_of_all if is_last else int(kept[first + count]))
 
     def run(self, overload: Any, *arguments: Any, callbacks: Sequence[Callable[[int, int], None] | None]) -> None:
         """Calls the operator with functions of Python behind its arguments. An error of theirs is raised afterwards,
@@ -143,7 +144,7 @@ class _Gradients:
         self.input = self.weight = self.bias = None
         self.accumulates = grad_weight is not None
         if bits & OF_INPUT:
-            shard, of_rows = call.shard, (*tensors.target.shape, x.shape[-1])
+            shard, of_rows = call.shard, (*_row_shape(tensors), x.shape[-1])
             self.input = torch.empty(of_rows, dtype=dtype_of_parts(shard, x.dtype), device=x.device)
             if not columns:
                 self.input.zero_()
@@ -189,10 +190,18 @@ class _Gradients:
         return [None if of_input is None else of_input.to(self.dtype), self.weight, self.bias]
 
 
+def _row_shape(tensors: Any) -> tuple[int, ...]:
+    """Of all rows; under sequence parallelism input has a part of them."""
+    target = tensors.target
+    return tuple(target.shape[:-1] if target.is_floating_point() else target.shape)
+
+
 def _kept_rows(tensors: Any, options: Options) -> _Kept | None:
     """Where the extension leaves out rows that are ignored, those that it does not: on the CPU always, on a GPU where
     it is asked to, but not while a CUDA graph is captured (skips_ignored_rows of the core)."""
     target = tensors.target
+    if target.is_floating_point():
+        return None
     if target.is_cuda and (not options.skip_ignored or torch.cuda.is_current_stream_capturing()):
         return None
     counts = target.reshape(-1).to(torch.int64) != options.ignore_index
@@ -233,21 +242,23 @@ def _forward_at(
 ) -> list[Tensor]:
     refuse_argmax(_OP, outputs, place, tensors.input.dtype)
     this = _Call(tensors, options, shard, place, kept, outputs)
-    target, ranks = tensors.target, shard.ranks
-    count = target.numel() if kept is None else kept.rows.shape[0]
+    target = None if tensors.target.is_floating_point() else tensors.target
+    ranks, row_shape = shard.ranks, _row_shape(tensors)
+    count = this.rows_of_all if kept is None else kept.rows.shape[0]
     sums = accumulator_dtype(tensors.input.dtype)
-    own = tensors.input.new_empty((*target.shape, STATISTICS), dtype=sums)
+    own = tensors.input.new_empty((*row_shape, STATISTICS), dtype=sums)
     of_rows = own.view(-1, STATISTICS)
     computed = _Gradients(this, tensors, gradients)
-    statistics = own.new_zeros((ranks, target.numel(), STATISTICS))  # of ignored rows 0, which counts for nothing
-    flat_target = target.reshape(-1)
+    statistics = own.new_zeros((ranks, this.rows_of_all, STATISTICS))  # of ignored rows 0, which counts for nothing
+    flat_target = None if target is None else target.reshape(-1)
 
     gathering: list[Underway] = []
 
     def gather(first: int, rows: int) -> None:
         agreement.settle_as(place)
         own_rows = of_rows[first : first + rows]
-        gathering.append(gather_statistics(shard, own_rows, flat_target[this.rows(first, rows)]))
+        targets = None if flat_target is None else flat_target[this.rows(first, rows)]
+        gathering.append(gather_statistics(shard, own_rows, targets))
 
     def exchanged(first: int, rows: int) -> Tensor:
         found = statistics_of(gathering.pop().wait())
@@ -266,7 +277,8 @@ def _forward_at(
             gathered[begin : begin + size] = exchanged(first, rows).view(-1)
 
         normalizer = tensors.normalizer
-        if options.reduction == MEAN and normalizer is None and tensors.weight is not None:
+        is_divided_by_weights = tensors.weight is not None and target is not None
+        if options.reduction == MEAN and normalizer is None and is_divided_by_weights:
             normalizer = _divisor(this, tensors)
         this.run(
             _shard_forward_backward, *computed.written(), *this.inputs, normalizer, *this.arguments, ranks, own,
@@ -274,7 +286,7 @@ def _forward_at(
         )  # fmt: skip
     agreement.settle_as(place)  # without rows nothing was gathered
     results = merged(
-        _OP, statistics.view(ranks, *target.shape, STATISTICS), target, tensors.row_weight, tensors.normalizer,
+        _OP, statistics.view(ranks, *row_shape, STATISTICS), target, tensors.row_weight, tensors.normalizer,
         (options.ignore_index, options.reduction, options.numbers), place, tensors.weight is not None, outputs,
     )  # fmt: skip
     return [*results, *[each for each in computed.finished() if each is not None], place.tensor()]
@@ -283,13 +295,14 @@ def _forward_at(
 def _facts(
     tensors: ForwardTensors, options: Options, kept: _Kept | None, outputs: int, gradients: int
 ) -> dict[str, object]:
-    parts = (tensors.input, tensors.linear_weight, tensors.linear_bias)
+    parts, is_soft = (tensors.input, tensors.linear_weight, tensors.linear_bias), tensors.target.is_floating_point()
     return {
         "which tensors require a gradient": [each is not None and each.requires_grad for each in parts],
         "the shape of input": list(tensors.input.shape),
-        "the shape of target": list(tensors.target.shape),
+        "the shape of target": list(_row_shape(tensors)),
+        "the kind of target": "probabilities" if is_soft else "classes",
         "which rows count": None if kept is None else digest(kept.on_host),
-        "target": digest(tensors.target),
+        "target": None if is_soft else digest(tensors.target),
         "row_weight": digest(tensors.row_weight),
         "normalizer": digest(tensors.normalizer),
         **dtypes(
@@ -381,7 +394,7 @@ refuse_lost_derivatives(_OP, forward, backward, backward_accumulate)
 @register_fake("linear_cross_entropy_ranks_forward")
 def _(*arguments: Any) -> list[Tensor]:
     tensors, options, (outputs, gradients, *_) = by_name(ForwardTensors, arguments)
-    made = empty_outputs(tensors.input, list(tensors.target.shape), options.reduction, outputs)
+    made = empty_outputs(tensors.input, list(_row_shape(tensors)), options.reduction, outputs)
     place = torch.empty(len(Place._fields), dtype=torch.int64, device="cpu")
     return [*made, *empty_gradients(tensors, gradients), place]
 

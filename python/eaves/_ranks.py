@@ -89,12 +89,6 @@ def rows_of(op: str, shard: Shard, input: Tensor) -> tuple[int, ...]:
     return (rows[0] * shard.ranks, *rows[1:])
 
 
-def check_shard(op: str, shard: Shard, input: Tensor, target: Tensor) -> None:
-    if target.is_floating_point():
-        raise NotImplementedError(f"{op}: a vocabulary in shards takes classes as its target, not probabilities")
-    check_reduce_dtype(op, shard, input)
-
-
 def dtype_of_parts(shard: Shard, dtype: torch.dtype) -> torch.dtype:
     """In which the ranks' parts of the gradient of an input are computed and added up."""
     if not shard.reduce_input_grad:
@@ -253,6 +247,15 @@ def local_rows(tensor: Any, head: Local, is_summed: bool) -> Tensor:
         placements[head.axis] = Partial()
     local: Tensor = whole.to_local(grad_placements=placements)
     return local
+
+
+def local_target(op: str, target: Any, head: Local, class_axis: int) -> Tensor:
+    """The classes of all rows; of probabilities those of this rank's classes."""
+    if not is_distributed(target):
+        return target  # type: ignore[no-any-return]
+    if target.is_floating_point():
+        return local_shard(op, "target", target, class_axis).tensor
+    return local_rows(target, head, False)
 
 
 # ----------------------------------------------------------------------------------------------------------- agreement
@@ -445,10 +448,10 @@ def check_targets(op: str, target: Tensor, classes: int, ignore_index: int) -> N
 # ---------------------------------------------------------------------------------------------------------- statistics
 
 
-def gather_statistics(shard: Shard, own: Tensor, target: Tensor) -> Underway:
-    """Of the rows of a shard, [rows, STATISTICS], with their targets, [rows]."""
-    bits = target.to(_BITS[own.dtype]).view(own.dtype).unsqueeze(-1)
-    return all_gather(torch.cat([own, bits], -1), group_of(shard))
+def gather_statistics(shard: Shard, own: Tensor, target: Tensor | None) -> Underway:
+    """Of the rows of a shard, [rows, STATISTICS], with their targets, [rows], where these are classes."""
+    classes = own.new_zeros(own.shape[0]) if target is None else target.to(_BITS[own.dtype]).view(own.dtype)
+    return all_gather(torch.cat([own, classes.unsqueeze(-1)], -1), group_of(shard))
 
 
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -480,7 +483,7 @@ def refuse_argmax(op: str, outputs: int, place: Place, dtype: torch.dtype) -> No
 def merged(
     op: str,
     statistics: Tensor,
-    target: Tensor,
+    target: Tensor | None,
     row_weight: Tensor | None,
     normalizer: Tensor | None,
     options: tuple[int, int, Sequence[float]],
@@ -488,7 +491,8 @@ def merged(
     has_weight: bool,
     outputs: int,
 ) -> list[Tensor]:
-    """The loss and the outputs that the bits name; `options` are ignore_index, reduction and numbers."""
+    """The loss and the outputs that the bits name; `options` are ignore_index, reduction and numbers. Without a target
+    that was probabilities."""
     result: list[Tensor] = call(
         op, _merge, statistics, target, row_weight, normalizer, *options, place.classes, has_weight, outputs
     )

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import eaves
 from comparison import FLOATING_POINT, CrossEntropyOracle, assert_agree, assert_within
 from cross_entropy_gradient_test import upstream
-from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output, targets_of
+from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output, probabilities_of, targets_of
 from layouts import random_tensor
 from pairwise import pairwise
 from ranks import Ranks, here
@@ -29,6 +29,10 @@ def own_classes(group: distributed.ProcessGroup) -> slice:
     return slice(sum(sizes[: group.rank()]), sum(sizes[: group.rank() + 1]))
 
 
+def part_of(tensor: Tensor, class_dim: int, own: slice) -> Tensor:
+    return tensor.movedim(class_dim, -1)[..., own].movedim(-1, class_dim)
+
+
 def on_a_rank(
     group: distributed.ProcessGroup,
     logits: Tensor,
@@ -40,7 +44,9 @@ def on_a_rank(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The outputs, and the gradient of this rank from those of loss, lse and entropy."""
     own = own_classes(group)
-    leaf = logits.movedim(class_dim, -1)[..., own].movedim(-1, class_dim).clone().requires_grad_()
+    leaf = part_of(logits, class_dim, own).clone().requires_grad_()
+    if target.is_floating_point():
+        target = part_of(target, class_dim, own)
     out = eaves.cross_entropy(
         leaf * 1, target, None if weight is None else weight[own], class_dim=class_dim, group=group, **returns,
         **options,
@@ -56,14 +62,14 @@ def on_a_rank(
 @each("options", OPTIONS)
 def test_every_option_matches_the_oracle(options: dict[str, Any], ranks: Ranks) -> None:
     combinations = pairwise(
-        (1, 2, 4), FLOATING_POINT, (((6, 5, 129), -1), ((6, 129, 5), 1)), REDUCTIONS, (False, True), (False, True),
-        (False, True),
+        (1, 2, 4), FLOATING_POINT, (((6, 5, 129), -1), ((6, 129, 5), 1)), (targets_of, probabilities_of), REDUCTIONS,
+        (False, True), (False, True), (False, True),
     )  # fmt: skip
-    for count, dtype, (shape, class_dim), reduction, is_weighted, is_in_place, has_row_weight in combinations:
+    for count, dtype, (shape, class_dim), targets, reduction, is_weighted, is_in_place, has_row_weight in combinations:
         logits = random_tensor(shape, dtype, here(), 4.0)
-        target = targets_of(logits, class_dim)
+        target = targets(logits, class_dim)
         weight = torch.linspace(0, 2, CLASSES).to(dtype) if is_weighted else None
-        row_weight = torch.linspace(0, 3, target.numel()).view(target.shape) if has_row_weight else None
+        row_weight = torch.linspace(0, 3, 30).view(6, 5) if has_row_weight else None
         named: dict[str, Any] = {"reduction": reduction, "row_weight": row_weight, **options}
         oracle = CrossEntropyOracle(logits, target, weight, class_dim=class_dim, **named)
         returns = every_output(target, weight, **options)
@@ -87,17 +93,24 @@ def test_every_option_matches_the_oracle(options: dict[str, Any], ranks: Ranks) 
         assert_within(torch.cat(gradients, class_dim), oracle.gradient(dtype, *upstreams), what)
 
 
-def padded(group: distributed.ProcessGroup, is_in_place: bool) -> None:
+def padded(group: distributed.ProcessGroup, is_in_place: bool, is_soft: bool) -> None:
     logits = random_tensor((6, CLASSES), torch.float64, here())
-    logits[:, 70:] = torch.nan
     target = torch.tensor([0, 69, 3, -100, 13, 61]).to(here())
+    if is_soft:
+        target = probabilities_of(logits)
+        target[:, 70:] = torch.nan
+    logits[:, 70:] = torch.nan
     whole = logits[:, :70].clone().requires_grad_()
-    expected = eaves.cross_entropy(whole, target)
+    expected = eaves.cross_entropy(whole, target[:, :70] if is_soft else target)
     expected.backward()
     own = own_classes(group)
-    for given, named in ((logits[:, own], {"group": group}), (logits, {})):
+    ways: list[tuple[Tensor, dict[str, Any]]] = [(logits[:, own], {"group": group})]
+    if not is_soft:
+        ways.append((logits, {}))
+    for given, named in ways:
         leaf = given.clone().requires_grad_()
-        loss = eaves.cross_entropy(leaf * 1, target, classes=70, inplace_backward=is_in_place, **named)
+        of_rank = target[:, own] if is_soft else target
+        loss = eaves.cross_entropy(leaf * 1, of_rank, classes=70, inplace_backward=is_in_place, **named)
         loss.backward()
         assert_agree(loss, expected)
         grad = torch.cat([whole.grad, logits.new_zeros(6, CLASSES - 70)], 1)
@@ -105,8 +118,9 @@ def padded(group: distributed.ProcessGroup, is_in_place: bool) -> None:
 
 
 @each("is_in_place", (False, True))
-def test_classes_of_padding_are_neither_read_nor_counted(is_in_place: bool, ranks: Ranks) -> None:
-    ranks.run(padded, is_in_place)
+@each("is_soft", (False, True))
+def test_classes_of_padding_are_neither_read_nor_counted(is_soft: bool, is_in_place: bool, ranks: Ranks) -> None:
+    ranks.run(padded, is_in_place, is_soft)
 
 
 def resized(group: distributed.ProcessGroup) -> None:
@@ -127,15 +141,17 @@ def test_another_rank_may_have_other_classes_than_before(ranks: Ranks) -> None:
 
 def of_dtensor(group: distributed.ProcessGroup) -> None:
     logits = random_tensor((6, CLASSES), torch.float64, here())
-    target = targets_of(logits)
-    whole = logits.clone().requires_grad_()
-    expected = eaves.cross_entropy(whole, target)
-    expected.backward()
-    cut = distribute_tensor(logits, DeviceMesh.from_group(group, "cpu"), [Shard(1)]).requires_grad_()
-    loss = eaves.cross_entropy(cut, target)
-    loss.backward()
-    assert_agree(loss, expected)
-    assert_agree(cut.grad.full_tensor(), whole.grad)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for targets in (probabilities_of, targets_of):
+        target = targets(logits)
+        whole = logits.clone().requires_grad_()
+        expected = eaves.cross_entropy(whole, target)
+        expected.backward()
+        cut = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
+        loss = eaves.cross_entropy(cut, distribute_tensor(target, mesh, [Shard(1)]) if target.dim() == 2 else target)
+        loss.backward()
+        assert_agree(loss, expected)
+        assert_agree(cut.grad.full_tensor(), whole.grad)
     with pytest.raises(NotImplementedError, match="expected its classes cut over the one axis of its mesh"):
         eaves.cross_entropy(distribute_tensor(logits, cut.device_mesh, [Shard(0)]), target)
 
@@ -144,12 +160,13 @@ def test_a_dtensor_says_which_group(cpu_ranks: Ranks) -> None:
     cpu_ranks.run(of_dtensor)
 
 
-def compiled(group: distributed.ProcessGroup) -> None:
+def compiled(group: distributed.ProcessGroup, is_soft: bool) -> None:
     logits = random_tensor((6, CLASSES), torch.float64, here())
-    target = targets_of(logits)
+    own = own_classes(group)
+    target = probabilities_of(logits)[:, own] if is_soft else targets_of(logits)
     found = []
     for wrap in (lambda function: function, lambda function: torch.compile(function, fullgraph=True, backend="eager")):
-        leaf = logits[:, own_classes(group)].clone().requires_grad_()
+        leaf = logits[:, own].clone().requires_grad_()
 
         def loss_of(logits: Tensor) -> Tensor:
             return eaves.cross_entropy(logits * 2, target, group=group)
@@ -161,8 +178,9 @@ def compiled(group: distributed.ProcessGroup) -> None:
         assert torch.equal(eager, of_graph)
 
 
-def test_it_compiles_without_a_graph_break(ranks: Ranks) -> None:
-    ranks.run(compiled, ranks=2)
+@each("is_soft", (False, True))
+def test_it_compiles_without_a_graph_break(is_soft: bool, ranks: Ranks) -> None:
+    ranks.run(compiled, is_soft, ranks=2)
 
 
 def test_what_needs_a_group_says_so() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import eaves
 from comparison import FLOATING_POINT, CrossEntropyOracle, assert_agree, assert_within
-from cross_entropy_test import OPTIONS, REDUCTIONS, each, targets_of
+from cross_entropy_test import OPTIONS, REDUCTIONS, each, probabilities_of, targets_of
 from layouts import random_tensor
 from pairwise import pairwise
 from refusals import assert_refused_by
@@ -36,22 +36,26 @@ def through_shards(
     of_gradient = shard_options(options, *of_shard, "reduction", "z_loss")
     axis = options.get("class_dim", -1)
     classes = cuts[-1]
+    is_soft = target.is_floating_point()
     shards = [
-        (logits.narrow(axis, low, high - low), None if weight is None else weight[low:high], low)
+        (
+            logits.narrow(axis, low, high - low),
+            target.narrow(axis, low, high - low) if is_soft else target,
+            None if weight is None else weight[low:high],
+            low,
+        )
         for low, high in itertools.pairwise(cuts)
     ]
     statistics = [
-        eaves.cross_entropy_shard(x, target, w, first_class=low, classes=classes, **of_shard) for x, w, low in shards
+        eaves.cross_entropy_shard(x, t, w, first_class=low, classes=classes, **of_shard) for x, t, w, low in shards
     ]
     merged = eaves.cross_entropy_merge(
-        torch.stack(statistics), target, classes=classes, has_weight=weight is not None, **of_merge
+        torch.stack(statistics), None if is_soft else target, classes=classes, has_weight=weight is not None, **of_merge
     )
     upstream = torch.ones_like(merged.loss) if grad_loss is None else grad_loss
     gradients = [
-        eaves.cross_entropy_shard_gradient(
-            upstream, x, target, merged, w, first_class=low, classes=classes, **of_gradient
-        )
-        for x, w, low in shards
+        eaves.cross_entropy_shard_gradient(upstream, x, t, merged, w, first_class=low, classes=classes, **of_gradient)
+        for x, t, w, low in shards
     ]
     return merged, torch.cat(gradients, axis)
 
@@ -59,11 +63,12 @@ def through_shards(
 @each("options", [{}, *OPTIONS])
 def test_shards_are_the_whole(options: dict[str, Any], device: torch.device) -> None:
     layouts = (((4, 3, CLASSES), -1), ((4, CLASSES, 3), 1))
-    for dtype, (shape, class_dim), is_weighted, reduction in pairwise(
-        FLOATING_POINT, layouts, (False, True), REDUCTIONS
+    kinds = (targets_of, probabilities_of)
+    for dtype, (shape, class_dim), targets, is_weighted, reduction in pairwise(
+        FLOATING_POINT, layouts, kinds, (False, True), REDUCTIONS
     ):
         logits = random_tensor(shape, dtype, device, 3.0)
-        target = targets_of(logits, class_dim)
+        target = targets(logits, class_dim)
         weight = torch.linspace(0, 2, CLASSES, device=device).to(dtype) if is_weighted else None
         named = {"class_dim": class_dim, "reduction": reduction, **options}
         oracle = CrossEntropyOracle(logits, target, weight, **named)
@@ -107,7 +112,7 @@ def test_what_shards_refuse(device: torch.device) -> None:
 
     refused(ValueError, r"classes 25 to 25 \+ 10, expected a part of 30", logits, target, first_class=25)
     refused(ValueError, r"classes -1 to", logits, target, first_class=-1)
-    refused(ValueError, r"takes classes, not probabilities", logits, logits)
+    refused(ValueError, r"target has shape \[5, 9\], expected \[5, 10\]", logits, logits[:, 1:])
     refused(ValueError, r"weight has shape \[30\], expected \[10\]", logits, target, torch.ones(30, device=device))
     refused(NotImplementedError, r"no autograd", logits.detach().requires_grad_(), target)
     statistics = eaves.cross_entropy_shard(logits, target, **shard)
@@ -117,7 +122,7 @@ def test_what_shards_refuse(device: torch.device) -> None:
             eaves.cross_entropy_merge, "cross_entropy", ValueError, sentence, statistics, target, classes=30, **named
         )
 
-    sentence = r"statistics has shape \[5, 10\], expected \[5, 5, 10\] \(of each shard, for each target\)"
+    sentence = r"statistics has shape \[5, 10\], expected \[5, 5, 10\] \(of each shard, for each row\)"
     merge_refused(sentence, statistics)
     merge_refused(r"statistics has dtype bfloat16, expected", statistics[None].bfloat16())
     merge_refused(r"only the mean divides", statistics[None], reduction="sum", normalizer=2.0)

@@ -19,7 +19,7 @@ from eaves import _linear_cross_entropy_ranks
 from eaves._loss import ARGMAX
 from eaves._ranks import Place, refuse_argmax
 from linear_cross_entropy_cases import LinearOracle, assert_gradients
-from linear_cross_entropy_test import problem
+from linear_cross_entropy_test import problem, soft_targets
 from pairwise import pairwise
 from ranks import RANKS, Ranks, here
 
@@ -51,6 +51,8 @@ def on_a_rank(
     if options.get("sequence_parallel"):
         size = x.shape[0] // group.size()
         rows = slice(group.rank() * size, (group.rank() + 1) * size)
+    if target.is_floating_point():
+        target = target[..., own]
     given = [x[rows], head[own], None if bias is None else bias[own]]
     leaves = [None if each is None else each.detach().clone().requires_grad_() for each in given]
     out = eaves.linear_cross_entropy(
@@ -114,6 +116,23 @@ def test_every_option_matches_the_oracle(options: dict[str, Any], ranks: Ranks) 
         named = {"reduction": reduction, "algorithm": algorithm, "workspace_bytes": limit, **options}
         returns = every_output(target, **{"label_smoothing": 0.0, **named, "weight": weight}) if is_all else {}
         check(ranks, count, False, x, head, target, bias, weight, returns, **named, **in_one_rounding(dtype))
+
+
+def test_targets_may_be_probabilities(ranks: Ranks) -> None:
+    combinations = pairwise(
+        (1, 2, 4), DTYPES, ALGORITHMS, REDUCTIONS, (False, True), (False, True), (0.0, 0.1), (None, 20_000)
+    )
+    for count, dtype, algorithm, reduction, is_weighted, is_parallel, label_smoothing, limit in combinations:
+        x, head, _, bias = problem((8, 3, 16), CLASSES, dtype, here())
+        target = soft_targets(x.shape, CLASSES, here(), dtype)
+        weight = torch.linspace(0, 2, CLASSES).to(dtype) if is_weighted else None
+        named = {
+            "reduction": reduction, "algorithm": algorithm, "workspace_bytes": limit, "softcap": 5.0, "z_loss": 0.01,
+            "label_smoothing": label_smoothing, "sequence_parallel": is_parallel,
+            "row_weight": torch.linspace(0, 3, 24).view(8, 3), **in_one_rounding(dtype),
+        }  # fmt: skip
+        returns = {} if is_weighted else {"return_lse": True, "return_entropy": True}
+        check(ranks, count, False, x, head, target, bias, weight, returns, **named)
 
 
 def test_rows_have_weights_and_a_normalizer(ranks: Ranks) -> None:
@@ -500,7 +519,7 @@ WRONG = [
     (-1, {"first_class": 0}, "ValueError", r"begin with the classes \[0, 0, 0, 0\] and have \[10, 10, 10, 10\]"),
     (-1, {"target": torch.full((24,), 40)}, "ValueError", r"target\[0\] is 40, expected 0 to 39, or ignore_index -100"),
     (2, {"target": torch.arange(24).flip(0)}, "ValueError", "differ in which rows count|differ in target"),
-    (-1, {"target": torch.zeros(24, 10).double()}, "NotImplementedError", "takes classes as its target"),
+    (1, {"target": torch.ones(24, 10).double()}, "ValueError", "the kind of target: classes and probabilities"),
     (1, {"linear_weight": torch.zeros(10, 8).double()}, "ValueError", r"linear_weight has shape \[10, 8\]"),
     (-1, {"sequence_parallel": True, "reduce_input_grad": False}, "ValueError", "expected reduce_input_grad=True"),
 ]

@@ -28,9 +28,9 @@ void merge_of(const CrossEntropyMergeProblem& problem, const ExecutionContext& c
         target.logit += from[int(CrossEntropyStatistic::target_logit)];
         target.weight += from[int(CrossEntropyStatistic::target_weight)];
       }
-      const bool is_ignored = terms.is_ignored(integer_at(inputs.targets, at.of[kTargets]));
+      const bool is_ignored = !terms.is_soft && terms.is_ignored(integer_at(inputs.targets, at.of[kTargets]));
       const double row_weight = is_ignored ? 0.0 : row_weight_at(inputs, index);
-      weights[static_cast<std::size_t>(index)] = target.weight * row_weight;
+      weights[static_cast<std::size_t>(index)] = (terms.is_soft ? 1.0 : target.weight) * row_weight;
       if (is_ignored && !problem.reads_ignored_rows) {
         results.store(index, {}, {});
         continue;

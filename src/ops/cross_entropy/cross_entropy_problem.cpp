@@ -26,7 +26,6 @@ struct InputArgs {
   const CrossEntropyOptions& options;
   std::int64_t first_class = 0;
   std::int64_t classes = 0;
-  bool may_be_soft = true;
   bool overwrites_logits = false;
 };
 
@@ -105,10 +104,6 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
   check::is_valid(targets);
   check::is_on(targets, args.logits.device, "logits");
   const bool is_soft = is_floating_point(args.targets.dtype);
-  if (is_soft && !args.may_be_soft) {
-    check::fail(targets, std::string("has dtype ") + name_of(args.targets.dtype) +
-                             ", expected int32 or int64 (a vocabulary in shards takes classes, not distributions)");
-  }
   if (is_soft) {
     check::has_dtype(targets, {args.logits.dtype, DType::float32}, "soft targets: that of logits, or float32");
     check::has_shape(targets, args.logits.shape, "soft targets: that of logits");
@@ -170,10 +165,10 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
 CrossEntropyForwardProblem make_forward_problem(const char* op, const CrossEntropyForwardArgs& args,
                                                 const TensorView& grad_loss = {}, const TensorView& grad_logits = {},
                                                 bool overwrites_logits = false) {
-  auto [inputs, checked] = check_inputs(op,
-                                        {args.logits, args.targets, args.weight, args.row_weight, args.class_axis,
-                                         args.options, 0, 0, true, overwrites_logits},
-                                        grad_logits, grad_loss);
+  auto [inputs, checked] = check_inputs(
+      op,
+      {args.logits, args.targets, args.weight, args.row_weight, args.class_axis, args.options, 0, 0, overwrites_logits},
+      grad_logits, grad_loss);
   if (grad_logits.is_present) check_narrow_layout(inputs, {op, "targets", args.targets});
   CrossEntropyForwardProblem problem{
       .inputs = inputs,
@@ -215,7 +210,7 @@ CrossEntropyBackwardProblem make_problem(const CrossEntropyBackwardArgs& args) {
 
   auto [inputs, checked] = check_inputs(kBackward,
                                         {args.logits, args.targets, args.weight, args.row_weight, args.class_axis,
-                                         args.options, args.first_class, args.classes, true, is_in_place},
+                                         args.options, args.first_class, args.classes, is_in_place},
                                         args.grad_logits, args.grad_loss);
 
   if (is_narrow) check_narrow_layout(inputs, {kBackward, "targets", args.targets});
@@ -306,17 +301,10 @@ void check_statistics_dtype(const LossArguments& checked, const Argument& statis
 }  // namespace
 
 CrossEntropyShardProblem make_problem(const CrossEntropyShardArgs& args) {
-  auto [inputs, checked] = check_inputs(kShardForward,
-                                        {args.logits,
-                                         args.targets,
-                                         args.weight,
-                                         {},
-                                         args.class_axis,
-                                         args.options,
-                                         args.first_class,
-                                         args.classes,
-                                         false},
-                                        {}, {});
+  auto [inputs, checked] = check_inputs(
+      kShardForward,
+      {args.logits, args.targets, args.weight, {}, args.class_axis, args.options, args.first_class, args.classes}, {},
+      {});
   const Argument statistics{kShardForward, "statistics", args.statistics};
   check::is_valid(statistics);
   Dims expected = checked.row_shape;
@@ -338,45 +326,51 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
   check::has_dtype(statistics, {DType::float32, DType::float64}, "as the shards wrote them");
   check::is_contiguous(statistics);
   check::loss_options(kMerge, args.options);
-  check::is_valid(targets);
-  check::is_on(targets, args.statistics.device, "statistics");
-  check::has_dtype(targets, {DType::int64, DType::int32}, "classes");
   const Dims& shape = args.statistics.shape;
   const int rank = shape.size();
   const std::int64_t shards = rank == 0 ? 0 : shape[0];
+  Dims row_shape = args.targets.shape;
+  if (args.has_soft_targets) {
+    if (args.targets.is_present) check::fail(targets, "are given, expected none where has_soft_targets is set");
+    for (int axis = 1; axis + 1 < rank; ++axis) row_shape.push_back(shape[axis]);
+  } else {
+    check::is_valid(targets);
+    check::is_on(targets, args.statistics.device, "statistics");
+    check::has_dtype(targets, {DType::int64, DType::int32}, "classes");
+  }
   Dims expected;
   expected.push_back(shards);
-  for (const std::int64_t size : args.targets.shape) expected.push_back(size);
+  for (const std::int64_t size : row_shape) expected.push_back(size);
   expected.push_back(kCrossEntropyStatistics);
-  check::has_shape(statistics, expected, "of each shard, for each target");
+  check::has_shape(statistics, expected, "of each shard, for each row");
   if (args.classes < 1) {
     throw InvalidArgument(std::string(kMerge) + ": classes is " + std::to_string(args.classes) +
                           ", expected the number of classes of all shards");
   }
   LossArguments checked{.op = kMerge,
-                        .row_shape = args.targets.shape,
+                        .row_shape = row_shape,
                         .result_dtype = args.loss.is_present ? args.loss.dtype : args.statistics.dtype,
                         .device = args.statistics.device,
                         .reference = "statistics",
                         .rows_of = "logits"};
   check_statistics_dtype(checked, statistics);
   checked.take_input(statistics);
-  checked.take_input(targets);
-  const Dims rows = contiguous_strides(args.targets.shape);
+  if (!args.has_soft_targets) checked.take_input(targets);
+  const Dims rows = contiguous_strides(row_shape);
+  const Dims& target_strides = args.has_soft_targets ? rows : args.targets.strides;
   CrossEntropyMergeProblem problem{
-      .inputs = {.view =
-                     make_row_view<3, 6>(args.targets.shape, {}, {rows, rows, rows, args.targets.strides, rows, rows}),
+      .inputs = {.view = make_row_view<3, 6>(row_shape, {}, {rows, rows, rows, target_strides, rows, rows}),
                  .device = args.statistics.device,
                  .logits_dtype = checked.result_dtype,
                  .logits = nullptr,
-                 .targets = {args.targets.data, args.targets.dtype},
+                 .targets = {args.targets.data, args.has_soft_targets ? checked.result_dtype : args.targets.dtype},
                  .weight = {},
                  .row_weight = checked.per_row({kMerge, "row_weight", args.row_weight}, false),
                  .first_class = 0,
                  .classes = args.classes,
                  .options = args.options,
                  .plan = {},
-                 .row_shape = args.targets.shape},
+                 .row_shape = row_shape},
       .has_weight = args.has_weight,
       .reads_ignored_rows = args.reads_ignored_rows,
       .shards = shards,
@@ -384,7 +378,7 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
       .statistics_dtype = args.statistics.dtype,
       .normalizer = checked.mean_scalar({kMerge, "normalizer", args.normalizer}, args.options.reduction, false),
       .outputs = {}};
-  const bool has_unit_factors = !args.has_weight || args.options.label_smoothing == 0.0;
+  const bool has_unit_factors = !args.has_soft_targets && (!args.has_weight || args.options.label_smoothing == 0.0);
   problem.outputs = check::loss_outputs(checked, args, args.options.reduction, has_unit_factors);
   return problem;
 }

@@ -34,7 +34,7 @@ void run_in_shards(CrossEntropyRun& run, const std::vector<std::int64_t>& sizes)
   const CrossEntropyForwardArgs whole = run.forward_args();
   const auto shards = static_cast<std::int64_t>(sizes.size());
   Dims shape = {shards};
-  for (const std::int64_t size : whole.targets.shape) shape.push_back(size);
+  for (const std::int64_t size : run.row_shape()) shape.push_back(size);
   shape.push_back(kCrossEntropyStatistics);
   TestTensor statistics(test_case.device, accumulator_dtype(test_case.dtype), shape);
 
@@ -48,11 +48,14 @@ void run_in_shards(CrossEntropyRun& run, const std::vector<std::int64_t>& sizes)
   const auto weight_of = [&](std::int64_t first, std::int64_t size) {
     return whole.weight.is_present ? part_of(whole.weight, 0, first, size) : TensorView{};
   };
+  const auto targets_of = [&](std::int64_t first, std::int64_t size) {
+    return run.is_soft() ? part_of(whole.targets, run.class_axis(), first, size) : whole.targets;
+  };
   std::int64_t first = 0;
   for (std::int64_t shard = 0; shard < shards; ++shard) {
     const std::int64_t size = sizes[static_cast<std::size_t>(shard)];
     cross_entropy_shard_forward({.logits = part_of(whole.logits, run.class_axis(), first, size),
-                                 .targets = whole.targets,
+                                 .targets = targets_of(first, size),
                                  .weight = weight_of(first, size),
                                  .class_axis = test_case.class_axis,
                                  .options = test_case.options,
@@ -64,12 +67,13 @@ void run_in_shards(CrossEntropyRun& run, const std::vector<std::int64_t>& sizes)
   }
   ASSERT_EQ(first, run.classes());
   cross_entropy_merge({.statistics = statistics.view(),
-                       .targets = whole.targets,
+                       .targets = run.is_soft() ? TensorView{} : whole.targets,
                        .row_weight = whole.row_weight,
                        .normalizer = whole.normalizer,
                        .options = test_case.options,
                        .classes = run.classes(),
                        .has_weight = whole.weight.is_present,
+                       .has_soft_targets = run.is_soft(),
                        .reads_ignored_rows = test_case.reads_ignored_rows,
                        .loss = whole.loss,
                        .lse = whole.lse,
@@ -85,6 +89,7 @@ void run_in_shards(CrossEntropyRun& run, const std::vector<std::int64_t>& sizes)
     CrossEntropyBackwardArgs args = run.backward_args();
     args.logits = part_of(args.logits, run.class_axis(), first, size);
     args.grad_logits = part_of(args.grad_logits, run.class_axis(), first, size);
+    args.targets = targets_of(first, size);
     args.weight = weight_of(first, size);
     args.first_class = first;
     args.classes = run.classes();
@@ -160,6 +165,48 @@ TEST_P(CrossEntropyShards, TheirMergeIsTheWholeWithEveryOption) {
       }
     }
   }
+}
+
+TEST_P(CrossEntropyShards, TakeSoftTargets) {
+  for (const DType dtype : floating_point_dtypes()) {
+    for (const int axis : {-1, 0}) {
+      for (const std::vector<std::int64_t>& sizes : cuts_of(48)) {
+        for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
+          for (const double smoothing : {0.0, 0.1}) {
+            CrossEntropyCase test_case{.device = device(),
+                                       .dtype = dtype,
+                                       .shape = {48, 48},
+                                       .class_axis = axis,
+                                       .targets_dtype = accumulator_dtype(dtype),
+                                       .options = {.reduction = reduction, .label_smoothing = smoothing},
+                                       .value = normal};
+            check_shards(test_case, sizes);
+            test_case.options.softcap = 15.0;
+            test_case.options.z_loss_weight = 0.01;
+            test_case.targets_dtype = dtype;
+            test_case.weight_dtype = dtype;
+            test_case.has_row_weight = reduction != Reduction::sum;
+            test_case.has_grad_lse = test_case.has_grad_entropy = true;
+            check_shards(test_case, sizes);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropyShards, TheMergeTakesEitherTargetsOrThatTheyWereSoft) {
+  TestTensor statistics(device(), DType::float32, {2, 3, kCrossEntropyStatistics});
+  TestTensor targets(device(), DType::int64, {3});
+  TestTensor loss(device(), DType::float32, {});
+  EXPECT_EQ(refusal_of([&] {
+              cross_entropy_merge({.statistics = statistics.view(),
+                                   .targets = targets.view(),
+                                   .classes = 8,
+                                   .has_soft_targets = true,
+                                   .loss = loss.view()});
+            }),
+            "cross_entropy_merge: targets are given, expected none where has_soft_targets is set");
 }
 
 TEST_P(CrossEntropyShards, EveryClassAxisCanBeCut) {

@@ -131,7 +131,6 @@ Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& 
   check::is_on(targets, args.x.device, "x");
   std::int64_t soft_target_stride = 0;
   const bool is_soft = is_floating_point(args.targets.dtype);
-  if (is_soft && is_shard) check::fail(targets, "are distributions, expected classes: the head is a shard");
   if (is_soft) {
     soft_target_stride = check_soft_targets(targets, arguments.row_shape, classes, arguments.result_dtype);
   } else {
@@ -259,10 +258,12 @@ void check_exchange(Checked& checked, const LinearCrossEntropyForwardBackwardArg
   if (args.shard.gather == nullptr) throw InvalidArgument(std::string(problem.op) + ": shard.gather is needed");
   const LinearCrossEntropyOutputs& outputs = args.forward.outputs;
   check::is_required({problem.op, "lse", outputs.lse}, "for the gradients of a shard");
-  if (problem.class_weight.data != nullptr) {
-    check::is_required({problem.op, "target_mass", outputs.target_mass}, "for the gradients of a shard with weights");
+  if (problem.class_weight.data != nullptr || problem.has_soft_targets()) {
+    check::is_required({problem.op, "target_mass", outputs.target_mass},
+                       "for the gradients of a shard with weights or soft targets");
   }
-  if (problem.options.reduction == Reduction::mean && problem.class_weight.data != nullptr) {
+  const bool weighs_classes = problem.class_weight.data != nullptr && !problem.has_soft_targets();
+  if (problem.options.reduction == Reduction::mean && weighs_classes) {
     check::is_required({problem.op, "normalizer", args.forward.normalizer}, "a shard has not all weights");
   }
   problem.statistics = args.shard.statistics.data;

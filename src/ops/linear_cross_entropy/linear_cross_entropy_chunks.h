@@ -404,12 +404,14 @@ class LinearCrossEntropyChunks {
     merge_statistics(first, rows, statistics_view({blocks, rows, kCrossEntropyStatistics}));
   }
   void merge_statistics(std::int64_t first, std::int64_t rows, const TensorView& statistics) {
+    const bool is_soft = problem_.has_soft_targets();
     CrossEntropyMergeArgs merge{.statistics = statistics,
-                                .targets = targets_at(first, rows, 0, problem_.classes),
+                                .targets = is_soft ? TensorView{} : targets_at(first, rows, 0, problem_.classes),
                                 .row_weight = numbers_at(row_weight_, first, rows),
                                 .options = row_options(),
                                 .classes = problem_.all_classes(),
                                 .has_weight = memory_.class_weight != nullptr,
+                                .has_soft_targets = is_soft,
                                 .reads_ignored_rows = false};
     put_outputs(merge, first, rows);
     cross_entropy_merge(merge, loss_context_);

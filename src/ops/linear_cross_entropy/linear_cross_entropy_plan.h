@@ -99,14 +99,14 @@ inline bool may_gather(const LinearCrossEntropyProblem& problem) {
   return !is_matrix(problem) || (problem.skips_ignored_rows && !problem.has_soft_targets());
 }
 
-/// Is a row cut into blocks of classes? Without a backward that takes statistics of hard targets.
+/// Is a row cut into blocks of classes?
 inline bool cuts_classes(const LinearCrossEntropyProblem& problem) {
   if (problem.mode == LinearCrossEntropyMode::backward) return true;
   if (problem.ends_in_product || problem.shard != nullptr) return false;
   // Statistics hold the class of the largest logit as an accumulator: float32 knows integers up to 2^24.
   const bool knows_argmax = problem.outputs.argmax == nullptr || problem.accumulator() == DType::float64 ||
                             problem.classes <= std::int64_t{1} << 24;
-  return !problem.wants_gradients() && !problem.has_soft_targets() && knows_argmax;
+  return !problem.wants_gradients() && knows_argmax;
 }
 
 /// Is grad_x of a block summed in accumulators, to be rounded at the end? Where it is a sum of several products.

@@ -24,12 +24,12 @@ class LinearCrossEntropyShardsInProduct : public OnGpuWithExpProduct {};
 
 constexpr std::int64_t kS = kCrossEntropyStatistics;
 
-/// The classes [first, first + size) of a tensor; absent of one that is absent.
-TensorView part_of(TensorView view, std::int64_t first, std::int64_t size) {
+/// The classes [first, first + size) of a tensor, which are axis `axis`; absent of one that is absent.
+TensorView part_of(TensorView view, std::int64_t first, std::int64_t size, int axis = 0) {
   if (!view.is_present) return view;
-  const std::int64_t bytes = first * view.strides[0] * static_cast<std::int64_t>(size_of(view.dtype));
+  const std::int64_t bytes = first * view.strides[axis] * static_cast<std::int64_t>(size_of(view.dtype));
   view.data = static_cast<char*>(view.data) + bytes;
-  view.shape[0] = size;
+  view.shape[axis] = size;
   return view;
 }
 
@@ -37,6 +37,9 @@ LinearCrossEntropyInputs part_of(LinearCrossEntropyInputs inputs, std::int64_t f
   inputs.weight = part_of(inputs.weight, first, size);
   inputs.bias = part_of(inputs.bias, first, size);
   inputs.class_weight = part_of(inputs.class_weight, first, size);
+  if (is_floating_point(inputs.targets.dtype)) {
+    inputs.targets = part_of(inputs.targets, first, size, inputs.targets.shape.size() - 1);
+  }
   return inputs;
 }
 
@@ -48,7 +51,7 @@ class Shards {
         case_(run.test_case()),
         sizes_(sizes),
         count_(static_cast<std::int64_t>(sizes.size())),
-        rows_(run.forward_args().inputs.targets.element_count()),
+        rows_(run.rows()),
         statistics_(case_.device, run.result_dtype(), {count_, rows_, kS}),
         own_(case_.device, run.result_dtype(), {rows_, kS}),
         gathered_(case_.device, run.result_dtype(), {count_, rows_, kS}) {}
@@ -106,12 +109,13 @@ class Shards {
     const LinearCrossEntropyOutputs& to = whole.outputs;
     cross_entropy_merge(
         {.statistics = TensorView::contiguous(rows_at(statistics_, 0), run_.result_dtype(), shape, case_.device),
-         .targets = whole.inputs.targets,
+         .targets = run_.is_soft() ? TensorView{} : whole.inputs.targets,
          .row_weight = whole.inputs.row_weight,
          .normalizer = whole.normalizer,
          .options = case_.options,
          .classes = case_.classes,
          .has_weight = whole.inputs.class_weight.is_present,
+         .has_soft_targets = run_.is_soft(),
          .reads_ignored_rows = false,
          .loss = to.loss,
          .lse = to.lse,
@@ -276,6 +280,26 @@ TEST_P(LinearCrossEntropyShards, TakeEveryOption) {
       c.bias_dtype = dtype;
       c.accumulates = true;
       check_shards(c, kCuts[2]);
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropyShards, TakeSoftTargets) {
+  for (const DType dtype : floating_point_dtypes()) {
+    for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
+      for (const std::vector<std::int64_t>& sizes : kCuts) {
+        LinearCrossEntropyCase c = case_of(device(), dtype);
+        c.target = nullptr;
+        c.targets_dtype = accumulator_dtype(dtype);
+        c.options.reduction = reduction;
+        check_shards(c, sizes);
+        c.options.label_smoothing = 0.1;
+        c.options.softcap = 5.0;
+        c.has_row_weight = true;
+        c.class_weight_dtype = DType::float32;
+        c.workspace_limit = 4000;  // several chunks
+        check_shards(c, sizes);
+      }
     }
   }
 }
