@@ -303,6 +303,10 @@ class PlaceChanged(Exception):
     """The ranks have agreed upon another place than was expected: what was computed for that one is of no use."""
 
 
+def _expects_last(target: Tensor) -> bool:
+    return target.is_cuda and os.environ.get("EAVES_CHECK_TARGETS", "0") == "0"
+
+
 class Agreement:
     """agreed_place(), late: while the ranks compare their arguments the GPU computes, by the place that the last such
     call had. Before anything else is exchanged, settle(). Not where targets are compared with the place's classes."""
@@ -311,8 +315,7 @@ class Agreement:
         self._begin: Callable[[], Place] = lambda: agreed_place(op, shard, columns, facts())
         self._place: Place | None = None
         self._key = shard, columns
-        expects_last = target.is_cuda and os.environ.get("EAVES_CHECK_TARGETS", "0") == "0"
-        self._expected = _places.get(self._key) if expects_last and self._key not in _unsteady else None
+        self._expected = _places.get(self._key) if _expects_last(target) and self._key not in _unsteady else None
 
     def expected(self) -> Place:
         return self._place or self._expected or self.settle()

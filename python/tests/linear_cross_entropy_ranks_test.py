@@ -15,7 +15,7 @@ import eaves
 from comparison import assert_agree, assert_within
 from cross_entropy_gradient_test import upstream
 from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output
-from eaves import _linear_cross_entropy_ranks
+from eaves import _linear_cross_entropy_ranks, _ranks
 from eaves._loss import ARGMAX
 from eaves._ranks import Place, refuse_argmax
 from linear_cross_entropy_cases import LinearOracle, assert_gradients
@@ -218,6 +218,25 @@ def resized(group: distributed.ProcessGroup, algorithm: str) -> None:
 @each("algorithm", ALGORITHMS)
 def test_another_rank_may_have_other_classes_than_before(algorithm: str, ranks: Ranks) -> None:
     ranks.run(resized, algorithm, ranks=2)
+
+
+def resized_late(group: distributed.ProcessGroup, algorithm: str) -> None:
+    expects_last = _ranks._expects_last
+    _ranks._places.clear()
+    _ranks._unsteady.clear()
+    try:
+        _ranks._expects_last = lambda target: True
+        resized(group, algorithm)
+    finally:
+        _ranks._expects_last = expects_last
+    # The first rank's part has 10 classes both times, but of another whole.
+    assert [columns for _, columns in _ranks._unsteady] == ([10] if group.rank() == 0 else [])
+
+
+@each("algorithm", ALGORITHMS)
+def test_what_was_computed_for_another_place_is_computed_again(algorithm: str, cpu_ranks: Ranks) -> None:
+    # On a GPU a call computes by the place of the last one while the ranks compare their arguments.
+    cpu_ranks.run(resized_late, algorithm, ranks=2)
 
 
 def input_gradients(group: distributed.ProcessGroup, options: dict[str, Any]) -> Tensor:
