@@ -112,7 +112,7 @@ def test_what_shards_refuse(device: torch.device) -> None:
 
     refused(ValueError, r"classes 25 to 25 \+ 10, expected a part of 30", logits, target, first_class=25)
     refused(ValueError, r"classes -1 to", logits, target, first_class=-1)
-    refused(ValueError, r"target has shape \[5, 9\], expected \[5, 10\]", logits, logits[:, 1:])
+    refused(ValueError, r"expected \[5, 10\] for probabilities", logits, logits[:, 1:])
     refused(ValueError, r"weight has shape \[30\], expected \[10\]", logits, target, torch.ones(30, device=device))
     refused(NotImplementedError, r"no autograd", logits.detach().requires_grad_(), target)
     statistics = eaves.cross_entropy_shard(logits, target, **shard)

@@ -177,8 +177,8 @@ TEST_P(CrossEntropyShards, TakeSoftTargets) {
                                        .dtype = dtype,
                                        .shape = {48, 48},
                                        .class_axis = axis,
-                                       .targets_dtype = accumulator_dtype(dtype),
                                        .options = {.reduction = reduction, .label_smoothing = smoothing},
+                                       .targets_dtype = accumulator_dtype(dtype),
                                        .value = normal};
             check_shards(test_case, sizes);
             test_case.options.softcap = 15.0;

@@ -169,6 +169,12 @@ class CrossEntropyRun {
   Reduction reduction() const { return case_.options.reduction; }
   std::int64_t classes() const { return case_.shape[class_axis_]; }
   int class_axis() const { return class_axis_; }
+  bool is_soft() const { return is_floating_point(case_.targets_dtype); }
+  Dims row_shape() const {
+    AxisSet axes;
+    axes.contains[class_axis_] = true;
+    return reduced_shape(case_.shape, axes, false);
+  }
 
  private:
   /// Bit by bit. What is behind a narrow row is undefined.
@@ -184,15 +190,8 @@ class CrossEntropyRun {
     return true;
   }
 
-  bool is_soft() const { return is_floating_point(case_.targets_dtype); }
   bool has_mean_logit() const { return !is_soft() && !(case_.weight_dtype && case_.options.label_smoothing != 0.0); }
   DType result_dtype() const { return accumulator_dtype(case_.dtype); }
-  Dims row_shape() const {
-    AxisSet axes;
-    axes.contains[class_axis_] = true;
-    return reduced_shape(case_.shape, axes, false);
-  }
-
   double target(std::int64_t i) const {
     return case_.target ? case_.target(i) : random_target(45, i, is_soft(), classes(), case_.options.ignore_index);
   }

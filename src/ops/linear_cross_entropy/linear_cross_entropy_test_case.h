@@ -222,9 +222,9 @@ class LinearCrossEntropyRun {
   const LinearCrossEntropyCase& test_case() const { return case_; }
   Reduction reduction() const { return case_.options.reduction; }
   DType result_dtype() const { return accumulator_dtype(case_.dtype); }
+  bool is_soft() const { return is_floating_point(case_.targets_dtype); }
 
  private:
-  bool is_soft() const { return is_floating_point(case_.targets_dtype); }
   bool has_mean_logit() const {
     return !is_soft() && !(case_.class_weight_dtype && case_.options.label_smoothing != 0.0);
   }
