@@ -37,7 +37,7 @@ struct StridedLoop {
   EAVES_HOST_DEVICE Offsets offsets(std::int64_t index) const {
     Offsets result{};
 #ifdef __CUDA_ARCH__
-#pragma unroll 1
+#pragma unroll 1  // a division is long
 #endif
     for (int axis = rank - 1; axis > 0; --axis) {
       const std::int64_t next = divide(index, sizes[axis]);

@@ -60,12 +60,10 @@ __device__ inline Piece find_piece(const RowSplit& split) {
 template <typename T>
 __device__ void prefetch_start(const T* first, std::int64_t count) {
 #if __CUDA_ARCH__ >= 900
-  const std::int64_t run_bytes = count * std::int64_t{sizeof(T)};
-  if (threadIdx.x != 0 || run_bytes < kFewestPrefetchedBytes) return;
-  const std::int64_t wanted = run_bytes < kLongRowBytes ? kPrefetchedBytes : kPrefetchedBytesOfLongRows;
-  // The instruction takes whole units of 16 bytes. None is beyond the run.
+  if (threadIdx.x != 0 || count * std::int64_t{sizeof(T)} < kLongRowBytes) return;
+  // The instruction takes whole units of 16 bytes.
   const std::uint64_t address = (reinterpret_cast<std::uint64_t>(first) + 15) / 16 * 16;
-  const auto bytes = static_cast<std::uint32_t>(run_bytes < wanted + 16 ? wanted - 16 : wanted);
+  const auto bytes = static_cast<std::uint32_t>(kPrefetchedBytes);
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes));
 #endif
 }

@@ -47,17 +47,15 @@ inline RowThreads row_threads(std::int64_t row_bytes) {
   return {256, 8};
 }
 
-/// A block asks L2 for the start of its row, or of its piece of one, before its threads load: for so many bytes, where
-/// the run has at least kFewestPrefetchedBytes. H100, bf16, 4096 rows, time over that of a plain read without and with
-/// it: logsumexp of 8192 elements 1.07 and 0.88, of 32768 1.03 and 0.99; cross entropy of 8192 1.22 and 1.08, of
-/// 32768 1.08 and 1.04, with an entropy 1.23 and 1.13. Blocks of rows of 8 KiB, which are many, are 5 % slower with it.
-inline constexpr std::int64_t kFewestPrefetchedBytes = 16384;
-inline constexpr std::int64_t kPrefetchedBytes = 16384;
-/// A row of so many bytes may be asked whether it is wanted before it is read (asks_first() of cross entropy). Less of
-/// it is prefetched: half of the rows ignored, 1.15 of the bytes of the others without a prefetch, 1.11 with 8
-/// KiB, 1.31 with 16 KiB.
+/// A row of so many bytes is long. It may be asked whether it is wanted before it is read (asks_first() of cross
+/// entropy).
 inline constexpr std::int64_t kLongRowBytes = 65536;
-inline constexpr std::int64_t kPrefetchedBytesOfLongRows = 8192;
+
+/// A block of a heavy operator asks L2 for the start of a long row, or piece of one, before its threads load. H100,
+/// cross entropy of [4096, 32768] bf16 with smoothing, with an entropy and with softcap, without and with it: 110 and
+/// 103, 109 and 102, 119 and 114 us. Without options it gains nothing, and half of the rows ignored take 57 us instead
+/// of 53.
+inline constexpr std::int64_t kPrefetchedBytes = 8192;
 
 /// Rows that are cut into pieces. H200, 8 rows of 2^24 bf16, microseconds with the merging (a plain read: 62.0):
 /// 256 x 8 and 256 pieces a row 67.8, 128 pieces 68.6, 64 pieces 68.7; 512 x 8 and 32 pieces a row 68.1.

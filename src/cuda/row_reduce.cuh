@@ -15,7 +15,7 @@
 //     using Prepared = ...;       // what prepare() returns; default-constructed where it was not called
 //     using Merge = ...;          // __device__ State operator()(const State&, const State&)
 //     const View& view() const;   // ShortRowView, or RowView for row_per_stride
-//     const T* elements(std::int64_t row) const;  // where a row of unit stride starts
+//     const T* elements(std::int64_t row) const;  // of a heavy operator: where a row of unit stride starts
 //
 //     // elements [first, first + count) of a row of unit stride, shared by `threads` threads; thread 0 also loads what
 //     // finish() needs beside the state
@@ -103,8 +103,7 @@ __global__ void __launch_bounds__(
   const auto [row, piece] = find_piece(split);
   const std::int64_t first = piece * split.piece_columns;
   const std::int64_t count = min(split.piece_columns, operation.view().column_count - first);
-  // A plain operator's rows that are long enough go by 8 vectors (row_threads).
-  if constexpr (kIsHeavy<Operation> || kVectors == 8) prefetch_start(operation.elements(row) + first, count);
+  if constexpr (kIsHeavy<Operation>) prefetch_start(operation.elements(row) + first, count);
   typename Operation::Prepared prepared;
   auto state = operation.template reduce<kVectors>(row, first, count < 0 ? 0 : count, threadIdx.x, threads, prepared);
   state = reduce_block<kThreads>(state, typename Operation::Merge{}, threads);

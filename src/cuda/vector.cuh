@@ -229,7 +229,7 @@ __device__ void for_each_batch(const T* first, std::int64_t count, int thread, i
   for (; left > (kVectors - 1) * threads; left -= kVectors * threads, address += kVectors * threads) {
     Vector<T> batch[kVectors];
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) batch[v] = load(address + v * threads);
+    for (int v = 0; v < kVectors; ++v) batch[v] = load_past_l1(address + v * threads);
     if (is_first && !goes_on()) return;
     is_first = false;
     body(batch);
@@ -237,7 +237,7 @@ __device__ void for_each_batch(const T* first, std::int64_t count, int thread, i
   if (left > 0) {
     Vector<T> batch[kVectors];
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) batch[v] = v * threads < left ? load(address + v * threads) : fill;
+    for (int v = 0; v < kVectors; ++v) batch[v] = v * threads < left ? load_past_l1(address + v * threads) : fill;
     if (is_first && !goes_on()) return;
     is_first = false;
     body(batch);

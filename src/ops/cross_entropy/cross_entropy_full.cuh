@@ -44,7 +44,7 @@ struct FullLoss {
     RunningStatistics<A, kHasSquare> running;
     const auto load_batch = [&](Vector<T>(&batch)[kVectors], int i) {
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) batch[v] = load(span.vector_address(i + v * threads));
+      for (int v = 0; v < kVectors; ++v) batch[v] = load_past_l1(span.vector_address(i + v * threads));
     };
     take_vectors<kVectors>(running, static_cast<int>(span.vectors), thread, threads, first + span.head,
                            at.of[kSoftTargets], load_batch, ask, [&](int i) { return span.vector_address(i); });
