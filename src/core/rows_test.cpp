@@ -18,7 +18,7 @@ Dims strides_of_part(const Dims& shape) {
 }
 
 TEST(ShortRowView, FindsRowsWhereTheWholeViewDoes) {
-  for (const Dims& shape : {Dims{7}, Dims{5, 7}, Dims{3, 5, 7}, Dims{3, 2, 5, 7}, Dims{3, 2, 4, 5, 7}, Dims{0, 5, 7}}) {
+  for (const Dims& shape : {Dims{7}, Dims{5, 7}, Dims{3, 5, 7}, Dims{3, 2, 5, 7}, Dims{3, 2, 4, 5, 7}}) {
     AxisSet axes;
     axes.contains[shape.size() - 1] = true;
     const Dims strides = contiguous_strides(shape);
@@ -35,6 +35,19 @@ TEST(ShortRowView, FindsRowsWhereTheWholeViewDoes) {
         EXPECT_EQ(found.of[tensor], expected.of[tensor]) << "row " << row << " of rank " << view.rows.rank;
       }
     }
+  }
+}
+
+TEST(ShortRowView, FindsTheLastOfAlmost2To31Rows) {
+  const std::int64_t sizes[] = {3, 715827882};  // of 2^31 - 2 rows
+  AxisSet axes;
+  axes.contains[2] = true;
+  const Dims shape{sizes[0], sizes[1], 7};
+  const Dims strides = strides_of_part(shape);
+  const ShortRowView<2, 4> view(make_row_view<2, 4>(shape, axes, {strides, strides, strides, strides}));
+  for (const std::int64_t row : {std::int64_t{0}, sizes[1] - 1, sizes[1], 2 * sizes[1] + 5, 3 * sizes[1] - 1}) {
+    const std::int64_t expected = row / sizes[1] * strides[0] + row % sizes[1] * strides[1];
+    EXPECT_EQ(view.rows.offsets(row).of[0], expected) << "row " << row;
   }
 }
 

@@ -465,9 +465,10 @@ TEST_F(CrossEntropyErrors, Dtypes) {
                  std::string("cross_entropy_backward: grad_lse has dtype bfloat16, expected float32") + result);
   auto shard = shard_;
   shard.targets = ones({4, 3});
+  shard.targets.dtype = DType::float64;
   expect_refused(shard,
-                 "cross_entropy_shard_forward: targets has dtype float32, expected int32 or int64 (a vocabulary in "
-                 "shards takes classes, not distributions)");
+                 "cross_entropy_shard_forward: targets has dtype float64, expected float32 (soft targets: that of "
+                 "logits, or float32)");
   shard = shard_;
   shard.statistics.dtype = DType::bfloat16;
   expect_refused(shard,
@@ -818,13 +819,11 @@ TEST_F(CrossEntropyErrors, ShapesOfStatistics) {
                  "row of logits)");
   auto merge = merge_;
   merge.statistics = ones({2, 5, 10});
-  expect_refused(merge,
-                 "cross_entropy_merge: statistics has shape [2, 5, 10], expected [2, 4, 10] (of each shard, for each "
-                 "target)");
+  expect_refused(
+      merge, "cross_entropy_merge: statistics has shape [2, 5, 10], expected [2, 4, 10] (of each shard, for each row)");
   merge.statistics = ones({4, 10});
-  expect_refused(merge,
-                 "cross_entropy_merge: statistics has shape [4, 10], expected [4, 4, 10] (of each shard, for each "
-                 "target)");
+  expect_refused(
+      merge, "cross_entropy_merge: statistics has shape [4, 10], expected [4, 4, 10] (of each shard, for each row)");
   merge = merge_;
   merge.classes = 0;
   expect_refused(merge, "cross_entropy_merge: classes is 0, expected the number of classes of all shards");
