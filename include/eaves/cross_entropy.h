@@ -155,7 +155,8 @@ struct CrossEntropyForwardBackwardArgs {
 
   /// out, optional: a narrower gradient, float16 or bfloat16, over float32 logits: the data and the shape of `logits`,
   /// and each row in the first half of its place, so that strides are twice as many elements. The classes are the last
-  /// axis, with unit stride, and every row starts on 16 bytes. What is behind a row's first half is undefined.
+  /// axis, with unit stride, and every row starts on 16 bytes. What is behind a row's first half is undefined. On a GPU
+  /// fewer than 2^31 rows.
   TensorView grad_logits = {};
 };
 
@@ -176,8 +177,9 @@ enum class CrossEntropyStatistic : std::uint8_t {
   sum,            ///< sum_v exp(z'_v - largest)
   target_logit,   ///< z'_t; 0 where the target is another shard's
   target_weight,  ///< w_t; likewise
-  linear,         ///< sum_v u_v z'_v; u_v is w_v q'_v with soft targets, else w_v with smoothing, else 1
-  mass,           ///< sum_v u_v, of the first two
+  linear,         ///< sum_v u_v z'_v: u_v is w_v q'_v with soft targets, else w_v with smoothing, else 1 where
+                  ///< is_for_mean_logit is set
+  mass,           ///< sum_v u_v, with soft targets or smoothing
   moment,         ///< sum_v exp(z'_v - largest) * (z'_v - largest)
   best_value,     ///< the largest z
   best,           ///< its class, which float32 knows up to 2^24 classes

@@ -164,7 +164,8 @@ struct LinearCrossEntropyForwardBackwardArgs {
 
   LinearCrossEntropyGradients gradients = {};
 
-  /// With shards, outputs.lse is needed, with class weights target_mass and for the mean a normalizer too.
+  /// With shards, outputs.lse is needed, with class weights or soft targets target_mass, and for a mean over hard
+  /// targets with class weights a normalizer.
   LinearCrossEntropyShard shard = {};
 };
 

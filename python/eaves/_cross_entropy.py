@@ -220,11 +220,11 @@ def cross_entropy(
             probabilities as the target, nor with weight and label_smoothing together.
         class_dim: the axis of the classes. None: what the shape of target says; where it says both (a target of [N, d]
             for an input of [N, d, d]; probabilities with more than two axes), the call is refused.
-        group: None, or the torch.distributed.ProcessGroup whose ranks have the classes in pieces: input and weight are
-            this rank's, and each rank calls with the same targets and options. All ranks get the same loss and outputs,
-            bit for bit, and the gradient of their own logits. Pieces may have different sizes, none too. Where input is
-            a DTensor whose classes are cut over one axis of its mesh, that axis is the group. With inplace_backward the
-            backward writes the gradient.
+        group: None, or the torch.distributed.ProcessGroup whose ranks have the classes in pieces: input, weight and a
+            target of probabilities are this rank's, and each rank calls with the same classes as targets, and options.
+            All ranks get the same loss and outputs, bit for bit, and the gradient of their own logits. Pieces may have
+            different sizes, none too. Where input is a DTensor whose classes are cut over one axis of its mesh, that
+            axis is the group. With inplace_backward the backward writes the gradient.
         first_class: the first class of this rank; None: the pieces follow each other in the order of ranks.
         classes: how many classes there are in all. Logits beyond are padding, which is not read, and has gradient 0.
             None: all are classes. Without a group too.
@@ -243,14 +243,14 @@ def cross_entropy(
         TypeError: an argument is of the wrong Python type.
         NotImplementedError: a dtype, layout or device that eaves does not have, a DTensor whose classes are not cut
             over one axis of its mesh; a derivative of second order, in forward mode, or of target, weight, row_weight
-            or normalizer; inplace_backward under torch.func; with a group probabilities, torch.vmap and torch.func.
+            or normalizer; inplace_backward under torch.func; with a group torch.vmap and torch.func.
         RuntimeError: with inplace_backward, input is a leaf that requires a gradient, or a second backward; of
             torch.distributed, where a rank has ended or does not call, after the time-out of the group.
         torch.OutOfMemoryError: torch's allocator has no memory for a result.
 
     With a group, ranks compare their arguments before they exchange statistics: an error of one, or a difference, is an
-    error on all. (On a GPU targets that differ make the rows' loss and gradient NaN.) While a CUDA graph is captured
-    they cannot: make the same call once before.
+    error on all. (On a GPU targets that differ make the rows' loss and gradient NaN. Probabilities are not compared.)
+    While a CUDA graph is captured they cannot: make the same call once before.
 
     Differences from torch.nn.functional.cross_entropy: the loss of 16-bit logits is float32; without rows, or with all
     of them ignored, the mean is 0 with gradient 0, not NaN; classes may also be the last axis; targets of uint8 are
@@ -323,8 +323,9 @@ def cross_entropy(
         check_reduce_dtype(_OP, shard, input)
     axis = class_axis(input, target, is_soft, class_dim)
     if classes is not None:
-        input, weight = without_padding(_OP, classes, input.movedim(axis, 0), weight)
-        input = input.movedim(0, axis)
+        soft = target.movedim(axis, 0) if is_soft else None
+        input, weight, soft = without_padding(_OP, classes, input.movedim(axis, 0), weight, soft)
+        input, target = input.movedim(0, axis), target if soft is None else soft.movedim(0, axis)
     if input.shape[axis] == 0 and shard is None and not is_soft and target.numel() != 0:
         raise ValueError(f"{_OP}: input has shape {shape_of(input)}, expected at least one class")
     mode = reduction_of(_OP, reduction)
@@ -486,7 +487,8 @@ def _of_shard(
     is_cut, axis = is_distributed(input), -1
     logits: Local | None = None
     if is_cut and group is None:
-        axis = class_axis(input, target, target.is_floating_point(), class_dim)
+        # By the logits alone: what is wrong with a rank's target has to be an error on all of them.
+        axis = _cut_axis(input) if class_dim is None else index_of(_OP, "class_dim", class_dim)
         logits = local_shard(_OP, "input", input, axis)
 
     def run(group: ProcessGroup) -> Any:
@@ -502,6 +504,12 @@ def _of_shard(
 
     group = group if logits is None else logits.group
     return with_agreement(_OP, group, run)
+
+
+def _cut_axis(input: Any) -> int:
+    """Where a DTensor of logits has its classes: on the last axis, or the second if that is cut."""
+    is_second = input.dim() > 2 and any(placement.is_shard(1) for placement in input.placements)
+    return 1 if is_second else -1
 
 
 def refuse_in_place(input: Tensor) -> None:

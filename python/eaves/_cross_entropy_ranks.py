@@ -59,10 +59,10 @@ def _forward(
         _OP, shard, target, columns,
         lambda: {
             "the shape of target": list(rows),
+            "the kind of target": "probabilities" if is_soft else "classes",
             "target": None if is_soft else digest(target),
             "row_weight": digest(row_weight),
             "normalizer": digest(normalizer),
-            "the kind of target": "probabilities" if is_soft else "classes",
             **dtypes(input=logits, weight=weight, row_weight=row_weight, normalizer=normalizer),
             "ignore_index": ignore_index,
             "reduction": REDUCTION_NAMES[mode],

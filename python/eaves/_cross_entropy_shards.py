@@ -93,8 +93,8 @@ def cross_entropy_shard(
     Returns:
         [rows..., 10], float32 (float64 for a float64 input), contiguous: the largest z' of the shard, sum exp(z' - it),
         z'_t, w_t, sum u_v z'_v, sum u_v, sum exp(z' - largest) (z' - largest), the largest z and its
-        class, sum exp(2 (z' - largest)); what the shard does not have of the target is 0. u_v is w_v, with
-        probabilities w_v times the smoothed target.
+        class, sum exp(2 (z' - largest)); what the shard does not have of the target is 0. u_v is w_v with
+        label_smoothing, with probabilities w_v times the smoothed target, else 0.
 
     Raises:
         ValueError, TypeError: as eaves.cross_entropy; the shard is no part of `classes`.
@@ -159,7 +159,7 @@ def cross_entropy_merge(
 
     Args:
         statistics: of all shards in the order of their classes, [shards, rows..., 10], contiguous.
-        target: as each shard got it; None where they got probabilities.
+        target: as each shard got it; None where they got probabilities, which the statistics do not say.
         classes: V, of all shards together.
         has_weight: whether the shards got weights.
         ignore_index, reduction, label_smoothing, z_loss, normalizer, row_weight: as in eaves.cross_entropy.

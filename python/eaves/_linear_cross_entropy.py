@@ -281,7 +281,8 @@ def linear_cross_entropy(
             requires no gradient. With "recompute" the products add to it, else the backward adds what the forward
             computed.
         group: None, or the torch.distributed.ProcessGroup whose ranks have the head in pieces: linear_weight,
-            linear_bias and weight are this rank's classes, and each rank calls with the same rows, targets and options.
+            linear_bias, weight and a target of probabilities are this rank's classes, padding among them, and each rank
+            calls with the same rows, classes as targets, and options.
             All ranks get the same loss and outputs, bit for bit, and the gradient of their own piece. Pieces may have
             different sizes, none too. Where linear_weight is a DTensor with Shard(0) on one axis of its mesh, that
             axis is the group; input and target may be DTensors then.
@@ -312,13 +313,14 @@ def linear_cross_entropy(
             over one axis of its mesh; a derivative of second order, in forward mode, or of target, weight, row_weight
             or normalizer; grad_weight_out under torch.vmap, torch.func or torch.compile with fullgraph=True (else such
             a call is not compiled); a linear_weight of more than two axes (PyTorch's K-dimensional loss), or that
-            DeepSpeed's ZeRO-3 has in pieces; with a group probabilities, torch.vmap and torch.func.
+            DeepSpeed's ZeRO-3 has in pieces; with a group torch.vmap and torch.func.
         RuntimeError: of torch.distributed, where a rank has ended or does not call, after the time-out of the group.
         torch.OutOfMemoryError: torch's allocator has no memory for a result or the workspace.
 
     With a group, ranks compare their arguments before they exchange anything else: an error of one, or a difference, is
-    an error on all. (On a GPU targets that differ make the rows' loss and gradient NaN.) While a CUDA graph is
-    captured they cannot: make the same call once before. "auto" is speed where workspace_bytes is not given.
+    an error on all. (On a GPU targets that differ make the rows' loss and gradient NaN. Probabilities are not
+    compared.) While a CUDA graph is captured they cannot: make the same call once before. "auto" is speed where
+    workspace_bytes is not given.
 
     Under torch.autocast input and linear_weight are cast to its dtype, as those of F.linear are; a float32 linear_bias
     is not. The loss is float32 still, and gradients have the dtypes of the tensors that were passed: that of a float32
@@ -360,6 +362,8 @@ def linear_cross_entropy(
     elif (first_class, sequence_parallel, reduce_input_grad, reduce_dtype) != (None, False, True, None):
         refuse_without_group(_OP)
     elif classes is not None:
+        if target.is_floating_point() and target.shape[-1:] == linear_weight.shape[:1]:
+            target = target[..., :classes]
         linear_weight, linear_bias, weight, grad_weight_out = without_padding(
             _OP, classes, linear_weight, linear_bias, weight, grad_weight_out
         )
@@ -791,6 +795,8 @@ def _is_speedy(
         return True
     if has_gradients_of_outputs or grad_weight_out is not None:
         return False
+    if shard is not None:
+        return True
     # Head and logits have at most 2^20 elements: the scratch memory of every device has room for them, and to ask would
     # cost a small call 7 us.
     if limit == 0 and 0 < input.numel() * linear_weight.numel() <= 2**20:

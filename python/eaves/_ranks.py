@@ -253,9 +253,14 @@ def local_target(op: str, target: Any, head: Local, class_axis: int) -> Tensor:
     """The classes of all rows; of probabilities those of this rank's classes."""
     if not is_distributed(target):
         return target  # type: ignore[no-any-return]
-    if target.is_floating_point():
-        return local_shard(op, "target", target, class_axis).tensor
-    return local_rows(target, head, False)
+    if not target.is_floating_point():
+        return local_rows(target, head, False)
+    from torch.distributed.tensor import Shard as Cut
+
+    placements = list(target.placements)
+    placements[head.axis] = Cut(class_axis % target.dim())
+    local: Tensor = target.redistribute(placements=placements).to_local()
+    return local
 
 
 # ----------------------------------------------------------------------------------------------------------- agreement
@@ -494,8 +499,8 @@ def merged(
     has_weight: bool,
     outputs: int,
 ) -> list[Tensor]:
-    """The loss and the outputs that the bits name; `options` are ignore_index, reduction and numbers. Without a target
-    that was probabilities."""
+    """The loss and the outputs that the bits name; `options` are ignore_index, reduction and numbers. `target` is None
+    where it was probabilities."""
     result: list[Tensor] = call(
         op, _merge, statistics, target, row_weight, normalizer, *options, place.classes, has_weight, outputs
     )

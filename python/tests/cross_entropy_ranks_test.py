@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import eaves
 from comparison import FLOATING_POINT, CrossEntropyOracle, assert_agree, assert_within
@@ -104,13 +104,11 @@ def padded(group: distributed.ProcessGroup, is_in_place: bool, is_soft: bool) ->
     expected = eaves.cross_entropy(whole, target[:, :70] if is_soft else target)
     expected.backward()
     own = own_classes(group)
-    ways: list[tuple[Tensor, dict[str, Any]]] = [(logits[:, own], {"group": group})]
-    if not is_soft:
-        ways.append((logits, {}))
-    for given, named in ways:
-        leaf = given.clone().requires_grad_()
-        of_rank = target[:, own] if is_soft else target
-        loss = eaves.cross_entropy(leaf * 1, of_rank, classes=70, inplace_backward=is_in_place, **named)
+    ways: list[tuple[slice, dict[str, Any]]] = [(own, {"group": group}), (slice(None), {})]
+    for classes, named in ways:
+        leaf = logits[:, classes].clone().requires_grad_()
+        given = target[:, classes] if is_soft else target
+        loss = eaves.cross_entropy(leaf * 1, given, classes=70, inplace_backward=is_in_place, **named)
         loss.backward()
         assert_agree(loss, expected)
         grad = torch.cat([whole.grad, logits.new_zeros(6, CLASSES - 70)], 1)
@@ -148,16 +146,44 @@ def of_dtensor(group: distributed.ProcessGroup) -> None:
         expected = eaves.cross_entropy(whole, target)
         expected.backward()
         cut = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
-        loss = eaves.cross_entropy(cut, distribute_tensor(target, mesh, [Shard(1)]) if target.dim() == 2 else target)
-        loss.backward()
-        assert_agree(loss, expected)
-        assert_agree(cut.grad.full_tensor(), whole.grad)
+        given = [target]
+        if target.is_floating_point():
+            placed = [distribute_tensor(target, mesh, [placement]) for placement in (Shard(1), Shard(0), Replicate())]
+            given = [*placed, placed[0].to_local()]
+        for of_rows in given:
+            cut.grad = None
+            loss = eaves.cross_entropy(cut, of_rows)
+            loss.backward()
+            assert_agree(loss, expected)
+            assert_agree(cut.grad.full_tensor(), whole.grad)
+    # Classes on axis 1, as torch has them.
+    images = random_tensor((4, CLASSES, 5), torch.float64, here())
+    of_images = targets_of(images, 1)
+    loss = eaves.cross_entropy(distribute_tensor(images, mesh, [Shard(1)]), of_images)
+    assert_agree(loss, eaves.cross_entropy(images, of_images))
     with pytest.raises(NotImplementedError, match="expected its classes cut over the one axis of its mesh"):
         eaves.cross_entropy(distribute_tensor(logits, cut.device_mesh, [Shard(0)]), target)
 
 
 def test_a_dtensor_says_which_group(cpu_ranks: Ranks) -> None:
     cpu_ranks.run(of_dtensor)
+
+
+def wrong_target(group: distributed.ProcessGroup, is_cut: bool) -> None:
+    logits = random_tensor((6, CLASSES), torch.float64, here())
+    target = probabilities_of(logits) if group.rank() == 1 else targets_of(logits)
+    if is_cut:
+        eaves.cross_entropy(distribute_tensor(logits, DeviceMesh.from_group(group, "cpu"), [Shard(1)]), target)
+    else:
+        own = own_classes(group)
+        eaves.cross_entropy(logits[:, own], target[:, own] if target.dim() == 2 else target, group=group)
+
+
+@each("is_cut", (False, True))
+def test_a_wrong_target_of_one_rank_is_an_error_on_all(is_cut: bool, cpu_ranks: Ranks) -> None:
+    expected = "rank 1 of the group: target has shape" if is_cut else "differ in the kind of target: classes and probab"
+    for kind, message in cpu_ranks.refusals(wrong_target, is_cut):
+        assert kind == "ValueError" and (expected in message or message.startswith("cross_entropy: target has shape"))
 
 
 def compiled(group: distributed.ProcessGroup, is_soft: bool) -> None:

@@ -120,7 +120,7 @@ def test_every_option_matches_the_oracle(options: dict[str, Any], ranks: Ranks) 
 
 def test_targets_may_be_probabilities(ranks: Ranks) -> None:
     combinations = pairwise(
-        (1, 2, 4), DTYPES, ALGORITHMS, REDUCTIONS, (False, True), (False, True), (0.0, 0.1), (None, 20_000)
+        (1, 2, 4), DTYPES, (*ALGORITHMS, "memory"), REDUCTIONS, (False, True), (False, True), (0.0, 0.1), (None, 20_000)
     )
     for count, dtype, algorithm, reduction, is_weighted, is_parallel, label_smoothing, limit in combinations:
         x, head, _, bias = problem((8, 3, 16), CLASSES, dtype, here())
@@ -175,20 +175,22 @@ def test_ignored_rows_count_for_nothing_whatever_they_hold(ranks: Ranks) -> None
     assert all(outputs["loss"].shape == (0,) for outputs, _ in no_rows)
 
 
-def padded(group: distributed.ProcessGroup, algorithm: str) -> None:
+def padded(group: distributed.ProcessGroup, algorithm: str, is_soft: bool) -> None:
     x, head, target, bias = problem((24, 16), CLASSES, torch.float64, here())
     target.clamp_(max=16)
+    if is_soft:
+        target = soft_targets(x.shape, CLASSES, here(), x.dtype)
+        target[:, 17:] = torch.nan
     head[17:], bias[17:] = torch.nan, torch.nan
     whole = [each.clone().requires_grad_() for each in (x, head[:17], bias[:17])]
-    eaves.linear_cross_entropy(*whole[:2], target, linear_bias=whole[2], algorithm=algorithm).backward()
+    of_whole = target[:, :17] if is_soft else target
+    eaves.linear_cross_entropy(*whole[:2], of_whole, linear_bias=whole[2], algorithm=algorithm).backward()
     own = pieces(group.size())[group.rank()]
-    for given, named in (
-        ([x, head[own], bias[own]], {"group": group}),
-        ([x, head, bias], {}),
-    ):
-        leaves = [each.clone().requires_grad_() for each in given]
+    for classes, named in ((own, {"group": group}), (slice(None), {})):
+        leaves = [each.clone().requires_grad_() for each in (x, head[classes], bias[classes])]
+        given = target[:, classes] if is_soft else target
         loss = eaves.linear_cross_entropy(
-            *leaves[:2], target, linear_bias=leaves[2], classes=17, algorithm=algorithm, **named
+            *leaves[:2], given, linear_bias=leaves[2], classes=17, algorithm=algorithm, **named
         )
         loss.backward()
         assert_agree(leaves[0].grad, whole[0].grad)
@@ -198,8 +200,9 @@ def padded(group: distributed.ProcessGroup, algorithm: str) -> None:
 
 
 @each("algorithm", ALGORITHMS)
-def test_classes_of_padding_are_neither_read_nor_counted(algorithm: str, ranks: Ranks) -> None:
-    ranks.run(padded, algorithm)
+@each("is_soft", (False, True))
+def test_classes_of_padding_are_neither_read_nor_counted(is_soft: bool, algorithm: str, ranks: Ranks) -> None:
+    ranks.run(padded, algorithm, is_soft)
 
 
 def resized(group: distributed.ProcessGroup, algorithm: str) -> None:
@@ -415,6 +418,10 @@ def of_dtensors(group: distributed.ProcessGroup) -> None:
         for leaf, wanted in zip(leaves, whole):
             grad = leaf.grad
             assert_agree(grad.full_tensor() if isinstance(grad, DTensor) else grad, wanted.grad)
+    soft = soft_targets(x.shape, CLASSES - 1, here(), x.dtype)
+    for placement in (Shard(1), Replicate()):
+        loss = eaves.linear_cross_entropy(x, cut(head, Shard(0)), distribute_tensor(soft, mesh, [placement]))
+        assert_agree(loss, eaves.linear_cross_entropy(x, head, soft))
     with pytest.raises(NotImplementedError, match=r"DTensor with the placements \['S\(1\)'\]"):
         eaves.linear_cross_entropy(x, cut(head, Shard(1)), target)
     with pytest.raises(ValueError, match="which knows its group"):
