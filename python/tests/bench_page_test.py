@@ -399,13 +399,13 @@ def test_committed_pages_are_what_their_files_say(path: Path) -> None:
     # Each curve is on a page.
     linked = set(re.findall(r"\]\((plots/[^)]*)\)", "".join(drawn.values())))
     files = {f"plots/{each.name}" for each in path.parent.glob("plots/*.png")}
-    assert linked == files - {"plots/jax.png", "plots/train_language_model.png"} and len(linked) >= 12
+    assert linked == files - {"plots/jax.png", "plots/train_language_model.png"} and linked
     heads = folder.files.values()
     assert {results.folder_name(head["device"], head["cuda"] is not None) for head in heads} == {path.parent.name}
 
 
 def test_there_are_committed_pages() -> None:
-    assert [path.parent.name for path in COMMITTED] == ["amd-epyc", "nvidia-h200"]
+    assert [path.parent.name for path in COMMITTED] == ["amd-epyc", "nvidia-h100-80gb-hbm3", "nvidia-h200"]
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.parent.name)
