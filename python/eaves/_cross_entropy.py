@@ -221,13 +221,13 @@ def cross_entropy(
         class_dim: the axis of the classes. None: what the shape of target says; where it says both (a target of [N, d]
             for an input of [N, d, d]; probabilities with more than two axes), the call is refused.
         group: None, or the torch.distributed.ProcessGroup whose ranks have the classes in pieces: input, weight and a
-            target of probabilities are this rank's, and each rank calls with the same classes as targets, and options.
+            target of probabilities are this rank's, and each rank calls with the same targets of classes and options.
             All ranks get the same loss and outputs, bit for bit, and the gradient of their own logits. Pieces may have
             different sizes, none too. Where input is a DTensor whose classes are cut over one axis of its mesh, that
             axis is the group. With inplace_backward the backward writes the gradient.
         first_class: the first class of this rank; None: the pieces follow each other in the order of ranks.
-        classes: how many classes there are in all. Logits beyond are padding, which is not read, and has gradient 0.
-            None: all are classes. Without a group too.
+        classes: how many classes there are in all. Logits and probabilities beyond are padding, which is not read, and
+            has gradient 0. None: all are classes. Without a group too.
 
     Returns:
         The loss: float32, or float64 for a float64 input; of shape [], or with reduction="none" of shape [rows...],
@@ -500,7 +500,7 @@ def _of_shard(
             tensors = (logits.tensor, local_target(_OP, target, logits, axis), of_weight)
         shard = shard_of(_OP, group, *of_shard)
         function: Any = cross_entropy
-        return function(*tensors, class_dim=class_dim, group=shard, **options)
+        return function(*tensors, class_dim=class_dim if logits is None else axis, group=shard, **options)
 
     group = group if logits is None else logits.group
     return with_agreement(_OP, group, run)

@@ -282,13 +282,13 @@ def linear_cross_entropy(
             computed.
         group: None, or the torch.distributed.ProcessGroup whose ranks have the head in pieces: linear_weight,
             linear_bias, weight and a target of probabilities are this rank's classes, padding among them, and each rank
-            calls with the same rows, classes as targets, and options.
-            All ranks get the same loss and outputs, bit for bit, and the gradient of their own piece. Pieces may have
-            different sizes, none too. Where linear_weight is a DTensor with Shard(0) on one axis of its mesh, that
-            axis is the group; input and target may be DTensors then.
+            calls with the same rows, targets of classes and options. All ranks get the same loss and outputs, bit for
+            bit, and the gradient of their own piece. Pieces may have different sizes, none too. Where linear_weight is
+            a DTensor with Shard(0) on one axis of its mesh, that axis is the group; input and target may be DTensors on
+            that mesh then.
         first_class: the first class of this rank; None: the pieces follow each other in the order of ranks.
-        classes: how many classes there are in all. Rows of linear_weight beyond are padding, which is neither
-            multiplied nor counted, and has gradient 0. None: all are classes. Without a group too.
+        classes: how many classes there are in all. Rows of linear_weight and probabilities beyond are padding, which is
+            neither multiplied nor counted, and has gradient 0. None: all are classes. Without a group too.
         sequence_parallel: whether input has this rank's part of the rows, along the first axis, the same number on each
             rank; target and row_weight have all rows. input's gradient is that of this rank's rows.
         reduce_input_grad: whether the gradient of input is summed over the ranks. False: each rank gets its own part of
@@ -362,11 +362,12 @@ def linear_cross_entropy(
     elif (first_class, sequence_parallel, reduce_input_grad, reduce_dtype) != (None, False, True, None):
         refuse_without_group(_OP)
     elif classes is not None:
-        if target.is_floating_point() and target.shape[-1:] == linear_weight.shape[:1]:
-            target = target[..., :classes]
-        linear_weight, linear_bias, weight, grad_weight_out = without_padding(
-            _OP, classes, linear_weight, linear_bias, weight, grad_weight_out
+        is_soft = isinstance(target, Tensor) and target.is_floating_point() and target.dim() != 0
+        soft = target.movedim(-1, 0) if is_soft else None
+        linear_weight, linear_bias, weight, grad_weight_out, soft = without_padding(
+            _OP, classes, linear_weight, linear_bias, weight, grad_weight_out, soft
         )
+        target = target if soft is None else soft.movedim(0, -1)
     if unknown and not are_constant:
         refuse_unknown(_OP, unknown, linear_cross_entropy)
     is_compiling = torch.compiler.is_compiling()
@@ -545,7 +546,7 @@ def _of_shard(
         tensors = [input, target, linear_weight, linear_bias, options.pop("weight")]
         if head is not None:
             is_summed = of_shard[3] is False
-            rows = local_rows(input, head, is_summed) if is_distributed(input) else input
+            rows = local_rows(_OP, "input", input, head, is_summed) if is_distributed(input) else input
             tensors = [rows, local_target(_OP, target, head, -1)] + [
                 local_shard(_OP, name, each, 0).tensor if is_distributed(each) else each
                 for name, each in zip(("linear_weight", "linear_bias", "weight"), tensors[2:])

@@ -224,6 +224,8 @@ class Local(NamedTuple):
 
 def local_shard(op: str, name: str, tensor: Any, class_axis: int) -> Local:
     """This rank's part of a DTensor, whose gradient stays in its place."""
+    if not -tensor.dim() <= class_axis < tensor.dim():
+        raise ValueError(f"{op}: {name} has {tensor.dim()} axes, expected one of the classes, {class_axis}")
     cut = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard(class_axis % tensor.dim())]
     # Along another axis ranks may have rows of their own, or the same: nothing says which.
     if len(cut) != 1 or tensor.device_mesh.size() != tensor.device_mesh.size(cut[0]):
@@ -235,11 +237,12 @@ def local_shard(op: str, name: str, tensor: Any, class_axis: int) -> Local:
     return Local(tensor.to_local(), tensor.device_mesh, cut[0])
 
 
-def local_rows(tensor: Any, head: Local, is_summed: bool) -> Tensor:
+def local_rows(op: str, name: str, tensor: Any, head: Local, is_summed: bool) -> Tensor:
     """A DTensor of rows as each rank has all of them. Its gradient is the same on all ranks, or with `is_summed`, their
     parts of it."""
     from torch.distributed.tensor import Partial, Replicate
 
+    _check_mesh(op, name, tensor, head)
     placements = list(tensor.placements)
     placements[head.axis] = Replicate()
     whole = tensor.redistribute(placements=placements)
@@ -250,17 +253,31 @@ def local_rows(tensor: Any, head: Local, is_summed: bool) -> Tensor:
 
 
 def local_target(op: str, target: Any, head: Local, class_axis: int) -> Tensor:
-    """The classes of all rows; of probabilities those of this rank's classes."""
+    """The classes of all rows; of probabilities those of this rank's classes, without a collective."""
     if not is_distributed(target):
         return target  # type: ignore[no-any-return]
     if not target.is_floating_point():
-        return local_rows(target, head, False)
+        return local_rows(op, "target", target, head, False)
     from torch.distributed.tensor import Shard as Cut
 
+    _check_mesh(op, "target", target, head)
     placements = list(target.placements)
-    placements[head.axis] = Cut(class_axis % target.dim())
+    placement, cut = placements[head.axis], Cut(class_axis % max(1, target.dim()))
+    if placement != cut and not placement.is_replicate():
+        raise NotImplementedError(
+            f"{op}: target is a DTensor of probabilities with the placements {list(map(str, placements))}, expected "
+            "its classes whole, or cut as the head's"
+        )
+    placements[head.axis] = cut
     local: Tensor = target.redistribute(placements=placements).to_local()
     return local
+
+
+def _check_mesh(op: str, name: str, tensor: Any, head: Local) -> None:
+    if tensor.device_mesh != head.mesh:
+        raise NotImplementedError(
+            f"{op}: {name} is a DTensor on the mesh {tensor.device_mesh}, expected that of the classes, {head.mesh}"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------- agreement

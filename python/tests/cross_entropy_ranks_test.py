@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import eaves
@@ -148,7 +148,7 @@ def of_dtensor(group: distributed.ProcessGroup) -> None:
         cut = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
         given = [target]
         if target.is_floating_point():
-            placed = [distribute_tensor(target, mesh, [placement]) for placement in (Shard(1), Shard(0), Replicate())]
+            placed = [distribute_tensor(target, mesh, [placement]) for placement in (Shard(1), Replicate())]
             given = [*placed, placed[0].to_local()]
         for of_rows in given:
             cut.grad = None
@@ -156,6 +156,12 @@ def of_dtensor(group: distributed.ProcessGroup) -> None:
             loss.backward()
             assert_agree(loss, expected)
             assert_agree(cut.grad.full_tensor(), whole.grad)
+        rows = distribute_tensor(probabilities_of(logits), mesh, [Shard(0)])
+        with pytest.raises(NotImplementedError, match="expected its classes whole, or cut as the head's"):
+            eaves.cross_entropy(cut, rows)
+    other_mesh = init_device_mesh("cpu", (group.size(), 1))
+    with pytest.raises(NotImplementedError, match="target is a DTensor on the mesh"):
+        eaves.cross_entropy(cut, distribute_tensor(targets_of(logits), other_mesh, [Replicate(), Replicate()]))
     # Classes on axis 1, as torch has them.
     images = random_tensor((4, CLASSES, 5), torch.float64, here())
     of_images = targets_of(images, 1)
