@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, cast, overload
 
 import torch
 from torch import Tensor
@@ -51,17 +51,23 @@ from eaves._operator import (
     uncompiled,
 )
 from eaves._ranks import (
+    Local,
+    Shard,
     agreed_place,
+    all_gather,
     check_reduce_dtype,
     digest,
     dtypes,
+    group_of,
     is_distributed,
+    local_rows,
     local_shard,
     refuse_without_group,
     shard_of,
     with_agreement,
     without_padding,
 )
+from eaves._ranks import rows_of as rows_of_all
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -286,8 +292,7 @@ def linear_log_prob(
             tokens, or a temperature for each row, chunks are cut for workspace_bytes; None: 512 MiB on a GPU, 32 MiB on
             the CPU.
         group, first_class, classes, sequence_parallel, reduce_input_grad, reduce_dtype: as in
-            eaves.linear_cross_entropy: a head that is cut over ranks. sequence_parallel and a DTensor with one token
-            for each row and a number as temperature.
+            eaves.linear_cross_entropy: a head that is cut over ranks.
 
     Returns:
         As eaves.log_prob.
@@ -306,7 +311,8 @@ def linear_log_prob(
         _refuse_unknown("linear_log_prob", group, unknown, linear_log_prob)
     returns = (return_entropy, return_top1, return_sum_sq, return_mean_logit)
     if _has_several(hidden, tokens, temperature):
-        check_tensor("linear_log_prob", "head", head)
+        if not is_distributed(head):  # None would mean that hidden are logits
+            check_tensor("linear_log_prob", "head", head)
         return _of_several(
             _LINEAR_NAMES, hidden, head, bias, tokens, temperature, softcap, scale, ignore_index, returns,
             algorithm=algorithm, workspace_bytes=workspace_bytes, skip_ignored=skip_ignored,
@@ -428,15 +434,61 @@ def _of_several(names: Mapping[str, str], *arguments: Any, **options: Any) -> Te
             f"{op}: with several tokens or a temperature for each row it does not work inside of torch.export, "
             "torch.vmap and torch.func"
         )
-    group = options["of_group"][0]
+    group, *of_group = options.pop("of_group")
+    x, weight, bias, *rest = arguments
+    name, cut = ("logits", x) if weight is None else ("head", weight)
     try:
-        if group is None:
-            return uncompiled(_computed)(op, *arguments, **options)  # type: ignore[no-any-return]
-        return with_agreement(  # type: ignore[no-any-return]
-            op, group, lambda _: uncompiled(_computed)(op, *arguments, **options)
-        )
+        local: Local | None = None
+        if group is None and is_distributed(cut):
+            local = local_shard(op, name, cut, -1 if weight is None else 0)
+
+        def run(group: ProcessGroup | None) -> Tensor | LogProbOutput:
+            if local is None and is_distributed(cut):
+                raise ValueError(f"{op}: {name} is a DTensor, which knows its group; leave group out")
+            is_summed = len(of_group) > 3 and of_group[3] is False  # reduce_input_grad
+            tensors = (x, weight, bias, *rest)
+            if local is not None:
+                tensors = _local_tensors(op, local, is_summed, *tensors)
+            found: Tensor | LogProbOutput
+            found = uncompiled(_computed)(op, *tensors, of_group=(group, *of_group), **options)
+            return found
+
+        if group is None and local is None:
+            return run(None)
+        return with_agreement(op, group if local is None else local.group, run)
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise _renamed(error, names) from None
+
+
+def _local_tensors(
+    op: str, cut: Local, is_summed: bool, x: Any, weight: Any, bias: Any, tokens: Any, temperature: Any, *rest: Any
+) -> tuple[Any, ...]:
+    """The arguments as this rank has them, where logits or a head are cut as a DTensor."""
+    if weight is None:
+        x = cut.tensor
+    else:
+        x = local_rows(op, "hidden", x, cut, is_summed) if is_distributed(x) else x
+        bias = local_shard(op, "bias", bias, 0).tensor if is_distributed(bias) else bias
+        weight = cut.tensor
+    tokens, temperature = (
+        local_rows(op, name, each, cut, False) if is_distributed(each) else each
+        for name, each in (("tokens", tokens), ("temperature", temperature))
+    )
+    return x, weight, bias, tokens, temperature, *rest
+
+
+class _AllRows(torch.autograd.Function):
+    """This rank's rows -> those of all ranks. Their gradient is a sum over the ranks already: a rank takes its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, shard: Shard) -> Tensor:
+        group = group_of(shard)
+        ctx.rows = slice(group.rank() * own.shape[0], (group.rank() + 1) * own.shape[0])
+        return all_gather(own, group).wait().flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad[ctx.rows].clone(), None
 
 
 def _computed(
@@ -469,10 +521,6 @@ def _computed(
     shard = None
     if group is not None:
         shard = shard_of(op, group, first_class, given_classes, *of_sum)
-        if shard.sequence_parallel:
-            raise NotImplementedError(
-                f"{op}: sequence_parallel goes with one token for each row and a number as temperature; gather {name}"
-            )
     elif first_class is not None or tuple(of_sum) not in ((), (False, True, None)):
         refuse_without_group(op)
     if weight is None:
@@ -487,8 +535,8 @@ def _computed(
         )
         classes = weight.shape[0]
         of_head = _head_options(op, x, weight, given, **options)
-    rows = passed.shape[:-1]
-    _check_tokens(op, tokens, name, passed)
+    rows = passed.shape[:-1] if shard is None else rows_of_all(op, shard, passed)
+    _check_tokens(op, tokens, name, passed, rows)
     if isinstance(temperature, Tensor):
         check_floating(op, "temperature", temperature, name, x)
         check_shape(op, "temperature", temperature, rows, f"one per row of {name} {shape_of(passed)}")
@@ -515,7 +563,9 @@ def _computed(
             "skip_ignored": of_head.skip_ignored,
             "which outputs are computed": outputs,
         }
-        over_ranks = OverRanks(shard, agreed_place(op, shard, classes, facts))
+        over_ranks = OverRanks(shard._replace(sequence_parallel=False), agreed_place(op, shard, classes, facts))
+        if shard.sequence_parallel:
+            x = cast("Tensor", _AllRows.apply(x, shard))  # type: ignore[no-untyped-call]
         given_classes = over_ranks.place.columns
     elif given_classes is not None:
         without_padding(op, given_classes, x.movedim(-1, 0) if weight is None else weight)
@@ -591,10 +641,9 @@ def _head_options(
     return HeadOptions(workspace_bytes, skip_ignored, sums, grad_weight_out)
 
 
-def _check_tokens(op: str, tokens: Tensor, name: str, x: Tensor) -> None:
+def _check_tokens(op: str, tokens: Tensor, name: str, x: Tensor, rows: tuple[int, ...]) -> None:
     check_dense(op, "tokens", tokens, name, x)
     check_dtype_of(op, "tokens", tokens, CLASS_DTYPES, "classes")
-    rows = x.shape[:-1]
     if tokens.shape != rows and (tokens.dim() != x.dim() or tokens.shape[:-1] != rows):
         several = ", ".join([*map(str, rows), "K"])
         raise ValueError(

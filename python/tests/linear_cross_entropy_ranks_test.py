@@ -512,6 +512,65 @@ def test_log_probabilities_of_several_tokens(ranks: Ranks) -> None:
             assert_agree(parts[0] if place == 0 else torch.cat(parts, 1 if place == 3 else 0), wanted)
 
 
+def several_of_parallel_rows(group: distributed.ProcessGroup, dtype: torch.dtype, has_temperature: bool) -> None:
+    hidden, head, _, bias = problem((8, 3, 16), CLASSES, dtype, here())
+    tokens = torch.arange(72, device=here()).view(8, 3, 3) * 7 % CLASSES
+    tokens[1, 0], tokens[2, 1, 2] = -100, -100
+    named = {"temperature": torch.linspace(0.5, 2, 24, device=here()).view(8, 3)} if has_temperature else {}
+    whole = [each.clone().requires_grad_() for each in (hidden, head, bias)]
+    expected = eaves.linear_log_prob(*whole[:2], tokens, bias=whole[2], return_entropy=True, **named)
+    own, size = pieces(group.size(), False)[group.rank()], hidden.shape[0] // group.size()
+    rows = slice(group.rank() * size, (group.rank() + 1) * size)
+    parts = [each.clone().requires_grad_() for each in (hidden[rows], head[own], bias[own])]
+    found = eaves.linear_log_prob(
+        *parts[:2], tokens, bias=parts[2], return_entropy=True, group=group, sequence_parallel=True,
+        workspace_bytes=20_000, **named,
+    )  # fmt: skip
+    for out in (expected, found):
+        torch.autograd.backward([out.log_prob, out.entropy], [upstream(out.log_prob), upstream(out.entropy)])
+    assert_agree(found.log_prob, expected.log_prob)
+    assert_agree(found.entropy, expected.entropy)
+    for part, grad in zip(parts, (whole[0].grad[rows], whole[1].grad[own], whole[2].grad[own])):
+        assert_agree(part.grad, grad)
+
+
+def test_log_probabilities_of_several_tokens_of_rows_of_ranks(ranks: Ranks) -> None:
+    for count, dtype, has_temperature in pairwise((1, 2, 4), (torch.float64, torch.float32), (False, True)):
+        ranks.run(several_of_parallel_rows, dtype, has_temperature, ranks=count)
+
+
+def several_of_dtensors(group: distributed.ProcessGroup) -> None:
+    hidden, head, _, bias = problem((24, 16), CLASSES - 1, torch.float64, here())
+    tokens = torch.arange(72).view(24, 3) * 7 % (CLASSES - 1)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    whole = [each.clone().requires_grad_() for each in (hidden, head, bias)]
+    expected = eaves.linear_log_prob(*whole[:2], tokens, bias=whole[2])
+    logits = (hidden @ head.T + bias).requires_grad_()
+    of_logits = eaves.log_prob(logits, tokens)
+    for of_rows in (Replicate(), Shard(0)):
+        placed = ((hidden, of_rows), (head, Shard(0)), (bias, Shard(0)))
+        parts = [distribute_tensor(each, mesh, [placement]).requires_grad_() for each, placement in placed]
+        found = eaves.linear_log_prob(*parts[:2], tokens, bias=parts[2])
+        found.sum().backward()
+        assert_agree(found, expected)
+        for leaf in whole:
+            leaf.grad = None
+        eaves.linear_log_prob(*whole[:2], tokens, bias=whole[2]).sum().backward()
+        for part, leaf in zip(parts, whole):
+            assert_agree(part.grad.full_tensor(), leaf.grad)
+    cut = distribute_tensor(logits.detach(), mesh, [Shard(1)]).requires_grad_()
+    found = eaves.log_prob(cut, distribute_tensor(tokens, mesh, [Replicate()]))
+    torch.autograd.backward([found.sum(), of_logits.sum()])
+    assert_agree(found, of_logits)
+    assert_agree(cut.grad.full_tensor(), logits.grad)
+    with pytest.raises(ValueError, match="head is a DTensor, which knows its group"):
+        eaves.linear_log_prob(hidden, parts[1], tokens, group=group)
+
+
+def test_log_probabilities_of_several_tokens_of_dtensors(cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(several_of_dtensors)
+
+
 # ----------------------------------------------------------------------------------------------------------- wrong use
 
 
@@ -615,7 +674,7 @@ def test_what_a_group_does_not_go_with_says_so(cpu_ranks: Ranks) -> None:
         refuse_argmax("linear_cross_entropy", ARGMAX, place, torch.float32)
     for what, message in (
         ("vmap", "does not go with torch.vmap"),
-        ("tokens", "sequence_parallel goes with one token for each row"),
+        ("tokens", "tokens has shape [6, 1], expected [24] or [24, K]"),
         ("parts", "reduce_dtype says how parts are added up"),
         ("unknown", "got an unexpected keyword argument 'unknown'"),
     ):
