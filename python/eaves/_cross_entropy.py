@@ -63,6 +63,7 @@ from eaves._ranks import (
     Shard,
     check_reduce_dtype,
     is_distributed,
+    local_classes,
     local_shard,
     local_target,
     refuse_without_group,
@@ -496,7 +497,7 @@ def _of_shard(
             raise ValueError(f"{_OP}: input is a DTensor, which knows its group; leave group out")
         tensors = (input, target, weight)
         if logits is not None:
-            of_weight = local_shard(_OP, "weight", weight, 0).tensor if is_distributed(weight) else weight
+            of_weight = local_classes(_OP, "weight", weight)
             tensors = (logits.tensor, local_target(_OP, target, logits, axis), of_weight)
         shard = shard_of(_OP, group, *of_shard)
         function: Any = cross_entropy

@@ -21,6 +21,7 @@ from eaves._ranks import (
     check_targets,
     digest,
     dtypes,
+    facts_of_target,
     gather_statistics,
     merged,
     no_statistics,
@@ -58,9 +59,7 @@ def _forward(
     agreement = Agreement(
         _OP, shard, target, columns,
         lambda: {
-            "the shape of target": list(rows),
-            "the kind of target": "probabilities" if is_soft else "classes",
-            "target": None if is_soft else digest(target),
+            **facts_of_target(target, rows),
             "row_weight": digest(row_weight),
             "normalizer": digest(normalizer),
             **dtypes(input=logits, weight=weight, row_weight=row_weight, normalizer=normalizer),

@@ -77,6 +77,7 @@ from eaves._ranks import (
     Shard,
     check_reduce_dtype,
     is_distributed,
+    local_classes,
     local_rows,
     local_shard,
     local_target,
@@ -546,9 +547,9 @@ def _of_shard(
         tensors = [input, target, linear_weight, linear_bias, options.pop("weight")]
         if head is not None:
             is_summed = of_shard[3] is False
-            rows = local_rows(_OP, "input", input, head, is_summed) if is_distributed(input) else input
+            rows = local_rows(_OP, "input", input, head, is_summed)
             tensors = [rows, local_target(_OP, target, head, -1)] + [
-                local_shard(_OP, name, each, 0).tensor if is_distributed(each) else each
+                local_classes(_OP, name, each)
                 for name, each in zip(("linear_weight", "linear_bias", "weight"), tensors[2:])
             ]
         rows, targets, weight, bias, class_weight = tensors
@@ -796,7 +797,7 @@ def _is_speedy(
         return True
     if has_gradients_of_outputs or grad_weight_out is not None:
         return False
-    if shard is not None:
+    if shard is not None:  # "memory": the same on all ranks, whose shards may differ
         return True
     # Head and logits have at most 2^20 elements: the scratch memory of every device has room for them, and to ask would
     # cost a small call 7 us.

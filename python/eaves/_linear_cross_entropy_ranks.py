@@ -48,6 +48,7 @@ from eaves._ranks import (
     digest,
     dtype_of_parts,
     dtypes,
+    facts_of_target,
     gather_statistics,
     group_of,
     merged,
@@ -295,14 +296,12 @@ def _forward_at(
 def _facts(
     tensors: ForwardTensors, options: Options, kept: _Kept | None, outputs: int, gradients: int
 ) -> dict[str, object]:
-    parts, is_soft = (tensors.input, tensors.linear_weight, tensors.linear_bias), tensors.target.is_floating_point()
+    parts = (tensors.input, tensors.linear_weight, tensors.linear_bias)
     return {
         "which tensors require a gradient": [each is not None and each.requires_grad for each in parts],
         "the shape of input": list(tensors.input.shape),
-        "the shape of target": list(_row_shape(tensors)),
-        "the kind of target": "probabilities" if is_soft else "classes",
+        **facts_of_target(tensors.target, _row_shape(tensors)),
         "which rows count": None if kept is None else digest(kept.on_host),
-        "target": None if is_soft else digest(tensors.target),
         "row_weight": digest(tensors.row_weight),
         "normalizer": digest(tensors.normalizer),
         **dtypes(

@@ -60,6 +60,7 @@ from eaves._ranks import (
     dtypes,
     group_of,
     is_distributed,
+    local_classes,
     local_rows,
     local_shard,
     refuse_without_group,
@@ -467,13 +468,9 @@ def _local_tensors(
     if weight is None:
         x = cut.tensor
     else:
-        x = local_rows(op, "hidden", x, cut, is_summed) if is_distributed(x) else x
-        bias = local_shard(op, "bias", bias, 0).tensor if is_distributed(bias) else bias
+        x, bias = local_rows(op, "hidden", x, cut, is_summed), local_classes(op, "bias", bias)
         weight = cut.tensor
-    tokens, temperature = (
-        local_rows(op, name, each, cut, False) if is_distributed(each) else each
-        for name, each in (("tokens", tokens), ("temperature", temperature))
-    )
+    tokens, temperature = local_rows(op, "tokens", tokens, cut), local_rows(op, "temperature", temperature, cut)
     return x, weight, bias, tokens, temperature, *rest
 
 
@@ -535,7 +532,7 @@ def _computed(
         )
         classes = weight.shape[0]
         of_head = _head_options(op, x, weight, given, **options)
-    rows = passed.shape[:-1] if shard is None else rows_of_all(op, shard, passed)
+    rows = passed.shape[:-1] if shard is None else rows_of_all(op, shard, passed, name)
     _check_tokens(op, tokens, name, passed, rows)
     if isinstance(temperature, Tensor):
         check_floating(op, "temperature", temperature, name, x)

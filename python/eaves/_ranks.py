@@ -79,13 +79,13 @@ def is_distributed(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def rows_of(op: str, shard: Shard, input: Tensor) -> tuple[int, ...]:
+def rows_of(op: str, shard: Shard, input: Tensor, name: str = "input") -> tuple[int, ...]:
     """The rows that a target has, in the shape of input without its features."""
     rows = tuple(input.shape[:-1])
     if not shard.sequence_parallel:
         return rows
     if not rows:
-        raise ValueError(f"{op}: with sequence_parallel input is cut along its first axis, and it has features alone")
+        raise ValueError(f"{op}: with sequence_parallel {name} is cut along its first axis, and it has features alone")
     return (rows[0] * shard.ranks, *rows[1:])
 
 
@@ -237,9 +237,16 @@ def local_shard(op: str, name: str, tensor: Any, class_axis: int) -> Local:
     return Local(tensor.to_local(), tensor.device_mesh, cut[0])
 
 
-def local_rows(op: str, name: str, tensor: Any, head: Local, is_summed: bool) -> Tensor:
+def local_classes(op: str, name: str, tensor: Any) -> Any:
+    """This rank's part of a tensor whose first axis are the classes, where it is a DTensor."""
+    return local_shard(op, name, tensor, 0).tensor if is_distributed(tensor) else tensor
+
+
+def local_rows(op: str, name: str, tensor: Any, head: Local, is_summed: bool = False) -> Any:
     """A DTensor of rows as each rank has all of them. Its gradient is the same on all ranks, or with `is_summed`, their
     parts of it."""
+    if not is_distributed(tensor):
+        return tensor
     from torch.distributed.tensor import Partial, Replicate
 
     _check_mesh(op, name, tensor, head)
@@ -252,12 +259,10 @@ def local_rows(op: str, name: str, tensor: Any, head: Local, is_summed: bool) ->
     return local
 
 
-def local_target(op: str, target: Any, head: Local, class_axis: int) -> Tensor:
+def local_target(op: str, target: Any, head: Local, class_axis: int) -> Any:
     """The classes of all rows; of probabilities those of this rank's classes, without a collective."""
-    if not is_distributed(target):
-        return target  # type: ignore[no-any-return]
-    if not target.is_floating_point():
-        return local_rows(op, "target", target, head, False)
+    if not is_distributed(target) or not target.is_floating_point():
+        return local_rows(op, "target", target, head)
     from torch.distributed.tensor import Shard as Cut
 
     _check_mesh(op, "target", target, head)
@@ -269,8 +274,7 @@ def local_target(op: str, target: Any, head: Local, class_axis: int) -> Tensor:
             "its classes whole, or cut as the head's"
         )
     placements[head.axis] = cut
-    local: Tensor = target.redistribute(placements=placements).to_local()
-    return local
+    return target.redistribute(placements=placements).to_local()
 
 
 def _check_mesh(op: str, name: str, tensor: Any, head: Local) -> None:
@@ -522,6 +526,16 @@ def merged(
         op, _merge, statistics, target, row_weight, normalizer, *options, place.classes, has_weight, outputs
     )
     return result
+
+
+def facts_of_target(target: Tensor, rows: Sequence[int]) -> dict[str, object]:
+    """For the agreement; `rows` is the shape of the rows. Of probabilities each rank has others."""
+    is_soft = target.is_floating_point()
+    return {
+        "the shape of target": list(rows),
+        "the kind of target": "probabilities" if is_soft else "classes",
+        "target": None if is_soft else digest(target),
+    }
 
 
 def dtypes(**tensors: Tensor | None) -> dict[str, object]:

@@ -55,7 +55,7 @@ struct StridedLoop {
 /// A StridedLoop of few instructions, for fewer than 2^31 iterations.
 template <int kTensors>
 struct ShortLoop {
-  static constexpr int kMostAxes = 4;  ///< after merging; more are rarely seen
+  static constexpr int kMostAxes = 4;  ///< after merging; more are rarely seen, and StridedLoop serves them
 
   int rank = 0;
   std::uint32_t sizes[kMostAxes] = {};

@@ -193,8 +193,7 @@ void map_rows(const char* op, const View& view, const void* in, const void* out,
       };
       // As few lanes as row_threads() has: each has kMapVectors, and row() is not repeated by many. Where it is cheap,
       // whole lines side by side matter more. H100, bf16, [1048576, 64], gradient of logsumexp by 2, 4 and 8 lanes:
-      // 105, 95 and 106 us; of cross entropy 111, 112 and 160. (Up to 64 bytes are too few
-      // vectors for them.)
+      // 105, 95 and 106 us; of cross entropy 111, 112 and 160. (Up to 64 bytes are too few vectors for them.)
       if constexpr (!kIsHeavy<Operation>) {
         if constexpr (kRowIsCheap<Operation>) {
           if (row_bytes > 64 && row_bytes <= 128) return map.template operator()<4, 2>();
