@@ -19,9 +19,9 @@ struct Vector {
   uint4 words;
 };
 
-/// Without a hint to the caches, though every element is read once: where elements are stored too, hints cost more than
-/// they save. H100, bf16, gradient of logsumexp, [4096, 131072]: 0.709 ms, with L1::no_allocate 0.717; of cross
-/// entropy, [1048576, 64]: 100 us, with L1::no_allocate and streaming stores 113.
+/// Without a hint to the caches. Where elements are stored too, hints cost more than they save, though each is read
+/// once. H100, bf16, gradient of logsumexp, [4096, 131072]: 0.709 ms, with L1::no_allocate 0.717; of cross entropy,
+/// [1048576, 64]: 100 us, with L1::no_allocate and streaming stores 113.
 template <typename T>
 __device__ Vector<T> load(const Vector<T>* address) {
   Vector<T> v;
@@ -31,8 +31,8 @@ __device__ Vector<T> load(const Vector<T>* address) {
   return v;
 }
 
-/// The same past L1, where rows are only read. H100, bf16, cross entropy: [4096, 32768] with smoothing 103 us, through
-/// L1 113; [1048576, 64] 66 us, through L1 72.
+/// The same past L1, where rows are only read, and each element once. H100, bf16, cross entropy: [4096, 32768] with
+/// smoothing 103 us, through L1 113; [1048576, 64] 66 us, through L1 72.
 template <typename T>
 __device__ Vector<T> load_past_l1(const Vector<T>* address) {
   Vector<T> v;

@@ -11,17 +11,20 @@
 
 namespace eaves::cuda {
 
+/// Threads of a block that has a piece of a row. A heavy operator has no code for part of a batch, and the smallest
+/// piece should be one.
+template <bool kIsHeavy>
+inline constexpr int kPieceBlock = kIsHeavy ? 256 : kPieceThreads.threads;
+
 /// Calls `function.operator()<kThreads, kVectors>(threads)` for the shape that the policy chose; every shape that
 /// row_threads() returns stands here. A heavy operator has one kernel for lanes and one for blocks, whose `threads` are
-/// an argument: its kernels are long to compile. It takes fewer vectors at once, because its registers are needed for
-/// arithmetic. H200, cross entropy of [4096, 32768] bf16 with label smoothing, softcap, soft targets: 128 x 4 0.101,
-/// 0.115, 0.222 ms, 64 x 4 0.091, 0.106, 0.195.
+/// an argument: its kernels are long to compile.
 template <bool kIsHeavy, typename Function>
 void dispatch_row_threads(RowThreads shape, bool is_cut, Function function) {
   const auto call = [&]<int kThreads, int kVectors>() { function.template operator()<kThreads, kVectors>(kThreads); };
   if constexpr (kIsHeavy) {
     if (shape.threads <= 32) return function.template operator()<32, 2>(shape.threads <= 8 ? 8 : 32);
-    return function.template operator()<kPieceThreads.threads, 4>(is_cut ? kPieceThreads.threads : 64);
+    return function.template operator()<kPieceBlock<true>, 4>(is_cut ? kPieceBlock<true> : 64);
   } else {
     if (shape == RowThreads{2, 1}) return call.template operator()<2, 1>();
     if (shape == RowThreads{2, 4}) return call.template operator()<2, 4>();
@@ -29,19 +32,19 @@ void dispatch_row_threads(RowThreads shape, bool is_cut, Function function) {
     if (shape == RowThreads{8, 4}) return call.template operator()<8, 4>();
     if (shape == RowThreads{32, 4}) return call.template operator()<32, 4>();
     if (shape == RowThreads{128, 4}) return call.template operator()<128, 4>();
-    if (shape == RowThreads{128, 8}) return call.template operator()<128, 8>();
-    if (shape == RowThreads{256, 8}) return call.template operator()<256, 8>();
+    if (shape == RowThreads{256, 4}) return call.template operator()<256, 4>();
+    if (shape == RowThreads{512, 4}) return call.template operator()<512, 4>();
     throw std::logic_error("row_policy.h has a shape that row_launch.cuh does not know");
   }
 }
 
-/// The register bound makes the blocks of a multiprocessor 1024 threads with 8 vectors, 1536 with 4; float64 needs
-/// more, and so does an operator with much arithmetic.
-template <typename T, int kThreads, int kVectors, bool kIsHeavy>
-inline constexpr int kBlocksPerMultiprocessor = (sizeof(T) == 8  ? 512
-                                                 : kIsHeavy      ? 768
-                                                 : kVectors == 8 ? 1024
-                                                                 : 1536) /
+/// How many threads a multiprocessor has at once, as a bound of their registers. With much arithmetic they are fewer;
+/// some registers are spilled then, which costs less than more threads gain. H100, cross entropy of [4096, 32768] bf16:
+/// 1024 threads 99.8 us with label smoothing, 108.0 with softcap, 103.3 with argmax; 768 threads 102.0, 112.3, 105.9.
+template <typename T, int kThreads, bool kIsHeavy>
+inline constexpr int kBlocksPerMultiprocessor = (sizeof(T) == 8 ? 512
+                                                 : kIsHeavy     ? 1024
+                                                                : 1536) /
                                                 kThreads;
 
 struct Piece {
@@ -53,19 +56,6 @@ struct Piece {
 __device__ inline Piece find_piece(const RowSplit& split) {
   if (split.pieces > 1) return {blockIdx.y, blockIdx.x};
   return {blockIdx.x, 0};
-}
-
-/// Asks L2 for the start of the elements that a block is about to read. One thread does, in one instruction: more is on
-/// its way then than registers hold.
-template <typename T>
-__device__ void prefetch_start(const T* first, std::int64_t count) {
-#if __CUDA_ARCH__ >= 900
-  if (threadIdx.x != 0 || count * std::int64_t{sizeof(T)} < kLongRowBytes) return;
-  // The instruction takes whole units of 16 bytes.
-  const std::uint64_t address = (reinterpret_cast<std::uint64_t>(first) + 15) / 16 * 16;
-  const auto bytes = static_cast<std::uint32_t>(kPrefetchedBytes);
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes));
-#endif
 }
 
 /// The grid for find_piece. Rows that are cut are few, and fit the grid's y.

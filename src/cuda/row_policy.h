@@ -22,20 +22,24 @@ struct RowThreads {
   friend constexpr bool operator==(const RowThreads&, const RowThreads&) = default;
 };
 
-/// H200, 4096 rows of bf16, cold L2, microseconds (forward of logsumexp; a plain read of the same bytes):
+/// H100, 4096 rows of bf16, cold caches, microseconds (forward of logsumexp; a plain read of the same bytes):
 ///
-///   row bytes       2 Ki   4 Ki   8 Ki  16 Ki  32 Ki  64 Ki 128 Ki 256 Ki
-///   32 x 4           7.6    9.4   13.7   21.3   36     67    143    265
-///   128 x 4         11.4   11.8   13.1   20.7   35.9   66.4  129.7  253.1
-///   128 x 8         15.1   15.4   16.1   20.4   35.2   65.4  123.2  241.8
-///   256 x 8         21.4   26.2   26.6   27.6   34.7   65.0  122.4  238.7
-///   512 x 8         37.1   42.3   52.9   54.6   56.9   65.4  122.3  237.1
-///   plain read       6.1    7.9   11.6   18.6   32.6   62.0  118.4  232.1
+///   row bytes       4 Ki   8 Ki  16 Ki  32 Ki  64 Ki 128 Ki 256 Ki
+///   32 x 4          10.7
+///   64 x 4          11.3
+///   64 x 8                 16.8   28.2
+///   128 x 4                16.4   27.9
+///   128 x 8                       27.3   49.2   92.7  179.7  354.3
+///   256 x 4                       26.7   48.5   92.0  177.5  348.9
+///   256 x 8                              48.1   90.9  176.3  348.4
+///   512 x 4                              47.9   90.0  175.0  345.3
+///   1024 x 2                             57.6   91.7  175.6  344.3
+///   plain read       9.7   14.6   25.4   46.0   88.5  172.2  339.9
 ///
-/// H100, 524,288 rows of 96 and 128 bf16, forward of logsumexp, microseconds: 8 x 4 62.0 and 62.8, 4 x 4 40.2 and
-/// 52.6.
+/// 524,288 rows of 96 and 128 bf16: 8 x 4 62.0 and 62.8, 4 x 4 40.2 and 52.6.
 ///
-/// Small blocks win: what a block waits for (its first load, its reduction) is hidden by its many neighbours.
+/// Small blocks win for short rows: what a block waits for (its first load, its reduction) is hidden by its many
+/// neighbours. For long ones few vectors a thread do, which leave registers for more threads.
 inline RowThreads row_threads(std::int64_t row_bytes) {
   if (row_bytes <= 32) return {2, 1};
   if (row_bytes <= 128) return {2, 4};
@@ -43,23 +47,17 @@ inline RowThreads row_threads(std::int64_t row_bytes) {
   if (row_bytes <= 512) return {8, 4};
   if (row_bytes <= 4096) return {32, 4};
   if (row_bytes <= 8192) return {128, 4};
-  if (row_bytes <= 16384) return {128, 8};
-  return {256, 8};
+  if (row_bytes <= 16384) return {256, 4};
+  return {512, 4};
 }
 
 /// A row of so many bytes is long. It may be asked whether it is wanted before it is read (asks_first() of cross
 /// entropy).
 inline constexpr std::int64_t kLongRowBytes = 65536;
 
-/// A block of a heavy operator asks L2 for the start of a long row, or piece of one, before its threads load. H100,
-/// cross entropy of [4096, 32768] bf16 with smoothing, with an entropy and with softcap, without and with it: 110 and
-/// 103, 109 and 102, 119 and 114 us. Without options it gains nothing, and half of the rows ignored take 57 us instead
-/// of 53.
-inline constexpr std::int64_t kPrefetchedBytes = 8192;
-
-/// Rows that are cut into pieces. H200, 8 rows of 2^24 bf16, microseconds with the merging (a plain read: 62.0):
-/// 256 x 8 and 256 pieces a row 67.8, 128 pieces 68.6, 64 pieces 68.7; 512 x 8 and 32 pieces a row 68.1.
-inline constexpr RowThreads kPieceThreads{256, 8};
+/// Rows that are cut into pieces. 8 rows of 2^24 bf16, microseconds with the merging: H100, 512 x 4 93.6, 256 x 8 94.5
+/// (a plain read: 88.3); H200, 256 x 8 and 256 pieces a row 67.8, 128 pieces 68.6, 64 pieces 68.7.
+inline constexpr RowThreads kPieceThreads{512, 4};
 inline constexpr std::int64_t kPiecesPerMultiprocessor = 16;
 
 /// Into how many pieces a row is cut because there are too few rows to fill the GPU, 1 where there are enough.

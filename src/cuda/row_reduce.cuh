@@ -15,7 +15,6 @@
 //     using Prepared = ...;       // what prepare() returns; default-constructed where it was not called
 //     using Merge = ...;          // __device__ State operator()(const State&, const State&)
 //     const View& view() const;   // ShortRowView, or RowView for row_per_stride
-//     const T* elements(std::int64_t row) const;  // of a heavy operator: where a row of unit stride starts
 //
 //     // elements [first, first + count) of a row of unit stride, shared by `threads` threads; thread 0 also loads what
 //     // finish() needs beside the state
@@ -95,20 +94,19 @@ __global__ void __launch_bounds__(kLanesBlock)
 
 /// A block has kThreads threads, or fewer of a heavy operator.
 template <typename Operation, int kThreads, int kVectors>
-__global__ void __launch_bounds__(
-    kThreads, kBlocksPerMultiprocessor<typename Operation::Element, kThreads, kVectors, kIsHeavy<Operation>>)
+__global__ void __launch_bounds__(kThreads,
+                                  kBlocksPerMultiprocessor<typename Operation::Element, kThreads, kIsHeavy<Operation>>)
     row_per_block(const __grid_constant__ Operation operation, RowSplit split, typename Operation::State* pieces) {
   const int threads = kIsHeavy<Operation> ? static_cast<int>(blockDim.x) : kThreads;
   let_next_kernel_start();
   const auto [row, piece] = find_piece(split);
   const std::int64_t first = piece * split.piece_columns;
   const std::int64_t count = min(split.piece_columns, operation.view().column_count - first);
-  if constexpr (kIsHeavy<Operation>) prefetch_start(operation.elements(row) + first, count);
   typename Operation::Prepared prepared;
   auto state = operation.template reduce<kVectors>(row, first, count < 0 ? 0 : count, threadIdx.x, threads, prepared);
   state = reduce_block<kThreads>(state, typename Operation::Merge{}, threads);
 #if __CUDA_ARCH__ >= 900
-  if constexpr (kThreads == kPieceThreads.threads) {  // others never have a piece
+  if constexpr (kThreads == kPieceBlock<kIsHeavy<Operation>>) {  // others never have a piece
     if (split.is_cluster) state = reduce_cluster(state, typename Operation::Merge{});
   }
 #endif

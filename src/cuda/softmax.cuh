@@ -75,12 +75,12 @@ __device__ void accumulate(SoftmaxState<A>& state, A value) {
       state, SoftmaxState<A>{value == value ? value : -infinity<A>(), exponential(value - softmax_anchor(value))});
 }
 
-/// Takes a run of elements that `threads` threads share into the state. `goes_on`: see for_each_batch().
-template <int kVectors, typename T, typename GoesOn>
+/// Takes a run of elements that `threads` threads share into the state. `goes_on`, kThroughL1: see for_each_batch().
+template <int kVectors, bool kThroughL1, typename T, typename GoesOn>
 __device__ void accumulate_row(SoftmaxState<Accumulator<T>>& state, const T* first, std::int64_t count, int thread,
                                int threads, GoesOn goes_on) {
-  for_each_batch<kVectors>(first, count, thread, threads, minus_infinity<T>(), goes_on,
-                           [&](const auto& batch) { accumulate(state, batch); });
+  for_each_batch<kVectors, kThroughL1>(first, count, thread, threads, minus_infinity<T>(), goes_on,
+                                       [&](const auto& batch) { accumulate(state, batch); });
 }
 
 }  // namespace eaves::cuda

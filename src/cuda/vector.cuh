@@ -214,8 +214,9 @@ struct Span {
 /// Shares a run of elements among `threads` threads and calls `body(batch)` in each with kVectors vectors at a time,
 /// all of them loaded before the first is used; places without an element hold `fill`. The run has fewer than 2^31
 /// vectors: 32-bit indices leave registers for loads, and longer rows are cut into pieces. `goes_on()` is asked once in
-/// each thread, when its first elements are on their way: if it says no, the rest of the run is left out.
-template <int kVectors, typename T, typename Body, typename GoesOn>
+/// each thread, when its first elements are on their way: if it says no, the rest of the run is left out. kThroughL1:
+/// one of the elements is loaded again soon, as the target's logit is.
+template <int kVectors, bool kThroughL1, typename T, typename Body, typename GoesOn>
 __device__ void for_each_batch(const T* first, std::int64_t count, int thread, int threads, const Vector<T>& fill,
                                GoesOn goes_on, Body body) {
   const Span<const T> span(first, count);
@@ -223,13 +224,14 @@ __device__ void for_each_batch(const T* first, std::int64_t count, int thread, i
   T edge{};
   if (thread < span.edges) edge = span.edge(thread);
 
+  const auto load_vector = [](const Vector<T>* address) { return kThroughL1 ? load(address) : load_past_l1(address); };
   const Vector<T>* address = span.vector_address(thread);
   int left = static_cast<int>(span.vectors) - thread;
   bool is_first = true;
   for (; left > (kVectors - 1) * threads; left -= kVectors * threads, address += kVectors * threads) {
     Vector<T> batch[kVectors];
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) batch[v] = load_past_l1(address + v * threads);
+    for (int v = 0; v < kVectors; ++v) batch[v] = load_vector(address + v * threads);
     if (is_first && !goes_on()) return;
     is_first = false;
     body(batch);
@@ -237,7 +239,7 @@ __device__ void for_each_batch(const T* first, std::int64_t count, int thread, i
   if (left > 0) {
     Vector<T> batch[kVectors];
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) batch[v] = v * threads < left ? load_past_l1(address + v * threads) : fill;
+    for (int v = 0; v < kVectors; ++v) batch[v] = v * threads < left ? load_vector(address + v * threads) : fill;
     if (is_first && !goes_on()) return;
     is_first = false;
     body(batch);

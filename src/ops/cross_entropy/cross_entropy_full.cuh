@@ -24,8 +24,6 @@ struct FullLoss {
 
   EAVES_HOST_DEVICE const View& view() const { return rows.in.view; }
 
-  __device__ const T* elements(std::int64_t row) const { return rows.elements(row); }
-
   template <int kVectors>
   __device__ State reduce(std::int64_t row, std::int64_t first, std::int64_t count, int thread, int threads,
                           Prepared& prepared) const {

@@ -120,15 +120,12 @@ struct LossRows {
     return prepare(in.target_at(at.of[kTargets]), at.of[kLogits]);
   }
 
-  __device__ const T* elements(std::int64_t row) const { return in.logits + in.view.rows.offsets(row).of[kLogits]; }
-
   /// Is goes_on() asked before the vectors of a row, or of a piece of one, are loaded? Then those of an ignored row are
-  /// not read, but for what a block prefetches with options. H100, bf16, not asked first and asked first: [4096, 32768]
-  /// with half of the rows ignored 74 and 53 us, with none 95.5 and 95.4; [1048576, 64] 93 and 68. Between the two
-  /// limits it costs 2 to 10 %.
+  /// not read. H100, bf16, not asked first and asked first: [4096, 32768] with half of the rows ignored 74 and 53 us,
+  /// with none 95.5 and 95.4; [1048576, 64] 93 and 68. Between the two limits it costs 2 to 10 %.
   __device__ bool asks_first(std::int64_t count) const {
     const std::int64_t bytes = count * std::int64_t{sizeof(T)};
-    return bytes <= 256 || (!reads_ignored_rows && bytes >= kLongRowBytes);
+    return bytes <= 256 || bytes >= kLongRowBytes;
   }
   /// Is the row wanted? In thread 0 also fills in `prepared`.
   template <typename Offsets>

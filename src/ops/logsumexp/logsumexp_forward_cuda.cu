@@ -36,7 +36,7 @@ struct Logsumexp {
   __device__ State reduce(std::int64_t row, std::int64_t first, std::int64_t count, int thread, int threads,
                           Prepared&) const {
     State state;
-    accumulate_row<kVectors>(state, elements(row) + first, count, thread, threads, [] { return true; });
+    accumulate_row<kVectors, false>(state, elements(row) + first, count, thread, threads, [] { return true; });
     return state;
   }
 
