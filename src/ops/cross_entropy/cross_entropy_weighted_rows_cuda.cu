@@ -11,12 +11,13 @@
 namespace eaves::cuda {
 namespace {
 
+// H100, [4096, 32768] bf16 with smoothing over weights: 114 us, 256 threads, 4 slots and 3 blocks 131.
 constexpr int kRows = 2;     // of a block
 constexpr int kVectors = 2;  // of each of them, that a thread takes at a time; the kernel is written for 2
-constexpr int kThreads = 256;
-constexpr int kSlots = 4;                    // for batches, of which all but one are on their way
-constexpr int kBlocks = 3;                   // of a multiprocessor
-constexpr std::int64_t kFewestBytes = 8192;  // of a row: that many threads have work
+constexpr int kThreads = 128;
+constexpr int kSlots = 3;                    // for batches, of which all but one are on their way
+constexpr int kBlocks = 8;                   // of a multiprocessor
+constexpr std::int64_t kFewestBytes = 8192;  // of a row: two batches of all threads
 
 template <typename T>
 using Ring = VectorRing<T, kThreads, kRows * kVectors, kSlots>;
@@ -66,10 +67,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     float weights[kTaken][kSize];
     float masses[kTaken];
 #pragma unroll
-    for (int v = 0; v < kTaken; ++v) {
-      load_run<T, true>(in.weight, column + v * kStep, weights[v]);
-      masses[v] = total_of(weights[v]);
-    }
+    for (int v = 0; v < kTaken; ++v) load_run<T, true>(in.weight, column + v * kStep, weights[v]);
+    ring.wait();
+    send();
+#pragma unroll
+    for (int v = 0; v < kTaken; ++v) masses[v] = total_of(weights[v]);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       Vector<T> batch[kTaken];
@@ -92,8 +94,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const int whole = vectors * kSize;
 #pragma unroll 1
   for (; column < whole; column += kVectors * kStep) {
-    ring.wait();
-    send();
     if (column + (kVectors - 1) * kStep < whole) {
       take_batch(column, std::integral_constant<int, kVectors>{});
     } else {
