@@ -73,7 +73,8 @@ __global__ void __launch_bounds__(kNarrowThreads)
   const auto at = operation.view().rows.offsets(row);
   const Span<float> span(operation.out + at.of[kLogits], operation.view().column_count);
   if constexpr (kIsHeavy<Operation>) {
-    operation.for_variant([&](const auto& function_of) { narrow_row(span, dtype, function_of(at)); });
+    const auto map = [&](const auto& function_of) { narrow_row(span, dtype, function_of(at)); };
+    operation.has_factors() ? operation.template for_variant<true>(map) : operation.template for_variant<false>(map);
   } else {
     narrow_row(span, dtype, operation.row(at));
   }

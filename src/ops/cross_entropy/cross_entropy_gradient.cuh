@@ -291,16 +291,14 @@ struct CrossEntropyGradient {
     return Function(inputs.in, inputs.row(at), at.of[kSoftTargets]);
   }
 
-  template <typename Body>
+  EAVES_HOST_DEVICE bool has_factors() const { return inputs.in.has_factors; }
+
+  template <bool kHasFactors, typename Body>
   __device__ void for_variant(Body body) const {
-    const auto call = [&]<bool kIsCapped, bool kHasFactors>() {
+    const auto call = [&]<bool kIsCapped>() {
       body([&](const auto& at) { return GradientVariant<T, View, kIsCapped, kHasFactors>{row(at)}; });
     };
-    if (inputs.in.terms.softcap == Accumulator<T>(0)) {
-      inputs.in.has_factors ? call.template operator()<false, true>() : call.template operator()<false, false>();
-    } else {
-      inputs.in.has_factors ? call.template operator()<true, true>() : call.template operator()<true, false>();
-    }
+    inputs.in.terms.softcap == Accumulator<T>(0) ? call.template operator()<false>() : call.template operator()<true>();
   }
 };
 
