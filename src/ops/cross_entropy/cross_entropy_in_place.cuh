@@ -15,7 +15,7 @@ namespace eaves::cuda {
 
 // ---- policy --------------------------------------------------------------------------------------------------------
 
-/// Of a longer row, each block of a cluster keeps a piece in shared memory: so little that six blocks share a
+/// Of a longer row, each block of a cluster keeps a piece in shared memory: so little that several blocks share a
 /// multiprocessor, and some load while others wait for their cluster or store. More blocks than the most that every GPU
 /// with clusters takes are not to be had, so that beyond them pieces grow. H200, [4096, 65536] and [4096, 131072] bf16,
 /// of one read and one write of the same bytes: 1.12 and 1.08; in two passes 1.53 and 1.51, in the registers of
@@ -24,13 +24,20 @@ inline constexpr std::int64_t kPieceBytes = 32768;
 inline constexpr std::int64_t kMostPieceBytes = 204800;
 inline constexpr std::int64_t kDeclaredSharedBytes = 4096;  // at most, of a block beside its piece
 inline constexpr int kMostClusterBlocks = 8;
-inline constexpr int kClusterBlocksPerMultiprocessor = 6;
+
+/// What a kernel of long rows computes: without options, with some, with some that load a factor of each element.
+enum class RowOptions { none, some, factors };
 
 /// Of a block of a cluster. With options registers are what counts: fewer threads. H100, [4096, 32768] bf16 with label
 /// smoothing and with softcap: 206 and 282 us, with 2 vectors 211 and 298, with 256 threads, 1 vector and 4 blocks of
-/// 48 KiB 247 and 332, with 64 threads and 12 blocks of 16 KiB 256 and 358; in two passes 289 and 310.
-template <bool kIsFull>
-inline constexpr RowThreads kClusterThreads = kIsFull ? RowThreads{128, 4} : RowThreads{256, 4};
+/// 48 KiB 247 and 332, with 64 threads and 12 blocks of 16 KiB 256 and 358; in two passes 289 and 310. Factors take
+/// time to load, which more threads hide: with soft targets 367 us, as with other options 436.
+template <RowOptions kOptions>
+inline constexpr RowThreads kClusterThreads = kOptions == RowOptions::some      ? RowThreads{128, 4}
+                                              : kOptions == RowOptions::factors ? RowThreads{256, 2}
+                                                                                : RowThreads{256, 4};
+template <RowOptions kOptions>
+inline constexpr int kClusterBlocksPerMultiprocessor = kOptions == RowOptions::factors ? 4 : 6;
 
 struct RowPieces {
   int blocks;            ///< of the cluster
@@ -124,13 +131,13 @@ __device__ void accumulate_edge(SoftmaxState<Accumulator<T>>& state, T edge) {
 
 /// The statistics of a thread's vectors of a piece and, through `take_edges`, of its edges. The first vector of the
 /// piece is column `first`.
-template <typename T, typename View, typename TakeEdges>
+template <RowOptions kOptions, typename T, typename View, typename TakeEdges>
 __device__ ClassStatistics<Accumulator<T>> reduce_with_options(const FullLoss<T, View, false>& loss,
                                                                const Vector<T>* piece, int vectors, std::int64_t first,
                                                                std::int64_t soft_row, const Arrival* arrivals,
                                                                TakeEdges take_edges) {
-  constexpr int kThreads = kClusterThreads<true>.threads;
-  constexpr int kVectors = kClusterThreads<true>.vectors;
+  constexpr int kThreads = kClusterThreads<kOptions>.threads;
+  constexpr int kVectors = kClusterThreads<kOptions>.vectors;
   constexpr int kBatch = kThreads * kVectors;
   RunningStatistics<Accumulator<T>, false> running;
   loss.template take_vectors<kVectors>(
@@ -153,15 +160,16 @@ __device__ ClassStatistics<Accumulator<T>> reduce_with_options(const FullLoss<T,
 
 /// A cluster a row, its vectors in pieces of `piece_vectors`. What the threads of a block take at once arrives at once:
 /// the statistics begin with the first of it.
-template <typename T, bool kIsFull, bool kIsNarrow>
-__global__ void __launch_bounds__(kClusterThreads<kIsFull>.threads, kClusterBlocksPerMultiprocessor)
-    row_in_cluster(const __grid_constant__ InPlace<T, kIsFull> operation, int piece_vectors) {
+template <typename T, RowOptions kOptions, bool kIsNarrow>
+__global__ void __launch_bounds__(kClusterThreads<kOptions>.threads, kClusterBlocksPerMultiprocessor<kOptions>)
+    row_in_cluster(const __grid_constant__ InPlace<T, kOptions != RowOptions::none> operation, int piece_vectors) {
 #if __CUDA_ARCH__ >= 900
+  constexpr bool kIsFull = kOptions != RowOptions::none;
   using State = typename InPlace<T, kIsFull>::State;
   using Merge = typename InPlace<T, kIsFull>::Merge;
   using Prefetched = typename InPlace<T, kIsFull>::Prefetched;
-  constexpr int kThreads = kClusterThreads<kIsFull>.threads;
-  constexpr int kVectors = kClusterThreads<kIsFull>.vectors;
+  constexpr int kThreads = kClusterThreads<kOptions>.threads;
+  constexpr int kVectors = kClusterThreads<kOptions>.vectors;
   constexpr int kSize = Vector<T>::kSize;
   constexpr int kBatch = kThreads * kVectors;
   extern __shared__ __align__(128) unsigned char storage[];
@@ -207,10 +215,11 @@ __global__ void __launch_bounds__(kClusterThreads<kIsFull>.threads, kClusterBloc
   State state;
   if (is_read) {
     if constexpr (kIsFull) {
-      state =
-          reduce_with_options(operation, piece, vectors, column_of(0), at.of[kSoftTargets], arrivals, [&](auto take) {
-            if (has_edge) take(load_as_accumulator(edges[thread]), span.edge_index(thread));
-          });
+      state = reduce_with_options<kOptions>(operation, piece, vectors, column_of(0), at.of[kSoftTargets], arrivals,
+                                            [&](auto take) {
+                                              if (has_edge)
+                                                take(load_as_accumulator(edges[thread]), span.edge_index(thread));
+                                            });
     } else {
       const auto take = [&]<int kTaken>(int i) {
         Vector<T> batch[kTaken];
@@ -255,10 +264,9 @@ __global__ void __launch_bounds__(kClusterThreads<kIsFull>.threads, kClusterBloc
   if constexpr (kIsFull) {
     // <true, true> is missing, and so is kHasSquare of FullLoss: is_fused() refuses what needs them. Change both.
     using View = typename InPlace<T, kIsFull>::View;
-    const auto& in = operation.rows.in;
-    if (in.has_factors) {
+    if constexpr (kOptions == RowOptions::factors) {
       store_all(GradientVariant<T, View, false, true>{function});
-    } else if (in.terms.softcap == 0.0f) {
+    } else if (operation.rows.in.terms.softcap == 0.0f) {
       store_all(GradientVariant<T, View, false, false>{function});
     } else {
       store_all(GradientVariant<T, View, true, false>{function});
@@ -270,12 +278,12 @@ __global__ void __launch_bounds__(kClusterThreads<kIsFull>.threads, kClusterBloc
 }
 
 /// kIsNarrow: the gradient has 16 bits over float32 logits.
-template <bool kIsNarrow, typename T, bool kIsFull>
+template <RowOptions kOptions, bool kIsNarrow, typename T, bool kIsFull>
 void launch_in_cluster(const char* op, const InPlace<T, kIsFull>& operation, bool follows_kernel, void* stream) {
   const RowPieces pieces = cut_row(operation.view().column_count * static_cast<std::int64_t>(sizeof(T)));
-  launch(op, row_in_cluster<T, kIsFull, kIsNarrow>,
+  launch(op, row_in_cluster<T, kOptions, kIsNarrow>,
          {.blocks = operation.view().row_count * pieces.blocks,
-          .threads = kClusterThreads<kIsFull>.threads,
+          .threads = kClusterThreads<kOptions>.threads,
           .cluster_blocks = pieces.blocks,
           .shared_bytes = static_cast<std::size_t>(pieces.vectors) * 16,
           .starts_before_previous_ends = follows_kernel,

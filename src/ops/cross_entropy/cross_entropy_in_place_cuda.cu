@@ -185,7 +185,9 @@ struct TargetWeights {
 template <bool kIsNarrow, typename T>
 void launch_plain_rows(const InPlace<T, false>& operation, bool follows_kernel, void* stream) {
   const std::int64_t row_bytes = operation.view().column_count * static_cast<std::int64_t>(sizeof(T));
-  if (row_bytes > kRegisterRowBytes) return launch_in_cluster<kIsNarrow>(kOp, operation, follows_kernel, stream);
+  if (row_bytes > kRegisterRowBytes) {
+    return launch_in_cluster<RowOptions::none, kIsNarrow>(kOp, operation, follows_kernel, stream);
+  }
   const auto run = [&]<int kThreads, int kVectors>() {
     constexpr int kBlock = kThreads < kShortBlock ? kShortBlock : kThreads;
     launch(kOp, row_in_registers<T, kIsNarrow, kThreads, kVectors>,

@@ -5,8 +5,11 @@ namespace eaves::cuda {
 
 template <typename T>
 void launch_full_rows(const char* op, const InPlace<T, true>& operation, bool follows_kernel, void* stream) {
-  dispatch_narrow<T>(operation.grad_dtype,
-                     [&]<bool kIsNarrow>() { launch_in_cluster<kIsNarrow>(op, operation, follows_kernel, stream); });
+  dispatch_narrow<T>(operation.grad_dtype, [&]<bool kIsNarrow>() {
+    operation.rows.in.has_factors
+        ? launch_in_cluster<RowOptions::factors, kIsNarrow>(op, operation, follows_kernel, stream)
+        : launch_in_cluster<RowOptions::some, kIsNarrow>(op, operation, follows_kernel, stream);
+  });
 }
 
 template void launch_full_rows<float>(const char*, const InPlace<float, true>&, bool, void*);
