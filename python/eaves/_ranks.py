@@ -1,9 +1,9 @@
 """A vocabulary that is cut over the ranks of a torch.distributed group: the arguments that say so, DTensors among them,
 the agreement of the ranks before the first collective, the collectives, and the gather of the rows' statistics.
 
-A call is the same on all ranks but for its shard of the head or the logits. Before anything else is exchanged, each
-rank tells the others what it was called with, or what error it has. Where they differ, or one has an error, all of them
-raise a ValueError or that error, and none hangs.
+A call is the same on all ranks but for its shard of the head or the logits. Before anything else is exchanged, but the
+rows of a DTensor, each rank tells the others what it was called with, or what error it has. Where they differ, or one
+has an error, all of them raise a ValueError or that error, and none hangs.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def local_shard(op: str, name: str, tensor: Any, class_axis: int) -> Local:
         raise NotImplementedError(
             f"{op}: {name} is a DTensor with the placements {list(map(str, tensor.placements))}, expected its classes "
             f"cut over the one axis of its mesh; pass {name}.to_local() and the group of an axis of a larger mesh, or "
-            f"{name}.full_tensor(), with grad_placements=[Partial()] where ranks have rows of their own"
+            f"{name}.full_tensor(), with grad_placements=[Partial('avg')] where ranks have rows of their own"
         )
     return Local(tensor.to_local(), tensor.device_mesh, cut[0])
 

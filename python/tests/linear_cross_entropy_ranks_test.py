@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import eaves
@@ -430,6 +431,28 @@ def of_dtensors(group: distributed.ProcessGroup) -> None:
 
 def test_a_dtensor_says_which_group(cpu_ranks: Ranks) -> None:
     cpu_ranks.run(of_dtensors)
+
+
+def with_rows_of_its_own(group: distributed.ProcessGroup) -> None:
+    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
+    body = torch.eye(16, dtype=x.dtype) + 0.1
+    whole = [body.clone().requires_grad_(), head.clone().requires_grad_()]
+    eaves.linear_cross_entropy(x @ whole[0], whole[1], target).backward()
+    model = torch.nn.ParameterList([each.clone() for each in (body, head)])
+    part = torch.nn.Linear(16, 16, bias=False, dtype=x.dtype)
+    part.weight.data.copy_(body.t())
+    mesh = DeviceMesh.from_group(group, "cpu")
+    fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    own = slice(group.rank() * 12, (group.rank() + 1) * 12)
+    gathered = model[1].full_tensor(grad_placements=[Partial("avg")])
+    eaves.linear_cross_entropy(part(x[own]), gathered, target[own]).backward()
+    assert_agree(part.weight.grad.full_tensor().t(), whole[0].grad)
+    assert_agree(model[1].grad.full_tensor(), whole[1].grad)
+
+
+def test_a_head_of_fully_shard_is_gathered_and_its_gradient_is_a_mean(cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(with_rows_of_its_own, ranks=2)
 
 
 def log_probs(group: distributed.ProcessGroup) -> tuple[Tensor, ...]:
