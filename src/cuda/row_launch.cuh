@@ -38,9 +38,10 @@ void dispatch_row_threads(RowThreads shape, bool is_cut, Function function) {
   }
 }
 
-/// How many threads a multiprocessor has at once, as a bound of their registers. With much arithmetic they are fewer;
-/// some registers are spilled then, which costs less than more threads gain. H100, cross entropy of [4096, 32768] bf16:
-/// 1024 threads 99.8 us with label smoothing, 108.0 with softcap, 103.3 with argmax; 768 threads 102.0, 112.3, 105.9.
+/// How many threads a multiprocessor has at once, as a bound of their registers. With much arithmetic they are fewer.
+/// Some registers are spilled even so, which costs less than more threads gain. H100, cross entropy of [4096, 32768]
+/// bf16: 1024 threads 99.8 us with label smoothing, 108.0 with softcap, 103.3 with argmax; 768 threads 102.0, 112.3,
+/// 105.9.
 template <typename T, int kThreads, bool kIsHeavy>
 inline constexpr int kBlocksPerMultiprocessor = (sizeof(T) == 8 ? 512
                                                  : kIsHeavy     ? 1024

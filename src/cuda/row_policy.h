@@ -36,7 +36,8 @@ struct RowThreads {
 ///   1024 x 2                             57.6   91.7  175.6  344.3
 ///   plain read       9.7   14.6   25.4   46.0   88.5  172.2  339.9
 ///
-/// H200, 32 KiB: 512 x 4 39.4, 1.13 times a plain read, where rows of 16 and 64 KiB take 1.07 and 1.06 times theirs.
+/// H200, 32 KiB: 512 x 4 39.4, 1.13 times a plain read, where rows of 16 and 64 KiB take 1.07 and 1.06 times theirs, so
+/// that 256 x 4 has them, which was not measured there.
 ///
 /// H100, 524,288 rows of 96 and 128 bf16: 8 x 4 62.0 and 62.8, 4 x 4 40.2 and 52.6.
 ///
