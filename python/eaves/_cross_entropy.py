@@ -54,6 +54,7 @@ from eaves._operator import (
     dispatch,
     index_of,
     is_transforming,
+    needs_autograd,
     needs_function,
     refuse_lost_derivatives,
     run_plainly,
@@ -61,13 +62,15 @@ from eaves._operator import (
 from eaves._ranks import (
     Local,
     Shard,
+    agree_on_placements,
     check_reduce_dtype,
     is_distributed,
     local_classes,
-    local_shard,
     local_target,
+    refuse_in_place_of_dtensor,
     refuse_without_group,
     shard_of,
+    shared_shard,
     with_agreement,
     without_padding,
 )
@@ -489,14 +492,20 @@ def _of_shard(
     logits: Local | None = None
     if is_cut and group is None:
         # By the logits alone: what is wrong with a rank's target has to be an error on all of them.
-        axis = _cut_axis(input) if class_dim is None else index_of(_OP, "class_dim", class_dim)
-        logits = local_shard(_OP, "input", input, axis)
+        def class_axis() -> int:
+            return _cut_axis(input) if class_dim is None else index_of(_OP, "class_dim", class_dim)
+
+        logits = shared_shard(_OP, "input", input, class_axis)
+        axis = class_axis()
 
     def run(group: ProcessGroup) -> Any:
         if is_cut and logits is None:
             raise ValueError(f"{_OP}: input is a DTensor, which knows its group; leave group out")
         tensors = (input, target, weight)
         if logits is not None:
+            if options.get("inplace_backward") is True and needs_autograd(input):
+                refuse_in_place_of_dtensor(_OP, "input")
+            agree_on_placements(_OP, group, target=target)
             of_weight = local_classes(_OP, "weight", weight)
             tensors = (logits.tensor, local_target(_OP, target, logits, axis), of_weight)
         shard = shard_of(_OP, group, *of_shard)

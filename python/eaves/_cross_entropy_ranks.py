@@ -63,6 +63,7 @@ def _forward(
             "row_weight": digest(row_weight),
             "normalizer": digest(normalizer),
             **dtypes(input=logits, weight=weight, row_weight=row_weight, normalizer=normalizer),
+            "class_dim": axis,
             "ignore_index": ignore_index,
             "reduction": REDUCTION_NAMES[mode],
             "label_smoothing, scale, softcap and z_loss": list(numbers),

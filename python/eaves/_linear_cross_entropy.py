@@ -75,16 +75,17 @@ from eaves._operator import (
 from eaves._ranks import (
     Local,
     Shard,
+    agree_on_placements,
     check_reduce_dtype,
     is_distributed,
     local_classes,
     local_rows,
-    local_shard,
     local_target,
     refuse_without_group,
     refuse_zero3,
     rows_of,
     shard_of,
+    shared_shard,
     with_agreement,
     without_padding,
 )
@@ -539,7 +540,9 @@ def _of_shard(
     """The call with tensors of this rank, and a Shard for its group. The ranks of a group learn of each other's errors
     before they wait for each other."""
     is_cut = is_distributed(linear_weight)
-    head: Local | None = local_shard(_OP, "linear_weight", linear_weight, 0) if is_cut and group is None else None
+    head: Local | None = None
+    if is_cut and group is None:
+        head = shared_shard(_OP, "linear_weight", linear_weight, lambda: 0)
 
     def run(group: ProcessGroup) -> Any:
         if is_cut and head is None:
@@ -547,6 +550,7 @@ def _of_shard(
         tensors = [input, target, linear_weight, linear_bias, options.pop("weight")]
         if head is not None:
             is_summed = of_shard[3] is False
+            agree_on_placements(_OP, group, input=input, target=target)
             rows = local_rows(_OP, "input", input, head, is_summed)
             tensors = [rows, local_target(_OP, target, head, -1)] + [
                 local_classes(_OP, name, each)

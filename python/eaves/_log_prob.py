@@ -53,6 +53,7 @@ from eaves._operator import (
 from eaves._ranks import (
     Local,
     Shard,
+    agree_on_placements,
     agreed_place,
     all_gather,
     check_reduce_dtype,
@@ -62,9 +63,10 @@ from eaves._ranks import (
     is_distributed,
     local_classes,
     local_rows,
-    local_shard,
+    refuse_in_place_of_dtensor,
     refuse_without_group,
     shard_of,
+    shared_shard,
     with_agreement,
     without_padding,
 )
@@ -312,8 +314,8 @@ def linear_log_prob(
         _refuse_unknown("linear_log_prob", group, unknown, linear_log_prob)
     returns = (return_entropy, return_top1, return_sum_sq, return_mean_logit)
     if _has_several(hidden, tokens, temperature):
-        if not is_distributed(head):  # None would mean that hidden are logits
-            check_tensor("linear_log_prob", "head", head)
+        if not isinstance(head, Tensor):  # None would mean that hidden are logits
+            _check_head_told(head, group)
         return _of_several(
             _LINEAR_NAMES, hidden, head, bias, tokens, temperature, softcap, scale, ignore_index, returns,
             algorithm=algorithm, workspace_bytes=workspace_bytes, skip_ignored=skip_ignored,
@@ -377,7 +379,7 @@ def _of_loss(
     group = options["group"]
     if group is None and is_distributed(inputs[-1]):  # the head, or logits
         axis = 0 if len(inputs) == 2 else -1
-        group = local_shard(op, names[_CUT[len(inputs) - 1]], inputs[-1], axis).group
+        group = shared_shard(op, names[_CUT[len(inputs) - 1]], inputs[-1], lambda: axis).group
     output = run() if group is None else with_agreement(op, group, run)
     if not isinstance(output, CrossEntropyOutput):
         return 0 - output  # type: ignore[no-any-return]  # of ignored rows 0, where -output would be -0
@@ -428,6 +430,13 @@ def _has_several(x: object, tokens: object, temperature: object) -> bool:
     return isinstance(tokens, Tensor) and isinstance(x, Tensor) and tokens.dim() == x.dim() != 0
 
 
+def _check_head_told(head: Any, group: ProcessGroup | None) -> None:
+    op = "linear_log_prob"
+    if group is not None:
+        with_agreement(op, group, lambda _: check_tensor(op, "head", head))
+    check_tensor(op, "head", head)
+
+
 def _of_several(names: Mapping[str, str], *arguments: Any, **options: Any) -> Tensor | LogProbOutput:
     op = next(iter(names.values()))
     if is_exporting() or is_transforming():
@@ -441,14 +450,18 @@ def _of_several(names: Mapping[str, str], *arguments: Any, **options: Any) -> Te
     try:
         local: Local | None = None
         if group is None and is_distributed(cut):
-            local = local_shard(op, name, cut, -1 if weight is None else 0)
+            local = shared_shard(op, name, cut, lambda: -1 if weight is None else 0)
 
         def run(group: ProcessGroup | None) -> Tensor | LogProbOutput:
             if local is None and is_distributed(cut):
                 raise ValueError(f"{op}: {name} is a DTensor, which knows its group; leave group out")
             is_summed = len(of_group) > 3 and of_group[3] is False  # reduce_input_grad
             tensors = (x, weight, bias, *rest)
-            if local is not None:
+            if local is not None and group is not None:
+                if weight is None and options.get("inplace_backward") is True and needs_autograd(x):
+                    refuse_in_place_of_dtensor(op, name)
+                hidden = None if weight is None else x
+                agree_on_placements(op, group, hidden=hidden, tokens=rest[0], temperature=rest[1])
                 tensors = _local_tensors(op, local, is_summed, *tensors)
             found: Tensor | LogProbOutput
             found = uncompiled(_computed)(op, *tensors, of_group=(group, *of_group), **options)

@@ -34,6 +34,7 @@ from eaves._operator import accumulator_dtype, apply, call, is_batched, needs_au
 from eaves._ranks import (
     Place,
     Shard,
+    all_gather,
     all_reduce,
     dtype_of_parts,
     gather_statistics,
@@ -224,8 +225,8 @@ def _losses(
             chosen, _, _ = _chosen(z, rows, settings)
             argmax = None
             if rows.temperature is not None:
-                if settings.outputs & ARGMAX and settings.over_ranks is None:
-                    argmax = z.argmax(1)  # before roundings make two logits one
+                if settings.outputs & ARGMAX:
+                    argmax = _best_class(z, settings.over_ranks)  # before roundings make two logits one
                 z = _scale_(z, settings, rows)
             chosen = _scale_(chosen, settings, rows)
             best = chosen.argmax(1, keepdim=True)
@@ -241,6 +242,19 @@ def _losses(
                 outputs[POSITIONS[settings.outputs][ARGMAX]][chunk] = argmax
             del z  # before the next chunk
     return nll, *outputs[1:], targets
+
+
+def _best_class(z: Tensor, over_ranks: OverRanks | None) -> Tensor:
+    """Of each row's largest logit, the first of equal ones."""
+    if over_ranks is None:
+        return z.argmax(1)
+    own = z.new_full((z.shape[0], 2), -math.inf, dtype=torch.float64)  # the logit and its class
+    if z.shape[1]:
+        places = z.argmax(1, keepdim=True)
+        own = torch.cat([z.gather(1, places).double(), places.double() + over_ranks.place.first_class], 1)
+    logits, classes = all_gather(own, group_of(over_ranks.shard)).wait().unbind(-1)
+    is_best = (logits == logits.amax(0)) | logits.isnan()
+    return torch.where(is_best, classes, math.inf).amin(0).to(torch.int64)
 
 
 def _statistics(z: Tensor, target: Tensor, settings: Settings, numbers: tuple[float, ...]) -> list[Tensor]:

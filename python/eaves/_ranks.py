@@ -9,6 +9,7 @@ has an error, all of them raise a ValueError or that error, and none hangs.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import struct
@@ -237,6 +238,36 @@ def local_shard(op: str, name: str, tensor: Any, class_axis: int) -> Local:
     return Local(tensor.to_local(), tensor.device_mesh, cut[0])
 
 
+def shared_shard(op: str, name: str, tensor: Any, class_axis: Callable[[], int]) -> Local:
+    """local_shard(), whose error is told to the other ranks, as far as the mesh says which these are."""
+
+    def run(_: object) -> Local:
+        return local_shard(op, name, tensor, class_axis())
+
+    return with_agreement(op, tensor.device_mesh.get_group(), run) if tensor.device_mesh.ndim == 1 else run(None)
+
+
+def agree_on_placements(op: str, group: ProcessGroup, **tensors: Any) -> None:
+    """Before DTensors are gathered, each rank tells which of them it has: a gather of some ranks alone would wait."""
+    if torch.compiler.is_compiling() or _is_capturing():
+        return
+    facts = {
+        f"the placements of {name}": list(map(str, each.placements)) if is_distributed(each) else None
+        for name, each in tensors.items()
+    }
+    texts, _ = _exchange({"the operator": op, **facts}, (0, 0), group)
+    if any(text != texts[0] for text in texts):
+        _refuse_differences(op, [json.loads(text) for text in texts])
+    _call.awaits_agreement = True
+
+
+def refuse_in_place_of_dtensor(op: str, name: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{op}: inplace_backward would write over this rank's part of the DTensor {name}, which autograd does not "
+        f"notice; pass {name}.to_local() and its group, or leave inplace_backward out"
+    )
+
+
 def local_classes(op: str, name: str, tensor: Any) -> Any:
     """This rank's part of a tensor whose first axis are the classes, where it is a DTensor."""
     return local_shard(op, name, tensor, 0).tensor if is_distributed(tensor) else tensor
@@ -447,16 +478,14 @@ def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def digest(tensor: Tensor | None) -> int | None:
-    """A number that other numbers, and the same in another order, almost certainly do not have. None of a tensor on a
+def digest(tensor: Tensor | None) -> str | None:
+    """A text that other numbers, and the same in another order, almost certainly do not have. None of a tensor on a
     GPU, which would be waited for."""
     if tensor is None or tensor.device.type != "cpu" or tensor.numel() == 0:
         return None
-    flat = tensor.detach().reshape(-1)
-    if flat.is_floating_point():
-        flat = flat.double().view(torch.int64)
-    places = torch.arange(flat.shape[0]).mul_(2654435761).add_(97)  # a factor for each place: Knuth's multiplier
-    return int(flat.to(torch.int64).mul(places).sum())  # modulo 2^64
+    wide = torch.float64 if tensor.is_floating_point() else torch.int64
+    numbers = tensor.detach().to(wide).contiguous()
+    return hashlib.blake2b(ctypes.string_at(numbers.data_ptr(), numbers.nbytes), digest_size=8).hexdigest()
 
 
 def check_targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:

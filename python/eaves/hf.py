@@ -34,7 +34,7 @@ from eaves._deferred_logits import DeferredLogits
 from eaves._linear_cross_entropy import CONSTANT_OUTPUTS, check_constant_options
 from eaves._loss import CrossEntropyOutput
 from eaves._operator import check_bool
-from eaves._ranks import is_distributed, named_group, refuse_zero3
+from eaves._ranks import is_distributed, local_shard, named_group, refuse_zero3
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -573,9 +573,11 @@ def _causal_lm_loss(
             if is_in_pieces:
                 group = named_group(options["group"])
                 options = {**options, "classes": vocab_size, "group": group}
-                if options["sequence_parallel"]:  # gathered, hidden states are [ranks, batch, positions of a rank]
-                    batch = logits.hidden.shape[0]
-                    target = target.view(batch, group.size(), -1).movedim(1, 0).reshape(-1)
+            if options.get("sequence_parallel"):  # gathered, hidden states are [ranks, batch, positions of a rank]
+                ranks = options["group"].size() if is_in_pieces else _ranks_of(weight)
+                batch, positions = logits.hidden.shape[:2]
+                if target.numel() == batch * ranks * positions:  # or it is refused, on all ranks
+                    target = target.view(batch, ranks, positions).movedim(1, 0).reshape(-1)
             shared |= CONSTANT_OUTPUTS  # or "auto" would compute logits again for an entropy
             out: Any = eaves.linear_cross_entropy(
                 logits.hidden.flatten(0, -2), weight, target, linear_bias=bias, scale=logits.scale,
@@ -585,6 +587,11 @@ def _causal_lm_loss(
         logits = logits.tensor("a vocabulary of another size" if logits.is_deferred else "the loss")
     out = eaves.cross_entropy(logits.reshape(-1, vocab_size), target, **shared)
     return _measured(out, metrics, target, ignore_index)
+
+
+def _ranks_of(weight: Any) -> int:
+    """That have a DTensor's classes in pieces."""
+    return local_shard("eaves.hf", "the head", weight, 0).group.size() if is_distributed(weight) else 1
 
 
 def _measured(

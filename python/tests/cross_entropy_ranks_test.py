@@ -175,6 +175,36 @@ def test_a_dtensor_says_which_group(cpu_ranks: Ranks) -> None:
     cpu_ranks.run(of_dtensor)
 
 
+def of_dtensor_in_place(group: distributed.ProcessGroup) -> None:
+    logits = random_tensor((6, CLASSES), torch.float64, here())
+    cut = distribute_tensor(logits, DeviceMesh.from_group(group, "cpu"), [Shard(1)]).requires_grad_()
+    for of_rows in (targets_of(logits), targets_of(logits).unsqueeze(-1)):
+        function = eaves.log_prob if of_rows.dim() == 2 else eaves.cross_entropy
+        with pytest.raises(NotImplementedError, match="inplace_backward would write over this rank's part"):
+            function(cut.tanh(), of_rows, inplace_backward=True)
+
+
+def test_in_place_does_not_go_with_a_dtensor(cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(of_dtensor_in_place)
+
+
+def wrong_axis(group: distributed.ProcessGroup, is_cut: bool) -> None:
+    logits = random_tensor((8, 8, 8), torch.float64, here())
+    target = targets_of(logits)
+    if is_cut:
+        cut = distribute_tensor(logits, DeviceMesh.from_group(group, "cpu"), [Shard(2)])
+        eaves.cross_entropy(cut, target, class_dim=0 if group.rank() == 1 else -1)
+    else:
+        eaves.cross_entropy(logits, target, class_dim=1 if group.rank() == 1 else -1, group=group)
+
+
+@each("is_cut", (False, True))
+def test_ranks_have_their_classes_on_one_axis(is_cut: bool, cpu_ranks: Ranks) -> None:
+    message = "expected its classes cut over" if is_cut else "differ in class_dim"
+    for _, text in cpu_ranks.refusals(wrong_axis, is_cut):
+        assert message in text
+
+
 def wrong_target(group: distributed.ProcessGroup, is_cut: bool) -> None:
     logits = random_tensor((6, CLASSES), torch.float64, here())
     target = probabilities_of(logits) if group.rank() == 1 else targets_of(logits)

@@ -138,24 +138,27 @@ def test_a_group_has_the_head_in_pieces(cpu_ranks: Ranks) -> None:
     cpu_ranks.run(by_group)
 
 
-def by_group_and_rows(group: distributed.ProcessGroup) -> None:
+def by_rows(group: distributed.ProcessGroup, is_dtensor: bool) -> None:
     """Hidden states that are cut along the sequence in front of the head, as Megatron's are."""
     fill = {"input_ids": 1, "labels": -100}
     data = {name: torch.nn.functional.pad(each, (0, 1), value=fill[name]) for name, each in batch().items()}
     expected = tiny_model()(**data).loss
     model = tiny_model()
+    whole = model.lm_head.weight.detach()
     size = -(-VOCABULARY // group.size())
-    own = slice(size * group.rank(), size * (group.rank() + 1))
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach()[own].clone())
+    own = whole[size * group.rank() : size * (group.rank() + 1)].clone()
+    cut = distribute_tensor(whole, DeviceMesh.from_group(group, "cpu"), [Shard(0)]) if is_dtensor else own
+    model.lm_head.weight = torch.nn.Parameter(cut)
     positions = data["input_ids"].shape[1] // group.size()
     part = slice(positions * group.rank(), positions * (group.rank() + 1))
     model.model.norm.register_forward_hook(lambda module, arguments, result: result[:, part])
-    eaves.hf.patch(model, group=group.group_name, sequence_parallel=True)
+    eaves.hf.patch(model, group=None if is_dtensor else group.group_name, sequence_parallel=True)
     torch.testing.assert_close(model(**data).loss, expected)
 
 
-def test_rows_are_cut_over_the_same_ranks(cpu_ranks: Ranks) -> None:
-    cpu_ranks.run(by_group_and_rows)
+@pytest.mark.parametrize("is_dtensor", (False, True))
+def test_rows_are_cut_over_the_same_ranks(is_dtensor: bool, cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(by_rows, is_dtensor)
 
 
 def test_zero_3_is_refused_with_what_to_do() -> None:

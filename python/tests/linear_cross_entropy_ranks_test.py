@@ -535,6 +535,21 @@ def test_log_probabilities_of_several_tokens(ranks: Ranks) -> None:
             assert_agree(parts[0] if place == 0 else torch.cat(parts, 1 if place == 3 else 0), wanted)
 
 
+def saturated(group: distributed.ProcessGroup) -> Tensor:
+    """Logits that a soft cap makes equal. The largest is that of the last rank but one."""
+    logits = torch.full((1, CLASSES), 100.0)
+    logits[0, pieces(group.size())[-2].start] = 200.0
+    own = logits[:, pieces(group.size())[group.rank()]].contiguous()
+    tokens, temperature = torch.tensor([pieces(group.size())[-2].start]), torch.ones(1)
+    options: dict[str, Any] = {"softcap": 5.0, "temperature": temperature, "return_top1": True}
+    assert eaves.log_prob(logits, tokens, **options).is_top1.all()
+    return eaves.log_prob(own, tokens, group=group, **options).is_top1
+
+
+def test_the_likeliest_class_is_found_before_a_soft_cap_rounds(cpu_ranks: Ranks) -> None:
+    assert all(bool(each.all()) for each in cpu_ranks.run(saturated))
+
+
 def several_of_parallel_rows(group: distributed.ProcessGroup, dtype: torch.dtype, has_temperature: bool) -> None:
     hidden, head, _, bias = problem((8, 3, 16), CLASSES, dtype, here())
     tokens = torch.arange(72, device=here()).view(8, 3, 3) * 7 % CLASSES
@@ -659,7 +674,10 @@ def test_rows_of_different_ranks_are_no_vocabulary_in_pieces(cpu_ranks: Ranks) -
 def different_numbers(group: distributed.ProcessGroup, name: str) -> None:
     x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
     own = head[pieces(group.size())[group.rank()]]
-    value = {"normalizer": 7.0 + group.rank(), "row_weight": torch.arange(24.0).roll(group.rank())}[name]
+    masks = torch.tensor([[1.0, 0, 0, 1], [0, 1, 1, 0]]).repeat(2, 6)
+    values = {"normalizer": 7.0 + group.rank(), "row_weight": torch.arange(24.0).roll(group.rank())}
+    value = masks[group.rank()] if name == "masks" else values[name]
+    name = "row_weight" if name == "masks" else name
     eaves.linear_cross_entropy(x, own, target, group=group, **{name: value})
 
 
@@ -722,10 +740,33 @@ def test_modules_and_log_probabilities_of_rows_of_ranks(ranks: Ranks) -> None:
     ranks.run(of_modules)
 
 
-@each("name", ("normalizer", "row_weight"))
+@each("name", ("normalizer", "row_weight", "masks"))
 def test_numbers_of_rows_are_the_same_on_all_ranks(name: str, cpu_ranks: Ranks) -> None:
+    said = f"of the group differ in {'row_weight' if name == 'masks' else name}"
     for kind, message in cpu_ranks.refusals(different_numbers, name):
-        assert kind == "ValueError" and f"of the group differ in {name}" in message
+        assert kind == "ValueError" and said in message
+
+
+def dtensor_on_one_rank(group: distributed.ProcessGroup, argument: str) -> None:
+    """What the other ranks do not gather, or an error before the others gather."""
+    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
+    mesh = DeviceMesh.from_group(group, "cpu")
+    cut = DTensor.from_local(head[pieces(group.size())[group.rank()]], mesh, [Shard(0)])
+    rows = DTensor.from_local(x.chunk(group.size())[group.rank()], mesh, [Shard(0)])
+    is_wrong = group.rank() == 1
+    if argument == "temperature":
+        eaves.linear_log_prob(rows, cut, target, temperature=-1.0 if is_wrong else 1.0)
+    else:
+        eaves.linear_cross_entropy(rows if is_wrong else x, cut, target)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [("input", "differ in the placements of input"), ("temperature", "temperature is -1.0, expected a positive")],
+)
+def test_a_gather_of_some_ranks_alone_is_an_error_on_all(argument: str, message: str, cpu_ranks: Ranks) -> None:
+    for kind, text in cpu_ranks.refusals(dtensor_on_one_rank, argument):
+        assert kind == "ValueError" and message in text
 
 
 def interrupted(group: distributed.ProcessGroup) -> None:
