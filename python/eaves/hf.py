@@ -34,7 +34,7 @@ from eaves._deferred_logits import DeferredLogits
 from eaves._linear_cross_entropy import CONSTANT_OUTPUTS, check_constant_options
 from eaves._loss import CrossEntropyOutput
 from eaves._operator import check_bool
-from eaves._ranks import is_distributed, local_shard, named_group, refuse_zero3
+from eaves._ranks import Shard, is_distributed, local_shard, named_group, refuse_zero3
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -132,8 +132,10 @@ def patch(
     check_bool("patch", "sequence_parallel", sequence_parallel)
     if group is not None or sequence_parallel:
         # The name: a ProcessGroup can neither be copied nor pickled.
-        name = group if group is None or isinstance(group, str) else group.group_name
-        options |= {"group": name, "sequence_parallel": sequence_parallel}
+        if group is not None and not isinstance(group, str):
+            _found_groups[group.group_name] = group.size()
+            group = group.group_name
+        options |= {"group": group, "sequence_parallel": sequence_parallel}
     if skip_logits is not None:
         check_bool("patch", "skip_logits", skip_logits)
     metrics = _checked_metrics(metrics)
@@ -565,16 +567,17 @@ def _causal_lm_loss(
         "return_entropy": "entropy" in metrics,
     }
     if isinstance(logits, DeferredLogits):
-        is_in_pieces = options.get("group") is not None
+        name: Any = options.get("group")
+        is_in_pieces = name is not None
         if logits.is_deferred and (is_in_pieces or logits.shape[-1] == vocab_size):
             weight, bias = logits.head.weight, logits.head.bias
             if options.get("grad_weight_dtype") is None and weight.dtype in (torch.bfloat16, torch.float16):
                 options = {**options, "grad_weight_dtype": torch.float32}
+            is_parallel = options.get("sequence_parallel", False)
             if is_in_pieces:
-                group = named_group(options["group"])
-                options = {**options, "classes": vocab_size, "group": group}
-            if options.get("sequence_parallel"):  # gathered, hidden states are [ranks, batch, positions of a rank]
-                ranks = options["group"].size() if is_in_pieces else _ranks_of(weight)
+                options = {**options, **_in_pieces(name, vocab_size, is_parallel)}
+            if is_parallel:  # gathered, hidden states are [ranks, batch, positions of a rank]
+                ranks = _ranks_of(weight) if not is_in_pieces else _found_groups[name]
                 batch, positions = logits.hidden.shape[:2]
                 if target.numel() == batch * ranks * positions:  # or it is refused, on all ranks
                     target = target.view(batch, ranks, positions).movedim(1, 0).reshape(-1)
@@ -587,6 +590,20 @@ def _causal_lm_loss(
         logits = logits.tensor("a vocabulary of another size" if logits.is_deferred else "the loss")
     out = eaves.cross_entropy(logits.reshape(-1, vocab_size), target, **shared)
     return _measured(out, metrics, target, ignore_index)
+
+
+_found_groups: dict[str, int] = {}  # the ranks of each
+
+
+def _in_pieces(name: str, vocab_size: int, sequence_parallel: bool) -> dict[str, Any]:
+    """The options of a group. torch.compile does not trace named_group(); what it needs is known from a call before, or
+    from patch()."""
+    if torch.compiler.is_compiling() and name in _found_groups:
+        shard = Shard(name, _found_groups[name], -1, vocab_size, sequence_parallel)
+        return {"group": shard, "sequence_parallel": False}
+    group = named_group(name)
+    _found_groups[name] = group.size()
+    return {"group": group, "classes": vocab_size}
 
 
 def _ranks_of(weight: Any) -> int:

@@ -138,6 +138,23 @@ def test_a_group_has_the_head_in_pieces(cpu_ranks: Ranks) -> None:
     cpu_ranks.run(by_group)
 
 
+def compiled(group: distributed.ProcessGroup) -> None:
+    expected = tiny_model()(**batch()).loss
+    model = tiny_model()
+    size = -(-VOCABULARY // group.size())
+    own = model.lm_head.weight.detach()[size * group.rank() : size * (group.rank() + 1)]
+    model.lm_head.weight = torch.nn.Parameter(own.clone())
+    eaves.hf.patch(model, group=group)
+    found = torch.compile(model, backend="aot_eager", fullgraph=True)(**batch()).loss
+    torch.testing.assert_close(found, expected)
+    found.backward()
+    assert model.lm_head.weight.grad is not None
+
+
+def test_a_model_over_a_group_compiles_without_a_graph_break(cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(compiled, ranks=2)
+
+
 def by_rows(group: distributed.ProcessGroup, is_dtensor: bool) -> None:
     """Hidden states that are cut along the sequence in front of the head, as Megatron's are."""
     fill = {"input_ids": 1, "labels": -100}
