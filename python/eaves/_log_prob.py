@@ -558,6 +558,7 @@ def _computed(
     over_ranks, given_head = None, weight is not None
     if shard is not None:
         check_reduce_dtype(op, shard, x)
+        of_rows = temperature if isinstance(temperature, Tensor) else None
         facts = {
             "which tensors require a gradient": [
                 each is not None and needs_autograd(each) for each in (x, weight, bias)
@@ -565,8 +566,8 @@ def _computed(
             f"the shape of {name}": list(passed.shape if given_head else passed.shape[:-1]),
             "the shape of tokens": list(tokens.shape),
             "tokens": digest(tokens),
-            "temperature": digest(temperature) if isinstance(temperature, Tensor) else None,
-            **dtypes(**{name: x}, temperature=temperature if isinstance(temperature, Tensor) else None),
+            "temperature": digest(of_rows),
+            **dtypes(**{name: x}, head=weight, bias=bias, temperature=of_rows),
             "scale and softcap": [scale, softcap],
             "ignore_index": ignore_index,
             "workspace_bytes": of_head.workspace_bytes,

@@ -747,14 +747,17 @@ def test_numbers_of_rows_are_the_same_on_all_ranks(name: str, cpu_ranks: Ranks) 
         assert kind == "ValueError" and said in message
 
 
-def dtensor_on_one_rank(group: distributed.ProcessGroup, argument: str) -> None:
-    """What the other ranks do not gather, or an error before the others gather."""
+def on_one_rank_alone(group: distributed.ProcessGroup, argument: str) -> None:
+    """What the other ranks do not gather, an error before the others gather, and a bias that they have not."""
     x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
     mesh = DeviceMesh.from_group(group, "cpu")
     cut = DTensor.from_local(head[pieces(group.size())[group.rank()]], mesh, [Shard(0)])
     rows = DTensor.from_local(x.chunk(group.size())[group.rank()], mesh, [Shard(0)])
     is_wrong = group.rank() == 1
-    if argument == "temperature":
+    if argument == "bias":
+        own, bias = cut.to_local(), torch.zeros(len(cut.to_local())).double()
+        eaves.linear_log_prob(x, own, target.unsqueeze(-1), bias=bias if is_wrong else None, group=group)
+    elif argument == "temperature":
         eaves.linear_log_prob(rows, cut, target, temperature=-1.0 if is_wrong else 1.0)
     else:
         eaves.linear_cross_entropy(rows if is_wrong else x, cut, target)
@@ -762,10 +765,14 @@ def dtensor_on_one_rank(group: distributed.ProcessGroup, argument: str) -> None:
 
 @pytest.mark.parametrize(
     ("argument", "message"),
-    [("input", "differ in the placements of input"), ("temperature", "temperature is -1.0, expected a positive")],
+    [
+        ("input", "differ in the placements of input"),
+        ("temperature", "temperature is -1.0, expected a positive"),
+        ("bias", "differ in "),
+    ],
 )
-def test_a_gather_of_some_ranks_alone_is_an_error_on_all(argument: str, message: str, cpu_ranks: Ranks) -> None:
-    for kind, text in cpu_ranks.refusals(dtensor_on_one_rank, argument):
+def test_what_one_rank_alone_has_is_an_error_on_all(argument: str, message: str, cpu_ranks: Ranks) -> None:
+    for kind, text in cpu_ranks.refusals(on_one_rank_alone, argument):
         assert kind == "ValueError" and message in text
 
 
