@@ -54,7 +54,6 @@ from eaves._operator import (
     dispatch,
     index_of,
     is_transforming,
-    needs_autograd,
     needs_function,
     refuse_lost_derivatives,
     run_plainly,
@@ -66,11 +65,12 @@ from eaves._ranks import (
     check_reduce_dtype,
     is_distributed,
     local_classes,
+    local_shard,
     local_target,
     refuse_in_place_of_dtensor,
     refuse_without_group,
     shard_of,
-    shared_shard,
+    told,
     with_agreement,
     without_padding,
 )
@@ -492,19 +492,18 @@ def _of_shard(
     logits: Local | None = None
     if is_cut and group is None:
         # By the logits alone: what is wrong with a rank's target has to be an error on all of them.
-        def class_axis() -> int:
-            return _cut_axis(input) if class_dim is None else index_of(_OP, "class_dim", class_dim)
+        def cut() -> tuple[int, Local]:
+            axis = _cut_axis(input) if class_dim is None else index_of(_OP, "class_dim", class_dim)
+            return axis, local_shard(_OP, "input", input, axis)
 
-        logits = shared_shard(_OP, "input", input, class_axis)
-        axis = class_axis()
+        axis, logits = told(_OP, input, cut)
 
     def run(group: ProcessGroup) -> Any:
         if is_cut and logits is None:
             raise ValueError(f"{_OP}: input is a DTensor, which knows its group; leave group out")
         tensors = (input, target, weight)
         if logits is not None:
-            if options.get("inplace_backward") is True and needs_autograd(input):
-                refuse_in_place_of_dtensor(_OP, "input")
+            refuse_in_place_of_dtensor(_OP, "input", input, options.get("inplace_backward"))
             agree_on_placements(_OP, group, target=target)
             of_weight = local_classes(_OP, "weight", weight)
             tensors = (logits.tensor, local_target(_OP, target, logits, axis), of_weight)

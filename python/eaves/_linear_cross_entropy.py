@@ -80,12 +80,13 @@ from eaves._ranks import (
     is_distributed,
     local_classes,
     local_rows,
+    local_shard,
     local_target,
     refuse_without_group,
     refuse_zero3,
     rows_of,
     shard_of,
-    shared_shard,
+    told,
     with_agreement,
     without_padding,
 )
@@ -542,7 +543,7 @@ def _of_shard(
     is_cut = is_distributed(linear_weight)
     head: Local | None = None
     if is_cut and group is None:
-        head = shared_shard(_OP, "linear_weight", linear_weight, lambda: 0)
+        head = told(_OP, linear_weight, lambda: local_shard(_OP, "linear_weight", linear_weight, 0))
 
     def run(group: ProcessGroup) -> Any:
         if is_cut and head is None:

@@ -63,10 +63,11 @@ from eaves._ranks import (
     is_distributed,
     local_classes,
     local_rows,
+    local_shard,
     refuse_in_place_of_dtensor,
     refuse_without_group,
     shard_of,
-    shared_shard,
+    told,
     with_agreement,
     without_padding,
 )
@@ -379,7 +380,8 @@ def _of_loss(
     group = options["group"]
     if group is None and is_distributed(inputs[-1]):  # the head, or logits
         axis = 0 if len(inputs) == 2 else -1
-        group = shared_shard(op, names[_CUT[len(inputs) - 1]], inputs[-1], lambda: axis).group
+        name = names[_CUT[len(inputs) - 1]]
+        group = told(op, inputs[-1], lambda: local_shard(op, name, inputs[-1], axis)).group
     output = run() if group is None else with_agreement(op, group, run)
     if not isinstance(output, CrossEntropyOutput):
         return 0 - output  # type: ignore[no-any-return]  # of ignored rows 0, where -output would be -0
@@ -432,9 +434,10 @@ def _has_several(x: object, tokens: object, temperature: object) -> bool:
 
 def _check_head_told(head: Any, group: ProcessGroup | None) -> None:
     op = "linear_log_prob"
-    if group is not None:
+    if group is None:
+        check_tensor(op, "head", head)
+    else:
         with_agreement(op, group, lambda _: check_tensor(op, "head", head))
-    check_tensor(op, "head", head)
 
 
 def _of_several(names: Mapping[str, str], *arguments: Any, **options: Any) -> Tensor | LogProbOutput:
@@ -450,7 +453,7 @@ def _of_several(names: Mapping[str, str], *arguments: Any, **options: Any) -> Te
     try:
         local: Local | None = None
         if group is None and is_distributed(cut):
-            local = shared_shard(op, name, cut, lambda: -1 if weight is None else 0)
+            local = told(op, cut, lambda: local_shard(op, name, cut, -1 if weight is None else 0))
 
         def run(group: ProcessGroup | None) -> Tensor | LogProbOutput:
             if local is None and is_distributed(cut):
@@ -458,8 +461,7 @@ def _of_several(names: Mapping[str, str], *arguments: Any, **options: Any) -> Te
             is_summed = len(of_group) > 3 and of_group[3] is False  # reduce_input_grad
             tensors = (x, weight, bias, *rest)
             if local is not None and group is not None:
-                if weight is None and options.get("inplace_backward") is True and needs_autograd(x):
-                    refuse_in_place_of_dtensor(op, name)
+                refuse_in_place_of_dtensor(op, name, x, options.get("inplace_backward"))
                 hidden = None if weight is None else x
                 agree_on_placements(op, group, hidden=hidden, tokens=rest[0], temperature=rest[1])
                 tensors = _local_tensors(op, local, is_summed, *tensors)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from eaves._loss import ARGMAX, shape_of
-from eaves._operator import accumulator_dtype, call, check_bool, index_of, is_transforming, name_of
+from eaves._operator import accumulator_dtype, call, check_bool, index_of, is_transforming, name_of, needs_autograd
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -238,13 +238,10 @@ def local_shard(op: str, name: str, tensor: Any, class_axis: int) -> Local:
     return Local(tensor.to_local(), tensor.device_mesh, cut[0])
 
 
-def shared_shard(op: str, name: str, tensor: Any, class_axis: Callable[[], int]) -> Local:
-    """local_shard(), whose error is told to the other ranks, as far as the mesh says which these are."""
-
-    def run(_: object) -> Local:
-        return local_shard(op, name, tensor, class_axis())
-
-    return with_agreement(op, tensor.device_mesh.get_group(), run) if tensor.device_mesh.ndim == 1 else run(None)
+def told(op: str, tensor: Any, run: Callable[[], _Result]) -> _Result:
+    """What `run` gives. Its error is told to the other ranks of a DTensor, where its mesh has one axis alone."""
+    mesh = tensor.device_mesh
+    return with_agreement(op, mesh.get_group(), lambda _: run()) if mesh.ndim == 1 else run()
 
 
 def agree_on_placements(op: str, group: ProcessGroup, **tensors: Any) -> None:
@@ -255,17 +252,16 @@ def agree_on_placements(op: str, group: ProcessGroup, **tensors: Any) -> None:
         f"the placements of {name}": list(map(str, each.placements)) if is_distributed(each) else None
         for name, each in tensors.items()
     }
-    texts, _ = _exchange({"the operator": op, **facts}, (0, 0), group)
-    if any(text != texts[0] for text in texts):
-        _refuse_differences(op, [json.loads(text) for text in texts])
+    _compare(op, facts, (0, 0), group)
     _call.awaits_agreement = True
 
 
-def refuse_in_place_of_dtensor(op: str, name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{op}: inplace_backward would write over this rank's part of the DTensor {name}, which autograd does not "
-        f"notice; pass {name}.to_local() and its group, or leave inplace_backward out"
-    )
+def refuse_in_place_of_dtensor(op: str, name: str, logits: Any, inplace_backward: object) -> None:
+    if inplace_backward is True and needs_autograd(logits):
+        raise NotImplementedError(
+            f"{op}: inplace_backward would write over this rank's part of the DTensor {name}, which autograd does not "
+            f"notice; pass {name}.to_local() and its group, or leave inplace_backward out"
+        )
 
 
 def local_classes(op: str, name: str, tensor: Any) -> Any:
@@ -393,7 +389,6 @@ def agreed_place(op: str, shard: Shard, columns: int, facts: Mapping[str, object
     """The first collective of a call. `columns` is how many classes this rank's tensors have, padding among them;
     `facts` are what has to be the same on all ranks, by names for an error."""
     facts = {
-        "the operator": op,
         **facts,
         "classes": shard.classes,
         "the kind of first_class": "None" if shard.first_class < 0 else "int",
@@ -407,11 +402,19 @@ def agreed_place(op: str, shard: Shard, columns: int, facts: Mapping[str, object
                 f"{op}: ranks cannot agree while a CUDA graph is captured; run the same call once before the capture"
             )
         return _places[shard, columns]
-    texts, shards = _exchange(facts, (shard.first_class, columns), group_of(shard))
-    if any(text != texts[0] for text in texts):  # 0.0 and -0.0 do not differ, but their texts
-        _refuse_differences(op, [json.loads(text) for text in texts])
+    shards = _compare(op, facts, (shard.first_class, columns), group_of(shard))
     place = _places[shard, columns] = _place_of(op, shard, shards)
     return place
+
+
+def _compare(
+    op: str, facts: Mapping[str, object], of_shard: tuple[int, int], group: ProcessGroup
+) -> list[tuple[int, int]]:
+    """What each rank tells of its shard; an error where the ranks' facts differ."""
+    texts, shards = _exchange({"the operator": op, **facts}, of_shard, group)
+    if any(text != texts[0] for text in texts):  # 0.0 and -0.0 do not differ, but their texts
+        _refuse_differences(op, [json.loads(text) for text in texts])
+    return shards
 
 
 def _refuse_differences(op: str, told: Sequence[dict[str, Any]]) -> None:

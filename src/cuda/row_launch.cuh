@@ -11,14 +11,15 @@
 
 namespace eaves::cuda {
 
-/// Threads of a block that has a piece of a row. A heavy operator has no code for part of a batch, and the smallest
-/// piece should be one.
+/// Threads of a block that has a piece of a row. A heavy operator takes part of a batch vector by vector: its batch, of
+/// 4 vectors a thread, is as large as the smallest piece (split_rows).
 template <bool kIsHeavy>
 inline constexpr int kPieceBlock = kIsHeavy ? 256 : kPieceThreads.threads;
 
 /// Calls `function.operator()<kThreads, kVectors>(threads)` for the shape that the policy chose; every shape that
 /// row_threads() returns stands here. A heavy operator has one kernel for lanes and one for blocks, whose `threads` are
-/// an argument: its kernels are long to compile.
+/// an argument: its kernels are long to compile. H100, cross entropy of [4096, 32768] bf16 with soft targets, with
+/// softcap: 64 threads 204.1 and 106.7 us, 128 threads 207.7 and 108.3.
 template <bool kIsHeavy, typename Function>
 void dispatch_row_threads(RowThreads shape, bool is_cut, Function function) {
   const auto call = [&]<int kThreads, int kVectors>() { function.template operator()<kThreads, kVectors>(kThreads); };
