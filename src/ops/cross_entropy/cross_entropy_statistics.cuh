@@ -116,19 +116,32 @@ __device__ float total_of(const float (&u)[kSize]) {
   return total;
 }
 
-/// The first of the elements of a batch that equals `value`, as a column.
+/// The first of the elements of a batch that equals `value`, which is one of them, as a column. H100, [4096, 32768]
+/// bf16 with argmax: 101 us, by a select for each element 103.
 template <typename T, int kVectors>
 __device__ std::int64_t first_column_equal_to(const Vector<T> (&batch)[kVectors], Accumulator<T> value,
                                               std::int64_t first, int step) {
-  int found = 0;
+  constexpr int kSize = Vector<T>::kSize;
+  static_assert(kVectors * kSize <= 32);
+  std::uint32_t equal = 0;  // a bit for each element
 #pragma unroll
-  for (int v = kVectors - 1; v >= 0; --v) {
-    Accumulator<T> z[Vector<T>::kSize];
-    unpack(batch[v], z);
+  for (int v = 0; v < kVectors; ++v) {
+    const std::uint32_t words[4] = {batch[v].words.x, batch[v].words.y, batch[v].words.z, batch[v].words.w};
+    std::uint32_t halves = 0;  // elements 0, 2, ... and, 16 bits further, 1, 3, ...
+    if constexpr (sizeof(T) == 2) {
+      const std::uint32_t both = pack<T>({value, value}).words.x;
 #pragma unroll
-    for (int i = Vector<T>::kSize - 1; i >= 0; --i) found = z[i] == value ? v * step + i : found;
+      for (int w = 0; w < 4; ++w) {
+        halves |= __heq2_mask(detail::pair_of<T>(words[w]), detail::pair_of<T>(both)) & (0x20001u << 2 * w);
+      }
+      equal |= ((halves | halves >> 16) & 0xffu) << kSize * v;
+    } else {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) equal |= __uint_as_float(words[w]) == value ? 1u << (kSize * v + w) : 0u;
+    }
   }
-  return first + found;
+  const int found = __ffs(static_cast<int>(equal)) - 1;
+  return first + found / kSize * step + found % kSize;
 }
 
 /// What u of ClassStatistics is: no statistic needs it, 1, or loaded. H200, [4096, 32768] bf16 with argmax: 0.092 ms,
