@@ -18,24 +18,19 @@ add_test(NAME install_and_examples
                  GENERATOR=${CMAKE_GENERATOR} -D CXX=${CMAKE_CXX_COMPILER} -P
                  ${PROJECT_SOURCE_DIR}/cmake/install_test.cmake)
 
-# Tests in Python: unittest files beside what they test. tools/setup puts the packages that they need into .venv.
+# Tests in Python. tools/setup puts the packages that they need into .venv.
 set(python ${PROJECT_SOURCE_DIR}/.venv/bin/python)
 if(NOT EXISTS ${python})
   find_program(EAVES_PYTHON NAMES python3)
   set(python ${EAVES_PYTHON})
 endif()
 if(python)
-  file(GLOB python_tests CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR} cli/*_test.py testing/*_test.py
-       tools/*_test.py)
-  foreach(file ${python_tests})
-    add_test(NAME ${file} COMMAND ${python} -B ${file} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
-    set_tests_properties(${file} PROPERTIES ENVIRONMENT EAVES_PROGRAM=$<TARGET_FILE:eaves_cli>)
-  endforeach()
+  add_test(NAME check_docs_test COMMAND ${python} -B tools/check_docs_test.py WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   # Those of the Python package, as tools/wheel has installed it: never of the sources beside them.
   add_test(NAME python COMMAND ${python} -B -m pytest -n auto WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   # It takes every core for itself.
   cmake_host_system_information(RESULT cores QUERY NUMBER_OF_LOGICAL_CORES)
-  set_tests_properties(python PROPERTIES PROCESSORS ${cores})
+  set_tests_properties(python PROPERTIES PROCESSORS ${cores} ENVIRONMENT EAVES_PROGRAM=$<TARGET_FILE:eaves_cli>)
   add_test(NAME check_docs COMMAND ${python} -B tools/check_docs --program $<TARGET_FILE:eaves_cli>
            WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   set_tests_properties(check_docs PROPERTIES COST 1000)  # takes long on one core: begins first

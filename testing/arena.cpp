@@ -12,13 +12,13 @@
 #include <type_traits>
 #include <vector>
 
-#include "core/dispatch.h"
 #include "core/numeric.h"
 #include "cpu/parallel.h"
 #include "eaves/cross_entropy.h"
 #include "eaves/error.h"
 #include "runtime/runtime.h"
 #include "testing/benchmark.h"
+#include "testing/dispatch.h"
 
 namespace eaves::bench {
 namespace {

@@ -4,15 +4,17 @@
 #include <type_traits>
 #include <vector>
 
-#include "core/dispatch.h"
 #include "eaves/tensor.h"
+#include "testing/dispatch.h"
 
 namespace eaves::reference {
 
 /// Of int64, exact up to 2^53.
 template <typename T>
 double exact(T value) {
-  if constexpr (std::is_integral_v<T>) {
+  if constexpr (std::is_same_v<T, boolean>) {
+    return value.byte != 0 ? 1.0 : 0.0;
+  } else if constexpr (std::is_integral_v<T>) {
     return static_cast<double>(value);
   } else {
     return static_cast<double>(load_as_accumulator(value));

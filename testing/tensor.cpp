@@ -4,8 +4,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "core/dispatch.h"
 #include "runtime/runtime.h"
+#include "testing/dispatch.h"
 #include "testing/reference.h"
 
 namespace eaves::testing {

@@ -26,11 +26,6 @@ struct float16 {
   std::uint16_t bits;
 };
 
-/// PyTorch's and safetensors' bool: one byte, 0 or 1; any other byte counts as true.
-struct boolean {
-  std::uint8_t byte;
-};
-
 EAVES_HOST_DEVICE constexpr float to_float(bfloat16 value) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(value.bits) << 16);
 }
@@ -69,11 +64,6 @@ EAVES_HOST_DEVICE constexpr float16 to_float16(float value) {
   return {static_cast<std::uint16_t>(sign | (rounded >> 13))};
 }
 
-/// A floating-point element type: what has gradients.
-template <typename T>
-inline constexpr bool kIsFloatingPoint =
-    std::is_floating_point_v<T> || std::is_same_v<T, bfloat16> || std::is_same_v<T, float16>;
-
 /// The type that sums, maxima and exponentials of a T are kept in: float32, or float64 for float64.
 template <typename T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -83,8 +73,6 @@ template <typename T>
 EAVES_HOST_DEVICE constexpr Accumulator<T> load_as_accumulator(T value) {
   if constexpr (std::is_same_v<T, bfloat16> || std::is_same_v<T, float16>) {
     return to_float(value);
-  } else if constexpr (std::is_same_v<T, boolean>) {
-    return value.byte != 0 ? 1.0f : 0.0f;
   } else {
     return static_cast<Accumulator<T>>(value);
   }

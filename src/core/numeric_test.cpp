@@ -100,7 +100,6 @@ TEST(Numeric, Float16IsWhatTheCompilerMakesOfIt) {
 
 TEST(Numeric, AccumulatorsAreFloat32ExceptForFloat64) {
   EXPECT_EQ(load_as_accumulator(std::int64_t{1} << 40), 0x1p40f);
-  EXPECT_EQ(load_as_accumulator(boolean{2}), 1.0f);
   EXPECT_EQ(load_as_accumulator(0.1), 0.1);
   EXPECT_EQ(round_to<double>(0.1), 0.1);
   EXPECT_EQ(round_to<float16>(1.0).bits, 0x3c00);

@@ -6,6 +6,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "core/mean_loss.h"
 #include "core/numeric.h"
 #include "core/softmax_state.h"
 #include "ops/cross_entropy/cross_entropy_backend.h"
@@ -42,17 +43,6 @@ struct CrossEntropyTerms {
   EAVES_HOST_DEVICE bool is_ignored(std::int64_t target) const { return !is_soft && target == ignore_index; }
   EAVES_HOST_DEVICE bool is_in_range(std::int64_t target) const { return target >= 0 && target < class_count; }
 };
-
-/// The mean of losses from their sum. Nothing counts: 0. A divisor of the caller's is taken as it is, but for 0 / 0.
-EAVES_HOST_DEVICE inline double mean_of(double sum, double divisor, bool has_normalizer) {
-  return divisor == 0.0 && (!has_normalizer || sum == 0.0) ? 0.0 : sum / divisor;
-}
-
-/// dL/d(loss of a row) from dL/d(mean). Where nothing counts, the mean is 0 and so is its gradient.
-template <typename A>
-EAVES_HOST_DEVICE A mean_gradient(A gradient, A divisor) {
-  return divisor == A(0) ? A(0) : gradient / divisor;
-}
 
 /// Behind all classes: the best class of none.
 inline constexpr std::int64_t kNoClass = std::numeric_limits<std::int64_t>::max();

@@ -37,9 +37,9 @@ struct FusedRows {
   ExpProductMemory memory;
 };
 
-/// Guesses each row's shift from `samples` [rows, sample_count], the logits of classes taken at equal distances, and
-/// writes it and the target for the product.
-void guess_shifts(const char* op, const FusedRows& rows, int sample_count, void* stream);
+/// Before the product: guesses each row's shift from `samples` [rows, sampled_classes()], the logits of classes taken
+/// at equal distances, writes it and the target, and clears first_of_class where that is wanted.
+void guess_shifts(const char* op, const FusedRows& rows, void* stream);
 
 /// The product, and statistics [rows, kCrossEntropyStatistics] (cross_entropy.h) from its sums. Where a sum left the
 /// range of float32, because a logit is far above the guess, the tile's logits are computed again, one by one.

@@ -764,7 +764,7 @@ void dispatch_half(DType dtype, Body body) {
 
 }  // namespace
 
-void guess_shifts(const char* op, const FusedRows& rows, int sample_count, void* stream) {
+void guess_shifts(const char* op, const FusedRows& rows, void* stream) {
   if (std::int32_t* first_of_class = rows.memory.first_of_class; first_of_class != nullptr) {
     const std::size_t bytes = static_cast<std::size_t>(rows.classes) * sizeof(std::int32_t);
     check_status(cudaMemsetAsync(first_of_class, 0, bytes, static_cast<cudaStream_t>(stream)), op);
@@ -772,8 +772,9 @@ void guess_shifts(const char* op, const FusedRows& rows, int sample_count, void*
   dispatch_half(rows.dtype, [&]<typename T>() {
     launch(op, guess_shift<T>, {.blocks = ceil_divide(rows.rows, kWarps), .threads = kThreads, .stream = stream},
            Targets(rows), rows.rows, static_cast<const T*>(rows.x.data), rows.x.stride,
-           static_cast<const T*>(rows.weight.data), rows.weight.stride, rows.features, sample_count, rows.bias,
-           sample_distance(rows.classes), LogitTransform(rows.options), rows.memory);
+           static_cast<const T*>(rows.weight.data), rows.weight.stride, rows.features,
+           static_cast<int>(sampled_classes(rows.classes)), rows.bias, sample_distance(rows.classes),
+           LogitTransform(rows.options), rows.memory);
   });
 }
 

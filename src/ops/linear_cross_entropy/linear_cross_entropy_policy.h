@@ -17,8 +17,8 @@ struct LinearCrossEntropyPolicy {
   // Both at once: room for `enough_rows`, within these.
   std::size_t least_bytes;
   std::size_t most_bytes;
-  std::size_t least_powers_bytes;  ///< the same where logits end in their product
-  std::size_t most_powers_bytes;
+  std::size_t fused_least_bytes;  ///< the same where logits end in their product
+  std::size_t fused_most_bytes;
   std::int64_t enough_rows;  ///< of a chunk, whose products are nearly as fast as whole ones
   std::int64_t few_rows;     ///< of a chunk: with less, computing logits again is as fast as both at once
   std::int64_t usual_rows;   ///< that blocks of classes are chosen for where the number of rows must not matter
@@ -38,7 +38,7 @@ struct LinearCrossEntropyPolicy {
 };
 
 /// H200, [12288, 4096] in bfloat16: at 131,072 classes `most_bytes` are chunks of 2048 rows, at 32,768 `least_bytes`
-/// are 3072. `fused_forward_bytes` are sums and samples of about 3000 rows, `most_powers_bytes` 2048 rows of 131,072
+/// are 3072. `fused_forward_bytes` are sums and samples of about 3000 rows, `fused_most_bytes` 2048 rows of 131,072
 /// classes. `forward_bytes` are 66 MiB of logits, of which its L2 holds most, beside what a product takes. Tiles are
 /// those of cuBLASLt's products on Hopper, one for each of 132 multiprocessors.
 inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnGpu = {
@@ -47,8 +47,8 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnGpu = {
     .backward_bytes = std::size_t{100} << 20,
     .least_bytes = std::size_t{424} << 20,
     .most_bytes = std::size_t{1064} << 20,
-    .least_powers_bytes = std::size_t{424} << 20,
-    .most_powers_bytes = std::size_t{576} << 20,
+    .fused_least_bytes = std::size_t{424} << 20,
+    .fused_most_bytes = std::size_t{576} << 20,
     .enough_rows = 3072,
     .few_rows = 384,
     .usual_rows = 1024,
@@ -72,8 +72,8 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnCpu = {
     .backward_bytes = std::size_t{34} << 20,
     .least_bytes = std::size_t{34} << 20,
     .most_bytes = std::size_t{34} << 20,
-    .least_powers_bytes = 0,
-    .most_powers_bytes = 0,
+    .fused_least_bytes = 0,
+    .fused_most_bytes = 0,
     .enough_rows = 1,
     .few_rows = 1,
     .usual_rows = 256,
@@ -87,6 +87,13 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnCpu = {
     .operations_per_second = 3.5e11,
     .bytes_per_second = 5e10,
 };
+
+// From how many classes on logits end in their product.
+inline constexpr std::int64_t kLeastFusedClasses = 4096;    ///< with EAVES_FUSED_PRODUCT=1
+inline constexpr std::int64_t kFasterFusedClasses = 16384;  ///< the loss alone, the backward, shards
+/// Both at once make three products in any case: of fewer classes they gain little or nothing, and would round x a
+/// second time.
+inline constexpr std::int64_t kFasterFusedClassesAtOnce = 65536;
 
 inline const LinearCrossEntropyPolicy& policy_of(Device device) {
   return device.type == DeviceType::cpu ? kLinearCrossEntropyOnCpu : kLinearCrossEntropyOnGpu;

@@ -50,6 +50,9 @@ struct LrpeCosineAngles {
   Divider by_grid[kMaxRank];
   Divider by_cells_behind[kMaxRank];
 
+  /// False of an extra token, whose angle is 0 whatever theta is.
+  EAVES_HOST_DEVICE bool has_angle(std::int64_t n) const { return n >= extra_tokens; }
+
   /// True where every batch entry has the same angles.
   EAVES_HOST_DEVICE bool are_shared_by_batch() const {
     return (offsets.data == nullptr || offset_stride == 0) && (positions.data == nullptr || position_batch_stride == 0);

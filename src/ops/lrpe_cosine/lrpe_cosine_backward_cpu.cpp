@@ -206,7 +206,7 @@ void differentiate_tile(const BackwardTensors<T>& tensors, const LrpeCosineAngle
       const AngleRow<A> angle = table.row(n, first);
       T* grad_x = tensors.grad_x.data == nullptr ? nullptr : tensors.grad_x.row(tile, n, first, grad_x_buffer.elements);
       // The angle of an extra token does not depend on theta.
-      const bool has_theta_terms = theta_sums != nullptr && n >= angles.extra_tokens;
+      const bool has_theta_terms = theta_sums != nullptr && angles.has_angle(n);
       for_each_terms<kKind, kActivation, T>(
           inputs_of(tensors, features, tile, n, first, count, buffers), count, angle, row, chunk,
           [&](std::int64_t i, std::int64_t present, const auto& t0, const auto& t1, const auto& t2, const auto& t3)

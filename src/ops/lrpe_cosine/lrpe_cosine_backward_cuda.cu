@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kLrpeThreads) backpropagate(const __grid_const
           }
         }
       }
-      if (kHasThetaGradient && has_row && row >= p.angles.extra_tokens) {
+      if (kHasThetaGradient && has_row && p.angles.has_angle(row)) {
         TokenAngles<T, kWidth>::for_each_position(p.angles, theta, 0, row, [&](int i, A position) {
           theta_sums[i] = fma(position, token_sums[i], theta_sums[i]);
         });
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kLrpeThreads) backpropagate(const __grid_const
       gradient.read(p, is_there, grad_head + at.offsets[0], x_head + at.offsets[1]);
       if (is_there) token.compute(p.angles, theta, at.batch, at.n);
       finish(gradient, is_there, at.batch, at.offsets[2]);
-      if (kHasThetaGradient && is_there && at.n >= p.angles.extra_tokens) {
+      if (kHasThetaGradient && is_there && p.angles.has_angle(at.n)) {
         TokenAngles<T, kWidth>::for_each_position(p.angles, theta, at.batch, at.n, [&](int i, A position) {
           theta_sums[i] = fma(position, theta_terms[i], theta_sums[i]);
         });

@@ -239,7 +239,7 @@ struct TokenAngles {
 
   __device__ void compute(const LrpeCosineAngles& angles, const FeatureAngles<T, kWidth>& features, std::int64_t batch,
                           std::int64_t n) {
-    if (n < angles.extra_tokens) {
+    if (!angles.has_angle(n)) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) cosine[i] = A(1), sine[i] = A(0);
       return;
@@ -258,7 +258,7 @@ struct TokenAngles {
   __device__ static void for_each_position(const LrpeCosineAngles& angles, const FeatureAngles<T, kWidth>& features,
                                            std::int64_t batch, std::int64_t n, Body body) {
     const auto position_on = [&](std::int64_t axis) {
-      if (axis >= angles.axes || n < angles.extra_tokens) return A(0);
+      if (axis >= angles.axes || !angles.has_angle(n)) return A(0);
       return static_cast<A>(angles.is_plain ? angles.plain_position(n, axis)
                                             : general_position(angles, batch, n, axis));
     };

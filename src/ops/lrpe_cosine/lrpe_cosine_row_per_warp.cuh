@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kRowPerWarpThreads)
         g[0] = a[0] * (g[0] - (problem.grad_x == nullptr ? A(0) : column_dots[group * shape.features + d]));
       }
       if (problem.grad_x != nullptr) grad_x[d * ds[3]] = round_to<T>(g[0]);
-      if (sums != nullptr && n >= problem.angles.extra_tokens) {
+      if (sums != nullptr && problem.angles.has_angle(n)) {
         sums[d] += angle.position * (a[0] * fma(sine_gradient(d), angle.cosine, -cosine_gradient(d) * angle.sine));
       }
     }

@@ -202,7 +202,7 @@ class AngleTable {
     const Tag<T> d;
     const auto lanes = hn::Lanes(d);
     const std::int64_t at = (n - begin_) * width_;
-    if (n < angles_.extra_tokens) {  // whatever theta is
+    if (!angles_.has_angle(n)) {  // whatever theta is
       std::fill_n(cosines_ + at, width_, A(1));
       std::fill_n(sines_ + at, width_, A(0));
       if (has_positions_) std::fill_n(positions_ + at, width_, A(0));

@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kLrpeMostWholeColumnThreads)
     tokens[t].sequence_softmax(lse, a);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) sums[i] = fma(a[i], grad_a[t][i], sums[i]);
-    if (kHasThetaGradient && n >= p.angles.extra_tokens) {
+    if (kHasThetaGradient && p.angles.has_angle(n)) {
       TokenAngles<T, kWidth>::for_each_position(p.angles, theta, b, n, [&](int i, A position) {
         theta_sums[i] = fma(position, a[i] * theta_terms[i], theta_sums[i]);
       });
