@@ -142,15 +142,17 @@ auto check_with_and_without_all_of_row(const Case& test_case, Check check) {
 /// otherwise.
 class CrossEntropyResultComparison {
  public:
-  CrossEntropyResultComparison(DType dtype, const CrossEntropyOptions& options, CrossEntropyResultShares& shares)
-      : dtype_(dtype), options_(options), shares_(shares) {}
+  /// `has_exact_logits`: the logits are given, and not a product in `dtype`.
+  CrossEntropyResultComparison(DType dtype, const CrossEntropyOptions& options, CrossEntropyResultShares& shares,
+                               bool has_exact_logits = true)
+      : dtype_(dtype), options_(options), shares_(shares), has_exact_logits_(has_exact_logits) {}
 
   /// Of a row that is ignored lse and entropy are 0 unless it is read, and everything else is.
   bool compare_row(const CrossEntropyResults& results, const reference::CrossEntropyRow& row, std::int64_t i,
                    bool is_read, const std::string& of_row) {
     const double lse_scale = logsumexp_scale(row.lse, row.max);
     // A float64 lse is as exact as the logarithm of the row's sum, wherever the row lies.
-    const bool has_wide_lse = results.lse.view().dtype != dtype_;
+    const bool has_wide_lse = has_exact_logits_ && results.lse.view().dtype != dtype_;
     const double own_scale = has_wide_lse ? logsumexp_scale(row.lse_minus_anchor, 0.0) : lse_scale;
     const auto unless = [](bool is_zero, double value, double scale) {
       return is_zero ? Expected{0.0, 0.0} : Expected{value, scale};
@@ -211,6 +213,7 @@ class CrossEntropyResultComparison {
   DType dtype_;
   CrossEntropyOptions options_;
   CrossEntropyResultShares& shares_;
+  bool has_exact_logits_;
 };
 
 }  // namespace eaves::testing

@@ -221,7 +221,7 @@ struct CrossEntropyMergeArgs {
   /// As in the forward; the shards have read them.
   bool reads_ignored_rows = true;
 
-  /// As the outputs of the forward; lse in the result dtype.
+  /// As the outputs of the forward.
   TensorView loss = {};
   TensorView lse = {};
   TensorView argmax = {};

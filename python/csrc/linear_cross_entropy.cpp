@@ -26,6 +26,10 @@ namespace {
 
 constexpr const char* kOp = "linear_cross_entropy";
 
+// What _small_workspace() of python/eaves/_linear_cross_entropy.py says too.
+static_assert(linear_cross_entropy_small_workspace(65536) == std::size_t{160} << 20 &&
+              linear_cross_entropy_small_workspace(1 << 20) == (std::size_t{24} << 20) + (std::size_t{1} << 30));
+
 /// python/eaves/_linear_cross_entropy_rules.py has the same numbers.
 namespace gradients {
 constexpr std::int64_t kInput = 1;

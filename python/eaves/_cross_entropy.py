@@ -53,6 +53,7 @@ from eaves._operator import (
     check_shape,
     dispatch,
     index_of,
+    is_batched,
     is_transforming,
     needs_function,
     refuse_lost_derivatives,
@@ -371,15 +372,13 @@ def cross_entropy(
         refuse_gradient(_OP, "target", target)
         needs_target_mass = is_soft or (weight is not None and (may_smooth or shard is not None))
         if not inplace_backward or is_compiling:
-            computed = kept_for_backward(wanted, mode, needs_target_mass)
-            if shard is None:
-                computed |= _wide_lse_of(input)
+            computed = kept_for_backward(wanted, mode, needs_target_mass) | _wide_lse_of(input)
             outputs = apply(_OP, _CrossEntropy, *arguments, computed, wanted, number_tensor, shard)
         else:
             refuse_in_place(input)
             wanted &= ~OF_IGNORED_ROWS
             if input.dtype == torch.float16 or shard is not None:
-                computed = kept_for_backward(wanted, mode, needs_target_mass)
+                computed = kept_for_backward(wanted, mode, needs_target_mass) | _wide_lse_of(input)
                 outputs = apply(_OP, _InPlaceInBackward, *arguments, computed, shard)
             else:
                 computed = _RETURNED_IN_PLACE
@@ -534,6 +533,8 @@ def refuse_in_place(input: Tensor) -> None:
             f"{_OP}: input has shape {shape_of(input)} and strides {list(input.stride())}, so that elements share "
             "memory; expected an address for each, because inplace_backward writes it"
         )
+    if not torch.compiler.is_compiling() and input.is_neg():
+        raise ValueError(f"{_OP}: input is negated lazily, and inplace_backward writes it; pass input.resolve_neg()")
     base = input._base if input._is_view() else None
     if input.requires_grad and (input.is_leaf or (base is not None and base.is_leaf and base.requires_grad)):
         raise RuntimeError(
@@ -704,7 +705,7 @@ class _InPlaceInForward(torch.autograd.Function):
         nothing = (None,) * 9
         if grad_loss is None:
             return None, *nothing
-        (grad_input,) = _of_only_backward(ctx)
+        (grad_input,) = _of_only_backward(ctx, grad_loss)
         call(_OP, _rescale, grad_input, grad_loss, ctx.axis)  # reads and writes nothing where grad_loss is 1
         return grad_input, *nothing
 
@@ -729,7 +730,7 @@ class _InPlaceInBackward(torch.autograd.Function):
         nothing = (None,) * 10
         if grad_loss is None:
             return None, *nothing
-        grad_input, target, weight, row_weight, lse, *kept, place = _of_only_backward(ctx)
+        grad_input, target, weight, row_weight, lse, *kept, place = _of_only_backward(ctx, grad_loss)
         upstream = (grad_loss, None, None)
         arguments = (*upstream, grad_input, target, weight, row_weight, lse, None, *kept, *ctx.options)
         if place is None:
@@ -740,8 +741,10 @@ class _InPlaceInBackward(torch.autograd.Function):
         return grad_input, *nothing
 
 
-def _of_only_backward(ctx: Any) -> list[Any]:
+def _of_only_backward(ctx: Any, grad_loss: Tensor) -> list[Any]:
     """What was saved, where this is the one backward that there may be."""
+    if is_batched(grad_loss):
+        raise NotImplementedError(f"{_OP}: with inplace_backward no backward has a batch (is_grads_batched=True)")
     if torch.is_grad_enabled():
         raise NotImplementedError(
             f"{_OP}: with inplace_backward the gradient has no derivative (create_graph=True); leave it out"

@@ -30,6 +30,7 @@ from eaves._loss import (
     ENTROPY,
     LSE,
     NONE,
+    WIDE_LSE,
     CrossEntropyOutput,
     LossModule,
     check_class_dtype,
@@ -458,6 +459,8 @@ def linear_cross_entropy(
             function, limit = _Speed, allowed
         else:
             gradients = 0
+            if input.dtype == torch.float32:
+                computed |= WIDE_LSE
         run = apply if grad_weight_out is None else uncompiled(apply)
         outputs = run(
             _OP, function, *tensors, *settings, limit, grad_weight_out, computed, wanted, followed, gradients | wide,
@@ -717,6 +720,8 @@ def check_grad_weight_out(
     if grad_weight_dtype is not None:
         raise ValueError(f"{_OP}: grad_weight_dtype is given beside grad_weight_out, whose dtype says it; expected one")
     check_dtype_of(_OP, "grad_weight_out", out, (multiplied, wide), "that of linear_weight, or that of the loss")
+    if out.is_neg():
+        raise ValueError(f"{_OP}: grad_weight_out is negated lazily and cannot be added to; pass one that is not")
     check_shape(_OP, "grad_weight_out", out, linear_weight.shape, "that of linear_weight")
     check_device(_OP, "grad_weight_out", out, "linear_weight", linear_weight)
     (classes, features), (of_class, of_feature) = out.shape, out.stride()

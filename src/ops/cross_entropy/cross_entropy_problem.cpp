@@ -352,7 +352,8 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
                         .result_dtype = args.loss.is_present ? args.loss.dtype : args.statistics.dtype,
                         .device = args.statistics.device,
                         .reference = "statistics",
-                        .rows_of = "logits"};
+                        .rows_of = "logits",
+                        .takes_wide_lse = true};
   check_statistics_dtype(checked, statistics);
   checked.take_input(statistics);
   if (!args.has_soft_targets) checked.take_input(targets);

@@ -124,7 +124,8 @@ Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& 
                           .row_shape = reduced_shape(args.x.shape, axes, false),
                           .result_dtype = accumulator_dtype(args.x.dtype),
                           .device = args.x.device,
-                          .reference = "x"};
+                          .reference = "x",
+                          .takes_wide_lse = args.x.dtype == DType::float32};
   arguments.take_input(x);
   arguments.take_input({op, "weight", args.weight});
   check::is_valid(targets);
@@ -271,14 +272,6 @@ void check_exchange(Checked& checked, const LinearCrossEntropyForwardBackwardArg
 
 // ---- logits that end in their product ------------------------------------------------------------------------------
 
-/// With fewer rows than a tile, what is around the product takes longer than passes over the logits.
-constexpr std::int64_t kLeastFusedRows = cuda::kExpProductRows;
-constexpr std::int64_t kLeastFusedClasses = 4096;    ///< with EAVES_FUSED_PRODUCT=1
-constexpr std::int64_t kFasterFusedClasses = 16384;  ///< the loss alone, the backward, shards
-/// Both at once make three products in any case: of fewer classes they gain little or nothing, and would round x a
-/// second time.
-constexpr std::int64_t kFasterFusedClassesAtOnce = 65536;
-
 /// Does the device have the kernels, and do they take x and the weight?
 bool suits_exp_product(const LinearCrossEntropyProblem& problem) {
   if constexpr (kHasCuda) {
@@ -321,7 +314,8 @@ bool ends_in_product(const LinearCrossEntropyProblem& problem) {
   const std::int64_t faster = is_whole_at_once ? kFasterFusedClassesAtOnce : kFasterFusedClasses;
   const std::int64_t least = wanted == FusedProduct::where_faster ? faster : kLeastFusedClasses;
   if (problem.classes < least || problem.classes > cuda::kMostFusedClasses) return false;
-  if (problem.rows() < kLeastFusedRows && !is_batch_invariant()) return false;
+  // With fewer rows than a tile, what is around the product takes longer than passes over the logits.
+  if (problem.rows() < cuda::kExpProductRows && !is_batch_invariant()) return false;
   return suits_exp_product(problem);
 }
 
@@ -371,7 +365,9 @@ LinearCrossEntropyProblem make_problem(const LinearCrossEntropyBackwardArgs& arg
   }
   problem.grad_lse = arguments.per_row({op, "grad_lse", args.grad_lse}, false);
   problem.grad_entropy = arguments.per_row({op, "grad_entropy", args.grad_entropy}, false);
-  problem.outputs.lse = arguments.per_row(lse, false);
+  const TypedNumbers given_lse = arguments.lse(lse, false);
+  problem.outputs.lse = const_cast<void*>(given_lse.data);
+  problem.outputs.has_wide_lse = given_lse.dtype != problem.accumulator();
   problem.outputs.entropy = arguments.per_row(entropy, false);
   problem.outputs.target_mass = arguments.per_row(target_mass, false);
   problem.outputs.divisor = arguments.mean_scalar(divisor, problem.options.reduction, false);

@@ -10,7 +10,7 @@
 //     void gather_x(std::int64_t first, std::int64_t count);             // to memory.x
 //     void scatter_grad_x(std::int64_t first, std::int64_t count, DType dtype);  // from memory.grad_x
 //     void clear_grad_x();                                               // of rows that are not computed
-//     void gather_numbers(const void* from, void* to, std::int64_t count, bool gathers);   // 0 for ignored rows
+//     void gather_numbers<N>(const N* from, N* to, std::int64_t count, bool gathers);      // 0 for ignored rows
 //     template <typename N> scatter_numbers(const N* from, N* to, std::int64_t count);     // 0 for the others
 //     void widen(TypedNumbers from, std::int64_t count, void* to);       // to accumulators
 //     void add_bias_gradient(const void* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,
@@ -93,7 +93,7 @@ class LinearCrossEntropyChunks {
     grad_entropy_ = memory_.grad_entropy;
     row_weight_ = problem_.row_weight;
     if (gathers_ && row_weight_ != nullptr) {
-      steps_.gather_numbers(row_weight_, memory_.row_weight, count_, true);
+      gather(row_weight_, memory_.row_weight, problem_.accumulator(), true);
       row_weight_ = memory_.row_weight;
     }
     if (problem_.mode != LinearCrossEntropyMode::backward) {
@@ -103,34 +103,42 @@ class LinearCrossEntropyChunks {
       }
       return;
     }
-    const auto gather = [&](const void* from, void* to, bool gathers) {
-      if (from != nullptr) steps_.gather_numbers(from, to, count_, gathers);
-    };
     if (gathers_) {
-      for (const auto output : kRowOutputs) gather(given.*output, memory_.per_row.*output, true);
+      for (const auto output : kRowOutputs) gather(given.*output, memory_.per_row.*output, dtype_of(output), true);
     }
-    gather(problem_.grad_lse, grad_lse_, gathers_);
-    gather(problem_.grad_entropy, grad_entropy_, gathers_);
+    gather(problem_.grad_lse, grad_lse_, problem_.accumulator(), gathers_);
+    gather(problem_.grad_entropy, grad_entropy_, problem_.accumulator(), gathers_);
+  }
+
+  DType dtype_of(RowOutput output) const {
+    return output == &LossOutputs::lse ? problem_.lse_dtype() : problem_.accumulator();
+  }
+
+  void gather(const void* from, void* to, DType dtype, bool gathers) {
+    if (from == nullptr) return;
+    const auto run = [&]<typename N>() {
+      steps_.gather_numbers(static_cast<const N*>(from), static_cast<N*>(to), count_, gathers);
+    };
+    size_of(dtype) == 8 ? run.template operator()<double>() : run.template operator()<float>();
   }
 
   void finish_per_row() {
     const bool has_statistics_alone = problem_.shard != nullptr && problem_.mode == LinearCrossEntropyMode::forward;
     if (problem_.mode == LinearCrossEntropyMode::backward || has_statistics_alone) return;
     const LossOutputs& to = problem_.outputs;
-    const auto scatter = [&](const void* from, void* into) {
+    const auto scatter = [&](const void* from, void* into, DType dtype) {
       if (!gathers_ || into == nullptr) return;
-      size_of(problem_.accumulator()) == 8
-          ? steps_.scatter_numbers(static_cast<const double*>(from), static_cast<double*>(into), count_)
-          : steps_.scatter_numbers(static_cast<const float*>(from), static_cast<float*>(into), count_);
+      size_of(dtype) == 8 ? steps_.scatter_numbers(static_cast<const double*>(from), static_cast<double*>(into), count_)
+                          : steps_.scatter_numbers(static_cast<const float*>(from), static_cast<float*>(into), count_);
     };
-    for (const auto output : kRowOutputs) scatter(per_row_.*output, to.*output);
+    for (const auto output : kRowOutputs) scatter(per_row_.*output, to.*output, dtype_of(output));
     if (gathers_ && to.argmax != nullptr) steps_.scatter_numbers(per_row_.argmax, to.argmax, count_);
     if (problem_.is_reduced()) {
       steps_.reduce_losses(per_row_.loss, to.loss);
       if (to.z_loss != nullptr) steps_.reduce_losses(per_row_.z_loss, to.z_loss);
     } else {
-      scatter(per_row_.loss, to.loss);
-      scatter(per_row_.z_loss, to.z_loss);
+      scatter(per_row_.loss, to.loss, problem_.accumulator());
+      scatter(per_row_.z_loss, to.z_loss, problem_.accumulator());
     }
   }
 
@@ -311,7 +319,7 @@ class LinearCrossEntropyChunks {
   template <typename Args>
   void put_outputs(Args& args, std::int64_t first, std::int64_t rows) const {
     args.loss = numbers_at(per_row_.loss, first, rows);
-    args.lse = numbers_at(per_row_.lse, first, rows);
+    args.lse = numbers_at(per_row_.lse, problem_.lse_dtype(), first, rows);
     args.argmax = numbers_at(per_row_.argmax, DType::int64, first, rows);
     args.entropy = numbers_at(per_row_.entropy, first, rows);
     args.sum_sq = numbers_at(per_row_.sum_sq, first, rows);
@@ -536,7 +544,7 @@ class LinearCrossEntropyChunks {
                               .weight = class_weight_at(first_class, classes),
                               .row_weight = numbers_at(row_weight_, first, rows),
                               .options = row_options(),
-                              .lse = numbers_at(per_row_.lse, first, rows),
+                              .lse = numbers_at(per_row_.lse, problem_.lse_dtype(), first, rows),
                               .entropy = numbers_at(per_row_.entropy, first, rows),
                               .target_mass = numbers_at(per_row_.target_mass, first, rows),
                               .first_class = problem_.first_class() + first_class,

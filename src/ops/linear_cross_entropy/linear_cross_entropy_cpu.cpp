@@ -5,9 +5,9 @@
 #include <type_traits>
 
 #include "core/dispatch.h"
+#include "core/mean_loss.h"
 #include "cpu/gemm.h"
 #include "cpu/parallel.h"
-#include "ops/cross_entropy/cross_entropy_math.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_chunks.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
@@ -92,10 +92,9 @@ class Steps {
   }
 
   /// Rows that are ignored are always left out here.
-  void gather_numbers(const void* from, void* to, std::int64_t count, bool gathers) {
-    for (std::int64_t i = 0; i < count; ++i) {
-      static_cast<A*>(to)[i] = static_cast<const A*>(from)[gathers ? per_row_index(i) : i];
-    }
+  template <typename N>
+  void gather_numbers(const N* from, N* to, std::int64_t count, bool gathers) {
+    for (std::int64_t i = 0; i < count; ++i) to[i] = from[gathers ? per_row_index(i) : i];
   }
 
   template <typename N>

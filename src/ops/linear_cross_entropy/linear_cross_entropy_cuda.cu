@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "core/dispatch.h"
+#include "core/mean_loss.h"
 #include "cuda/device.h"
 #include "cuda/gemm.h"
 #include "cuda/launch.cuh"
@@ -13,7 +14,6 @@
 #include "cuda/reduce.cuh"
 #include "cuda/row_sums.cuh"
 #include "cuda/vector.cuh"
-#include "ops/cross_entropy/cross_entropy_math.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_chunks.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_fused.h"
@@ -262,14 +262,14 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- numbers -------------------------------------------------------------------------------------------------------
 
-template <typename A>
+template <typename N>
 __global__ void __launch_bounds__(kThreads)
-    gather_numbers_of(const __grid_constant__ Rows rows, const std::int64_t* row_indices, const A* from, A* to,
+    gather_numbers_of(const __grid_constant__ Rows rows, const std::int64_t* row_indices, const N* from, N* to,
                       std::int64_t count) {
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
     const std::int64_t row = row_indices == nullptr ? i : row_indices[i];
     const auto at = rows.view.rows.offsets(row);
-    to[i] = rows.is_ignored(at) ? A(0) : from[at.of[kPerRow]];
+    to[i] = rows.is_ignored(at) ? N(0) : from[at.of[kPerRow]];
   }
 }
 
@@ -429,10 +429,10 @@ class Steps {
     clear(static_cast<A*>(problem_.grad_x));
   }
 
-  void gather_numbers(const void* from, void* to, std::int64_t count, bool gathers) {
-    run(gather_numbers_of<A>, {.blocks = blocks_for(count), .threads = kThreads}, rows_,
-        static_cast<const std::int64_t*>(gathers ? row_indices() : nullptr), static_cast<const A*>(from),
-        static_cast<A*>(to), count);
+  template <typename N>
+  void gather_numbers(const N* from, N* to, std::int64_t count, bool gathers) {
+    run(gather_numbers_of<N>, {.blocks = blocks_for(count), .threads = kThreads}, rows_,
+        static_cast<const std::int64_t*>(gathers ? row_indices() : nullptr), from, to, count);
   }
 
   template <typename N>
@@ -493,18 +493,17 @@ class Steps {
   void product(const Gemm& product) { gemm(problem_.op, product, context_); }
 
   void guess_shifts(const FusedRows& rows) {
-    const std::int64_t samples = sampled_classes(problem_.classes);
-    const std::int64_t step = sample_distance(problem_.classes);
+    const std::int64_t samples = sampled_classes(rows.classes);
     product({.m = rows.rows,
              .n = samples,
              .k = problem_.features(),
              .dtype = problem_.dtype,
              .a = rows.x,
-             .b = {rows.weight.data, rows.weight.stride * step, true},
+             .b = {rows.weight.data, rows.weight.stride * sample_distance(rows.classes), true},
              .c_dtype = DType::float32,
              .c = memory_.exp_product.samples,
              .c_stride = samples});
-    cuda::guess_shifts(problem_.op, rows, static_cast<int>(samples), context_.stream);
+    cuda::guess_shifts(problem_.op, rows, context_.stream);
   }
 
   void sum_exponentials(const FusedRows& rows, float* statistics) {

@@ -348,6 +348,11 @@ TEST_F(LinearCrossEntropyErrors, UpstreamGradients) {
   args.grad_lse = ones({3});
   expect_refused(args, "grad_lse has shape [3], expected [4] (one per row of x)");
   args = backward_;
+  args.lse = ones({4}, DType::float16);
+  expect_refused(args, "lse has dtype float16, expected float32 (float32, or float64 where x is float64)");
+  args.inputs.x = ones({4, 2}, DType::bfloat16);  // a float64 lse is one of float32 alone
+  args.inputs.weight = ones({3, 2}, DType::bfloat16);
+  args.gradients = {};
   args.lse = ones({4}, DType::float64);
   expect_refused(args, "lse has dtype float64, expected float32 (float32, or float64 where x is float64)");
 }

@@ -145,7 +145,8 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
   memory.per_row.z_loss = take(keeps_losses && wanted.z_loss != nullptr, rows, number);
   memory.per_row.argmax = static_cast<std::int64_t*>(take(gathers && wanted.argmax != nullptr, rows, 8));
   for (const auto output : kRowOutputs) {
-    memory.per_row.*output = take(gathers && wanted.*output != nullptr, rows, number);
+    const std::size_t size = output == &LossOutputs::lse ? size_of(problem.lse_dtype()) : number;
+    memory.per_row.*output = take(gathers && wanted.*output != nullptr, rows, size);
   }
   memory.grad_lse = take(problem.grad_lse != nullptr, rows, number);
   memory.grad_entropy = take(problem.grad_entropy != nullptr, rows, number);
@@ -367,7 +368,7 @@ inline std::size_t limit_without_workspace(const LinearCrossEntropyProblem& prob
   }
   const std::int64_t enough = std::min(problem.rows(), policy.enough_rows);
   const std::size_t wanted = workspace_bytes(problem, {enough, problem.classes}) - rows;
-  return rows + (problem.has_powers() ? std::clamp(wanted, policy.least_powers_bytes, policy.most_powers_bytes)
+  return rows + (problem.has_powers() ? std::clamp(wanted, policy.fused_least_bytes, policy.fused_most_bytes)
                                       : std::clamp(wanted, policy.least_bytes, policy.most_bytes));
 }
 
