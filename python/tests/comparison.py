@@ -1,7 +1,7 @@
 """How far a result may be from the float64 oracle, and the oracles.
 
 The contract is that of docs/numerics.md; testing/tolerance.h says the same for the C++ tests. Nothing here is tuned to
-an implementation, and no test has a tolerance of its own.
+an implementation. Tests that compare two computations in float32, and not with an oracle, say theirs.
 """
 
 import math

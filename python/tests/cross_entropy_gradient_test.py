@@ -407,6 +407,20 @@ def test_in_place_logits_that_share_memory_are_refused_in_the_forward(dtype: tor
         eaves.cross_entropy(row.expand(9, 33), torch.zeros(9, dtype=torch.int64, device=device), inplace_backward=True)
 
 
+def test_in_place_logits_that_are_negated_lazily_are_refused(device: torch.device) -> None:
+    logits = torch._neg_view(random_tensor((9, 33), torch.float32, device))
+    with pytest.raises(ValueError, match=r"^cross_entropy: input is negated lazily"):
+        eaves.cross_entropy(logits, targets_of(logits), inplace_backward=True)
+
+
+@each("dtype", [torch.float32, torch.float16])
+def test_a_backward_in_place_with_a_batch_is_refused(dtype: torch.dtype, device: torch.device) -> None:
+    leaf = random_tensor((9, 33), dtype, device).requires_grad_()
+    loss = eaves.cross_entropy(leaf * 1, targets_of(leaf), inplace_backward=True)
+    with pytest.raises(NotImplementedError, match=r"^cross_entropy: with inplace_backward no backward has a batch"):
+        torch.autograd.grad(loss, leaf, torch.ones(2, device=device), is_grads_batched=True)
+
+
 @each("dtype", [torch.float32, torch.float16])
 def test_a_second_backward_in_place_is_refused(dtype: torch.dtype, device: torch.device) -> None:
     for factor in (1.0, 2.0):

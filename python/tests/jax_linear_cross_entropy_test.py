@@ -175,6 +175,7 @@ def test_log_probabilities_and_entropy(jax_device: Any, dtype: torch.dtype) -> N
     assert_gradients((*map(tensor_of, grads), None), exact, dtype)
     plain = eaves.jax.linear_log_prob(array_of(hidden), array_of(head), array_of(tokens), temperature=0.5, **options)
     assert (plain == log_prob).all()
+    assert not (tensor_of(log_prob).signbit() & (tokens == -100)).any()  # 0 and not -0
 
 
 RIGHT: dict[str, Any] = {

@@ -22,6 +22,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
 import eaves.jax  # noqa: E402
+from eaves.jax import _library  # noqa: E402
 from jax_arrays import array_of, assert_same_bits  # noqa: E402
 
 
@@ -418,6 +419,13 @@ def test_jax_alone_is_enough() -> None:
     number, refused = run(WITHOUT_TORCH)
     assert number.startswith("1.386294") and number.endswith(eaves.jax.__version__)
     assert refused == "ModuleNotFoundError"
+
+
+@pytest.mark.parametrize("version", ["0.10.1", "0.10.0", "0.9.2"])
+def test_a_jaxlib_that_is_too_old_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_library, "jaxlib_version", version)
+    with pytest.raises(ImportError, match=f"needs jaxlib {_library.JAX_TARGET} or newer, and this is {version}"):
+        _library._load()
 
 
 def test_neither_framework_is_imported_for_the_other() -> None:

@@ -94,6 +94,7 @@ CALLS: list[Call] = [
     # the tensor that a gradient is added to
     *(({**HALF, "grad_weight_out": wrong}, kind, sentence) for wrong, kind, sentence in (
         (3, TypeError, "grad_weight_out is a int"),
+        (torch._neg_view(OUT), ValueError, "grad_weight_out is negated lazily"),
         (OUT.half(), ValueError, "grad_weight_out has dtype float16, expected bfloat16 or float32"),
         (OUT[:4], ValueError, r"grad_weight_out has shape \[4, 3\], expected \[5, 3\]"),
         (OUT.view(3, 5).t(), ValueError, r"grad_weight_out has strides \[1, 5\], expected features"))),

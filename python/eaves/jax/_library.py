@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ LIBRARY = Path(__file__).parents[1] / "eaves_jax.so"
 # The names of the custom calls in XLA's programs: of functions of rows, and of those with matrix products.
 TARGETS = ROWS_TARGET, PRODUCTS_TARGET = "eaves", "eaves_products"
 
-JAX_TARGET = "0.10.2"  # the jaxlib whose headers the library is built with, and the oldest that it runs under
+JAX_TARGET = "0.10.2"  # the oldest jaxlib that the library is built with and runs under
 
 
 class Workspace(NamedTuple):
@@ -51,7 +52,7 @@ def _load() -> ctypes.CDLL:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 _library = _load()

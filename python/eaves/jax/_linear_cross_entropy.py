@@ -245,10 +245,10 @@ def linear_log_prob(
         workspace_bytes=workspace_bytes, axis_name=axis_name,
     )  # fmt: skip
     if not (return_entropy or return_top1):
-        log_prob: jax.Array = -output
+        log_prob: jax.Array = 0 - output  # of ignored rows 0, where -output would be -0
         return log_prob
     is_top1 = (output.argmax == tokens) & (tokens != ignore_index) if return_top1 else None
-    return LogProbOutput(-output.loss, output.entropy, is_top1)
+    return LogProbOutput(0 - output.loss, output.entropy, is_top1)
 
 
 @dataclasses.dataclass(frozen=True)

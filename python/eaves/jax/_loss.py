@@ -60,11 +60,14 @@ def reduction_of(op: str, reduction: str) -> int:
 def number_of(op: str, name: str, value: Any, as_number: Callable[[Any], Any] = float) -> Any:
     """An option, which has to be known while JAX traces."""
     try:
-        if isinstance(value, str):  # which float() would read
+        if isinstance(value, (str, bool)):  # which float() would read
             raise TypeError
         number = as_number(value)
     except (TypeError, jax.errors.ConcretizationTypeError):
-        raise TypeError(f"{op}: {name} is no number, or one that is not known while JAX traces") from None
+        raise TypeError(
+            f"{op}: {name} is no number, or one that is not known while JAX traces; bind it with "
+            "functools.partial or name it in static_argnames"
+        ) from None
     if not math.isfinite(number):
         raise ValueError(f"{op}: {name} is {number}, expected a finite number")
     return number
