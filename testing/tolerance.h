@@ -1,5 +1,5 @@
 // How far a result may be from the float64 oracle: the accuracy contract of docs/numerics.md, in one place. Nothing
-// here is tuned to an implementation, and no test has a tolerance of its own.
+// here is tuned to an implementation.
 #pragma once
 
 #include <algorithm>
