@@ -157,7 +157,7 @@ def number_of(op: str, name: str, value: object, low: float, high: float, expect
         except OverflowError:  # of an int
             number = math.inf
         except (TypeError, ValueError):  # of an array
-            raise TypeError(f"{op}: {name} is {value!r}, expected {expected}") from None
+            raise TypeError(f"{op}: {name} is a {type(value).__name__}, expected {expected}") from None
     if not (low <= number <= high and -math.inf < number < math.inf):
         raise ValueError(f"{op}: {name} is {value_for_message(value)}, expected {expected}")
     return number  # type: ignore[no-any-return]

@@ -408,7 +408,7 @@ def test_in_place_logits_that_share_memory_are_refused_in_the_forward(dtype: tor
 
 
 def test_in_place_logits_that_are_negated_lazily_are_refused(device: torch.device) -> None:
-    logits = torch._neg_view(random_tensor((9, 33), torch.float32, device))
+    logits = torch._neg_view(random_tensor((9, 33), torch.float32, device).requires_grad_() * 1)
     with pytest.raises(ValueError, match=r"^cross_entropy: input is negated lazily"):
         eaves.cross_entropy(logits, targets_of(logits), inplace_backward=True)
 

@@ -63,7 +63,7 @@ CALLS: list[Call] = [
       ) for value in (*values, math.nan, math.inf, -math.inf)),
     *(({name: value}, TypeError, rf"{name} is .*, expected")
       for name in ("label_smoothing", "z_loss", "scale", "softcap") for value in NO_FLOATS),
-    *(({"normalizer": value}, TypeError, r"normalizer is [^!]*, expected a number")
+    *(({"normalizer": value}, TypeError, r"normalizer is .*, expected a number")
       for value in ("3", True, [3.0], numpy.ones((4, 5)))),
     *(({"normalizer": 3.0, "reduction": mode}, ValueError, "only the mean divides") for mode in ("none", "sum")),
     ({"row_weight": torch.ones(2)}, ValueError, r"row_weight has shape \[2\], expected \[4\] \(one per row of input"),

@@ -15,7 +15,7 @@ BLOCKS = re.findall(r"^```python\n(?!# examples/)(.*?)^```", PAGE.read_text(), r
 
 
 def test_the_page_runs_from_top_to_bottom() -> None:
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
     names: dict[str, Any] = {}
     losses = []
     for number, block in enumerate(BLOCKS):
