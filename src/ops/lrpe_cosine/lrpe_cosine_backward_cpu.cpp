@@ -305,7 +305,7 @@ struct SequenceSums {
       hn::StoreU(exp(d, hn::Neg(hn::LoadU(d, low))), d, low);
     }
     if (problem.grad_x == nullptr) return;
-    const Tasks tasks = Tasks::make<T>(shape, problem.angles, SumsOverTiles::of_users);
+    const Tasks tasks = Tasks::make<T>(shape, problem.grad_out_strides, problem.angles, SumsOverTiles::of_users);
     const auto ahead = [](const TokenTile&, std::int64_t) {};
     // Every piece of the positions of every head has one task that adds to it.
     std::vector<double> pieces(static_cast<std::size_t>(tasks.tile_ranges) * size);
@@ -368,7 +368,8 @@ void backward_of(const LrpeCosineBackwardProblem& problem, const ExecutionContex
                                    {static_cast<const T*>(problem.x), problem.x_strides},
                                    {problem.grad_x, problem.grad_x_strides, shape, 1}};
   const bool has_theta = problem.grad_theta != nullptr;
-  const Tasks tasks = Tasks::make<T>(shape, problem.angles, has_theta ? SumsOverTiles::of_tasks : SumsOverTiles::none);
+  const Tasks tasks = Tasks::make<T>(shape, problem.grad_out_strides, problem.angles,
+                                     has_theta ? SumsOverTiles::of_tasks : SumsOverTiles::none);
   std::vector<double> theta_sums(has_theta ? static_cast<std::size_t>(tasks.count() * tasks.row_features) : 0);
   const bool is_over_sequence = problem.kind == LrpeKind::sequence_softmax;
   const SequenceSums<T> sequences = is_over_sequence ? SequenceSums<T>(problem, tensors, context) : SequenceSums<T>();

@@ -171,7 +171,7 @@ void forward_of(const LrpeCosineForwardProblem& problem, const ExecutionContext&
     return;
   }
   const bool is_over_sequence = problem.kind == LrpeKind::sequence_softmax;
-  const Tasks tasks = Tasks::make<T>(shape, problem.angles, SumsOverTiles::none);
+  const Tasks tasks = Tasks::make<T>(shape, problem.x_strides, problem.angles, SumsOverTiles::none);
   SequenceNormalizers<A> normalizers(is_over_sequence ? shape.batch * shape.heads : 0, tasks.row_features);
   if (is_over_sequence) reduce_sequences<T>(problem, context, normalizers);
 

@@ -79,12 +79,14 @@ struct Tasks {
   std::int64_t tiles;
   std::int64_t tile_ranges;
   std::int64_t user_ranges;
+  bool are_heads_inside;  ///< of a token: tasks then take its heads one after the other
 
   /// Tasks of many users make the most of the tables, so positions are cut first; but users are where each has sums of
   /// its own for every piece of the positions.
   template <typename T>
-  static Tasks make(const LrpeCosineShape& shape, const LrpeCosineAngles& angles, SumsOverTiles sums) {
-    Tasks tasks{.shape = shape};
+  static Tasks make(const LrpeCosineShape& shape, const LrpeCosineStrides& strides, const LrpeCosineAngles& angles,
+                    SumsOverTiles sums) {
+    Tasks tasks{.shape = shape, .are_heads_inside = strides[1] < strides[2]};
     tasks.theta_heads = angles.theta_heads == 1 ? 1 : shape.heads;
     tasks.users = shape.batch * (shape.heads / tasks.theta_heads);
     tasks.row_features = padded_to_packs<T>(shape.features);
@@ -113,12 +115,13 @@ struct Tasks {
 
   Task operator[](std::int64_t index) const {
     const std::int64_t user_range = index % user_ranges;
-    const std::int64_t tile_range = index / user_ranges % tile_ranges;
+    const std::int64_t piece = index / user_ranges;
+    const std::int64_t tile_range = are_heads_inside ? piece / theta_heads : piece % tile_ranges;
     // Written so that neighbouring pieces differ by at most one.
-    const auto cut = [](std::int64_t size, std::int64_t pieces, std::int64_t piece) {
-      return size / pieces * piece + std::min(piece, size % pieces);
+    const auto cut = [](std::int64_t size, std::int64_t pieces, std::int64_t at) {
+      return size / pieces * at + std::min(at, size % pieces);
     };
-    return {.theta_head = index / user_ranges / tile_ranges,
+    return {.theta_head = are_heads_inside ? piece % theta_heads : piece / tile_ranges,
             .tile_range = tile_range,
             .first_tile = cut(tiles, tile_ranges, tile_range),
             .end_tile = cut(tiles, tile_ranges, tile_range + 1),
