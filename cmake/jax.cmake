@@ -1,6 +1,6 @@
 # The target jax::ffi: the headers of XLA's foreign function interface, which jaxlib brings. Of the jaxlib of the Python
-# that builds (Python_EXECUTABLE), looked up without importing it. Without jaxlib there is no target, and the package is
-# built without eaves.jax.
+# that builds (Python_EXECUTABLE), looked up without importing it. Without jaxlib, or with one that is too old, there is
+# no target, and the package is built without eaves.jax.
 # The oldest jaxlib that the library runs under is written in one place, for Python and for CMake.
 file(STRINGS python/eaves/jax/_library.py target_line REGEX "^JAX_TARGET = ")
 string(REGEX REPLACE "^[^\"]*\"([^\"]*)\".*" "\\1" EAVES_JAX_TARGET "${target_line}")
@@ -12,7 +12,8 @@ foreach(isolation "" -I)  # as in torch.cmake
   if(NOT failed)
     list(POP_FRONT jaxlib version folder)
     if(version VERSION_LESS EAVES_JAX_TARGET)
-      message(FATAL_ERROR "eaves: jaxlib ${version} (${folder}) is too old: install ${EAVES_JAX_TARGET} or newer.")
+      message(WARNING "eaves: jaxlib ${version} (${folder}) is older than ${EAVES_JAX_TARGET}: the wheel has no eaves.jax")
+      break()
     endif()
     message(STATUS "eaves: jaxlib ${version} (${folder})")
     add_library(jax_ffi INTERFACE)

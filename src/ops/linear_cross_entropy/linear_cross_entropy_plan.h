@@ -401,6 +401,7 @@ inline LinearCrossEntropyProblem of_largest_shard(LinearCrossEntropyProblem prob
   problem.grad_x_dtype = problem.grad_weight_dtype = problem.accumulator();
   if (problem.mode != LinearCrossEntropyMode::backward) return problem;
   problem.outputs.lse = problem.outputs.entropy = problem.outputs.target_mass = present;
+  problem.outputs.has_wide_lse = problem.dtype == DType::float32;
   return problem;
 }
 
