@@ -535,6 +535,23 @@ def test_log_probabilities_of_several_tokens(ranks: Ranks) -> None:
             assert_agree(parts[0] if place == 0 else torch.cat(parts, 1 if place == 3 else 0), wanted)
 
 
+def far_from_zero(group: distributed.ProcessGroup) -> None:
+    # Logits of 4096 and multiples of 1/256, exact in float32. A float32 lse is off by up to 2.4e-4 there.
+    x = torch.arange(32.0).view(8, 4) % 3 + 1
+    head = ((torch.arange(4 * CLASSES) * 37) % 256 / 256).view(CLASSES, 4)
+    target = torch.arange(8) * 5 % CLASSES
+    own = pieces(group.size())[group.rank()]
+    part, bias = head[own].clone().requires_grad_(), torch.full((len(head[own]),), 4096.0, requires_grad=True)
+    eaves.linear_cross_entropy(x, part, target, linear_bias=bias, algorithm="recompute", group=group).backward()
+    wide = torch.full((CLASSES,), 4096.0, dtype=torch.float64, requires_grad=True)
+    torch.nn.functional.cross_entropy(x.double() @ head.double().t() + wide, target).backward()
+    assert ((bias.grad - wide.grad[own]).abs() <= 4e-6 * wide.grad[own].abs()).all()
+
+
+def test_logits_far_from_zero_keep_their_gradient(cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(far_from_zero)
+
+
 def saturated(group: distributed.ProcessGroup) -> Tensor:
     """Logits that a soft cap makes equal. The largest is that of the last rank but one."""
     logits = torch.full((1, CLASSES), 100.0)

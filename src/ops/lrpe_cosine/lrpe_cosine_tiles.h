@@ -79,7 +79,9 @@ struct Tasks {
   std::int64_t tiles;
   std::int64_t tile_ranges;
   std::int64_t user_ranges;
-  bool are_heads_inside;  ///< of a token: tasks then take its heads one after the other
+  /// Of a token: tasks then take its heads one after the other. Zen 4, two threads, [1, 8192, 12, 128] bfloat16, a
+  /// theta for each head, forward: 7.5 ms, where each head walks over all tokens by itself 10.7 to 14.7.
+  bool are_heads_inside;
 
   /// Tasks of many users make the most of the tables, so positions are cut first; but users are where each has sums of
   /// its own for every piece of the positions.
