@@ -295,6 +295,25 @@ TEST_P(LrpeCosine, MoreTokensThanASumHasPiecesMatchTheOracle) {
   }
 }
 
+TEST_P(LrpeCosine, HeadsThatLieInsideOfATokenMatchTheOracle) {
+  // An angle for each head, and so many tokens that a CPU cuts them into two pieces: it takes all heads of the first,
+  // then those of the second.
+  const Dims shape = {1, 4, 1100, 64}, out_shape = {1, 4, 1100, 128};
+  const HeadLayout& layout = head_layouts()[1];
+  for (const LrpeCosineActivation& activation : {every_activation()[0], every_activation()[5]}) {
+    check_lrpe_cosine(with_activation({.device = device(),
+                                       .dtype = DType::float32,
+                                       .shape = shape,
+                                       .theta_shape = {4, 64},
+                                       .grid = {1100},
+                                       .x_placement = layout.of(shape),
+                                       .out_placement = layout.of(out_shape),
+                                       .grad_out_placement = layout.of(out_shape),
+                                       .grad_x_placement = layout.of(shape)},
+                                      activation));
+  }
+}
+
 TEST_P(LrpeCosine, MoreThan65535PositionsHeadsOrBatchesMatchTheOracle) {
   // 65535 is the most blocks that two of a GPU's three dimensions take.
   constexpr std::int64_t kMany = 70001;
