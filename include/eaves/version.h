@@ -2,6 +2,6 @@
 #pragma once
 
 #define EAVES_VERSION_MAJOR 0
-#define EAVES_VERSION_MINOR 1
+#define EAVES_VERSION_MINOR 2
 #define EAVES_VERSION_PATCH 0
-#define EAVES_VERSION "0.1.0"
+#define EAVES_VERSION "0.2.0"

@@ -207,6 +207,15 @@ def test_time_over_memory_has_a_point_for_each_provider_and_the_workspaces_as_a_
     plot.pyplot.close(figure)
 
 
+def test_the_first_table_of_a_page_has_one_shape_where_all_modes_have_one() -> None:
+    forward = [entry for size in (64, 128, 256) for entry in entries("fwd", size, eaves=(1, size))]
+    backward = [entry for size in (64, 128, 192) for entry in entries("bwd", size, eaves=(2, size))]
+    found = tables.tables([*forward, *backward])
+    assert tables.headline_table(found)[1] == ["eaves", "1.00", "128", "2.00", "128"]
+    found = tables.tables([*forward, *entries("bwd", 192, eaves=(2, 192))])  # each its longest
+    assert tables.headline_table(found)[1] == ["eaves", "1.00", "256", "2.00", "192"]
+
+
 def test_every_provider_has_a_colour_and_mark_of_its_own() -> None:
     plot = pytest.importorskip("eaves.bench.plot")
     names = {provider.name for operator in OPERATORS for provider in operator.providers}

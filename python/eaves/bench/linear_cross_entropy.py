@@ -189,14 +189,14 @@ def _rows(request: Request) -> list[Row]:
     rows = [
         _row(batch, features, 2**power, mode, dtype, data=data)
         for dtype in dtypes
-        for data in (("seed", "dense") if is_quick else ("seed",))
+        for data in (("dense", "seed") if is_quick else ("seed",))
         for mode in modes
         for power in (powers if mode == "fwd+bwd" else few)
     ]
     if is_quick:
         bounds = (1, 4, 16) if is_cpu else (64, 256, 1024)
         rows += [
-            _row(batch, features, 2 ** powers[-1], "fwd+bwd", request.dtype, data="seed", workspace_mib=bound)
+            _row(batch, features, 2 ** powers[-1], "fwd+bwd", request.dtype, data="dense", workspace_mib=bound)
             for bound in bounds
         ]
     if is_quick and not is_cpu:

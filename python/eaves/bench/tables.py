@@ -241,10 +241,12 @@ def shape_table(case: Case) -> list[list[str]]:
 
 
 def headline(all_tables: Sequence[Table]) -> tuple[list[Table], list[Case]]:
-    """Of one operator: the first table of each mode, and its longest row."""
+    """Of one operator: the first table of each mode, and the longest row that all of these have."""
     first = {table.mode: table for table in reversed(all_tables)}
     chosen = sorted(first.values(), key=all_tables.index)
-    return chosen, [max(table.cases, key=lambda case: case.size) for table in chosen]
+    in_all = set.intersection(*({case.size for case in table.cases} for table in chosen))
+    candidates = [[case for case in table.cases if case.size in in_all] or table.cases for table in chosen]
+    return chosen, [max(cases, key=lambda case: case.size) for cases in candidates]
 
 
 def headline_table(all_tables: Sequence[Table]) -> list[list[str]]:
