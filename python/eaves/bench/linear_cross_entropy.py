@@ -196,7 +196,8 @@ def _rows(request: Request) -> list[Row]:
     if is_quick:
         bounds = (1, 4, 16) if is_cpu else (64, 256, 1024)
         rows += [
-            _row(batch, features, 2 ** powers[-1], "fwd+bwd", request.dtype, data="dense", workspace_mib=bound)
+            _row(batch, features, 2 ** powers[-1], "fwd+bwd", request.dtype, data=data, workspace_mib=bound)
+            for data in ("dense", "seed")
             for bound in bounds
         ]
     if is_quick and not is_cpu:
