@@ -18,7 +18,7 @@
 namespace eaves::testing {
 namespace {
 
-class LinearCrossEntropyFused : public OnGpuWithExpProduct {};
+class LinearCrossEntropyFusedOnGpu : public OnGpuWithExpProduct {};
 
 using Mode = LinearCrossEntropyMode;
 
@@ -39,7 +39,7 @@ void expect_way(const LinearCrossEntropyCase& c, bool forward, bool backward, bo
   EXPECT_EQ(problem_of(run, Mode::forward_backward).ends_in_product, at_once) << description_of(c);
 }
 
-TEST_F(LinearCrossEntropyFused, CallsThatTakeTheProductAndCallsThatDoNot) {
+TEST_F(LinearCrossEntropyFusedOnGpu, CallsThatTakeTheProductAndCallsThatDoNot) {
   expect_way(fused_case(), true, true, true);
   const auto expect_none = [](auto change) {
     LinearCrossEntropyCase c = fused_case();
@@ -66,7 +66,7 @@ TEST_F(LinearCrossEntropyFused, CallsThatTakeTheProductAndCallsThatDoNot) {
   expect_way(argmax, false, true, false);
 }
 
-TEST_F(LinearCrossEntropyFused, EachOptionMatchesTheOracle) {
+TEST_F(LinearCrossEntropyFusedOnGpu, EachOptionMatchesTheOracle) {
   for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
     const auto check = [&](auto change) {
       LinearCrossEntropyCase c = fused_case(reduction);
@@ -100,7 +100,7 @@ TEST_F(LinearCrossEntropyFused, EachOptionMatchesTheOracle) {
   }
 }
 
-TEST_F(LinearCrossEntropyFused, MoreRowsThanTheCacheHoldsMatchTheOracle) {
+TEST_F(LinearCrossEntropyFusedOnGpu, MoreRowsThanTheCacheHoldsMatchTheOracle) {
   // Beyond 4096 rows a product takes up to eight tiles of classes in turn: here 22 of 24.
   for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
     LinearCrossEntropyCase c = fused_case(reduction);
@@ -109,7 +109,7 @@ TEST_F(LinearCrossEntropyFused, MoreRowsThanTheCacheHoldsMatchTheOracle) {
   }
 }
 
-TEST_F(LinearCrossEntropyFused, RowsFarFromTheirSampledLogitsMatchTheOracle) {
+TEST_F(LinearCrossEntropyFusedOnGpu, RowsFarFromTheirSampledLogitsMatchTheOracle) {
   // 64 of the 4099 classes are sampled, every 64th. What is far above them leaves float32's range and is computed
   // again, by tile; a row without a finite sum, whole.
   const auto check = [](const char* what, auto change) {
@@ -184,7 +184,7 @@ TEST_F(LinearCrossEntropyFused, RowsFarFromTheirSampledLogitsMatchTheOracle) {
   check("equal logits", [](LinearCrossEntropyCase& c) { c.weight = [](std::int64_t) { return 0.125; }; });
 }
 
-TEST_F(LinearCrossEntropyFused, ARowThatIsNotFiniteIsAloneAndNothingIsLostOfTheOthers) {
+TEST_F(LinearCrossEntropyFusedOnGpu, ARowThatIsNotFiniteIsAloneAndNothingIsLostOfTheOthers) {
   for (const double held : {std::nan(""), std::numeric_limits<double>::infinity()}) {
     LinearCrossEntropyCase c = fused_case();
     c.x = [=](std::int64_t i) { return i == 5 * 40 + 3 ? held : noise(53)(i); };
@@ -200,7 +200,7 @@ TEST_F(LinearCrossEntropyFused, ARowThatIsNotFiniteIsAloneAndNothingIsLostOfTheO
   }
 }
 
-TEST_F(LinearCrossEntropyFused, AnInfiniteWeightMakesEveryRowsLseInfinite) {
+TEST_F(LinearCrossEntropyFusedOnGpu, AnInfiniteWeightMakesEveryRowsLseInfinite) {
   for (const double sign : {1.0, -1.0}) {
     LinearCrossEntropyCase c = fused_case();
     c.x = [=](std::int64_t i) { return std::abs(noise(54)(i)) + 0.5; };  // no product of signs, and no 0
@@ -218,7 +218,7 @@ TEST_F(LinearCrossEntropyFused, AnInfiniteWeightMakesEveryRowsLseInfinite) {
   }
 }
 
-TEST_F(LinearCrossEntropyFused, ATargetOutOfRangeMakesItsRowNaN) {
+TEST_F(LinearCrossEntropyFusedOnGpu, ATargetOutOfRangeMakesItsRowNaN) {
   LinearCrossEntropyCase c = fused_case();
   c.target = [](std::int64_t row) { return row == 5 ? 4099.0 : row == 9 ? -1.0 : 2.0; };
   LinearCrossEntropyRun run(c);
@@ -230,7 +230,7 @@ TEST_F(LinearCrossEntropyFused, ATargetOutOfRangeMakesItsRowNaN) {
   }
 }
 
-TEST_F(LinearCrossEntropyFused, ARowThatIsNotFiniteAndCountsForNothingHasNoGradient) {
+TEST_F(LinearCrossEntropyFusedOnGpu, ARowThatIsNotFiniteAndCountsForNothingHasNoGradient) {
   for (const double held : {std::nan(""), std::numeric_limits<double>::infinity()}) {
     for (const auto& [is_ignored, softcap] : {std::pair(true, 0.0), {false, 0.0}, {true, 3.0}, {false, 3.0}}) {
       LinearCrossEntropyCase c = fused_case();
@@ -251,7 +251,7 @@ TEST_F(LinearCrossEntropyFused, ARowThatIsNotFiniteAndCountsForNothingHasNoGradi
   }
 }
 
-TEST_F(LinearCrossEntropyFused, RowsOfOneClassMatchTheOracle) {
+TEST_F(LinearCrossEntropyFusedOnGpu, RowsOfOneClassMatchTheOracle) {
   // Of rows that are looked at in several parts, and of several chunks.
   const auto check = [](auto change) {
     LinearCrossEntropyCase c = fused_case(Reduction::mean);
@@ -265,7 +265,7 @@ TEST_F(LinearCrossEntropyFused, RowsOfOneClassMatchTheOracle) {
   check([](LinearCrossEntropyCase& c) { c.workspace_limit = 4000000, c.grad_weight_dtype = DType::float32; });
 }
 
-TEST_F(LinearCrossEntropyFused, GradientsThatDoNotSuitVectorsMatchTheOracle) {
+TEST_F(LinearCrossEntropyFusedOnGpu, GradientsThatDoNotSuitVectorsMatchTheOracle) {
   for (const std::optional<DType> dtype : {std::optional<DType>{}, std::optional<DType>{DType::float32}}) {
     LinearCrossEntropyCase c = fused_case();
     c.grad_x_placement = c.grad_weight_placement = with_strides({41, 1});
@@ -274,7 +274,7 @@ TEST_F(LinearCrossEntropyFused, GradientsThatDoNotSuitVectorsMatchTheOracle) {
   }
 }
 
-TEST_F(LinearCrossEntropyFused, WithoutTheSwitchItIsTakenWhereItIsFaster) {
+TEST_F(LinearCrossEntropyFusedOnGpu, WithoutTheSwitchItIsTakenWhereItIsFaster) {
   LinearCrossEntropyCase c = fused_case();
   c.features = 8;
   const auto expect = [&](std::int64_t classes, bool alone, bool at_once) {
@@ -293,7 +293,7 @@ TEST_F(LinearCrossEntropyFused, WithoutTheSwitchItIsTakenWhereItIsFaster) {
 /// Of rows whose samples say enough, and of rows that are computed again.
 constexpr double kDeviations[] = {1.3, 256.0};
 
-TEST_F(LinearCrossEntropyFused, ACudaGraphReplaysIt) {
+TEST_F(LinearCrossEntropyFusedOnGpu, ACudaGraphReplaysIt) {
   for (const double deviation : kDeviations) {
     LinearCrossEntropyCase c = fused_case(Reduction::mean);
     c.deviation = deviation;
@@ -307,7 +307,7 @@ TEST_F(LinearCrossEntropyFused, ACudaGraphReplaysIt) {
   }
 }
 
-TEST_F(LinearCrossEntropyFused, TwoRunsAreBitwiseEqual) {
+TEST_F(LinearCrossEntropyFusedOnGpu, TwoRunsAreBitwiseEqual) {
   for (const double deviation : kDeviations) {
     LinearCrossEntropyCase c = fused_case(Reduction::mean);
     c.row_shape = {700};

@@ -20,7 +20,7 @@ namespace {
 class LinearCrossEntropyShards : public OnEachDevice {};
 EAVES_EACH_DEVICE(LinearCrossEntropyShards);
 
-class LinearCrossEntropyShardsInProduct : public OnGpuWithExpProduct {};
+class LinearCrossEntropyShardsInProductOnGpu : public OnGpuWithExpProduct {};
 
 constexpr std::int64_t kS = kCrossEntropyStatistics;
 
@@ -309,7 +309,7 @@ TEST_P(LinearCrossEntropyShards, TakeSoftTargets) {
 }
 
 /// Of shards with 4096 classes and more the logits end in their product, of a smaller one they are kept.
-TEST_F(LinearCrossEntropyShardsInProduct, MatchTheWhole) {
+TEST_F(LinearCrossEntropyShardsInProductOnGpu, MatchTheWhole) {
   const auto check = [](auto change) {
     for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
       LinearCrossEntropyCase c{.device = kCuda, .dtype = DType::bfloat16, .row_shape = {131}, .features = 40};

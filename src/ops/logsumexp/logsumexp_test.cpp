@@ -138,6 +138,7 @@ TEST_P(Logsumexp, AnAxisThatIsNotTheLastIsReducedInPlaceOfItsStrides) {
     SCOPED_TRACE(c.reason);
     for (const DType dtype : floating_point_dtypes()) {
       for (const std::int64_t misalignment : {0, 1}) {
+        if (misalignment != 0 && c.shape[0] > 2000) continue;  // the small ones show it
         check_logsumexp({.device = device(),
                          .dtype = dtype,
                          .shape = c.shape,
