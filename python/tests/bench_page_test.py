@@ -98,12 +98,26 @@ def test_a_number_that_is_missing_is_a_dash_and_its_reason_stands_once_below() -
         *entries("fwd", 32, eaves="too large", torch="too large", fla="too large", limit="too large"),
     ]
     (table,) = tables.tables(lines)
-    assert (
-        "fla             -  3.00   -\n" in text_table(table, "ms").replace("          -", "             -", 1) or True
-    )
     assert tables.cells(table, "ms")[2] == ["fla", "-", "3.00", "-"]
     assert tables.notes(table, "ms") == ["torch: no `z_loss` (8, 16)", "fla: does not fit (8)", "all: too large (32)"]
     assert "- `torch: no 'z_loss' (8, 16)`" in tables.markdown_table(table, "ms")
+
+
+def test_a_peak_below_inputs_and_outputs_is_shown_nowhere() -> None:
+    lines = entries("fwd", 8, eaves=(2, 10), torch=(2, 8.9), fla=(2, 9.1), limit=(1, 10))
+    (table,) = tables.tables(lines)
+    assert [table.cases[0].value(name, "peak_mib") for name in ("eaves", "torch", "fla")] == [10, None, 9.1]
+    assert table.cases[0].value("torch", "ms") == 2
+    assert table.cases[0].best_peer("peak_mib") == "fla"
+
+
+def test_a_reason_has_no_colours_of_a_terminal() -> None:
+    red = [
+        {**entry, "ms": None, "skipped": "\x1b[91m\x1b[1merror\x1b[0m of torch"}
+        for entry in entries("fwd", 8, torch=(2, 1))
+    ]
+    (table,) = tables.tables([*entries("fwd", 8, eaves=(2, 1), limit=(1, 1)), *red])
+    assert tables.notes(table, "ms") == ["torch: error of torch"]
 
 
 def test_an_unsteady_row_says_so() -> None:
@@ -136,7 +150,7 @@ def test_the_summary_names_the_worst_row() -> None:
 def test_the_rows_where_a_peer_is_faster_or_takes_less_memory() -> None:
     lines = [
         *entries("fwd", 1024, eaves=(0.1, 8), torch=(0.098, 16), fla=(0.05, 32), limit=(0.08, 8)),
-        *entries("fwd", 131072, eaves=(10, 64), torch=(9.8, 32), fla=(40, 128), limit=(8, 64)),
+        *entries("fwd", 131072, eaves=(10, 64), torch=(9.8, 32), fla=(40, 128), limit=(8, 32)),
     ]
     assert tables.slower(tables.tables(lines))[1:] == [
         # 0.98, the time of torch over 131072, is within the noise.

@@ -50,7 +50,10 @@ def peak_bytes(row: Row, make: Callable[[], Call], inputs: Inputs) -> int:
         call = warm_up()
         torch.cuda.reset_peak_memory_stats(device)
         call.run()
-        grown = torch.cuda.max_memory_allocated(device) - before
+        grown = torch.cuda.max_memory_allocated(device)
+        del call
+        # Where something of an earlier call was freed meanwhile, it was no part of what has grown.
+        grown -= min(before, torch.cuda.memory_allocated(device))
     else:
         call, kept = _allocations(warm_up)
         grown = sum(kept) + max(accumulate(_allocations(call.run)[1]), default=0)

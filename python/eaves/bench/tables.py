@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,10 @@ UNSTEADY = 2.0
 
 NOISE = 0.03
 """Two runs of one row differ by so much."""
+
+LEAST_PEAK = 0.9
+"""Of inputs and outputs, the `limit` of memory. A provider may keep less (a saved lse in 16 bits, a few percent); below
+this share something else was freed while it was measured, and the number is shown nowhere."""
 
 
 @dataclass
@@ -129,6 +134,12 @@ def tables(entries: Iterable[Entry]) -> list[Table]:
             json.dumps([entry["shape"], entry["options"]]), Case(size, all_words)
         )
         case.entries.setdefault(entry["provider"], entry)
+    for case in (case for cases in found.values() for case in cases.values()):
+        least = LEAST_PEAK * (case.value(LIMIT, "peak_mib") or 0)
+        case.entries = {
+            name: {**entry, "peak_mib": None} if (entry.get("peak_mib") or least) < least else entry
+            for name, entry in case.entries.items()
+        }
     made = [Table(op, mode, words, axes[op, mode, words], list(cases.values()))
             for (op, mode, words), cases in found.items()]  # fmt: skip
     kept: list[Table] = []
@@ -165,7 +176,11 @@ def notes(table: Table, kind: Kind) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for number, case in enumerate(table.cases, 1):
         place = f"({number})" if is_numbered else str(case.size)
-        why = {name: entry["skipped"] for name, entry in case.entries.items() if entry["ms"] is None}
+        why = {
+            name: re.sub(r"\x1b\[[\d;]*m", "", entry["skipped"])
+            for name, entry in case.entries.items()
+            if entry["ms"] is None
+        }
         if len(set(why.values())) == 1 and len(why) == len(case.entries):
             why = {"all": next(iter(why.values()))}  # the whole row was left out
         for name, text in why.items():
