@@ -137,7 +137,7 @@ def tables(entries: Iterable[Entry]) -> list[Table]:
     for case in (case for cases in found.values() for case in cases.values()):
         least = LEAST_PEAK * (case.value(LIMIT, "peak_mib") or 0)
         case.entries = {
-            name: {**entry, "peak_mib": None} if (entry.get("peak_mib") or least) < least else entry
+            name: {**entry, "peak_mib": None} if (entry.get("peak_mib") or math.inf) < least else entry
             for name, entry in case.entries.items()
         }
     made = [Table(op, mode, words, axes[op, mode, words], list(cases.values()))
