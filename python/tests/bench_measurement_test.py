@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -328,6 +329,23 @@ def test_the_seed_protocol_accumulates_and_autograd_leaves_no_gradient_behind(ro
             assert x.grad is None
         else:
             torch.testing.assert_close(x.grad, 3 * gradient)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("mode", ["bwd", "fwd+bwd"])
+def test_a_step_frees_its_graph_as_in_training(mode: Mode, protocol: str) -> None:
+    outs: list[Tensor] = []
+
+    def forward(x: Tensor) -> Tensor:
+        outs.append(exp_sum(x))
+        return outs[-1]
+
+    row = toy_row(mode, 8)
+    make_call(protocol, row, forward, row.make_inputs(CPU, 1)).run()
+    is_step = (mode, protocol) == ("fwd+bwd", "autograd")
+    with pytest.raises(RuntimeError, match="second time") if is_step else contextlib.nullcontext():
+        outs[-1].sum().backward()  # type: ignore[no-untyped-call]
+    assert torch._functorch.config.donated_buffer == is_step
 
 
 def test_the_limit_counts_the_accumulation_too() -> None:

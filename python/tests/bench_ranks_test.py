@@ -24,6 +24,7 @@ def test_it_measures_every_provider_and_plans(tmp_path: Path) -> None:
             assert ("cross_entropy", data, provider) in measured
     for row in found["rows"]:
         assert "skipped" in row or row["efficiency"] == row["one_rank_ms"] / (2 * row["ms"])
+        assert "skipped" in row or 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]
     gather, reduce = found["collectives"]
     assert gather["bytes"] == 44 * 64 and reduce["bytes"] == 64 * 32 * 2
     assert [each["ranks"] for each in found["plan"]] == [2, 4, 8]

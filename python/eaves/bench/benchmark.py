@@ -145,8 +145,6 @@ def compiled(eager: Provider) -> Provider:
         # What earlier rows compiled would count towards dynamo's limit of recompilations, past which it silently runs
         # the eager code, and every call would compare its arguments with all of it.
         torch.compiler.reset()
-        # A backward that owns its buffers refuses retain_graph=True, which both protocols need.
-        torch._functorch.config.donated_buffer = False
         return torch.compile(eager.make(function, row), fullgraph=True, dynamic=False)
 
     return replace(eager, name="torch.compile", make=make)

@@ -1,6 +1,7 @@
 """One call as it is timed, the same for every provider: forward and backward under one of two protocols.
 
-`autograd`: a backward is torch.autograd.grad(out, inputs, grad_out, retain_graph=True).
+`autograd`: a backward is torch.autograd.grad(out, inputs, grad_out). Behind a forward of its own it frees the graph, as
+in a training step; timed by itself it keeps it (retain_graph=True).
 `seed`: it is out.backward(grad_out, retain_graph=True), and .grad is never cleared. From the second call on, so in all
 that are timed, a call also adds its gradient to the one that is there, which reads two gradients and writes one more.
 The limit streams these bytes too, in the same kernel. That is what the published measurements did, so only these
@@ -59,8 +60,11 @@ def least_peak_bytes(protocol: str, row: Row) -> int:
 def make_call(protocol: str, row: Row, forward: Forward, inputs: Inputs) -> Call:
     """The call of the row's mode on these inputs. The forward that a backward needs runs here, once."""
     grad_outs: dict[torch.dtype, Tensor] = {}
+    retain_graph = not row.in_place and (row.mode == "bwd" or protocol == "seed")
+    # What torch.compile makes of a backward may overwrite what the forward saved, but not where the graph is retained.
+    torch._functorch.config.donated_buffer = not retain_graph
 
-    def backward(out: Tensor, inputs: Inputs, retain_graph: bool = True) -> object:
+    def backward(out: Tensor, inputs: Inputs) -> object:
         # A peer may round its out where eaves does not; converted once, not by autograd in every call.
         if out.dtype not in grad_outs:
             grad_outs[out.dtype] = inputs.grad_out.to(out.dtype)
@@ -80,7 +84,7 @@ def make_call(protocol: str, row: Row, forward: Forward, inputs: Inputs) -> Call
         def run() -> object:
             own = prepared.pop()
             # The copies are returned, so that giving back their memory is not timed either.
-            return own, backward(forward(*own.arguments), own, retain_graph=False)
+            return own, backward(forward(*own.arguments), own)
 
         return Call(run, prepare)
     if row.mode == "fwd":

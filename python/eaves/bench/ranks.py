@@ -172,8 +172,15 @@ def _step(forward: Forward, tensors: list[Tensor], group: Any) -> Callable[[], N
     return run
 
 
-def _milliseconds(run: Callable[[], object], device: torch.device, group: Any, repetitions: int) -> float:
-    """The median over the repetitions, each on the slowest rank; without a group on this rank."""
+class _Times(NamedTuple):
+    """Milliseconds over the repetitions, each on the slowest rank; without a group on this rank."""
+
+    median: float
+    least: float
+    most: float
+
+
+def _times(run: Callable[[], object], device: torch.device, group: Any, repetitions: int) -> _Times:
     times = []
     for index in range(_WARM_UP_CALLS + repetitions):
         synchronize(device)
@@ -189,8 +196,8 @@ def _milliseconds(run: Callable[[], object], device: torch.device, group: Any, r
     slowest = torch.tensor(times, device=device)
     if group is not None:
         distributed.all_reduce(slowest, distributed.ReduceOp.MAX, group)
-    median: float = statistics.median(slowest.tolist())
-    return median
+    found = slowest.tolist()
+    return _Times(statistics.median(found), min(found), max(found))
 
 
 def _rows_of(case: Case, device: torch.device, repetitions: int) -> Iterator[dict[str, Any]]:
@@ -203,7 +210,7 @@ def _rows_of(case: Case, device: torch.device, repetitions: int) -> Iterator[dic
         try:
             forward = load()
             run = _step(forward, _own(case, whole, rank, ranks), group)
-            row["ms"] = _milliseconds(run, device, group, repetitions)
+            row["ms"], row["ms_min"], row["ms_max"] = _times(run, device, group, repetitions)
             row["peak_bytes"] = peak_of_call(run, device)
         except Exception as error:  # of another package: on all ranks alike
             row["skipped"] = reason(error)
@@ -223,8 +230,8 @@ def _on_one_rank(
     """The call with everything."""
     try:
         run = _step(forward, [each.clone() for each in whole], None)
-        milliseconds = _milliseconds(run, device, None, repetitions)
-        return {"one_rank_ms": milliseconds, "one_rank_peak_bytes": peak_of_call(run, device)}
+        times = _times(run, device, None, repetitions)
+        return {"one_rank_ms": times.median, "one_rank_peak_bytes": peak_of_call(run, device)}
     except Exception as error:
         return {"one_rank_skipped": reason(error)}
 
@@ -245,7 +252,7 @@ def _collectives(case: Case, device: torch.device, repetitions: int) -> list[dic
     ]  # fmt: skip
     found = []
     for name, received, run in calls:
-        milliseconds = _milliseconds(run, device, group, repetitions)
+        milliseconds = _times(run, device, group, repetitions).median
         rate = received / milliseconds / 1e6
         found.append({"collective": name, "ranks": ranks, "bytes": received, "ms": milliseconds, "gb_per_s": rate})
     return found
@@ -312,7 +319,8 @@ def _line_of(row: dict[str, Any]) -> str:
     if "skipped" in row:
         return f"{words}{row['skipped']}"
     efficiency = f"{row['efficiency']:.3f}" if "efficiency" in row else "-"
-    return f"{words}{row['ms']:9.2f} ms {row['peak_bytes'] / 2**20:9.0f} MiB  efficiency {efficiency}"
+    times = f"{row['ms']:9.2f} ms ({row['ms_min']:.2f} to {row['ms_max']:.2f})"
+    return f"{words}{times:32}{row['peak_bytes'] / 2**20:9.0f} MiB  efficiency {efficiency}"
 
 
 def _print(found: dict[str, Any]) -> None:
