@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from eaves import _library  # noqa: F401  # the operators have to be there before they are described
+from eaves._words import renamed
 
 DTYPES = frozenset({
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -414,9 +414,7 @@ def _raise_as_what_it_is(op: str, error: Exception, arguments: tuple[object, ...
             sentence = sentence.partition("\n")[0]
             prefix, _, rest = sentence.partition(": ")
             if prefix.startswith(op):  # the core says logsumexp_forward where the user called logsumexp
-                # "soft targets" and "targets are soft" are no names.
-                word = r"(?<!soft )\b\w+\b(?! are (?:soft|distributions))"
-                sentence = re.sub(word, lambda found: names.get(found[0], found[0]), rest)
+                sentence = renamed(rest, names)
             raise kind(f"{op}: {sentence}") from None
     if isinstance(error, NotImplementedError) and not message.startswith(f"{op}: "):
         # Not our own: the dispatcher has no kernel for this kind of tensor.

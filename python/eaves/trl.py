@@ -1,4 +1,4 @@
-"""TRL's trainers with eaves.linear_log_prob as their head.
+"""TRL's trainers with eaves.linear_cross_entropy as their head.
 
     eaves.trl.install()           in every process that trains, before it makes a trainer or after
     eaves.trl.uninstall()         as it was
@@ -42,8 +42,8 @@ def install(*, algorithm: str = "speed", workspace_bytes: int | None = None) -> 
     TRL's `chunk_size` is not read: `workspace_bytes` says how much is computed at once.
 
     Args:
-        algorithm, workspace_bytes: as in eaves.linear_log_prob. With "speed" a frozen head (LoRA) takes two products
-            instead of three; a gradient of the entropy, which TRL's trainers do not take, two more.
+        algorithm, workspace_bytes: as in eaves.linear_cross_entropy. With "speed" a frozen head (LoRA) takes two
+            products instead of three; a gradient of the entropy, which TRL's trainers do not take, two more.
 
     Returns:
         A context manager, whose end undoes it. A second install takes new options.
@@ -51,7 +51,7 @@ def install(*, algorithm: str = "speed", workspace_bytes: int | None = None) -> 
     Raises:
         ImportError: TRL is not installed, or cannot be imported.
         RuntimeError: it is a version that eaves does not know, or somebody else has replaced the function.
-        ValueError, TypeError: an option is none of eaves.linear_log_prob.
+        ValueError, TypeError: an option is none of eaves.linear_cross_entropy.
     """
     check_algorithm(algorithm, workspace_bytes)
     apply = functools.partial(_apply, algorithm, workspace_bytes)
@@ -95,7 +95,7 @@ def _apply(
             product = torch.autocast(hidden.device.type, hidden.dtype)
         else:
             weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-    scale, softcap = tempered("trl", temperature, logit_scale, final_logit_softcapping)
+    scale, softcap = tempered("eaves.trl", temperature, logit_scale, final_logit_softcapping)
     assert scale is not None
     with product:
         out: Any = linear_cross_entropy(

@@ -221,9 +221,13 @@ def test_refusals_while_jax_traces(wrong: dict[str, Any], sentence: str) -> None
         ({"softcap": "30"}, TypeError, "softcap is no number"),
         ({"softcap": "30", "temperature": 2.0}, TypeError, "softcap is no number"),
         ({"ignore_index": 1.5}, TypeError, "ignore_index is no number"),
+        ({"head": jnp.zeros((6, 5))}, ValueError, "head has"),
+        ({"tokens": jnp.zeros((4, 6), jnp.int8)}, NotImplementedError, "an array has dtype int8"),
+        ({"axis_name": "model"}, ValueError, "inside of jax.shard_map"),
     ],
 )
 def test_refusals_of_log_probabilities(wrong: dict[str, Any], error: type[Exception], sentence: str) -> None:
     right = {"hidden": RIGHT["hidden"], "head": RIGHT["head"], "tokens": RIGHT["labels"]}
-    with pytest.raises(error, match=sentence):
+    with pytest.raises(error, match=sentence) as caught:
         eaves.jax.linear_log_prob(**{**right, **wrong})
+    assert str(caught.value).startswith("linear_log_prob: ") and "labels" not in str(caught.value)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
+from eaves._words import renamed
 from eaves.jax._library import PRODUCTS_TARGET, ROWS_TARGET, workspace
 
 
@@ -57,7 +57,7 @@ class Result(Operand):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of the function `name` of the core. `op` and `names`: the operator and its arguments as the user knows
+    """A call of the `function` of the core. `op` and `names`: the operator and its arguments as the user knows
     them, for errors. `aliases`: results that are written over operands, by their numbers. `has_fixed_rank`: the core
     takes no further axes of rows, and the batch of jax.vmap becomes a part of the first one."""
 
@@ -108,10 +108,7 @@ class Call:
         prefix, _, rest = sentence.partition(": ")
         if not prefix.startswith(self.op):
             return f"{self.op}: {rest or sentence}"
-        names = dict(self.names)
-        # "soft targets" and "targets are soft" are no names.
-        word = r"(?<!soft )\b\w+\b(?! are (?:soft|distributions))"
-        return f"{self.op}: " + re.sub(word, lambda found: names.get(found[0], found[0]), rest)
+        return f"{self.op}: {renamed(rest, dict(self.names))}"
 
 
 def bind(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:

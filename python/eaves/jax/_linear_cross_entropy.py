@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from eaves._words import renamed
 from eaves.jax import _shards
 from eaves.jax._call import Call, Result, alike, bind, row_factors
 from eaves.jax._loss import (
@@ -239,11 +240,17 @@ def linear_log_prob(
         raise ValueError(f"linear_log_prob: tokens has dtype {tokens.dtype}, expected int32 or int64")
     if tokens.shape != jnp.shape(hidden)[:-1]:
         raise ValueError(f"linear_log_prob: tokens has shape {list(tokens.shape)}, expected that of hidden's rows")
-    output: Any = linear_cross_entropy(
-        hidden, head, tokens, head_layout=head_layout, bias=bias, softcap=softcap, scale=scale, reduction="none",
-        ignore_index=ignore_index, return_entropy=return_entropy, return_argmax=return_top1,
-        workspace_bytes=workspace_bytes, axis_name=axis_name,
-    )  # fmt: skip
+    try:
+        output: Any = linear_cross_entropy(
+            hidden, head, tokens, head_layout=head_layout, bias=bias, softcap=softcap, scale=scale, reduction="none",
+            ignore_index=ignore_index, return_entropy=return_entropy, return_argmax=return_top1,
+            workspace_bytes=workspace_bytes, axis_name=axis_name,
+        )  # fmt: skip
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if not str(error).startswith("linear_cross_entropy: "):
+            raise
+        names = {"linear_cross_entropy": "linear_log_prob", "labels": "tokens"}
+        raise type(error)(renamed(str(error), names)) from None
     if not (return_entropy or return_top1):
         log_prob: jax.Array = 0 - output  # of ignored rows 0, where -output would be -0
         return log_prob
