@@ -57,6 +57,9 @@ function(eaves_install_extension target)
     install(FILES /usr/share/doc/libhwy-dev/copyright DESTINATION eaves COMPONENT python RENAME libhwy-copyright
             OPTIONAL)
   endif()
+  # So does that of nlohmann-json, whose headers are compiled in.
+  install(FILES /usr/share/doc/nlohmann-json3-dev/copyright DESTINATION eaves COMPONENT python
+          RENAME nlohmann-json-copyright OPTIONAL)
   # What is compiled from CUTLASS' headers takes its licence along, as the wheel nvidia-cutlass keeps it.
   if(EAVES_HAVE_CUTLASS)
     file(GLOB cutlass_licence ${EAVES_CUTLASS_INCLUDE}/../../../nvidia_cutlass-*.dist-info/licenses/LICENSE.txt

@@ -1,4 +1,4 @@
-// The version of eaves: the one place where it is written; CMake and the program read it from here.
+// The version of eaves: CMake, the wheel and the program read it from here. A test compares the numbers with the text.
 #pragma once
 
 #define EAVES_VERSION_MAJOR 0

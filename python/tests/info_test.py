@@ -50,6 +50,9 @@ def test_the_json_says_what_is_here(report: dict[str, Any]) -> None:
 def test_it_says_whether_the_library_for_jax_is_built(report: dict[str, Any]) -> None:
     pytest.importorskip("jaxlib", reason="jaxlib is not installed")
     assert report["jax"] == {"version": version("jax"), "library": True}
+    from eaves.jax._library import JAX_TARGET
+
+    assert f'jax>={JAX_TARGET}; extra == "jax"' in requires("eaves")
     lines = run("info").stdout.splitlines()
     assert f"jax       {version('jax')}, eaves.jax is built" in lines
     without = {**copy.deepcopy(_info.collect()), "jax": {"version": None, "library": False}}

@@ -43,6 +43,7 @@ print(eaves.__file__)
 def version() -> str:
     text = (ROOT / "include" / "eaves" / "version.h").read_text()
     (found,) = re.findall(r'#define EAVES_VERSION "(.*)"', text)
+    assert found == ".".join(re.findall(r"#define EAVES_VERSION_[A-Z]+ (\d+)", text))
     return str(found)
 
 
@@ -90,6 +91,15 @@ def test_the_libraries_that_the_wheel_needs_are_inside(tmp_path: Path) -> None:
     for library in libraries:
         needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", run("readelf", "-d", tmp_path / library)))
         assert needed <= inside | SYSTEM, f"{library} needs {needed - inside - SYSTEM}"
+
+
+def test_the_licences_of_others_are_inside() -> None:
+    with zipfile.ZipFile(WHEELS[0]) as archive:
+        names = [Path(name).name for name in archive.namelist()]
+    assert "nlohmann-json-copyright" in names
+    for library, licence in {"libhwy": "copyright", "libdnnl": "LICENSE", "libgomp": "copyright"}.items():
+        is_inside = any(name.startswith(library) and ".so" in name for name in names)
+        assert f"{library}-{licence}" in names or not is_inside, library
 
 
 def test_the_wheel_works_in_a_fresh_environment_without_a_compiler(tmp_path: Path) -> None:
