@@ -1,5 +1,5 @@
 // The measurement: takes rows that operators declare and returns times and bytes. It knows no operator, prints nothing
-// and has the only timing code of the project.
+// and has the only timing code of the program.
 //
 // One repetition is: read a buffer larger than the last cache, run the operator, read it again, run the limit (a
 // plain kernel that streams the bytes that the row declares, or what the row brings in its place). So operator and

@@ -54,7 +54,9 @@ void run_logsumexp(Run& run) {
 
 // ------------------------------------------------------------------------------------------------------ the losses
 
-const Words kReductions = {"none", "sum", "mean"};  // as Reduction has them
+const Words kReductions = {"none", "sum", "mean"};
+static_assert(static_cast<int>(Reduction::none) == 0 && static_cast<int>(Reduction::sum) == 1 &&
+              static_cast<int>(Reduction::mean) == 2);
 
 /// Of every loss of classifying rows, behind the arguments of its own.
 std::vector<Argument> with_loss_arguments(std::vector<Argument> arguments, const std::string& gradients,
@@ -229,7 +231,10 @@ void run_linear_cross_entropy(Run& run) {
 
 // ----------------------------------------------------------------------------------------------------- lrpe_cosine
 
-const Words kActivations = {"none", "relu", "sigmoid", "silu", "softmax"};  // as Activation has them
+const Words kActivations = {"none", "relu", "sigmoid", "silu", "softmax"};
+static_assert(static_cast<int>(Activation::none) == 0 && static_cast<int>(Activation::relu) == 1 &&
+              static_cast<int>(Activation::sigmoid) == 2 && static_cast<int>(Activation::silu) == 3 &&
+              static_cast<int>(Activation::softmax) == 4);
 
 /// A tensor of the file as the operator takes it, [B, H, N, ...]. The core, which checks everything else, speaks of
 /// those axes: how many the file's tensor has is checked here.
@@ -288,7 +293,7 @@ void run_lrpe_cosine(Run& run) {
 
 const RunOperator kOperators[] = {
     {"logsumexp",
-     "log(sum(exp(x))) over axes. Writes out, lse (float32) and, with --grad, grad_x.",
+     "log(sum(exp(x))) over axes. Writes out, lse and, with --grad, grad_x.",
      "--tensor x --dims -1 --grad g",
      {{"--tensor", "", "Name of the input x: any number of axes, a floating-point type", kRequired},
       {"--dims", "", "Axes to sum over, such as -1 or 0,2; without: all"},
@@ -297,7 +302,7 @@ const RunOperator kOperators[] = {
       {"--grad", "", "Name of the upstream gradient, in the shape of out"}},
      run_logsumexp},
     {"cross_entropy",
-     "The loss of classifying each row. Writes loss, lse (float32) and, with --backward, --grad or --in-place, "
+     "The loss of classifying each row. Writes loss, lse and, with --backward, --grad or --in-place, "
      "grad_logits.",
      "--tensor logits --target targets --backward",
      with_loss_arguments({{"--tensor", "", "Name of the logits: any shape with an axis of classes", kRequired},
@@ -308,7 +313,7 @@ const RunOperator kOperators[] = {
                            "rows that are ignored are 0"}}),
      run_cross_entropy},
     {"linear_cross_entropy",
-     "The loss of classifying each row by a linear head, without all of its logits. Writes loss, lse (float32) and, "
+     "The loss of classifying each row by a linear head, without all of its logits. Writes loss, lse and, "
      "with --backward or --grad, the gradients.",
      "--tensor x --linear-weight head --target targets --backward",
      with_loss_arguments(

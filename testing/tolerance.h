@@ -148,7 +148,8 @@ inline std::string difference_beyond(double allowed, DType dtype, double result,
   if (std::isnan(exact)) return std::isnan(result) ? "" : "expected NaN, actual " + std::to_string(result);
   if (std::isinf(exact)) return result == exact ? "" : "expected infinity, actual " + std::to_string(result);
   const double unit = unit_in_last_place(dtype, exact);
-  if (std::isinf(result) && std::abs(exact) >= largest_finite(dtype) + 0.5 * unit) return "";
+  const bool overflows = std::abs(exact) >= largest_finite(dtype) + 0.5 * unit;
+  if (overflows && std::isinf(result) && std::signbit(result) == std::signbit(exact)) return "";
   const double error = std::abs(result - exact);
   if (error <= allowed) return "";
   char text[200];

@@ -1,5 +1,5 @@
-// cross_entropy for torch: outputs from torch's allocator, then the call. Autograd, fake implementations, batching
-// rules and the public functions are in python/eaves/_cross_entropy.py.
+// cross_entropy for torch: outputs from torch's allocator, then the call. Autograd and the public functions are in
+// python/eaves/_cross_entropy.py, fake implementations and batching rules in _cross_entropy_rules.py.
 #include "eaves/cross_entropy.h"
 
 #include <algorithm>

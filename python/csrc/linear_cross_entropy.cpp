@@ -1,5 +1,5 @@
-// linear_cross_entropy for torch: outputs from torch's allocator, then the call. Autograd, fake implementations,
-// batching rules and the public function are in python/eaves/_linear_cross_entropy.py.
+// linear_cross_entropy for torch: outputs from torch's allocator, then the call. Autograd and the public function are
+// in python/eaves/_linear_cross_entropy.py, fake implementations and batching rules in _linear_cross_entropy_rules.py.
 //
 // Gradients are a set of bits as outputs are: of the input, the weight, the bias. Where outputs come with them they
 // follow those in the list.

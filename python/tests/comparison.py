@@ -52,7 +52,7 @@ def differences(result: Tensor, bound: Bound) -> str:
     actual, exact = result.detach().cpu().double(), bound.exact
     unit = unit_in_last_place(result.dtype, exact)
     distance = (actual - exact).abs()
-    overflows = actual.isinf() & (exact.abs() >= torch.finfo(result.dtype).max + 0.5 * unit)
+    overflows = actual.isinf() & (exact.abs() >= torch.finfo(result.dtype).max + 0.5 * unit) & (actual * exact > 0)
     # `<=` is false for a NaN, and for an infinity whose distance to itself is NaN.
     right = (distance <= bound.error) | (actual == exact) | (actual.isnan() & exact.isnan()) | overflows
     if right.all():

@@ -160,7 +160,7 @@ def test_all_rows_ignored_is_0(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["speed", "recompute"])
-def test_a_cuda_graph_leaves_out_the_rows_that_each_replay_ignores(algorithm: str, cuda: torch.device) -> None:
+def test_each_replay_of_a_cuda_graph_reads_which_rows_are_ignored_then(algorithm: str, cuda: torch.device) -> None:
     rows, limit = 1500, 36 << 20  # several chunks, of several sizes
     x, head, target, bias = problem((rows, 24), 517, torch.float32, cuda)
     wanted = [tensor.requires_grad_() for tensor in (x, head, bias)]
