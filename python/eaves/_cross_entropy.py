@@ -207,7 +207,7 @@ def cross_entropy(
             may be next to 0. It gets no gradient.
         normalizer: with "mean", what the sum is divided by instead of the weights of the rows: a number, or a tensor
             with one element on the device of input, which is not waited for (the tokens of all micro-batches and
-            ranks, for instance). It gets no gradient.
+            ranks, for instance). It gets no gradient. With 0 gradients are 0.
         inplace_backward: whether the gradient of input may be written over input, in the forward: half of the memory,
             and on a GPU less time. Of float16 the backward writes it, in the time of a call without this option,
             because a gradient that is rounded before a loss scale multiplies it would be 0. Afterwards input (not a

@@ -255,7 +255,7 @@ def linear_cross_entropy(
             factor: those beyond 1e4 overflow, those below 1e-4 lose digits.
         normalizer: with "mean", what the sum is divided by instead of the weights of the rows: a number, or a tensor
             with one element on the device of input, which is not waited for (the tokens of all micro-batches and
-            ranks, for instance). It gets no gradient.
+            ranks, for instance). It gets no gradient. With 0 gradients are 0.
         return_lse: whether to return lse, [rows...], float32; it is differentiable.
         return_argmax: whether to return the class of each row's largest logit, [rows...], int64.
         return_entropy: whether to return the entropy of each row's softmax in nats, [rows...], float32; it is

@@ -10,8 +10,8 @@ that take milliseconds. Each call that is timed follows one of its own that is n
 power that it has just drawn, and neighbours in the turn draw more and less.
 Memory is what XLA plans for the program beside its arguments (temporary buffers, eaves' scratch memory among them, and
 results); of PyTorch the peak of its allocator beside the arguments. Of a GPU's memory JAX takes three quarters when it
-starts, its default: what it takes piece by piece is soon in pieces too small for all the logits. The exit status is 1 where a bar does not hold;
-bars are for GPUs, and for the published shapes.
+starts, its default: what it takes piece by piece is soon in pieces too small for all the logits. The exit status
+is 1 where a bar does not hold; bars are for GPUs, and for the published shapes.
 """
 
 # mypy: disallow-untyped-calls=False

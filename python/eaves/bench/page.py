@@ -18,12 +18,13 @@ from eaves.bench.tables import MODES, QUANTITIES, Kind, Table
 PAGE = "README.md"
 DETAILS = "details.md"
 
-_HEAD = f"""\
+_HEAD = """\
 `limit` is a plain kernel that streams the same bytes, in the same run; where an operator multiplies matrices, these
-products, whole. MiB is the peak of memory with inputs and outputs counted, for `limit` these alone.
+products, whole. MiB is the peak of memory with inputs and outputs counted, for `limit` these alone."""
 
+_REST = f"""\
 [Where a peer is faster](#where-a-peer-is-faster) has the rows that eaves loses; [{DETAILS}]({DETAILS}) has every other
-row: other shapes and options, memory by size, and protocol `seed`. Drawn by `python -m eaves.bench --page`."""
+row: other shapes and options, {{}}. Drawn by `python -m eaves.bench --page`."""
 
 _ABOUT = """\
 Every number is from one process, the implementations taking turns, each with cold caches: the median of the times in
@@ -96,7 +97,9 @@ def _device(folder: Folder) -> str:
 
 
 def _page(folder: Folder) -> list[str]:
-    lines = [f"# {_device(folder)}: eaves beside its peers", "", _HEAD, ""]
+    has_seed = any(folder.of(each, "seed") for each in folder.operators)
+    rest = "memory by size, and protocol `seed`" if has_seed else "and memory by size"
+    lines = [f"# {_device(folder)}: eaves beside its peers", "", _HEAD, "", _REST.format(rest), ""]
     for operator in folder.operators:
         found = folder.of(operator, PROTOCOLS[0])
         if found:
