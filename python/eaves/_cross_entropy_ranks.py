@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eaves._cross_entropy_rules import row_shape
-from eaves._loss import MEAN_LOGIT, REDUCTION_NAMES, empty_outputs
+from eaves._loss import MEAN_LOGIT, NUMBERS_IN_WORDS, REDUCTION_NAMES, empty_outputs
 from eaves._operator import call, define, refuse_lost_derivatives, register_fake
 from eaves._ranks import (
     SCHEMA,
@@ -66,7 +66,7 @@ def _forward(
             "class_dim": axis,
             "ignore_index": ignore_index,
             "reduction": REDUCTION_NAMES[mode],
-            "label_smoothing, scale, softcap and z_loss": list(numbers),
+            NUMBERS_IN_WORDS: list(numbers),
             "which outputs are computed": outputs,
         },
     )  # fmt: skip

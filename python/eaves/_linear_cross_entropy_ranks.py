@@ -33,7 +33,7 @@ from eaves._linear_cross_entropy_rules import (
     empty_gradients,
     in_places,
 )
-from eaves._loss import ARGMAX, MEAN, MEAN_LOGIT, REDUCTION_NAMES, SUM_SQ, empty_outputs
+from eaves._loss import ARGMAX, MEAN, MEAN_LOGIT, NUMBERS_IN_WORDS, REDUCTION_NAMES, SUM_SQ, empty_outputs
 from eaves._operator import accumulator_dtype, call, define, refuse_lost_derivatives, register_fake
 from eaves._ranks import (
     SCHEMA,
@@ -310,7 +310,7 @@ def _facts(
         ),
         "ignore_index": options.ignore_index,
         "reduction": REDUCTION_NAMES[options.reduction],
-        "label_smoothing, scale, softcap and z_loss": list(options.numbers),
+        NUMBERS_IN_WORDS: list(options.numbers),
         "skip_ignored": options.skip_ignored,
         "workspace_bytes": options.workspace_limit,
         "which outputs are computed": outputs,

@@ -212,6 +212,8 @@ _ABSENT = numbers_of.__defaults__ or ()
 NUMBERS = numbers_of.__code__.co_varnames[1 : 1 + len(_ABSENT)]
 _words, _numbers = torch.ops.eaves.loss_options()
 assert _words[::2] == [f"--{name.replace('_', '-')}" for name in NUMBERS], _words
+assert NUMBERS[0] == "label_smoothing"  # whether there is smoothing both losses ask numbers[0]
+NUMBERS_IN_WORDS = f"{', '.join(NUMBERS[:-1])} and {NUMBERS[-1]}"
 _TABLE = tuple(zip(NUMBERS, _numbers[::3], _numbers[1::3], _numbers[2::3], _words[1::2]))
 # Of each number the least, the largest and what an error says of the two.
 RANGES = {name: (low, high, expected) for name, _, low, high, expected in _TABLE}

@@ -119,7 +119,7 @@ class LogsumexpOracle:
         anchor = torch.where(largest.isfinite(), largest, torch.zeros_like(largest))
         self.lse = (self.x - anchor).exp().sum(self.axes, keepdim=True).log() + anchor
         # Next to zero, lse is the logarithm of a sum next to 1: an absolute error of 6e-8 in float32, however small it
-        # is. Hence 1/16.
+        # is. Hence 1/16; testing/tolerance.h has 1/4, for sums of more numbers on a GPU.
         self.scale = torch.maximum(self.lse.abs(), anchor.abs()).clamp(min=1 / 16)
 
     def forward(self, dtype: torch.dtype) -> Bound:
