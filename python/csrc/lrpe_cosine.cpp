@@ -1,5 +1,5 @@
-// lrpe_cosine for torch: outputs from torch's allocator, then the call. Autograd, the public function and the module are
-// in python/eaves/_lrpe_cosine.py, fake implementations and batching rules in _lrpe_cosine_rules.py.
+// lrpe_cosine for torch: outputs from torch's allocator, then the call. Autograd, the public function and the module
+// are in python/eaves/_lrpe_cosine.py, fake implementations and batching rules in _lrpe_cosine_rules.py.
 //
 // Torch's tensors are [B, N, H, D] or, with heads_first, [B, H, N, D]: the core reads either through its strides.
 #include "eaves/lrpe_cosine.h"

@@ -274,7 +274,7 @@ def linear_cross_entropy(
         workspace_bytes: the most scratch memory that a call should take, in bytes; None: what suits the device. Where
             it is too little for the smallest chunk, the call takes what that needs.
         skip_ignored: on a GPU, whether to leave out rows that are ignored before anything is multiplied. The call then
-            waits once for the device, for their number; in a CUDA graph each replay asks for it, and nothing waits.
+            waits once for the device, for their number; in a CUDA graph, where nothing can wait, all are computed.
         grad_weight_dtype: of a product of 16 bits, what the chunks' parts of linear_weight's gradient are added up in:
             float32, rounded once to the dtype of linear_weight at the end, which needs a tensor of its shape in
             float32; or the dtype of the product. None: float32 where linear_weight is float32 (under torch.autocast),
