@@ -131,17 +131,24 @@ int fail(int code, const char* message) {
   return code;
 }
 
-// The parser's sentence, the word that it does not mention where a command is misspelt, and where to look.
+// The parser's sentence and where to look; where a command is misspelt its word, and what there is.
 std::string describe(const CLI::App& program, const CLI::ParseError& error) {
+  std::string command = "eaves";
+  const CLI::App* app = &program;
+  while (!app->get_subcommands().empty()) {
+    app = app->get_subcommands().front();
+    command += " " + app->get_name();
+  }
   std::string message = error.what();
   const auto unexpected = program.remaining(true);
   if (dynamic_cast<const CLI::RequiredError*>(&error) != nullptr && !unexpected.empty()) {
-    message = fmt::format("\"{}\" was not expected: {}", unexpected.front(), message);
-  }
-  std::string command = "eaves";
-  for (const CLI::App* app = &program; !app->get_subcommands().empty();) {
-    app = app->get_subcommands().front();
-    command += " " + app->get_name();
+    std::vector<std::string> names;
+    for (const CLI::App* each : app->get_subcommands([](const CLI::App*) { return true; })) {
+      names.push_back(each->get_name());
+    }
+    message = names.empty() ? fmt::format("\"{}\" was not expected: {}", unexpected.front(), message)
+                            : fmt::format("there is no command \"{}\", expected one of: {}", unexpected.front(),
+                                          fmt::join(names, ", "));
   }
   return fmt::format("{} ({} --help shows what is expected)", message, command);
 }
