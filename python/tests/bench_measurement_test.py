@@ -345,7 +345,19 @@ def test_a_step_frees_its_graph_as_in_training(mode: Mode, protocol: str) -> Non
     is_step = (mode, protocol) == ("fwd+bwd", "autograd")
     with pytest.raises(RuntimeError, match="second time") if is_step else contextlib.nullcontext():
         outs[-1].sum().backward()  # type: ignore[no-untyped-call]
-    assert torch._functorch.config.donated_buffer == is_step
+
+
+def test_a_compiled_backward_may_overwrite_what_was_saved_only_in_a_step() -> None:
+    allowed: list[bool] = []
+
+    def forward(x: Tensor) -> Tensor:
+        allowed.append(torch._functorch.config.donated_buffer)
+        return exp_sum(x)
+
+    for mode in ("bwd", "fwd+bwd", "bwd"):  # from the first call on, whatever the row before
+        allowed.clear()
+        assert measure_one(toy_row(mode, 8), provider("eaves", forward))["eaves"]["ms"]
+        assert set(allowed) == {mode == "fwd+bwd"}
 
 
 def test_the_limit_counts_the_accumulation_too() -> None:

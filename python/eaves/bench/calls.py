@@ -57,12 +57,14 @@ def least_peak_bytes(protocol: str, row: Row) -> int:
     return row.read_bytes + row.write_bytes + accumulated - (row.gradient_bytes if row.in_place else 0)
 
 
+def retains_graph(protocol: str, row: Row) -> bool:
+    return not row.in_place and (row.mode == "bwd" or protocol == "seed")
+
+
 def make_call(protocol: str, row: Row, forward: Forward, inputs: Inputs) -> Call:
     """The call of the row's mode on these inputs. The forward that a backward needs runs here, once."""
     grad_outs: dict[torch.dtype, Tensor] = {}
-    retain_graph = not row.in_place and (row.mode == "bwd" or protocol == "seed")
-    # What torch.compile makes of a backward may overwrite what the forward saved, but not where the graph is retained.
-    torch._functorch.config.donated_buffer = not retain_graph
+    retain_graph = retains_graph(protocol, row)
 
     def backward(out: Tensor, inputs: Inputs) -> object:
         # A peer may round its out where eaves does not; converted once, not by autograd in every call.

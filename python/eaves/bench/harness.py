@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eaves.bench import memory, verify
 from eaves.bench.benchmark import Forward, Inputs, Provider, Row, normal, reason
-from eaves.bench.calls import Bytes, Call, least_peak_bytes, make_call, moved
+from eaves.bench.calls import Bytes, Call, least_peak_bytes, make_call, moved, retains_graph
 from eaves.bench.device import free_memory_bytes, last_cache_bytes, now_ms, stream_bytes, synchronize
 from eaves.bench.timing import Cell, Timer
 
@@ -74,6 +74,9 @@ class Harness:
         return ""
 
     def _measure(self, row: Row, providers: Sequence[Provider], reference: Provider, cells: dict[str, Cell]) -> None:
+        # A backward that torch.compile makes may overwrite what the forward saved, but not where the graph is retained.
+        # It is compiled in the first call of all, where the results are compared.
+        torch._functorch.config.donated_buffer = not retains_graph(self.protocol, row)
         inputs = row.make_inputs(self.device, 2)
         forwards = self._verified(row, providers, reference, inputs, cells)
         for name, forward in list(forwards.items()):
