@@ -431,6 +431,19 @@ def test_the_peak_is_what_is_alive(device: torch.device, row: Row, forward: Any,
     del held
 
 
+def test_what_is_freed_meanwhile_leaves_the_peak_as_it_is(cuda: torch.device) -> None:
+    """As it is where the thread of an earlier backward gives its memory back a moment later."""
+    row = toy_row("bwd", N)
+    inputs = row.make_inputs(cuda, 1)
+    others = [torch.ones(DIM, N, device=cuda)]
+
+    def make() -> Call:
+        others.clear()
+        return make_call("seed", row, exp_sum, inputs)
+
+    assert memory.peak_bytes(row, make, inputs) == pytest.approx(4 * 4 * DIM * N, rel=0.01)
+
+
 @pytest.mark.parametrize(("mode", "tensors"), [("fwd", 2), ("bwd", 4)])
 def test_a_gradient_that_arrives_is_counted_in_a_backward(device: torch.device, mode: Mode, tensors: int) -> None:
     """x, exp(x); and in a backward both gradients."""

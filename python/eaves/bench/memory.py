@@ -52,8 +52,9 @@ def peak_bytes(row: Row, make: Callable[[], Call], inputs: Inputs) -> int:
         call.run()
         grown = torch.cuda.max_memory_allocated(device)
         del call
+        gradients = sum(each.grad.nbytes for each in inputs.differentiable if each.grad is not None)
         # Where something of an earlier call was freed meanwhile, it was no part of what has grown.
-        grown -= min(before, torch.cuda.memory_allocated(device))
+        grown -= min(before, torch.cuda.memory_allocated(device) - gradients)
     else:
         call, kept = _allocations(warm_up)
         grown = sum(kept) + max(accumulate(_allocations(call.run)[1]), default=0)
