@@ -1,5 +1,5 @@
 // The numbers that linear_cross_entropy is cut by: how much memory a call takes where the caller sets no limit, and
-// what a cut costs. Rates of the CPU are those of benchmarks/results/amd-epyc; those of a GPU are estimates.
+// what a cut costs. Rates of the CPU are those of an AMD EPYC; those of a GPU are estimates.
 #pragma once
 
 #include <cstddef>
