@@ -61,7 +61,7 @@ protocols:
                         (grid=64x64 instead of length)
 
 results, without an operator or with --results:
-  {RESULTS}/<device>/, such as nvidia-h200 or amd-epyc, in the
+  {RESULTS}/<device>/, such as nvidia-h200 or intel-xeon, in the
   folder where the program is called:
   <operator>_<protocol>.json  what was measured; refused where it would lose
                               rows or providers, unless --replace is given

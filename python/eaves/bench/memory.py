@@ -53,7 +53,7 @@ def peak_bytes(row: Row, make: Callable[[], Call], inputs: Inputs) -> int:
         grown = torch.cuda.max_memory_allocated(device)
         del call
         gradients = sum(each.grad.nbytes for each in inputs.differentiable if each.grad is not None)
-        # Where something of an earlier call was freed meanwhile, it was no part of what has grown.
+        # What of earlier calls was freed meanwhile is no part of what has grown. Gradients, which stay, would hide it.
         grown -= min(before, torch.cuda.memory_allocated(device) - gradients)
     else:
         call, kept = _allocations(warm_up)
