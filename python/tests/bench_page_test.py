@@ -428,7 +428,7 @@ def test_committed_pages_are_what_their_files_say(path: Path) -> None:
 
 
 def test_there_are_committed_pages() -> None:
-    expected = ["intel-xeon", "nvidia-h100-80gb-hbm3", "nvidia-h200"]
+    expected = ["intel-xeon", "nvidia-h100-80gb-hbm3"]
     assert [path.parent.name for path in COMMITTED] == expected
 
 
