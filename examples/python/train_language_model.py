@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import eaves
+from eaves import _info
 
 WARM_UP_STEPS = 10  # compile, allocate and settle: they are not timed
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -164,6 +165,7 @@ def train(name: str, tokens: Tensor, arguments: argparse.Namespace) -> dict[str,
         "backend": name,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "device": torch.cuda.get_device_name() if is_gpu else "cpu",
+        "commit": _info.extension()["commit"],
         **{key: value for key, value in vars(arguments).items() if key not in ("backend", "device", "json", "plot")},
         "vocabulary": 256**arguments.token_bytes,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

@@ -47,6 +47,14 @@ def version() -> str:
     return str(found)
 
 
+def test_every_place_names_the_version_and_what_is_tested_with_it() -> None:
+    number = version()
+    assert f"Version {number}" in (ROOT / "README.md").read_text()
+    assert re.search(r"^## \[(.*)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)[1] == number  # type: ignore[index]
+    (extra,) = re.findall(r'^hf = \["(.*)"\]', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert f" {extra} " in (ROOT / "tools" / "setup").read_text()
+
+
 def run(*command: str | Path, **options: object) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stdout + done.stderr

@@ -69,15 +69,16 @@ HWY_INLINE Accumulator<T> sum_of(const T* x, std::int64_t count, Body&& body) {
   return hn::GetLane(hn::SumOfLanes(d, hn::Add(hn::Add(s0, s1), hn::Add(s2, s3))));
 }
 
-/// A sum that keeps what each addition rounds off. Where the largest term meets many small ones, as in the row of a
-/// class that is almost certain, the plain sum of one lane errs by a unit in the last place for each of them.
+/// A sum of terms that are not negative, which keeps what each addition rounds off. Where the largest term meets many
+/// small ones, as in the row of a class that is almost certain, the plain sum of one lane errs by a unit in the last
+/// place for each of them.
 template <typename T>
 struct CompensatedSum {
   VectorOf<T> sum, rest;
 
   HWY_INLINE void add(VectorOf<T> term) {
     const auto next = hn::Add(sum, term);
-    rest = hn::Add(rest, hn::Sub(term, hn::Sub(next, sum)));
+    rest = hn::Add(rest, hn::Sub(hn::Min(sum, term), hn::Sub(next, hn::Max(sum, term))));
     sum = next;
   }
 };

@@ -61,7 +61,7 @@ protocols:
                         (grid=64x64 instead of length)
 
 results, without an operator or with --results:
-  {RESULTS}/<device>/, such as nvidia-h200 or intel-xeon, in the
+  {RESULTS}/<device>/, such as nvidia-a100 or intel-xeon, in the
   folder where the program is called:
   <operator>_<protocol>.json  what was measured; refused where it would lose
                               rows or providers, unless --replace is given
@@ -72,7 +72,7 @@ examples:
   {_PROGRAM} linear_cross_entropy --shape rows=2048,dim=768,v=50257
   {_PROGRAM} logsumexp --provider eaves --provider torch
   {_PROGRAM} lrpe_cosine --protocol seed --results build/results
-  {_PROGRAM} --page {RESULTS}/nvidia-h200
+  {_PROGRAM} --page {RESULTS}/intel-xeon
 
 a run that is stopped (Ctrl-C, SIGTERM, SIGHUP):
   What it has measured is written, without curves and pages, and one sentence
