@@ -12,8 +12,8 @@ std::vector<std::string> missing_parts(const SystemInfo& system) {
   std::vector<std::string> missing;
   if (!system.has_cuda_backend) {
     missing.push_back(
-        "CUDA was not built in: tensors on a GPU are refused, everything runs on the CPU; install a CUDA toolkit and "
-        "build again.");
+        "CUDA was not built in: tensors on a GPU are refused, everything runs on the CPU; build again where a CUDA "
+        "toolkit is, without CUDA=OFF.");
   } else if (system.gpus.empty()) {
     missing.push_back(
         fmt::format("No usable GPU ({}): the CUDA backend is idle, everything runs on the CPU.", system.cuda_missing));

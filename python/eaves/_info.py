@@ -69,8 +69,8 @@ def _problems(report: dict[str, Any]) -> list[str]:
         )
     if of_torch["gpus"] and "cuda" not in ours["backends"]:
         problems.append(
-            "PyTorch has CUDA and a GPU, but the extension was built without CUDA: install a CUDA toolkit "
-            "and build the wheel again."
+            "PyTorch has CUDA and a GPU, but the extension was built without CUDA: build the wheel again where "
+            "a CUDA toolkit is, without CUDA=OFF."
         )
     if of_torch["gpus"] and "cuda" in ours["backends"] and not ours["gpus"]:
         problems.append(f"PyTorch sees a GPU that eaves cannot use: {' '.join(ours['missing'])}")

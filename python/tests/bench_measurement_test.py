@@ -27,7 +27,7 @@ from bench_toy import (  # noqa: F401
 )
 from eaves.bench import device as bench_device
 from eaves.bench import harness, memory, timing, verify
-from eaves.bench.benchmark import Inputs, Mode, Row
+from eaves.bench.benchmark import Inputs, Mode, Row, compiled
 from eaves.bench.calls import PROTOCOLS, Call, least_peak_bytes, make_call, moved
 from eaves.bench.harness import Harness
 from eaves.bench.timing import Timer
@@ -358,6 +358,17 @@ def test_a_compiled_backward_may_overwrite_what_was_saved_only_in_a_step() -> No
         allowed.clear()
         assert measure_one(toy_row(mode, 8), provider("eaves", forward))["eaves"]["ms"]
         assert set(allowed) == {mode == "fwd+bwd"}
+
+
+def test_a_step_is_compiled_by_itself_whatever_the_caches_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    eager = provider("eaves", exp_sum)
+    for mode in ("bwd", "fwd+bwd"):
+        torch._dynamo.utils.counters.clear()
+        assert measure_one(toy_row(mode, 8), compiled(eager), eager)["torch.compile"]["ms"]
+        counted = torch._dynamo.utils.counters
+        assert counted["aot_autograd"]["ok"] == 1, "it was compiled"
+        assert not counted["inductor"]["fxgraph_cache_hit"] and not counted["aot_autograd"]["autograd_cache_hit"]
 
 
 def test_the_limit_counts_the_accumulation_too() -> None:

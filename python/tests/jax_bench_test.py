@@ -57,6 +57,12 @@ def test_curves_are_of_the_shapes_that_differ_in_classes_alone(tmp_path: Path) -
     assert (tmp_path / "jax.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_without_a_gpu_the_published_shapes_are_refused() -> None:
+    program = [sys.executable, "-m", "eaves.bench.jax"]
+    run = subprocess.run(program, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert run.returncode == 2 and "expected --quick or --shape" in run.stderr
+
+
 def test_a_shape_that_is_none_is_refused() -> None:
     program = [sys.executable, "-m", "eaves.bench.jax", "--shape", "64x32"]
     run = subprocess.run(program, capture_output=True, text=True)

@@ -232,6 +232,30 @@ def test_forward_mode_and_second_derivatives_are_refused(op: Operator) -> None:
         jax.grad(lambda first: (jax.grad(number)(first) ** 2).sum())(arrays[0])
 
 
+@pytest.mark.parametrize("name", ["row_weight", "weight", "normalizer", "labels"])
+@pytest.mark.parametrize("has_head", [False, True])
+def test_what_has_no_derivative_is_refused_and_may_be_constant(name: str, has_head: bool) -> None:
+    first, labels = (_hidden if has_head else _logits)(2)
+    arrays = {"row_weight": jnp.ones((2, 3)), "weight": jnp.ones(37), "normalizer": jnp.ones(())}
+    arrays["labels"] = jax.nn.softmax(array_of(random_tensor((2, 3, 37), torch.float32)))
+
+    def loss(first: Any, head: Any, value: Any) -> Any:
+        options = {"labels": labels, name: value}
+        if has_head:
+            return eaves.jax.linear_cross_entropy(first, head, **options)
+        return eaves.jax.cross_entropy(first, **options)
+
+    def of_scale(scale: Any, first: Any) -> Any:
+        constant = jax.lax.stop_gradient(scale) * arrays[name]
+        return loss(scale * first, HEAD, constant)
+
+    with pytest.raises(NotImplementedError, match=f"cross_entropy: there is no derivative with respect to {name};"):
+        jax.jit(jax.grad(loss, 2))(first, HEAD, arrays[name])
+    expected = (jax.grad(loss)(first, HEAD, arrays[name]) * first).sum()
+    for grad in (jax.grad(of_scale), jax.jit(jax.grad(jax.checkpoint(of_scale)))):
+        assert np.isclose(grad(jnp.ones(()), first), expected, rtol=1e-4)
+
+
 # ---------------------------------------------------------------------------------------------- arrays cut over devices
 
 

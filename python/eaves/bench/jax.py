@@ -62,7 +62,7 @@ Loss = Callable[..., jax.Array]
 
 
 def _all_logits(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
-    logits = jnp.einsum("nd,vd->nv", hidden, head, preferred_element_type=jnp.float32)
+    logits = (hidden @ head.T).astype(jnp.float32)  # as models do: the backward's products are of the inputs' dtype
     picked = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
     mean: jax.Array = (jax.nn.logsumexp(logits, -1) - picked).mean()
     return mean
@@ -301,6 +301,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot: matplotlib is not installed, expected it: pip install eaves[bench]")
+    if not (arguments.shape or arguments.quick) and jax.default_backend() != "gpu":
+        parser.error("JAX has no GPU, which the published shapes are for: expected --quick or --shape")
     rows = []
     print(f"{'shape':<20} {'provider':<16} {'ms':>10} {'MiB':>10}")
     for shape in arguments.shape or (QUICK if arguments.quick else PUBLISHED + CURVE):

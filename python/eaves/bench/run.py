@@ -266,6 +266,8 @@ def _run_into_folder(
     if arguments.resume:
         parts = [part._replace(before=_measured_before(part, folder, device)) for part in parts]
 
+    _say(f"# {sum(len(part.rows) for part in parts)} rows, into {folder}")
+
     def keep(part: _Part, found: list[Entry]) -> None:
         """A machine that goes away says nothing before."""
         path = folder / results.file_name(part.operator.name, part.protocol, True)

@@ -21,6 +21,7 @@ from eaves.jax._loss import (
     Arrays,
     CrossEntropyOutput,
     add_saved,
+    constant,
     divisor_of,
     given,
     is_soft,
@@ -125,7 +126,9 @@ def cross_entropy(
     row_weights = row_weight_of(_OP, row_weight, rows, dtype)
     divisor = normalizer_of(_OP, normalizer, mode, dtype)
     if weight is not None:
-        weight = jax.lax.stop_gradient(jnp.asarray(weight))
+        weight = constant(_OP, "weight", jnp.asarray(weight))
+    if is_soft(labels):
+        labels = constant(_OP, "labels", labels)
     shard, weights_of = None, target_weights
     if axis_name is None:
         logits, weight, labels, row_weights, divisor = alike(logits, weight, labels, row_weights, divisor)

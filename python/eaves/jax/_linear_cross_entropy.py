@@ -25,6 +25,7 @@ from eaves.jax._loss import (
     Arrays,
     CrossEntropyOutput,
     add_saved,
+    constant,
     divisor_of,
     given,
     is_soft,
@@ -154,9 +155,9 @@ def linear_cross_entropy(
     row_weights = row_weight_of(_OP, row_weight, rows, dtype)
     divisor = normalizer_of(_OP, normalizer, mode, dtype)
     if weight is not None:
-        weight = jax.lax.stop_gradient(jnp.asarray(weight))
+        weight = constant(_OP, "weight", jnp.asarray(weight))
     if is_soft(labels):
-        labels = jax.lax.stop_gradient(labels.astype(dtype))
+        labels = constant(_OP, "labels", labels.astype(dtype))
     shard, weights_of = None, target_weights
     whole: Sequence[Any]
     if axis_name is None:

@@ -255,6 +255,19 @@ def share_of(number: jax.Array, divisor: jax.Array | None) -> jax.Array:
     return jnp.where(divisor == 0, 0, number / jnp.where(divisor == 0, 1, divisor))
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def constant(op: str, name: str, array: jax.Array) -> jax.Array:
+    """What has no derivative: it is refused, where stop_gradient would make a gradient of 0."""
+    return array
+
+
+@constant.defjvp
+def _refuse(op: str, name: str, _primals: Any, _tangents: Any) -> Any:
+    raise NotImplementedError(
+        f"{op}: there is no derivative with respect to {name}; with jax.lax.stop_gradient({name}) it counts as constant"
+    )
+
+
 def normalizer_of(op: str, normalizer: Any, mode: int, dtype: Any) -> jax.Array | None:
     if normalizer is None:
         return None
@@ -263,7 +276,7 @@ def normalizer_of(op: str, normalizer: Any, mode: int, dtype: Any) -> jax.Array 
     array = jnp.asarray(normalizer, dtype)
     if array.size != 1:
         raise ValueError(f"{op}: normalizer has shape {list(array.shape)}, expected one element")
-    return jax.lax.stop_gradient(array.reshape(()))
+    return constant(op, "normalizer", array.reshape(()))
 
 
 def row_weight_of(op: str, row_weight: Any, rows: tuple[int, ...], dtype: Any) -> jax.Array | None:
@@ -272,7 +285,7 @@ def row_weight_of(op: str, row_weight: Any, rows: tuple[int, ...], dtype: Any) -
     array = jnp.asarray(row_weight)
     if array.shape != rows:
         raise ValueError(f"{op}: row_weight has shape {list(array.shape)}, expected {list(rows)} (one per row)")
-    return jax.lax.stop_gradient(array.astype(dtype))
+    return constant(op, "row_weight", array.astype(dtype))
 
 
 def output_of(loss: jax.Array, outputs: dict[str, Any]) -> jax.Array | CrossEntropyOutput:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from eaves.jax._call import Call, Result, alike, bind
-from eaves.jax._loss import Arrays, given, result_dtype
+from eaves.jax._loss import Arrays, given, number_of, result_dtype
 
 _OP = "lrpe_cosine"
 
@@ -85,13 +85,13 @@ def lrpe_cosine(
         offsets = jnp.asarray(offset)
         offsets = offsets.reshape(1) if offsets.size == 1 else offsets
     else:
-        number = operator.index(offset)
+        number = number_of(_OP, "offset", offset, operator.index)
     setting = _Setting(
-        grid=() if grid is None else tuple(map(operator.index, grid)),
-        extra_tokens=operator.index(extra_tokens),
+        grid=() if grid is None else tuple(number_of(_OP, "grid", each, operator.index) for each in grid),
+        extra_tokens=number_of(_OP, "extra_tokens", extra_tokens, operator.index),
         offset=number,
         activation=_ACTIVATIONS.index(activation),
-        activation_dim=operator.index(activation_dim),
+        activation_dim=number_of(_OP, "activation_dim", activation_dim, operator.index),
         heads_first=layout == "bhnd",
     )
     positions, cu_seqlens = (None if each is None else jnp.asarray(each) for each in (positions, cu_seqlens))
