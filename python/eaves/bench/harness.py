@@ -75,11 +75,10 @@ class Harness:
 
     def _measure(self, row: Row, providers: Sequence[Provider], reference: Provider, cells: dict[str, Cell]) -> None:
         # A backward that torch.compile makes may overwrite what the forward saved, but not where the graph is retained.
-        # It is compiled in the first call of all, where the results are compared. Inductor's caches do not tell the two
-        # apart: a step would get what a backward of the same shape was compiled to before.
+        # It is compiled in the first call of all, where the results are compared. Inductor's cache tells the two apart
+        # by the tag alone: a step would get what a backward of the same shape was compiled to before.
         torch._functorch.config.donated_buffer = not retains_graph(self.protocol, row)
-        torch._functorch.config.enable_autograd_cache = False
-        torch._inductor.config.fx_graph_cache = False
+        torch.compiler.config.cache_key_tag = f"donated {torch._functorch.config.donated_buffer}"
         inputs = row.make_inputs(self.device, 2)
         forwards = self._verified(row, providers, reference, inputs, cells)
         for name, forward in list(forwards.items()):
