@@ -79,6 +79,8 @@ def test_an_offset_that_is_an_array_compiles_once(jax_device: Any) -> None:
         ({"grid": (3, 3)}, ValueError, "grid is"),
         ({"extra_tokens": N + 1}, ValueError, "extra_tokens is 11"),
         ({"positions": jnp.arange(3)}, ValueError, r"positions has shape \[3\]"),
+        ({"offset": 1.5}, TypeError, "offset is no number"),
+        ({"grid": ("a",)}, TypeError, "grid is no number"),
         ({"offset": jnp.arange(2)}, ValueError, r"offset has shape \[2\]"),
         ({"activation": "gelu"}, ValueError, "activation is 'gelu', expected one of none, relu"),
         ({"activation": "softmax", "activation_dim": 0}, ValueError, "activation_dim is 0"),

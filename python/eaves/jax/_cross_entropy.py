@@ -101,7 +101,8 @@ def cross_entropy(
             (On a GPU its loss and gradient are NaN.)
         NotImplementedError: a dtype or a shape that eaves does not have.
 
-    Only logits, lse and entropy have derivatives, and those of first order.
+    Derivatives, of first order, are those of loss, lse and entropy with respect to logits. The other outputs count as
+    constant; a derivative with respect to another argument is a NotImplementedError.
 
     Example:
         >>> import jax.numpy as jnp, eaves.jax

@@ -118,8 +118,9 @@ def linear_cross_entropy(
         ValueError: an array or a number is not as above; on the CPU also a label that is no class, when the call runs.
         NotImplementedError: a dtype or a shape that eaves does not have.
 
-    hidden, head, bias, lse and entropy have derivatives, of first order. Gradients that are not needed are not
-    computed.
+    Derivatives, of first order, are those of loss, lse and entropy with respect to hidden, head and bias; those that
+    are not needed are not computed. The other outputs count as constant; a derivative with respect to another argument
+    is a NotImplementedError.
 
     Example:
         >>> import jax, jax.numpy as jnp, eaves.jax

@@ -217,7 +217,7 @@ def divisor_of(
 
 def _without_zero(weights: jax.Array) -> jax.Array:
     """A mean by weights that add up to 0 is 0: as by infinity."""
-    return jax.lax.stop_gradient(jnp.where(weights == 0, jnp.inf, weights))
+    return jnp.where(weights == 0, jnp.inf, weights)
 
 
 def quotient(number: jax.Array, divisor: jax.Array) -> jax.Array:
