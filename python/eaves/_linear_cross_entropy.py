@@ -223,7 +223,7 @@ def linear_cross_entropy(
                 backward they wait, as large as input and linear_weight. The backward multiplies them by the upstream
                 gradient; where that is 1, as after loss.backward(), nothing is read or written. A second backward over
                 the same graph computes them again.
-        memory  The same in smaller chunks: on a GPU as fast with few classes, with many up to 1.4 times the time, in
+        memory  The same in smaller chunks: on a GPU as fast with few classes, with many up to 1.5 times the time, in
                 160 MiB of scratch memory up to 139,264 classes, 24 MiB and 1 KiB a class beyond. Where a chunk has no
                 room for 384 rows: recompute.
         recompute  The forward keeps one number for each row, and the backward computes the logits again: four products.
