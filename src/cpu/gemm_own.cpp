@@ -1,8 +1,8 @@
 // c is cut into tiles, each computed by one thread from start to end. For a tile, kDepth indices of k at a time, the
 // factors are copied into panels that the innermost loop reads from end to end: a panel of a is kRows rows, one of b a
 // pack of columns, both of accumulators, 16-bit numbers having been widened. The product of two panels is a block of
-// sums that fits the registers. Panels at the edge are filled up with whatever is there: those rows and columns of a
-// block are not written to c.
+// sums that fits the registers. Panels at the edge are filled up with zeros, because what was there could be slow, as
+// subnormal numbers are: those rows and columns of a block are not written to c.
 //
 // An element of c is summed in one order whatever the tile: sums over kDepth terms are added up one after the other.
 #undef HWY_TARGET_INCLUDE
@@ -49,9 +49,11 @@ template <typename T>
 void pack_a(const T* from, const GemmMatrix& a, std::int64_t rows, std::int64_t depth, Accumulator<T>* to) {
   if (!a.is_transposed) {
     for (std::int64_t i = 0; i < rows; ++i) widen(from + i * a.stride, depth, to + i * kDepth);
+    for (std::int64_t i = rows; i % kRows != 0; ++i) std::fill_n(to + i * kDepth, depth, Accumulator<T>{0});
     return;
   }
   HWY_ALIGN Accumulator<T> column[kMaxTile + kRows + kMaxPackSize<T>];
+  std::fill_n(column + rows, kRows, Accumulator<T>{0});
   for (std::int64_t p = 0; p < depth; ++p) {
     widen(from + p * a.stride, rows, column);
     for (std::int64_t i = 0; i < rows; i += kRows) std::copy_n(column + i, kRows, to + i * kDepth + p * kRows);
@@ -66,6 +68,7 @@ void pack_b(const T* from, const GemmMatrix& b, std::int64_t columns, std::int64
     for (std::int64_t p = 0; p < depth; ++p) widen(from + p * b.stride, columns, to + p * width);
     return;
   }
+  if (columns < width) std::fill_n(to, depth * width, A{0});
   // Transposed four columns at a time, and some of their depth, so that what it is spread over stays in L1.
   const Tag<A> d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));

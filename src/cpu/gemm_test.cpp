@@ -5,11 +5,14 @@
 #include <gtest/gtest.h>
 #include <hwy/targets.h>
 
+#include <cfenv>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "cpu/gemm_own.h"
 #include "cpu/onednn.h"
 #include "testing/gemm_case.h"
 
@@ -144,6 +147,35 @@ TEST_P(CpuGemm, SumsInAnOrderThatDependsOnTheDepthAlone) {
   for (std::int64_t i = 0; i < part.m; ++i) {
     for (std::int64_t j = 0; j < part.n; ++j) EXPECT_EQ(small.c_at(i, j), large.c_at(i, j)) << i << ", " << j;
   }
+}
+
+TEST_P(CpuGemm, MultipliesNothingBehindTheEdges) {
+  // What the product before has left there may be slow, as subnormal numbers are. Infinities show it: 0 times one.
+  const auto infinite = [](std::int64_t, std::int64_t) { return std::numeric_limits<double>::infinity(); };
+  const auto number = [](std::int64_t i, std::int64_t j) { return static_cast<double>((i + j) % 2); };
+  for_each_dtype([&](GemmDTypes dtypes) {
+    for (const bool is_a_transposed : {false, true}) {
+      for (const bool is_b_transposed : {false, true}) {
+        const auto case_of = [&](std::int64_t m, std::int64_t n, std::int64_t k, auto value) {
+          return GemmCase{.m = m,
+                          .n = n,
+                          .k = k,
+                          .is_a_transposed = is_a_transposed,
+                          .is_b_transposed = is_b_transposed,
+                          .a = value,
+                          .b = value};
+        };
+        for (const std::int64_t m : {5, 64}) {
+          GemmRun before(kCpu, dtypes, case_of(72, 128, 32, infinite));
+          GemmRun run(kCpu, dtypes, case_of(m, 7, 9, number));
+          own_gemm(before.product(), {.threads = 1});
+          std::feclearexcept(FE_ALL_EXCEPT);
+          own_gemm(run.product(), {.threads = 1});
+          EXPECT_FALSE(std::fetestexcept(FE_INVALID)) << m << is_a_transposed << is_b_transposed;
+        }
+      }
+    }
+  });
 }
 
 TEST_P(CpuGemm, WorksFromSeveralThreadsAtOnce) {
