@@ -6,18 +6,28 @@ from __future__ import annotations
 import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
-import torch
+try:
+    import torch
 
-from eaves import _library, trl, verl
+    from eaves import _library, trl, verl
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    torch = None  # type: ignore[assignment] # eaves.jax alone
 
 
 def extension() -> dict[str, Any]:
-    """What `eaves info --json` says, of the extension.
+    """What `eaves info --json` says, of the extension; where there is no PyTorch, of that of eaves.jax.
 
     Keys: version, commit, compiler, backends, cpu, cuda, gpus, missing.
     """
+    if torch is None:
+        from eaves.jax._library import system
+
+        return system()
     report: dict[str, Any] = json.loads(torch.ops.eaves.system_info())
     return report
 
@@ -28,24 +38,29 @@ def collect() -> dict[str, Any]:
     Keys: python (version), package (version, target: the oldest PyTorch it runs under), torch (version, cuda, threads,
     gpus), jax (version of the installed one or null, library: is that of eaves.jax here), trainers (of trl and verl:
     version or null, is_known to eaves.trl and eaves.verl, is_active in this process), extension (see extension()),
-    matches (bool), problems (sentences; empty where matches is true).
+    matches (bool), problems (sentences; empty where matches is true). Without PyTorch, target and torch are null and
+    trainers is empty.
     """
     report: dict[str, Any] = {
         "python": platform.python_version(),
-        "package": {"version": _version_of("eaves"), "target": _library.TORCH_TARGET},
-        "torch": {
+        "package": {"version": _version_of("eaves"), "target": None},
+        "torch": None,
+        "jax": {"version": _version_of("jax"), "library": Path(__file__).with_name("eaves_jax.so").exists()},
+        "trainers": {},
+        "extension": extension(),
+    }
+    if torch is not None:
+        report["package"]["target"] = _library.TORCH_TARGET
+        report["torch"] = {
             "version": torch.__version__,
             "cuda": torch.version.cuda,
             "threads": torch.get_num_threads(),
             "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        },
-        "jax": {"version": _version_of("jax"), "library": _library.EXTENSION.with_name("eaves_jax.so").exists()},
-        "trainers": {
+        }
+        report["trainers"] = {
             each.library: {"version": each.version(), "is_known": each.is_known(), "is_active": each.is_active()}
             for each in (trl.replacement, verl.replacement)
-        },
-        "extension": extension(),
-    }
+        }
     report["problems"] = _problems(report)
     report["matches"] = not report["problems"]
     return report
@@ -67,6 +82,8 @@ def _problems(report: dict[str, Any]) -> list[str]:
             f"The package is version {package}, its extension {ours['version']}: install the wheel again "
             "(pip install --force-reinstall)."
         )
+    if of_torch is None:
+        return problems
     if of_torch["gpus"] and "cuda" not in ours["backends"]:
         problems.append(
             "PyTorch has CUDA and a GPU, but the extension was built without CUDA: build the wheel again where "
@@ -75,6 +92,13 @@ def _problems(report: dict[str, Any]) -> list[str]:
     if of_torch["gpus"] and "cuda" in ours["backends"] and not ours["gpus"]:
         problems.append(f"PyTorch sees a GPU that eaves cannot use: {' '.join(ours['missing'])}")
     return problems
+
+
+def _torch(report: dict[str, Any]) -> str:
+    found = report["torch"]
+    if found is None:
+        return "not installed: eaves.jax alone works"
+    return f"{found['version']}, CUDA {found['cuda'] or 'none'}, at least {report['package']['target']} needed"
 
 
 def _jax(found: dict[str, Any]) -> str:
@@ -96,16 +120,14 @@ def text(report: dict[str, Any]) -> str:
     """The report as lines to read."""
     ours, of_torch = report["extension"], report["torch"]
     cuda = ours["cuda"]
+    threads = f", torch uses {of_torch['threads']}" if of_torch else ""
     lines = [
         ("eaves", f"{ours['version']} (commit {ours['commit']}, {ours['compiler']})"),
         ("backends", ", ".join(ours["backends"])),
-        (
-            "torch",
-            f"{of_torch['version']}, CUDA {of_torch['cuda'] or 'none'}, at least {report['package']['target']} needed",
-        ),
+        ("torch", _torch(report)),
         ("jax", _jax(report["jax"])),
         ("python", report["python"]),
-        ("CPU", f"{ours['cpu']['name']}, vectors {ours['cpu']['level']}, torch uses {of_torch['threads']}"),
+        ("CPU", f"{ours['cpu']['name']}, vectors {ours['cpu']['level']}{threads}"),
         ("products", f"of matrices on the CPU: {ours['cpu']['matrix_products']}"),
     ]
     for name, trainer in report["trainers"].items():

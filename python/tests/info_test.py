@@ -59,6 +59,21 @@ def test_it_says_whether_the_library_for_jax_is_built(report: dict[str, Any]) ->
     assert "eaves.jax was not built" in _info.text(without)
 
 
+def test_without_torch_it_says_what_eaves_jax_can_do(report: dict[str, Any]) -> None:
+    pytest.importorskip("jaxlib", reason="jaxlib is not installed")
+    program = (
+        "import runpy, sys\nsys.modules['torch'] = None  # as if it were not installed\n"
+        "sys.argv = ['eaves', 'info', *sys.argv[1:]]\nrunpy.run_module('eaves', run_name='__main__')"
+    )
+    found, text = (
+        subprocess.run([sys.executable, "-c", program, *option], capture_output=True, text=True, check=True).stdout
+        for option in (["--json"], [])
+    )
+    without = {"torch": None, "trainers": {}, "package": {**report["package"], "target": None}}
+    assert json.loads(found) == {**report, **without}
+    assert "torch     not installed" in text and f"eaves     {eaves.__version__}" in text
+
+
 def test_an_installation_whose_parts_fit_has_no_problems(report: dict[str, Any]) -> None:
     assert report["matches"] is True
     assert report["problems"] == []

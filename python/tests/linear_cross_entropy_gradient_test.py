@@ -346,6 +346,20 @@ def test_logits_far_from_zero_keep_their_gradient(algorithm: str, device: torch.
     assert ((bias.grad - wide.grad).abs() <= 4e-6 * wide.grad.abs()).all()
 
 
+def test_an_upstream_gradient_that_is_infinite_stays_in_the_rows_that_count_and_get_it(device: torch.device) -> None:
+    x, head, _, _ = problem((5, 24), 33, torch.float32, device)
+    target = torch.tensor([-100, 3, 32, 0, 7], device=device)
+    for reduction, reached in (("mean", [1, 2, 3, 4]), ("none", [2])):
+        given = leaves(x, head)
+        loss = eaves.linear_cross_entropy(*given, target, reduction=reduction, algorithm="recompute")
+        up = torch.ones_like(loss)
+        up[2 if reduction == "none" else ()] = torch.inf
+        grad_x, grad_head = torch.autograd.grad(loss, given, up)
+        assert not grad_x[reached].isfinite().any() and not grad_head.isfinite().any()
+        others = [row for row in range(5) if row not in reached]
+        assert grad_x[others].isfinite().all() and (grad_x[0] == 0).all()
+
+
 def test_the_gradient_in_the_middle_of_a_model_is_right(device: torch.device) -> None:
     x, head, target, bias = problem((9, 24), 33, torch.float64, device)
     given = leaves(x, head, bias)

@@ -1,8 +1,8 @@
 // c is cut into tiles, each computed by one thread from start to end. For a tile, kDepth indices of k at a time, the
 // factors are copied into panels that the innermost loop reads from end to end: a panel of a is kRows rows, one of b a
 // pack of columns, both of accumulators, 16-bit numbers having been widened. The product of two panels is a block of
-// sums that fits the registers. Panels at the edge are filled up with zeros, because what was there could be slow, as
-// subnormal numbers are: those rows and columns of a block are not written to c.
+// sums that fits the registers. Panels at the edge are filled up, with zeros or the last column again, because what
+// was there could be slow, as subnormal numbers are: those rows and columns of a block are not written to c.
 //
 // An element of c is summed in one order whatever the tile: sums over kDepth terms are added up one after the other.
 #undef HWY_TARGET_INCLUDE
