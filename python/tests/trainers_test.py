@@ -335,7 +335,7 @@ def test_trl_takes_the_options_that_install_is_given(monkeypatch: pytest.MonkeyP
 def test_a_version_that_is_not_known_is_refused(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, version = found.split()
     module = getattr(eaves, name)
-    monkeypatch.setattr(sys.modules["eaves._replacement"], "version", lambda _: version)
+    monkeypatch.setattr("eaves._replacement.version", lambda _: version)
     with pytest.raises(RuntimeError, match=rf"eaves\.{name}: this is {found}, expected .*: nothing is replaced"):
         module.install()
     assert not module.is_active()
@@ -345,7 +345,7 @@ def test_a_library_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) ->
     def absent(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(sys.modules["eaves._replacement"], "version", absent)
+    monkeypatch.setattr("eaves._replacement.version", absent)
     with pytest.raises(ImportError, match=r"eaves\.verl needs verl 0\.9\.x, which is not installed"):
         eaves.verl.install()
 
@@ -371,7 +371,7 @@ def verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     importer = "from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy\n"
     (folder.parent.parent / "model.py").write_text(importer)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys.modules["eaves._replacement"], "version", lambda _: "0.9.1")
+    monkeypatch.setattr("eaves._replacement.version", lambda _: "0.9.1")
     yield __import__("verl.model").model
     eaves.verl.uninstall()
     for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
