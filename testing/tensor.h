@@ -21,6 +21,12 @@ struct Placement {
 Placement contiguous_at(std::int64_t misalignment);
 Placement with_strides(const Dims& strides, std::int64_t misalignment = 0);
 
+/// Of an lse as two numbers.
+inline Dims with_axis_of_2(Dims rows) {
+  rows.push_back(2);
+  return rows;
+}
+
 class TestTensor {
  public:
   TestTensor(Device device, DType dtype, const Dims& shape, const Placement& placement = {});

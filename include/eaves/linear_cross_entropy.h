@@ -115,8 +115,8 @@ struct LinearCrossEntropyShard {
 };
 
 struct LinearCrossEntropyOutputs {
-  /// As in CrossEntropyForwardArgs, but a float64 lse goes with a float32 x alone. The backward needs lse; target_mass
-  /// with soft targets or where class weights are given; divisor with Reduction::mean.
+  /// As in CrossEntropyForwardArgs. The backward needs lse, best as two numbers for each row; target_mass with soft
+  /// targets or where class weights are given; divisor with Reduction::mean.
   TensorView loss = {};
   TensorView lse = {};
   TensorView argmax = {};

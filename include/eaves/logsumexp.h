@@ -33,9 +33,10 @@ struct LogsumexpForwardArgs {
   /// out, optional; shape of x without `axes`, any strides; dtype of x, or float32.
   TensorView out = {};
 
-  /// out, optional; shape of `out`; float32 or float64 (float64 where x is float64). What the backward needs: a
-  /// bfloat16 lse around 12 is off by 3 %, and so would be every gradient. A float32 one around 1e4 is off by 5e-4:
-  /// take float64 for float32 elements that may be far from 0. One of `out` and `lse` must be there; neither may
+  /// out, optional; float32, or float64 where x is float64. The backward needs it: a bfloat16 lse around 12 is off by
+  /// 3 %, and so would be every gradient. Shape of `out`, any strides. Or, whatever keepdim is, shape of x without
+  /// `axes` and one more axis of 2, with unit stride: lse and the rest that its rounding lost. A float32 lse around 1e4
+  /// is off by 5e-4, the two together by 1e-7 of log(sum exp(x - m)). One of `out` and `lse` must be there; neither may
   /// overlap x or the other.
   TensorView lse = {};
 };

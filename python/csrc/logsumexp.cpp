@@ -39,9 +39,9 @@ Tensor forward(Tensor x, std::vector<std::int64_t> axes, bool keepdim, ScalarTyp
 std::tuple<Tensor, Tensor> forward_lse(Tensor x, std::vector<std::int64_t> axes, bool keepdim, ScalarType dtype) {
   auto [args, row_shape] = inputs(x, axes, keepdim);
   Tensor out = empty(row_shape, dtype_of(dtype, kDType), args.x.device);
-  // As _kept_dtype in python/eaves/_logsumexp.py, which says why.
-  const DType lse_dtype = args.x.dtype == DType::float32 ? DType::float64 : accumulator_dtype(args.x.dtype);
-  Tensor lse = empty(row_shape, lse_dtype, args.x.device);
+  Dims lse_shape = reduced_shape(args.x.shape, check::axes({kX.op, kX.argument, args.x}, args.axes), false);
+  lse_shape.push_back(2);
+  Tensor lse = empty(lse_shape, accumulator_dtype(args.x.dtype), args.x.device);
   args.out = output(out);
   args.lse = output(lse);
   run<logsumexp_forward, &logsumexp_forward_workspace_bytes>(args, args.x.device);

@@ -27,7 +27,7 @@ inline constexpr std::int64_t kTargetMass = 32;
 inline constexpr std::int64_t kSumSq = 64;
 inline constexpr std::int64_t kMeanLogit = 128;
 inline constexpr std::int64_t kOfIgnoredRows = 256;  ///< no output: those per row of rows that are ignored too
-inline constexpr std::int64_t kWideLse = 512;        ///< no output: lse is float64, in cross_entropy_forward
+inline constexpr std::int64_t kSplitLse = 512;       ///< no output: lse is two numbers, [rows..., 2]
 }  // namespace outputs
 
 static_assert(static_cast<int>(Reduction::none) == 0 && static_cast<int>(Reduction::sum) == 1 &&
@@ -105,7 +105,11 @@ std::vector<Tensor> make_loss_outputs(Views& views, Reduction reduction, const D
     view = made.view;
   };
   make(views.loss, loss_shape, dtype);
-  if (wanted & outputs::kLse) make(views.lse, row_shape, wanted & outputs::kWideLse ? DType::float64 : dtype);
+  if (wanted & outputs::kLse) {
+    Dims lse_shape = row_shape;
+    if (wanted & outputs::kSplitLse) lse_shape.push_back(2);
+    make(views.lse, lse_shape, dtype);
+  }
   if (wanted & outputs::kDivisor) make(views.divisor, {}, dtype);
   if (wanted & outputs::kArgmax) make(views.argmax, row_shape, DType::int64);
   if (wanted & outputs::kEntropy) make(views.entropy, row_shape, dtype);

@@ -20,7 +20,6 @@ from eaves._loss import (
     OF_IGNORED_ROWS,
     RETURNED,
     TARGET_MASS,
-    WIDE_LSE,
     Z_LOSS,
     CrossEntropyOutput,
     LossModule,
@@ -185,7 +184,7 @@ def cross_entropy(
 
     Forward and backward each read the logits once (M. Milakov, N. Gimelshein, "Online normalizer calculation for
     softmax", arXiv:1805.02867), in float32 whatever the dtype of `input`. For the backward are kept: input, target, and
-    one number for each row, of float32 logits a float64. Label smoothing: C. Szegedy et al., arXiv:1512.00567; z-loss:
+    two numbers for each row, lse and the rest that its rounding lost. Label smoothing: C. Szegedy et al., arXiv:1512.00567; z-loss:
     A. Chowdhery et al., arXiv:2204.02311; soft capping: Gemma 2, arXiv:2408.00118.
 
     Args:
@@ -372,13 +371,13 @@ def cross_entropy(
         refuse_gradient(_OP, "target", target)
         needs_target_mass = is_soft or (weight is not None and (may_smooth or shard is not None))
         if not inplace_backward or is_compiling:
-            computed = kept_for_backward(wanted, mode, needs_target_mass) | _wide_lse_of(input)
+            computed = kept_for_backward(wanted, mode, needs_target_mass)
             outputs = apply(_OP, _CrossEntropy, *arguments, computed, wanted, number_tensor, shard)
         else:
             refuse_in_place(input)
             wanted &= ~OF_IGNORED_ROWS
             if input.dtype == torch.float16 or shard is not None:
-                computed = kept_for_backward(wanted, mode, needs_target_mass) | _wide_lse_of(input)
+                computed = kept_for_backward(wanted, mode, needs_target_mass)
                 outputs = apply(_OP, _InPlaceInBackward, *arguments, computed, shard)
             else:
                 computed = _RETURNED_IN_PLACE
@@ -555,11 +554,6 @@ def _run_forward(
     return tuple(call(_OP, ranks.forward, *arguments, *shard, number_tensor=number_tensor))
 
 
-def _wide_lse_of(input: Tensor) -> int:
-    """The bit of an lse in float64, which float32 logits far from 0 need for their gradient (docs/numerics.md)."""
-    return WIDE_LSE if input.dtype == torch.float32 else 0
-
-
 @binds_quickly
 class _CrossEntropy(torch.autograd.Function):
     """input -> the loss, and the outputs that the bits `computed` name, of which the user gets those of `wanted`."""
@@ -600,7 +594,7 @@ class _CrossEntropy(torch.autograd.Function):
             return None, *nothing
         input, target, weight, row_weight, *saved, number_tensor, place = ctx.saved_tensors
         axis, ignore_index, mode, numbers = ctx.options
-        upstream, saved = for_backward(upstream, saved, mode, input.dtype)
+        upstream, saved = for_backward(upstream, saved, mode)
         if place is not None:
             arguments = (*upstream, input, target, weight, row_weight, *saved, *ctx.options, place)
             differentiable = [tensor for tensor in (input, *upstream) if tensor is not None]
@@ -627,8 +621,7 @@ class _PlainMean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, target: Tensor) -> Tensor:
-        kept = _KEPT_PLAINLY | _wide_lse_of(input)
-        loss, lse, divisor = run_plainly(_forward, input, target, None, None, None, *_PLAIN, kept)
+        loss, lse, divisor = run_plainly(_forward, input, target, None, None, None, *_PLAIN, _KEPT_PLAINLY)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(input, target, lse, divisor)
         result: Tensor = loss

@@ -99,11 +99,12 @@ def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tens
         tensor = batched(index)
         return None if tensor is None else tensor.contiguous()
 
-    logits, targets, rows = batched(3), batched(4), per_row(7)
+    logits, targets, lse = batched(3), batched(4), per_row(7)
+    rows = lse if lse.dim() < logits.dim() else lse[..., 0]
     grads = row_gradients(batched(0), reduction, batched(10) if reduction == MEAN else None, rows)
     axis = class_axis if class_axis < 0 else class_axis - (logits.dim() - 1)
     result = _backward(
-        grads, per_row(1), per_row(2), logits, targets, weight, per_row(6), rows, per_row(8), per_row(9), None, axis,
+        grads, per_row(1), per_row(2), logits, targets, weight, per_row(6), lse, per_row(8), per_row(9), None, axis,
         ignore_index, NONE, *options,
     )  # fmt: skip
     return result, 0

@@ -19,6 +19,7 @@ from eaves._loss import (
     MEAN,
     NONE,
     OF_IGNORED_ROWS,
+    SPLIT_LSE,
     TARGET_MASS,
     Z_LOSS,
     check_input,
@@ -50,7 +51,8 @@ _backward = torch.ops.eaves.cross_entropy_backward.default
 
 
 class CrossEntropyMerged(NamedTuple):
-    """What eaves.cross_entropy_merge gives: the loss, and what the gradient of each shard needs."""
+    """What eaves.cross_entropy_merge gives: the loss, and what the gradient of each shard needs, lse_low (what the
+    rounding of lse lost) among it."""
 
     loss: Tensor
     lse: Tensor
@@ -59,6 +61,7 @@ class CrossEntropyMerged(NamedTuple):
     z_loss: Tensor
     target_mass: Tensor
     divisor: Tensor | None
+    lse_low: Tensor
 
 
 def cross_entropy_shard(
@@ -165,7 +168,7 @@ def cross_entropy_merge(
         ignore_index, reduction, label_smoothing, z_loss, normalizer, row_weight: as in eaves.cross_entropy.
 
     Returns:
-        CrossEntropyMerged(loss, lse, argmax, entropy, z_loss, target_mass, divisor): the first five as
+        CrossEntropyMerged(loss, lse, argmax, entropy, z_loss, target_mass, divisor, lse_low): the first five as
         eaves.cross_entropy gives them, then per row what the logits' probabilities are multiplied with, and of a mean
         what the sum was divided by. None of them has a gradient.
 
@@ -194,13 +197,14 @@ def cross_entropy_merge(
     if row_weight is not None:
         row_weight = row_weight_of(op, row_weight, statistics, rows, statistics.dtype)
     numbers, number_tensor = numbers_of(op, label_smoothing, z_loss=z_loss)
-    computed = LSE | ARGMAX | ENTROPY | Z_LOSS | TARGET_MASS | OF_IGNORED_ROWS | (DIVISOR if mode == MEAN else 0)
+    computed = LSE | SPLIT_LSE | ARGMAX | ENTROPY | Z_LOSS | TARGET_MASS | OF_IGNORED_ROWS
+    computed |= DIVISOR if mode == MEAN else 0
     outputs = call(
         op, _merge, statistics, target, row_weight, normalizer, index_of(op, "ignore_index", ignore_index), mode,
         numbers, index_of(op, "classes", classes), has_weight, computed, number_tensor=number_tensor,
     )  # fmt: skip
-    bits = (LSE, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS, DIVISOR)
-    return CrossEntropyMerged(outputs[0], *(pick(outputs, computed, bit) for bit in bits))
+    lse, *others = (pick(outputs, computed, bit) for bit in (LSE, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS, DIVISOR))
+    return CrossEntropyMerged(outputs[0], lse[..., 0].contiguous(), *others, lse[..., 1].contiguous())
 
 
 def cross_entropy_shard_gradient(
@@ -251,15 +255,16 @@ def cross_entropy_shard_gradient(
         input, target, weight, first_class, classes, ignore_index, class_dim
     )
     check_device("cross_entropy", "grad_loss", grad_loss, "input", input)
-    for name in ("lse", "target_mass", "divisor"):
+    for name in ("lse", "target_mass", "divisor", "lse_low"):
         if (tensor := getattr(merged, name)) is not None:
             check_device("cross_entropy", f"merged.{name}", tensor, "input", input)
     if row_weight is not None:
         dtype = accumulator_dtype(input.dtype)
         row_weight = row_weight_of("cross_entropy", row_weight, input, merged.lse.shape, dtype)
     numbers, number_tensor = numbers_of("cross_entropy", label_smoothing, scale, softcap, z_loss)
+    lse = torch.stack((merged.lse, merged.lse_low), -1)
     result: Tensor = call(
-        "cross_entropy", _backward, grad_loss, None, None, input, target, weight, row_weight, merged.lse, None,
+        "cross_entropy", _backward, grad_loss, None, None, input, target, weight, row_weight, lse, None,
         merged.target_mass, merged.divisor if mode == MEAN else None, axis, ignore_index, mode, numbers, first_class,
         classes, number_tensor=number_tensor,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """linear_cross_entropy for torch tensors: the public function and module, and their autograd. Fake implementations and
 batching rules are in _linear_cross_entropy_rules.py.
 
-There are two ways to the gradients, two torch.autograd.Functions here. `_Recompute` keeps the arguments and one number
+There are two ways to the gradients, two torch.autograd.Functions here. `_Recompute` keeps the arguments and two numbers
 for each row, and computes the logits again in the backward. `_Speed` computes gradients in the forward, for an upstream
 gradient of 1, and multiplies them in the backward by the one that came; "memory" is that in smaller chunks.
 """
@@ -30,7 +30,6 @@ from eaves._loss import (
     ENTROPY,
     LSE,
     NONE,
-    WIDE_LSE,
     CrossEntropyOutput,
     LossModule,
     check_class_dtype,
@@ -226,7 +225,7 @@ def linear_cross_entropy(
         memory  The same in smaller chunks: on a GPU as fast with few classes, with many up to 1.5 times the time, in
                 160 MiB of scratch memory up to 139,264 classes, 24 MiB and 1 KiB a class beyond. Where a chunk has no
                 room for 384 rows: recompute.
-        recompute  The forward keeps one number for each row, and the backward computes the logits again: four products.
+        recompute  The forward keeps two numbers for each row, and the backward computes the logits again: four products.
                 No gradient waits between them, and that of linear_weight is rounded for fewer chunks.
 
     Rows that are ignored are left out before the first product: on the CPU always, on a GPU with `skip_ignored`.
@@ -460,8 +459,6 @@ def linear_cross_entropy(
             function, limit = _Speed, allowed
         else:
             gradients = 0
-            if input.dtype == torch.float32:
-                computed |= WIDE_LSE
         run = apply if grad_weight_out is None else uncompiled(apply)
         outputs = run(
             _OP, function, *tensors, *settings, limit, grad_weight_out, computed, wanted, followed, gradients | wide,
@@ -846,9 +843,8 @@ def _compute_again(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor 
     *tensors, lse, entropy, target_mass, divisor, number_tensor, place = ctx.saved_tensors
     *inputs, _ = _as_multiplied(tuple(tensors))
     input, linear_weight, linear_bias = inputs[:3]
-    upstream, saved = for_backward(
-        upstream, (lse, entropy, target_mass, divisor), Options(*ctx.options).reduction, tensors[0].dtype
-    )
+    saved: Sequence[Tensor | None] = (lse, entropy, target_mass, divisor)
+    upstream, saved = for_backward(upstream, saved, Options(*ctx.options).reduction)
     bits = sum(bit for bit, needs in zip(GRADIENTS, ctx.needs_input_grad) if needs)
     arguments = (*upstream, *inputs, *saved, *ctx.options)
     if ctx.grad_weight_out is not None and bits & OF_WEIGHT:

@@ -202,10 +202,11 @@ def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tupl
     batched = _batched(info, tensors, axes)
 
     lse = _per_row(batched.lse)
+    rows = lse if lse.dim() < batched.input.dim() else lse[..., 0]
     divisor = batched.divisor if options.reduction == MEAN else None
     grad_input, *absent = _backward(
         *tensors._replace(
-            grad_loss=row_gradients(batched.grad_loss, options.reduction, divisor, lse),
+            grad_loss=row_gradients(batched.grad_loss, options.reduction, divisor, rows),
             grad_lse=_per_row(batched.grad_lse),
             grad_entropy=_per_row(batched.grad_entropy),
             input=batched.input,

@@ -29,6 +29,7 @@ from eaves._loss import (
     LSE,
     MEAN_LOGIT,
     RANGES,
+    SPLIT_LSE,
     SUM_SQ,
     CrossEntropyOutput,
     pick,
@@ -520,7 +521,7 @@ def _computed(
     **options: Any,
 ) -> Tensor | LogProbOutput:
     """log_prob of logits x, or where there is a weight linear_log_prob of hidden states x."""
-    outputs = LSE
+    outputs = LSE | SPLIT_LSE
     for output, bit, is_wanted in zip(LogProbOutput._fields[1:], (ENTROPY, ARGMAX, SUM_SQ, MEAN_LOGIT), returns):
         check_bool(op, f"return_{output.removeprefix('is_')}", is_wanted)
         outputs |= bit if is_wanted else 0

@@ -423,7 +423,7 @@ def _gradient_(z: Tensor, rows: Rows, settings: Settings, saved_and_upstream: Se
     of_shard = () if settings.over_ranks is None else settings.over_ranks.place[:2]
     if z.shape[1]:
         call(
-            settings.op, _backward_in_place, lse.new_zeros(()).expand_as(lse), total.squeeze(1),
+            settings.op, _backward_in_place, lse.new_zeros(()).expand(lse.shape[:-1]), total.squeeze(1),
             None if grad_entropy is None else grad_entropy.contiguous(), z, target, None, None, lse,
             None if grad_entropy is None else entropy, None, None, -1, settings.ignore_index, NONE,
             _numbers_for_kernel(settings, rows), *of_shard,

@@ -37,8 +37,7 @@ def logsumexp(
 
     One pass over x, sums in float32 (float64 for a float64 x), rounded once (M. Milakov, N. Gimelshein, "Online
     normalizer calculation for softmax", arXiv:1805.02867). The gradient is computed from an lse that is not rounded to
-    the dtype of x; what is kept for it is x and that number for each row, in float64 where x is float32 or float64,
-    else in float32.
+    the dtype of x: kept for it are x and two numbers for each row, lse and the rest that its rounding lost.
 
     Args:
         x: any shape of at most 16 axes, any strides, on the CPU or a CUDA GPU; float16, bfloat16, float32, float64, or
@@ -84,34 +83,24 @@ def logsumexp(
     return out
 
 
-def _kept_dtype(x: Tensor) -> torch.dtype:
-    """What lse is kept in for the backward, as python/csrc/logsumexp.cpp makes it: around 1e4 a float32 is off by 5e-4,
-    and the gradient of float32 elements with it."""
-    return torch.float64 if x.dtype == torch.float32 else accumulator_dtype(x.dtype)
-
-
 @binds_quickly
 class _Logsumexp(torch.autograd.Function):
-    """x -> (out, lse), or out alone where that is the lse, in the dtype that the backward needs."""
+    """x -> (out, lse), with lse as two numbers, [rows..., 2]: around 1e4 one float32 is off by 5e-4, and so would be the
+    gradient."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tensor | tuple[Tensor, Tensor]:
-        is_lse = dtype == _kept_dtype(x)
-        result: Tensor | tuple[Tensor, Tensor]
-        result = call("logsumexp", _forward if is_lse else _forward_lse, x, axes, keepdim, dtype)
+    def forward(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = call("logsumexp", _forward_lse, x, axes, keepdim, dtype)
         return result
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         x, ctx.axes, ctx.keepdim, _ = inputs
+        _, lse = output
         ctx.set_materialize_grads(False)  # or each backward would fill a tensor of zeros for lse
-        if isinstance(output, tuple):
-            _, lse = output
-            ctx.mark_non_differentiable(lse)
-        else:
-            lse = output
+        ctx.mark_non_differentiable(lse)
         ctx.save_for_backward(x, lse)
 
     @staticmethod
@@ -150,7 +139,7 @@ class _LogsumexpGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, v: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         grad_out, x, lse = ctx.saved_tensors
-        p = _gradient(torch.ones_like(lse, dtype=grad_out.dtype), x, lse, ctx.axes, ctx.keepdim)
+        p = _gradient(torch.ones_like(grad_out), x, lse, ctx.axes, ctx.keepdim)
         weighted = v.to(accumulator_dtype(x.dtype)) * p
         total = weighted.sum(tuple(ctx.axes) or None, keepdim=True)
         rows = grad_out if ctx.keepdim else grad_out.reshape(total.shape)
@@ -176,8 +165,8 @@ def _(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tens
 
 @register_fake("logsumexp_forward_lse")
 def _(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    shape = _row_shape(x, axes, keepdim)
-    return x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=_kept_dtype(x))
+    out = x.new_empty(_row_shape(x, axes, keepdim), dtype=dtype)
+    return out, x.new_empty([*_row_shape(x, axes, False), 2], dtype=accumulator_dtype(x.dtype))
 
 
 @register_fake("logsumexp_backward")

@@ -33,7 +33,8 @@ REDUCTION_NAMES = {mode: name for name, mode in REDUCTIONS.items()}
 # them in this order.
 LSE, DIVISOR, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS, SUM_SQ, MEAN_LOGIT = OUTPUTS = (1, 2, 4, 8, 16, 32, 64, 128)
 OF_IGNORED_ROWS = 256  # no output: those per row of rows that are ignored too
-WIDE_LSE = 512  # no output: lse is float64 although the loss is float32
+# No output: lse is two numbers, [rows..., 2], which a backward needs (docs/numerics.md).
+SPLIT_LSE = 512
 # What the user may ask for, in the order of CrossEntropyOutput.
 RETURNED = (LSE, ARGMAX, ENTROPY, Z_LOSS, SUM_SQ, MEAN_LOGIT)
 
@@ -318,7 +319,7 @@ def refuse_unknown(op: str, names: Iterable[str], function: Callable[..., object
 
 def kept_for_backward(wanted: int, mode: int, needs_target_mass: bool) -> int:
     """The outputs that are wanted, and those that a backward reads."""
-    computed = wanted | LSE
+    computed = wanted | LSE | SPLIT_LSE
     if mode == MEAN:
         computed |= DIVISOR
     return computed | TARGET_MASS if needs_target_mass else computed
@@ -352,7 +353,7 @@ POSITIONS = [
         for bit in OUTPUTS
     }
     for computed in range(OF_IGNORED_ROWS)
-] * (2 * WIDE_LSE // OF_IGNORED_ROWS)  # the bits that are no outputs change no place
+] * (2 * SPLIT_LSE // OF_IGNORED_ROWS)  # the bits that are no outputs change no place
 
 _SAVED_POSITIONS = [(positions[ENTROPY], positions[TARGET_MASS], positions[DIVISOR]) for positions in POSITIONS]
 
@@ -366,8 +367,8 @@ def pick(outputs: Sequence[Any], computed: int, bit: int) -> Any:
 def output_of(outputs: Sequence[Tensor], computed: int, wanted: int) -> CrossEntropyOutput:
     """What the user gets of what was computed."""
     returned = [pick(outputs, computed, bit) if wanted & bit else None for bit in RETURNED]
-    if computed & WIDE_LSE and returned[0] is not None:
-        returned[0] = returned[0].to(outputs[0].dtype)
+    if computed & SPLIT_LSE and returned[0] is not None:
+        returned[0] = returned[0].select(-1, 0).contiguous()
     return CrossEntropyOutput(outputs[0], *returned)
 
 
@@ -398,20 +399,19 @@ def upstream_of(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None
     grad_entropy = pick(grads, ctx.computed, ENTROPY)
     if grad_loss is None and grad_lse is None and grad_entropy is None:
         return ()
-    if grad_lse is not None and ctx.computed & WIDE_LSE:
-        grad_lse = grad_lse.to(torch.float32)
+    if grad_lse is not None and ctx.computed & SPLIT_LSE:
+        grad_lse = grad_lse.select(-1, 0)
     return grad_loss, grad_lse, grad_entropy
 
 
 def for_backward(
-    upstream: Sequence[Any], saved: Sequence[Any], mode: int, dtype: torch.dtype
+    upstream: Sequence[Any], saved: Sequence[Any], mode: int
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The upstream gradients and the saved outputs as the extension takes them; `dtype` is that of the logits."""
+    """The upstream gradients and the saved outputs as the extension takes them."""
     grad_loss, grad_lse, grad_entropy = upstream
     lse, entropy, target_mass, divisor = saved
     if grad_loss is None:
-        zero = lse.new_zeros((), dtype=accumulator_dtype(dtype))
-        grad_loss = zero.expand(lse.shape if mode == NONE else ())
+        grad_loss = lse.new_zeros(()).expand(lse.shape[:-1] if mode == NONE else ())
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     if grad_entropy is None:
@@ -427,8 +427,8 @@ def empty_outputs(like: Tensor, rows: Sequence[int], mode: int, outputs: int) ->
     tensors = [like.new_empty(loss_shape, dtype=dtype)]
     for bit, shape in shapes.items():
         if outputs & bit:
-            of_output = torch.int64 if bit == ARGMAX else torch.float64 if bit == LSE and outputs & WIDE_LSE else dtype
-            tensors.append(like.new_empty(shape, dtype=of_output))
+            of_output = (*shape, 2) if bit == LSE and outputs & SPLIT_LSE else shape
+            tensors.append(like.new_empty(of_output, dtype=torch.int64 if bit == ARGMAX else dtype))
     return tensors
 
 

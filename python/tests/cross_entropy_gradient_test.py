@@ -231,7 +231,7 @@ def test_checkpointing_gives_the_same_gradient(device: torch.device) -> None:
     assert torch.equal(torch.autograd.grad(loss, logits)[0], expected)
 
 
-def test_only_the_arguments_and_one_number_a_row_are_kept_for_the_backward(device: torch.device) -> None:
+def test_only_the_arguments_and_two_numbers_a_row_are_kept_for_the_backward(device: torch.device) -> None:
     for dtype in FLOATING_POINT:
         logits = random_tensor((64, 1000), dtype, device).requires_grad_()
         target = targets_of(logits)
@@ -246,9 +246,9 @@ def test_only_the_arguments_and_one_number_a_row_are_kept_for_the_backward(devic
         inputs = {logits.data_ptr(), target.data_ptr()}
         assert inputs == {t.data_ptr() for t in kept} & inputs, "the tensors themselves, not copies"
         besides = [t for t in kept if t.data_ptr() not in inputs]
-        # The lse of each row, of float32 in float64, and the divisor of the mean.
-        of_lse, of_divisor = (4 if dtype.itemsize == 2 else 8), (8 if dtype == torch.float64 else 4)
-        assert sum(t.untyped_storage().nbytes() for t in besides) == 64 * of_lse + of_divisor
+        # The two numbers of each row's lse, and the divisor of the mean.
+        number = 8 if dtype == torch.float64 else 4
+        assert sum(t.untyped_storage().nbytes() for t in besides) == (64 * 2 + 1) * number
 
 
 def test_an_input_that_was_changed_before_the_backward_is_noticed(device: torch.device) -> None:

@@ -212,6 +212,11 @@ void has_one_element(const Argument& argument) {
   fail(argument, "has shape " + to_string(argument.view.shape) + ", expected one element");
 }
 
+bool has_two_numbers(const TensorView& lse, const Dims& row_shape) {
+  const int rank = row_shape.size();
+  return lse.is_present && lse.shape.size() == rank + 1 && lse.shape[rank] == 2;
+}
+
 void is_contiguous(const Argument& argument) {
   if (argument.view.element_count() == 0 || has_no_gaps(argument.view)) return;
   fail(argument, "has shape " + to_string(argument.view.shape) + " and strides " + to_string(argument.view.strides) +

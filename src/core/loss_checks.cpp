@@ -53,24 +53,32 @@ void* LossArguments::per_row(const Argument& argument, bool is_output, DType dty
   is_on(argument, device, reference);
   if (argument.view.shape != row_shape) has_shape(argument, row_shape, per_row_shape());
   has_dtype(argument, {dtype}, why);
-  is_contiguous(argument);
-  is_output ? take_output(argument) : take_input(argument);
-  return argument.view.data;
+  return taken(argument, is_output);
 }
 
 void* LossArguments::per_row(const Argument& argument, bool is_output) {
-  if (!is_given(argument)) return nullptr;
-  is_on(argument, device, reference);
-  if (argument.view.shape != row_shape) has_shape(argument, row_shape, per_row_shape());
-  has_result_dtype(argument);
-  return per_row(argument, is_output, result_dtype, "");
+  return numbers(argument, is_output, row_shape);
 }
 
-TypedNumbers LossArguments::lse(const Argument& argument, bool is_output) {
-  if (takes_wide_lse && argument.view.is_present && argument.view.dtype == DType::float64) {
-    return {per_row(argument, is_output, DType::float64, ""), DType::float64};
-  }
-  return {per_row(argument, is_output), result_dtype};
+KeptLse LossArguments::lse(const Argument& argument, bool is_output) {
+  const bool is_split = has_two_numbers(argument.view, row_shape);
+  Dims shape = row_shape;
+  if (is_split) shape.push_back(2);
+  return {numbers(argument, is_output, shape), is_split};
+}
+
+void* LossArguments::numbers(const Argument& argument, bool is_output, const Dims& shape) {
+  if (!is_given(argument)) return nullptr;
+  is_on(argument, device, reference);
+  if (argument.view.shape != shape) has_shape(argument, shape, per_row_shape());
+  has_result_dtype(argument);
+  return taken(argument, is_output);
+}
+
+void* LossArguments::taken(const Argument& argument, bool is_output) {
+  is_contiguous(argument);
+  is_output ? take_output(argument) : take_input(argument);
+  return argument.view.data;
 }
 
 void* LossArguments::scalar(const Argument& argument, bool is_output) {

@@ -28,7 +28,6 @@ struct LossArguments {
   const char* rows_of = reference;     ///< the argument whose rows and dtype these are
   std::vector<Argument> inputs = {};   ///< present ones
   std::vector<Argument> outputs = {};  ///< present ones
-  bool takes_wide_lse = false;         ///< an lse may also be float64
 
   void take_input(const Argument& argument);
   void take_output(const Argument& argument);
@@ -42,8 +41,8 @@ struct LossArguments {
   void* per_row(const Argument& argument, bool is_output, DType dtype, const char* why);
   void* per_row(const Argument& argument, bool is_output);
 
-  /// lse, optional.
-  TypedNumbers lse(const Argument& argument, bool is_output);
+  /// lse, optional: per row, or with one more axis of 2.
+  KeptLse lse(const Argument& argument, bool is_output);
 
   /// An optional single number of the result dtype.
   void* scalar(const Argument& argument, bool is_output);
@@ -56,6 +55,11 @@ struct LossArguments {
 
   /// dL/d(loss): any strides, dtype of the result or `dtype`, that of the reference.
   void has_loss_gradient(const Argument& argument, DType dtype, Reduction reduction) const;
+
+ private:
+  /// An optional contiguous tensor of the result dtype.
+  void* numbers(const Argument& argument, bool is_output, const Dims& shape);
+  void* taken(const Argument& argument, bool is_output);
 };
 
 /// `views` has a member for each. `has_unit_factors`: the sum over the classes has no weights.
@@ -69,9 +73,7 @@ LossOutputs loss_outputs(LossArguments& checked, const Views& views, Reduction r
   outputs.divisor = checked.mean_scalar({op, "divisor", views.divisor}, reduction, true);
   outputs.argmax = static_cast<std::int64_t*>(
       checked.per_row({op, "argmax", views.argmax}, true, DType::int64, "a class of each row"));
-  const TypedNumbers lse = checked.lse({op, "lse", views.lse}, true);
-  outputs.lse = const_cast<void*>(lse.data);
-  outputs.has_wide_lse = lse.dtype != checked.result_dtype;
+  outputs.lse = checked.lse({op, "lse", views.lse}, true);
   outputs.entropy = checked.per_row({op, "entropy", views.entropy}, true);
   outputs.sum_sq = checked.per_row({op, "sum_sq", views.sum_sq}, true);
   outputs.mean_logit = checked.per_row({op, "mean_logit", views.mean_logit}, true);

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "core/softmax_state.h"
+
 namespace eaves {
 
 /// Each nullptr where not asked for; float32, or float64 for float64 logits.
@@ -12,17 +14,16 @@ struct LossOutputs {
   void* divisor;  ///< one element
   // Per row.
   std::int64_t* argmax;
-  void* lse;
+  KeptLse lse;
   void* entropy;
   void* sum_sq;
   void* mean_logit;
   void* target_mass;
-  bool has_wide_lse = false;  ///< lse is float64 while the other numbers are float32
 };
 
-/// Those with a number for each row, in the dtype of the loss: lse too, of calls that take no wide one.
+/// Beside lse, those with a number for each row in the dtype of the loss.
 using RowOutput = void* LossOutputs::*;
-inline constexpr RowOutput kRowOutputs[] = {&LossOutputs::lse, &LossOutputs::entropy, &LossOutputs::sum_sq,
-                                            &LossOutputs::mean_logit, &LossOutputs::target_mass};
+inline constexpr RowOutput kRowOutputs[] = {&LossOutputs::entropy, &LossOutputs::sum_sq, &LossOutputs::mean_logit,
+                                            &LossOutputs::target_mass};
 
 }  // namespace eaves

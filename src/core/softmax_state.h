@@ -34,6 +34,52 @@ struct SoftmaxState {
   EAVES_HOST_DEVICE A lse() const { return softmax_anchor(max) + std::log(sum); }
 };
 
+/// An lse as two numbers: `high`, rounded, and `low`, the rest that its rounding lost, 0 beside a `high` that is not
+/// finite. One number keeps too few digits of log(sum) beside a large anchor, and none of a sum next to 1.
+template <typename A>
+struct SplitLse {
+  A high = A(0);
+  A low = A(0);
+};
+
+/// anchor + log_sum, exactly (TwoSum).
+template <typename A>
+EAVES_HOST_DEVICE SplitLse<A> split_lse(A anchor, A log_sum) {
+  const A high = anchor + log_sum;
+  if (!(high - high == A(0))) return {high, A(0)};
+  const A added = high - anchor;
+  return {high, (anchor - (high - added)) + (log_sum - added)};
+}
+
+/// Two numbers of A from two of another type.
+template <typename A, typename B>
+EAVES_HOST_DEVICE SplitLse<A> rounded(const SplitLse<B>& lse) {
+  const A high = static_cast<A>(lse.high);
+  const bool is_finite = high - high == A(0);
+  return {high, is_finite ? static_cast<A>((lse.high - static_cast<B>(high)) + lse.low) : A(0)};
+}
+
+/// The lse of rows in memory: one number for each row, or `high` and `low` beside each other.
+struct KeptLse {
+  void* data = nullptr;  ///< nullptr where there is none
+  bool is_split = false;
+
+  /// From the element `first` on.
+  template <typename A>
+  EAVES_HOST_DEVICE SplitLse<A> load(std::int64_t first) const {
+    const A* from = static_cast<const A*>(data) + first;
+    return {from[0], is_split ? from[1] : A(0)};
+  }
+  template <typename A>
+  EAVES_HOST_DEVICE void store(std::int64_t first, const SplitLse<A>& lse) const {
+    A* to = static_cast<A*>(data) + first;
+    to[0] = lse.high;
+    if (is_split) to[1] = lse.low;
+  }
+  /// Where contiguous rows begin.
+  EAVES_HOST_DEVICE std::int64_t row(std::int64_t index) const { return is_split ? 2 * index : index; }
+};
+
 /// The state of the union of two disjoint sets. Commutative; the default-constructed state is neutral. `exp` is the
 /// exponential to use: the library's, or an approximate one of a GPU.
 template <typename A, typename Exp>

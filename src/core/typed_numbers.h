@@ -30,25 +30,6 @@ EAVES_HOST_DEVICE A number_at(const TypedNumbers& numbers, std::int64_t i) {
   }
 }
 
-/// A number of A's type or of float64, as a number of A; and what that rounding lost, 0 where it is not finite.
-template <typename A>
-struct SplitNumber {
-  A high;
-  A low = A(0);
-
-  EAVES_HOST_DEVICE SplitNumber(const TypedNumbers& numbers, std::int64_t i) {
-    if (numbers.dtype == kDTypeOf<A>) {
-      high = static_cast<const A*>(numbers.data)[i];
-      return;
-    }
-    // No branch on what is loaded: other loads need not wait for it.
-    const double number = static_cast<const double*>(numbers.data)[i];
-    high = static_cast<A>(number);
-    const A rest = static_cast<A>(number - static_cast<double>(high));
-    low = high - high == A(0) ? rest : A(0);
-  }
-};
-
 /// Of T or float32, for kernels over T.
 template <typename T>
 EAVES_HOST_DEVICE Accumulator<T> own_or_float_at(const TypedNumbers& numbers, std::int64_t i) {

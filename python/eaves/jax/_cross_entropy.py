@@ -33,6 +33,7 @@ from eaves.jax._loss import (
     reduced,
     reduction_of,
     result_dtype,
+    returned,
     row_weight_of,
     target_weights,
     wanted_outputs,
@@ -190,7 +191,7 @@ def _rows(setting: _Setting) -> Any:
         return dict(zip(names, bind(call, *arrays.arrays)))
 
     def split(outputs: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return outputs["loss"], {name: outputs[name] for name in setting.wanted}
+        return outputs["loss"], returned(outputs, setting.wanted)
 
     @jax.custom_vjp
     def function(logits: Any, labels: Any, weight: Any, row_weight: Any) -> Any:
@@ -211,7 +212,7 @@ def _rows(setting: _Setting) -> Any:
         grad_loss, grad_lse, grad_entropy = map(given, (grad_loss, *map(grad_outputs.get, ("lse", "entropy"))))
         if grad_loss is None and grad_lse is None and grad_entropy is None:
             return None, None, None, None
-        arrays.add("grad_loss", jnp.zeros_like(kept["lse"]) if grad_loss is None else grad_loss, of_rows)
+        arrays.add("grad_loss", jnp.zeros_like(kept["lse"][..., 0]) if grad_loss is None else grad_loss, of_rows)
         add_saved(arrays, of_rows, kept, grad_lse, grad_entropy)
         result = Result("grad_logits", arrays.operands[0].factors, shape=logits.shape, dtype=logits.dtype)
         call = Call(_OP, "cross_entropy_backward", tuple(arrays.operands), (result,), setting.numbers, _NAMES)

@@ -37,6 +37,7 @@ from eaves.jax._loss import (
     reduced,
     reduction_of,
     result_dtype,
+    returned,
     row_weight_of,
     share_of,
     target_weights,
@@ -327,7 +328,7 @@ def _loss(setting: _Setting) -> Any:
         return dict(zip(names, written)), list(written[len(names) :])
 
     def split(outputs: dict[str, jax.Array], divisor: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return reduced(outputs["loss"], setting.mode, divisor), {name: outputs[name] for name in setting.wanted}
+        return reduced(outputs["loss"], setting.mode, divisor), returned(outputs, setting.wanted)
 
     @jax.custom_vjp
     def function(*values: Any) -> Any:

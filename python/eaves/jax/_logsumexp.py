@@ -28,8 +28,8 @@ def logsumexp(
         out = log(sum over axis of exp(x)),    dL/dx = dL/dout * exp(x - out)
 
     One pass over x, sums in float32 (float64 for a float64 x), rounded once; the gradient is computed from sums in
-    float32, whatever the dtype of x (M. Milakov, N. Gimelshein, arXiv:1805.02867). Kept for the gradient are x and one
-    number for each row.
+    float32, whatever the dtype of x (M. Milakov, N. Gimelshein, arXiv:1805.02867). Kept for the gradient are x and two
+    numbers for each row.
 
     Args:
         x: at most 16 axes; float16, bfloat16, float32, float64; integers and bools are converted to float32.
@@ -84,8 +84,9 @@ def _of(axes: tuple[int, ...], keepdims: bool, dtype: Any) -> Any:
         accumulator = jnp.promote_types(x.dtype, jnp.float32)
         factors, kept, shape = _rows(x, axes, keepdims)
         results = [Result("out", kept, shape=shape, dtype=dtype)]
-        if wants_lse and dtype != accumulator:
-            results.append(Result("lse", kept, shape=shape, dtype=accumulator))
+        if wants_lse:  # as two numbers
+            _, of_rows, rows = _rows(x, axes, False)
+            results.append(Result("lse", (*of_rows, "high_and_low"), shape=(*rows, 2), dtype=accumulator))
         outputs = bind(_call("logsumexp_forward", (Operand("x", factors),), tuple(results)), x)
         return outputs[0], outputs[-1]
 
@@ -103,7 +104,8 @@ def _of(axes: tuple[int, ...], keepdims: bool, dtype: Any) -> Any:
     def backward_rule(kept: tuple[jax.Array, jax.Array], grad_out: jax.Array) -> tuple[jax.Array]:
         x, lse = kept
         factors, of_rows, _ = _rows(x, axes, keepdims)
-        operands = (Operand("grad_out", of_rows), Operand("x", factors), Operand("lse", of_rows))
+        _, of_lse, _ = _rows(x, axes, False)
+        operands = (Operand("grad_out", of_rows), Operand("x", factors), Operand("lse", (*of_lse, "high_and_low")))
         results = (Result("grad_x", factors, shape=x.shape, dtype=x.dtype),)
         return (bind(_call("logsumexp_backward", operands, results), grad_out, x, lse)[0],)
 

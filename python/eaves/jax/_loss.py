@@ -103,11 +103,24 @@ def wanted_outputs(*are_wanted: bool) -> tuple[str, ...]:
 
 
 def loss_results(names: Sequence[str], factors: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> list[Result]:
-    """The outputs of a call that have a number for each row."""
+    """The outputs of a call that have a number for each row; lse has two, which the backward needs."""
     return [
-        Result(name, factors, shape=shape, dtype=jnp.dtype("int64") if name == "argmax" else jnp.dtype(dtype))
+        Result(
+            name,
+            (*factors, *_LSE_FACTORS) if name == "lse" else factors,
+            shape=(*shape, 2) if name == "lse" else shape,
+            dtype=jnp.dtype("int64") if name == "argmax" else jnp.dtype(dtype),
+        )
         for name in names
     ]
+
+
+_LSE_FACTORS = ("high_and_low",)
+
+
+def returned(written: dict[str, jax.Array], wanted: Sequence[str]) -> dict[str, jax.Array]:
+    """What the user gets of the outputs that a call wrote."""
+    return {name: written[name][..., 0] if name == "lse" else written[name] for name in wanted}
 
 
 @dataclasses.dataclass
@@ -243,7 +256,7 @@ def add_saved(arrays: Arrays, of_rows: tuple[str, ...], kept: Any, grad_lse: Any
     """What a backward takes beside its inputs and dL/d(loss): `kept` is what the forward has saved, by name."""
     arrays.add("grad_lse", grad_lse, of_rows)
     arrays.add("grad_entropy", grad_entropy, of_rows)
-    arrays.add("lse", kept["lse"], of_rows)
+    arrays.add("lse", kept["lse"], (*of_rows, *_LSE_FACTORS))
     arrays.add("entropy", kept["entropy"] if grad_entropy is not None else None, of_rows)
     arrays.add("target_mass", kept["target_mass"], of_rows)
 

@@ -70,7 +70,7 @@ struct CrossEntropyBackwardProblem {
   TypedNumbers grad_loss;  ///< nullptr: 1 (in place only)
   const void* grad_lse;
   const void* grad_entropy;
-  TypedNumbers lse;  ///< as the other numbers, or float64
+  KeptLse lse;
   const void* entropy;
   const void* target_mass;
   const void* divisor;  ///< nullptr but for the mean

@@ -44,11 +44,12 @@ void backward_of(const CrossEntropyBackwardProblem& problem, const ExecutionCont
                      [&](std::int64_t index, const ColumnPiece& piece) {
                        const auto row = rows.row(index);
                        const std::int64_t at = row.at.of[kPerRow];
+                       const auto lse = problem.lse.load<Accumulator<T>>(problem.lse.row(at));
                        return map_of(rows, row,
                                      {.grad_loss = grad_of_row(problem.inputs, problem.grad_loss, row.at, divisor),
                                       .grad_lse = per_row(problem.grad_lse, at),
                                       .grad_entropy = per_row(problem.grad_entropy, at),
-                                      .lse = number_at(problem.lse, at),
+                                      .lse = split_lse<double>(lse.high, lse.low),
                                       .entropy = per_row(problem.entropy, at),
                                       .target_mass = per_row(problem.target_mass, at),
                                       .target = row.target,

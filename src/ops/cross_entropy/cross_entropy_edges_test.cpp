@@ -368,30 +368,78 @@ TEST_P(CrossEntropyEdges, AsPGoesToOneTheGradientOfTheTargetStaysPrecise) {
   }
 }
 
-TEST_P(CrossEntropyEdges, InFloat64AnLseKeepsTheGradientOfLogitsFarFromZero) {
+TEST_P(CrossEntropyEdges, TwoNumbersOfAnLseKeepTheGradientOfLogitsFarFromZero) {
   // At the last, exponents of 2 are around -2^20, where a GPU takes those with options in another way.
   for (const double offset : {300.0, -1e4, 1e4, 1e5, -0x1p20 * std::numbers::ln2}) {
     for (const std::int64_t columns : {3, 50, 1000, 40003}) {
-      CrossEntropyCase plain{.device = device(), .dtype = DType::float32, .shape = {5, columns}, .has_wide_lse = true};
-      plain.value = [=](std::int64_t i) { return offset + normal(i); };
-      check_cross_entropy(plain);
-      CrossEntropyCase with_options = plain;
-      with_options.options = {.label_smoothing = 0.1, .z_loss_weight = 1e-4};
-      with_options.has_grad_lse = with_options.has_grad_entropy = true;
-      check_cross_entropy(with_options);
-      with_options.weight_dtype = DType::float32;
-      check_cross_entropy(with_options);
+      for (const DType dtype : {DType::float32, DType::bfloat16, DType::float64}) {
+        CrossEntropyCase plain{.device = device(), .dtype = dtype, .shape = {5, columns}, .has_split_lse = true};
+        plain.value = [=](std::int64_t i) { return offset + normal(i); };
+        check_cross_entropy(plain);
+        if (dtype != DType::float32) continue;
+        CrossEntropyCase with_options = plain;
+        with_options.options = {.label_smoothing = 0.1, .z_loss_weight = 1e-4};
+        with_options.has_grad_lse = with_options.has_grad_entropy = true;
+        check_cross_entropy(with_options);
+        with_options.weight_dtype = DType::float32;
+        check_cross_entropy(with_options);
+      }
     }
   }
-  // And of a class that is learnt: lse - 18 is 7e-7. On a GPU the sum of the row, 1 + 7e-7, has lost it before.
-  if (device().type == DeviceType::cuda) return;
-  CrossEntropyCase learnt{.device = device(), .dtype = DType::float32, .shape = {1, 50}, .has_wide_lse = true};
-  learnt.value = [](std::int64_t i) { return i == 1 ? 18.0 : 0.0; };
+}
+
+/// The gradient of the target's logit beside 49 zeros, for an upstream gradient of 1: in the backward and in place.
+std::array<double, 2> gradients_of_learnt(Device device, DType dtype, double logit, bool has_options) {
+  CrossEntropyCase learnt{.device = device, .dtype = dtype, .shape = {1, 50}, .has_split_lse = true};
+  if (has_options) learnt.options.softcap = 1e4;
+  learnt.options.reduction = Reduction::sum;
+  learnt.value = [=](std::int64_t i) { return i == 1 ? logit : 0.0; };
   learnt.target = [](std::int64_t) { return 1.0; };
   CrossEntropyRun run(learnt);
   run.run();
-  const double exact = -run.grad_loss.get(0) * 49.0 * std::exp(-18.0);
-  EXPECT_NEAR(run.grad_logits.get(1), exact, 2e-6 * std::abs(exact));
+  const double upstream = run.grad_loss.get(0);
+  return {run.grad_logits.get(1) / upstream, run.in_place.get(1) / upstream};
+}
+
+TEST_P(CrossEntropyEdges, AClassThatIsAlmostCertainHasItsGradient) {
+  // 1 - p is 7e-7 at 18, where float32 has steps of 2e-6; at 60 it is 4e-25, and must not change its sign.
+  for (const DType dtype : {DType::float16, DType::bfloat16, DType::float32, DType::float64}) {
+    // The sum of the row, next to 1, is a float64 on the CPU. On a GPU it has an error of two steps of a float32.
+    const bool has_wide_sum = device().type == DeviceType::cpu || dtype == DType::float64;
+    const double of_sum = has_wide_sum ? 0x1p-52 : 0x1p-22;
+    const double of_dtype = dtype == DType::bfloat16 ? 0x1p-8 : dtype == DType::float16 ? 0x1p-11 : 0.0;
+    const double smallest = dtype == DType::float16 ? 0x1p-25 : 0.0;  // half of it: less is 0
+    for (const bool has_options : {false, true}) {
+      for (const double logit : {8.0, 12.0, 15.0, 18.0, 30.0, 60.0}) {
+        const double capped = has_options ? 1e4 * std::tanh(logit / 1e4) : logit;
+        const double exact = -1.0 / (1.0 + std::exp(capped) / 49.0);
+        const double of_cap = has_options ? capped * 0x1p-23 : 0.0;  // a logit that has been rounded
+        const double allowed = std::abs(exact) * (2e-6 + of_dtype + of_cap) + of_sum + smallest;
+        for (const double gradient : gradients_of_learnt(device(), dtype, logit, has_options)) {
+          EXPECT_NEAR(gradient, exact, allowed) << name_of(dtype) << ", logit " << logit << ", options " << has_options;
+          EXPECT_LE(gradient, 0.0) << name_of(dtype) << ", logit " << logit << ", options " << has_options;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropyEdges, LogitsAtTheEndOfTheirRangeHaveTheirGradient) {
+  // Two equal logits: beside the largest number of a type no single lse has room for log(2).
+  for (const auto& [dtype, largest] : {std::pair(DType::float16, 65504.0), std::pair(DType::float32, 0x1.fffffep127),
+                                       std::pair(DType::float64, std::numeric_limits<double>::max())}) {
+    CrossEntropyCase test_case{.device = device(), .dtype = dtype, .shape = {1, 2}, .has_split_lse = true};
+    test_case.options.reduction = Reduction::sum;
+    test_case.value = [largest = largest](std::int64_t) { return largest; };
+    test_case.target = [](std::int64_t) { return 1.0; };
+    CrossEntropyRun run(test_case);
+    run.run();
+    const double upstream = run.grad_loss.get(0);
+    for (const TestTensor* gradient : {&run.grad_logits, &run.in_place}) {
+      EXPECT_NEAR(gradient->get(0) / upstream, 0.5, 1e-3) << name_of(dtype);
+      EXPECT_NEAR(gradient->get(1) / upstream, -0.5, 1e-3) << name_of(dtype);
+    }
+  }
 }
 
 TEST_P(CrossEntropyEdges, ALossNextToZeroIsNotRoundedToZero) {

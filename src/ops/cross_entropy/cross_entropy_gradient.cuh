@@ -46,7 +46,7 @@ struct GradientInputs {
   TypedNumbers grad_loss;
   const A* grad_lse;
   const A* grad_entropy;
-  TypedNumbers lse;
+  KeptLse lse;
   const A* entropy;
   const A* target_mass;
   const A* divisor;
@@ -67,9 +67,7 @@ struct GradientInputs {
     const std::int64_t i = at.of[kPerRow];
     RowGradientInputs<A> row{};
     row.target = in.target_at(at.of[kTargets]);
-    const SplitNumber<A> split(lse, i);
-    row.lse = split.high;
-    row.lse_low = split.low;
+    row.lse = lse.load<A>(lse.row(i));
     row.grad_loss = gradient_of_loss<T>(grad_loss, at.of[kGradLoss], divisor) * in.row_weight_at(i);
     if (grad_lse != nullptr) row.grad_lse = grad_lse[i];
     if (grad_entropy != nullptr) {
@@ -86,21 +84,21 @@ struct PlainGradient {
   using A = Accumulator<T>;
   static constexpr int kSize = Vector<T>::kSize;
 
-  RowGradient<A> row;  ///< mass has e^(-lse_low) in it: it multiplies e^(z - lse)
+  RowGradient<A> row;  ///< mass has e^(-lse.low) in it: it multiplies e^(z - lse.high)
 
   __device__ PlainGradient(const LossInputs<T, View>&, const RowGradient<A>& gradient, std::int64_t) : row(gradient) {
-    row.mass *= exponential(-row.lse_low);
+    row.mass *= exponential(-row.lse.low);
   }
 
   __device__ std::int64_t target_column() const { return row.target; }
   /// Of a class that is not the target. The difference is taken before the product with log2(e): near lse, where the
   /// result is largest, it is exact. In a row that counts for nothing p is not used, and may be NaN.
   __device__ A other(A z) const {
-    return row.mass == A(0) ? -row.per_class : fma(exponential(z - row.lse), row.mass, -row.per_class);
+    return row.mass == A(0) ? -row.per_class : fma(exponential(z - row.lse.high), row.mass, -row.per_class);
   }
   __device__ A target(A z) const {
     if (row.hard == A(0) && row.rest == A(0)) return -row.per_class;
-    const A d = (z - row.lse) - row.lse_low;
+    const A d = row.log_probability(z);
     return fma(std::expm1(d), row.hard, fma(exponential(d), row.rest, -row.per_class));
   }
 
@@ -135,22 +133,22 @@ struct FullGradient {
   RowGradient<A> row;
   std::int64_t soft_row;
   // For whole vectors: p / correction = e^(kUnit * (z' / kUnit - anchor)), with the anchor in the rounding of z'. What
-  // the rounding of the anchor itself adds to every exponent, and lse_low, the correction takes out again; from the
+  // the rounding of the anchor itself adds to every exponent, and lse.low, the correction takes out again; from the
   // exponent that the slope multiplies, the mass does.
-  A anchor;  ///< lse / kUnit
+  A anchor;  ///< lse.high / kUnit
   A mass;    ///< of p / correction; like the next ones for gradients in z'/scale
   A slope;   ///< of p / correction times the exponent
   A per_class;
   bool has_vectors;  ///< the row's numbers are common ones
 
   __device__ FullGradient(const LossInputs<T, View>& inputs, const RowGradient<A>& gradient, std::int64_t soft_offset)
-      : in(inputs), row(gradient), soft_row(soft_offset), anchor(product(row.lse, A(1) / kUnit<A>)) {
-    const A rounding = fma(row.lse, A(1) / kUnit<A>, -anchor) + row.lse_low * (A(1) / kUnit<A>);
+      : in(inputs), row(gradient), soft_row(soft_offset), anchor(product(row.lse.high, A(1) / kUnit<A>)) {
+    const A rounding = fma(row.lse.high, A(1) / kUnit<A>, -anchor) + row.lse.low * (A(1) / kUnit<A>);
     const A correction = power(-rounding) * in.terms.scale;
     mass = (row.mass - row.slope * (kUnit<A> * rounding)) * correction;
     slope = row.slope * correction * kUnit<A>;
     per_class = row.per_class * in.terms.scale;
-    has_vectors = row.mass != A(0) && fabs(row.lse) < A(kCommonAnchor) &&
+    has_vectors = row.mass != A(0) && fabs(row.lse.high) < A(kCommonAnchor) &&
                   (in.terms.softcap == A(0) || in.terms.small_logit >= A(0));
   }
 
@@ -168,7 +166,7 @@ struct FullGradient {
     A transformed = z * in.terms.scale;
     A derivative = A(1);  // of tanh
     if (in.terms.softcap != A(0)) transformed = capped<false>(z, in.terms, &derivative).rounded() * kUnit<A>;
-    const A d = (transformed - row.lse) - row.lse_low;
+    const A d = column == row.target ? row.log_probability(transformed) : (transformed - row.lse.high) - row.lse.low;
     const A p = exponential(d);
     A result = row.per_class == A(0) ? A(0) : -row.per_class * u;
     if (column == row.target) {

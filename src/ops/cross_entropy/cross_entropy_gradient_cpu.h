@@ -36,7 +36,7 @@ RowMap map_of(const Rows<T>& rows, const typename Rows<T>::Row& row, RowGradient
   map.is_zero = (row.is_ignored || in.grad_loss == 0.0) && in.grad_lse == 0.0 && in.grad_entropy == 0.0;
   if (map.is_zero || column < columns.begin || column >= columns.end) return map;
   const Transformed z = rows.logit(row, column);
-  const double difference = z.logit - g.lse;
+  const double difference = g.log_probability(z.logit);
   const double p = std::exp(difference);
   double value = 0.0;  // where p has no part in it, whatever p is
   if (g.hard != 0.0 || g.rest != 0.0) value = std::expm1(difference) * g.hard + p * g.rest;
@@ -50,10 +50,10 @@ RowMap map_of(const Rows<T>& rows, const typename Rows<T>::Row& row, RowGradient
 /// loses when it is rounded to A is one factor of all exponentials, and goes into theirs.
 template <typename A>
 SoftmaxGradient<A> coefficients_of(const RowGradient<double>& g, double derivative) {
-  const A lse = static_cast<A>(g.lse);
-  const double rounding = std::isfinite(g.lse) ? static_cast<double>(lse) - g.lse : 0.0;
+  const SplitLse<A> lse = rounded<A>(g.lse);
+  const auto rounding = -static_cast<double>(lse.low);
   const double factor = rounding == 0.0 ? derivative : derivative * std::exp(rounding);
-  return {.lse = lse,
+  return {.lse = lse.high,
           .mass = static_cast<A>((g.mass + g.slope * rounding) * factor),
           .slope = static_cast<A>(g.slope * factor),
           .constant = static_cast<A>(g.per_class * derivative)};

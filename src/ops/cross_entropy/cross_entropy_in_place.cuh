@@ -111,7 +111,6 @@ struct InPlace : std::conditional_t<kIsFull, FullLoss<T, V, false>, PlainLoss<T,
     RowGradientInputs<A> inputs{};
     inputs.target = target;
     inputs.lse = loss.lse;
-    inputs.lse_low = loss.lse_low;
     inputs.target_mass = loss.target_mass;
     inputs.grad_loss = row.grad_loss;
     return {in, gradient_of_row(in, inputs), at.of[kSoftTargets]};

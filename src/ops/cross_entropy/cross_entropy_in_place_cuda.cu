@@ -151,7 +151,8 @@ struct InPlaceWorkspace {
                                                        size_of(accumulator_dtype(inputs.logits_dtype)));
     forward_bytes = LossWorkspace::aligned(cross_entropy_workspace_bytes(problem.forward));
     mass_bytes = per_row;
-    lse_bytes = LossWorkspace::aligned(static_cast<std::size_t>(inputs.view.row_count) * sizeof(double));
+    lse_bytes = LossWorkspace::aligned(static_cast<std::size_t>(inputs.view.row_count) * 2 *
+                                       size_of(accumulator_dtype(inputs.logits_dtype)));
   }
   std::size_t bytes() const {
     return (is_fused ? loss.bytes() : forward_bytes) + lse_bytes + mass_bytes + divisor_bytes;
@@ -268,20 +269,24 @@ void in_two_passes(const CrossEntropyInPlaceProblem& problem, const ExecutionCon
   void* const own_lse = take(workspace.lse_bytes);
   void* const own_mass = take(workspace.mass_bytes);
   void* const own_divisor = take(workspace.divisor_bytes);
-  if (forward.outputs.lse == nullptr) {
-    forward.outputs.lse = own_lse;
-    forward.outputs.has_wide_lse = inputs.logits_dtype != DType::float64;
-  }
+  const KeptLse wanted = forward.outputs.lse;
+  if (!wanted.is_split) forward.outputs.lse = {own_lse, true};
   if (forward.outputs.target_mass == nullptr) forward.outputs.target_mass = own_mass;
   if (is_mean && forward.outputs.divisor == nullptr) forward.outputs.divisor = own_divisor;
   cross_entropy(forward, forward_context);
+  if (wanted.data != nullptr && !wanted.is_split) {
+    const std::size_t number = size_of(accumulator_dtype(inputs.logits_dtype));
+    check_status(cudaMemcpy2DAsync(wanted.data, number, own_lse, 2 * number, number,
+                                   static_cast<std::size_t>(inputs.view.row_count), cudaMemcpyDeviceToDevice,
+                                   static_cast<cudaStream_t>(context.stream)),
+                 kOp);
+  }
   if (inputs.view.row_count == 0 || inputs.view.column_count == 0) return;
-  const DType lse_dtype = forward.outputs.has_wide_lse ? DType::float64 : accumulator_dtype(inputs.logits_dtype);
   const CrossEntropyBackwardProblem backward{.inputs = inputs,
                                              .grad_loss = problem.grad_loss,
                                              .grad_lse = nullptr,
                                              .grad_entropy = nullptr,
-                                             .lse = {forward.outputs.lse, lse_dtype},
+                                             .lse = forward.outputs.lse,
                                              .entropy = nullptr,
                                              .target_mass = forward.outputs.target_mass,
                                              .divisor = is_mean ? forward.outputs.divisor : nullptr,

@@ -18,8 +18,7 @@ struct RowOutputs {
   A* loss;
   A* z_loss;
   A* weight;  ///< what the row counts in a mean
-  void* lse;
-  bool has_wide_lse;
+  KeptLse lse;
   std::int64_t* argmax;
   A* entropy;
   A* sum_sq;
@@ -41,7 +40,6 @@ RowOutputs<A> row_outputs(const LossOutputs& outputs, Reduction reduction, std::
                                               : of(outputs.z_loss),
           .weight = reduction == Reduction::mean ? arrays + 2 * rows : nullptr,
           .lse = outputs.lse,
-          .has_wide_lse = outputs.has_wide_lse,
           .argmax = outputs.argmax,
           .entropy = of(outputs.entropy),
           .sum_sq = of(outputs.sum_sq),
@@ -64,11 +62,7 @@ __device__ void write_row(const RowOutputs<A>& outputs, std::int64_t at, const C
   if (outputs.loss != nullptr) outputs.loss[at] = row.loss;
   if (outputs.z_loss != nullptr) outputs.z_loss[at] = row.z_loss;
   if (outputs.weight != nullptr) outputs.weight[at] = row_weight * (terms.is_soft ? A(1) : target_class.weight);
-  if (outputs.has_wide_lse) {
-    static_cast<double*>(outputs.lse)[at] = double(row.lse) + double(row.lse_low);
-  } else if (outputs.lse != nullptr) {
-    static_cast<A*>(outputs.lse)[at] = row.lse;
-  }
+  if (outputs.lse.data != nullptr) outputs.lse.store(outputs.lse.row(at), row.lse);
   if (outputs.argmax != nullptr)
     outputs.argmax[at] = is_read && terms.is_in_range(statistics.best) ? statistics.best : 0;
   if (outputs.entropy != nullptr) outputs.entropy[at] = is_read ? entropy_of(statistics) : A(0);

@@ -124,8 +124,7 @@ template <typename A>
 struct RowLoss {
   A loss;
   A z_loss;
-  A lse;
-  A lse_low;      ///< what lse has lost in its rounding: next to a large anchor it has no room for the sum
+  SplitLse<A> lse;
   A target_mass;  ///< m of cross_entropy.h
 };
 
@@ -144,11 +143,7 @@ EAVES_HOST_DEVICE RowLoss<A> row_loss(const ClassStatistics<A>& statistics, cons
   RowLoss<A> result{};
   const A anchor = softmax_anchor(statistics.softmax.max);
   const A log_sum = std::log(statistics.softmax.sum);
-  result.lse = anchor + log_sum;
-  if (result.lse - result.lse == A(0)) {  // TwoSum: lse + lse_low is anchor + log_sum
-    const A added = result.lse - anchor;
-    result.lse_low = (anchor - (result.lse - added)) + (log_sum - added);
-  }
+  result.lse = split_lse(anchor, log_sum);
   if (!is_counted) return result;
   // Through the anchor instead of lse: next to a loss of 0, z'_t is the anchor, and nothing cancels.
   const A hard = terms.is_soft ? A(0) : (A(1) - terms.smoothing) * target.weight;
@@ -165,7 +160,7 @@ EAVES_HOST_DEVICE RowLoss<A> row_loss(const ClassStatistics<A>& statistics, cons
     if (has_terms) result.loss += smooth_mass * log_sum + (smooth_mass * anchor - factor * statistics.linear);
   }
   result.target_mass = hard + smooth_mass;
-  if (terms.z_loss_weight != A(0)) result.z_loss = terms.z_loss_weight * result.lse * result.lse;
+  if (terms.z_loss_weight != A(0)) result.z_loss = terms.z_loss_weight * result.lse.high * result.lse.high;
   result.loss += result.z_loss;
   return result;
 }
@@ -193,22 +188,30 @@ EAVES_HOST_DEVICE A mean_logit_of(const ClassStatistics<A>& statistics, std::int
   return classes == 0 ? A(0) : statistics.linear / static_cast<A>(classes);
 }
 
+/// A number that only roundings make positive; a NaN stays one.
+template <typename A>
+EAVES_HOST_DEVICE A not_above_0(A value) {
+  return value > A(0) ? A(0) : value;
+}
+
 /// The gradient of a row in the classes v, without dz'_v/dz_v:
 ///
 ///   exp(z'_v - lse) * (mass + slope * (z'_v - lse)) - per_class * u_v           for v other than the target
 ///   the same, but expm1(z'_v - lse) * hard + exp(z'_v - lse) * (mass - hard)    for the target, where mass * p - hard
 ///                                                                               would cancel as p goes to 1
-/// with u as in ClassStatistics. lse is the sum of two numbers here.
+/// with u as in ClassStatistics. No p is above 1: a z'_t beyond lse is a rounding.
 template <typename A>
 struct RowGradient {
-  A lse;
-  A lse_low;            ///< as in RowLoss
+  SplitLse<A> lse;
   A mass;               ///< hard + rest
   A rest;               ///< mass - hard, computed without the difference
   A hard;               ///< of the target; 0 with soft targets
   A slope;              ///< of the entropy's gradient, 0 without
   A per_class;          ///< 1 * g for soft targets, g * e / V for smoothing
   std::int64_t target;  ///< column of the target, -1 where there is none among the columns
+
+  /// z'_t - lse of the target.
+  EAVES_HOST_DEVICE A log_probability(A z) const { return not_above_0((z - lse.high) - lse.low); }
 };
 
 /// What the gradient of a row is made of.
@@ -217,8 +220,7 @@ struct RowGradientInputs {
   A grad_loss;     ///< dL/d(loss of the row): after the mean's division, and with the row's weight
   A grad_lse;      ///< 0 where not given
   A grad_entropy;  ///< likewise
-  A lse;
-  A lse_low = A(0);  ///< as in RowLoss
+  SplitLse<A> lse;
   A entropy;
   A target_mass;        ///< of soft targets, where weights and smoothing meet, and of shards with weights
   std::int64_t target;  ///< the class; any number for soft targets
@@ -236,7 +238,6 @@ template <typename A>
 EAVES_HOST_DEVICE RowGradient<A> row_gradient(const RowGradientInputs<A>& in, const CrossEntropyTerms<A>& terms) {
   RowGradient<A> result{};
   result.lse = in.lse;
-  result.lse_low = in.lse_low;
   result.target = -1;
   result.slope = -in.grad_entropy;
   // d(entropy)/dz'_v = -p_v * (z'_v - lse + entropy)
@@ -245,7 +246,7 @@ EAVES_HOST_DEVICE RowGradient<A> row_gradient(const RowGradientInputs<A>& in, co
   if (!terms.is_ignored(in.target) && in.grad_loss != A(0)) {  // or 0 * infinity would be a NaN
     const A g = in.grad_loss;
     // 0 * infinity: without a z-loss, an infinite lse leaves the other classes their gradient.
-    const A of_z_loss = terms.z_loss_weight == A(0) ? A(0) : A(2) * terms.z_loss_weight * in.lse;
+    const A of_z_loss = terms.z_loss_weight == A(0) ? A(0) : A(2) * terms.z_loss_weight * in.lse.high;
     if (terms.is_soft) {
       result.rest += g * (in.target_mass + of_z_loss);
       result.per_class = g;

@@ -99,8 +99,7 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
                         .row_shape = reduced_shape(args.logits.shape, axes, false),
                         .result_dtype = accumulator_dtype(args.logits.dtype),
                         .device = args.logits.device,
-                        .reference = "logits",
-                        .takes_wide_lse = true};
+                        .reference = "logits"};
   check::is_valid(targets);
   check::is_on(targets, args.logits.device, "logits");
   const bool is_soft = is_floating_point(args.targets.dtype);
@@ -352,8 +351,7 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
                         .result_dtype = args.loss.is_present ? args.loss.dtype : args.statistics.dtype,
                         .device = args.statistics.device,
                         .reference = "statistics",
-                        .rows_of = "logits",
-                        .takes_wide_lse = true};
+                        .rows_of = "logits"};
   check_statistics_dtype(checked, statistics);
   checked.take_input(statistics);
   if (!args.has_soft_targets) checked.take_input(targets);

@@ -64,7 +64,7 @@ class Results {
 
   /// `index` counts the rows as the per-row tensors do. Of a row that is not read both are empty.
   void store(std::int64_t index, const RowLoss<double>& row, const ClassStatistics<double>& statistics) {
-    write(outputs_.lse, index, row.lse, outputs_.has_wide_lse ? DType::float64 : dtype_);
+    write_lse(index, row.lse);
     if (outputs_.entropy != nullptr) write(outputs_.entropy, index, entropy_of(statistics));
     if (outputs_.sum_sq != nullptr) write(outputs_.sum_sq, index, sum_sq_of(statistics));
     if (outputs_.mean_logit != nullptr) write(outputs_.mean_logit, index, mean_logit_of(statistics, classes_));
@@ -94,10 +94,14 @@ class Results {
   }
 
  private:
-  void write(void* to, std::int64_t index, double value) const { write(to, index, value, dtype_); }
-  static void write(void* to, std::int64_t index, double value, DType dtype) {
+  void write_lse(std::int64_t index, const SplitLse<double>& lse) const {
+    const KeptLse& to = outputs_.lse;
+    if (to.data == nullptr) return;
+    dtype_ == DType::float64 ? to.store(to.row(index), lse) : to.store(to.row(index), rounded<float>(lse));
+  }
+  void write(void* to, std::int64_t index, double value) const {
     if (to == nullptr) return;
-    if (dtype == DType::float64) {
+    if (dtype_ == DType::float64) {
       static_cast<double*>(to)[index] = value;
     } else {
       static_cast<float*>(to)[index] = static_cast<float>(value);

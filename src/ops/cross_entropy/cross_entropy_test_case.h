@@ -42,7 +42,7 @@ struct CrossEntropyCase {
   bool wants_all_of_row = true;        ///< argmax, entropy and sum_sq among the outputs
   bool wants_sum_sq_in_place = false;  ///< sum_sq in place as well; a GPU then takes two passes
   bool wants_mean_logit = false;
-  bool has_wide_lse = false;  ///< lse is kept in float64
+  bool has_split_lse = false;  ///< lse is kept as two numbers
   bool runs_in_place = true;  ///< forward_backward too; not over logits that share memory
   Placement logits_placement = {};
   Placement targets_placement = {};
@@ -66,8 +66,8 @@ class CrossEntropyRun {
   explicit CrossEntropyRun(const CrossEntropyCase& test_case)
       : case_(test_case),
         class_axis_(case_.class_axis < 0 ? case_.class_axis + case_.shape.size() : case_.class_axis),
-        results(case_.device, result_dtype(), row_shape(), reduction(), case_.has_wide_lse),
-        results_in_place(case_.device, result_dtype(), row_shape(), reduction(), case_.has_wide_lse),
+        results(case_.device, result_dtype(), row_shape(), reduction(), case_.has_split_lse),
+        results_in_place(case_.device, result_dtype(), row_shape(), reduction(), case_.has_split_lse),
         logits(case_.device, case_.dtype, case_.shape, case_.logits_placement),
         targets(case_.device, case_.targets_dtype, is_soft() ? case_.shape : row_shape(), case_.targets_placement),
         weight(case_.device, case_.weight_dtype.value_or(DType::float32), {classes()}),
@@ -183,7 +183,7 @@ class CrossEntropyRun {
     const auto row = [&](const TestTensor& tensor, std::int64_t i) {
       return reference::elements_along(gradient_of(tensor.host()), class_axis_, i);
     };
-    for (std::int64_t i = 0; i < results.lse.host().element_count(); ++i) {
+    for (std::int64_t i = 0; i < results.entropy.host().element_count(); ++i) {
       const std::vector<double> a = row(one, i), b = row(other, i);
       if (std::memcmp(a.data(), b.data(), a.size() * sizeof(double)) != 0) return false;
     }
@@ -288,8 +288,8 @@ class CrossEntropyComparison {
                          {.loss = grad_loss(results, i),
                           .lse_gradient = test_case.has_grad_lse ? run_.grad_lse.get(i) : 0.0,
                           .entropy_gradient = test_case.has_grad_entropy ? run_.grad_entropy.get(i) : 0.0,
-                          .anchor = test_case.has_wide_lse ? row.anchor : 0.0,
-                          .lse_minus_anchor = test_case.has_wide_lse ? row.lse_minus_anchor : results.lse.get(i),
+                          .anchor = test_case.has_split_lse ? row.anchor : 0.0,
+                          .lse_minus_anchor = test_case.has_split_lse ? row.lse_minus_anchor : results.lse_of(i),
                           .entropy = results.entropy.get(i)},
                          shares.gradient);
     if (!text.empty()) ADD_FAILURE() << "gradient" << of_row << ", " << text;
@@ -301,7 +301,7 @@ class CrossEntropyComparison {
   bool compare_in_place(const reference::CrossEntropyRow& row, std::int64_t i, const std::string& of_row) {
     const CrossEntropyResults& results = run_.results_in_place;
     const reference::CrossEntropyUpstream written{.loss = grad_loss(results, i),
-                                                  .lse_minus_anchor = results.lse.get(i)};
+                                                  .lse_minus_anchor = results.lse_of(i)};
     const reference::CrossEntropyUpstream exact{
         .loss = written.loss, .anchor = row.anchor, .lse_minus_anchor = row.lse_minus_anchor};
     reference::CrossEntropyUpstream rounded = exact;
@@ -365,7 +365,7 @@ inline std::string description_of(const CrossEntropyCase& c) {
   if (c.weight_dtype) text += std::string(", weight ") + name_of(*c.weight_dtype);
   if (c.has_row_weight) text += ", row_weight";
   if (c.wants_mean_logit) text += ", mean_logit";
-  if (c.has_wide_lse) text += ", lse in float64";
+  if (c.has_split_lse) text += ", lse as two numbers";
   if (c.has_normalizer) text += ", normalizer";
   if (!c.reads_ignored_rows) text += ", ignored rows not read";
   if (c.has_grad_lse) text += ", grad_lse";

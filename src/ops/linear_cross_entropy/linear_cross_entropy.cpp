@@ -124,8 +124,7 @@ Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& 
                           .row_shape = reduced_shape(args.x.shape, axes, false),
                           .result_dtype = accumulator_dtype(args.x.dtype),
                           .device = args.x.device,
-                          .reference = "x",
-                          .takes_wide_lse = args.x.dtype == DType::float32};
+                          .reference = "x"};
   arguments.take_input(x);
   arguments.take_input({op, "weight", args.weight});
   check::is_valid(targets);
@@ -365,9 +364,7 @@ LinearCrossEntropyProblem make_problem(const LinearCrossEntropyBackwardArgs& arg
   }
   problem.grad_lse = arguments.per_row({op, "grad_lse", args.grad_lse}, false);
   problem.grad_entropy = arguments.per_row({op, "grad_entropy", args.grad_entropy}, false);
-  const TypedNumbers given_lse = arguments.lse(lse, false);
-  problem.outputs.lse = const_cast<void*>(given_lse.data);
-  problem.outputs.has_wide_lse = given_lse.dtype != problem.accumulator();
+  problem.outputs.lse = arguments.lse(lse, false);
   problem.outputs.entropy = arguments.per_row(entropy, false);
   problem.outputs.target_mass = arguments.per_row(target_mass, false);
   problem.outputs.divisor = arguments.mean_scalar(divisor, problem.options.reduction, false);

@@ -79,7 +79,6 @@ struct LinearCrossEntropyProblem {
   std::int64_t rows() const { return view.row_count; }
   std::int64_t features() const { return view.column_count; }
   DType accumulator() const { return accumulator_dtype(dtype); }
-  DType lse_dtype() const { return outputs.has_wide_lse ? DType::float64 : accumulator(); }
   /// Between blocks of classes. The loss of a class that is almost certain is a part of a sum that float32 has no
   /// digits for.
   DType statistics_dtype() const { return device.type == DeviceType::cpu ? DType::float64 : accumulator(); }

@@ -93,7 +93,7 @@ class LinearCrossEntropyChunks {
     grad_entropy_ = memory_.grad_entropy;
     row_weight_ = problem_.row_weight;
     if (gathers_ && row_weight_ != nullptr) {
-      gather(row_weight_, memory_.row_weight, problem_.accumulator(), true);
+      gather(row_weight_, memory_.row_weight, true);
       row_weight_ = memory_.row_weight;
     }
     if (problem_.mode != LinearCrossEntropyMode::backward) {
@@ -104,41 +104,49 @@ class LinearCrossEntropyChunks {
       return;
     }
     if (gathers_) {
-      for (const auto output : kRowOutputs) gather(given.*output, memory_.per_row.*output, dtype_of(output), true);
+      for (const auto output : kRowOutputs) gather(given.*output, memory_.per_row.*output, true);
+      gather(given.lse.data, memory_.per_row.lse.data, true, given.lse.is_split);
     }
-    gather(problem_.grad_lse, grad_lse_, problem_.accumulator(), gathers_);
-    gather(problem_.grad_entropy, grad_entropy_, problem_.accumulator(), gathers_);
+    gather(problem_.grad_lse, grad_lse_, gathers_);
+    gather(problem_.grad_entropy, grad_entropy_, gathers_);
   }
 
-  DType dtype_of(RowOutput output) const {
-    return output == &LossOutputs::lse ? problem_.lse_dtype() : problem_.accumulator();
+  /// Calls `body` with the type of a row's accumulator, or of two where it is split.
+  template <typename Body>
+  void for_row_type(bool is_split, Body body) const {
+    if (problem_.accumulator() == DType::float64) {
+      is_split ? body.template operator()<SplitLse<double>>() : body.template operator()<double>();
+    } else {
+      is_split ? body.template operator()<SplitLse<float>>() : body.template operator()<float>();
+    }
   }
 
-  void gather(const void* from, void* to, DType dtype, bool gathers) {
+  void gather(const void* from, void* to, bool gathers, bool is_split = false) {
     if (from == nullptr) return;
-    const auto run = [&]<typename N>() {
+    for_row_type(is_split, [&]<typename N>() {
       steps_.gather_numbers(static_cast<const N*>(from), static_cast<N*>(to), count_, gathers);
-    };
-    size_of(dtype) == 8 ? run.template operator()<double>() : run.template operator()<float>();
+    });
   }
 
   void finish_per_row() {
     const bool has_statistics_alone = problem_.shard != nullptr && problem_.mode == LinearCrossEntropyMode::forward;
     if (problem_.mode == LinearCrossEntropyMode::backward || has_statistics_alone) return;
     const LossOutputs& to = problem_.outputs;
-    const auto scatter = [&](const void* from, void* into, DType dtype) {
+    const auto scatter = [&](const void* from, void* into, bool is_split = false) {
       if (!gathers_ || into == nullptr) return;
-      size_of(dtype) == 8 ? steps_.scatter_numbers(static_cast<const double*>(from), static_cast<double*>(into), count_)
-                          : steps_.scatter_numbers(static_cast<const float*>(from), static_cast<float*>(into), count_);
+      for_row_type(is_split, [&]<typename N>() {
+        steps_.scatter_numbers(static_cast<const N*>(from), static_cast<N*>(into), count_);
+      });
     };
-    for (const auto output : kRowOutputs) scatter(per_row_.*output, to.*output, dtype_of(output));
+    for (const auto output : kRowOutputs) scatter(per_row_.*output, to.*output);
+    scatter(per_row_.lse.data, to.lse.data, to.lse.is_split);
     if (gathers_ && to.argmax != nullptr) steps_.scatter_numbers(per_row_.argmax, to.argmax, count_);
     if (problem_.is_reduced()) {
       steps_.reduce_losses(per_row_.loss, to.loss);
       if (to.z_loss != nullptr) steps_.reduce_losses(per_row_.z_loss, to.z_loss);
     } else {
-      scatter(per_row_.loss, to.loss, problem_.accumulator());
-      scatter(per_row_.z_loss, to.z_loss, problem_.accumulator());
+      scatter(per_row_.loss, to.loss);
+      scatter(per_row_.z_loss, to.z_loss);
     }
   }
 
@@ -150,6 +158,20 @@ class LinearCrossEntropyChunks {
   }
   TensorView numbers_at(const void* data, std::int64_t first, std::int64_t rows) const {
     return numbers_at(data, problem_.accumulator(), first, rows);
+  }
+
+  /// The lse of rows, as per_row_ has it.
+  KeptLse kept_lse(std::int64_t first) const {
+    const KeptLse& lse = per_row_.lse;
+    if (lse.data == nullptr) return {};
+    return {element(lse.data, problem_.accumulator(), lse.row(first)), lse.is_split};
+  }
+  TensorView lse_at(std::int64_t first, std::int64_t rows) const {
+    const KeptLse lse = kept_lse(first);
+    if (lse.data == nullptr) return {};
+    Dims shape = {rows};
+    if (lse.is_split) shape.push_back(2);
+    return TensorView::contiguous(lse.data, problem_.accumulator(), shape, problem_.device);
   }
 
   const void* number(LinearCrossEntropyNumber which) const {
@@ -319,7 +341,7 @@ class LinearCrossEntropyChunks {
   template <typename Args>
   void put_outputs(Args& args, std::int64_t first, std::int64_t rows) const {
     args.loss = numbers_at(per_row_.loss, first, rows);
-    args.lse = numbers_at(per_row_.lse, problem_.lse_dtype(), first, rows);
+    args.lse = lse_at(first, rows);
     args.argmax = numbers_at(per_row_.argmax, DType::int64, first, rows);
     args.entropy = numbers_at(per_row_.entropy, first, rows);
     args.sum_sq = numbers_at(per_row_.sum_sq, first, rows);
@@ -357,7 +379,7 @@ class LinearCrossEntropyChunks {
             .row_weight = floats(numbers_at(row_weight_, first, rows).data),
             .grad_lse = floats(numbers_at(grad_lse_, first, rows).data),
             .grad_entropy = floats(numbers_at(grad_entropy_, first, rows).data),
-            .lse = floats(numbers_at(per_row_.lse, first, rows).data),
+            .lse = kept_lse(first),
             .entropy = floats(numbers_at(per_row_.entropy, first, rows).data),
             .target_weight = problem_.shard == nullptr || memory_.class_weight == nullptr
                                  ? nullptr
@@ -544,7 +566,7 @@ class LinearCrossEntropyChunks {
                               .weight = class_weight_at(first_class, classes),
                               .row_weight = numbers_at(row_weight_, first, rows),
                               .options = row_options(),
-                              .lse = numbers_at(per_row_.lse, problem_.lse_dtype(), first, rows),
+                              .lse = lse_at(first, rows),
                               .entropy = numbers_at(per_row_.entropy, first, rows),
                               .target_mass = numbers_at(per_row_.target_mass, first, rows),
                               .first_class = problem_.first_class() + first_class,

@@ -99,7 +99,7 @@ class Steps {
 
   template <typename N>
   void scatter_numbers(const N* from, N* to, std::int64_t count) {
-    std::fill_n(to, problem_.rows(), N(0));
+    std::fill_n(to, problem_.rows(), N{});
     for (std::int64_t i = 0; i < count; ++i) to[per_row_index(i)] = from[i];
   }
 

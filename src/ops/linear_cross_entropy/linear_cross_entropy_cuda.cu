@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kThreads)
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
     const std::int64_t row = row_indices == nullptr ? i : row_indices[i];
     const auto at = rows.view.rows.offsets(row);
-    to[i] = rows.is_ignored(at) ? N(0) : from[at.of[kPerRow]];
+    to[i] = rows.is_ignored(at) ? N{} : from[at.of[kPerRow]];
   }
 }
 

@@ -52,7 +52,7 @@ struct FusedGradient {
   const float* row_weight;        ///< this and the next two: nullptr where there are none
   const float* grad_lse;          ///< of the backward, as those that follow
   const float* grad_entropy;
-  const float* lse;
+  KeptLse lse;
   const float* entropy;        ///< with grad_entropy
   const float* target_weight;  ///< of a shard with class weights; nullptr: class_weight has that of every target
   void* to;                    ///< [rows, classes], the dtype of x

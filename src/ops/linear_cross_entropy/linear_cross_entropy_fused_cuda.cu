@@ -58,9 +58,10 @@ struct LogitTransform {
   /// z * factor - shift, with one rounding where there is no soft cap, as in the product.
   __device__ float exponent_above(float z, float shift) const { return fmaf(inner(z), factor, -shift); }
 
-  /// (z' - anchor) * log2(e) - t.
-  __device__ float rest_of(float shift, float anchor) const {
-    return static_cast<float>(double(shift) / stretch - double(anchor) * kLog2EExact);
+  /// (z' - lse) * log2(e) - t.
+  __device__ float rest_of(float shift, const SplitLse<float>& lse) const {
+    return static_cast<float>((double(shift) / stretch - double(lse.high) * kLog2EExact) -
+                              double(lse.low) * kLog2EExact);
   }
 
  private:
@@ -188,7 +189,7 @@ struct GradientOfRows {
   ExpProductMemory memory;
   bool is_shard;
 
-  __device__ RowGradient<float> row(std::int64_t i, float lse) const {
+  __device__ RowGradient<float> row(std::int64_t i, const SplitLse<float>& lse) const {
     RowGradientInputs<float> inputs{};
     inputs.target = targets.of(i);
     inputs.lse = lse;
@@ -211,7 +212,10 @@ struct GradientOfRows {
     return row_gradient(inputs, terms);
   }
 
-  /// The gradient of the logit z of the row's target, whose z' is `d` above lse: softmax - 1 would cancel.
+  /// As the forward kept it.
+  __device__ RowGradient<float> row(std::int64_t i) const { return row(i, in.lse.load<float>(in.lse.row(i))); }
+
+  /// The gradient of the logit z of the row's target, whose z' is `d` above lse, at most 0: softmax - 1 would cancel.
   __device__ float of_target(float z, float d, const RowGradient<float>& row) const {
     if (row.mass == 0.0f && row.hard == 0.0f && row.slope == 0.0f) return 0.0f;
     const float p = exponential(d);
@@ -401,7 +405,8 @@ __device__ Lowering store_row(const GradientOfRows& rows, std::int64_t row, cons
   store_statistics(state, target, rows.terms, statistics + row * kCrossEntropyStatistics);
   Lowering lowering{};
   if constexpr (kHasPowers) {
-    const RowGradient<float> gradient = rows.row(row, state.softmax.lse());
+    const SplitLse<float> lse = split_lse(softmax_anchor(state.softmax.max), logf(state.softmax.sum));
+    const RowGradient<float> gradient = rows.row(row, lse);
     const bool is_nothing = gradient.mass == 0.0f && gradient.hard == 0.0f;
     const float anchor = softmax_anchor(state.softmax.max);
     // Of a shard the mass, like the target's gradient, depends on the others.
@@ -421,7 +426,7 @@ __device__ Lowering store_row(const GradientOfRows& rows, std::int64_t row, cons
       const bool is_finite = fabsf(lowering.exponent) < infinity<float>();
       factor = of_softmax * (is_finite ? exp2f(static_cast<float>(double(lowering.exponent) - exact)) : 1.0f);
     }
-    const float distance = target.logit - anchor - logf(state.softmax.sum);
+    const float distance = gradient.log_probability(target.logit);
     rows.memory.row_factor[row] = is_nothing ? 0.0f : factor;
     rows.memory.target_gradient[row] = is_nothing || column < 0 ? 0.0f : rows.of_target(of_target, distance, gradient);
     const bool is_finite = sums.sum < infinity<double>() && fabsf(lowering.exponent) < infinity<float>();
@@ -592,12 +597,12 @@ __global__ void __launch_bounds__(kThreads)
   for (std::int64_t shard = 0; shard < shards; ++shard) {
     all = MergeSoftmax{}(all, softmax_at(gathered + shard * count * kCrossEntropyStatistics));
   }
-  const RowGradient<float> gradient = rows.row(i, all.lse());
+  const RowGradient<float> gradient = rows.row(i, split_lse(softmax_anchor(all.max), logf(all.sum)));
   const bool is_nothing = gradient.mass == 0.0f && gradient.hard == 0.0f;
   rows.memory.row_factor[i] *= is_nothing ? 0.0f : gradient.mass * share_of(softmax_at(statistics), all);
   const bool has_target = !is_nothing && rows.targets.column(i) >= 0;
   const float z = has_target ? rows.memory.target_logit[i] : 0.0f;
-  const float distance = rows.transform.value(z) - softmax_anchor(all.max) - logf(all.sum);
+  const float distance = gradient.log_probability(rows.transform.value(z));
   rows.memory.target_gradient[i] = has_target ? rows.of_target(z, distance, gradient) : 0.0f;
 }
 
@@ -610,11 +615,11 @@ __global__ void __launch_bounds__(kThreads)
     prepare_gradient(const __grid_constant__ GradientOfRows rows, std::int64_t count) {
   const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= count) return;
-  const RowGradient<float> row = rows.row(i, rows.in.lse[i]);
-  const auto shift = static_cast<float>(double(row.lse) * kLog2EExact * rows.transform.stretch);
+  const RowGradient<float> row = rows.row(i);
+  const auto shift = static_cast<float>(double(row.lse.high) * kLog2EExact * rows.transform.stretch);
   const float rest = rows.transform.rest_of(shift, row.lse);
   const float correction = exp2_approximate(rest) * rows.transform.scale;
-  const bool is_finite = row.lse - row.lse == 0.0f;
+  const bool is_finite = row.lse.high - row.lse.high == 0.0f;
   const float slope =
       row.slope == 0.0f ? 0.0f : row.slope * kUnit<float> * (is_finite ? correction : rows.transform.scale);
   rows.memory.shift[i] = shift;
@@ -631,9 +636,9 @@ __global__ void __launch_bounds__(kThreads)
   if (i >= count) return;
   const int column = rows.memory.target[i];
   if (column < 0) return;
-  const RowGradient<float> row = rows.row(i, rows.in.lse[i]);
+  const RowGradient<float> row = rows.row(i);
   const float z = rows.memory.target_logit[i];
-  const float distance = rows.transform.value(z) - row.lse;
+  const float distance = row.log_probability(rows.transform.value(z));
   static_cast<bfloat16*>(rows.in.to)[i * rows.in.stride + column] =
       round_to<bfloat16>(rows.of_target(z, distance, row));
 }

@@ -145,9 +145,9 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
   memory.per_row.z_loss = take(keeps_losses && wanted.z_loss != nullptr, rows, number);
   memory.per_row.argmax = static_cast<std::int64_t*>(take(gathers && wanted.argmax != nullptr, rows, 8));
   for (const auto output : kRowOutputs) {
-    const std::size_t size = output == &LossOutputs::lse ? size_of(problem.lse_dtype()) : number;
-    memory.per_row.*output = take(gathers && wanted.*output != nullptr, rows, size);
+    memory.per_row.*output = take(gathers && wanted.*output != nullptr, rows, number);
   }
+  memory.per_row.lse = {take(gathers && wanted.lse.data != nullptr, wanted.lse.row(rows), number), wanted.lse.is_split};
   memory.grad_lse = take(problem.grad_lse != nullptr, rows, number);
   memory.grad_entropy = take(problem.grad_entropy != nullptr, rows, number);
   memory.numbers = take(true, kNumbers, 8);
@@ -400,8 +400,8 @@ inline LinearCrossEntropyProblem of_largest_shard(LinearCrossEntropyProblem prob
   problem.grad_x = problem.grad_weight = problem.grad_bias = present;
   problem.grad_x_dtype = problem.grad_weight_dtype = problem.accumulator();
   if (problem.mode != LinearCrossEntropyMode::backward) return problem;
-  problem.outputs.lse = problem.outputs.entropy = problem.outputs.target_mass = present;
-  problem.outputs.has_wide_lse = problem.dtype == DType::float32;
+  problem.outputs.lse = {present, true};
+  problem.outputs.entropy = problem.outputs.target_mass = present;
   return problem;
 }
 

@@ -193,7 +193,7 @@ TEST(LinearCrossEntropyPlan, PartsOfTheWorkspaceAreAlignedAndDoNotOverlap) {
     ASSERT_EQ(bytes, workspace_bytes(problem, block));
     std::vector<char*> parts;
     for (void* part : {static_cast<void*>(memory.row_indices), static_cast<void*>(memory.targets), memory.grad_loss,
-                       memory.per_row.loss, memory.per_row.lse, memory.numbers, memory.bias, memory.class_weight,
+                       memory.per_row.loss, memory.per_row.lse.data, memory.numbers, memory.bias, memory.class_weight,
                        static_cast<void*>(memory.grad_bias), memory.x, memory.grad_x, memory.logits, memory.loss.data,
                        memory.product.data}) {
       if (part != nullptr) parts.push_back(static_cast<char*>(part));

@@ -97,7 +97,7 @@ struct LinearCrossEntropyUpstream {
   std::vector<double> loss;  ///< after the mean's division
   std::vector<double> lse = {};
   std::vector<double> entropy = {};
-  bool has_wide_lse = false;  ///< lse has not been rounded
+  bool has_split_lse = false;  ///< lse has not been rounded
 };
 
 /// dL/d(logits), and the scale of each: see GradientTerms in testing/tolerance.h.
@@ -114,7 +114,7 @@ inline LogitsGradient logits_gradient(const LinearCrossEntropy& forward, const L
     const auto at = static_cast<std::size_t>(i);
     const CrossEntropyRow& row = forward.rows[at];
     if (!row.is_counted) continue;
-    const double rounding = (upstream.has_wide_lse ? 0.0 : std::abs(row.lse)) + std::abs(row.max);
+    const double rounding = (upstream.has_split_lse ? 0.0 : std::abs(row.lse)) + std::abs(row.max);
     const CrossEntropyGradient gradient =
         cross_entropy_gradient(row, forward.options,
                                {.loss = upstream.loss[at],

@@ -76,7 +76,7 @@ std::vector<LinearCrossEntropyCase> with_each_option(const LinearCrossEntropyCas
   add([](LinearCrossEntropyCase& c) { c.options.z_loss_weight = 0.01; });
   add([](LinearCrossEntropyCase& c) { c.has_grad_lse = true; });
   add([](LinearCrossEntropyCase& c) { c.has_grad_entropy = true; });
-  add([](LinearCrossEntropyCase& c) { c.has_wide_lse = c.dtype == DType::float32; });
+  add([](LinearCrossEntropyCase& c) { c.has_split_lse = true; });
   add([](LinearCrossEntropyCase& c) { c.has_row_weight = true; });
   add([](LinearCrossEntropyCase& c) {
     c.wants_mean_logit = true;

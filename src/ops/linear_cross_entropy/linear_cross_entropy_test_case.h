@@ -68,7 +68,7 @@ struct LinearCrossEntropyCase {
   std::optional<DType> grad_loss_dtype = {};     ///< that of the loss unless given
   bool has_row_weight = false;
   bool has_normalizer = false;  ///< with the mean
-  bool has_wide_lse = false;    ///< lse is kept in float64
+  bool has_split_lse = false;    ///< lse is kept as two numbers
   bool has_grad_lse = false;    ///< of the backward, as the next
   bool has_grad_entropy = false;
   bool wants_all_of_row = true;  ///< argmax, entropy and sum_sq among the outputs
@@ -118,8 +118,8 @@ class LinearCrossEntropyRun {
  public:
   explicit LinearCrossEntropyRun(const LinearCrossEntropyCase& test_case)
       : case_(test_case),
-        results(case_.device, result_dtype(), case_.row_shape, reduction(), case_.has_wide_lse),
-        results_at_once(case_.device, result_dtype(), case_.row_shape, reduction(), case_.has_wide_lse),
+        results(case_.device, result_dtype(), case_.row_shape, reduction(), case_.has_split_lse),
+        results_at_once(case_.device, result_dtype(), case_.row_shape, reduction(), case_.has_split_lse),
         x(case_.device, case_.dtype, with_axis(case_.features), case_.x_placement),
         weight(case_.device, case_.dtype, {case_.classes, case_.features}, case_.weight_placement),
         bias(case_.device, case_.bias_dtype.value_or(DType::float32), {case_.classes}),
@@ -429,7 +429,7 @@ class LinearCrossEntropyComparison {
       return values;
     };
     const bool is_backward = mode == Mode::backward;
-    scaling.in_factor.has_wide_lse = is_backward && case_.has_wide_lse;
+    scaling.in_factor.has_split_lse = is_backward && case_.has_split_lse;
     if (is_backward && case_.has_grad_lse) scaling.in_factor.lse = numbers(run_.grad_lse);
     if (is_backward && case_.has_grad_entropy) scaling.in_factor.entropy = numbers(run_.grad_entropy);
     if (case_.options.reduction == Reduction::none) {
@@ -673,7 +673,7 @@ inline std::string description_of(const LinearCrossEntropyCase& c) {
   if (c.has_row_weight) text += ", row_weight";
   if (c.wants_mean_logit) text += ", mean_logit";
   if (c.has_normalizer) text += ", normalizer";
-  if (c.has_wide_lse) text += ", lse in float64";
+  if (c.has_split_lse) text += ", lse as two numbers";
   if (c.has_grad_lse) text += ", grad_lse";
   if (c.has_grad_entropy) text += ", grad_entropy";
   if (!c.wants_all_of_row) text += ", without argmax and entropy";

@@ -20,15 +20,29 @@ const char* reason_of(bool keepdim) {
   return keepdim ? "x with its reduced axes of size 1" : "x without its reduced axes";
 }
 
-/// What an lse may be kept as.
-constexpr std::initializer_list<DType> kKept = {DType::float32, DType::float64}, kKeptOfFloat64 = {DType::float64};
-constexpr const char* kKeptDtypes = "where x is float64, that alone";
-
-std::initializer_list<DType> kept_dtypes(DType x) { return x == DType::float64 ? kKeptOfFloat64 : kKept; }
-
 void check_x(const Argument& x) {
   check::is_valid(x);
   check::has_dtype(x, {DType::float32, DType::float64, DType::float16, DType::bfloat16}, "convert other types first");
+}
+
+/// One number for each row, in the shape of out. Or two beside each other, as the last axis behind the rows': these
+/// have no reduced axes of size 1, so that x may have as many axes as there may be.
+KeptLse check_lse(const Argument& lse, const TensorView& x, const AxisSet& axes, bool keepdim) {
+  const TensorView& view = lse.view;
+  const Dims rows = reduced_shape(x.shape, axes, false);
+  Dims expected = reduced_shape(x.shape, axes, keepdim);
+  const bool is_split = check::has_two_numbers(view, rows) && view.shape != expected;
+  if (is_split) {
+    expected = rows;
+    expected.push_back(2);
+  }
+  check::is_on(lse, x.device, "x");
+  check::has_shape(lse, expected, reason_of(keepdim && !is_split));
+  check::has_dtype(lse, {accumulator_dtype(x.dtype)}, "float32, or float64 where x is float64");
+  if (is_split && view.strides[rows.size()] != 1) {
+    check::fail(lse, "has strides " + check::to_string(view.strides) + ", expected its last axis with unit stride");
+  }
+  return {view.data, is_split};
 }
 
 LogsumexpForwardProblem make_problem(const LogsumexpForwardArgs& args) {
@@ -39,33 +53,38 @@ LogsumexpForwardProblem make_problem(const LogsumexpForwardArgs& args) {
   const AxisSet axes = check::axes(x, args.axes);
   if (!args.out.is_present && !args.lse.is_present) check::fail(out, "and lse are both missing, expected at least one");
 
-  const auto check_output = [&](const Argument& output, std::initializer_list<DType> dtypes, const char* why) {
-    if (!check::is_given(output)) return;
-    check::is_on(output, args.x.device, "x");
-    check::has_shape(output, reduced_shape(args.x.shape, axes, args.keepdim), reason_of(args.keepdim));
-    check::has_dtype(output, dtypes, why);
+  const Dims row_shape = reduced_shape(args.x.shape, axes, args.keepdim);
+  const auto check_output = [&](const Argument& output) {
     check::is_writable(output);
     check::do_not_overlap(output, x);
   };
-  check_output(out, {args.x.dtype, DType::float32}, "that of x, or float32");
-  check_output(lse, kept_dtypes(args.x.dtype), kKeptDtypes);
+  if (check::is_given(out)) {
+    check::is_on(out, args.x.device, "x");
+    check::has_shape(out, row_shape, reason_of(args.keepdim));
+    check::has_dtype(out, {args.x.dtype, DType::float32}, "that of x, or float32");
+    check_output(out);
+  }
+  KeptLse kept;
+  if (check::is_given(lse)) {
+    kept = check_lse(lse, args.x, axes, args.keepdim);
+    check_output(lse);
+  }
   if (args.out.is_present && args.lse.is_present) check::do_not_overlap(out, lse);
 
   // An absent output walks along with the other one.
+  const int rank = args.x.shape.size();
+  const auto of_out = [&] { return spread_strides(args.out.strides, rank, axes, args.keepdim); };
+  const auto of_lse = [&] { return spread_strides(args.lse.strides, rank, axes, args.keepdim && !kept.is_split); };
   const TensorView& out_view = args.out.is_present ? args.out : args.lse;
-  const TensorView& lse_view = args.lse.is_present ? args.lse : args.out;
-  const auto row_strides = [&](const TensorView& tensor) {
-    return spread_strides(tensor.strides, args.x.shape.size(), axes, args.keepdim);
-  };
   return {.view = make_row_view<2, 4>(args.x.shape, axes,
-                                      {args.x.strides, args.x.strides, row_strides(lse_view), row_strides(out_view)}),
+                                      {args.x.strides, args.x.strides, args.lse.is_present ? of_lse() : of_out(),
+                                       args.out.is_present ? of_out() : of_lse()}),
           .device = args.x.device,
           .x_dtype = args.x.dtype,
           .out_dtype = out_view.dtype,
           .x = args.x.data,
           .out = args.out.data,
-          .lse = args.lse.data,
-          .lse_dtype = lse_view.dtype};
+          .lse = kept};
 }
 
 LogsumexpBackwardProblem make_problem(const LogsumexpBackwardArgs& args) {
@@ -84,9 +103,7 @@ LogsumexpBackwardProblem make_problem(const LogsumexpBackwardArgs& args) {
   check::has_dtype(grad_out, {args.x.dtype, DType::float32}, "that of x, or float32");
 
   check::is_valid(lse);
-  check::is_on(lse, args.x.device, "x");
-  check::has_shape(lse, row_shape, shape_reason);
-  check::has_dtype(lse, kept_dtypes(args.x.dtype), kKeptDtypes);
+  const KeptLse kept = check_lse(lse, args.x, axes, args.keepdim);
 
   check::is_valid(grad_x);
   check::is_on(grad_x, args.x.device, "x");
@@ -97,17 +114,19 @@ LogsumexpBackwardProblem make_problem(const LogsumexpBackwardArgs& args) {
   check::do_not_overlap(grad_x, lse);
   check::do_not_overlap(grad_x, grad_out);
 
-  const auto row_strides = [&](const TensorView& tensor) {
-    return spread_strides(tensor.strides, args.x.shape.size(), axes, args.keepdim);
+  const auto row_strides = [&](const TensorView& tensor, bool keepdim) {
+    return spread_strides(tensor.strides, args.x.shape.size(), axes, keepdim);
   };
   return {
-      .view = make_row_view<2, 4>(
-          args.x.shape, axes, {args.x.strides, args.grad_x.strides, row_strides(args.lse), row_strides(args.grad_out)}),
+      .view = make_row_view<2, 4>(args.x.shape, axes,
+                                  {args.x.strides, args.grad_x.strides,
+                                   row_strides(args.lse, args.keepdim && !kept.is_split),
+                                   row_strides(args.grad_out, args.keepdim)}),
       .device = args.x.device,
       .x_dtype = args.x.dtype,
       .grad_out_dtype = args.grad_out.dtype,
       .x = args.x.data,
-      .lse = {args.lse.data, args.lse.dtype},
+      .lse = kept,
       .grad_out = args.grad_out.data,
       .grad_x = args.grad_x.data};
 }

@@ -5,7 +5,7 @@
 #include <cstddef>
 
 #include "core/rows.h"
-#include "core/typed_numbers.h"
+#include "core/softmax_state.h"
 #include "eaves/context.h"
 #include "eaves/tensor.h"
 
@@ -29,8 +29,7 @@ struct LogsumexpForwardProblem {
   DType out_dtype;
   const void* x;
   void* out;  ///< nullptr where not asked for
-  void* lse;  ///< likewise
-  DType lse_dtype;
+  KeptLse lse;  ///< likewise
 };
 
 struct LogsumexpBackwardProblem {
@@ -39,7 +38,7 @@ struct LogsumexpBackwardProblem {
   DType x_dtype;
   DType grad_out_dtype;
   const void* x;
-  TypedNumbers lse;
+  KeptLse lse;
   const void* grad_out;
   void* grad_x;
 };

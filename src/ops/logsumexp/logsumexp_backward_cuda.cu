@@ -32,7 +32,7 @@ struct LogsumexpGradient {
   View rows;
   const T* in;
   T* out;
-  TypedNumbers lse;
+  KeptLse lse;
   const void* grad_out;
   DType grad_out_dtype;
 
@@ -43,7 +43,7 @@ struct LogsumexpGradient {
     // Of the type of x, or float32.
     const A g = grad_out_dtype == kDTypeOf<T> ? load_as_accumulator(static_cast<const T*>(grad_out)[at.of[kGradOut]])
                                               : static_cast<const float*>(grad_out)[at.of[kGradOut]];
-    const SplitNumber<A> kept(lse, at.of[kLse]);
+    const SplitLse<A> kept = lse.load<A>(at.of[kLse]);
     return Elementwise<T, RowGradient<A>>{{kept.high, g * exponential(-kept.low)}};
   }
 };

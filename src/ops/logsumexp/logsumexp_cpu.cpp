@@ -15,7 +15,7 @@ namespace {
 
 using namespace logsumexp_tensors;
 
-/// Calls `store(i, lse)` for each state. A row's lse does not depend on its neighbours.
+/// Calls `store(i, lse)` with a SplitLse for each state. A row's lse does not depend on its neighbours.
 template <typename Store>
 void for_each_lse(const RowState* states, std::int64_t count, Store&& store) {
   const Tag<double> d;
@@ -29,23 +29,17 @@ void for_each_lse(const RowState* states, std::int64_t count, Store&& store) {
       const RowState& state = states[first + i];
       // Highway's logarithm is for normal numbers. Beside a largest element that is finite, the sum is 1 and more.
       const bool is_normal = state.sum >= 1e-300 && state.sum <= 1e300;
-      store(first + i, is_normal ? softmax_anchor(state.max) + logs[i] : state.lse());
+      store(first + i, split_lse(softmax_anchor(state.max), is_normal ? logs[i] : std::log(state.sum)));
     }
   }
 }
 
 /// Writes the result of a row.
 template <typename T, typename Out>
-HWY_INLINE void store(const LogsumexpForwardProblem& problem, std::int64_t row, double lse) {
+HWY_INLINE void store(const LogsumexpForwardProblem& problem, std::int64_t row, const SplitLse<double>& lse) {
   const auto offsets = problem.view.rows.offsets(row);
-  if (problem.lse != nullptr) {
-    if (problem.lse_dtype == DType::float64) {
-      static_cast<double*>(problem.lse)[offsets.of[kLse]] = lse;
-    } else {
-      static_cast<float*>(problem.lse)[offsets.of[kLse]] = static_cast<float>(lse);
-    }
-  }
-  if (problem.out != nullptr) static_cast<Out*>(problem.out)[offsets.of[kOut]] = round_to<Out>(lse);
+  if (problem.lse.data != nullptr) problem.lse.store(offsets.of[kLse], rounded<Accumulator<T>>(lse));
+  if (problem.out != nullptr) static_cast<Out*>(problem.out)[offsets.of[kOut]] = round_to<Out>(lse.high);
 }
 
 template <typename T>
@@ -54,18 +48,16 @@ ScaledSoftmax<Accumulator<T>> load_scalars(const LogsumexpBackwardProblem& probl
   const auto offsets = problem.view.rows.offsets(row);
   // Not by number_at(), which is compiled for every processor: an Intel Xeon waits for such an instruction after the
   // loops of the row before, and rows of 64 take five times as long.
-  const double exact = problem.lse.dtype == DType::float64
-                           ? static_cast<const double*>(problem.lse.data)[offsets.of[kLse]]
-                           : static_cast<const float*>(problem.lse.data)[offsets.of[kLse]];
-  const A lse = static_cast<A>(exact);
+  const A* const kept = static_cast<const A*>(problem.lse.data) + offsets.of[kLse];
+  const A lse = kept[0];
   // A row of nothing but -inf: its gradient is 0, and x - inf makes it so.
   if (lse == -infinity<A>()) return {.lse = infinity<A>(), .scale = A(0)};
   A scale = problem.grad_out_dtype == kDTypeOf<T>
                 ? load_as_accumulator(static_cast<const T*>(problem.grad_out)[offsets.of[kGradOut]])
                 : static_cast<A>(static_cast<const float*>(problem.grad_out)[offsets.of[kGradOut]]);
-  // What the lse loses when it is rounded to A is one factor of the row, almost always next to 1.
-  const double lost = lse - exact;
-  if (lost != 0.0 && std::isfinite(lse)) {
+  // What the lse lost in its rounding is one factor of the row, almost always next to 1.
+  const double lost = problem.lse.is_split ? -static_cast<double>(kept[1]) : 0.0;
+  if (lost != 0.0) {
     scale = static_cast<A>(scale * (std::abs(lost) < 1e-4 ? 1.0 + lost * (1.0 + 0.5 * lost) : std::exp(lost)));
   }
   return {.lse = lse, .scale = scale};
@@ -78,7 +70,7 @@ void forward(const LogsumexpForwardProblem& problem, const ExecutionContext& con
     const bool is_out_of_x = problem.out_dtype == kDTypeOf<T>;
     reduce_softmax<T>(problem.view, {static_cast<const T*>(problem.x), kX}, context,
                       [&](std::int64_t first_row, std::int64_t count, const RowState* states) {
-                        for_each_lse(states, count, [&](std::int64_t i, double lse) {
+                        for_each_lse(states, count, [&](std::int64_t i, const SplitLse<double>& lse) {
                           is_out_of_x ? store<T, T>(problem, first_row + i, lse)
                                       : store<T, float>(problem, first_row + i, lse);
                         });

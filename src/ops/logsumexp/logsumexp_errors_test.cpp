@@ -119,7 +119,7 @@ TEST_F(LogsumexpErrors, Dtypes) {
   args = forward_;
   args.lse.dtype = DType::bfloat16;
   expect_refused(
-      args, "logsumexp_forward: lse has dtype bfloat16, expected float32 or float64 (where x is float64, that alone)");
+      args, "logsumexp_forward: lse has dtype bfloat16, expected float32 (float32, or float64 where x is float64)");
   for (const DType dtype : integer_dtypes()) {
     args = forward_;
     args.x.dtype = dtype;
@@ -137,11 +137,11 @@ TEST_F(LogsumexpErrors, Dtypes) {
   backward.lse.dtype = DType::float16;
   expect_refused(
       backward,
-      "logsumexp_backward: lse has dtype float16, expected float32 or float64 (where x is float64, that alone)");
+      "logsumexp_backward: lse has dtype float16, expected float32 (float32, or float64 where x is float64)");
   args = forward_;
   args.x.dtype = args.out.dtype = DType::float64;
   args.lse.dtype = DType::float32;
-  expect_refused(args, "logsumexp_forward: lse has dtype float32, expected float64 (where x is float64, that alone)");
+  expect_refused(args, "logsumexp_forward: lse has dtype float32, expected float64 (float32, or float64 where x is float64)");
   backward = backward_;
   backward.grad_x.dtype = DType::bfloat16;
   expect_refused(backward, "logsumexp_backward: grad_x has dtype bfloat16, expected float32 (that of x)");

@@ -25,8 +25,7 @@ struct Logsumexp {
   const T* x;
   DType out_dtype;
   void* out;  ///< nullptr where not asked for
-  void* lse;  ///< likewise
-  DType lse_dtype;
+  KeptLse lse;  ///< likewise
 
   EAVES_HOST_DEVICE const View& view() const { return rows; }
 
@@ -59,14 +58,9 @@ struct Logsumexp {
 
   __device__ void finish(std::int64_t row, const State& state, const Prepared&) const {
     const auto at = rows.rows.offsets(row);
-    const A result = state.lse();
-    if (lse != nullptr) {
-      if (lse_dtype == kDTypeOf<A>) {
-        static_cast<A*>(lse)[at.of[kLse]] = result;
-      } else {
-        static_cast<double*>(lse)[at.of[kLse]] = double(softmax_anchor(state.max)) + double(std::log(state.sum));
-      }
-    }
+    const SplitLse<A> split = split_lse(softmax_anchor(state.max), A(std::log(state.sum)));
+    const A result = split.high;
+    if (lse.data != nullptr) lse.store(at.of[kLse], split);
     if (out == nullptr) return;
     const std::int64_t offset = at.of[kOut];
     switch (out_dtype) {
@@ -94,8 +88,7 @@ void forward(const LogsumexpForwardProblem& problem, const ExecutionContext& con
   reduce_rows<T>(
       kOp, plan_of(problem), problem.view, problem.device, context.workspace.data, context.stream,
       [&]<typename View>(const View& view) {
-        return Logsumexp<T, View>{
-            view, static_cast<const T*>(problem.x), problem.out_dtype, problem.out, problem.lse, problem.lse_dtype};
+        return Logsumexp<T, View>{view, static_cast<const T*>(problem.x), problem.out_dtype, problem.out, problem.lse};
       });
 }
 

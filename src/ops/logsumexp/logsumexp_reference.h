@@ -16,7 +16,8 @@ namespace eaves::reference {
 /// units in the last place of float64.
 struct LogsumexpRows {
   std::vector<double> lse;
-  std::vector<double> max;           ///< the largest element, -inf for an empty row
+  std::vector<double> lse_minus_anchor;  ///< with the digits that lse has no room for; the anchor is max, or 0
+  std::vector<double> max;               ///< the largest element, -inf for an empty row
   std::vector<std::int64_t> row_of;  ///< for each element of x in row-major order, the row it belongs to
 };
 
@@ -29,6 +30,7 @@ inline LogsumexpRows logsumexp(const TensorView& x, const AxisSet& axes) {
   const double infinity = std::numeric_limits<double>::infinity();
   rows.max.assign(static_cast<std::size_t>(row_count), -infinity);
   rows.lse.assign(static_cast<std::size_t>(row_count), -infinity);
+  rows.lse_minus_anchor = rows.lse;
   if (x.element_count() == 0) return rows;
 
   Dims index = x.shape;
@@ -52,15 +54,17 @@ inline LogsumexpRows logsumexp(const TensorView& x, const AxisSet& axes) {
     sum[row] += std::exp(values[i] - (std::isfinite(rows.max[row]) ? rows.max[row] : 0.0));
   }
   for (std::size_t row = 0; row < sum.size(); ++row) {
-    rows.lse[row] = std::log(sum[row]) + (std::isfinite(rows.max[row]) ? rows.max[row] : 0.0);
+    rows.lse_minus_anchor[row] = std::log(sum[row]);
+    rows.lse[row] = rows.lse_minus_anchor[row] + (std::isfinite(rows.max[row]) ? rows.max[row] : 0.0);
   }
   return rows;
 }
 
-/// g * exp(x - lse), 0 where lse is -inf. `lse` is the number that the backward is given, not the exact one.
-inline double logsumexp_gradient(double x, double lse, double grad_out) {
+/// g * exp(x - lse), 0 where lse is -inf. `lse` is the number that the backward is given, not the exact one; as the sum
+/// of an anchor and the rest.
+inline double logsumexp_gradient(double x, double lse, double grad_out, double anchor = 0.0) {
   if (lse == -std::numeric_limits<double>::infinity()) return 0.0;
-  return grad_out * std::exp(x - lse);
+  return grad_out * std::exp((x - anchor) - lse);
 }
 
 }  // namespace eaves::reference

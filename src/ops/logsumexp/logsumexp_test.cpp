@@ -415,23 +415,46 @@ TEST_P(Logsumexp, LargeElementsOfEitherSignMatchTheOracle) {
   }
 }
 
-TEST_P(Logsumexp, InFloat64AnLseKeepsTheGradientOfElementsFarFromZero) {
+TEST_P(Logsumexp, TwoNumbersOfAnLseKeepTheGradientOfElementsFarFromZero) {
   for (const double offset : {300.0, -1e4, 1e4, 1e5}) {
     for (const std::int64_t columns : {3, 50, 1000, 40003}) {
-      check_logsumexp({.device = device(),
-                       .dtype = DType::float32,
-                       .shape = {5, columns},
-                       .axes = {1},
-                       .has_wide_lse = true,
-                       .value = [=](std::int64_t i) { return offset + normal(i); }});
+      for (const DType dtype : {DType::float32, DType::bfloat16, DType::float64}) {
+        check_logsumexp({.device = device(),
+                         .dtype = dtype,
+                         .shape = {5, columns},
+                         .axes = {1},
+                         .has_split_lse = true,
+                         .value = [=](std::int64_t i) { return offset + normal(i); }});
+      }
     }
+  }
+  for (const bool keepdim : {false, true}) {
+    check_logsumexp({.device = device(),
+                     .dtype = DType::float32,
+                     .shape = {2, 3, 4},
+                     .axes = {1},
+                     .keepdim = keepdim,
+                     .has_split_lse = true,
+                     .value = [](std::int64_t i) { return 1e4 + normal(i); }});
+  }
+  // At the largest number of each type no single lse has room for log(2).
+  for (const auto& [dtype, largest] : {std::pair(DType::float16, 65504.0), std::pair(DType::float32, 0x1.fffffep127),
+                                       std::pair(DType::float64, std::numeric_limits<double>::max())}) {
+    LogsumexpRun run({.device = device(),
+                      .dtype = dtype,
+                      .shape = {1, 2},
+                      .axes = {1},
+                      .has_split_lse = true,
+                      .value = [=](std::int64_t) { return largest; }});
+    run.run();
+    for (const int i : {0, 1}) EXPECT_NEAR(run.grad_x.get(i), 0.5 * run.grad_out.get(0), 1e-3) << name_of(dtype);
   }
   for (const double element : {-std::numeric_limits<double>::infinity(), std::numeric_limits<double>::infinity()}) {
     check_logsumexp({.device = device(),
                      .dtype = DType::bfloat16,
                      .shape = {2, 9},
                      .axes = {1},
-                     .has_wide_lse = true,
+                     .has_split_lse = true,
                      .value = [=](std::int64_t i) { return i < 9 ? element : 0.5; }});
   }
 }

@@ -30,7 +30,7 @@ struct LogsumexpCase {
   std::optional<DType> out_dtype = {};       ///< that of x unless given
   std::optional<DType> grad_out_dtype = {};  ///< likewise
   bool has_backward = true;
-  bool has_wide_lse = false;                  ///< lse is kept in float64
+  bool has_split_lse = false;                  ///< lse is kept as two numbers
   std::function<double(std::int64_t)> value;  ///< of element i of x, in row-major order
 };
 
@@ -43,7 +43,8 @@ class LogsumexpRun {
                           case_.axes)),
         x(case_.device, case_.dtype, case_.shape, case_.x_placement),
         out(case_.device, case_.out_dtype.value_or(case_.dtype), row_shape(), case_.out_placement),
-        lse(case_.device, case_.has_wide_lse ? DType::float64 : accumulator_dtype(case_.dtype), row_shape(),
+        lse(case_.device, accumulator_dtype(case_.dtype),
+            case_.has_split_lse ? with_axis_of_2(reduced_shape(case_.shape, axes_, false)) : row_shape(),
             case_.lse_placement),
         grad_out(case_.device, case_.grad_out_dtype.value_or(case_.dtype), row_shape(), case_.grad_out_placement),
         grad_x(case_.device, case_.dtype, case_.shape, case_.grad_x_placement) {
@@ -82,6 +83,11 @@ class LogsumexpRun {
            grad_x.bytes() == other.grad_x.bytes();
   }
 
+  /// lse of a row, less an anchor: two numbers keep more digits of that than lse has.
+  double lse_of(std::int64_t row, double anchor = 0.0) const {
+    return case_.has_split_lse ? (lse.get(2 * row) - anchor) + lse.get(2 * row + 1) : lse.get(row) - anchor;
+  }
+
   const LogsumexpCase& test_case() const { return case_; }
   const AxisSet& axes() const { return axes_; }
 
@@ -115,9 +121,13 @@ inline void check_logsumexp(const LogsumexpCase& test_case) {
     const double lse = exact.lse[static_cast<std::size_t>(row)];
     const double max = exact.max[static_cast<std::size_t>(row)];
     const double scale = logsumexp_scale(lse, max);
-    // A float64 lse is as exact as the logarithm of the row's sum, wherever the row lies.
-    const double own_scale = test_case.has_wide_lse ? logsumexp_scale(lse - max, 0.0) : scale;
-    ASSERT_EQ(difference(accumulator_dtype(test_case.dtype), run.lse.get(row), lse, own_scale), "")
+    // Two numbers are as exact as the logarithm of the row's sum, wherever the row lies.
+    const bool is_split = test_case.has_split_lse;
+    const double anchor = is_split && std::isfinite(max) ? max : 0.0;
+    const double exact_lse = is_split ? exact.lse_minus_anchor[static_cast<std::size_t>(row)] : lse;
+    ASSERT_EQ(difference(accumulator_dtype(test_case.dtype), run.lse_of(row, anchor), exact_lse,
+                         is_split ? logsumexp_scale(exact_lse, 0.0) : scale),
+              "")
         << "lse of row " << row;
     ASSERT_EQ(difference(run.out.view().dtype, run.out.get(row), lse, scale), "") << "out of row " << row;
   }
@@ -128,9 +138,12 @@ inline void check_logsumexp(const LogsumexpCase& test_case) {
   std::vector<double> scales(exact.lse.size(), 0.0);
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     const std::int64_t row = exact.row_of[i];
-    gradients[i] = reference::logsumexp_gradient(
-        run.x.get(static_cast<std::int64_t>(i)),
-        test_case.has_wide_lse ? exact.lse[static_cast<std::size_t>(row)] : run.lse.get(row), run.grad_out.get(row));
+    const auto at = static_cast<std::size_t>(row);
+    const bool is_split = test_case.has_split_lse;
+    const double anchor = is_split && std::isfinite(exact.max[at]) ? exact.max[at] : 0.0;
+    gradients[i] = reference::logsumexp_gradient(run.x.get(static_cast<std::int64_t>(i)),
+                                                 is_split ? exact.lse_minus_anchor[at] : run.lse_of(row),
+                                                 run.grad_out.get(row), anchor);
     double& scale = scales[static_cast<std::size_t>(row)];
     scale = std::max(scale, std::abs(gradients[i]));  // a NaN does not raise it
   }
