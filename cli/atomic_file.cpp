@@ -8,10 +8,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <memory>
 #include <stdexcept>
 
 #include "cli/stop.h"
@@ -20,23 +18,34 @@
 namespace eaves::cli {
 namespace {
 
-// The file that a path stands for: what a symbolic link points to, where that exists.
-std::string resolve(const std::string& path) {
-  const std::unique_ptr<char, decltype(&std::free)> resolved(realpath(path.c_str(), nullptr), &std::free);
-  return resolved ? std::string(resolved.get()) : path;
+// The file that a path stands for: where symbolic links lead, whether there is a file or not.
+std::filesystem::path resolve(std::filesystem::path path) {
+  constexpr int kMostLinks = 40;  // the system's own
+  std::error_code error;
+  for (int i = 0; i < kMostLinks && std::filesystem::is_symlink(path, error); ++i) {
+    path = path.parent_path() / std::filesystem::read_symlink(path, error);
+  }
+  return path;
 }
 
 }  // namespace
 
-AtomicFile::AtomicFile(const std::string& argument, const std::string& path) : path_(resolve(path)) {
+AtomicFile::AtomicFile(const std::string& argument, const std::string& path) {
+  const auto refuse = [&](const std::string& why) {
+    throw InvalidArgument(fmt::format("{}: {} {}", argument, path, why));
+  };
+  const auto refuse_for = [&](int error) { refuse(fmt::format("cannot be written: {}", std::strerror(error))); };
   struct stat status {};
-  if (stat(path_.c_str(), &status) == 0 && !S_ISREG(status.st_mode)) {
-    throw InvalidArgument(fmt::format("{}: {} exists and is not a regular file", argument, path));
+  if (stat(path.c_str(), &status) == 0) {
+    if (!S_ISREG(status.st_mode)) refuse("exists and is not a regular file");
+    if (access(path.c_str(), W_OK) != 0) refuse_for(errno);
+    if ((status.st_mode & 0222) == 0) refuse_for(EACCES);  // root may write it, but somebody has protected it
+  } else if (errno != ENOENT) {
+    refuse_for(errno);
   }
-  const std::filesystem::path target(path_);
-  if (target.filename().empty()) {
-    throw InvalidArgument(fmt::format("{}: \"{}\" names no file", argument, path));
-  }
+  const std::filesystem::path target = resolve(path);
+  path_ = target.string();
+  if (target.filename().empty()) throw InvalidArgument(fmt::format("{}: \"{}\" names no file", argument, path));
   // Other processes write other names; 100 tries are for names that killed runs of the same process id left behind.
   for (int attempt = 0; attempt < 100 && descriptor_ < 0; ++attempt) {
     const std::string name = fmt::format(".{}.{}.{}.tmp", target.filename().string(), getpid(), attempt);
@@ -47,7 +56,7 @@ AtomicFile::AtomicFile(const std::string& argument, const std::string& path) : p
   }
   if (descriptor_ < 0) {
     remove_when_stopped(nullptr);
-    throw InvalidArgument(fmt::format("{}: {} cannot be written: {}", argument, path, std::strerror(errno)));
+    refuse_for(errno);
   }
 }
 

@@ -6,10 +6,11 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
+#include <exception>
 #include <fstream>
 #include <optional>
-#include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -77,11 +78,29 @@ std::vector<bench::Operator> chosen_operators(const std::vector<std::string>& na
   return chosen;
 }
 
-// Ctrl-C also ends the reader of a pipe: what cannot be shown then may not keep the rest from being written.
-void show(const std::string& text) {
-  std::fputs(text.c_str(), stdout);
-  if (std::fflush(stdout) != 0 && !is_stop_wanted()) throw std::runtime_error("standard output cannot be written");
-}
+// What a run prints. Where that fails, because the reader of a pipe has left (| head) or a disk is full, a run that
+// writes a file goes on to do so; any other ends. Ctrl-C also ends the reader of a pipe, and is heard all the same.
+class Screen {
+ public:
+  explicit Screen(bool has_file) : has_file_(has_file) {}
+  void show(const std::string& text) {
+    if (failure_) return;
+    try {
+      std::fputs(text.c_str(), stdout);
+      flush_output();
+    } catch (const std::system_error&) {
+      if (!has_file_ && !is_stop_wanted()) throw;
+      failure_ = std::current_exception();
+    }
+  }
+  void finish() const {
+    if (failure_) std::rethrow_exception(failure_);
+  }
+
+ private:
+  bool has_file_;
+  std::exception_ptr failure_;
+};
 
 // Row by row into `measured`; false where the run was stopped before the last.
 bool measure_rows(bench::Harness& harness, bench::MeasuredTable& measured) {
@@ -99,7 +118,8 @@ bool measure_rows(bench::Harness& harness, bench::MeasuredTable& measured) {
 }
 
 // Each table is printed as soon as it is measured; false where the run was stopped.
-bool measure_tables(bench::Harness& harness, std::vector<bench::Table> tables, std::vector<bench::MeasuredTable>& run) {
+bool measure_tables(bench::Harness& harness, Screen& screen, std::vector<bench::Table> tables,
+                    std::vector<bench::MeasuredTable>& run) {
   bool is_complete = true;
   for (auto table = tables.begin(); is_complete && table != tables.end(); ++table) {
     run.push_back({std::move(*table), {}});
@@ -108,7 +128,7 @@ bool measure_tables(bench::Harness& harness, std::vector<bench::Table> tables, s
       run.pop_back();
     } else {
       bench::mark_busy_rows(run);
-      show(bench::text_table(run.back()) + "\n");
+      screen.show(bench::text_table(run.back()) + "\n");
     }
   }
   return is_complete;
@@ -193,16 +213,20 @@ double busy_share() {
   return after.all > before.all ? 1.0 - (after.idle - before.idle) / (after.all - before.all) : 0.0;
 }
 
-void print_heading(Device device, const BenchArguments& arguments) {
+std::string heading(Device device, const BenchArguments& arguments) {
   const SystemInfo system = system_info();
-  fmt::print("# {}\n# eaves {}, commit {}\n", runtime::device_name(device), system.version, system.commit);
-  if (device.type == DeviceType::cpu && arguments.threads > 0) fmt::print("# threads: {}\n", arguments.threads);
+  std::string text =
+      fmt::format("# {}\n# eaves {}, commit {}\n", runtime::device_name(device), system.version, system.commit);
+  if (device.type == DeviceType::cpu && arguments.threads > 0)
+    text += fmt::format("# threads: {}\n", arguments.threads);
   const double share = device.type == DeviceType::cpu ? busy_share() : 0.0;
-  if (share >= kBusy) fmt::print("# others take {:.0f} % of the cores' time: expect longer times\n", 100.0 * share);
-  fmt::print(
-      "# eaves, limit: milliseconds, the median; limit is plain streaming of the same\n"
-      "# bytes in the same run, or the matrix products alone; ratio: eaves / limit\n"
-      "# memory: MiB of inputs, outputs and workspace; workspace: MiB of it alone\n\n");
+  if (share >= kBusy) {
+    text += fmt::format("# others take {:.0f} % of the cores' time: expect longer times\n", 100.0 * share);
+  }
+  return text +
+         "# eaves, limit: milliseconds, the median; limit is plain streaming of the same\n"
+         "# bytes in the same run, or the matrix products alone; ratio: eaves / limit\n"
+         "# memory: MiB of inputs, outputs and workspace; workspace: MiB of it alone\n\n";
 }
 
 }  // namespace
@@ -237,14 +261,15 @@ void run_bench(const BenchArguments& arguments) {
   }
 
   defer_stop();
-  print_heading(request.device, arguments);
+  Screen screen(json_file.has_value());
+  screen.show(heading(request.device, arguments));
   bench::Harness harness(options);
   std::vector<bench::MeasuredTable> run;
   bool is_complete = true;
   for (auto op = operators.begin(); is_complete && op != operators.end(); ++op) {
-    is_complete = measure_tables(harness, has_shape ? own : op->tables(request), run);
+    is_complete = measure_tables(harness, screen, has_shape ? own : op->tables(request), run);
   }
-  show(bench::summary(run));
+  screen.show(bench::summary(run));
   const std::int64_t measured_rows = count_measured_rows(run);
   if (is_complete && !arguments.max_bytes.empty() && measured_rows == 0) {
     throw InvalidArgument(fmt::format("--max-bytes: {} leaves out every row, expected more", arguments.max_bytes));
@@ -255,6 +280,7 @@ void run_bench(const BenchArguments& arguments) {
     json_file->commit();
   }
   if (!is_complete) throw Stopped{describe_stopped(measured_rows, arguments.json_path)};
+  screen.finish();
 }
 
 }  // namespace eaves::cli

@@ -31,6 +31,7 @@
 #include "cli/stop.h"
 #include "cli/system_report.h"
 #include "eaves/cross_entropy.h"
+#include "eaves/error.h"
 #include "eaves/linear_cross_entropy.h"
 #include "eaves/logsumexp.h"
 #include "eaves/lrpe_cosine.h"
@@ -71,18 +72,27 @@ class Program : public testing::Test {
 
   void TearDown() override { fs::remove_all(folder_); }
 
-  // `line` is a shell command in the test's folder, its first word `eaves`.
-  Outcome run(const std::string& line) const {
+  // `line` is a shell command in the test's folder, its first word `eaves`; `before` commands of the same shell.
+  Outcome run(const std::string& line, const std::string& before = "") const {
     EXPECT_EQ(line.rfind("eaves", 0), 0u) << line;
-    const std::string command = "cd '" + folder_.string() + "' && '" + program_path() + "'" + line.substr(5) +
-                                " >stdout.txt 2>stderr.txt </dev/null";
+    const std::string command = "cd '" + folder_.string() + "' && " + before + "'" + program_path() + "'" +
+                                line.substr(5) + " >stdout.txt 2>stderr.txt </dev/null";
     const int status = std::system(command.c_str());
     return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, read_text(folder_ / "stdout.txt"),
             read_text(folder_ / "stderr.txt")};
   }
 
-  void expect_refusal(const std::string& line, int exit_code, const std::string& sentence) const {
-    const Outcome outcome = run(line);
+  // `output` is "| true", which has had time to end before anything is written, or ">/dev/full".
+  Outcome run_into(const std::string& output, const std::string& line) const {
+    const std::string command = "cd '" + folder_.string() + "' && { sleep 0.1; '" + program_path() + "'" +
+                                line.substr(5) + " 2>stderr.txt; echo $? >code.txt; } " + output;
+    EXPECT_EQ(std::system(command.c_str()), 0) << line;
+    return {std::stoi(read_text(folder_ / "code.txt")), "", read_text(folder_ / "stderr.txt")};
+  }
+
+  void expect_refusal(const std::string& line, int exit_code, const std::string& sentence,
+                      const std::string& before = "") const {
+    const Outcome outcome = run(line, before);
     EXPECT_EQ(outcome.exit_code, exit_code) << line << "\n" << outcome.err;
     EXPECT_NE(outcome.err.find(sentence), std::string::npos)
         << line << "\nexpected: " << sentence << "\nactual:   " << outcome.err;
@@ -727,12 +737,53 @@ TEST_F(ProgramWithTensors, WrongArgumentsOfEachOperatorAreNamed) {
 }
 
 TEST_F(Program, RunReplacesAnEarlierOutputAndFollowsALink) {
-  write_file("target", "old");
-  fs::create_symlink("target", folder_ / "out.safetensors");
-  ASSERT_EQ(run("eaves run logsumexp --input in.safetensors --tensor x --output out.safetensors").exit_code, 0);
-  EXPECT_TRUE(fs::is_symlink(folder_ / "out.safetensors"));
-  EXPECT_EQ(read_result("out").values.size(), 1u);
-  EXPECT_EQ(temporary_files(), 0);
+  const std::string line = "eaves run logsumexp --input in.safetensors --tensor x --output out.safetensors";
+  fs::create_directory(folder_ / "folder");
+  fs::create_symlink("folder/link", folder_ / "out.safetensors");
+  fs::create_symlink("target", folder_ / "folder" / "link");
+  for (const char* before : {"no file", "old"}) {
+    if (before == std::string("old")) write_file("folder/target", before);
+    ASSERT_EQ(run(line).exit_code, 0) << before;
+    EXPECT_TRUE(fs::is_symlink(folder_ / "out.safetensors"));
+    EXPECT_TRUE(fs::is_regular_file(folder_ / "folder" / "target"));
+    EXPECT_EQ(read_result("out").values.size(), 1u);
+    EXPECT_EQ(temporary_files(), 0);
+    EXPECT_EQ(std::distance(fs::directory_iterator(folder_ / "folder"), {}), 2);
+  }
+}
+
+TEST_F(Program, RunLeavesAReadOnlyOutputAlone) {
+  write_file("kept", "old");
+  fs::permissions(folder_ / "kept", fs::perms::owner_read);
+  fs::create_symlink("loop", folder_ / "loop");
+  const std::string line = "eaves run logsumexp --input in.safetensors --tensor x --output ";
+  expect_refusal(line + "kept", 2, "--output: kept cannot be written: Permission denied");
+  expect_refusal("eaves bench --device cpu --json kept", 2, "--json: kept cannot be written: Permission denied");
+  expect_refusal(line + "loop", 2, "--output: loop cannot be written: Too many levels of symbolic links");
+  EXPECT_EQ(read_text(folder_ / "kept"), "old");
+}
+
+TEST_F(Program, RunThatReachesALimitOnTheSizeOfFilesSaysSo) {
+  expect_refusal(
+      "eaves run cross_entropy --input in.safetensors --tensor logits --target targets --z-loss 0.1 --argmax --entropy "
+      "--sum-sq --mean-logit --backward --output out.safetensors",
+      1, "out.safetensors: cannot be written: File too large", "ulimit -f 1 && ");
+}
+
+TEST_F(Program, ReaderThatLeavesIsNoFailureAndKeepsNoFileFromBeingWritten) {
+  const std::string bench = "eaves bench logsumexp --device cpu --max-bytes 2M --repetitions 1 --warm-up-ms 0";
+  const std::string lines[] = {"eaves --help", "eaves run cross_entropy --help", "eaves info --json", bench,
+                               bench + " --json result.json"};
+  for (const std::string& line : lines) {
+    const Outcome left = run_into("| true", line);
+    EXPECT_EQ(left.exit_code, 0) << line << "\n" << left.err;
+    EXPECT_EQ(left.err, "") << line;
+    EXPECT_EQ(fs::remove(folder_ / "result.json"), line.ends_with(".json")) << line;
+    const Outcome full = run_into(">/dev/full", line);
+    EXPECT_EQ(full.exit_code, 1) << line;
+    EXPECT_EQ(full.err, "eaves: standard output cannot be written: No space left on device\n") << line;
+    EXPECT_EQ(fs::remove(folder_ / "result.json"), line.ends_with(".json")) << line;
+  }
 }
 
 TEST_F(Program, WrongRunArgumentsAreNamed) {
@@ -813,6 +864,29 @@ TEST_F(Program, RunThatIsStoppedLeavesNoFileAtAll) {
     EXPECT_EQ(outcome.err, "eaves: stopped at once\n");
     EXPECT_EQ(temporary_files(), 0);
     EXPECT_FALSE(fs::exists(folder_ / "out.safetensors"));
+  }
+}
+
+TEST_F(Program, InputThatIsCutShortMeanwhileEndsTheRunWithASentence) {
+  write_large_input(folder_ / "large.safetensors");
+  const pid_t child = start(kLargeRun);
+  wait_until([&] { return temporary_files() == 1; });
+  fs::resize_file(folder_ / "large.safetensors", 4096);
+  const Outcome outcome = stop(child, 0);
+  EXPECT_EQ(outcome.exit_code, 2);
+  EXPECT_EQ(outcome.err, "eaves: --input: the file was cut short while it was read\n");
+  EXPECT_EQ(temporary_files(), 0);
+  EXPECT_FALSE(fs::exists(folder_ / "out.safetensors"));
+}
+
+TEST_F(Program, InputThatIsWrittenMeanwhileIsRefused) {
+  const fs::path path = folder_ / "in.safetensors";
+  for (const std::uintmax_t size : {fs::file_size(path) - 1, fs::file_size(path)}) {
+    const MappedFile file("--input", path.string());
+    file.check_unchanged();
+    fs::resize_file(path, size);
+    fs::last_write_time(path, fs::last_write_time(path) + std::chrono::seconds(1));  // clocks may be coarse
+    EXPECT_THROW(file.check_unchanged(), InvalidArgument) << size;
   }
 }
 

@@ -1,11 +1,15 @@
-// The commands of the program, and what main() fills in for them from the command line. main.cpp alone knows the
-// parser.
+// The commands of the program, what main() fills in for them from the command line, and the exit codes of their
+// failures. main.cpp alone knows the parser.
 #pragma once
 
 #include <string>
 #include <vector>
 
 namespace eaves::cli {
+
+constexpr int kDeviceOrSystemFailed = 1;
+constexpr int kWrongArgumentOrFile = 2;
+constexpr int kUnsupported = 3;
 
 void print_info(bool is_json);
 

@@ -4,10 +4,14 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cctype>
 #include <cstdio>
 #include <exception>
 #include <memory>
+#include <numeric>
 #include <string>
+#include <system_error>
 #include <type_traits>
 #include <variant>
 #include <vector>
@@ -20,10 +24,6 @@
 
 namespace eaves::cli {
 namespace {
-
-constexpr int kDeviceOrSystemFailed = 1;
-constexpr int kWrongArgumentOrFile = 2;
-constexpr int kUnsupported = 3;
 
 // A shell makes an empty text of an unset variable, which is not what leaving the option out means.
 const CLI::Validator kIsNotEmpty(
@@ -158,7 +158,8 @@ int run_program(int argc, char** argv) {
                    "eaves"};
   program.footer(
       "Example:\n  eaves info\n\n"
-      "Exit codes: 0 done; 1 the device or the system failed (out of memory, disk full);\n"
+      "Exit codes: 0 done, or the reader of a pipe has left (| head);\n"
+      "1 the device or the system failed (out of memory, disk full);\n"
       "2 an argument or an input file is wrong; 3 this build or this machine cannot do it;\n"
       "130 it was stopped (Ctrl-C, SIGTERM, SIGHUP), and left no temporary file.");
   program.set_version_flag("--version", EAVES_VERSION);
@@ -168,11 +169,13 @@ int run_program(int argc, char** argv) {
     add_info(program);
     add_bench(program);
     add_run(program);
-    program.parse(argc, argv);
-    const bool is_written = std::fflush(stdout) == 0 && std::ferror(stdout) == 0;
-    return is_written ? 0 : fail(kDeviceOrSystemFailed, "standard output cannot be written");
-  } catch (const CLI::Success& request) {  // --help, --version
-    return program.exit(request);
+    try {
+      program.parse(argc, argv);
+    } catch (const CLI::Success& request) {  // --help, --version
+      program.exit(request);
+    }
+    flush_output();
+    return 0;
   } catch (const CLI::ParseError& error) {
     return fail(kWrongArgumentOrFile, describe(program, error).c_str());
   } catch (const InvalidArgument& error) {
@@ -181,6 +184,8 @@ int run_program(int argc, char** argv) {
     return fail(kUnsupported, error.what());
   } catch (const Stopped& stopped) {
     return fail(kStoppedExitCode, stopped.message.c_str());
+  } catch (const std::system_error& error) {
+    return error.code() == std::errc::broken_pipe ? 0 : fail(kDeviceOrSystemFailed, error.what());
   } catch (const std::exception& error) {
     return fail(kDeviceOrSystemFailed, error.what());
   }

@@ -87,6 +87,7 @@ TensorView Run::filled(DType dtype, const Dims& shape, double number) {
 
 void Run::finish() {
   runtime::synchronize(device_);
+  file_.check_unchanged();
   bench::Arena host_arena(kCpu);
   std::string list;
   for (auto& [name, view] : outputs_) {

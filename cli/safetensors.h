@@ -3,6 +3,8 @@
 // inside the bytes that it was given, and whatever it refuses it refuses with InvalidArgument and one sentence.
 #pragma once
 
+#include <sys/stat.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -34,8 +36,8 @@ StoredTensors parse_safetensors(std::span<const std::byte> file, const std::stri
 /// A name from a file, made fit for a message: in quotes, short, without control characters.
 std::string in_quotes(std::string_view text);
 
-/// A whole regular file, mapped read-only. Throws InvalidArgument where it cannot be read. (If another process cuts
-/// the file short meanwhile, the system ends the program with SIGBUS, as for every mapped file.)
+/// A whole regular file, mapped read-only. Throws InvalidArgument where it cannot be read. The program has one such
+/// file at a time: reading bytes that another process has cut off meanwhile ends it (stop.h).
 class MappedFile {
  public:
   MappedFile(const std::string& argument, const std::string& path);
@@ -48,10 +50,16 @@ class MappedFile {
   /// True where `path` is this file, whatever it is called there.
   bool is_same_file(const std::string& path) const;
 
+  /// Throws InvalidArgument where the file has been written since. One that is cut short within its last page only
+  /// ends in zeros, and has no bytes whose reading fails.
+  void check_unchanged() const;
+
  private:
+  std::string label_;
+  int descriptor_ = -1;
+  struct stat status_ {};
   void* data_ = nullptr;
   std::size_t size_ = 0;
-  std::uint64_t device_ = 0, inode_ = 0;
 };
 
 /// A tensor to be written, contiguous, in CPU memory.
