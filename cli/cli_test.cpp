@@ -368,7 +368,16 @@ TEST_F(Program, WrongArgumentsAreNamed) {
   expect_refusal("eaves", 2, "A subcommand is required");
   expect_refusal("eaves paint", 2, "there is no command \"paint\", expected one of: ");
   expect_refusal("eaves run paint", 2, "there is no command \"paint\", expected one of: logsumexp, cross_entropy, ");
-  expect_refusal("eaves info --loud", 2, "--loud");
+  expect_refusal("eaves info --loud", 2, "unknown option --loud (eaves info --help");
+  expect_refusal("eaves info loud", 2, "loud");
+  expect_refusal("eaves paint --loud", 2, "there is no command \"paint\", expected one of: ");
+  expect_refusal("eaves bench --treads 2", 2, "unknown option --treads; did you mean --threads? (eaves bench --help");
+  expect_refusal("eaves bench --threds=2", 2, "unknown option --threds; did you mean --threads?");
+  expect_refusal("eaves bench -threads 2", 2, "unknown option -threads; did you mean --threads?");
+  expect_refusal("eaves run logsumexp --inptu in.safetensors", 2,
+                 "unknown option --inptu; did you mean --input? (eaves run logsumexp --help");
+  expect_refusal("eaves run linear_cross_entropy --work 2", 2,
+                 "unknown option --work; did you mean --workspace-limit?");
   expect_refusal("eaves bench logsumexq", 2, "bench: there is no operator \"logsumexq\", expected one of: logsumexp");
   expect_refusal("eaves bench --device tpu", 2, "--device: is \"tpu\", expected cpu, cuda");
   expect_refusal("eaves bench --sweep slow", 2, "--sweep: slow not in {quick,seed}");
@@ -714,26 +723,58 @@ TEST_F(ProgramWithTensors, WrongArgumentsOfEachOperatorAreNamed) {
   expect_refusal(lrpe + "--activation tanh", 2, "--activation: tanh not in {none,relu,sigmoid,silu,softmax}");
   expect_refusal(lrpe + "--offset far", 2, "--offset");
   const std::string theta_as_x = "eaves run lrpe_cosine --tensor theta --theta theta" + files;
-  expect_refusal(theta_as_x, 2, "x has shape [2, 2], expected four axes (batch, positions, heads, features)");
+  expect_refusal(theta_as_x, 2, "--tensor has shape [2, 2], expected four axes (batch, positions, heads, features)");
   expect_refusal(theta_as_x + "--layout bhnd", 2, "expected four axes (batch, heads, positions, features)");
-  expect_refusal(lrpe + "--grad theta", 2, "lrpe_cosine: grad_out has shape [2, 2], expected four axes");
-  expect_refusal(lrpe + "--grad q", 2, "grad_out has shape [2, 5, 2, 4], expected [2, 5, 2, 8] (that of out)");
+  expect_refusal(lrpe + "--grad theta", 2, "lrpe_cosine: --grad has shape [2, 2], expected four axes");
+  expect_refusal(lrpe + "--grad q", 2, "--grad has shape [2, 5, 2, 4], expected [2, 5, 2, 8] (that of out)");
 
   // The core's sentences, before anything is written: of the forward, and of a backward behind it.
-  expect_refusal(loss + "--target targets", 2, "targets[0, 1] is 7, expected 0 to 3, or ignore_index -100");
-  expect_refusal(in_loss + "--label-smoothing 1.5", 2, "label_smoothing is 1.5, expected 0 to 1");
+  expect_refusal(loss + "--target targets", 2,
+                 "eaves: cross_entropy: --target[0, 1] is 7, expected 0 to 3, or --ignore-index -100");
+  expect_refusal(in_loss + "--label-smoothing 1.5", 2, ": --label-smoothing is 1.5, expected 0 to 1");
+  expect_refusal(in_loss + "--z-loss -1", 2, ": --z-loss is -1, expected 0 or a positive number that float32 has");
+  expect_refusal(in_loss + "--weight head_weight", 2,
+                 "cross_entropy: --weight has shape [5], expected [4] (one per class of --tensor)");
   expect_refusal("eaves run cross_entropy --tensor logits --target targets --class-axis 3" + files, 2,
-                 "class_axis is 3, expected -3 to 2 (logits has 3 axes)");
-  for (const char* how : {"", " --in-place"}) expect_refusal(in_loss + "--grad upstream" + how, 2, "grad_loss has ");
+                 ": --class-axis is 3, expected -3 to 2 (--tensor has 3 axes)");
+  for (const char* how : {"", " --in-place"}) expect_refusal(in_loss + "--grad upstream" + how, 2, ": --grad has ");
   for (const char* how : {"speed", "memory", "recompute"}) {
-    expect_refusal(in_head + "--grad upstream --algorithm " + how, 2, "grad_loss has ");
+    expect_refusal(in_head + "--grad upstream --algorithm " + how, 2, ": --grad has ");
   }
   expect_refusal("eaves run linear_cross_entropy --tensor tokens --linear-weight head --target targets" + files, 2,
-                 "x has no axis, expected [..., features]");
-  expect_refusal(in_head + "--linear-bias upstream --backward", 2, "bias has ");
-  expect_refusal(lrpe + "--positions positions --cu-seqlens starts", 2, "cu_seqlens is given beside positions");
+                 "linear_cross_entropy: --tensor has no axis, expected [..., features]");
+  expect_refusal(in_head + "--linear-bias upstream --backward", 2, ": --linear-bias has shape ");
+  expect_refusal(in_head + "--weight weight", 2,
+                 ": --weight has shape [4], expected [5] (one per class of --linear-weight)");
+  expect_refusal("eaves run linear_cross_entropy --tensor x --linear-weight logits --target targets" + files, 2,
+                 ": --linear-weight has shape [2, 4, 3], expected [1, 4] ([classes, features of --tensor])");
+  expect_refusal(lrpe + "--positions positions --cu-seqlens starts", 2, ": --cu-seqlens is given beside positions");
   expect_refusal(lrpe + "--cu-seqlens starts --activation softmax --activation-dim -2", 3,
-                 "cu_seqlens is given with a softmax over the sequence");
+                 ": --cu-seqlens is given with a softmax over the sequence");
+}
+
+// Every word of the core's sentences that is a name, and no other.
+TEST(RunOperators, TheCoresSentencesAreSaidInFlags) {
+  const auto said = [](const std::string& op, const std::string& sentence) {
+    const auto found = std::find_if(run_operators().begin(), run_operators().end(),
+                                    [&](const RunOperator& item) { return item.name == op; });
+    return in_flags(*found, sentence);
+  };
+  EXPECT_EQ(said("logsumexp", "logsumexp_forward: axes is [0, 0], expected each axis once"),
+            "logsumexp: --dims is [0, 0], expected each axis once");
+  EXPECT_EQ(said("logsumexp", "logsumexp_backward: grad_out has dtype int8, expected float32 (that of x, or float32)"),
+            "logsumexp: --grad has dtype int8, expected float32 (that of --tensor, or float32)");
+  EXPECT_EQ(said("cross_entropy", "cross_entropy_forward: logits has dtype int8 (integers are no logits)"),
+            "cross_entropy: --tensor has dtype int8 (integers are no logits)");
+  EXPECT_EQ(said("cross_entropy", "cross_entropy_forward: targets has shape [3] (soft targets: that of logits)"),
+            "cross_entropy: --target has shape [3] (soft targets: that of --tensor)");
+  EXPECT_EQ(said("cross_entropy", "cross_entropy_backward: weight and label_smoothing are given"),
+            "cross_entropy: --weight and --label-smoothing are given");
+  EXPECT_EQ(said("linear_cross_entropy", "linear_cross_entropy_forward: class_weight has shape [3] (as weight and x)"),
+            "linear_cross_entropy: --weight has shape [3] (as --linear-weight and --tensor)");
+  EXPECT_EQ(said("lrpe_cosine", "lrpe_cosine_forward: extra_tokens is 3, expected 0 to the number of positions, 2"),
+            "lrpe_cosine: --extra-tokens is 3, expected 0 to the number of positions, 2");
+  EXPECT_EQ(said("lrpe_cosine", "--offset: x is no offset"), "--offset: x is no offset") << "no sentence of the core";
 }
 
 TEST_F(Program, RunReplacesAnEarlierOutputAndFollowsALink) {
@@ -794,10 +835,10 @@ TEST_F(Program, WrongRunArgumentsAreNamed) {
   expect_refusal(run_x, 2, "--output is required");
   expect_refusal(run_x + "--dims one" + out, 2, "--dims: is \"one\", expected up to 16 axes such as -1 or 0,2");
   expect_refusal(run_x + "--dims 0," + out, 2, "--dims: is \"0,\"");
-  expect_refusal(run_x + "--dims 2" + out, 2, "2");
-  expect_refusal(run_x + "--dims 0,0" + out, 2, "logsumexp");
+  expect_refusal(run_x + "--dims 2" + out, 2, "--dims contains 2, expected -2 to 1 (--tensor has 2 axes)");
+  expect_refusal(run_x + "--dims 0,0" + out, 2, "logsumexp: --dims is [0, 0], expected each axis once");
   expect_refusal(run_x + "--dtype int8" + out, 2, "out has dtype int8");
-  expect_refusal(run_x + "--grad wide" + out, 2, "grad_out");
+  expect_refusal(run_x + "--grad wide" + out, 2, "logsumexp: --grad has ");
   expect_refusal(
       "eaves run logsumexp --input in.safetensors --tensor y" + out, 2,
       "--tensor: in.safetensors has no tensor \"y\", expected one of: \"flags\", \"g\", \"head\", \"logits\"");

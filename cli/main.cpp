@@ -118,11 +118,7 @@ void add_run(CLI::App& program) {
     for (const Argument& argument : item.arguments) {
       add_argument(*command, argument, arguments->values[argument.flag]);
     }
-    command->callback([&item, arguments] {
-      Run run(*arguments);
-      item.call(run);
-      run.finish();
-    });
+    command->callback([&item, arguments] { run_operator(item, *arguments); });
   }
 }
 
@@ -131,7 +127,41 @@ int fail(int code, const char* message) {
   return code;
 }
 
-// The parser's sentence and where to look; where a command is misspelt its word, and what there is.
+// How many characters have to be inserted, left out or changed to make one word of the other.
+std::size_t distance(const std::string& from, const std::string& to) {
+  std::vector<std::size_t> row(to.size() + 1);
+  std::iota(row.begin(), row.end(), 0);
+  for (const char character : from) {
+    std::size_t diagonal = row[0]++;
+    for (std::size_t i = 0; i < to.size(); ++i) {
+      const std::size_t changed = diagonal + (character != to[i]);
+      diagonal = row[i + 1];
+      row[i + 1] = std::min({changed, row[i] + 1, row[i + 1] + 1});
+    }
+  }
+  return row.back();
+}
+
+// An option that the command does not have, and the one that was meant, where one begins so or at most a third of its
+// characters is wrong.
+std::string describe_unknown(const CLI::App& command, const std::string& word) {
+  const std::string unknown = word.substr(0, word.find('='));
+  std::string nearest;
+  std::size_t best = unknown.size() / 3 + 1;
+  for (const CLI::Option* option : command.get_options()) {
+    for (const std::string& name : option->get_lnames()) {
+      const std::string known = "--" + name;
+      const std::size_t how_far = known.rfind(unknown, 0) == 0 ? 0 : distance(unknown, known);
+      if (how_far < best) {
+        best = how_far;
+        nearest = known;
+      }
+    }
+  }
+  return "unknown option " + unknown + (nearest.empty() ? "" : fmt::format("; did you mean {}?", nearest));
+}
+
+// The parser's sentence and where to look; where an option or a command is misspelt its word, and what there is.
 std::string describe(const CLI::App& program, const CLI::ParseError& error) {
   std::string command = "eaves";
   const CLI::App* app = &program;
@@ -141,14 +171,25 @@ std::string describe(const CLI::App& program, const CLI::ParseError& error) {
   }
   std::string message = error.what();
   const auto unexpected = program.remaining(true);
-  if (dynamic_cast<const CLI::RequiredError*>(&error) != nullptr && !unexpected.empty()) {
-    std::vector<std::string> names;
-    for (const CLI::App* each : app->get_subcommands([](const CLI::App*) { return true; })) {
-      names.push_back(each->get_name());
-    }
-    message = names.empty() ? fmt::format("\"{}\" was not expected: {}", unexpected.front(), message)
-                            : fmt::format("there is no command \"{}\", expected one of: {}", unexpected.front(),
-                                          fmt::join(names, ", "));
+  const bool is_required = dynamic_cast<const CLI::RequiredError*>(&error) != nullptr;
+  if (unexpected.empty() || !(is_required || dynamic_cast<const CLI::ExtrasError*>(&error) != nullptr)) {
+    return fmt::format("{} ({} --help shows what is expected)", message, command);
+  }
+  const auto is_option = [](const std::string& word) {
+    return word.size() > 1 && word[0] == '-' && std::isdigit(static_cast<unsigned char>(word[1])) == 0;
+  };
+  const auto option = std::find_if(unexpected.begin(), unexpected.end(), is_option);
+  std::vector<std::string> names;
+  for (const CLI::App* each : app->get_subcommands([](const CLI::App*) { return true; })) {
+    names.push_back(each->get_name());
+  }
+  if (!names.empty() && option != unexpected.begin()) {
+    message =
+        fmt::format("there is no command \"{}\", expected one of: {}", unexpected.front(), fmt::join(names, ", "));
+  } else if (option != unexpected.end()) {
+    message = describe_unknown(*app, *option);
+  } else if (is_required) {
+    message = fmt::format("\"{}\" was not expected: {}", unexpected.front(), message);
   }
   return fmt::format("{} ({} --help shows what is expected)", message, command);
 }

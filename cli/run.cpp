@@ -3,6 +3,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <cctype>
 #include <cstdint>
 
 #include "cli/options.h"
@@ -23,6 +25,24 @@ std::string list_names(const StoredTensors& tensors) {
     list += (list.empty() ? "" : ", ") + in_quotes(name);
   }
   return list.empty() ? "none" : list;
+}
+
+// The flag for a word of the core's sentence, or the word. The subject is always an argument. Elsewhere a word may be
+// English: "positions" and "offset" are, and "soft targets", "no logits" and "2 axes".
+std::string flag_of(const RunOperator& item, const std::string& word, const std::string& before, bool is_subject) {
+  for (const Argument& argument : item.arguments) {
+    std::string name = argument.member;
+    if (name.empty()) {
+      name = argument.flag.substr(2);
+      std::replace(name.begin(), name.end(), '-', '_');
+    }
+    if (name != word) continue;
+    const bool is_counted = !before.empty() && std::isdigit(static_cast<unsigned char>(before[0])) != 0;
+    const bool is_name =
+        argument.member.empty() ? name.find('_') != name.npos : before != "soft" && before != "no" && !is_counted;
+    return is_subject || is_name ? argument.flag : word;
+  }
+  return word;
 }
 
 }  // namespace
@@ -103,6 +123,38 @@ void Run::finish() {
   write_safetensors(*output_file_, outputs_);
   output_file_->commit();
   fmt::print("{}: {}\n", arguments_.output_path, list);
+}
+
+std::string in_flags(const RunOperator& item, const std::string& sentence) {
+  const std::size_t colon = sentence.find(": ");  // behind the function: "logsumexp_forward: x has dtype int64"
+  if (sentence.rfind(item.name, 0) != 0 || colon == sentence.npos) return sentence;
+  const auto is_of_word = [](char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_'; };
+  std::string text = item.name + ": ", before;
+  for (auto next = sentence.begin() + static_cast<std::ptrdiff_t>(colon) + 2; next != sentence.end();) {
+    const auto end = std::find_if_not(next, sentence.end(), is_of_word);
+    if (next == end) {
+      if (*next != ' ') before = *next;
+      text += *next++;
+      continue;
+    }
+    const std::string word(next, end);
+    text += flag_of(item, word, before, before.empty());
+    before = word;
+    next = end;
+  }
+  return text;
+}
+
+void run_operator(const RunOperator& item, const RunArguments& arguments) {
+  Run run(arguments);
+  try {
+    item.call(run);
+  } catch (const InvalidArgument& error) {
+    throw InvalidArgument(in_flags(item, error.what()));
+  } catch (const Unsupported& error) {
+    throw Unsupported(in_flags(item, error.what()));
+  }
+  run.finish();
 }
 
 }  // namespace eaves::cli

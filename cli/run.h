@@ -27,6 +27,7 @@ struct Argument {
   std::string help;
   bool is_required = false;
   std::vector<std::string> words = {};  ///< of a text: the only ones; none: any but the empty one
+  std::string member = {};  ///< the core's name, "logits"; none: as the flag, "class_axis" of "--class-axis"
 };
 
 /// The arguments that every operator has, and those of its own by their flags.
@@ -90,5 +91,12 @@ struct RunOperator {
 };
 
 std::span<const RunOperator> run_operators();
+
+/// From the input to the output. Throws the core's sentences in the words of the command line: the operator as it is
+/// called there, and flags for its arguments.
+void run_operator(const RunOperator& item, const RunArguments& arguments);
+
+/// Such a sentence.
+std::string in_flags(const RunOperator& item, const std::string& sentence);
 
 }  // namespace eaves::cli

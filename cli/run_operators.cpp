@@ -20,6 +20,11 @@ namespace {
 using Words = std::vector<std::string>;
 constexpr bool kRequired = true;
 
+/// An argument that names a tensor; `member` is the core's name of that.
+Argument tensor(const std::string& flag, const std::string& member, const std::string& help, bool is_required = false) {
+  return {flag, "", help, is_required, {}, member};
+}
+
 /// A text that has to be one of these words.
 Argument choice(const std::string& flag, const Words& words, const std::string& help, const std::string& fallback) {
   return {flag, fallback, help, false, words};
@@ -58,29 +63,31 @@ const Words kReductions = {"none", "sum", "mean"};
 static_assert(static_cast<int>(Reduction::none) == 0 && static_cast<int>(Reduction::sum) == 1 &&
               static_cast<int>(Reduction::mean) == 2);
 
-/// Of every loss of classifying rows, behind the arguments of its own.
-std::vector<Argument> with_loss_arguments(std::vector<Argument> arguments, const std::string& gradients,
-                                          const std::vector<Argument>& last) {
+/// Of every loss of classifying rows, behind the arguments of its own. `class_weights` is the core's name of them.
+std::vector<Argument> with_loss_arguments(std::vector<Argument> arguments, const std::string& class_weights,
+                                          const std::string& gradients, const std::vector<Argument>& last) {
   const CrossEntropyOptions defaults;
   const auto add = [&](const Argument& argument) { arguments.push_back(argument); };
-  add({"--target", "",
-       "Name of the targets: int32 or int64 classes, one per row; or a distribution for each row, in the shape of the "
-       "logits",
-       kRequired});
-  add({"--weight", "", "Name of the weights of the classes"});
+  add(tensor("--target", "targets",
+             "Name of the targets: int32 or int64 classes, one per row; or a distribution for each row, in the shape "
+             "of the logits",
+             kRequired));
+  add(tensor("--weight", class_weights, "Name of the weights of the classes"));
   add({"--row-weight", "", "Name of the weights of the rows, in the dtype of the loss"});
   add({"--normalizer", "", "Name of one number that the mean divides by, instead of the rows that count"});
   add({"--ignore-index", defaults.ignore_index, "Rows with this target do not count"});
   add(choice("--reduction", kReductions, "none: a loss for each row; sum: of them; mean: over the rows that count",
              "mean"));
-  for (const LossOption& option : kLossOptions) add({option.flag, defaults.*option.value, option.help});
+  for (const LossOption& option : kLossOptions) {
+    add({option.flag, defaults.*option.value, option.help, false, {}, option.name});
+  }
   add({"--argmax", false, "Also write argmax, the class with the largest logit"});
   add({"--entropy", false, "Also write entropy, in nats"});
   add({"--sum-sq", false, "Also write sum_sq, the sum of the squares of the probabilities"});
   add({"--mean-logit", false, "Also write mean_logit, the mean of the logits behind scale and softcap"});
   add({"--backward", false, "Also write " + gradients});
-  add({"--grad", "",
-       "Instead of --backward, for an upstream gradient that is not 1: its name, in the shape of the loss"});
+  add(tensor("--grad", "grad_loss",
+             "Instead of --backward, for an upstream gradient that is not 1: its name, in the shape of the loss"));
   arguments.insert(arguments.end(), last.begin(), last.end());
   return arguments;
 }
@@ -295,33 +302,34 @@ const RunOperator kOperators[] = {
     {"logsumexp",
      "log(sum(exp(x))) over axes. Writes out, lse and, with --grad, grad_x.",
      "--tensor x --dims -1 --grad g",
-     {{"--tensor", "", "Name of the input x: any number of axes, a floating-point type", kRequired},
-      {"--dims", "", "Axes to sum over, such as -1 or 0,2; without: all"},
+     {tensor("--tensor", "x", "Name of the input x: any number of axes, a floating-point type", kRequired),
+      {"--dims", "", "Axes to sum over, such as -1 or 0,2; without: all", false, {}, "axes"},
       {"--keepdim", false, "Keep the summed axes with size 1"},
       {"--dtype", "", "Of out: float32, or that of x; without: that of x"},
-      {"--grad", "", "Name of the upstream gradient, in the shape of out"}},
+      tensor("--grad", "grad_out", "Name of the upstream gradient, in the shape of out")},
      run_logsumexp},
     {"cross_entropy",
      "The loss of classifying each row. Writes loss, lse and, with --backward, --grad or --in-place, "
      "grad_logits.",
      "--tensor logits --target targets --backward",
-     with_loss_arguments({{"--tensor", "", "Name of the logits: any shape with an axis of classes", kRequired},
-                          {"--class-axis", -1, "The axis of the classes"}},
-                         "grad_logits, the gradient of the loss",
-                         {{"--in-place", false,
-                           "Loss and gradient at once, over the logits in memory: one tensor less. lse and entropy of "
-                           "rows that are ignored are 0"}}),
+     with_loss_arguments(
+         {tensor("--tensor", "logits", "Name of the logits: any shape with an axis of classes", kRequired),
+          {"--class-axis", -1, "The axis of the classes"}},
+         "weight", "grad_logits, the gradient of the loss",
+         {{"--in-place", false,
+           "Loss and gradient at once, over the logits in memory: one tensor less. lse and entropy of "
+           "rows that are ignored are 0"}}),
      run_cross_entropy},
     {"linear_cross_entropy",
      "The loss of classifying each row by a linear head, without all of its logits. Writes loss, lse and, "
      "with --backward or --grad, the gradients.",
      "--tensor x --linear-weight head --target targets --backward",
      with_loss_arguments(
-         {{"--tensor", "", "Name of the rows x: any shape, features last", kRequired},
-          {"--linear-weight", "",
-           "Name of the head, [classes, features]: the logits are x linear_weight^T + linear_bias", kRequired},
-          {"--linear-bias", "", "Name of the head's bias, one number per class"}},
-         "grad_x, grad_weight (of the head) and, with --linear-bias, grad_bias",
+         {tensor("--tensor", "x", "Name of the rows x: any shape, features last", kRequired),
+          tensor("--linear-weight", "weight",
+                 "Name of the head, [classes, features]: the logits are x linear_weight^T + linear_bias", kRequired),
+          tensor("--linear-bias", "bias", "Name of the head's bias, one number per class")},
+         "class_weight", "grad_x, grad_weight (of the head) and, with --linear-bias, grad_bias",
          {{"--gradients", Words{}, "Write only the gradients of these: some of x,linear_weight,linear_bias", false,
            kHeadInputs},
           choice("--algorithm", {"auto", "speed", "memory", "recompute"},
@@ -337,7 +345,7 @@ const RunOperator kOperators[] = {
      "and grad_theta, and of a softmax over the sequence lse, [batch, heads, 2, features]: the logsumexp of each "
      "column, and what its rounding has lost.",
      "--tensor q --theta theta --activation silu",
-     {{"--tensor", "", "Name of the input x: four axes, see --layout", kRequired},
+     {tensor("--tensor", "x", "Name of the input x: four axes, see --layout", kRequired),
       {"--theta", "",
        "Name of the angles per position, [heads or 1, E]: E features for each axis of the grid in turn; the features "
        "behind them have no position",
@@ -353,7 +361,7 @@ const RunOperator kOperators[] = {
       {"--cu-seqlens", "", "Name of the starts of packed sequences, and the end: int32 or int64; each counts from 0"},
       choice("--activation", kActivations, "Of x, first", "none"),
       {"--activation-dim", -1, "Of a softmax: -1 over the features, -2 over the sequence, in either layout"},
-      {"--grad", "", "Name of the upstream gradient, in the shape of out"}},
+      tensor("--grad", "grad_out", "Name of the upstream gradient, in the shape of out")},
      run_lrpe_cosine},
 };
 
