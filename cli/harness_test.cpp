@@ -259,7 +259,12 @@ TEST(Report, RowsOfABusyMachineAreMarkedAndExplainedOnce) {
   const std::string text = text_table(run[1]);
   EXPECT_NE(text.find("\n  unsteady: the fastest repetitions took 0.400 and 0.200\n"), std::string::npos) << text;
   EXPECT_NE(text.find("\n  slow: the fastest repetitions took 0.400 and 4.00\n"), std::string::npos) << text;
-  EXPECT_EQ(summary(run).rfind("rows of a busy machine: 1 unsteady (", 0), 0u) << summary(run);
+  const std::string with_busy = summary(run), all_busy = summary({run[1]});
+  EXPECT_EQ(with_busy.rfind("busy: 2 of 4 rows left out: 1 unsteady (", 0), 0u) << with_busy;
+  EXPECT_NE(with_busy.find("\nexample, forward     2 "), std::string::npos) << with_busy;
+  EXPECT_EQ(with_busy.find("not usable"), std::string::npos) << "half of them are left";
+  EXPECT_NE(all_busy.find("\nmost rows are left out: these numbers are not usable"), std::string::npos) << all_busy;
+  EXPECT_NE(all_busy.find("\nexample, forward     0       -      -\n"), std::string::npos) << all_busy;
   EXPECT_EQ(marks({busy, fast})[0].measurements[1].mark, "") << "nothing said then that it could be faster";
 
   // Products are not compared with streams, nor with those of other types.
@@ -269,6 +274,9 @@ TEST(Report, RowsOfABusyMachineAreMarkedAndExplainedOnce) {
   MeasuredTable others = products;
   others.table.rows[0].operations = 1'000'000;
   EXPECT_EQ(marks({streams, products, others})[2].measurements[0].mark, "slow");
+  MeasuredTable of_seed = others;
+  of_seed.table.rows[0].options = {{"data", "\"seed\""}};
+  EXPECT_EQ(marks({products, of_seed})[1].measurements[0].mark, "") << "subnormal numbers make it slow";
   others.table.dtype = DType::float32;
   for (const MeasuredTable& table : marks({streams, products, others})) EXPECT_EQ(table.measurements[0].mark, "");
 }

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <ctime>
-#include <map>
 #include <nlohmann/json.hpp>
 #include <utility>
 
@@ -98,13 +97,18 @@ std::string join(const Words& words, const Table& table, bool is_common) {
 // A busy machine, told by the times themselves: a median of more than twice the fastest repetition or, where not even
 // the fastest found a quiet moment, a limit at less than half of what it has reached elsewhere in the run so far. Only
 // limits of a millisecond and more are compared: shorter ones fit between two slices of the scheduler, and depend on
-// their size.
+// their size. Nor are products of the seed's data: its gradients have subnormal numbers, which cost a CPU more.
 constexpr double kUsualFactor = 2.0;
 constexpr double kComparedMs = 1.0;
+constexpr const char* kMostAreBusy = "most rows are left out: these numbers are not usable, measure on a quiet machine";
 
 // Bytes or operations in a millisecond of the fastest repetition; 0 where it is not compared.
 double limit_rate(const Row& row, const Measurement& measurement) {
   if (!measurement.limit || measurement.limit->min_ms < kComparedMs) return 0.0;
+  const bool is_of_seed = std::any_of(row.options.begin(), row.options.end(), [](const auto& option) {
+    return option.first == "data" && option.second == "\"seed\"";
+  });
+  if (is_of_seed) return 0.0;
   const std::int64_t work = row.operations > 0 ? row.operations : row.read_bytes + row.write_bytes;
   return static_cast<double>(work) / measurement.limit->min_ms;
 }
@@ -228,16 +232,19 @@ std::string summary(const std::vector<MeasuredTable>& run) {
     std::string worst;
   };
   std::vector<Group> groups;
-  std::map<std::string, int> marks = {{"unsteady", 0}, {"slow", 0}};
+  int unsteady = 0, slow = 0, all = 0;
   for (const MeasuredTable& measured : run) {
     for (std::size_t i = 0; i < measured.measurements.size(); ++i) {
       const Measurement& measurement = measured.measurements[i];
       const Row& row = measured.table.rows[i];
       if (!measurement.eaves || !measurement.limit) continue;
-      if (!measurement.mark.empty()) ++marks[measurement.mark];
+      ++all;
+      unsteady += measurement.mark == "unsteady";
+      slow += measurement.mark == "slow";
       const std::string name = measured.table.op + ", " + words_of_mode(row.mode);
       auto group = std::find_if(groups.begin(), groups.end(), [&](const Group& any) { return any.name == name; });
       if (group == groups.end()) group = groups.insert(group, {name, {}, ""});
+      if (!measurement.mark.empty()) continue;
       const double ratio = measurement.eaves->median_ms / measurement.limit->median_ms;
       if (group->ratios.empty() || ratio > *std::max_element(group->ratios.begin(), group->ratios.end())) {
         Words words = words_of(row);
@@ -248,16 +255,22 @@ std::string summary(const std::vector<MeasuredTable>& run) {
     }
   }
   std::string text;
-  if (marks["unsteady"] + marks["slow"] > 0) {
-    text = wrap(fmt::format("rows of a busy machine: {} unsteady (the median is more than twice the fastest "
-                            "repetition), {} slow (even in the fastest the limit was less than half as fast as "
-                            "elsewhere in the run until then)",
-                            marks["unsteady"], marks["slow"])) +
-           '\n';
+  if (const int busy = unsteady + slow; busy > 0) {
+    text =
+        wrap(fmt::format("busy: {} of {} rows left out: {} unsteady (the median is more than twice the fastest "
+                         "repetition), {} slow (even in the fastest the limit was less than half as fast as "
+                         "elsewhere in the run until then)",
+                         busy, all, unsteady, slow));
+    if (2 * busy > all) text += wrap(kMostAreBusy);
+    text += '\n';
   }
   if (groups.empty()) return text;
   std::vector<TextRow> rows;
   for (Group& group : groups) {
+    if (group.ratios.empty()) {
+      rows.push_back({group.name, {"0", "-", "-"}});
+      continue;
+    }
     std::sort(group.ratios.begin(), group.ratios.end());
     rows.push_back({group.name,
                     {std::to_string(group.ratios.size()), three_digits(group.ratios[group.ratios.size() / 2]),

@@ -25,8 +25,8 @@ void mark_busy_rows(std::vector<MeasuredTable>& run);
 /// title is what the rows have in common.
 std::string text_table(const MeasuredTable& measured);
 
-/// What the marks mean, where there is one; then of each operator and mode how many rows there were, the median and the
-/// largest eaves / limit, and where that is.
+/// Of each operator and mode how many rows without a mark there were, the median and the largest eaves / limit, and
+/// where that is. Before it how many rows with a mark are left out, and whether most are.
 std::string summary(const std::vector<MeasuredTable>& run);
 
 /// The result file, schema 1. That of a stopped run, which lacks rows, says so.
