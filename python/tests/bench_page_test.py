@@ -131,12 +131,36 @@ def test_a_row_whose_limit_is_slow_even_in_the_fastest_repetition_is_named() -> 
     def lines(n: int, ms: float, gbps: float) -> list[Entry]:
         return [entry | {"gbps": gbps} for entry in entries("fwd", n, eaves=(ms, 1), limit=(ms, 1))]
 
+    def slow(*found: Entry) -> list[str]:
+        return [f"{table.title}; {case.words}" for table, case in tables.slow(tables.tables(found))]
+
     # Limits below a millisecond are not compared.
-    assert tables.slow([*lines(8, 2, 100), *lines(16, 2, 49), *lines(32, 2, 51), *lines(64, 0.5, 10)]) == [
-        "toy, forward, n 16, dim 16, fp32"
+    assert slow(*lines(8, 2, 100), *lines(16, 2, 49), *lines(32, 2, 51), *lines(64, 0.5, 10)) == [
+        "toy, forward: dim 16, fp32; n 16, dim 16, fp32"
     ]
-    products = [{"tflops": 1.0, **entry} for entry in entries("fwd", 8, limit=(2, 1))]
-    assert tables.slow([*lines(8, 2, 100), *products]) == []
+
+    def products(tflops: float, data: str) -> list[Entry]:
+        return [{"tflops": tflops, **entry} for entry in entries("fwd", 8, options={"data": data}, limit=(2, 1))]
+
+    assert slow(*lines(8, 2, 100), *products(1, "dense")) == []
+    assert slow(*products(4, "dense"), *products(1, "seed")) == []  # subnormal numbers make it slow
+    assert len(slow(*products(4, "dense"), *products(1, "other"))) == 1
+
+
+def test_rows_of_a_busy_machine_count_in_no_sentence_but_one() -> None:
+    rows = [entries("fwd", n, eaves=(2, 1), torch=(3, 1), limit=(1, 1)) for n in (8, 16, 32, 64)]
+
+    def unsteady(count: int) -> list[Entry]:
+        return [entry | {"ms": 9.0} if row < count else entry for row in range(4) for entry in rows[row]]
+
+    kept, busy = tables.summary(tables.tables(unsteady(2)))
+    assert kept.startswith("toy, forward, 2 rows: eaves takes 2.00 times the limit. The best peer takes 1.50 times")
+    assert busy == "busy: 2 of 4 rows left out, which are unsteady or slow"
+    *_, busy, most = tables.summary(tables.tables(unsteady(3)))
+    assert busy.startswith("busy: 3 of 4 rows left out") and most == tables.MOST_ARE_BUSY
+    assert tables.summary(tables.tables(unsteady(4))) == [busy.replace("3 of", "4 of"), most]
+    rates = [entry | {"gbps": gbps} for row, gbps in zip(rows, (9, 1, 9, 9)) for entry in row]
+    assert tables.summary(tables.tables(rates))[-1].startswith("busy: 1 of 4 rows left out")
 
 
 def test_the_summary_names_the_worst_row() -> None:

@@ -32,7 +32,8 @@ milliseconds, and the peak of memory. Before it is timed, what each one computes
 
 - `eaves / limit` is 1 at the limit.
 - `best peer / eaves` is the best of the others by eaves: above 1 eaves is faster, or takes less memory.
-- Times are unsteady whose median is more than twice the fastest: the machine was busy with something else.
+- Times are unsteady whose median is more than twice the fastest: the machine was busy with something else. Sentences
+  above the tables leave such rows out.
 - A peak of less than nine tenths of inputs and outputs is not shown: something else was freed meanwhile.
 - Protocol `autograd`: a backward is `torch.autograd.grad(out, inputs, grad_out)`.
 - Protocol `seed`, that of the published measurements that eaves started from: it is `out.backward(grad_out)`, and

@@ -158,7 +158,8 @@ def _measure(
             break
     for sentence in tables.summary(tables.tables(everything)):
         _say(tables.wrapped(sentence))
-    for row in tables.slow(everything):
+    for table, case in tables.slow(tables.tables(everything)):
+        row = f"{table.op}, {tables.MODES[table.mode]}, {case.words}"
         _say(tables.wrapped(f"slow, the limit at less than half its rate elsewhere: {row}"))
 
 

@@ -26,6 +26,8 @@ QUANTITIES: dict[Kind, str] = {"ms": "time in ms", "peak_mib": "peak memory in M
 UNSTEADY = 2.0
 """Times that differ by more than this factor are those of a machine that is busy with something else."""
 
+MOST_ARE_BUSY = "most rows are left out: these numbers are not usable, measure on a quiet machine"
+
 NOISE = 0.03
 """Two runs of one row differ by so much."""
 
@@ -102,6 +104,10 @@ def three(value: float | None) -> str:
         return "-"
     digits = 2 - int(f"{value:.2e}".partition("e")[2]) if value > 0 else 0
     return f"{round(value, digits):.{max(digits, 0)}f}"
+
+
+def is_unsteady(entry: Entry) -> bool:
+    return entry["ms"] is not None and entry["ms"] > UNSTEADY * entry["ms_min"]
 
 
 def _words(key: str, value: Any) -> str:
@@ -185,8 +191,7 @@ def notes(table: Table, kind: Kind) -> list[str]:
             why = {"all": next(iter(why.values()))}  # the whole row was left out
         for name, text in why.items():
             reasons.setdefault(f"{name}: {text}", []).append(place)
-        fast = {name: entry["ms_min"] for name, entry in case.entries.items()
-                if kind == "ms" and entry["ms"] is not None and entry["ms"] > UNSTEADY * entry["ms_min"]}  # fmt: skip
+        fast = {name: entry["ms_min"] for name, entry in case.entries.items() if kind == "ms" and is_unsteady(entry)}
         if fast:
             text = ", ".join(f"{name} {three(ms)}" for name, ms in fast.items())
             reasons.setdefault(f"unsteady, fastest {text}", []).append(place)
@@ -281,10 +286,17 @@ def headline_table(all_tables: Sequence[Table]) -> list[list[str]]:
 
 
 def summary(all_tables: Sequence[Table]) -> list[str]:
-    """A sentence for each operator and mode: how far from the limit, and from the best peer."""
+    """A sentence for each operator and mode: how far from the limit, and from the best peer. Rows of a busy machine
+    count in none of them; one more sentence says how many."""
     sentences = []
+    busy = [case for _, case in slow(all_tables)]
+    busy += [case for table in all_tables for case in table.cases if any(map(is_unsteady, case.entries.values()))]
+    all_rows, left_out = 0, 0
     for (op, mode), group in _grouped(all_tables, lambda table: (table.op, table.mode)).items():
-        cases = [case for table in group for case in table.cases if case.value(EAVES, "ms") is not None]
+        measured = [case for table in group for case in table.cases if case.value(EAVES, "ms") is not None]
+        cases = [case for case in measured if not any(case is each for each in busy)]
+        all_rows += len(measured)
+        left_out += len(measured) - len(cases)
         if not cases:
             continue
         rows = f"{len(cases)} rows" if len(cases) > 1 else cases[0].words
@@ -300,23 +312,30 @@ def summary(all_tables: Sequence[Table]) -> list[str]:
                 text += f" The best peer {words} {_range([ratio for ratio, *_ in at])} times the {of} of eaves"
                 text += f" (least: {least[1]}{f', {least[2].words}' if len(cases) > 1 else ''})."
         sentences.append(text)
+    if left_out:
+        sentences.append(f"busy: {left_out} of {all_rows} rows left out, which are unsteady or slow")
+    if 2 * left_out > all_rows:
+        sentences.append(MOST_ARE_BUSY)
     return sentences
 
 
-def slow(entries: Iterable[Entry]) -> list[str]:
+def slow(all_tables: Iterable[Table]) -> list[tuple[Table, Case]]:
     """The rows where not even the fastest repetition found a quiet moment: the limit is at less than half of the rate
-    that it reaches elsewhere in the run, where the same thing limits it, memory or products of one dtype."""
-    rates: dict[str, list[tuple[float, Entry]]] = {}
-    for entry in entries:
+    that it reaches elsewhere in the run, where the same thing limits it, memory or products of one dtype. Products of
+    the seed's data are not compared: its gradients have subnormal numbers, which cost a CPU more."""
+    rates: dict[str, list[tuple[float, Table, Case]]] = {}
+    for table, case in [(each, case) for each in all_tables for case in each.cases]:
+        entry = case.entries.get(LIMIT, {})
+        rate = entry.get("tflops", entry.get("gbps"))
         # Shorter limits fit between two slices of the scheduler.
-        if entry["provider"] == LIMIT and entry["ms"] is not None and entry["ms_min"] >= 1:
-            rate = entry.get("tflops", entry.get("gbps")) * entry["ms"] / entry["ms_min"]
-            rates.setdefault(entry["dtype"] if "tflops" in entry else "memory", []).append((rate, entry))
+        if rate is not None and entry["ms_min"] >= 1 and entry["options"].get("data") != "seed":
+            rate *= entry["ms"] / entry["ms_min"]
+            rates.setdefault(entry["dtype"] if "tflops" in entry else "memory", []).append((rate, table, case))
     return [
-        f"{entry['op']}, {MODES[entry['mode']]}, {_described(entry)[3]}"
+        (table, case)
         for group in rates.values()
-        for rate, entry in group
-        if UNSTEADY * rate < max(group, key=lambda each: each[0])[0]
+        for rate, table, case in group
+        if UNSTEADY * rate < max(each for each, *_ in group)
     ]
 
 
