@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cross_entropy_program_test import PROGRAM
+from eaves import _output
 from eaves.bench import run, tables
 from eaves.bench.__main__ import parse_shape
 from eaves.bench.operators import OPERATORS
@@ -44,12 +45,15 @@ def test_a_shape_is_the_same_row_of_the_result_file(line: str, tmp_path: Path) -
 
 def test_both_programs_have_the_same_words_and_factors() -> None:
     assert f"kUsualFactor = {tables.UNSTEADY};" in (CLI / "report.cpp").read_text()
-    program = (CLI / "bench.cpp").read_text()
-    package = Path(run.__file__).read_text()
+    program = "".join((CLI / name).read_text() for name in ("bench.cpp", "report.cpp", "stop.cpp"))
+    package = "".join(Path(each.__file__).read_text() for each in (run, tables, _output))
     for words in (
         "stopped; what was measured, ",
         "above, and in no file without --json",
         "stopped before a row was measured; nothing is written",
+        "standard output cannot be written",
+        tables.MOST_ARE_BUSY,
+        " rows left out",
     ):
         assert words in program
         assert words in package

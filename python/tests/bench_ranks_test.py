@@ -31,6 +31,12 @@ def test_it_measures_every_provider_and_plans(tmp_path: Path) -> None:
     assert "efficiency" in run.stdout
 
 
+def test_a_file_in_no_folder_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "eaves.bench.ranks", "--device", "cpu", "--output", tmp_path / "nowhere" / "file"]
+    run = subprocess.run(program, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (2, "") and "cannot be written: No such file or directory" in run.stderr
+
+
 def test_classes_are_shared_evenly() -> None:
     program = [sys.executable, "-m", "eaves.bench.ranks", "--ranks", "2", "--device", "cpu", "--shape", "64x32x255"]
     run = subprocess.run(program, capture_output=True, text=True)

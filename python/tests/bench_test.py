@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,16 @@ from bench_toy import (  # noqa: F401
     small_flush,
     toy,
 )
-from eaves.bench import results, run, timing
+from eaves.bench import results, run, tables, timing
 from eaves.bench.__main__ import main, parse_bytes, parse_shape
 from eaves.bench.benchmark import Operator, Request
 from eaves.bench.operators import OPERATORS
+
+
+@pytest.fixture(autouse=True)
+def never_unsteady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a busy machine are in no summary."""
+    monkeypatch.setattr(tables, "UNSTEADY", math.inf)
 
 
 def rows_of(path: Path, **wanted: object) -> list[dict[str, Any]]:
@@ -171,6 +179,57 @@ def test_a_system_that_fails_is_exit_code_1_and_one_line(
     assert main([*TOY, "--json", str(tmp_path / "result.json")], [toy(EAVES, modes=("fwd",))]) == 1
     assert capsys.readouterr().err == "eaves.bench: [Errno 28] No space left on device\n"
     assert list(tmp_path.iterdir()) == []
+
+
+_MAIN = """
+import sys
+from bench_toy import EAVES, toy
+from eaves.bench.__main__ import main
+sys.exit(main(sys.argv[1:], [toy(EAVES)]))
+"""
+
+
+@pytest.mark.parametrize("words", [["--help"], [*TOY, "--shape", "rows=16,n=8"], TOY, [*TOY, "--json"]])
+def test_a_reader_that_leaves_is_no_failure_and_keeps_no_file_from_being_written(
+    words: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "result.json"
+    words = [*words, str(path)] if words[-1] == "--json" else words
+    reader, lost = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as full:
+        for output, code, said in (
+            (lost, 0, ""),
+            (full, 1, "eaves.bench: standard output cannot be written: No space left on device\n"),
+        ):
+            result = subprocess.run(
+                [sys.executable, "-c", _MAIN, *words],
+                stdout=output, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parent, check=False,
+            )  # fmt: skip
+            assert (result.returncode, result.stderr) == (code, said)
+            assert path.exists() == ("--json" in words)
+            path.unlink(missing_ok=True)
+    os.close(lost)
+
+
+def test_a_file_that_may_not_be_written_is_refused_before_and_a_link_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept, link = tmp_path / "kept", tmp_path / "link"
+    kept.write_text("old")
+    kept.chmod(0o444)
+    for path, why in (
+        (kept, "cannot be written: Permission denied"),
+        ("/dev/null", "exists and is not a regular file"),
+    ):
+        assert main([*TOY, "--json", str(path)], [toy(EAVES)]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err) == ("", f'eaves.bench: --json: "{path}" {why}\n')
+    assert kept.read_text() == "old"
+    link.symlink_to("result.json")
+    for _ in range(2):  # the file is not there, and is
+        assert main([*TOY, "--json", str(link)], [toy(EAVES, modes=("fwd",))]) == 0
+        assert link.is_symlink() and len(rows_of(tmp_path / "result.json", provider="eaves")) == 2
 
 
 def test_rows_beyond_max_bytes_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import requires, version
@@ -145,6 +146,28 @@ runpy.run_module("eaves", run_name="__main__")
         )
         assert result.returncode == 1, result.stderr
         assert "0.0.1" in result.stdout and "Traceback" not in result.stderr
+
+
+def test_the_benchmark_is_a_command_too() -> None:
+    for arguments in (["bench", "--help"], ["bench", "logsumexp", "--treads", "2"]):
+        result = run(*arguments)
+        alone = subprocess.run(
+            [sys.executable, "-m", "eaves.bench", *arguments[1:]], capture_output=True, text=True, check=False
+        )
+        assert (result.returncode, result.stdout, result.stderr) == (alone.returncode, alone.stdout, alone.stderr)
+    assert "--treads" in result.stderr and result.returncode == 2
+
+
+def test_a_reader_that_leaves_is_no_failure_and_a_full_disk_is() -> None:
+    reader, lost = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as full:
+        for output, code, said in ((lost, 0, ""), (full, 1, "eaves: standard output cannot be written: ")):
+            command = [sys.executable, "-m", "eaves", "info"]
+            result = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+            assert result.returncode == code
+            assert result.stderr.startswith(said) and (said or not result.stderr), result.stderr
+    os.close(lost)
 
 
 def test_a_command_that_is_not_there_is_refused_with_those_that_are() -> None:

@@ -67,3 +67,10 @@ def test_a_shape_that_is_none_is_refused() -> None:
     program = [sys.executable, "-m", "eaves.bench.jax", "--shape", "64x32"]
     run = subprocess.run(program, capture_output=True, text=True)
     assert run.returncode == 2 and "expected rows, features and classes" in run.stderr
+
+
+def test_a_file_in_no_folder_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    for name in ("json", "plot"):
+        program = [sys.executable, "-m", "eaves.bench.jax", "--quick", f"--{name}", tmp_path / "nowhere" / "file"]
+        run = subprocess.run(program, capture_output=True, text=True)
+        assert (run.returncode, run.stdout) == (2, "") and f"--{name}: " in run.stderr

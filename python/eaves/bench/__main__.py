@@ -1,6 +1,7 @@
 """The command line of `python -m eaves.bench`. It does what is asked, and says in one sentence what was wrong.
 
-Exit codes: 0 done; 1 the device or the system failed; 2 an argument is wrong; 130 the run was stopped.
+Exit codes: 0 done, or the reader of a pipe has left; 1 the device or the system failed; 2 an argument is wrong; 130 the
+run was stopped.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from eaves import _output
 from eaves.bench import page, stop
 from eaves.bench.benchmark import DTYPES, InvalidArgument, Operator, check_names
 from eaves.bench.calls import PROTOCOLS
@@ -80,11 +82,16 @@ a run that is stopped (Ctrl-C, SIGTERM, SIGHUP):
   page shows; the same command with --resume goes on from there. A second
   signal ends the run at once
 
-exit codes: 0 done; 1 the device or the system failed; 2 an argument is wrong;
-130 the run was stopped"""
+exit codes: 0 done, or the reader of a pipe has left (| head), who keeps no
+file from being written; 1 the device or the system failed; 2 an argument is
+wrong; 130 the run was stopped"""
 
 
 class _Parser(argparse.ArgumentParser):
+    def print_help(self, file: object = None) -> None:
+        _output.say(self.format_help().rstrip())
+        _output.check()
+
     def error(self, message: str) -> NoReturn:
         raise InvalidArgument(f"{message} ({_PROGRAM} --help shows what is expected)")
 
@@ -215,6 +222,7 @@ def main(argv: Sequence[str] | None = None, operators: Sequence[Operator] = OPER
                 _draw_again(Path(arguments.page), operators)
             else:
                 run_bench(arguments, operators)
+            _output.check()
             return 0
         except InvalidArgument as error:
             return _fail(2, error)

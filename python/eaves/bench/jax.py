@@ -22,6 +22,7 @@ import argparse
 import functools
 import importlib.util
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,7 @@ import jax
 import jax.numpy as jnp
 
 import eaves.jax
+from eaves._output import say
 from eaves.jax._library import system
 
 _WARM_UP_CALLS = 3
@@ -303,19 +305,23 @@ def main() -> int:
         parser.error("--plot: matplotlib is not installed, expected it: pip install eaves[bench]")
     if not (arguments.shape or arguments.quick) and jax.default_backend() != "gpu":
         parser.error("JAX has no GPU, which the published shapes are for: expected --quick or --shape")
+    for name in ("json", "plot"):
+        path = getattr(arguments, name)
+        if path and not os.access(path.resolve().parent, os.W_OK):
+            parser.error(f'--{name}: "{path}" cannot be written, expected a folder that is there and may be written')
     rows = []
-    print(f"{'shape':<20} {'provider':<16} {'ms':>10} {'MiB':>10}")
+    say(f"{'shape':<20} {'provider':<16} {'ms':>10} {'MiB':>10}")
     for shape in arguments.shape or (QUICK if arguments.quick else PUBLISHED + CURVE):
         for row in measure(shape, arguments.repetitions):
             rows.append(row)
             numbers = row.get("skipped") or f"{row['ms']:10.3f} {row['memory_bytes'] / 2**20:10.1f}"
-            print(f"{row['shape']:<20} {row['provider']:<16} {numbers}", flush=True)
+            say(f"{row['shape']:<20} {row['provider']:<16} {numbers}")
     host_us = measure_host()
-    print(f"host time of a small call: eaves {host_us['eaves']:.2f} us, jax {host_us['jax']:.2f} us")
+    say(f"host time of a small call: eaves {host_us['eaves']:.2f} us, jax {host_us['jax']:.2f} us")
     found = bars(rows, host_us)
     for bar in found:
         if bar["value"] is not None:
-            print(f"{bar['shape']}: {bar['what']} {bar['value']:.3f}, at most {bar['at_most']:.3f}")
+            say(f"{bar['shape']}: {bar['what']} {bar['value']:.3f}, at most {bar['at_most']:.3f}")
     device = jax.devices()[0]
     if arguments.json:
         report = {

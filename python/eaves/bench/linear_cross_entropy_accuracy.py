@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from eaves._output import say
 from eaves.bench import results, run, tables
 from eaves.bench.benchmark import Inputs, InvalidArgument, Provider, normal, reason
 from eaves.bench.device import device_name, find_device
@@ -108,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for shape in shapes:
             for name, deviation in (("seed", None), ("1.3", 1.3), ("4", 4.0)):
                 entries += measure(name, make_inputs(*shape, deviation, device), providers)
-        print(table(entries))
+        say(table(entries))
         if path is not None:
             packages = [package for provider in providers for package in provider.packages]
             head = {"schema": 1, "device": device_name(device), "versions": results.versions(packages)}

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from eaves._output import say
 from eaves.bench import results, tables
 from eaves.bench.benchmark import InvalidArgument, Operator, Provider
 from eaves.bench.calls import PROTOCOLS
@@ -79,12 +80,12 @@ def draw(path: Path, operators: Sequence[Operator], names: Iterable[str] | None 
             )
             op = content["rows"][0]["op"]
             for picture in plot.draw(pictures, op, content["protocol"], folder.tables[name], versions):
-                print(f"# wrote {picture}")
+                say(f"# wrote {picture}")
     except InvalidArgument as error:  # without matplotlib there are pages all the same
         print(f"# no curves are drawn: {str(error).removeprefix('--plot: ')}", file=sys.stderr)
     for name, text in texts(folder).items():
         results.write(path / name, text)
-        print(f"# wrote {path / name}")
+        say(f"# wrote {path / name}")
 
 
 def texts(folder: Folder) -> dict[str, str]:

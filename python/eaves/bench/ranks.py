@@ -11,14 +11,12 @@ and the collectives of a call with what they send at the bandwidth that was meas
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +24,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor, distributed
 
 import eaves
+from eaves._output import say
 from eaves.bench import results
 from eaves.bench.benchmark import DTYPES, InvalidArgument, reason
 from eaves.bench.device import Stopwatch, find_device, synchronize
@@ -296,7 +295,7 @@ def _on_a_rank(rank: int, arguments: argparse.Namespace, rendezvous: str) -> Non
             for row in _rows_of(case, device, arguments.repetitions):
                 rows.append(row)
                 if rank == 0:
-                    print(_line_of(row), flush=True)
+                    say(_line_of(row))
     collectives = _collectives(case, device, arguments.repetitions)
     if rank == 0:
         whole = next(row for row in rows if row["provider"] == "eaves" and row["data"] == "dense")
@@ -305,7 +304,7 @@ def _on_a_rank(rank: int, arguments: argparse.Namespace, rendezvous: str) -> Non
         found = {**head, "collectives": collectives, "plan": planned}
         _print(found)
         if arguments.output:
-            Path(arguments.output).write_text(json.dumps(found, indent=1) + "\n")
+            results.write(arguments.output, found)
     distributed.barrier()
     distributed.destroy_process_group()
     sys.stdout.flush()
@@ -325,9 +324,9 @@ def _line_of(row: dict[str, Any]) -> str:
 
 def _print(found: dict[str, Any]) -> None:
     for each in found["collectives"]:
-        print(f"{each['collective']:36}{each['bytes'] / 1e6:9.1f} MB {each['ms']:8.3f} ms {each['gb_per_s']:7.1f} GB/s")
+        say(f"{each['collective']:36}{each['bytes'] / 1e6:9.1f} MB {each['ms']:8.3f} ms {each['gb_per_s']:7.1f} GB/s")
     for each in found["plan"]:
-        print(
+        say(
             f"{each['ranks']} ranks: {each['share_ms']:.2f} ms and {each['collectives_ms']:.2f} ms of collectives, "
             f"efficiency {each['efficiency_if_nothing_is_hidden']:.3f} if nothing hides them"
         )
@@ -346,6 +345,8 @@ def main(words: list[str] | None = None) -> None:
     arguments = parser.parse_args(words)
     try:
         arguments.device = find_device(arguments.device).type
+        if arguments.output is not None:
+            arguments.output = results.check_file("--output", arguments.output)
     except InvalidArgument as error:
         parser.error(str(error))
     if arguments.shape is None:

@@ -3,12 +3,15 @@ files and folders of results are named."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
 import re
+import stat
 import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -152,14 +155,22 @@ def check_file(argument: str, path: str) -> Path:
     if path.endswith("/") or Path(path).is_dir():
         raise InvalidArgument(f'{argument}: "{path}" is a folder, expected the name of a file')
     try:
-        with tempfile.TemporaryFile(dir=Path(path).parent):
+        with suppress(FileNotFoundError):
+            mode = os.stat(path).st_mode
+            if not stat.S_ISREG(mode):
+                raise InvalidArgument(f'{argument}: "{path}" exists and is not a regular file')
+            if not (os.access(path, os.W_OK) and mode & 0o222):  # root may write what somebody has protected
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        with tempfile.TemporaryFile(dir=Path(os.path.realpath(path)).parent):
             return Path(path)
     except OSError as error:
         raise InvalidArgument(f'{argument}: "{path}" cannot be written: {error.strerror}') from error
 
 
 def write(path: Path, content: str | dict[str, Any]) -> None:
-    """Text or JSON. The file is there whole or not at all: written beside its place, then moved there."""
+    """Text or JSON. The file is there whole or not at all: written beside its place, then moved there. A symbolic link
+    stays, and the file appears where it leads."""
+    path = Path(os.path.realpath(path))
     text = content if isinstance(content, str) else json.dumps(content, indent=1, allow_nan=False) + "\n"
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

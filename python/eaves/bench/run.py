@@ -7,7 +7,6 @@ What can be refused is refused before anything is measured.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from eaves import _info
+from eaves._output import is_lost, say
 from eaves.bench import page, results, stop, tables
 from eaves.bench.benchmark import InvalidArgument, Operator, Provider, Request, Row, reason
 from eaves.bench.calls import moved
@@ -70,7 +70,7 @@ def _parts(arguments: Namespace, device: torch.device) -> list[_Part]:
             raise InvalidArgument(f"--provider: none of those that are installed knows {operator.name}")
         rows = [operator.row_of_shape(arguments.shape, request.dtype)] if arguments.shape else operator.rows(request)
         if not rows:
-            print(f"# --sweep {arguments.sweep} has no rows of {operator.name}")
+            say(f"# --sweep {arguments.sweep} has no rows of {operator.name}")
             continue
         parts += [_Part(operator, protocol, rows, selected, present[0]) for protocol in arguments.protocols]
     if not parts:
@@ -83,7 +83,7 @@ def _parts(arguments: Namespace, device: torch.device) -> list[_Part]:
         raise InvalidArgument(
             f"--max-bytes: {arguments.max_bytes} leaves out every row, expected {min(bytes_of)} or more"
         )
-    print(f"# --max-bytes leaves out {left_out} of {len(bytes_of)} rows")
+    say(f"# --max-bytes leaves out {left_out} of {len(bytes_of)} rows")
     kept = [[row for row in part.rows if sum(moved(part.protocol, row)) <= arguments.max_bytes] for part in parts]
     return [part._replace(rows=rows) for part, rows in zip(parts, kept) if rows]
 
@@ -113,13 +113,15 @@ def _measure(
     device: torch.device,
     keep: Callable[[_Part, list[Entry]], None] | None = None,
 ) -> Iterator[tuple[_Part, list[Entry], bool]]:
-    """Part after part, measured and printed, to the last or to the one in which the run is stopped; whether it is.
-    `keep` gets what a part has after each of its tables."""
+    """Part after part, measured and printed, to the last or to the one in which the run is stopped; whether it is. A
+    run that writes no file also ends where its tables cannot be shown. `keep` gets what a part has after each of its
+    tables."""
+    writes_files = any(each is not None for each in (arguments.json, arguments.plot, arguments.results))
     _print_heading(device)
     everything: list[Entry] = []
     is_stopped, done, all_rows = False, 0, sum(len(part.rows) for part in parts)
     for part in parts:
-        _say(f"# {part.operator.name}, protocol {part.protocol}\n")
+        say(f"# {part.operator.name}, protocol {part.protocol}\n")
         harness = Harness(device, part.protocol, arguments.repetitions)
         found: list[Entry] = []
         # Each table by itself, so that it is printed as soon as it is measured.
@@ -150,6 +152,8 @@ def _measure(
                 break
             if keep is not None:
                 keep(part, found + left)
+            if is_lost() and not writes_files:
+                return
         _say_tables(found, "host_ms")
         _say_tables(found, "peak_mib")
         everything += found
@@ -157,10 +161,10 @@ def _measure(
         if is_stopped:
             break
     for sentence in tables.summary(tables.tables(everything)):
-        _say(tables.wrapped(sentence))
+        say(tables.wrapped(sentence))
     for table, case in tables.slow(tables.tables(everything)):
         row = f"{table.op}, {tables.MODES[table.mode]}, {case.words}"
-        _say(tables.wrapped(f"slow, the limit at less than half its rate elsewhere: {row}"))
+        say(tables.wrapped(f"slow, the limit at less than half its rate elsewhere: {row}"))
 
 
 def _lines_before(part: _Part, row: Row, able: Sequence[Provider]) -> list[Entry]:
@@ -172,7 +176,7 @@ def _lines_before(part: _Part, row: Row, able: Sequence[Provider]) -> list[Entry
 def _say_tables(entries: Sequence[Entry], kind: tables.Kind) -> None:
     for table in tables.tables(entries):
         if kind == "ms" or table.names(kind):
-            _say(tables.text_table(table, kind))
+            say(tables.text_table(table, kind))
 
 
 def _show_progress(text: str) -> None:
@@ -184,20 +188,10 @@ def _show_progress(text: str) -> None:
 def _print_heading(device: torch.device) -> None:
     if device.type == "cpu" and (share := busy_share()) >= _BUSY:
         words = f"# the machine is busy: others take {100 * share:.0f} % of its cores' time; expect longer times"
-        _say(tables.wrapped(f"{words} than on a quiet one", "# "))
+        say(tables.wrapped(f"{words} than on a quiet one", "# "))
     info = _info.extension()
     versions = f"eaves {info['version']} (commit {info['commit'][:12]}), torch {torch.__version__}"
-    _say(tables.wrapped(f"# {device_name(device)}, {versions}", "# "))
-
-
-def _say(text: str) -> None:
-    """Prints. Ctrl-C also ends the reader of a pipe: then the text is lost, and the run goes on to write its files."""
-    try:
-        print(text, flush=True)
-    except OSError:
-        if not stop.is_wanted():
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python does not fail again when it ends
+    say(tables.wrapped(f"# {device_name(device)}, {versions}", "# "))
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
@@ -219,12 +213,12 @@ def _run_shape(arguments: Namespace, part: _Part, device: torch.device) -> None:
         results.write(path, results.result(measured, device, part.protocol, _packages([part])))
     (table,) = tables.tables(measured)
     (case,) = table.cases
-    _say(tables.wrapped(f"{part.operator.name}, {tables.MODES[row.mode]}: {case.words}") + "\n")
-    _say(tables.aligned(tables.shape_table(case)) + "\n")
+    say(tables.wrapped(f"{part.operator.name}, {tables.MODES[row.mode]}: {case.words}") + "\n")
+    say(tables.aligned(tables.shape_table(case)) + "\n")
     for note in tables.notes(table, "ms"):
-        _say(tables.wrapped(note))
+        say(tables.wrapped(note))
     for sentence in tables.summary([table]):
-        _say(tables.wrapped(sentence))
+        say(tables.wrapped(sentence))
 
 
 def _run_into_files(arguments: Namespace, parts: Sequence[_Part], device: torch.device) -> None:
@@ -246,7 +240,7 @@ def _run_into_files(arguments: Namespace, parts: Sequence[_Part], device: torch.
         for part in parts:
             of_operator = tables.tables(entry for entry in entries if entry["op"] == part.operator.name)
             for picture in plot.draw(folder, part.operator.name, protocol, of_operator, where):
-                print(f"# wrote {picture}")
+                say(f"# wrote {picture}")
 
 
 def _run_into_folder(
@@ -267,7 +261,7 @@ def _run_into_folder(
     if arguments.resume:
         parts = [part._replace(before=_measured_before(part, folder, device)) for part in parts]
 
-    _say(f"# {sum(len(part.rows) for part in parts)} rows, into {folder}")
+    say(f"# {sum(len(part.rows) for part in parts)} rows, into {folder}")
 
     def keep(part: _Part, found: list[Entry]) -> None:
         """A machine that goes away says nothing before."""
@@ -280,7 +274,7 @@ def _run_into_folder(
         path = folder / results.file_name(part.operator.name, part.protocol, is_stopped)
         if measured > 0 or not is_stopped:
             results.write(path, results.result(found, device, part.protocol, _packages([part]), is_stopped))
-            _say(f"# wrote {path}")
+            say(f"# wrote {path}")
         if is_stopped:
             raise _stopped(rows, f"in {folder}")
         path.with_suffix(".stopped.json").unlink(missing_ok=True)
