@@ -165,7 +165,8 @@ def logits_of(head: Head, block: int) -> Tensor:
     """[rows, classes], in the dtype of sums."""
     x, weight, dtype = head.input, head.weight, accumulator_dtype(head.input.dtype)
     if x.dtype == dtype:
-        z = torch.mm(x, weight.t())
+        # Not as what the product returns: selective checkpoints keep that, and logits are written over.
+        z = torch.mm(x, weight.t(), out=x.new_empty((x.shape[0], weight.shape[0])))
     elif x.is_cuda:
         z = torch.mm(x, weight.t(), out_dtype=dtype)
     else:

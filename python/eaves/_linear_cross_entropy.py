@@ -1029,7 +1029,8 @@ class _Speed(torch.autograd.Function):
         gradients = in_places(computed, ctx.bits)
         if ctx.options[_REDUCTION] == NONE:
             assert gradients[0] is not None
-            gradients[0].mul_(_factor_of_gradients(ctx, grad_loss, ctx.is_ignored))
+            # By another name: a selective checkpoint may keep it too, and refuses what has been changed.
+            gradients[0].data.mul_(_factor_of_gradients(ctx, grad_loss, ctx.is_ignored))
         else:
             call(_OP, _rescale, *gradients, grad_loss)  # reads and writes nothing where grad_loss is 1
         if ctx.grad_weight_out is not None and gradients[1] is not None:

@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eaves._head_chunks import Gradients, Head, add_gradients, checked_head, cut, logits_of, of_rows, workspace_of
+from eaves._head_chunks import (
+    Head,
+    add_gradients,
+    checked_head,
+    cut,
+    gradients_of,
+    logits_of,
+    of_rows,
+    workspace_of,
+)
 from eaves._loss import (
     CLASS_DTYPES,
     MEAN,
@@ -366,35 +375,38 @@ class _Divergence(torch.autograd.Function):
         *tensors, counts, ctx.settings, ctx.mode = arguments
         ctx.save_for_backward(*tensors, counts)
         wanted = (False, False, False) if ctx.mode == NONE else ctx.needs_input_grad[:3]
-        divergences, ctx.gradients = _compute(Head(*tensors[:3]), Head(*tensors[3:]), counts, ctx.settings, wanted)
+        divergences, computed = _compute(Head(*tensors[:3]), Head(*tensors[3:]), counts, ctx.settings, wanted)
+        ctx.gradients = None if ctx.mode == NONE else computed
+        ctx.dtypes = [None if each is None else each.dtype for each in tensors[:3]]
         return divergences if ctx.mode == NONE else divergences.sum()
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-        student = Head(*ctx.saved_tensors[:3])
-        differentiable = [each for each in student if each is not None]
-        computed = Gradients.apply(  # type: ignore[no-untyped-call]
-            lambda: _gradients(ctx, upstream), _NO_SECOND_DERIVATIVE, upstream, *differentiable
-        )
-        return *computed, *(None,) * 6
+        scaled = upstream * _constant(ctx.settings)
+        gradients, ctx.gradients = ctx.gradients, None  # what is handed out may be written over
+        if gradients is not None and not torch.is_grad_enabled():
+            return *_finished(gradients, scaled, ctx), *(None,) * 6
+        *tensors, counts = ctx.saved_tensors  # once: in a checkpoint they are computed for one reading
+        student, teacher = Head(*tensors[:3]), Head(*tensors[3:])
+
+        def compute() -> tuple[Tensor | None, ...]:
+            factor = scaled.unsqueeze(1) if ctx.mode == NONE else None
+            _, again = _compute(student, teacher, counts, ctx.settings, ctx.needs_input_grad[:3], factor)
+            return _finished(again, scaled, ctx)
+
+        differentiable = [upstream, *(each for each in student if each is not None)]
+        return *gradients_of(compute, _NO_SECOND_DERIVATIVE, differentiable), *(None,) * 6
 
 
-def _gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-    *tensors, counts = ctx.saved_tensors
-    student, teacher = Head(*tensors[:3]), Head(*tensors[3:])
-    scaled = upstream * _constant(ctx.settings)
-    gradients, ctx.gradients = ctx.gradients, None  # what is handed out may be written over
-    if ctx.mode == NONE or gradients is None:
-        factor = scaled.unsqueeze(1) if ctx.mode == NONE else None
-        _, gradients = _compute(student, teacher, counts, ctx.settings, ctx.needs_input_grad[:3], factor)
+def _finished(gradients: list[Tensor | None], scaled: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
+    """Gradients from their sums, rounded once."""
     return tuple(
-        None if gradient is None or tensor is None else _finished(gradient, scaled, ctx.mode, tensor.dtype)
-        for gradient, tensor in zip(gradients, student)
+        None if gradient is None else _rounded(gradient, scaled, ctx.mode, dtype)
+        for gradient, dtype in zip(gradients, ctx.dtypes)
     )
 
 
-def _finished(gradient: Tensor, scaled: Tensor, mode: int, dtype: torch.dtype) -> Tensor:
-    """A gradient from its sum, rounded once."""
+def _rounded(gradient: Tensor, scaled: Tensor, mode: int, dtype: torch.dtype) -> Tensor:
     if mode == NONE:
         return gradient.to(dtype)
     if gradient.dtype == dtype:

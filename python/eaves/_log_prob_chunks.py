@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from eaves._head_chunks import (
-    Gradients,
     Head,
     add_gradients,
     chunks_of,
     cut,
+    gradients_of,
     logits_of,
     matrices,
     of_rows,
@@ -317,13 +317,9 @@ class _Losses(torch.autograd.Function):
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                 return _gradients(settings, Rows(*rows), tensors, saved, upstream, wanted)
 
-        if torch.is_grad_enabled():
-            refusal = f"{settings.op}: there is no second derivative; use torch.log_softmax where one is needed"
-            differentiable = [each for each in (x, weight, bias) if each is not None]
-            computed = Gradients.apply(compute, refusal, *given, *differentiable)  # type: ignore[no-untyped-call]
-        else:
-            computed = compute()
-        return None, None, None, None, *computed
+        refusal = f"{settings.op}: there is no second derivative; use torch.log_softmax where one is needed"
+        differentiable = [*given, *(each for each in (x, weight, bias) if each is not None)]
+        return None, None, None, None, *gradients_of(compute, refusal, differentiable)
 
 
 def _check_backward(settings: Settings, upstream: list[Tensor], is_used: bool) -> None:

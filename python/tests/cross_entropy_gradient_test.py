@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import eaves
 from comparison import FLOATING_POINT, CrossEntropyOracle, assert_within
@@ -221,14 +220,6 @@ def test_a_first_order_transform_inside_of_another_function_is_right(device: tor
     target = targets_of(logits)
     grad = torch.func.grad(lambda x: eaves.cross_entropy(x, target) * 3)(logits)
     assert_within(grad, CrossEntropyOracle(logits, target).gradient(torch.float64, 3.0))
-
-
-def test_checkpointing_gives_the_same_gradient(device: torch.device) -> None:
-    logits = random_tensor((9, 33), torch.float32, device).requires_grad_()
-    target = targets_of(logits)
-    (expected,) = torch.autograd.grad(eaves.cross_entropy(logits.sin(), target), logits)
-    loss = checkpoint(lambda x: eaves.cross_entropy(x.sin(), target), logits, use_reentrant=False)
-    assert torch.equal(torch.autograd.grad(loss, logits)[0], expected)
 
 
 def test_only_the_arguments_and_two_numbers_a_row_are_kept_for_the_backward(device: torch.device) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import eaves
 from comparison import FLOATING_POINT
@@ -379,19 +378,6 @@ def test_the_gradient_in_the_middle_of_a_model_is_right(device: torch.device) ->
             torch.autograd.grad(function(*given), given), torch.autograd.grad(exact(*given), given), strict=True
         ):
             torch.testing.assert_close(a, e)
-
-
-def test_checkpointing_gives_the_same_gradients(device: torch.device) -> None:
-    x, head, target, _ = problem((9, 24), 33, torch.float32, device)
-    given = leaves(x, head)
-    for algorithm in ALGORITHMS:
-
-        def function(x: Tensor, w: Tensor, algorithm: str = algorithm) -> Tensor:
-            return eaves.linear_cross_entropy(x.sin(), w, target, algorithm=algorithm)
-
-        expected = torch.autograd.grad(function(*given), given)
-        actual = torch.autograd.grad(checkpoint(function, *given, use_reentrant=False), given)
-        assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
 
 
 def test_an_input_that_was_changed_before_the_backward_is_noticed(device: torch.device) -> None:
