@@ -27,6 +27,7 @@ from eaves._loss import (
     check_input,
     check_soft,
     for_backward,
+    in_order,
     keep_outputs,
     kept_for_backward,
     module_of,
@@ -35,7 +36,6 @@ from eaves._loss import (
     output_of,
     pick,
     reduction_of,
-    refuse_gradient,
     refuse_unknown,
     row_weight_of,
     shape_of,
@@ -51,10 +51,12 @@ from eaves._operator import (
     check_bool,
     check_shape,
     dispatch,
+    give_derivative,
     index_of,
     is_batched,
     is_transforming,
     needs_function,
+    refuse_gradient,
     refuse_lost_derivatives,
     run_plainly,
 )
@@ -751,4 +753,14 @@ def _of_only_backward(ctx: Any, grad_loss: Tensor) -> list[Any]:
     return saved
 
 
-refuse_lost_derivatives(_OP, _forward, _forward_backward, _rescale, _backward, _backward_in_place)
+def _differentiable(*arguments: Any, number_tensor: Tensor | None = None) -> list[Tensor]:
+    """cross_entropy_forward by its autograd.Function."""
+    *of_forward, wanted = arguments
+    input, target, weight, mode = *of_forward[:3], of_forward[7]
+    computed = kept_for_backward(wanted, mode, target.is_floating_point() or weight is not None) | _wide_lse_of(input)
+    outputs = apply(_OP, _CrossEntropy, *of_forward, computed, wanted, number_tensor, None)
+    return in_order(outputs, computed, wanted)
+
+
+give_derivative(_OP, _forward, _differentiable, "logits")
+refuse_lost_derivatives(_OP, _forward_backward, _rescale, _backward, _backward_in_place)

@@ -24,6 +24,7 @@ from eaves._linear_cross_entropy_rules import (
     WIDE_WEIGHT,
     ForwardTensors,
     Options,
+    by_name,
     in_places,
 )
 from eaves._loss import (
@@ -36,6 +37,7 @@ from eaves._loss import (
     check_input,
     check_soft,
     for_backward,
+    in_order,
     keep_outputs,
     kept_for_backward,
     limit_of,
@@ -44,7 +46,6 @@ from eaves._loss import (
     numbers_of,
     output_of,
     reduction_of,
-    refuse_gradient,
     refuse_unknown,
     row_weight_of,
     shape_of,
@@ -63,12 +64,14 @@ from eaves._operator import (
     check_shape,
     check_tensor,
     dispatch,
+    give_derivative,
     index_of,
     is_batched,
     is_exporting,
     is_transforming,
     name_of,
     needs_autograd,
+    refuse_gradient,
     refuse_lost_derivatives,
     uncompiled,
 )
@@ -1047,4 +1050,16 @@ def _factor_of_gradients(ctx: Any, grad_loss: Tensor, is_ignored: Tensor | None)
     return factor.unsqueeze(-1)
 
 
-refuse_lost_derivatives(_OP, _forward, _forward_backward, _backward, _backward_accumulate, _rescale)
+def _differentiable(*arguments: Any, number_tensor: Tensor | None = None) -> list[Tensor]:
+    """linear_cross_entropy_forward by an autograd.Function."""
+    tensors, options, (wanted,) = by_name(ForwardTensors, arguments)
+    needs_target_mass = tensors.target.is_floating_point() or tensors.weight is not None
+    computed = kept_for_backward(wanted, options.reduction, needs_target_mass)
+    if tensors.input.dtype == torch.float32:
+        computed |= WIDE_LSE
+    outputs = apply(_OP, _Recompute, *tensors, *options, None, computed, wanted, wanted, 0, number_tensor, None)
+    return in_order(outputs, computed, wanted)
+
+
+give_derivative(_OP, _forward, _differentiable, "input", "linear_weight", "linear_bias")
+refuse_lost_derivatives(_OP, _forward_backward, _backward, _backward_accumulate, _rescale)

@@ -31,7 +31,6 @@ from eaves._loss import (
     RANGES,
     normalizer_of,
     reduction_of,
-    refuse_gradient,
     refuse_unknown,
     shape_of,
 )
@@ -47,6 +46,7 @@ from eaves._operator import (
     is_transforming,
     needs_autograd,
     number_of,
+    refuse_gradient,
     uncompiled,
     value_for_message,
 )

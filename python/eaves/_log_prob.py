@@ -33,7 +33,6 @@ from eaves._loss import (
     SUM_SQ,
     CrossEntropyOutput,
     pick,
-    refuse_gradient,
     refuse_unknown,
     shape_of,
 )
@@ -49,6 +48,7 @@ from eaves._operator import (
     name_of,
     needs_autograd,
     number_of,
+    refuse_gradient,
     uncompiled,
 )
 from eaves._ranks import (

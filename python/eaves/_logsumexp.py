@@ -18,6 +18,7 @@ from eaves._operator import (
     check_dtype,
     check_tensor,
     dispatch,
+    give_derivative,
     refuse_lost_derivatives,
     register_fake,
     register_vmap,
@@ -78,6 +79,10 @@ def logsumexp(
         dtype = x.dtype
     elif dtype != x.dtype and dtype != torch.float32:
         check_dtype("logsumexp", dtype, x.dtype, torch.float32)
+    return _computed(x, axes, keepdim, dtype)
+
+
+def _computed(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
     result = dispatch("logsumexp", (x,), _Logsumexp, _forward, x, axes, keepdim, dtype)
     out: Tensor = result[0] if isinstance(result, tuple) else result
     return out
@@ -152,7 +157,8 @@ def _row_shape(x: Tensor, axes: Sequence[int], keepdim: bool) -> list[int]:
     return [1 if axis in reduced else size for axis, size in enumerate(x.shape) if keepdim or axis not in reduced]
 
 
-refuse_lost_derivatives("logsumexp", _forward, _forward_lse, _backward)
+give_derivative("logsumexp", _forward, _computed, "x")
+refuse_lost_derivatives("logsumexp", _forward_lse, _backward)
 
 
 # What torch.compile and other tracers ask: shapes, strides and dtypes of the outputs.

@@ -22,6 +22,7 @@ from eaves._operator import (
     name_of,
     number_of,
     number_tensor_of,
+    refuse_gradient,
     value_for_message,
 )
 
@@ -275,13 +276,6 @@ def limit_of(op: str, workspace_bytes: object) -> int:
     return limit
 
 
-def refuse_gradient(op: str, name: str, tensor: Tensor) -> None:
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            f"{op}: there is no derivative with respect to {name}, which requires one; pass {name}.detach()"
-        )
-
-
 # The names that other libraries have for what is a parameter here.
 _PARAMETERS = {
     "temperature": "scale",
@@ -362,6 +356,14 @@ def pick(outputs: Sequence[Any], computed: int, bit: int) -> Any:
     """Of what a call gave (the loss, and what the bits `computed` say), that of `bit`; None where it is not there."""
     position = POSITIONS[computed][bit]
     return outputs[position] if position else None
+
+
+def in_order(outputs: Sequence[Tensor], computed: int, wanted: int) -> list[Tensor]:
+    """What an operator gives for the bits `wanted`, of what was computed with others beside it."""
+    found = [outputs[0], *(pick(outputs, computed, bit) for bit in OUTPUTS if wanted & bit)]
+    if wanted & LSE and not wanted & WIDE_LSE:
+        found[1] = found[1].to(found[0].dtype)
+    return found
 
 
 def output_of(outputs: Sequence[Tensor], computed: int, wanted: int) -> CrossEntropyOutput:

@@ -21,6 +21,7 @@ from eaves._operator import (
     check_dtype_of,
     check_tensor,
     dispatch,
+    give_derivative,
     index_of,
     is_transforming,
     needs_autograd,
@@ -664,4 +665,5 @@ def _activated(z: Tensor, kind: int, dim: int) -> tuple[Tensor, _Map, Callable[[
     )
 
 
-refuse_lost_derivatives(_OP, _forward, _forward_lse, _backward)
+give_derivative(_OP, _forward, _encode, "x", "theta")
+refuse_lost_derivatives(_OP, _forward_lse, _backward)

@@ -3,7 +3,8 @@ the question whether autograd has to know of a call.
 
 An operator is one or more functions of the extension, a fake implementation and a batching rule for each, and where it
 has a gradient a torch.autograd.Function outside of them. The Function stands outside because that is cheaper for each
-call than registering a gradient, and torch.compile traces it.
+call than registering a gradient, and torch.compile traces it. What a program of torch.export has in it is the forward's
+operator alone, so that one has the Function registered too (`give_derivative`).
 """
 
 from __future__ import annotations
@@ -126,6 +127,13 @@ def _as_axis(value: object) -> int:
     if isinstance(value, (bool, Tensor)):
         raise TypeError
     return operator.index(value)  # type: ignore[arg-type]  # numpy's integers too
+
+
+def refuse_gradient(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{op}: there is no derivative with respect to {name}, which requires one; pass {name}.detach()"
+        )
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -279,8 +287,8 @@ def is_exporting() -> bool:
 
 def needs_function(*tensors: Tensor) -> bool:
     """True where a call has to go through its autograd.Function: where a derivative depends on it, and always under
-    torch.compile. Never in a program of torch.export, which would keep the forward of the Function and give no
-    derivative without a word: the operator refuses to."""
+    torch.compile. Never in a program of torch.export, which would keep the forward of the Function alone: there the
+    operator has its derivative, see `give_derivative`."""
     if torch.compiler.is_compiling():
         return not is_exporting()
     return needs_autograd(*tensors)
@@ -333,10 +341,10 @@ def run_plainly(overload: OpOverload, *arguments: object) -> Any:
 def call(op: str, overload: OpOverload, *arguments: object, number_tensor: Tensor | None = None) -> Any:
     """Calls an operator of the extension, and raises its errors as what they are, in the name of `op`. Where there is a
     `number_tensor`, its numbers stand for those among the arguments."""
+    if number_tensor is not None:
+        overload, arguments = _with_number_tensor[overload], (number_tensor, *arguments)
     try:
         if torch.compiler.is_compiling():
-            if number_tensor is not None:
-                return _with_number_tensor[overload](number_tensor, *arguments)
             return overload(*arguments)
         with _below_autograd():
             return overload(*arguments)
@@ -430,22 +438,52 @@ def _kind_of(tensor: Tensor) -> str:
 def refuse_lost_derivatives(op: str, *overloads: OpOverload) -> None:
     """The operators of the extension have no derivatives: those are around them, in an autograd.Function. A direct call
     with a tensor of which a derivative is wanted would give none without a word."""
-    for overload in [*overloads, *filter(None, map(_overload_with_number_tensor, overloads))]:
+    for overload in overloads:
+        _register_autograd(op, overload, None)
+
+
+def give_derivative(op: str, overload: OpOverload, function: Callable[..., Any], *differentiable: str) -> None:
+    """What a program of torch.export and a direct call take of an operator is its own derivative: `function` computes
+    the same as `overload` by an autograd.Function. Calls of eaves' functions go around it, see `call`."""
+    _register_autograd(op, overload, function, differentiable)
+
+
+def _register_autograd(
+    op: str, overload: OpOverload, function: Callable[..., Any] | None, differentiable: Sequence[str] = ()
+) -> None:
+    def impl(overload: OpOverload, function: Callable[..., Any] | None) -> None:
         name = overload._name.removeprefix("eaves::").removesuffix(".default")
-        _fragment.impl(name, _refusing(op, overload), "Autograd")  # type: ignore[no-untyped-call]
+        kernel = _autograd_kernel(op, overload, function, differentiable)
+        _fragment.impl(name, kernel, "Autograd")  # type: ignore[no-untyped-call]
+
+    impl(overload, function)
+    if (numbered := _overload_with_number_tensor(overload)) is not None:
+        impl(numbered, function and (lambda number, *arguments: function(*arguments, number_tensor=number)))
 
 
-def _refusing(op: str, overload: OpOverload) -> Callable[..., Any]:
+def _autograd_kernel(
+    op: str, overload: OpOverload, function: Callable[..., Any] | None, differentiable: Sequence[str]
+) -> Callable[..., Any]:
+    names = [each.name for each in overload._schema.arguments]
+
     def kernel(*arguments: object) -> Any:
-        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        is_tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        tensors = [(name, each) for name, each in zip(names, arguments) if isinstance(each, Tensor)]
         # A program is exported from a model with parameters, and asked here again when it runs.
-        if (is_tracked and not is_exporting()) or any(map(_has_tangent, tensors)):
+        is_tracked = torch.is_grad_enabled() and not is_exporting() and any(each.requires_grad for _, each in tensors)
+        has_tangent = any(_has_tangent(each) for _, each in tensors)
+        if has_tangent or (is_tracked and (function is None or is_transforming())):
+            where = "in a program of torch.export or a direct call of torch.ops.eaves"
+            if function is not None:
+                where = "where one or forward mode is around a program of torch.export or a call of torch.ops.eaves"
             raise NotImplementedError(
-                f"{op}: its derivative is lost where torch.compile traces torch.vmap or a transform of torch.func, in "
-                "a program of torch.export, and in direct calls of torch.ops.eaves; leave transforms outside of "
-                f"torch.compile, run an exported program under torch.no_grad(), and call eaves.{op}"
+                f"{op}: its derivative is lost where torch.compile traces torch.vmap or a transform of torch.func, and "
+                f"{where}; leave transforms outside of torch.compile, and call eaves.{op}"
             )
+        if is_tracked and function is not None:
+            for name, each in tensors:
+                if name not in differentiable:
+                    refuse_gradient(op, name, each)
+            return function(*arguments, *_defaults_behind(overload, arguments))
         with _below_autograd():
             return overload(*arguments)
 

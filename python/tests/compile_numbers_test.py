@@ -219,6 +219,12 @@ def test_an_exported_program_has_the_numbers_of_each_call(
     for count in (6, 4, 3):
         given = [tensors[0][:count], tensors[1], tensors[2][:count], tensors[3]]
         torch.testing.assert_close(program(*given), Module()(*given), rtol=1e-6, atol=1e-7)
+        wanted = [given[0].requires_grad_(), given[1].requires_grad_()]
+        found = [torch.autograd.grad(each(*given).sum().sin(), wanted) for each in (program, Module())]
+        for actual, expected in zip(*found, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
+        for tensor in wanted:
+            tensor.requires_grad_(False)
 
 
 def test_a_bad_number_is_refused_in_words(any_device: torch.device, fresh_compiler: None) -> None:

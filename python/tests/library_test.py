@@ -221,11 +221,27 @@ def wants_gradient(arguments: Sequence[Any]) -> list[Any]:
     ]
 
 
+# The arguments of the forward that have a derivative, also in a direct call.
+DERIVATIVES = {
+    "logsumexp": {"x"},
+    "cross_entropy": {"logits"},
+    "linear_cross_entropy": {"input", "linear_weight", "linear_bias"},
+    "lrpe_cosine": {"x", "theta"},
+}
+
+
+def derivatives(op: Operator, overload: Any) -> set[int]:
+    """The places of those arguments; none of an operator without a derivative."""
+    if overload._schema.name != f"eaves::{op.name}_forward":
+        return set()
+    return {index for index, each in enumerate(overload._schema.arguments) if each.name in DERIVATIVES[op.name]}
+
+
 @each_operator()
 def test_a_direct_call_that_would_lose_a_derivative_is_refused(op: Operator, any_device: torch.device) -> None:
     for overload, arguments in op.extension_calls(any_device):
         tracked = wants_gradient(arguments)
-        if not any(isinstance(value, Tensor) and value.requires_grad for value in tracked):
+        if derivatives(op, overload) or not any(isinstance(each, Tensor) and each.requires_grad for each in tracked):
             continue
         with pytest.raises(NotImplementedError, match=rf"^{op.name}: .*derivative is lost.*eaves\.{op.name}$"):
             overload(*tracked)
@@ -242,12 +258,46 @@ def test_each_tensor_whose_derivative_would_be_lost_is_enough(op: Operator, any_
             if isinstance(value, Tensor) and value.is_floating_point():
                 tracked = list(arguments)
                 tracked[index] = value.detach().requires_grad_()
-                with pytest.raises(NotImplementedError, match="derivative is lost"):
-                    overload(*tracked)
+                if index not in derivatives(op, overload):
+                    sentence = "derivative is lost|there is no derivative with respect to"
+                    with pytest.raises(NotImplementedError, match=sentence):
+                        overload(*tracked)
                 with torch.autograd.forward_ad.dual_level():
                     tracked[index] = torch.autograd.forward_ad.make_dual(value, torch.ones_like(value))
                     with pytest.raises(NotImplementedError, match="derivative is lost"), torch.no_grad():
                         overload(*tracked)
+
+
+@each_operator()
+def test_a_direct_call_of_a_forward_has_its_derivatives(op: Operator, device: torch.device) -> None:
+    def in_float64(value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return torch.float64
+        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    traced = set()
+    for overload, arguments in op.extension_calls(device):
+        places = sorted(index for index in derivatives(op, overload) if arguments[index] is not None)
+        if not places or any(arguments[index].numel() == 0 for index in places):
+            continue
+        given = [in_float64(value) for value in arguments]
+
+        def function(*wanted: Tensor, call: Any = overload, places: Any = places, given: Any = given) -> Any:
+            tensors = dict(zip(places, wanted, strict=True))
+            results = as_tuple(call(*[tensors.get(index, value) for index, value in enumerate(given)]))
+            return tuple(result for result in results if result.requires_grad)
+
+        wanted = [given[index].detach().clone().requires_grad_() for index in places]
+        assert torch.autograd.gradcheck(function, wanted, fast_mode=True)
+        # In the dtypes of the call: what it gives with a derivative is what it gives without.
+        tracked = [value.detach().requires_grad_() if i in places else value for i, value in enumerate(arguments)]
+        for actual, expected in zip(as_tuple(overload(*tracked)), as_tuple(overload(*arguments)), strict=True):
+            assert_agree(actual, expected)
+        torch.library.opcheck(overload, tuple(tracked), test_utils=("test_autograd_registration", "test_faketensor"))
+        if overload not in traced:  # it takes a second
+            traced.add(overload)
+            torch.library.opcheck(overload, tuple(tracked), test_utils=("test_aot_dispatch_dynamic",))
+    assert traced
 
 
 def as_tuple(result: Tensor | Sequence[Tensor] | None) -> tuple[Tensor, ...]:
@@ -291,7 +341,7 @@ def test_it_can_be_exported(op: Operator, any_device: torch.device) -> None:
 
 @each_operator()
 @pytest.mark.parametrize(("strict", "wants_gradients"), [(False, True), (True, False)])
-def test_an_exported_program_says_that_it_has_no_gradients(
+def test_an_exported_program_has_the_gradients_of_the_call(
     op: Operator, strict: bool, wants_gradients: bool, any_device: torch.device, fresh_compiler: None
 ) -> None:
     class Module(torch.nn.Module):
@@ -300,12 +350,88 @@ def test_an_exported_program_says_that_it_has_no_gradients(
 
     inputs = op.inputs(4, any_device, torch.float32)
     given = leaves(op, inputs)
-    program = torch.export.export(Module(), given if wants_gradients else inputs, strict=strict).module()
-    assert_same([program(*inputs)], [op.function(*inputs)])
-    with torch.no_grad():
-        assert_same([program(*given)], [op.function(*inputs)])
-    with pytest.raises(NotImplementedError, match=rf"^{op.name}: its derivative is lost .*torch\.export"):
-        program(*given)
+    exported = torch.export.export(Module(), given if wants_gradients else inputs, strict=strict)
+    compiled = torch.compile(exported.module(), backend="aot_eager", fullgraph=True)
+    upstream = torch.randn_like(op.function(*inputs))
+    expected = gradient(op, inputs, upstream)
+    for program in (exported.module(), exported.run_decompositions().module(), compiled):
+        assert_same([program(*inputs)], [op.function(*inputs)])
+        with torch.no_grad():
+            assert_same([program(*given)], [op.function(*inputs)])
+        for actual, wanted in zip(gradients_of(op, program, inputs, upstream), expected, strict=True):
+            assert_agree(actual, wanted)
+
+
+@each_operator()
+def test_an_exported_program_has_no_other_derivatives_than_the_call(op: Operator, any_device: torch.device) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, *tensors: Tensor) -> Tensor:
+            return op.function(*tensors)
+
+    inputs = op.inputs(4, any_device, torch.float32)
+    program = torch.export.export(Module(), inputs).module()
+    given = leaves(op, inputs)
+    wanted = differentiable(op, given)
+    gradients = [
+        torch.autograd.grad(function(*given).square().sum(), wanted, create_graph=True)
+        for function in (op.function, program)
+    ]
+    if op.has_second_derivative:
+        second = [torch.autograd.grad(sum(each.sin().sum() for each in first), wanted) for first in gradients]
+        for expected, actual in zip(*second, strict=True):
+            assert_agree(actual, expected)
+    else:
+        with pytest.raises(NotImplementedError, match=rf"^{op.name}: there is no second derivative"):
+            torch.autograd.grad(gradients[1][0].sum(), wanted)
+    with pytest.raises(NotImplementedError, match=rf"^{op.name}: its derivative is lost .* around a program"):
+        torch.func.grad(lambda *tensors: program(*tensors).sum(), op.differentiable)(*inputs)
+    with torch.autograd.forward_ad.dual_level():
+        dual = [torch.autograd.forward_ad.make_dual(each, torch.ones_like(each)) for each in wanted]
+        with pytest.raises(NotImplementedError, match=rf"^{op.name}: its derivative is lost .* around a program"):
+            of_differentiable(op, program, inputs)(*dual)
+
+
+def test_a_model_trains_as_an_exported_program(any_device: torch.device) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.theta = torch.nn.Parameter(torch.rand(2, 2))
+            self.body, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 11)
+            self.frozen = torch.nn.Parameter(torch.randn(11, 8), requires_grad=False)
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            encoded = eaves.lrpe_cosine(x.view(1, 6, 2, 2), self.theta, activation="softmax", activation_dim=-2)
+            hidden = self.body(encoded.reshape(6, 8))
+            of_head = eaves.linear_cross_entropy(
+                hidden, self.head.weight, target, linear_bias=self.head.bias, algorithm="speed", return_entropy=True
+            )
+            logits = self.head(hidden)
+            of_logits = eaves.cross_entropy(logits, target, z_loss=0.1, return_lse=True)
+            assert of_head.entropy is not None and of_logits.lse is not None
+            frozen = eaves.linear_log_prob(hidden, self.frozen, target, return_entropy=True, temperature=2.0)
+            assert frozen.entropy is not None
+            numbers = (of_head.loss, of_head.entropy.mean(), of_logits.loss, of_logits.lse.square().mean(),
+                       frozen.log_prob.sum(), frozen.entropy.mean(), eaves.logsumexp(hidden, -1).mean())  # fmt: skip
+            return torch.stack(numbers).sin().sum()
+
+    x = torch.randn(6, 4, device=any_device)
+    target = torch.tensor([3, -100, 0, 10, 3, 7], device=any_device)
+    model = Model().to(any_device)
+    for is_decomposed in (False, True):
+        exported = torch.export.export(copy.deepcopy(model), (x, target))
+        program = exported.run_decompositions().module() if is_decomposed else exported.module()
+        trained = []
+        for each in (copy.deepcopy(model), program):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss = each(x, target)
+                loss.backward()
+                optimizer.step()
+            trained.append({"loss": loss.detach(), **{k: v.detach() for k, v in each.named_parameters()}})
+        assert trained[0].keys() == trained[1].keys()
+        for name, expected in trained[0].items():
+            assert_agree(trained[1][name], expected)
 
 
 @each_operator()
