@@ -757,7 +757,7 @@ def _differentiable(*arguments: Any, number_tensor: Tensor | None = None) -> lis
     """cross_entropy_forward by its autograd.Function."""
     *of_forward, wanted = arguments
     input, target, weight, mode = *of_forward[:3], of_forward[7]
-    computed = kept_for_backward(wanted, mode, target.is_floating_point() or weight is not None) | _wide_lse_of(input)
+    computed = kept_for_backward(wanted, mode, target.is_floating_point() or weight is not None)
     outputs = apply(_OP, _CrossEntropy, *of_forward, computed, wanted, number_tensor, None)
     return in_order(outputs, computed, wanted)
 

@@ -1055,8 +1055,6 @@ def _differentiable(*arguments: Any, number_tensor: Tensor | None = None) -> lis
     tensors, options, (wanted,) = by_name(ForwardTensors, arguments)
     needs_target_mass = tensors.target.is_floating_point() or tensors.weight is not None
     computed = kept_for_backward(wanted, options.reduction, needs_target_mass)
-    if tensors.input.dtype == torch.float32:
-        computed |= WIDE_LSE
     outputs = apply(_OP, _Recompute, *tensors, *options, None, computed, wanted, wanted, 0, number_tensor, None)
     return in_order(outputs, computed, wanted)
 
