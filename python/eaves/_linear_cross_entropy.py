@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from eaves import _linear_cross_entropy_ranks as ranks
+from eaves._fully_shard import is_fully_sharded, with_whole_head
 from eaves._head_chunks import gradients_of
 from eaves._linear_cross_entropy_rules import (
     GRADIENTS,
@@ -544,6 +545,16 @@ def _of_shard(
 ) -> Any:
     """The call with tensors of this rank, and a Shard for its group. The ranks of a group learn of each other's errors
     before they wait for each other."""
+    function: Any = linear_cross_entropy
+    if group is None and not of_shard[2] and is_fully_sharded(linear_weight):
+        names = ("first_class", "classes", "sequence_parallel", "reduce_input_grad", "reduce_dtype")
+        options.update(zip(names, of_shard))
+        return with_whole_head(
+            _OP,
+            lambda input, weight, bias: function(input, weight, target, linear_bias=bias, **options),
+            {"input": input},
+            {"linear_weight": linear_weight, "linear_bias": linear_bias},
+        )
     is_cut = is_distributed(linear_weight)
     head: Local | None = None
     if is_cut and group is None:
@@ -563,7 +574,6 @@ def _of_shard(
             ]
         rows, targets, weight, bias, class_weight = tensors
         shard = shard_of(_OP, group, *of_shard)
-        function: Any = linear_cross_entropy
         return function(rows, weight, targets, linear_bias=bias, weight=class_weight, group=shard, **options)
 
     group = group if head is None else head.group

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from eaves._fully_shard import is_fully_sharded, with_whole_head
 from eaves._head_chunks import (
     Head,
     add_gradients,
@@ -162,6 +163,12 @@ def linear_kl_div(
     """
     if unknown:
         refuse_unknown(_OP, unknown, linear_kl_div)
+    if is_fully_sharded(linear_weight) or is_fully_sharded(teacher_weight):
+        return _with_whole_heads(
+            (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias), target=target,
+            divergence=divergence, beta=beta, temperature=temperature, ignore_index=ignore_index, reduction=reduction,
+            normalizer=normalizer, workspace_bytes=workspace_bytes,
+        )  # fmt: skip
     if is_exporting() or is_transforming():
         raise NotImplementedError(f"{_OP}: it does not work inside of torch.export, torch.vmap and torch.func")
     student = checked_head(_OP, _STUDENT, input, linear_weight, linear_bias, "input", input)
@@ -196,6 +203,25 @@ def linear_kl_div(
 
 
 # ----------------------------------------------------------------------------------------------------------- arguments
+
+
+def _with_whole_heads(student: tuple[Any, ...], teacher: tuple[Any, ...], **options: Any) -> Tensor:
+    """The call with heads that fully_shard has cut, each as a forward of its module."""
+
+    def whole(of: tuple[Any, ...], names: tuple[str, ...], run: Callable[..., Tensor]) -> Tensor:
+        return with_whole_head(_OP, run, {names[0]: of[0]}, dict(zip(names[1:], of[1:])))
+
+    return whole(
+        student,
+        _STUDENT,
+        lambda x, weight, bias: whole(
+            teacher,
+            _TEACHER,
+            lambda y, of_teacher, its_bias: linear_kl_div(
+                x, weight, y, of_teacher, linear_bias=bias, teacher_bias=its_bias, **options
+            ),
+        ),
+    )
 
 
 class _Settings(NamedTuple):

@@ -82,8 +82,9 @@ def _check_kind(op: str, name: str, value: object) -> None:
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(value, distributed.DTensor):
         raise NotImplementedError(
-            f"{op}: {name} is a DTensor, expected a tensor of one device; pass {name}.full_tensor(), or "
-            f"{name}.to_local() where what is missing there is not needed, or the call takes the group of its mesh"
+            f"{op}: {name} is a DTensor, expected a tensor of one device; pass {name}.full_tensor(), where ranks have "
+            "rows of their own with grad_placements=[Partial('avg')] (of torch.distributed.tensor), or its gradient is "
+            f"one rank's, or {name}.to_local(), where what is missing there is not needed"
         )
 
 

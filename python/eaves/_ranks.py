@@ -233,7 +233,8 @@ def local_shard(op: str, name: str, tensor: Any, class_axis: int) -> Local:
         raise NotImplementedError(
             f"{op}: {name} is a DTensor with the placements {list(map(str, tensor.placements))}, expected its classes "
             f"cut over the one axis of its mesh; pass {name}.to_local() and the group of an axis of a larger mesh, or "
-            f"{name}.full_tensor(), with grad_placements=[Partial('avg')] where ranks have rows of their own"
+            f"{name}.full_tensor(), where ranks have rows of their own with a Partial('avg') (of "
+            "torch.distributed.tensor) for each axis of the mesh as grad_placements"
         )
     return Local(tensor.to_local(), tensor.device_mesh, cut[0])
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 import eaves
 from eaves._deferred_logits import DeferredLogits
+from eaves._fully_shard import is_hook_of_fully_shard
 from eaves._linear_cross_entropy import CONSTANT_OUTPUTS, check_constant_options
 from eaves._loss import CrossEntropyOutput
 from eaves._operator import check_bool
@@ -454,7 +455,7 @@ def _has_hooks_of_results(module: torch.nn.Module) -> bool:
     """Whether a hook gets to see what the forward returns, or its gradient. Such a hook may leave alone whatever is not
     a tensor. (Hooks before the forward have come and gone. Those of fully_shard leave it alone.)"""
     every = torch.nn.modules.module
-    of_module = [hook for hook in module._forward_hooks.values() if not _is_of_fully_shard(hook)]
+    of_module = [hook for hook in module._forward_hooks.values() if not is_hook_of_fully_shard(hook)]
     return bool(
         of_module
         or module._backward_hooks
@@ -463,10 +464,6 @@ def _has_hooks_of_results(module: torch.nn.Module) -> bool:
         or every._global_backward_hooks
         or every._global_backward_pre_hooks
     )
-
-
-def _is_of_fully_shard(hook: object) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def _without_logits(output: Any, head: Any) -> Any:

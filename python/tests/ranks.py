@@ -4,6 +4,7 @@ are started once, and each test has functions run in all of them."""
 from __future__ import annotations
 
 import datetime
+import gc
 import io
 import tempfile
 import traceback
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import distributed, multiprocessing
+from torch.distributed import _composable_state
 from torch.utils._pytree import tree_map_only
 
 RANKS = 4  # on the CPU
@@ -117,4 +119,7 @@ def _work(rank: int, count: int, device_type: str, rendezvous: str, connection: 
         except Exception as error:
             result = Failure(error)
         connection.send_bytes(_packed(result))
+        if _composable_state._module_state_mapping:
+            # Modules of fully_shard are cycles, and a later test's DTensor on an equal mesh may be of anything.
+            gc.collect()
     distributed.destroy_process_group()

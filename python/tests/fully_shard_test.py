@@ -1,0 +1,392 @@
+"""Heads that fully_shard has cut over ranks with rows of their own, passed as they are: losses and gradients are those
+of the module's own product and of torch's loss. With gloo on the CPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn import functional
+
+import eaves
+from cross_entropy_test import each
+from ranks import Ranks
+
+ROWS, FEATURES, CLASSES = 6, 16, 37  # of 2 ranks 19 and 18 classes
+
+Loss = Callable[[Any, Tensor, Tensor], Tensor]  # of the head, its hidden states and their targets
+
+
+class Model(torch.nn.Module):
+    """A body and a head, and a forward in which a loss is computed."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = torch.nn.Linear(FEATURES, FEATURES)
+        self.norm = torch.nn.LayerNorm(FEATURES)
+        self.head = torch.nn.Linear(FEATURES, CLASSES, bias=bias)
+
+    def forward(self, x: Tensor, target: Tensor, loss: Loss | None = None) -> Tensor:
+        hidden: Tensor = self.norm(self.body(x))
+        return hidden if loss is None else loss(self.head, hidden, target)
+
+
+def batch(rank: int, step: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(ROWS, FEATURES, generator=generator)
+    target = torch.randint(CLASSES, (ROWS,), generator=generator)
+    target[rank] = -100
+    return x, target
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+
+
+# ------------------------------------------------------------------------------------------------------------ the losses
+
+
+def tokens_of(target: Tensor) -> Tensor:
+    """Three for each row."""
+    return torch.stack([target, (target + 5).remainder(CLASSES), torch.full_like(target, -100)], -1)
+
+
+def temperature_of(target: Tensor) -> Tensor:
+    return torch.linspace(0.5, 2.0, len(target))
+
+
+def logits_of(head: Any, hidden: Tensor) -> Tensor:
+    return head(hidden).float()  # type: ignore[no-any-return]
+
+
+def torch_log_probs(head: Any, hidden: Tensor, tokens: Tensor, temperature: Tensor | None) -> Tensor:
+    logits = logits_of(head, hidden)
+    chosen = logits if temperature is None else logits / temperature.unsqueeze(-1)
+    found = chosen.log_softmax(-1).gather(-1, tokens.clamp(min=0))
+    return -found.masked_fill(tokens == -100, 0).sum()
+
+
+LOSSES: dict[str, tuple[Loss, Loss]] = {
+    "mean": (
+        lambda head, hidden, target: eaves.linear_cross_entropy(hidden, head.weight, target, linear_bias=head.bias),
+        lambda head, hidden, target: functional.cross_entropy(logits_of(head, hidden), target),
+    ),
+    "recompute": (
+        lambda head, hidden, target: eaves.linear_cross_entropy(
+            hidden, head.weight, target, linear_bias=head.bias, algorithm="recompute", label_smoothing=0.1
+        ),
+        lambda head, hidden, target: functional.cross_entropy(logits_of(head, hidden), target, label_smoothing=0.1),
+    ),
+    "none": (
+        lambda head, hidden, target: eaves.linear_cross_entropy(
+            hidden, head.weight, target, linear_bias=head.bias, reduction="none", return_entropy=True
+        ).loss.sum(),
+        lambda head, hidden, target: functional.cross_entropy(logits_of(head, hidden), target, reduction="sum"),
+    ),
+    "log_prob": (
+        lambda head, hidden, target: -eaves.linear_log_prob(hidden, head.weight, target, bias=head.bias).sum(),
+        lambda head, hidden, target: functional.cross_entropy(logits_of(head, hidden), target, reduction="sum"),
+    ),
+    "tokens": (
+        lambda head, hidden, target: (
+            -eaves.linear_log_prob(hidden, head.weight, tokens_of(target), bias=head.bias).sum()
+        ),
+        lambda head, hidden, target: torch_log_probs(head, hidden, tokens_of(target), None),
+    ),
+    "temperature": (
+        lambda head, hidden, target: (
+            -eaves.linear_log_prob(
+                hidden, head.weight, target, bias=head.bias, temperature=temperature_of(target)
+            ).sum()
+        ),
+        lambda head, hidden, target: torch_log_probs(
+            head, hidden, target.unsqueeze(-1), temperature_of(target)
+        ),
+    ),
+}  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------------- models
+
+
+def cut_apart(model: Model, **options: Any) -> Model:
+    """The body, the head and the rest in groups of their own."""
+    for module in (model.body, model.head, model):
+        fully_shard(module, **options)
+    return model
+
+
+def cut_with_the_norm(model: Model, **options: Any) -> Model:
+    for module in (model.body, [model.norm, model.head], model):
+        fully_shard(module, **options)
+    return model
+
+
+def cut_with_the_rest(model: Model, **options: Any) -> Model:
+    for module in (model.body, model):
+        fully_shard(module, **options)
+    return model
+
+
+def train(model: Model, loss: Loss, rank: int, is_within: bool, steps: int = 1) -> list[Tensor]:
+    losses = []
+    for step in range(steps):
+        if isinstance(model, torch.distributed.fsdp.FSDPModule):
+            model.set_requires_gradient_sync(step == steps - 1)
+        x, target = batch(rank, step)
+        found = model(x, target, loss) if is_within else loss(model.head, model(x, target), target)
+        found.backward()
+        losses.append(found.detach())
+    return losses
+
+
+def compare(
+    group: distributed.ProcessGroup,
+    names: tuple[str, ...],
+    cut: Callable[..., Model],
+    is_within: bool,
+    options: dict[str, Any],
+    tolerance: float,
+    bias: bool = True,
+    divisor: float | None = None,
+    steps: int = 1,
+) -> None:
+    if "mesh" not in options:
+        options = {**options, "mesh": DeviceMesh.from_group(group, "cpu")}
+    for name in names:
+        of_eaves, of_torch = LOSSES[name]
+        found, expected = cut(Model(bias), **options), cut(Model(bias), **options)
+        if divisor is not None:
+            for model in (found, expected):
+                model.head.set_force_sum_reduction_for_comms(True)  # gloo divides by nothing but the ranks
+                model.head.set_gradient_divide_factor(divisor)
+        for _ in range(2):  # a second step finds the modules as they were
+            rank = group.rank()
+            losses = train(found, of_eaves, rank, is_within, steps), train(expected, of_torch, rank, True, steps)
+            torch.testing.assert_close(*losses, rtol=tolerance, atol=tolerance)
+            ours, theirs = gradients(found), gradients(expected)
+            assert ours.keys() == theirs.keys() and "head.weight" in ours
+            for key in ours:
+                torch.testing.assert_close(ours[key], theirs[key], rtol=tolerance, atol=tolerance, msg=f"{name}: {key}")
+            for model in (found, expected):
+                model.zero_grad()
+
+
+@each("is_within", (True, False))
+@each("cut", (cut_apart, cut_with_the_norm, cut_with_the_rest))
+def test_a_head_of_fully_shard_is_gathered_and_its_gradient_reduced(
+    cut: Callable[..., Model], is_within: bool, cpu_ranks: Ranks
+) -> None:
+    cpu_ranks.run(compare, tuple(LOSSES), cut, is_within, {}, 2e-6, ranks=2)
+
+
+def test_the_head_stays_whole_where_the_module_says_so(cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(compare, ("mean", "tokens"), cut_apart, True, {"reshard_after_forward": False}, 2e-6, ranks=2)
+
+
+def test_the_divisor_and_the_accumulation_of_the_module_hold(cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(compare, ("mean", "recompute"), cut_apart, True, {}, 2e-6, False, 3.0, 2, ranks=2)
+
+
+def test_the_mixed_precision_of_the_module_holds(cpu_ranks: Ranks) -> None:
+    # torch's logits are rounded to bfloat16; ours are not, and neither is the loss, whatever output_dtype says.
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16)
+    cpu_ranks.run(compare, ("mean", "tokens"), cut_apart, True, {"mp_policy": policy}, 3e-2, ranks=2)
+    cpu_ranks.run(rounded, policy, ranks=2)
+
+
+def rounded(group: distributed.ProcessGroup, policy: Any) -> None:
+    model = cut_apart(Model(), mesh=DeviceMesh.from_group(group, "cpu"), mp_policy=policy)
+    (loss,) = train(model, LOSSES["mean"][0], group.rank(), False)
+    assert loss.dtype == torch.float32 and model.head.weight.grad.dtype == torch.float32
+
+
+# -------------------------------------------------------------------------------------------------------- larger meshes
+
+
+def on_a_mesh_of_two(group: distributed.ProcessGroup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    compare(group, ("mean", "tokens"), cut_apart, True, {"mesh": mesh}, 2e-6)
+
+
+def test_replicas_of_the_pieces_are_averaged_too(cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(on_a_mesh_of_two)
+
+
+def with_tensor_parallel(group: distributed.ProcessGroup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    own = mesh.get_local_rank("dp")
+    for name in ("mean", "log_prob", "tokens"):
+        of_eaves, of_torch = LOSSES[name]
+        expected = []
+        for rank in range(2):
+            one = Model()
+            train(one, of_torch, rank, True)
+            expected.append(gradients(one))
+        model = Model()
+        parallelize_module(model, mesh["tp"], {"head": ColwiseParallel()})
+        cut_apart(model, mesh=mesh["dp"])
+        train(model, of_eaves, own, True)
+        for key, grad in gradients(model).items():
+            torch.testing.assert_close(grad, (expected[0][key] + expected[1][key]) / 2, rtol=2e-6, atol=2e-6)
+
+
+def test_a_head_of_tensor_parallel_is_gathered_to_its_piece(cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(with_tensor_parallel)
+
+
+# ---------------------------------------------------------------------------------------------------------- distillation
+
+
+def distilled(group: distributed.ProcessGroup, divergence: str, reduction: str, are_both: bool) -> None:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    found, expected = cut_apart(Model(bias=True), mesh=mesh), Model(bias=True)
+    teachers = [Model(bias=True).requires_grad_(False) for _ in range(2)]
+    for each_teacher in teachers:
+        torch.nn.init.normal_(each_teacher.head.weight, generator=torch.Generator().manual_seed(1))
+    if are_both:
+        cut_apart(teachers[0], mesh=mesh)
+    x, target = batch(group.rank())
+    for model, teacher in ((found, teachers[0]), (expected, teachers[1])):
+        with torch.no_grad():
+            of_teacher = teacher(x, target)
+        loss = eaves.linear_kl_div(
+            model(x, target), model.head.weight, of_teacher, teacher.head.weight, target=target,
+            linear_bias=model.head.bias, teacher_bias=teacher.head.bias, divergence=divergence, reduction=reduction,
+        )  # fmt: skip
+        loss.mean().backward()
+    for parameter in expected.parameters():
+        distributed.all_reduce(parameter.grad, group=group)
+        parameter.grad /= group.size()
+    ours, theirs = gradients(found), gradients(expected)
+    assert ours.keys() == theirs.keys()
+    for key in ours:
+        torch.testing.assert_close(ours[key], theirs[key], rtol=2e-6, atol=2e-6)
+    assert all(each.grad is None for each in teachers[0].parameters())
+
+
+@each("are_both", (True, False))
+@each(("divergence", "reduction"), (("forward", "mean"), ("jsd", "none")))
+def test_heads_of_student_and_teacher_are_gathered(
+    divergence: str, reduction: str, are_both: bool, cpu_ranks: Ranks
+) -> None:
+    cpu_ranks.run(distilled, divergence, reduction, are_both, ranks=2)
+
+
+# ------------------------------------------------------------------------------------------------------------- the edges
+
+
+def without_gradients(group: distributed.ProcessGroup) -> None:
+    model = cut_apart(Model(), mesh=DeviceMesh.from_group(group, "cpu"))
+    x, target = batch(group.rank())
+    with torch.no_grad():
+        hidden = model(x, target)
+        weight = model.head.weight
+        assert isinstance(weight, DTensor)
+        loss = eaves.linear_cross_entropy(hidden, weight, target)
+        torch.testing.assert_close(loss, functional.cross_entropy(model.head(hidden), target))
+    assert model.head.weight is weight  # in pieces again
+
+
+def test_the_head_is_in_pieces_again_after_the_call(cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(without_gradients, ranks=2)
+
+
+def wrong(group: distributed.ProcessGroup) -> None:
+    model = cut_apart(Model(), mesh=DeviceMesh.from_group(group, "cpu"))
+    x, target = batch(group.rank())
+    hidden = model(x, target)
+    for calls in range(2):
+        with pytest.raises(ValueError, match=r"target has shape \[5\], expected \[6\]"):
+            eaves.linear_cross_entropy(hidden, model.head.weight, target[1:])
+        with pytest.raises(ValueError, match="there is no group"):
+            eaves.linear_cross_entropy(hidden, model.head.weight, target, reduce_input_grad=False)
+        with pytest.raises(ValueError, match=r"tokens has shape \[5\]"):
+            eaves.linear_log_prob(hidden, model.head.weight, target[1:])
+    with pytest.raises(NotImplementedError, match=r"fully_shard .* does not go with torch\.vmap"):
+        torch.vmap(lambda x: eaves.linear_cross_entropy(x, model.head.weight, target))(hidden[None])
+    # What is computed from a parameter is none: it would be taken for a piece of tensor parallelism.
+    for derived in (model.head.weight.detach(), model.head.weight * 2):
+        for call in (
+            lambda: eaves.linear_cross_entropy(hidden, derived, target),
+            lambda: eaves.linear_log_prob(hidden, derived, target),
+            lambda: eaves.linear_log_prob(hidden, derived, target.unsqueeze(-1)),
+            lambda: eaves.linear_kl_div(hidden, derived, hidden.detach(), torch.ones(CLASSES, FEATURES)),
+        ):
+            with pytest.raises(NotImplementedError, match=r"over which fully_shard cuts .*pass the parameter itself"):
+                call()
+    loss = eaves.linear_cross_entropy(hidden, model.head.weight, target)
+    loss.backward()
+    assert model.head.weight.grad is not None
+
+
+def test_what_is_wrong_leaves_the_module_as_it_was(cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(wrong, ranks=2)
+
+
+def with_the_pieces(group: distributed.ProcessGroup) -> None:
+    """All ranks' rows, and no rank gathers the head: sequence_parallel says that they are rows of one call."""
+    model = cut_apart(Model(), mesh=DeviceMesh.from_group(group, "cpu"))
+    one = Model()
+    batches = [batch(rank) for rank in range(group.size())]
+    x, target = (torch.cat(each) for each in zip(*batches))
+    functional.cross_entropy(one(x, target, lambda head, hidden, _: head(hidden)), target).backward()
+    own, _ = batches[group.rank()]
+    eaves.linear_cross_entropy(model(own, target), model.head.weight, target, sequence_parallel=True).backward()
+    torch.testing.assert_close(whole(model.head.weight.grad), one.head.weight.grad, rtol=2e-6, atol=2e-6)
+
+
+def test_ranks_that_put_their_rows_together_keep_the_pieces(cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(with_the_pieces, ranks=2)
+
+
+def beside_tensor_parallel(group: distributed.ProcessGroup) -> None:
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    other = cut_apart(Model(), mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)))
+    model, (x, target) = Model(), batch(0)
+    hidden, weight = model(x, target).detach(), model.head.weight
+    expected = functional.cross_entropy(functional.linear(hidden, weight), target)
+    cut = torch.nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)]))
+
+    def loss_of(hidden: Tensor, head: Tensor) -> Tensor:
+        return eaves.linear_cross_entropy(hidden, head, target)  # type: ignore[no-any-return]
+
+    torch.testing.assert_close(loss_of(hidden, cut), expected)
+    compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(hidden, cut), expected)
+    # What fully_shard has cut breaks the graph.
+    found = torch.compile(loss_of, backend="aot_eager")(hidden, other.head.weight)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_head_of_tensor_parallel_is_told_from_it(cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(beside_tensor_parallel, ranks=2)
+
+
+def where_it_cannot_be_told(group: distributed.ProcessGroup) -> None:
+    model = cut_apart(Model(), mesh=DeviceMesh.from_group(group, "cpu"))
+    x, target = batch(group.rank())
+    hidden = model(x, target)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(torch.distributed._composable_state, "_module_state_mapping")  # as in a later PyTorch
+        with pytest.raises(NotImplementedError, match=r"pass the parameter itself, or linear_weight\.full_tensor\("):
+            eaves.linear_cross_entropy(hidden, model.head.weight, target)
+    gathered = model.head.weight.full_tensor(grad_placements=[Partial("avg")])
+    eaves.linear_cross_entropy(hidden, gathered, target).backward()
+    expected = cut_apart(Model(), mesh=DeviceMesh.from_group(group, "cpu"))
+    train(expected, LOSSES["mean"][1], group.rank(), True)
+    torch.testing.assert_close(whole(model.head.weight.grad), whole(expected.head.weight.grad), rtol=2e-6, atol=2e-6)
+
+
+def test_what_cannot_be_told_is_refused(cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(where_it_cannot_be_told, ranks=2)
