@@ -66,6 +66,17 @@ def check_floating(op: str, name: str, tensor: Tensor, reference_name: str, refe
         raise ValueError(f"{op}: {name} has dtype {name_of(tensor.dtype)}, expected a floating-point type")
 
 
+def refuse_zero3(op: str, **head: Tensor | None) -> None:
+    """Is all of a head there, in the forward and in a backward that reads it, or gives it a gradient?"""
+    for name, each in head.items():
+        if each is not None and each.numel() == 0 and hasattr(each, "ds_id"):
+            raise NotImplementedError(
+                f"{op}: {name} has no elements here, because DeepSpeed's ZeRO-3 has it in pieces; gather it from the "
+                "forward to the end of the backward, with deepspeed.zero.GatheredParameters or as a parameter of the "
+                "module that calls this (register_external_parameter)"
+            )
+
+
 def checked_head(
     op: str,
     names: tuple[str, str, str],
@@ -84,6 +95,7 @@ def checked_head(
     if input.dim() == 0 or input.shape[-1] == 0:
         raise ValueError(f"{op}: {input_name} has shape {shape_of(input)}, expected at least one feature")
     features = input.shape[-1]
+    refuse_zero3(op, **{weight_name: weight, bias_name: bias})
     if weight.dim() != 2 or weight.shape[1] != features:
         raise ValueError(
             f"{op}: {weight_name} has shape {shape_of(weight)}, expected [classes, {features}] (features as "

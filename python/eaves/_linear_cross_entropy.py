@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eaves import _linear_cross_entropy_ranks as ranks
 from eaves._fully_shard import is_fully_sharded, with_whole_head
-from eaves._head_chunks import gradients_of
+from eaves._head_chunks import gradients_of, refuse_zero3
 from eaves._linear_cross_entropy_rules import (
     GRADIENTS,
     OF_BIAS,
@@ -87,7 +87,6 @@ from eaves._ranks import (
     local_shard,
     local_target,
     refuse_without_group,
-    refuse_zero3,
     rows_of,
     shard_of,
     told,
@@ -370,6 +369,7 @@ def linear_cross_entropy(
     elif (first_class, sequence_parallel, reduce_input_grad, reduce_dtype) != (None, False, True, None):
         refuse_without_group(_OP)
     elif classes is not None:
+        refuse_zero3(_OP, linear_weight=linear_weight)
         is_soft = isinstance(target, Tensor) and target.is_floating_point() and target.dim() != 0
         soft = target.movedim(-1, 0) if is_soft else None
         linear_weight, linear_bias, weight, grad_weight_out, soft = without_padding(
@@ -609,7 +609,7 @@ def _checked_weight(input: Tensor, linear_weight: Tensor, is_autocast: bool, may
     features = input.shape[-1]
     if features == 0:
         raise ValueError(f"{_OP}: input has shape {shape_of(input)}, expected at least one feature")
-    refuse_zero3(_OP, "linear_weight", linear_weight)
+    refuse_zero3(_OP, linear_weight=linear_weight)
     if linear_weight.dim() > 2:
         raise NotImplementedError(
             f"{_OP}: linear_weight has shape {shape_of(linear_weight)}, expected [classes, {features}]; of a loss of "
@@ -641,6 +641,7 @@ def _is_matrix(weight: Tensor) -> bool:
 
 
 def _checked_bias(input: Tensor, linear_bias: Tensor, classes: int) -> Tensor:
+    refuse_zero3(_OP, linear_bias=linear_bias)
     check_dtype_of(_OP, "linear_bias", linear_bias, (input.dtype, torch.float32), "that of input, or float32")
     check_shape(_OP, "linear_bias", linear_bias, [classes], "one per class of linear_weight")
     return linear_bias.contiguous()
@@ -847,6 +848,7 @@ def _save(
     ctx.options = options
     ctx.grad_weight_out, computed, _, followed, gradients, number_tensor, ctx.shard = rest
     ctx.wide, ctx.weight_dtype = gradients & WIDE_WEIGHT, tensors[1].dtype
+    ctx.is_of_zero3 = not torch.compiler.is_compiling() and hasattr(tensors[1], "ds_id")
     place = None if ctx.shard is None else output[-1]
     ctx.save_for_backward(*tensors, *keep_outputs(ctx, output, computed, followed), number_tensor, place)
 
@@ -854,6 +856,7 @@ def _save(
 def _compute_again(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """The gradients from what `_save` kept."""
     *tensors, lse, entropy, target_mass, divisor, number_tensor, place = ctx.saved_tensors
+    refuse_zero3(_OP, linear_weight=tensors[1], linear_bias=tensors[2])
     *inputs, _ = _as_multiplied(tuple(tensors))
     input, linear_weight, linear_bias = inputs[:3]
     saved: Sequence[Tensor | None] = (lse, entropy, target_mass, divisor)
@@ -1034,6 +1037,8 @@ class _Speed(torch.autograd.Function):
         is_factor = grad_lse is None and grad_entropy is None and not torch.is_grad_enabled()
         if grad_loss is None or not is_factor or is_batched(grad_loss):
             return _compute_again(ctx, upstream)
+        if ctx.is_of_zero3 and (ctx.gradients is None or ctx.bits & OF_WEIGHT):
+            refuse_zero3(_OP, linear_weight=ctx.saved_tensors[1])
         computed, ctx.gradients = ctx.gradients, None
         if computed is None:  # a later backward; without the outputs other kernels would run, and last places differ
             rest = (None, ctx.computed, 0, 0, 0, None, ctx.shard)

@@ -23,6 +23,7 @@ from eaves._head_chunks import (
     gradients_of,
     logits_of,
     of_rows,
+    refuse_zero3,
     workspace_of,
 )
 from eaves._loss import (
@@ -404,16 +405,21 @@ class _Divergence(torch.autograd.Function):
         divergences, computed = _compute(Head(*tensors[:3]), Head(*tensors[3:]), counts, ctx.settings, wanted)
         ctx.gradients = None if ctx.mode == NONE else computed
         ctx.dtypes = [None if each is None else each.dtype for each in tensors[:3]]
+        ctx.is_of_zero3 = hasattr(tensors[1], "ds_id")
         return divergences if ctx.mode == NONE else divergences.sum()
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
         scaled = upstream * _constant(ctx.settings)
         gradients, ctx.gradients = ctx.gradients, None  # what is handed out may be written over
-        if gradients is not None and not torch.is_grad_enabled():
+        is_computed = gradients is not None and not torch.is_grad_enabled()
+        if is_computed and not (ctx.is_of_zero3 and ctx.needs_input_grad[1]):
             return *_finished(gradients, scaled, ctx), *(None,) * 6
         *tensors, counts = ctx.saved_tensors  # once: in a checkpoint they are computed for one reading
         student, teacher = Head(*tensors[:3]), Head(*tensors[3:])
+        refuse_zero3(_OP, linear_weight=student.weight, linear_bias=student.bias)
+        if is_computed:
+            return *_finished(gradients, scaled, ctx), *(None,) * 6
 
         def compute() -> tuple[Tensor | None, ...]:
             factor = scaled.unsqueeze(1) if ctx.mode == NONE else None

@@ -27,6 +27,7 @@ from eaves._head_chunks import (
     logits_of,
     matrices,
     of_rows,
+    refuse_zero3,
     workspace_of,
 )
 from eaves._loss import ARGMAX, ENTROPY, LSE, MEAN_LOGIT, NONE, POSITIONS, empty_outputs, numbers_of, pick
@@ -309,6 +310,7 @@ class _Losses(torch.autograd.Function):
             return (None,) * 7
         _check_backward(settings, given, ctx.is_used)
         *rows, x, weight, bias, nll, targets, lse, entropy = ctx.saved_tensors
+        refuse_zero3(settings.op, head=weight, bias=bias)
         ctx.is_used, wanted = True, ctx.needs_input_grad[4:]
 
         def compute() -> tuple[Tensor | None, ...]:

@@ -149,15 +149,6 @@ def refuse_without_group(op: str) -> NoReturn:
     )
 
 
-def refuse_zero3(op: str, name: str, weight: Tensor) -> None:
-    if weight.numel() == 0 and hasattr(weight, "ds_id"):
-        raise NotImplementedError(
-            f"{op}: {name} has no elements here, because DeepSpeed's ZeRO-3 has it in pieces; gather it from the "
-            "forward to the end of the backward, with deepspeed.zero.GatheredParameters or as a parameter of the "
-            "module that calls this (register_external_parameter)"
-        )
-
-
 def distributed() -> Any:
     """torch.distributed, which takes a while to load."""
     from torch import distributed

@@ -32,10 +32,11 @@ from torch import Tensor
 import eaves
 from eaves._deferred_logits import DeferredLogits
 from eaves._fully_shard import is_hook_of_fully_shard
+from eaves._head_chunks import refuse_zero3
 from eaves._linear_cross_entropy import CONSTANT_OUTPUTS, check_constant_options
 from eaves._loss import CrossEntropyOutput
 from eaves._operator import check_bool
-from eaves._ranks import Shard, is_distributed, local_shard, named_group, refuse_zero3
+from eaves._ranks import Shard, is_distributed, local_shard, named_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -395,7 +396,7 @@ class _DefersLogits(torch.nn.Module):
     def forward(self, input: Tensor) -> Any:
         if _call.head is not self:
             return self.product(input)
-        refuse_zero3("patch", "the head", self.weight)
+        refuse_zero3("patch", **{"the head": self.weight})
         if _is_fully_sharded(self):
             _keep_whole(self)
         logits = DeferredLogits(self, input)
