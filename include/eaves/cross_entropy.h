@@ -19,12 +19,18 @@
 // Everything is computed in float32, or float64 for float64 logits, and rounded once. The statistics of a row take one
 // pass (M. Milakov, N. Gimelshein, arXiv:1805.02867). Over the edges:
 //   a target equal to ignore_index    loss, z-loss and gradient of the row are 0; it counts in no mean
-//   a row of weight r = 0             its loss and gradient are 0, whatever its logits are
+//   a row of weight r = 0             its loss and gradient are 0, whatever its logits, the weight of its class and
+//                                     dL/d(loss) are; lse and what else is written per row are those of its logits
+//   dL/d(loss) infinite or NaN        no gradient of a row that counts is finite, but that zeros may stay 0; those of
+//   the
+//                                     other rows are 0
 //   no rows, all of them ignored, or  the mean is 0 and so are the gradients (PyTorch: NaN)
 //   weights that add up to 0
-//   a target out of range             on the CPU InvalidArgument, before anything is written; on a GPU the row's loss
-//                                     and gradient are NaN, or with EAVES_CHECK_TARGETS=1 in the environment the same
-//                                     InvalidArgument (a check that waits for the device)
+//   weights that add up to infinity   the mean and the gradients of the rows that count are NaN
+//   a target out of range             on the CPU InvalidArgument, before anything is written, in a row of weight 0 too;
+//                                     on a GPU the row's loss and gradient are NaN (of weight 0: 0), or with
+//                                     EAVES_CHECK_TARGETS=1 in the environment the same InvalidArgument (a check that
+//                                     waits for the device)
 //   some logits of a row are -inf     p is 0 there; all of them: loss and gradient are NaN
 #pragma once
 
@@ -67,7 +73,8 @@ struct CrossEntropyForwardArgs {
   TensorView row_weight = {};
 
   /// optional, with Reduction::mean: one element of the result dtype, which the sum is divided by instead of the
-  /// weights of the rows (tokens over all micro-batches and ranks, say).
+  /// weights of the rows (tokens over all micro-batches and ranks, say). Not negative: on the CPU InvalidArgument; on a
+  /// GPU it is not looked at.
   TensorView normalizer = {};
 
   /// In [-rank, rank).
@@ -249,8 +256,9 @@ void cross_entropy_backward(const CrossEntropyBackwardArgs& args, const Executio
 /// cross_entropy_backward over the logits later take the same memory.
 void cross_entropy_forward_backward(const CrossEntropyForwardBackwardArgs& args, const ExecutionContext& context = {});
 
-/// grad_logits *= grad_loss, where dL/d(loss) is known only after cross_entropy_forward_backward. Rows whose factor is
-/// 1 are neither read nor written; on a GPU that is found out there, and nothing waits.
+/// grad_logits *= grad_loss, where dL/d(loss) is known only after cross_entropy_forward_backward. Zeros stay 0, by an
+/// infinite factor too. Rows whose factor is 1 are neither read nor written; on a GPU that is found out there, and
+/// nothing waits.
 void cross_entropy_rescale(const CrossEntropyRescaleArgs& args, const ExecutionContext& context = {});
 
 /// A vocabulary cut into shards, on one device or many: each shard's statistics, then (wherever they were gathered) the

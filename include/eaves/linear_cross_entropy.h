@@ -22,9 +22,10 @@
 // factor does not underflow; but where dL/d(loss) is per row, or lse or entropy have gradients, they are part of it
 // there too, and those below 1e-4 lose digits; so are weights of rows, of which those beyond 1e4 overflow.
 //
-// Over the edges, beside those of cross_entropy: rows that are ignored have gradient 0 and all other outputs 0,
-// whatever x holds where they are skipped; where they are not (see skips_ignored_rows), an x that is not finite there
-// may make grad_weight NaN, and a weight that is not finite their grad_x, as 0 * NaN is.
+// Over the edges, beside those of cross_entropy: rows that do not count, which are ignored or of weight 0, have
+// gradient 0 and all other outputs 0, whatever x holds where they are skipped; where they are not (see
+// skips_ignored_rows), an x that is not finite there may make grad_weight NaN, and a weight that is not finite their
+// grad_x, as 0 * NaN is.
 #pragma once
 
 #include <functional>
@@ -57,14 +58,16 @@ struct LinearCrossEntropyInputs {
   /// w of cross_entropy.h, optional; [classes], contiguous; dtype of x, or float32.
   TensorView class_weight = {};
 
-  /// r of cross_entropy.h, optional; per row, contiguous, result dtype. Of ignored rows any numbers.
+  /// r of cross_entropy.h, optional; per row, contiguous, result dtype. Of ignored rows any numbers. Rows of weight 0
+  /// do not count either.
   TensorView row_weight = {};
 
   CrossEntropyOptions options = {};
 
-  /// Leaves out rows that are ignored before anything is multiplied. On the CPU that is always done. On a GPU, where
-  /// this is false they cost what others cost. Where it is true the call waits once, for their number. In a CUDA graph
-  /// that is being captured nothing can wait: there all rows are computed.
+  /// Leaves out rows that do not count before anything is multiplied; of soft targets, which are copied together then,
+  /// those of weight 0. On the CPU that is always done. On a GPU, where this is false they cost what others cost. Where
+  /// it is true the call waits once, for their number. In a CUDA graph that is being captured nothing can wait: there
+  /// all rows are computed.
   bool skips_ignored_rows = false;
 
   /// The most scratch memory that the call should take, in bytes; how many rows (and classes) are computed at once
@@ -78,8 +81,8 @@ struct LinearCrossEntropyInputs {
 /// A head whose classes are cut into shards, one for each rank: weight, bias, class_weight and soft targets of a call
 /// are one of them, and what else the ranks pass is the same. Hard targets are classes of all shards.
 ///
-/// Rows are computed in chunks, the same on all ranks, in their order; those that are ignored are left out as always,
-/// and `first` and `rows` count those that are not. The functions are called on the host. What a call has enqueued on
+/// Rows are computed in chunks, the same on all ranks, in their order; those that do not count are left out as always,
+/// and `first` and `rows` count the others. The functions are called on the host. What a call has enqueued on
 /// its stream comes before what they enqueue there, and what it enqueues afterwards behind.
 struct LinearCrossEntropyShard {
   /// Of weight, which may have no classes here: then grad_x is not written, and has to be 0 before.
@@ -148,7 +151,7 @@ struct LinearCrossEntropyForwardArgs {
   LinearCrossEntropyInputs inputs = {};
 
   /// optional, with Reduction::mean: one element of the result dtype, which the sum is divided by instead of the
-  /// weights of the rows (tokens over all micro-batches and ranks, say).
+  /// weights of the rows (tokens over all micro-batches and ranks, say). Not negative, as in CrossEntropyForwardArgs.
   TensorView normalizer = {};
 
   LinearCrossEntropyOutputs outputs = {};
@@ -173,7 +176,7 @@ struct LinearCrossEntropyBackwardArgs {
   /// dL/d(loss), as in the forward and backward at once, but not optional.
   TensorView grad_loss = {};
 
-  /// dL/d(lse) and dL/d(entropy), optional; result dtype, per row. They do not reach ignored rows.
+  /// dL/d(lse) and dL/d(entropy), optional; result dtype, per row. They do not reach rows that do not count.
   TensorView grad_lse = {};
   TensorView grad_entropy = {};
 
@@ -196,8 +199,8 @@ struct LinearCrossEntropyShardForwardArgs {
   LinearCrossEntropyInputs inputs = {};
   LinearCrossEntropyShard shard = {};
 
-  /// out, result dtype, contiguous: of each row that is not ignored, in their order, kCrossEntropyStatistics. Of rows
-  /// that are ignored nothing is written. cross_entropy_merge makes the loss of those of all shards.
+  /// out, result dtype, contiguous: of each row that is computed, in their order, kCrossEntropyStatistics. Of rows that
+  /// are left out nothing is written. cross_entropy_merge makes the loss of those of all shards.
   TensorView statistics = {};
 };
 
@@ -222,8 +225,8 @@ void linear_cross_entropy_forward_backward(const LinearCrossEntropyForwardBackwa
 void linear_cross_entropy_shard_forward(const LinearCrossEntropyShardForwardArgs& args,
                                         const ExecutionContext& context = {});
 
-/// gradients *= grad_loss, where dL/d(loss) is known only after linear_cross_entropy_forward_backward. A factor of 1
-/// costs nothing: on a GPU that is found out there, and nothing waits.
+/// gradients *= grad_loss, where dL/d(loss) is known only after linear_cross_entropy_forward_backward. Zeros stay 0, by
+/// an infinite factor too. A factor of 1 costs nothing: on a GPU that is found out there, and nothing waits.
 void linear_cross_entropy_rescale(const LinearCrossEntropyRescaleArgs& args, const ExecutionContext& context = {});
 
 /// Bytes of scratch that the call takes under its limit, or at least needs. The context's workspace is not looked at.

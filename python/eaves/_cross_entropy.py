@@ -204,11 +204,13 @@ def cross_entropy(
         z_loss: the weight of lse^2 in the loss; not negative.
         row_weight: r, one number for each row (a mask of tokens, advantages): the shape of input without the axis of
             the classes; any real dtype or bool, converted to that of the loss. A row of weight 0 has loss 0 and
-            gradient 0, whatever it holds. Weights of both signs go with "sum" or a normalizer: what the mean divides by
+            gradient 0, whatever it holds, and its other outputs; its target has to be a class all the same, or
+            ignore_index. Weights of both signs go with "sum" or a normalizer: what the mean divides by
             may be next to 0. It gets no gradient.
         normalizer: with "mean", what the sum is divided by instead of the weights of the rows: a number, or a tensor
             with one element on the device of input, which is not waited for (the tokens of all micro-batches and
-            ranks, for instance). It gets no gradient. With 0 gradients are 0.
+            ranks, for instance). It gets no gradient. Not negative, which of a tensor on a GPU is not looked at. With 0
+            gradients are 0.
         inplace_backward: whether the gradient of input may be written over input, in the forward: half of the memory,
             and on a GPU less time. Of float16 the backward writes it, in the time of a call without this option,
             because a gradient that is rounded before a loss scale multiplies it would be 0. Afterwards input (not a
@@ -240,7 +242,7 @@ def cross_entropy(
         contiguous. With any return_*: CrossEntropyOutput(loss, lse, argmax, entropy, z_loss, sum_sq, mean_logit), None
         for what was not asked for (torch.vmap takes no None as a result: return what you need of it). "rows..." is the
         shape of input without the classes. What is returned per row beside the loss is there for ignored rows too, but
-        with inplace_backward it is 0.
+        with inplace_backward it is 0; for rows of weight 0 it is there always.
 
     Raises:
         ValueError: a shape, dtype, device or number is not as above; on the CPU a target that is no class and not

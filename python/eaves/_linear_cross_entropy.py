@@ -99,6 +99,7 @@ _forward_backward = torch.ops.eaves.linear_cross_entropy_forward_backward.defaul
 _backward = torch.ops.eaves.linear_cross_entropy_backward.default
 _backward_accumulate = torch.ops.eaves.linear_cross_entropy_backward_accumulate.default
 _rescale = torch.ops.eaves.linear_cross_entropy_rescale.default
+_rescale_rows = torch.ops.eaves.cross_entropy_rescale.default
 _algorithm = torch.ops.eaves.linear_cross_entropy_algorithm.default
 
 _OP = "linear_cross_entropy"
@@ -231,7 +232,8 @@ def linear_cross_entropy(
         recompute  The forward keeps two numbers for each row, and the backward computes the logits again: four products.
                 No gradient waits between them, and that of linear_weight is rounded for fewer chunks.
 
-    Rows that are ignored are left out before the first product: on the CPU always, on a GPU with `skip_ignored`.
+    Rows that are ignored, and rows of weight 0, are left out before the first product: on the CPU always, on a GPU with
+    `skip_ignored`.
 
     Source: the chunks, Liger Kernel (P. Hsu et al., arXiv:2410.10989); the logits computed again, Cut Cross-Entropy
     (E. Wijmans et al., arXiv:2411.09009).
@@ -253,12 +255,14 @@ def linear_cross_entropy(
         scale: None, or a positive number that the logits are multiplied by, before the softcap. For a temperature T,
             which divides after it, pass scale=1/T, and with a softcap of c softcap=c/T.
         z_loss: the weight of lse^2 in the loss; not negative.
-        row_weight: r of eaves.cross_entropy, one number for each row: the shape of input without D. With "sum" and
-            "mean" the gradients stay three matrix products. In float16 weights are factors of these products' 16-bit
-            factor: those beyond 1e4 overflow, those below 1e-4 lose digits.
+        row_weight: r of eaves.cross_entropy, one number for each row: the shape of input without D. A row of weight 0
+            (of a bool mask: False) does not count, as one that is ignored. With "sum" and "mean" the gradients stay
+            three matrix products. In float16 weights are factors of these products' 16-bit factor: those beyond 1e4
+            overflow, those below 1e-4 lose digits.
         normalizer: with "mean", what the sum is divided by instead of the weights of the rows: a number, or a tensor
             with one element on the device of input, which is not waited for (the tokens of all micro-batches and
-            ranks, for instance). It gets no gradient. With 0 gradients are 0.
+            ranks, for instance). It gets no gradient. Not negative, which of a tensor on a GPU is not looked at. With 0
+            gradients are 0.
         return_lse: whether to return lse, [rows...], float32; it is differentiable.
         return_argmax: whether to return the class of each row's largest logit, [rows...], int64.
         return_entropy: whether to return the entropy of each row's softmax in nats, [rows...], float32; it is
@@ -276,8 +280,9 @@ def linear_cross_entropy(
             torch.func. Under torch.compile, "auto" is speed where workspace_bytes is not given.
         workspace_bytes: the most scratch memory that a call should take, in bytes; None: what suits the device. Where
             it is too little for the smallest chunk, the call takes what that needs.
-        skip_ignored: on a GPU, whether to leave out rows that are ignored before anything is multiplied. The call then
-            waits once for the device, for their number; in a CUDA graph, where nothing can wait, all are computed.
+        skip_ignored: on a GPU, whether to leave out rows that are ignored or of weight 0 before anything is multiplied.
+            The call then waits once for the device, for their number; in a CUDA graph, where nothing can wait, all are
+            computed.
         grad_weight_dtype: of a product of 16 bits, what the chunks' parts of linear_weight's gradient are added up in:
             float32, rounded once to the dtype of linear_weight at the end, which needs a tensor of its shape in
             float32; or the dtype of the product. None: float32 where linear_weight is float32 (under torch.autocast),
@@ -306,7 +311,8 @@ def linear_cross_entropy(
     Returns:
         The loss: float32, or float64 for a float64 input; of shape [], or with reduction="none" of shape [rows...],
         contiguous. With any return_*: CrossEntropyOutput(loss, lse, argmax, entropy, z_loss, sum_sq, mean_logit), None
-        for what was not asked for. "rows..." is the shape of input without D. Of ignored rows all outputs are 0.
+        for what was not asked for. "rows..." is the shape of input without D. Of rows
+        that are ignored or of weight 0 all outputs are 0.
 
         Gradients have the dtypes of their tensors: of input, linear_weight and linear_bias, each computed only where it
         requires one: a frozen head costs no product for its weight, a frozen body none for input.
@@ -1007,15 +1013,12 @@ class _Speed(torch.autograd.Function):
         outputs, computed_gradients = _split(results, ctx.bits, shard)
         _save(ctx, tensors, options, rest, results)
         ctx.saves_gradients = torch.compiler.is_compiling()
-        is_ignored = None
-        if options[_REDUCTION] == NONE and not tensors[3].is_floating_point():
-            is_ignored = tensors[3].to(torch.int64) == Options(*options).ignore_index
         if ctx.saves_gradients:
             # Nothing is computed again, and compiled autograd follows saved tensors alone.
-            ctx.save_for_backward(*computed_gradients, is_ignored)
+            ctx.save_for_backward(*computed_gradients)
         else:
             # Saved tensors are there as long as the graph is, and what is handed out may be written over.
-            ctx.gradients, ctx.is_ignored = computed_gradients, is_ignored
+            ctx.gradients = computed_gradients
         # Small calls show what it costs to hand out a tensor that is saved too.
         return outputs if wanted else outputs[:1]
 
@@ -1030,9 +1033,11 @@ class _Speed(torch.autograd.Function):
                 return _compute_again(ctx, upstream)
             # A graph may run twice, and its saved tensors cannot be written over.
             assert grad_loss is not None
-            *saved, is_ignored = ctx.saved_tensors
-            factor = _factor_of_gradients(ctx, grad_loss, is_ignored)
-            scaled = [(each.to(factor.dtype) * factor).to(each.dtype) for each in saved]
+            factor = grad_loss.unsqueeze(-1) if ctx.options[_REDUCTION] == NONE else grad_loss
+            # As the operators below do: zeros stay, whatever the factor is.
+            scaled = [
+                torch.where(each == 0, 0, each.to(factor.dtype) * factor).to(each.dtype) for each in ctx.saved_tensors
+            ]
             return _handed_out(ctx, in_places(scaled, ctx.bits))
         is_factor = grad_lse is None and grad_entropy is None and not torch.is_grad_enabled()
         if grad_loss is None or not is_factor or is_batched(grad_loss):
@@ -1045,24 +1050,16 @@ class _Speed(torch.autograd.Function):
             results = _run_forward(ctx.saved_tensors[_TENSORS], ctx.options, rest, ctx.bits | ctx.wide)
             _, computed = _split(results, ctx.bits, ctx.shard)
         gradients = in_places(computed, ctx.bits)
+        # Both read and write nothing where grad_loss is 1.
         if ctx.options[_REDUCTION] == NONE:
-            assert gradients[0] is not None
             # By another name: a selective checkpoint may keep it too, and refuses what has been changed.
-            gradients[0].data.mul_(_factor_of_gradients(ctx, grad_loss, ctx.is_ignored))
+            call(_OP, _rescale_rows, gradients[0].data, grad_loss, -1)
         else:
-            call(_OP, _rescale, *gradients, grad_loss)  # reads and writes nothing where grad_loss is 1
+            call(_OP, _rescale, *gradients, grad_loss)
         if ctx.grad_weight_out is not None and gradients[1] is not None:
             ctx.grad_weight_out.add_(gradients[1])
             gradients[1] = None
         return _handed_out(ctx, gradients)
-
-
-def _factor_of_gradients(ctx: Any, grad_loss: Tensor, is_ignored: Tensor | None) -> Tensor:
-    """What the gradients of an upstream gradient of 1 are multiplied by. Of ignored rows it is 0, whatever came."""
-    if ctx.options[_REDUCTION] != NONE:
-        return grad_loss
-    factor = grad_loss if is_ignored is None else grad_loss.masked_fill(is_ignored, 0)
-    return factor.unsqueeze(-1)
 
 
 def _differentiable(*arguments: Any, number_tensor: Tensor | None = None) -> list[Tensor]:

@@ -33,7 +33,20 @@ from eaves._linear_cross_entropy_rules import (
     empty_gradients,
     in_places,
 )
-from eaves._loss import ARGMAX, MEAN, MEAN_LOGIT, NUMBERS_IN_WORDS, REDUCTION_NAMES, SUM_SQ, empty_outputs
+from eaves._loss import (
+    ARGMAX,
+    ENTROPY,
+    LSE,
+    MEAN,
+    MEAN_LOGIT,
+    NUMBERS_IN_WORDS,
+    REDUCTION_NAMES,
+    SUM_SQ,
+    TARGET_MASS,
+    divisor_of_sum,
+    empty_outputs,
+    pick,
+)
 from eaves._operator import accumulator_dtype, call, define, refuse_lost_derivatives, register_fake
 from eaves._ranks import (
     SCHEMA,
@@ -65,7 +78,7 @@ _shard_backward = torch.ops.eaves.linear_cross_entropy_shard_backward.default
 
 
 class _Kept(NamedTuple):
-    """The rows that are not ignored, where the others are left out."""
+    """The rows that count, where the others are left out."""
 
     rows: Tensor
     on_host: Tensor
@@ -93,7 +106,7 @@ class _Call:
         return slice(first, first + count) if self.kept is None else self.kept.rows[first : first + count]
 
     def range(self, first: int, count: int) -> slice:
-        """The same without a gap: rows that are ignored are in it."""
+        """The same without a gap: rows that do not count are in it."""
         if self.kept is None:
             return slice(first, first + count)
         kept = self.kept.on_host
@@ -198,14 +211,17 @@ def _row_shape(tensors: Any) -> tuple[int, ...]:
 
 
 def _kept_rows(tensors: Any, options: Options) -> _Kept | None:
-    """Where the extension leaves out rows that are ignored, those that it does not: on the CPU always, on a GPU where
-    it is asked to, but not while a CUDA graph is captured (skips_ignored_rows of the core)."""
-    target = tensors.target
-    if target.is_floating_point():
+    """Where the extension leaves out rows that are ignored or of weight 0, those that it does not: on the CPU always,
+    on a GPU where it is asked to, but not while a CUDA graph is captured (skips_ignored_rows of the core)."""
+    target, row_weight = tensors.target, tensors.row_weight
+    if target.is_floating_point() and row_weight is None:
         return None
     if target.is_cuda and (not options.skip_ignored or torch.cuda.is_current_stream_capturing()):
         return None
-    counts = target.reshape(-1).to(torch.int64) != options.ignore_index
+    counts = torch.ones_like(target, dtype=torch.bool) if row_weight is None else row_weight != 0
+    if not target.is_floating_point():
+        counts = counts & (target.to(torch.int64) != options.ignore_index)
+    counts = counts.reshape(-1)
     kept = counts.nonzero().squeeze(1)
     return None if kept.shape[0] == counts.shape[0] else _Kept(kept, kept.cpu())
 
@@ -250,7 +266,7 @@ def _forward_at(
     own = tensors.input.new_empty((*row_shape, STATISTICS), dtype=sums)
     of_rows = own.view(-1, STATISTICS)
     computed = _Gradients(this, tensors, gradients)
-    statistics = own.new_zeros((ranks, this.rows_of_all, STATISTICS))  # of ignored rows 0, which counts for nothing
+    statistics = own.new_zeros((ranks, this.rows_of_all, STATISTICS))  # of rows left out 0, which counts for nothing
     flat_target = None if target is None else target.reshape(-1)
 
     gathering: list[Underway] = []
@@ -290,6 +306,10 @@ def _forward_at(
         _OP, statistics.view(ranks, *row_shape, STATISTICS), target, tensors.row_weight, tensors.normalizer,
         (options.ignore_index, options.reduction, options.numbers), place, tensors.weight is not None, outputs,
     )  # fmt: skip
+    if tensors.row_weight is not None:
+        for bit in (LSE, ARGMAX, ENTROPY, TARGET_MASS, SUM_SQ, MEAN_LOGIT):
+            if outputs & bit:
+                pick(results, outputs, bit).masked_fill_(tensors.row_weight == 0, 0)
     return [*results, *[each for each in computed.finished() if each is not None], place.tensor()]
 
 
@@ -301,8 +321,8 @@ def _facts(
         "which tensors require a gradient": [each is not None and each.requires_grad for each in parts],
         "the shape of input": list(tensors.input.shape),
         **facts_of_target(tensors.target, _row_shape(tensors)),
-        "which rows count": None if kept is None else digest(kept.on_host),
         "row_weight": digest(tensors.row_weight),
+        "which rows count": None if kept is None else digest(kept.on_host),
         "normalizer": digest(tensors.normalizer),
         **dtypes(
             input=tensors.input, linear_weight=tensors.linear_weight, linear_bias=tensors.linear_bias,
@@ -322,10 +342,10 @@ def _divisor(this: _Call, tensors: ForwardTensors) -> Tensor:
     """What the mean divides by, before the statistics say it, where a rank has not the weights of all targets."""
     target, sums = tensors.target.to(torch.int64), accumulator_dtype(tensors.input.dtype)
     counts = target != this.options.ignore_index
-    weights = counts.to(sums) if tensors.row_weight is None else tensors.row_weight.masked_fill(~counts, 0)
-    weights = weights * _weights_of_targets(this, target, tensors.weight.to(sums))
-    total: Tensor = weights.sum(dtype=torch.float64).to(sums)
-    return total
+    weights = _weights_of_targets(this, target, tensors.weight.to(sums))
+    if tensors.row_weight is not None:
+        counts, weights = counts & (tensors.row_weight != 0), weights * tensors.row_weight
+    return divisor_of_sum(weights.masked_fill(~counts, 0).sum(dtype=torch.float64).to(sums))
 
 
 def _weights_of_targets(this: _Call, target: Tensor, class_weight: Tensor) -> Tensor:

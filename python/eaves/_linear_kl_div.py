@@ -39,6 +39,7 @@ from eaves._loss import (
 from eaves._operator import (
     accumulator_dtype,
     apply,
+    call,
     check_device,
     check_dtype_of,
     check_shape,
@@ -52,6 +53,8 @@ from eaves._operator import (
     uncompiled,
     value_for_message,
 )
+
+_rescale = torch.ops.eaves.cross_entropy_rescale.default
 
 _OP = "linear_kl_div"
 _STUDENT, _TEACHER = (
@@ -129,7 +132,8 @@ def linear_kl_div(
         ignore_index: rows with this target have divergence 0 and gradient 0, and count in no mean.
         reduction: "none" (the divergences of the rows), "sum" or "mean", over the rows that count.
         normalizer: with "mean", what the sum is divided by instead of the number of rows that count: a number, or a
-            tensor with one element on the device of input, which is not waited for. It gets no gradient.
+            tensor with one element on the device of input, which is not waited for. It gets no gradient. Not negative,
+            which of a tensor on a GPU is not looked at.
         workspace_bytes: how much scratch memory the chunks are cut for, in bytes; None: 512 MiB on a GPU, 32 MiB on the
             CPU. The least is one row of V classes. The gradients, in float32, come on top.
 
@@ -274,8 +278,9 @@ def _mean(total: Tensor, normalizer: Tensor | None, counts: Tensor | None, rows:
     divisor = counts.sum() if normalizer is None and counts is not None else normalizer
     assert divisor is not None
     divisor = divisor.reshape(()).to(total.dtype)
-    mean = total * torch.where(divisor == 0, torch.zeros_like(divisor), 1 / divisor)
-    return torch.where((divisor == 0) & (total.detach() != 0), math.inf, mean)
+    is_zero = divisor == 0
+    mean = torch.where(is_zero, 0, total * (1 / divisor.masked_fill(is_zero, 1)))
+    return torch.where(is_zero & (total.detach() != 0), math.inf, mean)
 
 
 # ------------------------------------------------------------------------------------------------------ rows of a chunk
@@ -439,8 +444,6 @@ def _finished(gradients: list[Tensor | None], scaled: Tensor, ctx: Any) -> tuple
 
 
 def _rounded(gradient: Tensor, scaled: Tensor, mode: int, dtype: torch.dtype) -> Tensor:
-    if mode == NONE:
-        return gradient.to(dtype)
-    if gradient.dtype == dtype:
-        return gradient.mul_(scaled)
-    return torch.mul(gradient, scaled, out=torch.empty_like(gradient, dtype=dtype))
+    if mode != NONE:
+        call(_OP, _rescale, gradient, scaled, -1)  # zeros of rows that do not count stay, whatever came
+    return gradient.to(dtype)

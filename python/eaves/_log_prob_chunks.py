@@ -427,7 +427,7 @@ def _gradient_(z: Tensor, rows: Rows, settings: Settings, saved_and_upstream: Se
             _numbers_for_kernel(settings, rows), *of_shard,
         )  # fmt: skip
     if slope is not None:
-        z.mul_(slope)
+        z.mul_(slope).masked_fill_(rows.is_ignored.unsqueeze(1), 0)  # the slope of a NaN is one
     of_token, p = _sums_of_equal(rows.tokens, grads), (-nll).exp()
     exact = torch.expm1(-nll).mul_(of_token).add_(p * (total - of_token))
     if grad_entropy is not None and entropy is not None:

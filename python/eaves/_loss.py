@@ -19,6 +19,7 @@ from eaves._operator import (
     check_shape,
     check_tensor,
     index_of,
+    is_transforming,
     name_of,
     number_of,
     number_tensor_of,
@@ -254,9 +255,8 @@ def normalizer_of(op: str, normalizer: object, mode: int, dtype: torch.dtype, de
     if mode != MEAN:
         raise ValueError(f'{op}: normalizer is given, but only the mean divides: expected reduction="mean"')
     if not isinstance(normalizer, Tensor):
-        most = torch.finfo(dtype).max
-        expected = f"a number that {name_of(dtype)} has, or a tensor of one"
-        number = number_of(op, "normalizer", normalizer, -most, most, expected)
+        expected = f"a number that is not negative and that {name_of(dtype)} has, or a tensor of one"
+        number = number_of(op, "normalizer", normalizer, 0, torch.finfo(dtype).max, expected)
         if torch.compiler.is_compiling():  # so that it stays variable, see number_tensor_of
             return torch.ones((), dtype=dtype, device=device) * number
         return torch.full((), number, dtype=dtype, device=device)
@@ -266,6 +266,10 @@ def normalizer_of(op: str, normalizer: object, mode: int, dtype: torch.dtype, de
     if normalizer.device != device:
         raise ValueError(f"{op}: normalizer is on {normalizer.device}, expected {device} (as input), or a number")
     refuse_gradient(op, "normalizer", normalizer)
+    # Of a GPU, a tracer or a batch it is not known here.
+    is_known = normalizer.device.type == "cpu" and type(normalizer) in (Tensor, torch.nn.Parameter)
+    if is_known and not torch.compiler.is_compiling() and not is_transforming() and normalizer.item() < 0:
+        raise ValueError(f"{op}: normalizer is {normalizer.item()}, expected a number that is not negative")
     return normalizer.to(dtype)
 
 
@@ -451,14 +455,19 @@ def divisors_of(
     if normalizer is not None:
         return normalizer.reshape(samples).clone()
     weights = torch.ones_like(rows) if row_weight is None else row_weight
-    if targets.is_floating_point():  # with probabilities all rows count
-        return _sums(weights)
+    if targets.is_floating_point():  # with probabilities no row is ignored
+        return divisor_of_sum(_sums(weights))
     # int32 classes would be compared with the last 32 bits of ignore_index.
-    counts = targets.to(torch.int64) != ignore_index
+    counts = (targets.to(torch.int64) != ignore_index) & (weights != 0)
     if weight is not None:
         classes = torch.where(counts, targets, 0).clamp(0, max(weight.shape[0] - 1, 0))
         weights = weights * weight.to(rows.dtype)[classes]
-    return _sums(torch.where(counts, weights, 0.0))
+    return divisor_of_sum(_sums(torch.where(counts, weights, 0.0)))
+
+
+def divisor_of_sum(weights: Tensor) -> Tensor:
+    """As the core's: by infinite weights neither a mean nor its gradient is a number."""
+    return weights.masked_fill(weights.isinf(), math.nan)
 
 
 def _sums(rows: Tensor) -> Tensor:

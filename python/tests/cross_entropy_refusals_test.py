@@ -59,7 +59,7 @@ CALLS: list[Call] = [
           ("z_loss", (-1e-9, 1e39, 10**400), "0 or a positive number that float32 has$"),
           ("scale", (0.0, -1.0, 1e-45), "a positive number that float32 has$"),
           ("softcap", (0.0, -1.0, 1e-45), "a positive number that float32 has$"),
-          ("normalizer", (1e300, 10**400), "a number that float32 has"),
+          ("normalizer", (-1.0, 1e300, 10**400), "a number that is not negative and that float32 has"),
       ) for value in (*values, math.nan, math.inf, -math.inf)),
     *(({name: value}, TypeError, rf"{name} is .*, expected")
       for name in ("label_smoothing", "z_loss", "scale", "softcap") for value in NO_FLOATS),

@@ -56,6 +56,7 @@ class LinearOracle:
         self.rows = CrossEntropyOracle(
             self.z, target.cpu().double() if target.is_floating_point() else target, weight, **options
         )
+        self.rows.counts &= self.rows.weight != 0
         # A product of float32 is off by this share of its size. An error of a logit is one of its row's loss, twice;
         # options that multiply logits multiply it.
         unit = torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).eps
@@ -71,7 +72,7 @@ class LinearOracle:
             self.loss_error = row_error
 
     def bounds(self, result_dtype: torch.dtype) -> dict[str, Bound]:
-        """Of each output but argmax. Ignored rows have 0."""
+        """Of each output but argmax. Rows that do not count have 0."""
         counts = self.rows.counts
         found = {}
         for name, bound in self.rows.bounds().items():

@@ -155,6 +155,30 @@ def test_rows_are_cut_over_the_same_ranks(ranks: Ranks) -> None:
         check(ranks, count, False, x, head, target, bias, None, {}, **named, **in_one_rounding(dtype))
 
 
+def test_rows_of_weight_zero_count_for_nothing_whatever_they_hold(ranks: Ranks) -> None:
+    returns = {"return_lse": True, "return_entropy": True}
+    for is_soft, sequence_parallel, algorithm in pairwise((False, True), (False, True), ALGORITHMS):
+        x, head, target, bias = problem((8, 16), CLASSES, torch.float32, here())
+        target = soft_targets(x.shape, CLASSES, here(), x.dtype) if is_soft else target
+        row_weight = torch.tensor([1.0, 0.0, 2.0, 1.0, 1.0, 0.0, 1.0, 1.0], device=here())
+        named = {"row_weight": row_weight, "algorithm": algorithm, "skip_ignored": True}
+        x[row_weight == 0] = torch.nan
+        results = ranks.run(
+            on_a_rank, True, x, head, target, bias, None, returns, {"sequence_parallel": sequence_parallel, **named},
+            ranks=2,
+        )  # fmt: skip
+        outputs = results[0][0]
+        x[row_weight == 0] = 0
+        oracle = LinearOracle(x, head, target, bias, row_weight=row_weight)
+        for name, found in outputs.items():
+            assert_within(found, oracle.bounds(found.dtype)[name], name)
+        of_input = [gradients[0] for _, gradients in results]
+        whole = torch.cat(of_input) if sequence_parallel else of_input[0]
+        of_head = torch.cat([gradients[1] for _, gradients in results])
+        upstreams = [upstream(outputs[name]) for name in ("loss", "lse", "entropy")]
+        assert_gradients((whole, of_head, None), oracle.gradients(*upstreams), torch.float32)
+
+
 def test_ignored_rows_count_for_nothing_whatever_they_hold(ranks: Ranks) -> None:
     for sequence_parallel, algorithm in pairwise((False, True), ALGORITHMS):
         x, head, target, bias = problem((8, 16), CLASSES, torch.float32, here())

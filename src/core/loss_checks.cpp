@@ -146,4 +146,9 @@ void targets_are_in_range(const char* op, const RowTargets& targets, const Dims&
   if (first != kNone) fail_for_target(op, row_shape, first, value, classes, ignore_index);
 }
 
+void normalizer_is_not_negative(const char* op, const TypedNumbers& normalizer) {
+  const double value = normalizer.data == nullptr ? 0.0 : number_at(normalizer, 0);
+  if (value < 0.0) number(op, "normalizer", value, 0.0, infinity<double>(), "a number that is not negative");
+}
+
 }  // namespace eaves::check

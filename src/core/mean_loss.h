@@ -1,9 +1,22 @@
-// The mean of the losses of rows, and its gradient.
+// What rows weigh, the mean of their losses, and its gradient.
 #pragma once
 
 #include "core/numeric.h"
 
 namespace eaves {
+
+/// A number of a row, its loss or the gradient of that, times the row's weight. A weight of 0 makes any number 0,
+/// infinities and NaN too.
+template <typename A>
+EAVES_HOST_DEVICE A weigh(A number, A row_weight) {
+  return row_weight == A(0) ? A(0) : number * row_weight;
+}
+
+/// What the mean divides by, from the sum of the rows' weights. By an infinite one neither loss nor gradient is a
+/// number.
+EAVES_HOST_DEVICE inline double divisor_of_sum(double weights) {
+  return weights - weights == 0.0 ? weights : nan_of<double>();
+}
 
 /// The mean of losses from their sum. Nothing counts: 0. A divisor of the caller's is taken as it is, but for 0 / 0.
 EAVES_HOST_DEVICE inline double mean_of(double sum, double divisor, bool has_normalizer) {

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "core/check.h"
+#include "core/loss_checks.h"
 #include "ops/cross_entropy/cross_entropy_problem.h"
 #include "runtime/backend.h"
 
@@ -41,6 +42,16 @@ Device device_of(const Problem& problem) {
   }
 }
 
+/// On the CPU, where it can be read.
+template <typename Problem>
+void check_normalizer(const char* op, const Problem& problem) {
+  if constexpr (requires { problem.forward; }) {
+    check_normalizer(op, problem.forward);
+  } else if constexpr (requires { problem.normalizer; }) {
+    check::normalizer_is_not_negative(op, {problem.normalizer, accumulator_dtype(problem.inputs.logits_dtype)});
+  }
+}
+
 template <typename Problem>
 std::size_t workspace_bytes(const char* op, const Problem& problem) {
   const Device device = device_of(problem);
@@ -63,7 +74,10 @@ void call(const char* op, const Args& args, const ExecutionContext& context) {
     }
   }
   const Device device = device_of(problem);
-  if (device.type == DeviceType::cpu) return cpu::cross_entropy(problem, context);
+  if (device.type == DeviceType::cpu) {
+    check_normalizer(op, problem);
+    return cpu::cross_entropy(problem, context);
+  }
   const Scratch scratch(op, device, workspace_bytes(op, problem), context);
   if constexpr (kHasCuda) cuda::cross_entropy(problem, scratch.context());
 }

@@ -95,7 +95,8 @@ void narrow_backward(const CrossEntropyBackwardProblem& problem, const Execution
                                           : run.template operator()<FullGradient<float, View>>();
 }
 
-/// Multiplies rows by their factors, unless it is 1. A few blocks take all rows, so that finding out that there is
+/// Multiplies rows by their factors, unless it is 1. Zeros stay, whatever the factor is: those of rows that do not
+/// count. A few blocks take all rows, so that finding out that there is
 /// nothing to do costs next to nothing.
 template <typename T, typename View>
 __global__ void __launch_bounds__(kRescaleThreads)
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(kRescaleThreads)
       const std::int64_t count = min(piece_columns, view.column_count - first);
       transform<4>(static_cast<const T*>(from + first), from + first, count, 0, INT32_MAX, threadIdx.x, kRescaleThreads,
                    DirectLoads{}, [&] {
-                     const auto scaled = [factor](A value, std::int64_t) { return value * factor; };
+                     const auto scaled = [factor](A value, std::int64_t) { return weigh(factor, value); };
                      return Elementwise<T, decltype(scaled)>{scaled};
                    });
       continue;
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(kRescaleThreads)
     const std::int64_t last = min(first + piece_columns, view.column_count);
     for (std::int64_t column = first + threadIdx.x; column < last; column += kRescaleThreads) {
       T& value = from[column_offset(view, kLogits, column)];
-      value = round_to<T>(load_as_accumulator(value) * factor);
+      value = round_to<T>(weigh(factor, load_as_accumulator(value)));
     }
   }
 }

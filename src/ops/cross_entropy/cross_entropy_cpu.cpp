@@ -131,13 +131,15 @@ void rescale_of(const CrossEntropyRescaleProblem& problem, const ExecutionContex
     if (view.layout == RowLayout::contiguous) {
       const auto factors = hn::Set(Tag<T>(), factor);
       transform(row + piece.begin, row + piece.begin, static_cast<std::size_t>(piece.end - piece.begin),
-                [&](VectorOf<T> v) HWY_ATTR { return hn::Mul(v, factors); });
+                // Zeros stay, whatever the factor is: those of rows that do not count.
+                [&](VectorOf<T> v)
+                    HWY_ATTR { return hn::IfThenElseZero(hn::Ne(v, hn::Zero(Tag<T>())), hn::Mul(v, factors)); });
     } else {
       for_each_run(view.columns, kGradLogits, piece.begin, piece.end - piece.begin,
                    [&](std::int64_t, std::int64_t count, std::int64_t offset, std::int64_t stride) {
                      for (std::int64_t i = 0; i < count; ++i) {
                        T& element = row[offset + i * stride];
-                       element = round_to<T>(load_as_accumulator(element) * factor);
+                       element = round_to<T>(weigh(factor, load_as_accumulator(element)));
                      }
                    });
     }

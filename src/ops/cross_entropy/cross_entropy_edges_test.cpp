@@ -278,6 +278,65 @@ TEST_P(CrossEntropyEdges, ARowOfWeightZeroHasNoLossAndNoGradientWhateverItHolds)
   }
 }
 
+TEST_P(CrossEntropyEdges, AnUpstreamGradientThatIsNotFiniteDoesNotReachRowsThatDoNotCount) {
+  for (const std::int64_t columns : kLengths) {
+    for (const double upstream : {kInfinity, std::numeric_limits<double>::quiet_NaN()}) {
+      for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
+        for (const double smoothing : {0.0, 0.1}) {
+          CrossEntropyRun run({.device = device(),
+                               .dtype = DType::float32,
+                               .shape = {5, columns},
+                               .options = {.reduction = reduction, .label_smoothing = smoothing},
+                               .has_row_weight = true,
+                               .value = normal,
+                               .target = [](std::int64_t row) { return row == 2 ? kIgnored : 1.0; }});
+          ASSERT_EQ(run.row_weight.get(4), 0.0);
+          run.grad_loss.fill([=](std::int64_t) { return upstream; });
+          run.run();
+          for (const TestTensor* gradient : {&run.grad_logits, &run.in_place}) {
+            for (std::int64_t i = 0; i < 5 * columns; ++i) {
+              if (i / columns == 2 || i / columns == 4) {
+                ASSERT_EQ(gradient->get(i), 0.0) << i;
+              } else {
+                ASSERT_FALSE(std::isfinite(gradient->get(i))) << i;
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CrossEntropyEdges, AnInfiniteClassWeightMakesAMeanAndItsGradientNaN) {
+  for (const std::int64_t columns : kLengths) {
+    CrossEntropyRun run({.device = device(),
+                         .dtype = DType::float32,
+                         .shape = {5, columns},
+                         .weight_dtype = DType::float32,
+                         .value = normal,
+                         .target = [](std::int64_t row) { return row == 3   ? kIgnored
+                                                                 : row == 0 ? 1.0
+                                                                            : 0.0; },
+                         .weight = [](std::int64_t v) { return v == 1 ? kInfinity : 2.0; }});
+    run.run();
+    EXPECT_TRUE(std::isnan(run.results.loss.get(0)));
+    EXPECT_TRUE(std::isnan(run.results_in_place.loss.get(0)));
+    for (const TestTensor* gradient : {&run.grad_logits, &run.in_place}) {
+      for (std::int64_t i = 0; i < 5 * columns; ++i) {
+        ASSERT_EQ(std::isnan(gradient->get(i)), i / columns != 3) << i;
+      }
+    }
+  }
+}
+
+TEST(CrossEntropyNormalizerOnCpu, ANegativeNormalizerIsRefusedBeforeAnythingIsWritten) {
+  CrossEntropyRun run(
+      {.device = kCpu, .dtype = DType::float32, .shape = {3, 40}, .has_normalizer = true, .value = normal});
+  run.normalizer.fill([](std::int64_t) { return -2.0; });
+  expect_message([&] { run.run(); }, "cross_entropy_forward: normalizer is -2, expected a number that is not negative");
+}
+
 TEST_P(CrossEntropyEdges, ANormalizerOfZeroIsDividedByUnlessNothingCounts) {
   for (const bool counts : {false, true}) {
     CrossEntropyRun run({.device = device(),

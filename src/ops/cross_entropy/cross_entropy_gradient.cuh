@@ -30,7 +30,7 @@ __device__ RowGradient<Accumulator<T>> gradient_of_row(const LossInputs<T, View>
   if (!in.terms.is_soft && !in.terms.is_ignored(row.target)) {
     const std::int64_t column = in.column_of_class(row.target);
     if (!in.terms.is_in_range(row.target)) {
-      row.grad_loss = nan_of<A>();
+      if (row.grad_loss != A(0)) row.grad_loss = nan_of<A>();  // a row of weight 0 does not count
     } else {
       row.target_weight = column >= 0 ? in.weight_in(column) : weight_of_other_shard(row.target_mass, in.terms);
     }
@@ -68,7 +68,7 @@ struct GradientInputs {
     RowGradientInputs<A> row{};
     row.target = in.target_at(at.of[kTargets]);
     row.lse = lse.load<A>(lse.row(i));
-    row.grad_loss = gradient_of_loss<T>(grad_loss, at.of[kGradLoss], divisor) * in.row_weight_at(i);
+    row.grad_loss = weigh(gradient_of_loss<T>(grad_loss, at.of[kGradLoss], divisor), in.row_weight_at(i));
     if (grad_lse != nullptr) row.grad_lse = grad_lse[i];
     if (grad_entropy != nullptr) {
       row.grad_entropy = grad_entropy[i];

@@ -88,7 +88,7 @@ struct InPlace : std::conditional_t<kIsFull, FullLoss<T, V, false>, PlainLoss<T,
   __device__ A divided(A gradient, std::int64_t per_row) const {
     wait_for_previous_kernel();
     if (divisor != nullptr) gradient = mean_gradient(gradient, *divisor);
-    return gradient * rows.in.row_weight_at(per_row);
+    return weigh(gradient, rows.in.row_weight_at(per_row));
   }
 
   /// Writes what is wanted of the row where `writes_row`, one of its threads, and returns the function that maps its

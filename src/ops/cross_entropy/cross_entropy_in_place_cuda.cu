@@ -177,7 +177,7 @@ struct TargetWeights {
     if (in.terms.is_ignored(row.target)) return {};
     const bool has_class = !in.terms.is_soft && in.terms.is_in_range(row.target);
     const double weight = has_class ? double(in.weight_in(in.column_of_class(row.target))) : 1.0;
-    return {.weight = weight * double(in.row_weight_at(row.per_row))};
+    return {.weight = weigh(weight, double(in.row_weight_at(row.per_row)))};
   }
 };
 

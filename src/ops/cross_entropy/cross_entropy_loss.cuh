@@ -61,7 +61,7 @@ __device__ void write_row(const RowOutputs<A>& outputs, std::int64_t at, const C
   if (!is_read) row = RowLoss<A>{};
   if (outputs.loss != nullptr) outputs.loss[at] = row.loss;
   if (outputs.z_loss != nullptr) outputs.z_loss[at] = row.z_loss;
-  if (outputs.weight != nullptr) outputs.weight[at] = row_weight * (terms.is_soft ? A(1) : target_class.weight);
+  if (outputs.weight != nullptr) outputs.weight[at] = weigh(terms.is_soft ? A(1) : target_class.weight, row_weight);
   if (outputs.lse.data != nullptr) outputs.lse.store(outputs.lse.row(at), row.lse);
   if (outputs.argmax != nullptr)
     outputs.argmax[at] = is_read && terms.is_in_range(statistics.best) ? statistics.best : 0;
@@ -174,7 +174,7 @@ struct ReducedOutputs {
   A* divisor;
 
   __device__ void operator()(const LossSums& sums) const {
-    const double by = normalizer != nullptr ? double(*normalizer) : sums.weight;
+    const double by = normalizer != nullptr ? double(*normalizer) : divisor_of_sum(sums.weight);
     if (divisor != nullptr) *divisor = static_cast<A>(by);
     const auto divided = [&](double sum) {
       return static_cast<A>(is_mean ? mean_of(sum, by, normalizer != nullptr) : sum);

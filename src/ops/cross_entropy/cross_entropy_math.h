@@ -131,8 +131,8 @@ struct RowLoss {
 /// The loss of a row with a weight; with 0 it is 0, whatever it was.
 template <typename A>
 EAVES_HOST_DEVICE RowLoss<A> weighted(RowLoss<A> row, A row_weight) {
-  row.loss = row_weight == A(0) ? A(0) : row.loss * row_weight;
-  row.z_loss = row_weight == A(0) ? A(0) : row.z_loss * row_weight;
+  row.loss = weigh(row.loss, row_weight);
+  row.z_loss = weigh(row.z_loss, row_weight);
   return row;
 }
 

@@ -30,7 +30,7 @@ void merge_of(const CrossEntropyMergeProblem& problem, const ExecutionContext& c
       }
       const bool is_ignored = !terms.is_soft && terms.is_ignored(integer_at(inputs.targets, at.of[kTargets]));
       const double row_weight = is_ignored ? 0.0 : row_weight_at(inputs, index);
-      weights[static_cast<std::size_t>(index)] = (terms.is_soft ? 1.0 : target.weight) * row_weight;
+      weights[static_cast<std::size_t>(index)] = weigh(terms.is_soft ? 1.0 : target.weight, row_weight);
       if (is_ignored && !problem.reads_ignored_rows) {
         results.store(index, {}, {});
         continue;
@@ -40,7 +40,8 @@ void merge_of(const CrossEntropyMergeProblem& problem, const ExecutionContext& c
   });
   double divisor = 1.0;
   if (inputs.options.reduction == Reduction::mean) {
-    divisor = problem.normalizer == nullptr ? sum_in_order(weights) : number_at({problem.normalizer, kDTypeOf<A>}, 0);
+    divisor = problem.normalizer == nullptr ? divisor_of_sum(sum_in_order(weights))
+                                            : number_at({problem.normalizer, kDTypeOf<A>}, 0);
   }
   results.finish(divisor, problem.normalizer != nullptr);
 }

@@ -39,14 +39,14 @@ inline double divisor_of(const CrossEntropyInputs& inputs, const void* normalize
   if (inputs.has_soft_targets()) {
     if (inputs.row_weight == nullptr) return static_cast<double>(inputs.view.row_count);
     for (std::size_t i = 0; i < weights.size(); ++i) weights[i] = row_weight_at(inputs, static_cast<std::int64_t>(i));
-    return sum_in_order(weights);
+    return divisor_of_sum(sum_in_order(weights));
   }
   const std::int64_t ignored = inputs.options.ignore_index;
   inputs.row_targets().for_each([&](std::int64_t index, std::int64_t target) {
     weights[static_cast<std::size_t>(index)] =
-        target == ignored ? 0.0 : weight_at(inputs, target) * row_weight_at(inputs, index);
+        target == ignored ? 0.0 : weigh(weight_at(inputs, target), row_weight_at(inputs, index));
   });
-  return sum_in_order(weights);
+  return divisor_of_sum(sum_in_order(weights));
 }
 
 /// Takes the losses of the rows, in any order and from many threads, and writes everything that was asked for.
@@ -124,7 +124,7 @@ inline double divisor_if_mean(const CrossEntropyInputs& inputs, const void* norm
 template <typename Offsets>
 double grad_of_row(const CrossEntropyInputs& inputs, const TypedNumbers& grad_loss, const Offsets& at, double divisor) {
   const double gradient = grad_loss.data == nullptr ? 1.0 : number_at(grad_loss, at.of[kGradLoss]);
-  return mean_gradient(gradient, divisor) * row_weight_at(inputs, at.of[kPerRow]);
+  return weigh(mean_gradient(gradient, divisor), row_weight_at(inputs, at.of[kPerRow]));
 }
 
 inline ClassStatistics<double> merged(const ClassStatistics<double>& a, const ClassStatistics<double>& b) {

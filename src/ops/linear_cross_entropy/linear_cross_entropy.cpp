@@ -453,6 +453,7 @@ void run(const LinearCrossEntropyProblem& problem, const ExecutionContext& conte
     check_targets(problem.op, problem.device, {problem.view, kTargets, kPerRow, problem.targets}, problem.row_shape,
                   problem.all_classes(), problem.options.ignore_index, context);
   }
+  if (is_cpu(problem)) check::normalizer_is_not_negative(problem.op, {problem.normalizer, problem.accumulator()});
   const LinearCrossEntropyBlock block = block_of(problem, context);
   const Scratch scratch(problem.op, problem.device, workspace_bytes(problem, block), context);
   if (is_cpu(problem)) return cpu::linear_cross_entropy(problem, block, scratch.context());

@@ -8,9 +8,12 @@
 //     std::int64_t select_rows();
 //     // The following take rows in the order of the selection, or where `gathers` is false in the order of the view.
 //     void gather_x(std::int64_t first, std::int64_t count);             // to memory.x
+//     // To memory.soft_targets, those of these rows and classes; `stride` is its distance between rows.
+//     void gather_soft_targets(std::int64_t first, std::int64_t count, std::int64_t first_class, std::int64_t classes,
+//                              std::int64_t stride);
 //     void scatter_grad_x(std::int64_t first, std::int64_t count, DType dtype);  // from memory.grad_x
 //     void clear_grad_x();                                               // of rows that are not computed
-//     void gather_numbers<N>(const N* from, N* to, std::int64_t count, bool gathers);      // 0 for ignored rows
+//     void gather_numbers<N>(const N* from, N* to, std::int64_t count, bool gathers);      // 0 for those not counted
 //     template <typename N> scatter_numbers(const N* from, N* to, std::int64_t count);     // 0 for the others
 //     void widen(TypedNumbers from, std::int64_t count, void* to);       // to accumulators
 //     void add_bias_gradient(const void* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,
@@ -60,7 +63,8 @@ class LinearCrossEntropyChunks {
     const bool leaves_out = count_ != problem_.rows();
     // With batch invariance x is copied even where no row is left out: cuBLASLt's algorithm follows the address and the
     // stride of x, and must not follow whether another row is ignored.
-    gathers_ = memory_.row_indices != nullptr && (leaves_out || !is_matrix(problem_) || is_batch_invariant());
+    gathers_ = memory_.row_indices != nullptr &&
+               (leaves_out || !is_matrix(problem_) || is_batch_invariant() || problem_.has_soft_targets());
     if (problem_.bias.data != nullptr) steps_.widen(problem_.bias, problem_.classes, memory_.bias);
     if (problem_.class_weight.data != nullptr) {
       steps_.widen(problem_.class_weight, problem_.classes, memory_.class_weight);
@@ -187,12 +191,16 @@ class LinearCrossEntropyChunks {
       return static_cast<const void*>(static_cast<const char*>(targets.data) +
                                       element * static_cast<std::int64_t>(size_of(targets.dtype)));
     };
+    if (memory_.soft_targets != nullptr) {
+      return TensorView::strided(memory_.soft_targets, targets.dtype, {rows, classes}, {logits_stride(classes), 1},
+                                 problem_.device);
+    }
     if (problem_.has_soft_targets()) {
       const std::int64_t stride = problem_.soft_target_stride;
       return TensorView::strided(at(first * stride + first_class), targets.dtype, {rows, classes}, {stride, 1},
                                  problem_.device);
     }
-    if (gathers_) return numbers_at(memory_.targets, DType::int64, first, rows);
+    if (gathers_ || row_weight_ != nullptr) return numbers_at(memory_.targets, DType::int64, first, rows);
     const auto& loop = problem_.view.rows;
     const std::int64_t stride = loop.rank == 0 ? 0 : loop.strides[kTargets][0];
     return TensorView::strided(at(first * stride), targets.dtype, {rows}, {stride}, problem_.device);
@@ -206,12 +214,12 @@ class LinearCrossEntropyChunks {
   TensorView grad_loss_at(std::int64_t first, std::int64_t rows) const {
     using namespace linear_cross_entropy_tensors;
     if (problem_.is_reduced()) {
-      const void* same = number(is_scale_in_factor_ ? kScale : kOne);
+      const void* same = number(is_scale_in_factor_ ? kScale : kRest);
       return TensorView::strided(same, problem_.accumulator(), {rows}, {0}, problem_.device);
     }
     const TypedNumbers& given = problem_.grad_loss;
     if (given.data == nullptr) {
-      return TensorView::strided(number(kOne), problem_.accumulator(), {rows}, {0}, problem_.device);
+      return TensorView::strided(number(kRest), problem_.accumulator(), {rows}, {0}, problem_.device);
     }
     return numbers_at(memory_.grad_loss, first, rows);
   }
@@ -260,7 +268,11 @@ class LinearCrossEntropyChunks {
     return static_cast<char*>(data) + offset * static_cast<std::int64_t>(size_of(dtype));
   }
 
+  /// Of a block, beside which its soft targets are gathered.
   void multiply_logits(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes) {
+    if (memory_.soft_targets != nullptr) {
+      steps_.gather_soft_targets(first, rows, first_class, classes, logits_stride(classes));
+    }
     GemmMatrix weight = weight_at(first_class);
     weight.is_transposed = !weight.is_transposed;
     const TensorView bias = numbers_at(memory_.bias, first_class, classes);
@@ -278,7 +290,7 @@ class LinearCrossEntropyChunks {
 
   /// Of the gradient of the logits of these rows and classes, which lies where the logits lay.
   void multiply_gradients(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes) {
-    const void* alpha = problem_.is_reduced() && !is_scale_in_factor_ ? number(kScale) : nullptr;
+    const void* alpha = problem_.is_reduced() && !is_scale_in_factor_ ? number(kAlpha) : nullptr;
     if (problem_.grad_x != nullptr) {
       multiply_grad_x(first, rows, first_class, classes, alpha);
       if (first_class + classes == problem_.classes) finish_grad_x(first, rows);
@@ -485,8 +497,7 @@ class LinearCrossEntropyChunks {
     put_outputs(loss, first, rows);
     if (!problem_.wants_gradients()) return cross_entropy_forward(loss, loss_context_);
     CrossEntropyForwardBackwardArgs args{.forward = loss};
-    const bool has_grad_loss = problem_.is_reduced() ? is_scale_in_factor_ : problem_.grad_loss.data != nullptr;
-    if (has_grad_loss) args.grad_loss = grad_loss_at(first, rows);
+    if (problem_.is_reduced() || problem_.grad_loss.data != nullptr) args.grad_loss = grad_loss_at(first, rows);
     if (is_gradient_narrow()) args.grad_logits = gradient_view(rows, classes);
     cross_entropy_forward_backward(args, loss_context_);
     multiply_gradients(first, rows, 0, classes);

@@ -34,18 +34,19 @@ class Steps {
     double weight = 0.0;
     for (std::int64_t row = 0; row < problem_.rows(); ++row) {
       const auto at = problem_.view.rows.offsets(row);
+      if (!counts(at)) continue;
       double counted_weight = 1.0;
       if (!problem_.has_soft_targets()) {
         const std::int64_t target = integer_at(problem_.targets, at.of[kTargets]);
-        if (target == problem_.options.ignore_index) continue;
         memory_.targets[count] = target;
         const bool has_all_weights = problem_.class_weight.data != nullptr && problem_.shard == nullptr;
         if (has_all_weights) counted_weight = number_at(problem_.class_weight, target);
       }
       if (problem_.row_weight != nullptr) counted_weight *= static_cast<const A*>(problem_.row_weight)[at.of[kPerRow]];
       weight += counted_weight;
-      // Soft targets are read where they are, in the order of the per-row tensors, which need not be that of the view.
-      const std::int64_t place = problem_.has_soft_targets() ? at.of[kPerRow] : count;
+      // All soft targets are read where they are, in the order of the per-row tensors, which need not be the view's.
+      const bool is_in_place = problem_.has_soft_targets() && memory_.soft_targets == nullptr;
+      const std::int64_t place = is_in_place ? at.of[kPerRow] : count;
       if (memory_.row_indices != nullptr) memory_.row_indices[place] = row;
       if (memory_.grad_loss != nullptr) {
         static_cast<A*>(memory_.grad_loss)[place] = static_cast<A>(number_at(problem_.grad_loss, at.of[kGradLoss]));
@@ -62,6 +63,19 @@ class Steps {
     T* to = static_cast<T*>(memory_.x);
     for_each_feature_row(first, count, [&](std::int64_t i, const auto& at) {
       copy_features(from + at.of[kX], kX, to + i * problem_.features());
+    });
+  }
+
+  void gather_soft_targets(std::int64_t first, std::int64_t count, std::int64_t first_class, std::int64_t classes,
+                           std::int64_t stride) {
+    const auto size = static_cast<std::int64_t>(size_of(problem_.targets.dtype));
+    const auto* from = static_cast<const char*>(problem_.targets.data);
+    auto* to = static_cast<char*>(memory_.soft_targets);
+    parallel_for(context_, count, grain_for(classes), [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t i = begin; i < end; ++i) {
+        const std::int64_t element = per_row_index(first + i) * problem_.soft_target_stride + first_class;
+        std::memcpy(to + i * stride * size, from + element * size, static_cast<std::size_t>(classes * size));
+      }
     });
   }
 
@@ -82,7 +96,7 @@ class Steps {
                    [&](std::int64_t begin, std::int64_t end) {
                      for (std::int64_t row = begin; row < end; ++row) {
                        const auto at = problem_.view.rows.offsets(row);
-                       if (integer_at(problem_.targets, at.of[kTargets]) != problem_.options.ignore_index) continue;
+                       if (counts(at)) continue;
                        for (std::int64_t i = 0; i < problem_.features(); ++i) {
                          to[at.of[kGradX] + problem_.view.columns.offsets(i).of[kGradX]] = D{};
                        }
@@ -91,7 +105,7 @@ class Steps {
     });
   }
 
-  /// Rows that are ignored are always left out here.
+  /// Rows that do not count are always left out here.
   template <typename N>
   void gather_numbers(const N* from, N* to, std::int64_t count, bool gathers) {
     for (std::int64_t i = 0; i < count; ++i) to[i] = from[gathers ? per_row_index(i) : i];
@@ -163,14 +177,23 @@ class Steps {
   void product(const Gemm& product) { gemm(product, context_); }
 
  private:
+  /// False for a row that is left out: an ignored one, and one of weight 0. `at` are its offsets.
+  template <typename Offsets>
+  bool counts(const Offsets& at) const {
+    if (problem_.row_weight != nullptr && static_cast<const A*>(problem_.row_weight)[at.of[kPerRow]] == A(0)) {
+      return false;
+    }
+    return problem_.has_soft_targets() ||
+           integer_at(problem_.targets, at.of[kTargets]) != problem_.options.ignore_index;
+  }
+
   A* numbers() const { return static_cast<A*>(memory_.numbers); }
 
   /// `weight` is that of all rows that are computed.
   void write_numbers(double weight) {
     const bool is_mean = problem_.options.reduction == Reduction::mean;
     A* to = numbers();
-    to[kOne] = A(1);
-    to[kDivisor] = static_cast<A>(weight);
+    to[kDivisor] = static_cast<A>(divisor_of_sum(weight));
     if (problem_.normalizer != nullptr) to[kDivisor] = *static_cast<const A*>(problem_.normalizer);
     const bool is_backward = problem_.mode == LinearCrossEntropyMode::backward;
     if (is_backward && is_mean) to[kDivisor] = *static_cast<const A*>(problem_.outputs.divisor);
@@ -180,7 +203,7 @@ class Steps {
       if (problem_.grad_loss.data != nullptr) scale = number_at(problem_.grad_loss, 0);
       if (is_mean) scale = mean_gradient(scale, static_cast<double>(to[kDivisor]));
     }
-    to[kScale] = static_cast<A>(scale);
+    put_scale(scale, to);
   }
 
   /// Of the view, of the i-th row that is computed.

@@ -36,16 +36,19 @@ struct Rows {
   LinearCrossEntropyView view;
   TypedNumbers targets;  ///< nullptr: soft ones
   std::int64_t ignore_index;
+  TypedNumbers row_weight;  ///< nullptr: 1
 
   explicit Rows(const LinearCrossEntropyProblem& problem)
       : view(problem.view),
         targets(problem.has_soft_targets() ? TypedNumbers{} : problem.targets),
-        ignore_index(problem.options.ignore_index) {}
+        ignore_index(problem.options.ignore_index),
+        row_weight{problem.row_weight, problem.accumulator()} {}
 
-  /// `at` are the offsets of the row.
+  /// False for a row that is ignored, and for one of weight 0. `at` are its offsets.
   template <typename Offsets>
-  __device__ bool is_ignored(const Offsets& at) const {
-    return targets.data != nullptr && integer_at(targets, at.of[kTargets]) == ignore_index;
+  __device__ bool counts(const Offsets& at) const {
+    if (row_weight.data != nullptr && number_at<double>(row_weight, at.of[kPerRow]) == 0.0) return false;
+    return targets.data == nullptr || integer_at(targets, at.of[kTargets]) != ignore_index;
   }
 };
 
@@ -56,10 +59,9 @@ struct Selection {
   Rows rows;
   TypedNumbers class_weight;  ///< data nullptr: 1
   std::int64_t classes;
-  const A* row_weight;        ///< nullptr: 1
   TypedNumbers grad_loss;     ///< data nullptr: 1
   std::int64_t* row_indices;  ///< nullptr: all rows are computed, in the order of the view
-  bool leaves_out;            ///< rows that are ignored; with row_indices
+  bool leaves_out;            ///< rows that do not count; with row_indices
   std::int64_t* targets;
   A* row_gradients;  ///< nullptr where the loss is reduced
   A* numbers;
@@ -98,8 +100,8 @@ __global__ void __launch_bounds__(kSelectThreads) select_rows(const __grid_const
   for (std::int64_t first = 0; first < rows; first += kSelectThreads) {
     const std::int64_t row = first + threadIdx.x;
     const auto at = in.rows.view.rows.offsets(row < rows ? row : rows - 1);
-    const bool is_counted = row < rows && !in.rows.is_ignored(at);
-    // Soft targets are read in the order of the per-row tensors.
+    const bool is_counted = row < rows && in.rows.counts(at);
+    // All soft targets are read in the order of the per-row tensors.
     std::int64_t position = in.rows.targets.data == nullptr ? at.of[kPerRow] : row;
     if (in.leaves_out) {
       int total = 0;
@@ -109,28 +111,30 @@ __global__ void __launch_bounds__(kSelectThreads) select_rows(const __grid_const
     const bool is_kept = in.leaves_out ? is_counted : row < rows;
     if (is_kept) {
       if (in.row_indices != nullptr) in.row_indices[position] = row;
-      if (in.targets != nullptr) in.targets[position] = integer_at(in.rows.targets, at.of[kTargets]);
+      if (in.targets != nullptr) {
+        in.targets[position] = is_counted ? integer_at(in.rows.targets, at.of[kTargets]) : in.rows.ignore_index;
+      }
       if (in.row_gradients != nullptr) in.row_gradients[position] = number_at<A>(in.grad_loss, at.of[kGradLoss]);
     }
     if (is_counted) {
       const std::int64_t target = in.rows.targets.data == nullptr ? 0 : integer_at(in.rows.targets, at.of[kTargets]);
       const bool has_weight = in.class_weight.data != nullptr && in.rows.targets.data != nullptr;
-      // A target out of range makes its row's loss NaN, whatever the row weighs.
-      const double row_weight = in.row_weight == nullptr ? 1.0 : double(in.row_weight[at.of[kPerRow]]);
+      // A target out of range makes its row's loss NaN, whatever its class weighs.
+      const TypedNumbers& weights = in.rows.row_weight;
+      const double row_weight = weights.data == nullptr ? 1.0 : number_at<double>(weights, at.of[kPerRow]);
       const bool is_in_range = target >= 0 && target < in.classes;
       weight += row_weight * (has_weight && is_in_range ? double(number_at<A>(in.class_weight, target)) : 1.0);
     }
   }
   const double sum = reduce_block<kSelectThreads>(weight, Plus{});
   if (threadIdx.x != 0) return;
-  const A divisor = in.given_divisor != nullptr ? *in.given_divisor : static_cast<A>(sum);
+  const A divisor = in.given_divisor != nullptr ? *in.given_divisor : static_cast<A>(divisor_of_sum(sum));
   double scale = 1.0;
   if (in.is_reduced) {
     if (in.grad_loss.data != nullptr) scale = double(number_at<A>(in.grad_loss, 0));
     if (in.is_mean) scale = mean_gradient(scale, double(divisor));
   }
-  in.numbers[kScale] = static_cast<A>(scale);
-  in.numbers[kOne] = A(1);
+  put_scale(scale, in.numbers);
   in.numbers[kDivisor] = divisor;
   if (in.divisor != nullptr) *in.divisor = divisor;
   *in.count = in.leaves_out ? selected : rows;
@@ -173,6 +177,17 @@ __global__ void __launch_bounds__(kThreads)
     } else {
       for (std::int64_t f = threadIdx.x; f < features; f += kThreads) into[f] = from[rows.feature(kX, f)];
     }
+  }
+}
+
+/// A block a row.
+template <typename N>
+__global__ void __launch_bounds__(kThreads)
+    gather_targets(const __grid_constant__ FeatureRows rows, const N* targets, std::int64_t target_stride,
+                   std::int64_t classes, N* to, std::int64_t stride) {
+  for (std::int64_t i = blockIdx.x; i < rows.count; i += gridDim.x) {
+    const N* from = targets + rows.view.rows.offsets(rows.row(i)).of[kPerRow] * target_stride;
+    for (std::int64_t v = threadIdx.x; v < classes; v += kThreads) to[i * stride + v] = from[v];
   }
 }
 
@@ -250,10 +265,10 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    clear_ignored(const __grid_constant__ Rows rows, FeatureRows features, T* grad_x) {
+    clear_uncounted(const __grid_constant__ Rows rows, FeatureRows features, T* grad_x) {
   for (std::int64_t row = blockIdx.x; row < rows.view.row_count; row += gridDim.x) {
     const auto at = rows.view.rows.offsets(row);
-    if (!rows.is_ignored(at)) continue;
+    if (rows.counts(at)) continue;
     for (std::int64_t f = threadIdx.x; f < rows.view.column_count; f += kThreads) {
       grad_x[at.of[kGradX] + features.feature(kGradX, f)] = T{};
     }
@@ -269,17 +284,17 @@ __global__ void __launch_bounds__(kThreads)
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
     const std::int64_t row = row_indices == nullptr ? i : row_indices[i];
     const auto at = rows.view.rows.offsets(row);
-    to[i] = rows.is_ignored(at) ? N{} : from[at.of[kPerRow]];
+    to[i] = rows.counts(at) ? from[at.of[kPerRow]] : N{};
   }
 }
 
 template <typename N>
 __global__ void __launch_bounds__(kThreads)
-    scatter_numbers_of(const __grid_constant__ LinearCrossEntropyView view, const std::int64_t* row_indices,
-                       const N* from, N* to, std::int64_t count) {
+    scatter_numbers_of(const __grid_constant__ Rows rows, const std::int64_t* row_indices, const N* from, N* to,
+                       std::int64_t count) {
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
-    const std::int64_t row = row_indices == nullptr ? i : row_indices[i];
-    to[view.rows.offsets(row).of[kPerRow]] = from[i];
+    const auto at = rows.view.rows.offsets(row_indices == nullptr ? i : row_indices[i]);
+    to[at.of[kPerRow]] = rows.counts(at) ? from[i] : N(0);
   }
 }
 
@@ -376,10 +391,9 @@ class Steps {
         .rows = rows_,
         .class_weight = problem_.shard == nullptr ? problem_.class_weight : TypedNumbers{},
         .classes = problem_.all_classes(),
-        .row_weight = static_cast<const A*>(problem_.row_weight),
         .grad_loss = problem_.grad_loss,
         .row_indices = row_indices(),
-        .leaves_out = problem_.skips_ignored_rows && !problem_.has_soft_targets(),
+        .leaves_out = leaves_out_rows(problem_),
         .targets = memory_.targets,
         .row_gradients = static_cast<A*>(memory_.grad_loss),
         .numbers = numbers(),
@@ -402,6 +416,17 @@ class Steps {
         static_cast<const T*>(problem_.x), static_cast<T*>(memory_.x));
   }
 
+  void gather_soft_targets(std::int64_t first, std::int64_t count, std::int64_t first_class, std::int64_t classes,
+                           std::int64_t stride) {
+    const auto gather = [&]<typename N>() {
+      run(gather_targets<N>, {.blocks = std::min(count, kMostBlocks), .threads = kThreads}, feature_rows(first, count),
+          static_cast<const N*>(problem_.targets.data) + first_class, problem_.soft_target_stride, classes,
+          static_cast<N*>(memory_.soft_targets), stride);
+    };
+    problem_.targets.dtype == DType::float64 ? gather.template operator()<double>()
+                                             : gather.template operator()<float>();
+  }
+
   void scatter_grad_x(std::int64_t first, std::int64_t count, DType dtype) {
     const auto scatter = [&](const auto* from, auto* to) {
       using S = std::remove_cvref_t<decltype(*from)>;
@@ -422,8 +447,9 @@ class Steps {
   void clear_grad_x() {
     const auto clear = [&](auto* grad_x) {
       using D = std::remove_pointer_t<decltype(grad_x)>;
-      run(clear_ignored<D>, {.blocks = std::clamp<std::int64_t>(problem_.rows(), 1, kMostBlocks), .threads = kThreads},
-          rows_, feature_rows(0, problem_.rows()), grad_x);
+      run(clear_uncounted<D>,
+          {.blocks = std::clamp<std::int64_t>(problem_.rows(), 1, kMostBlocks), .threads = kThreads}, rows_,
+          feature_rows(0, problem_.rows()), grad_x);
     };
     if (problem_.grad_x_dtype == kDTypeOf<T>) return clear(static_cast<T*>(problem_.grad_x));
     clear(static_cast<A*>(problem_.grad_x));
@@ -440,8 +466,8 @@ class Steps {
     const auto bytes = static_cast<std::size_t>(problem_.rows()) * sizeof(N);
     check_status(cudaMemsetAsync(to, 0, bytes, stream()), problem_.op);
     if (count == 0) return;
-    run(scatter_numbers_of<N>, {.blocks = blocks_for(count), .threads = kThreads}, problem_.view, row_indices(), from,
-        to, count);
+    run(scatter_numbers_of<N>, {.blocks = blocks_for(count), .threads = kThreads}, rows_, row_indices(), from, to,
+        count);
   }
 
   void widen(TypedNumbers from, std::int64_t count, void* to) {

@@ -167,6 +167,124 @@ TEST_P(LinearCrossEntropyEdges, IgnoredRowsThatAreSkippedChangeNothingWhateverTh
   }
 }
 
+TEST_P(LinearCrossEntropyEdges, RowsOfWeightZeroThatAreSkippedChangeNothingWhateverTheyHold) {
+  for (const double held : {kNaN, kInfinity, 1e30}) {
+    for (const DType dtype : {DType::bfloat16, DType::float32, DType::float64}) {
+      for (const DType targets : {DType::int32, accumulator_dtype(dtype)}) {
+        for (const Reduction reduction : kReductions) {
+          for (const std::size_t limit : {0, 4000}) {
+            LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
+            test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
+            test_case.targets_dtype = targets;
+            test_case.skips_ignored_rows = true;
+            test_case.workspace_limit = limit;
+            test_case.has_grad_lse = test_case.has_grad_entropy = true;
+            test_case.has_row_weight = true;
+            test_case.row_weight = [](std::int64_t row) { return row % 3 == 1 ? -0.0 : 0.5 + row; };
+            test_case.x = [=](std::int64_t i) { return i / 16 % 3 == 1 ? held : normal(i); };
+            check_linear_cross_entropy(test_case);
+          }
+        }
+      }
+    }
+  }
+}
+
+/// Soft targets whose rows have a place of their own in x, so that those of weight 0 are found by it.
+TEST_P(LinearCrossEntropyEdges, RowsOfWeightZeroAreFoundWhereverTheyLie) {
+  for (const bool skips : {false, true}) {
+    for (const DType targets : {DType::int64, DType::float32}) {
+      for (const std::size_t limit : {0, 4000}) {
+        LinearCrossEntropyCase test_case = make_case(device(), DType::float32, {5, 7});
+        test_case.x_placement = with_strides({16, 5 * 16, 1});
+        test_case.options.label_smoothing = 0.1;
+        test_case.targets_dtype = targets;
+        test_case.skips_ignored_rows = skips;
+        test_case.workspace_limit = limit;
+        test_case.has_row_weight = true;
+        test_case.has_grad_lse = test_case.has_grad_entropy = true;
+        check_linear_cross_entropy(test_case);
+      }
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropyEdges, AnUpstreamGradientThatIsNotFiniteDoesNotReachRowsThatDoNotCount) {
+  for (const double upstream : {kInfinity, kNaN}) {
+    for (const DType dtype : floating_point_dtypes()) {
+      for (const Reduction reduction : kReductions) {
+        for (const bool skips : {false, true}) {
+          LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
+          test_case.options.reduction = reduction;
+          test_case.skips_ignored_rows = skips;
+          test_case.has_row_weight = true;
+          test_case.target = [](std::int64_t row) { return row % 3 == 1 ? kIgnored : 1.0; };
+          test_case.row_weight = [](std::int64_t row) { return row % 4 == 1 ? 0.0 : 1.0; };
+          LinearCrossEntropyRun run(test_case);
+          run.grad_loss.fill([=](std::int64_t) { return upstream; });
+          run.run();
+          for (const LinearCrossEntropyGradientTensors* of : {&run.gradients, &run.gradients_at_once}) {
+            for (std::int64_t i = 0; i < 13 * 16; ++i) {
+              const std::int64_t row = i / 16;
+              if (row % 3 == 1 || row % 4 == 1) {
+                ASSERT_EQ(of->x.get(i), 0.0) << "row " << row;
+              } else {
+                ASSERT_FALSE(std::isfinite(of->x.get(i))) << "row " << row;
+              }
+            }
+            for (std::int64_t i = 0; i < 24 * 16; ++i) ASSERT_FALSE(std::isfinite(of->weight.get(i)));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropyEdges, AFactorThatIsNotFiniteLeavesTheZerosOfAGradient) {
+  for (const double factor : {kInfinity, kNaN}) {
+    for (const DType dtype : floating_point_dtypes()) {
+      TestTensor gradient(device(), dtype, {3, 37});
+      gradient.fill([](std::int64_t i) { return i % 2 == 0 ? 0.0 : 1.0; });
+      TestTensor grad_loss(device(), accumulator_dtype(dtype), {});
+      grad_loss.fill([=](std::int64_t) { return factor; });
+      linear_cross_entropy_rescale({.gradients = {.grad_x = gradient.view()}, .grad_loss = grad_loss.view()});
+      runtime::synchronize(device());
+      gradient.download();
+      for (std::int64_t i = 0; i < 3 * 37; ++i) {
+        if (i % 2 == 0) {
+          ASSERT_EQ(gradient.get(i), 0.0);
+        } else {
+          ASSERT_FALSE(std::isfinite(gradient.get(i)));
+        }
+      }
+    }
+  }
+}
+
+TEST_P(LinearCrossEntropyEdges, AnInfiniteClassWeightMakesAMeanAndItsGradientsNaN) {
+  LinearCrossEntropyCase test_case = make_case(device(), DType::float32, {5});
+  test_case.class_weight_dtype = DType::float32;
+  test_case.class_weight = [](std::int64_t v) { return v == 1 ? kInfinity : 2.0; };
+  test_case.target = [](std::int64_t row) { return static_cast<double>(row); };
+  LinearCrossEntropyRun run(test_case);
+  run.run();
+  EXPECT_TRUE(std::isnan(run.results.loss.get(0)));
+  EXPECT_TRUE(std::isnan(run.results_at_once.loss.get(0)));
+  for (std::int64_t i = 0; i < 5 * 16; ++i) {
+    ASSERT_TRUE(std::isnan(run.gradients.x.get(i)));
+    ASSERT_TRUE(std::isnan(run.gradients_at_once.x.get(i)));
+  }
+}
+
+TEST(LinearCrossEntropyNormalizerOnCpu, ANegativeNormalizerIsRefusedBeforeAnythingIsWritten) {
+  LinearCrossEntropyCase test_case = make_case(kCpu, DType::float32, {5});
+  test_case.has_normalizer = true;
+  LinearCrossEntropyRun run(test_case);
+  run.normalizer.fill([](std::int64_t) { return -2.0; });
+  expect_message([&] { linear_cross_entropy_forward_backward(run.at_once_args()); },
+                 "linear_cross_entropy_forward_backward: normalizer is -2, expected a number that is not negative");
+}
+
 TEST_P(LinearCrossEntropyEdges, EveryNumberOfRowsThatCountMatchesTheOracle) {
   constexpr std::int64_t kRows = 1100;
   for (const DType dtype : {DType::bfloat16, DType::float16}) {

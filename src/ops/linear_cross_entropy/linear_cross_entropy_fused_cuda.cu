@@ -193,7 +193,7 @@ struct GradientOfRows {
     RowGradientInputs<float> inputs{};
     inputs.target = targets.of(i);
     inputs.lse = lse;
-    inputs.grad_loss = in.grad_loss[i * in.grad_loss_stride] * (in.row_weight == nullptr ? 1.0f : in.row_weight[i]);
+    inputs.grad_loss = weigh(in.grad_loss[i * in.grad_loss_stride], in.row_weight == nullptr ? 1.0f : in.row_weight[i]);
     if (in.grad_lse != nullptr) inputs.grad_lse = in.grad_lse[i];
     if (in.grad_entropy != nullptr) {
       inputs.grad_entropy = in.grad_entropy[i];

@@ -40,14 +40,24 @@ struct ExpProductMemory {
 inline std::int64_t sampled_classes(std::int64_t classes) { return std::clamp<std::int64_t>(classes / 64, 64, 1024); }
 inline std::int64_t sample_distance(std::int64_t classes) { return classes / sampled_classes(classes); }
 
+/// May rows be left out? Those that are ignored, and those of weight 0, which soft targets have too.
+inline bool leaves_out_rows(const LinearCrossEntropyProblem& problem) {
+  return problem.skips_ignored_rows && (!problem.has_soft_targets() || problem.row_weight != nullptr);
+}
+
+/// Are the soft targets of a block copied together? Else they are read where they lie, all rows of them.
+inline bool gathers_soft_targets(const LinearCrossEntropyProblem& problem) {
+  return problem.has_soft_targets() && leaves_out_rows(problem);
+}
+
 /// What is in the workspace; nullptr where a problem has no use for it.
 struct LinearCrossEntropyMemory {
   // For all rows; where rows are gathered, of those that are computed, in the order in which they are.
   std::int64_t* row_indices;  ///< of the problem's view
-  std::int64_t* targets;
-  void* grad_loss;      ///< where it is per row, as accumulators
-  void* row_weight;     ///< where rows are gathered
-  LossOutputs per_row;  ///< no divisor
+  std::int64_t* targets;      ///< ignore_index for rows of weight 0
+  void* grad_loss;            ///< where it is per row, as accumulators
+  void* row_weight;           ///< where rows are gathered
+  LossOutputs per_row;        ///< no divisor
   void* grad_lse;
   void* grad_entropy;
 
@@ -59,23 +69,34 @@ struct LinearCrossEntropyMemory {
   double* grad_bias;  ///< sums of any number of rows
 
   // For a block.
-  void* x;            ///< gathered rows
-  void* grad_x;       ///< the same, to be scattered; accumulators where that is not all of them
-  void* logits;       ///< accumulators, and over them their gradient
-  void* statistics;   ///< of each block of classes of a forward, of each row: cross_entropy.h
-  Workspace loss;     ///< of the calls of cross_entropy
-  Workspace product;  ///< of the matrix products
+  void* x;             ///< gathered rows
+  void* soft_targets;  ///< likewise
+  void* grad_x;        ///< the same, to be scattered; accumulators where that is not all of them
+  void* logits;        ///< accumulators, and over them their gradient
+  void* statistics;    ///< of each block of classes of a forward, of each row: cross_entropy.h
+  Workspace loss;      ///< of the calls of cross_entropy
+  Workspace product;   ///< of the matrix products
   ExpProductMemory exp_product;
 };
 
 /// The numbers of a call on the device.
 enum LinearCrossEntropyNumber {
   kScale,  ///< what every gradient is multiplied by: dL/d(loss) over the divisor, or 1 where that is per row
-  kOne,
+  kAlpha,  ///< what the products multiply by where that is not part of their factor: the scale
+  kRest,   ///< and the factor then: 1. Of a scale that is not finite kAlpha is 1, and this the scale.
   kDivisor,
   kRowCount,  ///< how many rows are computed, an int64 (where the device counts them)
   kNumbers
 };
+
+/// By an infinite alpha a product would make NaN of the zeros of rows that do not count.
+template <typename A>
+EAVES_HOST_DEVICE void put_scale(double scale, A* numbers) {
+  const bool is_finite = scale - scale == 0.0;
+  numbers[kScale] = static_cast<A>(scale);
+  numbers[kAlpha] = is_finite ? static_cast<A>(scale) : A(1);
+  numbers[kRest] = is_finite ? A(1) : static_cast<A>(scale);
+}
 
 /// Distance between rows of logits: whole cache lines, of 16 bits half ones.
 inline std::int64_t logits_stride(std::int64_t classes) { return ceil_divide(classes, 32) * 32; }
@@ -94,9 +115,11 @@ inline bool is_matrix(const LinearCrossEntropyProblem& problem) {
   return rows.rank == 0 || rows.strides[kPerRow][0] == 1;
 }
 
-/// Rows may turn out to be left out, or have to be copied anyway.
+/// Rows may turn out to be left out, or have to be copied anyway. Where soft targets have rows of weight 0, which no
+/// target marks, the way back from the copies makes their outputs 0.
 inline bool may_gather(const LinearCrossEntropyProblem& problem) {
-  return !is_matrix(problem) || (problem.skips_ignored_rows && !problem.has_soft_targets());
+  const bool has_weighted_soft_targets = problem.has_soft_targets() && problem.row_weight != nullptr;
+  return !is_matrix(problem) || leaves_out_rows(problem) || has_weighted_soft_targets;
 }
 
 /// Is a row cut into blocks of classes?
@@ -138,7 +161,8 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
 
   memory = {};
   memory.row_indices = static_cast<std::int64_t*>(take(gathers, rows, 8));
-  memory.targets = static_cast<std::int64_t*>(take(gathers && !problem.has_soft_targets(), rows, 8));
+  memory.targets = static_cast<std::int64_t*>(
+      take((gathers || problem.row_weight != nullptr) && !problem.has_soft_targets(), rows, 8));
   memory.grad_loss = take(!problem.is_reduced() && problem.grad_loss.data != nullptr, rows, number);
   memory.row_weight = take(gathers && problem.row_weight != nullptr, rows, number);
   memory.per_row.loss = take(keeps_losses, rows, number);
@@ -159,6 +183,8 @@ inline std::size_t lay_out(const LinearCrossEntropyProblem& problem, const Linea
   const bool has_powers = problem.has_powers();
   const bool is_wide = is_grad_x_wide(problem, block);
   memory.x = take(gathers, block.rows * problem.features(), element);
+  memory.soft_targets =
+      take(gathers_soft_targets(problem), block.rows * logits_stride(block.classes), size_of(problem.targets.dtype));
   memory.grad_x = take(problem.grad_x != nullptr && (gathers || is_wide), block.rows * problem.features(),
                        is_wide || problem.grad_x_dtype == problem.accumulator() ? number : element);
   std::int64_t logits_of_row = logits_stride(block.classes);
@@ -379,7 +405,7 @@ inline std::int64_t batch_invariant_classes(const LinearCrossEntropyProblem& pro
   usual.view.row_count = policy_of(problem.device).usual_rows;
   // As if rows were gathered: that takes memory, and whether they are depends on the rows.
   usual.skips_ignored_rows = true;
-  usual.targets.dtype = DType::int64;
+  if (!gathers_soft_targets(usual)) usual.targets.dtype = DType::int64;
   return blocks_within(usual, limit_without_workspace(usual)).classes;
 }
 
@@ -390,7 +416,7 @@ inline LinearCrossEntropyProblem of_largest_shard(LinearCrossEntropyProblem prob
   if (problem.shard == nullptr) return problem;
   problem.classes = std::max(problem.classes, problem.shard->most_classes);
   problem.skips_ignored_rows = true;
-  problem.targets.dtype = DType::int64;
+  if (!gathers_soft_targets(problem)) problem.targets.dtype = DType::int64;
   problem.ends_in_product = false;
   if (problem.mode == LinearCrossEntropyMode::forward) return problem;
   static std::byte address;

@@ -78,6 +78,10 @@ struct LinearCrossEntropy {
                                        .options = options};
     for (std::int64_t i = 0; i < logits.rows; ++i) {
       rows.push_back(cross_entropy_row(loss, i));
+      if (rows.back().weight == 0.0) {  // left out, as rows that are ignored
+        rows.back().is_counted = false;
+        rows.back().target_mass = 0.0;
+      }
       sums.add(rows.back(), options);
     }
     divisor = normalizer.is_present ? element(normalizer, 0) : static_cast<double>(sums.weight);
@@ -132,7 +136,7 @@ inline LogitsGradient logits_gradient(const LinearCrossEntropy& forward, const L
   return result;
 }
 
-/// Rows without those that are ignored, whatever they hold.
+/// Rows without those that do not count, whatever they hold.
 inline Matrix counted_rows(const LinearCrossEntropy& forward, const Matrix& matrix) {
   Matrix result(0, matrix.columns);
   for (std::int64_t i = 0; i < matrix.rows; ++i) {

@@ -90,6 +90,7 @@ struct LinearCrossEntropyCase {
   std::function<double(std::int64_t)> bias = {};          ///< likewise
   std::function<double(std::int64_t)> target = {};        ///< absent: any class, every fifth row ignored
   std::function<double(std::int64_t)> class_weight = {};  ///< absent: 0.25 to 1.75, and 0 for every seventh
+  std::function<double(std::int64_t)> row_weight = {};    ///< likewise
 };
 
 /// What the operator is given as the limit of a case.
@@ -141,7 +142,8 @@ class LinearCrossEntropyRun {
     targets.fill([this](std::int64_t i) { return target(i); });
     class_weight.fill(
         [this](std::int64_t v) { return case_.class_weight ? case_.class_weight(v) : random_class_weight(44, v); });
-    row_weight.fill([](std::int64_t i) { return random_class_weight(49, i); });
+    row_weight.fill(
+        [this](std::int64_t i) { return case_.row_weight ? case_.row_weight(i) : random_class_weight(49, i); });
     normalizer.fill([](std::int64_t) { return 37.5; });
     const bool has_row_losses = reduction() == Reduction::none;
     grad_loss.fill([&](std::int64_t i) { return has_row_losses ? noise(45)(i) : 1.75; });
@@ -393,7 +395,7 @@ class LinearCrossEntropyComparison {
   bool compare_row(const CrossEntropyResults& results, const reference::CrossEntropyRow& row, std::int64_t i,
                    const std::string& how) {
     const std::string of_row = " of row " + std::to_string(i) + how;
-    // A row that is ignored has zeros, whatever it holds.
+    // A row that does not count has zeros, whatever it holds.
     return (!results.has_all_of_row || is_argmax(row, i, results.argmax.get(i), of_row)) &&
            compare_results_.compare_row(results, row, i, row.is_counted, of_row);
   }
@@ -484,18 +486,18 @@ class LinearCrossEntropyComparison {
                           false,
                           problem_of(run_, mode).has_powers()};
     if (of_weight.has_powers) of_weight.rounded_other = computed(x_with_factors(scaling.in_factor.loss));
-    return (!wanted.x || (is_within(actual.x, "grad_x", of_x, shares.grad_x) && ignored_are_zero(actual.x, how))) &&
+    return (!wanted.x || (is_within(actual.x, "grad_x", of_x, shares.grad_x) && uncounted_are_zero(actual.x, how))) &&
            (!wanted.weight || is_within(actual.weight, "grad_weight", of_weight, shares.grad_weight)) &&
            (!wanted.bias || is_within(actual.bias, "grad_bias", of_bias, shares.grad_bias));
   }
 
-  /// What chunks are of: rows with or without those that are ignored, in the order in which they are walked through.
+  /// What chunks are of: rows with or without those that do not count, in the order in which they are walked through.
   Matrix computed_rows(const Matrix& all, const LinearCrossEntropyProblem& problem) const {
     const bool leaves_out = case_.device.type == DeviceType::cpu || case_.skips_ignored_rows;
     Matrix computed(0, all.columns);
     for (std::int64_t i = 0; i < all.rows; ++i) {
       const std::int64_t of_view = problem.view.rows.offsets(i).of[linear_cross_entropy_tensors::kPerRow];
-      const std::int64_t row = problem.has_soft_targets() ? i : of_view;
+      const std::int64_t row = problem.has_soft_targets() && !gathers_soft_targets(problem) ? i : of_view;
       if (leaves_out && !exact_.rows[static_cast<std::size_t>(row)].is_counted) continue;
       ++computed.rows;
       for (std::int64_t j = 0; j < all.columns; ++j) computed.values.push_back(all.at(row, j));
@@ -503,13 +505,13 @@ class LinearCrossEntropyComparison {
     return computed;
   }
 
-  /// The gradient's rows of the rows that are ignored.
-  bool ignored_are_zero(const TestTensor& grad_x, const std::string& how) const {
+  /// The gradient's rows of the rows that do not count.
+  bool uncounted_are_zero(const TestTensor& grad_x, const std::string& how) const {
     for (std::int64_t i = 0; i < static_cast<std::int64_t>(exact_.rows.size()); ++i) {
       for (std::int64_t d = 0; d < case_.features; ++d) {
         if (exact_.rows[static_cast<std::size_t>(i)].is_counted || grad_x.get(i * case_.features + d) == 0.0) continue;
         ADD_FAILURE() << "grad_x" << how << " of row " << i
-                      << ", which is ignored: " << grad_x.get(i * case_.features + d);
+                      << ", which does not count: " << grad_x.get(i * case_.features + d);
         return false;
       }
     }
