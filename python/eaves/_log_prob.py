@@ -171,9 +171,10 @@ def log_prob(
         logits: [..., V], any strides, on the CPU or a CUDA GPU; float16, bfloat16, float32 or float64.
         tokens: int32 or int64: of each row one, the shape of logits without V, or K of each, [rows..., K].
         temperature: None, or a positive number that the logits are divided by, behind the softcap. Or a tensor with one
-            for each row, the shape of logits without V, in any floating-point dtype; it gets no gradient. Its values
-            are checked on the CPU alone, where they are there: on a GPU a row with temperature 0 is NaN or infinite,
-            and one below 0 divides like any other. Of ignored rows they may be anything.
+            for each row, the shape of logits without V, or of shape [] with one for all rows, in any floating-point
+            dtype; it gets no gradient, and a GPU is not waited for. Its values are checked on the CPU alone, where they
+            are there: on a GPU a row with temperature 0 is NaN or infinite, and one below 0 divides like any other. Of
+            ignored rows they may be anything.
         softcap: None, or a positive number that the logits are bounded by, before the temperature.
         scale: None, or a positive number that the logits are multiplied by, before the softcap.
         ignore_index: rows with this token have gradient 0, and so are all outputs. With K tokens it takes out its
@@ -561,6 +562,7 @@ def _computed(
     _check_tokens(op, tokens, name, passed, rows)
     if isinstance(temperature, Tensor):
         check_floating(op, "temperature", temperature, name, x)
+        temperature = temperature.expand(rows) if temperature.dim() == 0 else temperature
         check_shape(op, "temperature", temperature, rows, f"one per row of {name} {shape_of(passed)}")
         refuse_gradient(op, "temperature", temperature)
     divisor = None if isinstance(temperature, Tensor) else temperature

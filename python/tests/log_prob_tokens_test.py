@@ -264,13 +264,15 @@ def test_one_place_is_as_tokens_without_it(device: torch.device) -> None:
 def test_equal_temperatures_are_the_number(options: dict[str, Any], places: int | None, device: torch.device) -> None:
     hidden, head, _ = rows_and_head((3, 5), 129, torch.float32, device)
     tokens = chosen_tokens((3, 5), places, 129, device)
-    of_rows = torch.full((3, 5), 0.7, device=device)
+    of_rows, of_all = torch.full((3, 5), 0.7, device=device), torch.tensor(0.7, device=device)
     for function, tensors in (
         (eaves.linear_log_prob, (hidden.requires_grad_(), head)),
         (eaves.log_prob, ((hidden.detach() @ head.T).requires_grad_(),)),
     ):
         number = function(*tensors, tokens, temperature=0.7, **EVERYTHING, **options)
         tensor = function(*tensors, tokens, temperature=of_rows, **EVERYTHING, **options)
+        of_one = function(*tensors, tokens, temperature=of_all, **EVERYTHING, **options)
+        assert all(map(torch.equal, of_one, tensor))
         for found, expected in zip(tensor, number, strict=True):
             torch.testing.assert_close(found, expected, rtol=3e-6, atol=3e-6)
         upstream = uneven(number.log_prob)
@@ -640,7 +642,7 @@ OF_BOTH: list[Call] = [
     ({"tokens": TOKENS.to_sparse()}, NotImplementedError, r"tokens is torch\.sparse_coo on"),
     ({"tokens": TOKENS.to("meta")}, ValueError, "tokens is on meta, expected (cpu|cuda)"),
     ({"temperature": torch.ones(4, 1)}, ValueError, r"temperature has shape \[4, 1\], expected \[4\] \(one per row of"),
-    ({"temperature": torch.tensor(1.0)}, ValueError, r"temperature has shape \[\], expected \[4\] \(one per row of"),
+    ({"temperature": torch.ones(1)}, ValueError, r"temperature has shape \[1\], expected \[4\] \(one per row of"),
     ({"temperature": torch.ones(4).long()}, ValueError, "temperature has dtype int64, expected a floating-point type"),
     ({"temperature": torch.ones(4).to("meta")}, ValueError, "temperature is on meta, expected (cpu|cuda)"),
     ({"temperature": torch.ones(4, requires_grad=True)}, NotImplementedError, "no derivative with respect to temperat"),
