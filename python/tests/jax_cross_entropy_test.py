@@ -159,7 +159,9 @@ RIGHT: dict[str, Any] = {"logits": jnp.zeros((4, 6, V)), "labels": jnp.zeros((4,
     ("wrong", "kind", "sentence"),
     [
         ({"labels": jnp.zeros((4, 5), jnp.int32)}, ValueError, r"labels has shape \[4, 5\], expected \[4, 6\]"),
-        ({"labels": jnp.zeros((4, 6), jnp.int8)}, NotImplementedError, "dtype int8"),
+        ({"labels": jnp.zeros((4, 6), jnp.uint8)}, ValueError, "labels has dtype uint8, expected int32 or int64 for c"),
+        ({"labels": jnp.zeros((4, 6))}, ValueError, "floating-point type float32, .* int32 or int64 for classes"),
+        ({"normalizer": -2.0}, ValueError, "normalizer is -2.0, expected a number that is not negative"),
         ({"logits": jnp.zeros((4, 6, V), jnp.int32)}, ValueError, "logits has dtype int32"),
         ({"logits": jnp.zeros((4, 6, 0))}, ValueError, "at least one class"),
         ({"axis": 3}, ValueError, "axis is 3, expected -3 to 2"),
@@ -185,6 +187,36 @@ def test_refusals_while_jax_traces(wrong: dict[str, Any], kind: Any, sentence: s
             call(**arrays)
         if kind in (ValueError, NotImplementedError):
             assert str(caught.value).startswith("cross_entropy: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("up", [1.0, float("inf"), float("nan")])
+def test_what_comes_from_above_does_not_reach_rows_that_do_not_count(up: float, inplace: bool, reduction: str) -> None:
+    logits = array_of(random_tensor((6, V), torch.float32)).at[jnp.array([1, 4])].set(jnp.nan)
+    labels, row_weight = jnp.array([1, -100, 2, 3, 0, 5]), jnp.array([1.0, 1, 2, 1, 0, 1])
+
+    def function(z: Any) -> Any:
+        named = {"row_weight": row_weight, "reduction": reduction, "inplace_backward": inplace}
+        return eaves.jax.cross_entropy(z, labels, **named)
+
+    loss, vjp = jax.vjp(function, logits)
+    (grad,) = vjp(jnp.full_like(loss, up))
+    assert (grad[jnp.array([1, 4])] == 0).all()
+    is_finite = jnp.isfinite(grad[jnp.array([0, 2, 3, 5])])
+    assert is_finite.all() if up == 1 else not is_finite.any()
+
+
+def test_an_infinite_class_weight_makes_a_mean_and_its_gradient_nan() -> None:
+    weight, labels = jnp.ones(V).at[2].set(jnp.inf), jnp.array([1, -100, 2, 3])
+
+    def mean(z: Any, row_weight: Any) -> Any:
+        return eaves.jax.cross_entropy(z, labels, weight, row_weight=row_weight)
+
+    loss, grad = jax.value_and_grad(mean)(jnp.zeros((4, V)), jnp.ones(4))
+    assert jnp.isnan(loss) and jnp.isnan(grad[jnp.array([0, 2, 3])]).all() and (grad[1] == 0).all()
+    loss, grad = jax.value_and_grad(mean)(jnp.zeros((4, V)), jnp.array([1.0, 1, 0, 1]))
+    assert jnp.isfinite(loss) and jnp.isfinite(grad).all()
 
 
 def test_a_label_that_is_no_class_is_an_error_of_the_run_on_the_cpu(jax_cpu: None) -> None:

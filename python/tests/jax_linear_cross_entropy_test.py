@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -191,6 +192,8 @@ RIGHT: dict[str, Any] = {
         ({"head": jnp.zeros(V)}, r"head has shape \[37\], expected \[classes, 24\]"),
         ({"head": jnp.zeros((V, D), jnp.bfloat16)}, "head has dtype bfloat16, expected float32"),
         ({"labels": jnp.zeros(4, jnp.int32)}, r"labels has shape \[4\], expected \[4, 6\]"),
+        ({"labels": jnp.zeros((4, 6), jnp.uint32)}, "labels has dtype uint32, expected int32 or int64 for classes"),
+        ({"labels": jnp.zeros((4, 6))}, "floating-point type float32, .* int32 or int64 for classes"),
         ({"bias": jnp.zeros(3)}, r"bias has shape \[3\], expected \[37\]"),
         ({"weight": jnp.zeros(3)}, r"weight has shape \[3\], expected \[37\]"),
         ({"head_layout": "v"}, 'expected "vd" or "dv"'),
@@ -211,6 +214,39 @@ def test_refusals_while_jax_traces(wrong: dict[str, Any], sentence: str) -> None
         assert str(caught.value).startswith("linear_cross_entropy: ") and "\n" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("jax_cpu")
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("algorithm", ["speed", "recompute"])
+@pytest.mark.parametrize("is_soft", [False, True])
+def test_rows_of_weight_zero_do_not_count_whatever_they_hold(is_soft: bool, algorithm: str, reduction: str) -> None:
+    hidden, head = (array_of(random_tensor(shape, torch.float32)) for shape in ((6, D), (V, D)))
+    hidden = hidden.at[jnp.array([1, 4])].set(jnp.nan)
+    labels = jnp.ones((6, V)) / V if is_soft else jnp.array([1, 2, 3, 4, 5, 6])
+    counts = jnp.array([True, False, True, True, False, True])
+    others = jnp.array([0, 2, 3, 5])
+
+    def function(hidden: Any, head: Any, labels: Any, row_weight: Any) -> Any:
+        return eaves.jax.linear_cross_entropy(
+            hidden, head, labels, row_weight=row_weight, reduction=reduction, algorithm=algorithm,
+            return_argmax=True, return_sum_sq=True,
+        )  # fmt: skip
+
+    def gradients(up: float, *arrays: Any) -> Any:
+        out, vjp = jax.vjp(lambda *given: function(*given, *arrays[2:]).loss, *arrays[:2])
+        return out, vjp(jnp.full_like(out, up))
+
+    out = function(hidden, head, labels, counts)
+    assert (out.argmax[~counts] == 0).all() and (out.sum_sq[~counts] == 0).all()
+    loss, grads = gradients(1.0, hidden, head, labels, counts)
+    expected, expected_grads = gradients(1.0, hidden[others], head, labels[others], jnp.ones(4))
+    np.testing.assert_allclose(loss[others] if reduction == "none" else loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(grads[0][others], expected_grads[0], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(grads[1], expected_grads[1], rtol=1e-4, atol=1e-6)
+    for up in (1.0, jnp.inf, jnp.nan):
+        _, (grad, _) = gradients(up, hidden, head, labels, counts)
+        assert (grad[~counts] == 0).all() and jnp.isfinite(grad[others]).any() == (up == 1)
+
+
 @pytest.mark.parametrize(
     "wrong, error, sentence",
     [
@@ -222,7 +258,7 @@ def test_refusals_while_jax_traces(wrong: dict[str, Any], sentence: str) -> None
         ({"softcap": "30", "temperature": 2.0}, TypeError, "softcap is no number"),
         ({"ignore_index": 1.5}, TypeError, "ignore_index is no number"),
         ({"head": jnp.zeros((6, 5))}, ValueError, "head has"),
-        ({"tokens": jnp.zeros((4, 6), jnp.int8)}, NotImplementedError, "an array has dtype int8"),
+        ({"tokens": jnp.zeros((4, 6), jnp.int8)}, ValueError, "tokens has dtype int8, expected int32 or int64"),
         ({"axis_name": "model"}, ValueError, "inside of jax.shard_map"),
     ],
 )

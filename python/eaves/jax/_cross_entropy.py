@@ -25,6 +25,7 @@ from eaves.jax._loss import (
     divisor_of,
     given,
     is_soft,
+    labels_of,
     loss_results,
     normalizer_of,
     number_of,
@@ -85,8 +86,9 @@ def cross_entropy(
         label_smoothing: e, 0 to 1.
         softcap, scale: None, or positive numbers.
         z_loss: the weight of lse^2 in the loss.
-        row_weight: r above, one number for each row.
-        normalizer: with "mean", what the sum is divided by instead of the weights of the rows.
+        row_weight: r above, one number for each row. A row of weight 0 has loss 0 and gradient 0, whatever it holds.
+        normalizer: with "mean", what the sum is divided by instead of the weights of the rows; not negative, which of
+            an array is not looked at.
         inplace_backward: whether the gradient may be written over the logits. Where something else needs these still,
             XLA copies them first.
         return_lse, return_argmax, return_entropy, return_z_loss, return_sum_sq, return_mean_logit: further outputs, a
@@ -111,7 +113,8 @@ def cross_entropy(
         >>> print(eaves.jax.cross_entropy(logits, jnp.array([0, 2, -100])).round(4))
         0.8606
     """
-    logits, labels = jnp.asarray(logits), jnp.asarray(labels)
+    logits = jnp.asarray(logits)
+    labels = labels_of(_OP, labels, logits.shape)
     mode = reduction_of(_OP, reduction)
     axis = number_of(_OP, "axis", axis, operator.index)
     if not -logits.ndim <= axis < logits.ndim:

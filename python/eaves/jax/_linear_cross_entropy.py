@@ -18,6 +18,7 @@ from eaves._words import renamed
 from eaves.jax import _shards
 from eaves.jax._call import Call, Result, alike, bind, row_factors
 from eaves.jax._loss import (
+    CLASS_DTYPES,
     MEAN,
     NAMES,
     NONE,
@@ -29,6 +30,7 @@ from eaves.jax._loss import (
     divisor_of,
     given,
     is_soft,
+    labels_of,
     loss_results,
     normalizer_of,
     number_of,
@@ -112,8 +114,8 @@ def linear_cross_entropy(
             are this device's, and everything else is the same on all devices of the axis.
 
     Returns:
-        The loss: float32, or float64 for a float64 hidden. With any return_*: a CrossEntropyOutput. Of ignored rows all
-        outputs are 0.
+        The loss: float32, or float64 for a float64 hidden. With any return_*: a CrossEntropyOutput. Of rows that are
+        ignored or of weight 0 all outputs are 0; on the CPU they are left out before the first product.
 
     Raises:
         ValueError: an array or a number is not as above; on the CPU also a label that is no class, when the call runs.
@@ -129,7 +131,7 @@ def linear_cross_entropy(
         >>> print(eaves.jax.linear_cross_entropy(hidden, head, jnp.array([0, 1])).round(4))
         0.8103
     """
-    hidden, head, labels = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(labels)
+    hidden, head = jnp.asarray(hidden), jnp.asarray(head)
     bias = None if bias is None else jnp.asarray(bias)
     mode = reduction_of(_OP, reduction)
     if head_layout not in _LAYOUTS:
@@ -143,6 +145,7 @@ def linear_cross_entropy(
         expected = f"[classes, {features}]" if head_layout == "vd" else f"[{features}, classes]"
         raise ValueError(f'{_OP}: head has shape {list(head.shape)}, expected {expected} (head_layout "{head_layout}")')
     rows, dtype = hidden.shape[:-1], result_dtype(hidden)
+    labels = labels_of(_OP, labels, (*rows, head.shape[0 if head_layout == "vd" else 1]))
     if grad_head_dtype is not None and jnp.dtype(grad_head_dtype) not in (head.dtype, dtype):
         raise ValueError(f"{_OP}: grad_head_dtype is {grad_head_dtype}, expected {head.dtype} or {dtype}")
     options = options_of(
@@ -239,7 +242,7 @@ def linear_log_prob(
         scale = (1.0 if scale is None else number_of("linear_log_prob", "scale", scale)) / temperature
         softcap = None if softcap is None else number_of("linear_log_prob", "softcap", softcap) / temperature
     tokens = jnp.asarray(tokens)
-    if is_soft(tokens):
+    if tokens.dtype not in CLASS_DTYPES:
         raise ValueError(f"linear_log_prob: tokens has dtype {tokens.dtype}, expected int32 or int64")
     if tokens.shape != jnp.shape(hidden)[:-1]:
         raise ValueError(f"linear_log_prob: tokens has shape {list(tokens.shape)}, expected that of hidden's rows")
@@ -413,11 +416,13 @@ def _gradients(setting: _Setting, hidden: Any, head: Any, bias: Any, wants: _Wan
 
 
 def _scaled(gradient: Any, factor: Any) -> Any:
-    return (gradient * factor).astype(gradient.dtype)  # in float32; XLA leaves out a factor that is known to be 1
+    """Zeros of rows that do not count stay, whatever the factor is."""
+    scaled = (gradient * factor).astype(gradient.dtype)  # in float32; XLA leaves out a factor that is known to be 1
+    return jnp.where(gradient == 0, gradient, scaled)
 
 
 def _of_shards(setting: _Setting, shard: Shard, values: Any, names: tuple[str, ...]) -> dict[str, jax.Array]:
-    """The forward where each device has some of the classes. Of rows that are ignored the core would write no
+    """The forward where each device has some of the classes. Of rows that do not count the core would write no
     statistics; here each row has a place."""
     hidden, head, bias, labels, weight, row_weight, _ = values
     moved = local_labels(shard, labels, setting.ignore_index, replaces_ignored=True)
@@ -429,4 +434,7 @@ def _of_shards(setting: _Setting, shard: Shard, values: Any, names: tuple[str, .
     call = Call(_OP, "linear_cross_entropy_shard_forward", tuple(arrays.operands), (result,), numbers, _NAMES)
     (statistics,) = bind(call, *alike(*arrays.arrays))
     options = tuple(each for each in setting.options if each[0] != "workspace_limit")
-    return merge(_OP, _NAMES, shard, statistics, labels, row_weight, options, weight is not None, False, names)
+    found = merge(_OP, _NAMES, shard, statistics, labels, row_weight, options, weight is not None, False, names)
+    if row_weight is None:
+        return found
+    return {name: jnp.where(row_weight == 0, 0, each) for name, each in found.items()}

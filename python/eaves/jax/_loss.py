@@ -28,6 +28,7 @@ NONE, SUM, MEAN = 0, 1, 2  # enum Reduction of include/eaves/cross_entropy.h
 _REDUCTIONS = {"none": NONE, "sum": SUM, "mean": MEAN}
 
 IGNORED = -100
+CLASS_DTYPES = ("int32", "int64")
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -92,6 +93,23 @@ def result_dtype(x: Any) -> Any:
 
 def is_soft(labels: Any) -> bool:
     return bool(jnp.issubdtype(labels.dtype, jnp.floating))
+
+
+def labels_of(op: str, labels: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Classes, or probabilities of that shape."""
+    array = jnp.asarray(labels)
+    if is_soft(array):
+        if array.shape != shape:
+            raise ValueError(
+                f"{op}: labels has shape {list(array.shape)} and the floating-point type {array.dtype}, expected "
+                f"{list(shape)} for probabilities, or int32 or int64 for classes"
+            )
+    elif array.dtype not in CLASS_DTYPES:
+        raise ValueError(
+            f"{op}: labels has dtype {array.dtype}, expected int32 or int64 for classes, or a floating-point type for "
+            "probabilities"
+        )
+    return array
 
 
 OUTPUTS = CrossEntropyOutput._fields[1:]
@@ -215,22 +233,24 @@ def divisor_of(
     rows: tuple[int, ...],
     weights_of: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """What the mean divides by: the weights of the rows that are not ignored."""
+    """What the mean divides by: the weights of the rows that count."""
     if is_soft(labels):
         weights = jnp.ones(rows, dtype) if row_weight is None else row_weight
-        return _without_zero(total(weights))
+        return _divisor(total(weights))
     counts = labels != ignore_index
     if weight is None and row_weight is None:
         return counts.sum().astype(dtype)
+    if row_weight is not None:
+        counts &= row_weight != 0  # whatever the class weighs
     weights = jnp.ones(rows, dtype) if row_weight is None else row_weight
     if weight is not None:
         weights = weights * weights_of(labels, weight.astype(dtype))
-    return _without_zero(total(jnp.where(counts, weights, 0)))
+    return _divisor(total(jnp.where(counts, weights, 0)))
 
 
-def _without_zero(weights: jax.Array) -> jax.Array:
-    """A mean by weights that add up to 0 is 0: as by infinity."""
-    return jnp.where(weights == 0, jnp.inf, weights)
+def _divisor(weights: jax.Array) -> jax.Array:
+    """A mean by weights that add up to 0 is 0: as by infinity. By infinite ones loss and gradient are NaN."""
+    return jnp.where(weights == 0, jnp.inf, jnp.where(jnp.isinf(weights), jnp.nan, weights))
 
 
 def quotient(number: jax.Array, divisor: jax.Array) -> jax.Array:
@@ -289,6 +309,8 @@ def normalizer_of(op: str, normalizer: Any, mode: int, dtype: Any) -> jax.Array 
     array = jnp.asarray(normalizer, dtype)
     if array.size != 1:
         raise ValueError(f"{op}: normalizer has shape {list(array.shape)}, expected one element")
+    if isinstance(normalizer, (int, float)) and normalizer < 0:  # an array may be on its way
+        raise ValueError(f"{op}: normalizer is {normalizer}, expected a number that is not negative")
     return constant(op, "normalizer", array.reshape(()))
 
 
