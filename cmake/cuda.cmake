@@ -127,16 +127,21 @@ set(EAVES_CUDA_ARCHITECTURES ${CMAKE_CUDA_ARCHITECTURES})
 list(TRANSFORM EAVES_CUDA_ARCHITECTURES REPLACE "-real$" "")
 list(TRANSFORM EAVES_CUDA_ARCHITECTURES REPLACE "-virtual$" "+")
 
-# The headers of CUTLASS: products that end in exponentials, on Hopper alone. tools/setup installs them from the wheel
-# nvidia-cutlass; without them linear_cross_entropy keeps its logits in memory.
+# The headers of CUTLASS: products that end in exponentials, on Hopper alone. tools/setup unpacks them from the wheel
+# nvidia-cutlass, which older ones installed; without them linear_cross_entropy keeps its logits in memory.
 if("90a-real" IN_LIST CMAKE_CUDA_ARCHITECTURES)
   set(prefixes ${PROJECT_SOURCE_DIR}/.venv)
   if(Python_EXECUTABLE)  # that builds a wheel, perhaps elsewhere
     get_filename_component(bin ${Python_EXECUTABLE} DIRECTORY)
     list(APPEND prefixes ${bin}/..)
   endif()
+  set(cutlass_of_wheel ${prefixes})
+  list(TRANSFORM cutlass_of_wheel APPEND /cutlass/cutlass_library/source/include)
   list(TRANSFORM prefixes APPEND /lib/python3*/site-packages/cutlass_library/source/include)
-  file(GLOB cutlass_of_wheel ${prefixes})
+  file(GLOB cutlass_of_wheel ${cutlass_of_wheel} ${prefixes})
+  if(NOT EXISTS "${EAVES_CUTLASS_INCLUDE}/cutlass/version.h")  # not looked for yet, or in a .venv that has gone
+    unset(EAVES_CUTLASS_INCLUDE CACHE)
+  endif()
   find_path(EAVES_CUTLASS_INCLUDE cutlass/gemm/collective/collective_builder.hpp HINTS ${cutlass_of_wheel}
             DOC "Headers of CUTLASS 4")
   set(cutlass_major 0)
