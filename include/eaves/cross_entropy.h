@@ -21,9 +21,8 @@
 //   a target equal to ignore_index    loss, z-loss and gradient of the row are 0; it counts in no mean
 //   a row of weight r = 0             its loss and gradient are 0, whatever its logits, the weight of its class and
 //                                     dL/d(loss) are; lse and what else is written per row are those of its logits
-//   dL/d(loss) infinite or NaN        no gradient of a row that counts is finite, but that zeros may stay 0; those of
-//   the
-//                                     other rows are 0
+//   dL/d(loss) infinite or NaN        in a row that counts no gradient is finite, but zeros may stay 0; in the other
+//                                     rows gradients are 0
 //   no rows, all of them ignored, or  the mean is 0 and so are the gradients (PyTorch: NaN)
 //   weights that add up to 0
 //   weights that add up to infinity   the mean and the gradients of the rows that count are NaN
