@@ -214,10 +214,11 @@ def cross_entropy(
         inplace_backward: whether the gradient of input may be written over input, in the forward: half of the memory,
             and on a GPU less time. Of float16 the backward writes it, in the time of a call without this option,
             because a gradient that is rounded before a loss scale multiplies it would be 0. Afterwards input (not a
-            leaf) holds its gradient and no logits any more: autograd notices what has used them before, but what uses
-            input later computes with the gradient. There is one backward, and lse and entropy have no gradient: a term
-            of the loss that is made of them changes nothing. Nothing is written where no gradient of input is wanted.
-            torch.compile, which plans memory itself, ignores it.
+            leaf) holds its gradient and no logits any more: autograd notices what has used them before, and the
+            backward of what uses them later is a RuntimeError, but not of a slice or a transposed view; without a
+            gradient, what uses input later computes with the gradient that lies there. There is one backward, and lse
+            and entropy have no gradient: a term of the loss that is made of them changes nothing. Nothing is written
+            where no gradient of input is wanted. torch.compile, which plans memory itself, ignores it.
         return_lse: whether to return lse, [rows...], float32; it is differentiable.
         return_argmax: whether to return the class of each row's largest logit, [rows...], int64.
         return_entropy: whether to return the entropy of each row's softmax in nats, [rows...], float32; it is
@@ -252,8 +253,9 @@ def cross_entropy(
         NotImplementedError: a dtype, layout or device that eaves does not have, a DTensor whose classes are not cut
             over one axis of its mesh; a derivative of second order, in forward mode, or of target, weight, row_weight
             or normalizer; inplace_backward under torch.func; with a group torch.vmap and torch.func.
-        RuntimeError: with inplace_backward, input is a leaf that requires a gradient, or a second backward; of
-            torch.distributed, where a rank has ended or does not call, after the time-out of the group.
+        RuntimeError: with inplace_backward, input is a leaf that requires a gradient, a second backward, or the
+            backward of a later use of input; of torch.distributed, where a rank has ended or does not call, after the
+            time-out of the group.
         torch.OutOfMemoryError: torch's allocator has no memory for a result.
 
     With a group, ranks compare their arguments before they exchange statistics: an error of one, or a difference, is an
@@ -385,7 +387,7 @@ def cross_entropy(
                 outputs = apply(_OP, _InPlaceInBackward, *arguments, computed, shard)
             else:
                 computed = _RETURNED_IN_PLACE
-                outputs = apply(_OP, _InPlaceInForward, *arguments, wanted)
+                outputs = _in_place_in_forward(*arguments, wanted)
     if wanted == 0:
         loss: Tensor = outputs[0]
         return loss
@@ -684,11 +686,13 @@ class _InPlaceInForward(torch.autograd.Function):
     """Forward and backward in one pass, which leaves the gradient for an upstream gradient of 1 where the logits were.
 
     The logits are an input that is written over, and no output: a backward of an operator that read them before has to
-    fail, which the version counter sees to, and not to differentiate through this function.
+    fail, which the version counter sees to, and not to differentiate through this function. Behind the arguments of the
+    extension is a list, in which the backward says what it has handed out.
     """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, input: Tensor, *arguments_and_list: Any) -> tuple[Tensor, ...]:
+        *arguments, ctx.handed_out = arguments_and_list
         outputs: tuple[Tensor, ...] = tuple(call(_OP, _forward_backward, input, *arguments))
         torch.autograd.graph.increment_version(input)
         ctx.set_materialize_grads(False)
@@ -699,12 +703,61 @@ class _InPlaceInForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 9
+        nothing = (None,) * 10
         if grad_loss is None:
             return None, *nothing
         (grad_input,) = _of_only_backward(ctx, grad_loss)
         call(_OP, _rescale, grad_input, grad_loss, ctx.axis)  # reads and writes nothing where grad_loss is 1
+        if not torch.compiler.is_compiling():
+            ctx.handed_out.append(_contents_of(grad_input))
         return grad_input, *nothing
+
+
+class _WrittenOver(torch.autograd.Function):
+    """The logits from here on: in the graph what used them before is in front of it, and what uses them afterwards
+    behind it, beside the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.mark_dirty(logits)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _in_place_in_forward(input: Tensor, *arguments: Any) -> Any:
+    """Of logits that are a whole tensor, or all of one in another shape, the gradient may be that of the loss alone. Of
+    other views that would cost a copy of the gradient, and they are left as they are."""
+    whole = input._base if input._is_view() else input
+    handed_out: list[tuple[int, int]] = []
+    if whole is None or not whole.requires_grad or (whole is not input and not _is_all_of(input, whole)):
+        return apply(_OP, _InPlaceInForward, input, *arguments, handed_out)
+    apply(_OP, _WrittenOver, whole)
+    logits = input if whole is input else whole.view(input.shape)  # a new view, whose backward is a view
+    outputs = apply(_OP, _InPlaceInForward, logits, *arguments, handed_out)
+
+    def check(grad: Tensor) -> None:
+        if not torch.compiler.is_compiling() and _contents_of(grad) not in handed_out:
+            raise RuntimeError(
+                f"{_OP}: something that was computed from input after a call with inplace_backward has a gradient, and "
+                "is computed from the gradient that was written over input; leave inplace_backward out"
+            )
+
+    # The first of its hooks, so that others may change the gradient.
+    whole.register_hook(check)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+def _is_all_of(view: Tensor, base: Tensor) -> bool:
+    is_as_large = view.dtype == base.dtype and view.numel() == base.numel() and view.is_contiguous()
+    return is_as_large and base.is_contiguous() and view.storage_offset() == base.storage_offset()
+
+
+def _contents_of(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor has its elements, and how often they have been changed."""
+    return tensor.untyped_storage()._cdata, tensor._version
 
 
 class _InPlaceInBackward(torch.autograd.Function):

@@ -379,6 +379,157 @@ def test_autograd_notices_who_uses_logits_that_were_written_over(dtype: torch.dt
         (loss + other).backward()
 
 
+def whole(logits: Tensor) -> Tensor:
+    return logits
+
+
+def in_rows(logits: Tensor) -> Tensor:
+    return logits.view(-1, logits.shape[-1])
+
+
+def in_place_of(logits: Tensor, **options: Any) -> Any:
+    return eaves.cross_entropy(logits, targets_of(logits.detach()), class_dim=-1, inplace_backward=True, **options)
+
+
+USED_AFTERWARDS = r"^cross_entropy: something that was computed from input after a call with inplace_backward"
+
+
+@each("shape_of_call", [whole, in_rows])
+@each("shape_of_use", [whole, in_rows])
+def test_what_uses_logits_after_they_were_written_over_has_no_backward(
+    shape_of_call: Callable[[Tensor], Tensor], shape_of_use: Callable[[Tensor], Tensor], device: torch.device
+) -> None:
+    leaf = random_tensor((3, 9, 33), torch.float32, device).requires_grad_()
+    for use in (lambda z: (2 * z).sum(), lambda z: z[..., 1].square().sum(), lambda z: eaves.logsumexp(z, -1).mean()):
+        for is_alone in (False, True):
+            logits = leaf * 1
+            given, used = shape_of_call(logits), shape_of_use(logits)
+            loss = in_place_of(given)
+            after = use(used)
+            with pytest.raises(RuntimeError, match=USED_AFTERWARDS):
+                (after if is_alone else loss + after).backward()
+    assert leaf.grad is None
+
+
+def test_a_use_after_the_backward_has_none_either(device: torch.device) -> None:
+    logits = random_tensor((9, 33), torch.float32, device).requires_grad_() * 1
+    in_place_of(logits).backward()
+    with pytest.raises(RuntimeError, match=USED_AFTERWARDS):
+        (2 * logits).sum().backward()
+
+
+def test_a_second_loss_of_logits_that_were_written_over_has_no_backward(device: torch.device) -> None:
+    leaf = random_tensor((9, 33), torch.float32, device).requires_grad_()
+    for is_in_place in (False, True):
+        for is_alone in (False, True):
+            logits = leaf * 1
+            first = in_place_of(logits)
+            second = eaves.cross_entropy(logits, targets_of(leaf), inplace_backward=is_in_place)
+            with pytest.raises(RuntimeError, match=f"{USED_AFTERWARDS}|modified by an inplace operation"):
+                (second if is_alone else first + second).backward()
+    assert leaf.grad is None
+
+
+def test_what_has_no_gradient_reads_the_gradient_of_logits_that_were_written_over(device: torch.device) -> None:
+    leaf = random_tensor((9, 33), torch.float32, device).requires_grad_()
+    logits = leaf * 1
+    loss = in_place_of(logits)
+    with torch.no_grad():
+        read = 1 * logits
+    (loss + 0 * logits.detach().sum()).backward()
+    assert torch.equal(leaf.grad, read)
+
+
+@each("shape_of_call", [whole, in_rows])
+def test_uses_before_logits_are_written_over_keep_their_gradient(
+    shape_of_call: Callable[[Tensor], Tensor], device: torch.device
+) -> None:
+    leaf = random_tensor((3, 9, 33), torch.float32, device).requires_grad_()
+    (expected,) = torch.autograd.grad(in_place_of(leaf * 1), leaf)
+    logits = leaf * 1
+    before = (2 * logits).sum()  # its backward reads no logits
+    (grad,) = torch.autograd.grad(in_place_of(shape_of_call(logits)) + before, leaf)
+    torch.testing.assert_close(grad, expected + 2)
+
+
+@each("shape_of_call", [whole, in_rows])
+def test_the_gradient_of_logits_in_place_can_be_had(
+    shape_of_call: Callable[[Tensor], Tensor], device: torch.device
+) -> None:
+    leaf = random_tensor((3, 9, 33), torch.float32, device).requires_grad_()
+    (expected,) = torch.autograd.grad(in_place_of(leaf * 1), leaf)
+    logits = leaf * 1
+    (grad,) = torch.autograd.grad(in_place_of(shape_of_call(logits)), logits)
+    assert torch.equal(grad, expected) and grad.data_ptr() == logits.data_ptr()
+    for is_asked_before in (False, True):
+        logits, seen = leaf * 1, []
+        if is_asked_before:
+            logits.retain_grad()
+            logits.register_hook(seen.append)
+        loss = in_place_of(shape_of_call(logits))
+        if not is_asked_before:
+            logits.retain_grad()
+            logits.register_hook(seen.append)
+        loss.backward()
+        assert torch.equal(logits.grad, expected) and torch.equal(seen[0], expected) and len(seen) == 1
+
+
+def test_hooks_may_change_the_gradient_of_logits_in_place(device: torch.device) -> None:
+    leaf = random_tensor((9, 33), torch.float32, device).requires_grad_()
+    (expected,) = torch.autograd.grad(in_place_of(leaf * 1), leaf)
+    logits = leaf * 1
+    logits.register_hook(lambda grad: 3 * grad)
+    loss = in_place_of(logits)
+    logits.register_hook(lambda grad: 2 * grad)
+    torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], 6 * expected)
+
+
+def test_the_rest_of_a_tensor_may_be_used_after_a_slice_of_it_was_written_over(device: torch.device) -> None:
+    leaf = random_tensor((3, 9, 33), torch.float32, device).requires_grad_()
+
+    def loss_of(is_in_place: bool) -> Tensor:
+        logits = leaf * 1
+        target = targets_of(logits[:, :8].detach())
+        loss = eaves.cross_entropy(logits[:, :8], target, class_dim=-1, inplace_backward=is_in_place)
+        return loss + logits[:, 8].square().sum()
+
+    actual, expected = (torch.autograd.grad(loss_of(is_in_place), leaf)[0] for is_in_place in (True, False))
+    torch.testing.assert_close(actual, expected)
+
+
+def test_logits_can_be_given_again_after_a_call_in_place_that_was_refused(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("a GPU is not waited for, and refuses no class")
+    leaf = random_tensor((9, 33), torch.float32, device).requires_grad_()
+    logits = leaf * 1
+    with pytest.raises(ValueError, match=r"^cross_entropy: target\[0\] is 99"):
+        eaves.cross_entropy(logits, torch.full((9,), 99), inplace_backward=True)
+    (grad,) = torch.autograd.grad(in_place_of(logits), leaf)
+    assert torch.equal(grad, torch.autograd.grad(in_place_of(leaf * 1), leaf)[0])
+
+
+@each("dtype", [torch.float32, torch.float16])
+def test_a_backward_in_place_can_be_compiled(
+    dtype: torch.dtype, any_device: torch.device, fresh_compiler: None
+) -> None:
+    leaf = random_tensor((9, 33), dtype, any_device).requires_grad_()
+    (expected,) = torch.autograd.grad(in_place_of(leaf * 1), leaf)
+    loss = in_place_of(leaf * 1)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        loss.backward()
+    torch.testing.assert_close(leaf.grad, expected)
+
+
+def test_float16_logits_may_be_used_until_the_backward_writes_over_them(device: torch.device) -> None:
+    leaf = random_tensor((9, 33), torch.float16, device).requires_grad_()
+    gradients = []
+    for is_in_place in (True, False):
+        logits = leaf * 1
+        loss = eaves.cross_entropy(logits, targets_of(leaf), inplace_backward=is_in_place)
+        gradients.append(torch.autograd.grad(loss + logits.square().sum(), leaf)[0])
+    assert torch.equal(*gradients)
+
+
 @each("dtype", [torch.float32, torch.float16])
 def test_logits_in_place_that_were_changed_before_the_backward_are_noticed(
     dtype: torch.dtype, device: torch.device
