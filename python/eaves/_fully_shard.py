@@ -35,7 +35,7 @@ def with_whole_head(
     op: str, run: Callable[..., _Result], input: Mapping[str, Tensor], head: Mapping[str, Tensor | None]
 ) -> _Result:
     """run(*input, *head) with what fully_shard has cut of the head whole; the keys are names for an error."""
-    found: _Result = uncompiled(_with_whole_head)(op, run, input, head)
+    found: _Result = uncompiled(op, _with_whole_head)(op, run, input, head)
     return found
 
 

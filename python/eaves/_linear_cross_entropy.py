@@ -55,6 +55,7 @@ from eaves._loss import (
     weight_of,
 )
 from eaves._operator import (
+    OUTSIDE,
     accumulator_dtype,
     apply,
     binds_quickly,
@@ -385,6 +386,8 @@ def linear_cross_entropy(
     if unknown and not are_constant:
         refuse_unknown(_OP, unknown, linear_cross_entropy)
     is_compiling = torch.compiler.is_compiling()
+    if is_compiling and grad_weight_out is not None:
+        torch._dynamo.skip_frame(msg=f"{_OP}: grad_weight_out is written in the backward, so {OUTSIDE}")
     result_dtype = check_input(_OP, input, target, "what is multiplied")
     check_tensor(_OP, "linear_weight", linear_weight)
     check_device(_OP, "linear_weight", linear_weight, "input", input)
@@ -469,7 +472,7 @@ def linear_cross_entropy(
             function, limit = _Speed, allowed
         else:
             gradients = 0
-        run = apply if grad_weight_out is None else uncompiled(apply)
+        run = apply if grad_weight_out is None else uncompiled(_OP, apply)
         outputs = run(
             _OP, function, *tensors, *settings, limit, grad_weight_out, computed, wanted, followed, gradients | wide,
             number_tensor, shard,

@@ -199,9 +199,9 @@ def linear_kl_div(
     teacher_tensors = [None if each is None else each.detach() for each in teacher]
     tensors = (*student, *teacher_tensors, counts)
     if needs_autograd(*[each for each in student if each is not None]):
-        found: Tensor = uncompiled(apply)(_OP, _Divergence, *tensors, settings, mode)
+        found: Tensor = uncompiled(_OP, apply)(_OP, _Divergence, *tensors, settings, mode)
     else:
-        found = uncompiled(_forward)(*tensors, settings, mode)
+        found = uncompiled(_OP, _forward)(*tensors, settings, mode)
     if mode == NONE:
         return found.view(rows)
     return _mean(found, normalizer, counts, rows) if mode == MEAN else found

@@ -444,12 +444,14 @@ def _check_head_told(head: Any, group: ProcessGroup | None) -> None:
         with_agreement(op, group, lambda _: check_tensor(op, "head", head))
 
 
+_OF_SEVERAL = "with several tokens or a temperature for each row "
+
+
 def _of_several(names: Mapping[str, str], *arguments: Any, **options: Any) -> Tensor | LogProbOutput:
     op = next(iter(names.values()))
     if is_exporting() or is_transforming():
         raise NotImplementedError(
-            f"{op}: with several tokens or a temperature for each row it does not work inside of torch.export, "
-            "torch.vmap and torch.func"
+            f"{op}: {_OF_SEVERAL}it does not work inside of torch.export, torch.vmap and torch.func"
         )
     group, *of_group = options.pop("of_group")
     x, weight, bias, *rest = arguments
@@ -477,7 +479,7 @@ def _of_several(names: Mapping[str, str], *arguments: Any, **options: Any) -> Te
                 agree_on_placements(op, group, hidden=hidden, tokens=rest[0], temperature=rest[1])
                 tensors = _local_tensors(op, local, is_summed, *tensors)
             found: Tensor | LogProbOutput
-            found = uncompiled(_computed)(op, *tensors, of_group=(group, *of_group), **options)
+            found = uncompiled(op, _computed, _OF_SEVERAL)(op, *tensors, of_group=(group, *of_group), **options)
             return found
 
         if group is None and local is None:

@@ -258,13 +258,19 @@ def binds_quickly(function: type[torch.autograd.Function]) -> type[torch.autogra
     return function
 
 
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def uncompiled(op: str, function: Callable[..., Any], when: str = "") -> Callable[..., Any]:
     """The function, and all that it calls, as torch.compile leaves it alone: a frame that cannot be compiled runs as it
     is, but those that it calls are tried again, each for itself, where a side effect of a backward would be lost."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to load it would take seconds
         return function
+    if torch.compiler.is_compiling():
+        # torch.compiler.disable breaks the graph too, but fullgraph=True would not say whose call it is.
+        torch._dynamo.graph_break(msg=f"{op}: {when}{OUTSIDE}")
     disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled
+
+
+OUTSIDE = "it runs outside of the graph that torch.compile makes; leave fullgraph=True out"
 
 
 # They are not public. Where a later PyTorch lacks one of the first two, calls take the longer way, and cost more.

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch._functorch.config
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import eaves
 from comparison import assert_agree
@@ -88,12 +89,35 @@ def test_autocast_is_compiled(any_device: torch.device, fresh_compiler: None) ->
         assert actual.dtype == torch.float32 and torch.equal(actual, expected)
 
 
-def test_a_callers_tensor_is_refused(any_device: torch.device, fresh_compiler: None) -> None:
-    x, head, target, _ = problem((9, 24), 33, torch.float32, any_device)
-    out = torch.zeros_like(head)
-    compiled = torch.compile(eaves.linear_cross_entropy, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="grad_weight_out is written in the backward"):
-        compiled(x, head.requires_grad_(), target, grad_weight_out=out)
+X, W, LABELS = torch.randn(6, 8), torch.randn(11, 8), torch.tensor([1, 2, 3, 4, 5, 6])
+OUTSIDE_OF_A_GRAPH = {
+    "linear_kl_div": lambda x, w: eaves.linear_kl_div(x, w, X.to(x), W.to(x)),
+    "log_prob": lambda x, w: eaves.log_prob(x @ w.T, LABELS.to(x.device), temperature=X.to(x).abs()[:, 0]),
+    "linear_log_prob": lambda x, w: eaves.linear_log_prob(x, w, LABELS.to(x.device)[:, None]),
+    "linear_cross_entropy": lambda x, w: eaves.linear_cross_entropy(
+        x, w, LABELS.to(x.device), grad_weight_out=torch.zeros_like(w)
+    ),
+}
+
+
+@each("op", OUTSIDE_OF_A_GRAPH)
+def test_the_error_of_fullgraph_says_which_call_is_not_compiled_and_why(
+    op: str, any_device: torch.device, fresh_compiler: None
+) -> None:
+    reasons = {"linear_kl_div": "", "linear_cross_entropy": "grad_weight_out is written in the backward, so "}
+    reason = reasons.get(op, "with several tokens or a temperature for each row ")
+    call, given = OUTSIDE_OF_A_GRAPH[op], leaves(X.to(any_device), W.to(any_device))
+    with pytest.raises(Exception) as caught:
+        torch.compile(call, fullgraph=True, backend="aot_eager")(*given)
+    first_lines = "\n".join(str(caught.value).splitlines()[:2])
+    assert f"{op}: {reason}it runs outside of the graph" in first_lines, str(caught.value)
+    # Without fullgraph=True the caller is compiled around the call.
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x, w: call(x.sin(), w).cos().sum() * 2, backend=counter)
+    found = compiled(*given)
+    assert_agree(found, call(given[0].sin(), given[1]).cos().sum() * 2)
+    names = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
+    assert "sin" in names and "cos" in names, names
 
 
 @each("algorithm", ALGORITHMS)
