@@ -109,10 +109,13 @@ def _parameters() -> Iterator[tuple[Any, Any]]:
 def _meshes() -> tuple[Any, ...] | None:
     """Over which fully_shard has cut parameters. None where a PyTorch does not let it be known."""
     try:
-        return tuple({id(mesh): mesh for mesh in (each.sharded_param.device_mesh for _, each in _parameters())}.values())
+        return tuple(
+            {id(mesh): mesh for mesh in (each.sharded_param.device_mesh for _, each in _parameters())}.values()
+        )
     except AttributeError:
         return None
+    return tuple({id(mesh): mesh for mesh in meshes}.values())
 
 
-# As torch.compiler.assume_constant_result does, which would load torch._dynamo: models are cut before they are compiled.
+# As torch.compiler.assume_constant_result does, which would load torch._dynamo: models are cut before a call is traced.
 _meshes._dynamo_marked_constant = True  # type: ignore[attr-defined]

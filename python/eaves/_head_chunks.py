@@ -19,6 +19,7 @@ from eaves._operator import (
     accumulator_dtype,
     check_device,
     check_dtype_of,
+    check_not_packed,
     check_shape,
     check_tensor,
     name_of,
@@ -90,6 +91,8 @@ def checked_head(
     """The head of the arguments that are called `names`, as it is multiplied; cast where torch.autocast is on."""
     input_name, weight_name, bias_name = names
     tensors = {input_name: input, weight_name: weight} | ({} if bias is None else {bias_name: bias})
+    check_tensor(op, weight_name, weight)
+    check_not_packed(op, weight_name, weight)
     for name, tensor in tensors.items():
         check_floating(op, name, tensor, reference_name, reference)
     if input.dim() == 0 or input.shape[-1] == 0:

@@ -63,6 +63,7 @@ from eaves._operator import (
     check_bool,
     check_device,
     check_dtype_of,
+    check_not_packed,
     check_shape,
     check_tensor,
     dispatch,
@@ -618,6 +619,7 @@ def _checked_weight(input: Tensor, linear_weight: Tensor, is_autocast: bool, may
     features = input.shape[-1]
     if features == 0:
         raise ValueError(f"{_OP}: input has shape {shape_of(input)}, expected at least one feature")
+    check_not_packed(_OP, "linear_weight", linear_weight)
     refuse_zero3(_OP, linear_weight=linear_weight)
     if linear_weight.dim() > 2:
         raise NotImplementedError(

@@ -44,6 +44,7 @@ from eaves._operator import (
     check_dtype_of,
     check_shape,
     check_tensor,
+    explain,
     index_of,
     is_exporting,
     is_transforming,
@@ -198,10 +199,14 @@ def linear_kl_div(
 
     teacher_tensors = [None if each is None else each.detach() for each in teacher]
     tensors = (*student, *teacher_tensors, counts)
-    if needs_autograd(*[each for each in student if each is not None]):
-        found: Tensor = uncompiled(_OP, apply)(_OP, _Divergence, *tensors, settings, mode)
-    else:
-        found = uncompiled(_OP, _forward)(*tensors, settings, mode)
+    try:
+        if needs_autograd(*[each for each in student if each is not None]):
+            found: Tensor = uncompiled(_OP, apply)(_OP, _Divergence, *tensors, settings, mode)
+        else:
+            found = uncompiled(_OP, _forward)(*tensors, settings, mode)
+    except (TypeError, RuntimeError) as error:
+        explain(_OP, error, linear_weight=linear_weight, teacher_weight=teacher_weight)
+        raise
     if mode == NONE:
         return found.view(rows)
     return _mean(found, normalizer, counts, rows) if mode == MEAN else found

@@ -43,6 +43,7 @@ from eaves._operator import (
     check_dtype_of,
     check_shape,
     check_tensor,
+    explain,
     index_of,
     is_exporting,
     is_transforming,
@@ -486,6 +487,7 @@ def _of_several(names: Mapping[str, str], *arguments: Any, **options: Any) -> Te
             return run(None)
         return with_agreement(op, group if local is None else local.group, run)
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        explain(op, error, **{name: cut, ("hidden" if name == "head" else name): x})
         raise _renamed(error, names) from None
 
 

@@ -15,7 +15,7 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 import torch.fx
@@ -59,7 +59,11 @@ def check_device(op: str, name: str, tensor: Tensor, reference_name: str, refere
     """Raises ValueError where the two are on different devices. The dispatcher does not look: of a tensor on the CPU
     and one on the device "meta" it makes a result without values."""
     if tensor.device != reference.device:
-        raise ValueError(f"{op}: {name} is on {tensor.device}, expected {reference.device} (as {reference_name})")
+        hint = "; on meta it has no numbers: one that accelerate offloads has them within its module's forward alone"
+        raise ValueError(
+            f"{op}: {name} is on {tensor.device}, expected {reference.device} (as {reference_name})"
+            + (hint if tensor.is_meta else "")
+        )
 
 
 def check_shape(op: str, name: str, tensor: Tensor, expected: Sequence[int], why: str) -> None:
@@ -86,6 +90,38 @@ def _check_kind(op: str, name: str, value: object) -> None:
             "rows of their own with grad_placements=[Partial('avg')] (of torch.distributed.tensor), or its gradient is "
             f"one rank's, or {name}.to_local(), where what is missing there is not needed"
         )
+
+
+def is_foreign(tensor: object) -> bool:
+    """Is it of a class of others, which may keep the numbers in another form?"""
+    kind = type(tensor)
+    is_plain = kind is Tensor or kind is torch.nn.Parameter
+    return not is_plain and isinstance(tensor, Tensor) and not kind.__module__.startswith("torch.")
+
+
+def refuse_foreign(op: str, name: str, tensor: Tensor, error: Exception | None = None) -> NoReturn:
+    kind = type(tensor)
+    raise NotImplementedError(
+        f"{op}: {name} is a {kind.__module__}.{kind.__qualname__} of {name_of(tensor.dtype)}, which eaves does not "
+        "read, expected a torch.Tensor of floating-point numbers; pass the numbers that it stands for (dequantised) as "
+        "one"
+    ) from error
+
+
+def check_not_packed(op: str, name: str, head: Tensor) -> None:
+    """Of a head in the integers of a quantisation the shape and the dtype say nothing about the numbers."""
+    if not head.is_floating_point() and is_foreign(head):
+        refuse_foreign(op, name, head)
+
+
+def explain(op: str, error: Exception, **tensors: object) -> None:
+    """Raises a refusal in place of an error that comes of a tensor whose class has operators of its own."""
+    if isinstance(error, (ValueError, torch.OutOfMemoryError)) or str(error).startswith(f"{op}: "):
+        return
+    for name, tensor in tensors.items():
+        has_operators = getattr(type(tensor), "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
+        if has_operators and is_foreign(tensor):
+            refuse_foreign(op, name, cast("Tensor", tensor), error)
 
 
 def check_dtype(op: str, dtype: object, *expected: torch.dtype) -> None:
@@ -355,8 +391,8 @@ def call(op: str, overload: OpOverload, *arguments: object, number_tensor: Tenso
             return overload(*arguments)
         with _below_autograd():
             return overload(*arguments)
-    except (RuntimeError, NotImplementedError) as error:
-        _raise_as_what_it_is(op, error, arguments)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        _raise_as_what_it_is(op, error, overload, arguments)
 
 
 def number_tensor_of(*numbers: float) -> Tensor | None:
@@ -421,7 +457,7 @@ _NAMES = {
 }  # fmt: skip
 
 
-def _raise_as_what_it_is(op: str, error: Exception, arguments: tuple[object, ...]) -> NoReturn:
+def _raise_as_what_it_is(op: str, error: Exception, overload: OpOverload, arguments: tuple[object, ...]) -> NoReturn:
     message, names = str(error), _NAMES.get(op, {})
     for mark, kind in _ERRORS.items():
         _, found, sentence = message.partition(mark)
@@ -431,6 +467,9 @@ def _raise_as_what_it_is(op: str, error: Exception, arguments: tuple[object, ...
             if prefix.startswith(op):  # the core says logsumexp_forward where the user called logsumexp
                 sentence = renamed(rest, names)
             raise kind(f"{op}: {sentence}") from None
+    parameters = [each.name for each in overload._schema.arguments]
+    users = [name if names.get(name, name) in parameters else names[name] for name in parameters]
+    explain(op, error, **dict(zip(users, arguments)))
     if isinstance(error, NotImplementedError) and not message.startswith(f"{op}: "):
         # Not our own: the dispatcher has no kernel for this kind of tensor.
         kinds = sorted({_kind_of(argument) for argument in arguments if isinstance(argument, Tensor)})

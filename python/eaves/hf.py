@@ -21,6 +21,7 @@ import functools
 import inspect
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
@@ -35,7 +36,7 @@ from eaves._fully_shard import is_hook_of_fully_shard
 from eaves._head_chunks import refuse_zero3
 from eaves._linear_cross_entropy import CONSTANT_OUTPUTS, check_constant_options
 from eaves._loss import CrossEntropyOutput
-from eaves._operator import check_bool
+from eaves._operator import check_bool, is_foreign
 from eaves._ranks import Shard, is_distributed, local_shard, named_group
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def patch(
         _release_head(base, head)
     else:
         original: Any = type(base)
-        base.__class__ = _patched_class(original)
+        _change_class(base, _patched_class(original))
     if not isinstance(head, _DefersLogits):
         _defer_logits(head)
     head._eaves_is_in_pieces = group is not None
@@ -175,7 +176,7 @@ def unpatch(model: _Model) -> _Model:
         )
     _release_head(base)
     del base._eaves_head, base._eaves_skip_logits, base._eaves_metrics, base._eaves_options
-    base.__class__ = original
+    _change_class(base, original)
     return model
 
 
@@ -235,10 +236,10 @@ def _check_model(model: Any) -> None:
         raise NotImplementedError(f"patch: this {name} has no head (get_output_embeddings() is None)")
     if "labels" not in inspect.signature(type(model).forward).parameters:
         raise NotImplementedError(f"patch: the forward of this {name} takes no labels")
-    if "forward" in vars(model):
+    if "forward" in vars(model) and not _has_hook_of_accelerate(model):
         raise NotImplementedError(
-            f"patch: the forward of this {name} was replaced on the instance (accelerate does, for mixed precision and "
-            "for several devices): patch the model before that"
+            f"patch: the forward of this {name} was replaced on the instance (accelerate does, for mixed precision): "
+            "patch the model before that"
         )
 
 
@@ -255,11 +256,31 @@ def _check_head(model: Any, head: Any) -> None:
             f"patch: the head of this {name} is a {type(head).__module__}.{type(head).__qualname__}, expected a "
             "torch.nn.Linear: one that is quantised or has an adapter computes more than a product"
         )
-    if "forward" in vars(head) and not _is_tensor_parallel(head):
+    is_hooked = _has_hook_of_accelerate(head)
+    if "forward" in vars(head) and not is_hooked and not _is_tensor_parallel(head):
         raise NotImplementedError(
-            f"patch: the forward of this {name}'s head was replaced on the instance (accelerate does, for several "
-            "devices): patch the model before that"
+            f"patch: the forward of this {name}'s head was replaced on the instance: patch the model before that"
         )
+    if is_hooked and head.weight.is_meta:
+        raise NotImplementedError(f"patch: {_OFFLOADED}")
+    if is_foreign(head.weight):
+        rows = torch.zeros(1, head.weight.shape[1], dtype=head.weight.dtype, device=head.weight.device)
+        try:
+            with torch.no_grad():
+                eaves.linear_cross_entropy(rows, head.weight, torch.zeros_like(rows[:, 0], dtype=torch.int64))
+        except NotImplementedError as error:
+            kind = type(head.weight)
+            raise NotImplementedError(
+                f"patch: the weight of this {name}'s head is a {kind.__module__}.{kind.__qualname__}, which eaves does "
+                "not read; leave the head out of the quantisation"
+            ) from error
+
+
+_OFFLOADED = (
+    "the weight of the head is on meta, because accelerate offloads it, and is there within the head's forward alone; "
+    "keep it on a device (with a device_map that gives the head one, and the embedding that it is tied to), or train "
+    "the model without eaves.hf"
+)
 
 
 def _checked_metrics(metrics: Any) -> tuple[str, ...]:
@@ -284,6 +305,22 @@ def _is_patched(model: torch.nn.Module) -> bool:
     return hasattr(type(model), "_eaves_class")
 
 
+def _change_class(module: Any, changed: Any) -> None:
+    calls_own = _calls_own_forward(module)
+    module.__class__ = changed
+    if calls_own:
+        vars(module)["_old_forward"] = types.MethodType(changed.forward, module)
+
+
+def _calls_own_forward(module: Any) -> bool:
+    """Does a hook of accelerate, which replaces the forward on the instance, call that of the class?"""
+    return getattr(vars(module).get("_old_forward"), "__func__", None) is type(module).forward
+
+
+def _has_hook_of_accelerate(module: Any) -> bool:
+    return "_hf_hook" in vars(module) and _calls_own_forward(module)
+
+
 def _release_head(model: Any, successor: Any = None) -> None:
     """Makes the head that the model had at patch what it was, unless another patched model has it."""
     (head,) = model._eaves_head
@@ -292,7 +329,7 @@ def _release_head(model: Any, successor: Any = None) -> None:
     users = _users.get(head, weakref.WeakSet())
     users.discard(model)
     if not users and type(head) is _head_class(getattr(head, "_eaves_class", _LINEAR)):
-        head.__class__ = head._eaves_class
+        _change_class(head, head._eaves_class)
         vars(head).pop("_eaves_is_in_pieces", None)
         if vars(head).pop("_eaves_reshards", False):
             head.set_reshard_after_forward(True, recurse=False)
@@ -435,10 +472,11 @@ def _head_class(original: Any) -> Any:
 
 
 def _defer_logits(head: Any) -> None:
-    if "forward" in vars(head):  # of tensor parallelism; the class's has to be found first
+    if "forward" in vars(head) and not _has_hook_of_accelerate(head):
+        # Of tensor parallelism; the class's has to be found first.
         vars(head)["_eaves_forward"] = vars(head).pop("forward")
     original: Any = type(head)
-    head.__class__ = _head_class(original)
+    _change_class(head, _head_class(original))
 
 
 def _is_tensor_parallel(head: Any) -> bool:
@@ -569,6 +607,8 @@ def _causal_lm_loss(
         is_in_pieces = name is not None
         if logits.is_deferred and (is_in_pieces or logits.shape[-1] == vocab_size):
             weight, bias = logits.head.weight, logits.head.bias
+            if weight.is_meta and not logits.hidden.is_meta:
+                raise NotImplementedError(f"eaves.hf: {_OFFLOADED}")
             if options.get("grad_weight_dtype") is None and weight.dtype in (torch.bfloat16, torch.float16):
                 options = {**options, "grad_weight_dtype": torch.float32}
             is_parallel = options.get("sequence_parallel", False)

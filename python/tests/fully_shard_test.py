@@ -53,7 +53,7 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
 
 
-# ------------------------------------------------------------------------------------------------------------ the losses
+# ---------------------------------------------------------------------------------------------------------- the losses
 
 
 def tokens_of(target: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ LOSSES: dict[str, tuple[Loss, Loss]] = {
 }  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------------------------- models
+# ------------------------------------------------------------------------------------------------------------- models
 
 
 def cut_apart(model: Model, **options: Any) -> Model:
@@ -211,7 +211,7 @@ def rounded(group: distributed.ProcessGroup, policy: Any) -> None:
     assert loss.dtype == torch.float32 and model.head.weight.grad.dtype == torch.float32
 
 
-# -------------------------------------------------------------------------------------------------------- larger meshes
+# ------------------------------------------------------------------------------------------------------ larger meshes
 
 
 def on_a_mesh_of_two(group: distributed.ProcessGroup) -> None:
@@ -245,7 +245,7 @@ def test_a_head_of_tensor_parallel_is_gathered_to_its_piece(cpu_ranks: Ranks) ->
     cpu_ranks.run(with_tensor_parallel)
 
 
-# ---------------------------------------------------------------------------------------------------------- distillation
+# -------------------------------------------------------------------------------------------------------- distillation
 
 
 def distilled(group: distributed.ProcessGroup, divergence: str, reduction: str, are_both: bool) -> None:
@@ -283,7 +283,7 @@ def test_heads_of_student_and_teacher_are_gathered(
     cpu_ranks.run(distilled, divergence, reduction, are_both, ranks=2)
 
 
-# ------------------------------------------------------------------------------------------------------------- the edges
+# ----------------------------------------------------------------------------------------------------------- the edges
 
 
 def without_gradients(group: distributed.ProcessGroup) -> None:
@@ -306,7 +306,7 @@ def wrong(group: distributed.ProcessGroup) -> None:
     model = cut_apart(Model(), mesh=DeviceMesh.from_group(group, "cpu"))
     x, target = batch(group.rank())
     hidden = model(x, target)
-    for calls in range(2):
+    for _ in range(2):
         with pytest.raises(ValueError, match=r"target has shape \[5\], expected \[6\]"):
             eaves.linear_cross_entropy(hidden, model.head.weight, target[1:])
         with pytest.raises(ValueError, match="there is no group"):
@@ -316,15 +316,16 @@ def wrong(group: distributed.ProcessGroup) -> None:
     with pytest.raises(NotImplementedError, match=r"fully_shard .* does not go with torch\.vmap"):
         torch.vmap(lambda x: eaves.linear_cross_entropy(x, model.head.weight, target))(hidden[None])
     # What is computed from a parameter is none: it would be taken for a piece of tensor parallelism.
+    teacher = hidden.detach(), torch.ones(CLASSES, FEATURES)
     for derived in (model.head.weight.detach(), model.head.weight * 2):
-        for call in (
-            lambda: eaves.linear_cross_entropy(hidden, derived, target),
-            lambda: eaves.linear_log_prob(hidden, derived, target),
-            lambda: eaves.linear_log_prob(hidden, derived, target.unsqueeze(-1)),
-            lambda: eaves.linear_kl_div(hidden, derived, hidden.detach(), torch.ones(CLASSES, FEATURES)),
+        for function, *rest in (
+            (eaves.linear_cross_entropy, target),
+            (eaves.linear_log_prob, target),
+            (eaves.linear_log_prob, target.unsqueeze(-1)),
+            (eaves.linear_kl_div, *teacher),
         ):
             with pytest.raises(NotImplementedError, match=r"over which fully_shard cuts .*pass the parameter itself"):
-                call()
+                function(hidden, derived, *rest)
     loss = eaves.linear_cross_entropy(hidden, model.head.weight, target)
     loss.backward()
     assert model.head.weight.grad is not None
