@@ -62,7 +62,8 @@ using Where = TensorView (TestTensor::*)() const;
 
 /// The outputs of one forward.
 struct CrossEntropyResults {
-  CrossEntropyResults(Device device, DType dtype, const Dims& row_shape, Reduction reduction, bool has_split_lse = false)
+  CrossEntropyResults(Device device, DType dtype, const Dims& row_shape, Reduction reduction,
+                      bool has_split_lse = false)
       : has_split_lse(has_split_lse),
         loss(device, dtype, reduction == Reduction::none ? row_shape : Dims{}),
         lse(device, dtype, has_split_lse ? with_axis_of_2(row_shape) : row_shape),

@@ -260,7 +260,8 @@ void shard_forward_backward(Written written, Inputs inputs, OptionalTensor norma
       .forward = {.inputs = inputs_of(inputs, options), .normalizer = optional_input(normalizer, {kOp, "normalizer"})},
       .gradients = written.views(),
       .shard = shard.of_core()};
-  const std::vector<Tensor> outputs = make_outputs(args.forward, outputs::kLse | outputs::kSplitLse | outputs::kTargetMass);
+  const std::vector<Tensor> outputs =
+      make_outputs(args.forward, outputs::kLse | outputs::kSplitLse | outputs::kTargetMass);
   args.shard.shards = shards;
   args.shard.statistics = output(statistics);
   args.shard.gathered = output(gathered);

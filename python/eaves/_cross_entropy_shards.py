@@ -203,8 +203,9 @@ def cross_entropy_merge(
         op, _merge, statistics, target, row_weight, normalizer, index_of(op, "ignore_index", ignore_index), mode,
         numbers, index_of(op, "classes", classes), has_weight, computed, number_tensor=number_tensor,
     )  # fmt: skip
-    lse, *others = (pick(outputs, computed, bit) for bit in (LSE, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS, DIVISOR))
-    return CrossEntropyMerged(outputs[0], lse[..., 0].contiguous(), *others, lse[..., 1].contiguous())
+    lse = outputs[1]
+    others = [pick(outputs, computed, bit) for bit in (ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS, DIVISOR)]
+    return CrossEntropyMerged._make((outputs[0], lse[..., 0].contiguous(), *others, lse[..., 1].contiguous()))
 
 
 def cross_entropy_shard_gradient(

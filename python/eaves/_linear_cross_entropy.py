@@ -1058,6 +1058,7 @@ class _Speed(torch.autograd.Function):
         # Both read and write nothing where grad_loss is 1.
         if ctx.options[_REDUCTION] == NONE:
             # By another name: a selective checkpoint may keep it too, and refuses what has been changed.
+            assert gradients[0] is not None
             call(_OP, _rescale_rows, gradients[0].data, grad_loss, -1)
         else:
             call(_OP, _rescale, *gradients, grad_loss)

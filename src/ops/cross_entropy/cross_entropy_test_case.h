@@ -43,7 +43,7 @@ struct CrossEntropyCase {
   bool wants_sum_sq_in_place = false;  ///< sum_sq in place as well; a GPU then takes two passes
   bool wants_mean_logit = false;
   bool has_split_lse = false;  ///< lse is kept as two numbers
-  bool runs_in_place = true;  ///< forward_backward too; not over logits that share memory
+  bool runs_in_place = true;   ///< forward_backward too; not over logits that share memory
   Placement logits_placement = {};
   Placement targets_placement = {};
   Placement grad_loss_placement = {};
@@ -300,8 +300,7 @@ class CrossEntropyComparison {
   /// of a sum in between, in float32.
   bool compare_in_place(const reference::CrossEntropyRow& row, std::int64_t i, const std::string& of_row) {
     const CrossEntropyResults& results = run_.results_in_place;
-    const reference::CrossEntropyUpstream written{.loss = grad_loss(results, i),
-                                                  .lse_minus_anchor = results.lse_of(i)};
+    const reference::CrossEntropyUpstream written{.loss = grad_loss(results, i), .lse_minus_anchor = results.lse_of(i)};
     const reference::CrossEntropyUpstream exact{
         .loss = written.loss, .anchor = row.anchor, .lse_minus_anchor = row.lse_minus_anchor};
     reference::CrossEntropyUpstream rounded = exact;

@@ -68,7 +68,7 @@ struct LinearCrossEntropyCase {
   std::optional<DType> grad_loss_dtype = {};     ///< that of the loss unless given
   bool has_row_weight = false;
   bool has_normalizer = false;  ///< with the mean
-  bool has_split_lse = false;    ///< lse is kept as two numbers
+  bool has_split_lse = false;   ///< lse is kept as two numbers
   bool has_grad_lse = false;    ///< of the backward, as the next
   bool has_grad_entropy = false;
   bool wants_all_of_row = true;  ///< argmax, entropy and sum_sq among the outputs

@@ -117,18 +117,17 @@ LogsumexpBackwardProblem make_problem(const LogsumexpBackwardArgs& args) {
   const auto row_strides = [&](const TensorView& tensor, bool keepdim) {
     return spread_strides(tensor.strides, args.x.shape.size(), axes, keepdim);
   };
-  return {
-      .view = make_row_view<2, 4>(args.x.shape, axes,
-                                  {args.x.strides, args.grad_x.strides,
-                                   row_strides(args.lse, args.keepdim && !kept.is_split),
-                                   row_strides(args.grad_out, args.keepdim)}),
-      .device = args.x.device,
-      .x_dtype = args.x.dtype,
-      .grad_out_dtype = args.grad_out.dtype,
-      .x = args.x.data,
-      .lse = kept,
-      .grad_out = args.grad_out.data,
-      .grad_x = args.grad_x.data};
+  return {.view = make_row_view<2, 4>(
+              args.x.shape, axes,
+              {args.x.strides, args.grad_x.strides, row_strides(args.lse, args.keepdim && !kept.is_split),
+               row_strides(args.grad_out, args.keepdim)}),
+          .device = args.x.device,
+          .x_dtype = args.x.dtype,
+          .grad_out_dtype = args.grad_out.dtype,
+          .x = args.x.data,
+          .lse = kept,
+          .grad_out = args.grad_out.data,
+          .grad_x = args.grad_x.data};
 }
 
 std::size_t workspace_bytes(const LogsumexpForwardProblem& problem) {

@@ -28,7 +28,7 @@ struct LogsumexpForwardProblem {
   DType x_dtype;
   DType out_dtype;
   const void* x;
-  void* out;  ///< nullptr where not asked for
+  void* out;    ///< nullptr where not asked for
   KeptLse lse;  ///< likewise
 };
 

@@ -136,12 +136,12 @@ TEST_F(LogsumexpErrors, Dtypes) {
   backward = backward_;
   backward.lse.dtype = DType::float16;
   expect_refused(
-      backward,
-      "logsumexp_backward: lse has dtype float16, expected float32 (float32, or float64 where x is float64)");
+      backward, "logsumexp_backward: lse has dtype float16, expected float32 (float32, or float64 where x is float64)");
   args = forward_;
   args.x.dtype = args.out.dtype = DType::float64;
   args.lse.dtype = DType::float32;
-  expect_refused(args, "logsumexp_forward: lse has dtype float32, expected float64 (float32, or float64 where x is float64)");
+  expect_refused(args,
+                 "logsumexp_forward: lse has dtype float32, expected float64 (float32, or float64 where x is float64)");
   backward = backward_;
   backward.grad_x.dtype = DType::bfloat16;
   expect_refused(backward, "logsumexp_backward: grad_x has dtype bfloat16, expected float32 (that of x)");

@@ -24,7 +24,7 @@ struct Logsumexp {
   View rows;
   const T* x;
   DType out_dtype;
-  void* out;  ///< nullptr where not asked for
+  void* out;    ///< nullptr where not asked for
   KeptLse lse;  ///< likewise
 
   EAVES_HOST_DEVICE const View& view() const { return rows; }

@@ -18,7 +18,7 @@ struct LogsumexpRows {
   std::vector<double> lse;
   std::vector<double> lse_minus_anchor;  ///< with the digits that lse has no room for; the anchor is max, or 0
   std::vector<double> max;               ///< the largest element, -inf for an empty row
-  std::vector<std::int64_t> row_of;  ///< for each element of x in row-major order, the row it belongs to
+  std::vector<std::int64_t> row_of;      ///< for each element of x in row-major order, the row it belongs to
 };
 
 inline LogsumexpRows logsumexp(const TensorView& x, const AxisSet& axes) {

@@ -30,7 +30,7 @@ struct LogsumexpCase {
   std::optional<DType> out_dtype = {};       ///< that of x unless given
   std::optional<DType> grad_out_dtype = {};  ///< likewise
   bool has_backward = true;
-  bool has_split_lse = false;                  ///< lse is kept as two numbers
+  bool has_split_lse = false;                 ///< lse is kept as two numbers
   std::function<double(std::int64_t)> value;  ///< of element i of x, in row-major order
 };
 
