@@ -109,7 +109,7 @@ def _parameters() -> Iterator[tuple[Any, Any]]:
 def _meshes() -> tuple[Any, ...] | None:
     """Over which fully_shard has cut parameters. None where a PyTorch does not let it be known."""
     try:
-        meshes = [each.sharded_param.device_mesh for _, each in _parameters()]
+        meshes = [parameter.sharded_param.device_mesh for _, parameter in _parameters()]
     except AttributeError:
         return None
     return tuple({id(mesh): mesh for mesh in meshes}.values())

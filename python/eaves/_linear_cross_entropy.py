@@ -299,7 +299,8 @@ def linear_cross_entropy(
             calls with the same rows, targets of classes and options. All ranks get the same loss and outputs, bit for
             bit, and the gradient of their own piece. Pieces may have different sizes, none too. Where linear_weight is
             a DTensor with Shard(0) on one axis of its mesh, that axis is the group; input and target may be DTensors on
-            that mesh then.
+            that mesh then. A parameter that fully_shard has cut is no such piece: unless rows are cut too
+            (sequence_parallel), it is gathered, and its gradient reduced as its module says.
         first_class: the first class of this rank; None: the pieces follow each other in the order of ranks.
         classes: how many classes there are in all. Rows of linear_weight and probabilities beyond are padding, which is
             neither multiplied nor counted, and has gradient 0. None: all are classes. Without a group too.

@@ -117,7 +117,8 @@ def linear_kl_div(
     Args:
         input: the student's hidden states, [..., D], any strides, on the CPU or a CUDA GPU; float16, bfloat16, float32
             or float64.
-        linear_weight: the student's head, [V, D], in the dtype of input.
+        linear_weight: the student's head, [V, D], in the dtype of input. A parameter that fully_shard has cut is
+            gathered, and its gradient reduced as its module says; teacher_weight is gathered too.
         teacher_input: the teacher's hidden states, [..., E], any strides; the shape of input but for E. One that
             requires a gradient is refused: compute it under torch.no_grad().
         teacher_weight: the teacher's head, [V, E], in the dtype of teacher_input, which need not be that of input. It
@@ -146,7 +147,7 @@ def linear_kl_div(
     Raises:
         ValueError: a shape, dtype, device or number is not as above; the two heads have different numbers of classes.
         TypeError: an argument is of the wrong Python type.
-        NotImplementedError: a dtype, layout or device that eaves does not have, a DTensor; a derivative of second
+        NotImplementedError: a dtype, layout or device that eaves does not have, another DTensor; a derivative of second
             order, in forward mode, or of teacher_input or normalizer; torch.vmap, torch.func and torch.export.
         torch.OutOfMemoryError: torch's allocator has no memory for a result or the workspace.
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import eaves
 from cross_entropy_test import each
@@ -192,6 +193,28 @@ def test_a_head_of_fully_shard_is_gathered_and_its_gradient_reduced(
 
 def test_the_head_stays_whole_where_the_module_says_so(cpu_ranks: Ranks) -> None:
     cpu_ranks.run(compare, ("mean", "tokens"), cut_apart, True, {"reshard_after_forward": False}, 2e-6, ranks=2)
+
+
+def test_the_head_is_cut_over_fewer_ranks_between_forward_and_backward(cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(compare, ("mean", "tokens"), cut_apart, True, {"reshard_after_forward": 2}, 2e-6)
+
+
+def checkpointed(group: distributed.ProcessGroup) -> None:
+    of_eaves, of_torch = LOSSES["recompute"]
+    mesh = DeviceMesh.from_group(group, "cpu")
+    found, expected = (cut_apart(Model(), mesh=mesh) for _ in range(2))
+
+    def loss(head: Any, hidden: Tensor, target: Tensor) -> Tensor:
+        again: Any = checkpoint(lambda hidden: of_eaves(head, hidden, target), hidden, use_reentrant=False)
+        return again  # type: ignore[no-any-return]
+
+    train(found, loss, group.rank(), True)
+    train(expected, of_torch, group.rank(), True)
+    torch.testing.assert_close(gradients(found), gradients(expected), rtol=2e-6, atol=2e-6)
+
+
+def test_the_call_is_computed_again_in_a_checkpoint(cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(checkpointed, ranks=2)
 
 
 def test_the_divisor_and_the_accumulation_of_the_module_hold(cpu_ranks: Ranks) -> None:

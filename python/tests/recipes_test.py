@@ -3,6 +3,7 @@ takes as given."""
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +44,36 @@ def names(block: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """Of this process alone."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 @pytest.mark.parametrize(("title", "block"), BLOCKS, ids=[title for title, _ in BLOCKS])
-def test_the_recipe_runs(title: str, block: str, tmp_path: Path) -> None:
+def test_the_recipe_runs(title: str, block: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     given = names(block, tmp_path)
+    if "mesh" in block:
+        given["mesh"] = request.getfixturevalue("mesh")
     before = given["head"].weight.detach().clone()
     exec(compile(block, f"{PAGE.name}: {title}", "exec"), given)
     if "optimizer.step" in block:
-        assert not torch.equal(given["head"].weight, before)
+        assert not torch.equal(whole(given["head"].weight), before)
     if "MetricsTrainer" in block:
         entries = [entry for entry in given["trainer"].state.log_history if "loss" in entry]
         assert entries and all(0 <= entry["accuracy"] <= 1 and 0 < entry["entropy"] < math.log(V) for entry in entries)
     if "main_grad" in block:
         assert given["main_grad"].abs().sum() > 0
     if ".backward()" in block and "embedding" not in block:
-        assert given["body"].weight.grad.abs().sum() > 0
+        assert whole(given["body"].weight.grad).abs().sum() > 0
     if "ratio" in block:
         assert given["ratio"].shape == (2, 8) and (given["ratio"][:, :2] == 1).all()
 
