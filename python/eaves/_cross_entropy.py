@@ -186,8 +186,8 @@ def cross_entropy(
 
     Forward and backward each read the logits once (M. Milakov, N. Gimelshein, "Online normalizer calculation for
     softmax", arXiv:1805.02867), in float32 whatever the dtype of `input`. For the backward are kept: input, target, and
-    two numbers for each row, lse and the rest that its rounding lost. Label smoothing: C. Szegedy et al., arXiv:1512.00567; z-loss:
-    A. Chowdhery et al., arXiv:2204.02311; soft capping: Gemma 2, arXiv:2408.00118.
+    two numbers for each row, lse and the rest that its rounding lost. Label smoothing: C. Szegedy et al.,
+    arXiv:1512.00567; z-loss: A. Chowdhery et al., arXiv:2204.02311; soft capping: Gemma 2, arXiv:2408.00118.
 
     Args:
         input: the logits: [..., V], or as in torch [N, V, d1, ...]; any strides, on the CPU or a CUDA GPU; float16,
@@ -811,7 +811,7 @@ def _of_only_backward(ctx: Any, grad_loss: Tensor) -> list[Any]:
 def _differentiable(*arguments: Any, number_tensor: Tensor | None = None) -> list[Tensor]:
     """cross_entropy_forward by its autograd.Function."""
     *of_forward, wanted = arguments
-    input, target, weight, mode = *of_forward[:3], of_forward[7]
+    _, target, weight, mode = *of_forward[:3], of_forward[7]
     computed = kept_for_backward(wanted, mode, target.is_floating_point() or weight is not None)
     outputs = apply(_OP, _CrossEntropy, *of_forward, computed, wanted, number_tensor, None)
     return in_order(outputs, computed, wanted)

@@ -231,8 +231,8 @@ def linear_cross_entropy(
         memory  The same in smaller chunks: on a GPU as fast with few classes, with many up to 1.5 times the time, in
                 160 MiB of scratch memory up to 139,264 classes, 24 MiB and 1 KiB a class beyond. Where a chunk has no
                 room for 384 rows: recompute.
-        recompute  The forward keeps two numbers for each row, and the backward computes the logits again: four products.
-                No gradient waits between them, and that of linear_weight is rounded for fewer chunks.
+        recompute  The forward keeps two numbers a row, and the backward computes the logits again: four products. No
+                gradient waits between them, and that of linear_weight is rounded for fewer chunks.
 
     Rows that are ignored, and rows of weight 0, are left out before the first product: on the CPU always, on a GPU with
     `skip_ignored`.

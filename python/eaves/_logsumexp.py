@@ -90,8 +90,8 @@ def _computed(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype)
 
 @binds_quickly
 class _Logsumexp(torch.autograd.Function):
-    """x -> (out, lse), with lse as two numbers, [rows..., 2]: around 1e4 one float32 is off by 5e-4, and so would be the
-    gradient."""
+    """x -> (out, lse), with lse as two numbers, [rows..., 2]: around 1e4 one float32 is off by 5e-4, and so would be
+    the gradient."""
 
     generate_vmap_rule = True
 

@@ -410,9 +410,7 @@ def upstream_of(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None
     return grad_loss, grad_lse, grad_entropy
 
 
-def for_backward(
-    upstream: Sequence[Any], saved: Sequence[Any], mode: int
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def for_backward(upstream: Sequence[Any], saved: Sequence[Any], mode: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The upstream gradients and the saved outputs as the extension takes them."""
     grad_loss, grad_lse, grad_entropy = upstream
     lse, entropy, target_mass, divisor = saved

@@ -312,7 +312,8 @@ def test_tensors_of_two_devices_are_refused_and_not_read(op: Operator, device: t
         for index in range(len(inputs) if len(inputs) > 1 else 0):
             moved = [each.to(other) if i == index else each for i, each in enumerate(inputs)]
             for given in (moved, leaves(op, moved)):
-                with pytest.raises(ValueError, match=rf"^{op.name}: \w+ is on [\w:]+, expected [\w:]+ \(as \w+\)(; on meta|$)"):
+                said = rf"^{op.name}: \w+ is on [\w:]+, expected [\w:]+ \(as \w+\)(; on meta|$)"
+                with pytest.raises(ValueError, match=said):
                     op.function(*given)
     # And on the other way to the extension.
     for overload, arguments in op.extension_calls(device):
