@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cctype>
 #include <cstdint>
+#include <cstring>
 
 #include "cli/options.h"
 #include "core/check.h"
@@ -94,6 +95,14 @@ TensorView Run::output(const std::string& name, DType dtype, const Dims& shape) 
   return outputs_.back().view;
 }
 
+TensorView Run::lse_output(DType dtype, Dims rows, const Dims& shape) {
+  rows.push_back(2);
+  const TensorView view = output("lse", dtype, rows);
+  lse_shape_ = shape;
+  lse_ = view.data;
+  return view;
+}
+
 TensorView Run::output_over_input(const std::string& name, const std::string& flag) {
   const StoredTensor& stored = find(flag);
   const TensorView view = output(name, *stored.dtype, stored.shape);
@@ -105,18 +114,34 @@ TensorView Run::filled(DType dtype, const Dims& shape, double number) {
   return arena_.filled(dtype, shape, {&number, 1});
 }
 
+namespace {
+
+/// Of each pair along the last axis, in the memory of `pairs`.
+TensorView first_numbers(const TensorView& pairs, const Dims& shape) {
+  const std::size_t size = size_of(pairs.dtype);
+  auto* const to = static_cast<char*>(pairs.data);
+  for (std::int64_t i = 1; i < pairs.element_count() / 2; ++i) {
+    std::memcpy(to + static_cast<std::size_t>(i) * size, to + static_cast<std::size_t>(2 * i) * size, size);
+  }
+  return TensorView::contiguous(pairs.data, pairs.dtype, shape);
+}
+
+}  // namespace
+
 void Run::finish() {
   runtime::synchronize(device_);
   file_.check_unchanged();
   bench::Arena host_arena(kCpu);
   std::string list;
   for (auto& [name, view] : outputs_) {
+    const bool is_lse = view.data == lse_ && lse_ != nullptr;
     if (device_ != kCpu) {
       const std::size_t bytes = static_cast<std::size_t>(view.element_count()) * size_of(view.dtype);
       void* host = host_arena.allocate(bytes);
       runtime::copy(host, kCpu, view.data, device_, bytes);
       view = TensorView::contiguous(host, view.dtype, view.shape);
     }
+    if (is_lse) view = first_numbers(view, lse_shape_);
     list +=
         fmt::format("{}{} {} {}", list.empty() ? "" : ", ", name, name_of(view.dtype), check::to_string(view.shape));
   }

@@ -59,7 +59,11 @@ class Run {
   /// Memory for a result, which finish() writes to the output file under `name`.
   TensorView output(const std::string& name, DType dtype, const Dims& shape);
 
-  /// The same, holding the input that `flag` names: for operators that compute in place.
+  /// The same of the lse of rows, as the two numbers that a backward takes, on an axis of 2 behind the rows'. The file
+  /// gets the first, in `shape`.
+  TensorView lse_output(DType dtype, Dims rows, const Dims& shape);
+
+  /// As output(), holding the input that `flag` names: for operators that compute in place.
   TensorView output_over_input(const std::string& name, const std::string& flag);
 
   /// Memory full of one number, for what the operator takes or gives and no file has.
@@ -80,6 +84,8 @@ class Run {
   std::optional<AtomicFile> output_file_;
   bench::Arena arena_;
   std::vector<NamedTensor> outputs_;
+  Dims lse_shape_;             ///< of lse_output(), in the file
+  const void* lse_ = nullptr;  ///< its memory
 };
 
 struct RunOperator {

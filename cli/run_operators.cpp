@@ -44,11 +44,12 @@ void run_logsumexp(Run& run) {
   const TensorView x = run.input("--tensor");
   DType out_dtype = x.dtype;
   if (!run.text("--dtype").empty()) out_dtype = parse_dtype("--dtype", run.text("--dtype"));
-  const Dims shape = reduced_shape(x.shape, check::axes({"logsumexp", "x", x}, dims), keepdim);
+  const AxisSet axes = check::axes({"logsumexp", "x", x}, dims);
+  const Dims shape = reduced_shape(x.shape, axes, keepdim);
 
   LogsumexpForwardArgs forward{.x = x, .axes = dims, .keepdim = keepdim};
   forward.out = run.output("out", out_dtype, shape);
-  forward.lse = run.output("lse", accumulator_dtype(x.dtype), shape);
+  forward.lse = run.lse_output(accumulator_dtype(x.dtype), reduced_shape(x.shape, axes, false), shape);
   logsumexp_forward(forward, run.context());
   const TensorView grad_out = run.input("--grad");
   if (!grad_out.is_present) return;
@@ -110,7 +111,7 @@ template <typename Views>
 void make_outputs(Run& run, Views& views, const CrossEntropyOptions& options, const Dims& row_shape, DType dtype) {
   const Dims loss_shape = options.reduction == Reduction::none ? row_shape : Dims{};
   views.loss = run.output("loss", dtype, loss_shape);
-  views.lse = run.output("lse", dtype, row_shape);
+  views.lse = run.lse_output(dtype, row_shape, row_shape);
   if (run.is_set("--argmax")) views.argmax = run.output("argmax", DType::int64, row_shape);
   if (run.is_set("--entropy")) views.entropy = run.output("entropy", dtype, row_shape);
   if (run.is_set("--sum-sq")) views.sum_sq = run.output("sum_sq", dtype, row_shape);
@@ -120,9 +121,9 @@ void make_outputs(Run& run, Views& views, const CrossEntropyOptions& options, co
 
 /// What a forward writes for the backward alone, and no file gets.
 template <typename Views>
-void make_outputs_for_backward(Run& run, Views& views, const CrossEntropyOptions& options) {
+void make_outputs_for_backward(Run& run, Views& views, const CrossEntropyOptions& options, const Dims& row_shape) {
   const DType dtype = views.lse.dtype;
-  views.target_mass = run.filled(dtype, views.lse.shape, 0.0);
+  views.target_mass = run.filled(dtype, row_shape, 0.0);
   if (options.reduction == Reduction::mean) views.divisor = run.filled(dtype, {}, 0.0);
 }
 
@@ -154,9 +155,9 @@ void run_cross_entropy(Run& run) {
                                   .normalizer = run.input("--normalizer"),
                                   .class_axis = class_axis,
                                   .options = loss_options(run)};
-  make_outputs(run, forward, forward.options, reduced_shape(logits.shape, axes, false),
-               accumulator_dtype(logits.dtype));
-  if (has_backward) make_outputs_for_backward(run, forward, forward.options);
+  const Dims row_shape = reduced_shape(logits.shape, axes, false);
+  make_outputs(run, forward, forward.options, row_shape, accumulator_dtype(logits.dtype));
+  if (has_backward) make_outputs_for_backward(run, forward, forward.options, row_shape);
   if (is_in_place) {
     cross_entropy_forward_backward({.forward = forward, .grad_loss = run.input("--grad")}, run.context());
     return;
@@ -228,7 +229,7 @@ void run_linear_cross_entropy(Run& run) {
     both.gradients = head_gradients(run, inputs);
     return linear_cross_entropy_forward_backward(both, run.context());
   }
-  make_outputs_for_backward(run, forward.outputs, inputs.options);
+  make_outputs_for_backward(run, forward.outputs, inputs.options, row_shape);
   linear_cross_entropy_forward(forward, run.context());
   LinearCrossEntropyBackwardArgs backward{.inputs = inputs};
   set_upstream(run, backward, forward.outputs);
