@@ -59,10 +59,11 @@ def check_device(op: str, name: str, tensor: Tensor, reference_name: str, refere
     """Raises ValueError where the two are on different devices. The dispatcher does not look: of a tensor on the CPU
     and one on the device "meta" it makes a result without values."""
     if tensor.device != reference.device:
-        hint = "; on meta it has no numbers: one that accelerate offloads has them within its module's forward alone"
+        hint = "; a parameter that accelerate offloads has its numbers within its module's forward alone"
+        is_offloaded = tensor.is_meta and isinstance(tensor, torch.nn.Parameter)
         raise ValueError(
             f"{op}: {name} is on {tensor.device}, expected {reference.device} (as {reference_name})"
-            + (hint if tensor.is_meta else "")
+            + (hint if is_offloaded else "")
         )
 
 

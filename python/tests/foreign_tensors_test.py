@@ -109,9 +109,9 @@ def test_one_with_the_operators_of_a_tensor_works(name: str) -> None:
 
 
 @each("name", HEADS)
-def test_one_without_numbers_says_why(name: str) -> None:
+def test_a_parameter_without_numbers_says_why(name: str) -> None:
     with pytest.raises(ValueError, match=r"is on meta, expected cpu .*accelerate offloads"):
-        OPERATORS[name](HEAD.to("meta"))
+        OPERATORS[name](torch.nn.Parameter(HEAD.to("meta")))
 
 
 # -------------------------------------------------------------------------------------------------- models of eaves.hf
