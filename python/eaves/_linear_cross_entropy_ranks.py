@@ -41,6 +41,7 @@ from eaves._loss import (
     MEAN_LOGIT,
     NUMBERS_IN_WORDS,
     REDUCTION_NAMES,
+    SPLIT_LSE,
     SUM_SQ,
     TARGET_MASS,
     divisor_of_sum,
@@ -307,9 +308,11 @@ def _forward_at(
         (options.ignore_index, options.reduction, options.numbers), place, tensors.weight is not None, outputs,
     )  # fmt: skip
     if tensors.row_weight is not None:
+        is_nothing = tensors.row_weight == 0
         for bit in (LSE, ARGMAX, ENTROPY, TARGET_MASS, SUM_SQ, MEAN_LOGIT):
             if outputs & bit:
-                pick(results, outputs, bit).masked_fill_(tensors.row_weight == 0, 0)
+                is_split = bit == LSE and bool(outputs & SPLIT_LSE)
+                pick(results, outputs, bit).masked_fill_(is_nothing.unsqueeze(-1) if is_split else is_nothing, 0)
     return [*results, *[each for each in computed.finished() if each is not None], place.tensor()]
 
 

@@ -196,6 +196,9 @@ def linear_kl_div(
     mode = reduction_of(_OP, reduction)
     if normalizer is not None:
         normalizer = normalizer_of(_OP, normalizer, mode, dtype, input.device)
+        # As the core's, which this loss does not call: of a GPU it is not known here.
+        if normalizer.device.type == "cpu" and not torch.compiler.is_compiling() and normalizer.item() < 0:
+            raise ValueError(f"{_OP}: normalizer is {normalizer.item()}, expected a number that is not negative")
     settings = _settings(divergence, beta, temperature, student, teacher, workspace_bytes)
 
     teacher_tensors = [None if each is None else each.detach() for each in teacher]

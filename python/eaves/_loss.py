@@ -19,7 +19,6 @@ from eaves._operator import (
     check_shape,
     check_tensor,
     index_of,
-    is_transforming,
     name_of,
     number_of,
     number_tensor_of,
@@ -266,10 +265,6 @@ def normalizer_of(op: str, normalizer: object, mode: int, dtype: torch.dtype, de
     if normalizer.device != device:
         raise ValueError(f"{op}: normalizer is on {normalizer.device}, expected {device} (as input), or a number")
     refuse_gradient(op, "normalizer", normalizer)
-    # Of a GPU, a tracer or a batch it is not known here.
-    is_known = normalizer.device.type == "cpu" and type(normalizer) in (Tensor, torch.nn.Parameter)
-    if is_known and not torch.compiler.is_compiling() and not is_transforming() and normalizer.item() < 0:
-        raise ValueError(f"{op}: normalizer is {normalizer.item()}, expected a number that is not negative")
     return normalizer.to(dtype)
 
 

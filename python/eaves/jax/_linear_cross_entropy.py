@@ -437,4 +437,7 @@ def _of_shards(setting: _Setting, shard: Shard, values: Any, names: tuple[str, .
     found = merge(_OP, _NAMES, shard, statistics, labels, row_weight, options, weight is not None, False, names)
     if row_weight is None:
         return found
-    return {name: jnp.where(row_weight == 0, 0, each) for name, each in found.items()}
+    is_nothing = row_weight == 0
+    return {
+        name: jnp.where(is_nothing[..., None] if name == "lse" else is_nothing, 0, each) for name, each in found.items()
+    }
