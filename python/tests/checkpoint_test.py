@@ -139,11 +139,16 @@ def results(call: Call, leaves: Sequence[Tensor], count: int = 1) -> list[list[A
     return found
 
 
-def assert_same_bits(actual: list[list[Any]], expected: list[list[Any]], what: str) -> None:
+def assert_same_bits(
+    actual: list[list[Any]], expected: list[list[Any]], what: str, but_for_order: bool = False
+) -> None:
+    """`but_for_order`: but for the order of sums."""
     for a, e in zip(actual, expected, strict=True):
         for ours, theirs in zip(a, e, strict=True):
             assert (ours is None) == (theirs is None), what
-            if ours is not None:
+            if ours is not None and but_for_order:
+                torch.testing.assert_close(ours, theirs, msg=lambda text: f"{what}: {text}")
+            elif ours is not None:
                 assert torch.equal(ours, theirs), f"{what}: {ours}, expected {theirs}"
 
 
@@ -211,7 +216,9 @@ def test_with_saved_tensors_on_the_cpu(name: str, any_device: torch.device) -> N
         expected = results(call, leaves_of(wanted, dtype, any_device))
         with save_on_cpu(pin_memory=any_device.type == "cuda"):
             actual = results(call, leaves_of(wanted, dtype, any_device))
-        assert_same_bits(actual, expected, what)
+        # On a GPU a head comes back contiguous that PyTorch's product in front of a call had transposed, and the product
+        # adds up in another order.
+        assert_same_bits(actual, expected, what, but_for_order=any_device.type == "cuda")
 
 
 POLICIES = {

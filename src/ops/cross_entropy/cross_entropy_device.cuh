@@ -64,13 +64,6 @@ inline constexpr float kUnit<float> = 0.693147180559945309f;
 __device__ inline float power(float x) { return exp2_approximate(x); }
 __device__ inline double power(double x) { return ::exp(x); }
 
-/// The same. Next to 1 the approximate exponential is off by 2^-22, which is much beside a row's sum of 1.
-__device__ inline float power_next_to_1(float x) {
-  const float d = x * kUnit<float>;
-  return fabsf(d) < 0x1p-10f ? 1.0f + fmaf(0.5f * d, d, d) : power(x);
-}
-__device__ inline double power_next_to_1(double x) { return power(x); }
-
 /// How far the anchor of a row's exponents may lag behind its logits. Less would be more work, and more would cost
 /// accuracy: exponents below 4 are known to 2^-23.
 inline constexpr double kAnchorSlack = 3.0;
@@ -184,10 +177,12 @@ __device__ Transformed<A> transformed_in_units(A z, const LossTerms<A>& terms) {
   return capped<false>(z, terms);
 }
 
-/// z' of any logit.
+/// z' of any logit, rounded: the z' of a row's target is subtracted from that of its largest logit, and the two are the
+/// same number where they are the same logit.
 template <typename A>
 __device__ A transformed(A z, const LossTerms<A>& terms) {
-  return terms.softcap == A(0) ? z * terms.scale : capped<false>(z, terms).rounded() * kUnit<A>;
+  if (terms.softcap == A(0)) return product(z, terms.scale);
+  return product(capped<false>(z, terms).rounded(), kUnit<A>);
 }
 
 // ---- problems ------------------------------------------------------------------------------------------------------

@@ -163,9 +163,11 @@ struct FullGradient {
     if (row.per_class != A(0) && in.has_factors) {
       u = factor_of(in, soft_row + column_offset(in.view, kSoftTargets, column), column);
     }
-    A transformed = z * in.terms.scale;
-    A derivative = A(1);  // of tanh
-    if (in.terms.softcap != A(0)) transformed = capped<false>(z, in.terms, &derivative).rounded() * kUnit<A>;
+    A transformed = product(z, in.terms.scale);  // rounded, as in the forward
+    A derivative = A(1);                         // of tanh
+    if (in.terms.softcap != A(0)) {
+      transformed = product(capped<false>(z, in.terms, &derivative).rounded(), kUnit<A>);
+    }
     const A d = column == row.target ? row.log_probability(transformed) : (transformed - row.lse.high) - row.lse.low;
     const A p = exponential(d);
     A result = row.per_class == A(0) ? A(0) : -row.per_class * u;
