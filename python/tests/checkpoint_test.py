@@ -216,8 +216,8 @@ def test_with_saved_tensors_on_the_cpu(name: str, any_device: torch.device) -> N
         expected = results(call, leaves_of(wanted, dtype, any_device))
         with save_on_cpu(pin_memory=any_device.type == "cuda"):
             actual = results(call, leaves_of(wanted, dtype, any_device))
-        # On a GPU a head comes back contiguous that PyTorch's product in front of a call had transposed, and the product
-        # adds up in another order.
+        # On a GPU a head comes back contiguous, which PyTorch's product in front of a call had transposed, and the
+        # product adds up in another order.
         assert_same_bits(actual, expected, what, but_for_order=any_device.type == "cuda")
 
 
