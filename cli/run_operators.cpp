@@ -337,7 +337,8 @@ const RunOperator kOperators[] = {
                  "Of the gradients. speed: with the loss, logits computed once; memory: the same in little memory; "
                  "recompute: logits computed again; auto: speed where its workspace is allowed",
                  "auto"),
-          {"--skip-ignored", false, "Leave out rows that are ignored before anything is multiplied. A CPU always does"},
+          {"--skip-ignored", false,
+           "Leave out rows that are ignored or of weight 0 before anything is multiplied. A CPU always does"},
           {"--workspace-limit", "0",
            "The most scratch memory to take, in bytes, such as 64M or 2G; 0: what suits the device"}}),
      run_linear_cross_entropy},

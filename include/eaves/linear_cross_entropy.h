@@ -200,7 +200,8 @@ struct LinearCrossEntropyShardForwardArgs {
   LinearCrossEntropyShard shard = {};
 
   /// out, result dtype, contiguous: of each row that is computed, in their order, kCrossEntropyStatistics. Of rows that
-  /// are left out nothing is written. cross_entropy_merge makes the loss of those of all shards.
+  /// are left out nothing is written. cross_entropy_merge makes the loss of those of all shards. Its loss of a row of
+  /// weight 0 is 0; lse, argmax, entropy, sum_sq, mean_logit and target_mass of that row are for the caller to zero.
   TensorView statistics = {};
 };
 

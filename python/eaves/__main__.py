@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 
 from eaves import _info, _output
-
-
-class _Parser(argparse.ArgumentParser):
-    def print_help(self, file: object = None) -> None:
-        _output.say(self.format_help().rstrip())
 
 
 def main() -> int:
@@ -19,7 +13,15 @@ def main() -> int:
         from eaves.bench.__main__ import main as bench
 
         return bench(sys.argv[2:])
-    parser = _Parser(prog="python -m eaves", description=__doc__)
+    try:
+        return _main()
+    except OSError as error:
+        print(f"eaves: {error}", file=sys.stderr)
+        return 1
+
+
+def _main() -> int:
+    parser = _output.Parser(prog="python -m eaves", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="info|bench")
     info = commands.add_parser("info", help="versions, devices, backends, and what does not fit together")
     info.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -27,11 +29,7 @@ def main() -> int:
     arguments = parser.parse_args()
     report = _info.collect()
     _output.say(json.dumps(report, indent=2) if arguments.json else _info.text(report))
-    try:
-        _output.check()
-    except OSError as error:
-        print(f"eaves: {error}", file=sys.stderr)
-        return 1
+    _output.check()
     return 0 if report["matches"] else 1
 
 

@@ -254,8 +254,8 @@ def cross_entropy(
             over one axis of its mesh; a derivative of second order, in forward mode, or of target, weight, row_weight
             or normalizer; inplace_backward under torch.func; with a group torch.vmap and torch.func.
         RuntimeError: with inplace_backward, input is a leaf that requires a gradient, a second backward, or the
-            backward of a later use of input; of torch.distributed, where a rank has ended or does not call, after the
-            time-out of the group.
+            backward of a later use of input (of float16 and with a group, of a use after the backward); of
+            torch.distributed, where a rank has ended or does not call, after the time-out of the group.
         torch.OutOfMemoryError: torch's allocator has no memory for a result.
 
     With a group, ranks compare their arguments before they exchange statistics: an error of one, or a difference, is an

@@ -314,8 +314,8 @@ def linear_cross_entropy(
     Returns:
         The loss: float32, or float64 for a float64 input; of shape [], or with reduction="none" of shape [rows...],
         contiguous. With any return_*: CrossEntropyOutput(loss, lse, argmax, entropy, z_loss, sum_sq, mean_logit), None
-        for what was not asked for. "rows..." is the shape of input without D. Of rows
-        that are ignored or of weight 0 all outputs are 0.
+        for what was not asked for. "rows..." is the shape of input without D. Rows that are ignored or of weight 0 have
+        all outputs 0.
 
         Gradients have the dtypes of their tensors: of input, linear_weight and linear_bias, each computed only where it
         requires one: a frozen head costs no product for its weight, a frozen body none for input.

@@ -201,9 +201,9 @@ def linear_kl_div(
             raise ValueError(f"{_OP}: normalizer is {normalizer.item()}, expected a number that is not negative")
     settings = _settings(divergence, beta, temperature, student, teacher, workspace_bytes)
 
-    teacher_tensors = [None if each is None else each.detach() for each in teacher]
-    tensors = (*student, *teacher_tensors, counts)
     try:
+        teacher_tensors = [None if each is None else each.detach() for each in teacher]
+        tensors = (*student, *teacher_tensors, counts)
         if needs_autograd(*[each for each in student if each is not None]):
             found: Tensor = uncompiled(_OP, apply)(_OP, _Divergence, *tensors, settings, mode)
         else:

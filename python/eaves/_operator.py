@@ -59,7 +59,7 @@ def check_device(op: str, name: str, tensor: Tensor, reference_name: str, refere
     """Raises ValueError where the two are on different devices. The dispatcher does not look: of a tensor on the CPU
     and one on the device "meta" it makes a result without values."""
     if tensor.device != reference.device:
-        hint = "; a parameter that accelerate offloads has its numbers within its module's forward alone"
+        hint = "; if accelerate offloads it, keep it on a device (device_map)"
         is_offloaded = tensor.is_meta and isinstance(tensor, torch.nn.Parameter)
         raise ValueError(
             f"{op}: {name} is on {tensor.device}, expected {reference.device} (as {reference_name})"
@@ -94,7 +94,7 @@ def _check_kind(op: str, name: str, value: object) -> None:
 
 
 def is_foreign(tensor: object) -> bool:
-    """Is it of a class of others, which may keep the numbers in another form?"""
+    """Whether it is of a class that is not PyTorch's, which may keep the numbers in another form."""
     kind = type(tensor)
     is_plain = kind is Tensor or kind is torch.nn.Parameter
     return not is_plain and isinstance(tensor, Tensor) and not kind.__module__.startswith("torch.")
@@ -104,8 +104,7 @@ def refuse_foreign(op: str, name: str, tensor: Tensor, error: Exception | None =
     kind = type(tensor)
     raise NotImplementedError(
         f"{op}: {name} is a {kind.__module__}.{kind.__qualname__} of {name_of(tensor.dtype)}, which eaves does not "
-        "read, expected a torch.Tensor of floating-point numbers; pass the numbers that it stands for (dequantised) as "
-        "one"
+        "read, expected a torch.Tensor of floating-point numbers; pass it dequantised, as a torch.Tensor"
     ) from error
 
 

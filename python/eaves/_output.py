@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 
@@ -27,3 +28,11 @@ def check() -> None:
     """Raises what has failed; that a reader has left is no failure."""
     if _failure is not None and not isinstance(_failure, BrokenPipeError):
         raise OSError(f"standard output cannot be written: {_failure.strerror}")
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose help says where it cannot be written."""
+
+    def print_help(self, file: object = None) -> None:
+        say(self.format_help().rstrip())
+        check()

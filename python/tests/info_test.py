@@ -163,10 +163,11 @@ def test_a_reader_that_leaves_is_no_failure_and_a_full_disk_is() -> None:
     os.close(reader)
     with open("/dev/full", "w") as full:
         for output, code, said in ((lost, 0, ""), (full, 1, "eaves: standard output cannot be written: ")):
-            command = [sys.executable, "-m", "eaves", "info"]
-            result = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
-            assert result.returncode == code
-            assert result.stderr.startswith(said) and (said or not result.stderr), result.stderr
+            for argument in ("info", "--help"):
+                command = [sys.executable, "-m", "eaves", argument]
+                result = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+                assert result.returncode == code
+                assert result.stderr.startswith(said) and (said or not result.stderr), result.stderr
     os.close(lost)
 
 

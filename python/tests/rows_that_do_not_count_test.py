@@ -1,4 +1,4 @@
-"""Rows that are ignored or of weight 0: whatever they hold and whatever comes from above, they have gradient 0 and
+"""Rows that are ignored or of weight 0: for any input and any upstream gradient they have gradient 0 and
 reach no other; through every loss, and of linear_cross_entropy as if they were not there."""
 
 import math
@@ -262,3 +262,17 @@ def test_a_target_of_a_row_of_weight_zero_is_a_class_all_the_same(is_linear: boo
             eaves.linear_cross_entropy(x, head, target, row_weight=row_weight)
         else:
             eaves.cross_entropy(x @ head.t(), target, row_weight=row_weight)
+
+
+@each("inplace_backward", (False, True))
+def test_an_upstream_gradient_of_0_does_not_hide_a_target_that_is_no_class(
+    inplace_backward: bool, cuda: torch.device
+) -> None:
+    logits = torch.randn(3, 40, device=cuda, requires_grad=True)
+    target, row_weight = torch.tensor([1, 40, 40], device=cuda), torch.tensor([1.0, 1.0, 0.0], device=cuda)
+    loss = eaves.cross_entropy(
+        logits * 1, target, row_weight=row_weight, reduction="none", inplace_backward=inplace_backward
+    )
+    (grad,) = torch.autograd.grad(loss, logits, torch.zeros(3, device=cuda))
+    assert grad[1].isnan().all()
+    assert torch.count_nonzero(grad[::2]) == 0

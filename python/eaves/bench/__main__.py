@@ -87,11 +87,7 @@ file from being written; 1 the device or the system failed; 2 an argument is
 wrong; 130 the run was stopped"""
 
 
-class _Parser(argparse.ArgumentParser):
-    def print_help(self, file: object = None) -> None:
-        _output.say(self.format_help().rstrip())
-        _output.check()
-
+class _Parser(_output.Parser):
     def error(self, message: str) -> NoReturn:
         raise InvalidArgument(f"{message} ({_PROGRAM} --help shows what is expected)")
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -309,7 +310,7 @@ def normalizer_of(op: str, normalizer: Any, mode: int, dtype: Any) -> jax.Array 
     array = jnp.asarray(normalizer, dtype)
     if array.size != 1:
         raise ValueError(f"{op}: normalizer has shape {list(array.shape)}, expected one element")
-    if isinstance(normalizer, (int, float)) and normalizer < 0:  # an array may be on its way
+    if isinstance(normalizer, (int, float, np.floating, np.integer)) and float(normalizer) < 0:  # an array may not be computed yet
         raise ValueError(f"{op}: normalizer is {normalizer}, expected a number that is not negative")
     return constant(op, "normalizer", array.reshape(()))
 

@@ -95,9 +95,8 @@ void narrow_backward(const CrossEntropyBackwardProblem& problem, const Execution
                                           : run.template operator()<FullGradient<float, View>>();
 }
 
-/// Multiplies rows by their factors, unless it is 1. Zeros stay, whatever the factor is: those of rows that do not
-/// count. A few blocks take all rows, so that finding out that there is
-/// nothing to do costs next to nothing.
+/// Multiplies rows by their factors, unless it is 1. A 0 stays 0, whatever the factor is: rows that do not count hold
+/// zeros. A few blocks take all rows, so that finding out that there is nothing to do costs next to nothing.
 template <typename T, typename View>
 __global__ void __launch_bounds__(kRescaleThreads)
     rescale_rows(View view, T* gradient, TypedNumbers factors, std::int64_t pieces, std::int64_t piece_columns) {

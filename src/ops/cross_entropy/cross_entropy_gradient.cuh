@@ -21,16 +21,16 @@ __device__ Accumulator<T> gradient_of_loss(const TypedNumbers& grad_loss, std::i
   return divisor == nullptr ? gradient : mean_gradient(gradient, *divisor);
 }
 
-/// The coefficients of a row; fills in what its target says.
+/// The coefficients of row `per_row`; fills in what its target says.
 template <typename T, typename View>
 __device__ RowGradient<Accumulator<T>> gradient_of_row(const LossInputs<T, View>& in,
-                                                       RowGradientInputs<Accumulator<T>> row) {
+                                                       RowGradientInputs<Accumulator<T>> row, std::int64_t per_row) {
   using A = Accumulator<T>;
   row.target_weight = A(1);
   if (!in.terms.is_soft && !in.terms.is_ignored(row.target)) {
     const std::int64_t column = in.column_of_class(row.target);
     if (!in.terms.is_in_range(row.target)) {
-      if (row.grad_loss != A(0)) row.grad_loss = nan_of<A>();  // a row of weight 0 does not count
+      if (in.row_weight_at(per_row) != A(0)) row.grad_loss = nan_of<A>();
     } else {
       row.target_weight = column >= 0 ? in.weight_in(column) : weight_of_other_shard(row.target_mass, in.terms);
     }
@@ -75,7 +75,7 @@ struct GradientInputs {
       row.entropy = entropy[i];
     }
     if (target_mass != nullptr) row.target_mass = target_mass[i];
-    return gradient_of_row(in, row);
+    return gradient_of_row(in, row, i);
   }
 };
 

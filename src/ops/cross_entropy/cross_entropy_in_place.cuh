@@ -113,7 +113,7 @@ struct InPlace : std::conditional_t<kIsFull, FullLoss<T, V, false>, PlainLoss<T,
     inputs.lse = loss.lse;
     inputs.target_mass = loss.target_mass;
     inputs.grad_loss = row.grad_loss;
-    return {in, gradient_of_row(in, inputs), at.of[kSoftTargets]};
+    return {in, gradient_of_row(in, inputs, at.of[kPerRow]), at.of[kSoftTargets]};
   }
 };
 

@@ -602,7 +602,7 @@ void linear_cross_entropy(const LinearCrossEntropyProblem& given, const LinearCr
   const DeviceGuard guard(given.device);
   require_gemm(given.op);
   LinearCrossEntropyProblem problem = given;
-  // A capture cannot wait for the number of rows that are not ignored: all are computed. That takes less workspace.
+  // A capture cannot wait for the number of rows that count: all are computed. That takes less workspace.
   if (problem.skips_ignored_rows && is_being_captured(given.op, context.stream)) problem.skips_ignored_rows = false;
   LinearCrossEntropyMemory memory;
   lay_out(problem, block, context.workspace.data, memory);

@@ -79,23 +79,25 @@ struct LinearCrossEntropyMemory {
   ExpProductMemory exp_product;
 };
 
-/// The numbers of a call on the device.
+/// The numbers of a call on the device. A gradient is multiplied by kScale = kAlpha * kRest: the products multiply by
+/// kAlpha, the gradient of the logits by kRest. kAlpha is kScale, or 1 if kScale is not finite: a product would turn
+/// the zeros of rows that do not count into NaN.
 enum LinearCrossEntropyNumber {
-  kScale,  ///< what every gradient is multiplied by: dL/d(loss) over the divisor, or 1 where that is per row
-  kAlpha,  ///< what the products multiply by where that is not part of their factor: the scale
-  kRest,   ///< and the factor then: 1. Of a scale that is not finite kAlpha is 1, and this the scale.
+  kScale,  ///< dL/d(loss) over the divisor, or 1 where that is per row
+  kAlpha,
+  kRest,
   kDivisor,
   kRowCount,  ///< how many rows are computed, an int64 (where the device counts them)
   kNumbers
 };
 
-/// By an infinite alpha a product would make NaN of the zeros of rows that do not count.
 template <typename A>
-EAVES_HOST_DEVICE void put_scale(double scale, A* numbers) {
-  const bool is_finite = scale - scale == 0.0;
-  numbers[kScale] = static_cast<A>(scale);
-  numbers[kAlpha] = is_finite ? static_cast<A>(scale) : A(1);
-  numbers[kRest] = is_finite ? A(1) : static_cast<A>(scale);
+EAVES_HOST_DEVICE void put_scale(double given, A* numbers) {
+  const A scale = static_cast<A>(given);
+  const bool is_finite = scale - scale == A(0);
+  numbers[kScale] = scale;
+  numbers[kAlpha] = is_finite ? scale : A(1);
+  numbers[kRest] = is_finite ? A(1) : scale;
 }
 
 /// Distance between rows of logits: whole cache lines, of 16 bits half ones.

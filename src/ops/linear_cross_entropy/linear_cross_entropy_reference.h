@@ -110,7 +110,7 @@ struct LogitsGradient {
   Matrix scales;
 };
 
-/// The logits come from a product: they have been rounded, as lse has that is not wide.
+/// The logits come from a product: they have been rounded, as an lse of one number has.
 inline LogitsGradient logits_gradient(const LinearCrossEntropy& forward, const LinearCrossEntropyUpstream& upstream) {
   LogitsGradient result{Matrix(forward.logits.rows, forward.logits.columns),
                         Matrix(forward.logits.rows, forward.logits.columns)};

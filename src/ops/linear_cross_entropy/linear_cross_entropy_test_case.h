@@ -544,7 +544,7 @@ class LinearCrossEntropyComparison {
     return x;
   }
 
-  /// The elements of `tensor` that a product computes: of grad_x those of rows that are not ignored.
+  /// The elements of `tensor` that a product computes: of grad_x those of rows that count.
   Matrix elements_of(const TestTensor& tensor, const Matrix& like) const {
     Matrix all(tensor.host().element_count() / std::max<std::int64_t>(like.columns, 1), like.columns);
     for (std::size_t i = 0; i < all.values.size(); ++i) all.values[i] = tensor.get(static_cast<std::int64_t>(i));
