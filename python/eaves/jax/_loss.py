@@ -310,7 +310,7 @@ def normalizer_of(op: str, normalizer: Any, mode: int, dtype: Any) -> jax.Array 
     array = jnp.asarray(normalizer, dtype)
     if array.size != 1:
         raise ValueError(f"{op}: normalizer has shape {list(array.shape)}, expected one element")
-    if isinstance(normalizer, (int, float, np.floating, np.integer)) and float(normalizer) < 0:  # an array may not be computed yet
+    if isinstance(normalizer, (int, float, np.floating, np.integer)) and float(normalizer) < 0:  # not of an array
         raise ValueError(f"{op}: normalizer is {normalizer}, expected a number that is not negative")
     return constant(op, "normalizer", array.reshape(()))
 
