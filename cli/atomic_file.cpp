@@ -18,7 +18,7 @@
 namespace eaves::cli {
 namespace {
 
-// The file that a path stands for: where symbolic links lead, whether there is a file or not.
+// The target of a path's symbolic links, which need not exist.
 std::filesystem::path resolve(std::filesystem::path path) {
   constexpr int kMostLinks = 40;  // the system's own
   std::error_code error;

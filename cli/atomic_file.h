@@ -12,8 +12,8 @@ class AtomicFile {
  public:
   /// Creates the temporary file now, so that a path that cannot be written is known before any work. Throws
   /// InvalidArgument, its message beginning with `argument` ("--output"). A path that exists and is no regular file (a
-  /// folder, /dev/null) or is read-only is refused: renaming would replace it. A symbolic link keeps pointing where it
-  /// does, and the file appears there.
+  /// folder, /dev/null) or is read-only is refused: renaming would replace it. A symbolic link
+  /// stays, and its target is written.
   AtomicFile(const std::string& argument, const std::string& path);
   ~AtomicFile();
   AtomicFile(const AtomicFile&) = delete;

@@ -78,8 +78,9 @@ std::vector<bench::Operator> chosen_operators(const std::vector<std::string>& na
   return chosen;
 }
 
-// What a run prints. Where that fails, because the reader of a pipe has left (| head) or a disk is full, a run that
-// writes a file goes on to do so; any other ends. Ctrl-C also ends the reader of a pipe, and is heard all the same.
+// The standard output of a run. If it fails, because the reader of a pipe has left (| head) or a disk is full, a run
+// that writes a file goes on to do so; any other ends. Ctrl-C also ends the reader of a pipe, and is heard all the
+// same.
 class Screen {
  public:
   explicit Screen(bool has_file) : has_file_(has_file) {}

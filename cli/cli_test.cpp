@@ -774,26 +774,32 @@ TEST_F(ProgramWithTensors, WrongArgumentsOfEachOperatorAreNamed) {
 
 // Every word of the core's sentences that is a name, and no other.
 TEST(RunOperators, TheCoresSentencesAreSaidInFlags) {
-  const auto said = [](const std::string& op, const std::string& sentence) {
-    const auto found = std::find_if(run_operators().begin(), run_operators().end(),
-                                    [&](const RunOperator& item) { return item.name == op; });
-    return in_flags(*found, sentence);
+  struct Said {
+    std::string op, sentence, expected;
   };
-  EXPECT_EQ(said("logsumexp", "logsumexp_forward: axes is [0, 0], expected each axis once"),
-            "logsumexp: --dims is [0, 0], expected each axis once");
-  EXPECT_EQ(said("logsumexp", "logsumexp_backward: grad_out has dtype int8, expected float32 (that of x, or float32)"),
-            "logsumexp: --grad has dtype int8, expected float32 (that of --tensor, or float32)");
-  EXPECT_EQ(said("cross_entropy", "cross_entropy_forward: logits has dtype int8 (integers are no logits)"),
-            "cross_entropy: --tensor has dtype int8 (integers are no logits)");
-  EXPECT_EQ(said("cross_entropy", "cross_entropy_forward: targets has shape [3] (soft targets: that of logits)"),
-            "cross_entropy: --target has shape [3] (soft targets: that of --tensor)");
-  EXPECT_EQ(said("cross_entropy", "cross_entropy_backward: weight and label_smoothing are given"),
-            "cross_entropy: --weight and --label-smoothing are given");
-  EXPECT_EQ(said("linear_cross_entropy", "linear_cross_entropy_forward: class_weight has shape [3] (as weight and x)"),
-            "linear_cross_entropy: --weight has shape [3] (as --linear-weight and --tensor)");
-  EXPECT_EQ(said("lrpe_cosine", "lrpe_cosine_forward: extra_tokens is 3, expected 0 to the number of positions, 2"),
-            "lrpe_cosine: --extra-tokens is 3, expected 0 to the number of positions, 2");
-  EXPECT_EQ(said("lrpe_cosine", "--offset: x is no offset"), "--offset: x is no offset") << "no sentence of the core";
+  const std::vector<Said> all = {
+      {"logsumexp", "logsumexp_forward: axes is [0, 0], expected each axis once",
+       "logsumexp: --dims is [0, 0], expected each axis once"},
+      {"logsumexp", "logsumexp_backward: grad_out has dtype int8, expected float32 (that of x, or float32)",
+       "logsumexp: --grad has dtype int8, expected float32 (that of --tensor, or float32)"},
+      {"cross_entropy", "cross_entropy_forward: logits has dtype int8 (integers are no logits)",
+       "cross_entropy: --tensor has dtype int8 (integers are no logits)"},
+      {"cross_entropy", "cross_entropy_forward: targets has shape [3] (soft targets: that of logits)",
+       "cross_entropy: --target has shape [3] (soft targets: that of --tensor)"},
+      {"cross_entropy", "cross_entropy_backward: weight and label_smoothing are given",
+       "cross_entropy: --weight and --label-smoothing are given"},
+      {"linear_cross_entropy", "linear_cross_entropy_forward: class_weight has shape [3] (as weight and x)",
+       "linear_cross_entropy: --weight has shape [3] (as --linear-weight and --tensor)"},
+      {"lrpe_cosine", "lrpe_cosine_forward: extra_tokens is 3, expected 0 to the number of positions, 2",
+       "lrpe_cosine: --extra-tokens is 3, expected 0 to the number of positions, 2"},
+      {"lrpe_cosine", "--offset: x is no offset", "--offset: x is no offset"},  // no sentence of the core
+  };
+  for (const Said& said : all) {
+    const auto found = std::find_if(run_operators().begin(), run_operators().end(),
+                                    [&](const RunOperator& item) { return item.name == said.op; });
+    ASSERT_NE(found, run_operators().end()) << said.op;
+    EXPECT_EQ(in_flags(*found, said.sentence), said.expected);
+  }
 }
 
 TEST_F(Program, RunReplacesAnEarlierOutputAndFollowsALink) {

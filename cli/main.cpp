@@ -142,7 +142,7 @@ std::size_t distance(const std::string& from, const std::string& to) {
   return row.back();
 }
 
-// An option that the command does not have, and the one that was meant, where one begins so or at most a third of its
+// Names an option that the command does not have, and the one that was meant: it begins so, or at most a third of its
 // characters is wrong.
 std::string describe_unknown(const CLI::App& command, const std::string& word) {
   const std::string unknown = word.substr(0, word.find('='));
@@ -161,7 +161,7 @@ std::string describe_unknown(const CLI::App& command, const std::string& word) {
   return "unknown option " + unknown + (nearest.empty() ? "" : fmt::format("; did you mean {}?", nearest));
 }
 
-// The parser's sentence and where to look; where an option or a command is misspelt its word, and what there is.
+// The parser's sentence and the help to read; for a misspelt option or command the word and the ones that exist.
 std::string describe(const CLI::App& program, const CLI::ParseError& error) {
   std::string command = "eaves";
   const CLI::App* app = &program;

@@ -25,8 +25,8 @@ void mark_busy_rows(std::vector<MeasuredTable>& run);
 /// title is what the rows have in common.
 std::string text_table(const MeasuredTable& measured);
 
-/// Of each operator and mode how many rows without a mark there were, the median and the largest eaves / limit, and
-/// where that is. Before it how many rows with a mark are left out, and whether most are.
+/// For each operator and mode the number of rows without a mark, the median and the largest eaves / limit, and the row
+/// of the largest. Before it the number of rows left out for a mark, and whether most are.
 std::string summary(const std::vector<MeasuredTable>& run);
 
 /// The result file, schema 1. That of a stopped run, which lacks rows, says so.

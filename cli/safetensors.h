@@ -36,7 +36,7 @@ StoredTensors parse_safetensors(std::span<const std::byte> file, const std::stri
 /// A name from a file, made fit for a message: in quotes, short, without control characters.
 std::string in_quotes(std::string_view text);
 
-/// A whole regular file, mapped read-only. Throws InvalidArgument where it cannot be read. The program has one such
+/// A whole regular file, mapped read-only. Throws InvalidArgument if it cannot be read. The program has one such
 /// file at a time: reading bytes that another process has cut off meanwhile ends it (stop.h).
 class MappedFile {
  public:
@@ -50,7 +50,7 @@ class MappedFile {
   /// True where `path` is this file, whatever it is called there.
   bool is_same_file(const std::string& path) const;
 
-  /// Throws InvalidArgument where the file has been written since. One that is cut short within its last page only
+  /// Throws InvalidArgument if the file has been written since. One that is cut short within its last page only
   /// ends in zeros, and has no bytes whose reading fails.
   void check_unchanged() const;
 

@@ -1,4 +1,4 @@
-"""tools/run_tests on programs that are made up: what it shows while they run, and what it counts."""
+"""tools/run_tests on made-up programs: the progress that it shows, and its counts."""
 
 import subprocess
 import sys

@@ -20,7 +20,7 @@
 // pass (M. Milakov, N. Gimelshein, arXiv:1805.02867). Over the edges:
 //   a target equal to ignore_index    loss, z-loss and gradient of the row are 0; it counts in no mean
 //   a row of weight r = 0             its loss and gradient are 0, whatever its logits, the weight of its class and
-//                                     dL/d(loss) are; lse and what else is written per row are those of its logits
+//                                     dL/d(loss) are; lse and the other outputs per row are computed from its logits
 //   dL/d(loss) infinite or NaN        in a row that counts no gradient is finite, but zeros may stay 0; in the other
 //                                     rows gradients are 0
 //   no rows, all of them ignored, or  the mean is 0 and so are the gradients (PyTorch: NaN)
@@ -255,8 +255,8 @@ void cross_entropy_backward(const CrossEntropyBackwardArgs& args, const Executio
 /// cross_entropy_backward over the logits later take the same memory.
 void cross_entropy_forward_backward(const CrossEntropyForwardBackwardArgs& args, const ExecutionContext& context = {});
 
-/// grad_logits *= grad_loss, where dL/d(loss) is known only after cross_entropy_forward_backward. Zeros stay 0, by an
-/// infinite factor too. Rows whose factor is 1 are neither read nor written; on a GPU that is found out there, and
+/// grad_logits *= grad_loss, for a dL/d(loss) that is known only after cross_entropy_forward_backward. Zeros stay 0, by
+/// an infinite factor too. Rows whose factor is 1 are neither read nor written; on a GPU that is found out there, and
 /// nothing waits.
 void cross_entropy_rescale(const CrossEntropyRescaleArgs& args, const ExecutionContext& context = {});
 

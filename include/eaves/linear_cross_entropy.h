@@ -23,9 +23,8 @@
 // there too, and those below 1e-4 lose digits; so are weights of rows, of which those beyond 1e4 overflow.
 //
 // Over the edges, beside those of cross_entropy: rows that do not count, which are ignored or of weight 0, have
-// gradient 0 and all other outputs 0, whatever x holds where they are skipped; where they are not (see
-// skips_ignored_rows), an x that is not finite there may make grad_weight NaN, and a weight that is not finite their
-// grad_x, as 0 * NaN is.
+// gradient 0 and all other outputs 0. If they are skipped (see skips_ignored_rows), x may hold anything there. Else an
+// x that is not finite there may make grad_weight NaN, and a weight that is not finite their grad_x, as 0 * NaN is.
 #pragma once
 
 #include <functional>
@@ -64,10 +63,9 @@ struct LinearCrossEntropyInputs {
 
   CrossEntropyOptions options = {};
 
-  /// Leaves out rows that do not count before anything is multiplied; of soft targets, which are copied together then,
-  /// those of weight 0. On the CPU that is always done. On a GPU, where this is false they cost what others cost. Where
-  /// it is true the call waits once, for their number. In a CUDA graph that is being captured nothing can wait: there
-  /// all rows are computed.
+  /// Leaves out rows that do not count before anything is multiplied; soft targets of the others are copied together
+  /// then. The CPU always does. On a GPU, true: the call waits once, for the number of rows; false: such rows cost as
+  /// much as others. In a CUDA graph that is being captured nothing can wait: there all rows are computed.
   bool skips_ignored_rows = false;
 
   /// The most scratch memory that the call should take, in bytes; how many rows (and classes) are computed at once
@@ -81,7 +79,7 @@ struct LinearCrossEntropyInputs {
 /// A head whose classes are cut into shards, one for each rank: weight, bias, class_weight and soft targets of a call
 /// are one of them, and what else the ranks pass is the same. Hard targets are classes of all shards.
 ///
-/// Rows are computed in chunks, the same on all ranks, in their order; those that do not count are left out as always,
+/// Rows are computed in chunks, the same on all ranks, in their order; rows that do not count are left out as always,
 /// and `first` and `rows` count the others. The functions are called on the host. What a call has enqueued on
 /// its stream comes before what they enqueue there, and what it enqueues afterwards behind.
 struct LinearCrossEntropyShard {
@@ -226,8 +224,8 @@ void linear_cross_entropy_forward_backward(const LinearCrossEntropyForwardBackwa
 void linear_cross_entropy_shard_forward(const LinearCrossEntropyShardForwardArgs& args,
                                         const ExecutionContext& context = {});
 
-/// gradients *= grad_loss, where dL/d(loss) is known only after linear_cross_entropy_forward_backward. Zeros stay 0, by
-/// an infinite factor too. A factor of 1 costs nothing: on a GPU that is found out there, and nothing waits.
+/// gradients *= grad_loss, for a dL/d(loss) that is known only after linear_cross_entropy_forward_backward. Zeros stay
+/// 0, by an infinite factor too. A factor of 1 costs nothing: on a GPU that is found out there, and nothing waits.
 void linear_cross_entropy_rescale(const LinearCrossEntropyRescaleArgs& args, const ExecutionContext& context = {});
 
 /// Bytes of scratch that the call takes under its limit, or at least needs. The context's workspace is not looked at.

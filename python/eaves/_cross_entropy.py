@@ -205,20 +205,20 @@ def cross_entropy(
         row_weight: r, one number for each row (a mask of tokens, advantages): the shape of input without the axis of
             the classes; any real dtype or bool, converted to that of the loss. A row of weight 0 has loss 0 and
             gradient 0, whatever it holds, and its other outputs; its target has to be a class all the same, or
-            ignore_index. Weights of both signs go with "sum" or a normalizer: what the mean divides by
+            ignore_index. Weights of both signs go with "sum" or a normalizer: the mean's own divisor
             may be next to 0. It gets no gradient.
         normalizer: with "mean", what the sum is divided by instead of the weights of the rows: a number, or a tensor
             with one element on the device of input, which is not waited for (the tokens of all micro-batches and
-            ranks, for instance). It gets no gradient. Not negative, which of a tensor on a GPU is not looked at. With 0
-            gradients are 0.
+            ranks, for instance). It gets no gradient. Not negative; a tensor on a GPU is not checked. With 0 gradients
+            are 0.
         inplace_backward: whether the gradient of input may be written over input, in the forward: half of the memory,
             and on a GPU less time. Of float16 the backward writes it, in the time of a call without this option,
             because a gradient that is rounded before a loss scale multiplies it would be 0. Afterwards input (not a
-            leaf) holds its gradient and no logits any more: autograd notices what has used them before, and the
-            backward of what uses them later is a RuntimeError, but not of a slice or a transposed view; without a
-            gradient, what uses input later computes with the gradient that lies there. There is one backward, and lse
-            and entropy have no gradient: a term of the loss that is made of them changes nothing. Nothing is written
-            where no gradient of input is wanted. torch.compile, which plans memory itself, ignores it.
+            leaf) holds its gradient and no logits any more: autograd notices an earlier use that
+            saved them, and the backward of a later use is a RuntimeError, but not of a slice or a transposed view; a
+            later use without a gradient reads the gradient that lies there. There is one backward, and lse and entropy
+            have no gradient: a term of the loss that is made of them changes nothing. Nothing is written if no gradient
+            of input is wanted. torch.compile, which plans memory itself, ignores it.
         return_lse: whether to return lse, [rows...], float32; it is differentiable.
         return_argmax: whether to return the class of each row's largest logit, [rows...], int64.
         return_entropy: whether to return the entropy of each row's softmax in nats, [rows...], float32; it is
@@ -687,7 +687,7 @@ class _InPlaceInForward(torch.autograd.Function):
 
     The logits are an input that is written over, and no output: a backward of an operator that read them before has to
     fail, which the version counter sees to, and not to differentiate through this function. Behind the arguments of the
-    extension is a list, in which the backward says what it has handed out.
+    extension is a list, into which the backward puts the gradients that it has handed out.
     """
 
     @staticmethod
@@ -714,8 +714,8 @@ class _InPlaceInForward(torch.autograd.Function):
 
 
 class _WrittenOver(torch.autograd.Function):
-    """The logits from here on: in the graph what used them before is in front of it, and what uses them afterwards
-    behind it, beside the loss."""
+    """The logits from here on: in the graph their earlier uses are in front of it, their later uses behind it, beside
+    the loss."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -756,7 +756,7 @@ def _is_all_of(view: Tensor, base: Tensor) -> bool:
 
 
 def _contents_of(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor has its elements, and how often they have been changed."""
+    """The storage of a tensor, and the number of changes to it."""
     return tensor.untyped_storage()._cdata, tensor._version
 
 

@@ -51,8 +51,8 @@ _backward = torch.ops.eaves.cross_entropy_backward.default
 
 
 class CrossEntropyMerged(NamedTuple):
-    """What eaves.cross_entropy_merge gives: the loss, and what the gradient of each shard needs, lse_low (what the
-    rounding of lse lost) among it."""
+    """The results of eaves.cross_entropy_merge: the loss, and the numbers that the gradient of each shard needs, among
+    them lse_low, the rest that the rounding of lse lost."""
 
     loss: Tensor
     lse: Tensor

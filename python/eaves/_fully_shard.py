@@ -24,17 +24,23 @@ _Result = TypeVar("_Result")
 
 
 def is_fully_sharded(tensor: Any) -> bool:
-    """Is it a DTensor on a mesh over which fully_shard has cut parameters, or may it be one?"""
+    """True for a DTensor on a mesh over which fully_shard has cut parameters, or may have."""
     if not is_distributed(tensor):
         return False
     meshes = _meshes()
     return meshes is None or tensor.device_mesh in meshes
 
 
+def needs_whole_head(head: Any, group: object, sequence_parallel: object) -> bool:
+    """True for a head that fully_shard has cut, unless a group or rows that are cut too make it a piece of a
+    vocabulary."""
+    return group is None and not sequence_parallel and is_fully_sharded(head)
+
+
 def with_whole_head(
     op: str, run: Callable[..., _Result], input: Mapping[str, Tensor], head: Mapping[str, Tensor | None]
 ) -> _Result:
-    """run(*input, *head) with what fully_shard has cut of the head whole; the keys are names for an error."""
+    """run(*input, *head) with a whole head; the keys are names for an error."""
     found: _Result = uncompiled(op, _with_whole_head)(op, run, input, head)
     return found
 
@@ -60,12 +66,12 @@ def _with_whole_head(
     output: Any = None
     try:
         whole = [getattr(*places[name][1:]) if name in places else each for name, each in head.items()]
-        # A hook of a view is lost where the view is written over.
+        # FSDP registers hooks on the result, and autograd drops a view's hooks when the view is changed in place.
         output = tree_map_only(Tensor, _no_view, run(*arguments, *whole))
     finally:
         for module in reversed(modules):
             for hook in filter(is_hook_of_fully_shard, list(module._forward_hooks.values())):
-                hook(module, arguments, output)  # what it returns may be rounded, as an output of the module
+                hook(module, arguments, output)  # its result is not used: it may be rounded, as an output of the module
     found: _Result = output
     return found
 
@@ -78,7 +84,7 @@ def _place_of(op: str, name: str, tensor: Any) -> tuple[Any, Any, str]:
     """The module whose hooks gather a parameter, the module that has it, and its name there."""
     try:
         for state, parameter in _parameters():
-            # The second is a parameter between forward and backward, where reshard_after_forward is a number.
+            # The second is a parameter between forward and backward, if reshard_after_forward is a number.
             if tensor is parameter.sharded_param or tensor is getattr(parameter, "_sharded_post_forward_param", None):
                 owner, name = parameter._module_info.module, parameter._module_info.param_name
                 return next(module for module in state._modules if owner in module.modules()), owner, name
@@ -92,7 +98,7 @@ def _place_of(op: str, name: str, tensor: Any) -> tuple[Any, Any, str]:
 
 
 def _parameters() -> Iterator[tuple[Any, Any]]:
-    """What FSDP knows of each parameter that fully_shard has cut, and of its module."""
+    """FSDP's records of each parameter that fully_shard has cut, and of its module."""
     composable: Any = sys.modules.get("torch.distributed._composable_state")
     if composable is None:
         return
@@ -107,7 +113,7 @@ def _parameters() -> Iterator[tuple[Any, Any]]:
 
 
 def _meshes() -> tuple[Any, ...] | None:
-    """Over which fully_shard has cut parameters. None where a PyTorch does not let it be known."""
+    """The meshes over which fully_shard has cut parameters. None: this PyTorch does not show them."""
     try:
         meshes = [parameter.sharded_param.device_mesh for _, parameter in _parameters()]
     except AttributeError:

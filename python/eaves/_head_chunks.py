@@ -68,7 +68,8 @@ def check_floating(op: str, name: str, tensor: Tensor, reference_name: str, refe
 
 
 def refuse_zero3(op: str, **head: Tensor | None) -> None:
-    """Is all of a head there, in the forward and in a backward that reads it, or gives it a gradient?"""
+    """Raises NotImplementedError if ZeRO-3 has a tensor of the head in pieces. For the forward, and for a backward that
+    reads the head or gives it a gradient."""
     for name, each in head.items():
         if each is not None and each.numel() == 0 and hasattr(each, "ds_id"):
             raise NotImplementedError(
@@ -180,7 +181,7 @@ def logits_of(head: Head, block: int) -> Tensor:
     """[rows, classes], in the dtype of sums."""
     x, weight, dtype = head.input, head.weight, accumulator_dtype(head.input.dtype)
     if x.dtype == dtype:
-        # Not as what the product returns: selective checkpoints keep that, and logits are written over.
+        # Into memory of our own: selective checkpoints keep the product's result, and logits are written over.
         z = torch.mm(x, weight.t(), out=x.new_empty((x.shape[0], weight.shape[0])))
     elif x.is_cuda:
         z = torch.mm(x, weight.t(), out_dtype=dtype)

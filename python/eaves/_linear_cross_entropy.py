@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from eaves import _linear_cross_entropy_ranks as ranks
-from eaves._fully_shard import is_fully_sharded, with_whole_head
+from eaves._fully_shard import needs_whole_head, with_whole_head
 from eaves._head_chunks import gradients_of, refuse_zero3
 from eaves._linear_cross_entropy_rules import (
     GRADIENTS,
@@ -260,11 +260,11 @@ def linear_cross_entropy(
         row_weight: r of eaves.cross_entropy, one number for each row: the shape of input without D. A row of weight 0
             (of a bool mask: False) does not count, as one that is ignored. With "sum" and "mean" the gradients stay
             three matrix products. In float16 weights are factors of these products' 16-bit factor: those beyond 1e4
-            overflow, those below 1e-4 lose digits.
+            overflow, smaller ones than 1e-4 lose digits.
         normalizer: with "mean", what the sum is divided by instead of the weights of the rows: a number, or a tensor
             with one element on the device of input, which is not waited for (the tokens of all micro-batches and
-            ranks, for instance). It gets no gradient. Not negative, which of a tensor on a GPU is not looked at. With 0
-            gradients are 0.
+            ranks, for instance). It gets no gradient. Not negative; a tensor on a GPU is not checked. With 0 gradients
+            are 0.
         return_lse: whether to return lse, [rows...], float32; it is differentiable.
         return_argmax: whether to return the class of each row's largest logit, [rows...], int64.
         return_entropy: whether to return the entropy of each row's softmax in nats, [rows...], float32; it is
@@ -283,8 +283,8 @@ def linear_cross_entropy(
         workspace_bytes: the most scratch memory that a call should take, in bytes; None: what suits the device. Where
             it is too little for the smallest chunk, the call takes what that needs.
         skip_ignored: on a GPU, whether to leave out rows that are ignored or of weight 0 before anything is multiplied.
-            The call then waits once for the device, for their number; in a CUDA graph, where nothing can wait, all are
-            computed.
+            The call then waits once for the device, for their number; a CUDA graph cannot wait, so all are computed
+            there.
         grad_weight_dtype: of a product of 16 bits, what the chunks' parts of linear_weight's gradient are added up in:
             float32, rounded once to the dtype of linear_weight at the end, which needs a tensor of its shape in
             float32; or the dtype of the product. None: float32 where linear_weight is float32 (under torch.autocast),
@@ -557,9 +557,10 @@ def _of_shard(
     """The call with tensors of this rank, and a Shard for its group. The ranks of a group learn of each other's errors
     before they wait for each other."""
     function: Any = linear_cross_entropy
-    if group is None and not of_shard[2] and is_fully_sharded(linear_weight):
-        names = ("first_class", "classes", "sequence_parallel", "reduce_input_grad", "reduce_dtype")
-        options.update(zip(names, of_shard))
+    names = ("first_class", "classes", "sequence_parallel", "reduce_input_grad", "reduce_dtype")
+    given = dict(zip(names, of_shard, strict=True))
+    if needs_whole_head(linear_weight, group, given["sequence_parallel"]):
+        options.update(given)
         return with_whole_head(
             _OP,
             lambda input, weight, bias: function(input, weight, target, linear_bias=bias, **options),
@@ -1056,9 +1057,9 @@ class _Speed(torch.autograd.Function):
             results = _run_forward(ctx.saved_tensors[_TENSORS], ctx.options, rest, ctx.bits | ctx.wide)
             _, computed = _split(results, ctx.bits, ctx.shard)
         gradients = in_places(computed, ctx.bits)
-        # Both read and write nothing where grad_loss is 1.
+        # Neither reads or writes anything if grad_loss is 1.
         if ctx.options[_REDUCTION] == NONE:
-            # By another name: a selective checkpoint may keep it too, and refuses what has been changed.
+            # .data: a selective checkpoint that keeps this tensor raises if its version changes.
             assert gradients[0] is not None
             call(_OP, _rescale_rows, gradients[0].data, grad_loss, -1)
         else:

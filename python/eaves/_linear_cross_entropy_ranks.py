@@ -79,7 +79,7 @@ _shard_backward = torch.ops.eaves.linear_cross_entropy_shard_backward.default
 
 
 class _Kept(NamedTuple):
-    """The rows that count, where the others are left out."""
+    """The rows that count, if the others are left out."""
 
     rows: Tensor
     on_host: Tensor
@@ -212,8 +212,8 @@ def _row_shape(tensors: Any) -> tuple[int, ...]:
 
 
 def _kept_rows(tensors: Any, options: Options) -> _Kept | None:
-    """Where the extension leaves out rows that are ignored or of weight 0, those that it does not: on the CPU always,
-    on a GPU where it is asked to, but not while a CUDA graph is captured (skips_ignored_rows of the core)."""
+    """The rows that count, if the extension leaves out the others: on the CPU always, on a GPU if it is asked to, but
+    not while a CUDA graph is captured (skips_ignored_rows of the core)."""
     target, row_weight = tensors.target, tensors.row_weight
     if target.is_floating_point() and row_weight is None:
         return None

@@ -134,8 +134,8 @@ def linear_kl_div(
         ignore_index: rows with this target have divergence 0 and gradient 0, and count in no mean.
         reduction: "none" (the divergences of the rows), "sum" or "mean", over the rows that count.
         normalizer: with "mean", what the sum is divided by instead of the number of rows that count: a number, or a
-            tensor with one element on the device of input, which is not waited for. It gets no gradient. Not negative,
-            which of a tensor on a GPU is not looked at.
+            tensor with one element on the device of input, which is not waited for. It gets no gradient. Not negative;
+            a tensor on a GPU is not checked.
         workspace_bytes: how much scratch memory the chunks are cut for, in bytes; None: 512 MiB on a GPU, 32 MiB on the
             CPU. The least is one row of V classes. The gradients, in float32, come on top.
 
@@ -425,7 +425,7 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
         scaled = upstream * _constant(ctx.settings)
-        gradients, ctx.gradients = ctx.gradients, None  # what is handed out may be written over
+        gradients, ctx.gradients = ctx.gradients, None  # the caller may write over them
         is_computed = gradients is not None and not torch.is_grad_enabled()
         if is_computed and not (ctx.is_of_zero3 and ctx.needs_input_grad[1]):
             return *_finished(gradients, scaled, ctx), *(None,) * 6

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eaves._cross_entropy import cross_entropy, refuse_in_place
-from eaves._fully_shard import is_fully_sharded, with_whole_head
+from eaves._fully_shard import needs_whole_head, with_whole_head
 from eaves._head_chunks import check_dense, check_floating, checked_head
 from eaves._linear_cross_entropy import (
     check_algorithm,
@@ -382,7 +382,8 @@ def _of_loss(
             raise _renamed(error, names) from None
 
     group = options["group"]
-    is_whole = len(inputs) == 2 and not options["sequence_parallel"] and is_fully_sharded(inputs[1])  # in the loss
+    # linear_cross_entropy gathers a head that fully_shard has cut.
+    is_whole = len(inputs) == 2 and needs_whole_head(inputs[1], group, options["sequence_parallel"])
     if group is None and not is_whole and is_distributed(inputs[-1]):  # the head, or logits
         axis = 0 if len(inputs) == 2 else -1
         name = names[_CUT[len(inputs) - 1]]
@@ -457,7 +458,7 @@ def _of_several(names: Mapping[str, str], *arguments: Any, **options: Any) -> Te
     group, *of_group = options.pop("of_group")
     x, weight, bias, *rest = arguments
     name, cut = ("logits", x) if weight is None else ("head", weight)
-    if weight is not None and group is None and not of_group[2] and is_fully_sharded(weight):
+    if weight is not None and needs_whole_head(weight, group, of_group[2]):
         return with_whole_head(
             op,
             lambda x, weight, bias: _of_several(names, x, weight, bias, *rest, of_group=(None, *of_group), **options),

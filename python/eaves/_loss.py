@@ -358,7 +358,7 @@ def pick(outputs: Sequence[Any], computed: int, bit: int) -> Any:
 
 
 def in_order(outputs: Sequence[Tensor], computed: int, wanted: int) -> list[Tensor]:
-    """What an operator gives for the bits `wanted`, of what was computed with others beside it."""
+    """The outputs of an operator for the bits `wanted`, from outputs that were computed for more bits."""
     found = [outputs[0], *(pick(outputs, computed, bit) for bit in OUTPUTS if wanted & bit)]
     if wanted & LSE and not wanted & SPLIT_LSE:
         found[1] = found[1].select(-1, 0).contiguous()

@@ -3,8 +3,8 @@ the question whether autograd has to know of a call.
 
 An operator is one or more functions of the extension, a fake implementation and a batching rule for each, and where it
 has a gradient a torch.autograd.Function outside of them. The Function stands outside because that is cheaper for each
-call than registering a gradient, and torch.compile traces it. What a program of torch.export has in it is the forward's
-operator alone, so that one has the Function registered too (`give_derivative`).
+call than registering a gradient, and torch.compile traces it. A program of torch.export contains the forward's operator
+alone, so that one has the Function registered too (`give_derivative`).
 """
 
 from __future__ import annotations
@@ -468,6 +468,7 @@ def _raise_as_what_it_is(op: str, error: Exception, overload: OpOverload, argume
                 sentence = renamed(rest, names)
             raise kind(f"{op}: {sentence}") from None
     parameters = [each.name for each in overload._schema.arguments]
+    # Python's operators have the user's names, the extension's have the core's.
     users = [name if names.get(name, name) in parameters else names[name] for name in parameters]
     explain(op, error, **dict(zip(users, arguments)))
     if isinstance(error, NotImplementedError) and not message.startswith(f"{op}: "):
@@ -489,8 +490,8 @@ def refuse_lost_derivatives(op: str, *overloads: OpOverload) -> None:
 
 
 def give_derivative(op: str, overload: OpOverload, function: Callable[..., Any], *differentiable: str) -> None:
-    """What a program of torch.export and a direct call take of an operator is its own derivative: `function` computes
-    the same as `overload` by an autograd.Function. Calls of eaves' functions go around it, see `call`."""
+    """Registers the derivative that programs of torch.export and direct calls use: `function` computes the same as
+    `overload` by an autograd.Function. Calls of eaves' functions go around it, see `call`."""
     _register_autograd(op, overload, function, differentiable)
 
 

@@ -10,7 +10,7 @@ _failure: OSError | None = None
 
 
 def say(text: str) -> None:
-    """Prints. Where that fails, the text and all that follows is lost, so that what writes files goes on to do so."""
+    """Prints. If that fails, this text and all later ones are lost, and the caller goes on to write its files."""
     global _failure
     try:
         print(text, flush=True)
@@ -25,13 +25,13 @@ def is_lost() -> bool:
 
 
 def check() -> None:
-    """Raises what has failed; that a reader has left is no failure."""
+    """Raises OSError if output was lost, but not if the reader of a pipe has left."""
     if _failure is not None and not isinstance(_failure, BrokenPipeError):
         raise OSError(f"standard output cannot be written: {_failure.strerror}")
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose help says where it cannot be written."""
+    """Reports a help text that cannot be written."""
 
     def print_help(self, file: object = None) -> None:
         say(self.format_help().rstrip())

@@ -1,5 +1,5 @@
-"""Every operator where autograd keeps tensors in another way: in an activation checkpoint of either kind, whole and
-selective, under hooks of saved tensors, and on the CPU. Results and gradients are those of the plain call, bit for
+"""Every operator with autograd's other ways to keep tensors: an activation checkpoint of either kind, whole and
+selective, hooks of saved tensors, and tensors kept on the CPU. Results and gradients equal the plain call's, bit for
 bit."""
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ from linear_kl_div_test import DIVERGENCES
 
 ROWS, FEATURES, CLASSES = 6, 8, 11
 
-# Takes hidden states, a head and its bias: what a gradient may be asked of.
+# Takes hidden states, a head and its bias; each may require a gradient.
 Call = Callable[[Tensor, Tensor, Tensor], Any]
 
 
@@ -47,7 +47,7 @@ def weights_of(x: Tensor) -> Tensor:
 
 
 def made_of(values: dict[str, Any], x: Tensor) -> dict[str, Any]:
-    """The options of a call: what is a function is one of the hidden states."""
+    """The options of a call; a function among them takes the hidden states."""
     return {name: value(x) if callable(value) else value for name, value in values.items()}
 
 
@@ -125,7 +125,7 @@ def leaves_of(wanted: Sequence[bool], dtype: torch.dtype, device: torch.device) 
 
 
 def results(call: Call, leaves: Sequence[Tensor], count: int = 1) -> list[list[Any]]:
-    """What the call gives, and the gradients of `count` backwards over its graph."""
+    """The results of the call, and the gradients of `count` backwards over its graph."""
     torch.manual_seed(5)  # for tensors that the call draws
     outputs = [tensor for tensor in tree_leaves(call(*leaves)) if isinstance(tensor, Tensor)]
     followed = [tensor for tensor in outputs if tensor.requires_grad]
@@ -164,7 +164,7 @@ def test_in_a_checkpoint(name: str, use_reentrant: bool, any_device: torch.devic
     call = (CALLS | IN_PLACE)[name]
     for what, wanted, dtype in for_each_case(any_device):
         expected = results(call, leaves_of(wanted, dtype, any_device))
-        if use_reentrant:  # the first forward wants no gradient, and its numbers are those of such a call
+        if use_reentrant:  # the first forward wants no gradient, and computes as such a call
             torch.manual_seed(5)
             with torch.no_grad():
                 outputs = tree_leaves(call(*leaves_of(wanted, dtype, any_device)))

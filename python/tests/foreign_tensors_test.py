@@ -1,4 +1,5 @@
-"""Tensors of classes of others: those whose class does what eaves asks for work, and the others are refused by name."""
+"""Tensors of other libraries' classes: they work if the class has the operators that eaves uses, else they are refused
+by name."""
 
 import copy
 from collections.abc import Callable
@@ -51,7 +52,7 @@ class Declining(Wrapper):
 
 
 class Unwrapping(Wrapper):
-    """As a tensor of a library whose operators are those of what it wraps."""
+    """As a library's tensor that passes every operator on to the tensor inside."""
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:

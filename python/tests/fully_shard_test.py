@@ -1,5 +1,5 @@
-"""Heads that fully_shard has cut over ranks with rows of their own, passed as they are: losses and gradients are those
-of the module's own product and of torch's loss. With gloo on the CPU."""
+"""Heads that fully_shard has cut over ranks with rows of their own, passed as they are: losses and gradients equal the
+module's own product with torch's loss. With gloo on the CPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -338,7 +338,7 @@ def wrong(group: distributed.ProcessGroup) -> None:
             eaves.linear_log_prob(hidden, model.head.weight, target[1:])
     with pytest.raises(NotImplementedError, match=r"fully_shard .* does not go with torch\.vmap"):
         torch.vmap(lambda x: eaves.linear_cross_entropy(x, model.head.weight, target))(hidden[None])
-    # What is computed from a parameter is none: it would be taken for a piece of tensor parallelism.
+    # A tensor computed from a parameter is no parameter: it would be taken for a piece of tensor parallelism.
     teacher = hidden.detach(), torch.ones(CLASSES, FEATURES)
     for derived in (model.head.weight.detach(), model.head.weight * 2):
         for function, *rest in (
@@ -388,7 +388,7 @@ def beside_tensor_parallel(group: distributed.ProcessGroup) -> None:
     torch.testing.assert_close(loss_of(hidden, cut), expected)
     compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(hidden, cut), expected)
-    # What fully_shard has cut breaks the graph.
+    # A head that fully_shard has cut breaks the graph.
     found = torch.compile(loss_of, backend="aot_eager")(hidden, other.head.weight)
     torch.testing.assert_close(found, expected)
 

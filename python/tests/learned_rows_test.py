@@ -1,5 +1,5 @@
-"""Gradients where one number has too few digits for a row's lse: beside a class that is almost certain, and at the end
-of a dtype's range. Every door that keeps an lse, or merges some, keeps two numbers for each."""
+"""Gradients of rows whose lse needs more digits than one number has: beside a class that is almost certain, and at the
+end of a dtype's range. Every door that keeps an lse, or merges some, keeps two numbers for each."""
 
 from __future__ import annotations
 

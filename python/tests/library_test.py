@@ -231,7 +231,7 @@ DERIVATIVES = {
 
 
 def derivatives(op: Operator, overload: Any) -> set[int]:
-    """The places of those arguments; none of an operator without a derivative."""
+    """The places of the differentiable arguments; an operator without a derivative has none."""
     if overload._schema.name != f"eaves::{op.name}_forward":
         return set()
     return {index for index, each in enumerate(overload._schema.arguments) if each.name in DERIVATIVES[op.name]}
@@ -289,7 +289,7 @@ def test_a_direct_call_of_a_forward_has_its_derivatives(op: Operator, device: to
 
         wanted = [given[index].detach().clone().requires_grad_() for index in places]
         assert torch.autograd.gradcheck(function, wanted, fast_mode=True)
-        # In the dtypes of the call: what it gives with a derivative is what it gives without.
+        # In the dtypes of the call: results with a derivative equal results without.
         tracked = [value.detach().requires_grad_() if i in places else value for i, value in enumerate(arguments)]
         for actual, expected in zip(as_tuple(overload(*tracked)), as_tuple(overload(*arguments)), strict=True):
             assert_agree(actual, expected)

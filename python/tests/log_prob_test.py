@@ -241,7 +241,7 @@ def test_a_frozen_head_takes_two_products(device: torch.device) -> None:
         (grad,) = torch.autograd.grad(eaves.linear_log_prob(hidden, head, tokens, **options), hidden, upstream)
         return grad
 
-    # The rows' own upstream gradients multiply what the forward has computed.
+    # The rows' own upstream gradients multiply the gradients that the forward has computed.
     computed = [name for name in calls_of(gradient) if name != "algorithm"]
     assert computed == ["forward_backward", "eaves::cross_entropy_rescale"]
     assert calls_of(lambda: gradient(algorithm="recompute")) == ["forward", "backward"]

@@ -64,7 +64,7 @@ def test_linear_rows_of_weight_zero_have_outputs_of_0_where_they_are_computed(
     assert x.grad[~kept].count_nonzero() == 0 and x.grad[kept].all(1).any()
 
 
-# ------------------------------------------------------------------------------------------- what comes from above
+# ------------------------------------------------------------------------------------------- upstream gradients --
 
 # Of six rows the second and the fifth do not count.
 UNCOUNTED = [1, 4]
@@ -207,7 +207,7 @@ def test_a_divergence_divided_by_0_has_gradient_0_whatever_comes(device: torch.d
     assert torch.count_nonzero(x.grad) == 0
 
 
-# ------------------------------------------------------------------------------------------- what a mean divides by
+# ------------------------------------------------------------------------------------------- the mean's divisor ---
 
 
 @each("samples", (None, 2))

@@ -287,7 +287,7 @@ def test_a_compiled_transform_is_right_or_refused_and_gives_no_zeros(
     try:
         actual = gradients_of(op, batch, inputs)
     except Exception as error:
-        assert "derivative is lost" in str(error)
+        assert op.name == "logsumexp" and "derivative is lost" in str(error)
     else:
         assert_all_agree(actual, gradients_of(op, torch.vmap(op.function), inputs))
 

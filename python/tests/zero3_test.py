@@ -1,5 +1,5 @@
-"""Heads that DeepSpeed's ZeRO-3 has in pieces, with a stand-in for its parameters: right where they are gathered, and
-refused in one sentence where they are not."""
+"""Heads that DeepSpeed's ZeRO-3 has in pieces, with a stand-in for its parameters: right if they are gathered, and
+else refused in one sentence."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +43,7 @@ TARGET = torch.arange(ROWS)
 TOKENS = torch.stack([TARGET, TARGET + 1], -1)
 TEACHER = torch.linspace(-1, 1, ROWS * FEATURES).view(ROWS, FEATURES), torch.eye(CLASSES, FEATURES)
 
-# Of hidden states and a head. A frozen head is not read again by the backward of those that are marked.
+# Functions of hidden states and a head. The marked ones do not read a frozen head again in the backward.
 OPERATORS: dict[str, tuple[Callable[[Tensor, Any], Tensor], bool]] = {
     "speed": (lambda x, head: eaves.linear_cross_entropy(x, head, TARGET), True),
     "recompute": (lambda x, head: eaves.linear_cross_entropy(x, head, TARGET, algorithm="recompute"), False),

@@ -40,7 +40,7 @@ void is_on(const Argument& argument, Device device, const char* reference_name);
 /// Any shape that holds one element: a scalar.
 void has_one_element(const Argument& argument);
 
-/// Is it the lse of rows as two numbers, an axis of 2 behind the rows'?
+/// True for the lse of rows as two numbers, with an axis of 2 behind the rows'. Never throws.
 bool has_two_numbers(const TensorView& lse, const Dims& row_shape);
 
 /// Row-major without gaps.

@@ -90,7 +90,7 @@ LossOutputs loss_outputs(LossArguments& checked, const Views& views, Reduction r
 void targets_are_in_range(const char* op, const RowTargets& targets, const Dims& row_shape, std::int64_t classes,
                           std::int64_t ignore_index);
 
-/// Throws InvalidArgument where it is below 0. It is in memory of the host, or nullptr.
+/// Throws InvalidArgument if it is below 0. It is in memory of the host, or nullptr.
 void normalizer_is_not_negative(const char* op, const TypedNumbers& normalizer);
 
 }  // namespace eaves::check

@@ -1,4 +1,4 @@
-// What rows weigh, the mean of their losses, and its gradient.
+// The weights of rows, the mean of their losses, and its gradient.
 #pragma once
 
 #include "core/numeric.h"
@@ -12,8 +12,7 @@ EAVES_HOST_DEVICE A weigh(A number, A row_weight) {
   return row_weight == A(0) ? A(0) : number * row_weight;
 }
 
-/// What the mean divides by, from the sum of the rows' weights. By an infinite one neither loss nor gradient is a
-/// number.
+/// The mean's divisor, from the sum of the rows' weights. Divided by infinite weights, loss and gradient are NaN.
 EAVES_HOST_DEVICE inline double divisor_of_sum(double weights) {
   return weights - weights == 0.0 ? weights : nan_of<double>();
 }

@@ -61,7 +61,7 @@ EAVES_HOST_DEVICE SplitLse<A> rounded(const SplitLse<B>& lse) {
 
 /// The lse of rows in memory: one number for each row, or `high` and `low` beside each other.
 struct KeptLse {
-  void* data = nullptr;  ///< nullptr where there is none
+  void* data = nullptr;  ///< nullptr: there is none
   bool is_split = false;
 
   /// From the element `first` on.
@@ -76,7 +76,7 @@ struct KeptLse {
     to[0] = lse.high;
     if (is_split) to[1] = lse.low;
   }
-  /// Where contiguous rows begin.
+  /// The first element of a contiguous row.
   EAVES_HOST_DEVICE std::int64_t row(std::int64_t index) const { return is_split ? 2 * index : index; }
 };
 

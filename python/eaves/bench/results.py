@@ -159,7 +159,7 @@ def check_file(argument: str, path: str) -> Path:
             mode = os.stat(path).st_mode
             if not stat.S_ISREG(mode):
                 raise InvalidArgument(f'{argument}: "{path}" exists and is not a regular file')
-            if not (os.access(path, os.W_OK) and mode & 0o222):  # root may write what somebody has protected
+            if not (os.access(path, os.W_OK) and mode & 0o222):  # root may write protected files
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         with tempfile.TemporaryFile(dir=Path(os.path.realpath(path)).parent):
             return Path(path)
@@ -169,7 +169,7 @@ def check_file(argument: str, path: str) -> Path:
 
 def write(path: Path, content: str | dict[str, Any]) -> None:
     """Text or JSON. The file is there whole or not at all: written beside its place, then moved there. A symbolic link
-    stays, and the file appears where it leads."""
+    stays, and its target is written."""
     path = Path(os.path.realpath(path))
     text = content if isinstance(content, str) else json.dumps(content, indent=1, allow_nan=False) + "\n"
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -114,8 +114,8 @@ def _measure(
     keep: Callable[[_Part, list[Entry]], None] | None = None,
 ) -> Iterator[tuple[_Part, list[Entry], bool]]:
     """Part after part, measured and printed, to the last or to the one in which the run is stopped; whether it is. A
-    run that writes no file also ends where its tables cannot be shown. `keep` gets what a part has after each of its
-    tables."""
+    run that writes no file also ends if its tables cannot be shown. `keep` gets the entries of a part after each of
+    its tables."""
     writes_files = any(each is not None for each in (arguments.json, arguments.plot, arguments.results))
     _print_heading(device)
     everything: list[Entry] = []

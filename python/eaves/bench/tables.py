@@ -320,9 +320,10 @@ def summary(all_tables: Sequence[Table]) -> list[str]:
 
 
 def slow(all_tables: Iterable[Table]) -> list[tuple[Table, Case]]:
-    """The rows where not even the fastest repetition found a quiet moment: the limit is at less than half of the rate
-    that it reaches elsewhere in the run, where the same thing limits it, memory or products of one dtype. Products of
-    the seed's data are not compared: its gradients have subnormal numbers, which cost a CPU more."""
+    """The rows whose fastest repetition found no quiet moment: the limit is at less than half of the rate that it
+    reaches in another row of the run with the same limit, memory or products of one dtype. Products of the seed's data
+    are not compared: its gradients have subnormal numbers, which cost a CPU more. cli/report.cpp has the same rule for
+    `eaves bench`."""
     rates: dict[str, list[tuple[float, Table, Case]]] = {}
     for table, case in [(each, case) for each in all_tables for case in each.cases]:
         entry = case.entries.get(LIMIT, {})

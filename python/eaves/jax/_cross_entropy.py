@@ -87,8 +87,8 @@ def cross_entropy(
         softcap, scale: None, or positive numbers.
         z_loss: the weight of lse^2 in the loss.
         row_weight: r above, one number for each row. A row of weight 0 has loss 0 and gradient 0, whatever it holds.
-        normalizer: with "mean", what the sum is divided by instead of the weights of the rows; not negative, which of
-            an array is not looked at.
+        normalizer: with "mean", the divisor of the sum instead of the weights of the rows. Not negative; an array is
+            not checked.
         inplace_backward: whether the gradient may be written over the logits. Where something else needs these still,
             XLA copies them first.
         return_lse, return_argmax, return_entropy, return_z_loss, return_sum_sq, return_mean_logit: further outputs, a

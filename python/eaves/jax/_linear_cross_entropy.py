@@ -422,8 +422,8 @@ def _scaled(gradient: Any, factor: Any) -> Any:
 
 
 def _of_shards(setting: _Setting, shard: Shard, values: Any, names: tuple[str, ...]) -> dict[str, jax.Array]:
-    """The forward where each device has some of the classes. Of rows that do not count the core would write no
-    statistics; here each row has a place."""
+    """The forward with some of the classes on each device. The core would write no statistics of rows that do
+    not count; here each row has a place."""
     hidden, head, bias, labels, weight, row_weight, _ = values
     moved = local_labels(shard, labels, setting.ignore_index, replaces_ignored=True)
     arrays = _arrays(setting, (hidden, head, bias, moved, weight, None, None))

@@ -138,7 +138,7 @@ _LSE_FACTORS = ("high_and_low",)
 
 
 def returned(written: dict[str, jax.Array], wanted: Sequence[str]) -> dict[str, jax.Array]:
-    """What the user gets of the outputs that a call wrote."""
+    """The outputs that the user gets."""
     return {name: written[name][..., 0] if name == "lse" else written[name] for name in wanted}
 
 
@@ -234,7 +234,7 @@ def divisor_of(
     rows: tuple[int, ...],
     weights_of: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """What the mean divides by: the weights of the rows that count."""
+    """The divisor of the mean: the weights of the rows that count."""
     if is_soft(labels):
         weights = jnp.ones(rows, dtype) if row_weight is None else row_weight
         return _divisor(total(weights))

@@ -42,7 +42,7 @@ Device device_of(const Problem& problem) {
   }
 }
 
-/// On the CPU, where it can be read.
+/// On the CPU, whose memory the host can read.
 template <typename Problem>
 void check_normalizer(const char* op, const Problem& problem) {
   if constexpr (requires { problem.forward; }) {

@@ -131,7 +131,7 @@ void rescale_of(const CrossEntropyRescaleProblem& problem, const ExecutionContex
     if (view.layout == RowLayout::contiguous) {
       const auto factors = hn::Set(Tag<T>(), factor);
       transform(row + piece.begin, row + piece.begin, static_cast<std::size_t>(piece.end - piece.begin),
-                // Zeros stay, whatever the factor is: those of rows that do not count.
+                // A 0 stays 0, whatever the factor is: rows that do not count hold zeros.
                 [&](VectorOf<T> v)
                     HWY_ATTR { return hn::IfThenElseZero(hn::Ne(v, hn::Zero(Tag<T>())), hn::Mul(v, factors)); });
     } else {

@@ -177,8 +177,8 @@ __device__ Transformed<A> transformed_in_units(A z, const LossTerms<A>& terms) {
   return capped<false>(z, terms);
 }
 
-/// z' of any logit, rounded: the z' of a row's target is subtracted from that of its largest logit, and the two are the
-/// same number where they are the same logit.
+/// z' of any logit, rounded. The loss takes the difference of the largest z' and the target's: the same logit has to
+/// give the same number.
 template <typename A>
 __device__ A transformed(A z, const LossTerms<A>& terms) {
   if (terms.softcap == A(0)) return product(z, terms.scale);

@@ -21,7 +21,7 @@ __device__ Accumulator<T> gradient_of_loss(const TypedNumbers& grad_loss, std::i
   return divisor == nullptr ? gradient : mean_gradient(gradient, *divisor);
 }
 
-/// The coefficients of row `per_row`; fills in what its target says.
+/// The coefficients of row `per_row`; fills in those of its target.
 template <typename T, typename View>
 __device__ RowGradient<Accumulator<T>> gradient_of_row(const LossInputs<T, View>& in,
                                                        RowGradientInputs<Accumulator<T>> row, std::int64_t per_row) {

@@ -241,7 +241,8 @@ __device__ ClassStatistics<A> finished(const RunningStatistics<A, kHasSquare>& s
   // From the anchor to the largest z'. Both are rounded; without their difference in one rounding, a sum of one large
   // term would not be 1.
   const A shift = s.exponent(s.best_value, terms);
-  const A scale = power(-shift);
+  // Not power(-shift): the largest term is power(shift), so that the error of the approximate exponential cancels.
+  const A scale = A(1) / power(shift);
   result.softmax = {transformed(s.best_value, terms), s.sum * scale};
   // Rounded as the moment of a single term is: it becomes 0.
   result.moment = (s.moment - product(s.sum, shift)) * scale * kUnit<A>;

@@ -8,7 +8,7 @@
 //     std::int64_t select_rows();
 //     // The following take rows in the order of the selection, or where `gathers` is false in the order of the view.
 //     void gather_x(std::int64_t first, std::int64_t count);             // to memory.x
-//     // To memory.soft_targets, those of these rows and classes; `stride` is its distance between rows.
+//     // To memory.soft_targets, of these rows and classes; `stride` is its distance between rows.
 //     void gather_soft_targets(std::int64_t first, std::int64_t count, std::int64_t first_class, std::int64_t classes,
 //                              std::int64_t stride);
 //     void scatter_grad_x(std::int64_t first, std::int64_t count, DType dtype);  // from memory.grad_x
@@ -115,7 +115,7 @@ class LinearCrossEntropyChunks {
     gather(problem_.grad_entropy, grad_entropy_, gathers_);
   }
 
-  /// Calls `body` with the type of a row's accumulator, or of two where it is split.
+  /// Calls `body` with the type of a row's number: an accumulator, or two if it is split.
   template <typename Body>
   void for_row_type(bool is_split, Body body) const {
     if (problem_.accumulator() == DType::float64) {

@@ -44,7 +44,7 @@ class Steps {
       }
       if (problem_.row_weight != nullptr) counted_weight *= static_cast<const A*>(problem_.row_weight)[at.of[kPerRow]];
       weight += counted_weight;
-      // All soft targets are read where they are, in the order of the per-row tensors, which need not be the view's.
+      // Soft targets that are not gathered are read in the order of the per-row tensors, which need not be the view's.
       const bool is_in_place = problem_.has_soft_targets() && memory_.soft_targets == nullptr;
       const std::int64_t place = is_in_place ? at.of[kPerRow] : count;
       if (memory_.row_indices != nullptr) memory_.row_indices[place] = row;

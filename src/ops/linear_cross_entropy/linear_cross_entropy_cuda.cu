@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(kThreads)
                        std::int64_t count) {
   for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
     const auto at = rows.view.rows.offsets(row_indices == nullptr ? i : row_indices[i]);
-    to[at.of[kPerRow]] = rows.counts(at) ? from[i] : N(0);
+    to[at.of[kPerRow]] = rows.counts(at) ? from[i] : N{};
   }
 }
 

@@ -190,7 +190,7 @@ TEST_P(LinearCrossEntropyEdges, RowsOfWeightZeroThatAreSkippedChangeNothingWhate
   }
 }
 
-/// Soft targets whose rows have a place of their own in x, so that those of weight 0 are found by it.
+/// Soft targets whose rows have a place of their own in x: it finds the rows of weight 0.
 TEST_P(LinearCrossEntropyEdges, RowsOfWeightZeroAreFoundWhereverTheyLie) {
   for (const bool skips : {false, true}) {
     for (const DType targets : {DType::int64, DType::float32}) {

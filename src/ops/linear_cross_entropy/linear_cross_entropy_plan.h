@@ -40,12 +40,12 @@ struct ExpProductMemory {
 inline std::int64_t sampled_classes(std::int64_t classes) { return std::clamp<std::int64_t>(classes / 64, 64, 1024); }
 inline std::int64_t sample_distance(std::int64_t classes) { return classes / sampled_classes(classes); }
 
-/// May rows be left out? Those that are ignored, and those of weight 0, which soft targets have too.
+/// True if rows may be left out: ignored ones, and rows of weight 0, which soft targets have too.
 inline bool leaves_out_rows(const LinearCrossEntropyProblem& problem) {
   return problem.skips_ignored_rows && (!problem.has_soft_targets() || problem.row_weight != nullptr);
 }
 
-/// Are the soft targets of a block copied together? Else they are read where they lie, all rows of them.
+/// True if the soft targets of a block are copied together. Else all rows of them are read in their own memory.
 inline bool gathers_soft_targets(const LinearCrossEntropyProblem& problem) {
   return problem.has_soft_targets() && leaves_out_rows(problem);
 }
@@ -83,7 +83,7 @@ struct LinearCrossEntropyMemory {
 /// kAlpha, the gradient of the logits by kRest. kAlpha is kScale, or 1 if kScale is not finite: a product would turn
 /// the zeros of rows that do not count into NaN.
 enum LinearCrossEntropyNumber {
-  kScale,  ///< dL/d(loss) over the divisor, or 1 where that is per row
+  kScale,  ///< dL/d(loss) over the divisor, or 1 if that is per row
   kAlpha,
   kRest,
   kDivisor,
@@ -117,8 +117,8 @@ inline bool is_matrix(const LinearCrossEntropyProblem& problem) {
   return rows.rank == 0 || rows.strides[kPerRow][0] == 1;
 }
 
-/// Rows may turn out to be left out, or have to be copied anyway. Where soft targets have rows of weight 0, which no
-/// target marks, the way back from the copies makes their outputs 0.
+/// Rows may turn out to be left out, or have to be copied anyway. No target marks a row of weight 0 among soft
+/// targets: the way back from the copies makes its outputs 0.
 inline bool may_gather(const LinearCrossEntropyProblem& problem) {
   const bool has_weighted_soft_targets = problem.has_soft_targets() && problem.row_weight != nullptr;
   return !is_matrix(problem) || leaves_out_rows(problem) || has_weighted_soft_targets;

@@ -136,7 +136,7 @@ inline LogitsGradient logits_gradient(const LinearCrossEntropy& forward, const L
   return result;
 }
 
-/// Rows without those that do not count, whatever they hold.
+/// The rows that count, whatever the others hold.
 inline Matrix counted_rows(const LinearCrossEntropy& forward, const Matrix& matrix) {
   Matrix result(0, matrix.columns);
   for (std::int64_t i = 0; i < matrix.rows; ++i) {

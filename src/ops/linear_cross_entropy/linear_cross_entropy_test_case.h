@@ -491,7 +491,7 @@ class LinearCrossEntropyComparison {
            (!wanted.bias || is_within(actual.bias, "grad_bias", of_bias, shares.grad_bias));
   }
 
-  /// What chunks are of: rows with or without those that do not count, in the order in which they are walked through.
+  /// The rows of the chunks, all or only those that count, in the order of the walk.
   Matrix computed_rows(const Matrix& all, const LinearCrossEntropyProblem& problem) const {
     const bool leaves_out = case_.device.type == DeviceType::cpu || case_.skips_ignored_rows;
     Matrix computed(0, all.columns);
@@ -544,7 +544,7 @@ class LinearCrossEntropyComparison {
     return x;
   }
 
-  /// The elements of `tensor` that a product computes: of grad_x those of rows that count.
+  /// The elements of `tensor` that a product computes: in grad_x the rows that count.
   Matrix elements_of(const TestTensor& tensor, const Matrix& like) const {
     Matrix all(tensor.host().element_count() / std::max<std::int64_t>(like.columns, 1), like.columns);
     for (std::size_t i = 0; i < all.values.size(); ++i) all.values[i] = tensor.get(static_cast<std::int64_t>(i));

@@ -55,7 +55,7 @@ ScaledSoftmax<Accumulator<T>> load_scalars(const LogsumexpBackwardProblem& probl
   A scale = problem.grad_out_dtype == kDTypeOf<T>
                 ? load_as_accumulator(static_cast<const T*>(problem.grad_out)[offsets.of[kGradOut]])
                 : static_cast<A>(static_cast<const float*>(problem.grad_out)[offsets.of[kGradOut]]);
-  // What the lse lost in its rounding is one factor of the row, almost always next to 1.
+  // The rest that the rounding of lse lost is one factor of the row, almost always next to 1.
   const double lost = problem.lse.is_split ? -static_cast<double>(kept[1]) : 0.0;
   if (lost != 0.0) {
     scale = static_cast<A>(scale * (std::abs(lost) < 1e-4 ? 1.0 + lost * (1.0 + 0.5 * lost) : std::exp(lost)));
