@@ -20,16 +20,12 @@ import typing
 
 __all__ = [
     "CrossEntropyLoss",
-    "CrossEntropyMerged",
     "CrossEntropyOutput",
     "LRPECosine",
     "LinearCrossEntropyLoss",
     "LogProbOutput",
     "__version__",
     "cross_entropy",
-    "cross_entropy_merge",
-    "cross_entropy_shard",
-    "cross_entropy_shard_gradient",
     "linear_cross_entropy",
     "linear_kl_div",
     "linear_log_prob",
@@ -44,12 +40,6 @@ if typing.TYPE_CHECKING:
     from eaves import trl as trl
     from eaves import verl as verl
     from eaves._cross_entropy import CrossEntropyLoss, cross_entropy
-    from eaves._cross_entropy_shards import (
-        CrossEntropyMerged,
-        cross_entropy_merge,
-        cross_entropy_shard,
-        cross_entropy_shard_gradient,
-    )
     from eaves._library import __version__
     from eaves._linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
     from eaves._linear_kl_div import linear_kl_div

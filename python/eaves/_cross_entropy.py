@@ -1,6 +1,5 @@
 """cross_entropy for torch tensors: the public function and module, and their autograd. Fake implementations and
-batching rules are in _cross_entropy_rules.py, a vocabulary in shards in _cross_entropy_shards.py, and over the
-ranks of a group in _cross_entropy_ranks.py."""
+batching rules are in _cross_entropy_rules.py, a vocabulary over the ranks of a group in _cross_entropy_ranks.py."""
 
 from __future__ import annotations
 

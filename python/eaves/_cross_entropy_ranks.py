@@ -4,6 +4,7 @@ extension's, with one gather of the rows' statistics between them. The backward 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from eaves._cross_entropy_rules import row_shape
 from eaves._loss import MEAN_LOGIT, NUMBERS_IN_WORDS, REDUCTION_NAMES, empty_outputs
-from eaves._operator import call, define, refuse_lost_derivatives, register_fake
+from eaves._operator import accumulator_dtype, call, define, refuse_lost_derivatives, register_fake
 from eaves._ranks import (
     SCHEMA,
     STATISTICS,
@@ -32,6 +33,7 @@ from eaves._ranks import (
 _OP = "cross_entropy"
 
 _shard_forward = torch.ops.eaves.cross_entropy_shard_forward.default
+_merge = torch.ops.eaves.cross_entropy_merge.default
 _shard_backward = torch.ops.eaves.cross_entropy_backward.default
 _shard_backward_in_place = torch.ops.eaves.cross_entropy_backward_in_place.default
 
@@ -175,7 +177,25 @@ backward = define(f"cross_entropy_ranks_backward({_UPSTREAM}, Tensor {_OF_BACKWA
 backward_in_place = define(
     f"cross_entropy_ranks_backward_in_place({_UPSTREAM}, Tensor(a!) {_OF_BACKWARD}) -> ()", _backward_in_place
 )
-refuse_lost_derivatives(_OP, forward, backward, backward_in_place)
+refuse_lost_derivatives(_OP, forward, backward, backward_in_place, _shard_forward, _merge)
+
+
+@register_fake("cross_entropy_shard_forward")
+def _(logits: Tensor, targets: Tensor, weight: Tensor | None, class_axis: int, *_: object) -> Tensor:
+    return logits.new_empty([*row_shape(logits, class_axis), STATISTICS], dtype=accumulator_dtype(logits.dtype))
+
+
+@register_fake("cross_entropy_merge")
+def _(
+    statistics: Tensor,
+    targets: Tensor | None,
+    row_weight: Tensor | None,
+    normalizer: Tensor | None,
+    ignore_index: int,
+    reduction: int,
+    *numbers_and_rest: Any,
+) -> Sequence[Tensor]:
+    return empty_outputs(statistics, list(statistics.shape[1:-1]), reduction, numbers_and_rest[-1])
 
 
 @register_fake("cross_entropy_ranks_forward")

@@ -2,12 +2,6 @@
 # ruff: noqa: F401
 
 from eaves._cross_entropy import CrossEntropyLoss, cross_entropy
-from eaves._cross_entropy_shards import (
-    CrossEntropyMerged,
-    cross_entropy_merge,
-    cross_entropy_shard,
-    cross_entropy_shard_gradient,
-)
 from eaves._library import __version__
 from eaves._linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
 from eaves._linear_kl_div import linear_kl_div

@@ -183,26 +183,6 @@ def test_all_numbers_at_once(any_device: torch.device, fresh_compiler: None) -> 
         assert counter.frame_count - before <= 2
 
 
-def test_the_numbers_of_shards_that_change(any_device: torch.device, fresh_compiler: None) -> None:
-    counter = CompileCounterWithBackend("aot_eager")
-    logits, target = LOGITS.to(any_device), TARGET.to(any_device)
-
-    def sharded(logits: Tensor, target: Tensor, number: float) -> tuple[Tensor, Tensor]:
-        shard: dict[str, Any] = {"first_class": 0, "classes": CLASSES, "scale": 1 + number, "softcap": 30 * number}
-        of_loss = {"label_smoothing": number, "z_loss": number / 8}
-        shard["label_smoothing"] = number
-        statistics = eaves.cross_entropy_shard(logits, target, **shard)
-        merged = eaves.cross_entropy_merge(statistics[None], target, classes=CLASSES, **of_loss)
-        one = torch.ones((), device=logits.device)
-        return merged.loss, eaves.cross_entropy_shard_gradient(one, logits, target, merged, **shard | of_loss)
-
-    compiled = torch.compile(sharded, fullgraph=True, backend=counter)
-    for number in (0.1, 0.2, 0.3, 0.4):
-        for actual, expected in zip(compiled(logits, target, number), sharded(logits, target, number), strict=True):
-            assert torch.equal(actual, expected)
-    assert counter.frame_count <= 2
-
-
 @pytest.mark.parametrize(("function", "strict"), [(of_logits, True), (of_hidden, False), (recomputed, False)])
 def test_an_exported_program_has_the_numbers_of_each_call(
     function: Callable[..., Tensor], strict: bool, any_device: torch.device, fresh_compiler: None

@@ -127,6 +127,6 @@ CROSS_ENTROPY = Operator(
     large_inputs=cross_entropy_large_inputs,
     has_workspace=True,
     has_second_derivative=False,
-    parts=("cross_entropy_shard", "cross_entropy_merge", "cross_entropy_shard_gradient", "log_prob"),
+    parts=("log_prob",),
     extension_calls=cross_entropy_extension_calls,
 )

@@ -138,18 +138,6 @@ def test_the_words_of_the_core_become_those_of_the_user() -> None:
     assert_refused_by(call, OP, ValueError, sentence, OP, backward, torch.ones(()), None, None, *saved)
 
 
-def test_integers_of_shards_beyond_64_bits(device: torch.device) -> None:
-    logits, target = logits_and_target(device)
-    statistics = torch.zeros(1, 4, 10, device=device)
-    for function, arguments, right in (
-        (eaves.cross_entropy_shard, (logits, target), {"first_class": 0, "classes": 5}),
-        (eaves.cross_entropy_merge, (statistics, target), {"classes": 5}),
-    ):
-        for name in (*right, "ignore_index"):
-            sentence = f"{name} is {2**70}, expected an int of 64 bits"
-            assert_refused_by(function, OP, ValueError, sentence, *arguments, **{**right, name: 2**70})
-
-
 def test_probabilities_that_require_a_gradient(device: torch.device) -> None:
     logits, weight = LOGITS.to(device), torch.ones(5, device=device, requires_grad=True)
     with torch.no_grad():

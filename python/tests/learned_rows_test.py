@@ -39,7 +39,6 @@ LOSSES: dict[str, Loss] = {
     "soft cap": lambda z, t: eaves.cross_entropy(z, t, softcap=1e6),
     "in place": lambda z, t: eaves.cross_entropy(z * 1, t, inplace_backward=True),
     "in place, lse too": lambda z, t: eaves.cross_entropy(z * 1, t, inplace_backward=True, return_lse=True).loss,
-    "shards": lambda z, t: OfTwoShards.apply(z, t),
     "log_prob": lambda z, t: -eaves.log_prob(z, t).sum(),
     "log_prob of K tokens": lambda z, t: -eaves.log_prob(z, k_tokens(t)).sum(),
     "log_prob of a temperature for each row": lambda z, t: -eaves.log_prob(z, t, temperature=ones(t)).sum(),
@@ -56,45 +55,16 @@ HEADS: dict[str, _Head] = {
 }
 
 
-class OfTwoShards(torch.autograd.Function):
-    """cross_entropy of a vocabulary in two shards."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
-        ctx.save_for_backward(logits, target)
-        parts = [eaves.cross_entropy_shard(part, target, **place) for part, place in shards_of(logits)]
-        ctx.merged = eaves.cross_entropy_merge(torch.stack(parts), target, classes=logits.shape[-1])
-        loss: Tensor = ctx.merged.loss
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        logits, target = ctx.saved_tensors
-        parts = [
-            eaves.cross_entropy_shard_gradient(grad, part, target, ctx.merged, **place)
-            for part, place in shards_of(logits)
-        ]
-        return torch.cat(parts, -1), None
-
-
-def shards_of(logits: Tensor) -> list[tuple[Tensor, dict[str, int]]]:
-    classes, middle = logits.shape[-1], logits.shape[-1] // 2
-    return [
-        (logits[..., :middle], {"first_class": 0, "classes": classes}),
-        (logits[..., middle:], {"first_class": middle, "classes": classes}),
-    ]
-
-
 def learned(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     logits = torch.zeros(1, CLASSES, dtype=dtype, device=device)
     logits[0, 3] = LOGIT
     return logits, torch.tensor([3], device=device)
 
 
-def allowed(device: torch.device, dtype: torch.dtype, exact: float, has_narrow_sums: bool = False) -> float:
-    """A float16 below 3e-8 is 0. On a GPU, and of shards, the sum next to 1 has an error of two steps of a float32."""
+def allowed(device: torch.device, dtype: torch.dtype, exact: float) -> float:
+    """A float16 below 3e-8 is 0. On a GPU the sum next to 1 has an error of two steps of a float32."""
     of_dtype = {torch.float16: 2**-11 * abs(exact) + 2**-25, torch.bfloat16: 2**-8 * abs(exact)}.get(dtype, 0.0)
-    of_sum = 2**-22 if (has_narrow_sums or device.type == "cuda") and dtype != torch.float64 else 0.0
+    of_sum = 2**-22 if device.type == "cuda" and dtype != torch.float64 else 0.0
     return 2e-6 * abs(exact) + of_dtype + of_sum
 
 
@@ -109,7 +79,7 @@ def test_a_learned_class_has_its_gradient(device: torch.device, name: str, dtype
     assert logits.grad is not None and exact.grad is not None
     assert float(exact.grad[0, 3]) == pytest.approx(-7.463e-7, rel=1e-3)
     expected = float(exact.grad[0, 3])
-    within = allowed(device, dtype, expected, has_narrow_sums=name == "shards")
+    within = allowed(device, dtype, expected)
     assert float(logits.grad[0, 3]) == pytest.approx(expected, rel=0, abs=within)
     assert logits.grad[0, 3] <= 0
 
