@@ -23,7 +23,7 @@ class LogsumexpErrors : public ::testing::Test {
     return TensorView::contiguous(static_cast<void*>(memory.data()), dtype, shape);
   }
 
-  std::vector<float> x_ = std::vector<float>(12, 1.0f);
+  std::vector<float> x_ = std::vector<float>(24, 1.0f);  // room for 12 elements of float64, so that none overlaps out
   std::vector<float> grad_out_ = std::vector<float>(12, 1.0f);
   UnwrittenOutput out_{"out", 12}, lse_{"lse", 12}, grad_x_{"grad_x", 12};
 
