@@ -1,7 +1,7 @@
 # The target torch::stable: PyTorch's stable C++ headers, and the libraries that hold what they declare. Of the PyTorch
 # of the Python that builds (Python_EXECUTABLE), looked up without importing it.
 # The oldest PyTorch that the extension runs under is written in one place, for Python and for CMake.
-file(STRINGS python/eaves/_library.py target_line REGEX "^TORCH_TARGET = ")
+file(STRINGS python/eaves/_torch/library.py target_line REGEX "^TORCH_TARGET = ")
 string(REGEX REPLACE ".*\"(.*)\".*" "\\1" EAVES_TORCH_TARGET "${target_line}")
 
 find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)

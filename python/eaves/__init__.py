@@ -24,6 +24,7 @@ __all__ = [
     "LRPECosine",
     "LinearCrossEntropyLoss",
     "LogProbOutput",
+    "Shard",
     "__version__",
     "cross_entropy",
     "linear_cross_entropy",
@@ -39,14 +40,22 @@ if typing.TYPE_CHECKING:
     from eaves import jax as jax
     from eaves import trl as trl
     from eaves import verl as verl
-    from eaves._cross_entropy import CrossEntropyLoss, cross_entropy
-    from eaves._library import __version__
-    from eaves._linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
-    from eaves._linear_kl_div import linear_kl_div
-    from eaves._log_prob import LogProbOutput, linear_log_prob, log_prob
-    from eaves._logsumexp import logsumexp
-    from eaves._loss import CrossEntropyOutput
-    from eaves._lrpe_cosine import LRPECosine, lrpe_cosine
+    from eaves.functional import (
+        CrossEntropyLoss,
+        CrossEntropyOutput,
+        LinearCrossEntropyLoss,
+        LogProbOutput,
+        LRPECosine,
+        Shard,
+        __version__,
+        cross_entropy,
+        linear_cross_entropy,
+        linear_kl_div,
+        linear_log_prob,
+        log_prob,
+        logsumexp,
+        lrpe_cosine,
+    )
 else:
     # Neither PyTorch nor JAX is imported for the other: modules and operators are, when they are first asked for. With
     # PyTorch already there, its operators are registered at once, because a saved program may be about to call them.
@@ -59,8 +68,8 @@ else:
         if name == "__version__" and importlib.util.find_spec("torch") is None:
             return importlib.import_module("eaves.jax").__version__
         if name in __all__:
-            front = importlib.import_module("eaves._front")
-            globals().update({each: getattr(front, each) for each in __all__})
+            functional = importlib.import_module("eaves.functional")
+            globals().update({each: getattr(functional, each) for each in __all__})
             return globals()[name]
         raise AttributeError(f"module 'eaves' has no attribute '{name}'")
 

@@ -12,7 +12,8 @@ from typing import Any
 try:
     import torch
 
-    from eaves import _library, trl, verl
+    from eaves import trl, verl
+    from eaves._torch import library as _library
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise

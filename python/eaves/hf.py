@@ -31,13 +31,14 @@ import torch
 from torch import Tensor
 
 import eaves
+from eaves._calls.linear_cross_entropy import LinearCrossEntropyCall, check_constant_options, computed, loss_of_head
 from eaves._deferred_logits import DeferredLogits
-from eaves._fully_shard import is_hook_of_fully_shard
-from eaves._head_chunks import refuse_zero3
-from eaves._linear_cross_entropy import CONSTANT_OUTPUTS, check_constant_options
-from eaves._loss import CrossEntropyOutput
-from eaves._operator import check_bool, is_foreign
-from eaves._ranks import Shard, is_distributed, local_shard, named_group
+from eaves._parallel.collectives import named_group
+from eaves._parallel.dtensor import local_shard
+from eaves._parallel.fully_shard import is_hook_of_fully_shard
+from eaves._parallel.shard import Shard, ShardArguments
+from eaves._torch.checks import check_bool, is_distributed, is_foreign
+from eaves._torch.head import refuse_zero3
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -48,6 +49,7 @@ _Model = TypeVar("_Model", bound=torch.nn.Module)
 _LINEAR: Any = torch.nn.Linear  # what a head is; of any type, because the class of one is exchanged
 
 _METRICS = ("accuracy", "entropy")
+_OUTPUT_OF_METRIC = {"accuracy": "argmax", "entropy": "entropy"}
 
 
 def patch(
@@ -599,8 +601,7 @@ def _causal_lm_loss(
     shared: dict[str, Any] = {
         "ignore_index": ignore_index,
         "normalizer": num_items_in_batch,
-        "return_argmax": "accuracy" in metrics,
-        "return_entropy": "entropy" in metrics,
+        "outputs": tuple(_OUTPUT_OF_METRIC[name] for name in metrics),
     }
     if isinstance(logits, DeferredLogits):
         name: Any = options.get("group")
@@ -611,19 +612,20 @@ def _causal_lm_loss(
                 raise NotImplementedError(f"eaves.hf: {_OFFLOADED}")
             if options.get("grad_weight_dtype") is None and weight.dtype in (torch.bfloat16, torch.float16):
                 options = {**options, "grad_weight_dtype": torch.float32}
+            of_head = {key: value for key, value in options.items() if key not in ("group", "sequence_parallel")}
             is_parallel = options.get("sequence_parallel", False)
-            if is_in_pieces:
-                options = {**options, **_in_pieces(name, vocab_size, is_parallel)}
             if is_parallel:  # gathered, hidden states are [ranks, batch, positions of a rank]
                 ranks = _ranks_of(weight) if not is_in_pieces else _found_groups[name]
                 batch, positions = logits.hidden.shape[:2]
                 if target.numel() == batch * ranks * positions:  # or it is refused, on all ranks
                     target = target.view(batch, ranks, positions).movedim(1, 0).reshape(-1)
-            shared |= CONSTANT_OUTPUTS  # or "auto" would compute logits again for an entropy
-            out: Any = eaves.linear_cross_entropy(
-                logits.hidden.flatten(0, -2), weight, target, linear_bias=bias, scale=logits.scale,
-                softcap=logits.softcap, **shared, **options,
+            call = LinearCrossEntropyCall(
+                logits.hidden.flatten(0, -2), weight, target, bias, scale=logits.scale, softcap=logits.softcap,
+                has_constant_outputs=True, **shared, **of_head,
             )  # fmt: skip
+            if is_in_pieces or is_parallel:
+                return _measured(_loss_of_pieces(call, name, vocab_size, is_parallel), metrics, target, ignore_index)
+            out: Any = loss_of_head(call)
             return _measured(out, metrics, target, ignore_index)
         logits = logits.tensor("a vocabulary of another size" if logits.is_deferred else "the loss")
     out = eaves.cross_entropy(logits.reshape(-1, vocab_size), target, **shared)
@@ -633,15 +635,17 @@ def _causal_lm_loss(
 _found_groups: dict[str, int] = {}  # the ranks of each
 
 
-def _in_pieces(name: str, vocab_size: int, sequence_parallel: bool) -> dict[str, Any]:
-    """The options of a group. torch.compile does not trace named_group(); what it needs is known from a call before, or
-    from patch()."""
+def _loss_of_pieces(call: LinearCrossEntropyCall, name: str | None, vocab_size: int, sequence_parallel: bool) -> Any:
+    """The loss of a head in pieces, over the group of this name or the mesh of a DTensor. torch.compile does not trace
+    named_group(); what it needs is known from a call before, or from patch()."""
+    if name is None:
+        return loss_of_head(call._replace(group=Shard(sequence_parallel=sequence_parallel)))
     if torch.compiler.is_compiling() and name in _found_groups:
-        shard = Shard(name, _found_groups[name], -1, vocab_size, sequence_parallel)
-        return {"group": shard, "sequence_parallel": False}
+        return computed(call, ShardArguments(name, _found_groups[name], -1, vocab_size, sequence_parallel))
     group = named_group(name)
     _found_groups[name] = group.size()
-    return {"group": group, "classes": vocab_size}
+    shard = Shard(group, sequence_parallel=sequence_parallel)
+    return loss_of_head(call._replace(group=shard, classes=vocab_size))
 
 
 def _ranks_of(weight: Any) -> int:
@@ -649,17 +653,16 @@ def _ranks_of(weight: Any) -> int:
     return local_shard("eaves.hf", "the head", weight, 0).group.size() if is_distributed(weight) else 1
 
 
-def _measured(
-    out: Tensor | CrossEntropyOutput, metrics: dict[str, Tensor | None], target: Tensor, ignore_index: int
-) -> Tensor:
+def _measured(out: Any, metrics: dict[str, Tensor | None], target: Tensor, ignore_index: int) -> Tensor:
     """The loss; metrics are filled in."""
     if isinstance(out, Tensor):
         return out
     counts = target.to(torch.int64) != ignore_index  # int32 would be compared with the last 32 bits
     number = counts.sum().clamp(min=1)
-    if out.argmax is not None:
+    if "accuracy" in metrics:
         metrics["accuracy"] = ((out.argmax == target) & counts).sum().to(torch.float32) / number
-    if out.entropy is not None:
+    if "entropy" in metrics:
         # Of logits, ignored rows have an entropy too.
         metrics["entropy"] = (out.entropy.detach().where(counts, 0).sum() / number).to(torch.float32)
-    return out.loss
+    loss: Tensor = out.loss
+    return loss

@@ -18,12 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaves._linear_cross_entropy import check_algorithm, linear_cross_entropy
-from eaves._log_prob import tempered
-from eaves._loss import CrossEntropyOutput
+from eaves._calls.log_prob import tempered
 from eaves._replacement import Installed, Replacement
+from eaves._torch.head import check_algorithm
+from eaves.functional.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["install", "is_active", "uninstall"]
+
+# The outputs of linear_cross_entropy by TRL's names.
+_OUTPUTS = {"entropy": "entropy", "log_sum_sq_probs": "sum_sq", "mean_logits": "mean_logit", "is_top1": "argmax"}
 
 replacement = Replacement(
     "trl",
@@ -100,13 +103,15 @@ def _apply(
     with product:
         out: Any = linear_cross_entropy(
             hidden, weight, targets, linear_bias=bias, reduction="none", scale=scale, softcap=softcap,
-            return_entropy="entropy" in outputs, return_argmax="is_top1" in outputs,
-            return_sum_sq="log_sum_sq_probs" in outputs, return_mean_logit="mean_logits" in outputs,
+            outputs=tuple(_OUTPUTS[name] for name in outputs),
             algorithm=algorithm, workspace_bytes=workspace_bytes,
             grad_weight_dtype=None if hidden.dtype == torch.float64 else torch.float32,
         )  # fmt: skip
-    if isinstance(out, Tensor):
-        out = CrossEntropyOutput(out)
-    log_sum_sq_probs = None if out.sum_sq is None else out.sum_sq.log()
-    is_top1 = None if out.argmax is None else out.argmax == targets
-    return 0 - out.loss, out.entropy, log_sum_sq_probs, out.mean_logit, is_top1
+    loss, *others = out if outputs else (out,)
+    found = dict(zip(outputs, others))
+    if "log_sum_sq_probs" in found:
+        found["log_sum_sq_probs"] = found["log_sum_sq_probs"].log()
+    if "is_top1" in found:
+        found["is_top1"] = found["is_top1"] == targets
+    entropy, log_sum_sq_probs, mean_logits, is_top1 = map(found.get, _OUTPUTS)
+    return 0 - loss, entropy, log_sum_sq_probs, mean_logits, is_top1

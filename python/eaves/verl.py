@@ -10,14 +10,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from eaves._linear_cross_entropy import check_algorithm
-from eaves._log_prob import linear_log_prob
+from eaves._parallel.shard import Shard
 from eaves._replacement import Installed, Replacement
+from eaves._torch.head import check_algorithm
+from eaves.functional.log_prob import linear_log_prob
 
 __all__ = ["install", "is_active", "uninstall"]
 
@@ -70,15 +70,12 @@ def _linear_cross_entropy(
     the sum: what verl gathers hidden with adds the parts up (gather_from_sequence_parallel_region)."""
     if reduction.lower() != "none":
         raise NotImplementedError(f'eaves.verl: reduction is {reduction!r}, expected "none"')
-    of_group: Any = {}
-    if dist_process_group is not None:
-        of_group = {"group": dist_process_group, "reduce_input_grad": False}
+    group = None if dist_process_group is None else Shard(dist_process_group, reduce_input_grad=False)
     # Tensors of one dtype are multiplied in that, under torch.autocast too.
     is_cast = hidden.dtype != weight.dtype and torch.is_autocast_enabled(hidden.device.type)
     with torch.autocast(hidden.device.type, enabled=is_cast):
         out = linear_log_prob(
-            hidden.flatten(0, -2), weight, labels.flatten(), temperature=temperature, return_entropy=True,
-            algorithm=algorithm, workspace_bytes=workspace_bytes, **of_group,
+            hidden.flatten(0, -2), weight, labels.flatten(), temperature=temperature, outputs="entropy",
+            algorithm=algorithm, workspace_bytes=workspace_bytes, group=group,
         )  # fmt: skip
-    assert out.entropy is not None
     return out.log_prob, out.entropy

@@ -49,7 +49,7 @@ def check(
     assert grad.dtype == input.dtype and grad.device == input.device, what
     assert_within(grad, oracle.gradient(input.dtype, grad_loss), what)
 
-    out = eaves.cross_entropy(leaf, target, weight, return_lse=True, return_entropy=True, **options)
+    out = eaves.cross_entropy(leaf, target, weight, outputs=("lse", "entropy"), **options)
     grad_lse, grad_entropy = upstream(out.lse, layout), upstream(out.entropy, layout).flip(0) if out.lse.dim() else None
     wanted = [(out.loss, grad_loss), (out.lse, grad_lse)] + (
         [] if grad_entropy is None else [(out.entropy, grad_entropy)]
@@ -139,7 +139,7 @@ def test_the_gradient_of_a_sum_of_losses_is_an_expanded_number(device: torch.dev
     for dtype in FLOATING_POINT:
         logits = random_tensor((9, 33), dtype, device).requires_grad_()
         target = targets_of(logits)
-        out = eaves.cross_entropy(logits, target, reduction="none", return_lse=True, return_entropy=True)
+        out = eaves.cross_entropy(logits, target, reduction="none", outputs=("lse", "entropy"))
         (out.loss.sum() + 2 * out.lse.sum() - out.entropy.sum()).backward()
         oracle = CrossEntropyOracle(logits, target, reduction="none")
         ones = torch.ones(9)
@@ -164,7 +164,7 @@ def test_lse_and_entropy_have_a_gradient_without_the_loss(name: str, device: tor
 
 def test_argmax_and_z_loss_have_no_gradient(device: torch.device) -> None:
     logits = random_tensor((9, 33), torch.float32, device).requires_grad_()
-    out = eaves.cross_entropy(logits, targets_of(logits), z_loss=0.1, return_argmax=True, return_z_loss=True)
+    out = eaves.cross_entropy(logits, targets_of(logits), z_loss=0.1, outputs=("argmax", "z_loss"))
     assert out.loss.requires_grad and not out.argmax.requires_grad and not out.z_loss.requires_grad
 
 
@@ -177,9 +177,7 @@ def test_finite_differences_agree(options: dict[str, Any], device: torch.device)
     for weight, target, reduction in pairwise(weights, targets, REDUCTIONS):
 
         def function(x: Tensor, t: Tensor = target, w: Tensor | None = weight, r: str = reduction) -> Any:
-            out = eaves.cross_entropy(
-                x, t, w, class_dim=-1, reduction=r, return_lse=True, return_entropy=True, **options
-            )
+            out = eaves.cross_entropy(x, t, w, class_dim=-1, reduction=r, outputs=("lse", "entropy"), **options)
             return out.loss, out.lse, out.entropy
 
         assert torch.autograd.gradcheck(function, logits, check_batched_grad=True)
@@ -323,7 +321,7 @@ def test_in_place_outputs_are_those_of_the_forward_but_for_ignored_rows(device: 
             assert not a[ignored].any()
             a, e = a[~ignored], e[~ignored]
         torch.testing.assert_close(a, e)
-    assert eaves.cross_entropy(leaf * 1, target, inplace_backward=True, return_lse=True).entropy is None
+    assert eaves.cross_entropy(leaf * 1, target, inplace_backward=True, outputs="lse").entropy is None
 
 
 @each("inplace_backward", [False, True])
@@ -350,9 +348,9 @@ def test_float16_in_place_is_written_in_the_backward(device: torch.device) -> No
     leaf = random_tensor((9, 33), torch.float16, device).requires_grad_()
     target = targets_of(leaf)
     logits = leaf * 1
-    out = eaves.cross_entropy(logits, target, inplace_backward=True, return_lse=True, return_argmax=True)
+    out = eaves.cross_entropy(logits, target, inplace_backward=True, outputs=("lse", "argmax"))
     assert torch.equal(logits, leaf)  # for a loss that is never differentiated, too
-    plain = eaves.cross_entropy(leaf, target, return_lse=True, return_argmax=True)
+    plain = eaves.cross_entropy(leaf, target, outputs=("lse", "argmax"))
     counts = target != -100
     assert torch.equal(out.loss, plain.loss) and torch.equal(out.lse[counts], plain.lse[counts])
     assert torch.equal(out.argmax[counts], plain.argmax[counts]) and not out.lse[~counts].any()

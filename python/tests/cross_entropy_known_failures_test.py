@@ -191,7 +191,7 @@ def test_a_block_of_minus_infinity_at_the_start_of_a_row(dtype: torch.dtype, dev
         logits[:, :start] = -math.inf
         target = torch.tensor([start, 6000, start + 5, 5999], device=device)
         oracle = CrossEntropyOracle(logits, target)
-        out = eaves.cross_entropy(logits, target, return_entropy=True, return_lse=True)
+        out = eaves.cross_entropy(logits, target, outputs=("entropy", "lse"))
         assert_within(out.loss, oracle.loss)
         assert_within(out.entropy, oracle.bounds()["entropy"])
         assert_within(gradient(logits, target), oracle.gradient(dtype))
@@ -204,7 +204,7 @@ def test_vocabularies_that_are_multiples_of_nothing(classes: int, device: torch.
         logits[1, -1] = 30.0  # the last class carries the sum
         target = torch.tensor([classes - 1, 5, 0], device=device)
         oracle = CrossEntropyOracle(logits, target, **options)
-        out = eaves.cross_entropy(logits, target, return_argmax=True, **options)
+        out = eaves.cross_entropy(logits, target, outputs="argmax", **options)
         assert_within(out.loss, oracle.loss)
         assert torch.equal(out.argmax.cpu(), oracle.argmax)
         assert_within(gradient(logits, target, **options), oracle.gradient(dtype))

@@ -14,8 +14,8 @@ from torch import Tensor
 import eaves
 from comparison import PROMOTED
 from cross_entropy_test import each
-from eaves import _operator
-from eaves._loss import REDUCTIONS
+from eaves._torch import operator as _operator
+from eaves._torch.outputs import REDUCTIONS
 from refusals import Call, assert_each_refused, assert_refused_by
 
 OP = "cross_entropy"

@@ -21,8 +21,8 @@ from torch.nn.functional import cross_entropy as torch_cross_entropy
 import eaves
 from comparison import FLOATING_POINT, CrossEntropyOracle, assert_within
 from cross_entropy_cases import random_targets
-from eaves._loss import NUMBERS, numbers_of
-from eaves._loss import REDUCTIONS as NUMBERS_OF_REDUCTIONS
+from eaves._torch.options import NUMBERS, numbers_of
+from eaves._torch.outputs import REDUCTIONS as NUMBERS_OF_REDUCTIONS
 from layouts import LAYOUTS, random_tensor
 from pairwise import pairwise
 
@@ -285,7 +285,7 @@ def test_the_module_is_the_function_with_its_options_kept(device: torch.device) 
     # As torch's: a buffer, which moves with the module and is in its state.
     assert list(module.state_dict()) == list(torch.nn.CrossEntropyLoss(weight).state_dict()) == ["weight"]
     assert module.double().weight.dtype == torch.float64
-    out = eaves.CrossEntropyLoss(return_lse=True)(logits, target, normalizer=2)
+    out = eaves.CrossEntropyLoss(outputs="lse")(logits, target, normalizer=2)
     assert isinstance(out, eaves.CrossEntropyOutput) and out.entropy is None
     assert torch.equal(out.loss, eaves.cross_entropy(logits, target, normalizer=2.0))
 
@@ -344,7 +344,7 @@ def test_argmax_is_the_first_of_equal_logits_and_no_nan(device: torch.device) ->
     for dtype in FLOATING_POINT:
         logits = torch.tensor(rows, dtype=dtype, device=device)
         target = torch.zeros(3, dtype=torch.int64, device=device)
-        assert eaves.cross_entropy(logits, target, return_argmax=True).argmax.tolist() == [1, 2, 2]
+        assert eaves.cross_entropy(logits, target, outputs="argmax").argmax.tolist() == [1, 2, 2]
 
 
 # -------------------------------------------------------------------------------------------------------------- layouts

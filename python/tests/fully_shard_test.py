@@ -90,7 +90,7 @@ LOSSES: dict[str, tuple[Loss, Loss]] = {
     ),
     "none": (
         lambda head, hidden, target: eaves.linear_cross_entropy(
-            hidden, head.weight, target, linear_bias=head.bias, reduction="none", return_entropy=True
+            hidden, head.weight, target, linear_bias=head.bias, reduction="none", outputs="entropy"
         ).loss.sum(),
         lambda head, hidden, target: functional.cross_entropy(logits_of(head, hidden), target, reduction="sum"),
     ),

@@ -34,8 +34,8 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 import eaves.hf  # noqa: E402
 from cuda_test import LONG_CYCLES  # noqa: E402
+from eaves._autograd.linear_cross_entropy import OF_INPUT, OF_WEIGHT
 from eaves._deferred_logits import DeferredLogits  # noqa: E402
-from eaves._linear_cross_entropy import OF_INPUT, OF_WEIGHT  # noqa: E402
 from hf_models import (  # noqa: E402
     ARCHITECTURES,
     FEATURES,

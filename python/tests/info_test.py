@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import eaves
-from eaves import _info, _library
+from eaves import _info
+from eaves._torch import library as _library
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -32,13 +32,13 @@ LOSSES: dict[str, Loss] = {
     "mean": lambda z, t: eaves.cross_entropy(z, t),
     "sum": lambda z, t: eaves.cross_entropy(z, t, reduction="sum"),
     "none": lambda z, t: eaves.cross_entropy(z, t, reduction="none").sum(),
-    "lse too": lambda z, t: eaves.cross_entropy(z, t, return_lse=True).loss,
+    "lse too": lambda z, t: eaves.cross_entropy(z, t, outputs="lse").loss,
     "lse with a gradient": lambda z, t: (
-        (out := eaves.cross_entropy(z, t, reduction="none", return_lse=True)).loss + 0 * out.lse
+        (out := eaves.cross_entropy(z, t, reduction="none", outputs="lse")).loss + 0 * out.lse
     ).sum(),
     "soft cap": lambda z, t: eaves.cross_entropy(z, t, softcap=1e6),
     "in place": lambda z, t: eaves.cross_entropy(z * 1, t, inplace_backward=True),
-    "in place, lse too": lambda z, t: eaves.cross_entropy(z * 1, t, inplace_backward=True, return_lse=True).loss,
+    "in place, lse too": lambda z, t: eaves.cross_entropy(z * 1, t, inplace_backward=True, outputs="lse").loss,
     "log_prob": lambda z, t: -eaves.log_prob(z, t).sum(),
     "log_prob of K tokens": lambda z, t: -eaves.log_prob(z, k_tokens(t)).sum(),
     "log_prob of a temperature for each row": lambda z, t: -eaves.log_prob(z, t, temperature=ones(t)).sum(),

@@ -404,12 +404,12 @@ def test_a_model_trains_as_an_exported_program(any_device: torch.device) -> None
             encoded = eaves.lrpe_cosine(x.view(1, 6, 2, 2), self.theta, activation="softmax", activation_dim=-2)
             hidden = self.body(encoded.reshape(6, 8))
             of_head = eaves.linear_cross_entropy(
-                hidden, self.head.weight, target, linear_bias=self.head.bias, algorithm="speed", return_entropy=True
+                hidden, self.head.weight, target, linear_bias=self.head.bias, algorithm="speed", outputs="entropy"
             )
             logits = self.head(hidden)
-            of_logits = eaves.cross_entropy(logits, target, z_loss=0.1, return_lse=True)
+            of_logits = eaves.cross_entropy(logits, target, z_loss=0.1, outputs="lse")
             assert of_head.entropy is not None and of_logits.lse is not None
-            frozen = eaves.linear_log_prob(hidden, self.frozen, target, return_entropy=True, temperature=2.0)
+            frozen = eaves.linear_log_prob(hidden, self.frozen, target, outputs="entropy", temperature=2.0)
             assert frozen.entropy is not None
             numbers = (of_head.loss, of_head.entropy.mean(), of_logits.loss, of_logits.lse.square().mean(),
                        frozen.log_prob.sum(), frozen.entropy.mean(), eaves.logsumexp(hidden, -1).mean())  # fmt: skip

@@ -49,7 +49,7 @@ def test_all_gradients_are_those_of_the_eager_call(
 
 def test_outputs_with_a_gradient_are_compiled(any_device: torch.device, fresh_compiler: None) -> None:
     def function(x: Tensor, head: Tensor, target: Tensor) -> Tensor:
-        out: Any = eaves.linear_cross_entropy(x, head, target, return_lse=True, return_entropy=True, algorithm="speed")
+        out: Any = eaves.linear_cross_entropy(x, head, target, outputs=("lse", "entropy"), algorithm="speed")
         return out.loss + out.lse.sum() + 2 * out.entropy.sum()
 
     x, head, target, _ = problem((9, 24), 33, torch.float32, any_device)

@@ -14,7 +14,7 @@ import eaves
 from comparison import FLOATING_POINT
 from cross_entropy_gradient_test import upstream
 from cross_entropy_test import OPTIONS, REDUCTIONS, each
-from eaves._linear_cross_entropy import _SPEED, CONSTANT_OUTPUTS
+from eaves._calls.linear_cross_entropy import _SPEED, CONSTANT_OUTPUTS
 from layouts import LAYOUTS, contiguous, expanded_along_the_first_axis
 from linear_cross_entropy_cases import LinearOracle, allowed_share, assert_gradients
 from linear_cross_entropy_test import COMBINATIONS, problem, samples, soft_targets
@@ -48,7 +48,7 @@ def check(
         assert [g.dtype for g in grads] == [t.dtype for t in given], what
         assert_gradients([*grads, None][:3], oracle.gradients(grad_loss), x.dtype, what)
     out = eaves.linear_cross_entropy(
-        given[0], given[1], target, **named, **options, return_lse=True, return_entropy=True
+        given[0], given[1], target, **named, **options, outputs=("lse", "entropy"), 
     )
     outputs, upstreams = (out.loss, out.lse, out.entropy), (grad_loss, upstream(out.lse), upstream(out.entropy))
     grads = torch.autograd.grad(outputs, given, upstreams)
@@ -120,7 +120,7 @@ def test_finite_differences_agree(device: torch.device) -> None:
         def function(
             x: Tensor, w: Tensor, b: Tensor, t: Tensor = each_target, named: Any = named
         ) -> tuple[Tensor, ...]:
-            out = eaves.linear_cross_entropy(x, w, t, linear_bias=b, return_lse=True, return_entropy=True, **named)
+            out = eaves.linear_cross_entropy(x, w, t, linear_bias=b, outputs=("lse", "entropy"), **named)
             loss = eaves.linear_cross_entropy(x, w, t, linear_bias=b, **named)
             return out.loss, out.lse, out.entropy, loss
 
@@ -188,20 +188,20 @@ def test_which_way_a_call_goes(device: torch.device) -> None:
         loss = out.loss if isinstance(out, tuple) else out
         return "Speed" in type(loss.grad_fn).__name__
 
-    assert is_speed() and is_speed(torch.bfloat16) and is_speed(reduction="sum") and is_speed(return_argmax=True)
+    assert is_speed() and is_speed(torch.bfloat16) and is_speed(reduction="sum") and is_speed(outputs="argmax")
     assert not is_speed(torch.float16) and not is_speed(torch.float16, algorithm="speed")
     assert not is_speed(reduction="none") and not is_speed(reduction="none", algorithm="speed")
     # Of input alone the rows can be multiplied in the backward.
     assert is_speed(is_frozen=True) and is_speed(is_frozen=True, reduction="none")
-    assert not is_speed(is_frozen=True, reduction="none", return_entropy=True)
-    assert not is_speed(return_lse=True) and not is_speed(return_entropy=True)
-    assert is_speed(return_lse=True, algorithm="speed") and not is_speed(algorithm="recompute")
+    assert not is_speed(is_frozen=True, reduction="none", outputs="entropy")
+    assert not is_speed(outputs=("lse", "entropy")) and not is_speed()
+    assert is_speed(outputs="lse", algorithm="speed") and not is_speed(algorithm="recompute")
     assert is_speed(algorithm="memory") and is_speed(is_frozen=True, reduction="none", algorithm="memory")
-    assert not is_speed(return_lse=True, algorithm="memory") and not is_speed(torch.float16, algorithm="memory")
+    assert not is_speed(outputs="lse", algorithm="memory") and not is_speed(torch.float16, algorithm="memory")
     assert not is_speed(workspace_bytes=1)
     assert is_speed(workspace_bytes=1 << 30)
-    assert is_speed(return_lse=True, return_entropy=True, **CONSTANT_OUTPUTS)
-    assert is_speed(is_frozen=True, reduction="none", return_entropy=True, **CONSTANT_OUTPUTS)
+    assert is_speed(outputs=("lse", "entropy"), **CONSTANT_OUTPUTS)
+    assert is_speed(is_frozen=True, reduction="none", outputs="entropy", **CONSTANT_OUTPUTS)
 
 
 @each("algorithm", ["auto", "recompute"])
@@ -259,7 +259,7 @@ def test_a_second_backward_gives_the_same_and_leaves_the_first_alone(
     given = leaves(x, head, bias)
     # The outputs are computed by other kernels than the plain loss.
     loss, *_ = eaves.linear_cross_entropy(
-        given[0], given[1], target, linear_bias=given[2], algorithm=algorithm, return_entropy=True, return_argmax=True
+        given[0], given[1], target, linear_bias=given[2], algorithm=algorithm, outputs=("entropy", "argmax"), 
     )
     factor = torch.tensor(3.0, dtype=loss.dtype, device=device)
     first = torch.autograd.grad(loss, given, factor, retain_graph=True)
@@ -321,7 +321,7 @@ def test_lse_and_entropy_have_a_gradient_without_the_loss(algorithm: str, device
             given = leaves(x, head, bias)
             out = eaves.linear_cross_entropy(
                 given[0], given[1], target, linear_bias=given[2], reduction=reduction, algorithm=algorithm,
-                return_lse=True, return_entropy=True, return_argmax=True, return_z_loss=True,
+                outputs=("lse", "entropy", "argmax", "z_loss"), ,
             )  # fmt: skip
             assert not out.argmax.requires_grad and not out.z_loss.requires_grad
             up = upstream(out.lse)

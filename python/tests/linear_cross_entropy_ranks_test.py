@@ -16,9 +16,11 @@ import eaves
 from comparison import assert_agree, assert_within
 from cross_entropy_gradient_test import upstream
 from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output
-from eaves import _linear_cross_entropy_ranks, _ranks
-from eaves._loss import ARGMAX
-from eaves._ranks import Place, refuse_argmax
+from eaves._parallel import agreement as _ranks
+from eaves._parallel import linear_cross_entropy as _linear_cross_entropy_ranks
+from eaves._parallel.shard import Place
+from eaves._parallel.statistics import refuse_argmax
+from eaves._torch.outputs import ARGMAX
 from linear_cross_entropy_cases import LinearOracle, assert_gradients
 from linear_cross_entropy_test import problem, soft_targets
 from pairwise import pairwise
@@ -483,9 +485,7 @@ def log_probs(group: distributed.ProcessGroup) -> tuple[Tensor, ...]:
     hidden, head, tokens, _ = problem((24, 16), CLASSES, torch.float64, here())
     own = head[pieces(group.size())[group.rank()]].requires_grad_()
     hidden.requires_grad_()
-    out = eaves.linear_log_prob(
-        hidden, own, tokens, temperature=0.7, return_entropy=True, return_top1=True, group=group
-    )
+    out = eaves.linear_log_prob(hidden, own, tokens, temperature=0.7, outputs=("entropy", "is_top1"), group=group)
     (out.log_prob.sum() + out.entropy.sum()).backward()
     logits = (hidden.detach() @ own.detach().T).requires_grad_()
     of_logits = eaves.log_prob(logits, tokens, temperature=0.7, group=group)
@@ -597,12 +597,12 @@ def several_of_parallel_rows(group: distributed.ProcessGroup, dtype: torch.dtype
     tokens[1, 0], tokens[2, 1, 2] = -100, -100
     named = {"temperature": torch.linspace(0.5, 2, 24, device=here()).view(8, 3)} if has_temperature else {}
     whole = [each.clone().requires_grad_() for each in (hidden, head, bias)]
-    expected = eaves.linear_log_prob(*whole[:2], tokens, bias=whole[2], return_entropy=True, **named)
+    expected = eaves.linear_log_prob(*whole[:2], tokens, bias=whole[2], outputs="entropy", **named)
     own, size = pieces(group.size(), False)[group.rank()], hidden.shape[0] // group.size()
     rows = slice(group.rank() * size, (group.rank() + 1) * size)
     parts = [each.clone().requires_grad_() for each in (hidden[rows], head[own], bias[own])]
     found = eaves.linear_log_prob(
-        *parts[:2], tokens, bias=parts[2], return_entropy=True, group=group, sequence_parallel=True,
+        *parts[:2], tokens, bias=parts[2], outputs="entropy", group=group, sequence_parallel=True,
         workspace_bytes=20_000, **named,
     )  # fmt: skip
     for out in (expected, found):

@@ -21,9 +21,9 @@ import eaves
 from comparison import FLOATING_POINT, assert_within
 from cross_entropy_cases import random_targets
 from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output
-from eaves._linear_cross_entropy import _is_matrix, check_grad_weight_out
-from eaves._linear_cross_entropy_rules import BackwardTensors, ForwardTensors, Options
-from eaves._loss import MEAN, SUM
+from eaves._torch.head import _is_matrix, check_grad_weight_out
+from eaves._torch.linear_cross_entropy_rules import BackwardTensors, ForwardTensors, Options
+from eaves._torch.outputs import MEAN, SUM
 from layouts import LAYOUTS, random_tensor
 from linear_cross_entropy_cases import LinearOracle
 from pairwise import pairwise
@@ -153,7 +153,7 @@ def test_all_rows_ignored_is_0(device: torch.device) -> None:
         for algorithm in ("speed", "recompute"):
             given = x.requires_grad_() if device.type == "cpu" else x.detach().nan_to_num().requires_grad_()
             out = eaves.linear_cross_entropy(
-                given, head, target, algorithm=algorithm, skip_ignored=skip, return_entropy=True
+                given, head, target, algorithm=algorithm, skip_ignored=skip, outputs="entropy"
             )
             assert out.loss.item() == 0 and not out.entropy.any()
             assert not torch.autograd.grad(out.loss, given)[0].any()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import eaves
-from eaves import _library
+from eaves._torch import library as _library
 
 
 @pytest.mark.parametrize("version", ["2.9.1", "2.9.0+cu128", "1.13.1"])  # as strings, 2.9 comes behind 2.10

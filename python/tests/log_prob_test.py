@@ -82,7 +82,7 @@ def test_outputs_and_gradients_match_the_oracle(options: dict[str, Any], device:
         oracle = LinearOracle(hidden, head, tokens, **of_the_losses(options))
         bounds = oracle.bounds(torch.float64 if dtype == torch.float64 else torch.float32)
         out = eaves.linear_log_prob(
-            hidden, head, tokens, return_entropy=True, return_top1=True, algorithm=algorithm, **options
+            hidden, head, tokens, outputs=("entropy", "is_top1"), algorithm=algorithm, **options
         )
         assert_within(-out.log_prob, bounds["loss"], f"{dtype} {options}")
         assert_within(out.entropy, bounds["entropy"], f"{dtype} {options}")
@@ -102,9 +102,7 @@ def test_of_logits_they_match_the_oracle(options: dict[str, Any], device: torch.
         tokens = torch.tensor([0, 256, 3, IGNORED, 77, 12], device=device, dtype=torch.int32)
         oracle = CrossEntropyOracle(logits, tokens, **of_the_losses(options))
         leaf = logits.clone().requires_grad_()
-        out = eaves.log_prob(
-            leaf * 1, tokens, return_entropy=True, return_top1=True, inplace_backward=is_in_place, **options
-        )
+        out = eaves.log_prob(leaf * 1, tokens, outputs=("entropy", "is_top1"), inplace_backward=is_in_place, **options)
         assert_within(-out.log_prob, oracle.loss, f"{dtype} {options}")
         is_top1 = (oracle.argmax == tokens.cpu()) & (tokens.cpu() != IGNORED)
         assert torch.equal(out.is_top1.cpu(), is_top1)
@@ -137,7 +135,7 @@ def test_sums_of_squares_and_mean_logits_are_there_and_0_of_ignored_rows(device:
 def test_no_log_probability_is_above_0(vocabulary: int, device: torch.device) -> None:
     hidden, head, tokens = rows_and_head((8,), vocabulary, torch.bfloat16, device, 16)
     head[tokens[:4]] = 8 * hidden[:4]  # confident rows
-    out = eaves.linear_log_prob(hidden, head, tokens, return_entropy=True, return_top1=True)
+    out = eaves.linear_log_prob(hidden, head, tokens, outputs=("entropy", "is_top1"))
     assert (out.log_prob <= 0).all() and (out.entropy >= 0).all()
     expected = by_the_formula(hidden.double() @ head.double().T, tokens)
     torch.testing.assert_close(out.log_prob.double(), expected, rtol=2e-5, atol=2e-5)
@@ -190,7 +188,7 @@ def test_ignored_rows_have_log_probability_and_gradient_0(share: float, device: 
     tokens[:count] = IGNORED
     for frozen in (False, True):
         x, w = hidden.clone().requires_grad_(), head.clone().requires_grad_(not frozen)
-        out = eaves.linear_log_prob(x, w, tokens, return_top1=True, algorithm="speed")
+        out = eaves.linear_log_prob(x, w, tokens, outputs="is_top1", algorithm="speed")
         assert (out.log_prob[:count] == 0).all() and not torch.signbit(out.log_prob[:count]).any()
         assert not out.is_top1[:count].any()
         # A ratio of an ignored row may be anything.
@@ -208,8 +206,8 @@ def test_the_entropy_of_an_ignored_row_is_0_and_has_no_gradient(device: torch.de
     upstream = torch.ones(5, device=device)
     upstream[2] = math.nan
     for out in (
-        eaves.linear_log_prob(hidden, head, tokens, return_entropy=True),
-        eaves.log_prob(hidden @ head.T, tokens, return_entropy=True),
+        eaves.linear_log_prob(hidden, head, tokens, outputs="entropy"),
+        eaves.log_prob(hidden @ head.T, tokens, outputs="entropy"),
     ):
         (grad,) = torch.autograd.grad(out.entropy, hidden, upstream)
         assert out.entropy[2] == 0 and (grad[2] == 0).all() and grad.isfinite().all()
@@ -217,7 +215,7 @@ def test_the_entropy_of_an_ignored_row_is_0_and_has_no_gradient(device: torch.de
 
 def test_a_token_that_is_ignored_by_its_class_is_no_top_token(device: torch.device) -> None:
     logits = torch.tensor([[1.0, 0.0], [1.0, 0.0]], device=device)
-    out = eaves.log_prob(logits, torch.tensor([0, 1], device=device), ignore_index=0, return_top1=True)
+    out = eaves.log_prob(logits, torch.tensor([0, 1], device=device), ignore_index=0, outputs="is_top1")
     assert out.log_prob[0] == 0 and out.is_top1.tolist() == [False, False]
 
 
@@ -252,7 +250,7 @@ def test_a_frozen_head_takes_two_products(device: torch.device) -> None:
 def test_a_frozen_head_gives_every_backward_the_same(device: torch.device) -> None:
     hidden, head, tokens = rows_and_head((40,), 65, torch.float32, device)
     hidden.requires_grad_()
-    out = eaves.linear_log_prob(hidden, head, tokens, return_entropy=True, algorithm="speed")
+    out = eaves.linear_log_prob(hidden, head, tokens, outputs="entropy", algorithm="speed")
     upstream = torch.linspace(-1, 2, 40, device=device)
     first, second = (
         torch.autograd.grad(out.log_prob, hidden, upstream, retain_graph=True)[0].clone() for _ in range(2)
@@ -299,7 +297,7 @@ def test_the_losses_of_probabilities_have_a_frozen_head_too(device: torch.device
 
 def test_the_entropy_alone_has_a_gradient(device: torch.device) -> None:
     hidden, head, tokens = rows_and_head((6,), 65, torch.float32, device)
-    out = eaves.linear_log_prob(hidden.requires_grad_(), head, tokens, return_entropy=True, algorithm="speed")
+    out = eaves.linear_log_prob(hidden.requires_grad_(), head, tokens, outputs="entropy", algorithm="speed")
     upstream = torch.linspace(-1, 2, 6, device=device)
     (grad,) = torch.autograd.grad(out.entropy, hidden, upstream)
     exact = LinearOracle(hidden, head, tokens, reduction="none").gradients(0.0, None, upstream)
@@ -350,7 +348,7 @@ def test_every_option_arrives_at_the_loss(monkeypatch: pytest.MonkeyPatch) -> No
     }  # fmt: skip
     given = keywords_of(
         monkeypatch, "linear_cross_entropy",
-        lambda: eaves.linear_log_prob(hidden, head, tokens, return_top1=True, **of_both, **of_head),
+        lambda: eaves.linear_log_prob(hidden, head, tokens, outputs="is_top1", **of_both, **of_head),
     )  # fmt: skip
     assert given.items() >= {**of_both, **of_head, "reduction": "none", "return_argmax": True}.items()
     out = torch.zeros(7, 24)
@@ -363,7 +361,7 @@ def test_every_option_arrives_at_the_loss(monkeypatch: pytest.MonkeyPatch) -> No
     logits = (hidden @ head.detach().T).requires_grad_() * 1
     given = keywords_of(
         monkeypatch, "cross_entropy",
-        lambda: eaves.log_prob(logits, tokens, return_top1=True, inplace_backward=True, **of_both),
+        lambda: eaves.log_prob(logits, tokens, outputs="is_top1", inplace_backward=True, **of_both),
     )  # fmt: skip
     wanted = {**of_both, "reduction": "none", "inplace_backward": True, "return_argmax": True, "class_dim": -1}
     assert given.items() >= wanted.items()
@@ -397,7 +395,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
 
     def results(begin: int, end: int, options: dict[str, Any]) -> list[Tensor]:
         x = hidden[begin:end].clone().requires_grad_()
-        out = eaves.linear_log_prob(x, head, tokens[begin:end], return_entropy=True, **options)
+        out = eaves.linear_log_prob(x, head, tokens[begin:end], outputs="entropy", **options)
         entropy = out.entropy.sum() if options["algorithm"] == "recompute" else 0
         grads = torch.autograd.grad(out.log_prob.sum() + entropy, x)
         top1 = [out.is_top1] if options["return_top1"] else []

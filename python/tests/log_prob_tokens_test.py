@@ -218,7 +218,7 @@ def test_gradients_are_those_of_finite_differences(temperature: str | None, devi
 
     def function(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
         out = eaves.linear_log_prob(
-            x, weight, tokens, bias=bias, temperature=divisors, softcap=3.0, scale=1.3, return_entropy=True
+            x, weight, tokens, bias=bias, temperature=divisors, softcap=3.0, scale=1.3, outputs="entropy"
         )
         assert out.entropy is not None
         return out.log_prob, out.entropy
@@ -329,7 +329,7 @@ def test_a_masked_class_has_log_probability_minus_infinity(device: torch.device)
     logits = torch.tensor([[0.0, -math.inf, 1.0], [-math.inf, -math.inf, 1.0]], device=device, requires_grad=True)
     tokens = torch.tensor([[0, 1], [0, 1]], device=device)
     for temperature in (None, torch.ones(2, device=device)):
-        out = eaves.log_prob(logits, tokens, temperature=temperature, return_entropy=True)
+        out = eaves.log_prob(logits, tokens, temperature=temperature, outputs="entropy")
         assert out.log_prob[0, 1] == -math.inf and (out.log_prob[1] == -math.inf).all()
         (grad,) = torch.autograd.grad((out.log_prob[:, :1].sum(), out.entropy.sum()), logits)
         assert grad.isfinite().all()

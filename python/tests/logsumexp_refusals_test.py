@@ -9,7 +9,7 @@ import torch
 
 import eaves
 from comparison import FLOATING_POINT
-from eaves import _operator
+from eaves._torch import operator as _operator
 from logsumexp_test import each
 from refusals import Call, assert_each_refused, assert_refused_by
 

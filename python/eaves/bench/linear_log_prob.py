@@ -31,7 +31,7 @@ def _eaves(algorithm: str) -> Callable[[Any, Row], Forward]:
             return lambda hidden, head, tokens: function(hidden, head, tokens, algorithm=algorithm)
 
         def forward(hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
-            out = function(hidden, head, tokens, return_entropy=True, algorithm=algorithm)
+            out = function(hidden, head, tokens, outputs="entropy", algorithm=algorithm)
             return torch.stack((out.log_prob, out.entropy))
 
         return forward

@@ -5,15 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaves._operator import (
-    batch_first,
-    call,
-    check_tensor,
-    dispatch,
-    refuse_lost_derivatives,
-    register_fake,
-    register_vmap,
-)
+from eaves._torch.checks import check_tensor
+from eaves._torch.operator import call, dispatch
+from eaves._torch.registration import batch_first, refuse_lost_derivatives, register_fake, register_vmap
 
 _forward = torch.ops.eaves.row_sum_forward.default
 

@@ -1,0 +1,1 @@
+"""Gradients: the autograd.Functions around the extension's operators."""

@@ -1,0 +1,174 @@
+"""The gradient of cross_entropy where its logits were (inplace_backward)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eaves._autograd.cross_entropy import OP, run_forward
+from eaves._parallel import cross_entropy as ranks
+from eaves._torch.operator import apply, call
+from eaves._torch.options import shape_of
+from eaves._torch.outputs import DIVISOR, LSE, RETURNED, TARGET_MASS, pick
+from eaves._torch.registration import refuse_lost_derivatives
+from eaves._torch.transforms import is_batched, is_transforming
+
+_forward_backward = torch.ops.eaves.cross_entropy_forward_backward.default
+_rescale = torch.ops.eaves.cross_entropy_rescale.default
+_backward_in_place = torch.ops.eaves.cross_entropy_backward_in_place.default
+
+RETURNED_IN_PLACE = sum(RETURNED)  # what is not wanted has a place there too
+
+
+def refuse_in_place(input: Tensor) -> None:
+    """What autograd would not allow to write over, and what it cannot follow."""
+    if is_transforming():
+        raise NotImplementedError(
+            f"{OP}: inplace_backward does not go with torch.vmap and torch.func, which may use input again; leave it "
+            "out"
+        )
+    # The core says the same of what it writes, but of float16 it writes in the backward.
+    if torch._debug_has_internal_overlap(input) == 1:
+        raise ValueError(
+            f"{OP}: input has shape {shape_of(input)} and strides {list(input.stride())}, so that elements share "
+            "memory; expected an address for each, because inplace_backward writes it"
+        )
+    if not torch.compiler.is_compiling() and input.is_neg():
+        raise ValueError(f"{OP}: input is negated lazily, and inplace_backward writes it; pass input.resolve_neg()")
+    base = input._base if input._is_view() else None
+    if input.requires_grad and (input.is_leaf or (base is not None and base.is_leaf and base.requires_grad)):
+        raise RuntimeError(
+            f"{OP}: input is a leaf that requires a gradient, or a view of one, and inplace_backward would write over "
+            "it; leave inplace_backward out, or pass a tensor that was computed from it"
+        )
+
+
+class _InPlaceInForward(torch.autograd.Function):
+    """Forward and backward in one pass, which leaves the gradient for an upstream gradient of 1 where the logits were.
+
+    The logits are an input that is written over, and no output: a backward of an operator that read them before has to
+    fail, which the version counter sees to, and not to differentiate through this function. Behind the arguments of the
+    extension is a list, into which the backward puts the gradients that it has handed out.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, *arguments_and_list: Any) -> tuple[Tensor, ...]:
+        *arguments, ctx.handed_out = arguments_and_list
+        outputs: tuple[Tensor, ...] = tuple(call(OP, _forward_backward, input, *arguments))
+        torch.autograd.graph.increment_version(input)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.save_for_backward(input)
+        ctx.axis, ctx.is_used = arguments[4], False
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        nothing = (None,) * 10
+        if grad_loss is None:
+            return None, *nothing
+        (grad_input,) = _of_only_backward(ctx, grad_loss)
+        call(OP, _rescale, grad_input, grad_loss, ctx.axis)  # reads and writes nothing where grad_loss is 1
+        if not torch.compiler.is_compiling():
+            ctx.handed_out.append(_contents_of(grad_input))
+        return grad_input, *nothing
+
+
+class _WrittenOver(torch.autograd.Function):
+    """The logits from here on: in the graph their earlier uses are in front of it, their later uses behind it, beside
+    the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.mark_dirty(logits)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def in_place_in_forward(input: Tensor, *arguments: Any) -> Any:
+    """Of logits that are a whole tensor, or all of one in another shape, the gradient may be that of the loss alone. Of
+    other views that would cost a copy of the gradient, and they are left as they are."""
+    whole = input._base if input._is_view() else input
+    handed_out: list[tuple[int, int]] = []
+    if whole is None or not whole.requires_grad or (whole is not input and not _is_all_of(input, whole)):
+        return apply(OP, _InPlaceInForward, input, *arguments, handed_out)
+    apply(OP, _WrittenOver, whole)
+    logits = input if whole is input else whole.view(input.shape)  # a new view, whose backward is a view
+    outputs = apply(OP, _InPlaceInForward, logits, *arguments, handed_out)
+
+    def check(grad: Tensor) -> None:
+        if not torch.compiler.is_compiling() and _contents_of(grad) not in handed_out:
+            raise RuntimeError(
+                f"{OP}: something that was computed from input after a call with inplace_backward has a gradient, and "
+                "is computed from the gradient that was written over input; leave inplace_backward out"
+            )
+
+    # The first of its hooks, so that others may change the gradient.
+    whole.register_hook(check)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+def _is_all_of(view: Tensor, base: Tensor) -> bool:
+    is_as_large = view.dtype == base.dtype and view.numel() == base.numel() and view.is_contiguous()
+    return is_as_large and base.is_contiguous() and view.storage_offset() == base.storage_offset()
+
+
+def _contents_of(tensor: Tensor) -> tuple[int, int]:
+    """The storage of a tensor, and the number of changes to it."""
+    return tensor.untyped_storage()._cdata, tensor._version
+
+
+class InPlaceInBackward(torch.autograd.Function):
+    """The gradient where the logits were, but written in the backward, where the upstream gradient is known: in float16
+    most of a mean's gradient would be 0 before a loss scale multiplies it."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments_and_shard: Any) -> tuple[Tensor, ...]:
+        *arguments, shard = arguments_and_shard
+        outputs = run_forward(tuple(arguments), shard)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.options, computed, ctx.is_used = arguments[5:9], arguments[9], False
+        kept = [pick(outputs, computed, bit) for bit in (LSE, TARGET_MASS, DIVISOR)]
+        ctx.save_for_backward(*arguments[:4], *kept, None if shard is None else outputs[-1])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        nothing = (None,) * 10
+        if grad_loss is None:
+            return None, *nothing
+        grad_input, target, weight, row_weight, lse, *kept, place = _of_only_backward(ctx, grad_loss)
+        upstream = (grad_loss, None, None)
+        arguments = (*upstream, grad_input, target, weight, row_weight, lse, None, *kept, *ctx.options)
+        if place is None:
+            call(OP, _backward_in_place, *arguments)
+        else:
+            call(OP, ranks.backward_in_place, *arguments, place)
+        torch.autograd.graph.increment_version(grad_input)
+        return grad_input, *nothing
+
+
+def _of_only_backward(ctx: Any, grad_loss: Tensor) -> list[Any]:
+    """What was saved, where this is the one backward that there may be."""
+    if is_batched(grad_loss):
+        raise NotImplementedError(f"{OP}: with inplace_backward no backward has a batch (is_grads_batched=True)")
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{OP}: with inplace_backward the gradient has no derivative (create_graph=True); leave it out"
+        )
+    if ctx.is_used:
+        raise RuntimeError(
+            f"{OP}: with inplace_backward there is one backward, and this is the second; leave inplace_backward out"
+        )
+    saved = [None if tensor is None else tensor.detach() for tensor in ctx.saved_tensors]
+    ctx.is_used = True
+    return saved
+
+
+refuse_lost_derivatives(OP, _forward_backward, _rescale, _backward_in_place)

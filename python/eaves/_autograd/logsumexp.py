@@ -1,0 +1,165 @@
+"""The derivatives of logsumexp, its fake implementations and its batching rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eaves._torch.checks import accumulator_dtype
+from eaves._torch.operator import binds_quickly, call, dispatch
+from eaves._torch.registration import (
+    batch_first,
+    give_derivative,
+    refuse_lost_derivatives,
+    register_fake,
+    register_vmap,
+)
+
+_forward = torch.ops.eaves.logsumexp_forward.default
+_forward_lse = torch.ops.eaves.logsumexp_forward_lse.default
+_backward = torch.ops.eaves.logsumexp_backward.default
+
+
+def computed(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
+    result = dispatch("logsumexp", (x,), _Logsumexp, _forward, x, axes, keepdim, dtype)
+    out: Tensor = result[0] if isinstance(result, tuple) else result
+    return out
+
+
+@binds_quickly
+class _Logsumexp(torch.autograd.Function):
+    """x -> (out, lse), with lse as two numbers, [rows..., 2]: around 1e4 one float32 is off by 5e-4, and so would be
+    the gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = call("logsumexp", _forward_lse, x, axes, keepdim, dtype)
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, ctx.axes, ctx.keepdim, _ = inputs
+        _, lse = output
+        ctx.set_materialize_grads(False)  # or each backward would fill a tensor of zeros for lse
+        ctx.mark_non_differentiable(lse)
+        ctx.save_for_backward(x, lse)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, None, None, None]:
+        if grad_out is None:
+            return None, None, None, None
+        x, lse = ctx.saved_tensors
+        return _gradient(grad_out, x, lse, ctx.axes, ctx.keepdim), None, None, None
+
+
+def _gradient(grad_out: Tensor, x: Tensor, lse: Tensor, axes: Sequence[int], keepdim: bool) -> Tensor:
+    arguments = (grad_out, x, lse.detach(), axes, keepdim)
+    result: Tensor = dispatch("logsumexp", (grad_out, x), _LogsumexpGradient, _backward, *arguments)
+    return result
+
+
+@binds_quickly
+class _LogsumexpGradient(torch.autograd.Function):
+    """grad_x = grad_out * p with p = exp(x - lse), differentiable in grad_out and in x (of which lse is a function).
+
+    Second derivatives are rare, so they are written in torch's own operators, around the one kernel that gives p.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(grad_out: Tensor, x: Tensor, lse: Tensor, axes: Sequence[int], keepdim: bool) -> Tensor:
+        result: Tensor = call("logsumexp", _backward, grad_out, x, lse, axes, keepdim)
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        grad_out, x, lse, ctx.axes, ctx.keepdim = inputs
+        ctx.save_for_backward(grad_out, x, lse)
+
+    @staticmethod
+    def backward(ctx: Any, v: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        grad_out, x, lse = ctx.saved_tensors
+        p = _gradient(torch.ones_like(grad_out), x, lse, ctx.axes, ctx.keepdim)
+        weighted = v.to(accumulator_dtype(x.dtype)) * p
+        total = weighted.sum(tuple(ctx.axes) or None, keepdim=True)
+        rows = grad_out if ctx.keepdim else grad_out.reshape(total.shape)
+        grad_x = rows * (weighted - p * total)
+        return total.reshape(grad_out.shape).to(grad_out.dtype), grad_x.to(x.dtype), None, None, None
+
+
+def _row_shape(x: Tensor, axes: Sequence[int], keepdim: bool) -> list[int]:
+    reduced = {axis % max(x.dim(), 1) for axis in axes} if axes else set(range(x.dim()))
+    return [1 if axis in reduced else size for axis, size in enumerate(x.shape) if keepdim or axis not in reduced]
+
+
+give_derivative("logsumexp", _forward, computed, "x")
+refuse_lost_derivatives("logsumexp", _forward_lse, _backward)
+
+
+# What torch.compile and other tracers ask: shapes, strides and dtypes of the outputs.
+
+
+@register_fake("logsumexp_forward")
+def _(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(_row_shape(x, axes, keepdim), dtype=dtype)
+
+
+@register_fake("logsumexp_forward_lse")
+def _(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    out = x.new_empty(_row_shape(x, axes, keepdim), dtype=dtype)
+    return out, x.new_empty([*_row_shape(x, axes, False), 2], dtype=accumulator_dtype(x.dtype))
+
+
+@register_fake("logsumexp_backward")
+def _(grad_out: Tensor, x: Tensor, lse: Tensor, axes: Sequence[int], keepdim: bool) -> Tensor:
+    return torch.empty_like(x)
+
+
+# Batching rules: the batch becomes the first axis of every tensor, so that one call serves all of it.
+
+
+def _batched_axes(x: Tensor, axes: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """x, whose first axis is the batch, and `axes` of its elements as axes of x. An element without axes gets one."""
+    rank = x.dim() - 1
+    if rank == 0:
+        return x.unsqueeze(1), [1]
+    return x, [axis % rank + 1 for axis in (axes or range(rank))]
+
+
+@register_vmap("logsumexp_forward")
+def _(
+    info: Any, in_dims: tuple[int | None, ...], x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype
+) -> tuple[Tensor, int]:
+    (x,) = batch_first(info, in_dims, x)
+    rows, batched_axes = _batched_axes(x, axes)
+    return _forward(rows, batched_axes, keepdim and x.dim() > 1, dtype), 0
+
+
+@register_vmap("logsumexp_forward_lse")
+def _(
+    info: Any, in_dims: tuple[int | None, ...], x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    (x,) = batch_first(info, in_dims, x)
+    rows, batched_axes = _batched_axes(x, axes)
+    return _forward_lse(rows, batched_axes, keepdim and x.dim() > 1, dtype), (0, 0)
+
+
+@register_vmap("logsumexp_backward")
+def _(
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    grad_out: Tensor,
+    x: Tensor,
+    lse: Tensor,
+    axes: Sequence[int],
+    keepdim: bool,
+) -> tuple[Tensor, int]:
+    grad_out, x, lse = batch_first(info, in_dims, grad_out, x, lse)
+    rows, batched_axes = _batched_axes(x, axes)
+    return _backward(grad_out, rows, lse, batched_axes, keepdim and x.dim() > 1).reshape(x.shape), 0

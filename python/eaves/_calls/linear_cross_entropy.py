@@ -1,0 +1,389 @@
+"""A call of linear_cross_entropy: its arguments, checked here, and the way that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eaves._autograd.linear_cross_entropy import OP, Recompute, Speed, forward
+from eaves._parallel import linear_cross_entropy as ranks
+from eaves._parallel.agreement import agree_on_placements, with_agreement
+from eaves._parallel.dtensor import Local, local_classes, local_rows, local_shard, local_target, told
+from eaves._parallel.fully_shard import needs_whole_head, with_whole_head
+from eaves._parallel.shard import (
+    Shard,
+    ShardArguments,
+    check_reduce_dtype,
+    refuse_without_group,
+    rows_of,
+    shard_arguments,
+    shard_of,
+    without_padding,
+)
+from eaves._torch.checks import (
+    accumulator_dtype,
+    check_bool,
+    check_device,
+    check_shape,
+    check_tensor,
+    given,
+    index_of,
+    is_distributed,
+    refuse_gradient,
+)
+from eaves._torch.head import (
+    algorithm_of,
+    as_multiplied,
+    autocast,
+    check_algorithm,
+    check_grad_weight_out,
+    check_overlap,
+    checked_bias,
+    checked_weight,
+    refuse_zero3,
+    wide_weight,
+)
+from eaves._torch.linear_cross_entropy_rules import OF_BIAS, OF_INPUT, OF_WEIGHT, ForwardTensors
+from eaves._torch.operator import apply
+from eaves._torch.operator import call as call_operator
+from eaves._torch.options import (
+    check_class_dtype,
+    check_input,
+    check_soft,
+    limit_of,
+    normalizer_of,
+    numbers_of,
+    reduction_of,
+    row_weight_of,
+    shape_of,
+    weight_of,
+)
+from eaves._torch.outputs import (
+    ENTROPY,
+    LOSS_OUTPUTS,
+    LSE,
+    NONE,
+    CrossEntropyOutput,
+    kept_for_backward,
+    output_names,
+    output_of,
+    wanted_outputs,
+)
+from eaves._torch.transforms import OUTSIDE, is_exporting, is_transforming, needs_autograd, uncompiled
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_algorithm = torch.ops.eaves.linear_cross_entropy_algorithm.default
+
+_SPEED = 0  # enum LinearCrossEntropyAlgorithm of include/eaves/linear_cross_entropy.h
+
+
+class LinearCrossEntropyCall(NamedTuple):
+    """The arguments of eaves.linear_cross_entropy, as they were passed."""
+
+    input: Tensor
+    linear_weight: Any  # a Tensor or a torch.nn.Linear
+    target: Tensor
+    linear_bias: Tensor | None = None
+    weight: Tensor | None = None
+    reduction: str = "mean"
+    ignore_index: int | None = -100
+    label_smoothing: float = 0
+    options: object = None
+    softcap: float | None = None
+    scale: float | None = None
+    z_loss: float = 0
+    row_weight: Tensor | None = None
+    normalizer: Tensor | float | None = None
+    outputs: str | Sequence[str] = ()
+    algorithm: str = "auto"
+    workspace_bytes: int | None = None
+    skip_ignored: bool = False
+    grad_weight_dtype: torch.dtype | None = None
+    grad_weight_out: Tensor | None = None
+    group: ProcessGroup | Shard | None = None
+    classes: int | None = None
+    # Of callers within eaves: lse and entropy get no gradient, and "auto" may be "speed".
+    has_constant_outputs: bool = False
+
+
+class _Checked(NamedTuple):
+    """A call, checked."""
+
+    tensors: ForwardTensors
+    settings: tuple[int, int, Sequence[float], bool]  # the extension's options, but for the limit of its workspace
+    number_tensor: Tensor | None
+    algorithm: str
+    limit: int  # of the workspace, in bytes; 0: the device's
+    outputs: int  # as bits
+    output_names: tuple[str, ...]
+    wide: int  # the bit of the dtype of the head's gradient
+    grad_weight_out: Tensor | None
+    shard: ShardArguments | None
+
+
+def loss_of_head(call: LinearCrossEntropyCall) -> Tensor | CrossEntropyOutput:
+    if isinstance(call.linear_weight, torch.nn.Linear):
+        weight, bias = tensors_of_linear(OP, "linear_weight", call.linear_weight, "linear_bias", call.linear_bias)
+        call = call._replace(linear_weight=weight, linear_bias=bias)
+    if call.group is not None or is_distributed(call.linear_weight):
+        return _over_ranks(call)
+    if call.classes is not None:
+        call = _without_padding(call)
+    return computed(call)
+
+
+def tensors_of_linear(
+    op: str, name: str, linear: torch.nn.Linear, bias_name: str, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The weight and the bias of a torch.nn.Linear that was passed as the head."""
+    if type(linear).forward is not torch.nn.Linear.forward:
+        raise TypeError(
+            f"{op}: {name} is a {type(linear).__name__}, whose forward is not that of torch.nn.Linear; pass the weight "
+            "that it multiplies by"
+        )
+    if linear.bias is not None and bias is not None:
+        raise ValueError(f"{op}: {name} is a torch.nn.Linear with a bias; leave {bias_name} out")
+    return linear.weight, bias if linear.bias is None else linear.bias
+
+
+def _without_padding(call: LinearCrossEntropyCall) -> LinearCrossEntropyCall:
+    assert call.classes is not None
+    refuse_zero3(OP, linear_weight=call.linear_weight)
+    target = call.target
+    is_soft = isinstance(target, Tensor) and target.is_floating_point() and target.dim() != 0
+    soft = target.movedim(-1, 0) if is_soft else None
+    linear_weight, linear_bias, weight, grad_weight_out, soft = without_padding(
+        OP, call.classes, call.linear_weight, call.linear_bias, call.weight, call.grad_weight_out, soft
+    )
+    return call._replace(
+        linear_weight=linear_weight, linear_bias=linear_bias, weight=weight, grad_weight_out=grad_weight_out,
+        target=target if soft is None else soft.movedim(0, -1), classes=None,
+    )  # fmt: skip
+
+
+def _over_ranks(call: LinearCrossEntropyCall) -> Tensor | CrossEntropyOutput:
+    """The call with tensors of this rank. The ranks of a group learn of each other's errors before they wait for each
+    other."""
+    linear_weight, shard = call.linear_weight, shard_of(call.group)
+    if needs_whole_head(linear_weight, shard.group, shard.sequence_parallel):
+        if shard != Shard():
+            refuse_without_group(OP)
+        return with_whole_head(
+            OP,
+            lambda input, weight, bias: loss_of_head(
+                call._replace(input=input, linear_weight=weight, linear_bias=bias, group=None)
+            ),
+            {"input": call.input},
+            {"linear_weight": linear_weight, "linear_bias": call.linear_bias},
+        )
+    is_cut = is_distributed(linear_weight)
+    head: Local | None = None
+    if is_cut and shard.group is None:
+        head = told(OP, linear_weight, lambda: local_shard(OP, "linear_weight", linear_weight, 0))
+    elif shard.group is None:
+        refuse_without_group(OP)
+
+    def run(group: ProcessGroup) -> Tensor | CrossEntropyOutput:
+        if is_cut and head is None:
+            raise ValueError(f"{OP}: linear_weight is a DTensor, which knows its group; leave group out")
+        local = call
+        if head is not None:
+            agree_on_placements(OP, group, input=call.input, target=call.target)
+            local = call._replace(
+                input=local_rows(OP, "input", call.input, head, shard.reduce_input_grad is False),
+                target=local_target(OP, call.target, head, -1),
+                linear_weight=local_classes(OP, "linear_weight", linear_weight),
+                linear_bias=local_classes(OP, "linear_bias", call.linear_bias),
+                weight=local_classes(OP, "weight", call.weight),
+            )
+        return computed(local, shard_arguments(OP, group, shard, call.classes))
+
+    return with_agreement(OP, shard.group if head is None else head.group, run)
+
+
+def computed(call: LinearCrossEntropyCall, shard: ShardArguments | None = None) -> Tensor | CrossEntropyOutput:
+    """The loss of a call whose tensors are this rank's."""
+    checked = _checked(call, shard)
+    tensors, limit = checked.tensors, checked.limit
+    input, linear_weight, linear_bias = tensors[:3]
+    gradients = _wanted_gradients(input, linear_weight, linear_bias)
+    # Without gradients torch.func and forward mode may follow the call.
+    is_compiling = torch.compiler.is_compiling()
+    if not gradients and (is_compiling or not needs_autograd(*given(input, linear_weight, linear_bias))):
+        bits = checked.outputs
+        arguments = (*as_multiplied(tensors), *checked.settings, limit, bits)
+        if shard is None:
+            outputs = call_operator(OP, forward, *arguments, number_tensor=checked.number_tensor)
+        else:
+            outputs = call_operator(OP, ranks.forward, *arguments, 0, *shard, number_tensor=checked.number_tensor)
+    else:
+        # With class weights a block of classes without the target does not know the target's weight.
+        needs_target_mass = tensors.target.is_floating_point() or tensors.weight is not None
+        bits = kept_for_backward(checked.outputs, checked.settings[1], needs_target_mass)
+        followed = checked.outputs & ~(LSE | ENTROPY) if call.has_constant_outputs else checked.outputs
+        allowed = limit
+        if checked.algorithm == "memory" and limit == 0 and input.is_cuda:  # as on all ranks, whose shards may differ
+            allowed = _small_workspace(linear_weight.shape[0] if shard is None else 0)
+        function: type[torch.autograd.Function] = Recompute
+        if gradients and _is_speed(checked, followed, allowed, gradients):
+            function, limit = Speed, allowed
+        else:
+            gradients = 0
+        run = apply if checked.grad_weight_out is None else uncompiled(OP, apply)
+        outputs = run(
+            OP, function, *tensors, *checked.settings, limit, checked.grad_weight_out, bits, checked.outputs, followed,
+            gradients | checked.wide, checked.number_tensor, shard,
+        )  # fmt: skip
+    if not checked.output_names:
+        loss: Tensor = outputs[0]
+        return loss
+    return output_of(outputs, bits, checked.output_names)
+
+
+def _checked(call: LinearCrossEntropyCall, shard: ShardArguments | None) -> _Checked:
+    input, linear_weight, target, linear_bias, weight = call[:5]
+    row_weight, normalizer, grad_weight_out = call.row_weight, call.normalizer, call.grad_weight_out
+    is_compiling = torch.compiler.is_compiling()
+    if is_compiling and grad_weight_out is not None:
+        torch._dynamo.skip_frame(msg=f"{OP}: grad_weight_out is written in the backward, so {OUTSIDE}")
+    result_dtype = check_input(OP, input, target, "what is multiplied")
+    check_tensor(OP, "linear_weight", linear_weight)
+    check_device(OP, "linear_weight", linear_weight, "input", input)
+    if linear_bias is not None:
+        check_tensor(OP, "linear_bias", linear_bias)
+        check_device(OP, "linear_bias", linear_bias, "input", input)
+    device = input.device.type
+    is_autocast = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
+    if is_autocast:
+        input, linear_weight, linear_bias = autocast(input, linear_weight, linear_bias)
+        result_dtype = accumulator_dtype(input.dtype)
+    linear_weight = checked_weight(input, linear_weight, is_autocast, shard is not None)
+    columns, rows = linear_weight.shape[0], input.shape[:-1] if shard is None else rows_of(OP, shard, input)
+    if linear_bias is not None:
+        linear_bias = checked_bias(input, linear_bias, columns)
+    target = _checked_target(input, target, rows, columns, result_dtype)
+    if shard is not None:
+        check_reduce_dtype(OP, shard, input)
+    refuse_gradient(OP, "target", target)
+    mode = reduction_of(OP, call.reduction)
+    ignore_index = -100 if call.ignore_index is None else index_of(OP, "ignore_index", call.ignore_index)
+    if weight is not None:
+        weight = weight_of(OP, weight, input, columns, "linear_weight")
+    if row_weight is not None:
+        row_weight = row_weight_of(OP, row_weight, input, rows, result_dtype)
+    if normalizer is not None:
+        normalizer = normalizer_of(OP, normalizer, mode, result_dtype, input.device)
+    _check_options(call.options)
+    check_bool(OP, "skip_ignored", call.skip_ignored)
+    algorithm = algorithm_of(call.algorithm)
+    limit = 0 if call.workspace_bytes is None else limit_of(OP, call.workspace_bytes)
+    numbers, number_tensor = numbers_of(OP, call.label_smoothing, call.scale, call.softcap, call.z_loss)
+    may_smooth = number_tensor is not None or (numbers != () and numbers[0] != 0.0)
+    wanted, names = 0, output_names(OP, call.outputs, LOSS_OUTPUTS)
+    if names:
+        has_factors = target.is_floating_point() or (weight is not None and may_smooth)
+        wanted = wanted_outputs(OP, names, has_factors)
+    wide = wide_weight(input.dtype, linear_weight.dtype, call.grad_weight_dtype)
+    if grad_weight_out is not None:
+        wide = check_grad_weight_out(
+            grad_weight_out, input.dtype, linear_weight, call.grad_weight_dtype, result_dtype, is_compiling
+        )
+        # As they were passed: some are converted, and the caller's memory is what counts.
+        check_overlap(
+            grad_weight_out,
+            {
+                "input": call.input, "linear_weight": call.linear_weight, "linear_bias": call.linear_bias,
+                "target": call.target, "weight": call.weight, "row_weight": call.row_weight,
+                "normalizer": call.normalizer,
+            },
+        )  # fmt: skip
+    return _Checked(
+        ForwardTensors(input, linear_weight, linear_bias, target, weight, row_weight, normalizer),
+        (ignore_index, mode, numbers, call.skip_ignored), number_tensor, algorithm, limit, wanted, names, wide,
+        grad_weight_out, shard,
+    )  # fmt: skip
+
+
+def _checked_target(
+    input: Tensor, target: Tensor, rows: Sequence[int], classes: int, result_dtype: torch.dtype
+) -> Tensor:
+    """The target as the core takes it."""
+    if not target.is_floating_point():
+        check_class_dtype(OP, target, input)
+        if target.shape != tuple(rows):
+            check_shape(OP, "target", target, rows, f"one per row of input {shape_of(input)}")
+        return target
+    check_soft(OP, target, input, [*rows, classes], "one per class of linear_weight")
+    if target.dtype not in (torch.float32, torch.float64):
+        target = target.to(result_dtype)
+    return target if target.dim() <= 2 and target.stride(-1) == 1 else target.contiguous()
+
+
+def _check_options(options: object) -> None:
+    if options is not None and type(options).__name__ != "LinearCrossEntropyOptions":
+        raise TypeError(f"{OP}: options is {options!r}, expected a torch.nn.LinearCrossEntropyOptions or None")
+
+
+def check_constant_options(
+    linear_weight: Tensor,
+    *,
+    skip_ignored: object,
+    algorithm: object,
+    workspace_bytes: object,
+    grad_weight_dtype: object,
+) -> None:
+    """The checks of a call, for options that are given before there is one."""
+    check_bool(OP, "skip_ignored", skip_ignored)
+    check_algorithm(algorithm, workspace_bytes)
+    multiplied = linear_weight.dtype
+    if multiplied == torch.float32 and grad_weight_dtype in (torch.float16, torch.bfloat16):
+        multiplied = grad_weight_dtype  # under torch.autocast
+    wide_weight(multiplied, linear_weight.dtype, grad_weight_dtype)
+
+
+def _wanted_gradients(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> int:
+    if not torch.is_grad_enabled() or is_exporting():  # see needs_function
+        return 0
+    bits = OF_INPUT if input.requires_grad else 0
+    bits |= OF_WEIGHT if linear_weight.requires_grad else 0
+    return bits | (OF_BIAS if linear_bias is not None and linear_bias.requires_grad else 0)
+
+
+def _small_workspace(classes: int) -> int:
+    """linear_cross_entropy_small_workspace() of the header."""
+    return max(160 << 20, (24 << 20) + 1024 * classes)
+
+
+def _is_speed(checked: _Checked, followed: int, limit: int, gradients: int) -> bool:
+    """Are gradients computed in the forward? As the documentation of `algorithm` says."""
+    input, linear_weight, _, target, *_ = checked.tensors
+    shard, way, grad_weight_out = checked.shard, checked.algorithm, checked.grad_weight_out
+    if way == "recompute" or input.dtype == torch.float16:
+        return False
+    if checked.settings[1] == NONE and (gradients != OF_INPUT or (shard is not None and shard.sequence_parallel)):
+        return False
+    has_gradients_of_outputs = bool(followed & (LSE | ENTROPY))
+    if torch.compiler.is_compiling() or (shard is not None and way == "auto"):
+        # Of a shard the core would have to be asked for the largest.
+        # A graph is compiled for the outputs that may have a gradient, not for those that have one. And it should not
+        # depend on sizes, which the core would have to be asked for.
+        is_speed = way != "auto" or (limit == 0 and (shard is None or grad_weight_out is None))
+        return is_speed and not has_gradients_of_outputs
+    if is_transforming():
+        return False
+    if way == "speed":
+        return True
+    if has_gradients_of_outputs or grad_weight_out is not None:
+        return False
+    if shard is not None:  # "memory": the same on all ranks, whose shards may differ
+        return True
+    # Head and logits have at most 2^20 elements: the scratch memory of every device has room for them, and to ask would
+    # cost a small call 7 us.
+    if limit == 0 and 0 < input.numel() * linear_weight.numel() <= 2**20:
+        return True
+    return bool(call_operator(OP, _algorithm, input, linear_weight, target, limit) == _SPEED)

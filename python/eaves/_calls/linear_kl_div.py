@@ -1,0 +1,155 @@
+"""A call of linear_kl_div: its arguments, checked here, and the way that it takes."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eaves._chunked.head import cut
+from eaves._chunked.kl_div import DIVERGENCES, OP, Divergence, Settings, forward_only
+from eaves._parallel.fully_shard import is_fully_sharded, with_whole_head
+from eaves._torch.checks import (
+    accumulator_dtype,
+    check_device,
+    check_dtype_of,
+    check_shape,
+    check_tensor,
+    explain,
+    index_of,
+    number_of,
+    refuse_gradient,
+    value_for_message,
+)
+from eaves._torch.head import Head, checked_head, workspace_of
+from eaves._torch.operator import apply
+from eaves._torch.options import CLASS_DTYPES, RANGES, normalizer_of, reduction_of, shape_of
+from eaves._torch.outputs import MEAN, NONE
+from eaves._torch.transforms import is_exporting, is_transforming, needs_autograd, uncompiled
+
+_STUDENT, _TEACHER = (
+    ("input", "linear_weight", "linear_bias"),
+    ("teacher_input", "teacher_weight", "teacher_bias"),
+)
+
+
+class KlDivCall(NamedTuple):
+    """The arguments of eaves.linear_kl_div, as they were passed."""
+
+    input: Tensor
+    linear_weight: Tensor
+    linear_bias: Tensor | None
+    teacher_input: Tensor
+    teacher_weight: Tensor
+    teacher_bias: Tensor | None
+    target: Tensor | None
+    divergence: str
+    beta: float
+    temperature: float | None
+    ignore_index: int
+    reduction: str
+    normalizer: Tensor | float | None
+    workspace_bytes: int | None
+
+
+def divergence_of(call: KlDivCall) -> Tensor:
+    if is_fully_sharded(call.linear_weight):
+        return with_whole_head(
+            OP,
+            lambda x, weight, bias: divergence_of(call._replace(input=x, linear_weight=weight, linear_bias=bias)),
+            dict(zip(_STUDENT[:1], call[:1])),
+            dict(zip(_STUDENT[1:], call[1:3])),
+        )
+    if is_fully_sharded(call.teacher_weight):
+        return with_whole_head(
+            OP,
+            lambda y, weight, bias: divergence_of(
+                call._replace(teacher_input=y, teacher_weight=weight, teacher_bias=bias)
+            ),
+            dict(zip(_TEACHER[:1], call[3:4])),
+            dict(zip(_TEACHER[1:], call[4:6])),
+        )
+    input, linear_weight, linear_bias, teacher_input, teacher_weight, teacher_bias = call[:6]
+    if is_exporting() or is_transforming():
+        raise NotImplementedError(f"{OP}: it does not work inside of torch.export, torch.vmap and torch.func")
+    student = checked_head(OP, _STUDENT, input, linear_weight, linear_bias, "input", input)
+    teacher = checked_head(OP, _TEACHER, teacher_input, teacher_weight, teacher_bias, "input", input)
+    rows, classes = input.shape[:-1], linear_weight.shape[0]
+    check_shape(
+        OP, "teacher_input", teacher_input, [*rows, teacher_input.shape[-1]], f"rows as input {shape_of(input)}"
+    )
+    if teacher_weight.shape[0] != classes:
+        raise ValueError(
+            f"{OP}: teacher_weight has shape {shape_of(teacher_weight)}, expected [{classes}, "
+            f"{teacher_input.shape[-1]}] (classes as linear_weight {shape_of(linear_weight)}); where one vocabulary is "
+            "the other and padding, cut the larger head and its bias"
+        )
+    refuse_gradient(OP, "teacher_input", teacher_input)
+    counts = (
+        None if call.target is None else _counts(call.target, input, index_of(OP, "ignore_index", call.ignore_index))
+    )
+    dtype = accumulator_dtype(student.input.dtype)
+    mode = reduction_of(OP, call.reduction)
+    normalizer = call.normalizer
+    if normalizer is not None:
+        normalizer = normalizer_of(OP, normalizer, mode, dtype, input.device)
+        # As the core's, which this loss does not call: of a GPU it is not known here.
+        if normalizer.device.type == "cpu" and not torch.compiler.is_compiling() and normalizer.item() < 0:
+            raise ValueError(f"{OP}: normalizer is {normalizer.item()}, expected a number that is not negative")
+    settings = _settings(call, student, teacher)
+
+    try:
+        teacher_tensors = [None if each is None else each.detach() for each in teacher]
+        tensors = (*student, *teacher_tensors, counts)
+        if needs_autograd(*[each for each in student if each is not None]):
+            found: Tensor = uncompiled(OP, apply)(OP, Divergence, *tensors, settings, mode)
+        else:
+            found = uncompiled(OP, forward_only)(*tensors, settings, mode)
+    except (TypeError, RuntimeError) as error:
+        explain(OP, error, linear_weight=linear_weight, teacher_weight=teacher_weight)
+        raise
+    if mode == NONE:
+        return found.view(rows)
+    return _mean(found, normalizer, counts, rows) if mode == MEAN else found
+
+
+def _counts(target: Tensor, input: Tensor, ignore_index: int) -> Tensor:
+    """Which rows count: [rows, 1]."""
+    check_tensor(OP, "target", target)
+    check_device(OP, "target", target, "input", input)
+    check_dtype_of(OP, "target", target, CLASS_DTYPES, "classes")
+    check_shape(OP, "target", target, input.shape[:-1], f"one per row of input {shape_of(input)}")
+    # int32 classes would be compared with the last 32 bits of ignore_index.
+    return (target.to(torch.int64) != ignore_index).reshape(-1, 1)
+
+
+def _settings(call: KlDivCall, student: Head, teacher: Head) -> Settings:
+    divergence, temperature = call.divergence, call.temperature
+    if not isinstance(divergence, str) or divergence not in DIVERGENCES:
+        error = ValueError if isinstance(divergence, str) else TypeError
+        raise error(f'{OP}: divergence is {divergence!r}, expected "forward", "reverse" or "jsd"')
+    between = 'a number between 0 and 1, neither of them; what others have there is "forward" for 0, "reverse" for 1'
+    beta = number_of(OP, "beta", call.beta, 0, 1, between)
+    if divergence == "jsd" and not 0 < beta < 1:
+        raise ValueError(f"{OP}: beta is {value_for_message(beta)}, expected {between}")
+    divisor = 1.0 if temperature is None else number_of(OP, "temperature", temperature, *RANGES["scale"])
+    limit = workspace_of(OP, call.workspace_bytes, student.input.device)
+    rows, classes = student.input.shape[0], student.weight.shape[0]
+    # "jsd" has one number more for each class, and a bias a mark.
+    of_class = (4 if divergence == "jsd" else 3) * accumulator_dtype(student.input.dtype).itemsize + 1
+    return Settings(divergence, beta, divisor, *cut(rows, classes, classes * of_class, limit, student, teacher))
+
+
+def _mean(total: Tensor, normalizer: Tensor | None, counts: Tensor | None, rows: torch.Size) -> Tensor:
+    """The sum over the rows divided by what it is divided by. Over 0 it is as in the other losses: infinite, but for
+    0 / 0, which is 0; and the gradient is 0."""
+    if normalizer is None and counts is None:
+        return total * (1 / max(1, math.prod(rows)))
+    divisor = counts.sum() if normalizer is None and counts is not None else normalizer
+    assert divisor is not None
+    divisor = divisor.reshape(()).to(total.dtype)
+    is_zero = divisor == 0
+    mean = torch.where(is_zero, 0, total * (1 / divisor.masked_fill(is_zero, 1)))
+    return torch.where(is_zero & (total.detach() != 0), math.inf, mean)

@@ -1,0 +1,432 @@
+"""Calls of log_prob and linear_log_prob: their arguments, checked here, and the ways that they take: the losses of
+cross_entropy and linear_cross_entropy for each row, with the other sign, or the chunks of _chunked/log_prob.py."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from eaves._autograd.in_place import refuse_in_place
+from eaves._calls.cross_entropy import CrossEntropyCall, loss_of_logits
+from eaves._calls.linear_cross_entropy import LinearCrossEntropyCall, loss_of_head, tensors_of_linear
+from eaves._chunked.log_prob import HeadOptions, OverRanks, Settings, has_values, losses_of, rows_of
+from eaves._parallel.agreement import agree_on_placements, agreed_place, digest, dtypes, with_agreement
+from eaves._parallel.collectives import AllRows
+from eaves._parallel.dtensor import Local, local_classes, local_rows, local_shard, refuse_in_place_of_dtensor, told
+from eaves._parallel.fully_shard import needs_whole_head, with_whole_head
+from eaves._parallel.shard import (
+    Shard,
+    check_reduce_dtype,
+    refuse_without_group,
+    shard_arguments,
+    shard_of,
+    without_padding,
+)
+from eaves._parallel.shard import rows_of as rows_of_all
+from eaves._torch.checks import (
+    accumulator_dtype,
+    check_bool,
+    check_dtype_of,
+    check_tensor,
+    explain,
+    index_of,
+    is_distributed,
+    name_of,
+    number_of,
+    refuse_gradient,
+)
+from eaves._torch.head import (
+    check_algorithm,
+    check_dense,
+    check_floating,
+    check_grad_weight_out,
+    check_overlap,
+    checked_head,
+    wide_weight,
+)
+from eaves._torch.options import CLASS_DTYPES, RANGES, shape_of
+from eaves._torch.outputs import (
+    LOG_PROB_OUTPUTS,
+    LSE,
+    SPLIT_LSE,
+    LogProbOutput,
+    output_names,
+    pick,
+    type_of_outputs,
+)
+from eaves._torch.transforms import is_exporting, is_transforming, needs_autograd, uncompiled
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+# What the losses call what these functions call otherwise, for messages: first the function, then arguments.
+_NAMES = {
+    "log_prob": {"cross_entropy": "log_prob", "input": "logits", "target": "tokens"},
+    "linear_log_prob": {
+        "linear_cross_entropy": "linear_log_prob", "input": "hidden", "linear_weight": "head", "linear_bias": "bias",
+        "target": "tokens",
+    },
+}  # fmt: skip
+
+
+class LogProbCall(NamedTuple):
+    """The arguments of eaves.log_prob, whose logits are `x`, or of eaves.linear_log_prob, whose hidden states are, as
+    they were passed."""
+
+    op: str
+    x: Tensor
+    head: Any  # a Tensor or a torch.nn.Linear; None of log_prob
+    bias: Tensor | None
+    tokens: Tensor
+    temperature: Tensor | float | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    ignore_index: int = -100
+    outputs: str | Sequence[str] = ()
+    group: ProcessGroup | Shard | None = None
+    classes: int | None = None
+    inplace_backward: bool = False
+    algorithm: str = "auto"
+    workspace_bytes: int | None = None
+    skip_ignored: bool = False
+    grad_weight_dtype: torch.dtype | None = None
+    grad_weight_out: Tensor | None = None
+
+    @property
+    def is_linear(self) -> bool:
+        return self.op == "linear_log_prob"
+
+    @property
+    def with_classes(self) -> tuple[str, Any, int]:
+        """The tensor that has the classes, logits or a head: its name, itself, and the axis of the classes."""
+        return ("head", self.head, 0) if self.is_linear else ("logits", self.x, -1)
+
+
+def log_probs_of(call: LogProbCall) -> Tensor | LogProbOutput:
+    if isinstance(call.head, torch.nn.Linear):
+        weight, bias = tensors_of_linear(call.op, "head", call.head, "bias", call.bias)
+        call = call._replace(head=weight, bias=bias)
+    x, tokens = call.x, call.tokens
+    has_tokens = isinstance(tokens, Tensor) and isinstance(x, Tensor) and tokens.dim() == x.dim() != 0
+    return _of_several(call) if has_tokens or isinstance(call.temperature, Tensor) else _of_loss(call)
+
+
+def _of_loss(call: LogProbCall) -> Tensor | LogProbOutput:
+    """One token for each row, and one temperature: the loss of each row with the other sign."""
+    op, shard = call.op, shard_of(call.group)
+    names: tuple[str, ...] = ()
+
+    def run(_: object = None) -> Any:
+        nonlocal names
+        names = output_names(op, call.outputs, LOG_PROB_OUTPUTS)
+        tokens = call.tokens
+        check_tensor(op, "tokens", tokens)
+        if tokens.dtype not in CLASS_DTYPES:  # probabilities are right for a loss
+            raise ValueError(f"{op}: tokens has dtype {name_of(tokens.dtype)}, expected int64 or int32")
+        scale, softcap = tempered(op, call.temperature, call.scale, call.softcap)
+        of_both: dict[str, Any] = {
+            "target": tokens, "reduction": "none", "softcap": softcap, "scale": scale,
+            "ignore_index": index_of(op, "ignore_index", call.ignore_index),
+            "outputs": tuple("argmax" if name == "is_top1" else name for name in names), "group": call.group,
+            "classes": call.classes,
+        }  # fmt: skip
+        try:
+            if not call.is_linear:
+                return loss_of_logits(
+                    CrossEntropyCall(input=call.x, inplace_backward=call.inplace_backward, class_dim=-1, **of_both)
+                )
+            return loss_of_head(
+                LinearCrossEntropyCall(
+                    input=call.x, linear_weight=call.head, linear_bias=call.bias, algorithm=call.algorithm,
+                    workspace_bytes=call.workspace_bytes, skip_ignored=call.skip_ignored,
+                    grad_weight_dtype=call.grad_weight_dtype, grad_weight_out=call.grad_weight_out, **of_both,
+                )
+            )  # fmt: skip
+        except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+            raise _renamed(error, _NAMES[op]) from None
+
+    group, (name, cut, axis) = shard.group, call.with_classes
+    # linear_cross_entropy gathers a head that fully_shard has cut.
+    is_whole = call.is_linear and needs_whole_head(cut, group, shard.sequence_parallel)
+    if group is None and not is_whole and is_distributed(cut):
+        group = told(op, cut, lambda: local_shard(op, name, cut, axis)).group
+    output = run() if group is None else with_agreement(op, group, run)
+    if not names:
+        return 0 - output  # type: ignore[no-any-return]  # of ignored rows 0, where -output would be -0
+    wide = call.tokens.to(torch.int64)  # int32 tokens would be compared with the last 32 bits of ignore_index
+    is_ignored = wide == call.ignore_index
+    loss, *others = output
+    # cross_entropy gives these of ignored rows too.
+    found = [
+        (each == wide) & ~is_ignored if name == "is_top1" else each.masked_fill(is_ignored, 0)
+        for name, each in zip(names, others)
+    ]
+    return type_of_outputs("LogProbOutput", "log_prob", *names)(0 - loss, *found)  # type: ignore[no-any-return]
+
+
+def tempered(
+    op: str, temperature: object, scale: float | None, softcap: float | None
+) -> tuple[float | None, float | None]:
+    """scale and softcap of z', which the temperature divides: softcap / T * tanh((scale / T) * z / (softcap / T))."""
+    if temperature is None:
+        return scale, softcap
+    divisor = number_of(op, "temperature", temperature, *RANGES["scale"])
+
+    def divided(name: str, number: float) -> float:
+        quotient = number_of(op, name, number, *RANGES[name]) / divisor
+        return number_of(op, f"{name} / temperature", quotient, *RANGES[name])
+
+    return divided("scale", 1.0 if scale is None else scale), None if softcap is None else divided("softcap", softcap)
+
+
+def _renamed(error: Exception, names: Mapping[str, str]) -> Exception:
+    """An error of the loss, in the names of the function that called it."""
+    message = str(error)
+    if not message.startswith(f"{next(iter(names))}: "):
+        return error
+    of_the_loss = rf"(?<!['\"])\b({'|'.join(names)})\b(?!['\"])"  # but for values of the caller's, which are quoted
+    return type(error)(re.sub(of_the_loss, lambda found: names[found[0]], message))
+
+
+# ------------------------------------------- several tokens or a temperature for each row: see _chunked/log_prob.py
+
+
+_OF_SEVERAL = "with several tokens or a temperature for each row "
+
+
+def _of_several(call: LogProbCall) -> Tensor | LogProbOutput:
+    op, shard = call.op, shard_of(call.group)
+    if call.is_linear and not isinstance(call.head, Tensor):
+        if shard.group is None:
+            check_tensor(op, "head", call.head)
+        else:
+            with_agreement(op, shard.group, lambda _: check_tensor(op, "head", call.head))
+    if is_exporting() or is_transforming():
+        raise NotImplementedError(
+            f"{op}: {_OF_SEVERAL}it does not work inside of torch.export, torch.vmap and torch.func"
+        )
+    name, cut, axis = call.with_classes
+    if call.is_linear and needs_whole_head(cut, shard.group, shard.sequence_parallel):
+        if shard != Shard():
+            refuse_without_group(op)
+        return with_whole_head(
+            op,
+            lambda x, head, bias: _of_several(call._replace(x=x, head=head, bias=bias, group=None)),
+            {"hidden": call.x},
+            {"head": call.head, "bias": call.bias},
+        )
+    try:
+        local: Local | None = None
+        if shard.group is None and is_distributed(cut):
+            local = told(op, cut, lambda: local_shard(op, name, cut, axis))
+        elif call.group is not None and shard.group is None:
+            refuse_without_group(op)
+
+        def run(group: ProcessGroup | None) -> Tensor | LogProbOutput:
+            if local is None and is_distributed(cut):
+                raise ValueError(f"{op}: {name} is a DTensor, which knows its group; leave group out")
+            of_rank = call
+            if local is not None and group is not None:
+                refuse_in_place_of_dtensor(op, name, call.x, call.inplace_backward)
+                hidden = call.x if call.is_linear else None
+                agree_on_placements(op, group, hidden=hidden, tokens=call.tokens, temperature=call.temperature)
+                of_rank = _local_call(call, local, shard)
+            found: Tensor | LogProbOutput
+            found = uncompiled(op, _computed, _OF_SEVERAL)(of_rank, group, shard)
+            return found
+
+        if shard.group is None and local is None:
+            return run(None)
+        return with_agreement(op, shard.group if local is None else local.group, run)
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        explain(op, error, **{name: cut, ("hidden" if call.is_linear else name): call.x})
+        raise _renamed(error, _NAMES[op]) from None
+
+
+def _local_call(call: LogProbCall, cut: Local, shard: Shard) -> LogProbCall:
+    """The call as this rank has it, where logits or a head are cut as a DTensor."""
+    op = call.op
+    call = call._replace(
+        tokens=local_rows(op, "tokens", call.tokens, cut),
+        temperature=local_rows(op, "temperature", call.temperature, cut),
+    )
+    if not call.is_linear:
+        return call._replace(x=cut.tensor)
+    hidden = local_rows(op, "hidden", call.x, cut, shard.reduce_input_grad is False)
+    return call._replace(x=hidden, head=cut.tensor, bias=local_classes(op, "bias", call.bias))
+
+
+def _computed(call: LogProbCall, group: ProcessGroup | None, given_shard: Shard) -> Tensor | LogProbOutput:
+    op, x, weight, bias, tokens, temperature = call[:6]
+    names, outputs = output_names(op, call.outputs, LOG_PROB_OUTPUTS), LSE | SPLIT_LSE
+    for name in names:
+        outputs |= LOG_PROB_OUTPUTS[name]
+    check_bool(op, "inplace_backward", call.inplace_backward)
+    ignore_index = index_of(op, "ignore_index", call.ignore_index)
+    passed, name = x, "hidden" if call.is_linear else "logits"
+    check_tensor(op, name, x)
+    of_head = HeadOptions()
+    shard = None if group is None else shard_arguments(op, group, given_shard, call.classes)
+    if weight is None:
+        _check_logits(op, x, shard is not None)
+        classes = x.shape[-1]
+        if call.inplace_backward and needs_autograd(x):
+            refuse_in_place(x)
+    else:
+        x, weight, bias = checked_head(
+            op, ("hidden", "head", "bias"), x, weight, bias, "hidden", x, may_be_empty=shard is not None
+        )
+        classes = weight.shape[0]
+        of_head = _head_options(call, x, weight)
+    rows = passed.shape[:-1] if shard is None else rows_of_all(op, shard, passed, name)
+    _check_tokens(op, tokens, name, passed, rows)
+    if isinstance(temperature, Tensor):
+        check_floating(op, "temperature", temperature, name, x)
+        temperature = _of_rows(op, temperature, rows, f"{name} {shape_of(passed)}")
+        refuse_gradient(op, "temperature", temperature)
+    divisor = None if isinstance(temperature, Tensor) else temperature
+    scale, softcap = tempered(op, 1.0 if divisor is None else divisor, call.scale, call.softcap)
+    assert scale is not None
+
+    over_ranks, given_classes = None, call.classes
+    if shard is not None:
+        check_reduce_dtype(op, shard, x)
+        of_rows = temperature if isinstance(temperature, Tensor) else None
+        facts = {
+            "which tensors require a gradient": [
+                each is not None and needs_autograd(each) for each in (x, weight, bias)
+            ],
+            f"the shape of {name}": list(passed.shape if call.is_linear else passed.shape[:-1]),
+            "the shape of tokens": list(tokens.shape),
+            "tokens": digest(tokens),
+            "temperature": digest(of_rows),
+            **dtypes(**{name: x}, head=weight, bias=bias, temperature=of_rows),
+            "scale and softcap": [scale, softcap],
+            "ignore_index": ignore_index,
+            "workspace_bytes": of_head.workspace_bytes,
+            "skip_ignored": of_head.skip_ignored,
+            "which outputs are computed": outputs,
+        }
+        over_ranks = OverRanks(shard._replace(sequence_parallel=False), agreed_place(op, shard, classes, facts))
+        if shard.sequence_parallel:
+            x = cast("Tensor", AllRows.apply(x, shard))  # type: ignore[no-untyped-call]
+        given_classes = over_ranks.place.columns
+    elif given_classes is not None:
+        without_padding(op, given_classes, x.movedim(-1, 0) if weight is None else weight)
+    if given_classes is not None:
+        if weight is None:
+            x = x[..., :given_classes]
+        else:
+            weight, bias = weight[:given_classes], None if bias is None else bias[:given_classes]
+        if of_head.grad_weight_out is not None:
+            of_head = of_head._replace(grad_weight_out=of_head.grad_weight_out[:given_classes])
+        classes = given_classes if over_ranks is None else over_ranks.place.classes
+
+    chosen = tokens.to(torch.int64).reshape(math.prod(rows), 1 if tokens.dim() == len(rows) else tokens.shape[-1])
+    is_absent = chosen == ignore_index
+    is_ignored = is_absent.all(1)
+    _check_classes(op, tokens, is_absent, classes, ignore_index)
+    divisors = None
+    if isinstance(temperature, Tensor):
+        # Of ignored rows it may be anything.
+        divisors = temperature.detach().reshape(-1).to(accumulator_dtype(x.dtype)).masked_fill(is_ignored, 1)
+        _check_divisors(op, temperature, divisors)
+    settings = Settings(op, scale, softcap, ignore_index, outputs, call.inplace_backward, of_head, over_ranks)
+    with torch.autocast(x.device.type, enabled=False):
+        found = losses_of(settings, rows_of(chosen, is_absent, divisors), x, weight, bias)
+        # 0 of ignored places, where a minus would make -0.
+        log_prob = 0 - found[0][:, : chosen.shape[1]].masked_fill(is_absent, 0).view(tokens.shape)
+        if not names:
+            return log_prob
+        found_outputs = []
+        for name in names:
+            each = pick(found, outputs, LOG_PROB_OUTPUTS[name])
+            if name == "is_top1":
+                found_outputs.append(((each.unsqueeze(1) == chosen) & ~is_absent).view(tokens.shape))
+            else:
+                found_outputs.append(each.masked_fill(is_ignored, 0).view(rows))
+    return type_of_outputs("LogProbOutput", "log_prob", *names)(log_prob, *found_outputs)  # type: ignore[no-any-return]
+
+
+def _check_logits(op: str, logits: Tensor, may_be_empty: bool) -> None:
+    check_floating(op, "logits", logits, "logits", logits)
+    if logits.dim() == 0:
+        raise ValueError(f"{op}: logits has no axes, expected at least one, of the classes")
+    if logits.shape[-1] == 0 and not may_be_empty:
+        raise ValueError(f"{op}: logits has shape {shape_of(logits)}, expected at least one class")
+
+
+def _of_rows(op: str, temperature: Tensor, rows: Sequence[int], of: str) -> Tensor:
+    """A temperature in the shape of the rows, whose last axes may be missing, and any may be 1."""
+    shape = [*temperature.shape, *[1] * (len(rows) - temperature.dim())]
+    if len(shape) != len(rows) or any(size not in (1, whole) for size, whole in zip(shape, rows)):
+        raise ValueError(
+            f"{op}: temperature has shape {shape_of(temperature)}, expected {list(rows)} (one per row of {of}), or "
+            "the first of these axes, each of its size or 1"
+        )
+    return temperature.view(shape).expand(rows)
+
+
+def _head_options(call: LogProbCall, hidden: Tensor, head: Tensor) -> HeadOptions:
+    """Those that linear_log_prob has and log_prob has not."""
+    op = call.op
+    check_algorithm(call.algorithm, call.workspace_bytes)
+    if call.algorithm == "speed":
+        raise NotImplementedError(
+            f'{op}: algorithm is "speed", which takes one token for each row and a number as temperature; expected '
+            '"auto", "memory" or "recompute"'
+        )
+    check_bool(op, "skip_ignored", call.skip_ignored)
+    sums, out = accumulator_dtype(hidden.dtype), call.grad_weight_out
+    if out is not None:
+        check_grad_weight_out(out, hidden.dtype, head, call.grad_weight_dtype, sums, False)
+        given = {
+            "hidden": call.x, "head": call.head, "bias": call.bias, "tokens": call.tokens,
+            "temperature": call.temperature,
+        }  # fmt: skip
+        check_overlap(out, given)
+        sums = out.dtype
+    elif not wide_weight(hidden.dtype, head.dtype, call.grad_weight_dtype):
+        sums = hidden.dtype
+    return HeadOptions(call.workspace_bytes, call.skip_ignored, sums, out)
+
+
+def _check_tokens(op: str, tokens: Tensor, name: str, x: Tensor, rows: tuple[int, ...]) -> None:
+    check_dense(op, "tokens", tokens, name, x)
+    check_dtype_of(op, "tokens", tokens, CLASS_DTYPES, "classes")
+    if tokens.shape != rows and (tokens.dim() != x.dim() or tokens.shape[:-1] != rows):
+        several = ", ".join([*map(str, rows), "K"])
+        raise ValueError(
+            f"{op}: tokens has shape {shape_of(tokens)}, expected {list(rows)} or [{several}] (one or K per row of "
+            f"{name} {shape_of(x)})"
+        )
+
+
+def _check_classes(op: str, tokens: Tensor, is_absent: Tensor, classes: int, ignore_index: int) -> None:
+    """As the core does: on the CPU, and on a GPU where the environment says so."""
+    if not has_values(tokens) and not (tokens.is_cuda and os.environ.get("EAVES_CHECK_TARGETS", "") not in ("", "0")):
+        return
+    is_wrong = ((tokens < 0) | (tokens >= classes)) & ~is_absent.view(tokens.shape)
+    if is_wrong.any():
+        index = is_wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"{op}: tokens{index or ''} is {tokens[tuple(index)].item()}, expected 0 to {classes - 1}, or ignore_index "
+            f"{ignore_index}"
+        )
+
+
+def _check_divisors(op: str, temperature: Tensor, divisors: Tensor) -> None:
+    if not has_values(temperature):
+        return
+    is_wrong = ~((divisors > 0) & divisors.isfinite())
+    if is_wrong.any():
+        index = is_wrong.view(temperature.shape).nonzero()[0].tolist()
+        value = temperature[tuple(index)].item()
+        raise ValueError(f"{op}: temperature{index or ''} is {value}, expected {RANGES['scale'][2]}")

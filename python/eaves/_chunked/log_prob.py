@@ -1,0 +1,435 @@
+"""Log-probabilities of several tokens for each row, or with a temperature for each: their numbers and autograd.
+
+The kernels of cross_entropy compute a row's statistics with one of its tokens as the target. The logits of the others
+are gathered beside it, and in the gradient their places are written again, exactly. Of a head that happens in chunks of
+rows (_head_chunks.py). Logits are copied, in chunks too, where each row has its temperature, because the kernels take
+numbers; else they are read where they are.
+
+Where classes are cut over ranks, logits and head are this rank's part of them. The logits of tokens are summed over the
+ranks, and the rows' statistics gathered, for each chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eaves._chunked.head import add_gradients, chunks_of, cut, logits_of, matrices, of_rows
+from eaves._parallel.collectives import all_gather, all_reduce, group_of
+from eaves._parallel.shard import Place, ShardArguments, dtype_of_parts
+from eaves._parallel.statistics import gather_statistics, merged, no_statistics, statistics_of
+from eaves._torch.checks import accumulator_dtype
+from eaves._torch.head import Head, refuse_zero3, workspace_of
+from eaves._torch.operator import apply, call, gradients_of
+from eaves._torch.options import numbers_of
+from eaves._torch.outputs import ARGMAX, ENTROPY, LSE, MEAN_LOGIT, NONE, POSITIONS, empty_outputs, pick
+from eaves._torch.transforms import is_batched, needs_autograd
+
+_forward = torch.ops.eaves.cross_entropy_forward.default
+_of_shard = torch.ops.eaves.cross_entropy_shard_forward.default
+_backward_in_place = torch.ops.eaves.cross_entropy_backward_in_place.default
+
+
+class Rows(NamedTuple):
+    """The tokens and temperatures of all rows, or of a chunk."""
+
+    tokens: Tensor  # [rows, K], K > 0, int64; in the place of one that is ignored another of its row, 0 without one
+    is_ignored: Tensor  # [rows], all tokens of the row
+    temperature: Tensor | None  # [rows, 1], in the dtype of sums; None where it is a number
+
+    def of(self, chunk: slice | Tensor) -> Rows:
+        return Rows(*[None if each is None else each[chunk] for each in self])  # type: ignore[arg-type]
+
+
+def rows_of(tokens: Tensor, is_absent: Tensor, temperature: Tensor | None) -> Rows:
+    """From the tokens as they were passed, [rows, K], and which of them are ignored."""
+    is_ignored = is_absent.all(1)
+    if temperature is not None:
+        temperature = temperature.unsqueeze(1)
+    if tokens.shape[1] == 0:  # as if there were one, and it ignored
+        return Rows(tokens.new_zeros(tokens.shape[0], 1), is_ignored, temperature)
+    first = (~is_absent).to(torch.int32).argmax(1, keepdim=True)
+    others = torch.where(is_absent, tokens.gather(1, first), tokens)
+    return Rows(others.masked_fill_(is_ignored.unsqueeze(1), 0), is_ignored, temperature)
+
+
+class HeadOptions(NamedTuple):
+    """Of a call with a head."""
+
+    workspace_bytes: int | None = None
+    skip_ignored: bool = False
+    sums_of_weight: torch.dtype | None = None  # what the head's gradient is added up in
+    grad_weight_out: Tensor | None = None
+
+
+class OverRanks(NamedTuple):
+    """Of classes that are cut over ranks."""
+
+    shard: ShardArguments
+    place: Place
+
+
+class Settings(NamedTuple):
+    op: str
+    scale: float  # both divided by the temperature where that is a number
+    softcap: float | None
+    ignore_index: int
+    outputs: int  # what the kernel computes beside the loss, as bits
+    is_in_place: bool
+    of_head: HeadOptions
+    over_ranks: OverRanks | None = None
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Are they there to be looked at, without waiting for a device?"""
+    return tensor.device.type == "cpu" and type(tensor) in (Tensor, torch.nn.Parameter)
+
+
+def losses_of(
+    settings: Settings, rows: Rows, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, ...]:
+    """-log_prob of each token, [rows, K], and behind it the outputs that the settings name, [rows]. Without a weight x
+    are logits, [..., V], else hidden states, [rows, D]."""
+    if weight is None or not _skips_ignored(settings, x):
+        return _apply(settings, rows, x, weight, bias)
+    counts = (~rows.is_ignored).nonzero().squeeze(1)
+    if counts.shape[0] == x.shape[0]:
+        return _apply(settings, rows, x, weight, bias)
+    found = _apply(settings, rows.of(counts), x[counts], weight, bias)
+    return tuple(each.new_zeros(x.shape[0], *each.shape[1:]).index_copy(0, counts, each) for each in found)
+
+
+def _skips_ignored(settings: Settings, x: Tensor) -> bool:
+    """Are rows that are ignored left out before the product? Counting them waits for a GPU, and a CUDA graph cannot."""
+    if not x.is_cuda:
+        return has_values(x)
+    return settings.of_head.skip_ignored and not torch.cuda.is_current_stream_capturing()
+
+
+def _apply(settings: Settings, rows: Rows, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
+    if needs_autograd(*[each for each in (x, weight, bias) if each is not None]):
+        found: tuple[Tensor, ...] = apply(settings.op, _Losses, settings, *rows, x, weight, bias)
+        return found[:-1]
+    return _losses(settings, rows, x, weight, bias)[:-1]
+
+
+# ---------------------------------------------------------------------------------------------------------- the forward
+
+
+def _parts_of(
+    settings: Settings, rows: Rows, x: Tensor, weight: Tensor | None
+) -> tuple[Iterator[tuple[slice, Tensor]], int]:
+    """Chunks of the rows of x, and how many classes of a head are converted at once."""
+    sums, (count, places) = accumulator_dtype(x.dtype).itemsize, rows.tokens.shape
+    # Each token of a row with each other (_sums_of_equal), and some numbers of each.
+    of_row, classes, heads = places * (8 * places + 64), x.shape[-1], []
+    if settings.over_ranks is not None:  # as many chunks on all of them
+        classes = settings.over_ranks.place.most
+    of_class = 0 if rows.temperature is None else sums  # logits are read where they are, or copied
+    if weight is not None:
+        heads, of_class = [Head(x, weight, None)], sums
+        if settings.over_ranks is None:
+            classes = weight.shape[0]
+        of_row += 3 * sums * x.shape[1]  # hidden states, without ignored rows, their gradient, and the product's part
+        if x.dtype.itemsize == 2:  # the gradient as it is multiplied, which on the CPU is in float32 again
+            of_class += x.dtype.itemsize if x.is_cuda else x.dtype.itemsize + sums
+    if rows.temperature is not None and settings.softcap is not None:
+        of_class += sums  # the derivative of the cap
+    limit = workspace_of(settings.op, settings.of_head.workspace_bytes, x.device)
+    size, block = cut(count, max(1, classes), of_row + classes * of_class, limit, *heads)
+    return chunks_of(matrices(x), size), block
+
+
+def _numbers_for_kernel(settings: Settings, rows: Rows) -> tuple[float, ...]:
+    if rows.temperature is not None:
+        return ()
+    return numbers_of(settings.op, scale=settings.scale, softcap=settings.softcap)[0]
+
+
+def _factors(settings: Settings, rows: Rows) -> tuple[Tensor | float, Tensor | float | None]:
+    """scale and softcap of z', divided by the temperature."""
+    if rows.temperature is None:
+        return settings.scale, settings.softcap
+    exact = rows.temperature.double()  # rounded once, as a number is
+    factor, cap = (None if each is None else (each / exact).to(rows.temperature.dtype) for each in settings[1:3])
+    assert factor is not None
+    return factor, cap
+
+
+def _scale_(z: Tensor, settings: Settings, rows: Rows) -> Tensor:
+    """z' in place of z."""
+    factor, cap = _factors(settings, rows)
+    return z.mul_(factor) if cap is None else z.mul_(factor / cap).tanh_().mul_(cap)
+
+
+def _slope(z: Tensor, settings: Settings, rows: Rows) -> Tensor | float:
+    """dz'/dz."""
+    factor, cap = _factors(settings, rows)
+    # 1 - tanh^2 would cancel.
+    return factor if cap is None else (z * (factor / cap)).cosh_().square_().reciprocal_().mul_(factor)
+
+
+def _chosen(z: Tensor, rows: Rows, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+    """The logits of the tokens in the dtype of sums, the places that they are from, and whether they are there; of a
+    token that is not there another place, and where no rank has it NaN."""
+    sums, over_ranks = accumulator_dtype(z.dtype), settings.over_ranks
+    tokens = rows.tokens if over_ranks is None else rows.tokens - over_ranks.place.first_class
+    places = tokens.clamp(0, max(0, z.shape[1] - 1))
+    is_there = (places == tokens) & (tokens < z.shape[1])
+    logits = z.gather(1, places).to(sums) if z.shape[1] else z.new_zeros(places.shape, dtype=sums)
+    if over_ranks is None:
+        return torch.where(is_there, logits, math.nan), places, is_there
+    # One rank has it, so that the sum is exact.
+    summed = all_reduce(torch.where(is_there, logits, 0), group_of(over_ranks.shard)).wait()
+    is_class = (rows.tokens >= 0) & (rows.tokens < over_ranks.place.classes)
+    return torch.where(is_class, summed, math.nan), places, is_there
+
+
+def _losses(
+    settings: Settings, all_rows: Rows, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, ...]:
+    """What losses_of gives, and behind it of each row the token that the kernel was given as its target, the likeliest:
+    with it nothing cancels in
+
+        -log_prob_k = (z'_target - z'_k) + (lse - z'_target)
+    """
+    sums, tokens = accumulator_dtype(x.dtype), all_rows.tokens
+    nll, targets = x.new_empty(tokens.shape, dtype=sums), tokens.new_empty(tokens.shape[0])
+    outputs = empty_outputs(x, tokens.shape[:1], NONE, settings.outputs)
+    head = None if weight is None else Head(x, weight, bias).as_multiplied()
+    numbers = _numbers_for_kernel(settings, all_rows)
+    with torch.no_grad():
+        parts, block = _parts_of(settings, all_rows, x, weight)
+        for chunk, part in parts:
+            rows = all_rows.of(chunk)
+            z = _logits_of(part, head, rows, block)
+            chosen, _, _ = _chosen(z, rows, settings)
+            argmax = None
+            if rows.temperature is not None:
+                if settings.outputs & ARGMAX:
+                    argmax = _best_class(z, settings.over_ranks)  # before roundings make two logits one
+                z = _scale_(z, settings, rows)
+            chosen = _scale_(chosen, settings, rows)
+            best = chosen.argmax(1, keepdim=True)
+            target = rows.tokens.gather(1, best).squeeze(1).masked_fill_(rows.is_ignored, settings.ignore_index)
+            loss, *found = _statistics(z, target, settings, numbers)
+            of_best = chosen.gather(1, best)
+            behind = torch.where(chosen == of_best, 0, of_best - chosen)  # two of -inf too
+            nll[chunk] = (behind + loss.unsqueeze(1)).masked_fill_(rows.is_ignored.unsqueeze(1), 0)
+            targets[chunk] = target
+            for output, of_chunk in zip(outputs[1:], found):
+                output[chunk] = of_chunk
+            if argmax is not None:
+                outputs[POSITIONS[settings.outputs][ARGMAX]][chunk] = argmax
+            del z  # before the next chunk
+    return nll, *outputs[1:], targets
+
+
+def _best_class(z: Tensor, over_ranks: OverRanks | None) -> Tensor:
+    """Of each row's largest logit, the first of equal ones."""
+    if over_ranks is None:
+        return z.argmax(1)
+    own = z.new_full((z.shape[0], 2), -math.inf, dtype=torch.float64)  # the logit and its class
+    if z.shape[1]:
+        places = z.argmax(1, keepdim=True)
+        own = torch.cat([z.gather(1, places).double(), places.double() + over_ranks.place.first_class], 1)
+    logits, classes = all_gather(own, group_of(over_ranks.shard)).wait().unbind(-1)
+    is_best = (logits == logits.amax(0)) | logits.isnan()
+    return torch.where(is_best, classes, math.inf).amin(0).to(torch.int64)
+
+
+def _statistics(z: Tensor, target: Tensor, settings: Settings, numbers: tuple[float, ...]) -> list[Tensor]:
+    """The losses of the rows of a chunk, and the outputs that the settings name."""
+    options, over_ranks, outputs = (settings.ignore_index, NONE, numbers), settings.over_ranks, settings.outputs
+    if over_ranks is None:
+        found: list[Tensor] = call(settings.op, _forward, z, target, None, None, None, -1, *options, outputs)
+        return found
+    shard, place = over_ranks
+    own = no_statistics(z.shape[0], z)
+    if place.columns:
+        has_mean = bool(outputs & MEAN_LOGIT)
+        of_shard = (place.first_class, place.classes, has_mean)
+        own = call(settings.op, _of_shard, z, target, None, -1, *options, *of_shard)
+    statistics = statistics_of(gather_statistics(shard, own, target).wait())
+    return merged(settings.op, statistics, target, None, None, options, place, False, outputs)
+
+
+def _logits_of(part: Tensor, head: Head | None, rows: Rows, block: int) -> Tensor:
+    """Those of a chunk, which may be written over where each row has its temperature."""
+    if head is not None and head.weight.shape[0] == 0:
+        return part.new_empty((part.shape[0], 0), dtype=accumulator_dtype(part.dtype))
+    if head is not None:
+        counts = (~rows.is_ignored).unsqueeze(1)
+        return logits_of(head._replace(input=of_rows(part, slice(None), counts)), block)
+    return part if rows.temperature is None else part.to(accumulator_dtype(part.dtype), copy=True)
+
+
+# -------------------------------------------------------------------------------------------------------- the gradients
+
+
+class _Losses(torch.autograd.Function):
+    """The settings, the rows' tokens and temperatures, logits or hidden states, head and bias -> what _losses gives."""
+
+    @staticmethod
+    def forward(ctx: Any, settings: Settings, *arguments: Any) -> tuple[Tensor, ...]:
+        rows, tensors = Rows(*arguments[:3]), arguments[3:]
+        found = _losses(settings, rows, *tensors)
+        entropy = pick(found, settings.outputs, ENTROPY)
+        ctx.settings, ctx.is_used = settings, False
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[each for each in found[1:] if settings.is_in_place or each is not entropy])
+        ctx.save_for_backward(*arguments, found[0], found[-1], pick(found, settings.outputs, LSE), entropy)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        settings: Settings = ctx.settings
+        upstream = (grads[0], pick(grads, settings.outputs, ENTROPY))
+        given = [each for each in upstream if each is not None]
+        if not given:
+            return (None,) * 7
+        _check_backward(settings, given, ctx.is_used)
+        *rows, x, weight, bias, nll, targets, lse, entropy = ctx.saved_tensors
+        refuse_zero3(settings.op, head=weight, bias=bias)
+        ctx.is_used, wanted = True, ctx.needs_input_grad[4:]
+
+        def compute() -> tuple[Tensor | None, ...]:
+            tensors = [None if each is None else each.detach() for each in (x, weight, bias)]
+            saved = (nll.detach(), targets, lse, None if entropy is None else entropy.detach())
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                return _gradients(settings, Rows(*rows), tensors, saved, upstream, wanted)
+
+        refusal = f"{settings.op}: there is no second derivative; use torch.log_softmax where one is needed"
+        differentiable = [*given, *(each for each in (x, weight, bias) if each is not None)]
+        return None, None, None, None, *gradients_of(compute, refusal, differentiable)
+
+
+def _check_backward(settings: Settings, upstream: list[Tensor], is_used: bool) -> None:
+    op = settings.op
+    if any(map(is_batched, upstream)):
+        raise NotImplementedError(f"{op}: with several tokens or a temperature for each row no backward has a batch")
+    option = "inplace_backward" if settings.is_in_place else "grad_weight_out"
+    if torch.is_grad_enabled() and (settings.is_in_place or settings.of_head.grad_weight_out is not None):
+        raise NotImplementedError(
+            f"{op}: with {option} the gradient has no derivative (create_graph=True); leave it out"
+        )
+    if settings.is_in_place and is_used:
+        raise RuntimeError(
+            f"{op}: with inplace_backward there is one backward, and this is the second; leave inplace_backward out"
+        )
+
+
+def _gradients(
+    settings: Settings,
+    all_rows: Rows,
+    tensors: Sequence[Tensor | None],
+    saved: Sequence[Tensor | None],
+    upstream: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Of logits, or of hidden states, head and bias: those that are wanted."""
+    x, weight, bias = tensors
+    assert x is not None
+    parts, block = _parts_of(settings, all_rows, x, weight)
+    if weight is None:
+        grad_x = x if settings.is_in_place else x.new_empty(x.shape)
+        places = None if settings.is_in_place else grad_x.view(all_rows.tokens.shape[0], x.shape[-1])
+        for chunk, part in parts:
+            rows, place = all_rows.of(chunk), part if places is None else places[chunk]
+            if rows.temperature is None:
+                z = place if settings.is_in_place else place.copy_(part)
+            else:
+                z = _logits_of(part, None, rows, block)
+            _gradient_(z, rows, settings, [_of(chunk, each) for each in (*saved, *upstream)])
+            if rows.temperature is not None:
+                place.copy_(z)
+            del z  # before the next chunk
+        return grad_x, None, None
+
+    head, sums = Head(x, weight, bias).as_multiplied(), accumulator_dtype(x.dtype)
+    grad_input = torch.empty_like(x) if wanted[0] else None
+    grad_bias = torch.zeros_like(bias, dtype=sums) if bias is not None and wanted[2] else None
+    grad_weight, out = None, settings.of_head.grad_weight_out
+    if wanted[1]:
+        grad_weight = torch.zeros_like(weight, dtype=settings.of_head.sums_of_weight) if out is None else out
+    for chunk, part in parts:
+        rows = all_rows.of(chunk)
+        z = _logits_of(part, head, rows, block)
+        _gradient_(z, rows, settings, [_of(chunk, each) for each in (*saved, *upstream)])
+        of_chunk = head._replace(input=of_rows(part, slice(None), ~rows.is_ignored.unsqueeze(1)))
+        grad_part = None if grad_input is None else torch.zeros_like(part, dtype=sums)
+        add_gradients(z, of_chunk, grad_part, grad_weight, grad_bias, block)
+        if grad_input is not None and grad_part is not None:
+            grad_input[chunk] = _sum_over_ranks(grad_part, x.dtype, settings)
+        del z  # before the next chunk
+    return (
+        grad_input,
+        None if grad_weight is None or out is not None else grad_weight.to(weight.dtype),
+        None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+    )
+
+
+def _sum_over_ranks(part: Tensor, dtype: torch.dtype, settings: Settings) -> Tensor:
+    """Of a chunk's gradient of hidden states."""
+    if settings.over_ranks is None or not settings.over_ranks.shard.reduce_input_grad:
+        return part
+    shard = settings.over_ranks.shard
+    return all_reduce(part.to(dtype_of_parts(shard, dtype)), group_of(shard)).wait()
+
+
+def _of(chunk: slice, of_rows: Tensor | None) -> Tensor | None:
+    return None if of_rows is None else of_rows[chunk]
+
+
+def _gradient_(z: Tensor, rows: Rows, settings: Settings, saved_and_upstream: Sequence[Tensor | None]) -> None:
+    """The gradient of the logits z in place of them. With g of -log_prob of each token, and p of all classes:
+
+        dL/dz'_v = p_v * sum_k g_k - sum_k g_k [v == token k]
+
+    The kernel computes the first term, as the gradient of lse, and that of the entropy. Where v is a token the two
+    cancel, and there the sum is written again from its -log_prob, which is exact.
+    """
+    nll, target, lse, entropy, grad_nll, grad_entropy = saved_and_upstream
+    assert nll is not None and target is not None and lse is not None
+    grads = torch.zeros_like(nll) if grad_nll is None else grad_nll
+    total = grads.sum(1, keepdim=True)
+    chosen, places, is_there = _chosen(z, rows, settings)
+    slope_of_chosen, slope = _slope(chosen, settings, rows), None
+    if rows.temperature is not None:
+        slope = _slope(z, settings, rows)
+        _scale_(z, settings, rows)
+    of_shard = () if settings.over_ranks is None else settings.over_ranks.place[:2]
+    if z.shape[1]:
+        call(
+            settings.op, _backward_in_place, lse.new_zeros(()).expand(lse.shape[:-1]), total.squeeze(1),
+            None if grad_entropy is None else grad_entropy.contiguous(), z, target, None, None, lse,
+            None if grad_entropy is None else entropy, None, None, -1, settings.ignore_index, NONE,
+            _numbers_for_kernel(settings, rows), *of_shard,
+        )  # fmt: skip
+    if slope is not None:
+        z.mul_(slope).masked_fill_(rows.is_ignored.unsqueeze(1), 0)  # the slope of a NaN is one
+    of_token, p = _sums_of_equal(rows.tokens, grads), (-nll).exp()
+    exact = torch.expm1(-nll).mul_(of_token).add_(p * (total - of_token))
+    if grad_entropy is not None and entropy is not None:
+        of_entropy = grad_entropy.unsqueeze(1) * p * (nll - entropy.unsqueeze(1))
+        exact += of_entropy.masked_fill_(p == 0, 0)
+    exact = exact.mul_(slope_of_chosen).masked_fill_(rows.is_ignored.unsqueeze(1), 0).to(z.dtype)
+    if settings.over_ranks is not None and z.shape[1]:
+        # A token of another rank writes what one of this rank does, or what is there.
+        first = is_there.to(torch.int8).argmax(1, keepdim=True)
+        places = torch.where(is_there, places, places.gather(1, first))
+        written = torch.where(is_there.gather(1, first), exact.gather(1, first), z.gather(1, places.gather(1, first)))
+        exact = torch.where(is_there, exact, written)
+    if z.shape[1]:
+        z.scatter_(1, places, exact)
+
+
+def _sums_of_equal(tokens: Tensor, numbers: Tensor) -> Tensor:
+    """Of each place the sum over all places of its row that have its token; in an order that is always the same."""
+    if tokens.shape[1] == 1:
+        return numbers
+    return torch.where(tokens.unsqueeze(2) == tokens.unsqueeze(1), numbers.unsqueeze(1), 0).sum(2)

@@ -1,0 +1,254 @@
+"""The agreement of the ranks of a group before their first collective.
+
+A call is the same on all ranks but for its shard of the head or the logits. Before anything else is exchanged, but the
+rows of a DTensor, each rank tells the others its arguments, or its error. Where they differ, or one has an error, all
+of them raise a ValueError or that error, and none hangs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from eaves._parallel.collectives import all_gather, distributed, group_of
+from eaves._parallel.shard import Place, ShardArguments
+from eaves._torch.checks import is_distributed, name_of
+from eaves._torch.transforms import is_transforming
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_Result = TypeVar("_Result")
+
+
+# ----------------------------------------------------------------------------------------------------------- agreement
+
+_NUMBERS = struct.Struct("qq")  # of what a rank tells the others, and behind them text
+_BYTES = 2048
+_SENTENCE = 300  # characters of an error among them
+# A NotImplementedError is a RuntimeError too, and comes first.
+_ERRORS = {each.__name__: each for each in (ValueError, TypeError, NotImplementedError, RuntimeError)}
+
+
+class _Call(threading.local):
+    awaits_agreement = False
+
+
+_call = _Call()
+_places: dict[tuple[ShardArguments, int], Place] = {}  # of the last calls, which the next ones expect
+_unsteady: set[tuple[ShardArguments, int]] = set()  # whose place has changed between calls: nothing is expected
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def with_agreement(op: str, group: object, run: Callable[[ProcessGroup], _Result]) -> _Result:
+    """What `run` gives with the group, which calls agreed_place(). An error before that is told to the other ranks."""
+    if not isinstance(group, distributed().ProcessGroup):
+        hint = " (get_group() of a mesh)" if type(group).__name__ == "DeviceMesh" else ""
+        raise TypeError(f"{op}: group is a {type(group).__name__}, expected a torch.distributed.ProcessGroup{hint}")
+    if is_transforming():  # which the collective that tells of an error does not go with either
+        raise NotImplementedError(f"{op}: a group does not go with torch.vmap and torch.func; leave it out")
+    if torch.compiler.is_compiling():
+        return run(group)
+    _call.awaits_agreement = True
+    try:
+        return run(group)
+    except Exception as error:
+        if _call.awaits_agreement and not _is_capturing():
+            kind = next((name for name, each in _ERRORS.items() if isinstance(error, each)), "RuntimeError")
+            sentence = str(error).removeprefix(f"{op}: ").encode("ascii", "replace").decode()[:_SENTENCE]
+            _exchange({"error": [kind, sentence]}, (0, 0), group)
+        raise
+    finally:
+        _call.awaits_agreement = False
+
+
+def agree_on_placements(op: str, group: ProcessGroup, **tensors: Any) -> None:
+    """Before DTensors are gathered, each rank tells which of them it has: a gather of some ranks alone would wait."""
+    if torch.compiler.is_compiling() or _is_capturing():
+        return
+    facts = {
+        f"the placements of {name}": list(map(str, each.placements)) if is_distributed(each) else None
+        for name, each in tensors.items()
+    }
+    _compare(op, facts, (0, 0), group)
+    _call.awaits_agreement = True
+
+
+class PlaceChanged(Exception):
+    """The ranks have agreed upon another place than was expected: what was computed for that one is of no use."""
+
+
+def _expects_last(target: Tensor) -> bool:
+    return target.is_cuda and os.environ.get("EAVES_CHECK_TARGETS", "0") == "0"
+
+
+class Agreement:
+    """agreed_place(), late: while the ranks compare their arguments the GPU computes, by the place that the last such
+    call had. Before anything else is exchanged, settle(). Not where targets are compared with the place's classes."""
+
+    def __init__(
+        self, op: str, shard: ShardArguments, target: Tensor, columns: int, facts: Callable[[], Mapping[str, object]]
+    ):
+        self._begin: Callable[[], Place] = lambda: agreed_place(op, shard, columns, facts())
+        self._place: Place | None = None
+        self._key = shard, columns
+        self._expected = _places.get(self._key) if _expects_last(target) and self._key not in _unsteady else None
+
+    def expected(self) -> Place:
+        return self._place or self._expected or self.settle()
+
+    def settle(self) -> Place:
+        if self._place is None:
+            self._place = self._begin()
+            if self._expected not in (None, self._place):
+                _unsteady.add(self._key)
+        return self._place
+
+    def settle_as(self, expected: Place) -> None:
+        if self.settle() != expected:
+            raise PlaceChanged
+
+
+def agreed_place(op: str, shard: ShardArguments, columns: int, facts: Mapping[str, object]) -> Place:
+    """The first collective of a call. `columns` is how many classes this rank's tensors have, padding among them;
+    `facts` are what has to be the same on all ranks, by names for an error."""
+    facts = {
+        **facts,
+        "classes": shard.classes,
+        "the kind of first_class": "None" if shard.first_class < 0 else "int",
+        "sequence_parallel": shard.sequence_parallel,
+        "reduce_input_grad": shard.reduce_input_grad,
+        "reduce_dtype": str(shard.reduce_dtype),
+    }
+    if _is_capturing():
+        if (shard, columns) not in _places:
+            raise RuntimeError(
+                f"{op}: ranks cannot agree while a CUDA graph is captured; run the same call once before the capture"
+            )
+        return _places[shard, columns]
+    shards = _compare(op, facts, (shard.first_class, columns), group_of(shard))
+    place = _places[shard, columns] = _place_of(op, shard, shards)
+    return place
+
+
+def _compare(
+    op: str, facts: Mapping[str, object], of_shard: tuple[int, int], group: ProcessGroup
+) -> list[tuple[int, int]]:
+    """What each rank tells of its shard; an error where the ranks' facts differ."""
+    texts, shards = _exchange({"the operator": op, **facts}, of_shard, group)
+    if any(text != texts[0] for text in texts):  # 0.0 and -0.0 do not differ, but their texts
+        _refuse_differences(op, [json.loads(text) for text in texts])
+    return shards
+
+
+def _refuse_differences(op: str, told: Sequence[dict[str, Any]]) -> None:
+    for rank, each in enumerate(told):
+        if "error" in each:
+            kind, sentence = each["error"]
+            raise _ERRORS[kind](f"{op}: rank {rank} of the group: {sentence}")
+    for rank, each in enumerate(told):
+        for name, value in each.items():
+            if value != (other := told[0].get(name)):
+                how = _HINTS.get(name, "") if name in _DIGESTS else f": {other} and {value}, expected the same"
+                raise ValueError(f"{op}: ranks 0 and {rank} of the group differ in {name}{how}")
+
+
+_OF_ROWS = ": a group shares one head, and each rank has all rows"
+_HINTS = {"target": _OF_ROWS, "tokens": _OF_ROWS, "which rows count": _OF_ROWS}
+_DIGESTS = (*_HINTS, "row_weight", "normalizer", "temperature")  # whose numbers say nothing
+
+
+def _place_of(op: str, shard: ShardArguments, shards: Sequence[Sequence[int]]) -> Place:
+    sizes = [columns for _, columns in shards]
+    firsts = [first if first >= 0 else sum(sizes[:rank]) for rank, (first, _) in enumerate(shards)]
+    total = max(first + size for first, size in zip(firsts, sizes))
+    classes = total if shard.classes < 0 else shard.classes
+    usable = [max(0, min(size, classes - first)) for first, size in zip(firsts, sizes)]
+    end = 0
+    for first, size in zip(firsts, usable):
+        if size and first != end:
+            raise ValueError(
+                f"{op}: the ranks' shards begin with the classes {firsts} and have {sizes}, expected each to begin "
+                "where the one before ends"
+            )
+        end += size
+    if end != classes or classes == 0:
+        raise ValueError(f"{op}: the ranks' shards have {end} classes, expected {max(1, classes)}")
+    rank = group_of(shard).rank()
+    return Place(min(firsts[rank], classes - usable[rank]), classes, usable[rank], max(usable))
+
+
+def _exchange(
+    own: Mapping[str, object], of_shard: tuple[int, int], group: ProcessGroup
+) -> tuple[list[bytes], list[tuple[int, int]]]:
+    """What each rank tells, in the order of ranks: JSON, and two numbers. The host waits for the others. Where the
+    group has a backend for the CPU it does not wait for the device; NCCL alone takes its turn behind the group's
+    collectives that are enqueued."""
+    text = json.dumps(own).encode()
+    if len(text) > _BYTES:
+        raise RuntimeError(f"arguments that take {len(text)} bytes to compare, expected at most {_BYTES}")
+    _call.awaits_agreement = False
+    padded = torch.frombuffer(bytearray(_NUMBERS.pack(*of_shard) + text.ljust(_BYTES)), dtype=torch.uint8)
+    if torch.device("cpu") in group._device_types:
+        told = all_gather(padded, group).wait()
+    else:
+        device = torch.device("cuda", torch.cuda.current_device())
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(_streams[device]):
+            told = all_gather(padded.to(device), group).wait().cpu()
+    of_ranks = [ctypes.string_at(each.data_ptr(), each.numel()) for each in told]
+    return [each[_NUMBERS.size :] for each in of_ranks], [_NUMBERS.unpack_from(each) for each in of_ranks]
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def digest(tensor: Tensor | None) -> str | None:
+    """A text that other numbers, and the same in another order, almost certainly do not have. None of a tensor on a
+    GPU, which would be waited for."""
+    if tensor is None or tensor.device.type != "cpu" or tensor.numel() == 0:
+        return None
+    wide = torch.float64 if tensor.is_floating_point() else torch.int64
+    numbers = tensor.detach().to(wide).contiguous()
+    return hashlib.blake2b(ctypes.string_at(numbers.data_ptr(), numbers.nbytes), digest_size=8).hexdigest()
+
+
+def check_targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
+    """The error of the core for a target out of range, on the CPU. Here, because a rank without classes does not call
+    the core."""
+    if target.device.type != "cpu":
+        return
+    flat = target.reshape(-1).to(torch.int64)
+    is_wrong = (flat != ignore_index) & ((flat < 0) | (flat >= classes))
+    if bool(is_wrong.any()):
+        row = is_wrong.to(torch.int8).argmax()
+        place = [int(index) for index in torch.unravel_index(row, target.shape)]
+        raise ValueError(
+            f"{op}: target{place} is {int(flat[row])}, expected 0 to {classes - 1}, or ignore_index {ignore_index}"
+        )
+
+
+def facts_of_target(target: Tensor, rows: Sequence[int]) -> dict[str, object]:
+    """For the agreement; `rows` is the shape of the rows. Of probabilities each rank has others."""
+    is_soft = target.is_floating_point()
+    return {
+        "the shape of target": list(rows),
+        "the kind of target": "probabilities" if is_soft else "classes",
+        "target": None if is_soft else digest(target),
+    }
+
+
+def dtypes(**tensors: Tensor | None) -> dict[str, object]:
+    """Of each tensor, for the agreement."""
+    return {f"the dtype of {name}": None if each is None else name_of(each.dtype) for name, each in tensors.items()}

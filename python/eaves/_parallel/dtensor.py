@@ -1,0 +1,122 @@
+"""Calls with DTensors whose classes are cut over a mesh: this rank's part of each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+
+from torch import Tensor
+
+from eaves._parallel.agreement import with_agreement
+from eaves._parallel.shard import shard_of
+from eaves._torch import options
+from eaves._torch.checks import is_distributed
+from eaves._torch.transforms import needs_autograd
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+_Result = TypeVar("_Result")
+
+
+class Local(NamedTuple):
+    """What a DTensor whose classes are cut over a mesh says of a call."""
+
+    tensor: Tensor
+    mesh: Any
+    axis: int  # of the mesh, over whose ranks the classes are cut
+
+    @property
+    def group(self) -> ProcessGroup:
+        return self.mesh.get_group(self.axis)  # type: ignore[no-any-return]
+
+
+def local_shard(op: str, name: str, tensor: Any, class_axis: int) -> Local:
+    """This rank's part of a DTensor, whose gradient stays in its place."""
+    if not -tensor.dim() <= class_axis < tensor.dim():
+        raise ValueError(f"{op}: {name} has {tensor.dim()} axes, expected one of the classes, {class_axis}")
+    cut = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard(class_axis % tensor.dim())]
+    # Along another axis ranks may have rows of their own, or the same: nothing says which.
+    if len(cut) != 1 or tensor.device_mesh.size() != tensor.device_mesh.size(cut[0]):
+        raise NotImplementedError(
+            f"{op}: {name} is a DTensor with the placements {list(map(str, tensor.placements))}, expected its classes "
+            f"cut over the one axis of its mesh; pass {name}.to_local() and the group of an axis of a larger mesh, or "
+            f"{name}.full_tensor(), where ranks have rows of their own with a Partial('avg') (of "
+            "torch.distributed.tensor) for each axis of the mesh as grad_placements"
+        )
+    return Local(tensor.to_local(), tensor.device_mesh, cut[0])
+
+
+def told(op: str, tensor: Any, run: Callable[[], _Result]) -> _Result:
+    """What `run` gives. Its error is told to the other ranks of a DTensor, where its mesh has one axis alone."""
+    mesh = tensor.device_mesh
+    return with_agreement(op, mesh.get_group(), lambda _: run()) if mesh.ndim == 1 else run()
+
+
+def refuse_in_place_of_dtensor(op: str, name: str, logits: Any, inplace_backward: object) -> None:
+    if inplace_backward is True and needs_autograd(logits):
+        raise NotImplementedError(
+            f"{op}: inplace_backward would write over this rank's part of the DTensor {name}, which autograd does not "
+            f"notice; pass {name}.to_local() and its group, or leave inplace_backward out"
+        )
+
+
+def local_classes(op: str, name: str, tensor: Any) -> Any:
+    """This rank's part of a tensor whose first axis are the classes, where it is a DTensor."""
+    return local_shard(op, name, tensor, 0).tensor if is_distributed(tensor) else tensor
+
+
+def local_rows(op: str, name: str, tensor: Any, head: Local, is_summed: bool = False) -> Any:
+    """A DTensor of rows as each rank has all of them. Its gradient is the same on all ranks, or with `is_summed`, their
+    parts of it."""
+    if not is_distributed(tensor):
+        return tensor
+    from torch.distributed.tensor import Partial, Replicate
+
+    _check_mesh(op, name, tensor, head)
+    placements = list(tensor.placements)
+    placements[head.axis] = Replicate()
+    whole = tensor.redistribute(placements=placements)
+    if is_summed:
+        placements[head.axis] = Partial()
+    local: Tensor = whole.to_local(grad_placements=placements)
+    return local
+
+
+def local_target(op: str, target: Any, head: Local, class_axis: int) -> Any:
+    """The classes of all rows; of probabilities those of this rank's classes, without a collective."""
+    if not is_distributed(target) or not target.is_floating_point():
+        return local_rows(op, "target", target, head)
+    from torch.distributed.tensor import Shard as Cut
+
+    _check_mesh(op, "target", target, head)
+    placements = list(target.placements)
+    placement, cut = placements[head.axis], Cut(class_axis % max(1, target.dim()))
+    if placement != cut and not placement.is_replicate():
+        raise NotImplementedError(
+            f"{op}: target is a DTensor of probabilities with the placements {list(map(str, placements))}, expected "
+            "its classes whole, or cut as the head's"
+        )
+    placements[head.axis] = cut
+    return target.redistribute(placements=placements).to_local()
+
+
+def _check_mesh(op: str, name: str, tensor: Any, head: Local) -> None:
+    if tensor.device_mesh != head.mesh:
+        raise NotImplementedError(
+            f"{op}: {name} is a DTensor on the mesh {tensor.device_mesh}, expected that of the classes, {head.mesh}"
+        )
+
+
+def refuse_unknown(op: str, names: Iterable[str], function: Callable[..., object], group: object, cut: Any) -> NoReturn:
+    """options.refuse_unknown, of which the other ranks learn: of a group, or of the DTensor `cut`."""
+
+    def refuse(_: object = None) -> NoReturn:
+        options.refuse_unknown(op, names, function)
+
+    if group is not None and (ranks := shard_of(group).group) is not None:
+        with_agreement(op, ranks, refuse)
+    if is_distributed(cut):
+        told(op, cut, refuse)
+    refuse()

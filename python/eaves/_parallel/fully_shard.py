@@ -1,0 +1,125 @@
+"""A head that fully_shard (FSDP2) has cut over ranks, which have rows of their own: each needs the whole head.
+
+A call with such a head runs as a forward of the module that fully_shard was given. The hooks of that module gather the
+head, and again for the backward, and reduce its gradient, with the dtypes, the divisor, the accumulation and the
+offloading that the module was given. No other hook runs: the result is no output of the module.
+
+A parameter does not say that fully_shard has cut it, and one of tensor parallelism looks the same. So it is looked for
+among the parameters of all modules that fully_shard was given.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from eaves._torch.checks import is_distributed
+from eaves._torch.transforms import is_transforming, uncompiled
+
+_Result = TypeVar("_Result")
+
+
+def is_fully_sharded(tensor: Any) -> bool:
+    """True for a DTensor on a mesh over which fully_shard has cut parameters, or may have."""
+    if not is_distributed(tensor):
+        return False
+    meshes = _meshes()
+    return meshes is None or tensor.device_mesh in meshes
+
+
+def needs_whole_head(head: Any, group: object, sequence_parallel: object) -> bool:
+    """True for a head that fully_shard has cut, unless a group or rows that are cut too make it a piece of a
+    vocabulary."""
+    return group is None and not sequence_parallel and is_fully_sharded(head)
+
+
+def with_whole_head(
+    op: str, run: Callable[..., _Result], input: Mapping[str, Tensor], head: Mapping[str, Tensor | None]
+) -> _Result:
+    """run(*input, *head) with a whole head; the keys are names for an error."""
+    found: _Result = uncompiled(op, _with_whole_head)(op, run, input, head)
+    return found
+
+
+def is_hook_of_fully_shard(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+
+
+def _with_whole_head(
+    op: str, run: Callable[..., _Result], input: Mapping[str, Tensor], head: Mapping[str, Tensor | None]
+) -> _Result:
+    places = {name: _place_of(op, name, each) for name, each in head.items() if is_fully_sharded(each)}
+    if places and is_transforming():
+        raise NotImplementedError(
+            f"{op}: a head that fully_shard has cut does not go with torch.vmap and torch.func; pass the whole of it"
+        )
+    modules = list(dict.fromkeys(module for module, _, _ in places.values()))
+    arguments = tuple(input.values())
+    for module in modules:
+        for hook in filter(is_hook_of_fully_shard, list(module._forward_pre_hooks.values())):
+            changed = hook(module, arguments, {})
+            arguments = arguments if changed is None else changed[0]
+    output: Any = None
+    try:
+        whole = [getattr(*places[name][1:]) if name in places else each for name, each in head.items()]
+        # FSDP registers hooks on the result, and autograd drops a view's hooks when the view is changed in place.
+        output = tree_map_only(Tensor, _no_view, run(*arguments, *whole))
+    finally:
+        for module in reversed(modules):
+            for hook in filter(is_hook_of_fully_shard, list(module._forward_hooks.values())):
+                hook(module, arguments, output)  # its result is not used: it may be rounded, as an output of the module
+    found: _Result = output
+    return found
+
+
+def _no_view(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor._is_view() else tensor
+
+
+def _place_of(op: str, name: str, tensor: Any) -> tuple[Any, Any, str]:
+    """The module whose hooks gather a parameter, the module that has it, and its name there."""
+    try:
+        for state, parameter in _parameters():
+            # The second is a parameter between forward and backward, if reshard_after_forward is a number.
+            if tensor is parameter.sharded_param or tensor is getattr(parameter, "_sharded_post_forward_param", None):
+                owner, name = parameter._module_info.module, parameter._module_info.param_name
+                return next(module for module in state._modules if owner in module.modules()), owner, name
+    except AttributeError:  # of names that are not public
+        pass
+    raise NotImplementedError(
+        f"{op}: {name} is a DTensor on a mesh over which fully_shard cuts parameters, and not known as one of them; "
+        f"pass the parameter itself, or {name}.full_tensor(grad_placements=[Partial('avg')]) (of "
+        f"torch.distributed.tensor), or, of a head that ranks with the same rows share, {name}.to_local() and its group"
+    )
+
+
+def _parameters() -> Iterator[tuple[Any, Any]]:
+    """FSDP's records of each parameter that fully_shard has cut, and of its module."""
+    composable: Any = sys.modules.get("torch.distributed._composable_state")
+    if composable is None:
+        return
+    for state in {each() for each in list(composable._module_state_mapping.values())}:
+        if hasattr(state, "_fsdp_param_groups"):
+            groups = state._fsdp_param_groups
+        else:  # before PyTorch 2.12; or the state is DistributedDataParallel's
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            for parameter in () if group is None else group.fsdp_params:
+                yield state, parameter
+
+
+def _meshes() -> tuple[Any, ...] | None:
+    """The meshes over which fully_shard has cut parameters. None: this PyTorch does not show them."""
+    try:
+        meshes = [parameter.sharded_param.device_mesh for _, parameter in _parameters()]
+    except AttributeError:
+        return None
+    return tuple({id(mesh): mesh for mesh in meshes}.values())
+
+
+# As torch.compiler.assume_constant_result does, which would load torch._dynamo: models are cut before a call is traced.
+_meshes._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,0 +1,139 @@
+"""The arguments that say which piece of a vocabulary a rank has, and the piece that the ranks have agreed upon."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from eaves._torch.checks import accumulator_dtype, check_bool, index_of, name_of
+from eaves._torch.options import shape_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Shard(NamedTuple):
+    """The piece of a vocabulary that a rank has, for the argument `group` of a loss, where the group alone does not say
+    enough.
+
+    Args:
+        group: the torch.distributed.ProcessGroup whose ranks have the vocabulary in pieces. None: the axis of the mesh
+            over which a DTensor cuts its classes.
+        first_class: the first class of this rank. None: the pieces follow each other in the order of ranks.
+        sequence_parallel: of a head, whether hidden states are this rank's part of the rows, along the first axis, the
+            same number on each rank; targets and row weights have all rows. The gradient of hidden states is that of
+            this rank's rows.
+        reduce_input_grad: of a head, whether the gradient of the hidden states is summed over the ranks. False: each
+            rank gets its own part of the sum.
+        reduce_dtype: of a head, the dtype in which the parts are computed and summed: that of the hidden states or of
+            the loss. None: that of the hidden states, but of float16 float32.
+    """
+
+    group: ProcessGroup | None = None
+    first_class: int | None = None
+    sequence_parallel: bool = False
+    reduce_input_grad: bool = True
+    reduce_dtype: torch.dtype | None = None
+
+
+class ShardArguments(NamedTuple):
+    """A Shard as the operators take it."""
+
+    group: str  # its name
+    ranks: int
+    first_class: int  # -1: those of the ranks before come first
+    classes: int  # -1: as many as all shards have
+    sequence_parallel: bool = False
+    reduce_input_grad: bool = True
+    reduce_dtype: torch.dtype | None = None
+
+
+SCHEMA = (
+    "str group, int ranks, SymInt first_class, SymInt classes, bool sequence_parallel, bool reduce_input_grad, "
+    "ScalarType? reduce_dtype"
+)
+
+
+class Place(NamedTuple):
+    """Which classes a rank has, without those of padding."""
+
+    first_class: int
+    classes: int  # of all ranks
+    columns: int  # of this one
+    most: int  # the most columns that a rank has
+
+    def tensor(self) -> Tensor:
+        """For the backward: a call that is compiled keeps tensors alone."""
+        return torch.tensor(self, dtype=torch.int64)
+
+    @staticmethod
+    def of(tensor: Tensor) -> Place:
+        return Place(*tensor.tolist())
+
+
+def rows_of(op: str, shard: ShardArguments, input: Tensor, name: str = "input") -> tuple[int, ...]:
+    """The rows that a target has, in the shape of input without its features."""
+    rows = tuple(input.shape[:-1])
+    if not shard.sequence_parallel:
+        return rows
+    if not rows:
+        raise ValueError(f"{op}: with sequence_parallel {name} is cut along its first axis, and it has features alone")
+    return (rows[0] * shard.ranks, *rows[1:])
+
+
+def dtype_of_parts(shard: ShardArguments, dtype: torch.dtype) -> torch.dtype:
+    """In which the ranks' parts of the gradient of an input are computed and added up."""
+    if not shard.reduce_input_grad:
+        return dtype
+    # A part of float16 may be infinite where the sum is not.
+    return shard.reduce_dtype or (torch.float32 if dtype == torch.float16 else dtype)
+
+
+def check_reduce_dtype(op: str, shard: ShardArguments, input: Tensor) -> None:
+    allowed = (input.dtype, accumulator_dtype(input.dtype))
+    if shard.reduce_dtype is not None and shard.reduce_dtype not in allowed:
+        names = " or ".join(dict.fromkeys(map(name_of, allowed)))
+        raise ValueError(f"{op}: reduce_dtype is {name_of(shard.reduce_dtype)}, expected {names}")
+
+
+def without_padding(op: str, classes: int, *tensors: Any) -> list[Any]:
+    """The first `classes` of tensors whose first axis are those and padding, as views."""
+    total = index_of(op, "classes", classes)
+    for each in tensors:
+        if isinstance(each, Tensor) and not 1 <= total <= (each.shape[0] if each.dim() else 0):
+            raise ValueError(f"{op}: classes is {total}, expected at most those of the tensors, {shape_of(each)}")
+    return [each[:total] if isinstance(each, Tensor) else each for each in tensors]
+
+
+def shard_of(group: object) -> Shard:
+    """The argument `group` as a Shard."""
+    return group if isinstance(group, Shard) else Shard(group)  # type: ignore[arg-type]  # with_agreement looks at it
+
+
+def shard_arguments(op: str, group: ProcessGroup, shard: Shard, classes: int | None) -> ShardArguments:
+    """A Shard and the number of classes, checked."""
+    _, first_class, sequence_parallel, reduce_input_grad, reduce_dtype = shard
+    first = -1 if first_class is None else index_of(op, "first_class", first_class)
+    total = -1 if classes is None else index_of(op, "classes", classes)
+    if (first_class is not None and first < 0) or (classes is not None and total < 1):
+        raise ValueError(f"{op}: first_class is {first_class} and classes {classes}, expected a part of the classes")
+    check_bool(op, "sequence_parallel", sequence_parallel)
+    check_bool(op, "reduce_input_grad", reduce_input_grad)
+    if sequence_parallel and not reduce_input_grad:
+        raise ValueError(
+            f"{op}: with sequence_parallel each rank gets the whole gradient of its rows: expected "
+            "reduce_input_grad=True"
+        )
+    if reduce_dtype is not None and not isinstance(reduce_dtype, torch.dtype):
+        raise TypeError(f"{op}: reduce_dtype is {reduce_dtype!r}, expected a torch.dtype or None")
+    if reduce_dtype is not None and not reduce_input_grad:
+        raise ValueError(f"{op}: reduce_dtype says how parts are added up, and with reduce_input_grad=False none are")
+    return ShardArguments(
+        group.group_name, group.size(), first, total, sequence_parallel, reduce_input_grad, reduce_dtype
+    )
+
+
+def refuse_without_group(op: str) -> NoReturn:
+    raise ValueError(f"{op}: group is a Shard without a group, and no tensor is a DTensor; pass Shard(group, ...)")

@@ -1,0 +1,72 @@
+"""The statistics of a shard's rows: their gather, and the loss that they merge into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eaves._parallel.collectives import Underway, all_gather, group_of
+from eaves._parallel.shard import Place, ShardArguments
+from eaves._torch.checks import accumulator_dtype
+from eaves._torch.operator import call
+from eaves._torch.outputs import ARGMAX
+
+_merge = torch.ops.eaves.cross_entropy_merge.default
+
+STATISTICS = 10  # kCrossEntropyStatistics of include/eaves/cross_entropy.h
+
+
+# ---------------------------------------------------------------------------------------------------------- statistics
+
+
+def gather_statistics(shard: ShardArguments, own: Tensor, target: Tensor | None) -> Underway:
+    """Of the rows of a shard, [rows, STATISTICS], with their targets, [rows], where these are classes."""
+    classes = own.new_zeros(own.shape[0]) if target is None else target.to(_BITS[own.dtype]).view(own.dtype)
+    return all_gather(torch.cat([own, classes.unsqueeze(-1)], -1), group_of(shard))
+
+
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def statistics_of(gathered: Tensor) -> Tensor:
+    """[ranks, rows, STATISTICS], the same on all ranks. Rows whose targets differ from rank to rank are NaN: on a GPU
+    they have not been compared before."""
+    targets = gathered[..., STATISTICS].contiguous().view(_BITS[gathered.dtype])
+    differs = (targets != targets[0]).any(0)
+    return torch.where(differs.unsqueeze(-1), torch.nan, gathered[..., :STATISTICS]).contiguous()
+
+
+def no_statistics(rows: int, logits: Tensor) -> Tensor:
+    """Those of a shard without classes, in the order of CrossEntropyStatistic."""
+    statistics = logits.new_zeros(rows, STATISTICS, dtype=accumulator_dtype(logits.dtype))
+    statistics[:, [0, 7]] = -torch.inf  # largest, best_value
+    return statistics
+
+
+def refuse_argmax(op: str, outputs: int, place: Place, dtype: torch.dtype) -> None:
+    if outputs & ARGMAX and dtype != torch.float64 and place.classes > 2**24:
+        raise NotImplementedError(
+            f"{op}: the class of the largest logit is one of {place.classes}, expected at most {2**24} with a group: "
+            "statistics have it in float32"
+        )
+
+
+def merged(
+    op: str,
+    statistics: Tensor,
+    target: Tensor | None,
+    row_weight: Tensor | None,
+    normalizer: Tensor | None,
+    options: tuple[int, int, Sequence[float]],
+    place: Place,
+    has_weight: bool,
+    outputs: int,
+) -> list[Tensor]:
+    """The loss and the outputs that the bits name; `options` are ignore_index, reduction and numbers. `target` is None
+    where it was probabilities."""
+    result: list[Tensor] = call(
+        op, _merge, statistics, target, row_weight, normalizer, *options, place.classes, has_weight, outputs
+    )
+    return result

@@ -1,0 +1,288 @@
+"""Checks of a head: its tensors, as they are multiplied, and the options of its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eaves._torch.checks import (
+    accumulator_dtype,
+    check_device,
+    check_dtype_of,
+    check_not_packed,
+    check_shape,
+    check_tensor,
+    name_of,
+    refuse_gradient,
+)
+from eaves._torch.linear_cross_entropy_rules import WIDE_WEIGHT
+from eaves._torch.options import limit_of, shape_of
+from eaves._torch.transforms import is_transforming
+
+# Scratch memory of a call, in bytes, where none is given.
+_WORKSPACE_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
+
+
+class Head(NamedTuple):
+    """A head and its hidden states, [rows, features], as they are multiplied, but for the dtype of a float32 weight
+    under torch.autocast."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def as_multiplied(self) -> Head:
+        return self._replace(weight=self.weight.to(self.input.dtype))
+
+
+# ----------------------------------------------------------------------------------------------------------- arguments
+
+
+def check_dense(op: str, name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:
+    """Is it a dense tensor on the device of another?"""
+    check_tensor(op, name, tensor)
+    check_device(op, name, tensor, reference_name, reference)
+    if tensor.layout != torch.strided or tensor.device.type not in _WORKSPACE_BYTES:
+        raise NotImplementedError(
+            f"{op}: {name} is {tensor.layout} on {tensor.device.type}, expected dense ones (torch.strided) on cpu or "
+            "cuda"
+        )
+
+
+def check_floating(op: str, name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:
+    """Is it a dense tensor of floating-point numbers, on the device of another?"""
+    check_dense(op, name, tensor, reference_name, reference)
+    if not tensor.is_floating_point():
+        raise ValueError(f"{op}: {name} has dtype {name_of(tensor.dtype)}, expected a floating-point type")
+
+
+def refuse_zero3(op: str, **head: Tensor | None) -> None:
+    """Raises NotImplementedError if ZeRO-3 has a tensor of the head in pieces. For the forward, and for a backward that
+    reads the head or gives it a gradient."""
+    for name, each in head.items():
+        if each is not None and each.numel() == 0 and hasattr(each, "ds_id"):
+            raise NotImplementedError(
+                f"{op}: {name} has no elements here, because DeepSpeed's ZeRO-3 has it in pieces; gather it from the "
+                "forward to the end of the backward, with deepspeed.zero.GatheredParameters or as a parameter of the "
+                "module that calls this (register_external_parameter)"
+            )
+
+
+def checked_head(
+    op: str,
+    names: tuple[str, str, str],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    reference_name: str,
+    reference: Tensor,
+    may_be_empty: bool = False,
+) -> Head:
+    """The head of the arguments that are called `names`, as it is multiplied; cast where torch.autocast is on."""
+    input_name, weight_name, bias_name = names
+    tensors = {input_name: input, weight_name: weight} | ({} if bias is None else {bias_name: bias})
+    check_tensor(op, weight_name, weight)
+    check_not_packed(op, weight_name, weight)
+    for name, tensor in tensors.items():
+        check_floating(op, name, tensor, reference_name, reference)
+    if input.dim() == 0 or input.shape[-1] == 0:
+        raise ValueError(f"{op}: {input_name} has shape {shape_of(input)}, expected at least one feature")
+    features = input.shape[-1]
+    refuse_zero3(op, **{weight_name: weight, bias_name: bias})
+    if weight.dim() != 2 or weight.shape[1] != features:
+        raise ValueError(
+            f"{op}: {weight_name} has shape {shape_of(weight)}, expected [classes, {features}] (features as "
+            f"{input_name} {shape_of(input)})"
+        )
+    if weight.shape[0] == 0 and not may_be_empty:
+        raise ValueError(f"{op}: {weight_name} has shape {shape_of(weight)}, expected at least one class")
+    passed = weight.dtype
+    is_autocast = torch.is_autocast_enabled(input.device.type)
+    if is_autocast and input.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(input.device.type)
+        input = input.to(dtype)
+        # A float32 head is cast where it is multiplied, or autograd would round its gradient.
+        weight = weight if weight.dtype in (torch.float32, torch.float64) else weight.to(dtype)
+    is_cast = is_autocast and weight.dtype == torch.float32 and input.dtype != torch.float64
+    if weight.dtype != input.dtype and not is_cast:
+        raise ValueError(
+            f"{op}: {weight_name} has dtype {name_of(weight.dtype)}, expected that of {input_name}, "
+            f"{name_of(input.dtype)}; convert one of them, or call it under torch.autocast, which converts both"
+        )
+    if bias is not None:
+        allowed = (passed, input.dtype, torch.float32)
+        check_dtype_of(op, bias_name, bias, allowed, f"that of {weight_name}, or float32")
+        check_shape(op, bias_name, bias, [weight.shape[0]], f"one per class of {weight_name}")
+    if 1 not in weight.stride():
+        weight = weight.contiguous()  # once, where each chunk's products would
+    return Head(input.reshape(-1, features), weight, bias)
+
+
+def workspace_of(op: str, workspace_bytes: int | None, device: torch.device) -> int:
+    """The scratch memory that chunks are cut for, in bytes."""
+    if workspace_bytes is None:
+        return _WORKSPACE_BYTES[device.type]
+    return limit_of(op, workspace_bytes)
+
+
+_OP = "linear_cross_entropy"
+_ALGORITHMS = ("auto", "speed", "memory", "recompute")
+
+
+def autocast(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As torch.autocast casts what F.linear gets: floating-point numbers, but for float64. A head or a bias in float32
+    stays as it is: the bias is added in float32, and the head is cast where it is multiplied (`as_multiplied`), or
+    autograd would round its gradient."""
+    dtype = torch.get_autocast_dtype(input.device.type)
+
+    def cast(tensor: Tensor, *but_for: torch.dtype) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype not in but_for else tensor
+
+    input = cast(input, torch.float64)
+    if input.dtype == torch.float64:  # refused further down, in the dtypes that were passed
+        return input, linear_weight, linear_bias
+    linear_weight = cast(linear_weight, torch.float64, torch.float32)
+    return input, linear_weight, None if linear_bias is None else cast(linear_bias, torch.float64, torch.float32)
+
+
+def as_multiplied(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The tensors of a call with the head in the dtype of input."""
+    dtype = tensors[0].dtype
+    return tensors if tensors[1].dtype == dtype else (tensors[0], tensors[1].to(dtype), *tensors[2:])
+
+
+def checked_weight(input: Tensor, linear_weight: Tensor, is_autocast: bool, may_be_empty: bool) -> Tensor:
+    """The weight as the core takes it, but for the dtype under torch.autocast."""
+    if input.dim() == 0:
+        raise ValueError(f"{_OP}: input has no axes, expected at least one, of the features")
+    features = input.shape[-1]
+    if features == 0:
+        raise ValueError(f"{_OP}: input has shape {shape_of(input)}, expected at least one feature")
+    check_not_packed(_OP, "linear_weight", linear_weight)
+    refuse_zero3(_OP, linear_weight=linear_weight)
+    if linear_weight.dim() > 2:
+        raise NotImplementedError(
+            f"{_OP}: linear_weight has shape {shape_of(linear_weight)}, expected [classes, {features}]; of a loss of "
+            "several axes call it once for each head"
+        )
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != features:
+        raise ValueError(
+            f"{_OP}: linear_weight has shape {shape_of(linear_weight)}, expected [classes, {features}] (features as "
+            f"input {shape_of(input)})"
+        )
+    if linear_weight.shape[0] == 0 and not may_be_empty:
+        raise ValueError(f"{_OP}: linear_weight has shape {shape_of(linear_weight)}, expected at least one class")
+    is_cast = is_autocast and linear_weight.dtype == torch.float32 and input.dtype != torch.float64
+    if linear_weight.dtype != input.dtype and not is_cast:
+        raise ValueError(
+            f"{_OP}: linear_weight has dtype {name_of(linear_weight.dtype)}, expected that of input, "
+            f"{name_of(input.dtype)}; convert one of them, or call it under torch.autocast, which converts both"
+        )
+    if linear_weight.layout != torch.strided or linear_weight.is_contiguous() or _is_matrix(linear_weight):
+        return linear_weight  # the core refuses other layouts
+    return linear_weight.contiguous()
+
+
+def _is_matrix(weight: Tensor) -> bool:
+    """Does it have unit stride along one axis, and no line that lies over the next?"""
+    (rows, columns), (row, column) = weight.shape, weight.stride()
+    is_row_major = (column == 1 or columns == 1) and (row >= columns or rows == 1)
+    return is_row_major or ((row == 1 or rows == 1) and (column >= rows or columns == 1))
+
+
+def checked_bias(input: Tensor, linear_bias: Tensor, classes: int) -> Tensor:
+    refuse_zero3(_OP, linear_bias=linear_bias)
+    check_dtype_of(_OP, "linear_bias", linear_bias, (input.dtype, torch.float32), "that of input, or float32")
+    check_shape(_OP, "linear_bias", linear_bias, [classes], "one per class of linear_weight")
+    return linear_bias.contiguous()
+
+
+def check_algorithm(algorithm: object, workspace_bytes: object) -> None:
+    """The checks of a call, of these two."""
+    algorithm_of(algorithm)
+    if workspace_bytes is not None:
+        limit_of(_OP, workspace_bytes)
+
+
+def algorithm_of(algorithm: object) -> str:
+    if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
+        error = ValueError if isinstance(algorithm, str) else TypeError
+        raise error(f"{_OP}: algorithm is {algorithm!r}, expected one of {', '.join(_ALGORITHMS)}")
+    return algorithm
+
+
+def wide_weight(multiplied: torch.dtype, passed: torch.dtype, grad_weight_dtype: object) -> int:
+    """The bit that says that the gradient of the weight is summed in the dtype of the loss. `multiplied` is the dtype
+    of the product's factors, `passed` that of the head."""
+    if grad_weight_dtype is None:
+        return WIDE_WEIGHT if passed != multiplied else 0
+    if not isinstance(grad_weight_dtype, torch.dtype):
+        raise TypeError(f"{_OP}: grad_weight_dtype is {grad_weight_dtype!r}, expected a torch.dtype or None")
+    wide = accumulator_dtype(multiplied)
+    if grad_weight_dtype not in (multiplied, wide):
+        raise ValueError(
+            f"{_OP}: grad_weight_dtype is {name_of(grad_weight_dtype)}, expected "
+            + " or ".join(dict.fromkeys(map(name_of, (multiplied, wide))))
+        )
+    return WIDE_WEIGHT if grad_weight_dtype != multiplied else 0
+
+
+def check_grad_weight_out(
+    out: Tensor,
+    multiplied: torch.dtype,
+    linear_weight: Tensor,
+    grad_weight_dtype: object,
+    wide: torch.dtype,
+    is_compiling: bool,
+) -> int:
+    """May the gradient of the weight be added to it? Returns the bit of its dtype."""
+    check_tensor(_OP, "grad_weight_out", out)
+    if is_compiling or is_transforming():
+        raise NotImplementedError(
+            f"{_OP}: grad_weight_out is written in the backward, which torch.compile, torch.vmap and torch.func cannot "
+            "follow; leave it out"
+        )
+    if grad_weight_dtype is not None:
+        raise ValueError(f"{_OP}: grad_weight_dtype is given beside grad_weight_out, whose dtype says it; expected one")
+    check_dtype_of(_OP, "grad_weight_out", out, (multiplied, wide), "that of linear_weight, or that of the loss")
+    if out.is_neg():
+        raise ValueError(f"{_OP}: grad_weight_out is negated lazily and cannot be added to; pass one that is not")
+    check_shape(_OP, "grad_weight_out", out, linear_weight.shape, "that of linear_weight")
+    check_device(_OP, "grad_weight_out", out, "linear_weight", linear_weight)
+    (classes, features), (of_class, of_feature) = out.shape, out.stride()
+    if (of_feature != 1 and features != 1) or (of_class < features and classes != 1):
+        raise ValueError(f"{_OP}: grad_weight_out has strides {list(out.stride())}, expected features with unit stride")
+    refuse_gradient(_OP, "grad_weight_out", out)
+    return WIDE_WEIGHT if out.dtype != multiplied else 0
+
+
+def check_overlap(out: Tensor, read: Mapping[str, object]) -> None:
+    """What a call reads may not be where its backward adds; the speedy one adds with torch, which does not look."""
+    for name, tensor in read.items():
+        if isinstance(tensor, Tensor) and _shares_memory(out, tensor):
+            raise ValueError(f"{_OP}: grad_weight_out overlaps {name}, expected memory of its own")
+
+
+def _shares_memory(out: Tensor, other: Tensor) -> bool:
+    """Whether a byte of `out`, a matrix with unit stride, is one of `other` too. Columns of one buffer are told apart;
+    what else is entangled counts as shared."""
+    if other.layout != torch.strided or out.device != other.device or other.numel() == 0:
+        return False
+    if "meta" in (out.untyped_storage().device.type, other.untyped_storage().device.type):
+        return False  # of a fake tensor, which has no bytes
+    begin, other_begin = out.data_ptr(), other.data_ptr()
+    if begin == 0 or other_begin == 0:
+        return False  # of a subclass that keeps its bytes elsewhere
+    run, row = out.shape[1] * out.itemsize, out.stride(0) * out.itemsize
+    axes = [(size - 1, stride * other.itemsize) for size, stride in zip(other.shape, other.stride())]
+    distance = other_begin - begin
+    last = distance + sum(steps * stride for steps, stride in axes) + other.itemsize
+    if last <= 0 or distance >= (out.shape[0] - 1) * row + run:
+        return False
+    # From row to row of `out` the same again: where in a row does `other` lie?
+    row = max(row, run)
+    extent = sum(steps * stride for steps, stride in axes if stride % row) + other.itemsize
+    return not (run <= distance % row and distance % row + extent <= row)

@@ -1,0 +1,216 @@
+"""What the Python side of every operator shares: checks of arguments, the way into the extension and its errors, and
+the question whether autograd has to know of a call.
+
+An operator is one or more functions of the extension, a fake implementation and a batching rule for each, and where it
+has a gradient a torch.autograd.Function outside of them. The Function stands outside because that is cheaper for each
+call than registering a gradient, and torch.compile traces it. A program of torch.export contains the forward's operator
+alone, so that one has the Function registered too (`give_derivative`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+import torch.fx
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from eaves._torch.checks import DENSE, explain, kind_of
+from eaves._torch.registration import below_autograd, with_number_tensor
+from eaves._torch.transforms import is_in_dispatch_mode, is_transforming, needs_function
+from eaves._words import renamed
+
+if TYPE_CHECKING:
+    OpOverload = torch._ops.OpOverload[Any, Any]
+
+
+def dispatch(
+    op: str,
+    tensors: Sequence[Tensor],
+    function: type[torch.autograd.Function],
+    overload: OpOverload,
+    *arguments: object,
+    number_tensor: Tensor | None = None,
+) -> Any:
+    """`function.apply(*arguments)` where a derivative with respect to one of `tensors` is asked for, else
+    `overload(*arguments)`, which is the same without a graph. A function whose operator takes floats has one argument
+    more than that, the `number_tensor`."""
+    if not needs_function(*tensors):
+        return call(op, overload, *arguments, number_tensor=number_tensor)
+    has_numbers = overload in with_number_tensor
+    return apply(op, function, *arguments, *([number_tensor] if has_numbers else []))
+
+
+def apply(op: str, function: type[torch.autograd.Function], *arguments: object) -> Any:
+    """`function.apply(*arguments)`, for less of the host's time, and with the refusal of forward mode in words."""
+    if torch.compiler.is_compiling():
+        return function.apply(*arguments)  # type: ignore[no-untyped-call]
+    try:
+        if is_transforming():
+            return function.apply(*arguments)  # type: ignore[no-untyped-call]
+        # What Function.apply comes to without torch.func, for which it looks at the signature of the forward again in
+        # each call (PyTorch 2.13, AMD EPYC: 30 us a call, so 9).
+        return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+    except NotImplementedError as error:
+        if "jvp" not in str(error):
+            raise
+        raise NotImplementedError(
+            f"{op}: there is no forward-mode derivative; use the reverse mode (torch.autograd.grad, torch.func.vjp; "
+            "of what has a second derivative, jacrev(jacrev(f)) is the Hessian)"
+        ) from None
+
+
+class _Bound(NamedTuple):
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def apply_defaults(self) -> None:
+        pass
+
+
+class _Positional(inspect.Signature):
+    """The signature of a forward whose arguments are all given, and by their places."""
+
+    def bind(self, *args: Any, **kwargs: Any) -> Any:
+        return _Bound(args, kwargs)
+
+
+def binds_quickly(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """PyTorch 2.15 asks for the signature of a forward beside a setup_context in each call, and binds its arguments (8
+    of 13 us, AMD EPYC). Here it finds one that binds nothing."""
+    parameters = list(inspect.signature(function.forward).parameters.values())
+    function.forward.__signature__ = _Positional(parameters)  # type: ignore[attr-defined]
+    return function
+
+
+def call_plainly(overload: OpOverload, function: type[torch.autograd.Function], x: Tensor, y: Tensor) -> Any:
+    """The first result of `overload(x, y)` for arguments that are not checked yet, by `function` where one of them
+    requires a gradient; None where the way with the checks is to be taken: the call needs more, or the extension has
+    refused it (`run_plainly` in the function's forward). Outside of torch.compile only.
+
+    The extension checks the same things; the checks of the caller know the user's words, and cost half of a small call.
+    """
+    is_plain = type(x) is type(y) is Tensor and not (x.is_meta or y.is_meta or is_in_dispatch_mode())
+    if not is_plain or is_transforming() or getattr(forward_ad, "_current_level", 0) >= 0:
+        return None
+    try:
+        if not torch.is_grad_enabled() or not (x.requires_grad or y.requires_grad):
+            return run_plainly(overload, x, y)[0]
+        if y.is_floating_point():  # probabilities need more, and have no gradient
+            return None
+        return super(torch.autograd.Function, function).apply(x, y)  # type: ignore[misc]  # as in apply()
+    except _Refused:
+        return None
+
+
+class _Refused(Exception):
+    """By the extension."""
+
+
+def run_plainly(overload: OpOverload, *arguments: object) -> Any:
+    """`call` for call_plainly, which catches what the extension refuses."""
+    try:
+        with below_autograd():
+            return overload(*arguments)
+    except RuntimeError as error:
+        raise _Refused from error
+
+
+def call(op: str, overload: OpOverload, *arguments: object, number_tensor: Tensor | None = None) -> Any:
+    """Calls an operator of the extension, and raises its errors as what they are, in the name of `op`. Where there is a
+    `number_tensor`, its numbers stand for those among the arguments."""
+    if number_tensor is not None:
+        overload, arguments = with_number_tensor[overload], (number_tensor, *arguments)
+    try:
+        if torch.compiler.is_compiling():
+            return overload(*arguments)
+        with below_autograd():
+            return overload(*arguments)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        _raise_as_what_it_is(op, error, overload, arguments)
+
+
+def number_tensor_of(*numbers: float) -> Tensor | None:
+    """The `numbers` of an operator of the extension as a tensor on the CPU, where torch.compile has a symbol for one of
+    them; else None.
+
+    Of a float argument torch.compile compiles an operator again for each value. A float stays variable only as an
+    operand of tensor arithmetic, so each is multiplied by a tensor of 1.
+    """
+    if not torch.compiler.is_compiling() or is_transforming():  # batching rules take numbers as numbers
+        return None
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    if all([has_static_value(number) for number in numbers]):  # torch.compile follows no generator here
+        return None
+    one = torch.ones((), dtype=torch.float64, device="cpu")
+    return torch.stack([one * number for number in numbers])
+
+
+# The marks of python/csrc/torch_binding.h.
+_ERRORS: dict[str, type[Exception]] = {
+    "eaves.InvalidArgument: ": ValueError,
+    "eaves.Unsupported: ": NotImplementedError,
+    "eaves.OutOfMemory: ": torch.OutOfMemoryError,
+}
+
+# The user's names of the arguments, by those of the core.
+_NAMES = {
+    "cross_entropy": {"logits": "input", "targets": "target", "class_axis": "class_dim"},
+    "linear_cross_entropy": {
+        "x": "input", "weight": "linear_weight", "bias": "linear_bias", "targets": "target", "class_weight": "weight",
+    },
+    "lrpe_cosine": {"offsets": "offset"},
+}  # fmt: skip
+
+
+def _raise_as_what_it_is(op: str, error: Exception, overload: OpOverload, arguments: tuple[object, ...]) -> NoReturn:
+    message, names = str(error), _NAMES.get(op, {})
+    for mark, kind in _ERRORS.items():
+        _, found, sentence = message.partition(mark)
+        if found:
+            sentence = sentence.partition("\n")[0]
+            prefix, _, rest = sentence.partition(": ")
+            if prefix.startswith(op):  # the core says logsumexp_forward where the user called logsumexp
+                sentence = renamed(rest, names)
+            raise kind(f"{op}: {sentence}") from None
+    parameters = [each.name for each in overload._schema.arguments]
+    # Python's operators have the user's names, the extension's have the core's.
+    users = [name if names.get(name, name) in parameters else names[name] for name in parameters]
+    explain(op, error, **dict(zip(users, arguments)))
+    if isinstance(error, NotImplementedError) and not message.startswith(f"{op}: "):
+        # Not our own: the dispatcher has no kernel for this kind of tensor.
+        kinds = sorted({kind_of(argument) for argument in arguments if isinstance(argument, Tensor)})
+        raise NotImplementedError(f"{op}: the tensors are {' and '.join(kinds)}, {DENSE}") from None
+    raise error
+
+
+# ------------------------------------------------------------------------------------------------------------- autograd
+
+
+class Gradients(torch.autograd.Function):
+    """What `compute` gives, which depends on the tensors behind it and has no derivative itself: `refusal` says so."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, compute: Callable[[], tuple[Tensor | None, ...]], refusal: str, *_: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        ctx.refusal = refusal
+        return compute()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise NotImplementedError(ctx.refusal)
+
+
+def gradients_of(
+    compute: Callable[[], tuple[Tensor | None, ...]], refusal: str, differentiable: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """What `compute` gives in a backward, where there may be a derivative of it (create_graph=True)."""
+    if not torch.is_grad_enabled():
+        return compute()
+    computed: tuple[Tensor | None, ...] = Gradients.apply(compute, refusal, *differentiable)  # type: ignore[no-untyped-call]
+    return computed

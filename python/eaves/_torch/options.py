@@ -1,0 +1,256 @@
+"""The arguments that the losses have in common, checked as the extension takes them."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+
+from eaves._torch.checks import (
+    accumulator_dtype,
+    check_device,
+    check_dtype_of,
+    check_shape,
+    check_tensor,
+    index_of,
+    name_of,
+    number_of,
+    refuse_gradient,
+    value_for_message,
+)
+from eaves._torch.operator import number_tensor_of
+from eaves._torch.outputs import MEAN, REDUCTIONS
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict
+
+    class LossKeywords(TypedDict, total=False):
+        """What the losses have in common, for the overloads of their functions and for their modules."""
+
+        reduction: str
+        label_smoothing: float
+        softcap: float | None
+        scale: float | None
+        z_loss: float
+
+
+CLASS_DTYPES = (torch.int64, torch.int32)
+
+_RESULT_DTYPES = {dtype: accumulator_dtype(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+_RESULT_DTYPES[torch.float64] = torch.float64
+
+
+# ----------------------------------------------------------------------------------------------------------- arguments
+
+
+def shape_of(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)
+
+
+def check_input(op: str, input: Tensor, target: Tensor, meaning: str) -> torch.dtype:
+    """Both are tensors that eaves has, and input may be what it means. Returns the dtype of the loss."""
+    check_tensor(op, "input", input)
+    check_tensor(op, "target", target)
+    check_device(op, "target", target, "input", input)
+    dtype = _RESULT_DTYPES.get(input.dtype)
+    if dtype is None:
+        raise ValueError(f"{op}: input has dtype {name_of(input.dtype)}, expected a floating-point type: {meaning}")
+    return dtype
+
+
+def check_class_dtype(op: str, target: Tensor, input: Tensor) -> None:
+    if target.dtype not in CLASS_DTYPES:
+        raise ValueError(
+            f"{op}: target has dtype {name_of(target.dtype)}, expected int64 or int32 for classes, "
+            f"{_or_float32(input)} for probabilities"
+        )
+
+
+def check_soft(op: str, target: Tensor, input: Tensor, shape: Sequence[int], of: str) -> None:
+    """A target of a floating-point type holds probabilities: has it the dtype and the shape that they have?"""
+    if target.dtype != input.dtype and target.dtype != torch.float32:
+        raise ValueError(
+            f"{op}: target has the floating-point type {name_of(target.dtype)}, expected {_or_float32(input)} for "
+            "probabilities, or int64 or int32 for classes"
+        )
+    if target.shape != tuple(shape):
+        raise ValueError(
+            f"{op}: target has shape {shape_of(target)} and the floating-point type {name_of(target.dtype)}, expected "
+            f"{list(shape)} for probabilities ({of}), or int64 or int32 for classes"
+        )
+
+
+def _or_float32(input: Tensor) -> str:
+    """The dtypes that probabilities may have, for a message."""
+    return " or ".join(dict.fromkeys((name_of(input.dtype), "float32")))
+
+
+def reduction_of(op: str, reduction: str) -> int:
+    mode = REDUCTIONS.get(reduction) if isinstance(reduction, str) else None
+    if mode is None:
+        error = ValueError if isinstance(reduction, str) else TypeError
+        hint = "; divide by a batch with normalizer=its size" if reduction == "batchmean" else ""
+        raise error(f'{op}: reduction is {reduction!r}, expected "none", "sum" or "mean"{hint}')
+    return mode
+
+
+def numbers_of(
+    op: str,
+    label_smoothing: float = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    z_loss: float = 0,
+) -> tuple[tuple[float, ...], Tensor | None]:
+    """The numbers among the options, checked, as the extension takes them, none where all are absent; and None. Where
+    torch.compile has symbols for them, none, and the tensor that stands for them.
+
+    What is absent is 0 and not 0.0: torch.compile(dynamic=True) takes a default that is a float for one that changes,
+    and compiles twice.
+    """
+    given = (label_smoothing, scale, softcap, z_loss)
+    if not torch.compiler.is_compiling():
+        if all(map(operator.is_, given, _ABSENT)):
+            return (), None
+        return tuple([
+            default if value is absent else number_of(op, name, value, low, high, expected)
+            for value, absent, (name, default, low, high, expected) in zip(given, _ABSENT, _TABLE)
+        ]), None  # fmt: skip
+    numbers = []
+    for value, absent, (name, default, low, high, expected) in zip(given, _ABSENT, _table()):
+        is_absent = value is None if absent is None else type(value) is int and value == 0
+        numbers.append(default if is_absent else number_of(op, name, value, low, high, expected))
+    number_tensor = number_tensor_of(*numbers)
+    return (tuple(numbers) if number_tensor is None else ()), number_tensor
+
+
+# The table of the extension, kLossOptions in src/core/loss_options.h, has the ranges, and says in which order they are.
+_ABSENT = numbers_of.__defaults__ or ()
+NUMBERS = numbers_of.__code__.co_varnames[1 : 1 + len(_ABSENT)]
+_words, _numbers = torch.ops.eaves.loss_options()
+assert _words[::2] == [f"--{name.replace('_', '-')}" for name in NUMBERS], _words
+assert NUMBERS[0] == "label_smoothing"  # whether there is smoothing both losses ask numbers[0]
+NUMBERS_IN_WORDS = f"{', '.join(NUMBERS[:-1])} and {NUMBERS[-1]}"
+_WAYS_OUT = {"scale": "; multiply logits or hidden states by a learned one", "softcap": "; None for no soft cap"}
+_EXPECTED = [words + _WAYS_OUT.get(name, "") for name, words in zip(NUMBERS, _words[1::2])]
+_TABLE = tuple(zip(NUMBERS, _numbers[::3], _numbers[1::3], _numbers[2::3], _EXPECTED))
+# Of each number the least, the largest and what an error says of the two.
+RANGES = {
+    name: (low, high, words) for name, low, high, words in zip(NUMBERS, _numbers[1::3], _numbers[2::3], _words[1::2])
+}
+
+
+def _table() -> tuple[tuple[str, float, float, float, str], ...]:
+    return _TABLE
+
+
+# As torch.compiler.assume_constant_result does, which would load torch._dynamo: floats of a module would be symbols.
+_table._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def weight_of(op: str, weight: Tensor, input: Tensor, classes: int, of: str = "input") -> Tensor:
+    """The weights of the classes, as the core takes them; `of` is the argument that says how many there are."""
+    check_tensor(op, "weight", weight)
+    check_device(op, "weight", weight, "input", input)
+    check_dtype_of(op, "weight", weight, (input.dtype, torch.float32), "that of input, or float32")
+    check_shape(op, "weight", weight, [classes], f"one per class of {of}")
+    refuse_gradient(op, "weight", weight)
+    return weight.contiguous() if weight.layout == torch.strided else weight  # others are refused further down
+
+
+def row_weight_of(op: str, row_weight: Tensor, input: Tensor, rows: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The weights of the rows, as the core takes them; `dtype` is that of the loss."""
+    check_tensor(op, "row_weight", row_weight)
+    check_device(op, "row_weight", row_weight, "input", input)
+    if row_weight.shape != tuple(rows):
+        check_shape(op, "row_weight", row_weight, rows, f"one per row of input {shape_of(input)}")
+    refuse_gradient(op, "row_weight", row_weight)
+    return row_weight.to(dtype).contiguous() if row_weight.layout == torch.strided else row_weight
+
+
+def normalizer_of(op: str, normalizer: object, mode: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One number on the device, without waiting for it."""
+    if mode != MEAN:
+        raise ValueError(f'{op}: normalizer is given, but only the mean divides: expected reduction="mean"')
+    if not isinstance(normalizer, Tensor):
+        expected = f"a number that is not negative and that {name_of(dtype)} has, or a tensor of one"
+        number = number_of(op, "normalizer", normalizer, 0, torch.finfo(dtype).max, expected)
+        if torch.compiler.is_compiling():  # so that it stays variable, see number_tensor_of
+            return torch.ones((), dtype=dtype, device=device) * number
+        return torch.full((), number, dtype=dtype, device=device)
+    check_tensor(op, "normalizer", normalizer)
+    if normalizer.numel() != 1:
+        raise ValueError(f"{op}: normalizer has shape {shape_of(normalizer)}, expected one element")
+    if normalizer.device != device:
+        raise ValueError(f"{op}: normalizer is on {normalizer.device}, expected {device} (as input), or a number")
+    refuse_gradient(op, "normalizer", normalizer)
+    return normalizer.to(dtype)
+
+
+def limit_of(op: str, workspace_bytes: object) -> int:
+    limit = index_of(op, "workspace_bytes", workspace_bytes)
+    if limit <= 0:
+        raise ValueError(f"{op}: workspace_bytes is {value_for_message(limit)}, expected a positive number of bytes")
+    return limit
+
+
+# The parameters for which other functions have these names.
+_PARAMETERS = {
+    "temperature": "scale",
+    "logit_scale": "scale",
+    "logit_softcap": "softcap",
+    "logit_soft_cap": "softcap",
+    "logit_softcapping": "softcap",
+    "final_logit_softcapping": "softcap",
+    "lse_square_scale": "z_loss",
+    "logsumexp_weight": "z_loss",
+    "bias": "linear_bias",
+    "linear_bias": "bias",
+    "ce_weight": "weight",
+    "num_items_in_batch": "normalizer",
+    "sample_weight": "row_weight",
+    "loss_mask": "row_weight",
+    "accum_dtype": "grad_weight_dtype",
+    "impl": "algorithm",
+    "num_chunks": "workspace_bytes",
+    "chunk_size": "workspace_bytes",
+    "e": "input",
+    "c": "linear_weight",
+    "targets": "target",
+    "labels": "target",
+}
+_TEMPERATURE = "scale=1 / temperature, and with a softcap c in front of the temperature softcap=c / temperature"
+_OUTPUTS = {"return_predicted_tokens": "argmax", "return_top1": "is_top1"}
+_OF_SHARD = ("first_class", "sequence_parallel", "reduce_input_grad", "reduce_dtype")
+
+
+def refuse_unknown(op: str, names: Iterable[str], function: Callable[..., object]) -> NoReturn:
+    """Raises TypeError for the first of `names`, keywords that `function` got and does not have."""
+    name = next(iter(names))
+    raise TypeError(f"{op}: got an unexpected keyword argument {name!r}{_hint(name, function)}")
+
+
+def _hint(name: str, function: Callable[..., object]) -> str:
+    """The way out for a keyword of another function."""
+    parameters = inspect.signature(function).parameters
+    if name.startswith("return_") and "outputs" in parameters:
+        return f'; pass outputs="{_OUTPUTS.get(name, name.removeprefix("return_"))}"'
+    if name in _OF_SHARD and "group" in parameters:
+        return f"; pass group=eaves.Shard(group, {name}=...)"
+    if name == "shift":
+        return "; pass the rows without the last and the targets without the first"
+    if name == "filter_eps":
+        return "; leave it out: no gradient is dropped"
+    parameter = _PARAMETERS.get(name)
+    if parameter == "input" and "hidden" in parameters:
+        parameter = "hidden"
+    elif parameter == "linear_weight" and "head" in parameters:
+        parameter = "head"
+    elif parameter == "target" and "tokens" in parameters:
+        parameter = "tokens"
+    if parameter not in parameters:
+        return ""
+    return f"; pass {_TEMPERATURE if name == 'temperature' else parameter}"

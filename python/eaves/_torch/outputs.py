@@ -1,0 +1,214 @@
+"""Outputs of the losses: reductions, the bits that ask for an output, and the named tuples that return them."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from eaves._torch.checks import accumulator_dtype
+
+NONE, SUM, MEAN = 0, 1, 2  # enum Reduction of include/eaves/cross_entropy.h
+REDUCTIONS = {"none": NONE, "sum": SUM, "mean": MEAN}
+REDUCTION_NAMES = {mode: name for name, mode in REDUCTIONS.items()}
+
+# The outputs that a call asks for beside the loss, as bits; those of python/csrc/loss_arguments.h. The extension gives
+# them in this order.
+LSE, DIVISOR, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS, SUM_SQ, MEAN_LOGIT = OUTPUTS = (1, 2, 4, 8, 16, 32, 64, 128)
+OF_IGNORED_ROWS = 256  # no output: those per row of rows that are ignored too
+# No output: lse is two numbers, [rows..., 2], which a backward needs (docs/numerics.md).
+SPLIT_LSE = 512
+# The names that `outputs` takes, in the losses and in the log-probabilities.
+LOSS_OUTPUTS = {
+    "lse": LSE, "argmax": ARGMAX, "entropy": ENTROPY, "z_loss": Z_LOSS, "sum_sq": SUM_SQ, "mean_logit": MEAN_LOGIT,
+}  # fmt: skip
+LOG_PROB_OUTPUTS = {"entropy": ENTROPY, "is_top1": ARGMAX, "sum_sq": SUM_SQ, "mean_logit": MEAN_LOGIT}
+RETURNED = tuple(LOSS_OUTPUTS.values())
+
+
+class CrossEntropyOutput(Protocol):
+    """The named tuple that a loss returns with `outputs`: the loss, then these outputs in the order of their names."""
+
+    loss: Tensor
+    lse: Tensor
+    argmax: Tensor
+    entropy: Tensor
+    z_loss: Tensor
+    sum_sq: Tensor
+    mean_logit: Tensor
+
+    def __iter__(self) -> Iterator[Tensor]: ...
+    def __getitem__(self, index: int, /) -> Tensor: ...
+    def __len__(self) -> int: ...
+
+
+class LogProbOutput(Protocol):
+    """The named tuple that eaves.log_prob and eaves.linear_log_prob return with `outputs`: the log-probabilities, then
+    these outputs in the order of their names."""
+
+    log_prob: Tensor
+    entropy: Tensor
+    is_top1: Tensor
+    sum_sq: Tensor
+    mean_logit: Tensor
+
+    def __iter__(self) -> Iterator[Tensor]: ...
+    def __getitem__(self, index: int, /) -> Tensor: ...
+    def __len__(self) -> int: ...
+
+
+# ------------------------------------------------------------------------------------------------------------- outputs
+
+
+def output_names(op: str, outputs: object, known: Mapping[str, int]) -> tuple[str, ...]:
+    """The argument `outputs`, one name or a sequence of names, checked."""
+    if outputs == ():
+        return ()
+    names = (outputs,) if isinstance(outputs, str) else outputs
+    if not isinstance(names, (tuple, list)):
+        raise TypeError(f"{op}: outputs is {outputs!r}, expected names among {', '.join(known)}")
+    for name in names:
+        if not isinstance(name, str) or name not in known:
+            raise ValueError(f"{op}: outputs has {name!r}, expected names among {', '.join(known)}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{op}: outputs is {outputs!r}, expected each name once")
+    return tuple(names)
+
+
+_types: dict[tuple[str, ...], Any] = {}
+
+
+def type_of_outputs(kind: str, *fields: str) -> Any:
+    """The class of a named tuple with these fields, always the same one."""
+    found: Any = _types.get((kind, *fields))
+    if found is None:
+        found = _types[(kind, *fields)] = namedtuple(kind, fields)
+        found.__reduce__ = lambda self: (_unpickled, ((kind, *fields), tuple(self)))
+    return found
+
+
+# As torch.compiler.assume_constant_result does, which would load torch._dynamo: a graph cannot make a class.
+type_of_outputs._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _unpickled(kind_and_fields: tuple[str, ...], values: tuple[Any, ...]) -> Any:
+    return type_of_outputs(*kind_and_fields)(*values)
+
+
+def kept_for_backward(wanted: int, mode: int, needs_target_mass: bool) -> int:
+    """The outputs that are wanted, and those that a backward reads."""
+    computed = wanted | LSE | SPLIT_LSE
+    if mode == MEAN:
+        computed |= DIVISOR
+    return computed | TARGET_MASS if needs_target_mass else computed
+
+
+def wanted_outputs(op: str, names: Sequence[str], has_factors: bool) -> int:
+    """The bits of outputs. `has_factors`: the sum over the classes has weights, so that there is no mean of z'."""
+    wanted = 0
+    for name in names:
+        wanted |= LOSS_OUTPUTS[name]
+    if wanted & MEAN_LOGIT and has_factors:
+        raise ValueError(
+            f'{op}: the output "mean_logit" does not go with probabilities as the target, nor with weight and '
+            "label_smoothing together; leave it out"
+        )
+    return wanted
+
+
+# Where each output lies in what a call gives, for each set of bits; 0, where the loss lies, for one that is not there.
+# Looked up, because counting bits in each call costs the host as much as an allocation.
+POSITIONS = [
+    {
+        bit: 1 + sum(1 for other in OUTPUTS if other < bit and computed & other) if computed & bit else 0
+        for bit in OUTPUTS
+    }
+    for computed in range(OF_IGNORED_ROWS)
+] * (2 * SPLIT_LSE // OF_IGNORED_ROWS)  # the bits that are no outputs change no place
+
+_SAVED_POSITIONS = [(positions[ENTROPY], positions[TARGET_MASS], positions[DIVISOR]) for positions in POSITIONS]
+
+
+def pick(outputs: Sequence[Any], computed: int, bit: int) -> Any:
+    """Of what a call gave (the loss, and what the bits `computed` say), that of `bit`; None where it is not there."""
+    position = POSITIONS[computed][bit]
+    return outputs[position] if position else None
+
+
+def in_order(outputs: Sequence[Tensor], computed: int, wanted: int) -> list[Tensor]:
+    """The outputs of an operator for the bits `wanted`, from outputs that were computed for more bits."""
+    found = [outputs[0], *(pick(outputs, computed, bit) for bit in OUTPUTS if wanted & bit)]
+    if wanted & LSE and not wanted & SPLIT_LSE:
+        found[1] = found[1].select(-1, 0).contiguous()
+    return found
+
+
+def output_of(outputs: Sequence[Tensor], computed: int, names: Sequence[str]) -> CrossEntropyOutput:
+    """The loss and the outputs of these names, from the results of a call."""
+    returned = [pick(outputs, computed, LOSS_OUTPUTS[name]) for name in names]
+    if computed & SPLIT_LSE and "lse" in names:
+        index = names.index("lse")
+        returned[index] = returned[index].select(-1, 0).contiguous()
+    found: CrossEntropyOutput = type_of_outputs("CrossEntropyOutput", "loss", *names)(outputs[0], *returned)
+    return found
+
+
+def keep_outputs(ctx: Any, outputs: Sequence[Tensor], computed: int, followed: int) -> tuple[Tensor | None, ...]:
+    """In a setup_context: which outputs have a derivative (the loss and, of the bits `followed`, lse and entropy), and
+    those to save, in the order in which the extension's backward takes them."""
+    ctx.set_materialize_grads(False)  # or each backward would fill a tensor of zeros for each output
+    ctx.computed, ctx.followed = computed, followed
+    if followed & (LSE | ENTROPY):
+        positions, differentiable = POSITIONS[computed], (followed & LSE) | ENTROPY
+        constant = [outputs[positions[bit]] for bit in OUTPUTS if computed & bit and not differentiable & bit]
+        ctx.mark_non_differentiable(*constant)
+    else:
+        ctx.mark_non_differentiable(*outputs[1:])
+    entropy, target_mass, divisor = _SAVED_POSITIONS[computed]
+    return (
+        outputs[1],  # lse
+        outputs[entropy] if entropy else None,
+        outputs[target_mass] if target_mass else None,
+        outputs[divisor] if divisor else None,
+    )
+
+
+def upstream_of(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Of the upstream gradients those of the loss, lse and entropy, as far as the user has these; none where all are
+    absent."""
+    grad_loss, grad_lse = grads[0], grads[1] if ctx.followed & LSE else None
+    grad_entropy = pick(grads, ctx.computed, ENTROPY)
+    if grad_loss is None and grad_lse is None and grad_entropy is None:
+        return ()
+    if grad_lse is not None and ctx.computed & SPLIT_LSE:
+        grad_lse = grad_lse.select(-1, 0)
+    return grad_loss, grad_lse, grad_entropy
+
+
+def for_backward(upstream: Sequence[Any], saved: Sequence[Any], mode: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The upstream gradients and the saved outputs as the extension takes them."""
+    grad_loss, grad_lse, grad_entropy = upstream
+    lse, entropy, target_mass, divisor = saved
+    if grad_loss is None:
+        grad_loss = lse.new_zeros(()).expand(lse.shape[:-1] if mode == NONE else ())
+    if grad_lse is not None:
+        grad_lse = grad_lse.contiguous()
+    if grad_entropy is None:
+        return (grad_loss, grad_lse, None), (lse.detach(), None, target_mass, divisor)
+    return (grad_loss, grad_lse, grad_entropy.contiguous()), (lse.detach(), entropy.detach(), target_mass, divisor)
+
+
+def empty_outputs(like: Tensor, rows: Sequence[int], mode: int, outputs: int) -> list[Tensor]:
+    """The loss and the outputs that the bits name, without values."""
+    dtype = accumulator_dtype(like.dtype)
+    loss_shape = rows if mode == NONE else ()
+    shapes = dict.fromkeys(OUTPUTS, rows) | {DIVISOR: (), Z_LOSS: loss_shape}
+    tensors = [like.new_empty(loss_shape, dtype=dtype)]
+    for bit, shape in shapes.items():
+        if outputs & bit:
+            of_output = (*shape, 2) if bit == LSE and outputs & SPLIT_LSE else shape
+            tensors.append(like.new_empty(of_output, dtype=torch.int64 if bit == ARGMAX else dtype))
+    return tensors

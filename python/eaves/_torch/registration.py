@@ -1,0 +1,198 @@
+"""Operators as PyTorch knows them: derivatives, fake implementations, batching rules, and the overloads whose numbers
+are a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.fx
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from eaves._torch.checks import check_device, refuse_gradient
+from eaves._torch.transforms import is_exporting, is_transforming
+
+if TYPE_CHECKING:
+    from eaves._torch.operator import OpOverload
+below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowAutograd
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_fragment = torch.library.Library("eaves", "FRAGMENT")  # type: ignore[no-untyped-call]
+with_number_tensor: dict[OpOverload, OpOverload] = {}
+
+
+def _overload_with_number_tensor(overload: OpOverload) -> OpOverload | None:
+    """The operator with one more tensor in front, whose numbers stand for its argument `numbers`; made when it is first
+    asked for. None where there is no such argument, or where torch.compile never calls it: in place."""
+    schema = overload._schema
+    names = [each.name for each in schema.arguments]
+    if "numbers" not in names or schema.is_mutable:
+        return None
+    if overload not in with_number_tensor:
+        name = schema.name.removeprefix("eaves::")
+
+        def kernel(number_tensor: Tensor, *arguments: object) -> Any:
+            whole = [*arguments, *_defaults_behind(overload, arguments)]
+            whole[names.index("numbers")] = number_tensor.tolist()
+            return overload(*whole)
+
+        # It reads memory of the host, which a CUDA graph would not read again.
+        tags = [tag] if (tag := getattr(torch.Tag, "cudagraph_unsafe", None)) is not None else []
+        arguments = str(schema).partition("(")[2]
+        _fragment.define(f"{name}.numbers(Tensor number_tensor, {arguments}", tags=tags)  # type: ignore[no-untyped-call]
+        _fragment.impl(f"{name}.numbers", kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        with_number_tensor[overload] = getattr(torch.ops.eaves, name).numbers
+    return with_number_tensor[overload]
+
+
+def refuse_lost_derivatives(op: str, *overloads: OpOverload) -> None:
+    """The operators of the extension have no derivatives: those are around them, in an autograd.Function. A direct call
+    with a tensor of which a derivative is wanted would give none without a word."""
+    for overload in overloads:
+        _register_autograd(op, overload, None)
+
+
+def give_derivative(op: str, overload: OpOverload, function: Callable[..., Any], *differentiable: str) -> None:
+    """Registers the derivative that programs of torch.export and direct calls use: `function` computes the same as
+    `overload` by an autograd.Function. Calls of eaves' functions go around it, see `call`."""
+    _register_autograd(op, overload, function, differentiable)
+
+
+def _register_autograd(
+    op: str, overload: OpOverload, function: Callable[..., Any] | None, differentiable: Sequence[str] = ()
+) -> None:
+    def impl(overload: OpOverload, function: Callable[..., Any] | None) -> None:
+        name = overload._name.removeprefix("eaves::").removesuffix(".default")
+        kernel = _autograd_kernel(op, overload, function, differentiable)
+        _fragment.impl(name, kernel, "Autograd")  # type: ignore[no-untyped-call]
+
+    impl(overload, function)
+    if (numbered := _overload_with_number_tensor(overload)) is not None:
+        impl(numbered, function and (lambda number, *arguments: function(*arguments, number_tensor=number)))
+
+
+def _autograd_kernel(
+    op: str, overload: OpOverload, function: Callable[..., Any] | None, differentiable: Sequence[str]
+) -> Callable[..., Any]:
+    names = [each.name for each in overload._schema.arguments]
+
+    def kernel(*arguments: object) -> Any:
+        tensors = [(name, each) for name, each in zip(names, arguments) if isinstance(each, Tensor)]
+        # A program is exported from a model with parameters, and asked here again when it runs.
+        is_tracked = torch.is_grad_enabled() and not is_exporting() and any(each.requires_grad for _, each in tensors)
+        has_tangent = any(_has_tangent(each) for _, each in tensors)
+        if has_tangent or (is_tracked and (function is None or is_transforming())):
+            where = "in a program of torch.export or a direct call of torch.ops.eaves"
+            if function is not None:
+                where = "where one or forward mode is around a program of torch.export or a call of torch.ops.eaves"
+            raise NotImplementedError(
+                f"{op}: its derivative is lost where torch.compile traces torch.vmap or a transform of torch.func, and "
+                f"{where}; leave transforms outside of torch.compile, and call eaves.{op}"
+            )
+        if is_tracked and function is not None:
+            for name, each in tensors:
+                if name not in differentiable:
+                    refuse_gradient(op, name, each)
+            return function(*arguments, *_defaults_behind(overload, arguments))
+        with below_autograd():
+            return overload(*arguments)
+
+    return kernel
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    is_dual = getattr(forward_ad, "_current_level", 0) >= 0
+    return is_dual and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def define(schema: str, kernel: Callable[..., Any]) -> OpOverload:
+    """An operator that is computed in Python, from those of the extension and collectives, and that torch.compile takes
+    as it is."""
+    name = schema.partition("(")[0]
+    _fragment.define(schema)  # type: ignore[no-untyped-call]
+    _fragment.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    overload: OpOverload = getattr(torch.ops.eaves, name).default
+    torch.fx.node.has_side_effect(overload)  # other ranks wait for it, whether or not its result is used
+    return overload
+
+
+def register_fake(op: str) -> Callable[[_Function], _Function]:
+    """The decorator of an operator's fake implementation: shapes, strides and dtypes of the outputs, no data."""
+    overload = getattr(torch.ops.eaves, op).default
+
+    def decorate(fake: _Function) -> _Function:
+        def checked(*arguments: object) -> Any:
+            _check_devices(overload, arguments)
+            return fake(*arguments, *_defaults_behind(overload, arguments))
+
+        def with_number_tensor(number_tensor: Tensor, *arguments: object) -> Any:
+            # For CUDA graphs inductor moves it to the GPU, where the kernel reads it as well.
+            first = next(each for each in arguments if isinstance(each, Tensor))
+            if number_tensor.device.type not in ("cpu", first.device.type):
+                raise ValueError(f"{op}: number_tensor is on {number_tensor.device}, expected cpu or {first.device}")
+            return checked(*arguments)
+
+        torch.library.register_fake(f"eaves::{op}", checked)
+        if _overload_with_number_tensor(overload) is not None:
+            torch.library.register_fake(f"eaves::{op}.numbers", with_number_tensor)
+        return fake
+
+    return decorate
+
+
+def _check_devices(overload: OpOverload, arguments: Sequence[object]) -> None:
+    """With one tensor on the device "meta" the dispatcher takes the fake implementation, whatever the others are on."""
+    tensors = [
+        (each.name, value) for each, value in zip(overload._schema.arguments, arguments) if isinstance(value, Tensor)
+    ]
+    for name, tensor in tensors[1:]:
+        if name == "place":  # of _ranks.py: on the CPU, whatever the others are on
+            continue
+        check_device(overload._schema.name.removeprefix("eaves::"), name, tensor, *tensors[0])
+
+
+def register_vmap(op: str) -> Callable[[_Function], _Function]:
+    """The decorator of an operator's batching rule, see torch.library.register_vmap."""
+
+    overload = getattr(torch.ops.eaves, op).default
+
+    def decorate(rule: _Function) -> _Function:
+        def whole(info: Any, in_dims: tuple[int | None, ...], *arguments: object) -> Any:
+            defaults = _defaults_behind(overload, arguments)
+            return rule(info, in_dims + (None,) * len(defaults), *arguments, *defaults)
+
+        torch.library.register_vmap(f"eaves::{op}", whole)
+        return rule
+
+    return decorate
+
+
+def _defaults_behind(overload: OpOverload, arguments: Sequence[object]) -> list[Any]:
+    """Torch leaves out the arguments at the end of a call that have their default; here they are."""
+    return [argument.default_value for argument in overload._schema.arguments[len(arguments) :]]
+
+
+def batch_first(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """For a batching rule: each tensor with its batch as the first axis; one without a batch is repeated, not copied.
+
+    `in_dims` begins with the batch axes of `tensors`.
+    """
+    return tuple(
+        tensor.expand(info.batch_size, *tensor.shape) if axis is None else tensor.movedim(axis, 0)
+        for tensor, axis in zip(tensors, in_dims)
+    )
+
+
+def each_of_batch(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> list[list[Any]]:
+    """For a batching rule that has no better way: the arguments of each sample."""
+    return [
+        [
+            value.select(axis, index) if isinstance(value, Tensor) and axis is not None else value
+            for value, axis in zip(arguments, in_dims)
+        ]
+        for index in range(info.batch_size)
+    ]

@@ -1,0 +1,64 @@
+"""What the tracers and transforms of torch ask of a call: torch.compile, torch.export, torch.func, autograd."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.fx
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def uncompiled(op: str, function: Callable[..., Any], when: str = "") -> Callable[..., Any]:
+    """The function, and all that it calls, as torch.compile leaves it alone: a frame that cannot be compiled runs as it
+    is, but those that it calls are tried again, each for itself, where a side effect of a backward would be lost."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to load it would take seconds
+        return function
+    if torch.compiler.is_compiling():
+        # torch.compiler.disable breaks the graph too, but fullgraph=True would not say whose call it is.
+        torch._dynamo.graph_break(msg=f"{op}: {when}{OUTSIDE}")
+    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+OUTSIDE = "it runs outside of the graph that torch.compile makes; leave fullgraph=True out"
+
+
+# They are not public. Where a later PyTorch lacks one of the first two, calls take the longer way, and cost more.
+is_transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+_is_legacy_batched: Callable[[Tensor], bool] = getattr(
+    torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False
+)
+is_in_dispatch_mode: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+
+
+def is_batched(upstream: Tensor) -> bool:
+    """In a backward: may what it computes have a batch? Either of torch.func, or of is_grads_batched."""
+    return is_transforming() or _is_legacy_batched(upstream)
+
+
+def is_exporting() -> bool:
+    # torch.compiler.is_exporting() is True in all that PyTorch 2.11 compiles.
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+
+
+def needs_function(*tensors: Tensor) -> bool:
+    """True where a call has to go through its autograd.Function: where a derivative depends on it, and always under
+    torch.compile. Never in a program of torch.export, which would keep the forward of the Function alone: there the
+    operator has its derivative, see `give_derivative`."""
+    if torch.compiler.is_compiling():
+        return not is_exporting()
+    return needs_autograd(*tensors)
+
+
+def needs_autograd(*tensors: Tensor) -> bool:
+    """True where a call has to go through its autograd.Function, because a derivative depends on it."""
+    if is_transforming() or getattr(forward_ad, "_current_level", 0) >= 0:
+        return True  # under torch.func a tensor may depend on others without saying so
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # any() costs more
+            if tensor.requires_grad:
+                return True
+    return False

@@ -1,0 +1,55 @@
+"""The modules of the losses, made of their functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from eaves._torch.options import refuse_unknown
+
+
+class LossModule(torch.nn.Module):
+    """A loss as a module. Its options are keywords of the function, each kept in an attribute of that name."""
+
+    weight: Tensor | None
+    _defaults: ClassVar[Mapping[str, object]]
+
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._defaults}
+
+    def extra_repr(self) -> str:
+        """The options that are not the default's."""
+        return ", ".join(f"{n}={value!r}" for n, value in self._options().items() if value != self._defaults[n])
+
+
+_Module = TypeVar("_Module", bound=LossModule)
+
+
+def module_of(function: Callable[..., object], *given_with_each_call: str) -> Callable[[type[_Module]], type[_Module]]:
+    """The decorator of a LossModule: its __init__ takes `weight`, and the keywords of `function` but for some."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [each for each in parameters if each.kind in (each.KEYWORD_ONLY, each.VAR_KEYWORD)]
+    keywords = [each for each in named if each.name not in ("weight", *given_with_each_call)]
+
+    def decorate(module: type[_Module]) -> type[_Module]:
+        def __init__(self: _Module, weight: Tensor | None = None, **options: object) -> None:
+            unknown = [name for name in options if name not in module._defaults]
+            if unknown:
+                refuse_unknown(function.__name__, unknown, __init__)
+            super(module, self).__init__()
+            self.register_buffer("weight", weight)
+            for name, default in module._defaults.items():
+                setattr(self, name, options.get(name, default))
+
+        first = list(inspect.signature(__init__).parameters.values())[:2]
+        __init__.__qualname__, __init__.__module__ = f"{module.__qualname__}.__init__", module.__module__
+        __init__.__signature__ = inspect.Signature([*first, *keywords])  # type: ignore[attr-defined]
+        module.__init__ = __init__  # type: ignore[method-assign,assignment]
+        module._defaults = {each.name: each.default for each in keywords if each.kind is each.KEYWORD_ONLY}
+        return module
+
+    return decorate
