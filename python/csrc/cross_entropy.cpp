@@ -1,5 +1,5 @@
-// cross_entropy for torch: outputs from torch's allocator, then the call. Autograd and the public functions are in
-// python/eaves/_cross_entropy.py, fake implementations and batching rules in _cross_entropy_rules.py.
+// cross_entropy for torch: outputs from torch's allocator, then the call. The gradient is in
+// python/eaves/_autograd, fake implementations and batching rules are in _torch/cross_entropy_rules.py.
 #include "eaves/cross_entropy.h"
 
 #include <algorithm>

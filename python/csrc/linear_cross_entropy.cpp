@@ -1,5 +1,5 @@
-// linear_cross_entropy for torch: outputs from torch's allocator, then the call. Autograd and the public function are
-// in python/eaves/_linear_cross_entropy.py, fake implementations and batching rules in _linear_cross_entropy_rules.py.
+// linear_cross_entropy for torch: outputs from torch's allocator, then the call. The gradients are in
+// python/eaves/_autograd, fake implementations and batching rules in _torch/linear_cross_entropy_rules.py.
 //
 // Gradients are a set of bits as outputs are: of the input, the weight, the bias. Where outputs come with them they
 // follow those in the list.
@@ -26,11 +26,11 @@ namespace {
 
 constexpr const char* kOp = "linear_cross_entropy";
 
-// What _small_workspace() of python/eaves/_linear_cross_entropy.py says too.
+// _small_workspace() of python/eaves/_calls/linear_cross_entropy.py has the same numbers.
 static_assert(linear_cross_entropy_small_workspace(65536) == std::size_t{160} << 20 &&
               linear_cross_entropy_small_workspace(1 << 20) == (std::size_t{24} << 20) + (std::size_t{1} << 30));
 
-/// python/eaves/_linear_cross_entropy_rules.py has the same numbers.
+/// python/eaves/_torch/linear_cross_entropy_rules.py has the same numbers.
 namespace gradients {
 constexpr std::int64_t kInput = 1;
 constexpr std::int64_t kWeight = 2;
@@ -202,7 +202,7 @@ std::tuple<Tensor, Tensor> backward_accumulate(Tensor grad_weight, Upstream upst
   return {std::move(grad_x.tensor), std::move(grad_bias.tensor)};
 }
 
-// ---- shards: for python/eaves/_linear_cross_entropy_ranks.py, which exchanges what they compute --------------------
+// ---- shards: for python/eaves/_parallel/linear_cross_entropy.py, which exchanges their statistics -------------------
 
 #define EAVES_SHARD \
   "SymInt first_class, SymInt classes, SymInt most_classes, bool is_for_mean_logit, bool is_for_argmax_or_sum_sq"

@@ -1,5 +1,5 @@
-// logsumexp for torch: outputs from torch's allocator, then the call. Autograd, fake implementations and the public
-// function are in python/eaves/_logsumexp.py.
+// logsumexp for torch: outputs from torch's allocator, then the call. Derivatives, fake implementations and batching
+// rules are in python/eaves/_autograd/logsumexp.py.
 #include "eaves/logsumexp.h"
 
 #include <tuple>

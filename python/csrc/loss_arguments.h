@@ -1,7 +1,7 @@
 // What the losses' registrations share: their options, and outputs that a call may have or not.
 //
 // Which outputs a call has is a set of bits, because each costs the host an allocation: a forward gives a list with the
-// loss and then what was asked for, in the order of the bits. python/eaves/_loss.py has the same numbers.
+// loss and then what was asked for, in the order of the bits. python/eaves/_torch/outputs.py has the same numbers.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +32,7 @@ inline constexpr std::int64_t kSplitLse = 512;       ///< no output: lse is two 
 
 static_assert(static_cast<int>(Reduction::none) == 0 && static_cast<int>(Reduction::sum) == 1 &&
               static_cast<int>(Reduction::mean) == 2);
-// As python/eaves/_ranks.py and jax/_shards.py have them.
+// As python/eaves/_parallel/statistics.py and jax/_shards.py have them.
 static_assert(kCrossEntropyStatistics == 10 && static_cast<int>(CrossEntropyStatistic::largest) == 0 &&
               static_cast<int>(CrossEntropyStatistic::best_value) == 7 &&
               static_cast<int>(CrossEntropyStatistic::best) == 8);

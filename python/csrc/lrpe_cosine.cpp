@@ -1,5 +1,5 @@
-// lrpe_cosine for torch: outputs from torch's allocator, then the call. Autograd, the public function and the module
-// are in python/eaves/_lrpe_cosine.py, fake implementations and batching rules in _lrpe_cosine_rules.py.
+// lrpe_cosine for torch: outputs from torch's allocator, then the call. The derivatives are in
+// python/eaves/_autograd, fake implementations and batching rules in _torch/lrpe_cosine_rules.py.
 //
 // Torch's tensors are [B, N, H, D] or, with heads_first, [B, H, N, D]: the core reads either through its strides.
 #include "eaves/lrpe_cosine.h"
@@ -19,7 +19,7 @@ namespace {
 
 constexpr const char* kOp = "lrpe_cosine";
 
-/// python/eaves/_lrpe_cosine.py, jax/_lrpe_cosine.py and cli/run_operators.cpp have the same numbers.
+/// python/eaves/_autograd/lrpe_cosine.py, jax/_lrpe_cosine.py and cli/run_operators.cpp have the same numbers.
 static_assert(static_cast<int>(Activation::none) == 0 && static_cast<int>(Activation::relu) == 1 &&
               static_cast<int>(Activation::sigmoid) == 2 && static_cast<int>(Activation::silu) == 3 &&
               static_cast<int>(Activation::softmax) == 4);

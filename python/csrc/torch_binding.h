@@ -92,7 +92,7 @@ class OutOfMemory : public DeviceError {
 };
 
 /// Torch turns every exception into a RuntimeError with its message. The kind goes in front of the message;
-/// python/eaves/_operator.py has the same words, and makes the exception of that kind again.
+/// python/eaves/_torch/operator.py has the same words, and makes the exception of that kind again.
 inline constexpr const char* kInvalidArgumentMark = "eaves.InvalidArgument: ";
 inline constexpr const char* kUnsupportedMark = "eaves.Unsupported: ";
 inline constexpr const char* kOutOfMemoryMark = "eaves.OutOfMemory: ";

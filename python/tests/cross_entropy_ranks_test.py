@@ -1,8 +1,6 @@
 """eaves.cross_entropy of logits whose classes are cut over ranks: against the float64 oracle of the whole, with gloo on
 the CPU. How ranks agree is tested in linear_cross_entropy_ranks_test.py."""
 
-import inspect
-import sys
 from typing import Any
 
 import pytest
@@ -39,7 +37,7 @@ def on_a_rank(
     target: Tensor,
     weight: Tensor | None,
     class_dim: int,
-    returns: dict[str, bool],
+    asked: dict[str, tuple[str, ...]],
     options: dict[str, Any],
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The outputs, and the gradient of this rank from those of loss, lse and entropy."""
@@ -48,12 +46,11 @@ def on_a_rank(
     if target.is_floating_point():
         target = part_of(target, class_dim, own)
     out = eaves.cross_entropy(
-        leaf * 1, target, None if weight is None else weight[own], class_dim=class_dim, group=group, **returns,
+        leaf * 1, target, None if weight is None else weight[own], class_dim=class_dim, group=group, **asked,
         **options,
     )  # fmt: skip
-    found = {name: each for name, each in out._asdict().items() if each is not None} if returns else {"loss": out}
-    names = ("loss",) if options["inplace_backward"] else ("loss", "lse", "entropy")
-    differentiable = [found[name] for name in names if name in found]
+    found = out._asdict()
+    differentiable = [found[name] for name in (("loss",) if options["inplace_backward"] else ("loss", "lse", "entropy"))]
     torch.autograd.backward(differentiable, [upstream(each) for each in differentiable])
     assert leaf.grad is not None
     return {name: each.detach() for name, each in found.items()}, leaf.grad
@@ -72,10 +69,10 @@ def test_every_option_matches_the_oracle(options: dict[str, Any], ranks: Ranks) 
         row_weight = torch.linspace(0, 3, 30).view(6, 5) if has_row_weight else None
         named: dict[str, Any] = {"reduction": reduction, "row_weight": row_weight, **options}
         oracle = CrossEntropyOracle(logits, target, weight, class_dim=class_dim, **named)
-        returns = every_output(target, weight, **options)
+        asked = every_output(target, weight, **options)
         given = {**named, "inplace_backward": is_in_place}
         what = f"{count} ranks {given}"
-        results = ranks.run(on_a_rank, logits, target, weight, class_dim, returns, given, ranks=count)
+        results = ranks.run(on_a_rank, logits, target, weight, class_dim, asked, given, ranks=count)
         outputs, gradients = zip(*results, strict=True)
         for name, found in outputs[0].items():
             assert all(torch.equal(found, each[name]) for each in outputs[1:]), f"{name} {what}"
@@ -122,7 +119,11 @@ def padded(group: distributed.ProcessGroup, is_in_place: bool, is_soft: bool) ->
     expected = eaves.cross_entropy(whole, target[:, :70] if is_soft else target)
     expected.backward()
     own = own_classes(group)
-    ways: list[tuple[slice, dict[str, Any]]] = [(own, {"group": group}), (slice(None), {})]
+    ways: list[tuple[slice, dict[str, Any]]] = [
+        (own, {"group": group}),
+        (own, {"group": eaves.Shard(group, own.start)}),
+        (slice(None), {}),
+    ]
     for classes, named in ways:
         leaf = logits[:, classes].clone().requires_grad_()
         given = target[:, classes] if is_soft else target
@@ -259,6 +260,17 @@ def test_a_wrong_target_of_one_rank_is_an_error_on_all(is_cut: bool, cpu_ranks: 
         assert not is_cut or rank == 1 or "rank 1 of the group" in message
 
 
+def as_of_a_head(group: distributed.ProcessGroup) -> None:
+    logits = random_tensor((6, CLASSES), torch.float64, here())
+    for named in ({"sequence_parallel": True}, {"reduce_input_grad": False}, {"reduce_dtype": torch.float64}):
+        with pytest.raises(ValueError, match="sequence_parallel, reduce_input_grad and reduce_dtype of a Shard are for a"):
+            eaves.cross_entropy(logits[:, own_classes(group)], targets_of(logits), group=eaves.Shard(group, **named))
+
+
+def test_what_a_shard_says_of_a_head_is_refused(cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(as_of_a_head, ranks=2)
+
+
 def compiled(group: distributed.ProcessGroup, is_soft: bool) -> None:
     logits = random_tensor((6, CLASSES), torch.float64, here())
     own = own_classes(group)
@@ -284,25 +296,12 @@ def test_it_compiles_without_a_graph_break(is_soft: bool, ranks: Ranks) -> None:
 
 def test_what_needs_a_group_says_so() -> None:
     logits = random_tensor((6, CLASSES), torch.float32, here())
-    with pytest.raises(ValueError, match="there is no group"):
+    with pytest.raises(TypeError, match=r"'first_class'; pass group=eaves\.Shard\(group, first_class=\.\.\.\)$"):
         eaves.cross_entropy(logits, targets_of(logits), first_class=0)
+    with pytest.raises(ValueError, match="group is a Shard without a group, and no tensor is a DTensor"):
+        eaves.cross_entropy(logits, targets_of(logits), group=eaves.Shard(first_class=0))
     with pytest.raises(ValueError, match=f"classes is {CLASSES + 1}, expected"):
         eaves.cross_entropy(logits, targets_of(logits), classes=CLASSES + 1)
-    with pytest.raises(TypeError, match="group is a int"):
-        eaves.cross_entropy(logits, targets_of(logits), group=3)
-
-
-@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
-def test_every_keyword_goes_with_a_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # They are written out once more where a call turns to its group: one that is forgotten there has its default.
-    passed: list[Any] = []
-
-    def turn(*arguments: Any, **options: Any) -> None:
-        passed.extend([*arguments, *options.values()])
-
-    monkeypatch.setattr(sys.modules[f"eaves._{name}"], "_of_shard", turn)
-    function = getattr(eaves, name)
-    parameters = inspect.signature(function).parameters.values()
-    given = {each.name: object() for each in parameters if each.kind is not each.VAR_KEYWORD}
-    function(**given)
-    assert {name for name, value in given.items() if not any(value is each for each in passed)} == set()
+    for group in (3, eaves.Shard(3)):
+        with pytest.raises(TypeError, match=r"group is a int, expected a torch\.distributed\.ProcessGroup"):
+            eaves.cross_entropy(logits, targets_of(logits), group=group)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import eaves
 from comparison import PROMOTED
-from cross_entropy_test import each
+from cross_entropy_test import EVERYTHING, each
 from eaves._torch import operator as _operator
 from eaves._torch.outputs import REDUCTIONS
 from refusals import Call, assert_each_refused, assert_refused_by
@@ -57,8 +57,9 @@ CALLS: list[Call] = [
       for name, values, expected in (
           ("label_smoothing", (-0.1, 1.1), "0 to 1"),
           ("z_loss", (-1e-9, 1e39, 10**400), "0 or a positive number that float32 has$"),
-          ("scale", (0.0, -1.0, 1e-45), "a positive number that float32 has$"),
-          ("softcap", (0.0, -1.0, 1e-45), "a positive number that float32 has$"),
+          ("scale", (0.0, -1.0, 1e-45),
+           "a positive number that float32 has; multiply logits or hidden states by a learned one$"),
+          ("softcap", (0.0, -1.0, 1e-45), "a positive number that float32 has; None for no soft cap$"),
           ("normalizer", (-1.0, 1e300, 10**400), "a number that is not negative and that float32 has"),
       ) for value in (*values, math.nan, math.inf, -math.inf)),
     *(({name: value}, TypeError, rf"{name} is .*, expected")
@@ -68,7 +69,7 @@ CALLS: list[Call] = [
     *(({"normalizer": 3.0, "reduction": mode}, ValueError, "only the mean divides") for mode in ("none", "sum")),
     ({"row_weight": torch.ones(2)}, ValueError, r"row_weight has shape \[2\], expected \[4\] \(one per row of input"),
     ({"row_weight": torch.ones(4, device="meta")}, ValueError, "row_weight is on meta, expected (cpu|cuda:0)"),
-    *(({"return_mean_logit": True, **named}, ValueError, "return_mean_logit does not go with probabilities")
+    *(({"outputs": ("lse", "mean_logit"), **named}, ValueError, r'the output "mean_logit" does not go with probabilit')
       for named in ({"target": SHARES}, {"weight": torch.ones(5), "label_smoothing": 0.1})),
     *(({name: torch.ones(size).to_sparse()}, NotImplementedError, "torch.sparse_coo .*, expected dense ones")
       for name, size in (("row_weight", 4), ("weight", 5))),
@@ -80,13 +81,17 @@ CALLS: list[Call] = [
       for mode in ("average", "", "MEAN")),
     *(({"reduction": mode}, TypeError, r'reduction is .*, expected "none", "sum" or "mean"')
       for mode in (None, 1, ["mean"])),
-    *(({name: value}, TypeError, rf"{name} is .*, expected a bool")
-      for name in ("inplace_backward", "return_lse", "return_argmax", "return_entropy", "return_z_loss",
-                   "return_sum_sq", "return_mean_logit")
-      for value in (None, 1, "yes")),
+    ({"reduction": "batchmean"}, ValueError, r'"mean"; divide by a batch with normalizer=its size$'),
+    *(({"inplace_backward": value}, TypeError, "inplace_backward is .*, expected a bool") for value in (None, 1, "yes")),
+    *(({"outputs": names}, ValueError, rf"outputs has {wrong}, expected names among {', '.join(EVERYTHING)}$")
+      for names, wrong in (("is_top1", "'is_top1'"), ("", "''"), (["lse", "loss"], "'loss'"), (("lse", 1), "1"))),
+    ({"outputs": ("lse", "entropy", "lse")}, ValueError, r"outputs is \('lse', .*\), expected each name once"),
+    *(({"outputs": value}, TypeError, rf"outputs is .*, expected names among {', '.join(EVERYTHING)}$")
+      for value in (None, True, 1, {"lse"})),
     *(({name: 1.0}, TypeError, rf"got an unexpected keyword argument '{name}'{answer}$") for name, answer in (
         ("temperature", r"; pass scale=1 / temperature, and .* softcap=c / temperature"),
-        ("logit_softcap", "; pass softcap"), ("lse_square_scale", "; pass z_loss"), ("bias", ""), ("colour", ""))),
+        ("logit_softcap", "; pass softcap"), ("lse_square_scale", "; pass z_loss"), ("bias", ""), ("colour", ""),
+        ("return_lse", '; pass outputs="lse"'), ("return_predicted_tokens", '; pass outputs="argmax"'))),
     # weights
     *(({"weight": torch.ones(shape)}, ValueError, r"weight has shape .*, expected \[5\] \(one per class of input\)")
       for shape in ((4,), (5, 1), ())),

@@ -6,9 +6,11 @@ combination of options beside torch in cross_entropy_parity_test.py, and what ev
 library_test.py.
 """
 
+import copy
 import inspect
 import itertools
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -69,15 +71,15 @@ def probabilities_of(logits: Tensor, class_dim: int = -1, dtype: torch.dtype | N
     return soft.to(dtype or logits.dtype)
 
 
-EVERYTHING = {f"return_{name}": True for name in eaves.CrossEntropyOutput._fields[1:]}
+EVERYTHING = ("lse", "argmax", "entropy", "z_loss", "sum_sq", "mean_logit")
 
 
 def every_output(
     target: Tensor, weight: Tensor | None, *, label_smoothing: float = 0.0, **_: object
-) -> dict[str, bool]:
-    """All return_* arguments that a call may have."""
+) -> dict[str, tuple[str, ...]]:
+    """The argument `outputs` with all names that a call may have."""
     has_mean_logit = not target.is_floating_point() and (weight is None or label_smoothing == 0)
-    return EVERYTHING if has_mean_logit else {**EVERYTHING, "return_mean_logit": False}
+    return {"outputs": EVERYTHING if has_mean_logit else EVERYTHING[:-1]}
 
 
 def check(input: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any) -> None:
@@ -89,19 +91,18 @@ def check(input: Tensor, target: Tensor, weight: Tensor | None = None, **options
     for wants_grad in (False, True):
         leaf = input.detach().requires_grad_(wants_grad)
         loss = eaves.cross_entropy(leaf, target, weight, **options)
-        returns = every_output(target, weight, **options)
-        out = eaves.cross_entropy(leaf, target, weight, **options, **returns)
+        asked = every_output(target, weight, **options)
+        out = eaves.cross_entropy(leaf, target, weight, **options, **asked)
+        assert out._fields == ("loss", *asked["outputs"])
         assert loss.dtype == result_dtype and loss.requires_grad == wants_grad and loss.is_contiguous(), what
-        for name, bound in oracle.bounds().items():
-            result = getattr(out, name)
-            if not returns.get(f"return_{name}", True):
-                assert result is None
-                continue
+        results, bounds = out._asdict(), oracle.bounds()
+        argmax = results.pop("argmax")
+        for name, result in results.items():
             assert result.dtype == result_dtype and result.is_contiguous(), what
-            assert_within(result, bound, f"{name} {what} wants_grad={wants_grad}")
+            assert_within(result, bounds[name], f"{name} {what} wants_grad={wants_grad}")
         assert_within(loss, oracle.loss, what)
-        assert torch.equal(out.argmax.cpu(), oracle.argmax), what
-        assert out.argmax.dtype == torch.int64
+        assert torch.equal(argmax.cpu(), oracle.argmax), what
+        assert argmax.dtype == torch.int64
 
 
 # --------------------------------------------------------------------------------------------------------------- values
@@ -286,7 +287,7 @@ def test_the_module_is_the_function_with_its_options_kept(device: torch.device) 
     assert list(module.state_dict()) == list(torch.nn.CrossEntropyLoss(weight).state_dict()) == ["weight"]
     assert module.double().weight.dtype == torch.float64
     out = eaves.CrossEntropyLoss(outputs="lse")(logits, target, normalizer=2)
-    assert isinstance(out, eaves.CrossEntropyOutput) and out.entropy is None
+    assert out._fields == ("loss", "lse")
     assert torch.equal(out.loss, eaves.cross_entropy(logits, target, normalizer=2.0))
 
 
@@ -315,23 +316,34 @@ def test_a_module_keeps_passes_and_prints_every_option(kind: Any, monkeypatch: p
 # -------------------------------------------------------------------------------------------------------------- outputs
 
 
-def test_only_what_was_asked_for_is_there(device: torch.device) -> None:
+def test_what_was_asked_for_is_there_in_the_order_of_the_names(device: torch.device) -> None:
     logits = random_tensor((9, 33), torch.float32, device)
     target = targets_of(logits)
-    assert isinstance(eaves.cross_entropy(logits, target), Tensor)
-    for wanted in EVERYTHING:
+    whole = eaves.cross_entropy(logits, target, outputs=EVERYTHING)
+    for names in (*EVERYTHING, EVERYTHING[::-1], ["entropy", "lse"]):
         for wants_grad in (False, True):
-            out = eaves.cross_entropy(logits.detach().requires_grad_(wants_grad), target, **{wanted: True})
-            assert out._fields == ("loss", "lse", "argmax", "entropy", "z_loss", "sum_sq", "mean_logit")
-            there = [name for name in out._fields if getattr(out, name) is not None]
-            assert there == ["loss", wanted.removeprefix("return_")]
+            out: Any = eaves.cross_entropy(logits.detach().requires_grad_(wants_grad), target, outputs=names)
+            assert out._fields == ("loss", *([names] if isinstance(names, str) else names))
+            for name, found in out._asdict().items():
+                torch.testing.assert_close(found, getattr(whole, name))
+    loss, lse = eaves.cross_entropy(logits, target, outputs="lse")
+    assert torch.equal(loss, whole.loss) and torch.equal(lse, whole.lse)
+    for nothing in ((), []):
+        assert type(eaves.cross_entropy(logits, target, outputs=nothing)) is Tensor
+
+
+def test_outputs_can_be_pickled(device: torch.device) -> None:
+    logits = random_tensor((9, 33), torch.float32, device)
+    out = eaves.cross_entropy(logits, targets_of(logits), outputs=("lse", "argmax"))
+    for again in (pickle.loads(pickle.dumps(out)), copy.deepcopy(out)):
+        assert type(again) is type(out) and all(map(torch.equal, again, out))
 
 
 def test_ignored_rows_have_no_loss_and_their_other_outputs(device: torch.device) -> None:
     logits = random_tensor((9, 33), torch.float32, device)
     target = targets_of(logits)
     assert (target == -100).any()
-    out = eaves.cross_entropy(logits, target, reduction="none", z_loss=0.1, **EVERYTHING)
+    out = eaves.cross_entropy(logits, target, reduction="none", z_loss=0.1, outputs=EVERYTHING)
     ignored = target == -100
     assert not out.loss[ignored].any() and not out.z_loss[ignored].any()
     assert torch.equal(out.argmax, logits.argmax(-1))
@@ -517,11 +529,24 @@ def test_every_output_and_option_compiles_without_a_graph_break(any_device: torc
         for function in (module, compiled):
             leaf = logits.clone().requires_grad_()
             out = function(leaf, target)
-            assert isinstance(out, eaves.CrossEntropyOutput)
+            assert out._fields == ("loss", *returns["outputs"])
             (out.loss.sum() + out.lse.square().sum() + out.entropy.sum()).backward()
-            results.append([*(each for each in out if each is not None), leaf.grad])
+            results.append([*out, leaf.grad])
         for expected, actual in zip(*results, strict=True):
             assert torch.equal(actual, expected)
+
+
+def test_outputs_compile_in_the_order_of_their_names(any_device: torch.device, fresh_compiler: None) -> None:
+    logits = random_tensor((6, 33), torch.float32, any_device)
+    target = targets_of(logits)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        loss, entropy, lse = eaves.cross_entropy(x, target, outputs=["entropy", "lse"])
+        return loss + entropy.sum(), lse
+
+    whole = eaves.cross_entropy(logits, target, outputs=EVERYTHING)
+    assert all(map(torch.equal, function(logits), (whole.loss + whole.entropy.sum(), whole.lse)))
 
 
 def test_a_normalizer_compiles_as_a_number_and_as_a_tensor(any_device: torch.device, fresh_compiler: None) -> None:

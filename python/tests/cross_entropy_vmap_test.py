@@ -94,8 +94,7 @@ def test_every_option_under_vmap_is_the_loop(shape: tuple[int, ...], class_dim: 
             x: Tensor, t: Tensor, w: Tensor | None = weight, named: Any = named, has_row_weight: bool = has_row_weight
         ) -> tuple[Tensor, ...]:
             row_weight = x.detach().select(named["class_dim"], 0).abs() if has_row_weight else None
-            out = eaves.cross_entropy(x, t, w, row_weight=row_weight, **named, **every_output(t, w, **named))
-            return tuple(each for each in out if each is not None)
+            return eaves.cross_entropy(x, t, w, row_weight=row_weight, **named, **every_output(t, w, **named))
 
         def weighted(x: Tensor, t: Tensor, outputs: Any = outputs) -> Tensor:
             loss, lse, _, entropy, *_ = outputs(x, t)

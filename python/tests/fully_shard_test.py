@@ -332,8 +332,9 @@ def wrong(group: distributed.ProcessGroup) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match=r"target has shape \[5\], expected \[6\]"):
             eaves.linear_cross_entropy(hidden, model.head.weight, target[1:])
-        with pytest.raises(ValueError, match="there is no group"):
-            eaves.linear_cross_entropy(hidden, model.head.weight, target, reduce_input_grad=False)
+        with pytest.raises(ValueError, match="group is a Shard without a group"):
+            shard = eaves.Shard(reduce_input_grad=False)
+            eaves.linear_cross_entropy(hidden, model.head.weight, target, group=shard)
         with pytest.raises(ValueError, match=r"tokens has shape \[5\]"):
             eaves.linear_log_prob(hidden, model.head.weight, target[1:])
     with pytest.raises(NotImplementedError, match=r"fully_shard .* does not go with torch\.vmap"):
@@ -366,7 +367,8 @@ def with_the_pieces(group: distributed.ProcessGroup) -> None:
     x, target = (torch.cat(each) for each in zip(*batches))
     functional.cross_entropy(one(x, target, lambda head, hidden, _: head(hidden)), target).backward()
     own, _ = batches[group.rank()]
-    eaves.linear_cross_entropy(model(own, target), model.head.weight, target, sequence_parallel=True).backward()
+    shard = eaves.Shard(sequence_parallel=True)
+    eaves.linear_cross_entropy(model(own, target), model.head.weight, target, group=shard).backward()
     torch.testing.assert_close(whole(model.head.weight.grad), one.head.weight.grad, rtol=2e-6, atol=2e-6)
 
 

@@ -34,8 +34,8 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 import eaves.hf  # noqa: E402
 from cuda_test import LONG_CYCLES  # noqa: E402
-from eaves._autograd.linear_cross_entropy import OF_INPUT, OF_WEIGHT
-from eaves._deferred_logits import DeferredLogits  # noqa: E402
+from eaves._autograd.linear_cross_entropy import OF_INPUT, OF_WEIGHT  # noqa: E402
+from eaves.hf.deferred_logits import DeferredLogits  # noqa: E402
 from hf_models import (  # noqa: E402
     ARCHITECTURES,
     FEATURES,
@@ -450,7 +450,7 @@ def test_a_call_within_a_call_has_metrics_of_its_own() -> None:
 
 def test_compiled_with_metrics_it_is_one_graph(fresh_compiler: None) -> None:
     expected = eaves.hf.patch(tiny_model(), metrics=METRICS)(**batch())
-    eaves.hf._make_class_with_metrics.cache_clear()  # as in a process that compiles before it has called the model
+    eaves.hf.outputs._make_class_with_metrics.cache_clear()  # as in a process that compiles before it has called the model
     model = eaves.hf.patch(tiny_model(), metrics=METRICS)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for _ in range(2):
@@ -692,7 +692,7 @@ def deferred(written: Callable[[Any], Any]) -> tuple[Tensor, Tensor, bool]:
     logits = written(DeferredLogits(head, hidden))
     is_deferred = isinstance(logits, DeferredLogits) and logits.is_deferred
     options: dict[str, Any] = {"skip_ignored": True}
-    loss = eaves.hf._causal_lm_loss
+    loss = eaves.hf.loss.causal_lm_loss
     return (
         loss(options, logits, labels, VOCABULARY),
         loss(options, written(head(hidden)), labels, VOCABULARY),
@@ -812,7 +812,7 @@ def test_the_number_of_items_goes_to_the_device_of_the_logits(monkeypatch: pytes
     monkeypatch.setattr(eaves, "linear_cross_entropy", note)
     logits = DeferredLogits(torch.nn.Linear(2, 3, device="meta"), torch.zeros(1, 4, 2, device="meta"))
     labels = torch.zeros(1, 4, dtype=torch.int64)
-    eaves.hf._causal_lm_loss({}, logits, labels, 3, num_items_in_batch=torch.tensor(3))
+    eaves.hf.loss.causal_lm_loss({}, logits, labels, 3, num_items_in_batch=torch.tensor(3))
     assert given["normalizer"].device == given["target"].device == torch.device("meta")
 
 

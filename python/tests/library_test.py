@@ -46,6 +46,23 @@ def test_every_public_function_is_tested_here() -> None:
     assert functions == {name for op in OPERATORS for name in (op.name, *op.parts)}
 
 
+@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy", "linear_kl_div", "linear_log_prob",
+                                  "log_prob", "lrpe_cosine"])  # fmt: skip
+def test_every_argument_arrives_under_its_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The function puts them into the record of the call by their places.
+    function = getattr(eaves, name)
+    calls: list[Any] = []
+    (run,) = set(function.__code__.co_names) & {
+        "divergence_of", "encoding_of", "log_probs_of", "loss_of_head", "loss_of_logits"
+    }  # fmt: skip
+    monkeypatch.setattr(sys.modules[function.__module__], run, calls.append)
+    parameters = inspect.signature(function).parameters.values()
+    given = {each.name: object() for each in parameters if each.kind is not each.VAR_KEYWORD}
+    function(**given)
+    found = calls[0]._asdict()
+    assert {name: found["x" if name in ("hidden", "logits") else name] for name in given} == given
+
+
 def lying(op: Operator, layout: Callable[[Tensor], Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """The same numbers in another layout, of the tensors that are differentiable."""
     return [layout(tensor) if index in op.differentiable else tensor for index, tensor in enumerate(inputs)]

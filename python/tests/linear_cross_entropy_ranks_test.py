@@ -38,6 +38,13 @@ def pieces(ranks: int, is_even: bool = True) -> list[slice]:
     return [slice(sum(sizes[:rank]), sum(sizes[: rank + 1])) for rank in range(ranks)]
 
 
+def over(group: distributed.ProcessGroup, options: dict[str, Any]) -> dict[str, Any]:
+    """The options with the group, in a Shard where some are a Shard's."""
+    of_shard = {name: options[name] for name in eaves.Shard._fields if name in options}
+    others = {name: value for name, value in options.items() if name not in of_shard}
+    return {"group": eaves.Shard(group, **of_shard) if of_shard else group, **others}
+
+
 def on_a_rank(
     group: distributed.ProcessGroup,
     is_even: bool,
@@ -46,7 +53,7 @@ def on_a_rank(
     target: Tensor,
     bias: Tensor | None,
     weight: Tensor | None,
-    returns: dict[str, bool],
+    outputs: tuple[str, ...],
     options: dict[str, Any],
 ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
     """The outputs, and the gradients of this rank from those of loss, lse and entropy."""
@@ -60,9 +67,9 @@ def on_a_rank(
     leaves = [None if each is None else each.detach().clone().requires_grad_() for each in given]
     out = eaves.linear_cross_entropy(
         leaves[0], leaves[1], target, linear_bias=leaves[2], weight=None if weight is None else weight[own],
-        group=group, **returns, **options,
+        outputs=outputs, **over(group, options),
     )  # fmt: skip
-    found = {name: each for name, each in out._asdict().items() if each is not None} if returns else {"loss": out}
+    found = out._asdict() if outputs else {"loss": out}
     differentiable = [each for name, each in found.items() if name in ("loss", "lse", "entropy")]
     torch.autograd.backward(differentiable, [upstream(each) for each in differentiable])
     return {name: each.detach() for name, each in found.items()}, [None if e is None else e.grad for e in leaves]
@@ -77,21 +84,22 @@ def check(
     target: Tensor,
     bias: Tensor | None,
     weight: Tensor | None,
-    returns: dict[str, bool],
+    outputs: tuple[str, ...],
     **options: Any,
 ) -> None:
     of_oracle = {name: value for name, value in options.items() if name in ("reduction", *_OF_ORACLE)}
     oracle = LinearOracle(x, head, target, bias, weight, **of_oracle)
     what = f"{count} ranks {x.dtype} {options}"
-    results = ranks.run(on_a_rank, is_even, x, head, target, bias, weight, returns, options, ranks=count)
-    outputs, gradients = zip(*results, strict=True)
-    for name, found in outputs[0].items():
-        assert all(torch.equal(found, each[name]) for each in outputs[1:]), f"{name} {what}"
+    results = ranks.run(on_a_rank, is_even, x, head, target, bias, weight, outputs, options, ranks=count)
+    values, gradients = zip(*results, strict=True)
+    assert tuple(values[0]) == ("loss", *outputs)
+    for name, found in values[0].items():
+        assert all(torch.equal(found, each[name]) for each in values[1:]), f"{name} {what}"
         if name == "argmax":
             assert torch.equal(found, torch.where(oracle.rows.counts, oracle.rows.argmax, 0)), what
         else:
             assert_within(found, oracle.bounds(found.dtype)[name], f"{name} {what}")
-    upstreams = [upstream(outputs[0][name]) if name in outputs[0] else None for name in ("loss", "lse", "entropy")]
+    upstreams = [upstream(values[0][name]) if name in values[0] else None for name in ("loss", "lse", "entropy")]
     of_input, of_head, of_bias = ([each[place] for each in gradients] for place in range(3))
     if not options.get("sequence_parallel"):
         assert all(torch.equal(each, of_input[0]) for each in of_input), what
@@ -117,8 +125,8 @@ def test_every_option_matches_the_oracle(options: dict[str, Any], ranks: Ranks) 
         x, head, target, bias = problem((24, 16), CLASSES, dtype, here())
         weight = torch.linspace(0, 2, CLASSES).to(dtype) if is_weighted else None
         named = {"reduction": reduction, "algorithm": algorithm, "workspace_bytes": limit, **options}
-        returns = every_output(target, **{"label_smoothing": 0.0, **named, "weight": weight}) if is_all else {}
-        check(ranks, count, False, x, head, target, bias, weight, returns, **named, **in_one_rounding(dtype))
+        outputs = every_output(target, weight, **named)["outputs"] if is_all else ()
+        check(ranks, count, False, x, head, target, bias, weight, outputs, **named, **in_one_rounding(dtype))
 
 
 def test_targets_may_be_probabilities(ranks: Ranks) -> None:
@@ -134,8 +142,8 @@ def test_targets_may_be_probabilities(ranks: Ranks) -> None:
             "label_smoothing": label_smoothing, "sequence_parallel": is_parallel,
             "row_weight": torch.linspace(0, 3, 24).view(8, 3), **in_one_rounding(dtype),
         }  # fmt: skip
-        returns = {} if is_weighted else {"return_lse": True, "return_entropy": True}
-        check(ranks, count, False, x, head, target, bias, weight, returns, **named)
+        outputs = () if is_weighted else ("lse", "entropy")
+        check(ranks, count, False, x, head, target, bias, weight, outputs, **named)
 
 
 def test_rows_have_weights_and_a_normalizer(ranks: Ranks) -> None:
@@ -144,9 +152,9 @@ def test_rows_have_weights_and_a_normalizer(ranks: Ranks) -> None:
         x, head, target, bias = problem((24, 16), CLASSES, dtype, here())
         weight = torch.linspace(0, 2, CLASSES).to(dtype) if is_weighted else None
         named = {"row_weight": row_weight, "reduction": reduction, "algorithm": algorithm, **in_one_rounding(dtype)}
-        check(ranks, 3, True, x, head, target, bias, weight, {}, **named)
+        check(ranks, 3, True, x, head, target, bias, weight, (), **named)
         if reduction == "mean":
-            check(ranks, 2, True, x, head, target, bias, weight, {}, normalizer=7.0, **named)
+            check(ranks, 2, True, x, head, target, bias, weight, (), normalizer=7.0, **named)
 
 
 def test_rows_are_cut_over_the_same_ranks(ranks: Ranks) -> None:
@@ -154,11 +162,10 @@ def test_rows_are_cut_over_the_same_ranks(ranks: Ranks) -> None:
     for count, dtype, algorithm, reduction, limit in combinations:
         x, head, target, bias = problem((8, 3, 16), CLASSES, dtype, here())
         named = {"sequence_parallel": True, "reduction": reduction, "algorithm": algorithm, "workspace_bytes": limit}
-        check(ranks, count, False, x, head, target, bias, None, {}, **named, **in_one_rounding(dtype))
+        check(ranks, count, False, x, head, target, bias, None, (), **named, **in_one_rounding(dtype))
 
 
 def test_rows_of_weight_zero_count_for_nothing_whatever_they_hold(ranks: Ranks) -> None:
-    returns = {"return_lse": True, "return_entropy": True}
     for is_soft, sequence_parallel, algorithm in pairwise((False, True), (False, True), ALGORITHMS):
         x, head, target, bias = problem((8, 16), CLASSES, torch.float32, here())
         target = soft_targets(x.shape, CLASSES, here(), x.dtype) if is_soft else target
@@ -166,8 +173,8 @@ def test_rows_of_weight_zero_count_for_nothing_whatever_they_hold(ranks: Ranks) 
         named = {"row_weight": row_weight, "algorithm": algorithm, "skip_ignored": True}
         x[row_weight == 0] = torch.nan
         results = ranks.run(
-            on_a_rank, True, x, head, target, bias, None, returns, {"sequence_parallel": sequence_parallel, **named},
-            ranks=2,
+            on_a_rank, True, x, head, target, bias, None, ("lse", "entropy"),
+            {"sequence_parallel": sequence_parallel, **named}, ranks=2,
         )  # fmt: skip
         outputs = results[0][0]
         x[row_weight == 0] = 0
@@ -186,7 +193,7 @@ def test_ignored_rows_count_for_nothing_whatever_they_hold(ranks: Ranks) -> None
         x, head, target, bias = problem((8, 16), CLASSES, torch.float32, here())
         x[target == -100] = torch.inf
         results = ranks.run(
-            on_a_rank, True, x, head, target, bias, None, {},
+            on_a_rank, True, x, head, target, bias, None, (),
             {"sequence_parallel": sequence_parallel, "algorithm": algorithm, "skip_ignored": True}, ranks=2,
         )  # fmt: skip
         x[target == -100] = 0
@@ -196,9 +203,9 @@ def test_ignored_rows_count_for_nothing_whatever_they_hold(ranks: Ranks) -> None
         of_head = torch.cat([gradients[1] for _, gradients in results])
         assert_gradients((whole, of_head, None), oracle.gradients(upstream(results[0][0]["loss"])), torch.float32)
     target.fill_(-100)
-    for outputs, gradients in ranks.run(on_a_rank, True, x, head, target, bias, None, {}, {}):
+    for outputs, gradients in ranks.run(on_a_rank, True, x, head, target, bias, None, (), {}):
         assert outputs["loss"] == 0 and all(torch.count_nonzero(each) == 0 for each in gradients)
-    no_rows = ranks.run(on_a_rank, True, x[:0], head, target[:0], bias, None, {}, {"reduction": "none"})
+    no_rows = ranks.run(on_a_rank, True, x[:0], head, target[:0], bias, None, (), {"reduction": "none"})
     assert all(outputs["loss"].shape == (0,) for outputs, _ in no_rows)
 
 
@@ -273,7 +280,7 @@ def input_gradients(group: distributed.ProcessGroup, options: dict[str, Any]) ->
     x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
     x.requires_grad_()
     own = head[pieces(group.size())[group.rank()]]  # without a gradient: a frozen head
-    eaves.linear_cross_entropy(x, own, target, group=group, **options).sum().backward()
+    eaves.linear_cross_entropy(x, own, target, **over(group, options)).sum().backward()
     assert x.grad is not None
     return x.grad
 
@@ -314,7 +321,7 @@ def again(group: distributed.ProcessGroup, algorithm: str) -> None:
     x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
     mine = pieces(group.size())[group.rank()]
     leaves = [x.requires_grad_(), head[mine].requires_grad_()]
-    loss = eaves.linear_cross_entropy(*leaves, target, group=group, first_class=mine.start, algorithm=algorithm)
+    loss = eaves.linear_cross_entropy(*leaves, target, group=eaves.Shard(group, mine.start), algorithm=algorithm)
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     second = torch.autograd.grad(2 * loss, leaves, retain_graph=True)
     for one, two in zip(first, second):
@@ -339,11 +346,11 @@ def cancelling(
     target = torch.randint(0, 512, (8,), generator=generator).to(here())
     whole = x.detach().double().requires_grad_()
     eaves.linear_cross_entropy(whole, head.double(), target, reduction="sum").mul(10000).backward()
-    own = head.chunk(group.size())[group.rank()]
+    own, shard = head.chunk(group.size())[group.rank()], eaves.Shard(group, reduce_dtype=reduce_dtype)
     if is_of_tokens:  # one of K
-        loss = -eaves.linear_log_prob(x, own, target.unsqueeze(1), group=group, reduce_dtype=reduce_dtype).sum()
+        loss = -eaves.linear_log_prob(x, own, target.unsqueeze(1), group=shard).sum()
     else:
-        loss = eaves.linear_cross_entropy(x, own, target, reduction="sum", group=group, reduce_dtype=reduce_dtype)
+        loss = eaves.linear_cross_entropy(x, own, target, reduction="sum", group=shard)
     (loss * 10000).backward()
     alone = x.detach().requires_grad_()
     (eaves.linear_cross_entropy(alone, head, target, reduction="sum") * 10000).backward()
@@ -369,8 +376,8 @@ def compiled(group: distributed.ProcessGroup, algorithm: str, reduction: str, se
         x = x[12 * group.rank() : 12 * group.rank() + 12]
 
     def loss_of(x: Tensor, head: Tensor) -> Tensor:
-        options = {"group": group, "algorithm": algorithm, "reduction": reduction}
-        options["sequence_parallel"] = sequence_parallel
+        shard = eaves.Shard(group, sequence_parallel=sequence_parallel)
+        options: dict[str, Any] = {"group": shard, "algorithm": algorithm, "reduction": reduction}
         return eaves.linear_cross_entropy(x * 2, head, target, **options).sum()
 
     torch.compiler.reset()  # each combination of options compiles again
@@ -495,8 +502,7 @@ def log_probs(group: distributed.ProcessGroup) -> tuple[Tensor, ...]:
 def test_log_probabilities_of_tokens(ranks: Ranks) -> None:
     hidden, head, tokens, _ = problem((24, 16), CLASSES, torch.float64, here())
     leaves = [hidden.requires_grad_(), head.requires_grad_()]
-    named = {"temperature": 0.7, "return_entropy": True, "return_top1": True}
-    expected = eaves.linear_log_prob(*leaves, tokens, **named)
+    expected = eaves.linear_log_prob(*leaves, tokens, temperature=0.7, outputs=("entropy", "is_top1"))
     (expected.log_prob.sum() + expected.entropy.sum()).backward()
     results = ranks.run(log_probs)
     for log_prob, entropy, is_top1, of_hidden, _, of_logits in results:
@@ -521,8 +527,7 @@ def several(
         tokens = tokens[:, 0]
     named = {name: value for name, value in named.items() if name != "is_one_token"}
     own = slice(None) if group is None else pieces(group.size(), False)[group.rank()]
-    over = {"group": group, "classes": classes}
-    returns = dict.fromkeys(("return_entropy", "return_top1", "return_sum_sq", "return_mean_logit"), True)
+    names = ("entropy", "is_top1", "sum_sq", "mean_logit")
     outputs, gradients = [], []
     logits = (hidden @ head.T + bias)[:, own].contiguous()
     for function, given in (
@@ -531,7 +536,8 @@ def several(
     ):
         leaves = [each.clone().requires_grad_() for each in given]
         keywords = {"bias": leaves[2], "workspace_bytes": 20_000} if len(leaves) > 1 else {}
-        out = function(*leaves[:2], tokens, **keywords, **over, **returns, **named)
+        out = function(*leaves[:2], tokens, **keywords, group=group, classes=classes, outputs=names, **named)
+        assert out._fields == ("log_prob", *names)
         differentiable = [out.log_prob, out.entropy]
         torch.autograd.backward(differentiable, [upstream(each) for each in differentiable])
         outputs += [each.detach() for each in out]
@@ -582,7 +588,7 @@ def saturated(group: distributed.ProcessGroup) -> Tensor:
     logits[0, pieces(group.size())[-2].start] = 200.0
     own = logits[:, pieces(group.size())[group.rank()]].contiguous()
     tokens, temperature = torch.tensor([pieces(group.size())[-2].start]), torch.ones(1)
-    options: dict[str, Any] = {"softcap": 5.0, "temperature": temperature, "return_top1": True}
+    options: dict[str, Any] = {"softcap": 5.0, "temperature": temperature, "outputs": "is_top1"}
     assert eaves.log_prob(logits, tokens, **options).is_top1.all()
     return eaves.log_prob(own, tokens, group=group, **options).is_top1
 
@@ -602,7 +608,7 @@ def several_of_parallel_rows(group: distributed.ProcessGroup, dtype: torch.dtype
     rows = slice(group.rank() * size, (group.rank() + 1) * size)
     parts = [each.clone().requires_grad_() for each in (hidden[rows], head[own], bias[own])]
     found = eaves.linear_log_prob(
-        *parts[:2], tokens, bias=parts[2], outputs="entropy", group=group, sequence_parallel=True,
+        *parts[:2], tokens, bias=parts[2], outputs="entropy", group=eaves.Shard(group, sequence_parallel=True),
         workspace_bytes=20_000, **named,
     )  # fmt: skip
     for out in (expected, found):
@@ -656,10 +662,9 @@ def test_log_probabilities_of_several_tokens_of_dtensors(cpu_ranks: Ranks) -> No
 def wrong_on_a_rank(group: distributed.ProcessGroup, rank: int, changes: dict[str, Any]) -> None:
     x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
     arguments: dict[str, Any] = {
-        "input": x, "linear_weight": head[pieces(group.size())[group.rank()]], "target": target, "group": group,
+        "input": x, "linear_weight": head[pieces(group.size())[group.rank()]], "target": target,
     }  # fmt: skip
-    if rank in (group.rank(), -1):
-        arguments |= changes
+    arguments |= over(group, changes if rank in (group.rank(), -1) else {})
     eaves.linear_cross_entropy(**arguments)
 
 
@@ -674,7 +679,8 @@ WRONG = [
     (1, {"classes": 39}, "ValueError", "differ in classes: -1 and 39"),
     (1, {"input": torch.zeros(24, 16).double().requires_grad_()}, "ValueError", "which tensors require a gradient"),
     (2, {"row_weight": torch.arange(24.0)}, "ValueError", "differ in row_weight"),
-    (1, {"return_lse": True}, "ValueError", "differ in which outputs are computed"),
+    (1, {"outputs": "lse"}, "ValueError", "differ in which outputs are computed"),
+    (2, {"outputs": "logits"}, "ValueError", "outputs has 'logits', expected names among lse, argmax"),
     (1, {"skip_ignored": True}, "ValueError", "differ in skip_ignored: False and True"),
     (3, {"unknown": 1}, "TypeError", "got an unexpected keyword argument 'unknown'"),
     (0, {"reduction": "\U0001f600" * 300}, "ValueError", "reduction is '"),
@@ -742,10 +748,11 @@ def refused(group: distributed.ProcessGroup, what: str) -> None:
     if what == "vmap":
         torch.vmap(lambda x: eaves.linear_cross_entropy(x, own, target, group=group))(x[None])
     elif what == "tokens":
-        eaves.linear_log_prob(x[:6], own, target[:6].unsqueeze(1), sequence_parallel=True, group=group)
+        shard = eaves.Shard(group, sequence_parallel=True)
+        eaves.linear_log_prob(x[:6], own, target[:6].unsqueeze(1), group=shard)
     elif what == "parts":
-        options = {"reduce_dtype": torch.float64, "reduce_input_grad": False}
-        eaves.linear_cross_entropy(x, own, target, group=group, **options)
+        shard = eaves.Shard(group, reduce_dtype=torch.float64, reduce_input_grad=False)
+        eaves.linear_cross_entropy(x, own, target, group=shard)
     else:
         eaves.linear_log_prob(x, own, target, group=group, **({"unknown": 1} if group.rank() == 1 else {}))
 
@@ -773,7 +780,7 @@ def of_modules(group: distributed.ProcessGroup) -> None:
     assert_agree(loss(x @ own.T, target, group=group), loss(x @ head.T, target))
     size = 24 // group.size()
     rows = slice(size * group.rank(), size * (group.rank() + 1))
-    found = eaves.linear_log_prob(x[rows], own, target, group=group, sequence_parallel=True)
+    found = eaves.linear_log_prob(x[rows], own, target, group=eaves.Shard(group, sequence_parallel=True))
     assert_agree(found, eaves.linear_log_prob(x, head, target))
 
 
@@ -872,9 +879,12 @@ def test_a_rank_that_does_not_call_is_an_error_within_the_time_out(cpu_ranks: Ra
 
 def test_what_needs_a_group_says_so() -> None:
     x, head, target, _ = problem((4, 16), CLASSES, torch.float32, here())
-    for named in ({"first_class": 0}, {"sequence_parallel": True}, {"reduce_input_grad": False}):
-        with pytest.raises(ValueError, match="there is no group"):
-            eaves.linear_cross_entropy(x, head, target, **named)
+    for shard in (eaves.Shard(), eaves.Shard(None, 0), eaves.Shard(sequence_parallel=True)):
+        with pytest.raises(ValueError, match=r"^linear_cross_entropy: group is a Shard without a group"):
+            eaves.linear_cross_entropy(x, head, target, group=shard)
+        for tokens in (target, target.unsqueeze(-1)):
+            with pytest.raises(ValueError, match=r"^linear_log_prob: group is a Shard without a group"):
+                eaves.linear_log_prob(x, head, tokens, group=shard)
     with pytest.raises(TypeError, match=r"group is a str, expected a torch\.distributed\.ProcessGroup"):
         eaves.linear_cross_entropy(x, head, target, group="tp")
     for classes in (0, CLASSES + 1):

@@ -67,8 +67,9 @@ CALLS: list[Call] = [
     ({"reduction": "average"}, ValueError, r'reduction is \'average\', expected "none"'),
     ({"reduction": 1}, TypeError, "reduction is 1"),
     ({"label_smoothing": 2}, ValueError, "label_smoothing is 2, expected 0 to 1"),
-    ({"softcap": 0}, ValueError, "softcap is 0, expected a positive number"),
+    ({"softcap": 0}, ValueError, "softcap is 0, expected a positive number.*; None for no soft cap"),
     ({"scale": -1}, ValueError, "scale is -1, expected a positive number"),
+    ({"scale": torch.ones(())}, TypeError, "scale is .*; multiply logits or hidden states by a learned one"),
     ({"z_loss": -1}, ValueError, "z_loss is -1, expected 0 or a positive number that float32 has"),
     ({"ignore_index": 1.5}, TypeError, r"ignore_index is 1\.5, expected an int"),
     ({"normalizer": 2.0, "reduction": "sum"}, ValueError, "normalizer is given, but only the mean divides"),
@@ -77,14 +78,20 @@ CALLS: list[Call] = [
     ({"workspace_bytes": 0}, ValueError, "workspace_bytes is 0, expected a positive number of bytes"),
     ({"workspace_bytes": 1e9}, TypeError, r"workspace_bytes is 1000000000\.0, expected an int"),
     ({"skip_ignored": 1}, TypeError, "skip_ignored is 1, expected a bool"),
-    ({"return_lse": 1}, TypeError, "return_lse is 1, expected a bool"),
+    ({"outputs": 1}, TypeError, "outputs is 1, expected names among lse, argmax, entropy, z_loss, sum_sq, mean_logit"),
+    ({"outputs": "logits"}, ValueError, "outputs has 'logits', expected names among lse, argmax"),
+    ({"outputs": ["lse", 1]}, ValueError, "outputs has 1, expected names among"),
+    ({"outputs": ("lse", "lse")}, ValueError, r"outputs is \('lse', 'lse'\), expected each name once"),
+    ({"outputs": "mean_logit", "target": torch.full((4, 5), 0.2)}, ValueError, 'the output "mean_logit" does not go'),
+    ({"reduction": "batchmean"}, ValueError, "reduction is 'batchmean'.*; divide by a batch with normalizer=its size"),
     ({"options": 3}, TypeError, r"options is 3, expected a torch\.nn\.LinearCrossEntropyOptions or None"),
     ({"grad_weight_dtype": "float32"}, TypeError, r"grad_weight_dtype is 'float32', expected a torch\.dtype"),
     ({"grad_weight_dtype": torch.bfloat16}, ValueError, "grad_weight_dtype is bfloat16, expected float32"),
     # names of other libraries
     *(({name: 1.0}, TypeError, f"got an unexpected keyword argument '{name}'{answer}$") for name, answer in (
         ("bias", "; pass linear_bias"), ("logit_softcapping", "; pass softcap"), ("colour", ""),
-        ("num_items_in_batch", "; pass normalizer"),
+        ("num_items_in_batch", "; pass normalizer"), ("return_lse", '; pass outputs="lse"'),
+        ("return_predicted_tokens", '; pass outputs="argmax"'),
         ("temperature", "; pass scale=1 / temperature, and .* softcap=c / temperature"))),
     # derivatives
     *(({name: tensor.clone().requires_grad_()}, NotImplementedError,
@@ -118,6 +125,12 @@ def test_the_module_answers_names_of_other_libraries() -> None:
             given_with_each_call = wrong.keys() & {"bias", "num_items_in_batch"}
             of_module = sentence.partition(";")[0] + "$" if given_with_each_call else sentence
             assert_refused_by(eaves.LinearCrossEntropyLoss, OP, kind, of_module, **wrong)
+
+
+@each("name", ["first_class", "sequence_parallel", "reduce_input_grad", "reduce_dtype"])
+def test_what_a_shard_has_is_no_keyword(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"'{name}'; pass group=eaves\.Shard\(group, {name}=\.\.\.\)$"):
+        eaves.linear_cross_entropy(X, HEAD, TARGET, **{name: 0})  # type: ignore[call-overload]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

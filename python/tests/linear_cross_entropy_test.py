@@ -72,15 +72,13 @@ def check(
         leaf = x.detach().requires_grad_(algorithm is not None)
         named = {"linear_bias": bias, "weight": weight, "algorithm": algorithm or "auto", **options}
         loss = eaves.linear_cross_entropy(leaf, head, target, **named)
-        returns = every_output(target, **{"label_smoothing": 0.0, **named})
-        out = eaves.linear_cross_entropy(leaf, head, target, **named, **returns)
+        asked = every_output(target, **named)
+        out = eaves.linear_cross_entropy(leaf, head, target, **named, **asked)
+        assert out._fields == ("loss", *asked["outputs"])
         assert loss.dtype == result_dtype and loss.requires_grad == leaf.requires_grad and loss.is_contiguous(), what
         bounds = oracle.bounds(result_dtype)
-        for name, bound in bounds.items():
-            result = getattr(out, name)
-            if not returns.get(f"return_{name}", True):
-                assert result is None
-                continue
+        for name in set(bounds) & set(out._fields):
+            result, bound = getattr(out, name), bounds[name]
             assert result.dtype == result_dtype and result.is_contiguous(), what
             assert_within(result, bound, f"{name} {what} {algorithm}")
         assert_within(loss, bounds["loss"], what)
@@ -244,16 +242,37 @@ def test_the_module_is_the_function(device: torch.device) -> None:
     passed = set(inspect.signature(eaves.LinearCrossEntropyLoss).parameters) | set(
         inspect.signature(eaves.LinearCrossEntropyLoss.forward).parameters
     )
-    of_group = {"group", "first_class", "classes", "sequence_parallel", "reduce_input_grad", "reduce_dtype"}
-    assert arguments - passed == {"options"} | of_group  # of which forward passes on what it gets
+    assert arguments - passed == {"options"}
 
 
-@each("name", ["lse", "argmax", "entropy", "z_loss"])
-def test_outputs_come_as_a_named_tuple(name: str, device: torch.device) -> None:
+@each("outputs", ["lse", ["argmax"], ("z_loss", "lse"), ("mean_logit", "entropy", "sum_sq")])
+def test_outputs_come_as_a_named_tuple(outputs: Any, device: torch.device) -> None:
     x, head, target, _ = problem((9, 24), 33, torch.float32, device)
-    out = eaves.linear_cross_entropy(x, head, target, **{f"return_{name}": True})
-    assert type(out) is eaves.CrossEntropyOutput
-    assert {field for field in out._fields if getattr(out, field) is not None} == {"loss", name}
+    out: Any = eaves.linear_cross_entropy(x, head, target, outputs=outputs)
+    assert isinstance(out, tuple) and type(out).__name__ == "CrossEntropyOutput"
+    assert out._fields == ("loss", *([outputs] if isinstance(outputs, str) else outputs))
+
+
+def test_the_head_may_be_a_torch_linear(device: torch.device) -> None:
+    x, head, target, bias = problem((9, 24), 33, torch.float32, device)
+    linear = torch.nn.Linear(24, 33, device=device)
+    torch.nn.utils.vector_to_parameters(torch.cat((head.flatten(), bias)), linear.parameters())
+    expected = eaves.linear_cross_entropy(x, linear.weight, target, linear_bias=linear.bias)
+    found = eaves.linear_cross_entropy(x, linear, target)
+    assert torch.equal(found, expected)
+    for ours, theirs in zip(*(torch.autograd.grad(e, [*linear.parameters()]) for e in (found, expected)), strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(ValueError, match=r"linear_weight is a torch\.nn\.Linear with a bias; leave linear_bias out"):
+        eaves.linear_cross_entropy(x, linear, target, linear_bias=bias)
+    linear.bias = None
+    assert torch.equal(eaves.linear_cross_entropy(x, linear, target, linear_bias=bias), expected)
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    with pytest.raises(TypeError, match=r"linear_weight is a Scaled, whose forward is not that of torch\.nn\.Linear"):
+        eaves.linear_cross_entropy(x, Scaled(24, 33, device=device), target)
 
 
 # ------------------------------------------------------------------------------------------------------------- autocast

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import eaves  # noqa: F401  # its operators
+
 stream_bytes = torch.ops.eaves.stream_bytes
 
 CANARY = 0xA5  # neither what a fill writes nor what is read

@@ -56,9 +56,9 @@ from eaves._torch.outputs import (
     LSE,
     SPLIT_LSE,
     LogProbOutput,
+    named_outputs,
     output_names,
     pick,
-    type_of_outputs,
 )
 from eaves._torch.transforms import is_exporting, is_transforming, needs_autograd, uncompiled
 
@@ -168,7 +168,7 @@ def _of_loss(call: LogProbCall) -> Tensor | LogProbOutput:
         (each == wide) & ~is_ignored if name == "is_top1" else each.masked_fill(is_ignored, 0)
         for name, each in zip(names, others)
     ]
-    return type_of_outputs("LogProbOutput", "log_prob", *names)(0 - loss, *found)  # type: ignore[no-any-return]
+    return named_outputs("LogProbOutput", ("log_prob", *names), (0 - loss, *found))  # type: ignore[no-any-return]
 
 
 def tempered(
@@ -352,7 +352,7 @@ def _computed(call: LogProbCall, group: ProcessGroup | None, given_shard: Shard)
                 found_outputs.append(((each.unsqueeze(1) == chosen) & ~is_absent).view(tokens.shape))
             else:
                 found_outputs.append(each.masked_fill(is_ignored, 0).view(rows))
-    return type_of_outputs("LogProbOutput", "log_prob", *names)(log_prob, *found_outputs)  # type: ignore[no-any-return]
+    return named_outputs("LogProbOutput", ("log_prob", *names), (log_prob, *found_outputs))  # type: ignore[no-any-return]
 
 
 def _check_logits(op: str, logits: Tensor, may_be_empty: bool) -> None:

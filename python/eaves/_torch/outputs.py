@@ -78,24 +78,27 @@ def output_names(op: str, outputs: object, known: Mapping[str, int]) -> tuple[st
     return tuple(names)
 
 
-_types: dict[tuple[str, ...], Any] = {}
+_types: dict[tuple[str, ...], Any] = {}  # of named tuples, by their names and fields
 
 
-def type_of_outputs(kind: str, *fields: str) -> Any:
-    """The class of a named tuple with these fields, always the same one."""
-    found: Any = _types.get((kind, *fields))
-    if found is None:
-        found = _types[(kind, *fields)] = namedtuple(kind, fields)
-        found.__reduce__ = lambda self: (_unpickled, ((kind, *fields), tuple(self)))
-    return found
+def named_outputs(kind: str, names: Sequence[str], values: Sequence[Any]) -> Any:
+    """A named tuple, whose class is the same for the same names."""
+    return _types[_made(kind, *names)](*values)
+
+
+def _made(*kind_and_fields: str) -> tuple[str, ...]:
+    """The key of a class in `_types`."""
+    if kind_and_fields not in _types:
+        kind, *fields = kind_and_fields
+        make: Any = namedtuple  # to mypy a class whose fields it would have to know
+        made = make(kind, fields)
+        made.__reduce__ = lambda self: (named_outputs, (kind, fields, tuple(self)))
+        _types[kind_and_fields] = made
+    return kind_and_fields
 
 
 # As torch.compiler.assume_constant_result does, which would load torch._dynamo: a graph cannot make a class.
-type_of_outputs._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _unpickled(kind_and_fields: tuple[str, ...], values: tuple[Any, ...]) -> Any:
-    return type_of_outputs(*kind_and_fields)(*values)
+_made._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kept_for_backward(wanted: int, mode: int, needs_target_mass: bool) -> int:
@@ -152,7 +155,7 @@ def output_of(outputs: Sequence[Tensor], computed: int, names: Sequence[str]) ->
     if computed & SPLIT_LSE and "lse" in names:
         index = names.index("lse")
         returned[index] = returned[index].select(-1, 0).contiguous()
-    found: CrossEntropyOutput = type_of_outputs("CrossEntropyOutput", "loss", *names)(outputs[0], *returned)
+    found: CrossEntropyOutput = named_outputs("CrossEntropyOutput", ("loss", *names), (outputs[0], *returned))
     return found
 
 

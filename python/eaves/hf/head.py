@@ -1,0 +1,196 @@
+"""The head of a patched model, which gives DeferredLogits in calls that skip its logits."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import types
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eaves._parallel.fully_shard import is_hook_of_fully_shard
+from eaves._torch.checks import is_distributed, is_foreign
+from eaves._torch.head import refuse_zero3
+from eaves.functional.linear_cross_entropy import linear_cross_entropy
+from eaves.hf.deferred_logits import DeferredLogits
+
+_LINEAR: Any = torch.nn.Linear  # what a head is; of any type, because the class of one is exchanged
+
+
+# Of heads that are patched, the patched models that have them. Not kept in the head: a copy of one of the models has a
+# head for itself.
+users: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakSet[torch.nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def calls_own_forward(module: Any) -> bool:
+    """Does a hook of accelerate, which replaces the forward on the instance, call that of the class?"""
+    return getattr(vars(module).get("_old_forward"), "__func__", None) is type(module).forward
+
+
+def change_class(module: Any, changed: Any) -> None:
+    calls_own = calls_own_forward(module)
+    module.__class__ = changed
+    if calls_own:
+        vars(module)["_old_forward"] = types.MethodType(changed.forward, module)
+
+
+def has_hook_of_accelerate(module: Any) -> bool:
+    return "_hf_hook" in vars(module) and calls_own_forward(module)
+
+
+def check_head(model: Any, head: Any) -> None:
+    name = type(model).__name__
+    if hasattr(head, "modules_to_save"):
+        raise NotImplementedError(
+            f"patch: the head of this {name} is a {type(head).__name__} of PEFT (modules_to_save), which chooses in "
+            "each call between the original and the copies that adapters train, expected a torch.nn.Linear; leave the "
+            "head out of modules_to_save, or merge the adapter"
+        )
+    if type(head) is not _LINEAR and not (_is_fully_sharded(head) and isinstance(head, _LINEAR)):
+        raise NotImplementedError(
+            f"patch: the head of this {name} is a {type(head).__module__}.{type(head).__qualname__}, expected a "
+            "torch.nn.Linear: one that is quantised or has an adapter computes more than a product"
+        )
+    is_hooked = has_hook_of_accelerate(head)
+    if "forward" in vars(head) and not is_hooked and not _is_tensor_parallel(head):
+        raise NotImplementedError(
+            f"patch: the forward of this {name}'s head was replaced on the instance: patch the model before that"
+        )
+    if is_hooked and head.weight.is_meta:
+        raise NotImplementedError(f"patch: {OFFLOADED}")
+    if is_foreign(head.weight):
+        rows = torch.zeros(1, head.weight.shape[1], dtype=head.weight.dtype, device=head.weight.device)
+        try:
+            with torch.no_grad():
+                linear_cross_entropy(rows, head.weight, torch.zeros_like(rows[:, 0], dtype=torch.int64))
+        except NotImplementedError as error:
+            kind = type(head.weight)
+            raise NotImplementedError(
+                f"patch: the weight of this {name}'s head is a {kind.__module__}.{kind.__qualname__}, which eaves does "
+                "not read; leave the head out of the quantisation"
+            ) from error
+
+
+OFFLOADED = (
+    "the weight of the head is on meta, because accelerate offloads it, and is there within the head's forward alone; "
+    "keep it on a device (with a device_map that gives the head one, and the embedding that it is tied to), or train "
+    "the model without eaves.hf"
+)
+
+
+def release_head(model: Any, successor: Any = None) -> None:
+    """Makes the head that the model had at patch what it was, unless another patched model has it."""
+    (head,) = model._eaves_head
+    if head is successor:
+        return
+    of_head = users.get(head, weakref.WeakSet())
+    of_head.discard(model)
+    if not of_head and type(head) is _head_class(getattr(head, "_eaves_class", _LINEAR)):
+        change_class(head, head._eaves_class)
+        vars(head).pop("_eaves_is_in_pieces", None)
+        if vars(head).pop("_eaves_reshards", False):
+            head.set_reshard_after_forward(True, recurse=False)
+        if "_eaves_forward" in vars(head):
+            vars(head)["forward"] = vars(head).pop("_eaves_forward")
+
+
+class _Call(threading.local):
+    """Of the innermost call of a patched model in this thread, the head whose logits are skipped (None: they are not),
+    and the metrics that its loss is to fill in.
+
+    Thread-local, because models are evaluated in one thread while another trains them; no contextvar, because
+    torch.compile traces none.
+    """
+
+    def __init__(self) -> None:  # in each thread; a default of the class is one more guard of torch.compile, and fails
+        self.head: torch.nn.Module | None = None
+        self.metrics: dict[str, Tensor | None] = {}
+
+
+current_call = _Call()
+
+
+class DefersLogits(torch.nn.Module):
+    """What a patched head has beside its class: it multiplies, but in calls that skip its logits."""
+
+    weight: Tensor
+    bias: Tensor | None
+    _eaves_is_in_pieces = False
+
+    def forward(self, input: Tensor) -> Any:
+        if current_call.head is not self:
+            return self.product(input)
+        refuse_zero3("patch", **{"the head": self.weight})
+        if _is_fully_sharded(self):
+            _keep_whole(self)
+        logits = DeferredLogits(self, input)
+        return logits.tensor("a hook of the head") if _has_hooks_of_results(self) else logits
+
+    def product(self, input: Tensor) -> Any:
+        if self._eaves_is_in_pieces:
+            raise NotImplementedError(
+                "eaves.hf: the head is in pieces over a group (patch(group=...)), and logits are asked for, which no "
+                "rank has whole; calls with labels and skip_logits=True go"
+            )
+        of_tensor_parallel = vars(self).get("_eaves_forward")
+        if of_tensor_parallel is not None:
+            return of_tensor_parallel(input)
+        return torch.nn.functional.linear(input, self.weight, self.bias)
+
+
+def _keep_whole(head: Any) -> None:
+    """Until the backward, or the end of a call without one: fully_shard would gather its weight again for the loss."""
+    parameters = head._get_fsdp_state()._fsdp_param_group
+    if parameters is not None and getattr(parameters, "_reshard_after_forward", True):
+        head.set_reshard_after_forward(False, recurse=False)
+        vars(head)["_eaves_reshards"] = True
+
+
+class _Head(DefersLogits, torch.nn.Linear):  # type: ignore[misc]  # both have a weight
+    _eaves_class = torch.nn.Linear
+
+
+@functools.cache
+def _head_class(original: Any) -> Any:
+    if original is _LINEAR:
+        return _Head
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "_eaves_class": original}
+    return type(original.__name__, (DefersLogits, original), names)
+
+
+def defer_logits(head: Any) -> None:
+    if "forward" in vars(head) and not has_hook_of_accelerate(head):
+        # Of tensor parallelism; the class's has to be found first.
+        vars(head)["_eaves_forward"] = vars(head).pop("forward")
+    original: Any = type(head)
+    change_class(head, _head_class(original))
+
+
+def _is_tensor_parallel(head: Any) -> bool:
+    """Has transformers cut the head over ranks, and given it a forward that gathers the logits?"""
+    of_transformers = vars(head)["forward"].__module__ == "transformers.distributed.tensor_parallel"
+    return of_transformers and is_distributed(head.weight)
+
+
+def _is_fully_sharded(module: object) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def _has_hooks_of_results(module: torch.nn.Module) -> bool:
+    """Whether a hook gets to see what the forward returns, or its gradient. Such a hook may leave alone whatever is not
+    a tensor. (Hooks before the forward have come and gone. Those of fully_shard leave it alone.)"""
+    every = torch.nn.modules.module
+    of_module = [hook for hook in module._forward_hooks.values() if not is_hook_of_fully_shard(hook)]
+    return bool(
+        of_module
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or every._global_forward_hooks
+        or every._global_backward_hooks
+        or every._global_backward_pre_hooks
+    )

@@ -1,0 +1,108 @@
+"""The loss of a patched model, in place of ForCausalLMLoss of transformers, and its metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eaves._calls.linear_cross_entropy import LinearCrossEntropyCall, computed, loss_of_head
+from eaves._parallel.collectives import named_group
+from eaves._parallel.dtensor import local_shard
+from eaves._parallel.shard import Shard, ShardArguments
+from eaves._torch.checks import is_distributed
+from eaves.functional.cross_entropy import cross_entropy
+from eaves.hf.deferred_logits import DeferredLogits
+from eaves.hf.head import OFFLOADED, current_call
+
+METRICS = ("accuracy", "entropy")
+_OUTPUT_OF_METRIC = {"accuracy": "argmax", "entropy": "entropy"}
+
+
+def causal_lm_loss(
+    options: dict[str, Any],
+    logits: Any,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: object,
+) -> Tensor:
+    """ForCausalLMLoss of transformers, which ignores other keywords too."""
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    target = shift_labels.reshape(-1).to(logits.device)
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(logits.device)
+    metrics = current_call.metrics
+    shared: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "normalizer": num_items_in_batch,
+        "outputs": tuple(_OUTPUT_OF_METRIC[name] for name in metrics),
+    }
+    if isinstance(logits, DeferredLogits):
+        name: Any = options.get("group")
+        is_in_pieces = name is not None
+        if logits.is_deferred and (is_in_pieces or logits.shape[-1] == vocab_size):
+            weight, bias = logits.head.weight, logits.head.bias
+            if weight.is_meta and not logits.hidden.is_meta:
+                raise NotImplementedError(f"eaves.hf: {OFFLOADED}")
+            if options.get("grad_weight_dtype") is None and weight.dtype in (torch.bfloat16, torch.float16):
+                options = {**options, "grad_weight_dtype": torch.float32}
+            of_head = {key: value for key, value in options.items() if key not in ("group", "sequence_parallel")}
+            is_parallel = options.get("sequence_parallel", False)
+            if is_parallel:  # gathered, hidden states are [ranks, batch, positions of a rank]
+                ranks = _ranks_of(weight) if not is_in_pieces else found_groups[name]
+                batch, positions = logits.hidden.shape[:2]
+                if target.numel() == batch * ranks * positions:  # or it is refused, on all ranks
+                    target = target.view(batch, ranks, positions).movedim(1, 0).reshape(-1)
+            call = LinearCrossEntropyCall(
+                logits.hidden.flatten(0, -2), weight, target, bias, scale=logits.scale, softcap=logits.softcap,
+                has_constant_outputs=True, **shared, **of_head,
+            )  # fmt: skip
+            if is_in_pieces or is_parallel:
+                return _measured(_loss_of_pieces(call, name, vocab_size, is_parallel), metrics, target, ignore_index)
+            out: Any = loss_of_head(call)
+            return _measured(out, metrics, target, ignore_index)
+        logits = logits.tensor("a vocabulary of another size" if logits.is_deferred else "the loss")
+    out = cross_entropy(logits.reshape(-1, vocab_size), target, **shared)
+    return _measured(out, metrics, target, ignore_index)
+
+
+found_groups: dict[str, int] = {}  # the ranks of each
+
+
+def _loss_of_pieces(call: LinearCrossEntropyCall, name: str | None, vocab_size: int, sequence_parallel: bool) -> Any:
+    """The loss of a head in pieces, over the group of this name or the mesh of a DTensor. torch.compile does not trace
+    named_group(); what it needs is known from a call before, or from patch()."""
+    if name is None:
+        return loss_of_head(call._replace(group=Shard(sequence_parallel=sequence_parallel)))
+    if torch.compiler.is_compiling() and name in found_groups:
+        return computed(call, ShardArguments(name, found_groups[name], -1, vocab_size, sequence_parallel))
+    group = named_group(name)
+    found_groups[name] = group.size()
+    shard = Shard(group, sequence_parallel=sequence_parallel)
+    return loss_of_head(call._replace(group=shard, classes=vocab_size))
+
+
+def _ranks_of(weight: Any) -> int:
+    """That have a DTensor's classes in pieces."""
+    return local_shard("eaves.hf", "the head", weight, 0).group.size() if is_distributed(weight) else 1
+
+
+def _measured(out: Any, metrics: dict[str, Tensor | None], target: Tensor, ignore_index: int) -> Tensor:
+    """The loss; metrics are filled in."""
+    if isinstance(out, Tensor):
+        return out
+    counts = target.to(torch.int64) != ignore_index  # int32 would be compared with the last 32 bits
+    number = counts.sum().clamp(min=1)
+    if "accuracy" in metrics:
+        metrics["accuracy"] = ((out.argmax == target) & counts).sum().to(torch.float32) / number
+    if "entropy" in metrics:
+        # Of logits, ignored rows have an entropy too.
+        metrics["entropy"] = (out.entropy.detach().where(counts, 0).sum() / number).to(torch.float32)
+    loss: Tensor = out.loss
+    return loss

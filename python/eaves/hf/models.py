@@ -1,0 +1,313 @@
+"""patch, unpatch and patched: the class of a model and of its head."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Collection, Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from eaves._calls.linear_cross_entropy import check_constant_options
+from eaves._torch.checks import check_bool
+from eaves.hf.head import (
+    DefersLogits,
+    change_class,
+    check_head,
+    current_call,
+    defer_logits,
+    has_hook_of_accelerate,
+    release_head,
+    users,
+)
+from eaves.hf.loss import METRICS, causal_lm_loss, found_groups
+from eaves.hf.outputs import with_metrics, without_logits
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+_Model = TypeVar("_Model", bound=torch.nn.Module)
+
+
+def patch(
+    model: _Model,
+    *,
+    skip_logits: bool | None = None,
+    skip_ignored: bool = True,
+    algorithm: str = "auto",
+    workspace_bytes: int | None = None,
+    grad_weight_dtype: torch.dtype | None = None,
+    metrics: Collection[str] = (),
+    group: ProcessGroup | str | None = None,
+    sequence_parallel: bool = False,
+) -> _Model:
+    """Lets a causal language model of transformers compute its loss with eaves, in place.
+
+    Its forward has one more keyword, `skip_logits`. True: with labels, the loss is eaves.linear_cross_entropy of hidden
+    states and head, and `logits` of the output is None. False: logits are returned, and with labels the loss is
+    eaves.cross_entropy of them. None, the default: as `skip_logits` of patch says. Without labels nothing changes, so
+    generation does not either.
+
+    The loss is that of transformers (ForCausalLMLoss): labels are shifted, or `shift_labels` taken; those that are -100
+    do not count; `num_items_in_batch`, a number or a tensor that nothing waits for, divides the sum. What differs is
+    that it is computed from the product's float32 sums, in float32 (of a float64 model, all in float64), and that it is
+    0, not NaN, where no label counts.
+
+    With `metrics`, outputs of calls with labels have numbers of this call's labels that count: `accuracy`, the share of
+    those whose class is the largest logit's (the first of equal ones), and `entropy`, the mean of the softmax's, in
+    nats. They are float32 tensors of shape [] without a gradient, 0 where no label counts, computed with the loss from
+    the same product, and nothing waits for them. In evaluation mode with logits they are attributes of the output and
+    no items of it, because Trainer takes every item for logits. An output that is no ModelOutput of transformers (a
+    tuple, with return_dict=False) has none; where the loss is not the one of eaves, they are None.
+
+    Of a model over several ranks: a head that tensor parallelism has cut (a DTensor, as of transformers' tp_plan, or
+    `group`) stays in pieces. A head that fully_shard has in a group of its own stays whole until the backward
+    (set_reshard_after_forward(False)), so that it is gathered once. DeepSpeed's ZeRO-3 hooks into the head, which then
+    computes logits.
+
+    A call whose logits the model, or a hook of the head, uses for more than factors, a soft cap and the loss computes
+    them after all, with a warning; they are not in the output either.
+
+    Args:
+        model: a transformers.PreTrainedModel, or a PEFT model, whose base model is patched. A patched model takes new
+            options.
+        skip_logits: for calls with labels that do not say: True or False; None: True where the model is in training
+            mode. A trainer that reads the logits of a training step needs False.
+        skip_ignored: on a GPU, whether to leave out ignored labels before anything is multiplied; the call then waits
+            once for the device, for their number. On the CPU they are left out always.
+        algorithm, workspace_bytes: as in eaves.linear_cross_entropy.
+        grad_weight_dtype: as in eaves.linear_cross_entropy, but that None, the default, is float32 for a head of 16
+            bits too: its gradient is summed in float32 and rounded once. That takes a float32 tensor of the head's
+            shape during the backward, with the speed way from the forward on; the head's dtype (torch.bfloat16, say)
+            does without.
+        metrics: any of "accuracy" and "entropy".
+        group: None, or the ranks that have the head in pieces where it is no DTensor, or the name of their group: the
+            head's rows are this rank's classes, in the order of ranks, with padding behind the vocabulary's. Logits
+            cannot be had of such a model.
+        sequence_parallel: as in eaves.linear_cross_entropy: hidden states are this rank's part of the rows, and labels
+            all of them.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError, ValueError: the model is none of transformers; an option is none of eaves.linear_cross_entropy, or no
+            metric.
+        NotImplementedError: the loss is not ForCausalLMLoss; the head is not a torch.nn.Linear (quantised, with LoRA,
+            in modules_to_save of PEFT); the forward takes no labels; that of model or head was replaced on the
+            instance (but by tensor parallelism of transformers).
+    """
+    base: Any = _base_of(model, "patch")
+    head = base.get_output_embeddings()
+    is_patched = _is_patched(base)
+    if not is_patched:
+        _check_model(base)
+    if not isinstance(head, DefersLogits):
+        check_head(base, head)
+    options: dict[str, Any] = {
+        "skip_ignored": skip_ignored,
+        "algorithm": algorithm,
+        "workspace_bytes": workspace_bytes,
+        "grad_weight_dtype": grad_weight_dtype,
+    }
+    check_constant_options(head.weight, **options)
+    check_bool("patch", "sequence_parallel", sequence_parallel)
+    if group is not None or sequence_parallel:
+        # The name: a ProcessGroup can neither be copied nor pickled.
+        if group is not None and not isinstance(group, str):
+            found_groups[group.group_name] = group.size()
+            group = group.group_name
+        options |= {"group": group, "sequence_parallel": sequence_parallel}
+    if skip_logits is not None:
+        check_bool("patch", "skip_logits", skip_logits)
+    metrics = _checked_metrics(metrics)
+
+    if is_patched:
+        release_head(base, head)
+    else:
+        original: Any = type(base)
+        change_class(base, _patched_class(original))
+    if not isinstance(head, DefersLogits):
+        defer_logits(head)
+    head._eaves_is_in_pieces = group is not None
+    users.setdefault(head, weakref.WeakSet()).add(base)
+    base._eaves_head = (head,)  # in a tuple: a module would become one of the model's
+    base._eaves_skip_logits = skip_logits
+    base._eaves_metrics = metrics
+    base._eaves_options = options
+    return model
+
+
+def unpatch(model: _Model) -> _Model:
+    """Makes a patched model what it was before, and returns it.
+
+    Raises:
+        TypeError: the model is none of transformers.
+        ValueError: the model is not patched, or its class has been changed since (torch's fully_shard does).
+    """
+    base: Any = _base_of(model, "unpatch")
+    original = getattr(type(base), "_eaves_class", None)
+    if original is None:
+        raise ValueError(f"unpatch: this {type(base).__name__} is not patched")
+    if type(base) is not _patched_class(original):
+        raise ValueError(
+            f"unpatch: the model's class was changed to {type(base).__name__} after patch: undo that first"
+        )
+    release_head(base)
+    del base._eaves_head, base._eaves_skip_logits, base._eaves_metrics, base._eaves_options
+    change_class(base, original)
+    return model
+
+
+@contextlib.contextmanager
+def patched(model: _Model, **options: Any) -> Iterator[_Model]:
+    """The model, patched until the end of the block, and then as it was before: not patched, or with other options.
+    The options are those of `patch`."""
+    base: Any = _base_of(model, "patch")
+    before = None
+    if _is_patched(base):
+        before = {"skip_logits": base._eaves_skip_logits, "metrics": base._eaves_metrics, **base._eaves_options}
+    patch(model, **options)
+    try:
+        yield model
+    except BaseException:
+        with contextlib.suppress(Exception):  # what happened in the block is what is told
+            _restore(model, before)
+        raise
+    _restore(model, before)
+
+
+def _restore(model: Any, before: dict[str, Any] | None) -> None:
+    if before is not None:
+        patch(model, **before)
+    elif _is_patched(_base_of(model, "unpatch")):  # the block may have unpatched it
+        unpatch(model)
+
+
+# What may be patched
+
+
+def _base_of(model: Any, operation: str) -> torch.nn.Module:
+    """The model of transformers, for PEFT's wrappers what they wrap."""
+    try:
+        transformers = import_module("transformers.modeling_utils")
+    except ImportError as error:
+        raise ImportError(f"eaves.hf needs transformers (pip install eaves[hf]): {error}") from error
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(base, transformers.PreTrainedModel):
+        raise TypeError(
+            f"{operation}: model is a {type(model).__name__}, expected a transformers.PreTrainedModel or a PEFT model "
+            "around one; patch it before torch.compile or a wrapper of torch.distributed takes it"
+        )
+    return base  # type: ignore[no-any-return]
+
+
+def _transformers_loss() -> Any:
+    return import_module("transformers.loss.loss_utils").ForCausalLMLoss
+
+
+def _check_model(model: Any) -> None:
+    name = type(model).__name__
+    if model.loss_function is not _transformers_loss() or not isinstance(type(model).loss_function, property):
+        found = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
+        raise NotImplementedError(f"patch: the loss of this {name} is {found}, expected ForCausalLMLoss")
+    if model.get_output_embeddings() is None:
+        raise NotImplementedError(f"patch: this {name} has no head (get_output_embeddings() is None)")
+    if "labels" not in inspect.signature(type(model).forward).parameters:
+        raise NotImplementedError(f"patch: the forward of this {name} takes no labels")
+    if "forward" in vars(model) and not has_hook_of_accelerate(model):
+        raise NotImplementedError(
+            f"patch: the forward of this {name} was replaced on the instance (accelerate does, for mixed precision): "
+            "patch the model before that"
+        )
+
+
+def _checked_metrics(metrics: Any) -> tuple[str, ...]:
+    """In the order of METRICS."""
+    names = " and ".join(f'"{name}"' for name in METRICS)
+    if isinstance(metrics, str) or not isinstance(metrics, Collection):
+        raise TypeError(f"patch: metrics is {metrics!r}, expected a tuple of any of {names}")
+    for name in metrics:
+        if name not in METRICS:
+            raise ValueError(f"patch: metrics has {name!r}, expected any of {names}")
+    return tuple(name for name in METRICS if name in metrics)
+
+
+def _is_patched(model: torch.nn.Module) -> bool:
+    return hasattr(type(model), "_eaves_class")
+
+
+@functools.cache
+def _patched_class(original: Any) -> Any:
+    """A subclass with the name of the original: transformers writes that into configurations and keeps tables by it."""
+    forward, original_loss = original.forward, original.loss_function.fget
+    transformers_loss = _transformers_loss()
+    # Not inspect.signature.bind in each call: torch.compile traces this.
+    place = list(inspect.signature(forward).parameters).index("labels") - 1
+
+    @functools.wraps(forward)  # Trainer asks for the signature, which stays as it was: skip_logits is no column of data
+    def patched_forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
+        if not _is_patched(self):  # a reference to this function was kept beyond unpatch
+            return forward(self, *args, **kwargs)
+        has_labels = (args[place] if len(args) > place else kwargs.get("labels")) is not None
+        if skip_logits is None:
+            chosen = self._eaves_skip_logits
+            skip_logits = has_labels and (self.training if chosen is None else chosen)
+        if skip_logits and not has_labels:
+            raise ValueError("skip_logits is True, but there are no labels: nothing would be computed")
+        head = self.get_output_embeddings() if skip_logits else None
+        if skip_logits and not isinstance(head, DefersLogits):
+            raise RuntimeError(
+                f"eaves.hf: the head of this {type(self).__name__} is another than at patch (resize_token_embeddings, "
+                "adapters and sharding change it): call patch again, which takes it or says why not"
+            )
+        # None until the loss is computed.
+        metrics: dict[str, Tensor | None] = dict.fromkeys(self._eaves_metrics if has_labels else ())
+        outer = current_call.head, current_call.metrics
+        current_call.head, current_call.metrics = head, metrics
+        try:
+            output = forward(self, *args, **kwargs)
+        finally:
+            current_call.head, current_call.metrics = outer
+            if skip_logits and not torch.is_grad_enabled() and "_eaves_reshards" in vars(head):
+                whole: Any = head
+                whole.reshard()
+        if skip_logits:
+            output = without_logits(output, head)
+        return with_metrics(output, metrics, bool(skip_logits or self.training)) if metrics else output
+
+    def loss_function(self: Any) -> Any:
+        chosen = original_loss(self)
+        if chosen is not transformers_loss:
+            return chosen  # set after patch
+        return functools.partial(causal_lm_loss, self._eaves_options)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        # Pickle looks classes up by name, and would find the original.
+        return _unpickled, (original,), original.__reduce_ex__(self, protocol)[2]
+
+    patched_class = type(
+        original.__name__,
+        (original,),
+        {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "__reduce_ex__": reduce,
+            "_eaves_class": original,
+            "forward": patched_forward,
+            "loss_function": original.loss_function.getter(loss_function),  # with the original's setter
+        },
+    )
+    return patched_class
+
+
+def _unpickled(original: type) -> Any:
+    patched_class = _patched_class(original)
+    return patched_class.__new__(patched_class)

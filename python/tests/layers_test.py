@@ -1,0 +1,50 @@
+"""The rooms of python/eaves: imports between them go one way, and torch.distributed is imported in one of them."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import eaves
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(eaves.__file__).parent
+
+
+def test_imports_between_rooms_go_one_way() -> None:
+    lint = Path(sys.executable).with_name("lint-imports")
+    result = subprocess.run(
+        [lint, "--config", ROOT / "pyproject.toml", "--no-cache"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Contracts: 2 kept, 0 broken." in result.stdout
+
+
+def imported_at_run_time(path: Path) -> set[str]:
+    """The modules that a file imports, but for those that type checkers alone see."""
+    tree = ast.parse(path.read_text())
+    of_type_checkers = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    names = set()
+    for node in ast.walk(tree):
+        if node in of_type_checkers:
+            continue
+        if isinstance(node, ast.Import):
+            names.update(each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names.update(f"{node.module}.{each.name}" for each in node.names)
+    return names
+
+
+def test_torch_distributed_is_imported_in_one_room() -> None:
+    rooms = {
+        path.relative_to(PACKAGE).parts[0]
+        for path in PACKAGE.rglob("*.py")
+        if any(name.startswith("torch.distributed") for name in imported_at_run_time(path))
+    }
+    assert rooms == {"_parallel"}
