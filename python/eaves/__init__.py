@@ -3,8 +3,8 @@
     cross_entropy(input, target, weight=None, *, ignore_index=-100, reduction="mean", ...)
     linear_cross_entropy(input, linear_weight, target, *, linear_bias=None, weight=None, reduction="mean", ...)
     linear_kl_div(input, linear_weight, teacher_input, teacher_weight, *, target=None, divergence="forward", ...)
-    linear_log_prob(hidden, head, tokens, *, bias=None, temperature=None, return_entropy=False, ...)
-    log_prob(logits, tokens, *, temperature=None, return_entropy=False, ...)
+    linear_log_prob(hidden, head, tokens, *, bias=None, temperature=None, outputs=(), ...)
+    log_prob(logits, tokens, *, temperature=None, outputs=(), ...)
     logsumexp(x, dim, keepdim=False, *, dtype=None)
     lrpe_cosine(x, theta, *, grid=None, extra_tokens=0, offset=0, positions=None, activation="none", ...)
     hf.patch(model, *, ...)    a causal language model of transformers

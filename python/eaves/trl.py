@@ -100,15 +100,16 @@ def _apply(
             weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     scale, softcap = tempered("eaves.trl", temperature, logit_scale, final_logit_softcapping)
     assert scale is not None
+    names = [name for name in _OUTPUTS if name in outputs]  # TRL names log_probs too
     with product:
         out: Any = linear_cross_entropy(
             hidden, weight, targets, linear_bias=bias, reduction="none", scale=scale, softcap=softcap,
-            outputs=tuple(_OUTPUTS[name] for name in outputs),
+            outputs=tuple(_OUTPUTS[name] for name in names),
             algorithm=algorithm, workspace_bytes=workspace_bytes,
             grad_weight_dtype=None if hidden.dtype == torch.float64 else torch.float32,
         )  # fmt: skip
-    loss, *others = out if outputs else (out,)
-    found = dict(zip(outputs, others))
+    loss, *others = out if names else (out,)
+    found = dict(zip(names, others))
     if "log_sum_sq_probs" in found:
         found["log_sum_sq_probs"] = found["log_sum_sq_probs"].log()
     if "is_top1" in found:

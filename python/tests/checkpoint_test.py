@@ -70,8 +70,8 @@ def lrpe(x: Tensor, head: Tensor, bias: Tensor, **options: Any) -> Any:
     return eaves.lrpe_cosine(x.sin().view(1, ROWS, 2, FEATURES // 2), theta, **options)
 
 
-OUTPUTS = {"return_lse": True, "return_entropy": True, "return_argmax": True}
-OF_TOKENS = {"return_entropy": True, "return_top1": True}
+OUTPUTS = {"outputs": ("lse", "entropy", "argmax")}
+OF_TOKENS = {"outputs": ("entropy", "is_top1")}
 ALGORITHMS = ("auto", "speed", "memory", "recompute")
 
 CALLS: dict[str, Call] = {

@@ -64,6 +64,7 @@ CALLS: list[Call] = [
       ) for value in (*values, math.nan, math.inf, -math.inf)),
     *(({name: value}, TypeError, rf"{name} is .*, expected")
       for name in ("label_smoothing", "z_loss", "scale", "softcap") for value in NO_FLOATS),
+    ({"scale": torch.tensor(0.5)}, TypeError, "scale is .*; multiply logits or hidden states by a learned one$"),
     *(({"normalizer": value}, TypeError, r"normalizer is .*, expected a number")
       for value in ("3", True, [3.0], numpy.ones((4, 5)))),
     *(({"normalizer": 3.0, "reduction": mode}, ValueError, "only the mean divides") for mode in ("none", "sum")),
@@ -82,7 +83,7 @@ CALLS: list[Call] = [
     *(({"reduction": mode}, TypeError, r'reduction is .*, expected "none", "sum" or "mean"')
       for mode in (None, 1, ["mean"])),
     ({"reduction": "batchmean"}, ValueError, r'"mean"; divide by a batch with normalizer=its size$'),
-    *(({"inplace_backward": value}, TypeError, "inplace_backward is .*, expected a bool") for value in (None, 1, "yes")),
+    *(({"inplace_backward": value}, TypeError, "inplace_backward is .*, expected a bool") for value in (None, 1, "y")),
     *(({"outputs": names}, ValueError, rf"outputs has {wrong}, expected names among {', '.join(EVERYTHING)}$")
       for names, wrong in (("is_top1", "'is_top1'"), ("", "''"), (["lse", "loss"], "'loss'"), (("lse", 1), "1"))),
     ({"outputs": ("lse", "entropy", "lse")}, ValueError, r"outputs is \('lse', .*\), expected each name once"),

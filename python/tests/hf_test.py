@@ -35,6 +35,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 import eaves.hf  # noqa: E402
 from cuda_test import LONG_CYCLES  # noqa: E402
 from eaves._autograd.linear_cross_entropy import OF_INPUT, OF_WEIGHT  # noqa: E402
+from eaves._calls.linear_cross_entropy import LinearCrossEntropyCall  # noqa: E402
 from eaves.hf.deferred_logits import DeferredLogits  # noqa: E402
 from hf_models import (  # noqa: E402
     ARCHITECTURES,
@@ -450,7 +451,8 @@ def test_a_call_within_a_call_has_metrics_of_its_own() -> None:
 
 def test_compiled_with_metrics_it_is_one_graph(fresh_compiler: None) -> None:
     expected = eaves.hf.patch(tiny_model(), metrics=METRICS)(**batch())
-    eaves.hf.outputs._make_class_with_metrics.cache_clear()  # as in a process that compiles before it has called the model
+    # As in a process that compiles before it has called the model.
+    eaves.hf.outputs._make_class_with_metrics.cache_clear()
     model = eaves.hf.patch(tiny_model(), metrics=METRICS)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for _ in range(2):
@@ -805,11 +807,11 @@ def test_a_vocabulary_of_another_size_is_refused_as_before() -> None:
 def test_the_number_of_items_goes_to_the_device_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
 
-    def note(input: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tensor:
-        given.update(options, target=target)
-        return input.sum()
+    def note(call: LinearCrossEntropyCall) -> Tensor:
+        given.update(call._asdict())
+        return call.input.sum()
 
-    monkeypatch.setattr(eaves, "linear_cross_entropy", note)
+    monkeypatch.setattr(eaves.hf.loss, "loss_of_head", note)
     logits = DeferredLogits(torch.nn.Linear(2, 3, device="meta"), torch.zeros(1, 4, 2, device="meta"))
     labels = torch.zeros(1, 4, dtype=torch.int64)
     eaves.hf.loss.causal_lm_loss({}, logits, labels, 3, num_items_in_batch=torch.tensor(3))
@@ -1164,13 +1166,13 @@ def test_trainer_gives_the_same_losses(
     assert len(expected) == 6 and expected[3] < expected[0]
     model = eaves.hf.patch(tiny_model(), metrics=metrics)
     calls = []
-    unwatched: Any = eaves.linear_cross_entropy
+    unwatched: Any = eaves.hf.loss.loss_of_head
 
-    def watched(*arguments: Any, **options: Any) -> Any:
-        calls.append(arguments)
-        return unwatched(*arguments, **options)
+    def watched(call: LinearCrossEntropyCall) -> Any:
+        calls.append(call)
+        return unwatched(call)
 
-    monkeypatch.setattr(eaves, "linear_cross_entropy", watched)
+    monkeypatch.setattr(eaves.hf.loss, "loss_of_head", watched)
     # Steps of Adam take small gradients for as large as others, so that rounding grows.
     actual = losses_of_trainer(model, tmp_path, **options)
     assert actual == pytest.approx(expected, rel=0.02 if options else 1e-4)

@@ -2,7 +2,6 @@
 post-training; the kernels behind them are tested as those of the losses."""
 
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 import eaves
 from comparison import FLOATING_POINT, CrossEntropyOracle, assert_within
 from cross_entropy_test import each
+from eaves._calls import log_prob as calls
 from linear_cross_entropy_cases import LinearOracle, assert_gradients
 from pairwise import pairwise
 from refusals import Call, assert_each_refused
@@ -117,15 +117,31 @@ def test_sums_of_squares_and_mean_logits_are_there_and_0_of_ignored_rows(device:
     tokens = torch.tensor([0, 256, 3, IGNORED, 77, 12], device=device)
     logits = hidden.double() @ head.double().T / 0.7
     counts = tokens != IGNORED
-    named: dict[str, Any] = {"return_sum_sq": True, "return_mean_logit": True, "temperature": 0.7}
+    named: dict[str, Any] = {"outputs": ("sum_sq", "mean_logit"), "temperature": 0.7}
     for out in (eaves.linear_log_prob(hidden, head, tokens, **named),
                 eaves.log_prob(hidden @ head.T, tokens, **named)):  # fmt: skip
-        assert out.entropy is None and out.is_top1 is None
+        assert out._fields == ("log_prob", "sum_sq", "mean_logit")
         for found, expected in ((out.sum_sq, logits.softmax(-1).square().sum(-1)), (out.mean_logit, logits.mean(-1))):
             torch.testing.assert_close(found.double(), expected * counts, rtol=2e-5, atol=2e-6)
-    for name in ("return_sum_sq", "return_mean_logit"):
-        with pytest.raises(TypeError, match=rf"^log_prob: {name} is 1, expected a bool"):
-            eaves.log_prob(hidden @ head.T, tokens, **{name: 1})
+    log_prob, mean_logit = eaves.log_prob(hidden @ head.T, tokens, outputs=["mean_logit"], temperature=0.7)
+    assert torch.equal(log_prob, out.log_prob) and torch.equal(mean_logit, out.mean_logit)
+    assert type(eaves.log_prob(hidden @ head.T, tokens, outputs=())) is Tensor
+
+
+def test_a_linear_module_is_a_head_with_its_bias(device: torch.device) -> None:
+    hidden, _, tokens = rows_and_head((4, 7), 33, torch.float32, device)
+    for has_bias in (False, True):
+        linear = torch.nn.Linear(24, 33, has_bias, device)
+        for each_tokens in (tokens, tokens.unsqueeze(-1)):
+            found = eaves.linear_log_prob(hidden, linear, each_tokens)
+            expected = eaves.linear_log_prob(hidden, linear.weight, each_tokens, bias=linear.bias)
+            assert torch.equal(found, expected)
+            grads = (torch.autograd.grad(out.sum(), list(linear.parameters())) for out in (found, expected))
+            assert all(map(torch.equal, *grads))
+    bias = torch.linspace(-1, 1, 33, device=device)  # of its own, beside a module without one
+    linear = torch.nn.Linear(24, 33, False, device)
+    expected = eaves.linear_log_prob(hidden, linear.weight, tokens, bias=bias)
+    assert torch.equal(eaves.linear_log_prob(hidden, linear, tokens, bias=bias), expected)
 
 
 # ------------------------------------------------------------------------------------------------------------ the edges
@@ -322,49 +338,60 @@ def test_torch_compile_gives_the_same(is_frozen: bool, any_device: torch.device)
         torch.testing.assert_close(torch.autograd.grad(compiled(temperature), wanted), expected)
 
 
+def test_outputs_compile_in_the_order_of_their_names(any_device: torch.device, fresh_compiler: None) -> None:
+    logits, tokens = torch.linspace(-2, 2, 24, device=any_device).view(4, 6), torch.arange(4, device=any_device)
+
+    def function(logits: Tensor) -> Any:
+        return eaves.log_prob(logits, tokens, outputs=("is_top1", "entropy"))
+
+    found, expected = torch.compile(function, backend="aot_eager", fullgraph=True)(logits), function(logits)
+    assert found._fields == expected._fields == ("log_prob", "is_top1", "entropy")
+    assert all(map(torch.equal, found, expected))
+
+
 # ------------------------------------------------------------------------------------------ what the losses are given
 
 
-def keywords_of(monkeypatch: pytest.MonkeyPatch, loss: str, call: Callable[[], object]) -> dict[str, Any]:
-    """The keywords with which `call` calls the loss."""
-    module: Any = sys.modules["eaves._log_prob"]
+def given_to(monkeypatch: pytest.MonkeyPatch, loss: str, call: Callable[[], object]) -> dict[str, Any]:
+    """The arguments with which `call` calls the loss."""
     given: dict[str, Any] = {}
-    original = getattr(module, loss)
+    original = getattr(calls, loss)
 
-    def spy(*arguments: Any, **keywords: Any) -> Any:
-        given.update(keywords)
-        return original(*arguments, **keywords)
+    def spy(of_loss: Any) -> Any:
+        given.update(of_loss._asdict())
+        return original(of_loss)
 
-    monkeypatch.setattr(module, loss, spy)
+    monkeypatch.setattr(calls, loss, spy)
     call()
     return given
 
 
 def test_every_option_arrives_at_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, head, tokens = rows_and_head((4, 7), 7, torch.bfloat16, torch.device("cpu"))
-    of_both = {"softcap": 30.0, "scale": 2.0, "ignore_index": 3, "return_entropy": True}
+    of_both = {"softcap": 30.0, "scale": 2.0, "ignore_index": 3}
+    outputs = {"outputs": ("is_top1", "entropy")}
+    of_loss = {**of_both, "reduction": "none", "outputs": ("argmax", "entropy")}
     of_head: dict[str, Any] = {
         "algorithm": "recompute", "workspace_bytes": 1 << 20, "skip_ignored": True, "grad_weight_dtype": torch.float32,
     }  # fmt: skip
-    given = keywords_of(
-        monkeypatch, "linear_cross_entropy",
-        lambda: eaves.linear_log_prob(hidden, head, tokens, outputs="is_top1", **of_both, **of_head),
+    given = given_to(
+        monkeypatch, "loss_of_head",
+        lambda: eaves.linear_log_prob(hidden, head, tokens, **outputs, **of_both, **of_head),
     )  # fmt: skip
-    assert given.items() >= {**of_both, **of_head, "reduction": "none", "return_argmax": True}.items()
+    assert given.items() >= {**of_loss, **of_head}.items()
     out = torch.zeros(7, 24)
-    call = keywords_of(
-        monkeypatch, "linear_cross_entropy",
+    call = given_to(
+        monkeypatch, "loss_of_head",
         lambda: eaves.linear_log_prob(hidden, head.requires_grad_(), tokens, grad_weight_out=out),
     )  # fmt: skip
     assert call["grad_weight_out"] is out
     # Logits whose shape does not say which axis is that of the classes.
     logits = (hidden @ head.detach().T).requires_grad_() * 1
-    given = keywords_of(
-        monkeypatch, "cross_entropy",
-        lambda: eaves.log_prob(logits, tokens, outputs="is_top1", inplace_backward=True, **of_both),
+    given = given_to(
+        monkeypatch, "loss_of_logits",
+        lambda: eaves.log_prob(logits, tokens, inplace_backward=True, **outputs, **of_both),
     )  # fmt: skip
-    wanted = {**of_both, "reduction": "none", "inplace_backward": True, "return_argmax": True, "class_dim": -1}
-    assert given.items() >= wanted.items()
+    assert given.items() >= {**of_loss, "inplace_backward": True, "class_dim": -1}.items()
 
 
 def test_an_ignored_row_has_no_negative_zero() -> None:
@@ -395,19 +422,20 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
 
     def results(begin: int, end: int, options: dict[str, Any]) -> list[Tensor]:
         x = hidden[begin:end].clone().requires_grad_()
-        out = eaves.linear_log_prob(x, head, tokens[begin:end], outputs="entropy", **options)
+        out: Any = eaves.linear_log_prob(x, head, tokens[begin:end], **options)
         entropy = out.entropy.sum() if options["algorithm"] == "recompute" else 0
         grads = torch.autograd.grad(out.log_prob.sum() + entropy, x)
-        top1 = [out.is_top1] if options["return_top1"] else []
-        return [out.log_prob.detach(), out.entropy.detach(), *top1, *grads]
+        return [*(each.detach() for each in out), *grads]
 
     # Without the largest logit, on Hopper, logits end in their product.
-    for algorithm, top1, fused in (
-        ("recompute", False, "1"), ("recompute", True, "0"), ("speed", False, "1"), ("speed", True, "0"),
+    with_top1 = ("entropy", "is_top1")
+    for algorithm, outputs, fused in (
+        ("recompute", "entropy", "1"), ("recompute", with_top1, "0"), ("speed", "entropy", "1"),
+        ("speed", with_top1, "0"),
     ):  # fmt: skip
         monkeypatch.setenv("EAVES_FUSED_PRODUCT", fused)
         for options in ({}, {"workspace_bytes": limit}):
-            named = {"algorithm": algorithm, "return_top1": top1, **options}
+            named = {"algorithm": algorithm, "outputs": outputs, **options}
             whole = results(0, rows, named)
             # Cuts that are multiples of nothing, and rows of which none is ignored (1 to 7).
             for begin, end in ((0, 1), (1, 7), (100, 133), (36, 100), (7, 140), (100, rows)):
@@ -417,6 +445,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
 
 # ------------------------------------------------------------------------------------------------------------- refusals
 
+NAMES = "entropy, is_top1, sum_sq, mean_logit"
 X, HEAD, TOKENS = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, dtype=torch.int64)
 OF_BOTH: list[Call] = [
     ({"tokens": TOKENS.float()}, ValueError, "tokens has dtype float32, expected int64 or int32"),
@@ -430,10 +459,18 @@ OF_BOTH: list[Call] = [
     ({"scale": "2", "temperature": 2.0}, TypeError, "scale is '2', expected a positive number"),
     ({"scale": 1e38, "temperature": 0.1}, ValueError, r"scale / temperature is 1e\+39, expected a positive number"),
     ({"ignore_index": 1.5}, TypeError, r"ignore_index is 1\.5, expected an int"),
-    ({"return_entropy": 1}, TypeError, "return_entropy is 1, expected a bool"),
-    ({"return_top1": 1}, TypeError, "return_top1 is 1, expected a bool"),
-    ({"return_argmax": True}, TypeError, "got an unexpected keyword argument 'return_argmax'"),
+    ({"outputs": "argmax"}, ValueError, f"outputs has 'argmax', expected names among {NAMES}$"),
+    ({"outputs": ["entropy", "top1"]}, ValueError, f"outputs has 'top1', expected names among {NAMES}$"),
+    ({"outputs": ("entropy", "entropy")}, ValueError, r"outputs is .*, expected each name once"),
+    ({"outputs": True}, TypeError, f"outputs is True, expected names among {NAMES}$"),
+    ({"return_top1": True}, TypeError, "unexpected keyword argument 'return_top1'; pass outputs=\"is_top1\"$"),
+    ({"return_entropy": True}, TypeError, "unexpected keyword argument 'return_entropy'; pass outputs=\"entropy\"$"),
 ]
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
 
 
 @each("call", [
@@ -441,6 +478,9 @@ OF_BOTH: list[Call] = [
     ({"hidden": X[0, 0]}, ValueError, "hidden has no axes"),
     ({"head": HEAD[:, :2]}, ValueError, r"head has shape \[5, 2\], expected \[classes, 3\] \(features as hidden"),
     ({"bias": torch.zeros(4)}, ValueError, r"bias has shape \[4\], expected \[5\] \(one per class of head\)"),
+    ({"head": Doubled(3, 5)}, TypeError, r"head is a Doubled, whose forward is not that of torch\.nn\.Linear; pass"),
+    ({"head": torch.nn.Linear(3, 5), "bias": torch.zeros(5)}, ValueError,
+     r"head is a torch\.nn\.Linear with a bias; leave bias out"),
     ({"algorithm": "input"}, ValueError, "algorithm is 'input', expected"),
 ])  # fmt: skip
 def test_refusals_of_a_head_speak_of_its_arguments(call: Call, any_device: torch.device) -> None:

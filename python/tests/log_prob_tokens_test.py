@@ -21,7 +21,7 @@ from refusals import Call, assert_each_refused, assert_refused_by
 
 IGNORED = -100
 PLACES = (None, 0, 1, 3, 64)  # None: tokens of the rows' shape
-RETURNS = ("entropy", "top1", "sum_sq", "mean_logit")
+EVERYTHING: dict[str, Any] = {"outputs": ("entropy", "is_top1", "sum_sq", "mean_logit")}
 
 
 class Oracle:
@@ -128,9 +128,6 @@ def outputs_of(out: Any, oracle: Oracle, what: str) -> None:
         assert_within(found, bound, f"{name} {what}")
     assert torch.equal(out.is_top1.cpu(), oracle.is_top1), what
     assert (out.log_prob <= 0).all() and not torch.signbit(out.log_prob[out.log_prob == 0]).any(), what
-
-
-EVERYTHING = {f"return_{name}": True for name in RETURNS}
 
 
 # --------------------------------------------------------------------------------------------------------- the numbers
@@ -287,6 +284,23 @@ def test_temperatures_of_any_floating_dtype(dtype: torch.dtype, device: torch.de
     temperature = temperatures((4,), device, dtype)
     found = eaves.log_prob(logits, tokens, temperature=temperature)
     assert torch.equal(found, eaves.log_prob(logits, tokens, temperature=temperature.float()))
+
+
+@each("places", (None, 2))
+@each("shape", ((), (1,), (4,), (4, 1), (1, 3)))
+def test_temperatures_may_lack_axes_of_the_rows(
+    shape: tuple[int, ...], places: int | None, device: torch.device
+) -> None:
+    hidden, head, _ = rows_and_head((4, 3), 33, torch.float32, device)
+    tokens, temperature = chosen_tokens((4, 3), places, 33, device), temperatures(shape, device)
+    of_rows = temperature.view(*shape, *[1] * (2 - len(shape))).expand(4, 3).contiguous()
+    for function, tensors in ((eaves.linear_log_prob, (hidden, head)), (eaves.log_prob, (hidden @ head.T,))):
+        found, expected = (function(*tensors, tokens, temperature=each) for each in (temperature, of_rows))
+        assert torch.equal(found, expected)
+        for wrong in ((3,), (2, 1), (4, 3, 1)):
+            sentence = rf"temperature has shape \[{wrong[0]}.*\], expected \[4, 3\] .*, or the first of these axes"
+            given = {"tokens": tokens, "temperature": torch.ones(wrong, device=device)}
+            assert_refused_by(function, function.__name__, ValueError, sentence, *tensors, **given)
 
 
 # ------------------------------------------------------------------------------------------------------------ the edges
@@ -642,7 +656,7 @@ OF_BOTH: list[Call] = [
     ({"tokens": TOKENS.to_sparse()}, NotImplementedError, r"tokens is torch\.sparse_coo on"),
     ({"tokens": TOKENS.to("meta")}, ValueError, "tokens is on meta, expected (cpu|cuda)"),
     ({"temperature": torch.ones(4, 1)}, ValueError, r"temperature has shape \[4, 1\], expected \[4\] \(one per row of"),
-    ({"temperature": torch.ones(1)}, ValueError, r"temperature has shape \[1\], expected \[4\] \(one per row of"),
+    ({"temperature": torch.ones(3)}, ValueError, r"temperature has shape \[3\], expected \[4\] \(one per row of"),
     ({"temperature": torch.ones(4).long()}, ValueError, "temperature has dtype int64, expected a floating-point type"),
     ({"temperature": torch.ones(4).to("meta")}, ValueError, "temperature is on meta, expected (cpu|cuda)"),
     ({"temperature": torch.ones(4, requires_grad=True)}, NotImplementedError, "no derivative with respect to temperat"),
@@ -651,8 +665,9 @@ OF_BOTH: list[Call] = [
     ({"softcap": -1.0}, ValueError, r"softcap is -1\.0, expected a positive number"),
     ({"scale": "2", "temperature": torch.ones(4)}, TypeError, "scale is '2', expected a positive number"),
     ({"ignore_index": 1.5}, TypeError, r"ignore_index is 1\.5, expected an int"),
-    ({"return_entropy": 1}, TypeError, "return_entropy is 1, expected a bool"),
-    ({"return_top1": 1}, TypeError, "return_top1 is 1, expected a bool"),
+    ({"outputs": "argmax"}, ValueError, "outputs has 'argmax', expected names among entropy, is_top1, sum_sq, mean"),
+    ({"outputs": ("entropy", "entropy")}, ValueError, "outputs is .*, expected each name once"),
+    ({"outputs": 1}, TypeError, "outputs is 1, expected names among entropy, is_top1, sum_sq, mean_logit$"),
 ]
 
 

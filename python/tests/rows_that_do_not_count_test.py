@@ -35,7 +35,7 @@ def test_linear_rows_of_weight_zero_are_as_if_they_were_not_there(
         leaves = [each.clone().requires_grad_() for each in (x, head, bias)]
         out = eaves.linear_cross_entropy(
             *leaves[:2], target, linear_bias=leaves[2], row_weight=row_weight, reduction=reduction, skip_ignored=True,
-            algorithm=algorithm, **{f"return_{name}": True for name in OUTPUTS},
+            algorithm=algorithm, outputs=OUTPUTS,
         )  # fmt: skip
         return out, torch.autograd.grad(out.loss.sum(), leaves)
 
@@ -58,7 +58,7 @@ def test_linear_rows_of_weight_zero_have_outputs_of_0_where_they_are_computed(
     target = soft_targets(x.shape, 33, device, x.dtype) if is_soft else target
     kept = torch.arange(9, device=device) % 3 != 1
     x.requires_grad_()
-    out = eaves.linear_cross_entropy(x, head, target, row_weight=kept, **{f"return_{name}": True for name in OUTPUTS})
+    out = eaves.linear_cross_entropy(x, head, target, row_weight=kept, outputs=OUTPUTS)
     assert all(torch.count_nonzero(getattr(out, name)[~kept]) == 0 for name in OUTPUTS)
     (out.loss + out.lse.sum() + out.entropy.sum()).backward()
     assert x.grad[~kept].count_nonzero() == 0 and x.grad[kept].all(1).any()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eaves._parallel import cross_entropy as ranks
 from eaves._parallel.shard import ShardArguments
+from eaves._torch import cross_entropy_rules  # noqa: F401  # registers them
 from eaves._torch.operator import apply, binds_quickly, call, dispatch, gradients_of, run_plainly
 from eaves._torch.outputs import MEAN, for_backward, in_order, keep_outputs, kept_for_backward, upstream_of
 from eaves._torch.registration import give_derivative, refuse_lost_derivatives

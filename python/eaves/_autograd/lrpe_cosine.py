@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eaves._torch import lrpe_cosine_rules  # noqa: F401  # registers them
 from eaves._torch.checks import accumulator_dtype
 from eaves._torch.operator import apply, binds_quickly, call, dispatch
 from eaves._torch.registration import give_derivative, refuse_lost_derivatives

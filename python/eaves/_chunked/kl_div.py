@@ -1,4 +1,4 @@
-"""linear_kl_div: the KL divergence of two heads, a student's and a teacher's, in chunks of rows (_head_chunks.py).
+"""linear_kl_div: the KL divergence of two heads, a student's and a teacher's, in chunks of rows (head.py).
 
 Gradients are computed in the forward, for an upstream gradient of 1, added up in float32 over the chunks, and rounded
 once, in the backward, when the upstream gradient has multiplied them. Where each row has its own upstream gradient, and

@@ -2,7 +2,7 @@
 
 The kernels of cross_entropy compute a row's statistics with one of its tokens as the target. The logits of the others
 are gathered beside it, and in the gradient their places are written again, exactly. Of a head that happens in chunks of
-rows (_head_chunks.py). Logits are copied, in chunks too, where each row has its temperature, because the kernels take
+rows (head.py). Logits are copied, in chunks too, where each row has its temperature, because the kernels take
 numbers; else they are read where they are.
 
 Where classes are cut over ranks, logits and head are this rank's part of them. The logits of tokens are summed over the

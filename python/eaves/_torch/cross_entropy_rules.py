@@ -1,5 +1,5 @@
 """cross_entropy for the tracers and transforms of torch: fake implementations and batching rules of the operators that
-_cross_entropy.py calls."""
+_autograd/cross_entropy.py calls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """linear_cross_entropy for the tracers and transforms of torch: fake implementations and batching rules of the
-operators that _linear_cross_entropy.py calls, and the names of their arguments."""
+operators that _autograd/linear_cross_entropy.py calls, and the names of their arguments."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """lrpe_cosine for the tracers and transforms of torch: fake implementations and batching rules of the operators that
-_lrpe_cosine.py calls."""
+_autograd/lrpe_cosine.py calls."""
 
 from __future__ import annotations
 

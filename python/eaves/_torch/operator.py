@@ -1,5 +1,4 @@
-"""What the Python side of every operator shares: checks of arguments, the way into the extension and its errors, and
-the question whether autograd has to know of a call.
+"""Calls of the extension's operators, by an autograd.Function or without one, and the extension's errors.
 
 An operator is one or more functions of the extension, a fake implementation and a batching rule for each, and where it
 has a gradient a torch.autograd.Function outside of them. The Function stands outside because that is cheaper for each
@@ -24,7 +23,7 @@ from eaves._torch.transforms import is_in_dispatch_mode, is_transforming, needs_
 from eaves._words import renamed
 
 if TYPE_CHECKING:
-    OpOverload = torch._ops.OpOverload[Any, Any]
+    from eaves._torch.registration import OpOverload
 
 
 def dispatch(

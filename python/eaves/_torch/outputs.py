@@ -83,22 +83,22 @@ _types: dict[tuple[str, ...], Any] = {}  # of named tuples, by their names and f
 
 def named_outputs(kind: str, names: Sequence[str], values: Sequence[Any]) -> Any:
     """A named tuple, whose class is the same for the same names."""
-    return _types[_made(kind, *names)](*values)
+    # As the class's __new__ does, which torch.compile would look for where the class comes from: from no variable.
+    return tuple.__new__(_type_of(kind, *names), values)
 
 
-def _made(*kind_and_fields: str) -> tuple[str, ...]:
-    """The key of a class in `_types`."""
+def _type_of(*kind_and_fields: str) -> Any:
     if kind_and_fields not in _types:
         kind, *fields = kind_and_fields
         make: Any = namedtuple  # to mypy a class whose fields it would have to know
         made = make(kind, fields)
         made.__reduce__ = lambda self: (named_outputs, (kind, fields, tuple(self)))
         _types[kind_and_fields] = made
-    return kind_and_fields
+    return _types[kind_and_fields]
 
 
 # As torch.compiler.assume_constant_result does, which would load torch._dynamo: a graph cannot make a class.
-_made._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_type_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kept_for_backward(wanted: int, mode: int, needs_target_mass: bool) -> int:

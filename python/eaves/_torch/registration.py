@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.fx
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -15,9 +16,9 @@ from eaves._torch.checks import check_device, refuse_gradient
 from eaves._torch.transforms import is_exporting, is_transforming
 
 if TYPE_CHECKING:
-    from eaves._torch.operator import OpOverload
-below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowAutograd
+    OpOverload = torch._ops.OpOverload[Any, Any]
 
+below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowAutograd
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -200,9 +200,8 @@ class CrossEntropyLoss(LossModule):
     where the module goes.
 
     Args:
-        weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, inplace_backward, return_lse,
-            return_argmax, return_entropy, return_z_loss, return_sum_sq, return_mean_logit, class_dim: as in
-            eaves.cross_entropy. They are checked when the module is called.
+        weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, inplace_backward, outputs, class_dim:
+            as in eaves.cross_entropy. They are checked when the module is called.
 
     Example:
         >>> import torch, eaves
