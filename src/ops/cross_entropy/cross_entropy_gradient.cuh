@@ -225,7 +225,7 @@ struct FullGradient {
       } else if constexpr (kIsSmall) {
         const float in_units = z * small_slope(z, in.terms);
         exponent = in_units - anchor;
-        derivative = fmaf(in_units * in_units, -in.terms.to_tanh_squared, 1.0f);
+        derivative = fmaf(in_units * in_units, -in.terms.per_softcap_squared, 1.0f);
       } else {
         const Transformed<float> transformed = capped<true>(z, in.terms, &derivative);
         exponent = fmaf(transformed.value, transformed.factor, -anchor);
