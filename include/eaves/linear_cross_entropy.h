@@ -15,8 +15,8 @@
 // accumulators, not from logits rounded to the type of x. Their gradient is rounded once to that type, as the factor of
 // the two products that it is. Each of those sums in float32 and is rounded once for each chunk of rows (grad_weight)
 // or once (grad_x). On a GPU a grad_weight of 16 bits has a second rounding for each chunk, of what is added to it, and
-// a third of the target's part where logits end in their product (docs/numerics.md), where x times the gradient of its
-// row is rounded too. A grad_weight in float32 is never rounded to 16 bits.
+// a third of the target's part on the fused path (docs/numerics.md), on which x times the gradient of its row is rounded
+// too. A grad_weight in float32 is never rounded to 16 bits.
 //
 // dL/d(loss) and the mean's divisor are part of the factor. In float16 they multiply the products' results, so that the
 // factor does not underflow; but where dL/d(loss) is per row, or lse or entropy have gradients, they are part of it
