@@ -44,7 +44,7 @@ struct LinearCrossEntropyProblem {
   const void* row_weight;  ///< accumulators, per row; nullptr: 1
   CrossEntropyOptions options;
   Dims row_shape;
-  bool skips_ignored_rows;
+  bool skips_ignored;
   std::size_t workspace_limit;  ///< the caller's; 0: none
 
   const void* normalizer;

@@ -160,7 +160,7 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
                                 .classes = problem_.all_classes(),
                                 .has_weight = memory_.class_weight != nullptr,
                                 .has_soft_targets = is_soft,
-                                .reads_ignored_rows = false};
+                                .skips_ignored = true};
     put_outputs(merge, first, rows);
     cross_entropy_merge(merge, loss_context_);
   }

@@ -312,7 +312,7 @@ class Steps final : public LinearCrossEntropySteps {
 
   /// nullptr where all rows are computed, in the order of the view.
   std::int64_t* row_indices() const {
-    return problem_.skips_ignored_rows || problem_.has_soft_targets() ? memory_.row_indices : nullptr;
+    return problem_.skips_ignored || problem_.has_soft_targets() ? memory_.row_indices : nullptr;
   }
   FeatureRows feature_rows(std::int64_t first, std::int64_t count) const {
     return {problem_.view, row_indices(), first, count};
@@ -333,7 +333,7 @@ void linear_cross_entropy(const LinearCrossEntropyProblem& given, const LinearCr
   require_gemm(given.op);
   LinearCrossEntropyProblem problem = given;
   // A capture cannot wait for the number of rows that count: all are computed. That takes less workspace.
-  if (problem.skips_ignored_rows && is_being_captured(given.op, context.stream)) problem.skips_ignored_rows = false;
+  if (problem.skips_ignored && is_being_captured(given.op, context.stream)) problem.skips_ignored = false;
   LinearCrossEntropyMemory memory;
   lay_out(problem, block, context.workspace.data, memory);
   dispatch_floating_point(problem.dtype, [&]<typename T>() {

@@ -82,7 +82,7 @@ TEST_F(LinearCrossEntropyFusedOnGpu, EachOptionMatchesTheOracle) {
     check([](LinearCrossEntropyCase& c) { c.bias_dtype = DType::bfloat16, c.wanted.bias = true; });
     check([](LinearCrossEntropyCase& c) {
       c.bias_dtype = DType::float32, c.wanted.bias = true, c.options.softcap = 5.0, c.has_row_weight = true;
-      c.has_grad_lse = c.accumulates = c.skips_ignored_rows = true, c.row_shape = {290};
+      c.has_grad_lse = c.accumulates = c.skips_ignored = true, c.row_shape = {290};
     });
     check([](LinearCrossEntropyCase& c) {
       c.bias_dtype = DType::float32, c.wanted = {.x = false, .weight = false, .bias = true}, c.row_shape = {300};
@@ -92,7 +92,7 @@ TEST_F(LinearCrossEntropyFusedOnGpu, EachOptionMatchesTheOracle) {
     check([](LinearCrossEntropyCase& c) { c.has_row_weight = c.has_normalizer = true; });
     check([](LinearCrossEntropyCase& c) { c.has_grad_lse = c.accumulates = true; });
     check([](LinearCrossEntropyCase& c) { c.has_grad_entropy = c.wants_all_of_row = true; });
-    check([](LinearCrossEntropyCase& c) { c.skips_ignored_rows = true, c.row_shape = {290}; });
+    check([](LinearCrossEntropyCase& c) { c.skips_ignored = true, c.row_shape = {290}; });
     check([](LinearCrossEntropyCase& c) { c.wanted.x = false, c.grad_weight_dtype = DType::float32; });
     check([](LinearCrossEntropyCase& c) { c.wanted.weight = false; });
     check([](LinearCrossEntropyCase& c) { c.row_shape = {300}, c.workspace_limit = 2000000; });  // chunks and blocks

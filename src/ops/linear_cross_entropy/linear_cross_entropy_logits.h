@@ -24,7 +24,7 @@ class LinearCrossEntropyOfLogits final : public LinearCrossEntropyChunks {
                                  .weight = class_weight_at(0, classes),
                                  .row_weight = numbers_at(row_weight_, first, rows),
                                  .options = row_options(),
-                                 .reads_ignored_rows = false};
+                                 .skips_ignored = true};
     put_outputs(loss, first, rows);
     if (!problem_.wants_gradients()) return cross_entropy_forward(loss, loss_context_);
     CrossEntropyForwardBackwardArgs args{.forward = loss};

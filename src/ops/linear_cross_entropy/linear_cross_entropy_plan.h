@@ -181,7 +181,7 @@ inline std::int64_t batch_invariant_classes(const LinearCrossEntropyShape& shape
   LinearCrossEntropyShape usual = shape;
   usual.rows = policy_of(shape.device).usual_rows;
   // As if rows were gathered: that takes memory, and whether they are depends on the rows.
-  usual.skips_ignored_rows = true;
+  usual.skips_ignored = true;
   if (!usual.gathers_soft_targets()) usual.targets_dtype = DType::int64;
   return blocks_within(usual, limit_without_workspace(usual)).classes;
 }

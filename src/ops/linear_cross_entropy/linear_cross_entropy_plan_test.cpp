@@ -30,7 +30,7 @@ LinearCrossEntropyShape shape_of(Mode mode, const Sizes& sizes, DType dtype, Dev
   shape.features = sizes.features;
   shape.classes = shape.all_classes = shape.most_classes = sizes.classes;
   shape.is_reduced = true;
-  shape.skips_ignored_rows = gathers;
+  shape.skips_ignored = gathers;
   shape.has_lse = true;
   shape.has_grad_x = shape.has_grad_weight = mode != Mode::forward;
   return shape;

@@ -173,7 +173,7 @@ Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& 
                       .row_weight = row_weight,
                       .options = args.options,
                       .row_shape = arguments.row_shape,
-                      .skips_ignored_rows = is_cpu || args.skips_ignored_rows,
+                      .skips_ignored = is_cpu || args.skips_ignored,
                       .workspace_limit = args.workspace_limit,
                       .grad_loss = numbers_of(grad_loss),
                       .grad_x = grad_x.is_present ? grad_x.data : nullptr,

@@ -40,7 +40,7 @@ struct LinearCrossEntropyShape {
   bool is_shard = false;
   bool is_fused = false;
   bool is_reduced = false;
-  bool skips_ignored_rows = false;
+  bool skips_ignored = false;
   bool is_matrix = true;
   bool has_weight_vectors = true;  ///< rows of the weight start at multiples of kGemmVector elements
 
@@ -81,7 +81,7 @@ struct LinearCrossEntropyShape {
         is_shard(of.shard != nullptr),
         is_fused(of.is_fused),
         is_reduced(of.is_reduced()),
-        skips_ignored_rows(of.skips_ignored_rows),
+        skips_ignored(of.skips_ignored),
         is_matrix(eaves::is_matrix(of.view)),
         has_weight_vectors(of.weight.stride % kGemmVector == 0),
         has_bias(of.bias.data != nullptr),
@@ -112,7 +112,7 @@ struct LinearCrossEntropyShape {
   DType statistics_dtype() const { return device.type == DeviceType::cpu ? DType::float64 : accumulator(); }
 
   /// Rows may be left out: ignored ones, and rows of weight 0, which soft targets have too.
-  bool leaves_out_rows() const { return skips_ignored_rows && (!has_soft_targets() || has_row_weight); }
+  bool leaves_out_rows() const { return skips_ignored && (!has_soft_targets() || has_row_weight); }
 
   /// The soft targets of a block are copied together. Else all rows of them are read in their own memory.
   bool gathers_soft_targets() const { return has_soft_targets() && leaves_out_rows(); }
@@ -137,7 +137,7 @@ struct LinearCrossEntropyShape {
     LinearCrossEntropyShape largest = *this;
     if (!is_shard) return largest;
     largest.classes = most_classes;
-    largest.skips_ignored_rows = true;
+    largest.skips_ignored = true;
     if (!largest.gathers_soft_targets()) largest.targets_dtype = DType::int64;
     largest.is_fused = false;
     if (mode == LinearCrossEntropyMode::forward) return largest;

@@ -119,7 +119,7 @@ class Shards {
          .classes = case_.classes,
          .has_weight = whole.inputs.class_weight.is_present,
          .has_soft_targets = run_.is_soft(),
-         .reads_ignored_rows = false,
+         .skips_ignored = true,
          .loss = to.loss,
          .lse = to.lse,
          .argmax = to.argmax,

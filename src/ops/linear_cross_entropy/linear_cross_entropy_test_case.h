@@ -73,7 +73,7 @@ struct LinearCrossEntropyCase {
   bool has_grad_entropy = false;
   bool wants_all_of_row = true;  ///< argmax, entropy and sum_sq among the outputs
   bool wants_mean_logit = false;
-  bool skips_ignored_rows = false;
+  bool skips_ignored = false;
   bool accumulates = false;
   WantedGradients wanted = {};
   std::optional<DType> grad_weight_dtype = {};  ///< that of weight unless given
@@ -250,7 +250,7 @@ class LinearCrossEntropyRun {
             .class_weight = case_.class_weight_dtype ? (class_weight.*where)() : TensorView{},
             .row_weight = case_.has_row_weight ? (row_weight.*where)() : TensorView{},
             .options = case_.options,
-            .skips_ignored_rows = case_.skips_ignored_rows,
+            .skips_ignored = case_.skips_ignored,
             .workspace_limit = limit_of(case_)};
   }
 
@@ -397,7 +397,7 @@ class LinearCrossEntropyComparison {
     const std::string of_row = " of row " + std::to_string(i) + how;
     // A row that does not count has zeros, whatever it holds.
     return (!results.has_all_of_row || is_argmax(row, i, results.argmax.get(i), of_row)) &&
-           compare_results_.compare_row(results, row, i, row.is_counted, of_row);
+           compare_results_.compare_row(results, row, i, !row.is_counted, of_row);
   }
 
   /// The class of the largest logit, or one that is as large as far as float32 can tell.
@@ -493,7 +493,7 @@ class LinearCrossEntropyComparison {
 
   /// The rows of the chunks, all or only those that count, in the order of the walk.
   Matrix computed_rows(const Matrix& all, const LinearCrossEntropyProblem& problem) const {
-    const bool leaves_out = case_.device.type == DeviceType::cpu || case_.skips_ignored_rows;
+    const bool leaves_out = case_.device.type == DeviceType::cpu || case_.skips_ignored;
     Matrix computed(0, all.columns);
     for (std::int64_t i = 0; i < all.rows; ++i) {
       const std::int64_t of_view = problem.view.rows.offsets(i).of[linear_cross_entropy_tensors::kPerRow];
@@ -680,7 +680,7 @@ inline std::string description_of(const LinearCrossEntropyCase& c) {
   if (c.has_grad_lse) text += ", grad_lse";
   if (c.has_grad_entropy) text += ", grad_entropy";
   if (!c.wants_all_of_row) text += ", without argmax and entropy";
-  if (c.skips_ignored_rows) text += ", ignored rows skipped";
+  if (c.skips_ignored) text += ", ignored rows skipped";
   if (c.accumulates) text += ", accumulates";
   return text;
 }

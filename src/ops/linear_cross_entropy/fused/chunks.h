@@ -74,7 +74,7 @@ class FusedChunks final : public LinearCrossEntropyChunks {
       merge_statistics(first, rows, 1);
     }
     if (problem_.grad_x != nullptr) {
-      const std::int64_t* indices = problem_.skips_ignored_rows ? memory_.row_indices : nullptr;
+      const std::int64_t* indices = problem_.skips_ignored ? memory_.row_indices : nullptr;
       write_grad_x(fused, {problem_.view, indices, first, rows}, memory_.grad_x, problem_.grad_x,
                    problem_.grad_x_dtype);
       tell_grad_x(first, rows);

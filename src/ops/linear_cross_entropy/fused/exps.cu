@@ -29,8 +29,8 @@ __global__ void __launch_bounds__(kThreads)
     all = MergeSoftmax{}(all, softmax_at(gathered + shard * count * kCrossEntropyStatistics));
   }
   const RowGradient<float> gradient = rows.row(i, split_lse(softmax_anchor(all.max), logf(all.sum)));
-  const bool is_nothing = gradient.mass == 0.0f && gradient.hard == 0.0f;
-  rows.memory.row_factor[i] *= is_nothing ? 0.0f : gradient.mass * share_of(softmax_at(statistics), all);
+  const bool is_nothing = gradient.softmax_factor == 0.0f && gradient.target_factor == 0.0f;
+  rows.memory.row_factor[i] *= is_nothing ? 0.0f : gradient.softmax_factor * share_of(softmax_at(statistics), all);
   const bool has_target = !is_nothing && rows.targets.column(i) >= 0;
   const float z = has_target ? rows.memory.target_logit[i] : 0.0f;
   const float distance = gradient.log_probability(rows.transform.value(z));

@@ -4,7 +4,7 @@
 //   z  = x_i W^T + bias                      float32, in the product's accumulators
 //   z' = scale * z,  or softcap * tanh(scale / softcap * z)
 //   t  = z' * log2(e) - shift_i,  E = 2^t    so softmax_i = E / sum(E), whatever the shift
-//   dL/dz = (m_i * softmax_i - h_i * [v = y]) * dz'/dz    with m and h of RowGradient, cross_entropy_math.h
+//   dL/dz = (m_i * softmax_i - h_i * [v = y]) * dz'/dz    m, h: softmax_factor and target_factor of RowGradient
 //
 // The loss (shifts.cu, statistics.cu). shift_i is a guess at the row's largest z' * log2(e): the largest of up to 1024
 // samples at equal distances, and of the target's. For each tile of 192 classes the product writes S = sum(E) and

@@ -4,8 +4,9 @@
 namespace eaves::cuda {
 namespace {
 
-/// A thread a row: shift and coefficients for the product. With c = log2(e), d = z' - lse and d * c = t + rest:
-///   softmax * (mass + slope * d) = 2^t * 2^rest * (mass + slope / c * (t + rest)) = 2^t * (constant + slope' * t)
+/// A thread a row: shift and coefficients for the product. With c = log2(e), d = z' - lse d * c = t + rest and
+/// m the softmax_factor:
+///   softmax * (m + slope * d) = 2^t * 2^rest * (m + slope / c * (t + rest)) = 2^t * (constant + slope' * t)
 /// times scale = dz'/dz. An infinite lse has no rest.
 __global__ void __launch_bounds__(kThreads)
     prepare_gradient(const __grid_constant__ GradientOfRows rows, std::int64_t count) {
@@ -21,7 +22,8 @@ __global__ void __launch_bounds__(kThreads)
   rows.memory.shift[i] = shift;
   rows.memory.target[i] = rows.targets.column(i);
   rows.memory.slope[i] = slope;
-  const float constant = row.mass == 0.0f ? 0.0f : row.mass * (is_finite ? correction : rows.transform.scale);
+  const float constant =
+      row.softmax_factor == 0.0f ? 0.0f : row.softmax_factor * (is_finite ? correction : rows.transform.scale);
   rows.memory.constant[i] = slope == 0.0f || !is_finite ? constant : fmaf(slope, rest, constant);
 }
 

@@ -102,9 +102,9 @@ struct GradientOfRows {
 
   /// The gradient of the logit z of the row's target, whose z' is `d` above lse, at most 0: softmax - 1 would cancel.
   __device__ float of_target(float z, float d, const RowGradient<float>& row) const {
-    if (row.mass == 0.0f && row.hard == 0.0f && row.slope == 0.0f) return 0.0f;
+    if (row.softmax_factor == 0.0f && row.target_factor == 0.0f && row.slope == 0.0f) return 0.0f;
     const float p = exponential(d);
-    float gradient = row.target < 0 ? p * row.mass : fmaf(std::expm1(d), row.hard, p * row.rest);
+    float gradient = row.target < 0 ? p * row.softmax_factor : fmaf(std::expm1(d), row.target_factor, p * row.surplus);
     // 0 * -infinity must be 0. fmax() drops a NaN, but then p is one.
     if (row.slope != 0.0f) gradient = fmaf(p, row.slope * fmaxf(d, -1e30f), gradient);
     return gradient * (transform.scale * transform.derivative(z));
