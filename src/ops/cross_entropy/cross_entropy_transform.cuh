@@ -2,7 +2,7 @@
 // with to_tanh = scale / softcap. Two tanh:
 //
 //   capped()               a relative error of 3e-7: of logits in memory, with any soft cap (LossTerms)
-//   tanh_and_derivative()  an error of 2.4e-7 of 1, in fewer instructions: of logits that end in their product, with a
+//   tanh_and_derivative()  an error of 2.4e-7 of 1, in fewer instructions: of logits on the head's fused path, with a
 //                          soft cap of at most 50 (FastTransform; in the product cuda/sm90/exp_product.cuh)
 #pragma once
 
@@ -151,7 +151,7 @@ __device__ A transformed(A z, const LossTerms<A>& terms) {
   return product(capped<false>(z, terms).rounded(), kUnit<A>);
 }
 
-// ---- logits that end in their product ------------------------------------------------------------------------------
+// ---- the fused path of linear_cross_entropy ------------------------------------------------------------------------
 
 /// By tanh_and_derivative(): z' = outer * inner with inner = z, or tanh(z * to_tanh).
 struct FastTransform {

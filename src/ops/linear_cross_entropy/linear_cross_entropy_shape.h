@@ -1,5 +1,5 @@
-// What the plan of a linear_cross_entropy knows of a call: its sizes, its types, and which tensors it has. No memory: a
-// plan is also made for calls that nobody has made.
+// What the plan of a linear_cross_entropy knows of a call: its sizes, its types, and which tensors it has. It has no
+// pointers: a rank also plans with the largest shard, whose tensors another rank holds.
 #pragma once
 
 #include <algorithm>
