@@ -649,7 +649,7 @@ TEST_F(ProgramWithTensors, RunLinearCrossEntropy) {
   }
   args.inputs.class_weight = in("head_weight");
   args.inputs.options = kEveryOption;
-  args.inputs.skips_ignored_rows = true;
+  args.inputs.skips_ignored = true;
   args.inputs.workspace_limit = 1 << 20;
   both_ways("--target head_targets --linear-bias bias --weight head_weight --skip-ignored --workspace-limit 1M" +
                 std::string(kEveryFlag),

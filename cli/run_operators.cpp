@@ -204,7 +204,7 @@ void run_linear_cross_entropy(Run& run) {
   inputs.class_weight = run.input("--weight");
   inputs.row_weight = run.input("--row-weight");
   inputs.options = loss_options(run);
-  inputs.skips_ignored_rows = run.is_set("--skip-ignored");
+  inputs.skips_ignored = run.is_set("--skip-ignored");
   inputs.workspace_limit = static_cast<std::size_t>(parse_bytes("--workspace-limit", run.text("--workspace-limit")));
   forward.normalizer = run.input("--normalizer");
   if (!inputs.bias.is_present && std::find(named.begin(), named.end(), "linear_bias") != named.end()) {

@@ -157,13 +157,13 @@ class CrossEntropyResultComparison {
 
   /// Of a row that is ignored lse and entropy are 0 unless it is read, and everything else is.
   bool compare_row(const CrossEntropyResults& results, const reference::CrossEntropyRow& row, std::int64_t i,
-                   bool is_read, const std::string& of_row) {
+                   bool is_skipped, const std::string& of_row) {
     const double lse_scale = logsumexp_scale(row.lse, row.max);
     // Two numbers are as exact as the logarithm of the row's sum, wherever the row lies.
-    const bool is_exact = has_exact_logits_ && results.has_split_lse && is_read;
+    const bool is_exact = has_exact_logits_ && results.has_split_lse && !is_skipped;
     const double lse = results.lse_of(i, is_exact ? row.anchor : 0.0);
     const Expected expected_lse = is_exact ? Expected{row.lse_minus_anchor, logsumexp_scale(row.lse_minus_anchor, 0.0)}
-                                           : Expected{is_read ? row.lse : 0.0, is_read ? lse_scale : 0.0};
+                                           : Expected{is_skipped ? 0.0 : row.lse, is_skipped ? 0.0 : lse_scale};
     const auto unless = [](bool is_zero, double value, double scale) {
       return is_zero ? Expected{0.0, 0.0} : Expected{value, scale};
     };
@@ -171,12 +171,12 @@ class CrossEntropyResultComparison {
     const bool is_within =
         expect(lse, expected_lse, "lse" + of_row, shares_.lse) &&
         (!results.has_all_of_row ||
-         expect(results.entropy.get(i), unless(!is_read, row.entropy, entropy_scale(row.entropy, row.lse, row.max)),
+         expect(results.entropy.get(i), unless(is_skipped, row.entropy, entropy_scale(row.entropy, row.lse, row.max)),
                 "entropy" + of_row, shares_.entropy)) &&
         (!results.has_all_of_row || !results.has_sum_sq ||
-         expect(results.sum_sq.get(i), unless(!is_read, row.sum_sq, sum_sq_scale(row.sum_sq, row.max)),
+         expect(results.sum_sq.get(i), unless(is_skipped, row.sum_sq, sum_sq_scale(row.sum_sq, row.max)),
                 "sum_sq" + of_row, unused)) &&
-        (!results.has_mean_logit || expect(results.mean_logit.get(i), unless(!is_read, row.mean_logit, row.mean_size),
+        (!results.has_mean_logit || expect(results.mean_logit.get(i), unless(is_skipped, row.mean_logit, row.mean_size),
                                            "mean_logit" + of_row, unused)) &&
         expect(results.target_mass.get(i), {row.target_mass, row.target_mass}, "target_mass" + of_row, unused);
     if (!is_within || options_.reduction != Reduction::none) return is_within;

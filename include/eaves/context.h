@@ -26,7 +26,7 @@ struct ParallelFor {
 struct ExecutionContext {
   /// GPU: a cudaStream_t of the device that the tensors are on; nullptr is that device's default stream. A call
   /// enqueues its work there and returns. It waits for the device only where the caller asks for what needs it:
-  /// EAVES_CHECK_TARGETS=1, and skips_ignored_rows of linear_cross_entropy.
+  /// EAVES_CHECK_TARGETS=1, and skips_ignored of linear_cross_entropy.
   void* stream = nullptr;
 
   /// Empty: the operator takes what it needs (on a GPU from the stream's own memory pool, in stream order) and gives

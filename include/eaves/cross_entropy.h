@@ -81,8 +81,8 @@ struct CrossEntropyForwardArgs {
 
   CrossEntropyOptions options = {};
 
-  /// False: rows that are ignored need not be read, and their lse, argmax, entropy, sum_sq and mean_logit are 0.
-  bool reads_ignored_rows = true;
+  /// True: ignored rows need not be read, and their lse, argmax, entropy, sum_sq and mean_logit are 0.
+  bool skips_ignored = false;
 
   /// out, result dtype: per row with Reduction::none, otherwise one element.
   TensorView loss = {};
@@ -154,8 +154,8 @@ struct CrossEntropyBackwardArgs {
 };
 
 struct CrossEntropyForwardBackwardArgs {
-  /// As in cross_entropy_forward, but `logits` is out: it is overwritten with dL/d(logits). reads_ignored_rows is
-  /// false.
+  /// As in cross_entropy_forward, but `logits` is out: it is overwritten with dL/d(logits). skips_ignored is
+  /// true.
   CrossEntropyForwardArgs forward = {};
 
   /// dL/d(loss), optional: as in the backward; absent: 1.
@@ -185,9 +185,9 @@ enum class CrossEntropyStatistic : std::uint8_t {
   sum,            ///< sum_v exp(z'_v - largest)
   target_logit,   ///< z'_t; 0 where the target is another shard's
   target_weight,  ///< w_t; likewise
-  linear,         ///< sum_v u_v z'_v: u_v is w_v q'_v with soft targets, else w_v with smoothing, else 1 where
+  logit_sum,      ///< sum_v u_v z'_v: u_v is w_v q'_v with soft targets, else w_v with smoothing, else 1 where
                   ///< is_for_mean_logit is set
-  mass,           ///< sum_v u_v, with soft targets or smoothing
+  factor_sum,     ///< sum_v u_v, with soft targets or smoothing
   moment,         ///< sum_v exp(z'_v - largest) * (z'_v - largest)
   best_value,     ///< the largest z
   best,           ///< its class, which float32 knows up to 2^24 classes
@@ -227,7 +227,7 @@ struct CrossEntropyMergeArgs {
   bool has_soft_targets = false;  ///< and with targets that are distributions
 
   /// As in the forward; the shards have read them.
-  bool reads_ignored_rows = true;
+  bool skips_ignored = false;
 
   /// As the outputs of the forward.
   TensorView loss = {};

@@ -15,15 +15,15 @@
 // accumulators, not from logits rounded to the type of x. Their gradient is rounded once to that type, as the factor of
 // the two products that it is. Each of those sums in float32 and is rounded once for each chunk of rows (grad_weight)
 // or once (grad_x). On a GPU a grad_weight of 16 bits has a second rounding for each chunk, of what is added to it, and
-// a third of the target's part where logits end in their product (docs/numerics.md), where x times the gradient of its
-// row is rounded too. A grad_weight in float32 is never rounded to 16 bits.
+// a third of the target's part on the fused path (docs/numerics.md), on which x times the gradient of its row is
+// rounded too. A grad_weight in float32 is never rounded to 16 bits.
 //
 // dL/d(loss) and the mean's divisor are part of the factor. In float16 they multiply the products' results, so that the
 // factor does not underflow; but where dL/d(loss) is per row, or lse or entropy have gradients, they are part of it
 // there too, and those below 1e-4 lose digits; so are weights of rows, of which those beyond 1e4 overflow.
 //
 // Over the edges, beside those of cross_entropy: rows that do not count, which are ignored or of weight 0, have
-// gradient 0 and all other outputs 0. If they are skipped (see skips_ignored_rows), x may hold anything there. Else an
+// gradient 0 and all other outputs 0. If they are skipped (see skips_ignored), x may hold anything there. Else an
 // x that is not finite there may make grad_weight NaN, and a weight that is not finite their grad_x, as 0 * NaN is.
 #pragma once
 
@@ -66,7 +66,7 @@ struct LinearCrossEntropyInputs {
   /// Leaves out rows that do not count before anything is multiplied; soft targets of the others are copied together
   /// then. The CPU always does. On a GPU, true: the call waits once, for the number of rows; false: such rows cost as
   /// much as others. In a CUDA graph that is being captured nothing can wait: there all rows are computed.
-  bool skips_ignored_rows = false;
+  bool skips_ignored = false;
 
   /// The most scratch memory that the call should take, in bytes; how many rows (and classes) are computed at once
   /// follows from it. 0: what the operator finds best for the device. Where the context brings a workspace, its size

@@ -63,7 +63,7 @@ std::vector<Tensor> forward(Logits logits, OptionalTensor row_weight, OptionalTe
                             std::int64_t class_axis, Options options, std::int64_t wanted) {
   CrossEntropyForwardArgs args{.row_weight = optional_input(row_weight, {kOp, "row_weight"}),
                                .normalizer = optional_input(normalizer, {kOp, "normalizer"}),
-                               .reads_ignored_rows = (wanted & outputs::kOfIgnoredRows) != 0};
+                               .skips_ignored = (wanted & outputs::kOfIgnoredRows) == 0};
   logits.put_into(args, class_axis, options);
   std::vector<Tensor> tensors = make_outputs(args, row_shape_of(args.logits, args.class_axis),
                                              accumulator_dtype(args.logits.dtype), args.logits.device, wanted);
@@ -78,7 +78,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_backw
     std::int64_t wanted) {
   CrossEntropyForwardBackwardArgs args{.forward = {.row_weight = optional_input(row_weight, {kOp, "row_weight"}),
                                                    .normalizer = optional_input(normalizer, {kOp, "normalizer"}),
-                                                   .reads_ignored_rows = false}};
+                                                   .skips_ignored = true}};
   logits.put_into(args.forward, class_axis, options, true);
   const TensorView& view = args.forward.logits;
   const DType dtype = accumulator_dtype(view.dtype);
@@ -153,7 +153,7 @@ std::vector<Tensor> merge(Tensor statistics, OptionalTensor targets, OptionalTen
                              .classes = classes,
                              .has_weight = has_weight,
                              .has_soft_targets = !targets.has_value(),
-                             .reads_ignored_rows = (wanted & outputs::kOfIgnoredRows) != 0};
+                             .skips_ignored = (wanted & outputs::kOfIgnoredRows) == 0};
   const Dims& shape = args.statistics.shape;
   Dims rows;
   for (int axis = 1; axis + 1 < shape.size(); ++axis) rows.push_back(shape[axis]);

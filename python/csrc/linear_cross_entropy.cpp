@@ -60,7 +60,7 @@ struct Inputs {
 
 struct CallOptions {
   Options of_loss;
-  bool skips_ignored_rows;
+  bool skips_ignored;
   std::int64_t workspace_limit;
 
   static CallOptions read(Arguments& arguments) {
@@ -76,7 +76,7 @@ LinearCrossEntropyInputs inputs_of(const Inputs& inputs, const CallOptions& opti
           .class_weight = optional_input(inputs.class_weight, {kOp, "class_weight"}),
           .row_weight = optional_input(inputs.row_weight, {kOp, "row_weight"}),
           .options = options.of_loss,
-          .skips_ignored_rows = options.skips_ignored_rows,
+          .skips_ignored = options.skips_ignored,
           .workspace_limit = static_cast<std::size_t>(std::max<std::int64_t>(options.workspace_limit, 0))};
 }
 

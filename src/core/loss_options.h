@@ -4,8 +4,8 @@
 //
 // One that changes logits, or what the gradient needs of a row besides its lse, also goes into plan_of()
 // (ops/cross_entropy/cross_entropy_problem.cpp), which chooses the kernels; one that changes logits also into the
-// transforms (cross_entropy_device.cuh and cross_entropy_rows_cpu.h there), and of linear_cross_entropy either into
-// LogitTransform (linear_cross_entropy_fused_cuda.cu), or ends_in_product() (linear_cross_entropy.cpp) refuses it.
+// transforms (cross_entropy_transform.cuh and cross_entropy_rows_cpu.h there), where suits_fused_path()
+// (linear_cross_entropy.cpp) may refuse it.
 #pragma once
 
 #include <limits>

@@ -105,8 +105,8 @@ double sum_of_differences(const A* x, std::int64_t count, A center) {
 }
 
 struct WeightedSums {
-  double linear;  ///< of u * (x - center), 0 where u is
-  double mass;    ///< of u
+  double weighted_sum;  ///< of u * (x - center), 0 where u is
+  double weight_sum;    ///< of u
 };
 
 template <typename A>
@@ -115,15 +115,15 @@ WeightedSums weighted_sums(const A* x, const A* u, std::int64_t count, A center)
   const auto shift = hn::Set(d, center);
   const auto zero = hn::Zero(d);
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  auto linear = zero, mass = zero;
+  auto weighted_sum = zero, weight_sum = zero;
   for_each_vector<A>(count, [&](std::int64_t i, std::int64_t n) HWY_ATTR {
     auto weight = hn::LoadU(d, u + i);
     if (n < lanes) weight = hn::IfThenElseZero(hn::FirstN(d, static_cast<std::size_t>(n)), weight);
     const auto product = hn::Mul(weight, hn::Sub(hn::LoadU(d, x + i), shift));
-    linear = hn::Add(linear, hn::IfThenZeroElse(hn::Eq(weight, zero), product));
-    mass = hn::Add(mass, weight);
+    weighted_sum = hn::Add(weighted_sum, hn::IfThenZeroElse(hn::Eq(weight, zero), product));
+    weight_sum = hn::Add(weight_sum, weight);
   });
-  return {hn::GetLane(hn::SumOfLanes(d, linear)), hn::GetLane(hn::SumOfLanes(d, mass))};
+  return {hn::GetLane(hn::SumOfLanes(d, weighted_sum)), hn::GetLane(hn::SumOfLanes(d, weight_sum))};
 }
 
 /// u = w * u.
@@ -144,11 +144,11 @@ void blend_block(A* u, std::int64_t count, A factor, A term) {
                                 HWY_ATTR { hn::StoreU(hn::MulAdd(hn::LoadU(d, u + i), factors, terms), d, u + i); });
 }
 
-/// What the gradient of a row consists of: p * (mass + slope * (x - lse)) - constant with p = exp(x - lse), 0 in the
-/// first term where p is.
+/// What the gradient of a row consists of: p * (softmax_factor + slope * (x - lse)) - constant with p = exp(x - lse), 0
+/// in the first term where p is.
 template <typename A>
 struct SoftmaxGradient {
-  A lse, mass, slope, constant;
+  A lse, softmax_factor, slope, constant;
 };
 
 /// x becomes its gradient.
@@ -157,12 +157,12 @@ void gradient_block(A* x, std::int64_t count, const SoftmaxGradient<A>& gradient
   const Tag<A> d;
   const auto zero = hn::Zero(d);
   const auto lse = hn::Set(d, gradient.lse);
-  const auto mass = hn::Set(d, gradient.mass);
+  const auto softmax_factor = hn::Set(d, gradient.softmax_factor);
   const auto constant = hn::Set(d, gradient.constant);
   if (gradient.slope == A(0)) {
     for_each_vector<A>(count, [&](std::int64_t i, std::int64_t) HWY_ATTR {
       const auto p = exp(d, hn::Sub(hn::LoadU(d, x + i), lse));
-      hn::StoreU(hn::MulSub(p, mass, constant), d, x + i);
+      hn::StoreU(hn::MulSub(p, softmax_factor, constant), d, x + i);
     });
     return;
   }
@@ -170,7 +170,7 @@ void gradient_block(A* x, std::int64_t count, const SoftmaxGradient<A>& gradient
   for_each_vector<A>(count, [&](std::int64_t i, std::int64_t) HWY_ATTR {
     const auto difference = hn::Sub(hn::LoadU(d, x + i), lse);
     const auto p = exp(d, difference);
-    const auto product = hn::Mul(p, hn::MulAdd(slope, difference, mass));
+    const auto product = hn::Mul(p, hn::MulAdd(slope, difference, softmax_factor));
     hn::StoreU(hn::Sub(hn::IfThenZeroElse(hn::Eq(p, zero), product), constant), d, x + i);
   });
 }

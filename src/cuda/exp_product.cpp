@@ -34,7 +34,7 @@ bool has_exp_product(Device device) {
 
 void exp_product(const char* op, const ExpProduct& product, const ExpProductSums& to, const ExecutionContext& context) {
   if constexpr (kHasKernels) {
-    const auto run = to.powers != nullptr               ? sm90::powers_of_bfloat16
+    const auto run = to.exps != nullptr                 ? sm90::exps_of_bfloat16
                      : product.dtype == DType::bfloat16 ? sm90::sums_of_bfloat16
                                                         : sm90::sums_of_float16;
     return run(op, product, to, properties(product.device).multiprocessors, context.stream);

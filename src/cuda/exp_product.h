@@ -51,13 +51,13 @@ inline std::int64_t exp_product_sums(std::int64_t rows, std::int64_t classes) {
   return ceil_divide(classes, kExpProductClasses) * ceil_divide(rows, kExpProductRows) * kExpProductRows;
 }
 
-/// For each row and tile of classes: the sums of 2^t and of 2^t * t. Where `powers` is not nullptr also each 2^t, times
+/// For each row and tile of classes: the sums of 2^t and of 2^t * t. Where `exps` is not nullptr also each 2^t, times
 /// the derivative of tanh with a soft cap, rounded to bfloat16, whose range is that of float32; x and weight are of
 /// bfloat16 then.
 struct ExpProductSums {
-  float* sums;             ///< [tiles, rows up to a whole tile]
-  float* moments;          ///< the same
-  void* powers = nullptr;  ///< [rows, classes]
+  float* sums;           ///< [tiles, rows up to a whole tile]
+  float* moments;        ///< the same
+  void* exps = nullptr;  ///< [rows, classes]
   std::int64_t stride = 0;
 };
 

@@ -54,8 +54,8 @@ inline RowThreads row_threads(std::int64_t row_bytes) {
   return {512, 4};
 }
 
-/// A row of so many bytes is long. It may be asked whether it is wanted before it is read (asks_first() of cross
-/// entropy).
+/// A row of so many bytes is long. Whether it is wanted may be asked before it is read (checks_target_first() of
+/// cross_entropy).
 inline constexpr std::int64_t kLongRowBytes = 65536;
 
 /// Rows that are cut into pieces. 8 rows of 2^24 bf16, microseconds with the merging: H100, 512 x 4 93.6, 256 x 8 94.5

@@ -75,11 +75,11 @@ __device__ void accumulate(SoftmaxState<A>& state, A value) {
       state, SoftmaxState<A>{value == value ? value : -infinity<A>(), exponential(value - softmax_anchor(value))});
 }
 
-/// Takes a run of elements that `threads` threads share into the state. `goes_on`, kThroughL1: see for_each_batch().
-template <int kVectors, bool kThroughL1, typename T, typename GoesOn>
+/// Takes a run of elements that `threads` threads share into the state. `is_wanted`, kThroughL1: see for_each_batch().
+template <int kVectors, bool kThroughL1, typename T, typename IsWanted>
 __device__ void accumulate_row(SoftmaxState<Accumulator<T>>& state, const T* first, std::int64_t count, int thread,
-                               int threads, GoesOn goes_on) {
-  for_each_batch<kVectors, kThroughL1>(first, count, thread, threads, minus_infinity<T>(), goes_on,
+                               int threads, IsWanted is_wanted) {
+  for_each_batch<kVectors, kThroughL1>(first, count, thread, threads, minus_infinity<T>(), is_wanted,
                                        [&](const auto& batch) { accumulate(state, batch); });
 }
 

@@ -213,12 +213,12 @@ struct Span {
 
 /// Shares a run of elements among `threads` threads and calls `body(batch)` in each with kVectors vectors at a time,
 /// all of them loaded before the first is used; places without an element hold `fill`. The run has fewer than 2^31
-/// vectors: 32-bit indices leave registers for loads, and longer rows are cut into pieces. `goes_on()` is asked once in
-/// each thread, when its first elements are on their way: if it says no, the rest of the run is left out. kThroughL1:
-/// one of the elements is loaded again soon, as the target's logit is.
-template <int kVectors, bool kThroughL1, typename T, typename Body, typename GoesOn>
+/// vectors: 32-bit indices leave registers for loads, and longer rows are cut into pieces. `is_wanted()` is asked once
+/// in each thread, when its first elements are on their way: if it says no, the rest of the run is left out.
+/// kThroughL1: one of the elements is loaded again soon, as the target's logit is.
+template <int kVectors, bool kThroughL1, typename T, typename Body, typename IsWanted>
 __device__ void for_each_batch(const T* first, std::int64_t count, int thread, int threads, const Vector<T>& fill,
-                               GoesOn goes_on, Body body) {
+                               IsWanted is_wanted, Body body) {
   const Span<const T> span(first, count);
   // The edge elements travel with the first batch and are used last, so that they add no wait.
   T edge{};
@@ -232,7 +232,7 @@ __device__ void for_each_batch(const T* first, std::int64_t count, int thread, i
     Vector<T> batch[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) batch[v] = load_vector(address + v * threads);
-    if (is_first && !goes_on()) return;
+    if (is_first && !is_wanted()) return;
     is_first = false;
     body(batch);
   }
@@ -240,11 +240,11 @@ __device__ void for_each_batch(const T* first, std::int64_t count, int thread, i
     Vector<T> batch[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) batch[v] = v * threads < left ? load_vector(address + v * threads) : fill;
-    if (is_first && !goes_on()) return;
+    if (is_first && !is_wanted()) return;
     is_first = false;
     body(batch);
   }
-  if (is_first && !goes_on()) return;
+  if (is_first && !is_wanted()) return;
   // More than one round only where fewer than 2 * (kSize - 1) threads share the run.
   for (int i = thread; i < span.edges; i += threads) {
     if (i != thread) edge = span.edge(i);

@@ -190,7 +190,7 @@ struct EndOfProduct : fusion::Sm90VisitorImpl<> {
 inline constexpr float kLeastExponent = -1024.0f;
 
 /// 2^t, and for each row and tile the sums of 2^t and of 2^t * t.
-struct SumPowers {
+struct SumExps {
   struct Arguments {
     float* sums;
     float* moments;
@@ -200,13 +200,13 @@ struct SumPowers {
   float sum[kRowsOfThread] = {};
   float moment[kRowsOfThread] = {};
 
-  CUTLASS_DEVICE SumPowers(const Arguments& arguments, const ThreadRows&) : to(arguments) {}
+  CUTLASS_DEVICE SumExps(const Arguments& arguments, const ThreadRows&) : to(arguments) {}
 
   CUTLASS_DEVICE float of(int row, float t) {
-    const float power = exp2_approximate(t);
-    sum[row] += power;
-    moment[row] = fmaf(power, fmaxf(t, kLeastExponent), moment[row]);
-    return power;
+    const float exp = exp2_approximate(t);
+    sum[row] += exp;
+    moment[row] = fmaf(exp, fmaxf(t, kLeastExponent), moment[row]);
+    return exp;
   }
 
   CUTLASS_DEVICE void end(const ThreadRows& rows) {

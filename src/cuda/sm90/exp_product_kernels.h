@@ -9,8 +9,8 @@ void sums_of_bfloat16(const char* op, const ExpProduct& product, const ExpProduc
                       void* stream);
 void sums_of_float16(const char* op, const ExpProduct& product, const ExpProductSums& to, int multiprocessors,
                      void* stream);
-void powers_of_bfloat16(const char* op, const ExpProduct& product, const ExpProductSums& to, int multiprocessors,
-                        void* stream);
+void exps_of_bfloat16(const char* op, const ExpProduct& product, const ExpProductSums& to, int multiprocessors,
+                      void* stream);
 void gradient_of_bfloat16(const char* op, const ExpProduct& product, const ExpProductGradient& to, int multiprocessors,
                           void* stream);
 

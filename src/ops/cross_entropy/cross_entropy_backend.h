@@ -28,13 +28,15 @@ using CrossEntropyView = RowView<3, 6>;
 /// What of its options a call has to do more for than a plain softmax.
 struct LossPlan {
   bool has_transform = false;  ///< z' is not z
-  bool has_linear = false;     ///< sum of u_v * z'_v is wanted: soft targets, smoothing or mean_logit
+  bool has_logit_sum = false;  ///< sum of u_v * z'_v is wanted: soft targets, smoothing or mean_logit
   bool has_factors = false;    ///< and u is not 1: soft targets, or smoothing over weighted classes
   bool has_moment = false;     ///< the entropy, or its gradient
   bool has_square = false;     ///< the sum of p^2
   bool has_best = false;       ///< the class of the largest logit
 
-  bool is_plain() const { return !has_transform && !has_linear && !has_moment && !has_square && !has_best; }
+  bool needs_only_softmax() const {
+    return !has_transform && !has_logit_sum && !has_moment && !has_square && !has_best;
+  }
 };
 
 struct CrossEntropyInputs {
@@ -60,7 +62,7 @@ struct CrossEntropyInputs {
 
 struct CrossEntropyForwardProblem {
   CrossEntropyInputs inputs;
-  bool reads_ignored_rows;
+  bool skips_ignored;
   const void* normalizer;  ///< nullptr: the weights of the rows
   LossOutputs outputs;
 };
@@ -105,7 +107,7 @@ struct CrossEntropyShardProblem {
 struct CrossEntropyMergeProblem {
   CrossEntropyInputs inputs;  ///< no logits, no weight; the view has rows alone
   bool has_weight;
-  bool reads_ignored_rows;
+  bool skips_ignored;
   std::int64_t shards;
   const void* statistics;  ///< [shards, rows, kCrossEntropyStatistics]
   DType statistics_dtype;

@@ -91,7 +91,7 @@ CrossEntropyForwardArgs forward_args(Arena& arena, const Case& item, DType dtype
   if (item.has_weight) args.weight = class_weights(arena, item, dtype);
   args.class_axis = item.class_axis;
   args.options = item.options;
-  args.reads_ignored_rows = false;
+  args.skips_ignored = true;
   return args;
 }
 
@@ -121,7 +121,7 @@ Call backward_call(Arena& arena, const Case& item, DType dtype) {
   const DType result_dtype = accumulator_dtype(dtype);
   Arena not_counted(arena.device());  // what the forward writes and the backward does not take
   CrossEntropyForwardArgs forward = forward_args(arena, item, dtype);
-  forward.reads_ignored_rows = true;
+  forward.skips_ignored = false;
   forward.loss = not_counted.output(result_dtype, item.loss_shape());
   if (item.has_entropy) forward.entropy = arena.output(result_dtype, item.row_shape());
   add_what_the_backward_needs(forward, arena, item);

@@ -20,7 +20,7 @@ namespace {
 template <typename T>
 void forward_of(const CrossEntropyForwardProblem& problem, const ExecutionContext& context) {
   const Rows<T> rows(problem.inputs);
-  const bool skips_ignored = !problem.reads_ignored_rows;
+  const bool skips_ignored = problem.skips_ignored;
   Results results(problem.inputs, problem.outputs);
   reduce_rows(rows, skips_ignored, context, [&](std::int64_t index, const RowStatistics& statistics) {
     const auto row = rows.row(index);
@@ -106,7 +106,7 @@ void in_place_of(const CrossEntropyInPlaceProblem& problem, const ExecutionConte
     for_each_row_piece(view, context, false, [&](const ColumnPiece& piece) {
       RowStatistics statistics;
       if (!rows.row(piece.group).is_ignored) {
-        if (!rows.inputs().plan.is_plain()) {
+        if (!rows.inputs().plan.needs_only_softmax()) {
           statistics = reduce_with_options(rows, piece);
         } else {
           statistics.softmax = reduce_piece(view, rows.logits(), piece);

@@ -18,8 +18,8 @@ LossWorkspace workspace_of(const CrossEntropyForwardProblem& problem) {
   const CrossEntropyInputs& inputs = problem.inputs;
   const std::int64_t rows = inputs.view.row_count;
   return {inputs.options.reduction, rows, size_of(accumulator_dtype(inputs.logits_dtype)),
-          is_plain(inputs) ? plan_of(inputs).workspace_bytes(rows, sizeof(SoftmaxState<float>))
-                           : full_workspace_bytes(inputs)};
+          suits_plain_loss(inputs) ? plan_of(inputs).workspace_bytes(rows, sizeof(SoftmaxState<float>))
+                                   : full_workspace_bytes(inputs)};
 }
 
 template <typename T>
@@ -31,15 +31,14 @@ void forward(const CrossEntropyForwardProblem& problem, const ExecutionContext& 
   void* const states = workspace.other(memory);
   const RowOutputs<A> outputs =
       row_outputs<A>(problem.outputs, inputs.options.reduction, inputs.view.row_count, workspace.arrays(memory));
-  if (inputs.view.row_count > 0 && !is_plain(inputs)) {
-    reduce_full<T>(kOp, inputs, problem.reads_ignored_rows, outputs, nullptr, states, context.stream);
+  if (inputs.view.row_count > 0 && !suits_plain_loss(inputs)) {
+    reduce_full<T>(kOp, inputs, problem.skips_ignored, outputs, nullptr, states, context.stream);
   } else if (inputs.view.row_count > 0) {
     if constexpr (!std::is_same_v<T, double>) {
-      reduce_rows<T>(
-          kOp, plan_of(inputs), inputs.view, inputs.device, states, context.stream,
-          [&]<typename View>(const View& view) {
-            return PlainLoss<T, View>{{LossInputs<T, View>(view, inputs), outputs, problem.reads_ignored_rows}};
-          });
+      reduce_rows<T>(kOp, plan_of(inputs), inputs.view, inputs.device, states, context.stream,
+                     [&]<typename View>(const View& view) {
+                       return PlainLoss<T, View>{{LossInputs<T, View>(view, inputs), outputs, !problem.skips_ignored}};
+                     });
     }
   }
   reduce_losses<A>(kOp, inputs, outputs, problem.normalizer, problem.outputs, workspace.sums(memory), context.stream);

@@ -34,35 +34,35 @@ struct FullLoss {
     bool is_asked = false;
     bool is_wanted = true;
     const auto ask = [&] {
-      if (!is_asked) is_wanted = rows.goes_on(at, thread, prepared);
+      if (!is_asked) is_wanted = rows.check_target(at, thread, prepared);
       is_asked = true;
       return is_wanted;
     };
-    if (rows.asks_first(count) && !ask()) return State{};
+    if (rows.checks_target_first(count) && !ask()) return State{};
     RunningStatistics<A, kHasSquare> running;
     const auto load_batch = [&](Vector<T>(&batch)[kVectors], int i) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) batch[v] = load_past_l1(span.vector_address(i + v * threads));
     };
-    take_vectors<kVectors>(running, static_cast<int>(span.vectors), thread, threads, first + span.head,
-                           at.of[kSoftTargets], load_batch, ask, [&](int i) { return span.vector_address(i); });
+    add_vectors<kVectors>(running, static_cast<int>(span.vectors), thread, threads, first + span.head,
+                          at.of[kSoftTargets], load_batch, ask, [&](int i) { return span.vector_address(i); });
     if (!ask()) return State{};
 #pragma unroll 1
     for (int e = thread; e < span.edges; e += threads) {
       if (e != thread) edge = span.edge(e);
       const std::int64_t column = first + span.edge_index(e);
-      take_element(running, load_as_accumulator(edge), at.of[kSoftTargets] + column, column);
+      add_element(running, load_as_accumulator(edge), at.of[kSoftTargets] + column, column);
     }
     return finished(running, rows.in.terms);
   }
 
   /// Takes vectors thread, thread + threads, ... of `vectors` of unit stride, the first of which is column `first`.
-  /// `load_batch(batch, i)` loads kVectors from vector i on, `address_of(i)` is where a single one lies. `goes_on()` is
-  /// asked with every batch, the first of which is then on its way, and repeats its answer: is the row wanted?
-  template <int kVectors, typename LoadBatch, typename GoesOn, typename AddressOf>
-  __device__ void take_vectors(RunningStatistics<A, kHasSquare>& running, int vectors, int thread, int threads,
-                               std::int64_t first, std::int64_t soft_row, LoadBatch load_batch, GoesOn goes_on,
-                               AddressOf address_of) const {
+  /// `load_batch(batch, i)` loads kVectors from vector i on, `address_of(i)` is where a single one lies. `is_wanted()`
+  /// is asked with every batch, the first of which is then on its way, and repeats its answer: is the row wanted?
+  template <int kVectors, typename LoadBatch, typename IsWanted, typename AddressOf>
+  __device__ void add_vectors(RunningStatistics<A, kHasSquare>& running, int vectors, int thread, int threads,
+                              std::int64_t first, std::int64_t soft_row, LoadBatch load_batch, IsWanted is_wanted,
+                              AddressOf address_of) const {
     const int step = threads * Vector<T>::kSize;
     const auto column_of = [&](int i) { return first + std::int64_t{i} * Vector<T>::kSize; };
     int i = thread;
@@ -71,15 +71,15 @@ struct FullLoss {
         for (; i + (kVectors - 1) * threads < vectors; i += kVectors * threads) {
           Vector<T> batch[kVectors];
           load_batch(batch, i);
-          if (!goes_on()) return;
-          if (!take_batch<kIsCapped, kFactors>(running, batch, column_of(i), step, soft_row)) return;
+          if (!is_wanted()) return;
+          if (!add_batch<kIsCapped, kFactors>(running, batch, column_of(i), step, soft_row)) return;
         }
       });
-      if (!goes_on()) return;
+      if (!is_wanted()) return;
         // A batch that was refused, or the last, which is not whole.
 #pragma unroll 1
       for (const int end = min(vectors, i + kVectors * threads); i < end; i += threads) {
-        take_vector(running, address_of(i), column_of(i), soft_row);
+        add_vector(running, address_of(i), column_of(i), soft_row);
       }
     } while (i < vectors);
   }
@@ -100,8 +100,8 @@ struct FullLoss {
       }
 #pragma unroll 1
       for (int c = 0; c < kColumns && column_of(c) < last; ++c) {
-        take_element(running, load_as_accumulator(batch[c]),
-                     at.of[kSoftTargets] + column_offset(view(), kSoftTargets, column_of(c)), column_of(c));
+        add_element(running, load_as_accumulator(batch[c]),
+                    at.of[kSoftTargets] + column_offset(view(), kSoftTargets, column_of(c)), column_of(c));
       }
     }
     states[0] = finished(running, rows.in.terms);
@@ -111,9 +111,8 @@ struct FullLoss {
     const auto at = view().rows.offsets(row);
     RunningStatistics<A, kHasSquare> running;
     for (std::int64_t column = first; column < last; column += step) {
-      take_element(running,
-                   load_as_accumulator(rows.in.logits[at.of[kLogits] + column_offset(view(), kLogits, column)]),
-                   at.of[kSoftTargets] + column_offset(view(), kSoftTargets, column), column);
+      add_element(running, load_as_accumulator(rows.in.logits[at.of[kLogits] + column_offset(view(), kLogits, column)]),
+                  at.of[kSoftTargets] + column_offset(view(), kSoftTargets, column), column);
     }
     return finished(running, rows.in.terms);
   }
@@ -130,10 +129,10 @@ struct FullLoss {
   }
 
   /// `soft_offset` is where its soft target lies.
-  __device__ void take_element(RunningStatistics<A, kHasSquare>& running, A z, std::int64_t soft_offset,
-                               std::int64_t column) const {
-    const A u = !plan.has_linear ? A(0) : rows.in.has_factors ? factor_of(rows.in, soft_offset, column) : A(1);
-    take(running, z, u, column, rows.in.terms);
+  __device__ void add_element(RunningStatistics<A, kHasSquare>& running, A z, std::int64_t soft_offset,
+                              std::int64_t column) const {
+    const A u = !plan.has_logit_sum ? A(0) : rows.in.has_factors ? factor_of(rows.in, soft_offset, column) : A(1);
+    add_logit(running, z, u, column, rows.in.terms);
   }
 
  private:
@@ -141,7 +140,7 @@ struct FullLoss {
   template <typename Function>
   __device__ auto with_variant(Function function) const {
     const auto call = [&]<bool kIsCapped>() {
-      if (!plan.has_linear) return function.template operator()<kIsCapped, Factors::none>();
+      if (!plan.has_logit_sum) return function.template operator()<kIsCapped, Factors::none>();
       if (!rows.in.has_factors) return function.template operator()<kIsCapped, Factors::one>();
       return function.template operator()<kIsCapped, Factors::loaded>();
     };
@@ -149,28 +148,28 @@ struct FullLoss {
   }
 
   template <bool kIsCapped, Factors kFactors, int kVectors>
-  __device__ bool take_batch(RunningStatistics<A, kHasSquare>& running, const Vector<T> (&batch)[kVectors],
-                             std::int64_t first, int step, std::int64_t soft_row) const {
-    return take_whole<kIsCapped, kFactors>(running, batch, first, step, rows.in.terms, plan,
-                                           [&](int v, A(&u)[Vector<T>::kSize]) {
-                                             load_factors(rows.in, soft_row, first + v * step, u);
-                                             return total_of(u);
-                                           });
+  __device__ bool add_batch(RunningStatistics<A, kHasSquare>& running, const Vector<T> (&batch)[kVectors],
+                            std::int64_t first, int step, std::int64_t soft_row) const {
+    return try_add_batch<kIsCapped, kFactors>(running, batch, first, step, rows.in.terms, plan,
+                                              [&](int v, A(&u)[Vector<T>::kSize]) {
+                                                load_factors(rows.in, soft_row, first + v * step, u);
+                                                return total_of(u);
+                                              });
   }
 
   /// Any vector of a row of unit stride: where it cannot be taken whole, element by element. The logits are read once
   /// more, so that the loop need not be unrolled.
-  __device__ void take_vector(RunningStatistics<A, kHasSquare>& running, const Vector<T>* vector, std::int64_t column,
-                              std::int64_t soft_row) const {
+  __device__ void add_vector(RunningStatistics<A, kHasSquare>& running, const Vector<T>* vector, std::int64_t column,
+                             std::int64_t soft_row) const {
     const Vector<T> batch[1] = {*vector};
     const bool is_taken = with_variant([&]<bool kIsCapped, Factors kFactors>() {
-      return take_batch<kIsCapped, kFactors>(running, batch, column, 0, soft_row);
+      return add_batch<kIsCapped, kFactors>(running, batch, column, 0, soft_row);
     });
     if (is_taken) return;
 #pragma unroll 1
     for (int i = 0; i < Vector<T>::kSize; ++i) {
-      take_element(running, load_as_accumulator(reinterpret_cast<const T*>(vector)[i]), soft_row + column + i,
-                   column + i);
+      add_element(running, load_as_accumulator(reinterpret_cast<const T*>(vector)[i]), soft_row + column + i,
+                  column + i);
     }
   }
 };

@@ -19,20 +19,20 @@ std::size_t full_workspace_bytes(const CrossEntropyInputs& inputs) {
 }
 
 template <typename T>
-void reduce_full(const char* op, const CrossEntropyInputs& inputs, bool reads_ignored_rows,
+void reduce_full(const char* op, const CrossEntropyInputs& inputs, bool skips_ignored,
                  const RowOutputs<Accumulator<T>>& outputs, void* statistics, void* workspace, void* stream) {
   const ReductionPlan reduction = plan_of(inputs);
   if constexpr (!std::is_same_v<T, double>) {
     const bool has_whole_rows = reduction.layout == RowLayout::contiguous && reduction.split.pieces == 1;
     if (has_whole_rows && statistics == nullptr && share_weights(inputs)) {
-      return reduce_weighted<T>(op, inputs, reads_ignored_rows, outputs, stream);
+      return reduce_weighted<T>(op, inputs, skips_ignored, outputs, stream);
     }
   }
   const auto reduce = [&]<bool kHasSquare>() {
     reduce_rows<T>(op, reduction, inputs.view, inputs.device, workspace, stream, [&]<typename View>(const View& view) {
       constexpr bool kIsStrided = std::is_same_v<View, CrossEntropyView>;
       constexpr bool kTakesSquare = kHasSquare || kIsStrided;  // strided rows have one kernel for both
-      return FullLoss<T, View, kTakesSquare>{{LossInputs<T, View>(view, inputs), outputs, reads_ignored_rows},
+      return FullLoss<T, View, kTakesSquare>{{LossInputs<T, View>(view, inputs), outputs, !skips_ignored},
                                              inputs.plan,
                                              static_cast<Accumulator<T>*>(statistics)};
     });

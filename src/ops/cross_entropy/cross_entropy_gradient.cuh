@@ -84,22 +84,23 @@ struct PlainGradient {
   using A = Accumulator<T>;
   static constexpr int kSize = Vector<T>::kSize;
 
-  RowGradient<A> row;  ///< mass has e^(-lse.low) in it: it multiplies e^(z - lse.high)
+  RowGradient<A> row;  ///< softmax_factor has e^(-lse.low) in it: it multiplies e^(z - lse.high)
 
   __device__ PlainGradient(const LossInputs<T, View>&, const RowGradient<A>& gradient, std::int64_t) : row(gradient) {
-    row.mass *= exponential(-row.lse.low);
+    row.softmax_factor *= exponential(-row.lse.low);
   }
 
   __device__ std::int64_t target_column() const { return row.target; }
   /// Of a class that is not the target. The difference is taken before the product with log2(e): near lse, where the
   /// result is largest, it is exact. In a row that counts for nothing p is not used, and may be NaN.
   __device__ A other(A z) const {
-    return row.mass == A(0) ? -row.per_class : fma(exponential(z - row.lse.high), row.mass, -row.per_class);
+    return row.softmax_factor == A(0) ? -row.per_class
+                                      : fma(exponential(z - row.lse.high), row.softmax_factor, -row.per_class);
   }
   __device__ A target(A z) const {
-    if (row.hard == A(0) && row.rest == A(0)) return -row.per_class;
+    if (row.target_factor == A(0) && row.surplus == A(0)) return -row.per_class;
     const A d = row.log_probability(z);
-    return fma(std::expm1(d), row.hard, fma(exponential(d), row.rest, -row.per_class));
+    return fma(std::expm1(d), row.target_factor, fma(exponential(d), row.surplus, -row.per_class));
   }
 
   __device__ A operator()(A z, std::int64_t column) const { return column == row.target ? target(z) : other(z); }
@@ -134,10 +135,10 @@ struct FullGradient {
   std::int64_t soft_row;
   // For whole vectors: p / correction = e^(kUnit * (z' / kUnit - anchor)), with the anchor in the rounding of z'. What
   // the rounding of the anchor itself adds to every exponent, and lse.low, the correction takes out again; from the
-  // exponent that the slope multiplies, the mass does.
-  A anchor;  ///< lse.high / kUnit
-  A mass;    ///< of p / correction; like the next ones for gradients in z'/scale
-  A slope;   ///< of p / correction times the exponent
+  // exponent that the slope multiplies, the softmax_factor does.
+  A anchor;          ///< lse.high / kUnit
+  A softmax_factor;  ///< of p / correction; like the next ones for gradients in z'/scale
+  A slope;           ///< of p / correction times the exponent
   A per_class;
   bool has_vectors;  ///< the row's numbers are common ones
 
@@ -145,16 +146,16 @@ struct FullGradient {
       : in(inputs), row(gradient), soft_row(soft_offset), anchor(product(row.lse.high, A(1) / kUnit<A>)) {
     const A rounding = fma(row.lse.high, A(1) / kUnit<A>, -anchor) + row.lse.low * (A(1) / kUnit<A>);
     const A correction = power(-rounding) * in.terms.scale;
-    mass = (row.mass - row.slope * (kUnit<A> * rounding)) * correction;
+    softmax_factor = (row.softmax_factor - row.slope * (kUnit<A> * rounding)) * correction;
     slope = row.slope * correction * kUnit<A>;
     per_class = row.per_class * in.terms.scale;
-    has_vectors = row.mass != A(0) && fabs(row.lse.high) < A(kCommonAnchor) &&
+    has_vectors = row.softmax_factor != A(0) && fabs(row.lse.high) < A(kCommonAnchor) &&
                   (in.terms.softcap == A(0) || in.terms.small_logit >= A(0));
   }
 
   /// A row that counts for nothing: 0, whatever its logits are.
   __device__ bool is_nothing() const {
-    return row.mass == A(0) && row.hard == A(0) && row.slope == A(0) && row.per_class == A(0);
+    return row.softmax_factor == A(0) && row.target_factor == A(0) && row.slope == A(0) && row.per_class == A(0);
   }
 
   __device__ A operator()(A z, std::int64_t column) const {
@@ -172,9 +173,9 @@ struct FullGradient {
     const A p = exponential(d);
     A result = row.per_class == A(0) ? A(0) : -row.per_class * u;
     if (column == row.target) {
-      result += fma(std::expm1(d), row.hard, p * row.rest);
-    } else if (row.mass != A(0)) {
-      result = fma(p, row.mass, result);
+      result += fma(std::expm1(d), row.target_factor, p * row.surplus);
+    } else if (row.softmax_factor != A(0)) {
+      result = fma(p, row.softmax_factor, result);
     }
     // 0 * -infinity must be 0; what fmax() does to a NaN, the exponential undoes.
     if (row.slope != A(0)) result = fma(p, row.slope * fmax(d, A(-1e30)), result);
@@ -225,14 +226,14 @@ struct FullGradient {
       } else if constexpr (kIsSmall) {
         const float in_units = z * small_slope(z, in.terms);
         exponent = in_units - anchor;
-        derivative = fmaf(in_units * in_units, -in.terms.to_tanh_squared, 1.0f);
+        derivative = fmaf(in_units * in_units, -in.terms.per_softcap_squared, 1.0f);
       } else {
         const Transformed<float> transformed = capped<true>(z, in.terms, &derivative);
         exponent = fmaf(transformed.value, transformed.factor, -anchor);
       }
       const float p = power(exponent);
       // 0 * -infinity must be 0; a capped logit is finite.
-      const float with_slope = fmaf(slope, kIsCapped ? exponent : fmaxf(exponent, -1e30f), mass);
+      const float with_slope = fmaf(slope, kIsCapped ? exponent : fmaxf(exponent, -1e30f), softmax_factor);
       const float result = fmaf(p, with_slope, kHasFactors ? -per_class * u[i] : -per_class);
       values[i] = kIsCapped ? result * derivative : result;
     }

@@ -39,7 +39,7 @@ RowMap map_of(const Rows<T>& rows, const typename Rows<T>::Row& row, RowGradient
   const double difference = g.log_probability(z.logit);
   const double p = std::exp(difference);
   double value = 0.0;  // where p has no part in it, whatever p is
-  if (g.hard != 0.0 || g.rest != 0.0) value = std::expm1(difference) * g.hard + p * g.rest;
+  if (g.target_factor != 0.0 || g.surplus != 0.0) value = std::expm1(difference) * g.target_factor + p * g.surplus;
   if (g.slope != 0.0 && p != 0.0) value += p * g.slope * difference;
   if (terms.smoothing != 0.0) value -= g.per_class * (terms.has_weight ? in.target_weight : 1.0);
   map.target_value = value * z.derivative;
@@ -54,7 +54,7 @@ SoftmaxGradient<A> coefficients_of(const RowGradient<double>& g, double derivati
   const auto rounding = -static_cast<double>(lse.low);
   const double factor = rounding == 0.0 ? derivative : derivative * std::exp(rounding);
   return {.lse = lse.high,
-          .mass = static_cast<A>((g.mass + g.slope * rounding) * factor),
+          .softmax_factor = static_cast<A>((g.softmax_factor + g.slope * rounding) * factor),
           .slope = static_cast<A>(g.slope * factor),
           .constant = static_cast<A>(g.per_class * derivative)};
 }
@@ -64,7 +64,7 @@ ScaledSoftmax<Accumulator<T>> softmax_of(const RowMap& map) {
   using A = Accumulator<T>;
   const SoftmaxGradient<A> gradient = coefficients_of<A>(map.gradient, 1.0);
   return {.lse = gradient.lse,
-          .scale = gradient.mass,
+          .scale = gradient.softmax_factor,
           .is_zero = map.is_zero,
           .replaced = map.is_zero ? -1 : map.gradient.target,
           .value = static_cast<A>(map.target_value)};
@@ -111,7 +111,7 @@ void write_with_options(const Rows<T>& rows, R* grad_logits, const ColumnPiece& 
 
 /// Whether a gradient is more than a multiple of the softmax and a target.
 bool has_options(const LossPlan& plan, bool has_grad_entropy) {
-  return plan.has_transform || plan.has_linear || has_grad_entropy;
+  return plan.has_transform || plan.has_logit_sum || has_grad_entropy;
 }
 
 /// Where a gradient goes, and as what: narrower than the logits only over them (CrossEntropyInPlaceProblem).

@@ -128,18 +128,18 @@ __device__ void accumulate_edge(SoftmaxState<Accumulator<T>>& state, T edge) {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // as arrival.cuh
 
-/// The statistics of a thread's vectors of a piece and, through `take_edges`, of its edges. The first vector of the
+/// The statistics of a thread's vectors of a piece and, through `add_edges`, of its edges. The first vector of the
 /// piece is column `first`.
-template <RowOptions kOptions, typename T, typename View, typename TakeEdges>
+template <RowOptions kOptions, typename T, typename View, typename AddEdges>
 __device__ ClassStatistics<Accumulator<T>> reduce_with_options(const FullLoss<T, View, false>& loss,
                                                                const Vector<T>* piece, int vectors, std::int64_t first,
                                                                std::int64_t soft_row, const Arrival* arrivals,
-                                                               TakeEdges take_edges) {
+                                                               AddEdges add_edges) {
   constexpr int kThreads = kClusterThreads<kOptions>.threads;
   constexpr int kVectors = kClusterThreads<kOptions>.vectors;
   constexpr int kBatch = kThreads * kVectors;
   RunningStatistics<Accumulator<T>, false> running;
-  loss.template take_vectors<kVectors>(
+  loss.template add_vectors<kVectors>(
       running, vectors, threadIdx.x, kThreads, first, soft_row,
       [&](Vector<T>(&batch)[kVectors], int i) {
         wait_for(arrivals[i / kBatch]);
@@ -151,7 +151,7 @@ __device__ ClassStatistics<Accumulator<T>> reduce_with_options(const FullLoss<T,
         wait_for(arrivals[i / kBatch]);
         return piece + i;
       });
-  take_edges([&](Accumulator<T> z, std::int64_t column) { loss.take_element(running, z, soft_row + column, column); });
+  add_edges([&](Accumulator<T> z, std::int64_t column) { loss.add_element(running, z, soft_row + column, column); });
   return finished(running, loss.rows.in.terms);
 }
 
@@ -215,12 +215,12 @@ __global__ void __launch_bounds__(kClusterThreads<kOptions>.threads, kClusterBlo
   if (is_read) {
     if constexpr (kIsFull) {
       state = reduce_with_options<kOptions>(operation, piece, vectors, column_of(0), at.of[kSoftTargets], arrivals,
-                                            [&](auto take) {
+                                            [&](auto add) {
                                               if (has_edge)
-                                                take(load_as_accumulator(edges[thread]), span.edge_index(thread));
+                                                add(load_as_accumulator(edges[thread]), span.edge_index(thread));
                                             });
     } else {
-      const auto take = [&]<int kTaken>(int i) {
+      const auto add = [&]<int kTaken>(int i) {
         Vector<T> batch[kTaken];
 #pragma unroll
         for (int v = 0; v < kTaken; ++v) batch[v] = piece[i + v * kThreads];
@@ -231,10 +231,10 @@ __global__ void __launch_bounds__(kClusterThreads<kOptions>.threads, kClusterBlo
         wait_for(arrivals[begin / kBatch]);
         int i = begin + thread;
         if (i + (kVectors - 1) * kThreads < vectors) {
-          take.template operator()<kVectors>(i);
+          add.template operator()<kVectors>(i);
         } else {
 #pragma unroll 1
-          for (; i < vectors; i += kThreads) take.template operator()<1>(i);
+          for (; i < vectors; i += kThreads) add.template operator()<1>(i);
         }
       }
       if (has_edge) accumulate_edge(state, edges[thread]);
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(kClusterThreads<kOptions>.threads, kClusterBlo
     }
   };
   if constexpr (kIsFull) {
-    // <true, true> is missing, and so is kHasSquare of FullLoss: is_fused() refuses what needs them. Change both.
+    // <true, true> is missing, and so is kHasSquare of FullLoss: stays_on_chip() refuses what needs them. Change both.
     using View = typename InPlace<T, kIsFull>::View;
     if constexpr (kOptions == RowOptions::factors) {
       store_all(GradientVariant<T, View, false, true>{function});

@@ -109,7 +109,8 @@ __global__ void __launch_bounds__(kThreads < kShortBlock ? kShortBlock : kThread
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-bool is_fused(const CrossEntropyInPlaceProblem& problem) {
+/// Does a row stay on the chip between its statistics and its gradient?
+bool stays_on_chip(const CrossEntropyInPlaceProblem& problem) {
   const CrossEntropyInputs& inputs = problem.forward.inputs;
   if (inputs.view.row_count == 0 || inputs.view.column_count == 0) return false;
   if (inputs.logits_dtype == DType::float64 || inputs.view.layout != RowLayout::contiguous ||
@@ -117,8 +118,8 @@ bool is_fused(const CrossEntropyInPlaceProblem& problem) {
     return false;
   }
   const auto row_bytes = inputs.view.column_count * static_cast<std::int64_t>(size_of(inputs.logits_dtype));
-  if (is_plain(inputs) && row_bytes <= kRegisterRowBytes) return true;
-  if (!is_plain(inputs)) {
+  if (suits_plain_loss(inputs) && row_bytes <= kRegisterRowBytes) return true;
+  if (!suits_plain_loss(inputs)) {
     // So much arithmetic goes faster in two kernels. H100, [4096, 131072] bf16 with smoothing over weighted classes,
     // softcap and entropy: 1.29 ms, and on the chip 1.52.
     const bool is_slower = inputs.plan.has_factors && inputs.options.softcap != 0.0;
@@ -129,8 +130,8 @@ bool is_fused(const CrossEntropyInPlaceProblem& problem) {
   return gpu.compute_capability >= 90 && cut_row(row_bytes).vectors * 16 <= most_piece_bytes;
 }
 
-/// The workspace of a call. Fused: that of a reduced loss, then the divisor that the gradients need before the loss is
-/// known. In two passes: that of the forward, then what they keep between them, lse, mass and divisor.
+/// The workspace of a call. On the chip: that of a reduced loss, then the divisor that the gradients need before the
+/// loss is known. In two passes: that of the forward, then what they keep between them, lse, mass and divisor.
 struct InPlaceWorkspace {
   LossWorkspace loss;
   std::size_t forward_bytes = 0;  ///< of the separate forward
@@ -138,15 +139,15 @@ struct InPlaceWorkspace {
   std::size_t mass_bytes = 0;
   std::size_t divisor_bytes = 0;
 
-  bool is_fused;
+  bool is_on_chip;
 
   explicit InPlaceWorkspace(const CrossEntropyInPlaceProblem& problem)
       : loss(problem.forward.inputs.options.reduction, problem.forward.inputs.view.row_count,
              size_of(accumulator_dtype(problem.forward.inputs.logits_dtype)), 0),
-        is_fused(cuda::is_fused(problem)) {
+        is_on_chip(stays_on_chip(problem)) {
     const CrossEntropyInputs& inputs = problem.forward.inputs;
     if (inputs.options.reduction == Reduction::mean) divisor_bytes = 256;
-    if (is_fused) return;
+    if (is_on_chip) return;
     const std::size_t per_row = LossWorkspace::aligned(static_cast<std::size_t>(inputs.view.row_count) *
                                                        size_of(accumulator_dtype(inputs.logits_dtype)));
     forward_bytes = LossWorkspace::aligned(cross_entropy_workspace_bytes(problem.forward));
@@ -155,7 +156,7 @@ struct InPlaceWorkspace {
                                        size_of(accumulator_dtype(inputs.logits_dtype)));
   }
   std::size_t bytes() const {
-    return (is_fused ? loss.bytes() : forward_bytes) + lse_bytes + mass_bytes + divisor_bytes;
+    return (is_on_chip ? loss.bytes() : forward_bytes) + lse_bytes + mass_bytes + divisor_bytes;
   }
 };
 
@@ -240,7 +241,7 @@ void in_place(const CrossEntropyInPlaceProblem& problem, const ExecutionContext&
     return InPlace<T, kIsFull>{rows, logits, problem.grad_dtype, problem.grad_loss, divisor};
   };
   const LossRows<T, View> rows{in, outputs, false};
-  if (!is_plain(inputs)) {
+  if (!suits_plain_loss(inputs)) {
     launch_full_rows(kOp, operation_of.template operator()<true>({rows, inputs.plan, nullptr}), follows_kernel,
                      context.stream);
   } else {
@@ -304,7 +305,7 @@ std::size_t cross_entropy_workspace_bytes(const CrossEntropyInPlaceProblem& prob
 void cross_entropy(const CrossEntropyInPlaceProblem& problem, const ExecutionContext& context) {
   const CrossEntropyInputs& inputs = problem.forward.inputs;
   const DeviceGuard guard(inputs.device);
-  if (!is_fused(problem)) return in_two_passes(problem, context);
+  if (!stays_on_chip(problem)) return in_two_passes(problem, context);
   dispatch_floating_point(inputs.logits_dtype, [&]<typename T>() {
     if constexpr (!std::is_same_v<T, double>) in_place<T>(problem, context);
   });

@@ -80,9 +80,9 @@ struct LossRows {
 
   LossInputs<T, View> in;
   RowOutputs<A> outputs;
-  bool reads_ignored_rows;
+  bool reads_ignored;  ///< not skips_ignored: kernels ask of a row whether it is read
 
-  __device__ bool is_read(std::int64_t target) const { return reads_ignored_rows || !in.terms.is_ignored(target); }
+  __device__ bool is_read(std::int64_t target) const { return reads_ignored || !in.terms.is_ignored(target); }
 
   /// Of a row's target, as loaded: two loads that depend on each other and are needed at the end of the row. Nothing is
   /// computed from them before, so that nothing waits.
@@ -114,16 +114,16 @@ struct LossRows {
     return prepare(in.target_at(at.of[kTargets]), at.of[kLogits]);
   }
 
-  /// Is goes_on() asked before the vectors of a row, or of a piece of one, are loaded? Then those of an ignored row are
-  /// not read. H100, bf16, not asked first and asked first: [4096, 32768] with half of the rows ignored 74 and 53 us,
+  /// Is the target checked before the vectors of a row, or of a piece of one, are loaded? Then those of an ignored row
+  /// are not read. H100, bf16, checked later and first: [4096, 32768] with half of the rows ignored 74 and 53 us,
   /// with none 95.5 and 95.4; [1048576, 64] 93 and 68. Between the two limits it costs 2 to 10 %.
-  __device__ bool asks_first(std::int64_t count) const {
+  __device__ bool checks_target_first(std::int64_t count) const {
     const std::int64_t bytes = count * std::int64_t{sizeof(T)};
     return bytes <= 256 || bytes >= kLongRowBytes;
   }
-  /// Is the row wanted? In thread 0 also fills in `prepared`.
+  /// Is the row read? In thread 0 also fills in `prepared`.
   template <typename Offsets>
-  __device__ bool goes_on(const Offsets& at, int thread, Prepared& prepared) const {
+  __device__ bool check_target(const Offsets& at, int thread, Prepared& prepared) const {
     const std::int64_t target = in.target_at(at.of[kTargets]);
     if (thread == 0) prepared = prepare(target, at.of[kLogits]);
     return is_read(target);
@@ -220,15 +220,15 @@ void reduce_losses(const char* op, const CrossEntropyInputs& inputs, const RowOu
 
 // ---- which reduction -----------------------------------------------------------------------------------------------
 
-/// Is the softmax all that the loss needs of a row? Then the pass of logsumexp is enough.
-inline bool is_plain(const CrossEntropyInputs& inputs) {
-  return inputs.logits_dtype != DType::float64 && inputs.plan.is_plain();
+/// PlainLoss is the reduction: the pass of logsumexp is enough.
+inline bool suits_plain_loss(const CrossEntropyInputs& inputs) {
+  return inputs.logits_dtype != DType::float64 && inputs.plan.needs_only_softmax();
 }
 
 /// The reduction of the rows with every option, cross_entropy_full_cuda.cu: of `statistics` of a shard, or else to
 /// `outputs`. The workspace holds full_workspace_bytes().
 template <typename T>
-void reduce_full(const char* op, const CrossEntropyInputs& inputs, bool reads_ignored_rows,
+void reduce_full(const char* op, const CrossEntropyInputs& inputs, bool skips_ignored,
                  const RowOutputs<Accumulator<T>>& outputs, void* statistics, void* workspace, void* stream);
 std::size_t full_workspace_bytes(const CrossEntropyInputs& inputs);
 
@@ -236,7 +236,7 @@ std::size_t full_workspace_bytes(const CrossEntropyInputs& inputs);
 /// cross_entropy_weighted_rows_cuda.cu.
 bool share_weights(const CrossEntropyInputs& inputs);
 template <typename T>
-void reduce_weighted(const char* op, const CrossEntropyInputs& inputs, bool reads_ignored_rows,
+void reduce_weighted(const char* op, const CrossEntropyInputs& inputs, bool skips_ignored,
                      const RowOutputs<float>& outputs, void* stream);
 
 }  // namespace eaves::cuda

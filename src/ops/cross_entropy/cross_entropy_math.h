@@ -51,8 +51,8 @@ inline constexpr std::int64_t kNoClass = std::numeric_limits<std::int64_t>::max(
 template <typename A>
 struct ClassStatistics {
   SoftmaxState<A> softmax;        ///< of z'
-  A linear = A(0);                ///< sum of u_v * z'_v, where u is 1, the weights, or with soft targets w_v * q'_v
-  A mass = A(0);                  ///< sum of u_v; not computed where u is 1
+  A logit_sum = A(0);             ///< sum of u_v * z'_v, where u is 1, the weights, or with soft targets w_v * q'_v
+  A factor_sum = A(0);            ///< sum of u_v; not computed where u is 1
   A square = A(0);                ///< sum of exp(2 * d) with d as below
   A moment = A(0);                ///< sum of exp(d) * d with d = z' - anchor(softmax.max); 0 where exp(d) is
   A best_value = -infinity<A>();  ///< the largest z that is not NaN
@@ -64,8 +64,8 @@ template <typename A, typename Exp>
 EAVES_HOST_DEVICE ClassStatistics<A> merge(const ClassStatistics<A>& a, const ClassStatistics<A>& b, Exp exp) {
   ClassStatistics<A> result;
   result.softmax = merge(a.softmax, b.softmax, exp);
-  result.linear = a.linear + b.linear;
-  result.mass = a.mass + b.mass;
+  result.logit_sum = a.logit_sum + b.logit_sum;
+  result.factor_sum = a.factor_sum + b.factor_sum;
   const auto add_moved = [&](const ClassStatistics<A>& part) {
     if (part.softmax.sum == A(0)) return;  // its anchor may be any number
     const A shift = softmax_anchor(part.softmax.max) - softmax_anchor(result.softmax.max);
@@ -99,8 +99,8 @@ EAVES_HOST_DEVICE void store_statistics(const ClassStatistics<A>& statistics, co
   store(S::sum, statistics.softmax.sum);
   store(S::target_logit, target.logit);
   store(S::target_weight, target.weight);
-  store(S::linear, statistics.linear);
-  store(S::mass, statistics.mass);
+  store(S::logit_sum, statistics.logit_sum);
+  store(S::factor_sum, statistics.factor_sum);
   store(S::moment, statistics.moment);
   store(S::best_value, statistics.best_value);
   store(S::best, static_cast<A>(statistics.best == kNoClass ? terms.class_count : statistics.best));
@@ -112,8 +112,8 @@ EAVES_HOST_DEVICE ClassStatistics<A> stored_statistics(const auto* from) {
   const auto at = [&](CrossEntropyStatistic i) { return static_cast<A>(from[int(i)]); };
   using S = CrossEntropyStatistic;
   return {.softmax = {at(S::largest), at(S::sum)},
-          .linear = at(S::linear),
-          .mass = at(S::mass),
+          .logit_sum = at(S::logit_sum),
+          .factor_sum = at(S::factor_sum),
           .square = at(S::square),
           .moment = at(S::moment),
           .best_value = at(S::best_value),
@@ -146,20 +146,20 @@ EAVES_HOST_DEVICE RowLoss<A> row_loss(const ClassStatistics<A>& statistics, cons
   result.lse = split_lse(anchor, log_sum);
   if (!is_counted) return result;
   // Through the anchor instead of lse: next to a loss of 0, z'_t is the anchor, and nothing cancels.
-  const A hard = terms.is_soft ? A(0) : (A(1) - terms.smoothing) * target.weight;
-  if (hard != A(0)) {
+  const A target_factor = terms.is_soft ? A(0) : (A(1) - terms.smoothing) * target.weight;
+  if (target_factor != A(0)) {
     const A loss = (anchor - target.logit) + log_sum;
-    result.loss = hard * (loss < A(0) ? A(0) : loss);  // the roundings of a loss next to 0; a NaN stays one
+    result.loss = target_factor * (loss < A(0) ? A(0) : loss);  // the roundings of a loss next to 0; a NaN stays one
   }
   const A factor = terms.is_soft ? A(1) : terms.smoothing_per_class;
   A smooth_mass = A(0);
   if (factor != A(0)) {
-    smooth_mass = terms.is_soft || terms.has_weight ? factor * statistics.mass : terms.smoothing;
+    smooth_mass = terms.is_soft || terms.has_weight ? factor * statistics.factor_sum : terms.smoothing;
     // Without mass there is no term, whatever log_sum is.
-    const bool has_terms = smooth_mass != A(0) || statistics.linear != A(0);
-    if (has_terms) result.loss += smooth_mass * log_sum + (smooth_mass * anchor - factor * statistics.linear);
+    const bool has_terms = smooth_mass != A(0) || statistics.logit_sum != A(0);
+    if (has_terms) result.loss += smooth_mass * log_sum + (smooth_mass * anchor - factor * statistics.logit_sum);
   }
-  result.target_mass = hard + smooth_mass;
+  result.target_mass = target_factor + smooth_mass;
   if (terms.z_loss_weight != A(0)) result.z_loss = terms.z_loss_weight * result.lse.high * result.lse.high;
   result.loss += result.z_loss;
   return result;
@@ -182,10 +182,10 @@ EAVES_HOST_DEVICE A sum_sq_of(const ClassStatistics<A>& statistics) {
   return sum == A(0) ? A(0) : statistics.square / sum / sum;
 }
 
-/// Only where `linear` is the plain sum: no soft targets, no weights with smoothing.
+/// Only where `logit_sum` is the plain sum: no soft targets, no weights with smoothing.
 template <typename A>
 EAVES_HOST_DEVICE A mean_logit_of(const ClassStatistics<A>& statistics, std::int64_t classes) {
-  return classes == 0 ? A(0) : statistics.linear / static_cast<A>(classes);
+  return classes == 0 ? A(0) : statistics.logit_sum / static_cast<A>(classes);
 }
 
 /// A number that only roundings make positive; a NaN stays one.
@@ -196,16 +196,18 @@ EAVES_HOST_DEVICE A not_above_0(A value) {
 
 /// The gradient of a row in the classes v, without dz'_v/dz_v:
 ///
-///   exp(z'_v - lse) * (mass + slope * (z'_v - lse)) - per_class * u_v           for v other than the target
-///   the same, but expm1(z'_v - lse) * hard + exp(z'_v - lse) * (mass - hard)    for the target, where mass * p - hard
-///                                                                               would cancel as p goes to 1
-/// with u as in ClassStatistics. No p is above 1: a z'_t beyond lse is a rounding.
+///   p_v * (softmax_factor + slope * (z'_v - lse)) - per_class * u_v        with p_v = exp(z'_v - lse)
+///
+/// The target's is target_factor less. softmax_factor * p - target_factor would cancel as p goes to 1, so those two are
+/// expm1(z'_v - lse) * target_factor + p_v * surplus.
+///
+/// u is that of ClassStatistics. No p is above 1: a z'_t beyond lse is a rounding.
 template <typename A>
 struct RowGradient {
   SplitLse<A> lse;
-  A mass;               ///< hard + rest
-  A rest;               ///< mass - hard, computed without the difference
-  A hard;               ///< of the target; 0 with soft targets
+  A softmax_factor;     ///< of each probability: target_factor + surplus
+  A surplus;            ///< softmax_factor - target_factor, computed without the difference
+  A target_factor;      ///< (1 - e) w_t g; 0 with soft targets
   A slope;              ///< of the entropy's gradient, 0 without
   A per_class;          ///< 1 * g for soft targets, g * e / V for smoothing
   std::int64_t target;  ///< column of the target, -1 where there is none among the columns
@@ -241,27 +243,27 @@ EAVES_HOST_DEVICE RowGradient<A> row_gradient(const RowGradientInputs<A>& in, co
   result.target = -1;
   result.slope = -in.grad_entropy;
   // d(entropy)/dz'_v = -p_v * (z'_v - lse + entropy)
-  result.rest = in.grad_lse;
-  if (in.grad_entropy != A(0)) result.rest -= in.grad_entropy * in.entropy;
+  result.surplus = in.grad_lse;
+  if (in.grad_entropy != A(0)) result.surplus -= in.grad_entropy * in.entropy;
   if (!terms.is_ignored(in.target) && in.grad_loss != A(0)) {  // or 0 * infinity would be a NaN
     const A g = in.grad_loss;
     // 0 * infinity: without a z-loss, an infinite lse leaves the other classes their gradient.
     const A of_z_loss = terms.z_loss_weight == A(0) ? A(0) : A(2) * terms.z_loss_weight * in.lse.high;
     if (terms.is_soft) {
-      result.rest += g * (in.target_mass + of_z_loss);
+      result.surplus += g * (in.target_mass + of_z_loss);
       result.per_class = g;
     } else {
       const A one_minus_smoothing = A(1) - terms.smoothing;
       const A smooth_mass = terms.smoothing == A(0) ? A(0)
                             : terms.has_weight      ? in.target_mass - one_minus_smoothing * in.target_weight
                                                     : terms.smoothing;
-      result.hard = g * one_minus_smoothing * in.target_weight;
-      result.rest += g * (smooth_mass + of_z_loss);
+      result.target_factor = g * one_minus_smoothing * in.target_weight;
+      result.surplus += g * (smooth_mass + of_z_loss);
       result.per_class = g * terms.smoothing_per_class;
       result.target = in.target - terms.first_class;
     }
   }
-  result.mass = result.hard + result.rest;
+  result.softmax_factor = result.target_factor + result.surplus;
   return result;
 }
 

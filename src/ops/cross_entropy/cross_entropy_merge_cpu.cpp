@@ -31,7 +31,7 @@ void merge_of(const CrossEntropyMergeProblem& problem, const ExecutionContext& c
       const bool is_ignored = !terms.is_soft && terms.is_ignored(integer_at(inputs.targets, at.of[kTargets]));
       const double row_weight = is_ignored ? 0.0 : row_weight_at(inputs, index);
       weights[static_cast<std::size_t>(index)] = weigh(terms.is_soft ? 1.0 : target.weight, row_weight);
-      if (is_ignored && !problem.reads_ignored_rows) {
+      if (is_ignored && problem.skips_ignored) {
         results.store(index, {}, {});
         continue;
       }

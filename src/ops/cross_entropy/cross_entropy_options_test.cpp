@@ -190,7 +190,7 @@ TEST_P(CrossEntropyOptionsTest, RowsThatAreIgnoredNeedNotBeRead) {
                              .shape = axis == 1 ? shape : Dims{shape[1], shape[0]},
                              .class_axis = axis,
                              .options = {.reduction = reduction, .z_loss_weight = 0.01},
-                             .reads_ignored_rows = false,
+                             .skips_ignored = true,
                              .value = normal,
                              .target = [](std::int64_t row) { return row % 2 == 0 ? -100.0 : 3.0; }});
       }

@@ -76,7 +76,7 @@ struct CheckedInputs {
 LossPlan plan_of(const CrossEntropyOptions& options, bool is_soft, bool has_weight) {
   const bool has_smoothing = options.label_smoothing > 0.0;
   return {.has_transform = options.scale != 1.0 || options.softcap != 0.0,
-          .has_linear = is_soft || has_smoothing,
+          .has_logit_sum = is_soft || has_smoothing,
           .has_factors = is_soft || (has_weight && has_smoothing)};
 }
 
@@ -171,7 +171,7 @@ CrossEntropyForwardProblem make_forward_problem(const char* op, const CrossEntro
   if (grad_logits.is_present) check_narrow_layout(inputs, {op, "targets", args.targets});
   CrossEntropyForwardProblem problem{
       .inputs = inputs,
-      .reads_ignored_rows = args.reads_ignored_rows && !overwrites_logits,
+      .skips_ignored = args.skips_ignored || overwrites_logits,
       .normalizer = checked.mean_scalar({op, "normalizer", args.normalizer}, args.options.reduction, false),
       .outputs = {}};
   LossPlan& plan = problem.inputs.plan;
@@ -179,7 +179,7 @@ CrossEntropyForwardProblem make_forward_problem(const char* op, const CrossEntro
   plan.has_moment = problem.outputs.entropy != nullptr;
   plan.has_square = problem.outputs.sum_sq != nullptr;
   plan.has_best = problem.outputs.argmax != nullptr;
-  plan.has_linear = plan.has_linear || problem.outputs.mean_logit != nullptr;
+  plan.has_logit_sum = plan.has_logit_sum || problem.outputs.mean_logit != nullptr;
   return problem;
 }
 
@@ -314,7 +314,7 @@ CrossEntropyShardProblem make_problem(const CrossEntropyShardArgs& args) {
   checked.take_output(statistics);
   LossPlan& plan = inputs.plan;
   plan.has_moment = plan.has_square = plan.has_best = true;
-  plan.has_linear = plan.has_linear || args.is_for_mean_logit;
+  plan.has_logit_sum = plan.has_logit_sum || args.is_for_mean_logit;
   return {.inputs = inputs, .statistics = args.statistics.data, .statistics_dtype = args.statistics.dtype};
 }
 
@@ -371,7 +371,7 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
                  .plan = {},
                  .row_shape = row_shape},
       .has_weight = args.has_weight,
-      .reads_ignored_rows = args.reads_ignored_rows,
+      .skips_ignored = args.skips_ignored,
       .shards = shards,
       .statistics = args.statistics.data,
       .statistics_dtype = args.statistics.dtype,

@@ -188,17 +188,17 @@ void add_with_options(const Rows<T>& rows, const typename Rows<T>::Row& row, std
   } else {
     block.softmax.sum = exact_sum_of_exp(z, count, anchor);
   }
-  if (plan.has_linear) {
+  if (plan.has_logit_sum) {
     Block<A> factors, extra;
     // Differences from the anchor keep the digits of logits that are all far from 0.
     const A* u = plan.has_factors ? rows.read_factors(row, column, count, factors, extra) : nullptr;
     if (u == nullptr) {
-      block.mass = static_cast<double>(count);
-      block.linear = sum_of_differences(z, count, anchor) + block.mass * anchor;
+      block.factor_sum = static_cast<double>(count);
+      block.logit_sum = sum_of_differences(z, count, anchor) + block.factor_sum * anchor;
     } else {
       const WeightedSums sums = weighted_sums(z, u, count, anchor);
-      block.mass = sums.mass;
-      block.linear = sums.linear + sums.mass * anchor;
+      block.factor_sum = sums.weight_sum;
+      block.logit_sum = sums.weighted_sum + sums.weight_sum * anchor;
     }
   }
   state = merge(state, block);
@@ -260,7 +260,7 @@ void reduce_rows(const Rows<T>& rows, bool skips_ignored, const ExecutionContext
   const CrossEntropyView& view = rows.view();
   if (view.row_count == 0) return;
   const auto is_skipped = [&](std::int64_t row) { return skips_ignored && rows.row(row).is_ignored; };
-  if (!rows.inputs().plan.is_plain() && Tiles<T>::fit(view)) {
+  if (!rows.inputs().plan.needs_only_softmax() && Tiles<T>::fit(view)) {
     const Tiles<T> tiles(view);
     return reduce_pieces<RowStatistics, Tiles<T>::kWidth>(
         tiles.pieces(view.column_count), context,
@@ -271,7 +271,7 @@ void reduce_rows(const Rows<T>& rows, bool skips_ignored, const ExecutionContext
           for (std::int64_t i = 0; i < tiles.width(tile); ++i) store(tiles.first_row(tile) + i, states[i]);
         });
   }
-  if (!rows.inputs().plan.is_plain()) {
+  if (!rows.inputs().plan.needs_only_softmax()) {
     return reduce_pieces<RowStatistics, 1>(
         ColumnPieces(view.column_count, view.row_count, 1), context,
         [&](const ColumnPiece& piece, RowStatistics* state) {

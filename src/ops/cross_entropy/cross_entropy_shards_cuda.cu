@@ -14,7 +14,7 @@ constexpr const char* kMerge = "cross_entropy_merge";
 /// A thread a row: merges what the shards have of it, in their order.
 template <typename A, typename View>
 __global__ void __launch_bounds__(128) merge_shards(LossInputs<A, View> in, const A* statistics, std::int64_t shards,
-                                                    bool reads_ignored_rows, RowOutputs<A> outputs) {
+                                                    bool reads_ignored, RowOutputs<A> outputs) {
   let_next_kernel_start();
   const std::int64_t row = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (row >= in.view.row_count) return;
@@ -29,8 +29,7 @@ __global__ void __launch_bounds__(128) merge_shards(LossInputs<A, View> in, cons
   }
   const std::int64_t target = in.target_at(at.of[kTargets]);
   if (!in.terms.is_ignored(target) && !in.terms.is_in_range(target)) target_class.weight = A(1);
-  write_row(outputs, at.of[kPerRow], merged, target, target_class, in,
-            reads_ignored_rows || !in.terms.is_ignored(target));
+  write_row(outputs, at.of[kPerRow], merged, target, target_class, in, reads_ignored || !in.terms.is_ignored(target));
 }
 
 template <typename A>
@@ -46,7 +45,7 @@ void merge_all(const CrossEntropyMergeProblem& problem, const ExecutionContext& 
     in.terms.has_weight = problem.has_weight;
     launch(kMerge, merge_shards<A, CrossEntropyView>,
            {.blocks = ceil_divide(rows, 128), .threads = 128, .stream = context.stream}, in,
-           static_cast<const A*>(problem.statistics), problem.shards, problem.reads_ignored_rows, outputs);
+           static_cast<const A*>(problem.statistics), problem.shards, !problem.skips_ignored, outputs);
   }
   reduce_losses<A>(kMerge, inputs, outputs, problem.normalizer, problem.outputs, workspace.sums(memory),
                    context.stream);
@@ -61,7 +60,8 @@ std::size_t cross_entropy_workspace_bytes(const CrossEntropyShardProblem& proble
 void cross_entropy(const CrossEntropyShardProblem& problem, const ExecutionContext& context) {
   const DeviceGuard guard(problem.inputs.device);
   dispatch_floating_point(problem.inputs.logits_dtype, [&]<typename T>() {
-    reduce_full<T>(kShardForward, problem.inputs, true, {}, problem.statistics, context.workspace.data, context.stream);
+    reduce_full<T>(kShardForward, problem.inputs, false, {}, problem.statistics, context.workspace.data,
+                   context.stream);
   });
 }
 

@@ -74,7 +74,7 @@ void run_in_shards(CrossEntropyRun& run, const std::vector<std::int64_t>& sizes)
                        .classes = run.classes(),
                        .has_weight = whole.weight.is_present,
                        .has_soft_targets = run.is_soft(),
-                       .reads_ignored_rows = test_case.reads_ignored_rows,
+                       .skips_ignored = test_case.skips_ignored,
                        .loss = whole.loss,
                        .lse = whole.lse,
                        .argmax = whole.argmax,
@@ -128,7 +128,7 @@ TEST_P(CrossEntropyShards, TheirMergeIsTheWhole) {
           CrossEntropyCase test_case{
               .device = device(), .dtype = dtype, .shape = {11, classes}, .targets_dtype = targets, .value = normal};
           check_shards(test_case, sizes);
-          test_case.reads_ignored_rows = false;
+          test_case.skips_ignored = true;
           check_shards(test_case, sizes);
         }
       }

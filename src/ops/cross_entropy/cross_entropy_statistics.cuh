@@ -33,8 +33,8 @@ __device__ ClassStatistics<A> reduce_lanes(const ClassStatistics<A>& state, Merg
   result.softmax.sum = over_lanes(moved.softmax.sum, add);
   result.moment = over_lanes(moved.moment, add);
   result.square = over_lanes(moved.square, add);
-  result.linear = over_lanes(state.linear, add);
-  result.mass = over_lanes(state.mass, add);
+  result.logit_sum = over_lanes(state.logit_sum, add);
+  result.factor_sum = over_lanes(state.factor_sum, add);
   result.best_value = over_lanes(state.best_value, larger);
   const std::int64_t candidate = state.best_value == result.best_value ? state.best : kNoClass;
   result.best = over_lanes(candidate, [](std::int64_t a, std::int64_t b) { return min(a, b); });
@@ -49,8 +49,8 @@ struct RunningStatistics {
   A sum = A(0);                     ///< of e^(kUnit * d) with d = z' / kUnit - anchor
   A moment = A(0);                  ///< of e^(kUnit * d) * d
   A square = A(0);                  ///< of e^(2 * kUnit * d)
-  A linear = A(0);                  ///< of u * z' / kUnit with a softcap, of u * z without
-  A mass = A(0);                    ///< of u
+  A logit_sum = A(0);               ///< of u * z' / kUnit with a softcap, of u * z without
+  A factor_sum = A(0);              ///< of u
   A best_value = -infinity<A>();    ///< the largest z that is not NaN
   std::int64_t best = kNoClass;     ///< its class, where it is wanted
 
@@ -90,7 +90,8 @@ __device__ void raise_anchor(RunningStatistics<A, kHasSquare>& s, A z, const Los
 
 /// Takes one logit. `u` as in ClassStatistics.
 template <typename A, bool kHasSquare>
-__device__ void take(RunningStatistics<A, kHasSquare>& s, A z, A u, std::int64_t column, const LossTerms<A>& terms) {
+__device__ void add_logit(RunningStatistics<A, kHasSquare>& s, A z, A u, std::int64_t column,
+                          const LossTerms<A>& terms) {
   if (z > s.best_value || (z == s.best_value && column < s.best)) {
     s.best_value = z;
     s.best = column;
@@ -103,8 +104,8 @@ __device__ void take(RunningStatistics<A, kHasSquare>& s, A z, A u, std::int64_t
   s.moment = fma(term, fmax(exponent, A(-1e30)), s.moment);
   if constexpr (kHasSquare) s.square = fma(term, term, s.square);
   const A value = terms.softcap == A(0) ? z : transformed_in_units(z, terms).rounded();
-  s.linear += u == A(0) ? A(0) : u * value;  // 0 * -infinity
-  s.mass += u;
+  s.logit_sum += u == A(0) ? A(0) : u * value;  // 0 * -infinity
+  s.factor_sum += u;
 }
 
 /// The sum of the factors of a vector.
@@ -148,24 +149,24 @@ __device__ std::int64_t first_column_equal_to(const Vector<T> (&batch)[kVectors]
 /// and 0.097 ms where none is taken for 1.
 enum class Factors { none, one, loaded };
 
-/// take_whole() for an anchor that is not to be raised any more. kIsSmall: all logits are in the polynomial's range.
+/// try_add_batch() for an anchor that is not to be raised any more. kIsSmall: all logits are in the polynomial's range.
 template <bool kIsCapped, bool kIsSmall, Factors kFactors, bool kHasSquare, typename T, int kVectors,
           typename LoadFactors>
-__device__ bool take_elements(RunningStatistics<float, kHasSquare>& s, const Vector<T> (&batch)[kVectors],
+__device__ bool add_at_anchor(RunningStatistics<float, kHasSquare>& s, const Vector<T> (&batch)[kVectors],
                               const LossTerms<float>& terms, bool has_moment, LoadFactors load_factors) {
   constexpr int kSize = Vector<T>::kSize;
   // Two sums of each kind, which do not wait for each other.
   float sums[2] = {};
   float moments[2] = {};
-  float linears[2] = {};
+  float logit_sums[2] = {};
   float squares[2] = {};
-  float mass = kFactors == Factors::one ? kVectors * kSize : 0.0f;
+  float factor_sum = kFactors == Factors::one ? kVectors * kSize : 0.0f;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     float z[kSize];
     float u[kSize];
     unpack(batch[v], z);
-    if constexpr (kFactors == Factors::loaded) mass += load_factors(v, u);
+    if constexpr (kFactors == Factors::loaded) factor_sum += load_factors(v, u);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
       float exponent;
@@ -182,19 +183,19 @@ __device__ bool take_elements(RunningStatistics<float, kHasSquare>& s, const Vec
       moments[i % 2] = fmaf(term, exponent, moments[i % 2]);
       if constexpr (kHasSquare) squares[i % 2] = fmaf(term, term, squares[i % 2]);
       const float value = kIsCapped ? exponent : z[i];
-      if constexpr (kFactors == Factors::loaded) linears[i % 2] = fmaf(u[i], value, linears[i % 2]);
-      if constexpr (kFactors == Factors::one) linears[i % 2] += value;
+      if constexpr (kFactors == Factors::loaded) logit_sums[i % 2] = fmaf(u[i], value, logit_sums[i % 2]);
+      if constexpr (kFactors == Factors::one) logit_sums[i % 2] += value;
     }
   }
   const float moment = has_moment ? moments[0] + moments[1] : 0.0f;
-  float linear = linears[0] + linears[1];
-  if (isnan(moment) || isnan(linear)) return false;
-  if constexpr (kIsCapped) linear = fmaf(s.anchor, mass, linear);
+  float logit_sum = logit_sums[0] + logit_sums[1];
+  if (isnan(moment) || isnan(logit_sum)) return false;
+  if constexpr (kIsCapped) logit_sum = fmaf(s.anchor, factor_sum, logit_sum);
   s.sum += sums[0] + sums[1];
   s.moment += moment;
   if constexpr (kHasSquare) s.square += squares[0] + squares[1];
-  s.linear += linear;
-  s.mass += mass;
+  s.logit_sum += logit_sum;
+  s.factor_sum += factor_sum;
   return true;
 }
 
@@ -203,30 +204,30 @@ __device__ bool take_elements(RunningStatistics<float, kHasSquare>& s, const Vec
 /// and has taken nothing but the maximum, which may be taken twice, where it cannot: an infinite or large anchor, an
 /// extreme softcap, 0 * infinity in a sum.
 template <bool kIsCapped, Factors kFactors, bool kHasSquare, typename T, int kVectors, typename LoadFactors>
-__device__ bool take_whole(RunningStatistics<float, kHasSquare>& s, const Vector<T> (&batch)[kVectors],
-                           std::int64_t first, int step, const LossTerms<float>& terms, const LossPlan& plan,
-                           LoadFactors load_factors) {
+__device__ bool try_add_batch(RunningStatistics<float, kHasSquare>& s, const Vector<T> (&batch)[kVectors],
+                              std::int64_t first, int step, const LossTerms<float>& terms, const LossPlan& plan,
+                              LoadFactors load_factors) {
   const float largest = max_of(batch);
   if (plan.has_best && largest > s.best_value) s.best = first_column_equal_to(batch, largest, first, step);
   s.best_value = fmaxf(s.best_value, largest);
   if (largest > s.anchor_logit + terms.slack_of_logits) raise_anchor(s, largest, terms);
   if (!(fabsf(s.anchor) < kCommonAnchor)) return false;
-  const auto take = [&]<bool kIsSmall>() {
-    return take_elements<kIsCapped, kIsSmall, kFactors>(s, batch, terms, plan.has_moment, load_factors);
+  const auto add = [&]<bool kIsSmall>() {
+    return add_at_anchor<kIsCapped, kIsSmall, kFactors>(s, batch, terms, plan.has_moment, load_factors);
   };
   if constexpr (kIsCapped) {
-    if (max_of_sizes(batch) <= terms.small_logit) return take.template operator()<true>();
+    if (max_of_sizes(batch) <= terms.small_logit) return add.template operator()<true>();
     if (terms.small_logit < 0.0f) return false;
   }
-  return take.template operator()<false>();
+  return add.template operator()<false>();
 }
 
 /// What was taken, as it is merged.
 template <typename A, bool kHasSquare>
 __device__ ClassStatistics<A> finished(const RunningStatistics<A, kHasSquare>& s, const LossTerms<A>& terms) {
   ClassStatistics<A> result;
-  result.linear = s.linear * (terms.softcap == A(0) ? terms.scale : kUnit<A>);
-  result.mass = s.mass;
+  result.logit_sum = s.logit_sum * (terms.softcap == A(0) ? terms.scale : kUnit<A>);
+  result.factor_sum = s.factor_sum;
   result.best_value = s.best_value;
   result.best = s.best;
   result.softmax = {s.anchor, s.sum};

@@ -36,7 +36,7 @@ struct CrossEntropyCase {
   std::optional<DType> grad_loss_dtype = {};  ///< that of the loss unless given
   bool has_row_weight = false;
   bool has_normalizer = false;  ///< with the mean
-  bool reads_ignored_rows = true;
+  bool skips_ignored = false;
   bool has_grad_lse = false;
   bool has_grad_entropy = false;
   bool wants_all_of_row = true;        ///< argmax, entropy and sum_sq among the outputs
@@ -205,7 +205,7 @@ class CrossEntropyRun {
                                    .normalizer = is_mean && case_.has_normalizer ? (normalizer.*where)() : TensorView{},
                                    .class_axis = case_.class_axis,
                                    .options = case_.options,
-                                   .reads_ignored_rows = case_.reads_ignored_rows};
+                                   .skips_ignored = case_.skips_ignored};
     of.put_into(result, reduction(), where);
     return result;
   }
@@ -254,24 +254,24 @@ class CrossEntropyComparison {
       const reference::CrossEntropyRow row = reference::cross_entropy_row(args_, i);
       sums_.add(row, args_.options);
       const std::string of_row = " of row " + std::to_string(i);
-      if (!compare_row(run_.results, row, i, args_.reads_ignored_rows, of_row)) return false;
+      if (!compare_row(run_.results, row, i, args_.skips_ignored, of_row)) return false;
       if (!compare_backward(row, i, of_row)) return false;
       if (!run_.test_case().runs_in_place) continue;
-      if (!compare_row(run_.results_in_place, row, i, false, of_row + ", in place")) return false;
+      if (!compare_row(run_.results_in_place, row, i, true, of_row + ", in place")) return false;
       if (!compare_in_place(row, i, of_row)) return false;
     }
     return true;
   }
 
   bool compare_row(const CrossEntropyResults& results, const reference::CrossEntropyRow& row, std::int64_t i,
-                   bool reads_ignored_rows, const std::string& of_row) {
-    const bool is_read = row.is_counted || reads_ignored_rows;
-    const double argmax = is_read ? static_cast<double>(row.argmax) : 0.0;
+                   bool skips_ignored, const std::string& of_row) {
+    const bool is_skipped = skips_ignored && !row.is_counted;
+    const double argmax = is_skipped ? 0.0 : static_cast<double>(row.argmax);
     if (results.has_all_of_row && results.argmax.get(i) != argmax) {
       ADD_FAILURE() << "argmax" << of_row << ": expected " << argmax << ", actual " << results.argmax.get(i);
       return false;
     }
-    return compare_results_.compare_row(results, row, i, is_read, of_row);
+    return compare_results_.compare_row(results, row, i, is_skipped, of_row);
   }
 
   bool compare_sums(const CrossEntropyResults& results, const std::string& how) {
@@ -366,7 +366,7 @@ inline std::string description_of(const CrossEntropyCase& c) {
   if (c.wants_mean_logit) text += ", mean_logit";
   if (c.has_split_lse) text += ", lse as two numbers";
   if (c.has_normalizer) text += ", normalizer";
-  if (!c.reads_ignored_rows) text += ", ignored rows not read";
+  if (c.skips_ignored) text += ", ignored rows skipped";
   if (c.has_grad_lse) text += ", grad_lse";
   if (c.has_grad_entropy) text += ", grad_entropy";
   if (!c.wants_all_of_row) text += ", without argmax, entropy and sum_sq";

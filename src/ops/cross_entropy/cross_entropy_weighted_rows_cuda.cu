@@ -60,10 +60,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   };
 
   RunningStatistics<float, false> running[kRows];
-  const auto take_element = [&](int r, int column) {
-    take(running[r], load_as_accumulator(logits[r][column]), in.weight_in(column), column, in.terms);
+  const auto add_element = [&](int r, int column) {
+    add_logit(running[r], load_as_accumulator(logits[r][column]), in.weight_in(column), column, in.terms);
   };
-  const auto take_batch = [&]<int kTaken>(int column, std::integral_constant<int, kTaken>) {
+  const auto add_batch = [&]<int kTaken>(int column, std::integral_constant<int, kTaken>) {
     float weights[kTaken][kSize];
     float masses[kTaken];
 #pragma unroll
@@ -83,9 +83,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         return masses[v];
       };
       // What is refused is read from memory once more, so that its loop need not be unrolled.
-      if (take_whole<kIsCapped, Factors::loaded>(running[r], batch, column, kStep, in.terms, plan, loaded)) continue;
+      if (try_add_batch<kIsCapped, Factors::loaded>(running[r], batch, column, kStep, in.terms, plan, loaded)) continue;
 #pragma unroll 1
-      for (int i = 0; i < kTaken * kSize; ++i) take_element(r, column + i / kSize * kStep + i % kSize);
+      for (int i = 0; i < kTaken * kSize; ++i) add_element(r, column + i / kSize * kStep + i % kSize);
     }
   };
 #pragma unroll
@@ -95,15 +95,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll 1
   for (; column < whole; column += kVectors * kStep) {
     if (column + (kVectors - 1) * kStep < whole) {
-      take_batch(column, std::integral_constant<int, kVectors>{});
+      add_batch(column, std::integral_constant<int, kVectors>{});
     } else {
-      take_batch(column, std::integral_constant<int, 1>{});  // all that is there: kVectors is 2
+      add_batch(column, std::integral_constant<int, 1>{});  // all that is there: kVectors is 2
     }
     ring.go_on();
   }
   if (whole + threadIdx.x < in.view.column_count) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) take_element(r, whole + threadIdx.x);
+    for (int r = 0; r < kRows; ++r) add_element(r, whole + threadIdx.x);
   }
 
   ClassStatistics<float> mine;  // of row `threadIdx.x`
@@ -135,10 +135,10 @@ bool share_weights(const CrossEntropyInputs& inputs) {
 }
 
 template <typename T>
-void reduce_weighted(const char* op, const CrossEntropyInputs& inputs, bool reads_ignored_rows,
+void reduce_weighted(const char* op, const CrossEntropyInputs& inputs, bool skips_ignored,
                      const RowOutputs<float>& outputs, void* stream) {
   using View = ShortRowView<3, 6>;
-  const LossRows<T, View> rows{LossInputs<T, View>(View(inputs.view), inputs), outputs, reads_ignored_rows};
+  const LossRows<T, View> rows{LossInputs<T, View>(View(inputs.view), inputs), outputs, !skips_ignored};
   const LaunchShape shape{.blocks = ceil_divide(inputs.view.row_count, kRows),
                           .threads = kThreads,
                           .shared_bytes = Ring<T>::kVectorCount * sizeof(Vector<T>),

@@ -44,7 +44,7 @@ struct LinearCrossEntropyProblem {
   const void* row_weight;  ///< accumulators, per row; nullptr: 1
   CrossEntropyOptions options;
   Dims row_shape;
-  bool skips_ignored_rows;
+  bool skips_ignored;
   std::size_t workspace_limit;  ///< the caller's; 0: none
 
   const void* normalizer;
@@ -70,18 +70,11 @@ struct LinearCrossEntropyProblem {
   std::int64_t first_class() const { return shard == nullptr ? 0 : shard->first_class; }
   std::int64_t all_classes() const { return shard == nullptr ? classes : shard->classes; }
 
-  /// Do the logits end in the product (cuda/exp_product.h) instead of in memory?
-  bool ends_in_product;
-  /// Both at once, in which the gradient of the logits is 2^t, a factor for each row, and another element for its
-  /// target.
-  bool has_powers() const { return ends_in_product && mode == LinearCrossEntropyMode::forward_backward; }
+  bool is_fused;  ///< takes the fused path (fused/fused.h), on which no logits are in memory
 
   std::int64_t rows() const { return view.row_count; }
   std::int64_t features() const { return view.column_count; }
   DType accumulator() const { return accumulator_dtype(dtype); }
-  /// Between blocks of classes. The loss of a class that is almost certain is a part of a sum that float32 has no
-  /// digits for.
-  DType statistics_dtype() const { return device.type == DeviceType::cpu ? DType::float64 : accumulator(); }
   bool has_soft_targets() const { return is_floating_point(targets.dtype); }
   bool is_reduced() const { return options.reduction != Reduction::none; }
   bool wants_gradients() const { return grad_x != nullptr || grad_weight != nullptr || grad_bias != nullptr; }
@@ -93,7 +86,10 @@ LinearCrossEntropyProblem make_problem(const LinearCrossEntropyForwardBackwardAr
 LinearCrossEntropyProblem make_problem(const LinearCrossEntropyBackwardArgs& args);
 LinearCrossEntropyProblem make_problem(const LinearCrossEntropyShardForwardArgs& args);
 
-/// Rows and classes whose logits are computed at once; see cuts_classes() in linear_cross_entropy_plan.h.
+/// Can a call take the fused path, and is that the faster one? The other members of the problem are read.
+bool suits_fused_path(const LinearCrossEntropyProblem& problem);
+
+/// Rows and classes whose logits are computed at once; see linear_cross_entropy_plan.h.
 struct LinearCrossEntropyBlock {
   std::int64_t rows;
   std::int64_t classes;

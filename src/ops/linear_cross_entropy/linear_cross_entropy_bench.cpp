@@ -44,7 +44,7 @@ struct Case {
   bool has_grad_x = true;
   bool has_grad_weight = true;
   bool half_is_ignored = false;
-  bool skips_ignored_rows = false;
+  bool skips_ignored = false;
   /// What it would cost and save to round the logits to the dtype of x. Not the operator: the same chunks from its
   /// parts.
   bool has_rounded_logits = false;
@@ -68,7 +68,7 @@ LinearCrossEntropyInputs inputs_of(Arena& arena, const Case& item) {
   inputs.x = x_of(arena, item);
   inputs.weight = weight_of(arena, item);
   inputs.targets = class_targets(arena, {item.batch}, item.v, item.half_is_ignored);
-  inputs.skips_ignored_rows = item.skips_ignored_rows;
+  inputs.skips_ignored = item.skips_ignored;
   return inputs;
 }
 
@@ -262,7 +262,7 @@ std::vector<std::pair<std::string, std::string>> option_keys(const Case& item) {
   keys.emplace_back("data", item.is_dense ? "\"dense\"" : "\"seed\"");
   if (item.half_is_ignored) {
     keys.emplace_back("ignored_rows", "0.5");
-    keys.emplace_back("skip_ignored", item.skips_ignored_rows ? "true" : "false");
+    keys.emplace_back("skip_ignored", item.skips_ignored ? "true" : "false");
   }
   return keys;
 }
@@ -367,7 +367,7 @@ std::vector<Case> options_one_by_one(const Shown& shown, bool is_cpu) {
   frozen_body.has_grad_x = false;
   half_is_ignored.half_is_ignored = true;
   Case half_is_skipped = half_is_ignored;
-  half_is_skipped.skips_ignored_rows = true;
+  half_is_skipped.skips_ignored = true;
   std::vector<Case> cases = {frozen_head, frozen_body, half_is_skipped};
   if (!is_cpu) cases.push_back(half_is_ignored);  // a CPU always skips
   return cases;

@@ -40,7 +40,7 @@ std::vector<LinearCrossEntropyCase> cases_of_every_kind(Device device) {
       everything.grad_weight_dtype = DType::float32;
       cases.push_back(everything);
       LinearCrossEntropyCase skipping = plain;
-      skipping.skips_ignored_rows = true;
+      skipping.skips_ignored = true;
       skipping.bias_dtype = dtype;
       cases.push_back(skipping);
       LinearCrossEntropyCase soft = plain;
@@ -185,7 +185,7 @@ TEST_F(LinearCrossEntropyOnGpu, ACudaGraphReplaysForwardBackwardAndBothAtOnce) {
     runtime::capture_and_replay(
         kCuda, stream.handle(), [&] { captured.launch(context); }, 3);
     captured.download();
-    if (test_case.skips_ignored_rows) {  // a capture computes all rows
+    if (test_case.skips_ignored) {  // a capture computes all rows
       SCOPED_TRACE(description_of(test_case));
       LinearCrossEntropyComparison(captured).compare();
     } else {

@@ -1,5 +1,5 @@
-// linear_cross_entropy on the CPU: what its chunks (linear_cross_entropy_chunks.h) need beside matrix products and the
-// loss. All of it moves less memory than those by the number of features or classes.
+// The steps of linear_cross_entropy on the CPU (linear_cross_entropy_steps.h). All but the products move less memory
+// than those and the loss, by the number of features or classes.
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -9,8 +9,7 @@
 #include "cpu/gemm.h"
 #include "cpu/parallel.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
-#include "ops/linear_cross_entropy/linear_cross_entropy_chunks.h"
-#include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_logits.h"
 
 namespace eaves::cpu {
 namespace {
@@ -19,17 +18,15 @@ using namespace linear_cross_entropy_tensors;
 
 /// A is the accumulator of the problem's type T.
 template <typename T>
-class Steps {
+class Steps final : public LinearCrossEntropySteps {
  public:
-  static constexpr bool kHasExpProduct = false;
-
   using A = Accumulator<T>;
 
   Steps(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyMemory& memory,
         const ExecutionContext& context)
       : problem_(problem), memory_(memory), context_(context) {}
 
-  std::int64_t select_rows() {
+  std::int64_t select_rows() override {
     std::int64_t count = 0;
     double weight = 0.0;
     for (std::int64_t row = 0; row < problem_.rows(); ++row) {
@@ -58,7 +55,7 @@ class Steps {
     return count;
   }
 
-  void gather_x(std::int64_t first, std::int64_t count) {
+  void gather_x(std::int64_t first, std::int64_t count) override {
     const T* from = static_cast<const T*>(problem_.x);
     T* to = static_cast<T*>(memory_.x);
     for_each_feature_row(first, count, [&](std::int64_t i, const auto& at) {
@@ -67,7 +64,7 @@ class Steps {
   }
 
   void gather_soft_targets(std::int64_t first, std::int64_t count, std::int64_t first_class, std::int64_t classes,
-                           std::int64_t stride) {
+                           std::int64_t stride) override {
     const auto size = static_cast<std::int64_t>(size_of(problem_.targets.dtype));
     const auto* from = static_cast<const char*>(problem_.targets.data);
     auto* to = static_cast<char*>(memory_.soft_targets);
@@ -79,7 +76,7 @@ class Steps {
     });
   }
 
-  void scatter_grad_x(std::int64_t first, std::int64_t count, DType dtype) {
+  void scatter_grad_x(std::int64_t first, std::int64_t count, DType dtype) override {
     with_grad_x([&](auto* to) {
       if (dtype == kDTypeOf<T>) {
         scatter_features(static_cast<const T*>(memory_.grad_x), first, count, to);
@@ -89,7 +86,7 @@ class Steps {
     });
   }
 
-  void clear_grad_x() {
+  void clear_grad_x() override {
     with_grad_x([&](auto* to) {
       using D = std::remove_pointer_t<decltype(to)>;
       parallel_for(context_, problem_.rows(), grain_for(problem_.features()),
@@ -106,24 +103,29 @@ class Steps {
   }
 
   /// Rows that do not count are always left out here.
-  template <typename N>
-  void gather_numbers(const N* from, N* to, std::int64_t count, bool gathers) {
-    for (std::int64_t i = 0; i < count; ++i) to[i] = from[gathers ? per_row_index(i) : i];
+  void gather_numbers(const void* from, void* to, std::int64_t count, bool is_split, bool gathers) override {
+    const auto gather = [&]<typename N>() {
+      const auto* numbers = static_cast<const N*>(from);
+      for (std::int64_t i = 0; i < count; ++i) static_cast<N*>(to)[i] = numbers[gathers ? per_row_index(i) : i];
+    };
+    is_split ? gather.template operator()<SplitLse<A>>() : gather.template operator()<A>();
   }
 
-  template <typename N>
-  void scatter_numbers(const N* from, N* to, std::int64_t count) {
-    std::fill_n(to, problem_.rows(), N{});
-    for (std::int64_t i = 0; i < count; ++i) to[per_row_index(i)] = from[i];
+  void scatter_numbers(const void* from, void* to, std::int64_t count, bool is_split) override {
+    is_split ? scatter(static_cast<const SplitLse<A>*>(from), static_cast<SplitLse<A>*>(to), count)
+             : scatter(static_cast<const A*>(from), static_cast<A*>(to), count);
   }
 
-  void widen(TypedNumbers from, std::int64_t count, void* to) {
+  void scatter_argmax(const std::int64_t* from, std::int64_t* to, std::int64_t count) override {
+    scatter(from, to, count);
+  }
+
+  void widen(TypedNumbers from, std::int64_t count, void* to) override {
     for (std::int64_t i = 0; i < count; ++i) static_cast<A*>(to)[i] = static_cast<A>(number_at(from, i));
   }
 
   void add_bias_gradient(const void* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,
-                         const float* /*row_factor: with kHasExpProduct*/, const void* scale, bool is_first,
-                         double* to) {
+                         const void* scale, bool is_first, double* to) override {
     const double factor = scale == nullptr ? 1.0 : static_cast<double>(*static_cast<const A*>(scale));
     constexpr std::int64_t kColumns = 1024;  // of a piece, whose sums stay in L1
     parallel_for(context_, ceil_divide(columns, kColumns), 1, [&](std::int64_t begin, std::int64_t end) {
@@ -135,7 +137,7 @@ class Steps {
     });
   }
 
-  void write_grad_bias() {
+  void write_grad_bias() override {
     const double* sums = memory_.grad_bias;
     const auto write = [&](auto* to) {
       using N = std::remove_pointer_t<decltype(to)>;
@@ -151,7 +153,7 @@ class Steps {
     }
   }
 
-  void clear_parameters() {
+  void clear_parameters() override {
     const std::size_t row_bytes = static_cast<std::size_t>(problem_.features()) * size_of(problem_.grad_weight_dtype);
     for (std::int64_t v = 0; problem_.grad_weight != nullptr && v < problem_.classes; ++v) {
       const std::size_t offset =
@@ -164,7 +166,7 @@ class Steps {
     }
   }
 
-  void reduce_losses(const void* losses, void* to) {
+  void reduce_losses(const void* losses, void* to) override {
     double sum = 0.0;
     for (std::int64_t i = 0; i < count_; ++i) sum += static_cast<double>(static_cast<const A*>(losses)[i]);
     if (problem_.options.reduction == Reduction::mean) {
@@ -174,7 +176,7 @@ class Steps {
     *static_cast<A*>(to) = static_cast<A>(sum);
   }
 
-  void product(const Gemm& product) { gemm(product, context_); }
+  void product(const Gemm& product) override { gemm(product, context_); }
 
  private:
   /// False for a row that is left out: an ignored one, and one of weight 0. `at` are its offsets.
@@ -185,6 +187,12 @@ class Steps {
     }
     return problem_.has_soft_targets() ||
            integer_at(problem_.targets, at.of[kTargets]) != problem_.options.ignore_index;
+  }
+
+  template <typename N>
+  void scatter(const N* from, N* to, std::int64_t count) const {
+    std::fill_n(to, problem_.rows(), N{});
+    for (std::int64_t i = 0; i < count; ++i) to[per_row_index(i)] = from[i];
   }
 
   A* numbers() const { return static_cast<A*>(memory_.numbers); }
@@ -278,7 +286,7 @@ void linear_cross_entropy(const LinearCrossEntropyProblem& problem, const Linear
   lay_out(problem, block, context.workspace.data, memory);
   dispatch_floating_point(problem.dtype, [&]<typename T>() {
     Steps<T> steps(problem, memory, context);
-    LinearCrossEntropyChunks<Steps<T>>(problem, block, memory, context, steps).run();
+    LinearCrossEntropyOfLogits(problem, block, memory, context, steps).run();
   });
 }
 

@@ -127,7 +127,7 @@ TEST_P(LinearCrossEntropyEdges, WhereAllRowsAreIgnoredTheMeanIsZeroAndSoAreTheGr
             test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
             test_case.class_weight_dtype = dtype;
             test_case.has_normalizer = skips;
-            test_case.skips_ignored_rows = skips;
+            test_case.skips_ignored = skips;
             test_case.accumulates = accumulates;
             test_case.workspace_limit = limit;
             test_case.target = [](std::int64_t) { return kIgnored; };
@@ -155,7 +155,7 @@ TEST_P(LinearCrossEntropyEdges, IgnoredRowsThatAreSkippedChangeNothingWhateverTh
         for (const std::size_t limit : {0, 4000}) {
           LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
           test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
-          test_case.skips_ignored_rows = true;
+          test_case.skips_ignored = true;
           test_case.workspace_limit = limit;
           test_case.has_grad_lse = test_case.has_grad_entropy = true;
           test_case.target = [](std::int64_t row) { return row % 3 == 1 ? kIgnored : 1.0; };
@@ -176,7 +176,7 @@ TEST_P(LinearCrossEntropyEdges, RowsOfWeightZeroThatAreSkippedChangeNothingWhate
             LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
             test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
             test_case.targets_dtype = targets;
-            test_case.skips_ignored_rows = true;
+            test_case.skips_ignored = true;
             test_case.workspace_limit = limit;
             test_case.has_grad_lse = test_case.has_grad_entropy = true;
             test_case.has_row_weight = true;
@@ -199,7 +199,7 @@ TEST_P(LinearCrossEntropyEdges, RowsOfWeightZeroAreFoundWhereverTheyLie) {
         test_case.x_placement = with_strides({16, 5 * 16, 1});
         test_case.options.label_smoothing = 0.1;
         test_case.targets_dtype = targets;
-        test_case.skips_ignored_rows = skips;
+        test_case.skips_ignored = skips;
         test_case.workspace_limit = limit;
         test_case.has_row_weight = true;
         test_case.has_grad_lse = test_case.has_grad_entropy = true;
@@ -216,7 +216,7 @@ TEST_P(LinearCrossEntropyEdges, AnUpstreamGradientThatIsNotFiniteDoesNotReachRow
         for (const bool skips : {false, true}) {
           LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
           test_case.options.reduction = reduction;
-          test_case.skips_ignored_rows = skips;
+          test_case.skips_ignored = skips;
           test_case.has_row_weight = true;
           test_case.target = [](std::int64_t row) { return row % 3 == 1 ? kIgnored : 1.0; };
           test_case.row_weight = [](std::int64_t row) { return row % 4 == 1 ? 0.0 : 1.0; };
@@ -292,7 +292,7 @@ TEST_P(LinearCrossEntropyEdges, EveryNumberOfRowsThatCountMatchesTheOracle) {
       for (const std::size_t limit : {0, 300000}) {  // of two chunks or more
         for (const std::int64_t count : {0, 1, 128, 129, 640, 641, 1099, 1100}) {
           LinearCrossEntropyCase test_case = make_case(device(), dtype, {kRows});
-          test_case.skips_ignored_rows = true;
+          test_case.skips_ignored = true;
           test_case.workspace_limit = limit;
           test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
           test_case.accumulates = test_case.has_grad_lse = test_case.has_grad_entropy = reduction == Reduction::none;
@@ -343,7 +343,7 @@ TEST_P(LinearCrossEntropyEdges, ANaNInTheWeightReachesEveryRow) {
     test_case.options.reduction = Reduction::none;
     test_case.weight = [](std::int64_t i) { return i == 7 * 16 + 3 ? kNaN : normal(i); };
     test_case.target = [](std::int64_t row) { return row == 2 ? kIgnored : static_cast<double>(row); };
-    test_case.skips_ignored_rows = true;
+    test_case.skips_ignored = true;
     LinearCrossEntropyRun run(test_case);
     run.run();
     for (std::int64_t row = 0; row < 6; ++row) {

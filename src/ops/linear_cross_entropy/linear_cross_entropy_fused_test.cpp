@@ -1,5 +1,4 @@
-// Logits that end in their product (cuda/exp_product.h): which calls take that way, and rows that are far from what
-// their sampled logits say.
+// The fused path (fused/fused.h): which calls take it, and rows that are far from what their sampled logits say.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -18,7 +17,7 @@
 namespace eaves::testing {
 namespace {
 
-class LinearCrossEntropyFusedOnGpu : public OnGpuWithExpProduct {};
+class LinearCrossEntropyFusedOnGpu : public OnGpuWithFusedPath {};
 
 using Mode = LinearCrossEntropyMode;
 
@@ -34,12 +33,12 @@ LinearCrossEntropyCase fused_case(Reduction reduction = Reduction::none) {
 
 void expect_way(const LinearCrossEntropyCase& c, bool forward, bool backward, bool at_once) {
   LinearCrossEntropyRun run(c);
-  EXPECT_EQ(problem_of(run, Mode::forward).ends_in_product, forward) << description_of(c);
-  EXPECT_EQ(problem_of(run, Mode::backward).ends_in_product, backward) << description_of(c);
-  EXPECT_EQ(problem_of(run, Mode::forward_backward).ends_in_product, at_once) << description_of(c);
+  EXPECT_EQ(problem_of(run, Mode::forward).is_fused, forward) << description_of(c);
+  EXPECT_EQ(problem_of(run, Mode::backward).is_fused, backward) << description_of(c);
+  EXPECT_EQ(problem_of(run, Mode::forward_backward).is_fused, at_once) << description_of(c);
 }
 
-TEST_F(LinearCrossEntropyFusedOnGpu, CallsThatTakeTheProductAndCallsThatDoNot) {
+TEST_F(LinearCrossEntropyFusedOnGpu, CallsThatTakeItAndCallsThatDoNot) {
   expect_way(fused_case(), true, true, true);
   const auto expect_none = [](auto change) {
     LinearCrossEntropyCase c = fused_case();
@@ -83,7 +82,7 @@ TEST_F(LinearCrossEntropyFusedOnGpu, EachOptionMatchesTheOracle) {
     check([](LinearCrossEntropyCase& c) { c.bias_dtype = DType::bfloat16, c.wanted.bias = true; });
     check([](LinearCrossEntropyCase& c) {
       c.bias_dtype = DType::float32, c.wanted.bias = true, c.options.softcap = 5.0, c.has_row_weight = true;
-      c.has_grad_lse = c.accumulates = c.skips_ignored_rows = true, c.row_shape = {290};
+      c.has_grad_lse = c.accumulates = c.skips_ignored = true, c.row_shape = {290};
     });
     check([](LinearCrossEntropyCase& c) {
       c.bias_dtype = DType::float32, c.wanted = {.x = false, .weight = false, .bias = true}, c.row_shape = {300};
@@ -93,7 +92,7 @@ TEST_F(LinearCrossEntropyFusedOnGpu, EachOptionMatchesTheOracle) {
     check([](LinearCrossEntropyCase& c) { c.has_row_weight = c.has_normalizer = true; });
     check([](LinearCrossEntropyCase& c) { c.has_grad_lse = c.accumulates = true; });
     check([](LinearCrossEntropyCase& c) { c.has_grad_entropy = c.wants_all_of_row = true; });
-    check([](LinearCrossEntropyCase& c) { c.skips_ignored_rows = true, c.row_shape = {290}; });
+    check([](LinearCrossEntropyCase& c) { c.skips_ignored = true, c.row_shape = {290}; });
     check([](LinearCrossEntropyCase& c) { c.wanted.x = false, c.grad_weight_dtype = DType::float32; });
     check([](LinearCrossEntropyCase& c) { c.wanted.weight = false; });
     check([](LinearCrossEntropyCase& c) { c.row_shape = {300}, c.workspace_limit = 2000000; });  // chunks and blocks

@@ -21,31 +21,24 @@ struct Sizes {
   std::int64_t classes;
 };
 
-/// As a test of the plan reads it; pointers are looked at, not followed.
-LinearCrossEntropyProblem problem_of(Mode mode, const Sizes& sizes, DType dtype, Device device, bool gathers) {
-  static char something;
-  AxisSet axes;
-  axes.contains[1] = true;
-  const Dims strides = {sizes.features, 1};
-  const Dims per_row = {1, 0};
-  const bool has_gradients = mode != Mode::forward;
-  return {.mode = mode,
-          .op = "",
-          .view = make_row_view<2, 5>({sizes.rows, sizes.features}, axes, {strides, strides, per_row, per_row, {0, 0}}),
-          .device = device,
-          .dtype = dtype,
-          .classes = sizes.classes,
-          .targets = {&something, DType::int64},
-          .options = {.reduction = Reduction::mean},
-          .skips_ignored_rows = gathers,
-          .outputs = {.lse = &something},
-          .grad_x = has_gradients ? &something : nullptr,
-          .grad_weight = has_gradients ? &something : nullptr};
+LinearCrossEntropyShape shape_of(Mode mode, const Sizes& sizes, DType dtype, Device device, bool gathers) {
+  LinearCrossEntropyShape shape;
+  shape.mode = mode;
+  shape.device = device;
+  shape.dtype = shape.grad_x_dtype = shape.grad_weight_dtype = dtype;
+  shape.rows = sizes.rows;
+  shape.features = sizes.features;
+  shape.classes = shape.all_classes = shape.most_classes = sizes.classes;
+  shape.is_reduced = true;
+  shape.skips_ignored = gathers;
+  shape.has_lse = true;
+  shape.has_grad_x = shape.has_grad_weight = mode != Mode::forward;
+  return shape;
 }
 
-/// Runs `check(problem, limit)` for sizes of tests and of models, on both devices.
+/// Runs `check(shape, limit)` for sizes of tests and of models, on both devices.
 template <typename Check>
-void for_each_problem(Check check) {
+void for_each_shape(Check check) {
   constexpr std::size_t kMebibyte = std::size_t{1} << 20;
   for (const Mode mode : {Mode::forward, Mode::forward_backward, Mode::backward}) {
     for (const Sizes& sizes : {Sizes{1, 1, 1}, Sizes{23, 16, 24}, Sizes{300, 24, 601}, Sizes{8192, 4096, 131072},
@@ -53,13 +46,13 @@ void for_each_problem(Check check) {
       for (const DType dtype : {DType::bfloat16, DType::float64}) {
         for (const Device device : {kCpu, kCuda}) {
           for (const bool gathers : {false, true}) {
-            const LinearCrossEntropyProblem problem = problem_of(mode, sizes, dtype, device, gathers);
+            const LinearCrossEntropyShape shape = shape_of(mode, sizes, dtype, device, gathers);
             for (const std::size_t limit : {std::size_t{1}, std::size_t{9000}, kMebibyte, 40 * kMebibyte,
                                             160 * kMebibyte, 1088 * kMebibyte, 40000 * kMebibyte}) {
               SCOPED_TRACE("mode " + std::to_string(static_cast<int>(mode)) + ", " + std::to_string(sizes.rows) +
                            " rows, " + std::to_string(sizes.features) + " features, " + std::to_string(sizes.classes) +
                            " classes, limit " + std::to_string(limit));
-              check(problem, limit);
+              check(shape, limit);
             }
           }
         }
@@ -68,66 +61,64 @@ void for_each_problem(Check check) {
   }
 }
 
-std::size_t least_bytes(const LinearCrossEntropyProblem& problem) {
-  return workspace_bytes(problem, least_block(problem));
-}
+std::size_t least_bytes(const LinearCrossEntropyShape& shape) { return workspace_bytes(shape, least_block(shape)); }
 
 TEST(LinearCrossEntropyPlan, BlocksAreWithinTheLimitWhereThatSuffices) {
-  for_each_problem([](const LinearCrossEntropyProblem& problem, std::size_t limit) {
-    const LinearCrossEntropyBlock block = plan_block(problem, limit);
+  for_each_shape([](const LinearCrossEntropyShape& shape, std::size_t limit) {
+    const LinearCrossEntropyBlock block = plan_block(shape, limit);
     ASSERT_GE(block.rows, 1);
     ASSERT_GE(block.classes, 1);
-    ASSERT_LE(block.rows, problem.rows());
-    ASSERT_LE(block.classes, problem.classes);
-    ASSERT_LE(workspace_bytes(problem, block), std::max(limit, least_bytes(problem)));
+    ASSERT_LE(block.rows, shape.rows);
+    ASSERT_LE(block.classes, shape.classes);
+    ASSERT_LE(workspace_bytes(shape, block), std::max(limit, least_bytes(shape)));
   });
 }
 
 TEST(LinearCrossEntropyPlan, ALimitThatIsTooLittleForAnythingTakesTheLeastBlock) {
-  for_each_problem([](const LinearCrossEntropyProblem& problem, std::size_t) {
-    const LinearCrossEntropyBlock block = plan_block(problem, 1);  // less than one row
-    ASSERT_EQ(block.rows, std::min(problem.rows(), policy_of(problem.device).least_rows));
-    const std::int64_t least = std::min(problem.classes, policy_of(problem.device).least_classes);
-    ASSERT_EQ(block.classes, cuts_classes(problem) ? least : problem.classes);
+  for_each_shape([](const LinearCrossEntropyShape& shape, std::size_t) {
+    const LinearCrossEntropyBlock block = plan_block(shape, 1);  // less than one row
+    ASSERT_EQ(block.rows, std::min(shape.rows, policy_of(shape.device).least_rows));
+    const std::int64_t least = std::min(shape.classes, policy_of(shape.device).least_classes);
+    ASSERT_EQ(block.classes, shape.cuts_classes() ? least : shape.classes);
   });
 }
 
 TEST(LinearCrossEntropyPlan, WhereGradientsAreComputedAtOnceABlockHasAllClasses) {
-  for_each_problem([](const LinearCrossEntropyProblem& problem, std::size_t limit) {
-    if (problem.mode != Mode::forward_backward) return;
-    ASSERT_EQ(plan_block(problem, limit).classes, problem.classes);
+  for_each_shape([](const LinearCrossEntropyShape& shape, std::size_t limit) {
+    if (shape.mode != Mode::forward_backward) return;
+    ASSERT_EQ(plan_block(shape, limit).classes, shape.classes);
   });
 }
 
 TEST(LinearCrossEntropyPlan, WhatFitsIsOneBlock) {
-  for_each_problem([](const LinearCrossEntropyProblem& problem, std::size_t limit) {
-    if (workspace_bytes(problem, {problem.rows(), problem.classes}) > limit) return;
-    const LinearCrossEntropyBlock block = plan_block(problem, limit);
-    ASSERT_EQ(block.rows, problem.rows());
-    ASSERT_EQ(block.classes, problem.classes);
+  for_each_shape([](const LinearCrossEntropyShape& shape, std::size_t limit) {
+    if (workspace_bytes(shape, {shape.rows, shape.classes}) > limit) return;
+    const LinearCrossEntropyBlock block = plan_block(shape, limit);
+    ASSERT_EQ(block.rows, shape.rows);
+    ASSERT_EQ(block.classes, shape.classes);
   });
 }
 
 TEST(LinearCrossEntropyPlan, BlocksAreOfWholeTilesWhereTheyAreLargerThanOne) {
-  for_each_problem([](const LinearCrossEntropyProblem& problem, std::size_t limit) {
-    const LinearCrossEntropyBlock block = plan_block(problem, limit);
-    if (!cuts_classes(problem) && block.rows < problem.rows() && block.rows > policy_of(problem.device).row_tile) {
-      ASSERT_EQ(block.rows % policy_of(problem.device).row_tile, 0);
+  for_each_shape([](const LinearCrossEntropyShape& shape, std::size_t limit) {
+    const LinearCrossEntropyBlock block = plan_block(shape, limit);
+    if (!shape.cuts_classes() && block.rows < shape.rows && block.rows > policy_of(shape.device).row_tile) {
+      ASSERT_EQ(block.rows % policy_of(shape.device).row_tile, 0);
     }
-    if (block.classes < problem.classes && block.classes > policy_of(problem.device).class_tile) {
-      ASSERT_EQ(block.classes % policy_of(problem.device).class_tile, 0);
+    if (block.classes < shape.classes && block.classes > policy_of(shape.device).class_tile) {
+      ASSERT_EQ(block.classes % policy_of(shape.device).class_tile, 0);
     }
   });
 }
 
 TEST(LinearCrossEntropyPlan, AWorkspaceOfTheStatedSizeIsCutNoWorse) {
-  for_each_problem([](const LinearCrossEntropyProblem& problem, std::size_t limit) {
-    const LinearCrossEntropyBlock block = plan_block(problem, limit);
+  for_each_shape([](const LinearCrossEntropyShape& shape, std::size_t limit) {
+    const LinearCrossEntropyBlock block = plan_block(shape, limit);
     // Where the smallest chunk is too large, and of sizes at which a part's rounding to 256 bytes holds another row.
-    if (workspace_bytes(problem, block) > limit || limit < (std::size_t{1} << 20)) return;
-    const LinearCrossEntropyBlock again = plan_block(problem, workspace_bytes(problem, block));
-    if (cuts_classes(problem)) {
-      ASSERT_LE(seconds_of(problem, again), seconds_of(problem, block));
+    if (workspace_bytes(shape, block) > limit || limit < (std::size_t{1} << 20)) return;
+    const LinearCrossEntropyBlock again = plan_block(shape, workspace_bytes(shape, block));
+    if (shape.cuts_classes()) {
+      ASSERT_LE(seconds_of(shape, again), seconds_of(shape, block));
     } else {
       ASSERT_EQ(again.rows, block.rows);
     }
@@ -135,28 +126,26 @@ TEST(LinearCrossEntropyPlan, AWorkspaceOfTheStatedSizeIsCutNoWorse) {
 }
 
 TEST(LinearCrossEntropyPlan, ALimitBelowATileIsUsedForRows) {
-  const LinearCrossEntropyProblem problem =
-      problem_of(Mode::backward, {512, 4096, 32768}, DType::bfloat16, kCpu, false);
-  const std::size_t limit = per_row_bytes(problem) + 400'000;
-  const LinearCrossEntropyBlock block = plan_block(problem, limit);
+  const LinearCrossEntropyShape shape = shape_of(Mode::backward, {512, 4096, 32768}, DType::bfloat16, kCpu, false);
+  const std::size_t limit = per_row_bytes(shape) + 400'000;
+  const LinearCrossEntropyBlock block = plan_block(shape, limit);
   EXPECT_GT(block.rows, 8);
-  EXPECT_GT(workspace_bytes(problem, block), limit / 2);
+  EXPECT_GT(workspace_bytes(shape, block), limit / 2);
 }
 
 TEST(LinearCrossEntropyPlan, MoreClassesThanFloat32CountsAreNotCutWhereTheArgmaxIsWanted) {
-  static std::int64_t argmax;
-  LinearCrossEntropyProblem problem =
-      problem_of(Mode::forward, {64, 8, (std::int64_t{1} << 24) + 2}, DType::bfloat16, kCuda, false);
-  EXPECT_LT(plan_block(problem, std::size_t{102} << 20).classes, problem.classes);
-  problem.outputs.argmax = &argmax;
-  EXPECT_EQ(plan_block(problem, std::size_t{102} << 20).classes, problem.classes);
+  LinearCrossEntropyShape shape =
+      shape_of(Mode::forward, {64, 8, (std::int64_t{1} << 24) + 2}, DType::bfloat16, kCuda, false);
+  EXPECT_LT(plan_block(shape, std::size_t{102} << 20).classes, shape.classes);
+  shape.has_argmax = true;
+  EXPECT_EQ(plan_block(shape, std::size_t{102} << 20).classes, shape.classes);
 }
 
 TEST(LinearCrossEntropyPlan, ManyRowsAreCutBeforeBlocksOfClassesBecomeThin) {
   // More chunks than are tried one by one: rows of a million tokens, with their x and the sums of its gradient.
-  const LinearCrossEntropyProblem problem =
-      problem_of(Mode::backward, {std::int64_t{1} << 20, 4096, 131072}, DType::bfloat16, kCuda, true);
-  EXPECT_GE(plan_block(problem, std::size_t{160} << 20).classes, policy_of(problem.device).class_tile);
+  const LinearCrossEntropyShape shape =
+      shape_of(Mode::backward, {std::int64_t{1} << 20, 4096, 131072}, DType::bfloat16, kCuda, true);
+  EXPECT_GE(plan_block(shape, std::size_t{160} << 20).classes, policy_of(shape.device).class_tile);
 }
 
 TEST(LinearCrossEntropyPlan, WithBatchInvarianceTheClassesOfABlockDoNotFollowTheRows) {
@@ -164,10 +153,10 @@ TEST(LinearCrossEntropyPlan, WithBatchInvarianceTheClassesOfABlockDoNotFollowThe
     std::set<std::int64_t> classes;
     for (const std::int64_t rows : {1, 7, 100, 1000, 4099, 65536}) {
       for (const bool gathers : {false, true}) {
-        LinearCrossEntropyProblem problem = problem_of(mode, {rows, 512, 50257}, DType::bfloat16, device, gathers);
-        problem.workspace_limit = limit;
-        if (mode == Mode::backward && rows == 7) problem.targets.dtype = problem.accumulator();  // probabilities
-        classes.insert(plan_block(problem, limit_without_workspace(problem)).classes);
+        LinearCrossEntropyShape shape = shape_of(mode, {rows, 512, 50257}, DType::bfloat16, device, gathers);
+        shape.workspace_limit = limit;
+        if (mode == Mode::backward && rows == 7) shape.targets_dtype = shape.accumulator();  // probabilities
+        classes.insert(plan_block(shape, limit_without_workspace(shape)).classes);
       }
     }
     return classes;
@@ -185,12 +174,12 @@ TEST(LinearCrossEntropyPlan, WithBatchInvarianceTheClassesOfABlockDoNotFollowThe
 }
 
 TEST(LinearCrossEntropyPlan, PartsOfTheWorkspaceAreAlignedAndDoNotOverlap) {
-  for_each_problem([](const LinearCrossEntropyProblem& problem, std::size_t limit) {
-    const LinearCrossEntropyBlock block = plan_block(problem, limit);
+  for_each_shape([](const LinearCrossEntropyShape& shape, std::size_t limit) {
+    const LinearCrossEntropyBlock block = plan_block(shape, limit);
     LinearCrossEntropyMemory memory;
     char* const base = reinterpret_cast<char*>(std::uintptr_t{256});
-    const std::size_t bytes = lay_out(problem, block, base, memory);
-    ASSERT_EQ(bytes, workspace_bytes(problem, block));
+    const std::size_t bytes = lay_out(shape, block, base, memory);
+    ASSERT_EQ(bytes, workspace_bytes(shape, block));
     std::vector<char*> parts;
     for (void* part : {static_cast<void*>(memory.row_indices), static_cast<void*>(memory.targets), memory.grad_loss,
                        memory.per_row.loss, memory.per_row.lse.data, memory.numbers, memory.bias, memory.class_weight,

@@ -12,12 +12,12 @@ namespace eaves {
 struct LinearCrossEntropyPolicy {
   // Limits without a caller's, in bytes, beside what a call needs for every row.
   std::size_t forward_bytes;        ///< the loss alone
-  std::size_t fused_forward_bytes;  ///< the same where logits end in their product
+  std::size_t fused_forward_bytes;  ///< the same on the fused path
   std::size_t backward_bytes;       ///< that computes logits again
   // Both at once: room for `enough_rows`, within these.
   std::size_t least_bytes;
   std::size_t most_bytes;
-  std::size_t fused_least_bytes;  ///< the same where logits end in their product
+  std::size_t fused_least_bytes;  ///< the same on the fused path
   std::size_t fused_most_bytes;
   std::int64_t enough_rows;  ///< of a chunk, whose products are nearly as fast as whole ones
   std::int64_t few_rows;     ///< of a chunk: with less, computing logits again is as fast as both at once
@@ -88,12 +88,14 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnCpu = {
     .bytes_per_second = 5e10,
 };
 
-// From how many classes on logits end in their product.
+// How many classes the fused path is for.
 inline constexpr std::int64_t kLeastFusedClasses = 4096;    ///< with EAVES_FUSED_PRODUCT=1
 inline constexpr std::int64_t kFasterFusedClasses = 16384;  ///< the loss alone, the backward, shards
 /// Both at once make three products in any case: of fewer classes they gain little or nothing, and would round x a
 /// second time.
 inline constexpr std::int64_t kFasterFusedClassesAtOnce = 65536;
+/// The most: which tiles of a row are computed again is kept as bits in shared memory.
+inline constexpr std::int64_t kMostFusedClasses = std::int64_t{1} << 20;
 
 inline const LinearCrossEntropyPolicy& policy_of(Device device) {
   return device.type == DeviceType::cpu ? kLinearCrossEntropyOnCpu : kLinearCrossEntropyOnGpu;

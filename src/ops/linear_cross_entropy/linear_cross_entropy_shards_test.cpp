@@ -23,7 +23,7 @@ double not_zero(std::int64_t row) { return 0.5 + 0.25 * static_cast<double>(row 
 class LinearCrossEntropyShards : public OnEachDevice {};
 EAVES_EACH_DEVICE(LinearCrossEntropyShards);
 
-class LinearCrossEntropyShardsInProductOnGpu : public OnGpuWithExpProduct {};
+class LinearCrossEntropyFusedShardsOnGpu : public OnGpuWithFusedPath {};
 
 constexpr std::int64_t kS = kCrossEntropyStatistics;
 
@@ -74,7 +74,7 @@ class Shards {
     run_.download();
   }
 
-  int products() const { return products_; }
+  int fused_shards() const { return fused_shards_; }
 
  private:
   template <typename Body>
@@ -119,7 +119,7 @@ class Shards {
          .classes = case_.classes,
          .has_weight = whole.inputs.class_weight.is_present,
          .has_soft_targets = run_.is_soft(),
-         .reads_ignored_rows = false,
+         .skips_ignored = true,
          .loss = to.loss,
          .lse = to.lse,
          .argmax = to.argmax,
@@ -219,7 +219,7 @@ class Shards {
       context.workspace = {workspace.view().data, stated};
       linear_cross_entropy_forward_backward(args, context);
       expect_chunks_of_all(chunks, index);
-      products_ += make_problem(args).ends_in_product ? 1 : 0;
+      fused_shards_ += make_problem(args).is_fused ? 1 : 0;
     });
     add_parts(run_.gradients_at_once.x);
   }
@@ -229,18 +229,18 @@ class Shards {
   std::vector<std::int64_t> sizes_;
   std::int64_t count_, rows_;
   std::vector<std::pair<std::int64_t, std::int64_t>> chunks_;
-  int products_ = 0;  ///< shards whose logits, with both at once, ended in their product
+  int fused_shards_ = 0;  ///< with loss and gradients at once
   TestTensor statistics_, own_, gathered_;
   std::vector<std::unique_ptr<TestTensor>> parts_;
 };
 
-/// `products`: how many shards' logits end in their product.
-void check_shards(const LinearCrossEntropyCase& test_case, const std::vector<std::int64_t>& sizes, int products = 0) {
+/// `fused`: how many shards take the fused path.
+void check_shards(const LinearCrossEntropyCase& test_case, const std::vector<std::int64_t>& sizes, int fused = 0) {
   SCOPED_TRACE(description_of(test_case) + ", " + std::to_string(sizes.size()) + " shards");
   LinearCrossEntropyRun run(test_case);
   Shards shards(run, sizes);
   shards.run();
-  EXPECT_EQ(shards.products(), products);
+  EXPECT_EQ(shards.fused_shards(), fused);
   if (::testing::Test::HasFatalFailure()) return;
   for (auto& [name, tensor] : run.outputs()) EXPECT_EQ(tensor->canary_damage(), "") << "around " << name;
   LinearCrossEntropyComparison comparison(run);
@@ -313,8 +313,8 @@ TEST_P(LinearCrossEntropyShards, TakeSoftTargets) {
   }
 }
 
-/// Of shards with 4096 classes and more the logits end in their product, of a smaller one they are kept.
-TEST_F(LinearCrossEntropyShardsInProductOnGpu, MatchTheWhole) {
+/// Shards with 4096 classes and more take the fused path, a smaller one keeps its logits.
+TEST_F(LinearCrossEntropyFusedShardsOnGpu, MatchTheWhole) {
   const auto check = [](auto change) {
     for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
       LinearCrossEntropyCase c{.device = kCuda, .dtype = DType::bfloat16, .row_shape = {131}, .features = 40};

@@ -84,7 +84,7 @@ std::vector<LinearCrossEntropyCase> with_each_option(const LinearCrossEntropyCas
   });
   add([](LinearCrossEntropyCase& c) { c.has_normalizer = true; });
   add([](LinearCrossEntropyCase& c) { c.options.ignore_index = 1; });
-  add([](LinearCrossEntropyCase& c) { c.skips_ignored_rows = true; });
+  add([](LinearCrossEntropyCase& c) { c.skips_ignored = true; });
   add([](LinearCrossEntropyCase& c) { c.grad_weight_dtype = accumulator_dtype(c.dtype); });
   add([](LinearCrossEntropyCase& c) { c.grad_bias_dtype = accumulator_dtype(c.dtype); });
   cases.push_back(all);
@@ -122,7 +122,7 @@ TEST_P(LinearCrossEntropy, ChunksOfEverySizeMatchTheOracle) {
         }
         for (LinearCrossEntropyCase& test_case : of_every_kind(plain)) {
           check_linear_cross_entropy(test_case);
-          test_case.skips_ignored_rows = true;
+          test_case.skips_ignored = true;
           test_case.grad_weight_dtype = DType::float32;
           if (dtype != DType::float64) check_linear_cross_entropy(test_case);
         }
@@ -315,7 +315,7 @@ TEST_P(LinearCrossEntropy, GradientsOfParametersAreAddedToWhatTheyHold) {
           plain.accumulates = true;
           plain.grad_weight_dtype = plain.grad_bias_dtype = gradient;
           plain.workspace_limit = limit;
-          plain.skips_ignored_rows = skips;
+          plain.skips_ignored = skips;
           for (const LinearCrossEntropyCase& test_case : of_every_kind(plain)) check_linear_cross_entropy(test_case);
         }
       }

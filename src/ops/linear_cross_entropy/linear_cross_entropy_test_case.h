@@ -33,17 +33,17 @@
 
 namespace eaves::testing {
 
-/// Where logits may end in their product, and do so from few classes on.
-class OnGpuWithExpProduct : public OnGpu {
+/// Where calls may take the fused path, and do so from few classes on.
+class OnGpuWithFusedPath : public OnGpu {
  protected:
   void TearDown() override { unsetenv("EAVES_FUSED_PRODUCT"); }
   void SetUp() override {
     OnGpu::SetUp();
     if (IsSkipped()) return;
     setenv("EAVES_FUSED_PRODUCT", "1", 1);
-    bool has_product = false;
-    if constexpr (kHasCuda) has_product = cuda::has_exp_product(kCuda);
-    if (!has_product) GTEST_SKIP() << "this GPU, or this build, has no product that ends in exponentials";
+    bool has_fused_path = false;
+    if constexpr (kHasCuda) has_fused_path = cuda::has_exp_product(kCuda);
+    if (!has_fused_path) GTEST_SKIP() << "this GPU, or this build, has no product that ends in exponentials";
   }
 };
 
@@ -73,7 +73,7 @@ struct LinearCrossEntropyCase {
   bool has_grad_entropy = false;
   bool wants_all_of_row = true;  ///< argmax, entropy and sum_sq among the outputs
   bool wants_mean_logit = false;
-  bool skips_ignored_rows = false;
+  bool skips_ignored = false;
   bool accumulates = false;
   WantedGradients wanted = {};
   std::optional<DType> grad_weight_dtype = {};  ///< that of weight unless given
@@ -250,7 +250,7 @@ class LinearCrossEntropyRun {
             .class_weight = case_.class_weight_dtype ? (class_weight.*where)() : TensorView{},
             .row_weight = case_.has_row_weight ? (row_weight.*where)() : TensorView{},
             .options = case_.options,
-            .skips_ignored_rows = case_.skips_ignored_rows,
+            .skips_ignored = case_.skips_ignored,
             .workspace_limit = limit_of(case_)};
   }
 
@@ -397,7 +397,7 @@ class LinearCrossEntropyComparison {
     const std::string of_row = " of row " + std::to_string(i) + how;
     // A row that does not count has zeros, whatever it holds.
     return (!results.has_all_of_row || is_argmax(row, i, results.argmax.get(i), of_row)) &&
-           compare_results_.compare_row(results, row, i, row.is_counted, of_row);
+           compare_results_.compare_row(results, row, i, !row.is_counted, of_row);
   }
 
   /// The class of the largest logit, or one that is as large as far as float32 can tell.
@@ -468,14 +468,14 @@ class LinearCrossEntropyComparison {
                        std::max<std::int64_t>(1, case_.classes),
                        false,
                        false,
-                       problem_of(run_, mode).has_powers()};
+                       LinearCrossEntropyShape(problem_of(run_, mode)).has_exps()};
     Product of_weight{transposed(computed(all.values)),
                       transposed(computed(all.scales)),
                       computed(exact_.x),
                       block.rows,
                       case_.accumulates,
                       true,
-                      problem_of(run_, mode).has_powers()};
+                      LinearCrossEntropyShape(problem_of(run_, mode)).has_exps()};
     Matrix ones(of_weight.factor.columns, 1);
     std::fill(ones.values.begin(), ones.values.end(), 1.0);
     const Product of_bias{of_weight.factor,
@@ -484,8 +484,8 @@ class LinearCrossEntropyComparison {
                           std::max<std::int64_t>(1, ones.rows),
                           case_.accumulates,
                           false,
-                          problem_of(run_, mode).has_powers()};
-    if (of_weight.has_powers) of_weight.rounded_other = computed(x_with_factors(scaling.in_factor.loss));
+                          LinearCrossEntropyShape(problem_of(run_, mode)).has_exps()};
+    if (of_weight.has_exps) of_weight.rounded_other = computed(x_with_factors(scaling.in_factor.loss));
     return (!wanted.x || (is_within(actual.x, "grad_x", of_x, shares.grad_x) && uncounted_are_zero(actual.x, how))) &&
            (!wanted.weight || is_within(actual.weight, "grad_weight", of_weight, shares.grad_weight)) &&
            (!wanted.bias || is_within(actual.bias, "grad_bias", of_bias, shares.grad_bias));
@@ -493,11 +493,12 @@ class LinearCrossEntropyComparison {
 
   /// The rows of the chunks, all or only those that count, in the order of the walk.
   Matrix computed_rows(const Matrix& all, const LinearCrossEntropyProblem& problem) const {
-    const bool leaves_out = case_.device.type == DeviceType::cpu || case_.skips_ignored_rows;
+    const bool leaves_out = case_.device.type == DeviceType::cpu || case_.skips_ignored;
     Matrix computed(0, all.columns);
     for (std::int64_t i = 0; i < all.rows; ++i) {
       const std::int64_t of_view = problem.view.rows.offsets(i).of[linear_cross_entropy_tensors::kPerRow];
-      const std::int64_t row = problem.has_soft_targets() && !gathers_soft_targets(problem) ? i : of_view;
+      const std::int64_t row =
+          problem.has_soft_targets() && !LinearCrossEntropyShape(problem).gathers_soft_targets() ? i : of_view;
       if (leaves_out && !exact_.rows[static_cast<std::size_t>(row)].is_counted) continue;
       ++computed.rows;
       for (std::int64_t j = 0; j < all.columns; ++j) computed.values.push_back(all.at(row, j));
@@ -526,7 +527,7 @@ class LinearCrossEntropyComparison {
     std::int64_t chunk;
     bool accumulates;
     bool is_added_by_gemm = false;             ///< what a chunk adds
-    bool has_powers = false;                   ///< linear_cross_entropy_fused.h
+    bool has_exps = false;                     ///< fused/fused.h
     std::optional<Matrix> rounded_other = {};  ///< `other` with the rounding that it gets, where it gets one
   };
 
@@ -574,9 +575,9 @@ class LinearCrossEntropyComparison {
     return size_of(case_.dtype) > 2 || is_within_rounded_product(product, dtype, alpha, exact, actual, name, share);
   }
 
-  /// A power is rounded as another number than the factor, of grad_weight x times its row's factor is rounded too, and
+  /// An exp is rounded as another number than the factor, of grad_weight x times its row's factor is rounded too, and
   /// what is 2^-36 of the row's largest may be 0.
-  static double of_powers(const Product& product, double factor, double largest) {
+  static double of_exps(const Product& product, double factor, double largest) {
     constexpr double kUnitRoundoff = 0x1p-8;  // of bfloat16
     constexpr double kLost = 0x1p-36;
     return (product.is_added_by_gemm ? 2.0 : 1.0) * kUnitRoundoff * std::abs(factor) + kLost * largest;
@@ -598,20 +599,20 @@ class LinearCrossEntropyComparison {
       const double scale = activation_scale(result_dtype_, product.scales.values[i], kBesideProbability);
       const double before = allowed_error(result_dtype_, 0.0, scale);
       of_factor.values[i] =
-          before + (product.has_powers ? of_powers(product, product.factor.values[i], largest)
-                                       : rounding_of(case_.dtype, std::abs(product.factor.values[i]) + before));
+          before + (product.has_exps ? of_exps(product, product.factor.values[i], largest)
+                                     : rounding_of(case_.dtype, std::abs(product.factor.values[i]) + before));
     }
     const Matrix sizes = sizes_of(product.other);
     Matrix allowed = multiply(of_factor, sizes);
     const std::int64_t chunks = ceil_divide(product.factor.columns, product.chunk);
     const Matrix sums =
-        chunks > 1 || product.accumulates || product.has_powers ? multiply(sizes_of(product.factor), sizes) : allowed;
+        chunks > 1 || product.accumulates || product.has_exps ? multiply(sizes_of(product.factor), sizes) : allowed;
     for (std::size_t i = 0; i < allowed.values.size(); ++i) {
       const double held = product.accumulates ? 0.5 : 0.0;
       std::int64_t roundings = chunks - 1;
       if (product.is_added_by_gemm && rounds_before_adding(case_.device, dtype))
         roundings += chunks - (product.accumulates ? 0 : 1);
-      if (product.has_powers && product.is_added_by_gemm) roundings += chunks;  // the targets' part, behind each
+      if (product.has_exps && product.is_added_by_gemm) roundings += chunks;  // the targets' part, behind each
       allowed.values[i] = std::abs(alpha) * allowed.values[i] +
                           static_cast<double>(roundings) * rounding_of(dtype, held + std::abs(alpha) * sums.values[i]);
     }
@@ -679,7 +680,7 @@ inline std::string description_of(const LinearCrossEntropyCase& c) {
   if (c.has_grad_lse) text += ", grad_lse";
   if (c.has_grad_entropy) text += ", grad_entropy";
   if (!c.wants_all_of_row) text += ", without argmax and entropy";
-  if (c.skips_ignored_rows) text += ", ignored rows skipped";
+  if (c.skips_ignored) text += ", ignored rows skipped";
   if (c.accumulates) text += ", accumulates";
   return text;
 }

@@ -187,8 +187,8 @@ LrpeCosineAngles check_angles(const char* op, const LrpeAngles& args, const Lrpe
                         "give positions for a softmax over the whole axis, or call once for each sequence");
     }
   }
-  angles.is_plain = !has_offsets && !has_positions && !has_cu_seqlens && shape.positions <= INT32_MAX;
-  if (angles.is_plain && shape.positions > args.extra_tokens) {
+  angles.computes_positions = !has_offsets && !has_positions && !has_cu_seqlens && shape.positions <= INT32_MAX;
+  if (angles.computes_positions && shape.positions > args.extra_tokens) {
     for (int axis = 0; axis < angles.axes; ++axis) {
       angles.by_grid[axis] = Divider(static_cast<std::uint32_t>(angles.grid[axis]));
       angles.by_cells_behind[axis] = Divider(static_cast<std::uint32_t>(angles.cells_behind[axis]));

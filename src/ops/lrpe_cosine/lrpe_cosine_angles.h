@@ -33,8 +33,8 @@ struct LrpeCosineAngles {
   std::int64_t axis_features = 1;  ///< how many features belong to an axis: E, or all where one angle serves all
 
   // positions
-  /// Nothing on the device to read, and fewer than 2^31 tokens: position() is plain_position().
-  bool is_plain = false;
+  /// Nothing on the device to read, and fewer than 2^31 tokens: position() is computed_position().
+  bool computes_positions = false;
   std::int64_t extra_tokens = 0;
   std::int64_t offset = 0;
   IntegerList offsets;             ///< data is nullptr where there are none
@@ -69,8 +69,8 @@ struct LrpeCosineAngles {
     return theta_features == 1 ? 0 : feature - axis * axis_features;
   }
 
-  /// position() in most calls, short enough to be inlined: where is_plain.
-  EAVES_HOST_DEVICE std::int64_t plain_position(std::int64_t n, std::int64_t axis) const {
+  /// position() in most calls, short enough to be inlined: with computes_positions.
+  EAVES_HOST_DEVICE std::int64_t computed_position(std::int64_t n, std::int64_t axis) const {
     if (axes == 1) return n + (offset - extra_tokens);
     const std::uint32_t cell = by_cells_behind[axis].divide(static_cast<std::uint32_t>(n - extra_tokens));
     return offset + (cell - by_grid[axis].divide(cell) * static_cast<std::uint32_t>(grid[axis]));
@@ -78,7 +78,7 @@ struct LrpeCosineAngles {
 
   /// The position of token n of a batch entry on an axis. n is no extra token, and axis is below `axes`.
   EAVES_HOST_DEVICE std::int64_t position(std::int64_t batch, std::int64_t n, std::int64_t axis) const {
-    if (is_plain) return plain_position(n, axis);
+    if (computes_positions) return computed_position(n, axis);
     if (positions.data != nullptr) return positions[batch * position_batch_stride + n * position_stride];
     if (cu_seqlens.data != nullptr) return n - sequence_start(n);
     std::int64_t coordinate = n - extra_tokens;

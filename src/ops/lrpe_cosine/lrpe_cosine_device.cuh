@@ -259,8 +259,8 @@ struct TokenAngles {
                                            std::int64_t batch, std::int64_t n, Body body) {
     const auto position_on = [&](std::int64_t axis) {
       if (axis >= angles.axes || !angles.has_angle(n)) return A(0);
-      return static_cast<A>(angles.is_plain ? angles.plain_position(n, axis)
-                                            : general_position(angles, batch, n, axis));
+      return static_cast<A>(angles.computes_positions ? angles.computed_position(n, axis)
+                                                      : general_position(angles, batch, n, axis));
     };
     const A first = position_on(features.first_axis);
     if (features.in_first_axis == kWidth) {

@@ -3,8 +3,8 @@
 
 namespace eaves::cuda::sm90 {
 
-void powers_of_bfloat16(const char* op, const ExpProduct& product, const ExpProductSums& to, int multiprocessors,
-                        void* stream) {
+void exps_of_bfloat16(const char* op, const ExpProduct& product, const ExpProductSums& to, int multiprocessors,
+                      void* stream) {
   run_sums<cutlass::bfloat16_t, cutlass::bfloat16_t>(op, product, to, multiprocessors, stream);
 }
 

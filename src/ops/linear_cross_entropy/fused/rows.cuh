@@ -1,0 +1,152 @@
+// What the kernels of the fused path (fused.h) know of a row: its target, its logit's product, its gradient.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cmath>
+
+#include "core/dispatch.h"
+#include "cuda/launch.cuh"
+#include "cuda/reduce.cuh"
+#include "cuda/vector.cuh"
+#include "ops/cross_entropy/cross_entropy_math.h"
+#include "ops/cross_entropy/cross_entropy_transform.cuh"
+#include "ops/linear_cross_entropy/fused/fused.h"
+
+namespace eaves::cuda {
+
+inline constexpr int kThreads = 256;
+inline constexpr int kWarps = kThreads / 32;
+
+struct Targets {
+  TypedNumbers targets;
+  std::int64_t stride;
+  std::int64_t first_class;
+  std::int64_t classes;
+  std::int64_t ignore_index;
+
+  explicit Targets(const FusedRows& rows)
+      : targets(rows.targets),
+        stride(rows.target_stride),
+        first_class(rows.first_class),
+        classes(rows.classes),
+        ignore_index(rows.options.ignore_index) {}
+
+  __device__ std::int64_t of(std::int64_t row) const { return integer_at(targets, row * stride); }
+  __device__ bool is_ignored(std::int64_t row) const { return of(row) == ignore_index; }
+  /// -1 where the row is ignored, and where the class is in another block, or is none.
+  __device__ int column(std::int64_t row) const {
+    const std::int64_t column = of(row) - first_class;
+    return !is_ignored(row) && column >= 0 && column < classes ? static_cast<int>(column) : -1;
+  }
+};
+
+/// x of a row times `kCount` rows of the weight, by a warp; every lane gets them. Each is the same whatever the others.
+template <int kCount, typename T>
+__device__ void multiply(const T* x, const T* const (&weight)[kCount], std::int64_t features,
+                         float (&products)[kCount]) {
+  constexpr int kSize = Vector<T>::kSize;
+#pragma unroll
+  for (float& product : products) product = 0.0f;
+#pragma unroll 2
+  for (std::int64_t i = threadIdx.x % 32 * kSize; i < features; i += 32 * kSize) {
+    float a[kSize];
+    unpack(*reinterpret_cast<const Vector<T>*>(x + i), a);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      float b[kSize];
+      unpack(*reinterpret_cast<const Vector<T>*>(weight[n] + i), b);
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) products[n] = fmaf(a[k], b[k], products[n]);
+    }
+  }
+#pragma unroll
+  for (float& product : products) product = reduce_lanes<32>(product, Plus{});
+}
+
+/// What the gradient of each row is made of.
+struct GradientOfRows {
+  Targets targets;
+  FastTransform transform;
+  CrossEntropyTerms<float> terms;
+  const float* class_weight;
+  FusedGradient in;
+  FusedMemory memory;
+  bool is_shard;
+
+  __device__ RowGradient<float> row(std::int64_t i, const SplitLse<float>& lse) const {
+    RowGradientInputs<float> inputs{};
+    inputs.target = targets.of(i);
+    inputs.lse = lse;
+    inputs.grad_loss = weigh(in.grad_loss[i * in.grad_loss_stride], in.row_weight == nullptr ? 1.0f : in.row_weight[i]);
+    if (in.grad_lse != nullptr) inputs.grad_lse = in.grad_lse[i];
+    if (in.grad_entropy != nullptr) {
+      inputs.grad_entropy = in.grad_entropy[i];
+      inputs.entropy = in.entropy[i];
+    }
+    inputs.target_weight = 1.0f;
+    if (!terms.is_ignored(inputs.target)) {
+      if (!terms.is_in_range(inputs.target)) {
+        inputs.grad_loss = nan_of<float>();
+      } else if (in.target_weight != nullptr) {
+        inputs.target_weight = in.target_weight[i];
+      } else if (class_weight != nullptr) {
+        inputs.target_weight = class_weight[inputs.target];
+      }
+    }
+    return row_gradient(inputs, terms);
+  }
+
+  /// As the forward kept it.
+  __device__ RowGradient<float> row(std::int64_t i) const { return row(i, in.lse.load<float>(in.lse.row(i))); }
+
+  /// The gradient of the logit z of the row's target, whose z' is `d` above lse, at most 0: softmax - 1 would cancel.
+  __device__ float of_target(float z, float d, const RowGradient<float>& row) const {
+    if (row.softmax_factor == 0.0f && row.target_factor == 0.0f && row.slope == 0.0f) return 0.0f;
+    const float p = exponential(d);
+    float gradient = row.target < 0 ? p * row.softmax_factor : fmaf(std::expm1(d), row.target_factor, p * row.surplus);
+    // 0 * -infinity must be 0. fmax() drops a NaN, but then p is one.
+    if (row.slope != 0.0f) gradient = fmaf(p, row.slope * fmaxf(d, -1e30f), gradient);
+    return gradient * (transform.scale * transform.derivative(z));
+  }
+};
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+inline CrossEntropyTerms<float> terms_of(const FusedRows& rows) {
+  CrossEntropyInputs inputs{};
+  inputs.targets = rows.targets;
+  inputs.classes = rows.all_classes;
+  inputs.options = rows.options;
+  inputs.weight.data = rows.class_weight;
+  return CrossEntropyTerms<float>(inputs);
+}
+
+inline GradientOfRows gradient_of(const FusedRows& rows, const FusedGradient& gradient) {
+  return {Targets(rows), FastTransform(rows.options), terms_of(rows), rows.class_weight, gradient, rows.memory,
+          rows.is_shard};
+}
+
+inline ExpProduct product_of(const FusedRows& rows) {
+  const FastTransform transform(rows.options);
+  return {.device = rows.device,
+          .rows = rows.rows,
+          .classes = rows.classes,
+          .features = rows.features,
+          .dtype = rows.dtype,
+          .x = rows.x,
+          .weight = rows.weight,
+          .bias = rows.bias,
+          .to_tanh = transform.to_tanh,
+          .factor = transform.factor,
+          .shift = rows.memory.shift,
+          .target = rows.memory.target,
+          .target_logit = rows.memory.target_logit};
+}
+
+template <typename Body>
+void dispatch_half(DType dtype, Body body) {
+  dtype == DType::bfloat16 ? body.template operator()<bfloat16>() : body.template operator()<float16>();
+}
+
+}  // namespace eaves::cuda

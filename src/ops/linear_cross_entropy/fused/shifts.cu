@@ -1,0 +1,76 @@
+// The first step of the fused path (fused.h): each row's target, and a guess at its largest logit.
+#include "ops/linear_cross_entropy/fused/rows.cuh"
+
+namespace eaves::cuda {
+namespace {
+
+/// 2^t stays within float32 up to t = 127, and counts down to -126. A row's largest logit is seldom 2^127 (e^88) times
+/// the largest sampled one, unless the samples themselves are spread widely: normal logits with a deviation of 64, say.
+/// Those rows get more room above, up to kMostRoom, and still count what is 2^-36 of the largest sample.
+constexpr float kUsualSpread = 60.0f;
+constexpr float kMostRoom = 90.0f;
+/// Farther below the largest are classes that a bias masks: -1e4 is 14427.
+constexpr float kMasked = 4096.0f;
+
+/// A warp a row.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    guess_shift(const __grid_constant__ Targets targets, std::int64_t rows, const T* x, std::int64_t x_stride,
+                const T* weight, std::int64_t weight_stride, std::int64_t features, int sample_count, const float* bias,
+                std::int64_t classes_per_sample, const __grid_constant__ FastTransform transform,
+                const __grid_constant__ FusedMemory memory) {
+  const std::int64_t row = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  if (row == 0 && threadIdx.x == 0) *memory.repeated_count = 0;
+  if (row >= rows) return;
+  const auto* samples = static_cast<const float*>(memory.samples);
+  const auto exponent_of = [&](int i) {
+    const float own_bias = bias == nullptr ? 0.0f : bias[i * classes_per_sample];
+    return transform.exponent(samples[row * sample_count + i] + own_bias);
+  };
+  float largest = -infinity<float>();
+  for (int i = threadIdx.x % 32; i < sample_count; i += 32) largest = fmaxf(largest, exponent_of(i));
+  largest = reduce_lanes<32>(largest, [](float a, float b) { return fmaxf(a, b); });
+  float sum = 0.0f;
+  float count = 0.0f;
+  for (int i = threadIdx.x % 32; i < sample_count; i += 32) {
+    const float exponent = exponent_of(i);
+    if (!(exponent > largest - kMasked)) continue;  // a class that is masked says nothing of the others' spread
+    sum += exponent;
+    count += 1.0f;
+  }
+  const float mean = reduce_lanes<32>(sum, Plus{}) / reduce_lanes<32>(count, Plus{});
+  const float room = fminf(fmaxf(largest - mean - kUsualSpread, 0.0f), kMostRoom);
+  const int column = targets.column(row);
+  if (column >= 0) {
+    float of_target[1];
+    multiply<1, T>(x + row * x_stride, {weight + column * weight_stride}, features, of_target);
+    largest = fmaxf(largest, transform.exponent(of_target[0] + (bias == nullptr ? 0.0f : bias[column])));
+  }
+  if (threadIdx.x % 32 != 0) return;
+  memory.target[row] = column;
+  memory.shift[row] = targets.is_ignored(row)              ? infinity<float>()  // 2^t is 0
+                      : fabsf(largest) < infinity<float>() ? largest + room
+                                                           : 0.0f;
+  if (memory.first_of_class == nullptr) return;
+  memory.has_more_rows[row] = 0;
+  if (column >= 0) atomicMax(memory.first_of_class + column, static_cast<std::int32_t>(rows - row));
+}
+
+}  // namespace
+
+void guess_shifts(const FusedRows& rows) {
+  void* stream = rows.context.stream;
+  if (std::int32_t* first_of_class = rows.memory.first_of_class; first_of_class != nullptr) {
+    const std::size_t bytes = static_cast<std::size_t>(rows.classes) * sizeof(std::int32_t);
+    check_status(cudaMemsetAsync(first_of_class, 0, bytes, static_cast<cudaStream_t>(stream)), rows.op);
+  }
+  dispatch_half(rows.dtype, [&]<typename T>() {
+    launch(rows.op, guess_shift<T>, {.blocks = ceil_divide(rows.rows, kWarps), .threads = kThreads, .stream = stream},
+           Targets(rows), rows.rows, static_cast<const T*>(rows.x.data), rows.x.stride,
+           static_cast<const T*>(rows.weight.data), rows.weight.stride, rows.features,
+           static_cast<int>(sampled_classes(rows.classes)), rows.bias, sample_distance(rows.classes),
+           FastTransform(rows.options), rows.memory);
+  });
+}
+
+}  // namespace eaves::cuda

@@ -1,0 +1,197 @@
+// What a linear_cross_entropy keeps in its workspace, and where it lies there.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/dispatch.h"
+#include "core/numeric.h"
+#include "cuda/exp_product.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_shape.h"
+
+namespace eaves {
+
+/// The numbers of a chunk on the fused path (fused/fused.h).
+struct FusedMemory {
+  void* samples;  ///< [rows, sampled_classes()] logits, float32
+  float* shift;   ///< this and most others: one for each row
+  std::int32_t* target;
+  float* target_logit;
+  float* sums;
+  float* moments;
+  std::int32_t* repeated_count;  ///< of rows some of whose logits are computed again, and the rows
+  std::int32_t* repeated_rows;
+  float* constant;  ///< this and the next: of the backward
+  float* slope;
+  float* row_factor;  ///< this and the following: with exps
+  float* target_gradient;
+  std::int32_t* first_of_class;  ///< [classes], 0 before the targets are known: rows left from its first one on
+  std::int32_t* has_more_rows;   ///< [rows], of the first row of a class: 1 where later rows have that class too
+  void* scaled_x;                ///< where grad_x has been before
+};
+
+/// How many logits of a row are computed before the others, at equal distances, to guess the largest.
+inline std::int64_t sampled_classes(std::int64_t classes) { return std::clamp<std::int64_t>(classes / 64, 64, 1024); }
+inline std::int64_t sample_distance(std::int64_t classes) { return classes / sampled_classes(classes); }
+
+/// What is in the workspace; nullptr where a problem has no use for it.
+struct LinearCrossEntropyMemory {
+  // For all rows; where rows are gathered, of those that are computed, in the order in which they are.
+  std::int64_t* row_indices;  ///< of the problem's view
+  std::int64_t* targets;      ///< ignore_index for rows of weight 0
+  void* grad_loss;            ///< where it is per row, as accumulators
+  void* row_weight;           ///< where rows are gathered
+  LossOutputs per_row;        ///< no divisor
+  void* grad_lse;
+  void* grad_entropy;
+
+  void* numbers;  ///< kNumbers places of 8 bytes: accumulators one behind the other, the count in the last place
+
+  // For all classes, as accumulators.
+  void* bias;
+  void* class_weight;
+  double* grad_bias;  ///< sums of any number of rows
+
+  // For a block.
+  void* x;             ///< gathered rows
+  void* soft_targets;  ///< likewise
+  void* grad_x;        ///< the same, to be scattered; accumulators where that is not all of them
+  void* logits;        ///< accumulators, and over them their gradient
+  void* statistics;    ///< of each block of classes of a forward, of each row: cross_entropy.h
+  Workspace loss;      ///< of the calls of cross_entropy
+  Workspace product;   ///< of the matrix products
+  FusedMemory fused;
+};
+
+/// The numbers of a call on the device. A gradient is multiplied by kScale = kAlpha * kRest: the products multiply by
+/// kAlpha, the gradient of the logits by kRest. kAlpha is kScale, or 1 if kScale is not finite: a product would turn
+/// the zeros of rows that do not count into NaN.
+enum LinearCrossEntropyNumber {
+  kScale,  ///< dL/d(loss) over the divisor, or 1 if that is per row
+  kAlpha,
+  kRest,
+  kDivisor,
+  kRowCount,  ///< how many rows are computed, an int64 (where the device counts them)
+  kNumbers
+};
+
+template <typename A>
+EAVES_HOST_DEVICE void put_scale(double given, A* numbers) {
+  const A scale = static_cast<A>(given);
+  const bool is_finite = scale - scale == A(0);
+  numbers[kScale] = scale;
+  numbers[kAlpha] = is_finite ? scale : A(1);
+  numbers[kRest] = is_finite ? A(1) : scale;
+}
+
+/// Distance between rows of logits: whole cache lines, of 16 bits half ones.
+inline std::int64_t logits_stride(std::int64_t classes) { return ceil_divide(classes, 32) * 32; }
+
+/// Is grad_x of a block summed in accumulators, to be rounded at the end? Where it is a sum of several products.
+inline bool is_grad_x_wide(const LinearCrossEntropyShape& shape, const LinearCrossEntropyBlock& block) {
+  const bool is_on_gpu = shape.device.type == DeviceType::cuda;
+  const bool is_cut = is_sum_of_two_products(shape.dtype, shape.classes) && shape.has_weight_vectors;
+  return shape.has_exps() || block.classes < shape.classes || (is_on_gpu && is_cut);
+}
+
+/// Lays out the workspace from `base` on; with nullptr only counts. Returns the number of bytes. A tensor that
+/// counts here stands in of_largest_shard() too.
+inline std::size_t lay_out(const LinearCrossEntropyShape& shape, const LinearCrossEntropyBlock& block, void* base,
+                           LinearCrossEntropyMemory& memory) {
+  std::size_t used = 0;
+  const auto take = [&](bool is_needed, std::int64_t count, std::size_t size) -> void* {
+    if (!is_needed) return nullptr;
+    void* taken = base == nullptr ? nullptr : static_cast<char*>(base) + used;
+    used += (static_cast<std::size_t>(count) * size + 255) / 256 * 256;
+    return taken;
+  };
+  const std::size_t number = size_of(shape.accumulator());
+  const std::size_t element = size_of(shape.dtype);
+  const bool is_backward = shape.is_backward();
+  const bool gathers = shape.may_gather();
+  const std::int64_t rows = shape.rows;
+  const bool keeps_losses = !is_backward && (gathers || shape.is_reduced);
+
+  memory = {};
+  memory.row_indices = static_cast<std::int64_t*>(take(gathers, rows, 8));
+  memory.targets =
+      static_cast<std::int64_t*>(take((gathers || shape.has_row_weight) && !shape.has_soft_targets(), rows, 8));
+  memory.grad_loss = take(!shape.is_reduced && shape.has_grad_loss, rows, number);
+  memory.row_weight = take(gathers && shape.has_row_weight, rows, number);
+  memory.per_row.loss = take(keeps_losses, rows, number);
+  memory.per_row.z_loss = take(keeps_losses && shape.has_z_loss, rows, number);
+  memory.per_row.argmax = static_cast<std::int64_t*>(take(gathers && shape.has_argmax, rows, 8));
+  memory.per_row.entropy = take(gathers && shape.has_entropy, rows, number);
+  memory.per_row.sum_sq = take(gathers && shape.has_sum_sq, rows, number);
+  memory.per_row.mean_logit = take(gathers && shape.has_mean_logit, rows, number);
+  memory.per_row.target_mass = take(gathers && shape.has_target_mass, rows, number);
+  memory.per_row.lse.is_split = shape.has_split_lse;
+  memory.per_row.lse.data = take(gathers && shape.has_lse, memory.per_row.lse.row(rows), number);
+  memory.grad_lse = take(shape.has_grad_lse, rows, number);
+  memory.grad_entropy = take(shape.has_grad_entropy, rows, number);
+  memory.numbers = take(true, kNumbers, 8);
+
+  memory.bias = take(shape.has_bias, shape.classes, number);
+  memory.class_weight = take(shape.has_class_weight, shape.classes, number);
+  memory.grad_bias = static_cast<double*>(take(shape.has_grad_bias, shape.classes, sizeof(double)));
+
+  const bool has_exps = shape.has_exps();
+  const bool is_wide = is_grad_x_wide(shape, block);
+  memory.x = take(gathers, block.rows * shape.features, element);
+  memory.soft_targets =
+      take(shape.gathers_soft_targets(), block.rows * logits_stride(block.classes), size_of(shape.targets_dtype));
+  memory.grad_x = take(shape.has_grad_x && (gathers || is_wide), block.rows * shape.features,
+                       is_wide || shape.grad_x_dtype == shape.accumulator() ? number : element);
+  std::int64_t logits_of_row = logits_stride(block.classes);
+  // In the forward samples alone, in float32.
+  if (shape.mode == LinearCrossEntropyMode::forward && shape.is_fused) {
+    logits_of_row = 2 * sampled_classes(shape.classes);
+  }
+  memory.logits = take(true, block.rows * logits_of_row, shape.is_fused ? element : number);
+  if (shape.is_fused) {
+    const std::int64_t sums = cuda::exp_product_sums(block.rows, block.classes);
+    const auto take_floats = [&](bool is_needed, std::int64_t count) {
+      return static_cast<float*>(take(is_needed, count, sizeof(float)));
+    };
+    FusedMemory& fused = memory.fused;
+    fused.shift = take_floats(true, block.rows);
+    fused.target = static_cast<std::int32_t*>(take(true, block.rows, sizeof(std::int32_t)));
+    fused.target_logit = take_floats(true, block.rows);
+    fused.sums = take_floats(!is_backward, sums);
+    fused.moments = take_floats(!is_backward, sums);
+    fused.repeated_count = static_cast<std::int32_t*>(take(!is_backward, 1, sizeof(std::int32_t)));
+    fused.repeated_rows = static_cast<std::int32_t*>(take(!is_backward, block.rows, sizeof(std::int32_t)));
+    fused.samples = memory.logits;  // read before the product writes there
+    fused.constant = take_floats(is_backward, block.rows);
+    fused.slope = take_floats(is_backward, block.rows);
+    fused.row_factor = take_floats(has_exps, block.rows);
+    fused.target_gradient = take_floats(has_exps, block.rows);
+    const bool adds_targets = has_exps && (shape.has_grad_weight || shape.has_grad_bias);
+    fused.first_of_class = static_cast<std::int32_t*>(take(adds_targets, shape.classes, sizeof(std::int32_t)));
+    fused.has_more_rows = static_cast<std::int32_t*>(take(adds_targets, block.rows, sizeof(std::int32_t)));
+    const bool scales_x = has_exps && shape.has_grad_weight;
+    fused.scaled_x =
+        scales_x && shape.has_grad_x ? memory.grad_x : take(scales_x, block.rows * shape.features, element);
+  }
+  const bool has_fused_statistics = shape.is_fused && !shape.is_shard;
+  memory.statistics = take(!is_backward && (has_fused_statistics || block.classes < shape.classes),
+                           ceil_divide(shape.classes, block.classes) * block.rows * kCrossEntropyStatistics,
+                           size_of(shape.statistics_dtype()));
+  if (shape.device.type == DeviceType::cuda) {
+    // Twice what cross_entropy.h says at most: any of its calls, whatever its options.
+    memory.loss.bytes = 2 * ((std::size_t{1} << 20) + static_cast<std::size_t>(block.rows) * 40);
+    memory.loss.data = take(true, static_cast<std::int64_t>(memory.loss.bytes), 1);
+    memory.product.bytes = kGemmWorkspaceBytes;
+    memory.product.data = take(true, static_cast<std::int64_t>(memory.product.bytes), 1);
+  }
+  return used;
+}
+
+inline std::size_t workspace_bytes(const LinearCrossEntropyShape& shape, const LinearCrossEntropyBlock& block) {
+  LinearCrossEntropyMemory memory;
+  return lay_out(shape, block, nullptr, memory);
+}
+
+}  // namespace eaves

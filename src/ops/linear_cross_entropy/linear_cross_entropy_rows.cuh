@@ -1,0 +1,185 @@
+// The rows of a linear_cross_entropy on a GPU, and the kernels that copy and sum what they have: features, numbers, a
+// bias' gradient.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "core/dispatch.h"
+#include "core/rows.h"
+#include "core/typed_numbers.h"
+#include "cuda/launch.cuh"
+#include "cuda/loads.cuh"
+#include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
+
+namespace eaves::cuda {
+
+using namespace linear_cross_entropy_tensors;
+
+inline constexpr int kRowThreads = 256;
+
+/// What every kernel knows of the rows.
+struct Rows {
+  LinearCrossEntropyView view;
+  TypedNumbers targets;  ///< nullptr: soft ones
+  std::int64_t ignore_index;
+  TypedNumbers row_weight;  ///< nullptr: 1
+
+  explicit Rows(const LinearCrossEntropyProblem& problem)
+      : view(problem.view),
+        targets(problem.has_soft_targets() ? TypedNumbers{} : problem.targets),
+        ignore_index(problem.options.ignore_index),
+        row_weight{problem.row_weight, problem.accumulator()} {}
+
+  /// False for a row that is ignored, and for one of weight 0. `at` are its offsets.
+  template <typename Offsets>
+  __device__ bool counts(const Offsets& at) const {
+    if (row_weight.data != nullptr && number_at<double>(row_weight, at.of[kPerRow]) == 0.0) return false;
+    return targets.data == nullptr || integer_at(targets, at.of[kTargets]) != ignore_index;
+  }
+};
+
+// ---- features ------------------------------------------------------------------------------------------------------
+
+/// Rows of features, one side of which is a matrix without gaps and the other a tensor of the problem.
+struct FeatureRows {
+  LinearCrossEntropyView view;
+  const std::int64_t* row_indices;  ///< nullptr: those of the view
+  std::int64_t first;
+  std::int64_t count;
+
+  __device__ std::int64_t row(std::int64_t i) const {
+    return row_indices == nullptr ? first + i : row_indices[first + i];
+  }
+  __device__ std::int64_t feature(int tensor, std::int64_t i) const {
+    return view.columns.rank == 1 ? i * view.columns.strides[tensor][0] : view.columns.offsets(i).of[tensor];
+  }
+};
+
+/// A block a row.
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads)
+    gather_features(const __grid_constant__ FeatureRows rows, const T* x, T* to) {
+  const std::int64_t features = rows.view.column_count;
+  for (std::int64_t i = blockIdx.x; i < rows.count; i += gridDim.x) {
+    const std::int64_t row = rows.row(i);
+    T* into = to + i * features;
+    const T* from = x + rows.view.rows.offsets(row).of[kX];
+    const bool has_unit_stride = rows.view.columns.rank == 1 && rows.view.columns.strides[kX][0] == 1;
+    const std::uint64_t addresses = reinterpret_cast<std::uint64_t>(from) | reinterpret_cast<std::uint64_t>(into) |
+                                    static_cast<std::uint64_t>(features) * sizeof(T);
+    if (has_unit_stride && addresses % 16 == 0) {
+      const std::int64_t vectors = features * static_cast<std::int64_t>(sizeof(T)) / 16;
+      for (std::int64_t f = threadIdx.x; f < vectors; f += kRowThreads) {
+        reinterpret_cast<uint4*>(into)[f] = reinterpret_cast<const uint4*>(from)[f];
+      }
+    } else {
+      for (std::int64_t f = threadIdx.x; f < features; f += kRowThreads) into[f] = from[rows.feature(kX, f)];
+    }
+  }
+}
+
+/// A block a row.
+template <typename N>
+__global__ void __launch_bounds__(kRowThreads)
+    gather_targets(const __grid_constant__ FeatureRows rows, const N* targets, std::int64_t target_stride,
+                   std::int64_t classes, N* to, std::int64_t stride) {
+  for (std::int64_t i = blockIdx.x; i < rows.count; i += gridDim.x) {
+    const N* from = targets + rows.view.rows.offsets(rows.row(i)).of[kPerRow] * target_stride;
+    for (std::int64_t v = threadIdx.x; v < classes; v += kRowThreads) to[i * stride + v] = from[v];
+  }
+}
+
+/// A block a row. From S, T or its accumulator.
+template <typename S, typename T>
+__global__ void __launch_bounds__(kRowThreads)
+    scatter_features(const __grid_constant__ FeatureRows rows, const S* from, T* grad_x) {
+  const std::int64_t features = rows.view.column_count;
+  for (std::int64_t i = blockIdx.x; i < rows.count; i += gridDim.x) {
+    const std::int64_t row = rows.row(i);
+    T* into = grad_x + rows.view.rows.offsets(row).of[kGradX];
+    for (std::int64_t f = threadIdx.x; f < features; f += kRowThreads) {
+      into[rows.feature(kGradX, f)] = round_to<T>(load_as_accumulator(from[i * features + f]));
+    }
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads)
+    clear_uncounted(const __grid_constant__ Rows rows, FeatureRows features, T* grad_x) {
+  for (std::int64_t row = blockIdx.x; row < rows.view.row_count; row += gridDim.x) {
+    const auto at = rows.view.rows.offsets(row);
+    if (rows.counts(at)) continue;
+    for (std::int64_t f = threadIdx.x; f < rows.view.column_count; f += kRowThreads) {
+      grad_x[at.of[kGradX] + features.feature(kGradX, f)] = T{};
+    }
+  }
+}
+
+// ---- numbers -------------------------------------------------------------------------------------------------------
+
+template <typename N>
+__global__ void __launch_bounds__(kRowThreads)
+    gather_numbers_of(const __grid_constant__ Rows rows, const std::int64_t* row_indices, const N* from, N* to,
+                      std::int64_t count) {
+  for (std::int64_t i = std::int64_t{blockIdx.x} * kRowThreads + threadIdx.x; i < count; i += gridDim.x * kRowThreads) {
+    const std::int64_t row = row_indices == nullptr ? i : row_indices[i];
+    const auto at = rows.view.rows.offsets(row);
+    to[i] = rows.counts(at) ? from[at.of[kPerRow]] : N{};
+  }
+}
+
+template <typename N>
+__global__ void __launch_bounds__(kRowThreads)
+    scatter_numbers_of(const __grid_constant__ Rows rows, const std::int64_t* row_indices, const N* from, N* to,
+                       std::int64_t count) {
+  for (std::int64_t i = std::int64_t{blockIdx.x} * kRowThreads + threadIdx.x; i < count; i += gridDim.x * kRowThreads) {
+    const auto at = rows.view.rows.offsets(row_indices == nullptr ? i : row_indices[i]);
+    to[at.of[kPerRow]] = rows.counts(at) ? from[i] : N{};
+  }
+}
+
+template <typename A>
+__global__ void __launch_bounds__(kRowThreads) widen_numbers(TypedNumbers from, A* to, std::int64_t count) {
+  for (std::int64_t i = std::int64_t{blockIdx.x} * kRowThreads + threadIdx.x; i < count; i += gridDim.x * kRowThreads) {
+    to[i] = number_at<A>(from, i);
+  }
+}
+
+inline constexpr int kSumLanes = 32;  // of a block: as many columns
+inline constexpr int kSumRows = 16;   // that walk down a column side by side
+
+template <typename T, typename A = Accumulator<T>>
+__global__ void __launch_bounds__(kSumLanes* kSumRows)
+    sum_bias_gradient(const T* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,
+                      const float* row_factor, const A* scale, bool is_first, double* to) {
+  __shared__ double sums[kSumRows][kSumLanes];
+  const std::int64_t column = std::int64_t{blockIdx.x} * kSumLanes + threadIdx.x;
+  double sum = 0.0;
+  if (column < columns) {
+#pragma unroll 8
+    for (std::int64_t row = threadIdx.y; row < rows; row += kSumRows) {
+      A value = load_as_accumulator(from[row * stride + column]);
+      if (row_factor != nullptr) value = row_factor[row] == 0.0f ? A(0) : value * A(row_factor[row]);
+      sum += double(value);
+    }
+  }
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || column >= columns) return;
+  double all = 0.0;
+#pragma unroll
+  for (int i = 0; i < kSumRows; ++i) all += sums[i][threadIdx.x];
+  if (scale != nullptr) all *= double(*scale);
+  to[column] = is_first ? all : to[column] + all;
+}
+
+template <typename N>
+__global__ void __launch_bounds__(kRowThreads)
+    write_numbers(const double* from, N* to, std::int64_t count, bool accumulates) {
+  using A = Accumulator<N>;
+  for (std::int64_t i = std::int64_t{blockIdx.x} * kRowThreads + threadIdx.x; i < count; i += gridDim.x * kRowThreads) {
+    to[i] = round_to<N>(A((accumulates ? double(load_as_accumulator(to[i])) : 0.0) + from[i]));
+  }
+}
+
+}  // namespace eaves::cuda

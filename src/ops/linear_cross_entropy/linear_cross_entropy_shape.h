@@ -1,0 +1,154 @@
+// What the plan of a linear_cross_entropy knows of a call: its sizes, its types, and which tensors it has. It has no
+// pointers: a rank also plans with the largest shard, whose tensors another rank holds.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/dispatch.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
+
+namespace eaves {
+
+/// Rows of x (and of its gradient) that the products read as they are, in the order of the per-row tensors.
+inline bool is_matrix(const LinearCrossEntropyView& view) {
+  using namespace linear_cross_entropy_tensors;
+  const auto& rows = view.rows;
+  const auto& columns = view.columns;
+  if (rows.rank > 1 || columns.rank > 1) return false;
+  const auto has_unit_stride = [&](int tensor) { return columns.rank == 0 || columns.strides[tensor][0] == 1; };
+  const auto is_row_major = [&](int tensor) { return rows.rank == 0 || rows.strides[tensor][0] >= view.column_count; };
+  if (!has_unit_stride(kX) || !is_row_major(kX)) return false;
+  if (!has_unit_stride(kGradX) || !is_row_major(kGradX)) return false;
+  return rows.rank == 0 || rows.strides[kPerRow][0] == 1;
+}
+
+struct LinearCrossEntropyShape {
+  LinearCrossEntropyMode mode{};
+  Device device;
+  DType dtype{};  ///< of x and weight
+  DType targets_dtype = DType::int64;
+  DType grad_x_dtype{};
+  DType grad_weight_dtype{};
+  std::int64_t rows = 0;
+  std::int64_t features = 0;
+  std::int64_t classes = 0;       ///< of this shard
+  std::int64_t all_classes = 0;   ///< of all shards
+  std::int64_t most_classes = 0;  ///< of the largest shard
+  std::size_t workspace_limit = 0;
+  bool is_shard = false;
+  bool is_fused = false;
+  bool is_reduced = false;
+  bool skips_ignored = false;
+  bool is_matrix = true;
+  bool has_weight_vectors = true;  ///< rows of the weight start at multiples of kGemmVector elements
+
+  // Which tensors the call has.
+  bool has_bias = false;
+  bool has_class_weight = false;
+  bool has_row_weight = false;
+  bool has_grad_loss = false;
+  bool has_grad_lse = false;
+  bool has_grad_entropy = false;
+  bool has_grad_x = false;
+  bool has_grad_weight = false;
+  bool has_grad_bias = false;
+  bool has_z_loss = false;
+  bool has_argmax = false;
+  bool has_lse = false;
+  bool has_split_lse = false;
+  bool has_entropy = false;
+  bool has_sum_sq = false;
+  bool has_mean_logit = false;
+  bool has_target_mass = false;
+
+  LinearCrossEntropyShape() = default;
+  /// Implicit: a problem has one shape.
+  LinearCrossEntropyShape(const LinearCrossEntropyProblem& of)
+      : mode(of.mode),
+        device(of.device),
+        dtype(of.dtype),
+        targets_dtype(of.targets.dtype),
+        grad_x_dtype(of.grad_x_dtype),
+        grad_weight_dtype(of.grad_weight_dtype),
+        rows(of.rows()),
+        features(of.features()),
+        classes(of.classes),
+        all_classes(of.all_classes()),
+        most_classes(of.shard == nullptr ? of.classes : std::max(of.classes, of.shard->most_classes)),
+        workspace_limit(of.workspace_limit),
+        is_shard(of.shard != nullptr),
+        is_fused(of.is_fused),
+        is_reduced(of.is_reduced()),
+        skips_ignored(of.skips_ignored),
+        is_matrix(eaves::is_matrix(of.view)),
+        has_weight_vectors(of.weight.stride % kGemmVector == 0),
+        has_bias(of.bias.data != nullptr),
+        has_class_weight(of.class_weight.data != nullptr),
+        has_row_weight(of.row_weight != nullptr),
+        has_grad_loss(of.grad_loss.data != nullptr),
+        has_grad_lse(of.grad_lse != nullptr),
+        has_grad_entropy(of.grad_entropy != nullptr),
+        has_grad_x(of.grad_x != nullptr),
+        has_grad_weight(of.grad_weight != nullptr),
+        has_grad_bias(of.grad_bias != nullptr),
+        has_z_loss(of.outputs.z_loss != nullptr),
+        has_argmax(of.outputs.argmax != nullptr),
+        has_lse(of.outputs.lse.data != nullptr),
+        has_split_lse(of.outputs.lse.is_split),
+        has_entropy(of.outputs.entropy != nullptr),
+        has_sum_sq(of.outputs.sum_sq != nullptr),
+        has_mean_logit(of.outputs.mean_logit != nullptr),
+        has_target_mass(of.outputs.target_mass != nullptr) {}
+
+  bool is_backward() const { return mode == LinearCrossEntropyMode::backward; }
+  bool has_exps() const { return is_fused && mode == LinearCrossEntropyMode::forward_backward; }
+  bool has_soft_targets() const { return is_floating_point(targets_dtype); }
+  bool wants_gradients() const { return has_grad_x || has_grad_weight || has_grad_bias; }
+  DType accumulator() const { return accumulator_dtype(dtype); }
+  /// Of the statistics between blocks of classes. The loss of a class that is almost certain is a part of a sum that
+  /// float32 has no digits for.
+  DType statistics_dtype() const { return device.type == DeviceType::cpu ? DType::float64 : accumulator(); }
+
+  /// Rows may be left out: ignored ones, and rows of weight 0, which soft targets have too.
+  bool leaves_out_rows() const { return skips_ignored && (!has_soft_targets() || has_row_weight); }
+
+  /// The soft targets of a block are copied together. Else all rows of them are read in their own memory.
+  bool gathers_soft_targets() const { return has_soft_targets() && leaves_out_rows(); }
+
+  /// Rows may turn out to be left out, or have to be copied anyway. No target marks a row of weight 0 among soft
+  /// targets: the way back from the copies makes its outputs 0.
+  bool may_gather() const { return !is_matrix || leaves_out_rows() || (has_soft_targets() && has_row_weight); }
+
+  /// A row is cut into blocks of classes.
+  bool cuts_classes() const {
+    if (is_backward()) return true;
+    if (is_fused || is_shard) return false;
+    // Statistics hold the class of the largest logit as an accumulator: float32 knows integers up to 2^24.
+    const bool knows_argmax = !has_argmax || accumulator() == DType::float64 || classes <= std::int64_t{1} << 24;
+    return !wants_gradients() && knows_argmax;
+  }
+
+  /// The shape by which the calls of all shards are planned, whichever it is: that of the largest, with all tensors
+  /// that a call may have, because a shard may be frozen, or its x lie otherwise, and with logits in memory. Without
+  /// shards the shape itself.
+  LinearCrossEntropyShape of_largest_shard() const {
+    LinearCrossEntropyShape largest = *this;
+    if (!is_shard) return largest;
+    largest.classes = most_classes;
+    largest.skips_ignored = true;
+    if (!largest.gathers_soft_targets()) largest.targets_dtype = DType::int64;
+    largest.is_fused = false;
+    if (mode == LinearCrossEntropyMode::forward) return largest;
+    largest.has_bias = largest.has_class_weight = largest.has_row_weight = true;
+    largest.has_grad_loss = largest.has_grad_lse = largest.has_grad_entropy = true;
+    largest.has_grad_x = largest.has_grad_weight = largest.has_grad_bias = true;
+    largest.grad_x_dtype = largest.grad_weight_dtype = accumulator();
+    if (!is_backward()) return largest;
+    largest.has_lse = largest.has_split_lse = largest.has_entropy = largest.has_target_mass = true;
+    return largest;
+  }
+};
+
+}  // namespace eaves
