@@ -86,20 +86,12 @@ void each_of_logits(Args& args, Visit&& visit) {
   each_member(args.options, visit);
 }
 
-/// By the name that eaves.jax gives its opposite.
-template <typename Args, typename Visit>
-void each_of_ignored_rows(Args& args, Visit&& visit) {
-  bool reads_ignored_rows = !args.skips_ignored;
-  visit("reads_ignored_rows", reads_ignored_rows);
-  args.skips_ignored = !reads_ignored_rows;
-}
-
 template <typename Visit>
 void each_member(CrossEntropyForwardArgs& args, Visit&& visit) {
   each_of_logits(args, visit);
   EAVES_MEMBER(row_weight);
   EAVES_MEMBER(normalizer);
-  each_of_ignored_rows(args, visit);
+  EAVES_MEMBER(skips_ignored);
   each_output(args, visit);
 }
 
@@ -131,7 +123,7 @@ void each_member(CrossEntropyMergeArgs& args, Visit&& visit) {
   each_member(args.options, visit);
   EAVES_MEMBER(classes);
   EAVES_MEMBER(has_weight);
-  each_of_ignored_rows(args, visit);
+  EAVES_MEMBER(skips_ignored);
   each_output(args, visit);
 }
 

@@ -198,7 +198,7 @@ def _row_shape(tensors: Any) -> tuple[int, ...]:
 
 def _kept_rows(tensors: Any, options: Options) -> _Kept | None:
     """The rows that count, if the extension leaves out the others: on the CPU always, on a GPU if it is asked to, but
-    not while a CUDA graph is captured (skips_ignored_rows of the core)."""
+    not while a CUDA graph is captured (skips_ignored of the core)."""
     target, row_weight = tensors.target, tensors.row_weight
     if target.is_floating_point() and row_weight is None:
         return None

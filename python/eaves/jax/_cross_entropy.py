@@ -258,4 +258,4 @@ def _of_shards(
     numbers = (*setting.numbers, ("is_for_mean_logit", "mean_logit" in names))
     call = Call(_OP, "cross_entropy_shard_forward", tuple(arrays.operands), (result,), numbers, _NAMES)
     (statistics,) = bind(call, *alike(*arrays.arrays))
-    return merge(_OP, _NAMES, shard, statistics, labels, row_weight, setting.options, weight is not None, True, names)
+    return merge(_OP, _NAMES, shard, statistics, labels, row_weight, setting.options, weight is not None, False, names)

@@ -434,7 +434,7 @@ def _of_shards(setting: _Setting, shard: Shard, values: Any, names: tuple[str, .
     call = Call(_OP, "linear_cross_entropy_shard_forward", tuple(arrays.operands), (result,), numbers, _NAMES)
     (statistics,) = bind(call, *alike(*arrays.arrays))
     options = tuple(each for each in setting.options if each[0] != "workspace_limit")
-    found = merge(_OP, _NAMES, shard, statistics, labels, row_weight, options, weight is not None, False, names)
+    found = merge(_OP, _NAMES, shard, statistics, labels, row_weight, options, weight is not None, True, names)
     if row_weight is None:
         return found
     is_nothing = row_weight == 0

@@ -85,7 +85,7 @@ def merge(
     row_weight: jax.Array | None,
     options: tuple[tuple[str, Any], ...],
     has_weight: bool,
-    reads_ignored_rows: bool,
+    skips_ignored: bool,
     wanted: Sequence[str],
 ) -> dict[str, jax.Array]:
     """What the statistics of all devices give, by name. `statistics` are this device's, [rows..., STATISTICS]."""
@@ -103,7 +103,7 @@ def merge(
         *options,
         ("classes", shard.classes),
         ("has_weight", has_weight),
-        ("reads_ignored_rows", reads_ignored_rows),
+        ("skips_ignored", skips_ignored),
     )
     results = loss_results(wanted, of_rows, labels.shape, result_dtype(statistics))
     call = Call(op, "cross_entropy_merge", tuple(operands), tuple(results), numbers, names)
