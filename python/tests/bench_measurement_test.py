@@ -314,7 +314,7 @@ def test_results_in_place_are_compared_like_others() -> None:
 
 @pytest.mark.parametrize("row", [toy_row("bwd", 8), in_place_row(8)], ids=["bwd", "in place"])
 @pytest.mark.parametrize("forward", [exp_sum, exp_sum_in_place])
-def test_the_seed_protocol_accumulates_and_autograd_leaves_no_gradient_behind(row: Row, forward: Any) -> None:
+def test_the_protocol_accumulate_adds_up_and_autograd_leaves_no_gradient_behind(row: Row, forward: Any) -> None:
     if row.mode == "bwd" and forward is exp_sum_in_place:
         return  # a forward that writes over a leaf is for rows in place alone
     inputs = row.make_inputs(CPU, 1)
@@ -374,9 +374,9 @@ def test_a_step_is_compiled_by_itself_whatever_the_caches_hold(tmp_path: Path, m
 def test_the_limit_counts_the_accumulation_too() -> None:
     row, x_bytes, rows_bytes = toy_row("bwd", 64), 4 * DIM * 64, 4 * DIM
     assert moved("autograd", row) == (x_bytes + rows_bytes, x_bytes)
-    assert moved("seed", row) == (x_bytes + rows_bytes + 2 * x_bytes, 2 * x_bytes)
-    assert moved("seed", toy_row("fwd", 64)) == moved("autograd", toy_row("fwd", 64))
-    for protocol, accumulated in (("autograd", 0), ("seed", x_bytes)):
+    assert moved("accumulate", row) == (x_bytes + rows_bytes + 2 * x_bytes, 2 * x_bytes)
+    assert moved("accumulate", toy_row("fwd", 64)) == moved("autograd", toy_row("fwd", 64))
+    for protocol, accumulated in (("autograd", 0), ("accumulate", x_bytes)):
         assert least_peak_bytes(protocol, row) == 2 * x_bytes + rows_bytes + accumulated
         assert least_peak_bytes(protocol, in_place_row(64)) == x_bytes + rows_bytes + accumulated  # one x, the gradient
 
@@ -427,11 +427,11 @@ N = 4096  # so that x has 256 KiB, and DIM outputs are 64 bytes: what an allocat
     [
         (toy_row("fwd", N), exp_sum, "autograd", 2),  # x, exp(x)
         (toy_row("bwd", N), exp_sum, "autograd", 3),  # x, exp(x), the gradient
-        (toy_row("bwd", N), exp_sum, "seed", 4),  # and the one it is added to
+        (toy_row("bwd", N), exp_sum, "accumulate", 4),  # and the one it is added to
         (in_place_row(N), exp_sum_in_place, "autograd", 1),  # x, which becomes the gradient
-        (in_place_row(N), exp_sum_in_place, "seed", 2),
+        (in_place_row(N), exp_sum_in_place, "accumulate", 2),
         (in_place_row(N), exp_sum, "autograd", 3),
-        (in_place_row(N), exp_sum, "seed", 4),
+        (in_place_row(N), exp_sum, "accumulate", 4),
     ],
 )
 def test_the_peak_is_what_is_alive(device: torch.device, row: Row, forward: Any, protocol: str, tensors: int) -> None:
@@ -450,7 +450,7 @@ def test_what_is_freed_meanwhile_leaves_the_peak_as_it_is(cuda: torch.device) ->
 
     def make() -> Call:
         others.clear()
-        return make_call("seed", row, exp_sum, inputs)
+        return make_call("accumulate", row, exp_sum, inputs)
 
     assert memory.peak_bytes(row, make, inputs) == pytest.approx(4 * 4 * DIM * N, rel=0.01)
 
@@ -465,7 +465,7 @@ def test_a_gradient_that_arrives_is_counted_in_a_backward(device: torch.device, 
 
 
 def test_the_lines_have_the_peak_of_the_provider_and_the_least_that_there_is() -> None:
-    found = measure_one(toy_row("bwd", N), EAVES, PEER, protocol="seed")
+    found = measure_one(toy_row("bwd", N), EAVES, PEER, protocol="accumulate")
     x_mib = 4 * DIM * N / 2**20
     assert found["limit"]["peak_mib"] == pytest.approx(3 * x_mib, rel=0.01)
     assert statistics.mean(found[name]["peak_mib"] for name in ("eaves", "peer")) == pytest.approx(4 * x_mib, rel=0.01)

@@ -55,7 +55,7 @@ def test_every_committed_row_is_declared_with_the_bytes_and_products_that_it_was
     device_type = "cuda" if device.startswith("nvidia") else "cpu"
     declared = {
         words(row.case): row
-        for sweep in ("quick", "seed")
+        for sweep in ("quick", "published")
         for row in operator.rows(Request(sweep, device_type, "bf16", has_dtype=False))  # type: ignore[arg-type]
     }
     for protocol in (*PROTOCOLS, "kernel"):
@@ -109,7 +109,7 @@ def test_targets_are_classes_and_class_weights_are_about_1() -> None:
 
 def test_dense_logits_have_the_deviation_that_they_say() -> None:
     for row, deviation in (
-        (row_of("linear_cross_entropy", "fwd", dtype="fp32", data="seed"), 32.0),
+        (row_of("linear_cross_entropy", "fwd", dtype="fp32", data="spread"), 32.0),
         (row_of("linear_cross_entropy", "fwd", dtype="fp32", data="dense"), 1.3),
         (row_of("linear_log_prob", "fwd", dtype="fp32"), 1.3),
     ):

@@ -143,7 +143,7 @@ def test_a_row_whose_limit_is_slow_even_in_the_fastest_repetition_is_named() -> 
         return [{"tflops": tflops, **entry} for entry in entries("fwd", 8, options={"data": data}, limit=(2, 1))]
 
     assert slow(*lines(8, 2, 100), *products(1, "dense")) == []
-    assert slow(*products(4, "dense"), *products(1, "seed")) == []  # subnormal numbers make it slow
+    assert slow(*products(4, "dense"), *products(1, "spread")) == []  # subnormal numbers make it slow
     assert len(slow(*products(4, "dense"), *products(1, "other"))) == 1
 
 
@@ -209,8 +209,8 @@ def test_curves_are_png_files_with_a_panel_for_each_table(tmp_path: Path) -> Non
     first = paths[0].read_bytes()
     plot.draw(tmp_path, "toy", "autograd", tables.tables(lines), "a device")
     assert paths[0].read_bytes() == first
-    paths = plot.draw(tmp_path, "toy", "seed", tables.tables(lines), "a device")
-    assert [path.name for path in paths] == ["toy-seed-time.png", "toy-seed-memory.png"]
+    paths = plot.draw(tmp_path, "toy", "accumulate", tables.tables(lines), "a device")
+    assert [path.name for path in paths] == ["toy-accumulate-time.png", "toy-accumulate-memory.png"]
 
 
 @pytest.mark.parametrize(("best", "top", "fla"), [(15, 2, [0.95, 2]), (25, 5, [0.95, 5]), (4000, 120, [0.95, 120])])
@@ -288,14 +288,14 @@ def test_without_an_operator_all_of_them_are_measured_by_both_protocols_and_draw
     assert main(QUICK, operators) == 0
     folder = tmp_path / "benchmarks" / "results" / DEVICE
     written = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    curves = ("time", "memory", "all-memory", "seed-time", "seed-memory")
+    curves = ("time", "memory", "all-memory", "accumulate-time", "accumulate-memory")
     assert sorted(written) == sorted(
         ["README.md", "details.md"]
-        + [f"{name}_{protocol}.json" for name in ("first", "second") for protocol in ("autograd", "seed")]
+        + [f"{name}_{protocol}.json" for name in ("first", "second") for protocol in ("autograd", "accumulate")]
         + [f"plots/{name}-{curve}.png" for name in ("first", "second") for curve in curves]
     )
     out, err = capsys.readouterr()
-    assert f"# wrote {Path('benchmarks/results', DEVICE, 'second_seed.json')}" in out.splitlines() and err == ""
+    assert f"# wrote {Path('benchmarks/results', DEVICE, 'second_accumulate.json')}" in out.splitlines() and err == ""
     for path in [*folder.rglob("*.png"), *folder.glob("*.md")]:
         path.unlink()
     assert main(["--page", str(folder)], operators) == 0
@@ -357,7 +357,7 @@ def test_the_page_says_where_and_when_it_was_measured_and_what_is_not_there(tmp_
     assert "From C++, without peers: [toy.json](toy.json)." in texts[page.PAGE]
     assert texts[page.DETAILS].split("## Not measured\n\n")[1].splitlines() == [
         "- toy, protocol autograd, missing: was not asked for, or cannot do these rows",
-        "- toy, protocol seed: there is no result file",
+        "- toy, protocol accumulate: there is no result file",
     ]
 
 
@@ -406,7 +406,7 @@ def test_a_folder_of_another_device_is_refused(tmp_path: Path, capsys: pytest.Ca
     put(tmp_path / DEVICE, TWO_LENGTHS, device="NVIDIA H200")
     assert main([*QUICK, "--results", str(tmp_path)], [toy(EAVES)]) == 2
     assert "holds results of NVIDIA H200, but this run is on" in capsys.readouterr().err
-    put(tmp_path / DEVICE, TWO_LENGTHS, "seed", device="NVIDIA H100")
+    put(tmp_path / DEVICE, TWO_LENGTHS, "accumulate", device="NVIDIA H100")
     assert main(["--page", str(tmp_path / DEVICE)], [toy(EAVES)]) == 2
     assert "holds results of NVIDIA H200 and NVIDIA H100, expected a folder for each" in capsys.readouterr().err
 
@@ -416,7 +416,7 @@ def test_a_folder_of_another_device_is_refused(tmp_path: Path, capsys: pytest.Ca
     [
         lambda content: "{",
         lambda content: "[]",
-        lambda content: json.dumps(content | {"protocol": "seed"}),
+        lambda content: json.dumps(content | {"protocol": "accumulate"}),
         lambda content: json.dumps({key: value for key, value in content.items() if key != "device"}),
         lambda content: json.dumps(content | {"rows": [content["rows"][0] | {"ms": "fast"}]}),
         lambda content: json.dumps(content | {"rows": [{key: content["rows"][0][key] for key in CASE}]}),
@@ -460,7 +460,7 @@ def test_there_are_committed_pages() -> None:
 def test_every_committed_number_is_on_a_page(path: Path) -> None:
     """Each row of each file: the time and the memory of every provider that was measured, below a title of its own."""
     text = "".join(page.texts(page.Folder(path.parent, OPERATORS)).values())
-    for file in [*path.parent.glob("*_autograd.json"), *path.parent.glob("*_seed.json")]:
+    for file in [*path.parent.glob("*_autograd.json"), *path.parent.glob("*_accumulate.json")]:
         for table in tables.tables(json.loads(file.read_text())["rows"]):
             for kind in ("ms", "peak_mib"):
                 drawn = "\n".join(tables.markdown(tables.cells(table, kind)))  # type: ignore[arg-type]

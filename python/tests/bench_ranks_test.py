@@ -17,7 +17,7 @@ def test_it_measures_every_provider_and_plans(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     found = json.loads(output.read_text())
     measured = {(row["operator"], row["data"], row["provider"]) for row in found["rows"] if "ms" in row}
-    for data in ("seed", "dense"):
+    for data in ("spread", "dense"):
         for provider in ("eaves", "eaves-memory", "eaves-recompute", "torch-loss-parallel"):
             assert ("linear_cross_entropy", data, provider) in measured
         for provider in ("eaves", "eaves-inplace", "torch-loss-parallel"):

@@ -81,7 +81,7 @@ def test_the_operator_gets_the_sweep_and_the_dtype() -> None:
         return requests
 
     assert asked() == [Request("quick", "cpu", "bf16", has_dtype=False)]
-    assert asked("--sweep", "seed") == [Request("seed", "cpu", "bf16", has_dtype=False)]
+    assert asked("--sweep", "published") == [Request("published", "cpu", "bf16", has_dtype=False)]
     for name, short in (("fp32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"), ("float64", "fp64")):
         assert asked("--dtype", name) == [Request("quick", "cpu", short, has_dtype=True)]
 
@@ -89,12 +89,12 @@ def test_the_operator_gets_the_sweep_and_the_dtype() -> None:
 def test_an_operator_without_rows_in_a_sweep_is_left_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, plain = tmp_path / "result.json", toy(EAVES, modes=("fwd",))
     without = Operator("without", plain.providers, lambda request: [], (), plain.row_of_shape)
-    argv = [*QUICK, "--sweep", "seed", "--json", str(path)]
+    argv = [*QUICK, "--sweep", "published", "--json", str(path)]
     assert main(["without", "toy", *argv], [without, plain]) == 0
-    assert "# --sweep seed has no rows of without\n" in capsys.readouterr().out
+    assert "# --sweep published has no rows of without\n" in capsys.readouterr().out
     assert {row["op"] for row in rows_of(path)} == {"toy"}
     assert main(["without", *argv], [without, plain]) == 2
-    assert "--sweep: seed has no rows of what is named, expected another sweep" in capsys.readouterr().err
+    assert "--sweep: published has no rows of what is named, expected another sweep" in capsys.readouterr().err
 
 
 def test_the_threads_are_those_of_all_and_in_the_result_file(tmp_path: Path, cpu_threads: None) -> None:
@@ -160,10 +160,10 @@ def test_who_lacks_something_in_every_row_of_a_table_is_not_in_it(tmp_path: Path
 
 def test_the_result_file_has_the_schema_of_the_program(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    assert main([*TOY, "--protocol", "seed", "--json", str(path)], [toy(EAVES)]) == 0
+    assert main([*TOY, "--protocol", "accumulate", "--json", str(path)], [toy(EAVES)]) == 0
     result = json.loads(path.read_text())
     assert list(result) == "schema device cuda driver cpu_level threads commit date protocol versions rows".split()
-    assert (result["schema"], result["protocol"], result["cuda"]) == (1, "seed", None)
+    assert (result["schema"], result["protocol"], result["cuda"]) == (1, "accumulate", None)
     assert {"eaves", "python", "torch"} <= result["versions"].keys()
     assert result["rows"][0]["shape"] == {"dim": DIM, "n": 8}
     assert [each.name for each in tmp_path.iterdir()] == ["result.json"]

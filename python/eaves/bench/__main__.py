@@ -48,11 +48,11 @@ forward and backward:
   that an implementation may write the gradient over them
 
 protocols:
-  autograd  a backward is torch.autograd.grad(out, inputs, grad_out)
-  seed      it is out.backward(grad_out) and .grad is never cleared: every call
-            also adds its gradient to the one that is there, and the limit
-            streams these bytes too. So the measurements were made that eaves
-            started from; --sweep seed has their shapes
+  autograd    a backward is torch.autograd.grad(out, inputs, grad_out)
+  accumulate  it is out.backward(grad_out) and .grad is never cleared: every
+              call also adds its gradient to the one before, and the limit
+              streams these bytes too. So the published measurements were made;
+              --sweep published has their shapes
 
 --shape, forward and backward of:
   logsumexp             rows=4096,n=131072
@@ -73,7 +73,7 @@ results, without an operator or with --results:
 examples:
   {_PROGRAM} linear_cross_entropy --shape rows=2048,dim=768,v=50257
   {_PROGRAM} logsumexp --provider eaves --provider torch
-  {_PROGRAM} lrpe_cosine --protocol seed --results build/results
+  {_PROGRAM} lrpe_cosine --protocol accumulate --results results
   {_PROGRAM} --page {RESULTS}/intel-xeon
 
 a run that is stopped (Ctrl-C, SIGTERM, SIGHUP):
@@ -139,8 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--shape", metavar="KEY=N,..", help="measure one operator on this shape, see below")
     add("--provider", action="append", default=[], metavar="NAME", help="only this one; repeat it for more")
     add("--device", choices=["cpu", "cuda"], help="without: cuda where PyTorch sees a GPU")
-    add("--sweep", choices=["quick", "seed"], default="quick",
-        help="quick: lengths that suit the device; seed: the published rows, no others")  # fmt: skip
+    add("--sweep", choices=["quick", "published"], default="quick",
+        help="quick: lengths that suit the device; published: their rows, no others")  # fmt: skip
     add("--protocol", choices=PROTOCOLS,
         help="what a backward is, see below; without: autograd, and both where a folder is written")  # fmt: skip
     add("--dtype", type=parse_dtype, metavar="DTYPE",

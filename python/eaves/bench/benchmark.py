@@ -63,7 +63,7 @@ class Row:
     """What any implementation has to read and write in this mode: what the column `limit` streams."""
 
     gradient_bytes: int
-    """All gradients that a backward returns; 0 in a forward. What the protocol `seed` accumulates."""
+    """All gradients that a backward returns; 0 in a forward. What the protocol `accumulate` adds up."""
 
     make_inputs: Callable[[torch.device, int], Inputs]
     """The inputs on a device; the number seeds them."""
@@ -97,7 +97,7 @@ class Row:
 class Request:
     """What the command line asks an operator for."""
 
-    sweep: Literal["quick", "seed"]
+    sweep: Literal["quick", "published"]
     device_type: str
     dtype: str
     has_dtype: bool

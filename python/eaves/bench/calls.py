@@ -2,9 +2,9 @@
 
 `autograd`: a backward is torch.autograd.grad(out, inputs, grad_out). Behind a forward of its own it frees the graph, as
 in a training step; timed by itself it keeps it (retain_graph=True).
-`seed`: it is out.backward(grad_out, retain_graph=True), and .grad is never cleared. From the second call on, so in all
-that are timed, a call also adds its gradient to the one that is there, which reads two gradients and writes one more.
-The limit streams these bytes too, in the same kernel. That is what the published measurements did, so only these
+`accumulate`: it is out.backward(grad_out, retain_graph=True), and .grad is never cleared. From the second call on, so
+in all that are timed, a call also adds its gradient to the one before, which reads two gradients and writes one more. The
+limit streams these bytes too, in the same kernel. That is what the published measurements did, so only these
 numbers may be put beside them. A small gradient is still in the cache when it is added: there a call may beat the
 limit.
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from eaves.bench.benchmark import Forward, Inputs, Row
 
-PROTOCOLS = ("autograd", "seed")
+PROTOCOLS = ("autograd", "accumulate")
 
 
 def _nothing() -> None:
@@ -45,20 +45,20 @@ class Bytes(NamedTuple):
 
 
 def moved(protocol: str, row: Row) -> Bytes:
-    """What any implementation has to move in a call: the row's bytes and, by `seed`, those of the accumulation."""
-    accumulated = row.gradient_bytes if protocol == "seed" else 0
+    """What any implementation has to move in a call: the row's bytes and, by `accumulate`, those of the addition."""
+    accumulated = row.gradient_bytes if protocol == "accumulate" else 0
     return Bytes(row.read_bytes + 2 * accumulated, row.write_bytes + accumulated)
 
 
 def least_peak_bytes(protocol: str, row: Row) -> int:
     """Inputs and outputs of a call and, where gradients accumulate, the gradient that is already there. In place, the
     gradient needs no memory of its own."""
-    accumulated = row.gradient_bytes if protocol == "seed" else 0
+    accumulated = row.gradient_bytes if protocol == "accumulate" else 0
     return row.read_bytes + row.write_bytes + accumulated - (row.gradient_bytes if row.in_place else 0)
 
 
 def retains_graph(protocol: str, row: Row) -> bool:
-    return not row.in_place and (row.mode == "bwd" or protocol == "seed")
+    return not row.in_place and (row.mode == "bwd" or protocol == "accumulate")
 
 
 def make_call(protocol: str, row: Row, forward: Forward, inputs: Inputs) -> Call:

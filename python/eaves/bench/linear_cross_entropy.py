@@ -4,8 +4,8 @@ time against `workspace_bytes`.
 The column `limit` is the matrix products (`head.py`): the logits' for the loss, the two with the gradient of the
 logits for the backward, all three for both.
 
-Data: "seed" is normal inputs and weights, whose logits have a deviation of 64 (at 4096 features), so that the gradient
-is 0 almost everywhere; "dense" has smaller inputs, logits with a deviation of 1.3, and a gradient everywhere.
+Data: "spread" is normal inputs and weights, whose logits have a deviation of 64 (at 4096 features), so that the
+gradient is 0 almost everywhere; "dense" has smaller inputs, logits with a deviation of 1.3, and a gradient everywhere.
 """
 
 from __future__ import annotations
@@ -153,13 +153,13 @@ _ROUNDED_LOGITS = 0.6
 
 
 def _row(batch: int, features: int, classes: int, mode: Mode, dtype_name: str, **options: Any) -> Row:
-    dtype, is_seed = DTYPES[dtype_name], options["data"] == "seed"
+    dtype, is_spread = DTYPES[dtype_name], options["data"] == "spread"
     result_dtype = torch.promote_types(dtype, torch.float32)
     arguments_bytes = (batch + classes) * features * dtype.itemsize
     gradient_bytes = 0 if mode == "fwd" else arguments_bytes
 
     def make_inputs(device: torch.device, seed: int) -> Inputs:
-        x, weight, target = head_tensors(batch, features, classes, dtype, device, seed, not is_seed)
+        x, weight, target = head_tensors(batch, features, classes, dtype, device, seed, not is_spread)
         one = torch.ones((), dtype=result_dtype, device=device)
         grad_out = normal([], result_dtype, device, seed + 1) if mode == "bwd" else one
         return Inputs((x.requires_grad_(mode != "fwd"), weight.requires_grad_(mode != "fwd"), target), grad_out)
@@ -171,7 +171,7 @@ def _row(batch: int, features: int, classes: int, mode: Mode, dtype_name: str, *
         options=options,
         flops={"fwd": 2, "bwd": 4, "fwd+bwd": 6}[mode] * batch * features * classes,
         make_limit=products(mode, _logits_gradient),
-        tolerance=_ROUNDED_LOGITS if dtype.itemsize == 2 and is_seed else None,
+        tolerance=_ROUNDED_LOGITS if dtype.itemsize == 2 and is_spread else None,
     )
 
 
@@ -189,7 +189,7 @@ def _rows(request: Request) -> list[Row]:
     rows = [
         _row(batch, features, 2**power, mode, dtype, data=data)
         for dtype in dtypes
-        for data in (("dense", "seed") if is_quick else ("seed",))
+        for data in (("dense", "spread") if is_quick else ("spread",))
         for mode in modes
         for power in (powers if mode == "fwd+bwd" else few)
     ]
@@ -197,7 +197,7 @@ def _rows(request: Request) -> list[Row]:
         bounds = (1, 4, 16) if is_cpu else (64, 256, 1024)
         rows += [
             _row(batch, features, 2 ** powers[-1], "fwd+bwd", request.dtype, data=data, workspace_mib=bound)
-            for data in ("dense", "seed")
+            for data in ("dense", "spread")
             for bound in bounds
         ]
     if is_quick and not is_cpu:

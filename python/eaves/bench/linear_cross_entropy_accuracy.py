@@ -3,8 +3,8 @@ that is installed, against float64 on the same (already rounded) data. Prints a 
 it.
 
 Of the loss the relative error, of each gradient that of its norm, all in bfloat16: on normal numbers, the data of
---sweep seed (`seed`), whose logits have a deviation of the square root of the features, and at deviations of 1.3 (a
-model that knows little) and 4.
+--sweep published (`spread`), whose logits have a deviation of the square root of the features, and at deviations of
+1.3 (a model that knows little) and 4.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shapes = [(256, 512, 4096)] if device.type == "cpu" else [(4096, 4096, 32768), (4096, 4096, 131072)]
         entries: list[Entry] = []
         for shape in shapes:
-            for name, deviation in (("seed", None), ("1.3", 1.3), ("4", 4.0)):
+            for name, deviation in (("spread", None), ("1.3", 1.3), ("4", 4.0)):
                 entries += measure(name, make_inputs(*shape, deviation, device), providers)
         say(table(entries))
         if path is not None:

@@ -152,7 +152,7 @@ def _row(batch: int, features: int, classes: int, mode: Mode, dtype_name: str, *
 
 
 def _rows(request: Request) -> list[Row]:
-    """The sweep "seed" has none. The vocabularies on a GPU are those of Mistral and Qwen."""
+    """The sweep "published" has none. The vocabularies on a GPU are those of Mistral and Qwen."""
     is_cpu = request.device_type == "cpu"
     batch, features, vocabularies = (512, 1024, (1024, 32768)) if is_cpu else (8192, 4096, (32768, 151936))
     dtypes = [request.dtype] + (["fp32"] if is_cpu and not request.has_dtype else [])

@@ -30,8 +30,8 @@ T = TypeVar("T")
 def peak_bytes(row: Row, make: Callable[[], Call], inputs: Inputs) -> int:
     """The peak during the second of two calls, with the call's inputs and what its graph keeps.
 
-    The second, because in the protocol `seed` it is the first that accumulates. In place the inputs of a call are the
-    copies that its `prepare` makes, which are among what has grown; the originals are none of its memory.
+    The second, because in the protocol `accumulate` it is the first that accumulates. In place the inputs of a call are
+    the copies that its `prepare` makes, which are among what has grown; the originals are none of its memory.
     """
     tensors = [each for each in inputs.arguments if not (row.in_place and each.requires_grad)]
     if row.mode != "fwd":

@@ -37,9 +37,9 @@ milliseconds, and the peak of memory. Before it is timed, what each one computes
   above the tables leave such rows out.
 - A peak of less than nine tenths of inputs and outputs is not shown: something else was freed meanwhile.
 - Protocol `autograd`: a backward is `torch.autograd.grad(out, inputs, grad_out)`.
-- Protocol `seed`, that of the published measurements that eaves started from: it is `out.backward(grad_out)`, and
+- Protocol `accumulate`, that of the published measurements that eaves started from: it is `out.backward(grad_out)`, and
   `.grad` is never cleared, so that every call also adds its gradient to the one that is there, and the limit streams
-  these bytes too. `--sweep seed` measures their shapes."""
+  these bytes too. `--sweep published` measures their shapes."""
 
 _SLOWER = f"""\
 Every row of both pages, by both protocols, where `best peer / eaves` is below {1 - tables.NOISE:.2f}."""
@@ -99,8 +99,8 @@ def _device(folder: Folder) -> str:
 
 
 def _page(folder: Folder) -> list[str]:
-    has_seed = any(folder.of(each, "seed") for each in folder.operators)
-    rest = "memory by size, and protocol `seed`" if has_seed else "and memory by size"
+    accumulates = any(folder.of(each, "accumulate") for each in folder.operators)
+    rest = "memory by size, and protocol `accumulate`" if accumulates else "and memory by size"
     lines = [f"# {_device(folder)}: eaves beside its peers", "", _HEAD, "", _REST.format(rest), ""]
     for operator in folder.operators:
         found = folder.of(operator, PROTOCOLS[0])
@@ -165,7 +165,7 @@ def _details(folder: Folder) -> list[str]:
         if not any(by_protocol.values()):
             continue
         lines += [f"## {operator.name}", ""]
-        lines += _images(folder, operator, "more-time", "all-memory", "seed-time", "seed-memory")
+        lines += _images(folder, operator, "more-time", "all-memory", "accumulate-time", "accumulate-memory")
         on_first = tables.headline(by_protocol[PROTOCOLS[0]])[0]
         for title in dict.fromkeys(table.title for found in by_protocol.values() for table in found):
             lines += [f"### {title}", ""]

@@ -75,8 +75,8 @@ def draw(folder: Path, op: str, protocol: str, all_tables: Sequence[Table], wher
         save("more-time", len(more), ratios(more, "ms"), f"{op}: time / limit")
         save("all-memory", len(curves), ratios(curves, "peak_mib"), f"{op}: memory / inputs and outputs")
     else:
-        save("seed-time", len(curves), ratios(curves, "ms"), f"{op}: time / limit")
-        save("seed-memory", len(curves), ratios(curves, "peak_mib"), f"{op}: memory / inputs and outputs")
+        save("accumulate-time", len(curves), ratios(curves, "ms"), f"{op}: time / limit")
+        save("accumulate-memory", len(curves), ratios(curves, "peak_mib"), f"{op}: memory / inputs and outputs")
     return written
 
 

@@ -290,7 +290,7 @@ def _on_a_rank(rank: int, arguments: argparse.Namespace, rendezvous: str) -> Non
     rows: list[dict[str, Any]] = []
     batch, features, classes = arguments.shape
     for operator in PROVIDERS:
-        for data in ("seed", "dense"):
+        for data in ("spread", "dense"):
             case = Case(operator, batch, features, classes, DTYPES[arguments.dtype], data)
             for row in _rows_of(case, device, arguments.repetitions):
                 rows.append(row)

@@ -321,15 +321,15 @@ def summary(all_tables: Sequence[Table]) -> list[str]:
 
 def slow(all_tables: Iterable[Table]) -> list[tuple[Table, Case]]:
     """The rows whose fastest repetition found no quiet moment: the limit is at less than half of the rate that it
-    reaches in another row of the run with the same limit, memory or products of one dtype. Products of the seed's data
-    are not compared: its gradients have subnormal numbers, which cost a CPU more. cli/report.cpp has the same rule for
-    `eaves bench`."""
+    reaches in another row of the run with the same limit, memory or products of one dtype. Products of `spread` data
+    are not compared: their gradients have subnormal numbers, which cost a CPU more. cli/report.cpp has the same rule
+    for `eaves bench`."""
     rates: dict[str, list[tuple[float, Table, Case]]] = {}
     for table, case in [(each, case) for each in all_tables for case in each.cases]:
         entry = case.entries.get(LIMIT, {})
         rate = entry.get("tflops", entry.get("gbps"))
         # Shorter limits fit between two slices of the scheduler.
-        if rate is not None and entry["ms_min"] >= 1 and entry["options"].get("data") != "seed":
+        if rate is not None and entry["ms_min"] >= 1 and entry["options"].get("data") != "spread":
             rate *= entry["ms"] / entry["ms_min"]
             rates.setdefault(entry["dtype"] if "tflops" in entry else "memory", []).append((rate, table, case))
     return [
