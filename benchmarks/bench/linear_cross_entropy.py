@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaves.bench.benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, compiled, normal
-from eaves.bench.head import head_tensors, products
+from .benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, compiled, normal, peer
+from .head import head_tensors, products
 
 # The others take a bias as their fourth argument, where it is given.
 WITHOUT_BIAS = ("liger-scaled", "cut-cross-entropy", "quack")
@@ -102,11 +102,8 @@ def _not_both(row: Row) -> str:
 _LCE = "eaves:linear_cross_entropy"
 _TORCH = Provider("torch", "torch.nn:functional", _torch, lacks=_bounded)
 _LIGER = "liger_kernel.ops:LigerFusedLinearCrossEntropyFunction"
+_CUT = "cut_cross_entropy:linear_cross_entropy"
 _SCALED = "liger_kernel.ops.fused_linear_scaled_cross_entropy:LigerFusedLinearScaledCrossEntropyFunction"
-
-
-def _peer(name: str, source: str, make: Any, packages: tuple[str, ...], lacks: Callable[[Row], str]) -> Provider:
-    return Provider(name, source, make, packages, needs_gpu=True, lacks=lacks)
 
 
 PROVIDERS = (
@@ -116,22 +113,16 @@ PROVIDERS = (
     _TORCH,
     compiled(_TORCH),
     Provider("torch-chunked", "torch.nn:LinearCrossEntropyOptions", _torch_chunked, lacks=_at_once),
-    _peer("liger", _LIGER, _liger, ("liger-kernel",), _at_once),
-    _peer("liger-larger", _LIGER, _liger_larger, ("liger-kernel",), _at_once),
-    _peer("liger-scaled", _SCALED, _liger_scaled, ("liger-kernel",), _bounded),
-    _peer(
-        "cut-cross-entropy",
-        "cut_cross_entropy:linear_cross_entropy",
-        _cut_cross_entropy,
-        ("cut-cross-entropy",),
-        _bounded,
-    ),
-    _peer("fla", "fla.modules:FusedLinearCrossEntropyLoss", _fla, ("fla-core",), _at_once),
-    _peer(
+    peer("liger", _LIGER, _liger, "liger-kernel", _at_once),
+    peer("liger-larger", _LIGER, _liger_larger, "liger-kernel", _at_once),
+    peer("liger-scaled", _SCALED, _liger_scaled, "liger-kernel", _bounded),
+    peer("cut-cross-entropy", _CUT, _cut_cross_entropy, "cut-cross-entropy", _bounded),
+    peer("fla", "fla.modules:FusedLinearCrossEntropyLoss", _fla, "fla-core", _at_once),
+    peer(
         "quack",
         "quack.linear_cross_entropy:chunked_linear_cross_entropy",
         _quack,
-        ("quack-kernels", "nvidia-cutlass-dsl"),
+        "quack-kernels nvidia-cutlass-dsl",
         _at_once,
     ),
 )

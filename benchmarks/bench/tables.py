@@ -1,8 +1,7 @@
-"""All that is said of results, made from the lines of result files: tables as text and as Markdown, sentences, and the
-rows where a peer is faster.
+"""Tables as text and as Markdown, sentences, and the rows where a peer is faster, from the lines of result files.
 
-Lines that differ in nothing but one length are a table; cases that are alone stand together in one of other rows.
-In a table each provider has a line, and each length a column.
+Lines that differ in nothing but one length are a table; cases that are alone stand together in one of other rows. In a
+table each provider has a line, and each length a column.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from eaves.bench.harness import LIMIT, Entry
+from .harness import LIMIT, Entry
 
 Kind = Literal["ms", "peak_mib", "host_ms"]
 """The key of the numbers."""
@@ -24,7 +23,7 @@ EAVES = "eaves"
 MODES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
 QUANTITIES: dict[Kind, str] = {"ms": "time in ms", "peak_mib": "peak memory in MiB", "host_ms": "host time in ms"}
 UNSTEADY = 2.0
-"""Times that differ by more than this factor are those of a machine that is busy with something else."""
+"""Times that differ by more than this factor: the machine is busy with something else."""
 
 MOST_ARE_BUSY = "most rows are left out: these numbers are not usable, measure on a quiet machine"
 
@@ -32,13 +31,13 @@ NOISE = 0.03
 """Two runs of one row differ by so much."""
 
 LEAST_PEAK = 0.9
-"""Of inputs and outputs, the `limit` of memory. A provider may keep less (a saved lse in 16 bits, a few percent); below
-this share something else was freed while it was measured, and the number is shown nowhere."""
+"""A provider may keep less than inputs and outputs (a saved lse in 16 bits, a few percent). Below this share of them
+something else was freed while it was measured, and the number is shown nowhere."""
 
 
 @dataclass
 class Case:
-    """One row and what was measured of it."""
+    """One row and its numbers."""
 
     size: int
     """Along the axis of its table."""
@@ -58,7 +57,7 @@ class Case:
         return above / below if above is not None and below else None
 
     def best_peer(self, kind: Kind) -> str | None:
-        """Of the others the one with the least."""
+        """The peer with the least."""
         peers = {
             name: value for name in self.entries if is_peer(name) and (value := self.value(name, kind)) is not None
         }
@@ -70,7 +69,7 @@ class Table:
     op: str
     mode: str
     words: str
-    """What its cases have in common: "batch 4, dim 1024, bf16"."""
+    """The words that its cases have in common: "batch 4, dim 1024, bf16"."""
 
     axis: str
     cases: list[Case]
@@ -84,7 +83,7 @@ class Table:
         return len(self.cases) > 1 and self.words != OTHERS
 
     def names(self, kind: Kind) -> list[str]:
-        """Of the lines; `limit`, which is no call from Python, costs the host nothing."""
+        """The names of the lines; `limit`, which is no call from Python, costs the host nothing."""
         names = dict.fromkeys(name for case in self.cases for name in case.entries if name != LIMIT)
         with_numbers = [name for name in names if any(case.value(name, kind) is not None for case in self.cases)]
         return with_numbers + ([LIMIT] if with_numbers and kind != "host_ms" else [])
@@ -129,7 +128,7 @@ def _described(entry: Entry) -> tuple[str, int, str, str]:
 
 
 def tables(entries: Iterable[Entry]) -> list[Table]:
-    """In the order of their first lines. Of a case that stands twice in a file the first is shown."""
+    """In the order of their first lines. If a file has a case twice, the first is shown."""
     found: dict[tuple[str, str, str], dict[str, Case]] = {}
     axes: dict[tuple[str, str, str], str] = {}
     for entry in entries:
@@ -176,7 +175,7 @@ def cells(table: Table, kind: Kind) -> list[list[str]]:
 
 
 def notes(table: Table, kind: Kind) -> list[str]:
-    """What the numbered columns are, why there is no number, and which times are those of a busy machine."""
+    """The rows of the numbered columns, the reasons of missing numbers, and the times that a busy machine disturbed."""
     is_numbered = not table.is_curve and len(table.cases) > 1
     lines = [f"({number}) {case.words}" for number, case in enumerate(table.cases, 1) if is_numbered]
     reasons: dict[str, list[str]] = {}
@@ -208,16 +207,11 @@ def wrapped(text: str, indent: str = "  ") -> str:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Columns, the first on the left, in as many blocks as the width needs."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    blocks: list[list[int]] = [[]]
-    for column in range(1, len(widths)):
-        if blocks[-1] and widths[0] + sum(2 + widths[i] for i in [*blocks[-1], column]) > WIDTH:
-            blocks.append([])
-        blocks[-1].append(column)
-    return "\n\n".join(
-        "\n".join(line[0].ljust(widths[0]) + "".join(f"  {line[i]:>{widths[i]}}" for i in block) for line in lines)
-        for block in blocks
+    """Columns, the first on the left."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join(
+        line[0].ljust(widths[0]) + "".join(f"  {cell:>{width}}" for cell, width in zip(line[1:], widths[1:]))
+        for line in lines
     )
 
 
@@ -247,21 +241,8 @@ def markdown_table(table: Table, kind: Kind) -> list[str]:
     return markdown(cells(table, kind)) + ([*said, ""] if said else [])
 
 
-# ------------------------------------------------------------------------------------------------------------ one shape
-
-
-def shape_table(case: Case) -> list[list[str]]:
-    """Provider, ms, MiB and how many times the time of eaves that is, of one row."""
-    names = [name for name in case.entries if case.value(name, "ms") is not None]
-    return [
-        ["provider", "ms", "MiB", "x eaves"],
-        *([name, *(three(case.value(name, kind)) for kind in ("ms", "peak_mib")), three(case.ratio(name, EAVES, "ms"))]
-          for name in names),
-    ]  # fmt: skip
-
-
 def headline(all_tables: Sequence[Table]) -> tuple[list[Table], list[Case]]:
-    """Of one operator: the first table of each mode, and the longest row that all of these have."""
+    """The first table of each mode, and the longest row that all of these have."""
     first = {table.mode: table for table in reversed(all_tables)}
     chosen = sorted(first.values(), key=all_tables.index)
     in_all = set.intersection(*({case.size for case in table.cases} for table in chosen))
@@ -286,8 +267,8 @@ def headline_table(all_tables: Sequence[Table]) -> list[list[str]]:
 
 
 def summary(all_tables: Sequence[Table]) -> list[str]:
-    """A sentence for each operator and mode: how far from the limit, and from the best peer. Rows of a busy machine
-    count in none of them; one more sentence says how many."""
+    """A sentence for each operator and mode: how far from the limit, and from the best peer. They leave out rows that a
+    busy machine disturbed; one more sentence says how many."""
     sentences = []
     busy = [case for _, case in slow(all_tables)]
     busy += [case for table in all_tables for case in table.cases if any(map(is_unsteady, case.entries.values()))]
@@ -322,8 +303,7 @@ def summary(all_tables: Sequence[Table]) -> list[str]:
 def slow(all_tables: Iterable[Table]) -> list[tuple[Table, Case]]:
     """The rows whose fastest repetition found no quiet moment: the limit is at less than half of the rate that it
     reaches in another row of the run with the same limit, memory or products of one dtype. Products of `spread` data
-    are not compared: their gradients have subnormal numbers, which cost a CPU more. cli/report.cpp has the same rule
-    for `eaves bench`."""
+    are not compared: their gradients have subnormal numbers, which cost a CPU more. cli/report.cpp does the same."""
     rates: dict[str, list[tuple[float, Table, Case]]] = {}
     for table, case in [(each, case) for each in all_tables for case in each.cases]:
         entry = case.entries.get(LIMIT, {})
@@ -358,7 +338,7 @@ def _grouped(items: Iterable[Any], key: Callable[[Any], tuple[str, ...]]) -> dic
 
 @dataclass(frozen=True)
 class Pair:
-    """A case that a provider of eaves and a peer have numbers of; the peer's by the provider's."""
+    """A case in which both have numbers. The ratios are the peer's by the provider's."""
 
     table: Table
     case: Case

@@ -2,14 +2,14 @@
 
 `autograd`: a backward is torch.autograd.grad(out, inputs, grad_out). Behind a forward of its own it frees the graph, as
 in a training step; timed by itself it keeps it (retain_graph=True).
-`accumulate`: it is out.backward(grad_out, retain_graph=True), and .grad is never cleared. From the second call on, so
-in all that are timed, a call also adds its gradient to the one before, which reads two gradients and writes one more. The
-limit streams these bytes too, in the same kernel. That is what the published measurements did, so only these
-numbers may be put beside them. A small gradient is still in the cache when it is added: there a call may beat the
-limit.
+`accumulate`: a backward is out.backward(grad_out, retain_graph=True), and .grad is never cleared. From the second call
+on, so in every call that is timed, a call also adds its gradient to the one before, which reads two gradients and
+writes one more. The limit streams these bytes too, in the same kernel. The published measurements were made so, and
+only these numbers may be put beside them. A small gradient is still in the cache when it is added: there a call may
+beat the limit.
 
-A call that may overwrite its inputs works on copies of them, made by its `prepare` outside of what is timed. It is made
-once and not again on the same graph, so there nothing is retained.
+A call that may overwrite its inputs works on copies of them, which its `prepare` makes before the time begins. It runs
+once on each graph, so there nothing is retained.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eaves.bench.benchmark import Forward, Inputs, Row
+from .benchmark import Forward, Inputs, Row
 
 PROTOCOLS = ("autograd", "accumulate")
 
@@ -33,7 +33,7 @@ def _nothing() -> None:
 @dataclass(frozen=True)
 class Call:
     run: Callable[[], object]
-    """What is timed. What it returns is its output."""
+    """What is timed. It returns its output."""
 
     prepare: Callable[[], None] = _nothing
     """To be called before every run, and not timed."""
@@ -45,7 +45,7 @@ class Bytes(NamedTuple):
 
 
 def moved(protocol: str, row: Row) -> Bytes:
-    """What any implementation has to move in a call: the row's bytes and, by `accumulate`, those of the addition."""
+    """What any implementation has to move in a call: the row's bytes and, by `accumulate`, the addition's."""
     accumulated = row.gradient_bytes if protocol == "accumulate" else 0
     return Bytes(row.read_bytes + 2 * accumulated, row.write_bytes + accumulated)
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaves.bench.benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, compiled, normal
-from eaves.bench.head import head_tensors, products
+from .benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, compiled, normal
+from .head import head_tensors, products
 
 # ------------------------------------------------------------------------------------------------------------ providers
 
@@ -100,7 +100,7 @@ PROVIDERS = (
     _TORCH,
     compiled(_TORCH),
     Provider("trl", "trl.kernels.chunked_logprob:ChunkedLogProbFunction", _trl, ("trl",)),
-    Provider("verl", "eaves.bench.verl_kernel:linear_cross_entropy", _verl, ("verl",), needs_gpu=True),
+    Provider("verl", f"{__package__}.verl_kernel:linear_cross_entropy", _verl, ("verl",), needs_gpu=True),
     Provider("liger", "liger_kernel.chunked_loss.fused_linear_ppo", _liger, ("liger-kernel",), lacks=_no_entropy),
 )
 

@@ -1,23 +1,42 @@
-"""What the benchmarks of a model's head share: its tensors, and the products that limit it.
+"""The shared parts of the benchmarks of a model's head: its tensors, and the products that limit it.
 
-What multiplies matrices is not measured by bytes: the column `limit` is the matrix products themselves, whole, by
-torch.matmul into memory that is there already, on the data of the call. How fast they are depends on the data, through
-the power that they draw: the gradient is that of the row.
+An operator that multiplies matrices is not measured by bytes: the column `limit` is the matrix products themselves,
+whole, by torch.matmul into memory that exists already, on the data of the call. How fast they are depends on the data,
+through the power that they draw: they take the gradient of the row.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from eaves.bench.benchmark import Inputs, Mode, normal
+from .benchmark import Inputs, Mode, normal
 
 DENSE_DEVIATION = 1.3
-"""Of the logits of data "dense"."""
+"""The deviation of the logits of data "dense"."""
 
 _PIECE_ROWS = 256  # of the gradient of the logits, in float32, at a time
+
+
+class Shape(NamedTuple):
+    rows: int
+    features: int
+    classes: int
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+def parse_shape(text: str) -> Shape:
+    """512x64x1024."""
+    sizes = [int(size) if size.isdecimal() else 0 for size in text.split("x")]
+    if len(sizes) != 3 or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f'is "{text}", expected rows, features and classes such as 512x64x1024')
+    return Shape(*sizes)
 
 
 def head_tensors(
@@ -36,8 +55,8 @@ def head_tensors(
 def products(
     mode: Mode, logits_gradient: Callable[[Tensor, Inputs, slice], Tensor]
 ) -> Callable[[Inputs], Callable[[], object]]:
-    """Those of a mode: the logits' in a forward, one with the gradient of the logits for each gradient in a backward.
-    `logits_gradient` makes some rows of it, from these rows of the logits."""
+    """The products of a mode: a forward has the logits', a backward one with the gradient of the logits for each of its
+    gradients. `logits_gradient` makes some rows of that gradient, from these rows of the logits."""
 
     def make(inputs: Inputs) -> Callable[[], object]:
         hidden, head = (argument.detach() for argument in inputs.arguments[:2])

@@ -1,5 +1,5 @@
-"""What an operator declares so that the harness can measure it: rows, inputs, bytes, and implementations; and the two
-kinds of error, a wrong argument, which ends the program, and what a provider's code raised, which fills a cell.
+"""The words in which an operator declares what the harness measures: rows, inputs, bytes, and implementations. There
+are two kinds of error: a wrong argument ends the program, an error of a provider's code fills a cell.
 
 No timing code is here or in any operator, and the harness names no operator.
 """
@@ -24,13 +24,15 @@ Forward = Callable[..., Tensor]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 """By the names that options and result files use."""
 
+PROGRAM = "python benchmarks"
+
 
 @dataclass(frozen=True)
 class Inputs:
-    """One set of what a call works on; every provider gets the same tensors."""
+    """The tensors of a call; every provider gets the same ones."""
 
     arguments: tuple[Tensor, ...]
-    """Of the forward, in order. Those that require a gradient are what the backward differentiates."""
+    """The forward's, in order. The backward differentiates those that require a gradient."""
 
     grad_out: Tensor
     """dL/d(out)."""
@@ -60,10 +62,10 @@ class Row:
 
     read_bytes: int
     write_bytes: int
-    """What any implementation has to read and write in this mode: what the column `limit` streams."""
+    """The bytes that any implementation has to read and write in this mode: the column `limit` streams them."""
 
     gradient_bytes: int
-    """All gradients that a backward returns; 0 in a forward. What the protocol `accumulate` adds up."""
+    """All gradients that a backward returns; 0 in a forward. The protocol `accumulate` adds them up."""
 
     make_inputs: Callable[[torch.device, int], Inputs]
     """The inputs on a device; the number seeds them."""
@@ -72,10 +74,10 @@ class Row:
     """The arguments that differ from the operator's usual ones, as values of JSON: {"axes": [0]}."""
 
     flops: int = 0
-    """Of the products of an operator that the time of memory is no limit of; else 0."""
+    """The operations of an operator that is limited by its products; else 0."""
 
     make_limit: Callable[[Inputs], Callable[[], object]] | None = None
-    """What the column `limit` measures of such an operator, instead of streaming bytes."""
+    """The products that the column `limit` measures for such an operator, instead of streaming bytes."""
 
     tolerance: float | None = None
     """How far a peer may be off from eaves, of the largest value, where its own rounding makes that more than usual."""
@@ -95,7 +97,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks an operator for."""
+    """The rows that the command line asks an operator for."""
 
     sweep: Literal["quick", "published"]
     device_type: str
@@ -115,10 +117,10 @@ class Provider:
     name: str
 
     source: str
-    """The module, or "module:name". What its import raises says why the provider is missing."""
+    """The module, or "module:name". An error of its import says why the provider is missing."""
 
     make: Callable[[Any, Row], Forward]
-    """The operator with the row's options, of what `source` names. Asked for once for each row."""
+    """The operator with the row's options, from the thing that `source` names. Called once for each row."""
 
     packages: tuple[str, ...] = ()
     """Distributions whose versions the result file shall name."""
@@ -126,7 +128,7 @@ class Provider:
     needs_gpu: bool = False
 
     lacks: Callable[[Row], str] = _lacks_nothing
-    """What the row asks for that the provider does not have, in a few words; nothing where it has all. A provider that
+    """The option of the row that the provider does not have, in a few words; nothing if it has all. A provider that
     lacks something in every row of a table has no column there."""
 
     def load(self) -> Any:
@@ -138,8 +140,13 @@ class Provider:
         return self.make(self.load(), row)
 
 
+def peer(name: str, source: str, make: Any, packages: str, lacks: Callable[[Row], str]) -> Provider:
+    """Another library's, on a GPU; its packages by their names, with spaces between."""
+    return Provider(name, source, make, tuple(packages.split()), needs_gpu=True, lacks=lacks)
+
+
 def compiled(eager: Provider) -> Provider:
-    """torch.compile of what another provider calls, compiled anew for each row."""
+    """torch.compile of another provider's function, compiled anew for each row."""
 
     def make(function: Any, row: Row) -> Forward:
         # What earlier rows compiled would count towards dynamo's limit of recompilations, past which it silently runs
@@ -152,7 +159,7 @@ def compiled(eager: Provider) -> Provider:
 
 @dataclass(frozen=True)
 class Operator:
-    """What an operator's file defines."""
+    """The definition in an operator's file."""
 
     name: str
 
@@ -162,7 +169,7 @@ class Operator:
     rows: Callable[[Request], list[Row]]
 
     shapes: Sequence[str]
-    """What --shape may name: "rows,dim,v"."""
+    """The keys that --shape may have: "rows,dim,v"."""
 
     row_of_shape: Callable[[Mapping[str, Any], str], Row]
     """Forward and backward together of such a shape, in a dtype."""

@@ -1,17 +1,18 @@
-"""A head and its loss from JAX, forward and backward: eaves beside plain JAX with all the logits, a scan in chunks,
-tokamax's XLA implementation where that is installed, the three matrix products alone as JAX runs them, and eaves from
-PyTorch where that has the same device. And what a small jitted call costs the host.
+"""A head and its loss from JAX, forward and backward. Beside eaves: plain JAX with all the logits, a scan in chunks,
+tokamax's XLA implementation, the three matrix products alone as JAX runs them, and eaves from PyTorch if that has the
+same device. And the host's time of a small jitted call.
 
-    python -m eaves.bench.jax --json jax.json --plot jax.png
+    python benchmarks jax --json jax.json --plot jax.png
 
-Each contestant is one compiled program. They take turns, each time another one first. A time is that of the clock, from
-the call until its results are there, because JAX has streams of its own on which PyTorch's events see nothing: of calls
-that take milliseconds. Each call that is timed follows one of its own that is not: how fast a GPU runs depends on the
-power that it has just drawn, and neighbours in the turn draw more and less.
-Memory is what XLA plans for the program beside its arguments (temporary buffers, eaves' scratch memory among them, and
-results); of PyTorch the peak of its allocator beside the arguments. Of a GPU's memory JAX takes three quarters when it
-starts, its default: what it takes piece by piece is soon in pieces too small for all the logits. The exit status
-is 1 where a bar does not hold; bars are for GPUs, and for the published shapes.
+Each contestant is one compiled program, and they take turns. The time is the clock's, from the call until its results
+exist, because JAX has streams of its own on which PyTorch's events see nothing; the calls take milliseconds. Each call
+that is timed follows one of its own that is not: how fast a GPU runs depends on the power that it has just drawn, and
+neighbours in the turn draw more and less.
+
+The memory is XLA's plan for the program beside its arguments: temporary buffers, among them eaves' scratch memory, and
+results; for PyTorch it is the peak of its allocator beside the arguments. JAX takes three quarters of a GPU's memory
+when it starts, its default: memory that it takes piece by piece is soon in pieces too small for all the logits. The
+exit status is 1 if a bar does not hold; bars are for GPUs, and for the published shapes.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -20,45 +21,40 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import importlib.util
-import json
-import os
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 
 import eaves.jax
-from eaves._output import say
-from eaves.jax._library import system
+from eaves import _info
+from eaves._bench import peak_of_call
+from eaves._output import Parser, say
 
-_WARM_UP_CALLS = 3
-_DEVIATION = 1.3  # of the logits
+from . import results
+from .benchmark import PROGRAM, InvalidArgument, reason
+from .calls import Call
+from .head import DENSE_DEVIATION, Shape, head_tensors, parse_shape
+from .timing import Timer
+
 _CHUNK_ROWS = 2048
-
-
-class Shape(NamedTuple):
-    rows: int
-    features: int
-    classes: int
-
-    def __str__(self) -> str:
-        return "x".join(map(str, self))
-
+_SMALL_CALLS = 100
 
 PUBLISHED = (Shape(32768, 2560, 128256), Shape(12288, 4096, 131072))
 CURVE = tuple(Shape(12288, 4096, classes) for classes in (4096, 16384, 32768, 65536))
-"""Measured too, for the curves: smaller vocabularies of the second published shape."""
+"""Smaller vocabularies of the second published shape, for the curves."""
 QUICK = (Shape(512, 64, 1024),)
 
 Loss = Callable[..., jax.Array]
 """Of hidden [rows, features], head [classes, features] or [features, classes], labels [rows]."""
+
+Run = Callable[[], object]
+"""Returns when its results exist."""
 
 # ---------------------------------------------------------------------------------------------------------- contestants
 
@@ -71,7 +67,7 @@ def _all_logits(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Ar
 
 
 def _in_chunks(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
-    """Chunks of rows, each computed again in the backward."""
+    """Chunks of rows, whose logits the backward computes again."""
     rows = min(_CHUNK_ROWS, len(labels))
 
     @jax.checkpoint
@@ -108,7 +104,7 @@ def _products(hidden: jax.Array, head: jax.Array, gradient: jax.Array) -> tuple[
 
 @jax.jit
 def _gradient(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
-    """That of the logits, of the mean: how fast a product is depends on its data."""
+    """The gradient of the mean in the logits: how fast a product is depends on its data."""
 
     def of_chunk(each: tuple[jax.Array, jax.Array]) -> jax.Array:
         logits = jnp.einsum("nd,vd->nv", each[0], head, preferred_element_type=jnp.float32)
@@ -121,26 +117,17 @@ def _gradient(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Arra
     return gradient
 
 
-class Contestant(NamedTuple):
-    run: Callable[[], Any]
-    """Returns when its results are there."""
-    memory_bytes: int
-
-
-def _compiled(function: Any, *arrays: jax.Array) -> Contestant:
+def _compiled(function: Any, *arrays: jax.Array) -> tuple[Run, int]:
+    """The program, and the bytes of memory that it needs."""
     program = jax.jit(function).lower(*arrays).compile()
     plan: Any = program.memory_analysis()
-    memory = plan.temp_size_in_bytes + plan.output_size_in_bytes
-    return Contestant(lambda: jax.block_until_ready(program(*arrays)), memory)
+    return lambda: jax.block_until_ready(program(*arrays)), plan.temp_size_in_bytes + plan.output_size_in_bytes
 
 
-def _from_torch(shape: Shape, on_gpu: bool) -> Contestant:
-    torch: Any = importlib.import_module("torch")
+def _from_torch(shape: Shape, on_gpu: bool) -> tuple[Run, int]:
     if on_gpu and not torch.cuda.is_available():
         raise RuntimeError("PyTorch sees no GPU")
     device = torch.device("cuda" if on_gpu else "cpu")
-    head_tensors = importlib.import_module("eaves.bench.head").head_tensors
-    peak_of_call = importlib.import_module("eaves.bench.memory").peak_of_call
     hidden, head, labels = head_tensors(*shape, torch.bfloat16, device, 1, True)
     for leaf in (hidden, head):
         leaf.requires_grad_()
@@ -153,7 +140,7 @@ def _from_torch(shape: Shape, on_gpu: bool) -> Contestant:
 
     run()
     hidden.grad = head.grad = None
-    return Contestant(run, peak_of_call(run, device))
+    return run, peak_of_call(run, device)
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring
@@ -162,48 +149,32 @@ def _from_torch(shape: Shape, on_gpu: bool) -> Contestant:
 def measure(shape: Shape, repetitions: int) -> list[dict[str, Any]]:
     """A row for each contestant."""
     keys = jax.random.split(jax.random.key(1), 3)
-    hidden = jax.random.normal(keys[0], shape[:2], jnp.bfloat16) * (_DEVIATION / shape.features**0.5)
+    hidden = jax.random.normal(keys[0], shape[:2], jnp.bfloat16) * (DENSE_DEVIATION / shape.features**0.5)
     head = jax.random.normal(keys[1], (shape.classes, shape.features), jnp.bfloat16)
     labels = jax.random.randint(keys[2], shape[:1], 0, shape.classes)
     on_gpu = jax.devices()[0].platform == "gpu"
 
-    makers: dict[str, Callable[[], Contestant]] = {}
-    for name, (make, is_turned) in _losses().items():
+    def of_loss(make: Callable[[], Loss], is_turned: bool) -> tuple[Run, int]:
+        return _compiled(jax.value_and_grad(make(), (0, 1)), hidden, head.T if is_turned else head, labels)
 
-        def maker(make: Any = make, is_turned: bool = is_turned) -> Contestant:
-            step = jax.value_and_grad(make(), (0, 1))
-            return _compiled(step, hidden, head.T if is_turned else head, labels)
-
-        makers[name] = maker
+    makers: dict[str, Callable[[], tuple[Run, int]]] = {
+        name: functools.partial(of_loss, *loss) for name, loss in _losses().items()
+    }
     makers["torch"] = lambda: _from_torch(shape, on_gpu)
-
     makers["products"] = lambda: _compiled(_products, hidden, head, _gradient(hidden, head, labels))
-    rows: list[dict[str, Any]] = []
-    contestants: dict[str, Contestant] = {}
-    for name, make_contestant in makers.items():
+    rows: dict[str, dict[str, Any]] = {}
+    calls: dict[str, list[Call]] = {}
+    for name, make in makers.items():
+        rows[name] = {"shape": str(shape), "provider": name}
         try:
-            contestants[name] = make_contestant()
-            for _ in range(_WARM_UP_CALLS):
-                contestants[name].run()
+            run, memory_bytes = make()
+            calls[name] = [Call(run)]
+            rows[name]["memory_bytes"] = memory_bytes
         except Exception as error:  # another library's code: whatever it raises, the others go on
-            contestants.pop(name, None)
-            rows.append({"shape": str(shape), "provider": name, "skipped": str(error).split("\n")[0] or repr(error)})
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    turn = list(contestants.items())
-    for _ in range(repetitions):
-        turn.append(turn.pop(0))
-        for name, contestant in turn:
-            contestant.run()
-            begin = time.perf_counter()
-            contestant.run()
-            times[name].append((time.perf_counter() - begin) * 1e3)
-    for name, contestant in contestants.items():
-        took = times[name]
-        rows.append({
-            "shape": str(shape), "provider": name, "ms": statistics.median(took), "ms_min": min(took),
-            "ms_max": max(took), "repetitions": repetitions, "memory_bytes": contestant.memory_bytes,
-        })  # fmt: skip
-    return rows
+            rows[name]["skipped"] = reason(error)
+    for name, contestant in Timer(torch.device("cpu"), runs_twice=True).time(calls, repetitions).items():
+        rows[name] |= contestant.cell()
+    return list(rows.values())
 
 
 def measure_host() -> dict[str, float]:
@@ -213,20 +184,22 @@ def measure_host() -> dict[str, float]:
         "eaves": jax.jit(lambda x: eaves.jax.logsumexp(x, -1)),
         "jax": jax.jit(lambda x: jax.nn.logsumexp(x, -1)),
     }
-    best = dict.fromkeys(functions, float("inf"))
-    for _ in range(20):
-        for name, function in functions.items():
-            jax.block_until_ready(function(x))
-            begin = time.perf_counter()
-            for _ in range(100):
+
+    def round_of(function: Callable[[jax.Array], jax.Array]) -> Call:
+        def run() -> object:
+            for _ in range(_SMALL_CALLS):
                 out = function(x)
-            best[name] = min(best[name], (time.perf_counter() - begin) * 1e4)
-            jax.block_until_ready(out)
-    return best
+            return out
+
+        return Call(run, lambda: jax.block_until_ready(function(x)))
+
+    rounds = {name: [round_of(function)] for name, function in functions.items()}
+    timed = Timer(torch.device("cpu")).time(rounds, 20)
+    return {name: 1e3 * min(contestant.times_ms) / _SMALL_CALLS for name, contestant in timed.items()}
 
 
 def bars(rows: Sequence[Mapping[str, Any]], host_us: Mapping[str, float]) -> list[dict[str, Any]]:
-    """What should hold on a GPU, and does it; None where something was not measured."""
+    """The aims on a GPU, and whether each holds; None if something was not measured."""
     measured = {(row["shape"], row["provider"]): row for row in rows if "ms" in row}
 
     def ratio(shape: Shape, name: str, other: str, key: str) -> float | None:
@@ -248,8 +221,8 @@ def bars(rows: Sequence[Mapping[str, Any]], host_us: Mapping[str, float]) -> lis
 
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Time and memory over the number of classes, a panel each, of the rows and features that most shapes have."""
-    measured = [(Shape(*map(int, row["shape"].split("x"))), row) for row in rows if "ms" in row]
+    """Time and memory over the number of classes, a panel each, for the rows and features that most shapes have."""
+    measured = [(parse_shape(row["shape"]), row) for row in rows if "ms" in row]
     heads = [shape[:2] for shape in dict.fromkeys(shape for shape, _ in measured)]
     head = max(heads, key=heads.count, default=(0, 0))
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(11, 4.2), layout="constrained")
@@ -273,42 +246,21 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
     figure.savefig(path, dpi=100, metadata={"Software": None})
 
 
-def _versions() -> dict[str, str]:
-    found = {"eaves": eaves.jax.__version__}
-    for package in ("jax", "jaxlib", "torch", "tokamax"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _shape(text: str) -> Shape:
-    try:
-        shape = Shape(*map(int, text.split("x")))
-    except (TypeError, ValueError):
-        raise argparse.ArgumentTypeError(f"is {text}, expected rows, features and classes as 512x64x1024") from None
-    return shape
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m eaves.bench.jax", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shape", type=_shape, action="append", help="rows x features x classes; may be repeated")
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code."""
+    parser = Parser(prog=f"{PROGRAM} jax", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", type=parse_shape, action="append", help="rows x features x classes; may be repeated")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK[0]} instead of all others")
     parser.add_argument("--repetitions", type=int, default=10)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results too")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="where to draw the curves; needs matplotlib")
-    arguments = parser.parse_args()
+    parser.add_argument("--json", metavar="FILE", help="where to write the results too")
+    parser.add_argument("--plot", metavar="FILE", help="where to draw the curves; needs matplotlib")
+    arguments = parser.parse_args(argv)
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot: matplotlib is not installed, expected it: pip install eaves[bench]")
+        raise InvalidArgument("--plot: matplotlib is not installed, expected benchmarks/requirements.txt")
     if not (arguments.shape or arguments.quick) and jax.default_backend() != "gpu":
-        parser.error("JAX has no GPU, which the published shapes are for: expected --quick or --shape")
-    for name in ("json", "plot"):
-        path = getattr(arguments, name)
-        if path and not os.access(path.resolve().parent, os.W_OK):
-            parser.error(f'--{name}: "{path}" cannot be written, expected a folder that is there and may be written')
+        raise InvalidArgument("JAX has no GPU, which the published shapes are for: expected --quick or --shape")
+    json, plot = (path and results.check_file(f"--{name}", path)
+                  for name, path in (("json", arguments.json), ("plot", arguments.plot)))  # fmt: skip
     rows = []
     say(f"{'shape':<20} {'provider':<16} {'ms':>10} {'MiB':>10}")
     for shape in arguments.shape or (QUICK if arguments.quick else PUBLISHED + CURVE):
@@ -323,18 +275,13 @@ def main() -> int:
         if bar["value"] is not None:
             say(f"{bar['shape']}: {bar['what']} {bar['value']:.3f}, at most {bar['at_most']:.3f}")
     device = jax.devices()[0]
-    if arguments.json:
+    versions = results.versions(["jax", "jaxlib", "torch", "tokamax"])
+    if json:
         report = {
-            "schema": 1, "device": device.device_kind, "commit": system()["commit"],
-            "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"), "versions": _versions(), "rows": rows,
-            "host_us": host_us, "bars": found,
+            "schema": 1, "device": device.device_kind, "commit": _info.extension()["commit"], "date": results.now(),
+            "versions": versions, "rows": rows, "host_us": host_us, "bars": found,
         }  # fmt: skip
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    if arguments.plot:
-        versions = _versions()
-        draw(arguments.plot, rows, f"{device.device_kind}, eaves {versions['eaves']}, jax {versions['jax']}")
+        results.write(json, report)
+    if plot:
+        draw(plot, rows, f"{device.device_kind}, eaves {versions['eaves']}, jax {versions['jax']}")
     return int(device.platform == "gpu" and any(bar["holds"] is False for bar in found))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaves.bench.benchmark import InvalidArgument
+from .benchmark import InvalidArgument
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
@@ -56,21 +56,6 @@ def free_memory_bytes(device: torch.device) -> int:
     # A container may be killed for memory long before the machine has run out.
     limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
     return min(free, max(0, int(limit) - int(used))) if limit.isdigit() and used.isdigit() else free
-
-
-def busy_share() -> float:
-    """The share of all cores' time that others take: for a tenth of a second, in which this program sleeps. 0 where the
-    system does not say."""
-
-    def ticks() -> tuple[int, int]:
-        words = _read("/proc/stat").partition("\n")[0].split()[1:9]  # user, nice, system, idle, iowait, irq, ...
-        counts = [int(word) for word in words]
-        return sum(counts), sum(counts[3:5])
-
-    before, idle_before = ticks()
-    time.sleep(0.1)
-    after, idle_after = ticks()
-    return 1 - (idle_after - idle_before) / (after - before) if after > before else 0.0
 
 
 def synchronize(device: torch.device) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from eaves.bench.benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, compiled, normal
+from .benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, compiled, normal
 
 _BOTH: tuple[Mode, ...] = ("fwd", "bwd")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eaves.bench.benchmark import Forward, Inputs, Row
+from .benchmark import Forward, Inputs, Row
 
 # Of the largest value expected, and in all of the sum of the absolute values. A result of about 12 that is rounded to
 # bfloat16 is off by up to 0.03, and so is the factor exp(x - out) of a gradient that is computed from it.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaves.bench.benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, compiled, normal
+from .benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, compiled, normal, peer
 
 _ALONE: tuple[Mode, ...] = ("fwd", "bwd")
 _SMOOTHING = {"label_smoothing": 0.1}
@@ -22,7 +22,7 @@ _WORDS = {"label_smoothing": "label smoothing", "softcap": "softcap", "z_loss": 
 
 
 def _lacking(row: Row, *names: str) -> str:
-    """Those of the options named that the row has."""
+    """The row's options among these."""
     return ", ".join(f"no {_WORDS[name]}" for name in names if name in row.options)
 
 
@@ -115,31 +115,12 @@ PROVIDERS = (
     Provider("eaves", "eaves:cross_entropy", _eaves),
     _TORCH,
     compiled(_TORCH),
-    Provider(
-        "liger",
-        "liger_kernel.ops:LigerCrossEntropyFunction",
-        _liger,
-        ("liger-kernel",),
-        needs_gpu=True,
-        lacks=lambda row: "" if row.in_place else "the forward overwrites the logits with the gradient",
-    ),
-    Provider(
-        "fla",
-        "fla.modules:FusedCrossEntropyLoss",
-        _fla,
-        ("fla-core",),
-        needs_gpu=True,
-        lacks=lambda row: _lacking(row, "weight"),
-    ),
-    Provider(
-        "quack",
-        "quack.cross_entropy",
-        _quack,
-        ("quack-kernels", "nvidia-cutlass-dsl"),
-        needs_gpu=True,
-        lacks=lambda row: _lacking(row, "label_smoothing", "softcap", "z_loss"),
-    ),
-)
+    peer("liger", "liger_kernel.ops:LigerCrossEntropyFunction", _liger, "liger-kernel",
+         lambda row: "" if row.in_place else "the forward overwrites the logits with the gradient"),
+    peer("fla", "fla.modules:FusedCrossEntropyLoss", _fla, "fla-core", lambda row: _lacking(row, "weight")),
+    peer("quack", "quack.cross_entropy", _quack, "quack-kernels nvidia-cutlass-dsl",
+         lambda row: _lacking(row, "label_smoothing", "softcap", "z_loss")),
+)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------------- rows

@@ -1,5 +1,6 @@
-"""The two pages of a device, drawn from the result files in its folder alone: README.md has what one chooses by, an
-operator's longest rows, its curves, and where a peer is ahead; details.md has every other row.
+"""The two pages of a device, drawn from the result files in its folder alone. README.md has an operator's longest
+rows, its curves, and the rows where a peer is ahead; details.md has every other row. `python benchmarks page` draws
+them.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from eaves import _output
 from eaves._output import say
-from eaves.bench import results, tables
-from eaves.bench.benchmark import InvalidArgument, Operator, Provider
-from eaves.bench.calls import PROTOCOLS
-from eaves.bench.tables import MODES, QUANTITIES, Kind, Table
+
+from . import results, tables
+from .benchmark import PROGRAM, InvalidArgument, Operator, Provider
+from .calls import PROTOCOLS
+from .operators import OPERATORS
+from .tables import MODES, QUANTITIES, Kind, Table
 
 PAGE = "README.md"
 DETAILS = "details.md"
@@ -25,7 +29,7 @@ products, whole. MiB is the peak of memory with inputs and outputs counted, for 
 
 _REST = f"""\
 [Where a peer is faster](#where-a-peer-is-faster) has the rows that eaves loses; [{DETAILS}]({DETAILS}) has every other
-row: other shapes and options, {{}}. Drawn by `python -m eaves.bench --page`."""
+row: other shapes and options, {{}}. Drawn by `{PROGRAM} page`."""
 
 _ABOUT = """\
 Every number is from one process, the implementations taking turns, each with cold caches: the median of the times in
@@ -37,9 +41,9 @@ milliseconds, and the peak of memory. Before it is timed, what each one computes
   above the tables leave such rows out.
 - A peak of less than nine tenths of inputs and outputs is not shown: something else was freed meanwhile.
 - Protocol `autograd`: a backward is `torch.autograd.grad(out, inputs, grad_out)`.
-- Protocol `accumulate`, that of the published measurements that eaves started from: it is `out.backward(grad_out)`, and
-  `.grad` is never cleared, so that every call also adds its gradient to the one that is there, and the limit streams
-  these bytes too. `--sweep published` measures their shapes."""
+- Protocol `accumulate`, as in the published measurements that eaves started from: a backward is
+  `out.backward(grad_out)`, and `.grad` is never cleared, so that every call also adds its gradient to the one before,
+  and the limit streams these bytes too. `--sweep published` measures their shapes."""
 
 _SLOWER = f"""\
 Every row of both pages, by both protocols, where `best peer / eaves` is below {1 - tables.NOISE:.2f}."""
@@ -56,7 +60,7 @@ class Folder:
 
     def __init__(self, path: Path, operators: Sequence[Operator]) -> None:
         self.path, self.operators = path, operators
-        self.files, self.left_out = results.read(path, [operator.name for operator in operators])
+        self.files = results.read(path, [operator.name for operator in operators])
         self.tables = {name: tables.tables(content["rows"]) for name, content in self.files.items()}
 
     def of(self, operator: Operator, protocol: str) -> list[Table]:
@@ -64,14 +68,14 @@ class Folder:
 
 
 def draw(path: Path, operators: Sequence[Operator], names: Iterable[str] | None = None) -> None:
-    """The curves of these files, or of all, then the pages."""
+    """The curves of these files, or of every file, then the pages."""
     folder = Folder(path, operators)
     if not folder.files:
         example = results.file_name(operators[0].name, PROTOCOLS[0])
-        raise InvalidArgument(f'--page: "{path}" has no result file, expected such as {example}')
-    pictures = results.check_folder("--page", str(path / "plots"))
+        raise InvalidArgument(f'page: "{path}" has no result file, expected such as {example}')
+    pictures = results.check_folder("page", path / "plots")
     try:
-        from eaves.bench import plot
+        from . import plot
 
         for name in folder.files if names is None else names:
             content = folder.files[name]
@@ -82,7 +86,7 @@ def draw(path: Path, operators: Sequence[Operator], names: Iterable[str] | None 
             for picture in plot.draw(pictures, op, content["protocol"], folder.tables[name], versions):
                 say(f"# wrote {picture}")
     except InvalidArgument as error:  # without matplotlib there are pages all the same
-        print(f"# no curves are drawn: {str(error).removeprefix('--plot: ')}", file=sys.stderr)
+        print(f"# no curves are drawn: {error}", file=sys.stderr)
     for name, text in texts(folder).items():
         results.write(path / name, text)
         say(f"# wrote {path / name}")
@@ -130,7 +134,7 @@ def _table(table: Table, kind: Kind, protocol: str) -> list[str]:
 
 
 def _images(folder: Folder, operator: Operator, *names: str) -> list[str]:
-    """Of those that are there."""
+    """The curves that exist."""
     files = {name: f"plots/{operator.name}-{name}.png" for name in names}
     return [
         line
@@ -141,7 +145,7 @@ def _images(folder: Folder, operator: Operator, *names: str) -> list[str]:
 
 
 def _files(folder: Folder) -> list[str]:
-    """What was measured where, when, and beside which versions."""
+    """For each file the device, the date and the versions."""
     lines = [["measured", "device", "commit", "date", "versions"]]
     for name, head in folder.files.items():
         place = (
@@ -178,8 +182,8 @@ def _details(folder: Folder) -> list[str]:
 
 
 def _not_measured(folder: Folder) -> list[str]:
-    """Result files and providers that are not there."""
-    lines = [f"{name} is not shown: the run was stopped" for name in folder.left_out]
+    """Result files and providers that are missing."""
+    lines: list[str] = []
     for operator in folder.operators:
         for protocol in PROTOCOLS:
             name = results.file_name(operator.name, protocol)
@@ -203,3 +207,13 @@ def _reason(provider: Provider, content: dict[str, Any]) -> str:
     if not content["versions"].keys() >= set(provider.packages):
         return "was not installed"
     return "was not asked for, or cannot do these rows"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Draws the pages and curves of folders again, without measuring."""
+    parser = _output.Parser(prog=f"{PROGRAM} page", description=main.__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="such as benchmarks/results/intel-xeon")
+    for folder in parser.parse_args(argv).folders:
+        draw(folder, OPERATORS)
+    _output.check()
+    return 0

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaves.bench import memory, verify
-from eaves.bench.benchmark import Forward, Inputs, Provider, Row, normal, reason
-from eaves.bench.calls import Bytes, Call, least_peak_bytes, make_call, moved, retains_graph
-from eaves.bench.device import free_memory_bytes, last_cache_bytes, now_ms, stream_bytes, synchronize
-from eaves.bench.timing import Cell, Timer
+from . import memory, verify
+from .benchmark import Forward, Inputs, Provider, Row, normal, reason
+from .calls import Bytes, Call, least_peak_bytes, make_call, moved, retains_graph
+from .device import free_memory_bytes, last_cache_bytes, stream_bytes, synchronize
+from .timing import Cell, ColdTimer
 
 LIMIT = "limit"
 """The contestant that streams the bytes of the row and computes nothing, or makes its products and nothing else."""
@@ -31,14 +31,11 @@ CASE = ("op", "mode", "dtype", "shape", "options")
 
 
 class Harness:
-    """Of each row `repetitions` are timed, fewer of slow ones. Providers whose turn comes when the comparison of a row
-    has taken `patience_s` are left out."""
+    """Times `repetitions` of each row, fewer of slow ones."""
 
-    def __init__(
-        self, device: torch.device, protocol: str, repetitions: int = 30, patience_s: float = float("inf")
-    ) -> None:
-        self.device, self.protocol, self.repetitions, self.patience_s = device, protocol, repetitions, patience_s
-        self.timer = Timer(device)
+    def __init__(self, device: torch.device, protocol: str, repetitions: int = 30) -> None:
+        self.device, self.protocol, self.repetitions = device, protocol, repetitions
+        self.timer = ColdTimer(device)
 
     def measure(self, row: Row, providers: Sequence[Provider], reference: Provider) -> list[Entry]:
         """One row. Every provider's results are compared with those of the reference first."""
@@ -100,18 +97,16 @@ class Harness:
                 cells[name] = {"skipped": reason(error)}
         calls[LIMIT] = [self._limit_call(row, *each) for each in sets]
         synchronize(self.device)
-        for name, cell in self.timer.time(calls, self.repetitions).items():
-            cells[name] |= cell
+        for name, contestant in self.timer.time(calls, self.repetitions).items():
+            cells[name] |= contestant.cell()
 
     def _verified(
         self, row: Row, providers: Sequence[Provider], reference: Provider, inputs: Inputs, cells: dict[str, Cell]
     ) -> dict[str, Forward]:
         """The forwards that work and agree with the reference; the cells of the others say what is wrong."""
-        forwards, expected, end = {}, None, now_ms() + 1000 * self.patience_s
+        forwards, expected = {}, None
         for provider in dict.fromkeys([reference, *providers]):
             skipped = f"not supported: {lacking}" if (lacking := provider.lacks(row)) else ""
-            if now_ms() > end:
-                skipped = skipped or f"left out: the others took {self.patience_s:.0f} s to compile"
             if not skipped:
                 try:
                     forward = provider.forward(row)
@@ -120,7 +115,7 @@ class Harness:
                     skipped = verify.difference(actual, expected, row.tolerance)
                 except Exception as error:  # as above
                     skipped = reason(error)
-            if provider in providers:  # the reference may be none of those that are measured
+            if provider in providers:  # the reference may not be measured
                 if skipped:
                     cells[provider.name]["skipped"] = skipped
                 else:

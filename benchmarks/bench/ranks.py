@@ -1,11 +1,11 @@
-"""What it costs to have a head, or logits, cut over ranks: time, memory and efficiency beside one rank with the whole,
-and what each collective of a call takes. Starts the ranks itself, a GPU each, or processes on the CPU with gloo.
+"""The cost of a head, or of logits, cut over ranks: time, memory and efficiency beside one rank with the whole, and the
+time of each collective of a call. Starts the ranks itself, a GPU each, or processes on the CPU with gloo.
 
-    python -m eaves.bench.ranks --ranks 2 --output ranks.json
+    python benchmarks ranks --ranks 2 --json ranks.json
 
 Times are those of the slowest rank, after a barrier. The efficiency of N ranks is the time of one rank on the whole,
 while the others wait, over N times theirs. The plan for more ranks is arithmetic: a rank's share of the whole's time,
-and the collectives of a call with what they send at the bandwidth that was measured here, as if nothing hid them.
+and the collectives of a call, whose bytes take as long as the bandwidth measured here says, as if nothing hid them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor, distributed
 
 import eaves
-from eaves._output import say
-from eaves.bench import results
-from eaves.bench.benchmark import DTYPES, InvalidArgument, reason
-from eaves.bench.device import Stopwatch, find_device, synchronize
-from eaves.bench.head import head_tensors
-from eaves.bench.memory import peak_of_call
+from eaves._bench import peak_of_call
+from eaves._output import Parser, say
 
-_WARM_UP_CALLS = 3
+from . import results
+from .benchmark import DTYPES, PROGRAM, InvalidArgument, reason
+from .calls import Call
+from .device import find_device, synchronize
+from .head import Shape, head_tensors, parse_shape
+from .timing import Timer
+
 _STATISTIC_BYTES = 44  # of a row and a rank: ten numbers and the target
 _PLAN = (2, 4, 8)
 
@@ -73,7 +75,7 @@ def _eaves_logits(inplace_backward: bool) -> Callable[[], Forward]:
 
 
 def _loss_parallel_of_head() -> Forward:
-    """What torchtitan calls: the product's DTensor, and torch's cross_entropy under loss_parallel."""
+    """As torchtitan calls it: the product's DTensor, and torch's cross_entropy under loss_parallel."""
     of_logits = _loss_parallel_of_logits()
 
     def forward(hidden: Tensor, head: Tensor, target: Tensor, group: Any) -> Tensor:
@@ -84,7 +86,7 @@ def _loss_parallel_of_head() -> Forward:
 
 
 class _SummedGradient(torch.autograd.Function):
-    """What each rank has whole, where each computes a part of its gradient."""
+    """A tensor that each rank has whole, while each computes a part of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
@@ -171,32 +173,22 @@ def _step(forward: Forward, tensors: list[Tensor], group: Any) -> Callable[[], N
     return run
 
 
-class _Times(NamedTuple):
-    """Milliseconds over the repetitions, each on the slowest rank; without a group on this rank."""
+def _times(run: Callable[[], object], device: torch.device, group: Any, repetitions: int) -> list[float]:
+    """Milliseconds of each repetition: those of the slowest rank, without a group this rank's."""
 
-    median: float
-    least: float
-    most: float
-
-
-def _times(run: Callable[[], object], device: torch.device, group: Any, repetitions: int) -> _Times:
-    times = []
-    for index in range(_WARM_UP_CALLS + repetitions):
+    def wait() -> None:
         synchronize(device)
         if group is not None:
             distributed.barrier(group)
-        stopwatch = Stopwatch(device)
-        stopwatch.start()
-        run()
-        stopwatch.stop()
-        synchronize(device)
-        if index >= _WARM_UP_CALLS:
-            times.append(stopwatch.elapsed_ms())
-    slowest = torch.tensor(times, device=device)
+
+    contestant = Timer(device, wait).time({"": [Call(run, prepare=wait)]}, repetitions)[""]
+    if contestant.skipped:
+        raise RuntimeError(contestant.skipped)
+    slowest = torch.tensor(contestant.times_ms, device=device)
     if group is not None:
         distributed.all_reduce(slowest, distributed.ReduceOp.MAX, group)
-    found = slowest.tolist()
-    return _Times(statistics.median(found), min(found), max(found))
+    found: list[float] = slowest.tolist()
+    return found
 
 
 def _rows_of(case: Case, device: torch.device, repetitions: int) -> Iterator[dict[str, Any]]:
@@ -209,7 +201,8 @@ def _rows_of(case: Case, device: torch.device, repetitions: int) -> Iterator[dic
         try:
             forward = load()
             run = _step(forward, _own(case, whole, rank, ranks), group)
-            row["ms"], row["ms_min"], row["ms_max"] = _times(run, device, group, repetitions)
+            times = _times(run, device, group, repetitions)
+            row |= {"ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
             row["peak_bytes"] = peak_of_call(run, device)
         except Exception as error:  # of another package: on all ranks alike
             row["skipped"] = reason(error)
@@ -230,13 +223,13 @@ def _on_one_rank(
     try:
         run = _step(forward, [each.clone() for each in whole], None)
         times = _times(run, device, None, repetitions)
-        return {"one_rank_ms": times.median, "one_rank_peak_bytes": peak_of_call(run, device)}
+        return {"one_rank_ms": statistics.median(times), "one_rank_peak_bytes": peak_of_call(run, device)}
     except Exception as error:
         return {"one_rank_skipped": reason(error)}
 
 
 def _collectives(case: Case, device: torch.device, repetitions: int) -> list[dict[str, Any]]:
-    """Those of a call, alone: `bytes` are what a rank has to receive."""
+    """The collectives of a call, alone: `bytes` are what a rank has to receive."""
     group: Any = distributed.group.WORLD
     ranks = distributed.get_world_size()
     statistics_of_rows = torch.zeros(case.batch * _STATISTIC_BYTES, dtype=torch.uint8, device=device)
@@ -251,14 +244,14 @@ def _collectives(case: Case, device: torch.device, repetitions: int) -> list[dic
     ]  # fmt: skip
     found = []
     for name, received, run in calls:
-        milliseconds = _times(run, device, group, repetitions).median
+        milliseconds = statistics.median(_times(run, device, group, repetitions))
         rate = received / milliseconds / 1e6
         found.append({"collective": name, "ranks": ranks, "bytes": received, "ms": milliseconds, "gb_per_s": rate})
     return found
 
 
 def plan(case: Case, one_rank_ms: float, collectives: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For more ranks, from what was measured; of a head that is linear_cross_entropy's."""
+    """More ranks than were measured, by arithmetic, for the head of linear_cross_entropy."""
     gather, reduce = (each["gb_per_s"] for each in collectives)
     item, found = torch.empty((), dtype=case.dtype).element_size(), []
     for ranks in _PLAN:
@@ -303,8 +296,8 @@ def _on_a_rank(rank: int, arguments: argparse.Namespace, rendezvous: str) -> Non
         planned = plan(case, whole["one_rank_ms"], collectives) if "one_rank_ms" in whole else []
         found = {**head, "collectives": collectives, "plan": planned}
         _print(found)
-        if arguments.output:
-            results.write(arguments.output, found)
+        if arguments.json:
+            results.write(arguments.json, found)
     distributed.barrier()
     distributed.destroy_process_group()
     sys.stdout.flush()
@@ -332,41 +325,29 @@ def _print(found: dict[str, Any]) -> None:
         )
 
 
-def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m eaves.bench.ranks", description=__doc__.partition("\n\n")[0])
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code."""
+    parser = Parser(prog=f"{PROGRAM} ranks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="processes, on GPUs one for each")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where they compute")
-    parser.add_argument(
-        "--shape", type=_shape, help="rows x features x classes, 8192x4096x131072 on GPUs and 512x1024x8192 on the CPU"
-    )
+    parser.add_argument("--shape", type=parse_shape,
+        help="rows x features x classes, 8192x4096x131072 on GPUs and 512x1024x8192 on the CPU")  # fmt: skip
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--repetitions", type=int, default=10)
-    parser.add_argument("--output", help="the JSON file to write")
-    arguments = parser.parse_args(words)
-    try:
-        arguments.device = find_device(arguments.device).type
-        if arguments.output is not None:
-            arguments.output = results.check_file("--output", arguments.output)
-    except InvalidArgument as error:
-        parser.error(str(error))
+    parser.add_argument("--json", metavar="FILE", help="where to write the results too")
+    arguments = parser.parse_args(argv)
+    arguments.device = find_device(arguments.device).type
     if arguments.shape is None:
-        arguments.shape = [8192, 4096, 131072] if arguments.device == "cuda" else [512, 1024, 8192]
+        arguments.shape = Shape(8192, 4096, 131072) if arguments.device == "cuda" else Shape(512, 1024, 8192)
     if arguments.ranks < 2:
-        parser.error(f"--ranks is {arguments.ranks}, expected at least 2")
-    if arguments.shape[2] % arguments.ranks:
-        parser.error(f"--shape has {arguments.shape[2]} classes, expected a multiple of {arguments.ranks} ranks")
+        raise InvalidArgument(f"--ranks: is {arguments.ranks}, expected at least 2")
+    if arguments.shape.classes % arguments.ranks:
+        raise InvalidArgument(
+            f"--shape: has {arguments.shape.classes} classes, expected a multiple of {arguments.ranks} ranks"
+        )
+    if arguments.json is not None:
+        arguments.json = results.check_file("--json", arguments.json)
     with tempfile.TemporaryDirectory() as folder:
-        rendezvous = f"file://{folder}/rendezvous"
         spawn: Any = getattr(multiprocessing, "spawn")  # noqa: B009  # which torch does not declare
-        spawn(_on_a_rank, (arguments, rendezvous), nprocs=arguments.ranks)
-
-
-def _shape(words: str) -> list[int]:
-    sizes = [int(word) if word.isdecimal() else 0 for word in words.split("x")]
-    if len(sizes) != 3 or min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f'"{words}", expected three sizes such as 8192x4096x131072')
-    return sizes
-
-
-if __name__ == "__main__":
-    main()
+        spawn(_on_a_rank, (arguments, f"file://{folder}/rendezvous"), nprocs=arguments.ranks)
+    return 0

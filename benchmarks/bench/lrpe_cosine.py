@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaves.bench.benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, compiled, normal
+from .benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, compiled, normal
 
 
 def _make(function: Any, row: Row) -> Forward:
@@ -160,7 +160,7 @@ def _row_of_shape(shape: Mapping[str, Any], dtype: str) -> Row:
     return _row(case, "fwd+bwd", dtype)
 
 
-_TORCH = Provider("torch", "eaves.bench.lrpe_cosine:formula", _make)
+_TORCH = Provider("torch", f"{__name__}:formula", _make)
 
 OPERATOR = Operator(
     "lrpe_cosine",

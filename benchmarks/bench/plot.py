@@ -14,15 +14,15 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from eaves.bench.benchmark import InvalidArgument
-from eaves.bench.harness import LIMIT
-from eaves.bench.operators import OPERATORS
-from eaves.bench.tables import EAVES, MODES, QUANTITIES, Case, Kind, Table, headline, is_peer
+from .benchmark import InvalidArgument
+from .harness import LIMIT
+from .operators import OPERATORS
+from .tables import EAVES, MODES, QUANTITIES, Case, Kind, Table, headline, is_peer
 
 try:
     import matplotlib
 except ImportError as error:
-    raise InvalidArgument("--plot: matplotlib is not installed, expected it: pip install eaves[bench]") from error
+    raise InvalidArgument("matplotlib is not installed, expected benchmarks/requirements.txt") from error
 
 matplotlib.use("agg")  # files only, no window
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eaves.bench import cross_entropy, linear_cross_entropy, linear_log_prob, logsumexp, lrpe_cosine
+from . import cross_entropy, linear_cross_entropy, linear_log_prob, logsumexp, lrpe_cosine
 
 OPERATORS = (
     linear_cross_entropy.OPERATOR,

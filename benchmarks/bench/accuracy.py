@@ -1,28 +1,29 @@
-"""`python -m eaves.bench.linear_cross_entropy_accuracy`: the errors of linear_cross_entropy, of eaves and of all
-that is installed, against float64 on the same (already rounded) data. Prints a table in Markdown; --json also writes
-it.
+"""The errors of linear_cross_entropy, of eaves and of every library that is installed, against float64 on the same
+(already rounded) data. Prints a table in Markdown.
 
-Of the loss the relative error, of each gradient that of its norm, all in bfloat16: on normal numbers, the data of
---sweep published (`spread`), whose logits have a deviation of the square root of the features, and at deviations of
-1.3 (a model that knows little) and 4.
+    python benchmarks accuracy --device cpu
+
+The error of the loss is relative, that of a gradient is relative to its norm, all in bfloat16. The data are normal
+numbers as in `--sweep published` (`spread`), whose logits have a deviation of the square root of the features, and
+logits of deviation 1.3 (a model that knows little) and 4.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from eaves._output import say
-from eaves.bench import results, run, tables
-from eaves.bench.benchmark import Inputs, InvalidArgument, Provider, normal, reason
-from eaves.bench.device import device_name, find_device
-from eaves.bench.harness import Entry
-from eaves.bench.linear_cross_entropy import OPERATOR, WITHOUT_BIAS
+from eaves._output import Parser, check, say
+
+from . import run, tables
+from .benchmark import PROGRAM, Inputs, Provider, normal, reason
+from .device import find_device
+from .harness import Entry
+from .linear_cross_entropy import OPERATOR, WITHOUT_BIAS
 
 RESULTS = ("loss", "grad_x", "grad_weight", "grad_bias")
 
@@ -64,7 +65,7 @@ def exact(inputs: Inputs, with_bias: bool) -> tuple[Tensor, ...]:
 
 
 def measure(name: str, inputs: Inputs, providers: Sequence[Provider]) -> list[Entry]:
-    """The relative errors, by the names of the results; those that a provider does not have are left out."""
+    """The relative errors, by the names of the results; a provider without a bias has none for it."""
     expected = {with_bias: exact(inputs, with_bias) for with_bias in (False, True)}
     rows, features = inputs.arguments[0].shape
     shape = {"rows": rows, "dim": features, "v": len(inputs.arguments[1])}
@@ -94,31 +95,19 @@ def table(entries: Sequence[Entry]) -> str:
     return "\n".join(tables.markdown(lines, left=len(lines[0]))[:-1])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code, as `python -m eaves.bench` does."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code."""
+    parser = Parser(
+        prog=f"{PROGRAM} accuracy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], help="without: cuda where PyTorch sees a GPU")
-    parser.add_argument("--json", metavar="FILE", help="also write the errors to this file")
-    arguments = parser.parse_args(argv)
-    try:
-        device = find_device(arguments.device)
-        path = results.check_file("--json", arguments.json) if arguments.json is not None else None
-        providers = run.installed(OPERATOR.providers, device)
-        shapes = [(256, 512, 4096)] if device.type == "cpu" else [(4096, 4096, 32768), (4096, 4096, 131072)]
-        entries: list[Entry] = []
-        for shape in shapes:
-            for name, deviation in (("spread", None), ("1.3", 1.3), ("4", 4.0)):
-                entries += measure(name, make_inputs(*shape, deviation, device), providers)
-        say(table(entries))
-        if path is not None:
-            packages = [package for provider in providers for package in provider.packages]
-            head = {"schema": 1, "device": device_name(device), "versions": results.versions(packages)}
-            results.write(path, head | {"rows": entries})
-        return 0
-    except InvalidArgument as error:
-        print(f"linear_cross_entropy_accuracy: {error}", file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    device = find_device(parser.parse_args(argv).device)
+    providers = run.installed(OPERATOR.providers, device)
+    shapes = [(256, 512, 4096)] if device.type == "cpu" else [(4096, 4096, 32768), (4096, 4096, 131072)]
+    entries: list[Entry] = []
+    for shape in shapes:
+        for name, deviation in (("spread", None), ("1.3", 1.3), ("4", 4.0)):
+            entries += measure(name, make_inputs(*shape, deviation, device), providers)
+    say(table(entries))
+    check()
+    return 0
