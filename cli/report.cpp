@@ -98,7 +98,7 @@ std::string join(const Words& words, const Table& table, bool is_common) {
 // the fastest found a quiet moment, a limit at less than half of what it has reached elsewhere in the run so far. Only
 // limits of a millisecond and more are compared: shorter ones fit between two slices of the scheduler, and depend on
 // their size. Nor are products of `spread` data: their gradients have subnormal numbers, which cost a CPU more.
-// benchmarks/bench/tables.py has the same rule, for the times of any provider.
+// benchmarks/bench/tables.py has the first rule, for the times of any provider.
 constexpr double kUsualFactor = 2.0;
 constexpr double kComparedMs = 1.0;
 constexpr const char* kMostAreBusy = "most rows are left out: these numbers are not usable, measure on a quiet machine";

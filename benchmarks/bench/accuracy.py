@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from eaves._output import Parser, check, say
 
@@ -26,8 +27,6 @@ from .harness import Entry
 from .linear_cross_entropy import OPERATOR, WITHOUT_BIAS
 
 RESULTS = ("loss", "grad_x", "grad_weight", "grad_bias")
-
-_PIECE_ROWS = 256  # of the float64 logits at a time
 
 
 def make_inputs(rows: int, features: int, classes: int, deviation: float | None, device: torch.device) -> Inputs:
@@ -44,24 +43,10 @@ def make_inputs(rows: int, features: int, classes: int, deviation: float | None,
 
 def exact(inputs: Inputs, with_bias: bool) -> tuple[Tensor, ...]:
     """Loss and gradients in float64."""
-    x, weight, target, bias = (argument.detach() for argument in inputs.arguments)
-    w = weight.double()
-    loss = torch.zeros((), dtype=torch.float64, device=x.device)
-    grad_x, grad_weight = torch.empty_like(x, dtype=torch.float64), torch.zeros_like(w)
-    grad_bias = torch.zeros_like(bias, dtype=torch.float64)
-    for first in range(0, len(x), _PIECE_ROWS):
-        rows = slice(first, first + _PIECE_ROWS)
-        piece = x[rows].double()
-        log_p = torch.log_softmax(piece @ w.t() + (bias.double() if with_bias else 0.0), -1)
-        index = torch.arange(len(piece), device=x.device)
-        loss -= log_p[index, target[rows]].sum()
-        gradient = log_p.exp_()
-        gradient[index, target[rows]] -= 1
-        gradient /= len(x)
-        grad_x[rows] = gradient @ w
-        grad_weight += gradient.t() @ piece
-        grad_bias += gradient.sum(0)
-    return loss / len(x), grad_x, grad_weight, grad_bias
+    x, weight, bias = (inputs.arguments[i].detach().double().requires_grad_() for i in (0, 1, 3))
+    logits = functional.linear(x, weight, bias if with_bias else None)
+    loss = functional.cross_entropy(logits, inputs.arguments[2])
+    return loss.detach(), *torch.autograd.grad(loss, (x, weight, bias) if with_bias else (x, weight))
 
 
 def measure(name: str, inputs: Inputs, providers: Sequence[Provider]) -> list[Entry]:
@@ -74,7 +59,7 @@ def measure(name: str, inputs: Inputs, providers: Sequence[Provider]) -> list[En
     for provider in providers:
         with_bias = provider.name not in WITHOUT_BIAS
         own = inputs if with_bias else replace(inputs, arguments=inputs.arguments[:3])
-        entry: Entry = {"op": OPERATOR.name, "deviation": name, "shape": dict(row.shape), "provider": provider.name}
+        entry: Entry = {"deviation": name, "shape": dict(row.shape), "provider": provider.name}
         try:
             loss = provider.forward(row)(*own.arguments)
             found = [loss.detach(), *torch.autograd.grad(loss, own.differentiable)]

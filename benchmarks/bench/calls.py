@@ -33,7 +33,7 @@ def _nothing() -> None:
 @dataclass(frozen=True)
 class Call:
     run: Callable[[], object]
-    """What is timed. It returns its output."""
+    """The timed function. It returns its output."""
 
     prepare: Callable[[], None] = _nothing
     """To be called before every run, and not timed."""

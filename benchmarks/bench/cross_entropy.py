@@ -1,6 +1,6 @@
 """cross_entropy: the published rows (vocabulary by vocabulary), forward and backward in one call, options; peers.
 
-The sizes are among those of `eaves bench cross_entropy`, so that the tables of both programs lie side by side.
+The sizes are among those of `eaves bench cross_entropy`, so the tables of both programs can be compared.
 A call of fwd+bwd may write the gradient over the logits, and every provider that can do so does. Its upstream gradient
 is 1, as where the loss is what a model is trained for; alone, a backward gets a random one.
 """
@@ -37,7 +37,7 @@ def _eaves(function: Any, row: Row) -> Forward:
 
 
 def _torch(cross_entropy: Any, row: Row) -> Forward:
-    """PyTorch's function, and around it, in float32, the formula of what it lacks."""
+    """PyTorch's function, and around it, in float32, the formula of the options that it lacks."""
     reduction, smoothing = row.options["reduction"], row.options.get("label_smoothing", 0.0)
     softcap, z_loss = row.options.get("softcap"), row.options.get("z_loss", 0.0)
 

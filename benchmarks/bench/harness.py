@@ -38,7 +38,7 @@ class Harness:
         self.timer = ColdTimer(device)
 
     def measure(self, row: Row, providers: Sequence[Provider], reference: Provider) -> list[Entry]:
-        """One row. Every provider's results are compared with those of the reference first."""
+        """One row. Every provider's results are first compared with the reference's."""
         gc.collect()  # gives back what earlier rows left in cycles
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -103,7 +103,7 @@ class Harness:
     def _verified(
         self, row: Row, providers: Sequence[Provider], reference: Provider, inputs: Inputs, cells: dict[str, Cell]
     ) -> dict[str, Forward]:
-        """The forwards that work and agree with the reference; the cells of the others say what is wrong."""
+        """The forwards that work and agree with the reference; the cells of the others say why they are missing."""
         forwards, expected = {}, None
         for provider in dict.fromkeys([reference, *providers]):
             skipped = f"not supported: {lacking}" if (lacking := provider.lacks(row)) else ""

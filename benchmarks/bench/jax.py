@@ -48,10 +48,10 @@ _SMALL_CALLS = 100
 PUBLISHED = (Shape(32768, 2560, 128256), Shape(12288, 4096, 131072))
 CURVE = tuple(Shape(12288, 4096, classes) for classes in (4096, 16384, 32768, 65536))
 """Smaller vocabularies of the second published shape, for the curves."""
-QUICK = (Shape(512, 64, 1024),)
+QUICK = Shape(512, 64, 1024)
 
 Loss = Callable[..., jax.Array]
-"""Of hidden [rows, features], head [classes, features] or [features, classes], labels [rows]."""
+"""Takes hidden [rows, features], head [classes, features] or [features, classes], labels [rows]."""
 
 Run = Callable[[], object]
 """Returns when its results exist."""
@@ -85,7 +85,7 @@ def _tokamax() -> Loss:
 
 
 def _losses() -> dict[str, tuple[Callable[[], Loss], bool]]:
-    """By name what makes each loss, and whether its head lies [features, classes]."""
+    """By name the maker of each loss, and whether its head lies [features, classes]."""
     ours: Any = eaves.jax.linear_cross_entropy
     return {
         "eaves": (lambda: ours, False),
@@ -250,7 +250,7 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit code."""
     parser = Parser(prog=f"{PROGRAM} jax", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=parse_shape, action="append", help="rows x features x classes; may be repeated")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK[0]} instead of all others")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} instead of all others")
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--json", metavar="FILE", help="where to write the results too")
     parser.add_argument("--plot", metavar="FILE", help="where to draw the curves; needs matplotlib")
@@ -263,7 +263,7 @@ def main(argv: Sequence[str]) -> int:
                   for name, path in (("json", arguments.json), ("plot", arguments.plot)))  # fmt: skip
     rows = []
     say(f"{'shape':<20} {'provider':<16} {'ms':>10} {'MiB':>10}")
-    for shape in arguments.shape or (QUICK if arguments.quick else PUBLISHED + CURVE):
+    for shape in arguments.shape or ([QUICK] if arguments.quick else PUBLISHED + CURVE):
         for row in measure(shape, arguments.repetitions):
             rows.append(row)
             numbers = row.get("skipped") or f"{row['ms']:10.3f} {row['memory_bytes'] / 2**20:10.1f}"

@@ -27,7 +27,7 @@ WITHOUT_BIAS = ("liger-scaled", "cut-cross-entropy", "quack")
 
 def _eaves(algorithm: str) -> Callable[[Any, Row], Forward]:
     def make(function: Any, row: Row) -> Forward:
-        # Of the algorithm that computes gradients in the forward, the backward alone does nothing.
+        # The backward alone of an algorithm that computes gradients in the forward does nothing.
         keywords: dict[str, Any] = {"algorithm": "recompute" if row.mode == "bwd" else algorithm}
         if "workspace_mib" in row.options:
             keywords["workspace_bytes"] = row.options["workspace_mib"] * 2**20
@@ -42,7 +42,7 @@ def _torch(functional: Any, row: Row) -> Forward:
 
 
 def _torch_chunked(options: Any, row: Row) -> Forward:
-    """Of PyTorch 2.13."""
+    """PyTorch 2.13 has it."""
     functional: Any = torch.nn.functional
     return lambda x, weight, target, bias=None: functional.linear_cross_entropy(
         x, weight, target, linear_bias=bias, options=options()
@@ -72,7 +72,7 @@ def _liger_scaled(function: Any, row: Row) -> Forward:
 
 
 def _cut_cross_entropy(function: Any, row: Row) -> Forward:
-    """As its users call it: it leaves out what it takes for negligible in the gradient (filter_eps)."""
+    """As its users call it: it leaves out gradients that it takes for negligible (filter_eps)."""
     return lambda x, weight, target: function(x, weight, target)
 
 
@@ -91,7 +91,7 @@ def _bounded(row: Row) -> str:
 
 
 def _at_once(row: Row) -> str:
-    """Of a provider that computes the gradients in the forward: it has no backward alone."""
+    """A provider that computes the gradients in the forward has no backward alone."""
     return _bounded(row) or ("the forward computes the gradients" if row.mode == "bwd" else "")
 
 
@@ -131,7 +131,7 @@ PROVIDERS = (
 
 
 def _logits_gradient(logits: Tensor, inputs: Inputs, rows: slice) -> Tensor:
-    """That of the mean of the losses."""
+    """The gradient of the mean of the losses."""
     target = inputs.arguments[2]
     p = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
     p[torch.arange(len(p), device=p.device), target[rows]] -= 1
@@ -174,7 +174,7 @@ def _rows(request: Request) -> list[Row]:
     is_quick = request.sweep == "quick"
     is_cpu = is_quick and request.device_type == "cpu"
     batch, features, powers = (512, 1024, (10, 12, 15)) if is_cpu else (12288, 4096, tuple(range(10, 18)))
-    few = powers if is_cpu else (12, 15, 17)  # of which forward and backward are also measured by themselves
+    few = powers if is_cpu else (12, 15, 17)  # forward and backward are also measured by themselves
     modes: tuple[Mode, ...] = ("fwd", "bwd", "fwd+bwd") if is_quick else ("fwd+bwd",)
     dtypes = [request.dtype] + (["fp32"] if request.device_type == "cpu" and not request.has_dtype else [])
     rows = [

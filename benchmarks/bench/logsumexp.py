@@ -1,6 +1,6 @@
 """logsumexp: the published rows (along the last axis, length by length), the layouts that they leave out, peers.
 
-The sizes are those of `eaves bench logsumexp`, so that the tables of both programs lie side by side.
+The sizes are the same as in `eaves bench logsumexp`, so the tables of both programs can be compared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """lrpe_cosine: the published rows (activations over a sequence, and grids of one to three axes), and what they leave
 out: other activations, the gradient of theta, one sequence alone, layouts; peers.
 
-The sizes on a GPU are those of `eaves bench lrpe_cosine`, so that the tables of both programs lie side by side.
+The sizes on a GPU are the same as in `eaves bench lrpe_cosine`, so the tables of both programs can be compared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Reques
 
 
 def _make(function: Any, row: Row) -> Forward:
-    """In the rows [B, H, N, D] is what needs no words."""
+    """The rows take the layout [B, H, N, D] for granted."""
     keywords = {"layout": "bhnd"} | {key: value for key, value in row.options.items() if key != "grad_theta"}
     return lambda x, theta: function(x, theta, **keywords)
 
@@ -56,7 +56,7 @@ def formula(
 
 @dataclass(frozen=True)
 class _Case:
-    """One call. What is not named is as in the published rows."""
+    """One call; the defaults are the published rows'."""
 
     n: int = 0
     """Positions, or the edge of a grid."""
@@ -120,7 +120,7 @@ def _row(case: _Case, mode: Mode, dtype_name: str) -> Row:
 
 
 _GPU_EDGES = ([256, 512, 1024, 2048, 4096, 8192, 16384, 32768], [16, 32, 64, 128], [4, 8, 16, 32])
-"""Of grids of one axis, two and three."""
+"""The edges of grids of one axis, two and three."""
 
 
 def _rows(request: Request) -> list[Row]:

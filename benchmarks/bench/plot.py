@@ -103,7 +103,7 @@ def _figure(count: int, panel: Callable[[Axes, int], None], title: str) -> Figur
 
 
 def _save(drawn: Figure, path: Path) -> None:
-    """Of few colours, a third as large, and without words about the program that wrote it: one drawing is one file,
+    """With few colours, a third as large, and without the name of the program that wrote it: one drawing is one file,
     byte for byte."""
     pixels = BytesIO()
     drawn.savefig(pixels, dpi=100, format="png", metadata={"Software": None})

@@ -3,7 +3,7 @@ time of each collective of a call. Starts the ranks itself, a GPU each, or proce
 
     python benchmarks ranks --ranks 2 --json ranks.json
 
-Times are those of the slowest rank, after a barrier. The efficiency of N ranks is the time of one rank on the whole,
+Times are the slowest rank's, after a barrier. The efficiency of N ranks is the time of one rank on the whole,
 while the others wait, over N times theirs. The plan for more ranks is arithmetic: a rank's share of the whole's time,
 and the collectives of a call, whose bytes take as long as the bandwidth measured here says, as if nothing hid them.
 """
@@ -49,7 +49,7 @@ class Case(NamedTuple):
     data: str
 
     def tensors(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Hidden states, head and target; of cross_entropy the logits in place of the first two."""
+        """Hidden states, head and target; cross_entropy has logits in place of the first two."""
         hidden, head, target = head_tensors(
             self.batch, self.features, self.classes, self.dtype, device, 1, self.data == "dense"
         )
@@ -57,21 +57,19 @@ class Case(NamedTuple):
 
 
 Forward = Callable[..., Tensor]
-"""Of the tensors of a rank and the group, which is None on one rank alone."""
+"""Takes the tensors of a rank and the group, which is None on one rank alone."""
 
 
-def _eaves_head(algorithm: str) -> Callable[[], Forward]:
-    def forward(hidden: Tensor, head: Tensor, target: Tensor, group: Any) -> Tensor:
-        return eaves.linear_cross_entropy(hidden, head, target, algorithm=algorithm, group=group)
+def _eaves_head(algorithm: str) -> Forward:
+    return lambda hidden, head, target, group: eaves.linear_cross_entropy(
+        hidden, head, target, algorithm=algorithm, group=group
+    )
 
-    return lambda: forward
 
-
-def _eaves_logits(inplace_backward: bool) -> Callable[[], Forward]:
-    def forward(logits: Tensor, target: Tensor, group: Any) -> Tensor:
-        return eaves.cross_entropy(logits * 1, target, inplace_backward=inplace_backward, group=group)
-
-    return lambda: forward
+def _eaves_logits(inplace_backward: bool) -> Forward:
+    return lambda logits, target, group: eaves.cross_entropy(
+        logits * 1, target, inplace_backward=inplace_backward, group=group
+    )
 
 
 def _loss_parallel_of_head() -> Forward:
@@ -134,15 +132,15 @@ def _liger() -> Forward:
 
 PROVIDERS: Mapping[str, Mapping[str, Callable[[], Forward]]] = {
     "linear_cross_entropy": {
-        "eaves": _eaves_head("auto"),
-        "eaves-memory": _eaves_head("memory"),
-        "eaves-recompute": _eaves_head("recompute"),
+        "eaves": lambda: _eaves_head("auto"),
+        "eaves-memory": lambda: _eaves_head("memory"),
+        "eaves-recompute": lambda: _eaves_head("recompute"),
         "torch-loss-parallel": _loss_parallel_of_head,
         "liger-scaled": _liger,
     },
     "cross_entropy": {
-        "eaves": _eaves_logits(False),
-        "eaves-inplace": _eaves_logits(True),
+        "eaves": lambda: _eaves_logits(False),
+        "eaves-inplace": lambda: _eaves_logits(True),
         "torch-loss-parallel": _loss_parallel_of_logits,
     },
 }
@@ -174,7 +172,7 @@ def _step(forward: Forward, tensors: list[Tensor], group: Any) -> Callable[[], N
 
 
 def _times(run: Callable[[], object], device: torch.device, group: Any, repetitions: int) -> list[float]:
-    """Milliseconds of each repetition: those of the slowest rank, without a group this rank's."""
+    """Milliseconds of each repetition: the slowest rank's, without a group this rank's."""
 
     def wait() -> None:
         synchronize(device)
@@ -253,10 +251,10 @@ def _collectives(case: Case, device: torch.device, repetitions: int) -> list[dic
 def plan(case: Case, one_rank_ms: float, collectives: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """More ranks than were measured, by arithmetic, for the head of linear_cross_entropy."""
     gather, reduce = (each["gb_per_s"] for each in collectives)
-    item, found = torch.empty((), dtype=case.dtype).element_size(), []
+    found = []
     for ranks in _PLAN:
         gathered = (ranks - 1) * case.batch * _STATISTIC_BYTES
-        reduced = 2 * (ranks - 1) * case.batch * case.features * item // ranks
+        reduced = 2 * (ranks - 1) * case.batch * case.features * case.dtype.itemsize // ranks
         share = one_rank_ms / ranks
         exchange = gathered / gather / 1e6 + reduced / reduce / 1e6
         found.append(

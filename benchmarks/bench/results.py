@@ -50,7 +50,7 @@ def now() -> str:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Of eaves, Python and the packages that are installed."""
+    """The versions of eaves, Python and the packages that are installed."""
     found = {"eaves": _info.extension()["version"], "python": platform.python_version()}
     for package in dict.fromkeys(packages):
         try:

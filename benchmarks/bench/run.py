@@ -63,9 +63,6 @@ def run_bench(arguments: Namespace, operators: Sequence[Operator]) -> None:
             return
     for sentence in tables.summary(tables.tables(everything)):
         say(tables.wrapped(sentence))
-    for table, case in tables.slow(tables.tables(everything)):
-        row = f"{table.op}, {tables.MODES[table.mode]}, {case.words}"
-        say(tables.wrapped(f"slow, the limit at less than half its rate elsewhere: {row}"))
 
 
 def _measure(arguments: Namespace, part: _Part, device: torch.device, folder: Path | None) -> list[Entry]:
@@ -102,7 +99,7 @@ def _say_tables(entries: Sequence[Entry], kind: tables.Kind) -> None:
             say(tables.text_table(table, kind))
 
 
-# ----------------------------------------------------------------------------------------------- what is to be measured
+# --------------------------------------------------------------------------------------------------------- preparations
 
 
 def _parts(arguments: Namespace, device: torch.device) -> list[_Part]:

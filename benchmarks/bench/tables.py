@@ -58,10 +58,8 @@ class Case:
 
     def best_peer(self, kind: Kind) -> str | None:
         """The peer with the least."""
-        peers = {
-            name: value for name in self.entries if is_peer(name) and (value := self.value(name, kind)) is not None
-        }
-        return min(peers, key=lambda name: peers[name], default=None)
+        values = {name: self.value(name, kind) or math.inf for name in filter(is_peer, self.entries)}
+        return min((name for name in values if values[name] < math.inf), key=lambda name: values[name], default=None)
 
 
 @dataclass
@@ -141,17 +139,15 @@ def tables(entries: Iterable[Entry]) -> list[Table]:
         case.entries.setdefault(entry["provider"], entry)
     for case in (case for cases in found.values() for case in cases.values()):
         least = LEAST_PEAK * (case.value(LIMIT, "peak_mib") or 0)
-        case.entries = {
-            name: {**entry, "peak_mib": None} if (entry.get("peak_mib") or math.inf) < least else entry
-            for name, entry in case.entries.items()
-        }
+        for name, entry in case.entries.items():
+            if (entry.get("peak_mib") or math.inf) < least:
+                case.entries[name] = {**entry, "peak_mib": None}
     made = [Table(op, mode, words, axes[op, mode, words], list(cases.values()))
             for (op, mode, words), cases in found.items()]  # fmt: skip
     kept: list[Table] = []
     for table in made:
-        alone = [
-            each.cases[0] for each in made if (each.op, each.mode) == (table.op, table.mode) and len(each.cases) == 1
-        ]
+        alone = [each.cases[0] for each in made
+                 if (each.op, each.mode) == (table.op, table.mode) and len(each.cases) == 1]  # fmt: skip
         if len(table.cases) > 1 or len(alone) < 2:
             kept.append(table)
         elif table.cases[0] is alone[0]:
@@ -181,11 +177,8 @@ def notes(table: Table, kind: Kind) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for number, case in enumerate(table.cases, 1):
         place = f"({number})" if is_numbered else str(case.size)
-        why = {
-            name: re.sub(r"\x1b\[[\d;]*m", "", entry["skipped"])
-            for name, entry in case.entries.items()
-            if entry["ms"] is None
-        }
+        why = {name: re.sub(r"\x1b\[[\d;]*m", "", entry["skipped"])
+               for name, entry in case.entries.items() if entry["ms"] is None}  # fmt: skip
         if len(set(why.values())) == 1 and len(why) == len(case.entries):
             why = {"all": next(iter(why.values()))}  # the whole row was left out
         for name, text in why.items():
@@ -216,12 +209,8 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
 
 
 def text_table(table: Table, kind: Kind) -> str:
-    parts = [
-        wrapped(f"{table.title}; {QUANTITIES[kind]}"),
-        aligned(cells(table, kind)),
-        *map(wrapped, notes(table, kind)),
-    ]
-    return "\n".join(parts) + "\n"
+    title = wrapped(f"{table.title}; {QUANTITIES[kind]}")
+    return "\n".join([title, aligned(cells(table, kind)), *map(wrapped, notes(table, kind))]) + "\n"
 
 
 def markdown(lines: Sequence[Sequence[str]], left: int = 1) -> list[str]:
@@ -270,12 +259,10 @@ def summary(all_tables: Sequence[Table]) -> list[str]:
     """A sentence for each operator and mode: how far from the limit, and from the best peer. They leave out rows that a
     busy machine disturbed; one more sentence says how many."""
     sentences = []
-    busy = [case for _, case in slow(all_tables)]
-    busy += [case for table in all_tables for case in table.cases if any(map(is_unsteady, case.entries.values()))]
     all_rows, left_out = 0, 0
     for (op, mode), group in _grouped(all_tables, lambda table: (table.op, table.mode)).items():
         measured = [case for table in group for case in table.cases if case.value(EAVES, "ms") is not None]
-        cases = [case for case in measured if not any(case is each for each in busy)]
+        cases = [case for case in measured if not any(map(is_unsteady, case.entries.values()))]
         all_rows += len(measured)
         left_out += len(measured) - len(cases)
         if not cases:
@@ -294,30 +281,10 @@ def summary(all_tables: Sequence[Table]) -> list[str]:
                 text += f" (least: {least[1]}{f', {least[2].words}' if len(cases) > 1 else ''})."
         sentences.append(text)
     if left_out:
-        sentences.append(f"busy: {left_out} of {all_rows} rows left out, which are unsteady or slow")
+        sentences.append(f"busy: {left_out} of {all_rows} rows left out, which are unsteady")
     if 2 * left_out > all_rows:
         sentences.append(MOST_ARE_BUSY)
     return sentences
-
-
-def slow(all_tables: Iterable[Table]) -> list[tuple[Table, Case]]:
-    """The rows whose fastest repetition found no quiet moment: the limit is at less than half of the rate that it
-    reaches in another row of the run with the same limit, memory or products of one dtype. Products of `spread` data
-    are not compared: their gradients have subnormal numbers, which cost a CPU more. cli/report.cpp does the same."""
-    rates: dict[str, list[tuple[float, Table, Case]]] = {}
-    for table, case in [(each, case) for each in all_tables for case in each.cases]:
-        entry = case.entries.get(LIMIT, {})
-        rate = entry.get("tflops", entry.get("gbps"))
-        # Shorter limits fit between two slices of the scheduler.
-        if rate is not None and entry["ms_min"] >= 1 and entry["options"].get("data") != "spread":
-            rate *= entry["ms"] / entry["ms_min"]
-            rates.setdefault(entry["dtype"] if "tflops" in entry else "memory", []).append((rate, table, case))
-    return [
-        (table, case)
-        for group in rates.values()
-        for rate, table, case in group
-        if UNSTEADY * rate < max(each for each, *_ in group)
-    ]
 
 
 def _range(ratios: Iterable[float]) -> str:

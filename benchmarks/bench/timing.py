@@ -155,10 +155,9 @@ class ColdTimer(Timer):
 
     def warm_up(self, warm_up_ms: float) -> None:
         """Runs the device until its clocks have settled."""
-        end = now_ms() + warm_up_ms
+        self._flushes, end = 10, now_ms() + warm_up_ms
         while now_ms() < end:
-            for _ in range(10):
-                self._flush_caches()
+            self._flush_caches()
             self._wait()
 
     def time(self, calls: Mapping[str, Sequence[Call]], repetitions: int) -> dict[str, Contestant]:
@@ -202,13 +201,12 @@ class ColdTimer(Timer):
 
     def _flushes_that_cover(self, host_ms: float) -> int:
         """How often the buffer has to be read so that the device is busy for half as long again as the host."""
-        stopwatch, count = Stopwatch(self._device), 10
+        stopwatch, self._flushes = Stopwatch(self._device), 10
         stopwatch.start()
-        for _ in range(count):
-            self._flush_caches()
+        self._flush_caches()
         stopwatch.stop()
         self._wait()
-        return max(1, math.ceil(1.5 * host_ms * count / stopwatch.elapsed_ms()))
+        return max(1, math.ceil(1.5 * host_ms * self._flushes / stopwatch.elapsed_ms()))
 
     def _flush_caches(self) -> None:
         # Reading, not writing: dirty lines would be written back during the measurement that follows.

@@ -1,6 +1,6 @@
 """Is a provider computing the same thing? A loose comparison with eaves before anything is timed.
 
-It finds a wrong axis, a missing factor, a gradient that is not there, or one that has only its largest elements.
+It finds a wrong axis, a missing factor, a missing gradient, or one that has only its largest elements.
 Accuracy is another question, and the tests of eaves answer it.
 """
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .benchmark import Forward, Inputs, Row
 
-# Of the largest value expected, and in all of the sum of the absolute values. A result of about 12 that is rounded to
+# Relative to the largest value expected, and to the sum of the absolute values. A result of about 12 that is rounded to
 # bfloat16 is off by up to 0.03, and so is the factor exp(x - out) of a gradient that is computed from it.
 _TOLERANCE = {torch.bfloat16: 0.1, torch.float16: 0.02, torch.float32: 1e-3, torch.float64: 1e-6}
 
@@ -23,7 +23,7 @@ Results = dict[str, Tensor]
 
 
 def results(row: Row, forward: Forward, inputs: Inputs) -> Results:
-    """What a provider computes of one set of inputs, which it may overwrite only in place: there it gets copies."""
+    """The results of a provider for one set of inputs. In place, where it may overwrite them, it gets copies."""
     if row.in_place:
         inputs = inputs.remade()
     out = forward(*inputs.arguments)
@@ -35,9 +35,9 @@ def results(row: Row, forward: Forward, inputs: Inputs) -> Results:
 
 
 def difference(actual: Results, expected: Results, tolerance: float | None = None) -> str:
-    """What is wrong with the results, in one line; nothing where they agree."""
+    """The difference of the results, in one line; nothing if they agree."""
     if tolerance is None:
-        # Of the coarsest dtype: a peer may round what eaves does not, and then its gradients have the error of its out.
+        # The coarsest dtype's: a peer may round where eaves does not, and then its gradients have the error of its out.
         dtypes = {tensor.dtype for each in (actual, expected) for tensor in each.values()}
         tolerance = max(_TOLERANCE.get(dtype, 0.0) for dtype in dtypes)  # integers have to be equal
     for name, wanted in expected.items():
@@ -54,7 +54,7 @@ def difference(actual: Results, expected: Results, tolerance: float | None = Non
 
 
 def _sizes(found: Tensor, wanted: Tensor) -> list[float]:
-    """Of absolute values: the largest wanted and the farthest that what was found is off, and both in all."""
+    """The largest absolute value wanted, the largest difference, and the sums of both."""
     sizes = torch.zeros(4, dtype=torch.float64, device=wanted.device)
     for begin in range(0, wanted.numel(), _PIECE_ELEMENTS):
         piece = slice(begin, begin + _PIECE_ELEMENTS)

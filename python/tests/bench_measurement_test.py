@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bench import device as bench_device
 from bench import harness, memory, timing, verify
-from bench.benchmark import Inputs, Mode, Row, compiled
+from bench.benchmark import Mode, Row, compiled
 from bench.calls import PROTOCOLS, Call, least_peak_bytes, make_call, moved
 from bench.harness import Harness
 from bench.timing import ColdTimer, Timer
@@ -132,29 +132,6 @@ def test_the_loop_by_itself_neither_flushes_nor_takes_fewer_repetitions(monkeypa
     clock.events.clear()
     twice = Timer(CPU, runs_twice=True).time({"a": [clock.call("a", 1)]}, 2)
     assert twice["a"].cell()["repetitions"] == 2 and clock.events == ["a"] * (3 + 2 * 2)
-
-
-def test_warming_up_lasts_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, flush_ms=1)
-    timer = ColdTimer(CPU)
-    timer.warm_up(0)
-    assert clock.ms == 0
-    timer.warm_up(25)
-    assert clock.ms == 30  # ten flushes at a time
-
-
-def test_the_flush_is_larger_than_the_last_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = 2**40
-    assert timing.flush_bytes(False, 2**20, free) == 2**21
-    assert timing.flush_bytes(True, 2**20, free) == 2**28
-    assert timing.flush_bytes(True, 2**27, free) == 2**29
-    assert timing.flush_bytes(True, 2**27, 2**24) == 2**22  # where memory is short, a quarter of it
-    for name, level, size in (("index0", 1, "32K"), ("index3", 3, "16384K"), ("index1", 2, "1024K")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "level").write_text(f"{level}\n")
-        (tmp_path / name / "size").write_text(f"{size}\n")
-    monkeypatch.setattr(bench_device, "_CACHES", tmp_path)
-    assert bench_device.last_cache_bytes(CPU) == 16 * 2**20
 
 
 def test_on_a_gpu_the_host_is_not_in_the_time_of_a_call(cuda: torch.device) -> None:
@@ -325,19 +302,6 @@ def test_a_step_frees_its_graph_as_in_training(mode: Mode, protocol: str) -> Non
         outs[-1].sum().backward()  # type: ignore[no-untyped-call]
 
 
-def test_a_compiled_backward_may_overwrite_what_was_saved_only_in_a_step() -> None:
-    allowed: list[bool] = []
-
-    def forward(x: Tensor) -> Tensor:
-        allowed.append(torch._functorch.config.donated_buffer)
-        return exp_sum(x)
-
-    for mode in ("bwd", "fwd+bwd", "bwd"):  # from the first call on, whatever the row before
-        allowed.clear()
-        assert measure_one(toy_row(mode, 8), provider("eaves", forward))["eaves"]["ms"]
-        assert set(allowed) == {mode == "fwd+bwd"}
-
-
 def test_a_step_is_compiled_by_itself_whatever_the_caches_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     eager = provider("eaves", exp_sum)
@@ -359,18 +323,6 @@ def test_the_limit_counts_the_accumulation_too() -> None:
         assert least_peak_bytes(protocol, in_place_row(64)) == x_bytes + rows_bytes + accumulated  # one x, the gradient
 
 
-def test_remade_inputs_are_copies_of_what_has_a_gradient() -> None:
-    x, targets = torch.randn(2, 3, requires_grad=True), torch.tensor([1, 2])
-    inputs = Inputs((x, targets), torch.ones(2))
-    own = inputs.remade()
-    assert own.arguments[1] is targets and own.grad_out is inputs.grad_out
-    (copy,) = own.differentiable
-    assert copy.data_ptr() != x.data_ptr() and torch.equal(copy, x)
-    copy.mul_(2)  # which raises of a leaf
-    (copy * torch.tensor([3.0, 5.0, 7.0])).sum().backward()
-    assert x.grad is not None and x.grad.tolist() == [[6.0, 10.0, 14.0]] * 2
-
-
 @each_protocol
 def test_every_call_in_place_finds_the_original_inputs(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
     monkeypatch.setattr(harness, "last_cache_bytes", lambda device: 0)  # one set
@@ -382,16 +334,6 @@ def test_every_call_in_place_finds_the_original_inputs(monkeypatch: pytest.Monke
     # Compared, memory, warm-up, one to see how long it takes, timed and one before each of them.
     assert len(seen) == 1 + 2 + 3 + 1 + 2 * 3
     assert all(torch.equal(each, x) for each in seen)
-
-
-def test_a_gradient_is_converted_to_the_dtype_of_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    received: list[Tensor] = []
-    monkeypatch.setattr(torch.autograd, "grad", lambda out, inputs, grad_out, **_: received.append(grad_out))
-    call = make_call("autograd", in_place_row(8), lambda x: exp_sum(x).bfloat16(), in_place_row(8).make_inputs(CPU, 1))
-    for _ in range(2):
-        call.prepare()
-        call.run()
-    assert received[0].dtype == torch.bfloat16 and received[1] is received[0]
 
 
 # --------------------------------------------------------------------------------------------------------------- memory

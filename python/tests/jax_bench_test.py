@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("jax", reason="JAX is not installed")
-from bench.jax import CURVE, PUBLISHED, bars, draw
-from bench.program import main
+from bench.jax import PUBLISHED, bars
 from bench_toy import PROGRAM
 
 
@@ -22,8 +21,9 @@ def run(*words: object) -> subprocess.CompletedProcess[str]:
 
 def test_it_measures_every_contestant_or_says_why_not(tmp_path: Path) -> None:
     path = tmp_path / "jax.json"
-    result = run("--shape", "64x32x256", "--repetitions", 2, "--json", path)
+    result = run("--shape", "64x32x256", "--repetitions", 2, "--json", path, "--plot", tmp_path / "jax.png")
     assert result.returncode == 0, result.stderr
+    assert (tmp_path / "jax.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads(path.read_text())
     rows = {row["provider"]: row for row in report["rows"]}
     measured = {"eaves", "eaves-recompute", "eaves-dv", "jax", "jax-chunks", "products", "torch"}
@@ -36,6 +36,11 @@ def test_it_measures_every_contestant_or_says_why_not(tmp_path: Path) -> None:
     assert [bar["holds"] for bar in report["bars"][:3]] == [None] * 3, "bars are of the published shapes"
 
 
+def test_without_a_gpu_the_published_shapes_are_refused() -> None:
+    result = run()
+    assert result.returncode == 2 and "expected --quick or --shape" in result.stderr
+
+
 def test_bars_are_ratios_of_what_was_measured() -> None:
     rows = [
         {"shape": str(PUBLISHED[0]), "provider": name, "ms": ms, "memory_bytes": memory}
@@ -44,31 +49,3 @@ def test_bars_are_ratios_of_what_was_measured() -> None:
     found = bars(rows, {"eaves": 5.0, "jax": 4.0})
     assert [bar["value"] for bar in found] == [100 / 92, 0.3, None, 1.25]
     assert [bar["holds"] for bar in found] == [True, True, None, False]
-
-
-def test_curves_are_of_the_shapes_that_differ_in_classes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    axes = pytest.importorskip("matplotlib.axes", reason="matplotlib is not installed")
-    figure = pytest.importorskip("matplotlib.figure")
-    drawn = []
-    monkeypatch.setattr(axes.Axes, "plot", lambda self, x, y, **named: drawn.append((x, y)))
-    monkeypatch.setattr(figure.Figure, "legend", lambda self, **named: None)
-    rows = [
-        {"shape": str(each), "provider": "eaves", "ms": float(each.classes), "memory_bytes": each.classes * 2**20}
-        for each in PUBLISHED + CURVE
-    ]
-    draw(tmp_path / "jax.png", [*rows, {"shape": str(PUBLISHED[0]), "provider": "jax", "skipped": "no room"}], "")
-    classes = [4096, 16384, 32768, 65536, 131072]
-    assert drawn == [(classes, classes), (classes, classes)]
-    assert (tmp_path / "jax.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_a_gpu_the_published_shapes_are_refused() -> None:
-    result = run()
-    assert result.returncode == 2 and "expected --quick or --shape" in result.stderr
-
-
-@pytest.mark.parametrize("command", ["jax", "ranks"])
-def test_a_shape_that_is_none_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([command, "--shape", "64x32"])
-    assert ended.value.code == 2 and "expected rows, features and classes" in capsys.readouterr().err
