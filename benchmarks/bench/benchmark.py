@@ -42,9 +42,9 @@ class Inputs:
         return tuple(argument for argument in self.arguments if argument.requires_grad)
 
     def remade(self) -> Inputs:
-        """The same values, those that require a gradient in tensors of their own, which a call may overwrite. They are
-        no leaves, as the logits of a model are none: autograd lets no call write to a leaf. A gradient in .grad still
-        ends in the original."""
+        """The same values; tensors that require a gradient are copied, and a call may overwrite the copies. They are no
+        leaves, as the logits of a model are none: autograd lets no call write to a leaf. A gradient in .grad still ends
+        in the original."""
         copied = tuple(each.clone() if each.requires_grad else each for each in self.arguments)
         return replace(self, arguments=copied)
 
@@ -149,8 +149,8 @@ def compiled(eager: Provider) -> Provider:
     """torch.compile of another provider's function, compiled anew for each row."""
 
     def make(function: Any, row: Row) -> Forward:
-        # What earlier rows compiled would count towards dynamo's limit of recompilations, past which it silently runs
-        # the eager code, and every call would compare its arguments with all of it.
+        # Earlier rows would count towards dynamo's limit of recompilations, past which it silently runs the eager code,
+        # and every call would compare its arguments with all of them.
         torch.compiler.reset()
         return torch.compile(eager.make(function, row), fullgraph=True, dynamic=False)
 

@@ -45,7 +45,7 @@ class Bytes(NamedTuple):
 
 
 def moved(protocol: str, row: Row) -> Bytes:
-    """What any implementation has to move in a call: the row's bytes and, by `accumulate`, the addition's."""
+    """The bytes that any implementation has to move in a call: the row's and, by `accumulate`, the addition's."""
     accumulated = row.gradient_bytes if protocol == "accumulate" else 0
     return Bytes(row.read_bytes + 2 * accumulated, row.write_bytes + accumulated)
 
@@ -80,7 +80,7 @@ def make_call(protocol: str, row: Row, forward: Forward, inputs: Inputs) -> Call
         prepared: list[Inputs] = []
 
         def prepare() -> None:
-            prepared.clear()  # so that what was not used is gone before its successor is made
+            prepared.clear()  # an unused copy is gone before its successor is made
             prepared.append(inputs.remade())
 
         def run() -> object:

@@ -2,7 +2,7 @@
 
 The sizes are among those of `eaves bench cross_entropy`, so the tables of both programs can be compared.
 A call of fwd+bwd may write the gradient over the logits, and every provider that can do so does. Its upstream gradient
-is 1, as where the loss is what a model is trained for; alone, a backward gets a random one.
+is 1, as for the loss of a model in training; alone, a backward gets a random one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _torch(cross_entropy: Any, row: Row) -> Forward:
 
 
 def _liger(function: Any, row: Row) -> Forward:
-    """A call waits for the device, to count the targets that are not ignored and to look for those out of range, so its
+    """A call waits for the device, to count the targets that are not ignored and to find targets out of range, so its
     time has some of the host's in it. With weights its z-loss is divided by the number of rows, not by their weights.
     """
     options = row.options

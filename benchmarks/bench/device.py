@@ -47,7 +47,7 @@ def last_cache_bytes(device: torch.device) -> int:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """What the next tensors may take."""
+    """The memory that the next tensors may take."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached

@@ -39,7 +39,7 @@ class Harness:
 
     def measure(self, row: Row, providers: Sequence[Provider], reference: Provider) -> list[Entry]:
         """One row. Every provider's results are first compared with the reference's."""
-        gc.collect()  # gives back what earlier rows left in cycles
+        gc.collect()  # gives back memory that earlier rows left in cycles
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         cells: dict[str, Cell] = {name: {} for name in [*(provider.name for provider in providers), LIMIT]}
@@ -73,7 +73,7 @@ class Harness:
     def _measure(self, row: Row, providers: Sequence[Provider], reference: Provider, cells: dict[str, Cell]) -> None:
         # A backward that torch.compile makes may overwrite what the forward saved, but not where the graph is retained.
         # It is compiled in the first call of all, where the results are compared. Inductor's cache tells the two apart
-        # by the tag alone: a step would get what a backward of the same shape was compiled to before.
+        # by the tag alone: a step would get the code of an earlier backward of the same shape.
         torch._functorch.config.donated_buffer = not retains_graph(self.protocol, row)
         torch.compiler.config.cache_key_tag = f"donated {torch._functorch.config.donated_buffer}"
         inputs = row.make_inputs(self.device, 2)
@@ -123,7 +123,7 @@ class Harness:
         return forwards
 
     def _make_sets(self, row: Row, inputs: Inputs) -> list[tuple[Inputs, Tensor, Tensor]]:
-        """What one repetition works on: inputs, and the limit's source and destination. Where one set would fit in the
+        """The buffers of one repetition: inputs, and the limit's source and destination. If one set would fit in the
         cache there are several, taken in turn: then even a flush that missed some lines leaves nothing of use."""
         own = moved(self.protocol, row) if row.make_limit is None else Bytes(0, 0)
         cache_bytes = last_cache_bytes(self.device)

@@ -1,9 +1,9 @@
-"""linear_log_prob: what post-training asks of a model's head, beside what its libraries call: log-probabilities of
+"""linear_log_prob, as post-training calls a model's head, beside the functions of its libraries: log-probabilities of
 chosen tokens with entropies and the gradients of both, in hidden states and head; the same without gradients, as of a
-reference model (nothing requires a gradient, which is torch.no_grad()); and log-probabilities alone over a frozen head
+reference model (nothing requires a gradient, as under torch.no_grad()); and log-probabilities alone over a frozen head
 (LoRA), with the gradient of the hidden states.
 
-With entropies a call gives both, [2, rows], and both have an upstream gradient; those are random, as advantages are.
+With entropies a call gives both, [2, rows], and both have a random upstream gradient, as advantages are.
 The column `limit` is the matrix products (`head.py`): three, one, and two. The logits have a deviation of 1.3.
 """
 
@@ -87,7 +87,7 @@ def _no_entropy(row: Row) -> str:
 
 
 def _not_frozen(row: Row) -> str:
-    # What multiplies the rows is only known in the backward: both compute the logits again for the head's gradient.
+    # The factor of the rows is only known in the backward: both compute the logits again for the head's gradient.
     return "" if "frozen_head" in row.options else "the same as eaves"
 
 
@@ -152,7 +152,7 @@ def _row(batch: int, features: int, classes: int, mode: Mode, dtype_name: str, *
 
 
 def _rows(request: Request) -> list[Row]:
-    """The sweep "published" has none. The vocabularies on a GPU are those of Mistral and Qwen."""
+    """The sweep "published" has none. The vocabularies on a GPU are Mistral's and Qwen's."""
     is_cpu = request.device_type == "cpu"
     batch, features, vocabularies = (512, 1024, (1024, 32768)) if is_cpu else (8192, 4096, (32768, 151936))
     dtypes = [request.dtype] + (["fp32"] if is_cpu and not request.has_dtype else [])

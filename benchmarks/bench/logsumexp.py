@@ -46,7 +46,7 @@ def _row(shape: Mapping[str, int], mode: Mode, dtype_name: str, axis: int | None
 def _rows(request: Request) -> list[Row]:
     is_quick, is_cpu, dtype = request.sweep == "quick", request.device_type == "cpu", request.dtype
     batch, dim = (1, 256) if is_quick and is_cpu else (4, 1024)
-    # A CPU moves a hundredth of what a GPU does: the same layouts at about a sixteenth of the size.
+    # A CPU moves a hundredth of a GPU's bytes: the same layouts at about a sixteenth of the size.
     first_n, middle_n, long_n, short_rows = (8192, 512, 2**20, 2**16) if is_cpu else (131072, 8192, 2**24, 2**20)
     layouts: list[tuple[dict[str, int], int]] = [
         # Neighbours in memory belong to different rows.
@@ -56,7 +56,7 @@ def _rows(request: Request) -> list[Row]:
         ({"batch": batch, "dim": dim, "n": 131071}, -1),
         # Fewer rows than processors: a row has to be split.
         ({"batch": 8, "n": long_n}, -1),
-        # Rows shorter than what one block reads at a time.
+        # Rows shorter than one block reads at a time.
         ({"batch": short_rows, "n": 64}, -1),
     ]
     lengths = [{"batch": batch, "dim": dim, "n": 2**power} for power in range(10, 18)]

@@ -1,4 +1,4 @@
-"""The peak of memory over one call, inputs and outputs counted: what the published tables have in MiB.
+"""The peak of memory over one call, inputs and outputs counted, as the published tables have it in MiB.
 
 On a GPU torch's allocator keeps the peak. On a CPU it does not, so the call runs once under torch's profiler, which
 records every allocation of torch's CPU allocator, and the peak is that of their running sum. Memory that an
@@ -37,7 +37,7 @@ def peak_bytes(row: Row, make: Callable[[], Call], inputs: Inputs) -> int:
         return call
 
     if (device := inputs.grad_out.device).type == "cuda":
-        gc.collect()  # what is freed meanwhile would be missing from what has grown
+        gc.collect()  # memory freed meanwhile would be missing from the growth
         before = torch.cuda.memory_allocated(device)
         call = warm_up()
         torch.cuda.reset_peak_memory_stats(device)

@@ -55,7 +55,7 @@ class Contestant:
         self._calls = calls
 
     def prepare(self, index: int) -> None:
-        """What the call on the set whose turn it is needs done before."""
+        """The preparation of the call on the set whose turn it is."""
         self._try(index, "prepare")
 
     def run(self, index: int) -> object:
@@ -174,7 +174,7 @@ class ColdTimer(Timer):
         return min(repetitions, max(_MINIMUM_REPETITIONS, int(_SLOW_CONTESTANT_MS * len(contestants) / repetition_ms)))
 
     def _measure_host(self, contestants: Sequence[Contestant]) -> float:
-        """What a call costs the host, for each contestant; returns the most."""
+        """The host's time of a call, for each contestant; returns the most."""
         counts = [0 if each.skipped else self._affordable_host_calls(each) for each in contestants]
         begin = now_ms()
         for _ in range(_HOST_ROUNDS):

@@ -1,7 +1,6 @@
-"""verl's fused kernel, `linear_cross_entropy`, of the installed distribution and without the packages around it, whose
-own imports need ray and more: empty ones stand in for those on the way, for as long as the process lives, because the
-function imports its kernels when it is called. verl is looked for when a provider asks for the function, and not where
-this module is imported."""
+"""verl's fused kernel, `linear_cross_entropy`, from the installed distribution without the packages around it, whose own
+imports need ray and more. Empty packages stand in for them as long as the process lives, because the function imports
+its kernels when it is called. Importing this module does not look for verl; asking for the function does."""
 
 from __future__ import annotations
 
