@@ -16,7 +16,7 @@ from bench.benchmark import InvalidArgument
 from bench.harness import CASE, Entry
 from bench.operators import OPERATORS
 from bench.program import main
-from bench.tables import text_table, three
+from bench.tables import text_table
 from bench_toy import CPU, DEVICE, EAVES, MISSING, PEER, PROGRAM, QUICK, entries, small_flush, toy  # noqa: F401
 
 TWO_LENGTHS = [
@@ -34,12 +34,6 @@ def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
-
-
-def test_numbers_have_three_significant_digits() -> None:
-    numbers = {0.00837: "0.00837", 0.9996: "1.00", 1: "1.00", 51.7271: "51.7", 290.4: "290", 10312.5: "10300", 0: "0"}
-    assert [three(number) for number in numbers] == list(numbers.values())
-    assert three(None) == "-"
 
 
 def test_a_table_has_a_line_for_each_provider_and_a_column_for_each_length() -> None:

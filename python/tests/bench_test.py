@@ -128,7 +128,9 @@ def test_the_result_file_has_the_schema_of_the_program(tmp_path: Path) -> None:
     assert list(result) == "schema device cuda driver cpu_level threads commit date protocol versions rows".split()
     assert (result["schema"], result["protocol"], result["cuda"]) == (1, "accumulate", None)
     assert {"eaves", "python", "torch"} <= result["versions"].keys()
-    assert result["rows"][0]["shape"] == {"dim": DIM, "n": 8}
+    row, *_ = result["rows"]
+    keys = "op mode dtype shape options provider ms ms_min ms_max peak_mib gbps repetitions".split()
+    assert list(row) == keys and row["shape"] == {"dim": DIM, "n": 8}
 
 
 def test_a_run_that_is_stopped_keeps_the_finished_rows_and_the_file_of_an_earlier_run(
