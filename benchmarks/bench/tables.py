@@ -10,9 +10,9 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .harness import LIMIT, Entry
 
@@ -255,6 +255,23 @@ def headline_table(all_tables: Sequence[Table]) -> list[list[str]]:
 # ------------------------------------------------------------------------------------------------------------- in words
 
 
+class _Pair(NamedTuple):
+    """A case in which a provider of eaves and a peer have numbers. The ratios are the peer's by the provider's."""
+
+    case: Case
+    peer: str
+    ratio: float
+    memory: float = math.nan
+
+
+_KINDS: tuple[tuple[Kind, str, str], ...] = (("ms", "takes", "time"), ("peak_mib", "needs", "memory"))
+
+
+def _best_by_eaves(cases: Iterable[Case], kind: Kind) -> list[_Pair]:
+    return [_Pair(case, peer, ratio) for case in cases if (peer := case.best_peer(kind)) is not None
+            and (ratio := case.ratio(peer, EAVES, kind)) is not None]  # fmt: skip
+
+
 def summary(all_tables: Sequence[Table]) -> list[str]:
     """A sentence for each operator and mode: how far from the limit, and from the best peer. They leave out rows that a
     busy machine disturbed; one more sentence says how many."""
@@ -271,14 +288,11 @@ def summary(all_tables: Sequence[Table]) -> list[str]:
         text = f"{op}, {MODES.get(mode, mode)}, {rows}:"
         of_limit = [ratio for case in cases if (ratio := case.ratio(EAVES, LIMIT, "ms")) is not None]
         text += f" eaves takes {_range(of_limit)} times the limit." if of_limit else ""
-        for kind, words in (("ms", "takes"), ("peak_mib", "needs")):
-            at = [(ratio, peer, case) for case in cases if (peer := case.best_peer(kind)) is not None
-                  and (ratio := case.ratio(peer, EAVES, kind)) is not None]  # fmt: skip
-            if at:
-                least = min(at, key=lambda each: each[0])
-                of = "time" if kind == "ms" else "memory"
-                text += f" The best peer {words} {_range([ratio for ratio, *_ in at])} times the {of} of eaves"
-                text += f" (least: {least[1]}{f', {least[2].words}' if len(cases) > 1 else ''})."
+        for kind, words, of in _KINDS:
+            if at := _best_by_eaves(cases, kind):
+                least = min(at, key=lambda each: each.ratio)
+                text += f" The best peer {words} {_range(each.ratio for each in at)} times the {of} of eaves"
+                text += f" (least: {least.peer}{f', {least.case.words}' if len(cases) > 1 else ''})."
         sentences.append(text)
     if left_out:
         sentences.append(f"busy: {left_out} of {all_rows} rows left out, which are unsteady")
@@ -303,61 +317,36 @@ def _grouped(items: Iterable[Any], key: Callable[[Any], tuple[str, ...]]) -> dic
 # ------------------------------------------------------------------------------------------------ where peers are ahead
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A case in which both have numbers. The ratios are the peer's by the provider's."""
-
-    table: Table
-    case: Case
-    provider: str
-    peer: str
-    ratio: float
-    memory: float = math.nan
-
-
 def slower(all_tables: Sequence[Table]) -> list[list[str]]:
     """By operator, mode and quantity, the rows whose best peer is below eaves by more than noise."""
     lines = [["operator", "mode", "what", "rows", "where", "best peer / eaves, at worst", "peer"]]
-
-    def pairs(kind: Kind) -> Iterator[Pair]:
-        for table in all_tables:
-            for case in table.cases:
-                peer = case.best_peer(kind)
-                if peer is not None and (ratio := case.ratio(peer, EAVES, kind)) is not None:
-                    yield Pair(table, case, EAVES, peer, ratio)
-
-    kinds: tuple[tuple[Kind, str], ...] = (("ms", "time"), ("peak_mib", "memory"))
-    for (op,), of_op in _grouped(all_tables, lambda table: (table.op,)).items():
-        for mode in dict.fromkeys(table.mode for table in of_op):
-            for kind, what in kinds:
-                group = [pair for pair in pairs(kind) if (pair.table.op, pair.table.mode) == (op, mode)]
-                found = [pair for pair in group if pair.ratio < 1 - NOISE]
-                if found:
-                    worst = min(found, key=lambda pair: pair.ratio)
-                    at = f"{worst.peer}, {worst.case.words}"
-                    count = f"{len(found)} of {len(group)}"
-                    lines.append([op, MODES.get(mode, mode), what, count, _sizes(found), three(worst.ratio), at])
+    for (op, mode), group in _grouped(all_tables, lambda table: (table.op, table.mode)).items():
+        for kind, _, what in _KINDS:
+            pairs = _best_by_eaves((case for table in group for case in table.cases), kind)
+            found = [pair for pair in pairs if pair.ratio < 1 - NOISE]
+            if found:
+                worst = min(found, key=lambda pair: pair.ratio)
+                count, at = f"{len(found)} of {len(pairs)}", f"{worst.peer}, {worst.case.words}"
+                lines.append([op, MODES.get(mode, mode), what, count, _sizes(found), three(worst.ratio), at])
     return lines
 
 
 def as_good(all_tables: Sequence[Table]) -> list[list[str]]:
     """The rows where a peer takes less time or memory than a provider of eaves, and no more of the other."""
-    head = ["operator", "mode", "provider", "peer", "rows", "where", "time, peer / provider", "memory, peer / provider"]
-    pairs = [
-        Pair(table, case, provider, peer, time, memory)
-        for table in all_tables
-        for case in table.cases
-        for provider in case.entries
-        for peer in filter(is_peer, case.entries)
-        if not is_peer(provider) and provider != LIMIT
-        if (time := case.ratio(peer, provider, "ms")) is not None
-        if (memory := case.ratio(peer, provider, "peak_mib")) is not None
+    groups: dict[tuple[str, str, str, str], list[_Pair]] = {}
+    for table in all_tables:
+        for case in table.cases:
+            for provider in (name for name in case.entries if name != LIMIT and not is_peer(name)):
+                for peer in filter(is_peer, case.entries):
+                    time, memory = case.ratio(peer, provider, "ms"), case.ratio(peer, provider, "peak_mib")
+                    if time is not None and memory is not None:
+                        key = (table.op, table.mode, provider, peer)
+                        groups.setdefault(key, []).append(_Pair(case, peer, time, memory))
+    lines = [
+        ["operator", "mode", "provider", "peer", "rows", "where", "time, peer / provider", "memory, peer / provider"]
     ]
-    lines = [head]
-    groups = _grouped(pairs, lambda pair: (pair.table.op, pair.table.mode, pair.provider, pair.peer))
     for (op, mode, provider, peer), group in groups.items():
-        found = [pair for pair in group if min(pair.ratio, pair.memory) < 1 - NOISE]
-        found = [pair for pair in found if max(pair.ratio, pair.memory) <= 1 + NOISE]
+        found = [pair for pair in group if min(pair[2:]) < 1 - NOISE and max(pair[2:]) <= 1 + NOISE]
         if found:
             ranges = [_range(pair.ratio for pair in found), _range(pair.memory for pair in found)]
             count = f"{len(found)} of {len(group)}"
@@ -365,7 +354,7 @@ def as_good(all_tables: Sequence[Table]) -> list[list[str]]:
     return lines
 
 
-def _sizes(pairs: Sequence[Pair]) -> str:
+def _sizes(pairs: Sequence[_Pair]) -> str:
     """v 1024, 8192; n 64 to 131072."""
     parts = []
     for (axis,), group in _grouped(pairs, lambda pair: (pair.case.words.split()[0],)).items():
