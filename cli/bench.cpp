@@ -235,7 +235,7 @@ std::string heading(Device device, const BenchArguments& arguments) {
 void run_bench(const BenchArguments& arguments) {
   const std::vector<bench::Operator> operators = chosen_operators(arguments.operators);
   bench::Request request;
-  request.sweep = arguments.sweep == "seed" ? bench::Sweep::seed : bench::Sweep::quick;
+  request.sweep = arguments.sweep == "published" ? bench::Sweep::published : bench::Sweep::quick;
   request.device = arguments.device.empty() ? default_device() : parse_device(arguments.device);
   request.has_dtype = !arguments.dtype.empty();
   if (request.has_dtype) request.dtype = parse_dtype("--dtype", arguments.dtype);

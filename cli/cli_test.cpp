@@ -270,7 +270,7 @@ TEST_F(Program, BenchMeasuresEachRowOnceAndNamesItsOptions) {
       {"linear_cross_entropy",
        "7M",
        {{"batch", 512}, {"dim", 1024}, {"v", 1024}},
-       {{"reduction", "mean"}, {"algorithm", "speed"}, {"data", "seed"}},
+       {{"reduction", "mean"}, {"algorithm", "speed"}, {"data", "spread"}},
        {"algorithm", "data", "grad_weight", "grad_x", "ignored_rows", "logits", "reduction", "skip_ignored"}},
       {"lrpe_cosine",
        "5M",
@@ -381,7 +381,7 @@ TEST_F(Program, WrongArgumentsAreNamed) {
                  "unknown option --work; did you mean --workspace-limit?");
   expect_refusal("eaves bench logsumexq", 2, "bench: there is no operator \"logsumexq\", expected one of: logsumexp");
   expect_refusal("eaves bench --device tpu", 2, "--device: is \"tpu\", expected cpu, cuda");
-  expect_refusal("eaves bench --sweep slow", 2, "--sweep: slow not in {quick,seed}");
+  expect_refusal("eaves bench --sweep slow", 2, "--sweep: slow not in {quick,published}");
   expect_refusal("eaves bench --dtype fp31", 2, "--dtype: is \"fp31\", expected the name of a dtype");
   expect_refusal("eaves bench --dtype int32", 2, "--dtype: is int32, expected a floating-point type");
   expect_refusal("eaves bench --max-bytes 3X", 2, "--max-bytes: is \"3X\", expected a number of bytes");

@@ -274,9 +274,9 @@ TEST(Report, RowsOfABusyMachineAreMarkedAndExplainedOnce) {
   MeasuredTable others = products;
   others.table.rows[0].operations = 1'000'000;
   EXPECT_EQ(marks({streams, products, others})[2].measurements[0].mark, "slow");
-  MeasuredTable of_seed = others;
-  of_seed.table.rows[0].options = {{"data", "\"seed\""}};
-  EXPECT_EQ(marks({products, of_seed})[1].measurements[0].mark, "") << "subnormal numbers make it slow";
+  MeasuredTable spread = others;
+  spread.table.rows[0].options = {{"data", "\"spread\""}};
+  EXPECT_EQ(marks({products, spread})[1].measurements[0].mark, "") << "subnormal numbers make it slow";
   others.table.dtype = DType::float32;
   for (const MeasuredTable& table : marks({streams, products, others})) EXPECT_EQ(table.measurements[0].mark, "");
 }

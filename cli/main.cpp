@@ -55,8 +55,8 @@ void add_bench(CLI::App& program) {
       ->check(kIsNotEmpty);
   command
       ->add_option("--sweep", arguments->sweep,
-                   "quick: lengths that suit the device; seed: the rows of the published tables, no others")
-      ->check(CLI::IsMember({"quick", "seed"}))
+                   "quick: lengths that suit the device; published: the rows of the published tables, no others")
+      ->check(CLI::IsMember({"quick", "published"}))
       ->capture_default_str();
   command
       ->add_option("--shape", arguments->shape,

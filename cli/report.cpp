@@ -97,8 +97,8 @@ std::string join(const Words& words, const Table& table, bool is_common) {
 // A busy machine, told by the times themselves: a median of more than twice the fastest repetition or, where not even
 // the fastest found a quiet moment, a limit at less than half of what it has reached elsewhere in the run so far. Only
 // limits of a millisecond and more are compared: shorter ones fit between two slices of the scheduler, and depend on
-// their size. Nor are products of the seed's data: its gradients have subnormal numbers, which cost a CPU more. From
-// Python bench/tables.py has the same rule, for the times of any provider.
+// their size. Nor are products of `spread` data: their gradients have subnormal numbers, which cost a CPU more.
+// benchmarks/bench/tables.py has the first rule, for the times of any provider.
 constexpr double kUsualFactor = 2.0;
 constexpr double kComparedMs = 1.0;
 constexpr const char* kMostAreBusy = "most rows are left out: these numbers are not usable, measure on a quiet machine";
@@ -106,10 +106,10 @@ constexpr const char* kMostAreBusy = "most rows are left out: these numbers are 
 // Bytes or operations in a millisecond of the fastest repetition; 0 where it is not compared.
 double limit_rate(const Row& row, const Measurement& measurement) {
   if (!measurement.limit || measurement.limit->min_ms < kComparedMs) return 0.0;
-  const bool is_of_seed = std::any_of(row.options.begin(), row.options.end(), [](const auto& option) {
-    return option.first == "data" && option.second == "\"seed\"";
+  const bool is_spread = std::any_of(row.options.begin(), row.options.end(), [](const auto& option) {
+    return option.first == "data" && option.second == "\"spread\"";
   });
-  if (is_of_seed) return 0.0;
+  if (is_spread) return 0.0;
   const std::int64_t work = row.operations > 0 ? row.operations : row.read_bytes + row.write_bytes;
   return static_cast<double>(work) / measurement.limit->min_ms;
 }

@@ -97,9 +97,9 @@ struct Table {
 };
 
 enum class Sweep {
-  quick,  ///< what a quiet device shows in a few minutes, all operators together: the seed tables where they fit
-          ///< in that time, and the layouts that the seed tables leave out
-  seed,   ///< every row of the seed tables, no others
+  quick,      ///< what a quiet device shows in a few minutes, all operators together: the published tables where they
+              ///< fit in that time, and the layouts that the published tables leave out
+  published,  ///< every row of the published tables, no others
 };
 
 /// A shape of the user's own.

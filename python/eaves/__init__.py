@@ -12,7 +12,7 @@
     trl.install(), verl.install()    the trainers of TRL and verl
 
 CPU and CUDA tensors; autograd, torch.compile, torch.func and CUDA graphs work with them. `python -m eaves info` says
-what this installation can do, `python -m eaves.bench` measures it beside PyTorch.
+what this installation can do, `python -m eaves bench` measures it beside PyTorch.
 """
 
 import sys

@@ -1,20 +1,26 @@
-"""`python -m eaves info`: what this installation is and can do. `python -m eaves bench`: its operators, measured."""
+"""`python -m eaves info`: what this installation is and can do. `python -m eaves bench`: an operator beside PyTorch."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 
 from eaves import _info, _output
 
+try:
+    from eaves import _bench
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    _bench = None  # type: ignore[assignment] # eaves.jax alone
+
 
 def main() -> int:
-    if sys.argv[1:2] == ["bench"]:
-        from eaves.bench.__main__ import main as bench
-
-        return bench(sys.argv[2:])
     try:
         return _main()
+    except KeyboardInterrupt:
+        return 130
     except OSError as error:
         print(f"eaves: {error}", file=sys.stderr)
         return 1
@@ -25,8 +31,21 @@ def _main() -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="info|bench")
     info = commands.add_parser("info", help="versions, devices, backends, and what does not fit together")
     info.add_argument("--json", action="store_true", help="print JSON instead of text")
-    commands.add_parser("bench", help="measures eaves side by side with other libraries; bench --help says how")
+    if _bench is not None:
+        bench = commands.add_parser(
+            "bench",
+            help="times an operator beside PyTorch and torch.compile, on a shape of yours",
+            description="Times an operator beside PyTorch and torch.compile, on a shape of yours.",
+            epilog=_bench.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        _bench.add_arguments(bench)
     arguments = parser.parse_args()
+    if arguments.command == "bench":
+        if wrong := _bench.run(arguments):
+            bench.error(wrong)
+        _output.check()
+        return 0
     report = _info.collect()
     _output.say(json.dumps(report, indent=2) if arguments.json else _info.text(report))
     _output.check()

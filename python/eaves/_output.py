@@ -1,16 +1,20 @@
-"""Standard output of the command lines, whose reader may leave early (`| head`), and which may be a full disk."""
+"""Standard output of the command lines, whose reader may leave early (`| head`) and which may be a full disk; and their
+parser, which answers a wrong argument in one sentence."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 _failure: OSError | None = None
 
 
 def say(text: str) -> None:
-    """Prints. If that fails, this text and all later ones are lost, and the caller goes on to write its files."""
+    """Prints. If that fails, this text and all later ones are lost, and the caller goes on."""
     global _failure
     try:
         print(text, flush=True)
@@ -31,8 +35,33 @@ def check() -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a help text that cannot be written."""
+    """Takes no abbreviations, suggests the option that a mistyped one resembles, and reports a help text that cannot be
+    written."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        keywords.setdefault("allow_abbrev", False)
+        super().__init__(*arguments, **keywords)
+
+    # Not in parse_args: there the parser of a command would leave its unknown options to the program's parser.
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Refuses what it does not know, and suggests the nearest option."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            word = unknown[0].partition("=")[0]
+            if not word.startswith("-"):
+                self.error(f'unexpected argument "{word}"')
+            known = [option for action in self._actions for option in action.option_strings]
+            nearest = difflib.get_close_matches("--" + word.lstrip("-"), known, n=1)
+            self.error(f"unknown option {word}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with this sentence."""
+        self.exit(2, f"{self.prog.removeprefix('python -m ')}: {message} ({self.prog} --help shows what is expected)\n")
 
     def print_help(self, file: object = None) -> None:
+        """Prints the help text."""
         say(self.format_help().rstrip())
         check()

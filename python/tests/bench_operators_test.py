@@ -1,4 +1,4 @@
-"""Tests of what the operators of `python -m eaves.bench` declare: rows, bytes, inputs, and how providers are called."""
+"""Tests of what the operators of `python benchmarks` declare: rows, bytes, inputs, and how providers are called."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench_toy import CPU, small_flush  # noqa: F401
-from eaves.bench import linear_cross_entropy_accuracy as accuracy
-from eaves.bench import linear_log_prob, run, verify
-from eaves.bench.benchmark import Inputs, Mode, Operator, Provider, Request, Row
-from eaves.bench.calls import PROTOCOLS, moved
-from eaves.bench.harness import CASE, Harness
-from eaves.bench.operators import OPERATORS
-from lrpe_cosine_cases import formula
+from bench import accuracy, linear_log_prob, run, verify
+from bench.benchmark import Mode, Operator, Provider, Request, Row
+from bench.calls import PROTOCOLS, moved
+from bench.harness import CASE, Harness
+from bench.operators import OPERATORS
+from bench_toy import CPU, PROGRAM, small_flush  # noqa: F401
 
-RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+RESULTS = PROGRAM / "results"
 GPU = torch.device("cuda")
 BY_NAME = {operator.name: operator for operator in OPERATORS}
 each_operator = pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
@@ -55,7 +53,7 @@ def test_every_committed_row_is_declared_with_the_bytes_and_products_that_it_was
     device_type = "cuda" if device.startswith("nvidia") else "cpu"
     declared = {
         words(row.case): row
-        for sweep in ("quick", "seed")
+        for sweep in ("quick", "published")
         for row in operator.rows(Request(sweep, device_type, "bf16", has_dtype=False))  # type: ignore[arg-type]
     }
     for protocol in (*PROTOCOLS, "kernel"):
@@ -72,12 +70,6 @@ def test_every_committed_row_is_declared_with_the_bytes_and_products_that_it_was
                 assert entry["tflops"] * entry["ms"] * 1e9 == pytest.approx(row.flops)
             else:
                 assert entry["gbps"] * entry["ms"] * 1e6 == pytest.approx(sum(moved(protocol, row)))
-
-
-@each_operator
-def test_a_named_dtype_is_the_only_one(operator: Operator) -> None:
-    for device in ("cpu", "cuda"):
-        assert {row.dtype for row in operator.rows(Request("quick", device, "fp16", has_dtype=True))} == {"fp16"}
 
 
 @each_operator
@@ -101,26 +93,15 @@ def test_gradients_that_arrive_are_1_where_a_loss_is_trained_and_random_alone() 
         assert alone[0] != alone[1] and 1 not in alone
 
 
-def test_targets_are_classes_and_class_weights_are_about_1() -> None:
-    _, targets, weight = row_of("cross_entropy", "fwd", weight=True).make_inputs(CPU, 3).arguments
-    assert 0 <= int(targets.min()) < 1000 and 31000 < int(targets.max()) < 32768 == len(weight)
-    assert 0.5 <= float(weight.min()) < 0.51 and 1.49 < float(weight.max()) <= 1.5 and not weight.requires_grad
-
-
 def test_dense_logits_have_the_deviation_that_they_say() -> None:
     for row, deviation in (
-        (row_of("linear_cross_entropy", "fwd", dtype="fp32", data="seed"), 32.0),
+        (row_of("linear_cross_entropy", "fwd", dtype="fp32", data="spread"), 32.0),
         (row_of("linear_cross_entropy", "fwd", dtype="fp32", data="dense"), 1.3),
         (row_of("linear_log_prob", "fwd", dtype="fp32"), 1.3),
     ):
         x, weight, _ = row.make_inputs(CPU, 2).arguments
         assert float(weight.std()) == pytest.approx(1.0, rel=0.02), "as the program's"
         assert float((x @ weight.t()).std()) == pytest.approx(deviation, rel=0.02)
-
-
-def test_angles_are_the_usual_series() -> None:
-    _, theta = row_of("lrpe_cosine", "bwd", 512).make_inputs(CPU, 3).arguments
-    assert theta.shape == (12, 128) and float(theta[3, 0]) == 1 and float(theta[3, 64]) == pytest.approx(0.01, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -191,183 +172,34 @@ def test_on_a_gpu_eaves_and_torch_agree(cuda: torch.device) -> None:
                 assert "wrong" not in found["torch"], (row.case, found)
 
 
-ALL = {"reduction": "mean", "label_smoothing": 0.1, "softcap": 30, "z_loss": 1e-4, "weight": True}
-
-
-@pytest.mark.parametrize("options", [{"reduction": "sum", "z_loss": 1e-4}, ALL], ids=["sum", "all"])
-def test_torch_computes_the_formula_of_cross_entropy(options: dict[str, Any]) -> None:
-    """That of include/eaves/cross_entropy.h, row by row."""
-    z = (torch.randn(5, 7, dtype=torch.float64) * 40).requires_grad_()
-    targets, weight = torch.randint(7, (5,)), torch.rand(7, dtype=torch.float64) + 0.5
-    if "weight" not in options:
-        weight = torch.ones(7, dtype=torch.float64)
-    losses = []
-    smoothing = options.get("label_smoothing", 0.0)
-    for row, t in zip(z, targets):
-        capped = 30 * torch.tanh(row / 30) if "softcap" in options else row
-        lse = capped.exp().sum().log()
-        smooth = (weight * (lse - capped)).sum() / 7
-        losses.append((1 - smoothing) * weight[t] * (lse - capped[t]) + smoothing * smooth + 1e-4 * lse**2)
-    exact = torch.stack(losses).sum() / (weight[targets].sum() if options["reduction"] == "mean" else 1)
-    row = Row("cross_entropy", "bwd", "fp64", {}, 0, 0, 0, lambda *_: Inputs((), z), options)
-    found = provider("cross_entropy", "torch").forward(row)(z, targets, weight)
-    torch.testing.assert_close(found, exact)
-    torch.testing.assert_close(*(torch.autograd.grad(each, z) for each in (found, exact)))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"activation": "silu"},
-        {"activation": "relu", "layout": "bnhd"},
-        {"activation": "sigmoid", "extra_tokens": 2},
-        {"activation": "softmax", "activation_dim": -1, "grid": [2, 2, 2]},
-        {"activation": "softmax", "activation_dim": -2, "grid": [2, 3], "extra_tokens": 2},
-        {"activation": "softmax", "activation_dim": -2, "layout": "bnhd"},
-    ],
-    ids=str,
-)
-def test_torch_computes_the_formula_of_lrpe_cosine(options: dict[str, Any]) -> None:
-    axes = len(options.get("grid", [1]))
-    x = torch.randn((2, 8, 3, 7) if "layout" in options else (2, 3, 8, 7), requires_grad=True)
-    theta = torch.linspace(1, 0.1, 3 * (7 // axes)).view(3, -1).requires_grad_()
-    row = Row("lrpe_cosine", "bwd", "fp32", {}, 0, 0, 0, lambda *_: Inputs((), x), options | {"grad_theta": True})
-    found = provider("lrpe_cosine", "torch").forward(row)(x, theta)
-    exact = formula(x.double(), theta.double(), **({"layout": "bhnd"} | options))
-    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
-    upstream = torch.randn(found.shape)
-    grads = [torch.autograd.grad(each, (x, theta), upstream.to(each.dtype)) for each in (found, exact)]
-    for actual, expected in zip(*grads, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["eaves", "eaves-recompute", "torch", "trl", "verl", "liger"])
-def test_log_probabilities_are_those_in_float64(name: str, device: torch.device) -> None:
-    """With entropies and gradients, by the formula of torch's distribution. 128 features are what verl's kernel needs,
-    and 300 tokens are no whole number of anybody's blocks."""
-    peer = provider("linear_log_prob", name)
-    if peer not in run.installed([peer], device):
-        pytest.skip(f"{name} does not run here")
-    dtype = "fp32" if device.type == "cpu" else "bf16"  # float32 is TF32 in a peer's products on a GPU
-    for mode, options in linear_log_prob.KINDS:
-        row = linear_log_prob._row(37, 128, 300, mode, dtype, **options)
-        if peer.lacks(row):
-            continue
-        inputs = row.make_inputs(device, 2)
-        hidden, head, tokens = inputs.arguments
-        exact = torch.distributions.Categorical(logits=hidden.double() @ head.double().t())
-        outs = [exact.log_prob(tokens), exact.entropy()] if "entropy" in options else [exact.log_prob(tokens)]
-        expected = {"out": torch.stack(outs).reshape(inputs.grad_out.shape)}
-        if mode == "fwd+bwd":
-            gradients = torch.autograd.grad(expected["out"], inputs.differentiable, inputs.grad_out.double())
-            assert len(gradients) == (1 if "frozen_head" in options else 2)
-            expected |= {f"gradient {i}": gradient for i, gradient in enumerate(gradients)}
-        found = verify.results(row, peer.forward(row), inputs)
-        assert found.keys() == expected.keys() and not found["out"].requires_grad
-        assert verify.difference(found, expected, row.tolerance) == "", row.case
-
-
-def test_torchs_angles_are_float32_and_its_result_is_as_x() -> None:
-    theta = torch.full((12, 1), 0.3, dtype=torch.bfloat16)
-    row = row_of("lrpe_cosine", "fwd")
-    out = provider("lrpe_cosine", "torch").forward(row)(torch.ones(1, 12, 32768, 1, dtype=torch.bfloat16), theta)
-    assert out.dtype == torch.bfloat16
-    exact = (theta[0].double() * torch.arange(32768)).cos()
-    assert float((out[0, 0, :, 0].double() - exact).abs().max()) < 0.01
-
-
-def test_torch_compile_compiles_what_torch_calls_anew_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda function, **options: events.append(options) or function)
-    monkeypatch.setattr(torch.compiler, "reset", lambda: events.append("reset"))
-    row, x = row_of("logsumexp", "fwd"), torch.randn(3, 8)
-    found = [provider("logsumexp", "torch.compile").forward(row)(x) for _ in range(2)]
-    assert all(torch.equal(each, torch.logsumexp(x, -1)) for each in found)
-    assert events == 2 * ["reset", {"fullgraph": True, "dynamic": False}]
-
-
-def test_the_workspace_is_the_argument_of_eaves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr("eaves.linear_cross_entropy", lambda *_, **keywords: calls.append(keywords))
-    row = row_of("linear_cross_entropy", "fwd+bwd", device="cuda", workspace_mib=256)
-    able = [each for each in BY_NAME["linear_cross_entropy"].providers if not each.lacks(row)]
-    assert [each.name for each in able] == ["eaves"]
-    able[0].forward(row)(*[torch.zeros(1)] * 3)
-    assert calls == [{"linear_bias": None, "algorithm": "auto", "workspace_bytes": 256 * 2**20}]
-
-
-# Peers run on GPUs alone: here stands in for each what its package has under the same name.
+# Peers run on GPUs alone: a stand-in has the name that the package has.
 
 
 def pretend_installed(monkeypatch: pytest.MonkeyPatch, module: str, **names: object) -> None:
-    monkeypatch.setitem(sys.modules, module.split(".")[0], SimpleNamespace())
+    package = module.split(".")[0]
+    monkeypatch.setitem(sys.modules, package, sys.modules.get(package, SimpleNamespace()))
     monkeypatch.setitem(sys.modules, module, SimpleNamespace(**names))
 
 
-class Recorded:
-    """A function, or what has it as `apply`, that keeps its arguments and returns 3."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        self.calls.append((arguments, keywords))
-        return torch.full((1,), 3.0)
-
-    apply = __call__
+CE, LCE, LLP = "cross_entropy", "linear_cross_entropy", "linear_log_prob"
 
 
-LOGITS, TARGETS, WEIGHT = torch.zeros(2, 4), torch.zeros(2), torch.ones(4)
+def test_what_providers_lack_is_named() -> None:
+    def lacking(op: str, *rows: Row) -> dict[str, list[str]]:
+        found = {each.name: [each.lacks(row) for row in rows] for each in BY_NAME[op].providers}
+        return {name: each for name, each in found.items() if any(each)}
 
-
-@pytest.mark.parametrize(
-    ("name", "module", "attribute", "arguments", "keywords"),
-    [
-        ("eaves", "eaves", "cross_entropy", (LOGITS, TARGETS, WEIGHT),
-         {"reduction": "mean", "label_smoothing": 0.1, "softcap": 30, "z_loss": 1e-4, "inplace_backward": True}),
-        # _input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap
-        ("liger", "liger_kernel.ops", "LigerCrossEntropyFunction",
-         (LOGITS, TARGETS, WEIGHT, -100, 1e-4, 0.1, "mean", 30.0), {}),
-        ("quack", "quack.cross_entropy", "cross_entropy", (LOGITS, TARGETS),
-         {"weight": WEIGHT, "reduction": "mean", "inplace_backward": True}),
-    ],
-)  # fmt: skip
-def test_peers_of_cross_entropy_are_one_call(
-    monkeypatch: pytest.MonkeyPatch, name: str, module: str, attribute: str, arguments: Any, keywords: Any
-) -> None:
-    recorded = Recorded()
-    if name == "eaves":
-        monkeypatch.setattr("eaves.cross_entropy", recorded)
-    else:
-        pretend_installed(monkeypatch, module, **{attribute: recorded})
-    row = row_of("cross_entropy", "fwd+bwd", weight=True)
-    assert float(provider("cross_entropy", name).forward(row)(LOGITS, TARGETS, WEIGHT)) == 3
-    ((found, found_keywords),) = recorded.calls
-    assert [id(each) if isinstance(each, Tensor) else each for each in found] == [
-        id(each) if isinstance(each, Tensor) else each for each in arguments
-    ]
-    assert [type(each) for each in found] == [type(each) for each in arguments]  # a kernel for integers is another
-    assert found_keywords == keywords
-
-
-def test_fla_is_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_installed(monkeypatch, "fla.modules", FusedCrossEntropyLoss=lambda **keywords: lambda *_: keywords)
-    keywords: Any = provider("cross_entropy", "fla").forward(row_of("cross_entropy", "bwd", label_smoothing=0.1))()
-    assert keywords == {"reduction": "mean", "label_smoothing": 0.1, "lse_square_scale": 0.0,
-                        "logit_softcapping": None, "inplace_backward": False}  # fmt: skip
-
-
-def test_what_peers_of_cross_entropy_lack_is_named() -> None:
-    every, plain, alone = (row_of("cross_entropy", "fwd+bwd", weight=True), row_of("cross_entropy", "fwd+bwd"),
-                           row_of("cross_entropy", "fwd"))  # fmt: skip
-    lacking = {
-        each.name: [each.lacks(row) for row in (every, plain, alone)] for each in BY_NAME["cross_entropy"].providers
+    assert lacking(CE, row_of(CE, "fwd+bwd", weight=True), row_of(CE, "fwd")) == {
+        "liger": ["", "the forward overwrites the logits with the gradient"],
+        "fla": ["no class weights", ""],
+        "quack": ["no label smoothing, no softcap, no z-loss", ""],
     }
-    assert {name: each for name, each in lacking.items() if any(each)} == {
-        "liger": ["", "", "the forward overwrites the logits with the gradient"],
-        "fla": ["no class weights", "", ""],
-        "quack": ["no label smoothing, no softcap, no z-loss", "", ""],
+    assert lacking(LLP, *(row_of(LLP, mode, **options) for mode, options in linear_log_prob.KINDS)) == {
+        "eaves-recompute": ["the same as eaves", "the same as eaves", ""],
+        "liger": ["no entropy", "no entropy", ""],
     }
+    able = [each.name for each in BY_NAME[LCE].providers if not each.lacks(row_of(LCE, "bwd"))]
+    assert able == ["eaves", "torch", "torch.compile", "liger-scaled", "cut-cross-entropy"]
 
 
 def test_quack_is_its_one_kernel_for_a_sum_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,76 +217,6 @@ def test_quack_is_its_one_kernel_for_a_sum_in_place(monkeypatch: pytest.MonkeyPa
     assert all(entry["ms"] for entry in Harness(CPU, "autograd", repetitions=1).measure(row, providers, providers[0]))
 
 
-@pytest.mark.parametrize(
-    ("name", "module", "attribute"),
-    [
-        ("liger", "liger_kernel.ops", "LigerFusedLinearCrossEntropyFunction"),
-        ("liger-larger", "liger_kernel.ops", "LigerFusedLinearCrossEntropyFunction"),
-        ("liger-scaled", "liger_kernel.ops.fused_linear_scaled_cross_entropy",
-         "LigerFusedLinearScaledCrossEntropyFunction"),
-        ("cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy"),
-        ("fla", "fla.modules", "FusedLinearCrossEntropyLoss"),
-        ("quack", "quack.linear_cross_entropy", "chunked_linear_cross_entropy"),
-    ],
-)  # fmt: skip
-def test_peers_of_linear_cross_entropy_are_one_call(
-    monkeypatch: pytest.MonkeyPatch, name: str, module: str, attribute: str
-) -> None:
-    recorded = Recorded()
-    pretend_installed(monkeypatch, module, **{attribute: (lambda: recorded) if name == "fla" else recorded})
-    peer = provider("linear_cross_entropy", name)
-    assert run.installed([peer], GPU) == [peer] and run.installed([peer], CPU) == []
-    x, weight, target = torch.zeros(2, 4096), torch.zeros(4, 4096), torch.zeros(2)
-    assert float(peer.forward(row_of("linear_cross_entropy", "fwd+bwd"))(x, weight, target)) == 3
-    ((arguments, keywords),) = recorded.calls
-    assert [id(each) for each in arguments[:3]] == list(
-        map(id, (x, target, weight) if name == "fla" else (x, weight, target))
-    )
-    assert arguments[17:] == ((4,) if name == "liger-larger" else ())  # chunk_mem_const, the 18th of version 0.8.5
-    # As many rows as there are features are an error of its version 0.6.5.
-    assert keywords == ({"chunk_size": 3072} if name == "quack" else {})
-
-
-def test_peers_of_linear_log_prob_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Any, ...]] = []
-    log_prob, entropy = torch.full((2,), -3.0), torch.full((2,), 1.5)
-
-    def recorded(*arguments: Any) -> tuple[Tensor, Tensor]:
-        calls.append(arguments)
-        return log_prob, entropy
-
-    in_trl = SimpleNamespace(apply=lambda *all_of_them: (*recorded(*all_of_them), None, None, None))
-    pretend_installed(monkeypatch, "trl.kernels.chunked_logprob", ChunkedLogProbFunction=in_trl)
-    monkeypatch.setitem(sys.modules, "eaves.bench.verl_kernel", SimpleNamespace(linear_cross_entropy=recorded))
-    in_liger = SimpleNamespace(apply=lambda *all_of_them: recorded(*all_of_them)[0])
-    names = {"_ChunkedSelectiveLogProbFunction": in_liger, "_SELECTIVE_LOGPROB_VOCAB_CHUNK_SIZE": 4096}
-    pretend_installed(monkeypatch, "liger_kernel.chunked_loss.fused_linear_ppo", **names)
-    both, _, alone = (row_of("linear_log_prob", mode, **options) for mode, options in linear_log_prob.KINDS)
-    x, weight, tokens = torch.zeros(2, 8), torch.zeros(4, 8), torch.zeros(2, dtype=torch.int64)
-    for name in ("trl", "verl"):
-        found = provider("linear_log_prob", name).forward(both)(x, weight, tokens)
-        assert torch.equal(found, torch.stack((log_prob, entropy)))
-    assert torch.equal(provider("linear_log_prob", "liger").forward(alone)(x, weight, tokens), log_prob)
-    # hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
-    trl: tuple[Any, ...] = (x, weight, None, tokens, 1.0, 32768, None, 1.0, ("entropy",))
-    # hidden, weight, labels, temperature, reduction
-    verl = (x, weight, tokens, 1.0, "none")
-    # hidden, weight, targets, bias, temperature, vocab_chunk_size
-    liger = (x, weight, tokens, None, 1.0, 4096)
-    for found_arguments, arguments in zip(calls, (trl, verl, liger), strict=True):
-        assert len(found_arguments) == len(arguments)
-        assert all(a is b or a == b for a, b in zip(found_arguments, arguments))
-
-
-def test_what_providers_of_linear_log_prob_lack_is_named() -> None:
-    rows = [row_of("linear_log_prob", mode, **options) for mode, options in linear_log_prob.KINDS]
-    lacking = {each.name: [each.lacks(row) for row in rows] for each in BY_NAME["linear_log_prob"].providers}
-    assert {name: each for name, each in lacking.items() if any(each)} == {
-        "eaves-recompute": ["the same as eaves", "the same as eaves", ""],
-        "liger": ["no entropy", "no entropy", ""],
-    }
-
-
 def test_verls_kernel_is_loaded_without_the_packages_around_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "verl" / "utils" / "kernel"
     folder.mkdir(parents=True)
@@ -467,7 +229,7 @@ def test_verls_kernel_is_loaded_without_the_packages_around_it(tmp_path: Path, m
     (tmp_path / "verl-0.9.1.dist-info" / "METADATA").write_text("Name: verl\nVersion: 0.9.1\n")
     peer = provider("linear_log_prob", "verl")
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "verl"}
-    for name in [*before, "eaves.bench.verl_kernel"]:
+    for name in [*before, "bench.verl_kernel"]:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     try:
@@ -475,29 +237,12 @@ def test_verls_kernel_is_loaded_without_the_packages_around_it(tmp_path: Path, m
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
             del sys.modules[name]
-        sys.modules.pop("eaves.bench.verl_kernel", None)
-
-
-def test_the_chunks_of_pytorch_are_missing_before_version_2_13(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
-    assert run.installed([provider("linear_cross_entropy", "torch-chunked")], CPU) == []
-
-
-def test_only_a_backward_that_computes_again_is_measured_alone() -> None:
-    alone = row_of("linear_cross_entropy", "bwd")
-    able = [each.name for each in BY_NAME["linear_cross_entropy"].providers if not each.lacks(alone)]
-    assert able == ["eaves", "torch", "torch.compile", "liger-scaled", "cut-cross-entropy"]
+        sys.modules.pop("bench.verl_kernel", None)
 
 
 def test_errors_are_those_against_float64() -> None:
     inputs = accuracy.make_inputs(20, 16, 33, 1.3, CPU)
-    leaves = [each.detach().double().requires_grad_() for each in (*inputs.arguments[:2], inputs.arguments[3])]
-    logits = torch.nn.functional.linear(leaves[0], leaves[1], leaves[2])
-    loss = torch.nn.functional.cross_entropy(logits, inputs.arguments[2])
-    for found, wanted in zip(accuracy.exact(inputs, True), (loss, *torch.autograd.grad(loss, leaves)), strict=True):
-        torch.testing.assert_close(found, wanted.detach())
-    entries = accuracy.measure("1.3", inputs, [provider("linear_cross_entropy", name) for name in ("eaves", "torch")])
+    entries = accuracy.measure("1.3", inputs, [provider(LCE, name) for name in ("eaves", "torch")])
     assert [entry["provider"] for entry in entries] == ["eaves", "torch"]
     assert all(0 < entry[name] < 0.02 for entry in entries for name in accuracy.RESULTS)
-    assert entries[0]["loss"] < 1e-5
-    assert accuracy.table(entries).count("\n") == 3
+    assert entries[0]["loss"] < 1e-5 and accuracy.table(entries).count("\n") == 3

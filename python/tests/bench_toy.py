@@ -1,28 +1,31 @@
-"""What the tests of `python -m eaves.bench` measure: a small operator, good and bad providers, made-up lines."""
+"""What the tests of `python benchmarks` measure: a small operator, good and bad providers, made-up lines."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from eaves.bench import harness, run, timing
-from eaves.bench.benchmark import Forward, Inputs, Mode, Operator, Provider, Row, normal
-from eaves.bench.harness import Entry, Harness
+from bench import harness, results, timing
+from bench.benchmark import Forward, Inputs, Mode, Operator, Provider, Row, normal
+from bench.device import device_name
+from bench.harness import Entry, Harness
 
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "benchmarks"
 DIM = 16  # rows of x in the toy operator
 CPU = torch.device("cpu")
+DEVICE = results.folder_name(device_name(CPU), is_gpu=False)
 QUICK = ["--device", "cpu", "--repetitions", "2", "--warm-up-ms", "0"]
 TOY = ["toy", *QUICK]
 
 
 @pytest.fixture(autouse=True)
 def small_flush(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A last cache of 64 KiB: reading real ones is most of a test's time. So is the collection of garbage before each
-    row. And a machine that is never busy."""
-    monkeypatch.setattr(run, "busy_share", lambda: 0.0)
+    """A last cache of 64 KiB: reading real ones is most of a test's time, and so is collecting garbage before a row."""
     monkeypatch.setattr(timing, "last_cache_bytes", lambda device: 2**16)
     monkeypatch.setattr(harness.gc, "collect", lambda *generation: 0)
 
@@ -81,7 +84,7 @@ def measure_one(row: Row, *providers: Provider, protocol: str = "autograd") -> d
 
 
 def entries(mode: Mode, n: int, op: str = "toy", options: dict[str, Any] | None = None, **columns: Any) -> list[Entry]:
-    """A line for each column: (ms, MiB), or why there is none."""
+    """A line for each column: (ms, MiB), or the reason why it has no number."""
     case = {"op": op, "mode": mode, "dtype": "fp32", "shape": {"dim": DIM, "n": n}, "options": options or {}}
     lines = []
     for name, column in columns.items():

@@ -78,6 +78,8 @@ def check_that_it_works(python: Path, folder: Path) -> str:
     info = run(python, "-m", "eaves", "info", cwd=folder, env=environment)
     file = run(python, "-c", SMOKE, cwd=folder, env=environment).strip()
     assert Path(file).is_relative_to(python.parents[1]), "the package of the wheel, and no other"
+    words = ("-m", "eaves", "bench", "logsumexp", "--shape", "rows=4,n=100", "--device", "cpu", "--repetitions", "2")
+    assert re.search(r"^eaves .* 1\.00$", run(python, *words, cwd=folder, env=environment), re.M)
     return info
 
 

@@ -1,4 +1,4 @@
-// What `eaves bench cross_entropy` measures: the seed tables (vocabulary by vocabulary), then what they leave out:
+// What `eaves bench cross_entropy` measures: the published tables (vocabulary by vocabulary), then what they leave out:
 // every option at once, the options one by one, and the layouts. Axes, buffers and bytes only; the harness does the
 // timing.
 #include <algorithm>
@@ -21,7 +21,7 @@ namespace {
 
 enum class Mode { forward, backward, in_place };
 
-/// One call of a training step. What is not named is as in the seed tables: a mean over targets that all count.
+/// One call of a training step. What is not named is as in the published tables: a mean over targets that all count.
 struct Case {
   Dims shape = {};
   int class_axis = -1;
@@ -287,7 +287,7 @@ std::vector<Case> options_one_by_one(std::int64_t batch) {
   return {plain_loss, smoothing, softcap, weight, entropy, argmax, soft_targets};
 }
 
-// Ways through memory that the seed tables, with their aligned rows that all count in a mean, do not show.
+// Ways through memory that the published tables, with their aligned rows that all count in a mean, do not show.
 std::vector<Case> layouts(bool is_cpu, std::int64_t batch) {
   // A vocabulary that is no power of two, and the same without its last class: then rows start anywhere, on 2 bytes.
   const Case aligned = plain(batch, 129920);

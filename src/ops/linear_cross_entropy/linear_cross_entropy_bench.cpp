@@ -1,6 +1,6 @@
-// What `eaves bench linear_cross_entropy` measures: the seed tables (vocabulary by vocabulary), for both ways to the
-// gradients and over logits of two kinds, then what they leave out: the loss alone, some of the gradients, rows that
-// are ignored. Sizes, buffers and products only; the harness does the timing.
+// What `eaves bench linear_cross_entropy` measures: the published tables (vocabulary by vocabulary), for both ways to
+// the gradients and over logits of two kinds, then what they leave out: the loss alone, some of the gradients, rows
+// that are ignored. Sizes, buffers and products only; the harness does the timing.
 //
 // `limit` is the matrix products that no implementation can do without, each whole and nothing between them.
 #include <algorithm>
@@ -31,7 +31,7 @@ std::string quoted_name_of(Algorithm algorithm) {
   return kNames[static_cast<int>(algorithm)];
 }
 
-/// One call of a training step. What is not named is as in the seed tables.
+/// One call of a training step. What is not named is as in the published tables.
 struct Case {
   std::int64_t batch = 12288;
   std::int64_t dim = 4096;
@@ -259,7 +259,7 @@ std::vector<std::pair<std::string, std::string>> option_keys(const Case& item) {
     if (!item.has_grad_weight) keys.emplace_back("grad_weight", "false");
   }
   if (item.has_rounded_logits) keys.emplace_back("logits", '"' + short_name_of(item.dtype) + '"');
-  keys.emplace_back("data", item.is_dense ? "\"dense\"" : "\"seed\"");
+  keys.emplace_back("data", item.is_dense ? "\"dense\"" : "\"spread\"");
   if (item.half_is_ignored) {
     keys.emplace_back("ignored_rows", "0.5");
     keys.emplace_back("skip_ignored", item.skips_ignored ? "true" : "false");
@@ -304,7 +304,7 @@ struct Shown {
 
 Shown shown_on(const Request& request) {
   Shown shown{.like = {.dtype = request.dtype}};
-  if (request.sweep == Sweep::seed) {
+  if (request.sweep == Sweep::published) {
     shown.vocabularies = doublings(1024, 131072);
   } else if (request.device.type == DeviceType::cuda) {
     shown.vocabularies = {4096, 32768, 131072};
@@ -335,7 +335,7 @@ std::vector<Case> of_each_vocabulary(const Shown& shown, const Case& like) {
   return cases;
 }
 
-void add_seed_tables(std::vector<Table>& tables, const Shown& shown) {
+void add_published_tables(std::vector<Table>& tables, const Shown& shown) {
   for (const bool is_dense : {false, true}) {
     for (const Algorithm algorithm : {Algorithm::speed, Algorithm::memory, Algorithm::recompute}) {
       Case like = shown.like;
@@ -376,8 +376,8 @@ std::vector<Case> options_one_by_one(const Shown& shown, bool is_cpu) {
 std::vector<Table> tables_of(const Request& request) {
   const Shown shown = shown_on(request);
   std::vector<Table> tables;
-  add_seed_tables(tables, shown);
-  if (request.sweep == Sweep::seed) return tables;
+  add_published_tables(tables, shown);
+  if (request.sweep == Sweep::published) return tables;
   Case loss_alone = shown.like;
   loss_alone.has_grad_x = loss_alone.has_grad_weight = false;
   add_table(tables, of_each_vocabulary(shown, loss_alone));

@@ -1,5 +1,5 @@
-// What `eaves bench logsumexp` measures: the seed tables (rows along the last axis, length by length), and the layouts
-// that they leave out. Axes, buffers and bytes only; the harness does the timing.
+// What `eaves bench logsumexp` measures: the published tables (rows along the last axis, length by length), and the
+// layouts that they leave out. Axes, buffers and bytes only; the harness does the timing.
 #include <fmt/format.h>
 
 #include <cstdint>
@@ -83,7 +83,7 @@ Case last_axis(std::int64_t batch, std::int64_t dim, std::int64_t n) {
   return {{batch, dim, n}, 2, {{"batch", batch}, {"dim", dim}, {"n", n}}};
 }
 
-// Each is a way to read memory that the seed tables, with their long aligned rows, do not show.
+// Each is a way to read memory that the published tables, with their long aligned rows, do not show.
 std::vector<Case> layouts(bool is_cpu, std::int64_t batch, std::int64_t dim) {
   // A CPU moves a hundredth of what a GPU does: the same layouts at about a sixteenth of the size.
   const std::int64_t first_n = is_cpu ? 8192 : 131072;

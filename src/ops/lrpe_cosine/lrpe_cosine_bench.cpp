@@ -1,6 +1,6 @@
-// What `eaves bench lrpe_cosine` measures: the seed tables (activations over a sequence, then grids of one to three
-// axes), then what they leave out: the other activations, the gradient of theta, one sequence alone, layouts. Axes,
-// buffers and bytes only; the harness does the timing.
+// What `eaves bench lrpe_cosine` measures: the published tables (activations over a sequence, then grids of one to
+// three axes), then what they leave out: the other activations, the gradient of theta, one sequence alone, layouts.
+// Axes, buffers and bytes only; the harness does the timing.
 #include <fmt/format.h>
 
 #include <cmath>
@@ -17,7 +17,7 @@
 namespace eaves::bench {
 namespace {
 
-/// One call of a training step. What is not named is as in the seed tables.
+/// One call of a training step. What is not named is as in the published tables.
 struct Case {
   std::int64_t batch = 12;
   std::int64_t heads = 12;
@@ -163,7 +163,7 @@ Row make_row(const Case& item, DType dtype, bool is_forward) {
 
 // ------------------------------------------------------------------------------------------------------ the tables
 
-/// Of the seed tables, and of the tables beside them.
+/// Of the published tables, and of the tables beside them.
 struct Shown {
   std::int64_t batch = 12;
   std::vector<std::int64_t> lengths = doublings(256, 32768);
@@ -201,8 +201,8 @@ std::vector<Case> cases_of_sizes(const Case& like, const std::vector<std::int64_
   return cases;
 }
 
-// The seed tables: of one sequence with activations, then of grids.
-void add_seed_tables(std::vector<Table>& tables, const Shown& sizes, DType dtype) {
+// The published tables: of one sequence with activations, then of grids.
+void add_published_tables(std::vector<Table>& tables, const Shown& sizes, DType dtype) {
   const auto add = [&](Activation activation, int activation_dim) {
     const Case like{.batch = sizes.batch, .activation = activation, .activation_dim = activation_dim};
     add_tables(tables, dtype, cases_of_sizes(like, sizes.lengths));
@@ -223,7 +223,7 @@ void add_seed_tables(std::vector<Table>& tables, const Shown& sizes, DType dtype
   }
 }
 
-// What the seed tables leave out.
+// What the published tables leave out.
 void add_other_tables(std::vector<Table>& tables, const Shown& sizes, DType dtype) {
   std::vector<Case> activations, theta_gradients;
   for (const std::int64_t n : sizes.lengths_of_others) {
@@ -251,7 +251,7 @@ std::vector<Table> tables_of(const Request& request) {
   const bool is_quick = request.sweep == Sweep::quick;
   const Shown sizes = is_quick && request.device.type == DeviceType::cpu ? cpu_sizes() : Shown{};
   std::vector<Table> tables;
-  add_seed_tables(tables, sizes, request.dtype);
+  add_published_tables(tables, sizes, request.dtype);
   if (is_quick) add_other_tables(tables, sizes, request.dtype);
   if (is_quick && !request.has_dtype) {
     add_tables(tables, DType::float32, {{.batch = sizes.batch, .n = sizes.lengths_of_others.front()}});

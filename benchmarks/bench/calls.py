@@ -1,0 +1,97 @@
+"""One call as it is timed, the same for every provider: forward and backward under one of two protocols.
+
+`autograd`: a backward is torch.autograd.grad(out, inputs, grad_out). Behind a forward of its own it frees the graph, as
+in a training step; timed by itself it keeps it (retain_graph=True).
+`accumulate`: a backward is out.backward(grad_out, retain_graph=True), and .grad is never cleared. From the second call
+on, so in every call that is timed, a call also adds its gradient to the one before, which reads two gradients and
+writes one more. The limit streams these bytes too, in the same kernel. The published measurements were made so, and
+only these numbers may be put beside them. A small gradient is still in the cache when it is added: there a call may
+beat the limit.
+
+A call that may overwrite its inputs works on copies of them, which its `prepare` makes before the time begins. It runs
+once on each graph, so there nothing is retained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .benchmark import Forward, Inputs, Row
+
+PROTOCOLS = ("autograd", "accumulate")
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Call:
+    run: Callable[[], object]
+    """The timed function. It returns its output."""
+
+    prepare: Callable[[], None] = _nothing
+    """To be called before every run, and not timed."""
+
+
+class Bytes(NamedTuple):
+    read: int
+    write: int
+
+
+def moved(protocol: str, row: Row) -> Bytes:
+    """The bytes that any implementation has to move in a call: the row's and, by `accumulate`, the addition's."""
+    accumulated = row.gradient_bytes if protocol == "accumulate" else 0
+    return Bytes(row.read_bytes + 2 * accumulated, row.write_bytes + accumulated)
+
+
+def least_peak_bytes(protocol: str, row: Row) -> int:
+    """Inputs and outputs of a call and, where gradients accumulate, the gradient that is already there. In place, the
+    gradient needs no memory of its own."""
+    accumulated = row.gradient_bytes if protocol == "accumulate" else 0
+    return row.read_bytes + row.write_bytes + accumulated - (row.gradient_bytes if row.in_place else 0)
+
+
+def retains_graph(protocol: str, row: Row) -> bool:
+    return not row.in_place and (row.mode == "bwd" or protocol == "accumulate")
+
+
+def make_call(protocol: str, row: Row, forward: Forward, inputs: Inputs) -> Call:
+    """The call of the row's mode on these inputs. The forward that a backward needs runs here, once."""
+    grad_outs: dict[torch.dtype, Tensor] = {}
+    retain_graph = retains_graph(protocol, row)
+
+    def backward(out: Tensor, inputs: Inputs) -> object:
+        # A peer may round its out where eaves does not; converted once, not by autograd in every call.
+        if out.dtype not in grad_outs:
+            grad_outs[out.dtype] = inputs.grad_out.to(out.dtype)
+        grad_out = grad_outs[out.dtype]
+        if protocol == "autograd":
+            return torch.autograd.grad(out, inputs.differentiable, grad_out, retain_graph=retain_graph)
+        torch.autograd.backward(out, grad_out, retain_graph=retain_graph)  # what out.backward() calls
+        return ()
+
+    if row.in_place:
+        prepared: list[Inputs] = []
+
+        def prepare() -> None:
+            prepared.clear()  # an unused copy is gone before its successor is made
+            prepared.append(inputs.remade())
+
+        def run() -> object:
+            own = prepared.pop()
+            # The copies are returned, so that giving back their memory is not timed either.
+            return own, backward(forward(*own.arguments), own)
+
+        return Call(run, prepare)
+    if row.mode == "fwd":
+        return Call(lambda: forward(*inputs.arguments))
+    if row.mode == "bwd":
+        out = forward(*inputs.arguments)
+        return Call(lambda: backward(out, inputs))
+    return Call(lambda: backward(forward(*inputs.arguments), inputs))

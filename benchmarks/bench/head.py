@@ -1,0 +1,83 @@
+"""The shared parts of the benchmarks of a model's head: its tensors, and the products that limit it.
+
+An operator that multiplies matrices is not measured by bytes: the column `limit` is the matrix products themselves,
+whole, by torch.matmul into memory that exists already, on the data of the call. How fast they are depends on the data,
+through the power that they draw: they take the gradient of the row.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .benchmark import Inputs, Mode, normal
+
+DENSE_DEVIATION = 1.3
+"""The deviation of the logits of data "dense"."""
+
+_PIECE_ROWS = 256  # of the gradient of the logits, in float32, at a time
+
+
+class Shape(NamedTuple):
+    rows: int
+    features: int
+    classes: int
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+def parse_shape(text: str) -> Shape:
+    """512x64x1024."""
+    sizes = [int(size) if size.isdecimal() else 0 for size in text.split("x")]
+    if len(sizes) != 3 or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f'is "{text}", expected rows, features and classes such as 512x64x1024')
+    return Shape(*sizes)
+
+
+def head_tensors(
+    batch: int, features: int, classes: int, dtype: torch.dtype, device: torch.device, seed: int, is_dense: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [batch, features], head [classes, features], one class of each row. Normal numbers; where the
+    logits shall be dense, smaller hidden states."""
+    generator = torch.Generator(device).manual_seed(seed + 2)
+    hidden = normal([batch, features], dtype, device, seed)
+    head = normal([classes, features], dtype, device, seed + 1)
+    if is_dense:
+        hidden *= DENSE_DEVIATION / features**0.5
+    return hidden, head, torch.randint(classes, (batch,), device=device, generator=generator)
+
+
+def products(
+    mode: Mode, logits_gradient: Callable[[Tensor, Inputs, slice], Tensor]
+) -> Callable[[Inputs], Callable[[], object]]:
+    """The products of a mode: a forward has the logits', a backward one with the gradient of the logits for each of its
+    gradients. `logits_gradient` makes some rows of that gradient, from these rows of the logits."""
+
+    def make(inputs: Inputs) -> Callable[[], object]:
+        hidden, head = (argument.detach() for argument in inputs.arguments[:2])
+        is_head_trained = inputs.arguments[1].requires_grad
+        classes = len(head)
+        head = torch.nn.functional.pad(head, (0, 0, 0, -classes % (16 // head.itemsize)))
+        logits = torch.matmul(hidden, head.t())
+        gradient = torch.zeros_like(logits) if mode != "fwd" else logits
+        for first in range(0, len(logits) if mode != "fwd" else 0, _PIECE_ROWS):
+            rows = slice(first, first + _PIECE_ROWS)
+            gradient[rows, :classes] = logits_gradient(logits[rows, :classes], inputs, rows)
+        grad_hidden, grad_head = torch.empty_like(hidden), torch.empty_like(head)
+
+        def run() -> None:
+            if mode != "bwd":
+                torch.matmul(hidden, head.t(), out=logits)
+            if mode != "fwd":
+                torch.matmul(gradient, head, out=grad_hidden)
+            if is_head_trained and mode != "fwd":
+                torch.matmul(gradient.t(), hidden, out=grad_head)
+
+        return run
+
+    return make

@@ -1,0 +1,287 @@
+"""A head and its loss from JAX, forward and backward. Beside eaves: plain JAX with all the logits, a scan in chunks,
+tokamax's XLA implementation, the three matrix products alone as JAX runs them, and eaves from PyTorch if that has the
+same device. And the host's time of a small jitted call.
+
+    python benchmarks jax --json jax.json --plot jax.png
+
+Each contestant is one compiled program, and they take turns. The time is the clock's, from the call until its results
+exist, because JAX has streams of its own on which PyTorch's events see nothing; the calls take milliseconds. Each call
+that is timed follows one of its own that is not: how fast a GPU runs depends on the power that it has just drawn, and
+neighbours in the turn draw more and less.
+
+The memory is XLA's plan for the program beside its arguments: temporary buffers, among them eaves' scratch memory, and
+results; for PyTorch it is the peak of its allocator beside the arguments. JAX takes three quarters of a GPU's memory
+when it starts, its default: memory that it takes piece by piece is soon in pieces too small for all the logits. The
+exit status is 1 if a bar does not hold; bars are for GPUs, and for the published shapes.
+"""
+
+# mypy: disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+import eaves.jax
+from eaves import _info
+from eaves._bench import peak_of_call
+from eaves._output import Parser, say
+
+from . import results
+from .benchmark import PROGRAM, InvalidArgument, reason
+from .calls import Call
+from .head import DENSE_DEVIATION, Shape, head_tensors, parse_shape
+from .timing import Timer
+
+_CHUNK_ROWS = 2048
+_SMALL_CALLS = 100
+
+PUBLISHED = (Shape(32768, 2560, 128256), Shape(12288, 4096, 131072))
+CURVE = tuple(Shape(12288, 4096, classes) for classes in (4096, 16384, 32768, 65536))
+"""Smaller vocabularies of the second published shape, for the curves."""
+QUICK = Shape(512, 64, 1024)
+
+Loss = Callable[..., jax.Array]
+"""Takes hidden [rows, features], head [classes, features] or [features, classes], labels [rows]."""
+
+Run = Callable[[], object]
+"""Returns when its results exist."""
+
+# ---------------------------------------------------------------------------------------------------------- contestants
+
+
+def _all_logits(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
+    logits = (hidden @ head.T).astype(jnp.float32)  # as models do: the backward's products are of the inputs' dtype
+    picked = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
+    mean: jax.Array = (jax.nn.logsumexp(logits, -1) - picked).mean()
+    return mean
+
+
+def _in_chunks(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
+    """Chunks of rows, whose logits the backward computes again."""
+    rows = min(_CHUNK_ROWS, len(labels))
+
+    @jax.checkpoint
+    def chunk(total: jax.Array, each: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        return total + _all_logits(each[0], head, each[1]) * rows, None
+
+    chunks = (hidden.reshape(-1, rows, hidden.shape[1]), labels.reshape(-1, rows))
+    total: jax.Array = jax.lax.scan(chunk, jnp.zeros(()), chunks)[0]
+    return total / len(labels)
+
+
+def _tokamax() -> Loss:
+    function = importlib.import_module("tokamax").linear_softmax_cross_entropy_loss
+    return lambda hidden, head, labels: function(hidden, labels, head, reduction="mean", implementation="xla")
+
+
+def _losses() -> dict[str, tuple[Callable[[], Loss], bool]]:
+    """By name the maker of each loss, and whether its head lies [features, classes]."""
+    ours: Any = eaves.jax.linear_cross_entropy
+    return {
+        "eaves": (lambda: ours, False),
+        "eaves-recompute": (lambda: functools.partial(ours, algorithm="recompute"), False),
+        "eaves-dv": (lambda: functools.partial(ours, head_layout="dv"), True),
+        "jax": (lambda: _all_logits, False),
+        "jax-chunks": (lambda: _in_chunks, False),
+        "tokamax-xla": (_tokamax, True),
+    }
+
+
+def _products(hidden: jax.Array, head: jax.Array, gradient: jax.Array) -> tuple[jax.Array, ...]:
+    """The logits, and both products with their gradient."""
+    return hidden @ head.T, gradient @ head, gradient.T @ hidden
+
+
+@jax.jit
+def _gradient(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
+    """The gradient of the mean in the logits: how fast a product is depends on its data."""
+
+    def of_chunk(each: tuple[jax.Array, jax.Array]) -> jax.Array:
+        logits = jnp.einsum("nd,vd->nv", each[0], head, preferred_element_type=jnp.float32)
+        p = jax.nn.softmax(logits) - jax.nn.one_hot(each[1], len(head))
+        return (p / len(labels)).astype(hidden.dtype)
+
+    rows = min(_CHUNK_ROWS, len(labels))
+    chunks = (hidden.reshape(-1, rows, hidden.shape[1]), labels.reshape(-1, rows))
+    gradient: jax.Array = jax.lax.map(of_chunk, chunks).reshape(len(labels), len(head))
+    return gradient
+
+
+def _compiled(function: Any, *arrays: jax.Array) -> tuple[Run, int]:
+    """The program, and the bytes of memory that it needs."""
+    program = jax.jit(function).lower(*arrays).compile()
+    plan: Any = program.memory_analysis()
+    return lambda: jax.block_until_ready(program(*arrays)), plan.temp_size_in_bytes + plan.output_size_in_bytes
+
+
+def _from_torch(shape: Shape, on_gpu: bool) -> tuple[Run, int]:
+    if on_gpu and not torch.cuda.is_available():
+        raise RuntimeError("PyTorch sees no GPU")
+    device = torch.device("cuda" if on_gpu else "cpu")
+    hidden, head, labels = head_tensors(*shape, torch.bfloat16, device, 1, True)
+    for leaf in (hidden, head):
+        leaf.requires_grad_()
+
+    def run() -> None:
+        hidden.grad = head.grad = None
+        eaves.linear_cross_entropy(hidden, head, labels).backward()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+
+    run()
+    hidden.grad = head.grad = None
+    return run, peak_of_call(run, device)
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+
+def measure(shape: Shape, repetitions: int) -> list[dict[str, Any]]:
+    """A row for each contestant."""
+    keys = jax.random.split(jax.random.key(1), 3)
+    hidden = jax.random.normal(keys[0], shape[:2], jnp.bfloat16) * (DENSE_DEVIATION / shape.features**0.5)
+    head = jax.random.normal(keys[1], (shape.classes, shape.features), jnp.bfloat16)
+    labels = jax.random.randint(keys[2], shape[:1], 0, shape.classes)
+    on_gpu = jax.devices()[0].platform == "gpu"
+
+    def of_loss(make: Callable[[], Loss], is_turned: bool) -> tuple[Run, int]:
+        return _compiled(jax.value_and_grad(make(), (0, 1)), hidden, head.T if is_turned else head, labels)
+
+    makers: dict[str, Callable[[], tuple[Run, int]]] = {
+        name: functools.partial(of_loss, *loss) for name, loss in _losses().items()
+    }
+    makers["torch"] = lambda: _from_torch(shape, on_gpu)
+    makers["products"] = lambda: _compiled(_products, hidden, head, _gradient(hidden, head, labels))
+    rows: dict[str, dict[str, Any]] = {}
+    calls: dict[str, list[Call]] = {}
+    for name, make in makers.items():
+        rows[name] = {"shape": str(shape), "provider": name}
+        try:
+            run, memory_bytes = make()
+            calls[name] = [Call(run)]
+            rows[name]["memory_bytes"] = memory_bytes
+        except Exception as error:  # another library's code: whatever it raises, the others go on
+            rows[name]["skipped"] = reason(error)
+    for name, contestant in Timer(torch.device("cpu"), runs_twice=True).time(calls, repetitions).items():
+        rows[name] |= contestant.cell()
+    return list(rows.values())
+
+
+def measure_host() -> dict[str, float]:
+    """Microseconds of a jitted call of a small operator, the least of rounds that take turns."""
+    x = jnp.zeros((2, 3))
+    functions = {
+        "eaves": jax.jit(lambda x: eaves.jax.logsumexp(x, -1)),
+        "jax": jax.jit(lambda x: jax.nn.logsumexp(x, -1)),
+    }
+
+    def round_of(function: Callable[[jax.Array], jax.Array]) -> Call:
+        def run() -> object:
+            for _ in range(_SMALL_CALLS):
+                out = function(x)
+            return out
+
+        return Call(run, lambda: jax.block_until_ready(function(x)))
+
+    rounds = {name: [round_of(function)] for name, function in functions.items()}
+    timed = Timer(torch.device("cpu")).time(rounds, 20)
+    return {name: 1e3 * min(contestant.times_ms) / _SMALL_CALLS for name, contestant in timed.items()}
+
+
+def bars(rows: Sequence[Mapping[str, Any]], host_us: Mapping[str, float]) -> list[dict[str, Any]]:
+    """The aims on a GPU, and whether each holds; None if something was not measured."""
+    measured = {(row["shape"], row["provider"]): row for row in rows if "ms" in row}
+
+    def ratio(shape: Shape, name: str, other: str, key: str) -> float | None:
+        one, two = measured.get((str(shape), name)), measured.get((str(shape), other))
+        return None if one is None or two is None else one[key] / two[key]
+
+    many_rows, many_features = PUBLISHED
+    # Two measurements of the same function differ by up to a twentieth on the host.
+    found = [
+        ("time over that of the three products", many_rows, ratio(many_rows, "eaves", "products", "ms"), 1.10),
+        ("memory over that of all logits", many_rows, ratio(many_rows, "eaves", "jax", "memory_bytes"), 1 / 3),
+        ("time over that from PyTorch", many_features, ratio(many_features, "eaves", "torch", "ms"), 1.03),
+        ("host time of a small call over that of JAX", "logsumexp 2x3", host_us["eaves"] / host_us["jax"], 1.05),
+    ]
+    return [
+        {"what": what, "shape": str(shape), "value": value, "at_most": limit, "holds": value and value <= limit}
+        for what, shape, value, limit in found
+    ]
+
+
+def draw(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Time and memory over the number of classes, a panel each, for the rows and features that most shapes have."""
+    measured = [(parse_shape(row["shape"]), row) for row in rows if "ms" in row]
+    heads = [shape[:2] for shape in dict.fromkeys(shape for shape, _ in measured)]
+    head = max(heads, key=heads.count, default=(0, 0))
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(11, 4.2), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for name in dict.fromkeys(row["provider"] for _, row in measured):
+        of_name = [(s.classes, row) for s, row in measured if s[:2] == head and row["provider"] == name]
+        of_name.sort(key=lambda each: each[0])
+        classes = [each for each, _ in of_name]
+        style: dict[str, Any] = {"marker": "o", "markersize": 4, "linestyle": "--" if name == "products" else "-"}
+        panels[0].plot(classes, [row["ms"] for _, row in of_name], label=name, **style)
+        panels[1].plot(classes, [row["memory_bytes"] / 2**20 for _, row in of_name], **style)
+    for panel, quantity in zip(panels, ("ms", "MiB beside the arguments")):
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_xlabel("classes")
+        panel.set_ylabel(quantity)
+        panel.grid(color="#DDDDDD")
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{head[0]} rows of {head[1]} features, forward and backward\n{title}", fontsize=11)
+    figure.legend(loc="outside lower center", ncols=5, frameon=False)
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code."""
+    parser = Parser(prog=f"{PROGRAM} jax", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", type=parse_shape, action="append", help="rows x features x classes; may be repeated")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} instead of all others")
+    parser.add_argument("--repetitions", type=int, default=10)
+    parser.add_argument("--json", metavar="FILE", help="where to write the results too")
+    parser.add_argument("--plot", metavar="FILE", help="where to draw the curves; needs matplotlib")
+    arguments = parser.parse_args(argv)
+    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
+        raise InvalidArgument("--plot: matplotlib is not installed, expected benchmarks/requirements.txt")
+    if not (arguments.shape or arguments.quick) and jax.default_backend() != "gpu":
+        raise InvalidArgument("JAX has no GPU, which the published shapes are for: expected --quick or --shape")
+    json, plot = (path and results.check_file(f"--{name}", path)
+                  for name, path in (("json", arguments.json), ("plot", arguments.plot)))  # fmt: skip
+    rows = []
+    say(f"{'shape':<20} {'provider':<16} {'ms':>10} {'MiB':>10}")
+    for shape in arguments.shape or ([QUICK] if arguments.quick else PUBLISHED + CURVE):
+        for row in measure(shape, arguments.repetitions):
+            rows.append(row)
+            numbers = row.get("skipped") or f"{row['ms']:10.3f} {row['memory_bytes'] / 2**20:10.1f}"
+            say(f"{row['shape']:<20} {row['provider']:<16} {numbers}")
+    host_us = measure_host()
+    say(f"host time of a small call: eaves {host_us['eaves']:.2f} us, jax {host_us['jax']:.2f} us")
+    found = bars(rows, host_us)
+    for bar in found:
+        if bar["value"] is not None:
+            say(f"{bar['shape']}: {bar['what']} {bar['value']:.3f}, at most {bar['at_most']:.3f}")
+    device = jax.devices()[0]
+    versions = results.versions(["jax", "jaxlib", "torch", "tokamax"])
+    if json:
+        report = {
+            "schema": 1, "device": device.device_kind, "commit": _info.extension()["commit"], "date": results.now(),
+            "versions": versions, "rows": rows, "host_us": host_us, "bars": found,
+        }  # fmt: skip
+        results.write(json, report)
+    if plot:
+        draw(plot, rows, f"{device.device_kind}, eaves {versions['eaves']}, jax {versions['jax']}")
+    return int(device.platform == "gpu" and any(bar["holds"] is False for bar in found))

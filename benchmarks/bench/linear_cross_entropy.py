@@ -1,0 +1,203 @@
+"""linear_cross_entropy: the published rows (vocabulary by vocabulary), each direction and both, two kinds of data, and
+time against `workspace_bytes`.
+
+The column `limit` is the matrix products (`head.py`): the logits' for the loss, the two with the gradient of the
+logits for the backward, all three for both.
+
+Data: "spread" is normal inputs and weights, whose logits have a deviation of 64 (at 4096 features), so that the
+gradient is 0 almost everywhere; "dense" has smaller inputs, logits with a deviation of 1.3, and a gradient everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, compiled, normal, peer
+from .head import head_tensors, products
+
+# The others take a bias as their fourth argument, where it is given.
+WITHOUT_BIAS = ("liger-scaled", "cut-cross-entropy", "quack")
+
+# ------------------------------------------------------------------------------------------------------------ providers
+
+
+def _eaves(algorithm: str) -> Callable[[Any, Row], Forward]:
+    def make(function: Any, row: Row) -> Forward:
+        # The backward alone of an algorithm that computes gradients in the forward does nothing.
+        keywords: dict[str, Any] = {"algorithm": "recompute" if row.mode == "bwd" else algorithm}
+        if "workspace_mib" in row.options:
+            keywords["workspace_bytes"] = row.options["workspace_mib"] * 2**20
+        return lambda x, weight, target, bias=None: function(x, weight, target, linear_bias=bias, **keywords)
+
+    return make
+
+
+def _torch(functional: Any, row: Row) -> Forward:
+    """All logits at once."""
+    return lambda x, weight, target, bias=None: functional.cross_entropy(functional.linear(x, weight, bias), target)
+
+
+def _torch_chunked(options: Any, row: Row) -> Forward:
+    """PyTorch 2.13 has it."""
+    functional: Any = torch.nn.functional
+    return lambda x, weight, target, bias=None: functional.linear_cross_entropy(
+        x, weight, target, linear_bias=bias, options=options()
+    )
+
+
+def _liger(function: Any, row: Row) -> Forward:
+    return lambda x, weight, target, bias=None: function.apply(x, weight, target, bias)[0]
+
+
+def _liger_larger(function: Any, row: Row) -> Forward:
+    """With chunks of about the size that eaves takes by default: four times as many rows (chunk_mem_const)."""
+    unused = (None, -100, 0.0, 0.0, "mean", None, False, None, False, False, False, None, None)
+    return lambda x, weight, target, bias=None: function.apply(x, weight, target, bias, *unused, 4)[0]
+
+
+def _liger_scaled(function: Any, row: Row) -> Forward:
+    """Its newer kernels (on Hopper and Blackwell with the products in them), which compute the logits again in the
+    backward and give the loss of each row."""
+
+    def forward(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        losses = function.apply(x, weight, target)
+        mean: Tensor = (losses[0] if isinstance(losses, tuple) else losses).mean()
+        return mean
+
+    return forward
+
+
+def _cut_cross_entropy(function: Any, row: Row) -> Forward:
+    """As its users call it: it leaves out gradients that it takes for negligible (filter_eps)."""
+    return lambda x, weight, target: function(x, weight, target)
+
+
+def _fla(module: Any, row: Row) -> Forward:
+    loss = module()
+    return lambda x, weight, target, bias=None: loss(x, target, weight, bias)
+
+
+def _quack(function: Any, row: Row) -> Forward:
+    # Its default, 4096 rows at a time, is an error of version 0.6.5 where there are as many features.
+    return lambda x, weight, target: function(x, weight, target, chunk_size=3072 if weight.shape[1] == 4096 else 4096)
+
+
+def _bounded(row: Row) -> str:
+    return "no bound of its workspace" if "workspace_mib" in row.options else ""
+
+
+def _at_once(row: Row) -> str:
+    """A provider that computes the gradients in the forward has no backward alone."""
+    return _bounded(row) or ("the forward computes the gradients" if row.mode == "bwd" else "")
+
+
+def _not_both(row: Row) -> str:
+    return "" if row.mode == "fwd+bwd" and not _bounded(row) else "the same as eaves"
+
+
+_LCE = "eaves:linear_cross_entropy"
+_TORCH = Provider("torch", "torch.nn:functional", _torch, lacks=_bounded)
+_LIGER = "liger_kernel.ops:LigerFusedLinearCrossEntropyFunction"
+_CUT = "cut_cross_entropy:linear_cross_entropy"
+_SCALED = "liger_kernel.ops.fused_linear_scaled_cross_entropy:LigerFusedLinearScaledCrossEntropyFunction"
+
+
+PROVIDERS = (
+    Provider("eaves", _LCE, _eaves("auto")),
+    Provider("eaves-memory", _LCE, _eaves("memory"), lacks=_not_both),
+    Provider("eaves-recompute", _LCE, _eaves("recompute"), lacks=_not_both),
+    _TORCH,
+    compiled(_TORCH),
+    Provider("torch-chunked", "torch.nn:LinearCrossEntropyOptions", _torch_chunked, lacks=_at_once),
+    peer("liger", _LIGER, _liger, "liger-kernel", _at_once),
+    peer("liger-larger", _LIGER, _liger_larger, "liger-kernel", _at_once),
+    peer("liger-scaled", _SCALED, _liger_scaled, "liger-kernel", _bounded),
+    peer("cut-cross-entropy", _CUT, _cut_cross_entropy, "cut-cross-entropy", _bounded),
+    peer("fla", "fla.modules:FusedLinearCrossEntropyLoss", _fla, "fla-core", _at_once),
+    peer(
+        "quack",
+        "quack.linear_cross_entropy:chunked_linear_cross_entropy",
+        _quack,
+        "quack-kernels nvidia-cutlass-dsl",
+        _at_once,
+    ),
+)
+
+# ----------------------------------------------------------------------------------------------------------------- rows
+
+
+def _logits_gradient(logits: Tensor, inputs: Inputs, rows: slice) -> Tensor:
+    """The gradient of the mean of the losses."""
+    target = inputs.arguments[2]
+    p = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    p[torch.arange(len(p), device=p.device), target[rows]] -= 1
+    return p / len(target)
+
+
+# Peers round logits to 16 bits. Beyond 64 that is off by up to a quarter, beyond 256 by one, and a probability with it
+# by up to a factor of e.
+_ROUNDED_LOGITS = 0.6
+
+
+def _row(batch: int, features: int, classes: int, mode: Mode, dtype_name: str, **options: Any) -> Row:
+    dtype, is_spread = DTYPES[dtype_name], options["data"] == "spread"
+    result_dtype = torch.promote_types(dtype, torch.float32)
+    arguments_bytes = (batch + classes) * features * dtype.itemsize
+    gradient_bytes = 0 if mode == "fwd" else arguments_bytes
+
+    def make_inputs(device: torch.device, seed: int) -> Inputs:
+        x, weight, target = head_tensors(batch, features, classes, dtype, device, seed, not is_spread)
+        one = torch.ones((), dtype=result_dtype, device=device)
+        grad_out = normal([], result_dtype, device, seed + 1) if mode == "bwd" else one
+        return Inputs((x.requires_grad_(mode != "fwd"), weight.requires_grad_(mode != "fwd"), target), grad_out)
+
+    return Row(
+        *("linear_cross_entropy", mode, dtype_name, {"batch": batch, "dim": features, "v": classes}),
+        *(arguments_bytes + batch * torch.int64.itemsize, gradient_bytes + result_dtype.itemsize, gradient_bytes),
+        make_inputs=make_inputs,
+        options=options,
+        flops={"fwd": 2, "bwd": 4, "fwd+bwd": 6}[mode] * batch * features * classes,
+        make_limit=products(mode, _logits_gradient),
+        tolerance=_ROUNDED_LOGITS if dtype.itemsize == 2 and is_spread else None,
+    )
+
+
+# Features and classes of heads beside the published ones: GPT-2's, and three of Qwen's.
+_MODELS = ((4096, 50257), (2048, 151936), (4096, 151936), (8192, 151936))
+
+
+def _rows(request: Request) -> list[Row]:
+    is_quick = request.sweep == "quick"
+    is_cpu = is_quick and request.device_type == "cpu"
+    batch, features, powers = (512, 1024, (10, 12, 15)) if is_cpu else (12288, 4096, tuple(range(10, 18)))
+    few = powers if is_cpu else (12, 15, 17)  # forward and backward are also measured by themselves
+    modes: tuple[Mode, ...] = ("fwd", "bwd", "fwd+bwd") if is_quick else ("fwd+bwd",)
+    dtypes = [request.dtype] + (["fp32"] if request.device_type == "cpu" and not request.has_dtype else [])
+    rows = [
+        _row(batch, features, 2**power, mode, dtype, data=data)
+        for dtype in dtypes
+        for data in (("dense", "spread") if is_quick else ("spread",))
+        for mode in modes
+        for power in (powers if mode == "fwd+bwd" else few)
+    ]
+    if is_quick:
+        bounds = (1, 4, 16) if is_cpu else (64, 256, 1024)
+        rows += [
+            _row(batch, features, 2 ** powers[-1], "fwd+bwd", request.dtype, data=data, workspace_mib=bound)
+            for data in ("dense", "spread")
+            for bound in bounds
+        ]
+    if is_quick and not is_cpu:
+        rows += [_row(batch, dim, classes, "fwd+bwd", request.dtype, data="dense") for dim, classes in _MODELS]
+    return rows
+
+
+def _row_of_shape(shape: Mapping[str, Any], dtype: str) -> Row:
+    return _row(shape["rows"], shape["dim"], shape["v"], "fwd+bwd", dtype, data="dense")
+
+
+OPERATOR = Operator("linear_cross_entropy", PROVIDERS, _rows, ("rows,dim,v",), _row_of_shape)

@@ -1,0 +1,172 @@
+"""linear_log_prob, as post-training calls a model's head, beside the functions of its libraries: log-probabilities of
+chosen tokens with entropies and the gradients of both, in hidden states and head; the same without gradients, as of a
+reference model (nothing requires a gradient, as under torch.no_grad()); and log-probabilities alone over a frozen head
+(LoRA), with the gradient of the hidden states.
+
+With entropies a call gives both, [2, rows], and both have a random upstream gradient, as advantages are.
+The column `limit` is the matrix products (`head.py`): three, one, and two. The logits have a deviation of 1.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, compiled, normal
+from .head import head_tensors, products
+
+# ------------------------------------------------------------------------------------------------------------ providers
+
+
+def _has_entropy(row: Row) -> bool:
+    return "entropy" in row.options
+
+
+def _eaves(algorithm: str) -> Callable[[Any, Row], Forward]:
+    def make(function: Any, row: Row) -> Forward:
+        if not _has_entropy(row):
+            return lambda hidden, head, tokens: function(hidden, head, tokens, algorithm=algorithm)
+
+        def forward(hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
+            out = function(hidden, head, tokens, outputs="entropy", algorithm=algorithm)
+            return torch.stack((out.log_prob, out.entropy))
+
+        return forward
+
+    return make
+
+
+def _of_logits(logits: Tensor, tokens: Tensor, has_entropy: bool) -> Tensor:
+    """The formula, in float32 as trainers compute it (in float64 of float64)."""
+    log_p = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
+    log_prob = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return torch.stack((log_prob, -(log_p.exp() * log_p).sum(-1))) if has_entropy else log_prob
+
+
+def _torch(module: Any, row: Row) -> Forward:
+    """All logits at once."""
+    has_entropy = _has_entropy(row)
+    return lambda hidden, head, tokens: _of_logits(hidden @ head.t(), tokens, has_entropy)
+
+
+def _trl(function: Any, row: Row) -> Forward:
+    """As TRL's trainers call it: 32768 tokens of the vocabulary at a time. It multiplies three times in the backward,
+    of a frozen head twice, and rounds logits to the dtype of the hidden states."""
+    outputs = ("entropy",) if _has_entropy(row) else ()
+
+    def forward(hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
+        log_prob, entropy, *_ = function.apply(hidden, head, None, tokens, 1.0, 32768, None, 1.0, outputs)
+        return log_prob if entropy is None else torch.stack((log_prob, entropy))
+
+    return forward
+
+
+def _verl(function: Any, row: Row) -> Forward:
+    """It computes the entropy in every call, and in the backward the gradient of the head, of a frozen one too."""
+
+    def forward(hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
+        log_prob, entropy = function(hidden, head, tokens, 1.0, "none")
+        return torch.stack((log_prob, entropy)) if _has_entropy(row) else log_prob
+
+    return forward
+
+
+def _liger(module: Any, row: Row) -> Forward:
+    """The part of its chunked losses (GRPO, PPO) that computes log-probabilities, a private one, as they call it, but
+    on all rows at once. It is made of torch's operators, and multiplies gradients in float32."""
+    chunk = module._SELECTIVE_LOGPROB_VOCAB_CHUNK_SIZE
+    function: Any = module._ChunkedSelectiveLogProbFunction.apply
+    return lambda hidden, head, tokens: function(hidden, head, tokens, None, 1.0, chunk)
+
+
+def _no_entropy(row: Row) -> str:
+    return "no entropy" if _has_entropy(row) else ""
+
+
+def _not_frozen(row: Row) -> str:
+    # The factor of the rows is only known in the backward: both compute the logits again for the head's gradient.
+    return "" if "frozen_head" in row.options else "the same as eaves"
+
+
+_ELP = "eaves:linear_log_prob"
+_TORCH = Provider("torch", "torch", _torch)
+
+PROVIDERS = (
+    Provider("eaves", _ELP, _eaves("auto")),
+    Provider("eaves-recompute", _ELP, _eaves("recompute"), lacks=_not_frozen),
+    _TORCH,
+    compiled(_TORCH),
+    Provider("trl", "trl.kernels.chunked_logprob:ChunkedLogProbFunction", _trl, ("trl",)),
+    Provider("verl", f"{__package__}.verl_kernel:linear_cross_entropy", _verl, ("verl",), needs_gpu=True),
+    Provider("liger", "liger_kernel.chunked_loss.fused_linear_ppo", _liger, ("liger-kernel",), lacks=_no_entropy),
+)
+
+# ----------------------------------------------------------------------------------------------------------------- rows
+
+
+def _logits_gradient(logits: Tensor, inputs: Inputs, rows: slice) -> Tensor:
+    logits = logits.requires_grad_()
+    out = _of_logits(logits, inputs.arguments[2][rows], inputs.grad_out.dim() == 2)
+    (gradient,) = torch.autograd.grad(out, logits, inputs.grad_out[..., rows])
+    return gradient
+
+
+# Peers round logits to 16 bits, each by up to 0.016 where the largest log-probability is about 15.
+_ROUNDED_LOGITS = 0.01
+
+KINDS: tuple[tuple[Mode, dict[str, bool]], ...] = (
+    ("fwd+bwd", {"entropy": True}),
+    ("fwd", {"entropy": True}),
+    ("fwd+bwd", {"frozen_head": True}),
+)
+"""Mode and options of the rows."""
+
+
+def _row(batch: int, features: int, classes: int, mode: Mode, dtype_name: str, **options: Any) -> Row:
+    dtype = DTYPES[dtype_name]
+    result_dtype = torch.promote_types(dtype, torch.float32)
+    hidden_bytes, head_bytes = batch * features * dtype.itemsize, classes * features * dtype.itemsize
+    is_head_trained = mode != "fwd" and "frozen_head" not in options
+    gradient_bytes = 0 if mode == "fwd" else hidden_bytes + (head_bytes if is_head_trained else 0)
+    out_shape = [2, batch] if "entropy" in options else [batch]
+
+    def make_inputs(device: torch.device, seed: int) -> Inputs:
+        hidden, head, tokens = head_tensors(batch, features, classes, dtype, device, seed, is_dense=True)
+        arguments = (hidden.requires_grad_(mode != "fwd"), head.requires_grad_(is_head_trained), tokens)
+        return Inputs(arguments, normal(out_shape, result_dtype, device, seed + 3))
+
+    return Row(
+        *("linear_log_prob", mode, dtype_name, {"batch": batch, "dim": features, "v": classes}),
+        hidden_bytes + head_bytes + batch * torch.int64.itemsize,
+        gradient_bytes + len(out_shape) * batch * result_dtype.itemsize,
+        gradient_bytes,
+        make_inputs=make_inputs,
+        options=options,
+        flops=2 * (1 if mode == "fwd" else 3 if is_head_trained else 2) * batch * features * classes,
+        make_limit=products(mode, _logits_gradient),
+        tolerance=_ROUNDED_LOGITS if dtype.itemsize == 2 and mode == "fwd" else None,
+    )
+
+
+def _rows(request: Request) -> list[Row]:
+    """The sweep "published" has none. The vocabularies on a GPU are Mistral's and Qwen's."""
+    is_cpu = request.device_type == "cpu"
+    batch, features, vocabularies = (512, 1024, (1024, 32768)) if is_cpu else (8192, 4096, (32768, 151936))
+    dtypes = [request.dtype] + (["fp32"] if is_cpu and not request.has_dtype else [])
+    return [
+        _row(batch, features, vocabulary, mode, dtype, **options)
+        for mode, options in KINDS
+        for dtype in dtypes
+        for vocabulary in vocabularies
+        if request.sweep == "quick"
+    ]
+
+
+def _row_of_shape(shape: Mapping[str, Any], dtype: str) -> Row:
+    return _row(shape["rows"], shape["dim"], shape["v"], "fwd+bwd", dtype, entropy=True)
+
+
+OPERATOR = Operator("linear_log_prob", PROVIDERS, _rows, ("rows,dim,v",), _row_of_shape)

@@ -1,0 +1,219 @@
+"""The two pages of a device, drawn from the result files in its folder alone. README.md has an operator's longest
+rows, its curves, and the rows where a peer is ahead; details.md has every other row. `python benchmarks page` draws
+them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from eaves import _output
+from eaves._output import say
+
+from . import results, tables
+from .benchmark import PROGRAM, InvalidArgument, Operator, Provider
+from .calls import PROTOCOLS
+from .operators import OPERATORS
+from .tables import MODES, QUANTITIES, Kind, Table
+
+PAGE = "README.md"
+DETAILS = "details.md"
+
+_HEAD = """\
+`limit` is a plain kernel that streams the same bytes, in the same run; where an operator multiplies matrices, these
+products, whole. MiB is the peak of memory with inputs and outputs counted, for `limit` these alone."""
+
+_REST = f"""\
+[Where a peer is faster](#where-a-peer-is-faster) has the rows that eaves loses; [{DETAILS}]({DETAILS}) has every other
+row: other shapes and options, {{}}. Drawn by `{PROGRAM} page`."""
+
+_ABOUT = """\
+Every number is from one process, the implementations taking turns, each with cold caches: the median of the times in
+milliseconds, and the peak of memory. Before it is timed, what each one computes is compared with what eaves computes.
+
+- `eaves / limit` is 1 at the limit.
+- `best peer / eaves` is the best of the others by eaves: above 1 eaves is faster, or takes less memory.
+- Times are unsteady whose median is more than twice the fastest: the machine was busy with something else. Sentences
+  above the tables leave such rows out.
+- A peak of less than nine tenths of inputs and outputs is not shown: something else was freed meanwhile.
+- Protocol `autograd`: a backward is `torch.autograd.grad(out, inputs, grad_out)`.
+- Protocol `accumulate`, as in the published measurements that eaves started from: a backward is
+  `out.backward(grad_out)`, and `.grad` is never cleared, so that every call also adds its gradient to the one before,
+  and the limit streams these bytes too. `--sweep published` measures their shapes."""
+
+_SLOWER = f"""\
+Every row of both pages, by both protocols, where `best peer / eaves` is below {1 - tables.NOISE:.2f}."""
+
+_AS_GOOD = f"""\
+The rows where a peer takes less time or less memory, by more than {100 * tables.NOISE:.0f} %, and at most
+{100 * tables.NOISE:.0f} % more of the other. The provider `eaves` is the default, `eaves-<algorithm>` is called with
+that `algorithm`. The backward of linear_cross_entropy by itself is `recompute` in the line `eaves`, because the default
+has computed the gradients by then."""
+
+
+class Folder:
+    """The result files of a device."""
+
+    def __init__(self, path: Path, operators: Sequence[Operator]) -> None:
+        self.path, self.operators = path, operators
+        self.files = results.read(path, [operator.name for operator in operators])
+        self.tables = {name: tables.tables(content["rows"]) for name, content in self.files.items()}
+
+    def of(self, operator: Operator, protocol: str) -> list[Table]:
+        return self.tables.get(results.file_name(operator.name, protocol), [])
+
+
+def draw(path: Path, operators: Sequence[Operator], names: Iterable[str] | None = None) -> None:
+    """The curves of these files, or of every file, then the pages."""
+    folder = Folder(path, operators)
+    if not folder.files:
+        example = results.file_name(operators[0].name, PROTOCOLS[0])
+        raise InvalidArgument(f'page: "{path}" has no result file, expected such as {example}')
+    pictures = results.check_folder("page", path / "plots")
+    try:
+        from . import plot
+
+        for name in folder.files if names is None else names:
+            content = folder.files[name]
+            versions = (
+                f"{content['device']}, eaves {content['versions']['eaves']}, torch {content['versions']['torch']}"
+            )
+            op = content["rows"][0]["op"]
+            for picture in plot.draw(pictures, op, content["protocol"], folder.tables[name], versions):
+                say(f"# wrote {picture}")
+    except InvalidArgument as error:  # without matplotlib there are pages all the same
+        print(f"# no curves are drawn: {error}", file=sys.stderr)
+    for name, text in texts(folder).items():
+        results.write(path / name, text)
+        say(f"# wrote {path / name}")
+
+
+def texts(folder: Folder) -> dict[str, str]:
+    """The pages by their names."""
+    drawn = {PAGE: _page(folder), DETAILS: _details(folder)}
+    return {name: "\n".join(lines).rstrip("\n") + "\n" for name, lines in drawn.items()}
+
+
+def _device(folder: Folder) -> str:
+    return next(iter(folder.files.values()))["device"] if folder.files else "no device"
+
+
+def _page(folder: Folder) -> list[str]:
+    accumulates = any(folder.of(each, "accumulate") for each in folder.operators)
+    rest = "memory by size, and protocol `accumulate`" if accumulates else "and memory by size"
+    lines = [f"# {_device(folder)}: eaves beside its peers", "", _HEAD, "", _REST.format(rest), ""]
+    for operator in folder.operators:
+        found = folder.of(operator, PROTOCOLS[0])
+        if found:
+            chosen, cases = tables.headline(found)
+            lines += [f"## {operator.name}", ""]
+            shared = [word for word in cases[0].words.split(", ") if all(word in case.words for case in cases)]
+            modes = "; ".join(MODES.get(table.mode, table.mode) for table in chosen).capitalize()
+            lines += [f"{modes}: {', '.join(shared)}.", ""]
+            lines += tables.markdown(tables.headline_table(found))
+            lines += _images(folder, operator, "time", "memory")
+            lines += [f"- {sentence}" for sentence in tables.summary(found)] + [""]
+            lines += [line for table in chosen if table.is_curve for line in _table(table, "ms", "")]
+    everything = [table for each in folder.tables.values() for table in each]
+    for heading, words, rows in (
+        ("Where a peer is faster", _SLOWER, tables.slower(everything)),
+        ("Where a peer is at least as good in time and memory", _AS_GOOD, tables.as_good(everything)),
+    ):
+        shown = tables.markdown(rows, left=len(rows[0])) if len(rows) > 1 else ["There is no such row.", ""]
+        lines += [f"## {heading}", "", words, "", *shown]
+    return [*lines, "## How it was measured", "", _ABOUT, "", *_files(folder)]
+
+
+def _table(table: Table, kind: Kind, protocol: str) -> list[str]:
+    heading = f"#### {QUANTITIES[kind]}, protocol {protocol}" if protocol else f"### {table.title}; {QUANTITIES[kind]}"
+    return [heading, "", *tables.markdown_table(table, kind)]
+
+
+def _images(folder: Folder, operator: Operator, *names: str) -> list[str]:
+    """The curves that exist."""
+    files = {name: f"plots/{operator.name}-{name}.png" for name in names}
+    return [
+        line
+        for name, file in files.items()
+        if (folder.path / file).exists()
+        for line in (f"![{operator.name}: {name.replace('-', ', ')}]({file})", "")
+    ]
+
+
+def _files(folder: Folder) -> list[str]:
+    """For each file the device, the date and the versions."""
+    lines = [["measured", "device", "commit", "date", "versions"]]
+    for name, head in folder.files.items():
+        place = (
+            f"CUDA {head['cuda']}, driver {head['driver']}" if head["cuda"] is not None else head.get("cpu_level", "")
+        )
+        commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]*", r"\1", head["commit"])
+        versions = ", ".join(f"{package} {version}" for package, version in head["versions"].items())
+        date = head["date"].replace("T", " ").replace("Z", " UTC")
+        lines.append([f"[{name}]({name})", f"{head['device']}, {place}", f"`{commit}`", date, versions])
+    kernels = [path.name for path in sorted(folder.path.glob("*.json"))
+               if b'"protocol": "kernel"' in path.read_bytes()[:2000]]  # fmt: skip
+    links = ", ".join(f"[{name}]({name})" for name in kernels)
+    return tables.markdown(lines, left=5) + ([f"From C++, without peers: {links}."] if links else [])
+
+
+def _details(folder: Folder) -> list[str]:
+    lines = [f"# {_device(folder)}: every other row", ""]
+    lines += [f"[{PAGE}]({PAGE}) has the longest rows, the curves, and how all was measured.", ""]
+    for operator in folder.operators:
+        by_protocol = {protocol: folder.of(operator, protocol) for protocol in PROTOCOLS}
+        if not any(by_protocol.values()):
+            continue
+        lines += [f"## {operator.name}", ""]
+        lines += _images(folder, operator, "more-time", "all-memory", "accumulate-time", "accumulate-memory")
+        on_first = tables.headline(by_protocol[PROTOCOLS[0]])[0]
+        for title in dict.fromkeys(table.title for found in by_protocol.values() for table in found):
+            lines += [f"### {title}", ""]
+            for protocol, found in by_protocol.items():
+                for table in (each for each in found if each.title == title):
+                    is_shown = table.is_curve and any(table is each for each in on_first)
+                    kinds: tuple[Kind, ...] = ("peak_mib", "host_ms") if is_shown else ("ms", "peak_mib")
+                    lines += [line for kind in kinds if table.names(kind) for line in _table(table, kind, protocol)]
+    return lines + _not_measured(folder)
+
+
+def _not_measured(folder: Folder) -> list[str]:
+    """Result files and providers that are missing."""
+    lines: list[str] = []
+    for operator in folder.operators:
+        for protocol in PROTOCOLS:
+            name = results.file_name(operator.name, protocol)
+            content: dict[str, Any] | None = folder.files.get(name)
+            if content is None:
+                lines.append(f"{operator.name}, protocol {protocol}: there is no result file")
+                continue
+            measured = {row["provider"] for row in content["rows"] if row["ms"] is not None}
+            absent = [provider for provider in operator.providers if provider.name not in measured]
+            for provider in absent:
+                skipped = dict.fromkeys(row["skipped"] for row in content["rows"] if row["provider"] == provider.name)
+                why = tables.code("; ".join(skipped)) if skipped else _reason(provider, content)
+                lines.append(f"{operator.name}, protocol {protocol}, {provider.name}: {why}")
+    return ["## Not measured", "", *(f"- {line}" for line in lines or ["nothing"])]
+
+
+def _reason(provider: Provider, content: dict[str, Any]) -> str:
+    """Why a provider has no row in a result file, by what the file says."""
+    if provider.needs_gpu and content["cuda"] is None:
+        return "needs a GPU"
+    if not content["versions"].keys() >= set(provider.packages):
+        return "was not installed"
+    return "was not asked for, or cannot do these rows"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Draws the pages and curves of folders again, without measuring."""
+    parser = _output.Parser(prog=f"{PROGRAM} page", description=main.__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="such as benchmarks/results/intel-xeon")
+    for folder in parser.parse_args(argv).folders:
+        draw(folder, OPERATORS)
+    _output.check()
+    return 0

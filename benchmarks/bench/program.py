@@ -1,0 +1,159 @@
+"""The command line of `python benchmarks`. One sentence on stderr says what was wrong.
+
+Exit codes: 0 done, or the reader of a pipe has left; 1 the device or the system failed; 2 an argument is wrong; 130 the
+run was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from eaves import _output
+
+from .benchmark import DTYPES, PROGRAM, InvalidArgument, Operator, check_names
+from .calls import PROTOCOLS
+from .operators import OPERATORS
+from .run import run_bench
+
+RESULTS = Path(__file__).parents[1] / "results"
+COMMANDS = ("page", "jax", "ranks", "accuracy")
+"""Modules with a command line of their own."""
+
+_DESCRIPTION = """\
+Measures eaves side by side with PyTorch and the libraries that are installed, in
+one process, the implementations taking turns: time, peak memory with inputs and
+outputs counted, and on a GPU the time that a call keeps Python busy (host).
+
+Without the name of an operator it measures all of them by both protocols, and
+keeps them in the device's folder with pages of all tables. With names it prints
+the tables of these, by one protocol. With --shape it measures one operator on a
+shape of your own."""
+
+_EPILOG = f"""\
+other commands (each has --help):
+  {PROGRAM} page DIR  the pages and curves of a folder, from its result files
+  {PROGRAM} jax       a model's head from JAX
+  {PROGRAM} ranks     a model's head cut over ranks
+  {PROGRAM} accuracy  the errors of a model's head against float64
+
+lines of a table:
+  eaves, torch, ...  the implementations
+  limit              a plain kernel that streams the same bytes in the same run;
+                     for a model's head its products, by torch.matmul; for
+                     memory inputs and outputs alone
+  best peer / eaves  above 1 eaves is faster, or takes less memory
+
+protocols:
+  autograd    a backward is torch.autograd.grad(out, inputs, grad_out)
+  accumulate  it is out.backward(grad_out) and .grad is never cleared: every
+              call also adds its gradient to the one before, and the limit
+              streams these bytes too. So the published measurements were made;
+              --sweep published has their shapes
+
+--shape, forward and backward of:
+  logsumexp             rows=4096,n=131072
+  cross_entropy         rows=4096,v=131072
+  linear_cross_entropy  rows=2048,dim=768,v=50257
+  linear_log_prob       rows=2048,dim=768,v=50257; with entropies
+  lrpe_cosine           batch=12,length=8192,heads=12,dim=128
+                        (grid=64x64 instead of length)
+
+results, below --results in a folder of the device's name, such as intel-xeon:
+  <operator>_<protocol>.json  the rows; while they are measured they are in
+                              <operator>_<protocol>.partial.json
+  plots/                      the curves; they need matplotlib
+  README.md, details.md       the pages, from every result file of the folder"""
+
+
+def parse_shape(text: str, operator: Operator) -> Mapping[str, Any]:
+    """rows=2048,dim=768,v=50257; grid=64x64."""
+    parts = [part.partition("=") for part in text.split(",")]
+    try:
+        shape = {key: [int(size) for size in value.split("x")] if key == "grid" else int(value)
+                 for key, _, value in parts}  # fmt: skip
+        sizes = [size for value in shape.values() for size in (value if isinstance(value, list) else [value])]
+        if min(sizes) < 1 or len(shape) < len(parts) or math.prod(sizes) >= 2**50:
+            raise ValueError
+    except ValueError:
+        shape = {}
+    if sorted(shape) not in [sorted(keys.split(",")) for keys in operator.shapes]:
+        expected = " or ".join(operator.shapes).replace(",", "=..,") + "=.."
+        raise InvalidArgument(f'--shape: is "{text}", expected {expected} of {operator.name}, positive numbers')
+    return shape
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _output.Parser(
+        prog=PROGRAM,
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("operators", nargs="*", metavar="operator", help="what to measure; without any: everything, into a folder")
+    add("--shape", metavar="KEY=N,..", help="measure one operator on this shape, see below")
+    add("--provider", action="append", default=[], metavar="NAME", help="only this one; repeat it for more")
+    add("--device", choices=["cpu", "cuda"], help="without: cuda where PyTorch sees a GPU")
+    add("--sweep", choices=["quick", "published"], default="quick",
+        help="quick: lengths that suit the device; published: the rows of published tables, no others")  # fmt: skip
+    add("--protocol", choices=PROTOCOLS,
+        help="what a backward is, see below; without: autograd, and both where a folder is written")  # fmt: skip
+    add("--dtype", choices=DTYPES, help="without: bf16, and fp32 where it differs")
+    add("--repetitions", type=int, default=30, metavar="N", help="of each row (30); slow rows get fewer, at least 5")
+    add("--warm-up-ms", type=float, default=500.0, metavar="MS", help="before each table, until clocks settle (500)")
+    add("--threads", type=int, default=0, metavar="N", help="CPU threads of all; without: PyTorch's number")
+    add("--results", metavar="DIR", help="keep results, curves and pages below this folder; without operators: "
+        f"{os.path.relpath(RESULTS)}")  # fmt: skip
+    add("--replace", action="store_true",
+        help="let result files there lose rows and providers that this run does not measure")  # fmt: skip
+    return parser
+
+
+def parse_arguments(argv: Sequence[str], operators: Sequence[Operator]) -> argparse.Namespace:
+    """With `operators` and `protocols` filled in, and `shape` parsed; without a folder to write `results` is None."""
+    parsed = _parser().parse_args(argv)
+    for name, low, high in (("repetitions", 1, 100000), ("warm_up_ms", 0, 60000), ("threads", 0, os.cpu_count() or 1)):
+        if not low <= (value := getattr(parsed, name)) <= high:
+            raise InvalidArgument(f"--{name.replace('_', '-')}: is {value}, expected {low} to {high}")
+    if parsed.results == "":
+        raise InvalidArgument("--results: is empty, expected the name of a folder")
+    if not parsed.operators and parsed.results is None:
+        parsed.results = RESULTS
+    by_name = {operator.name: operator for operator in operators}
+    check_names("there is no operator", parsed.operators, by_name)
+    if parsed.shape is not None:
+        if len(parsed.operators) != 1 or parsed.results is not None:
+            raise InvalidArgument("--shape: is one row of one operator, expected its name, and no --results")
+        parsed.shape = parse_shape(parsed.shape, by_name[parsed.operators[0]])
+    parsed.operators = [by_name[name] for name in dict.fromkeys(parsed.operators or by_name)]
+    known = dict.fromkeys(provider.name for operator in parsed.operators for provider in operator.providers)
+    check_names("--provider: there is no provider", parsed.provider, known)
+    default = PROTOCOLS[:1] if parsed.results is None else PROTOCOLS
+    parsed.protocols = [parsed.protocol] if parsed.protocol else default
+    return parsed
+
+
+def main(argv: Sequence[str] | None = None, operators: Sequence[Operator] = OPERATORS) -> int:
+    """Returns the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        if words and words[0] in COMMANDS:
+            return int(import_module(f".{words[0]}", __package__).main(words[1:]))
+        run_bench(parse_arguments(words, operators), operators)
+        _output.check()
+        return 0
+    except InvalidArgument as error:
+        code, sentence = 2, str(error)
+    except (OSError, RuntimeError) as error:
+        code, sentence = 1, str(error)
+    except KeyboardInterrupt:
+        code, sentence = 130, "stopped; with --results the finished rows are in a file that ends in .partial.json"
+    print(f"{PROGRAM}: {sentence}", file=sys.stderr)
+    return code

@@ -1,0 +1,129 @@
+"""Result files: the JSON of `eaves bench --json`, with every provider's lines and the versions of all packages; and the
+names of files and folders of results."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eaves import _info
+
+from .benchmark import InvalidArgument
+from .calls import PROTOCOLS
+from .device import device_name
+from .harness import Entry
+
+
+def result(rows: Sequence[Entry], device: torch.device, protocol: str, packages: Iterable[str] = ()) -> dict[str, Any]:
+    """Schema 1."""
+    info = _info.extension()
+    is_gpu = device.type == "cuda"
+    head: dict[str, Any] = {
+        "schema": 1,
+        "device": device_name(device),
+        "cuda": torch.version.cuda if is_gpu else None,
+        "driver": info["cuda"]["driver"] if is_gpu else None,
+    }
+    if not is_gpu:
+        head |= {"cpu_level": info["cpu"]["level"], "threads": torch.get_num_threads()}
+    return head | {
+        "commit": info["commit"],
+        "date": now(),
+        "protocol": protocol,
+        "versions": versions(["torch", "triton", *packages]),
+        "rows": list(rows),
+    }
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of eaves, Python and the packages that are installed."""
+    found = {"eaves": _info.extension()["version"], "python": platform.python_version()}
+    for package in dict.fromkeys(packages):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def read(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The result files of these operators, by their names; the lines are under "rows"."""
+    found = {}
+    for name in (file_name(operator, protocol) for operator in names for protocol in PROTOCOLS):
+        path = folder / name
+        if not path.exists():
+            continue
+        try:
+            content = json.loads(path.read_bytes())
+            if file_name(content["rows"][0]["op"], content["protocol"]) != name:
+                raise ValueError(f"it holds {content['rows'][0]['op']} by the protocol {content['protocol']}")
+            for row in content["rows"]:
+                _ = row["mode"], row["dtype"], row["shape"], row["options"], row["provider"]
+                _ = row["ms"] + row["ms_min"] if row["ms"] is not None else row["skipped"]
+            _ = [content[key] for key in ("device", "commit", "date")], content["versions"]["torch"]
+        except (ValueError, LookupError, TypeError) as error:
+            why = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise InvalidArgument(f'"{path}" is no result file of this program: {why}') from error
+        found[name] = {"cuda": None} | content
+    devices = dict.fromkeys(content["device"] for content in found.values())
+    if len(devices) > 1:
+        raise InvalidArgument(f'"{folder}" holds results of {" and ".join(devices)}, expected a folder for each')
+    return found
+
+
+def file_name(operator: str, protocol: str, is_partial: bool = False) -> str:
+    """The name of a result file in the folder of a device. While an operator is measured, its rows are in a file of
+    another name, which no page shows."""
+    return f"{operator}_{protocol}{'.partial' if is_partial else ''}.json"
+
+
+def folder_name(device: str, is_gpu: bool) -> str:
+    """nvidia-h200, amd-epyc-7b13: the words of the device's name. Words in brackets are left out ("Intel(R)", "(2
+    threads)"), and words that only say that it is a CPU ("64-Core Processor", "CPU @ 2.20GHz")."""
+    name = re.sub(r"\([^()]*\)", " ", device.lower())
+    if not is_gpu:
+        name = re.sub(r"@.*|\bwith .*|\bw/.*|\b\w+-core\b|\bprocessor\b|\bcpu\b", " ", name)
+    return "-".join(re.findall(r"[a-z0-9]+", name)) or "cpu"
+
+
+def check_folder(argument: str, path: str | Path) -> Path:
+    """Makes the folder. Before minutes of measuring, so that a wrong path is known at once."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return Path(path)
+    except OSError as error:
+        raise InvalidArgument(f'{argument}: "{path}" cannot be written: {error.strerror}') from error
+
+
+def check_file(argument: str, path: str) -> Path:
+    """Makes the file's folder, as above."""
+    if not path or path.endswith("/") or Path(path).is_dir():
+        raise InvalidArgument(f'{argument}: is "{path}", expected the name of a file')
+    check_folder(argument, Path(path).parent)
+    return Path(path)
+
+
+def write(path: Path, content: str | dict[str, Any]) -> None:
+    """Text or JSON. The file exists whole or not at all: it is written beside its place and moved there."""
+    text = content if isinstance(content, str) else json.dumps(content, indent=1, allow_nan=False) + "\n"
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        beside.write_text(text)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

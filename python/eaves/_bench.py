@@ -1,0 +1,268 @@
+"""`python -m eaves bench`: an operator beside PyTorch's formula and torch.compile of it, on the user's own shape.
+
+The table has a training step's forward and backward, each with its end awaited, and the step's peak of memory. The
+implementations take turns. The benchmark of the project's pages, with other libraries, cold caches and the limit of the
+device, is in the repository under benchmarks/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+
+import eaves
+from eaves import _info, _output
+
+T = TypeVar("T")
+Function = Callable[..., Tensor]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+_WARM_UP_CALLS = 2
+_UNSTEADY = 2.0
+"""A median above so many times the fastest repetition is that of a machine that is busy with something else."""
+
+EPILOG = """\
+operators, and sizes of --shape:
+  logsumexp             rows=4096,n=131072
+  cross_entropy         rows=4096,v=131072
+  linear_cross_entropy  rows=2048,dim=768,v=50257
+  linear_log_prob       rows=2048,dim=768,v=50257
+  lrpe_cosine           batch=12,length=8192,heads=12,dim=128
+
+columns of the table:
+  forward, backward  milliseconds until the results are there, the median
+  step               both
+  MiB                the peak of memory in a step, inputs and results counted
+  x eaves            the time of a step by that of eaves: 2 is twice as long"""
+
+
+class Operator(NamedTuple):
+    sizes: str
+    """The keys of --shape, in the order of `make_inputs`: "rows,dim,v"."""
+
+    make_inputs: Callable[..., tuple[Tensor, ...]]
+    """The arguments on the default device, from a dtype and the sizes; a step computes the gradients they require."""
+
+    ours: Function
+    formula: Function
+
+
+# ------------------------------------------------------------------------------------------------------------ operators
+
+
+def _logits(dtype: torch.dtype, rows: int, classes: int) -> tuple[Tensor, ...]:
+    return torch.randn(rows, classes, dtype=dtype, requires_grad=True), torch.randint(classes, (rows,))
+
+
+def _head(dtype: torch.dtype, rows: int, dim: int, classes: int) -> tuple[Tensor, ...]:
+    """Hidden states, head, classes. The logits have a deviation of 1.3, as those of a model in training."""
+    hidden = (torch.randn(rows, dim) * (1.3 / dim**0.5)).to(dtype).requires_grad_()
+    return hidden, torch.randn(classes, dim, dtype=dtype, requires_grad=True), torch.randint(classes, (rows,))
+
+
+def _positions(dtype: torch.dtype, batch: int, length: int, heads: int, dim: int) -> tuple[Tensor, ...]:
+    theta = (10000.0 ** (-torch.arange(dim) / dim)).to(dtype)
+    return torch.randn(batch, length, heads, dim, dtype=dtype, requires_grad=True), theta.expand(heads, dim)
+
+
+def _log_prob(hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
+    logits = functional.linear(hidden, head)
+    log_p = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
+    return log_p.gather(-1, tokens[:, None])[:, 0]
+
+
+def _lrpe_cosine(x: Tensor, theta: Tensor) -> Tensor:
+    """x [batch, length, heads, dim]; angles in float32, as models have them."""
+    phi = theta.float() * torch.arange(x.shape[1], device=x.device)[:, None, None]
+    return torch.cat([x * phi.cos(), x * phi.sin()], -1).to(x.dtype)
+
+
+OPERATORS = {
+    "logsumexp": Operator(
+        "rows,n",
+        lambda dtype, rows, n: (torch.randn(rows, n, dtype=dtype, requires_grad=True),),
+        lambda x: eaves.logsumexp(x, -1),
+        lambda x: torch.logsumexp(x, -1),
+    ),
+    "cross_entropy": Operator("rows,v", _logits, eaves.cross_entropy, functional.cross_entropy),
+    "linear_cross_entropy": Operator(
+        "rows,dim,v",
+        _head,
+        eaves.linear_cross_entropy,
+        lambda hidden, head, target: functional.cross_entropy(functional.linear(hidden, head), target),
+    ),
+    "linear_log_prob": Operator("rows,dim,v", _head, eaves.linear_log_prob, _log_prob),
+    "lrpe_cosine": Operator("batch,length,heads,dim", _positions, eaves.lrpe_cosine, _lrpe_cosine),
+}
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+
+class Step:
+    """A training step of one implementation: forward, then backward."""
+
+    def __init__(self, function: Function, inputs: Sequence[Tensor]) -> None:
+        self._function, self._inputs = function, inputs
+        self._leaves = [each for each in inputs if each.requires_grad]
+
+    def forward(self) -> Tensor:
+        return self._function(*self._inputs)
+
+    def backward(self, out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, self._leaves, torch.ones_like(out))
+
+    def run(self) -> None:
+        self.backward(self.forward())
+
+
+def time_in_turns(
+    steps: dict[str, Step], repetitions: int, wait: Callable[[], None]
+) -> dict[str, list[tuple[float, float]]]:
+    """Milliseconds of forward and backward in each repetition; `wait` returns when the device is done."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    for _ in range(repetitions):
+        for name, step in steps.items():
+            wait()
+            begin = time.perf_counter()
+            out = step.forward()
+            wait()
+            middle = time.perf_counter()
+            gradients = step.backward(out)
+            wait()
+            end = time.perf_counter()
+            del out, gradients  # not sooner: giving memory back to the system takes time
+            times[name].append(((middle - begin) * 1e3, (end - middle) * 1e3))
+    return times
+
+
+def allocations(function: Callable[[], T]) -> tuple[T, list[int]]:
+    """What the function returns, and the bytes that it allocates (positive) and frees (negative) on the CPU, in order.
+    torch's profiler sees the memory of torch's allocator and no other."""
+    with _silent_stderr(), tempfile.TemporaryDirectory() as folder:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            result = function()
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text())
+    events = [event for event in trace["traceEvents"] if event.get("name") == "[memory]"]
+    events.sort(key=lambda event: float(event["ts"]))
+    return result, [int(event["args"]["Bytes"]) for event in events]
+
+
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Some versions of the profiler write a line to the process's stderr whenever they start and stop."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def peak_of_call(run: Callable[[], object], device: torch.device) -> int:
+    """The peak of memory during a call, beside what was allocated before it."""
+    if device.type != "cuda":
+        return max(accumulate(allocations(run)[1]), default=0)
+    gc.collect()
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _prepared(operator: Operator, inputs: Sequence[Tensor], device: torch.device) -> Iterator[tuple[str, Step, float]]:
+    """Name, step and MiB of the implementations that run here; a line says why another does not."""
+    compiled = torch.compile(operator.formula, fullgraph=True, dynamic=False)
+    inputs_bytes = sum(each.nbytes for each in inputs)
+    for name, function in (("eaves", operator.ours), ("torch", operator.formula), ("torch.compile", compiled)):
+        try:
+            step = Step(function, inputs)
+            for _ in range(_WARM_UP_CALLS):
+                step.run()
+            yield name, step, (inputs_bytes + peak_of_call(step.run, device)) / 2**20
+        except Exception as error:  # a compiler that is missing, a GPU's memory that does not suffice
+            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            _output.say(f"{name} is left out: {why[:200]}")
+
+
+# -------------------------------------------------------------------------------------------------------------- program
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describes the command to the parser of `python -m eaves`."""
+    add = parser.add_argument
+    add("operator", choices=OPERATORS, metavar="OPERATOR", help="its name, one of the list below")
+    add("--shape", default="", metavar="KEY=N,..", help="the sizes, as in the list below; has to be given")
+    add("--dtype", choices=DTYPES, default="bf16", help="of the inputs (bf16)")
+    add("--device", choices=["cpu", "cuda"], help="without: cuda where PyTorch sees a GPU")
+    add("--repetitions", type=int, default=10, metavar="N", help="of each implementation (10)")
+    add("--threads", type=int, metavar="N", help="of the CPU; without: PyTorch's number")
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """What was wrong with the arguments; nothing once the table is printed."""
+    operator, has_gpu = OPERATORS[arguments.operator], torch.cuda.is_available()
+    keys, parts = operator.sizes.split(","), [part.partition("=") for part in arguments.shape.split(",")]
+    sizes = {key: int(size) for key, _, size in parts if size.isdecimal()}
+    numbers = [sizes.get(key, 0) for key in keys]
+    if sorted(key for key, *_ in parts) != sorted(keys) or min(numbers) < 1 or math.prod(numbers) >= 2**50:
+        return f'--shape: is "{arguments.shape}", expected {"=..,".join(keys)}=.. with positive numbers'
+    if arguments.device == "cuda" and not has_gpu:
+        return "--device: is cuda, but PyTorch sees no GPU here, expected cpu"
+    for name, value in (("repetitions", arguments.repetitions), ("threads", arguments.threads)):
+        if value is not None and value < 1:
+            return f"--{name}: is {value}, expected 1 or more"
+    device = torch.device(arguments.device or ("cuda" if has_gpu else "cpu"))
+    if device.type == "cuda" and not (info := _info.extension())["gpus"]:
+        return f"--device: eaves cannot use the GPU, expected cpu: {' '.join(info['missing'])}"
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+
+    torch.manual_seed(0)
+    with device:
+        inputs = operator.make_inputs(DTYPES[arguments.dtype], *numbers)
+    on = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    _output.say(f"# {on}, eaves {eaves.__version__}, torch {torch.__version__}")
+    _output.say(f"{arguments.operator}, {arguments.shape}, {arguments.dtype}; milliseconds")
+    _print_table(operator, inputs, device, arguments.repetitions)
+    return ""
+
+
+def _print_table(operator: Operator, inputs: Sequence[Tensor], device: torch.device, repetitions: int) -> None:
+    steps, peaks = {}, {}
+    for name, step, mib in _prepared(operator, inputs, device):
+        steps[name], peaks[name] = step, mib
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    times = time_in_turns(steps, repetitions, wait)
+    whole = {name: [forward + backward for forward, backward in pairs] for name, pairs in times.items()}
+    medians = {name: statistics.median(each) for name, each in whole.items()}
+    _output.say(f"{'':<15}{'forward':>11}{'backward':>11}{'step':>11}{'MiB':>11}{'x eaves':>9}")
+    for name, pairs in times.items():
+        forward, backward = map(statistics.median, zip(*pairs))
+        ratio = f"{medians[name] / medians['eaves']:9.2f}" if "eaves" in medians else ""
+        _output.say(f"{name:<15}{forward:11.3f}{backward:11.3f}{medians[name]:11.3f}{peaks[name]:11.1f}{ratio}")
+    if unsteady := [name for name, each in whole.items() if medians[name] > _UNSTEADY * min(each)]:
+        _output.say(f"unsteady, the machine is busy with something else: {', '.join(unsteady)}")
