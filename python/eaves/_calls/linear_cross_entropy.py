@@ -17,6 +17,7 @@ from eaves._parallel.shard import (
     Shard,
     ShardArguments,
     check_reduce_dtype,
+    refuse_shard_of_whole_head,
     refuse_without_group,
     rows_of,
     shard_arguments,
@@ -172,7 +173,7 @@ def _over_ranks(call: LinearCrossEntropyCall) -> Tensor | CrossEntropyOutput:
     linear_weight, shard = call.linear_weight, shard_of(call.group)
     if needs_whole_head(linear_weight, shard.group, shard.sequence_parallel):
         if shard != Shard():
-            refuse_without_group(OP)
+            refuse_shard_of_whole_head(OP)
         return with_whole_head(
             OP,
             lambda input, weight, bias: loss_of_head(

@@ -23,6 +23,7 @@ from eaves._parallel.fully_shard import needs_whole_head, with_whole_head
 from eaves._parallel.shard import (
     Shard,
     check_reduce_dtype,
+    refuse_shard_of_whole_head,
     refuse_without_group,
     shard_arguments,
     shard_of,
@@ -215,7 +216,7 @@ def _of_several(call: LogProbCall) -> Tensor | LogProbOutput:
     name, cut, axis = call.with_classes
     if call.is_linear and needs_whole_head(cut, shard.group, shard.sequence_parallel):
         if shard != Shard():
-            refuse_without_group(op)
+            refuse_shard_of_whole_head(op)
         return with_whole_head(
             op,
             lambda x, head, bias: _of_several(call._replace(x=x, head=head, bias=bias, group=None)),

@@ -135,5 +135,11 @@ def shard_arguments(op: str, group: ProcessGroup, shard: Shard, classes: int | N
     )
 
 
+def refuse_shard_of_whole_head(op: str) -> NoReturn:
+    raise ValueError(
+        f"{op}: group is a Shard, and fully_shard has cut the head, which is gathered whole; leave group out"
+    )
+
+
 def refuse_without_group(op: str) -> NoReturn:
     raise ValueError(f"{op}: group is a Shard without a group, and no tensor is a DTensor; pass Shard(group, ...)")
