@@ -262,10 +262,14 @@ def test_a_wrong_target_of_one_rank_is_an_error_on_all(is_cut: bool, cpu_ranks: 
 
 
 def as_of_a_head(group: distributed.ProcessGroup) -> None:
-    logits = random_tensor((6, CLASSES), torch.float64, here())
+    logits, tokens = random_tensor((6, CLASSES), torch.float64, here()), torch.zeros(6, dtype=torch.int64).to(here())
     for named in ({"sequence_parallel": True}, {"reduce_input_grad": False}, {"reduce_dtype": torch.float64}):
-        with pytest.raises(ValueError, match="and reduce_dtype of a Shard are for a head; leave them out"):
-            eaves.cross_entropy(logits[:, own_classes(group)], targets_of(logits), group=eaves.Shard(group, **named))
+        shard = eaves.Shard(group, **named)
+        for function, target in (
+            (eaves.cross_entropy, tokens), (eaves.log_prob, tokens), (eaves.log_prob, tokens.unsqueeze(1)),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match="and reduce_dtype of a Shard are for a head; leave them out"):
+                function(logits, target, group=shard)
 
 
 def test_what_a_shard_says_of_a_head_is_refused(cpu_ranks: Ranks) -> None:

@@ -87,12 +87,12 @@ CALLS: list[Call] = [
     *(({"outputs": names}, ValueError, rf"outputs has {wrong}, expected names among {', '.join(EVERYTHING)}$")
       for names, wrong in (("is_top1", "'is_top1'"), ("", "''"), (["lse", "loss"], "'loss'"), (("lse", 1), "1"))),
     ({"outputs": ("lse", "entropy", "lse")}, ValueError, r"outputs is \('lse', .*\), expected each name once"),
-    *(({"outputs": value}, TypeError, rf"outputs is .*, expected names among {', '.join(EVERYTHING)}$")
+    *(({"outputs": value}, TypeError, rf"outputs is .*, expected names among {', '.join(EVERYTHING)}, or")
       for value in (None, True, 1, {"lse"})),
     *(({name: 1.0}, TypeError, rf"got an unexpected keyword argument '{name}'{answer}$") for name, answer in (
         ("temperature", r"; pass scale=1 / temperature, and .* softcap=c / temperature"),
         ("logit_softcap", "; pass softcap"), ("lse_square_scale", "; pass z_loss"), ("bias", ""), ("colour", ""),
-        ("return_lse", '; pass outputs="lse"'), ("return_predicted_tokens", '; pass outputs="argmax"'))),
+        ("return_lse", '; pass outputs="lse"'), ("return_predicted_tokens", '; pass outputs="argmax"'), ("return_dict", "$"))),
     # weights
     *(({"weight": torch.ones(shape)}, ValueError, r"weight has shape .*, expected \[5\] \(one per class of input\)")
       for shape in ((4,), (5, 1), ())),

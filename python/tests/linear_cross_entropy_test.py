@@ -271,8 +271,14 @@ def test_the_head_may_be_a_torch_linear(device: torch.device) -> None:
         def forward(self, input: Tensor) -> Tensor:
             return 2 * super().forward(input)
 
-    with pytest.raises(TypeError, match=r"linear_weight is a Scaled, whose forward is not that of torch\.nn\.Linear"):
+    with pytest.raises(TypeError, match=r"linear_weight is a Scaled with hooks, or a forward of its own"):
         eaves.linear_cross_entropy(x, Scaled(24, 33, device=device), target)
+    hooked, replaced = (torch.nn.Linear(24, 33, device=device) for _ in range(2))
+    hooked.register_forward_pre_hook(lambda module, inputs: None)
+    replaced.forward = lambda input: input  # type: ignore[method-assign]
+    for changed in (hooked, replaced):
+        with pytest.raises(TypeError, match=r"linear_weight is a Linear with hooks, or a forward of its own"):
+            eaves.linear_cross_entropy(x, changed, target)
 
 
 # ------------------------------------------------------------------------------------------------------------- autocast

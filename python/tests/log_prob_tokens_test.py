@@ -667,7 +667,7 @@ OF_BOTH: list[Call] = [
     ({"ignore_index": 1.5}, TypeError, r"ignore_index is 1\.5, expected an int"),
     ({"outputs": "argmax"}, ValueError, "outputs has 'argmax', expected names among entropy, is_top1, sum_sq, mean"),
     ({"outputs": ("entropy", "entropy")}, ValueError, "outputs is .*, expected each name once"),
-    ({"outputs": 1}, TypeError, "outputs is 1, expected names among entropy, is_top1, sum_sq, mean_logit$"),
+    ({"outputs": 1}, TypeError, "outputs is 1, expected names among entropy, is_top1, sum_sq, mean_logit, or"),
 ]
 
 

@@ -64,7 +64,8 @@ def _save(
     ctx.options = options
     ctx.grad_weight_out, computed, _, followed, gradients, number_tensor, ctx.shard = rest
     ctx.wide, ctx.weight_dtype = gradients & WIDE_WEIGHT, tensors[1].dtype
-    ctx.is_of_zero3 = not torch.compiler.is_compiling() and hasattr(tensors[1], "ds_id")
+    ctx.is_compiled = torch.compiler.is_compiling()
+    ctx.is_of_zero3 = not ctx.is_compiled and hasattr(tensors[1], "ds_id")
     place = None if ctx.shard is None else output[-1]
     ctx.save_for_backward(*tensors, *keep_outputs(ctx, output, computed, followed), number_tensor, place)
 
@@ -222,8 +223,7 @@ class Speed(torch.autograd.Function):
         ctx.bits = gradients & ~WIDE_WEIGHT
         outputs, computed_gradients = _split(results, ctx.bits, shard)
         _save(ctx, tensors, options, rest, results)
-        ctx.saves_gradients = torch.compiler.is_compiling()
-        if ctx.saves_gradients:
+        if ctx.is_compiled:
             # Nothing is computed again, and compiled autograd follows saved tensors alone.
             ctx.save_for_backward(*computed_gradients)
         else:
@@ -239,7 +239,7 @@ class Speed(torch.autograd.Function):
             return None, None, None, *_NOTHING
         grad_loss, grad_lse, grad_entropy = upstream
         if torch.compiler.is_compiling():
-            if not ctx.saves_gradients:  # compiled autograd of a call that was not compiled
+            if not ctx.is_compiled:  # compiled autograd of a call that was not compiled
                 return _compute_again(ctx, upstream)
             # A graph may run twice, and its saved tensors cannot be written over.
             assert grad_loss is not None

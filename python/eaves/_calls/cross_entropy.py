@@ -16,6 +16,7 @@ from eaves._parallel.shard import (
     Shard,
     ShardArguments,
     check_reduce_dtype,
+    check_shard_of_logits,
     refuse_without_group,
     shard_arguments,
     shard_of,
@@ -97,7 +98,8 @@ def _is_plain(call: CrossEntropyCall) -> bool:
         and type(z_loss) in (int, float)
         and z_loss == 0
         and inplace_backward is False
-        and outputs == ()
+        and type(outputs) is tuple
+        and not outputs
     )
 
 
@@ -130,10 +132,7 @@ def _over_ranks(call: CrossEntropyCall) -> Tensor | CrossEntropyOutput:
                 weight=local_classes(OP, "weight", call.weight),
                 class_dim=axis,
             )
-        if shard._replace(group=None, first_class=None) != Shard():
-            raise ValueError(
-                f"{OP}: sequence_parallel, reduce_input_grad and reduce_dtype of a Shard are for a head; leave them out"
-            )
+        check_shard_of_logits(OP, shard)
         return _computed(local, shard_arguments(OP, group, shard, call.classes))
 
     return with_agreement(OP, shard.group if logits is None else logits.group, run)

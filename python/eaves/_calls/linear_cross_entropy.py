@@ -11,8 +11,16 @@ from torch import Tensor
 from eaves._autograd.linear_cross_entropy import OP, Recompute, Speed, forward
 from eaves._parallel import linear_cross_entropy as ranks
 from eaves._parallel.agreement import agree_on_placements, with_agreement
-from eaves._parallel.dtensor import Local, local_classes, local_rows, local_shard, local_target, told
-from eaves._parallel.fully_shard import needs_whole_head, with_whole_head
+from eaves._parallel.dtensor import (
+    Local,
+    local_classes,
+    local_rows,
+    local_shard,
+    local_target,
+    told,
+    told_to_ranks,
+)
+from eaves._parallel.fully_shard import is_hook_of_fully_shard, needs_whole_head, with_whole_head
 from eaves._parallel.shard import (
     Shard,
     ShardArguments,
@@ -47,7 +55,7 @@ from eaves._torch.head import (
     refuse_zero3,
     wide_weight,
 )
-from eaves._torch.linear_cross_entropy_rules import OF_BIAS, OF_INPUT, OF_WEIGHT, ForwardTensors
+from eaves._torch.linear_cross_entropy_rules import OF_BIAS, OF_INPUT, OF_WEIGHT
 from eaves._torch.operator import apply
 from eaves._torch.operator import call as call_operator
 from eaves._torch.options import (
@@ -112,24 +120,10 @@ class LinearCrossEntropyCall(NamedTuple):
     has_constant_outputs: bool = False
 
 
-class _Checked(NamedTuple):
-    """A call, checked."""
-
-    tensors: ForwardTensors
-    settings: tuple[int, int, Sequence[float], bool]  # the extension's options, but for the limit of its workspace
-    number_tensor: Tensor | None
-    algorithm: str
-    limit: int  # of the workspace, in bytes; 0: the device's
-    outputs: int  # as bits
-    output_names: tuple[str, ...]
-    wide: int  # the bit of the dtype of the head's gradient
-    grad_weight_out: Tensor | None
-    shard: ShardArguments | None
-
-
 def loss_of_head(call: LinearCrossEntropyCall) -> Tensor | CrossEntropyOutput:
     if isinstance(call.linear_weight, torch.nn.Linear):
-        weight, bias = tensors_of_linear(OP, "linear_weight", call.linear_weight, "linear_bias", call.linear_bias)
+        named = ("linear_weight", call.linear_weight, "linear_bias", call.linear_bias)
+        weight, bias = tensors_of_linear(OP, call.group, *named)
         call = call._replace(linear_weight=weight, linear_bias=bias)
     if call.group is not None or is_distributed(call.linear_weight):
         return _over_ranks(call)
@@ -139,17 +133,29 @@ def loss_of_head(call: LinearCrossEntropyCall) -> Tensor | CrossEntropyOutput:
 
 
 def tensors_of_linear(
-    op: str, name: str, linear: torch.nn.Linear, bias_name: str, bias: Tensor | None
+    op: str, group: object, name: str, linear: torch.nn.Linear, bias_name: str, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The weight and the bias of a torch.nn.Linear that was passed as the head."""
-    if type(linear).forward is not torch.nn.Linear.forward:
-        raise TypeError(
-            f"{op}: {name} is a {type(linear).__name__}, whose forward is not that of torch.nn.Linear; pass the weight "
-            "that it multiplies by"
-        )
-    if linear.bias is not None and bias is not None:
-        raise ValueError(f"{op}: {name} is a torch.nn.Linear with a bias; leave {bias_name} out")
-    return linear.weight, bias if linear.bias is None else linear.bias
+    """The weight and the bias of a torch.nn.Linear that was passed as the head. Other ranks learn of an error."""
+
+    def found(_: object = None) -> tuple[Tensor, Tensor | None]:
+        if not _multiplies_by_its_weight(linear):
+            raise TypeError(
+                f"{op}: {name} is a {type(linear).__name__} with hooks, or a forward of its own, expected a product "
+                "with its weight alone; pass the tensor that it multiplies by"
+            )
+        if linear.bias is not None and bias is not None:
+            raise ValueError(f"{op}: {name} is a torch.nn.Linear with a bias; leave {bias_name} out")
+        return linear.weight, bias if linear.bias is None else linear.bias
+
+    return told_to_ranks(op, group, linear.weight, found)
+
+
+def _multiplies_by_its_weight(linear: torch.nn.Linear) -> bool:
+    """True where calling the module is a product with its weight, and nothing else."""
+    kind = getattr(type(linear), "_eaves_class", type(linear))  # of a head that eaves.hf has patched
+    hooks = (*linear._forward_pre_hooks.values(), *linear._forward_hooks.values())
+    is_plain = kind.forward is torch.nn.Linear.forward and "forward" not in vars(linear)
+    return is_plain and all(map(is_hook_of_fully_shard, hooks))
 
 
 def _without_padding(call: LinearCrossEntropyCall) -> LinearCrossEntropyCall:
@@ -209,48 +215,56 @@ def _over_ranks(call: LinearCrossEntropyCall) -> Tensor | CrossEntropyOutput:
 
 def computed(call: LinearCrossEntropyCall, shard: ShardArguments | None = None) -> Tensor | CrossEntropyOutput:
     """The loss of a call whose tensors are this rank's."""
-    checked = _checked(call, shard)
-    tensors, limit = checked.tensors, checked.limit
-    input, linear_weight, linear_bias = tensors[:3]
+    tensors, settings, number_tensor, limit, wanted, names, wide = _checked(call, shard)
+    input, linear_weight, linear_bias, target, weight, _, _ = tensors
     gradients = _wanted_gradients(input, linear_weight, linear_bias)
     # Without gradients torch.func and forward mode may follow the call.
-    is_compiling = torch.compiler.is_compiling()
-    if not gradients and (is_compiling or not needs_autograd(*given(input, linear_weight, linear_bias))):
-        bits = checked.outputs
-        arguments = (*as_multiplied(tensors), *checked.settings, limit, bits)
+    if not gradients and (
+        torch.compiler.is_compiling() or not needs_autograd(*given(input, linear_weight, linear_bias))
+    ):
+        bits = wanted
+        arguments = (*as_multiplied(tensors), *settings, limit, bits)
         if shard is None:
-            outputs = call_operator(OP, forward, *arguments, number_tensor=checked.number_tensor)
+            outputs = call_operator(OP, forward, *arguments, number_tensor=number_tensor)
         else:
-            outputs = call_operator(OP, ranks.forward, *arguments, 0, *shard, number_tensor=checked.number_tensor)
+            outputs = call_operator(OP, ranks.forward, *arguments, 0, *shard, number_tensor=number_tensor)
     else:
         # With class weights a block of classes without the target does not know the target's weight.
-        needs_target_mass = tensors.target.is_floating_point() or tensors.weight is not None
-        bits = kept_for_backward(checked.outputs, checked.settings[1], needs_target_mass)
-        followed = checked.outputs & ~(LSE | ENTROPY) if call.has_constant_outputs else checked.outputs
-        allowed = limit
-        if checked.algorithm == "memory" and limit == 0 and input.is_cuda:  # as on all ranks, whose shards may differ
+        bits = kept_for_backward(wanted, settings[1], target.is_floating_point() or weight is not None)
+        followed = wanted & ~(LSE | ENTROPY) if call.has_constant_outputs else wanted
+        algorithm, grad_weight_out, allowed = call.algorithm, call.grad_weight_out, limit
+        if algorithm == "memory" and limit == 0 and input.is_cuda:  # as on all ranks, whose shards may differ
             allowed = _small_workspace(linear_weight.shape[0] if shard is None else 0)
         function: type[torch.autograd.Function] = Recompute
-        if gradients and _is_speed(checked, followed, allowed, gradients):
+        is_possible = algorithm != "recompute" and input.dtype != torch.float16 and gradients
+        if is_possible and settings[1] == NONE:  # the factor of each row comes with the backward
+            is_possible = gradients == OF_INPUT and (shard is None or not shard.sequence_parallel)
+        if is_possible and _is_speed(call, tensors, followed, allowed, shard):
             function, limit = Speed, allowed
         else:
             gradients = 0
-        run = apply if checked.grad_weight_out is None else uncompiled(OP, apply)
+        run = apply if grad_weight_out is None else uncompiled(OP, apply)
         outputs = run(
-            OP, function, *tensors, *checked.settings, limit, checked.grad_weight_out, bits, checked.outputs, followed,
-            gradients | checked.wide, checked.number_tensor, shard,
+            OP, function, *tensors, *settings, limit, grad_weight_out, bits, wanted, followed, gradients | wide,
+            number_tensor, shard,
         )  # fmt: skip
-    if not checked.output_names:
+    if not names:
         loss: Tensor = outputs[0]
         return loss
-    return output_of(outputs, bits, checked.output_names)
+    return output_of(outputs, bits, names)
 
 
-def _checked(call: LinearCrossEntropyCall, shard: ShardArguments | None) -> _Checked:
-    input, linear_weight, target, linear_bias, weight = call[:5]
-    row_weight, normalizer, grad_weight_out = call.row_weight, call.normalizer, call.grad_weight_out
-    is_compiling = torch.compiler.is_compiling()
-    if is_compiling and grad_weight_out is not None:
+def _checked(call: LinearCrossEntropyCall, shard: ShardArguments | None) -> tuple[Any, ...]:
+    """Of a call: its tensors in the order of ForwardTensors; the extension's options, but for the limit of its
+    workspace; the number tensor; that limit in bytes, 0 for the device's; the outputs as bits, and by name; the bit of
+    the dtype of the head's gradient. A tuple, because a record would cost small calls 1 % of their time."""
+    (
+        input, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, options, softcap,
+        scale, z_loss, row_weight, normalizer, outputs, algorithm, workspace_bytes, skip_ignored, grad_weight_dtype,
+        grad_weight_out, *_,
+    ) = call  # fmt: skip
+    is_compiling = grad_weight_out is not None and torch.compiler.is_compiling()
+    if is_compiling:
         torch._dynamo.skip_frame(msg=f"{OP}: grad_weight_out is written in the backward, so {OUTSIDE}")
     result_dtype = check_input(OP, input, target, "what is multiplied")
     check_tensor(OP, "linear_weight", linear_weight)
@@ -271,28 +285,28 @@ def _checked(call: LinearCrossEntropyCall, shard: ShardArguments | None) -> _Che
     if shard is not None:
         check_reduce_dtype(OP, shard, input)
     refuse_gradient(OP, "target", target)
-    mode = reduction_of(OP, call.reduction)
-    ignore_index = -100 if call.ignore_index is None else index_of(OP, "ignore_index", call.ignore_index)
+    mode = reduction_of(OP, reduction)
+    ignore_index = -100 if ignore_index is None else index_of(OP, "ignore_index", ignore_index)
     if weight is not None:
         weight = weight_of(OP, weight, input, columns, "linear_weight")
     if row_weight is not None:
         row_weight = row_weight_of(OP, row_weight, input, rows, result_dtype)
     if normalizer is not None:
         normalizer = normalizer_of(OP, normalizer, mode, result_dtype, input.device)
-    _check_options(call.options)
-    check_bool(OP, "skip_ignored", call.skip_ignored)
-    algorithm = algorithm_of(call.algorithm)
-    limit = 0 if call.workspace_bytes is None else limit_of(OP, call.workspace_bytes)
-    numbers, number_tensor = numbers_of(OP, call.label_smoothing, call.scale, call.softcap, call.z_loss)
+    _check_options(options)
+    check_bool(OP, "skip_ignored", skip_ignored)
+    algorithm_of(algorithm)
+    limit = 0 if workspace_bytes is None else limit_of(OP, workspace_bytes)
+    numbers, number_tensor = numbers_of(OP, label_smoothing, scale, softcap, z_loss)
     may_smooth = number_tensor is not None or (numbers != () and numbers[0] != 0.0)
-    wanted, names = 0, output_names(OP, call.outputs, LOSS_OUTPUTS)
+    wanted, names = 0, output_names(OP, outputs, LOSS_OUTPUTS)
     if names:
         has_factors = target.is_floating_point() or (weight is not None and may_smooth)
         wanted = wanted_outputs(OP, names, has_factors)
-    wide = wide_weight(input.dtype, linear_weight.dtype, call.grad_weight_dtype)
+    wide = wide_weight(input.dtype, linear_weight.dtype, grad_weight_dtype)
     if grad_weight_out is not None:
         wide = check_grad_weight_out(
-            grad_weight_out, input.dtype, linear_weight, call.grad_weight_dtype, result_dtype, is_compiling
+            grad_weight_out, input.dtype, linear_weight, grad_weight_dtype, result_dtype, is_compiling
         )
         # As they were passed: some are converted, and the caller's memory is what counts.
         check_overlap(
@@ -303,11 +317,8 @@ def _checked(call: LinearCrossEntropyCall, shard: ShardArguments | None) -> _Che
                 "normalizer": call.normalizer,
             },
         )  # fmt: skip
-    return _Checked(
-        ForwardTensors(input, linear_weight, linear_bias, target, weight, row_weight, normalizer),
-        (ignore_index, mode, numbers, call.skip_ignored), number_tensor, algorithm, limit, wanted, names, wide,
-        grad_weight_out, shard,
-    )  # fmt: skip
+    tensors = (input, linear_weight, linear_bias, target, weight, row_weight, normalizer)
+    return tensors, (ignore_index, mode, numbers, skip_ignored), number_tensor, limit, wanted, names, wide
 
 
 def _checked_target(
@@ -360,14 +371,11 @@ def _small_workspace(classes: int) -> int:
     return max(160 << 20, (24 << 20) + 1024 * classes)
 
 
-def _is_speed(checked: _Checked, followed: int, limit: int, gradients: int) -> bool:
-    """Are gradients computed in the forward? As the documentation of `algorithm` says."""
-    input, linear_weight, _, target, *_ = checked.tensors
-    shard, way, grad_weight_out = checked.shard, checked.algorithm, checked.grad_weight_out
-    if way == "recompute" or input.dtype == torch.float16:
-        return False
-    if checked.settings[1] == NONE and (gradients != OF_INPUT or (shard is not None and shard.sequence_parallel)):
-        return False
+def _is_speed(
+    call: LinearCrossEntropyCall, tensors: tuple[Any, ...], followed: int, limit: int, shard: ShardArguments | None
+) -> bool:
+    """Are gradients computed in the forward, where they can be? As the documentation of `algorithm` says."""
+    way, grad_weight_out = call.algorithm, call.grad_weight_out
     has_gradients_of_outputs = bool(followed & (LSE | ENTROPY))
     if torch.compiler.is_compiling() or (shard is not None and way == "auto"):
         # Of a shard the core would have to be asked for the largest.
@@ -383,6 +391,7 @@ def _is_speed(checked: _Checked, followed: int, limit: int, gradients: int) -> b
         return False
     if shard is not None:  # "memory": the same on all ranks, whose shards may differ
         return True
+    input, linear_weight, _, target, *_ = tensors
     # Head and logits have at most 2^20 elements: the scratch memory of every device has room for them, and to ask would
     # cost a small call 7 us.
     if limit == 0 and 0 < input.numel() * linear_weight.numel() <= 2**20:

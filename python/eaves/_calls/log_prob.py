@@ -23,6 +23,7 @@ from eaves._parallel.fully_shard import needs_whole_head, with_whole_head
 from eaves._parallel.shard import (
     Shard,
     check_reduce_dtype,
+    check_shard_of_logits,
     refuse_shard_of_whole_head,
     refuse_without_group,
     shard_arguments,
@@ -112,7 +113,7 @@ class LogProbCall(NamedTuple):
 
 def log_probs_of(call: LogProbCall) -> Tensor | LogProbOutput:
     if isinstance(call.head, torch.nn.Linear):
-        weight, bias = tensors_of_linear(call.op, "head", call.head, "bias", call.bias)
+        weight, bias = tensors_of_linear(call.op, call.group, "head", call.head, "bias", call.bias)
         call = call._replace(head=weight, bias=bias)
     x, tokens = call.x, call.tokens
     has_tokens = isinstance(tokens, Tensor) and isinstance(x, Tensor) and tokens.dim() == x.dim() != 0
@@ -276,6 +277,7 @@ def _computed(call: LogProbCall, group: ProcessGroup | None, given_shard: Shard)
     of_head = HeadOptions()
     shard = None if group is None else shard_arguments(op, group, given_shard, call.classes)
     if weight is None:
+        check_shard_of_logits(op, given_shard)
         _check_logits(op, x, shard is not None)
         classes = x.shape[-1]
         if call.inplace_backward and needs_autograd(x):

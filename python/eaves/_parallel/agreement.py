@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-# ----------------------------------------------------------------------------------------------------------- agreement
-
 _NUMBERS = struct.Struct("qq")  # of what a rank tells the others, and behind them text
 _BYTES = 2048
 _SENTENCE = 300  # characters of an error among them
@@ -53,7 +51,10 @@ def with_agreement(op: str, group: object, run: Callable[[ProcessGroup], _Result
     """What `run` gives with the group, which calls agreed_place(). An error before that is told to the other ranks."""
     if not isinstance(group, distributed().ProcessGroup):
         hint = " (get_group() of a mesh)" if type(group).__name__ == "DeviceMesh" else ""
-        raise TypeError(f"{op}: group is a {type(group).__name__}, expected a torch.distributed.ProcessGroup{hint}")
+        raise TypeError(
+            f"{op}: group is a {type(group).__name__}, expected a torch.distributed.ProcessGroup{hint}, or an "
+            "eaves.Shard of one"
+        )
     if is_transforming():  # which the collective that tells of an error does not go with either
         raise NotImplementedError(f"{op}: a group does not go with torch.vmap and torch.func; leave it out")
     if torch.compiler.is_compiling():

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
+import torch
 from torch import Tensor
 
 from eaves._parallel.agreement import with_agreement
+from eaves._parallel.fully_shard import is_fully_sharded
 from eaves._parallel.shard import shard_of
 from eaves._torch import options
 from eaves._torch.checks import is_distributed
@@ -109,14 +111,22 @@ def _check_mesh(op: str, name: str, tensor: Any, head: Local) -> None:
         )
 
 
-def refuse_unknown(op: str, names: Iterable[str], function: Callable[..., object], group: object, cut: Any) -> NoReturn:
-    """options.refuse_unknown, of which the other ranks learn: of a group, or of the DTensor `cut`."""
+def told_to_ranks(op: str, group: object, cut: object, run: Callable[[object], _Result]) -> _Result:
+    """What `run` gives. Its error is told to the other ranks of a group, or of the DTensor `cut`; not of a head that
+    fully_shard has cut, which they may be gathering."""
+    ranks = None if group is None else shard_of(group).group
+    if ranks is not None:
+        return with_agreement(op, ranks, run)
+    if is_distributed(cut) and not is_fully_sharded(cut):
+        return told(op, cut, lambda: run(None))
+    return run(None)
 
-    def refuse(_: object = None) -> NoReturn:
+
+def refuse_unknown(op: str, names: Iterable[str], function: Callable[..., object], group: object, cut: Any) -> NoReturn:
+    """options.refuse_unknown, of which the other ranks learn. `cut` has the classes: a tensor, or a torch.nn.Linear."""
+
+    def refuse(_: object) -> NoReturn:
         options.refuse_unknown(op, names, function)
 
-    if group is not None and (ranks := shard_of(group).group) is not None:
-        with_agreement(op, ranks, refuse)
-    if is_distributed(cut):
-        told(op, cut, refuse)
-    refuse()
+    told_to_ranks(op, group, cut.weight if isinstance(cut, torch.nn.Linear) else cut, refuse)
+    raise AssertionError

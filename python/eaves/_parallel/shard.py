@@ -135,6 +135,13 @@ def shard_arguments(op: str, group: ProcessGroup, shard: Shard, classes: int | N
     )
 
 
+def check_shard_of_logits(op: str, shard: Shard) -> None:
+    if shard._replace(group=None, first_class=None) != Shard():
+        raise ValueError(
+            f"{op}: sequence_parallel, reduce_input_grad and reduce_dtype of a Shard are for a head; leave them out"
+        )
+
+
 def refuse_shard_of_whole_head(op: str) -> NoReturn:
     raise ValueError(
         f"{op}: group is a Shard, and fully_shard has cut the head, which is gathered whole; leave group out"

@@ -18,9 +18,6 @@ _merge = torch.ops.eaves.cross_entropy_merge.default
 STATISTICS = 10  # kCrossEntropyStatistics of include/eaves/cross_entropy.h
 
 
-# ---------------------------------------------------------------------------------------------------------- statistics
-
-
 def gather_statistics(shard: ShardArguments, own: Tensor, target: Tensor | None) -> Underway:
     """Of the rows of a shard, [rows, STATISTICS], with their targets, [rows], where these are classes."""
     classes = own.new_zeros(own.shape[0]) if target is None else target.to(_BITS[own.dtype]).view(own.dtype)

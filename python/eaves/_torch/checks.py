@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
-import torch.fx
+import torch
 from torch import Tensor
 
 DTYPES = frozenset({

@@ -38,9 +38,6 @@ class Head(NamedTuple):
         return self._replace(weight=self.weight.to(self.input.dtype))
 
 
-# ----------------------------------------------------------------------------------------------------------- arguments
-
-
 def check_dense(op: str, name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:
     """Is it a dense tensor on the device of another?"""
     check_tensor(op, name, tensor)

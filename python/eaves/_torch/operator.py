@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
-import torch.fx
 from torch import Tensor
 from torch.autograd import forward_ad
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -23,7 +23,7 @@ from eaves._torch.checks import (
     value_for_message,
 )
 from eaves._torch.operator import number_tensor_of
-from eaves._torch.outputs import MEAN, REDUCTIONS
+from eaves._torch.outputs import LOG_PROB_OUTPUTS, LOSS_OUTPUTS, MEAN, REDUCTIONS
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict
@@ -42,9 +42,6 @@ CLASS_DTYPES = (torch.int64, torch.int32)
 
 _RESULT_DTYPES = {dtype: accumulator_dtype(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)}
 _RESULT_DTYPES[torch.float64] = torch.float64
-
-
-# ----------------------------------------------------------------------------------------------------------- arguments
 
 
 def shape_of(tensor: Tensor) -> list[int]:
@@ -215,16 +212,15 @@ _PARAMETERS = {
     "loss_mask": "row_weight",
     "accum_dtype": "grad_weight_dtype",
     "impl": "algorithm",
-    "num_chunks": "workspace_bytes",
-    "chunk_size": "workspace_bytes",
+    "num_chunks": "workspace_bytes, the scratch memory in bytes",
+    "chunk_size": "workspace_bytes, the scratch memory in bytes",
     "e": "input",
     "c": "linear_weight",
     "targets": "target",
     "labels": "target",
 }
 _TEMPERATURE = "scale=1 / temperature, and with a softcap c in front of the temperature softcap=c / temperature"
-_OUTPUTS = {"return_predicted_tokens": "argmax", "return_top1": "is_top1"}
-_OF_SHARD = ("first_class", "sequence_parallel", "reduce_input_grad", "reduce_dtype")
+_OF_HEAD = ("sequence_parallel", "reduce_input_grad", "reduce_dtype")  # fields of an eaves.Shard
 
 
 def refuse_unknown(op: str, names: Iterable[str], function: Callable[..., object]) -> NoReturn:
@@ -236,9 +232,10 @@ def refuse_unknown(op: str, names: Iterable[str], function: Callable[..., object
 def _hint(name: str, function: Callable[..., object]) -> str:
     """The way out for a keyword of another function."""
     parameters = inspect.signature(function).parameters
-    if name.startswith("return_") and "outputs" in parameters:
-        return f'; pass outputs="{_OUTPUTS.get(name, name.removeprefix("return_"))}"'
-    if name in _OF_SHARD and "group" in parameters:
+    if output := _output_of(name, parameters):
+        return f'; pass outputs="{output}"'
+    has_head = "linear_weight" in parameters or "head" in parameters
+    if "group" in parameters and (name == "first_class" or (has_head and name in _OF_HEAD)):
         return f"; pass group=eaves.Shard(group, {name}=...)"
     if name == "shift":
         return "; pass the rows without the last and the targets without the first"
@@ -251,6 +248,15 @@ def _hint(name: str, function: Callable[..., object]) -> str:
         parameter = "head"
     elif parameter == "target" and "tokens" in parameters:
         parameter = "tokens"
-    if parameter not in parameters:
+    if parameter is None or parameter.partition(",")[0] not in parameters:
         return ""
     return f"; pass {_TEMPERATURE if name == 'temperature' else parameter}"
+
+
+def _output_of(name: str, parameters: Mapping[str, object]) -> str | None:
+    """The name of the output for which another function has a return_*."""
+    known = LOG_PROB_OUTPUTS if "tokens" in parameters else LOSS_OUTPUTS
+    output = name.removeprefix("return_")
+    if output in ("argmax", "is_top1", "top1", "predicted_tokens"):
+        output = "is_top1" if "tokens" in parameters else "argmax"
+    return output if name.startswith("return_") and "outputs" in parameters and output in known else None

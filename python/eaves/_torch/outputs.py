@@ -65,11 +65,11 @@ class LogProbOutput(Protocol):
 
 def output_names(op: str, outputs: object, known: Mapping[str, int]) -> tuple[str, ...]:
     """The argument `outputs`, one name or a sequence of names, checked."""
-    if outputs == ():
+    if type(outputs) is tuple and not outputs:
         return ()
     names = (outputs,) if isinstance(outputs, str) else outputs
     if not isinstance(names, (tuple, list)):
-        raise TypeError(f"{op}: outputs is {outputs!r}, expected names among {', '.join(known)}")
+        raise TypeError(f"{op}: outputs is {outputs!r}, expected names among {', '.join(known)}, or () for none")
     for name in names:
         if not isinstance(name, str) or name not in known:
             raise ValueError(f"{op}: outputs has {name!r}, expected names among {', '.join(known)}")

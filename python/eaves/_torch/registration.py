@@ -151,7 +151,7 @@ def _check_devices(overload: OpOverload, arguments: Sequence[object]) -> None:
         (each.name, value) for each, value in zip(overload._schema.arguments, arguments) if isinstance(value, Tensor)
     ]
     for name, tensor in tensors[1:]:
-        if name == "place":  # of _ranks.py: on the CPU, whatever the others are on
+        if name == "place":  # of _parallel/: on the CPU, whatever the others are on
             continue
         check_device(overload._schema.name.removeprefix("eaves::"), name, tensor, *tensors[0])
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch.fx
+import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 

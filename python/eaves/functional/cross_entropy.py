@@ -124,13 +124,14 @@ def cross_entropy(
             later use without a gradient reads the gradient that lies there. There is one backward, and lse and entropy
             have no gradient: a term of the loss that is made of them changes nothing. Nothing is written if no gradient
             of input is wanted. torch.compile, which plans memory itself, ignores it.
-        outputs: the names of more outputs, one or a sequence of them. Each is [rows...], and 0 for rows of weight 0.
-            "lse": float32; differentiable.
+        outputs: the names of more outputs, one or a sequence of them. Each is [rows...], but z_loss; float32, or
+            float64 for a float64 input. Ignored rows and rows of weight 0 have them too.
+            "lse": differentiable.
             "argmax": the class of the largest logit, int64.
-            "entropy": of the row's softmax, in nats, float32; differentiable.
+            "entropy": of the row's softmax, in nats; differentiable.
             "z_loss": the part z_loss * lse^2 of the loss, in the loss's shape.
-            "sum_sq": sum_v p_v^2 of the row's softmax, float32.
-            "mean_logit": the mean of the row's z', float32. Not with probabilities as the target, nor with weight and
+            "sum_sq": sum_v p_v^2 of the row's softmax.
+            "mean_logit": the mean of the row's z'. Not with probabilities as the target, nor with weight and
             label_smoothing together.
         class_dim: the axis of the classes. None: what the shape of target says; where it says both (a target of [N, d]
             for an input of [N, d, d]; probabilities with more than two axes), the call is refused.

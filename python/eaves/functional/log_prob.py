@@ -89,12 +89,12 @@ def log_prob(
         scale: None, or a positive number that the logits are multiplied by, before the softcap.
         ignore_index: rows with this token have gradient 0, and so are all outputs. With K tokens it takes out its
             place alone, and the row where it is in all places.
-        outputs: the names of more outputs, one or a sequence of them.
-            "entropy": of each row's softmax, in nats, [rows...], float32; differentiable.
+        outputs: the names of more outputs, one or a sequence of them, in the dtype of the log-probabilities.
+            "entropy": of each row's softmax, in nats, [rows...]; differentiable.
             "is_top1": whether each token is the one with its row's largest logit, the first of equal ones; the shape of
             tokens, bool; False where it is ignored.
-            "sum_sq": sum_v p_v^2 of each row's softmax, [rows...], float32.
-            "mean_logit": the mean of each row's z', [rows...], float32.
+            "sum_sq": sum_v p_v^2 of each row's softmax, [rows...].
+            "mean_logit": the mean of each row's z', [rows...].
         inplace_backward: whether the gradient of logits may be written over logits, as in eaves.cross_entropy: then
             the entropy has no gradient. With K tokens, or a temperature for each row, the backward writes it.
         group, classes: as in eaves.cross_entropy: a vocabulary that is cut over ranks.

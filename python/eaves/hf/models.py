@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from eaves._calls.linear_cross_entropy import check_constant_options
+from eaves._parallel.shard import Shard
 from eaves._torch.checks import check_bool
 from eaves.hf.head import (
     DefersLogits,
@@ -118,6 +119,10 @@ def patch(
     }
     check_constant_options(head.weight, **options)
     check_bool("patch", "sequence_parallel", sequence_parallel)
+    if isinstance(group, Shard):
+        raise TypeError(
+            "patch: group is a Shard, expected a ProcessGroup or its name; sequence_parallel stands beside it"
+        )
     if group is not None or sequence_parallel:
         # The name: a ProcessGroup can neither be copied nor pickled.
         if group is not None and not isinstance(group, str):
