@@ -92,7 +92,8 @@ CALLS: list[Call] = [
     *(({name: 1.0}, TypeError, rf"got an unexpected keyword argument '{name}'{answer}$") for name, answer in (
         ("temperature", r"; pass scale=1 / temperature, and .* softcap=c / temperature"),
         ("logit_softcap", "; pass softcap"), ("lse_square_scale", "; pass z_loss"), ("bias", ""), ("colour", ""),
-        ("return_lse", '; pass outputs="lse"'), ("return_predicted_tokens", '; pass outputs="argmax"'), ("return_dict", "$"))),
+        ("return_lse", '; pass outputs="lse"'), ("return_predicted_tokens", '; pass outputs="argmax"'),
+        ("return_dict", "$"))),
     # weights
     *(({"weight": torch.ones(shape)}, ValueError, r"weight has shape .*, expected \[5\] \(one per class of input\)")
       for shape in ((4,), (5, 1), ())),
