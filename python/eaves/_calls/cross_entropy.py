@@ -84,12 +84,16 @@ def loss_of_logits(call: CrossEntropyCall) -> Tensor | CrossEntropyOutput:
 
 def _is_plain(call: CrossEntropyCall) -> bool:
     """True for a call of one matrix with the defaults, which are the operator's too."""
-    input, _, weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, *rest = call
-    row_weight, normalizer, inplace_backward, outputs, class_dim, group, classes = rest
+    (
+        input, _, weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, row_weight, normalizer,
+        inplace_backward, outputs, class_dim, group, classes,
+    ) = call[:]  # fmt: skip
     return (
         type(input) is Tensor
         and input.dim() <= 2
-        and weight is row_weight is normalizer is softcap is scale is class_dim is group is classes is None
+        and weight is row_weight is normalizer is softcap is scale is None
+        and class_dim is classes is None
+        and group is None
         and type(ignore_index) is int
         and ignore_index == -100
         and reduction == "mean"
@@ -140,22 +144,23 @@ def _over_ranks(call: CrossEntropyCall) -> Tensor | CrossEntropyOutput:
 
 def _computed(call: CrossEntropyCall, shard: ShardArguments | None) -> Tensor | CrossEntropyOutput:
     """The loss of a call whose tensors are this rank's."""
-    input, target, weight, row_weight, normalizer = (
-        call.input, call.target, call.weight, call.row_weight, call.normalizer,
-    )  # fmt: skip
+    (
+        input, target, weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, row_weight, normalizer,
+        inplace_backward, outputs, class_dim, _, classes,
+    ) = call[:]  # fmt: skip
     result_dtype = check_input(OP, input, target, "logits")
     is_soft = target.is_floating_point()
     if shard is not None:
         check_reduce_dtype(OP, shard, input)
-    axis = class_axis(input, target, is_soft, call.class_dim)
-    if call.classes is not None and shard is None:
+    axis = class_axis(input, target, is_soft, class_dim)
+    if classes is not None and shard is None:
         soft = target.movedim(axis, 0) if is_soft else None
-        input, weight, soft = without_padding(OP, call.classes, input.movedim(axis, 0), weight, soft)
+        input, weight, soft = without_padding(OP, classes, input.movedim(axis, 0), weight, soft)
         input, target = input.movedim(0, axis), target if soft is None else soft.movedim(0, axis)
     if input.shape[axis] == 0 and shard is None and not is_soft and target.numel() != 0:
         raise ValueError(f"{OP}: input has shape {shape_of(input)}, expected at least one class")
-    mode = reduction_of(OP, call.reduction)
-    ignore_index = index_of(OP, "ignore_index", call.ignore_index)
+    mode = reduction_of(OP, reduction)
+    ignore_index = index_of(OP, "ignore_index", ignore_index)
 
     if weight is not None:
         weight = weight_of(OP, weight, input, input.shape[axis])
@@ -164,39 +169,39 @@ def _computed(call: CrossEntropyCall, shard: ShardArguments | None) -> Tensor | 
         row_weight = row_weight_of(OP, row_weight, input, rows, result_dtype)
     if normalizer is not None:
         normalizer = normalizer_of(OP, normalizer, mode, result_dtype, input.device)
-    numbers, number_tensor = numbers_of(OP, call.label_smoothing, call.scale, call.softcap, call.z_loss)
+    numbers, number_tensor = numbers_of(OP, label_smoothing, scale, softcap, z_loss)
     may_smooth = number_tensor is not None or (numbers != () and numbers[0] != 0.0)
-    wanted, names = 0, output_names(OP, call.outputs, LOSS_OUTPUTS)
+    wanted, names = 0, output_names(OP, outputs, LOSS_OUTPUTS)
     if names:
         wanted = wanted_outputs(OP, names, has_factors=is_soft or (weight is not None and may_smooth))
         if wanted & ~Z_LOSS:
             wanted |= OF_IGNORED_ROWS
-    if call.inplace_backward is not False:
-        check_bool(OP, "inplace_backward", call.inplace_backward)
+    if inplace_backward is not False:
+        check_bool(OP, "inplace_backward", inplace_backward)
 
     arguments = (input, target, weight, row_weight, normalizer, axis, ignore_index, mode, numbers)
     if not needs_function(input, target):
         computed = wanted
-        outputs = run_forward((*arguments, computed), shard, number_tensor)
+        results = run_forward((*arguments, computed), shard, number_tensor)
     else:
         refuse_gradient(OP, "target", target)
         needs_target_mass = is_soft or (weight is not None and (may_smooth or shard is not None))
-        if not call.inplace_backward or torch.compiler.is_compiling():
+        if not inplace_backward or torch.compiler.is_compiling():
             computed = kept_for_backward(wanted, mode, needs_target_mass)
-            outputs = apply(OP, CrossEntropy, *arguments, computed, wanted, number_tensor, shard)
+            results = apply(OP, CrossEntropy, *arguments, computed, wanted, number_tensor, shard)
         else:
             refuse_in_place(input)
             wanted &= ~OF_IGNORED_ROWS
             if input.dtype == torch.float16 or shard is not None:
                 computed = kept_for_backward(wanted, mode, needs_target_mass)
-                outputs = apply(OP, InPlaceInBackward, *arguments, computed, shard)
+                results = apply(OP, InPlaceInBackward, *arguments, computed, shard)
             else:
                 computed = RETURNED_IN_PLACE
-                outputs = in_place_in_forward(*arguments, wanted)
+                results = in_place_in_forward(*arguments, wanted)
     if not names:
-        loss: Tensor = outputs[0]
+        loss: Tensor = results[0]
         return loss
-    return output_of(outputs, computed, names)
+    return output_of(results, computed, names)
 
 
 def class_axis(input: Tensor, target: Tensor, is_soft: bool, class_dim: int | None) -> int:

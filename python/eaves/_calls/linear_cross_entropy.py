@@ -261,8 +261,8 @@ def _checked(call: LinearCrossEntropyCall, shard: ShardArguments | None) -> tupl
     (
         input, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, options, softcap,
         scale, z_loss, row_weight, normalizer, outputs, algorithm, workspace_bytes, skip_ignored, grad_weight_dtype,
-        grad_weight_out, *_,
-    ) = call  # fmt: skip
+        grad_weight_out,
+    ) = call[:20]  # fmt: skip
     is_compiling = grad_weight_out is not None and torch.compiler.is_compiling()
     if is_compiling:
         torch._dynamo.skip_frame(msg=f"{OP}: grad_weight_out is written in the backward, so {OUTSIDE}")
@@ -359,11 +359,14 @@ def check_constant_options(
 
 
 def _wanted_gradients(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> int:
-    if not torch.is_grad_enabled() or is_exporting():  # see needs_function
+    if not torch.is_grad_enabled():
         return 0
     bits = OF_INPUT if input.requires_grad else 0
-    bits |= OF_WEIGHT if linear_weight.requires_grad else 0
-    return bits | (OF_BIAS if linear_bias is not None and linear_bias.requires_grad else 0)
+    if linear_weight.requires_grad:
+        bits |= OF_WEIGHT
+    if linear_bias is not None and linear_bias.requires_grad:
+        bits |= OF_BIAS
+    return 0 if bits and is_exporting() else bits  # see needs_function
 
 
 def _small_workspace(classes: int) -> int:

@@ -159,18 +159,20 @@ def checked_weight(input: Tensor, linear_weight: Tensor, is_autocast: bool, may_
     if features == 0:
         raise ValueError(f"{_OP}: input has shape {shape_of(input)}, expected at least one feature")
     check_not_packed(_OP, "linear_weight", linear_weight)
-    refuse_zero3(_OP, linear_weight=linear_weight)
-    if linear_weight.dim() > 2:
+    shape = linear_weight.shape
+    if 0 in shape:
+        refuse_zero3(_OP, linear_weight=linear_weight)
+    if len(shape) > 2:
         raise NotImplementedError(
             f"{_OP}: linear_weight has shape {shape_of(linear_weight)}, expected [classes, {features}]; of a loss of "
             "several axes call it once for each head"
         )
-    if linear_weight.dim() != 2 or linear_weight.shape[1] != features:
+    if len(shape) != 2 or shape[1] != features:
         raise ValueError(
             f"{_OP}: linear_weight has shape {shape_of(linear_weight)}, expected [classes, {features}] (features as "
             f"input {shape_of(input)})"
         )
-    if linear_weight.shape[0] == 0 and not may_be_empty:
+    if shape[0] == 0 and not may_be_empty:
         raise ValueError(f"{_OP}: linear_weight has shape {shape_of(linear_weight)}, expected at least one class")
     is_cast = is_autocast and linear_weight.dtype == torch.float32 and input.dtype != torch.float64
     if linear_weight.dtype != input.dtype and not is_cast:

@@ -112,10 +112,12 @@ def numbers_of(
     if not torch.compiler.is_compiling():
         if all(map(operator.is_, given, _ABSENT)):
             return (), None
-        return tuple([
-            default if value is absent else number_of(op, name, value, low, high, expected)
-            for value, absent, (name, default, low, high, expected) in zip(given, _ABSENT, _TABLE)
-        ]), None  # fmt: skip
+        found = list(_DEFAULTS)
+        for index, value in enumerate(given):
+            if value is not _ABSENT[index]:
+                name, _, low, high, expected = _TABLE[index]
+                found[index] = number_of(op, name, value, low, high, expected)
+        return tuple(found), None
     numbers = []
     for value, absent, (name, default, low, high, expected) in zip(given, _ABSENT, _table()):
         is_absent = value is None if absent is None else type(value) is int and value == 0
@@ -134,6 +136,7 @@ NUMBERS_IN_WORDS = f"{', '.join(NUMBERS[:-1])} and {NUMBERS[-1]}"
 _WAYS_OUT = {"scale": "; multiply logits or hidden states by a learned one", "softcap": "; None for no soft cap"}
 _EXPECTED = [words + _WAYS_OUT.get(name, "") for name, words in zip(NUMBERS, _words[1::2])]
 _TABLE = tuple(zip(NUMBERS, _numbers[::3], _numbers[1::3], _numbers[2::3], _EXPECTED))
+_DEFAULTS = [default for _, default, _, _, _ in _TABLE]
 # Of each number the least, the largest and what an error says of the two.
 RANGES = {
     name: (low, high, words) for name, low, high, words in zip(NUMBERS, _numbers[1::3], _numbers[2::3], _words[1::2])
