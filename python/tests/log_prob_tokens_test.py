@@ -725,3 +725,11 @@ def test_on_a_gpu_a_row_with_a_token_that_is_no_class_is_nan(cuda: torch.device)
         (grad,) = torch.autograd.grad(found.sum(), hidden)
         assert found[1].isnan().all() and found[[0, 2]].isfinite().all()
         assert grad[1].isnan().all() and grad[[0, 2]].isfinite().all()
+
+
+def test_a_wrong_temperature_is_named_by_its_own_index() -> None:
+    logits, tokens = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
+    wrong = torch.tensor([1.0, -2.0])
+    for temperature, place in ((wrong, r"\[1\]"), (wrong.view(2, 1), r"\[1, 0\]"), (torch.tensor(-2.0), "")):
+        with pytest.raises(ValueError, match=rf"temperature{place} is -2.0, expected"):
+            eaves.log_prob(logits, tokens, temperature=temperature)

@@ -1,4 +1,4 @@
-"""The gradient of cross_entropy where its logits were (inplace_backward)."""
+"""The gradient of cross_entropy in the memory of its logits (inplace_backward)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _forward_backward = torch.ops.eaves.cross_entropy_forward_backward.default
 _rescale = torch.ops.eaves.cross_entropy_rescale.default
 _backward_in_place = torch.ops.eaves.cross_entropy_backward_in_place.default
 
-RETURNED_IN_PLACE = sum(RETURNED)  # what is not wanted has a place there too
+RETURNED_IN_PLACE = sum(RETURNED)  # outputs that are not wanted have a place there too
 
 
 def refuse_in_place(input: Tensor) -> None:
-    """What autograd would not allow to write over, and what it cannot follow."""
+    """Refuses logits that autograd does not allow to be written over, and transforms that it cannot follow."""
     if is_transforming():
         raise NotImplementedError(
             f"{OP}: inplace_backward does not go with torch.vmap and torch.func, which may use input again; leave it "
@@ -46,7 +46,7 @@ def refuse_in_place(input: Tensor) -> None:
 
 
 class _InPlaceInForward(torch.autograd.Function):
-    """Forward and backward in one pass, which leaves the gradient for an upstream gradient of 1 where the logits were.
+    """Forward and backward in one pass, which writes the gradient, for an upstream gradient of 1, over the logits.
 
     The logits are an input that is written over, and no output: a backward of an operator that read them before has to
     fail, which the version counter sees to, and not to differentiate through this function. Behind the arguments of the
@@ -70,7 +70,7 @@ class _InPlaceInForward(torch.autograd.Function):
         if grad_loss is None:
             return None, *nothing
         (grad_input,) = _of_only_backward(ctx, grad_loss)
-        call(OP, _rescale, grad_input, grad_loss, ctx.axis)  # reads and writes nothing where grad_loss is 1
+        call(OP, _rescale, grad_input, grad_loss, ctx.axis)  # reads and writes nothing if grad_loss is 1
         if not torch.compiler.is_compiling():
             ctx.handed_out.append(_contents_of(grad_input))
         return grad_input, *nothing
@@ -124,7 +124,7 @@ def _contents_of(tensor: Tensor) -> tuple[int, int]:
 
 
 class InPlaceInBackward(torch.autograd.Function):
-    """The gradient where the logits were, but written in the backward, where the upstream gradient is known: in float16
+    """The gradient over the logits, but written in the backward, which knows the upstream gradient: in float16
     most of a mean's gradient would be 0 before a loss scale multiplies it."""
 
     @staticmethod
@@ -155,7 +155,7 @@ class InPlaceInBackward(torch.autograd.Function):
 
 
 def _of_only_backward(ctx: Any, grad_loss: Tensor) -> list[Any]:
-    """What was saved, where this is the one backward that there may be."""
+    """The saved tensors. Refuses a second backward."""
     if is_batched(grad_loss):
         raise NotImplementedError(f"{OP}: with inplace_backward no backward has a batch (is_grads_batched=True)")
     if torch.is_grad_enabled():

@@ -60,7 +60,7 @@ _NOTHING = (None,) * (_REST.stop - len(GRADIENTS))  # behind the gradients of in
 def _save(
     ctx: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], rest: tuple[Any, ...], output: Sequence[Tensor]
 ) -> None:
-    """What a backward needs that computes the logits again."""
+    """Keeps the tensors and options from which a backward computes the logits again."""
     ctx.options = options
     ctx.grad_weight_out, computed, _, followed, gradients, number_tensor, ctx.shard = rest
     ctx.wide, ctx.weight_dtype = gradients & WIDE_WEIGHT, tensors[1].dtype
@@ -71,7 +71,7 @@ def _save(
 
 
 def _compute_again(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """The gradients from what `_save` kept."""
+    """The gradients from the tensors that `_save` kept."""
     *tensors, lse, entropy, target_mass, divisor, number_tensor, place = ctx.saved_tensors
     refuse_zero3(OP, linear_weight=tensors[1], linear_bias=tensors[2])
     *inputs, _ = as_multiplied(tuple(tensors))
@@ -120,7 +120,7 @@ def _run_forward(
 
 
 def _split(results: list[Tensor], bits: int, shard: ShardArguments | None) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """The outputs and the gradients of what _run_forward gave."""
+    """The outputs and the gradients among the results of _run_forward."""
     end = len(results) if shard is None else len(results) - 1
     count = end - bits.bit_count()
     return tuple(results[:count]), results[count:end]
@@ -227,7 +227,7 @@ class Speed(torch.autograd.Function):
             # Nothing is computed again, and compiled autograd follows saved tensors alone.
             ctx.save_for_backward(*computed_gradients)
         else:
-            # Saved tensors are there as long as the graph is, and what is handed out may be written over.
+            # Saved tensors live as long as the graph, and autograd may write over the gradients that it gets.
             ctx.gradients = computed_gradients
         # Small calls show what it costs to hand out a tensor that is saved too.
         return outputs if wanted else outputs[:1]

@@ -1,1 +1,1 @@
-"""Calls of the public functions: what each is, checked once, and the way that it takes."""
+"""Calls of the public functions: the record of each call's arguments, their checks, and the choice of a way."""

@@ -114,7 +114,7 @@ def _over_ranks(call: CrossEntropyCall) -> Tensor | CrossEntropyOutput:
     is_cut, axis = is_distributed(input), -1
     logits: Local | None = None
     if is_cut and shard.group is None:
-        # By the logits alone: what is wrong with a rank's target has to be an error on all of them.
+        # By the logits alone: a wrong target of one rank has to be an error on all ranks.
         def cut() -> tuple[int, Local]:
             axis = _cut_axis(input) if call.class_dim is None else index_of(OP, "class_dim", call.class_dim)
             return axis, local_shard(OP, "input", input, axis)
@@ -253,6 +253,6 @@ def _axis_of_shapes(input: Tensor, target: Tensor, is_soft: bool) -> int:
 
 
 def _cut_axis(input: Any) -> int:
-    """Where a DTensor of logits has its classes: on the last axis, or the second if that is cut."""
+    """The axis of the classes in a DTensor of logits: the last one, or the second if that is cut."""
     is_second = input.dim() > 2 and any(placement.is_shard(1) for placement in input.placements)
     return 1 if is_second else -1

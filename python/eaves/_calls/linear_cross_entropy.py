@@ -151,9 +151,10 @@ def tensors_of_linear(
 
 
 def _multiplies_by_its_weight(linear: torch.nn.Linear) -> bool:
-    """True where calling the module is a product with its weight, and nothing else."""
+    """True if the module's call is a product with its weight, and nothing else."""
     kind = getattr(type(linear), "_eaves_class", type(linear))  # of a head that eaves.hf has patched
-    hooks = (*linear._forward_pre_hooks.values(), *linear._forward_hooks.values())
+    hooks = [*linear._forward_pre_hooks.values(), *linear._forward_hooks.values()]
+    hooks += [*linear._backward_pre_hooks.values(), *linear._backward_hooks.values()]
     is_plain = kind.forward is torch.nn.Linear.forward and "forward" not in vars(linear)
     return is_plain and all(map(is_hook_of_fully_shard, hooks))
 
@@ -255,9 +256,9 @@ def computed(call: LinearCrossEntropyCall, shard: ShardArguments | None = None) 
 
 
 def _checked(call: LinearCrossEntropyCall, shard: ShardArguments | None) -> tuple[Any, ...]:
-    """Of a call: its tensors in the order of ForwardTensors; the extension's options, but for the limit of its
-    workspace; the number tensor; that limit in bytes, 0 for the device's; the outputs as bits, and by name; the bit of
-    the dtype of the head's gradient. A tuple, because a record would cost small calls 1 % of their time."""
+    """A call's tensors in the order of ForwardTensors; the extension's options, but for the limit of its workspace; the
+    number tensor; that limit in bytes, 0 for the device's; the outputs as bits, and by name; the bit of the dtype of
+    the head's gradient."""
     (
         input, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, options, softcap,
         scale, z_loss, row_weight, normalizer, outputs, algorithm, workspace_bytes, skip_ignored, grad_weight_dtype,
@@ -308,7 +309,7 @@ def _checked(call: LinearCrossEntropyCall, shard: ShardArguments | None) -> tupl
         wide = check_grad_weight_out(
             grad_weight_out, input.dtype, linear_weight, grad_weight_dtype, result_dtype, is_compiling
         )
-        # As they were passed: some are converted, and the caller's memory is what counts.
+        # As they were passed: some are converted, and the caller's memory counts.
         check_overlap(
             grad_weight_out,
             {
@@ -377,7 +378,7 @@ def _small_workspace(classes: int) -> int:
 def _is_speed(
     call: LinearCrossEntropyCall, tensors: tuple[Any, ...], followed: int, limit: int, shard: ShardArguments | None
 ) -> bool:
-    """Are gradients computed in the forward, where they can be? As the documentation of `algorithm` says."""
+    """Whether a forward that can compute gradients does so, as the documentation of `algorithm` says."""
     way, grad_weight_out = call.algorithm, call.grad_weight_out
     has_gradients_of_outputs = bool(followed & (LSE | ENTROPY))
     if torch.compiler.is_compiling() or (shard is not None and way == "auto"):

@@ -253,7 +253,7 @@ def _of_several(call: LogProbCall) -> Tensor | LogProbOutput:
 
 
 def _local_call(call: LogProbCall, cut: Local, shard: Shard) -> LogProbCall:
-    """The call as this rank has it, where logits or a head are cut as a DTensor."""
+    """The call with this rank's part of its DTensors."""
     op = call.op
     call = call._replace(
         tokens=local_rows(op, "tokens", call.tokens, cut),
@@ -340,7 +340,7 @@ def _computed(call: LogProbCall, group: ProcessGroup | None, given_shard: Shard)
     if isinstance(temperature, Tensor):
         # Of ignored rows it may be anything.
         divisors = temperature.detach().reshape(-1).to(accumulator_dtype(x.dtype)).masked_fill(is_ignored, 1)
-        _check_divisors(op, temperature, divisors)
+        _check_divisors(op, cast("Tensor", call.temperature), divisors.view(rows))
     settings = Settings(op, scale, softcap, ignore_index, outputs, call.inplace_backward, of_head, over_ranks)
     with torch.autocast(x.device.type, enabled=False):
         found = losses_of(settings, rows_of(chosen, is_absent, divisors), x, weight, bias)
@@ -378,7 +378,7 @@ def _of_rows(op: str, temperature: Tensor, rows: Sequence[int], of: str) -> Tens
 
 
 def _head_options(call: LogProbCall, hidden: Tensor, head: Tensor) -> HeadOptions:
-    """Those that linear_log_prob has and log_prob has not."""
+    """The options that linear_log_prob alone has."""
     op = call.op
     check_algorithm(call.algorithm, call.workspace_bytes)
     if call.algorithm == "speed":
@@ -426,10 +426,12 @@ def _check_classes(op: str, tokens: Tensor, is_absent: Tensor, classes: int, ign
 
 
 def _check_divisors(op: str, temperature: Tensor, divisors: Tensor) -> None:
+    """`divisors` are the temperatures in the shape of the rows, 1 for ignored ones."""
     if not has_values(temperature):
         return
     is_wrong = ~((divisors > 0) & divisors.isfinite())
     if is_wrong.any():
-        index = is_wrong.view(temperature.shape).nonzero()[0].tolist()
+        row = is_wrong.nonzero()[0].tolist()
+        index = [place if size > 1 else 0 for place, size in zip(row, temperature.shape)]
         value = temperature[tuple(index)].item()
         raise ValueError(f"{op}: temperature{index or ''} is {value}, expected {RANGES['scale'][2]}")

@@ -48,7 +48,7 @@ def all_reduce(tensor: Tensor, group: ProcessGroup) -> Underway:
 
 
 def sum_on(rank: int, tensor: Tensor, group: ProcessGroup) -> Underway:
-    """The sum over the ranks, in its place on one of them; elsewhere what is there is of no use afterwards."""
+    """The sum over the ranks, in its place on one of them; the other ranks' tensors are of no use afterwards."""
     return Underway(tensor, distributed().reduce(tensor, group=group, group_dst=rank, async_op=True))
 
 
@@ -68,7 +68,7 @@ def named_group(name: str) -> ProcessGroup:
 
 
 class AllRows(torch.autograd.Function):
-    """This rank's rows -> those of all ranks. Their gradient is a sum over the ranks already: a rank takes its rows."""
+    """This rank's rows -> the rows of all ranks. Their gradient is a sum over the ranks: each takes its rows."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, shard: ShardArguments) -> Tensor:

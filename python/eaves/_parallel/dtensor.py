@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 
 
 class Local(NamedTuple):
-    """What a DTensor whose classes are cut over a mesh says of a call."""
+    """This rank's part of a DTensor whose classes are cut over a mesh."""
 
     tensor: Tensor
     mesh: Any
@@ -51,7 +51,7 @@ def local_shard(op: str, name: str, tensor: Any, class_axis: int) -> Local:
 
 
 def told(op: str, tensor: Any, run: Callable[[], _Result]) -> _Result:
-    """What `run` gives. Its error is told to the other ranks of a DTensor, where its mesh has one axis alone."""
+    """The result of `run`. Its error is told to the other ranks of a DTensor, if its mesh has one axis alone."""
     mesh = tensor.device_mesh
     return with_agreement(op, mesh.get_group(), lambda _: run()) if mesh.ndim == 1 else run()
 
@@ -65,7 +65,7 @@ def refuse_in_place_of_dtensor(op: str, name: str, logits: Any, inplace_backward
 
 
 def local_classes(op: str, name: str, tensor: Any) -> Any:
-    """This rank's part of a tensor whose first axis are the classes, where it is a DTensor."""
+    """This rank's part of a DTensor whose first axis are the classes; any other tensor as it is."""
     return local_shard(op, name, tensor, 0).tensor if is_distributed(tensor) else tensor
 
 
@@ -87,7 +87,7 @@ def local_rows(op: str, name: str, tensor: Any, head: Local, is_summed: bool = F
 
 
 def local_target(op: str, target: Any, head: Local, class_axis: int) -> Any:
-    """The classes of all rows; of probabilities those of this rank's classes, without a collective."""
+    """The classes of all rows, or the probabilities of this rank's classes, without a collective."""
     if not is_distributed(target) or not target.is_floating_point():
         return local_rows(op, "target", target, head)
     from torch.distributed.tensor import Shard as Cut
@@ -112,7 +112,7 @@ def _check_mesh(op: str, name: str, tensor: Any, head: Local) -> None:
 
 
 def told_to_ranks(op: str, group: object, cut: object, run: Callable[[object], _Result]) -> _Result:
-    """What `run` gives. Its error is told to the other ranks of a group, or of the DTensor `cut`; not of a head that
+    """The result of `run`. Its error is told to the other ranks of a group, or of the DTensor `cut`; not of a head that
     fully_shard has cut, which they may be gathering."""
     ranks = None if group is None else shard_of(group).group
     if ranks is not None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Shard(NamedTuple):
-    """The piece of a vocabulary that a rank has, for the argument `group` of a loss, where the group alone does not say
+    """The piece of a vocabulary that a rank has, for the argument `group` of a loss, if the group alone does not say
     enough.
 
     Args:
@@ -43,7 +43,7 @@ class ShardArguments(NamedTuple):
 
     group: str  # its name
     ranks: int
-    first_class: int  # -1: those of the ranks before come first
+    first_class: int  # -1: the pieces follow each other in the order of ranks
     classes: int  # -1: as many as all shards have
     sequence_parallel: bool = False
     reduce_input_grad: bool = True
@@ -57,7 +57,7 @@ SCHEMA = (
 
 
 class Place(NamedTuple):
-    """Which classes a rank has, without those of padding."""
+    """Which classes a rank has, without padding."""
 
     first_class: int
     classes: int  # of all ranks
@@ -87,7 +87,7 @@ def dtype_of_parts(shard: ShardArguments, dtype: torch.dtype) -> torch.dtype:
     """In which the ranks' parts of the gradient of an input are computed and added up."""
     if not shard.reduce_input_grad:
         return dtype
-    # A part of float16 may be infinite where the sum is not.
+    # A part of float16 may be infinite although the sum is finite.
     return shard.reduce_dtype or (torch.float32 if dtype == torch.float16 else dtype)
 
 
@@ -99,7 +99,7 @@ def check_reduce_dtype(op: str, shard: ShardArguments, input: Tensor) -> None:
 
 
 def without_padding(op: str, classes: int, *tensors: Any) -> list[Any]:
-    """The first `classes` of tensors whose first axis are those and padding, as views."""
+    """The first `classes` of tensors whose first axis are classes and padding, as views."""
     total = index_of(op, "classes", classes)
     for each in tensors:
         if isinstance(each, Tensor) and not 1 <= total <= (each.shape[0] if each.dim() else 0):

@@ -36,7 +36,7 @@ def statistics_of(gathered: Tensor) -> Tensor:
 
 
 def no_statistics(rows: int, logits: Tensor) -> Tensor:
-    """Those of a shard without classes, in the order of CrossEntropyStatistic."""
+    """The statistics of a shard without classes, in the order of CrossEntropyStatistic."""
     statistics = logits.new_zeros(rows, STATISTICS, dtype=accumulator_dtype(logits.dtype))
     statistics[:, [0, 7]] = -torch.inf  # largest, best_value
     return statistics

@@ -259,7 +259,7 @@ def check_grad_weight_out(
 
 
 def check_overlap(out: Tensor, read: Mapping[str, object]) -> None:
-    """What a call reads may not be where its backward adds; the speedy one adds with torch, which does not look."""
+    """Refuses a grad_weight_out that overlaps a tensor of the call: "speed" adds with torch, which does not look."""
     for name, tensor in read.items():
         if isinstance(tensor, Tensor) and _shares_memory(out, tensor):
             raise ValueError(f"{_OP}: grad_weight_out overlaps {name}, expected memory of its own")

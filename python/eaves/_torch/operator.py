@@ -109,7 +109,7 @@ class _Refused(Exception):
 
 
 def run_plainly(overload: OpOverload, *arguments: object) -> Any:
-    """`call` for call_plainly, which catches what the extension refuses."""
+    """`call` for call_plainly, which catches the extension's refusals."""
     try:
         with below_autograd():
             return overload(*arguments)
@@ -190,7 +190,7 @@ def _raise_as_what_it_is(op: str, error: Exception, overload: OpOverload, argume
 
 
 class Gradients(torch.autograd.Function):
-    """What `compute` gives, which depends on the tensors behind it and has no derivative itself: `refusal` says so."""
+    """The result of `compute`, which depends on the tensors behind it. It has no derivative: `refusal` says so."""
 
     @staticmethod
     def forward(
@@ -207,7 +207,7 @@ class Gradients(torch.autograd.Function):
 def gradients_of(
     compute: Callable[[], tuple[Tensor | None, ...]], refusal: str, differentiable: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """What `compute` gives in a backward, where there may be a derivative of it (create_graph=True)."""
+    """The result of `compute` in a backward, of which a derivative may be wanted (create_graph=True)."""
     if not torch.is_grad_enabled():
         return compute()
     computed: tuple[Tensor | None, ...] = Gradients.apply(compute, refusal, *differentiable)  # type: ignore[no-untyped-call]

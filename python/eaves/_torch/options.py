@@ -217,8 +217,6 @@ _PARAMETERS = {
     "impl": "algorithm",
     "num_chunks": "workspace_bytes, the scratch memory in bytes",
     "chunk_size": "workspace_bytes, the scratch memory in bytes",
-    "e": "input",
-    "c": "linear_weight",
     "targets": "target",
     "labels": "target",
 }
@@ -245,12 +243,6 @@ def _hint(name: str, function: Callable[..., object]) -> str:
     if name == "filter_eps":
         return "; leave it out: no gradient is dropped"
     parameter = _PARAMETERS.get(name)
-    if parameter == "input" and "hidden" in parameters:
-        parameter = "hidden"
-    elif parameter == "linear_weight" and "head" in parameters:
-        parameter = "head"
-    elif parameter == "target" and "tokens" in parameters:
-        parameter = "tokens"
     if parameter is None or parameter.partition(",")[0] not in parameters:
         return ""
     return f"; pass {_TEMPERATURE if name == 'temperature' else parameter}"

@@ -18,7 +18,7 @@ REDUCTION_NAMES = {mode: name for name, mode in REDUCTIONS.items()}
 # The outputs that a call asks for beside the loss, as bits; those of python/csrc/loss_arguments.h. The extension gives
 # them in this order.
 LSE, DIVISOR, ARGMAX, ENTROPY, Z_LOSS, TARGET_MASS, SUM_SQ, MEAN_LOGIT = OUTPUTS = (1, 2, 4, 8, 16, 32, 64, 128)
-OF_IGNORED_ROWS = 256  # no output: those per row of rows that are ignored too
+OF_IGNORED_ROWS = 256  # no output: ignored rows have outputs too
 # No output: lse is two numbers, [rows..., 2], which a backward needs (docs/numerics.md).
 SPLIT_LSE = 512
 # The names that `outputs` takes, in the losses and in the log-probabilities.
@@ -102,7 +102,7 @@ _type_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kept_for_backward(wanted: int, mode: int, needs_target_mass: bool) -> int:
-    """The outputs that are wanted, and those that a backward reads."""
+    """The outputs that are wanted, and the outputs that a backward reads."""
     computed = wanted | LSE | SPLIT_LSE
     if mode == MEAN:
         computed |= DIVISOR

@@ -21,7 +21,7 @@ def divisors_of(
     ignore_index: int,
     rows: Tensor,
 ) -> Tensor:
-    """What the mean of each sample is divided by; `targets` has the samples as its first axis, and so have `row_weight`
+    """The divisor of each sample's mean; `targets` has the samples as its first axis, and so have `row_weight`
     and `rows`, one number for each row in the dtype of the divisors."""
     if normalizer is not None:
         return normalizer.reshape(samples).clone()
@@ -52,7 +52,7 @@ def _quotient(numbers: Tensor, divisors: Tensor) -> Tensor:
 
 
 def reduce_samples(tensors: list[Tensor], outputs: int, mode: int, divisors: Tensor | None) -> list[Tensor]:
-    """What a call with reduction "none" gave for all samples at once, each sample's losses reduced.
+    """The results of a call with reduction "none" for all samples at once, each sample's losses reduced.
 
     `outputs` are those of the call that was asked for; the one for all has no divisor. `divisors` are there with the
     mean.

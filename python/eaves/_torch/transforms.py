@@ -1,4 +1,4 @@
-"""What the tracers and transforms of torch ask of a call: torch.compile, torch.export, torch.func, autograd."""
+"""Which tracers and transforms of torch are active: torch.compile, torch.export, torch.func, autograd."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def uncompiled(op: str, function: Callable[..., Any], when: str = "") -> Callabl
 OUTSIDE = "it runs outside of the graph that torch.compile makes; leave fullgraph=True out"
 
 
-# They are not public. Where a later PyTorch lacks one of the first two, calls take the longer way, and cost more.
+# They are not public. If a later PyTorch lacks one of the first two, calls take the longer way, and cost more.
 is_transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _is_legacy_batched: Callable[[Tensor], bool] = getattr(
     torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False

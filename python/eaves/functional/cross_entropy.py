@@ -139,7 +139,7 @@ def cross_entropy(
             target of probabilities are this rank's, and each rank calls with the same targets of classes and options.
             All ranks get the same loss and outputs, bit for bit, and the gradient of their own logits. Pieces follow
             each other in the order of ranks, and may have different sizes, none too; eaves.Shard(group, first_class)
-            says where this rank's begins. Where input is a DTensor whose classes are cut over one axis of its mesh,
+            gives this rank's first class. If input is a DTensor whose classes are cut over one axis of its mesh,
             that axis is the group. With inplace_backward the backward writes the gradient.
         classes: how many classes there are in all. Logits and probabilities beyond are padding, which is not read, and
             has gradient 0. None: all are classes. Without a group too.
@@ -148,7 +148,7 @@ def cross_entropy(
         The loss: float32, or float64 for a float64 input; of shape [], or with reduction="none" of shape [rows...],
         contiguous. With outputs, a named tuple: the loss, then the outputs in the order of their names, so that
         `loss, lse = cross_entropy(..., outputs="lse")`. "rows..." is the shape of input without the classes. The
-        outputs of ignored rows are as those of others, but with inplace_backward 0.
+        outputs of ignored rows are computed as any others, but with inplace_backward they are 0.
 
     Raises:
         ValueError: a shape, dtype, device or number is not as above; on the CPU a target that is no class and not

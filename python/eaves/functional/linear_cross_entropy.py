@@ -147,7 +147,7 @@ def linear_cross_entropy(
             are 0.
         outputs: the names of more outputs, one or a sequence of them, as in eaves.cross_entropy.
         algorithm: "speed", "memory", "recompute", or "auto": speed where the workspace has room for it, but for calls
-            with the outputs "lse" or "entropy", or with grad_weight_out, and else recompute. "speed" is speed for those
+            with the outputs "lse" or "entropy", or with grad_weight_out, and else recompute. "speed" is speed for them
             too; where lse or entropy turn out to have a gradient, or a second derivative is asked for, the backward
             computes the logits again. Always recompute are calls with reduction "none", but where input alone has a
             gradient (a frozen head: two products instead of three), because what multiplies the rows comes with the
@@ -171,8 +171,8 @@ def linear_cross_entropy(
             linear_bias, weight and a target of probabilities are this rank's classes, padding among them, and each rank
             calls with the same rows, targets of classes and options. All ranks get the same loss and outputs, bit for
             bit, and the gradient of their own piece. Pieces may have different sizes, none too. An eaves.Shard says
-            more: where this rank's piece begins, whether rows are cut too (sequence parallelism), and how the gradient
-            of input is summed. Where linear_weight is a DTensor with Shard(0) on one axis of its mesh, that axis is the
+            more: this rank's first class, whether rows are cut too (sequence parallelism), and how the gradient
+            of input is summed. If linear_weight is a DTensor with Shard(0) on one axis of its mesh, that axis is the
             group; input and target may be DTensors on that mesh then. A parameter that fully_shard has cut is no such
             piece: unless rows are cut too, it is gathered, and its gradient reduced as its module says.
         classes: how many classes there are in all. Rows of linear_weight and probabilities beyond are padding, which is
