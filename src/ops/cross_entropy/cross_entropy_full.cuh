@@ -171,6 +171,7 @@ struct FullLoss {
       add_element(running, load_as_accumulator(reinterpret_cast<const T*>(vector)[i]), soft_row + column + i,
                   column + i);
     }
+    running.settle();
   }
 };
 

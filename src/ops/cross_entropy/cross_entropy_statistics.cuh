@@ -47,12 +47,20 @@ struct RunningStatistics {
   A anchor_logit = -infinity<A>();  ///< one of the logits, of which none has a z' / kUnit more than kAnchorSlack above
   A anchor = -infinity<A>();        ///< its z' / kUnit
   A sum = A(0);                     ///< of e^(kUnit * d) with d = z' / kUnit - anchor
+  A lost = A(0);                    ///< by the roundings of `sum` in add_logit(), until settle()
   A moment = A(0);                  ///< of e^(kUnit * d) * d
   A square = A(0);                  ///< of e^(2 * kUnit * d)
   A logit_sum = A(0);               ///< of u * z' / kUnit with a softcap, of u * z without
   A factor_sum = A(0);              ///< of u
   A best_value = -infinity<A>();    ///< the largest z that is not NaN
   std::int64_t best = kNoClass;     ///< its class, where it is wanted
+
+  /// Adds what `sum` has lost: beside a term of 1, up to half a step for each element that add_logit() takes. A loop of
+  /// elements ends with it, so that loops over vectors need no register for `lost`.
+  __device__ void settle() {
+    if (lost - lost == A(0)) sum += lost;  // beside an infinite sum it is NaN
+    lost = A(0);
+  }
 
   /// z' / kUnit - anchor of a logit.
   __device__ A exponent(A z, const LossTerms<A>& terms) const {
@@ -80,6 +88,7 @@ __device__ void raise_anchor(RunningStatistics<A, kHasSquare>& s, A z, const Los
     A shift = was_common && is_common ? s.anchor - anchor : -s.exponent(z, terms);
     if (!was_common && is_common && terms.softcap == A(0)) shift += fma(transformed.value, transformed.factor, -anchor);
     const A scale = power(shift);
+    s.settle();
     s.moment = scale == A(0) ? A(0) : fma(s.sum, shift, s.moment) * scale;  // the shift may be infinite
     s.sum *= scale;
     if constexpr (kHasSquare) s.square *= scale * scale;
@@ -88,7 +97,7 @@ __device__ void raise_anchor(RunningStatistics<A, kHasSquare>& s, A z, const Los
   s.anchor_logit = z;
 }
 
-/// Takes one logit. `u` as in ClassStatistics.
+/// Takes one logit. `u` as in ClassStatistics. settle() or finished() has to follow.
 template <typename A, bool kHasSquare>
 __device__ void add_logit(RunningStatistics<A, kHasSquare>& s, A z, A u, std::int64_t column,
                           const LossTerms<A>& terms) {
@@ -99,7 +108,10 @@ __device__ void add_logit(RunningStatistics<A, kHasSquare>& s, A z, A u, std::in
   if (z > s.anchor_logit + terms.slack_of_logits || s.anchor == -infinity<A>()) raise_anchor(s, z, terms);
   const A exponent = s.exponent(z, terms);
   const A term = power(exponent);
-  s.sum += term;
+  const A larger = fmax(s.sum, term);
+  const A sum = s.sum + term;
+  s.lost += fmin(s.sum, term) - (sum - larger);
+  s.sum = sum;
   // 0 * -infinity must be 0; what fmax() does to a NaN, the exponential undoes.
   s.moment = fma(term, fmax(exponent, A(-1e30)), s.moment);
   if constexpr (kHasSquare) s.square = fma(term, term, s.square);
@@ -224,7 +236,8 @@ __device__ bool try_add_batch(RunningStatistics<float, kHasSquare>& s, const Vec
 
 /// What was taken, as it is merged.
 template <typename A, bool kHasSquare>
-__device__ ClassStatistics<A> finished(const RunningStatistics<A, kHasSquare>& s, const LossTerms<A>& terms) {
+__device__ ClassStatistics<A> finished(RunningStatistics<A, kHasSquare> s, const LossTerms<A>& terms) {
+  s.settle();
   ClassStatistics<A> result;
   result.logit_sum = s.logit_sum * (terms.softcap == A(0) ? terms.scale : kUnit<A>);
   result.factor_sum = s.factor_sum;

@@ -86,6 +86,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       if (try_add_batch<kIsCapped, Factors::loaded>(running[r], batch, column, kStep, in.terms, plan, loaded)) continue;
 #pragma unroll 1
       for (int i = 0; i < kTaken * kSize; ++i) add_element(r, column + i / kSize * kStep + i % kSize);
+      running[r].settle();
     }
   };
 #pragma unroll
