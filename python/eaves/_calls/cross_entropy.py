@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from eaves._arguments import output_names, reduction_of
 from eaves._autograd.cross_entropy import OP, CrossEntropy, PlainMean, forward, run_forward
 from eaves._autograd.in_place import RETURNED_IN_PLACE, InPlaceInBackward, in_place_in_forward, refuse_in_place
 from eaves._parallel.agreement import agree_on_placements, with_agreement
@@ -30,7 +31,6 @@ from eaves._torch.options import (
     check_soft,
     normalizer_of,
     numbers_of,
-    reduction_of,
     row_weight_of,
     shape_of,
     weight_of,
@@ -41,7 +41,6 @@ from eaves._torch.outputs import (
     Z_LOSS,
     CrossEntropyOutput,
     kept_for_backward,
-    output_names,
     output_of,
     wanted_outputs,
 )

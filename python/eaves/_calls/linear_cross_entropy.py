@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from eaves._arguments import output_names, reduction_of
 from eaves._autograd.linear_cross_entropy import OP, Recompute, Speed, forward
 from eaves._parallel import linear_cross_entropy as ranks
 from eaves._parallel.agreement import agree_on_placements, with_agreement
@@ -65,7 +66,6 @@ from eaves._torch.options import (
     limit_of,
     normalizer_of,
     numbers_of,
-    reduction_of,
     row_weight_of,
     shape_of,
     weight_of,
@@ -77,7 +77,6 @@ from eaves._torch.outputs import (
     NONE,
     CrossEntropyOutput,
     kept_for_backward,
-    output_names,
     output_of,
     wanted_outputs,
 )

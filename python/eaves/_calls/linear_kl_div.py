@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eaves._arguments import reduction_of
 from eaves._chunked.head import cut
 from eaves._chunked.kl_div import DIVERGENCES, OP, Divergence, Settings, forward_only
 from eaves._parallel.fully_shard import is_fully_sharded, with_whole_head
@@ -25,7 +26,7 @@ from eaves._torch.checks import (
 )
 from eaves._torch.head import Head, checked_head, workspace_of
 from eaves._torch.operator import apply
-from eaves._torch.options import CLASS_DTYPES, RANGES, normalizer_of, reduction_of, shape_of
+from eaves._torch.options import CLASS_DTYPES, RANGES, normalizer_of, shape_of
 from eaves._torch.outputs import MEAN, NONE
 from eaves._torch.transforms import is_exporting, is_transforming, needs_autograd, uncompiled
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from eaves._arguments import named_outputs, output_names
 from eaves._autograd.in_place import refuse_in_place
 from eaves._calls.cross_entropy import CrossEntropyCall, loss_of_logits
 from eaves._calls.linear_cross_entropy import LinearCrossEntropyCall, loss_of_head, tensors_of_linear
@@ -58,8 +59,6 @@ from eaves._torch.outputs import (
     LSE,
     SPLIT_LSE,
     LogProbOutput,
-    named_outputs,
-    output_names,
     pick,
 )
 from eaves._torch.transforms import is_exporting, is_transforming, needs_autograd, uncompiled

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from eaves._arguments import refuse_unknown as refuse_on_this_rank
 from eaves._parallel.agreement import with_agreement
 from eaves._parallel.fully_shard import is_fully_sharded
 from eaves._parallel.shard import shard_of
-from eaves._torch import options
 from eaves._torch.checks import is_distributed
 from eaves._torch.transforms import needs_autograd
 
@@ -123,10 +123,10 @@ def told_to_ranks(op: str, group: object, cut: object, run: Callable[[object], _
 
 
 def refuse_unknown(op: str, names: Iterable[str], function: Callable[..., object], group: object, cut: Any) -> NoReturn:
-    """options.refuse_unknown, of which the other ranks learn. `cut` has the classes: a tensor, or a torch.nn.Linear."""
+    """The same, of which the other ranks learn. `cut` has the classes: a tensor, or a torch.nn.Linear."""
 
     def refuse(_: object) -> NoReturn:
-        options.refuse_unknown(op, names, function)
+        refuse_on_this_rank(op, names, function)
 
     told_to_ranks(op, group, cut.weight if isinstance(cut, torch.nn.Linear) else cut, refuse)
     raise AssertionError

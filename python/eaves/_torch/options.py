@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from eaves._torch.checks import (
     value_for_message,
 )
 from eaves._torch.operator import number_tensor_of
-from eaves._torch.outputs import LOG_PROB_OUTPUTS, LOSS_OUTPUTS, MEAN, REDUCTIONS
+from eaves._torch.outputs import MEAN
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict
@@ -84,15 +83,6 @@ def check_soft(op: str, target: Tensor, input: Tensor, shape: Sequence[int], of:
 def _or_float32(input: Tensor) -> str:
     """The dtypes that probabilities may have, for a message."""
     return " or ".join(dict.fromkeys((name_of(input.dtype), "float32")))
-
-
-def reduction_of(op: str, reduction: str) -> int:
-    mode = REDUCTIONS.get(reduction) if isinstance(reduction, str) else None
-    if mode is None:
-        error = ValueError if isinstance(reduction, str) else TypeError
-        hint = "; divide by a batch with normalizer=its size" if reduction == "batchmean" else ""
-        raise error(f'{op}: reduction is {reduction!r}, expected "none", "sum" or "mean"{hint}')
-    return mode
 
 
 def numbers_of(
@@ -195,63 +185,3 @@ def limit_of(op: str, workspace_bytes: object) -> int:
     if limit <= 0:
         raise ValueError(f"{op}: workspace_bytes is {value_for_message(limit)}, expected a positive number of bytes")
     return limit
-
-
-# The parameters for which other functions have these names.
-_PARAMETERS = {
-    "temperature": "scale",
-    "logit_scale": "scale",
-    "logit_softcap": "softcap",
-    "logit_soft_cap": "softcap",
-    "logit_softcapping": "softcap",
-    "final_logit_softcapping": "softcap",
-    "lse_square_scale": "z_loss",
-    "logsumexp_weight": "z_loss",
-    "bias": "linear_bias",
-    "linear_bias": "bias",
-    "ce_weight": "weight",
-    "num_items_in_batch": "normalizer",
-    "sample_weight": "row_weight",
-    "loss_mask": "row_weight",
-    "accum_dtype": "grad_weight_dtype",
-    "impl": "algorithm",
-    "num_chunks": "workspace_bytes, the scratch memory in bytes",
-    "chunk_size": "workspace_bytes, the scratch memory in bytes",
-    "targets": "target",
-    "labels": "target",
-}
-_TEMPERATURE = "scale=1 / temperature, and with a softcap c in front of the temperature softcap=c / temperature"
-_OF_HEAD = ("sequence_parallel", "reduce_input_grad", "reduce_dtype")  # fields of an eaves.Shard
-
-
-def refuse_unknown(op: str, names: Iterable[str], function: Callable[..., object]) -> NoReturn:
-    """Raises TypeError for the first of `names`, keywords that `function` got and does not have."""
-    name = next(iter(names))
-    raise TypeError(f"{op}: got an unexpected keyword argument {name!r}{_hint(name, function)}")
-
-
-def _hint(name: str, function: Callable[..., object]) -> str:
-    """The way out for a keyword of another function."""
-    parameters = inspect.signature(function).parameters
-    if output := _output_of(name, parameters):
-        return f'; pass outputs="{output}"'
-    has_head = "linear_weight" in parameters or "head" in parameters
-    if "group" in parameters and (name == "first_class" or (has_head and name in _OF_HEAD)):
-        return f"; pass group=eaves.Shard(group, {name}=...)"
-    if name == "shift":
-        return "; pass the rows without the last and the targets without the first"
-    if name == "filter_eps":
-        return "; leave it out: no gradient is dropped"
-    parameter = _PARAMETERS.get(name)
-    if parameter is None or parameter.partition(",")[0] not in parameters:
-        return ""
-    return f"; pass {_TEMPERATURE if name == 'temperature' else parameter}"
-
-
-def _output_of(name: str, parameters: Mapping[str, object]) -> str | None:
-    """The name of the output for which another function has a return_*."""
-    known = LOG_PROB_OUTPUTS if "tokens" in parameters else LOSS_OUTPUTS
-    output = name.removeprefix("return_")
-    if output in ("argmax", "is_top1", "top1", "predicted_tokens"):
-        output = "is_top1" if "tokens" in parameters else "argmax"
-    return output if name.startswith("return_") and "outputs" in parameters and output in known else None

@@ -1,18 +1,20 @@
-"""Outputs of the losses: reductions, the bits that ask for an output, and the named tuples that return them."""
+"""Outputs of the losses: the bits that ask for an output, and the named tuples that return them."""
 
 from __future__ import annotations
 
-from collections import namedtuple
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from eaves._arguments import MEAN as MEAN
+from eaves._arguments import NONE as NONE
+from eaves._arguments import REDUCTIONS as REDUCTIONS
+from eaves._arguments import SUM as SUM
+from eaves._arguments import CrossEntropyOutputs, LogProbOutputs, named_outputs
 from eaves._torch.checks import accumulator_dtype
 
-NONE, SUM, MEAN = 0, 1, 2  # enum Reduction of include/eaves/cross_entropy.h
-REDUCTIONS = {"none": NONE, "sum": SUM, "mean": MEAN}
 REDUCTION_NAMES = {mode: name for name, mode in REDUCTIONS.items()}
 
 # The outputs that a call asks for beside the loss, as bits; those of python/csrc/loss_arguments.h. The extension gives
@@ -29,76 +31,13 @@ LOG_PROB_OUTPUTS = {"entropy": ENTROPY, "is_top1": ARGMAX, "sum_sq": SUM_SQ, "me
 RETURNED = tuple(LOSS_OUTPUTS.values())
 
 
-class CrossEntropyOutput(Protocol):
+class CrossEntropyOutput(CrossEntropyOutputs[Tensor], Protocol):
     """The named tuple that a loss returns with `outputs`: the loss, then these outputs in the order of their names."""
 
-    loss: Tensor
-    lse: Tensor
-    argmax: Tensor
-    entropy: Tensor
-    z_loss: Tensor
-    sum_sq: Tensor
-    mean_logit: Tensor
 
-    def __iter__(self) -> Iterator[Tensor]: ...
-    def __getitem__(self, index: int, /) -> Tensor: ...
-    def __len__(self) -> int: ...
-
-
-class LogProbOutput(Protocol):
+class LogProbOutput(LogProbOutputs[Tensor], Protocol):
     """The named tuple that eaves.log_prob and eaves.linear_log_prob return with `outputs`: the log-probabilities, then
     these outputs in the order of their names."""
-
-    log_prob: Tensor
-    entropy: Tensor
-    is_top1: Tensor
-    sum_sq: Tensor
-    mean_logit: Tensor
-
-    def __iter__(self) -> Iterator[Tensor]: ...
-    def __getitem__(self, index: int, /) -> Tensor: ...
-    def __len__(self) -> int: ...
-
-
-# ------------------------------------------------------------------------------------------------------------- outputs
-
-
-def output_names(op: str, outputs: object, known: Mapping[str, int]) -> tuple[str, ...]:
-    """The argument `outputs`, one name or a sequence of names, checked."""
-    if type(outputs) is tuple and not outputs:
-        return ()
-    names = (outputs,) if isinstance(outputs, str) else outputs
-    if not isinstance(names, (tuple, list)):
-        raise TypeError(f"{op}: outputs is {outputs!r}, expected names among {', '.join(known)}, or () for none")
-    for name in names:
-        if not isinstance(name, str) or name not in known:
-            raise ValueError(f"{op}: outputs has {name!r}, expected names among {', '.join(known)}")
-    if len(set(names)) < len(names):
-        raise ValueError(f"{op}: outputs is {outputs!r}, expected each name once")
-    return tuple(names)
-
-
-_types: dict[tuple[str, ...], Any] = {}  # of named tuples, by their names and fields
-
-
-def named_outputs(kind: str, names: Sequence[str], values: Sequence[Any]) -> Any:
-    """A named tuple, whose class is the same for the same names."""
-    # As the class's __new__ does, which torch.compile would look for where the class comes from: from no variable.
-    return tuple.__new__(_type_of(kind, *names), values)
-
-
-def _type_of(*kind_and_fields: str) -> Any:
-    if kind_and_fields not in _types:
-        kind, *fields = kind_and_fields
-        make: Any = namedtuple  # to mypy a class whose fields it would have to know
-        made = make(kind, fields)
-        made.__reduce__ = lambda self: (named_outputs, (kind, fields, tuple(self)))
-        _types[kind_and_fields] = made
-    return _types[kind_and_fields]
-
-
-# As torch.compiler.assume_constant_result does, which would load torch._dynamo: a graph cannot make a class.
-_type_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kept_for_backward(wanted: int, mode: int, needs_target_mass: bool) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from eaves._arguments import refuse_unknown
 from eaves._calls.linear_kl_div import KlDivCall, divergence_of
-from eaves._torch.options import refuse_unknown
 
 
 def linear_kl_div(

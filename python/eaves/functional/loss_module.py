@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from eaves._torch.options import refuse_unknown
+from eaves._arguments import refuse_unknown
 
 
 class LossModule(torch.nn.Module):

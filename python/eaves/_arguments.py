@@ -1,0 +1,169 @@
+"""The losses' arguments that PyTorch's functions and JAX's have in common: the reduction, the names of outputs with the
+named tuples that return them, and the answers to keywords of other functions. Without PyTorch and without JAX."""
+
+from __future__ import annotations
+
+import inspect
+from collections import namedtuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Protocol, TypeVar
+
+NONE, SUM, MEAN = 0, 1, 2  # enum Reduction of include/eaves/cross_entropy.h
+REDUCTIONS = {"none": NONE, "sum": SUM, "mean": MEAN}
+
+# The names that `outputs` takes.
+LOSS_OUTPUTS = ("lse", "argmax", "entropy", "z_loss", "sum_sq", "mean_logit")
+LOG_PROB_OUTPUTS = ("entropy", "is_top1", "sum_sq", "mean_logit")
+
+
+def reduction_of(op: str, reduction: str) -> int:
+    mode = REDUCTIONS.get(reduction) if isinstance(reduction, str) else None
+    if mode is None:
+        error = ValueError if isinstance(reduction, str) else TypeError
+        hint = "; divide by a batch with normalizer=its size" if reduction == "batchmean" else ""
+        raise error(f'{op}: reduction is {reduction!r}, expected "none", "sum" or "mean"{hint}')
+    return mode
+
+
+# ------------------------------------------------------------------------------------------------------------- outputs
+
+_Array = TypeVar("_Array")
+
+
+class CrossEntropyOutputs(Protocol[_Array]):
+    """The named tuple that a loss returns with `outputs`: the loss, then these outputs in the order of their names."""
+
+    loss: _Array
+    lse: _Array
+    argmax: _Array
+    entropy: _Array
+    z_loss: _Array
+    sum_sq: _Array
+    mean_logit: _Array
+
+    def __iter__(self) -> Iterator[_Array]: ...
+    def __getitem__(self, index: int, /) -> _Array: ...
+    def __len__(self) -> int: ...
+
+
+class LogProbOutputs(Protocol[_Array]):
+    """The named tuple that functions of log-probabilities return with `outputs`: the log-probabilities, then these
+    outputs in the order of their names."""
+
+    log_prob: _Array
+    entropy: _Array
+    is_top1: _Array
+    sum_sq: _Array
+    mean_logit: _Array
+
+    def __iter__(self) -> Iterator[_Array]: ...
+    def __getitem__(self, index: int, /) -> _Array: ...
+    def __len__(self) -> int: ...
+
+
+def output_names(op: str, outputs: object, known: Collection[str]) -> tuple[str, ...]:
+    """The argument `outputs`, one name or a sequence of names, checked."""
+    if type(outputs) is tuple and not outputs:
+        return ()
+    names = (outputs,) if isinstance(outputs, str) else outputs
+    if not isinstance(names, (tuple, list)):
+        raise TypeError(f"{op}: outputs is {outputs!r}, expected names among {', '.join(known)}, or () for none")
+    for name in names:
+        if not isinstance(name, str) or name not in known:
+            raise ValueError(f"{op}: outputs has {name!r}, expected names among {', '.join(known)}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{op}: outputs is {outputs!r}, expected each name once")
+    return tuple(names)
+
+
+_types: dict[tuple[str, ...], Any] = {}  # of named tuples, by their names and fields
+
+
+def named_outputs(kind: str, names: Sequence[str], values: Sequence[Any]) -> Any:
+    """A named tuple, whose class is the same for the same names."""
+    # As the class's __new__ does, which torch.compile would look for where the class comes from: from no variable.
+    return tuple.__new__(_type_of(kind, *names), values)
+
+
+def _type_of(*kind_and_fields: str) -> Any:
+    if kind_and_fields not in _types:
+        kind, *fields = kind_and_fields
+        make: Any = namedtuple  # to mypy a class whose fields it would have to know
+        made = make(kind, fields)
+        made.__reduce__ = lambda self: (named_outputs, (kind, fields, tuple(self)))
+        _types[kind_and_fields] = made
+    return _types[kind_and_fields]
+
+
+# As torch.compiler.assume_constant_result does, which would load torch._dynamo: a graph cannot make a class.
+_type_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+# -------------------------------------------------------------------------------------------- names of other functions
+
+# Names that other functions have, each with its parameter here: one that the function at hand has.
+_PARAMETERS = (
+    ("temperature", "scale"),
+    ("logit_scale", "scale"),
+    ("logit_softcap", "softcap"),
+    ("logit_soft_cap", "softcap"),
+    ("logit_softcapping", "softcap"),
+    ("final_logit_softcapping", "softcap"),
+    ("lse_square_scale", "z_loss"),
+    ("logsumexp_weight", "z_loss"),
+    ("bias", "linear_bias"),
+    ("linear_bias", "bias"),
+    ("ce_weight", "weight"),
+    ("ce_weight", "class_weight"),
+    ("class_weight", "weight"),
+    ("weight", "class_weight"),
+    ("num_items_in_batch", "normalizer"),
+    ("sample_weight", "row_weight"),
+    ("loss_mask", "row_weight"),
+    ("accum_dtype", "grad_weight_dtype"),
+    ("accum_dtype", "grad_head_dtype"),
+    ("grad_weight_dtype", "grad_head_dtype"),
+    ("impl", "algorithm"),
+    ("num_chunks", "workspace_bytes, the scratch memory in bytes"),
+    ("chunk_size", "workspace_bytes, the scratch memory in bytes"),
+    ("targets", "target"),
+    ("labels", "target"),
+    ("target", "targets"),
+    ("labels", "targets"),
+    ("class_dim", "axis"),
+    ("group", "axis_name"),
+)
+_TEMPERATURE = "scale=1 / temperature, and with a softcap c in front of the temperature softcap=c / temperature"
+_OF_HEAD = ("sequence_parallel", "reduce_input_grad", "reduce_dtype")  # fields of an eaves.Shard
+
+
+def refuse_unknown(op: str, names: Iterable[str], function: Callable[..., object]) -> NoReturn:
+    """Raises TypeError for the first of `names`, keywords that `function` got and does not have."""
+    name = next(iter(names))
+    raise TypeError(f"{op}: got an unexpected keyword argument {name!r}{_hint(name, function)}")
+
+
+def _hint(name: str, function: Callable[..., object]) -> str:
+    """The way out for a keyword of another function."""
+    parameters = inspect.signature(function).parameters
+    if output := _output_of(name, parameters):
+        return f'; pass outputs="{output}"'
+    has_head = "linear_weight" in parameters or "head" in parameters
+    if "group" in parameters and (name == "first_class" or (has_head and name in _OF_HEAD)):
+        return f"; pass group=eaves.Shard(group, {name}=...)"
+    if name == "shift":
+        return "; pass the rows without the last and the targets without the first"
+    if name == "filter_eps":
+        return "; leave it out: no gradient is dropped"
+    for other, parameter in _PARAMETERS:
+        if other == name and parameter.partition(",")[0] in parameters:
+            return f"; pass {_TEMPERATURE if name == 'temperature' else parameter}"
+    return ""
+
+
+def _output_of(name: str, parameters: Mapping[str, object]) -> str | None:
+    """The name of the output for which another function has a return_*."""
+    known = LOG_PROB_OUTPUTS if "tokens" in parameters else LOSS_OUTPUTS
+    output = name.removeprefix("return_")
+    if output in ("argmax", "is_top1", "top1", "predicted_tokens"):
+        output = "is_top1" if "tokens" in parameters else "argmax"
+    return output if name.startswith("return_") and "outputs" in parameters and output in known else None
