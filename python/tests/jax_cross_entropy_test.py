@@ -59,7 +59,7 @@ def test_loss_outputs_and_gradient_are_within_the_contract(jax_device: Any, case
     def function(array: Any) -> Any:
         return eaves.jax.cross_entropy(
             array, array_of(labels), array_of(weight), axis=axis, row_weight=array_of(row_weight),
-            inplace_backward=inplace, **options, **{f"return_{name}": True for name in names},
+            inplace_backward=inplace, outputs=names, **options,
         )  # fmt: skip
 
     oracle = CrossEntropyOracle(logits, labels, weight, class_dim=axis, row_weight=row_weight, **options)
@@ -73,10 +73,10 @@ def test_loss_outputs_and_gradient_are_within_the_contract(jax_device: Any, case
             assert_within(tensor_of(found[name]), bounds[name], name)
     upstream = {name: random_tensor(tuple(found[name].shape), torch.float32) for name in ("loss", *names)}
     if everything:
-        cotangent = {name: None if array is None else jnp.zeros_like(array) for name, array in found.items()}
+        assert result._fields == ("loss", *names)
         given = {name: array_of(upstream[name]) for name in ("loss", "lse", "entropy")}
-        cotangent = result._replace(**{**cotangent, **given, "argmax": jnp.zeros((4, 6), jax.dtypes.float0)})
-        (grad,) = vjp(cotangent)
+        constant = {"argmax": jnp.zeros((4, 6), jax.dtypes.float0)}
+        (grad,) = vjp(jax.tree.map(jnp.zeros_like, result)._replace(**given, **constant))
         exact = oracle.gradient(dtype, upstream["loss"], upstream["lse"], upstream["entropy"])
     else:
         (grad,) = vjp(array_of(upstream["loss"]))
@@ -104,7 +104,7 @@ def test_a_normalizer_divides(jax_device: Any) -> None:
     logits, labels = random_tensor((6, V), torch.float32), labels_of((6,))
     oracle = CrossEntropyOracle(logits, labels, normalizer=11.0)
     for normalizer in (11, 11.0, jnp.array([11.0])):
-        function = functools.partial(eaves.jax.cross_entropy, labels=array_of(labels), normalizer=normalizer)
+        function = functools.partial(eaves.jax.cross_entropy, targets=array_of(labels), normalizer=normalizer)
         loss, grad = jax.value_and_grad(lambda x, function=function: function(x))(array_of(logits))
         assert_within(tensor_of(loss), oracle.loss)
         assert_within(tensor_of(grad), oracle.gradient(torch.float32))
@@ -116,7 +116,7 @@ def test_without_rows_that_count_the_mean_and_its_gradient_are_0(jax_device: Any
         assert float(loss) == 0.0
         assert not grad.any()
     loss, grad = jax.value_and_grad(eaves.jax.cross_entropy)(
-        jnp.ones((2, 3)), jnp.array([0, 1]), weight=jnp.array([1.0, -1.0, 1.0])
+        jnp.ones((2, 3)), jnp.array([0, 1]), class_weight=jnp.array([1.0, -1.0, 1.0])
     )
     assert float(loss) == 0.0 and not grad.any()
 
@@ -152,20 +152,20 @@ def test_the_gradient_in_place_is_the_same(jax_device: Any) -> None:
     assert_same_bits(step(logits, True), step(logits, False))
 
 
-RIGHT: dict[str, Any] = {"logits": jnp.zeros((4, 6, V)), "labels": jnp.zeros((4, 6), jnp.int32)}
+RIGHT: dict[str, Any] = {"logits": jnp.zeros((4, 6, V)), "targets": jnp.zeros((4, 6), jnp.int32)}
 
 
 @pytest.mark.parametrize(
     ("wrong", "kind", "sentence"),
     [
-        ({"labels": jnp.zeros((4, 5), jnp.int32)}, ValueError, r"labels has shape \[4, 5\], expected \[4, 6\]"),
-        ({"labels": jnp.zeros((4, 6), jnp.uint8)}, ValueError, "labels has dtype uint8, expected int32 or int64 for c"),
-        ({"labels": jnp.zeros((4, 6))}, ValueError, "floating-point type float32, .* int32 or int64 for classes"),
+        ({"targets": jnp.zeros((4, 5), jnp.int32)}, ValueError, r"targets has shape \[4, 5\], expected \[4, 6\]"),
+        ({"targets": jnp.zeros((4, 6), jnp.uint8)}, ValueError, "targets has dtype uint8, expected int32 or int64 for"),
+        ({"targets": jnp.zeros((4, 6))}, ValueError, "floating-point type float32, .* int32 or int64 for classes"),
         ({"normalizer": -2.0}, ValueError, "normalizer is -2.0, expected a number that is not negative"),
         ({"logits": jnp.zeros((4, 6, V), jnp.int32)}, ValueError, "logits has dtype int32"),
         ({"logits": jnp.zeros((4, 6, 0))}, ValueError, "at least one class"),
         ({"axis": 3}, ValueError, "axis is 3, expected -3 to 2"),
-        ({"weight": jnp.ones(V - 1)}, ValueError, r"weight has shape \[36\], expected \[37\]"),
+        ({"class_weight": jnp.ones(V - 1)}, ValueError, r"class_weight has shape \[36\], expected \[37\]"),
         ({"row_weight": jnp.ones(4)}, ValueError, r"row_weight has shape \[4\], expected \[4, 6\]"),
         ({"reduction": "average"}, ValueError, 'expected "none", "sum" or "mean"'),
         ({"reduction": "sum", "normalizer": 3}, ValueError, "only the mean divides"),
@@ -176,6 +176,15 @@ RIGHT: dict[str, Any] = {"logits": jnp.zeros((4, 6, V)), "labels": jnp.zeros((4,
         ({"scale": "x"}, TypeError, "scale is no number"),
         ({"softcap": float("nan")}, ValueError, "softcap is nan, expected a finite number"),
         ({"axis_name": "model"}, ValueError, "inside of jax.shard_map"),
+        ({"outputs": ("lse", "logits")}, ValueError, "outputs has 'logits', expected names among lse, argmax, entropy"),
+        ({"outputs": ("lse", "lse")}, ValueError, "outputs is .*, expected each name once"),
+        ({"outputs": True}, TypeError, r"outputs is True, expected names among .*, or \(\) for none"),
+        ({"reduction": "batchmean"}, ValueError, "divide by a batch with normalizer=its size"),
+        ({"weight": 1.0}, TypeError, "got an unexpected keyword argument 'weight'; pass class_weight"),
+        ({"labels": 1.0}, TypeError, "got an unexpected keyword argument 'labels'; pass targets"),
+        ({"return_lse": True}, TypeError, "argument 'return_lse'; pass outputs=\"lse\""),
+        ({"class_dim": 1}, TypeError, "argument 'class_dim'; pass axis"),
+        ({"colour": 1}, TypeError, r"(?m)argument 'colour'$"),
     ],
 )
 def test_refusals_while_jax_traces(wrong: dict[str, Any], kind: Any, sentence: str) -> None:

@@ -15,7 +15,7 @@ BLOCKS = re.findall(r"^```python\n(?!# examples/)(.*?)^```", PAGE.read_text(), r
 
 
 def test_the_page_runs_from_top_to_bottom() -> None:
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
     names: dict[str, Any] = {}
     losses = []
     for number, block in enumerate(BLOCKS):
@@ -25,6 +25,7 @@ def test_the_page_runs_from_top_to_bottom() -> None:
     assert float(names["same"]) == pytest.approx(losses[0], rel=1e-5)
     grad_hidden, grad_head = names["grads"]
     np.testing.assert_allclose(*(np.asarray(each, np.float32) for each in (grad_head, names["grad_head"])), atol=1e-3)
+    assert names["lse"].shape == names["targets"].shape and float(names["accuracy"]) < 0.1
     assert grad_hidden.shape == names["hidden"].shape
 
 

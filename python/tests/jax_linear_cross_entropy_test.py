@@ -62,9 +62,9 @@ def test_loss_outputs_and_gradients_are_within_the_contract(jax_device: Any, cas
 
     def function(hidden: Any, head: Any, bias: Any) -> Any:
         return eaves.jax.linear_cross_entropy(
-            hidden, head, array_of(labels), head_layout=layout, bias=bias, weight=array_of(weight),
+            hidden, head, array_of(labels), head_layout=layout, bias=bias, class_weight=array_of(weight),
             row_weight=array_of(row_weight), algorithm=algorithm, workspace_bytes=workspace_bytes,
-            grad_head_dtype=grad_head_dtype, **options, **{f"return_{name}": True for name in names},
+            grad_head_dtype=grad_head_dtype, outputs=names, **options,
         )  # fmt: skip
 
     oracle = LinearOracle(hidden, head, labels, bias, weight, row_weight=row_weight, **options)
@@ -77,10 +77,9 @@ def test_loss_outputs_and_gradients_are_within_the_contract(jax_device: Any, cas
             assert_within(tensor_of(found[name]), bounds[name], name)
     upstream = {name: random_tensor(tuple(found[name].shape), torch.float32) for name in ("loss", *names)}
     if everything:
-        cotangent = {name: None if array is None else jnp.zeros_like(array) for name, array in found.items()}
         given = {name: array_of(upstream[name]) for name in ("loss", "lse", "entropy")}
-        cotangent = result._replace(**{**cotangent, **given, "argmax": jnp.zeros((4, 6), jax.dtypes.float0)})
-        grads = vjp(cotangent)
+        constant = {"argmax": jnp.zeros((4, 6), jax.dtypes.float0)}
+        grads = vjp(jax.tree.map(jnp.zeros_like, result)._replace(**given, **constant))
         exact = oracle.gradients(upstream["loss"], upstream["lse"], upstream["entropy"])
     else:
         grads = vjp(array_of(upstream["loss"]))
@@ -104,7 +103,7 @@ def test_probabilities(jax_device: Any, dtype: torch.dtype) -> None:
 def test_the_argmax_is_that_of_the_logits(jax_device: Any) -> None:
     hidden, head = map(array_of, tensors(torch.float32))
     labels = jnp.zeros((4, 6), jnp.int32)
-    output = eaves.jax.linear_cross_entropy(hidden, head, labels, return_argmax=True)
+    output = eaves.jax.linear_cross_entropy(hidden, head, labels, outputs="argmax")
     assert (output.argmax == (hidden @ head.T).argmax(-1)).all()
 
 
@@ -117,7 +116,7 @@ def calls_in(function: Any, *arrays: Any) -> list[str]:
 def test_what_nobody_asks_for_is_not_computed() -> None:
     hidden, head = map(array_of, tensors(torch.float32))
     labels = array_of(labels_of((4, 6), V))
-    loss = functools.partial(eaves.jax.linear_cross_entropy, labels=labels)
+    loss = functools.partial(eaves.jax.linear_cross_entropy, targets=labels)
 
     (call,) = calls_in(lambda x, w: loss(x, w), hidden, head)
     assert "linear_cross_entropy_forward\\22" in call  # one product
@@ -137,7 +136,7 @@ def test_products_under_checkpoint_are_those_that_are_documented() -> None:
     products = {"forward\\22": 1, "forward_backward\\22": 3, "entropy_backward\\22": 3}
     for algorithm, documented in (("speed", 6), ("recompute", 5)):
         loss = functools.partial(
-            eaves.jax.linear_cross_entropy, labels=array_of(labels_of((4, 6), V)), algorithm=algorithm
+            eaves.jax.linear_cross_entropy, targets=array_of(labels_of((4, 6), V)), algorithm=algorithm
         )
         calls = calls_in(jax.value_and_grad(jax.checkpoint(lambda x, w, f=loss: f(x, w)), (0, 1)), hidden, head)
         assert sum(count for call in calls for name, count in products.items() if name in call) == documented
@@ -160,9 +159,9 @@ def test_log_probabilities_and_entropy(jax_device: Any, dtype: torch.dtype) -> N
 
     def function(hidden: Any, head: Any) -> Any:
         output = eaves.jax.linear_log_prob(
-            hidden, head, array_of(tokens), temperature=0.5, return_entropy=True, return_top1=True, **options
+            hidden, head, array_of(tokens), temperature=0.5, outputs=("entropy", "is_top1"), **options
         )
-        return output.log_prob, output.entropy, output.is_top1
+        return tuple(output)
 
     oracle = LinearOracle(hidden, head, tokens, reduction="none", scale=4.0, softcap=6.0)
     (log_prob, entropy, is_top1), vjp = jax.vjp(function, array_of(hidden), array_of(head))
@@ -180,7 +179,7 @@ def test_log_probabilities_and_entropy(jax_device: Any, dtype: torch.dtype) -> N
 
 
 RIGHT: dict[str, Any] = {
-    "hidden": jnp.zeros((4, 6, D)), "head": jnp.zeros((V, D)), "labels": jnp.zeros((4, 6), jnp.int32),
+    "hidden": jnp.zeros((4, 6, D)), "head": jnp.zeros((V, D)), "targets": jnp.zeros((4, 6), jnp.int32),
 }  # fmt: skip
 
 
@@ -191,11 +190,11 @@ RIGHT: dict[str, Any] = {
         ({"head": jnp.zeros((V, D)), "head_layout": "dv"}, r"head has shape \[37, 24\], expected \[24, classes\]"),
         ({"head": jnp.zeros(V)}, r"head has shape \[37\], expected \[classes, 24\]"),
         ({"head": jnp.zeros((V, D), jnp.bfloat16)}, "head has dtype bfloat16, expected float32"),
-        ({"labels": jnp.zeros(4, jnp.int32)}, r"labels has shape \[4\], expected \[4, 6\]"),
-        ({"labels": jnp.zeros((4, 6), jnp.uint32)}, "labels has dtype uint32, expected int32 or int64 for classes"),
-        ({"labels": jnp.zeros((4, 6))}, "floating-point type float32, .* int32 or int64 for classes"),
+        ({"targets": jnp.zeros(4, jnp.int32)}, r"targets has shape \[4\], expected \[4, 6\]"),
+        ({"targets": jnp.zeros((4, 6), jnp.uint32)}, "targets has dtype uint32, expected int32 or int64 for classes"),
+        ({"targets": jnp.zeros((4, 6))}, "floating-point type float32, .* int32 or int64 for classes"),
         ({"bias": jnp.zeros(3)}, r"bias has shape \[3\], expected \[37\]"),
-        ({"weight": jnp.zeros(3)}, r"weight has shape \[3\], expected \[37\]"),
+        ({"class_weight": jnp.zeros(3)}, r"class_weight has shape \[3\], expected \[37\]"),
         ({"head_layout": "v"}, 'expected "vd" or "dv"'),
         ({"algorithm": "memory"}, 'expected "auto", "speed" or "recompute"'),
         ({"workspace_bytes": 0}, "expected a positive number of bytes"),
@@ -228,7 +227,7 @@ def test_rows_of_weight_zero_do_not_count_whatever_they_hold(is_soft: bool, algo
     def function(hidden: Any, head: Any, labels: Any, row_weight: Any) -> Any:
         return eaves.jax.linear_cross_entropy(
             hidden, head, labels, row_weight=row_weight, reduction=reduction, algorithm=algorithm,
-            return_argmax=True, return_sum_sq=True,
+            outputs=("argmax", "sum_sq"),
         )  # fmt: skip
 
     def gradients(up: float, *arrays: Any) -> Any:
@@ -260,10 +259,17 @@ def test_rows_of_weight_zero_do_not_count_whatever_they_hold(is_soft: bool, algo
         ({"head": jnp.zeros((6, 5))}, ValueError, "head has"),
         ({"tokens": jnp.zeros((4, 6), jnp.int8)}, ValueError, "tokens has dtype int8, expected int32 or int64"),
         ({"axis_name": "model"}, ValueError, "inside of jax.shard_map"),
+        (
+            {"outputs": "lse"},
+            ValueError,
+            "outputs has 'lse', expected names among entropy, is_top1, sum_sq, mean_logit",
+        ),
+        ({"return_top1": True}, TypeError, "argument 'return_top1'; pass outputs=\"is_top1\"$"),
+        ({"linear_bias": None}, TypeError, "argument 'linear_bias'; pass bias$"),
     ],
 )
 def test_refusals_of_log_probabilities(wrong: dict[str, Any], error: type[Exception], sentence: str) -> None:
-    right = {"hidden": RIGHT["hidden"], "head": RIGHT["head"], "tokens": RIGHT["labels"]}
+    right = {"hidden": RIGHT["hidden"], "head": RIGHT["head"], "tokens": RIGHT["targets"]}
     with pytest.raises(error, match=sentence) as caught:
         eaves.jax.linear_log_prob(**{**right, **wrong})
-    assert str(caught.value).startswith("linear_log_prob: ") and "labels" not in str(caught.value)
+    assert str(caught.value).startswith("linear_log_prob: ") and "targets" not in str(caught.value)

@@ -1,7 +1,7 @@
-"""Each operator of eaves.jax under what JAX does to functions: jit, vmap, checkpoint, scan, donation, export; cut over
-devices; and what importing and calling it costs."""
+"""Each operator of eaves.jax under what JAX does to functions: jit, vmap, checkpoint, scan, donation, export; and what
+importing and calling it costs."""
 
-import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -19,7 +19,6 @@ from lrpe_cosine_cases import angles
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 import jax.numpy as jnp  # noqa: E402
-from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
 import eaves.jax  # noqa: E402
 from eaves.jax import _library  # noqa: E402
@@ -232,15 +231,15 @@ def test_forward_mode_and_second_derivatives_are_refused(op: Operator) -> None:
         jax.grad(lambda first: (jax.grad(number)(first) ** 2).sum())(arrays[0])
 
 
-@pytest.mark.parametrize("name", ["row_weight", "weight", "normalizer", "labels"])
+@pytest.mark.parametrize("name", ["row_weight", "class_weight", "normalizer", "targets"])
 @pytest.mark.parametrize("has_head", [False, True])
 def test_what_has_no_derivative_is_refused_and_may_be_constant(name: str, has_head: bool) -> None:
     first, labels = (_hidden if has_head else _logits)(2)
-    arrays = {"row_weight": jnp.ones((2, 3)), "weight": jnp.ones(37), "normalizer": jnp.ones(())}
-    arrays["labels"] = jax.nn.softmax(array_of(random_tensor((2, 3, 37), torch.float32)))
+    arrays = {"row_weight": jnp.ones((2, 3)), "class_weight": jnp.ones(37), "normalizer": jnp.ones(())}
+    arrays["targets"] = jax.nn.softmax(array_of(random_tensor((2, 3, 37), torch.float32)))
 
     def loss(first: Any, head: Any, value: Any) -> Any:
-        options = {"labels": labels, name: value}
+        options = {"targets": labels, name: value}
         if has_head:
             return eaves.jax.linear_cross_entropy(first, head, **options)
         return eaves.jax.cross_entropy(first, **options)
@@ -256,163 +255,53 @@ def test_what_has_no_derivative_is_refused_and_may_be_constant(name: str, has_he
         assert np.isclose(grad(jnp.ones(()), first), expected, rtol=1e-4)
 
 
-# ---------------------------------------------------------------------------------------------- arrays cut over devices
+# -------------------------------------------------------------------------------------------------------------- outputs
+
+Function = Callable[..., Any]  # of hidden states, targets and a head
+WITH_OUTPUTS: dict[str, tuple[Function, tuple[str, ...]]] = {
+    "cross_entropy": (
+        lambda x, t, _, **named: eaves.jax.cross_entropy(x, t % 24, reduction="none", **named),
+        ("sum_sq", "argmax", "lse"),
+    ),
+    "linear_cross_entropy": (
+        lambda x, t, w, **named: eaves.jax.linear_cross_entropy(x, w, t, reduction="none", z_loss=0.1, **named),
+        ("entropy", "mean_logit", "z_loss"),
+    ),
+    "linear_log_prob": (
+        lambda x, t, w, **named: eaves.jax.linear_log_prob(x, w, t, **named),
+        ("mean_logit", "is_top1", "sum_sq", "entropy"),
+    ),
+}  # fmt: skip
 
 
-def devices(*sizes: int, axis_type: Any = AxisType.Auto) -> Any:
-    """A mesh of the CPU's devices."""
-    count = int(np.prod(sizes))
-    found = jax.devices("cpu")
-    assert len(found) >= count, "conftest.py asks for four"
-    names = ("data", "model")[: len(sizes)]
-    return jax.sharding.Mesh(np.array(found[:count]).reshape(sizes), names, axis_types=(axis_type,) * len(sizes))
+@pytest.mark.parametrize("name", WITH_OUTPUTS)
+def test_outputs_are_a_tree_of_the_names_in_their_order(jax_device: Any, name: str) -> None:
+    function, names = WITH_OUTPUTS[name]
+    hidden, targets = _hidden(4)
+    found = function(hidden, targets, HEAD, outputs=names)
+    assert found._fields == ("log_prob" if name == "linear_log_prob" else "loss", *names)
+    assert_same_bits(found[0], function(hidden, targets, HEAD))
+    for each in names:
+        alone = function(hidden, targets, HEAD, outputs=each)
+        assert alone._fields == (found._fields[0], each)
+        assert_close(np.float32(alone[1]), np.float32(getattr(found, each)))
 
+    of_all = functools.partial(function, outputs=names)
+    assert jax.tree.structure(jax.jit(of_all)(hidden, targets, HEAD)) == jax.tree.structure(found)
+    assert_same_bits(jax.jit(of_all)(hidden, targets, HEAD), found)
+    batched = jax.vmap(of_all, (0, 0, None))(hidden, targets, HEAD)
+    assert type(batched) is type(found)
+    jax.tree.map(lambda one, other: assert_close(np.float32(one), np.float32(other)), batched, found)
 
-@pytest.mark.usefixtures("jax_cpu")
-@each_operator
-def test_rows_cut_over_devices_give_the_bits_of_one_device(op: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for sums over rows, which are gradients of parameters: these are summed device by device."""
-    monkeypatch.setenv("EAVES_BATCH_INVARIANT", "1")
-    mesh = devices(4)
-    with jax.default_device(mesh.devices.flat[0]):
-        arrays = op.arrays(8)
-        cut = [jax.device_put(each, NamedSharding(mesh, PartitionSpec("data"))) for each in arrays]
-        whole = [jax.device_put(each, NamedSharding(mesh, PartitionSpec())) for each in op.parameters]
-        step = jax.jit(op.step)
-        out, grads = step(*arrays, *op.parameters)
-        out_of_all, grads_of_all = step(*cut, *whole)
-    assert_same_bits(out_of_all, out)
-    assert_same_bits(grads_of_all[0], grads[0])
-    assert grads_of_all[0].sharding.spec[0] == "data"
-    for of_all, of_one in zip(grads_of_all[1:], grads[1:], strict=True):
-        np.testing.assert_allclose(of_all, of_one, rtol=5e-6, atol=5e-6)
-    text = step.lower(*cut, *whole).compile().as_text()
-    rows = arrays[0].shape
-    assert not [line for line in text.splitlines() if "all-gather" in line and f"f32[{rows[0]},{rows[1]}," in line]
+    def number(hidden: Any) -> tuple[Any, Any]:
+        out = of_all(hidden, targets, HEAD)
+        return sum(each.astype(jnp.float32).sum() for each in out), out
 
-
-@pytest.mark.usefixtures("jax_cpu")
-@each_operator
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("is_set", [False, True])
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_each_kind_of_mesh(
-    op: Operator, axis_type: Any, is_set: bool, is_cut: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EAVES_BATCH_INVARIANT", "1")
-    mesh = devices(4, axis_type=axis_type)
-    arrays = [np.asarray(each) for each in inputs(op)]
-    out, grads = jax.jit(op.step)(*arrays)
-    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
-        placed: list[Any] = arrays
-        if is_cut:
-            rows = len(op.arrays(8))
-            specs = [PartitionSpec("data" if index < rows else None) for index in range(len(arrays))]
-            placed = [jax.device_put(each, NamedSharding(mesh, spec)) for each, spec in zip(arrays, specs)]
-        out_of_all, grads_of_all = jax.jit(op.step)(*placed)
-        if is_cut and axis_type == AxisType.Explicit:
-            assert jax.typeof(grads_of_all[0]).sharding.spec[0] == "data"
-    assert_same_bits((out_of_all, grads_of_all[0]), (out, grads[0]))
-    for of_all, of_one in zip(grads_of_all[1:], grads[1:], strict=True):
-        np.testing.assert_allclose(of_all, of_one, rtol=5e-6, atol=5e-6)
-
-
-@pytest.mark.usefixtures("jax_cpu")
-@each_operator
-def test_inside_of_shard_map(op: Operator) -> None:
-    mesh = devices(4)
-    arrays, spec = op.arrays(8), PartitionSpec("data")
-    specs = (spec,) * len(arrays) + (PartitionSpec(),) * len(op.parameters)
-
-    def of_own_rows(*arrays: Any) -> Any:
-        out = op.function(*arrays)
-        return out if out.ndim else out[None]
-
-    for check_vma in (True, False):
-        mapped = jax.shard_map(of_own_rows, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=check_vma)
-        out, grads = jax.jit(op._replace(function=mapped).step)(*arrays, *op.parameters)
-        pieces = [[each[2 * i : 2 * i + 2] for each in arrays] for i in range(4)]
-        steps = [op._replace(function=of_own_rows).step(*piece, *op.parameters) for piece in pieces]
-        np.testing.assert_allclose(out, np.concatenate([each[0] for each in steps]), rtol=2e-6, atol=2e-6)
-        np.testing.assert_allclose(grads[0], np.concatenate([each[1][0] for each in steps]), rtol=2e-6, atol=2e-6)
-        for index in range(1, len(grads)):
-            np.testing.assert_allclose(grads[index], sum(each[1][index] for each in steps), rtol=1e-5, atol=1e-5)
-
-
-SHARDED: list[dict[str, Any]] = [
-    {},
-    {"reduction": "sum", "z_loss": 0.01, "softcap": 8.0},
-    {"label_smoothing": 0.1, "weighted": True},
-    {"reduction": "none", "weighted": True, "ignore_index": 3},
-    {"reduction": "none", "label_smoothing": 0.1, "scale": 0.5},
-]
-
-
-@pytest.mark.usefixtures("jax_cpu")
-@pytest.mark.parametrize("options", SHARDED, ids=str)
-@pytest.mark.parametrize("of_head", [False, True])
-def test_a_vocabulary_cut_over_devices_is_that_of_one_device(options: dict[str, Any], of_head: bool) -> None:
-    mesh = devices(2, 2)
-    classes, rows = 40, 6
-    options = dict(options)
-    weighted = options.pop("weighted", False)
-    labels = array_of(labels_of((rows,), classes, options.get("ignore_index", -100)))
-    hidden, head = (array_of(random_tensor(shape, torch.float32)) for shape in ((rows, 24), (classes, 24)))
-    weight = jnp.linspace(0.5, 1.5, classes)
-    row_weight = jnp.linspace(0.0, 1.0, rows)  # the first row does not count
-    own, whole = PartitionSpec("model"), PartitionSpec()
-
-    def function(hidden: Any, head: Any, weight: Any, axis_name: str | None = None) -> Any:
-        named = {"weight": weight if weighted else None, "row_weight": row_weight, "axis_name": axis_name, **options}
-        wanted = {"return_lse": True, "return_entropy": True, "return_argmax": True}
-        if of_head:
-            output = eaves.jax.linear_cross_entropy(hidden, head, labels, **named, **wanted)
-        else:
-            output = eaves.jax.cross_entropy(hidden @ head.T, labels, **named, **wanted)
-        return output.loss, output.lse, output.entropy, output.argmax
-
-    def cut(hidden: Any, head: Any, weight: Any) -> Any:
-        return function(hidden, head, weight, "model")
-
-    of_all = jax.shard_map(cut, mesh=mesh, in_specs=(whole, own, own), out_specs=whole)
-
-    def number(function: Any, hidden: Any, head: Any) -> Any:
-        loss, lse, entropy, _ = function(hidden, head, weight)
-        return (loss**2).sum() + 0.1 * lse.sum() + 0.2 * (entropy**2).sum()
-
-    expected, found = function(hidden, head, weight), jax.jit(of_all)(hidden, head, weight)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=5e-6, atol=5e-6)
-    grads = jax.jit(jax.grad(lambda *arrays: number(of_all, *arrays), (0, 1)))(hidden, head)
-    for one, other in zip(grads, jax.grad(lambda *a: number(function, *a), (0, 1))(hidden, head), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.usefixtures("jax_cpu")
-def test_a_vocabulary_cut_over_devices_gathers_once() -> None:
-    mesh = devices(4)
-    hidden, head, labels = jnp.ones((8, 24)), jnp.ones((40, 24)), jnp.zeros(8, jnp.int32)
-    mapped = jax.shard_map(
-        lambda *arrays: eaves.jax.linear_cross_entropy(*arrays, axis_name="data"),
-        mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("data"), PartitionSpec()), out_specs=PartitionSpec(),
-    )  # fmt: skip
-    text = jax.jit(mapped).lower(hidden, head, labels).compile().as_text()
-    assert text.count(" all-gather(") + text.count(" all-gather-start(") == 1
-    assert " all-reduce(" not in text
-
-
-@pytest.mark.usefixtures("jax_cpu")
-def test_probabilities_of_a_cut_vocabulary_and_unchecked_axes_are_refused() -> None:
-    mesh = devices(4)
-    specs = {"mesh": mesh, "in_specs": PartitionSpec(None, "data"), "out_specs": PartitionSpec()}
-
-    def of(labels: Any) -> Any:
-        return lambda logits: eaves.jax.cross_entropy(logits, labels, axis_name="data")
-
-    with pytest.raises(NotImplementedError, match="labels are probabilities"):
-        jax.shard_map(of(jnp.ones((2, 10))), **specs)(jnp.ones((2, 40)))
-    with pytest.raises(ValueError, match="check_vma=True"):
-        jax.shard_map(of(jnp.zeros(2, jnp.int32)), check_vma=False, **specs)(jnp.ones((2, 40)))
+    (_, aux), grad = jax.jit(jax.value_and_grad(number, has_aux=True))(hidden)
+    assert type(aux) is type(found)
+    differentiable = [each for each in names if each in ("lse", "entropy")]
+    of_these = jax.grad(lambda x: sum(each.sum() for each in function(x, targets, HEAD, outputs=differentiable)))
+    assert_close(grad, of_these(hidden))  # the others count as constant
 
 
 # --------------------------------------------------------------------------------------------------- the package itself

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
@@ -379,3 +380,41 @@ def _sum_over(array: jax.Array, axes: Sequence[Any]) -> jax.Array:
 
 def row_factors(count: int) -> tuple[str, ...]:
     return tuple(f"r{axis}" for axis in range(count))
+
+
+# ------------------------------------------------------------------------------------------------- the making of a call
+
+
+@dataclasses.dataclass
+class Arrays:
+    """The operands of a call with their descriptions; what is None is left out."""
+
+    operands: list[Operand] = dataclasses.field(default_factory=list)
+    arrays: list[jax.Array] = dataclasses.field(default_factory=list)
+
+    def add(self, name: str, array: jax.Array | None, factors: tuple[str, ...], **more: Any) -> None:
+        if array is not None:
+            self.operands.append(Operand(name, factors, **more))
+            self.arrays.append(array)
+
+    def call(self, op: str, function: str, results: Sequence[Result], **more: Any) -> tuple[jax.Array, ...]:
+        """The results of a function of the core; `more` are further fields of a Call."""
+        return bind(Call(op, function, tuple(self.operands), tuple(results), **more), *alike(*self.arrays))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Of which arrays a gradient is wanted."""
+
+    each: tuple[bool, ...]
+
+    def by_place(self, gradients: Sequence[jax.Array]) -> list[jax.Array | None]:
+        """The gradients that were computed, each at its array's place."""
+        left = iter(gradients)
+        return [next(left) if is_wanted else None for is_wanted in self.each]
+
+
+def given(cotangent: Any) -> jax.Array | None:
+    """A cotangent, None where it is known to be 0."""
+    return None if isinstance(cotangent, SymbolicZero) else cotangent

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from eaves.jax._call import Call, Operand, Result, bind
-from eaves.jax._loss import number_of
+from eaves.jax._options import number_of
 
 _OP = "logsumexp"
 

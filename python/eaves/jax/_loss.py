@@ -1,8 +1,4 @@
-"""What the losses share: their options as the core's table has them, their outputs, and the reductions.
-
-The core gives the loss of each row. Sums over rows are taken here, of all rows on every device: so a loss has the same
-bits however the rows are cut over devices.
-"""
+"""The way of both losses through JAX: the forward, its derivatives, and the same over a vocabulary in shards."""
 
 # mypy: disallow-untyped-calls=False
 
@@ -10,324 +6,257 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import operator
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.custom_batching import custom_vmap
-from jax.custom_derivatives import SymbolicZero
-from jax.experimental.custom_partitioning import custom_partitioning
 
-from eaves.jax._call import Operand, Result, explicit_mesh
-from eaves.jax._library import TABLE
+from eaves._arguments import MEAN, NONE, SUM, CrossEntropyOutputs, named_outputs
+from eaves.jax import _options, _reductions
+from eaves.jax._call import Arrays, Result, Wanted, given, row_factors
+from eaves.jax._options import is_soft, result_dtype
+from eaves.jax._shards import STATISTICS, Shard, align, target_weights
 
-NONE, SUM, MEAN = 0, 1, 2  # enum Reduction of include/eaves/cross_entropy.h
-_REDUCTIONS = {"none": NONE, "sum": SUM, "mean": MEAN}
+_LSE_FACTORS = ("high_and_low",)
 
-IGNORED = -100
-CLASS_DTYPES = ("int32", "int64")
+Numbers = tuple[tuple[str, Any], ...]
 
 
-class CrossEntropyOutput(NamedTuple):
-    """What the losses give with any of their return_* arguments; None for what was not asked for."""
-
-    loss: jax.Array
-    lse: jax.Array | None = None
-    argmax: jax.Array | None = None
-    entropy: jax.Array | None = None
-    z_loss: jax.Array | None = None
-    sum_sq: jax.Array | None = None
-    mean_logit: jax.Array | None = None
+class CrossEntropyOutput(CrossEntropyOutputs[jax.Array], Protocol):
+    """The named tuple that a loss returns with `outputs`: the loss, then these outputs in the order of their names."""
 
 
-# By the user's name of each option that of the core and its default: the core's table.
-_TABLE = {row["keyword"].replace("-", "_"): (row["name"], row["default"]) for row in TABLE["loss_options"]}
+class LossArrays(NamedTuple):
+    """The arrays that both losses take beside logits or a head. `divisor`: of the mean; the user's, or that of the
+    rows that count."""
 
-# The user's names of the core's arguments, where they differ.
-NAMES = tuple((name, keyword) for keyword, (name, _) in _TABLE.items() if name != keyword)
+    targets: Any
+    class_weight: Any = None
+    row_weight: Any = None
+    divisor: Any = None
 
-
-def reduction_of(op: str, reduction: str) -> int:
-    mode = _REDUCTIONS.get(reduction) if isinstance(reduction, str) else None
-    if mode is None:
-        error = ValueError if isinstance(reduction, str) else TypeError
-        raise error(f'{op}: reduction is {reduction!r}, expected "none", "sum" or "mean"')
-    return mode
-
-
-def number_of(op: str, name: str, value: Any, as_number: Callable[[Any], Any] = float) -> Any:
-    """An option, which has to be known while JAX traces."""
-    try:
-        if isinstance(value, (str, bool)):  # which float() would read
-            raise TypeError
-        number = as_number(value)
-    except (TypeError, jax.errors.ConcretizationTypeError):
-        raise TypeError(
-            f"{op}: {name} is no number, or one that is not known while JAX traces; bind it with "
-            "functools.partial or name it in static_argnames"
-        ) from None
-    if not math.isfinite(number):
-        raise ValueError(f"{op}: {name} is {number}, expected a finite number")
-    return number
-
-
-def options_of(op: str, ignore_index: int, **given: float | None) -> tuple[tuple[str, Any], ...]:
-    """The options as numbers of a call, those alone that differ from the defaults."""
-    numbers: list[tuple[str, Any]] = []
-    index = number_of(op, "ignore_index", ignore_index, operator.index)
-    if index != IGNORED:
-        numbers.append(("ignore_index", index))
-    for keyword, (name, default) in _TABLE.items():
-        value = given[keyword]
-        if value is not None and (number := number_of(op, keyword, value)) != default:
-            numbers.append((name, number))
-    return tuple(numbers)
-
-
-def result_dtype(x: Any) -> Any:
-    return jnp.promote_types(x.dtype, jnp.float32)
-
-
-def is_soft(labels: Any) -> bool:
-    return bool(jnp.issubdtype(labels.dtype, jnp.floating))
-
-
-def labels_of(op: str, labels: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Classes, or probabilities of that shape."""
-    array = jnp.asarray(labels)
-    if is_soft(array):
-        if array.shape != shape:
-            raise ValueError(
-                f"{op}: labels has shape {list(array.shape)} and the floating-point type {array.dtype}, expected "
-                f"{list(shape)} for probabilities, or int32 or int64 for classes"
-            )
-    elif array.dtype not in CLASS_DTYPES:
-        raise ValueError(
-            f"{op}: labels has dtype {array.dtype}, expected int32 or int64 for classes, or a floating-point type for "
-            "probabilities"
+    def checked(self, op: str, like: jax.Array, rows: tuple[int, ...], probabilities: Any, mode: int) -> LossArrays:
+        """As the core takes them: `like` has the dtype, `probabilities` is the shape of targets that are some."""
+        dtype = result_dtype(like)
+        targets = _options.targets_of(op, self.targets, probabilities)
+        weight = None if self.class_weight is None else jnp.asarray(self.class_weight)
+        return LossArrays(
+            _options.constant(op, "targets", targets) if is_soft(targets) else targets,
+            None if weight is None else _options.constant(op, "class_weight", weight),
+            _options.row_weight_of(op, self.row_weight, rows, dtype),
+            _options.normalizer_of(op, self.divisor, mode, dtype),
         )
-    return array
 
 
-OUTPUTS = CrossEntropyOutput._fields[1:]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A loss, as it is known while JAX traces. `inputs` are the arrays with derivatives: logits, or hidden states, head
+    and bias. `mode` is the reduction of the function that has derivatives, whose backward writes over the first input
+    if `inplace`."""
+
+    options: Numbers
+    outputs: tuple[str, ...]
+    shard: Shard | None
+    mode: int
+    inplace: bool = False
+
+    op: ClassVar[str]
+    names: ClassVar[tuple[tuple[str, str], ...]]
+    skips_ignored: ClassVar[bool]  # the core leaves rows out, and would write no statistics of them
+
+    def rows(self, inputs: Any) -> tuple[int, ...]:
+        """The shape of the rows."""
+        raise NotImplementedError
+
+    def arrays(self, inputs: Any, more: LossArrays) -> Arrays:
+        """The operands that all calls have in common."""
+        raise NotImplementedError
+
+    def gradients(self, inputs: Any, wants: Wanted) -> list[Result]:
+        raise NotImplementedError
+
+    def needs_target_mass(self, more: LossArrays) -> bool:
+        raise NotImplementedError
+
+    def is_speed(self, inputs: Any) -> bool:
+        """Whether the forward computes the gradients too."""
+        return False
+
+    def numbers(self, mode: int) -> Numbers:
+        """The numbers of a call with this reduction. Targets of a shard's call have IGNORED for ignored ones."""
+        if self.shard is None:
+            return (("reduction", mode), *self.options)
+        options = (each for each in self.options if each[0] != "ignore_index")
+        return (("reduction", mode), *options, ("classes", self.shard.classes))
+
+    def statistics_numbers(self, names: Sequence[str]) -> Numbers:
+        """What a shard has to be told before it computes."""
+        return (*self.numbers(NONE), ("is_for_mean_logit", "mean_logit" in names))
+
+    @property
+    def ignore_index(self) -> int:
+        index: int = dict(self.options).get("ignore_index", _options.IGNORED)
+        return index
+
+    def divisor(self, more: LossArrays, rows: tuple[int, ...], dtype: Any) -> Any:
+        """The divisor of the mean: the weights of the rows that count."""
+        targets, weight, row_weight, _ = more
+        weights = jnp.ones(rows, dtype) if row_weight is None else row_weight
+        if is_soft(targets):
+            return _reductions.as_divisor(_reductions.total(weights))
+        counts = targets != self.ignore_index
+        if weight is None and row_weight is None:
+            return counts.sum().astype(dtype)
+        if row_weight is not None:
+            counts &= row_weight != 0  # whatever the class weighs
+        if weight is not None:
+            weights = weights * target_weights(self.shard, targets, weight.astype(dtype))
+        return _reductions.as_divisor(_reductions.total(jnp.where(counts, weights, 0)))
+
+    def forward(
+        self, inputs: Any, more: LossArrays, names: Sequence[str], wants: Wanted | None = None
+    ) -> tuple[dict[str, jax.Array], list[jax.Array]]:
+        """The losses of the rows and the outputs of these names; with `wants` also gradients of the reduced loss."""
+        if self.shard is not None:
+            return self.of_shards(self.shard, inputs, more, names), []
+        arrays, rows, dtype = self.arrays(inputs, more), self.rows(inputs), result_dtype(inputs[0])
+        results, function = _results(names, rows, dtype), f"{self.op}_forward"
+        if wants is not None:
+            function += "_backward"
+            share = _reductions.share_of(jnp.ones((), dtype), more.divisor)
+            arrays.add("grad_loss", jnp.broadcast_to(share, rows), row_factors(len(rows)))
+            results += self.gradients(inputs, wants)
+        written = arrays.call(self.op, function, results, numbers=self.numbers(NONE), names=self.names)
+        return dict(zip(names, written)), list(written[len(names) :])
+
+    def of_shards(self, shard: Shard, inputs: Any, more: LossArrays, names: Sequence[str]) -> dict[str, jax.Array]:
+        """The forward with some of the classes on each device."""
+        rows, dtype = self.rows(inputs), result_dtype(inputs[0])
+        factors = row_factors(len(rows))
+        own = more._replace(targets=shard.targets(more.targets, self.ignore_index, self.skips_ignored), row_weight=None)
+        result = Result("statistics", (*factors, "k"), shape=(*rows, STATISTICS), dtype=dtype)
+        numbers = self.statistics_numbers(names)
+        function = f"{self.op}_shard_forward"
+        (statistics,) = self.arrays(inputs, own).call(self.op, function, [result], numbers=numbers, names=self.names)
+        arrays = Arrays()
+        arrays.add("statistics", shard.gathered(statistics), ("s", *factors, "k"), batch_axis=1)
+        arrays.add("targets", more.targets, factors)
+        arrays.add("row_weight", more.row_weight, factors)
+        numbers = (
+            ("reduction", NONE),
+            *self.options,
+            ("classes", shard.classes),
+            ("has_weight", more.class_weight is not None),
+            ("skips_ignored", self.skips_ignored),
+        )
+        results = _results(names, rows, dtype)
+        written = arrays.call(self.op, "cross_entropy_merge", results, numbers=numbers, names=self.names)
+        return dict(zip(names, written))
+
+    def backward(
+        self, inputs: Any, more: LossArrays, kept: dict[str, Any], wants: Wanted, upstream: Sequence[Any]
+    ) -> list[Any]:
+        """The gradients of the inputs that want one; `upstream`: those of the loss, lse and entropy, of which some may
+        be absent."""
+        grad_loss, grad_lse, grad_entropy = upstream
+        rows, is_per_row = self.rows(inputs), self.mode == NONE
+        factors = row_factors(len(rows))
+        if self.shard is not None:
+            more = more._replace(targets=self.shard.targets(more.targets, self.ignore_index))
+        if grad_loss is None:
+            grad_loss = jnp.zeros(rows if is_per_row else (), kept["lse"].dtype)
+        grad_loss = _reductions.share_of(grad_loss, more.divisor)
+        arrays = self.arrays(inputs, more)
+        arrays.add("grad_loss", grad_loss, factors if is_per_row else (), per_row=is_per_row)
+        arrays.add("grad_lse", grad_lse, factors)
+        arrays.add("grad_entropy", grad_entropy, factors)
+        arrays.add("lse", kept["lse"], (*factors, *_LSE_FACTORS))
+        arrays.add("entropy", kept["entropy"] if grad_entropy is not None else None, factors)
+        arrays.add("target_mass", kept["target_mass"], factors)
+        numbers = self.numbers(NONE if is_per_row else SUM)
+        gradients = arrays.call(
+            self.op, f"{self.op}_backward", self.gradients(inputs, wants),
+            numbers=numbers, names=self.names, aliases=((0, 0),) if self.inplace else (),
+        )  # fmt: skip
+        return wants.by_place(gradients)
+
+    def as_inputs(self, gradients: Sequence[Any], inputs: Any) -> tuple[Any, ...]:
+        """The gradients, in the dtypes of the inputs."""
+        return tuple(None if each is None else each.astype(of.dtype) for each, of in zip(gradients, inputs))
 
 
-def wanted_outputs(*are_wanted: bool) -> tuple[str, ...]:
-    """The names of the outputs, of the return_* arguments in the order of CrossEntropyOutput."""
-    return tuple(name for name, is_wanted in zip(OUTPUTS, are_wanted) if is_wanted)
-
-
-def loss_results(names: Sequence[str], factors: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> list[Result]:
-    """The outputs of a call that have a number for each row; lse has two, which the backward needs."""
+def _results(names: Sequence[str], rows: tuple[int, ...], dtype: Any) -> list[Result]:
+    """Outputs with a number for each row; lse has two, which the backward needs."""
+    factors = row_factors(len(rows))
     return [
-        Result(
-            name,
-            (*factors, *_LSE_FACTORS) if name == "lse" else factors,
-            shape=(*shape, 2) if name == "lse" else shape,
-            dtype=jnp.dtype("int64") if name == "argmax" else jnp.dtype(dtype),
-        )
+        Result(name, (*factors, *_LSE_FACTORS), shape=(*rows, 2), dtype=jnp.dtype(dtype))
+        if name == "lse"
+        else Result(name, factors, shape=rows, dtype=jnp.dtype("int64" if name == "argmax" else dtype))
         for name in names
     ]
 
 
-_LSE_FACTORS = ("high_and_low",)
-
-
-def returned(written: dict[str, jax.Array], wanted: Sequence[str]) -> dict[str, jax.Array]:
-    """The outputs that the user gets."""
-    return {name: written[name][..., 0] if name == "lse" else written[name] for name in wanted}
-
-
-@dataclasses.dataclass
-class Arrays:
-    """The operands of a call with their descriptions; what is None is left out."""
-
-    operands: list[Operand] = dataclasses.field(default_factory=list)
-    arrays: list[jax.Array] = dataclasses.field(default_factory=list)
-
-    def add(self, name: str, array: jax.Array | None, factors: tuple[str, ...], **more: Any) -> None:
-        if array is not None:
-            self.operands.append(Operand(name, factors, **more))
-            self.arrays.append(array)
-
-
-def given(cotangent: Any) -> jax.Array | None:
-    """A cotangent, None where it is known to be 0."""
-    return None if isinstance(cotangent, SymbolicZero) else cotangent
-
-
-# ----------------------------------------------------------------------------------------------------------- reductions
-
-
-def _sum(rows: jax.Array) -> jax.Array:
-    return rows.sum()
-
-
 @functools.cache
-def _of_whole_array(rank: int) -> Any:
-    """The sum, of all rows on every device."""
-    partitioned = custom_partitioning(_sum)
+def _differentiable(loss: Loss) -> Any:
+    """(inputs, other arrays) -> the loss, reduced by its mode, and the outputs for the user by name."""
 
-    def partition(mesh: Any, operands: Any, result: Any) -> Any:
-        if mesh.empty:  # as in _call.py
-            return mesh, _sum, result.sharding, tuple(each.sharding for each in operands)
-        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        return mesh, _sum, whole, (whole,)
+    def split(written: dict[str, jax.Array], divisor: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        outputs = {name: written[name][..., 0] if name == "lse" else written[name] for name in loss.outputs}
+        return _reductions.reduced(written["loss"], loss.mode, divisor), outputs
 
-    factors = tuple(f"r{axis}" for axis in range(rank))
-    partitioned.def_partition(
-        partition=partition, sharding_rule=f"{' '.join(factors)} -> ", need_replication_factors=factors
-    )
-    batched = custom_vmap(partitioned)
+    @jax.custom_vjp
+    def function(inputs: Any, more: LossArrays) -> Any:
+        return split(loss.forward(inputs, more, ("loss", *loss.outputs))[0], more.divisor)
 
-    @batched.def_vmap
-    def _(axis_size: int, in_batched: Sequence[bool], rows: jax.Array) -> tuple[jax.Array, bool]:
-        return jax.vmap(_sum)(rows), True
+    def forward_rule(*primals: Any) -> Any:
+        inputs, more = jax.tree.map(lambda primal: primal.value, primals)
+        wants = Wanted(tuple(primal is not None and primal.perturbed for primal in primals[0]))
+        saved = ("lse", "target_mass") if loss.needs_target_mass(more) else ("lse",)
+        names = tuple(dict.fromkeys(("loss", *loss.outputs, *saved)))
+        is_speed = loss.is_speed(inputs)
+        outputs, found = loss.forward(inputs, more, names, wants if is_speed else None)
+        gradients = wants.by_place(found) if is_speed else None
+        kept = {name: outputs.get(name) for name in ("lse", "entropy", "target_mass")}
+        return split(outputs, more.divisor), (inputs, more, kept, gradients, wants)
 
-    return jax.jit(batched, inline=True)
+    def backward_rule(residuals: Any, cotangents: Any) -> Any:
+        inputs, more, kept, gradients, wants = residuals
+        grad_loss, *of_outputs = map(given, (cotangents[0], *map(cotangents[1].get, ("lse", "entropy"))))
+        if all(each is None for each in (grad_loss, *of_outputs)):
+            return None, None
+        if gradients is not None and of_outputs == [None, None]:
+            gradients = [None if each is None else _scaled(each, grad_loss) for each in gradients]
+        else:
+            gradients = loss.backward(inputs, more, kept, wants, (grad_loss, *of_outputs))
+        return loss.as_inputs(gradients, inputs), None
 
-
-def _spread(rows: jax.Array, grad: jax.Array) -> jax.Array:
-    """The gradient of each row, cut over devices as the rows are."""
-    grads = jnp.broadcast_to(grad, rows.shape)
-    if explicit_mesh(rows) is None:
-        return grads
-    sharding = jax.typeof(rows).sharding
-    resharded: jax.Array = jax.sharding.reshard(grads, jax.sharding.NamedSharding(sharding.mesh, sharding.spec))
-    return resharded
-
-
-@jax.custom_vjp
-def total(rows: jax.Array) -> jax.Array:
-    """The sum of all rows, in an order that their number alone decides."""
-    if rows.ndim == 0:
-        return rows
-    mesh = explicit_mesh(rows)
-    if mesh is not None:
-        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        return _sum(jax.sharding.reshard(rows, whole))
-    result: jax.Array = _of_whole_array(rows.ndim)(rows)
-    return result
+    function.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
+    return function
 
 
-total.defvjp(
-    lambda rows: (total(rows), rows),
-    lambda rows, grad: (_spread(rows, grad),),
-)
+def _scaled(gradient: jax.Array, factor: Any) -> jax.Array:
+    """Zeros of rows that do not count stay, whatever the factor is."""
+    scaled = (gradient * factor).astype(gradient.dtype)  # in float32; XLA leaves out a factor that is known to be 1
+    return jnp.where(gradient == 0, gradient, scaled)
 
 
-def target_weights(labels: jax.Array, weight: jax.Array) -> jax.Array:
-    """The weight of each row's class."""
-    return weight[jnp.clip(labels, 0, weight.shape[0] - 1)]
-
-
-def divisor_of(
-    labels: jax.Array,
-    weight: jax.Array | None,
-    row_weight: jax.Array | None,
-    ignore_index: int,
-    dtype: Any,
-    rows: tuple[int, ...],
-    weights_of: Callable[[jax.Array, jax.Array], jax.Array],
-) -> jax.Array:
-    """The divisor of the mean: the weights of the rows that count."""
-    if is_soft(labels):
-        weights = jnp.ones(rows, dtype) if row_weight is None else row_weight
-        return _divisor(total(weights))
-    counts = labels != ignore_index
-    if weight is None and row_weight is None:
-        return counts.sum().astype(dtype)
-    if row_weight is not None:
-        counts &= row_weight != 0  # whatever the class weighs
-    weights = jnp.ones(rows, dtype) if row_weight is None else row_weight
-    if weight is not None:
-        weights = weights * weights_of(labels, weight.astype(dtype))
-    return _divisor(total(jnp.where(counts, weights, 0)))
-
-
-def _divisor(weights: jax.Array) -> jax.Array:
-    """A mean by weights that add up to 0 is 0: as by infinity. By infinite ones loss and gradient are NaN."""
-    return jnp.where(weights == 0, jnp.inf, jnp.where(jnp.isinf(weights), jnp.nan, weights))
-
-
-def quotient(number: jax.Array, divisor: jax.Array) -> jax.Array:
-    """Of a sum that nothing counts in, 0. By a normalizer of 0 any other is infinite, and has gradient 0."""
-    is_empty = jnp.isinf(divisor) | ((divisor == 0) & (number == 0))
-    is_constant = is_empty | (divisor == 0)
-    constant = jnp.where(is_empty, 0, jax.lax.stop_gradient(number) / divisor)
-    return jnp.where(is_constant, constant, number / jnp.where(is_constant, 1, divisor))
-
-
-def reduced(rows: jax.Array, mode: int, divisor: jax.Array | None) -> jax.Array:
-    """Losses of rows, or their sum, or their mean."""
-    if mode == NONE:
-        return rows
-    number: jax.Array = total(rows)
-    if mode == SUM:
-        return number
-    assert divisor is not None
-    return quotient(number, divisor)
-
-
-def add_saved(arrays: Arrays, of_rows: tuple[str, ...], kept: Any, grad_lse: Any, grad_entropy: Any) -> None:
-    """What a backward takes beside its inputs and dL/d(loss): `kept` is what the forward has saved, by name."""
-    arrays.add("grad_lse", grad_lse, of_rows)
-    arrays.add("grad_entropy", grad_entropy, of_rows)
-    arrays.add("lse", kept["lse"], (*of_rows, *_LSE_FACTORS))
-    arrays.add("entropy", kept["entropy"] if grad_entropy is not None else None, of_rows)
-    arrays.add("target_mass", kept["target_mass"], of_rows)
-
-
-def share_of(number: jax.Array, divisor: jax.Array | None) -> jax.Array:
-    """The factor of the rows in a mean's gradient; of a mean without rows, which is 0, 0."""
-    if divisor is None:
-        return number
-    return jnp.where(divisor == 0, 0, number / jnp.where(divisor == 0, 1, divisor))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def constant(op: str, name: str, array: jax.Array) -> jax.Array:
-    """What has no derivative: it is refused, where stop_gradient would make a gradient of 0."""
-    return array
-
-
-@constant.defjvp
-def _refuse(op: str, name: str, _primals: Any, _tangents: Any) -> Any:
-    raise NotImplementedError(
-        f"{op}: there is no derivative with respect to {name}; with jax.lax.stop_gradient({name}) it counts as constant"
-    )
-
-
-def normalizer_of(op: str, normalizer: Any, mode: int, dtype: Any) -> jax.Array | None:
-    if normalizer is None:
-        return None
-    if mode != MEAN:
-        raise ValueError(f'{op}: normalizer is given, but only the mean divides: expected reduction="mean"')
-    array = jnp.asarray(normalizer, dtype)
-    if array.size != 1:
-        raise ValueError(f"{op}: normalizer has shape {list(array.shape)}, expected one element")
-    if isinstance(normalizer, (int, float, np.floating, np.integer)) and float(normalizer) < 0:  # not of an array
-        raise ValueError(f"{op}: normalizer is {normalizer}, expected a number that is not negative")
-    return constant(op, "normalizer", array.reshape(()))
-
-
-def row_weight_of(op: str, row_weight: Any, rows: tuple[int, ...], dtype: Any) -> jax.Array | None:
-    if row_weight is None:
-        return None
-    array = jnp.asarray(row_weight)
-    if array.shape != rows:
-        raise ValueError(f"{op}: row_weight has shape {list(array.shape)}, expected {list(rows)} (one per row)")
-    return constant(op, "row_weight", array.astype(dtype))
-
-
-def output_of(loss: jax.Array, outputs: dict[str, Any]) -> jax.Array | CrossEntropyOutput:
-    """What the user gets: the loss, with any output a CrossEntropyOutput. Of the outputs lse and entropy alone have
-    derivatives."""
-    if not outputs:
-        return loss
-    kept = {name: each if name in ("lse", "entropy") else jax.lax.stop_gradient(each) for name, each in outputs.items()}
-    return CrossEntropyOutput(loss, **kept)
+def loss_of(loss: Loss, inputs: tuple[Any, ...], more: LossArrays, mode: int) -> Any:
+    """The loss, reduced, or with outputs a named tuple, in which loss, lse and entropy alone have derivatives."""
+    targets, class_weight, row_weight, divisor = more
+    cut, (targets, row_weight, divisor) = align(loss.shard, (*inputs, class_weight), (targets, row_weight, divisor))
+    *inside, class_weight = cut
+    more = LossArrays(targets, class_weight, row_weight, divisor)
+    if mode == MEAN and divisor is None:
+        divisor = loss.divisor(more, loss.rows(inputs), result_dtype(inputs[0]))
+    value, outputs = _differentiable(loss)(tuple(inside), more._replace(divisor=divisor if loss.mode == MEAN else None))
+    if loss.mode != mode:
+        value = _reductions.reduced(value, mode, divisor)
+    if not loss.outputs:
+        return value
+    if "z_loss" in outputs:
+        outputs["z_loss"] = _reductions.reduced(outputs["z_loss"], mode, divisor)
+    found = [
+        outputs[name] if name in ("lse", "entropy") else jax.lax.stop_gradient(outputs[name]) for name in loss.outputs
+    ]
+    return named_outputs("CrossEntropyOutput", ("loss", *loss.outputs), (value, *found))

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eaves.jax._call import Call, Result, alike, bind
-from eaves.jax._loss import Arrays, given, number_of, result_dtype
+from eaves.jax._call import Arrays, Result, Wanted, alike, given
+from eaves.jax._options import number_of, result_dtype
 
 _OP = "lrpe_cosine"
 
@@ -131,11 +131,8 @@ class _Setting:
         return count
 
     def call(self, function: str, arrays: Arrays, results: list[Result]) -> tuple[jax.Array, ...]:
-        call = Call(
-            _OP, function, tuple(arrays.operands), tuple(results), self.numbers, (("offsets", "offset"),),
-            has_fixed_rank=True,
-        )  # fmt: skip
-        return bind(call, *alike(*arrays.arrays))
+        names = (("offsets", "offset"),)
+        return arrays.call(_OP, function, results, numbers=self.numbers, names=names, has_fixed_rank=True)
 
 
 @functools.cache
@@ -160,9 +157,9 @@ def _encode(setting: _Setting) -> Any:
 
     def forward_rule(*primals: Any) -> Any:
         x, theta, *of_positions = (None if primal is None else primal.value for primal in primals)
-        wants = _Wanted(primals[0].perturbed, primals[1].perturbed)
+        wants = Wanted((primals[0].perturbed, primals[1].perturbed))
         out, lse = forward(setting.has_lse, x, theta, *of_positions)
-        needs_x = wants.theta or _ACTIVATIONS[setting.activation] != "none"
+        needs_x = wants.each[1] or _ACTIVATIONS[setting.activation] != "none"
         return out, (x if needs_x else None, theta, of_positions, lse, wants)
 
     def backward_rule(residuals: Any, cotangent: Any) -> Any:
@@ -176,27 +173,19 @@ def _encode(setting: _Setting) -> Any:
         arrays.add("lse", lse, ("rb", "rh", "two", "d"))
         _add_angles(arrays, setting, grad_out, theta, *of_positions)
         results = []
-        if wants.x:
+        of_x, of_theta = wants.each
+        if of_x:
             shape = (*grad_out.shape[:-1], grad_out.shape[-1] // 2)
             factors = setting.factors("d")
             results.append(Result("grad_x", factors, axes=setting.axes, shape=shape, dtype=grad_out.dtype))
-        if wants.theta:
+        if of_theta:
             factors = _theta_factors(setting.heads(grad_out), theta)
             results.append(Result("grad_theta", factors, per_row=False, shape=theta.shape, dtype=theta.dtype))
-        gradients = iter(setting.call("lrpe_cosine_backward", arrays, results))
-        return (*(next(gradients) if wanted else None for wanted in (wants.x, wants.theta)), None, None, None)
+        gradients = setting.call("lrpe_cosine_backward", arrays, results)
+        return (*wants.by_place(gradients), None, None, None)
 
     function.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
     return function
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """Of which arrays a gradient is wanted."""
-
-    x: bool
-    theta: bool
 
 
 def _theta_factors(heads: int, theta: Any) -> tuple[str, ...]:

@@ -1,0 +1,101 @@
+"""linear_log_prob for JAX arrays: log-probabilities of chosen tokens by a model's head, without all the logits."""
+
+# mypy: disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from eaves._arguments import LOG_PROB_OUTPUTS, LogProbOutputs, named_outputs, output_names, refuse_unknown
+from eaves._words import renamed
+from eaves.jax._linear_cross_entropy import linear_cross_entropy
+from eaves.jax._options import CLASS_DTYPES, number_of
+
+_OP = "linear_log_prob"
+
+
+class LogProbOutput(LogProbOutputs[jax.Array], Protocol):
+    """The named tuple that linear_log_prob returns with `outputs`: the log-probabilities, then these outputs in the
+    order of their names."""
+
+
+def linear_log_prob(
+    hidden: jax.Array,
+    head: jax.Array,
+    tokens: jax.Array,
+    *,
+    head_layout: str = "vd",
+    bias: jax.Array | None = None,
+    temperature: float | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    ignore_index: int = -100,
+    outputs: str | Sequence[str] = (),
+    workspace_bytes: int | None = None,
+    axis_name: str | None = None,
+    **unknown: object,
+) -> jax.Array | LogProbOutput:
+    """The log-probability of one token for each row of `hidden`, of the softmax over a head's logits.
+
+        log_prob = z'_t / T - log sum_v exp(z'_v / T)        with the temperature T, behind the softcap
+
+    Args:
+        hidden, head, head_layout, bias, workspace_bytes, axis_name: as in linear_cross_entropy.
+        tokens: of each row a class, int32 or int64.
+        temperature: T, a positive number; None: 1.
+        softcap, scale, ignore_index: as in linear_cross_entropy; an ignored row has log-probability 0.
+        outputs: the names of more outputs, one or a sequence of them, a number for each row: "entropy" of the row's
+            softmax, in nats, which has a derivative; "is_top1", whether the token is the one with the largest logit;
+            "sum_sq", "mean_logit", as in eaves.log_prob.
+
+    Returns:
+        [...], float32, or float64 for a float64 hidden. With outputs, a named tuple: the log-probabilities as log_prob,
+        then the outputs in the order of their names.
+
+    Raises:
+        As cross_entropy.
+
+    Example:
+        >>> import jax.numpy as jnp, eaves.jax
+        >>> hidden, head = jnp.array([[1.0, 0.0]]), jnp.zeros((4, 2))
+        >>> print(eaves.jax.linear_log_prob(hidden, head, jnp.array([3])).round(4))
+        [-1.3863]
+    """
+    if unknown:
+        refuse_unknown(_OP, unknown, linear_log_prob)
+    names = output_names(_OP, outputs, LOG_PROB_OUTPUTS)
+    if temperature is not None:
+        temperature = number_of(_OP, "temperature", temperature)
+        if not (temperature > 0 and math.isfinite(1 / temperature)):
+            raise ValueError(f"{_OP}: temperature is {temperature}, expected a positive number")
+        scale = (1.0 if scale is None else number_of(_OP, "scale", scale)) / temperature
+        softcap = None if softcap is None else number_of(_OP, "softcap", softcap) / temperature
+    tokens = jnp.asarray(tokens)
+    if tokens.dtype not in CLASS_DTYPES:
+        raise ValueError(f"{_OP}: tokens has dtype {tokens.dtype}, expected int32 or int64")
+    if tokens.shape != jnp.shape(hidden)[:-1]:
+        raise ValueError(f"{_OP}: tokens has shape {list(tokens.shape)}, expected that of hidden's rows")
+    try:
+        output: Any = linear_cross_entropy(
+            hidden, head, tokens, head_layout=head_layout, bias=bias, softcap=softcap, scale=scale, reduction="none",
+            ignore_index=ignore_index, outputs=["argmax" if name == "is_top1" else name for name in names],
+            workspace_bytes=workspace_bytes, axis_name=axis_name,
+        )  # fmt: skip
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if not str(error).startswith("linear_cross_entropy: "):
+            raise
+        renames = {"linear_cross_entropy": _OP, "targets": "tokens"}
+        raise type(error)(renamed(str(error), renames)) from None
+    if not names:
+        log_prob: jax.Array = 0 - output  # of ignored rows 0, where -output would be -0
+        return log_prob
+    loss, *found = output
+    if "is_top1" in names:
+        place = names.index("is_top1")
+        found[place] = (found[place] == tokens) & (tokens != ignore_index)
+    return named_outputs("LogProbOutput", ("log_prob", *names), (0 - loss, *found))  # type: ignore[no-any-return]
