@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from eaves._arguments import LOSS_OUTPUTS, NONE, output_names, reduction_of, refuse_unknown
 from eaves.jax._call import Arrays, Result, Wanted, row_factors
 from eaves.jax._loss import CrossEntropyOutput, Loss, LossArrays, Numbers, loss_of
-from eaves.jax._options import NAMES, is_soft, number_of, options_of
+from eaves.jax._options import NAMES, axis_of, is_soft, options_of
 from eaves.jax._shards import shard_of
 
 _OP = "cross_entropy"
@@ -90,12 +89,7 @@ def cross_entropy(
     if unknown:
         refuse_unknown(_OP, unknown, cross_entropy)
     logits = jnp.asarray(logits)
-    axis = number_of(_OP, "axis", axis, operator.index)
-    if not -logits.ndim <= axis < logits.ndim:
-        raise ValueError(
-            f"{_OP}: axis is {axis}, expected {-logits.ndim} to {logits.ndim - 1} (logits has {logits.ndim} axes)"
-        )
-    axis = axis - logits.ndim if axis >= 0 else axis
+    axis = axis_of(_OP, "logits", logits, axis)
     mode = reduction_of(_OP, reduction)
     options = options_of(
         _OP, ignore_index, label_smoothing=label_smoothing, softcap=softcap, scale=scale, z_loss=z_loss
@@ -110,7 +104,7 @@ def cross_entropy(
 
 
 def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """The shape of the rows; `axis` counts from the end, because an axis of jax.vmap comes in front."""
+    """The shape of the rows; `axis` counts from the end."""
     return tuple(size for index, size in enumerate(shape, -len(shape)) if index != axis)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from eaves.jax._call import Call, Operand, Result, bind
-from eaves.jax._options import number_of
+from eaves.jax._options import axis_of
 
 _OP = "logsumexp"
 
@@ -65,13 +64,8 @@ def logsumexp(
 
 
 def _axes_of(x: jax.Array, axis: int | Sequence[int] | None) -> tuple[int, ...]:
-    """From the end: an axis of jax.vmap comes in front."""
     given = range(x.ndim) if axis is None else axis if isinstance(axis, Sequence) else (axis,)
-    named = [number_of(_OP, "axis", each, operator.index) for each in given]
-    for each in named:
-        if not -x.ndim <= each < x.ndim:
-            raise ValueError(f"{_OP}: axis is {each}, expected {-x.ndim} to {x.ndim - 1} (x has {x.ndim} axes)")
-    axes = tuple(each - x.ndim if each >= 0 else each for each in named)
+    axes = tuple(axis_of(_OP, "x", x, each) for each in given)
     if len(set(axes)) != len(axes):
         raise ValueError(f"{_OP}: axis is {axis}, expected each axis once")
     return axes

@@ -28,8 +28,7 @@ class CrossEntropyOutput(CrossEntropyOutputs[jax.Array], Protocol):
 
 
 class LossArrays(NamedTuple):
-    """The arrays that both losses take beside logits or a head. `divisor`: of the mean; the user's, or that of the
-    rows that count."""
+    """The arrays that both losses take beside logits or a head. `divisor`: of the mean, first the user's normalizer."""
 
     targets: Any
     class_weight: Any = None
@@ -157,8 +156,8 @@ class Loss:
     def backward(
         self, inputs: Any, more: LossArrays, kept: dict[str, Any], wants: Wanted, upstream: Sequence[Any]
     ) -> list[Any]:
-        """The gradients of the inputs that want one; `upstream`: those of the loss, lse and entropy, of which some may
-        be absent."""
+        """The gradients of the inputs that want one; `upstream`: the gradients of the loss, lse and entropy, or
+        None."""
         grad_loss, grad_lse, grad_entropy = upstream
         rows, is_per_row = self.rows(inputs), self.mode == NONE
         factors = row_factors(len(rows))

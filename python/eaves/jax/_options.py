@@ -20,10 +20,10 @@ from eaves.jax._library import TABLE
 IGNORED = -100
 CLASS_DTYPES = ("int32", "int64")
 
-# By the user's name of each option that of the core and its default: the core's table.
+# The core's table: by the user's name of each option the core's name and the default.
 _TABLE = {row["keyword"].replace("-", "_"): (row["name"], row["default"]) for row in TABLE["loss_options"]}
 
-# The user's names of the core's arguments, where they differ.
+# The core's arguments that the user knows by another name, and that name.
 NAMES = tuple((name, keyword) for keyword, (name, _) in _TABLE.items() if name != keyword)
 
 
@@ -43,8 +43,16 @@ def number_of(op: str, name: str, value: Any, as_number: Callable[[Any], Any] = 
     return number
 
 
+def axis_of(op: str, name: str, array: jax.Array, axis: Any) -> int:
+    """An axis of `array`, the argument `name`, counted from the end: an axis of jax.vmap comes in front."""
+    rank, axis = array.ndim, number_of(op, "axis", axis, operator.index)
+    if not -rank <= axis < rank:
+        raise ValueError(f"{op}: axis is {axis}, expected {-rank} to {rank - 1} ({name} has {rank} axes)")
+    return int(axis - rank if axis >= 0 else axis)
+
+
 def options_of(op: str, ignore_index: int, **given: float | None) -> tuple[tuple[str, Any], ...]:
-    """The options as numbers of a call, those alone that differ from the defaults."""
+    """The options that differ from their defaults, as numbers of a call."""
     numbers: list[tuple[str, Any]] = []
     index = number_of(op, "ignore_index", ignore_index, operator.index)
     if index != IGNORED:
@@ -83,7 +91,7 @@ def targets_of(op: str, targets: Any, shape: tuple[int, ...]) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def constant(op: str, name: str, array: jax.Array) -> jax.Array:
-    """What has no derivative: it is refused, where stop_gradient would make a gradient of 0."""
+    """The array, without a derivative: one is refused, while stop_gradient would make it 0."""
     return array
 
 

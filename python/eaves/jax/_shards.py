@@ -1,9 +1,9 @@
 """A vocabulary that is cut over an axis of a mesh, inside of jax.shard_map.
 
-Each device computes the statistics of its own classes; one gather brings those of all devices to each, and they are
+Each device computes the statistics of its own classes; one gather brings all of them to each device, and they are
 merged in the order of the classes. The core knows a shard by its first class; here that is known only where the program
 runs, because all devices run the same one. So targets count from the shard's first class instead, modulo the number of
-classes: those of other shards come behind its own.
+classes: classes of other shards come behind its own.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -36,7 +36,7 @@ class Shard(NamedTuple):
 
     def targets(self, targets: jax.Array, ignore_index: int, replaces_ignored: bool = False) -> jax.Array:
         """The targets as the shard's call takes them; ignored ones are IGNORED, or with `replaces_ignored` any class.
-        What is no class stays none."""
+        A target that is no class stays none."""
         is_class = (targets >= 0) & (targets < self.classes)
         moved = jnp.where(is_class, (targets - self.first()) % self.classes, self.classes)
         return jnp.where(targets == ignore_index, 0 if replaces_ignored else IGNORED, moved).astype(targets.dtype)
@@ -69,8 +69,8 @@ def shard_of(
 
 
 def align(shard: Shard | None, cut: Sequence[Any], whole: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The arrays that have this device's classes, and those that are the same on all devices of the axis: each varying
-    over the same axes of the mesh otherwise."""
+    """`cut` has this device's classes, `whole` is the same on all devices of the axis: both vary over the same axes of
+    the mesh otherwise."""
     arrays = [array for array in (*cut, *whole) if array is not None]
     axes = frozenset[str]().union(*map(varying, arrays))
     of_whole = axes if shard is None else axes - {shard.axis_name}
