@@ -22,6 +22,9 @@ build: ## install what is missing, build build/release/eaves
 bench: build ## build, then print the tables of every operator for the device found
 	@$(BUILD)/eaves bench
 
+published: wheel ## build the Python package, then measure the tables that xopes published (docs/published.md)
+	@.venv/bin/python benchmarks published
+
 wheel: ## install what is missing, build the Python package into dist/ and install it into .venv
 	@CUDA=$(CUDA) tools/setup
 	@tools/wheel $(JOBS) $(OPTIONS)
@@ -39,4 +42,4 @@ format: ## bring the C++ and Python sources into the project's format
 clean: ## remove everything that was built; what was installed stays
 	@rm -rf build dist
 
-.PHONY: help build bench wheel test format clean
+.PHONY: help build bench published wheel test format clean

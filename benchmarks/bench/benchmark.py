@@ -131,6 +131,9 @@ class Provider:
     """The option of the row that the provider does not have, in a few words; nothing if it has all. A provider that
     lacks something in every row of a table has no column there."""
 
+    note: str = ""
+    """A sentence for the page, below the operator's first table."""
+
     def load(self) -> Any:
         module, _, name = self.source.partition(":")
         found = import_module(module)
@@ -140,9 +143,9 @@ class Provider:
         return self.make(self.load(), row)
 
 
-def peer(name: str, source: str, make: Any, packages: str, lacks: Callable[[Row], str]) -> Provider:
+def peer(name: str, source: str, make: Any, packages: str, lacks: Callable[[Row], str], note: str = "") -> Provider:
     """Another library's, on a GPU; its packages by their names, with spaces between."""
-    return Provider(name, source, make, tuple(packages.split()), needs_gpu=True, lacks=lacks)
+    return Provider(name, source, make, tuple(packages.split()), needs_gpu=True, lacks=lacks, note=note)
 
 
 def compiled(eager: Provider) -> Provider:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eaves import _info
+
 from .benchmark import InvalidArgument
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -22,6 +24,8 @@ def find_device(name: str | None) -> torch.device:
         raise InvalidArgument("--device: is cuda, but PyTorch sees no GPU here, expected cpu")
     if name == "cpu" or not has_gpu:
         return torch.device("cpu")
+    if not (info := _info.extension())["gpus"]:
+        raise InvalidArgument(f"--device: eaves cannot use the GPU, expected cpu: {' '.join(info['missing'])}")
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -76,9 +76,12 @@ def _cut_cross_entropy(function: Any, row: Row) -> Forward:
     return lambda x, weight, target: function(x, weight, target)
 
 
-def _fla(module: Any, row: Row) -> Forward:
-    loss = module()
-    return lambda x, weight, target, bias=None: loss(x, target, weight, bias)
+def _fla(**keywords: Any) -> Callable[[Any, Row], Forward]:
+    def make(module: Any, row: Row) -> Forward:
+        loss = module(**keywords)
+        return lambda x, weight, target, bias=None: loss(x, target, weight, bias)
+
+    return make
 
 
 def _quack(function: Any, row: Row) -> Forward:
@@ -102,6 +105,10 @@ def _not_both(row: Row) -> str:
 _LCE = "eaves:linear_cross_entropy"
 _TORCH = Provider("torch", "torch.nn:functional", _torch, lacks=_bounded)
 _LIGER = "liger_kernel.ops:LigerFusedLinearCrossEntropyFunction"
+_FLA = "fla.modules:FusedLinearCrossEntropyLoss"
+_FLA_NOTE = """\
+`fla` is called with its defaults: version 0.6 casts a chunk's rows to float32 and multiplies the head's gradient in
+float32. `fla-weight-dtype`, with `accumulate_grad_in_fp32=False`, multiplies it in the weight's dtype."""
 _CUT = "cut_cross_entropy:linear_cross_entropy"
 _SCALED = "liger_kernel.ops.fused_linear_scaled_cross_entropy:LigerFusedLinearScaledCrossEntropyFunction"
 
@@ -117,7 +124,8 @@ PROVIDERS = (
     peer("liger-larger", _LIGER, _liger_larger, "liger-kernel", _at_once),
     peer("liger-scaled", _SCALED, _liger_scaled, "liger-kernel", _bounded),
     peer("cut-cross-entropy", _CUT, _cut_cross_entropy, "cut-cross-entropy", _bounded),
-    peer("fla", "fla.modules:FusedLinearCrossEntropyLoss", _fla, "fla-core", _at_once),
+    peer("fla", _FLA, _fla(), "fla-core", _at_once),
+    peer("fla-weight-dtype", _FLA, _fla(accumulate_grad_in_fp32=False), "fla-core", _at_once, _FLA_NOTE),
     peer(
         "quack",
         "quack.linear_cross_entropy:chunked_linear_cross_entropy",

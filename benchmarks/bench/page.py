@@ -41,9 +41,9 @@ milliseconds, and the peak of memory. Before it is timed, what each one computes
   above the tables leave such rows out.
 - A peak of less than nine tenths of inputs and outputs is not shown: something else was freed meanwhile.
 - Protocol `autograd`: a backward is `torch.autograd.grad(out, inputs, grad_out)`.
-- Protocol `accumulate`, as in the published measurements that eaves started from: a backward is
+- Protocol `accumulate`, as in the [tables that xopes published](../../../docs/published.md): a backward is
   `out.backward(grad_out)`, and `.grad` is never cleared, so that every call also adds its gradient to the one before,
-  and the limit streams these bytes too. `--sweep published` measures their shapes."""
+  and the limit streams these bytes too."""
 
 _SLOWER = f"""\
 Every row of both pages, by both protocols, where `best peer / eaves` is below {1 - tables.NOISE:.2f}."""
@@ -115,6 +115,12 @@ def _page(folder: Folder) -> list[str]:
             modes = "; ".join(MODES.get(table.mode, table.mode) for table in chosen).capitalize()
             lines += [f"{modes}: {', '.join(shared)}.", ""]
             lines += tables.markdown(tables.headline_table(found))
+            measured = {name for table in found for case in table.cases for name in case.entries}
+            for each in operator.providers:
+                if each.note and any(
+                    other.name in measured for other in operator.providers if other.source == each.source
+                ):
+                    lines += [each.note, *["It is not measured yet."] * (each.name not in measured), ""]
             lines += _images(folder, operator, "time", "memory")
             lines += [f"- {sentence}" for sentence in tables.summary(found)] + [""]
             lines += [line for table in chosen if table.is_curve for line in _table(table, "ms", "")]
@@ -206,7 +212,7 @@ def _reason(provider: Provider, content: dict[str, Any]) -> str:
         return "needs a GPU"
     if not content["versions"].keys() >= set(provider.packages):
         return "was not installed"
-    return "was not asked for, or cannot do these rows"
+    return "not measured yet, or cannot do these rows"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -35,11 +35,12 @@ from PIL import Image  # which matplotlib needs
 # Okabe and Ito's palette, which colour-blind people can tell apart, without its yellow and black, and dark ones.
 _COLOURS = (
     *("#0072B2", "#56B4E9", "#D55E00", "#009E73", "#CC79A7"),
-    *("#E69F00", "#8C510A", "#666666", "#332288", "#117733", "#882255", "#999933", "#661100", "#44AA99"),
+    *("#E69F00", "#8C510A", "#666666", "#332288", "#117733", "#882255", "#999933", "#661100", "#44AA99", "#DDCC77"),
 )
-_MARKS = "osD^vPX*<>ph8d"
+_MARKS = "osD^vPX*<>ph8dH"
 _NAMES = list(dict.fromkeys(provider.name for operator in OPERATORS for provider in operator.providers))
-_NAMES.sort(key=lambda name: (is_peer(name), not name.startswith("torch")))  # a name's place is its colour and mark
+_NAMES.sort(key=lambda name: (is_peer(name), not name.startswith("torch"), name == "fla-weight-dtype"))
+"""A name's place is its colour and mark. The newest is the last, and the others keep theirs."""
 
 _RATIO_TICKS: dict[Kind, tuple[float, ...]] = {
     "ms": (0.95, 1, 1.1, 1.25, 1.5, 2),

@@ -23,7 +23,7 @@ from .operators import OPERATORS
 from .run import run_bench
 
 RESULTS = Path(__file__).parents[1] / "results"
-COMMANDS = ("page", "jax", "ranks", "accuracy")
+COMMANDS = ("published", "page", "jax", "ranks", "accuracy")
 """Modules with a command line of their own."""
 
 _DESCRIPTION = """\
@@ -38,10 +38,11 @@ shape of your own."""
 
 _EPILOG = f"""\
 other commands (each has --help):
-  {PROGRAM} page DIR  the pages and curves of a folder, from its result files
-  {PROGRAM} jax       a model's head from JAX
-  {PROGRAM} ranks     a model's head cut over ranks
-  {PROGRAM} accuracy  the errors of a model's head against float64
+  {PROGRAM} published  the tables that xopes published, as they were published
+  {PROGRAM} page DIR   the pages and curves of a folder, from its result files
+  {PROGRAM} jax        a model's head from JAX
+  {PROGRAM} ranks      a model's head cut over ranks
+  {PROGRAM} accuracy   the errors of a model's head against float64
 
 lines of a table:
   eaves, torch, ...  the implementations

@@ -42,8 +42,6 @@ class _Part(NamedTuple):
 
 def run_bench(arguments: Namespace, operators: Sequence[Operator]) -> None:
     device = find_device(arguments.device)
-    if device.type == "cuda" and not (info := _info.extension())["gpus"]:
-        raise InvalidArgument(f"--device: eaves cannot use the GPU, expected cpu: {' '.join(info['missing'])}")
     if arguments.threads > 0:
         torch.set_num_threads(arguments.threads)
     parts = _parts(arguments, device)

@@ -1,0 +1,312 @@
+"""The tables that xopes published, as they were published: titles, rows, order, units and digits. published.txt states
+them, the provider of each column (`=`), and why a column differs from the published one (`~`).
+
+    python benchmarks published linear_cross_entropy
+
+Each measured row is kept in a result file and is not measured again. `--from-results` measures nothing and draws the
+tables of such files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from eaves._output import Parser, check, say
+
+from . import results, run
+from .benchmark import PROGRAM, InvalidArgument, Operator, Provider, Request, Row, check_names
+from .calls import moved
+from .device import device_name, find_device, now_ms, synchronize
+from .harness import CASE, LIMIT, Entry, Harness
+from .operators import OPERATORS
+from .tables import EAVES, aligned, code, three
+
+PROTOCOL = "accumulate"
+WARM_UP_MS = 500.0
+INTRODUCTION, *_PARTS = re.split(r"^(?=## )", Path(__file__).with_suffix(".txt").read_text(), flags=re.M)
+
+_XOPES: dict[str, Callable[[Any, Row], Any]] = {
+    "linear_cross_entropy": lambda function, row: lambda x, weight, target: function(x, target, weight),
+    "logsumexp": lambda function, row: lambda x: function(x, -1),
+    "md_lrpe_cosine": lambda function, row: (
+        lambda x, theta: function(x, theta, shape=tuple(row.options["grid"]), l=row.options.get("extra_tokens", 0))
+    ),
+}
+"""How xopes' own functions are called."""
+
+Columns = dict[str, Sequence[float | None]]
+"""The numbers of a table's rows by the names of columns; -1: the provider fails, None: not measured."""
+
+
+class Table(NamedTuple):
+    title: str
+    axis: str
+    sizes: Sequence[float]
+    published: Columns
+
+
+class Document(NamedTuple):
+    name: str
+    card: str
+    notation: Mapping[str, str]
+    """By column the name of a provider, the source of a function of xopes, or "- " and why there is neither."""
+
+    causes: Mapping[str, str]
+    """Why a column differs, by a pattern of title and column; the first that fits."""
+
+    tables: Sequence[Table]
+
+    @property
+    def operator(self) -> Operator:
+        return next(each for each in OPERATORS if each.name == self.name.removeprefix("md_"))
+
+    def providers(self) -> dict[str, Provider]:
+        """By their columns."""
+        found = {provider.name: provider for provider in self.operator.providers}
+        for source in self.notation.values():
+            if ":" in source:
+                found[source] = Provider(source, source, _XOPES[self.name], ("xopes",), needs_gpu=True)
+        columns = {EAVES: EAVES, **self.notation}
+        return {column: found[source] for column, source in columns.items() if source in found}
+
+    def rows(self) -> list[Row]:
+        titles = {table.title for table in self.tables}
+        rows = self.operator.rows(Request("published", "cuda", "bf16", has_dtype=False))
+        return [row for row in rows if title(row.case, "speed") in titles]
+
+
+def documents() -> dict[str, Document]:
+    """By their names, in their order."""
+    found = {}
+    for part in _PARTS:
+        name, card = re.findall(r"^## (\w+), .* (\w+)$", part, re.M)[0]
+        tables = []
+        for heading, text in re.findall(r"^(\S+):\n((?:.+\n)+)", part, re.M):
+            head, *lines = text.splitlines()
+            axis, *names = re.split(r"\s{2,}", head.strip())
+            sizes, *columns = zip(*(map(float, line.split()[1:]) for line in lines))
+            tables.append(Table(heading, axis, sizes, dict(zip(names, columns))))
+        notation, causes = (dict(re.findall(rf"^(.+?) {sign} (.+)$", part, re.M)) for sign in "=~")
+        found[name] = Document(name, card, notation, causes, tables)
+    return found
+
+
+def title(case: Mapping[str, Any], quantity: str) -> str:
+    """The table of a row's "speed" or "memory"."""
+    name, options = case["op"], case["options"]
+    sizes = [f"{key}{size}" for key, size in case["shape"].items() if key not in ("n", "v")]
+    before, behind = [], []
+    if name == "linear_cross_entropy":
+        name = "lce"
+    elif name == "cross_entropy":
+        behind = [f"ls{options.get('label_smoothing', 0.0)}", options["reduction"]]
+    elif "grid" in options:
+        name, behind = f"md_{name}", [f"{len(options['grid'])}d", f"l{options.get('extra_tokens', 0)}"]
+    elif name == "lrpe_cosine":
+        before = [f"act_{options.get('activation', 'none')}"]
+        before += [f"dim_{options['activation_dim']}"] if "activation_dim" in options else []
+    return "-".join([name, quantity, case["mode"], *sizes, *before, case["dtype"], *behind])
+
+
+# -------------------------------------------------------------------------------------------------------------- drawing
+
+
+def _key(case: Mapping[str, Any]) -> str:
+    return json.dumps([case[key] for key in CASE], sort_keys=True)
+
+
+def columns_of(document: Document, columns: Mapping[str, str], entries: Sequence[Entry], device: str) -> list[Columns]:
+    """For each table the columns of these providers and, on the same card, the published ones."""
+    rows, found = {_key(row.case): row for row in document.rows()}, {}
+    for entry in entries:
+        if row := rows.get(_key(entry)):
+            for quantity, kind in (("speed", "ms"), ("memory", "peak_mib")):
+                key = title(entry, quantity), float([*row.shape.values()][-1]), entry["provider"]
+                found[key] = -1.0 if entry["ms"] is None else entry.get(kind)
+    drawn = []
+    for table in document.tables:
+        here: Columns = {column: [found.get((table.title, size, name)) for size in table.sizes]
+                         for column, name in columns.items()}  # fmt: skip
+        there = table.published.items() if document.card in device else ()
+        drawn.append(here | {f"published {column}": numbers for column, numbers in there})
+    return drawn
+
+
+def digits(column: Sequence[float | None]) -> list[str]:
+    """As pandas prints them: six decimals without the zeros at the end that all have. "-": no number."""
+    texts = ["-" if number is None else f"{number:.6f}" for number in column]
+    while set(texts) != {"-"} and all(re.search(r"^-$|\.\d+0$", text) for text in texts):
+        texts = [text[:-1] or text for text in texts]
+    return texts
+
+
+def text_of(table: Table, columns: Columns) -> str:
+    """As pandas prints it."""
+    lines = [["", *map(str, range(len(table.sizes)))], [table.axis, *digits(table.sizes)]]
+    lines += [[column, *digits(numbers)] for column, numbers in columns.items()]
+    return f"{table.title}:\n{aligned(list(zip(*lines)))}"
+
+
+def differences(document: Document, table: Table, columns: Columns) -> list[str]:
+    """A line for each column that is off by more than a tenth of the published one somewhere."""
+    lines = []
+    for column in document.notation:
+        pairs = zip(table.sizes, columns.get(column, ()), columns.get(f"published {column}", ()))
+        ratios = [(size, here / there) for size, here, there in pairs if here and there and min(here, there) > 0]
+        if any(abs(ratio - 1) > 0.1 for _, ratio in ratios):
+            first, last = (f"{three(ratio)} at {table.axis} {size:.0f}" for size, ratio in (ratios[0], ratios[-1]))
+            cause = next(each for part, each in document.causes.items() if re.search(part, f"{table.title} {column}"))
+            lines.append(f"- `{column}` is {first} and {last} times the published number: {cause}.")
+    return lines
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The names by the text that they have in common."""
+    groups: dict[str, dict[str, None]] = {}
+    for name, common in pairs:
+        groups.setdefault(common, {})[f"`{name}`"] = None
+    return {common: ", ".join(names) for common, names in groups.items()}
+
+
+def section(
+    document: Document, columns: Mapping[str, str], entries: Sequence[Entry], drawn: list[Columns]
+) -> list[str]:
+    """The document's part of the page."""
+    own = {_key(row.case) for row in document.rows()}
+    absent = _grouped((column, source[2:] if source.startswith("- ") else "not installed")
+                      for column, source in document.notation.items() if column not in columns)  # fmt: skip
+    failed = _grouped((column, code(entry["skipped"])) for column, name in columns.items() for entry in entries
+                      if (entry["provider"], entry["ms"]) == (name, None) and _key(entry) in own)  # fmt: skip
+    unknown = _grouped((column, "") for each in drawn for column, numbers in each.items() if None in numbers)
+    notes = [f"- Left out: {names} ({why})." for why, names in absent.items()]
+    notes += [f"- Not measured yet, in whole or in part: {names}." for names in unknown.values()]
+    notes += [f"- -1 of {names}: {why}" for why, names in failed.items()]
+    lines = [f"## {document.name}, published for the {document.card}", "", *notes, *[""] * bool(notes)]
+    for table, each in zip(document.tables, drawn):
+        said = differences(document, table, each)
+        lines += ["```text", text_of(table, each), "```", "", *said, *[""] * bool(said)]
+    return lines
+
+
+def draw(chosen: Sequence[Document], names: Mapping[str, set[str]], folder: Path) -> tuple[str, str]:
+    """The page and a CSV of its numbers, of the providers with these names, from the folder's result files."""
+    files = results.read(folder, dict.fromkeys(each.operator.name for each in chosen))
+    files = {name: file for name, file in files.items() if file["protocol"] == PROTOCOL}
+    if not files:
+        raise InvalidArgument(f'published: "{folder}" has no result file by the protocol {PROTOCOL}')
+    device = next(iter(files.values()))["device"]
+    versions = {package: version for file in files.values() for package, version in file["versions"].items()}
+    entries = [entry for file in files.values() for entry in file["rows"]]
+    lines = [INTRODUCTION + f"Measured on {device}: {', '.join(map(' '.join, versions.items()))}.", ""]
+    numbers = [["title", "size", "column", "number"]]
+    for document in chosen:
+        shown = {column: one.name for column, one in document.providers().items() if one.name in names[document.name]}
+        columns = {EAVES: EAVES, LIMIT: LIMIT, **shown}
+        drawn = columns_of(document, columns, entries, device)
+        lines += section(document, columns, entries, drawn)
+        for table, each in zip(document.tables, drawn):
+            for column, values in each.items():
+                numbers += [[table.title, f"{size:.0f}", column, "" if value is None else str(value)]
+                            for size, value in zip(table.sizes, values)]  # fmt: skip
+    return "\n".join(lines), "".join(",".join(line) + "\n" for line in numbers)
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+_COMPILE_MS = 6000.0
+_PASSES = 4
+"""How often a provider moves a row's bytes, on average; PyTorch's formulas do several times."""
+
+
+def estimated_ms(todo: Sequence[tuple[Row, int]], device: torch.device, repetitions: int) -> float:
+    """How long rows take with so many providers: their bytes and products at the rates of a copy and a product here,
+    and torch.compile, which compiles each row."""
+
+    def timed_ms(run: Callable[[], object]) -> float:
+        times = []
+        for _ in range(5):
+            synchronize(device)
+            times.append(-now_ms())
+            run()
+            synchronize(device)
+            times[-1] += now_ms()
+        return min(times)
+
+    x, square = (torch.ones(shape, dtype=torch.bfloat16, device=device) for shape in ([2**26], [2048, 2048]))
+    copy_ms, product_ms = timed_ms(x.clone) / (2 * x.nbytes), timed_ms(lambda: square @ square) / (2 * 2048**3)
+    total = 0.0
+    for row, providers in todo:
+        call_ms = max(_PASSES * sum(moved(PROTOCOL, row)) * copy_ms, row.flops * product_ms)
+        total += _COMPILE_MS + providers * call_ms * (10 + max(5, min(repetitions, 1000 / call_ms)))
+    return total
+
+
+def measure(chosen: Sequence[Document], folder: Path, device: torch.device, repetitions: int) -> dict[str, set[str]]:
+    """Measures the rows that the folder's files lack. Returns the names of the installed providers, by document."""
+    said: set[str] = set()
+    present = {each.name: run.installed(each.providers().values(), device, said) for each in chosen}
+    packages = [name for each in documents().values() for one in each.providers().values() for name in one.packages]
+    head = results.result([], device, PROTOCOL, packages)
+    found: dict[str, list[Entry]] = {each.operator.name: [] for each in chosen}
+    for name, file in results.read(folder, found).items():
+        if any(file[key] != head[key] for key in ("device", "commit", "versions")):
+            raise InvalidArgument(f'--results: "{folder / name}" is of another build, device or package, expected '
+                                  "another folder")  # fmt: skip
+        found[file["rows"][0]["op"]] = file["rows"]
+
+    def lacking(document: str, row: Row) -> set[str]:
+        names = {LIMIT, *(provider.name for provider in present[document])}
+        return names - {entry["provider"] for entry in found[row.op] if _key(entry) == _key(row.case)}
+
+    rows = [(each.name, row) for each in chosen for row in each.rows()]
+    todo = [(name, row) for name, row in rows if lacking(name, row)]
+    minutes = estimated_ms([(row, 1 + len(present[name])) for name, row in todo], device, repetitions) / 60e3
+    say(f"# {head['device']}: {len(todo)} of {len(rows)} rows, about {minutes:.0f} minutes, into {folder}")
+    harness, last = Harness(device, PROTOCOL, repetitions), ""
+    for name, row in todo:
+        if (heading := title(row.case, "speed")) != last:
+            say(f"# {heading}")
+            harness.timer.warm_up(WARM_UP_MS)
+        last, kept = heading, [entry for entry in found[row.op] if _key(entry) != _key(row.case)]
+        found[row.op] = kept + harness.measure(row, present[name], present[name][0])
+        file = results.result(found[row.op], device, PROTOCOL, packages)
+        results.write(folder / results.file_name(row.op, PROTOCOL), file)
+    return {name: {provider.name for provider in providers} for name, providers in present.items()}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code."""
+    known = documents()
+    parser = Parser(
+        prog=f"{PROGRAM} published", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("documents", nargs="*", metavar="DOCUMENT", help=f"without any: {', '.join(known)}")
+    add("--device", choices=["cpu", "cuda"], help="without: cuda where PyTorch sees a GPU")
+    add("--repetitions", type=int, default=30, metavar="N", help="of each row (30); slow rows get fewer, at least 5")
+    add("--results", default="build/published", metavar="DIR",
+        help="the device's folder below it has result files and published.md and .csv (build/published)")  # fmt: skip
+    add("--from-results", type=Path, metavar="DIR", help="measure nothing, print the page of the result files there")
+    arguments = parser.parse_args(argv)
+    check_names("there is no document", arguments.documents, known)
+    chosen = [known[name] for name in arguments.documents or known]
+    if arguments.from_results is not None:
+        names = {each.name: {provider.name for provider in each.operator.providers} for each in chosen}
+        text, _ = draw(chosen, names, arguments.from_results)
+    else:
+        device = find_device(arguments.device)
+        name = results.folder_name(device_name(device), device.type == "cuda")
+        folder = results.check_folder("--results", Path(arguments.results, name))
+        text, numbers = draw(chosen, measure(chosen, folder, device, arguments.repetitions), folder)
+        results.write(folder / "published.md", text)
+        results.write(folder / "published.csv", numbers)
+    say(text.rstrip("\n"))
+    check()
+    return 0
