@@ -29,7 +29,6 @@ from .operators import OPERATORS
 from .tables import EAVES, aligned, code, three
 
 PROTOCOL = "accumulate"
-WARM_UP_MS = 500.0
 INTRODUCTION, *_PARTS = re.split(r"^(?=## )", Path(__file__).with_suffix(".txt").read_text(), flags=re.M)
 
 _XOPES: dict[str, Callable[[Any, Row], Any]] = {
@@ -62,10 +61,7 @@ class Document(NamedTuple):
     """Why a column differs, by a pattern of title and column; the first that fits."""
 
     tables: Sequence[Table]
-
-    @property
-    def operator(self) -> Operator:
-        return next(each for each in OPERATORS if each.name == self.name.removeprefix("md_"))
+    operator: Operator
 
     def providers(self) -> dict[str, Provider]:
         """By their columns."""
@@ -84,7 +80,7 @@ class Document(NamedTuple):
 
 def documents() -> dict[str, Document]:
     """By their names, in their order."""
-    found = {}
+    operators, found = {each.name: each for each in OPERATORS}, {}
     for part in _PARTS:
         name, card = re.findall(r"^## (\w+), .* (\w+)$", part, re.M)[0]
         tables = []
@@ -94,7 +90,7 @@ def documents() -> dict[str, Document]:
             sizes, *columns = zip(*(map(float, line.split()[1:]) for line in lines))
             tables.append(Table(heading, axis, sizes, dict(zip(names, columns))))
         notation, causes = (dict(re.findall(rf"^(.+?) {sign} (.+)$", part, re.M)) for sign in "=~")
-        found[name] = Document(name, card, notation, causes, tables)
+        found[name] = Document(name, card, notation, causes, tables, operators[name.removeprefix("md_")])
     return found
 
 
@@ -175,9 +171,7 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     return {common: ", ".join(names) for common, names in groups.items()}
 
 
-def section(
-    document: Document, columns: Mapping[str, str], entries: Sequence[Entry], drawn: list[Columns]
-) -> list[str]:
+def section(document: Document, columns: Mapping[str, str], entries: Sequence[Entry], drawn: Any) -> list[str]:
     """The document's part of the page."""
     own = {_key(row.case) for row in document.rows()}
     absent = _grouped((column, source[2:] if source.startswith("- ") else "not installed")
@@ -195,20 +189,21 @@ def section(
     return lines
 
 
-def draw(chosen: Sequence[Document], names: Mapping[str, set[str]], folder: Path) -> tuple[str, str]:
-    """The page and a CSV of its numbers, of the providers with these names, from the folder's result files."""
-    files = results.read(folder, dict.fromkeys(each.operator.name for each in chosen))
-    files = {name: file for name, file in files.items() if file["protocol"] == PROTOCOL}
+def draw(chosen: Sequence[Document], folder: Path) -> tuple[str, str]:
+    """The page of the folder's result files, and its numbers as CSV."""
+    found = results.read(folder, dict.fromkeys(each.operator.name for each in chosen)).values()
+    files = [file for file in found if file["protocol"] == PROTOCOL]
     if not files:
         raise InvalidArgument(f'published: "{folder}" has no result file by the protocol {PROTOCOL}')
-    device = next(iter(files.values()))["device"]
-    versions = {package: version for file in files.values() for package, version in file["versions"].items()}
-    entries = [entry for file in files.values() for entry in file["rows"]]
+    device, has_gpu = files[0]["device"], files[0]["cuda"] is not None
+    versions = {package: version for file in files for package, version in file["versions"].items()}
+    entries = [entry for file in files for entry in file["rows"]]
     lines = [INTRODUCTION + f"Measured on {device}: {', '.join(map(' '.join, versions.items()))}.", ""]
     numbers = [["title", "size", "column", "number"]]
     for document in chosen:
-        shown = {column: one.name for column, one in document.providers().items() if one.name in names[document.name]}
-        columns = {EAVES: EAVES, LIMIT: LIMIT, **shown}
+        columns = {EAVES: EAVES, LIMIT: LIMIT}
+        columns |= {column: each.name for column, each in document.providers().items()
+                    if versions.keys() >= {*each.packages} and (has_gpu or not each.needs_gpu)}  # fmt: skip
         drawn = columns_of(document, columns, entries, device)
         lines += section(document, columns, entries, drawn)
         for table, each in zip(document.tables, drawn):
@@ -248,8 +243,8 @@ def estimated_ms(todo: Sequence[tuple[Row, int]], device: torch.device, repetiti
     return total
 
 
-def measure(chosen: Sequence[Document], folder: Path, device: torch.device, repetitions: int) -> dict[str, set[str]]:
-    """Measures the rows that the folder's files lack. Returns the names of the installed providers, by document."""
+def measure(chosen: Sequence[Document], folder: Path, device: torch.device, repetitions: int) -> None:
+    """Measures the rows that the folder's files lack."""
     said: set[str] = set()
     present = {each.name: run.installed(each.providers().values(), device, said) for each in chosen}
     packages = [name for each in documents().values() for one in each.providers().values() for name in one.packages]
@@ -273,12 +268,11 @@ def measure(chosen: Sequence[Document], folder: Path, device: torch.device, repe
     for name, row in todo:
         if (heading := title(row.case, "speed")) != last:
             say(f"# {heading}")
-            harness.timer.warm_up(WARM_UP_MS)
+            harness.timer.warm_up(500)
         last, kept = heading, [entry for entry in found[row.op] if _key(entry) != _key(row.case)]
         found[row.op] = kept + harness.measure(row, present[name], present[name][0])
         file = results.result(found[row.op], device, PROTOCOL, packages)
         results.write(folder / results.file_name(row.op, PROTOCOL), file)
-    return {name: {provider.name for provider in providers} for name, providers in present.items()}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -297,14 +291,13 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     check_names("there is no document", arguments.documents, known)
     chosen = [known[name] for name in arguments.documents or known]
-    if arguments.from_results is not None:
-        names = {each.name: {provider.name for provider in each.operator.providers} for each in chosen}
-        text, _ = draw(chosen, names, arguments.from_results)
-    else:
+    if (folder := arguments.from_results) is None:
         device = find_device(arguments.device)
         name = results.folder_name(device_name(device), device.type == "cuda")
         folder = results.check_folder("--results", Path(arguments.results, name))
-        text, numbers = draw(chosen, measure(chosen, folder, device, arguments.repetitions), folder)
+        measure(chosen, folder, device, arguments.repetitions)
+    text, numbers = draw(chosen, folder)
+    if arguments.from_results is None:
         results.write(folder / "published.md", text)
         results.write(folder / "published.csv", numbers)
     say(text.rstrip("\n"))

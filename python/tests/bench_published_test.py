@@ -14,6 +14,7 @@ from bench.benchmark import InvalidArgument
 from bench.harness import Harness
 from bench.program import main
 from bench.published import Document, Table, documents, draw, title
+from bench.timing import ColdTimer
 from bench_toy import CPU, DEVICE, EAVES, FAILS_AT_64, PEER, PROGRAM, QUICK, ROOT, small_flush, toy  # noqa: F401
 
 STATED = (PROGRAM / "bench/published.txt").read_text()
@@ -32,8 +33,7 @@ def drawn(text: str) -> list[tuple[str, list[str], list[str]]]:
 
 
 def page_of(folder: Path, *chosen: Document) -> str:
-    names = {each.name: {provider.name for provider in each.operator.providers} for each in chosen}
-    return draw(chosen, names, folder)[0]
+    return draw(chosen, folder)[0]
 
 
 # ------------------------------------------------------------------------------------------------------------ as stated
@@ -117,19 +117,19 @@ TOY = Document(
     "toy", "EPYC or Xeon", {"to": "peer", "fails": "fails", "tr": "- no reason"}, {"": "noise"},
     [Table(f"toy-{quantity}-{mode}-dim16-fp32", "n", (8.0, 64.0), NUMBERS)
      for mode in ("fwd", "bwd") for quantity in ("speed", "memory")],
+    toy(EAVES, PEER, FAILS_AT_64),
 )  # fmt: skip
 
 
 @pytest.fixture
 def measured_rows(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The rows that were measured, of the toy, which is the only document."""
-    monkeypatch.setattr(published, "OPERATORS", (toy(EAVES, PEER, FAILS_AT_64),))
     monkeypatch.setattr(published, "documents", lambda: {"toy": TOY})
     rows: list[str] = []
     measure = Harness.measure
     monkeypatch.setattr(Harness, "measure", lambda self, row, *rest: rows.append(f"{row.mode} {row.shape['n']}")
                         or measure(self, row, *rest))  # fmt: skip
-    monkeypatch.setattr(published, "WARM_UP_MS", 0.0)
+    monkeypatch.setattr(ColdTimer, "warm_up", lambda self, milliseconds: None)
     return rows
 
 
@@ -176,7 +176,7 @@ def test_on_the_same_card_the_published_columns_stand_behind(tmp_path: Path, mea
     assert columns == {"eaves": [None, None]} | {f"published {column}": NUMBERS[column] for column in NUMBERS}
     assert published.digits([None, 1.5, -1.0]) == ["-", "1.5", "-1.0"] and published.digits([None]) == ["-"]
     with pytest.raises(InvalidArgument, match="has no result file by the protocol accumulate"):
-        draw([TOY], {"toy": {"eaves"}}, tmp_path)
+        draw([TOY], tmp_path)
 
 
 def test_an_unknown_document_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
