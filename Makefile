@@ -13,7 +13,7 @@ OPTIONS := -DEAVES_CUDA=$(CUDA) "-DEAVES_CUDA_TARGETS=$(CUDA_TARGETS)"
 
 # `make help` prints the comments behind the targets' names.
 help: ## print this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
 
 build: ## install what is missing, build build/release/eaves
 	@CUDA=$(CUDA) tools/setup build

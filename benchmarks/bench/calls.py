@@ -2,14 +2,12 @@
 
 `autograd`: a backward is torch.autograd.grad(out, inputs, grad_out). Behind a forward of its own it frees the graph, as
 in a training step; timed by itself it keeps it (retain_graph=True).
-`accumulate`: a backward is out.backward(grad_out, retain_graph=True), and .grad is never cleared. From the second call
-on, so in every call that is timed, a call also adds its gradient to the one before, which reads two gradients and
-writes one more. The limit streams these bytes too, in the same kernel. The published measurements were made so, and
-only these numbers may be put beside them. A small gradient is still in the cache when it is added: there a call may
-beat the limit.
+`accumulate`: a backward is out.backward(grad_out, retain_graph=True), and .grad is never cleared: each timed call also
+reads two gradients and writes one, and so does the limit. The published measurements were made so, and only these
+numbers may stand beside them. A small gradient is still in the cache then: a call may beat the limit.
 
-A call that may overwrite its inputs works on copies of them, which its `prepare` makes before the time begins. It runs
-once on each graph, so there nothing is retained.
+A call that may overwrite its inputs works on copies, which its `prepare` makes before the time begins. It runs once on
+each graph, so there nothing is retained.
 """
 
 from __future__ import annotations

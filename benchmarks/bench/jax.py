@@ -4,15 +4,12 @@ same device. And the host's time of a small jitted call.
 
     python benchmarks jax --json jax.json --plot jax.png
 
-Each contestant is one compiled program, and they take turns. The time is the clock's, from the call until its results
-exist, because JAX has streams of its own on which PyTorch's events see nothing; the calls take milliseconds. Each call
-that is timed follows one of its own that is not: how fast a GPU runs depends on the power that it has just drawn, and
-neighbours in the turn draw more and less.
-
-The memory is XLA's plan for the program beside its arguments: temporary buffers, among them eaves' scratch memory, and
-results; for PyTorch it is the peak of its allocator beside the arguments. JAX takes three quarters of a GPU's memory
-when it starts, its default: memory that it takes piece by piece is soon in pieces too small for all the logits. The
-exit status is 1 if a bar does not hold; bars are for GPUs, and for the published shapes.
+Each contestant is one compiled program. They take turns, and each timed call follows one of its own, because a GPU's
+clock depends on the power that it has just drawn. The clock times a call until its results exist: PyTorch's events see
+nothing of JAX's streams. Memory is XLA's plan beside the arguments, temporary buffers (eaves' scratch memory among
+them) and results; for PyTorch it is the peak of its allocator. JAX takes three quarters of a GPU's memory when it
+starts, its default: taken piece by piece, the pieces are soon too small for all the logits. The exit status is 1 if a
+bar does not hold; bars are for GPUs and the published shapes.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -180,10 +177,7 @@ def measure(shape: Shape, repetitions: int) -> list[dict[str, Any]]:
 def measure_host() -> dict[str, float]:
     """Microseconds of a jitted call of a small operator, the least of rounds that take turns."""
     x = jnp.zeros((2, 3))
-    functions = {
-        "eaves": jax.jit(lambda x: eaves.jax.logsumexp(x, -1)),
-        "jax": jax.jit(lambda x: jax.nn.logsumexp(x, -1)),
-    }
+    ours, theirs = jax.jit(lambda x: eaves.jax.logsumexp(x, -1)), jax.jit(lambda x: jax.nn.logsumexp(x, -1))
 
     def round_of(function: Callable[[jax.Array], jax.Array]) -> Call:
         def run() -> object:
@@ -193,8 +187,7 @@ def measure_host() -> dict[str, float]:
 
         return Call(run, lambda: jax.block_until_ready(function(x)))
 
-    rounds = {name: [round_of(function)] for name, function in functions.items()}
-    timed = Timer(torch.device("cpu")).time(rounds, 20)
+    timed = Timer(torch.device("cpu")).time({"eaves": [round_of(ours)], "jax": [round_of(theirs)]}, 20)
     return {name: 1e3 * min(contestant.times_ms) / _SMALL_CALLS for name, contestant in timed.items()}
 
 
@@ -214,10 +207,8 @@ def bars(rows: Sequence[Mapping[str, Any]], host_us: Mapping[str, float]) -> lis
         ("time over that from PyTorch", many_features, ratio(many_features, "eaves", "torch", "ms"), 1.03),
         ("host time of a small call over that of JAX", "logsumexp 2x3", host_us["eaves"] / host_us["jax"], 1.05),
     ]
-    return [
-        {"what": what, "shape": str(shape), "value": value, "at_most": limit, "holds": value and value <= limit}
-        for what, shape, value, limit in found
-    ]
+    return [{"what": what, "shape": str(shape), "value": value, "at_most": limit, "holds": value and value <= limit}
+            for what, shape, value, limit in found]  # fmt: skip
 
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:

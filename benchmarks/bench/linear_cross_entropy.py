@@ -108,7 +108,9 @@ _LIGER = "liger_kernel.ops:LigerFusedLinearCrossEntropyFunction"
 _FLA = "fla.modules:FusedLinearCrossEntropyLoss"
 _FLA_NOTE = """\
 `fla` is called with its defaults: version 0.6 casts a chunk's rows to float32 and multiplies the head's gradient in
-float32. `fla-weight-dtype`, with `accumulate_grad_in_fp32=False`, multiplies it in the weight's dtype."""
+float32. `fla-weight-dtype`, with `accumulate_grad_in_fp32=False`, multiplies it in the weight's dtype; while its line
+is missing here, it is not measured yet."""
+_QUACK = "quack.linear_cross_entropy:chunked_linear_cross_entropy"
 _CUT = "cut_cross_entropy:linear_cross_entropy"
 _SCALED = "liger_kernel.ops.fused_linear_scaled_cross_entropy:LigerFusedLinearScaledCrossEntropyFunction"
 
@@ -124,15 +126,9 @@ PROVIDERS = (
     peer("liger-larger", _LIGER, _liger_larger, "liger-kernel", _at_once),
     peer("liger-scaled", _SCALED, _liger_scaled, "liger-kernel", _bounded),
     peer("cut-cross-entropy", _CUT, _cut_cross_entropy, "cut-cross-entropy", _bounded),
-    peer("fla", _FLA, _fla(), "fla-core", _at_once),
-    peer("fla-weight-dtype", _FLA, _fla(accumulate_grad_in_fp32=False), "fla-core", _at_once, _FLA_NOTE),
-    peer(
-        "quack",
-        "quack.linear_cross_entropy:chunked_linear_cross_entropy",
-        _quack,
-        "quack-kernels nvidia-cutlass-dsl",
-        _at_once,
-    ),
+    peer("fla", _FLA, _fla(), "fla-core", _at_once, _FLA_NOTE),
+    peer("fla-weight-dtype", _FLA, _fla(accumulate_grad_in_fp32=False), "fla-core", _at_once),
+    peer("quack", _QUACK, _quack, "quack-kernels nvidia-cutlass-dsl", _at_once),
 )
 
 # ----------------------------------------------------------------------------------------------------------------- rows
@@ -185,20 +181,12 @@ def _rows(request: Request) -> list[Row]:
     few = powers if is_cpu else (12, 15, 17)  # forward and backward are also measured by themselves
     modes: tuple[Mode, ...] = ("fwd", "bwd", "fwd+bwd") if is_quick else ("fwd+bwd",)
     dtypes = [request.dtype] + (["fp32"] if request.device_type == "cpu" and not request.has_dtype else [])
-    rows = [
-        _row(batch, features, 2**power, mode, dtype, data=data)
-        for dtype in dtypes
-        for data in (("dense", "spread") if is_quick else ("spread",))
-        for mode in modes
-        for power in (powers if mode == "fwd+bwd" else few)
-    ]
+    rows = [_row(batch, features, 2**power, mode, dtype, data=data) for dtype in dtypes
+            for data in (("dense", "spread") if is_quick else ("spread",)) for mode in modes
+            for power in (powers if mode == "fwd+bwd" else few)]  # fmt: skip
     if is_quick:
-        bounds = (1, 4, 16) if is_cpu else (64, 256, 1024)
-        rows += [
-            _row(batch, features, 2 ** powers[-1], "fwd+bwd", request.dtype, data=data, workspace_mib=bound)
-            for data in ("dense", "spread")
-            for bound in bounds
-        ]
+        rows += [_row(batch, features, 2 ** powers[-1], "fwd+bwd", request.dtype, data=data, workspace_mib=bound)
+                 for data in ("dense", "spread") for bound in ((1, 4, 16) if is_cpu else (64, 256, 1024))]  # fmt: skip
     if is_quick and not is_cpu:
         rows += [_row(batch, dim, classes, "fwd+bwd", request.dtype, data="dense") for dim, classes in _MODELS]
     return rows

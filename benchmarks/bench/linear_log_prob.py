@@ -156,13 +156,8 @@ def _rows(request: Request) -> list[Row]:
     is_cpu = request.device_type == "cpu"
     batch, features, vocabularies = (512, 1024, (1024, 32768)) if is_cpu else (8192, 4096, (32768, 151936))
     dtypes = [request.dtype] + (["fp32"] if is_cpu and not request.has_dtype else [])
-    return [
-        _row(batch, features, vocabulary, mode, dtype, **options)
-        for mode, options in KINDS
-        for dtype in dtypes
-        for vocabulary in vocabularies
-        if request.sweep == "quick"
-    ]
+    return [_row(batch, features, vocabulary, mode, dtype, **options) for mode, options in KINDS for dtype in dtypes
+            for vocabulary in vocabularies if request.sweep == "quick"]  # fmt: skip
 
 
 def _row_of_shape(shape: Mapping[str, Any], dtype: str) -> Row:

@@ -115,12 +115,9 @@ def _page(folder: Folder) -> list[str]:
             modes = "; ".join(MODES.get(table.mode, table.mode) for table in chosen).capitalize()
             lines += [f"{modes}: {', '.join(shared)}.", ""]
             lines += tables.markdown(tables.headline_table(found))
-            measured = {name for table in found for case in table.cases for name in case.entries}
-            for each in operator.providers:
-                if each.note and any(
-                    other.name in measured for other in operator.providers if other.source == each.source
-                ):
-                    lines += [each.note, *["It is not measured yet."] * (each.name not in measured), ""]
+            measured = {name for table in found for name in table.names("ms")}
+            lines += [line for each in operator.providers if each.name in measured and each.note
+                      for line in (each.note, "")]  # fmt: skip
             lines += _images(folder, operator, "time", "memory")
             lines += [f"- {sentence}" for sentence in tables.summary(found)] + [""]
             lines += [line for table in chosen if table.is_curve for line in _table(table, "ms", "")]

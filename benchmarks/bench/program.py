@@ -28,13 +28,12 @@ COMMANDS = ("published", "page", "jax", "ranks", "accuracy")
 
 _DESCRIPTION = """\
 Measures eaves side by side with PyTorch and the libraries that are installed, in
-one process, the implementations taking turns: time, peak memory with inputs and
-outputs counted, and on a GPU the time that a call keeps Python busy (host).
+one process, in turns: time, peak memory with inputs and outputs counted, and on a
+GPU the time that a call keeps Python busy (host).
 
-Without the name of an operator it measures all of them by both protocols, and
-keeps them in the device's folder with pages of all tables. With names it prints
-the tables of these, by one protocol. With --shape it measures one operator on a
-shape of your own."""
+Without an operator it measures all by both protocols, and keeps them and pages in
+the device's folder. With names it prints their tables, by one protocol, with
+--shape one operator on a shape of your own."""
 
 _EPILOG = f"""\
 other commands (each has --help):
@@ -45,7 +44,6 @@ other commands (each has --help):
   {PROGRAM} accuracy   the errors of a model's head against float64
 
 lines of a table:
-  eaves, torch, ...  the implementations
   limit              a plain kernel that streams the same bytes in the same run;
                      for a model's head its products, by torch.matmul; for
                      memory inputs and outputs alone
@@ -53,24 +51,18 @@ lines of a table:
 
 protocols:
   autograd    a backward is torch.autograd.grad(out, inputs, grad_out)
-  accumulate  it is out.backward(grad_out) and .grad is never cleared: every
-              call also adds its gradient to the one before, and the limit
-              streams these bytes too. So the published measurements were made;
-              --sweep published has their shapes
+  accumulate  it is out.backward(grad_out) and .grad is never cleared: every call
+              also adds its gradient to the one before, as does the limit
 
 --shape, forward and backward of:
   logsumexp             rows=4096,n=131072
   cross_entropy         rows=4096,v=131072
   linear_cross_entropy  rows=2048,dim=768,v=50257
   linear_log_prob       rows=2048,dim=768,v=50257; with entropies
-  lrpe_cosine           batch=12,length=8192,heads=12,dim=128
-                        (grid=64x64 instead of length)
+  lrpe_cosine           batch=12,length=8192,heads=12,dim=128; or grid=64x64
 
-results, below --results in a folder of the device's name, such as intel-xeon:
-  <operator>_<protocol>.json  the rows; while they are measured they are in
-                              <operator>_<protocol>.partial.json
-  plots/                      the curves; they need matplotlib
-  README.md, details.md       the pages, from every result file of the folder"""
+The device's folder below --results has <operator>_<protocol>.json, while it is
+measured .partial.json, the curves (which need matplotlib) and the pages."""
 
 
 def parse_shape(text: str, operator: Operator) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from eaves._output import Parser, check, say
 from . import results, run
 from .benchmark import PROGRAM, InvalidArgument, Operator, Provider, Request, Row, check_names
 from .calls import moved
-from .device import device_name, find_device, now_ms, synchronize
+from .device import device_name, find_device
 from .harness import CASE, LIMIT, Entry, Harness
 from .operators import OPERATORS
 from .tables import EAVES, aligned, code, three
@@ -120,18 +121,17 @@ def _key(case: Mapping[str, Any]) -> str:
 
 def columns_of(document: Document, columns: Mapping[str, str], entries: Sequence[Entry], device: str) -> list[Columns]:
     """For each table the columns of these providers and, on the same card, the published ones."""
-    rows, found = {_key(row.case): row for row in document.rows()}, {}
-    for entry in entries:
-        if row := rows.get(_key(entry)):
-            for quantity, kind in (("speed", "ms"), ("memory", "peak_mib")):
-                key = title(entry, quantity), float([*row.shape.values()][-1]), entry["provider"]
-                found[key] = -1.0 if entry["ms"] is None else entry.get(kind)
-    drawn = []
+    found = {
+        (title(entry, quantity), float([*entry["shape"].values()][-1]), entry["provider"]): -1.0
+        if entry["ms"] is None else entry.get(kind)
+        for quantity, kind in (("speed", "ms"), ("memory", "peak_mib")) for entry in entries
+    }  # fmt: skip
+    drawn: list[Columns] = []
     for table in document.tables:
-        here: Columns = {column: [found.get((table.title, size, name)) for size in table.sizes]
-                         for column, name in columns.items()}  # fmt: skip
-        there = table.published.items() if document.card in device else ()
-        drawn.append(here | {f"published {column}": numbers for column, numbers in there})
+        drawn.append({column: [found.get((table.title, size, name)) for size in table.sizes]
+                      for column, name in columns.items()})  # fmt: skip
+        if document.card in device:
+            drawn[-1].update({f"published {column}": numbers for column, numbers in table.published.items()})
     return drawn
 
 
@@ -158,7 +158,8 @@ def differences(document: Document, table: Table, columns: Columns) -> list[str]
         ratios = [(size, here / there) for size, here, there in pairs if here and there and min(here, there) > 0]
         if any(abs(ratio - 1) > 0.1 for _, ratio in ratios):
             first, last = (f"{three(ratio)} at {table.axis} {size:.0f}" for size, ratio in (ratios[0], ratios[-1]))
-            cause = next(each for part, each in document.causes.items() if re.search(part, f"{table.title} {column}"))
+            causes = [each for part, each in document.causes.items() if re.search(part, f"{table.title} {column}")]
+            cause = [*causes, "the cause is not known"][0]
             lines.append(f"- `{column}` is {first} and {last} times the published number: {cause}.")
     return lines
 
@@ -173,11 +174,10 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 def section(document: Document, columns: Mapping[str, str], entries: Sequence[Entry], drawn: Any) -> list[str]:
     """The document's part of the page."""
-    own = {_key(row.case) for row in document.rows()}
     absent = _grouped((column, source[2:] if source.startswith("- ") else "not installed")
                       for column, source in document.notation.items() if column not in columns)  # fmt: skip
     failed = _grouped((column, code(entry["skipped"])) for column, name in columns.items() for entry in entries
-                      if (entry["provider"], entry["ms"]) == (name, None) and _key(entry) in own)  # fmt: skip
+                      if (entry["provider"], entry["ms"]) == (name, None))  # fmt: skip
     unknown = _grouped((column, "") for each in drawn for column, numbers in each.items() if None in numbers)
     notes = [f"- Left out: {names} ({why})." for why, names in absent.items()]
     notes += [f"- Not measured yet, in whole or in part: {names}." for names in unknown.values()]
@@ -197,13 +197,14 @@ def draw(chosen: Sequence[Document], folder: Path) -> tuple[str, str]:
         raise InvalidArgument(f'published: "{folder}" has no result file by the protocol {PROTOCOL}')
     device, has_gpu = files[0]["device"], files[0]["cuda"] is not None
     versions = {package: version for file in files for package, version in file["versions"].items()}
-    entries = [entry for file in files for entry in file["rows"]]
     lines = [INTRODUCTION + f"Measured on {device}: {', '.join(map(' '.join, versions.items()))}.", ""]
     numbers = [["title", "size", "column", "number"]]
     for document in chosen:
         columns = {EAVES: EAVES, LIMIT: LIMIT}
         columns |= {column: each.name for column, each in document.providers().items()
                     if versions.keys() >= {*each.packages} and (has_gpu or not each.needs_gpu)}  # fmt: skip
+        own = {_key(row.case) for row in document.rows()}
+        entries = [entry for file in files for entry in file["rows"] if _key(entry) in own]
         drawn = columns_of(document, columns, entries, device)
         lines += section(document, columns, entries, drawn)
         for table, each in zip(document.tables, drawn):
@@ -225,17 +226,12 @@ def estimated_ms(todo: Sequence[tuple[Row, int]], device: torch.device, repetiti
     and torch.compile, which compiles each row."""
 
     def timed_ms(run: Callable[[], object]) -> float:
-        times = []
-        for _ in range(5):
-            synchronize(device)
-            times.append(-now_ms())
-            run()
-            synchronize(device)
-            times[-1] += now_ms()
-        return min(times)
+        wait = torch.zeros((), device=device).item
+        return 1e3 * min(timeit.repeat(lambda: [run(), wait()], number=1, repeat=5))
 
-    x, square = (torch.ones(shape, dtype=torch.bfloat16, device=device) for shape in ([2**26], [2048, 2048]))
-    copy_ms, product_ms = timed_ms(x.clone) / (2 * x.nbytes), timed_ms(lambda: square @ square) / (2 * 2048**3)
+    scale = 4 if device.type == "cuda" else 1
+    x, square = (torch.ones(shape, dtype=torch.bfloat16, device=device) for shape in ([scale << 26], [scale << 11] * 2))
+    copy_ms, product_ms = timed_ms(x.clone) / (2 * x.nbytes), timed_ms(lambda: square @ square) / (2 * len(square) ** 3)
     total = 0.0
     for row, providers in todo:
         call_ms = max(_PASSES * sum(moved(PROTOCOL, row)) * copy_ms, row.flops * product_ms)

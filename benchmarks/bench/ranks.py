@@ -50,9 +50,8 @@ class Case(NamedTuple):
 
     def tensors(self, device: torch.device) -> tuple[Tensor, ...]:
         """Hidden states, head and target; cross_entropy has logits in place of the first two."""
-        hidden, head, target = head_tensors(
-            self.batch, self.features, self.classes, self.dtype, device, 1, self.data == "dense"
-        )
+        sizes = self.batch, self.features, self.classes
+        hidden, head, target = head_tensors(*sizes, self.dtype, device, 1, self.data == "dense")
         return (hidden, head, target) if self.operator == "linear_cross_entropy" else (hidden @ head.t(), target)
 
 
@@ -61,15 +60,13 @@ Forward = Callable[..., Tensor]
 
 
 def _eaves_head(algorithm: str) -> Forward:
-    return lambda hidden, head, target, group: eaves.linear_cross_entropy(
-        hidden, head, target, algorithm=algorithm, group=group
-    )
+    function = eaves.linear_cross_entropy
+    return lambda hidden, head, target, group: function(hidden, head, target, algorithm=algorithm, group=group)
 
 
-def _eaves_logits(inplace_backward: bool) -> Forward:
-    return lambda logits, target, group: eaves.cross_entropy(
-        logits * 1, target, inplace_backward=inplace_backward, group=group
-    )
+def _eaves_logits(inplace: bool) -> Forward:
+    function = eaves.cross_entropy
+    return lambda logits, target, group: function(logits * 1, target, inplace_backward=inplace, group=group)
 
 
 def _loss_parallel_of_head() -> Forward:
@@ -214,9 +211,7 @@ def _rows_of(case: Case, device: torch.device, repetitions: int) -> Iterator[dic
         yield row
 
 
-def _on_one_rank(
-    forward: Forward, whole: Sequence[Tensor], device: torch.device, repetitions: int
-) -> dict[str, float | str]:
+def _on_one_rank(forward: Forward, whole: Sequence[Tensor], device: torch.device, repetitions: int) -> dict[str, Any]:
     """The call with everything."""
     try:
         run = _step(forward, [each.clone() for each in whole], None)
@@ -255,14 +250,9 @@ def plan(case: Case, one_rank_ms: float, collectives: list[dict[str, Any]]) -> l
     for ranks in _PLAN:
         gathered = (ranks - 1) * case.batch * _STATISTIC_BYTES
         reduced = 2 * (ranks - 1) * case.batch * case.features * case.dtype.itemsize // ranks
-        share = one_rank_ms / ranks
-        exchange = gathered / gather / 1e6 + reduced / reduce / 1e6
-        found.append(
-            {
-                "ranks": ranks, "gathered_bytes": gathered, "reduced_bytes": reduced, "share_ms": share,
-                "collectives_ms": exchange, "efficiency_if_nothing_is_hidden": share / (share + exchange),
-            }
-        )  # fmt: skip
+        share, exchange = one_rank_ms / ranks, gathered / gather / 1e6 + reduced / reduce / 1e6
+        found.append({"ranks": ranks, "gathered_bytes": gathered, "reduced_bytes": reduced, "share_ms": share})
+        found[-1] |= {"collectives_ms": exchange, "efficiency_if_nothing_is_hidden": share / (share + exchange)}
     return found
 
 
@@ -317,10 +307,8 @@ def _print(found: dict[str, Any]) -> None:
     for each in found["collectives"]:
         say(f"{each['collective']:36}{each['bytes'] / 1e6:9.1f} MB {each['ms']:8.3f} ms {each['gb_per_s']:7.1f} GB/s")
     for each in found["plan"]:
-        say(
-            f"{each['ranks']} ranks: {each['share_ms']:.2f} ms and {each['collectives_ms']:.2f} ms of collectives, "
-            f"efficiency {each['efficiency_if_nothing_is_hidden']:.3f} if nothing hides them"
-        )
+        say(f"{each['ranks']} ranks: {each['share_ms']:.2f} ms and {each['collectives_ms']:.2f} ms of collectives, "
+            f"efficiency {each['efficiency_if_nothing_is_hidden']:.3f} if nothing hides them")  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
@@ -339,10 +327,8 @@ def main(argv: Sequence[str]) -> int:
         arguments.shape = Shape(8192, 4096, 131072) if arguments.device == "cuda" else Shape(512, 1024, 8192)
     if arguments.ranks < 2:
         raise InvalidArgument(f"--ranks: is {arguments.ranks}, expected at least 2")
-    if arguments.shape.classes % arguments.ranks:
-        raise InvalidArgument(
-            f"--shape: has {arguments.shape.classes} classes, expected a multiple of {arguments.ranks} ranks"
-        )
+    if (classes := arguments.shape.classes) % arguments.ranks:
+        raise InvalidArgument(f"--shape: has {classes} classes, expected a multiple of {arguments.ranks} ranks")
     if arguments.json is not None:
         arguments.json = results.check_file("--json", arguments.json)
     with tempfile.TemporaryDirectory() as folder:

@@ -3,16 +3,13 @@
 Calls take turns: one repetition calls each contestant once, so that all see the same clocks. `Timer` is that loop. What
 a call has to have prepared (a copy of inputs that it overwrites, a barrier of all ranks) comes before its time begins.
 
-`ColdTimer` is the loop for PyTorch's devices. Before each call it reads a buffer larger than the last cache. On a GPU
-all repetitions are enqueued before any is waited for, with a pair of events around each call, and reading the buffer
-lasts longer than the host needs for a call: the events see the device's work, not Python. `host_ms` is what Python
-costs, of calls enqueued back to back.
+`ColdTimer` is the loop for PyTorch's devices, with cold caches (docs/performance.md). On a GPU all repetitions are
+enqueued before any is waited for. Reading the buffer lasts longer than the host needs for a call, so the events around
+a call see the device's work, not Python. `host_ms` is Python's time, of calls enqueued back to back.
 
-On a CPU a call is timed by the clock, Python and all. The flushed cache is cold for the interpreter too, which costs a
-call 0.1 to 0.2 ms (AMD EPYC) where it would cost 0.02 ms warm: short rows show that before they show the operator. An
-output is fresh memory, whose pages the system first has to hand over; the limit writes to memory that exists. A virtual
-machine may give large free pages back to its host within two seconds, and the next call waits for them. So each call
-that is timed follows one that is not, as in a loop that trains.
+On a CPU the clock times a call, Python and all: the cold interpreter costs a call 0.1 to 0.2 ms (AMD EPYC), a warm one
+0.02 ms. Outputs are fresh memory. A virtual machine may give large free pages back to its host within two seconds, and
+the next call waits for them. So each timed call follows one that is not timed, as in a loop that trains.
 """
 
 from __future__ import annotations
