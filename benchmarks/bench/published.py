@@ -174,7 +174,7 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 def section(document: Document, columns: Mapping[str, str], entries: Sequence[Entry], drawn: Any) -> list[str]:
     """The document's part of the page."""
-    absent = _grouped((column, source[2:] if source.startswith("- ") else "not installed")
+    absent = _grouped((column, source[2:] if source.startswith("- ") else "not installed, or not for this device")
                       for column, source in document.notation.items() if column not in columns)  # fmt: skip
     failed = _grouped((column, code(entry["skipped"])) for column, name in columns.items() for entry in entries
                       if (entry["provider"], entry["ms"]) == (name, None))  # fmt: skip

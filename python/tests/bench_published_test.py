@@ -103,7 +103,7 @@ def test_a_difference_is_one_line_with_its_cause_and_a_missing_number_is_said() 
     text = page_of(H100, DOCUMENTS["linear_cross_entropy"])
     (line,) = [line for line in text.splitlines() if line.startswith("- `tr_fla` is 1.22 at v 1024 and 4.58")]
     assert "float32" in line and "accumulate_grad_in_fp32=False" in line
-    assert "- Left out: `tr_jg`, `tr`, `tr_lce` (not installed).\n" in text
+    assert "- Left out: `tr_jg`, `tr`, `tr_lce` (not installed, or not for this device).\n" in text
     assert "- Not measured yet, in whole or in part: `fla-weight-dtype`.\n" in text
     # Within a tenth there is no line.
     memory = Table("lce-memory-x", "v", (8.0,), {"to": (100.0,)})
