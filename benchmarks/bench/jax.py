@@ -81,19 +81,6 @@ def _tokamax() -> Loss:
     return lambda hidden, head, labels: function(hidden, labels, head, reduction="mean", implementation="xla")
 
 
-def _losses() -> dict[str, tuple[Callable[[], Loss], bool]]:
-    """By name the maker of each loss, and whether its head lies [features, classes]."""
-    ours: Any = eaves.jax.linear_cross_entropy
-    return {
-        "eaves": (lambda: ours, False),
-        "eaves-recompute": (lambda: functools.partial(ours, algorithm="recompute"), False),
-        "eaves-dv": (lambda: functools.partial(ours, head_layout="dv"), True),
-        "jax": (lambda: _all_logits, False),
-        "jax-chunks": (lambda: _in_chunks, False),
-        "tokamax-xla": (_tokamax, True),
-    }
-
-
 def _products(hidden: jax.Array, head: jax.Array, gradient: jax.Array) -> tuple[jax.Array, ...]:
     """The logits, and both products with their gradient."""
     return hidden @ head.T, gradient @ head, gradient.T @ hidden
@@ -151,14 +138,21 @@ def measure(shape: Shape, repetitions: int) -> list[dict[str, Any]]:
     labels = jax.random.randint(keys[2], shape[:1], 0, shape.classes)
     on_gpu = jax.devices()[0].platform == "gpu"
 
-    def of_loss(make: Callable[[], Loss], is_turned: bool) -> tuple[Run, int]:
-        return _compiled(jax.value_and_grad(make(), (0, 1)), hidden, head.T if is_turned else head, labels)
+    ours: Any = eaves.jax.linear_cross_entropy
+
+    def of_loss(loss: Loss, head: jax.Array = head) -> tuple[Run, int]:
+        return _compiled(jax.value_and_grad(loss, (0, 1)), hidden, head, labels)
 
     makers: dict[str, Callable[[], tuple[Run, int]]] = {
-        name: functools.partial(of_loss, *loss) for name, loss in _losses().items()
+        "eaves": lambda: of_loss(ours),
+        "eaves-recompute": lambda: of_loss(functools.partial(ours, algorithm="recompute")),
+        "eaves-dv": lambda: of_loss(functools.partial(ours, head_layout="dv"), head.T),
+        "jax": lambda: of_loss(_all_logits),
+        "jax-chunks": lambda: of_loss(_in_chunks),
+        "tokamax-xla": lambda: of_loss(_tokamax()),
+        "torch": lambda: _from_torch(shape, on_gpu),
+        "products": lambda: _compiled(_products, hidden, head, _gradient(hidden, head, labels)),
     }
-    makers["torch"] = lambda: _from_torch(shape, on_gpu)
-    makers["products"] = lambda: _compiled(_products, hidden, head, _gradient(hidden, head, labels))
     rows: dict[str, dict[str, Any]] = {}
     calls: dict[str, list[Call]] = {}
     for name, make in makers.items():

@@ -147,9 +147,7 @@ def main(argv: Sequence[str] | None = None, operators: Sequence[Operator] = OPER
     except (OSError, RuntimeError) as error:
         code, sentence = 1, str(error)
     except KeyboardInterrupt:
-        sentence = (
-            "stopped; with --results the finished rows are in a file that ends in .partial.json; published goes on"
-        )
-        code, sentence = 130, f"{sentence} when it is started again"
+        code, sentence = 130, "stopped; with --results the finished rows are in a file that ends in .partial.json"
+        sentence += "; published keeps them in its result files" * ("published" in words)
     print(f"{PROGRAM}: {sentence}", file=sys.stderr)
     return code
