@@ -4,10 +4,12 @@
 #include <gtest/gtest.h>
 
 #include <cstddef>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "eaves/context.h"
 #include "eaves/error.h"
 #include "eaves/tensor.h"
 
@@ -53,5 +55,73 @@ struct UnwrittenOutput {
   std::string name;
   std::vector<float> memory;
 };
+
+/// How one tensor of a call is spoilt.
+using ChangeView = std::function<void(TensorView&)>;
+
+// clang-format off
+inline ChangeView missing() { return [](TensorView& view) { view = {}; }; }
+inline ChangeView counted_as_missing() { return [](TensorView& view) { view.is_present = false; }; }
+inline ChangeView of_dtype(DType dtype) { return [=](TensorView& view) { view.dtype = dtype; }; }
+inline ChangeView of_shape(const Dims& shape) { return [=](TensorView& view) { view.shape = shape; }; }
+inline ChangeView of_strides(const Dims& strides) { return [=](TensorView& view) { view.strides = strides; }; }
+inline ChangeView on_device(Device device) { return [=](TensorView& view) { view.device = device; }; }
+inline ChangeView at_address(void* data) { return [=](TensorView& view) { view.data = data; }; }
+// clang-format on
+
+/// A row of a table: what spoils legal arguments, and the sentence behind the operator's name.
+template <typename Args>
+struct Refusal {
+  Refusal(std::function<void(Args&)> change, std::string what) : spoil(std::move(change)), sentence(std::move(what)) {}
+  Refusal(TensorView Args::*tensor, ChangeView change, std::string what)
+      : spoil([=](Args& args) { change(args.*tensor); }), sentence(std::move(what)) {}
+  Refusal(TensorView Args::*tensor, TensorView other, std::string what)
+      : spoil([=](Args& args) { args.*tensor = other; }), sentence(std::move(what)) {}
+
+  std::function<void(Args&)> spoil;
+  std::string sentence;
+};
+
+/// An entry point and the query of its workspace, which refuse the same arguments in the same words and write nothing.
+template <typename Args>
+struct EntryPoint {
+  std::string name;
+  void (*call)(const Args&, const ExecutionContext&);
+  std::size_t (*workspace_bytes)(const Args&, const ExecutionContext&);
+  std::function<void()> expect_nothing_written;
+  Args legal;
+
+  template <typename Error = InvalidArgument>
+  void refuses(const std::vector<Refusal<Args>>& table) const {
+    for (const Refusal<Args>& row : table) {
+      Args args = legal;
+      row.spoil(args);
+      const std::string message = name + ": " + row.sentence;
+      expect_message<Error>([&] { call(args, {}); }, message);
+      expect_message<Error>([&] { workspace_bytes(args, {}); }, message);
+      expect_nothing_written();
+    }
+  }
+  void refuses_numbers_of_threads() const {
+    for (const int threads : {-7, 200000}) {
+      const std::string what = ": threads is " + std::to_string(threads) + ", expected 0 (all) to 4096";
+      expect_message([&] { call(legal, {.threads = threads}); }, name + what);
+      expect_nothing_written();
+    }
+  }
+  void accepts(const std::function<void(Args&)>& change) const {
+    Args args = legal;
+    change(args);
+    EXPECT_NO_THROW(workspace_bytes(args, {})) << name;
+  }
+};
+
+/// A tensor whose elements share memory, of which a written one is refused.
+inline std::string sharing(const std::string& what) {
+  return what + ", so that elements share memory; expected an address for each, because it is written";
+}
+inline std::string overlapping(const std::string& name, const std::string& with) {
+  return name + " overlaps " + with + ", expected memory of its own";
+}
 
 }  // namespace eaves::testing
