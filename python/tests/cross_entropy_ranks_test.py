@@ -11,8 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import eaves
 from comparison import FLOATING_POINT, CrossEntropyOracle, assert_agree, assert_within
-from cross_entropy_gradient_test import upstream
-from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output, probabilities_of, targets_of
+from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output, probabilities_of, targets_of, upstream
 from layouts import random_tensor
 from pairwise import pairwise
 from ranks import Ranks, here

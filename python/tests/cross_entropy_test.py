@@ -1,15 +1,13 @@
-"""eaves.cross_entropy forward: values against the float64 oracle, the surface of a call against
-torch.nn.functional.cross_entropy.
+"""eaves.cross_entropy: what a call passes on to the core and gets back, with every option, dtype and layout, and the
+surface of a call against torch.nn.functional.cross_entropy.
 
-Gradients are in cross_entropy_gradient_test.py, arguments that are refused in cross_entropy_refusals_test.py, each
-combination of options beside torch in cross_entropy_parity_test.py, and what every operator has to do in
-library_test.py.
+The tests of the core say how exact it is, in rows of every length and kind. What autograd does with a call is in
+cross_entropy_gradient_test.py, arguments that are refused in cross_entropy_refusals_test.py, each combination of
+options beside torch in cross_entropy_parity_test.py, and what every operator has to do in library_test.py.
 """
 
 import copy
 import inspect
-import itertools
-import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -25,30 +23,8 @@ from comparison import FLOATING_POINT, CrossEntropyOracle, assert_within
 from cross_entropy_cases import random_targets
 from eaves._torch.options import NUMBERS, numbers_of
 from eaves._torch.outputs import REDUCTIONS as NUMBERS_OF_REDUCTIONS
-from layouts import LAYOUTS, random_tensor
+from layouts import LAYOUTS, contiguous, random_tensor
 from pairwise import pairwise
-
-INFINITY = math.inf
-
-# shape of the logits, class_dim, the reason
-SAMPLES = [
-    ((7,), -1, "one row without an axis of rows"),
-    ((1, 1), -1, "one row of one class: its loss is 0"),
-    ((3, 1), -1, "one class"),
-    ((0, 5), -1, "no rows"),
-    ((13, 17), -1, "primes"),
-    ((13, 17), 0, "the classes first: rows side by side"),
-    ((5, 11, 257), -1, "one more than 512 bytes of 16-bit elements"),
-    ((5, 257, 11), 1, "torch's layout"),
-    ((2, 19, 3, 4), 1, "torch's layout with two axes behind the classes"),
-    ((2, 3, 4, 19), -1, "three axes of rows"),
-    ((3, 50257), -1, "the vocabulary of GPT-2: rows that start anywhere between 16-byte boundaries"),
-    ((2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 3), -1, "sixteen axes, the most there may be"),
-]
-
-
-def samples() -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(("shape", "class_dim"), [pytest.param(*s[:2], id=s[2]) for s in SAMPLES])
 
 
 def each(name: str, values: object) -> pytest.MarkDecorator:
@@ -82,39 +58,7 @@ def every_output(
     return {"outputs": EVERYTHING if has_mean_logit else EVERYTHING[:-1]}
 
 
-def check(input: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any) -> None:
-    """One call with and without a gradient asked for, with and without the other outputs: different operators beneath,
-    or different outputs of one."""
-    oracle = CrossEntropyOracle(input, target, weight, **options)
-    result_dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
-    what = f"{input.dtype} {target.dtype} strides={input.stride()} {options}"
-    for wants_grad in (False, True):
-        leaf = input.detach().requires_grad_(wants_grad)
-        loss = eaves.cross_entropy(leaf, target, weight, **options)
-        asked = every_output(target, weight, **options)
-        out = eaves.cross_entropy(leaf, target, weight, **options, **asked)
-        assert out._fields == ("loss", *asked["outputs"])
-        assert loss.dtype == result_dtype and loss.requires_grad == wants_grad and loss.is_contiguous(), what
-        results, bounds = out._asdict(), oracle.bounds()
-        argmax = results.pop("argmax")
-        for name, result in results.items():
-            assert result.dtype == result_dtype and result.is_contiguous(), what
-            assert_within(result, bounds[name], f"{name} {what} wants_grad={wants_grad}")
-        assert_within(loss, oracle.loss, what)
-        assert torch.equal(argmax.cpu(), oracle.argmax), what
-        assert argmax.dtype == torch.int64
-
-
-# --------------------------------------------------------------------------------------------------------------- values
-
-
-@samples()
-def test_every_dtype_matches_the_oracle(shape: tuple[int, ...], class_dim: int, device: torch.device) -> None:
-    for dtype, reduction, target_dtype in pairwise(FLOATING_POINT, REDUCTIONS, (torch.int32, torch.int64, None)):
-        logits = random_tensor(shape, dtype, device, 2.0)
-        is_soft = target_dtype is None
-        target = probabilities_of(logits, class_dim) if is_soft else targets_of(logits, class_dim, target_dtype)
-        check(logits, target, class_dim=class_dim, reduction=reduction)
+# ------------------------------------------------------------------------------------------------------- the whole call
 
 
 OPTIONS = [
@@ -127,69 +71,96 @@ OPTIONS = [
     {"label_smoothing": 0.2, "softcap": 5.0, "scale": 1.5, "z_loss": 1e-4},
 ]
 
-
-# dtype, shape and class_dim, the targets, whether classes have weights, reduction. The three in the middle choose a
-# kernel together, so that every dtype meets each of their combinations.
-COMBINATIONS = [
-    (dtype, *kernel, reduction)
-    for dtype, kernel, reduction in pairwise(
-        FLOATING_POINT,
-        [*itertools.product((((6, 5, 129), -1), ((6, 129, 5), 1)), (targets_of, probabilities_of), (False, True))],
-        REDUCTIONS,
-    )
-]
+# shape of the logits, class_dim
+SHAPES = [((7,), -1), ((3, 1), -1), ((0, 5), -1), ((6, 33), -1), ((33, 6), 0), ((5, 4, 33), -1), ((5, 33, 4), 1),
+          ((2, 19, 3, 4), 1)]  # fmt: skip
+TARGETS = (torch.int64, torch.int32, None, torch.float32)  # of classes, of probabilities; None: that of the logits
+WEIGHTS = (None, "of the logits' dtype", torch.float32)
+CALLS = pairwise(FLOATING_POINT, SHAPES, TARGETS, REDUCTIONS, [{}, *OPTIONS], WEIGHTS, (False, True), (None, 7.0),
+                 (-100, 3), LAYOUTS)  # fmt: skip
 
 
-@each("options", OPTIONS)
-def test_every_option_matches_the_oracle(options: dict[str, Any], device: torch.device) -> None:
-    for dtype, (shape, class_dim), targets, is_weighted, reduction in COMBINATIONS:
-        logits = random_tensor(shape, dtype, device, 4.0)
-        weight = torch.linspace(0, 2, 129, device=device).to(dtype) if is_weighted else None
-        check(logits, targets(logits, class_dim), weight, class_dim=class_dim, reduction=reduction, **options)
+def upstream(out: Tensor, layout: Callable[[Tensor], Tensor] = contiguous) -> Tensor:
+    """An upstream gradient of both signs, for a result of this shape and dtype."""
+    numbers = torch.linspace(-1.5, 2.0, max(out.numel(), 1), dtype=torch.float64)[: out.numel()]
+    return layout(numbers.view(out.shape).to(out.dtype).to(out.device))
 
 
-@each("deviation", [1.0, 64.0])  # 64: a few classes carry the sum, most vanish
-def test_rows_of_every_spread_match_the_oracle(deviation: float, device: torch.device) -> None:
-    for dtype in FLOATING_POINT:
-        logits = random_tensor((7, 3001), dtype, device, deviation)
-        check(logits, targets_of(logits), reduction="none")
+@pytest.mark.parametrize("call", CALLS)
+def test_every_argument_arrives_whatever_its_dtype_and_layout(call: tuple[Any, ...], device: torch.device) -> None:
+    dtype, (shape, class_dim), kind, reduction, options, of_weight, has_row_weight, normalizer, ignored, layout = call
+    logits = random_tensor(shape, dtype, device, 3.0)
+    classes, named = shape[class_dim], {"class_dim": class_dim, "reduction": reduction, **options}
+    if kind in (torch.int64, torch.int32):
+        target = targets_of(logits, class_dim, kind)
+        if ignored < classes:
+            named["ignore_index"] = ignored
+            target = target.masked_fill(target == -100, ignored)
+    else:
+        target = probabilities_of(logits, class_dim, kind)
+    weight = None
+    if of_weight is not None:
+        weight = layout(torch.linspace(0, 2, classes, device=device).to(dtype if type(of_weight) is str else of_weight))
+    if has_row_weight:
+        rows = logits.select(class_dim, 0)
+        named["row_weight"] = layout(torch.linspace(-1, 3, rows.numel(), device=device).view(rows.shape))
+    if normalizer is not None and reduction == "mean":
+        named["normalizer"] = normalizer
+    check(layout(logits), layout(target), weight, layout, **named)
 
 
-def test_a_row_that_is_learnt_has_a_precise_loss(device: torch.device) -> None:
-    # The target 20 above 1000 others: the loss is 2e-6, of which a rounding next to lse, 20, would leave nothing.
-    # The sum of the exponentials is next to 1: float32 adds to it with an error of 2^-24 each time, on a GPU about two
-    # dozen times; the CPU adds in float64.
-    logits = torch.zeros(2, 1001, device=device)
-    logits[:, 7] = 20.0
-    loss = eaves.cross_entropy(logits, torch.tensor([7, 7], device=device))
-    exact = math.log1p(1000 * math.exp(-20))
-    assert abs(loss.item() - exact) <= (2**-21 if device.type == "cuda" else 2**-23)
+def check(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    layout: Callable[[Tensor], Tensor] = contiguous,
+    **options: Any,
+) -> None:
+    """One call with and without a gradient asked for, with and without the other outputs: different operators beneath,
+    or different outputs of one. And the gradients of the loss, of loss, lse and entropy together, and in place."""
+    oracle = CrossEntropyOracle(input, target, weight, **options)
+    result_dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    what = f"{input.dtype} {target.dtype} strides={input.stride()} {options}"
+    asked = every_output(target, weight, **options)
+    for wants_grad in (False, True):
+        leaf = input.detach().requires_grad_(wants_grad)
+        loss = eaves.cross_entropy(leaf, target, weight, **options)
+        out = eaves.cross_entropy(leaf, target, weight, **options, **asked)
+        assert out._fields == ("loss", *asked["outputs"])
+        assert loss.dtype == result_dtype and loss.requires_grad == wants_grad and loss.is_contiguous(), what
+        results, bounds = out._asdict(), oracle.bounds()
+        argmax = results.pop("argmax")
+        for name, result in results.items():
+            assert result.dtype == result_dtype and result.is_contiguous(), what
+            assert_within(result, bounds[name], f"{name} {what} wants_grad={wants_grad}")
+        assert_within(loss, oracle.loss, what)
+        assert torch.equal(argmax.cpu(), oracle.argmax), what
+        assert argmax.dtype == torch.int64
+
+    grad_loss, grad_lse, grad_entropy = (upstream(each, layout) for each in (loss, out.lse, out.entropy))
+    (grad,) = torch.autograd.grad(loss, leaf, grad_loss)
+    assert grad.dtype == input.dtype and grad.device == input.device, what
+    assert_within(grad, oracle.gradient(input.dtype, grad_loss), what)
+    upstreams = (grad_loss, grad_lse, grad_entropy.flip(0) if grad_entropy.dim() else grad_entropy)
+    (grad,) = torch.autograd.grad((out.loss, out.lse, out.entropy), leaf, upstreams)
+    assert_within(grad, oracle.gradient(input.dtype, *upstreams), f"of all outputs {what}")
+
+    logits = leaf * 1
+    loss = eaves.cross_entropy(logits, target, weight, inplace_backward=True, **options)
+    assert_within(loss, oracle.loss, what)
+    # In bfloat16 the gradient would be rounded before this multiplies it, and behind that.
+    grad_loss = torch.ones_like(loss) if input.dtype == torch.bfloat16 else upstream(loss)
+    (grad,) = torch.autograd.grad(loss, logits, grad_loss)
+    assert grad.data_ptr() == logits.data_ptr()
+    assert_within(grad, oracle.gradient(input.dtype, grad_loss), f"in place {what}")
 
 
-def test_weights_and_soft_targets_of_16_bit_logits_may_be_float32(device: torch.device) -> None:
-    weight = torch.linspace(0.001, 1.7, 33, device=device)
-    for dtype in (torch.float16, torch.bfloat16):
-        logits = random_tensor((9, 33), dtype, device)
-        check(logits, targets_of(logits), weight, label_smoothing=0.1)
-        check(logits, probabilities_of(logits, dtype=torch.float32), weight, reduction="none")
+def test_logits_have_up_to_sixteen_axes(device: torch.device) -> None:
+    logits = random_tensor((2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 3), torch.float32, device)
+    check(logits, targets_of(logits), reduction="none")
 
 
-def test_a_weight_with_strides_is_read_as_it_says(device: torch.device) -> None:
-    logits = random_tensor((9, 33), torch.float32, device)
-    weight = torch.rand(33, 2, device=device)[:, 1]
-    assert not weight.is_contiguous()
-    check(logits, targets_of(logits), weight)
-
-
-def test_rows_have_weights(device: torch.device) -> None:
-    for dtype, reduction, is_soft, is_weighted in pairwise(FLOATING_POINT, REDUCTIONS, (False, True), (False, True)):
-        logits = random_tensor((9, 33), dtype, device, 2.0)
-        target = probabilities_of(logits) if is_soft else targets_of(logits)
-        weight = torch.linspace(0, 2, 33, device=device).to(dtype) if is_weighted else None
-        row_weight = torch.linspace(-1, 3, 9, device=device)
-        check(logits, target, weight, reduction=reduction, z_loss=0.01, row_weight=row_weight)
-        of_two = torch.linspace(0.5, 3, 18, device=device)[::2]
-        check(logits, target, weight, reduction=reduction, row_weight=of_two)
+def test_a_mask_of_any_dtype_weighs_rows(device: torch.device) -> None:
     logits, mask = random_tensor((9, 33), torch.float32, device), torch.arange(9, device=device) % 3 == 0
     target = targets_of(logits)
     kept = eaves.cross_entropy(logits[mask], target[mask])
@@ -208,7 +179,6 @@ def test_the_normalizer_divides_instead_of_the_rows(device: torch.device) -> Non
     for normalizer in numbers:
         loss = eaves.cross_entropy(logits, target, normalizer=normalizer)
         torch.testing.assert_close(loss, total / 7)
-    check(logits, target, normalizer=7.0)
 
 
 # ------------------------------------------------------------------------------------------------- the surface of torch
@@ -351,103 +321,6 @@ def test_ignored_rows_have_no_loss_and_their_other_outputs(device: torch.device)
     assert out.entropy[ignored].all() and out.sum_sq[ignored].all() and out.mean_logit[ignored].all()
 
 
-def test_argmax_is_the_first_of_equal_logits_and_no_nan(device: torch.device) -> None:
-    rows = [[1.0, 3.0, 3.0, 0.0], [math.nan, 1.0, 2.0, math.nan], [-INFINITY, -INFINITY, -5.0, -INFINITY]]
-    for dtype in FLOATING_POINT:
-        logits = torch.tensor(rows, dtype=dtype, device=device)
-        target = torch.zeros(3, dtype=torch.int64, device=device)
-        assert eaves.cross_entropy(logits, target, outputs="argmax").argmax.tolist() == [1, 2, 2]
-
-
-# -------------------------------------------------------------------------------------------------------------- layouts
-
-
-# 257 classes: one more than a whole number of vectors, so that every row has a tail.
-LAYOUT_COMBINATIONS = pairwise(
-    (torch.bfloat16, torch.float32, torch.float64),
-    (((3, 5, 257), -1), ((3, 257, 5), 1), ((257, 3, 5), 0)),
-    (targets_of, probabilities_of),
-    ("none", "mean"),
-)
-
-
-@each("layout", LAYOUTS)
-def test_every_layout_matches_the_oracle(layout: Callable[[Tensor], Tensor], device: torch.device) -> None:
-    for dtype, (shape, class_dim), targets, reduction in LAYOUT_COMBINATIONS:
-        logits = layout(random_tensor(shape, dtype, device))
-        check(logits, layout(targets(logits, class_dim)), class_dim=class_dim, reduction=reduction)
-
-
-# ---------------------------------------------------------------------------------------------------------------- edges
-
-
-def test_without_rows_that_count_the_mean_is_0(device: torch.device) -> None:
-    for rows in (0, 3):
-        logits = random_tensor((rows, 33), torch.bfloat16, device).requires_grad_()
-        target = torch.full((rows,), -100, device=device)
-        for named in ({}, {"label_smoothing": 0.1, "z_loss": 0.1}, {"normalizer": 5.0}):
-            loss = eaves.cross_entropy(logits, target, **named)
-            assert loss.item() == 0.0
-            loss.backward()
-            assert not logits.grad.any()
-        # torch gives NaN.
-        assert torch_cross_entropy(logits.float(), target).isnan()
-
-
-def test_the_ignored_class_may_be_one_of_the_classes(device: torch.device) -> None:
-    logits = random_tensor((9, 5), torch.float32, device)
-    target = torch.arange(9, device=device) % 5
-    for ignored in (0, 4):
-        check(logits, target, ignore_index=ignored)
-        loss = eaves.cross_entropy(logits, target, ignore_index=ignored, reduction="none")
-        assert (loss == 0).tolist() == (target == ignored).tolist()
-
-
-def test_logits_of_minus_infinity_have_probability_0(device: torch.device) -> None:
-    for dtype in FLOATING_POINT:
-        logits = random_tensor((4, 10), dtype, device)
-        logits[:, 5:] = -INFINITY
-        logits[1, :5] = -INFINITY
-        logits[1, 9] = 1.0
-        target = torch.tensor([0, 9, 7, 1], device=device)
-        loss = eaves.cross_entropy(logits, target, reduction="none")
-        assert loss[1].item() == 0.0 and loss[2].item() == INFINITY
-        short = eaves.cross_entropy(logits[:, :5], target.clamp(max=4), reduction="none")
-        torch.testing.assert_close(loss[[0, 3]], short[[0, 3]])
-
-
-def test_a_row_of_minus_infinity_is_nan_and_harms_no_other(device: torch.device) -> None:
-    logits = random_tensor((3, 10), torch.float32, device)
-    target = torch.tensor([1, 2, 3], device=device)
-    expected = eaves.cross_entropy(logits, target, reduction="none")
-    logits[1] = -INFINITY
-    loss = eaves.cross_entropy(logits, target, reduction="none")
-    assert loss[1].isnan() and torch.equal(loss[[0, 2]], expected[[0, 2]])
-
-
-def test_what_is_in_ignored_rows_does_not_matter(device: torch.device) -> None:
-    logits = random_tensor((4, 10), torch.float32, device)
-    target = torch.tensor([1, -100, 3, -100], device=device)
-    expected = eaves.cross_entropy(logits, target, label_smoothing=0.1, z_loss=0.1)
-    for poison in (math.nan, INFINITY, -INFINITY):
-        poisoned = logits.clone()
-        poisoned[1], poisoned[3] = poison, poison
-        poisoned.requires_grad_()
-        loss = eaves.cross_entropy(poisoned, target, label_smoothing=0.1, z_loss=0.1)
-        assert torch.equal(loss.detach(), expected)
-        loss.backward()
-        assert poisoned.grad.isfinite().all() and not poisoned.grad[[1, 3]].any()
-
-
-@each("dtype", FLOATING_POINT)
-def test_large_logits_do_not_overflow(dtype: torch.dtype, device: torch.device) -> None:
-    size = torch.finfo(dtype).max / 4
-    logits = torch.tensor([[size, 0.0, -size], [-size, -size, -size]], device=device, dtype=torch.float64).to(dtype)
-    loss = eaves.cross_entropy(logits, torch.tensor([0, 1], device=device), reduction="none")
-    assert loss[0].item() == 0.0
-    torch.testing.assert_close(loss[1].item(), math.log(3), rtol=1e-6, atol=0)
-
-
 def test_targets_out_of_range_are_nan_on_a_gpu(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = random_tensor((4, 10), torch.float32, cuda).requires_grad_()
     target = torch.tensor([1, 10, -1, 3], device=cuda)
@@ -458,6 +331,18 @@ def test_targets_out_of_range_are_nan_on_a_gpu(cuda: torch.device, monkeypatch: 
     monkeypatch.setenv("EAVES_CHECK_TARGETS", "1")
     with pytest.raises(ValueError, match=r"^cross_entropy: .*10"):
         eaves.cross_entropy(logits, target)
+
+
+def test_a_row_does_not_depend_on_how_many_others_there_are(device: torch.device) -> None:
+    # Bit for bit: no choice by timing, no atomics. A GPU cuts rows into pieces where it has few.
+    logits = random_tensor((33, 1000), torch.bfloat16, device).requires_grad_()
+    target = targets_of(logits)
+    losses = eaves.cross_entropy(logits, target, reduction="none")
+    (grad,) = torch.autograd.grad(losses.sum(), logits)
+    for rows in (1, 2, 7, 32) if device.type == "cpu" else (33,):
+        some = eaves.cross_entropy(logits[:rows], target[:rows], reduction="none")
+        assert torch.equal(some, losses[:rows])
+        assert torch.equal(torch.autograd.grad(some.sum(), logits)[0][:rows], grad[:rows])
 
 
 # ---------------------------------------------------------------------------------------- what must not happen to input

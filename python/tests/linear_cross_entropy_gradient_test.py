@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import eaves
 from comparison import FLOATING_POINT
-from cross_entropy_gradient_test import upstream
-from cross_entropy_test import OPTIONS, REDUCTIONS, each
+from cross_entropy_test import OPTIONS, REDUCTIONS, each, upstream
 from eaves._calls.linear_cross_entropy import _SPEED, LinearCrossEntropyCall, loss_of_head
 from layouts import LAYOUTS, contiguous, expanded_along_the_first_axis
 from linear_cross_entropy_cases import LinearOracle, allowed_share, assert_gradients

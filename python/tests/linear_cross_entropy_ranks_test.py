@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import eaves
 from comparison import assert_agree, assert_within
-from cross_entropy_gradient_test import upstream
-from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output
+from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output, upstream
 from eaves._parallel import agreement as _ranks
 from eaves._parallel import linear_cross_entropy as _linear_cross_entropy_ranks
 from eaves._parallel.shard import Place
