@@ -165,7 +165,7 @@ def test_a_callers_tensor_in_memory_that_the_call_reads(algorithm: str, device: 
         return f"grad_weight_out overlaps {name}, expected memory of its own"
 
     shapes = {"input": (4, 3), "linear_weight": (5, 3), "target": (4, 5), "linear_bias": (5,), "weight": (5,),
-              "normalizer": (1,)}  # fmt: skip
+              "row_weight": (4,), "normalizer": (1,)}  # fmt: skip
     for name, shape in shapes.items():
         given: dict[str, Any] = {each: torch.zeros(shape, device=device) for each, shape in shapes.items()}
         buffer = torch.zeros(64, device=device)

@@ -1,13 +1,12 @@
-"""eaves.linear_cross_entropy forward: values against the float64 oracle, the surface of a call against
-torch.nn.functional.linear_cross_entropy.
+"""eaves.linear_cross_entropy: what a call passes on to the core and gets back, with every option, dtype and layout, and
+the surface of a call against torch.nn.functional.linear_cross_entropy.
 
-Gradients are in linear_cross_entropy_gradient_test.py, arguments that are refused in
-linear_cross_entropy_refusals_test.py, errors beside torch's in linear_cross_entropy_parity_test.py, and what every
-operator has to do in library_test.py.
+The tests of the core say how exact it is. What autograd does with a call is in linear_cross_entropy_gradient_test.py,
+arguments that are refused in linear_cross_entropy_refusals_test.py, errors beside torch's in
+linear_cross_entropy_parity_test.py, and what every operator has to do in library_test.py.
 """
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,30 +19,13 @@ from torch.nn.functional import cross_entropy as torch_cross_entropy
 import eaves
 from comparison import FLOATING_POINT, assert_within
 from cross_entropy_cases import random_targets
-from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output
+from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output, upstream
 from eaves._torch.head import _is_matrix, check_grad_weight_out
 from eaves._torch.linear_cross_entropy_rules import BackwardTensors, ForwardTensors, Options
 from eaves._torch.outputs import MEAN, SUM
-from layouts import LAYOUTS, random_tensor
-from linear_cross_entropy_cases import LinearOracle
+from layouts import LAYOUTS, contiguous, expanded_along_the_first_axis, random_tensor
+from linear_cross_entropy_cases import LinearOracle, assert_gradients
 from pairwise import pairwise
-
-# shape of the input, classes, the reason
-SAMPLES = [
-    ((7,), 5, "one row without an axis of rows"),
-    ((1, 1), 1, "one row, one feature, one class: its loss is 0"),
-    ((3, 8), 1, "one class"),
-    ((0, 8), 5, "no rows"),
-    ((13, 17), 19, "primes"),
-    ((2, 3, 4, 24), 33, "three axes of rows"),
-    ((64, 100), 131, "features that are a multiple of 4 and not of 8"),
-    ((3, 16), 50257, "the vocabulary of GPT-2"),
-    ((300, 65), 257, "more rows than a tile"),
-]
-
-
-def samples() -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(("shape", "classes"), [pytest.param(*s[:2], id=s[2]) for s in SAMPLES])
 
 
 def problem(
@@ -61,100 +43,96 @@ def soft_targets(shape: tuple[int, ...], classes: int, device: torch.device | st
     return random_tensor((*shape[:-1], classes), torch.float64, device, 2.0).softmax(-1).to(dtype)
 
 
+# ------------------------------------------------------------------------------------------------------- the whole call
+
+
+# shape of the input, classes
+SHAPES = [((7,), 5), ((1, 1), 1), ((3, 8), 1), ((0, 8), 5), ((13, 17), 19), ((2, 3, 4, 24), 33), ((64, 100), 131)]
+TARGETS = (torch.int64, torch.int32, None, torch.float32)  # of classes, of probabilities; None: that of the input
+BESIDE = (None, "of the input's dtype", torch.float32)
+LIMITS = (None, 1, 100_000)
+CALLS = pairwise(FLOATING_POINT, SHAPES, TARGETS, REDUCTIONS, [{}, *OPTIONS], BESIDE, BESIDE, (False, True),
+                 (None, 7.0), (-100, 3), LIMITS, (False, True), LAYOUTS)  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_argument_arrives_whatever_its_dtype_and_layout(call: tuple[Any, ...], device: torch.device) -> None:
+    dtype, (shape, classes), kind, reduction, options, of_bias, of_weight, has_row_weight, *rest = call
+    normalizer, ignored, limit, skip_ignored, layout = rest
+    x, head, target, bias = problem(shape, classes, dtype, device)
+    named: dict[str, Any] = {"reduction": reduction, **options}
+    is_narrow = dtype in (torch.float16, torch.bfloat16)
+    if not is_narrow:  # each chunk rounds its part of a head's gradient of 16 bits
+        named["workspace_bytes"] = limit
+    if kind in (torch.int64, torch.int32):
+        target = target.to(kind)
+        if ignored < classes:
+            named["ignore_index"] = ignored
+            target = target.masked_fill(target == -100, ignored)
+    else:
+        target = soft_targets(shape, classes, device, dtype).to(kind or dtype)
+    if has_row_weight:
+        rows = x.select(-1, 0)
+        named["row_weight"] = layout(torch.linspace(0.5, 3, rows.numel(), device=device).view(rows.shape))
+    if normalizer is not None and reduction == "mean":
+        named["normalizer"] = normalizer
+    weight = None
+    if of_weight is not None:
+        weight = torch.linspace(0.25, 2, classes, device=device).to(dtype if type(of_weight) is str else of_weight)
+    if of_bias is torch.float32 and is_narrow:
+        bias = bias.float() * 1.001
+    # Where all classes are one, the gradient of the input is 0, and no share of it is allowed.
+    check(
+        layout(x), head if layout is expanded_along_the_first_axis else layout(head), layout(target),
+        None if of_bias is None else layout(bias), None if weight is None else layout(weight), layout, skip_ignored,
+        **named,
+    )  # fmt: skip
+
+
 def check(
-    x: Tensor, head: Tensor, target: Tensor, bias: Tensor | None = None, weight: Tensor | None = None, **options: Any
+    x: Tensor,
+    head: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    layout: Callable[[Tensor], Tensor] = contiguous,
+    skip_ignored: bool = False,
+    **options: Any,
 ) -> None:
-    """One call without a gradient asked for, and one on each way to it."""
+    """One call without a gradient asked for, and one on each way to it; the gradients of the loss, and of loss, lse and
+    entropy together."""
     oracle = LinearOracle(x, head, target, bias, weight, **options)
     result_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    what = f"{x.dtype} {target.dtype} strides={x.stride()} {options}"
+    bounds = oracle.bounds(result_dtype)
     for algorithm in (None, "speed", "memory", "recompute"):
-        leaf = x.detach().requires_grad_(algorithm is not None)
-        named = {"linear_bias": bias, "weight": weight, "algorithm": algorithm or "auto", **options}
-        loss = eaves.linear_cross_entropy(leaf, head, target, **named)
+        given = [each.detach().requires_grad_(algorithm is not None) for each in (x, head, bias) if each is not None]
+        what = f"{algorithm} {x.dtype} {target.dtype} strides={x.stride()} {options}"
+        named = {"weight": weight, "algorithm": algorithm or "auto", "skip_ignored": skip_ignored, **options}
+        if bias is not None:
+            named["linear_bias"] = given[2]
+        loss = eaves.linear_cross_entropy(given[0], given[1], target, **named)
         asked = every_output(target, **named)
-        out = eaves.linear_cross_entropy(leaf, head, target, **named, **asked)
+        out = eaves.linear_cross_entropy(given[0], given[1], target, **named, **asked)
         assert out._fields == ("loss", *asked["outputs"])
-        assert loss.dtype == result_dtype and loss.requires_grad == leaf.requires_grad and loss.is_contiguous(), what
-        bounds = oracle.bounds(result_dtype)
+        assert loss.dtype == result_dtype and loss.is_contiguous(), what
+        assert loss.requires_grad == (algorithm is not None)
         for name in set(bounds) & set(out._fields):
             result, bound = getattr(out, name), bounds[name]
             assert result.dtype == result_dtype and result.is_contiguous(), what
-            assert_within(result, bound, f"{name} {what} {algorithm}")
+            assert_within(result, bound, f"{name} {what}")
         assert_within(loss, bounds["loss"], what)
         is_first = out.argmax.cpu() == torch.where(oracle.rows.counts, oracle.rows.argmax, 0)
         largest = oracle.rows.logits.gather(-1, out.argmax.cpu().unsqueeze(-1)).squeeze(-1)
         is_near = (oracle.rows.largest - largest).abs() <= 2 * oracle.row_error  # two that round to one
         assert (is_first | is_near).all(), what
-
-
-# --------------------------------------------------------------------------------------------------------------- values
-
-
-@samples()
-def test_every_dtype_matches_the_oracle(shape: tuple[int, ...], classes: int, device: torch.device) -> None:
-    for dtype, reduction, kind, has_bias in pairwise(
-        FLOATING_POINT, REDUCTIONS, ("int64", "int32", "soft"), (False, True)
-    ):
-        x, head, target, bias = problem(shape, classes, dtype, device)
-        if kind == "soft":
-            target = soft_targets(shape, classes, device, dtype)
-        check(x, head, target.int() if kind == "int32" else target, bias if has_bias else None, reduction=reduction)
-
-
-# dtype, whether targets are probabilities, whether classes have weights, reduction
-COMBINATIONS = pairwise(FLOATING_POINT, (False, True), (False, True), REDUCTIONS)
-
-
-@each("options", OPTIONS)
-def test_every_option_matches_the_oracle(options: dict[str, Any], device: torch.device) -> None:
-    for dtype, is_soft, is_weighted, reduction in COMBINATIONS:
-        x, head, target, bias = problem((6, 5, 24), 129, dtype, device)
-        target = soft_targets(x.shape, 129, device, dtype) if is_soft else target
-        weight = torch.linspace(0, 2, 129, device=device).to(dtype) if is_weighted else None
-        check(x, head, target, bias, weight, reduction=reduction, **options)
-
-
-@each("layout", LAYOUTS)
-def test_every_layout_matches_the_oracle(layout: Any, device: torch.device) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        x, head, target, bias = problem((3, 5, 24), 33, dtype, device)
-        check(layout(x), head, layout(target), bias)
-        check(x, layout(head), target, layout(bias))
-        check(x, head, layout(soft_targets(x.shape, 33, device, dtype)), reduction="none")
-
-
-def test_a_float32_bias_beside_16_bits(device: torch.device) -> None:
-    x, head, target, bias = problem((9, 24), 33, torch.bfloat16, device)
-    check(x, head, target, bias.float() * 1.001)
-
-
-def test_targets_may_be_probabilities_of_16_bits(device: torch.device) -> None:
-    x, head, _, _ = problem((9, 24), 33, torch.bfloat16, device)
-    soft = soft_targets(x.shape, 33, device, x.dtype).bfloat16()
-    assert torch.equal(eaves.linear_cross_entropy(x, head, soft), eaves.linear_cross_entropy(x, head, soft.float()))
-
-
-def test_the_normalizer_divides(device: torch.device) -> None:
-    x, head, target, _ = problem((9, 24), 33, torch.float32, device)
-    check(x, head, target, normalizer=7.0)
-    number = torch.tensor([7.0], device=device)
-    expected = eaves.linear_cross_entropy(x, head, target, normalizer=7)
-    assert torch.equal(eaves.linear_cross_entropy(x, head, target, normalizer=number), expected)
-
-
-def test_all_rows_ignored_is_0(device: torch.device) -> None:
-    x, head, target, _ = problem((9, 24), 33, torch.float32, device)
-    x[0] = math.inf  # nobody reads it on a CPU
-    target[:] = -100
-    for skip in (False, True) if device.type == "cuda" else (False,):
-        for algorithm in ("speed", "recompute"):
-            given = x.requires_grad_() if device.type == "cpu" else x.detach().nan_to_num().requires_grad_()
-            out = eaves.linear_cross_entropy(
-                given, head, target, algorithm=algorithm, skip_ignored=skip, outputs="entropy"
-            )
-            assert out.loss.item() == 0 and not out.entropy.any()
-            assert not torch.autograd.grad(out.loss, given)[0].any()
+        if algorithm is None:
+            continue
+        upstreams = [upstream(each, layout) for each in (loss, out.lse, out.entropy)]
+        grads = torch.autograd.grad(loss, given, upstreams[0])
+        assert [g.dtype for g in grads] == [t.dtype for t in given], what
+        assert_gradients([*grads, None][:3], oracle.gradients(upstreams[0]), x.dtype, what)
+        grads = torch.autograd.grad((out.loss, out.lse, out.entropy), given, upstreams)
+        assert_gradients([*grads, None][:3], oracle.gradients(*upstreams), x.dtype, f"of all outputs {what}")
 
 
 @pytest.mark.parametrize("algorithm", ["speed", "recompute"])
@@ -183,12 +161,6 @@ def test_each_replay_of_a_cuda_graph_reads_which_rows_are_ignored_then(algorithm
         graph.replay()
         for replayed, expected in zip(results, run(skip=False), strict=True):
             torch.testing.assert_close(replayed, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_a_small_workspace_changes_what_is_computed_at_once_and_not_the_result(device: torch.device) -> None:
-    x, head, target, bias = problem((700, 24), 517, torch.float32, device)
-    for limit in (1, 100_000, 1_000_000, 1 << 30):
-        check(x, head, target, bias, workspace_bytes=limit)
 
 
 # ----------------------------------------------------------------------------------------------- the surface of a call
@@ -235,6 +207,9 @@ def test_the_module_is_the_function(device: torch.device) -> None:
     module = eaves.LinearCrossEntropyLoss(weight, algorithm="recompute", **options)
     expected = eaves.linear_cross_entropy(x, head, target, linear_bias=bias, weight=weight, **options)
     assert torch.equal(module(x, head, target, bias), expected)
+    weights = torch.linspace(0.5, 3, 9, device=device)
+    expected = eaves.linear_cross_entropy(x, head, target, weight=weight, row_weight=weights, **options)
+    assert torch.equal(module(x, head, target, row_weight=weights), expected)
     assert torch.equal(module.state_dict()["weight"], weight)
     text = "reduction='sum', ignore_index=3, label_smoothing=0.1, softcap=5.0, z_loss=0.1, algorithm='recompute'"
     assert module.extra_repr() == text
