@@ -1,4 +1,6 @@
-"""eaves.lrpe_cosine against its formula, what makes positions, the edges of its sizes, and eaves.LRPECosine."""
+"""eaves.lrpe_cosine: what a call and its backward pass on to the core, positions in each form, and eaves.LRPECosine.
+
+The tests of the core say how exact it is, at positions and sizes of every kind."""
 
 import copy
 import io
@@ -30,49 +32,28 @@ GRIDS: list[dict[str, Any]] = [
 ]
 # Of 7 features: all of their own, fewer and more than there are, one; of each head and of all.
 THETAS = [(3, 7), (1, 7), (3, 3), (1, 2), (3, 9), (3, 1), (1, 1), (3, 0)]
-# The last is whether theta is float32 whatever x is.
-CASES = pairwise(GRIDS, THETAS, FLOATING_POINT, ("bnhd", "bhnd"), (False, True))
+# Of whether theta is float32 whatever x is, how its tensors lie in memory, and how the upstream gradient does.
+CASES = pairwise(ACTIVATIONS, GRIDS, THETAS, FLOATING_POINT, ("bnhd", "bhnd"), (False, True), LAYOUTS, LAYOUTS)
 
 
 def same(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@each_activation
-def test_it_is_the_formula(activation: str, dim: int | None, device: torch.device) -> None:
-    for options, shape, dtype, layout, is_float32 in CASES:
-        size = (2, 9, 3, 7) if layout == "bnhd" else (2, 3, 9, 7)
-        x = random_tensor(size, dtype, device, 3.0)
-        theta = angles(*shape, torch.float32 if is_float32 else dtype, device)
-        call = options | {"activation": activation, "activation_dim": dim, "layout": layout}
-        out = eaves.lrpe_cosine(x, theta, **call)
-        assert out.dtype == dtype and out.is_contiguous() and out.shape == (*size[:-1], 14)
-        assert_within(out, Oracle(x, theta, **call).out, f"{call}, theta {shape}")
-
-
-@each_dtype
-def test_far_positions_are_as_precise_as_near_ones(dtype: torch.dtype, device: torch.device) -> None:
-    x = random_tensor((1, 5, 2, 4), dtype, device)
-    theta = angles(2, 4, torch.float32, device)
-    for offset in (65_535, 10**6, 10**9, 2**40):
-        out = eaves.lrpe_cosine(x, theta, offset=offset)
-        assert_within(out, Oracle(x, theta, offset=offset).out, f"offset {offset}")
-
-
-def test_more_positions_than_16_bits_count(device: torch.device) -> None:
-    x = random_tensor((1, 70_000, 1, 2), torch.float32, device)
-    theta = angles(1, 2, device=device)
-    assert_within(eaves.lrpe_cosine(x, theta), Oracle(x, theta).out)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-def test_any_strides_are_read(layout: Any, device: torch.device) -> None:
-    for activation, dim in ACTIVATIONS:
-        x = layout(random_tensor((2, 9, 3, 7), torch.float32, device))
-        theta = layout(angles(3, 7, device=device))
-        call = {"activation": activation, "activation_dim": dim}
-        out = eaves.lrpe_cosine(x, theta, **call)
-        same(out, eaves.lrpe_cosine(x.contiguous(), theta.contiguous(), **call))
+@pytest.mark.parametrize("case", CASES)
+def test_every_argument_arrives_whatever_its_dtype_and_layout(case: tuple[Any, ...], device: torch.device) -> None:
+    (activation, dim), options, shape, dtype, layout, is_float32, laid, laid_upstream = case
+    size = (2, 9, 3, 7) if layout == "bnhd" else (2, 3, 9, 7)
+    x = laid(random_tensor(size, dtype, device, 2.0)).requires_grad_()
+    theta = laid(angles(*shape, torch.float32 if is_float32 else dtype, device)).requires_grad_()
+    call = options | {"activation": activation, "activation_dim": dim, "layout": layout}
+    out = eaves.lrpe_cosine(x, theta, **call)
+    assert out.dtype == dtype and out.is_contiguous() and out.shape == (*size[:-1], 14)
+    grad_out = laid_upstream(random_tensor((*size[:-1], 14), dtype, device).flip(-1))
+    grads = torch.autograd.grad(out, (x, theta), grad_out)
+    oracle = Oracle(x, theta, grad_out, **call)
+    for actual, bound in zip((out, *grads), (oracle.out, oracle.grad_x, oracle.grad_theta), strict=True):
+        assert_within(actual, bound, f"{call}, theta {shape}")
 
 
 # ------------------------------------------------------------------------------------------------------------ positions
@@ -116,26 +97,6 @@ def test_what_makes_the_same_positions_gives_the_same_bits(
         same(call(cu_seqlens=integers(0, 99, 4, 99, 9, 99)[::2]), packed)
 
 
-def test_a_token_that_is_decoded_is_the_row_of_its_sequence(device: torch.device) -> None:
-    # A softmax over the sequence, the last of them, needs all of it.
-    for (activation, dim), dtype in itertools.product(ACTIVATIONS[:-1], (torch.float32, torch.bfloat16)):
-        x = random_tensor((2, 9, 3, 7), dtype, device)
-        theta = angles(3, 7, device=device)
-        whole = eaves.lrpe_cosine(x, theta, activation=activation, activation_dim=dim)
-        for n in range(9):
-            row = eaves.lrpe_cosine(x[:, n : n + 1], theta, activation=activation, activation_dim=dim, offset=n)
-            same(row, whole[:, n : n + 1])
-
-
-def test_the_layouts_are_one_tensor_seen_twice(device: torch.device) -> None:
-    x = random_tensor((2, 9, 3, 7), torch.float32, device)
-    theta = angles(3, 7, device=device)
-    for activation, dim in ACTIVATIONS:
-        call = {"activation": activation, "activation_dim": dim}
-        turned = eaves.lrpe_cosine(x.transpose(1, 2), theta, layout="bhnd", **call)
-        same(turned.transpose(1, 2), eaves.lrpe_cosine(x, theta, **call))
-
-
 def test_the_softmax_is_over_the_features_unless_it_is_said(device: torch.device) -> None:
     x, theta = random_tensor((2, 9, 3, 7), torch.float32, device), angles(3, 7, device=device)
     same(
@@ -155,39 +116,6 @@ def test_only_a_softmax_has_an_axis(activation: str, device: torch.device) -> No
         same(eaves.lrpe_cosine(x, theta, cu_seqlens=cu_seqlens, **call), expected)
         of_module = eaves.LRPECosine(3, 7, device=device, **call)
         same(of_module(x), eaves.lrpe_cosine(x, of_module.theta, activation=activation))
-
-
-# ---------------------------------------------------------------------------------------------------------------- edges
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [(0, 9, 3, 7), (2, 0, 3, 7), (2, 9, 0, 7), (2, 9, 3, 0), (1, 1, 1, 1), (2, 1, 3, 7), (2, 9, 1, 7), (2, 9, 3, 1),
-     (3, 17, 2, 129)],
-    ids=str,
-)  # fmt: skip
-def test_sizes_at_the_edge(shape: tuple[int, ...], device: torch.device) -> None:
-    x = random_tensor(shape, torch.float32, device).requires_grad_()
-    theta = angles(shape[2], max(shape[3], 1), device=device).requires_grad_()
-    for activation, dim in ACTIVATIONS:
-        call = {"activation": activation, "activation_dim": dim}
-        out = eaves.lrpe_cosine(x, theta, **call)
-        grad_out = random_tensor(tuple(out.shape), torch.float32, device)
-        grads = torch.autograd.grad(out, (x, theta), grad_out)
-        oracle = Oracle(x, theta, grad_out, **call)
-        for actual, bound in zip((out, *grads), (oracle.out, oracle.grad_x, oracle.grad_theta), strict=True):
-            assert_within(actual, bound, activation)
-
-
-def test_numbers_that_are_none(device: torch.device) -> None:
-    infinity = float("inf")
-    x = torch.tensor([[-infinity, 0.0], [-infinity, -infinity], [infinity, 0.0]], device=device).view(1, 3, 1, 2)
-    theta = torch.ones(1, 2, device=device)
-    a = eaves.lrpe_cosine(x, theta, extra_tokens=3, activation="softmax")[..., :2].view(3, 2)
-    expected = x.view(3, 2).softmax(-1)  # the second row and the third are NaN, as in torch
-    same(a, expected)
-    relu = eaves.lrpe_cosine(torch.full_like(x, torch.nan), theta, activation="relu")
-    assert relu.isnan().all()
 
 
 # ----------------------------------------------------------------------------------------------------------- the module
