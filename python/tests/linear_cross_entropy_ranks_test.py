@@ -113,96 +113,59 @@ _OF_ORACLE = ("label_smoothing", "softcap", "scale", "z_loss", "row_weight", "no
 _ROUNDED_ONCE = {"reduce_dtype": torch.float32, "grad_weight_dtype": torch.float32}
 
 
-def in_one_rounding(dtype: torch.dtype) -> dict[str, torch.dtype]:
-    return _ROUNDED_ONCE if dtype.itemsize == 2 else {}
+CALLS = pairwise(
+    (1, 2, 3, 4), (False, True), DTYPES, (*ALGORITHMS, "memory"), REDUCTIONS, [{}, *OPTIONS], (False, True),
+    (False, True), (False, True), (False, True), (None, 7.0), (None, 12_000),
+)  # fmt: skip
 
 
-@each("options", OPTIONS)
-def test_every_option_matches_the_oracle(options: dict[str, Any], ranks: Ranks) -> None:
-    combinations = pairwise((2, 4), DTYPES, ALGORITHMS, REDUCTIONS, (False, True), (False, True), (None, 20_000))
-    for count, dtype, algorithm, reduction, is_weighted, is_all, limit in combinations:
-        x, head, target, bias = problem((24, 16), CLASSES, dtype, here())
-        weight = torch.linspace(0, 2, CLASSES).to(dtype) if is_weighted else None
-        named = {"reduction": reduction, "algorithm": algorithm, "workspace_bytes": limit, **options}
-        outputs = every_output(target, weight, **named)["outputs"] if is_all else ()
-        check(ranks, count, False, x, head, target, bias, weight, outputs, **named, **in_one_rounding(dtype))
-
-
-def test_targets_may_be_probabilities(ranks: Ranks) -> None:
-    combinations = pairwise(
-        (1, 2, 4), DTYPES, (*ALGORITHMS, "memory"), REDUCTIONS, (False, True), (False, True), (0.0, 0.1), (None, 20_000)
-    )
-    for count, dtype, algorithm, reduction, is_weighted, is_parallel, label_smoothing, limit in combinations:
-        x, head, _, bias = problem((8, 3, 16), CLASSES, dtype, here())
-        target = soft_targets(x.shape, CLASSES, here(), dtype)
+@each("count", (1, 2, 3, 4))
+def test_every_argument_arrives_and_matches_the_oracle(count: int, ranks: Ranks) -> None:
+    for ranks_of_call, is_even, dtype, algorithm, reduction, options, *flags, normalizer, limit in CALLS:
+        if ranks_of_call != count:
+            continue
+        is_soft, is_weighted, has_row_weight, is_parallel = flags
+        x, head, target, bias = problem((12, 2, 16), CLASSES, dtype, here())
+        target = soft_targets(x.shape, CLASSES, here(), dtype) if is_soft else target
         weight = torch.linspace(0, 2, CLASSES).to(dtype) if is_weighted else None
         named = {
-            "reduction": reduction, "algorithm": algorithm, "workspace_bytes": limit, "softcap": 5.0, "z_loss": 0.01,
-            "label_smoothing": label_smoothing, "sequence_parallel": is_parallel,
-            "row_weight": torch.linspace(0, 3, 24).view(8, 3), **in_one_rounding(dtype),
+            "reduction": reduction, "algorithm": algorithm, "workspace_bytes": limit, "sequence_parallel": is_parallel,
+            **options, **(_ROUNDED_ONCE if dtype.itemsize == 2 else {}),
         }  # fmt: skip
-        outputs = () if is_weighted else ("lse", "entropy")
-        check(ranks, count, False, x, head, target, bias, weight, outputs, **named)
+        if has_row_weight:
+            named["row_weight"] = torch.linspace(0, 3, 24).view(12, 2)
+        if normalizer is not None and reduction == "mean":
+            named["normalizer"] = normalizer
+        outputs = () if has_row_weight else every_output(target, weight, **named)["outputs"]
+        check(ranks, count, is_even, x, head, target, bias, weight, outputs, **named)
 
 
-def test_rows_have_weights_and_a_normalizer(ranks: Ranks) -> None:
-    row_weight = torch.linspace(0, 3, 24)
-    for dtype, algorithm, reduction, is_weighted in pairwise(DTYPES, ALGORITHMS, REDUCTIONS, (False, True)):
-        x, head, target, bias = problem((24, 16), CLASSES, dtype, here())
-        weight = torch.linspace(0, 2, CLASSES).to(dtype) if is_weighted else None
-        named = {"row_weight": row_weight, "reduction": reduction, "algorithm": algorithm, **in_one_rounding(dtype)}
-        check(ranks, 3, True, x, head, target, bias, weight, (), **named)
-        if reduction == "mean":
-            check(ranks, 2, True, x, head, target, bias, weight, (), normalizer=7.0, **named)
-
-
-def test_rows_are_cut_over_the_same_ranks(ranks: Ranks) -> None:
-    combinations = pairwise((1, 2, 4), DTYPES, ALGORITHMS, REDUCTIONS, (None, 12_000))
-    for count, dtype, algorithm, reduction, limit in combinations:
-        x, head, target, bias = problem((8, 3, 16), CLASSES, dtype, here())
-        named = {"sequence_parallel": True, "reduction": reduction, "algorithm": algorithm, "workspace_bytes": limit}
-        check(ranks, count, False, x, head, target, bias, None, (), **named, **in_one_rounding(dtype))
-
-
-def test_rows_of_weight_zero_count_for_nothing_whatever_they_hold(ranks: Ranks) -> None:
-    for is_soft, sequence_parallel, algorithm in pairwise((False, True), (False, True), ALGORITHMS):
+@each("sequence_parallel", (False, True))
+@each("algorithm", ALGORITHMS)
+def test_rows_that_do_not_count_may_hold_anything(algorithm: str, sequence_parallel: bool, ranks: Ranks) -> None:
+    row_weight = torch.tensor([1.0, 0.0, 2.0, 1.0, 1.0, 0.0, 1.0, 1.0], device=here())
+    for is_soft, weights in ((False, None), (False, row_weight), (True, row_weight)):
         x, head, target, bias = problem((8, 16), CLASSES, torch.float32, here())
         target = soft_targets(x.shape, CLASSES, here(), x.dtype) if is_soft else target
-        row_weight = torch.tensor([1.0, 0.0, 2.0, 1.0, 1.0, 0.0, 1.0, 1.0], device=here())
-        named = {"row_weight": row_weight, "algorithm": algorithm, "skip_ignored": True}
-        x[row_weight == 0] = torch.nan
+        leaves_out = target == -100 if weights is None else weights == 0
+        oracle = LinearOracle(x.masked_fill(leaves_out.unsqueeze(1), 0), head, target, bias, row_weight=weights)
+        x[leaves_out] = torch.nan if is_soft else torch.inf
+        named = {"sequence_parallel": sequence_parallel, "algorithm": algorithm, "row_weight": weights}
         results = ranks.run(
-            on_a_rank, True, x, head, target, bias, None, ("lse", "entropy"),
-            {"sequence_parallel": sequence_parallel, **named}, ranks=2,
-        )  # fmt: skip
+            on_a_rank, True, x, head, target, bias, None, ("lse", "entropy"), {**named, "skip_ignored": True}, ranks=2
+        )
         outputs = results[0][0]
-        x[row_weight == 0] = 0
-        oracle = LinearOracle(x, head, target, bias, row_weight=row_weight)
         for name, found in outputs.items():
             assert_within(found, oracle.bounds(found.dtype)[name], name)
-        of_input = [gradients[0] for _, gradients in results]
+        of_input, of_head = ([gradients[place] for _, gradients in results] for place in range(2))
         whole = torch.cat(of_input) if sequence_parallel else of_input[0]
-        of_head = torch.cat([gradients[1] for _, gradients in results])
         upstreams = [upstream(outputs[name]) for name in ("loss", "lse", "entropy")]
-        assert_gradients((whole, of_head, None), oracle.gradients(*upstreams), torch.float32)
+        assert_gradients((whole, torch.cat(of_head), None), oracle.gradients(*upstreams), torch.float32)
 
 
-def test_ignored_rows_count_for_nothing_whatever_they_hold(ranks: Ranks) -> None:
-    for sequence_parallel, algorithm in pairwise((False, True), ALGORITHMS):
-        x, head, target, bias = problem((8, 16), CLASSES, torch.float32, here())
-        x[target == -100] = torch.inf
-        results = ranks.run(
-            on_a_rank, True, x, head, target, bias, None, (),
-            {"sequence_parallel": sequence_parallel, "algorithm": algorithm, "skip_ignored": True}, ranks=2,
-        )  # fmt: skip
-        x[target == -100] = 0
-        oracle = LinearOracle(x, head, target, bias)
-        of_input = [gradients[0] for _, gradients in results]
-        whole = torch.cat(of_input) if sequence_parallel else of_input[0]
-        of_head = torch.cat([gradients[1] for _, gradients in results])
-        assert_gradients((whole, of_head, None), oracle.gradients(upstream(results[0][0]["loss"])), torch.float32)
-    target.fill_(-100)
-    for outputs, gradients in ranks.run(on_a_rank, True, x, head, target, bias, None, (), {}):
+def test_without_rows_that_count_loss_and_gradients_are_0(ranks: Ranks) -> None:
+    x, head, target, bias = problem((8, 16), CLASSES, torch.float32, here())
+    for outputs, gradients in ranks.run(on_a_rank, True, x, head, target.fill_(-100), bias, None, (), {}):
         assert outputs["loss"] == 0 and all(torch.count_nonzero(each) == 0 for each in gradients)
     no_rows = ranks.run(on_a_rank, True, x[:0], head, target[:0], bias, None, (), {"reduction": "none"})
     assert all(outputs["loss"].shape == (0,) for outputs, _ in no_rows)
@@ -487,55 +450,31 @@ def test_a_head_of_fully_shard_is_gathered_and_its_gradient_is_a_mean(cpu_ranks:
     cpu_ranks.run(with_rows_of_its_own, ranks=2)
 
 
-def log_probs(group: distributed.ProcessGroup) -> tuple[Tensor, ...]:
-    hidden, head, tokens, _ = problem((24, 16), CLASSES, torch.float64, here())
-    own = head[pieces(group.size())[group.rank()]].requires_grad_()
-    hidden.requires_grad_()
-    out = eaves.linear_log_prob(hidden, own, tokens, temperature=0.7, outputs=("entropy", "is_top1"), group=group)
-    (out.log_prob.sum() + out.entropy.sum()).backward()
-    logits = (hidden.detach() @ own.detach().T).requires_grad_()
-    of_logits = eaves.log_prob(logits, tokens, temperature=0.7, group=group)
-    return out.log_prob.detach(), out.entropy.detach(), out.is_top1, hidden.grad, own.grad, of_logits.detach()
-
-
-def test_log_probabilities_of_tokens(ranks: Ranks) -> None:
-    hidden, head, tokens, _ = problem((24, 16), CLASSES, torch.float64, here())
-    leaves = [hidden.requires_grad_(), head.requires_grad_()]
-    expected = eaves.linear_log_prob(*leaves, tokens, temperature=0.7, outputs=("entropy", "is_top1"))
-    (expected.log_prob.sum() + expected.entropy.sum()).backward()
-    results = ranks.run(log_probs)
-    for log_prob, entropy, is_top1, of_hidden, _, of_logits in results:
-        assert_agree(log_prob, expected.log_prob.detach())
-        assert_agree(entropy, expected.entropy.detach())
-        assert torch.equal(is_top1, expected.is_top1)
-        assert_agree(of_hidden, hidden.grad)
-        assert_agree(of_logits, expected.log_prob.detach())
-    assert_agree(torch.cat([each[4] for each in results]), head.grad)
-
-
-def several(
-    group: distributed.ProcessGroup | None, dtype: torch.dtype, named: dict[str, Any], classes: int
+def log_probs(
+    group: distributed.ProcessGroup | None, dtype: torch.dtype, named: dict[str, Any], classes: int, is_parallel: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """K tokens of each row, or a temperature for each: of a head, and of its logits. Outputs and gradients."""
+    """Of K tokens of each row, or of one: of a head, and of its logits. Outputs and gradients."""
     hidden, head, _, bias = problem((24, 16), CLASSES, dtype, here())
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(0, classes, (24, 5), generator=generator)
+    tokens = torch.randint(0, classes, (24, 5), generator=torch.Generator().manual_seed(3))
     tokens[:, 3], tokens[2], tokens[5, 1:] = tokens[:, 0], -100, -100  # one twice, a row of none, a row of one
-    tokens = tokens.to(here())
-    if "temperature" in named and named.get("is_one_token"):
-        tokens = tokens[:, 0]
-    named = {name: value for name, value in named.items() if name != "is_one_token"}
-    own = slice(None) if group is None else pieces(group.size(), False)[group.rank()]
+    named = dict(named)
+    tokens = tokens[:, 0] if named.pop("is_one_token", False) else tokens
+    tokens, own, rows = tokens.to(here()), slice(None), slice(None)
+    if group is not None:
+        own = pieces(group.size(), False)[group.rank()]
+        if is_parallel:
+            rows = slice(group.rank() * 24 // group.size(), (group.rank() + 1) * 24 // group.size())
     names = ("entropy", "is_top1", "sum_sq", "mean_logit")
     outputs, gradients = [], []
     logits = (hidden @ head.T + bias)[:, own].contiguous()
-    for function, given in (
-        (eaves.linear_log_prob, [hidden, head[own], bias[own]]),
-        (eaves.log_prob, [logits]),
+    shard = group if group is None or not is_parallel else eaves.Shard(group, sequence_parallel=True)
+    for function, given, of_group in (
+        (eaves.linear_log_prob, [hidden[rows], head[own], bias[own]], shard),
+        (eaves.log_prob, [logits], group),
     ):
         leaves = [each.clone().requires_grad_() for each in given]
         keywords = {"bias": leaves[2], "workspace_bytes": 20_000} if len(leaves) > 1 else {}
-        out = function(*leaves[:2], tokens, **keywords, group=group, classes=classes, outputs=names, **named)
+        out = function(*leaves[:2], tokens, **keywords, group=of_group, classes=classes, outputs=names, **named)
         assert out._fields == ("log_prob", *names)
         differentiable = [out.log_prob, out.entropy]
         torch.autograd.backward(differentiable, [upstream(each) for each in differentiable])
@@ -544,24 +483,28 @@ def several(
     return outputs, gradients
 
 
-def test_log_probabilities_of_several_tokens(ranks: Ranks) -> None:
+def test_log_probabilities_of_tokens(ranks: Ranks) -> None:
     temperature = torch.linspace(0.5, 2, 24)
-    for dtype, classes, named in pairwise(
+    for count, dtype, classes, named, is_parallel in pairwise(
+        (1, 2, 4),
         (torch.float64, torch.float32),
         (CLASSES, CLASSES - 3),
         ({}, {"softcap": 3.0, "scale": 1.5}, {"temperature": temperature},
-         {"temperature": temperature, "softcap": 3.0, "is_one_token": True}),
+         {"temperature": temperature, "softcap": 3.0, "is_one_token": True},
+         {"temperature": 0.7, "is_one_token": True}),
+        (False, True),
     ):  # fmt: skip
-        expected, whole = several(None, dtype, named, classes)
-        results = ranks.run(several, dtype, named, classes)
+        expected, whole = log_probs(None, dtype, named, classes, False)
+        results = ranks.run(log_probs, dtype, named, classes, is_parallel, ranks=count)
         for outputs, _ in results:
             for found, wanted in zip(outputs, expected, strict=True):
                 assert_agree(found, wanted)
         for place, wanted in enumerate(whole):
             parts = [gradients[place] for _, gradients in results]
-            if place == 0:  # of hidden
+            if place == 0 and not is_parallel:  # of hidden
                 assert all(torch.equal(part, parts[0]) for part in parts)
-            assert_agree(parts[0] if place == 0 else torch.cat(parts, 1 if place == 3 else 0), wanted)
+                parts = parts[:1]
+            assert_agree(torch.cat(parts, 1 if place == 3 else 0), wanted)
 
 
 def far_from_zero(group: distributed.ProcessGroup) -> None:
@@ -594,33 +537,6 @@ def saturated(group: distributed.ProcessGroup) -> Tensor:
 
 def test_the_likeliest_class_is_found_before_a_soft_cap_rounds(cpu_ranks: Ranks) -> None:
     assert all(bool(each.all()) for each in cpu_ranks.run(saturated))
-
-
-def several_of_parallel_rows(group: distributed.ProcessGroup, dtype: torch.dtype, has_temperature: bool) -> None:
-    hidden, head, _, bias = problem((8, 3, 16), CLASSES, dtype, here())
-    tokens = torch.arange(72, device=here()).view(8, 3, 3) * 7 % CLASSES
-    tokens[1, 0], tokens[2, 1, 2] = -100, -100
-    named = {"temperature": torch.linspace(0.5, 2, 24, device=here()).view(8, 3)} if has_temperature else {}
-    whole = [each.clone().requires_grad_() for each in (hidden, head, bias)]
-    expected = eaves.linear_log_prob(*whole[:2], tokens, bias=whole[2], outputs="entropy", **named)
-    own, size = pieces(group.size(), False)[group.rank()], hidden.shape[0] // group.size()
-    rows = slice(group.rank() * size, (group.rank() + 1) * size)
-    parts = [each.clone().requires_grad_() for each in (hidden[rows], head[own], bias[own])]
-    found = eaves.linear_log_prob(
-        *parts[:2], tokens, bias=parts[2], outputs="entropy", group=eaves.Shard(group, sequence_parallel=True),
-        workspace_bytes=20_000, **named,
-    )  # fmt: skip
-    for out in (expected, found):
-        torch.autograd.backward([out.log_prob, out.entropy], [upstream(out.log_prob), upstream(out.entropy)])
-    assert_agree(found.log_prob, expected.log_prob)
-    assert_agree(found.entropy, expected.entropy)
-    for part, grad in zip(parts, (whole[0].grad[rows], whole[1].grad[own], whole[2].grad[own])):
-        assert_agree(part.grad, grad)
-
-
-def test_log_probabilities_of_several_tokens_of_rows_of_ranks(ranks: Ranks) -> None:
-    for count, dtype, has_temperature in pairwise((1, 2, 4), (torch.float64, torch.float32), (False, True)):
-        ranks.run(several_of_parallel_rows, dtype, has_temperature, ranks=count)
 
 
 def several_of_dtensors(group: distributed.ProcessGroup) -> None:
@@ -705,69 +621,51 @@ def test_what_is_wrong_on_a_rank_is_an_error_on_all(
     cpu_ranks.run(input_gradients, {})  # and the group works on
 
 
-def different_targets(group: distributed.ProcessGroup) -> None:
+def used_wrongly(group: distributed.ProcessGroup, what: str) -> None:
     x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
-    own = head[pieces(group.size())[group.rank()]]
-    eaves.linear_cross_entropy(x, own, target.roll(group.rank()), group=group)
-
-
-def test_rows_of_different_ranks_are_no_vocabulary_in_pieces(cpu_ranks: Ranks) -> None:
-    # As where the pieces are those of FSDP, and each rank has a batch of its own.
-    for kind, message in cpu_ranks.refusals(different_targets):
-        assert kind == "ValueError" and "a group shares one head, and each rank has all rows" in message
-
-
-def different_numbers(group: distributed.ProcessGroup, name: str) -> None:
-    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
-    own = head[pieces(group.size())[group.rank()]]
+    rank, own = group.rank(), head[pieces(group.size())[group.rank()]]
     masks = torch.tensor([[1.0, 0, 0, 1], [0, 1, 1, 0]]).repeat(2, 6)
-    values = {"normalizer": 7.0 + group.rank(), "row_weight": torch.arange(24.0).roll(group.rank())}
-    value = masks[group.rank()] if name == "masks" else values[name]
-    name = "row_weight" if name == "masks" else name
-    eaves.linear_cross_entropy(x, own, target, group=group, **{name: value})
-
-
-def two_operators(group: distributed.ProcessGroup) -> None:
-    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
-    own = head[pieces(group.size())[group.rank()]]
-    if group.rank() == 0:
-        eaves.linear_cross_entropy(x, own, target, group=group)
-    else:
-        eaves.cross_entropy(x @ own.T, target, group=group)
-
-
-def test_all_ranks_call_one_operator(cpu_ranks: Ranks) -> None:
-    for kind, message in cpu_ranks.refusals(two_operators):
-        assert kind == "ValueError" and "differ in the operator: linear_cross_entropy and cross_entropy" in message
-
-
-def refused(group: distributed.ProcessGroup, what: str) -> None:
-    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
-    own = head[pieces(group.size())[group.rank()]]
+    of_rank: dict[str, dict[str, Any]] = {
+        "normalizer": {"normalizer": 7.0 + rank}, "row_weight": {"row_weight": torch.arange(24.0).roll(rank)},
+        "masks": {"row_weight": masks[rank]}, "target": {"target": target.roll(rank)},
+        "parts": {"group": eaves.Shard(group, reduce_dtype=torch.float64, reduce_input_grad=False)}, "operator": {},
+    }  # fmt: skip
     if what == "vmap":
         torch.vmap(lambda x: eaves.linear_cross_entropy(x, own, target, group=group))(x[None])
     elif what == "tokens":
         shard = eaves.Shard(group, sequence_parallel=True)
         eaves.linear_log_prob(x[:6], own, target[:6].unsqueeze(1), group=shard)
-    elif what == "parts":
-        shard = eaves.Shard(group, reduce_dtype=torch.float64, reduce_input_grad=False)
-        eaves.linear_cross_entropy(x, own, target, group=shard)
+    elif what == "unknown":
+        eaves.linear_log_prob(x, own, target, group=group, **({"unknown": 1} if rank == 1 else {}))
+    elif what == "operator" and rank != 0:
+        eaves.cross_entropy(x @ own.T, target, group=group)
     else:
-        eaves.linear_log_prob(x, own, target, group=group, **({"unknown": 1} if group.rank() == 1 else {}))
+        eaves.linear_cross_entropy(x, own, **{"target": target, "group": group, **of_rank[what]})
 
 
-def test_what_a_group_does_not_go_with_says_so(cpu_ranks: Ranks) -> None:
-    place = Place(0, 2**24 + 1, 5, 5)
-    with pytest.raises(NotImplementedError, match="expected at most 16777216 with a group"):
-        refuse_argmax("linear_cross_entropy", ARGMAX, place, torch.float32)
-    for what, message in (
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
         ("vmap", "does not go with torch.vmap"),
         ("tokens", "tokens has shape [6, 1], expected [24] or [24, K]"),
         ("parts", "reduce_dtype says how parts are added up"),
         ("unknown", "got an unexpected keyword argument 'unknown'"),
-    ):
-        found = cpu_ranks.refusals(refused, what)
-        assert all(message in text for _, text in found), found
+        ("normalizer", "of the group differ in normalizer"),
+        ("row_weight", "of the group differ in row_weight"),
+        ("masks", "of the group differ in row_weight"),
+        ("operator", "differ in the operator: linear_cross_entropy and cross_entropy"),
+        # As where the pieces are those of FSDP, and each rank has a batch of its own.
+        ("target", "a group shares one head, and each rank has all rows"),
+    ],
+)
+def test_what_ranks_do_not_share_or_a_group_does_not_take_says_so(what: str, message: str, cpu_ranks: Ranks) -> None:
+    for kind, text in cpu_ranks.refusals(used_wrongly, what):
+        assert message in text and kind in ("ValueError", "TypeError", "NotImplementedError"), text
+
+
+def test_float32_does_not_count_more_classes_than_an_argmax_may_have() -> None:
+    with pytest.raises(NotImplementedError, match="expected at most 16777216 with a group"):
+        refuse_argmax("linear_cross_entropy", ARGMAX, Place(0, 2**24 + 1, 5, 5), torch.float32)
 
 
 def of_modules(group: distributed.ProcessGroup) -> None:
@@ -785,13 +683,6 @@ def of_modules(group: distributed.ProcessGroup) -> None:
 
 def test_modules_and_log_probabilities_of_rows_of_ranks(ranks: Ranks) -> None:
     ranks.run(of_modules)
-
-
-@each("name", ("normalizer", "row_weight", "masks"))
-def test_numbers_of_rows_are_the_same_on_all_ranks(name: str, cpu_ranks: Ranks) -> None:
-    said = f"of the group differ in {'row_weight' if name == 'masks' else name}"
-    for kind, message in cpu_ranks.refusals(different_numbers, name):
-        assert kind == "ValueError" and said in message
 
 
 def on_one_rank_alone(group: distributed.ProcessGroup, argument: str) -> None:

@@ -188,16 +188,6 @@ def test_gradients_are_those_of_finite_differences(divergence: str, device: torc
     assert torch.autograd.gradcheck(function, [each.requires_grad_() for each in (x, weight, bias)])
 
 
-@each("divergence", DIVERGENCES)
-@each("dtype", (torch.bfloat16, torch.float32))
-def test_a_vocabulary_of_a_language_model(dtype: torch.dtype, divergence: str, device: torch.device) -> None:
-    tensors = heads(dtype, device, (11,), 50257, 16, 24)  # no multiple of a block, and several chunks on the CPU
-    oracle = Oracle(*tensors, divergence=divergence)
-    found, upstream, gradients = differentiated(tensors, None, uneven, divergence=divergence)
-    assert_within(found, oracle.bound)
-    assert_gradients(gradients, oracle.gradients(upstream))
-
-
 @each("temperature", (0.1, 10.0))
 @each("divergence", DIVERGENCES)
 def test_sharp_and_flat_distributions(divergence: str, temperature: float, device: torch.device) -> None:

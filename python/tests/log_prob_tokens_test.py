@@ -191,6 +191,8 @@ def test_of_logits_everything_matches_the_formula(places: int | None, device: to
         outputs_of(out, oracle, what)
         assert out.entropy.requires_grad != is_in_place, what
         upstream = uneven(out.log_prob)
+        if is_in_place:  # powers of two, because bfloat16 is rounded once more there
+            upstream = torch.where(upstream < 0, -0.5, 2.0).to(upstream.dtype)
         of_entropy = uneven(out.entropy) if has_entropy and not is_in_place else None
         total = (out.log_prob * upstream).sum()
         if of_entropy is not None:
@@ -223,21 +225,6 @@ def test_gradients_are_those_of_finite_differences(temperature: str | None, devi
     assert torch.autograd.gradcheck(function, [each.requires_grad_() for each in (hidden, head, bias)])
 
 
-# Not of float32: what torch's own products add up over 50257 classes is off by more than the bound.
-@each("dtype", (torch.bfloat16, torch.float64))
-@each("has_temperatures", (False, True))
-def test_the_vocabulary_of_a_language_model(has_temperatures: bool, dtype: torch.dtype, device: torch.device) -> None:
-    hidden, head, _ = rows_and_head((11,), 50257, dtype, device, 16)  # several chunks on the CPU
-    hidden.requires_grad_()
-    tokens = chosen_tokens((11,), 64, 50257, device)
-    temperature = temperatures((11,), device) if has_temperatures else None
-    oracle = Oracle(hidden, head, tokens, temperature=temperature)
-    out = eaves.linear_log_prob(hidden, head, tokens, temperature=temperature, workspace_bytes=1 << 20, **EVERYTHING)
-    outputs_of(out, oracle, "")
-    (grad,) = torch.autograd.grad(out.log_prob, hidden, uneven(out.log_prob))
-    assert_gradients((grad, None, None), oracle.gradients(uneven(out.log_prob)), dtype)
-
-
 def test_one_place_is_as_tokens_without_it(device: torch.device) -> None:
     hidden, head, tokens = rows_and_head((3, 5), 129, torch.float32, device)
     tokens[1, 2] = IGNORED
@@ -254,27 +241,6 @@ def test_one_place_is_as_tokens_without_it(device: torch.device) -> None:
         found = torch.autograd.grad(several.log_prob, (hidden, head), upstream.unsqueeze(-1))
         for actual, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
-
-
-@each("places", (None, 3))
-@each("options", ({}, {"softcap": 4.0, "scale": 1.5}))
-def test_equal_temperatures_are_the_number(options: dict[str, Any], places: int | None, device: torch.device) -> None:
-    hidden, head, _ = rows_and_head((3, 5), 129, torch.float32, device)
-    tokens = chosen_tokens((3, 5), places, 129, device)
-    of_rows, of_all = torch.full((3, 5), 0.7, device=device), torch.tensor(0.7, device=device)
-    for function, tensors in (
-        (eaves.linear_log_prob, (hidden.requires_grad_(), head)),
-        (eaves.log_prob, ((hidden.detach() @ head.T).requires_grad_(),)),
-    ):
-        number = function(*tensors, tokens, temperature=0.7, **EVERYTHING, **options)
-        tensor = function(*tensors, tokens, temperature=of_rows, **EVERYTHING, **options)
-        of_one = function(*tensors, tokens, temperature=of_all, **EVERYTHING, **options)
-        assert all(map(torch.equal, of_one, tensor))
-        for found, expected in zip(tensor, number, strict=True):
-            torch.testing.assert_close(found, expected, rtol=3e-6, atol=3e-6)
-        upstream = uneven(number.log_prob)
-        found, expected = (torch.autograd.grad(out.log_prob, tensors[0], upstream)[0] for out in (tensor, number))
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @each("dtype", (torch.float16, torch.bfloat16, torch.float64))
@@ -400,16 +366,6 @@ def test_without_rows_or_places(shape: tuple[int, int], device: torch.device) ->
         assert out.entropy.shape == shape[:1] and (out.entropy == 0).all()
         for grad, of in zip(torch.autograd.grad(out.log_prob.sum(), tensors), tensors, strict=True):
             assert grad.shape == of.shape and (grad == 0).all()
-
-
-def test_logits_of_one_row(device: torch.device) -> None:
-    logits = torch.tensor([1.0, 2.0, 4.0], device=device)
-    exact = torch.log_softmax(logits / 2, -1)
-    two = torch.tensor(2.0, device=device)
-    torch.testing.assert_close(
-        eaves.log_prob(logits, torch.tensor([2, 0], device=device), temperature=2), exact[[2, 0]]
-    )
-    torch.testing.assert_close(eaves.log_prob(logits, torch.tensor(1, device=device), temperature=two), exact[1])
 
 
 @each("layout", LAYOUTS)
