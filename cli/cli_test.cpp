@@ -438,6 +438,8 @@ class ProgramWithTensors : public Program {
     filled("soft", DType::float32, {2, 4, 3}, {0.1, 0.2, 0.3, 0.4, 0.0});
     filled("weight", DType::float32, {4}, {0.5, 2.0, 1.5, 0.25});
     normal("upstream", {2, 3});
+    filled("of_rows", DType::float32, {2, 3}, {0.5, 2.0, 1.5, 0.0, 3.0, 1.0});
+    filled("of_head_rows", DType::float32, {3}, {0.5, 2.0, 1.5});
     filled("tokens", DType::float32, {}, {16.0});
     normal("x", {3, 4});
     normal("head", {5, 4});
@@ -498,9 +500,11 @@ class ProgramWithTensors : public Program {
     }
   }
 
-  // What a loss writes, put into the members of these names.
+  // What a loss writes with these flags, put into the members of these names.
   template <typename Views>
-  Results add_loss_outputs(Views& views, const CrossEntropyOptions& options, const Dims& rows, bool has_all) {
+  Results add_loss_outputs(Views& views, const CrossEntropyOptions& options, const Dims& rows,
+                           const std::string& flags) {
+    const auto has = [&](const char* flag) { return flags.find(flag) != flags.npos; };
     const Dims loss = options.reduction == Reduction::none ? rows : Dims{};
     Results results;
     results["loss"] = views.loss = out(loss);
@@ -508,8 +512,10 @@ class ProgramWithTensors : public Program {
     views.target_mass = out(rows);
     if (options.reduction == Reduction::mean) views.divisor = out({});
     if (options.z_loss_weight > 0.0) results["z_loss"] = views.z_loss = out(loss);
-    if (has_all) results["argmax"] = views.argmax = out(rows, DType::int64);
-    if (has_all) results["entropy"] = views.entropy = out(rows);
+    if (has("--argmax")) results["argmax"] = views.argmax = out(rows, DType::int64);
+    if (has("--entropy")) results["entropy"] = views.entropy = out(rows);
+    if (has("--sum-sq")) results["sum_sq"] = views.sum_sq = out(rows);
+    if (has("--mean-logit")) results["mean_logit"] = views.mean_logit = out(rows);
     return results;
   }
 
@@ -525,7 +531,7 @@ const CrossEntropyOptions kEveryOption = {.ignore_index = 7,
                                           .z_loss_weight = 0.125};
 constexpr const char* kEveryFlag =
     " --ignore-index 7 --reduction none --label-smoothing 0.25 --scale 1.5 --softcap 2 --z-loss 0.125 --argmax "
-    "--entropy";
+    "--entropy --sum-sq";
 
 TEST_F(ProgramWithTensors, RunLogsumexp) {
   LogsumexpForwardArgs forward{.x = in("logits"), .axes = {0, 2}, .keepdim = true, .out = out({1, 4, 1})};
@@ -548,18 +554,18 @@ TEST_F(ProgramWithTensors, RunLogsumexp) {
 }
 
 TEST_F(ProgramWithTensors, RunCrossEntropy) {
-  const auto forward = [&](const std::string& flags, CrossEntropyForwardArgs args, bool has_all,
-                           const TensorView& grad_loss) {
+  const auto forward = [&](const std::string& flags, CrossEntropyForwardArgs args, const TensorView& grad_loss) {
     const std::string line = "cross_entropy --tensor logits --class-axis 1 " + flags;
     args.logits = in("logits");
     args.class_axis = 1;
-    Results results = add_loss_outputs(args, args.options, {2, 3}, has_all);
+    Results results = add_loss_outputs(args, args.options, {2, 3}, flags);
     cross_entropy_forward(args);
     expect_written(line, results);
     CrossEntropyBackwardArgs backward{.grad_loss = grad_loss.is_present ? grad_loss : ones(args.loss.shape),
                                       .logits = args.logits,
                                       .targets = args.targets,
                                       .weight = args.weight,
+                                      .row_weight = args.row_weight,
                                       .class_axis = 1,
                                       .options = args.options,
                                       .lse = args.lse,
@@ -572,7 +578,7 @@ TEST_F(ProgramWithTensors, RunCrossEntropy) {
     expect_written(line + how, results);
 
     CrossEntropyForwardBackwardArgs both{.forward = args, .grad_loss = grad_loss};
-    results = add_loss_outputs(both.forward, args.options, {2, 3}, has_all);
+    results = add_loss_outputs(both.forward, args.options, {2, 3}, flags);
     results["grad_logits"] = both.forward.logits = out({2, 4, 3});
     std::memcpy(both.forward.logits.data, args.logits.data, 24 * sizeof(float));
     both.forward.target_mass = both.forward.divisor = {};
@@ -581,16 +587,15 @@ TEST_F(ProgramWithTensors, RunCrossEntropy) {
   };
   const CrossEntropyOptions ignoring{.ignore_index = 7};
   CrossEntropyForwardArgs args{.targets = in("targets"), .weight = in("weight"), .options = kEveryOption};
-  forward("--target targets --weight weight" + std::string(kEveryFlag), args, true, in("upstream"));
-  forward("--target targets --ignore-index 7", {.targets = in("targets"), .options = ignoring}, false, {});
-  forward("--target targets --ignore-index 7 --normalizer tokens",
-          {.targets = in("targets"), .normalizer = in("tokens"), .options = ignoring}, false, {});
-  forward("--target soft --reduction sum", {.targets = in("soft"), .options = {.reduction = Reduction::sum}}, false,
-          {});
+  forward("--target targets --weight weight" + std::string(kEveryFlag), args, in("upstream"));
+  forward("--target targets --ignore-index 7", {.targets = in("targets"), .options = ignoring}, {});
+  forward("--target targets --ignore-index 7 --row-weight of_rows --normalizer tokens --mean-logit",
+          {.targets = in("targets"), .row_weight = in("of_rows"), .normalizer = in("tokens"), .options = ignoring}, {});
+  forward("--target soft --reduction sum", {.targets = in("soft"), .options = {.reduction = Reduction::sum}}, {});
 }
 
 TEST_F(ProgramWithTensors, RunLinearCrossEntropy) {
-  const auto both_ways = [&](const std::string& flags, const LinearCrossEntropyForwardArgs& args, bool has_all,
+  const auto both_ways = [&](const std::string& flags, const LinearCrossEntropyForwardArgs& args,
                              const TensorView& grad_loss, const std::string& gradients = "") {
     const LinearCrossEntropyInputs& inputs = args.inputs;
     const std::string line = "linear_cross_entropy --tensor x --linear-weight head " + flags;
@@ -611,7 +616,7 @@ TEST_F(ProgramWithTensors, RunLinearCrossEntropy) {
       return made;
     };
     LinearCrossEntropyForwardArgs forward = args;
-    Results results = add_loss_outputs(forward.outputs, inputs.options, {3}, has_all);
+    Results results = add_loss_outputs(forward.outputs, inputs.options, {3}, flags);
     linear_cross_entropy_forward(forward);
     expect_written(line, results);
     LinearCrossEntropyBackwardArgs backward{
@@ -625,7 +630,7 @@ TEST_F(ProgramWithTensors, RunLinearCrossEntropy) {
     expect_written(line + how + "recompute", results);
 
     LinearCrossEntropyForwardBackwardArgs both{.forward = args, .grad_loss = grad_loss};
-    Results speed = add_loss_outputs(both.forward.outputs, inputs.options, {3}, has_all);
+    Results speed = add_loss_outputs(both.forward.outputs, inputs.options, {3}, flags);
     both.forward.outputs.target_mass = both.forward.outputs.divisor = {};
     both.gradients = add_gradients(speed);
     linear_cross_entropy_forward_backward(both);
@@ -639,13 +644,14 @@ TEST_F(ProgramWithTensors, RunLinearCrossEntropy) {
   args.inputs.targets = in("head_targets");
   args.inputs.options.ignore_index = 7;
   const std::string targets = "--target head_targets --ignore-index 7";
-  both_ways(targets, args, false, {});
+  both_ways(targets, args, {});
   args.normalizer = in("tokens");
-  both_ways(targets + " --normalizer tokens", args, false, {});
-  args.normalizer = {};
+  args.inputs.row_weight = in("of_head_rows");
+  both_ways(targets + " --row-weight of_head_rows --normalizer tokens --mean-logit", args, {});
+  args.normalizer = args.inputs.row_weight = {};
   args.inputs.bias = in("bias");
   for (const char* gradients : {"x", "linear_weight", "linear_bias", "x,linear_bias"}) {
-    both_ways(targets + " --linear-bias bias", args, false, {}, gradients);
+    both_ways(targets + " --linear-bias bias", args, {}, gradients);
   }
   args.inputs.class_weight = in("head_weight");
   args.inputs.options = kEveryOption;
@@ -653,7 +659,7 @@ TEST_F(ProgramWithTensors, RunLinearCrossEntropy) {
   args.inputs.workspace_limit = 1 << 20;
   both_ways("--target head_targets --linear-bias bias --weight head_weight --skip-ignored --workspace-limit 1M" +
                 std::string(kEveryFlag),
-            args, true, in("head_upstream"));
+            args, in("head_upstream"));
 }
 
 TEST_F(ProgramWithTensors, RunLrpeCosine) {

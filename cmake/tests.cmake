@@ -31,7 +31,7 @@ if(python)
   add_test(NAME python COMMAND ${python} -B -m pytest -n auto WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   # It takes every core for itself.
   cmake_host_system_information(RESULT cores QUERY NUMBER_OF_LOGICAL_CORES)
-  set_tests_properties(python PROPERTIES PROCESSORS ${cores} ENVIRONMENT EAVES_PROGRAM=$<TARGET_FILE:eaves_cli>)
+  set_tests_properties(python PROPERTIES PROCESSORS ${cores})
   add_test(NAME check_docs COMMAND ${python} -B tools/check_docs --program $<TARGET_FILE:eaves_cli>
            WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   set_tests_properties(check_docs PROPERTIES COST 1000)  # takes long on one core: begins first

@@ -162,15 +162,3 @@ def test_weights_and_normalizers_may_have_a_batch(any_device: torch.device) -> N
             for f in (function, grad(function)):
                 expected = torch.stack([f(*sample) for sample in samples])
                 assert_agree(torch.vmap(f, in_dims=dims)(*given), expected)
-
-
-def test_per_sample_gradients_of_a_model_are_those_of_the_loop(any_device: torch.device) -> None:
-    weight = random_tensor((5, 8), torch.float32, any_device)
-    x, target = random_tensor((7, 8), torch.float32, any_device), torch.arange(7, device=any_device) % 5
-
-    def loss(weight: Tensor, sample: Tensor, label: Tensor) -> Tensor:
-        return eaves.cross_entropy(weight @ sample, label)
-
-    actual = torch.vmap(grad(loss), in_dims=(None, 0, 0))(weight, x, target)
-    expected = torch.stack([grad(loss)(weight, *sample) for sample in zip(x, target, strict=True)])
-    assert_agree(actual, expected)

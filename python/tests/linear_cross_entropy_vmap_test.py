@@ -81,15 +81,3 @@ def test_each_tensor_may_have_a_batch_or_none(any_device: torch.device) -> None:
             else:
                 for index, found in enumerate(actual):
                     assert_agree(found, torch.stack([e[index] for e in expected]))
-
-
-def test_per_sample_gradients_of_a_head_are_those_of_the_loop(any_device: torch.device) -> None:
-    x, head, target, _ = problem((7, 8), 5, torch.float32, any_device)
-    target[target == -100] = 0
-
-    def loss(head: Tensor, sample: Tensor, label: Tensor) -> Tensor:
-        return eaves.linear_cross_entropy(sample, head, label)
-
-    actual = torch.vmap(grad(loss), in_dims=(None, 0, 0))(head, x, target)
-    expected = torch.stack([grad(loss)(head, *sample) for sample in zip(x, target, strict=True)])
-    assert_agree(actual, expected)
