@@ -388,15 +388,11 @@ def test_classes_that_one_masks_in_jsd(device: torch.device) -> None:
     assert all(each is not None and (each == 0).all() for each in gradients)  # a masked class cannot come back
 
 
-def test_reverse_is_infinite_where_the_teacher_alone_masks_a_class(device: torch.device) -> None:
-    tensors = heads(torch.float32, device)
-    found = eaves.linear_kl_div(*tensors, teacher_bias=masking(33, [4], device), divergence="reverse", reduction="none")
-    assert (found == math.inf).all()
-
-
-def test_forward_is_infinite_where_the_student_alone_masks_a_class(device: torch.device) -> None:
-    found = eaves.linear_kl_div(*heads(torch.float32, device), linear_bias=masking(33, [4], device))
-    assert found == math.inf
+@each("case", [("reverse", "teacher_bias"), ("forward", "linear_bias")])
+def test_a_class_that_one_alone_masks_makes_infinity(case: tuple[str, str], device: torch.device) -> None:
+    divergence, bias = case
+    named: dict[str, Any] = {"divergence": divergence, bias: masking(33, [4], device)}
+    assert (eaves.linear_kl_div(*heads(torch.float32, device), **named, reduction="none") == math.inf).all()
 
 
 @each("divergence", DIVERGENCES)
@@ -516,7 +512,7 @@ def test_derivatives_of_second_order_are_refused(any_device: torch.device) -> No
             torch.autograd.grad(grad.sum(), x)
 
 
-def test_forward_mode_and_transforms_are_refused(any_device: torch.device) -> None:
+def test_forward_mode_transforms_and_export_are_refused(any_device: torch.device) -> None:
     x, *others = heads(torch.float32, any_device)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
@@ -528,6 +524,13 @@ def test_forward_mode_and_transforms_are_refused(any_device: torch.device) -> No
     ):
         with pytest.raises(NotImplementedError, match=r"^linear_kl_div: it does not work inside of"):
             transformed()
+
+    class Model(torch.nn.Module):
+        def forward(self, *tensors: Tensor) -> Tensor:
+            return eaves.linear_kl_div(*tensors)
+
+    with pytest.raises(Exception, match=r"linear_kl_div: it does not work inside of torch\.export"):
+        torch.export.export(Model(), (x, *others), strict=False)
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -547,15 +550,6 @@ def test_torch_compile_leaves_it_as_it_is(any_device: torch.device) -> None:
             assert_agree(actual, wanted)
         with torch.no_grad():
             assert_agree(compiled(x, weight, temperature), loss(x, weight, temperature))
-
-
-def test_torch_export_is_refused(any_device: torch.device) -> None:
-    class Model(torch.nn.Module):
-        def forward(self, *tensors: Tensor) -> Tensor:
-            return eaves.linear_kl_div(*tensors)
-
-    with pytest.raises(Exception, match=r"linear_kl_div: it does not work inside of torch\.export"):
-        torch.export.export(Model(), tuple(heads(torch.float32, any_device)), strict=False)
 
 
 @each("reduction", REDUCTIONS)
