@@ -5,12 +5,14 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "eaves/context.h"
+#include "eaves/error.h"
 #include "runtime/runtime.h"
 #include "testing/tensor.h"
 
@@ -26,6 +28,81 @@ void run_between_canaries(Run& run, const ExecutionContext& context = {}) {
     EXPECT_TRUE(run.inputs()[i]->bytes() == before[i]) << "input " << i << " was modified";
   }
   for (auto& [name, tensor] : run.outputs()) EXPECT_EQ(tensor->canary_damage(), "") << "around " << name;
+}
+
+/// Bit by bit.
+template <typename Run, typename Case>
+void expect_two_runs_equal(const Case& test_case, const std::string& description) {
+  Run first(test_case), second(test_case);
+  first.run();
+  second.run();
+  EXPECT_TRUE(first.results_equal(second)) << description;
+}
+
+/// A graph of run.launch() that is replayed `times` comes to what a run does.
+template <typename Run, typename Case>
+void expect_replayed_by_a_graph(const Case& test_case, const std::string& description, int times = 3) {
+  Run plain(test_case), captured(test_case);
+  plain.run();
+  const runtime::Stream stream(kCuda);
+  runtime::capture_and_replay(
+      kCuda, stream.handle(), [&] { captured.launch({.stream = stream.handle()}); }, times);
+  captured.download();
+  EXPECT_TRUE(captured.results_equal(plain)) << description;
+}
+
+/// One workspace serves calls that follow each other: none writes over what another has yet to merge.
+template <typename Run, typename Case, typename BytesOf>
+void expect_a_workspace_can_be_shared(const std::vector<Case>& cases, int repetitions, BytesOf bytes_of) {
+  std::vector<std::unique_ptr<Run>> alone, together;
+  std::size_t bytes = 0;
+  for (const Case& test_case : cases) {
+    alone.push_back(std::make_unique<Run>(test_case));
+    together.push_back(std::make_unique<Run>(test_case));
+    alone.back()->run();
+    bytes = std::max(bytes, bytes_of(*together.back()));
+  }
+  TestTensor workspace(cases[0].device, DType::uint8, {static_cast<std::int64_t>(bytes)});
+  const ExecutionContext context{.workspace = {workspace.view().data, bytes}};
+  for (int repetition = 0; repetition < repetitions; ++repetition) {
+    if constexpr (requires(Run & run) { run.restore(); }) {
+      for (const auto& run : together) run->restore();
+    }
+    for (const auto& run : together) run->launch(context);
+  }
+  for (std::size_t i = 0; i < cases.size(); ++i) {
+    together[i]->download();
+    EXPECT_TRUE(together[i]->results_equal(*alone[i])) << "case " << i;
+  }
+}
+
+/// A call with a workspace of so many bytes, around which nothing may be written. One byte less is refused, if they are
+/// the least.
+template <typename Call>
+void call_with_workspace(Device device, std::size_t bytes, bool are_least, Call call) {
+  TestTensor workspace(device, DType::uint8, {static_cast<std::int64_t>(bytes)});
+  call(ExecutionContext{.workspace = {workspace.view().data, bytes}});
+  if (are_least && bytes > 0) {
+    EXPECT_THROW(call(ExecutionContext{.workspace = {workspace.view().data, bytes - 1}}), InvalidArgument);
+  }
+  runtime::synchronize(device);
+  workspace.download();
+  EXPECT_EQ(workspace.canary_damage(), "");
+}
+
+/// What the objective changes by, for each unit that element i of `tensor` does.
+template <typename Objective>
+double difference_quotient(TestTensor& tensor, std::int64_t i, double step, Objective objective) {
+  const double original = tensor.get(i);
+  const auto objective_at = [&](double value) {
+    tensor.set(i, value);
+    tensor.upload();
+    return objective();
+  };
+  const double above = objective_at(original + step), below = objective_at(original - step);
+  tensor.set(i, original);
+  tensor.upload();
+  return (above - below) / (2.0 * step);
 }
 
 /// Four runs at the same time, each on a stream of its own by `launch(run, context)`, come to what one run alone does.

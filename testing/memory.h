@@ -1,6 +1,8 @@
 // Device memory that gives itself back, for tests whose tensors are too large for a TestTensor's copies and canaries.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -34,6 +36,15 @@ class Memory {
  private:
   Device device_;
   void* data_;
+};
+
+/// Memory of this size; on the CPU in pages of 2 MiB where they are to be had: handed out in pages of 4 KiB it takes
+/// longer than all that is computed in it.
+class LargeMemory : public Memory {
+ public:
+  LargeMemory(Device device, std::int64_t bytes) : Memory(device, bytes) {
+    if (device.type == DeviceType::cpu) madvise(data(), static_cast<std::size_t>(bytes), MADV_HUGEPAGE);
+  }
 };
 
 }  // namespace eaves::testing

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <memory>
 #include <utility>
 #include <vector>
 
@@ -62,10 +61,7 @@ std::size_t workspace_bytes(CrossEntropyRun& run) {
 
 TEST_P(CrossEntropyCalls, TwoRunsAreBitwiseEqual) {
   for (const CrossEntropyCase& test_case : cases_of_every_kind(device())) {
-    CrossEntropyRun first(test_case), second(test_case);
-    first.run();
-    second.run();
-    EXPECT_TRUE(first.results_equal(second)) << description_of(test_case);
+    expect_two_runs_equal<CrossEntropyRun>(test_case, description_of(test_case));
   }
 }
 
@@ -79,25 +75,8 @@ TEST_P(CrossEntropyCalls, CallsThatFollowEachOtherMayShareAWorkspace) {
       .device = device(), .dtype = DType::bfloat16, .shape = {200000, 24}, .wants_all_of_row = false, .value = normal};
   CrossEntropyCase few_count = many_rows;
   few_count.target = [](std::int64_t row) { return row % 8 == 0 ? 5.0 : CrossEntropyOptions{}.ignore_index; };
-  const std::vector<CrossEntropyCase> cases = {long_rows, long_columns, many_rows, few_count};
-  std::vector<std::unique_ptr<CrossEntropyRun>> alone, together;
-  std::size_t bytes = 0;
-  for (const CrossEntropyCase& test_case : cases) {
-    alone.push_back(std::make_unique<CrossEntropyRun>(test_case));
-    together.push_back(std::make_unique<CrossEntropyRun>(test_case));
-    alone.back()->run();
-    bytes = std::max(bytes, workspace_bytes(*together.back()));
-  }
-  TestTensor workspace(device(), DType::uint8, {static_cast<std::int64_t>(bytes)});
-  const ExecutionContext context{.workspace = {workspace.view().data, bytes}};
-  for (int repetition = 0; repetition < 10; ++repetition) {
-    for (const auto& run : together) run->restore();
-    for (const auto& run : together) run->launch(context);
-  }
-  for (std::size_t i = 0; i < cases.size(); ++i) {
-    together[i]->download();
-    EXPECT_TRUE(together[i]->results_equal(*alone[i])) << description_of(cases[i]);
-  }
+  expect_a_workspace_can_be_shared<CrossEntropyRun>(
+      std::vector<CrossEntropyCase>{long_rows, long_columns, many_rows, few_count}, 10, workspace_bytes);
 }
 
 TEST_P(CrossEntropyCalls, AWorkspaceOfTheStatedSizeIsEnoughAndAsSmallAsTheHeaderSays) {
@@ -113,20 +92,10 @@ TEST_P(CrossEntropyCalls, AWorkspaceOfTheStatedSizeIsEnoughAndAsSmallAsTheHeader
     EXPECT_LE(in_place_bytes, most);
     EXPECT_EQ(cross_entropy_backward_workspace_bytes(given.backward_args()), 0u);
 
-    const auto with_workspace_of = [&](std::size_t bytes, auto call) {
-      TestTensor workspace(device(), DType::uint8, {static_cast<std::int64_t>(bytes)});
-      call(ExecutionContext{.workspace = {workspace.view().data, bytes}});
-      if (bytes > 0) {
-        EXPECT_THROW(call(ExecutionContext{.workspace = {workspace.view().data, bytes - 1}}), InvalidArgument);
-      }
-      runtime::synchronize(device());
-      workspace.download();
-      EXPECT_EQ(workspace.canary_damage(), "");
-    };
-    with_workspace_of(forward_bytes,
-                      [&](const ExecutionContext& context) { cross_entropy_forward(given.forward_args(), context); });
+    call_with_workspace(device(), forward_bytes, true,
+                        [&](const ExecutionContext& context) { cross_entropy_forward(given.forward_args(), context); });
     cross_entropy_backward(given.backward_args());
-    with_workspace_of(in_place_bytes, [&](const ExecutionContext& context) {
+    call_with_workspace(device(), in_place_bytes, true, [&](const ExecutionContext& context) {
       cross_entropy_forward_backward(given.in_place_args(), context);
     });
     given.download();

@@ -2,7 +2,6 @@
 // with Slow; they are skipped, with the reason, where memory is short. A CPU would take minutes for most of them, and
 // gets a few elements as far apart instead, in memory of which it touches little.
 #include <gtest/gtest.h>
-#include <sys/mman.h>
 
 #include <bit>
 #include <cmath>
@@ -18,15 +17,6 @@ namespace {
 
 class SlowCrossEntropy : public OnEachDevice {};
 EAVES_EACH_DEVICE(SlowCrossEntropy);
-
-/// Memory of this size; on the CPU in pages of 2 MiB where they are to be had: handed out in pages of 4 KiB it takes
-/// longer than all that is computed in it.
-class LargeMemory : public Memory {
- public:
-  LargeMemory(Device device, std::int64_t bytes) : Memory(device, bytes) {
-    if (device.type == DeviceType::cpu) madvise(data(), static_cast<std::size_t>(bytes), MADV_HUGEPAGE);
-  }
-};
 
 struct LargeShape {
   Dims shape;

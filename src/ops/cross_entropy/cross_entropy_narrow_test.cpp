@@ -328,10 +328,7 @@ std::vector<CrossEntropyCase> cases_of_every_kind(Device device) {
 
 TEST_P(CrossEntropyNarrow, TwoRunsAreBitwiseEqual) {
   for (const CrossEntropyCase& test_case : cases_of_every_kind(device())) {
-    CrossEntropyRun first(test_case), second(test_case);
-    first.run();
-    second.run();
-    EXPECT_TRUE(first.results_equal(second)) << description_of(test_case);
+    expect_two_runs_equal<CrossEntropyRun>(test_case, description_of(test_case));
   }
 }
 
@@ -381,14 +378,7 @@ class CrossEntropyNarrowOnGpu : public OnGpu {};
 
 TEST_F(CrossEntropyNarrowOnGpu, ACudaGraphReplaysIt) {
   for (const CrossEntropyCase& test_case : cases_of_every_kind(kCuda)) {
-    CrossEntropyRun plain(test_case), captured(test_case);
-    plain.run();
-    const runtime::Stream stream(kCuda);
-    // Once: it overwrites what it reads.
-    runtime::capture_and_replay(
-        kCuda, stream.handle(), [&] { captured.launch({.stream = stream.handle()}); }, 1);
-    captured.download();
-    EXPECT_TRUE(captured.results_equal(plain)) << description_of(test_case);
+    expect_replayed_by_a_graph<CrossEntropyRun>(test_case, description_of(test_case), 1);  // it overwrites its input
   }
 }
 

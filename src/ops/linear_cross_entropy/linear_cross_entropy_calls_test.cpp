@@ -67,21 +67,14 @@ TEST_P(LinearCrossEntropyCalls, AWorkspaceOfTheStatedSizeIsEnough) {
     SCOPED_TRACE(description_of(test_case));
     LinearCrossEntropyRun own(test_case), given(test_case);
     own.run();
-    const auto with_workspace_of = [&](std::size_t bytes, auto call) {
-      TestTensor workspace(device(), DType::uint8, {static_cast<std::int64_t>(bytes)});
-      call(ExecutionContext{.workspace = {workspace.view().data, bytes}});
-      runtime::synchronize(device());
-      workspace.download();
-      EXPECT_EQ(workspace.canary_damage(), "");
-    };
-    with_workspace_of(
-        linear_cross_entropy_forward_workspace_bytes(given.forward_args()),
+    call_with_workspace(
+        device(), linear_cross_entropy_forward_workspace_bytes(given.forward_args()), false,
         [&](const ExecutionContext& context) { linear_cross_entropy_forward(given.forward_args(), context); });
-    with_workspace_of(
-        linear_cross_entropy_backward_workspace_bytes(given.backward_args()),
+    call_with_workspace(
+        device(), linear_cross_entropy_backward_workspace_bytes(given.backward_args()), false,
         [&](const ExecutionContext& context) { linear_cross_entropy_backward(given.backward_args(), context); });
-    with_workspace_of(
-        linear_cross_entropy_forward_backward_workspace_bytes(given.at_once_args()),
+    call_with_workspace(
+        device(), linear_cross_entropy_forward_backward_workspace_bytes(given.at_once_args()), false,
         [&](const ExecutionContext& context) { linear_cross_entropy_forward_backward(given.at_once_args(), context); });
     given.download();
     // The bytes that a limit leaves may be cut in another way when they are all there is.

@@ -296,13 +296,7 @@ TEST_F(LinearCrossEntropyFusedOnGpu, ACudaGraphReplaysIt) {
   for (const double deviation : kDeviations) {
     LinearCrossEntropyCase c = fused_case(Reduction::mean);
     c.deviation = deviation;
-    LinearCrossEntropyRun plain(c), captured(c);
-    plain.run();
-    const runtime::Stream stream(kCuda);
-    runtime::capture_and_replay(
-        kCuda, stream.handle(), [&] { captured.launch({.stream = stream.handle()}); }, 3);
-    captured.download();
-    EXPECT_TRUE(captured.results_equal(plain)) << deviation;
+    expect_replayed_by_a_graph<LinearCrossEntropyRun>(c, std::to_string(deviation));
   }
 }
 
@@ -311,10 +305,7 @@ TEST_F(LinearCrossEntropyFusedOnGpu, TwoRunsAreBitwiseEqual) {
     LinearCrossEntropyCase c = fused_case(Reduction::mean);
     c.row_shape = {700};
     c.deviation = deviation;
-    LinearCrossEntropyRun first(c), second(c);
-    first.run();
-    second.run();
-    EXPECT_TRUE(first.results_equal(second)) << deviation;
+    expect_two_runs_equal<LinearCrossEntropyRun>(c, std::to_string(deviation));
   }
 }
 

@@ -29,19 +29,8 @@ double loss_of(LinearCrossEntropyRun& run, bool is_backward) {
   return sum;
 }
 
-/// What the loss changes by, for each unit that element i of `tensor` does.
-double difference_quotient(LinearCrossEntropyRun& run, TestTensor& tensor, std::int64_t i, bool is_backward) {
-  constexpr double kStep = 1e-5;
-  const double original = tensor.get(i);
-  const auto loss_at = [&](double value) {
-    tensor.set(i, value);
-    tensor.upload();
-    return loss_of(run, is_backward);
-  };
-  const double above = loss_at(original + kStep), below = loss_at(original - kStep);
-  tensor.set(i, original);
-  tensor.upload();
-  return (above - below) / (2.0 * kStep);
+double slope_of(LinearCrossEntropyRun& run, TestTensor& tensor, std::int64_t i, bool is_backward) {
+  return difference_quotient(tensor, i, 1e-5, [&] { return loss_of(run, is_backward); });
 }
 
 void check_gradients(const LinearCrossEntropyCase& test_case) {
@@ -54,8 +43,8 @@ void check_gradients(const LinearCrossEntropyCase& test_case) {
   const auto expect_derivatives = [&](TestTensor& of, const TestTensor& backward, const TestTensor& at_once,
                                       const char* name) {
     for (std::int64_t i = 0; i < of.host().element_count(); ++i) {
-      ASSERT_NEAR(backward.get(i), difference_quotient(run, of, i, true), kWithin) << "element " << i << " of " << name;
-      ASSERT_NEAR(at_once.get(i), difference_quotient(run, of, i, false), kWithin) << "element " << i << " of " << name;
+      ASSERT_NEAR(backward.get(i), slope_of(run, of, i, true), kWithin) << "element " << i << " of " << name;
+      ASSERT_NEAR(at_once.get(i), slope_of(run, of, i, false), kWithin) << "element " << i << " of " << name;
     }
   };
   expect_derivatives(run.x, run.gradients.x, run.gradients_at_once.x, "x");

@@ -33,11 +33,8 @@ const std::vector<std::pair<Dims, Dims>>& shapes_of_every_kind() {
 TEST_P(LogsumexpCalls, TwoRunsAreBitwiseEqual) {
   for (const auto& [shape, axes] : shapes_of_every_kind()) {
     for (const DType dtype : {DType::bfloat16, DType::float32}) {
-      LogsumexpRun first({.device = device(), .dtype = dtype, .shape = shape, .axes = axes, .value = normal});
-      LogsumexpRun second(first.test_case());
-      first.run();
-      second.run();
-      EXPECT_TRUE(first.results_equal(second)) << check::to_string(shape);
+      const LogsumexpCase test_case{.device = device(), .dtype = dtype, .shape = shape, .axes = axes, .value = normal};
+      expect_two_runs_equal<LogsumexpRun>(test_case, check::to_string(shape));
     }
   }
 }
@@ -48,21 +45,9 @@ TEST_P(LogsumexpCalls, CallsThatFollowEachOtherMayShareAWorkspace) {
       .device = device(), .dtype = DType::bfloat16, .shape = {2, 400003}, .axes = {1}, .value = normal};
   const LogsumexpCase long_columns{
       .device = device(), .dtype = DType::bfloat16, .shape = {20000, 72}, .axes = {0}, .value = normal};
-  LogsumexpRun rows_alone(long_rows), columns_alone(long_columns), rows(long_rows), columns(long_columns);
-  rows_alone.run();
-  columns_alone.run();
-  const std::size_t bytes = std::max(logsumexp_forward_workspace_bytes(rows.forward_args()),
-                                     logsumexp_forward_workspace_bytes(columns.forward_args()));
-  TestTensor workspace(device(), DType::uint8, {static_cast<std::int64_t>(bytes)});
-  const ExecutionContext context{.workspace = {workspace.view().data, bytes}};
-  for (int repetition = 0; repetition < 20; ++repetition) {
-    rows.launch(context);
-    columns.launch(context);
-  }
-  rows.download();
-  columns.download();
-  EXPECT_TRUE(rows.results_equal(rows_alone));
-  EXPECT_TRUE(columns.results_equal(columns_alone));
+  expect_a_workspace_can_be_shared<LogsumexpRun>(
+      std::vector<LogsumexpCase>{long_rows, long_columns}, 20,
+      [](LogsumexpRun& run) { return logsumexp_forward_workspace_bytes(run.forward_args()); });
 }
 
 TEST_P(LogsumexpCalls, AWorkspaceOfTheStatedSizeIsEnoughAndIsBelow1MiB) {
@@ -111,14 +96,9 @@ class LogsumexpOnGpu : public OnGpu {};
 
 TEST_F(LogsumexpOnGpu, ACudaGraphReplaysForwardAndBackward) {
   for (const auto& [shape, axes] : shapes_of_every_kind()) {
-    LogsumexpRun plain({.device = kCuda, .dtype = DType::bfloat16, .shape = shape, .axes = axes, .value = normal});
-    plain.run();
-    LogsumexpRun captured(plain.test_case());
-    const runtime::Stream stream(kCuda);
-    runtime::capture_and_replay(
-        kCuda, stream.handle(), [&] { captured.launch({.stream = stream.handle()}); }, 3);
-    captured.download();
-    EXPECT_TRUE(captured.results_equal(plain)) << check::to_string(shape);
+    const LogsumexpCase test_case{
+        .device = kCuda, .dtype = DType::bfloat16, .shape = shape, .axes = axes, .value = normal};
+    expect_replayed_by_a_graph<LogsumexpRun>(test_case, check::to_string(shape));
   }
 }
 

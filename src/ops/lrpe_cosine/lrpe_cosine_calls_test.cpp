@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <memory>
 #include <vector>
 
 #include "eaves/error.h"
@@ -71,10 +70,7 @@ std::size_t most_workspace_bytes(std::int64_t columns) {
 
 TEST_P(LrpeCosineCalls, TwoRunsAreBitwiseEqual) {
   for (const LrpeCosineCase& test_case : cases_of_every_kind(device())) {
-    LrpeCosineRun first(test_case), second(test_case);
-    first.run();
-    second.run();
-    EXPECT_TRUE(first.results_equal(second)) << description_of(test_case);
+    expect_two_runs_equal<LrpeCosineRun>(test_case, description_of(test_case));
   }
 }
 
@@ -128,25 +124,10 @@ TEST_P(LrpeCosineCalls, AnXThatIsNotNeededIsNotRead) {
 
 TEST_P(LrpeCosineCalls, CallsThatFollowEachOtherMayShareAWorkspace) {
   // All sum in pieces; none may overwrite what another has yet to add up.
-  std::vector<LrpeCosineCase> cases = cases_of_every_kind(device());
-  std::vector<std::unique_ptr<LrpeCosineRun>> alone, together;
-  std::size_t bytes = 0;
-  for (const LrpeCosineCase& test_case : cases) {
-    alone.push_back(std::make_unique<LrpeCosineRun>(test_case));
-    alone.back()->run();
-    together.push_back(std::make_unique<LrpeCosineRun>(test_case));
-    bytes = std::max({bytes, lrpe_cosine_forward_workspace_bytes(together.back()->forward_args()),
-                      lrpe_cosine_backward_workspace_bytes(together.back()->backward_args())});
-  }
-  TestTensor workspace(device(), DType::uint8, {static_cast<std::int64_t>(bytes)});
-  const ExecutionContext context{.workspace = {workspace.view().data, bytes}};
-  for (int repetition = 0; repetition < 2; ++repetition) {
-    for (auto& run : together) run->launch(context);
-  }
-  for (std::size_t i = 0; i < cases.size(); ++i) {
-    together[i]->download();
-    EXPECT_TRUE(together[i]->results_equal(*alone[i])) << description_of(cases[i]);
-  }
+  expect_a_workspace_can_be_shared<LrpeCosineRun>(cases_of_every_kind(device()), 2, [](LrpeCosineRun& run) {
+    return std::max(lrpe_cosine_forward_workspace_bytes(run.forward_args()),
+                    lrpe_cosine_backward_workspace_bytes(run.backward_args()));
+  });
 }
 
 TEST_P(LrpeCosineCalls, AWorkspaceOfTheStatedSizeIsEnoughAndAsSmallAsTheHeaderSays) {
@@ -160,14 +141,7 @@ TEST_P(LrpeCosineCalls, AWorkspaceOfTheStatedSizeIsEnoughAndAsSmallAsTheHeaderSa
         device().type == DeviceType::cpu ? 0 : most_workspace_bytes(own.is_over_sequence() ? columns : 0);
     const auto call_with = [&](std::size_t bytes, auto call) {
       EXPECT_LE(bytes, most);
-      TestTensor workspace(device(), DType::uint8, {static_cast<std::int64_t>(bytes)});
-      call(ExecutionContext{.workspace = {workspace.view().data, bytes}});
-      if (bytes > 0) {
-        EXPECT_THROW(call(ExecutionContext{.workspace = {workspace.view().data, bytes - 1}}), InvalidArgument);
-      }
-      runtime::synchronize(device());
-      workspace.download();
-      EXPECT_EQ(workspace.canary_damage(), "");
+      call_with_workspace(device(), bytes, true, call);
     };
     call_with(lrpe_cosine_forward_workspace_bytes(given.forward_args()),
               [&](const ExecutionContext& context) { lrpe_cosine_forward(given.forward_args(), context); });
@@ -248,13 +222,7 @@ TEST_F(LrpeCosineOnGpu, AWorkspaceOfALargeCallIsAsSmallAsTheHeaderSays) {
 
 TEST_F(LrpeCosineOnGpu, ACudaGraphReplaysForwardAndBackward) {
   for (const LrpeCosineCase& test_case : cases_of_every_kind(kCuda)) {
-    LrpeCosineRun plain(test_case), captured(test_case);
-    plain.run();
-    const runtime::Stream stream(kCuda);
-    runtime::capture_and_replay(
-        kCuda, stream.handle(), [&] { captured.launch({.stream = stream.handle()}); }, 3);
-    captured.download();
-    EXPECT_TRUE(captured.results_equal(plain)) << description_of(test_case);
+    expect_replayed_by_a_graph<LrpeCosineRun>(test_case, description_of(test_case));
   }
 }
 

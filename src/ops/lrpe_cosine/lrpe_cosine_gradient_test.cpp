@@ -25,19 +25,8 @@ double loss_of(LrpeCosineRun& run) {
   return loss;
 }
 
-/// What the loss changes by, for each unit that element i of `tensor` does.
-double difference_quotient(LrpeCosineRun& run, TestTensor& tensor, std::int64_t i) {
-  constexpr double kStep = 1e-5;
-  const double original = tensor.get(i);
-  const auto loss_at = [&](double value) {
-    tensor.set(i, value);
-    tensor.upload();
-    return loss_of(run);
-  };
-  const double above = loss_at(original + kStep), below = loss_at(original - kStep);
-  tensor.set(i, original);
-  tensor.upload();
-  return (above - below) / (2.0 * kStep);
+double slope_of(LrpeCosineRun& run, TestTensor& tensor, std::int64_t i) {
+  return difference_quotient(tensor, i, 1e-5, [&] { return loss_of(run); });
 }
 
 void check_gradients(const LrpeCosineCase& test_case) {
@@ -51,12 +40,11 @@ void check_gradients(const LrpeCosineCase& test_case) {
   const std::int64_t count = run.x.host().element_count();
   for (std::int64_t i = 0; i < count; ++i) {
     if (test_case.activation == Activation::relu && std::abs(run.x.get(i)) < 1e-4) continue;  // no derivative at 0
-    ASSERT_NEAR(run.grad_x.get(i), difference_quotient(run, run.x, i), kWithin) << "element " << i << " of x";
+    ASSERT_NEAR(run.grad_x.get(i), slope_of(run, run.x, i), kWithin) << "element " << i << " of x";
   }
   const std::int64_t angles = run.theta.host().element_count();
   for (std::int64_t i = 0; i < angles; ++i) {
-    ASSERT_NEAR(run.grad_theta.get(i), difference_quotient(run, run.theta, i), kWithin)
-        << "element " << i << " of theta";
+    ASSERT_NEAR(run.grad_theta.get(i), slope_of(run, run.theta, i), kWithin) << "element " << i << " of theta";
   }
 }
 

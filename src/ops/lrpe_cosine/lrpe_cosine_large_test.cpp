@@ -2,7 +2,6 @@
 // not survive 32 bits, are slow (gigabytes), so their names start with Slow; they are skipped, with the reason, where
 // memory is short. A CPU would take minutes for each, and gets a few rows that lie as far apart instead.
 #include <gtest/gtest.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <array>
@@ -23,15 +22,6 @@ class LrpeCosineSampled : public OnEachDevice {};
 EAVES_EACH_DEVICE(LrpeCosineSampled);
 class SlowLrpeCosine : public OnEachDevice {};
 EAVES_EACH_DEVICE(SlowLrpeCosine);
-
-/// Memory of this size; on the CPU in pages of 2 MiB where they are to be had: handed out in pages of 4 KiB it takes
-/// longer than all that is computed in it.
-class LargeMemory : public Memory {
- public:
-  LargeMemory(Device device, std::int64_t bytes) : Memory(device, bytes) {
-    if (device.type == DeviceType::cpu) madvise(data(), static_cast<std::size_t>(bytes), MADV_HUGEPAGE);
-  }
-};
 
 struct LargeCase {
   Dims shape;
