@@ -38,9 +38,7 @@ from eaves._parallel.shard import (
 from eaves._torch.checks import (
     accumulator_dtype,
     check_bool,
-    check_device,
     check_shape,
-    check_tensor,
     given,
     index_of,
     is_distributed,
@@ -50,12 +48,10 @@ from eaves._torch.checks import (
 from eaves._torch.head import (
     algorithm_of,
     as_multiplied,
-    autocast,
     check_algorithm,
     check_grad_weight_out,
     check_overlap,
-    checked_bias,
-    checked_weight,
+    checked_head,
     refuse_zero3,
     wide_weight,
 )
@@ -89,6 +85,7 @@ from eaves._torch.transforms import OUTSIDE, is_exporting, is_transforming, need
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_NAMES = ("input", "linear_weight", "linear_bias")
 _suits_speed = suits_speed_of(ctypes.CDLL(str(EXTENSION)))
 _DTYPES = {dtype: name_of(dtype).encode() for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
@@ -267,20 +264,12 @@ def _checked(call: LinearCrossEntropyCall, shard: ShardArguments | None) -> tupl
     if is_compiling:
         torch._dynamo.skip_frame(msg=f"{OP}: grad_weight_out is written in the backward, so {OUTSIDE}")
     result_dtype = check_input(OP, input, target, "what is multiplied")
-    check_tensor(OP, "linear_weight", linear_weight)
-    check_device(OP, "linear_weight", linear_weight, "input", input)
-    if linear_bias is not None:
-        check_tensor(OP, "linear_bias", linear_bias)
-        check_device(OP, "linear_bias", linear_bias, "input", input)
-    device = input.device.type
-    is_autocast = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
-    if is_autocast:
-        input, linear_weight, linear_bias = autocast(input, linear_weight, linear_bias)
+    input, linear_weight, linear_bias = checked_head(
+        OP, _NAMES, input, linear_weight, linear_bias, may_be_empty=shard is not None
+    )
+    if input is not call.input:  # cast
         result_dtype = accumulator_dtype(input.dtype)
-    linear_weight = checked_weight(input, linear_weight, is_autocast, shard is not None)
     columns, rows = linear_weight.shape[0], input.shape[:-1] if shard is None else rows_of(OP, shard, input)
-    if linear_bias is not None:
-        linear_bias = checked_bias(input, linear_bias, columns)
     target = _checked_target(input, target, rows, columns, result_dtype)
     if shard is not None:
         check_reduce_dtype(OP, shard, input)

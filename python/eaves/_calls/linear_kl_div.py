@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from eaves._arguments import reduction_of
+from eaves._calls.linear_cross_entropy import tensors_of_linear
 from eaves._chunked.head import cut
 from eaves._chunked.kl_div import DIVERGENCES, OP, Divergence, Settings, forward_only
 from eaves._parallel.fully_shard import is_fully_sharded, with_whole_head
@@ -40,10 +41,10 @@ class KlDivCall(NamedTuple):
     """The arguments of eaves.linear_kl_div, as they were passed."""
 
     input: Tensor
-    linear_weight: Tensor
+    linear_weight: Any  # a Tensor or a torch.nn.Linear
     linear_bias: Tensor | None
     teacher_input: Tensor
-    teacher_weight: Tensor
+    teacher_weight: Any
     teacher_bias: Tensor | None
     target: Tensor | None
     divergence: str
@@ -56,6 +57,10 @@ class KlDivCall(NamedTuple):
 
 
 def divergence_of(call: KlDivCall) -> Tensor:
+    for _, name, bias_name in (_STUDENT, _TEACHER):
+        if isinstance(head := getattr(call, name), torch.nn.Linear):
+            tensors = tensors_of_linear(OP, None, name, head, bias_name, getattr(call, bias_name))
+            call = call._replace(**dict(zip((name, bias_name), tensors)))
     if is_fully_sharded(call.linear_weight):
         return with_whole_head(
             OP,
@@ -75,8 +80,8 @@ def divergence_of(call: KlDivCall) -> Tensor:
     input, linear_weight, linear_bias, teacher_input, teacher_weight, teacher_bias = call[:6]
     if is_exporting() or is_transforming():
         raise NotImplementedError(f"{OP}: it does not work inside of torch.export, torch.vmap and torch.func")
-    student = checked_head(OP, _STUDENT, input, linear_weight, linear_bias, "input", input)
-    teacher = checked_head(OP, _TEACHER, teacher_input, teacher_weight, teacher_bias, "input", input)
+    student = _rows_and_head(_STUDENT, input, linear_weight, linear_bias, input)
+    teacher = _rows_and_head(_TEACHER, teacher_input, teacher_weight, teacher_bias, input)
     rows, classes = input.shape[:-1], linear_weight.shape[0]
     check_shape(
         OP, "teacher_input", teacher_input, [*rows, teacher_input.shape[-1]], f"rows as input {shape_of(input)}"
@@ -114,6 +119,13 @@ def divergence_of(call: KlDivCall) -> Tensor:
     if mode == NONE:
         return found.view(rows)
     return _mean(found, normalizer, counts, rows) if mode == MEAN else found
+
+
+def _rows_and_head(
+    names: tuple[str, str, str], x: Tensor, weight: Tensor, bias: Tensor | None, student: Tensor
+) -> Head:
+    x, weight, bias = checked_head(OP, names, x, weight, bias, ("input", student))
+    return Head(x.reshape(-1, x.shape[-1]), weight, bias)
 
 
 def _counts(target: Tensor, input: Tensor, ignore_index: int) -> Tensor:

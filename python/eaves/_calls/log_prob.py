@@ -283,8 +283,9 @@ def _computed(call: LogProbCall, group: ProcessGroup | None, given_shard: Shard)
             refuse_in_place(x)
     else:
         x, weight, bias = checked_head(
-            op, ("hidden", "head", "bias"), x, weight, bias, "hidden", x, may_be_empty=shard is not None
+            op, ("hidden", "head", "bias"), x, weight, bias, ("hidden", x), shard is not None
         )
+        x = x.reshape(-1, x.shape[-1])
         classes = weight.shape[0]
         of_head = _head_options(call, x, weight)
     rows = passed.shape[:-1] if shard is None else rows_of_all(op, shard, passed, name)
