@@ -29,6 +29,7 @@ from eaves._torch.head import Head, checked_head, workspace_of
 from eaves._torch.operator import apply
 from eaves._torch.options import CLASS_DTYPES, RANGES, normalizer_of, shape_of
 from eaves._torch.outputs import MEAN, NONE
+from eaves._torch.rows import counts_of, divisor_of
 from eaves._torch.transforms import is_exporting, is_transforming, needs_autograd, uncompiled
 
 _STUDENT, _TEACHER = (
@@ -59,8 +60,9 @@ class KlDivCall(NamedTuple):
 def divergence_of(call: KlDivCall) -> Tensor:
     for _, name, bias_name in (_STUDENT, _TEACHER):
         if isinstance(head := getattr(call, name), torch.nn.Linear):
-            tensors = tensors_of_linear(OP, None, name, head, bias_name, getattr(call, bias_name))
-            call = call._replace(**dict(zip((name, bias_name), tensors)))
+            weight, bias = tensors_of_linear(OP, None, name, head, bias_name, getattr(call, bias_name))
+            changed: dict[str, Any] = {name: weight, bias_name: bias}
+            call = call._replace(**changed)
     if is_fully_sharded(call.linear_weight):
         return with_whole_head(
             OP,
@@ -134,8 +136,7 @@ def _counts(target: Tensor, input: Tensor, ignore_index: int) -> Tensor:
     check_device(OP, "target", target, "input", input)
     check_dtype_of(OP, "target", target, CLASS_DTYPES, "classes")
     check_shape(OP, "target", target, input.shape[:-1], f"one per row of input {shape_of(input)}")
-    # int32 classes would be compared with the last 32 bits of ignore_index.
-    return (target.to(torch.int64) != ignore_index).reshape(-1, 1)
+    return counts_of(target, ignore_index).reshape(-1, 1)
 
 
 def _settings(call: KlDivCall, student: Head, teacher: Head) -> Settings:
@@ -160,9 +161,11 @@ def _mean(total: Tensor, normalizer: Tensor | None, counts: Tensor | None, rows:
     0 / 0, which is 0; and the gradient is 0."""
     if normalizer is None and counts is None:
         return total * (1 / max(1, math.prod(rows)))
-    divisor = counts.sum() if normalizer is None and counts is not None else normalizer
-    assert divisor is not None
-    divisor = divisor.reshape(()).to(total.dtype)
+    if normalizer is not None:
+        divisor = normalizer.reshape(()).to(total.dtype)
+    else:
+        assert counts is not None
+        divisor = divisor_of(counts.flatten(), None, total.dtype)
     is_zero = divisor == 0
     mean = torch.where(is_zero, 0, total * (1 / divisor.masked_fill(is_zero, 1)))
     return torch.where(is_zero & (total.detach() != 0), math.inf, mean)
