@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import lru_cache
 
 
 def suits_speed_of(library: ctypes.CDLL) -> Callable[..., bool]:
-    """eaves_suits_speed of python/csrc/algorithm.cpp, whose arguments it takes by their places. The answers are cached:
-    to ask costs as much as a twentieth of a small call."""
+    """eaves_suits_speed of python/csrc/algorithm.cpp, whose arguments it takes by their places."""
     ask = library.eaves_suits_speed
     flag, size = ctypes.c_bool, ctypes.c_int64
     ask.restype = flag
     ask.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int, *[flag] * 4, *[size] * 4, flag, flag]
-    return lru_cache(maxsize=4096)(ask)
+    suits_speed: Callable[..., bool] = ask
+    return suits_speed

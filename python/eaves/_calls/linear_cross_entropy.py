@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -86,7 +88,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _NAMES = ("input", "linear_weight", "linear_bias")
-_suits_speed = suits_speed_of(ctypes.CDLL(str(EXTENSION)))
+_ask = suits_speed_of(ctypes.CDLL(str(EXTENSION)))
 _DTYPES = {dtype: name_of(dtype).encode() for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
 
@@ -264,10 +266,11 @@ def _checked(call: LinearCrossEntropyCall, shard: ShardArguments | None) -> tupl
     if is_compiling:
         torch._dynamo.skip_frame(msg=f"{OP}: grad_weight_out is written in the backward, so {OUTSIDE}")
     result_dtype = check_input(OP, input, target, "what is multiplied")
+    passed = input
     input, linear_weight, linear_bias = checked_head(
-        OP, _NAMES, input, linear_weight, linear_bias, may_be_empty=shard is not None
+        OP, _NAMES, input, linear_weight, linear_bias, None, shard is not None
     )
-    if input is not call.input:  # cast
+    if input is not passed:  # cast
         result_dtype = accumulator_dtype(input.dtype)
     columns, rows = linear_weight.shape[0], input.shape[:-1] if shard is None else rows_of(OP, shard, input)
     target = _checked_target(input, target, rows, columns, result_dtype)
@@ -282,8 +285,10 @@ def _checked(call: LinearCrossEntropyCall, shard: ShardArguments | None) -> tupl
         row_weight = row_weight_of(OP, row_weight, input, rows, result_dtype)
     if normalizer is not None:
         normalizer = normalizer_of(OP, normalizer, mode, result_dtype, input.device)
-    _check_options(options)
-    check_bool(OP, "skip_ignored", skip_ignored)
+    if options is not None and type(options).__name__ != "LinearCrossEntropyOptions":
+        raise TypeError(f"{OP}: options is {options!r}, expected a torch.nn.LinearCrossEntropyOptions or None")
+    if skip_ignored is not False:
+        check_bool(OP, "skip_ignored", skip_ignored)
     algorithm_of(algorithm)
     limit = 0 if workspace_bytes is None else limit_of(OP, workspace_bytes)
     numbers, number_tensor = numbers_of(OP, label_smoothing, scale, softcap, z_loss)
@@ -323,11 +328,6 @@ def _checked_target(
     if target.dtype not in (torch.float32, torch.float64):
         target = target.to(result_dtype)
     return target if target.dim() <= 2 and target.stride(-1) == 1 else target.contiguous()
-
-
-def _check_options(options: object) -> None:
-    if options is not None and type(options).__name__ != "LinearCrossEntropyOptions":
-        raise TypeError(f"{OP}: options is {options!r}, expected a torch.nn.LinearCrossEntropyOptions or None")
 
 
 def check_constant_options(
@@ -376,8 +376,8 @@ def _is_speed(
     algorithm, is_compiling = call.algorithm, torch.compiler.is_compiling()
     if algorithm == "recompute" or (not is_compiling and is_transforming()):
         return False
-    input, linear_weight, _, target, *_ = tensors
-    has_output_gradients = bool(followed & (LSE | ENTROPY))
+    input, linear_weight, _, target, _, _, _ = tensors
+    has_output_gradients = followed & (LSE | ENTROPY) != 0
     # The backward multiplies rows of the input's gradient by their factors; sums over rows it cannot.
     has_grad_input_alone = gradients == OF_INPUT and (shard is None or not shard.sequence_parallel)
     if algorithm == "speed":
@@ -385,25 +385,39 @@ def _is_speed(
         return is_possible and not (is_compiling and has_output_gradients)  # a graph computes nothing again
     if algorithm == "memory" and (is_compiling or shard is not None):
         limit = 0  # the workspace, not the choice, follows from the limit
-    facts: tuple[Any, ...] = (
-        mode, has_grad_input_alone, has_output_gradients, call.grad_weight_out is not None, shard is not None,
-    )  # fmt: skip
-    if is_compiling or shard is not None:
-        return _suits_speed_of_any_size(input.dtype, *facts, limit != 0)
-    classes, features = linear_weight.shape
-    rows = input.numel() // features
-    if type(rows + classes) is not int:  # a symbol of make_fx
-        return _suits_speed_of_any_size(input.dtype, *facts, limit != 0)
-    is_transposed = linear_weight.stride(1) != 1
-    return _suits_speed(
-        _DTYPES[input.dtype], input.get_device(), *facts, limit, rows, features, classes, is_transposed,
-        target.is_floating_point(),
-    )  # fmt: skip
+    accumulates = call.grad_weight_out is not None
+    if not is_compiling and shard is None:
+        try:
+            return _suits_speed(
+                input.dtype, input.get_device(), input.shape, linear_weight.shape, target.dtype,
+                input.is_cuda and linear_weight.stride(1) != 1, limit, mode, has_grad_input_alone,
+                has_output_gradients, accumulates,
+            )  # fmt: skip
+        except TypeError:  # a size is a symbol of make_fx, which has no hash
+            pass
+    facts = (mode, has_grad_input_alone, has_output_gradients, accumulates, shard is not None)
+    return _suits_speed_of_any_size(input.dtype, *facts, limit != 0)
 
 
-def _suits_speed_of_any_size(dtype: torch.dtype, *facts: bool) -> bool:
+@lru_cache(maxsize=4096)  # to ask costs a small call 2 us
+def _suits_speed(
+    dtype: torch.dtype,
+    device: int,
+    input: torch.Size,
+    head: torch.Size,
+    target: torch.dtype,
+    is_transposed: bool,
+    limit: int,
+    *options: Any,
+) -> bool:
+    rows = math.prod(input[:-1])
+    is_soft = target.is_floating_point
+    return _ask(_DTYPES[dtype], device, *options, False, limit, rows, *head[::-1], is_transposed, is_soft)
+
+
+def _suits_speed_of_any_size(dtype: torch.dtype, *facts: Any) -> bool:
     """For a graph, which is to depend on no sizes, and a shard, whose choice is to be that of the other ranks."""
-    return _suits_speed(_DTYPES[dtype], -1, *facts, -1, 1, 1, False, False)
+    return _ask(_DTYPES[dtype], -1, *facts, -1, 1, 1, False, False)
 
 
 # As torch.compiler.assume_constant_result does, which would load torch._dynamo: a graph cannot ask.

@@ -121,9 +121,8 @@ def checked_head(
             f"{op}: {weight_name} has dtype {name_of(weight.dtype)}, expected that of {input_name}, "
             f"{name_of(input.dtype)}; convert one of them, or call it under torch.autocast, which converts both"
         )
-    # The core refuses other layouts.
-    if weight.layout == torch.strided and not (weight.is_contiguous() or _is_matrix(weight)):
-        weight = weight.contiguous()
+    if not (weight.layout != torch.strided or weight.is_contiguous() or _is_matrix(weight)):
+        weight = weight.contiguous()  # the core refuses other layouts
     if bias is not None:
         refuse_zero3(op, **{bias_name: bias})
         check_dtype_of(op, bias_name, bias, (input.dtype, torch.float32), f"that of {input_name}, or float32")
