@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eaves._torch.checks import (
+    DENSE,
     accumulator_dtype,
     check_device,
     check_dtype_of,
@@ -43,10 +44,7 @@ def check_dense(op: str, name: str, tensor: Tensor, reference_name: str, referen
     check_tensor(op, name, tensor)
     check_device(op, name, tensor, reference_name, reference)
     if tensor.layout != torch.strided or tensor.device.type not in _WORKSPACE_BYTES:
-        raise NotImplementedError(
-            f"{op}: {name} is {tensor.layout} on {tensor.device.type}, expected dense ones (torch.strided) on cpu or "
-            "cuda"
-        )
+        raise NotImplementedError(f"{op}: {name} is {tensor.layout} on {tensor.device.type}, {DENSE}")
 
 
 def check_floating(op: str, name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:
