@@ -221,9 +221,21 @@ void run_linear_cross_entropy(Run& run) {
   if (saves_memory && inputs.workspace_limit == 0 && inputs.weight.shape.size() == 2) {
     inputs.workspace_limit = linear_cross_entropy_small_workspace(inputs.weight.shape[0]);
   }
-  const bool is_speedy = algorithm == "speed" ||
-                         (algorithm != "recompute" &&
-                          linear_cross_entropy_algorithm(forward, run.context()) == LinearCrossEntropyAlgorithm::speed);
+  const auto suits_speed = [&] {
+    linear_cross_entropy_forward_workspace_bytes(forward);  // refuses arguments whose sizes cannot be read below
+    const std::int64_t features = inputs.weight.shape[1];
+    return linear_cross_entropy_algorithm({.rows = inputs.x.element_count() / features,
+                                           .features = features,
+                                           .classes = inputs.weight.shape[0],
+                                           .dtype = inputs.x.dtype,
+                                           .device = inputs.x.device,
+                                           .reduction = inputs.options.reduction,
+                                           .is_weight_transposed = inputs.weight.strides[1] != 1,
+                                           .has_soft_targets = is_floating_point(inputs.targets.dtype),
+                                           .workspace_limit = inputs.workspace_limit}) ==
+           LinearCrossEntropyAlgorithm::speed;
+  };
+  const bool is_speedy = algorithm == "speed" || (algorithm != "recompute" && suits_speed());
   if (is_speedy) {
     LinearCrossEntropyForwardBackwardArgs both{.forward = forward, .grad_loss = run.input("--grad")};
     both.gradients = head_gradients(run, inputs);

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from eaves import _info
-from eaves._output import is_lost, say
+from eaves import _info, _output
+from eaves._output import say
 
 from . import page, results, tables
 from .benchmark import InvalidArgument, Operator, Provider, Request, Row, reason
@@ -57,10 +57,15 @@ def run_bench(arguments: Namespace, operators: Sequence[Operator]) -> None:
         everything += _measure(arguments, part, device, folder)
         if folder is not None:
             page.draw(folder, operators, [results.file_name(part.operator.name, part.protocol)])
-        elif is_lost():
+        elif _is_lost():
             return
     for sentence in tables.summary(tables.tables(everything)):
         say(tables.wrapped(sentence))
+
+
+def _is_lost() -> bool:
+    """Whether nothing can be shown any more."""
+    return _output._failure is not None
 
 
 def _measure(arguments: Namespace, part: _Part, device: torch.device, folder: Path | None) -> list[Entry]:
@@ -80,7 +85,7 @@ def _measure(arguments: Namespace, part: _Part, device: torch.device, folder: Pa
                 results.write(folder / partial, part.file(found + measured, device))
         _say_tables(measured, "ms")
         found += measured
-        if folder is None and is_lost():
+        if folder is None and _is_lost():
             return found
     _say_tables(found, "host_ms")
     _say_tables(found, "peak_mib")

@@ -250,11 +250,32 @@ inline constexpr std::size_t linear_cross_entropy_small_workspace(std::int64_t c
 
 enum class LinearCrossEntropyAlgorithm : std::uint8_t { speed, recompute };
 
-/// Which way to the gradients suits a call whose dL/d(loss) is not known in the forward: speed where the workspace has
-/// room for a chunk of rows with which three products are faster than four (on a GPU 384, or all), the loss is reduced,
-/// and the gradients do not have to be finished in float16, which a loss scale of the backward comes too late for.
-LinearCrossEntropyAlgorithm linear_cross_entropy_algorithm(const LinearCrossEntropyForwardArgs& args,
-                                                           const ExecutionContext& context = {});
+/// The facts of a call that the choice of its algorithm reads. They count x as a matrix with aligned rows.
+struct LinearCrossEntropyAlgorithmArgs {
+  std::int64_t rows = 0;  ///< of x; negative: the sizes are unknown, as in a graph that is traced for any
+  std::int64_t features = 1;
+  std::int64_t classes = 1;
+  DType dtype = DType::float32;  ///< of x and weight
+  Device device = kCpu;
+  Reduction reduction = Reduction::mean;
+  bool is_weight_transposed = false;  ///< its classes have unit stride
+  bool has_soft_targets = false;
+  bool has_grad_x_alone = false;      ///< weight and bias get no gradient, and the backward can multiply grad_x by rows
+  bool has_output_gradients = false;  ///< lse or entropy may get a gradient
+  bool accumulates = false;           ///< the backward adds grad_weight to the caller's tensor
+  bool is_shard = false;
+  std::size_t workspace_limit = 0;  ///< 0: the operator's own
+};
+
+/// Which way to the gradients suits a call whose dL/d(loss) is not known in the forward.
+///
+///   speed      if the workspace has room for a chunk of rows with which three products are faster than four: on a GPU
+///              384, or all. A shard, whose largest no rank knows, and a call of unknown sizes: if no limit is given.
+///   recompute  in float16, because a loss scale would multiply gradients that are rounded already; for a loss per row,
+///              unless grad_x is the only gradient; if lse or entropy may get a gradient; if the backward accumulates.
+///
+/// Throws InvalidArgument for sizes and types that no call has.
+LinearCrossEntropyAlgorithm linear_cross_entropy_algorithm(const LinearCrossEntropyAlgorithmArgs& args);
 
 }  // namespace eaves
 #pragma GCC visibility pop

@@ -38,9 +38,6 @@ constexpr std::int64_t kBias = 4;
 constexpr std::int64_t kWideWeight = 8;  ///< no gradient: that of the weight in the dtype of the loss
 }  // namespace gradients
 
-static_assert(static_cast<int>(LinearCrossEntropyAlgorithm::speed) == 0 &&
-              static_cast<int>(LinearCrossEntropyAlgorithm::recompute) == 1);
-
 #define EAVES_INPUTS                                                                         \
   "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, " \
   "Tensor? row_weight"
@@ -288,18 +285,6 @@ void rescale(Written written, Tensor grad_loss) {
   run<linear_cross_entropy_rescale>(args, args.grad_loss.device);  // needs no workspace
 }
 
-/// Of a loss that is reduced; nothing is computed.
-std::int64_t algorithm(Tensor x, Tensor weight, Tensor targets, std::int64_t workspace_limit) {
-  static double number = 0.0;
-  LinearCrossEntropyForwardArgs args{
-      .inputs = inputs_of({x, weight, {}, targets, {}, {}}, {{{.reduction = Reduction::sum}}, false, workspace_limit})};
-  const TensorView& view = args.inputs.x;
-  args.inputs.weight.dtype = view.dtype;  // that it is cast to before the products, under torch.autocast
-  args.outputs.loss =
-      TensorView::contiguous(static_cast<void*>(&number), accumulator_dtype(view.dtype), {}, view.device);
-  return static_cast<std::int64_t>(linear_cross_entropy_algorithm(args));
-}
-
 void implement(Library& library) {
   library.impl("linear_cross_entropy_forward", EAVES_BOX(forward));
   library.impl("linear_cross_entropy_forward_backward", EAVES_BOX(forward_backward));
@@ -309,7 +294,6 @@ void implement(Library& library) {
   library.impl("linear_cross_entropy_shard_forward_backward", EAVES_BOX(shard_forward_backward));
   library.impl("linear_cross_entropy_shard_backward", EAVES_BOX(shard_backward));
   library.impl("linear_cross_entropy_rescale", EAVES_BOX(rescale));
-  library.impl("linear_cross_entropy_algorithm", EAVES_BOX(algorithm));
 }
 
 }  // namespace
@@ -334,8 +318,5 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
               ", " EAVES_INPUTS ", " EAVES_SAVED ", " EAVES_CALL ", " EAVES_SHARD
               ", int grad_input_is_complete) -> ()");
   library.def("linear_cross_entropy_rescale(" EAVES_WRITTEN ", Tensor grad_loss) -> ()");
-  library.def(
-      "linear_cross_entropy_algorithm(Tensor input, Tensor linear_weight, Tensor target, SymInt workspace_limit) -> "
-      "int");
 }
 EAVES_IMPLEMENT(eaves::binding::implement)

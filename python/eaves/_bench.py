@@ -25,7 +25,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile
 
 import eaves
 from eaves import _info, _output
@@ -155,6 +154,8 @@ def time_in_turns(
 def allocations(function: Callable[[], T]) -> tuple[T, list[int]]:
     """What the function returns, and the bytes that it allocates (positive) and frees (negative) on the CPU, in order.
     torch's profiler sees the memory of torch's allocator and no other."""
+    from torch.profiler import ProfilerActivity, profile  # which `info` has no use for
+
     with _silent_stderr(), tempfile.TemporaryDirectory() as folder:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             result = function()

@@ -23,11 +23,6 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor shall Python fail when it ends
 
 
-def is_lost() -> bool:
-    """Whether nothing can be shown any more."""
-    return _failure is not None
-
-
 def check() -> None:
     """Raises OSError if output was lost, but not if the reader of a pipe has left."""
     if _failure is not None and not isinstance(_failure, BrokenPipeError):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,21 +71,23 @@ def is_active() -> bool:
     return replacement.is_active()
 
 
-def _apply(
-    algorithm: str,
-    workspace_bytes: int | None,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    chunk_size: int,
-    final_logit_softcapping: float | None = None,
-    logit_scale: float = 1.0,
-    outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """As ChunkedLogProbFunction.apply of TRL 1.16: hidden [N, D], weight [V, D], bias [V], targets [N]; what `outputs`
-    does not name is None."""
+class _Call(NamedTuple):
+    """The arguments of ChunkedLogProbFunction.apply of TRL 1.16."""
+
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    targets: Tensor  # [N]
+    temperature: float
+    chunk_size: int
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def _apply(algorithm: str, workspace_bytes: int | None, *arguments: Any) -> tuple[Tensor | None, ...]:
+    """As ChunkedLogProbFunction.apply: the log-probabilities and all outputs; what `outputs` does not name is None."""
+    hidden, weight, bias, targets, temperature, _, final_softcap, logit_scale, outputs = _Call(*arguments)
     if hasattr(weight, "ds_id"):
         raise NotImplementedError(
             "eaves.trl: this head is in pieces (DeepSpeed's ZeRO-3), and would be read again after they are released; "
@@ -98,7 +100,7 @@ def _apply(
             product = torch.autocast(hidden.device.type, hidden.dtype)
         else:
             weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-    scale, softcap = tempered("eaves.trl", temperature, logit_scale, final_logit_softcapping)
+    scale, softcap = tempered("eaves.trl", temperature, logit_scale, final_softcap)
     assert scale is not None
     names = [name for name in _OUTPUTS if name in outputs]  # TRL names log_probs too
     with product:

@@ -230,6 +230,12 @@ def test_autocast_is_that_of_a_linear() -> None:
         assert distance(ours.gradients[name], gradient) <= 1.2 * distance(theirs.gradients[name], gradient), name
 
 
+def test_cut_rows_need_a_group_or_a_dtensor() -> None:
+    model = eaves.hf.patch(tiny_model(), sequence_parallel=True)
+    with pytest.raises(ValueError, match=r"eaves\.hf: patch\(\) got sequence_parallel=True without a group"):
+        step(model)
+
+
 def test_gradient_checkpointing_changes_nothing() -> None:
     model = tiny_model()
     expected = step(model)

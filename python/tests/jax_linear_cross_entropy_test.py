@@ -16,6 +16,7 @@ from pairwise import pairwise
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 import jax.numpy as jnp  # noqa: E402
 
+import eaves  # noqa: E402
 import eaves.jax  # noqa: E402
 from jax_arrays import DTYPES, array_of, tensor_of  # noqa: E402
 
@@ -129,6 +130,38 @@ def test_what_nobody_asks_for_is_not_computed() -> None:
     rows = functools.partial(loss, reduction="none")
     forward, backward = calls_in(jax.grad(lambda x, w: rows(x, w).sum(), (0, 1)), hidden, head)
     assert "linear_cross_entropy_forward\\22" in forward and "linear_cross_entropy_backward" in backward
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "speed"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("workspace_bytes", [None, 1, 1 << 30])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_way_to_the_gradients_is_that_of_pytorch(
+    jax_cpu: None, dtype: torch.dtype, workspace_bytes: int | None, reduction: str, algorithm: str
+) -> None:
+    labels = labels_of((4, 6), V)
+    upstream = torch.full((4, 6) if reduction == "none" else (), 64.0)
+    for has_entropy in (False, True):
+        for is_frozen in (False, True):
+            hidden, head = tensors(dtype)
+            hidden.requires_grad_(), head.requires_grad_(not is_frozen)
+            options: dict[str, Any] = {
+                "reduction": reduction, "algorithm": algorithm, "workspace_bytes": workspace_bytes,
+            }  # fmt: skip
+            outputs = ("entropy", "argmax") if has_entropy else ("argmax",)
+            expected = eaves.linear_cross_entropy(hidden, head, labels, outputs=outputs, **options)
+            is_speed = "Speed" in type(expected.loss.grad_fn).__name__
+
+            def loss(x: Any, w: Any, outputs: Any = outputs, options: dict[str, Any] = options) -> Any:
+                found: Any = eaves.jax.linear_cross_entropy(x, w, array_of(labels), outputs=outputs, **options)
+                return (found.loss * array_of(upstream)).sum()
+
+            arrays = array_of(hidden.detach()), array_of(head.detach())
+            gradient = jax.grad(loss, 0 if is_frozen else (0, 1))
+            assert any("forward_backward" in call for call in calls_in(gradient, *arrays)) == is_speed
+            grads = (gradient(*arrays),) if is_frozen else gradient(*arrays)
+            exact = LinearOracle(hidden, head, labels, reduction=reduction).gradients(upstream)
+            assert_gradients([*map(tensor_of, grads), None, None][:3], exact, dtype)
 
 
 def test_products_under_checkpoint_are_those_that_are_documented() -> None:

@@ -48,3 +48,35 @@ def test_torch_distributed_is_imported_in_one_room() -> None:
         if any(name.startswith("torch.distributed") for name in imported_at_run_time(path))
     }
     assert rooms == {"_parallel"}
+
+
+MOST_PARAMETERS = 8
+# torch.compile tells by the number of parameters whether the first one is ctx.
+FUNCTIONS_OF_AUTOGRAD = {
+    "_autograd/cross_entropy.py: CrossEntropy.forward",
+    "_autograd/cross_entropy.py: _Gradient.forward",
+    "_autograd/linear_cross_entropy.py: _Gradients.forward",
+    "_autograd/lrpe_cosine.py: _LrpeCosine.forward",
+    "_autograd/lrpe_cosine.py: _Gradient.forward",
+}
+PUBLIC = {"hf/models.py: patch"}
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    of = function.args
+    return len([*of.posonlyargs, *of.args, *of.kwonlyargs, *filter(None, (of.vararg, of.kwarg))])
+
+
+def test_no_private_function_has_many_parameters() -> None:
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        room, name = path.relative_to(PACKAGE).parts[0], path.relative_to(PACKAGE).as_posix()
+        if room in ("functional", "jax"):
+            continue
+        functions = [("", node) for node in ast.parse(path.read_text()).body]
+        for prefix, node in functions:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and parameters(node) > MOST_PARAMETERS:
+                found.add(f"{name}: {prefix}{node.name}")
+            inner = f"{node.name}." if isinstance(node, ast.ClassDef) else prefix
+            functions += [(inner, each) for each in ast.iter_child_nodes(node)]  # type: ignore[misc]
+    assert found == FUNCTIONS_OF_AUTOGRAD | PUBLIC

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import eaves
 from comparison import FLOATING_POINT
 from cross_entropy_test import REDUCTIONS, each, upstream
-from eaves._calls.linear_cross_entropy import _SPEED, LinearCrossEntropyCall, loss_of_head
+from eaves._calls.linear_cross_entropy import LinearCrossEntropyCall, loss_of_head
 from linear_cross_entropy_cases import LinearOracle, allowed_share, assert_gradients
 from linear_cross_entropy_test import problem, soft_targets
 from pairwise import pairwise
@@ -136,21 +136,6 @@ def test_constant_outputs_are_those_of_a_call_without_a_gradient(algorithm: str,
         torch.testing.assert_close(getattr(out, name), getattr(expected, name))
     actual = torch.autograd.grad(out.loss, given)
     torch.testing.assert_close(actual, torch.autograd.grad(eaves.linear_cross_entropy(*given, target), given))
-
-
-# Rows, features and classes of the largest calls that do not ask the core which way they go.
-@each("shape", [(1024, 1, 1024), (1 << 20, 1, 1), (1, 1, 1 << 20), (1024, 32, 1), (1, 1024, 1), (1, 32, 1024)])
-def test_the_core_would_answer_speed_where_it_is_not_asked(shape: tuple[int, int, int], device: torch.device) -> None:
-    rows, features, classes = shape
-    assert rows * features * features * classes == 1 << 20
-    for dtype in (torch.bfloat16, torch.float64):
-        input = torch.empty(rows, features, dtype=dtype, device=device)
-        head = torch.empty(classes, features, dtype=dtype, device=device)
-        hard = torch.empty(rows, dtype=torch.int64, device=device)
-        soft = torch.empty(rows, classes, dtype=torch.promote_types(dtype, torch.float32), device=device)
-        for target in (hard, soft):
-            for x in (input, input.flip(0).t().contiguous().t()):
-                assert torch.ops.eaves.linear_cross_entropy_algorithm(x, head, target, 0) == _SPEED
 
 
 # --------------------------------------------------------------------------------------- backward after backward

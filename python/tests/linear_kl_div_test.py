@@ -652,6 +652,19 @@ def test_by_default_a_cpu_takes_32_mib() -> None:
     assert 16 << 20 < watching.peak < 33 << 20
 
 
+def test_heads_may_be_modules(device: torch.device) -> None:
+    student, teacher = torch.nn.Linear(6, 9, device=device), torch.nn.Linear(4, 9, device=device)
+    x, y = torch.randn(5, 6, device=device), torch.randn(5, 4, device=device)
+    actual = eaves.linear_kl_div(x, student, y, teacher)
+    bias = {"linear_bias": student.bias, "teacher_bias": teacher.bias}
+    expected = eaves.linear_kl_div(x, student.weight, y, teacher.weight, **bias)
+    assert torch.equal(actual, expected)
+    actual.backward()
+    grads = torch.autograd.grad(expected, (student.weight, student.bias))
+    assert torch.equal(student.weight.grad, grads[0]) and torch.equal(student.bias.grad, grads[1])
+    assert teacher.weight.grad is None and teacher.bias.grad is None
+
+
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 X, HEAD, Y, TEACHER = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, 2), torch.zeros(5, 2)
@@ -659,7 +672,11 @@ X, HEAD, Y, TEACHER = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, 2), t
 
 @each("call", [
     ({"input": None}, TypeError, r"input is a NoneType, expected a torch\.Tensor"),
-    ({"input": torch.tensor(0.0)}, ValueError, r"input has shape \[\], expected at least one feature"),
+    ({"input": torch.tensor(0.0)}, ValueError, "input has no axes, expected at least one, of the features"),
+    ({"linear_weight": torch.nn.Linear(3, 5), "linear_bias": torch.zeros(5)}, ValueError,
+        "linear_weight is a torch.nn.Linear with a bias; leave linear_bias out"),
+    ({"teacher_weight": torch.nn.Linear(2, 5), "teacher_bias": torch.zeros(5)}, ValueError,
+        "teacher_weight is a torch.nn.Linear with a bias; leave teacher_bias out"),
     ({"input": X.long()}, ValueError, "input has dtype int64, expected a floating-point type"),
     ({"linear_weight": HEAD[:, :2]}, ValueError, r"linear_weight has shape \[5, 2\], expected \[classes, 3\]"),
     ({"linear_weight": HEAD[:0]}, ValueError, r"linear_weight has shape \[0, 3\], expected at least one class"),

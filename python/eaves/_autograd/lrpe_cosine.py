@@ -161,7 +161,8 @@ class _Gradient(torch.autograd.Function):
         if x is None:  # without an activation, and with a fixed theta, the gradient is linear
             assert v is not None
             return encode(v, theta, offsets, positions, cu_seqlens, *ctx.options), None, None, *nothing
-        second = _second_derivatives(grad_out, x, theta, v, u, offsets, positions, cu_seqlens, *ctx.options)
+        places = (offsets, positions, cu_seqlens)
+        second = _second_derivatives(grad_out, x, theta, v, u, places, ctx.options)
         return *second, *nothing
 
 
@@ -171,28 +172,23 @@ def _second_derivatives(
     theta: Tensor,
     v: Tensor | None,
     u: Tensor | None,
-    offsets: Tensor | None,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    grid: Sequence[int],
-    extra_tokens: int,
-    offset: int,
-    kind: int,
-    dim: int,
-    heads_first: bool,
+    places: tuple[Any, ...],
+    options: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The derivatives of <v, grad_x> + <u, grad_theta> with respect to grad_out, x and theta.
+    """The derivatives of <v, grad_x> + <u, grad_theta> with respect to grad_out, x and theta. `places` are offsets,
+    positions and cu_seqlens, `options` what stands behind them.
 
     With w = g_cos cos + g_sin sin, r = g_sin cos - g_cos sin, p the positions and J the Jacobian of the activation:
     <v, grad_x> = <J v, w> and <u, grad_theta> = <p u a, r>, where dw/dphi = r and dr/dphi = -w.
     """
     dtype = accumulator_dtype(x.dtype)
+    *of_positions, kind, dim, heads_first = options
 
     def in_order(tensor: Tensor) -> Tensor:  # [B, H, N, ...]
         return (tensor if heads_first else tensor.transpose(1, 2)).to(dtype)
 
     z, (g_cos, g_sin) = in_order(x), in_order(grad_out).chunk(2, -1)
-    position = _positions(z, theta.shape[1], offsets, positions, cu_seqlens, grid, extra_tokens, offset)
+    position = _positions(z, theta.shape[1], *places, *of_positions)
     features = torch.arange(z.shape[-1], device=z.device) % max(theta.shape[1], 1)
 
     def of_features(angles: Tensor) -> Tensor:  # [H or 1, 1, D]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from eaves._algorithm import suits_speed_of
 from eaves._arguments import output_names, reduction_of
 from eaves._autograd.linear_cross_entropy import OP, Recompute, Speed, forward
 from eaves._parallel import linear_cross_entropy as ranks
@@ -36,26 +40,24 @@ from eaves._parallel.shard import (
 from eaves._torch.checks import (
     accumulator_dtype,
     check_bool,
-    check_device,
     check_shape,
-    check_tensor,
     given,
     index_of,
     is_distributed,
+    name_of,
     refuse_gradient,
 )
 from eaves._torch.head import (
     algorithm_of,
     as_multiplied,
-    autocast,
     check_algorithm,
     check_grad_weight_out,
     check_overlap,
-    checked_bias,
-    checked_weight,
+    checked_head,
     refuse_zero3,
     wide_weight,
 )
+from eaves._torch.library import EXTENSION
 from eaves._torch.linear_cross_entropy_rules import OF_BIAS, OF_INPUT, OF_WEIGHT
 from eaves._torch.operator import apply
 from eaves._torch.operator import call as call_operator
@@ -85,9 +87,9 @@ from eaves._torch.transforms import OUTSIDE, is_exporting, is_transforming, need
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_algorithm = torch.ops.eaves.linear_cross_entropy_algorithm.default
-
-_SPEED = 0  # enum LinearCrossEntropyAlgorithm of include/eaves/linear_cross_entropy.h
+_NAMES = ("input", "linear_weight", "linear_bias")
+_ask = suits_speed_of(ctypes.CDLL(str(EXTENSION)))
+_DTYPES = {dtype: name_of(dtype).encode() for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
 
 class LinearCrossEntropyCall(NamedTuple):
@@ -232,14 +234,11 @@ def computed(call: LinearCrossEntropyCall, shard: ShardArguments | None = None) 
         # With class weights a block of classes without the target does not know the target's weight.
         bits = kept_for_backward(wanted, settings[1], target.is_floating_point() or weight is not None)
         followed = wanted & ~(LSE | ENTROPY) if call.has_constant_outputs else wanted
-        algorithm, grad_weight_out, allowed = call.algorithm, call.grad_weight_out, limit
-        if algorithm == "memory" and limit == 0 and input.is_cuda:  # as on all ranks, whose shards may differ
+        grad_weight_out, allowed = call.grad_weight_out, limit
+        if call.algorithm == "memory" and limit == 0 and input.is_cuda:  # as on all ranks, whose shards may differ
             allowed = _small_workspace(linear_weight.shape[0] if shard is None else 0)
         function: type[torch.autograd.Function] = Recompute
-        is_possible = algorithm != "recompute" and input.dtype != torch.float16 and gradients
-        if is_possible and settings[1] == NONE:  # the factor of each row comes with the backward
-            is_possible = gradients == OF_INPUT and (shard is None or not shard.sequence_parallel)
-        if is_possible and _is_speed(call, tensors, followed, allowed, shard):
+        if gradients and _is_speed(call, tensors, settings[1], gradients, followed, allowed, shard):
             function, limit = Speed, allowed
         else:
             gradients = 0
@@ -267,20 +266,13 @@ def _checked(call: LinearCrossEntropyCall, shard: ShardArguments | None) -> tupl
     if is_compiling:
         torch._dynamo.skip_frame(msg=f"{OP}: grad_weight_out is written in the backward, so {OUTSIDE}")
     result_dtype = check_input(OP, input, target, "what is multiplied")
-    check_tensor(OP, "linear_weight", linear_weight)
-    check_device(OP, "linear_weight", linear_weight, "input", input)
-    if linear_bias is not None:
-        check_tensor(OP, "linear_bias", linear_bias)
-        check_device(OP, "linear_bias", linear_bias, "input", input)
-    device = input.device.type
-    is_autocast = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
-    if is_autocast:
-        input, linear_weight, linear_bias = autocast(input, linear_weight, linear_bias)
+    passed = input
+    input, linear_weight, linear_bias = checked_head(
+        OP, _NAMES, input, linear_weight, linear_bias, None, shard is not None
+    )
+    if input is not passed:  # cast
         result_dtype = accumulator_dtype(input.dtype)
-    linear_weight = checked_weight(input, linear_weight, is_autocast, shard is not None)
     columns, rows = linear_weight.shape[0], input.shape[:-1] if shard is None else rows_of(OP, shard, input)
-    if linear_bias is not None:
-        linear_bias = checked_bias(input, linear_bias, columns)
     target = _checked_target(input, target, rows, columns, result_dtype)
     if shard is not None:
         check_reduce_dtype(OP, shard, input)
@@ -293,8 +285,10 @@ def _checked(call: LinearCrossEntropyCall, shard: ShardArguments | None) -> tupl
         row_weight = row_weight_of(OP, row_weight, input, rows, result_dtype)
     if normalizer is not None:
         normalizer = normalizer_of(OP, normalizer, mode, result_dtype, input.device)
-    _check_options(options)
-    check_bool(OP, "skip_ignored", skip_ignored)
+    if options is not None and type(options).__name__ != "LinearCrossEntropyOptions":
+        raise TypeError(f"{OP}: options is {options!r}, expected a torch.nn.LinearCrossEntropyOptions or None")
+    if skip_ignored is not False:
+        check_bool(OP, "skip_ignored", skip_ignored)
     algorithm_of(algorithm)
     limit = 0 if workspace_bytes is None else limit_of(OP, workspace_bytes)
     numbers, number_tensor = numbers_of(OP, label_smoothing, scale, softcap, z_loss)
@@ -336,11 +330,6 @@ def _checked_target(
     return target if target.dim() <= 2 and target.stride(-1) == 1 else target.contiguous()
 
 
-def _check_options(options: object) -> None:
-    if options is not None and type(options).__name__ != "LinearCrossEntropyOptions":
-        raise TypeError(f"{OP}: options is {options!r}, expected a torch.nn.LinearCrossEntropyOptions or None")
-
-
 def check_constant_options(
     linear_weight: Tensor,
     *,
@@ -375,28 +364,61 @@ def _small_workspace(classes: int) -> int:
 
 
 def _is_speed(
-    call: LinearCrossEntropyCall, tensors: tuple[Any, ...], followed: int, limit: int, shard: ShardArguments | None
+    call: LinearCrossEntropyCall,
+    tensors: tuple[Any, ...],
+    mode: int,
+    gradients: int,
+    followed: int,
+    limit: int,
+    shard: ShardArguments | None,
 ) -> bool:
-    """Whether a forward that can compute gradients does so, as the documentation of `algorithm` says."""
-    way, grad_weight_out = call.algorithm, call.grad_weight_out
-    has_gradients_of_outputs = bool(followed & (LSE | ENTROPY))
-    if torch.compiler.is_compiling() or (shard is not None and way == "auto"):
-        # Of a shard the core would have to be asked for the largest.
-        # A graph is compiled for the outputs that may have a gradient, not for those that have one. And it should not
-        # depend on sizes, which the core would have to be asked for.
-        is_speed = way != "auto" or (limit == 0 and (shard is None or grad_weight_out is None))
-        return is_speed and not has_gradients_of_outputs
-    if is_transforming():
+    """Whether the forward computes the gradients too, as the documentation of `algorithm` says."""
+    algorithm, is_compiling = call.algorithm, torch.compiler.is_compiling()
+    if algorithm == "recompute" or (not is_compiling and is_transforming()):
         return False
-    if way == "speed":
-        return True
-    if has_gradients_of_outputs or grad_weight_out is not None:
-        return False
-    if shard is not None:  # "memory": the same on all ranks, whose shards may differ
-        return True
-    input, linear_weight, _, target, *_ = tensors
-    # Head and logits have at most 2^20 elements: the scratch memory of every device has room for them, and to ask would
-    # cost a small call 7 us.
-    if limit == 0 and 0 < input.numel() * linear_weight.numel() <= 2**20:
-        return True
-    return bool(call_operator(OP, _algorithm, input, linear_weight, target, limit) == _SPEED)
+    input, linear_weight, _, target, _, _, _ = tensors
+    has_output_gradients = followed & (LSE | ENTROPY) != 0
+    # The backward multiplies rows of the input's gradient by their factors; sums over rows it cannot.
+    has_grad_input_alone = gradients == OF_INPUT and (shard is None or not shard.sequence_parallel)
+    if algorithm == "speed":
+        is_possible = (mode != NONE or has_grad_input_alone) and input.dtype != torch.float16
+        return is_possible and not (is_compiling and has_output_gradients)  # a graph computes nothing again
+    if algorithm == "memory" and (is_compiling or shard is not None):
+        limit = 0  # the workspace, not the choice, follows from the limit
+    accumulates = call.grad_weight_out is not None
+    if not is_compiling and shard is None:
+        try:
+            return _suits_speed(
+                input.dtype, input.get_device(), input.shape, linear_weight.shape, target.dtype,
+                input.is_cuda and linear_weight.stride(1) != 1, limit, mode, has_grad_input_alone,
+                has_output_gradients, accumulates,
+            )  # fmt: skip
+        except TypeError:  # a size is a symbol of make_fx, which has no hash
+            pass
+    facts = (mode, has_grad_input_alone, has_output_gradients, accumulates, shard is not None)
+    return _suits_speed_of_any_size(input.dtype, *facts, limit != 0)
+
+
+@lru_cache(maxsize=4096)  # to ask costs a small call 2 us
+def _suits_speed(
+    dtype: torch.dtype,
+    device: int,
+    input: torch.Size,
+    head: torch.Size,
+    target: torch.dtype,
+    is_transposed: bool,
+    limit: int,
+    *options: Any,
+) -> bool:
+    rows = math.prod(input[:-1])
+    is_soft = target.is_floating_point
+    return _ask(_DTYPES[dtype], device, *options, False, limit, rows, *head[::-1], is_transposed, is_soft)
+
+
+def _suits_speed_of_any_size(dtype: torch.dtype, *facts: Any) -> bool:
+    """For a graph, which is to depend on no sizes, and a shard, whose choice is to be that of the other ranks."""
+    return _ask(_DTYPES[dtype], -1, *facts, -1, 1, 1, False, False)
+
+
+# As torch.compiler.assume_constant_result does, which would load torch._dynamo: a graph cannot ask.
+_suits_speed_of_any_size._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from eaves._arguments import reduction_of
+from eaves._calls.linear_cross_entropy import tensors_of_linear
 from eaves._chunked.head import cut
 from eaves._chunked.kl_div import DIVERGENCES, OP, Divergence, Settings, forward_only
 from eaves._parallel.fully_shard import is_fully_sharded, with_whole_head
@@ -28,6 +29,7 @@ from eaves._torch.head import Head, checked_head, workspace_of
 from eaves._torch.operator import apply
 from eaves._torch.options import CLASS_DTYPES, RANGES, normalizer_of, shape_of
 from eaves._torch.outputs import MEAN, NONE
+from eaves._torch.rows import counts_of, divisor_of
 from eaves._torch.transforms import is_exporting, is_transforming, needs_autograd, uncompiled
 
 _STUDENT, _TEACHER = (
@@ -40,10 +42,10 @@ class KlDivCall(NamedTuple):
     """The arguments of eaves.linear_kl_div, as they were passed."""
 
     input: Tensor
-    linear_weight: Tensor
+    linear_weight: Any  # a Tensor or a torch.nn.Linear
     linear_bias: Tensor | None
     teacher_input: Tensor
-    teacher_weight: Tensor
+    teacher_weight: Any
     teacher_bias: Tensor | None
     target: Tensor | None
     divergence: str
@@ -56,6 +58,11 @@ class KlDivCall(NamedTuple):
 
 
 def divergence_of(call: KlDivCall) -> Tensor:
+    for _, name, bias_name in (_STUDENT, _TEACHER):
+        if isinstance(head := getattr(call, name), torch.nn.Linear):
+            weight, bias = tensors_of_linear(OP, None, name, head, bias_name, getattr(call, bias_name))
+            changed: dict[str, Any] = {name: weight, bias_name: bias}
+            call = call._replace(**changed)
     if is_fully_sharded(call.linear_weight):
         return with_whole_head(
             OP,
@@ -75,8 +82,8 @@ def divergence_of(call: KlDivCall) -> Tensor:
     input, linear_weight, linear_bias, teacher_input, teacher_weight, teacher_bias = call[:6]
     if is_exporting() or is_transforming():
         raise NotImplementedError(f"{OP}: it does not work inside of torch.export, torch.vmap and torch.func")
-    student = checked_head(OP, _STUDENT, input, linear_weight, linear_bias, "input", input)
-    teacher = checked_head(OP, _TEACHER, teacher_input, teacher_weight, teacher_bias, "input", input)
+    student = _rows_and_head(_STUDENT, input, linear_weight, linear_bias, input)
+    teacher = _rows_and_head(_TEACHER, teacher_input, teacher_weight, teacher_bias, input)
     rows, classes = input.shape[:-1], linear_weight.shape[0]
     check_shape(
         OP, "teacher_input", teacher_input, [*rows, teacher_input.shape[-1]], f"rows as input {shape_of(input)}"
@@ -116,14 +123,20 @@ def divergence_of(call: KlDivCall) -> Tensor:
     return _mean(found, normalizer, counts, rows) if mode == MEAN else found
 
 
+def _rows_and_head(
+    names: tuple[str, str, str], x: Tensor, weight: Tensor, bias: Tensor | None, student: Tensor
+) -> Head:
+    x, weight, bias = checked_head(OP, names, x, weight, bias, ("input", student))
+    return Head(x.reshape(-1, x.shape[-1]), weight, bias)
+
+
 def _counts(target: Tensor, input: Tensor, ignore_index: int) -> Tensor:
     """Which rows count: [rows, 1]."""
     check_tensor(OP, "target", target)
     check_device(OP, "target", target, "input", input)
     check_dtype_of(OP, "target", target, CLASS_DTYPES, "classes")
     check_shape(OP, "target", target, input.shape[:-1], f"one per row of input {shape_of(input)}")
-    # int32 classes would be compared with the last 32 bits of ignore_index.
-    return (target.to(torch.int64) != ignore_index).reshape(-1, 1)
+    return counts_of(target, ignore_index).reshape(-1, 1)
 
 
 def _settings(call: KlDivCall, student: Head, teacher: Head) -> Settings:
@@ -148,9 +161,11 @@ def _mean(total: Tensor, normalizer: Tensor | None, counts: Tensor | None, rows:
     0 / 0, which is 0; and the gradient is 0."""
     if normalizer is None and counts is None:
         return total * (1 / max(1, math.prod(rows)))
-    divisor = counts.sum() if normalizer is None and counts is not None else normalizer
-    assert divisor is not None
-    divisor = divisor.reshape(()).to(total.dtype)
+    if normalizer is not None:
+        divisor = normalizer.reshape(()).to(total.dtype)
+    else:
+        assert counts is not None
+        divisor = divisor_of(counts.flatten(), None, total.dtype)
     is_zero = divisor == 0
     mean = torch.where(is_zero, 0, total * (1 / divisor.masked_fill(is_zero, 1)))
     return torch.where(is_zero & (total.detach() != 0), math.inf, mean)

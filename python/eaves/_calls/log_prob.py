@@ -61,6 +61,7 @@ from eaves._torch.outputs import (
     LogProbOutput,
     pick,
 )
+from eaves._torch.rows import check_classes, counts_of
 from eaves._torch.transforms import is_exporting, is_transforming, needs_autograd, uncompiled
 
 if TYPE_CHECKING:
@@ -161,12 +162,11 @@ def _of_loss(call: LogProbCall) -> Tensor | LogProbOutput:
     output = run() if group is None else with_agreement(op, group, run)
     if not names:
         return 0 - output  # type: ignore[no-any-return]  # of ignored rows 0, where -output would be -0
-    wide = call.tokens.to(torch.int64)  # int32 tokens would be compared with the last 32 bits of ignore_index
-    is_ignored = wide == call.ignore_index
+    is_ignored = ~counts_of(call.tokens, call.ignore_index)
     loss, *others = output
     # cross_entropy gives these of ignored rows too.
     found = [
-        (each == wide) & ~is_ignored if name == "is_top1" else each.masked_fill(is_ignored, 0)
+        (each == call.tokens) & ~is_ignored if name == "is_top1" else each.masked_fill(is_ignored, 0)
         for name, each in zip(names, others)
     ]
     return named_outputs("LogProbOutput", ("log_prob", *names), (0 - loss, *found))  # type: ignore[no-any-return]
@@ -283,8 +283,9 @@ def _computed(call: LogProbCall, group: ProcessGroup | None, given_shard: Shard)
             refuse_in_place(x)
     else:
         x, weight, bias = checked_head(
-            op, ("hidden", "head", "bias"), x, weight, bias, "hidden", x, may_be_empty=shard is not None
+            op, ("hidden", "head", "bias"), x, weight, bias, ("hidden", x), shard is not None
         )
+        x = x.reshape(-1, x.shape[-1])
         classes = weight.shape[0]
         of_head = _head_options(call, x, weight)
     rows = passed.shape[:-1] if shard is None else rows_of_all(op, shard, passed, name)
@@ -334,7 +335,9 @@ def _computed(call: LogProbCall, group: ProcessGroup | None, given_shard: Shard)
     chosen = tokens.to(torch.int64).reshape(math.prod(rows), 1 if tokens.dim() == len(rows) else tokens.shape[-1])
     is_absent = chosen == ignore_index
     is_ignored = is_absent.all(1)
-    _check_classes(op, tokens, is_absent, classes, ignore_index)
+    # As the core does: on the CPU, and on a GPU where the environment says so.
+    if has_values(tokens) or (tokens.is_cuda and os.environ.get("EAVES_CHECK_TARGETS", "") not in ("", "0")):
+        check_classes(op, "tokens", tokens, classes, ignore_index)
     divisors = None
     if isinstance(temperature, Tensor):
         # Of ignored rows it may be anything.
@@ -408,19 +411,6 @@ def _check_tokens(op: str, tokens: Tensor, name: str, x: Tensor, rows: tuple[int
         raise ValueError(
             f"{op}: tokens has shape {shape_of(tokens)}, expected {list(rows)} or [{several}] (one or K per row of "
             f"{name} {shape_of(x)})"
-        )
-
-
-def _check_classes(op: str, tokens: Tensor, is_absent: Tensor, classes: int, ignore_index: int) -> None:
-    """As the core does: on the CPU, and on a GPU where the environment says so."""
-    if not has_values(tokens) and not (tokens.is_cuda and os.environ.get("EAVES_CHECK_TARGETS", "") not in ("", "0")):
-        return
-    is_wrong = ((tokens < 0) | (tokens >= classes)) & ~is_absent.view(tokens.shape)
-    if is_wrong.any():
-        index = is_wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"{op}: tokens{index or ''} is {tokens[tuple(index)].item()}, expected 0 to {classes - 1}, or ignore_index "
-            f"{ignore_index}"
         )
 
 

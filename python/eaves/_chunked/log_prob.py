@@ -21,7 +21,7 @@ from torch import Tensor
 from eaves._chunked.head import add_gradients, chunks_of, cut, logits_of, matrices, of_rows
 from eaves._parallel.collectives import all_gather, all_reduce, group_of
 from eaves._parallel.shard import Place, ShardArguments, dtype_of_parts
-from eaves._parallel.statistics import gather_statistics, merged, no_statistics, statistics_of
+from eaves._parallel.statistics import gather_statistics, merge, no_statistics, statistics_of
 from eaves._torch.checks import accumulator_dtype
 from eaves._torch.head import Head, refuse_zero3, workspace_of
 from eaves._torch.operator import apply, call, gradients_of
@@ -255,7 +255,10 @@ def _statistics(z: Tensor, target: Tensor, settings: Settings, numbers: tuple[fl
         of_shard = (place.first_class, place.classes, has_mean)
         own = call(settings.op, _of_shard, z, target, None, -1, *options, *of_shard)
     statistics = statistics_of(gather_statistics(shard, own, target).wait())
-    return merged(settings.op, statistics, target, None, None, options, place, False, outputs)
+    results: list[Tensor] = call(
+        settings.op, merge, statistics, target, None, None, *options, place.classes, False, outputs
+    )
+    return results
 
 
 def _logits_of(part: Tensor, head: Head | None, rows: Rows, block: int) -> Tensor:

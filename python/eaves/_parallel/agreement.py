@@ -225,21 +225,6 @@ def digest(tensor: Tensor | None) -> str | None:
     return hashlib.blake2b(ctypes.string_at(numbers.data_ptr(), numbers.nbytes), digest_size=8).hexdigest()
 
 
-def check_targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
-    """The error of the core for a target out of range, on the CPU. Here, because a rank without classes does not call
-    the core."""
-    if target.device.type != "cpu":
-        return
-    flat = target.reshape(-1).to(torch.int64)
-    is_wrong = (flat != ignore_index) & ((flat < 0) | (flat >= classes))
-    if bool(is_wrong.any()):
-        row = is_wrong.to(torch.int8).argmax()
-        place = [int(index) for index in torch.unravel_index(row, target.shape)]
-        raise ValueError(
-            f"{op}: target{place} is {int(flat[row])}, expected 0 to {classes - 1}, or ignore_index {ignore_index}"
-        )
-
-
 def facts_of_target(target: Tensor, rows: Sequence[int]) -> dict[str, object]:
     """For the agreement; `rows` is the shape of the rows. Of probabilities each rank has others."""
     is_soft = target.is_floating_point()

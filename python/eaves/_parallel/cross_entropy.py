@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eaves._parallel.agreement import Agreement, check_targets, digest, dtypes, facts_of_target
+from eaves._parallel.agreement import Agreement, digest, dtypes, facts_of_target
 from eaves._parallel.shard import SCHEMA, Place, ShardArguments
 from eaves._parallel.statistics import (
     STATISTICS,
     gather_statistics,
-    merged,
+    merge,
     no_statistics,
     refuse_argmax,
     statistics_of,
@@ -26,11 +26,11 @@ from eaves._torch.operator import call
 from eaves._torch.options import NUMBERS_IN_WORDS
 from eaves._torch.outputs import MEAN_LOGIT, REDUCTION_NAMES, empty_outputs
 from eaves._torch.registration import define, refuse_lost_derivatives, register_fake
+from eaves._torch.rows import check_classes
 
 _OP = "cross_entropy"
 
 _shard_forward = torch.ops.eaves.cross_entropy_shard_forward.default
-_merge = torch.ops.eaves.cross_entropy_merge.default
 _shard_backward = torch.ops.eaves.cross_entropy_backward.default
 _shard_backward_in_place = torch.ops.eaves.cross_entropy_backward_in_place.default
 
@@ -38,22 +38,27 @@ _shard_backward_in_place = torch.ops.eaves.cross_entropy_backward_in_place.defau
 _OPTIONS = "int class_axis, SymInt ignore_index, int reduction, float[] numbers"
 
 
-def _forward(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    row_weight: Tensor | None,
-    normalizer: Tensor | None,
-    axis: int,
-    ignore_index: int,
-    mode: int,
-    numbers: Any,
-    outputs: int,
-    *of_shard: Any,
-) -> list[Tensor]:
+class _Forward(NamedTuple):
+    """The arguments of the forward, in the order of the schema, but for the shard's."""
+
+    logits: Tensor
+    target: Tensor
+    weight: Tensor | None
+    row_weight: Tensor | None
+    normalizer: Tensor | None
+    axis: int
+    ignore_index: int
+    mode: int
+    numbers: Any
+    outputs: int
+
+
+def _forward(*arguments: Any) -> list[Tensor]:
     """As cross_entropy_forward, and behind that the Place."""
-    shard, columns = ShardArguments(*of_shard), logits.shape[axis]
-    rows, is_soft = row_shape(logits, axis), target.is_floating_point()
+    given = _Forward(*arguments[: len(_Forward._fields)])
+    shard = ShardArguments(*arguments[len(given) :])
+    logits, target, weight, row_weight, normalizer, axis, ignore_index, mode, numbers, outputs = given
+    columns, rows, is_soft = logits.shape[axis], row_shape(logits, axis), target.is_floating_point()
     all_rows = math.prod(rows)
     agreement = Agreement(
         _OP, shard, target, columns,
@@ -71,8 +76,8 @@ def _forward(
     )  # fmt: skip
 
     def statistics_at(place: Place) -> Tensor:
-        if not is_soft:
-            check_targets(_OP, target, place.classes, ignore_index)
+        if not is_soft and target.device.type == "cpu":  # here, because a rank without classes does not call the core
+            check_classes(_OP, "target", target, place.classes, ignore_index)
         if place.columns == 0:
             return no_statistics(all_rows, logits)
         computed: Tensor = call(
@@ -89,10 +94,10 @@ def _forward(
         own = statistics_at(place)
     gathered = statistics_of(gather_statistics(shard, own, None if is_soft else target.reshape(-1)).wait())
     statistics = gathered.view(gathered.shape[0], *rows, STATISTICS)
-    options = (ignore_index, mode, numbers)
-    has_weight = weight is not None
-    of_merge = None if is_soft else target
-    results = merged(_OP, statistics, of_merge, row_weight, normalizer, options, place, has_weight, outputs)
+    results: list[Tensor] = call(
+        _OP, merge, statistics, None if is_soft else target, row_weight, normalizer, ignore_index, mode, numbers,
+        place.classes, weight is not None, outputs,
+    )  # fmt: skip
     return [*results, place.tensor()]
 
 
@@ -174,7 +179,7 @@ backward = define(f"cross_entropy_ranks_backward({_UPSTREAM}, Tensor {_OF_BACKWA
 backward_in_place = define(
     f"cross_entropy_ranks_backward_in_place({_UPSTREAM}, Tensor(a!) {_OF_BACKWARD}) -> ()", _backward_in_place
 )
-refuse_lost_derivatives(_OP, forward, backward, backward_in_place, _shard_forward, _merge)
+refuse_lost_derivatives(_OP, forward, backward, backward_in_place, _shard_forward, merge)
 
 
 @register_fake("cross_entropy_shard_forward")

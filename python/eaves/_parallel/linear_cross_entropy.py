@@ -23,7 +23,7 @@ from torch import Tensor
 from eaves._parallel.agreement import Agreement, PlaceChanged, digest, dtypes, facts_of_target
 from eaves._parallel.collectives import Underway, all_gather, all_reduce, group_of, sum_on
 from eaves._parallel.shard import SCHEMA, Place, ShardArguments, dtype_of_parts
-from eaves._parallel.statistics import STATISTICS, gather_statistics, merged, refuse_argmax, statistics_of
+from eaves._parallel.statistics import STATISTICS, gather_statistics, merge, refuse_argmax, statistics_of
 from eaves._torch.checks import accumulator_dtype
 from eaves._torch.linear_cross_entropy_rules import (
     OF_BIAS,
@@ -54,7 +54,7 @@ from eaves._torch.outputs import (
     pick,
 )
 from eaves._torch.registration import define, refuse_lost_derivatives, register_fake
-from eaves._torch.samples import divisor_of_sum
+from eaves._torch.rows import counts_of, divisor_of
 
 _OP = "linear_cross_entropy"
 
@@ -206,7 +206,7 @@ def _kept_rows(tensors: Any, options: Options) -> _Kept | None:
         return None
     counts = torch.ones_like(target, dtype=torch.bool) if row_weight is None else row_weight != 0
     if not target.is_floating_point():
-        counts = counts & (target.to(torch.int64) != options.ignore_index)
+        counts = counts & counts_of(target, options.ignore_index)
     counts = counts.reshape(-1)
     kept = counts.nonzero().squeeze(1)
     return None if kept.shape[0] == counts.shape[0] else _Kept(kept, kept.cpu())
@@ -288,9 +288,9 @@ def _forward_at(
             gathered, callbacks=(gather, finish_gather, computed.is_complete()),
         )  # fmt: skip
     agreement.settle_as(place)  # without rows nothing was gathered
-    results = merged(
-        _OP, statistics.view(ranks, *row_shape, STATISTICS), target, tensors.row_weight, tensors.normalizer,
-        (options.ignore_index, options.reduction, options.numbers), place, tensors.weight is not None, outputs,
+    results: list[Tensor] = call(
+        _OP, merge, statistics.view(ranks, *row_shape, STATISTICS), target, tensors.row_weight, tensors.normalizer,
+        options.ignore_index, options.reduction, options.numbers, place.classes, tensors.weight is not None, outputs,
     )  # fmt: skip
     if tensors.row_weight is not None:
         is_nothing = tensors.row_weight == 0
@@ -328,12 +328,11 @@ def _facts(
 
 def _divisor(this: _Call, tensors: ForwardTensors) -> Tensor:
     """What the mean divides by, before the statistics say it, where a rank has not the weights of all targets."""
-    target, sums = tensors.target.to(torch.int64), accumulator_dtype(tensors.input.dtype)
-    counts = target != this.options.ignore_index
-    weights = _weights_of_targets(this, target, tensors.weight.to(sums))
+    sums, counts = accumulator_dtype(tensors.input.dtype), counts_of(tensors.target, this.options.ignore_index)
+    weights = _weights_of_targets(this, tensors.target.to(torch.int64), tensors.weight.to(sums))
     if tensors.row_weight is not None:
         counts, weights = counts & (tensors.row_weight != 0), weights * tensors.row_weight
-    return divisor_of_sum(weights.masked_fill(~counts, 0).sum(dtype=torch.float64).to(sums))
+    return divisor_of(weights.flatten(), counts.flatten(), sums)
 
 
 def _weights_of_targets(this: _Call, target: Tensor, class_weight: Tensor) -> Tensor:

@@ -1,8 +1,6 @@
-"""The statistics of a shard's rows: their gather, and the loss that they merge into."""
+"""The statistics of a shard's rows: their gather, and the operator that merges them."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,10 +8,10 @@ from torch import Tensor
 from eaves._parallel.collectives import Underway, all_gather, group_of
 from eaves._parallel.shard import Place, ShardArguments
 from eaves._torch.checks import accumulator_dtype
-from eaves._torch.operator import call
 from eaves._torch.outputs import ARGMAX
 
-_merge = torch.ops.eaves.cross_entropy_merge.default
+# Statistics become the loss and the outputs. The target is None where it was probabilities.
+merge = torch.ops.eaves.cross_entropy_merge.default
 
 STATISTICS = 10  # kCrossEntropyStatistics of include/eaves/cross_entropy.h
 
@@ -48,22 +46,3 @@ def refuse_argmax(op: str, outputs: int, place: Place, dtype: torch.dtype) -> No
             f"{op}: the class of the largest logit is one of {place.classes}, expected at most {2**24} with a group: "
             "statistics have it in float32"
         )
-
-
-def merged(
-    op: str,
-    statistics: Tensor,
-    target: Tensor | None,
-    row_weight: Tensor | None,
-    normalizer: Tensor | None,
-    options: tuple[int, int, Sequence[float]],
-    place: Place,
-    has_weight: bool,
-    outputs: int,
-) -> list[Tensor]:
-    """The loss and the outputs that the bits name; `options` are ignore_index, reduction and numbers. `target` is None
-    where it was probabilities."""
-    result: list[Tensor] = call(
-        op, _merge, statistics, target, row_weight, normalizer, *options, place.classes, has_weight, outputs
-    )
-    return result

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eaves._torch.checks import (
+    DENSE,
     accumulator_dtype,
     check_device,
     check_dtype_of,
@@ -43,10 +44,7 @@ def check_dense(op: str, name: str, tensor: Tensor, reference_name: str, referen
     check_tensor(op, name, tensor)
     check_device(op, name, tensor, reference_name, reference)
     if tensor.layout != torch.strided or tensor.device.type not in _WORKSPACE_BYTES:
-        raise NotImplementedError(
-            f"{op}: {name} is {tensor.layout} on {tensor.device.type}, expected dense ones (torch.strided) on cpu or "
-            "cuda"
-        )
+        raise NotImplementedError(f"{op}: {name} is {tensor.layout} on {tensor.device.type}, {DENSE}")
 
 
 def check_floating(op: str, name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:
@@ -74,48 +72,84 @@ def checked_head(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    reference_name: str,
-    reference: Tensor,
+    dense: tuple[str, Tensor] | None = None,
     may_be_empty: bool = False,
-) -> Head:
-    """The head of the arguments that are called `names`, as it is multiplied; cast where torch.autocast is on."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The hidden states and the head of the arguments that are called `names`, as they are multiplied, but for the
+    dtype of a float32 head under torch.autocast. With `dense`, the name of a tensor and itself, for PyTorch's own
+    operators: they are dense, and lie on its device. The core checks that itself."""
     input_name, weight_name, bias_name = names
-    tensors = {input_name: input, weight_name: weight} | ({} if bias is None else {bias_name: bias})
     check_tensor(op, weight_name, weight)
     check_not_packed(op, weight_name, weight)
-    for name, tensor in tensors.items():
-        check_floating(op, name, tensor, reference_name, reference)
-    if input.dim() == 0 or input.shape[-1] == 0:
-        raise ValueError(f"{op}: {input_name} has shape {shape_of(input)}, expected at least one feature")
+    if dense is None:
+        check_device(op, weight_name, weight, input_name, input)
+        if bias is not None:
+            check_tensor(op, bias_name, bias)
+            check_device(op, bias_name, bias, input_name, input)
+    else:
+        for name, tensor in zip(names, (input, weight) if bias is None else (input, weight, bias)):
+            check_floating(op, name, tensor, *dense)
+    device = input.device.type
+    is_autocast = device in _WORKSPACE_BYTES and torch.is_autocast_enabled(device)
+    if is_autocast:
+        input, weight, bias = _autocast(input, weight, bias)
+    if input.dim() == 0:
+        raise ValueError(f"{op}: {input_name} has no axes, expected at least one, of the features")
     features = input.shape[-1]
-    refuse_zero3(op, **{weight_name: weight, bias_name: bias})
-    if weight.dim() != 2 or weight.shape[1] != features:
+    if features == 0:
+        raise ValueError(f"{op}: {input_name} has shape {shape_of(input)}, expected at least one feature")
+    shape = weight.shape
+    if 0 in shape:
+        refuse_zero3(op, **{weight_name: weight})
+    if len(shape) > 2:
+        raise NotImplementedError(
+            f"{op}: {weight_name} has shape {shape_of(weight)}, expected [classes, {features}]; of a loss of several "
+            "axes call it once for each head"
+        )
+    if len(shape) != 2 or shape[1] != features:
         raise ValueError(
             f"{op}: {weight_name} has shape {shape_of(weight)}, expected [classes, {features}] (features as "
             f"{input_name} {shape_of(input)})"
         )
-    if weight.shape[0] == 0 and not may_be_empty:
+    if shape[0] == 0 and not may_be_empty:
         raise ValueError(f"{op}: {weight_name} has shape {shape_of(weight)}, expected at least one class")
-    passed = weight.dtype
-    is_autocast = torch.is_autocast_enabled(input.device.type)
-    if is_autocast and input.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(input.device.type)
-        input = input.to(dtype)
-        # A float32 head is cast where it is multiplied, or autograd would round its gradient.
-        weight = weight if weight.dtype in (torch.float32, torch.float64) else weight.to(dtype)
     is_cast = is_autocast and weight.dtype == torch.float32 and input.dtype != torch.float64
     if weight.dtype != input.dtype and not is_cast:
         raise ValueError(
             f"{op}: {weight_name} has dtype {name_of(weight.dtype)}, expected that of {input_name}, "
             f"{name_of(input.dtype)}; convert one of them, or call it under torch.autocast, which converts both"
         )
+    if not (weight.layout != torch.strided or weight.is_contiguous() or _is_matrix(weight)):
+        weight = weight.contiguous()  # the core refuses other layouts
     if bias is not None:
-        allowed = (passed, input.dtype, torch.float32)
-        check_dtype_of(op, bias_name, bias, allowed, f"that of {weight_name}, or float32")
-        check_shape(op, bias_name, bias, [weight.shape[0]], f"one per class of {weight_name}")
-    if 1 not in weight.stride():
-        weight = weight.contiguous()  # once, where each chunk's products would
-    return Head(input.reshape(-1, features), weight, bias)
+        refuse_zero3(op, **{bias_name: bias})
+        check_dtype_of(op, bias_name, bias, (input.dtype, torch.float32), f"that of {input_name}, or float32")
+        check_shape(op, bias_name, bias, shape[:1], f"one per class of {weight_name}")
+        bias = bias.contiguous()
+    return input, weight, bias
+
+
+def _is_matrix(weight: Tensor) -> bool:
+    """Does it have unit stride along one axis, and no line that lies over the next?"""
+    (rows, columns), (row, column) = weight.shape, weight.stride()
+    is_row_major = (column == 1 or columns == 1) and (row >= columns or rows == 1)
+    return is_row_major or ((row == 1 or rows == 1) and (column >= rows or columns == 1))
+
+
+def _autocast(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As torch.autocast casts what F.linear gets: floating-point numbers, but for float64. A head or a bias in float32
+    stays as it is: the bias is added in float32, and the head is cast where it is multiplied (`as_multiplied`), or
+    autograd would round its gradient."""
+    dtype = torch.get_autocast_dtype(input.device.type)
+
+    def cast(tensor: Tensor, *but_for: torch.dtype) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype not in but_for else tensor
+
+    input = cast(input, torch.float64)
+    if input.dtype == torch.float64:  # refused further down, in the dtypes that were passed
+        return input, weight, bias
+    weight = cast(weight, torch.float64, torch.float32)
+    return input, weight, None if bias is None else cast(bias, torch.float64, torch.float32)
 
 
 def workspace_of(op: str, workspace_bytes: int | None, device: torch.device) -> int:
@@ -129,74 +163,10 @@ _OP = "linear_cross_entropy"
 _ALGORITHMS = ("auto", "speed", "memory", "recompute")
 
 
-def autocast(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As torch.autocast casts what F.linear gets: floating-point numbers, but for float64. A head or a bias in float32
-    stays as it is: the bias is added in float32, and the head is cast where it is multiplied (`as_multiplied`), or
-    autograd would round its gradient."""
-    dtype = torch.get_autocast_dtype(input.device.type)
-
-    def cast(tensor: Tensor, *but_for: torch.dtype) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype not in but_for else tensor
-
-    input = cast(input, torch.float64)
-    if input.dtype == torch.float64:  # refused further down, in the dtypes that were passed
-        return input, linear_weight, linear_bias
-    linear_weight = cast(linear_weight, torch.float64, torch.float32)
-    return input, linear_weight, None if linear_bias is None else cast(linear_bias, torch.float64, torch.float32)
-
-
 def as_multiplied(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     """The tensors of a call with the head in the dtype of input."""
     dtype = tensors[0].dtype
     return tensors if tensors[1].dtype == dtype else (tensors[0], tensors[1].to(dtype), *tensors[2:])
-
-
-def checked_weight(input: Tensor, linear_weight: Tensor, is_autocast: bool, may_be_empty: bool) -> Tensor:
-    """The weight as the core takes it, but for the dtype under torch.autocast."""
-    if input.dim() == 0:
-        raise ValueError(f"{_OP}: input has no axes, expected at least one, of the features")
-    features = input.shape[-1]
-    if features == 0:
-        raise ValueError(f"{_OP}: input has shape {shape_of(input)}, expected at least one feature")
-    check_not_packed(_OP, "linear_weight", linear_weight)
-    shape = linear_weight.shape
-    if 0 in shape:
-        refuse_zero3(_OP, linear_weight=linear_weight)
-    if len(shape) > 2:
-        raise NotImplementedError(
-            f"{_OP}: linear_weight has shape {shape_of(linear_weight)}, expected [classes, {features}]; of a loss of "
-            "several axes call it once for each head"
-        )
-    if len(shape) != 2 or shape[1] != features:
-        raise ValueError(
-            f"{_OP}: linear_weight has shape {shape_of(linear_weight)}, expected [classes, {features}] (features as "
-            f"input {shape_of(input)})"
-        )
-    if shape[0] == 0 and not may_be_empty:
-        raise ValueError(f"{_OP}: linear_weight has shape {shape_of(linear_weight)}, expected at least one class")
-    is_cast = is_autocast and linear_weight.dtype == torch.float32 and input.dtype != torch.float64
-    if linear_weight.dtype != input.dtype and not is_cast:
-        raise ValueError(
-            f"{_OP}: linear_weight has dtype {name_of(linear_weight.dtype)}, expected that of input, "
-            f"{name_of(input.dtype)}; convert one of them, or call it under torch.autocast, which converts both"
-        )
-    if linear_weight.layout != torch.strided or linear_weight.is_contiguous() or _is_matrix(linear_weight):
-        return linear_weight  # the core refuses other layouts
-    return linear_weight.contiguous()
-
-
-def _is_matrix(weight: Tensor) -> bool:
-    """Does it have unit stride along one axis, and no line that lies over the next?"""
-    (rows, columns), (row, column) = weight.shape, weight.stride()
-    is_row_major = (column == 1 or columns == 1) and (row >= columns or rows == 1)
-    return is_row_major or ((row == 1 or rows == 1) and (column >= rows or columns == 1))
-
-
-def checked_bias(input: Tensor, linear_bias: Tensor, classes: int) -> Tensor:
-    refuse_zero3(_OP, linear_bias=linear_bias)
-    check_dtype_of(_OP, "linear_bias", linear_bias, (input.dtype, torch.float32), "that of input, or float32")
-    check_shape(_OP, "linear_bias", linear_bias, [classes], "one per class of linear_weight")
-    return linear_bias.contiguous()
 
 
 def check_algorithm(algorithm: object, workspace_bytes: object) -> None:

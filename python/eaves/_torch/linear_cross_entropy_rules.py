@@ -133,11 +133,6 @@ def _(*_: Any) -> None:
     pass
 
 
-@register_fake("linear_cross_entropy_algorithm")
-def _(*_: Any) -> int:
-    return 0
-
-
 # Batching rules: where only rows have a batch, it becomes their first axis, and their losses are reduced for each
 # sample. Where each sample has its own head, or wants its own gradient of one, there is one call for each.
 

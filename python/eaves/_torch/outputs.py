@@ -32,12 +32,13 @@ RETURNED = tuple(LOSS_OUTPUTS.values())
 
 
 class CrossEntropyOutput(CrossEntropyOutputs[Tensor], Protocol):
-    """The named tuple that a loss returns with `outputs`: the loss, then these outputs in the order of their names."""
+    """The named tuple that a loss returns with `outputs`: the loss, then these outputs in the order of their names. A
+    type for annotations; isinstance() refuses it, because a result has only the outputs that were asked for."""
 
 
 class LogProbOutput(LogProbOutputs[Tensor], Protocol):
     """The named tuple that eaves.log_prob and eaves.linear_log_prob return with `outputs`: the log-probabilities, then
-    these outputs in the order of their names."""
+    these outputs in the order of their names. For annotations, as CrossEntropyOutput."""
 
 
 def kept_for_backward(wanted: int, mode: int, needs_target_mass: bool) -> int:

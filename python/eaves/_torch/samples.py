@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from eaves._torch.outputs import DIVISOR, NONE, POSITIONS, Z_LOSS, pick
+from eaves._torch.rows import counts_of, divisor_of
 
 # ------------------------------------------------------------------------------------------------ samples of torch.vmap
 
@@ -27,23 +28,21 @@ def divisors_of(
         return normalizer.reshape(samples).clone()
     weights = torch.ones_like(rows) if row_weight is None else row_weight
     if targets.is_floating_point():  # with probabilities no row is ignored
-        return divisor_of_sum(_sums(weights))
-    # int32 classes would be compared with the last 32 bits of ignore_index.
-    counts = (targets.to(torch.int64) != ignore_index) & (weights != 0)
+        return divisor_of(_matrix(weights), None, rows.dtype)
+    counts = counts_of(targets, ignore_index) & (weights != 0)
     if weight is not None:
         classes = torch.where(counts, targets, 0).clamp(0, max(weight.shape[0] - 1, 0))
         weights = weights * weight.to(rows.dtype)[classes]
-    return divisor_of_sum(_sums(torch.where(counts, weights, 0.0)))
+    return divisor_of(_matrix(weights), _matrix(counts), rows.dtype)
 
 
-def divisor_of_sum(weights: Tensor) -> Tensor:
-    """As the core's: by infinite weights neither a mean nor its gradient is a number."""
-    return weights.masked_fill(weights.isinf(), math.nan)
+def _matrix(rows: Tensor) -> Tensor:
+    return rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
 
 
 def _sums(rows: Tensor) -> Tensor:
     """The sum of each sample's rows, in float64 as the core's."""
-    return rows.reshape(rows.shape[0], math.prod(rows.shape[1:])).sum(1, dtype=torch.float64).to(rows.dtype)
+    return _matrix(rows).sum(1, dtype=torch.float64).to(rows.dtype)
 
 
 def _quotient(numbers: Tensor, divisors: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from eaves._arguments import refuse_unknown
@@ -10,9 +11,9 @@ from eaves._calls.linear_kl_div import KlDivCall, divergence_of
 
 def linear_kl_div(
     input: Tensor,
-    linear_weight: Tensor,
+    linear_weight: Tensor | torch.nn.Linear,
     teacher_input: Tensor,
-    teacher_weight: Tensor,
+    teacher_weight: Tensor | torch.nn.Linear,
     *,
     target: Tensor | None = None,
     linear_bias: Tensor | None = None,
@@ -59,17 +60,18 @@ def linear_kl_div(
     Args:
         input: the student's hidden states, [..., D], any strides, on the CPU or a CUDA GPU; float16, bfloat16, float32
             or float64.
-        linear_weight: the student's head, [V, D], in the dtype of input. A parameter that fully_shard has cut is
-            gathered, and its gradient reduced as its module says; teacher_weight is gathered too.
+        linear_weight: the student's head, [V, D], in the dtype of input; or a torch.nn.Linear, whose bias is taken too.
+            A parameter that fully_shard has cut is gathered, and its gradient reduced as its module says;
+            teacher_weight is gathered too.
         teacher_input: the teacher's hidden states, [..., E], any strides; the shape of input but for E. One that
             requires a gradient is refused: compute it under torch.no_grad().
-        teacher_weight: the teacher's head, [V, E], in the dtype of teacher_input, which need not be that of input. It
-            gets no gradient, nor does teacher_bias; either may be a parameter that requires one.
+        teacher_weight: the teacher's head, [V, E], in the dtype of teacher_input, which need not be that of input; or a
+            torch.nn.Linear. It gets no gradient, nor does teacher_bias; either may be a parameter that requires one.
         target: None, or of each row a class, int32 or int64: the shape of input without D. It is only compared with
             ignore_index. (Rows that do not count are multiplied all the same; to spare that, index the rows first.)
-        linear_bias, teacher_bias: [V], in the dtype of the head or float32. With a teacher_bias of -inf (a class that
-            the teacher masks) "forward" and "jsd" are finite. "reverse" is infinite then, and its gradient NaN, unless
-            the student masks the class too.
+        linear_bias, teacher_bias: [V], in the dtype of the hidden states or float32. With a teacher_bias of -inf (a
+            class that the teacher masks) "forward" and "jsd" are finite. "reverse" is infinite then, and its gradient
+            NaN, unless the student masks the class too.
         divergence: "forward", "reverse" or "jsd".
         beta: between 0 and 1, read by "jsd" alone.
         temperature: None, or a positive number that both heads' logits are divided by.

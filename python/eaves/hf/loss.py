@@ -12,6 +12,7 @@ from eaves._parallel.collectives import named_group
 from eaves._parallel.dtensor import local_shard
 from eaves._parallel.shard import Shard, ShardArguments
 from eaves._torch.checks import is_distributed
+from eaves._torch.rows import counts_of
 from eaves.functional.cross_entropy import cross_entropy
 from eaves.hf.deferred_logits import DeferredLogits
 from eaves.hf.head import OFFLOADED, current_call
@@ -79,6 +80,10 @@ def _loss_of_pieces(call: LinearCrossEntropyCall, name: str | None, vocab_size: 
     """The loss of a head in pieces, over the group of this name or the mesh of a DTensor. torch.compile does not trace
     named_group(); what it needs is known from a call before, or from patch()."""
     if name is None:
+        if not is_distributed(call.linear_weight):
+            raise ValueError(
+                "eaves.hf: patch() got sequence_parallel=True without a group, and the head is no DTensor; pass one"
+            )
         return loss_of_head(call._replace(group=Shard(sequence_parallel=sequence_parallel)))
     if torch.compiler.is_compiling() and name in found_groups:
         return computed(call, ShardArguments(name, found_groups[name], -1, vocab_size, sequence_parallel))
@@ -97,7 +102,7 @@ def _measured(out: Any, metrics: dict[str, Tensor | None], target: Tensor, ignor
     """The loss; metrics are filled in."""
     if isinstance(out, Tensor):
         return out
-    counts = target.to(torch.int64) != ignore_index  # int32 would be compared with the last 32 bits
+    counts = counts_of(target, ignore_index)
     number = counts.sum().clamp(min=1)
     if "accuracy" in metrics:
         metrics["accuracy"] = ((out.argmax == target) & counts).sum().to(torch.float32) / number

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import jax
 from jaxlib.version import __version__ as jaxlib_version
 
+from eaves._algorithm import suits_speed_of
+
 LIBRARY = Path(__file__).parents[1] / "eaves_jax.so"
 # The names of the custom calls in XLA's programs: of functions of rows, and of those with matrix products.
 TARGETS = ROWS_TARGET, PRODUCTS_TARGET = "eaves", "eaves_products"
@@ -56,7 +58,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 _library = _load()
-
+suits_speed = suits_speed_of(_library)
 
 TABLE: dict[str, Any] = json.loads(_library.eaves_jax_table())
 """The version, and the table of the losses' options."""

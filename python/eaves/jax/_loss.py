@@ -78,7 +78,7 @@ class Loss:
     def needs_target_mass(self, more: LossArrays) -> bool:
         raise NotImplementedError
 
-    def is_speed(self, inputs: Any) -> bool:
+    def is_speed(self, inputs: Any, more: LossArrays, wants: Wanted) -> bool:
         """Whether the forward computes the gradients too."""
         return False
 
@@ -213,7 +213,7 @@ def _differentiable(loss: Loss) -> Any:
         wants = Wanted(tuple(primal is not None and primal.perturbed for primal in primals[0]))
         saved = ("lse", "target_mass") if loss.needs_target_mass(more) else ("lse",)
         names = tuple(dict.fromkeys(("loss", *loss.outputs, *saved)))
-        is_speed = loss.is_speed(inputs)
+        is_speed = loss.is_speed(inputs, more, wants)
         outputs, found = loss.forward(inputs, more, names, wants if is_speed else None)
         gradients = wants.by_place(found) if is_speed else None
         kept = {name: outputs.get(name) for name in ("lse", "entropy", "target_mass")}
@@ -225,7 +225,9 @@ def _differentiable(loss: Loss) -> Any:
         if all(each is None for each in (grad_loss, *of_outputs)):
             return None, None
         if gradients is not None and of_outputs == [None, None]:
-            gradients = [None if each is None else _scaled(each, grad_loss) for each in gradients]
+            assert grad_loss is not None
+            factor = grad_loss[..., None] if loss.mode == NONE else grad_loss  # of hidden's gradient alone
+            gradients = [None if each is None else _scaled(each, factor) for each in gradients]
         else:
             gradients = loss.backward(inputs, more, kept, wants, (grad_loss, *of_outputs))
         return loss.as_inputs(gradients, inputs), None

@@ -194,18 +194,33 @@ std::size_t linear_cross_entropy_shard_forward_workspace_bytes(const LinearCross
   return stated_bytes(make_problem(args));
 }
 
-LinearCrossEntropyAlgorithm linear_cross_entropy_algorithm(const LinearCrossEntropyForwardArgs& args,
-                                                           const ExecutionContext& context) {
-  LinearCrossEntropyProblem problem = make_problem(args);
-  if (!problem.is_reduced() || problem.dtype == DType::float16) return LinearCrossEntropyAlgorithm::recompute;
-  problem.mode = Mode::forward_backward;
+LinearCrossEntropyAlgorithm linear_cross_entropy_algorithm(const LinearCrossEntropyAlgorithmArgs& args) {
+  using enum LinearCrossEntropyAlgorithm;
+  if (args.features < 1 || args.classes < 1 || !is_floating_point(args.dtype)) {
+    throw InvalidArgument("linear_cross_entropy_algorithm: x has " + std::to_string(args.features) + " features in " +
+                          name_of(args.dtype) + " for " + std::to_string(args.classes) +
+                          " classes, expected at least one of each in a floating-point type");
+  }
+  const bool has_one_factor = args.reduction != Reduction::none || args.has_grad_x_alone;
+  const bool is_possible = has_one_factor && args.dtype != DType::float16;
+  if (!is_possible || args.has_output_gradients || args.accumulates) return recompute;
+  if (args.is_shard || args.rows < 0) return args.workspace_limit == 0 ? speed : recompute;
+  LinearCrossEntropyProblem problem{.mode = Mode::forward_backward};
+  problem.view.row_count = args.rows;
+  problem.view.column_count = args.features;
+  problem.device = args.device;
+  problem.dtype = problem.grad_x_dtype = problem.grad_weight_dtype = args.dtype;
+  problem.weight = {nullptr, args.is_weight_transposed ? args.classes : args.features, args.is_weight_transposed};
+  problem.classes = args.classes;
+  problem.targets.dtype = args.has_soft_targets ? problem.accumulator() : DType::int64;
+  problem.options.reduction = Reduction::sum;
+  problem.skips_ignored = is_cpu(problem);
+  problem.workspace_limit = args.workspace_limit;
   problem.is_fused = suits_fused_path(problem);
   LinearCrossEntropyShape shape = problem;
   shape.has_grad_x = true;
   const std::int64_t enough = std::min(shape.rows, policy_of(shape.device).few_rows);
-  const std::size_t needed = workspace_bytes(shape, {enough, shape.classes});
-  return needed <= limit_of(shape, context) ? LinearCrossEntropyAlgorithm::speed
-                                            : LinearCrossEntropyAlgorithm::recompute;
+  return workspace_bytes(shape, {enough, shape.classes}) <= limit_without_workspace(shape) ? speed : recompute;
 }
 
 }  // namespace eaves

@@ -58,7 +58,6 @@ class LinearCrossEntropyErrors : public ::testing::Test {
     const std::string message = "linear_cross_entropy_forward: " + what;
     expect_message([&] { linear_cross_entropy_forward(args); }, message);
     expect_message([&] { linear_cross_entropy_forward_workspace_bytes(args); }, message);
-    expect_message([&] { linear_cross_entropy_algorithm(args); }, message);
     expect_nothing_written();
   }
   void expect_refused(const LinearCrossEntropyForwardBackwardArgs& args, const std::string& what) {

@@ -9,6 +9,7 @@
 
 #include "eaves/linear_cross_entropy.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
+#include "testing/refusals.h"
 
 namespace eaves::testing {
 namespace {
@@ -199,41 +200,66 @@ TEST(LinearCrossEntropyPlan, PartsOfTheWorkspaceAreAlignedAndDoNotOverlap) {
   });
 }
 
-/// A call of the forward whose dL/d(loss) comes later; nothing of it is read.
-struct Call {
-  explicit Call(DType dtype, Reduction reduction = Reduction::mean)
-      : args{.inputs = {.x = view(dtype, {4096, 64}),
-                        .weight = view(dtype, {1000, 64}),
-                        .targets = view(DType::int64, {4096}),
-                        .options = {.reduction = reduction}},
-             .outputs = {.loss = view(DType::float32, reduction == Reduction::none ? Dims{4096} : Dims{})}} {}
-
-  TensorView view(DType dtype, const Dims& shape) {
-    address += std::uintptr_t{1} << 30;
-    return TensorView::contiguous(reinterpret_cast<void*>(address), dtype, shape);
+TEST(LinearCrossEntropyAlgorithm, FollowsFromSizesTypesOutputsAndTheLimit) {
+  constexpr std::size_t kMebibyte = std::size_t{1} << 20;
+  using Args = LinearCrossEntropyAlgorithmArgs;
+  const Args on_cpu{.rows = 4096, .features = 64, .classes = 1000, .dtype = DType::bfloat16};
+  const Args on_gpu{.rows = 4096, .features = 64, .classes = 100000, .dtype = DType::bfloat16, .device = kCuda};
+  const auto changed = [](Args args, auto change) {
+    change(args);
+    return args;
+  };
+  struct Case {
+    const char* what;
+    Args args;
+    bool is_speed;
+  };
+  const std::vector<Case> cases = {
+      {"a CPU's own limit has room for a row", on_cpu, true},
+      {"not one row of logits fits", changed(on_cpu, [](Args& args) { args.workspace_limit = 4000; }), false},
+      {"one row fits", changed(on_cpu, [](Args& args) { args.workspace_limit = kMebibyte; }), true},
+      {"no rows", changed(on_cpu, [](Args& args) { args.rows = 0; }), true},
+      {"float32", changed(on_cpu, [](Args& args) { args.dtype = DType::float32; }), true},
+      {"float64 and soft targets",
+       changed(on_cpu, [](Args& args) { args.dtype = DType::float64, args.has_soft_targets = true; }), true},
+      {"float16", changed(on_cpu, [](Args& args) { args.dtype = DType::float16; }), false},
+      {"a loss per row", changed(on_cpu, [](Args& args) { args.reduction = Reduction::none; }), false},
+      {"a loss per row, with grad_x alone",
+       changed(on_cpu, [](Args& args) { args.reduction = Reduction::none, args.has_grad_x_alone = true; }), true},
+      {"a sum", changed(on_cpu, [](Args& args) { args.reduction = Reduction::sum; }), true},
+      {"lse gets a gradient", changed(on_cpu, [](Args& args) { args.has_output_gradients = true; }), false},
+      {"grad_weight is added", changed(on_cpu, [](Args& args) { args.accumulates = true; }), false},
+      {"a shard", changed(on_cpu, [](Args& args) { args.is_shard = true; }), true},
+      {"a shard with a limit, which has room",
+       changed(on_cpu, [](Args& args) { args.is_shard = true, args.workspace_limit = 64 * kMebibyte; }), false},
+      {"unknown sizes", changed(on_cpu, [](Args& args) { args.rows = -1; }), true},
+      {"unknown sizes with a limit",
+       changed(on_cpu, [](Args& args) { args.rows = -1, args.workspace_limit = 64 * kMebibyte; }), false},
+      {"a GPU's own limit has room for 384 rows", on_gpu, true},
+      {"a limit with room for 384 rows: 147 MiB of logits",
+       changed(on_gpu, [](Args& args) { args.workspace_limit = 200 * kMebibyte; }), true},
+      {"a limit without: on the fused path half as many bytes",
+       changed(on_gpu, [](Args& args) { args.workspace_limit = 100 * kMebibyte, args.is_weight_transposed = true; }),
+       false},
+      {"all rows are fewer than 384",
+       changed(on_gpu, [](Args& args) { args.workspace_limit = 100 * kMebibyte, args.rows = 100; }), true},
+      {"a head so large that 384 rows of logits are beyond a GPU's own limit",
+       changed(on_gpu, [](Args& args) { args.classes = std::int64_t{1} << 21; }), false},
+  };
+  for (const Case& each : cases) {
+    EXPECT_EQ(linear_cross_entropy_algorithm(each.args) == LinearCrossEntropyAlgorithm::speed, each.is_speed)
+        << each.what;
   }
-
-  std::uintptr_t address = 0;
-  LinearCrossEntropyForwardArgs args;
-};
-
-TEST(LinearCrossEntropyPlan, TheSpeedyWayIsChosenWhereTheWorkspaceHasRoomForAChunk) {
-  Call call(DType::bfloat16);
-  EXPECT_EQ(linear_cross_entropy_algorithm(call.args), LinearCrossEntropyAlgorithm::speed);
-  call.args.inputs.workspace_limit = 4000;  // not one row of logits
-  EXPECT_EQ(linear_cross_entropy_algorithm(call.args), LinearCrossEntropyAlgorithm::recompute);
-  const ExecutionContext large{.workspace = {reinterpret_cast<void*>(std::uintptr_t{256}), std::size_t{64} << 20}};
-  EXPECT_EQ(linear_cross_entropy_algorithm(call.args, large), LinearCrossEntropyAlgorithm::speed);
-  const ExecutionContext small{.workspace = {reinterpret_cast<void*>(std::uintptr_t{256}), 4000}};
-  call.args.inputs.workspace_limit = 0;
-  EXPECT_EQ(linear_cross_entropy_algorithm(call.args, small), LinearCrossEntropyAlgorithm::recompute);
 }
 
-TEST(LinearCrossEntropyPlan, WhatAGradientThatComesLaterCannotFinishIsComputedInTheBackward) {
-  EXPECT_EQ(linear_cross_entropy_algorithm(Call(DType::float32).args), LinearCrossEntropyAlgorithm::speed);
-  EXPECT_EQ(linear_cross_entropy_algorithm(Call(DType::float16).args), LinearCrossEntropyAlgorithm::recompute);
-  EXPECT_EQ(linear_cross_entropy_algorithm(Call(DType::bfloat16, Reduction::none).args),
-            LinearCrossEntropyAlgorithm::recompute);
+TEST(LinearCrossEntropyAlgorithm, IsNotChosenForSizesAndTypesThatNoCallHas) {
+  const std::string expected = ", expected at least one of each in a floating-point type";
+  expect_message([] { linear_cross_entropy_algorithm({.features = 0}); },
+                 "linear_cross_entropy_algorithm: x has 0 features in float32 for 1 classes" + expected);
+  expect_message([] { linear_cross_entropy_algorithm({.classes = 0}); },
+                 "linear_cross_entropy_algorithm: x has 1 features in float32 for 0 classes" + expected);
+  expect_message([] { linear_cross_entropy_algorithm({.dtype = DType::int64}); },
+                 "linear_cross_entropy_algorithm: x has 1 features in int64 for 1 classes" + expected);
 }
 
 }  // namespace

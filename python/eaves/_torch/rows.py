@@ -1,0 +1,33 @@
+"""Which rows of a loss count, and what a mean over them divides by."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def counts_of(target: Tensor, ignore_index: int) -> Tensor:
+    """True for each class that is not ignored."""
+    # int32 classes would be compared with the last 32 bits of ignore_index.
+    return target.to(torch.int64) != ignore_index
+
+
+def divisor_of(weights: Tensor, counts: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The sum of the weights, without rows that do not count, over the last axis; in float64 as the core's. By infinite
+    weights neither a mean nor its gradient is a number."""
+    total = (weights if counts is None else weights.masked_fill(~counts, 0)).sum(-1, dtype=torch.float64).to(dtype)
+    return total.masked_fill(total.isinf(), math.nan)
+
+
+def check_classes(op: str, name: str, target: Tensor, classes: int, ignore_index: int) -> None:
+    """The core's error for a target that is no class."""
+    wide = target.to(torch.int64)
+    is_wrong = counts_of(target, ignore_index) & ((wide < 0) | (wide >= classes))
+    if is_wrong.any():
+        index = is_wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"{op}: {name}{index or ''} is {target[tuple(index)].item()}, expected 0 to {classes - 1}, or ignore_index "
+            f"{ignore_index}"
+        )
