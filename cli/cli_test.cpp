@@ -271,7 +271,7 @@ TEST_F(Program, BenchMeasuresEachRowOnceAndNamesItsOptions) {
        "7M",
        {{"batch", 512}, {"dim", 1024}, {"v", 1024}},
        {{"reduction", "mean"}, {"algorithm", "speed"}, {"data", "spread"}},
-       {"algorithm", "data", "grad_weight", "grad_x", "ignored_rows", "logits", "reduction", "skip_ignored"}},
+       {"algorithm", "data", "grad_head", "grad_hidden", "ignored_rows", "logits", "reduction", "skip_ignored"}},
       {"lrpe_cosine",
        "5M",
        {{"batch", 1}, {"head", 12}, {"dim", 128}, {"n", 512}},
@@ -555,7 +555,7 @@ TEST_F(ProgramWithTensors, RunLogsumexp) {
 
 TEST_F(ProgramWithTensors, RunCrossEntropy) {
   const auto forward = [&](const std::string& flags, CrossEntropyForwardArgs args, const TensorView& grad_loss) {
-    const std::string line = "cross_entropy --tensor logits --class-axis 1 " + flags;
+    const std::string line = "cross_entropy --logits logits --class-axis 1 " + flags;
     args.logits = in("logits");
     args.class_axis = 1;
     Results results = add_loss_outputs(args, args.options, {2, 3}, flags);
@@ -564,7 +564,7 @@ TEST_F(ProgramWithTensors, RunCrossEntropy) {
     CrossEntropyBackwardArgs backward{.grad_loss = grad_loss.is_present ? grad_loss : ones(args.loss.shape),
                                       .logits = args.logits,
                                       .targets = args.targets,
-                                      .weight = args.weight,
+                                      .class_weight = args.class_weight,
                                       .row_weight = args.row_weight,
                                       .class_axis = 1,
                                       .options = args.options,
@@ -586,19 +586,19 @@ TEST_F(ProgramWithTensors, RunCrossEntropy) {
     expect_written(line + (grad_loss.is_present ? how : "") + " --in-place", results);
   };
   const CrossEntropyOptions ignoring{.ignore_index = 7};
-  CrossEntropyForwardArgs args{.targets = in("targets"), .weight = in("weight"), .options = kEveryOption};
-  forward("--target targets --weight weight" + std::string(kEveryFlag), args, in("upstream"));
-  forward("--target targets --ignore-index 7", {.targets = in("targets"), .options = ignoring}, {});
-  forward("--target targets --ignore-index 7 --row-weight of_rows --normalizer tokens --mean-logit",
+  CrossEntropyForwardArgs args{.targets = in("targets"), .class_weight = in("weight"), .options = kEveryOption};
+  forward("--targets targets --class-weight weight" + std::string(kEveryFlag), args, in("upstream"));
+  forward("--targets targets --ignore-index 7", {.targets = in("targets"), .options = ignoring}, {});
+  forward("--targets targets --ignore-index 7 --row-weight of_rows --normalizer tokens --mean-logit",
           {.targets = in("targets"), .row_weight = in("of_rows"), .normalizer = in("tokens"), .options = ignoring}, {});
-  forward("--target soft --reduction sum", {.targets = in("soft"), .options = {.reduction = Reduction::sum}}, {});
+  forward("--targets soft --reduction sum", {.targets = in("soft"), .options = {.reduction = Reduction::sum}}, {});
 }
 
 TEST_F(ProgramWithTensors, RunLinearCrossEntropy) {
   const auto both_ways = [&](const std::string& flags, const LinearCrossEntropyForwardArgs& args,
                              const TensorView& grad_loss, const std::string& gradients = "") {
     const LinearCrossEntropyInputs& inputs = args.inputs;
-    const std::string line = "linear_cross_entropy --tensor x --linear-weight head " + flags;
+    const std::string line = "linear_cross_entropy --hidden x --head head " + flags;
     const bool is_all = gradients.empty();
     const std::string how = (grad_loss.is_present ? " --grad head_upstream"
                              : is_all             ? " --backward"
@@ -606,10 +606,8 @@ TEST_F(ProgramWithTensors, RunLinearCrossEntropy) {
                             (is_all ? "" : " --gradients " + gradients) + " --algorithm ";
     const auto add_gradients = [&](Results& results) {
       LinearCrossEntropyGradients made;
-      if (is_all || gradients.find('x') == 0) results["grad_x"] = made.grad_x = out({3, 4});
-      if (is_all || gradients.find("weight") != gradients.npos) {
-        results["grad_weight"] = made.grad_weight = out({5, 4});
-      }
+      if (is_all || gradients.find("hidden") == 0) results["grad_hidden"] = made.grad_hidden = out({3, 4});
+      if (is_all || gradients.find("head") != gradients.npos) results["grad_head"] = made.grad_head = out({5, 4});
       if (inputs.bias.is_present && (is_all || gradients.find("bias") != gradients.npos)) {
         results["grad_bias"] = made.grad_bias = out({5});
       }
@@ -638,32 +636,32 @@ TEST_F(ProgramWithTensors, RunLinearCrossEntropy) {
     const bool is_speed = linear_cross_entropy_algorithm({.rows = 3,
                                                           .features = 4,
                                                           .classes = 5,
-                                                          .dtype = inputs.x.dtype,
+                                                          .dtype = inputs.hidden.dtype,
                                                           .reduction = inputs.options.reduction,
                                                           .workspace_limit = inputs.workspace_limit}) ==
                           LinearCrossEntropyAlgorithm::speed;
     for (const char* chooses : {"auto", "memory"}) expect_written(line + how + chooses, is_speed ? speed : results);
   };
   LinearCrossEntropyForwardArgs args;
-  args.inputs.x = in("x");
-  args.inputs.weight = in("head");
+  args.inputs.hidden = in("x");
+  args.inputs.head = in("head");
   args.inputs.targets = in("head_targets");
   args.inputs.options.ignore_index = 7;
-  const std::string targets = "--target head_targets --ignore-index 7";
+  const std::string targets = "--targets head_targets --ignore-index 7";
   both_ways(targets, args, {});
   args.normalizer = in("tokens");
   args.inputs.row_weight = in("of_head_rows");
   both_ways(targets + " --row-weight of_head_rows --normalizer tokens --mean-logit", args, {});
   args.normalizer = args.inputs.row_weight = {};
   args.inputs.bias = in("bias");
-  for (const char* gradients : {"x", "linear_weight", "linear_bias", "x,linear_bias"}) {
-    both_ways(targets + " --linear-bias bias", args, {}, gradients);
+  for (const char* gradients : {"hidden", "head", "bias", "hidden,bias"}) {
+    both_ways(targets + " --bias bias", args, {}, gradients);
   }
   args.inputs.class_weight = in("head_weight");
   args.inputs.options = kEveryOption;
   args.inputs.skips_ignored = true;
   args.inputs.workspace_limit = 1 << 20;
-  both_ways("--target head_targets --linear-bias bias --weight head_weight --skip-ignored --workspace-limit 1M" +
+  both_ways("--targets head_targets --bias bias --class-weight head_weight --skip-ignored --workspace-limit 1M" +
                 std::string(kEveryFlag),
             args, in("head_upstream"));
 }
@@ -713,16 +711,15 @@ TEST_F(ProgramWithTensors, RunLrpeCosine) {
 
 TEST_F(ProgramWithTensors, WrongArgumentsOfEachOperatorAreNamed) {
   const std::string files = " --input all.safetensors --output out.safetensors ";
-  const std::string loss = "eaves run cross_entropy" + files + "--tensor logits --class-axis 1 ";
-  const std::string head = "eaves run linear_cross_entropy" + files + "--tensor x --linear-weight head ";
+  const std::string loss = "eaves run cross_entropy" + files + "--logits logits --class-axis 1 ";
+  const std::string head = "eaves run linear_cross_entropy" + files + "--hidden x --head head ";
   const std::string lrpe = "eaves run lrpe_cosine" + files + "--tensor q --theta theta ";
-  const std::string in_loss = loss + "--target targets --ignore-index 7 ";
-  const std::string in_head = head + "--target head_targets --ignore-index 7 ";
+  const std::string in_loss = loss + "--targets targets --ignore-index 7 ";
+  const std::string in_head = head + "--targets head_targets --ignore-index 7 ";
   for (const RunOperator& item : run_operators()) expect_refusal("eaves run " + item.name, 2, "--input is required");
-  expect_refusal(loss, 2, "--target is required");
+  expect_refusal(loss, 2, "--targets is required");
   expect_refusal("eaves run lrpe_cosine --tensor q" + files, 2, "--theta is required");
-  expect_refusal("eaves run linear_cross_entropy --tensor x --target targets" + files, 2,
-                 "--linear-weight is required");
+  expect_refusal("eaves run linear_cross_entropy --hidden x --targets targets" + files, 2, "--head is required");
 
   // Each that names a tensor.
   const auto expect_names = [&](const std::string& line, std::initializer_list<const char*> flags) {
@@ -732,9 +729,9 @@ TEST_F(ProgramWithTensors, WrongArgumentsOfEachOperatorAreNamed) {
       expect_refusal(line + flag + " ''", 2, flag + ": is empty, expected a value");
     }
   };
-  expect_names(in_loss, {"--weight", "--normalizer", "--grad"});
-  expect_names(loss, {"--target"});
-  expect_names(in_head, {"--linear-bias", "--weight", "--normalizer", "--grad"});
+  expect_names(in_loss, {"--class-weight", "--normalizer", "--grad"});
+  expect_names(loss, {"--targets"});
+  expect_names(in_head, {"--bias", "--class-weight", "--normalizer", "--grad"});
   expect_names(lrpe, {"--offsets", "--positions", "--cu-seqlens", "--grad"});
 
   for (const std::string& line : {in_loss, in_head}) {
@@ -742,9 +739,8 @@ TEST_F(ProgramWithTensors, WrongArgumentsOfEachOperatorAreNamed) {
     expect_refusal(line + "--reduction max", 2, "--reduction: max not in {none,sum,mean}");
     expect_refusal(line + "--label-smoothing lots", 2, "--label-smoothing");
   }
-  expect_refusal(in_head + "--gradients y", 2, "--gradients: y not in {x,linear_weight,linear_bias}");
-  expect_refusal(in_head + "--gradients x,linear_bias", 2,
-                 "--gradients: has linear_bias, but --linear-bias is not given");
+  expect_refusal(in_head + "--gradients y", 2, "--gradients: y not in {hidden,head,bias}");
+  expect_refusal(in_head + "--gradients hidden,bias", 2, "--gradients: has bias, but --bias is not given");
   expect_refusal(in_head + "--algorithm fast", 2, "--algorithm: fast not in {auto,speed,memory,recompute}");
   expect_refusal(in_head + "--workspace-limit -1", 2,
                  "--workspace-limit: is \"-1\", expected a number of bytes such as 4096, 64M or 2G");
@@ -760,57 +756,57 @@ TEST_F(ProgramWithTensors, WrongArgumentsOfEachOperatorAreNamed) {
   expect_refusal(lrpe + "--grad q", 2, "--grad has shape [2, 5, 2, 4], expected [2, 5, 2, 8] (that of out)");
 
   // The core's sentences, before anything is written: of the forward, and of a backward behind it.
-  expect_refusal(loss + "--target targets", 2,
-                 "eaves: cross_entropy: --target[0, 1] is 7, expected 0 to 3, or --ignore-index -100");
+  expect_refusal(loss + "--targets targets", 2,
+                 "eaves: cross_entropy: --targets[0, 1] is 7, expected 0 to 3, or --ignore-index -100");
   expect_refusal(in_loss + "--label-smoothing 1.5", 2, ": --label-smoothing is 1.5, expected 0 to 1");
   expect_refusal(in_loss + "--z-loss -1", 2, ": --z-loss is -1, expected 0 or a positive number that float32 has");
-  expect_refusal(in_loss + "--weight head_weight", 2,
-                 "cross_entropy: --weight has shape [5], expected [4] (one per class of --tensor)");
-  expect_refusal("eaves run cross_entropy --tensor logits --target targets --class-axis 3" + files, 2,
-                 ": --class-axis is 3, expected -3 to 2 (--tensor has 3 axes)");
+  expect_refusal(in_loss + "--class-weight head_weight", 2,
+                 "cross_entropy: --class-weight has shape [5], expected [4] (one per class of --logits)");
+  expect_refusal("eaves run cross_entropy --logits logits --targets targets --class-axis 3" + files, 2,
+                 ": --class-axis is 3, expected -3 to 2 (--logits has 3 axes)");
   for (const char* how : {"", " --in-place"}) expect_refusal(in_loss + "--grad upstream" + how, 2, ": --grad has ");
   for (const char* how : {"speed", "memory", "recompute"}) {
     expect_refusal(in_head + "--grad upstream --algorithm " + how, 2, ": --grad has ");
   }
-  expect_refusal("eaves run linear_cross_entropy --tensor tokens --linear-weight head --target targets" + files, 2,
-                 "linear_cross_entropy: --tensor has no axis, expected [..., features]");
-  expect_refusal(in_head + "--linear-bias upstream --backward", 2, ": --linear-bias has shape ");
-  expect_refusal(in_head + "--weight weight", 2,
-                 ": --weight has shape [4], expected [5] (one per class of --linear-weight)");
-  expect_refusal("eaves run linear_cross_entropy --tensor x --linear-weight logits --target targets" + files, 2,
-                 ": --linear-weight has shape [2, 4, 3], expected [1, 4] ([classes, features of --tensor])");
-  expect_refusal(lrpe + "--positions positions --cu-seqlens starts", 2, ": --cu-seqlens is given beside positions");
+  expect_refusal("eaves run linear_cross_entropy --hidden tokens --head head --targets targets" + files, 2,
+                 "linear_cross_entropy: --hidden has no axis, expected [..., features]");
+  expect_refusal(in_head + "--bias upstream --backward", 2, ": --bias has shape ");
+  expect_refusal(in_head + "--class-weight weight", 2,
+                 ": --class-weight has shape [4], expected [5] (one per class of --head)");
+  expect_refusal("eaves run linear_cross_entropy --hidden x --head logits --targets targets" + files, 2,
+                 ": --head has shape [2, 4, 3], expected [1, 4] ([classes, features of --hidden])");
+  expect_refusal(lrpe + "--positions positions --cu-seqlens starts", 2, ": --cu-seqlens is given beside --positions");
   expect_refusal(lrpe + "--cu-seqlens starts --activation softmax --activation-dim -2", 3,
                  ": --cu-seqlens is given with a softmax over the sequence");
 }
 
-// Every word of the core's sentences that is a name, and no other.
 TEST(RunOperators, TheCoresSentencesAreSaidInFlags) {
   struct Said {
-    std::string op, sentence, expected;
+    std::string op;
+    InvalidArgument error;
+    std::string expected;
   };
   const std::vector<Said> all = {
-      {"logsumexp", "logsumexp_forward: axes is [0, 0], expected each axis once",
-       "logsumexp: --dims is [0, 0], expected each axis once"},
-      {"logsumexp", "logsumexp_backward: grad_out has dtype int8, expected float32 (that of x, or float32)",
-       "logsumexp: --grad has dtype int8, expected float32 (that of --tensor, or float32)"},
-      {"cross_entropy", "cross_entropy_forward: logits has dtype int8 (integers are no logits)",
-       "cross_entropy: --tensor has dtype int8 (integers are no logits)"},
-      {"cross_entropy", "cross_entropy_forward: targets has shape [3] (soft targets: that of logits)",
-       "cross_entropy: --target has shape [3] (soft targets: that of --tensor)"},
-      {"cross_entropy", "cross_entropy_backward: weight and label_smoothing are given",
-       "cross_entropy: --weight and --label-smoothing are given"},
-      {"linear_cross_entropy", "linear_cross_entropy_forward: class_weight has shape [3] (as weight and x)",
-       "linear_cross_entropy: --weight has shape [3] (as --linear-weight and --tensor)"},
-      {"lrpe_cosine", "lrpe_cosine_forward: extra_tokens is 3, expected 0 to the number of positions, 2",
-       "lrpe_cosine: --extra-tokens is 3, expected 0 to the number of positions, 2"},
-      {"lrpe_cosine", "--offset: x is no offset", "--offset: x is no offset"},  // no sentence of the core
+      {"logsumexp", {"logsumexp_forward", "`axes` is [0, 0]"}, "logsumexp: --dims is [0, 0]"},
+      {"logsumexp",
+       {"logsumexp_backward", "`grad_out` is int8 (that of `x`)"},
+       "logsumexp: --grad is int8 (that of --tensor)"},
+      {"cross_entropy",
+       {"cross_entropy_forward", "`targets`[3] is 7 (soft targets: that of `logits`)"},
+       "cross_entropy: --targets[3] is 7 (soft targets: that of --logits)"},
+      {"cross_entropy",
+       {"cross_entropy_backward", "`class_weight` and `label_smoothing` are given"},
+       "cross_entropy: --class-weight and --label-smoothing are given"},
+      {"lrpe_cosine",
+       {"lrpe_cosine_forward", "`out` has positions, beside an `offset`"},
+       "lrpe_cosine: out has positions, beside an --offset"},
+      {"lrpe_cosine", InvalidArgument("--offset: `x` is no offset"), "--offset: `x` is no offset"},  // not of the core
   };
-  for (const Said& said : all) {
+  for (const auto& [op, error, expected] : all) {
     const auto found = std::find_if(run_operators().begin(), run_operators().end(),
-                                    [&](const RunOperator& item) { return item.name == said.op; });
-    ASSERT_NE(found, run_operators().end()) << said.op;
-    EXPECT_EQ(in_flags(*found, said.sentence), said.expected);
+                                    [&](const RunOperator& item) { return item.name == op; });
+    ASSERT_NE(found, run_operators().end()) << op;
+    EXPECT_EQ(in_flags(*found, error), expected);
   }
 }
 
@@ -843,7 +839,8 @@ TEST_F(Program, RunLeavesAReadOnlyOutputAlone) {
 
 TEST_F(Program, RunThatReachesALimitOnTheSizeOfFilesSaysSo) {
   expect_refusal(
-      "eaves run cross_entropy --input in.safetensors --tensor logits --target targets --z-loss 0.1 --argmax --entropy "
+      "eaves run cross_entropy --input in.safetensors --logits logits --targets targets --z-loss 0.1 --argmax "
+      "--entropy "
       "--sum-sq --mean-logit --backward --output out.safetensors",
       1, "out.safetensors: cannot be written: File too large", "ulimit -f 1 && ");
 }

@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cctype>
 #include <cstdint>
 #include <cstring>
 
@@ -26,24 +25,6 @@ std::string list_names(const StoredTensors& tensors) {
     list += (list.empty() ? "" : ", ") + in_quotes(name);
   }
   return list.empty() ? "none" : list;
-}
-
-// The flag for a word of the core's sentence, or the word. The subject is always an argument. Elsewhere a word may be
-// English: "positions" and "offset" are, and "soft targets", "no logits" and "2 axes".
-std::string flag_of(const RunOperator& item, const std::string& word, const std::string& before, bool is_subject) {
-  for (const Argument& argument : item.arguments) {
-    std::string name = argument.member;
-    if (name.empty()) {
-      name = argument.flag.substr(2);
-      std::replace(name.begin(), name.end(), '-', '_');
-    }
-    if (name != word) continue;
-    const bool is_counted = !before.empty() && std::isdigit(static_cast<unsigned char>(before[0])) != 0;
-    const bool is_name =
-        argument.member.empty() ? name.find('_') != name.npos : before != "soft" && before != "no" && !is_counted;
-    return is_subject || is_name ? argument.flag : word;
-  }
-  return word;
 }
 
 }  // namespace
@@ -150,24 +131,20 @@ void Run::finish() {
   fmt::print("{}: {}\n", arguments_.output_path, list);
 }
 
-std::string in_flags(const RunOperator& item, const std::string& sentence) {
-  const std::size_t colon = sentence.find(": ");  // behind the function: "logsumexp_forward: x has dtype int64"
-  if (sentence.rfind(item.name, 0) != 0 || colon == sentence.npos) return sentence;
-  const auto is_of_word = [](char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_'; };
-  std::string text = item.name + ": ", before;
-  for (auto next = sentence.begin() + static_cast<std::ptrdiff_t>(colon) + 2; next != sentence.end();) {
-    const auto end = std::find_if_not(next, sentence.end(), is_of_word);
-    if (next == end) {
-      if (*next != ' ') before = *next;
-      text += *next++;
-      continue;
+std::string Argument::core_name() const {
+  std::string name = flag.substr(2);
+  std::replace(name.begin(), name.end(), '-', '_');
+  return member.empty() ? name : member;
+}
+
+std::string in_flags(const RunOperator& item, const Refusal& refusal) {
+  if (refusal.op().empty()) return refusal.sentence();
+  return item.name + ": " + refusal.sentence_with([&](const std::string& name) {
+    for (const Argument& argument : item.arguments) {
+      if (argument.core_name() == name) return argument.flag;
     }
-    const std::string word(next, end);
-    text += flag_of(item, word, before, before.empty());
-    before = word;
-    next = end;
-  }
-  return text;
+    return name;
+  });
 }
 
 void run_operator(const RunOperator& item, const RunArguments& arguments) {
@@ -175,9 +152,9 @@ void run_operator(const RunOperator& item, const RunArguments& arguments) {
   try {
     item.call(run);
   } catch (const InvalidArgument& error) {
-    throw InvalidArgument(in_flags(item, error.what()));
+    throw InvalidArgument(in_flags(item, error));
   } catch (const Unsupported& error) {
-    throw Unsupported(in_flags(item, error.what()));
+    throw Unsupported(in_flags(item, error));
   }
   run.finish();
 }

@@ -13,6 +13,7 @@
 #include "cli/atomic_file.h"
 #include "cli/safetensors.h"
 #include "eaves/context.h"
+#include "eaves/error.h"
 #include "testing/benchmark.h"
 
 namespace eaves::cli {
@@ -28,6 +29,8 @@ struct Argument {
   bool is_required = false;
   std::vector<std::string> words = {};  ///< of a text: the only ones; none: any but the empty one
   std::string member = {};  ///< the core's name, "logits"; none: as the flag, "class_axis" of "--class-axis"
+
+  std::string core_name() const;
 };
 
 /// The arguments that every operator has, and those of its own by their flags.
@@ -103,6 +106,6 @@ std::span<const RunOperator> run_operators();
 void run_operator(const RunOperator& item, const RunArguments& arguments);
 
 /// Such a sentence.
-std::string in_flags(const RunOperator& item, const std::string& sentence);
+std::string in_flags(const RunOperator& item, const Refusal& refusal);
 
 }  // namespace eaves::cli

@@ -64,16 +64,16 @@ const Words kReductions = {"none", "sum", "mean"};
 static_assert(static_cast<int>(Reduction::none) == 0 && static_cast<int>(Reduction::sum) == 1 &&
               static_cast<int>(Reduction::mean) == 2);
 
-/// Of every loss of classifying rows, behind the arguments of its own. `class_weights` is the core's name of them.
-std::vector<Argument> with_loss_arguments(std::vector<Argument> arguments, const std::string& class_weights,
-                                          const std::string& gradients, const std::vector<Argument>& last) {
+/// Of every loss of classifying rows, behind the arguments of its own.
+std::vector<Argument> with_loss_arguments(std::vector<Argument> arguments, const std::string& gradients,
+                                          const std::vector<Argument>& last) {
   const CrossEntropyOptions defaults;
   const auto add = [&](const Argument& argument) { arguments.push_back(argument); };
-  add(tensor("--target", "targets",
-             "Name of the targets: int32 or int64 classes, one per row; or a distribution for each row, in the shape "
-             "of the logits",
-             kRequired));
-  add(tensor("--weight", class_weights, "Name of the weights of the classes"));
+  add({"--targets", "",
+       "Name of the targets: int32 or int64 classes, one per row; or a distribution for each row, in the shape of the "
+       "logits",
+       kRequired});
+  add({"--class-weight", "", "Name of the weights of the classes"});
   add({"--row-weight", "", "Name of the weights of the rows, in the dtype of the loss"});
   add({"--normalizer", "", "Name of one number that the mean divides by, instead of the rows that count"});
   add({"--ignore-index", defaults.ignore_index, "Rows with this target do not count"});
@@ -143,14 +143,14 @@ void run_cross_entropy(Run& run) {
   // In place the logits are loaded to where their gradient will be.
   const bool is_in_place = run.is_set("--in-place");
   const bool has_backward = wants_gradients(run) && !is_in_place;
-  const TensorView logits = is_in_place ? run.output_over_input("grad_logits", "--tensor") : run.input("--tensor");
+  const TensorView logits = is_in_place ? run.output_over_input("grad_logits", "--logits") : run.input("--logits");
   const int class_axis = run.get<int>("--class-axis");
   AxisSet axes;
   axes.contains[check::axis({"cross_entropy", "logits", logits}, "class_axis", class_axis)] = true;
 
   CrossEntropyForwardArgs forward{.logits = logits,
-                                  .targets = run.input("--target"),
-                                  .weight = run.input("--weight"),
+                                  .targets = run.input("--targets"),
+                                  .class_weight = run.input("--class-weight"),
                                   .row_weight = run.input("--row-weight"),
                                   .normalizer = run.input("--normalizer"),
                                   .class_axis = class_axis,
@@ -166,7 +166,7 @@ void run_cross_entropy(Run& run) {
   if (!has_backward) return;
   CrossEntropyBackwardArgs backward{.logits = logits,
                                     .targets = forward.targets,
-                                    .weight = forward.weight,
+                                    .class_weight = forward.class_weight,
                                     .row_weight = forward.row_weight,
                                     .class_axis = class_axis,
                                     .options = forward.options};
@@ -175,7 +175,7 @@ void run_cross_entropy(Run& run) {
   cross_entropy_backward(backward, run.context());
 }
 
-const Words kHeadInputs = {"x", "linear_weight", "linear_bias"};
+const Words kHeadInputs = {"hidden", "head", "bias"};
 
 LinearCrossEntropyGradients head_gradients(Run& run, const LinearCrossEntropyInputs& inputs) {
   const auto& named = run.get<Words>("--gradients");
@@ -184,12 +184,12 @@ LinearCrossEntropyGradients head_gradients(Run& run, const LinearCrossEntropyInp
     const bool is_wanted = named.empty() || std::find(named.begin(), named.end(), input) != named.end();
     return is_wanted && like.is_present ? run.output(name, dtype, like.shape) : TensorView{};
   };
-  const DType dtype = inputs.x.dtype;
-  // A bias may be float32 beside any x.
+  const DType dtype = inputs.hidden.dtype;
+  // A bias may be float32 beside any hidden.
   const DType bias_dtype = inputs.bias.dtype == dtype ? dtype : accumulator_dtype(dtype);
-  return {.grad_x = output("x", "grad_x", dtype, inputs.x),
-          .grad_weight = output("linear_weight", "grad_weight", dtype, inputs.weight),
-          .grad_bias = output("linear_bias", "grad_bias", bias_dtype, inputs.bias)};
+  return {.grad_hidden = output("hidden", "grad_hidden", dtype, inputs.hidden),
+          .grad_head = output("head", "grad_head", dtype, inputs.head),
+          .grad_bias = output("bias", "grad_bias", bias_dtype, inputs.bias)};
 }
 
 void run_linear_cross_entropy(Run& run) {
@@ -197,40 +197,40 @@ void run_linear_cross_entropy(Run& run) {
   const bool has_gradients = wants_gradients(run) || !named.empty();
   LinearCrossEntropyForwardArgs forward;
   LinearCrossEntropyInputs& inputs = forward.inputs;
-  inputs.x = run.input("--tensor");
-  inputs.weight = run.input("--linear-weight");
-  inputs.bias = run.input("--linear-bias");
-  inputs.targets = run.input("--target");
-  inputs.class_weight = run.input("--weight");
+  inputs.hidden = run.input("--hidden");
+  inputs.head = run.input("--head");
+  inputs.bias = run.input("--bias");
+  inputs.targets = run.input("--targets");
+  inputs.class_weight = run.input("--class-weight");
   inputs.row_weight = run.input("--row-weight");
   inputs.options = loss_options(run);
   inputs.skips_ignored = run.is_set("--skip-ignored");
   inputs.workspace_limit = static_cast<std::size_t>(parse_bytes("--workspace-limit", run.text("--workspace-limit")));
   forward.normalizer = run.input("--normalizer");
-  if (!inputs.bias.is_present && std::find(named.begin(), named.end(), "linear_bias") != named.end()) {
-    throw InvalidArgument("--gradients: has linear_bias, but --linear-bias is not given");
+  if (!inputs.bias.is_present && std::find(named.begin(), named.end(), "bias") != named.end()) {
+    throw InvalidArgument("--gradients: has bias, but --bias is not given");
   }
   Dims row_shape;
-  for (int axis = 0; axis + 1 < inputs.x.shape.size(); ++axis) row_shape.push_back(inputs.x.shape[axis]);
-  make_outputs(run, forward.outputs, inputs.options, row_shape, accumulator_dtype(inputs.x.dtype));
+  for (int axis = 0; axis + 1 < inputs.hidden.shape.size(); ++axis) row_shape.push_back(inputs.hidden.shape[axis]);
+  make_outputs(run, forward.outputs, inputs.options, row_shape, accumulator_dtype(inputs.hidden.dtype));
   if (!has_gradients) return linear_cross_entropy_forward(forward, run.context());
 
   // "auto": the upstream gradient is known before the loss here, whatever the reduction.
   const std::string& algorithm = run.text("--algorithm");
-  const bool saves_memory = algorithm == "memory" && inputs.x.device.type == DeviceType::cuda;
-  if (saves_memory && inputs.workspace_limit == 0 && inputs.weight.shape.size() == 2) {
-    inputs.workspace_limit = linear_cross_entropy_small_workspace(inputs.weight.shape[0]);
+  const bool saves_memory = algorithm == "memory" && inputs.hidden.device.type == DeviceType::cuda;
+  if (saves_memory && inputs.workspace_limit == 0 && inputs.head.shape.size() == 2) {
+    inputs.workspace_limit = linear_cross_entropy_small_workspace(inputs.head.shape[0]);
   }
   const auto suits_speed = [&] {
     linear_cross_entropy_forward_workspace_bytes(forward);  // refuses arguments whose sizes cannot be read below
-    const std::int64_t features = inputs.weight.shape[1];
-    return linear_cross_entropy_algorithm({.rows = inputs.x.element_count() / features,
+    const std::int64_t features = inputs.head.shape[1];
+    return linear_cross_entropy_algorithm({.rows = inputs.hidden.element_count() / features,
                                            .features = features,
-                                           .classes = inputs.weight.shape[0],
-                                           .dtype = inputs.x.dtype,
-                                           .device = inputs.x.device,
+                                           .classes = inputs.head.shape[0],
+                                           .dtype = inputs.hidden.dtype,
+                                           .device = inputs.hidden.device,
                                            .reduction = inputs.options.reduction,
-                                           .is_weight_transposed = inputs.weight.strides[1] != 1,
+                                           .is_head_transposed = inputs.head.strides[1] != 1,
                                            .has_soft_targets = is_floating_point(inputs.targets.dtype),
                                            .workspace_limit = inputs.workspace_limit}) ==
            LinearCrossEntropyAlgorithm::speed;
@@ -324,27 +324,24 @@ const RunOperator kOperators[] = {
     {"cross_entropy",
      "The loss of classifying each row. Writes loss, lse and, with --backward, --grad or --in-place, "
      "grad_logits.",
-     "--tensor logits --target targets --backward",
-     with_loss_arguments(
-         {tensor("--tensor", "logits", "Name of the logits: any shape with an axis of classes", kRequired),
-          {"--class-axis", -1, "The axis of the classes"}},
-         "weight", "grad_logits, the gradient of the loss",
-         {{"--in-place", false,
-           "Loss and gradient at once, over the logits in memory: one tensor less. lse and entropy of "
-           "rows that are ignored are 0"}}),
+     "--logits logits --targets targets --backward",
+     with_loss_arguments({{"--logits", "", "Name of the logits: any shape with an axis of classes", kRequired},
+                          {"--class-axis", -1, "The axis of the classes"}},
+                         "grad_logits, the gradient of the loss",
+                         {{"--in-place", false,
+                           "Loss and gradient at once, over the logits in memory: one tensor less. lse and entropy of "
+                           "rows that are ignored are 0"}}),
      run_cross_entropy},
     {"linear_cross_entropy",
      "The loss of classifying each row by a linear head, without all of its logits. Writes loss, lse and, "
      "with --backward or --grad, the gradients.",
-     "--tensor x --linear-weight head --target targets --backward",
+     "--hidden x --head head --targets targets --backward",
      with_loss_arguments(
-         {tensor("--tensor", "x", "Name of the rows x: any shape, features last", kRequired),
-          tensor("--linear-weight", "weight",
-                 "Name of the head, [classes, features]: the logits are x linear_weight^T + linear_bias", kRequired),
-          tensor("--linear-bias", "bias", "Name of the head's bias, one number per class")},
-         "class_weight", "grad_x, grad_weight (of the head) and, with --linear-bias, grad_bias",
-         {{"--gradients", Words{}, "Write only the gradients of these: some of x,linear_weight,linear_bias", false,
-           kHeadInputs},
+         {{"--hidden", "", "Name of the hidden states: any shape, features last", kRequired},
+          {"--head", "", "Name of the head, [classes, features]: the logits are hidden head^T + bias", kRequired},
+          {"--bias", "", "Name of the head's bias, one number per class"}},
+         "grad_hidden, grad_head and, with --bias, grad_bias",
+         {{"--gradients", Words{}, "Write only the gradients of these: some of hidden,head,bias", false, kHeadInputs},
           choice("--algorithm", {"auto", "speed", "memory", "recompute"},
                  "Of the gradients. speed: with the loss, logits computed once; memory: the same in little memory; "
                  "recompute: logits computed again; auto: speed where its workspace is allowed",

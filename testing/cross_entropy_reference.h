@@ -99,7 +99,7 @@ inline CrossEntropyRow cross_entropy_row(const CrossEntropyForwardArgs& args, st
   result.mean_size = static_cast<double>(sizes) * per_class;
 
   std::vector<double> weight(classes, 1.0);
-  if (args.weight.is_present) weight = elements_along(args.weight, 0, 0);
+  if (args.class_weight.is_present) weight = elements_along(args.class_weight, 0, 0);
   result.distribution.assign(classes, 0.0);
   if (is_floating_point(args.targets.dtype)) {
     const std::vector<double> q = elements_along(args.targets, axis, row);

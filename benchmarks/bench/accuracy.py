@@ -26,7 +26,7 @@ from .device import find_device
 from .harness import Entry
 from .linear_cross_entropy import OPERATOR, WITHOUT_BIAS
 
-RESULTS = ("loss", "grad_x", "grad_weight", "grad_bias")
+RESULTS = ("loss", "grad_hidden", "grad_head", "grad_bias")
 
 
 def make_inputs(rows: int, features: int, classes: int, deviation: float | None, device: torch.device) -> Inputs:

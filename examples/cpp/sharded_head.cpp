@@ -1,8 +1,8 @@
 // A head whose vocabulary is cut over ranks (tensor parallel), in a trainer that communicates by itself: each rank has
-// all of x and some classes of the head, and sends 10 numbers for each row in place of its logits. The call computes
-// chunks of rows, and calls back where ranks have to communicate. Threads stand for ranks here and shared memory for
-// NCCL, on the CPU. Prints the loss, and how far it and the gradients are from those of one rank; returns non-zero
-// where that is more than float32 rounds, where ranks do not agree to the bit, or where padding was written.
+// all of hidden and some classes of the head, and sends 10 numbers for each row in place of its logits. The call
+// computes chunks of rows, and calls back where ranks have to communicate. Threads stand for ranks here and shared
+// memory for NCCL, on the CPU. Prints the loss, and how far it and the gradients are from those of one rank; returns
+// non-zero where that is more than float32 rounds, where ranks do not agree to the bit, or where padding was written.
 #include <eaves/linear_cross_entropy.h>
 
 #include <algorithm>
@@ -27,22 +27,22 @@ constexpr int kClasses = 1000, kMostClasses = 300;  // of all ranks, and the mos
 struct Rank {
   int first_class, classes, stored;
   std::vector<float> head = std::vector<float>(stored * kFeatures), grad_head = std::vector<float>(head.size());
-  std::vector<float> grad_x = std::vector<float>(kRows * kFeatures), lse = std::vector<float>(kRows);
+  std::vector<float> grad_hidden = std::vector<float>(kRows * kFeatures), lse = std::vector<float>(kRows);
   float loss = 0;
   int chunks = 0;
 
   // Without shards. Padding is left out by views of the rows before it, and is neither read nor written.
-  eaves::LinearCrossEntropyForwardBackwardArgs step(const float* x, const std::int64_t* targets) {
-    const eaves::Dims of_x = {kRows, kFeatures}, of_head = {classes, kFeatures};
+  eaves::LinearCrossEntropyForwardBackwardArgs step(const float* hidden, const std::int64_t* targets) {
+    const eaves::Dims of_hidden = {kRows, kFeatures}, of_head = {classes, kFeatures};
     eaves::LinearCrossEntropyForwardBackwardArgs args;
-    args.forward.inputs = {.x = TensorView::contiguous(x, DType::float32, of_x),
-                           .weight = TensorView::contiguous(head.data(), DType::float32, of_head),
+    args.forward.inputs = {.hidden = TensorView::contiguous(hidden, DType::float32, of_hidden),
+                           .head = TensorView::contiguous(head.data(), DType::float32, of_head),
                            .targets = TensorView::contiguous(targets, DType::int64, {kRows}),  // of all kClasses
                            .options = {.label_smoothing = 0.1, .z_loss_weight = 1e-4}};
     args.forward.outputs = {.loss = TensorView::contiguous(&loss, DType::float32, {}),
                             .lse = TensorView::contiguous(lse.data(), DType::float32, {kRows})};
-    args.gradients = {.grad_x = TensorView::contiguous(grad_x.data(), DType::float32, of_x),
-                      .grad_weight = TensorView::contiguous(grad_head.data(), DType::float32, of_head)};
+    args.gradients = {.grad_hidden = TensorView::contiguous(grad_hidden.data(), DType::float32, of_hidden),
+                      .grad_head = TensorView::contiguous(grad_head.data(), DType::float32, of_head)};
     return args;
   }
 };
@@ -74,7 +74,7 @@ class Communicator {
 
 void run_rank(Communicator& communicator, int index, Rank& rank, eaves::LinearCrossEntropyForwardBackwardArgs args) {
   std::vector<float> statistics(kRows * kStatistics), gathered(kRanks * statistics.size());
-  // This limit and most_classes must be the same on all ranks, as x and targets are: the chunks follow from them.
+  // This limit and most_classes must be the same on all ranks, as hidden and targets are: the chunks follow from them.
   args.forward.inputs.workspace_limit = 128 << 10;
   args.shard = {.first_class = rank.first_class,
                 .classes = kClasses,
@@ -88,9 +88,9 @@ void run_rank(Communicator& communicator, int index, Rank& rank, eaves::LinearCr
     communicator.all_gather(index, {&statistics[at], count}, {&gathered[kRanks * at], kRanks * count});
     ++rank.chunks;
   };
-  // No row is ignored here. Where some are, `first` and `rows` are not of grad_x: reduce all of it after the call.
-  args.shard.grad_x_is_complete = [&](std::int64_t first, std::int64_t rows) {
-    communicator.all_reduce(index, {&rank.grad_x[first * kFeatures], static_cast<std::size_t>(rows * kFeatures)});
+  // No row is ignored here. Where some are, `first` and `rows` are not of grad_hidden: reduce all of it after the call.
+  args.shard.grad_hidden_is_complete = [&](std::int64_t first, std::int64_t rows) {
+    communicator.all_reduce(index, {&rank.grad_hidden[first * kFeatures], static_cast<std::size_t>(rows * kFeatures)});
   };
   linear_cross_entropy_forward_backward(args, {.threads = 1});  // ranks share the cores; on a GPU: .stream
 }
@@ -110,13 +110,13 @@ double distance(std::span<const float> actual, std::span<const float> expected) 
 int main() {
   std::mt19937 random(0);
   std::normal_distribution<float> normal;
-  std::vector<float> x(kRows * kFeatures);
+  std::vector<float> hidden(kRows * kFeatures);
   std::vector<std::int64_t> targets(kRows);
   Rank whole = {0, kClasses, kClasses};
-  for (float& number : x) number = normal(random);
+  for (float& number : hidden) number = normal(random);
   for (float& number : whole.head) number = 0.5f * normal(random);
   for (int row = 0; row < kRows; ++row) targets[row] = row * 37 % kClasses;
-  linear_cross_entropy_forward_backward(whole.step(x.data(), targets.data()));
+  linear_cross_entropy_forward_backward(whole.step(hidden.data(), targets.data()));
 
   Rank ranks[kRanks] = {{0, 300, 300}, {300, 256, 256}, {556, 300, 300}, {856, 144, 200}};
   for (Rank& rank : ranks) {
@@ -126,22 +126,23 @@ int main() {
   Communicator communicator;
   std::vector<std::jthread> threads;
   for (int i = 0; i < kRanks; ++i)
-    threads.emplace_back([&, i] { run_rank(communicator, i, ranks[i], ranks[i].step(x.data(), targets.data())); });
+    threads.emplace_back([&, i] { run_rank(communicator, i, ranks[i], ranks[i].step(hidden.data(), targets.data())); });
   threads.clear();  // joins them
 
   bool ok = true;
   std::vector<float> grad_head;  // of all ranks, without the padding
   for (const Rank& rank : ranks) {
     const auto padding = rank.grad_head.begin() + rank.classes * kFeatures;
-    ok = ok && rank.loss == ranks[0].loss && rank.grad_x == ranks[0].grad_x;
+    ok = ok && rank.loss == ranks[0].loss && rank.grad_hidden == ranks[0].grad_hidden;
     ok = ok && std::all_of(padding, rank.grad_head.end(), [](float number) { return number == 0; });
     grad_head.insert(grad_head.end(), rank.grad_head.begin(), padding);
   }
   const double of_loss = distance({&ranks[0].loss, 1}, {&whole.loss, 1});
-  const double of_x = distance(ranks[0].grad_x, whole.grad_x), of_head = distance(grad_head, whole.grad_head);
+  const double of_hidden = distance(ranks[0].grad_hidden, whole.grad_hidden),
+               of_head = distance(grad_head, whole.grad_head);
   std::printf("loss of %d ranks in %d chunks %.6f, of one rank %.6f, %s\n", kRanks, ranks[0].chunks, ranks[0].loss,
               whole.loss, ok ? "the same on every rank" : "NOT the same on every rank, or padding was written");
-  std::printf("relative distance: loss %.1e, grad_x %.1e, grad_head %.1e\n", of_loss, of_x, of_head);
-  // Each number of grad_x is a float32 sum over 1000 classes, and ranks add it up in another order.
-  return ok && of_loss <= 2e-6 && of_x <= 2e-6 && of_head <= 2e-6 ? 0 : 1;
+  std::printf("relative distance: loss %.1e, grad_hidden %.1e, grad_head %.1e\n", of_loss, of_hidden, of_head);
+  // Each number of grad_hidden is a float32 sum over 1000 classes, and ranks add it up in another order.
+  return ok && of_loss <= 2e-6 && of_hidden <= 2e-6 && of_head <= 2e-6 ? 0 : 1;
 }

@@ -59,20 +59,20 @@ struct Model {
     using eaves::DType;
     using eaves::TensorView;
     const int rows = static_cast<int>(positions.size());
-    std::vector<float> x(rows * kFeatures), grad_x(x.size());
+    std::vector<float> hidden(rows * kFeatures), grad_hidden(hidden.size());
     std::vector<std::int32_t> targets(rows);
     for (int row = 0; row < rows; ++row) {
       targets[row] = text[positions[row]];
       for (int k = 0; k < kContext; ++k) {
         const float* e = &embedding.value[place(text, positions[row], k)];
-        for (int d = 0; d < kFeatures; ++d) x[row * kFeatures + d] += e[d];
+        for (int d = 0; d < kFeatures; ++d) hidden[row * kFeatures + d] += e[d];
       }
     }
 
     float loss = 0;
     const eaves::LinearCrossEntropyForwardArgs forward = {
-        .inputs = {.x = TensorView::contiguous(x.data(), DType::float32, {rows, kFeatures}),
-                   .weight = TensorView::contiguous(head.value.data(), DType::float32, {kClasses, kFeatures}),
+        .inputs = {.hidden = TensorView::contiguous(hidden.data(), DType::float32, {rows, kFeatures}),
+                   .head = TensorView::contiguous(head.value.data(), DType::float32, {kClasses, kFeatures}),
                    .targets = TensorView::contiguous(targets.data(), DType::int32, {rows})},
         .outputs = {.loss = TensorView::contiguous(&loss, DType::float32, {})}};
     if (!learns) {
@@ -82,13 +82,13 @@ struct Model {
     eaves::linear_cross_entropy_forward_backward(
         {.forward = forward,
          .gradients = {
-             .grad_x = TensorView::contiguous(grad_x.data(), DType::float32, {rows, kFeatures}),
-             .grad_weight = TensorView::contiguous(head.gradient.data(), DType::float32, {kClasses, kFeatures})}});
+             .grad_hidden = TensorView::contiguous(grad_hidden.data(), DType::float32, {rows, kFeatures}),
+             .grad_head = TensorView::contiguous(head.gradient.data(), DType::float32, {kClasses, kFeatures})}});
 
     for (int row = 0; row < rows; ++row) {
       for (int k = 0; k < kContext; ++k) {
         float* e = &embedding.gradient[place(text, positions[row], k)];
-        for (int d = 0; d < kFeatures; ++d) e[d] += grad_x[row * kFeatures + d];
+        for (int d = 0; d < kFeatures; ++d) e[d] += grad_hidden[row * kFeatures + d];
       }
     }
     embedding.step();

@@ -66,7 +66,7 @@ struct CrossEntropyForwardArgs {
   TensorView targets = {};
 
   /// w, optional; [classes], contiguous; dtype of logits, or float32. Never read at ignore_index.
-  TensorView weight = {};
+  TensorView class_weight = {};
 
   /// r, optional; per row, contiguous, result dtype. Of ignored rows any numbers.
   TensorView row_weight = {};
@@ -128,7 +128,7 @@ struct CrossEntropyBackwardArgs {
   /// As in the forward.
   TensorView logits = {};
   TensorView targets = {};
-  TensorView weight = {};
+  TensorView class_weight = {};
   TensorView row_weight = {};
   int class_axis = -1;
   CrossEntropyOptions options = {};
@@ -141,7 +141,7 @@ struct CrossEntropyBackwardArgs {
   TensorView divisor = {};
 
   /// Of a vocabulary that is sharded: the first class of `logits`, and how many there are in all (0: as many as logits
-  /// has). Targets count over all of them, `weight` has those of `logits`. Both as in the shard's forward: others
+  /// has). Targets count over all of them, `class_weight` has those of `logits`. Both as in the shard's forward: others
   /// that are possible are not noticed, and the gradient is wrong.
   std::int64_t first_class = 0;
   std::int64_t classes = 0;
@@ -196,11 +196,11 @@ enum class CrossEntropyStatistic : std::uint8_t {
 inline constexpr int kCrossEntropyStatistics = 10;
 
 struct CrossEntropyShardArgs {
-  /// As in the forward; logits has the classes [first_class, first_class + its size) of `classes`, and weight those
-  /// alone, and soft targets too.
+  /// As in the forward; logits has the classes [first_class, first_class + its size) of `classes`, and class_weight
+  /// those alone, and soft targets too.
   TensorView logits = {};
   TensorView targets = {};
-  TensorView weight = {};
+  TensorView class_weight = {};
   int class_axis = -1;
   CrossEntropyOptions options = {};
   std::int64_t first_class = 0;
@@ -223,7 +223,7 @@ struct CrossEntropyMergeArgs {
   TensorView normalizer = {};
   CrossEntropyOptions options = {};
   std::int64_t classes = 0;       ///< of all shards
-  bool has_weight = false;        ///< the shards were computed with weights
+  bool has_class_weight = false;  ///< the shards were computed with weights
   bool has_soft_targets = false;  ///< and with targets that are distributions
 
   /// As in the forward; the shards have read them.

@@ -1,6 +1,6 @@
 // linear_cross_entropy: a language model's head and its loss in one operator, which never holds all the logits.
 //
-//   z     = x weight^T + bias          [rows, classes], row by row or block by block, never all of it
+//   z     = hidden head^T + bias       [rows, classes], row by row or block by block, never all of it
 //   loss  = cross_entropy(z, targets)  with every option of cross_entropy.h, whose formulas and edges hold here too
 //
 // Two ways to the gradients, the same numbers up to rounding:
@@ -12,19 +12,20 @@
 //              logits again, a block of rows and classes at a time. Four matrix products in little workspace.
 //
 // Logits are computed and read in float32 (float64 for float64): probabilities come from the product's own
-// accumulators, not from logits rounded to the type of x. Their gradient is rounded once to that type, as the factor of
-// the two products that it is. Each of those sums in float32 and is rounded once for each chunk of rows (grad_weight)
-// or once (grad_x). On a GPU a grad_weight of 16 bits has a second rounding for each chunk, of what is added to it, and
-// a third of the target's part on the fused path (docs/numerics.md), on which x times the gradient of its row is
-// rounded too. A grad_weight in float32 is never rounded to 16 bits.
+// accumulators, not from logits rounded to the type of hidden. Their gradient is rounded once to that type, as the
+// factor of the two products that it is. Each of those sums in float32 and is rounded once for each chunk of rows
+// (grad_head) or once (grad_hidden). On a GPU a grad_head of 16 bits has a second rounding for each chunk, of what is
+// added to it, and a third of the target's part on the fused path (docs/numerics.md), on which hidden times the
+// gradient of its row is rounded too. A grad_head in float32 is never rounded to 16 bits.
 //
 // dL/d(loss) and the mean's divisor are part of the factor. In float16 they multiply the products' results, so that the
 // factor does not underflow; but where dL/d(loss) is per row, or lse or entropy have gradients, they are part of it
 // there too, and those below 1e-4 lose digits; so are weights of rows, of which those beyond 1e4 overflow.
 //
 // Over the edges, beside those of cross_entropy: rows that do not count, which are ignored or of weight 0, have
-// gradient 0 and all other outputs 0. If they are skipped (see skips_ignored), x may hold anything there. Else an
-// x that is not finite there may make grad_weight NaN, and a weight that is not finite their grad_x, as 0 * NaN is.
+// gradient 0 and all other outputs 0. If they are skipped (see skips_ignored), hidden may hold anything there. Else a
+// hidden that is not finite there may make grad_head NaN, and a head that is not finite their grad_hidden, as 0 * NaN
+// is.
 #pragma once
 
 #include <functional>
@@ -36,25 +37,25 @@
 #pragma GCC visibility push(default)  // of a shared library, this is seen from outside
 namespace eaves {
 
-// "Per row" means the shape of x without its last axis. Per-row outputs, and what the backward takes of them, are
-// contiguous; "result dtype" is float32, or float64 where x is float64.
+// "Per row" means the shape of hidden without its last axis. Per-row outputs, and what the backward takes of them, are
+// contiguous; "result dtype" is float32, or float64 where hidden is float64.
 
 struct LinearCrossEntropyInputs {
   /// [..., features], any strides; float16, bfloat16, float32 or float64. Rows that do not lie at one distance, with
   /// features of unit stride, are copied chunk by chunk.
-  TensorView x = {};
+  TensorView hidden = {};
 
-  /// [classes, features], one of both axes with unit stride; dtype of x.
-  TensorView weight = {};
+  /// [classes, features], one of both axes with unit stride; dtype of hidden.
+  TensorView head = {};
 
-  /// optional; [classes], contiguous; dtype of x, or float32.
+  /// optional; [classes], contiguous; dtype of hidden, or float32.
   TensorView bias = {};
 
   /// Per row, any strides: int32 or int64 classes. Or soft targets: [..., classes], rows at one distance, classes with
-  /// unit stride; float32, or float64 where x is float64.
+  /// unit stride; float32, or float64 where hidden is float64.
   TensorView targets = {};
 
-  /// w of cross_entropy.h, optional; [classes], contiguous; dtype of x, or float32.
+  /// w of cross_entropy.h, optional; [classes], contiguous; dtype of hidden, or float32.
   TensorView class_weight = {};
 
   /// r of cross_entropy.h, optional; per row, contiguous, result dtype. Of ignored rows any numbers. Rows of weight 0
@@ -76,14 +77,14 @@ struct LinearCrossEntropyInputs {
   std::size_t workspace_limit = 0;
 };
 
-/// A head whose classes are cut into shards, one for each rank: weight, bias, class_weight and soft targets of a call
-/// are one of them, and what else the ranks pass is the same. Hard targets are classes of all shards.
+/// A head whose classes are cut into shards, one for each rank: head, bias, class_weight and soft targets of a call are
+/// one of them, and what else the ranks pass is the same. Hard targets are classes of all shards.
 ///
 /// Rows are computed in chunks, the same on all ranks, in their order; rows that do not count are left out as always,
 /// and `first` and `rows` count the others. The functions are called on the host. What a call has enqueued on
 /// its stream comes before what they enqueue there, and what it enqueues afterwards behind.
 struct LinearCrossEntropyShard {
-  /// Of weight, which may have no classes here: then grad_x is not written, and has to be 0 before.
+  /// Of head, which may have no classes here: then grad_hidden is not written, and has to be 0 before.
   std::int64_t first_class = 0;
   std::int64_t classes = 0;       ///< of all shards; 0: there are no shards
   std::int64_t most_classes = 0;  ///< of the largest shard: how many rows a chunk has follows from it
@@ -107,12 +108,12 @@ struct LinearCrossEntropyShard {
   std::function<void(std::int64_t first, std::int64_t rows)> gather = {};
 
   /// optional: `gather` may then only begin, and this has to end it. What the call enqueues in between, where it can
-  /// the product for grad_x, hides the gather.
+  /// the product for grad_hidden, hides the gather.
   std::function<void(std::int64_t first, std::int64_t rows)> finish_gather = {};
 
-  /// optional; with both at once or in the backward: the chunk's rows of grad_x, this shard's part of a sum over the
-  /// ranks, are complete.
-  std::function<void(std::int64_t first, std::int64_t rows)> grad_x_is_complete = {};
+  /// optional; with both at once or in the backward: the chunk's rows of grad_hidden, this shard's part of a sum over
+  /// the ranks, are complete.
+  std::function<void(std::int64_t first, std::int64_t rows)> grad_hidden_is_complete = {};
 };
 
 struct LinearCrossEntropyOutputs {
@@ -131,17 +132,17 @@ struct LinearCrossEntropyOutputs {
 
 /// Each optional: what is absent is not computed.
 struct LinearCrossEntropyGradients {
-  /// out; shape and dtype of x, any strides that give every element its own place. Of a shard also the result dtype: a
-  /// part of a sum over the ranks that is not rounded to 16 bits.
-  TensorView grad_x = {};
+  /// out; shape and dtype of hidden, any strides that give every element its own place. Of a shard also the result
+  /// dtype: a part of a sum over the ranks that is not rounded to 16 bits.
+  TensorView grad_hidden = {};
 
-  /// out; [classes, features], features with unit stride; dtype of weight, or the result dtype.
-  TensorView grad_weight = {};
+  /// out; [classes, features], features with unit stride; dtype of head, or the result dtype.
+  TensorView grad_head = {};
 
-  /// out; [classes], contiguous; dtype of x, or the result dtype.
+  /// out; [classes], contiguous; dtype of hidden, or the result dtype.
   TensorView grad_bias = {};
 
-  /// Adds to what grad_weight and grad_bias hold instead of overwriting it.
+  /// Adds to what grad_head and grad_bias hold instead of overwriting it.
   bool accumulates = false;
 };
 
@@ -159,8 +160,8 @@ struct LinearCrossEntropyForwardBackwardArgs {
   /// Reduction::none too, where grad_loss is known before the loss.
   LinearCrossEntropyForwardArgs forward = {};
 
-  /// dL/d(loss), optional: one element, or with Reduction::none per row with any strides; result dtype or that of x;
-  /// absent: 1.
+  /// dL/d(loss), optional: one element, or with Reduction::none per row with any strides; result dtype or that of
+  /// hidden; absent: 1.
   TensorView grad_loss = {};
 
   LinearCrossEntropyGradients gradients = {};
@@ -250,19 +251,20 @@ inline constexpr std::size_t linear_cross_entropy_small_workspace(std::int64_t c
 
 enum class LinearCrossEntropyAlgorithm : std::uint8_t { speed, recompute };
 
-/// The facts of a call that the choice of its algorithm reads. They count x as a matrix with aligned rows.
+/// The facts of a call that the choice of its algorithm reads. They count hidden as a matrix with aligned rows.
 struct LinearCrossEntropyAlgorithmArgs {
-  std::int64_t rows = 0;  ///< of x; negative: the sizes are unknown, as in a graph that is traced for any
+  std::int64_t rows = 0;  ///< of hidden; negative: the sizes are unknown, as in a graph that is traced for any
   std::int64_t features = 1;
   std::int64_t classes = 1;
-  DType dtype = DType::float32;  ///< of x and weight
+  DType dtype = DType::float32;  ///< of hidden and head
   Device device = kCpu;
   Reduction reduction = Reduction::mean;
-  bool is_weight_transposed = false;  ///< its classes have unit stride
+  bool is_head_transposed = false;  ///< its classes have unit stride
   bool has_soft_targets = false;
-  bool has_grad_x_alone = false;      ///< weight and bias get no gradient, and the backward can multiply grad_x by rows
+  bool has_grad_hidden_alone =
+      false;  ///< head and bias get no gradient, and the backward can multiply grad_hidden by rows
   bool has_output_gradients = false;  ///< lse or entropy may get a gradient
-  bool accumulates = false;           ///< the backward adds grad_weight to the caller's tensor
+  bool accumulates = false;           ///< the backward adds grad_head to the caller's tensor
   bool is_shard = false;
   std::size_t workspace_limit = 0;  ///< 0: the operator's own
 };
@@ -272,7 +274,8 @@ struct LinearCrossEntropyAlgorithmArgs {
 ///   speed      if the workspace has room for a chunk of rows with which three products are faster than four: on a GPU
 ///              384, or all. A shard, whose largest no rank knows, and a call of unknown sizes: if no limit is given.
 ///   recompute  in float16, because a loss scale would multiply gradients that are rounded already; for a loss per row,
-///              unless grad_x is the only gradient; if lse or entropy may get a gradient; if the backward accumulates.
+///              unless grad_hidden is the only gradient; if lse or entropy may get a gradient; if the backward
+///              accumulates.
 ///
 /// Throws InvalidArgument for sizes and types that no call has.
 LinearCrossEntropyAlgorithm linear_cross_entropy_algorithm(const LinearCrossEntropyAlgorithmArgs& args);

@@ -7,18 +7,18 @@
 
 /// Whether it is speed. `device` is the index of a GPU, or -1 for the CPU; without rows (-1) the sizes are unknown.
 extern "C" __attribute__((visibility("default"))) bool eaves_suits_speed(
-    const char* dtype, int device, int reduction, bool has_grad_x_alone, bool has_output_gradients, bool accumulates,
-    bool is_shard, std::int64_t workspace_limit, std::int64_t rows, std::int64_t features, std::int64_t classes,
-    bool is_weight_transposed, bool has_soft_targets) {
+    const char* dtype, int device, int reduction, bool has_grad_hidden_alone, bool has_output_gradients,
+    bool accumulates, bool is_shard, std::int64_t workspace_limit, std::int64_t rows, std::int64_t features,
+    std::int64_t classes, bool is_head_transposed, bool has_soft_targets) {
   using namespace eaves;
   LinearCrossEntropyAlgorithmArgs args{.rows = rows,
                                        .features = features,
                                        .classes = classes,
                                        .device = device < 0 ? kCpu : Device{DeviceType::cuda, device},
                                        .reduction = static_cast<Reduction>(reduction),
-                                       .is_weight_transposed = is_weight_transposed,
+                                       .is_head_transposed = is_head_transposed,
                                        .has_soft_targets = has_soft_targets,
-                                       .has_grad_x_alone = has_grad_x_alone,
+                                       .has_grad_hidden_alone = has_grad_hidden_alone,
                                        .has_output_gradients = has_output_gradients,
                                        .accumulates = accumulates,
                                        .is_shard = is_shard,

@@ -25,12 +25,12 @@ int axis_of(std::int64_t axis) {
       std::clamp<std::int64_t>(axis, std::numeric_limits<int>::min(), std::numeric_limits<int>::max()));
 }
 
-#define EAVES_LOGITS "Tensor logits, Tensor targets, Tensor? weight"
+#define EAVES_LOGITS "Tensor logits, Tensor targets, Tensor? class_weight"
 
 /// The tensors that all calls but the merge begin with.
 struct Logits {
   Tensor logits, targets;
-  OptionalTensor weight;
+  OptionalTensor class_weight;
 
   static Logits read(Arguments& arguments) {
     return {arguments.read<Tensor>(), arguments.read<Tensor>(), arguments.read<OptionalTensor>()};
@@ -41,7 +41,7 @@ struct Logits {
   void put_into(Args& args, std::int64_t class_axis, const Options& options, bool is_in_place = false) const {
     args.logits = is_in_place ? output(logits) : input(logits, {kOp, "logits"});
     args.targets = input(targets, {kOp, "targets"});
-    args.weight = optional_input(weight, {kOp, "weight"});
+    args.class_weight = optional_input(class_weight, {kOp, "class_weight"});
     args.class_axis = axis_of(class_axis);
     args.options = options;
   }
@@ -143,7 +143,7 @@ Tensor shard_forward(Logits logits, std::int64_t class_axis, Options options, st
 }
 
 std::vector<Tensor> merge(Tensor statistics, OptionalTensor targets, OptionalTensor row_weight,
-                          OptionalTensor normalizer, Options options, std::int64_t classes, bool has_weight,
+                          OptionalTensor normalizer, Options options, std::int64_t classes, bool has_class_weight,
                           std::int64_t wanted) {
   CrossEntropyMergeArgs args{.statistics = input(statistics, {kOp, "statistics"}),
                              .targets = optional_input(targets, {kOp, "targets"}),
@@ -151,7 +151,7 @@ std::vector<Tensor> merge(Tensor statistics, OptionalTensor targets, OptionalTen
                              .normalizer = optional_input(normalizer, {kOp, "normalizer"}),
                              .options = options,
                              .classes = classes,
-                             .has_weight = has_weight,
+                             .has_class_weight = has_class_weight,
                              .has_soft_targets = !targets.has_value(),
                              .skips_ignored = (wanted & outputs::kOfIgnoredRows) == 0};
   const Dims& shape = args.statistics.shape;
@@ -179,24 +179,24 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
   // The defaults are those of eaves.cross_entropy, in which most calls leave them: an argument that is passed costs
   // 0.15 us of the host's time (PyTorch 2.13, AMD EPYC), and one that is left out almost nothing.
   library.def(
-      "cross_entropy_forward(Tensor logits, Tensor targets, Tensor? weight=None, Tensor? row_weight=None, "
+      "cross_entropy_forward(Tensor logits, Tensor targets, Tensor? class_weight=None, Tensor? row_weight=None, "
       "Tensor? normalizer=None, int class_axis=-1, SymInt ignore_index=-100, int reduction=2, float[] numbers=[], int "
       "outputs=0) -> Tensor[]");
   library.def(
-      "cross_entropy_forward_backward(Tensor(a!) logits, Tensor targets, Tensor? weight, Tensor? row_weight, "
+      "cross_entropy_forward_backward(Tensor(a!) logits, Tensor targets, Tensor? class_weight, Tensor? row_weight, "
       "Tensor? normalizer, int class_axis, " EAVES_OPTIONS
       ", int outputs) -> (Tensor, Tensor, Tensor, Tensor, "
       "Tensor, Tensor, Tensor)");
   library.def("cross_entropy_backward(" EAVES_UPSTREAM ", " EAVES_LOGITS ", Tensor? row_weight, " EAVES_SAVED
               ", int class_axis, " EAVES_OPTIONS ", SymInt first_class=0, SymInt classes=0) -> Tensor");
   library.def("cross_entropy_backward_in_place(" EAVES_UPSTREAM
-              ", Tensor(a!) logits, Tensor targets, Tensor? weight, Tensor? row_weight, " EAVES_SAVED
+              ", Tensor(a!) logits, Tensor targets, Tensor? class_weight, Tensor? row_weight, " EAVES_SAVED
               ", int class_axis, " EAVES_OPTIONS ", SymInt first_class=0, SymInt classes=0) -> ()");
   library.def("cross_entropy_rescale(Tensor(a!) grad_logits, Tensor grad_loss, int class_axis) -> ()");
   library.def("cross_entropy_shard_forward(" EAVES_LOGITS ", int class_axis, " EAVES_OPTIONS
               ", SymInt first_class, SymInt classes, bool is_for_mean_logit=False) -> Tensor");
   library.def(
       "cross_entropy_merge(Tensor statistics, Tensor? targets, Tensor? row_weight, Tensor? normalizer, " EAVES_OPTIONS
-      ", SymInt classes, bool has_weight, int outputs) -> Tensor[]");
+      ", SymInt classes, bool has_class_weight, int outputs) -> Tensor[]");
 }
 EAVES_IMPLEMENT(eaves::binding::implement)

@@ -1,8 +1,8 @@
 // linear_cross_entropy for torch: outputs from torch's allocator, then the call. The gradients are in
 // python/eaves/_autograd, fake implementations and batching rules in _torch/linear_cross_entropy_rules.py.
 //
-// Gradients are a set of bits as outputs are: of the input, the weight, the bias. Where outputs come with them they
-// follow those in the list.
+// Gradients are a set of bits as outputs are: of hidden, head and bias. Where outputs come with them they follow those
+// in the list.
 #include "eaves/linear_cross_entropy.h"
 
 #include <torch/csrc/stable/ops.h>
@@ -32,19 +32,18 @@ static_assert(linear_cross_entropy_small_workspace(65536) == std::size_t{160} <<
 
 /// python/eaves/_torch/linear_cross_entropy_rules.py has the same numbers.
 namespace gradients {
-constexpr std::int64_t kInput = 1;
-constexpr std::int64_t kWeight = 2;
+constexpr std::int64_t kHidden = 1;
+constexpr std::int64_t kHead = 2;
 constexpr std::int64_t kBias = 4;
-constexpr std::int64_t kWideWeight = 8;  ///< no gradient: that of the weight in the dtype of the loss
+constexpr std::int64_t kWideHead = 8;  ///< no gradient: that of the head in the dtype of the loss
 }  // namespace gradients
 
-#define EAVES_INPUTS                                                                         \
-  "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, " \
-  "Tensor? row_weight"
+#define EAVES_INPUTS \
+  "Tensor hidden, Tensor head, Tensor? bias, Tensor targets, Tensor? class_weight, Tensor? row_weight"
 #define EAVES_CALL EAVES_OPTIONS ", bool skip_ignored, SymInt workspace_limit"
 
 struct Inputs {
-  Tensor x, weight;
+  Tensor hidden, head;
   OptionalTensor bias;
   Tensor targets;
   OptionalTensor class_weight, row_weight;
@@ -66,8 +65,8 @@ struct CallOptions {
 };
 
 LinearCrossEntropyInputs inputs_of(const Inputs& inputs, const CallOptions& options) {
-  return {.x = input(inputs.x, {kOp, "x"}),
-          .weight = input(inputs.weight, {kOp, "weight"}),
+  return {.hidden = input(inputs.hidden, {kOp, "hidden"}),
+          .head = input(inputs.head, {kOp, "head"}),
           .bias = optional_input(inputs.bias, {kOp, "bias"}),
           .targets = input(inputs.targets, {kOp, "targets"}),
           .class_weight = optional_input(inputs.class_weight, {kOp, "class_weight"}),
@@ -77,38 +76,38 @@ LinearCrossEntropyInputs inputs_of(const Inputs& inputs, const CallOptions& opti
           .workspace_limit = static_cast<std::size_t>(std::max<std::int64_t>(options.workspace_limit, 0))};
 }
 
-Dims row_shape_of(const TensorView& x) {
-  if (x.shape.size() == 0) check::fail({kOp, "x", x}, "has no axis, expected [..., features]");
+Dims row_shape_of(const TensorView& hidden) {
+  if (hidden.shape.size() == 0) check::fail({kOp, "hidden", hidden}, "has no axis, expected [..., features]");
   AxisSet features;
-  features.contains[x.shape.size() - 1] = true;
-  return reduced_shape(x.shape, features, false);
+  features.contains[hidden.shape.size() - 1] = true;
+  return reduced_shape(hidden.shape, features, false);
 }
 
 std::vector<Tensor> make_outputs(LinearCrossEntropyForwardArgs& args, std::int64_t wanted) {
-  const TensorView& x = args.inputs.x;
-  return make_loss_outputs(args.outputs, args.inputs.options.reduction, row_shape_of(x), accumulator_dtype(x.dtype),
-                           x.device, wanted);
+  const TensorView& hidden = args.inputs.hidden;
+  return make_loss_outputs(args.outputs, args.inputs.options.reduction, row_shape_of(hidden),
+                           accumulator_dtype(hidden.dtype), hidden.device, wanted);
 }
 
 DType bias_gradient_dtype(const LinearCrossEntropyInputs& inputs) {
-  return inputs.bias.is_present && inputs.bias.dtype == inputs.x.dtype ? inputs.x.dtype
-                                                                       : accumulator_dtype(inputs.x.dtype);
+  return inputs.bias.is_present && inputs.bias.dtype == inputs.hidden.dtype ? inputs.hidden.dtype
+                                                                            : accumulator_dtype(inputs.hidden.dtype);
 }
 
 /// The gradients that `wanted` names, made and appended to `tensors`; their views.
-LinearCrossEntropyGradients make_gradients(const Tensor& x, const LinearCrossEntropyInputs& inputs, std::int64_t wanted,
-                                           std::vector<Tensor>& tensors) {
+LinearCrossEntropyGradients make_gradients(const Tensor& hidden, const LinearCrossEntropyInputs& inputs,
+                                           std::int64_t wanted, std::vector<Tensor>& tensors) {
   LinearCrossEntropyGradients gradients;
   const auto take = [&](TensorView& view, NewTensor made) {
     tensors.push_back(std::move(made.tensor));
     view = made.view;
   };
-  const DType wide = accumulator_dtype(inputs.x.dtype);
-  const Device device = inputs.x.device;
-  if (wanted & gradients::kInput) take(gradients.grad_x, empty_like(x, inputs.x));
-  if (wanted & gradients::kWeight) {
-    const DType dtype = wanted & gradients::kWideWeight ? wide : inputs.weight.dtype;
-    take(gradients.grad_weight, empty_output(inputs.weight.shape, dtype, device));
+  const DType wide = accumulator_dtype(inputs.hidden.dtype);
+  const Device device = inputs.hidden.device;
+  if (wanted & gradients::kHidden) take(gradients.grad_hidden, empty_like(hidden, inputs.hidden));
+  if (wanted & gradients::kHead) {
+    const DType dtype = wanted & gradients::kWideHead ? wide : inputs.head.dtype;
+    take(gradients.grad_head, empty_output(inputs.head.shape, dtype, device));
   }
   if (wanted & gradients::kBias) {
     take(gradients.grad_bias, empty_output(inputs.bias.shape, bias_gradient_dtype(inputs), device));
@@ -121,10 +120,10 @@ LinearCrossEntropyGradients make_gradients(const Tensor& x, const LinearCrossEnt
 template <auto* function, auto workspace_bytes, typename Args>
 void run_counted(const Args& args, const LinearCrossEntropyInputs& inputs) {
   constexpr std::int64_t kFew = 1 << 16;
-  const Device device = inputs.x.device;
-  std::int64_t logits = inputs.weight.shape[0];
-  for (const std::int64_t size : row_shape_of(inputs.x)) logits *= size;
-  const bool are_few = logits < kFew && inputs.x.element_count() < kFew;
+  const Device device = inputs.hidden.device;
+  std::int64_t logits = inputs.head.shape[0];
+  for (const std::int64_t size : row_shape_of(inputs.hidden)) logits *= size;
+  const bool are_few = logits < kFew && inputs.hidden.element_count() < kFew;
   if (device.type == DeviceType::cpu && are_few) return run<function>(args, device);
   run<function, workspace_bytes, true>(args, device);
 }
@@ -143,7 +142,7 @@ std::vector<Tensor> forward_backward(Inputs inputs, OptionalTensor normalizer, C
   LinearCrossEntropyForwardBackwardArgs args{
       .forward = {.inputs = inputs_of(inputs, options), .normalizer = optional_input(normalizer, {kOp, "normalizer"})}};
   std::vector<Tensor> tensors = make_outputs(args.forward, wanted);
-  args.gradients = make_gradients(inputs.x, args.forward.inputs, wanted_gradients, tensors);
+  args.gradients = make_gradients(inputs.hidden, args.forward.inputs, wanted_gradients, tensors);
   run_counted<linear_cross_entropy_forward_backward, &linear_cross_entropy_forward_backward_workspace_bytes>(
       args, args.forward.inputs);
   return tensors;
@@ -165,45 +164,46 @@ std::tuple<Tensor, Tensor, Tensor> backward(Upstream upstream, Inputs inputs, Sa
                                             std::int64_t wanted_gradients) {
   LinearCrossEntropyBackwardArgs args = backward_args(upstream, inputs, saved, options);
   std::vector<Tensor> made;
-  args.gradients = make_gradients(inputs.x, args.inputs, wanted_gradients, made);
+  args.gradients = make_gradients(inputs.hidden, args.inputs, wanted_gradients, made);
   run_backward(args);
   std::size_t next = 0;
   const auto take = [&](std::int64_t bit) {
-    return (wanted_gradients & bit) != 0 ? made[next++] : empty({0}, args.inputs.x.dtype, args.inputs.x.device);
+    return (wanted_gradients & bit) != 0 ? made[next++]
+                                         : empty({0}, args.inputs.hidden.dtype, args.inputs.hidden.device);
   };
-  Tensor grad_x = take(gradients::kInput);
-  Tensor grad_weight = take(gradients::kWeight);
+  Tensor grad_hidden = take(gradients::kHidden);
+  Tensor grad_head = take(gradients::kHead);
   Tensor grad_bias = take(gradients::kBias);
-  return {std::move(grad_x), std::move(grad_weight), std::move(grad_bias)};
+  return {std::move(grad_hidden), std::move(grad_head), std::move(grad_bias)};
 }
 
-/// Adds the gradient of the weight to the caller's tensor. The number of results is fixed, as torch.compile wants it of
+/// Adds the gradient of the head to the caller's tensor. The number of results is fixed, as torch.compile wants it of
 /// an operator that writes an argument: those that were not asked for have no elements.
-std::tuple<Tensor, Tensor> backward_accumulate(Tensor grad_weight, Upstream upstream, Inputs inputs, Saved saved,
+std::tuple<Tensor, Tensor> backward_accumulate(Tensor grad_head, Upstream upstream, Inputs inputs, Saved saved,
                                                CallOptions options, std::int64_t wanted_gradients) {
   LinearCrossEntropyBackwardArgs args = backward_args(upstream, inputs, saved, options);
-  const Device device = args.inputs.x.device;
-  NewTensor grad_x = wanted_gradients & gradients::kInput ? empty_like(inputs.x, args.inputs.x)
-                                                          : empty_output({0}, args.inputs.x.dtype, device);
+  const Device device = args.inputs.hidden.device;
+  NewTensor grad_hidden = wanted_gradients & gradients::kHidden ? empty_like(inputs.hidden, args.inputs.hidden)
+                                                                : empty_output({0}, args.inputs.hidden.dtype, device);
   const bool has_bias = (wanted_gradients & gradients::kBias) != 0;
   NewTensor grad_bias =
       empty_output(has_bias ? args.inputs.bias.shape : Dims{0}, bias_gradient_dtype(args.inputs), device);
-  if (wanted_gradients & gradients::kInput) args.gradients.grad_x = grad_x.view;
+  if (wanted_gradients & gradients::kHidden) args.gradients.grad_hidden = grad_hidden.view;
   if (has_bias) {
-    torch::stable::zero_(grad_bias.tensor);  // what the core accumulates, it accumulates for weight and bias
+    torch::stable::zero_(grad_bias.tensor);  // what the core accumulates, it accumulates for head and bias
     args.gradients.grad_bias = grad_bias.view;
   }
-  args.gradients.grad_weight = output(grad_weight);
+  args.gradients.grad_head = output(grad_head);
   args.gradients.accumulates = true;
   run_backward(args);
-  return {std::move(grad_x.tensor), std::move(grad_bias.tensor)};
+  return {std::move(grad_hidden.tensor), std::move(grad_bias.tensor)};
 }
 
 // ---- shards: for python/eaves/_parallel/linear_cross_entropy.py, which exchanges their statistics -------------------
 
 #define EAVES_SHARD \
   "SymInt first_class, SymInt classes, SymInt most_classes, bool is_for_mean_logit, bool is_for_argmax_or_sum_sq"
-#define EAVES_WRITTEN "Tensor(a!)? grad_input, Tensor(b!)? grad_weight, Tensor(c!)? grad_bias"
+#define EAVES_WRITTEN "Tensor(a!)? grad_hidden, Tensor(b!)? grad_head, Tensor(c!)? grad_bias"
 
 struct Shard {
   std::int64_t first_class, classes, most_classes;
@@ -230,7 +230,7 @@ std::function<void(std::int64_t, std::int64_t)> callback(std::int64_t address) {
 }
 
 struct Written {
-  OptionalTensor grad_x, grad_weight, grad_bias;
+  OptionalTensor grad_hidden, grad_head, grad_bias;
 
   static Written read(Arguments& arguments) {
     return {arguments.read<OptionalTensor>(), arguments.read<OptionalTensor>(), arguments.read<OptionalTensor>()};
@@ -238,7 +238,7 @@ struct Written {
 
   LinearCrossEntropyGradients views() const {
     const auto view = [](const OptionalTensor& tensor) { return tensor.has_value() ? output(*tensor) : TensorView{}; };
-    return {.grad_x = view(grad_x), .grad_weight = view(grad_weight), .grad_bias = view(grad_bias)};
+    return {.grad_hidden = view(grad_hidden), .grad_head = view(grad_head), .grad_bias = view(grad_bias)};
   }
 };
 
@@ -246,13 +246,13 @@ void shard_forward(Inputs inputs, CallOptions options, Shard shard, Tensor stati
   const LinearCrossEntropyShardForwardArgs args{
       .inputs = inputs_of(inputs, options), .shard = shard.of_core(), .statistics = output(statistics)};
   run<linear_cross_entropy_shard_forward, &linear_cross_entropy_shard_forward_workspace_bytes, true>(
-      args, args.inputs.x.device);
+      args, args.inputs.hidden.device);
 }
 
 /// The gradients for an upstream gradient of 1; the loss is that of the statistics.
 void shard_forward_backward(Written written, Inputs inputs, OptionalTensor normalizer, CallOptions options, Shard shard,
                             std::int64_t shards, Tensor statistics, Tensor gathered, std::int64_t gather,
-                            std::int64_t finish_gather, std::int64_t grad_x_is_complete) {
+                            std::int64_t finish_gather, std::int64_t grad_hidden_is_complete) {
   LinearCrossEntropyForwardBackwardArgs args{
       .forward = {.inputs = inputs_of(inputs, options), .normalizer = optional_input(normalizer, {kOp, "normalizer"})},
       .gradients = written.views(),
@@ -264,19 +264,20 @@ void shard_forward_backward(Written written, Inputs inputs, OptionalTensor norma
   args.shard.gathered = output(gathered);
   args.shard.gather = callback(gather);
   args.shard.finish_gather = callback(finish_gather);
-  args.shard.grad_x_is_complete = callback(grad_x_is_complete);
+  args.shard.grad_hidden_is_complete = callback(grad_hidden_is_complete);
   run<linear_cross_entropy_forward_backward, &linear_cross_entropy_forward_backward_workspace_bytes, true>(
-      args, args.forward.inputs.x.device);
+      args, args.forward.inputs.hidden.device);
 }
 
 void shard_backward(Written written, bool accumulates, Upstream upstream, Inputs inputs, Saved saved,
-                    CallOptions options, Shard shard, std::int64_t grad_x_is_complete) {
+                    CallOptions options, Shard shard, std::int64_t grad_hidden_is_complete) {
   LinearCrossEntropyBackwardArgs args = backward_args(upstream, inputs, saved, options);
   args.gradients = written.views();
   args.gradients.accumulates = accumulates;
   args.shard = shard.of_core();
-  args.shard.grad_x_is_complete = callback(grad_x_is_complete);
-  run<linear_cross_entropy_backward, &linear_cross_entropy_backward_workspace_bytes, true>(args, args.inputs.x.device);
+  args.shard.grad_hidden_is_complete = callback(grad_hidden_is_complete);
+  run<linear_cross_entropy_backward, &linear_cross_entropy_backward_workspace_bytes, true>(args,
+                                                                                           args.inputs.hidden.device);
 }
 
 void rescale(Written written, Tensor grad_loss) {
@@ -306,17 +307,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
               ", int outputs, int gradients) -> Tensor[]");
   library.def("linear_cross_entropy_backward(" EAVES_UPSTREAM ", " EAVES_INPUTS ", " EAVES_SAVED ", " EAVES_CALL
               ", int gradients) -> (Tensor, Tensor, Tensor)");
-  library.def("linear_cross_entropy_backward_accumulate(Tensor(a!) grad_weight, " EAVES_UPSTREAM ", " EAVES_INPUTS
+  library.def("linear_cross_entropy_backward_accumulate(Tensor(a!) grad_head, " EAVES_UPSTREAM ", " EAVES_INPUTS
               ", " EAVES_SAVED ", " EAVES_CALL ", int gradients) -> (Tensor, Tensor)");
   library.def("linear_cross_entropy_shard_forward(" EAVES_INPUTS ", " EAVES_CALL ", " EAVES_SHARD
               ", Tensor(a!) statistics) -> ()");
   library.def("linear_cross_entropy_shard_forward_backward(" EAVES_WRITTEN ", " EAVES_INPUTS
               ", Tensor? normalizer, " EAVES_CALL ", " EAVES_SHARD
               ", SymInt shards, Tensor(d!) statistics, Tensor(e!) gathered, int gather, "
-              "int finish_gather, int grad_input_is_complete) -> ()");
+              "int finish_gather, int grad_hidden_is_complete) -> ()");
   library.def("linear_cross_entropy_shard_backward(" EAVES_WRITTEN ", bool accumulates, " EAVES_UPSTREAM
               ", " EAVES_INPUTS ", " EAVES_SAVED ", " EAVES_CALL ", " EAVES_SHARD
-              ", int grad_input_is_complete) -> ()");
+              ", int grad_hidden_is_complete) -> ()");
   library.def("linear_cross_entropy_rescale(" EAVES_WRITTEN ", Tensor grad_loss) -> ()");
 }
 EAVES_IMPLEMENT(eaves::binding::implement)

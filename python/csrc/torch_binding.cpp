@@ -23,7 +23,7 @@ const std::array<std::int32_t, 10>& torch_dtypes() {
 }
 
 [[noreturn]] void refuse(Name name, const std::string& what) {
-  throw Unsupported(std::string(name.op) + ": " + name.argument + " " + what);
+  throw Unsupported(name.op, std::string("`") + name.argument + "` " + what);
 }
 
 DType dtype_of_number(std::int32_t number, Name name) {

@@ -91,8 +91,9 @@ class OutOfMemory : public DeviceError {
   using DeviceError::DeviceError;
 };
 
-/// Torch turns every exception into a RuntimeError with its message. The kind goes in front of the message;
-/// python/eaves/_torch/operator.py has the same words, and makes the exception of that kind again.
+/// Torch turns every exception into a RuntimeError with its message. The kind goes in front of the message, and names
+/// of arguments stand in backticks (eaves/error.h); python/eaves/_torch/operator.py has the same words, and makes the
+/// exception of that kind again, in its own names.
 inline constexpr const char* kInvalidArgumentMark = "eaves.InvalidArgument: ";
 inline constexpr const char* kUnsupportedMark = "eaves.Unsupported: ";
 inline constexpr const char* kOutOfMemoryMark = "eaves.OutOfMemory: ";
@@ -133,11 +134,11 @@ struct Boxed<function> {
         give(stack, std::apply(function, std::move(parameters)));
       }
     } catch (const InvalidArgument& error) {
-      throw std::runtime_error(std::string(kInvalidArgumentMark) + error.what());
+      throw std::runtime_error(kInvalidArgumentMark + error.op() + ": " + error.sentence());
     } catch (const Unsupported& error) {
-      throw std::runtime_error(std::string(kUnsupportedMark) + error.what());
+      throw std::runtime_error(kUnsupportedMark + error.op() + ": " + error.sentence());
     } catch (const OutOfMemory& error) {
-      throw std::runtime_error(std::string(kOutOfMemoryMark) + error.what());
+      throw std::runtime_error(std::string(kOutOfMemoryMark) + ": " + error.what());
     }
   }
 

@@ -56,7 +56,7 @@ def install(*, algorithm: str = "speed", workspace_bytes: int | None = None) -> 
         RuntimeError: it is a version that eaves does not know, or somebody else has replaced the function.
         ValueError, TypeError: an option is none of eaves.linear_cross_entropy.
     """
-    check_algorithm(algorithm, workspace_bytes)
+    check_algorithm("linear_cross_entropy", algorithm, workspace_bytes)
     apply = functools.partial(_apply, algorithm, workspace_bytes)
     return replacement.install(SimpleNamespace(apply=apply))
 

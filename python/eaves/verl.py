@@ -41,7 +41,7 @@ def install(*, algorithm: str = "auto", workspace_bytes: int | None = None) -> I
         RuntimeError: it is a version that eaves does not know.
         ValueError, TypeError: an option is none of eaves.linear_log_prob.
     """
-    check_algorithm(algorithm, workspace_bytes)
+    check_algorithm("linear_log_prob", algorithm, workspace_bytes)
     return replacement.install(functools.partial(_linear_cross_entropy, algorithm, workspace_bytes))
 
 

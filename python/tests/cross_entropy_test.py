@@ -367,7 +367,7 @@ def test_the_operator_has_the_defaults_of_the_function() -> None:
     of_function = {name: p.default for name, p in inspect.signature(eaves.cross_entropy).parameters.items()}
     assert tuple(of_function[name] for name in NUMBERS) == numbers_of.__defaults__
     assert of_operator == {
-        "weight": of_function["weight"],
+        "class_weight": of_function["weight"],
         "row_weight": of_function["row_weight"],
         "normalizer": of_function["normalizer"],
         "class_axis": -1,  # of logits with at most two axes

@@ -122,11 +122,11 @@ def test_what_nobody_asks_for_is_not_computed() -> None:
     (call,) = calls_in(lambda x, w: loss(x, w), hidden, head)
     assert "linear_cross_entropy_forward\\22" in call  # one product
     (call,) = calls_in(jax.grad(lambda x, w: loss(x, w), (0, 1)), hidden, head)
-    assert "forward_backward" in call and "grad_x" in call and "grad_weight" in call  # three
+    assert "forward_backward" in call and "grad_hidden" in call and "grad_head" in call  # three
     (call,) = calls_in(jax.grad(lambda x, w: loss(x, w)), hidden, head)
-    assert "grad_x" in call and "grad_weight" not in call  # a frozen head
+    assert "grad_hidden" in call and "grad_head" not in call  # a frozen head
     (call,) = calls_in(jax.grad(lambda x, w: loss(x, w), 1), hidden, head)
-    assert "grad_x" not in call and "grad_weight" in call  # a frozen body
+    assert "grad_hidden" not in call and "grad_head" in call  # a frozen body
     rows = functools.partial(loss, reduction="none")
     forward, backward = calls_in(jax.grad(lambda x, w: rows(x, w).sum(), (0, 1)), hidden, head)
     assert "linear_cross_entropy_forward\\22" in forward and "linear_cross_entropy_backward" in backward

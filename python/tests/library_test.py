@@ -251,7 +251,7 @@ def wants_gradient(arguments: Sequence[Any]) -> list[Any]:
 DERIVATIVES = {
     "logsumexp": {"x"},
     "cross_entropy": {"logits"},
-    "linear_cross_entropy": {"input", "linear_weight", "linear_bias"},
+    "linear_cross_entropy": {"hidden", "head", "bias"},
     "lrpe_cosine": {"x", "theta"},
 }
 

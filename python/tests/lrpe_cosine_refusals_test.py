@@ -116,18 +116,18 @@ def test_a_gradient_with_the_wrong_shape_is_refused_by_the_operator() -> None:
     backward = torch.ops.eaves.lrpe_cosine_backward
     x, theta = RIGHT.values()
     for grad_out, sentence in (
-        (torch.zeros(2, 6, 3, 7), "grad_out has shape .* expected an even number of features"),
-        (torch.zeros(2, 6, 24), "grad_out has shape .* expected four axes"),
-        (torch.zeros(2, 5, 3, 8), "x has shape .* expected"),
+        (torch.zeros(2, 6, 3, 7), "`grad_out` has shape .* expected an even number of features"),
+        (torch.zeros(2, 6, 24), "`grad_out` has shape .* expected four axes"),
+        (torch.zeros(2, 5, 3, 8), "`x` has shape .* expected"),
     ):
         with pytest.raises(RuntimeError, match=rf"^eaves\.InvalidArgument: lrpe_cosine.*: {sentence}"):
             backward(grad_out, x, theta, None, activation=1)
-    with pytest.raises(RuntimeError, match="x is missing, expected it with an activation"):
+    with pytest.raises(RuntimeError, match="`x` is missing, expected it with an `activation`"):
         backward(torch.zeros(2, 6, 3, 8), None, theta, None, activation=1)
     for name, value in (("activation", 5), ("activation", -(2**40)), ("activation_dim", 2**40), ("extra_tokens", -1)):
         if value == -(2**40):
             continue  # below the first activation: none
-        with pytest.raises(RuntimeError, match=rf"^eaves\.InvalidArgument: lrpe_cosine_forward: {name} is"):
+        with pytest.raises(RuntimeError, match=rf"^eaves\.InvalidArgument: lrpe_cosine_forward: `{name}` is"):
             torch.ops.eaves.lrpe_cosine_forward(x, theta, **{name: value})
 
 

@@ -63,19 +63,19 @@ def assert_refused(sentence: str, *arguments: object) -> None:
 
 def test_more_bytes_than_there_are_or_fewer_than_none_are_refused(device: torch.device) -> None:
     source, destination = filled(7, device, 1024), filled(CANARY, device, 2048)
-    assert_refused("source has 1024 bytes.* 1025 ", source, destination, 1025, 0)
-    assert_refused("source has 1024 bytes.* -1 ", source, destination, -1, 0)
-    assert_refused("destination has 2048 bytes.* 2049 ", source, destination, 0, 2049)
-    assert_refused("destination has 2048 bytes.* -16 ", source, destination, 0, -16)
+    assert_refused("`source` has 1024 bytes.* 1025 ", source, destination, 1025, 0)
+    assert_refused("`source` has 1024 bytes.* -1 ", source, destination, -1, 0)
+    assert_refused("`destination` has 2048 bytes.* 2049 ", source, destination, 0, 2049)
+    assert_refused("`destination` has 2048 bytes.* -16 ", source, destination, 0, -16)
     floats = torch.ones(256, device=device)
-    assert_refused("source has 1024 bytes.* 1025 ", floats, destination, 1025, 0)
+    assert_refused("`source` has 1024 bytes.* 1025 ", floats, destination, 1025, 0)
     assert (destination == CANARY).all()
 
 
 def test_an_address_between_lines_is_refused(device: torch.device) -> None:
     aligned, other = filled(7, device, 1024), filled(CANARY, device, 1024)
-    assert_refused("source is not aligned, expected an address divisible by 64", aligned[16:], other, 64, 0)
-    assert_refused("destination is not aligned, expected an address divisible by 64", aligned, other[1:], 0, 64)
+    assert_refused("`source` is not aligned, expected an address divisible by 64", aligned[16:], other, 64, 0)
+    assert_refused("`destination` is not aligned, expected an address divisible by 64", aligned, other[1:], 0, 64)
     stream_bytes(aligned[16:], other[1:], 0, 0)  # nothing is moved
     assert (other == CANARY).all()
 
@@ -83,13 +83,13 @@ def test_an_address_between_lines_is_refused(device: torch.device) -> None:
 def test_bytes_that_do_not_lie_side_by_side_are_refused(device: torch.device) -> None:
     table, other = filled(7, device, 1024).view(32, 32), filled(CANARY, device, 1024)
     for view in (table[:, :16], table.t(), table[:1].expand(32, 32), table.view(-1)[::2]):
-        assert_refused("source is not contiguous", view, other, 64, 0)
-        assert_refused("destination is not contiguous", other, view, 0, 64)
+        assert_refused("`source` is not contiguous", view, other, 64, 0)
+        assert_refused("`destination` is not contiguous", other, view, 0, 64)
     assert (table == 7).all() and (other == CANARY).all()
 
 
 def test_tensors_of_different_devices_are_refused(cuda: torch.device) -> None:
     here, there = filled(7, torch.device("cpu"), 1024), filled(CANARY, cuda, 1024)
-    assert_refused(r"destination is on cuda:0, expected cpu \(as source\)", here, there, 64, 64)
-    assert_refused(r"destination is on cpu, expected cuda:0 \(as source\)", there, here, 64, 64)
+    assert_refused(r"`destination` is on cuda:0, expected cpu \(as `source`\)", here, there, 64, 64)
+    assert_refused(r"`destination` is on cpu, expected cuda:0 \(as `source`\)", there, here, 64, 64)
     assert (there == CANARY).all()

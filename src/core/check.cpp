@@ -8,7 +8,29 @@
 #include <limits>
 #include <utility>
 
-namespace eaves::check {
+namespace eaves {
+
+std::string Refusal::argument() const {
+  return sentence_.starts_with('`') ? sentence_.substr(1, sentence_.find('`', 1) - 1) : "";
+}
+
+std::string Refusal::sentence_with(const std::function<std::string(const std::string&)>& name_of) const {
+  if (op_.empty()) return sentence_;  // of a file or a flag, whose name may have backticks
+  std::string text;
+  bool is_name = false;
+  for (std::size_t begin = 0, end = 0; begin <= sentence_.size(); begin = end + 1, is_name = !is_name) {
+    end = std::min(sentence_.find('`', begin), sentence_.size());
+    const std::string words = sentence_.substr(begin, end - begin);
+    text += is_name ? name_of(words) : words;
+  }
+  return text;
+}
+
+std::string Refusal::message() const {
+  return op_ + ": " + sentence_with([](const std::string& name) { return name; });
+}
+
+namespace check {
 namespace {
 
 /// One unknown of an address difference: an integer in [low, high] times `stride` bytes.
@@ -127,9 +149,11 @@ std::string to_string(Device device) {
   return device.type == DeviceType::cpu ? "cpu" : "cuda:" + std::to_string(device.index);
 }
 
-void fail(const Argument& argument, std::string_view what) {
-  throw InvalidArgument(std::string(argument.op) + ": " + argument.name + " " + std::string(what));
+void fail(const std::string& op, const std::string& name, std::string_view what) {
+  throw InvalidArgument(op, "`" + name + "` " + std::string(what));
 }
+
+void fail(const Argument& argument, std::string_view what) { fail(argument.op, argument.name, what); }
 
 void is_valid(const Argument& argument) {
   const TensorView& view = argument.view;
@@ -203,8 +227,8 @@ void has_dtype(const Argument& argument, std::initializer_list<DType> expected, 
 
 void is_on(const Argument& argument, Device device, const char* reference_name) {
   if (argument.view.device == device) return;
-  fail(argument,
-       "is on " + to_string(argument.view.device) + ", expected " + to_string(device) + " (as " + reference_name + ")");
+  fail(argument, "is on " + to_string(argument.view.device) + ", expected " + to_string(device) + " (as `" +
+                     reference_name + "`)");
 }
 
 void has_one_element(const Argument& argument) {
@@ -270,7 +294,7 @@ void do_not_overlap(const Argument& output, const Argument& other) {
   const auto distance = static_cast<__int128>(reinterpret_cast<std::uintptr_t>(other.view.data)) -
                         static_cast<__int128>(reinterpret_cast<std::uintptr_t>(output.view.data));
   if (reaches(terms, 0, distance, false, budget)) {
-    fail(output, std::string("overlaps ") + other.name + ", expected memory of its own");
+    fail(output, std::string("overlaps `") + other.name + "`, expected memory of its own");
   }
 }
 
@@ -285,14 +309,14 @@ AxisSet axes(const Argument& argument, const Dims& axes) {
   const int range = rank == 0 ? 1 : rank;
   for (const std::int64_t axis : axes) {
     if (axis < -range || axis >= range) {
-      throw InvalidArgument(std::string(argument.op) + ": axes contains " + std::to_string(axis) + ", expected " +
-                            std::to_string(-range) + " to " + std::to_string(range - 1) + " (" + argument.name +
-                            " has " + std::to_string(rank) + " axes)");
+      fail(argument.op, "axes",
+           "contains " + std::to_string(axis) + ", expected " + std::to_string(-range) + " to " +
+               std::to_string(range - 1) + " (`" + argument.name + "` has " + std::to_string(rank) + " axes)");
     }
     bool& seen = set.contains[axis < 0 ? axis + range : axis];
     if (seen) {
-      throw InvalidArgument(std::string(argument.op) + ": axes is " + to_string(axes) +
-                            ", expected each axis once (axis " + std::to_string(axis) + " is there twice)");
+      fail(argument.op, "axes",
+           "is " + to_string(axes) + ", expected each axis once (axis " + std::to_string(axis) + " is there twice)");
     }
     seen = true;
   }
@@ -303,9 +327,9 @@ int axis(const Argument& argument, const char* name, int axis) {
   const int rank = argument.view.shape.size();
   if (rank == 0) fail(argument, "has no axes, expected at least one");
   if (axis < -rank || axis >= rank) {
-    throw InvalidArgument(std::string(argument.op) + ": " + name + " is " + std::to_string(axis) + ", expected " +
-                          std::to_string(-rank) + " to " + std::to_string(rank - 1) + " (" + argument.name + " has " +
-                          std::to_string(rank) + " axes)");
+    fail(argument.op, name,
+         "is " + std::to_string(axis) + ", expected " + std::to_string(-rank) + " to " + std::to_string(rank - 1) +
+             " (`" + argument.name + "` has " + std::to_string(rank) + " axes)");
   }
   return axis < 0 ? axis + rank : axis;
 }
@@ -314,24 +338,23 @@ void number(const char* op, const char* name, double value, double low, double h
   if (value >= low && value <= high && std::isfinite(value)) return;  // a NaN is neither
   char text[40];
   std::snprintf(text, sizeof(text), "%g", value);
-  throw InvalidArgument(std::string(op) + ": " + name + " is " + text + ", expected " + std::string(expected));
+  fail(op, name, std::string("is ") + text + ", expected " + std::string(expected));
 }
 
 void threads(const char* op, int threads) {
   constexpr int kMostThreads = 4096;
   if (threads >= 0 && threads <= kMostThreads) return;
-  throw InvalidArgument(std::string(op) + ": threads is " + std::to_string(threads) + ", expected 0 (all) to " +
-                        std::to_string(kMostThreads));
+  fail(op, "threads", "is " + std::to_string(threads) + ", expected 0 (all) to " + std::to_string(kMostThreads));
 }
 
 void workspace(const char* op, const void* data, std::size_t bytes, std::size_t needed_bytes) {
   if (bytes < needed_bytes) {
-    throw InvalidArgument(std::string(op) + ": workspace has " + std::to_string(bytes) + " bytes, expected at least " +
-                          std::to_string(needed_bytes));
+    fail(op, "workspace", "has " + std::to_string(bytes) + " bytes, expected at least " + std::to_string(needed_bytes));
   }
   if (reinterpret_cast<std::uintptr_t>(data) % 256 != 0) {
-    throw InvalidArgument(std::string(op) + ": workspace is not aligned, expected an address divisible by 256");
+    fail(op, "workspace", "is not aligned, expected an address divisible by 256");
   }
 }
 
-}  // namespace eaves::check
+}  // namespace check
+}  // namespace eaves

@@ -23,7 +23,8 @@ struct Argument {
   const TensorView& view;
 };
 
-/// "<op>: <name> <what>".
+/// "<op>: <name> <what>". Here and below names of other arguments stand in backticks (eaves/error.h).
+[[noreturn]] void fail(const std::string& op, const std::string& name, std::string_view what);
 [[noreturn]] void fail(const Argument& argument, std::string_view what);
 
 /// A tensor was passed, it describes addresses that can exist, and it has memory if it has elements.
@@ -32,7 +33,7 @@ void is_valid(const Argument& argument);
 /// An argument that may be left out: is it there? One that is, is_valid().
 bool is_given(const Argument& argument);
 
-/// `why` explains the expectation: "as x without the reduced axes".
+/// `why` explains the expectation: "as `x` without the reduced axes".
 void has_shape(const Argument& argument, const Dims& expected, std::string_view why);
 void has_dtype(const Argument& argument, std::initializer_list<DType> expected, std::string_view why);
 void is_on(const Argument& argument, Device device, const char* reference_name);

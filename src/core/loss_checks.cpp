@@ -17,8 +17,8 @@ void loss_options(const char* op, const CrossEntropyOptions& options) {
     number(op, option.name, value, option.smallest, option.largest, std::string(option.expected) + or_none);
   }
   if (options.reduction > Reduction::mean) {
-    throw InvalidArgument(std::string(op) + ": reduction is " + std::to_string(static_cast<int>(options.reduction)) +
-                          ", expected one of enum Reduction");
+    fail(op, "reduction",
+         "is " + std::to_string(static_cast<int>(options.reduction)) + ", expected one of enum Reduction");
   }
 }
 
@@ -43,10 +43,10 @@ void LossArguments::take_output(const Argument& argument) {
 void LossArguments::has_result_dtype(const Argument& argument) const {
   is_on(argument, device, reference);
   if (argument.view.dtype == result_dtype) return;  // or the words would be made in every call
-  has_dtype(argument, {result_dtype}, std::string("float32, or float64 where ") + rows_of + " is float64");
+  has_dtype(argument, {result_dtype}, std::string("float32, or float64 where `") + rows_of + "` is float64");
 }
 
-std::string LossArguments::per_row_shape() const { return std::string("one per row of ") + rows_of; }
+std::string LossArguments::per_row_shape() const { return std::string("one per row of `") + rows_of + "`"; }
 
 void* LossArguments::per_row(const Argument& argument, bool is_output, DType dtype, const char* why) {
   if (!is_given(argument)) return nullptr;
@@ -91,7 +91,7 @@ void* LossArguments::scalar(const Argument& argument, bool is_output) {
 
 void* LossArguments::mean_scalar(const Argument& argument, Reduction reduction, bool is_output) {
   if (argument.view.is_present && reduction != Reduction::mean) {
-    fail(argument, "is given, but only the mean divides: expected reduction mean, or no such argument");
+    fail(argument, "is given, but only the mean divides: expected `reduction` mean, or no such argument");
   }
   return scalar(argument, is_output);
 }
@@ -104,7 +104,7 @@ void LossArguments::has_loss_gradient(const Argument& argument, DType dtype, Red
   is_valid(argument);
   is_on(argument, device, reference);
   if (argument.view.dtype != result_dtype) {
-    has_dtype(argument, {result_dtype, dtype}, std::string("that of the loss, or of ") + rows_of);
+    has_dtype(argument, {result_dtype, dtype}, std::string("that of the loss, or of `") + rows_of + "`");
   }
   if (reduction == Reduction::none) {
     if (argument.view.shape != row_shape) has_shape(argument, row_shape, per_row_shape());
@@ -125,9 +125,9 @@ namespace {
     index /= row_shape[axis];
   }
   // A single target has no index.
-  const std::string name = "targets" + (row.empty() ? std::string() : to_string(row));
-  throw InvalidArgument(std::string(op) + ": " + name + " is " + std::to_string(target) + ", expected 0 to " +
-                        std::to_string(classes - 1) + ", or ignore_index " + std::to_string(ignore_index));
+  throw InvalidArgument(op, "`targets`" + (row.empty() ? "" : to_string(row)) + " is " + std::to_string(target) +
+                                ", expected 0 to " + std::to_string(classes - 1) + ", or `ignore_index` " +
+                                std::to_string(ignore_index));
 }
 
 }  // namespace

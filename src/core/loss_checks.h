@@ -34,7 +34,7 @@ struct LossArguments {
 
   void has_result_dtype(const Argument& argument) const;
 
-  /// "one per row of logits"
+  /// "one per row of `logits`"
   std::string per_row_shape() const;
 
   /// An optional per-row tensor; its memory, or nullptr where there is none.
@@ -80,7 +80,7 @@ LossOutputs loss_outputs(LossArguments& checked, const Views& views, Reduction r
   outputs.target_mass = checked.per_row({op, "target_mass", views.target_mass}, true);
   if (outputs.mean_logit != nullptr && !has_unit_factors) {
     fail({op, "mean_logit", views.mean_logit},
-         "is given with soft targets, or with weights and label_smoothing: there is none with those");
+         "is given with soft targets, or with weights and `label_smoothing`: there is none with those");
   }
   return outputs;
 }

@@ -43,7 +43,7 @@ const std::string& refusal() {
 }  // namespace
 
 void require_gemm(const char* op) {
-  if (!refusal().empty()) throw Unsupported(std::string(op) + ": " + refusal());
+  if (!refusal().empty()) throw Unsupported(op, refusal());
 }
 
 GemmEngine gemm_engine(DType dtype) {

@@ -97,9 +97,9 @@ void require_device(const char* op, Device device) {
   const int count = gpu_count();
   if (device.index < count && device.index < kMaxDevices) return;
   const std::string name = check::to_string(device);
-  if (count == 0) throw Unsupported(std::string(op) + ": the tensors are on " + name + ", but " + gpus().missing);
-  throw Unsupported(std::string(op) + ": the tensors are on " + name + ", but this machine has " +
-                    std::to_string(count) + " usable GPU" + (count == 1 ? "" : "s") + ", counted from 0");
+  if (count == 0) throw Unsupported(op, "the tensors are on " + name + ", but " + gpus().missing);
+  throw Unsupported(op, "the tensors are on " + name + ", but this machine has " + std::to_string(count) +
+                            " usable GPU" + (count == 1 ? "" : "s") + ", counted from 0");
 }
 
 const DeviceProperties& properties(Device device) {

@@ -14,8 +14,8 @@ namespace {
 constexpr bool kHasKernels = EAVES_HAVE_CUTLASS;
 
 [[noreturn]] void fail_without_kernel(const char* op, const ExpProduct& product) {
-  throw Unsupported(std::string(op) + ": no product of " + name_of(product.dtype) +
-                    " that ends in exponentials is in this build");
+  throw Unsupported(
+      op, std::string("no product of ") + name_of(product.dtype) + " that ends in exponentials is in this build");
 }
 
 }  // namespace

@@ -307,7 +307,7 @@ void fill(const char* op, const Gemm& gemm, const ExecutionContext& context) {
               .stream = context.stream},
              static_cast<T*>(gemm.c), gemm.m, gemm.n, gemm.c_stride, static_cast<const T*>(gemm.bias));
     } else {
-      throw Unsupported(std::string(op) + ": a bias is added to accumulators alone");
+      throw Unsupported(op, "a bias is added to accumulators alone");
     }
   });
 }
@@ -315,7 +315,7 @@ void fill(const char* op, const Gemm& gemm, const ExecutionContext& context) {
 }  // namespace
 
 void require_gemm(const char* op) {
-  if (!library().missing.empty()) throw Unsupported(std::string(op) + ": " + library().missing);
+  if (!library().missing.empty()) throw Unsupported(op, library().missing);
 }
 
 void gemm(const char* op, const Gemm& product, const ExecutionContext& context) {
@@ -351,9 +351,9 @@ void gemm(const char* op, const Gemm& product, const ExecutionContext& context) 
     rest.accumulates = true;
     if (run(rest, false)) return;
   }
-  throw Unsupported(std::string(op) + ": cuBLASLt has no algorithm for a product of [" + std::to_string(product.m) +
-                    ", " + std::to_string(product.k) + "] and [" + std::to_string(product.k) + ", " +
-                    std::to_string(product.n) + "] of " + name_of(product.dtype));
+  throw Unsupported(op, "cuBLASLt has no algorithm for a product of [" + std::to_string(product.m) + ", " +
+                            std::to_string(product.k) + "] and [" + std::to_string(product.k) + ", " +
+                            std::to_string(product.n) + "] of " + name_of(product.dtype));
 }
 
 }  // namespace eaves::cuda

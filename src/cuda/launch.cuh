@@ -29,8 +29,8 @@ inline constexpr std::size_t kSharedBytesWithoutAsking = 40960;
 template <typename... Parameters>
 void launch(const char* op, void (*kernel)(Parameters...), const LaunchShape& shape, Parameters... arguments) {
   if (shape.blocks > INT32_MAX || shape.blocks_y > UINT16_MAX) {
-    throw Unsupported(std::string(op) + ": needs " + std::to_string(shape.blocks) + " x " +
-                      std::to_string(shape.blocks_y) + " blocks, a GPU takes 2147483647 x 65535");
+    throw Unsupported(op, "needs " + std::to_string(shape.blocks) + " x " + std::to_string(shape.blocks_y) +
+                              " blocks, a GPU takes 2147483647 x 65535");
   }
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config{};

@@ -61,8 +61,9 @@ void require_cuda(const char* op, Device device) {
   if constexpr (kHasCuda) {
     cuda::require_device(op, device);
   } else {
-    throw Unsupported(std::string(op) + ": the tensors are on " + check::to_string(device) +
-                      ", but this build of eaves has no CUDA backend; build it where a CUDA toolkit is installed");
+    throw Unsupported(op,
+                      "the tensors are on " + check::to_string(device) +
+                          ", but this build of eaves has no CUDA backend; build it where a CUDA toolkit is installed");
   }
 }
 

@@ -81,7 +81,7 @@ template <typename Args, typename Visit>
 void each_of_logits(Args& args, Visit&& visit) {
   EAVES_MEMBER(logits);
   EAVES_MEMBER(targets);
-  EAVES_MEMBER(weight);
+  EAVES_MEMBER(class_weight);
   EAVES_MEMBER(class_axis);
   each_member(args.options, visit);
 }
@@ -122,15 +122,15 @@ void each_member(CrossEntropyMergeArgs& args, Visit&& visit) {
   EAVES_MEMBER(normalizer);
   each_member(args.options, visit);
   EAVES_MEMBER(classes);
-  EAVES_MEMBER(has_weight);
+  EAVES_MEMBER(has_class_weight);
   EAVES_MEMBER(skips_ignored);
   each_output(args, visit);
 }
 
 template <typename Visit>
 void each_member(LinearCrossEntropyInputs& args, Visit&& visit) {
-  EAVES_MEMBER(x);
-  EAVES_MEMBER(weight);
+  EAVES_MEMBER(hidden);
+  EAVES_MEMBER(head);
   EAVES_MEMBER(bias);
   EAVES_MEMBER(targets);
   EAVES_MEMBER(class_weight);
@@ -151,8 +151,8 @@ void each_member(LinearCrossEntropyShard& args, Visit&& visit) {
 
 template <typename Visit>
 void each_member(LinearCrossEntropyGradients& args, Visit&& visit) {
-  EAVES_MEMBER(grad_x);
-  EAVES_MEMBER(grad_weight);
+  EAVES_MEMBER(grad_hidden);
+  EAVES_MEMBER(grad_head);
   EAVES_MEMBER(grad_bias);
 }
 

@@ -27,12 +27,12 @@ _NO_SECOND = f"{OP}: there is no second derivative; use torch.nn.functional.cros
 
 
 def run_forward(
-    arguments: tuple[Any, ...], shard: ShardArguments | None, number_tensor: Tensor | None = None
+    op: str, arguments: tuple[Any, ...], shard: ShardArguments | None, number_tensor: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """The loss and its outputs, and of a shard its Place."""
+    """The loss and its outputs, and of a shard its Place. `op` is the function that the user called."""
     if shard is None:
-        return tuple(call(OP, forward, *arguments, number_tensor=number_tensor))
-    return tuple(call(OP, ranks.forward, *arguments, *shard, number_tensor=number_tensor))
+        return tuple(call(op, forward, *arguments, number_tensor=number_tensor))
+    return tuple(call(op, ranks.forward, *arguments, *shard, number_tensor=number_tensor))
 
 
 @binds_quickly
@@ -56,20 +56,21 @@ class CrossEntropy(torch.autograd.Function):
         wanted: int,
         number_tensor: Tensor | None,
         shard: ShardArguments | None,
+        op: str,
     ) -> tuple[Tensor, ...]:
         arguments = (input, target, weight, row_weight, normalizer, axis, ignore_index, mode, numbers, computed)
-        return run_forward(arguments, shard, number_tensor)
+        return run_forward(op, arguments, shard, number_tensor)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.options = inputs[5:9]
-        computed, wanted, number_tensor, shard = inputs[9:]
+        computed, wanted, number_tensor, shard, ctx.op = inputs[9:]
         place = None if shard is None else output[-1]
         ctx.save_for_backward(*inputs[:4], *keep_outputs(ctx, output, computed, wanted), number_tensor, place)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 12
+        nothing = (None,) * 13
         upstream = upstream_of(ctx, grads)
         if not upstream:
             return None, *nothing
@@ -80,7 +81,7 @@ class CrossEntropy(torch.autograd.Function):
             arguments = (*upstream, input, target, weight, row_weight, *saved, *ctx.options, place)
             differentiable = [tensor for tensor in (input, *upstream) if tensor is not None]
             (grad_input,) = gradients_of(
-                lambda: (call(OP, ranks.backward, *arguments, number_tensor=number_tensor),), _NO_SECOND,
+                lambda: (call(ctx.op, ranks.backward, *arguments, number_tensor=number_tensor),), _NO_SECOND,
                 differentiable,
             )  # fmt: skip
             return grad_input, *nothing
@@ -162,7 +163,7 @@ def _differentiable(*arguments: Any, number_tensor: Tensor | None = None) -> lis
     *of_forward, wanted = arguments
     _, target, weight, mode = *of_forward[:3], of_forward[7]
     computed = kept_for_backward(wanted, mode, target.is_floating_point() or weight is not None)
-    outputs = apply(OP, CrossEntropy, *of_forward, computed, wanted, number_tensor, None)
+    outputs = apply(OP, CrossEntropy, *of_forward, computed, wanted, number_tensor, None, OP)
     return in_order(outputs, computed, wanted)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from eaves._autograd.cross_entropy import OP, run_forward
 from eaves._parallel import cross_entropy as ranks
+from eaves._torch.checks import said
 from eaves._torch.operator import apply, call
 from eaves._torch.options import shape_of
 from eaves._torch.outputs import DIVISOR, LSE, RETURNED, TARGET_MASS, pick
@@ -22,26 +23,27 @@ _backward_in_place = torch.ops.eaves.cross_entropy_backward_in_place.default
 RETURNED_IN_PLACE = sum(RETURNED)  # outputs that are not wanted have a place there too
 
 
-def refuse_in_place(input: Tensor) -> None:
+def refuse_in_place(op: str, input: Tensor) -> None:
     """Refuses logits that autograd does not allow to be written over, and transforms that it cannot follow."""
     if is_transforming():
         raise NotImplementedError(
-            f"{OP}: inplace_backward does not go with torch.vmap and torch.func, which may use input again; leave it "
-            "out"
+            said(op, "inplace_backward does not go with torch.vmap and torch.func, which may use `logits` again; ")
+            + "leave it out"
         )
     # The core says the same of what it writes, but of float16 it writes in the backward.
     if torch._debug_has_internal_overlap(input) == 1:
         raise ValueError(
-            f"{OP}: input has shape {shape_of(input)} and strides {list(input.stride())}, so that elements share "
-            "memory; expected an address for each, because inplace_backward writes it"
+            said(op, f"`logits` has shape {shape_of(input)} and strides {list(input.stride())}, so that elements ")
+            + "share memory; expected an address for each, because inplace_backward writes it"
         )
     if not torch.compiler.is_compiling() and input.is_neg():
-        raise ValueError(f"{OP}: input is negated lazily, and inplace_backward writes it; pass input.resolve_neg()")
+        hint = "and inplace_backward writes it; pass `logits`.resolve_neg()"
+        raise ValueError(said(op, f"`logits` is negated lazily, {hint}"))
     base = input._base if input._is_view() else None
     if input.requires_grad and (input.is_leaf or (base is not None and base.is_leaf and base.requires_grad)):
         raise RuntimeError(
-            f"{OP}: input is a leaf that requires a gradient, or a view of one, and inplace_backward would write over "
-            "it; leave inplace_backward out, or pass a tensor that was computed from it"
+            said(op, "`logits` is a leaf that requires a gradient, or a view of one, and inplace_backward would write ")
+            + "over it; leave inplace_backward out, or pass a tensor that was computed from it"
         )
 
 
@@ -50,13 +52,14 @@ class _InPlaceInForward(torch.autograd.Function):
 
     The logits are an input that is written over, and no output: a backward of an operator that read them before has to
     fail, which the version counter sees to, and not to differentiate through this function. Behind the arguments of the
-    extension is a list, into which the backward puts the gradients that it has handed out.
+    extension is a list, into which the backward puts the gradients that it has handed out, and the name of the function
+    that the user called.
     """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, *arguments_and_list: Any) -> tuple[Tensor, ...]:
-        *arguments, ctx.handed_out = arguments_and_list
-        outputs: tuple[Tensor, ...] = tuple(call(OP, _forward_backward, input, *arguments))
+        *arguments, ctx.handed_out, op = arguments_and_list
+        outputs: tuple[Tensor, ...] = tuple(call(op, _forward_backward, input, *arguments))
         torch.autograd.graph.increment_version(input)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[1:])
@@ -66,7 +69,7 @@ class _InPlaceInForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 10
+        nothing = (None,) * 11
         if grad_loss is None:
             return None, *nothing
         (grad_input,) = _of_only_backward(ctx, grad_loss)
@@ -90,22 +93,22 @@ class _WrittenOver(torch.autograd.Function):
         return grad
 
 
-def in_place_in_forward(input: Tensor, *arguments: Any) -> Any:
+def in_place_in_forward(op: str, input: Tensor, *arguments: Any) -> Any:
     """Of logits that are a whole tensor, or all of one in another shape, the gradient may be that of the loss alone. Of
     other views that would cost a copy of the gradient, and they are left as they are."""
     whole = input._base if input._is_view() else input
     handed_out: list[tuple[int, int]] = []
     if whole is None or not whole.requires_grad or (whole is not input and not _is_all_of(input, whole)):
-        return apply(OP, _InPlaceInForward, input, *arguments, handed_out)
-    apply(OP, _WrittenOver, whole)
+        return apply(op, _InPlaceInForward, input, *arguments, handed_out, op)
+    apply(op, _WrittenOver, whole)
     logits = input if whole is input else whole.view(input.shape)  # a new view, whose backward is a view
-    outputs = apply(OP, _InPlaceInForward, logits, *arguments, handed_out)
+    outputs = apply(op, _InPlaceInForward, logits, *arguments, handed_out, op)
 
     def check(grad: Tensor) -> None:
         if not torch.compiler.is_compiling() and _contents_of(grad) not in handed_out:
             raise RuntimeError(
-                f"{OP}: something that was computed from input after a call with inplace_backward has a gradient, and "
-                "is computed from the gradient that was written over input; leave inplace_backward out"
+                said(op, "something that was computed from `logits` after a call with inplace_backward has a ")
+                + "gradient, and is computed from the gradient that was written over it; leave inplace_backward out"
             )
 
     # The first of its hooks, so that others may change the gradient.
@@ -129,8 +132,8 @@ class InPlaceInBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments_and_shard: Any) -> tuple[Tensor, ...]:
-        *arguments, shard = arguments_and_shard
-        outputs = run_forward(tuple(arguments), shard)
+        *arguments, shard, ctx.op = arguments_and_shard
+        outputs = run_forward(ctx.op, tuple(arguments), shard)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.options, computed, ctx.is_used = arguments[5:9], arguments[9], False
@@ -140,16 +143,16 @@ class InPlaceInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 10
+        nothing = (None,) * 11
         if grad_loss is None:
             return None, *nothing
         grad_input, target, weight, row_weight, lse, *kept, place = _of_only_backward(ctx, grad_loss)
         upstream = (grad_loss, None, None)
         arguments = (*upstream, grad_input, target, weight, row_weight, lse, None, *kept, *ctx.options)
         if place is None:
-            call(OP, _backward_in_place, *arguments)
+            call(ctx.op, _backward_in_place, *arguments)
         else:
-            call(OP, ranks.backward_in_place, *arguments, place)
+            call(ctx.op, ranks.backward_in_place, *arguments, place)
         torch.autograd.graph.increment_version(grad_input)
         return grad_input, *nothing
 

@@ -48,10 +48,10 @@ OP = "linear_cross_entropy"
 
 # The arguments of both Functions: the tensors, the options, and behind them grad_weight_out, the outputs that are
 # computed, those that the caller gets, those of them that may have a gradient, the gradients that the forward computes,
-# the number tensor, and the ShardArguments.
+# the number tensor, the ShardArguments, and the name of the function that the user called.
 _TENSORS = slice(len(ForwardTensors._fields))
 _OPTIONS = slice(_TENSORS.stop, _TENSORS.stop + len(Options._fields))
-_REST = slice(_OPTIONS.stop, _OPTIONS.stop + 7)
+_REST = slice(_OPTIONS.stop, _OPTIONS.stop + 8)
 _REDUCTION = Options._fields.index("reduction")  # a small call has no time to make Options of the arguments
 _NO_SECOND = f"{OP}: there is no second derivative; use torch.nn.functional.linear and cross_entropy for one"
 _NOTHING = (None,) * (_REST.stop - len(GRADIENTS))  # behind the gradients of input, linear_weight and linear_bias
@@ -62,7 +62,7 @@ def _save(
 ) -> None:
     """Keeps the tensors and options from which a backward computes the logits again."""
     ctx.options = options
-    ctx.grad_weight_out, computed, _, followed, gradients, number_tensor, ctx.shard = rest
+    ctx.grad_weight_out, computed, _, followed, gradients, number_tensor, ctx.shard, ctx.op = rest
     ctx.wide, ctx.weight_dtype = gradients & WIDE_WEIGHT, tensors[1].dtype
     ctx.is_compiled = torch.compiler.is_compiling()
     ctx.is_of_zero3 = not ctx.is_compiled and hasattr(tensors[1], "ds_id")
@@ -73,7 +73,7 @@ def _save(
 def _compute_again(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """The gradients from the tensors that `_save` kept."""
     *tensors, lse, entropy, target_mass, divisor, number_tensor, place = ctx.saved_tensors
-    refuse_zero3(OP, linear_weight=tensors[1], linear_bias=tensors[2])
+    refuse_zero3(ctx.op, head=tensors[1], bias=tensors[2])
     *inputs, _ = as_multiplied(tuple(tensors))
     input, linear_weight, linear_bias = inputs[:3]
     saved: Sequence[Tensor | None] = (lse, entropy, target_mass, divisor)
@@ -85,12 +85,12 @@ def _compute_again(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor 
     differentiable = given(*upstream, input, linear_weight, linear_bias)
     if place is None:
         computed = dispatch(
-            OP, differentiable, _Gradients, _backward, *arguments, bits | ctx.wide, number_tensor=number_tensor
+            ctx.op, differentiable, _Gradients, _backward, *arguments, bits | ctx.wide, number_tensor=number_tensor
         )
     else:
         arguments = (*arguments, bits | ctx.wide, place, *ctx.shard)
         computed = gradients_of(
-            lambda: call(OP, ranks.backward, *arguments, number_tensor=number_tensor), _NO_SECOND, differentiable
+            lambda: call(ctx.op, ranks.backward, *arguments, number_tensor=number_tensor), _NO_SECOND, differentiable
         )
     return _handed_out(ctx, [each if bits & bit else None for each, bit in zip(computed, GRADIENTS)])
 
@@ -107,15 +107,15 @@ def _run_forward(
     tensors: tuple[Any, ...], options: tuple[Any, ...], rest: tuple[Any, ...], gradients: int
 ) -> list[Tensor]:
     """The loss and its outputs, the gradients that the bits name, and of a shard its Place."""
-    _, computed, _, _, _, number_tensor, shard = rest
+    _, computed, _, _, _, number_tensor, shard, op = rest
     arguments = (*as_multiplied(tensors), *options, computed)
     results: list[Tensor]
     if shard is not None:
-        results = call(OP, ranks.forward, *arguments, gradients, *shard, number_tensor=number_tensor)
+        results = call(op, ranks.forward, *arguments, gradients, *shard, number_tensor=number_tensor)
     elif gradients:
-        results = call(OP, _forward_backward, *arguments, gradients, number_tensor=number_tensor)
+        results = call(op, _forward_backward, *arguments, gradients, number_tensor=number_tensor)
     else:
-        results = call(OP, forward, *arguments, number_tensor=number_tensor)
+        results = call(op, forward, *arguments, number_tensor=number_tensor)
     return results
 
 
@@ -131,12 +131,12 @@ def _accumulate(ctx: Any, arguments: tuple[Any, ...], bits: int, place: Tensor |
     out = ctx.grad_weight_out
     if torch.is_grad_enabled():
         raise NotImplementedError(
-            f"{OP}: with grad_weight_out the gradient has no derivative (create_graph=True); leave it out"
+            f"{ctx.op}: with grad_weight_out the gradient has no derivative (create_graph=True); leave it out"
         )
     if place is None:
-        grad_input, grad_bias = call(OP, _backward_accumulate, out, *arguments, bits)
+        grad_input, grad_bias = call(ctx.op, _backward_accumulate, out, *arguments, bits)
     else:
-        grad_input, grad_bias = call(OP, ranks.backward_accumulate, out, *arguments, bits, place, *ctx.shard)
+        grad_input, grad_bias = call(ctx.op, ranks.backward_accumulate, out, *arguments, bits, place, *ctx.shard)
     torch.autograd.graph.increment_version(out)
     return (grad_input if bits & OF_INPUT else None, None, grad_bias if bits & OF_BIAS else None, *_NOTHING)
 
@@ -218,7 +218,7 @@ class Speed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         tensors, options, rest = arguments[_TENSORS], arguments[_OPTIONS], arguments[_REST]
-        _, _, wanted, _, gradients, _, shard = rest
+        _, _, wanted, _, gradients, _, shard, _ = rest
         results = _run_forward(tensors, options, rest, gradients)
         ctx.bits = gradients & ~WIDE_WEIGHT
         outputs, computed_gradients = _split(results, ctx.bits, shard)
@@ -253,10 +253,10 @@ class Speed(torch.autograd.Function):
         if grad_loss is None or not is_factor or is_batched(grad_loss):
             return _compute_again(ctx, upstream)
         if ctx.is_of_zero3 and (ctx.gradients is None or ctx.bits & OF_WEIGHT):
-            refuse_zero3(OP, linear_weight=ctx.saved_tensors[1])
+            refuse_zero3(ctx.op, head=ctx.saved_tensors[1])
         computed, ctx.gradients = ctx.gradients, None
         if computed is None:  # a later backward; without the outputs other kernels would run, and last places differ
-            rest = (None, ctx.computed, 0, 0, 0, None, ctx.shard)
+            rest = (None, ctx.computed, 0, 0, 0, None, ctx.shard, ctx.op)
             results = _run_forward(ctx.saved_tensors[_TENSORS], ctx.options, rest, ctx.bits | ctx.wide)
             _, computed = _split(results, ctx.bits, ctx.shard)
         gradients = in_places(computed, ctx.bits)
@@ -264,9 +264,9 @@ class Speed(torch.autograd.Function):
         if ctx.options[_REDUCTION] == NONE:
             # .data: a selective checkpoint that keeps this tensor raises if its version changes.
             assert gradients[0] is not None
-            call(OP, _rescale_rows, gradients[0].data, grad_loss, -1)
+            call(ctx.op, _rescale_rows, gradients[0].data, grad_loss, -1)
         else:
-            call(OP, _rescale, *gradients, grad_loss)
+            call(ctx.op, _rescale, *gradients, grad_loss)
         if ctx.grad_weight_out is not None and gradients[1] is not None:
             ctx.grad_weight_out.add_(gradients[1])
             gradients[1] = None
@@ -278,9 +278,9 @@ def _differentiable(*arguments: Any, number_tensor: Tensor | None = None) -> lis
     tensors, options, (wanted,) = by_name(ForwardTensors, arguments)
     needs_target_mass = tensors.target.is_floating_point() or tensors.weight is not None
     computed = kept_for_backward(wanted, options.reduction, needs_target_mass)
-    outputs = apply(OP, Recompute, *tensors, *options, None, computed, wanted, wanted, 0, number_tensor, None)
+    outputs = apply(OP, Recompute, *tensors, *options, None, computed, wanted, wanted, 0, number_tensor, None, OP)
     return in_order(outputs, computed, wanted)
 
 
-give_derivative(OP, forward, _differentiable, "input", "linear_weight", "linear_bias")
+give_derivative(OP, forward, _differentiable, "hidden", "head", "bias")
 refuse_lost_derivatives(OP, _forward_backward, _backward, _backward_accumulate, _rescale)

@@ -46,6 +46,7 @@ from eaves._torch.checks import (
     is_distributed,
     name_of,
     refuse_gradient,
+    said,
 )
 from eaves._torch.head import (
     algorithm_of,
@@ -87,7 +88,7 @@ from eaves._torch.transforms import OUTSIDE, is_exporting, is_transforming, need
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_NAMES = ("input", "linear_weight", "linear_bias")
+_NAMES = ("hidden", "head", "bias")
 _ask = suits_speed_of(ctypes.CDLL(str(EXTENSION)))
 _DTYPES = {dtype: name_of(dtype).encode() for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
@@ -119,12 +120,12 @@ class LinearCrossEntropyCall(NamedTuple):
     classes: int | None = None
     # Of callers within eaves: lse and entropy get no gradient, and "auto" may be "speed".
     has_constant_outputs: bool = False
+    op: str = OP  # that errors name, with its names of arguments
 
 
 def loss_of_head(call: LinearCrossEntropyCall) -> Tensor | CrossEntropyOutput:
     if isinstance(call.linear_weight, torch.nn.Linear):
-        named = ("linear_weight", call.linear_weight, "linear_bias", call.linear_bias)
-        weight, bias = tensors_of_linear(OP, call.group, *named)
+        weight, bias = tensors_of_linear(call.op, call.group, "head", call.linear_weight, "bias", call.linear_bias)
         call = call._replace(linear_weight=weight, linear_bias=bias)
     if call.group is not None or is_distributed(call.linear_weight):
         return _over_ranks(call)
@@ -141,11 +142,11 @@ def tensors_of_linear(
     def found(_: object = None) -> tuple[Tensor, Tensor | None]:
         if not _multiplies_by_its_weight(linear):
             raise TypeError(
-                f"{op}: {name} is a {type(linear).__name__} with hooks, or a forward of its own, expected a product "
-                "with its weight alone; pass the tensor that it multiplies by"
+                said(op, f"`{name}` is a {type(linear).__name__} with hooks, or a forward of its own, expected a ")
+                + "product with its weight alone; pass the tensor that it multiplies by"
             )
         if linear.bias is not None and bias is not None:
-            raise ValueError(f"{op}: {name} is a torch.nn.Linear with a bias; leave {bias_name} out")
+            raise ValueError(said(op, f"`{name}` is a torch.nn.Linear with a bias; leave `{bias_name}` out"))
         return linear.weight, bias if linear.bias is None else linear.bias
 
     return told_to_ranks(op, group, linear.weight, found)
@@ -162,12 +163,12 @@ def _multiplies_by_its_weight(linear: torch.nn.Linear) -> bool:
 
 def _without_padding(call: LinearCrossEntropyCall) -> LinearCrossEntropyCall:
     assert call.classes is not None
-    refuse_zero3(OP, linear_weight=call.linear_weight)
+    refuse_zero3(call.op, head=call.linear_weight)
     target = call.target
     is_soft = isinstance(target, Tensor) and target.is_floating_point() and target.dim() != 0
     soft = target.movedim(-1, 0) if is_soft else None
     linear_weight, linear_bias, weight, grad_weight_out, soft = without_padding(
-        OP, call.classes, call.linear_weight, call.linear_bias, call.weight, call.grad_weight_out, soft
+        call.op, call.classes, call.linear_weight, call.linear_bias, call.weight, call.grad_weight_out, soft
     )
     return call._replace(
         linear_weight=linear_weight, linear_bias=linear_bias, weight=weight, grad_weight_out=grad_weight_out,
@@ -178,41 +179,41 @@ def _without_padding(call: LinearCrossEntropyCall) -> LinearCrossEntropyCall:
 def _over_ranks(call: LinearCrossEntropyCall) -> Tensor | CrossEntropyOutput:
     """The call with tensors of this rank. The ranks of a group learn of each other's errors before they wait for each
     other."""
-    linear_weight, shard = call.linear_weight, shard_of(call.group)
+    op, linear_weight, shard = call.op, call.linear_weight, shard_of(call.group)
     if needs_whole_head(linear_weight, shard.group, shard.sequence_parallel):
         if shard != Shard():
-            refuse_shard_of_whole_head(OP)
+            refuse_shard_of_whole_head(op)
         return with_whole_head(
-            OP,
+            op,
             lambda input, weight, bias: loss_of_head(
                 call._replace(input=input, linear_weight=weight, linear_bias=bias, group=None)
             ),
-            {"input": call.input},
-            {"linear_weight": linear_weight, "linear_bias": call.linear_bias},
+            {"hidden": call.input},
+            {"head": linear_weight, "bias": call.linear_bias},
         )
     is_cut = is_distributed(linear_weight)
     head: Local | None = None
     if is_cut and shard.group is None:
-        head = told(OP, linear_weight, lambda: local_shard(OP, "linear_weight", linear_weight, 0))
+        head = told(op, linear_weight, lambda: local_shard(op, "head", linear_weight, 0))
     elif shard.group is None:
-        refuse_without_group(OP)
+        refuse_without_group(op)
 
     def run(group: ProcessGroup) -> Tensor | CrossEntropyOutput:
         if is_cut and head is None:
-            raise ValueError(f"{OP}: linear_weight is a DTensor, which knows its group; leave group out")
+            raise ValueError(said(op, "`head` is a DTensor, which knows its group; leave group out"))
         local = call
         if head is not None:
-            agree_on_placements(OP, group, input=call.input, target=call.target)
+            agree_on_placements(op, group, hidden=call.input, targets=call.target)
             local = call._replace(
-                input=local_rows(OP, "input", call.input, head, shard.reduce_input_grad is False),
-                target=local_target(OP, call.target, head, -1),
-                linear_weight=local_classes(OP, "linear_weight", linear_weight),
-                linear_bias=local_classes(OP, "linear_bias", call.linear_bias),
-                weight=local_classes(OP, "weight", call.weight),
+                input=local_rows(op, "hidden", call.input, head, shard.reduce_input_grad is False),
+                target=local_target(op, call.target, head, -1),
+                linear_weight=local_classes(op, "head", linear_weight),
+                linear_bias=local_classes(op, "bias", call.linear_bias),
+                weight=local_classes(op, "class_weight", call.weight),
             )
-        return computed(local, shard_arguments(OP, group, shard, call.classes))
+        return computed(local, shard_arguments(op, group, shard, call.classes))
 
-    return with_agreement(OP, shard.group if head is None else head.group, run)
+    return with_agreement(op, shard.group if head is None else head.group, run)
 
 
 def computed(call: LinearCrossEntropyCall, shard: ShardArguments | None = None) -> Tensor | CrossEntropyOutput:
@@ -227,9 +228,9 @@ def computed(call: LinearCrossEntropyCall, shard: ShardArguments | None = None) 
         bits = wanted
         arguments = (*as_multiplied(tensors), *settings, limit, bits)
         if shard is None:
-            outputs = call_operator(OP, forward, *arguments, number_tensor=number_tensor)
+            outputs = call_operator(call.op, forward, *arguments, number_tensor=number_tensor)
         else:
-            outputs = call_operator(OP, ranks.forward, *arguments, 0, *shard, number_tensor=number_tensor)
+            outputs = call_operator(call.op, ranks.forward, *arguments, 0, *shard, number_tensor=number_tensor)
     else:
         # With class weights a block of classes without the target does not know the target's weight.
         bits = kept_for_backward(wanted, settings[1], target.is_floating_point() or weight is not None)
@@ -242,10 +243,10 @@ def computed(call: LinearCrossEntropyCall, shard: ShardArguments | None = None) 
             function, limit = Speed, allowed
         else:
             gradients = 0
-        run = apply if grad_weight_out is None else uncompiled(OP, apply)
+        run = apply if grad_weight_out is None else uncompiled(call.op, apply)
         outputs = run(
-            OP, function, *tensors, *settings, limit, grad_weight_out, bits, wanted, followed, gradients | wide,
-            number_tensor, shard,
+            call.op, function, *tensors, *settings, limit, grad_weight_out, bits, wanted, followed, gradients | wide,
+            number_tensor, shard, call.op,
         )  # fmt: skip
     if not names:
         loss: Tensor = outputs[0]
@@ -262,53 +263,54 @@ def _checked(call: LinearCrossEntropyCall, shard: ShardArguments | None) -> tupl
         scale, z_loss, row_weight, normalizer, outputs, algorithm, workspace_bytes, skip_ignored, grad_weight_dtype,
         grad_weight_out,
     ) = call[:20]  # fmt: skip
+    op = call.op
     is_compiling = grad_weight_out is not None and torch.compiler.is_compiling()
     if is_compiling:
-        torch._dynamo.skip_frame(msg=f"{OP}: grad_weight_out is written in the backward, so {OUTSIDE}")
-    result_dtype = check_input(OP, input, target, "what is multiplied")
+        torch._dynamo.skip_frame(msg=f"{op}: grad_weight_out is written in the backward, so {OUTSIDE}")
+    result_dtype = check_input(op, input, target, "what is multiplied")
     passed = input
     input, linear_weight, linear_bias = checked_head(
-        OP, _NAMES, input, linear_weight, linear_bias, None, shard is not None
+        op, _NAMES, input, linear_weight, linear_bias, None, shard is not None
     )
     if input is not passed:  # cast
         result_dtype = accumulator_dtype(input.dtype)
-    columns, rows = linear_weight.shape[0], input.shape[:-1] if shard is None else rows_of(OP, shard, input)
-    target = _checked_target(input, target, rows, columns, result_dtype)
+    columns, rows = linear_weight.shape[0], input.shape[:-1] if shard is None else rows_of(shard, input)
+    target = _checked_target(op, input, target, rows, columns, result_dtype)
     if shard is not None:
-        check_reduce_dtype(OP, shard, input)
-    refuse_gradient(OP, "target", target)
-    mode = reduction_of(OP, reduction)
-    ignore_index = -100 if ignore_index is None else index_of(OP, "ignore_index", ignore_index)
+        check_reduce_dtype(op, shard, input)
+    refuse_gradient(op, "targets", target)
+    mode = reduction_of(op, reduction)
+    ignore_index = -100 if ignore_index is None else index_of(op, "ignore_index", ignore_index)
     if weight is not None:
-        weight = weight_of(OP, weight, input, columns, "linear_weight")
+        weight = weight_of(op, weight, input, columns, "head")
     if row_weight is not None:
-        row_weight = row_weight_of(OP, row_weight, input, rows, result_dtype)
+        row_weight = row_weight_of(op, row_weight, input, rows, result_dtype)
     if normalizer is not None:
-        normalizer = normalizer_of(OP, normalizer, mode, result_dtype, input.device)
+        normalizer = normalizer_of(op, normalizer, mode, result_dtype, input.device)
     if options is not None and type(options).__name__ != "LinearCrossEntropyOptions":
-        raise TypeError(f"{OP}: options is {options!r}, expected a torch.nn.LinearCrossEntropyOptions or None")
+        raise TypeError(f"{op}: options is {options!r}, expected a torch.nn.LinearCrossEntropyOptions or None")
     if skip_ignored is not False:
-        check_bool(OP, "skip_ignored", skip_ignored)
-    algorithm_of(algorithm)
-    limit = 0 if workspace_bytes is None else limit_of(OP, workspace_bytes)
-    numbers, number_tensor = numbers_of(OP, label_smoothing, scale, softcap, z_loss)
+        check_bool(op, "skip_ignored", skip_ignored)
+    algorithm_of(op, algorithm)
+    limit = 0 if workspace_bytes is None else limit_of(op, workspace_bytes)
+    numbers, number_tensor = numbers_of(op, label_smoothing, scale, softcap, z_loss)
     may_smooth = number_tensor is not None or (numbers != () and numbers[0] != 0.0)
-    wanted, names = 0, output_names(OP, outputs, LOSS_OUTPUTS)
+    wanted, names = 0, output_names(op, outputs, LOSS_OUTPUTS)
     if names:
         has_factors = target.is_floating_point() or (weight is not None and may_smooth)
-        wanted = wanted_outputs(OP, names, has_factors)
-    wide = wide_weight(input.dtype, linear_weight.dtype, grad_weight_dtype)
+        wanted = wanted_outputs(op, names, has_factors)
+    wide = wide_weight(op, input.dtype, linear_weight.dtype, grad_weight_dtype)
     if grad_weight_out is not None:
         wide = check_grad_weight_out(
-            grad_weight_out, input.dtype, linear_weight, grad_weight_dtype, result_dtype, is_compiling
+            op, grad_weight_out, input.dtype, linear_weight, grad_weight_dtype, result_dtype, is_compiling
         )
         # As they were passed: some are converted, and the caller's memory counts.
         check_overlap(
+            op,
             grad_weight_out,
             {
-                "input": call.input, "linear_weight": call.linear_weight, "linear_bias": call.linear_bias,
-                "target": call.target, "weight": call.weight, "row_weight": call.row_weight,
-                "normalizer": call.normalizer,
+                "hidden": call.input, "head": call.linear_weight, "bias": call.linear_bias, "targets": call.target,
+                "class_weight": call.weight, "row_weight": call.row_weight, "normalizer": call.normalizer,
             },
         )  # fmt: skip
     tensors = (input, linear_weight, linear_bias, target, weight, row_weight, normalizer)
@@ -316,15 +318,15 @@ def _checked(call: LinearCrossEntropyCall, shard: ShardArguments | None) -> tupl
 
 
 def _checked_target(
-    input: Tensor, target: Tensor, rows: Sequence[int], classes: int, result_dtype: torch.dtype
+    op: str, input: Tensor, target: Tensor, rows: Sequence[int], classes: int, result_dtype: torch.dtype
 ) -> Tensor:
     """The target as the core takes it."""
     if not target.is_floating_point():
-        check_class_dtype(OP, target, input)
+        check_class_dtype(op, target, input)
         if target.shape != tuple(rows):
-            check_shape(OP, "target", target, rows, f"one per row of input {shape_of(input)}")
+            check_shape(op, "targets", target, rows, f"one per row of `hidden` {shape_of(input)}")
         return target
-    check_soft(OP, target, input, [*rows, classes], "one per class of linear_weight")
+    check_soft(op, target, input, [*rows, classes], "one per class of `head`")
     if target.dtype not in (torch.float32, torch.float64):
         target = target.to(result_dtype)
     return target if target.dim() <= 2 and target.stride(-1) == 1 else target.contiguous()
@@ -340,11 +342,11 @@ def check_constant_options(
 ) -> None:
     """The checks of a call, for options that are given before there is one."""
     check_bool(OP, "skip_ignored", skip_ignored)
-    check_algorithm(algorithm, workspace_bytes)
+    check_algorithm(OP, algorithm, workspace_bytes)
     multiplied = linear_weight.dtype
     if multiplied == torch.float32 and grad_weight_dtype in (torch.float16, torch.bfloat16):
         multiplied = grad_weight_dtype  # under torch.autocast
-    wide_weight(multiplied, linear_weight.dtype, grad_weight_dtype)
+    wide_weight(OP, multiplied, linear_weight.dtype, grad_weight_dtype)
 
 
 def _wanted_gradients(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> int:

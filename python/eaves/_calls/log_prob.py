@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -68,16 +67,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-# What the losses call what these functions call otherwise, for messages: first the function, then arguments.
-_NAMES = {
-    "log_prob": {"cross_entropy": "log_prob", "input": "logits", "target": "tokens"},
-    "linear_log_prob": {
-        "linear_cross_entropy": "linear_log_prob", "input": "hidden", "linear_weight": "head", "linear_bias": "bias",
-        "target": "tokens",
-    },
-}  # fmt: skip
-
-
 class LogProbCall(NamedTuple):
     """The arguments of eaves.log_prob, whose logits are `x`, or of eaves.linear_log_prob, whose hidden states are, as
     they were passed."""
@@ -137,22 +126,19 @@ def _of_loss(call: LogProbCall) -> Tensor | LogProbOutput:
             "target": tokens, "reduction": "none", "softcap": softcap, "scale": scale,
             "ignore_index": index_of(op, "ignore_index", call.ignore_index),
             "outputs": tuple("argmax" if name == "is_top1" else name for name in names), "group": call.group,
-            "classes": call.classes,
+            "classes": call.classes, "op": op,
         }  # fmt: skip
-        try:
-            if not call.is_linear:
-                return loss_of_logits(
-                    CrossEntropyCall(input=call.x, inplace_backward=call.inplace_backward, class_dim=-1, **of_both)
-                )
-            return loss_of_head(
-                LinearCrossEntropyCall(
-                    input=call.x, linear_weight=call.head, linear_bias=call.bias, algorithm=call.algorithm,
-                    workspace_bytes=call.workspace_bytes, skip_ignored=call.skip_ignored,
-                    grad_weight_dtype=call.grad_weight_dtype, grad_weight_out=call.grad_weight_out, **of_both,
-                )
-            )  # fmt: skip
-        except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
-            raise _renamed(error, _NAMES[op]) from None
+        if not call.is_linear:
+            return loss_of_logits(
+                CrossEntropyCall(input=call.x, inplace_backward=call.inplace_backward, class_dim=-1, **of_both)
+            )
+        return loss_of_head(
+            LinearCrossEntropyCall(
+                input=call.x, linear_weight=call.head, linear_bias=call.bias, algorithm=call.algorithm,
+                workspace_bytes=call.workspace_bytes, skip_ignored=call.skip_ignored,
+                grad_weight_dtype=call.grad_weight_dtype, grad_weight_out=call.grad_weight_out, **of_both,
+            )
+        )  # fmt: skip
 
     group, (name, cut, axis) = shard.group, call.with_classes
     # linear_cross_entropy gathers a head that fully_shard has cut.
@@ -185,15 +171,6 @@ def tempered(
         return number_of(op, f"{name} / temperature", quotient, *RANGES[name])
 
     return divided("scale", 1.0 if scale is None else scale), None if softcap is None else divided("softcap", softcap)
-
-
-def _renamed(error: Exception, names: Mapping[str, str]) -> Exception:
-    """An error of the loss, in the names of the function that called it."""
-    message = str(error)
-    if not message.startswith(f"{next(iter(names))}: "):
-        return error
-    of_the_loss = rf"(?<!['\"])\b({'|'.join(names)})\b(?!['\"])"  # but for values of the caller's, which are quoted
-    return type(error)(re.sub(of_the_loss, lambda found: names[found[0]], message))
 
 
 # ------------------------------------------- several tokens or a temperature for each row: see _chunked/log_prob.py
@@ -248,7 +225,7 @@ def _of_several(call: LogProbCall) -> Tensor | LogProbOutput:
         return with_agreement(op, shard.group if local is None else local.group, run)
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         explain(op, error, **{name: cut, ("hidden" if call.is_linear else name): call.x})
-        raise _renamed(error, _NAMES[op]) from None
+        raise
 
 
 def _local_call(call: LogProbCall, cut: Local, shard: Shard) -> LogProbCall:
@@ -280,7 +257,7 @@ def _computed(call: LogProbCall, group: ProcessGroup | None, given_shard: Shard)
         _check_logits(op, x, shard is not None)
         classes = x.shape[-1]
         if call.inplace_backward and needs_autograd(x):
-            refuse_in_place(x)
+            refuse_in_place(op, x)
     else:
         x, weight, bias = checked_head(
             op, ("hidden", "head", "bias"), x, weight, bias, ("hidden", x), shard is not None
@@ -288,7 +265,7 @@ def _computed(call: LogProbCall, group: ProcessGroup | None, given_shard: Shard)
         x = x.reshape(-1, x.shape[-1])
         classes = weight.shape[0]
         of_head = _head_options(call, x, weight)
-    rows = passed.shape[:-1] if shard is None else rows_of_all(op, shard, passed, name)
+    rows = passed.shape[:-1] if shard is None else rows_of_all(shard, passed)
     _check_tokens(op, tokens, name, passed, rows)
     if isinstance(temperature, Tensor):
         check_floating(op, "temperature", temperature, name, x)
@@ -310,14 +287,14 @@ def _computed(call: LogProbCall, group: ProcessGroup | None, given_shard: Shard)
             "the shape of tokens": list(tokens.shape),
             "tokens": digest(tokens),
             "temperature": digest(of_rows),
-            **dtypes(**{name: x}, head=weight, bias=bias, temperature=of_rows),
+            **dtypes(op, **{name: x}, head=weight, bias=bias, temperature=of_rows),
             "scale and softcap": [scale, softcap],
             "ignore_index": ignore_index,
             "workspace_bytes": of_head.workspace_bytes,
             "skip_ignored": of_head.skip_ignored,
             "which outputs are computed": outputs,
         }
-        over_ranks = OverRanks(shard._replace(sequence_parallel=False), agreed_place(op, shard, classes, facts))
+        over_ranks = OverRanks(shard._replace(sequence_parallel=False), agreed_place(shard, classes, facts))
         if shard.sequence_parallel:
             x = cast("Tensor", AllRows.apply(x, shard))  # type: ignore[no-untyped-call]
         given_classes = over_ranks.place.columns
@@ -382,7 +359,7 @@ def _of_rows(op: str, temperature: Tensor, rows: Sequence[int], of: str) -> Tens
 def _head_options(call: LogProbCall, hidden: Tensor, head: Tensor) -> HeadOptions:
     """The options that linear_log_prob alone has."""
     op = call.op
-    check_algorithm(call.algorithm, call.workspace_bytes)
+    check_algorithm(op, call.algorithm, call.workspace_bytes)
     if call.algorithm == "speed":
         raise NotImplementedError(
             f'{op}: algorithm is "speed", which takes one token for each row and a number as temperature; expected '
@@ -391,14 +368,14 @@ def _head_options(call: LogProbCall, hidden: Tensor, head: Tensor) -> HeadOption
     check_bool(op, "skip_ignored", call.skip_ignored)
     sums, out = accumulator_dtype(hidden.dtype), call.grad_weight_out
     if out is not None:
-        check_grad_weight_out(out, hidden.dtype, head, call.grad_weight_dtype, sums, False)
+        check_grad_weight_out(op, out, hidden.dtype, head, call.grad_weight_dtype, sums, False)
         given = {
             "hidden": call.x, "head": call.head, "bias": call.bias, "tokens": call.tokens,
             "temperature": call.temperature,
         }  # fmt: skip
-        check_overlap(out, given)
+        check_overlap(op, out, given)
         sums = out.dtype
-    elif not wide_weight(hidden.dtype, head.dtype, call.grad_weight_dtype):
+    elif not wide_weight(op, hidden.dtype, head.dtype, call.grad_weight_dtype):
         sums = hidden.dtype
     return HeadOptions(call.workspace_bytes, call.skip_ignored, sums, out)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from eaves._parallel.collectives import all_gather, distributed, group_of
 from eaves._parallel.shard import Place, ShardArguments
-from eaves._torch.checks import is_distributed, name_of
+from eaves._torch.checks import is_distributed, name_in, name_of
 from eaves._torch.transforms import is_transforming
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def agree_on_placements(op: str, group: ProcessGroup, **tensors: Any) -> None:
     if torch.compiler.is_compiling() or _is_capturing():
         return
     facts = {
-        f"the placements of {name}": list(map(str, each.placements)) if is_distributed(each) else None
+        f"the placements of {name_in(op, name)}": list(map(str, each.placements)) if is_distributed(each) else None
         for name, each in tensors.items()
     }
     _compare(op, facts, (0, 0), group)
@@ -96,10 +96,8 @@ class Agreement:
     """agreed_place(), late: while the ranks compare their arguments the GPU computes, by the place that the last such
     call had. Before anything else is exchanged, settle(). Not where targets are compared with the place's classes."""
 
-    def __init__(
-        self, op: str, shard: ShardArguments, target: Tensor, columns: int, facts: Callable[[], Mapping[str, object]]
-    ):
-        self._begin: Callable[[], Place] = lambda: agreed_place(op, shard, columns, facts())
+    def __init__(self, shard: ShardArguments, target: Tensor, columns: int, facts: Callable[[], Mapping[str, object]]):
+        self._begin: Callable[[], Place] = lambda: agreed_place(shard, columns, facts())
         self._place: Place | None = None
         self._key = shard, columns
         self._expected = _places.get(self._key) if _expects_last(target) and self._key not in _unsteady else None
@@ -119,7 +117,7 @@ class Agreement:
             raise PlaceChanged
 
 
-def agreed_place(op: str, shard: ShardArguments, columns: int, facts: Mapping[str, object]) -> Place:
+def agreed_place(shard: ShardArguments, columns: int, facts: Mapping[str, object]) -> Place:
     """The first collective of a call. `columns` is how many classes this rank's tensors have, padding among them;
     `facts` are what has to be the same on all ranks, by names for an error."""
     facts = {
@@ -133,11 +131,12 @@ def agreed_place(op: str, shard: ShardArguments, columns: int, facts: Mapping[st
     if _is_capturing():
         if (shard, columns) not in _places:
             raise RuntimeError(
-                f"{op}: ranks cannot agree while a CUDA graph is captured; run the same call once before the capture"
+                f"{shard.op}: ranks cannot agree while a CUDA graph is captured; run the same call once before the "
+                "capture"
             )
         return _places[shard, columns]
-    shards = _compare(op, facts, (shard.first_class, columns), group_of(shard))
-    place = _places[shard, columns] = _place_of(op, shard, shards)
+    shards = _compare(shard.op, facts, (shard.first_class, columns), group_of(shard))
+    place = _places[shard, columns] = _place_of(shard, shards)
     return place
 
 
@@ -168,7 +167,7 @@ _HINTS = {"target": _OF_ROWS, "tokens": _OF_ROWS, "which rows count": _OF_ROWS}
 _DIGESTS = (*_HINTS, "row_weight", "normalizer", "temperature")  # whose numbers say nothing
 
 
-def _place_of(op: str, shard: ShardArguments, shards: Sequence[Sequence[int]]) -> Place:
+def _place_of(shard: ShardArguments, shards: Sequence[Sequence[int]]) -> Place:
     sizes = [columns for _, columns in shards]
     firsts = [first if first >= 0 else sum(sizes[:rank]) for rank, (first, _) in enumerate(shards)]
     total = max(first + size for first, size in zip(firsts, sizes))
@@ -178,12 +177,12 @@ def _place_of(op: str, shard: ShardArguments, shards: Sequence[Sequence[int]]) -
     for first, size in zip(firsts, usable):
         if size and first != end:
             raise ValueError(
-                f"{op}: the ranks' shards begin with the classes {firsts} and have {sizes}, expected each to begin "
-                "where the one before ends"
+                f"{shard.op}: the ranks' shards begin with the classes {firsts} and have {sizes}, expected each to "
+                "begin where the one before ends"
             )
         end += size
     if end != classes or classes == 0:
-        raise ValueError(f"{op}: the ranks' shards have {end} classes, expected {max(1, classes)}")
+        raise ValueError(f"{shard.op}: the ranks' shards have {end} classes, expected {max(1, classes)}")
     rank = group_of(shard).rank()
     return Place(min(firsts[rank], classes - usable[rank]), classes, usable[rank], max(usable))
 
@@ -225,16 +224,17 @@ def digest(tensor: Tensor | None) -> str | None:
     return hashlib.blake2b(ctypes.string_at(numbers.data_ptr(), numbers.nbytes), digest_size=8).hexdigest()
 
 
-def facts_of_target(target: Tensor, rows: Sequence[int]) -> dict[str, object]:
+def facts_of_target(op: str, target: Tensor, rows: Sequence[int]) -> dict[str, object]:
     """For the agreement; `rows` is the shape of the rows. Of probabilities each rank has others."""
-    is_soft = target.is_floating_point()
+    is_soft, name = target.is_floating_point(), name_in(op, "targets")
     return {
-        "the shape of target": list(rows),
-        "the kind of target": "probabilities" if is_soft else "classes",
-        "target": None if is_soft else digest(target),
+        f"the shape of {name}": list(rows),
+        f"the kind of {name}": "probabilities" if is_soft else "classes",
+        name: None if is_soft else digest(target),
     }
 
 
-def dtypes(**tensors: Tensor | None) -> dict[str, object]:
+def dtypes(op: str, **tensors: Tensor | None) -> dict[str, object]:
     """Of each tensor, for the agreement."""
-    return {f"the dtype of {name}": None if each is None else name_of(each.dtype) for name, each in tensors.items()}
+    of_names = {name_in(op, name): None if each is None else name_of(each.dtype) for name, each in tensors.items()}
+    return {f"the dtype of {name}": dtype for name, dtype in of_names.items()}

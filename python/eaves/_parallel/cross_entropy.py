@@ -57,16 +57,17 @@ def _forward(*arguments: Any) -> list[Tensor]:
     """As cross_entropy_forward, and behind that the Place."""
     given = _Forward(*arguments[: len(_Forward._fields)])
     shard = ShardArguments(*arguments[len(given) :])
+    op = shard.op
     logits, target, weight, row_weight, normalizer, axis, ignore_index, mode, numbers, outputs = given
     columns, rows, is_soft = logits.shape[axis], row_shape(logits, axis), target.is_floating_point()
     all_rows = math.prod(rows)
     agreement = Agreement(
-        _OP, shard, target, columns,
+        shard, target, columns,
         lambda: {
-            **facts_of_target(target, rows),
+            **facts_of_target(op, target, rows),
             "row_weight": digest(row_weight),
             "normalizer": digest(normalizer),
-            **dtypes(input=logits, weight=weight, row_weight=row_weight, normalizer=normalizer),
+            **dtypes(op, logits=logits, class_weight=weight, row_weight=row_weight, normalizer=normalizer),
             "class_dim": axis,
             "ignore_index": ignore_index,
             "reduction": REDUCTION_NAMES[mode],
@@ -77,11 +78,11 @@ def _forward(*arguments: Any) -> list[Tensor]:
 
     def statistics_at(place: Place) -> Tensor:
         if not is_soft and target.device.type == "cpu":  # here, because a rank without classes does not call the core
-            check_classes(_OP, "target", target, place.classes, ignore_index)
+            check_classes(op, "targets", target, place.classes, ignore_index)
         if place.columns == 0:
             return no_statistics(all_rows, logits)
         computed: Tensor = call(
-            _OP, _shard_forward, *_usable(logits, weight, place, axis, target), axis, ignore_index, mode, numbers,
+            op, _shard_forward, *_usable(logits, weight, place, axis, target), axis, ignore_index, mode, numbers,
             place.first_class, place.classes, bool(outputs & MEAN_LOGIT),
         )  # fmt: skip
         return computed.flatten(0, -2)
@@ -89,13 +90,13 @@ def _forward(*arguments: Any) -> list[Tensor]:
     expected = agreement.expected()
     own = statistics_at(expected)
     place = agreement.settle()
-    refuse_argmax(_OP, outputs, place, logits.dtype)
+    refuse_argmax(op, outputs, place, logits.dtype)
     if place != expected:
         own = statistics_at(place)
     gathered = statistics_of(gather_statistics(shard, own, None if is_soft else target.reshape(-1)).wait())
     statistics = gathered.view(gathered.shape[0], *rows, STATISTICS)
     results: list[Tensor] = call(
-        _OP, merge, statistics, None if is_soft else target, row_weight, normalizer, ignore_index, mode, numbers,
+        op, merge, statistics, None if is_soft else target, row_weight, normalizer, ignore_index, mode, numbers,
         place.classes, weight is not None, outputs,
     )  # fmt: skip
     return [*results, place.tensor()]
@@ -164,7 +165,7 @@ def _padding(logits: Tensor, axis: int, place: Place) -> Tensor:
     return logits.narrow(axis, place.columns, logits.shape[axis] - place.columns)
 
 
-_LOGITS = "Tensor target, Tensor? weight, Tensor? row_weight"
+_LOGITS = "Tensor targets, Tensor? class_weight, Tensor? row_weight"
 _OF_BACKWARD = (
     f"logits, {_LOGITS}, Tensor lse, Tensor? entropy, Tensor? target_mass, Tensor? divisor, {_OPTIONS}, Tensor place"
 )

@@ -12,7 +12,7 @@ from eaves._arguments import refuse_unknown as refuse_on_this_rank
 from eaves._parallel.agreement import with_agreement
 from eaves._parallel.fully_shard import is_fully_sharded
 from eaves._parallel.shard import shard_of
-from eaves._torch.checks import is_distributed
+from eaves._torch.checks import is_distributed, name_in, said
 from eaves._torch.transforms import needs_autograd
 
 if TYPE_CHECKING:
@@ -37,10 +37,11 @@ class Local(NamedTuple):
 def local_shard(op: str, name: str, tensor: Any, class_axis: int) -> Local:
     """This rank's part of a DTensor, whose gradient stays in its place."""
     if not -tensor.dim() <= class_axis < tensor.dim():
-        raise ValueError(f"{op}: {name} has {tensor.dim()} axes, expected one of the classes, {class_axis}")
+        raise ValueError(said(op, f"`{name}` has {tensor.dim()} axes, expected one of the classes, {class_axis}"))
     cut = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard(class_axis % tensor.dim())]
     # Along another axis ranks may have rows of their own, or the same: nothing says which.
     if len(cut) != 1 or tensor.device_mesh.size() != tensor.device_mesh.size(cut[0]):
+        name = name_in(op, name)
         raise NotImplementedError(
             f"{op}: {name} is a DTensor with the placements {list(map(str, tensor.placements))}, expected its classes "
             f"cut over the one axis of its mesh; pass {name}.to_local() and the group of an axis of a larger mesh, or "
@@ -58,6 +59,7 @@ def told(op: str, tensor: Any, run: Callable[[], _Result]) -> _Result:
 
 def refuse_in_place_of_dtensor(op: str, name: str, logits: Any, inplace_backward: object) -> None:
     if inplace_backward is True and needs_autograd(logits):
+        name = name_in(op, name)
         raise NotImplementedError(
             f"{op}: inplace_backward would write over this rank's part of the DTensor {name}, which autograd does not "
             f"notice; pass {name}.to_local() and its group, or leave inplace_backward out"
@@ -89,16 +91,16 @@ def local_rows(op: str, name: str, tensor: Any, head: Local, is_summed: bool = F
 def local_target(op: str, target: Any, head: Local, class_axis: int) -> Any:
     """The classes of all rows, or the probabilities of this rank's classes, without a collective."""
     if not is_distributed(target) or not target.is_floating_point():
-        return local_rows(op, "target", target, head)
+        return local_rows(op, "targets", target, head)
     from torch.distributed.tensor import Shard as Cut
 
-    _check_mesh(op, "target", target, head)
+    _check_mesh(op, "targets", target, head)
     placements = list(target.placements)
     placement, cut = placements[head.axis], Cut(class_axis % max(1, target.dim()))
     if placement != cut and not placement.is_replicate():
         raise NotImplementedError(
-            f"{op}: target is a DTensor of probabilities with the placements {list(map(str, placements))}, expected "
-            "its classes whole, or cut as the head's"
+            said(op, f"`targets` is a DTensor of probabilities with the placements {list(map(str, placements))}, ")
+            + "expected its classes whole, or cut as the head's"
         )
     placements[head.axis] = cut
     return target.redistribute(placements=placements).to_local()
@@ -107,7 +109,8 @@ def local_target(op: str, target: Any, head: Local, class_axis: int) -> Any:
 def _check_mesh(op: str, name: str, tensor: Any, head: Local) -> None:
     if tensor.device_mesh != head.mesh:
         raise NotImplementedError(
-            f"{op}: {name} is a DTensor on the mesh {tensor.device_mesh}, expected that of the classes, {head.mesh}"
+            said(op, f"`{name}` is a DTensor on the mesh {tensor.device_mesh}, ")
+            + f"expected that of the classes, {head.mesh}"
         )
 
 

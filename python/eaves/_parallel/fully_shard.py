@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from eaves._torch.checks import is_distributed
+from eaves._torch.checks import is_distributed, name_in
 from eaves._torch.transforms import is_transforming, uncompiled
 
 _Result = TypeVar("_Result")
@@ -90,6 +90,7 @@ def _place_of(op: str, name: str, tensor: Any) -> tuple[Any, Any, str]:
                 return next(module for module in state._modules if owner in module.modules()), owner, name
     except AttributeError:  # of names that are not public
         pass
+    name = name_in(op, name)
     raise NotImplementedError(
         f"{op}: {name} is a DTensor on a mesh over which fully_shard cuts parameters, and not known as one of them; "
         f"pass the parameter itself, or {name}.full_tensor(grad_placements=[Partial('avg')]) (of "

@@ -24,7 +24,7 @@ from eaves._parallel.agreement import Agreement, PlaceChanged, digest, dtypes, f
 from eaves._parallel.collectives import Underway, all_gather, all_reduce, group_of, sum_on
 from eaves._parallel.shard import SCHEMA, Place, ShardArguments, dtype_of_parts
 from eaves._parallel.statistics import STATISTICS, gather_statistics, merge, refuse_argmax, statistics_of
-from eaves._torch.checks import accumulator_dtype
+from eaves._torch.checks import accumulator_dtype, name_in
 from eaves._torch.linear_cross_entropy_rules import (
     OF_BIAS,
     OF_INPUT,
@@ -119,7 +119,7 @@ class _Call:
         # Not by ctypes.cast(), whose cycle of references would keep the gradients, so that autograd copied them.
         addresses = [0 if each is None else ctypes.c_void_p.from_buffer(each).value for each in functions]
         try:
-            call(_OP, overload, *arguments, *addresses)
+            call(self.shard.op, overload, *arguments, *addresses)
         except Exception:
             if not errors:
                 raise
@@ -221,7 +221,7 @@ def _forward(*arguments: Any) -> list[Tensor]:
     shard, kept = ShardArguments(*of_shard), _kept_rows(tensors, options)
     columns = tensors.linear_weight.shape[0]
     agreement = Agreement(
-        _OP, shard, tensors.target, columns, lambda: _facts(tensors, options, kept, outputs, gradients)
+        shard, tensors.target, columns, lambda: _facts(shard.op, tensors, options, kept, outputs, gradients)
     )
     # The first two exchange something before the statistics; of the third the number of classes decides an error.
     if shard.sequence_parallel or tensors.weight is not None or outputs & ARGMAX:
@@ -243,7 +243,7 @@ def _forward_at(
     outputs: int,
     gradients: int,
 ) -> list[Tensor]:
-    refuse_argmax(_OP, outputs, place, tensors.input.dtype)
+    refuse_argmax(shard.op, outputs, place, tensors.input.dtype)
     this = _Call(tensors, options, shard, place, kept, outputs)
     target = None if tensors.target.is_floating_point() else tensors.target
     ranks, row_shape = shard.ranks, _row_shape(tensors)
@@ -269,7 +269,7 @@ def _forward_at(
         return found
 
     if not gradients:
-        call(_OP, _shard_forward, *this.inputs, *this.arguments, own)
+        call(shard.op, _shard_forward, *this.inputs, *this.arguments, own)
         gather(0, count)
         exchanged(0, count)
     else:
@@ -289,7 +289,7 @@ def _forward_at(
         )  # fmt: skip
     agreement.settle_as(place)  # without rows nothing was gathered
     results: list[Tensor] = call(
-        _OP, merge, statistics.view(ranks, *row_shape, STATISTICS), target, tensors.row_weight, tensors.normalizer,
+        shard.op, merge, statistics.view(ranks, *row_shape, STATISTICS), target, tensors.row_weight, tensors.normalizer,
         options.ignore_index, options.reduction, options.numbers, place.classes, tensors.weight is not None, outputs,
     )  # fmt: skip
     if tensors.row_weight is not None:
@@ -302,19 +302,19 @@ def _forward_at(
 
 
 def _facts(
-    tensors: ForwardTensors, options: Options, kept: _Kept | None, outputs: int, gradients: int
+    op: str, tensors: ForwardTensors, options: Options, kept: _Kept | None, outputs: int, gradients: int
 ) -> dict[str, object]:
     parts = (tensors.input, tensors.linear_weight, tensors.linear_bias)
     return {
         "which tensors require a gradient": [each is not None and each.requires_grad for each in parts],
-        "the shape of input": list(tensors.input.shape),
-        **facts_of_target(tensors.target, _row_shape(tensors)),
+        f"the shape of {name_in(op, 'hidden')}": list(tensors.input.shape),
+        **facts_of_target(op, tensors.target, _row_shape(tensors)),
         "row_weight": digest(tensors.row_weight),
         "which rows count": None if kept is None else digest(kept.on_host),
         "normalizer": digest(tensors.normalizer),
         **dtypes(
-            input=tensors.input, linear_weight=tensors.linear_weight, linear_bias=tensors.linear_bias,
-            weight=tensors.weight, row_weight=tensors.row_weight, normalizer=tensors.normalizer,
+            op, hidden=tensors.input, head=tensors.linear_weight, bias=tensors.linear_bias,
+            class_weight=tensors.weight, row_weight=tensors.row_weight, normalizer=tensors.normalizer,
         ),
         "ignore_index": options.ignore_index,
         "reduction": REDUCTION_NAMES[options.reduction],
@@ -377,7 +377,7 @@ def _backward_accumulate(grad_weight: Tensor, *arguments: Any) -> tuple[Tensor, 
 
 # -------------------------------------------------------------------------------------------------------- the operators
 
-_INPUTS = "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, Tensor? row_weight"
+_INPUTS = "Tensor hidden, Tensor head, Tensor? bias, Tensor targets, Tensor? class_weight, Tensor? row_weight"
 _OPTIONS = "SymInt ignore_index, int reduction, float[] numbers, bool skip_ignored, SymInt workspace_limit"
 _OF_BACKWARD = (
     f"Tensor grad_loss, Tensor? grad_lse, Tensor? grad_entropy, {_INPUTS}, Tensor lse, Tensor? entropy, "
@@ -391,7 +391,7 @@ forward = define(
 )
 backward = define(f"linear_cross_entropy_ranks_backward({_OF_BACKWARD}) -> (Tensor, Tensor, Tensor)", _backward)
 backward_accumulate = define(
-    f"linear_cross_entropy_ranks_backward_accumulate(Tensor(a!) grad_weight, {_OF_BACKWARD}) -> (Tensor, Tensor)",
+    f"linear_cross_entropy_ranks_backward_accumulate(Tensor(a!) grad_head, {_OF_BACKWARD}) -> (Tensor, Tensor)",
     _backward_accumulate,
 )
 refuse_lost_derivatives(_OP, forward, backward, backward_accumulate)

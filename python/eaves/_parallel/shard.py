@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from eaves._torch.checks import accumulator_dtype, check_bool, index_of, name_of
+from eaves._torch.checks import accumulator_dtype, check_bool, index_of, name_of, said
 from eaves._torch.options import shape_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ class Shard(NamedTuple):
 class ShardArguments(NamedTuple):
     """A Shard as the operators take it."""
 
-    group: str  # its name
+    op: str  # the function that the user called, which errors name
+    group: str  # the group's name
     ranks: int
     first_class: int  # -1: the pieces follow each other in the order of ranks
     classes: int  # -1: as many as all shards have
@@ -51,7 +52,7 @@ class ShardArguments(NamedTuple):
 
 
 SCHEMA = (
-    "str group, int ranks, SymInt first_class, SymInt classes, bool sequence_parallel, bool reduce_input_grad, "
+    "str op, str group, int ranks, SymInt first_class, SymInt classes, bool sequence_parallel, bool reduce_input_grad, "
     "ScalarType? reduce_dtype"
 )
 
@@ -73,13 +74,15 @@ class Place(NamedTuple):
         return Place(*tensor.tolist())
 
 
-def rows_of(op: str, shard: ShardArguments, input: Tensor, name: str = "input") -> tuple[int, ...]:
+def rows_of(shard: ShardArguments, input: Tensor) -> tuple[int, ...]:
     """The rows that a target has, in the shape of input without its features."""
     rows = tuple(input.shape[:-1])
     if not shard.sequence_parallel:
         return rows
     if not rows:
-        raise ValueError(f"{op}: with sequence_parallel {name} is cut along its first axis, and it has features alone")
+        raise ValueError(
+            said(shard.op, "with sequence_parallel `hidden` is cut along its first axis, and it has features alone")
+        )
     return (rows[0] * shard.ranks, *rows[1:])
 
 
@@ -131,7 +134,7 @@ def shard_arguments(op: str, group: ProcessGroup, shard: Shard, classes: int | N
     if reduce_dtype is not None and not reduce_input_grad:
         raise ValueError(f"{op}: reduce_dtype says how parts are added up, and with reduce_input_grad=False none are")
     return ShardArguments(
-        group.group_name, group.size(), first, total, sequence_parallel, reduce_input_grad, reduce_dtype
+        op, group.group_name, group.size(), first, total, sequence_parallel, reduce_input_grad, reduce_dtype
     )
 
 

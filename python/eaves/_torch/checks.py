@@ -11,6 +11,8 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
+from eaves._sentences import in_names
+
 DTYPES = frozenset({
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool,
@@ -20,6 +22,34 @@ DENSE = "expected dense ones (torch.strided) on cpu or cuda"
 
 MAX_RANK = 16  # kMaxRank of include/eaves/tensor.h
 
+# What functions call the core's arguments, where they call them otherwise.
+_NAMES = {
+    "cross_entropy": {"logits": "input", "targets": "target", "class_weight": "weight", "class_axis": "class_dim"},
+    "linear_cross_entropy": {
+        "hidden": "input", "head": "linear_weight", "bias": "linear_bias", "targets": "target",
+        "class_weight": "weight",
+    },
+    "log_prob": {"targets": "tokens"},
+    "linear_log_prob": {"targets": "tokens"},
+    "linear_kl_div": {"hidden": "input"},
+    "lrpe_cosine": {"offsets": "offset"},
+}  # fmt: skip
+
+
+def said(op: str, sentence: str) -> str:
+    """The message of an error: a sentence with the core's names of arguments in backticks, in the names of `op`."""
+    return f"{op}: {in_names(sentence, _NAMES.get(op, {}))}"
+
+
+def name_in(op: str, name: str) -> str:
+    """What `op` calls the core's argument of this name."""
+    return _NAMES.get(op, {}).get(name, name)
+
+
+def of_rows(op: str) -> str:
+    """The core's name of the argument whose rows `op` classifies."""
+    return "hidden" if op.startswith("linear_") else "logits"
+
 
 def check_tensor(op: str, name: str, value: Any) -> None:
     """Raises TypeError where `value` is no tensor, NotImplementedError where it is one that eaves does not have."""
@@ -27,13 +57,12 @@ def check_tensor(op: str, name: str, value: Any) -> None:
     if kind is not Tensor and kind is not torch.nn.Parameter:
         _check_kind(op, name, value)
     if value.is_nested:  # it has no shape to look at
-        raise NotImplementedError(f"{op}: {name} is {kind_of(value)}, {DENSE}")
+        raise NotImplementedError(said(op, f"`{name}` is {kind_of(value)}, {DENSE}"))
     if value.dim() > MAX_RANK:
-        raise NotImplementedError(f"{op}: {name} has {value.dim()} axes, expected at most {MAX_RANK}")
+        raise NotImplementedError(said(op, f"`{name}` has {value.dim()} axes, expected at most {MAX_RANK}"))
     if value.dtype not in DTYPES:
-        raise NotImplementedError(
-            f"{op}: {name} has dtype {name_of(value.dtype)}, expected one of " + ", ".join(sorted(map(name_of, DTYPES)))
-        )
+        expected = ", ".join(sorted(map(name_of, DTYPES)))
+        raise NotImplementedError(said(op, f"`{name}` has dtype {name_of(value.dtype)}, expected one of {expected}"))
 
 
 def check_device(op: str, name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:
@@ -43,7 +72,7 @@ def check_device(op: str, name: str, tensor: Tensor, reference_name: str, refere
         hint = "; if accelerate offloads it, keep it on a device (device_map)"
         is_offloaded = tensor.is_meta and isinstance(tensor, torch.nn.Parameter)
         raise ValueError(
-            f"{op}: {name} is on {tensor.device}, expected {reference.device} (as {reference_name})"
+            said(op, f"`{name}` is on {tensor.device}, expected {reference.device} (as `{reference_name}`)")
             + (hint if is_offloaded else "")
         )
 
@@ -51,20 +80,21 @@ def check_device(op: str, name: str, tensor: Tensor, reference_name: str, refere
 def check_shape(op: str, name: str, tensor: Tensor, expected: Sequence[int], why: str) -> None:
     """Raises ValueError in the words of the core's check::has_shape."""
     if tensor.shape != tuple(expected):
-        raise ValueError(f"{op}: {name} has shape {list(tensor.shape)}, expected {list(expected)} ({why})")
+        raise ValueError(said(op, f"`{name}` has shape {list(tensor.shape)}, expected {list(expected)} ({why})"))
 
 
 def check_dtype_of(op: str, name: str, tensor: Tensor, expected: Sequence[torch.dtype], why: str) -> None:
     """Raises ValueError in the words of the core's check::has_dtype."""
     if tensor.dtype not in expected:
         names = " or ".join(dict.fromkeys(map(name_of, expected)))
-        raise ValueError(f"{op}: {name} has dtype {name_of(tensor.dtype)}, expected {names} ({why})")
+        raise ValueError(said(op, f"`{name}` has dtype {name_of(tensor.dtype)}, expected {names} ({why})"))
 
 
 def _check_kind(op: str, name: str, value: object) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {name} is a {type(value).__name__}, expected a torch.Tensor")
+        raise TypeError(said(op, f"`{name}` is a {type(value).__name__}, expected a torch.Tensor"))
     if is_distributed(value):
+        name = name_in(op, name)
         raise NotImplementedError(
             f"{op}: {name} is a DTensor, expected a tensor of one device; pass {name}.full_tensor(), where ranks have "
             "rows of their own with grad_placements=[Partial('avg')] (of torch.distributed.tensor), or its gradient is "
@@ -91,8 +121,8 @@ def is_foreign(tensor: object) -> bool:
 def refuse_foreign(op: str, name: str, tensor: Tensor, error: Exception | None = None) -> NoReturn:
     kind = type(tensor)
     raise NotImplementedError(
-        f"{op}: {name} is a {kind.__module__}.{kind.__qualname__} of {name_of(tensor.dtype)}, which eaves does not "
-        "read, expected a torch.Tensor of floating-point numbers; pass it dequantised, as a torch.Tensor"
+        f"{op}: {name_in(op, name)} is a {kind.__module__}.{kind.__qualname__} of {name_of(tensor.dtype)}, which eaves "
+        "does not read, expected a torch.Tensor of floating-point numbers; pass it dequantised, as a torch.Tensor"
     ) from error
 
 
@@ -157,7 +187,7 @@ def _as_axis(value: object) -> int:
 def refuse_gradient(op: str, name: str, tensor: Tensor) -> None:
     if tensor.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            f"{op}: there is no derivative with respect to {name}, which requires one; pass {name}.detach()"
+            said(op, f"there is no derivative with respect to `{name}`, which requires one; pass `{name}`.detach()")
         )
 
 

@@ -16,8 +16,10 @@ from eaves._torch.checks import (
     check_not_packed,
     check_shape,
     check_tensor,
+    name_in,
     name_of,
     refuse_gradient,
+    said,
 )
 from eaves._torch.linear_cross_entropy_rules import WIDE_WEIGHT
 from eaves._torch.options import limit_of, shape_of
@@ -44,14 +46,14 @@ def check_dense(op: str, name: str, tensor: Tensor, reference_name: str, referen
     check_tensor(op, name, tensor)
     check_device(op, name, tensor, reference_name, reference)
     if tensor.layout != torch.strided or tensor.device.type not in _WORKSPACE_BYTES:
-        raise NotImplementedError(f"{op}: {name} is {tensor.layout} on {tensor.device.type}, {DENSE}")
+        raise NotImplementedError(said(op, f"`{name}` is {tensor.layout} on {tensor.device.type}, {DENSE}"))
 
 
 def check_floating(op: str, name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:
     """Is it a dense tensor of floating-point numbers, on the device of another?"""
     check_dense(op, name, tensor, reference_name, reference)
     if not tensor.is_floating_point():
-        raise ValueError(f"{op}: {name} has dtype {name_of(tensor.dtype)}, expected a floating-point type")
+        raise ValueError(said(op, f"`{name}` has dtype {name_of(tensor.dtype)}, expected a floating-point type"))
 
 
 def refuse_zero3(op: str, **head: Tensor | None) -> None:
@@ -60,9 +62,9 @@ def refuse_zero3(op: str, **head: Tensor | None) -> None:
     for name, each in head.items():
         if each is not None and each.numel() == 0 and hasattr(each, "ds_id"):
             raise NotImplementedError(
-                f"{op}: {name} has no elements here, because DeepSpeed's ZeRO-3 has it in pieces; gather it from the "
-                "forward to the end of the backward, with deepspeed.zero.GatheredParameters or as a parameter of the "
-                "module that calls this (register_external_parameter)"
+                said(op, f"`{name}` has no elements here, because DeepSpeed's ZeRO-3 has it in pieces; gather it from ")
+                + "the forward to the end of the backward, with deepspeed.zero.GatheredParameters or as a parameter of "
+                "the module that calls this (register_external_parameter)"
             )
 
 
@@ -93,38 +95,39 @@ def checked_head(
     is_autocast = device in _WORKSPACE_BYTES and torch.is_autocast_enabled(device)
     if is_autocast:
         input, weight, bias = _autocast(input, weight, bias)
+    input_called, called = name_in(op, input_name), name_in(op, weight_name)
     if input.dim() == 0:
-        raise ValueError(f"{op}: {input_name} has no axes, expected at least one, of the features")
+        raise ValueError(f"{op}: {input_called} has no axes, expected at least one, of the features")
     features = input.shape[-1]
     if features == 0:
-        raise ValueError(f"{op}: {input_name} has shape {shape_of(input)}, expected at least one feature")
+        raise ValueError(f"{op}: {input_called} has shape {shape_of(input)}, expected at least one feature")
     shape = weight.shape
     if 0 in shape:
         refuse_zero3(op, **{weight_name: weight})
     if len(shape) > 2:
         raise NotImplementedError(
-            f"{op}: {weight_name} has shape {shape_of(weight)}, expected [classes, {features}]; of a loss of several "
+            f"{op}: {called} has shape {shape_of(weight)}, expected [classes, {features}]; of a loss of several "
             "axes call it once for each head"
         )
     if len(shape) != 2 or shape[1] != features:
         raise ValueError(
-            f"{op}: {weight_name} has shape {shape_of(weight)}, expected [classes, {features}] (features as "
-            f"{input_name} {shape_of(input)})"
+            f"{op}: {called} has shape {shape_of(weight)}, expected [classes, {features}] (features as "
+            f"{input_called} {shape_of(input)})"
         )
     if shape[0] == 0 and not may_be_empty:
-        raise ValueError(f"{op}: {weight_name} has shape {shape_of(weight)}, expected at least one class")
+        raise ValueError(f"{op}: {called} has shape {shape_of(weight)}, expected at least one class")
     is_cast = is_autocast and weight.dtype == torch.float32 and input.dtype != torch.float64
     if weight.dtype != input.dtype and not is_cast:
         raise ValueError(
-            f"{op}: {weight_name} has dtype {name_of(weight.dtype)}, expected that of {input_name}, "
+            f"{op}: {called} has dtype {name_of(weight.dtype)}, expected that of {input_called}, "
             f"{name_of(input.dtype)}; convert one of them, or call it under torch.autocast, which converts both"
         )
     if not (weight.layout != torch.strided or weight.is_contiguous() or _is_matrix(weight)):
         weight = weight.contiguous()  # the core refuses other layouts
     if bias is not None:
         refuse_zero3(op, **{bias_name: bias})
-        check_dtype_of(op, bias_name, bias, (input.dtype, torch.float32), f"that of {input_name}, or float32")
-        check_shape(op, bias_name, bias, shape[:1], f"one per class of {weight_name}")
+        check_dtype_of(op, bias_name, bias, (input.dtype, torch.float32), f"that of `{input_name}`, or float32")
+        check_shape(op, bias_name, bias, shape[:1], f"one per class of `{weight_name}`")
         bias = bias.contiguous()
     return input, weight, bias
 
@@ -159,7 +162,6 @@ def workspace_of(op: str, workspace_bytes: int | None, device: torch.device) -> 
     return limit_of(op, workspace_bytes)
 
 
-_OP = "linear_cross_entropy"
 _ALGORITHMS = ("auto", "speed", "memory", "recompute")
 
 
@@ -169,37 +171,38 @@ def as_multiplied(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     return tensors if tensors[1].dtype == dtype else (tensors[0], tensors[1].to(dtype), *tensors[2:])
 
 
-def check_algorithm(algorithm: object, workspace_bytes: object) -> None:
+def check_algorithm(op: str, algorithm: object, workspace_bytes: object) -> None:
     """The checks of a call, of these two."""
-    algorithm_of(algorithm)
+    algorithm_of(op, algorithm)
     if workspace_bytes is not None:
-        limit_of(_OP, workspace_bytes)
+        limit_of(op, workspace_bytes)
 
 
-def algorithm_of(algorithm: object) -> str:
+def algorithm_of(op: str, algorithm: object) -> str:
     if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
         error = ValueError if isinstance(algorithm, str) else TypeError
-        raise error(f"{_OP}: algorithm is {algorithm!r}, expected one of {', '.join(_ALGORITHMS)}")
+        raise error(f"{op}: algorithm is {algorithm!r}, expected one of {', '.join(_ALGORITHMS)}")
     return algorithm
 
 
-def wide_weight(multiplied: torch.dtype, passed: torch.dtype, grad_weight_dtype: object) -> int:
+def wide_weight(op: str, multiplied: torch.dtype, passed: torch.dtype, grad_weight_dtype: object) -> int:
     """The bit that says that the gradient of the weight is summed in the dtype of the loss. `multiplied` is the dtype
     of the product's factors, `passed` that of the head."""
     if grad_weight_dtype is None:
         return WIDE_WEIGHT if passed != multiplied else 0
     if not isinstance(grad_weight_dtype, torch.dtype):
-        raise TypeError(f"{_OP}: grad_weight_dtype is {grad_weight_dtype!r}, expected a torch.dtype or None")
+        raise TypeError(f"{op}: grad_weight_dtype is {grad_weight_dtype!r}, expected a torch.dtype or None")
     wide = accumulator_dtype(multiplied)
     if grad_weight_dtype not in (multiplied, wide):
         raise ValueError(
-            f"{_OP}: grad_weight_dtype is {name_of(grad_weight_dtype)}, expected "
+            f"{op}: grad_weight_dtype is {name_of(grad_weight_dtype)}, expected "
             + " or ".join(dict.fromkeys(map(name_of, (multiplied, wide))))
         )
     return WIDE_WEIGHT if grad_weight_dtype != multiplied else 0
 
 
 def check_grad_weight_out(
+    op: str,
     out: Tensor,
     multiplied: torch.dtype,
     linear_weight: Tensor,
@@ -208,31 +211,31 @@ def check_grad_weight_out(
     is_compiling: bool,
 ) -> int:
     """May the gradient of the weight be added to it? Returns the bit of its dtype."""
-    check_tensor(_OP, "grad_weight_out", out)
+    check_tensor(op, "grad_weight_out", out)
     if is_compiling or is_transforming():
         raise NotImplementedError(
-            f"{_OP}: grad_weight_out is written in the backward, which torch.compile, torch.vmap and torch.func cannot "
+            f"{op}: grad_weight_out is written in the backward, which torch.compile, torch.vmap and torch.func cannot "
             "follow; leave it out"
         )
     if grad_weight_dtype is not None:
-        raise ValueError(f"{_OP}: grad_weight_dtype is given beside grad_weight_out, whose dtype says it; expected one")
-    check_dtype_of(_OP, "grad_weight_out", out, (multiplied, wide), "that of linear_weight, or that of the loss")
+        raise ValueError(f"{op}: grad_weight_dtype is given beside grad_weight_out, whose dtype says it; expected one")
+    check_dtype_of(op, "grad_weight_out", out, (multiplied, wide), "that of `head`, or that of the loss")
     if out.is_neg():
-        raise ValueError(f"{_OP}: grad_weight_out is negated lazily and cannot be added to; pass one that is not")
-    check_shape(_OP, "grad_weight_out", out, linear_weight.shape, "that of linear_weight")
-    check_device(_OP, "grad_weight_out", out, "linear_weight", linear_weight)
+        raise ValueError(f"{op}: grad_weight_out is negated lazily and cannot be added to; pass one that is not")
+    check_shape(op, "grad_weight_out", out, linear_weight.shape, "that of `head`")
+    check_device(op, "grad_weight_out", out, "head", linear_weight)
     (classes, features), (of_class, of_feature) = out.shape, out.stride()
     if (of_feature != 1 and features != 1) or (of_class < features and classes != 1):
-        raise ValueError(f"{_OP}: grad_weight_out has strides {list(out.stride())}, expected features with unit stride")
-    refuse_gradient(_OP, "grad_weight_out", out)
+        raise ValueError(f"{op}: grad_weight_out has strides {list(out.stride())}, expected features with unit stride")
+    refuse_gradient(op, "grad_weight_out", out)
     return WIDE_WEIGHT if out.dtype != multiplied else 0
 
 
-def check_overlap(out: Tensor, read: Mapping[str, object]) -> None:
+def check_overlap(op: str, out: Tensor, read: Mapping[str, object]) -> None:
     """Refuses a grad_weight_out that overlaps a tensor of the call: "speed" adds with torch, which does not look."""
     for name, tensor in read.items():
         if isinstance(tensor, Tensor) and _shares_memory(out, tensor):
-            raise ValueError(f"{_OP}: grad_weight_out overlaps {name}, expected memory of its own")
+            raise ValueError(said(op, f"`grad_weight_out` overlaps `{name}`, expected memory of its own"))
 
 
 def _shares_memory(out: Tensor, other: Tensor) -> bool:

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from eaves._torch.checks import DENSE, explain, kind_of
+from eaves._torch.checks import DENSE, explain, kind_of, said
 from eaves._torch.registration import below_autograd, with_number_tensor
 from eaves._torch.transforms import is_in_dispatch_mode, is_transforming, needs_function
-from eaves._words import renamed
 
 if TYPE_CHECKING:
     from eaves._torch.registration import OpOverload
@@ -155,30 +154,15 @@ _ERRORS: dict[str, type[Exception]] = {
     "eaves.OutOfMemory: ": torch.OutOfMemoryError,
 }
 
-# The user's names of the arguments, by those of the core.
-_NAMES = {
-    "cross_entropy": {"logits": "input", "targets": "target", "class_axis": "class_dim"},
-    "linear_cross_entropy": {
-        "x": "input", "weight": "linear_weight", "bias": "linear_bias", "targets": "target", "class_weight": "weight",
-    },
-    "lrpe_cosine": {"offsets": "offset"},
-}  # fmt: skip
-
 
 def _raise_as_what_it_is(op: str, error: Exception, overload: OpOverload, arguments: tuple[object, ...]) -> NoReturn:
-    message, names = str(error), _NAMES.get(op, {})
+    message = str(error)
     for mark, kind in _ERRORS.items():
-        _, found, sentence = message.partition(mark)
-        if found:
-            sentence = sentence.partition("\n")[0]
-            prefix, _, rest = sentence.partition(": ")
-            if prefix.startswith(op):  # the core says logsumexp_forward where the user called logsumexp
-                sentence = renamed(rest, names)
-            raise kind(f"{op}: {sentence}") from None
+        _, found, text = message.partition(mark)
+        if found:  # behind the mark is the operator of the core, logsumexp_forward where the user called logsumexp
+            raise kind(said(op, text.partition("\n")[0].partition(": ")[2])) from None
     parameters = [each.name for each in overload._schema.arguments]
-    # Python's operators have the user's names, the extension's have the core's.
-    users = [name if names.get(name, name) in parameters else names[name] for name in parameters]
-    explain(op, error, **dict(zip(users, arguments)))
+    explain(op, error, **dict(zip(parameters, arguments)))
     if isinstance(error, NotImplementedError) and not message.startswith(f"{op}: "):
         # Not our own: the dispatcher has no kernel for this kind of tensor.
         kinds = sorted({kind_of(argument) for argument in arguments if isinstance(argument, Tensor)})

@@ -18,7 +18,9 @@ from eaves._torch.checks import (
     index_of,
     name_of,
     number_of,
+    of_rows,
     refuse_gradient,
+    said,
     value_for_message,
 )
 from eaves._torch.operator import number_tensor_of
@@ -49,35 +51,35 @@ def shape_of(tensor: Tensor) -> list[int]:
 
 def check_input(op: str, input: Tensor, target: Tensor, meaning: str) -> torch.dtype:
     """Both are tensors that eaves has, and input may be what it means. Returns the dtype of the loss."""
-    check_tensor(op, "input", input)
-    check_tensor(op, "target", target)
-    check_device(op, "target", target, "input", input)
+    name = of_rows(op)
+    check_tensor(op, name, input)
+    check_tensor(op, "targets", target)
+    check_device(op, "targets", target, name, input)
     dtype = _RESULT_DTYPES.get(input.dtype)
     if dtype is None:
-        raise ValueError(f"{op}: input has dtype {name_of(input.dtype)}, expected a floating-point type: {meaning}")
+        raise ValueError(
+            said(op, f"`{name}` has dtype {name_of(input.dtype)}, expected a floating-point type: {meaning}")
+        )
     return dtype
 
 
 def check_class_dtype(op: str, target: Tensor, input: Tensor) -> None:
     if target.dtype not in CLASS_DTYPES:
-        raise ValueError(
-            f"{op}: target has dtype {name_of(target.dtype)}, expected int64 or int32 for classes, "
-            f"{_or_float32(input)} for probabilities"
-        )
+        expected = f"int64 or int32 for classes, {_or_float32(input)} for probabilities"
+        raise ValueError(said(op, f"`targets` has dtype {name_of(target.dtype)}, expected {expected}"))
 
 
 def check_soft(op: str, target: Tensor, input: Tensor, shape: Sequence[int], of: str) -> None:
     """A target of a floating-point type holds probabilities: has it the dtype and the shape that they have?"""
     if target.dtype != input.dtype and target.dtype != torch.float32:
+        expected = f"{_or_float32(input)} for probabilities, or int64 or int32 for classes"
         raise ValueError(
-            f"{op}: target has the floating-point type {name_of(target.dtype)}, expected {_or_float32(input)} for "
-            "probabilities, or int64 or int32 for classes"
+            said(op, f"`targets` has the floating-point type {name_of(target.dtype)}, expected {expected}")
         )
     if target.shape != tuple(shape):
-        raise ValueError(
-            f"{op}: target has shape {shape_of(target)} and the floating-point type {name_of(target.dtype)}, expected "
-            f"{list(shape)} for probabilities ({of}), or int64 or int32 for classes"
-        )
+        found = f"shape {shape_of(target)} and the floating-point type {name_of(target.dtype)}"
+        expected = f"{list(shape)} for probabilities ({of}), or int64 or int32 for classes"
+        raise ValueError(said(op, f"`targets` has {found}, expected {expected}"))
 
 
 def _or_float32(input: Tensor) -> str:
@@ -141,22 +143,23 @@ def _table() -> tuple[tuple[str, float, float, float, str], ...]:
 _table._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def weight_of(op: str, weight: Tensor, input: Tensor, classes: int, of: str = "input") -> Tensor:
+def weight_of(op: str, weight: Tensor, input: Tensor, classes: int, of: str = "logits") -> Tensor:
     """The weights of the classes, as the core takes them; `of` is the argument that says how many there are."""
-    check_tensor(op, "weight", weight)
-    check_device(op, "weight", weight, "input", input)
-    check_dtype_of(op, "weight", weight, (input.dtype, torch.float32), "that of input, or float32")
-    check_shape(op, "weight", weight, [classes], f"one per class of {of}")
-    refuse_gradient(op, "weight", weight)
+    name, rows = "class_weight", of_rows(op)
+    check_tensor(op, name, weight)
+    check_device(op, name, weight, rows, input)
+    check_dtype_of(op, name, weight, (input.dtype, torch.float32), f"that of `{rows}`, or float32")
+    check_shape(op, name, weight, [classes], f"one per class of `{of}`")
+    refuse_gradient(op, name, weight)
     return weight.contiguous() if weight.layout == torch.strided else weight  # others are refused further down
 
 
 def row_weight_of(op: str, row_weight: Tensor, input: Tensor, rows: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The weights of the rows, as the core takes them; `dtype` is that of the loss."""
     check_tensor(op, "row_weight", row_weight)
-    check_device(op, "row_weight", row_weight, "input", input)
+    check_device(op, "row_weight", row_weight, of_rows(op), input)
     if row_weight.shape != tuple(rows):
-        check_shape(op, "row_weight", row_weight, rows, f"one per row of input {shape_of(input)}")
+        check_shape(op, "row_weight", row_weight, rows, f"one per row of `{of_rows(op)}` {shape_of(input)}")
     refuse_gradient(op, "row_weight", row_weight)
     return row_weight.to(dtype).contiguous() if row_weight.layout == torch.strided else row_weight
 
@@ -175,7 +178,8 @@ def normalizer_of(op: str, normalizer: object, mode: int, dtype: torch.dtype, de
     if normalizer.numel() != 1:
         raise ValueError(f"{op}: normalizer has shape {shape_of(normalizer)}, expected one element")
     if normalizer.device != device:
-        raise ValueError(f"{op}: normalizer is on {normalizer.device}, expected {device} (as input), or a number")
+        expected = f"{device} (as `{of_rows(op)}`), or a number"
+        raise ValueError(said(op, f"`normalizer` is on {normalizer.device}, expected {expected}"))
     refuse_gradient(op, "normalizer", normalizer)
     return normalizer.to(dtype)
 

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from eaves._torch.checks import said
+
 
 def counts_of(target: Tensor, ignore_index: int) -> Tensor:
     """True for each class that is not ignored."""
@@ -27,7 +29,5 @@ def check_classes(op: str, name: str, target: Tensor, classes: int, ignore_index
     is_wrong = counts_of(target, ignore_index) & ((wide < 0) | (wide >= classes))
     if is_wrong.any():
         index = is_wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"{op}: {name}{index or ''} is {target[tuple(index)].item()}, expected 0 to {classes - 1}, or ignore_index "
-            f"{ignore_index}"
-        )
+        expected = f"0 to {classes - 1}, or ignore_index {ignore_index}"
+        raise ValueError(said(op, f"`{name}`{index or ''} is {target[tuple(index)].item()}, expected {expected}"))

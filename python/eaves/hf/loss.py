@@ -86,7 +86,7 @@ def _loss_of_pieces(call: LinearCrossEntropyCall, name: str | None, vocab_size: 
             )
         return loss_of_head(call._replace(group=Shard(sequence_parallel=sequence_parallel)))
     if torch.compiler.is_compiling() and name in found_groups:
-        return computed(call, ShardArguments(name, found_groups[name], -1, vocab_size, sequence_parallel))
+        return computed(call, ShardArguments(call.op, name, found_groups[name], -1, vocab_size, sequence_parallel))
     group = named_group(name)
     found_groups[name] = group.size()
     shard = Shard(group, sequence_parallel=sequence_parallel)

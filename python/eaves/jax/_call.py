@@ -26,7 +26,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from eaves._words import renamed
+from eaves._sentences import in_names
 from eaves.jax._library import PRODUCTS_TARGET, ROWS_TARGET, workspace
 
 
@@ -103,13 +103,8 @@ class Call:
         try:
             return workspace(json.dumps(question))
         except (ValueError, NotImplementedError) as error:
-            raise type(error)(self._in_words_of_the_user(str(error))) from None
-
-    def _in_words_of_the_user(self, sentence: str) -> str:
-        prefix, _, rest = sentence.partition(": ")
-        if not prefix.startswith(self.op):
-            return f"{self.op}: {rest or sentence}"
-        return f"{self.op}: {renamed(rest, dict(self.names))}"
+            _, _, sentence = str(error).partition(": ")  # behind the function of the core
+            raise type(error)(f"{self.op}: {in_names(sentence, dict(self.names))}") from None
 
 
 def bind(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:

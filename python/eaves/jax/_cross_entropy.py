@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from eaves._arguments import LOSS_OUTPUTS, NONE, output_names, reduction_of, refuse_unknown
 from eaves.jax._call import Arrays, Result, Wanted, row_factors
 from eaves.jax._loss import CrossEntropyOutput, Loss, LossArrays, Numbers, loss_of
-from eaves.jax._options import NAMES, axis_of, is_soft, options_of
+from eaves.jax._options import axis_of, is_soft, options_of
 from eaves.jax._shards import shard_of
 
 _OP = "cross_entropy"
@@ -116,7 +116,6 @@ class _Loss(Loss):
     axis: int
 
     op = _OP
-    names = (*NAMES, ("weight", "class_weight"))
     skips_ignored = False
 
     def rows(self, inputs: Any) -> tuple[int, ...]:
@@ -136,7 +135,7 @@ class _Loss(Loss):
         arrays = Arrays()
         arrays.add("logits", logits, of_logits)
         arrays.add("targets", more.targets, of_logits if is_soft(more.targets) else of_rows)
-        arrays.add("weight", more.class_weight, ("v",), per_row=False)
+        arrays.add("class_weight", more.class_weight, ("v",), per_row=False)
         arrays.add("row_weight", more.row_weight, of_rows)
         return arrays
 

@@ -16,7 +16,7 @@ from eaves._arguments import LOSS_OUTPUTS, NONE, output_names, reduction_of, ref
 from eaves.jax._call import Arrays, Result, Wanted, row_factors
 from eaves.jax._library import suits_speed
 from eaves.jax._loss import CrossEntropyOutput, Loss, LossArrays, Numbers, loss_of
-from eaves.jax._options import NAMES, is_soft, number_of, options_of, result_dtype
+from eaves.jax._options import is_soft, number_of, options_of, result_dtype
 from eaves.jax._shards import Shard, shard_of
 
 _OP = "linear_cross_entropy"
@@ -141,7 +141,6 @@ class _Loss(Loss):
     workspace_bytes: int | None
 
     op = _OP
-    names = (*NAMES, ("x", "hidden"), ("weight", "head"))
     skips_ignored = True
 
     def rows(self, inputs: Any) -> tuple[int, ...]:
@@ -181,8 +180,8 @@ class _Loss(Loss):
         of_rows = row_factors(hidden.ndim - 1)
         factors, axes = (("d", "v"), (1, 0)) if self.is_transposed else (("v", "d"), None)
         arrays = Arrays()
-        arrays.add("x", hidden, (*of_rows, "d"))
-        arrays.add("weight", head, factors, per_row=False, axes=axes)
+        arrays.add("hidden", hidden, (*of_rows, "d"))
+        arrays.add("head", head, factors, per_row=False, axes=axes)
         arrays.add("targets", more.targets, (*of_rows, "v") if is_soft(more.targets) else of_rows)
         arrays.add("bias", bias, ("v",), per_row=False)
         arrays.add("class_weight", more.class_weight, ("v",), per_row=False)
@@ -196,10 +195,10 @@ class _Loss(Loss):
         results = []
         if of_hidden:
             factors = (*row_factors(hidden.ndim - 1), "d")
-            results.append(Result("grad_x", factors, shape=hidden.shape, dtype=hidden.dtype))
+            results.append(Result("grad_hidden", factors, shape=hidden.shape, dtype=hidden.dtype))
         if of_head:
             dtype = self.grad_head_dtype or head.dtype
-            results.append(Result("grad_weight", ("v", "d"), per_row=False, shape=(classes, features), dtype=dtype))
+            results.append(Result("grad_head", ("v", "d"), per_row=False, shape=(classes, features), dtype=dtype))
         if of_bias:
             dtype = hidden.dtype if bias.dtype == hidden.dtype else result_dtype(hidden)
             results.append(Result("grad_bias", ("v",), per_row=False, shape=(classes,), dtype=dtype))

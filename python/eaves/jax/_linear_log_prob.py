@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from eaves._arguments import LOG_PROB_OUTPUTS, LogProbOutputs, named_outputs, output_names, refuse_unknown
-from eaves._words import renamed
 from eaves.jax._linear_cross_entropy import linear_cross_entropy
 from eaves.jax._options import CLASS_DTYPES, number_of
 
@@ -87,10 +86,10 @@ def linear_log_prob(
             workspace_bytes=workspace_bytes, axis_name=axis_name,
         )  # fmt: skip
     except (TypeError, ValueError, NotImplementedError) as error:
-        if not str(error).startswith("linear_cross_entropy: "):
+        sentence = str(error).removeprefix("linear_cross_entropy: ")  # whose arguments have the same names
+        if sentence == str(error):
             raise
-        renames = {"linear_cross_entropy": _OP, "targets": "tokens"}
-        raise type(error)(renamed(str(error), renames)) from None
+        raise type(error)(f"{_OP}: {sentence}") from None
     if not names:
         log_prob: jax.Array = 0 - output  # of ignored rows 0, where -output would be -0
         return log_prob

@@ -61,7 +61,6 @@ class Loss:
     inplace: bool = False
 
     op: ClassVar[str]
-    names: ClassVar[tuple[tuple[str, str], ...]]
     skips_ignored: ClassVar[bool]  # the core leaves rows out, and would write no statistics of them
 
     def rows(self, inputs: Any) -> tuple[int, ...]:
@@ -126,7 +125,7 @@ class Loss:
             share = _reductions.share_of(jnp.ones((), dtype), more.divisor)
             arrays.add("grad_loss", jnp.broadcast_to(share, rows), row_factors(len(rows)))
             results += self.gradients(inputs, wants)
-        written = arrays.call(self.op, function, results, numbers=self.numbers(NONE), names=self.names)
+        written = arrays.call(self.op, function, results, numbers=self.numbers(NONE), names=_options.NAMES)
         return dict(zip(names, written)), list(written[len(names) :])
 
     def of_shards(self, shard: Shard, inputs: Any, more: LossArrays, names: Sequence[str]) -> dict[str, jax.Array]:
@@ -137,7 +136,9 @@ class Loss:
         result = Result("statistics", (*factors, "k"), shape=(*rows, STATISTICS), dtype=dtype)
         numbers = self.statistics_numbers(names)
         function = f"{self.op}_shard_forward"
-        (statistics,) = self.arrays(inputs, own).call(self.op, function, [result], numbers=numbers, names=self.names)
+        (statistics,) = self.arrays(inputs, own).call(
+            self.op, function, [result], numbers=numbers, names=_options.NAMES
+        )
         arrays = Arrays()
         arrays.add("statistics", shard.gathered(statistics), ("s", *factors, "k"), batch_axis=1)
         arrays.add("targets", more.targets, factors)
@@ -146,11 +147,11 @@ class Loss:
             ("reduction", NONE),
             *self.options,
             ("classes", shard.classes),
-            ("has_weight", more.class_weight is not None),
+            ("has_class_weight", more.class_weight is not None),
             ("skips_ignored", self.skips_ignored),
         )
         results = _results(names, rows, dtype)
-        written = arrays.call(self.op, "cross_entropy_merge", results, numbers=numbers, names=self.names)
+        written = arrays.call(self.op, "cross_entropy_merge", results, numbers=numbers, names=_options.NAMES)
         return dict(zip(names, written))
 
     def backward(
@@ -176,7 +177,7 @@ class Loss:
         numbers = self.numbers(NONE if is_per_row else SUM)
         gradients = arrays.call(
             self.op, f"{self.op}_backward", self.gradients(inputs, wants),
-            numbers=numbers, names=self.names, aliases=((0, 0),) if self.inplace else (),
+            numbers=numbers, names=_options.NAMES, aliases=((0, 0),) if self.inplace else (),
         )  # fmt: skip
         return wants.by_place(gradients)
 

@@ -88,7 +88,7 @@ CrossEntropyForwardArgs forward_args(Arena& arena, const Case& item, DType dtype
   args.logits = arena.normal(dtype, item.shape, 1);
   args.targets = item.has_soft_targets ? soft_targets(arena, item, dtype)
                                        : class_targets(arena, item.row_shape(), item.classes(), item.half_is_ignored);
-  if (item.has_weight) args.weight = class_weights(arena, item, dtype);
+  if (item.has_weight) args.class_weight = class_weights(arena, item, dtype);
   args.class_axis = item.class_axis;
   args.options = item.options;
   args.skips_ignored = true;
@@ -132,7 +132,7 @@ Call backward_call(Arena& arena, const Case& item, DType dtype) {
   if (item.has_entropy) args.grad_entropy = arena.normal(result_dtype, item.row_shape(), 5);
   args.logits = forward.logits;
   args.targets = forward.targets;
-  args.weight = forward.weight;
+  args.class_weight = forward.class_weight;
   args.class_axis = forward.class_axis;
   args.options = forward.options;
   args.lse = forward.lse;

@@ -73,7 +73,7 @@ class CrossEntropyErrors : public ::testing::Test {
                                   unwritten_,
                                   {.logits = logits_view(),
                                    .targets = targets_view(),
-                                   .weight = ones({3}),
+                                   .class_weight = ones({3}),
                                    .loss = loss_.view({}),
                                    .lse = lse_.view({4}),
                                    .argmax = argmax_.view({4}, DType::int64),
@@ -107,7 +107,7 @@ class CrossEntropyErrors : public ::testing::Test {
                               unwritten_,
                               {.logits = logits_view(),
                                .targets = targets_view(),
-                               .weight = ones({3}),
+                               .class_weight = ones({3}),
                                .first_class = 0,
                                .classes = 6,
                                .statistics = statistics_.view({4, kCrossEntropyStatistics})}};
@@ -150,16 +150,16 @@ TEST_F(CrossEntropyErrors, AMeanLogitWhereTheSumHasFactors) {
   UnwrittenOutput mean_logit("mean_logit");
   forward_.legal.mean_logit = merge_.legal.mean_logit = mean_logit.view({4});
   forward_.accepts([](Forward&) {});
-  forward_.accepts([](Forward& a) { a.options.label_smoothing = 0.1, a.weight = {}; });
+  forward_.accepts([](Forward& a) { a.options.label_smoothing = 0.1, a.class_weight = {}; });
   forward_.refuses({
       {[](Forward& a) { a.options.label_smoothing = 0.1; }, kMeanLogit},
       {[&](Forward& a) {
-         a.weight = {};
+         a.class_weight = {};
          a.targets = ones({4, 3});
        },
        kMeanLogit},
   });
-  merge_.refuses({{[](Merge& a) { a.has_weight = true, a.options.label_smoothing = 0.1; }, kMeanLogit}});
+  merge_.refuses({{[](Merge& a) { a.has_class_weight = true, a.options.label_smoothing = 0.1; }, kMeanLogit}});
   mean_logit.expect_unwritten();
 }
 
@@ -196,13 +196,13 @@ TEST_F(CrossEntropyErrors, WhatTheBackwardNeedsOfTheForward) {
       {&Backward::divisor, missing(), "divisor" + written + " (reduction is mean)"},
       {&Backward::grad_entropy, ones({4}), "entropy" + written + " (grad_entropy is given)"},
       {&Backward::targets, ones({4, 3}), "target_mass" + written + " (targets are soft)"},
-      {[&](Backward& a) { a.weight = ones({3}), a.options.label_smoothing = 0.1; },
-       "target_mass" + written + " (weight and label_smoothing are given)"},
-      {[&](Backward& a) { a.weight = ones({3}), a.classes = 6; },
-       "target_mass is missing, expected it as the merge wrote it (weight is given, and logits has a part of the "
+      {[&](Backward& a) { a.class_weight = ones({3}), a.options.label_smoothing = 0.1; },
+       "target_mass" + written + " (class_weight and label_smoothing are given)"},
+      {[&](Backward& a) { a.class_weight = ones({3}), a.classes = 6; },
+       "target_mass is missing, expected it as the merge wrote it (class_weight is given, and logits has a part of the "
        "classes)"},
   });
-  backward_.accepts([&](Backward& a) { a.weight = ones({3}); });
+  backward_.accepts([&](Backward& a) { a.class_weight = ones({3}); });
   backward_.accepts([&](Backward& a) { a.classes = 6, a.options.label_smoothing = 0.1; });
 }
 
@@ -256,7 +256,7 @@ TEST_F(CrossEntropyErrors, ShapesOfInputs) {
   forward_.refuses({
       {&Forward::targets, of_shape({3}), "targets has shape [3], expected [4] (one per row of logits [4, 3])"},
       {&Forward::targets, ones({4}), "targets has shape [4], expected [4, 3] (soft targets: that of logits)"},
-      {&Forward::weight, ones({4}), "weight has shape [4], expected [3] (one per class of logits)"},
+      {&Forward::class_weight, ones({4}), "class_weight has shape [4], expected [3] (one per class of logits)"},
       {&Forward::normalizer, ones({2}), "normalizer has shape [2], expected one element"},
   });
   backward_.refuses({
@@ -279,7 +279,7 @@ TEST_F(CrossEntropyErrors, ShapesOfInputs) {
 TEST_F(CrossEntropyErrors, RowsWithTargetsAndNoClasses) {
   const std::string sentence = "logits has shape [4, 0], expected at least one class";
   targets_.assign(4, -100);  // nothing looks at them
-  const auto spoil = [&](auto& args) { args.logits = in_logits({4, 0}), args.weight = {}; };
+  const auto spoil = [&](auto& args) { args.logits = in_logits({4, 0}), args.class_weight = {}; };
   forward_.refuses({{spoil, sentence}});
   in_place_.refuses({{[&](InPlace& a) { spoil(a.forward); }, sentence}});
   backward_.legal.grad_logits = grad_logits_.view({4, 0});
@@ -329,8 +329,8 @@ TEST_F(CrossEntropyErrors, Dtypes) {
       {&Forward::targets, of_dtype(DType::int16),
        "targets has dtype int16, expected int64 or int32 (classes; or a floating-point type for soft targets)"},
       {&Forward::targets, ones({4, 3}, DType::bfloat16), "targets has dtype bfloat16, expected float32" + soft},
-      {&Forward::weight, of_dtype(DType::float16),
-       "weight has dtype float16, expected float32 (that of logits, or float32)"},
+      {&Forward::class_weight, of_dtype(DType::float16),
+       "class_weight has dtype float16, expected float32 (that of logits, or float32)"},
       {&Forward::normalizer, ones({}, DType::bfloat16), "normalizer" + kResultDtype},
       {&Forward::argmax, of_dtype(DType::int32), "argmax has dtype int32, expected int64 (a class of each row)"},
   });
@@ -365,7 +365,7 @@ TEST_F(CrossEntropyErrors, Dtypes) {
 TEST_F(CrossEntropyErrors, Devices) {
   const std::string elsewhere = " is on cuda:0, expected cpu (as logits)";
   for (const auto& [name, tensor] : Named<Forward>{{"targets", &Forward::targets},
-                                                   {"weight", &Forward::weight},
+                                                   {"class_weight", &Forward::class_weight},
                                                    {"loss", &Forward::loss},
                                                    {"lse", &Forward::lse},
                                                    {"argmax", &Forward::argmax},
@@ -385,7 +385,7 @@ TEST_F(CrossEntropyErrors, Devices) {
 
 TEST_F(CrossEntropyErrors, AGpuThatIsNotThere) {
   Forward args = forward_.legal;
-  for (TensorView* view : {&args.logits, &args.targets, &args.weight, &args.loss, &args.lse, &args.argmax,
+  for (TensorView* view : {&args.logits, &args.targets, &args.class_weight, &args.loss, &args.lse, &args.argmax,
                            &args.entropy, &args.z_loss, &args.target_mass, &args.divisor}) {
     view->device = {DeviceType::cuda, 63};
   }
@@ -401,7 +401,7 @@ TEST_F(CrossEntropyErrors, Memory) {
       {&Forward::logits, at_address(reinterpret_cast<char*>(logits_.data()) + 2),
        "logits is not aligned to its elements, expected an address divisible by 4 for float32"},
       {&Forward::logits, of_strides({3}), "logits has shape [4, 3] and strides [3], expected one stride per axis"},
-      {&Forward::weight, of_strides({2}), "weight has shape [3] and strides [2]" + contiguous},
+      {&Forward::class_weight, of_strides({2}), "class_weight has shape [3] and strides [2]" + contiguous},
   });
   for (const auto& [name, tensor] : Named<Forward>{{"lse", &Forward::lse},
                                                    {"argmax", &Forward::argmax},
@@ -421,7 +421,7 @@ TEST_F(CrossEntropyErrors, AViewPutTogetherByHand) {
   forward_.legal.normalizer = ones({});
   forward_.refuses({
       {&Forward::lse, counted_as_missing(), "lse" + kCountsAsMissing},
-      {&Forward::weight, counted_as_missing(), "weight" + kCountsAsMissing},
+      {&Forward::class_weight, counted_as_missing(), "class_weight" + kCountsAsMissing},
       {&Forward::normalizer, counted_as_missing(), "normalizer" + kCountsAsMissing},
   });
   backward_.refuses({{&Backward::grad_lse, counted_as_missing(), "grad_lse" + kCountsAsMissing}});
@@ -435,8 +435,9 @@ TEST_F(CrossEntropyErrors, OutputsThatShareMemory) {
       {&Forward::entropy, lse_.view({4}), overlapping("entropy", "lse")},
       {&Forward::loss, of_targets, overlapping("loss", "targets")},
       {&Forward::z_loss, loss_.view({}), overlapping("z_loss", "loss")},
-      {[&](Forward& a) { a.divisor = a.normalizer = ones({}); }, overlapping("divisor", "weight")},
-      {[&](Forward& a) { a.divisor = a.normalizer = ones({}), a.weight = {}; }, overlapping("divisor", "normalizer")},
+      {[&](Forward& a) { a.divisor = a.normalizer = ones({}); }, overlapping("divisor", "class_weight")},
+      {[&](Forward& a) { a.divisor = a.normalizer = ones({}), a.class_weight = {}; },
+       overlapping("divisor", "normalizer")},
   });
   backward_.refuses({
       {&Backward::grad_logits, of_strides({2, 1}), sharing("grad_logits has shape [4, 3] and strides [2, 1]")},
@@ -457,7 +458,7 @@ TEST_F(CrossEntropyErrors, OutputsThatShareMemory) {
          of_strides({0, 1})(a.forward.logits);
        },
        sharing("logits has shape [4, 3] and strides [0, 1]")},
-      {[&](InPlace& a) { a.forward.weight = in_logits({3}); }, overlapping("logits", "weight")},
+      {[&](InPlace& a) { a.forward.class_weight = in_logits({3}); }, overlapping("logits", "class_weight")},
       {&InPlace::grad_loss, in_logits({}), overlapping("logits", "grad_loss")},
       {[&](InPlace& a) { a.forward.lse = in_logits({4}); }, overlapping("lse", "logits")},
       {[&](InPlace& a) { a.forward.normalizer = in_logits({}); }, overlapping("logits", "normalizer")},
@@ -623,7 +624,7 @@ TEST_F(CrossEntropyErrors, Threads) {
 TEST_F(CrossEntropyErrors, StridesOfAnEmptyTensorMayBeAnything) {
   Forward args = forward_.legal;
   args.logits = TensorView::strided(logits_.data(), DType::float32, {4, 0}, {std::int64_t{1} << 62, 7});
-  args.weight = TensorView::contiguous(ones_.data(), DType::float32, {0});
+  args.class_weight = TensorView::contiguous(ones_.data(), DType::float32, {0});
   args.targets = TensorView::strided(ones_.data(), DType::float32, {4, 0}, {7, std::int64_t{1} << 62});
   EXPECT_NO_THROW(cross_entropy_forward(args));
   EXPECT_EQ(lse_.memory[3], -std::numeric_limits<float>::infinity());

@@ -274,7 +274,7 @@ TEST_P(CrossEntropyNarrow, EachShardOfAVocabularyHasItsGradientInItsOwnFirstHalf
         CrossEntropyBackwardArgs args = run.backward_args();
         args.logits = classes_of(args.logits, first, size);
         args.grad_logits = narrow_view_of(args.logits, dtype);
-        if (args.weight.is_present) args.weight = classes_of(args.weight, first, size);
+        if (args.class_weight.is_present) args.class_weight = classes_of(args.class_weight, first, size);
         args.first_class = first;
         args.classes = kColumns;
         cross_entropy_backward(args);

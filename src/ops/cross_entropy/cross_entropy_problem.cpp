@@ -20,7 +20,7 @@ using namespace cross_entropy_tensors;
 struct InputArgs {
   const TensorView& logits;
   const TensorView& targets;
-  const TensorView& weight;
+  const TensorView& class_weight;
   const TensorView& row_weight;
   int class_axis;
   const CrossEntropyOptions& options;
@@ -36,8 +36,8 @@ bool is_narrower(const TensorView& grad_logits, const TensorView& logits) {
 
 /// Shape and device have been checked.
 void check_narrow_gradient(const Argument& grad_logits, const TensorView& logits, int class_axis) {
-  check::has_dtype(grad_logits, {DType::float16, DType::bfloat16}, "narrower than the float32 of logits");
-  check::has_dtype({grad_logits.op, "logits", logits}, {DType::float32}, "grad_logits is narrower");
+  check::has_dtype(grad_logits, {DType::float16, DType::bfloat16}, "narrower than the float32 of `logits`");
+  check::has_dtype({grad_logits.op, "logits", logits}, {DType::float32}, "`grad_logits` is narrower");
   if (logits.element_count() == 0) return;  // its strides may be anything
   const int rank = logits.shape.size();
   const auto is_aligned = [](std::uint64_t bytes) { return bytes % 16 == 0; };
@@ -51,11 +51,12 @@ void check_narrow_gradient(const Argument& grad_logits, const TensorView& logits
                : grad_logits.view.strides[axis] == 2 * stride && is_aligned(static_cast<std::uint64_t>(stride) * 4);
   }
   if (!fits) {
-    check::fail(grad_logits, std::string("has dtype ") + name_of(grad_logits.view.dtype) + " and strides " +
-                                 check::to_string(grad_logits.view.strides) + " over logits with strides " +
-                                 check::to_string(logits.strides) +
-                                 ", expected of a narrower gradient the data of logits, classes as the last axis with "
-                                 "unit stride, rows that start on 16 bytes, and strides of twice as many elements");
+    check::fail(grad_logits,
+                std::string("has dtype ") + name_of(grad_logits.view.dtype) + " and strides " +
+                    check::to_string(grad_logits.view.strides) + " over `logits` with strides " +
+                    check::to_string(logits.strides) +
+                    ", expected of a narrower gradient the data of `logits`, classes as the last axis with "
+                    "unit stride, rows that start on 16 bytes, and strides of twice as many elements");
   }
 }
 
@@ -85,7 +86,7 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
                            const TensorView& grad_loss) {
   const Argument logits{op, "logits", args.logits};
   const Argument targets{op, "targets", args.targets};
-  const Argument weight{op, "weight", args.weight};
+  const Argument class_weight{op, "class_weight", args.class_weight};
   check::is_valid(logits);
   check::has_dtype(logits, {DType::float32, DType::float64, DType::float16, DType::bfloat16}, "integers are no logits");
   const int rank = args.logits.shape.size();
@@ -104,8 +105,8 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
   check::is_on(targets, args.logits.device, "logits");
   const bool is_soft = is_floating_point(args.targets.dtype);
   if (is_soft) {
-    check::has_dtype(targets, {args.logits.dtype, DType::float32}, "soft targets: that of logits, or float32");
-    check::has_shape(targets, args.logits.shape, "soft targets: that of logits");
+    check::has_dtype(targets, {args.logits.dtype, DType::float32}, "soft targets: that of `logits`, or float32");
+    check::has_shape(targets, args.logits.shape, "soft targets: that of `logits`");
   } else {
     check::has_dtype(targets, {DType::int64, DType::int32}, "classes; or a floating-point type for soft targets");
     if (args.targets.shape != checked.row_shape) {  // or the words would be made in every call
@@ -114,12 +115,12 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
   }
   checked.inputs.reserve(6);
   checked.take_input(targets);
-  if (check::is_given(weight)) {
-    check::is_on(weight, args.logits.device, "logits");
-    check::has_shape(weight, {columns}, "one per class of logits");
-    check::has_dtype(weight, {args.logits.dtype, DType::float32}, "that of logits, or float32");
-    check::is_contiguous(weight);
-    checked.take_input(weight);
+  if (check::is_given(class_weight)) {
+    check::is_on(class_weight, args.logits.device, "logits");
+    check::has_shape(class_weight, {columns}, "one per class of `logits`");
+    check::has_dtype(class_weight, {args.logits.dtype, DType::float32}, "that of `logits`, or float32");
+    check::is_contiguous(class_weight);
+    checked.take_input(class_weight);
   }
   const void* row_weight = checked.per_row({op, "row_weight", args.row_weight}, false);
   if (grad_loss.is_present || grad_loss.data != nullptr) {
@@ -129,9 +130,9 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
   args.overwrites_logits ? checked.take_output(logits) : checked.take_input(logits);
   const std::int64_t classes = args.classes == 0 ? columns : args.classes;
   if (args.first_class < 0 || args.classes < 0 || args.first_class > classes - columns) {
-    throw InvalidArgument(std::string(op) + ": logits has the classes " + std::to_string(args.first_class) + " to " +
-                          std::to_string(args.first_class) + " + " + std::to_string(columns) + ", expected a part of " +
-                          std::to_string(classes) + " classes");
+    check::fail(logits, "has the classes " + std::to_string(args.first_class) + " to " +
+                            std::to_string(args.first_class) + " + " + std::to_string(columns) +
+                            ", expected a part of " + std::to_string(classes) + " classes");
   }
   // No target can be right but ignore_index, and a GPU would tell of a wrong one by a NaN alone.
   if (classes == 0 && !is_soft && args.targets.element_count() > 0) {
@@ -151,12 +152,12 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
            .logits_dtype = args.logits.dtype,
            .logits = args.logits.data,
            .targets = {args.targets.data, args.targets.dtype},
-           .weight = {args.weight.is_present ? args.weight.data : nullptr, args.weight.dtype},
+           .weight = {args.class_weight.is_present ? args.class_weight.data : nullptr, args.class_weight.dtype},
            .row_weight = row_weight,
            .first_class = args.first_class,
            .classes = classes,
            .options = args.options,
-           .plan = plan_of(args.options, is_soft, args.weight.is_present),
+           .plan = plan_of(args.options, is_soft, args.class_weight.is_present),
            .row_shape = checked.row_shape},
           std::move(checked)};
 }
@@ -164,10 +165,10 @@ CheckedInputs check_inputs(const char* op, const InputArgs& args, const TensorVi
 CrossEntropyForwardProblem make_forward_problem(const char* op, const CrossEntropyForwardArgs& args,
                                                 const TensorView& grad_loss = {}, const TensorView& grad_logits = {},
                                                 bool overwrites_logits = false) {
-  auto [inputs, checked] = check_inputs(
-      op,
-      {args.logits, args.targets, args.weight, args.row_weight, args.class_axis, args.options, 0, 0, overwrites_logits},
-      grad_logits, grad_loss);
+  auto [inputs, checked] = check_inputs(op,
+                                        {args.logits, args.targets, args.class_weight, args.row_weight, args.class_axis,
+                                         args.options, 0, 0, overwrites_logits},
+                                        grad_logits, grad_loss);
   if (grad_logits.is_present) check_narrow_layout(inputs, {op, "targets", args.targets});
   CrossEntropyForwardProblem problem{
       .inputs = inputs,
@@ -195,12 +196,12 @@ CrossEntropyBackwardProblem make_problem(const CrossEntropyBackwardArgs& args) {
   check::is_valid({kBackward, "logits", args.logits});
   check::is_valid(grad_logits);
   check::is_on(grad_logits, args.logits.device, "logits");
-  check::has_shape(grad_logits, args.logits.shape, "that of logits");
+  check::has_shape(grad_logits, args.logits.shape, "that of `logits`");
   const bool is_narrow = is_narrower(args.grad_logits, args.logits);
   if (is_narrow) {
     check_narrow_gradient(grad_logits, args.logits, args.class_axis);
   } else {
-    check::has_dtype(grad_logits, {args.logits.dtype}, "that of logits");
+    check::has_dtype(grad_logits, {args.logits.dtype}, "that of `logits`");
   }
   check::is_valid({kBackward, "grad_loss", args.grad_loss});
   // Over the logits themselves, or beside every input.
@@ -208,7 +209,7 @@ CrossEntropyBackwardProblem make_problem(const CrossEntropyBackwardArgs& args) {
       is_narrow || (args.grad_logits.data == args.logits.data && args.grad_logits.strides == args.logits.strides);
 
   auto [inputs, checked] = check_inputs(kBackward,
-                                        {args.logits, args.targets, args.weight, args.row_weight, args.class_axis,
+                                        {args.logits, args.targets, args.class_weight, args.row_weight, args.class_axis,
                                          args.options, args.first_class, args.classes, is_in_place},
                                         args.grad_logits, args.grad_loss);
 
@@ -218,16 +219,17 @@ CrossEntropyBackwardProblem make_problem(const CrossEntropyBackwardArgs& args) {
   const Argument target_mass{kBackward, "target_mass", args.target_mass};
   const Argument divisor{kBackward, "divisor", args.divisor};
   check::is_required(lse, "as the forward wrote it");
-  if (args.grad_entropy.is_present) check::is_required(entropy, "as the forward wrote it (grad_entropy is given)");
+  if (args.grad_entropy.is_present) check::is_required(entropy, "as the forward wrote it (`grad_entropy` is given)");
   if (inputs.has_soft_targets()) check::is_required(target_mass, "as the forward wrote it (targets are soft)");
   if (inputs.plan.has_factors && !inputs.has_soft_targets()) {
-    check::is_required(target_mass, "as the forward wrote it (weight and label_smoothing are given)");
+    check::is_required(target_mass, "as the forward wrote it (`class_weight` and `label_smoothing` are given)");
   }
   // A shard without the target does not know the target's weight.
   if (inputs.weight.data != nullptr && inputs.classes != inputs.view.column_count) {
-    check::is_required(target_mass, "as the merge wrote it (weight is given, and logits has a part of the classes)");
+    check::is_required(target_mass,
+                       "as the merge wrote it (`class_weight` is given, and `logits` has a part of the classes)");
   }
-  if (reduction == Reduction::mean) check::is_required(divisor, "as the forward wrote it (reduction is mean)");
+  if (reduction == Reduction::mean) check::is_required(divisor, "as the forward wrote it (`reduction` is mean)");
 
   inputs.plan.has_moment = args.grad_entropy.is_present;
   CrossEntropyBackwardProblem problem{
@@ -252,7 +254,7 @@ CrossEntropyInPlaceProblem make_problem(const CrossEntropyForwardBackwardArgs& a
   if (is_given) {
     check::is_valid({kForwardBackward, "logits", logits});
     check::is_on(grad_logits, logits.device, "logits");
-    check::has_shape(grad_logits, logits.shape, "that of logits");
+    check::has_shape(grad_logits, logits.shape, "that of `logits`");
     check_narrow_gradient(grad_logits, logits, args.forward.class_axis);
   }
   return {.forward = make_forward_problem(kForwardBackward, args.forward, args.grad_loss, args.grad_logits, true),
@@ -302,13 +304,13 @@ void check_statistics_dtype(const LossArguments& checked, const Argument& statis
 CrossEntropyShardProblem make_problem(const CrossEntropyShardArgs& args) {
   auto [inputs, checked] = check_inputs(
       kShardForward,
-      {args.logits, args.targets, args.weight, {}, args.class_axis, args.options, args.first_class, args.classes}, {},
-      {});
+      {args.logits, args.targets, args.class_weight, {}, args.class_axis, args.options, args.first_class, args.classes},
+      {}, {});
   const Argument statistics{kShardForward, "statistics", args.statistics};
   check::is_valid(statistics);
   Dims expected = checked.row_shape;
   expected.push_back(kCrossEntropyStatistics);
-  check::has_shape(statistics, expected, "the statistics of each row of logits");
+  check::has_shape(statistics, expected, "the statistics of each row of `logits`");
   check_statistics_dtype(checked, statistics);
   check::is_contiguous(statistics);
   checked.take_output(statistics);
@@ -330,7 +332,7 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
   const std::int64_t shards = rank == 0 ? 0 : shape[0];
   Dims row_shape = args.targets.shape;
   if (args.has_soft_targets) {
-    if (args.targets.is_present) check::fail(targets, "are given, expected none where has_soft_targets is set");
+    if (args.targets.is_present) check::fail(targets, "are given, expected none where `has_soft_targets` is set");
     for (int axis = 1; axis + 1 < rank; ++axis) row_shape.push_back(shape[axis]);
   } else {
     check::is_valid(targets);
@@ -343,8 +345,8 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
   expected.push_back(kCrossEntropyStatistics);
   check::has_shape(statistics, expected, "of each shard, for each row");
   if (args.classes < 1) {
-    throw InvalidArgument(std::string(kMerge) + ": classes is " + std::to_string(args.classes) +
-                          ", expected the number of classes of all shards");
+    check::fail(kMerge, "classes",
+                "is " + std::to_string(args.classes) + ", expected the number of classes of all shards");
   }
   LossArguments checked{.op = kMerge,
                         .row_shape = row_shape,
@@ -370,14 +372,15 @@ CrossEntropyMergeProblem make_problem(const CrossEntropyMergeArgs& args) {
                  .options = args.options,
                  .plan = {},
                  .row_shape = row_shape},
-      .has_weight = args.has_weight,
+      .has_weight = args.has_class_weight,
       .skips_ignored = args.skips_ignored,
       .shards = shards,
       .statistics = args.statistics.data,
       .statistics_dtype = args.statistics.dtype,
       .normalizer = checked.mean_scalar({kMerge, "normalizer", args.normalizer}, args.options.reduction, false),
       .outputs = {}};
-  const bool has_unit_factors = !args.has_soft_targets && (!args.has_weight || args.options.label_smoothing == 0.0);
+  const bool has_unit_factors =
+      !args.has_soft_targets && (!args.has_class_weight || args.options.label_smoothing == 0.0);
   problem.outputs = check::loss_outputs(checked, args, args.options.reduction, has_unit_factors);
   return problem;
 }

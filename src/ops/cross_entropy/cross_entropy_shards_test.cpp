@@ -46,7 +46,7 @@ void run_in_shards(CrossEntropyRun& run, const std::vector<std::int64_t>& sizes)
     return TensorView::contiguous(static_cast<char*>(all.data) + bytes, all.dtype, of_one, all.device);
   };
   const auto weight_of = [&](std::int64_t first, std::int64_t size) {
-    return whole.weight.is_present ? part_of(whole.weight, 0, first, size) : TensorView{};
+    return whole.class_weight.is_present ? part_of(whole.class_weight, 0, first, size) : TensorView{};
   };
   const auto targets_of = [&](std::int64_t first, std::int64_t size) {
     return run.is_soft() ? part_of(whole.targets, run.class_axis(), first, size) : whole.targets;
@@ -56,7 +56,7 @@ void run_in_shards(CrossEntropyRun& run, const std::vector<std::int64_t>& sizes)
     const std::int64_t size = sizes[static_cast<std::size_t>(shard)];
     cross_entropy_shard_forward({.logits = part_of(whole.logits, run.class_axis(), first, size),
                                  .targets = targets_of(first, size),
-                                 .weight = weight_of(first, size),
+                                 .class_weight = weight_of(first, size),
                                  .class_axis = test_case.class_axis,
                                  .options = test_case.options,
                                  .first_class = first,
@@ -72,7 +72,7 @@ void run_in_shards(CrossEntropyRun& run, const std::vector<std::int64_t>& sizes)
                        .normalizer = whole.normalizer,
                        .options = test_case.options,
                        .classes = run.classes(),
-                       .has_weight = whole.weight.is_present,
+                       .has_class_weight = whole.class_weight.is_present,
                        .has_soft_targets = run.is_soft(),
                        .skips_ignored = test_case.skips_ignored,
                        .loss = whole.loss,
@@ -90,7 +90,7 @@ void run_in_shards(CrossEntropyRun& run, const std::vector<std::int64_t>& sizes)
     args.logits = part_of(args.logits, run.class_axis(), first, size);
     args.grad_logits = part_of(args.grad_logits, run.class_axis(), first, size);
     args.targets = targets_of(first, size);
-    args.weight = weight_of(first, size);
+    args.class_weight = weight_of(first, size);
     args.first_class = first;
     args.classes = run.classes();
     cross_entropy_backward(args);
@@ -272,7 +272,7 @@ TEST_P(CrossEntropyShards, TheStatisticsAreWhatTheHeaderNames) {
     TestTensor statistics(device(), dtype, {kRows, kCrossEntropyStatistics});
     cross_entropy_shard_forward({.logits = part_of(whole.logits, 1, kFirst, kSize),
                                  .targets = whole.targets,
-                                 .weight = part_of(whole.weight, 0, kFirst, kSize),
+                                 .class_weight = part_of(whole.class_weight, 0, kFirst, kSize),
                                  .class_axis = 1,
                                  .options = whole.options,
                                  .first_class = kFirst,

@@ -104,7 +104,7 @@ class CrossEntropyRun {
             .grad_entropy = case_.has_grad_entropy ? grad_entropy.view() : TensorView{},
             .logits = case_.narrow_dtype ? grad_logits.view() : logits.view(),
             .targets = targets.view(),
-            .weight = case_.weight_dtype ? weight.view() : TensorView{},
+            .class_weight = case_.weight_dtype ? weight.view() : TensorView{},
             .row_weight = case_.has_row_weight ? row_weight.view() : TensorView{},
             .class_axis = case_.class_axis,
             .options = case_.options,
@@ -200,7 +200,7 @@ class CrossEntropyRun {
     const bool is_mean = reduction() == Reduction::mean;
     CrossEntropyForwardArgs result{.logits = (of_logits.*where)(),
                                    .targets = (targets.*where)(),
-                                   .weight = case_.weight_dtype ? (weight.*where)() : TensorView{},
+                                   .class_weight = case_.weight_dtype ? (weight.*where)() : TensorView{},
                                    .row_weight = case_.has_row_weight ? (row_weight.*where)() : TensorView{},
                                    .normalizer = is_mean && case_.has_normalizer ? (normalizer.*where)() : TensorView{},
                                    .class_axis = case_.class_axis,

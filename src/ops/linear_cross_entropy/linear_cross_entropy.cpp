@@ -28,16 +28,16 @@ constexpr const char* kRescale = "linear_cross_entropy_rescale";
 
 // ---- the fused path ------------------------------------------------------------------------------------------------
 
-/// Does the device have the kernels, and do they take x and the weight?
+/// Does the device have the kernels, and do they take hidden and the head?
 bool suits_exp_product(const LinearCrossEntropyProblem& problem) {
   if constexpr (kHasCuda) {
-    // An x that is no matrix is copied to memory that suits.
+    // A hidden that is no matrix is copied to memory that suits.
     const auto& rows = problem.view.rows;
-    const std::int64_t stride = rows.rank == 0 ? problem.features() : rows.strides[kX][0];
-    const GemmMatrix x =
-        is_matrix(problem.view) ? GemmMatrix{problem.x, stride} : GemmMatrix{nullptr, problem.features()};
+    const std::int64_t stride = rows.rank == 0 ? problem.features() : rows.strides[kHidden][0];
+    const GemmMatrix hidden =
+        is_matrix(problem.view) ? GemmMatrix{problem.hidden, stride} : GemmMatrix{nullptr, problem.features()};
     return cuda::has_exp_product(problem.device) &&
-           cuda::takes_exp_product(problem.dtype, x, problem.weight, problem.features());
+           cuda::takes_exp_product(problem.dtype, hidden, problem.head, problem.features());
   }
   return false;
 }
@@ -88,21 +88,20 @@ std::vector<TensorView> check_rescaled(const LinearCrossEntropyRescaleArgs& args
   check::is_valid(grad_loss);
   check::has_one_element(grad_loss);
   if (args.gradients.accumulates) {
-    throw InvalidArgument(std::string(kRescale) +
-                          ": accumulates is set, expected gradients of one call, without what was there before");
+    check::fail(kRescale, "accumulates", "is set, expected gradients of one call, without what was there before");
   }
   std::vector<TensorView> gradients;
   LossArguments arguments{.op = kRescale, .device = args.grad_loss.device, .reference = "grad_loss"};
   arguments.take_input(grad_loss);
-  for (const Argument& gradient : {Argument{kRescale, "grad_x", args.gradients.grad_x},
-                                   Argument{kRescale, "grad_weight", args.gradients.grad_weight},
+  for (const Argument& gradient : {Argument{kRescale, "grad_hidden", args.gradients.grad_hidden},
+                                   Argument{kRescale, "grad_head", args.gradients.grad_head},
                                    Argument{kRescale, "grad_bias", args.gradients.grad_bias}}) {
     if (!check::is_given(gradient)) continue;
     check::is_on(gradient, args.grad_loss.device, "grad_loss");
     check::has_dtype(gradient, {DType::float32, DType::float64, DType::float16, DType::bfloat16},
                      "integers are no gradients");
     check::has_dtype(grad_loss, {accumulator_dtype(gradient.view.dtype)},
-                     std::string("float32, or float64 where ") + gradient.name + " is float64");
+                     std::string("float32, or float64 where `") + gradient.name + "` is float64");
     if (gradient.view.shape.empty()) check::fail(gradient, "has no axis, expected at least one");
     arguments.take_output(gradient);
     gradients.push_back(gradient.view);
@@ -197,11 +196,11 @@ std::size_t linear_cross_entropy_shard_forward_workspace_bytes(const LinearCross
 LinearCrossEntropyAlgorithm linear_cross_entropy_algorithm(const LinearCrossEntropyAlgorithmArgs& args) {
   using enum LinearCrossEntropyAlgorithm;
   if (args.features < 1 || args.classes < 1 || !is_floating_point(args.dtype)) {
-    throw InvalidArgument("linear_cross_entropy_algorithm: x has " + std::to_string(args.features) + " features in " +
-                          name_of(args.dtype) + " for " + std::to_string(args.classes) +
-                          " classes, expected at least one of each in a floating-point type");
+    check::fail("linear_cross_entropy_algorithm", "hidden",
+                "has " + std::to_string(args.features) + " features in " + name_of(args.dtype) + " for " +
+                    std::to_string(args.classes) + " classes, expected at least one of each in a floating-point type");
   }
-  const bool has_one_factor = args.reduction != Reduction::none || args.has_grad_x_alone;
+  const bool has_one_factor = args.reduction != Reduction::none || args.has_grad_hidden_alone;
   const bool is_possible = has_one_factor && args.dtype != DType::float16;
   if (!is_possible || args.has_output_gradients || args.accumulates) return recompute;
   if (args.is_shard || args.rows < 0) return args.workspace_limit == 0 ? speed : recompute;
@@ -209,8 +208,8 @@ LinearCrossEntropyAlgorithm linear_cross_entropy_algorithm(const LinearCrossEntr
   problem.view.row_count = args.rows;
   problem.view.column_count = args.features;
   problem.device = args.device;
-  problem.dtype = problem.grad_x_dtype = problem.grad_weight_dtype = args.dtype;
-  problem.weight = {nullptr, args.is_weight_transposed ? args.classes : args.features, args.is_weight_transposed};
+  problem.dtype = problem.grad_hidden_dtype = problem.grad_head_dtype = args.dtype;
+  problem.head = {nullptr, args.is_head_transposed ? args.classes : args.features, args.is_head_transposed};
   problem.classes = args.classes;
   problem.targets.dtype = args.has_soft_targets ? problem.accumulator() : DType::int64;
   problem.options.reduction = Reduction::sum;
@@ -218,7 +217,7 @@ LinearCrossEntropyAlgorithm linear_cross_entropy_algorithm(const LinearCrossEntr
   problem.workspace_limit = args.workspace_limit;
   problem.is_fused = suits_fused_path(problem);
   LinearCrossEntropyShape shape = problem;
-  shape.has_grad_x = true;
+  shape.has_grad_hidden = true;
   const std::int64_t enough = std::min(shape.rows, policy_of(shape.device).few_rows);
   return workspace_bytes(shape, {enough, shape.classes}) <= limit_without_workspace(shape) ? speed : recompute;
 }

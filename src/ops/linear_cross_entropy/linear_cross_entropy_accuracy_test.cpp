@@ -18,8 +18,8 @@ class LinearCrossEntropyAccuracy : public OnEachDevice {
 };
 EAVES_EACH_DEVICE(LinearCrossEntropyAccuracy);
 
-/// Of logits: a model that has just been initialised, one that is trained, and the normal numbers of x and weight over
-/// 4096 features.
+/// Of logits: a model that has just been initialised, one that is trained, and the normal numbers of hidden and head
+/// over 4096 features.
 constexpr double kDeviations[] = {1.3, 4.0, 64.0};
 
 LinearCrossEntropyCase make_case(Device device, DType dtype, double deviation) {
@@ -34,11 +34,11 @@ LinearCrossEntropyCase make_case(Device device, DType dtype, double deviation) {
 
 void print_row(const char* dtype, double deviation, const char* how, const LinearCrossEntropyShares& shares) {
   std::printf("| %s | %g | %s | %.2f | %.2f | %.2f | %.2f | %.2f |\n", dtype, deviation, how, shares.loss, shares.lse,
-              shares.grad_x, shares.grad_weight, shares.grad_bias);
+              shares.grad_hidden, shares.grad_head, shares.grad_bias);
 }
 
 TEST_P(LinearCrossEntropyAccuracy, EveryResultIsWithinTheContract) {
-  std::printf("| %s | deviation of logits | computed | loss | lse | grad_x | grad_weight | grad_bias |\n",
+  std::printf("| %s | deviation of logits | computed | loss | lse | grad_hidden | grad_head | grad_bias |\n",
               device_name());
   std::printf("|---|---|---|---|---|---|---|---|\n");
   struct Way {
@@ -56,7 +56,7 @@ TEST_P(LinearCrossEntropyAccuracy, EveryResultIsWithinTheContract) {
           test_case.workspace_limit = way.limit;
           worst.raise(check_linear_cross_entropy(test_case));  // fails above 1
           test_case.skips_ignored = true;
-          test_case.grad_weight_dtype = test_case.grad_bias_dtype = accumulator_dtype(dtype);
+          test_case.grad_head_dtype = test_case.grad_bias_dtype = accumulator_dtype(dtype);
           worst.raise(check_linear_cross_entropy(test_case));
         }
         print_row(name_of(dtype), deviation, way.name, worst);
@@ -103,10 +103,10 @@ TEST_P(LinearCrossEntropyAccuracy, LogitsThatWereRoundedToSixteenBitsWouldMissTh
     test_case.options.reduction = Reduction::sum;
     test_case.grad_bias_dtype = DType::float32;
     test_case.bias_dtype = {};
-    test_case.wanted = {.x = false, .weight = false, .bias = true};
+    test_case.wanted = {.hidden = false, .head = false, .bias = true};
     reference::Matrix actual(0, test_case.classes), exact = actual, once = actual, from_rounded = actual;
     for (std::int64_t i = 0; i < kRows; ++i) {
-      test_case.x = [=](std::int64_t d) { return random_normal(41, static_cast<std::uint64_t>(i * 64 + d)); };
+      test_case.hidden = [=](std::int64_t d) { return random_normal(41, static_cast<std::uint64_t>(i * 64 + d)); };
       test_case.target = [=](std::int64_t) { return static_cast<double>(17 * i); };
       LinearCrossEntropyRun run(test_case);
       run.grad_loss.fill([](std::int64_t) { return 1.0; });

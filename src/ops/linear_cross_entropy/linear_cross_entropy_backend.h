@@ -17,11 +17,11 @@ namespace eaves {
 
 /// Numbers of the tensors in a problem's view. The first two have rows and features, the others one element per row.
 namespace linear_cross_entropy_tensors {
-inline constexpr int kX = 0;
-inline constexpr int kGradX = 1;     ///< without it x again
-inline constexpr int kTargets = 2;   ///< hard ones
-inline constexpr int kPerRow = 3;    ///< every per-row output, and what the backward takes of them: contiguous
-inline constexpr int kGradLoss = 4;  ///< strides of 0 where the loss is reduced
+inline constexpr int kHidden = 0;
+inline constexpr int kGradHidden = 1;  ///< without it hidden again
+inline constexpr int kTargets = 2;     ///< hard ones
+inline constexpr int kPerRow = 3;      ///< every per-row output, and what the backward takes of them: contiguous
+inline constexpr int kGradLoss = 4;    ///< strides of 0 where the loss is reduced
 }  // namespace linear_cross_entropy_tensors
 
 using LinearCrossEntropyView = RowView<2, 5>;
@@ -33,9 +33,9 @@ struct LinearCrossEntropyProblem {
   const char* op;
   LinearCrossEntropyView view;
   Device device;
-  DType dtype;  ///< of x and weight
-  const void* x;
-  GemmMatrix weight;  ///< [classes, features]
+  DType dtype;  ///< of hidden and head
+  const void* hidden;
+  GemmMatrix head;  ///< [classes, features]
   std::int64_t classes;
   TypedNumbers bias;
   TypedNumbers targets;  ///< int32 or int64, or soft ones: float32 or float64
@@ -54,11 +54,11 @@ struct LinearCrossEntropyProblem {
   const void* grad_lse;
   const void* grad_entropy;
 
-  void* grad_x;
-  DType grad_x_dtype;
-  void* grad_weight;
-  DType grad_weight_dtype;
-  std::int64_t grad_weight_stride;
+  void* grad_hidden;
+  DType grad_hidden_dtype;
+  void* grad_head;
+  DType grad_head_dtype;
+  std::int64_t grad_head_stride;
   void* grad_bias;
   DType grad_bias_dtype;
   bool accumulates;
@@ -77,7 +77,7 @@ struct LinearCrossEntropyProblem {
   DType accumulator() const { return accumulator_dtype(dtype); }
   bool has_soft_targets() const { return is_floating_point(targets.dtype); }
   bool is_reduced() const { return options.reduction != Reduction::none; }
-  bool wants_gradients() const { return grad_x != nullptr || grad_weight != nullptr || grad_bias != nullptr; }
+  bool wants_gradients() const { return grad_hidden != nullptr || grad_head != nullptr || grad_bias != nullptr; }
 };
 
 /// Checks the arguments of a call; throws InvalidArgument.

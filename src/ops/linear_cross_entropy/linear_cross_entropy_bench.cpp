@@ -38,35 +38,35 @@ struct Case {
   std::int64_t v = 32768;
   DType dtype = DType::bfloat16;
   Algorithm algorithm = Algorithm::speed;
-  /// Logits of deviation 1.3, as a model has them, and so a gradient without zeros. Otherwise x and weight have
+  /// Logits of deviation 1.3, as a model has them, and so a gradient without zeros. Otherwise hidden and head have
   /// deviation 1: the logits of a row then differ by hundreds, and nearly all of its gradient is 0.
   bool is_dense = false;
-  bool has_grad_x = true;
-  bool has_grad_weight = true;
+  bool has_grad_hidden = true;
+  bool has_grad_head = true;
   bool half_is_ignored = false;
   bool skips_ignored = false;
-  /// What it would cost and save to round the logits to the dtype of x. Not the operator: the same chunks from its
+  /// What it would cost and save to round the logits to the dtype of hidden. Not the operator: the same chunks from its
   /// parts.
   bool has_rounded_logits = false;
 
-  bool is_loss_alone() const { return !has_grad_x && !has_grad_weight; }
+  bool is_loss_alone() const { return !has_grad_hidden && !has_grad_head; }
   std::int64_t rows_that_count() const { return half_is_ignored ? batch / 2 : batch; }
-  std::int64_t products() const { return 1 + (has_grad_x ? 1 : 0) + (has_grad_weight ? 1 : 0); }
+  std::int64_t products() const { return 1 + (has_grad_hidden ? 1 : 0) + (has_grad_head ? 1 : 0); }
 };
 
 // ----------------------------------------------------------------------------------------------------- the inputs
 
-TensorView x_of(Arena& arena, const Case& item) {
+TensorView hidden_of(Arena& arena, const Case& item) {
   const double deviation = item.is_dense ? 1.3 / std::sqrt(static_cast<double>(item.dim)) : 1.0;
   return arena.normal(item.dtype, {item.batch, item.dim}, 1, deviation);
 }
 
-TensorView weight_of(Arena& arena, const Case& item) { return arena.normal(item.dtype, {item.v, item.dim}, 2); }
+TensorView head_of(Arena& arena, const Case& item) { return arena.normal(item.dtype, {item.v, item.dim}, 2); }
 
 LinearCrossEntropyInputs inputs_of(Arena& arena, const Case& item) {
   LinearCrossEntropyInputs inputs;
-  inputs.x = x_of(arena, item);
-  inputs.weight = weight_of(arena, item);
+  inputs.hidden = hidden_of(arena, item);
+  inputs.head = head_of(arena, item);
   inputs.targets = class_targets(arena, {item.batch}, item.v, item.half_is_ignored);
   inputs.skips_ignored = item.skips_ignored;
   return inputs;
@@ -81,8 +81,8 @@ LinearCrossEntropyForwardArgs forward_args(Arena& arena, const Case& item) {
 
 LinearCrossEntropyGradients gradients_of(Arena& arena, const Case& item) {
   LinearCrossEntropyGradients gradients;
-  if (item.has_grad_x) gradients.grad_x = arena.output(item.dtype, {item.batch, item.dim});
-  if (item.has_grad_weight) gradients.grad_weight = arena.output(item.dtype, {item.v, item.dim});
+  if (item.has_grad_hidden) gradients.grad_hidden = arena.output(item.dtype, {item.batch, item.dim});
+  if (item.has_grad_head) gradients.grad_head = arena.output(item.dtype, {item.v, item.dim});
   return gradients;
 }
 
@@ -129,8 +129,8 @@ void* row_of(const TensorView& tensor, std::int64_t i) {
   return static_cast<char*>(tensor.data) + i * row_elements * bytes_of(tensor.dtype);
 }
 
-/// The speedy way with the logits in the dtype of x, in chunks of as many rows: a product, the loss with the gradient
-/// over its logits, two products.
+/// The speedy way with the logits in the dtype of hidden, in chunks of as many rows: a product, the loss with the
+/// gradient over its logits, two products.
 Call rounded_logits_call(Arena& arena, const Case& item) {
   const LinearCrossEntropyInputs inputs = inputs_of(arena, item);
   const LinearCrossEntropyGradients gradients = gradients_of(arena, item);
@@ -151,12 +151,12 @@ Call rounded_logits_call(Arena& arena, const Case& item) {
     void* const logits = context.workspace.data;
     ExecutionContext rest = context;
     rest.workspace = {static_cast<char*>(logits) + logits_bytes, context.workspace.bytes - logits_bytes};
-    const GemmMatrix weight{inputs.weight.data, item.dim};
+    const GemmMatrix head{inputs.head.data, item.dim};
     const auto multiply = [&](const Gemm& gemm) { runtime::matrix_product(device, gemm, rest); };
     for (std::int64_t first = 0; first < item.batch; first += chunk) {
       const std::int64_t rows = std::min(chunk, item.batch - first);
-      const GemmMatrix x{row_of(inputs.x, first), item.dim};
-      multiply(product(item, {rows, item.v, item.dim}, x, {weight.data, weight.stride, true}, logits));
+      const GemmMatrix hidden{row_of(inputs.hidden, first), item.dim};
+      multiply(product(item, {rows, item.v, item.dim}, hidden, {head.data, head.stride, true}, logits));
       CrossEntropyForwardBackwardArgs loss;
       loss.forward.logits = TensorView::contiguous(logits, item.dtype, {rows, item.v}, device);
       loss.forward.targets = TensorView::contiguous(row_of(inputs.targets, first), DType::int64, {rows}, device);
@@ -164,9 +164,9 @@ Call rounded_logits_call(Arena& arena, const Case& item) {
       loss.forward.loss = TensorView::contiguous(row_of(losses, first), wide, {rows}, device);
       loss.grad_loss = TensorView::strided(factor.data, wide, {rows}, {0}, device);
       cross_entropy_forward_backward(loss, rest);
-      multiply(product(item, {rows, item.dim, item.v}, {logits, item.v}, weight, row_of(gradients.grad_x, first)));
-      multiply(
-          product(item, {item.v, item.dim, rows}, {logits, item.v, true}, x, gradients.grad_weight.data, first != 0));
+      multiply(product(item, {rows, item.dim, item.v}, {logits, item.v}, head, row_of(gradients.grad_hidden, first)));
+      multiply(product(item, {item.v, item.dim, rows}, {logits, item.v, true}, hidden, gradients.grad_head.data,
+                       first != 0));
     }
   };
   // What a product takes is more than the loss of a chunk needs.
@@ -210,20 +210,21 @@ Case rows_that_count(Case item) {
   return item;
 }
 
-// The logits of all rows, then both products with their gradient, of the dtype of x. That is the real gradient, in
+// The logits of all rows, then both products with their gradient, of the dtype of hidden. That is the real gradient, in
 // memory of its own so that it stays: what a GPU draws, and so its clock, depends on how much of a factor is 0.
 Call matrix_products(Arena& arena, const Case& item) {
   const Device device = arena.device();
-  const GemmMatrix x{x_of(arena, item).data, item.dim};
-  const GemmMatrix weight{weight_of(arena, item).data, item.dim};
+  const GemmMatrix hidden{hidden_of(arena, item).data, item.dim};
+  const GemmMatrix head{head_of(arena, item).data, item.dim};
   const auto output = [&](const Dims& shape) { return arena.output(item.dtype, shape); };
   const ProductSizes logits_sizes{item.batch, item.v, item.dim};
-  const GemmMatrix weight_transposed{weight.data, weight.stride, true};
-  std::vector<Gemm> products = {product(item, logits_sizes, x, weight_transposed, output({item.batch, item.v}).data)};
+  const GemmMatrix head_transposed{head.data, head.stride, true};
+  std::vector<Gemm> products = {
+      product(item, logits_sizes, hidden, head_transposed, output({item.batch, item.v}).data)};
   if (!item.is_loss_alone()) {
     // Probabilities minus the targets.
     const TensorView gradient = output({item.batch, item.v});
-    runtime::matrix_product(device, product(item, logits_sizes, x, weight_transposed, gradient.data), {});
+    runtime::matrix_product(device, product(item, logits_sizes, hidden, head_transposed, gradient.data), {});
     Arena not_counted(device);
     CrossEntropyForwardBackwardArgs args;
     args.forward.logits = gradient;
@@ -233,12 +234,12 @@ Call matrix_products(Arena& arena, const Case& item) {
     cross_entropy_forward_backward(args);
     runtime::synchronize(device);
 
-    if (item.has_grad_x) {
-      products.push_back(product(item, {item.batch, item.dim, item.v}, {gradient.data, item.v}, weight,
+    if (item.has_grad_hidden) {
+      products.push_back(product(item, {item.batch, item.dim, item.v}, {gradient.data, item.v}, head,
                                  output({item.batch, item.dim}).data));
     }
-    if (item.has_grad_weight) {
-      products.push_back(product(item, {item.v, item.dim, item.batch}, {gradient.data, item.v, true}, x,
+    if (item.has_grad_head) {
+      products.push_back(product(item, {item.v, item.dim, item.batch}, {gradient.data, item.v, true}, hidden,
                                  output({item.v, item.dim}).data));
     }
   }
@@ -255,8 +256,8 @@ std::vector<std::pair<std::string, std::string>> option_keys(const Case& item) {
   std::vector<std::pair<std::string, std::string>> keys = {{"reduction", "\"mean\""}};
   if (!item.is_loss_alone()) {
     keys.emplace_back("algorithm", quoted_name_of(item.algorithm));
-    if (!item.has_grad_x) keys.emplace_back("grad_x", "false");
-    if (!item.has_grad_weight) keys.emplace_back("grad_weight", "false");
+    if (!item.has_grad_hidden) keys.emplace_back("grad_hidden", "false");
+    if (!item.has_grad_head) keys.emplace_back("grad_head", "false");
   }
   if (item.has_rounded_logits) keys.emplace_back("logits", '"' + short_name_of(item.dtype) + '"');
   keys.emplace_back("data", item.is_dense ? "\"dense\"" : "\"spread\"");
@@ -275,20 +276,20 @@ Call call_of(Arena& arena, const Case& item) {
 
 Row make_row(const Case& item) {
   const std::int64_t rows = item.rows_that_count();
-  const std::int64_t x_bytes = rows * item.dim * bytes_of(item.dtype);
-  const std::int64_t weight_bytes = item.v * item.dim * bytes_of(item.dtype);
+  const std::int64_t hidden_bytes = rows * item.dim * bytes_of(item.dtype);
+  const std::int64_t head_bytes = item.v * item.dim * bytes_of(item.dtype);
   const std::int64_t logits_bytes = rows * item.v * bytes_of(item.dtype);
   const std::int64_t gradient_bytes =
-      (item.has_grad_x ? item.batch * item.dim * bytes_of(item.dtype) : 0) + (item.has_grad_weight ? weight_bytes : 0);
+      (item.has_grad_hidden ? item.batch * item.dim * bytes_of(item.dtype) : 0) + (item.has_grad_head ? head_bytes : 0);
   Row row{.mode = item.is_loss_alone() ? "fwd" : "fwd+bwd",
           .shape = {{"batch", item.batch}, {"dim", item.dim}, {"v", item.v}},
           .options = option_keys(item)};
-  row.read_bytes = x_bytes + weight_bytes + item.batch * bytes_of(DType::int64);
+  row.read_bytes = hidden_bytes + head_bytes + item.batch * bytes_of(DType::int64);
   row.write_bytes = gradient_bytes + bytes_of(accumulator_dtype(item.dtype));
   row.operations = item.products() * 2 * rows * item.dim * item.v;
   row.make_call = [item](Arena& arena) { return call_of(arena, item); };
   row.make_limit = [item](Arena& arena) { return matrix_products(arena, rows_that_count(item)); };
-  row.limit_bytes = x_bytes + weight_bytes + gradient_bytes + (item.is_loss_alone() ? 1 : 2) * logits_bytes;
+  row.limit_bytes = hidden_bytes + head_bytes + gradient_bytes + (item.is_loss_alone() ? 1 : 2) * logits_bytes;
   return row;
 }
 
@@ -363,8 +364,8 @@ std::vector<Case> options_one_by_one(const Shown& shown, bool is_cpu) {
   Case like = shown.like;
   like.v = shown.vocabulary_of_options;
   Case frozen_head = like, frozen_body = like, half_is_ignored = like;
-  frozen_head.has_grad_weight = false;
-  frozen_body.has_grad_x = false;
+  frozen_head.has_grad_head = false;
+  frozen_body.has_grad_hidden = false;
   half_is_ignored.half_is_ignored = true;
   Case half_is_skipped = half_is_ignored;
   half_is_skipped.skips_ignored = true;
@@ -379,7 +380,7 @@ std::vector<Table> tables_of(const Request& request) {
   add_published_tables(tables, shown);
   if (request.sweep == Sweep::published) return tables;
   Case loss_alone = shown.like;
-  loss_alone.has_grad_x = loss_alone.has_grad_weight = false;
+  loss_alone.has_grad_hidden = loss_alone.has_grad_head = false;
   add_table(tables, of_each_vocabulary(shown, loss_alone));
   if (size_of(shown.like.dtype) == 2) add_table(tables, with_rounded_logits(shown));
   add_table(tables, options_one_by_one(shown, request.device.type == DeviceType::cpu));
@@ -404,7 +405,7 @@ std::vector<Row> rows_of_shape(const Shape& shape, DType dtype) {
   Case memory = speed, recompute = speed, loss_alone = speed;
   memory.algorithm = Algorithm::memory;
   recompute.algorithm = Algorithm::recompute;
-  loss_alone.has_grad_x = loss_alone.has_grad_weight = false;
+  loss_alone.has_grad_hidden = loss_alone.has_grad_head = false;
   return {make_row(speed), make_row(memory), make_row(recompute), make_row(loss_alone)};
 }
 

@@ -36,8 +36,8 @@ std::vector<LinearCrossEntropyCase> cases_of_every_kind(Device device) {
           .reduction = Reduction::none, .label_smoothing = 0.1, .softcap = 20.0, .z_loss_weight = 0.01};
       everything.bias_dtype = everything.class_weight_dtype = dtype;
       everything.has_grad_lse = everything.has_grad_entropy = true;
-      everything.x_placement = everything.grad_x_placement = with_strides({80, 2});
-      everything.grad_weight_dtype = DType::float32;
+      everything.hidden_placement = everything.grad_hidden_placement = with_strides({80, 2});
+      everything.grad_head_dtype = DType::float32;
       cases.push_back(everything);
       LinearCrossEntropyCase skipping = plain;
       skipping.skips_ignored = true;

@@ -24,8 +24,8 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
   void run() {
     count_ = steps_.select_rows();
     const bool leaves_out = count_ != problem_.rows();
-    // With batch invariance x is copied even where no row is left out: cuBLASLt's algorithm follows the address and the
-    // stride of x, and must not follow whether another row is ignored.
+    // With batch invariance hidden is copied even where no row is left out: cuBLASLt's algorithm follows the address
+    // and the stride of hidden, and must not follow whether another row is ignored.
     gathers_ = memory_.row_indices != nullptr &&
                (leaves_out || !shape_.is_matrix || is_batch_invariant() || problem_.has_soft_targets());
     if (problem_.bias.data != nullptr) steps_.widen(problem_.bias, problem_.classes, memory_.bias);
@@ -33,11 +33,11 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
       steps_.widen(problem_.class_weight, problem_.classes, memory_.class_weight);
     }
     choose_per_row();
-    if (problem_.grad_x != nullptr && leaves_out) steps_.clear_grad_x();
+    if (problem_.grad_hidden != nullptr && leaves_out) steps_.clear_grad_hidden();
     if (count_ == 0 && problem_.wants_gradients() && !problem_.accumulates) steps_.clear_parameters();
     for (std::int64_t first = 0; first < count_; first += block_.rows) {
       const std::int64_t rows = std::min(block_.rows, count_ - first);
-      if (gathers_) steps_.gather_x(first, rows);
+      if (gathers_) steps_.gather_hidden(first, rows);
       if (problem_.mode == LinearCrossEntropyMode::backward) {
         backward(first, rows);
       } else {
@@ -63,7 +63,7 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
       write_gradient(first, rows, first_class, classes);
       multiply_gradients(first, rows, first_class, classes);
     }
-    if (problem_.classes == 0) tell_grad_x(first, rows);
+    if (problem_.classes == 0) tell_grad_hidden(first, rows);
   }
 
   // ---- products ----------------------------------------------------------------------------------------------------
@@ -71,12 +71,12 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
   /// Of the gradient of the logits of these rows and classes, which lies where the logits lay.
   void multiply_gradients(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes) {
     const void* alpha = problem_.is_reduced() && !is_scale_in_factor_ ? number(kAlpha) : nullptr;
-    if (problem_.grad_x != nullptr) {
-      multiply_grad_x(first, rows, first_class, classes, alpha);
-      if (first_class + classes == problem_.classes) finish_grad_x(first, rows);
+    if (problem_.grad_hidden != nullptr) {
+      multiply_grad_hidden(first, rows, first_class, classes, alpha);
+      if (first_class + classes == problem_.classes) finish_grad_hidden(first, rows);
     }
-    if (problem_.grad_weight != nullptr) {
-      multiply_grad_weight(first, rows, first_class, classes, x_at(first), alpha);
+    if (problem_.grad_head != nullptr) {
+      multiply_grad_head(first, rows, first_class, classes, hidden_at(first), alpha);
     }
     if (problem_.grad_bias != nullptr) {
       steps_.add_bias_gradient(memory_.logits, rows, classes, gradient_stride(classes), alpha, first == 0,
@@ -84,53 +84,52 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
     }
   }
 
-  /// To memory.grad_x, or where nothing else is to be done with it to its place.
-  void multiply_grad_x(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes,
-                       const void* alpha) {
+  /// To memory.grad_hidden, or where nothing else is to be done with it to its place.
+  void multiply_grad_hidden(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes,
+                            const void* alpha) {
     using namespace linear_cross_entropy_tensors;
-    const bool is_wide = is_grad_x_wide(shape_, block_);
+    const bool is_wide = is_grad_hidden_wide(shape_, block_);
     Gemm product{.m = rows,
                  .n = problem_.features(),
                  .k = classes,
                  .dtype = problem_.dtype,
                  .a = {memory_.logits, gradient_stride(classes)},
-                 .b = weight_at(first_class),
-                 .c_dtype = is_wide ? problem_.accumulator() : problem_.grad_x_dtype,
-                 .c = memory_.grad_x,
+                 .b = head_at(first_class),
+                 .c_dtype = is_wide ? problem_.accumulator() : problem_.grad_hidden_dtype,
+                 .c = memory_.grad_hidden,
                  .c_stride = problem_.features(),
                  .alpha = alpha,
                  .accumulates = first_class != 0};
     if (!is_wide && !gathers_) {
       const auto& loop = problem_.view.rows;
-      product.c_stride = loop.rank == 0 ? problem_.features() : loop.strides[kGradX][0];
-      product.c = element(problem_.grad_x, problem_.grad_x_dtype, first * product.c_stride);
+      product.c_stride = loop.rank == 0 ? problem_.features() : loop.strides[kGradHidden][0];
+      product.c = element(problem_.grad_hidden, problem_.grad_hidden_dtype, first * product.c_stride);
     }
     steps_.product(product);
   }
 
-  void multiply_grad_weight(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes,
-                            const GemmMatrix& x, const void* alpha) {
-    steps_.product(
-        {.m = classes,
-         .n = problem_.features(),
-         .k = rows,
-         .dtype = problem_.dtype,
-         .a = {memory_.logits, gradient_stride(classes), true},
-         .b = x,
-         .c_dtype = problem_.grad_weight_dtype,
-         .c = element(problem_.grad_weight, problem_.grad_weight_dtype, first_class * problem_.grad_weight_stride),
-         .c_stride = problem_.grad_weight_stride,
-         .alpha = alpha,
-         .accumulates = first != 0 || problem_.accumulates});
+  void multiply_grad_head(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes,
+                          const GemmMatrix& hidden, const void* alpha) {
+    steps_.product({.m = classes,
+                    .n = problem_.features(),
+                    .k = rows,
+                    .dtype = problem_.dtype,
+                    .a = {memory_.logits, gradient_stride(classes), true},
+                    .b = hidden,
+                    .c_dtype = problem_.grad_head_dtype,
+                    .c = element(problem_.grad_head, problem_.grad_head_dtype, first_class * problem_.grad_head_stride),
+                    .c_stride = problem_.grad_head_stride,
+                    .alpha = alpha,
+                    .accumulates = first != 0 || problem_.accumulates});
   }
 
-  /// From where multiply_grad_x put it to its place.
-  void finish_grad_x(std::int64_t first, std::int64_t rows) {
-    const bool is_wide = is_grad_x_wide(shape_, block_);
+  /// From where multiply_grad_hidden put it to its place.
+  void finish_grad_hidden(std::int64_t first, std::int64_t rows) {
+    const bool is_wide = is_grad_hidden_wide(shape_, block_);
     if (is_wide || gathers_) {
-      steps_.scatter_grad_x(first, rows, is_wide ? problem_.accumulator() : problem_.grad_x_dtype);
+      steps_.scatter_grad_hidden(first, rows, is_wide ? problem_.accumulator() : problem_.grad_hidden_dtype);
     }
-    tell_grad_x(first, rows);
+    tell_grad_hidden(first, rows);
   }
 
   // ---- statistics --------------------------------------------------------------------------------------------------
@@ -158,7 +157,7 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
                                 .row_weight = numbers_at(row_weight_, first, rows),
                                 .options = row_options(),
                                 .classes = problem_.all_classes(),
-                                .has_weight = memory_.class_weight != nullptr,
+                                .has_class_weight = memory_.class_weight != nullptr,
                                 .has_soft_targets = is_soft,
                                 .skips_ignored = true};
     put_outputs(merge, first, rows);
@@ -173,9 +172,9 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
                                             {shard.shards, rows, kCrossEntropyStatistics}, problem_.device));
   }
 
-  void tell_grad_x(std::int64_t first, std::int64_t rows) const {
-    const bool is_wanted = problem_.shard != nullptr && problem_.shard->grad_x_is_complete != nullptr;
-    if (is_wanted && problem_.grad_x != nullptr) problem_.shard->grad_x_is_complete(first, rows);
+  void tell_grad_hidden(std::int64_t first, std::int64_t rows) const {
+    const bool is_wanted = problem_.shard != nullptr && problem_.shard->grad_hidden_is_complete != nullptr;
+    if (is_wanted && problem_.grad_hidden != nullptr) problem_.shard->grad_hidden_is_complete(first, rows);
   }
 
  private:

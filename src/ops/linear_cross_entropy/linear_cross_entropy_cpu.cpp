@@ -55,11 +55,11 @@ class Steps final : public LinearCrossEntropySteps {
     return count;
   }
 
-  void gather_x(std::int64_t first, std::int64_t count) override {
-    const T* from = static_cast<const T*>(problem_.x);
-    T* to = static_cast<T*>(memory_.x);
+  void gather_hidden(std::int64_t first, std::int64_t count) override {
+    const T* from = static_cast<const T*>(problem_.hidden);
+    T* to = static_cast<T*>(memory_.hidden);
     for_each_feature_row(first, count, [&](std::int64_t i, const auto& at) {
-      copy_features(from + at.of[kX], kX, to + i * problem_.features());
+      copy_features(from + at.of[kHidden], kHidden, to + i * problem_.features());
     });
   }
 
@@ -76,18 +76,18 @@ class Steps final : public LinearCrossEntropySteps {
     });
   }
 
-  void scatter_grad_x(std::int64_t first, std::int64_t count, DType dtype) override {
-    with_grad_x([&](auto* to) {
+  void scatter_grad_hidden(std::int64_t first, std::int64_t count, DType dtype) override {
+    with_grad_hidden([&](auto* to) {
       if (dtype == kDTypeOf<T>) {
-        scatter_features(static_cast<const T*>(memory_.grad_x), first, count, to);
+        scatter_features(static_cast<const T*>(memory_.grad_hidden), first, count, to);
       } else {
-        scatter_features(static_cast<const A*>(memory_.grad_x), first, count, to);
+        scatter_features(static_cast<const A*>(memory_.grad_hidden), first, count, to);
       }
     });
   }
 
-  void clear_grad_x() override {
-    with_grad_x([&](auto* to) {
+  void clear_grad_hidden() override {
+    with_grad_hidden([&](auto* to) {
       using D = std::remove_pointer_t<decltype(to)>;
       parallel_for(context_, problem_.rows(), grain_for(problem_.features()),
                    [&](std::int64_t begin, std::int64_t end) {
@@ -95,7 +95,7 @@ class Steps final : public LinearCrossEntropySteps {
                        const auto at = problem_.view.rows.offsets(row);
                        if (counts(at)) continue;
                        for (std::int64_t i = 0; i < problem_.features(); ++i) {
-                         to[at.of[kGradX] + problem_.view.columns.offsets(i).of[kGradX]] = D{};
+                         to[at.of[kGradHidden] + problem_.view.columns.offsets(i).of[kGradHidden]] = D{};
                        }
                      }
                    });
@@ -154,11 +154,11 @@ class Steps final : public LinearCrossEntropySteps {
   }
 
   void clear_parameters() override {
-    const std::size_t row_bytes = static_cast<std::size_t>(problem_.features()) * size_of(problem_.grad_weight_dtype);
-    for (std::int64_t v = 0; problem_.grad_weight != nullptr && v < problem_.classes; ++v) {
+    const std::size_t row_bytes = static_cast<std::size_t>(problem_.features()) * size_of(problem_.grad_head_dtype);
+    for (std::int64_t v = 0; problem_.grad_head != nullptr && v < problem_.classes; ++v) {
       const std::size_t offset =
-          static_cast<std::size_t>(v * problem_.grad_weight_stride) * size_of(problem_.grad_weight_dtype);
-      std::memset(static_cast<char*>(problem_.grad_weight) + offset, 0, row_bytes);
+          static_cast<std::size_t>(v * problem_.grad_head_stride) * size_of(problem_.grad_head_dtype);
+      std::memset(static_cast<char*>(problem_.grad_head) + offset, 0, row_bytes);
     }
     if (problem_.grad_bias != nullptr) {
       std::memset(problem_.grad_bias, 0,
@@ -242,21 +242,21 @@ class Steps final : public LinearCrossEntropySteps {
     for (std::int64_t i = 0; i < problem_.features(); ++i) to[i] = from[problem_.view.columns.offsets(i).of[tensor]];
   }
 
-  /// Calls it with grad_x in its type: T, or of a shard accumulators.
+  /// Calls it with grad_hidden in its type: T, or of a shard accumulators.
   template <typename Body>
-  void with_grad_x(Body&& body) {
-    if (problem_.grad_x_dtype == kDTypeOf<T>) return body(static_cast<T*>(problem_.grad_x));
-    body(static_cast<A*>(problem_.grad_x));
+  void with_grad_hidden(Body&& body) {
+    if (problem_.grad_hidden_dtype == kDTypeOf<T>) return body(static_cast<T*>(problem_.grad_hidden));
+    body(static_cast<A*>(problem_.grad_hidden));
   }
 
   template <typename S, typename D>
   void scatter_features(const S* from, std::int64_t first, std::int64_t count, D* to) {
     const std::int64_t features = problem_.features();
-    const bool is_contiguous = has_unit_stride(kGradX);
+    const bool is_contiguous = has_unit_stride(kGradHidden);
     for_each_feature_row(first, count, [&](std::int64_t i, const auto& at) {
       for (std::int64_t f = 0; f < features; ++f) {
-        const std::int64_t offset = is_contiguous ? f : problem_.view.columns.offsets(f).of[kGradX];
-        to[at.of[kGradX] + offset] = round_to<D>(load_as_accumulator(from[i * features + f]));
+        const std::int64_t offset = is_contiguous ? f : problem_.view.columns.offsets(f).of[kGradHidden];
+        to[at.of[kGradHidden] + offset] = round_to<D>(load_as_accumulator(from[i * features + f]));
       }
     });
   }

@@ -179,9 +179,9 @@ class Steps final : public LinearCrossEntropySteps {
     return count_;
   }
 
-  void gather_x(std::int64_t first, std::int64_t count) override {
+  void gather_hidden(std::int64_t first, std::int64_t count) override {
     run(gather_features<T>, {.blocks = std::min(count, kMostBlocks), .threads = kRowThreads},
-        feature_rows(first, count), static_cast<const T*>(problem_.x), static_cast<T*>(memory_.x));
+        feature_rows(first, count), static_cast<const T*>(problem_.hidden), static_cast<T*>(memory_.hidden));
   }
 
   void gather_soft_targets(std::int64_t first, std::int64_t count, std::int64_t first_class, std::int64_t classes,
@@ -195,32 +195,32 @@ class Steps final : public LinearCrossEntropySteps {
                                              : gather.template operator()<float>();
   }
 
-  void scatter_grad_x(std::int64_t first, std::int64_t count, DType dtype) override {
+  void scatter_grad_hidden(std::int64_t first, std::int64_t count, DType dtype) override {
     const auto scatter = [&](const auto* from, auto* to) {
       using S = std::remove_cvref_t<decltype(*from)>;
       using D = std::remove_pointer_t<decltype(to)>;
       run(scatter_features<S, D>, {.blocks = std::min(count, kMostBlocks), .threads = kRowThreads},
           feature_rows(first, count), from, to);
     };
-    // A grad_x in accumulators, of a shard, comes from accumulators alone.
-    if (problem_.grad_x_dtype != kDTypeOf<T>) {
-      scatter(static_cast<const A*>(memory_.grad_x), static_cast<A*>(problem_.grad_x));
+    // A grad_hidden in accumulators, of a shard, comes from accumulators alone.
+    if (problem_.grad_hidden_dtype != kDTypeOf<T>) {
+      scatter(static_cast<const A*>(memory_.grad_hidden), static_cast<A*>(problem_.grad_hidden));
     } else if (dtype == kDTypeOf<T>) {
-      scatter(static_cast<const T*>(memory_.grad_x), static_cast<T*>(problem_.grad_x));
+      scatter(static_cast<const T*>(memory_.grad_hidden), static_cast<T*>(problem_.grad_hidden));
     } else {
-      scatter(static_cast<const A*>(memory_.grad_x), static_cast<T*>(problem_.grad_x));
+      scatter(static_cast<const A*>(memory_.grad_hidden), static_cast<T*>(problem_.grad_hidden));
     }
   }
 
-  void clear_grad_x() override {
-    const auto clear = [&](auto* grad_x) {
-      using D = std::remove_pointer_t<decltype(grad_x)>;
+  void clear_grad_hidden() override {
+    const auto clear = [&](auto* grad_hidden) {
+      using D = std::remove_pointer_t<decltype(grad_hidden)>;
       run(clear_uncounted<D>,
           {.blocks = std::clamp<std::int64_t>(problem_.rows(), 1, kMostBlocks), .threads = kRowThreads}, rows_,
-          feature_rows(0, problem_.rows()), grad_x);
+          feature_rows(0, problem_.rows()), grad_hidden);
     };
-    if (problem_.grad_x_dtype == kDTypeOf<T>) return clear(static_cast<T*>(problem_.grad_x));
-    clear(static_cast<A*>(problem_.grad_x));
+    if (problem_.grad_hidden_dtype == kDTypeOf<T>) return clear(static_cast<T*>(problem_.grad_hidden));
+    clear(static_cast<A*>(problem_.grad_hidden));
   }
 
   void gather_numbers(const void* from, void* to, std::int64_t count, bool is_split, bool gathers) override {
@@ -267,11 +267,11 @@ class Steps final : public LinearCrossEntropySteps {
 
   void clear_parameters() override {
     const auto rows = static_cast<std::size_t>(problem_.classes);
-    if (problem_.grad_weight != nullptr) {
-      const std::size_t element = size_of(problem_.grad_weight_dtype);
+    if (problem_.grad_head != nullptr) {
+      const std::size_t element = size_of(problem_.grad_head_dtype);
       const auto width = static_cast<std::size_t>(problem_.features()) * element;
-      const auto pitch = static_cast<std::size_t>(problem_.grad_weight_stride) * element;
-      check_status(cudaMemset2DAsync(problem_.grad_weight, pitch, 0, width, rows, stream()), problem_.op);
+      const auto pitch = static_cast<std::size_t>(problem_.grad_head_stride) * element;
+      check_status(cudaMemset2DAsync(problem_.grad_head, pitch, 0, width, rows, stream()), problem_.op);
     }
     if (problem_.grad_bias != nullptr) {
       check_status(cudaMemsetAsync(problem_.grad_bias, 0, rows * size_of(problem_.grad_bias_dtype), stream()),

@@ -49,7 +49,7 @@ TEST_P(LinearCrossEntropyEdges, SizesThatAreNoMultipleOfAnything) {
               test_case.options.label_smoothing = 0.1;
               check_linear_cross_entropy(test_case);
               // Column-major, so that the stride of an axis of one is never used.
-              test_case.weight_placement = with_strides({1, classes});
+              test_case.head_placement = with_strides({1, classes});
               check_linear_cross_entropy(test_case);
             }
           }
@@ -94,18 +94,18 @@ TEST_P(LinearCrossEntropyEdges, WithoutRowsAReducedLossAndItsGradientsAreZero) {
 
 TEST_P(LinearCrossEntropyEdges, TheGradientOfABiasIsASumOfManyRows) {
   constexpr std::int64_t kRows = 65536;
-  const Memory x(device(), kRows * 4);
-  const Memory weight(device(), 8);
+  const Memory hidden(device(), kRows * 4);
+  const Memory head(device(), 8);
   const Memory bias(device(), 8);
   const Memory targets(device(), kRows * 8);
   const Memory loss(device(), 4);
   const Memory grad_bias(device(), 8);
-  x.write(std::vector<float>(kRows, 0.0f));
-  weight.write(std::vector<float>{0.0f, 0.0f});
+  hidden.write(std::vector<float>(kRows, 0.0f));
+  head.write(std::vector<float>{0.0f, 0.0f});
   bias.write(std::vector<float>{0.0f, 1.0f});
   targets.write(std::vector<std::int64_t>(kRows, 0));
-  linear_cross_entropy_forward_backward({.forward = {.inputs = {.x = x.view(DType::float32, {kRows, 1}),
-                                                                .weight = weight.view(DType::float32, {2, 1}),
+  linear_cross_entropy_forward_backward({.forward = {.inputs = {.hidden = hidden.view(DType::float32, {kRows, 1}),
+                                                                .head = head.view(DType::float32, {2, 1}),
                                                                 .bias = bias.view(DType::float32, {2}),
                                                                 .targets = targets.view(DType::int64, {kRows})},
                                                      .outputs = {.loss = loss.view(DType::float32, {})}},
@@ -159,7 +159,7 @@ TEST_P(LinearCrossEntropyEdges, IgnoredRowsThatAreSkippedChangeNothingWhateverTh
           test_case.workspace_limit = limit;
           test_case.has_grad_lse = test_case.has_grad_entropy = true;
           test_case.target = [](std::int64_t row) { return row % 3 == 1 ? kIgnored : 1.0; };
-          test_case.x = [=](std::int64_t i) { return i / 16 % 3 == 1 ? held : normal(i); };
+          test_case.hidden = [=](std::int64_t i) { return i / 16 % 3 == 1 ? held : normal(i); };
           check_linear_cross_entropy(test_case);
         }
       }
@@ -181,7 +181,7 @@ TEST_P(LinearCrossEntropyEdges, RowsOfWeightZeroThatAreSkippedChangeNothingWhate
             test_case.has_grad_lse = test_case.has_grad_entropy = true;
             test_case.has_row_weight = true;
             test_case.row_weight = [](std::int64_t row) { return row % 3 == 1 ? -0.0 : 0.5 + row; };
-            test_case.x = [=](std::int64_t i) { return i / 16 % 3 == 1 ? held : normal(i); };
+            test_case.hidden = [=](std::int64_t i) { return i / 16 % 3 == 1 ? held : normal(i); };
             check_linear_cross_entropy(test_case);
           }
         }
@@ -190,13 +190,13 @@ TEST_P(LinearCrossEntropyEdges, RowsOfWeightZeroThatAreSkippedChangeNothingWhate
   }
 }
 
-/// Soft targets whose rows have a place of their own in x: it finds the rows of weight 0.
+/// Soft targets whose rows have a place of their own in hidden: it finds the rows of weight 0.
 TEST_P(LinearCrossEntropyEdges, RowsOfWeightZeroAreFoundWhereverTheyLie) {
   for (const bool skips : {false, true}) {
     for (const DType targets : {DType::int64, DType::float32}) {
       for (const std::size_t limit : {0, 4000}) {
         LinearCrossEntropyCase test_case = make_case(device(), DType::float32, {5, 7});
-        test_case.x_placement = with_strides({16, 5 * 16, 1});
+        test_case.hidden_placement = with_strides({16, 5 * 16, 1});
         test_case.options.label_smoothing = 0.1;
         test_case.targets_dtype = targets;
         test_case.skips_ignored = skips;
@@ -227,12 +227,12 @@ TEST_P(LinearCrossEntropyEdges, AnUpstreamGradientThatIsNotFiniteDoesNotReachRow
             for (std::int64_t i = 0; i < 13 * 16; ++i) {
               const std::int64_t row = i / 16;
               if (row % 3 == 1 || row % 4 == 1) {
-                ASSERT_EQ(of->x.get(i), 0.0) << "row " << row;
+                ASSERT_EQ(of->hidden.get(i), 0.0) << "row " << row;
               } else {
-                ASSERT_FALSE(std::isfinite(of->x.get(i))) << "row " << row;
+                ASSERT_FALSE(std::isfinite(of->hidden.get(i))) << "row " << row;
               }
             }
-            for (std::int64_t i = 0; i < 24 * 16; ++i) ASSERT_FALSE(std::isfinite(of->weight.get(i)));
+            for (std::int64_t i = 0; i < 24 * 16; ++i) ASSERT_FALSE(std::isfinite(of->head.get(i)));
           }
         }
       }
@@ -247,7 +247,7 @@ TEST_P(LinearCrossEntropyEdges, AFactorThatIsNotFiniteLeavesTheZerosOfAGradient)
       gradient.fill([](std::int64_t i) { return i % 2 == 0 ? 0.0 : 1.0; });
       TestTensor grad_loss(device(), accumulator_dtype(dtype), {});
       grad_loss.fill([=](std::int64_t) { return factor; });
-      linear_cross_entropy_rescale({.gradients = {.grad_x = gradient.view()}, .grad_loss = grad_loss.view()});
+      linear_cross_entropy_rescale({.gradients = {.grad_hidden = gradient.view()}, .grad_loss = grad_loss.view()});
       runtime::synchronize(device());
       gradient.download();
       for (std::int64_t i = 0; i < 3 * 37; ++i) {
@@ -271,8 +271,8 @@ TEST_P(LinearCrossEntropyEdges, AnInfiniteClassWeightMakesAMeanAndItsGradientsNa
   EXPECT_TRUE(std::isnan(run.results.loss.get(0)));
   EXPECT_TRUE(std::isnan(run.results_at_once.loss.get(0)));
   for (std::int64_t i = 0; i < 5 * 16; ++i) {
-    ASSERT_TRUE(std::isnan(run.gradients.x.get(i)));
-    ASSERT_TRUE(std::isnan(run.gradients_at_once.x.get(i)));
+    ASSERT_TRUE(std::isnan(run.gradients.hidden.get(i)));
+    ASSERT_TRUE(std::isnan(run.gradients_at_once.hidden.get(i)));
   }
 }
 
@@ -306,8 +306,8 @@ TEST_P(LinearCrossEntropyEdges, EveryNumberOfRowsThatCountMatchesTheOracle) {
   }
 }
 
-TEST_P(LinearCrossEntropyEdges, WhatIsNotFiniteInXReachesItsRowAndTheParameters) {
-  // The oracle says which: the row's loss and gradient, and those elements of grad_weight and grad_bias that are sums
+TEST_P(LinearCrossEntropyEdges, WhatIsNotFiniteInHiddenReachesItsRowAndTheParameters) {
+  // The oracle says which: the row's loss and gradient, and those elements of grad_head and grad_bias that are sums
   // over it. The other rows keep theirs.
   for (const double held : {kNaN, kInfinity, -kInfinity}) {
     for (const DType dtype : floating_point_dtypes()) {
@@ -315,7 +315,7 @@ TEST_P(LinearCrossEntropyEdges, WhatIsNotFiniteInXReachesItsRowAndTheParameters)
         LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
         test_case.options.reduction = Reduction::none;
         test_case.workspace_limit = limit;
-        test_case.x = [=](std::int64_t i) { return i == 5 * 16 + 3 ? held : normal(i); };
+        test_case.hidden = [=](std::int64_t i) { return i == 5 * 16 + 3 ? held : normal(i); };
         test_case.target = [](std::int64_t row) { return static_cast<double>(row); };
         LinearCrossEntropyRun run(test_case);
         run.run();
@@ -327,7 +327,7 @@ TEST_P(LinearCrossEntropyEdges, WhatIsNotFiniteInXReachesItsRowAndTheParameters)
         }
         for (const LinearCrossEntropyGradientTensors* of : {&run.gradients, &run.gradients_at_once}) {
           for (std::int64_t i = 0; i < 13 * 16; ++i) {
-            EXPECT_EQ(std::isfinite(of->x.get(i)), i / 16 != 5) << "grad_x, element " << i << ", " << held;
+            EXPECT_EQ(std::isfinite(of->hidden.get(i)), i / 16 != 5) << "grad_hidden, element " << i << ", " << held;
           }
         }
         LinearCrossEntropyComparison comparison(run);
@@ -337,11 +337,11 @@ TEST_P(LinearCrossEntropyEdges, WhatIsNotFiniteInXReachesItsRowAndTheParameters)
   }
 }
 
-TEST_P(LinearCrossEntropyEdges, ANaNInTheWeightReachesEveryRow) {
+TEST_P(LinearCrossEntropyEdges, ANaNInTheHeadReachesEveryRow) {
   for (const DType dtype : floating_point_dtypes()) {
     LinearCrossEntropyCase test_case = make_case(device(), dtype, {6});
     test_case.options.reduction = Reduction::none;
-    test_case.weight = [](std::int64_t i) { return i == 7 * 16 + 3 ? kNaN : normal(i); };
+    test_case.head = [](std::int64_t i) { return i == 7 * 16 + 3 ? kNaN : normal(i); };
     test_case.target = [](std::int64_t row) { return row == 2 ? kIgnored : static_cast<double>(row); };
     test_case.skips_ignored = true;
     LinearCrossEntropyRun run(test_case);
@@ -349,8 +349,8 @@ TEST_P(LinearCrossEntropyEdges, ANaNInTheWeightReachesEveryRow) {
     for (std::int64_t row = 0; row < 6; ++row) {
       EXPECT_EQ(std::isnan(run.results.loss.get(row)), row != 2);
       EXPECT_EQ(std::isnan(run.results_at_once.loss.get(row)), row != 2);
-      EXPECT_EQ(std::isnan(run.gradients.x.get(row * 16)), row != 2);
-      EXPECT_EQ(std::isnan(run.gradients_at_once.x.get(row * 16)), row != 2);
+      EXPECT_EQ(std::isnan(run.gradients.hidden.get(row * 16)), row != 2);
+      EXPECT_EQ(std::isnan(run.gradients_at_once.hidden.get(row * 16)), row != 2);
     }
   }
 }
@@ -389,8 +389,8 @@ TEST_P(LinearCrossEntropyEdges, OnTheCpuTheLossOfALearnedClassIsKeptHoweverManyR
   LinearCrossEntropyCase c{.device = device(), .dtype = DType::float32, .row_shape = {300}, .features = kFeatures};
   c.classes = 32768;
   c.options.reduction = Reduction::none;
-  c.x = [](std::int64_t i) { return i % kFeatures == 0 ? 30.0 : 0.0; };
-  c.weight = [](std::int64_t i) { return i == 5 * kFeatures ? 1.0 : 0.0; };
+  c.hidden = [](std::int64_t i) { return i % kFeatures == 0 ? 30.0 : 0.0; };
+  c.head = [](std::int64_t i) { return i == 5 * kFeatures ? 1.0 : 0.0; };
   c.target = [](std::int64_t) { return 5.0; };
   LinearCrossEntropyRun run(c);
   run.run();
@@ -406,8 +406,8 @@ TEST_P(LinearCrossEntropyEdges, OfEqualLogitsTheFirstIsTheLargest) {
   LinearCrossEntropyCase test_case = make_case(device(), DType::float32, {6});
   test_case.classes = 300;
   test_case.bias_dtype = {};
-  test_case.x = [](std::int64_t) { return 1.0; };
-  test_case.weight = [](std::int64_t i) { return i / 16 % 100 == 37 ? 2.0 : 1.0; };  // whole numbers: exact sums
+  test_case.hidden = [](std::int64_t) { return 1.0; };
+  test_case.head = [](std::int64_t i) { return i / 16 % 100 == 37 ? 2.0 : 1.0; };  // whole numbers: exact sums
   LinearCrossEntropyRun run(test_case);
   run.run();
   EXPECT_EQ(run.results.argmax.get(0), 37.0);
@@ -452,8 +452,8 @@ TEST_P(LinearCrossEntropyTargets, OutOfRangeMakeTheirRowsNaNOnAGpu) {
     const bool is_bad = row == 5 || row == 9;
     EXPECT_EQ(std::isnan(run.results.loss.get(row)), is_bad) << "row " << row;
     EXPECT_EQ(std::isnan(run.results_at_once.loss.get(row)), is_bad) << "row " << row;
-    EXPECT_EQ(std::isnan(run.gradients.x.get(row * 16)), is_bad) << "row " << row;
-    EXPECT_EQ(std::isnan(run.gradients_at_once.x.get(row * 16)), is_bad) << "row " << row;
+    EXPECT_EQ(std::isnan(run.gradients.hidden.get(row * 16)), is_bad) << "row " << row;
+    EXPECT_EQ(std::isnan(run.gradients_at_once.hidden.get(row * 16)), is_bad) << "row " << row;
   }
 }
 

@@ -85,7 +85,7 @@ TEST_F(LinearCrossEntropyFusedOnGpu, EachOptionMatchesTheOracle) {
       c.has_grad_lse = c.accumulates = c.skips_ignored = true, c.row_shape = {290};
     });
     check([](LinearCrossEntropyCase& c) {
-      c.bias_dtype = DType::float32, c.wanted = {.x = false, .weight = false, .bias = true}, c.row_shape = {300};
+      c.bias_dtype = DType::float32, c.wanted = {.hidden = false, .head = false, .bias = true}, c.row_shape = {300};
       c.workspace_limit = 2000000;
     });
     check([](LinearCrossEntropyCase& c) { c.class_weight_dtype = DType::float32, c.targets_dtype = DType::int32; });
@@ -93,8 +93,8 @@ TEST_F(LinearCrossEntropyFusedOnGpu, EachOptionMatchesTheOracle) {
     check([](LinearCrossEntropyCase& c) { c.has_grad_lse = c.accumulates = true; });
     check([](LinearCrossEntropyCase& c) { c.has_grad_entropy = c.wants_all_of_row = true; });
     check([](LinearCrossEntropyCase& c) { c.skips_ignored = true, c.row_shape = {290}; });
-    check([](LinearCrossEntropyCase& c) { c.wanted.x = false, c.grad_weight_dtype = DType::float32; });
-    check([](LinearCrossEntropyCase& c) { c.wanted.weight = false; });
+    check([](LinearCrossEntropyCase& c) { c.wanted.hidden = false, c.grad_head_dtype = DType::float32; });
+    check([](LinearCrossEntropyCase& c) { c.wanted.head = false; });
     check([](LinearCrossEntropyCase& c) { c.row_shape = {300}, c.workspace_limit = 2000000; });  // chunks and blocks
   }
 }
@@ -117,11 +117,11 @@ TEST_F(LinearCrossEntropyFusedOnGpu, RowsFarFromTheirSampledLogitsMatchTheOracle
     change(c);
     check_linear_cross_entropy(c);
   };
-  const auto with_feature_0 = [](double of_x, auto of_class) {
+  const auto with_feature_0 = [](double of_hidden, auto of_class) {
     return [=](LinearCrossEntropyCase& c) {
       const std::int64_t features = c.features;
-      c.x = [=](std::int64_t i) { return i % features == 0 ? of_x : noise(51)(i); };
-      c.weight = [=](std::int64_t i) { return i % features == 0 ? of_class(i / features) : 0.1 * noise(52)(i); };
+      c.hidden = [=](std::int64_t i) { return i % features == 0 ? of_hidden : noise(51)(i); };
+      c.head = [=](std::int64_t i) { return i % features == 0 ? of_class(i / features) : 0.1 * noise(52)(i); };
     };
   };
   // Of those whose lse was computed again and is 1e4 or more, the loss alone: their gradients are further off than
@@ -129,7 +129,7 @@ TEST_F(LinearCrossEntropyFusedOnGpu, RowsFarFromTheirSampledLogitsMatchTheOracle
   const auto check_loss = [&](const char* what, auto change) {
     check(what, [&](LinearCrossEntropyCase& c) {
       change(c);
-      c.wanted = {.x = false, .weight = false, .bias = false};
+      c.wanted = {.hidden = false, .head = false, .bias = false};
     });
   };
   check_loss("one logit 1e4 above", with_feature_0(100.0, [](std::int64_t v) { return v == 7 ? 100.0 : 0.0; }));
@@ -147,8 +147,8 @@ TEST_F(LinearCrossEntropyFusedOnGpu, RowsFarFromTheirSampledLogitsMatchTheOracle
   // The exponents of these lie far from the guess, and lse next to 0.
   for (const double of_others : {-79.5, -40.0, -20.0}) {
     check("lse next to 0", [=](LinearCrossEntropyCase& c) {
-      c.x = [](std::int64_t i) { return i % 40 == 0 ? 1.0 : 0.0; };
-      c.weight = [=](std::int64_t i) {
+      c.hidden = [](std::int64_t i) { return i % 40 == 0 ? 1.0 : 0.0; };
+      c.head = [=](std::int64_t i) {
         return i % 40 != 0 ? 0.0 : i / 40 == 7 ? 0.0976 : i / 40 % 64 == 0 ? -80.0 : of_others;
       };
       c.target = [](std::int64_t row) { return row % 5 == 4 ? -100.0 : 64.0; };
@@ -180,30 +180,30 @@ TEST_F(LinearCrossEntropyFusedOnGpu, RowsFarFromTheirSampledLogitsMatchTheOracle
     c.options.softcap = 50.0;
     c.deviation = 256.0;
   });
-  check("equal logits", [](LinearCrossEntropyCase& c) { c.weight = [](std::int64_t) { return 0.125; }; });
+  check("equal logits", [](LinearCrossEntropyCase& c) { c.head = [](std::int64_t) { return 0.125; }; });
 }
 
 TEST_F(LinearCrossEntropyFusedOnGpu, ARowThatIsNotFiniteIsAloneAndNothingIsLostOfTheOthers) {
   for (const double held : {std::nan(""), std::numeric_limits<double>::infinity()}) {
     LinearCrossEntropyCase c = fused_case();
-    c.x = [=](std::int64_t i) { return i == 5 * 40 + 3 ? held : noise(53)(i); };
+    c.hidden = [=](std::int64_t i) { return i == 5 * 40 + 3 ? held : noise(53)(i); };
     c.target = [](std::int64_t row) { return static_cast<double>(row); };
     LinearCrossEntropyRun run(c);
     run.run();
     for (std::int64_t row = 0; row < 131; ++row) {
       EXPECT_EQ(std::isfinite(run.results.loss.get(row)), row != 5) << "row " << row << ", " << held;
       EXPECT_EQ(std::isfinite(run.results_at_once.loss.get(row)), row != 5) << "row " << row << ", " << held;
-      EXPECT_EQ(std::isfinite(run.gradients.x.get(row * 40)), row != 5) << "row " << row << ", " << held;
-      EXPECT_EQ(std::isfinite(run.gradients_at_once.x.get(row * 40)), row != 5) << "row " << row << ", " << held;
+      EXPECT_EQ(std::isfinite(run.gradients.hidden.get(row * 40)), row != 5) << "row " << row << ", " << held;
+      EXPECT_EQ(std::isfinite(run.gradients_at_once.hidden.get(row * 40)), row != 5) << "row " << row << ", " << held;
     }
   }
 }
 
-TEST_F(LinearCrossEntropyFusedOnGpu, AnInfiniteWeightMakesEveryRowsLseInfinite) {
+TEST_F(LinearCrossEntropyFusedOnGpu, AnInfiniteHeadMakesEveryRowsLseInfinite) {
   for (const double sign : {1.0, -1.0}) {
     LinearCrossEntropyCase c = fused_case();
-    c.x = [=](std::int64_t i) { return std::abs(noise(54)(i)) + 0.5; };  // no product of signs, and no 0
-    c.weight = [=](std::int64_t i) {
+    c.hidden = [=](std::int64_t i) { return std::abs(noise(54)(i)) + 0.5; };  // no product of signs, and no 0
+    c.head = [=](std::int64_t i) {
       return i / 40 == 7 ? sign * std::numeric_limits<double>::infinity() : 0.1 * noise(55)(i);
     };
     c.target = [](std::int64_t row) { return static_cast<double>(row + 20); };
@@ -224,8 +224,8 @@ TEST_F(LinearCrossEntropyFusedOnGpu, ATargetOutOfRangeMakesItsRowNaN) {
   run.run();
   for (std::int64_t row = 0; row < 131; ++row) {
     EXPECT_EQ(std::isnan(run.results.loss.get(row)), row == 5 || row == 9) << "row " << row;
-    EXPECT_EQ(std::isnan(run.gradients.x.get(row * 40)), row == 5 || row == 9) << "row " << row;
-    EXPECT_EQ(std::isnan(run.gradients_at_once.x.get(row * 40)), row == 5 || row == 9) << "row " << row;
+    EXPECT_EQ(std::isnan(run.gradients.hidden.get(row * 40)), row == 5 || row == 9) << "row " << row;
+    EXPECT_EQ(std::isnan(run.gradients_at_once.hidden.get(row * 40)), row == 5 || row == 9) << "row " << row;
   }
 }
 
@@ -234,17 +234,17 @@ TEST_F(LinearCrossEntropyFusedOnGpu, ARowThatIsNotFiniteAndCountsForNothingHasNo
     for (const auto& [is_ignored, softcap] : {std::pair(true, 0.0), {false, 0.0}, {true, 3.0}, {false, 3.0}}) {
       LinearCrossEntropyCase c = fused_case();
       c.options.softcap = softcap;
-      c.x = [=](std::int64_t i) { return i == 5 * 40 + 3 ? held : noise(53)(i); };
+      c.hidden = [=](std::int64_t i) { return i == 5 * 40 + 3 ? held : noise(53)(i); };
       c.target = [=](std::int64_t row) { return is_ignored && row == 5 ? -100.0 : static_cast<double>(row); };
       LinearCrossEntropyRun run(c);
       run.grad_loss.fill([](std::int64_t row) { return row == 5 ? 0.0 : 1.0; });
       run.run();
       for (std::int64_t i = 0; i < 40; ++i) {
-        EXPECT_EQ(run.gradients.x.get(5 * 40 + i), 0.0) << i;
-        EXPECT_EQ(run.gradients_at_once.x.get(5 * 40 + i), 0.0) << i;
+        EXPECT_EQ(run.gradients.hidden.get(5 * 40 + i), 0.0) << i;
+        EXPECT_EQ(run.gradients_at_once.hidden.get(5 * 40 + i), 0.0) << i;
       }
       for (std::int64_t i = 0; i < 4099 * 40; ++i) {
-        ASSERT_TRUE(std::isfinite(run.gradients_at_once.weight.get(i))) << "element " << i << ", " << held;
+        ASSERT_TRUE(std::isfinite(run.gradients_at_once.head.get(i))) << "element " << i << ", " << held;
       }
     }
   }
@@ -261,14 +261,14 @@ TEST_F(LinearCrossEntropyFusedOnGpu, RowsOfOneClassMatchTheOracle) {
   };
   check([](LinearCrossEntropyCase&) {});
   check([](LinearCrossEntropyCase& c) { c.workspace_limit = 4000000, c.accumulates = true; });
-  check([](LinearCrossEntropyCase& c) { c.workspace_limit = 4000000, c.grad_weight_dtype = DType::float32; });
+  check([](LinearCrossEntropyCase& c) { c.workspace_limit = 4000000, c.grad_head_dtype = DType::float32; });
 }
 
 TEST_F(LinearCrossEntropyFusedOnGpu, GradientsThatDoNotSuitVectorsMatchTheOracle) {
   for (const std::optional<DType> dtype : {std::optional<DType>{}, std::optional<DType>{DType::float32}}) {
     LinearCrossEntropyCase c = fused_case();
-    c.grad_x_placement = c.grad_weight_placement = with_strides({41, 1});
-    c.grad_weight_dtype = dtype;
+    c.grad_hidden_placement = c.grad_head_placement = with_strides({41, 1});
+    c.grad_head_dtype = dtype;
     check_linear_cross_entropy(c);
   }
 }

@@ -47,8 +47,8 @@ void check_gradients(const LinearCrossEntropyCase& test_case) {
       ASSERT_NEAR(at_once.get(i), slope_of(run, of, i, false), kWithin) << "element " << i << " of " << name;
     }
   };
-  expect_derivatives(run.x, run.gradients.x, run.gradients_at_once.x, "x");
-  expect_derivatives(run.weight, run.gradients.weight, run.gradients_at_once.weight, "weight");
+  expect_derivatives(run.hidden, run.gradients.hidden, run.gradients_at_once.hidden, "hidden");
+  expect_derivatives(run.head, run.gradients.head, run.gradients_at_once.head, "head");
   expect_derivatives(run.bias, run.gradients.bias, run.gradients_at_once.bias, "bias");
 }
 

@@ -15,39 +15,39 @@ namespace {
 
 class SlowLinearCrossEntropyOnGpu : public OnGpu {};
 
-/// x and weight are 0 everywhere (bytes of zeros) but for feature 0 of the last row and of the last class, whose logit
-/// is 12. It is the target of that row; that of all others is class 0.
+/// hidden and head are 0 everywhere (bytes of zeros) but for feature 0 of the last row and of the last class, whose
+/// logit is 12. It is the target of that row; that of all others is class 0.
 TEST_F(SlowLinearCrossEntropyOnGpu, LogitsBeyondTheRangeOfInt32AreComputedInBlocks) {
   constexpr std::int64_t kRows = 12288, kClasses = 262144, kFeatures = 64;  // 3.2e9 logits
   constexpr std::uint16_t kOne = 0x3f80, kTwelve = 0x4140;                  // in bfloat16
   constexpr double kWithin = 2e-6;                                          // of float32
   constexpr std::int64_t kBytes = std::int64_t{4} << 30;
   if (runtime::free_memory_bytes(kCuda) < kBytes) GTEST_SKIP() << "needs " << (kBytes >> 20) << " MiB";
-  const Memory x(kCuda, kRows * kFeatures * 2), weight(kCuda, kClasses * kFeatures * 2);
-  const Memory grad_x(kCuda, kRows * kFeatures * 2), grad_weight(kCuda, kClasses * kFeatures * 4);
+  const Memory hidden(kCuda, kRows * kFeatures * 2), head(kCuda, kClasses * kFeatures * 2);
+  const Memory grad_hidden(kCuda, kRows * kFeatures * 2), grad_head(kCuda, kClasses * kFeatures * 4);
   const Memory grad_bias(kCuda, kClasses * 4), targets(kCuda, kRows * 8), argmax(kCuda, kRows * 8);
   const Memory loss(kCuda, kRows * 4), lse(kCuda, kRows * 4), grad_loss(kCuda, kRows * 4);
-  runtime::fill_bytes(kCuda, x.data(), 0, kRows * kFeatures * 2);
-  runtime::fill_bytes(kCuda, weight.data(), 0, kClasses * kFeatures * 2);
+  runtime::fill_bytes(kCuda, hidden.data(), 0, kRows * kFeatures * 2);
+  runtime::fill_bytes(kCuda, head.data(), 0, kClasses * kFeatures * 2);
   const auto set = [](const Memory& memory, std::int64_t element, std::uint16_t bits) {
     runtime::copy(static_cast<std::uint16_t*>(memory.data()) + element, kCuda, &bits, kCpu, 2);
   };
-  set(x, (kRows - 1) * kFeatures, kOne);
-  set(weight, (kClasses - 1) * kFeatures, kTwelve);
+  set(hidden, (kRows - 1) * kFeatures, kOne);
+  set(head, (kClasses - 1) * kFeatures, kTwelve);
   std::vector<std::int64_t> classes(kRows, 0);
   classes.back() = kClasses - 1;
   targets.write(classes);
   grad_loss.write(std::vector<float>(kRows, 1.0f));
 
-  const LinearCrossEntropyForwardArgs forward{.inputs = {.x = x.view(DType::bfloat16, {kRows, kFeatures}),
-                                                         .weight = weight.view(DType::bfloat16, {kClasses, kFeatures}),
+  const LinearCrossEntropyForwardArgs forward{.inputs = {.hidden = hidden.view(DType::bfloat16, {kRows, kFeatures}),
+                                                         .head = head.view(DType::bfloat16, {kClasses, kFeatures}),
                                                          .targets = targets.view(DType::int64, {kRows}),
                                                          .options = {.reduction = Reduction::none}},
                                               .outputs = {.loss = loss.view(DType::float32, {kRows}),
                                                           .lse = lse.view(DType::float32, {kRows}),
                                                           .argmax = argmax.view(DType::int64, {kRows})}};
-  const LinearCrossEntropyGradients gradients{.grad_x = grad_x.view(DType::bfloat16, {kRows, kFeatures}),
-                                              .grad_weight = grad_weight.view(DType::float32, {kClasses, kFeatures}),
+  const LinearCrossEntropyGradients gradients{.grad_hidden = grad_hidden.view(DType::bfloat16, {kRows, kFeatures}),
+                                              .grad_head = grad_head.view(DType::float32, {kClasses, kFeatures}),
                                               .grad_bias = grad_bias.view(DType::float32, {kClasses})};
   const double plain_lse = std::log(static_cast<double>(kClasses));
   const double last_lse = std::log(static_cast<double>(kClasses - 1) + std::exp(12.0));
@@ -65,9 +65,9 @@ TEST_F(SlowLinearCrossEntropyOnGpu, LogitsBeyondTheRangeOfInt32AreComputedInBloc
     EXPECT_NEAR(of_bias[0], rows * (probability - 1.0), rows / 512.0);
     EXPECT_NEAR(of_bias[kClasses - 2], rows * probability, rows * probability / 256.0);
     EXPECT_NEAR(of_bias[kClasses - 1], rows * probability + of_last - 1.0, 2e-3);
-    const std::vector<float> of_weight = grad_weight.read<float>(kClasses * kFeatures);
-    EXPECT_NEAR(of_weight[static_cast<std::size_t>((kClasses - 1) * kFeatures)], of_last - 1.0, 2e-3);
-    EXPECT_EQ(of_weight[static_cast<std::size_t>((kClasses - 1) * kFeatures + 1)], 0.0f);
+    const std::vector<float> of_head = grad_head.read<float>(kClasses * kFeatures);
+    EXPECT_NEAR(of_head[static_cast<std::size_t>((kClasses - 1) * kFeatures)], of_last - 1.0, 2e-3);
+    EXPECT_EQ(of_head[static_cast<std::size_t>((kClasses - 1) * kFeatures + 1)], 0.0f);
   };
   linear_cross_entropy_forward_backward(
       {.forward = forward, .grad_loss = grad_loss.view(DType::float32, {kRows}), .gradients = gradients});

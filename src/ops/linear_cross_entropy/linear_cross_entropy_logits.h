@@ -21,7 +21,7 @@ class LinearCrossEntropyOfLogits final : public LinearCrossEntropyChunks {
     multiply_logits(first, rows, 0, classes);
     CrossEntropyForwardArgs loss{.logits = logits_view(rows, classes),
                                  .targets = targets_at(first, rows, 0, classes),
-                                 .weight = class_weight_at(0, classes),
+                                 .class_weight = class_weight_at(0, classes),
                                  .row_weight = numbers_at(row_weight_, first, rows),
                                  .options = row_options(),
                                  .skips_ignored = true};
@@ -42,7 +42,7 @@ class LinearCrossEntropyOfLogits final : public LinearCrossEntropyChunks {
                             .grad_entropy = numbers_at(grad_entropy_, first, rows),
                             .logits = logits_view(rows, classes),
                             .targets = targets_at(first, rows, first_class, classes),
-                            .weight = class_weight_at(first_class, classes),
+                            .class_weight = class_weight_at(first_class, classes),
                             .row_weight = numbers_at(row_weight_, first, rows),
                             .options = row_options(),
                             .lse = lse_at(first, rows),
@@ -64,7 +64,7 @@ class LinearCrossEntropyOfLogits final : public LinearCrossEntropyChunks {
       cross_entropy_shard_forward(
           {.logits = logits_view(rows, classes),
            .targets = targets_at(first, rows, first_class, classes),
-           .weight = class_weight_at(first_class, classes),
+           .class_weight = class_weight_at(first_class, classes),
            .options = row_options(),
            .first_class = first_class,
            .classes = problem_.classes,
@@ -83,7 +83,7 @@ class LinearCrossEntropyOfLogits final : public LinearCrossEntropyChunks {
     cross_entropy_shard_forward(
         {.logits = logits_view(rows, classes),
          .targets = targets_at(first, rows, 0, classes),
-         .weight = class_weight_at(0, classes),
+         .class_weight = class_weight_at(0, classes),
          .options = row_options(),
          .first_class = shard.first_class,
          .classes = shard.classes,
@@ -102,15 +102,15 @@ class LinearCrossEntropyOfLogits final : public LinearCrossEntropyChunks {
     if (memory_.soft_targets != nullptr) {
       steps_.gather_soft_targets(first, rows, first_class, classes, logits_stride(classes));
     }
-    GemmMatrix weight = weight_at(first_class);
-    weight.is_transposed = !weight.is_transposed;
+    GemmMatrix head = head_at(first_class);
+    head.is_transposed = !head.is_transposed;
     const TensorView bias = numbers_at(memory_.bias, first_class, classes);
     steps_.product({.m = rows,
                     .n = classes,
                     .k = problem_.features(),
                     .dtype = problem_.dtype,
-                    .a = x_at(first),
-                    .b = weight,
+                    .a = hidden_at(first),
+                    .b = head,
                     .c_dtype = problem_.accumulator(),
                     .c = memory_.logits,
                     .c_stride = logits_stride(classes),

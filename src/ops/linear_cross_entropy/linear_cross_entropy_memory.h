@@ -29,7 +29,7 @@ struct FusedMemory {
   float* target_gradient;
   std::int32_t* first_of_class;  ///< [classes], 0 before the targets are known: rows left from its first one on
   std::int32_t* has_more_rows;   ///< [rows], of the first row of a class: 1 where later rows have that class too
-  void* scaled_x;                ///< where grad_x has been before
+  void* scaled_hidden;           ///< where grad_hidden has been before
 };
 
 /// How many logits of a row are computed before the others, at equal distances, to guess the largest.
@@ -55,9 +55,9 @@ struct LinearCrossEntropyMemory {
   double* grad_bias;  ///< sums of any number of rows
 
   // For a block.
-  void* x;             ///< gathered rows
+  void* hidden;        ///< gathered rows
   void* soft_targets;  ///< likewise
-  void* grad_x;        ///< the same, to be scattered; accumulators where that is not all of them
+  void* grad_hidden;   ///< the same, to be scattered; accumulators where that is not all of them
   void* logits;        ///< accumulators, and over them their gradient
   void* statistics;    ///< of each block of classes of a forward, of each row: cross_entropy.h
   Workspace loss;      ///< of the calls of cross_entropy
@@ -89,10 +89,10 @@ EAVES_HOST_DEVICE void put_scale(double given, A* numbers) {
 /// Distance between rows of logits: whole cache lines, of 16 bits half ones.
 inline std::int64_t logits_stride(std::int64_t classes) { return ceil_divide(classes, 32) * 32; }
 
-/// Is grad_x of a block summed in accumulators, to be rounded at the end? Where it is a sum of several products.
-inline bool is_grad_x_wide(const LinearCrossEntropyShape& shape, const LinearCrossEntropyBlock& block) {
+/// Is grad_hidden of a block summed in accumulators, to be rounded at the end? Where it is a sum of several products.
+inline bool is_grad_hidden_wide(const LinearCrossEntropyShape& shape, const LinearCrossEntropyBlock& block) {
   const bool is_on_gpu = shape.device.type == DeviceType::cuda;
-  const bool is_cut = is_sum_of_two_products(shape.dtype, shape.classes) && shape.has_weight_vectors;
+  const bool is_cut = is_sum_of_two_products(shape.dtype, shape.classes) && shape.has_head_vectors;
   return shape.has_exps() || block.classes < shape.classes || (is_on_gpu && is_cut);
 }
 
@@ -138,12 +138,12 @@ inline std::size_t lay_out(const LinearCrossEntropyShape& shape, const LinearCro
   memory.grad_bias = static_cast<double*>(take(shape.has_grad_bias, shape.classes, sizeof(double)));
 
   const bool has_exps = shape.has_exps();
-  const bool is_wide = is_grad_x_wide(shape, block);
-  memory.x = take(gathers, block.rows * shape.features, element);
+  const bool is_wide = is_grad_hidden_wide(shape, block);
+  memory.hidden = take(gathers, block.rows * shape.features, element);
   memory.soft_targets =
       take(shape.gathers_soft_targets(), block.rows * logits_stride(block.classes), size_of(shape.targets_dtype));
-  memory.grad_x = take(shape.has_grad_x && (gathers || is_wide), block.rows * shape.features,
-                       is_wide || shape.grad_x_dtype == shape.accumulator() ? number : element);
+  memory.grad_hidden = take(shape.has_grad_hidden && (gathers || is_wide), block.rows * shape.features,
+                            is_wide || shape.grad_hidden_dtype == shape.accumulator() ? number : element);
   std::int64_t logits_of_row = logits_stride(block.classes);
   // In the forward samples alone, in float32.
   if (shape.mode == LinearCrossEntropyMode::forward && shape.is_fused) {
@@ -168,12 +168,13 @@ inline std::size_t lay_out(const LinearCrossEntropyShape& shape, const LinearCro
     fused.slope = take_floats(is_backward, block.rows);
     fused.row_factor = take_floats(has_exps, block.rows);
     fused.target_gradient = take_floats(has_exps, block.rows);
-    const bool adds_targets = has_exps && (shape.has_grad_weight || shape.has_grad_bias);
+    const bool adds_targets = has_exps && (shape.has_grad_head || shape.has_grad_bias);
     fused.first_of_class = static_cast<std::int32_t*>(take(adds_targets, shape.classes, sizeof(std::int32_t)));
     fused.has_more_rows = static_cast<std::int32_t*>(take(adds_targets, block.rows, sizeof(std::int32_t)));
-    const bool scales_x = has_exps && shape.has_grad_weight;
-    fused.scaled_x =
-        scales_x && shape.has_grad_x ? memory.grad_x : take(scales_x, block.rows * shape.features, element);
+    const bool scales_hidden = has_exps && shape.has_grad_head;
+    fused.scaled_hidden = scales_hidden && shape.has_grad_hidden
+                              ? memory.grad_hidden
+                              : take(scales_hidden, block.rows * shape.features, element);
   }
   const bool has_fused_statistics = shape.is_fused && !shape.is_shard;
   memory.statistics = take(!is_backward && (has_fused_statistics || block.classes < shape.classes),

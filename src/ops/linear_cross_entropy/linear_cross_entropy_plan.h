@@ -31,7 +31,7 @@ inline LinearCrossEntropyBlock least_block(const LinearCrossEntropyShape& shape)
 
 /// Chunks, where there are several, have a multiple of so many rows: whole tiles, and clusters of tiles on the
 /// fused path. Of few rows tiles alone: half a cluster for nothing costs less than more passes over
-/// grad_weight.
+/// grad_head.
 inline std::int64_t row_tile_of(const LinearCrossEntropyShape& shape, std::int64_t rows) {
   const bool is_of_clusters = shape.is_fused && rows >= 2 * cuda::kExpProductClusterRows;
   return is_of_clusters ? cuda::kExpProductClusterRows : policy_of(shape.device).row_tile;
@@ -56,8 +56,8 @@ inline std::int64_t rows_within(const LinearCrossEntropyShape& shape, std::int64
 }
 
 /// What blocks of classes cost, in seconds: products, whose last wave of tiles may be nearly empty; their factors, the
-/// weight again for each chunk of rows and x for each block of classes; and passes over the sums of grad_x, for each
-/// block of classes, and over grad_weight, for each chunk of rows.
+/// head again for each chunk of rows and hidden for each block of classes; and passes over the sums of grad_hidden, for
+/// each block of classes, and over grad_head, for each chunk of rows.
 inline double seconds_of(const LinearCrossEntropyShape& shape, const LinearCrossEntropyBlock& block) {
   const LinearCrossEntropyPolicy& policy = policy_of(shape.device);
   const auto waste = [&](std::int64_t rows, std::int64_t columns) {
@@ -73,17 +73,17 @@ inline double seconds_of(const LinearCrossEntropyShape& shape, const LinearCross
   const std::int64_t blocks = ceil_divide(shape.classes, block.classes);
   const double of_product = 2.0 * all * features * classes / policy.operations_per_second;
   double products = waste(block.rows, block.classes);
-  const auto of_weight = classes * features * static_cast<double>(size_of(shape.dtype));
-  const auto of_x = all * features * static_cast<double>(size_of(shape.dtype));
-  double passes = static_cast<double>(chunks) * of_weight * (shape.has_grad_x ? 2.0 : 1.0) +
-                  static_cast<double>(blocks) * of_x * (shape.has_grad_weight ? 2.0 : 1.0);
-  if (shape.has_grad_x) {
+  const auto of_head = classes * features * static_cast<double>(size_of(shape.dtype));
+  const auto of_hidden = all * features * static_cast<double>(size_of(shape.dtype));
+  double passes = static_cast<double>(chunks) * of_head * (shape.has_grad_hidden ? 2.0 : 1.0) +
+                  static_cast<double>(blocks) * of_hidden * (shape.has_grad_head ? 2.0 : 1.0);
+  if (shape.has_grad_hidden) {
     products += waste(block.rows, shape.features);
     if (blocks > 1) passes += static_cast<double>(blocks) * all * features * read_and_written(shape.accumulator());
   }
-  if (shape.has_grad_weight) {
+  if (shape.has_grad_head) {
     products += waste(block.classes, shape.features);
-    passes += static_cast<double>(chunks - 1) * classes * features * read_and_written(shape.grad_weight_dtype);
+    passes += static_cast<double>(chunks - 1) * classes * features * read_and_written(shape.grad_head_dtype);
   }
   return of_product * products + passes / policy.bytes_per_second +
          static_cast<double>(chunks * blocks) * policy.seconds_per_block +
@@ -93,7 +93,7 @@ inline double seconds_of(const LinearCrossEntropyShape& shape, const LinearCross
 /// The most classes, with so many rows, whose workspace is within `limit`; 0 where not even one is. In the forward all
 /// or whole tiles.
 inline std::int64_t classes_within(const LinearCrossEntropyShape& shape, std::int64_t rows, std::size_t limit) {
-  // All may fit where a few less do not: they need no sums of grad_x.
+  // All may fit where a few less do not: they need no sums of grad_hidden.
   if (workspace_bytes(shape, {rows, shape.classes}) <= limit) return shape.classes;
   std::int64_t step = 1;
   std::int64_t low = 0;
@@ -162,7 +162,7 @@ inline std::size_t limit_without_workspace(const LinearCrossEntropyShape& shape)
     // loss alone too: a shard has its classes at once.)
     LinearCrossEntropyShape whole = shape;
     whole.classes = shape.all_classes;
-    whole.has_grad_x = false;
+    whole.has_grad_hidden = false;
     const std::int64_t of_whole = rows_within(whole, whole.classes, limit_without_workspace(whole));
     return workspace_bytes(shape, {of_whole, shape.classes});
   }

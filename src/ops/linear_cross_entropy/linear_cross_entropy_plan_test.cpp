@@ -26,14 +26,14 @@ LinearCrossEntropyShape shape_of(Mode mode, const Sizes& sizes, DType dtype, Dev
   LinearCrossEntropyShape shape;
   shape.mode = mode;
   shape.device = device;
-  shape.dtype = shape.grad_x_dtype = shape.grad_weight_dtype = dtype;
+  shape.dtype = shape.grad_hidden_dtype = shape.grad_head_dtype = dtype;
   shape.rows = sizes.rows;
   shape.features = sizes.features;
   shape.classes = shape.all_classes = shape.most_classes = sizes.classes;
   shape.is_reduced = true;
   shape.skips_ignored = gathers;
   shape.has_lse = true;
-  shape.has_grad_x = shape.has_grad_weight = mode != Mode::forward;
+  shape.has_grad_hidden = shape.has_grad_head = mode != Mode::forward;
   return shape;
 }
 
@@ -143,7 +143,7 @@ TEST(LinearCrossEntropyPlan, MoreClassesThanFloat32CountsAreNotCutWhereTheArgmax
 }
 
 TEST(LinearCrossEntropyPlan, ManyRowsAreCutBeforeBlocksOfClassesBecomeThin) {
-  // More chunks than are tried one by one: rows of a million tokens, with their x and the sums of its gradient.
+  // More chunks than are tried one by one: rows of a million tokens, with their hidden and the sums of its gradient.
   const LinearCrossEntropyShape shape =
       shape_of(Mode::backward, {std::int64_t{1} << 20, 4096, 131072}, DType::bfloat16, kCuda, true);
   EXPECT_GE(plan_block(shape, std::size_t{160} << 20).classes, policy_of(shape.device).class_tile);
@@ -184,8 +184,8 @@ TEST(LinearCrossEntropyPlan, PartsOfTheWorkspaceAreAlignedAndDoNotOverlap) {
     std::vector<char*> parts;
     for (void* part : {static_cast<void*>(memory.row_indices), static_cast<void*>(memory.targets), memory.grad_loss,
                        memory.per_row.loss, memory.per_row.lse.data, memory.numbers, memory.bias, memory.class_weight,
-                       static_cast<void*>(memory.grad_bias), memory.x, memory.grad_x, memory.logits, memory.loss.data,
-                       memory.product.data}) {
+                       static_cast<void*>(memory.grad_bias), memory.hidden, memory.grad_hidden, memory.logits,
+                       memory.loss.data, memory.product.data}) {
       if (part != nullptr) parts.push_back(static_cast<char*>(part));
     }
     std::sort(parts.begin(), parts.end());
@@ -224,11 +224,11 @@ TEST(LinearCrossEntropyAlgorithm, FollowsFromSizesTypesOutputsAndTheLimit) {
        changed(on_cpu, [](Args& args) { args.dtype = DType::float64, args.has_soft_targets = true; }), true},
       {"float16", changed(on_cpu, [](Args& args) { args.dtype = DType::float16; }), false},
       {"a loss per row", changed(on_cpu, [](Args& args) { args.reduction = Reduction::none; }), false},
-      {"a loss per row, with grad_x alone",
-       changed(on_cpu, [](Args& args) { args.reduction = Reduction::none, args.has_grad_x_alone = true; }), true},
+      {"a loss per row, with grad_hidden alone",
+       changed(on_cpu, [](Args& args) { args.reduction = Reduction::none, args.has_grad_hidden_alone = true; }), true},
       {"a sum", changed(on_cpu, [](Args& args) { args.reduction = Reduction::sum; }), true},
       {"lse gets a gradient", changed(on_cpu, [](Args& args) { args.has_output_gradients = true; }), false},
-      {"grad_weight is added", changed(on_cpu, [](Args& args) { args.accumulates = true; }), false},
+      {"grad_head is added", changed(on_cpu, [](Args& args) { args.accumulates = true; }), false},
       {"a shard", changed(on_cpu, [](Args& args) { args.is_shard = true; }), true},
       {"a shard with a limit, which has room",
        changed(on_cpu, [](Args& args) { args.is_shard = true, args.workspace_limit = 64 * kMebibyte; }), false},
@@ -239,7 +239,7 @@ TEST(LinearCrossEntropyAlgorithm, FollowsFromSizesTypesOutputsAndTheLimit) {
       {"a limit with room for 384 rows: 147 MiB of logits",
        changed(on_gpu, [](Args& args) { args.workspace_limit = 200 * kMebibyte; }), true},
       {"a limit without: on the fused path half as many bytes",
-       changed(on_gpu, [](Args& args) { args.workspace_limit = 100 * kMebibyte, args.is_weight_transposed = true; }),
+       changed(on_gpu, [](Args& args) { args.workspace_limit = 100 * kMebibyte, args.is_head_transposed = true; }),
        false},
       {"all rows are fewer than 384",
        changed(on_gpu, [](Args& args) { args.workspace_limit = 100 * kMebibyte, args.rows = 100; }), true},
@@ -255,11 +255,11 @@ TEST(LinearCrossEntropyAlgorithm, FollowsFromSizesTypesOutputsAndTheLimit) {
 TEST(LinearCrossEntropyAlgorithm, IsNotChosenForSizesAndTypesThatNoCallHas) {
   const std::string expected = ", expected at least one of each in a floating-point type";
   expect_message([] { linear_cross_entropy_algorithm({.features = 0}); },
-                 "linear_cross_entropy_algorithm: x has 0 features in float32 for 1 classes" + expected);
+                 "linear_cross_entropy_algorithm: hidden has 0 features in float32 for 1 classes" + expected);
   expect_message([] { linear_cross_entropy_algorithm({.classes = 0}); },
-                 "linear_cross_entropy_algorithm: x has 1 features in float32 for 0 classes" + expected);
+                 "linear_cross_entropy_algorithm: hidden has 1 features in float32 for 0 classes" + expected);
   expect_message([] { linear_cross_entropy_algorithm({.dtype = DType::int64}); },
-                 "linear_cross_entropy_algorithm: x has 1 features in int64 for 1 classes" + expected);
+                 "linear_cross_entropy_algorithm: hidden has 1 features in int64 for 1 classes" + expected);
 }
 
 }  // namespace

@@ -36,40 +36,40 @@ TypedNumbers numbers_of(const TensorView& view) {
 /// An optional tensor with a number for each class, contiguous.
 TypedNumbers check_per_class(LossArguments& arguments, const Argument& argument, std::int64_t classes, DType dtype) {
   if (!check::is_given(argument)) return {};
-  check::is_on(argument, arguments.device, "x");
-  check::has_shape(argument, {classes}, "one per class of weight");
-  check::has_dtype(argument, {dtype, DType::float32}, "that of x, or float32");
+  check::is_on(argument, arguments.device, "hidden");
+  check::has_shape(argument, {classes}, "one per class of `head`");
+  check::has_dtype(argument, {dtype, DType::float32}, "that of `hidden`, or float32");
   check::is_contiguous(argument);
   arguments.take_input(argument);
   return numbers_of(argument.view);
 }
 
 /// A matrix with unit stride along one of its axes.
-GemmMatrix check_weight(const Argument& weight, DType dtype, Device device, std::int64_t features, bool is_shard) {
-  check::is_valid(weight);
-  check::is_on(weight, device, "x");
-  check::has_dtype(weight, {dtype}, "that of x (a product of two types would round one of them: convert it)");
-  const Dims& shape = weight.view.shape;
+GemmMatrix check_head(const Argument& head, DType dtype, Device device, std::int64_t features, bool is_shard) {
+  check::is_valid(head);
+  check::is_on(head, device, "hidden");
+  check::has_dtype(head, {dtype}, "that of `hidden` (a product of two types would round one of them: convert it)");
+  const Dims& shape = head.view.shape;
   if (shape.size() != 2 || shape[1] != features) {
-    check::has_shape(weight, {shape.size() == 2 ? shape[0] : 1, features}, "[classes, features of x]");
+    check::has_shape(head, {shape.size() == 2 ? shape[0] : 1, features}, "[classes, features of `hidden`]");
   }
-  if (shape[0] == 0 && !is_shard) check::fail(weight, "has no classes, expected at least one");
-  const Dims& strides = weight.view.strides;
+  if (shape[0] == 0 && !is_shard) check::fail(head, "has no classes, expected at least one");
+  const Dims& strides = head.view.strides;
   // An axis of one may have any stride.
   const bool is_row_major = (strides[1] == 1 || features == 1) && (strides[0] >= features || shape[0] == 1);
   const bool is_column_major = (strides[0] == 1 || shape[0] == 1) && (strides[1] >= shape[0] || features == 1);
-  if (is_row_major) return {weight.view.data, shape[0] == 1 ? features : strides[0], false};
-  if (is_column_major) return {weight.view.data, features == 1 ? shape[0] : strides[1], true};
-  check::fail(weight, "has strides " + check::to_string(strides) +
-                          ", expected unit stride along one axis and at least the other's size along the other");
+  if (is_row_major) return {head.view.data, shape[0] == 1 ? features : strides[0], false};
+  if (is_column_major) return {head.view.data, features == 1 ? shape[0] : strides[1], true};
+  check::fail(head, "has strides " + check::to_string(strides) +
+                        ", expected unit stride along one axis and at least the other's size along the other");
 }
 
 /// Distance between the rows of soft targets.
 std::int64_t check_soft_targets(const Argument& targets, const Dims& row_shape, std::int64_t classes, DType result) {
   Dims expected = row_shape;
   expected.push_back(classes);
-  check::has_dtype(targets, {result, DType::float32}, "soft targets: float32, or float64 where x is float64");
-  check::has_shape(targets, expected, "soft targets: one distribution per row of x");
+  check::has_dtype(targets, {result, DType::float32}, "soft targets: float32, or float64 where `hidden` is float64");
+  check::has_shape(targets, expected, "soft targets: one distribution per row of `hidden`");
   AxisSet axes;
   axes.contains[row_shape.size()] = true;
   const Dims& strides = targets.view.strides;
@@ -85,39 +85,42 @@ std::int64_t check_soft_targets(const Argument& targets, const Dims& row_shape, 
   return view.rows.rank == 0 ? classes : view.rows.strides[0][0];
 }
 
-/// All that the calls have in common. `grad_x` and `grad_loss` are absent in the forward.
-Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& args, const TensorView& grad_x,
+/// All that the calls have in common. `grad_hidden` and `grad_loss` are absent in the forward.
+Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& args, const TensorView& grad_hidden,
                      const TensorView& grad_loss, const LinearCrossEntropyShard& shard = {}) {
-  const Argument x{op, "x", args.x};
+  const Argument hidden{op, "hidden", args.hidden};
   const Argument targets{op, "targets", args.targets};
-  check::is_valid(x);
-  check::has_dtype(x, {DType::float32, DType::float64, DType::float16, DType::bfloat16},
+  check::is_valid(hidden);
+  check::has_dtype(hidden, {DType::float32, DType::float64, DType::float16, DType::bfloat16},
                    "integers are multiplied with nothing");
-  const int rank = args.x.shape.size();
-  if (rank == 0) check::fail(x, "has no axis, expected [..., features]");
-  const std::int64_t features = args.x.shape[rank - 1];
-  if (features == 0) check::fail(x, "has shape " + check::to_string(args.x.shape) + ", expected at least one feature");
+  const int rank = args.hidden.shape.size();
+  if (rank == 0) check::fail(hidden, "has no axis, expected [..., features]");
+  const std::int64_t features = args.hidden.shape[rank - 1];
+  if (features == 0)
+    check::fail(hidden, "has shape " + check::to_string(args.hidden.shape) + ", expected at least one feature");
   const bool is_shard = shard.classes != 0;
-  const GemmMatrix weight = check_weight({op, "weight", args.weight}, args.x.dtype, args.x.device, features, is_shard);
-  const std::int64_t classes = args.weight.shape[0];
+  const GemmMatrix head =
+      check_head({op, "head", args.head}, args.hidden.dtype, args.hidden.device, features, is_shard);
+  const std::int64_t classes = args.head.shape[0];
   check::loss_options(op, args.options);
   if (is_shard && (shard.first_class < 0 || shard.classes < 0 || shard.first_class > shard.classes - classes)) {
-    throw InvalidArgument(std::string(op) + ": weight has the classes " + std::to_string(shard.first_class) + " to " +
-                          std::to_string(shard.first_class) + " + " + std::to_string(classes) +
-                          ", expected a part of " + std::to_string(shard.classes) + " classes");
+    check::fail(op, "head",
+                "has the classes " + std::to_string(shard.first_class) + " to " + std::to_string(shard.first_class) +
+                    " + " + std::to_string(classes) + ", expected a part of " + std::to_string(shard.classes) +
+                    " classes");
   }
 
   AxisSet axes;
   axes.contains[rank - 1] = true;
   LossArguments arguments{.op = op,
-                          .row_shape = reduced_shape(args.x.shape, axes, false),
-                          .result_dtype = accumulator_dtype(args.x.dtype),
-                          .device = args.x.device,
-                          .reference = "x"};
-  arguments.take_input(x);
-  arguments.take_input({op, "weight", args.weight});
+                          .row_shape = reduced_shape(args.hidden.shape, axes, false),
+                          .result_dtype = accumulator_dtype(args.hidden.dtype),
+                          .device = args.hidden.device,
+                          .reference = "hidden"};
+  arguments.take_input(hidden);
+  arguments.take_input({op, "head", args.head});
   check::is_valid(targets);
-  check::is_on(targets, args.x.device, "x");
+  check::is_on(targets, args.hidden.device, "hidden");
   std::int64_t soft_target_stride = 0;
   const bool is_soft = is_floating_point(args.targets.dtype);
   if (is_soft) {
@@ -125,46 +128,47 @@ Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& 
   } else {
     check::has_dtype(targets, {DType::int64, DType::int32}, "classes; or a floating-point type for soft targets");
     if (args.targets.shape != arguments.row_shape) {
-      check::has_shape(targets, arguments.row_shape, arguments.per_row_shape() + " " + check::to_string(args.x.shape));
+      check::has_shape(targets, arguments.row_shape,
+                       arguments.per_row_shape() + " " + check::to_string(args.hidden.shape));
     }
   }
   arguments.take_input(targets);
-  const TypedNumbers bias = check_per_class(arguments, {op, "bias", args.bias}, classes, args.x.dtype);
+  const TypedNumbers bias = check_per_class(arguments, {op, "bias", args.bias}, classes, args.hidden.dtype);
   const TypedNumbers class_weight =
-      check_per_class(arguments, {op, "class_weight", args.class_weight}, classes, args.x.dtype);
+      check_per_class(arguments, {op, "class_weight", args.class_weight}, classes, args.hidden.dtype);
   const void* row_weight = arguments.per_row({op, "row_weight", args.row_weight}, false);
   const bool has_row_gradients = grad_loss.is_present && args.options.reduction == Reduction::none;
   if (grad_loss.is_present || grad_loss.data != nullptr) {
-    arguments.has_loss_gradient({op, "grad_loss", grad_loss}, args.x.dtype, args.options.reduction);
+    arguments.has_loss_gradient({op, "grad_loss", grad_loss}, args.hidden.dtype, args.options.reduction);
     arguments.take_input({op, "grad_loss", grad_loss});
   }
-  if (grad_x.is_present) {
-    const Argument argument{op, "grad_x", grad_x};
+  if (grad_hidden.is_present) {
+    const Argument argument{op, "grad_hidden", grad_hidden};
     check::is_valid(argument);
-    check::is_on(argument, args.x.device, "x");
-    check::has_shape(argument, args.x.shape, "that of x");
-    if (is_shard && grad_x.dtype != args.x.dtype) {
-      check::has_dtype(argument, {arguments.result_dtype}, "that of x, or that of the loss");
+    check::is_on(argument, args.hidden.device, "hidden");
+    check::has_shape(argument, args.hidden.shape, "that of `hidden`");
+    if (is_shard && grad_hidden.dtype != args.hidden.dtype) {
+      check::has_dtype(argument, {arguments.result_dtype}, "that of `hidden`, or that of the loss");
     } else {
-      check::has_dtype(argument, {args.x.dtype}, "that of x");
+      check::has_dtype(argument, {args.hidden.dtype}, "that of `hidden`");
     }
   }
 
   const auto row_strides = [&](const TensorView& tensor) { return spread_strides(tensor.strides, rank, axes, false); };
   const LinearCrossEntropyView view =
-      make_row_view<2, 5>(args.x.shape, axes,
-                          {args.x.strides, grad_x.is_present ? grad_x.strides : args.x.strides,
+      make_row_view<2, 5>(args.hidden.shape, axes,
+                          {args.hidden.strides, grad_hidden.is_present ? grad_hidden.strides : args.hidden.strides,
                            is_soft ? zero_strides(rank) : row_strides(args.targets),
                            spread_strides(contiguous_strides(arguments.row_shape), rank, axes, false),
                            has_row_gradients ? row_strides(grad_loss) : zero_strides(rank)});
-  const bool is_cpu = args.x.device.type == DeviceType::cpu;
+  const bool is_cpu = args.hidden.device.type == DeviceType::cpu;
   return {.problem = {.mode = mode,
                       .op = op,
                       .view = view,
-                      .device = args.x.device,
-                      .dtype = args.x.dtype,
-                      .x = args.x.data,
-                      .weight = weight,
+                      .device = args.hidden.device,
+                      .dtype = args.hidden.dtype,
+                      .hidden = args.hidden.data,
+                      .head = head,
                       .classes = classes,
                       .bias = bias,
                       .targets = numbers_of(args.targets),
@@ -176,38 +180,38 @@ Checked check_inputs(Mode mode, const char* op, const LinearCrossEntropyInputs& 
                       .skips_ignored = is_cpu || args.skips_ignored,
                       .workspace_limit = args.workspace_limit,
                       .grad_loss = numbers_of(grad_loss),
-                      .grad_x = grad_x.is_present ? grad_x.data : nullptr,
-                      .grad_x_dtype = grad_x.is_present ? grad_x.dtype : args.x.dtype,
+                      .grad_hidden = grad_hidden.is_present ? grad_hidden.data : nullptr,
+                      .grad_hidden_dtype = grad_hidden.is_present ? grad_hidden.dtype : args.hidden.dtype,
                       .shard = is_shard ? &shard : nullptr},
           .arguments = std::move(arguments)};
 }
 
-void check_gradients(Checked& checked, const LinearCrossEntropyGradients& gradients, const TensorView& weight) {
+void check_gradients(Checked& checked, const LinearCrossEntropyGradients& gradients, const TensorView& head) {
   LinearCrossEntropyProblem& problem = checked.problem;
   LossArguments& arguments = checked.arguments;
-  const Argument grad_x{problem.op, "grad_x", gradients.grad_x};
-  const Argument grad_weight{problem.op, "grad_weight", gradients.grad_weight};
+  const Argument grad_hidden{problem.op, "grad_hidden", gradients.grad_hidden};
+  const Argument grad_head{problem.op, "grad_head", gradients.grad_head};
   const Argument grad_bias{problem.op, "grad_bias", gradients.grad_bias};
-  if (gradients.grad_x.is_present) arguments.take_output(grad_x);
-  if (check::is_given(grad_weight)) {
-    check::is_on(grad_weight, problem.device, "x");
-    check::has_shape(grad_weight, weight.shape, "that of weight");
-    check::has_dtype(grad_weight, {problem.dtype, problem.accumulator()}, "that of weight, or that of the loss");
-    const Dims& strides = gradients.grad_weight.strides;
+  if (gradients.grad_hidden.is_present) arguments.take_output(grad_hidden);
+  if (check::is_given(grad_head)) {
+    check::is_on(grad_head, problem.device, "hidden");
+    check::has_shape(grad_head, head.shape, "that of `head`");
+    check::has_dtype(grad_head, {problem.dtype, problem.accumulator()}, "that of `head`, or that of the loss");
+    const Dims& strides = gradients.grad_head.strides;
     const bool has_unit_stride = strides[1] == 1 || problem.features() == 1;
     if (!has_unit_stride || (strides[0] < problem.features() && problem.classes != 1)) {
-      check::fail(grad_weight, "has strides " + check::to_string(strides) +
-                                   ", expected features with unit stride, and classes at least as far apart");
+      check::fail(grad_head, "has strides " + check::to_string(strides) +
+                                 ", expected features with unit stride, and classes at least as far apart");
     }
-    arguments.take_output(grad_weight);
-    problem.grad_weight = gradients.grad_weight.data;
-    problem.grad_weight_dtype = gradients.grad_weight.dtype;
-    problem.grad_weight_stride = problem.classes == 1 ? problem.features() : strides[0];
+    arguments.take_output(grad_head);
+    problem.grad_head = gradients.grad_head.data;
+    problem.grad_head_dtype = gradients.grad_head.dtype;
+    problem.grad_head_stride = problem.classes == 1 ? problem.features() : strides[0];
   }
   if (check::is_given(grad_bias)) {
-    check::is_on(grad_bias, problem.device, "x");
-    check::has_shape(grad_bias, {problem.classes}, "one per class of weight");
-    check::has_dtype(grad_bias, {problem.dtype, problem.accumulator()}, "that of x, or that of the loss");
+    check::is_on(grad_bias, problem.device, "hidden");
+    check::has_shape(grad_bias, {problem.classes}, "one per class of `head`");
+    check::has_dtype(grad_bias, {problem.dtype, problem.accumulator()}, "that of `hidden`, or that of the loss");
     check::is_contiguous(grad_bias);
     arguments.take_output(grad_bias);
     problem.grad_bias = gradients.grad_bias.data;
@@ -234,7 +238,7 @@ void check_exchange(Checked& checked, const LinearCrossEntropyForwardBackwardArg
   std::int64_t elements = problem.rows() * kCrossEntropyStatistics;
   for (const Argument& argument : {statistics, gathered}) {
     check::is_valid(argument);
-    check::is_on(argument, problem.device, "x");
+    check::is_on(argument, problem.device, "hidden");
     check::has_dtype(argument, {problem.accumulator()}, "that of the loss");
     check::is_contiguous(argument);
     if (argument.view.element_count() < elements) {
@@ -244,7 +248,7 @@ void check_exchange(Checked& checked, const LinearCrossEntropyForwardBackwardArg
     checked.arguments.take_output(argument);
     elements *= args.shard.shards;
   }
-  if (args.shard.gather == nullptr) throw InvalidArgument(std::string(problem.op) + ": shard.gather is needed");
+  if (args.shard.gather == nullptr) check::fail(problem.op, "shard.gather", "is needed");
   const LinearCrossEntropyOutputs& outputs = args.forward.outputs;
   check::is_required({problem.op, "lse", outputs.lse}, "for the gradients of a shard");
   if (problem.class_weight.data != nullptr || problem.has_soft_targets()) {
@@ -269,10 +273,10 @@ LinearCrossEntropyProblem make_problem(const LinearCrossEntropyForwardArgs& args
 
 LinearCrossEntropyProblem make_problem(const LinearCrossEntropyForwardBackwardArgs& args) {
   const LinearCrossEntropyForwardArgs& forward = args.forward;
-  Checked checked = check_inputs(Mode::forward_backward, kForwardBackward, forward.inputs, args.gradients.grad_x,
+  Checked checked = check_inputs(Mode::forward_backward, kForwardBackward, forward.inputs, args.gradients.grad_hidden,
                                  args.grad_loss, args.shard);
   check_outputs(checked, forward.normalizer, forward.outputs);
-  check_gradients(checked, args.gradients, forward.inputs.weight);
+  check_gradients(checked, args.gradients, forward.inputs.head);
   if (checked.problem.shard != nullptr) {
     check_exchange(checked, args);
   } else if (!checked.problem.wants_gradients()) {
@@ -286,7 +290,7 @@ LinearCrossEntropyProblem make_problem(const LinearCrossEntropyBackwardArgs& arg
   const char* op = kBackward;
   const LinearCrossEntropyInputs& inputs = args.inputs;
   check::is_valid({op, "grad_loss", args.grad_loss});
-  Checked checked = check_inputs(Mode::backward, op, inputs, args.gradients.grad_x, args.grad_loss, args.shard);
+  Checked checked = check_inputs(Mode::backward, op, inputs, args.gradients.grad_hidden, args.grad_loss, args.shard);
   LinearCrossEntropyProblem& problem = checked.problem;
   LossArguments& arguments = checked.arguments;
   const Argument lse{op, "lse", args.lse};
@@ -294,13 +298,13 @@ LinearCrossEntropyProblem make_problem(const LinearCrossEntropyBackwardArgs& arg
   const Argument target_mass{op, "target_mass", args.target_mass};
   const Argument divisor{op, "divisor", args.divisor};
   check::is_required(lse, "as the forward wrote it");
-  if (args.grad_entropy.is_present) check::is_required(entropy, "as the forward wrote it (grad_entropy is given)");
+  if (args.grad_entropy.is_present) check::is_required(entropy, "as the forward wrote it (`grad_entropy` is given)");
   if (problem.has_soft_targets()) check::is_required(target_mass, "as the forward wrote it (targets are soft)");
   if (problem.class_weight.data != nullptr) {
-    check::is_required(target_mass, "as the forward wrote it (class_weight is given)");
+    check::is_required(target_mass, "as the forward wrote it (`class_weight` is given)");
   }
   if (problem.options.reduction == Reduction::mean) {
-    check::is_required(divisor, "as the forward wrote it (reduction is mean)");
+    check::is_required(divisor, "as the forward wrote it (`reduction` is mean)");
   }
   problem.grad_lse = arguments.per_row({op, "grad_lse", args.grad_lse}, false);
   problem.grad_entropy = arguments.per_row({op, "grad_entropy", args.grad_entropy}, false);
@@ -308,21 +312,19 @@ LinearCrossEntropyProblem make_problem(const LinearCrossEntropyBackwardArgs& arg
   problem.outputs.entropy = arguments.per_row(entropy, false);
   problem.outputs.target_mass = arguments.per_row(target_mass, false);
   problem.outputs.divisor = arguments.mean_scalar(divisor, problem.options.reduction, false);
-  check_gradients(checked, args.gradients, inputs.weight);
+  check_gradients(checked, args.gradients, inputs.head);
   problem.is_fused = suits_fused_path(problem);
   return problem;
 }
 
 LinearCrossEntropyProblem make_problem(const LinearCrossEntropyShardForwardArgs& args) {
-  if (args.shard.classes == 0) {
-    throw InvalidArgument(std::string(kShardForward) + ": shard.classes is 0, expected those of all shards");
-  }
+  if (args.shard.classes == 0) check::fail(kShardForward, "shard.classes", "is 0, expected those of all shards");
   Checked checked = check_inputs(Mode::forward, kShardForward, args.inputs, {}, {}, args.shard);
   const Argument statistics{kShardForward, "statistics", args.statistics};
   check::is_valid(statistics);
   Dims expected = checked.problem.row_shape;
   expected.push_back(kCrossEntropyStatistics);
-  check::has_shape(statistics, expected, "the statistics of each row of x");
+  check::has_shape(statistics, expected, "the statistics of each row of `hidden`");
   checked.arguments.has_result_dtype(statistics);
   check::is_contiguous(statistics);
   checked.arguments.take_output(statistics);

@@ -64,16 +64,16 @@ inline Matrix multiply(const Matrix& a, const Matrix& b) {
 /// The forward: each row of logits, and what cross_entropy says of it.
 struct LinearCrossEntropy {
   explicit LinearCrossEntropy(const LinearCrossEntropyInputs& inputs, const TensorView& normalizer = {})
-      : x(matrix_of(inputs.x)), weight(matrix_of(inputs.weight)), options(inputs.options) {
-    logits = multiply(x, transposed(weight));
+      : hidden(matrix_of(inputs.hidden)), head(matrix_of(inputs.head)), options(inputs.options) {
+    logits = multiply(hidden, transposed(head));
     for (std::int64_t i = 0; inputs.bias.is_present && i < logits.rows; ++i) {
       for (std::int64_t v = 0; v < logits.columns; ++v) logits.at(i, v) += element(inputs.bias, {v});
     }
-    Dims shape = inputs.x.shape;
+    Dims shape = inputs.hidden.shape;
     shape[shape.size() - 1] = logits.columns;
     const CrossEntropyForwardArgs loss{.logits = TensorView::contiguous(logits.values.data(), DType::float64, shape),
                                        .targets = inputs.targets,
-                                       .weight = inputs.class_weight,
+                                       .class_weight = inputs.class_weight,
                                        .row_weight = inputs.row_weight,
                                        .options = options};
     for (std::int64_t i = 0; i < logits.rows; ++i) {
@@ -87,8 +87,8 @@ struct LinearCrossEntropy {
     divisor = normalizer.is_present ? element(normalizer, 0) : static_cast<double>(sums.weight);
   }
 
-  Matrix x;
-  Matrix weight;
+  Matrix hidden;
+  Matrix head;
   CrossEntropyOptions options;
   Matrix logits{0, 0};
   std::vector<CrossEntropyRow> rows;

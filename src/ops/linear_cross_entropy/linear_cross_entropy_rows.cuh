@@ -58,13 +58,13 @@ struct FeatureRows {
 /// A block a row.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads)
-    gather_features(const __grid_constant__ FeatureRows rows, const T* x, T* to) {
+    gather_features(const __grid_constant__ FeatureRows rows, const T* hidden, T* to) {
   const std::int64_t features = rows.view.column_count;
   for (std::int64_t i = blockIdx.x; i < rows.count; i += gridDim.x) {
     const std::int64_t row = rows.row(i);
     T* into = to + i * features;
-    const T* from = x + rows.view.rows.offsets(row).of[kX];
-    const bool has_unit_stride = rows.view.columns.rank == 1 && rows.view.columns.strides[kX][0] == 1;
+    const T* from = hidden + rows.view.rows.offsets(row).of[kHidden];
+    const bool has_unit_stride = rows.view.columns.rank == 1 && rows.view.columns.strides[kHidden][0] == 1;
     const std::uint64_t addresses = reinterpret_cast<std::uint64_t>(from) | reinterpret_cast<std::uint64_t>(into) |
                                     static_cast<std::uint64_t>(features) * sizeof(T);
     if (has_unit_stride && addresses % 16 == 0) {
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kRowThreads)
         reinterpret_cast<uint4*>(into)[f] = reinterpret_cast<const uint4*>(from)[f];
       }
     } else {
-      for (std::int64_t f = threadIdx.x; f < features; f += kRowThreads) into[f] = from[rows.feature(kX, f)];
+      for (std::int64_t f = threadIdx.x; f < features; f += kRowThreads) into[f] = from[rows.feature(kHidden, f)];
     }
   }
 }
@@ -92,25 +92,25 @@ __global__ void __launch_bounds__(kRowThreads)
 /// A block a row. From S, T or its accumulator.
 template <typename S, typename T>
 __global__ void __launch_bounds__(kRowThreads)
-    scatter_features(const __grid_constant__ FeatureRows rows, const S* from, T* grad_x) {
+    scatter_features(const __grid_constant__ FeatureRows rows, const S* from, T* grad_hidden) {
   const std::int64_t features = rows.view.column_count;
   for (std::int64_t i = blockIdx.x; i < rows.count; i += gridDim.x) {
     const std::int64_t row = rows.row(i);
-    T* into = grad_x + rows.view.rows.offsets(row).of[kGradX];
+    T* into = grad_hidden + rows.view.rows.offsets(row).of[kGradHidden];
     for (std::int64_t f = threadIdx.x; f < features; f += kRowThreads) {
-      into[rows.feature(kGradX, f)] = round_to<T>(load_as_accumulator(from[i * features + f]));
+      into[rows.feature(kGradHidden, f)] = round_to<T>(load_as_accumulator(from[i * features + f]));
     }
   }
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads)
-    clear_uncounted(const __grid_constant__ Rows rows, FeatureRows features, T* grad_x) {
+    clear_uncounted(const __grid_constant__ Rows rows, FeatureRows features, T* grad_hidden) {
   for (std::int64_t row = blockIdx.x; row < rows.view.row_count; row += gridDim.x) {
     const auto at = rows.view.rows.offsets(row);
     if (rows.counts(at)) continue;
     for (std::int64_t f = threadIdx.x; f < rows.view.column_count; f += kRowThreads) {
-      grad_x[at.of[kGradX] + features.feature(kGradX, f)] = T{};
+      grad_hidden[at.of[kGradHidden] + features.feature(kGradHidden, f)] = T{};
     }
   }
 }

@@ -11,7 +11,7 @@
 
 namespace eaves {
 
-/// Rows of x (and of its gradient) that the products read as they are, in the order of the per-row tensors.
+/// Rows of hidden (and of its gradient) that the products read as they are, in the order of the per-row tensors.
 inline bool is_matrix(const LinearCrossEntropyView& view) {
   using namespace linear_cross_entropy_tensors;
   const auto& rows = view.rows;
@@ -19,18 +19,18 @@ inline bool is_matrix(const LinearCrossEntropyView& view) {
   if (rows.rank > 1 || columns.rank > 1) return false;
   const auto has_unit_stride = [&](int tensor) { return columns.rank == 0 || columns.strides[tensor][0] == 1; };
   const auto is_row_major = [&](int tensor) { return rows.rank == 0 || rows.strides[tensor][0] >= view.column_count; };
-  if (!has_unit_stride(kX) || !is_row_major(kX)) return false;
-  if (!has_unit_stride(kGradX) || !is_row_major(kGradX)) return false;
+  if (!has_unit_stride(kHidden) || !is_row_major(kHidden)) return false;
+  if (!has_unit_stride(kGradHidden) || !is_row_major(kGradHidden)) return false;
   return rows.rank == 0 || rows.strides[kPerRow][0] == 1;
 }
 
 struct LinearCrossEntropyShape {
   LinearCrossEntropyMode mode{};
   Device device;
-  DType dtype{};  ///< of x and weight
+  DType dtype{};  ///< of hidden and head
   DType targets_dtype = DType::int64;
-  DType grad_x_dtype{};
-  DType grad_weight_dtype{};
+  DType grad_hidden_dtype{};
+  DType grad_head_dtype{};
   std::int64_t rows = 0;
   std::int64_t features = 0;
   std::int64_t classes = 0;       ///< of this shard
@@ -42,7 +42,7 @@ struct LinearCrossEntropyShape {
   bool is_reduced = false;
   bool skips_ignored = false;
   bool is_matrix = true;
-  bool has_weight_vectors = true;  ///< rows of the weight start at multiples of kGemmVector elements
+  bool has_head_vectors = true;  ///< rows of the head start at multiples of kGemmVector elements
 
   // Which tensors the call has.
   bool has_bias = false;
@@ -51,8 +51,8 @@ struct LinearCrossEntropyShape {
   bool has_grad_loss = false;
   bool has_grad_lse = false;
   bool has_grad_entropy = false;
-  bool has_grad_x = false;
-  bool has_grad_weight = false;
+  bool has_grad_hidden = false;
+  bool has_grad_head = false;
   bool has_grad_bias = false;
   bool has_z_loss = false;
   bool has_argmax = false;
@@ -70,8 +70,8 @@ struct LinearCrossEntropyShape {
         device(of.device),
         dtype(of.dtype),
         targets_dtype(of.targets.dtype),
-        grad_x_dtype(of.grad_x_dtype),
-        grad_weight_dtype(of.grad_weight_dtype),
+        grad_hidden_dtype(of.grad_hidden_dtype),
+        grad_head_dtype(of.grad_head_dtype),
         rows(of.rows()),
         features(of.features()),
         classes(of.classes),
@@ -83,15 +83,15 @@ struct LinearCrossEntropyShape {
         is_reduced(of.is_reduced()),
         skips_ignored(of.skips_ignored),
         is_matrix(eaves::is_matrix(of.view)),
-        has_weight_vectors(of.weight.stride % kGemmVector == 0),
+        has_head_vectors(of.head.stride % kGemmVector == 0),
         has_bias(of.bias.data != nullptr),
         has_class_weight(of.class_weight.data != nullptr),
         has_row_weight(of.row_weight != nullptr),
         has_grad_loss(of.grad_loss.data != nullptr),
         has_grad_lse(of.grad_lse != nullptr),
         has_grad_entropy(of.grad_entropy != nullptr),
-        has_grad_x(of.grad_x != nullptr),
-        has_grad_weight(of.grad_weight != nullptr),
+        has_grad_hidden(of.grad_hidden != nullptr),
+        has_grad_head(of.grad_head != nullptr),
         has_grad_bias(of.grad_bias != nullptr),
         has_z_loss(of.outputs.z_loss != nullptr),
         has_argmax(of.outputs.argmax != nullptr),
@@ -105,7 +105,7 @@ struct LinearCrossEntropyShape {
   bool is_backward() const { return mode == LinearCrossEntropyMode::backward; }
   bool has_exps() const { return is_fused && mode == LinearCrossEntropyMode::forward_backward; }
   bool has_soft_targets() const { return is_floating_point(targets_dtype); }
-  bool wants_gradients() const { return has_grad_x || has_grad_weight || has_grad_bias; }
+  bool wants_gradients() const { return has_grad_hidden || has_grad_head || has_grad_bias; }
   DType accumulator() const { return accumulator_dtype(dtype); }
   /// Of the statistics between blocks of classes. The loss of a class that is almost certain is a part of a sum that
   /// float32 has no digits for.
@@ -131,8 +131,8 @@ struct LinearCrossEntropyShape {
   }
 
   /// The shape by which the calls of all shards are planned, whichever it is: that of the largest, with all tensors
-  /// that a call may have, because a shard may be frozen, or its x lie otherwise, and with logits in memory. Without
-  /// shards the shape itself.
+  /// that a call may have, because a shard may be frozen, or its hidden lie otherwise, and with logits in memory.
+  /// Without shards the shape itself.
   LinearCrossEntropyShape of_largest_shard() const {
     LinearCrossEntropyShape largest = *this;
     if (!is_shard) return largest;
@@ -143,8 +143,8 @@ struct LinearCrossEntropyShape {
     if (mode == LinearCrossEntropyMode::forward) return largest;
     largest.has_bias = largest.has_class_weight = largest.has_row_weight = true;
     largest.has_grad_loss = largest.has_grad_lse = largest.has_grad_entropy = true;
-    largest.has_grad_x = largest.has_grad_weight = largest.has_grad_bias = true;
-    largest.grad_x_dtype = largest.grad_weight_dtype = accumulator();
+    largest.has_grad_hidden = largest.has_grad_head = largest.has_grad_bias = true;
+    largest.grad_hidden_dtype = largest.grad_head_dtype = accumulator();
     if (!is_backward()) return largest;
     largest.has_lse = largest.has_split_lse = largest.has_entropy = largest.has_target_mass = true;
     return largest;

@@ -37,7 +37,7 @@ TensorView part_of(TensorView view, std::int64_t first, std::int64_t size, int a
 }
 
 LinearCrossEntropyInputs part_of(LinearCrossEntropyInputs inputs, std::int64_t first, std::int64_t size) {
-  inputs.weight = part_of(inputs.weight, first, size);
+  inputs.head = part_of(inputs.head, first, size);
   inputs.bias = part_of(inputs.bias, first, size);
   inputs.class_weight = part_of(inputs.class_weight, first, size);
   if (is_floating_point(inputs.targets.dtype)) {
@@ -117,7 +117,7 @@ class Shards {
          .normalizer = whole.normalizer,
          .options = case_.options,
          .classes = case_.classes,
-         .has_weight = whole.inputs.class_weight.is_present,
+         .has_class_weight = whole.inputs.class_weight.is_present,
          .has_soft_targets = run_.is_soft(),
          .skips_ignored = true,
          .loss = to.loss,
@@ -131,29 +131,29 @@ class Shards {
          .divisor = to.divisor});
   }
 
-  /// Of a shard, with a tensor for its part of grad_x.
+  /// Of a shard, with a tensor for its part of grad_hidden.
   LinearCrossEntropyGradients part_of_gradients(LinearCrossEntropyGradients gradients, std::int64_t first,
                                                 std::int64_t size) {
-    if (gradients.grad_x.is_present) {
+    if (gradients.grad_hidden.is_present) {
       // Not rounded before they are added.
-      parts_.push_back(std::make_unique<TestTensor>(case_.device, run_.result_dtype(), gradients.grad_x.shape));
+      parts_.push_back(std::make_unique<TestTensor>(case_.device, run_.result_dtype(), gradients.grad_hidden.shape));
       parts_.back()->fill([](std::int64_t) { return 0.0; });  // what a shard without classes leaves there
-      gradients.grad_x = parts_.back()->view();
+      gradients.grad_hidden = parts_.back()->view();
     }
-    gradients.grad_weight = part_of(gradients.grad_weight, first, size);
+    gradients.grad_head = part_of(gradients.grad_head, first, size);
     gradients.grad_bias = part_of(gradients.grad_bias, first, size);
     return gradients;
   }
 
   /// Their sum.
-  void add_parts(TestTensor& grad_x) {
+  void add_parts(TestTensor& grad_hidden) {
     runtime::synchronize(case_.device);
     for (auto& part : parts_) {
       part->download();
-      EXPECT_EQ(part->canary_damage(), "") << "around a shard's grad_x";
+      EXPECT_EQ(part->canary_damage(), "") << "around a shard's grad_hidden";
     }
     if (!parts_.empty()) {
-      grad_x.fill([&](std::int64_t i) {
+      grad_hidden.fill([&](std::int64_t i) {
         double sum = 0.0;
         for (auto& part : parts_) sum += part->get(i);
         return sum;
@@ -175,17 +175,17 @@ class Shards {
       LinearCrossEntropyBackwardArgs args = run_.backward_args();
       args.inputs = part_of(args.inputs, shard.first_class, size);
       args.gradients = part_of_gradients(args.gradients, shard.first_class, size);
-      shard.grad_x_is_complete = [&](std::int64_t first, std::int64_t rows) {
+      shard.grad_hidden_is_complete = [&](std::int64_t first, std::int64_t rows) {
         EXPECT_EQ(first, rows_told % rows_);
         rows_told += rows;
         chunks.emplace_back(first, rows);
       };
       args.shard = shard;
       linear_cross_entropy_backward(args);
-      if (args.gradients.grad_x.is_present) expect_chunks_of_all(chunks, index);
+      if (args.gradients.grad_hidden.is_present) expect_chunks_of_all(chunks, index);
     });
     EXPECT_EQ(rows_told, count_ * rows_);
-    add_parts(run_.gradients.x);
+    add_parts(run_.gradients.hidden);
   }
 
   void at_once() {
@@ -221,7 +221,7 @@ class Shards {
       expect_chunks_of_all(chunks, index);
       fused_shards_ += make_problem(args).is_fused ? 1 : 0;
     });
-    add_parts(run_.gradients_at_once.x);
+    add_parts(run_.gradients_at_once.hidden);
   }
 
   LinearCrossEntropyRun& run_;
@@ -376,7 +376,7 @@ TEST_P(LinearCrossEntropyShards, RefuseWhatIsNoShard) {
   const std::string op = "linear_cross_entropy_shard_forward: ";
   expect_message(forward({}), op + "shard.classes is 0, expected those of all shards");
   expect_message(forward({.first_class = 1, .classes = 120}),
-                 op + "weight has the classes 1 to 1 + 120, expected a part of 120 classes");
+                 op + "head has the classes 1 to 1 + 120, expected a part of 120 classes");
   const auto at_once = [&](const LinearCrossEntropyShard& shard) {
     return [&, shard] {
       LinearCrossEntropyForwardBackwardArgs args = run.at_once_args();

@@ -19,15 +19,15 @@ class LinearCrossEntropySteps {
   /// where they are there, and numbers. Returns how many rows are computed.
   virtual std::int64_t select_rows() = 0;
 
-  /// To memory.x.
-  virtual void gather_x(std::int64_t first, std::int64_t count) = 0;
+  /// To memory.hidden.
+  virtual void gather_hidden(std::int64_t first, std::int64_t count) = 0;
   /// To memory.soft_targets, of these rows and classes; `stride` is its distance between rows.
   virtual void gather_soft_targets(std::int64_t first, std::int64_t count, std::int64_t first_class,
                                    std::int64_t classes, std::int64_t stride) = 0;
-  /// From memory.grad_x, where it has this dtype.
-  virtual void scatter_grad_x(std::int64_t first, std::int64_t count, DType dtype) = 0;
-  /// grad_x of rows that are not computed becomes 0.
-  virtual void clear_grad_x() = 0;
+  /// From memory.grad_hidden, where it has this dtype.
+  virtual void scatter_grad_hidden(std::int64_t first, std::int64_t count, DType dtype) = 0;
+  /// grad_hidden of rows that are not computed becomes 0.
+  virtual void clear_grad_hidden() = 0;
 
   /// 0 for rows that do not count.
   virtual void gather_numbers(const void* from, void* to, std::int64_t count, bool is_split, bool gathers) = 0;
@@ -43,7 +43,7 @@ class LinearCrossEntropySteps {
                                  const void* scale, bool is_first, double* to) = 0;
   /// From memory.grad_bias.
   virtual void write_grad_bias() = 0;
-  /// grad_weight and grad_bias become 0.
+  /// grad_head and grad_bias become 0.
   virtual void clear_parameters() = 0;
   /// The losses of the rows that are computed.
   virtual void reduce_losses(const void* losses, void* to) = 0;

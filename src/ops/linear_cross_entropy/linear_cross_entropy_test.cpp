@@ -85,7 +85,7 @@ std::vector<LinearCrossEntropyCase> with_each_option(const LinearCrossEntropyCas
   add([](LinearCrossEntropyCase& c) { c.has_normalizer = true; });
   add([](LinearCrossEntropyCase& c) { c.options.ignore_index = 1; });
   add([](LinearCrossEntropyCase& c) { c.skips_ignored = true; });
-  add([](LinearCrossEntropyCase& c) { c.grad_weight_dtype = accumulator_dtype(c.dtype); });
+  add([](LinearCrossEntropyCase& c) { c.grad_head_dtype = accumulator_dtype(c.dtype); });
   add([](LinearCrossEntropyCase& c) { c.grad_bias_dtype = accumulator_dtype(c.dtype); });
   cases.push_back(all);
   return cases;
@@ -123,7 +123,7 @@ TEST_P(LinearCrossEntropy, ChunksOfEverySizeMatchTheOracle) {
         for (LinearCrossEntropyCase& test_case : of_every_kind(plain)) {
           check_linear_cross_entropy(test_case);
           test_case.skips_ignored = true;
-          test_case.grad_weight_dtype = DType::float32;
+          test_case.grad_head_dtype = DType::float32;
           if (dtype != DType::float64) check_linear_cross_entropy(test_case);
         }
       }
@@ -150,7 +150,7 @@ TEST_P(LinearCrossEntropy, EverySubsetOfGradientsMatchesTheOracle) {
     for (int subset = 0; subset < 8; ++subset) {
       for (const std::size_t limit : {0, 9000}) {
         LinearCrossEntropyCase plain = make_case(device(), dtype);
-        plain.wanted = {.x = (subset & 1) != 0, .weight = (subset & 2) != 0, .bias = (subset & 4) != 0};
+        plain.wanted = {.hidden = (subset & 1) != 0, .head = (subset & 2) != 0, .bias = (subset & 4) != 0};
         plain.workspace_limit = limit;
         for (LinearCrossEntropyCase& test_case : of_every_kind(plain)) check_linear_cross_entropy(test_case);
       }
@@ -160,7 +160,7 @@ TEST_P(LinearCrossEntropy, EverySubsetOfGradientsMatchesTheOracle) {
 
 TEST_P(LinearCrossEntropy, GradientsThatNobodyAsksForAreNotWritten) {
   LinearCrossEntropyCase test_case = make_case(device(), DType::float32);
-  test_case.wanted = {.x = false, .weight = false, .bias = false};
+  test_case.wanted = {.hidden = false, .head = false, .bias = false};
   LinearCrossEntropyRun run(test_case), untouched(test_case);
   run.run();
   for (std::size_t i = 0; i < run.gradients.all().size(); ++i) {
@@ -169,14 +169,14 @@ TEST_P(LinearCrossEntropy, GradientsThatNobodyAsksForAreNotWritten) {
   }
 }
 
-TEST_P(LinearCrossEntropy, LayoutsOfXMatchTheOracle) {
+TEST_P(LinearCrossEntropy, LayoutsOfHiddenMatchTheOracle) {
   struct Case {
     Dims row_shape;
     Placement placement;
     const char* reason;
     bool may_be_written = true;  ///< every element has its own place, so that the gradient may lie there
   };
-  // x has 16 features.
+  // hidden has 16 features.
   const Case cases[] = {
       {{}, {}, "one row"},
       {{23}, {}, "rows behind each other"},
@@ -202,13 +202,13 @@ TEST_P(LinearCrossEntropy, LayoutsOfXMatchTheOracle) {
           LinearCrossEntropyCase plain = make_case(device(), dtype, reduction);
           plain.row_shape = c.row_shape;
           plain.workspace_limit = limit;
-          plain.x_placement = c.placement;
+          plain.hidden_placement = c.placement;
           for (LinearCrossEntropyCase& test_case : of_every_kind(plain)) {
             check_linear_cross_entropy(test_case);
             if (!c.may_be_written) continue;
-            test_case.grad_x_placement = c.placement;
+            test_case.grad_hidden_placement = c.placement;
             check_linear_cross_entropy(test_case);
-            test_case.x_placement = {};
+            test_case.hidden_placement = {};
             check_linear_cross_entropy(test_case);
           }
         }
@@ -217,10 +217,10 @@ TEST_P(LinearCrossEntropy, LayoutsOfXMatchTheOracle) {
   }
 }
 
-TEST_P(LinearCrossEntropy, LayoutsOfTheWeightMatchTheOracle) {
+TEST_P(LinearCrossEntropy, LayoutsOfTheHeadMatchTheOracle) {
   // [24 classes, 16 features]
   struct Case {
-    Placement weight;
+    Placement head;
     Placement gradient;
     const char* reason;
   };
@@ -238,8 +238,8 @@ TEST_P(LinearCrossEntropy, LayoutsOfTheWeightMatchTheOracle) {
       for (const std::size_t limit : {0, 6000}) {
         LinearCrossEntropyCase plain = make_case(device(), dtype);
         plain.workspace_limit = limit;
-        plain.weight_placement = c.weight;
-        plain.grad_weight_placement = c.gradient;
+        plain.head_placement = c.head;
+        plain.grad_head_placement = c.gradient;
         for (const LinearCrossEntropyCase& test_case : of_every_kind(plain)) check_linear_cross_entropy(test_case);
       }
     }
@@ -266,13 +266,13 @@ TEST_P(LinearCrossEntropy, TargetsAreReadByTheirStrides) {
 TEST_P(LinearCrossEntropy, SoftTargetsAreReadByTheDistanceOfTheirRows) {
   for (const Placement& targets :
        {with_strides({144, 24, 1}), with_strides({180, 30, 1}, 1), with_strides({0, 0, 1}), contiguous_at(1)}) {
-    // The order of rows in x's memory is not that of their numbers.
-    for (const Placement& x : {Placement{}, with_strides({16, 64, 1}), with_strides({200, 16, 1})}) {
+    // The order of rows in hidden's memory is not that of their numbers.
+    for (const Placement& hidden : {Placement{}, with_strides({16, 64, 1}), with_strides({200, 16, 1})}) {
       for (const std::size_t limit : {0, 9000}) {
         LinearCrossEntropyCase test_case = with_soft_targets(make_case(device(), DType::float32, Reduction::none));
         test_case.row_shape = {4, 6};
         test_case.targets_placement = targets;
-        test_case.x_placement = x;
+        test_case.hidden_placement = hidden;
         test_case.workspace_limit = limit;
         check_linear_cross_entropy(test_case);
         test_case.class_weight_dtype = DType::float32;
@@ -313,7 +313,7 @@ TEST_P(LinearCrossEntropy, GradientsOfParametersAreAddedToWhatTheyHold) {
         for (const bool skips : {false, true}) {
           LinearCrossEntropyCase plain = make_case(device(), dtype, Reduction::sum);
           plain.accumulates = true;
-          plain.grad_weight_dtype = plain.grad_bias_dtype = gradient;
+          plain.grad_head_dtype = plain.grad_bias_dtype = gradient;
           plain.workspace_limit = limit;
           plain.skips_ignored = skips;
           for (const LinearCrossEntropyCase& test_case : of_every_kind(plain)) check_linear_cross_entropy(test_case);
@@ -375,10 +375,10 @@ TEST_P(LinearCrossEntropy, OutputsThatNobodyAsksForChangeNoOther) {
 
 TEST_P(LinearCrossEntropy, GradientsAreRescaledWhereTheUpstreamGradientIsKnownLater) {
   for (const DType dtype : floating_point_dtypes()) {
-    for (const Placement& grad_x : {Placement{}, with_strides({1, 23}), with_strides({20, 1})}) {
+    for (const Placement& grad_hidden : {Placement{}, with_strides({1, 23}), with_strides({20, 1})}) {
       LinearCrossEntropyCase test_case = make_case(device(), dtype);
-      test_case.grad_x_placement = grad_x;
-      test_case.grad_weight_placement = with_strides({19, 1});
+      test_case.grad_hidden_placement = grad_hidden;
+      test_case.grad_head_placement = with_strides({19, 1});
       test_case.grad_bias_dtype = accumulator_dtype(dtype);
       for (const double factor : {1.0, -1.7, 0.0}) {
         LinearCrossEntropyRun run(test_case), scaled(test_case);

@@ -49,8 +49,8 @@ class OnGpuWithFusedPath : public OnGpu {
 
 /// Which gradients are asked for.
 struct WantedGradients {
-  bool x = true;
-  bool weight = true;
+  bool hidden = true;
+  bool head = true;
   bool bias = true;
 };
 
@@ -76,17 +76,17 @@ struct LinearCrossEntropyCase {
   bool skips_ignored = false;
   bool accumulates = false;
   WantedGradients wanted = {};
-  std::optional<DType> grad_weight_dtype = {};  ///< that of weight unless given
-  std::optional<DType> grad_bias_dtype = {};    ///< likewise
-  std::size_t workspace_limit = 0;              ///< beside what a GPU's calls take whatever their chunks
-  Placement x_placement = {};
-  Placement weight_placement = {};
+  std::optional<DType> grad_head_dtype = {};  ///< that of head unless given
+  std::optional<DType> grad_bias_dtype = {};  ///< likewise
+  std::size_t workspace_limit = 0;            ///< beside what a GPU's calls take whatever their chunks
+  Placement hidden_placement = {};
+  Placement head_placement = {};
   Placement targets_placement = {};
   Placement grad_loss_placement = {};
-  Placement grad_x_placement = {};
-  Placement grad_weight_placement = {};
-  std::function<double(std::int64_t)> x = {};             ///< of element i, in row-major order; absent: normal
-  std::function<double(std::int64_t)> weight = {};        ///< likewise
+  Placement grad_hidden_placement = {};
+  Placement grad_head_placement = {};
+  std::function<double(std::int64_t)> hidden = {};        ///< of element i, in row-major order; absent: normal
+  std::function<double(std::int64_t)> head = {};          ///< likewise
   std::function<double(std::int64_t)> bias = {};          ///< likewise
   std::function<double(std::int64_t)> target = {};        ///< absent: any class, every fifth row ignored
   std::function<double(std::int64_t)> class_weight = {};  ///< absent: 0.25 to 1.75, and 0 for every seventh
@@ -102,16 +102,16 @@ inline std::size_t limit_of(const LinearCrossEntropyCase& c) {
 
 /// The gradients of one call.
 struct LinearCrossEntropyGradientTensors {
-  LinearCrossEntropyGradientTensors(const LinearCrossEntropyCase& c, const Dims& x_shape)
-      : x(c.device, c.dtype, x_shape, c.grad_x_placement),
-        weight(c.device, c.grad_weight_dtype.value_or(c.dtype), {c.classes, c.features}, c.grad_weight_placement),
+  LinearCrossEntropyGradientTensors(const LinearCrossEntropyCase& c, const Dims& hidden_shape)
+      : hidden(c.device, c.dtype, hidden_shape, c.grad_hidden_placement),
+        head(c.device, c.grad_head_dtype.value_or(c.dtype), {c.classes, c.features}, c.grad_head_placement),
         bias(c.device, c.grad_bias_dtype.value_or(c.dtype), {c.classes}) {}
 
   std::vector<std::pair<const char*, TestTensor*>> all() {
-    return {{"grad_x", &x}, {"grad_weight", &weight}, {"grad_bias", &bias}};
+    return {{"grad_hidden", &hidden}, {"grad_head", &head}, {"grad_bias", &bias}};
   }
 
-  TestTensor x, weight, bias;
+  TestTensor hidden, head, bias;
 };
 
 /// The buffers of one call of each kind: forward, backward, and both at once with results of its own.
@@ -121,8 +121,8 @@ class LinearCrossEntropyRun {
       : case_(test_case),
         results(case_.device, result_dtype(), case_.row_shape, reduction(), case_.has_split_lse),
         results_at_once(case_.device, result_dtype(), case_.row_shape, reduction(), case_.has_split_lse),
-        x(case_.device, case_.dtype, with_axis(case_.features), case_.x_placement),
-        weight(case_.device, case_.dtype, {case_.classes, case_.features}, case_.weight_placement),
+        hidden(case_.device, case_.dtype, with_axis(case_.features), case_.hidden_placement),
+        head(case_.device, case_.dtype, {case_.classes, case_.features}, case_.head_placement),
         bias(case_.device, case_.bias_dtype.value_or(DType::float32), {case_.classes}),
         targets(case_.device, case_.targets_dtype, is_soft() ? with_axis(case_.classes) : case_.row_shape,
                 case_.targets_placement),
@@ -136,8 +136,8 @@ class LinearCrossEntropyRun {
         gradients(case_, with_axis(case_.features)),
         gradients_at_once(case_, with_axis(case_.features)) {
     const double spread = case_.deviation / std::sqrt(static_cast<double>(case_.features));
-    x.fill(case_.x ? case_.x : noise(41));
-    weight.fill(case_.weight ? case_.weight : [=](std::int64_t i) { return spread * noise(42)(i); });
+    hidden.fill(case_.hidden ? case_.hidden : noise(41));
+    head.fill(case_.head ? case_.head : [=](std::int64_t i) { return spread * noise(42)(i); });
     bias.fill(case_.bias ? case_.bias : noise(43));
     targets.fill([this](std::int64_t i) { return target(i); });
     class_weight.fill(
@@ -192,11 +192,11 @@ class LinearCrossEntropyRun {
   void restore() {
     if (!case_.accumulates) return;
     for (LinearCrossEntropyGradientTensors* of : {&gradients, &gradients_at_once}) {
-      of->weight.fill([](std::int64_t i) { return held(i); });
+      of->head.fill([](std::int64_t i) { return held(i); });
       of->bias.fill([](std::int64_t i) { return held(i); });
     }
   }
-  /// What grad_weight and grad_bias hold before they are accumulated into: numbers of any of the types.
+  /// What grad_head and grad_bias hold before they are accumulated into: numbers of any of the types.
   static double held(std::int64_t i) { return 0.125 * static_cast<double>(i % 9 - 4); }
 
   /// Bit by bit.
@@ -209,7 +209,7 @@ class LinearCrossEntropyRun {
   }
 
   std::vector<TestTensor*> inputs() {
-    return {&x,          &weight,     &bias,      &targets,  &class_weight,
+    return {&hidden,     &head,       &bias,      &targets,  &class_weight,
             &row_weight, &normalizer, &grad_loss, &grad_lse, &grad_entropy};
   }
   std::vector<std::pair<const char*, TestTensor*>> outputs() {
@@ -243,8 +243,8 @@ class LinearCrossEntropyRun {
   }
 
   LinearCrossEntropyInputs inputs_of_call(Where where) const {
-    return {.x = (x.*where)(),
-            .weight = (weight.*where)(),
+    return {.hidden = (hidden.*where)(),
+            .head = (head.*where)(),
             .bias = case_.bias_dtype ? (bias.*where)() : TensorView{},
             .targets = (targets.*where)(),
             .class_weight = case_.class_weight_dtype ? (class_weight.*where)() : TensorView{},
@@ -264,8 +264,8 @@ class LinearCrossEntropyRun {
   }
 
   LinearCrossEntropyGradients gradients_of(LinearCrossEntropyGradientTensors& of) const {
-    return {.grad_x = case_.wanted.x ? of.x.view() : TensorView{},
-            .grad_weight = case_.wanted.weight ? of.weight.view() : TensorView{},
+    return {.grad_hidden = case_.wanted.hidden ? of.hidden.view() : TensorView{},
+            .grad_head = case_.wanted.head ? of.head.view() : TensorView{},
             .grad_bias = case_.wanted.bias ? of.bias.view() : TensorView{},
             .accumulates = case_.accumulates};
   }
@@ -274,7 +274,7 @@ class LinearCrossEntropyRun {
 
  public:
   CrossEntropyResults results, results_at_once;
-  TestTensor x, weight, bias, targets, class_weight, row_weight, normalizer, grad_loss, grad_lse, grad_entropy;
+  TestTensor hidden, head, bias, targets, class_weight, row_weight, normalizer, grad_loss, grad_lse, grad_entropy;
   LinearCrossEntropyGradientTensors gradients, gradients_at_once;
 };
 
@@ -345,17 +345,17 @@ struct RoundedProduct {
 
 /// The worst errors of one call, as shares of what is allowed.
 struct LinearCrossEntropyShares : CrossEntropyResultShares {
-  double grad_x = 0.0;
-  double grad_weight = 0.0;
+  double grad_hidden = 0.0;
+  double grad_head = 0.0;
   double grad_bias = 0.0;
 
   void raise(const LinearCrossEntropyShares& other) {
     raise_results(other);
-    grad_x = std::max(grad_x, other.grad_x);
-    grad_weight = std::max(grad_weight, other.grad_weight);
+    grad_hidden = std::max(grad_hidden, other.grad_hidden);
+    grad_head = std::max(grad_head, other.grad_head);
     grad_bias = std::max(grad_bias, other.grad_bias);
   }
-  double worst() const { return std::max({loss, lse, entropy, grad_x, grad_weight, grad_bias}); }
+  double worst() const { return std::max({loss, lse, entropy, grad_hidden, grad_head, grad_bias}); }
 };
 
 /// Compares what a run has downloaded with the oracle.
@@ -461,33 +461,34 @@ class LinearCrossEntropyComparison {
     const auto is_within = [&](const TestTensor& tensor, const char* name, const Product& product, double& share) {
       return compare_product(tensor, name + how, product, scaling.alpha, share);
     };
-    // Of grad_x a row is one sum, however many blocks of classes; of grad_bias a class, however many chunks.
-    const Product of_x{factor,
-                       scales,
-                       exact_.weight,
-                       std::max<std::int64_t>(1, case_.classes),
-                       false,
-                       false,
-                       LinearCrossEntropyShape(problem_of(run_, mode)).has_exps()};
-    Product of_weight{transposed(computed(all.values)),
-                      transposed(computed(all.scales)),
-                      computed(exact_.x),
-                      block.rows,
-                      case_.accumulates,
-                      true,
-                      LinearCrossEntropyShape(problem_of(run_, mode)).has_exps()};
-    Matrix ones(of_weight.factor.columns, 1);
+    // Of grad_hidden a row is one sum, however many blocks of classes; of grad_bias a class, however many chunks.
+    const Product of_hidden{factor,
+                            scales,
+                            exact_.head,
+                            std::max<std::int64_t>(1, case_.classes),
+                            false,
+                            false,
+                            LinearCrossEntropyShape(problem_of(run_, mode)).has_exps()};
+    Product of_head{transposed(computed(all.values)),
+                    transposed(computed(all.scales)),
+                    computed(exact_.hidden),
+                    block.rows,
+                    case_.accumulates,
+                    true,
+                    LinearCrossEntropyShape(problem_of(run_, mode)).has_exps()};
+    Matrix ones(of_head.factor.columns, 1);
     std::fill(ones.values.begin(), ones.values.end(), 1.0);
-    const Product of_bias{of_weight.factor,
-                          of_weight.scales,
+    const Product of_bias{of_head.factor,
+                          of_head.scales,
                           ones,
                           std::max<std::int64_t>(1, ones.rows),
                           case_.accumulates,
                           false,
                           LinearCrossEntropyShape(problem_of(run_, mode)).has_exps()};
-    if (of_weight.has_exps) of_weight.rounded_other = computed(x_with_factors(scaling.in_factor.loss));
-    return (!wanted.x || (is_within(actual.x, "grad_x", of_x, shares.grad_x) && uncounted_are_zero(actual.x, how))) &&
-           (!wanted.weight || is_within(actual.weight, "grad_weight", of_weight, shares.grad_weight)) &&
+    if (of_head.has_exps) of_head.rounded_other = computed(hidden_with_factors(scaling.in_factor.loss));
+    return (!wanted.hidden || (is_within(actual.hidden, "grad_hidden", of_hidden, shares.grad_hidden) &&
+                               uncounted_are_zero(actual.hidden, how))) &&
+           (!wanted.head || is_within(actual.head, "grad_head", of_head, shares.grad_head)) &&
            (!wanted.bias || is_within(actual.bias, "grad_bias", of_bias, shares.grad_bias));
   }
 
@@ -507,12 +508,13 @@ class LinearCrossEntropyComparison {
   }
 
   /// The gradient's rows of the rows that do not count.
-  bool uncounted_are_zero(const TestTensor& grad_x, const std::string& how) const {
+  bool uncounted_are_zero(const TestTensor& grad_hidden, const std::string& how) const {
     for (std::int64_t i = 0; i < static_cast<std::int64_t>(exact_.rows.size()); ++i) {
       for (std::int64_t d = 0; d < case_.features; ++d) {
-        if (exact_.rows[static_cast<std::size_t>(i)].is_counted || grad_x.get(i * case_.features + d) == 0.0) continue;
-        ADD_FAILURE() << "grad_x" << how << " of row " << i
-                      << ", which does not count: " << grad_x.get(i * case_.features + d);
+        if (exact_.rows[static_cast<std::size_t>(i)].is_counted || grad_hidden.get(i * case_.features + d) == 0.0)
+          continue;
+        ADD_FAILURE() << "grad_hidden" << how << " of row " << i
+                      << ", which does not count: " << grad_hidden.get(i * case_.features + d);
         return false;
       }
     }
@@ -531,21 +533,22 @@ class LinearCrossEntropyComparison {
     std::optional<Matrix> rounded_other = {};  ///< `other` with the rounding that it gets, where it gets one
   };
 
-  /// x as the product for grad_weight takes it beside exponentials: multiplied by its row's factor, rounded, divided by
-  /// it again. The factor's power of two changes no rounding and is left out.
-  Matrix x_with_factors(const std::vector<double>& grad_loss) const {
-    Matrix x = exact_.x;
-    for (std::int64_t i = 0; i < x.rows; ++i) {
+  /// hidden as the product for grad_head takes it beside exponentials: multiplied by its row's factor, rounded, divided
+  /// by it again. The factor's power of two changes no rounding and is left out.
+  Matrix hidden_with_factors(const std::vector<double>& grad_loss) const {
+    Matrix hidden = exact_.hidden;
+    for (std::int64_t i = 0; i < hidden.rows; ++i) {
       const reference::CrossEntropyRow& row = exact_.rows[static_cast<std::size_t>(i)];
       const double bits = row.lse / std::log(2.0);
       const double factor = grad_loss[static_cast<std::size_t>(i)] * row.weight * std::exp2(std::floor(bits) - bits);
       if (!std::isfinite(factor) || factor == 0.0) continue;
-      for (std::int64_t d = 0; d < x.columns; ++d) x.at(i, d) = rounded(case_.dtype, x.at(i, d) * factor) / factor;
+      for (std::int64_t d = 0; d < hidden.columns; ++d)
+        hidden.at(i, d) = rounded(case_.dtype, hidden.at(i, d) * factor) / factor;
     }
-    return x;
+    return hidden;
   }
 
-  /// The elements of `tensor` that a product computes: in grad_x the rows that count.
+  /// The elements of `tensor` that a product computes: in grad_hidden the rows that count.
   Matrix elements_of(const TestTensor& tensor, const Matrix& like) const {
     Matrix all(tensor.host().element_count() / std::max<std::int64_t>(like.columns, 1), like.columns);
     for (std::size_t i = 0; i < all.values.size(); ++i) all.values[i] = tensor.get(static_cast<std::int64_t>(i));
@@ -560,7 +563,7 @@ class LinearCrossEntropyComparison {
     const Matrix allowed = allowed_of(product, dtype, alpha);
     for (std::size_t i = 0; i < exact.values.size(); ++i) {
       const double held = product.accumulates ? LinearCrossEntropyRun::held(static_cast<std::int64_t>(i)) : 0.0;
-      // Nothing counts: whatever x is, the gradients are 0.
+      // Nothing counts: whatever hidden is, the gradients are 0.
       exact.values[i] = held + (alpha == 0.0 ? 0.0 : alpha * exact.values[i]);
       const double error = std::abs(actual.values[i] - exact.values[i]);
       if (error == 0.0) continue;
@@ -575,8 +578,8 @@ class LinearCrossEntropyComparison {
     return size_of(case_.dtype) > 2 || is_within_rounded_product(product, dtype, alpha, exact, actual, name, share);
   }
 
-  /// An exp is rounded as another number than the factor, of grad_weight x times its row's factor is rounded too, and
-  /// what is 2^-36 of the row's largest may be 0.
+  /// An exp is rounded as another number than the factor, of grad_head hidden times its row's factor is rounded too,
+  /// and what is 2^-36 of the row's largest may be 0.
   static double of_exps(const Product& product, double factor, double largest) {
     constexpr double kUnitRoundoff = 0x1p-8;  // of bfloat16
     constexpr double kLost = 0x1p-36;
@@ -642,7 +645,7 @@ class LinearCrossEntropyComparison {
       return error;
     };
     double allowed = squared_error(bound.multiply(product.factor, product.other, dtype, held));
-    if (product.rounded_other) {  // the errors of the factor and of x may cancel: then either alone is the larger
+    if (product.rounded_other) {  // the errors of the factor and of hidden may cancel: then either alone is the larger
       allowed = std::max(allowed, squared_error(bound.multiply(product.factor, *product.rounded_other, dtype, held)));
     }
     const double error = squared_error(actual);
@@ -670,7 +673,7 @@ inline std::string description_of(const LinearCrossEntropyCase& c) {
   };
   add_dtype("bias", c.bias_dtype);
   add_dtype("class_weight", c.class_weight_dtype);
-  add_dtype("grad_weight", c.grad_weight_dtype);
+  add_dtype("grad_head", c.grad_head_dtype);
   add_dtype("grad_bias", c.grad_bias_dtype);
   if (c.workspace_limit != 0) text += ", workspace_limit " + std::to_string(c.workspace_limit);
   if (c.has_row_weight) text += ", row_weight";

@@ -13,9 +13,9 @@ class LinearCrossEntropyViews {
  protected:
   LinearCrossEntropyViews(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyMemory& memory)
       : problem_(problem), shape_(problem), memory_(memory) {
-    // Scaled in the factor that the products take, and not by the products: cuBLASLt adds to grad_weight more slowly
-    // with an alpha that it reads on the device. But in float16 the factor may underflow, unless dL/d(lse) and
-    // dL/d(entropy) are part of it anyway: the scale then has to be, too.
+    // Scaled in the factor that the products take, and not by the products: cuBLASLt adds to grad_head more slowly with
+    // an alpha that it reads on the device. But in float16 the factor may underflow, unless dL/d(lse) and dL/d(entropy)
+    // are part of it anyway: the scale then has to be, too.
     is_scale_in_factor_ =
         problem.dtype != DType::float16 || problem.grad_lse != nullptr || problem.grad_entropy != nullptr;
   }
@@ -108,19 +108,19 @@ class LinearCrossEntropyViews {
                                problem_.device);
   }
 
-  GemmMatrix x_at(std::int64_t first) const {
+  GemmMatrix hidden_at(std::int64_t first) const {
     using namespace linear_cross_entropy_tensors;
-    if (gathers_) return {memory_.x, problem_.features()};
+    if (gathers_) return {memory_.hidden, problem_.features()};
     const auto& loop = problem_.view.rows;
-    const std::int64_t stride = loop.rank == 0 ? problem_.features() : loop.strides[kX][0];
-    return {element(problem_.x, problem_.dtype, first * stride), stride};
+    const std::int64_t stride = loop.rank == 0 ? problem_.features() : loop.strides[kHidden][0];
+    return {element(problem_.hidden, problem_.dtype, first * stride), stride};
   }
 
-  /// Rows of the weight, and whether they lie as columns.
-  GemmMatrix weight_at(std::int64_t first_class) const {
-    const GemmMatrix& weight = problem_.weight;
-    const std::int64_t offset = weight.is_transposed ? first_class : first_class * weight.stride;
-    return {element(weight.data, problem_.dtype, offset), weight.stride, weight.is_transposed};
+  /// Rows of the head, and whether they lie as columns.
+  GemmMatrix head_at(std::int64_t first_class) const {
+    const GemmMatrix& head = problem_.head;
+    const std::int64_t offset = head.is_transposed ? first_class : first_class * head.stride;
+    return {element(head.data, problem_.dtype, offset), head.stride, head.is_transposed};
   }
 
   static const void* element(const void* data, DType dtype, std::int64_t offset) {

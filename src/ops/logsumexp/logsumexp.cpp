@@ -17,7 +17,7 @@ constexpr const char* kForward = "logsumexp_forward";
 constexpr const char* kBackward = "logsumexp_backward";
 
 const char* reason_of(bool keepdim) {
-  return keepdim ? "x with its reduced axes of size 1" : "x without its reduced axes";
+  return keepdim ? "`x` with its reduced axes of size 1" : "`x` without its reduced axes";
 }
 
 void check_x(const Argument& x) {
@@ -38,7 +38,7 @@ KeptLse check_lse(const Argument& lse, const TensorView& x, const AxisSet& axes,
   }
   check::is_on(lse, x.device, "x");
   check::has_shape(lse, expected, reason_of(keepdim && !is_split));
-  check::has_dtype(lse, {accumulator_dtype(x.dtype)}, "float32, or float64 where x is float64");
+  check::has_dtype(lse, {accumulator_dtype(x.dtype)}, "float32, or float64 where `x` is float64");
   if (is_split && view.strides[rows.size()] != 1) {
     check::fail(lse, "has strides " + check::to_string(view.strides) + ", expected its last axis with unit stride");
   }
@@ -51,7 +51,8 @@ LogsumexpForwardProblem make_problem(const LogsumexpForwardArgs& args) {
   const Argument lse{kForward, "lse", args.lse};
   check_x(x);
   const AxisSet axes = check::axes(x, args.axes);
-  if (!args.out.is_present && !args.lse.is_present) check::fail(out, "and lse are both missing, expected at least one");
+  if (!args.out.is_present && !args.lse.is_present)
+    check::fail(out, "and `lse` are both missing, expected at least one");
 
   const Dims row_shape = reduced_shape(args.x.shape, axes, args.keepdim);
   const auto check_output = [&](const Argument& output) {
@@ -61,7 +62,7 @@ LogsumexpForwardProblem make_problem(const LogsumexpForwardArgs& args) {
   if (check::is_given(out)) {
     check::is_on(out, args.x.device, "x");
     check::has_shape(out, row_shape, reason_of(args.keepdim));
-    check::has_dtype(out, {args.x.dtype, DType::float32}, "that of x, or float32");
+    check::has_dtype(out, {args.x.dtype, DType::float32}, "that of `x`, or float32");
     check_output(out);
   }
   KeptLse kept;
@@ -100,15 +101,15 @@ LogsumexpBackwardProblem make_problem(const LogsumexpBackwardArgs& args) {
   check::is_valid(grad_out);
   check::is_on(grad_out, args.x.device, "x");
   check::has_shape(grad_out, row_shape, shape_reason);
-  check::has_dtype(grad_out, {args.x.dtype, DType::float32}, "that of x, or float32");
+  check::has_dtype(grad_out, {args.x.dtype, DType::float32}, "that of `x`, or float32");
 
   check::is_valid(lse);
   const KeptLse kept = check_lse(lse, args.x, axes, args.keepdim);
 
   check::is_valid(grad_x);
   check::is_on(grad_x, args.x.device, "x");
-  check::has_shape(grad_x, args.x.shape, "that of x");
-  check::has_dtype(grad_x, {args.x.dtype}, "that of x");
+  check::has_shape(grad_x, args.x.shape, "that of `x`");
+  check::has_dtype(grad_x, {args.x.dtype}, "that of `x`");
   check::is_writable(grad_x);
   check::do_not_overlap(grad_x, x);
   check::do_not_overlap(grad_x, lse);

@@ -33,12 +33,12 @@ LrpeCosineStrides strides_of(const TensorView& view) {
 
 LrpeKind check_activation(const char* op, Activation activation, int activation_dim) {
   if (activation > Activation::softmax) {
-    throw InvalidArgument(std::string(op) + ": activation is " + std::to_string(static_cast<int>(activation)) +
-                          ", expected one of enum Activation");
+    check::fail(op, "activation",
+                "is " + std::to_string(static_cast<int>(activation)) + ", expected one of enum Activation");
   }
   if (activation_dim != -1 && activation_dim != -2) {
-    throw InvalidArgument(std::string(op) + ": activation_dim is " + std::to_string(activation_dim) +
-                          ", expected -1 (the features) or -2 (the sequence)");
+    check::fail(op, "activation_dim",
+                "is " + std::to_string(activation_dim) + ", expected -1 (the features) or -2 (the sequence)");
   }
   if (activation == Activation::none) return LrpeKind::none;
   if (activation != Activation::softmax) return LrpeKind::elementwise;
@@ -54,8 +54,9 @@ IntegerList check_integers(const Argument& argument, Device device, const char* 
 
 void check_grid(const char* op, const LrpeAngles& args, std::int64_t positions, LrpeCosineAngles& angles) {
   if (args.extra_tokens < 0 || args.extra_tokens > positions) {
-    throw InvalidArgument(std::string(op) + ": extra_tokens is " + std::to_string(args.extra_tokens) +
-                          ", expected 0 to the number of positions, " + std::to_string(positions));
+    check::fail(op, "extra_tokens",
+                "is " + std::to_string(args.extra_tokens) + ", expected 0 to the number of positions, " +
+                    std::to_string(positions));
   }
   const std::int64_t cells = positions - args.extra_tokens;
   angles.extra_tokens = args.extra_tokens;
@@ -66,10 +67,10 @@ void check_grid(const char* op, const LrpeAngles& args, std::int64_t positions, 
     return;
   }
   const auto refuse = [&] {
-    throw InvalidArgument(std::string(op) + ": grid is " + check::to_string(args.grid) +
-                          ", expected sizes whose product is " + std::to_string(cells) + " (" +
-                          std::to_string(positions) + " positions, of which " + std::to_string(args.extra_tokens) +
-                          " are extra tokens)");
+    check::fail(op, "grid",
+                "is " + check::to_string(args.grid) + ", expected sizes whose product is " + std::to_string(cells) +
+                    " (" + std::to_string(positions) + " positions, of which " + std::to_string(args.extra_tokens) +
+                    " are extra tokens)");
   };
   angles.axes = args.grid.size();
   std::int64_t product = 1;
@@ -108,14 +109,14 @@ LrpeCosineAngles check_angles(const char* op, const LrpeAngles& args, const Lrpe
   check::is_valid(theta);
   check::is_on(theta, device, reference.name);
   check::has_dtype(theta, {reference.view.dtype, DType::float32},
-                   std::string("that of ") + reference.name + ", or float32");
+                   std::string("that of `") + reference.name + "`, or float32");
   if (args.theta.shape.size() != 2) {
     check::fail(theta, "has shape " + check::to_string(args.theta.shape) + ", expected two axes (heads, features)");
   }
   const std::int64_t theta_heads = args.theta.shape[0];
   if (theta_heads != shape.heads && theta_heads != 1) {
     check::fail(theta, "has " + std::to_string(theta_heads) + " heads, expected " + std::to_string(shape.heads) +
-                           " (as " + reference.name + ") or 1");
+                           " (as `" + reference.name + "`) or 1");
   }
   LrpeCosineAngles angles;
   check_grid(op, args, shape.positions, angles);
@@ -133,7 +134,7 @@ LrpeCosineAngles check_angles(const char* op, const LrpeAngles& args, const Lrpe
 
   constexpr std::int64_t kLargestOffset = std::int64_t{1} << 62;
   if (args.offset < -kLargestOffset || args.offset > kLargestOffset) {
-    throw InvalidArgument(std::string(op) + ": offset is " + std::to_string(args.offset) + ", expected -2^62 to 2^62");
+    check::fail(op, "offset", "is " + std::to_string(args.offset) + ", expected -2^62 to 2^62");
   }
   angles.offset = args.offset;
   const bool has_offsets = check::is_given(offsets);
@@ -150,10 +151,10 @@ LrpeCosineAngles check_angles(const char* op, const LrpeAngles& args, const Lrpe
   const bool has_cu_seqlens = check::is_given(cu_seqlens);
   const auto belongs_to_a_sequence = [&](const Argument& argument) {
     if (angles.axes > 1) {
-      check::fail(argument, "is given with a grid " + check::to_string(args.grid) + ", expected a grid of one axis");
+      check::fail(argument, "is given with a `grid` " + check::to_string(args.grid) + ", expected a grid of one axis");
     }
     if (args.offset != 0 || has_offsets) {
-      check::fail(argument, "is given beside an offset, expected one of them");
+      check::fail(argument, "is given beside an `offset`, expected one of them");
     }
   };
   if (has_positions) {
@@ -171,7 +172,7 @@ LrpeCosineAngles check_angles(const char* op, const LrpeAngles& args, const Lrpe
   }
   if (has_cu_seqlens) {
     belongs_to_a_sequence(cu_seqlens);
-    if (has_positions) check::fail(cu_seqlens, "is given beside positions, expected one of them");
+    if (has_positions) check::fail(cu_seqlens, "is given beside `positions`, expected one of them");
     if (args.extra_tokens != 0) check::fail(cu_seqlens, "is given with extra tokens, expected none");
     angles.cu_seqlens = check_integers(cu_seqlens, device, reference.name);
     if (args.cu_seqlens.shape.size() != 1 || args.cu_seqlens.shape[0] < 1) {
@@ -182,9 +183,9 @@ LrpeCosineAngles check_angles(const char* op, const LrpeAngles& args, const Lrpe
     angles.sequences = args.cu_seqlens.shape[0] - 1;
     if (device.type == DeviceType::cpu) check_starts(cu_seqlens, angles, shape.positions);
     if (kind == LrpeKind::sequence_softmax) {
-      throw Unsupported(std::string(op) +
-                        ": cu_seqlens is given with a softmax over the sequence, which would mix the packed sequences; "
-                        "give positions for a softmax over the whole axis, or call once for each sequence");
+      throw Unsupported(op,
+                        "`cu_seqlens` is given with a softmax over the sequence, which would mix the packed sequences; "
+                        "give `positions` for a softmax over the whole axis, or call once for each sequence");
     }
   }
   angles.computes_positions = !has_offsets && !has_positions && !has_cu_seqlens && shape.positions <= INT32_MAX;
@@ -211,8 +212,8 @@ void* check_lse(const Argument& lse, const LrpeCosineShape& shape, const Argumen
     check::fail(lse, "is given, but only a softmax over the sequence has one");
   }
   check::is_on(lse, reference.view.device, reference.name);
-  check::has_shape(lse, Dims{shape.batch, shape.heads, 2, shape.features}, "x without its positions, high and low");
-  check::has_dtype(lse, {accumulator_dtype(reference.view.dtype)}, "float32, or float64 where x is float64");
+  check::has_shape(lse, Dims{shape.batch, shape.heads, 2, shape.features}, "`x` without its positions, high and low");
+  check::has_dtype(lse, {accumulator_dtype(reference.view.dtype)}, "float32, or float64 where `x` is float64");
   check::is_contiguous(lse);
   return lse.view.data;
 }
@@ -221,7 +222,7 @@ Dims out_shape(const LrpeCosineShape& shape) {
   return Dims{shape.batch, shape.heads, shape.positions, 2 * shape.features};
 }
 
-constexpr const char* kOutShape = "x with twice its features";
+constexpr const char* kOutShape = "`x` with twice its features";
 
 LrpeCosineForwardProblem make_problem(const LrpeCosineForwardArgs& args) {
   const Argument x{kForward, "x", args.x};
@@ -237,7 +238,7 @@ LrpeCosineForwardProblem make_problem(const LrpeCosineForwardArgs& args) {
   check::is_valid(out);
   check::is_on(out, args.x.device, "x");
   check::has_shape(out, out_shape(shape), kOutShape);
-  check::has_dtype(out, {args.x.dtype}, "that of x");
+  check::has_dtype(out, {args.x.dtype}, "that of `x`");
   check::is_writable(out);
   const std::initializer_list<Argument> inputs = {x,
                                                   {kForward, "theta", args.angles.theta},
@@ -284,15 +285,15 @@ LrpeCosineBackwardProblem make_problem(const LrpeCosineBackwardArgs& args) {
 
   const bool has_grad_x = check::is_given(grad_x);
   const bool has_grad_theta = check::is_given(grad_theta);
-  if (!has_grad_x && !has_grad_theta) check::fail(grad_x, "and grad_theta are both missing, expected at least one");
+  if (!has_grad_x && !has_grad_theta) check::fail(grad_x, "and `grad_theta` are both missing, expected at least one");
 
   const bool needs_x = args.activation != Activation::none || has_grad_theta;
   const bool has_x = check::is_given(x);
-  if (needs_x && !has_x) check::fail(x, "is missing, expected it with an activation, and for grad_theta");
+  if (needs_x && !has_x) check::fail(x, "is missing, expected it with an `activation`, and for `grad_theta`");
   if (has_x) {
     check::is_on(x, args.grad_out.device, "grad_out");
-    check::has_shape(x, x_shape, "grad_out with half its features");
-    check::has_dtype(x, {args.grad_out.dtype}, "that of grad_out");
+    check::has_shape(x, x_shape, "`grad_out` with half its features");
+    check::has_dtype(x, {args.grad_out.dtype}, "that of `grad_out`");
   }
   void* const lse_data = check_lse(lse, shape, grad_out, kind);
   if (kind == LrpeKind::sequence_softmax && lse_data == nullptr && !args.lse.is_present) {
@@ -308,15 +309,15 @@ LrpeCosineBackwardProblem make_problem(const LrpeCosineBackwardArgs& args) {
                                                   {kBackward, "cu_seqlens", args.angles.cu_seqlens}};
   if (has_grad_x) {
     check::is_on(grad_x, args.grad_out.device, "grad_out");
-    check::has_shape(grad_x, x_shape, "grad_out with half its features");
-    check::has_dtype(grad_x, {args.grad_out.dtype}, "that of grad_out");
+    check::has_shape(grad_x, x_shape, "`grad_out` with half its features");
+    check::has_dtype(grad_x, {args.grad_out.dtype}, "that of `grad_out`");
     check::is_writable(grad_x);
     overlaps_no_input(grad_x, inputs);
   }
   if (has_grad_theta) {
     check::is_on(grad_theta, args.grad_out.device, "grad_out");
-    check::has_shape(grad_theta, args.angles.theta.shape, "that of theta");
-    check::has_dtype(grad_theta, {args.angles.theta.dtype}, "that of theta");
+    check::has_shape(grad_theta, args.angles.theta.shape, "that of `theta`");
+    check::has_dtype(grad_theta, {args.angles.theta.dtype}, "that of `theta`");
     check::is_writable(grad_theta);
     overlaps_no_input(grad_theta, inputs);
     if (has_grad_x) check::do_not_overlap(grad_theta, grad_x);

@@ -88,9 +88,9 @@ inline LrpePlan make_plan(const LrpeCall& call) {
   const auto& [op, device, dtype, shape, angles, kind, has_vectors, main_strides, is_backward, has_theta_gradient,
                needs_columns] = call;
   if (shape.batch * shape.heads > INT32_MAX || shape.features > INT32_MAX) {
-    throw Unsupported(std::string(op) + ": has " + std::to_string(shape.batch) + " x " + std::to_string(shape.heads) +
-                      " heads of " + std::to_string(shape.features) +
-                      " features, a GPU takes 2147483647 heads and as many features");
+    throw Unsupported(op, "has " + std::to_string(shape.batch) + " x " + std::to_string(shape.heads) + " heads of " +
+                              std::to_string(shape.features) +
+                              " features, a GPU takes 2147483647 heads and as many features");
   }
   const DeviceProperties& gpu = properties(device);
   const auto accumulator_bytes = static_cast<std::int64_t>(size_of(accumulator_dtype(dtype)));

@@ -21,8 +21,8 @@ class FusedChunks final : public LinearCrossEntropyChunks {
             .dtype = problem_.dtype,
             .rows = rows,
             .features = problem_.features(),
-            .x = x_at(first),
-            .weight = weight_at(first_class),
+            .hidden = hidden_at(first),
+            .head = head_at(first_class),
             .bias = floats(numbers_at(memory_.bias, first_class, classes).data),
             .first_class = problem_.first_class() + first_class,
             .classes = classes,
@@ -66,27 +66,26 @@ class FusedChunks final : public LinearCrossEntropyChunks {
     const FusedGradient gradient = fused_gradient(first, rows, classes);
     write_exps(fused, gradient, statistics);
     if (fused.is_shard) problem_.shard->gather(first, rows);
-    if (problem_.grad_x != nullptr) multiply_grad_x(first, rows, 0, classes, nullptr);
+    if (problem_.grad_hidden != nullptr) multiply_grad_hidden(first, rows, 0, classes, nullptr);
     if (fused.is_shard) {
       merge_gathered_statistics(first, rows);
       finish_exps_of_shard(fused, gradient, statistics, floats(gathered_statistics(first)), problem_.shard->shards);
     } else {
       merge_statistics(first, rows, 1);
     }
-    if (problem_.grad_x != nullptr) {
+    if (problem_.grad_hidden != nullptr) {
       const std::int64_t* indices = problem_.skips_ignored ? memory_.row_indices : nullptr;
-      write_grad_x(fused, {problem_.view, indices, first, rows}, memory_.grad_x, problem_.grad_x,
-                   problem_.grad_x_dtype);
-      tell_grad_x(first, rows);
+      write_grad_hidden(fused, {problem_.view, indices, first, rows}, memory_.grad_hidden, problem_.grad_hidden,
+                        problem_.grad_hidden_dtype);
+      tell_grad_hidden(first, rows);
     }
-    if (problem_.grad_weight != nullptr) {
-      scale_x(fused);
-      multiply_grad_weight(first, rows, 0, classes, {memory_.fused.scaled_x, problem_.features()}, nullptr);
+    if (problem_.grad_head != nullptr) {
+      scale_hidden(fused);
+      multiply_grad_head(first, rows, 0, classes, {memory_.fused.scaled_hidden, problem_.features()}, nullptr);
     }
     if (problem_.grad_bias != nullptr) add_bias_gradient(fused, gradient, first == 0, memory_.grad_bias);
-    if (problem_.grad_weight != nullptr || problem_.grad_bias != nullptr) {
-      add_targets(fused, problem_.grad_weight, problem_.grad_weight_dtype, problem_.grad_weight_stride,
-                  memory_.grad_bias);
+    if (problem_.grad_head != nullptr || problem_.grad_bias != nullptr) {
+      add_targets(fused, problem_.grad_head, problem_.grad_head_dtype, problem_.grad_head_stride, memory_.grad_bias);
     }
   }
 
@@ -96,8 +95,8 @@ class FusedChunks final : public LinearCrossEntropyChunks {
                     .n = samples,
                     .k = rows.features,
                     .dtype = rows.dtype,
-                    .a = rows.x,
-                    .b = {rows.weight.data, rows.weight.stride * sample_distance(rows.classes), true},
+                    .a = rows.hidden,
+                    .b = {rows.head.data, rows.head.stride * sample_distance(rows.classes), true},
                     .c_dtype = DType::float32,
                     .c = rows.memory.samples,
                     .c_stride = samples});

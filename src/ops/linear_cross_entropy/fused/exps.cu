@@ -42,32 +42,33 @@ struct RowsOfExps {
   const float* factor;
   const float* target_gradient;
   const std::int32_t* target;
-  const bfloat16* weight;
+  const bfloat16* head;
   std::int64_t stride;
 
   explicit RowsOfExps(const FusedRows& rows)
       : factor(rows.memory.row_factor),
         target_gradient(rows.memory.target_gradient),
         target(rows.memory.target),
-        weight(static_cast<const bfloat16*>(rows.weight.data)),
-        stride(rows.weight.stride) {}
+        head(static_cast<const bfloat16*>(rows.head.data)),
+        stride(rows.head.stride) {}
 };
 
 /// A block a row. D is bfloat16, or float of a shard.
 template <typename D>
-__global__ void __launch_bounds__(kThreads) write_grad_x(const __grid_constant__ FeatureRows rows, const float* from,
-                                                         D* grad_x, const __grid_constant__ RowsOfExps exps) {
+__global__ void __launch_bounds__(kThreads)
+    write_grad_hidden(const __grid_constant__ FeatureRows rows, const float* from, D* grad_hidden,
+                      const __grid_constant__ RowsOfExps exps) {
   const std::int64_t features = rows.view.column_count;
   const std::int64_t i = blockIdx.x;
   const float factor = exps.factor[i];
   const float of_target = exps.target_gradient[i];
-  const bfloat16* weight = exps.weight + max(exps.target[i], 0) * exps.stride;
-  D* into = grad_x + rows.view.rows.offsets(rows.row(i)).of[kGradX];
-  const auto gradient_of = [&](float product, float of_weight) {
+  const bfloat16* head = exps.head + max(exps.target[i], 0) * exps.stride;
+  D* into = grad_hidden + rows.view.rows.offsets(rows.row(i)).of[kGradHidden];
+  const auto gradient_of = [&](float product, float of_head) {
     const float gradient = factor == 0.0f ? 0.0f : factor * product;
-    return of_target == 0.0f ? gradient : fmaf(of_target, of_weight, gradient);
+    return of_target == 0.0f ? gradient : fmaf(of_target, of_head, gradient);
   };
-  const bool has_unit_stride = rows.view.columns.rank == 1 && rows.view.columns.strides[kGradX][0] == 1;
+  const bool has_unit_stride = rows.view.columns.rank == 1 && rows.view.columns.strides[kGradHidden][0] == 1;
   if (has_unit_stride && reinterpret_cast<std::uint64_t>(into) % 16 == 0) {
     constexpr int kSize = Vector<bfloat16>::kSize;  // of which features are whole ones: cuda/exp_product.h
     for (std::int64_t f = std::int64_t{threadIdx.x} * kSize; f < features; f += kThreads * kSize) {
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(kThreads) write_grad_x(const __grid_constant__
       const float4 low = products[0], high = products[1];
       const float of_products[kSize] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
       float values[kSize];
-      unpack(*reinterpret_cast<const Vector<bfloat16>*>(weight + f), values);
+      unpack(*reinterpret_cast<const Vector<bfloat16>*>(head + f), values);
 #pragma unroll
       for (int k = 0; k < kSize; ++k) values[k] = gradient_of(of_products[k], values[k]);
       if constexpr (std::is_same_v<D, bfloat16>) {
@@ -89,21 +90,22 @@ __global__ void __launch_bounds__(kThreads) write_grad_x(const __grid_constant__
     return;
   }
   for (std::int64_t f = threadIdx.x; f < features; f += kThreads) {
-    into[rows.feature(kGradX, f)] = round_to<D>(gradient_of(from[i * features + f], load_as_accumulator(weight[f])));
+    into[rows.feature(kGradHidden, f)] = round_to<D>(gradient_of(from[i * features + f], load_as_accumulator(head[f])));
   }
 }
 
-/// A block a row; rows of x start on 16 bytes.
-__global__ void __launch_bounds__(kThreads)
-    scale_x(const bfloat16* x, std::int64_t x_stride, const float* factor, std::int64_t features, bfloat16* to) {
+/// A block a row; rows of hidden start on 16 bytes.
+__global__ void __launch_bounds__(kThreads) scale_hidden(const bfloat16* hidden, std::int64_t hidden_stride,
+                                                         const float* factor, std::int64_t features, bfloat16* to) {
   constexpr int kSize = Vector<bfloat16>::kSize;
   const std::int64_t row = blockIdx.x;
   const float own = factor[row];
   for (std::int64_t i = std::int64_t{threadIdx.x} * kSize; i < features; i += kThreads * kSize) {
     float values[kSize];
-    unpack(*reinterpret_cast<const Vector<bfloat16>*>(x + row * x_stride + i), values);
+    unpack(*reinterpret_cast<const Vector<bfloat16>*>(hidden + row * hidden_stride + i), values);
 #pragma unroll
-    for (float& value : values) value = own == 0.0f ? 0.0f : value * own;  // 0 * NaN: x of a row that does not count
+    for (float& value : values)
+      value = own == 0.0f ? 0.0f : value * own;  // 0 * NaN: hidden of a row that does not count
     *reinterpret_cast<Vector<bfloat16>*>(to + row * features + i) = pack<bfloat16>(values);
   }
 }
@@ -138,20 +140,21 @@ __device__ void store_elements(const float (&values)[kSize], T* to) {
   }
 }
 
-/// Adds the sum of target_gradient * x, over the rows with a target, to that class's grad_weight, and the sum of
+/// Adds the sum of target_gradient * hidden, over the rows with a target, to that class's grad_head, and the sum of
 /// target_gradient to its grad_bias; each may be nullptr. A block for each row and some features, of which the first
 /// row of a class does it, and looks for the others only where there are some.
 template <typename G, int kSize>
 __global__ void __launch_bounds__(kThreads)
-    add_targets(const __grid_constant__ FusedMemory memory, std::int64_t rows, const bfloat16* x, std::int64_t x_stride,
-                std::int64_t features, G* grad_weight, std::int64_t stride, double* grad_bias) {
+    add_targets(const __grid_constant__ FusedMemory memory, std::int64_t rows, const bfloat16* hidden,
+                std::int64_t hidden_stride, std::int64_t features, G* grad_head, std::int64_t stride,
+                double* grad_bias) {
   const std::int64_t first = blockIdx.x;
   const std::int32_t own = memory.target[first];
   if (own < 0 || rows - memory.first_of_class[own] != first) return;
   const std::int64_t i = (std::int64_t{blockIdx.y} * kThreads + threadIdx.x) * kSize;
-  const bool has_features = grad_weight != nullptr && i < features;
+  const bool has_features = grad_head != nullptr && i < features;
   const bool has_bias = grad_bias != nullptr && blockIdx.y == 0 && threadIdx.x == 0;
-  G* to = grad_weight + own * stride + i;
+  G* to = grad_head + own * stride + i;
   float sums[kSize];
   double bias_sum = 0.0;
   if (has_features) load_elements<kSize>(to, sums);
@@ -160,7 +163,7 @@ __global__ void __launch_bounds__(kThreads)
     bias_sum += double(gradient);
     if (!has_features) return;
     float values[kSize];
-    load_elements<kSize>(x + row * x_stride + i, values);
+    load_elements<kSize>(hidden + row * hidden_stride + i, values);
 #pragma unroll
     for (int k = 0; k < kSize; ++k) sums[k] = gradient == 0.0f ? sums[k] : fmaf(gradient, values[k], sums[k]);
   };
@@ -200,11 +203,11 @@ void finish_exps_of_shard(const FusedRows& rows, const FusedGradient& gradient, 
          gradient_of(rows, gradient), rows.rows, statistics, gathered, shards);
 }
 
-void write_grad_x(const FusedRows& rows, const FeatureRows& place, const void* product, void* to, DType dtype) {
-  const auto write = [&](auto* grad_x) {
-    using D = std::remove_pointer_t<decltype(grad_x)>;
-    launch(rows.op, write_grad_x<D>, {.blocks = rows.rows, .threads = kThreads, .stream = rows.context.stream}, place,
-           static_cast<const float*>(product), grad_x, RowsOfExps(rows));
+void write_grad_hidden(const FusedRows& rows, const FeatureRows& place, const void* product, void* to, DType dtype) {
+  const auto write = [&](auto* grad_hidden) {
+    using D = std::remove_pointer_t<decltype(grad_hidden)>;
+    launch(rows.op, write_grad_hidden<D>, {.blocks = rows.rows, .threads = kThreads, .stream = rows.context.stream},
+           place, static_cast<const float*>(product), grad_hidden, RowsOfExps(rows));
   };
   dtype == DType::bfloat16 ? write(static_cast<bfloat16*>(to)) : write(static_cast<float*>(to));
 }
@@ -218,28 +221,29 @@ void add_bias_gradient(const FusedRows& rows, const FusedGradient& gradient, boo
          static_cast<const float*>(rows.memory.row_factor), static_cast<const float*>(nullptr), is_first, grad_bias);
 }
 
-void scale_x(const FusedRows& rows) {
-  launch(rows.op, scale_x, {.blocks = rows.rows, .threads = kThreads, .stream = rows.context.stream},
-         static_cast<const bfloat16*>(rows.x.data), rows.x.stride, static_cast<const float*>(rows.memory.row_factor),
-         rows.features, static_cast<bfloat16*>(rows.memory.scaled_x));
+void scale_hidden(const FusedRows& rows) {
+  launch(rows.op, scale_hidden, {.blocks = rows.rows, .threads = kThreads, .stream = rows.context.stream},
+         static_cast<const bfloat16*>(rows.hidden.data), rows.hidden.stride,
+         static_cast<const float*>(rows.memory.row_factor), rows.features,
+         static_cast<bfloat16*>(rows.memory.scaled_hidden));
 }
 
-void add_targets(const FusedRows& rows, void* grad_weight, DType dtype, std::int64_t stride, double* grad_bias) {
+void add_targets(const FusedRows& rows, void* grad_head, DType dtype, std::int64_t stride, double* grad_bias) {
   const auto add = [&](auto* to) {
     using G = std::remove_pointer_t<decltype(to)>;
-    // x and features suit vectors: cuda/exp_product.h.
+    // hidden and features suit vectors: cuda/exp_product.h.
     const bool suits =
         (reinterpret_cast<std::uintptr_t>(to) | static_cast<std::uintptr_t>(stride) * sizeof(G)) % 16 == 0;
     const int size = suits ? Vector<bfloat16>::kSize : 1;
     launch(rows.op, suits ? add_targets<G, Vector<bfloat16>::kSize> : add_targets<G, 1>,
            {.blocks = rows.rows,
-            .blocks_y = grad_weight == nullptr ? 1 : ceil_divide(rows.features, std::int64_t{kThreads} * size),
+            .blocks_y = grad_head == nullptr ? 1 : ceil_divide(rows.features, std::int64_t{kThreads} * size),
             .threads = kThreads,
             .stream = rows.context.stream},
-           rows.memory, rows.rows, static_cast<const bfloat16*>(rows.x.data), rows.x.stride, rows.features, to, stride,
-           grad_bias);
+           rows.memory, rows.rows, static_cast<const bfloat16*>(rows.hidden.data), rows.hidden.stride, rows.features,
+           to, stride, grad_bias);
   };
-  dtype == DType::bfloat16 ? add(static_cast<bfloat16*>(grad_weight)) : add(static_cast<float*>(grad_weight));
+  dtype == DType::bfloat16 ? add(static_cast<bfloat16*>(grad_head)) : add(static_cast<float*>(grad_head));
 }
 
 }  // namespace eaves::cuda

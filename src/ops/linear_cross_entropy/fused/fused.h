@@ -1,5 +1,5 @@
 // The fused path of linear_cross_entropy on a GPU: the logits end in their product (cuda/exp_product.h) as
-// exponentials, and are never in memory. For a row x_i of x [N, d], the head W [V, d] and the row's target y:
+// exponentials, and are never in memory. For a row x_i of hidden, x [N, d], the head W [V, d] and the row's target y:
 //
 //   z  = x_i W^T + bias                      float32, in the product's accumulators
 //   z' = scale * z,  or softcap * tanh(scale / softcap * z)
@@ -47,8 +47,8 @@ struct FusedRows {
   DType dtype;
   std::int64_t rows;
   std::int64_t features;
-  GemmMatrix x;
-  GemmMatrix weight;  ///< of the block's classes
+  GemmMatrix hidden;
+  GemmMatrix head;    ///< of the block's classes
   const float* bias;  ///< of the block's classes; nullptr: 0
   std::int64_t first_class;
   std::int64_t classes;      ///< of the block
@@ -72,7 +72,7 @@ struct FusedGradient {
   KeptLse lse;
   const float* entropy;        ///< with grad_entropy
   const float* target_weight;  ///< of a shard with class weights; nullptr: class_weight has that of every target
-  void* to;                    ///< [rows, classes], the dtype of x: exps, or the gradient of the logits
+  void* to;                    ///< [rows, classes], the dtype of hidden: exps, or the gradient of the logits
   std::int64_t stride;
 };
 
@@ -82,25 +82,25 @@ void guess_shifts(const FusedRows& rows);
 /// The product, and statistics [rows, kCrossEntropyStatistics] (cross_entropy.h).
 void write_statistics(const FusedRows& rows, float* statistics);
 
-/// The same, exps, row_factor and target_gradient. x and weight are of bfloat16.
+/// The same, exps, row_factor and target_gradient. hidden and head are of bfloat16.
 void write_exps(const FusedRows& rows, const FusedGradient& gradient, float* statistics);
 
 /// row_factor and target_gradient of a shard, by the statistics of all: [shards, rows, kCrossEntropyStatistics].
 void finish_exps_of_shard(const FusedRows& rows, const FusedGradient& gradient, const float* statistics,
                           const float* gathered, std::int64_t shards);
 
-/// dX from E W; `to` is grad_x of all rows.
-void write_grad_x(const FusedRows& rows, const FeatureRows& place, const void* product, void* to, DType dtype);
+/// dX from E W; `to` is grad_hidden of all rows.
+void write_grad_hidden(const FusedRows& rows, const FeatureRows& place, const void* product, void* to, DType dtype);
 
-/// f x, to memory.scaled_x.
-void scale_x(const FusedRows& rows);
+/// f x, to memory.scaled_hidden.
+void scale_hidden(const FusedRows& rows);
 
 /// The exps' part of grad_bias.
 void add_bias_gradient(const FusedRows& rows, const FusedGradient& gradient, bool is_first, double* grad_bias);
 
-/// The targets' part of grad_weight, [classes, features], and grad_bias, [classes]; nullptr where one is not wanted.
+/// The targets' part of grad_head, [classes, features], and grad_bias, [classes]; nullptr where one is not wanted.
 /// Bitwise repeatable.
-void add_targets(const FusedRows& rows, void* grad_weight, DType dtype, std::int64_t stride, double* grad_bias);
+void add_targets(const FusedRows& rows, void* grad_head, DType dtype, std::int64_t stride, double* grad_bias);
 
 /// The gradient of the logits in the backward.
 void write_gradient(const FusedRows& rows, const FusedGradient& gradient);

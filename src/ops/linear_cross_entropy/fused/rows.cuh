@@ -41,9 +41,10 @@ struct Targets {
   }
 };
 
-/// x of a row times `kCount` rows of the weight, by a warp; every lane gets them. Each is the same whatever the others.
+/// hidden of a row times `kCount` rows of the head, by a warp; every lane gets them. Each is the same whatever the
+/// others.
 template <int kCount, typename T>
-__device__ void multiply(const T* x, const T* const (&weight)[kCount], std::int64_t features,
+__device__ void multiply(const T* hidden, const T* const (&head)[kCount], std::int64_t features,
                          float (&products)[kCount]) {
   constexpr int kSize = Vector<T>::kSize;
 #pragma unroll
@@ -51,11 +52,11 @@ __device__ void multiply(const T* x, const T* const (&weight)[kCount], std::int6
 #pragma unroll 2
   for (std::int64_t i = threadIdx.x % 32 * kSize; i < features; i += 32 * kSize) {
     float a[kSize];
-    unpack(*reinterpret_cast<const Vector<T>*>(x + i), a);
+    unpack(*reinterpret_cast<const Vector<T>*>(hidden + i), a);
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
       float b[kSize];
-      unpack(*reinterpret_cast<const Vector<T>*>(weight[n] + i), b);
+      unpack(*reinterpret_cast<const Vector<T>*>(head[n] + i), b);
 #pragma unroll
       for (int k = 0; k < kSize; ++k) products[n] = fmaf(a[k], b[k], products[n]);
     }
@@ -134,8 +135,8 @@ inline ExpProduct product_of(const FusedRows& rows) {
           .classes = rows.classes,
           .features = rows.features,
           .dtype = rows.dtype,
-          .x = rows.x,
-          .weight = rows.weight,
+          .x = rows.hidden,
+          .weight = rows.head,
           .bias = rows.bias,
           .to_tanh = transform.to_tanh,
           .factor = transform.factor,

@@ -15,8 +15,8 @@ constexpr float kMasked = 4096.0f;
 /// A warp a row.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    guess_shift(const __grid_constant__ Targets targets, std::int64_t rows, const T* x, std::int64_t x_stride,
-                const T* weight, std::int64_t weight_stride, std::int64_t features, int sample_count, const float* bias,
+    guess_shift(const __grid_constant__ Targets targets, std::int64_t rows, const T* hidden, std::int64_t hidden_stride,
+                const T* head, std::int64_t head_stride, std::int64_t features, int sample_count, const float* bias,
                 std::int64_t classes_per_sample, const __grid_constant__ FastTransform transform,
                 const __grid_constant__ FusedMemory memory) {
   const std::int64_t row = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
   const int column = targets.column(row);
   if (column >= 0) {
     float of_target[1];
-    multiply<1, T>(x + row * x_stride, {weight + column * weight_stride}, features, of_target);
+    multiply<1, T>(hidden + row * hidden_stride, {head + column * head_stride}, features, of_target);
     largest = fmaxf(largest, transform.exponent(of_target[0] + (bias == nullptr ? 0.0f : bias[column])));
   }
   if (threadIdx.x % 32 != 0) return;
@@ -66,8 +66,8 @@ void guess_shifts(const FusedRows& rows) {
   }
   dispatch_half(rows.dtype, [&]<typename T>() {
     launch(rows.op, guess_shift<T>, {.blocks = ceil_divide(rows.rows, kWarps), .threads = kThreads, .stream = stream},
-           Targets(rows), rows.rows, static_cast<const T*>(rows.x.data), rows.x.stride,
-           static_cast<const T*>(rows.weight.data), rows.weight.stride, rows.features,
+           Targets(rows), rows.rows, static_cast<const T*>(rows.hidden.data), rows.hidden.stride,
+           static_cast<const T*>(rows.head.data), rows.head.stride, rows.features,
            static_cast<int>(sampled_classes(rows.classes)), rows.bias, sample_distance(rows.classes),
            FastTransform(rows.options), rows.memory);
   });

@@ -68,21 +68,21 @@ __device__ inline ClassStatistics<float> statistics_of_sums(const Sums& sums, fl
   return state;
 }
 
-/// x and the weight, for logits that are computed again.
+/// hidden and the head, for logits that are computed again.
 template <typename T>
 struct LogitFactors {
-  const T* x;
-  std::int64_t x_stride;
-  const T* weight;
-  std::int64_t weight_stride;
+  const T* hidden;
+  std::int64_t hidden_stride;
+  const T* head;
+  std::int64_t head_stride;
   const float* bias;
   std::int64_t features;
 
   explicit LogitFactors(const FusedRows& rows)
-      : x(static_cast<const T*>(rows.x.data)),
-        x_stride(rows.x.stride),
-        weight(static_cast<const T*>(rows.weight.data)),
-        weight_stride(rows.weight.stride),
+      : hidden(static_cast<const T*>(rows.hidden.data)),
+        hidden_stride(rows.hidden.stride),
+        head(static_cast<const T*>(rows.head.data)),
+        head_stride(rows.head.stride),
         bias(rows.bias),
         features(rows.features) {}
 
@@ -98,9 +98,9 @@ struct LogitFactors {
     if (column >= end) return;
     const T* weights[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) weights[i] = weight + min(column + i, end - 1) * weight_stride;
+    for (int i = 0; i < kAtOnce; ++i) weights[i] = head + min(column + i, end - 1) * head_stride;
     float logits[kAtOnce];
-    multiply(x + row * x_stride, weights, features, logits);
+    multiply(hidden + row * hidden_stride, weights, features, logits);
     if (threadIdx.x % 32 != 0) return;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
