@@ -52,8 +52,8 @@ class ShardArguments(NamedTuple):
 
 
 SCHEMA = (
-    "str op, str group, int ranks, SymInt first_class, SymInt classes, bool sequence_parallel, bool reduce_input_grad, "
-    "ScalarType? reduce_dtype"
+    "str function, str group, int ranks, SymInt first_class, SymInt classes, bool sequence_parallel, "
+    "bool reduce_input_grad, ScalarType? reduce_dtype"
 )
 
 
