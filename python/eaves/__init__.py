@@ -2,7 +2,7 @@
 
     cross_entropy(input, target, weight=None, *, ignore_index=-100, reduction="mean", ...)
     linear_cross_entropy(input, linear_weight, target, *, linear_bias=None, weight=None, reduction="mean", ...)
-    linear_kl_div(input, linear_weight, teacher_input, teacher_weight, *, target=None, divergence="forward", ...)
+    linear_kl_div(hidden, head, teacher_hidden, teacher_head, *, targets=None, divergence="forward", ...)
     linear_log_prob(hidden, head, tokens, *, bias=None, temperature=None, outputs=(), ...)
     log_prob(logits, tokens, *, temperature=None, outputs=(), ...)
     logsumexp(x, dim, keepdim=False, *, dtype=None)

@@ -62,7 +62,7 @@ def on_head(function: Callable[..., Any], target: Callable[[Tensor], Tensor], bi
 
 def kl_div(x: Tensor, head: Tensor, bias: Tensor, **options: Any) -> Any:
     y, teacher = random_tensor((ROWS, 5), x.dtype, x.device, 1.5), random_tensor((CLASSES, 5), x.dtype, x.device)
-    return eaves.linear_kl_div(x.sin(), head, y, teacher, linear_bias=bias, target=classes_of(x), **options)
+    return eaves.linear_kl_div(x.sin(), head, y, teacher, bias=bias, targets=classes_of(x), **options)
 
 
 def lrpe(x: Tensor, head: Tensor, bias: Tensor, **options: Any) -> Any:

@@ -284,8 +284,8 @@ def distilled(group: distributed.ProcessGroup, divergence: str, reduction: str, 
         with torch.no_grad():
             of_teacher = teacher(x, target)
         loss = eaves.linear_kl_div(
-            model(x, target), model.head.weight, of_teacher, teacher.head.weight, target=target,
-            linear_bias=model.head.bias, teacher_bias=teacher.head.bias, divergence=divergence, reduction=reduction,
+            model(x, target), model.head.weight, of_teacher, teacher.head.weight, targets=target,
+            bias=model.head.bias, teacher_bias=teacher.head.bias, divergence=divergence, reduction=reduction,
         )  # fmt: skip
         loss.mean().backward()
     for parameter in expected.parameters():

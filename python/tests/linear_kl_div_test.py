@@ -45,13 +45,13 @@ class Oracle:
 
     def __init__(
         self,
-        input: Tensor,
-        linear_weight: Tensor,
-        teacher_input: Tensor,
-        teacher_weight: Tensor,
+        hidden: Tensor,
+        head: Tensor,
+        teacher_hidden: Tensor,
+        teacher_head: Tensor,
         *,
-        target: Tensor | None = None,
-        linear_bias: Tensor | None = None,
+        targets: Tensor | None = None,
+        bias: Tensor | None = None,
         teacher_bias: Tensor | None = None,
         divergence: str = "forward",
         beta: float = 0.5,
@@ -64,15 +64,15 @@ class Oracle:
         def exact(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.detach().cpu().double()
 
-        self.dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+        self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         self.leaves = [None if each is None else exact(each).requires_grad_() for each in
-                       (input, linear_weight, linear_bias)]  # fmt: skip
-        teacher = [exact(each) for each in (teacher_input, teacher_weight, teacher_bias)]
+                       (hidden, head, bias)]  # fmt: skip
+        teacher = [exact(each) for each in (teacher_hidden, teacher_head, teacher_bias)]
         divisor = 1.0 if temperature is None else temperature
         logits = [F.linear(*each) / divisor for each in (self.leaves, teacher)]
         log_s, log_t = (torch.log_softmax(z, -1) for z in logits)
         rows = by_the_formula(log_s, log_t, divergence, beta)
-        counts = torch.ones_like(rows) if target is None else (target.cpu().long() != ignore_index).double()
+        counts = torch.ones_like(rows) if targets is None else (targets.cpu().long() != ignore_index).double()
         divided = (counts.sum().item() or 1.0) if normalizer is None else float(normalizer)
 
         def reduced(numbers: Tensor) -> Tensor:
@@ -110,19 +110,19 @@ def heads(
     teacher: int = 31,
     deviation: float = 0.5,
 ) -> list[Tensor]:
-    """input, linear_weight, teacher_input, teacher_weight."""
+    """hidden, head, teacher_hidden, teacher_head."""
     generator = torch.Generator().manual_seed(5)
     shapes = ((*rows, student), (classes, student), (*rows, teacher), (classes, teacher))
     return [(deviation * torch.randn(shape, generator=generator)).to(device, dtype) for shape in shapes]
 
 
 def differentiated(
-    tensors: list[Tensor], linear_bias: Tensor | None, upstream_of: Callable[[Tensor], Tensor], **options: Any
+    tensors: list[Tensor], bias: Tensor | None, upstream_of: Callable[[Tensor], Tensor], **options: Any
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """The divergence, its upstream gradient, and the gradients of input, linear_weight and linear_bias."""
+    """The divergence, its upstream gradient, and the gradients of hidden, head and bias."""
     student = [each.detach().requires_grad_() for each in tensors[:2]]
-    bias = None if linear_bias is None else linear_bias.detach().requires_grad_()
-    found = eaves.linear_kl_div(*student, *tensors[2:], linear_bias=bias, **options)
+    bias = None if bias is None else bias.detach().requires_grad_()
+    found = eaves.linear_kl_div(*student, *tensors[2:], bias=bias, **options)
     upstream = upstream_of(found)
     wanted = [each for each in (*student, bias) if each is not None]
     gradients: list[Tensor | None] = list(torch.autograd.grad(found, wanted, upstream))
@@ -158,21 +158,21 @@ def test_divergences_and_gradients_match_the_oracle(divergence: str, device: tor
             "divergence": divergence, "beta": 0.3, "temperature": temperature, "reduction": reduction,
             "workspace_bytes": workspace_bytes,
         }  # fmt: skip
-        linear_bias = None
+        bias = None
         if bias != "none":
             of_bias = torch.float32 if bias == "float32" else dtype
-            linear_bias = random_tensor((33,), of_bias, device)
+            bias = random_tensor((33,), of_bias, device)
             options["teacher_bias"] = random_tensor((33,), of_bias, device).flip(0)
         if has_target:
             target = torch.arange(15, device=device, dtype=torch.int32).view(3, 5)
-            options |= {"target": target, "ignore_index": 7}
+            options |= {"targets": target, "ignore_index": 7}
         what = f"{dtype} {options} bias {bias}"
-        oracle = Oracle(*tensors, linear_bias=linear_bias, **options)
-        found, upstream, gradients = differentiated(tensors, linear_bias, uneven, **options)
+        oracle = Oracle(*tensors, bias=bias, **options)
+        found, upstream, gradients = differentiated(tensors, bias, uneven, **options)
         assert found.dtype == oracle.dtype and found.is_contiguous(), what
         assert_within(found, oracle.bound, what)
         assert_gradients(gradients, oracle.gradients(upstream), what)
-        assert torch.equal(eaves.linear_kl_div(*tensors, linear_bias=linear_bias, **options), found), what
+        assert torch.equal(eaves.linear_kl_div(*tensors, bias=bias, **options), found), what
 
 
 @each("divergence", DIVERGENCES)
@@ -182,7 +182,7 @@ def test_gradients_are_those_of_finite_differences(divergence: str, device: torc
 
     def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return eaves.linear_kl_div(
-            x, weight, y, teacher, linear_bias=bias, divergence=divergence, beta=0.2, temperature=1.5, reduction="none"
+            x, weight, y, teacher, bias=bias, divergence=divergence, beta=0.2, temperature=1.5, reduction="none"
         )
 
     assert torch.autograd.gradcheck(function, [each.requires_grad_() for each in (x, weight, bias)])
@@ -277,7 +277,7 @@ def test_ignored_rows_count_for_nothing_whatever_they_hold(
         divergence=divergence, reduction=reduction,
     )  # fmt: skip
     tensors[0][1], tensors[2][4] = math.nan, math.inf
-    found = differentiated(tensors, None, torch.ones_like, target=target, divergence=divergence, reduction=reduction)
+    found = differentiated(tensors, None, torch.ones_like, targets=target, divergence=divergence, reduction=reduction)
     of_rows = found[0][counts] if reduction == "none" else found[0]
     assert_agree(of_rows, expected[0])
     assert reduction != "none" or (found[0][~counts] == 0).all()
@@ -298,7 +298,7 @@ def test_nothing_that_counts_is_0_with_gradient_0(
     bias = random_tensor((33,), torch.float32, device)
     target = torch.full((rows,), 5, device=device)
     found, _, gradients = differentiated(
-        tensors, bias, torch.ones_like, target=target, ignore_index=5, divergence=divergence, reduction=reduction
+        tensors, bias, torch.ones_like, targets=target, ignore_index=5, divergence=divergence, reduction=reduction
     )
     assert found.shape == ((rows,) if reduction == "none" else ()) and (found == 0).all()
     for gradient, of in zip(gradients, (*tensors[:2], bias), strict=True):
@@ -308,7 +308,7 @@ def test_nothing_that_counts_is_0_with_gradient_0(
 def test_int32_targets_are_compared_with_all_of_ignore_index(device: torch.device) -> None:
     tensors = heads(torch.float32, device, (4,))
     target = torch.zeros(4, dtype=torch.int32, device=device)
-    all_count = eaves.linear_kl_div(*tensors, target=target, ignore_index=1 << 32)
+    all_count = eaves.linear_kl_div(*tensors, targets=target, ignore_index=1 << 32)
     assert torch.equal(all_count, eaves.linear_kl_div(*tensors)) and all_count > 0
 
 
@@ -320,7 +320,7 @@ def test_a_normalizer_divides_instead_of_the_rows(normalizer: Any, device: torch
     if normalizer == 0:
         assert found == math.inf and all(each is None or (each == 0).all() for each in gradients)
         none = torch.full((4,), -100, device=device)
-        assert eaves.linear_kl_div(*heads(torch.float32, device, (4,)), target=none, normalizer=given) == 0
+        assert eaves.linear_kl_div(*heads(torch.float32, device, (4,)), targets=none, normalizer=given) == 0
         return
     oracle = Oracle(*tensors, normalizer=float(normalizer))
     assert_within(found, oracle.bound)
@@ -333,7 +333,7 @@ def test_ignored_rows_whose_divergence_is_infinite_have_gradient_0(device: torch
     teacher_bias = torch.zeros(len(teacher), device=device)
     teacher_bias[1] = -math.inf
     target = torch.tensor([-100, -100, -100, -100], device=device)
-    loss = eaves.linear_kl_div(*given, y, teacher, teacher_bias=teacher_bias, target=target, divergence="reverse")
+    loss = eaves.linear_kl_div(*given, y, teacher, teacher_bias=teacher_bias, targets=target, divergence="reverse")
     assert loss == 0 and all(not grad.any() for grad in torch.autograd.grad(loss, given))
 
 
@@ -388,7 +388,7 @@ def test_classes_that_one_masks_in_jsd(device: torch.device) -> None:
     assert all(each is not None and (each == 0).all() for each in gradients)  # a masked class cannot come back
 
 
-@each("case", [("reverse", "teacher_bias"), ("forward", "linear_bias")])
+@each("case", [("reverse", "teacher_bias"), ("forward", "bias")])
 def test_a_class_that_one_alone_masks_makes_infinity(case: tuple[str, str], device: torch.device) -> None:
     divergence, bias = case
     named: dict[str, Any] = {"divergence": divergence, bias: masking(33, [4], device)}
@@ -402,7 +402,7 @@ def test_a_nan_stays_one(place: int, divergence: str, device: torch.device) -> N
         tensors = heads(torch.float32, device, (3,))
         tensors[place][0, 0] = math.nan
         found = eaves.linear_kl_div(
-            *tensors, divergence=divergence, reduction="none", linear_bias=teacher_bias, teacher_bias=teacher_bias
+            *tensors, divergence=divergence, reduction="none", bias=teacher_bias, teacher_bias=teacher_bias
         )
         assert found[0].isnan()
 
@@ -446,8 +446,8 @@ def test_the_teacher_gets_no_gradient_and_may_be_the_student(device: torch.devic
     x, weight, y, _ = heads(torch.float32, device, student=24, teacher=24)
     head = torch.nn.Parameter(weight)
     bias = torch.nn.Parameter(random_tensor((33,), torch.float32, device))
-    eaves.linear_kl_div(x, head, y, head, linear_bias=bias, teacher_bias=bias).backward()
-    exact = Oracle(x, weight, y, weight, linear_bias=bias, teacher_bias=bias).gradients()
+    eaves.linear_kl_div(x, head, y, head, bias=bias, teacher_bias=bias).backward()
+    exact = Oracle(x, weight, y, weight, bias=bias, teacher_bias=bias).gradients()
     assert_gradients((None, head.grad, bias.grad), exact)
 
 
@@ -459,9 +459,9 @@ def test_only_gradients_that_are_wanted_are_there(
     x, weight, y, teacher = heads(torch.bfloat16, device)
     bias = random_tensor((33,), torch.float32, device)
     student = [each.requires_grad_(wants) for each, wants in zip((x, weight, bias), wanted, strict=True)]
-    eaves.linear_kl_div(x, weight, y, teacher, linear_bias=bias, reduction=reduction).sum().backward()
+    eaves.linear_kl_div(x, weight, y, teacher, bias=bias, reduction=reduction).sum().backward()
     assert [each.grad is not None for each in student] == list(wanted)
-    exact = Oracle(x, weight, y, teacher, linear_bias=bias, reduction=reduction).gradients()
+    exact = Oracle(x, weight, y, teacher, bias=bias, reduction=reduction).gradients()
     # That of the bias is the sum of the logits', before these are rounded.
     assert_gradients([each.grad for each in student], exact)
 
@@ -475,7 +475,7 @@ def test_a_second_backward_gives_the_same(dtype: torch.dtype, reduction: str, de
     x, weight, y, teacher = heads(dtype, device)
     target = torch.tensor([[1, IGNORED, 2, 3, 4]], device=device).expand(3, 5)
     given = [each.requires_grad_() for each in (x, weight)]
-    found = eaves.linear_kl_div(x, weight, y, teacher, target=target, reduction=reduction)
+    found = eaves.linear_kl_div(x, weight, y, teacher, targets=target, reduction=reduction)
     first = torch.autograd.grad(found, given, uneven(found), retain_graph=True)
     copies = [each.clone() for each in first]
     second = torch.autograd.grad(found, given, uneven(found))
@@ -539,7 +539,7 @@ def test_torch_compile_leaves_it_as_it_is(any_device: torch.device) -> None:
     target = torch.tensor([[1, IGNORED, 2, 3, 4]], device=any_device).expand(3, 5)
 
     def loss(x: Tensor, weight: Tensor, temperature: float) -> Tensor:
-        return 2 * eaves.linear_kl_div(2 * x, weight, y, teacher, target=target, temperature=temperature)
+        return 2 * eaves.linear_kl_div(2 * x, weight, y, teacher, targets=target, temperature=temperature)
 
     given = [each.requires_grad_() for each in (x, weight)]
     compiled = torch.compile(loss, backend="aot_eager")
@@ -559,7 +559,7 @@ def test_under_autocast_heads_are_cast_and_a_float32_gradient_is_not_rounded(
     tensors = heads(torch.float32, device)
     bias = random_tensor((33,), torch.float32, device)
     rounded = [each.bfloat16() for each in tensors]
-    oracle = Oracle(*rounded, linear_bias=bias, reduction=reduction)
+    oracle = Oracle(*rounded, bias=bias, reduction=reduction)
     with torch.autocast(device.type, torch.bfloat16):
         found, upstream, gradients = differentiated(tensors, bias, uneven, reduction=reduction)
     assert found.dtype == torch.float32
@@ -636,7 +636,7 @@ def test_no_more_memory_is_taken_than_was_asked_for(dtype: torch.dtype, divergen
     for reduction in ("mean", "none"):
         with Watching() as watching:
             found = eaves.linear_kl_div(
-                *tensors, target=target, teacher_bias=bias, linear_bias=bias, divergence=divergence,
+                *tensors, targets=target, teacher_bias=bias, bias=bias, divergence=divergence,
                 reduction=reduction, workspace_bytes=limit,
             )  # fmt: skip
             found.sum().backward()
@@ -656,7 +656,7 @@ def test_heads_may_be_modules(device: torch.device) -> None:
     student, teacher = torch.nn.Linear(6, 9, device=device), torch.nn.Linear(4, 9, device=device)
     x, y = torch.randn(5, 6, device=device), torch.randn(5, 4, device=device)
     actual = eaves.linear_kl_div(x, student, y, teacher)
-    bias = {"linear_bias": student.bias, "teacher_bias": teacher.bias}
+    bias = {"bias": student.bias, "teacher_bias": teacher.bias}
     expected = eaves.linear_kl_div(x, student.weight, y, teacher.weight, **bias)
     assert torch.equal(actual, expected)
     actual.backward()
@@ -671,26 +671,26 @@ X, HEAD, Y, TEACHER = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, 2), t
 
 
 @each("call", [
-    ({"input": None}, TypeError, r"input is a NoneType, expected a torch\.Tensor"),
-    ({"input": torch.tensor(0.0)}, ValueError, "input has no axes, expected at least one, of the features"),
-    ({"linear_weight": torch.nn.Linear(3, 5), "linear_bias": torch.zeros(5)}, ValueError,
-        "linear_weight is a torch.nn.Linear with a bias; leave linear_bias out"),
-    ({"teacher_weight": torch.nn.Linear(2, 5), "teacher_bias": torch.zeros(5)}, ValueError,
-        "teacher_weight is a torch.nn.Linear with a bias; leave teacher_bias out"),
-    ({"input": X.long()}, ValueError, "input has dtype int64, expected a floating-point type"),
-    ({"linear_weight": HEAD[:, :2]}, ValueError, r"linear_weight has shape \[5, 2\], expected \[classes, 3\]"),
-    ({"linear_weight": HEAD[:0]}, ValueError, r"linear_weight has shape \[0, 3\], expected at least one class"),
-    ({"linear_weight": HEAD.bfloat16()}, ValueError, "linear_weight has dtype bfloat16, expected that of input, fl"),
-    ({"teacher_weight": TEACHER.half()}, ValueError, "teacher_weight has dtype float16, expected that of teacher_inpu"),
-    ({"teacher_input": Y[:3]}, ValueError, r"teacher_input has shape \[3, 2\], expected \[4, 2\] \(rows as input \["),
-    ({"teacher_weight": torch.zeros(7, 2)}, ValueError, r"teacher_weight has shape \[7, 2\], expected \[5, 2\] \(cla"),
-    ({"teacher_weight": TEACHER.to_sparse()}, NotImplementedError, "teacher_weight is torch.sparse_coo on"),
-    ({"teacher_weight": TEACHER.to("meta")}, ValueError, "teacher_weight is on meta, expected (cpu|cuda)"),
-    ({"teacher_input": Y.clone().requires_grad_()}, NotImplementedError, "no derivative with respect to teacher_input"),
-    ({"linear_bias": torch.zeros(4)}, ValueError, r"linear_bias has shape \[4\], expected \[5\] \(one per class of li"),
+    ({"hidden": None}, TypeError, r"hidden is a NoneType, expected a torch\.Tensor"),
+    ({"hidden": torch.tensor(0.0)}, ValueError, "hidden has no axes, expected at least one, of the features"),
+    ({"head": torch.nn.Linear(3, 5), "bias": torch.zeros(5)}, ValueError,
+        "head is a torch.nn.Linear with a bias; leave bias out"),
+    ({"teacher_head": torch.nn.Linear(2, 5), "teacher_bias": torch.zeros(5)}, ValueError,
+        "teacher_head is a torch.nn.Linear with a bias; leave teacher_bias out"),
+    ({"hidden": X.long()}, ValueError, "hidden has dtype int64, expected a floating-point type"),
+    ({"head": HEAD[:, :2]}, ValueError, r"head has shape \[5, 2\], expected \[classes, 3\]"),
+    ({"head": HEAD[:0]}, ValueError, r"head has shape \[0, 3\], expected at least one class"),
+    ({"head": HEAD.bfloat16()}, ValueError, "head has dtype bfloat16, expected that of hidden, fl"),
+    ({"teacher_head": TEACHER.half()}, ValueError, "teacher_head has dtype float16, expected that of teacher_hidd"),
+    ({"teacher_hidden": Y[:3]}, ValueError, r"teacher_hidden has shape \[3, 2\], expected \[4, 2\] \(rows as hid"),
+    ({"teacher_head": torch.zeros(7, 2)}, ValueError, r"teacher_head has shape \[7, 2\], expected \[5, 2\] \(cla"),
+    ({"teacher_head": TEACHER.to_sparse()}, NotImplementedError, "teacher_head is torch.sparse_coo on"),
+    ({"teacher_head": TEACHER.to("meta")}, ValueError, "teacher_head is on meta, expected (cpu|cuda)"),
+    ({"teacher_hidden": Y.clone().requires_grad_()}, NotImplementedError, "no derivative with respect to teacher_hidd"),
+    ({"bias": torch.zeros(4)}, ValueError, r"bias has shape \[4\], expected \[5\] \(one per class of he"),
     ({"teacher_bias": torch.zeros(5).half()}, ValueError, "teacher_bias has dtype float16, expected float32"),
-    ({"target": torch.zeros(4)}, ValueError, "target has dtype float32, expected int64 or int32"),
-    ({"target": torch.zeros(3).long()}, ValueError, r"target has shape \[3\], expected \[4\] \(one per row of input"),
+    ({"targets": torch.zeros(4)}, ValueError, "targets has dtype float32, expected int64 or int32"),
+    ({"targets": torch.zeros(3).long()}, ValueError, r"targets has shape \[3\], expected \[4\] \(one per row of hid"),
     ({"divergence": "kl"}, ValueError, "divergence is 'kl', expected \"forward\", \"reverse\" or \"jsd\""),
     ({"divergence": 1}, TypeError, "divergence is 1, expected"),
     ({"divergence": "jsd", "beta": 0}, ValueError, 'beta is 0.*, expected a number between 0 and 1.*"forward" for 0'),
@@ -699,19 +699,19 @@ X, HEAD, Y, TEACHER = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, 2), t
     ({"beta": "0.5"}, TypeError, "beta is '0.5', expected a number between 0 and 1"),
     ({"temperature": 0}, ValueError, "temperature is 0, expected a positive number"),
     ({"temperature": torch.ones(1)}, TypeError, "temperature is .*, expected a positive number"),
-    ({"ignore_index": 0.5, "target": torch.zeros(4).long()}, TypeError, r"ignore_index is 0\.5, expected an int"),
+    ({"ignore_index": 0.5, "targets": torch.zeros(4).long()}, TypeError, r"ignore_index is 0\.5, expected an int"),
     ({"reduction": "batchmean"}, ValueError, "reduction is 'batchmean', expected"),
     ({"reduction": "sum", "normalizer": 2.0}, ValueError, "normalizer is given, but only the mean divides"),
     ({"workspace_bytes": 0}, ValueError, "workspace_bytes is 0, expected a positive number of bytes"),
     ({"workspace_bytes": 1.5}, TypeError, r"workspace_bytes is 1\.5, expected an int"),
     ({"softcap": 30.0}, TypeError, "got an unexpected keyword argument 'softcap'"),
-    ({"bias": HEAD[:, 0]}, TypeError, "got an unexpected keyword argument 'bias'; pass linear_bias"),
+    ({"linear_bias": HEAD[:, 0]}, TypeError, "got an unexpected keyword argument 'linear_bias'; pass bias"),
 ])  # fmt: skip
 def test_refusals(call: Call, any_device: torch.device) -> None:
-    right = {"input": X, "linear_weight": HEAD, "teacher_input": Y, "teacher_weight": TEACHER}
+    right = {"hidden": X, "head": HEAD, "teacher_hidden": Y, "teacher_head": TEACHER}
     assert_each_refused(eaves.linear_kl_div, "linear_kl_div", right, call, any_device)
 
 
 def test_tensors_of_two_devices_are_refused(cuda: torch.device) -> None:
-    with pytest.raises(ValueError, match=r"^linear_kl_div: teacher_weight is on cpu, expected cuda"):
+    with pytest.raises(ValueError, match=r"^linear_kl_div: teacher_head is on cpu, expected cuda"):
         eaves.linear_kl_div(X.to(cuda), HEAD.to(cuda), Y.to(cuda), TEACHER)

@@ -129,7 +129,7 @@ def _divergence(**options: Any) -> Callable[[torch.device, str], tuple[Tensor, T
         x[UNCOUNTED], teacher_x[UNCOUNTED] = math.nan, math.inf
         x.requires_grad_()
         target = torch.tensor([1, -100, 2, 3, -100, 5], device=device)
-        found = eaves.linear_kl_div(x, head, teacher_x, teacher, target=target, reduction=reduction, **options)
+        found = eaves.linear_kl_div(x, head, teacher_x, teacher, targets=target, reduction=reduction, **options)
         return found, x
 
     return call
@@ -249,7 +249,7 @@ def test_a_negative_normalizer_of_a_compiled_call_is_refused_when_it_runs() -> N
         return eaves.linear_cross_entropy(x, head, target, normalizer=normalizer)
 
     assert function(torch.tensor(2.0)).isfinite()
-    with pytest.raises(RuntimeError, match="normalizer is -2, expected a number that is not negative"):
+    with pytest.raises(RuntimeError, match="`normalizer` is -2, expected a number that is not negative"):
         function(torch.tensor(-2.0))
 
 

@@ -33,21 +33,21 @@ from eaves._torch.rows import counts_of, divisor_of
 from eaves._torch.transforms import is_exporting, is_transforming, needs_autograd, uncompiled
 
 _STUDENT, _TEACHER = (
-    ("input", "linear_weight", "linear_bias"),
-    ("teacher_input", "teacher_weight", "teacher_bias"),
+    ("hidden", "head", "bias"),
+    ("teacher_hidden", "teacher_head", "teacher_bias"),
 )
 
 
 class KlDivCall(NamedTuple):
     """The arguments of eaves.linear_kl_div, as they were passed."""
 
-    input: Tensor
-    linear_weight: Any  # a Tensor or a torch.nn.Linear
-    linear_bias: Tensor | None
-    teacher_input: Tensor
-    teacher_weight: Any
+    hidden: Tensor
+    head: Any  # a Tensor or a torch.nn.Linear
+    bias: Tensor | None
+    teacher_hidden: Tensor
+    teacher_head: Any
     teacher_bias: Tensor | None
-    target: Tensor | None
+    targets: Tensor | None
     divergence: str
     beta: float
     temperature: float | None
@@ -63,46 +63,46 @@ def divergence_of(call: KlDivCall) -> Tensor:
             weight, bias = tensors_of_linear(OP, None, name, head, bias_name, getattr(call, bias_name))
             changed: dict[str, Any] = {name: weight, bias_name: bias}
             call = call._replace(**changed)
-    if is_fully_sharded(call.linear_weight):
+    if is_fully_sharded(call.head):
         return with_whole_head(
             OP,
-            lambda x, weight, bias: divergence_of(call._replace(input=x, linear_weight=weight, linear_bias=bias)),
+            lambda x, weight, bias: divergence_of(call._replace(hidden=x, head=weight, bias=bias)),
             dict(zip(_STUDENT[:1], call[:1])),
             dict(zip(_STUDENT[1:], call[1:3])),
         )
-    if is_fully_sharded(call.teacher_weight):
+    if is_fully_sharded(call.teacher_head):
         return with_whole_head(
             OP,
             lambda y, weight, bias: divergence_of(
-                call._replace(teacher_input=y, teacher_weight=weight, teacher_bias=bias)
+                call._replace(teacher_hidden=y, teacher_head=weight, teacher_bias=bias)
             ),
             dict(zip(_TEACHER[:1], call[3:4])),
             dict(zip(_TEACHER[1:], call[4:6])),
         )
-    input, linear_weight, linear_bias, teacher_input, teacher_weight, teacher_bias = call[:6]
+    hidden, head, bias, teacher_hidden, teacher_head, teacher_bias = call[:6]
     if is_exporting() or is_transforming():
         raise NotImplementedError(f"{OP}: it does not work inside of torch.export, torch.vmap and torch.func")
-    student = _rows_and_head(_STUDENT, input, linear_weight, linear_bias, input)
-    teacher = _rows_and_head(_TEACHER, teacher_input, teacher_weight, teacher_bias, input)
-    rows, classes = input.shape[:-1], linear_weight.shape[0]
+    student = _rows_and_head(_STUDENT, hidden, head, bias, hidden)
+    teacher = _rows_and_head(_TEACHER, teacher_hidden, teacher_head, teacher_bias, hidden)
+    rows, classes = hidden.shape[:-1], head.shape[0]
     check_shape(
-        OP, "teacher_input", teacher_input, [*rows, teacher_input.shape[-1]], f"rows as input {shape_of(input)}"
+        OP, "teacher_hidden", teacher_hidden, [*rows, teacher_hidden.shape[-1]], f"rows as hidden {shape_of(hidden)}"
     )
-    if teacher_weight.shape[0] != classes:
+    if teacher_head.shape[0] != classes:
         raise ValueError(
-            f"{OP}: teacher_weight has shape {shape_of(teacher_weight)}, expected [{classes}, "
-            f"{teacher_input.shape[-1]}] (classes as linear_weight {shape_of(linear_weight)}); where one vocabulary is "
+            f"{OP}: teacher_head has shape {shape_of(teacher_head)}, expected [{classes}, "
+            f"{teacher_hidden.shape[-1]}] (classes as head {shape_of(head)}); where one vocabulary is "
             "the other and padding, cut the larger head and its bias"
         )
-    refuse_gradient(OP, "teacher_input", teacher_input)
+    refuse_gradient(OP, "teacher_hidden", teacher_hidden)
     counts = (
-        None if call.target is None else _counts(call.target, input, index_of(OP, "ignore_index", call.ignore_index))
+        None if call.targets is None else _counts(call.targets, hidden, index_of(OP, "ignore_index", call.ignore_index))
     )
     dtype = accumulator_dtype(student.input.dtype)
     mode = reduction_of(OP, call.reduction)
     normalizer = call.normalizer
     if normalizer is not None:
-        normalizer = normalizer_of(OP, normalizer, mode, dtype, input.device)
+        normalizer = normalizer_of(OP, normalizer, mode, dtype, hidden.device)
         # As the core's, which this loss does not call: of a GPU it is not known here.
         if normalizer.device.type == "cpu" and not torch.compiler.is_compiling() and normalizer.item() < 0:
             raise ValueError(f"{OP}: normalizer is {normalizer.item()}, expected a number that is not negative")
@@ -116,7 +116,7 @@ def divergence_of(call: KlDivCall) -> Tensor:
         else:
             found = uncompiled(OP, forward_only)(*tensors, settings, mode)
     except (TypeError, RuntimeError) as error:
-        explain(OP, error, linear_weight=linear_weight, teacher_weight=teacher_weight)
+        explain(OP, error, head=head, teacher_head=teacher_head)
         raise
     if mode == NONE:
         return found.view(rows)
@@ -126,17 +126,17 @@ def divergence_of(call: KlDivCall) -> Tensor:
 def _rows_and_head(
     names: tuple[str, str, str], x: Tensor, weight: Tensor, bias: Tensor | None, student: Tensor
 ) -> Head:
-    x, weight, bias = checked_head(OP, names, x, weight, bias, ("input", student))
+    x, weight, bias = checked_head(OP, names, x, weight, bias, ("hidden", student))
     return Head(x.reshape(-1, x.shape[-1]), weight, bias)
 
 
-def _counts(target: Tensor, input: Tensor, ignore_index: int) -> Tensor:
+def _counts(targets: Tensor, hidden: Tensor, ignore_index: int) -> Tensor:
     """Which rows count: [rows, 1]."""
-    check_tensor(OP, "target", target)
-    check_device(OP, "target", target, "input", input)
-    check_dtype_of(OP, "target", target, CLASS_DTYPES, "classes")
-    check_shape(OP, "target", target, input.shape[:-1], f"one per row of input {shape_of(input)}")
-    return counts_of(target, ignore_index).reshape(-1, 1)
+    check_tensor(OP, "targets", targets)
+    check_device(OP, "targets", targets, "hidden", hidden)
+    check_dtype_of(OP, "targets", targets, CLASS_DTYPES, "classes")
+    check_shape(OP, "targets", targets, hidden.shape[:-1], f"one per row of hidden {shape_of(hidden)}")
+    return counts_of(targets, ignore_index).reshape(-1, 1)
 
 
 def _settings(call: KlDivCall, student: Head, teacher: Head) -> Settings:

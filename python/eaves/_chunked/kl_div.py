@@ -174,7 +174,7 @@ class Divergence(torch.autograd.Function):
             return *_finished(gradients, scaled, ctx), *(None,) * 6
         *tensors, counts = ctx.saved_tensors  # once: in a checkpoint they are computed for one reading
         student, teacher = Head(*tensors[:3]), Head(*tensors[3:])
-        refuse_zero3(OP, linear_weight=student.weight, linear_bias=student.bias)
+        refuse_zero3(OP, head=student.weight, bias=student.bias)
         if is_computed:
             return *_finished(gradients, scaled, ctx), *(None,) * 6
 

@@ -31,7 +31,6 @@ _NAMES = {
     },
     "log_prob": {"targets": "tokens"},
     "linear_log_prob": {"targets": "tokens"},
-    "linear_kl_div": {"hidden": "input"},
     "lrpe_cosine": {"offsets": "offset"},
 }  # fmt: skip
 
