@@ -3,9 +3,11 @@ named tuples that return them, and the answers to keywords of other functions. W
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
 from collections import namedtuple
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
 NONE, SUM, MEAN = 0, 1, 2  # enum Reduction of include/eaves/cross_entropy.h
@@ -28,6 +30,7 @@ def reduction_of(op: str, reduction: str) -> int:
 # ------------------------------------------------------------------------------------------------------------- outputs
 
 _Array = TypeVar("_Array")
+_Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 class CrossEntropyOutputs(Protocol[_Array]):
@@ -110,6 +113,20 @@ _PARAMETERS = (
     ("final_logit_softcapping", "softcap"),
     ("lse_square_scale", "z_loss"),
     ("logsumexp_weight", "z_loss"),
+    ("e", "input"),
+    ("e", "hidden"),
+    ("c", "linear_weight"),
+    ("c", "head"),
+    ("hidden", "input"),
+    ("logits", "input"),
+    ("input", "logits"),
+    ("input", "hidden"),
+    ("head", "linear_weight"),
+    ("linear_weight", "head"),
+    ("student_input", "hidden"),
+    ("student_weight", "head"),
+    ("teacher_input", "teacher_hidden"),
+    ("teacher_weight", "teacher_head"),
     ("bias", "linear_bias"),
     ("linear_bias", "bias"),
     ("ce_weight", "weight"),
@@ -121,7 +138,11 @@ _PARAMETERS = (
     ("loss_mask", "row_weight"),
     ("accum_dtype", "grad_weight_dtype"),
     ("accum_dtype", "grad_head_dtype"),
+    ("accum_c_fp32", "grad_weight_dtype=torch.float32"),
+    ("accumulate_grad_in_fp32", "grad_weight_dtype=torch.float32"),
     ("grad_weight_dtype", "grad_head_dtype"),
+    ("grad_head_dtype", "grad_weight_dtype"),
+    ("process_group", "group"),
     ("impl", "algorithm"),
     ("num_chunks", "workspace_bytes, the scratch memory in bytes"),
     ("chunk_size", "workspace_bytes, the scratch memory in bytes"),
@@ -129,6 +150,10 @@ _PARAMETERS = (
     ("labels", "target"),
     ("target", "targets"),
     ("labels", "targets"),
+    ("target", "tokens"),
+    ("targets", "tokens"),
+    ("labels", "tokens"),
+    ("index", "tokens"),
     ("class_dim", "axis"),
     ("group", "axis_name"),
 )
@@ -136,26 +161,49 @@ _TEMPERATURE = "scale=1 / temperature, and with a softcap c in front of the temp
 _OF_HEAD = ("sequence_parallel", "reduce_input_grad", "reduce_dtype")  # fields of an eaves.Shard
 
 
-def refuse_unknown(op: str, names: Iterable[str], function: Callable[..., object]) -> NoReturn:
-    """Raises TypeError for the first of `names`, keywords that `function` got and does not have."""
-    name = next(iter(names))
-    raise TypeError(f"{op}: got an unexpected keyword argument {name!r}{_hint(name, function)}")
+def answers_missing(function: _Function) -> _Function:
+    """The function. If it lacks a required argument, because it got the name that another function has for it, the
+    TypeError says which name to pass."""
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return function(*arguments, **keywords)
+        except TypeError as error:
+            if str(error).startswith(f"{function.__name__}() missing "):
+                parameters = inspect.signature(function).parameters
+                if unknown := {name: value for name, value in keywords.items() if name not in parameters}:
+                    refuse_unknown(function.__name__, unknown, function)
+            raise
+
+    return called  # type: ignore[return-value]
 
 
-def _hint(name: str, function: Callable[..., object]) -> str:
+def refuse_unknown(op: str, unknown: Mapping[str, object], function: Callable[..., object]) -> NoReturn:
+    """Raises TypeError for keywords that `function` got and does not have."""
+    hints = dict.fromkeys(_hint(name, value, function) for name, value in unknown.items())
+    names = ", ".join(map(repr, unknown))
+    what = f"an unexpected keyword argument {names}" if len(unknown) == 1 else f"unexpected keyword arguments {names}"
+    raise TypeError(f"{op}: got {what}{''.join(hints)}")
+
+
+def _hint(name: str, value: object, function: Callable[..., object]) -> str:
     """The way out for a keyword of another function."""
     parameters = inspect.signature(function).parameters
-    if output := _output_of(name, parameters):
+    output = _output_of(name, parameters)
+    if (output or name == "shift") and not value:
+        return f"; leave {name} out"
+    if output:
         return f'; pass outputs="{output}"'
     has_head = "linear_weight" in parameters or "head" in parameters
     if "group" in parameters and (name == "first_class" or (has_head and name in _OF_HEAD)):
         return f"; pass group=eaves.Shard(group, {name}=...)"
     if name == "shift":
-        return "; pass the rows without the last and the targets without the first"
+        return "; pass the rows without the last and their classes without the first"
     if name == "filter_eps":
         return "; leave it out: no gradient is dropped"
     for other, parameter in _PARAMETERS:
-        if other == name and parameter.partition(",")[0] in parameters:
+        if other == name and re.split("[,=]", parameter)[0] in parameters:
             return f"; pass {_TEMPERATURE if name == 'temperature' else parameter}"
     return ""
 

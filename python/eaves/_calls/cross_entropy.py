@@ -16,7 +16,6 @@ from eaves._parallel.dtensor import Local, local_classes, local_shard, local_tar
 from eaves._parallel.shard import (
     Shard,
     ShardArguments,
-    check_reduce_dtype,
     check_shard_of_logits,
     refuse_without_group,
     shard_arguments,
@@ -150,8 +149,6 @@ def _computed(call: CrossEntropyCall, shard: ShardArguments | None) -> Tensor | 
     ) = call[:]  # fmt: skip
     result_dtype = check_input(op, input, target, "logits")
     is_soft = target.is_floating_point()
-    if shard is not None:
-        check_reduce_dtype(op, shard, input)
     axis = _class_axis(op, input, target, is_soft, class_dim)
     if classes is not None and shard is None:
         soft = target.movedim(axis, 0) if is_soft else None

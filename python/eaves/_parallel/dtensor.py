@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -125,11 +125,13 @@ def told_to_ranks(op: str, group: object, cut: object, run: Callable[[object], _
     return run(None)
 
 
-def refuse_unknown(op: str, names: Iterable[str], function: Callable[..., object], group: object, cut: Any) -> NoReturn:
+def refuse_unknown(
+    op: str, unknown: Mapping[str, object], function: Callable[..., object], group: object, cut: Any
+) -> NoReturn:
     """The same, of which the other ranks learn. `cut` has the classes: a tensor, or a torch.nn.Linear."""
 
     def refuse(_: object) -> NoReturn:
-        refuse_on_this_rank(op, names, function)
+        refuse_on_this_rank(op, unknown, function)
 
     told_to_ranks(op, group, cut.weight if isinstance(cut, torch.nn.Linear) else cut, refuse)
     raise AssertionError

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
+from eaves._arguments import answers_missing
 from eaves._calls.cross_entropy import CrossEntropyCall, loss_of_logits
 from eaves._parallel.dtensor import refuse_unknown
 from eaves._torch.outputs import CrossEntropyOutput
@@ -56,6 +57,7 @@ def cross_entropy(
 ) -> CrossEntropyOutput: ...
 
 
+@answers_missing
 def cross_entropy(
     input: Tensor,
     target: Tensor,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
+from eaves._arguments import answers_missing
 from eaves._calls.linear_cross_entropy import LinearCrossEntropyCall, loss_of_head
 from eaves._parallel.dtensor import refuse_unknown
 from eaves._torch.outputs import CrossEntropyOutput
@@ -63,6 +64,7 @@ def linear_cross_entropy(
 ) -> CrossEntropyOutput: ...
 
 
+@answers_missing
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor | torch.nn.Linear,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, overload
 import torch
 from torch import Tensor
 
+from eaves._arguments import answers_missing
 from eaves._calls.log_prob import LogProbCall, log_probs_of
 from eaves._parallel.dtensor import refuse_unknown
 from eaves._torch.outputs import LogProbOutput
@@ -50,6 +51,7 @@ def log_prob(
 ) -> LogProbOutput: ...
 
 
+@answers_missing
 def log_prob(
     logits: Tensor,
     tokens: Tensor,
@@ -148,6 +150,7 @@ def linear_log_prob(
 ) -> LogProbOutput: ...
 
 
+@answers_missing
 def linear_log_prob(
     hidden: Tensor,
     head: Tensor | torch.nn.Linear,

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eaves._arguments import LOSS_OUTPUTS, NONE, output_names, reduction_of, refuse_unknown
+from eaves._arguments import LOSS_OUTPUTS, NONE, answers_missing, output_names, reduction_of, refuse_unknown
 from eaves.jax._call import Arrays, Result, Wanted, row_factors
 from eaves.jax._loss import CrossEntropyOutput, Loss, LossArrays, Numbers, loss_of
 from eaves.jax._options import axis_of, is_soft, options_of
@@ -20,6 +20,7 @@ from eaves.jax._shards import shard_of
 _OP = "cross_entropy"
 
 
+@answers_missing
 def cross_entropy(
     logits: jax.Array,
     targets: jax.Array,

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eaves._arguments import LOSS_OUTPUTS, NONE, output_names, reduction_of, refuse_unknown
+from eaves._arguments import LOSS_OUTPUTS, NONE, answers_missing, output_names, reduction_of, refuse_unknown
 from eaves.jax._call import Arrays, Result, Wanted, row_factors
 from eaves.jax._library import suits_speed
 from eaves.jax._loss import CrossEntropyOutput, Loss, LossArrays, Numbers, loss_of
@@ -24,6 +24,7 @@ _LAYOUTS = ("vd", "dv")
 _ALGORITHMS = ("auto", "speed", "recompute")
 
 
+@answers_missing
 def linear_cross_entropy(
     hidden: jax.Array,
     head: jax.Array,

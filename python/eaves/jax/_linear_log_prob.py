@@ -11,7 +11,14 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from eaves._arguments import LOG_PROB_OUTPUTS, LogProbOutputs, named_outputs, output_names, refuse_unknown
+from eaves._arguments import (
+    LOG_PROB_OUTPUTS,
+    LogProbOutputs,
+    answers_missing,
+    named_outputs,
+    output_names,
+    refuse_unknown,
+)
 from eaves.jax._linear_cross_entropy import linear_cross_entropy
 from eaves.jax._options import CLASS_DTYPES, number_of
 
@@ -23,6 +30,7 @@ class LogProbOutput(LogProbOutputs[jax.Array], Protocol):
     order of their names."""
 
 
+@answers_missing
 def linear_log_prob(
     hidden: jax.Array,
     head: jax.Array,
