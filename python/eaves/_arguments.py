@@ -191,7 +191,7 @@ def _hint(name: str, value: object, function: Callable[..., object]) -> str:
     """The way out for a keyword of another function."""
     parameters = inspect.signature(function).parameters
     output = _output_of(name, parameters)
-    if (output or name == "shift") and not value:
+    if (output or name == "shift") and (value is None or value is False or (type(value) is int and value == 0)):
         return f"; leave {name} out"
     if output:
         return f'; pass outputs="{output}"'

@@ -18,6 +18,8 @@ import jax.numpy as jnp  # noqa: E402
 
 import eaves  # noqa: E402
 import eaves.jax  # noqa: E402
+from eaves._arguments import MEAN  # noqa: E402
+from eaves.jax._library import suits_speed  # noqa: E402
 from jax_arrays import DTYPES, array_of, tensor_of  # noqa: E402
 
 V, D = 37, 24
@@ -130,6 +132,39 @@ def test_what_nobody_asks_for_is_not_computed() -> None:
     rows = functools.partial(loss, reduction="none")
     forward, backward = calls_in(jax.grad(lambda x, w: rows(x, w).sum(), (0, 1)), hidden, head)
     assert "linear_cross_entropy_forward\\22" in forward and "linear_cross_entropy_backward" in backward
+
+
+@pytest.mark.parametrize("is_soft", [False, True])
+@pytest.mark.parametrize("sizes", [(50, 8, 5000), (50, 5000, 8), (5000, 50, 8)])
+def test_auto_asks_the_core_with_the_sizes_of_the_call(
+    jax_cpu: None, sizes: tuple[int, int, int], is_soft: bool
+) -> None:
+    rows, features, classes = sizes
+
+    def answer(limit: int) -> bool:
+        return suits_speed(b"float32", -1, MEAN, *[False] * 4, limit, rows, features, classes, False, is_soft)
+
+    below, least = 1, 1 << 26  # the least limit of speed
+    assert not answer(below) and answer(least)
+    while least - below > 1:
+        middle = (below + least) // 2
+        below, least = (below, middle) if answer(middle) else (middle, least)
+
+    hidden, head = torch.zeros(rows, features, requires_grad=True), torch.zeros(classes, features, requires_grad=True)
+    targets = torch.full((rows, classes), 1 / classes) if is_soft else torch.zeros(rows, dtype=torch.int32)
+    arrays = array_of(hidden.detach()), array_of(head.detach())
+    for limit, is_speed in ((below, False), (least, True)):
+        loss = eaves.linear_cross_entropy(hidden, head, targets, workspace_bytes=limit)
+        assert ("Speed" in type(loss.grad_fn).__name__) == is_speed
+        of_jax = functools.partial(eaves.jax.linear_cross_entropy, targets=array_of(targets), workspace_bytes=limit)
+        calls = calls_in(jax.grad(lambda x, w, of_jax=of_jax: of_jax(x, w), (0, 1)), *arrays)
+        assert any("forward_backward" in call for call in calls) == is_speed
+
+
+def test_no_algorithm_is_asked_for_a_call_that_is_refused(jax_cpu: None) -> None:
+    gradient = jax.grad(lambda x, w: eaves.jax.linear_cross_entropy(x, w, jnp.array([0, 1])))
+    with pytest.raises(ValueError, match=r"hidden has shape \[2, 0\], expected at least one feature"):
+        gradient(jnp.zeros((2, 0)), jnp.zeros((5, 0)))
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "speed"])

@@ -375,7 +375,9 @@ def test_a_matrix_is_one_to_the_core_too(shape: tuple[int, int]) -> None:
         accumulate = torch.ops.eaves.linear_cross_entropy_backward_accumulate
         is_place = is_taken(accumulate, tensor, one, None, None, x, head, *saved)
         check = check_grad_weight_out
-        assert is_taken(check, tensor, head.dtype, head, None, torch.float32, False) == is_place, strides
+        assert (
+            is_taken(check, "linear_cross_entropy", tensor, head.dtype, head, None, torch.float32, False) == is_place
+        ), strides
 
 
 @each("dtype", [torch.bfloat16, torch.float64])

@@ -268,15 +268,37 @@ class CallOf final : public Call {
       throw InvalidArgument("eaves.jax: " + description.dump() + " names what the function does not have");
     }
     if (description.contains("permutations")) permutations_ = description["permutations"].get<Permutations>();
+    description.at("op").get_to(op_);
+    description.at("names").get_to(users_names_);
   }
 
-  std::size_t workspace_bytes(std::span<const TensorView> tensors) const override { return bytes(with(tensors), {}); }
+  std::size_t workspace_bytes(std::span<const TensorView> tensors) const override {
+    return in_the_users_names([&] { return bytes(with(tensors), {}); });
+  }
 
   void run(std::span<const TensorView> tensors, const ExecutionContext& context) const override {
-    function(with(tensors), context);
+    in_the_users_names([&] { function(with(tensors), context); });
   }
 
  private:
+  /// What `call` returns; what it refuses is said of the user's function and arguments.
+  template <typename Body>
+  auto in_the_users_names(Body call) const {
+    const auto said = [this](const Refusal& error) {
+      return op_ + ": " + error.sentence_with([this](const std::string& name) {
+        const auto users = users_names_.find(name);
+        return users == users_names_.end() ? name : users->second;
+      });
+    };
+    try {
+      return call();
+    } catch (const InvalidArgument& error) {
+      throw InvalidArgument(said(error));
+    } catch (const Unsupported& error) {
+      throw Unsupported(said(error));
+    }
+  }
+
   Args with(std::span<const TensorView> tensors) const {
     if (tensors.size() != names_.size()) {
       throw InvalidArgument("eaves.jax: " + std::to_string(tensors.size()) + " buffers, expected " +
@@ -298,6 +320,8 @@ class CallOf final : public Call {
   Args args_;  ///< without the tensors
   std::vector<std::string> names_;
   Permutations permutations_;
+  std::string op_;
+  std::map<std::string, std::string> users_names_;
 };
 
 using Make = std::unique_ptr<const Call> (*)(const json& description);

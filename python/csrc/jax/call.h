@@ -2,7 +2,8 @@
 //
 //   {"function": "cross_entropy_forward", "tensors": ["logits", "targets", "loss"],
 //    "numbers": {"ignore_index": -100, "reduction": 0, "label_smoothing": 0.1},
-//    "permutations": {"logits": [1, 0]}}   // optional: the order in which the core takes the axes of a tensor
+//    "permutations": {"logits": [1, 0]},   // optional: the order in which the core takes the axes of a tensor
+//    "op": "cross_entropy", "names": {"z_loss_weight": "z_loss"}}   // of the user's function, for errors
 //
 // `tensors` names members of the function's arguments, those that are read and then those that are written: a tensor
 // that is not named is absent. `numbers` are all other members that are not to have their defaults. So a function of

@@ -242,9 +242,9 @@ EAVES_EXPORT const char* eaves_jax_workspace_bytes(const char* question, std::in
     *buffer_bytes = bytes == 0 ? 0 : static_cast<std::int64_t>(bytes + jax::kAlignment);
     return nullptr;
   } catch (const InvalidArgument& error) {
-    message = "InvalidArgument:" + error.op() + ": " + error.sentence();
+    message = std::string("InvalidArgument:") + error.what();
   } catch (const Unsupported& error) {
-    message = "Unsupported:" + error.op() + ": " + error.sentence();
+    message = std::string("Unsupported:") + error.what();
   } catch (const std::exception& error) {
     message = std::string("DeviceError:") + error.what();
   }

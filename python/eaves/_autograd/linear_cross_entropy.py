@@ -276,7 +276,7 @@ class Speed(torch.autograd.Function):
 def _differentiable(*arguments: Any, number_tensor: Tensor | None = None) -> list[Tensor]:
     """linear_cross_entropy_forward by an autograd.Function."""
     tensors, options, (wanted,) = by_name(ForwardTensors, arguments)
-    needs_target_mass = tensors.target.is_floating_point() or tensors.weight is not None
+    needs_target_mass = tensors.targets.is_floating_point() or tensors.class_weight is not None
     computed = kept_for_backward(wanted, options.reduction, needs_target_mass)
     outputs = apply(OP, Recompute, *tensors, *options, None, computed, wanted, wanted, 0, number_tensor, None, OP)
     return in_order(outputs, computed, wanted)

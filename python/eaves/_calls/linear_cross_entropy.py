@@ -398,7 +398,7 @@ def _is_speed(
         except TypeError:  # a size is a symbol of make_fx, which has no hash
             pass
     facts = (mode, has_grad_input_alone, has_output_gradients, accumulates, shard is not None)
-    return _suits_speed_of_any_size(input.dtype, *facts, limit != 0)
+    return _suits_speed_of_any_size(input.dtype, *facts, 1 if limit != 0 else 0)  # not a symbol of a graph
 
 
 @lru_cache(maxsize=4096)  # to ask costs a small call 2 us

@@ -77,13 +77,13 @@ class _Call:
         self, tensors: Any, options: Options, shard: ShardArguments, place: Place, kept: _Kept | None, outputs: int = 0
     ):
         self.options, self.shard, self.place, self.kept = options, shard, place, kept
-        self.rows_of_all, x = math.prod(_row_shape(tensors)), tensors.input
+        self.rows_of_all, x = math.prod(_row_shape(tensors)), tensors.hidden
         if shard.sequence_parallel:
             x = all_gather(x, group_of(shard)).wait().flatten(0, 1)
-        usable, target = place.columns, tensors.target
-        bias, weight = (None if each is None else each[:usable] for each in (tensors.linear_bias, tensors.weight))
+        usable, target = place.columns, tensors.targets
+        bias, weight = (None if each is None else each[:usable] for each in (tensors.bias, tensors.class_weight))
         target = target[..., :usable] if target.is_floating_point() else target
-        self.inputs = (x, tensors.linear_weight[:usable], bias, target, weight, tensors.row_weight)
+        self.inputs = (x, tensors.head[:usable], bias, target, weight, tensors.row_weight)
         merged = (bool(outputs & MEAN_LOGIT), bool(outputs & (ARGMAX | SUM_SQ)))
         self.arguments = (*options, place.first_class, place.classes, place.most, *merged)
 
@@ -138,7 +138,7 @@ class _Gradients:
     """Those of a call, which the extension writes."""
 
     def __init__(self, call: _Call, tensors: Any, bits: int, grad_weight: Tensor | None = None):
-        x, weight, bias = tensors.input, tensors.linear_weight, tensors.linear_bias
+        x, weight, bias = tensors.hidden, tensors.head, tensors.bias
         columns, sums = call.place.columns, accumulator_dtype(x.dtype)
         self.call, self.shape, self.dtype = call, x.shape, x.dtype
         self.input = self.weight = self.bias = None
@@ -192,14 +192,14 @@ class _Gradients:
 
 def _row_shape(tensors: Any) -> tuple[int, ...]:
     """Of all rows; under sequence parallelism input has a part of them."""
-    target = tensors.target
+    target = tensors.targets
     return tuple(target.shape[:-1] if target.is_floating_point() else target.shape)
 
 
 def _kept_rows(tensors: Any, options: Options) -> _Kept | None:
     """The rows that count, if the extension leaves out the others: on the CPU always, on a GPU if it is asked to, but
     not while a CUDA graph is captured (skips_ignored of the core)."""
-    target, row_weight = tensors.target, tensors.row_weight
+    target, row_weight = tensors.targets, tensors.row_weight
     if target.is_floating_point() and row_weight is None:
         return None
     if target.is_cuda and (not options.skip_ignored or torch.cuda.is_current_stream_capturing()):
@@ -219,12 +219,12 @@ def _forward(*arguments: Any) -> list[Tensor]:
     """As linear_cross_entropy_forward and _forward_backward, and behind that the Place."""
     tensors, options, (outputs, gradients, *of_shard) = by_name(ForwardTensors, arguments)
     shard, kept = ShardArguments(*of_shard), _kept_rows(tensors, options)
-    columns = tensors.linear_weight.shape[0]
+    columns = tensors.head.shape[0]
     agreement = Agreement(
-        shard, tensors.target, columns, lambda: _facts(shard.op, tensors, options, kept, outputs, gradients)
+        shard, tensors.targets, columns, lambda: _facts(shard.op, tensors, options, kept, outputs, gradients)
     )
     # The first two exchange something before the statistics; of the third the number of classes decides an error.
-    if shard.sequence_parallel or tensors.weight is not None or outputs & ARGMAX:
+    if shard.sequence_parallel or tensors.class_weight is not None or outputs & ARGMAX:
         agreement.settle()
     try:
         return _forward_at(agreement.expected(), agreement, tensors, options, shard, kept, outputs, gradients)
@@ -243,13 +243,13 @@ def _forward_at(
     outputs: int,
     gradients: int,
 ) -> list[Tensor]:
-    refuse_argmax(shard.op, outputs, place, tensors.input.dtype)
+    refuse_argmax(shard.op, outputs, place, tensors.hidden.dtype)
     this = _Call(tensors, options, shard, place, kept, outputs)
-    target = None if tensors.target.is_floating_point() else tensors.target
+    target = None if tensors.targets.is_floating_point() else tensors.targets
     ranks, row_shape = shard.ranks, _row_shape(tensors)
     count = this.rows_of_all if kept is None else kept.rows.shape[0]
-    sums = accumulator_dtype(tensors.input.dtype)
-    own = tensors.input.new_empty((*row_shape, STATISTICS), dtype=sums)
+    sums = accumulator_dtype(tensors.hidden.dtype)
+    own = tensors.hidden.new_empty((*row_shape, STATISTICS), dtype=sums)
     of_rows = own.view(-1, STATISTICS)
     computed = _Gradients(this, tensors, gradients)
     statistics = own.new_zeros((ranks, this.rows_of_all, STATISTICS))  # of rows left out 0, which counts for nothing
@@ -280,7 +280,7 @@ def _forward_at(
             gathered[begin : begin + size] = exchanged(first, rows).view(-1)
 
         normalizer = tensors.normalizer
-        is_divided_by_weights = tensors.weight is not None and target is not None
+        is_divided_by_weights = tensors.class_weight is not None and target is not None
         if options.reduction == MEAN and normalizer is None and is_divided_by_weights:
             normalizer = _divisor(this, tensors)
         this.run(
@@ -290,7 +290,8 @@ def _forward_at(
     agreement.settle_as(place)  # without rows nothing was gathered
     results: list[Tensor] = call(
         shard.op, merge, statistics.view(ranks, *row_shape, STATISTICS), target, tensors.row_weight, tensors.normalizer,
-        options.ignore_index, options.reduction, options.numbers, place.classes, tensors.weight is not None, outputs,
+        options.ignore_index, options.reduction, options.numbers, place.classes, tensors.class_weight is not None,
+        outputs,
     )  # fmt: skip
     if tensors.row_weight is not None:
         is_nothing = tensors.row_weight == 0
@@ -304,17 +305,17 @@ def _forward_at(
 def _facts(
     op: str, tensors: ForwardTensors, options: Options, kept: _Kept | None, outputs: int, gradients: int
 ) -> dict[str, object]:
-    parts = (tensors.input, tensors.linear_weight, tensors.linear_bias)
+    parts = (tensors.hidden, tensors.head, tensors.bias)
     return {
         "which tensors require a gradient": [each is not None and each.requires_grad for each in parts],
-        f"the shape of {name_in(op, 'hidden')}": list(tensors.input.shape),
-        **facts_of_target(op, tensors.target, _row_shape(tensors)),
+        f"the shape of {name_in(op, 'hidden')}": list(tensors.hidden.shape),
+        **facts_of_target(op, tensors.targets, _row_shape(tensors)),
         "row_weight": digest(tensors.row_weight),
         "which rows count": None if kept is None else digest(kept.on_host),
         "normalizer": digest(tensors.normalizer),
         **dtypes(
-            op, hidden=tensors.input, head=tensors.linear_weight, bias=tensors.linear_bias,
-            class_weight=tensors.weight, row_weight=tensors.row_weight, normalizer=tensors.normalizer,
+            op, hidden=tensors.hidden, head=tensors.head, bias=tensors.bias,
+            class_weight=tensors.class_weight, row_weight=tensors.row_weight, normalizer=tensors.normalizer,
         ),
         "ignore_index": options.ignore_index,
         "reduction": REDUCTION_NAMES[options.reduction],
@@ -328,8 +329,8 @@ def _facts(
 
 def _divisor(this: _Call, tensors: ForwardTensors) -> Tensor:
     """What the mean divides by, before the statistics say it, where a rank has not the weights of all targets."""
-    sums, counts = accumulator_dtype(tensors.input.dtype), counts_of(tensors.target, this.options.ignore_index)
-    weights = _weights_of_targets(this, tensors.target.to(torch.int64), tensors.weight.to(sums))
+    sums, counts = accumulator_dtype(tensors.hidden.dtype), counts_of(tensors.targets, this.options.ignore_index)
+    weights = _weights_of_targets(this, tensors.targets.to(torch.int64), tensors.class_weight.to(sums))
     if tensors.row_weight is not None:
         counts, weights = counts & (tensors.row_weight != 0), weights * tensors.row_weight
     return divisor_of(weights.flatten(), counts.flatten(), sums)
@@ -362,12 +363,12 @@ def _gradients(arguments: Sequence[Any], grad_weight: Tensor | None = None) -> l
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
-    like: Tensor = by_name(BackwardTensors, arguments)[0].input
+    like: Tensor = by_name(BackwardTensors, arguments)[0].hidden
     return tuple(like.new_empty(0) if each is None else each for each in _gradients(arguments))
 
 
 def _backward_accumulate(grad_weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    like: Tensor = by_name(BackwardTensors, arguments)[0].input
+    like: Tensor = by_name(BackwardTensors, arguments)[0].hidden
     of_input, _, of_bias = _gradients(arguments, grad_weight)
     return (
         like.new_empty(0) if of_input is None else of_input,
@@ -400,7 +401,7 @@ refuse_lost_derivatives(_OP, forward, backward, backward_accumulate)
 @register_fake("linear_cross_entropy_ranks_forward")
 def _(*arguments: Any) -> list[Tensor]:
     tensors, options, (outputs, gradients, *_) = by_name(ForwardTensors, arguments)
-    made = empty_outputs(tensors.input, list(_row_shape(tensors)), options.reduction, outputs)
+    made = empty_outputs(tensors.hidden, list(_row_shape(tensors)), options.reduction, outputs)
     place = torch.empty(len(Place._fields), dtype=torch.int64, device="cpu")
     return [*made, *empty_gradients(tensors, gradients), place]
 
@@ -409,4 +410,4 @@ def _(*arguments: Any) -> list[Tensor]:
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     tensors, _, (gradients, *_) = by_name(BackwardTensors, arguments)
     made = in_places(empty_gradients(tensors, gradients), gradients)
-    return tuple(tensors.input.new_empty(0) if each is None else each for each in made)
+    return tuple(tensors.hidden.new_empty(0) if each is None else each for each in made)

@@ -11,8 +11,6 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from eaves._sentences import in_names
-
 DTYPES = frozenset({
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool,
@@ -36,8 +34,10 @@ _NAMES = {
 
 
 def said(op: str, sentence: str) -> str:
-    """The message of an error: a sentence with the core's names of arguments in backticks, in the names of `op`."""
-    return f"{op}: {in_names(sentence, _NAMES.get(op, {}))}"
+    """The message of an error: a sentence in which the core's names of arguments stand in backticks
+    (include/eaves/error.h), in the names of `op` and without backticks."""
+    words = enumerate(sentence.split("`"))
+    return f"{op}: {''.join([name_in(op, word) if place % 2 else word for place, word in words])}"
 
 
 def name_in(op: str, name: str) -> str:

@@ -36,11 +36,11 @@ class Options(NamedTuple):
 class ForwardTensors(NamedTuple):
     """The tensors in front of them; or something of each, its batch axis for instance."""
 
-    input: Any
-    linear_weight: Any
-    linear_bias: Any
-    target: Any
-    weight: Any
+    hidden: Any
+    head: Any
+    bias: Any
+    targets: Any
+    class_weight: Any
     row_weight: Any
     normalizer: Any
 
@@ -49,11 +49,11 @@ class BackwardTensors(NamedTuple):
     grad_loss: Any
     grad_lse: Any
     grad_entropy: Any
-    input: Any
-    linear_weight: Any
-    linear_bias: Any
-    target: Any
-    weight: Any
+    hidden: Any
+    head: Any
+    bias: Any
+    targets: Any
+    class_weight: Any
     row_weight: Any
     lse: Any
     entropy: Any
@@ -81,7 +81,7 @@ def by_name(kind: type[_Tensors], arguments: Sequence[Any]) -> tuple[_Tensors, O
 
 
 def empty_gradients(tensors: ForwardTensors | BackwardTensors, gradients: int) -> list[Tensor]:
-    input, linear_weight = tensors.input, tensors.linear_weight
+    input, linear_weight = tensors.hidden, tensors.head
     made = []
     if gradients & OF_INPUT:
         made.append(torch.empty_like(input))
@@ -89,7 +89,7 @@ def empty_gradients(tensors: ForwardTensors | BackwardTensors, gradients: int) -
         dtype = accumulator_dtype(input.dtype) if gradients & WIDE_WEIGHT else linear_weight.dtype
         made.append(linear_weight.new_empty(linear_weight.shape, dtype=dtype))
     if gradients & OF_BIAS:
-        made.append(empty_bias_gradient(input, tensors.linear_bias))
+        made.append(empty_bias_gradient(input, tensors.bias))
     return made
 
 
@@ -103,13 +103,13 @@ def empty_bias_gradient(input: Tensor, linear_bias: Tensor | None) -> Tensor:
 @register_fake("linear_cross_entropy_forward")
 def _(*arguments: Any) -> list[Tensor]:
     tensors, options, (outputs,) = by_name(ForwardTensors, arguments)
-    return empty_outputs(tensors.input, list(tensors.input.shape[:-1]), options.reduction, outputs)
+    return empty_outputs(tensors.hidden, list(tensors.hidden.shape[:-1]), options.reduction, outputs)
 
 
 @register_fake("linear_cross_entropy_forward_backward")
 def _(*arguments: Any) -> list[Tensor]:
     tensors, options, (outputs, gradients) = by_name(ForwardTensors, arguments)
-    made = empty_outputs(tensors.input, list(tensors.input.shape[:-1]), options.reduction, outputs)
+    made = empty_outputs(tensors.hidden, list(tensors.hidden.shape[:-1]), options.reduction, outputs)
     return made + empty_gradients(tensors, gradients)
 
 
@@ -117,14 +117,14 @@ def _(*arguments: Any) -> list[Tensor]:
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     tensors, _, (gradients,) = by_name(BackwardTensors, arguments)
     made = in_places(empty_gradients(tensors, gradients), gradients)
-    return tuple(tensors.input.new_empty(0) if each is None else each for each in made)
+    return tuple(tensors.hidden.new_empty(0) if each is None else each for each in made)
 
 
 @register_fake("linear_cross_entropy_backward_accumulate")
 def _(grad_weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     tensors, _, (gradients,) = by_name(BackwardTensors, arguments)
-    grad_input = torch.empty_like(tensors.input) if gradients & OF_INPUT else tensors.input.new_empty(0)
-    grad_bias = empty_bias_gradient(tensors.input, tensors.linear_bias)
+    grad_input = torch.empty_like(tensors.hidden) if gradients & OF_INPUT else tensors.hidden.new_empty(0)
+    grad_bias = empty_bias_gradient(tensors.hidden, tensors.bias)
     return grad_input, grad_bias if gradients & OF_BIAS else grad_bias.new_empty(0)
 
 
@@ -146,10 +146,10 @@ def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[list
         stacked = [torch.stack(tensors) for tensors in zip(*each)]
         return stacked, [0] * len(stacked)
     batched = _batched(info, tensors, axes)
-    target = batched.target
+    target = batched.targets
     results = _forward(
         *tensors._replace(
-            input=batched.input, target=_rows_at_one_distance(target), row_weight=_per_row(batched.row_weight),
+            hidden=batched.hidden, targets=_rows_at_one_distance(target), row_weight=_per_row(batched.row_weight),
             normalizer=None,
         ),
         *options._replace(reduction=NONE), outputs & ~DIVISOR,
@@ -159,7 +159,7 @@ def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[list
         divisors = divisors_of(
             info.batch_size,
             target,
-            tensors.weight,
+            tensors.class_weight,
             batched.row_weight,
             batched.normalizer,
             options.ignore_index,
@@ -170,7 +170,7 @@ def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[list
 
 
 def _have_own_head(axes: ForwardTensors | BackwardTensors) -> bool:
-    return any(axis is not None for axis in (axes.linear_weight, axes.linear_bias, axes.weight))
+    return any(axis is not None for axis in (axes.head, axes.bias, axes.class_weight))
 
 
 def _batched(info: Any, tensors: _Tensors, axes: _Tensors) -> _Tensors:
@@ -199,15 +199,15 @@ def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tupl
     batched = _batched(info, tensors, axes)
 
     lse = _per_row(batched.lse)
-    rows = lse if lse.dim() < batched.input.dim() else lse[..., 0]
+    rows = lse if lse.dim() < batched.hidden.dim() else lse[..., 0]
     divisor = batched.divisor if options.reduction == MEAN else None
     grad_input, *absent = _backward(
         *tensors._replace(
             grad_loss=row_gradients(batched.grad_loss, options.reduction, divisor, rows),
             grad_lse=_per_row(batched.grad_lse),
             grad_entropy=_per_row(batched.grad_entropy),
-            input=batched.input,
-            target=_rows_at_one_distance(batched.target),
+            hidden=batched.hidden,
+            targets=_rows_at_one_distance(batched.targets),
             row_weight=_per_row(batched.row_weight),
             lse=lse,
             entropy=_per_row(batched.entropy),

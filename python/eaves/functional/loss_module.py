@@ -37,7 +37,9 @@ def module_of(function: Callable[..., object], *given_with_each_call: str) -> Ca
 
     def decorate(module: type[_Module]) -> type[_Module]:
         def __init__(self: _Module, weight: Tensor | None = None, **options: object) -> None:
-            unknown = [name for name in options if name not in module._defaults]
+            unknown = {name: value for name, value in options.items() if name not in module._defaults}
+            for name in unknown.keys() & given_with_each_call:
+                raise TypeError(f"{module.__name__}: {name} is given with each call, not to the module")
             if unknown:
                 refuse_unknown(function.__name__, unknown, __init__)
             super(module, self).__init__()

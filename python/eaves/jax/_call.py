@@ -26,7 +26,6 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from eaves._sentences import in_names
 from eaves.jax._library import PRODUCTS_TARGET, ROWS_TARGET, workspace
 
 
@@ -79,6 +78,8 @@ class Call:
             "function": self.function,
             "tensors": [tensor.name for tensor in tensors],
             "numbers": dict(self.numbers),
+            "op": self.op,
+            "names": dict(self.names),
         }
         permutations = {tensor.name: tensor.axes for tensor in tensors if tensor.axes is not None}
         if permutations:
@@ -100,11 +101,7 @@ class Call:
             ],
             "aliases": [(len(operands) + result, operand) for operand, result in self.aliases],
         }
-        try:
-            return workspace(json.dumps(question))
-        except (ValueError, NotImplementedError) as error:
-            _, _, sentence = str(error).partition(": ")  # behind the function of the core
-            raise type(error)(f"{self.op}: {in_names(sentence, dict(self.names))}") from None
+        return workspace(json.dumps(question))
 
 
 def bind(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:

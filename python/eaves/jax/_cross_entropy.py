@@ -99,7 +99,7 @@ def cross_entropy(
     more = LossArrays(targets, class_weight, row_weight, normalizer)
     more = more.checked(_OP, logits, _without(logits.shape, axis), logits.shape, mode)
     shard = shard_of(_OP, axis_name, "logits", logits, logits.shape[axis], more.targets, names)
-    loss = _Loss(options=options, outputs=names, shard=shard, mode=NONE, inplace=inplace_backward, axis=axis)
+    loss = _Loss(op=_OP, options=options, outputs=names, shard=shard, mode=NONE, inplace=inplace_backward, axis=axis)
     found: jax.Array | CrossEntropyOutput = loss_of(loss, (logits,), more, mode)
     return found
 
@@ -116,7 +116,7 @@ class _Loss(Loss):
 
     axis: int
 
-    op = _OP
+    core = _OP
     skips_ignored = False
 
     def rows(self, inputs: Any) -> tuple[int, ...]:

@@ -72,8 +72,7 @@ def system() -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4096)
 def workspace(question: str) -> Workspace:
-    """What a call needs; raises what the core says of a call that it refuses, ValueError or NotImplementedError, in
-    which names of arguments stand in backticks."""
+    """What a call needs; raises what the core says of a call that it refuses, ValueError or NotImplementedError."""
     needed, buffer = ctypes.c_int64(), ctypes.c_int64()
     error = _library.eaves_jax_workspace_bytes(question.encode(), ctypes.byref(needed), ctypes.byref(buffer))
     if error is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,39 +93,77 @@ def linear_cross_entropy(
     """
     if unknown:
         refuse_unknown(_OP, unknown, linear_cross_entropy)
-    hidden, head = jnp.asarray(hidden), jnp.asarray(head)
-    bias = None if bias is None else jnp.asarray(bias)
-    mode = reduction_of(_OP, reduction)
-    if head_layout not in _LAYOUTS:
-        raise ValueError(f'{_OP}: head_layout is {head_layout!r}, expected "vd" or "dv"')
+    return loss_of_head(
+        HeadCall(
+            _OP, hidden, head, targets, head_layout, bias, class_weight, reduction, ignore_index, label_smoothing,
+            softcap, scale, z_loss, row_weight, normalizer, output_names(_OP, outputs, LOSS_OUTPUTS), algorithm,
+            workspace_bytes, grad_head_dtype, axis_name,
+        )
+    )  # fmt: skip
+
+
+class HeadCall(NamedTuple):
+    """The arguments of linear_cross_entropy, and of linear_log_prob with its names."""
+
+    op: str  # the function that the user called
+    hidden: Any
+    head: Any
+    targets: Any
+    head_layout: str = "vd"
+    bias: Any = None
+    class_weight: Any = None
+    reduction: str = "none"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+    scale: float | None = None
+    z_loss: float = 0.0
+    row_weight: Any = None
+    normalizer: Any = None
+    outputs: tuple[str, ...] = ()
+    algorithm: str = "auto"
+    workspace_bytes: int | None = None
+    grad_head_dtype: Any = None
+    axis_name: str | None = None
+
+
+def loss_of_head(call: HeadCall) -> jax.Array | CrossEntropyOutput:
+    op, algorithm, workspace_bytes = call.op, call.algorithm, call.workspace_bytes
+    hidden, head = jnp.asarray(call.hidden), jnp.asarray(call.head)
+    bias = None if call.bias is None else jnp.asarray(call.bias)
+    mode = reduction_of(op, call.reduction)
+    if call.head_layout not in _LAYOUTS:
+        raise ValueError(f'{op}: head_layout is {call.head_layout!r}, expected "vd" or "dv"')
     if algorithm not in _ALGORITHMS:
-        raise ValueError(f'{_OP}: algorithm is {algorithm!r}, expected "auto", "speed" or "recompute"')
+        raise ValueError(f'{op}: algorithm is {algorithm!r}, expected "auto", "speed" or "recompute"')
     if hidden.ndim == 0:
-        raise ValueError(f"{_OP}: hidden has no axis, expected [..., features]")
-    is_transposed, features = head_layout == "dv", hidden.shape[-1]
+        raise ValueError(f"{op}: hidden has no axis, expected [..., features]")
+    is_transposed, features = call.head_layout == "dv", hidden.shape[-1]
     if head.ndim != 2 or head.shape[0 if is_transposed else 1] != features:
         expected = f"[{features}, classes]" if is_transposed else f"[classes, {features}]"
-        raise ValueError(f'{_OP}: head has shape {list(head.shape)}, expected {expected} (head_layout "{head_layout}")')
+        raise ValueError(
+            f'{op}: head has shape {list(head.shape)}, expected {expected} (head_layout "{call.head_layout}")'
+        )
     rows, dtype, classes = hidden.shape[:-1], result_dtype(hidden), head.shape[1 if is_transposed else 0]
-    if grad_head_dtype is not None and jnp.dtype(grad_head_dtype) not in (head.dtype, dtype):
-        raise ValueError(f"{_OP}: grad_head_dtype is {grad_head_dtype}, expected {head.dtype} or {dtype}")
+    grad_head_dtype = None if call.grad_head_dtype is None else jnp.dtype(call.grad_head_dtype)
+    if grad_head_dtype not in (None, head.dtype, dtype):
+        raise ValueError(f"{op}: grad_head_dtype is {grad_head_dtype}, expected {head.dtype} or {dtype}")
     options = options_of(
-        _OP, ignore_index, label_smoothing=label_smoothing, softcap=softcap, scale=scale, z_loss=z_loss
-    )
+        op, call.ignore_index, label_smoothing=call.label_smoothing, softcap=call.softcap, scale=call.scale,
+        z_loss=call.z_loss,
+    )  # fmt: skip
     if workspace_bytes is not None:
-        workspace_bytes = number_of(_OP, "workspace_bytes", workspace_bytes, operator.index)
+        workspace_bytes = number_of(op, "workspace_bytes", workspace_bytes, operator.index)
         if not 0 < workspace_bytes < 2**63:
-            raise ValueError(f"{_OP}: workspace_bytes is {workspace_bytes}, expected a positive number of bytes")
-    names = output_names(_OP, outputs, LOSS_OUTPUTS)
-    more = LossArrays(targets, class_weight, row_weight, normalizer)
-    more = more.checked(_OP, hidden, rows, (*rows, classes), mode)
+            raise ValueError(f"{op}: workspace_bytes is {workspace_bytes}, expected a positive number of bytes")
+    more = LossArrays(call.targets, call.class_weight, call.row_weight, call.normalizer)
+    more = more.checked(op, hidden, rows, (*rows, classes), mode)
     if is_soft(more.targets):
         more = more._replace(targets=more.targets.astype(dtype))
-    shard = shard_of(_OP, axis_name, "head", head, classes, more.targets, names)
+    shard = shard_of(op, call.axis_name, "head", head, classes, more.targets, call.outputs)
     loss = _Loss(
-        options=options, outputs=names, shard=shard, mode=mode, is_transposed=is_transposed, algorithm=algorithm,
-        grad_head_dtype=None if grad_head_dtype is None else jnp.dtype(grad_head_dtype),
-        workspace_bytes=workspace_bytes,
+        op=op, options=options, outputs=call.outputs, shard=shard, mode=mode, is_transposed=is_transposed,
+        algorithm=algorithm, grad_head_dtype=grad_head_dtype, workspace_bytes=workspace_bytes,
     )  # fmt: skip
     found: jax.Array | CrossEntropyOutput = loss_of(loss, (hidden, head, bias), more, mode)
     return found
@@ -141,7 +179,7 @@ class _Loss(Loss):
     grad_head_dtype: Any
     workspace_bytes: int | None
 
-    op = _OP
+    core = _OP
     skips_ignored = True
 
     def rows(self, inputs: Any) -> tuple[int, ...]:
@@ -160,6 +198,8 @@ class _Loss(Loss):
         if self.algorithm == "speed":
             return (self.mode != NONE or has_grad_hidden_alone) and hidden.dtype != jnp.float16
         features, classes = head.shape if self.is_transposed else head.shape[::-1]
+        if 0 in head.shape or not all(isinstance(size, int) for size in (*hidden.shape, *head.shape)):
+            return False  # the call refuses it
         has_output_gradients = not {"lse", "entropy"}.isdisjoint(self.outputs)
         return suits_speed(
             hidden.dtype.name.encode(), 0 if jax.default_backend() == "gpu" else -1, self.mode, has_grad_hidden_alone,

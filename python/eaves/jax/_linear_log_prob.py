@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from eaves._arguments import (
     LOG_PROB_OUTPUTS,
@@ -19,7 +20,7 @@ from eaves._arguments import (
     output_names,
     refuse_unknown,
 )
-from eaves.jax._linear_cross_entropy import linear_cross_entropy
+from eaves.jax._linear_cross_entropy import HeadCall, loss_of_head
 from eaves.jax._options import CLASS_DTYPES, number_of
 
 _OP = "linear_log_prob"
@@ -80,24 +81,20 @@ def linear_log_prob(
         temperature = number_of(_OP, "temperature", temperature)
         if not (temperature > 0 and math.isfinite(1 / temperature)):
             raise ValueError(f"{_OP}: temperature is {temperature}, expected a positive number")
-        scale = (1.0 if scale is None else number_of(_OP, "scale", scale)) / temperature
-        softcap = None if softcap is None else number_of(_OP, "softcap", softcap) / temperature
+        scale = _tempered("scale", 1.0 if scale is None else scale, temperature)
+        softcap = None if softcap is None else _tempered("softcap", softcap, temperature)
     tokens = jnp.asarray(tokens)
     if tokens.dtype not in CLASS_DTYPES:
         raise ValueError(f"{_OP}: tokens has dtype {tokens.dtype}, expected int32 or int64")
     if tokens.shape != jnp.shape(hidden)[:-1]:
         raise ValueError(f"{_OP}: tokens has shape {list(tokens.shape)}, expected that of hidden's rows")
-    try:
-        output: Any = linear_cross_entropy(
-            hidden, head, tokens, head_layout=head_layout, bias=bias, softcap=softcap, scale=scale, reduction="none",
-            ignore_index=ignore_index, outputs=["argmax" if name == "is_top1" else name for name in names],
-            workspace_bytes=workspace_bytes, axis_name=axis_name,
-        )  # fmt: skip
-    except (TypeError, ValueError, NotImplementedError) as error:
-        sentence = str(error).removeprefix("linear_cross_entropy: ")  # whose arguments have the same names
-        if sentence == str(error):
-            raise
-        raise type(error)(f"{_OP}: {sentence}") from None
+    output: Any = loss_of_head(
+        HeadCall(
+            _OP, hidden, head, tokens, head_layout, bias, softcap=softcap, scale=scale, ignore_index=ignore_index,
+            outputs=tuple("argmax" if name == "is_top1" else name for name in names), workspace_bytes=workspace_bytes,
+            axis_name=axis_name,
+        )
+    )  # fmt: skip
     if not names:
         log_prob: jax.Array = 0 - output  # of ignored rows 0, where -output would be -0
         return log_prob
@@ -106,3 +103,15 @@ def linear_log_prob(
         place = names.index("is_top1")
         found[place] = (found[place] == tokens) & (tokens != ignore_index)
     return named_outputs("LogProbOutput", ("log_prob", *names), (0 - loss, *found))  # type: ignore[no-any-return]
+
+
+def _tempered(name: str, value: Any, temperature: float) -> float:
+    """A number of z', which the temperature divides."""
+    number: float = number_of(_OP, name, value)
+    if not number > 0:
+        raise ValueError(f"{_OP}: {name} is {number}, expected a positive number")
+    if number / temperature > float(np.finfo(np.float32).max):
+        raise ValueError(
+            f"{_OP}: {name} / temperature is {number / temperature}, expected a positive number that float32 has"
+        )
+    return number / temperature

@@ -54,13 +54,14 @@ class Loss:
     and bias. `mode` is the reduction of the function that has derivatives, whose backward writes over the first input
     if `inplace`."""
 
+    op: str  # the function that the user called
     options: Numbers
     outputs: tuple[str, ...]
     shard: Shard | None
     mode: int
     inplace: bool = False
 
-    op: ClassVar[str]
+    core: ClassVar[str]  # what its functions begin with in the core
     skips_ignored: ClassVar[bool]  # the core leaves rows out, and would write no statistics of them
 
     def rows(self, inputs: Any) -> tuple[int, ...]:
@@ -93,6 +94,11 @@ class Loss:
         return (*self.numbers(NONE), ("is_for_mean_logit", "mean_logit" in names))
 
     @property
+    def names(self) -> tuple[tuple[str, str], ...]:
+        """The core's arguments that the user's function calls otherwise, and those names."""
+        return (*_options.NAMES, *((("targets", "tokens"),) if self.op == "linear_log_prob" else ()))
+
+    @property
     def ignore_index(self) -> int:
         index: int = dict(self.options).get("ignore_index", _options.IGNORED)
         return index
@@ -119,13 +125,13 @@ class Loss:
         if self.shard is not None:
             return self.of_shards(self.shard, inputs, more, names), []
         arrays, rows, dtype = self.arrays(inputs, more), self.rows(inputs), result_dtype(inputs[0])
-        results, function = _results(names, rows, dtype), f"{self.op}_forward"
+        results, function = _results(names, rows, dtype), f"{self.core}_forward"
         if wants is not None:
             function += "_backward"
             share = _reductions.share_of(jnp.ones((), dtype), more.divisor)
             arrays.add("grad_loss", jnp.broadcast_to(share, rows), row_factors(len(rows)))
             results += self.gradients(inputs, wants)
-        written = arrays.call(self.op, function, results, numbers=self.numbers(NONE), names=_options.NAMES)
+        written = arrays.call(self.op, function, results, numbers=self.numbers(NONE), names=self.names)
         return dict(zip(names, written)), list(written[len(names) :])
 
     def of_shards(self, shard: Shard, inputs: Any, more: LossArrays, names: Sequence[str]) -> dict[str, jax.Array]:
@@ -135,10 +141,8 @@ class Loss:
         own = more._replace(targets=shard.targets(more.targets, self.ignore_index, self.skips_ignored), row_weight=None)
         result = Result("statistics", (*factors, "k"), shape=(*rows, STATISTICS), dtype=dtype)
         numbers = self.statistics_numbers(names)
-        function = f"{self.op}_shard_forward"
-        (statistics,) = self.arrays(inputs, own).call(
-            self.op, function, [result], numbers=numbers, names=_options.NAMES
-        )
+        function = f"{self.core}_shard_forward"
+        (statistics,) = self.arrays(inputs, own).call(self.op, function, [result], numbers=numbers, names=self.names)
         arrays = Arrays()
         arrays.add("statistics", shard.gathered(statistics), ("s", *factors, "k"), batch_axis=1)
         arrays.add("targets", more.targets, factors)
@@ -151,7 +155,7 @@ class Loss:
             ("skips_ignored", self.skips_ignored),
         )
         results = _results(names, rows, dtype)
-        written = arrays.call(self.op, "cross_entropy_merge", results, numbers=numbers, names=_options.NAMES)
+        written = arrays.call(self.op, "cross_entropy_merge", results, numbers=numbers, names=self.names)
         return dict(zip(names, written))
 
     def backward(
@@ -176,8 +180,8 @@ class Loss:
         arrays.add("target_mass", kept["target_mass"], factors)
         numbers = self.numbers(NONE if is_per_row else SUM)
         gradients = arrays.call(
-            self.op, f"{self.op}_backward", self.gradients(inputs, wants),
-            numbers=numbers, names=_options.NAMES, aliases=((0, 0),) if self.inplace else (),
+            self.op, f"{self.core}_backward", self.gradients(inputs, wants),
+            numbers=numbers, names=self.names, aliases=((0, 0),) if self.inplace else (),
         )  # fmt: skip
         return wants.by_place(gradients)
 

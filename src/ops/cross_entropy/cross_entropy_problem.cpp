@@ -65,7 +65,7 @@ void check_narrow_layout(const CrossEntropyInputs& inputs, const Argument& targe
   const bool is_empty = inputs.view.row_count == 0 || inputs.view.column_count == 0;  // then it has no layout
   if (is_empty || inputs.view.layout == RowLayout::contiguous) return;
   check::fail(targets, "are distributions with strides " + check::to_string(targets.view.strides) +
-                           ", expected classes with unit stride (grad_logits is narrower than logits)");
+                           ", expected classes with unit stride (`grad_logits` is narrower than `logits`)");
 }
 
 /// `inputs` first: its row shape is read from `checked` before that is moved.
