@@ -16,7 +16,6 @@ from eaves._torch.checks import (
     check_not_packed,
     check_shape,
     check_tensor,
-    name_in,
     name_of,
     refuse_gradient,
     said,
@@ -95,33 +94,31 @@ def checked_head(
     is_autocast = device in _WORKSPACE_BYTES and torch.is_autocast_enabled(device)
     if is_autocast:
         input, weight, bias = _autocast(input, weight, bias)
-    input_called, called = name_in(op, input_name), name_in(op, weight_name)
     if input.dim() == 0:
-        raise ValueError(f"{op}: {input_called} has no axes, expected at least one, of the features")
+        raise ValueError(said(op, f"`{input_name}` has no axes, expected at least one, of the features"))
     features = input.shape[-1]
     if features == 0:
-        raise ValueError(f"{op}: {input_called} has shape {shape_of(input)}, expected at least one feature")
+        raise ValueError(said(op, f"`{input_name}` has shape {shape_of(input)}, expected at least one feature"))
     shape = weight.shape
     if 0 in shape:
         refuse_zero3(op, **{weight_name: weight})
     if len(shape) > 2:
+        several = "; of a loss of several axes call it once for each head"
         raise NotImplementedError(
-            f"{op}: {called} has shape {shape_of(weight)}, expected [classes, {features}]; of a loss of several "
-            "axes call it once for each head"
+            said(op, f"`{weight_name}` has shape {shape_of(weight)}, expected [classes, {features}]{several}")
         )
     if len(shape) != 2 or shape[1] != features:
+        why = f"features as `{input_name}` {shape_of(input)}"
         raise ValueError(
-            f"{op}: {called} has shape {shape_of(weight)}, expected [classes, {features}] (features as "
-            f"{input_called} {shape_of(input)})"
+            said(op, f"`{weight_name}` has shape {shape_of(weight)}, expected [classes, {features}] ({why})")
         )
     if shape[0] == 0 and not may_be_empty:
-        raise ValueError(f"{op}: {called} has shape {shape_of(weight)}, expected at least one class")
+        raise ValueError(said(op, f"`{weight_name}` has shape {shape_of(weight)}, expected at least one class"))
     is_cast = is_autocast and weight.dtype == torch.float32 and input.dtype != torch.float64
     if weight.dtype != input.dtype and not is_cast:
-        raise ValueError(
-            f"{op}: {called} has dtype {name_of(weight.dtype)}, expected that of {input_called}, "
-            f"{name_of(input.dtype)}; convert one of them, or call it under torch.autocast, which converts both"
-        )
+        dtypes = f"{name_of(weight.dtype)}, expected that of `{input_name}`, {name_of(input.dtype)}"
+        way_out = "convert one of them, or call it under torch.autocast, which converts both"
+        raise ValueError(said(op, f"`{weight_name}` has dtype {dtypes}; {way_out}"))
     if not (weight.layout != torch.strided or weight.is_contiguous() or _is_matrix(weight)):
         weight = weight.contiguous()  # the core refuses other layouts
     if bias is not None:
