@@ -137,8 +137,9 @@ def test_what_nobody_asks_for_is_not_computed() -> None:
 @pytest.mark.parametrize("is_soft", [False, True])
 @pytest.mark.parametrize("sizes", [(50, 8, 5000), (50, 5000, 8), (5000, 50, 8)])
 def test_auto_asks_the_core_with_the_sizes_of_the_call(
-    jax_cpu: None, sizes: tuple[int, int, int], is_soft: bool
+    jax_cpu: None, sizes: tuple[int, int, int], is_soft: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")  # eaves.jax asks for it
     rows, features, classes = sizes
 
     def answer(limit: int) -> bool:

@@ -280,7 +280,7 @@ def test_outputs_are_a_tree_of_the_names_in_their_order(jax_device: Any, name: s
     hidden, targets = _hidden(4)
     found = function(hidden, targets, HEAD, outputs=names)
     assert found._fields == ("log_prob" if name == "linear_log_prob" else "loss", *names)
-    assert_same_bits(found[0], function(hidden, targets, HEAD))
+    assert_close(np.float32(found[0]), np.float32(function(hidden, targets, HEAD)))  # other kernels on a GPU
     for each in names:
         alone = function(hidden, targets, HEAD, outputs=each)
         assert alone._fields == (found._fields[0], each)
