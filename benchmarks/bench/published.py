@@ -250,7 +250,8 @@ def measure(chosen: Sequence[Document], folder: Path, device: torch.device, repe
         if any(file[key] != head[key] for key in ("device", "commit", "versions")):
             raise InvalidArgument(f'--results: "{folder / name}" is of another build, device or package, expected '
                                   "another folder")  # fmt: skip
-        found[file["rows"][0]["op"]] = file["rows"]
+        if file["rows"]:
+            found[file["rows"][0]["op"]] = file["rows"]
 
     def lacking(document: str, row: Row) -> set[str]:
         names = {LIMIT, *(provider.name for provider in present[document])}
