@@ -281,7 +281,7 @@ class CallOf final : public Call {
   }
 
  private:
-  /// What `call` returns; what it refuses is said of the user's function and arguments.
+  /// Returns the result of `call`. Errors of the core get the names of the user's function and arguments.
   template <typename Body>
   auto in_the_users_names(Body call) const {
     const auto said = [this](const Refusal& error) {

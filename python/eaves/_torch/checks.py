@@ -20,7 +20,7 @@ DENSE = "expected dense ones (torch.strided) on cpu or cuda"
 
 MAX_RANK = 16  # kMaxRank of include/eaves/tensor.h
 
-# What functions call the core's arguments, where they call them otherwise.
+# Each function's own names of the core's arguments.
 _NAMES = {
     "cross_entropy": {"logits": "input", "targets": "target", "class_weight": "weight", "class_axis": "class_dim"},
     "linear_cross_entropy": {
@@ -41,7 +41,7 @@ def said(op: str, sentence: str) -> str:
 
 
 def name_in(op: str, name: str) -> str:
-    """What `op` calls the core's argument of this name."""
+    """The name that `op` gives the core's argument."""
     return _NAMES.get(op, {}).get(name, name)
 
 

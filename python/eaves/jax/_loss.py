@@ -61,7 +61,7 @@ class Loss:
     mode: int
     inplace: bool = False
 
-    core: ClassVar[str]  # what its functions begin with in the core
+    core: ClassVar[str]  # the prefix of its functions in the core
     skips_ignored: ClassVar[bool]  # the core leaves rows out, and would write no statistics of them
 
     def rows(self, inputs: Any) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class Loss:
 
     @property
     def names(self) -> tuple[tuple[str, str], ...]:
-        """The core's arguments that the user's function calls otherwise, and those names."""
+        """Pairs of an argument's name in the core and in the user's function, if they differ."""
         return (*_options.NAMES, *((("targets", "tokens"),) if self.op == "linear_log_prob" else ()))
 
     @property
