@@ -473,6 +473,7 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception]]] = [
     ({"skip_logits": 1}, TypeError),
     ({"metrics": "accuracy"}, TypeError),
     ({"metrics": None}, TypeError),
+    ({"group": 3}, TypeError),
     ({"metrics": ("accuracy", "perplexity")}, ValueError),
 ]
 

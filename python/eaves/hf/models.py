@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from eaves._calls.linear_cross_entropy import check_constant_options
-from eaves._parallel.shard import Shard
 from eaves._torch.checks import check_bool
 from eaves.hf.head import (
     DefersLogits,
@@ -119,9 +118,10 @@ def patch(
     }
     check_constant_options(head.weight, **options)
     check_bool("patch", "sequence_parallel", sequence_parallel)
-    if isinstance(group, Shard):
+    if not (group is None or isinstance(group, str) or hasattr(group, "group_name")):
         raise TypeError(
-            "patch: group is a Shard, expected a ProcessGroup or its name; sequence_parallel stands beside it"
+            f"patch: group is a {type(group).__name__}, expected a ProcessGroup or its name; sequence_parallel stands "
+            "beside it"
         )
     if group is not None or sequence_parallel:
         # The name: a ProcessGroup can neither be copied nor pickled.
