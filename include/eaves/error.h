@@ -10,9 +10,9 @@
 #pragma GCC visibility push(default)  // of a shared library, this is seen from outside
 namespace eaves {
 
-/// The parts of the first two kinds: an operator, and a sentence about one of its arguments. Python and the command line
-/// have other names for arguments, and put them into the sentence. So every name of an argument stands in backticks in
-/// sentence(): "`out` is on cpu, expected cuda:0 (as `x`)". what() has no backticks.
+/// The parts of the first two kinds: an operator, and a sentence about one of its arguments. Python and the command
+/// line have other names for arguments, and put them into the sentence. So every name of an argument stands in
+/// backticks in sentence(): "`out` is on cpu, expected cuda:0 (as `x`)". what() has no backticks.
 class Refusal {
  public:
   const std::string& op() const { return op_; }  ///< "logsumexp_forward"; empty: it is about no operator
