@@ -30,10 +30,17 @@ def reduction_of(op: str, reduction: str) -> int:
 # ------------------------------------------------------------------------------------------------------------- outputs
 
 _Array = TypeVar("_Array")
+_Element = TypeVar("_Element", covariant=True)
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
-class CrossEntropyOutputs(Protocol[_Array]):
+class _Tuple(Protocol[_Element]):
+    def __iter__(self) -> Iterator[_Element]: ...
+    def __getitem__(self, index: int, /) -> _Element: ...
+    def __len__(self) -> int: ...
+
+
+class CrossEntropyOutputs(_Tuple[_Array], Protocol[_Array]):
     """The named tuple that a loss returns with `outputs`: the loss, then these outputs in the order of their names."""
 
     loss: _Array
@@ -44,12 +51,8 @@ class CrossEntropyOutputs(Protocol[_Array]):
     sum_sq: _Array
     mean_logit: _Array
 
-    def __iter__(self) -> Iterator[_Array]: ...
-    def __getitem__(self, index: int, /) -> _Array: ...
-    def __len__(self) -> int: ...
 
-
-class LogProbOutputs(Protocol[_Array]):
+class LogProbOutputs(_Tuple[_Array], Protocol[_Array]):
     """The named tuple that functions of log-probabilities return with `outputs`: the log-probabilities, then these
     outputs in the order of their names."""
 
@@ -58,10 +61,6 @@ class LogProbOutputs(Protocol[_Array]):
     is_top1: _Array
     sum_sq: _Array
     mean_logit: _Array
-
-    def __iter__(self) -> Iterator[_Array]: ...
-    def __getitem__(self, index: int, /) -> _Array: ...
-    def __len__(self) -> int: ...
 
 
 def output_names(op: str, outputs: object, known: Collection[str]) -> tuple[str, ...]:
@@ -158,6 +157,7 @@ _PARAMETERS = (
     ("group", "axis_name"),
 )
 _TEMPERATURE = "scale=1 / temperature, and with a softcap c in front of the temperature softcap=c / temperature"
+_SWITCHES = ("shift", "accum_c_fp32", "accumulate_grad_in_fp32")  # off is how calls here are without them
 _OF_HEAD = ("sequence_parallel", "reduce_input_grad", "reduce_dtype")  # fields of an eaves.Shard
 
 
@@ -191,7 +191,8 @@ def _hint(name: str, value: object, function: Callable[..., object]) -> str:
     """The way out for a keyword of another function."""
     parameters = inspect.signature(function).parameters
     output = _output_of(name, parameters)
-    if (output or name == "shift") and (value is None or value is False or (type(value) is int and value == 0)):
+    is_off = value is None or value is False or (type(value) is int and value == 0)
+    if is_off and (output or name in _SWITCHES):
         return f"; leave {name} out"
     if output:
         return f'; pass outputs="{output}"'

@@ -162,6 +162,26 @@ def test_auto_asks_the_core_with_the_sizes_of_the_call(
         assert any("forward_backward" in call for call in calls) == is_speed
 
 
+def test_errors_of_a_running_call_are_in_the_names_of_its_function(jax_cpu: None) -> None:
+    hidden, head, wrong = jnp.ones((2, 3)), jnp.ones((5, 3)), jnp.array([0, 5])
+    for function, name in ((eaves.jax.linear_cross_entropy, "targets"), (eaves.jax.linear_log_prob, "tokens")):
+        with pytest.raises(Exception, match=rf"{function.__name__}: {name}\[1\] is 5, expected 0 to 4"):
+            jax.block_until_ready(function(hidden, head, wrong))
+
+
+@pytest.mark.parametrize(("temperature", "scale", "sentence"), [
+    (1e-39, None, r"linear_log_prob: scale / temperature is 1\..*e\+39, expected"),
+    (2.0, -1.0, r"linear_log_prob: scale is -1\.0"),
+])  # fmt: skip
+def test_a_tempered_scale_is_refused_as_it_was_passed(
+    jax_cpu: None, temperature: float, scale: float | None, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        eaves.jax.linear_log_prob(
+            jnp.ones((1, 3)), jnp.ones((5, 3)), jnp.array([0]), temperature=temperature, scale=scale
+        )
+
+
 def test_no_algorithm_is_asked_for_a_call_that_is_refused(jax_cpu: None) -> None:
     gradient = jax.grad(lambda x, w: eaves.jax.linear_cross_entropy(x, w, jnp.array([0, 1])))
     with pytest.raises(ValueError, match=r"hidden has shape \[2, 0\], expected at least one feature"):

@@ -226,8 +226,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eaves_jax_cuda_products, eaves::jax::run_on_gpu, E
 /// Checks a call before there is memory, and says how large its scratch buffer has to be: 0, or with room to align it.
 /// `question` is JSON: the call, the device ("cpu" or "cuda"), the shapes and dtypes of its tensors, the values of
 /// integers that the check looks at, and which tensors lie over which. Returns nullptr, or the kind of the error, a
-/// colon, the operator, another and the sentence, in which names of arguments stand in backticks; it lives until the
-/// thread's next question.
+/// colon and its message; it lives until the thread's next question.
 EAVES_EXPORT const char* eaves_jax_workspace_bytes(const char* question, std::int64_t* workspace_bytes,
                                                    std::int64_t* buffer_bytes) {
   using namespace eaves;

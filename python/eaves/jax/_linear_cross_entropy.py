@@ -190,7 +190,7 @@ class _Loss(Loss):
         return is_soft(more.targets) or more.class_weight is not None
 
     def is_speed(self, inputs: Any, more: LossArrays, wants: Wanted) -> bool:
-        """The core's choice for the default backend: nobody knows yet which device runs the call."""
+        """The core's choice for the default backend. A traced call has no device yet."""
         hidden, head, _ = inputs
         if self.algorithm == "recompute" or self.shard is not None:
             return False
