@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eaves._output import Parser, check, say
+from eaves._command_line import Parser, check, say
 
 from . import run, tables
 from .benchmark import PROGRAM, Inputs, Provider, normal, reason

@@ -31,7 +31,7 @@ import torch
 import eaves.jax
 from eaves import _info
 from eaves._bench import peak_of_call
-from eaves._output import Parser, say
+from eaves._command_line import Parser, say
 
 from . import results
 from .benchmark import PROGRAM, InvalidArgument, reason

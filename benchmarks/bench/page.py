@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from eaves import _output
-from eaves._output import say
+from eaves import _command_line
+from eaves._command_line import say
 
 from . import results, tables
 from .benchmark import PROGRAM, InvalidArgument, Operator, Provider
@@ -214,9 +214,9 @@ def _reason(provider: Provider, content: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Draws the pages and curves of folders again, without measuring."""
-    parser = _output.Parser(prog=f"{PROGRAM} page", description=main.__doc__)
+    parser = _command_line.Parser(prog=f"{PROGRAM} page", description=main.__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="such as benchmarks/results/intel-xeon")
     for folder in parser.parse_args(argv).folders:
         draw(folder, OPERATORS)
-    _output.check()
+    _command_line.check()
     return 0

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from eaves import _output
+from eaves import _command_line
 
 from .benchmark import DTYPES, PROGRAM, InvalidArgument, Operator, check_names
 from .calls import PROTOCOLS
@@ -83,7 +83,7 @@ def parse_shape(text: str, operator: Operator) -> Mapping[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _output.Parser(
+    parser = _command_line.Parser(
         prog=PROGRAM,
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None, operators: Sequence[Operator] = OPER
         if words and words[0] in COMMANDS:
             return int(import_module(f".{words[0]}", __package__).main(words[1:]))
         run_bench(parse_arguments(words, operators), operators)
-        _output.check()
+        _command_line.check()
         return 0
     except InvalidArgument as error:
         code, sentence = 2, str(error)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eaves._output import Parser, check, say
+from eaves._command_line import Parser, check, say
 
 from . import results, run
 from .benchmark import PROGRAM, InvalidArgument, Operator, Provider, Request, Row, check_names

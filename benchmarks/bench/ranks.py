@@ -25,7 +25,7 @@ from torch import Tensor, distributed
 
 import eaves
 from eaves._bench import peak_of_call
-from eaves._output import Parser, say
+from eaves._command_line import Parser, say
 
 from . import results
 from .benchmark import DTYPES, PROGRAM, InvalidArgument, reason

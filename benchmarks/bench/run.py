@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from eaves import _info, _output
-from eaves._output import say
+from eaves import _command_line, _info
+from eaves._command_line import say
 
 from . import page, results, tables
 from .benchmark import InvalidArgument, Operator, Provider, Request, Row, reason
@@ -65,7 +65,7 @@ def run_bench(arguments: Namespace, operators: Sequence[Operator]) -> None:
 
 def _is_lost() -> bool:
     """Whether nothing can be shown any more."""
-    return _output._failure is not None
+    return _command_line._failure is not None
 
 
 def _measure(arguments: Namespace, part: _Part, device: torch.device, folder: Path | None) -> list[Entry]:

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from eaves import _info, _output
+from eaves import _command_line, _info
 
 try:
     from eaves import _bench
@@ -27,7 +27,7 @@ def main() -> int:
 
 
 def _main() -> int:
-    parser = _output.Parser(prog="python -m eaves", description=__doc__)
+    parser = _command_line.Parser(prog="python -m eaves", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="info|bench")
     info = commands.add_parser("info", help="versions, devices, backends, and what does not fit together")
     info.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -44,11 +44,11 @@ def _main() -> int:
     if arguments.command == "bench":
         if wrong := _bench.run(arguments):
             bench.error(wrong)
-        _output.check()
+        _command_line.check()
         return 0
     report = _info.collect()
-    _output.say(json.dumps(report, indent=2) if arguments.json else _info.text(report))
-    _output.check()
+    _command_line.say(json.dumps(report, indent=2) if arguments.json else _info.text(report))
+    _command_line.check()
     return 0 if report["matches"] else 1
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import eaves
-from eaves import _info, _output
+from eaves import _command_line, _info
 
 T = TypeVar("T")
 Function = Callable[..., Tensor]
@@ -208,7 +208,7 @@ def _prepared(operator: Operator, inputs: Sequence[Tensor], device: torch.device
             if name == "eaves" and not isinstance(error, torch.OutOfMemoryError):
                 raise
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            _output.say(f"{name} is left out: {why[:200]}")
+            _command_line.say(f"{name} is left out: {why[:200]}")
 
 
 # -------------------------------------------------------------------------------------------------------------- program
@@ -248,8 +248,8 @@ def run(arguments: argparse.Namespace) -> str:
     with device:
         inputs = operator.make_inputs(DTYPES[arguments.dtype], *numbers)
     on = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    _output.say(f"# {on}, eaves {eaves.__version__}, torch {torch.__version__}")
-    _output.say(f"{arguments.operator}, {arguments.shape}, {arguments.dtype}; milliseconds")
+    _command_line.say(f"# {on}, eaves {eaves.__version__}, torch {torch.__version__}")
+    _command_line.say(f"{arguments.operator}, {arguments.shape}, {arguments.dtype}; milliseconds")
     _print_table(operator, inputs, device, arguments.repetitions)
     return ""
 
@@ -262,10 +262,10 @@ def _print_table(operator: Operator, inputs: Sequence[Tensor], device: torch.dev
     times = time_in_turns(steps, repetitions, wait)
     whole = {name: [forward + backward for forward, backward in pairs] for name, pairs in times.items()}
     medians = {name: statistics.median(each) for name, each in whole.items()}
-    _output.say(f"{'':<15}{'forward':>11}{'backward':>11}{'step':>11}{'MiB':>11}{'x eaves':>9}")
+    _command_line.say(f"{'':<15}{'forward':>11}{'backward':>11}{'step':>11}{'MiB':>11}{'x eaves':>9}")
     for name, pairs in times.items():
         forward, backward = map(statistics.median, zip(*pairs))
         ratio = f"{medians[name] / medians['eaves']:9.2f}" if "eaves" in medians else ""
-        _output.say(f"{name:<15}{forward:11.3f}{backward:11.3f}{medians[name]:11.3f}{peaks[name]:11.1f}{ratio}")
+        _command_line.say(f"{name:<15}{forward:11.3f}{backward:11.3f}{medians[name]:11.3f}{peaks[name]:11.1f}{ratio}")
     if unsteady := [name for name, each in whole.items() if medians[name] > _UNSTEADY * min(each)]:
-        _output.say(f"unsteady, the machine is busy with something else: {', '.join(unsteady)}")
+        _command_line.say(f"unsteady, the machine is busy with something else: {', '.join(unsteady)}")

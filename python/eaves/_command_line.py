@@ -1,5 +1,5 @@
-"""Standard output of the command lines, whose reader may leave early (`| head`) and which may be a full disk; and their
-parser, which answers a wrong argument in one sentence."""
+"""What the command lines share: standard output, whose reader may leave early (`| head`) and which may be a full disk,
+and the parser, which answers a wrong argument in one sentence."""
 
 from __future__ import annotations
 
