@@ -28,6 +28,9 @@ X, HEAD, TARGET = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, dtype=tor
     ("linear_kl_div", (), {"input": X, "linear_weight": HEAD, "teacher_input": X, "teacher_weight": HEAD},
         "; pass hidden; pass head; pass teacher_hidden; pass teacher_head"),
     ("LinearCrossEntropyLoss", (), {"row_weight": X}, "LinearCrossEntropyLoss: row_weight is given with each call"),
+    ("LinearCrossEntropyLoss", (8, 10), {},
+        "expected weight, [V], and keywords; the head goes in with each call, as linear_weight"),
+    ("CrossEntropyLoss", (3.0,), {}, "CrossEntropyLoss: expected weight, [V], and keywords"),
     ("CrossEntropyLoss", (), {"normalizer": 3}, "CrossEntropyLoss: normalizer is given with each call"),
 ])  # fmt: skip
 def test_a_keyword_of_another_function_is_answered(name: str, given: Any, keywords: Any, sentence: str) -> None:

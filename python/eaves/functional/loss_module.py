@@ -31,12 +31,17 @@ _Module = TypeVar("_Module", bound=LossModule)
 
 def module_of(function: Callable[..., object], *given_with_each_call: str) -> Callable[[type[_Module]], type[_Module]]:
     """The decorator of a LossModule: its __init__ takes `weight`, and the keywords of `function` but for some."""
-    parameters = inspect.signature(function).parameters.values()
-    named = [each for each in parameters if each.kind in (each.KEYWORD_ONLY, each.VAR_KEYWORD)]
+    parameters = inspect.signature(function).parameters
+    named = [each for each in parameters.values() if each.kind in (each.KEYWORD_ONLY, each.VAR_KEYWORD)]
     keywords = [each for each in named if each.name not in ("weight", *given_with_each_call)]
 
     def decorate(module: type[_Module]) -> type[_Module]:
-        def __init__(self: _Module, weight: Tensor | None = None, **options: object) -> None:
+        def __init__(self: _Module, weight: Tensor | None = None, *more: object, **options: object) -> None:
+            if more or not (weight is None or isinstance(weight, Tensor)):
+                with_head = (
+                    "; the head goes in with each call, as linear_weight" if "linear_weight" in parameters else ""
+                )
+                raise TypeError(f"{module.__name__}: expected weight, [V], and keywords{with_head}")
             unknown = {name: value for name, value in options.items() if name not in module._defaults}
             for name in unknown.keys() & given_with_each_call:
                 raise TypeError(f"{module.__name__}: {name} is given with each call, not to the module")
