@@ -34,7 +34,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 import eaves.hf  # noqa: E402
 from cuda_test import LONG_CYCLES  # noqa: E402
-from eaves._autograd.linear_cross_entropy import OF_INPUT, OF_WEIGHT  # noqa: E402
+from eaves._autograd.linear_cross_entropy import OF_HEAD, OF_HIDDEN  # noqa: E402
 from eaves._calls.linear_cross_entropy import LinearCrossEntropyCall  # noqa: E402
 from eaves.hf.deferred_logits import DeferredLogits  # noqa: E402
 from hf_models import (  # noqa: E402
@@ -315,7 +315,7 @@ def test_metrics_are_those_of_the_logits(name: str, dtype: torch.dtype) -> None:
 def test_metrics_change_neither_loss_nor_gradients_nor_the_way(metrics: Any) -> None:
     expected = step(eaves.hf.patch(tiny_model()))
     model = eaves.hf.patch(tiny_model(), metrics=metrics)
-    assert gradients_asked_for(lambda: step(model)) == [("forward_backward", OF_INPUT | OF_WEIGHT)]
+    assert gradients_asked_for(lambda: step(model)) == [("forward_backward", OF_HIDDEN | OF_HEAD)]
     actual = step(model)
     assert_same_step(actual, expected, FLOAT32_TOLERANCE)
     assert_same_step(step(model, skip_logits=False), expected, FLOAT32_TOLERANCE)
@@ -438,7 +438,7 @@ def test_a_frozen_head_has_no_gradient_and_no_product_for_one() -> None:
     model = peft.get_peft_model(tiny_model(), configuration).train()
     expected = step(model)
     assert eaves.hf.patch(model) is model
-    assert gradients_asked_for(lambda: step(model)) == [("forward_backward", OF_INPUT)]
+    assert gradients_asked_for(lambda: step(model)) == [("forward_backward", OF_HIDDEN)]
     actual = step(model)
     assert actual.output.logits is None and model.get_base_model().lm_head.weight.grad is None
     assert_same_step(actual, expected, FLOAT32_TOLERANCE)
@@ -449,17 +449,17 @@ def test_a_frozen_head_has_no_gradient_and_no_product_for_one() -> None:
 def test_a_frozen_body_has_a_gradient_of_the_head_alone() -> None:
     model = eaves.hf.patch(tiny_model())
     model.model.requires_grad_(False)
-    assert gradients_asked_for(lambda: step(model)) == [("forward_backward", OF_WEIGHT)]
+    assert gradients_asked_for(lambda: step(model)) == [("forward_backward", OF_HEAD)]
 
 
 def test_options_reach_the_operator_and_a_second_patch_changes_them() -> None:
     model = tiny_model()
     expected = step(model)
     patched_class = type(eaves.hf.patch(model, algorithm="recompute"))
-    assert gradients_asked_for(lambda: step(model)) == [("backward", OF_INPUT | OF_WEIGHT)]
+    assert gradients_asked_for(lambda: step(model)) == [("backward", OF_HIDDEN | OF_HEAD)]
     eaves.hf.patch(model, algorithm="speed")
     assert type(model) is patched_class
-    assert gradients_asked_for(lambda: step(model)) == [("forward_backward", OF_INPUT | OF_WEIGHT)]
+    assert gradients_asked_for(lambda: step(model)) == [("forward_backward", OF_HIDDEN | OF_HEAD)]
     assert_same_step(step(model), expected, FLOAT32_TOLERANCE)
 
 
@@ -487,7 +487,7 @@ def test_options_are_checked_before_anything_changes(options: dict[str, Any], er
     eaves.hf.patch(model, algorithm="recompute")
     with pytest.raises(error, match=next(iter(options))):
         eaves.hf.patch(model, **options)
-    assert gradients_asked_for(lambda: step(model)) == [("backward", OF_INPUT | OF_WEIGHT)]
+    assert gradients_asked_for(lambda: step(model)) == [("backward", OF_HIDDEN | OF_HEAD)]
 
 
 def test_patch_says_whether_calls_that_do_not_say_skip_the_logits() -> None:
@@ -538,7 +538,7 @@ def test_the_gradient_of_a_frozen_head_is_not_summed() -> None:
     model = eaves.hf.patch(tiny_model().bfloat16())
     model.lm_head.requires_grad_(False)
     ((_, asked),) = gradients_asked_for(lambda: step(model))
-    assert asked & (OF_INPUT | OF_WEIGHT) == OF_INPUT
+    assert asked & (OF_HIDDEN | OF_HEAD) == OF_HIDDEN
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["call", "exception"])
@@ -744,13 +744,13 @@ def test_the_number_of_items_goes_to_the_device_of_the_logits(monkeypatch: pytes
 
     def note(call: LinearCrossEntropyCall) -> Tensor:
         given.update(call._asdict())
-        return call.input.sum()
+        return call.hidden.sum()
 
     monkeypatch.setattr(eaves.hf.loss, "loss_of_head", note)
     logits = DeferredLogits(torch.nn.Linear(2, 3, device="meta"), torch.zeros(1, 4, 2, device="meta"))
     labels = torch.zeros(1, 4, dtype=torch.int64)
     eaves.hf.loss.causal_lm_loss({}, logits, labels, 3, num_items_in_batch=torch.tensor(3))
-    assert given["normalizer"].device == given["target"].device == torch.device("meta")
+    assert given["normalizer"].device == given["targets"].device == torch.device("meta")
 
 
 class _Hooks:
@@ -971,7 +971,7 @@ def test_a_copy_is_patched_and_has_its_own_parameters(copied: Callable[[Any], An
     expected = step(model)
     twin = copied(model)
     assert type(twin) is type(model) and twin.lm_head.weight is twin.model.embed_tokens.weight
-    assert gradients_asked_for(lambda: step(twin)) == [("backward", OF_INPUT | OF_WEIGHT)]
+    assert gradients_asked_for(lambda: step(twin)) == [("backward", OF_HIDDEN | OF_HEAD)]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()

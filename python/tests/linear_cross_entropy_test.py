@@ -21,7 +21,7 @@ from comparison import FLOATING_POINT, assert_within
 from cross_entropy_cases import random_targets
 from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output, upstream
 from eaves._torch.head import _is_matrix, check_grad_weight_out
-from eaves._torch.linear_cross_entropy_rules import BackwardTensors, ForwardTensors, Options
+from eaves._torch.linear_cross_entropy_rules import Backward, Forward
 from eaves._torch.outputs import MEAN, SUM
 from layouts import LAYOUTS, contiguous, expanded_along_the_first_axis, random_tensor
 from linear_cross_entropy_cases import LinearOracle, assert_gradients
@@ -333,15 +333,12 @@ def test_under_autocast_a_second_derivative_of_the_head_is_refused_and_not_lost(
 
 
 def test_arguments_are_those_of_the_extension() -> None:
-    for kind, name in (
-        (ForwardTensors, "forward"),
-        (ForwardTensors, "forward_backward"),
-        (BackwardTensors, "backward"),
-        (BackwardTensors, "backward_accumulate"),
+    for name, expected in (
+        ("forward_backward", (*Forward._fields, "gradients")),
+        ("backward_accumulate", ("grad_head", *Backward._fields)),
     ):
         schema = getattr(torch.ops.eaves, f"linear_cross_entropy_{name}").default._schema
-        names = [argument.name for argument in schema.arguments if argument.name not in ("outputs", "gradients")]
-        assert names[name == "backward_accumulate" :] == [*kind._fields, *Options._fields], name
+        assert [argument.name for argument in schema.arguments] == list(expected), name
 
 
 def strides_of(shape: tuple[int, int]) -> list[tuple[int, int]]:
@@ -364,7 +361,7 @@ def is_taken(function: Callable[..., object], *arguments: object) -> bool:
 def test_a_matrix_is_one_to_the_core_too(shape: tuple[int, int]) -> None:
     features = shape[1]
     x, target, one = torch.zeros(2, features), torch.zeros(2, dtype=torch.int64), torch.ones(())
-    options = Options(-100, MEAN, (), False, 0)
+    options = (-100, MEAN, (), False, 0)
     saved = (None, target, None, None, torch.zeros(2), None, None, one, *options, 0)
     memory, head = torch.zeros(64), torch.zeros(shape)
     for strides in strides_of(shape):
@@ -383,7 +380,7 @@ def test_a_matrix_is_one_to_the_core_too(shape: tuple[int, int]) -> None:
 @each("dtype", [torch.bfloat16, torch.float64])
 def test_gradients_of_tensors_without_data_are_those_of_the_core(dtype: torch.dtype) -> None:
     x, head, target, _ = problem((4, 8), 5, dtype, "cpu")
-    options = Options(-100, SUM, (), False, 0)
+    options = (-100, SUM, (), False, 0)
     for bias_dtype in {dtype, torch.float32}:
         bias = torch.zeros(5, dtype=bias_dtype)
         for gradients in range(16):

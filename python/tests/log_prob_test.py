@@ -178,6 +178,19 @@ def calls_of(function: Callable[[], object]) -> list[str]:
     return [name.removeprefix("eaves::linear_cross_entropy_") for _, name in names if name.startswith("eaves::")]
 
 
+def test_a_second_derivative_is_refused_by_name() -> None:
+    logits, head = torch.randn(3, 5, requires_grad=True), torch.randn(4, 5)
+    tokens = torch.tensor([0, 1, 2])
+    for name, loss in (
+        ("log_prob", lambda: eaves.log_prob(logits, tokens)),
+        ("log_prob", lambda: eaves.log_prob(logits, tokens.unsqueeze(1))),
+        ("linear_log_prob", lambda: eaves.linear_log_prob(logits, head, tokens)),
+    ):
+        (grad,) = torch.autograd.grad(loss().sum(), logits, create_graph=True)
+        with pytest.raises(NotImplementedError, match=f"^{name}: there is no second derivative; use torch"):
+            torch.autograd.grad(grad.sum(), logits)
+
+
 def test_a_frozen_head_takes_two_products(device: torch.device) -> None:
     hidden, head, tokens = rows_and_head((40,), 65, torch.bfloat16, device)
     hidden.requires_grad_()

@@ -3,16 +3,16 @@ _torch/cross_entropy_rules.py, the operators over ranks in _parallel/cross_entro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from eaves._parallel import cross_entropy as ranks
 from eaves._parallel.shard import ShardArguments
-from eaves._torch import cross_entropy_rules  # noqa: F401  # registers them
-from eaves._torch.operator import apply, binds_quickly, call, dispatch, gradients_of, run_plainly
+from eaves._torch.checks import given
+from eaves._torch.cross_entropy_rules import Forward
+from eaves._torch.operator import apply, call, dispatch, gradient_function, gradients_of, run_plainly, takes
 from eaves._torch.outputs import MEAN, for_backward, in_order, keep_outputs, kept_for_backward, upstream_of
 from eaves._torch.registration import give_derivative, refuse_lost_derivatives
 
@@ -20,7 +20,8 @@ forward = torch.ops.eaves.cross_entropy_forward.default
 _backward = torch.ops.eaves.cross_entropy_backward.default
 
 OP = "cross_entropy"
-_NO_SECOND = f"{OP}: there is no second derivative; use torch.nn.functional.cross_entropy where one is needed"
+
+_Gradient = gradient_function(_backward)
 
 
 # ------------------------------------------------------------------------------------------------------------ autograd
@@ -35,31 +36,16 @@ def run_forward(
     return tuple(call(op, ranks.forward, *arguments, *shard, number_tensor=number_tensor))
 
 
-@binds_quickly
+@takes(*Forward._fields, "wanted", "number_tensor", "shard", "op")
 class CrossEntropy(torch.autograd.Function):
-    """input -> the loss, and the outputs that the bits `computed` name, of which the user gets those of `wanted`."""
+    """logits -> the loss, and the outputs that are computed, of which the user gets those of the bits `wanted`."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        input: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        row_weight: Tensor | None,
-        normalizer: Tensor | None,
-        axis: int,
-        ignore_index: int,
-        mode: int,
-        numbers: Sequence[float],
-        computed: int,
-        wanted: int,
-        number_tensor: Tensor | None,
-        shard: ShardArguments | None,
-        op: str,
-    ) -> tuple[Tensor, ...]:
-        arguments = (input, target, weight, row_weight, normalizer, axis, ignore_index, mode, numbers, computed)
-        return run_forward(op, arguments, shard, number_tensor)
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        *of_extension, _, number_tensor, shard, op = arguments
+        return run_forward(op, tuple(of_extension), shard, number_tensor)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -74,23 +60,18 @@ class CrossEntropy(torch.autograd.Function):
         upstream = upstream_of(ctx, grads)
         if not upstream:
             return None, *nothing
-        input, target, weight, row_weight, *saved, number_tensor, place = ctx.saved_tensors
-        axis, ignore_index, mode, numbers = ctx.options
-        upstream, saved = for_backward(upstream, saved, mode)
-        if place is not None:
-            arguments = (*upstream, input, target, weight, row_weight, *saved, *ctx.options, place)
-            differentiable = [tensor for tensor in (input, *upstream) if tensor is not None]
-            (grad_input,) = gradients_of(
-                lambda: (call(ctx.op, ranks.backward, *arguments, number_tensor=number_tensor),), _NO_SECOND,
-                differentiable,
-            )  # fmt: skip
-            return grad_input, *nothing
-        grad_input = dispatch(
-            OP, [tensor for tensor in (input, *upstream) if tensor is not None], _Gradient, _backward,
-            *upstream, input, target, weight, row_weight, *saved, axis, ignore_index, mode, numbers,
-            number_tensor=number_tensor,
+        *inputs, lse, entropy, target_mass, divisor, number_tensor, place = ctx.saved_tensors
+        upstream, saved = for_backward(upstream, (lse, entropy, target_mass, divisor), ctx.options[2])
+        arguments = (*upstream, *inputs, *saved, *ctx.options)
+        differentiable = given(inputs[0], *upstream)
+        if place is None:
+            of_logits = dispatch(ctx.op, differentiable, _Gradient, _backward, *arguments, number_tensor=number_tensor)
+            return of_logits, *nothing
+        (of_logits,) = gradients_of(
+            ctx.op, lambda: (call(ctx.op, ranks.backward, *arguments, place, number_tensor=number_tensor),),
+            *differentiable,
         )  # fmt: skip
-        return grad_input, *nothing
+        return of_logits, *nothing
 
 
 _PLAIN = (-1, -100, MEAN, ())  # class axis, ignore_index, reduction and numbers of a call without options
@@ -102,10 +83,10 @@ class PlainMean(torch.autograd.Function):
     show."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, target: Tensor) -> Tensor:
-        loss, lse, divisor = run_plainly(forward, input, target, None, None, None, *_PLAIN, _KEPT_PLAINLY)
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        loss, lse, divisor = run_plainly(forward, logits, targets, None, None, None, *_PLAIN, _KEPT_PLAINLY)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(input, target, lse, divisor)
+        ctx.save_for_backward(logits, targets, lse, divisor)
         result: Tensor = loss
         return result
 
@@ -113,58 +94,18 @@ class PlainMean(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Tensor | None, None]:
         if grad_loss is None:
             return None, None
-        input, target, lse, divisor = ctx.saved_tensors
-        tensors = (grad_loss, None, None, input, target, None, None, lse, None, None, divisor)
-        return dispatch(OP, (input, grad_loss), _Gradient, _backward, *tensors, *_PLAIN), None
-
-
-@binds_quickly
-class _Gradient(torch.autograd.Function):
-    """The gradient, which has no derivative itself."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        grad_loss: Tensor,
-        grad_lse: Tensor | None,
-        grad_entropy: Tensor | None,
-        input: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        row_weight: Tensor | None,
-        lse: Tensor,
-        entropy: Tensor | None,
-        target_mass: Tensor | None,
-        divisor: Tensor | None,
-        axis: int,
-        ignore_index: int,
-        mode: int,
-        numbers: Sequence[float],
-        number_tensor: Tensor | None,
-    ) -> Tensor:
-        result: Tensor = call(
-            OP, _backward, grad_loss, grad_lse, grad_entropy, input, target, weight, row_weight, lse, entropy,
-            target_mass, divisor, axis, ignore_index, mode, numbers, number_tensor=number_tensor,
-        )  # fmt: skip
-        return result
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> NoReturn:
-        raise NotImplementedError(_NO_SECOND)
+        logits, targets, lse, divisor = ctx.saved_tensors
+        tensors = (grad_loss, None, None, logits, targets, None, None, lse, None, None, divisor)
+        return dispatch(OP, (logits, grad_loss), _Gradient, _backward, *tensors, *_PLAIN), None
 
 
 def _differentiable(*arguments: Any, number_tensor: Tensor | None = None) -> list[Tensor]:
     """cross_entropy_forward by its autograd.Function."""
-    *of_forward, wanted = arguments
-    _, target, weight, mode = *of_forward[:3], of_forward[7]
-    computed = kept_for_backward(wanted, mode, target.is_floating_point() or weight is not None)
-    outputs = apply(OP, CrossEntropy, *of_forward, computed, wanted, number_tensor, None, OP)
-    return in_order(outputs, computed, wanted)
+    call = Forward(*arguments)
+    needs_target_mass = call.targets.is_floating_point() or call.class_weight is not None
+    computed = kept_for_backward(call.outputs, call.reduction, needs_target_mass)
+    outputs = apply(OP, CrossEntropy, *call[:-1], computed, call.outputs, number_tensor, None, OP)
+    return in_order(outputs, computed, call.outputs)
 
 
 give_derivative(OP, forward, _differentiable, "logits")

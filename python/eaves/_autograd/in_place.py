@@ -58,8 +58,8 @@ class _InPlaceInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, *arguments_and_list: Any) -> tuple[Tensor, ...]:
-        *arguments, ctx.handed_out, op = arguments_and_list
-        outputs: tuple[Tensor, ...] = tuple(call(op, _forward_backward, input, *arguments))
+        *arguments, ctx.handed_out, ctx.op = arguments_and_list
+        outputs: tuple[Tensor, ...] = tuple(call(ctx.op, _forward_backward, input, *arguments))
         torch.autograd.graph.increment_version(input)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[1:])
@@ -73,7 +73,7 @@ class _InPlaceInForward(torch.autograd.Function):
         if grad_loss is None:
             return None, *nothing
         (grad_input,) = _of_only_backward(ctx, grad_loss)
-        call(OP, _rescale, grad_input, grad_loss, ctx.axis)  # reads and writes nothing if grad_loss is 1
+        call(ctx.op, _rescale, grad_input, grad_loss, ctx.axis)  # reads and writes nothing if grad_loss is 1
         if not torch.compiler.is_compiling():
             ctx.handed_out.append(_contents_of(grad_input))
         return grad_input, *nothing
@@ -160,14 +160,14 @@ class InPlaceInBackward(torch.autograd.Function):
 def _of_only_backward(ctx: Any, grad_loss: Tensor) -> list[Any]:
     """The saved tensors. Refuses a second backward."""
     if is_batched(grad_loss):
-        raise NotImplementedError(f"{OP}: with inplace_backward no backward has a batch (is_grads_batched=True)")
+        raise NotImplementedError(f"{ctx.op}: with inplace_backward no backward has a batch (is_grads_batched=True)")
     if torch.is_grad_enabled():
         raise NotImplementedError(
-            f"{OP}: with inplace_backward the gradient has no derivative (create_graph=True); leave it out"
+            f"{ctx.op}: with inplace_backward the gradient has no derivative (create_graph=True); leave it out"
         )
     if ctx.is_used:
         raise RuntimeError(
-            f"{OP}: with inplace_backward there is one backward, and this is the second; leave inplace_backward out"
+            f"{ctx.op}: with inplace_backward there is one backward, and this is the second; leave inplace_backward out"
         )
     saved = [None if tensor is None else tensor.detach() for tensor in ctx.saved_tensors]
     ctx.is_used = True

@@ -9,7 +9,7 @@ gradient of 1, and multiplies them in the backward by the one that came; "memory
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,24 +17,24 @@ from torch import Tensor
 from eaves._parallel import linear_cross_entropy as ranks
 from eaves._parallel.shard import ShardArguments
 from eaves._torch.checks import given
-from eaves._torch.head import as_multiplied, refuse_zero3
+from eaves._torch.head import refuse_zero3
 from eaves._torch.linear_cross_entropy_rules import (
     GRADIENTS,
     OF_BIAS,
-    OF_INPUT,
-    OF_WEIGHT,
-    WIDE_WEIGHT,
-    ForwardTensors,
-    Options,
-    by_name,
+    OF_HEAD,
+    OF_HIDDEN,
+    OPTIONS,
+    TENSORS,
+    WIDE_HEAD,
+    Forward,
     in_places,
 )
-from eaves._torch.operator import apply, binds_quickly, call, dispatch, gradients_of
+from eaves._torch.operator import apply, call, dispatch, gradient_function, gradients_of, takes
 from eaves._torch.outputs import NONE, for_backward, in_order, keep_outputs, kept_for_backward, upstream_of
 from eaves._torch.registration import give_derivative, refuse_lost_derivatives
 from eaves._torch.transforms import is_batched
 
-forward = torch.ops.eaves.linear_cross_entropy_forward.default
+_forward = torch.ops.eaves.linear_cross_entropy_forward.default
 _forward_backward = torch.ops.eaves.linear_cross_entropy_forward_backward.default
 _backward = torch.ops.eaves.linear_cross_entropy_backward.default
 _backward_accumulate = torch.ops.eaves.linear_cross_entropy_backward_accumulate.default
@@ -43,46 +43,68 @@ _rescale_rows = torch.ops.eaves.cross_entropy_rescale.default
 
 OP = "linear_cross_entropy"
 
+_Gradients = gradient_function(_backward)
 
-# ------------------------------------------------------------------------------------------------------------ autograd
-
-# The arguments of both Functions: the tensors, the options, and behind them grad_weight_out, the outputs that are
-# computed, those that the caller gets, those of them that may have a gradient, the gradients that the forward computes,
-# the number tensor, the ShardArguments, and the name of the function that the user called.
-_TENSORS = slice(len(ForwardTensors._fields))
-_OPTIONS = slice(_TENSORS.stop, _TENSORS.stop + len(Options._fields))
-_REST = slice(_OPTIONS.stop, _OPTIONS.stop + 8)
-_REDUCTION = Options._fields.index("reduction")  # a small call has no time to make Options of the arguments
-_NO_SECOND = f"{OP}: there is no second derivative; use torch.nn.functional.linear and cross_entropy for one"
-_NOTHING = (None,) * (_REST.stop - len(GRADIENTS))  # behind the gradients of input, linear_weight and linear_bias
+# The arguments of both Functions are the extension's (its outputs are those that are computed), and behind them: the
+# gradients that the forward computes, the number tensor, the ShardArguments, the name of the function that the user
+# called, grad_weight_out, the outputs that the caller gets, and those of them that may have a gradient.
+_BEHIND = ("gradients", "number_tensor", "shard", "op", "grad_weight_out", "wanted", "followed")
+_FORWARD = slice(TENSORS.stop, -3)  # of the forward alone
+_REDUCTION = Forward._fields.index("reduction") - OPTIONS.start  # a small call has no time to make a record
+_NOTHING = (None,) * (len(Forward._fields) + len(_BEHIND) - len(GRADIENTS))  # behind the gradients
 
 
-def _save(
-    ctx: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], rest: tuple[Any, ...], output: Sequence[Tensor]
-) -> None:
+def run_forward(tensors: tuple[Any, ...], arguments: Sequence[Any]) -> list[Tensor]:
+    """The loss and its outputs, the gradients that the bits name, and of a shard its Place. Behind the extension's
+    options and outputs are the gradients, the number tensor, the ShardArguments and the name of the function."""
+    *of_extension, gradients, number_tensor, shard, op = arguments
+    hidden, head, *others = tensors
+    if head.dtype != hidden.dtype:  # under torch.autocast
+        head = head.to(hidden.dtype)
+    overload: Any = _forward
+    behind: tuple[Any, ...] = ()
+    if not gradients & ~WIDE_HEAD:
+        gradients = 0
+    if shard is not None:
+        overload, behind = ranks.forward, (gradients, *shard)
+    elif gradients:
+        overload, behind = _forward_backward, (gradients,)
+    results: list[Tensor] = call(
+        op, overload, hidden, head, *others, *of_extension, *behind, number_tensor=number_tensor
+    )
+    return results
+
+
+def _split(results: list[Tensor], bits: int, shard: ShardArguments | None) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """The outputs and the gradients among the results of run_forward."""
+    end = len(results) if shard is None else len(results) - 1
+    count = end - bits.bit_count()
+    return tuple(results[:count]), results[count:end]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor], is_loss_alone: bool = False) -> None:
     """Keeps the tensors and options from which a backward computes the logits again."""
-    ctx.options = options
-    ctx.grad_weight_out, computed, _, followed, gradients, number_tensor, ctx.shard, ctx.op = rest
-    ctx.wide, ctx.weight_dtype = gradients & WIDE_WEIGHT, tensors[1].dtype
+    tensors, ctx.options = inputs[TENSORS], inputs[OPTIONS]
+    computed, gradients, number_tensor, ctx.shard, ctx.op, ctx.grad_weight_out, _, followed = inputs[OPTIONS.stop :]
+    ctx.wide, ctx.head_dtype = gradients & WIDE_HEAD, tensors[1].dtype
     ctx.is_compiled = torch.compiler.is_compiling()
     ctx.is_of_zero3 = not ctx.is_compiled and hasattr(tensors[1], "ds_id")
     place = None if ctx.shard is None else output[-1]
-    ctx.save_for_backward(*tensors, *keep_outputs(ctx, output, computed, followed), number_tensor, place)
+    ctx.save_for_backward(*tensors, *keep_outputs(ctx, output, computed, followed, is_loss_alone), number_tensor, place)
 
 
 def _compute_again(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """The gradients from the tensors that `_save` kept."""
-    *tensors, lse, entropy, target_mass, divisor, number_tensor, place = ctx.saved_tensors
-    refuse_zero3(ctx.op, head=tensors[1], bias=tensors[2])
-    *inputs, _ = as_multiplied(tuple(tensors))
-    input, linear_weight, linear_bias = inputs[:3]
+    hidden, head, bias, *others, _, lse, entropy, target_mass, divisor, number_tensor, place = ctx.saved_tensors
+    refuse_zero3(ctx.op, head=head, bias=bias)
+    head = head.to(hidden.dtype)
     saved: Sequence[Tensor | None] = (lse, entropy, target_mass, divisor)
-    upstream, saved = for_backward(upstream, saved, Options(*ctx.options).reduction)
+    upstream, saved = for_backward(upstream, saved, ctx.options[_REDUCTION])
     bits = sum(bit for bit, needs in zip(GRADIENTS, ctx.needs_input_grad) if needs)
-    arguments = (*upstream, *inputs, *saved, *ctx.options)
-    if ctx.grad_weight_out is not None and bits & OF_WEIGHT:
-        return _accumulate(ctx, arguments, bits & ~OF_WEIGHT, place)
-    differentiable = given(*upstream, input, linear_weight, linear_bias)
+    arguments = (*upstream, hidden, head, bias, *others, *saved, *ctx.options)
+    if ctx.grad_weight_out is not None and bits & OF_HEAD:
+        return _accumulate(ctx, arguments, bits & ~OF_HEAD, place)
+    differentiable = given(*upstream, hidden, head, bias)
     if place is None:
         computed = dispatch(
             ctx.op, differentiable, _Gradients, _backward, *arguments, bits | ctx.wide, number_tensor=number_tensor
@@ -90,71 +112,46 @@ def _compute_again(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor 
     else:
         arguments = (*arguments, bits | ctx.wide, place, *ctx.shard)
         computed = gradients_of(
-            lambda: call(ctx.op, ranks.backward, *arguments, number_tensor=number_tensor), _NO_SECOND, differentiable
+            ctx.op, lambda: call(ctx.op, ranks.backward, *arguments, number_tensor=number_tensor), *differentiable
         )
     return _handed_out(ctx, [each if bits & bit else None for each, bit in zip(computed, GRADIENTS)])
 
 
-def _handed_out(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+def _handed_out(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Gradients in their places, as autograd wants them."""
-    grad_input, grad_weight, grad_bias = grads
-    if grad_weight is not None:
-        grad_weight = grad_weight.to(ctx.weight_dtype)
-    return grad_input, grad_weight, grad_bias, *_NOTHING
-
-
-def _run_forward(
-    tensors: tuple[Any, ...], options: tuple[Any, ...], rest: tuple[Any, ...], gradients: int
-) -> list[Tensor]:
-    """The loss and its outputs, the gradients that the bits name, and of a shard its Place."""
-    _, computed, _, _, _, number_tensor, shard, op = rest
-    arguments = (*as_multiplied(tensors), *options, computed)
-    results: list[Tensor]
-    if shard is not None:
-        results = call(op, ranks.forward, *arguments, gradients, *shard, number_tensor=number_tensor)
-    elif gradients:
-        results = call(op, _forward_backward, *arguments, gradients, number_tensor=number_tensor)
-    else:
-        results = call(op, forward, *arguments, number_tensor=number_tensor)
-    return results
-
-
-def _split(results: list[Tensor], bits: int, shard: ShardArguments | None) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """The outputs and the gradients among the results of _run_forward."""
-    end = len(results) if shard is None else len(results) - 1
-    count = end - bits.bit_count()
-    return tuple(results[:count]), results[count:end]
+    grad_hidden, grad_head, grad_bias = gradients
+    return grad_hidden, None if grad_head is None else grad_head.to(ctx.head_dtype), grad_bias, *_NOTHING
 
 
 def _accumulate(ctx: Any, arguments: tuple[Any, ...], bits: int, place: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The other gradients; that of the weight is added to grad_weight_out."""
+    """The other gradients; that of the head is added to grad_weight_out."""
     out = ctx.grad_weight_out
     if torch.is_grad_enabled():
         raise NotImplementedError(
             f"{ctx.op}: with grad_weight_out the gradient has no derivative (create_graph=True); leave it out"
         )
     if place is None:
-        grad_input, grad_bias = call(ctx.op, _backward_accumulate, out, *arguments, bits)
+        grad_hidden, grad_bias = call(ctx.op, _backward_accumulate, out, *arguments, bits)
     else:
-        grad_input, grad_bias = call(ctx.op, ranks.backward_accumulate, out, *arguments, bits, place, *ctx.shard)
+        grad_hidden, grad_bias = call(ctx.op, ranks.backward_accumulate, out, *arguments, bits, place, *ctx.shard)
     torch.autograd.graph.increment_version(out)
-    return (grad_input if bits & OF_INPUT else None, None, grad_bias if bits & OF_BIAS else None, *_NOTHING)
+    return (grad_hidden if bits & OF_HIDDEN else None, None, grad_bias if bits & OF_BIAS else None, *_NOTHING)
 
 
-@binds_quickly
+@takes(*Forward._fields, *_BEHIND)
 class Recompute(torch.autograd.Function):
-    """input, linear_weight, linear_bias -> the loss, and the outputs that the bits `computed` name, of which those
-    of `followed` may have a gradient. The backward computes the logits again."""
+    """hidden, head, bias -> the loss, and the outputs that are computed, of which those of `followed` may have a
+    gradient. The backward computes the logits again."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(_run_forward(arguments[_TENSORS], arguments[_OPTIONS], arguments[_REST], 0))
+        return tuple(run_forward(arguments[TENSORS], arguments[_FORWARD]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _save(ctx, inputs[_TENSORS], inputs[_OPTIONS], inputs[_REST], output)
+        _save(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -164,65 +161,17 @@ class Recompute(torch.autograd.Function):
         return _compute_again(ctx, upstream)
 
 
-@binds_quickly
-class _Gradients(torch.autograd.Function):
-    """The gradients, which have no derivative themselves."""
-
-    generate_vmap_rule = True
-
-    # One by one, because torch.compile tells by the number of parameters whether the first is ctx.
-    @staticmethod
-    def forward(
-        grad_loss: Tensor,
-        grad_lse: Tensor | None,
-        grad_entropy: Tensor | None,
-        input: Tensor,
-        linear_weight: Tensor,
-        linear_bias: Tensor | None,
-        target: Tensor,
-        weight: Tensor | None,
-        row_weight: Tensor | None,
-        lse: Tensor,
-        entropy: Tensor | None,
-        target_mass: Tensor | None,
-        divisor: Tensor | None,
-        ignore_index: int,
-        reduction: int,
-        numbers: Sequence[float],
-        skip_ignored: bool,
-        workspace_limit: int,
-        gradients: int,
-        number_tensor: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        return tuple(
-            call(
-                OP, _backward, grad_loss, grad_lse, grad_entropy, input, linear_weight, linear_bias, target, weight,
-                row_weight, lse, entropy, target_mass, divisor, ignore_index, reduction, numbers, skip_ignored,
-                workspace_limit, gradients, number_tensor=number_tensor,
-            )
-        )  # fmt: skip
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> NoReturn:
-        raise NotImplementedError(_NO_SECOND)
-
-
 class Speed(torch.autograd.Function):
     """The same, with the gradients that the bits `gradients` name computed in the forward, for an upstream gradient of
     1. The first backward hands them out; a later one, and one that needs more than a factor, computes again."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        tensors, options, rest = arguments[_TENSORS], arguments[_OPTIONS], arguments[_REST]
-        _, _, wanted, _, gradients, _, shard, _ = rest
-        results = _run_forward(tensors, options, rest, gradients)
-        ctx.bits = gradients & ~WIDE_WEIGHT
+        results = run_forward(arguments[TENSORS], arguments[_FORWARD])
+        _, gradients, _, shard, _, _, wanted, _ = arguments[OPTIONS.stop :]
+        ctx.bits = gradients & ~WIDE_HEAD
         outputs, computed_gradients = _split(results, ctx.bits, shard)
-        _save(ctx, tensors, options, rest, results)
+        _save(ctx, arguments, results, not wanted)
         if ctx.is_compiled:
             # Nothing is computed again, and compiled autograd follows saved tensors alone.
             ctx.save_for_backward(*computed_gradients)
@@ -252,13 +201,12 @@ class Speed(torch.autograd.Function):
         is_factor = grad_lse is None and grad_entropy is None and not torch.is_grad_enabled()
         if grad_loss is None or not is_factor or is_batched(grad_loss):
             return _compute_again(ctx, upstream)
-        if ctx.is_of_zero3 and (ctx.gradients is None or ctx.bits & OF_WEIGHT):
+        if ctx.is_of_zero3 and (ctx.gradients is None or ctx.bits & OF_HEAD):
             refuse_zero3(ctx.op, head=ctx.saved_tensors[1])
         computed, ctx.gradients = ctx.gradients, None
         if computed is None:  # a later backward; without the outputs other kernels would run, and last places differ
-            rest = (None, ctx.computed, 0, 0, 0, None, ctx.shard, ctx.op)
-            results = _run_forward(ctx.saved_tensors[_TENSORS], ctx.options, rest, ctx.bits | ctx.wide)
-            _, computed = _split(results, ctx.bits, ctx.shard)
+            again = (*ctx.options, ctx.computed, ctx.bits | ctx.wide, None, ctx.shard, ctx.op)
+            _, computed = _split(run_forward(ctx.saved_tensors[TENSORS], again), ctx.bits, ctx.shard)
         gradients = in_places(computed, ctx.bits)
         # Neither reads or writes anything if grad_loss is 1.
         if ctx.options[_REDUCTION] == NONE:
@@ -275,12 +223,13 @@ class Speed(torch.autograd.Function):
 
 def _differentiable(*arguments: Any, number_tensor: Tensor | None = None) -> list[Tensor]:
     """linear_cross_entropy_forward by an autograd.Function."""
-    tensors, options, (wanted,) = by_name(ForwardTensors, arguments)
-    needs_target_mass = tensors.targets.is_floating_point() or tensors.class_weight is not None
-    computed = kept_for_backward(wanted, options.reduction, needs_target_mass)
-    outputs = apply(OP, Recompute, *tensors, *options, None, computed, wanted, wanted, 0, number_tensor, None, OP)
-    return in_order(outputs, computed, wanted)
+    call = Forward(*arguments)
+    needs_target_mass = call.targets.is_floating_point() or call.class_weight is not None
+    computed = kept_for_backward(call.outputs, call.reduction, needs_target_mass)
+    behind = (computed, 0, number_tensor, None, OP, None, call.outputs, call.outputs)
+    outputs = apply(OP, Recompute, *call[TENSORS], *call[OPTIONS], *behind)
+    return in_order(outputs, computed, call.outputs)
 
 
-give_derivative(OP, forward, _differentiable, "hidden", "head", "bias")
+give_derivative(OP, _forward, _differentiable, "hidden", "head", "bias")
 refuse_lost_derivatives(OP, _forward_backward, _backward, _backward_accumulate, _rescale)

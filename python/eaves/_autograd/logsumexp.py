@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eaves._torch.checks import accumulator_dtype
-from eaves._torch.operator import binds_quickly, call, dispatch
+from eaves._torch.operator import call, dispatch, takes
 from eaves._torch.registration import (
     batch_first,
     give_derivative,
@@ -29,7 +29,7 @@ def computed(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) 
     return out
 
 
-@binds_quickly
+@takes("x", "axes", "keepdim", "dtype")
 class _Logsumexp(torch.autograd.Function):
     """x -> (out, lse), with lse as two numbers, [rows..., 2]: around 1e4 one float32 is off by 5e-4, and so would be
     the gradient."""
@@ -37,9 +37,8 @@ class _Logsumexp(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = call("logsumexp", _forward_lse, x, axes, keepdim, dtype)
-        return result
+    def forward(*arguments: Any) -> Any:
+        return call("logsumexp", _forward_lse, *arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -58,12 +57,11 @@ class _Logsumexp(torch.autograd.Function):
 
 
 def _gradient(grad_out: Tensor, x: Tensor, lse: Tensor, axes: Sequence[int], keepdim: bool) -> Tensor:
-    arguments = (grad_out, x, lse.detach(), axes, keepdim)
-    result: Tensor = dispatch("logsumexp", (grad_out, x), _LogsumexpGradient, _backward, *arguments)
-    return result
+    given = (grad_out, x, lse.detach(), axes, keepdim)
+    return dispatch("logsumexp", (grad_out, x), _LogsumexpGradient, _backward, *given)  # type: ignore[no-any-return]
 
 
-@binds_quickly
+@takes("grad_out", "x", "lse", "axes", "keepdim")
 class _LogsumexpGradient(torch.autograd.Function):
     """grad_x = grad_out * p with p = exp(x - lse), differentiable in grad_out and in x (of which lse is a function).
 
@@ -73,9 +71,8 @@ class _LogsumexpGradient(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(grad_out: Tensor, x: Tensor, lse: Tensor, axes: Sequence[int], keepdim: bool) -> Tensor:
-        result: Tensor = call("logsumexp", _backward, grad_out, x, lse, axes, keepdim)
-        return result
+    def forward(*arguments: Any) -> Any:
+        return call("logsumexp", _backward, *arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -133,33 +130,25 @@ def _batched_axes(x: Tensor, axes: Sequence[int]) -> tuple[Tensor, list[int]]:
 
 
 @register_vmap("logsumexp_forward")
-def _(
-    info: Any, in_dims: tuple[int | None, ...], x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype
-) -> tuple[Tensor, int]:
-    (x,) = batch_first(info, in_dims, x)
-    rows, batched_axes = _batched_axes(x, axes)
-    return _forward(rows, batched_axes, keepdim and x.dim() > 1, dtype), 0
+def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
+    return _in_one(info, in_dims, _forward, *arguments), 0
 
 
 @register_vmap("logsumexp_forward_lse")
-def _(
-    info: Any, in_dims: tuple[int | None, ...], x: Tensor, axes: Sequence[int], keepdim: bool, dtype: torch.dtype
-) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    return _in_one(info, in_dims, _forward_lse, *arguments), (0, 0)
+
+
+def _in_one(info: Any, in_dims: tuple[int | None, ...], overload: Any, *arguments: Any) -> Any:
+    x, axes, keepdim, dtype = arguments
     (x,) = batch_first(info, in_dims, x)
     rows, batched_axes = _batched_axes(x, axes)
-    return _forward_lse(rows, batched_axes, keepdim and x.dim() > 1, dtype), (0, 0)
+    return overload(rows, batched_axes, keepdim and x.dim() > 1, dtype)
 
 
 @register_vmap("logsumexp_backward")
-def _(
-    info: Any,
-    in_dims: tuple[int | None, ...],
-    grad_out: Tensor,
-    x: Tensor,
-    lse: Tensor,
-    axes: Sequence[int],
-    keepdim: bool,
-) -> tuple[Tensor, int]:
-    grad_out, x, lse = batch_first(info, in_dims, grad_out, x, lse)
+def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
+    *tensors, axes, keepdim = arguments
+    grad_out, x, lse = batch_first(info, in_dims, *tensors)
     rows, batched_axes = _batched_axes(x, axes)
     return _backward(grad_out, rows, lse, batched_axes, keepdim and x.dim() > 1).reshape(x.shape), 0

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from eaves._torch import lrpe_cosine_rules  # noqa: F401  # registers them
 from eaves._torch.checks import accumulator_dtype
-from eaves._torch.operator import apply, binds_quickly, call, dispatch
-from eaves._torch.registration import give_derivative, refuse_lost_derivatives
+from eaves._torch.operator import apply, call, dispatch, takes
+from eaves._torch.registration import give_derivative, record_of, refuse_lost_derivatives
 from eaves._torch.transforms import is_transforming, needs_autograd
 
 _forward = torch.ops.eaves.lrpe_cosine_forward.default
@@ -39,31 +39,16 @@ def encode(x: Tensor, theta: Tensor, *arguments: Any) -> Tensor:
     return out
 
 
-@binds_quickly
+@takes(*record_of(_forward)._fields)
 class _LrpeCosine(torch.autograd.Function):
     """x, theta -> out, and of a softmax over the sequence the lse too."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        theta: Tensor,
-        offsets: Tensor | None,
-        positions: Tensor | None,
-        cu_seqlens: Tensor | None,
-        grid: Sequence[int],
-        extra_tokens: int,
-        offset: int,
-        kind: int,
-        dim: int,
-        heads_first: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        overload = _forward_lse if kind == SOFTMAX and dim == SEQUENCE else _forward
-        result: Tensor | tuple[Tensor, Tensor] = call(
-            OP, overload, x, theta, offsets, positions, cu_seqlens, grid, extra_tokens, offset, kind, dim, heads_first
-        )
-        return result
+    def forward(*arguments: Any) -> Any:
+        kind, dim = arguments[8:10]
+        return call(OP, _forward_lse if kind == SOFTMAX and dim == SEQUENCE else _forward, *arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
@@ -108,7 +93,7 @@ def _gradients(grad_out: Tensor, x: Tensor | None, theta: Tensor, *arguments: An
     return grad_x if wants_x else None, grad_theta if wants_theta else None
 
 
-@binds_quickly
+@takes(*record_of(_backward)._fields)
 class _Gradient(torch.autograd.Function):
     """grad_x and grad_theta, those that are wanted, differentiable in grad_out, x and theta.
 
@@ -118,29 +103,9 @@ class _Gradient(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        grad_out: Tensor,
-        x: Tensor | None,
-        theta: Tensor,
-        lse: Tensor | None,
-        offsets: Tensor | None,
-        positions: Tensor | None,
-        cu_seqlens: Tensor | None,
-        grid: Sequence[int],
-        extra_tokens: int,
-        offset: int,
-        kind: int,
-        dim: int,
-        heads_first: bool,
-        turned: bool,
-        wants_x: bool,
-        wants_theta: bool,
-    ) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = call(
-            OP, _backward, grad_out, x, theta, lse, offsets, positions, cu_seqlens, grid, extra_tokens, offset, kind,
-            dim, heads_first, heads_first != turned, wants_x, wants_theta,
-        )  # fmt: skip
-        return result
+    def forward(*arguments: Any) -> Any:
+        *given, heads_first, turned, wants_x, wants_theta = arguments
+        return call(OP, _backward, *given, heads_first, heads_first != turned, wants_x, wants_theta)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -274,11 +239,7 @@ def _activated(z: Tensor, kind: int, dim: int) -> tuple[Tensor, _Map, Callable[[
     slope = s * (1 - s)
     if kind == SIGMOID:
         return s, lambda values: values * slope, lambda v, w: v * w * slope * (1 - 2 * s)
-    return (
-        z * s,
-        lambda values: values * (s + z * slope),
-        lambda v, w: v * w * slope * (2 + z * (1 - 2 * s)),
-    )
+    return (z * s, lambda values: values * (s + z * slope), lambda v, w: v * w * slope * (2 + z * (1 - 2 * s)))
 
 
 give_derivative(OP, _forward, encode, "x", "theta")

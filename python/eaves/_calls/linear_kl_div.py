@@ -9,33 +9,30 @@ import torch
 from torch import Tensor
 
 from eaves._arguments import reduction_of
-from eaves._calls.linear_cross_entropy import tensors_of_linear
-from eaves._chunked.head import cut
+from eaves._calls.linear_cross_entropy import with_tensors_of_linear
+from eaves._chunked.head import chunk_sizes
 from eaves._chunked.kl_div import DIVERGENCES, OP, Divergence, Settings, forward_only
 from eaves._parallel.fully_shard import is_fully_sharded, with_whole_head
 from eaves._torch.checks import (
     accumulator_dtype,
-    check_device,
+    check_beside,
     check_dtype_of,
     check_shape,
-    check_tensor,
     explain,
     index_of,
     number_of,
     refuse_gradient,
     value_for_message,
 )
-from eaves._torch.head import Head, checked_head, workspace_of
+from eaves._torch.head import Product, checked_head, workspace_of
 from eaves._torch.operator import apply
 from eaves._torch.options import CLASS_DTYPES, RANGES, normalizer_of, shape_of
 from eaves._torch.outputs import MEAN, NONE
 from eaves._torch.rows import counts_of, divisor_of
 from eaves._torch.transforms import is_exporting, is_transforming, needs_autograd, uncompiled
 
-_STUDENT, _TEACHER = (
-    ("hidden", "head", "bias"),
-    ("teacher_hidden", "teacher_head", "teacher_bias"),
-)
+_STUDENT = ("hidden", "head", "bias")
+_TEACHER = ("teacher_hidden", "teacher_head", "teacher_bias")
 
 
 class KlDivCall(NamedTuple):
@@ -58,32 +55,16 @@ class KlDivCall(NamedTuple):
 
 
 def divergence_of(call: KlDivCall) -> Tensor:
-    for _, name, bias_name in (_STUDENT, _TEACHER):
-        if isinstance(head := getattr(call, name), torch.nn.Linear):
-            weight, bias = tensors_of_linear(OP, None, name, head, bias_name, getattr(call, bias_name))
-            changed: dict[str, Any] = {name: weight, bias_name: bias}
-            call = call._replace(**changed)
-    if is_fully_sharded(call.head):
-        return with_whole_head(
-            OP,
-            lambda x, weight, bias: divergence_of(call._replace(hidden=x, head=weight, bias=bias)),
-            dict(zip(_STUDENT[:1], call[:1])),
-            dict(zip(_STUDENT[1:], call[1:3])),
-        )
-    if is_fully_sharded(call.teacher_head):
-        return with_whole_head(
-            OP,
-            lambda y, weight, bias: divergence_of(
-                call._replace(teacher_hidden=y, teacher_head=weight, teacher_bias=bias)
-            ),
-            dict(zip(_TEACHER[:1], call[3:4])),
-            dict(zip(_TEACHER[1:], call[4:6])),
-        )
-    hidden, head, bias, teacher_hidden, teacher_head, teacher_bias = call[:6]
+    for names in (_STUDENT, _TEACHER):
+        if isinstance(getattr(call, names[1]), torch.nn.Linear):
+            call = with_tensors_of_linear(OP, call, *names[1:])
+    for names in (_STUDENT, _TEACHER):
+        if is_fully_sharded(getattr(call, names[1])):
+            return with_whole_head(OP, divergence_of, call, names)
+    hidden, head, teacher_hidden, teacher_head = call.hidden, call.head, call.teacher_hidden, call.teacher_head
     if is_exporting() or is_transforming():
         raise NotImplementedError(f"{OP}: it does not work inside of torch.export, torch.vmap and torch.func")
-    student = _rows_and_head(_STUDENT, hidden, head, bias, hidden)
-    teacher = _rows_and_head(_TEACHER, teacher_hidden, teacher_head, teacher_bias, hidden)
+    student, teacher = (_product_of(call, names) for names in (_STUDENT, _TEACHER))
     rows, classes = hidden.shape[:-1], head.shape[0]
     check_shape(
         OP, "teacher_hidden", teacher_hidden, [*rows, teacher_hidden.shape[-1]], f"rows as hidden {shape_of(hidden)}"
@@ -95,10 +76,9 @@ def divergence_of(call: KlDivCall) -> Tensor:
             "the other and padding, cut the larger head and its bias"
         )
     refuse_gradient(OP, "teacher_hidden", teacher_hidden)
-    counts = (
-        None if call.targets is None else _counts(call.targets, hidden, index_of(OP, "ignore_index", call.ignore_index))
-    )
-    dtype = accumulator_dtype(student.input.dtype)
+    ignore_index = index_of(OP, "ignore_index", call.ignore_index)
+    counts = None if call.targets is None else _counts(call.targets, hidden, ignore_index)
+    dtype = accumulator_dtype(student.hidden.dtype)
     mode = reduction_of(OP, call.reduction)
     normalizer = call.normalizer
     if normalizer is not None:
@@ -123,23 +103,21 @@ def divergence_of(call: KlDivCall) -> Tensor:
     return _mean(found, normalizer, counts, rows) if mode == MEAN else found
 
 
-def _rows_and_head(
-    names: tuple[str, str, str], x: Tensor, weight: Tensor, bias: Tensor | None, student: Tensor
-) -> Head:
-    x, weight, bias = checked_head(OP, names, x, weight, bias, ("hidden", student))
-    return Head(x.reshape(-1, x.shape[-1]), weight, bias)
+def _product_of(call: KlDivCall, names: tuple[str, str, str]) -> Product:
+    hidden, head, bias = (getattr(call, name) for name in names)
+    hidden, head, bias = checked_head(OP, hidden, head, bias, names, ("hidden", call.hidden))
+    return Product(hidden.reshape(-1, hidden.shape[-1]), head, bias)
 
 
 def _counts(targets: Tensor, hidden: Tensor, ignore_index: int) -> Tensor:
     """Which rows count: [rows, 1]."""
-    check_tensor(OP, "targets", targets)
-    check_device(OP, "targets", targets, "hidden", hidden)
+    check_beside(OP, "targets", targets, "hidden", hidden)
     check_dtype_of(OP, "targets", targets, CLASS_DTYPES, "classes")
     check_shape(OP, "targets", targets, hidden.shape[:-1], f"one per row of hidden {shape_of(hidden)}")
     return counts_of(targets, ignore_index).reshape(-1, 1)
 
 
-def _settings(call: KlDivCall, student: Head, teacher: Head) -> Settings:
+def _settings(call: KlDivCall, student: Product, teacher: Product) -> Settings:
     divergence, temperature = call.divergence, call.temperature
     if not isinstance(divergence, str) or divergence not in DIVERGENCES:
         error = ValueError if isinstance(divergence, str) else TypeError
@@ -149,11 +127,11 @@ def _settings(call: KlDivCall, student: Head, teacher: Head) -> Settings:
     if divergence == "jsd" and not 0 < beta < 1:
         raise ValueError(f"{OP}: beta is {value_for_message(beta)}, expected {between}")
     divisor = 1.0 if temperature is None else number_of(OP, "temperature", temperature, *RANGES["scale"])
-    limit = workspace_of(OP, call.workspace_bytes, student.input.device)
-    rows, classes = student.input.shape[0], student.weight.shape[0]
+    limit = workspace_of(OP, call.workspace_bytes, student.hidden.device)
+    rows, classes = student.hidden.shape[0], student.head.shape[0]
     # "jsd" has one number more for each class, and a bias a mark.
-    of_class = (4 if divergence == "jsd" else 3) * accumulator_dtype(student.input.dtype).itemsize + 1
-    return Settings(divergence, beta, divisor, *cut(rows, classes, classes * of_class, limit, student, teacher))
+    of_class = (4 if divergence == "jsd" else 3) * accumulator_dtype(student.hidden.dtype).itemsize + 1
+    return Settings(divergence, beta, divisor, *chunk_sizes(rows, classes, classes * of_class, limit, student, teacher))
 
 
 def _mean(total: Tensor, normalizer: Tensor | None, counts: Tensor | None, rows: torch.Size) -> Tensor:

@@ -14,23 +14,19 @@ from torch import Tensor
 from eaves._arguments import named_outputs, output_names
 from eaves._autograd.in_place import refuse_in_place
 from eaves._calls.cross_entropy import CrossEntropyCall, loss_of_logits
-from eaves._calls.linear_cross_entropy import LinearCrossEntropyCall, loss_of_head, tensors_of_linear
-from eaves._chunked.log_prob import HeadOptions, OverRanks, Settings, has_values, losses_of, rows_of
-from eaves._parallel.agreement import agree_on_placements, agreed_place, digest, dtypes, with_agreement
+from eaves._calls.linear_cross_entropy import LinearCrossEntropyCall, loss_of_head, with_tensors_of_linear
+from eaves._chunked.log_prob import HeadOptions, OverRanks, Rows, Settings, has_values, losses_of
+from eaves._parallel.agreement import agree_on_placements, agreed_place, digest, dtypes
 from eaves._parallel.collectives import AllRows
-from eaves._parallel.dtensor import Local, local_classes, local_rows, local_shard, refuse_in_place_of_dtensor, told
-from eaves._parallel.fully_shard import needs_whole_head, with_whole_head
-from eaves._parallel.shard import (
-    Shard,
-    check_reduce_dtype,
-    check_shard_of_logits,
-    refuse_shard_of_whole_head,
-    refuse_without_group,
-    shard_arguments,
-    shard_of,
-    without_padding,
+from eaves._parallel.dtensor import (
+    Local,
+    local_classes,
+    local_rows,
+    over_ranks,
+    refuse_in_place_of_dtensor,
+    told_to_ranks,
 )
-from eaves._parallel.shard import rows_of as rows_of_all
+from eaves._parallel.shard import Shard, ShardArguments, check_reduce_dtype, shape_of_rows, shard_of, without_padding
 from eaves._torch.checks import (
     accumulator_dtype,
     check_bool,
@@ -38,7 +34,6 @@ from eaves._torch.checks import (
     check_tensor,
     explain,
     index_of,
-    is_distributed,
     name_of,
     number_of,
     refuse_gradient,
@@ -50,16 +45,10 @@ from eaves._torch.head import (
     check_grad_weight_out,
     check_overlap,
     checked_head,
-    wide_weight,
+    wide_head,
 )
 from eaves._torch.options import CLASS_DTYPES, RANGES, shape_of
-from eaves._torch.outputs import (
-    LOG_PROB_OUTPUTS,
-    LSE,
-    SPLIT_LSE,
-    LogProbOutput,
-    pick,
-)
+from eaves._torch.outputs import LOG_PROB_OUTPUTS, LSE, SPLIT_LSE, LogProbOutput, pick
 from eaves._torch.rows import check_classes, counts_of
 from eaves._torch.transforms import is_exporting, is_transforming, needs_autograd, uncompiled
 
@@ -68,12 +57,12 @@ if TYPE_CHECKING:
 
 
 class LogProbCall(NamedTuple):
-    """The arguments of eaves.log_prob, whose logits are `x`, or of eaves.linear_log_prob, whose hidden states are, as
-    they were passed."""
+    """The arguments of eaves.log_prob or of eaves.linear_log_prob, as they were passed."""
 
     op: str
-    x: Tensor
-    head: Any  # a Tensor or a torch.nn.Linear; None of log_prob
+    logits: Any  # None of linear_log_prob
+    hidden: Any  # None of log_prob, and so are head and bias
+    head: Any  # a Tensor or a torch.nn.Linear
     bias: Tensor | None
     tokens: Tensor
     temperature: Tensor | float | None = None
@@ -91,61 +80,72 @@ class LogProbCall(NamedTuple):
     grad_weight_out: Tensor | None = None
 
     @property
-    def is_linear(self) -> bool:
-        return self.op == "linear_log_prob"
+    def with_rows(self) -> tuple[str, Any]:
+        """The tensor that has the rows: its name and itself."""
+        return ("hidden", self.hidden) if self.op == "linear_log_prob" else ("logits", self.logits)
 
     @property
-    def with_classes(self) -> tuple[str, Any, int]:
-        """The tensor that has the classes, logits or a head: its name, itself, and the axis of the classes."""
-        return ("head", self.head, 0) if self.is_linear else ("logits", self.x, -1)
+    def with_classes(self) -> tuple[str, Any]:
+        return ("head", self.head) if self.op == "linear_log_prob" else ("logits", self.logits)
+
+    def class_axis(self) -> int:
+        return 0 if self.op == "linear_log_prob" else -1
+
+    def of_rank(self, cut: Local) -> LogProbCall:
+        op, (name, _) = self.op, self.with_classes
+        if name == "logits":
+            refuse_in_place_of_dtensor(op, self.logits, self.inplace_backward)
+        agree_on_placements(op, cut.group, hidden=self.hidden, tokens=self.tokens, temperature=self.temperature)
+        call = self._replace(
+            tokens=local_rows(op, "tokens", self.tokens, cut),
+            temperature=local_rows(op, "temperature", self.temperature, cut),
+        )
+        if name == "logits":
+            return call._replace(logits=cut.tensor)
+        is_summed = shard_of(self.group).reduce_input_grad is False
+        hidden, bias = local_rows(op, "hidden", self.hidden, cut, is_summed), local_classes(op, "bias", self.bias)
+        return call._replace(hidden=hidden, head=cut.tensor, bias=bias)
 
 
 def log_probs_of(call: LogProbCall) -> Tensor | LogProbOutput:
     if isinstance(call.head, torch.nn.Linear):
-        weight, bias = tensors_of_linear(call.op, call.group, "head", call.head, "bias", call.bias)
-        call = call._replace(head=weight, bias=bias)
-    x, tokens = call.x, call.tokens
+        call = with_tensors_of_linear(call.op, call, "head", "bias")
+    (_, x), tokens = call.with_rows, call.tokens
     has_tokens = isinstance(tokens, Tensor) and isinstance(x, Tensor) and tokens.dim() == x.dim() != 0
     return _of_several(call) if has_tokens or isinstance(call.temperature, Tensor) else _of_loss(call)
 
 
 def _of_loss(call: LogProbCall) -> Tensor | LogProbOutput:
     """One token for each row, and one temperature: the loss of each row with the other sign."""
-    op, shard = call.op, shard_of(call.group)
-    names: tuple[str, ...] = ()
+    op, (_, with_classes) = call.op, call.with_classes
 
-    def run(_: object = None) -> Any:
-        nonlocal names
-        names = output_names(op, call.outputs, LOG_PROB_OUTPUTS)
-        tokens = call.tokens
+    def checked() -> tuple[tuple[str, ...], dict[str, Any]]:
+        names, tokens = output_names(op, call.outputs, LOG_PROB_OUTPUTS), call.tokens
         check_tensor(op, "tokens", tokens)
         if tokens.dtype not in CLASS_DTYPES:  # probabilities are right for a loss
             raise ValueError(f"{op}: tokens has dtype {name_of(tokens.dtype)}, expected int64 or int32")
         scale, softcap = tempered(op, call.temperature, call.scale, call.softcap)
-        of_both: dict[str, Any] = {
-            "target": tokens, "reduction": "none", "softcap": softcap, "scale": scale,
+        return names, {
+            "targets": tokens, "reduction": "none", "softcap": softcap, "scale": scale,
             "ignore_index": index_of(op, "ignore_index", call.ignore_index),
             "outputs": tuple("argmax" if name == "is_top1" else name for name in names), "group": call.group,
             "classes": call.classes, "op": op,
         }  # fmt: skip
-        if not call.is_linear:
-            return loss_of_logits(
-                CrossEntropyCall(input=call.x, inplace_backward=call.inplace_backward, class_dim=-1, **of_both)
-            )
-        return loss_of_head(
+
+    names, of_both = told_to_ranks(op, call.group, with_classes, checked)
+    output: Any
+    if op == "log_prob":
+        output = loss_of_logits(
+            CrossEntropyCall(logits=call.logits, inplace_backward=call.inplace_backward, class_dim=-1, **of_both)
+        )
+    else:
+        output = loss_of_head(
             LinearCrossEntropyCall(
-                input=call.x, linear_weight=call.head, linear_bias=call.bias, algorithm=call.algorithm,
+                hidden=call.hidden, head=call.head, bias=call.bias, algorithm=call.algorithm,
                 workspace_bytes=call.workspace_bytes, skip_ignored=call.skip_ignored,
                 grad_weight_dtype=call.grad_weight_dtype, grad_weight_out=call.grad_weight_out, **of_both,
             )
         )  # fmt: skip
-
-    group, (name, cut, axis) = shard.group, call.with_classes
-    # linear_cross_entropy gathers a head that fully_shard has cut.
-    is_whole = call.is_linear and needs_whole_head(cut, group, shard.sequence_parallel)
-    if group is None and not is_whole and is_distributed(cut):
-        group = told(op, cut, lambda: local_shard(op, name, cut, axis)).group
-    output = run() if group is None else with_agreement(op, group, run)
     if not names:
         return 0 - output  # type: ignore[no-any-return]  # of ignored rows 0, where -output would be -0
     is_ignored = ~counts_of(call.tokens, call.ignore_index)
@@ -180,134 +180,82 @@ _OF_SEVERAL = "with several tokens or a temperature for each row "
 
 
 def _of_several(call: LogProbCall) -> Tensor | LogProbOutput:
-    op, shard = call.op, shard_of(call.group)
-    if call.is_linear and not isinstance(call.head, Tensor):
-        if shard.group is None:
-            check_tensor(op, "head", call.head)
-        else:
-            with_agreement(op, shard.group, lambda _: check_tensor(op, "head", call.head))
+    op, with_rows, with_classes = call.op, call.with_rows, call.with_classes
+    if not isinstance(with_classes[1], Tensor):
+        told_to_ranks(op, call.group, None, lambda: check_tensor(op, *with_classes))
     if is_exporting() or is_transforming():
         raise NotImplementedError(
             f"{op}: {_OF_SEVERAL}it does not work inside of torch.export, torch.vmap and torch.func"
         )
-    name, cut, axis = call.with_classes
-    if call.is_linear and needs_whole_head(cut, shard.group, shard.sequence_parallel):
-        if shard != Shard():
-            refuse_shard_of_whole_head(op)
-        return with_whole_head(
-            op,
-            lambda x, head, bias: _of_several(call._replace(x=x, head=head, bias=bias, group=None)),
-            {"hidden": call.x},
-            {"head": call.head, "bias": call.bias},
-        )
     try:
-        local: Local | None = None
-        if shard.group is None and is_distributed(cut):
-            local = told(op, cut, lambda: local_shard(op, name, cut, axis))
-        elif call.group is not None and shard.group is None:
-            refuse_without_group(op)
-
-        def run(group: ProcessGroup | None) -> Tensor | LogProbOutput:
-            if local is None and is_distributed(cut):
-                raise ValueError(f"{op}: {name} is a DTensor, which knows its group; leave group out")
-            of_rank = call
-            if local is not None and group is not None:
-                refuse_in_place_of_dtensor(op, name, call.x, call.inplace_backward)
-                hidden = call.x if call.is_linear else None
-                agree_on_placements(op, group, hidden=hidden, tokens=call.tokens, temperature=call.temperature)
-                of_rank = _local_call(call, local, shard)
-            found: Tensor | LogProbOutput
-            found = uncompiled(op, _computed, _OF_SEVERAL)(of_rank, group, shard)
-            return found
-
-        if shard.group is None and local is None:
-            return run(None)
-        return with_agreement(op, shard.group if local is None else local.group, run)
+        found: Tensor | LogProbOutput
+        found = over_ranks(call, lambda *of_rank: uncompiled(op, _computed, _OF_SEVERAL)(*of_rank))
+        return found
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
-        explain(op, error, **{name: cut, ("hidden" if call.is_linear else name): call.x})
+        explain(op, error, **dict([with_classes, with_rows]))
         raise
 
 
-def _local_call(call: LogProbCall, cut: Local, shard: Shard) -> LogProbCall:
-    """The call with this rank's part of its DTensors."""
-    op = call.op
-    call = call._replace(
-        tokens=local_rows(op, "tokens", call.tokens, cut),
-        temperature=local_rows(op, "temperature", call.temperature, cut),
-    )
-    if not call.is_linear:
-        return call._replace(x=cut.tensor)
-    hidden = local_rows(op, "hidden", call.x, cut, shard.reduce_input_grad is False)
-    return call._replace(x=hidden, head=cut.tensor, bias=local_classes(op, "bias", call.bias))
-
-
-def _computed(call: LogProbCall, group: ProcessGroup | None, given_shard: Shard) -> Tensor | LogProbOutput:
-    op, x, weight, bias, tokens, temperature = call[:6]
+def _computed(call: LogProbCall, shard: ShardArguments | None) -> Tensor | LogProbOutput:
+    op, (name, x), head, bias, tokens, temperature = call.op, call.with_rows, *call[3:7]
     names, outputs = output_names(op, call.outputs, LOG_PROB_OUTPUTS), LSE | SPLIT_LSE
-    for name in names:
-        outputs |= LOG_PROB_OUTPUTS[name]
+    for each in names:
+        outputs |= LOG_PROB_OUTPUTS[each]
     check_bool(op, "inplace_backward", call.inplace_backward)
     ignore_index = index_of(op, "ignore_index", call.ignore_index)
-    passed, name = x, "hidden" if call.is_linear else "logits"
     check_tensor(op, name, x)
-    of_head = HeadOptions()
-    shard = None if group is None else shard_arguments(op, group, given_shard, call.classes)
-    if weight is None:
-        check_shard_of_logits(op, given_shard)
+    passed, of_head = x, HeadOptions()
+    if head is None:
         _check_logits(op, x, shard is not None)
         classes = x.shape[-1]
         if call.inplace_backward and needs_autograd(x):
             refuse_in_place(op, x)
     else:
-        x, weight, bias = checked_head(
-            op, ("hidden", "head", "bias"), x, weight, bias, ("hidden", x), shard is not None
-        )
+        x, head, bias = checked_head(op, x, head, bias, dense=("hidden", x), may_be_empty=shard is not None)
         x = x.reshape(-1, x.shape[-1])
-        classes = weight.shape[0]
-        of_head = _head_options(call, x, weight)
-    rows = passed.shape[:-1] if shard is None else rows_of_all(shard, passed)
+        classes = head.shape[0]
+        of_head = _head_options(call, x, head)
+    rows = passed.shape[:-1] if shard is None else shape_of_rows(shard, passed)
     _check_tokens(op, tokens, name, passed, rows)
     if isinstance(temperature, Tensor):
         check_floating(op, "temperature", temperature, name, x)
-        temperature = _of_rows(op, temperature, rows, f"{name} {shape_of(passed)}")
+        temperature = _in_shape_of_rows(op, temperature, rows, f"{name} {shape_of(passed)}")
         refuse_gradient(op, "temperature", temperature)
     divisor = None if isinstance(temperature, Tensor) else temperature
     scale, softcap = tempered(op, 1.0 if divisor is None else divisor, call.scale, call.softcap)
     assert scale is not None
 
-    over_ranks, given_classes = None, call.classes
+    ranks, given_classes = None, call.classes
     if shard is not None:
-        check_reduce_dtype(op, shard, x)
+        check_reduce_dtype(op, shard, x.dtype)
         of_rows = temperature if isinstance(temperature, Tensor) else None
         facts = {
-            "which tensors require a gradient": [
-                each is not None and needs_autograd(each) for each in (x, weight, bias)
-            ],
-            f"the shape of {name}": list(passed.shape if call.is_linear else passed.shape[:-1]),
+            "which tensors require a gradient": [each is not None and needs_autograd(each) for each in (x, head, bias)],
+            f"the shape of {name}": list(passed.shape[:-1] if head is None else passed.shape),
             "the shape of tokens": list(tokens.shape),
             "tokens": digest(tokens),
             "temperature": digest(of_rows),
-            **dtypes(op, **{name: x}, head=weight, bias=bias, temperature=of_rows),
+            **dtypes(op, **{name: x}, head=head, bias=bias, temperature=of_rows),
             "scale and softcap": [scale, softcap],
             "ignore_index": ignore_index,
             "workspace_bytes": of_head.workspace_bytes,
             "skip_ignored": of_head.skip_ignored,
             "which outputs are computed": outputs,
         }
-        over_ranks = OverRanks(shard._replace(sequence_parallel=False), agreed_place(shard, classes, facts))
+        ranks = OverRanks(shard._replace(sequence_parallel=False), agreed_place(shard, classes, facts))
         if shard.sequence_parallel:
             x = cast("Tensor", AllRows.apply(x, shard))  # type: ignore[no-untyped-call]
-        given_classes = over_ranks.place.columns
+        given_classes = ranks.place.columns
     elif given_classes is not None:
-        without_padding(op, given_classes, x.movedim(-1, 0) if weight is None else weight)
+        without_padding(op, given_classes, x.movedim(-1, 0) if head is None else head)
     if given_classes is not None:
-        if weight is None:
+        if head is None:
             x = x[..., :given_classes]
         else:
-            weight, bias = weight[:given_classes], None if bias is None else bias[:given_classes]
+            head, bias = head[:given_classes], None if bias is None else bias[:given_classes]
         if of_head.grad_weight_out is not None:
             of_head = of_head._replace(grad_weight_out=of_head.grad_weight_out[:given_classes])
-        classes = given_classes if over_ranks is None else over_ranks.place.classes
+        classes = given_classes if ranks is None else ranks.place.classes
 
     chosen = tokens.to(torch.int64).reshape(math.prod(rows), 1 if tokens.dim() == len(rows) else tokens.shape[-1])
     is_absent = chosen == ignore_index
@@ -320,9 +268,9 @@ def _computed(call: LogProbCall, group: ProcessGroup | None, given_shard: Shard)
         # Of ignored rows it may be anything.
         divisors = temperature.detach().reshape(-1).to(accumulator_dtype(x.dtype)).masked_fill(is_ignored, 1)
         _check_divisors(op, cast("Tensor", call.temperature), divisors.view(rows))
-    settings = Settings(op, scale, softcap, ignore_index, outputs, call.inplace_backward, of_head, over_ranks)
+    settings = Settings(op, scale, softcap, ignore_index, outputs, call.inplace_backward, of_head, ranks)
     with torch.autocast(x.device.type, enabled=False):
-        found = losses_of(settings, rows_of(chosen, is_absent, divisors), x, weight, bias)
+        found = losses_of(settings, Rows.of(chosen, is_absent, divisors), x, head, bias)
         # 0 of ignored places, where a minus would make -0.
         log_prob = 0 - found[0][:, : chosen.shape[1]].masked_fill(is_absent, 0).view(tokens.shape)
         if not names:
@@ -345,7 +293,7 @@ def _check_logits(op: str, logits: Tensor, may_be_empty: bool) -> None:
         raise ValueError(f"{op}: logits has shape {shape_of(logits)}, expected at least one class")
 
 
-def _of_rows(op: str, temperature: Tensor, rows: Sequence[int], of: str) -> Tensor:
+def _in_shape_of_rows(op: str, temperature: Tensor, rows: Sequence[int], of: str) -> Tensor:
     """A temperature in the shape of the rows, whose last axes may be missing, and any may be 1."""
     shape = [*temperature.shape, *[1] * (len(rows) - temperature.dim())]
     if len(shape) != len(rows) or any(size not in (1, whole) for size, whole in zip(shape, rows)):
@@ -369,13 +317,9 @@ def _head_options(call: LogProbCall, hidden: Tensor, head: Tensor) -> HeadOption
     sums, out = accumulator_dtype(hidden.dtype), call.grad_weight_out
     if out is not None:
         check_grad_weight_out(op, out, hidden.dtype, head, call.grad_weight_dtype, sums, False)
-        given = {
-            "hidden": call.x, "head": call.head, "bias": call.bias, "tokens": call.tokens,
-            "temperature": call.temperature,
-        }  # fmt: skip
-        check_overlap(op, out, given)
+        check_overlap(op, out, call._replace(grad_weight_out=None)._asdict())
         sums = out.dtype
-    elif not wide_weight(op, hidden.dtype, head.dtype, call.grad_weight_dtype):
+    elif not wide_head(op, hidden.dtype, head.dtype, call.grad_weight_dtype):
         sums = hidden.dtype
     return HeadOptions(call.workspace_bytes, call.skip_ignored, sums, out)
 

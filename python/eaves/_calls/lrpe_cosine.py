@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eaves._autograd.lrpe_cosine import FEATURES, NONE, OP, RELU, SEQUENCE, SIGMOID, SILU, SOFTMAX, encode
-from eaves._torch.checks import MAX_RANK, check_device, check_dtype_of, check_tensor, index_of, value_for_message
+from eaves._torch.checks import MAX_RANK, check_beside, check_dtype_of, check_tensor, index_of, value_for_message
 
 ACTIVATIONS = {"none": NONE, "relu": RELU, "sigmoid": SIGMOID, "silu": SILU, "softmax": SOFTMAX}
 
@@ -95,8 +95,7 @@ def _check_x(x: Tensor, heads_first: bool) -> tuple[int, int, int]:
 
 
 def _check_theta(theta: Tensor, x: Tensor, heads: int) -> None:
-    check_tensor(OP, "theta", theta)
-    check_device(OP, "theta", theta, "x", x)
+    check_beside(OP, "theta", theta, "x", x)
     check_dtype_of(OP, "theta", theta, (x.dtype, torch.float32), "that of x, or float32")
     if theta.dim() != 2:
         raise ValueError(f"{OP}: theta has shape {list(theta.shape)}, expected two axes (heads, features)")
@@ -176,6 +175,5 @@ def _check_alone(name: str, axes: Sequence[int], offset: int | Tensor) -> None:
 
 
 def _check_integers(name: str, tensor: Tensor, x: Tensor) -> None:
-    check_tensor(OP, name, tensor)
-    check_device(OP, name, tensor, "x", x)
+    check_beside(OP, name, tensor, "x", x)
     check_dtype_of(OP, name, tensor, _POSITION_DTYPES, "positions are integers")

@@ -15,24 +15,24 @@ import torch
 from torch import Tensor
 
 from eaves._torch.checks import accumulator_dtype
-from eaves._torch.head import Head
+from eaves._torch.head import Product
 
 
-class Cut(NamedTuple):
+class ChunkSizes(NamedTuple):
     chunk: int  # rows
     block: int  # classes of a head, or of its gradient, that are converted at once
 
 
-def cut(rows: int, classes: int, bytes_of_row: int, limit: int, *heads: Head) -> Cut:
+def chunk_sizes(rows: int, classes: int, bytes_of_row: int, limit: int, *products: Product) -> ChunkSizes:
     """Chunks of one size, as large as the limit allows: `bytes_of_row` for each row, and what heads of 16 bits need."""
     block = classes
-    if any(each.input.dtype.itemsize == 2 for each in heads):
+    if any(each.hidden.dtype.itemsize == 2 for each in products):
         # A quarter for classes in float32: of a head, which the CPU's products need, or of its gradient.
-        features = max(each.weight.shape[1] for each in heads)
+        features = max(each.head.shape[1] for each in products)
         block = min(classes, max(1, limit // 4 // (features * torch.float32.itemsize)))
         limit -= limit // 4
     chunks = math.ceil(rows / max(1, limit // bytes_of_row))
-    return Cut(math.ceil(rows / max(1, chunks)), block)
+    return ChunkSizes(math.ceil(rows / max(1, chunks)), block)
 
 
 def matrices(x: Tensor) -> list[Tensor]:
@@ -55,68 +55,62 @@ def chunks_of(rows: Sequence[Tensor], size: int) -> Iterator[tuple[slice, Tensor
         first += matrix.shape[0]
 
 
-def of_rows(input: Tensor, chunk: slice, counts: Tensor | None) -> Tensor:
-    """Rows of a chunk. Those that do not count, by the [rows, 1] of `counts`, are 0, so that none of their numbers
-    comes into a sum, not even NaN."""
-    return input[chunk] if counts is None else input[chunk].masked_fill(~counts[chunk], 0)
+def counted(rows: Tensor, counts: Tensor | None) -> Tensor:
+    """Those that do not count, by the [rows, 1] of `counts`, are 0, so that none of their numbers comes into a sum, not
+    even NaN."""
+    return rows if counts is None else rows.masked_fill(~counts, 0)
 
 
 # ------------------------------------------------------------------------------------------------------------- products
 
 
-def logits_of(head: Head, block: int) -> Tensor:
+def logits_of(product: Product, block: int) -> Tensor:
     """[rows, classes], in the dtype of sums."""
-    x, weight, dtype = head.input, head.weight, accumulator_dtype(head.input.dtype)
+    (x, head, bias), dtype = product, accumulator_dtype(product.hidden.dtype)
     if x.dtype == dtype:
         # Into memory of our own: selective checkpoints keep the product's result, and logits are written over.
-        z = torch.mm(x, weight.t(), out=x.new_empty((x.shape[0], weight.shape[0])))
+        z = torch.mm(x, head.t(), out=x.new_empty((x.shape[0], head.shape[0])))
     elif x.is_cuda:
-        z = torch.mm(x, weight.t(), out_dtype=dtype)
+        z = torch.mm(x, head.t(), out_dtype=dtype)
     else:
-        z, x = x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype), x.to(dtype)
-        for classes in _blocks(weight, block):
-            torch.mm(x, weight[classes].to(dtype).t(), out=z[:, classes])
-    return z if head.bias is None else z.add_(head.bias)
+        z, x = x.new_empty((x.shape[0], head.shape[0]), dtype=dtype), x.to(dtype)
+        for classes in _blocks(head, block):
+            torch.mm(x, head[classes].to(dtype).t(), out=z[:, classes])
+    return z if bias is None else z.add_(bias)
 
 
-def add_gradients(
-    grad: Tensor,
-    head: Head,
-    grad_input: Tensor | None,
-    grad_weight: Tensor | None,
-    grad_bias: Tensor | None,
-    block: int,
-) -> None:
-    """Adds the gradients of the head's tensors from that of its logits, which is in the dtype of sums. What they are
-    added to is in that too; grad_weight may also have the dtype of the product, and is rounded in each chunk then."""
-    x, weight, dtype = head.input, head.weight, grad.dtype
+def add_gradients(grad: Tensor, product: Product, gradients: Sequence[Tensor | None], block: int) -> None:
+    """Adds the gradients of hidden states, head and bias from that of the logits, which is in the dtype of sums. What
+    they are added to is in that too; that of the head may also have the dtype of the product, and is rounded in each
+    chunk then."""
+    (x, head, _), (grad_hidden, grad_head, grad_bias), dtype = product, gradients, grad.dtype
     if grad_bias is not None:
         grad_bias.add_(grad.sum(0))
     grad = grad.to(x.dtype)
     if x.dtype == dtype:
-        if grad_input is not None:
-            grad_input.addmm_(grad, weight)
-        if grad_weight is not None:
-            grad_weight.addmm_(grad.t(), x)
+        if grad_hidden is not None:
+            grad_hidden.addmm_(grad, head)
+        if grad_head is not None:
+            grad_head.addmm_(grad.t(), x)
     elif x.is_cuda:
-        if grad_input is not None:
-            grad_input.add_(torch.mm(grad, weight, out_dtype=dtype))
-        if grad_weight is not None:
+        if grad_hidden is not None:
+            grad_hidden.add_(torch.mm(grad, head, out_dtype=dtype))
+        if grad_head is not None:
             # torch.addmm with out_dtype would add at once, but not in every PyTorch to a sum of that dtype.
-            for classes in _blocks(weight, block):
-                grad_weight[classes].add_(torch.mm(grad[:, classes].t(), x, out_dtype=dtype))
+            for classes in _blocks(head, block):
+                grad_head[classes].add_(torch.mm(grad[:, classes].t(), x, out_dtype=dtype))
     else:
         x = x.to(dtype)
-        for classes in _blocks(weight, block):
+        for classes in _blocks(head, block):
             of_classes = grad[:, classes].to(dtype)
-            if grad_input is not None:
-                grad_input.addmm_(of_classes, weight[classes].to(dtype))
-            if grad_weight is not None and grad_weight.dtype == dtype:
-                grad_weight[classes].addmm_(of_classes.t(), x)
-            elif grad_weight is not None:
-                grad_weight[classes].add_(torch.mm(of_classes.t(), x))
+            if grad_hidden is not None:
+                grad_hidden.addmm_(of_classes, head[classes].to(dtype))
+            if grad_head is not None and grad_head.dtype == dtype:
+                grad_head[classes].addmm_(of_classes.t(), x)
+            elif grad_head is not None:
+                grad_head[classes].add_(torch.mm(of_classes.t(), x))
 
 
-def _blocks(weight: Tensor, block: int) -> Iterator[slice]:
-    for begin in range(0, weight.shape[0], block):
+def _blocks(head: Tensor, block: int) -> Iterator[slice]:
+    for begin in range(0, head.shape[0], block):
         yield slice(begin, begin + block)

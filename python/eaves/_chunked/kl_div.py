@@ -14,17 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eaves._chunked.head import add_gradients, logits_of, of_rows
-from eaves._torch.checks import accumulator_dtype
-from eaves._torch.head import Head, refuse_zero3
+from eaves._chunked.head import add_gradients, counted, logits_of
+from eaves._torch.checks import accumulator_dtype, given
+from eaves._torch.head import Product, refuse_zero3
 from eaves._torch.operator import call, gradients_of
 from eaves._torch.outputs import NONE
 
 _rescale = torch.ops.eaves.cross_entropy_rescale.default
 
 OP = "linear_kl_div"
-
-_NO_SECOND_DERIVATIVE = f"{OP}: there is no second derivative; use torch.nn.functional.linear and kl_div for one"
 
 
 class Settings(NamedTuple):
@@ -87,8 +85,8 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor, Settings, bool], tuple[Tensor, 
 
 
 def _compute(
-    student: Head,
-    teacher: Head,
+    student: Product,
+    teacher: Product,
     counts: Tensor | None,
     settings: Settings,
     wanted: tuple[bool, bool, bool],
@@ -96,29 +94,30 @@ def _compute(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The divergences of the rows, and the gradients of the student's tensors that are wanted, in the dtype of sums, of
     the rows' sum, or where there is a `factor`, [rows, 1], of its product with it; without _constant(settings)."""
-    dtype = accumulator_dtype(student.input.dtype)
-    rows = student.input.shape[0]
-    divergences = student.input.new_empty(rows, dtype=dtype)
+    dtype = accumulator_dtype(student.hidden.dtype)
+    rows = student.hidden.shape[0]
+    divergences = student.hidden.new_empty(rows, dtype=dtype)
     gradients = [
-        student.input.new_zeros(each.shape, dtype=dtype) if wants and each is not None else None
+        student.hidden.new_zeros(each.shape, dtype=dtype) if wants and each is not None else None
         for each, wants in zip(student, wanted)
     ]
-    with torch.no_grad(), torch.autocast(student.input.device.type, enabled=False):
+    with torch.no_grad(), torch.autocast(student.hidden.device.type, enabled=False):
         student, teacher = student.as_multiplied(), teacher.as_multiplied()
         for begin in range(0, rows, max(1, settings.chunk)):
             chunk = slice(begin, begin + settings.chunk)
+            of_rows = None if counts is None else counts[chunk]
             of_student, of_teacher = (
-                each._replace(input=of_rows(each.input, chunk, counts)) for each in (student, teacher)
+                each._replace(hidden=counted(each.hidden[chunk], of_rows)) for each in (student, teacher)
             )
             divergences[chunk], grad = _of_chunk(of_student, of_teacher, settings)
             if any(wanted):
                 if factor is not None:
                     grad.mul_(factor[chunk])
-                if counts is not None:
-                    grad.masked_fill_(~counts[chunk], 0)
-                grad_input, grad_weight, grad_bias = gradients
-                of_chunk = None if grad_input is None else grad_input[chunk]
-                add_gradients(grad, of_student, of_chunk, grad_weight, grad_bias, settings.block)
+                if of_rows is not None:
+                    grad.masked_fill_(~of_rows, 0)
+                grad_hidden, *others = gradients
+                of_chunk = None if grad_hidden is None else grad_hidden[chunk]
+                add_gradients(grad, of_student, (of_chunk, *others), settings.block)
             del grad  # before the next chunk
         divergences.clamp_(min=0)  # of rounding; a NaN stays
         if counts is not None:
@@ -126,15 +125,15 @@ def _compute(
     return divergences, gradients
 
 
-def _of_chunk(student: Head, teacher: Head, settings: Settings) -> tuple[Tensor, Tensor]:
+def _of_chunk(student: Product, teacher: Product, settings: Settings) -> tuple[Tensor, Tensor]:
     log_s = torch.log_softmax(_tempered_logits(student, settings), 1)
     log_t = torch.log_softmax(_tempered_logits(teacher, settings).to(log_s.dtype), 1)
     masks = student.bias is not None or teacher.bias is not None
     return DIVERGENCES[settings.divergence](log_s, log_t, settings, masks)
 
 
-def _tempered_logits(head: Head, settings: Settings) -> Tensor:
-    z = logits_of(head, settings.block)
+def _tempered_logits(product: Product, settings: Settings) -> Tensor:
+    z = logits_of(product, settings.block)
     return z if settings.temperature == 1 else z.div_(settings.temperature)
 
 
@@ -146,7 +145,7 @@ def _constant(settings: Settings) -> float:
 def forward_only(*arguments: Any) -> Tensor:
     """Without gradients, from the arguments of Divergence."""
     *tensors, counts, settings, mode = arguments
-    divergences, _ = _compute(Head(*tensors[:3]), Head(*tensors[3:]), counts, settings, (False, False, False))
+    divergences, _ = _compute(Product(*tensors[:3]), Product(*tensors[3:]), counts, settings, (False, False, False))
     return divergences if mode == NONE else divergences.sum()
 
 
@@ -159,7 +158,7 @@ class Divergence(torch.autograd.Function):
         *tensors, counts, ctx.settings, ctx.mode = arguments
         ctx.save_for_backward(*tensors, counts)
         wanted = (False, False, False) if ctx.mode == NONE else ctx.needs_input_grad[:3]
-        divergences, computed = _compute(Head(*tensors[:3]), Head(*tensors[3:]), counts, ctx.settings, wanted)
+        divergences, computed = _compute(Product(*tensors[:3]), Product(*tensors[3:]), counts, ctx.settings, wanted)
         ctx.gradients = None if ctx.mode == NONE else computed
         ctx.dtypes = [None if each is None else each.dtype for each in tensors[:3]]
         ctx.is_of_zero3 = hasattr(tensors[1], "ds_id")
@@ -173,8 +172,8 @@ class Divergence(torch.autograd.Function):
         if is_computed and not (ctx.is_of_zero3 and ctx.needs_input_grad[1]):
             return *_finished(gradients, scaled, ctx), *(None,) * 6
         *tensors, counts = ctx.saved_tensors  # once: in a checkpoint they are computed for one reading
-        student, teacher = Head(*tensors[:3]), Head(*tensors[3:])
-        refuse_zero3(OP, head=student.weight, bias=student.bias)
+        student, teacher = Product(*tensors[:3]), Product(*tensors[3:])
+        refuse_zero3(OP, head=student.head, bias=student.bias)
         if is_computed:
             return *_finished(gradients, scaled, ctx), *(None,) * 6
 
@@ -183,8 +182,7 @@ class Divergence(torch.autograd.Function):
             _, again = _compute(student, teacher, counts, ctx.settings, ctx.needs_input_grad[:3], factor)
             return _finished(again, scaled, ctx)
 
-        differentiable = [upstream, *(each for each in student if each is not None)]
-        return *gradients_of(compute, _NO_SECOND_DERIVATIVE, differentiable), *(None,) * 6
+        return *gradients_of(OP, compute, *given(upstream, *student)), *(None,) * 6
 
 
 def _finished(gradients: list[Tensor | None], scaled: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:

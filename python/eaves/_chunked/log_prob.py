@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eaves._chunked.head import add_gradients, chunks_of, cut, logits_of, matrices, of_rows
+from eaves._chunked.head import add_gradients, chunk_sizes, chunks_of, counted, logits_of, matrices
 from eaves._parallel.collectives import all_gather, all_reduce, group_of
 from eaves._parallel.shard import Place, ShardArguments, dtype_of_parts
 from eaves._parallel.statistics import gather_statistics, merge, no_statistics, statistics_of
-from eaves._torch.checks import accumulator_dtype
-from eaves._torch.head import Head, refuse_zero3, workspace_of
+from eaves._torch.checks import accumulator_dtype, given
+from eaves._torch.head import Product, refuse_zero3, workspace_of
 from eaves._torch.operator import apply, call, gradients_of
 from eaves._torch.options import numbers_of
 from eaves._torch.outputs import ARGMAX, ENTROPY, LSE, MEAN_LOGIT, NONE, POSITIONS, empty_outputs, pick
@@ -41,20 +41,20 @@ class Rows(NamedTuple):
     is_ignored: Tensor  # [rows], all tokens of the row
     temperature: Tensor | None  # [rows, 1], in the dtype of sums; None where it is a number
 
-    def of(self, chunk: slice | Tensor) -> Rows:
+    def part(self, chunk: slice | Tensor) -> Rows:
         return Rows(*[None if each is None else each[chunk] for each in self])  # type: ignore[arg-type]
 
-
-def rows_of(tokens: Tensor, is_absent: Tensor, temperature: Tensor | None) -> Rows:
-    """From the tokens as they were passed, [rows, K], and which of them are ignored."""
-    is_ignored = is_absent.all(1)
-    if temperature is not None:
-        temperature = temperature.unsqueeze(1)
-    if tokens.shape[1] == 0:  # as if there were one, and it ignored
-        return Rows(tokens.new_zeros(tokens.shape[0], 1), is_ignored, temperature)
-    first = (~is_absent).to(torch.int32).argmax(1, keepdim=True)
-    others = torch.where(is_absent, tokens.gather(1, first), tokens)
-    return Rows(others.masked_fill_(is_ignored.unsqueeze(1), 0), is_ignored, temperature)
+    @staticmethod
+    def of(tokens: Tensor, is_absent: Tensor, temperature: Tensor | None) -> Rows:
+        """From the tokens as they were passed, [rows, K], and which of them are ignored."""
+        is_ignored = is_absent.all(1)
+        if temperature is not None:
+            temperature = temperature.unsqueeze(1)
+        if tokens.shape[1] == 0:  # as if there were one, and it ignored
+            return Rows(tokens.new_zeros(tokens.shape[0], 1), is_ignored, temperature)
+        first = (~is_absent).to(torch.int32).argmax(1, keepdim=True)
+        others = torch.where(is_absent, tokens.gather(1, first), tokens)
+        return Rows(others.masked_fill_(is_ignored.unsqueeze(1), 0), is_ignored, temperature)
 
 
 class HeadOptions(NamedTuple):
@@ -62,7 +62,7 @@ class HeadOptions(NamedTuple):
 
     workspace_bytes: int | None = None
     skip_ignored: bool = False
-    sums_of_weight: torch.dtype | None = None  # what the head's gradient is added up in
+    sums_of_head: torch.dtype | None = None  # what the head's gradient is added up in
     grad_weight_out: Tensor | None = None
 
 
@@ -90,16 +90,16 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def losses_of(
-    settings: Settings, rows: Rows, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    settings: Settings, rows: Rows, x: Tensor, head: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """-log_prob of each token, [rows, K], and behind it the outputs that the settings name, [rows]. Without a weight x
+    """-log_prob of each token, [rows, K], and behind it the outputs that the settings name, [rows]. Without a head x
     are logits, [..., V], else hidden states, [rows, D]."""
-    if weight is None or not _skips_ignored(settings, x):
-        return _apply(settings, rows, x, weight, bias)
+    if head is None or not _skips_ignored(settings, x):
+        return _apply(settings, rows, x, head, bias)
     counts = (~rows.is_ignored).nonzero().squeeze(1)
     if counts.shape[0] == x.shape[0]:
-        return _apply(settings, rows, x, weight, bias)
-    found = _apply(settings, rows.of(counts), x[counts], weight, bias)
+        return _apply(settings, rows, x, head, bias)
+    found = _apply(settings, rows.part(counts), x[counts], head, bias)
     return tuple(each.new_zeros(x.shape[0], *each.shape[1:]).index_copy(0, counts, each) for each in found)
 
 
@@ -110,37 +110,37 @@ def _skips_ignored(settings: Settings, x: Tensor) -> bool:
     return settings.of_head.skip_ignored and not torch.cuda.is_current_stream_capturing()
 
 
-def _apply(settings: Settings, rows: Rows, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
-    if needs_autograd(*[each for each in (x, weight, bias) if each is not None]):
-        found: tuple[Tensor, ...] = apply(settings.op, _Losses, settings, *rows, x, weight, bias)
+def _apply(settings: Settings, rows: Rows, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    if needs_autograd(*given(*tensors)):
+        found: tuple[Tensor, ...] = apply(settings.op, _Losses, settings, *rows, *tensors)
         return found[:-1]
-    return _losses(settings, rows, x, weight, bias)[:-1]
+    return _losses(settings, rows, *tensors)[:-1]
 
 
 # ---------------------------------------------------------------------------------------------------------- the forward
 
 
 def _parts_of(
-    settings: Settings, rows: Rows, x: Tensor, weight: Tensor | None
+    settings: Settings, rows: Rows, x: Tensor, head: Tensor | None
 ) -> tuple[Iterator[tuple[slice, Tensor]], int]:
     """Chunks of the rows of x, and how many classes of a head are converted at once."""
     sums, (count, places) = accumulator_dtype(x.dtype).itemsize, rows.tokens.shape
     # Each token of a row with each other (_sums_of_equal), and some numbers of each.
-    of_row, classes, heads = places * (8 * places + 64), x.shape[-1], []
+    of_row, classes, products = places * (8 * places + 64), x.shape[-1], []
     if settings.over_ranks is not None:  # as many chunks on all of them
         classes = settings.over_ranks.place.most
     of_class = 0 if rows.temperature is None else sums  # logits are read where they are, or copied
-    if weight is not None:
-        heads, of_class = [Head(x, weight, None)], sums
+    if head is not None:
+        products, of_class = [Product(x, head, None)], sums
         if settings.over_ranks is None:
-            classes = weight.shape[0]
+            classes = head.shape[0]
         of_row += 3 * sums * x.shape[1]  # hidden states, without ignored rows, their gradient, and the product's part
         if x.dtype.itemsize == 2:  # the gradient as it is multiplied, which on the CPU is in float32 again
             of_class += x.dtype.itemsize if x.is_cuda else x.dtype.itemsize + sums
     if rows.temperature is not None and settings.softcap is not None:
         of_class += sums  # the derivative of the cap
     limit = workspace_of(settings.op, settings.of_head.workspace_bytes, x.device)
-    size, block = cut(count, max(1, classes), of_row + classes * of_class, limit, *heads)
+    size, block = chunk_sizes(count, max(1, classes), of_row + classes * of_class, limit, *products)
     return chunks_of(matrices(x), size), block
 
 
@@ -189,24 +189,24 @@ def _chosen(z: Tensor, rows: Rows, settings: Settings) -> tuple[Tensor, Tensor, 
     return torch.where(is_class, summed, math.nan), places, is_there
 
 
-def _losses(
-    settings: Settings, all_rows: Rows, x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, ...]:
+def _losses(settings: Settings, all_rows: Rows, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     """What losses_of gives, and behind it of each row the token that the kernel was given as its target, the likeliest:
     with it nothing cancels in
 
         -log_prob_k = (z'_target - z'_k) + (lse - z'_target)
     """
+    x, head, bias = tensors
+    assert x is not None
     sums, tokens = accumulator_dtype(x.dtype), all_rows.tokens
     nll, targets = x.new_empty(tokens.shape, dtype=sums), tokens.new_empty(tokens.shape[0])
     outputs = empty_outputs(x, tokens.shape[:1], NONE, settings.outputs)
-    head = None if weight is None else Head(x, weight, bias).as_multiplied()
+    product = None if head is None else Product(x, head, bias).as_multiplied()
     numbers = _numbers_for_kernel(settings, all_rows)
     with torch.no_grad():
-        parts, block = _parts_of(settings, all_rows, x, weight)
+        parts, block = _parts_of(settings, all_rows, x, head)
         for chunk, part in parts:
-            rows = all_rows.of(chunk)
-            z = _logits_of(part, head, rows, block)
+            rows = all_rows.part(chunk)
+            z = _logits_of(part, product, rows, block)
             chosen, _, _ = _chosen(z, rows, settings)
             argmax = None
             if rows.temperature is not None:
@@ -261,13 +261,12 @@ def _statistics(z: Tensor, target: Tensor, settings: Settings, numbers: tuple[fl
     return results
 
 
-def _logits_of(part: Tensor, head: Head | None, rows: Rows, block: int) -> Tensor:
+def _logits_of(part: Tensor, product: Product | None, rows: Rows, block: int) -> Tensor:
     """Those of a chunk, which may be written over where each row has its temperature."""
-    if head is not None and head.weight.shape[0] == 0:
+    if product is not None and product.head.shape[0] == 0:
         return part.new_empty((part.shape[0], 0), dtype=accumulator_dtype(part.dtype))
-    if head is not None:
-        counts = (~rows.is_ignored).unsqueeze(1)
-        return logits_of(head._replace(input=of_rows(part, slice(None), counts)), block)
+    if product is not None:
+        return logits_of(product._replace(hidden=counted(part, (~rows.is_ignored).unsqueeze(1))), block)
     return part if rows.temperature is None else part.to(accumulator_dtype(part.dtype), copy=True)
 
 
@@ -292,23 +291,20 @@ class _Losses(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         settings: Settings = ctx.settings
         upstream = (grads[0], pick(grads, settings.outputs, ENTROPY))
-        given = [each for each in upstream if each is not None]
-        if not given:
+        if not given(*upstream):
             return (None,) * 7
-        _check_backward(settings, given, ctx.is_used)
-        *rows, x, weight, bias, nll, targets, lse, entropy = ctx.saved_tensors
-        refuse_zero3(settings.op, head=weight, bias=bias)
+        _check_backward(settings, given(*upstream), ctx.is_used)
+        *rows, x, head, bias, nll, targets, lse, entropy = ctx.saved_tensors
+        refuse_zero3(settings.op, head=head, bias=bias)
         ctx.is_used, wanted = True, ctx.needs_input_grad[4:]
 
         def compute() -> tuple[Tensor | None, ...]:
-            tensors = [None if each is None else each.detach() for each in (x, weight, bias)]
+            tensors = [None if each is None else each.detach() for each in (x, head, bias)]
             saved = (nll.detach(), targets, lse, None if entropy is None else entropy.detach())
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                 return _gradients(settings, Rows(*rows), tensors, saved, upstream, wanted)
 
-        refusal = f"{settings.op}: there is no second derivative; use torch.log_softmax where one is needed"
-        differentiable = [*given, *(each for each in (x, weight, bias) if each is not None)]
-        return None, None, None, None, *gradients_of(compute, refusal, differentiable)
+        return None, None, None, None, *gradients_of(settings.op, compute, *given(*upstream, x, head, bias))
 
 
 def _check_backward(settings: Settings, upstream: list[Tensor], is_used: bool) -> None:
@@ -335,14 +331,14 @@ def _gradients(
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     """Of logits, or of hidden states, head and bias: those that are wanted."""
-    x, weight, bias = tensors
+    x, head, bias = tensors
     assert x is not None
-    parts, block = _parts_of(settings, all_rows, x, weight)
-    if weight is None:
+    parts, block = _parts_of(settings, all_rows, x, head)
+    if head is None:
         grad_x = x if settings.is_in_place else x.new_empty(x.shape)
         places = None if settings.is_in_place else grad_x.view(all_rows.tokens.shape[0], x.shape[-1])
         for chunk, part in parts:
-            rows, place = all_rows.of(chunk), part if places is None else places[chunk]
+            rows, place = all_rows.part(chunk), part if places is None else places[chunk]
             if rows.temperature is None:
                 z = place if settings.is_in_place else place.copy_(part)
             else:
@@ -353,25 +349,25 @@ def _gradients(
             del z  # before the next chunk
         return grad_x, None, None
 
-    head, sums = Head(x, weight, bias).as_multiplied(), accumulator_dtype(x.dtype)
-    grad_input = torch.empty_like(x) if wanted[0] else None
+    product, sums = Product(x, head, bias).as_multiplied(), accumulator_dtype(x.dtype)
+    grad_hidden = torch.empty_like(x) if wanted[0] else None
     grad_bias = torch.zeros_like(bias, dtype=sums) if bias is not None and wanted[2] else None
-    grad_weight, out = None, settings.of_head.grad_weight_out
+    grad_head, out = None, settings.of_head.grad_weight_out
     if wanted[1]:
-        grad_weight = torch.zeros_like(weight, dtype=settings.of_head.sums_of_weight) if out is None else out
+        grad_head = torch.zeros_like(head, dtype=settings.of_head.sums_of_head) if out is None else out
     for chunk, part in parts:
-        rows = all_rows.of(chunk)
-        z = _logits_of(part, head, rows, block)
+        rows = all_rows.part(chunk)
+        z = _logits_of(part, product, rows, block)
         _gradient_(z, rows, settings, [_of(chunk, each) for each in (*saved, *upstream)])
-        of_chunk = head._replace(input=of_rows(part, slice(None), ~rows.is_ignored.unsqueeze(1)))
-        grad_part = None if grad_input is None else torch.zeros_like(part, dtype=sums)
-        add_gradients(z, of_chunk, grad_part, grad_weight, grad_bias, block)
-        if grad_input is not None and grad_part is not None:
-            grad_input[chunk] = _sum_over_ranks(grad_part, x.dtype, settings)
+        of_chunk = product._replace(hidden=counted(part, ~rows.is_ignored.unsqueeze(1)))
+        grad_part = None if grad_hidden is None else torch.zeros_like(part, dtype=sums)
+        add_gradients(z, of_chunk, (grad_part, grad_head, grad_bias), block)
+        if grad_hidden is not None and grad_part is not None:
+            grad_hidden[chunk] = _sum_over_ranks(grad_part, x.dtype, settings)
         del z  # before the next chunk
     return (
-        grad_input,
-        None if grad_weight is None or out is not None else grad_weight.to(weight.dtype),
+        grad_hidden,
+        None if grad_head is None or out is not None else grad_head.to(head.dtype),
         None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
     )
 

@@ -22,6 +22,8 @@ from torch import Tensor
 from eaves._parallel.collectives import all_gather, distributed, group_of
 from eaves._parallel.shard import Place, ShardArguments
 from eaves._torch.checks import is_distributed, name_in, name_of
+from eaves._torch.options import NUMBERS_IN_WORDS
+from eaves._torch.outputs import REDUCTION_NAMES
 from eaves._torch.transforms import is_transforming
 
 if TYPE_CHECKING:
@@ -37,11 +39,11 @@ _SENTENCE = 300  # characters of an error among them
 _ERRORS = {each.__name__: each for each in (ValueError, TypeError, NotImplementedError, RuntimeError)}
 
 
-class _Call(threading.local):
+class _ThisThread(threading.local):
     awaits_agreement = False
 
 
-_call = _Call()
+_this_thread = _ThisThread()
 _places: dict[tuple[ShardArguments, int], Place] = {}  # of the last calls, which the next ones expect
 _unsteady: set[tuple[ShardArguments, int]] = set()  # whose place has changed between calls: nothing is expected
 _streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -59,17 +61,17 @@ def with_agreement(op: str, group: object, run: Callable[[ProcessGroup], _Result
         raise NotImplementedError(f"{op}: a group does not go with torch.vmap and torch.func; leave it out")
     if torch.compiler.is_compiling():
         return run(group)
-    _call.awaits_agreement = True
+    _this_thread.awaits_agreement = True
     try:
         return run(group)
     except Exception as error:
-        if _call.awaits_agreement and not _is_capturing():
+        if _this_thread.awaits_agreement and not _is_capturing():
             kind = next((name for name, each in _ERRORS.items() if isinstance(error, each)), "RuntimeError")
             sentence = str(error).removeprefix(f"{op}: ").encode("ascii", "replace").decode()[:_SENTENCE]
             _exchange({"error": [kind, sentence]}, (0, 0), group)
         raise
     finally:
-        _call.awaits_agreement = False
+        _this_thread.awaits_agreement = False
 
 
 def agree_on_placements(op: str, group: ProcessGroup, **tensors: Any) -> None:
@@ -81,7 +83,7 @@ def agree_on_placements(op: str, group: ProcessGroup, **tensors: Any) -> None:
         for name, each in tensors.items()
     }
     _compare(op, facts, (0, 0), group)
-    _call.awaits_agreement = True
+    _this_thread.awaits_agreement = True
 
 
 class PlaceChanged(Exception):
@@ -196,7 +198,7 @@ def _exchange(
     text = json.dumps(own).encode()
     if len(text) > _BYTES:
         raise RuntimeError(f"arguments that take {len(text)} bytes to compare, expected at most {_BYTES}")
-    _call.awaits_agreement = False
+    _this_thread.awaits_agreement = False
     padded = torch.frombuffer(bytearray(_NUMBERS.pack(*of_shard) + text.ljust(_BYTES)), dtype=torch.uint8)
     if torch.device("cpu") in group._device_types:
         told = all_gather(padded, group).wait()
@@ -224,13 +226,23 @@ def digest(tensor: Tensor | None) -> str | None:
     return hashlib.blake2b(ctypes.string_at(numbers.data_ptr(), numbers.nbytes), digest_size=8).hexdigest()
 
 
-def facts_of_target(op: str, target: Tensor, rows: Sequence[int]) -> dict[str, object]:
-    """For the agreement; `rows` is the shape of the rows. Of probabilities each rank has others."""
-    is_soft, name = target.is_floating_point(), name_in(op, "targets")
+def facts_of_loss(op: str, given: Any, rows: Sequence[int]) -> dict[str, object]:
+    """Of the arguments of a loss's operator over ranks; `rows` is the shape of the rows. Of probabilities each rank has
+    others."""
+    is_soft, name = given.targets.is_floating_point(), name_in(op, "targets")
+    passed = given._asdict()
+    with_dtypes = ("logits", "hidden", "head", "bias", "class_weight", "row_weight", "normalizer")
     return {
         f"the shape of {name}": list(rows),
         f"the kind of {name}": "probabilities" if is_soft else "classes",
-        name: None if is_soft else digest(target),
+        name: None if is_soft else digest(given.targets),
+        "row_weight": digest(given.row_weight),
+        "normalizer": digest(given.normalizer),
+        **dtypes(op, **{each: passed[each] for each in with_dtypes if each in passed}),
+        "ignore_index": given.ignore_index,
+        "reduction": REDUCTION_NAMES[given.reduction],
+        NUMBERS_IN_WORDS: list(given.numbers),
+        "which outputs are computed": given.outputs,
     }
 
 

@@ -5,27 +5,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from eaves._parallel.agreement import Agreement, digest, dtypes, facts_of_target
+from eaves._parallel.agreement import Agreement, facts_of_loss
 from eaves._parallel.shard import SCHEMA, Place, ShardArguments
-from eaves._parallel.statistics import (
-    STATISTICS,
-    gather_statistics,
-    merge,
-    no_statistics,
-    refuse_argmax,
-    statistics_of,
-)
+from eaves._parallel.statistics import STATISTICS, gather_statistics, merge, no_statistics, refuse_argmax, statistics_of
 from eaves._torch.checks import accumulator_dtype
-from eaves._torch.cross_entropy_rules import row_shape
+from eaves._torch.cross_entropy_rules import Backward, row_shape
 from eaves._torch.operator import call
-from eaves._torch.options import NUMBERS_IN_WORDS
-from eaves._torch.outputs import MEAN_LOGIT, REDUCTION_NAMES, empty_outputs
-from eaves._torch.registration import define, refuse_lost_derivatives, register_fake
+from eaves._torch.outputs import MEAN_LOGIT, empty_outputs
+from eaves._torch.registration import define, parameters_of, record_of, refuse_lost_derivatives, register_fake
 from eaves._torch.rows import check_classes
 
 _OP = "cross_entropy"
@@ -34,56 +26,26 @@ _shard_forward = torch.ops.eaves.cross_entropy_shard_forward.default
 _shard_backward = torch.ops.eaves.cross_entropy_backward.default
 _shard_backward_in_place = torch.ops.eaves.cross_entropy_backward_in_place.default
 
-# Behind the tensors, as in the schemas below.
-_OPTIONS = "int class_axis, SymInt ignore_index, int reduction, float[] numbers"
-
-
-class _Forward(NamedTuple):
-    """The arguments of the forward, in the order of the schema, but for the shard's."""
-
-    logits: Tensor
-    target: Tensor
-    weight: Tensor | None
-    row_weight: Tensor | None
-    normalizer: Tensor | None
-    axis: int
-    ignore_index: int
-    mode: int
-    numbers: Any
-    outputs: int
-
 
 def _forward(*arguments: Any) -> list[Tensor]:
     """As cross_entropy_forward, and behind that the Place."""
-    given = _Forward(*arguments[: len(_Forward._fields)])
-    shard = ShardArguments(*arguments[len(given) :])
-    op = shard.op
-    logits, target, weight, row_weight, normalizer, axis, ignore_index, mode, numbers, outputs = given
-    columns, rows, is_soft = logits.shape[axis], row_shape(logits, axis), target.is_floating_point()
-    all_rows = math.prod(rows)
+    given, shard = _ForwardArguments(*arguments), ShardArguments.behind(arguments)
+    op, logits, targets, axis, outputs = shard.op, given.logits, given.targets, given.class_axis, given.outputs
+    options = (given.ignore_index, given.reduction, given.numbers)
+    rows, is_soft = row_shape(logits, axis), targets.is_floating_point()
     agreement = Agreement(
-        shard, target, columns,
-        lambda: {
-            **facts_of_target(op, target, rows),
-            "row_weight": digest(row_weight),
-            "normalizer": digest(normalizer),
-            **dtypes(op, logits=logits, class_weight=weight, row_weight=row_weight, normalizer=normalizer),
-            "class_dim": axis,
-            "ignore_index": ignore_index,
-            "reduction": REDUCTION_NAMES[mode],
-            NUMBERS_IN_WORDS: list(numbers),
-            "which outputs are computed": outputs,
-        },
-    )  # fmt: skip
+        shard, targets, logits.shape[axis], lambda: {**facts_of_loss(op, given, rows), "class_dim": axis}
+    )
 
     def statistics_at(place: Place) -> Tensor:
-        if not is_soft and target.device.type == "cpu":  # here, because a rank without classes does not call the core
-            check_classes(op, "targets", target, place.classes, ignore_index)
+        if not is_soft and targets.device.type == "cpu":  # here, because a rank without classes does not call the core
+            check_classes(op, "targets", targets, place.classes, given.ignore_index)
         if place.columns == 0:
-            return no_statistics(all_rows, logits)
+            return no_statistics(math.prod(rows), logits)
+        own = _without_padding(given, place)
         computed: Tensor = call(
-            op, _shard_forward, *_usable(logits, weight, place, axis, target), axis, ignore_index, mode, numbers,
-            place.first_class, place.classes, bool(outputs & MEAN_LOGIT),
+            op, _shard_forward, own.logits, own.targets, own.class_weight, axis, *options, place.first_class,
+            place.classes, bool(outputs & MEAN_LOGIT),
         )  # fmt: skip
         return computed.flatten(0, -2)
 
@@ -93,58 +55,38 @@ def _forward(*arguments: Any) -> list[Tensor]:
     refuse_argmax(op, outputs, place, logits.dtype)
     if place != expected:
         own = statistics_at(place)
-    gathered = statistics_of(gather_statistics(shard, own, None if is_soft else target.reshape(-1)).wait())
+    gathered = statistics_of(gather_statistics(shard, own, None if is_soft else targets.reshape(-1)).wait())
     statistics = gathered.view(gathered.shape[0], *rows, STATISTICS)
     results: list[Tensor] = call(
-        op, merge, statistics, None if is_soft else target, row_weight, normalizer, ignore_index, mode, numbers,
-        place.classes, weight is not None, outputs,
+        op, merge, statistics, None if is_soft else targets, given.row_weight, given.normalizer, *options,
+        place.classes, given.class_weight is not None, outputs,
     )  # fmt: skip
     return [*results, place.tensor()]
 
 
-def _usable(
-    logits: Tensor, weight: Tensor | None, place: Place, axis: int, target: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Without the classes of padding."""
-    return (
-        logits.narrow(axis, 0, place.columns),
-        target.narrow(axis, 0, place.columns) if target.is_floating_point() else target,
-        None if weight is None else weight[: place.columns],
+def _without_padding(given: Any, place: Place) -> Any:
+    """The arguments of a forward or a backward with tensors of the classes without padding."""
+    axis, targets, weight = given.class_axis, given.targets, given.class_weight
+    return given._replace(
+        logits=given.logits.narrow(axis, 0, place.columns),
+        targets=targets.narrow(axis, 0, place.columns) if targets.is_floating_point() else targets,
+        class_weight=None if weight is None else weight[: place.columns],
     )
 
 
-class _Backward(NamedTuple):
-    """The arguments of a backward, in the order of the schema."""
-
-    grad_loss: Tensor
-    grad_lse: Tensor | None
-    grad_entropy: Tensor | None
-    logits: Tensor
-    target: Tensor
-    weight: Tensor | None
-    row_weight: Tensor | None
-    lse: Tensor
-    entropy: Tensor | None
-    target_mass: Tensor | None
-    divisor: Tensor | None
-    axis: int
-    ignore_index: int
-    mode: int
-    numbers: Any
-
-    def of_shard(self, place: Place) -> tuple[Any, ...]:
-        """Those of the extension."""
-        logits, target, weight = _usable(self.logits, self.weight, place, self.axis, self.target)
-        return *self._replace(logits=logits, target=target, weight=weight), place.first_class, place.classes
+def _of_extension(*arguments: Any) -> tuple[Any, Place]:
+    """Of a backward the arguments of the extension's, the tensors with their padding, and the Place."""
+    *own, place_tensor = arguments
+    place = Place.of(place_tensor)
+    return Backward(*own, place.first_class, place.classes), place
 
 
 def _backward(*arguments: Any) -> Tensor:
-    *own, place_tensor = arguments
-    given, place = _Backward(*own), Place.of(place_tensor)
-    logits, axis = given.logits, given.axis
+    given, place = _of_extension(*arguments)
+    logits, axis = given.logits, given.class_axis
     if place.columns == 0:
         return torch.zeros_like(logits)
-    grad: Tensor = call(_OP, _shard_backward, *given.of_shard(place))
+    grad: Tensor = call(_OP, _shard_backward, *_without_padding(given, place))
     if place.columns == logits.shape[axis]:
         return grad
     whole = torch.empty_like(logits)
@@ -154,33 +96,29 @@ def _backward(*arguments: Any) -> Tensor:
 
 
 def _backward_in_place(*arguments: Any) -> None:
-    *own, place_tensor = arguments
-    given, place = _Backward(*own), Place.of(place_tensor)
+    given, place = _of_extension(*arguments)
     if place.columns:
-        call(_OP, _shard_backward_in_place, *given.of_shard(place))
-    _padding(given.logits, given.axis, place).zero_()
+        call(_OP, _shard_backward_in_place, *_without_padding(given, place))
+    _padding(given.logits, given.class_axis, place).zero_()
 
 
 def _padding(logits: Tensor, axis: int, place: Place) -> Tensor:
     return logits.narrow(axis, place.columns, logits.shape[axis] - place.columns)
 
 
-_LOGITS = "Tensor targets, Tensor? class_weight, Tensor? row_weight"
-_OF_BACKWARD = (
-    f"logits, {_LOGITS}, Tensor lse, Tensor? entropy, Tensor? target_mass, Tensor? divisor, {_OPTIONS}, Tensor place"
-)
-_UPSTREAM = "Tensor grad_loss, Tensor? grad_lse, Tensor? grad_entropy"
+def _of_backward(overload: Any) -> str:
+    return f"{parameters_of(overload).partition(', SymInt first_class')[0]}, Tensor place"
 
-forward = define(
-    f"cross_entropy_ranks_forward(Tensor logits, {_LOGITS}, Tensor? normalizer, {_OPTIONS}, int outputs, {SCHEMA}) "
-    "-> Tensor[]",
-    _forward,
-)
-backward = define(f"cross_entropy_ranks_backward({_UPSTREAM}, Tensor {_OF_BACKWARD}) -> Tensor", _backward)
+
+_OF_FORWARD = parameters_of(torch.ops.eaves.cross_entropy_forward_backward.default).replace("(a!)", "")
+
+forward = define(f"cross_entropy_ranks_forward({_OF_FORWARD}, {SCHEMA}) -> Tensor[]", _forward)
+backward = define(f"cross_entropy_ranks_backward({_of_backward(_shard_backward)}) -> Tensor", _backward)
 backward_in_place = define(
-    f"cross_entropy_ranks_backward_in_place({_UPSTREAM}, Tensor(a!) {_OF_BACKWARD}) -> ()", _backward_in_place
+    f"cross_entropy_ranks_backward_in_place({_of_backward(_shard_backward_in_place)}) -> ()", _backward_in_place
 )
 refuse_lost_derivatives(_OP, forward, backward, backward_in_place, _shard_forward, merge)
+_ForwardArguments = record_of(forward)
 
 
 @register_fake("cross_entropy_shard_forward")
@@ -189,23 +127,16 @@ def _(logits: Tensor, targets: Tensor, weight: Tensor | None, class_axis: int, *
 
 
 @register_fake("cross_entropy_merge")
-def _(
-    statistics: Tensor,
-    targets: Tensor | None,
-    row_weight: Tensor | None,
-    normalizer: Tensor | None,
-    ignore_index: int,
-    reduction: int,
-    *numbers_and_rest: Any,
-) -> Sequence[Tensor]:
-    return empty_outputs(statistics, list(statistics.shape[1:-1]), reduction, numbers_and_rest[-1])
+def _(statistics: Tensor, *arguments: Any) -> Sequence[Tensor]:
+    reduction, outputs = arguments[4], arguments[-1]
+    return empty_outputs(statistics, list(statistics.shape[1:-1]), reduction, outputs)
 
 
 @register_fake("cross_entropy_ranks_forward")
-def _(logits: Tensor, target: Tensor, *arguments: Any) -> list[Tensor]:
-    _, _, _, axis, _, mode, _, outputs, *_ = arguments
-    place = torch.empty(len(Place._fields), dtype=torch.int64, device="cpu")
-    return [*empty_outputs(logits, list(row_shape(logits, axis)), mode, outputs), place]
+def _(*arguments: Any) -> list[Tensor]:
+    given = _ForwardArguments(*arguments)
+    rows = row_shape(given.logits, given.class_axis)
+    return [*empty_outputs(given.logits, rows, given.reduction, given.outputs), Place.empty()]
 
 
 @register_fake("cross_entropy_ranks_backward")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from eaves._arguments import refuse_unknown as refuse_on_this_rank
 from eaves._parallel.agreement import with_agreement
-from eaves._parallel.fully_shard import is_fully_sharded
-from eaves._parallel.shard import shard_of
+from eaves._parallel.fully_shard import is_fully_sharded, needs_whole_head, with_whole_head
+from eaves._parallel.shard import Shard, ShardArguments, shard_arguments, shard_of
 from eaves._torch.checks import is_distributed, name_in, said
 from eaves._torch.transforms import needs_autograd
 
@@ -26,6 +26,7 @@ class Local(NamedTuple):
     """This rank's part of a DTensor whose classes are cut over a mesh."""
 
     tensor: Tensor
+    class_axis: int
     mesh: Any
     axis: int  # of the mesh, over whose ranks the classes are cut
 
@@ -48,18 +49,12 @@ def local_shard(op: str, name: str, tensor: Any, class_axis: int) -> Local:
             f"{name}.full_tensor(), where ranks have rows of their own with a Partial('avg') (of "
             "torch.distributed.tensor) for each axis of the mesh as grad_placements"
         )
-    return Local(tensor.to_local(), tensor.device_mesh, cut[0])
+    return Local(tensor.to_local(), class_axis, tensor.device_mesh, cut[0])
 
 
-def told(op: str, tensor: Any, run: Callable[[], _Result]) -> _Result:
-    """The result of `run`. Its error is told to the other ranks of a DTensor, if its mesh has one axis alone."""
-    mesh = tensor.device_mesh
-    return with_agreement(op, mesh.get_group(), lambda _: run()) if mesh.ndim == 1 else run()
-
-
-def refuse_in_place_of_dtensor(op: str, name: str, logits: Any, inplace_backward: object) -> None:
+def refuse_in_place_of_dtensor(op: str, logits: Any, inplace_backward: object) -> None:
     if inplace_backward is True and needs_autograd(logits):
-        name = name_in(op, name)
+        name = name_in(op, "logits")
         raise NotImplementedError(
             f"{op}: inplace_backward would write over this rank's part of the DTensor {name}, which autograd does not "
             f"notice; pass {name}.to_local() and its group, or leave inplace_backward out"
@@ -88,22 +83,22 @@ def local_rows(op: str, name: str, tensor: Any, head: Local, is_summed: bool = F
     return local
 
 
-def local_target(op: str, target: Any, head: Local, class_axis: int) -> Any:
+def local_targets(op: str, targets: Any, cut: Local, class_axis: int = -1) -> Any:
     """The classes of all rows, or the probabilities of this rank's classes, without a collective."""
-    if not is_distributed(target) or not target.is_floating_point():
-        return local_rows(op, "targets", target, head)
+    if not is_distributed(targets) or not targets.is_floating_point():
+        return local_rows(op, "targets", targets, cut)
     from torch.distributed.tensor import Shard as Cut
 
-    _check_mesh(op, "targets", target, head)
-    placements = list(target.placements)
-    placement, cut = placements[head.axis], Cut(class_axis % max(1, target.dim()))
-    if placement != cut and not placement.is_replicate():
+    _check_mesh(op, "targets", targets, cut)
+    placements = list(targets.placements)
+    placement, of_classes = placements[cut.axis], Cut(class_axis % max(1, targets.dim()))
+    if placement != of_classes and not placement.is_replicate():
         raise NotImplementedError(
             said(op, f"`targets` is a DTensor of probabilities with the placements {list(map(str, placements))}, ")
             + "expected its classes whole, or cut as the head's"
         )
-    placements[head.axis] = cut
-    return target.redistribute(placements=placements).to_local()
+    placements[cut.axis] = of_classes
+    return targets.redistribute(placements=placements).to_local()
 
 
 def _check_mesh(op: str, name: str, tensor: Any, head: Local) -> None:
@@ -114,15 +109,57 @@ def _check_mesh(op: str, name: str, tensor: Any, head: Local) -> None:
         )
 
 
-def told_to_ranks(op: str, group: object, cut: object, run: Callable[[object], _Result]) -> _Result:
+def told_to_ranks(op: str, group: object, cut: Any, run: Callable[[], _Result]) -> _Result:
     """The result of `run`. Its error is told to the other ranks of a group, or of the DTensor `cut`; not of a head that
-    fully_shard has cut, which they may be gathering."""
+    fully_shard has cut, which they may be gathering, nor of a mesh whose axes do not say which is the classes'."""
     ranks = None if group is None else shard_of(group).group
-    if ranks is not None:
-        return with_agreement(op, ranks, run)
-    if is_distributed(cut) and not is_fully_sharded(cut):
-        return told(op, cut, lambda: run(None))
-    return run(None)
+    if ranks is None and is_distributed(cut) and not is_fully_sharded(cut):
+        mesh = cut.device_mesh
+        long_axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        if len(long_axes) == 1 or mesh.ndim == 1:
+            ranks = mesh.get_group(long_axes[0] if long_axes else 0)
+    return run() if ranks is None else with_agreement(op, ranks, lambda _: run())
+
+
+def over_ranks(call: Any, run: Callable[[Any, ShardArguments | None], _Result]) -> _Result:
+    """`run` with the call and the shard of this rank. The ranks of a group learn of each other's errors before they
+    wait for each other.
+
+    A call is a record with op, group and classes; with_classes, the name of the tensor that has the classes, and
+    itself; class_axis(), their axis where it is a DTensor; and of_rank(cut), the call with this rank's parts of its
+    DTensors, `cut` that of this tensor. With a head it has hidden, head and bias too."""
+    op, shard, (name, tensor) = call.op, shard_of(call.group), call.with_classes
+    is_cut, has_head = is_distributed(tensor), name == "head"
+    if call.group is None and not is_cut:
+        return run(call, None)
+    if has_head and needs_whole_head(tensor, shard.group, shard.sequence_parallel):
+        if shard != Shard():
+            raise ValueError(
+                f"{op}: group is a Shard, and fully_shard has cut the head, which is gathered whole; leave group out"
+            )
+        # Gathered, it may be the piece of a vocabulary that tensor parallelism gives this rank.
+        return with_whole_head(op, lambda whole: over_ranks(whole._replace(group=None), run), call)
+    group, cut = shard.group, None
+    if group is None:
+        if not is_cut:
+            raise ValueError(
+                f"{op}: group is a Shard without a group, and no tensor is a DTensor; pass Shard(group, ...)"
+            )
+        # By this tensor alone: an error in another one of one rank has to be an error on all ranks.
+        cut = told_to_ranks(op, None, tensor, lambda: local_shard(op, name, tensor, call.class_axis()))
+        group = cut.group
+
+    def run_on(group: ProcessGroup) -> _Result:
+        if is_cut and cut is None:
+            raise ValueError(said(op, f"`{name}` is a DTensor, which knows its group; leave group out"))
+        if not has_head and shard._replace(group=None, first_class=None) != Shard():
+            raise ValueError(
+                f"{op}: sequence_parallel, reduce_input_grad and reduce_dtype of a Shard are for a head; leave them out"
+            )
+        of_rank = call if cut is None else call.of_rank(cut)
+        return run(of_rank, shard_arguments(op, group, shard, call.classes))
+
+    return with_agreement(op, group, run_on)
 
 
 def refuse_unknown(
@@ -130,8 +167,6 @@ def refuse_unknown(
 ) -> NoReturn:
     """The same, of which the other ranks learn. `cut` has the classes: a tensor, or a torch.nn.Linear."""
 
-    def refuse(_: object) -> NoReturn:
-        refuse_on_this_rank(op, unknown, function)
-
-    told_to_ranks(op, group, cut.weight if isinstance(cut, torch.nn.Linear) else cut, refuse)
+    tensor = cut.weight if isinstance(cut, torch.nn.Linear) else cut
+    told_to_ranks(op, group, tensor, lambda: refuse_on_this_rank(op, unknown, function))
     raise AssertionError

@@ -11,7 +11,7 @@ among the parameters of all modules that fully_shard was given.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -38,10 +38,10 @@ def needs_whole_head(head: Any, group: object, sequence_parallel: object) -> boo
 
 
 def with_whole_head(
-    op: str, run: Callable[..., _Result], input: Mapping[str, Tensor], head: Mapping[str, Tensor | None]
+    op: str, run: Callable[[Any], _Result], call: Any, names: Sequence[str] = ("hidden", "head", "bias")
 ) -> _Result:
-    """run(*input, *head) with a whole head; the keys are names for an error."""
-    found: _Result = uncompiled(op, _with_whole_head)(op, run, input, head)
+    """`run` with the record of a call whose head is whole; hidden states, head and bias have `names` there."""
+    found: _Result = uncompiled(op, _with_whole_head)(op, run, call, names)
     return found
 
 
@@ -49,25 +49,24 @@ def is_hook_of_fully_shard(hook: object) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
-def _with_whole_head(
-    op: str, run: Callable[..., _Result], input: Mapping[str, Tensor], head: Mapping[str, Tensor | None]
-) -> _Result:
-    places = {name: _place_of(op, name, each) for name, each in head.items() if is_fully_sharded(each)}
-    if places and is_transforming():
+def _with_whole_head(op: str, run: Callable[[Any], _Result], call: Any, names: Sequence[str]) -> _Result:
+    cut = {name: getattr(call, name) for name in names[1:] if is_fully_sharded(getattr(call, name))}
+    owners = {name: _owner_of(op, name, each) for name, each in cut.items()}
+    if owners and is_transforming():
         raise NotImplementedError(
             f"{op}: a head that fully_shard has cut does not go with torch.vmap and torch.func; pass the whole of it"
         )
-    modules = list(dict.fromkeys(module for module, _, _ in places.values()))
-    arguments = tuple(input.values())
+    modules = list(dict.fromkeys(module for module, _, _ in owners.values()))
+    arguments = (getattr(call, names[0]),)
     for module in modules:
         for hook in filter(is_hook_of_fully_shard, list(module._forward_pre_hooks.values())):
             changed = hook(module, arguments, {})
             arguments = arguments if changed is None else changed[0]
     output: Any = None
     try:
-        whole = [getattr(*places[name][1:]) if name in places else each for name, each in head.items()]
+        whole = {name: getattr(owner, attribute) for name, (_, owner, attribute) in owners.items()}
         # FSDP registers hooks on the result, and autograd drops a view's hooks when the view is changed in place.
-        output = tree_map_only(Tensor, _no_view, run(*arguments, *whole))
+        output = tree_map_only(Tensor, _no_view, run(call._replace(**{names[0]: arguments[0]}, **whole)))
     finally:
         for module in reversed(modules):
             for hook in filter(is_hook_of_fully_shard, list(module._forward_hooks.values())):
@@ -80,7 +79,7 @@ def _no_view(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor._is_view() else tensor
 
 
-def _place_of(op: str, name: str, tensor: Any) -> tuple[Any, Any, str]:
+def _owner_of(op: str, name: str, tensor: Any) -> tuple[Any, Any, str]:
     """The module whose hooks gather a parameter, the module that has it, and its name there."""
     try:
         for state, parameter in _parameters():

@@ -20,40 +20,35 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eaves._parallel.agreement import Agreement, PlaceChanged, digest, dtypes, facts_of_target
+from eaves._parallel.agreement import Agreement, PlaceChanged, digest, facts_of_loss
 from eaves._parallel.collectives import Underway, all_gather, all_reduce, group_of, sum_on
 from eaves._parallel.shard import SCHEMA, Place, ShardArguments, dtype_of_parts
 from eaves._parallel.statistics import STATISTICS, gather_statistics, merge, refuse_argmax, statistics_of
 from eaves._torch.checks import accumulator_dtype, name_in
 from eaves._torch.linear_cross_entropy_rules import (
     OF_BIAS,
-    OF_INPUT,
-    OF_WEIGHT,
-    WIDE_WEIGHT,
-    BackwardTensors,
-    ForwardTensors,
-    Options,
-    by_name,
+    OF_HEAD,
+    OF_HIDDEN,
+    WIDE_HEAD,
+    empty_backward,
     empty_bias_gradient,
     empty_gradients,
-    in_places,
+    options_of,
 )
 from eaves._torch.operator import call
-from eaves._torch.options import NUMBERS_IN_WORDS
 from eaves._torch.outputs import (
     ARGMAX,
     ENTROPY,
     LSE,
     MEAN,
     MEAN_LOGIT,
-    REDUCTION_NAMES,
     SPLIT_LSE,
     SUM_SQ,
     TARGET_MASS,
     empty_outputs,
     pick,
 )
-from eaves._torch.registration import define, refuse_lost_derivatives, register_fake
+from eaves._torch.registration import define, parameters_of, record_of, refuse_lost_derivatives, register_fake
 from eaves._torch.rows import counts_of, divisor_of
 
 _OP = "linear_cross_entropy"
@@ -70,22 +65,21 @@ class _Kept(NamedTuple):
     on_host: Tensor
 
 
-class _Call:
-    """What forward and backward share: the rows of all ranks, and which classes are this rank's."""
+class _OfShard:
+    """What forward and backward share, `given` the arguments of either: the rows of all ranks, and which classes are
+    this rank's."""
 
-    def __init__(
-        self, tensors: Any, options: Options, shard: ShardArguments, place: Place, kept: _Kept | None, outputs: int = 0
-    ):
-        self.options, self.shard, self.place, self.kept = options, shard, place, kept
-        self.rows_of_all, x = math.prod(_row_shape(tensors)), tensors.hidden
+    def __init__(self, given: Any, shard: ShardArguments, place: Place, kept: _Kept | None, outputs: int = 0):
+        self.shard, self.place, self.kept = shard, place, kept
+        self.rows_of_all, hidden = math.prod(_row_shape(given)), given.hidden
         if shard.sequence_parallel:
-            x = all_gather(x, group_of(shard)).wait().flatten(0, 1)
-        usable, target = place.columns, tensors.targets
-        bias, weight = (None if each is None else each[:usable] for each in (tensors.bias, tensors.class_weight))
-        target = target[..., :usable] if target.is_floating_point() else target
-        self.inputs = (x, tensors.head[:usable], bias, target, weight, tensors.row_weight)
+            hidden = all_gather(hidden, group_of(shard)).wait().flatten(0, 1)
+        usable, targets = place.columns, given.targets
+        bias, weight = (None if each is None else each[:usable] for each in (given.bias, given.class_weight))
+        targets = targets[..., :usable] if targets.is_floating_point() else targets
+        self.inputs = (hidden, given.head[:usable], bias, targets, weight, given.row_weight)
         merged = (bool(outputs & MEAN_LOGIT), bool(outputs & (ARGMAX | SUM_SQ)))
-        self.arguments = (*options, place.first_class, place.classes, place.most, *merged)
+        self.arguments = (*options_of(given), place.first_class, place.classes, place.most, *merged)
 
     def rows(self, first: int, count: int) -> Tensor | slice:
         """The rows of a chunk among all."""
@@ -137,76 +131,76 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
 class _Gradients:
     """Those of a call, which the extension writes."""
 
-    def __init__(self, call: _Call, tensors: Any, bits: int, grad_weight: Tensor | None = None):
-        x, weight, bias = tensors.hidden, tensors.head, tensors.bias
-        columns, sums = call.place.columns, accumulator_dtype(x.dtype)
-        self.call, self.shape, self.dtype = call, x.shape, x.dtype
-        self.input = self.weight = self.bias = None
-        self.accumulates = grad_weight is not None
-        if bits & OF_INPUT:
-            shard, of_rows = call.shard, (*_row_shape(tensors), x.shape[-1])
-            self.input = torch.empty(of_rows, dtype=dtype_of_parts(shard, x.dtype), device=x.device)
+    def __init__(self, call: _OfShard, given: Any, grad_head: Tensor | None = None):
+        hidden, head, bias, bits = given.hidden, given.head, given.bias, given.gradients
+        columns, sums = call.place.columns, accumulator_dtype(hidden.dtype)
+        self.call, self.shape, self.dtype = call, hidden.shape, hidden.dtype
+        self.hidden = self.head = self.bias = None
+        self.accumulates = grad_head is not None
+        if bits & OF_HIDDEN:
+            of_rows, dtype = (*_row_shape(given), hidden.shape[-1]), dtype_of_parts(call.shard, hidden.dtype)
+            self.hidden = torch.empty(of_rows, dtype=dtype, device=hidden.device)
             if not columns:
-                self.input.zero_()
-        if bits & OF_WEIGHT:
-            self.weight = weight.new_empty(weight.shape, dtype=sums if bits & WIDE_WEIGHT else None)
-            self.weight[columns:] = 0
+                self.hidden.zero_()
+        if bits & OF_HEAD:
+            self.head = head.new_empty(head.shape, dtype=sums if bits & WIDE_HEAD else None)
+            self.head[columns:] = 0
         if bits & OF_BIAS:
-            self.bias = bias.new_empty(bias.shape, dtype=empty_bias_gradient(x, bias).dtype)
+            self.bias = bias.new_empty(bias.shape, dtype=empty_bias_gradient(hidden, bias).dtype)
             self.bias[columns:] = 0
             if self.accumulates:  # the core adds to both
                 self.bias.zero_()
-        self.to = grad_weight if self.weight is None else self.weight
+        self.to = grad_head if self.head is None else self.head
         self.underway: list[Underway] = []
 
     def written(self) -> tuple[Tensor | None, ...]:
         """What the extension writes."""
         of_classes = [None if each is None else each[: self.call.place.columns] for each in (self.to, self.bias)]
-        return self.input, *of_classes
+        return self.hidden, *of_classes
 
     def is_complete(self) -> Callable[[int, int], None] | None:
-        return self._sum_over_ranks if self.input is not None and self.call.shard.reduce_input_grad else None
+        return self._sum_over_ranks if self.hidden is not None and self.call.shard.reduce_input_grad else None
 
     def _sum_over_ranks(self, first: int, count: int) -> None:
-        """The gradient of input of a chunk."""
-        assert self.input is not None
+        """The gradient of a chunk's hidden states."""
+        assert self.hidden is not None
         shard, rows = self.call.shard, self.call.range(first, count)
-        part = self.input.view(-1, self.shape[-1])[rows]
+        part = self.hidden.view(-1, self.shape[-1])[rows]
         if not shard.sequence_parallel:
             self.underway.append(all_reduce(part, group_of(shard)))
             return
-        own = self.input.shape[0] // shard.ranks * math.prod(self.input.shape[1:-1])
+        own = self.hidden.shape[0] // shard.ranks * math.prod(self.hidden.shape[1:-1])
         for rank in range(rows.start // own, (rows.stop - 1) // own + 1):
             piece = slice(max(rows.start, rank * own) - rows.start, min(rows.stop, (rank + 1) * own) - rows.start)
             self.underway.append(sum_on(rank, part[piece], group_of(shard)))
 
     def finished(self) -> list[Tensor | None]:
-        """Of input, weight and bias."""
+        """Of hidden states, head and bias."""
         for underway in self.underway:
             underway.wait()
-        of_input = self.input
-        if of_input is not None and self.call.shard.sequence_parallel:
-            of_input = of_input[group_of(self.call.shard).rank() * self.shape[0] :][: self.shape[0]].clone()
-        return [None if of_input is None else of_input.to(self.dtype), self.weight, self.bias]
+        of_hidden = self.hidden
+        if of_hidden is not None and self.call.shard.sequence_parallel:
+            of_hidden = of_hidden[group_of(self.call.shard).rank() * self.shape[0] :][: self.shape[0]].clone()
+        return [None if of_hidden is None else of_hidden.to(self.dtype), self.head, self.bias]
 
 
-def _row_shape(tensors: Any) -> tuple[int, ...]:
-    """Of all rows; under sequence parallelism input has a part of them."""
-    target = tensors.targets
-    return tuple(target.shape[:-1] if target.is_floating_point() else target.shape)
+def _row_shape(given: Any) -> tuple[int, ...]:
+    """Of all rows; under sequence parallelism hidden states are of a part of them."""
+    targets = given.targets
+    return tuple(targets.shape[:-1] if targets.is_floating_point() else targets.shape)
 
 
-def _kept_rows(tensors: Any, options: Options) -> _Kept | None:
+def _kept_rows(given: Any) -> _Kept | None:
     """The rows that count, if the extension leaves out the others: on the CPU always, on a GPU if it is asked to, but
     not while a CUDA graph is captured (skips_ignored of the core)."""
-    target, row_weight = tensors.targets, tensors.row_weight
-    if target.is_floating_point() and row_weight is None:
+    targets, row_weight = given.targets, given.row_weight
+    if targets.is_floating_point() and row_weight is None:
         return None
-    if target.is_cuda and (not options.skip_ignored or torch.cuda.is_current_stream_capturing()):
+    if targets.is_cuda and (not given.skip_ignored or torch.cuda.is_current_stream_capturing()):
         return None
-    counts = torch.ones_like(target, dtype=torch.bool) if row_weight is None else row_weight != 0
-    if not target.is_floating_point():
-        counts = counts & counts_of(target, options.ignore_index)
+    counts = torch.ones_like(targets, dtype=torch.bool) if row_weight is None else row_weight != 0
+    if not targets.is_floating_point():
+        counts = counts & counts_of(targets, given.ignore_index)
     counts = counts.reshape(-1)
     kept = counts.nonzero().squeeze(1)
     return None if kept.shape[0] == counts.shape[0] else _Kept(kept, kept.cpu())
@@ -217,41 +211,32 @@ def _kept_rows(tensors: Any, options: Options) -> _Kept | None:
 
 def _forward(*arguments: Any) -> list[Tensor]:
     """As linear_cross_entropy_forward and _forward_backward, and behind that the Place."""
-    tensors, options, (outputs, gradients, *of_shard) = by_name(ForwardTensors, arguments)
-    shard, kept = ShardArguments(*of_shard), _kept_rows(tensors, options)
-    columns = tensors.head.shape[0]
-    agreement = Agreement(
-        shard, tensors.targets, columns, lambda: _facts(shard.op, tensors, options, kept, outputs, gradients)
-    )
+    given, shard = _ForwardArguments(*arguments), ShardArguments.behind(arguments)
+    kept = _kept_rows(given)
+    agreement = Agreement(shard, given.targets, given.head.shape[0], lambda: _facts(given, kept))
     # The first two exchange something before the statistics; of the third the number of classes decides an error.
-    if shard.sequence_parallel or tensors.class_weight is not None or outputs & ARGMAX:
+    if shard.sequence_parallel or given.class_weight is not None or given.outputs & ARGMAX:
         agreement.settle()
     try:
-        return _forward_at(agreement.expected(), agreement, tensors, options, shard, kept, outputs, gradients)
+        return _forward_at(agreement.expected(), agreement, given, shard, kept)
     except PlaceChanged:
         pass  # and what was computed is gone
-    return _forward_at(agreement.settle(), agreement, tensors, options, shard, kept, outputs, gradients)
+    return _forward_at(agreement.settle(), agreement, given, shard, kept)
 
 
 def _forward_at(
-    place: Place,
-    agreement: Agreement,
-    tensors: ForwardTensors,
-    options: Options,
-    shard: ShardArguments,
-    kept: _Kept | None,
-    outputs: int,
-    gradients: int,
+    place: Place, agreement: Agreement, given: Any, shard: ShardArguments, kept: _Kept | None
 ) -> list[Tensor]:
-    refuse_argmax(shard.op, outputs, place, tensors.hidden.dtype)
-    this = _Call(tensors, options, shard, place, kept, outputs)
-    target = None if tensors.targets.is_floating_point() else tensors.targets
-    ranks, row_shape = shard.ranks, _row_shape(tensors)
+    outputs = given.outputs
+    refuse_argmax(shard.op, outputs, place, given.hidden.dtype)
+    this = _OfShard(given, shard, place, kept, outputs)
+    target = None if given.targets.is_floating_point() else given.targets
+    ranks, row_shape = shard.ranks, _row_shape(given)
     count = this.rows_of_all if kept is None else kept.rows.shape[0]
-    sums = accumulator_dtype(tensors.hidden.dtype)
-    own = tensors.hidden.new_empty((*row_shape, STATISTICS), dtype=sums)
+    sums = accumulator_dtype(given.hidden.dtype)
+    own = given.hidden.new_empty((*row_shape, STATISTICS), dtype=sums)
     of_rows = own.view(-1, STATISTICS)
-    computed = _Gradients(this, tensors, gradients)
+    computed = _Gradients(this, given)
     statistics = own.new_zeros((ranks, this.rows_of_all, STATISTICS))  # of rows left out 0, which counts for nothing
     flat_target = None if target is None else target.reshape(-1)
 
@@ -268,7 +253,7 @@ def _forward_at(
         statistics[:, this.rows(first, rows)] = found
         return found
 
-    if not gradients:
+    if not given.gradients:
         call(shard.op, _shard_forward, *this.inputs, *this.arguments, own)
         gather(0, count)
         exchanged(0, count)
@@ -279,22 +264,21 @@ def _forward_at(
             begin, size = ranks * first * STATISTICS, ranks * rows * STATISTICS
             gathered[begin : begin + size] = exchanged(first, rows).view(-1)
 
-        normalizer = tensors.normalizer
-        is_divided_by_weights = tensors.class_weight is not None and target is not None
-        if options.reduction == MEAN and normalizer is None and is_divided_by_weights:
-            normalizer = _divisor(this, tensors)
+        normalizer = given.normalizer
+        is_divided_by_weights = given.class_weight is not None and target is not None
+        if given.reduction == MEAN and normalizer is None and is_divided_by_weights:
+            normalizer = _divisor(this, given)
         this.run(
             _shard_forward_backward, *computed.written(), *this.inputs, normalizer, *this.arguments, ranks, own,
             gathered, callbacks=(gather, finish_gather, computed.is_complete()),
         )  # fmt: skip
     agreement.settle_as(place)  # without rows nothing was gathered
     results: list[Tensor] = call(
-        shard.op, merge, statistics.view(ranks, *row_shape, STATISTICS), target, tensors.row_weight, tensors.normalizer,
-        options.ignore_index, options.reduction, options.numbers, place.classes, tensors.class_weight is not None,
-        outputs,
+        shard.op, merge, statistics.view(ranks, *row_shape, STATISTICS), target, given.row_weight, given.normalizer,
+        given.ignore_index, given.reduction, given.numbers, place.classes, given.class_weight is not None, outputs,
     )  # fmt: skip
-    if tensors.row_weight is not None:
-        is_nothing = tensors.row_weight == 0
+    if given.row_weight is not None:
+        is_nothing = given.row_weight == 0
         for bit in (LSE, ARGMAX, ENTROPY, TARGET_MASS, SUM_SQ, MEAN_LOGIT):
             if outputs & bit:
                 is_split = bit == LSE and bool(outputs & SPLIT_LSE)
@@ -302,112 +286,90 @@ def _forward_at(
     return [*results, *[each for each in computed.finished() if each is not None], place.tensor()]
 
 
-def _facts(
-    op: str, tensors: ForwardTensors, options: Options, kept: _Kept | None, outputs: int, gradients: int
-) -> dict[str, object]:
-    parts = (tensors.hidden, tensors.head, tensors.bias)
+def _facts(given: Any, kept: _Kept | None) -> dict[str, object]:
+    parts = (given.hidden, given.head, given.bias)
     return {
         "which tensors require a gradient": [each is not None and each.requires_grad for each in parts],
-        f"the shape of {name_in(op, 'hidden')}": list(tensors.hidden.shape),
-        **facts_of_target(op, tensors.targets, _row_shape(tensors)),
-        "row_weight": digest(tensors.row_weight),
+        f"the shape of {name_in(given.function, 'hidden')}": list(given.hidden.shape),
+        **facts_of_loss(given.function, given, _row_shape(given)),
         "which rows count": None if kept is None else digest(kept.on_host),
-        "normalizer": digest(tensors.normalizer),
-        **dtypes(
-            op, hidden=tensors.hidden, head=tensors.head, bias=tensors.bias,
-            class_weight=tensors.class_weight, row_weight=tensors.row_weight, normalizer=tensors.normalizer,
-        ),
-        "ignore_index": options.ignore_index,
-        "reduction": REDUCTION_NAMES[options.reduction],
-        NUMBERS_IN_WORDS: list(options.numbers),
-        "skip_ignored": options.skip_ignored,
-        "workspace_bytes": options.workspace_limit,
-        "which outputs are computed": outputs,
-        "which gradients are computed": gradients,
-    }  # fmt: skip
+        "skip_ignored": given.skip_ignored,
+        "workspace_bytes": given.workspace_limit,
+        "which gradients are computed": given.gradients,
+    }
 
 
-def _divisor(this: _Call, tensors: ForwardTensors) -> Tensor:
+def _divisor(this: _OfShard, given: Any) -> Tensor:
     """What the mean divides by, before the statistics say it, where a rank has not the weights of all targets."""
-    sums, counts = accumulator_dtype(tensors.hidden.dtype), counts_of(tensors.targets, this.options.ignore_index)
-    weights = _weights_of_targets(this, tensors.targets.to(torch.int64), tensors.class_weight.to(sums))
-    if tensors.row_weight is not None:
-        counts, weights = counts & (tensors.row_weight != 0), weights * tensors.row_weight
+    sums, counts = accumulator_dtype(given.hidden.dtype), counts_of(given.targets, given.ignore_index)
+    weights = _weights_of_targets(this, given.targets.to(torch.int64), given.class_weight.to(sums))
+    if given.row_weight is not None:
+        counts, weights = counts & (given.row_weight != 0), weights * given.row_weight
     return divisor_of(weights.flatten(), counts.flatten(), sums)
 
 
-def _weights_of_targets(this: _Call, target: Tensor, class_weight: Tensor) -> Tensor:
+def _weights_of_targets(this: _OfShard, targets: Tensor, class_weight: Tensor) -> Tensor:
     """Those that this rank does not have are 0, so that their sum over the ranks is exact."""
-    places, columns = target - this.place.first_class, this.place.columns
-    of_targets = class_weight.new_zeros(places.shape)
+    columns, own = this.place.columns, targets - this.place.first_class
+    of_targets = class_weight.new_zeros(own.shape)
     if columns:
-        of_targets = torch.where((places >= 0) & (places < columns), class_weight[places.clamp(0, columns - 1)], 0)
+        of_targets = torch.where((own >= 0) & (own < columns), class_weight[own.clamp(0, columns - 1)], 0)
     return all_reduce(of_targets, group_of(this.shard)).wait()
 
 
 # --------------------------------------------------------------------------------------------------------- the backward
 
 
-def _gradients(arguments: Sequence[Any], grad_weight: Tensor | None = None) -> list[Tensor | None]:
+def _gradients(given: Any, grad_head: Tensor | None = None) -> list[Tensor | None]:
     """In their places."""
-    tensors, options, (bits, place, *of_shard) = by_name(BackwardTensors, arguments)
-    shard = ShardArguments(*of_shard)
-    this = _Call(tensors, options, shard, Place.of(place), _kept_rows(tensors, options))
-    computed = _Gradients(this, tensors, bits, grad_weight)
-    upstream, saved = tensors[:3], tensors[-4:]
+    this = _OfShard(given, ShardArguments.behind(given), Place.of(given.place), _kept_rows(given))
+    computed = _Gradients(this, given, grad_head)
     this.run(
-        _shard_backward, *computed.written(), computed.accumulates, *upstream, *this.inputs, *saved, *this.arguments,
-        callbacks=(computed.is_complete(),),
+        _shard_backward, *computed.written(), computed.accumulates, *given[:3], *this.inputs, given.lse, given.entropy,
+        given.target_mass, given.divisor, *this.arguments, callbacks=(computed.is_complete(),),
     )  # fmt: skip
     return computed.finished()
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
-    like: Tensor = by_name(BackwardTensors, arguments)[0].hidden
-    return tuple(like.new_empty(0) if each is None else each for each in _gradients(arguments))
+    given = _BackwardArguments(*arguments)
+    return tuple(given.hidden.new_empty(0) if each is None else each for each in _gradients(given))
 
 
-def _backward_accumulate(grad_weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    like: Tensor = by_name(BackwardTensors, arguments)[0].hidden
-    of_input, _, of_bias = _gradients(arguments, grad_weight)
+def _backward_accumulate(grad_head: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    given = _BackwardArguments(*arguments)
+    of_hidden, _, of_bias = _gradients(given, grad_head)
     return (
-        like.new_empty(0) if of_input is None else of_input,
-        empty_bias_gradient(like, None) if of_bias is None else of_bias,
+        given.hidden.new_empty(0) if of_hidden is None else of_hidden,
+        empty_bias_gradient(given.hidden, None) if of_bias is None else of_bias,
     )
 
 
 # -------------------------------------------------------------------------------------------------------- the operators
 
-_INPUTS = "Tensor hidden, Tensor head, Tensor? bias, Tensor targets, Tensor? class_weight, Tensor? row_weight"
-_OPTIONS = "SymInt ignore_index, int reduction, float[] numbers, bool skip_ignored, SymInt workspace_limit"
-_OF_BACKWARD = (
-    f"Tensor grad_loss, Tensor? grad_lse, Tensor? grad_entropy, {_INPUTS}, Tensor lse, Tensor? entropy, "
-    f"Tensor? target_mass, Tensor? divisor, {_OPTIONS}, int gradients, Tensor place, {SCHEMA}"
-)
+_OF_FORWARD = parameters_of(torch.ops.eaves.linear_cross_entropy_forward_backward.default)
+_OF_BACKWARD = f"{parameters_of(torch.ops.eaves.linear_cross_entropy_backward.default)}, Tensor place"
 
-forward = define(
-    f"linear_cross_entropy_ranks_forward({_INPUTS}, Tensor? normalizer, {_OPTIONS}, int outputs, int gradients, "
-    f"{SCHEMA}) -> Tensor[]",
-    _forward,
+forward = define(f"linear_cross_entropy_ranks_forward({_OF_FORWARD}, {SCHEMA}) -> Tensor[]", _forward)
+backward = define(
+    f"linear_cross_entropy_ranks_backward({_OF_BACKWARD}, {SCHEMA}) -> (Tensor, Tensor, Tensor)", _backward
 )
-backward = define(f"linear_cross_entropy_ranks_backward({_OF_BACKWARD}) -> (Tensor, Tensor, Tensor)", _backward)
 backward_accumulate = define(
-    f"linear_cross_entropy_ranks_backward_accumulate(Tensor(a!) grad_head, {_OF_BACKWARD}) -> (Tensor, Tensor)",
+    f"linear_cross_entropy_ranks_backward_accumulate(Tensor(a!) grad_head, {_OF_BACKWARD}, {SCHEMA}) "
+    "-> (Tensor, Tensor)",
     _backward_accumulate,
 )
 refuse_lost_derivatives(_OP, forward, backward, backward_accumulate)
+_ForwardArguments, _BackwardArguments = record_of(forward), record_of(backward)
 
 
 @register_fake("linear_cross_entropy_ranks_forward")
 def _(*arguments: Any) -> list[Tensor]:
-    tensors, options, (outputs, gradients, *_) = by_name(ForwardTensors, arguments)
-    made = empty_outputs(tensors.hidden, list(_row_shape(tensors)), options.reduction, outputs)
-    place = torch.empty(len(Place._fields), dtype=torch.int64, device="cpu")
-    return [*made, *empty_gradients(tensors, gradients), place]
+    given = _ForwardArguments(*arguments)
+    made = empty_outputs(given.hidden, list(_row_shape(given)), given.reduction, given.outputs)
+    return [*made, *empty_gradients(given), Place.empty()]
 
 
 @register_fake("linear_cross_entropy_ranks_backward")
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    tensors, _, (gradients, *_) = by_name(BackwardTensors, arguments)
-    made = in_places(empty_gradients(tensors, gradients), gradients)
-    return tuple(tensors.hidden.new_empty(0) if each is None else each for each in made)
+    return empty_backward(_BackwardArguments(*arguments))

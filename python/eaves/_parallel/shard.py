@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +51,13 @@ class ShardArguments(NamedTuple):
     reduce_input_grad: bool = True
     reduce_dtype: torch.dtype | None = None
 
+    @staticmethod
+    def behind(arguments: Sequence[Any]) -> ShardArguments:
+        """Those behind the other arguments of an operator over ranks."""
+        return ShardArguments(*arguments[-len(ShardArguments._fields) :])
 
+
+# As the last arguments of operators, see ShardArguments.
 SCHEMA = (
     "str function, str group, int ranks, SymInt first_class, SymInt classes, bool sequence_parallel, "
     "bool reduce_input_grad, ScalarType? reduce_dtype"
@@ -73,10 +80,15 @@ class Place(NamedTuple):
     def of(tensor: Tensor) -> Place:
         return Place(*tensor.tolist())
 
+    @staticmethod
+    def empty() -> Tensor:
+        """For a fake implementation."""
+        return torch.empty(len(Place._fields), dtype=torch.int64, device="cpu")
 
-def rows_of(shard: ShardArguments, input: Tensor) -> tuple[int, ...]:
-    """The rows that a target has, in the shape of input without its features."""
-    rows = tuple(input.shape[:-1])
+
+def shape_of_rows(shard: ShardArguments, hidden: Tensor) -> tuple[int, ...]:
+    """Of all ranks, which targets have: the shape of hidden states without their features."""
+    rows = tuple(hidden.shape[:-1])
     if not shard.sequence_parallel:
         return rows
     if not rows:
@@ -94,8 +106,9 @@ def dtype_of_parts(shard: ShardArguments, dtype: torch.dtype) -> torch.dtype:
     return shard.reduce_dtype or (torch.float32 if dtype == torch.float16 else dtype)
 
 
-def check_reduce_dtype(op: str, shard: ShardArguments, input: Tensor) -> None:
-    allowed = (input.dtype, accumulator_dtype(input.dtype))
+def check_reduce_dtype(op: str, shard: ShardArguments, dtype: torch.dtype) -> None:
+    """`dtype` is that of the hidden states."""
+    allowed = (dtype, accumulator_dtype(dtype))
     if shard.reduce_dtype is not None and shard.reduce_dtype not in allowed:
         names = " or ".join(dict.fromkeys(map(name_of, allowed)))
         raise ValueError(f"{op}: reduce_dtype is {name_of(shard.reduce_dtype)}, expected {names}")
@@ -136,20 +149,3 @@ def shard_arguments(op: str, group: ProcessGroup, shard: Shard, classes: int | N
     return ShardArguments(
         op, group.group_name, group.size(), first, total, sequence_parallel, reduce_input_grad, reduce_dtype
     )
-
-
-def check_shard_of_logits(op: str, shard: Shard) -> None:
-    if shard._replace(group=None, first_class=None) != Shard():
-        raise ValueError(
-            f"{op}: sequence_parallel, reduce_input_grad and reduce_dtype of a Shard are for a head; leave them out"
-        )
-
-
-def refuse_shard_of_whole_head(op: str) -> NoReturn:
-    raise ValueError(
-        f"{op}: group is a Shard, and fully_shard has cut the head, which is gathered whole; leave group out"
-    )
-
-
-def refuse_without_group(op: str) -> NoReturn:
-    raise ValueError(f"{op}: group is a Shard without a group, and no tensor is a DTensor; pass Shard(group, ...)")

@@ -45,7 +45,7 @@ def name_in(op: str, name: str) -> str:
     return _NAMES.get(op, {}).get(name, name)
 
 
-def of_rows(op: str) -> str:
+def name_of_rows(op: str) -> str:
     """The core's name of the argument whose rows `op` classifies."""
     return "hidden" if op.startswith("linear_") else "logits"
 
@@ -74,6 +74,12 @@ def check_device(op: str, name: str, tensor: Tensor, reference_name: str, refere
             said(op, f"`{name}` is on {tensor.device}, expected {reference.device} (as `{reference_name}`)")
             + (hint if is_offloaded else "")
         )
+
+
+def check_beside(op: str, name: str, value: Any, reference_name: str, reference: Tensor) -> None:
+    """check_tensor, and on the device of another."""
+    check_tensor(op, name, value)
+    check_device(op, name, value, reference_name, reference)
 
 
 def check_shape(op: str, name: str, tensor: Tensor, expected: Sequence[int], why: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from eaves._torch.checks import (
     DENSE,
     accumulator_dtype,
+    check_beside,
     check_device,
     check_dtype_of,
     check_not_packed,
@@ -20,30 +21,29 @@ from eaves._torch.checks import (
     refuse_gradient,
     said,
 )
-from eaves._torch.linear_cross_entropy_rules import WIDE_WEIGHT
-from eaves._torch.options import limit_of, shape_of
+from eaves._torch.linear_cross_entropy_rules import WIDE_HEAD
+from eaves._torch.options import RESULT_DTYPES, limit_of, refuse_numbers
 from eaves._torch.transforms import is_transforming
 
 # Scratch memory of a call, in bytes, where none is given.
 _WORKSPACE_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
 
 
-class Head(NamedTuple):
-    """A head and its hidden states, [rows, features], as they are multiplied, but for the dtype of a float32 weight
-    under torch.autocast."""
+class Product(NamedTuple):
+    """Hidden states, [rows, features], and a head, as they are multiplied, but for the dtype of a float32 head under
+    torch.autocast."""
 
-    input: Tensor
-    weight: Tensor
+    hidden: Tensor
+    head: Tensor
     bias: Tensor | None
 
-    def as_multiplied(self) -> Head:
-        return self._replace(weight=self.weight.to(self.input.dtype))
+    def as_multiplied(self) -> Product:
+        return self._replace(head=self.head.to(self.hidden.dtype))
 
 
 def check_dense(op: str, name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:
     """Is it a dense tensor on the device of another?"""
-    check_tensor(op, name, tensor)
-    check_device(op, name, tensor, reference_name, reference)
+    check_beside(op, name, tensor, reference_name, reference)
     if tensor.layout != torch.strided or tensor.device.type not in _WORKSPACE_BYTES:
         raise NotImplementedError(said(op, f"`{name}` is {tensor.layout} on {tensor.device.type}, {DENSE}"))
 
@@ -52,6 +52,7 @@ def check_floating(op: str, name: str, tensor: Tensor, reference_name: str, refe
     """Is it a dense tensor of floating-point numbers, on the device of another?"""
     check_dense(op, name, tensor, reference_name, reference)
     if not tensor.is_floating_point():
+        check_not_packed(op, name, tensor)
         raise ValueError(said(op, f"`{name}` has dtype {name_of(tensor.dtype)}, expected a floating-point type"))
 
 
@@ -69,87 +70,86 @@ def refuse_zero3(op: str, **head: Tensor | None) -> None:
 
 def checked_head(
     op: str,
-    names: tuple[str, str, str],
-    input: Tensor,
-    weight: Tensor,
+    hidden: Tensor,
+    head: Tensor,
     bias: Tensor | None,
+    names: tuple[str, str, str] = ("hidden", "head", "bias"),
     dense: tuple[str, Tensor] | None = None,
     may_be_empty: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The hidden states and the head of the arguments that are called `names`, as they are multiplied, but for the
-    dtype of a float32 head under torch.autocast. With `dense`, the name of a tensor and itself, for PyTorch's own
-    operators: they are dense, and lie on its device. The core checks that itself."""
-    input_name, weight_name, bias_name = names
-    check_tensor(op, weight_name, weight)
-    check_not_packed(op, weight_name, weight)
-    if dense is None:
-        check_device(op, weight_name, weight, input_name, input)
-        if bias is not None:
-            check_tensor(op, bias_name, bias)
-            check_device(op, bias_name, bias, input_name, input)
-    else:
-        for name, tensor in zip(names, (input, weight) if bias is None else (input, weight, bias)):
+    """The arguments that are called `names`, as they are multiplied, but for the dtype of a float32 head under
+    torch.autocast. With `dense`, the name of a tensor and itself, for PyTorch's own operators: they are dense, and lie
+    on its device. The core checks that itself."""
+    of_hidden, of_head, of_bias = names
+    if dense is not None:
+        for name, tensor in zip(names, (hidden, head) if bias is None else (hidden, head, bias)):
             check_floating(op, name, tensor, *dense)
-    device = input.device.type
-    is_autocast = device in _WORKSPACE_BYTES and torch.is_autocast_enabled(device)
-    if is_autocast:
-        input, weight, bias = _autocast(input, weight, bias)
-    if input.dim() == 0:
-        raise ValueError(said(op, f"`{input_name}` has no axes, expected at least one, of the features"))
-    features = input.shape[-1]
+    else:
+        check_tensor(op, of_hidden, hidden)
+        if hidden.dtype not in RESULT_DTYPES:
+            refuse_numbers(op, of_hidden, hidden, "what is multiplied")
+        check_tensor(op, of_head, head)
+        if head.dtype != hidden.dtype:
+            check_not_packed(op, of_head, head)
+        if head.device != hidden.device:
+            check_device(op, of_head, head, of_hidden, hidden)
+        if bias is not None:
+            check_beside(op, of_bias, bias, of_hidden, hidden)
+    device = "cpu" if hidden.is_cpu else hidden.device.type  # which costs a small call 0.3 us
+    is_cast = device in _WORKSPACE_BYTES and torch.is_autocast_enabled(device)
+    if is_cast:
+        hidden, head, bias = _autocast(hidden, head, bias)
+    sizes, shape = hidden.shape, head.shape
+    if not sizes:
+        raise ValueError(said(op, f"`{of_hidden}` has no axes, expected at least one, of the features"))
+    features = sizes[-1]
     if features == 0:
-        raise ValueError(said(op, f"`{input_name}` has shape {shape_of(input)}, expected at least one feature"))
-    shape = weight.shape
+        raise ValueError(said(op, f"`{of_hidden}` has shape {list(sizes)}, expected at least one feature"))
     if 0 in shape:
-        refuse_zero3(op, **{weight_name: weight})
-    if len(shape) > 2:
-        several = "; of a loss of several axes call it once for each head"
-        raise NotImplementedError(
-            said(op, f"`{weight_name}` has shape {shape_of(weight)}, expected [classes, {features}]{several}")
-        )
+        refuse_zero3(op, **{of_head: head})
     if len(shape) != 2 or shape[1] != features:
-        why = f"features as `{input_name}` {shape_of(input)}"
-        raise ValueError(
-            said(op, f"`{weight_name}` has shape {shape_of(weight)}, expected [classes, {features}] ({why})")
-        )
+        found = f"`{of_head}` has shape {list(shape)}, expected [classes, {features}]"
+        if len(shape) > 2:
+            raise NotImplementedError(said(op, f"{found}; of a loss of several axes call it once for each head"))
+        raise ValueError(said(op, f"{found} (features as `{of_hidden}` {list(sizes)})"))
     if shape[0] == 0 and not may_be_empty:
-        raise ValueError(said(op, f"`{weight_name}` has shape {shape_of(weight)}, expected at least one class"))
-    is_cast = is_autocast and weight.dtype == torch.float32 and input.dtype != torch.float64
-    if weight.dtype != input.dtype and not is_cast:
-        dtypes = f"{name_of(weight.dtype)}, expected that of `{input_name}`, {name_of(input.dtype)}"
-        way_out = "convert one of them, or call it under torch.autocast, which converts both"
-        raise ValueError(said(op, f"`{weight_name}` has dtype {dtypes}; {way_out}"))
-    if not (weight.layout != torch.strided or weight.is_contiguous() or _is_matrix(weight)):
-        weight = weight.contiguous()  # the core refuses other layouts
+        raise ValueError(said(op, f"`{of_head}` has shape {list(shape)}, expected at least one class"))
+    if head.dtype != hidden.dtype and not (is_cast and head.dtype == torch.float32 and hidden.dtype != torch.float64):
+        raise ValueError(
+            said(op, f"`{of_head}` has dtype {name_of(head.dtype)}, expected that of `{of_hidden}`, ")
+            + f"{name_of(hidden.dtype)}; convert one of them, or call it under torch.autocast, which converts both"
+        )
+    if not (head.layout != torch.strided or head.is_contiguous() or _is_matrix(head)):
+        head = head.contiguous()  # the core refuses other layouts
     if bias is not None:
-        refuse_zero3(op, **{bias_name: bias})
-        check_dtype_of(op, bias_name, bias, (input.dtype, torch.float32), f"that of `{input_name}`, or float32")
-        check_shape(op, bias_name, bias, shape[:1], f"one per class of `{weight_name}`")
+        refuse_zero3(op, **{of_bias: bias})
+        check_dtype_of(op, of_bias, bias, (hidden.dtype, torch.float32), f"that of `{of_hidden}`, or float32")
+        check_shape(op, of_bias, bias, shape[:1], f"one per class of `{of_head}`")
         bias = bias.contiguous()
-    return input, weight, bias
+    return hidden, head, bias
 
 
-def _is_matrix(weight: Tensor) -> bool:
+def _is_matrix(head: Tensor) -> bool:
     """Does it have unit stride along one axis, and no line that lies over the next?"""
-    (rows, columns), (row, column) = weight.shape, weight.stride()
+    (rows, columns), (row, column) = head.shape, head.stride()
     is_row_major = (column == 1 or columns == 1) and (row >= columns or rows == 1)
     return is_row_major or ((row == 1 or rows == 1) and (column >= rows or columns == 1))
 
 
-def _autocast(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _autocast(hidden: Tensor, head: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """As torch.autocast casts what F.linear gets: floating-point numbers, but for float64. A head or a bias in float32
-    stays as it is: the bias is added in float32, and the head is cast where it is multiplied (`as_multiplied`), or
-    autograd would round its gradient."""
-    dtype = torch.get_autocast_dtype(input.device.type)
+    stays as it is: the bias is added in float32, and the head is cast where it is multiplied, or autograd would round
+    its gradient."""
+    dtype = torch.get_autocast_dtype(hidden.device.type)
 
     def cast(tensor: Tensor, *but_for: torch.dtype) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype not in but_for else tensor
 
-    input = cast(input, torch.float64)
-    if input.dtype == torch.float64:  # refused further down, in the dtypes that were passed
-        return input, weight, bias
-    weight = cast(weight, torch.float64, torch.float32)
-    return input, weight, None if bias is None else cast(bias, torch.float64, torch.float32)
+    hidden = cast(hidden, torch.float64)
+    if hidden.dtype == torch.float64:  # refused further down, in the dtypes that were passed
+        return hidden, head, bias
+    head = cast(head, torch.float64, torch.float32)
+    return hidden, head, None if bias is None else cast(bias, torch.float64, torch.float32)
 
 
 def workspace_of(op: str, workspace_bytes: int | None, device: torch.device) -> int:
@@ -160,12 +160,6 @@ def workspace_of(op: str, workspace_bytes: int | None, device: torch.device) -> 
 
 
 _ALGORITHMS = ("auto", "speed", "memory", "recompute")
-
-
-def as_multiplied(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The tensors of a call with the head in the dtype of input."""
-    dtype = tensors[0].dtype
-    return tensors if tensors[1].dtype == dtype else (tensors[0], tensors[1].to(dtype), *tensors[2:])
 
 
 def check_algorithm(op: str, algorithm: object, workspace_bytes: object) -> None:
@@ -182,11 +176,11 @@ def algorithm_of(op: str, algorithm: object) -> str:
     return algorithm
 
 
-def wide_weight(op: str, multiplied: torch.dtype, passed: torch.dtype, grad_weight_dtype: object) -> int:
-    """The bit that says that the gradient of the weight is summed in the dtype of the loss. `multiplied` is the dtype
+def wide_head(op: str, multiplied: torch.dtype, passed: torch.dtype, grad_weight_dtype: object) -> int:
+    """The bit that says that the gradient of the head is summed in the dtype of the loss. `multiplied` is the dtype
     of the product's factors, `passed` that of the head."""
     if grad_weight_dtype is None:
-        return WIDE_WEIGHT if passed != multiplied else 0
+        return WIDE_HEAD if passed != multiplied else 0
     if not isinstance(grad_weight_dtype, torch.dtype):
         raise TypeError(f"{op}: grad_weight_dtype is {grad_weight_dtype!r}, expected a torch.dtype or None")
     wide = accumulator_dtype(multiplied)
@@ -195,19 +189,19 @@ def wide_weight(op: str, multiplied: torch.dtype, passed: torch.dtype, grad_weig
             f"{op}: grad_weight_dtype is {name_of(grad_weight_dtype)}, expected "
             + " or ".join(dict.fromkeys(map(name_of, (multiplied, wide))))
         )
-    return WIDE_WEIGHT if grad_weight_dtype != multiplied else 0
+    return WIDE_HEAD if grad_weight_dtype != multiplied else 0
 
 
 def check_grad_weight_out(
     op: str,
     out: Tensor,
     multiplied: torch.dtype,
-    linear_weight: Tensor,
+    head: Tensor,
     grad_weight_dtype: object,
     wide: torch.dtype,
     is_compiling: bool,
 ) -> int:
-    """May the gradient of the weight be added to it? Returns the bit of its dtype."""
+    """May the gradient of the head be added to it? Returns the bit of its dtype."""
     check_tensor(op, "grad_weight_out", out)
     if is_compiling or is_transforming():
         raise NotImplementedError(
@@ -219,13 +213,13 @@ def check_grad_weight_out(
     check_dtype_of(op, "grad_weight_out", out, (multiplied, wide), "that of `head`, or that of the loss")
     if out.is_neg():
         raise ValueError(f"{op}: grad_weight_out is negated lazily and cannot be added to; pass one that is not")
-    check_shape(op, "grad_weight_out", out, linear_weight.shape, "that of `head`")
-    check_device(op, "grad_weight_out", out, "head", linear_weight)
+    check_shape(op, "grad_weight_out", out, head.shape, "that of `head`")
+    check_device(op, "grad_weight_out", out, "head", head)
     (classes, features), (of_class, of_feature) = out.shape, out.stride()
     if (of_feature != 1 and features != 1) or (of_class < features and classes != 1):
         raise ValueError(f"{op}: grad_weight_out has strides {list(out.stride())}, expected features with unit stride")
     refuse_gradient(op, "grad_weight_out", out)
-    return WIDE_WEIGHT if out.dtype != multiplied else 0
+    return WIDE_HEAD if out.dtype != multiplied else 0
 
 
 def check_overlap(op: str, out: Tensor, read: Mapping[str, object]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,12 +33,12 @@ def dispatch(
     number_tensor: Tensor | None = None,
 ) -> Any:
     """`function.apply(*arguments)` where a derivative with respect to one of `tensors` is asked for, else
-    `overload(*arguments)`, which is the same without a graph. A function whose operator takes floats has one argument
-    more than that, the `number_tensor`."""
+    `overload(*arguments)`, which is the same without a graph. A function whose operator takes floats has two arguments
+    more than that, the `number_tensor` and `op`."""
     if not needs_function(*tensors):
         return call(op, overload, *arguments, number_tensor=number_tensor)
     has_numbers = overload in with_number_tensor
-    return apply(op, function, *arguments, *([number_tensor] if has_numbers else []))
+    return apply(op, function, *arguments, *([number_tensor, op] if has_numbers else []))
 
 
 def apply(op: str, function: type[torch.autograd.Function], *arguments: object) -> Any:
@@ -75,12 +75,22 @@ class _Positional(inspect.Signature):
         return _Bound(args, kwargs)
 
 
-def binds_quickly(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """PyTorch 2.15 asks for the signature of a forward beside a setup_context in each call, and binds its arguments (8
-    of 13 us, AMD EPYC). Here it finds one that binds nothing."""
-    parameters = list(inspect.signature(function.forward).parameters.values())
-    function.forward.__signature__ = _Positional(parameters)  # type: ignore[attr-defined]
-    return function
+_Class = TypeVar("_Class", bound=type[torch.autograd.Function])
+
+
+def takes(*names: str) -> Callable[[_Class], _Class]:
+    """The decorator of a Function with a setup_context, whose forward takes arguments of these names.
+
+    PyTorch 2.15 asks for the signature of a forward beside a setup_context in each call, and binds its arguments (8 of
+    13 us, AMD EPYC). Here it finds one that binds nothing. torch.compile tells by the number of parameters whether the
+    first is ctx."""
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
+
+    def decorate(function: _Class) -> _Class:
+        function.forward.__signature__ = _Positional(parameters)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 def call_plainly(overload: OpOverload, function: type[torch.autograd.Function], x: Tensor, y: Tensor) -> Any:
@@ -173,26 +183,66 @@ def _raise_as_what_it_is(op: str, error: Exception, overload: OpOverload, argume
 # ------------------------------------------------------------------------------------------------------------- autograd
 
 
-class Gradients(torch.autograd.Function):
-    """The result of `compute`, which depends on the tensors behind it. It has no derivative: `refusal` says so."""
+# What has a second derivative, in place of a function that has none.
+_TWICE_DIFFERENTIABLE = {
+    "cross_entropy": "torch.nn.functional.cross_entropy",
+    "log_prob": "torch.log_softmax",
+    "linear_cross_entropy": "torch.nn.functional.linear and cross_entropy",
+    "linear_log_prob": "torch.nn.functional.linear and torch.log_softmax",
+    "linear_kl_div": "torch.nn.functional.linear and kl_div",
+}
+
+
+def _refuse_second_derivative(op: str) -> NoReturn:
+    way_out = _TWICE_DIFFERENTIABLE[op]
+    raise NotImplementedError(f"{op}: there is no second derivative; use {way_out} where one is needed")
+
+
+def gradient_function(overload: OpOverload) -> type[torch.autograd.Function]:
+    """Of a loss: the operator `overload`, its gradient, as a Function that has no derivative itself."""
+
+    names = [each.name for each in overload._schema.arguments if not each.has_default_value()]
+
+    @takes(*names, "number_tensor", "op")
+    class Gradient(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*arguments: Any) -> Any:
+            *given, number_tensor, op = arguments
+            return call(op, overload, *given, number_tensor=number_tensor)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            ctx.op = inputs[-1]
+
+        @staticmethod
+        def backward(ctx: Any, *_: Any) -> NoReturn:
+            _refuse_second_derivative(ctx.op)
+
+    return Gradient
+
+
+class _Computed(torch.autograd.Function):
+    """The result of `compute`, which depends on the tensors behind it. It has no derivative."""
 
     @staticmethod
     def forward(
-        ctx: Any, compute: Callable[[], tuple[Tensor | None, ...]], refusal: str, *_: Tensor
+        ctx: Any, op: str, compute: Callable[[], tuple[Tensor | None, ...]], *_: Tensor
     ) -> tuple[Tensor | None, ...]:
-        ctx.refusal = refusal
+        ctx.op = op
         return compute()
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> NoReturn:
-        raise NotImplementedError(ctx.refusal)
+        _refuse_second_derivative(ctx.op)
 
 
 def gradients_of(
-    compute: Callable[[], tuple[Tensor | None, ...]], refusal: str, differentiable: Sequence[Tensor]
+    op: str, compute: Callable[[], tuple[Tensor | None, ...]], *differentiable: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """The result of `compute` in a backward, of which a derivative may be wanted (create_graph=True)."""
     if not torch.is_grad_enabled():
         return compute()
-    computed: tuple[Tensor | None, ...] = Gradients.apply(compute, refusal, *differentiable)  # type: ignore[no-untyped-call]
+    computed: tuple[Tensor | None, ...] = _Computed.apply(op, compute, *differentiable)  # type: ignore[no-untyped-call]
     return computed

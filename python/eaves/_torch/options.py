@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
 from eaves._torch.checks import (
     accumulator_dtype,
-    check_device,
+    check_beside,
     check_dtype_of,
     check_shape,
     check_tensor,
     index_of,
     name_of,
+    name_of_rows,
     number_of,
-    of_rows,
     refuse_gradient,
     said,
     value_for_message,
@@ -41,58 +41,46 @@ if TYPE_CHECKING:
 
 CLASS_DTYPES = (torch.int64, torch.int32)
 
-_RESULT_DTYPES = {dtype: accumulator_dtype(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)}
-_RESULT_DTYPES[torch.float64] = torch.float64
+# The dtypes of logits and of hidden states, with those of their losses.
+RESULT_DTYPES = {
+    dtype: accumulator_dtype(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
 
 
 def shape_of(tensor: Tensor) -> list[int]:
     return list(tensor.shape)
 
 
-def check_input(op: str, input: Tensor, target: Tensor, meaning: str) -> torch.dtype:
-    """Both are tensors that eaves has, and input may be what it means. Returns the dtype of the loss."""
-    name = of_rows(op)
-    check_tensor(op, name, input)
-    check_tensor(op, "targets", target)
-    check_device(op, "targets", target, name, input)
-    dtype = _RESULT_DTYPES.get(input.dtype)
-    if dtype is None:
+def refuse_numbers(op: str, name: str, tensor: Tensor, meaning: str) -> NoReturn:
+    raise ValueError(said(op, f"`{name}` has dtype {name_of(tensor.dtype)}, expected a floating-point type: {meaning}"))
+
+
+def check_class_dtype(op: str, targets: Tensor, dtype: torch.dtype) -> None:
+    """`dtype` is that of logits or hidden states, which probabilities may have too."""
+    if targets.dtype not in CLASS_DTYPES:
+        expected = f"int64 or int32 for classes, {_or_float32(dtype)} for probabilities"
+        raise ValueError(said(op, f"`targets` has dtype {name_of(targets.dtype)}, expected {expected}"))
+
+
+def check_probabilities(op: str, targets: Tensor, dtype: torch.dtype, shape: Sequence[int], of: str) -> None:
+    """Targets of a floating-point type hold probabilities: have they the dtype and the shape?"""
+    if targets.dtype != dtype and targets.dtype != torch.float32:
+        expected = f"{_or_float32(dtype)} for probabilities, or int64 or int32 for classes"
         raise ValueError(
-            said(op, f"`{name}` has dtype {name_of(input.dtype)}, expected a floating-point type: {meaning}")
+            said(op, f"`targets` has the floating-point type {name_of(targets.dtype)}, expected {expected}")
         )
-    return dtype
-
-
-def check_class_dtype(op: str, target: Tensor, input: Tensor) -> None:
-    if target.dtype not in CLASS_DTYPES:
-        expected = f"int64 or int32 for classes, {_or_float32(input)} for probabilities"
-        raise ValueError(said(op, f"`targets` has dtype {name_of(target.dtype)}, expected {expected}"))
-
-
-def check_soft(op: str, target: Tensor, input: Tensor, shape: Sequence[int], of: str) -> None:
-    """A target of a floating-point type holds probabilities: has it the dtype and the shape that they have?"""
-    if target.dtype != input.dtype and target.dtype != torch.float32:
-        expected = f"{_or_float32(input)} for probabilities, or int64 or int32 for classes"
-        raise ValueError(
-            said(op, f"`targets` has the floating-point type {name_of(target.dtype)}, expected {expected}")
-        )
-    if target.shape != tuple(shape):
-        found = f"shape {shape_of(target)} and the floating-point type {name_of(target.dtype)}"
+    if targets.shape != tuple(shape):
+        found = f"shape {shape_of(targets)} and the floating-point type {name_of(targets.dtype)}"
         expected = f"{list(shape)} for probabilities ({of}), or int64 or int32 for classes"
         raise ValueError(said(op, f"`targets` has {found}, expected {expected}"))
 
 
-def _or_float32(input: Tensor) -> str:
-    """The dtypes that probabilities may have, for a message."""
-    return " or ".join(dict.fromkeys((name_of(input.dtype), "float32")))
+def _or_float32(dtype: torch.dtype) -> str:
+    return " or ".join(dict.fromkeys((name_of(dtype), "float32")))
 
 
 def numbers_of(
-    op: str,
-    label_smoothing: float = 0,
-    scale: float | None = None,
-    softcap: float | None = None,
-    z_loss: float = 0,
+    op: str, label_smoothing: float = 0, scale: float | None = None, softcap: float | None = None, z_loss: float = 0
 ) -> tuple[tuple[float, ...], Tensor | None]:
     """The numbers among the options, checked, as the extension takes them, none where all are absent; and None. Where
     torch.compile has symbols for them, none, and the tensor that stands for them.
@@ -143,23 +131,23 @@ def _table() -> tuple[tuple[str, float, float, float, str], ...]:
 _table._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def weight_of(op: str, weight: Tensor, input: Tensor, classes: int, of: str = "logits") -> Tensor:
-    """The weights of the classes, as the core takes them; `of` is the argument that says how many there are."""
-    name, rows = "class_weight", of_rows(op)
-    check_tensor(op, name, weight)
-    check_device(op, name, weight, rows, input)
-    check_dtype_of(op, name, weight, (input.dtype, torch.float32), f"that of `{rows}`, or float32")
+def class_weight_of(op: str, weight: Tensor, like: Tensor, classes: int, of: str = "logits") -> Tensor:
+    """The weights of the classes, as the core takes them. `like` are logits or hidden states, and the argument `of`
+    says how many classes there are."""
+    name, rows = "class_weight", name_of_rows(op)
+    check_beside(op, name, weight, rows, like)
+    check_dtype_of(op, name, weight, (like.dtype, torch.float32), f"that of `{rows}`, or float32")
     check_shape(op, name, weight, [classes], f"one per class of `{of}`")
     refuse_gradient(op, name, weight)
     return weight.contiguous() if weight.layout == torch.strided else weight  # others are refused further down
 
 
-def row_weight_of(op: str, row_weight: Tensor, input: Tensor, rows: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The weights of the rows, as the core takes them; `dtype` is that of the loss."""
-    check_tensor(op, "row_weight", row_weight)
-    check_device(op, "row_weight", row_weight, of_rows(op), input)
+def row_weight_of(op: str, row_weight: Tensor, like: Tensor, rows: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The weights of the rows, as the core takes them. `like` are logits or hidden states, `dtype` is the loss's."""
+    name = name_of_rows(op)
+    check_beside(op, "row_weight", row_weight, name, like)
     if row_weight.shape != tuple(rows):
-        check_shape(op, "row_weight", row_weight, rows, f"one per row of `{of_rows(op)}` {shape_of(input)}")
+        check_shape(op, "row_weight", row_weight, rows, f"one per row of `{name}` {shape_of(like)}")
     refuse_gradient(op, "row_weight", row_weight)
     return row_weight.to(dtype).contiguous() if row_weight.layout == torch.strided else row_weight
 
@@ -178,7 +166,7 @@ def normalizer_of(op: str, normalizer: object, mode: int, dtype: torch.dtype, de
     if normalizer.numel() != 1:
         raise ValueError(f"{op}: normalizer has shape {shape_of(normalizer)}, expected one element")
     if normalizer.device != device:
-        expected = f"{device} (as `{of_rows(op)}`), or a number"
+        expected = f"{device} (as `{name_of_rows(op)}`), or a number"
         raise ValueError(said(op, f"`normalizer` is on {normalizer.device}, expected {expected}"))
     refuse_gradient(op, "normalizer", normalizer)
     return normalizer.to(dtype)

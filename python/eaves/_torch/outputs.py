@@ -99,12 +99,17 @@ def output_of(outputs: Sequence[Tensor], computed: int, names: Sequence[str]) ->
     return found
 
 
-def keep_outputs(ctx: Any, outputs: Sequence[Tensor], computed: int, followed: int) -> tuple[Tensor | None, ...]:
+def keep_outputs(
+    ctx: Any, outputs: Sequence[Tensor], computed: int, followed: int, is_loss_alone: bool = False
+) -> tuple[Tensor | None, ...]:
     """In a setup_context: which outputs have a derivative (the loss and, of the bits `followed`, lse and entropy), and
-    those to save, in the order in which the extension's backward takes them."""
+    those to save, in the order in which the extension's backward takes them. `is_loss_alone`: the Function returns no
+    other."""
     ctx.set_materialize_grads(False)  # or each backward would fill a tensor of zeros for each output
     ctx.computed, ctx.followed = computed, followed
-    if followed & (LSE | ENTROPY):
+    if is_loss_alone:
+        pass
+    elif followed & (LSE | ENTROPY):
         positions, differentiable = POSITIONS[computed], (followed & LSE) | ENTROPY
         constant = [outputs[positions[bit]] for bit in OUTPUTS if computed & bit and not differentiable & bit]
         ctx.mark_non_differentiable(*constant)

@@ -3,6 +3,7 @@ are a tensor."""
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +18,18 @@ from eaves._torch.transforms import is_exporting, is_transforming
 
 if TYPE_CHECKING:
     OpOverload = torch._ops.OpOverload[Any, Any]
+
+
+def record_of(overload: OpOverload) -> Any:
+    """The class of a named tuple of the operator's arguments, made from its schema."""
+    make: Any = namedtuple  # to mypy a class whose fields it would have to know
+    return make("Arguments", [each.name for each in overload._schema.arguments])
+
+
+def parameters_of(overload: OpOverload) -> str:
+    """The arguments in the schema, for that of an operator which takes more."""
+    return str(overload._schema).partition("(")[2].rpartition(") -> ")[0]
+
 
 below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowAutograd
 
@@ -188,8 +201,17 @@ def batch_first(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) ->
     )
 
 
+def of_each(overload: OpOverload, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+    """For a batching rule that has no better way: the results of a call for each sample, and their batch axes."""
+    results = [overload(*sample) for sample in each_of_batch(info, in_dims, *arguments)]
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    stacked = type(results[0])(torch.stack(each) for each in zip(*results))
+    return stacked, type(stacked)(0 for _ in stacked)
+
+
 def each_of_batch(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> list[list[Any]]:
-    """For a batching rule that has no better way: the arguments of each sample."""
+    """The arguments of each sample."""
     return [
         [
             value.select(axis, index) if isinstance(value, Tensor) and axis is not None else value

@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from eaves._torch.outputs import DIVISOR, NONE, POSITIONS, Z_LOSS, pick
+from eaves._torch.outputs import DIVISOR, MEAN, NONE, POSITIONS, Z_LOSS, pick
+from eaves._torch.registration import batch_first
 from eaves._torch.rows import counts_of, divisor_of
 
-# ------------------------------------------------------------------------------------------------ samples of torch.vmap
+_OF_CLASSES = ("head", "bias", "class_weight")
+_CONTIGUOUS = ("row_weight", "grad_lse", "grad_entropy", "lse", "entropy", "target_mass")
 
 
-def divisors_of(
-    samples: int,
-    targets: Tensor,
-    weight: Tensor | None,
-    row_weight: Tensor | None,
-    normalizer: Tensor | None,
-    ignore_index: int,
-    rows: Tensor,
-) -> Tensor:
-    """The divisor of each sample's mean; `targets` has the samples as its first axis, and so have `row_weight`
-    and `rows`, one number for each row in the dtype of the divisors."""
-    if normalizer is not None:
-        return normalizer.reshape(samples).clone()
-    weights = torch.ones_like(rows) if row_weight is None else row_weight
+def in_one(info: Any, given: Any, axes: Any) -> Any:
+    """The arguments of a loss's operator with the batch as the first axis of the rows; `axes` are the batch's in each.
+    Tensors of the classes have no batch."""
+    changed = {}
+    for name, tensor in given._asdict().items():
+        if isinstance(tensor, Tensor) and name not in _OF_CLASSES:
+            (whole,) = batch_first(info, (getattr(axes, name),), tensor)
+            changed[name] = whole.contiguous() if name in _CONTIGUOUS else whole
+    return given._replace(**changed)
+
+
+def divisors_of(given: Any, rows: Tensor) -> Tensor | None:
+    """The divisor of each sample's mean, if the loss is one. `given` are the arguments of all samples in one, and
+    `rows`, one number for each row in the dtype of the divisors, have the samples as their first axis."""
+    targets, samples = given.targets, rows.shape[0]
+    if given.reduction != MEAN:
+        return None
+    if given.normalizer is not None:
+        normalizer: Tensor = given.normalizer.reshape(samples).clone()
+        return normalizer
+    weights = torch.ones_like(rows) if given.row_weight is None else given.row_weight
     if targets.is_floating_point():  # with probabilities no row is ignored
         return divisor_of(_matrix(weights), None, rows.dtype)
-    counts = counts_of(targets, ignore_index) & (weights != 0)
-    if weight is not None:
-        classes = torch.where(counts, targets, 0).clamp(0, max(weight.shape[0] - 1, 0))
-        weights = weights * weight.to(rows.dtype)[classes]
+    counts = counts_of(targets, given.ignore_index) & (weights != 0)
+    if given.class_weight is not None:
+        classes = torch.where(counts, targets, 0).clamp(0, max(given.class_weight.shape[0] - 1, 0))
+        weights = weights * given.class_weight.to(rows.dtype)[classes]
     return divisor_of(_matrix(weights), _matrix(counts), rows.dtype)
 
 
@@ -72,12 +82,16 @@ def reduce_samples(tensors: list[Tensor], outputs: int, mode: int, divisors: Ten
     return reduced
 
 
-def row_gradients(grad_loss: Tensor, mode: int, divisor: Tensor | None, rows: Tensor) -> Tensor:
-    """dL/d(loss) of each row, from that of each sample's reduced loss. `rows` has the samples as its first axis."""
+def row_gradients(given: Any) -> Tensor:
+    """dL/d(loss) of each row, from that of each sample's reduced loss. `given` are the arguments of a backward of all
+    samples in one."""
+    grad_loss, mode, lse = given.grad_loss, given.reduction, given.lse
+    rows = lse if lse.dim() < given[3].dim() else lse[..., 0]  # behind the upstream gradients are logits or hidden
     if mode == NONE:
-        return grad_loss
+        return grad_loss  # type: ignore[no-any-return]
     samples = rows.shape[0]
     grads = grad_loss.reshape(samples)
-    if divisor is not None:
-        grads = _quotient(grads, divisor.reshape(samples))
-    return grads.reshape([samples] + [1] * (rows.dim() - 1)).expand(rows.shape)
+    if mode == MEAN and given.divisor is not None:
+        grads = _quotient(grads, given.divisor.reshape(samples))
+    spread: Tensor = grads.reshape([samples] + [1] * (rows.dim() - 1)).expand(rows.shape)
+    return spread

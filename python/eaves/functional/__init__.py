@@ -1,28 +1,16 @@
 """The public functions and modules for torch tensors, each in the file of its name: signature, docstring, one call."""
 
-from eaves._parallel.shard import Shard
-from eaves._torch.library import __version__
-from eaves._torch.outputs import CrossEntropyOutput, LogProbOutput
-from eaves.functional.cross_entropy import CrossEntropyLoss, cross_entropy
-from eaves.functional.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
-from eaves.functional.linear_kl_div import linear_kl_div
-from eaves.functional.log_prob import linear_log_prob, log_prob
-from eaves.functional.logsumexp import logsumexp
-from eaves.functional.lrpe_cosine import LRPECosine, lrpe_cosine
-
-__all__ = [
-    "CrossEntropyLoss",
-    "CrossEntropyOutput",
-    "LRPECosine",
-    "LinearCrossEntropyLoss",
-    "LogProbOutput",
-    "Shard",
-    "__version__",
-    "cross_entropy",
-    "linear_cross_entropy",
-    "linear_kl_div",
-    "linear_log_prob",
-    "log_prob",
-    "logsumexp",
-    "lrpe_cosine",
-]
+from eaves._parallel.shard import Shard as Shard
+from eaves._torch.library import __version__ as __version__
+from eaves._torch.outputs import CrossEntropyOutput as CrossEntropyOutput
+from eaves._torch.outputs import LogProbOutput as LogProbOutput
+from eaves.functional.cross_entropy import CrossEntropyLoss as CrossEntropyLoss
+from eaves.functional.cross_entropy import cross_entropy as cross_entropy
+from eaves.functional.linear_cross_entropy import LinearCrossEntropyLoss as LinearCrossEntropyLoss
+from eaves.functional.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from eaves.functional.linear_kl_div import linear_kl_div as linear_kl_div
+from eaves.functional.log_prob import linear_log_prob as linear_log_prob
+from eaves.functional.log_prob import log_prob as log_prob
+from eaves.functional.logsumexp import logsumexp as logsumexp
+from eaves.functional.lrpe_cosine import LRPECosine as LRPECosine
+from eaves.functional.lrpe_cosine import lrpe_cosine as lrpe_cosine

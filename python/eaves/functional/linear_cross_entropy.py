@@ -240,9 +240,7 @@ def linear_cross_entropy(
 
 
 @module_of(
-    linear_cross_entropy,
-    *("linear_bias", "options", "row_weight", "normalizer", "grad_weight_out"),
-    *("group", "classes"),
+    linear_cross_entropy, "linear_bias", "options", "row_weight", "normalizer", "grad_weight_out", "group", "classes"
 )
 class LinearCrossEntropyLoss(LossModule):
     """eaves.linear_cross_entropy as a module: the options are given once, and `weight`, that of the classes, goes where
@@ -284,15 +282,6 @@ class LinearCrossEntropyLoss(LossModule):
         """eaves.linear_cross_entropy(input, linear_weight, target, linear_bias=linear_bias, ...) with the options of
         the module."""
         return linear_cross_entropy(
-            input,
-            linear_weight,
-            target,
-            linear_bias=linear_bias,
-            weight=self.weight,
-            row_weight=row_weight,
-            normalizer=normalizer,
-            grad_weight_out=grad_weight_out,
-            group=group,
-            classes=classes,
-            **self._options(),
-        )
+            input, linear_weight, target, linear_bias=linear_bias, weight=self.weight, row_weight=row_weight,
+            normalizer=normalizer, grad_weight_out=grad_weight_out, group=group, classes=classes, **self._options(),
+        )  # fmt: skip

@@ -122,8 +122,8 @@ def log_prob(
     if unknown:
         refuse_unknown("log_prob", unknown, log_prob, group, logits)
     call = LogProbCall(
-        "log_prob", logits, None, None, tokens, temperature, softcap, scale, ignore_index, outputs, group, classes,
-        inplace_backward=inplace_backward,
+        "log_prob", logits, None, None, None, tokens, temperature, softcap, scale, ignore_index, outputs, group,
+        classes, inplace_backward,
     )  # fmt: skip
     return log_probs_of(call)
 
@@ -210,7 +210,7 @@ def linear_log_prob(
     if unknown:
         refuse_unknown("linear_log_prob", unknown, linear_log_prob, group, head)
     call = LogProbCall(
-        "linear_log_prob", hidden, head, bias, tokens, temperature, softcap, scale, ignore_index, outputs, group,
+        "linear_log_prob", None, hidden, head, bias, tokens, temperature, softcap, scale, ignore_index, outputs, group,
         classes, algorithm=algorithm, workspace_bytes=workspace_bytes, skip_ignored=skip_ignored,
         grad_weight_dtype=grad_weight_dtype, grad_weight_out=grad_weight_out,
     )  # fmt: skip

@@ -194,17 +194,9 @@ class LRPECosine(torch.nn.Module):
             given = "None, one axis" if grid is None else list(grid)
             raise ValueError(f"{_OP}: grid is {given}, expected one of {self.axes} axes (as the module has)")
         return lrpe_cosine(
-            x,
-            self.theta,
-            grid=grid,
-            extra_tokens=extra_tokens,
-            offset=offset,
-            positions=positions,
-            cu_seqlens=cu_seqlens,
-            activation=self.activation,
-            activation_dim=self.activation_dim,
-            layout=self.layout,
-        )
+            x, self.theta, grid=grid, extra_tokens=extra_tokens, offset=offset, positions=positions,
+            cu_seqlens=cu_seqlens, activation=self.activation, activation_dim=self.activation_dim, layout=self.layout,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         """The sizes, and the options that are not the default's."""

@@ -80,7 +80,7 @@ def _loss_of_pieces(call: LinearCrossEntropyCall, name: str | None, vocab_size: 
     """The loss of a head in pieces, over the group of this name or the mesh of a DTensor. torch.compile does not trace
     named_group(); what it needs is known from a call before, or from patch()."""
     if name is None:
-        if not is_distributed(call.linear_weight):
+        if not is_distributed(call.head):
             raise ValueError(
                 "eaves.hf: patch() got sequence_parallel=True without a group, and the head is no DTensor; pass one"
             )
