@@ -16,13 +16,13 @@ import torch
 import torch._functorch.config
 from torch import Tensor
 
+from eaves._bench import DTYPES as DTYPES
+from eaves._bench import reason as reason
+
 Mode = Literal["fwd", "bwd", "fwd+bwd"]
 
 Forward = Callable[..., Tensor]
 """Called with `Inputs.arguments`; autograd gives the backward."""
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-"""By the names that options and result files use."""
 
 PROGRAM = "python benchmarks"
 
@@ -194,14 +194,3 @@ def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
     for name in names:
         if name not in known:
             raise InvalidArgument(f'{what} "{name}", expected one of: {", ".join(known)}')
-
-
-def reason(error: BaseException) -> str:
-    """Why there is no number, in one line."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    # The CPU's allocator raises a plain RuntimeError.
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in text:
-        return "does not fit in memory"
-    if isinstance(error, NotImplementedError):
-        text = f"not supported: {text}"
-    return text if len(text) <= 200 else text[:197] + "..."

@@ -21,7 +21,7 @@ def main() -> int:
         return _main()
     except KeyboardInterrupt:
         return 130
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         print(f"eaves: {error}", file=sys.stderr)
         return 1
 

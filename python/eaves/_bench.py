@@ -34,6 +34,7 @@ Function = Callable[..., Tensor]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 _WARM_UP_CALLS = 2
+_NO_ROOM = "does not fit in memory"
 _UNSTEADY = 2.0
 """A median above so many times the fastest repetition is that of a machine that is busy with something else."""
 
@@ -194,6 +195,17 @@ def peak_of_call(run: Callable[[], object], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
+def reason(error: BaseException) -> str:
+    """Why there is no number, in one line."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    # The CPU's allocator raises a plain RuntimeError.
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in text:
+        return _NO_ROOM
+    if isinstance(error, NotImplementedError):
+        text = f"not supported: {text}"
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
 def _prepared(operator: Operator, inputs: Sequence[Tensor], device: torch.device) -> Iterator[tuple[str, Step, float]]:
     """Name, step and MiB of the implementations that run here; a line says why another does not."""
     compiled = torch.compile(operator.formula, fullgraph=True, dynamic=False)
@@ -204,11 +216,10 @@ def _prepared(operator: Operator, inputs: Sequence[Tensor], device: torch.device
             for _ in range(_WARM_UP_CALLS):
                 step.run()
             yield name, step, (inputs_bytes + peak_of_call(step.run, device)) / 2**20
-        except Exception as error:  # a compiler that is missing, a GPU's memory that does not suffice
-            if name == "eaves" and not isinstance(error, torch.OutOfMemoryError):
+        except Exception as error:  # a compiler that is missing, memory that does not suffice
+            if name == "eaves" and reason(error) != _NO_ROOM:
                 raise
-            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            _command_line.say(f"{name} is left out: {why[:200]}")
+            _command_line.say(f"{name} is left out: {reason(error)}")
 
 
 # -------------------------------------------------------------------------------------------------------------- program
@@ -226,7 +237,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """What was wrong with the arguments; nothing once the table is printed."""
+    """What was wrong with the arguments; nothing once the table is printed. MemoryError: the shape does not fit."""
     operator, has_gpu = OPERATORS[arguments.operator], torch.cuda.is_available()
     keys, parts = operator.sizes.split(","), [part.partition("=") for part in arguments.shape.split(",")]
     sizes = {key: int(size) for key, _, size in parts if size.isdecimal()}
@@ -244,13 +255,18 @@ def run(arguments: argparse.Namespace) -> str:
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
 
-    torch.manual_seed(0)
-    with device:
-        inputs = operator.make_inputs(DTYPES[arguments.dtype], *numbers)
     on = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     _command_line.say(f"# {on}, eaves {eaves.__version__}, torch {torch.__version__}")
     _command_line.say(f"{arguments.operator}, {arguments.shape}, {arguments.dtype}; milliseconds")
-    _print_table(operator, inputs, device, arguments.repetitions)
+    torch.manual_seed(0)
+    try:
+        with device:
+            inputs = operator.make_inputs(DTYPES[arguments.dtype], *numbers)
+        _print_table(operator, inputs, device, arguments.repetitions)
+    except (RuntimeError, MemoryError) as error:
+        if reason(error) != _NO_ROOM:
+            raise
+        raise MemoryError(f"{arguments.operator}, {arguments.shape}: {_NO_ROOM}") from error
     return ""
 
 
@@ -258,6 +274,8 @@ def _print_table(operator: Operator, inputs: Sequence[Tensor], device: torch.dev
     steps, peaks = {}, {}
     for name, step, mib in _prepared(operator, inputs, device):
         steps[name], peaks[name] = step, mib
+    if not steps:
+        raise MemoryError
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     times = time_in_turns(steps, repetitions, wait)
     whole = {name: [forward + backward for forward, backward in pairs] for name, pairs in times.items()}

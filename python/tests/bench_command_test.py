@@ -70,6 +70,22 @@ def test_who_fails_is_left_out_with_a_reason(
     assert "torch.compile is left out: there is no compiler\n" in out and "\ntorch  " in out
 
 
+@pytest.mark.parametrize("what", ["the inputs", "every step"])
+def test_a_shape_that_does_not_fit_is_one_sentence_and_exit_code_1(
+    what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = "rows=4,n=100" if what == "every step" else "rows=1000000,n=1000000000"  # 2 PB
+
+    def fail(step: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    monkeypatch.setattr(_bench.Step, "run", fail)
+    assert main(monkeypatch, "logsumexp", "--shape", shape, *QUICK) == 1
+    out, err = capsys.readouterr()
+    assert err == f"eaves: logsumexp, {shape}: does not fit in memory\n"
+    assert ("torch.compile is left out: does not fit in memory\n" in out) == (what == "every step")
+
+
 def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     times = iter([(1.0, 1.0), (5.0, 1.0), (4.0, 1.0)])
     monkeypatch.setattr(_bench, "time_in_turns", lambda steps, *_: {"eaves": [*times]})
