@@ -10,18 +10,16 @@ logits of deviation 1.3 (a model that knows little) and 4.
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
-from eaves._command_line import Parser, check, say
+from eaves._command_line import say
 
-from . import run, tables
-from .benchmark import PROGRAM, Inputs, Provider, normal, reason
+from . import run, tables, verify
+from .benchmark import Inputs, Provider, normal, reason
 from .device import find_device
 from .harness import Entry
 from .linear_cross_entropy import OPERATOR, WITHOUT_BIAS
@@ -41,30 +39,22 @@ def make_inputs(rows: int, features: int, classes: int, deviation: float | None,
     return Inputs((x, weight, target, bias), torch.ones((), device=device))
 
 
-def exact(inputs: Inputs, with_bias: bool) -> tuple[Tensor, ...]:
-    """Loss and gradients in float64."""
-    x, weight, bias = (inputs.arguments[i].detach().double().requires_grad_() for i in (0, 1, 3))
-    logits = functional.linear(x, weight, bias if with_bias else None)
-    loss = functional.cross_entropy(logits, inputs.arguments[2])
-    return loss.detach(), *torch.autograd.grad(loss, (x, weight, bias) if with_bias else (x, weight))
-
-
 def measure(name: str, inputs: Inputs, providers: Sequence[Provider]) -> list[Entry]:
     """The relative errors, by the names of the results; a provider without a bias has none for it."""
-    expected = {with_bias: exact(inputs, with_bias) for with_bias in (False, True)}
     rows, features = inputs.arguments[0].shape
-    shape = {"rows": rows, "dim": features, "v": len(inputs.arguments[1])}
-    row = OPERATOR.row_of_shape(shape, "bf16")
+    row = OPERATOR.row_of_shape({"rows": rows, "dim": features, "v": len(inputs.arguments[1])}, "bf16")
+    exact = [each.detach().double().requires_grad_() if each.requires_grad else each for each in inputs.arguments]
+    formula = next(each for each in OPERATOR.providers if each.name == "torch").forward(row)
+    expected = {count: verify.results(row, formula, Inputs(tuple(exact[:count]), inputs.grad_out.double()))
+                for count in (3, 4)}  # fmt: skip
     entries: list[Entry] = []
     for provider in providers:
-        with_bias = provider.name not in WITHOUT_BIAS
-        own = inputs if with_bias else replace(inputs, arguments=inputs.arguments[:3])
+        count = 3 if provider.name in WITHOUT_BIAS else 4
         entry: Entry = {"deviation": name, "shape": dict(row.shape), "provider": provider.name}
         try:
-            loss = provider.forward(row)(*own.arguments)
-            found = [loss.detach(), *torch.autograd.grad(loss, own.differentiable)]
-            for each, actual, wanted in zip(RESULTS, found, expected[with_bias]):
-                entry[each] = float((actual.double() - wanted).norm() / wanted.norm())
+            found = verify.results(row, provider.forward(row), replace(inputs, arguments=inputs.arguments[:count]))
+            for each, (result, wanted) in zip(RESULTS, expected[count].items()):
+                entry[each] = float((found[result].double() - wanted).norm() / wanted.norm())
         except Exception as error:  # a provider's code: whatever it raises, the others go on
             entry["skipped"] = reason(error)
         entries.append(entry)
@@ -80,11 +70,7 @@ def table(entries: Sequence[Entry]) -> str:
     return "\n".join(tables.markdown(lines, left=len(lines[0]))[:-1])
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit code."""
-    parser = Parser(
-        prog=f"{PROGRAM} accuracy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(parser: ArgumentParser, argv: Sequence[str]) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], help="without: cuda where PyTorch sees a GPU")
     device = find_device(parser.parse_args(argv).device)
     providers = run.installed(OPERATOR.providers, device)
@@ -94,5 +80,3 @@ def main(argv: Sequence[str]) -> int:
         for name, deviation in (("spread", None), ("1.3", 1.3), ("4", 4.0)):
             entries += measure(name, make_inputs(*shape, deviation, device), providers)
     say(table(entries))
-    check()
-    return 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -106,10 +105,6 @@ class Request:
     """The user named the dtype: rows of other dtypes are left out."""
 
 
-def _lacks_nothing(row: Row) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class Provider:
     """One implementation of an operator."""
@@ -127,7 +122,7 @@ class Provider:
 
     needs_gpu: bool = False
 
-    lacks: Callable[[Row], str] = _lacks_nothing
+    lacks: Callable[[Row], str] = lambda row: ""
     """The option of the row that the provider does not have, in a few words; nothing if it has all. A provider that
     lacks something in every row of a table has no column there."""
 
@@ -136,8 +131,7 @@ class Provider:
 
     def load(self) -> Any:
         module, _, name = self.source.partition(":")
-        found = import_module(module)
-        return attrgetter(name)(found) if name else found
+        return getattr(import_module(module), name) if name else import_module(module)
 
     def forward(self, row: Row) -> Forward:
         return self.make(self.load(), row)

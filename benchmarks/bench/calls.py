@@ -24,7 +24,7 @@ from .benchmark import Forward, Inputs, Row
 PROTOCOLS = ("autograd", "accumulate")
 
 
-def _nothing() -> None:
+def nothing() -> None:
     pass
 
 
@@ -33,7 +33,7 @@ class Call:
     run: Callable[[], object]
     """The timed function. It returns its output."""
 
-    prepare: Callable[[], None] = _nothing
+    prepare: Callable[[], None] = nothing
     """To be called before every run, and not timed."""
 
 

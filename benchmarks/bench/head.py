@@ -8,13 +8,14 @@ through the power that they draw: they take the gradient of the row.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .benchmark import Inputs, Mode, normal
+from .benchmark import DTYPES, Inputs, Mode, Row, normal
 
 DENSE_DEVIATION = 1.3
 """The deviation of the logits of data "dense"."""
@@ -81,3 +82,43 @@ def products(
         return run
 
     return make
+
+
+def head_row(
+    op: str,
+    mode: Mode,
+    dtype_name: str,
+    shape: Shape,
+    out_shape: Sequence[int],
+    options: Mapping[str, Any],
+    logits_gradient: Callable[[Tensor, Inputs, slice], Tensor],
+) -> Row:
+    """A row with the output `out_shape`. A scalar has the upstream gradient 1, as a loss in training, but a backward by
+    itself a random one. With the option "frozen_head" the head has no gradient; the data "spread" are not dense."""
+    dtype = DTYPES[dtype_name]
+    result_dtype = torch.promote_types(dtype, torch.float32)
+    rows, features, classes = shape
+    is_frozen, is_spread = "frozen_head" in options, options.get("data") == "spread"
+    hidden_bytes, head_bytes = (count * features * dtype.itemsize for count in (rows, classes))
+    gradient_bytes = 0 if mode == "fwd" else hidden_bytes + (0 if is_frozen else head_bytes)
+
+    def make_inputs(device: torch.device, seed: int) -> Inputs:
+        hidden, head, classes_of_rows = head_tensors(*shape, dtype, device, seed, not is_spread)
+        hidden.requires_grad_(mode != "fwd")
+        head.requires_grad_(mode != "fwd" and not is_frozen)
+        is_one = not out_shape and mode != "bwd"
+        one = torch.ones((), dtype=result_dtype, device=device)
+        return Inputs(
+            (hidden, head, classes_of_rows), one if is_one else normal(out_shape, result_dtype, device, seed + 3)
+        )
+
+    return Row(
+        *(op, mode, dtype_name, {"batch": rows, "dim": features, "v": classes}),
+        hidden_bytes + head_bytes + rows * torch.int64.itemsize,
+        gradient_bytes + math.prod(out_shape) * result_dtype.itemsize,
+        gradient_bytes,
+        make_inputs=make_inputs,
+        options=options,
+        flops=2 * ({"fwd": 1, "bwd": 2, "fwd+bwd": 3}[mode] - is_frozen) * math.prod(shape),
+        make_limit=products(mode, logits_gradient),
+    )

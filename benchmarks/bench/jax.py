@@ -16,10 +16,9 @@ bar does not hold; bars are for GPUs and the published shapes.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
-import importlib.util
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,10 @@ import torch
 import eaves.jax
 from eaves import _info
 from eaves._bench import peak_of_call
-from eaves._command_line import Parser, say
+from eaves._command_line import say
 
 from . import results
-from .benchmark import PROGRAM, InvalidArgument, reason
+from .benchmark import InvalidArgument, reason
 from .calls import Call
 from .head import DENSE_DEVIATION, Shape, head_tensors, parse_shape
 from .timing import Timer
@@ -56,24 +55,23 @@ Run = Callable[[], object]
 # ---------------------------------------------------------------------------------------------------------- contestants
 
 
-def _all_logits(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
-    logits = (hidden @ head.T).astype(jnp.float32)  # as models do: the backward's products are of the inputs' dtype
+def _of_logits(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    logits = logits.astype(jnp.float32)  # as models do: the backward's products are of the inputs' dtype
     picked = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
     mean: jax.Array = (jax.nn.logsumexp(logits, -1) - picked).mean()
     return mean
 
 
+def _all_logits(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
+    return _of_logits(hidden @ head.T, labels)
+
+
 def _in_chunks(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
     """Chunks of rows, whose logits the backward computes again."""
     rows = min(_CHUNK_ROWS, len(labels))
-
-    @jax.checkpoint
-    def chunk(total: jax.Array, each: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        return total + _all_logits(each[0], head, each[1]) * rows, None
-
     chunks = (hidden.reshape(-1, rows, hidden.shape[1]), labels.reshape(-1, rows))
-    total: jax.Array = jax.lax.scan(chunk, jnp.zeros(()), chunks)[0]
-    return total / len(labels)
+    means: jax.Array = jax.lax.map(jax.checkpoint(lambda each: _all_logits(each[0], head, each[1])), chunks)
+    return means.mean()
 
 
 def _tokamax() -> Loss:
@@ -89,15 +87,7 @@ def _products(hidden: jax.Array, head: jax.Array, gradient: jax.Array) -> tuple[
 @jax.jit
 def _gradient(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
     """The gradient of the mean in the logits: how fast a product is depends on its data."""
-
-    def of_chunk(each: tuple[jax.Array, jax.Array]) -> jax.Array:
-        logits = jnp.einsum("nd,vd->nv", each[0], head, preferred_element_type=jnp.float32)
-        p = jax.nn.softmax(logits) - jax.nn.one_hot(each[1], len(head))
-        return (p / len(labels)).astype(hidden.dtype)
-
-    rows = min(_CHUNK_ROWS, len(labels))
-    chunks = (hidden.reshape(-1, rows, hidden.shape[1]), labels.reshape(-1, rows))
-    gradient: jax.Array = jax.lax.map(of_chunk, chunks).reshape(len(labels), len(head))
+    gradient: jax.Array = jax.grad(_of_logits)(hidden @ head.T, labels)
     return gradient
 
 
@@ -189,16 +179,16 @@ def bars(rows: Sequence[Mapping[str, Any]], host_us: Mapping[str, float]) -> lis
     """The aims on a GPU, and whether each holds; None if something was not measured."""
     measured = {(row["shape"], row["provider"]): row for row in rows if "ms" in row}
 
-    def ratio(shape: Shape, name: str, other: str, key: str) -> float | None:
-        one, two = measured.get((str(shape), name)), measured.get((str(shape), other))
+    def ratio(shape: Shape, other: str, key: str) -> float | None:
+        one, two = (measured.get((str(shape), name)) for name in ("eaves", other))
         return None if one is None or two is None else one[key] / two[key]
 
     many_rows, many_features = PUBLISHED
     # Two measurements of the same function differ by up to a twentieth on the host.
     found = [
-        ("time over that of the three products", many_rows, ratio(many_rows, "eaves", "products", "ms"), 1.10),
-        ("memory over that of all logits", many_rows, ratio(many_rows, "eaves", "jax", "memory_bytes"), 1 / 3),
-        ("time over that from PyTorch", many_features, ratio(many_features, "eaves", "torch", "ms"), 1.03),
+        ("time over that of the three products", many_rows, ratio(many_rows, "products", "ms"), 1.10),
+        ("memory over that of all logits", many_rows, ratio(many_rows, "jax", "memory_bytes"), 1 / 3),
+        ("time over that from PyTorch", many_features, ratio(many_features, "torch", "ms"), 1.03),
         ("host time of a small call over that of JAX", "logsumexp 2x3", host_us["eaves"] / host_us["jax"], 1.05),
     ]
     return [{"what": what, "shape": str(shape), "value": value, "at_most": limit, "holds": value and value <= limit}
@@ -207,41 +197,36 @@ def bars(rows: Sequence[Mapping[str, Any]], host_us: Mapping[str, float]) -> lis
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
     """Time and memory over the number of classes, a panel each, for the rows and features that most shapes have."""
+    from . import plot
+
     measured = [(parse_shape(row["shape"]), row) for row in rows if "ms" in row]
     heads = [shape[:2] for shape in dict.fromkeys(shape for shape, _ in measured)]
     head = max(heads, key=heads.count, default=(0, 0))
-    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(11, 4.2), layout="constrained")
-    panels = figure.subplots(1, 2)
-    for name in dict.fromkeys(row["provider"] for _, row in measured):
-        of_name = [(s.classes, row) for s, row in measured if s[:2] == head and row["provider"] == name]
-        of_name.sort(key=lambda each: each[0])
-        classes = [each for each, _ in of_name]
-        style: dict[str, Any] = {"marker": "o", "markersize": 4, "linestyle": "--" if name == "products" else "-"}
-        panels[0].plot(classes, [row["ms"] for _, row in of_name], label=name, **style)
-        panels[1].plot(classes, [row["memory_bytes"] / 2**20 for _, row in of_name], **style)
-    for panel, quantity in zip(panels, ("ms", "MiB beside the arguments")):
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        panel.set_xlabel("classes")
-        panel.set_ylabel(quantity)
-        panel.grid(color="#DDDDDD")
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{head[0]} rows of {head[1]} features, forward and backward\n{title}", fontsize=11)
-    figure.legend(loc="outside lower center", ncols=5, frameon=False)
-    figure.savefig(path, dpi=100, metadata={"Software": None})
+
+    def panel(axes: Any, index: int) -> None:
+        key, unit, quantity = (("ms", 1, "ms"), ("memory_bytes", 2**20, "MiB beside the arguments"))[index]
+        for name in dict.fromkeys(row["provider"] for _, row in measured):
+            points = sorted((shape.classes, row[key] / unit) for shape, row in measured
+                            if (shape[:2], row["provider"]) == (head, name))  # fmt: skip
+            style = "--" if name == "products" else "-"
+            axes.plot(*zip(*points), label=name, marker="o", markersize=4, linestyle=style)
+        axes.set_xscale("log", base=2)
+        axes.set(yscale="log", xlabel="classes", ylabel=quantity)
+        axes.grid(color="#DDDDDD")
+
+    of_head = f"{head[0]} rows of {head[1]} features, forward and backward"
+    plot.save(plot.figure(2, panel, f"{of_head}\n{title}"), path)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit code."""
-    parser = Parser(prog=f"{PROGRAM} jax", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(parser: ArgumentParser, argv: Sequence[str]) -> int:
     parser.add_argument("--shape", type=parse_shape, action="append", help="rows x features x classes; may be repeated")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} instead of all others")
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--json", metavar="FILE", help="where to write the results too")
     parser.add_argument("--plot", metavar="FILE", help="where to draw the curves; needs matplotlib")
     arguments = parser.parse_args(argv)
-    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
-        raise InvalidArgument("--plot: matplotlib is not installed, expected benchmarks/requirements.txt")
+    if arguments.plot:
+        importlib.import_module(".plot", __package__)  # now says whether matplotlib is missing
     if not (arguments.shape or arguments.quick) and jax.default_backend() != "gpu":
         raise InvalidArgument("JAX has no GPU, which the published shapes are for: expected --quick or --shape")
     json, plot = (path and results.check_file(f"--{name}", path)

@@ -11,13 +11,14 @@ gradient is 0 almost everywhere; "dense" has smaller inputs, logits with a devia
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, compiled, normal, peer
-from .head import head_tensors, products
+from .benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, compiled, peer
+from .head import Shape, head_row
 
 # The others take a bias as their fourth argument, where it is given.
 WITHOUT_BIAS = ("liger-scaled", "cut-cross-entropy", "quack")
@@ -147,27 +148,11 @@ def _logits_gradient(logits: Tensor, inputs: Inputs, rows: slice) -> Tensor:
 _ROUNDED_LOGITS = 0.6
 
 
-def _row(batch: int, features: int, classes: int, mode: Mode, dtype_name: str, **options: Any) -> Row:
-    dtype, is_spread = DTYPES[dtype_name], options["data"] == "spread"
-    result_dtype = torch.promote_types(dtype, torch.float32)
-    arguments_bytes = (batch + classes) * features * dtype.itemsize
-    gradient_bytes = 0 if mode == "fwd" else arguments_bytes
-
-    def make_inputs(device: torch.device, seed: int) -> Inputs:
-        x, weight, target = head_tensors(batch, features, classes, dtype, device, seed, not is_spread)
-        one = torch.ones((), dtype=result_dtype, device=device)
-        grad_out = normal([], result_dtype, device, seed + 1) if mode == "bwd" else one
-        return Inputs((x.requires_grad_(mode != "fwd"), weight.requires_grad_(mode != "fwd"), target), grad_out)
-
-    return Row(
-        *("linear_cross_entropy", mode, dtype_name, {"batch": batch, "dim": features, "v": classes}),
-        *(arguments_bytes + batch * torch.int64.itemsize, gradient_bytes + result_dtype.itemsize, gradient_bytes),
-        make_inputs=make_inputs,
-        options=options,
-        flops={"fwd": 2, "bwd": 4, "fwd+bwd": 6}[mode] * batch * features * classes,
-        make_limit=products(mode, _logits_gradient),
-        tolerance=_ROUNDED_LOGITS if dtype.itemsize == 2 and is_spread else None,
-    )
+def _row(batch: int, features: int, classes: int, mode: Mode, dtype: str, **options: Any) -> Row:
+    shape = Shape(batch, features, classes)
+    row = head_row("linear_cross_entropy", mode, dtype, shape, (), options, _logits_gradient)
+    is_rounded = DTYPES[dtype].itemsize == 2 and options["data"] == "spread"
+    return replace(row, tolerance=_ROUNDED_LOGITS if is_rounded else None)
 
 
 # Features and classes of heads beside the published ones: GPT-2's, and three of Qwen's.

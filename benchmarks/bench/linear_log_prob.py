@@ -10,13 +10,14 @@ The column `limit` is the matrix products (`head.py`): three, one, and two. The 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, compiled, normal
-from .head import head_tensors, products
+from .benchmark import DTYPES, Forward, Inputs, Mode, Operator, Provider, Request, Row, compiled
+from .head import Shape, head_row
 
 # ------------------------------------------------------------------------------------------------------------ providers
 
@@ -125,30 +126,10 @@ KINDS: tuple[tuple[Mode, dict[str, bool]], ...] = (
 """Mode and options of the rows."""
 
 
-def _row(batch: int, features: int, classes: int, mode: Mode, dtype_name: str, **options: Any) -> Row:
-    dtype = DTYPES[dtype_name]
-    result_dtype = torch.promote_types(dtype, torch.float32)
-    hidden_bytes, head_bytes = batch * features * dtype.itemsize, classes * features * dtype.itemsize
-    is_head_trained = mode != "fwd" and "frozen_head" not in options
-    gradient_bytes = 0 if mode == "fwd" else hidden_bytes + (head_bytes if is_head_trained else 0)
-    out_shape = [2, batch] if "entropy" in options else [batch]
-
-    def make_inputs(device: torch.device, seed: int) -> Inputs:
-        hidden, head, tokens = head_tensors(batch, features, classes, dtype, device, seed, is_dense=True)
-        arguments = (hidden.requires_grad_(mode != "fwd"), head.requires_grad_(is_head_trained), tokens)
-        return Inputs(arguments, normal(out_shape, result_dtype, device, seed + 3))
-
-    return Row(
-        *("linear_log_prob", mode, dtype_name, {"batch": batch, "dim": features, "v": classes}),
-        hidden_bytes + head_bytes + batch * torch.int64.itemsize,
-        gradient_bytes + len(out_shape) * batch * result_dtype.itemsize,
-        gradient_bytes,
-        make_inputs=make_inputs,
-        options=options,
-        flops=2 * (1 if mode == "fwd" else 3 if is_head_trained else 2) * batch * features * classes,
-        make_limit=products(mode, _logits_gradient),
-        tolerance=_ROUNDED_LOGITS if dtype.itemsize == 2 and mode == "fwd" else None,
-    )
+def _row(batch: int, features: int, classes: int, mode: Mode, dtype: str, **options: Any) -> Row:
+    shape, out_shape = Shape(batch, features, classes), (2, batch) if "entropy" in options else (batch,)
+    row = head_row("linear_log_prob", mode, dtype, shape, out_shape, options, _logits_gradient)
+    return replace(row, tolerance=_ROUNDED_LOGITS if DTYPES[dtype].itemsize == 2 and mode == "fwd" else None)
 
 
 def _rows(request: Request) -> list[Row]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 import sys
+from argparse import ArgumentParser
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from eaves import _command_line
 from eaves._command_line import say
 
 from . import results, tables
@@ -79,11 +79,9 @@ def draw(path: Path, operators: Sequence[Operator], names: Iterable[str] | None 
 
         for name in folder.files if names is None else names:
             content = folder.files[name]
-            versions = (
-                f"{content['device']}, eaves {content['versions']['eaves']}, torch {content['versions']['torch']}"
-            )
-            op = content["rows"][0]["op"]
-            for picture in plot.draw(pictures, op, content["protocol"], folder.tables[name], versions):
+            device, of, op = content["device"], content["versions"], content["rows"][0]["op"]
+            where = f"{device}, eaves {of['eaves']}, torch {of['torch']}"
+            for picture in plot.draw(pictures, op, content["protocol"], folder.tables[name], where):
                 say(f"# wrote {picture}")
     except InvalidArgument as error:  # without matplotlib there are pages all the same
         print(f"# no curves are drawn: {error}", file=sys.stderr)
@@ -139,21 +137,16 @@ def _table(table: Table, kind: Kind, protocol: str) -> list[str]:
 def _images(folder: Folder, operator: Operator, *names: str) -> list[str]:
     """The curves that exist."""
     files = {name: f"plots/{operator.name}-{name}.png" for name in names}
-    return [
-        line
-        for name, file in files.items()
-        if (folder.path / file).exists()
-        for line in (f"![{operator.name}: {name.replace('-', ', ')}]({file})", "")
-    ]
+    return [line for name, file in files.items() if (folder.path / file).exists()
+            for line in (f"![{operator.name}: {name.replace('-', ', ')}]({file})", "")]  # fmt: skip
 
 
 def _files(folder: Folder) -> list[str]:
     """For each file the device, the date and the versions."""
     lines = [["measured", "device", "commit", "date", "versions"]]
     for name, head in folder.files.items():
-        place = (
-            f"CUDA {head['cuda']}, driver {head['driver']}" if head["cuda"] is not None else head.get("cpu_level", "")
-        )
+        has_gpu = head["cuda"] is not None
+        place = f"CUDA {head['cuda']}, driver {head['driver']}" if has_gpu else head.get("cpu_level", "")
         commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]*", r"\1", head["commit"])
         versions = ", ".join(f"{package} {version}" for package, version in head["versions"].items())
         date = head["date"].replace("T", " ").replace("Z", " UTC")
@@ -195,8 +188,7 @@ def _not_measured(folder: Folder) -> list[str]:
                 lines.append(f"{operator.name}, protocol {protocol}: there is no result file")
                 continue
             measured = {row["provider"] for row in content["rows"] if row["ms"] is not None}
-            absent = [provider for provider in operator.providers if provider.name not in measured]
-            for provider in absent:
+            for provider in (each for each in operator.providers if each.name not in measured):
                 skipped = dict.fromkeys(row["skipped"] for row in content["rows"] if row["provider"] == provider.name)
                 why = tables.code("; ".join(skipped)) if skipped else _reason(provider, content)
                 lines.append(f"{operator.name}, protocol {protocol}, {provider.name}: {why}")
@@ -212,11 +204,8 @@ def _reason(provider: Provider, content: dict[str, Any]) -> str:
     return "not measured yet, or cannot do these rows"
 
 
-def main(argv: Sequence[str]) -> int:
+def main(parser: ArgumentParser, argv: Sequence[str]) -> None:
     """Draws the pages and curves of folders again, without measuring."""
-    parser = _command_line.Parser(prog=f"{PROGRAM} page", description=main.__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="such as benchmarks/results/intel-xeon")
     for folder in parser.parse_args(argv).folders:
         draw(folder, OPERATORS)
-    _command_line.check()
-    return 0

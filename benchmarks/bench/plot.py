@@ -56,32 +56,29 @@ def draw(folder: Path, op: str, protocol: str, all_tables: Sequence[Table], wher
     main = [table for table in headline(all_tables)[0] if table in curves]
     written = []
 
-    def save(name: str, count: int, panel: Callable[[Axes, int], None], title: str) -> None:
+    def add(name: str, count: int, panel: Callable[[Axes, int], None], title: str) -> None:
         if count:
-            path = folder / f"{op}-{name}.png"
-            drawn = _figure(count, panel, f"{title}\n{where}, protocol {protocol}")
-            _save(drawn, path)
-            pyplot.close(drawn)
-            written.append(path)
+            written.append(folder / f"{op}-{name}.png")
+            save(figure(count, panel, f"{title}\n{where}, protocol {protocol}"), written[-1])
 
     def ratios(shown: Sequence[Table], kind: Kind) -> Callable[[Axes, int], None]:
         return lambda axes, index: _ratio_panel(axes, shown[index], kind)
 
     if protocol == "autograd":
         chosen, cases = headline(all_tables)
-        save("time", len(main), ratios(main, "ms"), f"{op}: time / limit")
-        save("memory", len(cases), lambda axes, i: _memory_panel(axes, chosen[i], cases[i], all_tables),
+        add("time", len(main), ratios(main, "ms"), f"{op}: time / limit")
+        add("memory", len(cases), lambda axes, i: _memory_panel(axes, chosen[i], cases[i], all_tables),
              f"{op}: time over memory")  # fmt: skip
         more = [table for table in curves if table not in main]
-        save("more-time", len(more), ratios(more, "ms"), f"{op}: time / limit")
-        save("all-memory", len(curves), ratios(curves, "peak_mib"), f"{op}: memory / inputs and outputs")
+        add("more-time", len(more), ratios(more, "ms"), f"{op}: time / limit")
+        add("all-memory", len(curves), ratios(curves, "peak_mib"), f"{op}: memory / inputs and outputs")
     else:
-        save("accumulate-time", len(curves), ratios(curves, "ms"), f"{op}: time / limit")
-        save("accumulate-memory", len(curves), ratios(curves, "peak_mib"), f"{op}: memory / inputs and outputs")
+        add("accumulate-time", len(curves), ratios(curves, "ms"), f"{op}: time / limit")
+        add("accumulate-memory", len(curves), ratios(curves, "peak_mib"), f"{op}: memory / inputs and outputs")
     return written
 
 
-def _figure(count: int, panel: Callable[[Axes, int], None], title: str) -> Figure:
+def figure(count: int, panel: Callable[[Axes, int], None], title: str) -> Figure:
     columns = min(count, 3)
     lines = math.ceil(count / columns)
     drawn, grid = pyplot.subplots(lines, columns, figsize=(max(6.5, 5.2 * columns), 1 + 3.6 * lines), squeeze=False,
@@ -103,13 +100,14 @@ def _figure(count: int, panel: Callable[[Axes, int], None], title: str) -> Figur
     return drawn
 
 
-def _save(drawn: Figure, path: Path) -> None:
+def save(drawn: Figure, path: Path) -> None:
     """With few colours, a third as large, and without the name of the program that wrote it: one drawing is one file,
     byte for byte."""
     pixels = BytesIO()
     drawn.savefig(pixels, dpi=100, format="png", metadata={"Software": None})
     with Image.open(pixels) as image:
         image.convert("RGB").quantize(64, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(path, "PNG")
+    pyplot.close(drawn)
 
 
 def _style(name: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from .run import run_bench
 
 RESULTS = Path(__file__).parents[1] / "results"
 COMMANDS = ("published", "page", "jax", "ranks", "accuracy")
-"""Modules with a command line of their own."""
+"""Modules whose `main` gets a parser and the words, and returns the exit code or nothing."""
 
 _DESCRIPTION = """\
 Measures eaves side by side with PyTorch and the libraries that are installed, in
@@ -82,13 +82,13 @@ def parse_shape(text: str, operator: Operator) -> Mapping[str, Any]:
     return shape
 
 
+def _described(program: str, description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    return _command_line.Parser(prog=program, description=description, epilog=epilog, formatter_class=form)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = _command_line.Parser(
-        prog=PROGRAM,
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _described(PROGRAM, _DESCRIPTION, _EPILOG)
     add = parser.add_argument
     add("operators", nargs="*", metavar="operator", help="what to measure; without any: everything, into a folder")
     add("--shape", metavar="KEY=N,..", help="measure one operator on this shape, see below")
@@ -137,11 +137,14 @@ def main(argv: Sequence[str] | None = None, operators: Sequence[Operator] = OPER
     """Returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
     try:
+        code = 0
         if words and words[0] in COMMANDS:
-            return int(import_module(f".{words[0]}", __package__).main(words[1:]))
-        run_bench(parse_arguments(words, operators), operators)
+            command = import_module(f".{words[0]}", __package__)
+            code = command.main(_described(f"{PROGRAM} {words[0]}", command.__doc__), words[1:]) or 0
+        else:
+            run_bench(parse_arguments(words, operators), operators)
         _command_line.check()
-        return 0
+        return code
     except InvalidArgument as error:
         code, sentence = 2, str(error)
     except (OSError, RuntimeError) as error:

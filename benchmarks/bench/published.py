@@ -9,20 +9,20 @@ tables of such files.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import timeit
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from eaves._command_line import Parser, check, say
+from eaves._command_line import say
 
 from . import results, run
-from .benchmark import PROGRAM, InvalidArgument, Operator, Provider, Request, Row, check_names
+from .benchmark import InvalidArgument, Operator, Provider, Request, Row, check_names
 from .calls import moved
 from .device import device_name, find_device
 from .harness import CASE, LIMIT, Entry, Harness
@@ -272,12 +272,8 @@ def measure(chosen: Sequence[Document], folder: Path, device: torch.device, repe
         results.write(folder / results.file_name(row.op, PROTOCOL), file)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit code."""
+def main(parser: ArgumentParser, argv: Sequence[str]) -> None:
     known = documents()
-    parser = Parser(
-        prog=f"{PROGRAM} published", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
     add = parser.add_argument
     add("documents", nargs="*", metavar="DOCUMENT", help=f"without any: {', '.join(known)}")
     add("--device", choices=["cpu", "cuda"], help="without: cuda where PyTorch sees a GPU")
@@ -298,5 +294,3 @@ def main(argv: Sequence[str]) -> int:
         results.write(folder / "published.md", text)
         results.write(folder / "published.csv", numbers)
     say(text.rstrip("\n"))
-    check()
-    return 0

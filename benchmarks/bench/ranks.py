@@ -10,11 +10,11 @@ and the collectives of a call, whose bytes take as long as the bandwidth measure
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
 import tempfile
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -25,10 +25,10 @@ from torch import Tensor, distributed
 
 import eaves
 from eaves._bench import peak_of_call
-from eaves._command_line import Parser, say
+from eaves._command_line import say
 
 from . import results
-from .benchmark import DTYPES, PROGRAM, InvalidArgument, reason
+from .benchmark import DTYPES, InvalidArgument, reason
 from .calls import Call
 from .device import find_device, synchronize
 from .head import Shape, head_tensors, parse_shape
@@ -69,15 +69,10 @@ def _eaves_logits(inplace: bool) -> Forward:
     return lambda logits, target, group: function(logits * 1, target, inplace_backward=inplace, group=group)
 
 
-def _loss_parallel_of_head() -> Forward:
+def _loss_parallel_of_head(hidden: Tensor, head: Tensor, target: Tensor, group: Any) -> Tensor:
     """As torchtitan calls it: the product's DTensor, and torch's cross_entropy under loss_parallel."""
-    of_logits = _loss_parallel_of_logits()
-
-    def forward(hidden: Tensor, head: Tensor, target: Tensor, group: Any) -> Tensor:
-        whole: Tensor = _SummedGradient.apply(hidden, group)  # type: ignore[no-untyped-call]
-        return of_logits(whole @ head.t(), target, group)
-
-    return forward
+    whole: Tensor = _SummedGradient.apply(hidden, group)  # type: ignore[no-untyped-call]
+    return _loss_parallel_of_logits(whole @ head.t(), target, group)
 
 
 class _SummedGradient(torch.autograd.Function):
@@ -96,48 +91,41 @@ class _SummedGradient(torch.autograd.Function):
         return grad, None
 
 
-def _loss_parallel_of_logits() -> Forward:
+def _loss_parallel_of_logits(logits: Tensor, target: Tensor, group: Any) -> Tensor:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import loss_parallel
 
-    def forward(logits: Tensor, target: Tensor, group: Any) -> Tensor:
-        if group is None:
-            return torch.nn.functional.cross_entropy(logits.float(), target)
-        mesh = DeviceMesh.from_group(group, logits.device.type)
-        whole = DTensor.from_local(logits.float(), mesh, [Shard(1)], run_check=False)
-        with loss_parallel():
-            loss: Any = torch.nn.functional.cross_entropy(whole, DTensor.from_local(target, mesh, [Replicate()]))
-            loss.backward()  # has to be called in the context
-        local: Tensor = loss.to_local().detach()
-        return local
-
-    return forward
+    if group is None:
+        return torch.nn.functional.cross_entropy(logits.float(), target)
+    mesh = DeviceMesh.from_group(group, logits.device.type)
+    whole = DTensor.from_local(logits.float(), mesh, [Shard(1)], run_check=False)
+    with loss_parallel():
+        loss: Any = torch.nn.functional.cross_entropy(whole, DTensor.from_local(target, mesh, [Replicate()]))
+        loss.backward()  # has to be called in the context
+    local: Tensor = loss.to_local().detach()
+    return local
 
 
-def _liger() -> Forward:
-    function = import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
-
-    def forward(hidden: Tensor, head: Tensor, target: Tensor, group: Any) -> Tensor:
-        if group is None:
-            raise NotImplementedError("a group of several ranks alone")
-        losses: Tensor = function.LigerFusedLinearScaledCrossEntropyTPFunction.apply(hidden, head, target, group)
-        return losses.mean()
-
-    return forward
+def _liger(hidden: Tensor, head: Tensor, target: Tensor, group: Any) -> Tensor:
+    module: Any = import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    if group is None:
+        raise NotImplementedError("a group of several ranks alone")
+    losses: Tensor = module.LigerFusedLinearScaledCrossEntropyTPFunction.apply(hidden, head, target, group)
+    return losses.mean()
 
 
-PROVIDERS: Mapping[str, Mapping[str, Callable[[], Forward]]] = {
+PROVIDERS: Mapping[str, Mapping[str, Forward]] = {
     "linear_cross_entropy": {
-        "eaves": lambda: _eaves_head("auto"),
-        "eaves-memory": lambda: _eaves_head("memory"),
-        "eaves-recompute": lambda: _eaves_head("recompute"),
+        "eaves": _eaves_head("auto"),
+        "eaves-memory": _eaves_head("memory"),
+        "eaves-recompute": _eaves_head("recompute"),
         "torch-loss-parallel": _loss_parallel_of_head,
         "liger-scaled": _liger,
     },
     "cross_entropy": {
-        "eaves": lambda: _eaves_logits(False),
-        "eaves-inplace": lambda: _eaves_logits(True),
+        "eaves": _eaves_logits(False),
+        "eaves-inplace": _eaves_logits(True),
         "torch-loss-parallel": _loss_parallel_of_logits,
     },
 }
@@ -155,8 +143,9 @@ def _own(case: Case, tensors: tuple[Tensor, ...], rank: int, ranks: int) -> list
     return [tensors[0], tensors[1][own].clone(), tensors[2]]
 
 
-def _step(forward: Forward, tensors: list[Tensor], group: Any) -> Callable[[], None]:
-    leaves = [each.detach().requires_grad_(each.is_floating_point()) for each in tensors]
+def _measured(forward: Forward, tensors: Sequence[Tensor], group: Any, repetitions: int) -> tuple[list[float], int]:
+    """The milliseconds of each repetition, the slowest rank's or without a group this rank's, and the peak in bytes."""
+    leaves, device = [each.detach().requires_grad_(each.is_floating_point()) for each in tensors], tensors[0].device
 
     def run() -> None:
         for leaf in leaves:
@@ -165,12 +154,10 @@ def _step(forward: Forward, tensors: list[Tensor], group: Any) -> Callable[[], N
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
 
-    return run
+    return _times(run, device, group, repetitions), peak_of_call(run, device)
 
 
 def _times(run: Callable[[], object], device: torch.device, group: Any, repetitions: int) -> list[float]:
-    """Milliseconds of each repetition: the slowest rank's, without a group this rank's."""
-
     def wait() -> None:
         synchronize(device)
         if group is not None:
@@ -190,53 +177,48 @@ def _rows_of(case: Case, device: torch.device, repetitions: int) -> Iterator[dic
     group: Any = distributed.group.WORLD
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     whole = case.tensors(device)
-    for name, load in PROVIDERS[case.operator].items():
+    for name, forward in PROVIDERS[case.operator].items():
         row: dict[str, Any] = {**case._asdict(), "dtype": str(case.dtype).removeprefix("torch."), "provider": name}
         row["ranks"] = ranks
         try:
-            forward = load()
-            run = _step(forward, _own(case, whole, rank, ranks), group)
-            times = _times(run, device, group, repetitions)
+            times, peak_bytes = _measured(forward, _own(case, whole, rank, ranks), group, repetitions)
             row |= {"ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
-            row["peak_bytes"] = peak_of_call(run, device)
+            row["peak_bytes"] = peak_bytes
         except Exception as error:  # of another package: on all ranks alike
             row["skipped"] = reason(error)
             yield row
             continue
         if rank == 0:
-            row |= _on_one_rank(forward, whole, device, repetitions)
-            if "one_rank_ms" in row:
+            try:
+                times, peak_bytes = _measured(forward, [each.clone() for each in whole], None, repetitions)
+                row |= {"one_rank_ms": statistics.median(times), "one_rank_peak_bytes": peak_bytes}
                 row["efficiency"] = row["one_rank_ms"] / (ranks * row["ms"])
+            except Exception as error:  # as above
+                row["one_rank_skipped"] = reason(error)
         distributed.barrier(group)
         yield row
 
 
-def _on_one_rank(forward: Forward, whole: Sequence[Tensor], device: torch.device, repetitions: int) -> dict[str, Any]:
-    """The call with everything."""
-    try:
-        run = _step(forward, [each.clone() for each in whole], None)
-        times = _times(run, device, None, repetitions)
-        return {"one_rank_ms": statistics.median(times), "one_rank_peak_bytes": peak_of_call(run, device)}
-    except Exception as error:
-        return {"one_rank_skipped": reason(error)}
+def _received(case: Case, ranks: int) -> tuple[int, int]:
+    """The bytes that a rank receives of the statistics of rows, and of the gradient of the input."""
+    gradient_bytes = case.batch * case.features * case.dtype.itemsize
+    return (ranks - 1) * case.batch * _STATISTIC_BYTES, 2 * (ranks - 1) * gradient_bytes // ranks
 
 
 def _collectives(case: Case, device: torch.device, repetitions: int) -> list[dict[str, Any]]:
-    """The collectives of a call, alone: `bytes` are what a rank has to receive."""
+    """The collectives of a call, alone."""
     group: Any = distributed.group.WORLD
     ranks = distributed.get_world_size()
     statistics_of_rows = torch.zeros(case.batch * _STATISTIC_BYTES, dtype=torch.uint8, device=device)
     gathered = statistics_of_rows.new_empty(ranks * statistics_of_rows.numel())
     gradient = torch.zeros(case.batch, case.features, dtype=case.dtype, device=device)
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-    calls: list[tuple[str, int, Callable[[], object]]] = [
-        ("all_gather of statistics", (ranks - 1) * statistics_of_rows.numel(),
-         lambda: gather(gathered, statistics_of_rows, group=group)),
-        ("all_reduce of the gradient of input", 2 * (ranks - 1) * gradient.nbytes // ranks,
-         lambda: distributed.all_reduce(gradient, group=group)),
-    ]  # fmt: skip
+    calls: dict[str, Callable[[], object]] = {
+        "all_gather of statistics": lambda: gather(gathered, statistics_of_rows, group=group),
+        "all_reduce of the gradient of input": lambda: distributed.all_reduce(gradient, group=group),
+    }
     found = []
-    for name, received, run in calls:
+    for (name, run), received in zip(calls.items(), _received(case, ranks)):
         milliseconds = statistics.median(_times(run, device, group, repetitions))
         rate = received / milliseconds / 1e6
         found.append({"collective": name, "ranks": ranks, "bytes": received, "ms": milliseconds, "gb_per_s": rate})
@@ -245,13 +227,11 @@ def _collectives(case: Case, device: torch.device, repetitions: int) -> list[dic
 
 def plan(case: Case, one_rank_ms: float, collectives: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """More ranks than were measured, by arithmetic, for the head of linear_cross_entropy."""
-    gather, reduce = (each["gb_per_s"] for each in collectives)
     found = []
     for ranks in _PLAN:
-        gathered = (ranks - 1) * case.batch * _STATISTIC_BYTES
-        reduced = 2 * (ranks - 1) * case.batch * case.features * case.dtype.itemsize // ranks
-        share, exchange = one_rank_ms / ranks, gathered / gather / 1e6 + reduced / reduce / 1e6
-        found.append({"ranks": ranks, "gathered_bytes": gathered, "reduced_bytes": reduced, "share_ms": share})
+        received, share = _received(case, ranks), one_rank_ms / ranks
+        exchange = sum(each / rate["gb_per_s"] / 1e6 for each, rate in zip(received, collectives))
+        found.append({"ranks": ranks, "gathered_bytes": received[0], "reduced_bytes": received[1], "share_ms": share})
         found[-1] |= {"collectives_ms": exchange, "efficiency_if_nothing_is_hidden": share / (share + exchange)}
     return found
 
@@ -259,7 +239,7 @@ def plan(case: Case, one_rank_ms: float, collectives: list[dict[str, Any]]) -> l
 # ------------------------------------------------------------------------------------------------------------- program
 
 
-def _on_a_rank(rank: int, arguments: argparse.Namespace, rendezvous: str) -> None:
+def _on_a_rank(rank: int, arguments: Namespace, rendezvous: str) -> None:
     device = torch.device("cpu")
     if arguments.device == "cuda":
         device = torch.device("cuda", rank)
@@ -311,9 +291,7 @@ def _print(found: dict[str, Any]) -> None:
             f"efficiency {each['efficiency_if_nothing_is_hidden']:.3f} if nothing hides them")  # fmt: skip
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit code."""
-    parser = Parser(prog=f"{PROGRAM} ranks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(parser: ArgumentParser, argv: Sequence[str]) -> None:
     parser.add_argument("--ranks", type=int, default=2, help="processes, on GPUs one for each")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where they compute")
     parser.add_argument("--shape", type=parse_shape,
@@ -334,4 +312,3 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         spawn: Any = getattr(multiprocessing, "spawn")  # noqa: B009  # which torch does not declare
         spawn(_on_a_rank, (arguments, f"file://{folder}/rendezvous"), nprocs=arguments.ranks)
-    return 0

@@ -127,23 +127,18 @@ def _described(entry: Entry) -> tuple[str, int, str, str]:
 
 def tables(entries: Iterable[Entry]) -> list[Table]:
     """In the order of their first lines. If a file has a case twice, the first is shown."""
-    found: dict[tuple[str, str, str], dict[str, Case]] = {}
-    axes: dict[tuple[str, str, str], str] = {}
+    found: dict[tuple[str, str, str, str], dict[str, Case]] = {}
     for entry in entries:
         axis, size, others, all_words = _described(entry)
-        key = (entry["op"], entry["mode"], others)
-        axes.setdefault(key, axis)
-        case = found.setdefault(key, {}).setdefault(
-            json.dumps([entry["shape"], entry["options"]]), Case(size, all_words)
-        )
+        cases = found.setdefault((entry["op"], entry["mode"], others, axis), {})
+        case = cases.setdefault(json.dumps([entry["shape"], entry["options"]]), Case(size, all_words))
         case.entries.setdefault(entry["provider"], entry)
     for case in (case for cases in found.values() for case in cases.values()):
         least = LEAST_PEAK * (case.value(LIMIT, "peak_mib") or 0)
         for name, entry in case.entries.items():
             if (entry.get("peak_mib") or math.inf) < least:
                 case.entries[name] = {**entry, "peak_mib": None}
-    made = [Table(op, mode, words, axes[op, mode, words], list(cases.values()))
-            for (op, mode, words), cases in found.items()]  # fmt: skip
+    made = [Table(*key, list(cases.values())) for key, cases in found.items()]
     kept: list[Table] = []
     for table in made:
         alone = [each.cases[0] for each in made
@@ -342,9 +337,8 @@ def as_good(all_tables: Sequence[Table]) -> list[list[str]]:
                     if time is not None and memory is not None:
                         key = (table.op, table.mode, provider, peer)
                         groups.setdefault(key, []).append(_Pair(case, peer, time, memory))
-    lines = [
-        ["operator", "mode", "provider", "peer", "rows", "where", "time, peer / provider", "memory, peer / provider"]
-    ]
+    quantities = "time, peer / provider", "memory, peer / provider"
+    lines = [["operator", "mode", "provider", "peer", "rows", "where", *quantities]]
     for (op, mode, provider, peer), group in groups.items():
         found = [pair for pair in group if min(pair[2:]) < 1 - NOISE and max(pair[2:]) <= 1 + NOISE]
         if found:

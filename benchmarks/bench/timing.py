@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from .benchmark import normal, reason
-from .calls import Call
+from .calls import Call, nothing
 from .device import Stopwatch, free_memory_bytes, last_cache_bytes, now_ms, stream_bytes, synchronize
 
 # There are fewer repetitions, but not below five, where all would take longer than this for each contestant.
@@ -77,15 +77,11 @@ class Contestant:
             return None
 
 
-def _nothing() -> None:
-    pass
-
-
 class Timer:
     """`wait` returns when the device has done what was enqueued. With `runs_twice` each call that is timed follows one
     of its own that is not."""
 
-    def __init__(self, device: torch.device, wait: Callable[[], None] = _nothing, runs_twice: bool = False) -> None:
+    def __init__(self, device: torch.device, wait: Callable[[], None] = nothing, runs_twice: bool = False) -> None:
         self._device, self._wait, self._runs_twice = device, wait, runs_twice
 
     def time(self, calls: Mapping[str, Sequence[Call]], repetitions: int) -> dict[str, Contestant]:
