@@ -12,13 +12,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_batching import custom_vmap
+from jax.custom_batching import custom_vmap, sequential_vmap
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
@@ -141,22 +142,18 @@ def explicit_mesh(*arrays: jax.Array) -> Any:
 def alike(*arrays: Any) -> tuple[Any, ...]:
     """The arrays, varying over the same axes of a mesh inside of jax.shard_map: that gradients of an array that all
     devices have are summed over them follows from it."""
-    axes = frozenset[str]().union(*(varying(array) for array in arrays if array is not None))
-    return tuple(array if array is None else vary(array, axes) for array in arrays)
+    axes = varying(*arrays)
+    return tuple(vary(array, axes) for array in arrays)
 
 
-def vary(array: jax.Array, axes: frozenset[str]) -> jax.Array:
-    missing = tuple(sorted(axes - varying(array)))
-    if not missing:
-        return array
-    varied: jax.Array = jax.lax.pcast(array, missing, to="varying")
-    return varied
+def vary(array: Any, axes: frozenset[str]) -> Any:
+    missing = () if array is None else tuple(sorted(axes - varying(array)))
+    return jax.lax.pcast(array, missing, to="varying") if missing else array
 
 
-def varying(array: jax.Array) -> frozenset[str]:
-    """The axes of a mesh over which the array varies, inside of jax.shard_map."""
-    axes: frozenset[str] = jax.typeof(array).mat.varying
-    return axes
+def varying(*arrays: Any) -> frozenset[str]:
+    """The axes of a mesh over which the arrays vary, inside of jax.shard_map."""
+    return frozenset[str]().union(*(jax.typeof(array).mat.varying for array in arrays if array is not None))
 
 
 # -------------------------------------------------------------------------------------------------------- the primitive
@@ -228,8 +225,12 @@ def _function(call: Call) -> Any:
         is_one_call = all(result.per_row for result in call.results) and all(
             tensor.per_row or not is_batched for tensor, is_batched in zip(call.operands, in_batched)
         )
-        rule = _as_more_rows if is_one_call else _one_by_one
-        return rule(call, axis_size, in_batched, operands), (True,) * len(call.results)
+        if is_one_call:
+            outputs = _as_more_rows(call, axis_size, in_batched, operands)
+        else:  # one by one
+            axes = [0 if is_batched else None for is_batched in in_batched]
+            outputs = jax.vmap(sequential_vmap(functools.partial(bind, call)), axes)(*operands)
+        return outputs, (True,) * len(call.results)
 
     once = jax.custom_jvp(batched)
 
@@ -270,14 +271,6 @@ def _as_more_rows(call: Call, size: int, in_batched: Sequence[bool], operands: S
     return bind(of_all, *(jnp.moveaxis(each, 0, of.batch_axis) for of, each in zip(call.operands, arrays)))
 
 
-def _one_by_one(call: Call, size: int, in_batched: Sequence[bool], operands: Sequence[jax.Array]) -> Any:
-    def of_one(batched: list[jax.Array]) -> tuple[jax.Array, ...]:
-        left = iter(batched)
-        return bind(call, *(next(left) if is_batched else each for is_batched, each in zip(in_batched, operands)))
-
-    return jax.lax.map(of_one, [each for is_batched, each in zip(in_batched, operands) if is_batched])
-
-
 # --------------------------------------------------------------------------------------------------- around it: devices
 
 
@@ -287,8 +280,6 @@ def _partitioned(call: Call) -> Any:
     def local(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(_call_p.bind(*operands, call=call))
 
-    if not call.operands:
-        return local
     partitioned = custom_partitioning(local)
     tensors: tuple[Operand, ...] = (*call.operands, *call.results)
     # Shardy wants factors in the order in which a rule names them.
@@ -354,10 +345,7 @@ def _names(axis: Any) -> tuple[str, ...]:
 
 
 def _devices(mesh: Any, axis: Any) -> int:
-    count = 1
-    for name in _names(axis):
-        count *= mesh.shape[name]
-    return count
+    return math.prod(mesh.shape[name] for name in _names(axis))
 
 
 def _sum_over(array: jax.Array, axes: Sequence[Any]) -> jax.Array:
@@ -377,21 +365,14 @@ def row_factors(count: int) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------- the making of a call
 
 
-@dataclasses.dataclass
-class Arrays:
-    """The operands of a call with their descriptions; what is None is left out."""
+Arrays = dict[Operand, Any]
+"""The operands of a call with their arrays; what is None is left out."""
 
-    operands: list[Operand] = dataclasses.field(default_factory=list)
-    arrays: list[jax.Array] = dataclasses.field(default_factory=list)
 
-    def add(self, name: str, array: jax.Array | None, factors: tuple[str, ...], **more: Any) -> None:
-        if array is not None:
-            self.operands.append(Operand(name, factors, **more))
-            self.arrays.append(array)
-
-    def call(self, op: str, function: str, results: Sequence[Result], **more: Any) -> tuple[jax.Array, ...]:
-        """The results of a function of the core; `more` are further fields of a Call."""
-        return bind(Call(op, function, tuple(self.operands), tuple(results), **more), *alike(*self.arrays))
+def call_core(op: str, function: str, arrays: Arrays, results: Sequence[Result], **more: Any) -> tuple[jax.Array, ...]:
+    """The results of a function of the core; `more` are further fields of a Call."""
+    present = {operand: array for operand, array in arrays.items() if array is not None}
+    return bind(Call(op, function, tuple(present), tuple(results), **more), *alike(*present.values()))
 
 
 @jax.tree_util.register_static

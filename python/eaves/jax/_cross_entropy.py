@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from eaves._arguments import LOSS_OUTPUTS, NONE, answers_missing, output_names, reduction_of, refuse_unknown
-from eaves.jax._call import Arrays, Result, Wanted, row_factors
+from eaves.jax._call import Arrays, Operand, Result, Wanted, row_factors
 from eaves.jax._loss import CrossEntropyOutput, Loss, LossArrays, Numbers, loss_of
 from eaves.jax._options import axis_of, is_soft, options_of
-from eaves.jax._shards import shard_of
 
 _OP = "cross_entropy"
 
@@ -90,23 +89,16 @@ def cross_entropy(
     if unknown:
         refuse_unknown(_OP, unknown, cross_entropy)
     logits = jnp.asarray(logits)
-    axis = axis_of(_OP, "logits", logits, axis)
-    mode = reduction_of(_OP, reduction)
     options = options_of(
         _OP, ignore_index, label_smoothing=label_smoothing, softcap=softcap, scale=scale, z_loss=z_loss
     )
-    names = output_names(_OP, outputs, LOSS_OUTPUTS)
-    more = LossArrays(targets, class_weight, row_weight, normalizer)
-    more = more.checked(_OP, logits, _without(logits.shape, axis), logits.shape, mode)
-    shard = shard_of(_OP, axis_name, "logits", logits, logits.shape[axis], more.targets, names)
-    loss = _Loss(op=_OP, options=options, outputs=names, shard=shard, mode=NONE, inplace=inplace_backward, axis=axis)
-    found: jax.Array | CrossEntropyOutput = loss_of(loss, (logits,), more, mode)
+    loss = _Loss(
+        op=_OP, options=options, outputs=output_names(_OP, outputs, LOSS_OUTPUTS), mode=NONE, inplace=inplace_backward,
+        axis=axis_of(_OP, "logits", logits, axis),
+    )  # fmt: skip
+    more, mode = LossArrays(targets, class_weight, row_weight, normalizer), reduction_of(_OP, reduction)
+    found: jax.Array | CrossEntropyOutput = loss_of(loss, (logits,), more, mode, axis_name)
     return found
-
-
-def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """The shape of the rows; `axis` counts from the end."""
-    return tuple(size for index, size in enumerate(shape, -len(shape)) if index != axis)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,13 +106,13 @@ class _Loss(Loss):
     """Its inputs are the logits. The losses of the rows have derivatives, and are reduced behind them: so jax.vmap of a
     gradient stays one call."""
 
-    axis: int
-
     core = _OP
+    cut = ("logits", 0)
     skips_ignored = False
 
-    def rows(self, inputs: Any) -> tuple[int, ...]:
-        return _without(inputs[0].shape, self.axis)
+    def shape(self, inputs: Any) -> tuple[int, ...]:
+        shape: tuple[int, ...] = inputs[0].shape
+        return shape
 
     def needs_target_mass(self, more: LossArrays) -> bool:
         has_factors = "label_smoothing" in dict(self.options) or self.shard is not None
@@ -129,18 +121,20 @@ class _Loss(Loss):
     def numbers(self, mode: int) -> Numbers:
         return (*super().numbers(mode), ("class_axis", self.axis))
 
+    def factors(self, logits: jax.Array) -> tuple[str, ...]:
+        of_rows, place = row_factors(logits.ndim - 1), self.axis + logits.ndim
+        return (*of_rows[:place], "v", *of_rows[place:])
+
     def arrays(self, inputs: Any, more: LossArrays) -> Arrays:
         (logits,) = inputs
-        of_rows, place = row_factors(logits.ndim - 1), self.axis + logits.ndim
-        of_logits = (*of_rows[:place], "v", *of_rows[place:])
-        arrays = Arrays()
-        arrays.add("logits", logits, of_logits)
-        arrays.add("targets", more.targets, of_logits if is_soft(more.targets) else of_rows)
-        arrays.add("class_weight", more.class_weight, ("v",), per_row=False)
-        arrays.add("row_weight", more.row_weight, of_rows)
-        return arrays
+        of_rows, of_logits = row_factors(logits.ndim - 1), self.factors(logits)
+        return {
+            Operand("logits", of_logits): logits,
+            Operand("targets", of_logits if is_soft(more.targets) else of_rows): more.targets,
+            Operand("class_weight", ("v",), per_row=False): more.class_weight,
+            Operand("row_weight", of_rows): more.row_weight,
+        }
 
     def gradients(self, inputs: Any, wants: Wanted) -> list[Result]:
         (logits,) = inputs
-        factors = self.arrays(inputs, LossArrays(logits)).operands[0].factors
-        return [Result("grad_logits", factors, shape=logits.shape, dtype=logits.dtype)]
+        return [Result("grad_logits", self.factors(logits), shape=logits.shape, dtype=logits.dtype)]

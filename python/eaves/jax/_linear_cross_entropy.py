@@ -7,17 +7,16 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from eaves._arguments import LOSS_OUTPUTS, NONE, answers_missing, output_names, reduction_of, refuse_unknown
-from eaves.jax._call import Arrays, Result, Wanted, row_factors
+from eaves.jax._call import Arrays, Operand, Result, Wanted, row_factors
 from eaves.jax._library import suits_speed
 from eaves.jax._loss import CrossEntropyOutput, Loss, LossArrays, Numbers, loss_of
 from eaves.jax._options import is_soft, number_of, options_of, result_dtype
-from eaves.jax._shards import Shard, shard_of
 
 _OP = "linear_cross_entropy"
 _LAYOUTS = ("vd", "dv")
@@ -93,98 +92,67 @@ def linear_cross_entropy(
     """
     if unknown:
         refuse_unknown(_OP, unknown, linear_cross_entropy)
-    return loss_of_head(
-        HeadCall(
-            _OP, hidden, head, targets, head_layout, bias, class_weight, reduction, ignore_index, label_smoothing,
-            softcap, scale, z_loss, row_weight, normalizer, output_names(_OP, outputs, LOSS_OUTPUTS), algorithm,
-            workspace_bytes, grad_head_dtype, axis_name,
-        )
+    options = options_of(
+        _OP, ignore_index, label_smoothing=label_smoothing, softcap=softcap, scale=scale, z_loss=z_loss
+    )
+    loss = HeadLoss(
+        op=_OP, options=options, outputs=output_names(_OP, outputs, LOSS_OUTPUTS), mode=reduction_of(_OP, reduction),
+        head_layout=head_layout, algorithm=algorithm, grad_head_dtype=grad_head_dtype, workspace_bytes=workspace_bytes,
     )  # fmt: skip
+    more = LossArrays(targets, class_weight, row_weight, normalizer)
+    return loss_of_head(loss, hidden, head, bias, more, axis_name)
 
 
-class HeadCall(NamedTuple):
-    """The arguments of linear_cross_entropy, and of linear_log_prob with its names."""
-
-    op: str  # the function that the user called
-    hidden: Any
-    head: Any
-    targets: Any
-    head_layout: str = "vd"
-    bias: Any = None
-    class_weight: Any = None
-    reduction: str = "none"
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
-    softcap: float | None = None
-    scale: float | None = None
-    z_loss: float = 0.0
-    row_weight: Any = None
-    normalizer: Any = None
-    outputs: tuple[str, ...] = ()
-    algorithm: str = "auto"
-    workspace_bytes: int | None = None
-    grad_head_dtype: Any = None
-    axis_name: str | None = None
-
-
-def loss_of_head(call: HeadCall) -> jax.Array | CrossEntropyOutput:
-    op, algorithm, workspace_bytes = call.op, call.algorithm, call.workspace_bytes
-    hidden, head = jnp.asarray(call.hidden), jnp.asarray(call.head)
-    bias = None if call.bias is None else jnp.asarray(call.bias)
-    mode = reduction_of(op, call.reduction)
-    if call.head_layout not in _LAYOUTS:
-        raise ValueError(f'{op}: head_layout is {call.head_layout!r}, expected "vd" or "dv"')
+def loss_of_head(
+    loss: HeadLoss, hidden: Any, head: Any, bias: Any, more: LossArrays, axis_name: str | None
+) -> jax.Array | CrossEntropyOutput:
+    """Checks what concerns the head."""
+    op, layout, algorithm, workspace_bytes = loss.op, loss.head_layout, loss.algorithm, loss.workspace_bytes
+    hidden, head = jnp.asarray(hidden), jnp.asarray(head)
+    bias = None if bias is None else jnp.asarray(bias)
+    if layout not in _LAYOUTS:
+        raise ValueError(f'{op}: head_layout is {layout!r}, expected "vd" or "dv"')
     if algorithm not in _ALGORITHMS:
         raise ValueError(f'{op}: algorithm is {algorithm!r}, expected "auto", "speed" or "recompute"')
     if hidden.ndim == 0:
         raise ValueError(f"{op}: hidden has no axis, expected [..., features]")
-    is_transposed, features = call.head_layout == "dv", hidden.shape[-1]
-    if head.ndim != 2 or head.shape[0 if is_transposed else 1] != features:
-        expected = f"[{features}, classes]" if is_transposed else f"[classes, {features}]"
-        raise ValueError(
-            f'{op}: head has shape {list(head.shape)}, expected {expected} (head_layout "{call.head_layout}")'
-        )
-    rows, dtype, classes = hidden.shape[:-1], result_dtype(hidden), head.shape[1 if is_transposed else 0]
-    grad_head_dtype = None if call.grad_head_dtype is None else jnp.dtype(call.grad_head_dtype)
-    if grad_head_dtype not in (None, head.dtype, dtype):
+    features = hidden.shape[-1]
+    if head.ndim != 2 or head.shape[layout.index("d")] != features:
+        expected = f"[{features}, classes]" if loss.is_transposed else f"[classes, {features}]"
+        raise ValueError(f'{op}: head has shape {list(head.shape)}, expected {expected} (head_layout "{layout}")')
+    grad_head_dtype = None if loss.grad_head_dtype is None else jnp.dtype(loss.grad_head_dtype)
+    if grad_head_dtype not in (None, head.dtype, dtype := result_dtype(hidden)):
         raise ValueError(f"{op}: grad_head_dtype is {grad_head_dtype}, expected {head.dtype} or {dtype}")
-    options = options_of(
-        op, call.ignore_index, label_smoothing=call.label_smoothing, softcap=call.softcap, scale=call.scale,
-        z_loss=call.z_loss,
-    )  # fmt: skip
     if workspace_bytes is not None:
         workspace_bytes = number_of(op, "workspace_bytes", workspace_bytes, operator.index)
         if not 0 < workspace_bytes < 2**63:
             raise ValueError(f"{op}: workspace_bytes is {workspace_bytes}, expected a positive number of bytes")
-    more = LossArrays(call.targets, call.class_weight, call.row_weight, call.normalizer)
-    more = more.checked(op, hidden, rows, (*rows, classes), mode)
-    if is_soft(more.targets):
-        more = more._replace(targets=more.targets.astype(dtype))
-    shard = shard_of(op, call.axis_name, "head", head, classes, more.targets, call.outputs)
-    loss = _Loss(
-        op=op, options=options, outputs=call.outputs, shard=shard, mode=mode, is_transposed=is_transposed,
-        algorithm=algorithm, grad_head_dtype=grad_head_dtype, workspace_bytes=workspace_bytes,
-    )  # fmt: skip
-    found: jax.Array | CrossEntropyOutput = loss_of(loss, (hidden, head, bias), more, mode)
+    loss = dataclasses.replace(loss, grad_head_dtype=grad_head_dtype, workspace_bytes=workspace_bytes)
+    found: jax.Array | CrossEntropyOutput = loss_of(loss, (hidden, head, bias), more, loss.mode, axis_name)
     return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Loss(Loss):
+class HeadLoss(Loss):
     """Its inputs are hidden states, head and bias. The reduced loss has derivatives, because its forward may compute
     them."""
 
-    is_transposed: bool
-    algorithm: str
-    grad_head_dtype: Any
-    workspace_bytes: int | None
+    head_layout: str
+    algorithm: str = "auto"
+    grad_head_dtype: Any = None
+    workspace_bytes: int | None = None
 
     core = _OP
+    cut = ("head", 1)
     skips_ignored = True
 
-    def rows(self, inputs: Any) -> tuple[int, ...]:
-        shape: tuple[int, ...] = inputs[0].shape[:-1]
-        return shape
+    @property
+    def is_transposed(self) -> bool:
+        return self.head_layout == "dv"
+
+    def shape(self, inputs: Any) -> tuple[int, ...]:
+        hidden, head, _ = inputs
+        return (*hidden.shape[:-1], head.shape[self.head_layout.index("v")])
 
     def needs_target_mass(self, more: LossArrays) -> bool:
         return is_soft(more.targets) or more.class_weight is not None
@@ -197,10 +165,10 @@ class _Loss(Loss):
         has_grad_hidden_alone = wants.each == (True, False, False)
         if self.algorithm == "speed":
             return (self.mode != NONE or has_grad_hidden_alone) and hidden.dtype != jnp.float16
-        features, classes = head.shape if self.is_transposed else head.shape[::-1]
         if 0 in head.shape or not all(isinstance(size, int) for size in (*hidden.shape, *head.shape)):
             return False  # the call refuses it
         has_output_gradients = not {"lse", "entropy"}.isdisjoint(self.outputs)
+        features, classes = hidden.shape[-1], self.shape(inputs)[-1]
         return suits_speed(
             hidden.dtype.name.encode(), 0 if jax.default_backend() == "gpu" else -1, self.mode, has_grad_hidden_alone,
             has_output_gradients, False, False, self.workspace_bytes or 0, hidden.size // features, features, classes,
@@ -220,19 +188,22 @@ class _Loss(Loss):
         hidden, head, bias = inputs
         of_rows = row_factors(hidden.ndim - 1)
         factors, axes = (("d", "v"), (1, 0)) if self.is_transposed else (("v", "d"), None)
-        arrays = Arrays()
-        arrays.add("hidden", hidden, (*of_rows, "d"))
-        arrays.add("head", head, factors, per_row=False, axes=axes)
-        arrays.add("targets", more.targets, (*of_rows, "v") if is_soft(more.targets) else of_rows)
-        arrays.add("bias", bias, ("v",), per_row=False)
-        arrays.add("class_weight", more.class_weight, ("v",), per_row=False)
-        arrays.add("row_weight", more.row_weight, of_rows)
-        return arrays
+        targets, of_targets = more.targets, of_rows
+        if is_soft(targets):
+            targets, of_targets = targets.astype(result_dtype(hidden)), (*of_rows, "v")
+        return {
+            Operand("hidden", (*of_rows, "d")): hidden,
+            Operand("head", factors, per_row=False, axes=axes): head,
+            Operand("targets", of_targets): targets,
+            Operand("bias", ("v",), per_row=False): bias,
+            Operand("class_weight", ("v",), per_row=False): more.class_weight,
+            Operand("row_weight", of_rows): more.row_weight,
+        }
 
     def gradients(self, inputs: Any, wants: Wanted) -> list[Result]:
         hidden, head, bias = inputs
         of_hidden, of_head, of_bias = wants.each
-        features, classes = head.shape if self.is_transposed else head.shape[::-1]
+        features, classes = hidden.shape[-1], self.shape(inputs)[-1]
         results = []
         if of_hidden:
             factors = (*row_factors(hidden.ndim - 1), "d")
@@ -250,13 +221,3 @@ class _Loss(Loss):
         if self.is_transposed and grad_head is not None:
             grad_head = grad_head.T
         return super().as_inputs((grad_hidden, grad_head, grad_bias), inputs)
-
-    def of_shards(self, shard: Shard, inputs: Any, more: LossArrays, names: Sequence[str]) -> dict[str, jax.Array]:
-        found = super().of_shards(shard, inputs, more, names)
-        if more.row_weight is None:
-            return found
-        is_nothing = more.row_weight == 0
-        return {
-            name: jnp.where(is_nothing[..., None] if name == "lse" else is_nothing, 0, each)
-            for name, each in found.items()
-        }

@@ -14,14 +14,16 @@ import numpy as np
 
 from eaves._arguments import (
     LOG_PROB_OUTPUTS,
+    NONE,
     LogProbOutputs,
     answers_missing,
     named_outputs,
     output_names,
     refuse_unknown,
 )
-from eaves.jax._linear_cross_entropy import HeadCall, loss_of_head
-from eaves.jax._options import CLASS_DTYPES, number_of
+from eaves.jax._linear_cross_entropy import HeadLoss, loss_of_head
+from eaves.jax._loss import LossArrays
+from eaves.jax._options import CLASS_DTYPES, NAMES, number_of, options_of
 
 _OP = "linear_log_prob"
 
@@ -88,13 +90,12 @@ def linear_log_prob(
         raise ValueError(f"{_OP}: tokens has dtype {tokens.dtype}, expected int32 or int64")
     if tokens.shape != jnp.shape(hidden)[:-1]:
         raise ValueError(f"{_OP}: tokens has shape {list(tokens.shape)}, expected that of hidden's rows")
-    output: Any = loss_of_head(
-        HeadCall(
-            _OP, hidden, head, tokens, head_layout, bias, softcap=softcap, scale=scale, ignore_index=ignore_index,
-            outputs=tuple("argmax" if name == "is_top1" else name for name in names), workspace_bytes=workspace_bytes,
-            axis_name=axis_name,
-        )
+    options = options_of(_OP, ignore_index, softcap=softcap, scale=scale)
+    loss = HeadLoss(
+        op=_OP, options=options, outputs=tuple("argmax" if name == "is_top1" else name for name in names), mode=NONE,
+        names=(*NAMES, ("targets", "tokens")), head_layout=head_layout, workspace_bytes=workspace_bytes,
     )  # fmt: skip
+    output: Any = loss_of_head(loss, hidden, head, bias, LossArrays(tokens), axis_name)
     if not names:
         log_prob: jax.Array = 0 - output  # of ignored rows 0, where -output would be -0
         return log_prob

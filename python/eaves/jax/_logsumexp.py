@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eaves.jax._call import Call, Operand, Result, bind
+from eaves.jax._call import Operand, Result, call_core
 from eaves.jax._options import axis_of
 
 _OP = "logsumexp"
@@ -73,6 +73,8 @@ def _axes_of(x: jax.Array, axis: int | Sequence[int] | None) -> tuple[int, ...]:
 
 @functools.cache
 def _of(axes: tuple[int, ...], keepdims: bool, dtype: Any) -> Any:
+    call = functools.partial(call_core, _OP, numbers=(("axes", axes), ("keepdim", keepdims)))
+
     def forward(x: jax.Array, wants_lse: bool) -> tuple[jax.Array, jax.Array]:
         """The result, and what the gradient needs of it."""
         accumulator = jnp.promote_types(x.dtype, jnp.float32)
@@ -81,11 +83,8 @@ def _of(axes: tuple[int, ...], keepdims: bool, dtype: Any) -> Any:
         if wants_lse:  # as two numbers
             _, of_rows, rows = _rows(x, axes, False)
             results.append(Result("lse", (*of_rows, "high_and_low"), shape=(*rows, 2), dtype=accumulator))
-        outputs = bind(_call("logsumexp_forward", (Operand("x", factors),), tuple(results)), x)
+        outputs = call("logsumexp_forward", {Operand("x", factors): x}, results)
         return outputs[0], outputs[-1]
-
-    def _call(function: str, operands: tuple[Operand, ...], results: tuple[Result, ...]) -> Call:
-        return Call(_OP, function, operands, results, (("axes", axes), ("keepdim", keepdims)))
 
     @jax.custom_vjp
     def function(x: jax.Array) -> jax.Array:
@@ -98,10 +97,10 @@ def _of(axes: tuple[int, ...], keepdims: bool, dtype: Any) -> Any:
     def backward_rule(kept: tuple[jax.Array, jax.Array], grad_out: jax.Array) -> tuple[jax.Array]:
         x, lse = kept
         factors, of_rows, _ = _rows(x, axes, keepdims)
-        _, of_lse, _ = _rows(x, axes, False)
-        operands = (Operand("grad_out", of_rows), Operand("x", factors), Operand("lse", (*of_lse, "high_and_low")))
-        results = (Result("grad_x", factors, shape=x.shape, dtype=x.dtype),)
-        return (bind(_call("logsumexp_backward", operands, results), grad_out, x, lse)[0],)
+        of_lse = (*_rows(x, axes, False)[1], "high_and_low")
+        arrays = {Operand("grad_out", of_rows): grad_out, Operand("x", factors): x, Operand("lse", of_lse): lse}
+        results = [Result("grad_x", factors, shape=x.shape, dtype=x.dtype)]
+        return (call("logsumexp_backward", arrays, results)[0],)
 
     function.defvjp(forward_rule, backward_rule)
     return function

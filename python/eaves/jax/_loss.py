@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from eaves._arguments import MEAN, NONE, SUM, CrossEntropyOutputs, named_outputs
 from eaves.jax import _options, _reductions
-from eaves.jax._call import Arrays, Result, Wanted, given, row_factors
+from eaves.jax._call import Arrays, Operand, Result, Wanted, call_core, given, row_factors, vary, varying
 from eaves.jax._options import is_soft, result_dtype
-from eaves.jax._shards import STATISTICS, Shard, align, target_weights
+from eaves.jax._shards import STATISTICS, Shard, shard_of, target_weights
 
 _LSE_FACTORS = ("high_and_low",)
 
@@ -52,21 +52,29 @@ class LossArrays(NamedTuple):
 class Loss:
     """A loss, as it is known while JAX traces. `inputs` are the arrays with derivatives: logits, or hidden states, head
     and bias. `mode` is the reduction of the function that has derivatives, whose backward writes over the first input
-    if `inplace`."""
+    if `inplace`. `names` are pairs of an argument's name in the core and in the user's function, if they differ."""
 
     op: str  # the function that the user called
     options: Numbers
     outputs: tuple[str, ...]
-    shard: Shard | None
     mode: int
+    names: tuple[tuple[str, str], ...] = _options.NAMES
+    shard: Shard | None = None
     inplace: bool = False
+    axis: int = -1
 
     core: ClassVar[str]  # the prefix of its functions in the core
+    cut: ClassVar[tuple[str, int]]  # name and place of the input that axis_name cuts
     skips_ignored: ClassVar[bool]  # the core leaves rows out, and would write no statistics of them
+
+    def shape(self, inputs: Any) -> tuple[int, ...]:
+        """Of the logits, which have the classes on `axis`."""
+        raise NotImplementedError
 
     def rows(self, inputs: Any) -> tuple[int, ...]:
         """The shape of the rows."""
-        raise NotImplementedError
+        shape = self.shape(inputs)
+        return tuple(size for index, size in enumerate(shape, -len(shape)) if index != self.axis)
 
     def arrays(self, inputs: Any, more: LossArrays) -> Arrays:
         """The operands that all calls have in common."""
@@ -92,11 +100,6 @@ class Loss:
     def statistics_numbers(self, names: Sequence[str]) -> Numbers:
         """What a shard has to be told before it computes."""
         return (*self.numbers(NONE), ("is_for_mean_logit", "mean_logit" in names))
-
-    @property
-    def names(self) -> tuple[tuple[str, str], ...]:
-        """Pairs of an argument's name in the core and in the user's function, if they differ."""
-        return (*_options.NAMES, *((("targets", "tokens"),) if self.op == "linear_log_prob" else ()))
 
     @property
     def ignore_index(self) -> int:
@@ -129,9 +132,9 @@ class Loss:
         if wants is not None:
             function += "_backward"
             share = _reductions.share_of(jnp.ones((), dtype), more.divisor)
-            arrays.add("grad_loss", jnp.broadcast_to(share, rows), row_factors(len(rows)))
+            arrays[Operand("grad_loss", row_factors(len(rows)))] = jnp.broadcast_to(share, rows)
             results += self.gradients(inputs, wants)
-        written = arrays.call(self.op, function, results, numbers=self.numbers(NONE), names=self.names)
+        written = call_core(self.op, function, arrays, results, numbers=self.numbers(NONE), names=self.names)
         return dict(zip(names, written)), list(written[len(names) :])
 
     def of_shards(self, shard: Shard, inputs: Any, more: LossArrays, names: Sequence[str]) -> dict[str, jax.Array]:
@@ -141,12 +144,13 @@ class Loss:
         own = more._replace(targets=shard.targets(more.targets, self.ignore_index, self.skips_ignored), row_weight=None)
         result = Result("statistics", (*factors, "k"), shape=(*rows, STATISTICS), dtype=dtype)
         numbers = self.statistics_numbers(names)
-        function = f"{self.core}_shard_forward"
-        (statistics,) = self.arrays(inputs, own).call(self.op, function, [result], numbers=numbers, names=self.names)
-        arrays = Arrays()
-        arrays.add("statistics", shard.gathered(statistics), ("s", *factors, "k"), batch_axis=1)
-        arrays.add("targets", more.targets, factors)
-        arrays.add("row_weight", more.row_weight, factors)
+        function, arrays = f"{self.core}_shard_forward", self.arrays(inputs, own)
+        (statistics,) = call_core(self.op, function, arrays, [result], numbers=numbers, names=self.names)
+        arrays = {
+            Operand("statistics", ("s", *factors, "k"), batch_axis=1): shard.gathered(statistics),
+            Operand("targets", factors): more.targets,
+            Operand("row_weight", factors): more.row_weight,
+        }
         numbers = (
             ("reduction", NONE),
             *self.options,
@@ -155,8 +159,14 @@ class Loss:
             ("skips_ignored", self.skips_ignored),
         )
         results = _results(names, rows, dtype)
-        written = arrays.call(self.op, "cross_entropy_merge", results, numbers=numbers, names=self.names)
-        return dict(zip(names, written))
+        written = call_core(self.op, "cross_entropy_merge", arrays, results, numbers=numbers, names=self.names)
+        if not self.skips_ignored or more.row_weight is None:
+            return dict(zip(names, written))
+        is_nothing = more.row_weight == 0
+        return {
+            name: jnp.where(is_nothing[..., None] if name == "lse" else is_nothing, 0, each)
+            for name, each in zip(names, written)
+        }
 
     def backward(
         self, inputs: Any, more: LossArrays, kept: dict[str, Any], wants: Wanted, upstream: Sequence[Any]
@@ -171,16 +181,17 @@ class Loss:
         if grad_loss is None:
             grad_loss = jnp.zeros(rows if is_per_row else (), kept["lse"].dtype)
         grad_loss = _reductions.share_of(grad_loss, more.divisor)
-        arrays = self.arrays(inputs, more)
-        arrays.add("grad_loss", grad_loss, factors if is_per_row else (), per_row=is_per_row)
-        arrays.add("grad_lse", grad_lse, factors)
-        arrays.add("grad_entropy", grad_entropy, factors)
-        arrays.add("lse", kept["lse"], (*factors, *_LSE_FACTORS))
-        arrays.add("entropy", kept["entropy"] if grad_entropy is not None else None, factors)
-        arrays.add("target_mass", kept["target_mass"], factors)
+        arrays = self.arrays(inputs, more) | {
+            Operand("grad_loss", factors if is_per_row else (), per_row=is_per_row): grad_loss,
+            Operand("grad_lse", factors): grad_lse,
+            Operand("grad_entropy", factors): grad_entropy,
+            Operand("lse", (*factors, *_LSE_FACTORS)): kept["lse"],
+            Operand("entropy", factors): kept["entropy"] if grad_entropy is not None else None,
+            Operand("target_mass", factors): kept["target_mass"],
+        }
         numbers = self.numbers(NONE if is_per_row else SUM)
-        gradients = arrays.call(
-            self.op, f"{self.core}_backward", self.gradients(inputs, wants),
+        gradients = call_core(
+            self.op, f"{self.core}_backward", arrays, self.gradients(inputs, wants),
             numbers=numbers, names=self.names, aliases=((0, 0),) if self.inplace else (),
         )  # fmt: skip
         return wants.by_place(gradients)
@@ -247,15 +258,20 @@ def _scaled(gradient: jax.Array, factor: Any) -> jax.Array:
     return jnp.where(gradient == 0, gradient, scaled)
 
 
-def loss_of(loss: Loss, inputs: tuple[Any, ...], more: LossArrays, mode: int) -> Any:
+def loss_of(loss: Loss, inputs: tuple[Any, ...], more: LossArrays, mode: int, axis_name: str | None) -> Any:
     """The loss, reduced, or with outputs a named tuple, in which loss, lse and entropy alone have derivatives."""
-    targets, class_weight, row_weight, divisor = more
-    cut, (targets, row_weight, divisor) = align(loss.shard, (*inputs, class_weight), (targets, row_weight, divisor))
-    *inside, class_weight = cut
-    more = LossArrays(targets, class_weight, row_weight, divisor)
+    rows, shape, (name, place) = loss.rows(inputs), loss.shape(inputs), loss.cut
+    targets, class_weight, row_weight, divisor = more.checked(loss.op, inputs[0], rows, shape, mode)
+    shard = shard_of(loss.op, axis_name, name, inputs[place], shape[loss.axis], targets, loss.outputs)
+    # This device's classes, and what is the same on all devices of the axis: both vary over the other axes of a mesh.
+    axes = varying(*inputs, targets, class_weight, row_weight, divisor)
+    of_whole = axes if shard is None else axes - {shard.axis_name}
+    targets, row_weight, divisor = (vary(each, of_whole) for each in (targets, row_weight, divisor))
+    more = LossArrays(targets, vary(class_weight, axes), row_weight, divisor)
+    loss, inputs = dataclasses.replace(loss, shard=shard), tuple(vary(each, axes) for each in inputs)
     if mode == MEAN and divisor is None:
-        divisor = loss.divisor(more, loss.rows(inputs), result_dtype(inputs[0]))
-    value, outputs = _differentiable(loss)(tuple(inside), more._replace(divisor=divisor if loss.mode == MEAN else None))
+        divisor = loss.divisor(more, rows, result_dtype(inputs[0]))
+    value, outputs = _differentiable(loss)(inputs, more._replace(divisor=divisor if loss.mode == MEAN else None))
     if loss.mode != mode:
         value = _reductions.reduced(value, mode, divisor)
     if not loss.outputs:

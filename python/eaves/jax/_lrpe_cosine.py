@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eaves.jax._call import Arrays, Result, Wanted, alike, given
+from eaves.jax._call import Arrays, Operand, Result, Wanted, alike, call_core, given
 from eaves.jax._options import number_of, result_dtype
 
 _OP = "lrpe_cosine"
@@ -132,7 +132,7 @@ class _Setting:
 
     def call(self, function: str, arrays: Arrays, results: list[Result]) -> tuple[jax.Array, ...]:
         names = (("offsets", "offset"),)
-        return arrays.call(_OP, function, results, numbers=self.numbers, names=names, has_fixed_rank=True)
+        return call_core(_OP, function, arrays, results, numbers=self.numbers, names=names, has_fixed_rank=True)
 
 
 @functools.cache
@@ -140,9 +140,7 @@ def _encode(setting: _Setting) -> Any:
     """(x, theta, offsets, positions, cu_seqlens) -> out"""
 
     def forward(wants_lse: bool, x: Any, theta: Any, *of_positions: Any) -> tuple[jax.Array, jax.Array | None]:
-        arrays = Arrays()
-        arrays.add("x", x, setting.factors("d"), axes=setting.axes)
-        _add_angles(arrays, setting, x, theta, *of_positions)
+        arrays = {Operand("x", setting.factors("d"), axes=setting.axes): x, **_angles(setting, x, theta, *of_positions)}
         shape = (*x.shape[:-1], 2 * x.shape[-1])
         results = [Result("out", setting.factors("halves"), axes=setting.axes, shape=shape, dtype=x.dtype)]
         if wants_lse:
@@ -167,11 +165,12 @@ def _encode(setting: _Setting) -> Any:
         grad_out = given(cotangent)
         if grad_out is None:
             return (None,) * 5
-        arrays = Arrays()
-        arrays.add("grad_out", grad_out, setting.factors("halves"), axes=setting.axes)
-        arrays.add("x", x, setting.factors("d"), axes=setting.axes)
-        arrays.add("lse", lse, ("rb", "rh", "two", "d"))
-        _add_angles(arrays, setting, grad_out, theta, *of_positions)
+        arrays = {
+            Operand("grad_out", setting.factors("halves"), axes=setting.axes): grad_out,
+            Operand("x", setting.factors("d"), axes=setting.axes): x,
+            Operand("lse", ("rb", "rh", "two", "d")): lse,
+            **_angles(setting, grad_out, theta, *of_positions),
+        }
         results = []
         of_x, of_theta = wants.each
         if of_x:
@@ -192,18 +191,17 @@ def _theta_factors(heads: int, theta: Any) -> tuple[str, ...]:
     return ("rh" if theta.shape[0] == heads else "one", "e")
 
 
-def _add_angles(
-    arrays: Arrays, setting: _Setting, x: Any, theta: Any, offsets: Any, positions: Any, cu_seqlens: Any
-) -> None:
+def _angles(setting: _Setting, x: Any, theta: Any, offsets: Any, positions: Any, cu_seqlens: Any) -> Arrays:
     """`x` or what has its heads and positions."""
     heads, length = setting.heads(x), x.shape[2 if setting.heads_first else 1]
-    arrays.add("theta", theta, _theta_factors(heads, theta), per_row=False)
+    arrays: Arrays = {Operand("theta", _theta_factors(heads, theta), per_row=False): theta}
     if offsets is not None:
         of_batch = offsets.size != 1
-        arrays.add("offsets", offsets, ("rb" if of_batch else "one_offset",), per_row=of_batch)
+        arrays[Operand("offsets", ("rb" if of_batch else "one_offset",), per_row=of_batch)] = offsets
     if positions is not None:
         of_batch = positions.ndim == 2
-        arrays.add("positions", positions, ("rb", "n") if of_batch else ("n",), per_row=of_batch)
+        arrays[Operand("positions", ("rb", "n") if of_batch else ("n",), per_row=of_batch)] = positions
     if cu_seqlens is not None:
         one_sequence = (0,) * (cu_seqlens.size - 1) + (length,) * min(cu_seqlens.size, 1)
-        arrays.add("cu_seqlens", cu_seqlens, ("sequences",), per_row=False, values=one_sequence)
+        arrays[Operand("cu_seqlens", ("sequences",), per_row=False, values=one_sequence)] = cu_seqlens
+    return arrays

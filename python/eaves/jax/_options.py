@@ -58,7 +58,7 @@ def options_of(op: str, ignore_index: int, **given: float | None) -> tuple[tuple
     if index != IGNORED:
         numbers.append(("ignore_index", index))
     for keyword, (name, default) in _TABLE.items():
-        value = given[keyword]
+        value = given.get(keyword)
         if value is not None and (number := number_of(op, keyword, value)) != default:
             numbers.append((name, number))
     return tuple(numbers)

@@ -11,12 +11,12 @@ classes: classes of other shards come behind its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from eaves.jax._call import vary, varying
+from eaves.jax._call import varying
 from eaves.jax._options import IGNORED, is_soft
 
 STATISTICS = 10  # kCrossEntropyStatistics of include/eaves/cross_entropy.h
@@ -66,18 +66,6 @@ def shard_of(
     if "argmax" in outputs and shard.classes > _MOST_CLASSES_OF_ARGMAX:
         raise NotImplementedError(f"{op}: argmax is known up to 2^24 classes where axis_name is given")
     return shard
-
-
-def align(shard: Shard | None, cut: Sequence[Any], whole: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """`cut` has this device's classes, `whole` is the same on all devices of the axis: both vary over the same axes of
-    the mesh otherwise."""
-    arrays = [array for array in (*cut, *whole) if array is not None]
-    axes = frozenset[str]().union(*map(varying, arrays))
-    of_whole = axes if shard is None else axes - {shard.axis_name}
-    return (
-        [None if array is None else vary(array, axes) for array in cut],
-        [None if array is None else vary(array, of_whole) for array in whole],
-    )
 
 
 def target_weights(shard: Shard | None, targets: jax.Array, weight: jax.Array) -> jax.Array:
