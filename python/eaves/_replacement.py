@@ -33,7 +33,7 @@ class Replacement:
         return found is not None and any(f"{found}.".startswith(f"{series}.") for series in self._known)
 
     def is_active(self) -> bool:
-        """Whether every place has ours now; not, where somebody else has replaced it since."""
+        """Whether this process calls eaves: not, where somebody else has replaced the function since."""
         with self._lock:
             return bool(self._installed) and self._is_everywhere(self._installed[-1].ours)
 
@@ -66,7 +66,7 @@ class Replacement:
             return installed
 
     def uninstall(self, which: Installed | None = None) -> None:
-        """One install, or all; of what is not installed none."""
+        """Gives the library its own function back, or undoes one install; without an install nothing happens."""
         with self._lock:
             before = self._in_place()
             self._installed = [each for each in self._installed if which is not None and each is not which]

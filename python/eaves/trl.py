@@ -61,14 +61,7 @@ def install(*, algorithm: str = "speed", workspace_bytes: int | None = None) -> 
     return replacement.install(SimpleNamespace(apply=apply))
 
 
-def uninstall() -> None:
-    """Gives TRL its own function back."""
-    replacement.uninstall()
-
-
-def is_active() -> bool:
-    """Whether TRL's trainers of this process call eaves."""
-    return replacement.is_active()
+uninstall, is_active = replacement.uninstall, replacement.is_active
 
 
 class _Call(NamedTuple):

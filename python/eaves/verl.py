@@ -45,14 +45,7 @@ def install(*, algorithm: str = "auto", workspace_bytes: int | None = None) -> I
     return replacement.install(functools.partial(_linear_cross_entropy, algorithm, workspace_bytes))
 
 
-def uninstall() -> None:
-    """Gives verl its own function back."""
-    replacement.uninstall()
-
-
-def is_active() -> bool:
-    """Whether verl calls eaves in this process."""
-    return replacement.is_active()
+uninstall, is_active = replacement.uninstall, replacement.is_active
 
 
 def _linear_cross_entropy(

@@ -45,16 +45,15 @@ def causal_lm_loss(
         "outputs": tuple(_OUTPUT_OF_METRIC[name] for name in metrics),
     }
     if isinstance(logits, DeferredLogits):
-        name: Any = options.get("group")
+        of_head = dict(options)
+        name, is_parallel = of_head.pop("group", None), of_head.pop("sequence_parallel", False)
         is_in_pieces = name is not None
         if logits.is_deferred and (is_in_pieces or logits.shape[-1] == vocab_size):
             weight, bias = logits.head.weight, logits.head.bias
             if weight.is_meta and not logits.hidden.is_meta:
                 raise NotImplementedError(f"eaves.hf: {OFFLOADED}")
-            if options.get("grad_weight_dtype") is None and weight.dtype in (torch.bfloat16, torch.float16):
-                options = {**options, "grad_weight_dtype": torch.float32}
-            of_head = {key: value for key, value in options.items() if key not in ("group", "sequence_parallel")}
-            is_parallel = options.get("sequence_parallel", False)
+            if of_head.get("grad_weight_dtype") is None and weight.dtype in (torch.bfloat16, torch.float16):
+                of_head["grad_weight_dtype"] = torch.float32
             if is_parallel:  # gathered, hidden states are [ranks, batch, positions of a rank]
                 ranks = _ranks_of(weight) if not is_in_pieces else found_groups[name]
                 batch, positions = logits.hidden.shape[:2]
@@ -64,9 +63,8 @@ def causal_lm_loss(
                 logits.hidden.flatten(0, -2), weight, target, bias, scale=logits.scale, softcap=logits.softcap,
                 has_constant_outputs=True, **shared, **of_head,
             )  # fmt: skip
-            if is_in_pieces or is_parallel:
-                return _measured(_loss_of_pieces(call, name, vocab_size, is_parallel), metrics, target, ignore_index)
-            out: Any = loss_of_head(call)
+            is_cut = is_in_pieces or is_parallel
+            out: Any = _loss_of_pieces(call, name, vocab_size, is_parallel) if is_cut else loss_of_head(call)
             return _measured(out, metrics, target, ignore_index)
         logits = logits.tensor("a vocabulary of another size" if logits.is_deferred else "the loss")
     out = cross_entropy(logits.reshape(-1, vocab_size), target, **shared)

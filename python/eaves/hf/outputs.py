@@ -27,27 +27,25 @@ def without_logits(output: Any, head: Any) -> Any:
         ]
         return tuple(each for each, is_left_out in zip(output, is_logits) if not is_left_out)
     # Outputs of transformers are mappings too, without what is None.
-    if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        held = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
-        left_out = _no_logits(held)
-        return dataclasses.replace(output, **left_out) if left_out else output
-    if isinstance(output, Mapping):
-        left_out = _no_logits(output)
-        return {**output, **left_out} if left_out else output
-    return output
+    is_record = dataclasses.is_dataclass(output) and not isinstance(output, type)
+    if not is_record and not isinstance(output, Mapping):
+        return output
+    held = _fields(output) if is_record else output
+    left_out = {name: None for name, each in held.items() if name == "logits" or isinstance(each, DeferredLogits)}
+    if not left_out:
+        return output
+    return dataclasses.replace(output, **left_out) if is_record else {**output, **left_out}
 
 
-def _no_logits(held: Mapping[str, Any]) -> dict[str, None]:
-    return {name: None for name, each in held.items() if name == "logits" or isinstance(each, DeferredLogits)}
+def _fields(output: Any) -> dict[str, Any]:
+    return {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
 
 
 def with_metrics(output: Any, metrics: Mapping[str, Tensor | None], are_items: bool) -> Any:
     """An output of transformers as one that has metrics too."""
     if not (dataclasses.is_dataclass(output) and isinstance(output, dict)):
         return output
-    made = _class_with_metrics(type(output))(
-        **{field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
-    )
+    made = _class_with_metrics(type(output))(**_fields(output))
     for name, metric in metrics.items():
         if metric is not None and are_items:
             made[name] = metric
