@@ -116,6 +116,19 @@ def cpu_threads() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_thread(cpu_threads: None) -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """Compiled functions of other tests count neither as recompilations nor towards dynamo's limits."""
     torch._dynamo.reset()

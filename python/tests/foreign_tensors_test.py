@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map_only
 
 import eaves
 from cross_entropy_test import each
+from hf_models import FLOAT32_TOLERANCE as TOLERANCE
 from hf_models import assert_same_step, batch, step, tiny_model
-from hf_test import FLOAT32_TOLERANCE as TOLERANCE
 
 try:
     import accelerate

@@ -4,14 +4,28 @@ Weights are drawn wide, so that a logit is about as large as those of a trained 
 lost moves the loss by more than any tolerance.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import pytest
 import torch
-import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+# A model that computes its logits after all says so, and here that is an error. The tensors are tiny: threads would
+# wait for each other longer than they compute.
+OF_TINY_MODELS = [pytest.mark.filterwarnings("error:eaves.hf"), pytest.mark.usefixtures("one_thread")]
+
+METRICS = ("accuracy", "entropy")
+
+# Loss and gradients of a patched model in float32, in parts of the largest element of each.
+FLOAT32_TOLERANCE = 1e-5
 
 VOCABULARY, FEATURES = 131, 32
 BATCH, LENGTH = 2, 11
@@ -143,3 +157,33 @@ def refuse_waiting() -> AbstractContextManager[object]:
         assert "_local_scalar_dense" not in operator, "a number is read from a tensor"
 
     return Watch(check)
+
+
+def operator_calls(run: Callable[[], object]) -> list[tuple[str, tuple[Any, ...], list[Tensor]]]:
+    """Of each call of linear_cross_entropy that gives a gradient: the operator's name, its arguments and results."""
+    calls = []
+
+    def note(name: str, arguments: tuple[Any, ...], results: list[Tensor]) -> None:
+        if name.startswith("eaves.linear_cross_entropy") and "backward" in name:
+            calls.append((name.split(".")[1].removeprefix("linear_cross_entropy_"), arguments, results))
+
+    with Watch(note):
+        run()
+    return calls
+
+
+def gradients_asked_for(run: Callable[[], object]) -> list[tuple[str, int]]:
+    """Of each such call, its name and the gradients that it was asked for."""
+    return [(name, arguments[-1]) for name, arguments, _ in operator_calls(run)]
+
+
+def peft_model(**options: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    return peft.get_peft_model(tiny_model(), peft.LoraConfig(r=4, **options))
+
+
+def assert_metrics(output: Any, expected: dict[str, float], tolerance: float = FLOAT32_TOLERANCE) -> None:
+    for name, number in expected.items():
+        metric = getattr(output, name)
+        assert metric.shape == () and metric.dtype == torch.float32 and not metric.requires_grad
+        assert metric.item() == pytest.approx(number, rel=tolerance), name

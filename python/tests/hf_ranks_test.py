@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import eaves
 from cross_entropy_test import each
+from hf_models import FLOAT32_TOLERANCE as TOLERANCE
 from hf_models import VOCABULARY, Step, assert_same_step, batch, step, tiny_model
-from hf_test import FLOAT32_TOLERANCE as TOLERANCE
 from ranks import Ranks
 
 
