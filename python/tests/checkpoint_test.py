@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import eaves
+from chunked_cases import DIVERGENCES
 from cross_entropy_test import REDUCTIONS, each
 from layouts import random_tensor
-from linear_kl_div_test import DIVERGENCES
 
 ROWS, FEATURES, CLASSES = 6, 8, 11
 
