@@ -1,13 +1,13 @@
-"""eaves.linear_cross_entropy and eaves.linear_log_prob of a head that is cut over ranks: against the float64 oracle of
-the whole, with gloo on the CPU. What a function does on each rank stands beside the test that has it run."""
+"""eaves.linear_cross_entropy of a head that is cut over ranks: against the float64 oracle of the whole, with gloo on
+the CPU. A function that takes a group runs on each rank; the test that has it run stands below it."""
 
-import datetime
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, distributed
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -16,32 +16,14 @@ import eaves
 from comparison import assert_agree, assert_within
 from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output, upstream
 from eaves._parallel import agreement as _ranks
-from eaves._parallel import linear_cross_entropy as _linear_cross_entropy_ranks
-from eaves._parallel.shard import Place
-from eaves._parallel.statistics import refuse_argmax
-from eaves._torch.outputs import ARGMAX
+from head_ranks import CLASSES, over, pieces, problem_of
 from linear_cross_entropy_cases import LinearOracle, assert_gradients
 from linear_cross_entropy_test import problem, soft_targets
 from pairwise import pairwise
-from ranks import RANKS, Ranks, here
+from ranks import Ranks, here
 
-CLASSES = 40
 ALGORITHMS = ("speed", "recompute")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def pieces(ranks: int, is_even: bool = True) -> list[slice]:
-    """The classes of each rank; else of different sizes, one of them empty."""
-    sizes = [CLASSES // ranks] * ranks if is_even else [7, 0, 21, 12][:ranks]
-    sizes[-1] = CLASSES - sum(sizes[:-1])
-    return [slice(sum(sizes[:rank]), sum(sizes[: rank + 1])) for rank in range(ranks)]
-
-
-def over(group: distributed.ProcessGroup, options: dict[str, Any]) -> dict[str, Any]:
-    """The options with the group, in a Shard where some are a Shard's."""
-    of_shard = {name: options[name] for name in eaves.Shard._fields if name in options}
-    others = {name: value for name, value in options.items() if name not in of_shard}
-    return {"group": eaves.Shard(group, **of_shard) if of_shard else group, **others}
 
 
 def on_a_rank(
@@ -108,6 +90,8 @@ def check(
 
 
 _OF_ORACLE = ("label_smoothing", "softcap", "scale", "z_loss", "row_weight", "normalizer", "ignore_index")
+
+
 # So that nothing is rounded to 16 bits but the gradient of the logits, and each gradient once, whatever the number of
 # ranks and chunks.
 _ROUNDED_ONCE = {"reduce_dtype": torch.float32, "grad_weight_dtype": torch.float32}
@@ -214,11 +198,6 @@ def resized(group: distributed.ProcessGroup, algorithm: str) -> None:
         assert_agree(parts[1].grad, whole[1].grad[own])
 
 
-@each("algorithm", ALGORITHMS)
-def test_another_rank_may_have_other_classes_than_before(algorithm: str, ranks: Ranks) -> None:
-    ranks.run(resized, algorithm, ranks=2)
-
-
 def resized_late(group: distributed.ProcessGroup, algorithm: str) -> None:
     expects_last = _ranks._expects_last
     _ranks._places.clear()
@@ -239,9 +218,8 @@ def test_what_was_computed_for_another_place_is_computed_again(algorithm: str, c
 
 
 def input_gradients(group: distributed.ProcessGroup, options: dict[str, Any]) -> Tensor:
-    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
-    x.requires_grad_()
-    own = head[pieces(group.size())[group.rank()]]  # without a gradient: a frozen head
+    x, _, target, own = problem_of(group)
+    x.requires_grad_()  # and the head is frozen
     eaves.linear_cross_entropy(x, own, target, **over(group, options)).sum().backward()
     assert x.grad is not None
     return x.grad
@@ -279,11 +257,12 @@ def test_gradients_of_micro_batches_are_added_up(ranks: Ranks) -> None:
         assert_gradients((None, total, of_bias), exact, dtype)
 
 
-def again(group: distributed.ProcessGroup, algorithm: str) -> None:
-    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
-    mine = pieces(group.size())[group.rank()]
-    leaves = [x.requires_grad_(), head[mine].requires_grad_()]
-    loss = eaves.linear_cross_entropy(*leaves, target, group=eaves.Shard(group, mine.start), algorithm=algorithm)
+def a_second_backward_computes_again_and_has_no_derivative(group: distributed.ProcessGroup, algorithm: str) -> None:
+    x, _, target, own = problem_of(group)
+    leaves = [x.requires_grad_(), own.requires_grad_()]
+    loss = eaves.linear_cross_entropy(
+        *leaves, target, group=eaves.Shard(group, pieces(group.size())[group.rank()].start), algorithm=algorithm
+    )
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     second = torch.autograd.grad(2 * loss, leaves, retain_graph=True)
     for one, two in zip(first, second):
@@ -294,8 +273,9 @@ def again(group: distributed.ProcessGroup, algorithm: str) -> None:
 
 
 @each("algorithm", ALGORITHMS)
-def test_a_second_backward_computes_again_and_has_no_derivative(algorithm: str, ranks: Ranks) -> None:
-    ranks.run(again, algorithm)
+@each("function", (resized, a_second_backward_computes_again_and_has_no_derivative))
+def test_a_call_after_another(function: Callable[..., None], algorithm: str, ranks: Ranks) -> None:
+    ranks.run(function, algorithm, ranks=2)
 
 
 def cancelling(
@@ -332,8 +312,7 @@ def test_parts_of_float16_are_added_in_float32(ranks: Ranks) -> None:
 
 
 def compiled(group: distributed.ProcessGroup, algorithm: str, reduction: str, sequence_parallel: bool) -> None:
-    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
-    own = head[pieces(group.size())[group.rank()]]
+    x, _, target, own = problem_of(group)
     if sequence_parallel:
         x = x[12 * group.rank() : 12 * group.rank() + 12]
 
@@ -358,9 +337,8 @@ def test_it_compiles_without_a_graph_break(ranks: Ranks) -> None:
         ranks.run(compiled, *arguments, ranks=2)
 
 
-def unused(group: distributed.ProcessGroup) -> float:
-    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
-    own = head[pieces(group.size())[group.rank()]]
+def a_compiled_call_is_made_where_nothing_uses_its_result(group: distributed.ProcessGroup) -> float:
+    x, _, target, own = problem_of(group)
 
     def of_one_rank(x: Tensor) -> Tensor:
         loss = eaves.linear_cross_entropy(x, own, target, group=group)
@@ -369,13 +347,9 @@ def unused(group: distributed.ProcessGroup) -> float:
     return torch.compile(of_one_rank, fullgraph=True, backend="aot_eager")(x).item()
 
 
-def test_a_compiled_call_is_made_where_nothing_uses_its_result(ranks: Ranks) -> None:
-    ranks.run(unused)
-
-
-def checkpointed(group: distributed.ProcessGroup) -> None:
-    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
-    own = head[pieces(group.size())[group.rank()]].requires_grad_()
+def it_is_computed_again_in_a_checkpoint(group: distributed.ProcessGroup) -> None:
+    x, _, target, own = problem_of(group)
+    own.requires_grad_()
     found = []
     for is_checkpointed in (False, True):
         leaf = x.clone().requires_grad_()
@@ -391,11 +365,21 @@ def checkpointed(group: distributed.ProcessGroup) -> None:
     assert torch.equal(*found)
 
 
-def test_it_is_computed_again_in_a_checkpoint(ranks: Ranks) -> None:
-    ranks.run(checkpointed)
+def modules_take_a_group(group: distributed.ProcessGroup) -> None:
+    x, head, target, own = problem_of(group)
+    linear = eaves.LinearCrossEntropyLoss(z_loss=0.1)
+    assert_agree(linear(x, own, target, group=group), linear(x, head, target))
+    loss = eaves.CrossEntropyLoss(z_loss=0.1)
+    assert_agree(loss(x @ own.T, target, group=group), loss(x @ head.T, target))
 
 
-def of_dtensors(group: distributed.ProcessGroup) -> None:
+@each("function", [a_compiled_call_is_made_where_nothing_uses_its_result, it_is_computed_again_in_a_checkpoint,
+                   modules_take_a_group])  # fmt: skip
+def test_on_each_rank(function: Callable[..., object], ranks: Ranks) -> None:
+    ranks.run(function)
+
+
+def a_dtensor_says_which_group(group: distributed.ProcessGroup) -> None:
     x, head, target, bias = problem((24, 16), CLASSES - 1, torch.float64, here())  # 39 of 4 ranks: 10, 10, 10, 9
     whole = [each.clone().requires_grad_() for each in (x, head, bias)]
     expected = eaves.linear_cross_entropy(*whole[:2], target, linear_bias=whole[2])
@@ -424,12 +408,26 @@ def of_dtensors(group: distributed.ProcessGroup) -> None:
         eaves.linear_cross_entropy(x, cut(head, Shard(0)), target, group=group)
 
 
-def test_a_dtensor_says_which_group(cpu_ranks: Ranks) -> None:
-    cpu_ranks.run(of_dtensors)
+def logits_far_from_zero_keep_their_gradient(group: distributed.ProcessGroup) -> None:
+    # Logits of 4096 and multiples of 1/256, exact in float32. A float32 lse is off by up to 2.4e-4 there.
+    x = torch.arange(32.0).view(8, 4) % 3 + 1
+    head = ((torch.arange(4 * CLASSES) * 37) % 256 / 256).view(CLASSES, 4)
+    target = torch.arange(8) * 5 % CLASSES
+    own = pieces(group.size())[group.rank()]
+    part, bias = head[own].clone().requires_grad_(), torch.full((len(head[own]),), 4096.0, requires_grad=True)
+    eaves.linear_cross_entropy(x, part, target, linear_bias=bias, algorithm="recompute", group=group).backward()
+    wide = torch.full((CLASSES,), 4096.0, dtype=torch.float64, requires_grad=True)
+    torch.nn.functional.cross_entropy(x.double() @ head.double().t() + wide, target).backward()
+    assert ((bias.grad - wide.grad[own]).abs() <= 4e-6 * wide.grad[own].abs()).all()
+
+
+@each("function", (a_dtensor_says_which_group, logits_far_from_zero_keep_their_gradient))
+def test_on_each_rank_of_a_cpu(function: Callable[..., object], cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(function)
 
 
 def with_rows_of_its_own(group: distributed.ProcessGroup) -> None:
-    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
+    x, head, target, own = problem_of(group)
     body = torch.eye(16, dtype=x.dtype) + 0.1
     whole = [body.clone().requires_grad_(), head.clone().requires_grad_()]
     eaves.linear_cross_entropy(x @ whole[0], whole[1], target).backward()
@@ -448,339 +446,3 @@ def with_rows_of_its_own(group: distributed.ProcessGroup) -> None:
 
 def test_a_head_of_fully_shard_is_gathered_and_its_gradient_is_a_mean(cpu_ranks: Ranks) -> None:
     cpu_ranks.run(with_rows_of_its_own, ranks=2)
-
-
-def log_probs(
-    group: distributed.ProcessGroup | None, dtype: torch.dtype, named: dict[str, Any], classes: int, is_parallel: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Of K tokens of each row, or of one: of a head, and of its logits. Outputs and gradients."""
-    hidden, head, _, bias = problem((24, 16), CLASSES, dtype, here())
-    tokens = torch.randint(0, classes, (24, 5), generator=torch.Generator().manual_seed(3))
-    tokens[:, 3], tokens[2], tokens[5, 1:] = tokens[:, 0], -100, -100  # one twice, a row of none, a row of one
-    named = dict(named)
-    tokens = tokens[:, 0] if named.pop("is_one_token", False) else tokens
-    tokens, own, rows = tokens.to(here()), slice(None), slice(None)
-    if group is not None:
-        own = pieces(group.size(), False)[group.rank()]
-        if is_parallel:
-            rows = slice(group.rank() * 24 // group.size(), (group.rank() + 1) * 24 // group.size())
-    names = ("entropy", "is_top1", "sum_sq", "mean_logit")
-    outputs, gradients = [], []
-    logits = (hidden @ head.T + bias)[:, own].contiguous()
-    shard = group if group is None or not is_parallel else eaves.Shard(group, sequence_parallel=True)
-    for function, given, of_group in (
-        (eaves.linear_log_prob, [hidden[rows], head[own], bias[own]], shard),
-        (eaves.log_prob, [logits], group),
-    ):
-        leaves = [each.clone().requires_grad_() for each in given]
-        keywords = {"bias": leaves[2], "workspace_bytes": 20_000} if len(leaves) > 1 else {}
-        out = function(*leaves[:2], tokens, **keywords, group=of_group, classes=classes, outputs=names, **named)
-        assert out._fields == ("log_prob", *names)
-        differentiable = [out.log_prob, out.entropy]
-        torch.autograd.backward(differentiable, [upstream(each) for each in differentiable])
-        outputs += [each.detach() for each in out]
-        gradients += [each.grad for each in leaves]
-    return outputs, gradients
-
-
-def test_log_probabilities_of_tokens(ranks: Ranks) -> None:
-    temperature = torch.linspace(0.5, 2, 24)
-    for count, dtype, classes, named, is_parallel in pairwise(
-        (1, 2, 4),
-        (torch.float64, torch.float32),
-        (CLASSES, CLASSES - 3),
-        ({}, {"softcap": 3.0, "scale": 1.5}, {"temperature": temperature},
-         {"temperature": temperature, "softcap": 3.0, "is_one_token": True},
-         {"temperature": 0.7, "is_one_token": True}),
-        (False, True),
-    ):  # fmt: skip
-        expected, whole = log_probs(None, dtype, named, classes, False)
-        results = ranks.run(log_probs, dtype, named, classes, is_parallel, ranks=count)
-        for outputs, _ in results:
-            for found, wanted in zip(outputs, expected, strict=True):
-                assert_agree(found, wanted)
-        for place, wanted in enumerate(whole):
-            parts = [gradients[place] for _, gradients in results]
-            if place == 0 and not is_parallel:  # of hidden
-                assert all(torch.equal(part, parts[0]) for part in parts)
-                parts = parts[:1]
-            assert_agree(torch.cat(parts, 1 if place == 3 else 0), wanted)
-
-
-def far_from_zero(group: distributed.ProcessGroup) -> None:
-    # Logits of 4096 and multiples of 1/256, exact in float32. A float32 lse is off by up to 2.4e-4 there.
-    x = torch.arange(32.0).view(8, 4) % 3 + 1
-    head = ((torch.arange(4 * CLASSES) * 37) % 256 / 256).view(CLASSES, 4)
-    target = torch.arange(8) * 5 % CLASSES
-    own = pieces(group.size())[group.rank()]
-    part, bias = head[own].clone().requires_grad_(), torch.full((len(head[own]),), 4096.0, requires_grad=True)
-    eaves.linear_cross_entropy(x, part, target, linear_bias=bias, algorithm="recompute", group=group).backward()
-    wide = torch.full((CLASSES,), 4096.0, dtype=torch.float64, requires_grad=True)
-    torch.nn.functional.cross_entropy(x.double() @ head.double().t() + wide, target).backward()
-    assert ((bias.grad - wide.grad[own]).abs() <= 4e-6 * wide.grad[own].abs()).all()
-
-
-def test_logits_far_from_zero_keep_their_gradient(cpu_ranks: Ranks) -> None:
-    cpu_ranks.run(far_from_zero)
-
-
-def saturated(group: distributed.ProcessGroup) -> Tensor:
-    """Logits that a soft cap makes equal. The largest is that of the last rank but one."""
-    logits = torch.full((1, CLASSES), 100.0)
-    logits[0, pieces(group.size())[-2].start] = 200.0
-    own = logits[:, pieces(group.size())[group.rank()]].contiguous()
-    tokens, temperature = torch.tensor([pieces(group.size())[-2].start]), torch.ones(1)
-    options: dict[str, Any] = {"softcap": 5.0, "temperature": temperature, "outputs": "is_top1"}
-    assert eaves.log_prob(logits, tokens, **options).is_top1.all()
-    return eaves.log_prob(own, tokens, group=group, **options).is_top1
-
-
-def test_the_likeliest_class_is_found_before_a_soft_cap_rounds(cpu_ranks: Ranks) -> None:
-    assert all(bool(each.all()) for each in cpu_ranks.run(saturated))
-
-
-def several_of_dtensors(group: distributed.ProcessGroup) -> None:
-    hidden, head, _, bias = problem((24, 16), CLASSES - 1, torch.float64, here())
-    tokens = torch.arange(72).view(24, 3) * 7 % (CLASSES - 1)
-    mesh = DeviceMesh.from_group(group, "cpu")
-    whole = [each.clone().requires_grad_() for each in (hidden, head, bias)]
-    expected = eaves.linear_log_prob(*whole[:2], tokens, bias=whole[2])
-    logits = (hidden @ head.T + bias).requires_grad_()
-    of_logits = eaves.log_prob(logits, tokens)
-    for of_rows in (Replicate(), Shard(0)):
-        placed = ((hidden, of_rows), (head, Shard(0)), (bias, Shard(0)))
-        parts = [distribute_tensor(each, mesh, [placement]).requires_grad_() for each, placement in placed]
-        found = eaves.linear_log_prob(*parts[:2], tokens, bias=parts[2])
-        found.sum().backward()
-        assert_agree(found, expected)
-        for leaf in whole:
-            leaf.grad = None
-        eaves.linear_log_prob(*whole[:2], tokens, bias=whole[2]).sum().backward()
-        for part, leaf in zip(parts, whole):
-            assert_agree(part.grad.full_tensor(), leaf.grad)
-    cut = distribute_tensor(logits.detach(), mesh, [Shard(1)]).requires_grad_()
-    found = eaves.log_prob(cut, distribute_tensor(tokens, mesh, [Replicate()]))
-    torch.autograd.backward([found.sum(), of_logits.sum()])
-    assert_agree(found, of_logits)
-    assert_agree(cut.grad.full_tensor(), logits.grad)
-    with pytest.raises(ValueError, match="head is a DTensor, which knows its group"):
-        eaves.linear_log_prob(hidden, parts[1], tokens, group=group)
-
-
-def test_log_probabilities_of_several_tokens_of_dtensors(cpu_ranks: Ranks) -> None:
-    cpu_ranks.run(several_of_dtensors)
-
-
-# ----------------------------------------------------------------------------------------------------------- wrong use
-
-
-def wrong_on_a_rank(group: distributed.ProcessGroup, rank: int, changes: dict[str, Any]) -> None:
-    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
-    arguments: dict[str, Any] = {
-        "input": x, "linear_weight": head[pieces(group.size())[group.rank()]], "target": target,
-    }  # fmt: skip
-    arguments |= over(group, changes if rank in (group.rank(), -1) else {})
-    eaves.linear_cross_entropy(**arguments)
-
-
-# Arguments of one rank (-1: of all), the type of the error that all ranks raise, and what all say.
-WRONG = [
-    (1, {"input": torch.zeros(20, 16).double()}, "ValueError", r"target has shape \[24\], expected \[20\]"),
-    (2, {"reduction": "sum"}, "ValueError", "ranks 0 and 2 of the group differ in reduction: mean and sum"),
-    (3, {"label_smoothing": 0.1}, "ValueError", "ranks 0 and 3 of the group differ in label_smoothing, scale, softcap"),
-    (0, {"ignore_index": "no"}, "TypeError", "ignore_index is 'no', expected an int"),
-    (1, {"sequence_parallel": 3}, "TypeError", "sequence_parallel is 3, expected a bool"),
-    (1, {"workspace_bytes": 10_000}, "ValueError", "differ in workspace_bytes: 0 and 10000"),
-    (1, {"classes": 39}, "ValueError", "differ in classes: -1 and 39"),
-    (1, {"input": torch.zeros(24, 16).double().requires_grad_()}, "ValueError", "which tensors require a gradient"),
-    (2, {"row_weight": torch.arange(24.0)}, "ValueError", "differ in row_weight"),
-    (1, {"outputs": "lse"}, "ValueError", "differ in which outputs are computed"),
-    (2, {"outputs": "logits"}, "ValueError", "outputs has 'logits', expected names among lse, argmax"),
-    (1, {"skip_ignored": True}, "ValueError", "differ in skip_ignored: False and True"),
-    (3, {"unknown": 1}, "TypeError", "got an unexpected keyword argument 'unknown'"),
-    (0, {"reduction": "\U0001f600" * 300}, "ValueError", "reduction is '"),
-    (2, {"linear_bias": torch.zeros(10).double()}, "ValueError", "differ in the dtype of linear_bias"),
-    (-1, {"classes": 41}, "ValueError", "the ranks' shards have 40 classes, expected 41"),
-    (-1, {"first_class": 0}, "ValueError", r"begin with the classes \[0, 0, 0, 0\] and have \[10, 10, 10, 10\]"),
-    (-1, {"target": torch.full((24,), 40)}, "ValueError", r"target\[0\] is 40, expected 0 to 39, or ignore_index -100"),
-    (2, {"target": torch.arange(24).flip(0)}, "ValueError", "differ in which rows count|differ in target"),
-    (1, {"target": torch.ones(24, 10).double()}, "ValueError", "the kind of target: classes and probabilities"),
-    (1, {"linear_weight": torch.zeros(10, 8).double()}, "ValueError", r"linear_weight has shape \[10, 8\]"),
-    (-1, {"sequence_parallel": True, "reduce_input_grad": False}, "ValueError", "expected reduce_input_grad=True"),
-]
-
-
-@pytest.mark.parametrize(("rank", "changes", "kind", "message"), WRONG, ids=range(len(WRONG)))
-def test_what_is_wrong_on_a_rank_is_an_error_on_all(
-    rank: int, changes: dict[str, Any], kind: str, message: str, cpu_ranks: Ranks
-) -> None:
-    for found, text in cpu_ranks.refusals(wrong_on_a_rank, rank, changes):
-        assert found == kind, text
-        with pytest.raises(AssertionError, match=message):
-            raise AssertionError(text)
-    cpu_ranks.run(input_gradients, {})  # and the group works on
-
-
-def used_wrongly(group: distributed.ProcessGroup, what: str) -> None:
-    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
-    rank, own = group.rank(), head[pieces(group.size())[group.rank()]]
-    masks = torch.tensor([[1.0, 0, 0, 1], [0, 1, 1, 0]]).repeat(2, 6)
-    of_rank: dict[str, dict[str, Any]] = {
-        "normalizer": {"normalizer": 7.0 + rank}, "row_weight": {"row_weight": torch.arange(24.0).roll(rank)},
-        "masks": {"row_weight": masks[rank]}, "target": {"target": target.roll(rank)},
-        "parts": {"group": eaves.Shard(group, reduce_dtype=torch.float64, reduce_input_grad=False)}, "operator": {},
-    }  # fmt: skip
-    if what == "vmap":
-        torch.vmap(lambda x: eaves.linear_cross_entropy(x, own, target, group=group))(x[None])
-    elif what == "tokens":
-        shard = eaves.Shard(group, sequence_parallel=True)
-        eaves.linear_log_prob(x[:6], own, target[:6].unsqueeze(1), group=shard)
-    elif what == "unknown":
-        eaves.linear_log_prob(x, own, target, group=group, **({"unknown": 1} if rank == 1 else {}))
-    elif what == "operator" and rank != 0:
-        eaves.cross_entropy(x @ own.T, target, group=group)
-    else:
-        eaves.linear_cross_entropy(x, own, **{"target": target, "group": group, **of_rank[what]})
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("vmap", "does not go with torch.vmap"),
-        ("tokens", "tokens has shape [6, 1], expected [24] or [24, K]"),
-        ("parts", "reduce_dtype says how parts are added up"),
-        ("unknown", "got an unexpected keyword argument 'unknown'"),
-        ("normalizer", "of the group differ in normalizer"),
-        ("row_weight", "of the group differ in row_weight"),
-        ("masks", "of the group differ in row_weight"),
-        ("operator", "differ in the operator: linear_cross_entropy and cross_entropy"),
-        # As where the pieces are those of FSDP, and each rank has a batch of its own.
-        ("target", "a group shares one head, and each rank has all rows"),
-    ],
-)
-def test_what_ranks_do_not_share_or_a_group_does_not_take_says_so(what: str, message: str, cpu_ranks: Ranks) -> None:
-    for kind, text in cpu_ranks.refusals(used_wrongly, what):
-        assert message in text and kind in ("ValueError", "TypeError", "NotImplementedError"), text
-
-
-def test_float32_does_not_count_more_classes_than_an_argmax_may_have() -> None:
-    with pytest.raises(NotImplementedError, match="expected at most 16777216 with a group"):
-        refuse_argmax("linear_cross_entropy", ARGMAX, Place(0, 2**24 + 1, 5, 5), torch.float32)
-
-
-def of_modules(group: distributed.ProcessGroup) -> None:
-    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
-    own = head[pieces(group.size())[group.rank()]]
-    linear = eaves.LinearCrossEntropyLoss(z_loss=0.1)
-    assert_agree(linear(x, own, target, group=group), linear(x, head, target))
-    loss = eaves.CrossEntropyLoss(z_loss=0.1)
-    assert_agree(loss(x @ own.T, target, group=group), loss(x @ head.T, target))
-    size = 24 // group.size()
-    rows = slice(size * group.rank(), size * (group.rank() + 1))
-    found = eaves.linear_log_prob(x[rows], own, target, group=eaves.Shard(group, sequence_parallel=True))
-    assert_agree(found, eaves.linear_log_prob(x, head, target))
-
-
-def test_modules_and_log_probabilities_of_rows_of_ranks(ranks: Ranks) -> None:
-    ranks.run(of_modules)
-
-
-def on_one_rank_alone(group: distributed.ProcessGroup, argument: str) -> None:
-    """What the other ranks do not gather, an error before the others gather, and a bias that they have not."""
-    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
-    mesh = DeviceMesh.from_group(group, "cpu")
-    cut = DTensor.from_local(head[pieces(group.size())[group.rank()]], mesh, [Shard(0)])
-    rows = DTensor.from_local(x.chunk(group.size())[group.rank()], mesh, [Shard(0)])
-    is_wrong = group.rank() == 1
-    if argument == "bias":
-        own, bias = cut.to_local(), torch.zeros(len(cut.to_local())).double()
-        eaves.linear_log_prob(x, own, target.unsqueeze(-1), bias=bias if is_wrong else None, group=group)
-    elif argument == "temperature":
-        eaves.linear_log_prob(rows, cut, target, temperature=-1.0 if is_wrong else 1.0)
-    else:
-        eaves.linear_cross_entropy(rows if is_wrong else x, cut, target)
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("input", "differ in the placements of input"),
-        ("temperature", "temperature is -1.0, expected a positive"),
-        ("bias", "differ in the dtype of bias: None and float64"),
-    ],
-)
-def test_what_one_rank_alone_has_is_an_error_on_all(argument: str, message: str, cpu_ranks: Ranks) -> None:
-    for kind, text in cpu_ranks.refusals(on_one_rank_alone, argument):
-        assert kind == "ValueError" and message in text
-
-
-def interrupted(group: distributed.ProcessGroup) -> None:
-    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
-    own = head[pieces(group.size())[group.rank()]].requires_grad_()
-
-    def interrupt(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    original = _linear_cross_entropy_ranks.gather_statistics
-    _linear_cross_entropy_ranks.gather_statistics = interrupt
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            eaves.linear_cross_entropy(x, own, target, group=group)
-    finally:
-        _linear_cross_entropy_ranks.gather_statistics = original
-
-
-def test_an_interrupt_is_not_lost_in_the_extension(cpu_ranks: Ranks) -> None:
-    cpu_ranks.run(interrupted)
-
-
-def of_a_larger_mesh(group: distributed.ProcessGroup) -> None:
-    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    cut = distribute_tensor(head, mesh, [Replicate(), Shard(0)])
-    with pytest.raises(NotImplementedError, match=r"pass linear_weight\.to_local"):
-        eaves.linear_cross_entropy(x, cut, target)
-    loss = eaves.linear_cross_entropy(x, cut.to_local(), target, group=mesh.get_group("tp"))
-    assert_agree(loss, eaves.linear_cross_entropy(x, head, target))
-
-
-def test_a_mesh_of_two_axes_needs_the_group_of_one(cpu_ranks: Ranks) -> None:
-    cpu_ranks.run(of_a_larger_mesh)
-
-
-def one_does_not_call(group: distributed.ProcessGroup) -> str:
-    short = distributed.new_group(list(range(group.size())), timeout=datetime.timedelta(seconds=2))
-    if group.rank() == 1:
-        distributed.barrier(group)
-        return ""
-    x, head, target, _ = problem((24, 16), CLASSES, torch.float64, here())
-    try:
-        eaves.linear_cross_entropy(x, head[pieces(RANKS)[group.rank()]], target, group=short)
-    except RuntimeError as error:
-        distributed.barrier(group)
-        return str(error)
-    return "it did not fail"
-
-
-def test_a_rank_that_does_not_call_is_an_error_within_the_time_out(cpu_ranks: Ranks) -> None:
-    for rank, message in enumerate(cpu_ranks.run(one_does_not_call)):
-        assert rank == 1 or "imed out" in message or "timeout" in message.lower(), message
-
-
-def test_what_needs_a_group_says_so() -> None:
-    x, head, target, _ = problem((4, 16), CLASSES, torch.float32, here())
-    for shard in (eaves.Shard(), eaves.Shard(None, 0), eaves.Shard(sequence_parallel=True)):
-        with pytest.raises(ValueError, match=r"^linear_cross_entropy: group is a Shard without a group"):
-            eaves.linear_cross_entropy(x, head, target, group=shard)
-        for tokens in (target, target.unsqueeze(-1)):
-            with pytest.raises(ValueError, match=r"^linear_log_prob: group is a Shard without a group"):
-                eaves.linear_log_prob(x, head, tokens, group=shard)
-    with pytest.raises(TypeError, match=r"group is a str, expected a torch\.distributed\.ProcessGroup"):
-        eaves.linear_cross_entropy(x, head, target, group="tp")
-    for classes in (0, CLASSES + 1):
-        with pytest.raises(ValueError, match=f"classes is {classes}, expected"):
-            eaves.linear_cross_entropy(x, head, target, classes=classes)
-    head = torch.nn.Parameter(torch.empty(0))
-    head.ds_id = 3
-    with pytest.raises(NotImplementedError, match="ZeRO-3"):
-        eaves.linear_cross_entropy(x, head, target)
