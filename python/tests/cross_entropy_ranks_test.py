@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import eaves
 from comparison import FLOATING_POINT, CrossEntropyOracle, assert_agree, assert_within
-from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output, probabilities_of, targets_of, upstream
+from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output, probabilities_of, targets_of, upstream_of
 from layouts import random_tensor
 from pairwise import pairwise
 from ranks import Ranks, here
@@ -50,8 +50,7 @@ def on_a_rank(
     )  # fmt: skip
     found = out._asdict()
     names = ("loss",) if options["inplace_backward"] else ("loss", "lse", "entropy")
-    differentiable = [found[name] for name in names]
-    torch.autograd.backward(differentiable, [upstream(each) for each in differentiable])
+    torch.autograd.backward([found[name] for name in names], [upstream_of(name, found[name]) for name in names])
     assert leaf.grad is not None
     return {name: each.detach() for name, each in found.items()}, leaf.grad
 
@@ -86,7 +85,9 @@ def test_every_option_matches_the_oracle(options: dict[str, Any], ranks: Ranks) 
                 if is_in_place and found.shape == counts.shape:
                     bound = bound._replace(exact=torch.where(counts, bound.exact, 0.0))
                 assert_within(found, bound, f"{name} {what}")
-        upstreams = [upstream(outputs[0][name]) for name in ("loss", "lse", "entropy")[: 1 if is_in_place else 3]]
+        upstreams = [
+            upstream_of(name, outputs[0][name]) for name in ("loss", "lse", "entropy")[: 1 if is_in_place else 3]
+        ]
         assert_within(torch.cat(gradients, class_dim), oracle.gradient(dtype, *upstreams), what)
 
 
@@ -116,9 +117,10 @@ def padded(group: distributed.ProcessGroup, is_in_place: bool, is_soft: bool) ->
     if is_soft:
         target = probabilities_of(logits)
         target[:, 70:] = torch.nan
-    logits[:, 70:] = torch.nan
+    weight = torch.linspace(0.5, 2, CLASSES, dtype=logits.dtype, device=here())
+    logits[:, 70:], weight[70:] = torch.nan, torch.nan
     whole = logits[:, :70].clone().requires_grad_()
-    expected = eaves.cross_entropy(whole, target[:, :70] if is_soft else target)
+    expected = eaves.cross_entropy(whole, target[:, :70] if is_soft else target, weight[:70])
     expected.backward()
     own = own_classes(group)
     ways: list[tuple[slice, dict[str, Any]]] = [
@@ -129,7 +131,7 @@ def padded(group: distributed.ProcessGroup, is_in_place: bool, is_soft: bool) ->
     for classes, named in ways:
         leaf = logits[:, classes].clone().requires_grad_()
         given = target[:, classes] if is_soft else target
-        loss = eaves.cross_entropy(leaf * 1, given, classes=70, inplace_backward=is_in_place, **named)
+        loss = eaves.cross_entropy(leaf * 1, given, weight[classes], classes=70, inplace_backward=is_in_place, **named)
         loss.backward()
         assert_agree(loss, expected)
         grad = torch.cat([whole.grad, logits.new_zeros(6, CLASSES - 70)], 1)
@@ -148,7 +150,11 @@ def resized(group: distributed.ProcessGroup) -> None:
         target = torch.tensor([0, 69, 3, -100, 13, 61]).to(here())
         own = slice(0, 10) if group.rank() == 0 else slice(10, classes)
         part = whole[:, own].detach().clone().requires_grad_()
-        expected, loss = eaves.cross_entropy(whole, target), eaves.cross_entropy(part, target, group=group)
+        axis = -1 if group.rank() == 0 else 1  # the same one
+        expected, loss = (
+            eaves.cross_entropy(whole, target),
+            eaves.cross_entropy(part, target, class_dim=axis, group=group),
+        )
         torch.autograd.backward([expected, loss])
         assert_agree(loss, expected)
         assert_agree(part.grad, whole.grad[:, own])

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from watch import Watch, watched
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
@@ -125,20 +126,6 @@ def assert_same_step(actual: Step, expected: Step, tolerance: float) -> None:
         assert worst <= tolerance, f"{name}: {worst:.2e} of its largest element, expected {tolerance:.0e}"
 
 
-class Watch(TorchDispatchMode):
-    """Hands each operator of a block, its arguments and its results to a function."""
-
-    def __init__(self, function: Callable[[str, tuple[Any, ...], list[Tensor]], None]) -> None:
-        super().__init__()
-        self.function = function
-
-    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        results = operator(*arguments, **(options or {}))
-        flat = torch.utils._pytree.tree_leaves(results)
-        self.function(str(operator), arguments, [each for each in flat if isinstance(each, Tensor)])
-        return results
-
-
 def refuse_logits() -> AbstractContextManager[object]:
     """Fails where an operator gives as many elements as the logits have."""
 
@@ -161,15 +148,9 @@ def refuse_waiting() -> AbstractContextManager[object]:
 
 def operator_calls(run: Callable[[], object]) -> list[tuple[str, tuple[Any, ...], list[Tensor]]]:
     """Of each call of linear_cross_entropy that gives a gradient: the operator's name, its arguments and results."""
-    calls = []
-
-    def note(name: str, arguments: tuple[Any, ...], results: list[Tensor]) -> None:
-        if name.startswith("eaves.linear_cross_entropy") and "backward" in name:
-            calls.append((name.split(".")[1].removeprefix("linear_cross_entropy_"), arguments, results))
-
-    with Watch(note):
+    with watched("eaves.linear_cross_entropy_") as calls:
         run()
-    return calls
+    return [(name.partition(".")[0], *others) for name, *others in calls if "backward" in name]
 
 
 def gradients_asked_for(run: Callable[[], object]) -> list[tuple[str, int]]:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import eaves
 from comparison import FLOATING_POINT
@@ -15,6 +14,7 @@ from eaves._calls.linear_cross_entropy import LinearCrossEntropyCall, loss_of_he
 from linear_cross_entropy_cases import LinearOracle, allowed_share, assert_gradients
 from linear_cross_entropy_test import problem, soft_targets
 from pairwise import pairwise
+from watch import watched
 
 ALGORITHMS = ("speed", "recompute")
 
@@ -48,21 +48,11 @@ def test_finite_differences_agree(device: torch.device) -> None:
 # ---------------------------------------------------------------------------------------------- what is computed for it
 
 
-class Products(TorchDispatchMode):
+def products_of(calls: list[tuple[str, tuple[Any, ...], list[Tensor]]]) -> tuple[list[int], list[tuple[int, ...]]]:
     """The bits of the gradients that the extension was asked for, one for each call, and the sizes of what it made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gradients: list[int] = []
-        self.made: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, overload: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        results = overload(*args, **(kwargs or {}))
-        name = overload.name()
-        if name.startswith("eaves::linear_cross_entropy") and ("backward" in name or "forward" in name):
-            self.gradients.append(args[-1] & 7 if "backward" in name else 0)
-            self.made += [tuple(result.shape) for result in results]
-        return results
+    calls = [call for call in calls if "backward" in call[0] or "forward" in call[0]]
+    asked = [arguments[-1] & 7 if "backward" in name else 0 for name, arguments, _ in calls]
+    return asked, [tuple(result.shape) for *_, results in calls for result in results]
 
 
 SUBSETS = [("input",), ("head",), ("bias",), ("input", "bias"), ("head", "bias"), ("input", "head"), ()]
@@ -76,15 +66,16 @@ def test_what_nobody_asks_for_is_not_computed(wanted: tuple[str, ...], algorithm
     for name, tensor in tensors.items():
         tensor.requires_grad_(name in wanted)
     given = [tensors[name] for name in wanted]
-    with Products() as products:
+    with watched("eaves.linear_cross_entropy") as calls:
         loss = eaves.linear_cross_entropy(
             tensors["input"], tensors["head"], target, linear_bias=tensors["bias"], algorithm=algorithm
         )
         grads = torch.autograd.grad(loss, given) if given else ()
+    asked, made = products_of(calls)
     bits = sum(1 << index for index, name in enumerate(tensors) if name in wanted)
-    assert products.gradients == {"speed": [bits], "recompute": [0, bits] if given else [0]}[algorithm]
+    assert asked == {"speed": [bits], "recompute": [0, bits] if given else [0]}[algorithm]
     for shape, name in (((9, 24), "input"), ((33, 24), "head"), ((33,), "bias")):
-        assert products.made.count(shape) == (name in wanted)
+        assert made.count(shape) == (name in wanted)
     exact = LinearOracle(x, head, target, bias).gradients()
     computed = dict(zip(wanted, grads, strict=True))
     assert_gradients([computed.get(name) for name in tensors], exact, torch.float32)
@@ -93,9 +84,9 @@ def test_what_nobody_asks_for_is_not_computed(wanted: tuple[str, ...], algorithm
 def test_without_a_gradient_only_the_loss_is_computed(device: torch.device) -> None:
     x, head, target, _ = problem((9, 24), 33, torch.float32, device)
     for function in (torch.no_grad, torch.inference_mode):
-        with function(), Products() as products:
+        with function(), watched("eaves.linear_cross_entropy") as calls:
             assert not eaves.linear_cross_entropy(x.requires_grad_(), head, target).requires_grad
-        assert products.gradients == [0] and products.made == [()]
+        assert products_of(calls) == ([0], [()])
 
 
 def test_which_way_a_call_goes(device: torch.device) -> None:

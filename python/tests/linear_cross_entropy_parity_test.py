@@ -7,6 +7,7 @@ In float32 both are a few roundings away from what is exact, and either may be a
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,31 +27,19 @@ ROWS, FEATURES, CLASSES = 96, 72, 1003
 LUCK = {torch.float32: 2e-6, torch.bfloat16: 0.0, torch.float16: 0.0}
 
 
-def plain(x: Tensor, head: Tensor, target: Tensor, bias: Tensor, **options: Any) -> Tensor:
-    return functional.cross_entropy(functional.linear(x, head, bias), target, **options)
-
-
-def with_torchs_function(options_of_torch: Any) -> Callable[..., Tensor]:
-    def function(x: Tensor, head: Tensor, target: Tensor, bias: Tensor, **options: Any) -> Tensor:
-        return functional.linear_cross_entropy(x, head, target, linear_bias=bias, options=options_of_torch, **options)
-
-    return function
-
-
 def peers(options: dict[str, Any]) -> dict[str, Callable[..., Tensor]]:
-    found: dict[str, Callable[..., Tensor]] = {"linear and cross_entropy": plain}
-    if hasattr(functional, "linear_cross_entropy"):
-        found["linear_cross_entropy"] = with_torchs_function(None)
-        if "label_smoothing" not in options:
-            found["in chunks"] = with_torchs_function(torch.nn.LinearCrossEntropyOptions())
+    """PyTorch's functions of x, head, target and bias."""
+    found = {"linear and cross_entropy": lambda x, head, target, bias, **named: functional.cross_entropy(
+        functional.linear(x, head, bias), target, **named)}  # fmt: skip
+    for name, of_torch in (("linear_cross_entropy", None), ("in chunks", "LinearCrossEntropyOptions")):
+        if hasattr(functional, "linear_cross_entropy") and (of_torch is None or "label_smoothing" not in options):
+            named = {"options": of_torch and getattr(torch.nn, of_torch)()}
+            found[name] = partial(whole_loss, functional.linear_cross_entropy, **named)
     return found
 
 
-def with_eaves(algorithm: str) -> Callable[..., Tensor]:
-    def function(x: Tensor, head: Tensor, target: Tensor, bias: Tensor, **options: Any) -> Tensor:
-        return eaves.linear_cross_entropy(x, head, target, linear_bias=bias, algorithm=algorithm, **options)
-
-    return function
+def whole_loss(function: Any, x: Tensor, head: Tensor, target: Tensor, bias: Tensor, **options: Any) -> Tensor:
+    return function(x, head, target, linear_bias=bias, **options)
 
 
 def errors_of(function: Callable[..., Tensor], tensors: list[Tensor], oracle: LinearOracle, **options: Any) -> Any:
@@ -83,7 +72,9 @@ def test_the_error_is_no_larger_than_that_of_torch(
     oracle = LinearOracle(x, head, target, bias, options.get("weight"), **named)
     tensors = [x, head, target, bias]
     for algorithm in ("speed", "recompute"):
-        ours = errors_of(with_eaves(algorithm), tensors, oracle, **options)
+        ours = errors_of(
+            partial(whole_loss, eaves.linear_cross_entropy, algorithm=algorithm), tensors, oracle, **options
+        )
         for name, peer in peers(options).items():
             theirs = errors_of(peer, tensors, oracle, **options)
             for what, our, their in zip(("loss", "grad_x", "grad_weight", "grad_bias"), ours, theirs, strict=True):

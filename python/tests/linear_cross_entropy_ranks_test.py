@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import eaves
 from comparison import assert_agree, assert_within
-from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output, upstream
+from cross_entropy_test import OPTIONS, REDUCTIONS, each, every_output, upstream_of
 from eaves._parallel import agreement as _ranks
 from head_ranks import CLASSES, over, pieces, problem_of
 from linear_cross_entropy_cases import LinearOracle, assert_gradients
@@ -51,8 +51,8 @@ def on_a_rank(
         outputs=outputs, **over(group, options),
     )  # fmt: skip
     found = out._asdict() if outputs else {"loss": out}
-    differentiable = [each for name, each in found.items() if name in ("loss", "lse", "entropy")]
-    torch.autograd.backward(differentiable, [upstream(each) for each in differentiable])
+    differentiable = {name: each for name, each in found.items() if name in ("loss", "lse", "entropy")}
+    torch.autograd.backward([*differentiable.values()], [upstream_of(*each) for each in differentiable.items()])
     return {name: each.detach() for name, each in found.items()}, [None if e is None else e.grad for e in leaves]
 
 
@@ -80,7 +80,7 @@ def check(
             assert torch.equal(found, torch.where(oracle.rows.counts, oracle.rows.argmax, 0)), what
         else:
             assert_within(found, oracle.bounds(found.dtype)[name], f"{name} {what}")
-    upstreams = [upstream(values[0][name]) if name in values[0] else None for name in ("loss", "lse", "entropy")]
+    upstreams = [upstream_of(name, values[0].get(name)) for name in ("loss", "lse", "entropy")]
     of_input, of_head, of_bias = ([each[place] for each in gradients] for place in range(3))
     if not options.get("sequence_parallel"):
         assert all(torch.equal(each, of_input[0]) for each in of_input), what
@@ -143,7 +143,7 @@ def test_rows_that_do_not_count_may_hold_anything(algorithm: str, sequence_paral
             assert_within(found, oracle.bounds(found.dtype)[name], name)
         of_input, of_head = ([gradients[place] for _, gradients in results] for place in range(2))
         whole = torch.cat(of_input) if sequence_parallel else of_input[0]
-        upstreams = [upstream(outputs[name]) for name in ("loss", "lse", "entropy")]
+        upstreams = [upstream_of(name, outputs[name]) for name in ("loss", "lse", "entropy")]
         assert_gradients((whole, torch.cat(of_head), None), oracle.gradients(*upstreams), torch.float32)
 
 
@@ -161,17 +161,21 @@ def padded(group: distributed.ProcessGroup, algorithm: str, is_soft: bool) -> No
     if is_soft:
         target = soft_targets(x.shape, CLASSES, here(), x.dtype)
         target[:, 17:] = torch.nan
-    head[17:], bias[17:] = torch.nan, torch.nan
+    weight = torch.linspace(0.5, 2, CLASSES, dtype=x.dtype, device=here())
+    head[17:], bias[17:], weight[17:] = torch.nan, torch.nan, torch.nan
     whole = [each.clone().requires_grad_() for each in (x, head[:17], bias[:17])]
     of_whole = target[:, :17] if is_soft else target
-    eaves.linear_cross_entropy(*whole[:2], of_whole, linear_bias=whole[2], algorithm=algorithm).backward()
+    named = {"weight": weight[:17], "algorithm": algorithm}
+    exact = eaves.linear_cross_entropy(*whole[:2], of_whole, linear_bias=whole[2], **named)
+    exact.backward()
     own = pieces(group.size())[group.rank()]
     for classes, named in ((own, {"group": group}), (slice(None), {})):
         leaves = [each.clone().requires_grad_() for each in (x, head[classes], bias[classes])]
         given = target[:, classes] if is_soft else target
         loss = eaves.linear_cross_entropy(
-            *leaves[:2], given, linear_bias=leaves[2], classes=17, algorithm=algorithm, **named
+            *leaves[:2], given, linear_bias=leaves[2], weight=weight[classes], classes=17, algorithm=algorithm, **named
         )
+        assert_agree(loss, exact)
         loss.backward()
         assert_agree(leaves[0].grad, whole[0].grad)
         for leaf, expected in zip(leaves[1:], whole[1:]):

@@ -26,6 +26,7 @@ from eaves._torch.outputs import MEAN, SUM
 from layouts import LAYOUTS, contiguous, expanded_along_the_first_axis, random_tensor
 from linear_cross_entropy_cases import LinearOracle, assert_gradients
 from pairwise import pairwise
+from watch import watched
 
 
 def problem(
@@ -128,11 +129,19 @@ def check(
         if algorithm is None:
             continue
         upstreams = [upstream(each, layout) for each in (loss, out.lse, out.entropy)]
+        upstreams[2] = upstreams[2].flip(0) if upstreams[2].dim() else -upstreams[2]  # another one than that of lse
         grads = torch.autograd.grad(loss, given, upstreams[0])
         assert [g.dtype for g in grads] == [t.dtype for t in given], what
         assert_gradients([*grads, None][:3], oracle.gradients(upstreams[0]), x.dtype, what)
         grads = torch.autograd.grad((out.loss, out.lse, out.entropy), given, upstreams)
         assert_gradients([*grads, None][:3], oracle.gradients(*upstreams), x.dtype, f"of all outputs {what}")
+
+
+@each("skip_ignored", (False, True))
+def test_the_operator_is_told_whether_to_leave_out_ignored_rows(skip_ignored: bool) -> None:
+    with watched() as calls:
+        eaves.linear_cross_entropy(*problem((9, 24), 33, torch.float32, "cpu")[:3], skip_ignored=skip_ignored)
+    assert calls[0][1][-3] is skip_ignored  # before the limit and the outputs
 
 
 @pytest.mark.parametrize("algorithm", ["speed", "recompute"])

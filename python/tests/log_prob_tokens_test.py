@@ -23,11 +23,13 @@ from chunked_cases import (
 )
 from comparison import FLOATING_POINT, Bound, allowed_error, assert_within
 from cross_entropy_test import each
+from eaves._calls import log_prob as calls
 from layouts import LAYOUTS
 from linear_cross_entropy_cases import assert_gradients as assert_gradients_of
 from log_prob_test import rows_and_head
 from pairwise import pairwise
 from refusals import Call, assert_each_refused, assert_refused_by
+from watch import watched
 
 PLACES = (None, 0, 1, 3, 64)  # None: tokens of the rows' shape
 
@@ -346,14 +348,24 @@ def test_parts_of_the_gradient_of_the_head_are_added_up_as_documented(device: to
 
 
 @each("skip_ignored", (False, True))
-def test_rows_that_are_ignored_may_be_left_out(skip_ignored: bool, device: torch.device) -> None:
+def test_rows_that_are_ignored_may_be_left_out(
+    skip_ignored: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+    losses_of = calls.losses_of
+    watch = lambda settings, *rest: told.append(settings.of_head.skip_ignored) or losses_of(settings, *rest)  # noqa: E731
+    monkeypatch.setattr(calls, "losses_of", watch)
     hidden, head, _ = rows_and_head((20,), 65, torch.float32, device)
     tokens = chosen_tokens((20,), 3, 65, device)
     tokens[5:17] = IGNORED
     temperature = temperatures((20,), device)
     oracle = TokensOracle(hidden, head, tokens, temperature=temperature)
     given = [hidden.requires_grad_(), head.requires_grad_()]
-    out = eaves.linear_log_prob(*given, tokens, temperature=temperature, skip_ignored=skip_ignored, **EVERYTHING)
+    with watched("aten.mm") as products:
+        out = eaves.linear_log_prob(*given, tokens, temperature=temperature, skip_ignored=skip_ignored, **EVERYTHING)
+    assert told == [skip_ignored]
+    counted = (tokens != IGNORED).any(1).sum() if skip_ignored or device.type == "cpu" else 20
+    assert sum(results[0].shape[0] for _, _, results in products) == counted
     outputs_of(out, oracle, "")
     both = (uneven(out.log_prob), uneven(out.entropy))
     grads = torch.autograd.grad((out.log_prob, out.entropy), given, both)

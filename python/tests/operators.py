@@ -22,6 +22,17 @@ def each_operator() -> pytest.MarkDecorator:
     return pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name)
 
 
+class Caller(torch.nn.Module):
+    """A module that is a function."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return self.function(*tensors)
+
+
 class Stop(torch.autograd.Function):
     """Passes a tensor on, and no gradient back."""
 
@@ -56,6 +67,11 @@ def gradients_of(
 def gradient(op: Operator, inputs: Sequence[Tensor], upstream: Tensor | None = None) -> tuple[Tensor, ...]:
     """The result of a call and its gradient with respect to each differentiable tensor."""
     return gradients_of(op, op.function, inputs, upstream)
+
+
+def lying(op: Operator, layout: Callable[[Tensor], Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The same numbers in another layout, of the tensors that are differentiable."""
+    return [layout(tensor) if index in op.differentiable else tensor for index, tensor in enumerate(inputs)]
 
 
 def of_differentiable(op: Operator, function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callable[..., Tensor]:

@@ -3,7 +3,6 @@ takes as given."""
 
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +43,6 @@ def names(block: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    """Of this process alone."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
-
-
 def whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -62,7 +51,8 @@ def whole(tensor: Any) -> torch.Tensor:
 def test_the_recipe_runs(title: str, block: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     given = names(block, tmp_path)
     if "mesh" in block:
-        given["mesh"] = request.getfixturevalue("mesh")
+        request.getfixturevalue("process_group")
+        given["mesh"] = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     before = given["head"].weight.detach().clone()
     exec(compile(block, f"{PAGE.name}: {title}", "exec"), given)
     if "optimizer.step" in block:

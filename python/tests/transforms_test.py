@@ -4,13 +4,11 @@ what, or the call is refused. A derivative is never lost silently: each test tha
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, jacrev, jvp, vjp
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from comparison import assert_agree
 from operators import (
@@ -24,6 +22,7 @@ from operators import (
     loop,
     of_differentiable,
 )
+from watch import watched
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -63,22 +62,10 @@ def test_vmap_in_vmap_is_the_loop_in_the_loop(op: Operator, any_device: torch.de
     assert_agree(torch.vmap(torch.vmap(op.function))(*inputs), nested_loop(op, *inputs))
 
 
-class Calls(TorchDispatchMode):
-    """Counts the operators of the extension that are called in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, overload: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += overload.namespace == "eaves"
-        return overload(*args, **(kwargs or {}))
-
-
 def calls_of(function: Callable[[], object]) -> int:
-    with Calls() as calls:
+    with watched() as calls:
         function()
-    return calls.count
+    return len(calls)
 
 
 @each_operator()
