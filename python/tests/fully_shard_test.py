@@ -15,7 +15,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import eaves
+from comparison import assert_agree
 from cross_entropy_test import each
+from head_ranks import problem_of
 from ranks import Ranks
 
 ROWS, FEATURES, CLASSES = 6, 16, 37  # of 2 ranks 19 and 18 classes
@@ -416,3 +418,25 @@ def where_it_cannot_be_told(group: distributed.ProcessGroup) -> None:
 
 def test_what_cannot_be_told_is_refused(cpu_ranks: Ranks) -> None:
     cpu_ranks.run(where_it_cannot_be_told, ranks=2)
+
+
+def gathered_by_the_caller(group: distributed.ProcessGroup) -> None:
+    x, head, target, _ = problem_of(group)
+    body = torch.eye(16, dtype=x.dtype) + 0.1
+    whole = [body.clone().requires_grad_(), head.clone().requires_grad_()]
+    eaves.linear_cross_entropy(x @ whole[0], whole[1], target).backward()
+    model = torch.nn.ParameterList([head.clone()])
+    part = torch.nn.Linear(16, 16, bias=False, dtype=x.dtype)
+    part.weight.data.copy_(body.t())
+    mesh = DeviceMesh.from_group(group, "cpu")
+    fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    own = slice(group.rank() * 12, (group.rank() + 1) * 12)
+    gathered = model[0].full_tensor(grad_placements=[Partial("avg")])
+    eaves.linear_cross_entropy(part(x[own]), gathered, target[own]).backward()
+    assert_agree(part.weight.grad.full_tensor().t(), whole[0].grad)
+    assert_agree(model[0].grad.full_tensor(), whole[1].grad)
+
+
+def test_a_head_that_the_caller_gathers_has_the_mean_as_its_gradient(cpu_ranks: Ranks) -> None:
+    cpu_ranks.run(gathered_by_the_caller, ranks=2)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import eaves
@@ -428,25 +427,3 @@ def logits_far_from_zero_keep_their_gradient(group: distributed.ProcessGroup) ->
 @each("function", (a_dtensor_says_which_group, logits_far_from_zero_keep_their_gradient))
 def test_on_each_rank_of_a_cpu(function: Callable[..., object], cpu_ranks: Ranks) -> None:
     cpu_ranks.run(function)
-
-
-def with_rows_of_its_own(group: distributed.ProcessGroup) -> None:
-    x, head, target, own = problem_of(group)
-    body = torch.eye(16, dtype=x.dtype) + 0.1
-    whole = [body.clone().requires_grad_(), head.clone().requires_grad_()]
-    eaves.linear_cross_entropy(x @ whole[0], whole[1], target).backward()
-    model = torch.nn.ParameterList([head.clone()])
-    part = torch.nn.Linear(16, 16, bias=False, dtype=x.dtype)
-    part.weight.data.copy_(body.t())
-    mesh = DeviceMesh.from_group(group, "cpu")
-    fully_shard(part, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    own = slice(group.rank() * 12, (group.rank() + 1) * 12)
-    gathered = model[0].full_tensor(grad_placements=[Partial("avg")])
-    eaves.linear_cross_entropy(part(x[own]), gathered, target[own]).backward()
-    assert_agree(part.weight.grad.full_tensor().t(), whole[0].grad)
-    assert_agree(model[0].grad.full_tensor(), whole[1].grad)
-
-
-def test_a_head_of_fully_shard_is_gathered_and_its_gradient_is_a_mean(cpu_ranks: Ranks) -> None:
-    cpu_ranks.run(with_rows_of_its_own, ranks=2)

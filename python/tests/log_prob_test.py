@@ -15,7 +15,6 @@ from cross_entropy_test import each
 from eaves._calls import log_prob as calls
 from linear_cross_entropy_cases import LinearOracle, assert_gradients
 from pairwise import pairwise
-from refusals import Call, assert_each_refused
 
 IGNORED = -100
 
@@ -368,53 +367,3 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
             for begin, end in ((0, 1), (1, 7), (100, 133), (36, 100), (7, 140), (100, rows)):
                 for part, all_rows in zip(results(begin, end, named), whole, strict=True):
                     assert torch.equal(part, all_rows[begin:end]), f"rows {begin} to {end} {named}"
-
-
-# ------------------------------------------------------------------------------------------------------------- refusals
-
-NAMES = "entropy, is_top1, sum_sq, mean_logit"
-X, HEAD, TOKENS = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, dtype=torch.int64)
-OF_BOTH: list[Call] = [
-    ({"tokens": TOKENS.float()}, ValueError, "tokens has dtype float32, expected int64 or int32"),
-    ({"tokens": TOKENS.to(torch.uint8)}, ValueError, "tokens has dtype uint8, expected int64 or int32"),
-    ({"tokens": None}, TypeError, r"tokens is a NoneType, expected a torch\.Tensor"),
-    ({"tokens": TOKENS[:2]}, ValueError, r"tokens has shape \[2\], expected \[4\]"),
-    ({"temperature": 0}, ValueError, "temperature is 0, expected a positive number that float32 has"),
-    ({"temperature": torch.ones(3)}, ValueError, r"temperature has shape \[3\], expected \[4\] \(one per row of"),
-    ({"softcap": -1.0}, ValueError, r"softcap is -1\.0, expected a positive number"),
-    ({"softcap": "30", "temperature": 2.0}, TypeError, "softcap is '30', expected a positive number"),
-    ({"scale": "2", "temperature": 2.0}, TypeError, "scale is '2', expected a positive number"),
-    ({"scale": 1e38, "temperature": 0.1}, ValueError, r"scale / temperature is 1e\+39, expected a positive number"),
-    ({"ignore_index": 1.5}, TypeError, r"ignore_index is 1\.5, expected an int"),
-    ({"outputs": "argmax"}, ValueError, f"outputs has 'argmax', expected names among {NAMES}$"),
-    ({"outputs": ["entropy", "top1"]}, ValueError, f"outputs has 'top1', expected names among {NAMES}$"),
-    ({"outputs": ("entropy", "entropy")}, ValueError, r"outputs is .*, expected each name once"),
-    ({"outputs": True}, TypeError, rf"outputs is True, expected names among {NAMES}, or \(\) for none$"),
-    ({"return_top1": True}, TypeError, "unexpected keyword argument 'return_top1'; pass outputs=\"is_top1\"$"),
-    ({"return_entropy": True}, TypeError, "unexpected keyword argument 'return_entropy'; pass outputs=\"entropy\"$"),
-]
-
-
-class Doubled(torch.nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return 2 * super().forward(input)
-
-
-@each("call", [
-    *OF_BOTH,
-    ({"hidden": X[0, 0]}, ValueError, "hidden has no axes"),
-    ({"head": HEAD[:, :2]}, ValueError, r"head has shape \[5, 2\], expected \[classes, 3\] \(features as hidden"),
-    ({"bias": torch.zeros(4)}, ValueError, r"bias has shape \[4\], expected \[5\] \(one per class of head\)"),
-    ({"head": Doubled(3, 5)}, TypeError, r"head is a Doubled with hooks, or a forward of its own, expected"),
-    ({"head": torch.nn.Linear(3, 5), "bias": torch.zeros(5)}, ValueError,
-     r"head is a torch\.nn\.Linear with a bias; leave bias out"),
-    ({"algorithm": "input"}, ValueError, "algorithm is 'input', expected"),
-])  # fmt: skip
-def test_refusals_of_a_head_speak_of_its_arguments(call: Call, any_device: torch.device) -> None:
-    right = {"hidden": X, "head": HEAD, "tokens": TOKENS}
-    assert_each_refused(eaves.linear_log_prob, "linear_log_prob", right, call, any_device)
-
-
-@each("call", [*OF_BOTH, ({"logits": X.long()}, ValueError, "logits has dtype int64, expected a floating-point type")])
-def test_refusals_of_logits_speak_of_its_arguments(call: Call, any_device: torch.device) -> None:
-    assert_each_refused(eaves.log_prob, "log_prob", {"logits": X, "tokens": TOKENS}, call, any_device)
