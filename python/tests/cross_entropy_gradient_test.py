@@ -346,31 +346,28 @@ def test_in_place_logits_that_are_negated_lazily_are_refused(device: torch.devic
         eaves.cross_entropy(logits, targets_of(logits), inplace_backward=True)
 
 
+# How a backward in place is asked for, and what is said.
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"is_grads_batched": True}, NotImplementedError, "^cross_entropy: with inplace_backward no backward has a batch"),
+    ({"create_graph": True}, NotImplementedError, r"^cross_entropy: with inplace_backward .*create_graph"),
+    ({"second": 1.0}, RuntimeError, r"(^cross_entropy: with inplace_backward there is one)|(modified by)"),
+    ({"second": 2.0}, RuntimeError, r"(^cross_entropy: with inplace_backward there is one)|(modified by)"),
+]
+
+
+@pytest.mark.parametrize(("asked", "kind", "sentence"), REFUSED)
 @each("dtype", [torch.float32, torch.float16])
-def test_a_backward_in_place_with_a_batch_is_refused(dtype: torch.dtype, device: torch.device) -> None:
-    leaf = random_tensor((9, 33), dtype, device).requires_grad_()
-    loss = eaves.cross_entropy(leaf * 1, targets_of(leaf), inplace_backward=True)
-    with pytest.raises(NotImplementedError, match=r"^cross_entropy: with inplace_backward no backward has a batch"):
-        torch.autograd.grad(loss, leaf, torch.ones(2, device=device), is_grads_batched=True)
-
-
-@each("dtype", [torch.float32, torch.float16])
-def test_a_second_backward_in_place_is_refused(dtype: torch.dtype, device: torch.device) -> None:
-    for factor in (1.0, 2.0):
-        logits = random_tensor((9, 33), dtype, device).requires_grad_() * 1
-        loss = eaves.cross_entropy(logits, targets_of(logits), inplace_backward=True)
-        upstreams = torch.full_like(loss, factor)
-        torch.autograd.grad(loss, logits, upstreams, retain_graph=True)
-        with pytest.raises(RuntimeError, match=r"(^cross_entropy: with inplace_backward there is one)|(modified by)"):
-            torch.autograd.grad(loss, logits, upstreams)
-
-
-@each("dtype", [torch.float32, torch.float16])
-def test_a_gradient_in_place_has_no_derivative(dtype: torch.dtype, device: torch.device) -> None:
+def test_a_backward_in_place_is_one_of_one_gradient(
+    dtype: torch.dtype, asked: dict[str, Any], kind: type[Exception], sentence: str, device: torch.device
+) -> None:
     logits = random_tensor((9, 33), dtype, device).requires_grad_() * 1
     loss = eaves.cross_entropy(logits, targets_of(logits), inplace_backward=True)
-    with pytest.raises(NotImplementedError, match=r"^cross_entropy: with inplace_backward .*create_graph"):
-        torch.autograd.grad(loss, logits, create_graph=True)
+    upstreams = torch.full((2,) if "is_grads_batched" in asked else (), asked.get("second", 1.0), device=device)
+    if "second" in asked:
+        torch.autograd.grad(loss, logits, upstreams, retain_graph=True)
+        asked = {}
+    with pytest.raises(kind, match=sentence):
+        torch.autograd.grad(loss, logits, upstreams, **asked)
 
 
 def test_a_leaf_a_view_of_one_and_shared_memory_are_not_written_over(device: torch.device) -> None:
