@@ -1,5 +1,5 @@
 """eaves.cross_entropy of logits whose classes are cut over ranks: against the float64 oracle of the whole, with gloo on
-the CPU. How ranks agree is tested in linear_cross_entropy_ranks_test.py."""
+the CPU. How ranks agree is tested in linear_cross_entropy_ranks_refusals_test.py."""
 
 from typing import Any
 
