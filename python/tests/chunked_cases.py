@@ -1,5 +1,5 @@
-"""What the tests of heads in chunks of rows share, linear_kl_div and linear_log_prob of several tokens: the formulas in
-float64 with autograd's gradients of them, tensors, and what a call costs in products and memory."""
+"""Cases of heads in chunks of rows, linear_kl_div and linear_log_prob of several tokens: the formulas in float64 with
+autograd's gradients, tensors, and a count of the products and bytes of a call."""
 
 import math
 import weakref

@@ -1,5 +1,5 @@
-"""What heads in chunks of rows have in common, linear_kl_div with each reduction and linear_log_prob of several tokens:
-gradients as often as they are asked for, autocast, torch.compile, what they refuse, and what they cost."""
+"""The common contract of heads in chunks of rows, linear_kl_div with each reduction and linear_log_prob of several
+tokens: repeated backwards, autocast, torch.compile, refused transforms, products and memory."""
 
 import math
 from typing import Any
@@ -72,7 +72,7 @@ def test_a_second_backward_gives_the_same(dtype: torch.dtype, way: str, device: 
     first = torch.autograd.grad(found, given, upstream, retain_graph=True)
     copies = [each.clone() for each in first]
     if way == "tokens":
-        found.mul_(1)  # what the backward needs is not handed out
+        found.mul_(1)  # the backward's own tensors are not handed out
     (grad, *_) = torch.autograd.grad(found, given, upstream, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"^linear_\w+: there is no second derivative"):
         torch.autograd.grad(grad.sum(), given)

@@ -1,4 +1,4 @@
-"""eaves.hf: what a patched model asks of the operators, and what an architecture may do to its logits meanwhile."""
+"""eaves.hf: the operators that a patched model calls, and operations of an architecture on its logits."""
 
 import gc
 import math
@@ -156,7 +156,7 @@ def test_hidden_states_are_not_kept(fails: bool) -> None:
     assert model.lm_head(torch.zeros(1, FEATURES)).shape == (1, VOCABULARY)
 
 
-# What an architecture does to its logits
+# Operations of an architecture on its logits
 
 
 def deferred(written: Callable[[Any], Any]) -> tuple[Tensor, Tensor, bool]:
@@ -188,7 +188,7 @@ def write_to_a_source(logits: Any) -> Any:
 
 
 def in_place(operation: Callable[[Any, Any], Any], other: Any) -> Callable[[Any], Any]:
-    """What a helper does to the logits that it was given, whose result nobody takes."""
+    """An operation of a helper on the logits that it was given; nobody takes its result."""
 
     def written(logits: Any) -> Any:
         capped = logits * 2
@@ -296,7 +296,7 @@ def test_the_number_of_items_goes_to_the_device_of_the_logits(monkeypatch: pytes
 
 
 class _Hooks:
-    """Ways to halve what the head gives, or what it gets, of which none touches what is no tensor."""
+    """Hooks that halve the head's result or gradient; each leaves alone anything but a tensor."""
 
     @staticmethod
     def result(module: Any, _: Any, output: Any) -> Any:

@@ -44,7 +44,7 @@ pytestmark = OF_TINY_MODELS
 GPU_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.06}
 
 
-# What reaches the loss beside labels. None of the numbers is the number of labels, so that one that is lost shows.
+# Arguments of the loss beside labels. None of the numbers is the number of labels, so that a lost one shows.
 LOSS_ARGUMENTS: dict[str, dict[str, Any]] = {
     "a number of items": {"num_items_in_batch": 29},
     "a tensor of items": {"num_items_in_batch": torch.tensor(29)},
@@ -56,7 +56,7 @@ LOSS_ARGUMENTS: dict[str, dict[str, Any]] = {
 # Values
 
 
-# Each architecture, and what reaches the loss with one of them.
+# Each architecture, and each argument of the loss with one of them.
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [*itertools.product(ARCHITECTURES, [{}]), *itertools.product(["llama"], LOSS_ARGUMENTS.values())],
@@ -137,7 +137,7 @@ class Lost:
     scores: Any
 
 
-# Of each: what a forward makes of loss and logits, and whether a result has no logits and all else.
+# A forward's result, made of loss and logits, and whether a result has no logits and all else.
 RESULTS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], bool]]] = {
     "a dict": (
         lambda loss, logits: {"loss": loss, "logits": logits, "other": 3},
@@ -212,7 +212,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     assert_same_step(step(model), expected, FLOAT32_TOLERANCE)
 
 
-# What is computed, and what is not
+# Computed logits and waits
 
 
 def test_a_tensor_as_large_as_the_logits_is_found() -> None:
@@ -314,8 +314,8 @@ def test_outputs_without_labels_or_metrics_are_of_the_models_class() -> None:
     assert model(**batch()).entropy > 0
 
 
-# What makes an output anew: accelerate's mixed precision, DataParallel's gather, hooks of DistributedDataParallel and
-# fully_shard, and a process that sends it.
+# Ways to make an output anew: of accelerate's mixed precision, DataParallel's gather, hooks of DistributedDataParallel
+# and fully_shard, and a process that sends it.
 REMADE: dict[str, Callable[[Any], Any]] = {
     "a dict": lambda output: type(output)(dict(output.items())),
     "pairs": lambda output: type(output)((name, output[name]) for name in output),

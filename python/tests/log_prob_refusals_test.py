@@ -1,4 +1,4 @@
-"""What eaves.log_prob and eaves.linear_log_prob refuse, of one token for each row and of several, in which words."""
+"""Refusals of eaves.log_prob and eaves.linear_log_prob, with one token for each row and with several."""
 
 import math
 
