@@ -286,13 +286,13 @@ def test_the_number_of_items_goes_to_the_device_of_the_logits(monkeypatch: pytes
 
     def note(call: LinearCrossEntropyCall) -> Tensor:
         given.update(call._asdict())
-        return call.input.sum()
+        return call.hidden.sum()
 
     monkeypatch.setattr(eaves.hf.loss, "loss_of_head", note)
     logits = DeferredLogits(torch.nn.Linear(2, 3, device="meta"), torch.zeros(1, 4, 2, device="meta"))
     labels = torch.zeros(1, 4, dtype=torch.int64)
     eaves.hf.loss.causal_lm_loss({}, logits, labels, 3, num_items_in_batch=torch.tensor(3))
-    assert given["normalizer"].device == given["target"].device == torch.device("meta")
+    assert given["normalizer"].device == given["targets"].device == torch.device("meta")
 
 
 class _Hooks:
