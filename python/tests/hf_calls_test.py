@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import eaves.hf
-from eaves._autograd.linear_cross_entropy import OF_HIDDEN, OF_HEAD
+from eaves._autograd.linear_cross_entropy import OF_HEAD, OF_HIDDEN
 from eaves._calls.linear_cross_entropy import LinearCrossEntropyCall
 from eaves.hf.deferred_logits import DeferredLogits
 from hf_models import (

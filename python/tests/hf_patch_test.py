@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import eaves.hf
-from eaves._autograd.linear_cross_entropy import OF_HIDDEN, OF_HEAD
+from eaves._autograd.linear_cross_entropy import OF_HEAD, OF_HIDDEN
 from eaves._calls.linear_cross_entropy import LinearCrossEntropyCall
 from hf_models import (
     FLOAT32_TOLERANCE,

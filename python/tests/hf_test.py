@@ -15,7 +15,7 @@ from torch import Tensor
 
 import eaves.hf
 from cuda_test import LONG_CYCLES
-from eaves._autograd.linear_cross_entropy import OF_HIDDEN, OF_HEAD
+from eaves._autograd.linear_cross_entropy import OF_HEAD, OF_HIDDEN
 from eaves.hf.deferred_logits import DeferredLogits
 from hf_models import (
     ARCHITECTURES,

@@ -60,8 +60,11 @@ def test_every_argument_arrives_under_its_name(name: str, run: str, monkeypatch:
     given = {each.name: object() for each in parameters if each.kind is not each.VAR_KEYWORD}
     function(**given)
     found = calls[0]._asdict()
-    # The record of log-probabilities has logits or hidden states.
-    assert {name: found[name if name in found else "x"] for name in given} == given
+    of_core = {
+        "input": "hidden" if "hidden" in found else "logits", "linear_weight": "head", "linear_bias": "bias",
+        "target": "targets", "weight": "class_weight",
+    }  # fmt: skip
+    assert {name: found[name if name in found else of_core[name]] for name in given} == given
 
 
 def scaled(op: Operator, factor: float, inputs: Sequence[Tensor]) -> list[Tensor]:
