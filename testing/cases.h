@@ -1,13 +1,31 @@
 // Sizes that tests run over, each with the reason it is there.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
 #include "eaves/tensor.h"
 #include "testing/tensor.h"
 
 namespace eaves::testing {
+
+/// Every combination of one element of each list; the last list goes round fastest.
+template <typename... T>
+std::vector<std::tuple<T...>> combine(const std::vector<T>&... lists) {
+  const std::size_t count = (std::size_t{1} * ... * lists.size());
+  std::vector<std::tuple<T...>> all;
+  for (std::size_t i = 0; i < count; ++i) {
+    std::size_t rest = count;
+    const auto element_of = [&](const auto& list) {
+      rest /= list.size();
+      return list[i / rest % list.size()];
+    };
+    all.push_back(std::tuple<T...>{element_of(lists)...});  // braces: from left to right
+  }
+  return all;
+}
 
 struct RowLength {
   std::int64_t columns;

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "runtime/runtime.h"
+#include "testing/cases.h"
 #include "testing/devices.h"
 #include "testing/gemm_case.h"
 
@@ -87,12 +88,10 @@ TEST_P(MatrixProduct, AddsABiasToEachRow) {
 TEST_P(MatrixProduct, AccumulatesIntoWhatIsThere) {
   for (const GemmDTypes dtypes : gemm_dtypes()) {
     for_each_layout([&](bool is_a_transposed, bool is_b_transposed) {
-      for (const bool has_alpha : {false, true}) {
-        for (const std::int64_t padding : {0, 3}) {
-          check(dtypes, {64, 96, 48, is_a_transposed, is_b_transposed, has_alpha, false, true, padding});
-          check(dtypes, {61, 93, 45, is_a_transposed, is_b_transposed, has_alpha, false, true, padding});
-          check(dtypes, {7, 66, 600, is_a_transposed, is_b_transposed, has_alpha, false, true, padding, 1});
-        }
+      for (const auto& [has_alpha, padding] : combine<bool, std::int64_t>({false, true}, {0, 3})) {
+        check(dtypes, {64, 96, 48, is_a_transposed, is_b_transposed, has_alpha, false, true, padding});
+        check(dtypes, {61, 93, 45, is_a_transposed, is_b_transposed, has_alpha, false, true, padding});
+        check(dtypes, {7, 66, 600, is_a_transposed, is_b_transposed, has_alpha, false, true, padding, 1});
       }
     });
   }
@@ -150,10 +149,8 @@ TEST_P(MatrixProduct, PassesNanAndInfinitiesOn) {
     run.run([&](const Gemm& product) { runtime::matrix_product(device(), product, {}); });
     const double expected[4][3] = {
         {5.0, 4.0, -kInfinity}, {NAN, NAN, NAN}, {kInfinity, NAN, -kInfinity}, {5.0, 4.0, -kInfinity}};
-    for (const int i : {0, 1, 2, 3}) {
-      for (const int j : {0, 1, 2}) {
-        EXPECT_EQ(difference_beyond(0.0, dtypes.c, run.c_at(i, j), expected[i][j]), "") << i << ", " << j;
-      }
+    for (const auto& [i, j] : combine<int, int>({0, 1, 2, 3}, {0, 1, 2})) {
+      EXPECT_EQ(difference_beyond(0.0, dtypes.c, run.c_at(i, j), expected[i][j]), "") << i << ", " << j;
     }
   }
 }

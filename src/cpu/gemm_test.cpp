@@ -14,12 +14,14 @@
 
 #include "cpu/gemm_own.h"
 #include "cpu/onednn.h"
+#include "testing/cases.h"
 #include "testing/gemm_case.h"
 
 namespace eaves::cpu {
 namespace {
 
 using testing::check_gemm;
+using testing::combine;
 using testing::GemmCase;
 using testing::GemmDTypes;
 using testing::GemmRun;
@@ -50,26 +52,21 @@ INSTANTIATE_TEST_SUITE_P(Levels, CpuGemm, ::testing::ValuesIn(hwy::SupportedAndG
 
 TEST_P(CpuGemm, IsTheProductInEveryLayout) {
   for_each_dtype([](GemmDTypes dtypes) {
-    for (const bool is_a_transposed : {false, true}) {
-      for (const bool is_b_transposed : {false, true}) {
-        for (const std::int64_t padding : {0, 5}) {
-          check(dtypes, {13, 71, 37, is_a_transposed, is_b_transposed, false, false, false, padding});
-          check(dtypes, {13, 71, 40, is_a_transposed, is_b_transposed, true, true, false, padding});
-        }
-      }
+    for (const auto& [is_a_transposed, is_b_transposed, padding] :
+         combine<bool, bool, std::int64_t>({false, true}, {false, true}, {0, 5})) {
+      check(dtypes, {13, 71, 37, is_a_transposed, is_b_transposed, false, false, false, padding});
+      check(dtypes, {13, 71, 40, is_a_transposed, is_b_transposed, true, true, false, padding});
     }
   });
 }
 
 TEST_P(CpuGemm, ScalesAddsABiasAndAccumulates) {
   for_each_dtype([](GemmDTypes dtypes) {
-    for (const bool has_alpha : {false, true}) {
+    for (const auto& [has_alpha, k] : combine<bool, std::int64_t>({false, true}, {8, 600, 1201})) {
       // 600 terms are more than one depth, so that sums have been in memory.
-      for (const std::int64_t k : {8, 600, 1201}) {
-        check(dtypes, {7, 66, k, false, true, has_alpha, true, false});
-        check(dtypes, {7, 66, k, true, false, has_alpha, false, true});
-        check(dtypes, {7, 66, k, false, false, has_alpha, false, false, 3});
-      }
+      check(dtypes, {7, 66, k, false, true, has_alpha, true, false});
+      check(dtypes, {7, 66, k, true, false, has_alpha, false, true});
+      check(dtypes, {7, 66, k, false, false, has_alpha, false, false, 3});
     }
   });
 }
@@ -77,13 +74,10 @@ TEST_P(CpuGemm, ScalesAddsABiasAndAccumulates) {
 TEST_P(CpuGemm, TakesAnySize) {
   for_each_dtype([](GemmDTypes dtypes) {
     // One less and one more than a panel of rows (6 or 3) or columns (4 vectors), few terms, and none.
-    for (const std::int64_t m : {1, 5, 6, 7}) {
-      for (const std::int64_t n : {1, 15, 16, 17, 33, 63, 64, 65}) {
-        for (const std::int64_t k : {0, 1, 3, 8}) {
-          check(dtypes, {m, n, k, false, true, true, n % 2 == 0});
-          check(dtypes, {m, n, k, true, false, false, false, n % 2 == 0});
-        }
-      }
+    for (const auto& [m, n, k] : combine<std::int64_t, std::int64_t, std::int64_t>(
+             {1, 5, 6, 7}, {1, 15, 16, 17, 33, 63, 64, 65}, {0, 1, 3, 8})) {
+      check(dtypes, {m, n, k, false, true, true, n % 2 == 0});
+      check(dtypes, {m, n, k, true, false, false, false, n % 2 == 0});
     }
   });
 }
@@ -154,25 +148,23 @@ TEST_P(CpuGemm, MultipliesNothingBehindTheEdges) {
   const auto infinite = [](std::int64_t, std::int64_t) { return std::numeric_limits<double>::infinity(); };
   const auto number = [](std::int64_t i, std::int64_t j) { return static_cast<double>((i + j) % 2); };
   for_each_dtype([&](GemmDTypes dtypes) {
-    for (const bool is_a_transposed : {false, true}) {
-      for (const bool is_b_transposed : {false, true}) {
-        const auto case_of = [&](std::int64_t m, std::int64_t n, std::int64_t k, auto value) {
-          return GemmCase{.m = m,
-                          .n = n,
-                          .k = k,
-                          .is_a_transposed = is_a_transposed,
-                          .is_b_transposed = is_b_transposed,
-                          .a = value,
-                          .b = value};
-        };
-        for (const std::int64_t m : {5, 64}) {
-          GemmRun before(kCpu, dtypes, case_of(72, 128, 32, infinite));
-          GemmRun run(kCpu, dtypes, case_of(m, 7, 9, number));
-          own_gemm(before.product(), {.threads = 1});
-          std::feclearexcept(FE_ALL_EXCEPT);
-          own_gemm(run.product(), {.threads = 1});
-          EXPECT_FALSE(std::fetestexcept(FE_INVALID)) << m << is_a_transposed << is_b_transposed;
-        }
+    for (const auto& [is_a_transposed, is_b_transposed] : combine<bool, bool>({false, true}, {false, true})) {
+      const auto case_of = [&](std::int64_t m, std::int64_t n, std::int64_t k, auto value) {
+        return GemmCase{.m = m,
+                        .n = n,
+                        .k = k,
+                        .is_a_transposed = is_a_transposed,
+                        .is_b_transposed = is_b_transposed,
+                        .a = value,
+                        .b = value};
+      };
+      for (const std::int64_t m : {5, 64}) {
+        GemmRun before(kCpu, dtypes, case_of(72, 128, 32, infinite));
+        GemmRun run(kCpu, dtypes, case_of(m, 7, 9, number));
+        own_gemm(before.product(), {.threads = 1});
+        std::feclearexcept(FE_ALL_EXCEPT);
+        own_gemm(run.product(), {.threads = 1});
+        EXPECT_FALSE(std::fetestexcept(FE_INVALID)) << m << is_a_transposed << is_b_transposed;
       }
     }
   });
@@ -198,19 +190,17 @@ class CpuGemmByOneDnn : public ::testing::Test {
 TEST_F(CpuGemmByOneDnn, IsTheProductInEveryLayout) {
   // Types that it does not know, float16 and float64, stay with our own loops.
   for_each_dtype([](GemmDTypes dtypes) {
-    for (const bool is_a_transposed : {false, true}) {
-      for (const bool is_b_transposed : {false, true}) {
-        const auto check_here = [&](GemmCase test) {
-          test.is_a_transposed = is_a_transposed;
-          test.is_b_transposed = is_b_transposed;
-          check(dtypes, test, {}, GemmEngine::onednn);
-        };
-        check_here({.m = 13, .n = 71, .k = 37, .padding = 5});
-        check_here({.m = 13, .n = 71, .k = 37, .has_alpha = true, .has_bias = true});
-        check_here({.m = 7, .n = 600, .k = 40, .has_alpha = true, .accumulates = true});
-        check_here({.m = 5, .n = 9, .k = 4099, .accumulates = true});
-        check_here({.m = 5, .n = 9, .k = 0, .has_bias = true});
-      }
+    for (const auto& [is_a_transposed, is_b_transposed] : combine<bool, bool>({false, true}, {false, true})) {
+      const auto check_here = [&](GemmCase test) {
+        test.is_a_transposed = is_a_transposed;
+        test.is_b_transposed = is_b_transposed;
+        check(dtypes, test, {}, GemmEngine::onednn);
+      };
+      check_here({.m = 13, .n = 71, .k = 37, .padding = 5});
+      check_here({.m = 13, .n = 71, .k = 37, .has_alpha = true, .has_bias = true});
+      check_here({.m = 7, .n = 600, .k = 40, .has_alpha = true, .accumulates = true});
+      check_here({.m = 5, .n = 9, .k = 4099, .accumulates = true});
+      check_here({.m = 5, .n = 9, .k = 0, .has_bias = true});
     }
   });
 }
@@ -236,21 +226,18 @@ TEST_F(CpuGemmByOneDnn, ReadsNothingBehindItsSums) {  // a pack of which one col
 
 TEST_F(CpuGemmByOneDnn, ARowOfBfloat16DoesNotDependOnTheOthers) {
   if (!has_onednn_gemm(DType::bfloat16)) GTEST_SKIP() << "without instructions for bfloat16";
-  for (const bool accumulates : {false, true}) {
-    for (const std::int64_t k : {394, 1000, 4100}) {
-      for (const bool is_b_transposed : {false, true}) {
-        const GemmCase test{280, 100, k, false, is_b_transposed, false, false, accumulates};
-        GemmRun all(kCpu, kBfloat16ToFloat32, test);
-        gemm(all.product(), {}, GemmEngine::onednn);
-        for (const std::int64_t rows : {1, 2, 7, 100, 257}) {
-          GemmRun some(kCpu, kBfloat16ToFloat32, test);
-          Gemm part = some.product();
-          part.m = rows;
-          gemm(part, {}, GemmEngine::onednn);
-          for (std::int64_t i = 0; i < rows; ++i) {
-            for (std::int64_t j = 0; j < part.n; ++j) ASSERT_EQ(some.c_at(i, j), all.c_at(i, j)) << rows << ", " << k;
-          }
-        }
+  for (const auto& [accumulates, k, is_b_transposed] :
+       combine<bool, std::int64_t, bool>({false, true}, {394, 1000, 4100}, {false, true})) {
+    const GemmCase test{280, 100, k, false, is_b_transposed, false, false, accumulates};
+    GemmRun all(kCpu, kBfloat16ToFloat32, test);
+    gemm(all.product(), {}, GemmEngine::onednn);
+    for (const std::int64_t rows : {1, 2, 7, 100, 257}) {
+      GemmRun some(kCpu, kBfloat16ToFloat32, test);
+      Gemm part = some.product();
+      part.m = rows;
+      gemm(part, {}, GemmEngine::onednn);
+      for (std::int64_t i = 0; i < rows; ++i) {
+        for (std::int64_t j = 0; j < part.n; ++j) ASSERT_EQ(some.c_at(i, j), all.c_at(i, j)) << rows << ", " << k;
       }
     }
   }

@@ -23,7 +23,7 @@ struct Inputs {
 
 double normal(std::int64_t i) { return random_normal(57, static_cast<std::uint64_t>(i)); }
 
-const Inputs kInputs[] = {
+const std::vector<Inputs> kInputs = {
     {"normal", normal},
     {"deviation 64", [](std::int64_t i) { return 64.0 * normal(i); }},
     {"heavy tails", [](std::int64_t i) { return 3.0 * normal(i) * normal(i) * normal(i); }},
@@ -37,32 +37,30 @@ const Inputs kInputs[] = {
 TEST_P(CrossEntropyAccuracy, EveryResultIsWithinTheContract) {
   std::printf("| %s | inputs | loss | lse | entropy | gradient | in place |\n|---|---|---|---|---|---|---|\n",
               GetParam() == DeviceType::cpu ? "CPU" : "GPU");
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const Inputs& inputs : kInputs) {
-      CrossEntropyShares worst;
-      for (const std::int64_t columns : {1000, 50257}) {
-        CrossEntropyCase rows{.device = device(),
-                              .dtype = dtype,
-                              .shape = {4, columns},
-                              .class_axis = 1,
-                              .options = inputs.options,
-                              .targets_dtype = inputs.targets,
-                              .value = inputs.value};
-        rows.options.reduction = Reduction::none;
-        CrossEntropyCase side_by_side = rows;
-        side_by_side.shape = {columns, 4};
-        side_by_side.class_axis = 0;
-        CrossEntropyCase strided = rows;
-        strided.logits_placement = with_strides({2 * columns, 2});
-        for (const CrossEntropyCase& layout : {rows, side_by_side, strided}) {
-          worst.raise(check_cross_entropy(layout));  // fails above 1
-        }
+  for (const auto& [dtype, inputs] : combine<DType, Inputs>(floating_point_dtypes(), kInputs)) {
+    CrossEntropyShares worst;
+    for (const std::int64_t columns : {1000, 50257}) {
+      CrossEntropyCase rows{.device = device(),
+                            .dtype = dtype,
+                            .shape = {4, columns},
+                            .class_axis = 1,
+                            .options = inputs.options,
+                            .targets_dtype = inputs.targets,
+                            .value = inputs.value};
+      rows.options.reduction = Reduction::none;
+      CrossEntropyCase side_by_side = rows;
+      side_by_side.shape = {columns, 4};
+      side_by_side.class_axis = 0;
+      CrossEntropyCase strided = rows;
+      strided.logits_placement = with_strides({2 * columns, 2});
+      for (const CrossEntropyCase& layout : {rows, side_by_side, strided}) {
+        worst.raise(check_cross_entropy(layout));  // fails above 1
       }
-      std::printf("| %s | %s | %.2f | %.2f | %.2f | %.2f | %.2f |\n", name_of(dtype), inputs.name, worst.loss,
-                  worst.lse, worst.entropy, worst.gradient, worst.in_place);
-      EXPECT_LE(std::max({worst.loss, worst.lse, worst.entropy, worst.gradient, worst.in_place}), 1.0)
-          << name_of(dtype) << ", " << inputs.name;
     }
+    std::printf("| %s | %s | %.2f | %.2f | %.2f | %.2f | %.2f |\n", name_of(dtype), inputs.name, worst.loss, worst.lse,
+                worst.entropy, worst.gradient, worst.in_place);
+    EXPECT_LE(std::max({worst.loss, worst.lse, worst.entropy, worst.gradient, worst.in_place}), 1.0)
+        << name_of(dtype) << ", " << inputs.name;
   }
 }
 

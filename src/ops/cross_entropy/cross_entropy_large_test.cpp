@@ -9,6 +9,7 @@
 
 #include "eaves/cross_entropy.h"
 #include "runtime/runtime.h"
+#include "testing/cases.h"
 #include "testing/devices.h"
 #include "testing/memory.h"
 
@@ -97,17 +98,16 @@ void check_large(Device device, const LargeShape& large) {
   };
   const auto check_gradients = [&](const Memory& gradients) {
     const std::vector<float> lses = lse.read<float>(rows);
-    for (const std::int64_t row : {std::int64_t{0}, rows / 2, rows - 1}) {
-      for (const std::int64_t column : {std::int64_t{0}, std::int64_t{1}, columns - 1}) {
-        std::uint16_t bits = 0;
-        runtime::copy(&bits, kCpu, static_cast<std::uint16_t*>(gradients.data()) + element(row, column), device, 2);
-        const float gradient = std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
-        const bool is_marked = column == columns - 1 && (row == 0 || row == rows - 1);
-        const double log_p = (is_marked ? kMarker : 0.0) - lses[static_cast<std::size_t>(row)];
-        const bool is_target = column == classes[static_cast<std::size_t>(row)];
-        const double exact = is_target ? std::expm1(log_p) : std::exp(log_p);
-        EXPECT_NEAR(gradient, exact, kWithin * std::abs(exact)) << "row " << row << ", class " << column;
-      }
+    for (const auto& [row, column] : combine<std::int64_t, std::int64_t>(
+             {std::int64_t{0}, rows / 2, rows - 1}, {std::int64_t{0}, std::int64_t{1}, columns - 1})) {
+      std::uint16_t bits = 0;
+      runtime::copy(&bits, kCpu, static_cast<std::uint16_t*>(gradients.data()) + element(row, column), device, 2);
+      const float gradient = std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+      const bool is_marked = column == columns - 1 && (row == 0 || row == rows - 1);
+      const double log_p = (is_marked ? kMarker : 0.0) - lses[static_cast<std::size_t>(row)];
+      const bool is_target = column == classes[static_cast<std::size_t>(row)];
+      const double exact = is_target ? std::expm1(log_p) : std::exp(log_p);
+      EXPECT_NEAR(gradient, exact, kWithin * std::abs(exact)) << "row " << row << ", class " << column;
     }
   };
 

@@ -12,6 +12,7 @@
 #include "eaves/cross_entropy.h"
 #include "ops/cross_entropy/cross_entropy_test_case.h"
 #include "testing/calls.h"
+#include "testing/cases.h"
 #include "testing/devices.h"
 
 namespace eaves::testing {
@@ -19,8 +20,8 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-constexpr DType kNarrowDtypes[] = {DType::bfloat16, DType::float16};
-constexpr Reduction kReductions[] = {Reduction::none, Reduction::sum, Reduction::mean};
+const std::vector<DType> kNarrowDtypes = {DType::bfloat16, DType::float16};
+const std::vector<Reduction> kReductions = {Reduction::none, Reduction::sum, Reduction::mean};
 
 class CrossEntropyNarrow : public OnEachDevice {};
 EAVES_EACH_DEVICE(CrossEntropyNarrow);
@@ -69,7 +70,7 @@ struct Size {
   const char* reason;
 };
 
-constexpr Size kSizes[] = {
+const std::vector<Size> kSizes = {
     {40, 1, "half a float32"},
     {40, 2, "one float32: all of the gradient lies over the first logit"},
     {39, 3, "its last element shares a float32 with nothing"},
@@ -90,13 +91,9 @@ constexpr Size kSizes[] = {
 };
 
 TEST_P(CrossEntropyNarrow, EveryLengthMatchesTheOracle) {
-  for (const Size& size : kSizes) {
+  for (const auto& [size, dtype, gap] : combine<Size, DType, std::int64_t>(kSizes, kNarrowDtypes, {0, 1, 5})) {
     SCOPED_TRACE(size.reason);
-    for (const DType dtype : kNarrowDtypes) {
-      for (const std::int64_t gap : {0, 1, 5}) {
-        check_cross_entropy(narrow_case(device(), dtype, size.rows, size.columns, gap));
-      }
-    }
+    check_cross_entropy(narrow_case(device(), dtype, size.rows, size.columns, gap));
   }
 }
 
@@ -106,21 +103,19 @@ TEST_P(CrossEntropyNarrow, ManyLongRowsMatchTheOracle) {
 }
 
 TEST_P(CrossEntropyNarrow, EveryOptionMatchesTheOracle) {
-  for (const Size& size : {kSizes[0], kSizes[2], kSizes[6], kSizes[7], kSizes[9], kSizes[13]}) {
+  for (const auto& [size, reduction, targets] :
+       combine<Size, Reduction, DType>({kSizes[0], kSizes[2], kSizes[6], kSizes[7], kSizes[9], kSizes[13]}, kReductions,
+                                       {DType::int64, DType::float32})) {
     SCOPED_TRACE(size.reason);
-    for (const Reduction reduction : kReductions) {
-      for (const DType targets : {DType::int64, DType::float32}) {
-        const bool is_bfloat16 = (reduction == Reduction::sum) == (targets == DType::int64);
-        const DType dtype = is_bfloat16 ? DType::bfloat16 : DType::float16;
-        CrossEntropyCase plain = narrow_case(device(), dtype, size.rows, size.columns, 1);
-        plain.options.reduction = reduction;
-        plain.targets_dtype = targets;
-        plain.targets_placement = targets == DType::float32 ? contiguous_at(1) : Placement{};
-        for (const CrossEntropyCase& test_case : with_each_option(plain)) {
-          check_cross_entropy(test_case);
-          if (HasFailure()) return;  // one is enough to read
-        }
-      }
+    const bool is_bfloat16 = (reduction == Reduction::sum) == (targets == DType::int64);
+    const DType dtype = is_bfloat16 ? DType::bfloat16 : DType::float16;
+    CrossEntropyCase plain = narrow_case(device(), dtype, size.rows, size.columns, 1);
+    plain.options.reduction = reduction;
+    plain.targets_dtype = targets;
+    plain.targets_placement = targets == DType::float32 ? contiguous_at(1) : Placement{};
+    for (const CrossEntropyCase& test_case : with_each_option(plain)) {
+      check_cross_entropy(test_case);
+      if (HasFailure()) return;  // one is enough to read
     }
   }
 }
@@ -134,13 +129,11 @@ TEST_P(CrossEntropyNarrow, LongRowsInPiecesMatchTheOracleWithEveryOption) {
 TEST_P(CrossEntropyNarrow, ATargetMayBeAnyClass) {
   // Its logit lies under the gradient of two other classes, which are written before its own or after it.
   constexpr std::int64_t kColumns = 300;
-  for (const DType dtype : kNarrowDtypes) {
-    for (const double smoothing : {0.0, 0.1}) {
-      CrossEntropyCase test_case = narrow_case(device(), dtype, kColumns, kColumns);
-      test_case.options.label_smoothing = smoothing;
-      test_case.target = [](std::int64_t row) { return static_cast<double>(row); };
-      check_cross_entropy(test_case);
-    }
+  for (const auto& [dtype, smoothing] : combine<DType, double>(kNarrowDtypes, {0.0, 0.1})) {
+    CrossEntropyCase test_case = narrow_case(device(), dtype, kColumns, kColumns);
+    test_case.options.label_smoothing = smoothing;
+    test_case.target = [](std::int64_t row) { return static_cast<double>(row); };
+    check_cross_entropy(test_case);
   }
 }
 
@@ -154,18 +147,15 @@ TEST_P(CrossEntropyNarrow, RowsMayLieInAnyOrderAndOnSeveralAxes) {
       {{75}, with_strides({1})},
   };
   for (const auto& [shape, placement] : layouts) {
-    for (const DType dtype : kNarrowDtypes) {
-      for (const int class_axis : {-1, shape.size() - 1}) {
-        for (const double smoothing : {0.0, 0.1}) {
-          CrossEntropyCase test_case = narrow_case(device(), dtype, 1, 1);
-          test_case.shape = shape;
-          test_case.class_axis = class_axis;
-          test_case.logits_placement = placement;
-          test_case.options.label_smoothing = smoothing;
-          test_case.options.reduction = Reduction::none;
-          check_cross_entropy(test_case);
-        }
-      }
+    for (const auto& [dtype, class_axis, smoothing] :
+         combine<DType, int, double>(kNarrowDtypes, {-1, shape.size() - 1}, {0.0, 0.1})) {
+      CrossEntropyCase test_case = narrow_case(device(), dtype, 1, 1);
+      test_case.shape = shape;
+      test_case.class_axis = class_axis;
+      test_case.logits_placement = placement;
+      test_case.options.label_smoothing = smoothing;
+      test_case.options.reduction = Reduction::none;
+      check_cross_entropy(test_case);
     }
   }
 }
@@ -188,56 +178,47 @@ TEST_P(CrossEntropyNarrow, InfinitiesAndNaNsFollowTheHeader) {
       {1e30, -1e30, 0.5},
   };
   constexpr std::int64_t kRows = std::size(specials);
-  for (const DType dtype : kNarrowDtypes) {
-    for (const std::int64_t columns : {2, 8, 40, 1000, 9000}) {
-      for (const std::int64_t at : {std::int64_t{0}, columns / 2 - 1, columns - 2}) {
-        for (const double smoothing : {0.0, 0.1}) {
-          CrossEntropyCase test_case = narrow_case(device(), dtype, kRows, columns);
-          test_case.options.reduction = Reduction::none;
-          test_case.options.label_smoothing = smoothing;
-          test_case.value = [&](std::int64_t i) {
-            const Special& special = specials[i / columns];
-            if (i % columns == at) return special.first;
-            return i % columns == at + 1 ? special.second : special.others;
-          };
-          test_case.target = [=](std::int64_t row) { return static_cast<double>(row % 2 == 0 ? at : columns - 1); };
-          check_cross_entropy(test_case);
-        }
-      }
+  for (const auto& [dtype, columns] : combine<DType, std::int64_t>(kNarrowDtypes, {2, 8, 40, 1000, 9000})) {
+    for (const auto& [at, smoothing] :
+         combine<std::int64_t, double>({std::int64_t{0}, columns / 2 - 1, columns - 2}, {0.0, 0.1})) {
+      CrossEntropyCase test_case = narrow_case(device(), dtype, kRows, columns);
+      test_case.options.reduction = Reduction::none;
+      test_case.options.label_smoothing = smoothing;
+      test_case.value = [&](std::int64_t i) {
+        const Special& special = specials[i / columns];
+        if (i % columns == at) return special.first;
+        return i % columns == at + 1 ? special.second : special.others;
+      };
+      test_case.target = [=](std::int64_t row) { return static_cast<double>(row % 2 == 0 ? at : columns - 1); };
+      check_cross_entropy(test_case);
     }
   }
 }
 
 TEST_P(CrossEntropyNarrow, IgnoredRowsHaveNoGradientWhateverTheyHold) {
-  for (const double held : {kNaN, kInfinity, 1e30}) {
-    for (const std::int64_t columns : {3, 40, 1000, 9000, 131075}) {
-      for (const double smoothing : {0.0, 0.1}) {
-        CrossEntropyCase test_case = narrow_case(device(), DType::bfloat16, 4, columns);
-        test_case.options.label_smoothing = smoothing;
-        test_case.value = [=](std::int64_t i) { return i / columns % 2 == 0 ? held : normal(i); };
-        test_case.target = [](std::int64_t row) { return row % 2 == 0 ? -100.0 : 1.0; };
-        check_cross_entropy(test_case);
-      }
-    }
+  for (const auto& [held, columns, smoothing] :
+       combine<double, std::int64_t, double>({kNaN, kInfinity, 1e30}, {3, 40, 1000, 9000, 131075}, {0.0, 0.1})) {
+    CrossEntropyCase test_case = narrow_case(device(), DType::bfloat16, 4, columns);
+    test_case.options.label_smoothing = smoothing;
+    test_case.value = [=](std::int64_t i) { return i / columns % 2 == 0 ? held : normal(i); };
+    test_case.target = [](std::int64_t row) { return row % 2 == 0 ? -100.0 : 1.0; };
+    check_cross_entropy(test_case);
   }
 }
 
 TEST_P(CrossEntropyNarrow, WithoutRowsOrClassesThereIsNothingToWrite) {
-  for (const Dims& shape : {Dims{0, 7}, Dims{3, 0}, Dims{0, 0}}) {
-    for (const DType targets : {DType::int64, DType::float32}) {
-      if (shape == Dims{3, 0} && targets == DType::int64) continue;  // refused: no class can be right
-      for (const Reduction reduction : kReductions) {
-        for (const double smoothing : {0.0, 0.1}) {
-          CrossEntropyCase test_case = narrow_case(device(), DType::bfloat16, 1, 1);
-          test_case.shape = shape;
-          test_case.logits_placement = {};
-          test_case.targets_dtype = targets;
-          test_case.options.reduction = reduction;
-          test_case.options.label_smoothing = smoothing;
-          test_case.target = [](std::int64_t) { return -100.0; };
-          check_cross_entropy(test_case);
-        }
-      }
+  for (const auto& [shape, targets] :
+       combine<Dims, DType>({Dims{0, 7}, Dims{3, 0}, Dims{0, 0}}, {DType::int64, DType::float32})) {
+    if (shape == Dims{3, 0} && targets == DType::int64) continue;  // refused: no class can be right
+    for (const auto& [reduction, smoothing] : combine<Reduction, double>(kReductions, {0.0, 0.1})) {
+      CrossEntropyCase test_case = narrow_case(device(), DType::bfloat16, 1, 1);
+      test_case.shape = shape;
+      test_case.logits_placement = {};
+      test_case.targets_dtype = targets;
+      test_case.options.reduction = reduction;
+      test_case.options.label_smoothing = smoothing;
+      test_case.target = [](std::int64_t) { return -100.0; };
+      check_cross_entropy(test_case);
     }
   }
 }
@@ -354,22 +335,20 @@ void expect_rounded(const CrossEntropyRun& wide, const CrossEntropyRun& narrow) 
 }
 
 TEST_F(CrossEntropyNarrowOnCpu, TheResultsAreThoseOfAGradientInFloat32AndWithOptionsTheGradientIsItsRounding) {
-  for (const DType dtype : kNarrowDtypes) {
-    for (const std::int64_t columns : {9, 1000, 33003}) {
-      for (const CrossEntropyCase& narrow_option : with_each_option(narrow_case(kCpu, dtype, 3, columns))) {
-        SCOPED_TRACE(description_of(narrow_option));
-        CrossEntropyCase wide_option = narrow_option;
-        wide_option.narrow_dtype = {};
-        CrossEntropyRun narrow(narrow_option), wide(wide_option);
-        narrow.run();
-        wide.run();
-        EXPECT_TRUE(narrow.results.equal(wide.results));
-        EXPECT_TRUE(narrow.results_in_place.equal(wide.results_in_place));
-        const CrossEntropyOptions& options = narrow_option.options;
-        // Otherwise the exponential is the shorter one of results of 16 bits.
-        if (options.label_smoothing == 0.0 && options.softcap == 0.0 && options.scale == 1.0) continue;
-        dtype == DType::float16 ? expect_rounded<float16>(wide, narrow) : expect_rounded<bfloat16>(wide, narrow);
-      }
+  for (const auto& [dtype, columns] : combine<DType, std::int64_t>(kNarrowDtypes, {9, 1000, 33003})) {
+    for (const CrossEntropyCase& narrow_option : with_each_option(narrow_case(kCpu, dtype, 3, columns))) {
+      SCOPED_TRACE(description_of(narrow_option));
+      CrossEntropyCase wide_option = narrow_option;
+      wide_option.narrow_dtype = {};
+      CrossEntropyRun narrow(narrow_option), wide(wide_option);
+      narrow.run();
+      wide.run();
+      EXPECT_TRUE(narrow.results.equal(wide.results));
+      EXPECT_TRUE(narrow.results_in_place.equal(wide.results_in_place));
+      const CrossEntropyOptions& options = narrow_option.options;
+      // Otherwise the exponential is the shorter one of results of 16 bits.
+      if (options.label_smoothing == 0.0 && options.softcap == 0.0 && options.scale == 1.0) continue;
+      dtype == DType::float16 ? expect_rounded<float16>(wide, narrow) : expect_rounded<bfloat16>(wide, narrow);
     }
   }
 }

@@ -19,14 +19,14 @@ EAVES_EACH_DEVICE(CrossEntropyOptionsTest);
 
 double normal(std::int64_t i) { return 3.0 * random_normal(17, static_cast<std::uint64_t>(i)); }
 
-constexpr Reduction kReductions[] = {Reduction::none, Reduction::sum, Reduction::mean};
-constexpr double kSmoothings[] = {0.0, 0.1, 1.0};
+const std::vector<Reduction> kReductions = {Reduction::none, Reduction::sum, Reduction::mean};
+const std::vector<double> kSmoothings = {0.0, 0.1, 1.0};
 
 struct Transform {
   double scale;
   double softcap;
 };
-constexpr Transform kTransforms[] = {{1.0, 0.0}, {0.37, 0.0}, {1.0, 5.0}, {2.0, 30.0}};
+const std::vector<Transform> kTransforms = {{1.0, 0.0}, {0.37, 0.0}, {1.0, 5.0}, {2.0, 30.0}};
 
 /// The case as it is, and with each of its options alone, then with all of them.
 std::vector<CrossEntropyCase> with_each_option(const CrossEntropyCase& plain) {
@@ -63,7 +63,7 @@ TEST_P(CrossEntropyOptionsTest, EachOptionMatchesTheOracleInEveryLayout) {
     Placement placement;
     const char* reason;
   };
-  const Layout layouts[] = {
+  const std::vector<Layout> layouts = {
       {{7, 75}, 1, {}, "lanes share a row"},
       {{6, 5003}, 1, {}, "a block a row"},
       {{3, 40001}, 1, {}, "a row in pieces, or in a cluster"},
@@ -71,57 +71,46 @@ TEST_P(CrossEntropyOptionsTest, EachOptionMatchesTheOracleInEveryLayout) {
       {{700, 3}, 0, {}, "rows side by side, no vector fits"},
       {{5, 600}, 1, with_strides({1800, 3}), "every third class"},
   };
-  for (const Layout& layout : layouts) {
+  for (const auto& [layout, dtype, targets] :
+       combine<Layout, DType, DType>(layouts, {DType::bfloat16, DType::float32}, {DType::int64, DType::float32})) {
     SCOPED_TRACE(layout.reason);
-    for (const DType dtype : {DType::bfloat16, DType::float32}) {
-      for (const DType targets : {DType::int64, DType::float32}) {
-        for (const CrossEntropyCase& test_case : with_each_option({.device = device(),
-                                                 .dtype = dtype,
-                                                 .shape = layout.shape,
-                                                 .class_axis = layout.axis,
-                                                 .targets_dtype = targets,
-                                                 .logits_placement = layout.placement,
-                                                 .value = normal})) {
-          check_cross_entropy(test_case);
-        }
-      }
+    for (const CrossEntropyCase& test_case : with_each_option({.device = device(),
+                                             .dtype = dtype,
+                                             .shape = layout.shape,
+                                             .class_axis = layout.axis,
+                                             .targets_dtype = targets,
+                                             .logits_placement = layout.placement,
+                                             .value = normal})) {
+      check_cross_entropy(test_case);
     }
   }
 }
 
 TEST_P(CrossEntropyOptionsTest, ManyCombinationsMatchTheOracle) {
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const DType targets : {DType::int64, DType::float32}) {
-      const bool is_soft = is_floating_point(targets);
-      for (const Reduction reduction : kReductions) {
-        for (const double smoothing : kSmoothings) {
-          for (const std::optional<DType> weight :
-               {std::optional<DType>(), std::optional(dtype), std::optional(DType::float32)}) {
-            if (weight == DType::float32 && dtype == DType::float32) continue;  // twice the same
-            for (const Transform& transform : kTransforms) {
-              for (const double z_loss_weight : {0.0, 0.02}) {
-                for (const std::int64_t ignore_index : {std::int64_t{-100}, std::int64_t{2}}) {
-                  if (is_soft && ignore_index != -100) continue;  // nothing is ignored
-                  check_cross_entropy({.device = device(),
-                                       .dtype = dtype,
-                                       .shape = {7, 45},
-                                       .options = {.ignore_index = ignore_index,
-                                                   .reduction = reduction,
-                                                   .label_smoothing = smoothing,
-                                                   .scale = transform.scale,
-                                                   .softcap = transform.softcap,
-                                                   .z_loss_weight = z_loss_weight},
-                                       .targets_dtype = targets,
-                                       .weight_dtype = weight,
-                                       .has_row_weight = reduction != Reduction::none && z_loss_weight != 0.0,
-                                       .wants_mean_logit = ignore_index == 2,
-                                       .value = normal});
-                  if (HasFailure()) return;  // one is enough to read
-                }
-              }
-            }
-          }
-        }
+  for (const auto& [dtype, targets, reduction, smoothing] : combine<DType, DType, Reduction, double>(
+           floating_point_dtypes(), {DType::int64, DType::float32}, kReductions, kSmoothings)) {
+    const bool is_soft = is_floating_point(targets);
+    for (const std::optional<DType> weight :
+         {std::optional<DType>(), std::optional(dtype), std::optional(DType::float32)}) {
+      if (weight == DType::float32 && dtype == DType::float32) continue;  // twice the same
+      for (const auto& [transform, z_loss_weight, ignore_index] :
+           combine<Transform, double, std::int64_t>(kTransforms, {0.0, 0.02}, {std::int64_t{-100}, std::int64_t{2}})) {
+        if (is_soft && ignore_index != -100) continue;  // nothing is ignored
+        check_cross_entropy({.device = device(),
+                             .dtype = dtype,
+                             .shape = {7, 45},
+                             .options = {.ignore_index = ignore_index,
+                                         .reduction = reduction,
+                                         .label_smoothing = smoothing,
+                                         .scale = transform.scale,
+                                         .softcap = transform.softcap,
+                                         .z_loss_weight = z_loss_weight},
+                             .targets_dtype = targets,
+                             .weight_dtype = weight,
+                             .has_row_weight = reduction != Reduction::none && z_loss_weight != 0.0,
+                             .wants_mean_logit = ignore_index == 2,
+                             .value = normal});
+        if (HasFailure()) return;  // one is enough to read
       }
     }
   }
@@ -129,37 +118,32 @@ TEST_P(CrossEntropyOptionsTest, ManyCombinationsMatchTheOracle) {
 
 TEST_P(CrossEntropyOptionsTest, ANormalizerReplacesTheWeightsOfTheRows) {
   for (const DType dtype : floating_point_dtypes()) {
-    for (const DType targets : {DType::int32, dtype}) {
-      for (const std::optional<DType> weight : {std::optional<DType>(), std::optional(dtype)}) {
-        check_cross_entropy({.device = device(),
-                             .dtype = dtype,
-                             .shape = {40, 45},
-                             .targets_dtype = targets,
-                             .weight_dtype = weight,
-                             .has_normalizer = true,
-                             .value = normal});
-      }
+    for (const auto& [targets, weight] :
+         combine<DType, std::optional<DType>>({DType::int32, dtype}, {std::optional<DType>(), std::optional(dtype)})) {
+      check_cross_entropy({.device = device(),
+                           .dtype = dtype,
+                           .shape = {40, 45},
+                           .targets_dtype = targets,
+                           .weight_dtype = weight,
+                           .has_normalizer = true,
+                           .value = normal});
     }
   }
 }
 
 TEST_P(CrossEntropyOptionsTest, RowsHaveWeights) {
   for (const DType dtype : floating_point_dtypes()) {
-    for (const DType targets : {DType::int32, dtype}) {
-      for (const std::optional<DType> weight : {std::optional<DType>(), std::optional(dtype)}) {
-        for (const Reduction reduction : kReductions) {
-          for (const Dims& shape : {Dims{40, 45}, Dims{5, 9001}}) {
-            check_cross_entropy({.device = device(),
-                                 .dtype = dtype,
-                                 .shape = shape,
-                                 .options = {.reduction = reduction, .z_loss_weight = 0.01},
-                                 .targets_dtype = targets,
-                                 .weight_dtype = weight,
-                                 .has_row_weight = true,
-                                 .value = normal});
-          }
-        }
-      }
+    for (const auto& [targets, weight, reduction, shape] : combine<DType, std::optional<DType>, Reduction, Dims>(
+             {DType::int32, dtype}, {std::optional<DType>(), std::optional(dtype)}, kReductions,
+             {Dims{40, 45}, Dims{5, 9001}})) {
+      check_cross_entropy({.device = device(),
+                           .dtype = dtype,
+                           .shape = shape,
+                           .options = {.reduction = reduction, .z_loss_weight = 0.01},
+                           .targets_dtype = targets,
+                           .weight_dtype = weight,
+                           .has_row_weight = true,
+                           .value = normal});
     }
   }
 }
@@ -182,31 +166,27 @@ TEST_P(CrossEntropyOptionsTest, GradientsOfLseAndEntropyReachIgnoredRows) {
 }
 
 TEST_P(CrossEntropyOptionsTest, RowsThatAreIgnoredNeedNotBeRead) {
-  for (const Dims& shape : {Dims{50, 30}, Dims{20, 3000}, Dims{5, 40003}}) {
-    for (const int axis : {1, 0}) {
-      for (const Reduction reduction : kReductions) {
-        check_cross_entropy({.device = device(),
-                             .dtype = DType::bfloat16,
-                             .shape = axis == 1 ? shape : Dims{shape[1], shape[0]},
-                             .class_axis = axis,
-                             .options = {.reduction = reduction, .z_loss_weight = 0.01},
-                             .skips_ignored = true,
-                             .value = normal,
-                             .target = [](std::int64_t row) { return row % 2 == 0 ? -100.0 : 3.0; }});
-      }
-    }
+  for (const auto& [shape, axis, reduction] :
+       combine<Dims, int, Reduction>({Dims{50, 30}, Dims{20, 3000}, Dims{5, 40003}}, {1, 0}, kReductions)) {
+    check_cross_entropy({.device = device(),
+                         .dtype = DType::bfloat16,
+                         .shape = axis == 1 ? shape : Dims{shape[1], shape[0]},
+                         .class_axis = axis,
+                         .options = {.reduction = reduction, .z_loss_weight = 0.01},
+                         .skips_ignored = true,
+                         .value = normal,
+                         .target = [](std::int64_t row) { return row % 2 == 0 ? -100.0 : 3.0; }});
   }
 }
 
 TEST_P(CrossEntropyOptionsTest, ASaturatedSoftcapHasASmallGradient) {
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const double size : {1.0, 4.0, 9.0, 50.0, 1e4}) {  // of logits, in softcaps
-      check_cross_entropy({.device = device(),
-                           .dtype = dtype,
-                           .shape = {10, 200},
-                           .options = {.reduction = Reduction::none, .softcap = 3.0},
-                           .value = [=](std::int64_t i) { return 3.0 * size * normal(i); }});
-    }
+  // of logits, in softcaps
+  for (const auto& [dtype, size] : combine<DType, double>(floating_point_dtypes(), {1.0, 4.0, 9.0, 50.0, 1e4})) {
+    check_cross_entropy({.device = device(),
+                         .dtype = dtype,
+                         .shape = {10, 200},
+                         .options = {.reduction = Reduction::none, .softcap = 3.0},
+                         .value = [=](std::int64_t i) { return 3.0 * size * normal(i); }});
   }
 }
 
@@ -215,39 +195,37 @@ TEST_P(CrossEntropyOptionsTest, TheBackwardIsTheDerivativeOfTheForward) {
   constexpr std::int64_t kRows = 5;
   constexpr std::int64_t kClasses = 9;
   constexpr double kStep = 1e-6;
-  for (const DType targets : {DType::int64, DType::float64}) {
-    for (const Reduction reduction : kReductions) {
-      for (const CrossEntropyCase& option : with_each_option({.device = device(),
-                                            .dtype = DType::float64,
-                                            .shape = {kRows, kClasses},
-                                            .options = {.reduction = reduction},
-                                            .targets_dtype = targets,
-                                            .value = normal})) {
-        CrossEntropyCase test_case = option;
-        // Float64 beside a weight of float32 is tested elsewhere; smoothing of all of the mass only here.
-        if (test_case.options.label_smoothing > 0.0 && targets == DType::int64) test_case.options.label_smoothing = 1.0;
-        SCOPED_TRACE(description_of(test_case));
-        CrossEntropyRun run(test_case);
+  for (const auto& [targets, reduction] : combine<DType, Reduction>({DType::int64, DType::float64}, kReductions)) {
+    for (const CrossEntropyCase& option : with_each_option({.device = device(),
+                                          .dtype = DType::float64,
+                                          .shape = {kRows, kClasses},
+                                          .options = {.reduction = reduction},
+                                          .targets_dtype = targets,
+                                          .value = normal})) {
+      CrossEntropyCase test_case = option;
+      // Float64 beside a weight of float32 is tested elsewhere; smoothing of all of the mass only here.
+      if (test_case.options.label_smoothing > 0.0 && targets == DType::int64) test_case.options.label_smoothing = 1.0;
+      SCOPED_TRACE(description_of(test_case));
+      CrossEntropyRun run(test_case);
+      cross_entropy_forward(run.forward_args());
+      cross_entropy_backward(run.backward_args());
+      run.grad_logits.download();
+      // L = sum of the outputs times what the backward is given for them.
+      const auto objective = [&] {
         cross_entropy_forward(run.forward_args());
-        cross_entropy_backward(run.backward_args());
-        run.grad_logits.download();
-        // L = sum of the outputs times what the backward is given for them.
-        const auto objective = [&] {
-          cross_entropy_forward(run.forward_args());
-          for (const auto& named : run.results.all()) named.second->download();
-          double sum = 0.0;
-          const std::int64_t losses = reduction == Reduction::none ? kRows : 1;
-          for (std::int64_t i = 0; i < losses; ++i) sum += run.grad_loss.get(i) * run.results.loss.get(i);
-          for (std::int64_t i = 0; i < kRows; ++i) {
-            if (test_case.has_grad_lse) sum += run.grad_lse.get(i) * run.results.lse.get(i);
-            if (test_case.has_grad_entropy) sum += run.grad_entropy.get(i) * run.results.entropy.get(i);
-          }
-          return sum;
-        };
-        for (std::int64_t i = 0; i < kRows * kClasses; ++i) {
-          const double slope = difference_quotient(run.logits, i, kStep, objective);
-          ASSERT_NEAR(run.grad_logits.get(i), slope, 1e-7) << "element " << i;
+        for (const auto& named : run.results.all()) named.second->download();
+        double sum = 0.0;
+        const std::int64_t losses = reduction == Reduction::none ? kRows : 1;
+        for (std::int64_t i = 0; i < losses; ++i) sum += run.grad_loss.get(i) * run.results.loss.get(i);
+        for (std::int64_t i = 0; i < kRows; ++i) {
+          if (test_case.has_grad_lse) sum += run.grad_lse.get(i) * run.results.lse.get(i);
+          if (test_case.has_grad_entropy) sum += run.grad_entropy.get(i) * run.results.entropy.get(i);
         }
+        return sum;
+      };
+      for (std::int64_t i = 0; i < kRows * kClasses; ++i) {
+        const double slope = difference_quotient(run.logits, i, kStep, objective);
+        ASSERT_NEAR(run.grad_logits.get(i), slope, 1e-7) << "element " << i;
       }
     }
   }

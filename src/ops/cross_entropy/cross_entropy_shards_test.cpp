@@ -121,77 +121,64 @@ std::vector<std::vector<std::int64_t>> cuts_of(std::int64_t classes) {
 }
 
 TEST_P(CrossEntropyShards, TheirMergeIsTheWhole) {
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const std::int64_t classes : {48, 1000, 9001}) {
-      for (const std::vector<std::int64_t>& sizes : cuts_of(classes)) {
-        for (const DType targets : {DType::int32, DType::int64}) {
-          CrossEntropyCase test_case{
-              .device = device(), .dtype = dtype, .shape = {11, classes}, .targets_dtype = targets, .value = normal};
-          check_shards(test_case, sizes);
-          test_case.skips_ignored = true;
-          check_shards(test_case, sizes);
-        }
-      }
+  for (const auto& [dtype, classes] : combine<DType, std::int64_t>(floating_point_dtypes(), {48, 1000, 9001})) {
+    for (const auto& [sizes, targets] :
+         combine<std::vector<std::int64_t>, DType>(cuts_of(classes), {DType::int32, DType::int64})) {
+      CrossEntropyCase test_case{
+          .device = device(), .dtype = dtype, .shape = {11, classes}, .targets_dtype = targets, .value = normal};
+      check_shards(test_case, sizes);
+      test_case.skips_ignored = true;
+      check_shards(test_case, sizes);
     }
   }
 }
 
 TEST_P(CrossEntropyShards, TheirMergeIsTheWholeWithEveryOption) {
-  for (const DType dtype : {DType::bfloat16, DType::float32, DType::float64}) {
-    for (const std::int64_t classes : {48, 3000}) {
-      for (const std::vector<std::int64_t>& sizes : cuts_of(classes)) {
-        for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
-          for (const bool has_weight : {false, true}) {
-            for (const double smoothing : {0.0, 0.1, 1.0}) {
-              CrossEntropyCase test_case{.device = device(),
-                                         .dtype = dtype,
-                                         .shape = {6, classes},
-                                         .options = {.reduction = reduction,
-                                                     .label_smoothing = smoothing,
-                                                     .scale = 0.5,
-                                                     .softcap = 15.0,
-                                                     .z_loss_weight = 0.01},
-                                         .has_row_weight = reduction != Reduction::sum,
-                                         .has_normalizer = has_weight,
-                                         .has_grad_lse = true,
-                                         .has_grad_entropy = true,
-                                         .wants_mean_logit = true,
-                                         .value = normal};
-              if (has_weight) test_case.weight_dtype = dtype;
-              check_shards(test_case, sizes);
-            }
-          }
-        }
-      }
+  for (const auto& [dtype, classes] :
+       combine<DType, std::int64_t>({DType::bfloat16, DType::float32, DType::float64}, {48, 3000})) {
+    for (const auto& [sizes, reduction, has_weight, smoothing] :
+         combine<std::vector<std::int64_t>, Reduction, bool, double>(
+             cuts_of(classes), {Reduction::none, Reduction::sum, Reduction::mean}, {false, true}, {0.0, 0.1, 1.0})) {
+      CrossEntropyCase test_case{.device = device(),
+                                 .dtype = dtype,
+                                 .shape = {6, classes},
+                                 .options = {.reduction = reduction,
+                                             .label_smoothing = smoothing,
+                                             .scale = 0.5,
+                                             .softcap = 15.0,
+                                             .z_loss_weight = 0.01},
+                                 .has_row_weight = reduction != Reduction::sum,
+                                 .has_normalizer = has_weight,
+                                 .has_grad_lse = true,
+                                 .has_grad_entropy = true,
+                                 .wants_mean_logit = true,
+                                 .value = normal};
+      if (has_weight) test_case.weight_dtype = dtype;
+      check_shards(test_case, sizes);
     }
   }
 }
 
 TEST_P(CrossEntropyShards, TakeSoftTargets) {
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const int axis : {-1, 0}) {
-      for (const std::vector<std::int64_t>& sizes : cuts_of(48)) {
-        for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
-          for (const double smoothing : {0.0, 0.1}) {
-            CrossEntropyCase test_case{.device = device(),
-                                       .dtype = dtype,
-                                       .shape = {48, 48},
-                                       .class_axis = axis,
-                                       .options = {.reduction = reduction, .label_smoothing = smoothing},
-                                       .targets_dtype = accumulator_dtype(dtype),
-                                       .value = normal};
-            check_shards(test_case, sizes);
-            test_case.options.softcap = 15.0;
-            test_case.options.z_loss_weight = 0.01;
-            test_case.targets_dtype = dtype;
-            test_case.weight_dtype = dtype;
-            test_case.has_row_weight = reduction != Reduction::sum;
-            test_case.has_grad_lse = test_case.has_grad_entropy = true;
-            check_shards(test_case, sizes);
-          }
-        }
-      }
-    }
+  for (const auto& [dtype, axis, sizes, reduction, smoothing] :
+       combine<DType, int, std::vector<std::int64_t>, Reduction, double>(
+           floating_point_dtypes(), {-1, 0}, cuts_of(48), {Reduction::none, Reduction::sum, Reduction::mean},
+           {0.0, 0.1})) {
+    CrossEntropyCase test_case{.device = device(),
+                               .dtype = dtype,
+                               .shape = {48, 48},
+                               .class_axis = axis,
+                               .options = {.reduction = reduction, .label_smoothing = smoothing},
+                               .targets_dtype = accumulator_dtype(dtype),
+                               .value = normal};
+    check_shards(test_case, sizes);
+    test_case.options.softcap = 15.0;
+    test_case.options.z_loss_weight = 0.01;
+    test_case.targets_dtype = dtype;
+    test_case.weight_dtype = dtype;
+    test_case.has_row_weight = reduction != Reduction::sum;
+    test_case.has_grad_lse = test_case.has_grad_entropy = true;
+    check_shards(test_case, sizes);
   }
 }
 

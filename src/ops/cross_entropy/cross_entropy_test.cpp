@@ -74,17 +74,12 @@ TEST_P(CrossEntropy, RowsOfEveryLengthMatchTheOracle) {
 }
 
 TEST_P(CrossEntropy, RowsWhoseTensorsAreAlignedDifferentlyMatchTheOracle) {
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const std::int64_t columns : {9, 500, 5003}) {
-      for (const std::int64_t grad_misalignment : {1, 3}) {
-        for (const Kind& kind : {kPlain, kSoft}) {
-          CrossEntropyCase test_case = make_case(device(), dtype, {6, columns}, -1, kind);
-          test_case.grad_logits_placement = contiguous_at(grad_misalignment);
-          test_case.targets_placement = contiguous_at(2);
-          check_cross_entropy(test_case);
-        }
-      }
-    }
+  for (const auto& [dtype, columns, grad_misalignment, kind] : combine<DType, std::int64_t, std::int64_t, Kind>(
+           floating_point_dtypes(), {9, 500, 5003}, {1, 3}, {kPlain, kSoft})) {
+    CrossEntropyCase test_case = make_case(device(), dtype, {6, columns}, -1, kind);
+    test_case.grad_logits_placement = contiguous_at(grad_misalignment);
+    test_case.targets_placement = contiguous_at(2);
+    check_cross_entropy(test_case);
   }
 }
 
@@ -103,10 +98,8 @@ TEST_P(CrossEntropy, FewLongRowsMatchTheOracle) {
 }
 
 TEST_P(CrossEntropy, ManyShortRowsMatchTheOracle) {
-  for (const std::int64_t columns : {1, 2, 5, 24, 64}) {
-    for (const Kind& kind : {kPlain, kEverything, kSoft}) {
-      check_cross_entropy(make_case(device(), DType::bfloat16, {20011, columns}, 1, kind));
-    }
+  for (const auto& [columns, kind] : combine<std::int64_t, Kind>({1, 2, 5, 24, 64}, {kPlain, kEverything, kSoft})) {
+    check_cross_entropy(make_case(device(), DType::bfloat16, {20011, columns}, 1, kind));
   }
 }
 
@@ -134,16 +127,14 @@ TEST_P(CrossEntropy, HeavyTailedRowsMatchTheOracle) {
 TEST_P(CrossEntropy, EveryClassAxisMatchesTheOracle) {
   const Dims shape = {3, 4, 5, 6};
   for (int axis = -4; axis < 4; ++axis) {
-    for (const DType dtype : floating_point_dtypes()) {
-      for (const Kind& kind : {kPlain, kEverything, kSoft}) {
-        CrossEntropyCase test_case = make_case(device(), dtype, shape, axis, kind);
-        check_cross_entropy(test_case);
-        // The same with the axes of logits turned around in memory, and with a gradient that lies differently.
-        test_case.logits_placement = with_strides({1, 3, 12, 60});
-        check_cross_entropy(test_case);
-        test_case.grad_logits_placement = with_strides({1, 3, 12, 60});
-        check_cross_entropy(test_case);
-      }
+    for (const auto& [dtype, kind] : combine<DType, Kind>(floating_point_dtypes(), {kPlain, kEverything, kSoft})) {
+      CrossEntropyCase test_case = make_case(device(), dtype, shape, axis, kind);
+      check_cross_entropy(test_case);
+      // The same with the axes of logits turned around in memory, and with a gradient that lies differently.
+      test_case.logits_placement = with_strides({1, 3, 12, 60});
+      check_cross_entropy(test_case);
+      test_case.grad_logits_placement = with_strides({1, 3, 12, 60});
+      check_cross_entropy(test_case);
     }
   }
 }
@@ -154,7 +145,7 @@ TEST_P(CrossEntropy, ClassesThatAreNotTheLastAxisAreReadInPlaceOfTheirStrides) {
     int axis;
     const char* reason;
   };
-  const Case cases[] = {
+  const std::vector<Case> cases = {
       {{700, 1024}, 0, "whole tiles of 256 rows side by side"},
       {{513, 264}, 0, "vectors fit, the last tile is not full"},
       {{2048, 2052}, 0, "enough pieces of the widest tiles of a CPU's gradient, the last tile is thin"},
@@ -190,7 +181,7 @@ TEST_P(CrossEntropy, StridesOfEveryKindMatchTheOracle) {
     const char* reason;
     bool has_gaps_only = true;  ///< every element has its own place, so that the gradient may lie there
   };
-  const Case cases[] = {
+  const std::vector<Case> cases = {
       {{6, 100}, {128, 1}, 1, "rows of a wider tensor, aligned: logits[:, :100]"},
       {{6, 100}, {101, 1}, 1, "rows of a wider tensor, each aligned differently"},
       {{6, 100}, {300, 3}, 1, "every third class"},
@@ -204,17 +195,14 @@ TEST_P(CrossEntropy, StridesOfEveryKindMatchTheOracle) {
       {{4, 30, 8}, {8, 32, 1}, 1, "the first two axes swapped, the second the classes"},
       {{3, 4100}, {8200, 2}, 1, "every second class, in several rounds"},
   };
-  for (const Case& c : cases) {
+  for (const auto& [c, dtype, kind] :
+       combine<Case, DType, Kind>(cases, floating_point_dtypes(), {kPlain, kEverything, kSoft})) {
     SCOPED_TRACE(c.reason);
-    for (const DType dtype : floating_point_dtypes()) {
-      for (const Kind& kind : {kPlain, kEverything, kSoft}) {
-        CrossEntropyCase test_case = make_case(device(), dtype, c.shape, c.axis, kind);
-        test_case.logits_placement = with_strides(c.strides);
-        test_case.runs_in_place = c.has_gaps_only;
-        if (kind.has_weight && c.has_gaps_only) test_case.grad_logits_placement = with_strides(c.strides);
-        check_cross_entropy(test_case);
-      }
-    }
+    CrossEntropyCase test_case = make_case(device(), dtype, c.shape, c.axis, kind);
+    test_case.logits_placement = with_strides(c.strides);
+    test_case.runs_in_place = c.has_gaps_only;
+    if (kind.has_weight && c.has_gaps_only) test_case.grad_logits_placement = with_strides(c.strides);
+    check_cross_entropy(test_case);
   }
 }
 
@@ -222,58 +210,50 @@ TEST_P(CrossEntropy, MoreRowAxesThanAKernelTakesInItsShortForm) {
   // Gaps between all axes, so that none can be merged.
   const Dims shape = {2, 3, 2, 3, 2, 50};
   const Dims strides = {2084, 691, 344, 113, 53, 1};
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const int axis : {5, 0}) {
-      for (const Kind& kind : {kPlain, kEverything, kSoft}) {
-        CrossEntropyCase test_case = make_case(device(), dtype, shape, axis, kind);
-        test_case.logits_placement = test_case.grad_logits_placement = with_strides(strides);
-        check_cross_entropy(test_case);
-      }
-    }
+  for (const auto& [dtype, axis, kind] :
+       combine<DType, int, Kind>(floating_point_dtypes(), {5, 0}, {kPlain, kEverything, kSoft})) {
+    CrossEntropyCase test_case = make_case(device(), dtype, shape, axis, kind);
+    test_case.logits_placement = test_case.grad_logits_placement = with_strides(strides);
+    check_cross_entropy(test_case);
   }
 }
 
 TEST_P(CrossEntropy, TargetsAreReadByTheirStrides) {
-  for (const Dims& strides : {Dims{0, 0}, Dims{0, 1}, Dims{1, 5}, Dims{-7, 1}, Dims{30, 2}}) {
-    for (const DType targets : {DType::int32, DType::int64}) {
-      for (const std::int64_t columns : {30, 3000}) {
-        CrossEntropyCase test_case = make_case(device(), DType::bfloat16, {5, 7, columns}, 2, kPlain);
-        test_case.targets_dtype = targets;
-        test_case.targets_placement = with_strides(strides, 1);
-        check_cross_entropy(test_case);
-      }
-      // Rows side by side.
-      CrossEntropyCase test_case = make_case(device(), DType::bfloat16, {300, 5, 8}, 0, kPlain);
+  for (const auto& [strides, targets] : combine<Dims, DType>(
+           {Dims{0, 0}, Dims{0, 1}, Dims{1, 5}, Dims{-7, 1}, Dims{30, 2}}, {DType::int32, DType::int64})) {
+    for (const std::int64_t columns : {30, 3000}) {
+      CrossEntropyCase test_case = make_case(device(), DType::bfloat16, {5, 7, columns}, 2, kPlain);
       test_case.targets_dtype = targets;
-      test_case.targets_placement = with_strides({strides[0], strides[1]}, 1);
+      test_case.targets_placement = with_strides(strides, 1);
       check_cross_entropy(test_case);
     }
+    // Rows side by side.
+    CrossEntropyCase test_case = make_case(device(), DType::bfloat16, {300, 5, 8}, 0, kPlain);
+    test_case.targets_dtype = targets;
+    test_case.targets_placement = with_strides({strides[0], strides[1]}, 1);
+    check_cross_entropy(test_case);
   }
 }
 
 TEST_P(CrossEntropy, SoftTargetsAreReadByTheirStrides) {
-  for (const Dims& strides : {Dims{0, 0}, Dims{0, 1}, Dims{1, 0}, Dims{1, 9}, Dims{-900, 1}, Dims{1800, 2}}) {
-    for (const DType dtype : {DType::bfloat16, DType::float32}) {
-      for (const Dims& logits_strides : {Dims{900, 1}, Dims{1, 9}}) {
-        CrossEntropyCase test_case = make_case(device(), dtype, {9, 900}, 1, kSoft);
-        test_case.targets_placement = with_strides(strides);
-        test_case.logits_placement = with_strides(logits_strides);
-        check_cross_entropy(test_case);
-      }
-    }
+  for (const auto& [strides, dtype, logits_strides] :
+       combine<Dims, DType, Dims>({Dims{0, 0}, Dims{0, 1}, Dims{1, 0}, Dims{1, 9}, Dims{-900, 1}, Dims{1800, 2}},
+                                  {DType::bfloat16, DType::float32}, {Dims{900, 1}, Dims{1, 9}})) {
+    CrossEntropyCase test_case = make_case(device(), dtype, {9, 900}, 1, kSoft);
+    test_case.targets_placement = with_strides(strides);
+    test_case.logits_placement = with_strides(logits_strides);
+    check_cross_entropy(test_case);
   }
 }
 
 TEST_P(CrossEntropy, AnUpstreamGradientMayBeExpandedStridedOrHave16Bits) {
-  for (const Dims& strides : {Dims{0, 0}, Dims{0, 1}, Dims{1, 5}, Dims{-7, 1}}) {
-    for (const DType dtype : {DType::bfloat16, DType::float16, DType::float32, DType::float64}) {
-      for (const std::int64_t columns : {30, 3000}) {
-        CrossEntropyCase test_case = make_case(device(), dtype, {5, 7, columns}, 2, kEverything);
-        test_case.grad_loss_placement = with_strides(strides, 1);
-        test_case.grad_loss_dtype = dtype;
-        check_cross_entropy(test_case);
-      }
-    }
+  for (const auto& [strides, dtype, columns] : combine<Dims, DType, std::int64_t>(
+           {Dims{0, 0}, Dims{0, 1}, Dims{1, 5}, Dims{-7, 1}},
+           {DType::bfloat16, DType::float16, DType::float32, DType::float64}, {30, 3000})) {
+    CrossEntropyCase test_case = make_case(device(), dtype, {5, 7, columns}, 2, kEverything);
+    test_case.grad_loss_placement = with_strides(strides, 1);
+    test_case.grad_loss_dtype = dtype;
+    check_cross_entropy(test_case);
   }
   for (const Reduction reduction : {Reduction::sum, Reduction::mean}) {
     CrossEntropyCase test_case = make_case(device(), DType::bfloat16, {5, 7, 300}, 2, kPlain);
@@ -311,54 +291,45 @@ TEST_P(CrossEntropy, HugeLogitsDoNotOverflow) {
 
 TEST_P(CrossEntropy, LargeLogitsOfEitherSignMatchTheOracle) {
   for (double size = 1e3; size < 1e31; size *= 997.0) {
-    for (const double sign : {1.0, -1.0}) {
-      for (const DType dtype : {DType::bfloat16, DType::float32, DType::float64}) {
-        for (const Kind& kind : {kPlain, kSoft}) {
-          CrossEntropyCase test_case = make_case(device(), dtype, {4, 1000}, 1, kind);
-          test_case.value = [=](std::int64_t i) { return i % 7 == 3 ? sign * size : sign * 0.5 * size; };
-          test_case.has_split_lse = true;
-          check_cross_entropy(test_case);
-        }
-      }
+    for (const auto& [sign, dtype, kind] : combine<double, DType, Kind>(
+             {1.0, -1.0}, {DType::bfloat16, DType::float32, DType::float64}, {kPlain, kSoft})) {
+      CrossEntropyCase test_case = make_case(device(), dtype, {4, 1000}, 1, kind);
+      test_case.value = [=](std::int64_t i) { return i % 7 == 3 ? sign * size : sign * 0.5 * size; };
+      test_case.has_split_lse = true;
+      check_cross_entropy(test_case);
     }
   }
 }
 
 TEST_P(CrossEntropy, MaximaThatRiseLateAreFollowedInEveryLayout) {
   // Each quarter of a row raises the maximum, by less and by more than any kernel lets it lag behind.
-  for (const double step : {3.0, 6.0, 25.0, 70.0}) {
-    for (const DType dtype : {DType::bfloat16, DType::float32, DType::float64}) {
-      for (const std::int64_t columns : {128, 6000}) {
-        const auto rising = [=](std::int64_t column) { return step * static_cast<double>(4 * column / columns); };
-        CrossEntropyCase rows = make_case(device(), dtype, {3, columns}, 1, kPlain);
-        rows.value = [=](std::int64_t i) { return rising(i % columns); };
-        check_cross_entropy(rows);
-        CrossEntropyCase strided = rows;
-        strided.logits_placement = with_strides({2 * columns, 2});
-        check_cross_entropy(strided);
-        CrossEntropyCase side_by_side = make_case(device(), dtype, {columns, 16}, 0, kPlain);
-        side_by_side.value = [=](std::int64_t i) { return rising(i / 16); };
-        check_cross_entropy(side_by_side);
-      }
-    }
+  for (const auto& [step, dtype, columns] : combine<double, DType, std::int64_t>(
+           {3.0, 6.0, 25.0, 70.0}, {DType::bfloat16, DType::float32, DType::float64}, {128, 6000})) {
+    const auto rising = [=](std::int64_t column) { return step * static_cast<double>(4 * column / columns); };
+    CrossEntropyCase rows = make_case(device(), dtype, {3, columns}, 1, kPlain);
+    rows.value = [=](std::int64_t i) { return rising(i % columns); };
+    check_cross_entropy(rows);
+    CrossEntropyCase strided = rows;
+    strided.logits_placement = with_strides({2 * columns, 2});
+    check_cross_entropy(strided);
+    CrossEntropyCase side_by_side = make_case(device(), dtype, {columns, 16}, 0, kPlain);
+    side_by_side.value = [=](std::int64_t i) { return rising(i / 16); };
+    check_cross_entropy(side_by_side);
   }
 }
 
 TEST_P(CrossEntropy, MaskedLogitsOfAnySizeChangeNothing) {
   // What a mask adds differs between codebases; a row may start with many of them.
-  for (const double mask : {-1e4, -1e7, -3e8, -1e9, -1e12, -1e25, -3e38, -kInfinity}) {
-    for (const DType dtype : {DType::bfloat16, DType::float32, DType::float64}) {
-      for (const int axis : {1, 0}) {
-        CrossEntropyCase test_case =
-            make_case(device(), dtype, axis == 1 ? Dims{2, 8192} : Dims{8192, 2}, axis, kPlain);
-        test_case.value = [=](std::int64_t i) {
-          const std::int64_t column = axis == 1 ? i % 8192 : i / 2;
-          return column < 6000 ? mask : 0.001 * static_cast<double>(column % 100);
-        };
-        test_case.target = [](std::int64_t row) { return 6000.0 + 1000.0 * static_cast<double>(row); };
-        check_cross_entropy(test_case);
-      }
-    }
+  for (const auto& [mask, dtype, axis] :
+       combine<double, DType, int>({-1e4, -1e7, -3e8, -1e9, -1e12, -1e25, -3e38, -kInfinity},
+                                   {DType::bfloat16, DType::float32, DType::float64}, {1, 0})) {
+    CrossEntropyCase test_case = make_case(device(), dtype, axis == 1 ? Dims{2, 8192} : Dims{8192, 2}, axis, kPlain);
+    test_case.value = [=](std::int64_t i) {
+      const std::int64_t column = axis == 1 ? i % 8192 : i / 2;
+      return column < 6000 ? mask : 0.001 * static_cast<double>(column % 100);
+    };
+    test_case.target = [](std::int64_t row) { return 6000.0 + 1000.0 * static_cast<double>(row); };
+    check_cross_entropy(test_case);
   }
 }
 
@@ -366,14 +337,12 @@ TEST_P(CrossEntropy, ManyEqualLogitsKeepTheirPrecision) {
   // The worst case of a running sum: every rounding error points the same way.
   constexpr std::int64_t kClasses = 1 << 18;
   CrossEntropyOptions smoothed = {.label_smoothing = 0.1};
-  for (const double others : {0.0, -5.0, -77.7}) {
-    for (const int axis : {1, 0}) {
-      CrossEntropyCase test_case =
-          make_case(device(), DType::float32, axis == 1 ? Dims{2, kClasses} : Dims{kClasses, 2}, axis, kPlain);
-      test_case.options = smoothed;
-      test_case.value = [=](std::int64_t i) { return (axis == 1 ? i % kClasses : i / 2) == 0 ? 0.0 : others; };
-      check_cross_entropy(test_case);
-    }
+  for (const auto& [others, axis] : combine<double, int>({0.0, -5.0, -77.7}, {1, 0})) {
+    CrossEntropyCase test_case =
+        make_case(device(), DType::float32, axis == 1 ? Dims{2, kClasses} : Dims{kClasses, 2}, axis, kPlain);
+    test_case.options = smoothed;
+    test_case.value = [=](std::int64_t i) { return (axis == 1 ? i % kClasses : i / 2) == 0 ? 0.0 : others; };
+    check_cross_entropy(test_case);
   }
 }
 
@@ -511,7 +480,7 @@ TEST_P(CrossEntropy, InPlaceLongRowsMatchTheOracle) {
     const Kind* kind;
     const char* reason;
   };
-  const Case cases[] = {
+  const std::vector<Case> cases = {
       {DType::bfloat16, 5003, 1, &kEverything, "with every option: two passes"},
       {DType::float16, 30000, 3, &kPlain, "two pieces"},
       {DType::bfloat16, 40000, 0, &kPlain, "four pieces of whole vectors, the last one shorter"},
@@ -552,7 +521,7 @@ TEST_P(CrossEntropy, AGradientIsRescaledWhereTheUpstreamGradientIsKnownLater) {
     Placement placement;
     const char* reason;
   };
-  const Case cases[] = {
+  const std::vector<Case> cases = {
       {{6, 40}, 1, {}, "short rows"},
       {{7, 5003}, 1, contiguous_at(1), "rows that start anywhere"},
       {{3, 100003}, 1, {}, "long rows"},
@@ -563,40 +532,36 @@ TEST_P(CrossEntropy, AGradientIsRescaledWhereTheUpstreamGradientIsKnownLater) {
       {{0, 5}, 1, {}, "no rows"},
       {{5, 0}, 1, {}, "no classes"},
   };
-  for (const Case& c : cases) {
+  for (const auto& [c, dtype, is_per_row] : combine<Case, DType, bool>(cases, floating_point_dtypes(), {true, false})) {
     SCOPED_TRACE(c.reason);
-    for (const DType dtype : floating_point_dtypes()) {
-      for (const bool is_per_row : {true, false}) {
-        for (const DType factor_dtype : {accumulator_dtype(dtype), dtype}) {
-          TestTensor gradient(device(), dtype, c.shape, c.placement);
-          gradient.fill(normal);
-          AxisSet axes;
-          axes.contains[c.axis] = true;
-          TestTensor factors(device(), factor_dtype, is_per_row ? reduced_shape(c.shape, axes, false) : Dims{});
-          factors.fill([](std::int64_t row) { return row % 3 == 1 ? 1.0 : row % 3 == 2 ? 0.0 : -1.7; });
-          const CrossEntropyRescaleArgs args{
-              .grad_logits = gradient.view(), .grad_loss = factors.view(), .class_axis = c.axis};
-          EXPECT_EQ(cross_entropy_rescale_workspace_bytes(args), 0u);
-          std::vector<std::vector<double>> before;
-          const CrossEntropyForwardArgs as_rows{.logits = gradient.host(), .class_axis = c.axis};
-          const std::int64_t rows = reference::row_count_of(as_rows);
-          for (std::int64_t row = 0; row < rows; ++row) {
-            before.push_back(reference::elements_along(gradient.host(), c.axis, row));
-          }
-          cross_entropy_rescale(args);
-          runtime::synchronize(device());
-          gradient.download();
-          EXPECT_EQ(gradient.canary_damage(), "");
-          for (std::int64_t row = 0; row < rows; ++row) {
-            const double factor = factors.get(is_per_row ? row : 0);
-            const std::vector<double>& of_row = before[static_cast<std::size_t>(row)];
-            const std::vector<double> after = reference::elements_along(gradient.host(), c.axis, row);
-            for (std::size_t v = 0; v < after.size(); ++v) {
-              const double exact = of_row[v] * factor;
-              const double allowed = factor == 1.0 ? 0.0 : allowed_error(dtype, exact, std::abs(exact));
-              ASSERT_LE(std::abs(after[v] - exact), allowed) << "row " << row << ", class " << v;
-            }
-          }
+    for (const DType factor_dtype : {accumulator_dtype(dtype), dtype}) {
+      TestTensor gradient(device(), dtype, c.shape, c.placement);
+      gradient.fill(normal);
+      AxisSet axes;
+      axes.contains[c.axis] = true;
+      TestTensor factors(device(), factor_dtype, is_per_row ? reduced_shape(c.shape, axes, false) : Dims{});
+      factors.fill([](std::int64_t row) { return row % 3 == 1 ? 1.0 : row % 3 == 2 ? 0.0 : -1.7; });
+      const CrossEntropyRescaleArgs args{
+          .grad_logits = gradient.view(), .grad_loss = factors.view(), .class_axis = c.axis};
+      EXPECT_EQ(cross_entropy_rescale_workspace_bytes(args), 0u);
+      std::vector<std::vector<double>> before;
+      const CrossEntropyForwardArgs as_rows{.logits = gradient.host(), .class_axis = c.axis};
+      const std::int64_t rows = reference::row_count_of(as_rows);
+      for (std::int64_t row = 0; row < rows; ++row) {
+        before.push_back(reference::elements_along(gradient.host(), c.axis, row));
+      }
+      cross_entropy_rescale(args);
+      runtime::synchronize(device());
+      gradient.download();
+      EXPECT_EQ(gradient.canary_damage(), "");
+      for (std::int64_t row = 0; row < rows; ++row) {
+        const double factor = factors.get(is_per_row ? row : 0);
+        const std::vector<double>& of_row = before[static_cast<std::size_t>(row)];
+        const std::vector<double> after = reference::elements_along(gradient.host(), c.axis, row);
+        for (std::size_t v = 0; v < after.size(); ++v) {
+          const double exact = of_row[v] * factor;
+          const double allowed = factor == 1.0 ? 0.0 : allowed_error(dtype, exact, std::abs(exact));
+          ASSERT_LE(std::abs(after[v] - exact), allowed) << "row " << row << ", class " << v;
         }
       }
     }
@@ -621,18 +586,17 @@ TEST_P(CrossEntropy, RowsThatAreRescaledByOneKeepTheirBits) {
 TEST_P(CrossEntropy, TheBackwardOverTheLogitsIsTheBackwardBesideThem) {
   for (const auto& [shape, axis] : std::vector<std::pair<Dims, int>>{
            {{6, 40}, 1}, {{6, 5003}, 1}, {{2, 100003}, 1}, {{500, 64}, 0}, {{5, 33, 7}, 1}}) {
-    for (const DType dtype : {DType::bfloat16, DType::float32}) {
-      for (const Kind& kind : {kPlain, kEverything, kSoft}) {
-        CrossEntropyRun run(make_case(device(), dtype, shape, axis, kind));
-        cross_entropy_forward(run.forward_args());
-        CrossEntropyBackwardArgs args = run.backward_args();
-        cross_entropy_backward(args);
-        args.logits = args.grad_logits = run.in_place.view();
-        cross_entropy_backward(args);
-        run.download();
-        EXPECT_EQ(run.in_place.bytes(), run.grad_logits.bytes()) << check::to_string(shape);
-        EXPECT_NE(run.in_place.bytes(), run.logits.bytes()) << check::to_string(shape);
-      }
+    for (const auto& [dtype, kind] :
+         combine<DType, Kind>({DType::bfloat16, DType::float32}, {kPlain, kEverything, kSoft})) {
+      CrossEntropyRun run(make_case(device(), dtype, shape, axis, kind));
+      cross_entropy_forward(run.forward_args());
+      CrossEntropyBackwardArgs args = run.backward_args();
+      cross_entropy_backward(args);
+      args.logits = args.grad_logits = run.in_place.view();
+      cross_entropy_backward(args);
+      run.download();
+      EXPECT_EQ(run.in_place.bytes(), run.grad_logits.bytes()) << check::to_string(shape);
+      EXPECT_NE(run.in_place.bytes(), run.logits.bytes()) << check::to_string(shape);
     }
   }
 }

@@ -20,7 +20,7 @@ EAVES_EACH_DEVICE(LinearCrossEntropyAccuracy);
 
 /// Of logits: a model that has just been initialised, one that is trained, and the normal numbers of hidden and head
 /// over 4096 features.
-constexpr double kDeviations[] = {1.3, 4.0, 64.0};
+const std::vector<double> kDeviations = {1.3, 4.0, 64.0};
 
 LinearCrossEntropyCase make_case(Device device, DType dtype, double deviation) {
   return {.device = device,
@@ -46,37 +46,33 @@ TEST_P(LinearCrossEntropyAccuracy, EveryResultIsWithinTheContract) {
     std::size_t limit;  ///< 0: one chunk
   };
   // The bytes are those of about 30 rows, and in the backward of half as many classes.
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const double deviation : kDeviations) {
-      for (const Way& way : {Way{"at once", 0}, Way{"in chunks", size_of(accumulator_dtype(dtype)) * 16000}}) {
-        LinearCrossEntropyShares worst;
-        for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
-          LinearCrossEntropyCase test_case = make_case(device(), dtype, deviation);
-          test_case.options.reduction = reduction;
-          test_case.workspace_limit = way.limit;
-          worst.raise(check_linear_cross_entropy(test_case));  // fails above 1
-          test_case.skips_ignored = true;
-          test_case.grad_head_dtype = test_case.grad_bias_dtype = accumulator_dtype(dtype);
-          worst.raise(check_linear_cross_entropy(test_case));
-        }
-        print_row(name_of(dtype), deviation, way.name, worst);
-        EXPECT_LE(worst.worst(), 1.0) << name_of(dtype) << ", deviation " << deviation << ", " << way.name;
+  for (const auto& [dtype, deviation] : combine<DType, double>(floating_point_dtypes(), kDeviations)) {
+    for (const Way& way : {Way{"at once", 0}, Way{"in chunks", size_of(accumulator_dtype(dtype)) * 16000}}) {
+      LinearCrossEntropyShares worst;
+      for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
+        LinearCrossEntropyCase test_case = make_case(device(), dtype, deviation);
+        test_case.options.reduction = reduction;
+        test_case.workspace_limit = way.limit;
+        worst.raise(check_linear_cross_entropy(test_case));  // fails above 1
+        test_case.skips_ignored = true;
+        test_case.grad_head_dtype = test_case.grad_bias_dtype = accumulator_dtype(dtype);
+        worst.raise(check_linear_cross_entropy(test_case));
       }
+      print_row(name_of(dtype), deviation, way.name, worst);
+      EXPECT_LE(worst.worst(), 1.0) << name_of(dtype) << ", deviation " << deviation << ", " << way.name;
     }
   }
 }
 
 TEST_P(LinearCrossEntropyAccuracy, EveryOptionIsWithinTheContract) {
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const double deviation : kDeviations) {
-      LinearCrossEntropyCase test_case = make_case(device(), dtype, deviation);
-      test_case.options.label_smoothing = 0.1;
-      test_case.options.softcap = 30.0;
-      test_case.options.z_loss_weight = 1e-4;
-      test_case.class_weight_dtype = DType::float32;
-      test_case.has_grad_lse = test_case.has_grad_entropy = true;
-      EXPECT_LE(check_linear_cross_entropy(test_case).worst(), 1.0) << name_of(dtype) << ", deviation " << deviation;
-    }
+  for (const auto& [dtype, deviation] : combine<DType, double>(floating_point_dtypes(), kDeviations)) {
+    LinearCrossEntropyCase test_case = make_case(device(), dtype, deviation);
+    test_case.options.label_smoothing = 0.1;
+    test_case.options.softcap = 30.0;
+    test_case.options.z_loss_weight = 1e-4;
+    test_case.class_weight_dtype = DType::float32;
+    test_case.has_grad_lse = test_case.has_grad_entropy = true;
+    EXPECT_LE(check_linear_cross_entropy(test_case).worst(), 1.0) << name_of(dtype) << ", deviation " << deviation;
   }
 }
 

@@ -10,6 +10,7 @@
 #include "ops/linear_cross_entropy/linear_cross_entropy_test_case.h"
 #include "runtime/runtime.h"
 #include "testing/calls.h"
+#include "testing/cases.h"
 #include "testing/devices.h"
 #include "testing/refusals.h"
 
@@ -22,31 +23,24 @@ EAVES_EACH_DEVICE(LinearCrossEntropyCalls);
 /// Each way through the operator: rows as they lie and gathered, all at once and in chunks and blocks.
 std::vector<LinearCrossEntropyCase> cases_of_every_kind(Device device) {
   std::vector<LinearCrossEntropyCase> cases;
-  for (const DType dtype : {DType::bfloat16, DType::float32}) {
-    for (const std::size_t limit : {0, 60000}) {
-      LinearCrossEntropyCase plain{.device = device,
-                                   .dtype = dtype,
-                                   .row_shape = {67},
-                                   .features = 40,
-                                   .classes = 300,
-                                   .workspace_limit = limit};
-      cases.push_back(plain);
-      LinearCrossEntropyCase everything = plain;
-      everything.options = {
-          .reduction = Reduction::none, .label_smoothing = 0.1, .softcap = 20.0, .z_loss_weight = 0.01};
-      everything.bias_dtype = everything.class_weight_dtype = dtype;
-      everything.has_grad_lse = everything.has_grad_entropy = true;
-      everything.hidden_placement = everything.grad_hidden_placement = with_strides({80, 2});
-      everything.grad_head_dtype = DType::float32;
-      cases.push_back(everything);
-      LinearCrossEntropyCase skipping = plain;
-      skipping.skips_ignored = true;
-      skipping.bias_dtype = dtype;
-      cases.push_back(skipping);
-      LinearCrossEntropyCase soft = plain;
-      soft.targets_dtype = DType::float32;
-      cases.push_back(soft);
-    }
+  for (const auto& [dtype, limit] : combine<DType, std::size_t>({DType::bfloat16, DType::float32}, {0, 60000})) {
+    LinearCrossEntropyCase plain{
+        .device = device, .dtype = dtype, .row_shape = {67}, .features = 40, .classes = 300, .workspace_limit = limit};
+    cases.push_back(plain);
+    LinearCrossEntropyCase everything = plain;
+    everything.options = {.reduction = Reduction::none, .label_smoothing = 0.1, .softcap = 20.0, .z_loss_weight = 0.01};
+    everything.bias_dtype = everything.class_weight_dtype = dtype;
+    everything.has_grad_lse = everything.has_grad_entropy = true;
+    everything.hidden_placement = everything.grad_hidden_placement = with_strides({80, 2});
+    everything.grad_head_dtype = DType::float32;
+    cases.push_back(everything);
+    LinearCrossEntropyCase skipping = plain;
+    skipping.skips_ignored = true;
+    skipping.bias_dtype = dtype;
+    cases.push_back(skipping);
+    LinearCrossEntropyCase soft = plain;
+    soft.targets_dtype = DType::float32;
+    cases.push_back(soft);
   }
   return cases;
 }

@@ -26,7 +26,7 @@ constexpr double kIgnored = -100.0;
 class LinearCrossEntropyEdges : public OnEachDevice {};
 EAVES_EACH_DEVICE(LinearCrossEntropyEdges);
 
-constexpr Reduction kReductions[] = {Reduction::none, Reduction::sum, Reduction::mean};
+const std::vector<Reduction> kReductions = {Reduction::none, Reduction::sum, Reduction::mean};
 
 double normal(std::int64_t i) { return random_normal(61, static_cast<std::uint64_t>(i)); }
 
@@ -35,26 +35,20 @@ LinearCrossEntropyCase make_case(Device device, DType dtype, const Dims& row_sha
 }
 
 TEST_P(LinearCrossEntropyEdges, SizesThatAreNoMultipleOfAnything) {
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const std::int64_t rows : {1, 2, 7}) {
-      for (const std::int64_t features : {1, 3, 7, 9}) {
-        for (const std::int64_t classes : {1, 2, 7, 33}) {
-          for (const DType targets : {DType::int64, accumulator_dtype(dtype)}) {
-            for (const std::size_t limit : {0, 4000}) {
-              LinearCrossEntropyCase test_case = make_case(device(), dtype, {rows});
-              test_case.features = features;
-              test_case.classes = classes;
-              test_case.targets_dtype = targets;
-              test_case.workspace_limit = limit;
-              test_case.options.label_smoothing = 0.1;
-              check_linear_cross_entropy(test_case);
-              // Column-major, so that the stride of an axis of one is never used.
-              test_case.head_placement = with_strides({1, classes});
-              check_linear_cross_entropy(test_case);
-            }
-          }
-        }
-      }
+  for (const auto& [dtype, rows, features, classes] : combine<DType, std::int64_t, std::int64_t, std::int64_t>(
+           floating_point_dtypes(), {1, 2, 7}, {1, 3, 7, 9}, {1, 2, 7, 33})) {
+    for (const auto& [targets, limit] :
+         combine<DType, std::size_t>({DType::int64, accumulator_dtype(dtype)}, {0, 4000})) {
+      LinearCrossEntropyCase test_case = make_case(device(), dtype, {rows});
+      test_case.features = features;
+      test_case.classes = classes;
+      test_case.targets_dtype = targets;
+      test_case.workspace_limit = limit;
+      test_case.options.label_smoothing = 0.1;
+      check_linear_cross_entropy(test_case);
+      // Column-major, so that the stride of an axis of one is never used.
+      test_case.head_placement = with_strides({1, classes});
+      check_linear_cross_entropy(test_case);
     }
   }
 }
@@ -71,24 +65,18 @@ TEST_P(LinearCrossEntropyEdges, AVocabularyOfAModelMatchesTheOracle) {
 }
 
 TEST_P(LinearCrossEntropyEdges, WithoutRowsAReducedLossAndItsGradientsAreZero) {
-  for (const Reduction reduction : kReductions) {
-    for (const Dims& row_shape : {Dims{0}, Dims{3, 0}, Dims{0, 2}}) {
-      for (const DType targets : {DType::int64, DType::float32}) {
-        for (const bool accumulates : {false, true}) {
-          for (const bool has_normalizer : {false, true}) {
-            LinearCrossEntropyCase test_case = make_case(device(), DType::float32, row_shape);
-            test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
-            test_case.targets_dtype = targets;
-            test_case.class_weight_dtype = DType::float32;
-            test_case.has_normalizer = has_normalizer;
-            test_case.accumulates = accumulates;
-            check_linear_cross_entropy(test_case);
-            test_case.workspace_limit = 1;  // less than there is for no row at all
-            check_linear_cross_entropy(test_case);
-          }
-        }
-      }
-    }
+  for (const auto& [reduction, row_shape, targets, accumulates, has_normalizer] :
+       combine<Reduction, Dims, DType, bool, bool>(kReductions, {Dims{0}, Dims{3, 0}, Dims{0, 2}},
+                                                   {DType::int64, DType::float32}, {false, true}, {false, true})) {
+    LinearCrossEntropyCase test_case = make_case(device(), DType::float32, row_shape);
+    test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
+    test_case.targets_dtype = targets;
+    test_case.class_weight_dtype = DType::float32;
+    test_case.has_normalizer = has_normalizer;
+    test_case.accumulates = accumulates;
+    check_linear_cross_entropy(test_case);
+    test_case.workspace_limit = 1;  // less than there is for no row at all
+    check_linear_cross_entropy(test_case);
   }
 }
 
@@ -118,24 +106,17 @@ TEST_P(LinearCrossEntropyEdges, TheGradientOfABiasIsASumOfManyRows) {
 }
 
 TEST_P(LinearCrossEntropyEdges, WhereAllRowsAreIgnoredTheMeanIsZeroAndSoAreTheGradients) {
-  for (const Reduction reduction : kReductions) {
-    for (const DType dtype : floating_point_dtypes()) {
-      for (const bool skips : {false, true}) {
-        for (const bool accumulates : {false, true}) {
-          for (const std::size_t limit : {0, 4000}) {
-            LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
-            test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
-            test_case.class_weight_dtype = dtype;
-            test_case.has_normalizer = skips;
-            test_case.skips_ignored = skips;
-            test_case.accumulates = accumulates;
-            test_case.workspace_limit = limit;
-            test_case.target = [](std::int64_t) { return kIgnored; };
-            check_linear_cross_entropy(test_case);
-          }
-        }
-      }
-    }
+  for (const auto& [reduction, dtype, skips, accumulates, limit] : combine<Reduction, DType, bool, bool, std::size_t>(
+           kReductions, floating_point_dtypes(), {false, true}, {false, true}, {0, 4000})) {
+    LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
+    test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
+    test_case.class_weight_dtype = dtype;
+    test_case.has_normalizer = skips;
+    test_case.skips_ignored = skips;
+    test_case.accumulates = accumulates;
+    test_case.workspace_limit = limit;
+    test_case.target = [](std::int64_t) { return kIgnored; };
+    check_linear_cross_entropy(test_case);
   }
 }
 
@@ -149,113 +130,94 @@ TEST_P(LinearCrossEntropyEdges, RowsWhoseWeightsAddUpToZeroHaveAMeanOfZeroAndNoG
 }
 
 TEST_P(LinearCrossEntropyEdges, IgnoredRowsThatAreSkippedChangeNothingWhateverTheyHold) {
-  for (const double held : {kNaN, kInfinity, 1e30}) {
-    for (const DType dtype : {DType::bfloat16, DType::float32, DType::float64}) {
-      for (const Reduction reduction : kReductions) {
-        for (const std::size_t limit : {0, 4000}) {
-          LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
-          test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
-          test_case.skips_ignored = true;
-          test_case.workspace_limit = limit;
-          test_case.has_grad_lse = test_case.has_grad_entropy = true;
-          test_case.target = [](std::int64_t row) { return row % 3 == 1 ? kIgnored : 1.0; };
-          test_case.hidden = [=](std::int64_t i) { return i / 16 % 3 == 1 ? held : normal(i); };
-          check_linear_cross_entropy(test_case);
-        }
-      }
-    }
+  for (const auto& [held, dtype, reduction, limit] : combine<double, DType, Reduction, std::size_t>(
+           {kNaN, kInfinity, 1e30}, {DType::bfloat16, DType::float32, DType::float64}, kReductions, {0, 4000})) {
+    LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
+    test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
+    test_case.skips_ignored = true;
+    test_case.workspace_limit = limit;
+    test_case.has_grad_lse = test_case.has_grad_entropy = true;
+    test_case.target = [](std::int64_t row) { return row % 3 == 1 ? kIgnored : 1.0; };
+    test_case.hidden = [=](std::int64_t i) { return i / 16 % 3 == 1 ? held : normal(i); };
+    check_linear_cross_entropy(test_case);
   }
 }
 
 TEST_P(LinearCrossEntropyEdges, RowsOfWeightZeroThatAreSkippedChangeNothingWhateverTheyHold) {
-  for (const double held : {kNaN, kInfinity, 1e30}) {
-    for (const DType dtype : {DType::bfloat16, DType::float32, DType::float64}) {
-      for (const DType targets : {DType::int32, accumulator_dtype(dtype)}) {
-        for (const Reduction reduction : kReductions) {
-          for (const std::size_t limit : {0, 4000}) {
-            LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
-            test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
-            test_case.targets_dtype = targets;
-            test_case.skips_ignored = true;
-            test_case.workspace_limit = limit;
-            test_case.has_grad_lse = test_case.has_grad_entropy = true;
-            test_case.has_row_weight = true;
-            test_case.row_weight = [](std::int64_t row) { return row % 3 == 1 ? -0.0 : 0.5 + row; };
-            test_case.hidden = [=](std::int64_t i) { return i / 16 % 3 == 1 ? held : normal(i); };
-            check_linear_cross_entropy(test_case);
-          }
-        }
-      }
+  for (const auto& [held, dtype] :
+       combine<double, DType>({kNaN, kInfinity, 1e30}, {DType::bfloat16, DType::float32, DType::float64})) {
+    for (const auto& [targets, reduction, limit] :
+         combine<DType, Reduction, std::size_t>({DType::int32, accumulator_dtype(dtype)}, kReductions, {0, 4000})) {
+      LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
+      test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
+      test_case.targets_dtype = targets;
+      test_case.skips_ignored = true;
+      test_case.workspace_limit = limit;
+      test_case.has_grad_lse = test_case.has_grad_entropy = true;
+      test_case.has_row_weight = true;
+      test_case.row_weight = [](std::int64_t row) { return row % 3 == 1 ? -0.0 : 0.5 + row; };
+      test_case.hidden = [=](std::int64_t i) { return i / 16 % 3 == 1 ? held : normal(i); };
+      check_linear_cross_entropy(test_case);
     }
   }
 }
 
 /// Soft targets whose rows have a place of their own in hidden: it finds the rows of weight 0.
 TEST_P(LinearCrossEntropyEdges, RowsOfWeightZeroAreFoundWhereverTheyLie) {
-  for (const bool skips : {false, true}) {
-    for (const DType targets : {DType::int64, DType::float32}) {
-      for (const std::size_t limit : {0, 4000}) {
-        LinearCrossEntropyCase test_case = make_case(device(), DType::float32, {5, 7});
-        test_case.hidden_placement = with_strides({16, 5 * 16, 1});
-        test_case.options.label_smoothing = 0.1;
-        test_case.targets_dtype = targets;
-        test_case.skips_ignored = skips;
-        test_case.workspace_limit = limit;
-        test_case.has_row_weight = true;
-        test_case.has_grad_lse = test_case.has_grad_entropy = true;
-        check_linear_cross_entropy(test_case);
-      }
-    }
+  for (const auto& [skips, targets, limit] :
+       combine<bool, DType, std::size_t>({false, true}, {DType::int64, DType::float32}, {0, 4000})) {
+    LinearCrossEntropyCase test_case = make_case(device(), DType::float32, {5, 7});
+    test_case.hidden_placement = with_strides({16, 5 * 16, 1});
+    test_case.options.label_smoothing = 0.1;
+    test_case.targets_dtype = targets;
+    test_case.skips_ignored = skips;
+    test_case.workspace_limit = limit;
+    test_case.has_row_weight = true;
+    test_case.has_grad_lse = test_case.has_grad_entropy = true;
+    check_linear_cross_entropy(test_case);
   }
 }
 
 TEST_P(LinearCrossEntropyEdges, AnUpstreamGradientThatIsNotFiniteDoesNotReachRowsThatDoNotCount) {
-  for (const double upstream : {kInfinity, kNaN}) {
-    for (const DType dtype : floating_point_dtypes()) {
-      for (const Reduction reduction : kReductions) {
-        for (const bool skips : {false, true}) {
-          LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
-          test_case.options.reduction = reduction;
-          test_case.skips_ignored = skips;
-          test_case.has_row_weight = true;
-          test_case.target = [](std::int64_t row) { return row % 3 == 1 ? kIgnored : 1.0; };
-          test_case.row_weight = [](std::int64_t row) { return row % 4 == 1 ? 0.0 : 1.0; };
-          LinearCrossEntropyRun run(test_case);
-          run.grad_loss.fill([=](std::int64_t) { return upstream; });
-          run.run();
-          for (const LinearCrossEntropyGradientTensors* of : {&run.gradients, &run.gradients_at_once}) {
-            for (std::int64_t i = 0; i < 13 * 16; ++i) {
-              const std::int64_t row = i / 16;
-              if (row % 3 == 1 || row % 4 == 1) {
-                ASSERT_EQ(of->hidden.get(i), 0.0) << "row " << row;
-              } else {
-                ASSERT_FALSE(std::isfinite(of->hidden.get(i))) << "row " << row;
-              }
-            }
-            for (std::int64_t i = 0; i < 24 * 16; ++i) ASSERT_FALSE(std::isfinite(of->head.get(i)));
-          }
+  for (const auto& [upstream, dtype, reduction, skips] : combine<double, DType, Reduction, bool>(
+           {kInfinity, kNaN}, floating_point_dtypes(), kReductions, {false, true})) {
+    LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
+    test_case.options.reduction = reduction;
+    test_case.skips_ignored = skips;
+    test_case.has_row_weight = true;
+    test_case.target = [](std::int64_t row) { return row % 3 == 1 ? kIgnored : 1.0; };
+    test_case.row_weight = [](std::int64_t row) { return row % 4 == 1 ? 0.0 : 1.0; };
+    LinearCrossEntropyRun run(test_case);
+    run.grad_loss.fill([=](std::int64_t) { return upstream; });
+    run.run();
+    for (const LinearCrossEntropyGradientTensors* of : {&run.gradients, &run.gradients_at_once}) {
+      for (std::int64_t i = 0; i < 13 * 16; ++i) {
+        const std::int64_t row = i / 16;
+        if (row % 3 == 1 || row % 4 == 1) {
+          ASSERT_EQ(of->hidden.get(i), 0.0) << "row " << row;
+        } else {
+          ASSERT_FALSE(std::isfinite(of->hidden.get(i))) << "row " << row;
         }
       }
+      for (std::int64_t i = 0; i < 24 * 16; ++i) ASSERT_FALSE(std::isfinite(of->head.get(i)));
     }
   }
 }
 
 TEST_P(LinearCrossEntropyEdges, AFactorThatIsNotFiniteLeavesTheZerosOfAGradient) {
-  for (const double factor : {kInfinity, kNaN}) {
-    for (const DType dtype : floating_point_dtypes()) {
-      TestTensor gradient(device(), dtype, {3, 37});
-      gradient.fill([](std::int64_t i) { return i % 2 == 0 ? 0.0 : 1.0; });
-      TestTensor grad_loss(device(), accumulator_dtype(dtype), {});
-      grad_loss.fill([=](std::int64_t) { return factor; });
-      linear_cross_entropy_rescale({.gradients = {.grad_hidden = gradient.view()}, .grad_loss = grad_loss.view()});
-      runtime::synchronize(device());
-      gradient.download();
-      for (std::int64_t i = 0; i < 3 * 37; ++i) {
-        if (i % 2 == 0) {
-          ASSERT_EQ(gradient.get(i), 0.0);
-        } else {
-          ASSERT_FALSE(std::isfinite(gradient.get(i)));
-        }
+  for (const auto& [factor, dtype] : combine<double, DType>({kInfinity, kNaN}, floating_point_dtypes())) {
+    TestTensor gradient(device(), dtype, {3, 37});
+    gradient.fill([](std::int64_t i) { return i % 2 == 0 ? 0.0 : 1.0; });
+    TestTensor grad_loss(device(), accumulator_dtype(dtype), {});
+    grad_loss.fill([=](std::int64_t) { return factor; });
+    linear_cross_entropy_rescale({.gradients = {.grad_hidden = gradient.view()}, .grad_loss = grad_loss.view()});
+    runtime::synchronize(device());
+    gradient.download();
+    for (std::int64_t i = 0; i < 3 * 37; ++i) {
+      if (i % 2 == 0) {
+        ASSERT_EQ(gradient.get(i), 0.0);
+      } else {
+        ASSERT_FALSE(std::isfinite(gradient.get(i)));
       }
     }
   }
@@ -287,53 +249,47 @@ TEST(LinearCrossEntropyNormalizerOnCpu, ANegativeNormalizerIsRefusedBeforeAnythi
 
 TEST_P(LinearCrossEntropyEdges, EveryNumberOfRowsThatCountMatchesTheOracle) {
   constexpr std::int64_t kRows = 1100;
-  for (const DType dtype : {DType::bfloat16, DType::float16}) {
-    for (const Reduction reduction : {Reduction::mean, Reduction::none}) {
-      for (const std::size_t limit : {0, 300000}) {  // of two chunks or more
-        for (const std::int64_t count : {0, 1, 128, 129, 640, 641, 1099, 1100}) {
-          LinearCrossEntropyCase test_case = make_case(device(), dtype, {kRows});
-          test_case.skips_ignored = true;
-          test_case.workspace_limit = limit;
-          test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
-          test_case.accumulates = test_case.has_grad_lse = test_case.has_grad_entropy = reduction == Reduction::none;
-          test_case.target = [=](std::int64_t row) {
-            return row * 37 % kRows < count ? static_cast<double>(row % 24) : kIgnored;
-          };
-          check_linear_cross_entropy(test_case);
-        }
-      }
-    }
+  // of two chunks or more
+  for (const auto& [dtype, reduction, limit, count] : combine<DType, Reduction, std::size_t, std::int64_t>(
+           {DType::bfloat16, DType::float16}, {Reduction::mean, Reduction::none}, {0, 300000},
+           {0, 1, 128, 129, 640, 641, 1099, 1100})) {
+    LinearCrossEntropyCase test_case = make_case(device(), dtype, {kRows});
+    test_case.skips_ignored = true;
+    test_case.workspace_limit = limit;
+    test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
+    test_case.accumulates = test_case.has_grad_lse = test_case.has_grad_entropy = reduction == Reduction::none;
+    test_case.target = [=](std::int64_t row) {
+      return row * 37 % kRows < count ? static_cast<double>(row % 24) : kIgnored;
+    };
+    check_linear_cross_entropy(test_case);
   }
 }
 
 TEST_P(LinearCrossEntropyEdges, WhatIsNotFiniteInHiddenReachesItsRowAndTheParameters) {
   // The oracle says which: the row's loss and gradient, and those elements of grad_head and grad_bias that are sums
   // over it. The other rows keep theirs.
-  for (const double held : {kNaN, kInfinity, -kInfinity}) {
-    for (const DType dtype : floating_point_dtypes()) {
-      for (const std::size_t limit : {0, 4000}) {
-        LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
-        test_case.options.reduction = Reduction::none;
-        test_case.workspace_limit = limit;
-        test_case.hidden = [=](std::int64_t i) { return i == 5 * 16 + 3 ? held : normal(i); };
-        test_case.target = [](std::int64_t row) { return static_cast<double>(row); };
-        LinearCrossEntropyRun run(test_case);
-        run.run();
-        for (const CrossEntropyResults* results : {&run.results, &run.results_at_once}) {
-          for (std::int64_t row = 0; row < 13; ++row) {
-            EXPECT_EQ(std::isfinite(results->loss.get(row)), row != 5) << "loss of row " << row << ", " << held;
-            EXPECT_EQ(std::isfinite(results->lse.get(row)), row != 5) << "lse of row " << row << ", " << held;
-          }
-        }
-        for (const LinearCrossEntropyGradientTensors* of : {&run.gradients, &run.gradients_at_once}) {
-          for (std::int64_t i = 0; i < 13 * 16; ++i) {
-            EXPECT_EQ(std::isfinite(of->hidden.get(i)), i / 16 != 5) << "grad_hidden, element " << i << ", " << held;
-          }
-        }
-        LinearCrossEntropyComparison comparison(run);
-        comparison.compare_gradients();
+  for (const auto& [held, dtype, limit] :
+       combine<double, DType, std::size_t>({kNaN, kInfinity, -kInfinity}, floating_point_dtypes(), {0, 4000})) {
+    LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
+    test_case.options.reduction = Reduction::none;
+    test_case.workspace_limit = limit;
+    test_case.hidden = [=](std::int64_t i) { return i == 5 * 16 + 3 ? held : normal(i); };
+    test_case.target = [](std::int64_t row) { return static_cast<double>(row); };
+    LinearCrossEntropyRun run(test_case);
+    run.run();
+    for (const CrossEntropyResults* results : {&run.results, &run.results_at_once}) {
+      for (std::int64_t row = 0; row < 13; ++row) {
+        EXPECT_EQ(std::isfinite(results->loss.get(row)), row != 5) << "loss of row " << row << ", " << held;
+        EXPECT_EQ(std::isfinite(results->lse.get(row)), row != 5) << "lse of row " << row << ", " << held;
       }
     }
+    for (const LinearCrossEntropyGradientTensors* of : {&run.gradients, &run.gradients_at_once}) {
+      for (std::int64_t i = 0; i < 13 * 16; ++i) {
+        EXPECT_EQ(std::isfinite(of->hidden.get(i)), i / 16 != 5) << "grad_hidden, element " << i << ", " << held;
+      }
+    }
+    LinearCrossEntropyComparison comparison(run);
+    comparison.compare_gradients();
   }
 }
 
@@ -371,15 +327,13 @@ TEST_P(LinearCrossEntropyEdges, ABiasOfMinusInfinityMasksAClass) {
 }
 
 TEST_P(LinearCrossEntropyEdges, HugeLogitsMatchTheOracle) {
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const double deviation : {3000.0, 30000.0}) {
-      LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
-      test_case.deviation = deviation;
-      check_linear_cross_entropy(test_case);
-      test_case.workspace_limit = 4000;
-      test_case.options.softcap = 30.0;
-      check_linear_cross_entropy(test_case);
-    }
+  for (const auto& [dtype, deviation] : combine<DType, double>(floating_point_dtypes(), {3000.0, 30000.0})) {
+    LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
+    test_case.deviation = deviation;
+    check_linear_cross_entropy(test_case);
+    test_case.workspace_limit = 4000;
+    test_case.options.softcap = 30.0;
+    check_linear_cross_entropy(test_case);
   }
 }
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "ops/linear_cross_entropy/linear_cross_entropy_test_case.h"
+#include "testing/cases.h"
 #include "testing/devices.h"
 
 namespace eaves::testing {
@@ -53,30 +54,29 @@ void check_gradients(const LinearCrossEntropyCase& test_case) {
 }
 
 TEST_P(LinearCrossEntropyGradient, BothWaysAreTheDerivativeOfTheForward) {
-  for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
-    for (const std::size_t limit : {0, 2000}) {
-      const LinearCrossEntropyCase plain{.device = device(),
-                                         .dtype = DType::float64,
-                                         .row_shape = {6},
-                                         .features = 5,
-                                         .classes = 7,
-                                         .options = {.reduction = reduction},
-                                         .deviation = 1.5,
-                                         .bias_dtype = DType::float64,
-                                         .workspace_limit = limit};
-      LinearCrossEntropyCase transformed = plain;
-      transformed.options.scale = 0.7;
-      transformed.options.softcap = 5.0;
-      transformed.options.label_smoothing = 0.2;
-      transformed.class_weight_dtype = DType::float64;
-      LinearCrossEntropyCase everything = transformed;
-      everything.options.z_loss_weight = 0.01;
-      everything.has_normalizer = true;
-      everything.has_grad_lse = everything.has_grad_entropy = true;
-      LinearCrossEntropyCase soft = everything;
-      soft.targets_dtype = DType::float64;
-      for (const LinearCrossEntropyCase& test_case : {plain, transformed, everything, soft}) check_gradients(test_case);
-    }
+  for (const auto& [reduction, limit] :
+       combine<Reduction, std::size_t>({Reduction::none, Reduction::sum, Reduction::mean}, {0, 2000})) {
+    const LinearCrossEntropyCase plain{.device = device(),
+                                       .dtype = DType::float64,
+                                       .row_shape = {6},
+                                       .features = 5,
+                                       .classes = 7,
+                                       .options = {.reduction = reduction},
+                                       .deviation = 1.5,
+                                       .bias_dtype = DType::float64,
+                                       .workspace_limit = limit};
+    LinearCrossEntropyCase transformed = plain;
+    transformed.options.scale = 0.7;
+    transformed.options.softcap = 5.0;
+    transformed.options.label_smoothing = 0.2;
+    transformed.class_weight_dtype = DType::float64;
+    LinearCrossEntropyCase everything = transformed;
+    everything.options.z_loss_weight = 0.01;
+    everything.has_normalizer = true;
+    everything.has_grad_lse = everything.has_grad_entropy = true;
+    LinearCrossEntropyCase soft = everything;
+    soft.targets_dtype = DType::float64;
+    for (const LinearCrossEntropyCase& test_case : {plain, transformed, everything, soft}) check_gradients(test_case);
   }
 }
 

@@ -9,6 +9,7 @@
 
 #include "eaves/linear_cross_entropy.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_plan.h"
+#include "testing/cases.h"
 #include "testing/refusals.h"
 
 namespace eaves::testing {
@@ -44,18 +45,15 @@ void for_each_shape(Check check) {
   for (const Mode mode : {Mode::forward, Mode::forward_backward, Mode::backward}) {
     for (const Sizes& sizes : {Sizes{1, 1, 1}, Sizes{23, 16, 24}, Sizes{300, 24, 601}, Sizes{8192, 4096, 131072},
                                Sizes{4099, 2048, 50257}, Sizes{std::int64_t{1} << 20, 4096, 262144}}) {
-      for (const DType dtype : {DType::bfloat16, DType::float64}) {
-        for (const Device device : {kCpu, kCuda}) {
-          for (const bool gathers : {false, true}) {
-            const LinearCrossEntropyShape shape = shape_of(mode, sizes, dtype, device, gathers);
-            for (const std::size_t limit : {std::size_t{1}, std::size_t{9000}, kMebibyte, 40 * kMebibyte,
-                                            160 * kMebibyte, 1088 * kMebibyte, 40000 * kMebibyte}) {
-              SCOPED_TRACE("mode " + std::to_string(static_cast<int>(mode)) + ", " + std::to_string(sizes.rows) +
-                           " rows, " + std::to_string(sizes.features) + " features, " + std::to_string(sizes.classes) +
-                           " classes, limit " + std::to_string(limit));
-              check(shape, limit);
-            }
-          }
+      for (const auto& [dtype, device, gathers] :
+           combine<DType, Device, bool>({DType::bfloat16, DType::float64}, {kCpu, kCuda}, {false, true})) {
+        const LinearCrossEntropyShape shape = shape_of(mode, sizes, dtype, device, gathers);
+        for (const std::size_t limit : {std::size_t{1}, std::size_t{9000}, kMebibyte, 40 * kMebibyte, 160 * kMebibyte,
+                                        1088 * kMebibyte, 40000 * kMebibyte}) {
+          SCOPED_TRACE("mode " + std::to_string(static_cast<int>(mode)) + ", " + std::to_string(sizes.rows) +
+                       " rows, " + std::to_string(sizes.features) + " features, " + std::to_string(sizes.classes) +
+                       " classes, limit " + std::to_string(limit));
+          check(shape, limit);
         }
       }
     }
@@ -152,25 +150,22 @@ TEST(LinearCrossEntropyPlan, ManyRowsAreCutBeforeBlocksOfClassesBecomeThin) {
 TEST(LinearCrossEntropyPlan, WithBatchInvarianceTheClassesOfABlockDoNotFollowTheRows) {
   const auto classes_of = [](Mode mode, Device device, std::size_t limit) {
     std::set<std::int64_t> classes;
-    for (const std::int64_t rows : {1, 7, 100, 1000, 4099, 65536}) {
-      for (const bool gathers : {false, true}) {
-        LinearCrossEntropyShape shape = shape_of(mode, {rows, 512, 50257}, DType::bfloat16, device, gathers);
-        shape.workspace_limit = limit;
-        if (mode == Mode::backward && rows == 7) shape.targets_dtype = shape.accumulator();  // probabilities
-        classes.insert(plan_block(shape, limit_without_workspace(shape)).classes);
-      }
+    for (const auto& [rows, gathers] : combine<std::int64_t, bool>({1, 7, 100, 1000, 4099, 65536}, {false, true})) {
+      LinearCrossEntropyShape shape = shape_of(mode, {rows, 512, 50257}, DType::bfloat16, device, gathers);
+      shape.workspace_limit = limit;
+      if (mode == Mode::backward && rows == 7) shape.targets_dtype = shape.accumulator();  // probabilities
+      classes.insert(plan_block(shape, limit_without_workspace(shape)).classes);
     }
     return classes;
   };
-  for (const Device device : {kCpu, kCuda}) {
-    for (const std::size_t limit : {std::size_t{0}, std::size_t{64} << 20}) {
-      EXPECT_GT(classes_of(Mode::backward, device, limit).size(), 1u);
-      setenv("EAVES_BATCH_INVARIANT", "1", 1);
-      for (const Mode mode : {Mode::forward, Mode::forward_backward, Mode::backward}) {
-        EXPECT_EQ(classes_of(mode, device, limit).size(), 1u) << "mode " << int(mode) << ", limit " << limit;
-      }
-      unsetenv("EAVES_BATCH_INVARIANT");
+  for (const auto& [device, limit] :
+       combine<Device, std::size_t>({kCpu, kCuda}, {std::size_t{0}, std::size_t{64} << 20})) {
+    EXPECT_GT(classes_of(Mode::backward, device, limit).size(), 1u);
+    setenv("EAVES_BATCH_INVARIANT", "1", 1);
+    for (const Mode mode : {Mode::forward, Mode::forward_backward, Mode::backward}) {
+      EXPECT_EQ(classes_of(mode, device, limit).size(), 1u) << "mode " << int(mode) << ", limit " << limit;
     }
+    unsetenv("EAVES_BATCH_INVARIANT");
   }
 }
 

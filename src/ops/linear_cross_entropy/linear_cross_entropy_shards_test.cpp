@@ -257,59 +257,52 @@ LinearCrossEntropyCase case_of(Device device, DType dtype) {
 const std::vector<std::vector<std::int64_t>> kCuts = {{120}, {40, 80}, {7, 0, 64, 49}};
 
 TEST_P(LinearCrossEntropyShards, TheirMergeAndTheirGradientsAreThoseOfTheWhole) {
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const std::vector<std::int64_t>& sizes : kCuts) {
-      for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
-        LinearCrossEntropyCase c = case_of(device(), dtype);
-        c.options.reduction = reduction;
-        c.wants_mean_logit = true;
-        check_shards(c, sizes);
-        c.workspace_limit = 4000;  // several chunks
-        c.bias_dtype = DType::float32;
-        check_shards(c, sizes);
-      }
-    }
+  for (const auto& [dtype, sizes, reduction] : combine<DType, std::vector<std::int64_t>, Reduction>(
+           floating_point_dtypes(), kCuts, {Reduction::none, Reduction::sum, Reduction::mean})) {
+    LinearCrossEntropyCase c = case_of(device(), dtype);
+    c.options.reduction = reduction;
+    c.wants_mean_logit = true;
+    check_shards(c, sizes);
+    c.workspace_limit = 4000;  // several chunks
+    c.bias_dtype = DType::float32;
+    check_shards(c, sizes);
   }
 }
 
 TEST_P(LinearCrossEntropyShards, TakeEveryOption) {
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
-      LinearCrossEntropyCase c = case_of(device(), dtype);
-      c.options = {.reduction = reduction, .label_smoothing = 0.1, .scale = 0.7, .softcap = 5.0, .z_loss_weight = 0.01};
-      c.has_row_weight = true;
-      c.row_weight = not_zero;
-      c.has_normalizer = reduction == Reduction::mean;  // a shard has not all weights
-      c.class_weight_dtype = DType::float32;
-      c.bias_dtype = dtype;
-      c.accumulates = true;
-      check_shards(c, kCuts[2]);
-    }
+  for (const auto& [dtype, reduction] :
+       combine<DType, Reduction>(floating_point_dtypes(), {Reduction::none, Reduction::mean})) {
+    LinearCrossEntropyCase c = case_of(device(), dtype);
+    c.options = {.reduction = reduction, .label_smoothing = 0.1, .scale = 0.7, .softcap = 5.0, .z_loss_weight = 0.01};
+    c.has_row_weight = true;
+    c.row_weight = not_zero;
+    c.has_normalizer = reduction == Reduction::mean;  // a shard has not all weights
+    c.class_weight_dtype = DType::float32;
+    c.bias_dtype = dtype;
+    c.accumulates = true;
+    check_shards(c, kCuts[2]);
   }
 }
 
 TEST_P(LinearCrossEntropyShards, TakeSoftTargets) {
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
-      for (const std::vector<std::int64_t>& sizes : kCuts) {
-        LinearCrossEntropyCase c = case_of(device(), dtype);
-        c.target = nullptr;
-        c.targets_dtype = accumulator_dtype(dtype);
-        c.options.reduction = reduction;
-        check_shards(c, sizes);
-        if (size_of(dtype) >= 4) {  // a gradient of 16 bits is rounded behind each chunk, of which the whole has fewer
-          c.workspace_limit = 4000;
-          check_shards(c, sizes);
-          c.workspace_limit = 0;
-        }
-        c.options.label_smoothing = 0.1;
-        c.options.softcap = 5.0;
-        c.has_row_weight = true;
-        c.row_weight = not_zero;
-        c.class_weight_dtype = DType::float32;
-        check_shards(c, sizes);
-      }
+  for (const auto& [dtype, reduction, sizes] : combine<DType, Reduction, std::vector<std::int64_t>>(
+           floating_point_dtypes(), {Reduction::none, Reduction::sum, Reduction::mean}, kCuts)) {
+    LinearCrossEntropyCase c = case_of(device(), dtype);
+    c.target = nullptr;
+    c.targets_dtype = accumulator_dtype(dtype);
+    c.options.reduction = reduction;
+    check_shards(c, sizes);
+    if (size_of(dtype) >= 4) {  // a gradient of 16 bits is rounded behind each chunk, of which the whole has fewer
+      c.workspace_limit = 4000;
+      check_shards(c, sizes);
+      c.workspace_limit = 0;
     }
+    c.options.label_smoothing = 0.1;
+    c.options.softcap = 5.0;
+    c.has_row_weight = true;
+    c.row_weight = not_zero;
+    c.class_weight_dtype = DType::float32;
+    check_shards(c, sizes);
   }
 }
 

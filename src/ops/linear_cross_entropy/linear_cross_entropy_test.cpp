@@ -21,7 +21,7 @@ namespace {
 class LinearCrossEntropy : public OnEachDevice {};
 EAVES_EACH_DEVICE(LinearCrossEntropy);
 
-constexpr Reduction kReductions[] = {Reduction::none, Reduction::sum, Reduction::mean};
+const std::vector<Reduction> kReductions = {Reduction::none, Reduction::sum, Reduction::mean};
 
 /// 23 rows: no multiple of any tile.
 LinearCrossEntropyCase make_case(Device device, DType dtype, Reduction reduction = Reduction::mean) {
@@ -93,55 +93,49 @@ std::vector<LinearCrossEntropyCase> with_each_option(const LinearCrossEntropyCas
 
 /// The case with little room for its logits: on a CPU as many bytes as let the smallest chunk of 1, 5, 8 rows and so on
 /// stand, in the backward blocks of a few classes; on a GPU all but the last are its least block; 0 is one chunk.
-constexpr std::size_t kLimits[] = {0, 1, 6000, 9000, 14000};
+const std::vector<std::size_t> kLimits = {0, 1, 6000, 9000, 14000};
 
 TEST_P(LinearCrossEntropy, EachOptionMatchesTheOracle) {
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const Reduction reduction : kReductions) {
-      for (const DType targets : {DType::int64, DType::int32, DType::float32, dtype}) {
-        if (targets == DType::bfloat16 || targets == DType::float16) continue;  // no soft targets of 16 bits
-        LinearCrossEntropyCase plain = make_case(device(), dtype, reduction);
-        plain.targets_dtype = targets;
-        for (const LinearCrossEntropyCase& test_case : with_each_option(plain)) check_linear_cross_entropy(test_case);
-      }
+  for (const auto& [dtype, reduction] : combine<DType, Reduction>(floating_point_dtypes(), kReductions)) {
+    for (const DType targets : {DType::int64, DType::int32, DType::float32, dtype}) {
+      if (targets == DType::bfloat16 || targets == DType::float16) continue;  // no soft targets of 16 bits
+      LinearCrossEntropyCase plain = make_case(device(), dtype, reduction);
+      plain.targets_dtype = targets;
+      for (const LinearCrossEntropyCase& test_case : with_each_option(plain)) check_linear_cross_entropy(test_case);
     }
   }
 }
 
 TEST_P(LinearCrossEntropy, ChunksOfEverySizeMatchTheOracle) {
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const std::size_t limit : kLimits) {
-      for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
-        LinearCrossEntropyCase plain = make_case(device(), dtype, reduction);
-        plain.workspace_limit = limit;
-        plain.classes = 131;  // several strides of a row of logits, and a rest
-        if (device().type == DeviceType::cuda) {
-          plain.classes = 300;  // more than its least block has
-        } else if (limit == 1) {
-          plain.classes = 29, plain.row_shape = {11};  // in the backward each logit is a block
-        }
-        for (LinearCrossEntropyCase& test_case : of_every_kind(plain)) {
-          check_linear_cross_entropy(test_case);
-          test_case.skips_ignored = true;
-          test_case.grad_head_dtype = DType::float32;
-          if (dtype != DType::float64) check_linear_cross_entropy(test_case);
-        }
-      }
+  for (const auto& [dtype, limit, reduction] :
+       combine<DType, std::size_t, Reduction>(floating_point_dtypes(), kLimits, {Reduction::none, Reduction::mean})) {
+    LinearCrossEntropyCase plain = make_case(device(), dtype, reduction);
+    plain.workspace_limit = limit;
+    plain.classes = 131;  // several strides of a row of logits, and a rest
+    if (device().type == DeviceType::cuda) {
+      plain.classes = 300;  // more than its least block has
+    } else if (limit == 1) {
+      plain.classes = 29, plain.row_shape = {11};  // in the backward each logit is a block
+    }
+    for (LinearCrossEntropyCase& test_case : of_every_kind(plain)) {
+      check_linear_cross_entropy(test_case);
+      test_case.skips_ignored = true;
+      test_case.grad_head_dtype = DType::float32;
+      if (dtype != DType::float64) check_linear_cross_entropy(test_case);
     }
   }
 }
 
 TEST_P(LinearCrossEntropy, MoreRowsAndClassesThanATileMatchTheOracle) {
-  for (const DType dtype : {DType::bfloat16, DType::float32}) {
+  for (const auto& [dtype, limit] :
+       combine<DType, std::size_t>({DType::bfloat16, DType::float32}, {0, 300000, 700000})) {
     // All at once; chunks of whole tiles of 128 rows; in the backward blocks of whole tiles of 256 classes.
-    for (const std::size_t limit : {0, 300000, 700000}) {
-      LinearCrossEntropyCase plain = make_case(device(), dtype);
-      plain.row_shape = {290};
-      plain.classes = 601;
-      plain.features = 9;
-      plain.workspace_limit = limit;
-      for (const LinearCrossEntropyCase& test_case : of_every_kind(plain)) check_linear_cross_entropy(test_case);
-    }
+    LinearCrossEntropyCase plain = make_case(device(), dtype);
+    plain.row_shape = {290};
+    plain.classes = 601;
+    plain.features = 9;
+    plain.workspace_limit = limit;
+    for (const LinearCrossEntropyCase& test_case : of_every_kind(plain)) check_linear_cross_entropy(test_case);
   }
 }
 
@@ -177,7 +171,7 @@ TEST_P(LinearCrossEntropy, LayoutsOfHiddenMatchTheOracle) {
     bool may_be_written = true;  ///< every element has its own place, so that the gradient may lie there
   };
   // hidden has 16 features.
-  const Case cases[] = {
+  const std::vector<Case> cases = {
       {{}, {}, "one row"},
       {{23}, {}, "rows behind each other"},
       {{23}, with_strides({20, 1}), "rows of a wider tensor"},
@@ -194,25 +188,20 @@ TEST_P(LinearCrossEntropy, LayoutsOfHiddenMatchTheOracle) {
       {{23}, with_strides({8, 1}), "gathered: rows that overlap", false},
       {{2, 3, 2, 2}, with_strides({500, 150, 60, 20, 1}), "gathered: four axes of rows"},
   };
-  for (const Case& c : cases) {
+  for (const auto& [c, dtype, reduction, limit] : combine<Case, DType, Reduction, std::size_t>(
+           cases, floating_point_dtypes(), {Reduction::none, Reduction::mean}, {0, 9000})) {
     SCOPED_TRACE(c.reason);
-    for (const DType dtype : floating_point_dtypes()) {
-      for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
-        for (const std::size_t limit : {0, 9000}) {
-          LinearCrossEntropyCase plain = make_case(device(), dtype, reduction);
-          plain.row_shape = c.row_shape;
-          plain.workspace_limit = limit;
-          plain.hidden_placement = c.placement;
-          for (LinearCrossEntropyCase& test_case : of_every_kind(plain)) {
-            check_linear_cross_entropy(test_case);
-            if (!c.may_be_written) continue;
-            test_case.grad_hidden_placement = c.placement;
-            check_linear_cross_entropy(test_case);
-            test_case.hidden_placement = {};
-            check_linear_cross_entropy(test_case);
-          }
-        }
-      }
+    LinearCrossEntropyCase plain = make_case(device(), dtype, reduction);
+    plain.row_shape = c.row_shape;
+    plain.workspace_limit = limit;
+    plain.hidden_placement = c.placement;
+    for (LinearCrossEntropyCase& test_case : of_every_kind(plain)) {
+      check_linear_cross_entropy(test_case);
+      if (!c.may_be_written) continue;
+      test_case.grad_hidden_placement = c.placement;
+      check_linear_cross_entropy(test_case);
+      test_case.hidden_placement = {};
+      check_linear_cross_entropy(test_case);
     }
   }
 }
@@ -224,7 +213,7 @@ TEST_P(LinearCrossEntropy, LayoutsOfTheHeadMatchTheOracle) {
     Placement gradient;
     const char* reason;
   };
-  const Case cases[] = {
+  const std::vector<Case> cases = {
       {with_strides({20, 1}), with_strides({20, 1}), "row-major with a gap"},
       {with_strides({17, 1}), with_strides({19, 1}), "classes that start anywhere"},
       {contiguous_at(1), contiguous_at(1), "one element off"},
@@ -232,34 +221,29 @@ TEST_P(LinearCrossEntropy, LayoutsOfTheHeadMatchTheOracle) {
       {with_strides({1, 31}), with_strides({24, 1}), "column-major with a gap"},
       {with_strides({1, 25}, 3), contiguous_at(3), "column-major, features that start anywhere"},
   };
-  for (const Case& c : cases) {
+  for (const auto& [c, dtype, limit] : combine<Case, DType, std::size_t>(cases, floating_point_dtypes(), {0, 6000})) {
     SCOPED_TRACE(c.reason);
-    for (const DType dtype : floating_point_dtypes()) {
-      for (const std::size_t limit : {0, 6000}) {
-        LinearCrossEntropyCase plain = make_case(device(), dtype);
-        plain.workspace_limit = limit;
-        plain.head_placement = c.head;
-        plain.grad_head_placement = c.gradient;
-        for (const LinearCrossEntropyCase& test_case : of_every_kind(plain)) check_linear_cross_entropy(test_case);
-      }
-    }
+    LinearCrossEntropyCase plain = make_case(device(), dtype);
+    plain.workspace_limit = limit;
+    plain.head_placement = c.head;
+    plain.grad_head_placement = c.gradient;
+    for (const LinearCrossEntropyCase& test_case : of_every_kind(plain)) check_linear_cross_entropy(test_case);
   }
 }
 
 TEST_P(LinearCrossEntropy, TargetsAreReadByTheirStrides) {
-  for (const Dims& strides : {Dims{0, 0}, Dims{0, 1}, Dims{1, 5}, Dims{-7, 1}, Dims{30, 2}, Dims{14, 2}}) {
-    for (const DType targets : {DType::int32, DType::int64}) {
-      LinearCrossEntropyCase test_case = make_case(device(), DType::float32, Reduction::none);
-      test_case.row_shape = {5, 7};
-      test_case.targets_dtype = targets;
-      test_case.targets_placement = with_strides(strides, 1);
-      check_linear_cross_entropy(test_case);
-      // Nothing ignored: rows are not gathered for that.
-      test_case.target = [](std::int64_t i) { return static_cast<double>(i % 24); };
-      check_linear_cross_entropy(test_case);
-      test_case.workspace_limit = 9000;
-      check_linear_cross_entropy(test_case);
-    }
+  for (const auto& [strides, targets] : combine<Dims, DType>(
+           {Dims{0, 0}, Dims{0, 1}, Dims{1, 5}, Dims{-7, 1}, Dims{30, 2}, Dims{14, 2}}, {DType::int32, DType::int64})) {
+    LinearCrossEntropyCase test_case = make_case(device(), DType::float32, Reduction::none);
+    test_case.row_shape = {5, 7};
+    test_case.targets_dtype = targets;
+    test_case.targets_placement = with_strides(strides, 1);
+    check_linear_cross_entropy(test_case);
+    // Nothing ignored: rows are not gathered for that.
+    test_case.target = [](std::int64_t i) { return static_cast<double>(i % 24); };
+    check_linear_cross_entropy(test_case);
+    test_case.workspace_limit = 9000;
+    check_linear_cross_entropy(test_case);
   }
 }
 
@@ -267,36 +251,32 @@ TEST_P(LinearCrossEntropy, SoftTargetsAreReadByTheDistanceOfTheirRows) {
   for (const Placement& targets :
        {with_strides({144, 24, 1}), with_strides({180, 30, 1}, 1), with_strides({0, 0, 1}), contiguous_at(1)}) {
     // The order of rows in hidden's memory is not that of their numbers.
-    for (const Placement& hidden : {Placement{}, with_strides({16, 64, 1}), with_strides({200, 16, 1})}) {
-      for (const std::size_t limit : {0, 9000}) {
-        LinearCrossEntropyCase test_case = with_soft_targets(make_case(device(), DType::float32, Reduction::none));
-        test_case.row_shape = {4, 6};
-        test_case.targets_placement = targets;
-        test_case.hidden_placement = hidden;
-        test_case.workspace_limit = limit;
-        check_linear_cross_entropy(test_case);
-        test_case.class_weight_dtype = DType::float32;
-        test_case.options.label_smoothing = 0.1;
-        check_linear_cross_entropy(test_case);
-      }
+    for (const auto& [hidden, limit] : combine<Placement, std::size_t>(
+             {Placement{}, with_strides({16, 64, 1}), with_strides({200, 16, 1})}, {0, 9000})) {
+      LinearCrossEntropyCase test_case = with_soft_targets(make_case(device(), DType::float32, Reduction::none));
+      test_case.row_shape = {4, 6};
+      test_case.targets_placement = targets;
+      test_case.hidden_placement = hidden;
+      test_case.workspace_limit = limit;
+      check_linear_cross_entropy(test_case);
+      test_case.class_weight_dtype = DType::float32;
+      test_case.options.label_smoothing = 0.1;
+      check_linear_cross_entropy(test_case);
     }
   }
 }
 
 TEST_P(LinearCrossEntropy, AnUpstreamGradientMayBeExpandedStridedOrHave16Bits) {
-  for (const Dims& strides : {Dims{0, 0}, Dims{0, 1}, Dims{1, 5}, Dims{-7, 1}, Dims{14, 2}}) {
-    for (const DType dtype : floating_point_dtypes()) {
-      for (const DType grad_loss : {dtype, accumulator_dtype(dtype)}) {
-        for (const std::size_t limit : {0, 9000}) {
-          LinearCrossEntropyCase test_case = make_case(device(), dtype, Reduction::none);
-          test_case.row_shape = {5, 7};
-          test_case.grad_loss_dtype = grad_loss;
-          test_case.grad_loss_placement = with_strides(strides, 1);
-          test_case.workspace_limit = limit;
-          check_linear_cross_entropy(test_case);
-          check_linear_cross_entropy(with_every_option(test_case));
-        }
-      }
+  for (const auto& [strides, dtype] :
+       combine<Dims, DType>({Dims{0, 0}, Dims{0, 1}, Dims{1, 5}, Dims{-7, 1}, Dims{14, 2}}, floating_point_dtypes())) {
+    for (const auto& [grad_loss, limit] : combine<DType, std::size_t>({dtype, accumulator_dtype(dtype)}, {0, 9000})) {
+      LinearCrossEntropyCase test_case = make_case(device(), dtype, Reduction::none);
+      test_case.row_shape = {5, 7};
+      test_case.grad_loss_dtype = grad_loss;
+      test_case.grad_loss_placement = with_strides(strides, 1);
+      test_case.workspace_limit = limit;
+      check_linear_cross_entropy(test_case);
+      check_linear_cross_entropy(with_every_option(test_case));
     }
   }
   for (const Reduction reduction : {Reduction::sum, Reduction::mean}) {
@@ -308,34 +288,29 @@ TEST_P(LinearCrossEntropy, AnUpstreamGradientMayBeExpandedStridedOrHave16Bits) {
 
 TEST_P(LinearCrossEntropy, GradientsOfParametersAreAddedToWhatTheyHold) {
   for (const DType dtype : floating_point_dtypes()) {
-    for (const DType gradient : {dtype, accumulator_dtype(dtype)}) {
-      for (const std::size_t limit : {0, 1, 9000}) {
-        for (const bool skips : {false, true}) {
-          LinearCrossEntropyCase plain = make_case(device(), dtype, Reduction::sum);
-          plain.accumulates = true;
-          plain.grad_head_dtype = plain.grad_bias_dtype = gradient;
-          plain.workspace_limit = limit;
-          plain.skips_ignored = skips;
-          for (const LinearCrossEntropyCase& test_case : of_every_kind(plain)) check_linear_cross_entropy(test_case);
-        }
-      }
+    for (const auto& [gradient, limit, skips] :
+         combine<DType, std::size_t, bool>({dtype, accumulator_dtype(dtype)}, {0, 1, 9000}, {false, true})) {
+      LinearCrossEntropyCase plain = make_case(device(), dtype, Reduction::sum);
+      plain.accumulates = true;
+      plain.grad_head_dtype = plain.grad_bias_dtype = gradient;
+      plain.workspace_limit = limit;
+      plain.skips_ignored = skips;
+      for (const LinearCrossEntropyCase& test_case : of_every_kind(plain)) check_linear_cross_entropy(test_case);
     }
   }
 }
 
 TEST_P(LinearCrossEntropy, WithoutAnUpstreamGradientItIsOne) {
-  for (const Reduction reduction : kReductions) {
-    for (const DType dtype : floating_point_dtypes()) {
-      LinearCrossEntropyRun absent(make_case(device(), dtype, reduction)), ones(absent.test_case());
-      ones.grad_loss.fill([](std::int64_t) { return 1.0; });
-      LinearCrossEntropyForwardBackwardArgs args = absent.at_once_args();
-      args.grad_loss = {};
-      linear_cross_entropy_forward_backward(args);
-      linear_cross_entropy_forward_backward(ones.at_once_args());
-      absent.download();
-      ones.download();
-      EXPECT_TRUE(absent.results_equal(ones));
-    }
+  for (const auto& [reduction, dtype] : combine<Reduction, DType>(kReductions, floating_point_dtypes())) {
+    LinearCrossEntropyRun absent(make_case(device(), dtype, reduction)), ones(absent.test_case());
+    ones.grad_loss.fill([](std::int64_t) { return 1.0; });
+    LinearCrossEntropyForwardBackwardArgs args = absent.at_once_args();
+    args.grad_loss = {};
+    linear_cross_entropy_forward_backward(args);
+    linear_cross_entropy_forward_backward(ones.at_once_args());
+    absent.download();
+    ones.download();
+    EXPECT_TRUE(absent.results_equal(ones));
   }
 }
 
@@ -350,55 +325,52 @@ TEST_P(LinearCrossEntropy, OutputsThatNobodyAsksForChangeNoOther) {
       EXPECT_NEAR(few.get(i), all.get(i), 2e-6 * std::max(1.0, std::abs(all.get(i))));
     }
   };
-  for (const Reduction reduction : kReductions) {
-    for (const bool has_ignored : {false, true}) {
-      LinearCrossEntropyCase test_case = make_case(device(), DType::float32, reduction);
-      test_case.options.z_loss_weight = 0.01;
-      if (!has_ignored) test_case.target = [](std::int64_t i) { return static_cast<double>(i % 24); };
-      LinearCrossEntropyRun all(test_case), few(test_case);
-      all.run();
-      LinearCrossEntropyForwardBackwardArgs args = few.at_once_args();
-      args.forward.outputs = {.loss = args.forward.outputs.loss};
-      linear_cross_entropy_forward_backward(args);
-      LinearCrossEntropyForwardArgs forward = few.forward_args();
-      forward.outputs = {.loss = forward.outputs.loss};
-      linear_cross_entropy_forward(forward);
-      few.download();
-      expect_same(few.results.loss, all.results.loss);
-      expect_same(few.results_at_once.loss, all.results_at_once.loss);
-      for (std::size_t i = 0; i < all.gradients.all().size(); ++i) {
-        expect_same(*few.gradients_at_once.all()[i].second, *all.gradients_at_once.all()[i].second);
-      }
+  for (const auto& [reduction, has_ignored] : combine<Reduction, bool>(kReductions, {false, true})) {
+    LinearCrossEntropyCase test_case = make_case(device(), DType::float32, reduction);
+    test_case.options.z_loss_weight = 0.01;
+    if (!has_ignored) test_case.target = [](std::int64_t i) { return static_cast<double>(i % 24); };
+    LinearCrossEntropyRun all(test_case), few(test_case);
+    all.run();
+    LinearCrossEntropyForwardBackwardArgs args = few.at_once_args();
+    args.forward.outputs = {.loss = args.forward.outputs.loss};
+    linear_cross_entropy_forward_backward(args);
+    LinearCrossEntropyForwardArgs forward = few.forward_args();
+    forward.outputs = {.loss = forward.outputs.loss};
+    linear_cross_entropy_forward(forward);
+    few.download();
+    expect_same(few.results.loss, all.results.loss);
+    expect_same(few.results_at_once.loss, all.results_at_once.loss);
+    for (std::size_t i = 0; i < all.gradients.all().size(); ++i) {
+      expect_same(*few.gradients_at_once.all()[i].second, *all.gradients_at_once.all()[i].second);
     }
   }
 }
 
 TEST_P(LinearCrossEntropy, GradientsAreRescaledWhereTheUpstreamGradientIsKnownLater) {
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const Placement& grad_hidden : {Placement{}, with_strides({1, 23}), with_strides({20, 1})}) {
-      LinearCrossEntropyCase test_case = make_case(device(), dtype);
-      test_case.grad_hidden_placement = grad_hidden;
-      test_case.grad_head_placement = with_strides({19, 1});
-      test_case.grad_bias_dtype = accumulator_dtype(dtype);
-      for (const double factor : {1.0, -1.7, 0.0}) {
-        LinearCrossEntropyRun run(test_case), scaled(test_case);
-        linear_cross_entropy_forward_backward(run.at_once_args());
-        linear_cross_entropy_forward_backward(scaled.at_once_args());
-        TestTensor grad_loss(device(), accumulator_dtype(dtype), {});
-        grad_loss.fill([&](std::int64_t) { return factor; });
-        linear_cross_entropy_rescale({.gradients = scaled.at_once_args().gradients, .grad_loss = grad_loss.view()});
-        run.download();
-        scaled.download();
-        const auto unscaled = run.gradients_at_once.all();
-        for (std::size_t i = 0; i < unscaled.size(); ++i) {
-          const auto& [name, before] = unscaled[i];
-          const TestTensor& after = *scaled.gradients_at_once.all()[i].second;
-          EXPECT_EQ(after.canary_damage(), "");
-          for (std::int64_t e = 0; e < before->host().element_count(); ++e) {
-            const double exact = before->get(e) * grad_loss.get(0);
-            const double allowed = factor == 1.0 ? 0.0 : allowed_error(before->host().dtype, exact, std::abs(exact));
-            ASSERT_LE(std::abs(after.get(e) - exact), allowed) << name << ", element " << e;
-          }
+  for (const auto& [dtype, grad_hidden] : combine<DType, Placement>(
+           floating_point_dtypes(), {Placement{}, with_strides({1, 23}), with_strides({20, 1})})) {
+    LinearCrossEntropyCase test_case = make_case(device(), dtype);
+    test_case.grad_hidden_placement = grad_hidden;
+    test_case.grad_head_placement = with_strides({19, 1});
+    test_case.grad_bias_dtype = accumulator_dtype(dtype);
+    for (const double factor : {1.0, -1.7, 0.0}) {
+      LinearCrossEntropyRun run(test_case), scaled(test_case);
+      linear_cross_entropy_forward_backward(run.at_once_args());
+      linear_cross_entropy_forward_backward(scaled.at_once_args());
+      TestTensor grad_loss(device(), accumulator_dtype(dtype), {});
+      grad_loss.fill([&](std::int64_t) { return factor; });
+      linear_cross_entropy_rescale({.gradients = scaled.at_once_args().gradients, .grad_loss = grad_loss.view()});
+      run.download();
+      scaled.download();
+      const auto unscaled = run.gradients_at_once.all();
+      for (std::size_t i = 0; i < unscaled.size(); ++i) {
+        const auto& [name, before] = unscaled[i];
+        const TestTensor& after = *scaled.gradients_at_once.all()[i].second;
+        EXPECT_EQ(after.canary_damage(), "");
+        for (std::int64_t e = 0; e < before->host().element_count(); ++e) {
+          const double exact = before->get(e) * grad_loss.get(0);
+          const double allowed = factor == 1.0 ? 0.0 : allowed_error(before->host().dtype, exact, std::abs(exact));
+          ASSERT_LE(std::abs(after.get(e) - exact), allowed) << name << ", element " << e;
         }
       }
     }

@@ -20,7 +20,7 @@ struct Inputs {
 
 double normal(std::int64_t i) { return random_normal(21, static_cast<std::uint64_t>(i)); }
 
-const Inputs kInputs[] = {
+const std::vector<Inputs> kInputs = {
     {"normal", normal},
     {"deviation 64", [](std::int64_t i) { return 64.0 * normal(i); }},
     {"heavy tails", [](std::int64_t i) { return 3.0 * normal(i) * normal(i) * normal(i); }},
@@ -70,25 +70,23 @@ void raise(Shares& worst, const LogsumexpCase& test_case) {
 TEST_P(LogsumexpAccuracy, EveryResultIsWithinTheContract) {
   std::printf("| %s | inputs | lse | out | gradient |\n|---|---|---|---|---|\n",
               GetParam() == DeviceType::cpu ? "CPU" : "GPU");
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const Inputs& inputs : kInputs) {
-      Shares worst;
-      for (const std::int64_t columns : {1000, 50257}) {
-        const LogsumexpCase rows{
-            .device = device(), .dtype = dtype, .shape = {4, columns}, .axes = {1}, .value = inputs.value};
-        LogsumexpCase side_by_side = rows;
-        side_by_side.shape = {columns, 4};
-        side_by_side.axes = {0};
-        LogsumexpCase strided = rows;
-        strided.x_placement = with_strides({2 * columns, 2});
-        for (const LogsumexpCase& layout : {rows, side_by_side, strided}) raise(worst, layout);
-      }
-      std::printf("| %s | %s | %.2f | %.2f | %.2f |\n", name_of(dtype), inputs.name, worst.lse, worst.out,
-                  worst.gradient);
-      EXPECT_LE(worst.lse, 1.0) << name_of(dtype) << ", " << inputs.name;
-      EXPECT_LE(worst.out, 1.0) << name_of(dtype) << ", " << inputs.name;
-      EXPECT_LE(worst.gradient, 1.0) << name_of(dtype) << ", " << inputs.name;
+  for (const auto& [dtype, inputs] : combine<DType, Inputs>(floating_point_dtypes(), kInputs)) {
+    Shares worst;
+    for (const std::int64_t columns : {1000, 50257}) {
+      const LogsumexpCase rows{
+          .device = device(), .dtype = dtype, .shape = {4, columns}, .axes = {1}, .value = inputs.value};
+      LogsumexpCase side_by_side = rows;
+      side_by_side.shape = {columns, 4};
+      side_by_side.axes = {0};
+      LogsumexpCase strided = rows;
+      strided.x_placement = with_strides({2 * columns, 2});
+      for (const LogsumexpCase& layout : {rows, side_by_side, strided}) raise(worst, layout);
     }
+    std::printf("| %s | %s | %.2f | %.2f | %.2f |\n", name_of(dtype), inputs.name, worst.lse, worst.out,
+                worst.gradient);
+    EXPECT_LE(worst.lse, 1.0) << name_of(dtype) << ", " << inputs.name;
+    EXPECT_LE(worst.out, 1.0) << name_of(dtype) << ", " << inputs.name;
+    EXPECT_LE(worst.gradient, 1.0) << name_of(dtype) << ", " << inputs.name;
   }
 }
 

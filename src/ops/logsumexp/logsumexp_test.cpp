@@ -27,30 +27,26 @@ double heavy_tailed(std::int64_t i) {
 }
 
 TEST_P(Logsumexp, RowsOfEveryLengthMatchTheOracle) {
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const RowLength& length : row_lengths()) {
-      for (const std::int64_t misalignment : {0, 1}) {  // 1: no row, or every other row, starts on 16 bytes
-        SCOPED_TRACE(length.reason);
-        check_logsumexp({.device = device(),
-                         .dtype = dtype,
-                         .shape = {5, length.columns},
-                         .axes = {-1},
-                         .x_placement = contiguous_at(misalignment),
-                         .grad_x_placement = contiguous_at(misalignment),
-                         .value = normal});
-      }
-    }
+  // 1: no row, or every other row, starts on 16 bytes
+  for (const auto& [dtype, length, misalignment] :
+       combine<DType, RowLength, std::int64_t>(floating_point_dtypes(), row_lengths(), {0, 1})) {
+    SCOPED_TRACE(length.reason);
+    check_logsumexp({.device = device(),
+                     .dtype = dtype,
+                     .shape = {5, length.columns},
+                     .axes = {-1},
+                     .x_placement = contiguous_at(misalignment),
+                     .grad_x_placement = contiguous_at(misalignment),
+                     .value = normal});
   }
 }
 
 TEST_P(Logsumexp, FewLongRowsMatchTheOracle) {
-  for (const DType dtype : {DType::bfloat16, DType::float32}) {
-    for (const RowCount& rows : few_long_rows()) {
-      if (device().type == DeviceType::cpu && rows.rows > 3) break;  // only a GPU has clusters
-      SCOPED_TRACE(rows.reason);
-      check_logsumexp(
-          {.device = device(), .dtype = dtype, .shape = {rows.rows, rows.columns}, .axes = {1}, .value = normal});
-    }
+  for (const auto& [dtype, rows] : combine<DType, RowCount>({DType::bfloat16, DType::float32}, few_long_rows())) {
+    if (device().type == DeviceType::cpu && rows.rows > 3) continue;  // only a GPU has clusters
+    SCOPED_TRACE(rows.reason);
+    check_logsumexp(
+        {.device = device(), .dtype = dtype, .shape = {rows.rows, rows.columns}, .axes = {1}, .value = normal});
   }
 }
 
@@ -75,27 +71,25 @@ TEST_P(Logsumexp, EverySetOfAxesMatchesTheOracle) {
       // Negative numbers name axes too.
       if (set >> axis & 1) axes.push_back(axis % 2 == 0 ? axis : axis - 4);
     }
-    for (const bool keepdim : {false, true}) {
-      for (const DType dtype : floating_point_dtypes()) {
-        check_logsumexp(
-            {.device = device(), .dtype = dtype, .shape = shape, .axes = axes, .keepdim = keepdim, .value = normal});
-        // The same tensor with its axes turned around in memory.
-        check_logsumexp({.device = device(),
-                         .dtype = dtype,
-                         .shape = shape,
-                         .axes = axes,
-                         .keepdim = keepdim,
-                         .x_placement = with_strides({1, 3, 12, 60}),
-                         .value = normal});
-        // Input and gradient that lie differently.
-        check_logsumexp({.device = device(),
-                         .dtype = dtype,
-                         .shape = shape,
-                         .axes = axes,
-                         .keepdim = keepdim,
-                         .grad_x_placement = with_strides({1, 3, 12, 60}),
-                         .value = normal});
-      }
+    for (const auto& [keepdim, dtype] : combine<bool, DType>({false, true}, floating_point_dtypes())) {
+      check_logsumexp(
+          {.device = device(), .dtype = dtype, .shape = shape, .axes = axes, .keepdim = keepdim, .value = normal});
+      // The same tensor with its axes turned around in memory.
+      check_logsumexp({.device = device(),
+                       .dtype = dtype,
+                       .shape = shape,
+                       .axes = axes,
+                       .keepdim = keepdim,
+                       .x_placement = with_strides({1, 3, 12, 60}),
+                       .value = normal});
+      // Input and gradient that lie differently.
+      check_logsumexp({.device = device(),
+                       .dtype = dtype,
+                       .shape = shape,
+                       .axes = axes,
+                       .keepdim = keepdim,
+                       .grad_x_placement = with_strides({1, 3, 12, 60}),
+                       .value = normal});
     }
   }
 }
@@ -105,15 +99,9 @@ TEST_P(Logsumexp, NoAxesMeansAllOfThem) {
 }
 
 TEST_P(Logsumexp, AZeroDimensionalTensorIsItsOwnLogsumexp) {
-  for (const Dims& axes : {Dims{}, Dims{0}, Dims{-1}}) {
-    for (const bool keepdim : {false, true}) {
-      check_logsumexp({.device = device(),
-                       .dtype = DType::float32,
-                       .shape = {},
-                       .axes = axes,
-                       .keepdim = keepdim,
-                       .value = normal});
-    }
+  for (const auto& [axes, keepdim] : combine<Dims, bool>({Dims{}, Dims{0}, Dims{-1}}, {false, true})) {
+    check_logsumexp(
+        {.device = device(), .dtype = DType::float32, .shape = {}, .axes = axes, .keepdim = keepdim, .value = normal});
   }
 }
 
@@ -123,7 +111,7 @@ TEST_P(Logsumexp, AnAxisThatIsNotTheLastIsReducedInPlaceOfItsStrides) {
     std::int64_t axis;
     const char* reason;
   };
-  const Case cases[] = {
+  const std::vector<Case> cases = {
       {{700, 1024}, 0, "whole tiles of 256 rows side by side"},
       {{513, 264}, 0, "vectors fit, the last tile is not full"},
       {{2048, 2052}, 0, "enough pieces of the widest tiles of a CPU's gradient, the last tile is thin"},
@@ -134,19 +122,16 @@ TEST_P(Logsumexp, AnAxisThatIsNotTheLastIsReducedInPlaceOfItsStrides) {
       {{129, 1}, 0, "a single row"},
       {{2, 7, 3}, 1, "smaller than any tile"},
   };
-  for (const Case& c : cases) {
+  for (const auto& [c, dtype, misalignment] :
+       combine<Case, DType, std::int64_t>(cases, floating_point_dtypes(), {0, 1})) {
     SCOPED_TRACE(c.reason);
-    for (const DType dtype : floating_point_dtypes()) {
-      for (const std::int64_t misalignment : {0, 1}) {
-        if (misalignment != 0 && c.shape[0] > 2000) continue;  // the small ones show it
-        check_logsumexp({.device = device(),
-                         .dtype = dtype,
-                         .shape = c.shape,
-                         .axes = {c.axis},
-                         .x_placement = contiguous_at(misalignment),
-                         .value = normal});
-      }
-    }
+    if (misalignment != 0 && c.shape[0] > 2000) continue;  // the small ones show it
+    check_logsumexp({.device = device(),
+                     .dtype = dtype,
+                     .shape = c.shape,
+                     .axes = {c.axis},
+                     .x_placement = contiguous_at(misalignment),
+                     .value = normal});
   }
 }
 
@@ -157,7 +142,7 @@ TEST_P(Logsumexp, StridesOfEveryKindMatchTheOracle) {
     std::int64_t axis;
     const char* reason;
   };
-  const Case cases[] = {
+  const std::vector<Case> cases = {
       {{6, 100}, {128, 1}, 1, "rows of a wider tensor, aligned"},
       {{6, 100}, {101, 1}, 1, "rows of a wider tensor, each aligned differently"},
       {{6, 100}, {300, 3}, 1, "every third column"},
@@ -170,16 +155,14 @@ TEST_P(Logsumexp, StridesOfEveryKindMatchTheOracle) {
       {{4, 30, 8}, {8, 32, 1}, 2, "the first two axes swapped"},
       {{4, 30, 8}, {8, 32, 1}, 1, "the first two axes swapped, the second reduced"},
   };
-  for (const Case& c : cases) {
+  for (const auto& [c, dtype] : combine<Case, DType>(cases, floating_point_dtypes())) {
     SCOPED_TRACE(c.reason);
-    for (const DType dtype : floating_point_dtypes()) {
-      check_logsumexp({.device = device(),
-                       .dtype = dtype,
-                       .shape = c.shape,
-                       .axes = {c.axis},
-                       .x_placement = with_strides(c.strides),
-                       .value = normal});
-    }
+    check_logsumexp({.device = device(),
+                     .dtype = dtype,
+                     .shape = c.shape,
+                     .axes = {c.axis},
+                     .x_placement = with_strides(c.strides),
+                     .value = normal});
   }
 }
 
@@ -187,16 +170,14 @@ TEST_P(Logsumexp, MoreRowAxesThanAKernelTakesInItsShortForm) {
   // Gaps between all axes, so that none can be merged.
   const Dims shape = {2, 3, 2, 3, 2, 50};
   const Dims strides = {2084, 691, 344, 113, 53, 1};
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const std::int64_t axis : {5, 0}) {
-      check_logsumexp({.device = device(),
-                       .dtype = dtype,
-                       .shape = shape,
-                       .axes = {axis},
-                       .x_placement = with_strides(strides),
-                       .grad_x_placement = with_strides(strides),
-                       .value = normal});
-    }
+  for (const auto& [dtype, axis] : combine<DType, std::int64_t>(floating_point_dtypes(), {5, 0})) {
+    check_logsumexp({.device = device(),
+                     .dtype = dtype,
+                     .shape = shape,
+                     .axes = {axis},
+                     .x_placement = with_strides(strides),
+                     .grad_x_placement = with_strides(strides),
+                     .value = normal});
   }
 }
 
@@ -262,21 +243,18 @@ TEST_P(Logsumexp, InfinitiesAndNaNsFollowTheHeader) {
       {kInfinity, kNaN, -kInfinity, "in whichever order, whatever the others"},
       {kNaN, -kInfinity, -kInfinity, "NaN among -inf"},
   };
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const std::int64_t columns : {2, 8, 40, 1000, 9000}) {
-      for (const std::int64_t at : {std::int64_t{0}, columns / 2, columns - 2}) {
-        for (const std::int64_t axis : {0, 1}) {
-          const Dims shape = axis == 1 ? Dims{12, columns} : Dims{columns, 12};
-          check_logsumexp(
-              {.device = device(), .dtype = dtype, .shape = shape, .axes = {axis}, .value = [&](std::int64_t i) {
-                 const std::int64_t row = axis == 1 ? i / columns : i % 12;
-                 const std::int64_t column = axis == 1 ? i % columns : i / 12;
-                 const Special& special = specials[row];
-                 if (column == at) return special.first;
-                 return column == at + 1 ? special.second : special.others;
-               }});
-        }
-      }
+  for (const auto& [dtype, columns] : combine<DType, std::int64_t>(floating_point_dtypes(), {2, 8, 40, 1000, 9000})) {
+    for (const auto& [at, axis] :
+         combine<std::int64_t, std::int64_t>({std::int64_t{0}, columns / 2, columns - 2}, {0, 1})) {
+      const Dims shape = axis == 1 ? Dims{12, columns} : Dims{columns, 12};
+      check_logsumexp(
+          {.device = device(), .dtype = dtype, .shape = shape, .axes = {axis}, .value = [&](std::int64_t i) {
+             const std::int64_t row = axis == 1 ? i / columns : i % 12;
+             const std::int64_t column = axis == 1 ? i % columns : i / 12;
+             const Special& special = specials[row];
+             if (column == at) return special.first;
+             return column == at + 1 ? special.second : special.others;
+           }});
     }
   }
 }
@@ -366,67 +344,58 @@ TEST_P(Logsumexp, ALogsumexpNearZeroIsExactToTheRoundingOfItsSum) {
 
 TEST_P(Logsumexp, MaximaThatRiseLateAreFollowedInEveryLayout) {
   // Each quarter of a row raises the maximum, by less and by more than any kernel lets it lag behind.
-  for (const double step : {3.0, 6.0, 25.0, 70.0}) {
-    for (const DType dtype : {DType::bfloat16, DType::float32, DType::float64}) {
-      for (const std::int64_t columns : {128, 6000}) {
-        const auto rising = [=](std::int64_t column) { return step * static_cast<double>(4 * column / columns); };
-        const auto along_rows = [=](std::int64_t i) { return rising(i % columns); };
-        check_logsumexp({.device = device(), .dtype = dtype, .shape = {3, columns}, .axes = {1}, .value = along_rows});
-        check_logsumexp({.device = device(),
-                         .dtype = dtype,
-                         .shape = {3, columns},
-                         .axes = {1},
-                         .x_placement = with_strides({2 * columns, 2}),
-                         .value = along_rows});
-        check_logsumexp(
-            {.device = device(), .dtype = dtype, .shape = {columns, 16}, .axes = {0}, .value = [=](std::int64_t i) {
-               return rising(i / 16);
-             }});
-      }
-    }
+  for (const auto& [step, dtype, columns] : combine<double, DType, std::int64_t>(
+           {3.0, 6.0, 25.0, 70.0}, {DType::bfloat16, DType::float32, DType::float64}, {128, 6000})) {
+    const auto rising = [=](std::int64_t column) { return step * static_cast<double>(4 * column / columns); };
+    const auto along_rows = [=](std::int64_t i) { return rising(i % columns); };
+    check_logsumexp({.device = device(), .dtype = dtype, .shape = {3, columns}, .axes = {1}, .value = along_rows});
+    check_logsumexp({.device = device(),
+                     .dtype = dtype,
+                     .shape = {3, columns},
+                     .axes = {1},
+                     .x_placement = with_strides({2 * columns, 2}),
+                     .value = along_rows});
+    check_logsumexp(
+        {.device = device(), .dtype = dtype, .shape = {columns, 16}, .axes = {0}, .value = [=](std::int64_t i) {
+           return rising(i / 16);
+         }});
   }
 }
 
 TEST_P(Logsumexp, MaskedElementsOfAnySizeChangeNothing) {
   // What a mask adds differs between codebases; a row may start with many of them.
-  for (const double mask : {-1e4, -1e6, -1e7, -3e8, -1e9, -1e11, -1e12, -1e15, -1e25, -1e30, -3e38}) {
-    for (const DType dtype : {DType::bfloat16, DType::float32, DType::float64}) {
-      for (const std::int64_t axis : {1, 0}) {
-        check_logsumexp({.device = device(),
-                         .dtype = dtype,
-                         .shape = axis == 1 ? Dims{2, 8192} : Dims{8192, 2},
-                         .axes = {axis},
-                         .value = [=](std::int64_t i) { return (axis == 1 ? i % 8192 : i / 2) < 6000 ? mask : 0.5; }});
-      }
-    }
+  for (const auto& [mask, dtype, axis] :
+       combine<double, DType, std::int64_t>({-1e4, -1e6, -1e7, -3e8, -1e9, -1e11, -1e12, -1e15, -1e25, -1e30, -3e38},
+                                            {DType::bfloat16, DType::float32, DType::float64}, {1, 0})) {
+    check_logsumexp({.device = device(),
+                     .dtype = dtype,
+                     .shape = axis == 1 ? Dims{2, 8192} : Dims{8192, 2},
+                     .axes = {axis},
+                     .value = [=](std::int64_t i) { return (axis == 1 ? i % 8192 : i / 2) < 6000 ? mask : 0.5; }});
   }
 }
 
 TEST_P(Logsumexp, LargeElementsOfEitherSignMatchTheOracle) {
   for (double size = 1e3; size < 1e31; size *= 37.0) {
-    for (const double sign : {1.0, -1.0}) {
-      for (const DType dtype : {DType::bfloat16, DType::float32, DType::float64}) {
-        check_logsumexp(
-            {.device = device(), .dtype = dtype, .shape = {2, 1000}, .axes = {1}, .value = [=](std::int64_t i) {
-               return i % 7 == 3 ? sign * size : sign * 0.5 * size;
-             }});
-      }
+    for (const auto& [sign, dtype] :
+         combine<double, DType>({1.0, -1.0}, {DType::bfloat16, DType::float32, DType::float64})) {
+      check_logsumexp(
+          {.device = device(), .dtype = dtype, .shape = {2, 1000}, .axes = {1}, .value = [=](std::int64_t i) {
+             return i % 7 == 3 ? sign * size : sign * 0.5 * size;
+           }});
     }
   }
 }
 
 TEST_P(Logsumexp, TwoNumbersOfAnLseKeepTheGradientOfElementsFarFromZero) {
-  for (const double offset : {300.0, -1e4, 1e4, 1e5}) {
-    for (const std::int64_t columns : {3, 50, 1000, 40003}) {
-      for (const DType dtype : {DType::float32, DType::bfloat16, DType::float64}) {
-        check_logsumexp({.device = device(),
-                         .dtype = dtype,
-                         .shape = {5, columns},
-                         .axes = {1},
-                         .has_split_lse = true,
-                         .value = [=](std::int64_t i) { return offset + normal(i); }});
-      }
-    }
+  for (const auto& [offset, columns, dtype] : combine<double, std::int64_t, DType>(
+           {300.0, -1e4, 1e4, 1e5}, {3, 50, 1000, 40003}, {DType::float32, DType::bfloat16, DType::float64})) {
+    check_logsumexp({.device = device(),
+                     .dtype = dtype,
+                     .shape = {5, columns},
+                     .axes = {1},
+                     .has_split_lse = true,
+                     .value = [=](std::int64_t i) { return offset + normal(i); }});
   }
   for (const bool keepdim : {false, true}) {
     check_logsumexp({.device = device(),

@@ -30,29 +30,28 @@ double rate_of_64(std::int64_t i) { return rate(i, 64); }
 
 TEST_P(LrpeCosineAccuracy, EveryResultIsWithinTheContract) {
   std::printf("| %s | activation | out | lse | grad_x | grad_theta |\n|---|---|---|---|---|---|\n", device_name());
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const LrpeCosineActivation& activation : every_activation()) {
-      LrpeCosineShares worst;
-      const LrpeCosineCase sequence = with_activation({.device = device(),
-                                                       .dtype = dtype,
-                                                       .shape = {1, 1, 400, 64},
-                                                       .theta_shape = {1, 64},
-                                                       .theta_dtype = DType::float32,
-                                                       .is_plain = true,
-                                                       .angle = rate_of_64},
-                                                      activation);
-      LrpeCosineCase grid = sequence;
-      grid.grid = {20, 20};
-      grid.theta_shape = {1, 32};
-      LrpeCosineCase strided = sequence;
-      strided.x_placement = with_strides({0, 0, 128, 2});
-      strided.out_placement = strided.grad_out_placement = with_strides({0, 0, 256, 2});
-      for (const LrpeCosineCase& layout : {sequence, grid, strided}) worst.raise(check_lrpe_cosine(layout));
-      std::printf("| %s | %s | %.2f | %.2f | %.2f | %.2f |\n", name_of(dtype), activation.name, worst.out, worst.lse,
-                  worst.grad_x, worst.grad_theta);
-      EXPECT_LE(std::max({worst.out, worst.lse, worst.grad_x, worst.grad_theta}), 1.0)
-          << name_of(dtype) << ", " << activation.name;
-    }
+  for (const auto& [dtype, activation] :
+       combine<DType, LrpeCosineActivation>(floating_point_dtypes(), every_activation())) {
+    LrpeCosineShares worst;
+    const LrpeCosineCase sequence = with_activation({.device = device(),
+                                                     .dtype = dtype,
+                                                     .shape = {1, 1, 400, 64},
+                                                     .theta_shape = {1, 64},
+                                                     .theta_dtype = DType::float32,
+                                                     .is_plain = true,
+                                                     .angle = rate_of_64},
+                                                    activation);
+    LrpeCosineCase grid = sequence;
+    grid.grid = {20, 20};
+    grid.theta_shape = {1, 32};
+    LrpeCosineCase strided = sequence;
+    strided.x_placement = with_strides({0, 0, 128, 2});
+    strided.out_placement = strided.grad_out_placement = with_strides({0, 0, 256, 2});
+    for (const LrpeCosineCase& layout : {sequence, grid, strided}) worst.raise(check_lrpe_cosine(layout));
+    std::printf("| %s | %s | %.2f | %.2f | %.2f | %.2f |\n", name_of(dtype), activation.name, worst.out, worst.lse,
+                worst.grad_x, worst.grad_theta);
+    EXPECT_LE(std::max({worst.out, worst.lse, worst.grad_x, worst.grad_theta}), 1.0)
+        << name_of(dtype) << ", " << activation.name;
   }
 }
 
@@ -109,7 +108,7 @@ TEST_P(LrpeCosineAccuracy, ErrorsDoNotGrowWithThePosition) {
 
 TEST_P(LrpeCosineAccuracy, PositionsOfAnySizeKeepTheContract) {
   constexpr std::int64_t kOne = 1;
-  const std::int64_t offsets[] = {
+  const std::vector<std::int64_t> offsets = {
       1000000,  // where an angle in 16 bits would be off by whole turns
       1000003,
       -1000000,          // behind the start
@@ -120,19 +119,16 @@ TEST_P(LrpeCosineAccuracy, PositionsOfAnySizeKeepTheContract) {
       kOne << 62,  // the most there can be
       -(kOne << 62),
   };
-  for (const std::int64_t offset : offsets) {
-    for (const DType dtype : floating_point_dtypes()) {
-      for (const LrpeCosineActivation& activation : every_activation()) {
-        check_lrpe_cosine(with_activation({.device = device(),
-                                           .dtype = dtype,
-                                           .shape = {1, 2, 6, 64},
-                                           .theta_shape = {2, 64},
-                                           .theta_dtype = activation.dim == -1 ? DType::float32 : dtype,
-                                           .offset = offset,
-                                           .angle = rate_of_64},
-                                          activation));
-      }
-    }
+  for (const auto& [offset, dtype, activation] :
+       combine<std::int64_t, DType, LrpeCosineActivation>(offsets, floating_point_dtypes(), every_activation())) {
+    check_lrpe_cosine(with_activation({.device = device(),
+                                       .dtype = dtype,
+                                       .shape = {1, 2, 6, 64},
+                                       .theta_shape = {2, 64},
+                                       .theta_dtype = activation.dim == -1 ? DType::float32 : dtype,
+                                       .offset = offset,
+                                       .angle = rate_of_64},
+                                      activation));
   }
 }
 
@@ -227,43 +223,38 @@ TEST_P(LrpeCosineAccuracy, AProductThatLeavesFloat32IsNaNAndOneThatUnderflowsIsZ
 
 TEST_P(LrpeCosineAccuracy, ASoftmaxFarFromZeroIsAsPreciseAsAtZero) {
   // An lse of 10000 that is rounded to float32 is off by up to 5e-4, and so would be all that is made of it.
-  for (const double mean : {30.0, 100.0, 1000.0, 10000.0, -30.0, -10000.0}) {
+  for (const auto& [mean, dtype, activation, batch] : combine<double, DType, LrpeCosineActivation, std::int64_t>(
+           {30.0, 100.0, 1000.0, 10000.0, -30.0, -10000.0}, {DType::float32, DType::bfloat16},
+           {every_activation()[4], every_activation()[5]}, {1, 3})) {
     SCOPED_TRACE("mean " + std::to_string(mean));
-    for (const DType dtype : {DType::float32, DType::bfloat16}) {
-      for (const LrpeCosineActivation& activation : {every_activation()[4], every_activation()[5]}) {
-        for (const std::int64_t batch : {1, 3}) {
-          check_lrpe_cosine(with_activation(
-              {.device = device(),
-               .dtype = dtype,
-               .shape = {batch, 2, 200, 64},
-               .theta_shape = {2, 64},
-               .theta_dtype = DType::float32,
-               .is_plain = true,
-               .value = [=](std::int64_t i) { return mean + random_normal(73, static_cast<std::uint64_t>(i)); },
-               .angle = rate_of_64},
-              activation));
-        }
-      }
-    }
+    check_lrpe_cosine(with_activation(
+        {.device = device(),
+         .dtype = dtype,
+         .shape = {batch, 2, 200, 64},
+         .theta_shape = {2, 64},
+         .theta_dtype = DType::float32,
+         .is_plain = true,
+         .value = [=](std::int64_t i) { return mean + random_normal(73, static_cast<std::uint64_t>(i)); },
+         .angle = rate_of_64},
+        activation));
   }
 }
 
 TEST_P(LrpeCosineAccuracy, HeavyTailedInputsKeepTheContract) {
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const LrpeCosineActivation& activation : every_activation()) {
-      check_lrpe_cosine(with_activation({.device = device(),
-                                         .dtype = dtype,
-                                         .shape = {1, 2, 100, 32},
-                                         .theta_shape = {2, 32},
-                                         .theta_dtype = DType::float32,
-                                         .value =
-                                             [](std::int64_t i) {
-                                               const double z = random_normal(71, static_cast<std::uint64_t>(i));
-                                               return 3.0 * z * z * z;
-                                             },
-                                         .angle = [](std::int64_t i) { return rate(i, 32); }},
-                                        activation));
-    }
+  for (const auto& [dtype, activation] :
+       combine<DType, LrpeCosineActivation>(floating_point_dtypes(), every_activation())) {
+    check_lrpe_cosine(with_activation({.device = device(),
+                                       .dtype = dtype,
+                                       .shape = {1, 2, 100, 32},
+                                       .theta_shape = {2, 32},
+                                       .theta_dtype = DType::float32,
+                                       .value =
+                                           [](std::int64_t i) {
+                                             const double z = random_normal(71, static_cast<std::uint64_t>(i));
+                                             return 3.0 * z * z * z;
+                                           },
+                                       .angle = [](std::int64_t i) { return rate(i, 32); }},
+                                      activation));
   }
 }
 

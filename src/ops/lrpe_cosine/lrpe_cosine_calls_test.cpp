@@ -25,7 +25,7 @@ std::vector<LrpeCosineCase> cases_of_every_kind(Device device) {
     Dims shape, theta, grid;
     bool is_transposed;
   };
-  const Shape shapes[] = {
+  const std::vector<Shape> shapes = {
       {{2, 4, 70, 64}, {4, 64}, {}, false},          // the usual
       {{2, 4, 70, 64}, {1, 1}, {}, true},            // one angle, summed over everything; heads inside
       {{1, 1, 9001, 8}, {1, 8}, {}, false},          // a long sequence: pieces of sums and of softmaxes
@@ -35,20 +35,17 @@ std::vector<LrpeCosineCase> cases_of_every_kind(Device device) {
       {{40, 30, 2, 16}, {30, 16}, {}, false},        // many short ones
   };
   std::vector<LrpeCosineCase> cases;
-  for (const Shape& s : shapes) {
+  for (const auto& [s, activation] : combine<Shape, LrpeCosineActivation>(shapes, every_activation())) {
     const HeadLayout& layout = head_layouts()[s.is_transposed ? 1 : 0];
-    for (const LrpeCosineActivation& activation : every_activation()) {
-      cases.push_back(
-          with_activation({.device = device,
-                           .dtype = cases.size() % 3 == 2 ? DType::float32 : DType::bfloat16,
-                           .shape = s.shape,
-                           .theta_shape = s.theta,
-                           .theta_dtype = DType::float32,
-                           .grid = s.grid,
-                           .x_placement = layout.of(s.shape),
-                           .out_placement = layout.of({s.shape[0], s.shape[1], s.shape[2], 2 * s.shape[3]})},
-                          activation));
-    }
+    cases.push_back(with_activation({.device = device,
+                                     .dtype = cases.size() % 3 == 2 ? DType::float32 : DType::bfloat16,
+                                     .shape = s.shape,
+                                     .theta_shape = s.theta,
+                                     .theta_dtype = DType::float32,
+                                     .grid = s.grid,
+                                     .x_placement = layout.of(s.shape),
+                                     .out_placement = layout.of({s.shape[0], s.shape[1], s.shape[2], 2 * s.shape[3]})},
+                                    activation));
   }
   // Positions that lie on the device, where no call may read them back.
   const LrpeCosineCase plain{

@@ -26,80 +26,70 @@ TEST_P(LrpeCosineEdges, InfinitiesAndNaNFollowTheFormula) {
   const double specials[] = {kInfinity, -kInfinity, kNaN, 0.0, 1.5, -1.5, -0.0};
   for (const LrpeCosineActivation& activation : every_activation()) {
     if (activation.activation == Activation::softmax) continue;
-    for (const DType dtype : floating_point_dtypes()) {
-      for (const std::int64_t features : {7, 64}) {
-        check_lrpe_cosine(with_activation({.device = device(),
-                                           .dtype = dtype,
-                                           .shape = {2, 2, 6, features},
-                                           .theta_shape = {2, features},
-                                           .extra_tokens = 2,
-                                           .value = [=](std::int64_t i) { return specials[i % features % 7]; }},
-                                          activation));
-      }
+    for (const auto& [dtype, features] : combine<DType, std::int64_t>(floating_point_dtypes(), {7, 64})) {
+      check_lrpe_cosine(with_activation({.device = device(),
+                                         .dtype = dtype,
+                                         .shape = {2, 2, 6, features},
+                                         .theta_shape = {2, features},
+                                         .extra_tokens = 2,
+                                         .value = [=](std::int64_t i) { return specials[i % features % 7]; }},
+                                        activation));
     }
   }
 }
 
 TEST_P(LrpeCosineEdges, ANaNStaysWhereItIs) {
   // One element of x, in the middle: the elementwise activations spread it over nothing else.
-  for (const LrpeCosineActivation& activation : every_activation()) {
-    for (const double special : {kNaN, kInfinity, -kInfinity}) {
-      check_lrpe_cosine(with_activation({.device = device(),
-                                         .dtype = DType::bfloat16,
-                                         .shape = {2, 3, 9, 16},
-                                         .theta_shape = {3, 16},
-                                         .value = [=](std::int64_t i) { return i == 469 ? special : normal(i); }},
-                                        activation));
-    }
+  for (const auto& [activation, special] :
+       combine<LrpeCosineActivation, double>(every_activation(), {kNaN, kInfinity, -kInfinity})) {
+    check_lrpe_cosine(with_activation({.device = device(),
+                                       .dtype = DType::bfloat16,
+                                       .shape = {2, 3, 9, 16},
+                                       .theta_shape = {3, 16},
+                                       .value = [=](std::int64_t i) { return i == 469 ? special : normal(i); }},
+                                      activation));
   }
 }
 
 TEST_P(LrpeCosineEdges, ElementsThatAnExponentialCannotHold) {
   // e^88 and e^-88 are the last that float32 holds, e^104 and e^-104 are beyond its subnormals too.
-  const double sizes[] = {20.0, 80.0, 87.0, 88.0, 89.0, 103.0, 104.0, 1e4, 3e4};
-  for (const LrpeCosineActivation& activation : every_activation()) {
-    for (const DType dtype : floating_point_dtypes()) {
-      for (const double size : sizes) {
-        for (const double sign : {1.0, -1.0}) {
-          check_lrpe_cosine(
-              with_activation({.device = device(),
-                               .dtype = dtype,
-                               .shape = {1, 2, 5, 20},
-                               .theta_shape = {2, 1},
-                               .value = [=](std::int64_t i) { return i % 3 == 0 ? sign * size : normal(i); }},
-                              activation));
-        }
-      }
-    }
+  const std::vector<double> sizes = {20.0, 80.0, 87.0, 88.0, 89.0, 103.0, 104.0, 1e4, 3e4};
+  for (const auto& [activation, dtype, size, sign] : combine<LrpeCosineActivation, DType, double, double>(
+           every_activation(), floating_point_dtypes(), sizes, {1.0, -1.0})) {
+    check_lrpe_cosine(with_activation({.device = device(),
+                                       .dtype = dtype,
+                                       .shape = {1, 2, 5, 20},
+                                       .theta_shape = {2, 1},
+                                       .value = [=](std::int64_t i) { return i % 3 == 0 ? sign * size : normal(i); }},
+                                      activation));
   }
 }
 
 TEST_P(LrpeCosineEdges, SoftmaxesOfHugeElementsAreThoseOfTheirDifferences) {
-  for (const LrpeCosineActivation& activation : {every_activation()[4], every_activation()[5]}) {
-    for (const DType dtype : floating_point_dtypes()) {
-      const double huge = 0.75 * largest_finite(dtype);
-      for (const double sign : {1.0, -1.0}) {
-        // A mask is as large as a number can be; two elements of each row, or of each feature, are not masked.
-        check_lrpe_cosine(with_activation({.device = device(),
-                                           .dtype = dtype,
-                                           .shape = {1, 2, 10, 20},
-                                           .theta_shape = {2, 20},
-                                           .value =
-                                               [=](std::int64_t i) {
-                                                 const bool is_masked = (i % 20 + i / 20) % 5 != 2;
-                                                 return is_masked ? sign * -huge : (sign < 0.0 ? -huge : normal(i));
-                                               }},
-                                          activation));
-      }
-      // Rising: every element raises the maximum by more than an exponential can hold.
-      check_lrpe_cosine(with_activation(
-          {.device = device(),
-           .dtype = dtype,
-           .shape = {1, 1, 150, 24},
-           .theta_shape = {1, 1},
-           .value = [](std::int64_t i) { return 100.0 * static_cast<double>(i % 24 + i / 24) - 9000.0; }},
-          activation));
+  for (const auto& [activation, dtype] :
+       combine<LrpeCosineActivation, DType>({every_activation()[4], every_activation()[5]}, floating_point_dtypes())) {
+    const double huge = 0.75 * largest_finite(dtype);
+    for (const double sign : {1.0, -1.0}) {
+      // A mask is as large as a number can be; two elements of each row, or of each feature, are not masked.
+      check_lrpe_cosine(with_activation({.device = device(),
+                                         .dtype = dtype,
+                                         .shape = {1, 2, 10, 20},
+                                         .theta_shape = {2, 20},
+                                         .value =
+                                             [=](std::int64_t i) {
+                                               const bool is_masked = (i % 20 + i / 20) % 5 != 2;
+                                               return is_masked ? sign * -huge : (sign < 0.0 ? -huge : normal(i));
+                                             }},
+                                        activation));
     }
+    // Rising: every element raises the maximum by more than an exponential can hold.
+    check_lrpe_cosine(
+        with_activation({.device = device(),
+                         .dtype = dtype,
+                         .shape = {1, 1, 150, 24},
+                         .theta_shape = {1, 1},
+                         .value = [](std::int64_t i) { return 100.0 * static_cast<double>(i % 24 + i / 24) - 9000.0; }},
+                        activation));
   }
 }
 
@@ -120,28 +110,25 @@ TEST_P(LrpeCosineEdges, SoftmaxesOverInfinitiesFollowPyTorch) {
       {0.0, 0.0, "nothing special beside all these"},
   };
   constexpr std::int64_t kRows = std::size(specials);
-  for (const LrpeCosineActivation& activation : {every_activation()[4], every_activation()[5]}) {
+  for (const auto& [activation, dtype, columns] : combine<LrpeCosineActivation, DType, std::int64_t>(
+           {every_activation()[4], every_activation()[5]}, floating_point_dtypes(), {2, 8, 40, 1000})) {
     const bool is_over_sequence = activation.dim == -2;
-    for (const DType dtype : floating_point_dtypes()) {
-      for (const std::int64_t columns : {2, 8, 40, 1000}) {
-        for (const std::int64_t at : {std::int64_t{0}, columns / 2, columns - 1}) {
-          const std::int64_t positions = is_over_sequence ? columns : kRows;
-          const std::int64_t features = is_over_sequence ? kRows : columns;
-          check_lrpe_cosine(with_activation({.device = device(),
-                                             .dtype = dtype,
-                                             .shape = {1, 1, positions, features},
-                                             .theta_shape = {1, features},
-                                             .value =
-                                                 [&](std::int64_t i) {
-                                                   const std::int64_t n = i / features, d = i % features;
-                                                   const Special& special = specials[is_over_sequence ? d : n];
-                                                   const bool is_first = (is_over_sequence ? n : d) == at;
-                                                   const double value = is_first ? special.first : special.others;
-                                                   return value == 0.0 ? normal(i) : value;
-                                                 }},
-                                            activation));
-        }
-      }
+    for (const std::int64_t at : {std::int64_t{0}, columns / 2, columns - 1}) {
+      const std::int64_t positions = is_over_sequence ? columns : kRows;
+      const std::int64_t features = is_over_sequence ? kRows : columns;
+      check_lrpe_cosine(with_activation({.device = device(),
+                                         .dtype = dtype,
+                                         .shape = {1, 1, positions, features},
+                                         .theta_shape = {1, features},
+                                         .value =
+                                             [&](std::int64_t i) {
+                                               const std::int64_t n = i / features, d = i % features;
+                                               const Special& special = specials[is_over_sequence ? d : n];
+                                               const bool is_first = (is_over_sequence ? n : d) == at;
+                                               const double value = is_first ? special.first : special.others;
+                                               return value == 0.0 ? normal(i) : value;
+                                             }},
+                                        activation));
     }
   }
 }
@@ -167,34 +154,31 @@ TEST_P(LrpeCosineEdges, ABlockOfMinusInfinityBeforeTheRestChangesNothing) {
 
 TEST_P(LrpeCosineEdges, AMaximumThatRisesLateIsFollowed) {
   // Each quarter raises it, by less and by more than any kernel lets it lag behind.
-  for (const double step : {3.0, 6.0, 25.0, 70.0}) {
-    for (const DType dtype : {DType::bfloat16, DType::float32, DType::float64}) {
-      check_lrpe_cosine({.device = device(),
-                         .dtype = dtype,
-                         .shape = {1, 1, 1200, 8},
-                         .theta_shape = {1, 8},
-                         .activation = Activation::softmax,
-                         .activation_dim = -2,
-                         .value = [=](std::int64_t i) { return step * static_cast<double>(i / 8 / 300); }});
-    }
+  for (const auto& [step, dtype] :
+       combine<double, DType>({3.0, 6.0, 25.0, 70.0}, {DType::bfloat16, DType::float32, DType::float64})) {
+    check_lrpe_cosine({.device = device(),
+                       .dtype = dtype,
+                       .shape = {1, 1, 1200, 8},
+                       .theta_shape = {1, 8},
+                       .activation = Activation::softmax,
+                       .activation_dim = -2,
+                       .value = [=](std::int64_t i) { return step * static_cast<double>(i / 8 / 300); }});
   }
 }
 
 TEST_P(LrpeCosineEdges, ReluIsZeroWithDerivativeZeroAtZerosOfEitherSign) {
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const std::int64_t features : {5, 64}) {
-      LrpeCosineRun run({.device = device(),
-                         .dtype = dtype,
-                         .shape = {1, 2, 6, features},
-                         .theta_shape = {2, features},
-                         .activation = Activation::relu,
-                         .value = [](std::int64_t i) { return i % 3 == 0 ? 0.0 : (i % 3 == 1 ? -0.0 : -1e-30); }});
-      run_between_canaries(run);
-      const std::int64_t count = 12 * features;
-      for (std::int64_t i = 0; i < 2 * count; ++i) ASSERT_EQ(run.out.get(i), 0.0) << "element " << i;
-      for (std::int64_t i = 0; i < count; ++i) ASSERT_EQ(run.grad_x.get(i), 0.0) << "element " << i;
-      for (std::int64_t i = 0; i < 2 * features; ++i) ASSERT_EQ(run.grad_theta.get(i), 0.0) << "element " << i;
-    }
+  for (const auto& [dtype, features] : combine<DType, std::int64_t>(floating_point_dtypes(), {5, 64})) {
+    LrpeCosineRun run({.device = device(),
+                       .dtype = dtype,
+                       .shape = {1, 2, 6, features},
+                       .theta_shape = {2, features},
+                       .activation = Activation::relu,
+                       .value = [](std::int64_t i) { return i % 3 == 0 ? 0.0 : (i % 3 == 1 ? -0.0 : -1e-30); }});
+    run_between_canaries(run);
+    const std::int64_t count = 12 * features;
+    for (std::int64_t i = 0; i < 2 * count; ++i) ASSERT_EQ(run.out.get(i), 0.0) << "element " << i;
+    for (std::int64_t i = 0; i < count; ++i) ASSERT_EQ(run.grad_x.get(i), 0.0) << "element " << i;
+    for (std::int64_t i = 0; i < 2 * features; ++i) ASSERT_EQ(run.grad_theta.get(i), 0.0) << "element " << i;
   }
 }
 
@@ -221,37 +205,31 @@ TEST_P(LrpeCosineEdges, ReluPassesThePositiveAndTheNaN) {
 }
 
 TEST_P(LrpeCosineEdges, AThetaThatIsNoNumberGivesNaNWhereItIsUsedAndNowhereElse) {
-  for (const LrpeCosineActivation& activation : every_activation()) {
-    for (const DType dtype : floating_point_dtypes()) {
-      for (const double special : {kNaN, kInfinity, -kInfinity}) {
-        for (const std::int64_t features : {20, 64}) {
-          // Position 0 is among them: no number times 0 is none either. Extra tokens use no theta.
-          check_lrpe_cosine(with_activation({.device = device(),
-                                             .dtype = dtype,
-                                             .shape = {2, 3, 5, features},
-                                             .theta_shape = {3, 16},
-                                             .extra_tokens = 1,
-                                             .angle = [=](std::int64_t i) { return i == 21 ? special : normal(i); }},
-                                            activation));
-        }
-      }
-    }
+  for (const auto& [activation, dtype, special, features] : combine<LrpeCosineActivation, DType, double, std::int64_t>(
+           every_activation(), floating_point_dtypes(), {kNaN, kInfinity, -kInfinity}, {20, 64})) {
+    // Position 0 is among them: no number times 0 is none either. Extra tokens use no theta.
+    check_lrpe_cosine(with_activation({.device = device(),
+                                       .dtype = dtype,
+                                       .shape = {2, 3, 5, features},
+                                       .theta_shape = {3, 16},
+                                       .extra_tokens = 1,
+                                       .angle = [=](std::int64_t i) { return i == 21 ? special : normal(i); }},
+                                      activation));
   }
 }
 
 TEST_P(LrpeCosineEdges, AnUpstreamGradientThatIsNoNumberStaysWhereItIs) {
-  for (const LrpeCosineActivation& activation : every_activation()) {
-    for (const double special : {kNaN, kInfinity}) {
-      check_lrpe_cosine(
-          with_activation({.device = device(),
-                           .dtype = DType::bfloat16,
-                           .shape = {1, 2, 7, 24},
-                           .theta_shape = {2, 24},
-                           .offset = 1,
-                           .value = normal,
-                           .upstream = [=](std::int64_t i) { return i % 48 == 7 ? special : normal(i + 1); }},
-                          activation));
-    }
+  for (const auto& [activation, special] :
+       combine<LrpeCosineActivation, double>(every_activation(), {kNaN, kInfinity})) {
+    check_lrpe_cosine(
+        with_activation({.device = device(),
+                         .dtype = DType::bfloat16,
+                         .shape = {1, 2, 7, 24},
+                         .theta_shape = {2, 24},
+                         .offset = 1,
+                         .value = normal,
+                         .upstream = [=](std::int64_t i) { return i % 48 == 7 ? special : normal(i + 1); }},
+                        activation));
   }
 }
 
@@ -265,7 +243,7 @@ TEST_P(LrpeCosineEdges, EmptyTensorsAreLegalAndThetasGradientIsZeroThere) {
     std::int64_t extra_tokens;
     const char* reason;
   };
-  const Case cases[] = {
+  const std::vector<Case> cases = {
       {{0, 3, 5, 8}, {3, 8}, {}, 0, "no batch entries"},
       {{0, 3, 5, 8}, {1, 1}, {}, 2, "likewise"},
       {{2, 0, 5, 8}, {0, 8}, {}, 0, "no heads"},
@@ -282,20 +260,17 @@ TEST_P(LrpeCosineEdges, EmptyTensorsAreLegalAndThetasGradientIsZeroThere) {
       {{2, 3, 4, 8}, {3, 4}, {3, 0}, 4, "likewise, the last axis"},
       {{1, 1, 1, 1}, {1, 1}, {1, 1}, 0, "a grid of one cell"},
   };
-  for (const Case& c : cases) {
+  for (const auto& [c, activation, dtype] : combine<Case, LrpeCosineActivation, DType>(
+           cases, every_activation(), {DType::bfloat16, DType::float32, DType::float64})) {
     SCOPED_TRACE(c.reason);
-    for (const LrpeCosineActivation& activation : every_activation()) {
-      for (const DType dtype : {DType::bfloat16, DType::float32, DType::float64}) {
-        // Compares every element with the oracle's: the lse of no positions is -inf, a sum of nothing 0.
-        check_lrpe_cosine(with_activation({.device = device(),
-                                           .dtype = dtype,
-                                           .shape = c.shape,
-                                           .theta_shape = c.theta,
-                                           .grid = c.grid,
-                                           .extra_tokens = c.extra_tokens},
-                                          activation));
-      }
-    }
+    // Compares every element with the oracle's: the lse of no positions is -inf, a sum of nothing 0.
+    check_lrpe_cosine(with_activation({.device = device(),
+                                       .dtype = dtype,
+                                       .shape = c.shape,
+                                       .theta_shape = c.theta,
+                                       .grid = c.grid,
+                                       .extra_tokens = c.extra_tokens},
+                                      activation));
   }
 }
 

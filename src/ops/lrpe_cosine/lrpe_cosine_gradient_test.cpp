@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "ops/lrpe_cosine/lrpe_cosine_test_case.h"
+#include "testing/cases.h"
 #include "testing/devices.h"
 
 namespace eaves::testing {
@@ -54,24 +55,22 @@ TEST_P(LrpeCosineGradient, BackwardIsTheDerivativeOfForward) {
     std::int64_t extra_tokens;
     const char* reason;
   };
-  const Case cases[] = {
+  const std::vector<Case> cases = {
       {{1, 2, 6, 8}, {2, 8}, {}, 0, "an angle for each feature"},
       {{2, 2, 5, 7}, {1, 1}, {}, 1, "one angle, an extra token"},
       {{1, 2, 7, 9}, {2, 3}, {2, 3}, 1, "two axes, and features without one"},
       {{1, 1, 8, 7}, {1, 3}, {2, 2, 2}, 0, "three axes, cut at D"},
       {{2, 1, 4, 5}, {1, 9}, {}, 0, "more angles than features"},
   };
-  for (const Case& c : cases) {
+  for (const auto& [c, activation] : combine<Case, LrpeCosineActivation>(cases, every_activation())) {
     SCOPED_TRACE(c.reason);
-    for (const LrpeCosineActivation& activation : every_activation()) {
-      check_gradients(with_activation({.device = device(),
-                                       .dtype = DType::float64,
-                                       .shape = c.shape,
-                                       .theta_shape = c.theta,
-                                       .grid = c.grid,
-                                       .extra_tokens = c.extra_tokens},
-                                      activation));
-    }
+    check_gradients(with_activation({.device = device(),
+                                     .dtype = DType::float64,
+                                     .shape = c.shape,
+                                     .theta_shape = c.theta,
+                                     .grid = c.grid,
+                                     .extra_tokens = c.extra_tokens},
+                                    activation));
   }
 }
 

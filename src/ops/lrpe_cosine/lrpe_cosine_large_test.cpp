@@ -11,6 +11,7 @@
 
 #include "eaves/lrpe_cosine.h"
 #include "runtime/runtime.h"
+#include "testing/cases.h"
 #include "testing/devices.h"
 #include "testing/memory.h"
 #include "testing/tolerance.h"
@@ -161,14 +162,12 @@ class LargeCheck {
   /// The marked elements, and others of their rows and columns.
   std::vector<Index> neighbours() const {
     std::vector<Index> all;
-    for (const Index& at : marked_) {
-      for (const std::int64_t step : {-1, 0, 1}) {
-        Index in_row = at, in_column = at;
-        in_row[3] = (at[3] + step + shape_[3]) % shape_[3];
-        in_column[2] = (at[2] + step + shape_[2]) % shape_[2];
-        all.push_back(in_row);
-        all.push_back(in_column);
-      }
+    for (const auto& [at, step] : combine<Index, std::int64_t>(marked_, {-1, 0, 1})) {
+      Index in_row = at, in_column = at;
+      in_row[3] = (at[3] + step + shape_[3]) % shape_[3];
+      in_column[2] = (at[2] + step + shape_[2]) % shape_[2];
+      all.push_back(in_row);
+      all.push_back(in_column);
     }
     return all;
   }

@@ -30,7 +30,7 @@ struct Geometry {
   std::int64_t cells() const { return std::accumulate(grid.begin(), grid.end(), std::int64_t{1}, std::multiplies<>()); }
 };
 
-const Geometry kGeometries[] = {
+const std::vector<Geometry> kGeometries = {
     {2, 3, {17}, 8, {3, 8}, "one axis, one vector of 16-bit elements"},
     {1, 1, {1}, 1, {1, 1}, "one of everything"},
     {3, 1, {5}, 3, {1, 3}, "shorter than any vector; one head in both"},
@@ -68,34 +68,32 @@ TEST_P(LrpeCosine, EveryGridThetaAndActivationMatchesTheOracle) {
   constexpr DType kDTypes[] = {DType::bfloat16, DType::float16, DType::float32, DType::float64};
   constexpr std::int64_t kExtraTokens[] = {0, 1, 10};
   std::size_t number = 0;
-  for (const Geometry& geometry : kGeometries) {
+  for (const auto& [geometry, activation] : combine<Geometry, LrpeCosineActivation>(kGeometries, every_activation())) {
     SCOPED_TRACE(geometry.reason);
-    for (const LrpeCosineActivation& activation : every_activation()) {
-      for (const DType dtype : kDTypes) {
-        const std::int64_t extra_tokens = kExtraTokens[number % 3];
-        const Dims shape = {geometry.batch, geometry.heads, extra_tokens + geometry.cells(), geometry.features};
-        const Dims out_shape = {shape[0], shape[1], shape[2], 2 * shape[3]};
-        const HeadLayout& layout = head_layouts()[number % 5 < 3 ? number % 5 % 2 : number % head_layouts().size()];
-        SCOPED_TRACE(layout.reason);
-        const bool is_one_axis = geometry.grid.size() == 1;
-        check_lrpe_cosine(with_activation(
-            {.device = device(),
-             .dtype = dtype,
-             .shape = shape,
-             .theta_shape = geometry.theta,
-             .theta_dtype = number % 7 < 3 ? dtype : DType::float32,
-             .grid = is_one_axis && number % 2 == 0 ? Dims{} : geometry.grid,  // empty: one axis of what is there
-             .extra_tokens = extra_tokens,
-             .offset = number % 4 == 1 ? 3 : 0,
-             .x_placement = layout.of(shape),
-             .out_placement = layout.of(out_shape),
-             .grad_out_placement = layout.of(out_shape),
-             .grad_x_placement = layout.of(shape)},
-            activation));
-        ++number;
-      }
+    for (const DType dtype : kDTypes) {
+      const std::int64_t extra_tokens = kExtraTokens[number % 3];
+      const Dims shape = {geometry.batch, geometry.heads, extra_tokens + geometry.cells(), geometry.features};
+      const Dims out_shape = {shape[0], shape[1], shape[2], 2 * shape[3]};
+      const HeadLayout& layout = head_layouts()[number % 5 < 3 ? number % 5 % 2 : number % head_layouts().size()];
+      SCOPED_TRACE(layout.reason);
+      const bool is_one_axis = geometry.grid.size() == 1;
+      check_lrpe_cosine(with_activation(
+          {.device = device(),
+           .dtype = dtype,
+           .shape = shape,
+           .theta_shape = geometry.theta,
+           .theta_dtype = number % 7 < 3 ? dtype : DType::float32,
+           .grid = is_one_axis && number % 2 == 0 ? Dims{} : geometry.grid,  // empty: one axis of what is there
+           .extra_tokens = extra_tokens,
+           .offset = number % 4 == 1 ? 3 : 0,
+           .x_placement = layout.of(shape),
+           .out_placement = layout.of(out_shape),
+           .grad_out_placement = layout.of(out_shape),
+           .grad_x_placement = layout.of(shape)},
+          activation));
       ++number;
     }
+    ++number;
   }
 }
 
@@ -106,23 +104,21 @@ TEST_P(LrpeCosine, EveryLayoutOfEveryTensorMatchesTheOracle) {
   const std::vector<HeadLayout>& layouts = head_layouts();
   for (std::size_t i = 0; i < layouts.size(); ++i) {
     SCOPED_TRACE(layouts[i].reason);
-    for (const LrpeCosineActivation& activation : every_activation()) {
-      for (const DType dtype : floating_point_dtypes()) {
-        for (const std::size_t step : {0, 1}) {  // the same layout for all, and different ones
-          const auto layout = [&](std::size_t tensor) { return layouts[(i + tensor * step) % layouts.size()]; };
-          check_lrpe_cosine(with_activation({.device = device(),
-                                             .dtype = dtype,
-                                             .shape = shape,
-                                             .theta_shape = {3, 16},
-                                             .grid = {2, 3},
-                                             .extra_tokens = 1,
-                                             .x_placement = layout(0).of(shape),
-                                             .out_placement = layout(1).of(out_shape),
-                                             .grad_out_placement = layout(2).of(out_shape),
-                                             .grad_x_placement = layout(3).of(shape)},
-                                            activation));
-        }
-      }
+    // the same layout for all, and different ones
+    for (const auto& [activation, dtype, step] :
+         combine<LrpeCosineActivation, DType, std::size_t>(every_activation(), floating_point_dtypes(), {0, 1})) {
+      const auto layout = [&](std::size_t tensor) { return layouts[(i + tensor * step) % layouts.size()]; };
+      check_lrpe_cosine(with_activation({.device = device(),
+                                         .dtype = dtype,
+                                         .shape = shape,
+                                         .theta_shape = {3, 16},
+                                         .grid = {2, 3},
+                                         .extra_tokens = 1,
+                                         .x_placement = layout(0).of(shape),
+                                         .out_placement = layout(1).of(out_shape),
+                                         .grad_out_placement = layout(2).of(out_shape),
+                                         .grad_x_placement = layout(3).of(shape)},
+                                        activation));
     }
   }
 }
@@ -132,7 +128,7 @@ TEST_P(LrpeCosine, EveryNumberOfFeaturesMatchesTheOracle) {
     std::int64_t count;
     const char* reason;
   };
-  const Features all[] = {
+  const std::vector<Features> all = {
       {1, "one"},
       {2, "one vector of float64"},
       {3, "no vector fits"},
@@ -157,27 +153,23 @@ TEST_P(LrpeCosine, EveryNumberOfFeaturesMatchesTheOracle) {
       {4096, "more than a block of a GPU takes at once, in vectors"},
       {4100, "likewise, one element at a time"},
   };
-  for (const Features& features : all) {
+  for (const auto& [features, activation, dtype, misalignment] :
+       combine<Features, LrpeCosineActivation, DType, std::int64_t>(all, every_activation(),
+                                                                    {DType::bfloat16, DType::float32}, {0, 1})) {
     SCOPED_TRACE(features.reason);
-    for (const LrpeCosineActivation& activation : every_activation()) {
-      for (const DType dtype : {DType::bfloat16, DType::float32}) {
-        for (const std::int64_t misalignment : {0, 1}) {
-          check_lrpe_cosine(with_activation({.device = device(),
-                                             .dtype = dtype,
-                                             .shape = {1, 2, 3, features.count},
-                                             .theta_shape = {2, features.count},
-                                             .theta_dtype = DType::float32,
-                                             .offset = 5,
-                                             .x_placement = contiguous_at(misalignment),
-                                             .theta_placement = contiguous_at(misalignment),
-                                             .out_placement = contiguous_at(misalignment),
-                                             .grad_out_placement = contiguous_at(misalignment),
-                                             .grad_x_placement = contiguous_at(misalignment),
-                                             .grad_theta_placement = contiguous_at(misalignment)},
-                                            activation));
-        }
-      }
-    }
+    check_lrpe_cosine(with_activation({.device = device(),
+                                       .dtype = dtype,
+                                       .shape = {1, 2, 3, features.count},
+                                       .theta_shape = {2, features.count},
+                                       .theta_dtype = DType::float32,
+                                       .offset = 5,
+                                       .x_placement = contiguous_at(misalignment),
+                                       .theta_placement = contiguous_at(misalignment),
+                                       .out_placement = contiguous_at(misalignment),
+                                       .grad_out_placement = contiguous_at(misalignment),
+                                       .grad_x_placement = contiguous_at(misalignment),
+                                       .grad_theta_placement = contiguous_at(misalignment)},
+                                      activation));
   }
 }
 
@@ -187,17 +179,15 @@ TEST_P(LrpeCosine, BatchesThatShareAnglesOfLongRowsMatchTheOracle) {
     const std::int64_t features = dtype == DType::float32 ? 1024 : 2048;  // 256 vectors
     for (const LrpeCosineActivation& activation :
          {every_activation()[0], every_activation()[3], every_activation()[5]}) {
-      for (const std::int64_t batch : {2, 5}) {
-        for (const std::int64_t positions : {1, 9}) {
-          const std::int64_t heads = positions == 1 ? 2 : 1;
-          check_lrpe_cosine(with_activation({.device = device(),
-                                             .dtype = dtype,
-                                             .shape = {batch, heads, positions, features},
-                                             .theta_shape = {heads, features},
-                                             .theta_dtype = DType::float32,
-                                             .offset = 1},
-                                            activation));
-        }
+      for (const auto& [batch, positions] : combine<std::int64_t, std::int64_t>({2, 5}, {1, 9})) {
+        const std::int64_t heads = positions == 1 ? 2 : 1;
+        check_lrpe_cosine(with_activation({.device = device(),
+                                           .dtype = dtype,
+                                           .shape = {batch, heads, positions, features},
+                                           .theta_shape = {heads, features},
+                                           .theta_dtype = DType::float32,
+                                           .offset = 1},
+                                          activation));
       }
     }
   }
@@ -208,7 +198,7 @@ TEST_P(LrpeCosine, EveryNumberOfPositionsMatchesTheOracle) {
     std::int64_t count;
     const char* reason;
   };
-  const Positions all[] = {
+  const std::vector<Positions> all = {
       {1, "one"},
       {2, "two"},
       {31, "one short of a warp"},
@@ -220,26 +210,22 @@ TEST_P(LrpeCosine, EveryNumberOfPositionsMatchesTheOracle) {
       {1000, "no power of two"},
       {4099, "a prime: pieces of a sum or of a softmax that are not full"},
   };
-  for (const Positions& positions : all) {
+  for (const auto& [positions, activation, dtype, is_transposed] :
+       combine<Positions, LrpeCosineActivation, DType, bool>(all, every_activation(), {DType::bfloat16, DType::float32},
+                                                             {false, true})) {
     SCOPED_TRACE(positions.reason);
-    for (const LrpeCosineActivation& activation : every_activation()) {
-      for (const DType dtype : {DType::bfloat16, DType::float32}) {
-        for (const bool is_transposed : {false, true}) {
-          const std::int64_t heads = positions.count < 4000 ? 2 : 1;
-          const Dims shape = {1, heads, positions.count, 16};
-          const HeadLayout& layout = head_layouts()[is_transposed ? 1 : 0];
-          check_lrpe_cosine(with_activation({.device = device(),
-                                             .dtype = dtype,
-                                             .shape = shape,
-                                             .theta_shape = {heads, 12},
-                                             .theta_dtype = DType::float32,
-                                             .x_placement = layout.of(shape),
-                                             .out_placement = layout.of({1, heads, positions.count, 32}),
-                                             .grad_x_placement = layout.of(shape)},
-                                            activation));
-        }
-      }
-    }
+    const std::int64_t heads = positions.count < 4000 ? 2 : 1;
+    const Dims shape = {1, heads, positions.count, 16};
+    const HeadLayout& layout = head_layouts()[is_transposed ? 1 : 0];
+    check_lrpe_cosine(with_activation({.device = device(),
+                                       .dtype = dtype,
+                                       .shape = shape,
+                                       .theta_shape = {heads, 12},
+                                       .theta_dtype = DType::float32,
+                                       .x_placement = layout.of(shape),
+                                       .out_placement = layout.of({1, heads, positions.count, 32}),
+                                       .grad_x_placement = layout.of(shape)},
+                                      activation));
   }
 }
 
@@ -249,7 +235,7 @@ TEST_P(LrpeCosine, BatchesWithAndWithoutAnglesInCommonMatchTheOracle) {
     std::int64_t extra_tokens;
     const char* reason;
   };
-  const Case cases[] = {
+  const std::vector<Case> cases = {
       {{3, 2, 70, 64}, {2, 64}, {}, 0, "more tokens than a block of a GPU has rows: it serves the batch"},
       {{9, 1, 261, 16}, {1, 16}, {}, 1, "a batch that is cut too"},
       {{2, 1, 512, 32}, {1, 32}, {}, 1, "as many tokens as a block has whole, of a softmax over the sequence"},
@@ -260,38 +246,35 @@ TEST_P(LrpeCosine, BatchesWithAndWithoutAnglesInCommonMatchTheOracle) {
       {{3, 1, 9, 520}, {1, 520}, {}, 0, "long rows"},
       {{3, 1, 40, 31}, {1, 31}, {}, 0, "no vector fits"},
   };
-  for (const Case& c : cases) {
+  for (const auto& [c, activation, dtype] :
+       combine<Case, LrpeCosineActivation, DType>(cases, every_activation(), {DType::bfloat16, DType::float32})) {
     SCOPED_TRACE(c.reason);
-    for (const LrpeCosineActivation& activation : every_activation()) {
-      for (const DType dtype : {DType::bfloat16, DType::float32}) {
-        LrpeCosineCase test_case = with_activation({.device = device(),
-                                                    .dtype = dtype,
-                                                    .shape = c.shape,
-                                                    .theta_shape = c.theta,
-                                                    .theta_dtype = DType::float32,
-                                                    .grid = c.grid,
-                                                    .extra_tokens = c.extra_tokens},
-                                                   activation);
-        check_lrpe_cosine(test_case);
-        for (std::int64_t b = 0; b < c.shape[0]; ++b) test_case.offsets.push_back(7 * b);
-        check_lrpe_cosine(test_case);
-      }
-    }
+    LrpeCosineCase test_case = with_activation({.device = device(),
+                                                .dtype = dtype,
+                                                .shape = c.shape,
+                                                .theta_shape = c.theta,
+                                                .theta_dtype = DType::float32,
+                                                .grid = c.grid,
+                                                .extra_tokens = c.extra_tokens},
+                                               activation);
+    check_lrpe_cosine(test_case);
+    for (std::int64_t b = 0; b < c.shape[0]; ++b) test_case.offsets.push_back(7 * b);
+    check_lrpe_cosine(test_case);
   }
 }
 
 TEST_P(LrpeCosine, MoreTokensThanASumHasPiecesMatchTheOracle) {
   // Scratch memory bounds the pieces of theta's gradient: heads times features decide how many tokens each adds up.
-  for (const std::int64_t features : {1032, 1030}) {  // with and without vectors
-    for (const LrpeCosineActivation& activation : {every_activation()[0], every_activation()[5]}) {
-      check_lrpe_cosine(with_activation({.device = device(),
-                                         .dtype = DType::bfloat16,
-                                         .shape = {1, 32, 37, features},
-                                         .theta_shape = {32, 100},
-                                         .theta_dtype = DType::float32,
-                                         .grid = {37}},
-                                        activation));
-    }
+  // with and without vectors
+  for (const auto& [features, activation] :
+       combine<std::int64_t, LrpeCosineActivation>({1032, 1030}, {every_activation()[0], every_activation()[5]})) {
+    check_lrpe_cosine(with_activation({.device = device(),
+                                       .dtype = DType::bfloat16,
+                                       .shape = {1, 32, 37, features},
+                                       .theta_shape = {32, 100},
+                                       .theta_dtype = DType::float32,
+                                       .grid = {37}},
+                                      activation));
   }
 }
 
@@ -338,7 +321,7 @@ TEST_P(LrpeCosine, ThetaAndItsGradientMayLieAnywhere) {
     Placement grad_theta;
     const char* reason;
   };
-  const Case cases[] = {
+  const std::vector<Case> cases = {
       {{3, 16}, with_strides({40, 1}), with_strides({17, 1}), "rows of wider tensors"},
       {{3, 16}, with_strides({1, 3}), with_strides({1, 3}), "transposed"},
       {{3, 16}, with_strides({-16, -1}), with_strides({33, -2}), "in reverse order"},
@@ -350,69 +333,63 @@ TEST_P(LrpeCosine, ThetaAndItsGradientMayLieAnywhere) {
       {{1, 1}, with_strides({999, 999}), with_strides({-5, 5}), "one element: no stride counts"},
       {{3, 16}, contiguous_at(1), contiguous_at(3), "off every boundary"},
   };
-  for (const Case& c : cases) {
+  for (const auto& [c, grid, dtype] :
+       combine<Case, Dims, DType>(cases, {Dims{}, Dims{3, 5}}, floating_point_dtypes())) {
     SCOPED_TRACE(c.reason);
-    for (const Dims& grid : {Dims{}, Dims{3, 5}}) {
-      for (const DType dtype : floating_point_dtypes()) {
-        for (const DType theta_dtype : {dtype, DType::float32}) {
-          check_lrpe_cosine({.device = device(),
-                             .dtype = dtype,
-                             .shape = {2, 3, 16, 32},
-                             .theta_shape = c.shape,
-                             .theta_dtype = theta_dtype,
-                             .grid = grid,
-                             .extra_tokens = 1,
-                             .activation = Activation::silu,
-                             .theta_placement = c.theta,
-                             .grad_theta_placement = c.grad_theta});
-        }
-      }
+    for (const DType theta_dtype : {dtype, DType::float32}) {
+      check_lrpe_cosine({.device = device(),
+                         .dtype = dtype,
+                         .shape = {2, 3, 16, 32},
+                         .theta_shape = c.shape,
+                         .theta_dtype = theta_dtype,
+                         .grid = grid,
+                         .extra_tokens = 1,
+                         .activation = Activation::silu,
+                         .theta_placement = c.theta,
+                         .grad_theta_placement = c.grad_theta});
     }
   }
 }
 
 TEST_P(LrpeCosine, AnUpstreamGradientAndXMayBeExpanded) {
   const Dims shape = {2, 3, 7, 24};
-  for (const LrpeCosineActivation& activation : every_activation()) {
-    for (const DType dtype : floating_point_dtypes()) {
-      LrpeCosineCase plain =
-          with_activation({.device = device(), .dtype = dtype, .shape = shape, .theta_shape = {3, 24}}, activation);
-      for (const Dims& strides : {Dims{0, 0, 0, 0}, Dims{0, 0, 48, 1}, Dims{7, 0, 1, 0}}) {
-        LrpeCosineCase of_gradient = plain;
-        of_gradient.grad_out_placement = with_strides(strides);
-        check_lrpe_cosine(of_gradient);
-        LrpeCosineCase of_x = plain;
-        of_x.x_placement = with_strides(strides);
-        check_lrpe_cosine(of_x);
-      }
+  for (const auto& [activation, dtype] :
+       combine<LrpeCosineActivation, DType>(every_activation(), floating_point_dtypes())) {
+    LrpeCosineCase plain =
+        with_activation({.device = device(), .dtype = dtype, .shape = shape, .theta_shape = {3, 24}}, activation);
+    for (const Dims& strides : {Dims{0, 0, 0, 0}, Dims{0, 0, 48, 1}, Dims{7, 0, 1, 0}}) {
+      LrpeCosineCase of_gradient = plain;
+      of_gradient.grad_out_placement = with_strides(strides);
+      check_lrpe_cosine(of_gradient);
+      LrpeCosineCase of_x = plain;
+      of_x.x_placement = with_strides(strides);
+      check_lrpe_cosine(of_x);
     }
   }
 }
 
 TEST_P(LrpeCosine, ExtraTokensAreActivatedAndNothingElse) {
   // Exactly: the cosine of an angle of 0 is 1 and its sine 0, whatever theta is, and theta gets nothing from them.
-  for (const DType dtype : floating_point_dtypes()) {
-    for (const Dims& grid : {Dims{}, Dims{2, 2}, Dims{4}}) {
-      LrpeCosineRun run({.device = device(),
-                         .dtype = dtype,
-                         .shape = {2, 2, 7, 20},
-                         .theta_shape = {2, 10},
-                         .grid = grid,
-                         .extra_tokens = 3,
-                         .offset = 1000,
-                         .angle = [](std::int64_t) { return std::numeric_limits<double>::quiet_NaN(); },
-                         .upstream = [](std::int64_t i) { return i / 40 % 7 < 3 ? 1.0 + i % 40 : 0.0; }});
-      run_between_canaries(run);
-      for (std::int64_t i = 0; i < 2 * 2 * 7 * 20; ++i) {
-        const std::int64_t n = i / 20 % 7, d = i % 20, at = i / 20 * 40 + d;
-        if (n < 3 || (grid.size() != 2 && d >= 10)) {
-          ASSERT_EQ(run.out.get(at), run.x.get(i)) << "element " << i;
-          ASSERT_EQ(run.out.get(at + 20), 0.0) << "element " << i;
-          ASSERT_EQ(run.grad_x.get(i), run.grad_out.get(at)) << "element " << i;
-        } else {
-          ASSERT_TRUE(std::isnan(run.out.get(at)) && std::isnan(run.out.get(at + 20))) << "element " << i;
-          ASSERT_TRUE(std::isnan(run.grad_x.get(i))) << "element " << i;
-        }
+  for (const auto& [dtype, grid] : combine<DType, Dims>(floating_point_dtypes(), {Dims{}, Dims{2, 2}, Dims{4}})) {
+    LrpeCosineRun run({.device = device(),
+                       .dtype = dtype,
+                       .shape = {2, 2, 7, 20},
+                       .theta_shape = {2, 10},
+                       .grid = grid,
+                       .extra_tokens = 3,
+                       .offset = 1000,
+                       .angle = [](std::int64_t) { return std::numeric_limits<double>::quiet_NaN(); },
+                       .upstream = [](std::int64_t i) { return i / 40 % 7 < 3 ? 1.0 + i % 40 : 0.0; }});
+    run_between_canaries(run);
+    for (std::int64_t i = 0; i < 2 * 2 * 7 * 20; ++i) {
+      const std::int64_t n = i / 20 % 7, d = i % 20, at = i / 20 * 40 + d;
+      if (n < 3 || (grid.size() != 2 && d >= 10)) {
+        ASSERT_EQ(run.out.get(at), run.x.get(i)) << "element " << i;
+        ASSERT_EQ(run.out.get(at + 20), 0.0) << "element " << i;
+        ASSERT_EQ(run.grad_x.get(i), run.grad_out.get(at)) << "element " << i;
+      } else {
+        ASSERT_TRUE(std::isnan(run.out.get(at)) && std::isnan(run.out.get(at + 20))) << "element " << i;
+        ASSERT_TRUE(std::isnan(run.grad_x.get(i))) << "element " << i;
       }
     }
   }
@@ -472,16 +449,13 @@ TEST_P(LrpeCosine, PositionsGivenInAnyWayMatchTheOracle) {
   add([&](LrpeCosineCase& c) { c.cu_seqlens = {0, 0, 0, 4, 4, 11, 11}; });                 // empty sequences
   add([&](LrpeCosineCase& c) { c.cu_seqlens = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}; });  // all positions 0
   for (LrpeCosineCase& c : cases) {
-    for (const DType integers : {DType::int32, DType::int64}) {
-      for (const DType dtype : floating_point_dtypes()) {
-        for (const LrpeCosineActivation& activation : every_activation()) {
-          if (activation.dim == -2 && !c.cu_seqlens.empty()) continue;  // refused
-          c.integers = integers;
-          c.dtype = dtype;
-          c.theta_dtype = DType::float32;
-          check_lrpe_cosine(with_activation(c, activation));
-        }
-      }
+    for (const auto& [integers, dtype, activation] : combine<DType, DType, LrpeCosineActivation>(
+             {DType::int32, DType::int64}, floating_point_dtypes(), every_activation())) {
+      if (activation.dim == -2 && !c.cu_seqlens.empty()) continue;  // refused
+      c.integers = integers;
+      c.dtype = dtype;
+      c.theta_dtype = DType::float32;
+      check_lrpe_cosine(with_activation(c, activation));
     }
   }
 }
@@ -508,38 +482,34 @@ TEST_P(LrpeCosine, TheSamePositionsGivenInAnotherWayChangeNoBit) {
   std::vector<std::int64_t> once, for_each_batch;
   for (std::int64_t n = 0; n < kPositions; ++n) once.push_back(n + 3);
   for (int b = 0; b < 2; ++b) for_each_batch.insert(for_each_batch.end(), once.begin(), once.end());
-  for (const LrpeCosineActivation& activation : every_activation()) {
-    for (const DType dtype : floating_point_dtypes()) {
-      for (const Dims& theta : {Dims{3, 24}, Dims{1, 1}}) {
-        const LrpeCosineCase plain = with_activation(
-            {.device = device(), .dtype = dtype, .shape = {2, 3, kPositions, 24}, .theta_shape = theta, .offset = 3},
-            activation);
-        SCOPED_TRACE(description_of(plain));
-        LrpeCosineRun expected(plain);
-        expected.run();
-        const auto expect_equal = [&](const char* what, auto change) {
-          LrpeCosineCase changed = plain;
-          changed.offset = 0;
-          change(changed);
-          LrpeCosineRun run(changed);
-          run_between_canaries(run);
-          // Angles of each batch entry's own may be summed in another order.
-          const bool is_for_each_batch = changed.offsets.size() > 1 || changed.positions.size() > kPositions;
-          const bool has_order = device().type == DeviceType::cpu || !is_for_each_batch;
-          EXPECT_TRUE(has_order ? run.results_equal(expected) : run.elementwise_results_equal(expected)) << what;
-        };
-        expect_equal("a grid of one axis", [&](LrpeCosineCase& c) { c.grid = {kPositions}, c.offset = 3; });
-        for (const DType integers : {DType::int32, DType::int64}) {
-          expect_equal("one offset", [&](LrpeCosineCase& c) { c.integers = integers, c.offsets = {3}; });
-          expect_equal("offsets", [&](LrpeCosineCase& c) { c.integers = integers, c.offsets = {1, 1}, c.offset = 2; });
-          expect_equal("positions [N]", [&](LrpeCosineCase& c) { c.integers = integers, c.positions = once; });
-          expect_equal("positions [B, N]",
-                       [&](LrpeCosineCase& c) { c.integers = integers, c.positions = for_each_batch; });
-          expect_equal("positions [B, N], expanded", [&](LrpeCosineCase& c) {
-            c.integers = integers, c.positions = for_each_batch, c.positions_placement = with_strides({0, 2});
-          });
-        }
-      }
+  for (const auto& [activation, dtype, theta] : combine<LrpeCosineActivation, DType, Dims>(
+           every_activation(), floating_point_dtypes(), {Dims{3, 24}, Dims{1, 1}})) {
+    const LrpeCosineCase plain = with_activation(
+        {.device = device(), .dtype = dtype, .shape = {2, 3, kPositions, 24}, .theta_shape = theta, .offset = 3},
+        activation);
+    SCOPED_TRACE(description_of(plain));
+    LrpeCosineRun expected(plain);
+    expected.run();
+    const auto expect_equal = [&](const char* what, auto change) {
+      LrpeCosineCase changed = plain;
+      changed.offset = 0;
+      change(changed);
+      LrpeCosineRun run(changed);
+      run_between_canaries(run);
+      // Angles of each batch entry's own may be summed in another order.
+      const bool is_for_each_batch = changed.offsets.size() > 1 || changed.positions.size() > kPositions;
+      const bool has_order = device().type == DeviceType::cpu || !is_for_each_batch;
+      EXPECT_TRUE(has_order ? run.results_equal(expected) : run.elementwise_results_equal(expected)) << what;
+    };
+    expect_equal("a grid of one axis", [&](LrpeCosineCase& c) { c.grid = {kPositions}, c.offset = 3; });
+    for (const DType integers : {DType::int32, DType::int64}) {
+      expect_equal("one offset", [&](LrpeCosineCase& c) { c.integers = integers, c.offsets = {3}; });
+      expect_equal("offsets", [&](LrpeCosineCase& c) { c.integers = integers, c.offsets = {1, 1}, c.offset = 2; });
+      expect_equal("positions [N]", [&](LrpeCosineCase& c) { c.integers = integers, c.positions = once; });
+      expect_equal("positions [B, N]", [&](LrpeCosineCase& c) { c.integers = integers, c.positions = for_each_batch; });
+      expect_equal("positions [B, N], expanded", [&](LrpeCosineCase& c) {
+        c.integers = integers, c.positions = for_each_batch, c.positions_placement = with_strides({0, 2});
+      });
     }
   }
 }
@@ -590,61 +560,55 @@ TEST_P(LrpeCosine, OneTokenAtAnOffsetIsThatRowOfTheWholeBitForBit) {
   // Decoding: what the model computes token by token is what it was trained with. 1000: beyond a table of small angles.
   for (const LrpeCosineActivation& activation : every_activation()) {
     if (activation.dim == -2) continue;
-    for (const DType dtype : floating_point_dtypes()) {
-      for (const std::int64_t first : {0, 1000}) {
-        for (const Dims& theta : {Dims{3, 24}, Dims{1, 1}, Dims{3, 40}}) {
-          const LrpeCosineCase whole_case = with_activation(
-              {.device = device(), .dtype = dtype, .shape = {2, 3, 37, 40}, .theta_shape = theta, .offset = first},
-              activation);
-          LrpeCosineRun whole(whole_case), one_by_one(whole_case);
-          whole.run();
-          for (std::int64_t n = 0; n < 37; ++n) {
-            LrpeCosineForwardArgs forward = one_by_one.forward_args();
-            forward.x = slice(forward.x, 2, n), forward.out = slice(forward.out, 2, n);
-            forward.angles.offset += n;
-            lrpe_cosine_forward(forward);
-            LrpeCosineBackwardArgs backward = one_by_one.backward_args();
-            backward.x = slice(backward.x, 2, n), backward.grad_out = slice(backward.grad_out, 2, n);
-            backward.grad_x = slice(backward.grad_x, 2, n), backward.grad_theta = {};
-            backward.angles.offset += n;
-            lrpe_cosine_backward(backward);
-          }
-          one_by_one.download();
-          EXPECT_TRUE(one_by_one.elementwise_results_equal(whole)) << description_of(whole_case);
-        }
+    for (const auto& [dtype, first, theta] : combine<DType, std::int64_t, Dims>(
+             floating_point_dtypes(), {0, 1000}, {Dims{3, 24}, Dims{1, 1}, Dims{3, 40}})) {
+      const LrpeCosineCase whole_case = with_activation(
+          {.device = device(), .dtype = dtype, .shape = {2, 3, 37, 40}, .theta_shape = theta, .offset = first},
+          activation);
+      LrpeCosineRun whole(whole_case), one_by_one(whole_case);
+      whole.run();
+      for (std::int64_t n = 0; n < 37; ++n) {
+        LrpeCosineForwardArgs forward = one_by_one.forward_args();
+        forward.x = slice(forward.x, 2, n), forward.out = slice(forward.out, 2, n);
+        forward.angles.offset += n;
+        lrpe_cosine_forward(forward);
+        LrpeCosineBackwardArgs backward = one_by_one.backward_args();
+        backward.x = slice(backward.x, 2, n), backward.grad_out = slice(backward.grad_out, 2, n);
+        backward.grad_x = slice(backward.grad_x, 2, n), backward.grad_theta = {};
+        backward.angles.offset += n;
+        lrpe_cosine_backward(backward);
       }
+      one_by_one.download();
+      EXPECT_TRUE(one_by_one.elementwise_results_equal(whole)) << description_of(whole_case);
     }
   }
 }
 
 TEST_P(LrpeCosine, ABatchOfOneIsThatEntryOfALargerBatchBitForBit) {
-  for (const LrpeCosineActivation& activation : every_activation()) {
-    for (const DType dtype : floating_point_dtypes()) {
-      for (const bool is_grid : {false, true}) {
-        const LrpeCosineCase batch_case = with_activation({.device = device(),
-                                                           .dtype = dtype,
-                                                           .shape = {5, 3, 37, 24},
-                                                           .theta_shape = {3, 12},
-                                                           .grid = is_grid ? Dims{5, 7} : Dims{},
-                                                           .extra_tokens = is_grid ? 2 : 0},
-                                                          activation);
-        LrpeCosineRun batch(batch_case), one_by_one(batch_case);
-        batch.run();
-        for (std::int64_t b = 0; b < 5; ++b) {
-          LrpeCosineForwardArgs forward = one_by_one.forward_args();
-          for (TensorView* view : {&forward.x, &forward.out, &forward.lse}) *view = slice(*view, 0, b);
-          lrpe_cosine_forward(forward);
-          LrpeCosineBackwardArgs backward = one_by_one.backward_args();
-          for (TensorView* view : {&backward.x, &backward.grad_out, &backward.lse, &backward.grad_x}) {
-            *view = slice(*view, 0, b);
-          }
-          backward.grad_theta = {};
-          lrpe_cosine_backward(backward);
-        }
-        one_by_one.download();
-        EXPECT_TRUE(one_by_one.elementwise_results_equal(batch)) << description_of(batch_case);
+  for (const auto& [activation, dtype, is_grid] :
+       combine<LrpeCosineActivation, DType, bool>(every_activation(), floating_point_dtypes(), {false, true})) {
+    const LrpeCosineCase batch_case = with_activation({.device = device(),
+                                                       .dtype = dtype,
+                                                       .shape = {5, 3, 37, 24},
+                                                       .theta_shape = {3, 12},
+                                                       .grid = is_grid ? Dims{5, 7} : Dims{},
+                                                       .extra_tokens = is_grid ? 2 : 0},
+                                                      activation);
+    LrpeCosineRun batch(batch_case), one_by_one(batch_case);
+    batch.run();
+    for (std::int64_t b = 0; b < 5; ++b) {
+      LrpeCosineForwardArgs forward = one_by_one.forward_args();
+      for (TensorView* view : {&forward.x, &forward.out, &forward.lse}) *view = slice(*view, 0, b);
+      lrpe_cosine_forward(forward);
+      LrpeCosineBackwardArgs backward = one_by_one.backward_args();
+      for (TensorView* view : {&backward.x, &backward.grad_out, &backward.lse, &backward.grad_x}) {
+        *view = slice(*view, 0, b);
       }
+      backward.grad_theta = {};
+      lrpe_cosine_backward(backward);
     }
+    one_by_one.download();
+    EXPECT_TRUE(one_by_one.elementwise_results_equal(batch)) << description_of(batch_case);
   }
 }
 
