@@ -10,8 +10,16 @@
 
 namespace eaves::testing {
 
+/// The device of the test that runs: of its cases too, unless they name another.
+inline Device& device_of_test() {
+  static Device device = kCpu;
+  return device;
+}
+
 class OnEachDevice : public ::testing::TestWithParam<DeviceType> {
  protected:
+  OnEachDevice() { device_of_test() = device(); }
+  ~OnEachDevice() override { device_of_test() = kCpu; }
   void SetUp() override {
     if (GetParam() == DeviceType::cuda && runtime::gpu_count() == 0) GTEST_SKIP() << system_info().cuda_missing;
   }

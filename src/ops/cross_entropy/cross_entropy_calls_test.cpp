@@ -67,12 +67,11 @@ TEST_P(CrossEntropyCalls, TwoRunsAreBitwiseEqual) {
 
 TEST_P(CrossEntropyCalls, CallsThatFollowEachOtherMayShareAWorkspace) {
   // All cut their rows into pieces; none may overwrite what another has yet to merge.
-  const CrossEntropyCase long_rows{.device = device(), .dtype = DType::bfloat16, .shape = {2, 400003}, .value = normal};
-  const CrossEntropyCase long_columns{
-      .device = device(), .dtype = DType::bfloat16, .shape = {20000, 72}, .class_axis = 0, .value = normal};
+  const CrossEntropyCase long_rows{.dtype = DType::bfloat16, .shape = {2, 400003}, .value = normal};
+  const CrossEntropyCase long_columns{.dtype = DType::bfloat16, .shape = {20000, 72}, .class_axis = 0, .value = normal};
   // In place, the divisors of these lie at the same address, and are still being counted when the first rows begin.
   const CrossEntropyCase many_rows{
-      .device = device(), .dtype = DType::bfloat16, .shape = {200000, 24}, .wants_all_of_row = false, .value = normal};
+      .dtype = DType::bfloat16, .shape = {200000, 24}, .wants_all_of_row = false, .value = normal};
   CrossEntropyCase few_count = many_rows;
   few_count.target = [](std::int64_t row) { return row % 8 == 0 ? 5.0 : CrossEntropyOptions{}.ignore_index; };
   expect_a_workspace_can_be_shared<CrossEntropyRun>(
@@ -106,7 +105,7 @@ TEST_P(CrossEntropyCalls, AWorkspaceOfTheStatedSizeIsEnoughAndAsSmallAsTheHeader
 TEST_P(CrossEntropyCalls, CallsFromSeveralThreadsDoNotDisturbEachOther) {
   // The second shape is cut into pieces: every call has scratch memory of its own.
   for (const Dims& shape : {Dims{64, 3000}, Dims{2, 100003}}) {
-    const CrossEntropyCase test_case{.device = device(), .dtype = DType::bfloat16, .shape = shape, .value = normal};
+    const CrossEntropyCase test_case{.dtype = DType::bfloat16, .shape = shape, .value = normal};
     expect_undisturbed_by_other_threads<CrossEntropyRun>(test_case, check::to_string(shape),
                                                          [](CrossEntropyRun& run, const ExecutionContext& context) {
                                                            for (int repetition = 0; repetition < 10; ++repetition) {

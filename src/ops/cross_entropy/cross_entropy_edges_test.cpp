@@ -59,8 +59,7 @@ TEST_P(CrossEntropyEdges, InfinitiesAndNaNsFollowTheHeader) {
   for (const auto& [dtype, columns] : combine<DType, std::int64_t>(floating_point_dtypes(), kLengths)) {
     for (const auto& [at, axis] : combine<std::int64_t, int>({std::int64_t{0}, columns / 2 - 1, columns - 2}, {0, 1})) {
       for (const std::int64_t target : {at, at + 1, std::int64_t{0}}) {
-        check_cross_entropy({.device = device(),
-                             .dtype = dtype,
+        check_cross_entropy({.dtype = dtype,
                              .shape = axis == 1 ? Dims{kRows, columns} : Dims{columns, kRows},
                              .class_axis = axis,
                              .options = {.reduction = Reduction::none},
@@ -82,8 +81,7 @@ TEST_P(CrossEntropyEdges, MinusInfinityInAClassWithoutWeightCostsNothing) {
   for (const auto& [dtype, columns] : combine<DType, std::int64_t>(floating_point_dtypes(), kLengths)) {
     const auto is_masked = [=](std::int64_t i) { return i % columns % 2 == 1; };
     const auto masked = [=](std::int64_t i) { return is_masked(i) ? -kInfinity : normal(i); };
-    CrossEntropyCase smoothed{.device = device(),
-                              .dtype = dtype,
+    CrossEntropyCase smoothed{.dtype = dtype,
                               .shape = {4, columns},
                               .options = {.reduction = Reduction::none, .label_smoothing = 0.2},
                               .weight_dtype = dtype,
@@ -95,8 +93,7 @@ TEST_P(CrossEntropyEdges, MinusInfinityInAClassWithoutWeightCostsNothing) {
     smoothed.options.label_smoothing = 0.0;
     smoothed.target = [](std::int64_t row) { return row % 2 == 0 ? 1.0 : 0.0; };  // a masked class of weight 0
     check_cross_entropy(smoothed);
-    check_cross_entropy({.device = device(),
-                         .dtype = dtype,
+    check_cross_entropy({.dtype = dtype,
                          .shape = {4, columns},
                          .options = {.reduction = Reduction::none},
                          .targets_dtype = DType::float32,
@@ -109,7 +106,6 @@ TEST_P(CrossEntropyEdges, MinusInfinityInAClassWithoutWeightCostsNothing) {
 TEST_P(CrossEntropyEdges, MinusInfinityInAClassWithMassIsAnInfiniteLossWithAFiniteGradient) {
   for (const auto& [columns, smoothing] : combine<std::int64_t, double>(kLengths, {0.2, 1.0})) {
     CrossEntropyCase test_case{
-        .device = device(),
         .dtype = DType::float32,
         .shape = {4, columns},
         .options = {.reduction = Reduction::none, .label_smoothing = smoothing},
@@ -125,8 +121,7 @@ TEST_P(CrossEntropyEdges, MinusInfinityInAClassWithMassIsAnInfiniteLossWithAFini
 
 TEST_P(CrossEntropyEdges, ASoftcapMakesInfinitiesFinite) {
   for (const auto& [dtype, columns] : combine<DType, std::int64_t>(floating_point_dtypes(), kLengths)) {
-    check_cross_entropy({.device = device(),
-                         .dtype = dtype,
+    check_cross_entropy({.dtype = dtype,
                          .shape = {4, columns},
                          .options = {.reduction = Reduction::none, .label_smoothing = 0.1, .softcap = 8.0},
                          .value =
@@ -143,8 +138,7 @@ TEST_P(CrossEntropyEdges, IgnoredRowsHaveNoLossAndNoGradientWhateverTheyHold) {
            {kNaN, kInfinity, -kInfinity, 1e30}, {DType::bfloat16, DType::float32, DType::float64}, kLengths, {1, 0},
            {false, true})) {
     CrossEntropyRun run(
-        {.device = device(),
-         .dtype = dtype,
+        {.dtype = dtype,
          .shape = axis == 1 ? Dims{4, columns} : Dims{columns, 4},
          .class_axis = axis,
          .options = {.reduction = Reduction::mean, .label_smoothing = 0.1, .z_loss_weight = 0.1},
@@ -173,8 +167,7 @@ TEST_P(CrossEntropyEdges, TheWeightOfTheIgnoredClassIsNeverRead) {
   // So far away that a read would be the end of the process.
   for (const auto& [ignored, targets, columns, smoothing] : combine<std::int64_t, DType, std::int64_t, double>(
            {std::int64_t{2000000011}, std::int64_t{-2000000011}}, {DType::int32, DType::int64}, kLengths, {0.0, 0.1})) {
-    check_cross_entropy({.device = device(),
-                         .dtype = DType::float32,
+    check_cross_entropy({.dtype = DType::float32,
                          .shape = {6, columns},
                          .options = {.ignore_index = ignored, .label_smoothing = smoothing},
                          .targets_dtype = targets,
@@ -186,8 +179,7 @@ TEST_P(CrossEntropyEdges, TheWeightOfTheIgnoredClassIsNeverRead) {
 TEST_P(CrossEntropyEdges, WhereAllRowsAreIgnoredTheMeanIsZeroAndSoAreTheGradients) {
   for (const auto& [has_normalizer, reduction, columns] : combine<bool, Reduction, std::int64_t>(
            {false, true}, {Reduction::none, Reduction::sum, Reduction::mean}, kLengths)) {
-    CrossEntropyRun run({.device = device(),
-                         .dtype = DType::bfloat16,
+    CrossEntropyRun run({.dtype = DType::bfloat16,
                          .shape = {5, columns},
                          .options = {.reduction = reduction, .z_loss_weight = 0.1},
                          .weight_dtype = DType::bfloat16,
@@ -208,8 +200,7 @@ TEST_P(CrossEntropyEdges, WhereAllRowsAreIgnoredTheMeanIsZeroAndSoAreTheGradient
 
 TEST_P(CrossEntropyEdges, RowsWhoseWeightsAddUpToZeroHaveAMeanOfZeroAndNoGradient) {
   for (const auto& [columns, smoothing] : combine<std::int64_t, double>(kLengths, {0.0, 0.1})) {
-    CrossEntropyRun run({.device = device(),
-                         .dtype = DType::float32,
+    CrossEntropyRun run({.dtype = DType::float32,
                          .shape = {5, columns},
                          .options = {.label_smoothing = smoothing, .z_loss_weight = 0.1},
                          .weight_dtype = DType::float32,
@@ -229,8 +220,7 @@ TEST_P(CrossEntropyEdges, ARowOfWeightZeroHasNoLossAndNoGradientWhateverItHolds)
            kLengths, {kInfinity, -kInfinity, std::numeric_limits<double>::quiet_NaN()}, {DType::int64, DType::float32},
            {0.0, 0.1})) {
     const bool is_soft = is_floating_point(targets);
-    CrossEntropyRun run({.device = device(),
-                         .dtype = DType::float32,
+    CrossEntropyRun run({.dtype = DType::float32,
                          .shape = {5, columns},
                          .options = {.reduction = Reduction::sum, .z_loss_weight = z_loss_weight},
                          .targets_dtype = targets,
@@ -252,8 +242,7 @@ TEST_P(CrossEntropyEdges, AnUpstreamGradientThatIsNotFiniteDoesNotReachRowsThatD
   for (const auto& [columns, upstream, reduction, smoothing] : combine<std::int64_t, double, Reduction, double>(
            kLengths, {kInfinity, std::numeric_limits<double>::quiet_NaN()},
            {Reduction::none, Reduction::sum, Reduction::mean}, {0.0, 0.1})) {
-    CrossEntropyRun run({.device = device(),
-                         .dtype = DType::float32,
+    CrossEntropyRun run({.dtype = DType::float32,
                          .shape = {5, columns},
                          .options = {.reduction = reduction, .label_smoothing = smoothing},
                          .has_row_weight = true,
@@ -276,8 +265,7 @@ TEST_P(CrossEntropyEdges, AnUpstreamGradientThatIsNotFiniteDoesNotReachRowsThatD
 
 TEST_P(CrossEntropyEdges, AnInfiniteClassWeightMakesAMeanAndItsGradientNaN) {
   for (const std::int64_t columns : kLengths) {
-    CrossEntropyRun run({.device = device(),
-                         .dtype = DType::float32,
+    CrossEntropyRun run({.dtype = DType::float32,
                          .shape = {5, columns},
                          .weight_dtype = DType::float32,
                          .value = normal,
@@ -305,8 +293,7 @@ TEST(CrossEntropyNormalizerOnCpu, ANegativeNormalizerIsRefusedBeforeAnythingIsWr
 
 TEST_P(CrossEntropyEdges, ANormalizerOfZeroIsDividedByUnlessNothingCounts) {
   for (const bool counts : {false, true}) {
-    CrossEntropyRun run({.device = device(),
-                         .dtype = DType::float32,
+    CrossEntropyRun run({.dtype = DType::float32,
                          .shape = {3, 40},
                          .has_normalizer = true,
                          .value = normal,
@@ -323,8 +310,7 @@ TEST_P(CrossEntropyEdges, WithoutRowsAReducedLossIsZero) {
            {DType::int64, DType::float32}, {Reduction::none, Reduction::sum, Reduction::mean}, {false, true})) {
     for (const auto& [shape, axis] :
          std::vector<std::pair<Dims, int>>{{{0, 7}, 1}, {{7, 0}, 0}, {{3, 0, 4}, 2}, {{0, 0}, 0}}) {
-      check_cross_entropy({.device = device(),
-                           .dtype = DType::float32,
+      check_cross_entropy({.dtype = DType::float32,
                            .shape = shape,
                            .class_axis = axis,
                            .options = {.reduction = reduction, .label_smoothing = 0.1, .z_loss_weight = 0.1},
@@ -339,8 +325,7 @@ TEST_P(CrossEntropyEdges, WithoutRowsAReducedLossIsZero) {
 TEST_P(CrossEntropyEdges, OverNoClassesTheSumOfSoftTargetsIsZero) {
   for (const auto& [shape, axis] : std::vector<std::pair<Dims, int>>{{{3, 0}, 1}, {{0, 3}, 0}, {{2, 0, 4}, 1}}) {
     for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
-      CrossEntropyCase test_case{.device = device(),
-                                 .dtype = DType::float32,
+      CrossEntropyCase test_case{.dtype = DType::float32,
                                  .shape = shape,
                                  .class_axis = axis,
                                  .options = {.reduction = reduction, .label_smoothing = 0.1},
@@ -354,8 +339,7 @@ TEST_P(CrossEntropyEdges, OverNoClassesTheSumOfSoftTargetsIsZero) {
 TEST_P(CrossEntropyEdges, AOneDimensionalTensorIsOneRow) {
   for (const auto& [targets, reduction] :
        combine<DType, Reduction>({DType::int64, DType::float32}, {Reduction::none, Reduction::mean})) {
-    check_cross_entropy({.device = device(),
-                         .dtype = DType::bfloat16,
+    check_cross_entropy({.dtype = DType::bfloat16,
                          .shape = {300},
                          .class_axis = 0,
                          .options = {.reduction = reduction},
@@ -369,8 +353,7 @@ TEST_P(CrossEntropyEdges, AsPGoesToOneTheGradientOfTheTargetStaysPrecise) {
   for (const auto& [dtype, margin, columns] :
        combine<DType, double, std::int64_t>({DType::float32, DType::float64}, {5.0, 10.0, 15.0, 20.0}, kLengths)) {
     for (const double offset : {0.0, -margin}) {
-      CrossEntropyRun run({.device = device(),
-                           .dtype = dtype,
+      CrossEntropyRun run({.dtype = dtype,
                            .shape = {2, columns},
                            .options = {.reduction = Reduction::sum},
                            .runs_in_place = false,
@@ -391,7 +374,7 @@ TEST_P(CrossEntropyEdges, TwoNumbersOfAnLseKeepTheGradientOfLogitsFarFromZero) {
   for (const auto& [offset, columns, dtype] :
        combine<double, std::int64_t, DType>({300.0, -1e4, 1e4, 1e5, -0x1p20 * std::numbers::ln2}, {3, 50, 1000, 40003},
                                             {DType::float32, DType::bfloat16, DType::float64})) {
-    CrossEntropyCase plain{.device = device(), .dtype = dtype, .shape = {5, columns}, .has_split_lse = true};
+    CrossEntropyCase plain{.dtype = dtype, .shape = {5, columns}, .has_split_lse = true};
     plain.value = [=](std::int64_t i) { return offset + normal(i); };
     check_cross_entropy(plain);
     if (dtype != DType::float32) continue;
@@ -442,7 +425,7 @@ TEST_P(CrossEntropyEdges, LogitsAtTheEndOfTheirRangeHaveTheirGradient) {
   // Two equal logits: beside the largest number of a type no single lse has room for log(2).
   for (const auto& [dtype, largest] : {std::pair(DType::float16, 65504.0), std::pair(DType::float32, 0x1.fffffep127),
                                        std::pair(DType::float64, std::numeric_limits<double>::max())}) {
-    CrossEntropyCase test_case{.device = device(), .dtype = dtype, .shape = {1, 2}, .has_split_lse = true};
+    CrossEntropyCase test_case{.dtype = dtype, .shape = {1, 2}, .has_split_lse = true};
     test_case.options.reduction = Reduction::sum;
     test_case.value = [largest = largest](std::int64_t) { return largest; };
     test_case.target = [](std::int64_t) { return 1.0; };
@@ -464,8 +447,7 @@ TEST_P(CrossEntropyEdges, ALossNextToZeroIsNotRoundedToZero) {
     // with an option rows are read in another way
     for (const auto& [at, smoothing] :
          combine<std::int64_t, double>({std::int64_t{1}, columns / 2, columns - 1}, {0.0, 1e-6})) {
-      CrossEntropyRun run({.device = device(),
-                           .dtype = DType::float32,
+      CrossEntropyRun run({.dtype = DType::float32,
                            .shape = {1, columns},
                            .options = {.reduction = Reduction::none, .label_smoothing = smoothing},
                            .value = [=](std::int64_t i) { return i == at ? 16.0 : 0.0; },
@@ -483,12 +465,8 @@ TEST_P(CrossEntropyEdges, ALossNextToZeroIsNotRoundedToZero) {
 TEST_P(CrossEntropyEdges, TheArgmaxIsTheFirstOfEqualLogits) {
   const auto check = [&](const Dims& shape, int axis, const Placement& placement, auto value) {
     for (const DType dtype : {DType::bfloat16, DType::float32, DType::float64}) {
-      check_cross_entropy({.device = device(),
-                           .dtype = dtype,
-                           .shape = shape,
-                           .class_axis = axis,
-                           .logits_placement = placement,
-                           .value = value});
+      check_cross_entropy(
+          {.dtype = dtype, .shape = shape, .class_axis = axis, .logits_placement = placement, .value = value});
     }
   };
   for (const std::int64_t columns : {2, 8, 40, 1000, 9000, 70001}) {
@@ -507,24 +485,20 @@ TEST_P(CrossEntropyEdges, TheArgmaxIsTheFirstOfEqualLogits) {
 }
 
 TEST_P(CrossEntropyEdges, TheArgmaxIsThatOfTheLogitsEvenWhereASoftcapMakesThemEqual) {
-  check_cross_entropy({.device = device(),
-                       .dtype = DType::float32,
-                       .shape = {2, 900},
-                       .options = {.softcap = 1.0},
-                       .value = [](std::int64_t i) { return 1000.0 + static_cast<double>(i * 37 % 900); }});
+  check_cross_entropy(
+      {.dtype = DType::float32, .shape = {2, 900}, .options = {.softcap = 1.0}, .value = [](std::int64_t i) {
+         return 1000.0 + static_cast<double>(i * 37 % 900);
+       }});
 }
 
 TEST_P(CrossEntropyEdges, TheEntropyIsThatOfAUniformRowAndOfACertainOne) {
   for (const auto& [columns, size] : combine<std::int64_t, double>(kLengths, {0.0, -40.0, 1000.0})) {
     CrossEntropyRun uniform(
-        {.device = device(), .dtype = DType::float32, .shape = {1, columns}, .value = [=](std::int64_t) {
-           return size;
-         }});
+        {.dtype = DType::float32, .shape = {1, columns}, .value = [=](std::int64_t) { return size; }});
     uniform.run();
     const double exact = std::log(static_cast<double>(columns));
     EXPECT_NEAR(uniform.results.entropy.get(0), exact, 2e-6 * entropy_scale(exact, size + exact, size));
-    CrossEntropyRun certain({.device = device(),
-                             .dtype = DType::float32,
+    CrossEntropyRun certain({.dtype = DType::float32,
                              .shape = {1, columns},
                              .value = [=](std::int64_t i) { return i == 1 ? size : -kInfinity; },
                              .target = [](std::int64_t) { return 1.0; }});

@@ -38,9 +38,8 @@ const Kind kPlain = {DType::int64, {.reduction = Reduction::mean}, false, false}
 const Kind kEverything = {DType::int32, kEveryOption, true, true};
 const Kind kSoft = {DType::float32, {.reduction = Reduction::sum}, false, false};
 
-CrossEntropyCase make_case(Device device, DType dtype, const Dims& shape, int class_axis, const Kind& kind) {
-  CrossEntropyCase result{.device = device,
-                          .dtype = dtype,
+CrossEntropyCase make_case(DType dtype, const Dims& shape, int class_axis, const Kind& kind) {
+  CrossEntropyCase result{.dtype = dtype,
                           .shape = shape,
                           .class_axis = class_axis,
                           .options = kind.options,
@@ -59,13 +58,13 @@ TEST_P(CrossEntropy, RowsOfEveryLengthMatchTheOracle) {
       SCOPED_TRACE(length.reason);
       // 1: no row, or every other row, starts on 16 bytes. Each kind meets both, at alternate lengths.
       const std::int64_t misalignment = ++number % 2;
-      CrossEntropyCase plain = make_case(device(), dtype, {5, length.columns}, -1, kPlain);
+      CrossEntropyCase plain = make_case(dtype, {5, length.columns}, -1, kPlain);
       plain.logits_placement = plain.grad_logits_placement = contiguous_at(misalignment);
       check_cross_entropy(plain);
-      CrossEntropyCase everything = make_case(device(), dtype, {5, length.columns}, -1, kEverything);
+      CrossEntropyCase everything = make_case(dtype, {5, length.columns}, -1, kEverything);
       everything.logits_placement = everything.grad_logits_placement = contiguous_at(1 - misalignment);
       check_cross_entropy(everything);
-      CrossEntropyCase soft = make_case(device(), dtype, {5, length.columns}, -1, kSoft);
+      CrossEntropyCase soft = make_case(dtype, {5, length.columns}, -1, kSoft);
       if (number % 3 == 0) soft.targets_dtype = dtype;
       soft.logits_placement = soft.targets_placement = contiguous_at(misalignment);
       check_cross_entropy(soft);
@@ -76,7 +75,7 @@ TEST_P(CrossEntropy, RowsOfEveryLengthMatchTheOracle) {
 TEST_P(CrossEntropy, RowsWhoseTensorsAreAlignedDifferentlyMatchTheOracle) {
   for (const auto& [dtype, columns, grad_misalignment, kind] : combine<DType, std::int64_t, std::int64_t, Kind>(
            floating_point_dtypes(), {9, 500, 5003}, {1, 3}, {kPlain, kSoft})) {
-    CrossEntropyCase test_case = make_case(device(), dtype, {6, columns}, -1, kind);
+    CrossEntropyCase test_case = make_case(dtype, {6, columns}, -1, kind);
     test_case.grad_logits_placement = contiguous_at(grad_misalignment);
     test_case.targets_placement = contiguous_at(2);
     check_cross_entropy(test_case);
@@ -88,25 +87,25 @@ TEST_P(CrossEntropy, FewLongRowsMatchTheOracle) {
     if (device().type == DeviceType::cpu && rows.rows > 3) break;  // only a GPU has clusters
     SCOPED_TRACE(rows.reason);
     const Dims shape = {rows.rows, rows.columns};
-    check_cross_entropy(make_case(device(), DType::bfloat16, shape, 1, kPlain));
+    check_cross_entropy(make_case(DType::bfloat16, shape, 1, kPlain));
     // The oracle takes a second for a few million classes: less of the larger shapes.
     if (rows.rows > 100) continue;
     const Dims fewer = {std::min<std::int64_t>(rows.rows, 3), rows.columns};
-    check_cross_entropy(make_case(device(), DType::float32, fewer, 1, kEverything));
-    check_cross_entropy(make_case(device(), DType::bfloat16, fewer, 1, kSoft));
+    check_cross_entropy(make_case(DType::float32, fewer, 1, kEverything));
+    check_cross_entropy(make_case(DType::bfloat16, fewer, 1, kSoft));
   }
 }
 
 TEST_P(CrossEntropy, ManyShortRowsMatchTheOracle) {
   for (const auto& [columns, kind] : combine<std::int64_t, Kind>({1, 2, 5, 24, 64}, {kPlain, kEverything, kSoft})) {
-    check_cross_entropy(make_case(device(), DType::bfloat16, {20011, columns}, 1, kind));
+    check_cross_entropy(make_case(DType::bfloat16, {20011, columns}, 1, kind));
   }
 }
 
 TEST_P(CrossEntropy, TheMeanCountsWhatManyRowsWeigh) {
   // In place a GPU adds that up before the rows: 8 at a time in each of 512 threads.
   for (const std::int64_t rows : {4096, 5003}) {
-    CrossEntropyCase test_case = make_case(device(), DType::bfloat16, {rows, 33}, 1, kPlain);
+    CrossEntropyCase test_case = make_case(DType::bfloat16, {rows, 33}, 1, kPlain);
     test_case.weight_dtype = DType::float32;
     test_case.has_row_weight = true;
     check_cross_entropy(test_case);
@@ -115,7 +114,7 @@ TEST_P(CrossEntropy, TheMeanCountsWhatManyRowsWeigh) {
 
 TEST_P(CrossEntropy, HeavyTailedRowsMatchTheOracle) {
   for (const DType dtype : floating_point_dtypes()) {
-    CrossEntropyCase test_case = make_case(device(), dtype, {7, 30001}, 1, kPlain);
+    CrossEntropyCase test_case = make_case(dtype, {7, 30001}, 1, kPlain);
     test_case.value = [](std::int64_t i) {
       const double z = random_normal(11, static_cast<std::uint64_t>(i));
       return 3.0 * z * z * z;
@@ -128,7 +127,7 @@ TEST_P(CrossEntropy, EveryClassAxisMatchesTheOracle) {
   const Dims shape = {3, 4, 5, 6};
   for (int axis = -4; axis < 4; ++axis) {
     for (const auto& [dtype, kind] : combine<DType, Kind>(floating_point_dtypes(), {kPlain, kEverything, kSoft})) {
-      CrossEntropyCase test_case = make_case(device(), dtype, shape, axis, kind);
+      CrossEntropyCase test_case = make_case(dtype, shape, axis, kind);
       check_cross_entropy(test_case);
       // The same with the axes of logits turned around in memory, and with a gradient that lies differently.
       test_case.logits_placement = with_strides({1, 3, 12, 60});
@@ -166,7 +165,7 @@ TEST_P(CrossEntropy, ClassesThatAreNotTheLastAxisAreReadInPlaceOfTheirStrides) {
                                             {DType::float32, kEverything},
                                             {DType::float64, kPlain}};
     for (const auto& [dtype, kind] : pairs) {
-      CrossEntropyCase test_case = make_case(device(), dtype, c.shape, c.axis, kind);
+      CrossEntropyCase test_case = make_case(dtype, c.shape, c.axis, kind);
       if (kind.has_weight) test_case.logits_placement = contiguous_at(1);
       check_cross_entropy(test_case);
     }
@@ -198,7 +197,7 @@ TEST_P(CrossEntropy, StridesOfEveryKindMatchTheOracle) {
   for (const auto& [c, dtype, kind] :
        combine<Case, DType, Kind>(cases, floating_point_dtypes(), {kPlain, kEverything, kSoft})) {
     SCOPED_TRACE(c.reason);
-    CrossEntropyCase test_case = make_case(device(), dtype, c.shape, c.axis, kind);
+    CrossEntropyCase test_case = make_case(dtype, c.shape, c.axis, kind);
     test_case.logits_placement = with_strides(c.strides);
     test_case.runs_in_place = c.has_gaps_only;
     if (kind.has_weight && c.has_gaps_only) test_case.grad_logits_placement = with_strides(c.strides);
@@ -212,7 +211,7 @@ TEST_P(CrossEntropy, MoreRowAxesThanAKernelTakesInItsShortForm) {
   const Dims strides = {2084, 691, 344, 113, 53, 1};
   for (const auto& [dtype, axis, kind] :
        combine<DType, int, Kind>(floating_point_dtypes(), {5, 0}, {kPlain, kEverything, kSoft})) {
-    CrossEntropyCase test_case = make_case(device(), dtype, shape, axis, kind);
+    CrossEntropyCase test_case = make_case(dtype, shape, axis, kind);
     test_case.logits_placement = test_case.grad_logits_placement = with_strides(strides);
     check_cross_entropy(test_case);
   }
@@ -222,13 +221,13 @@ TEST_P(CrossEntropy, TargetsAreReadByTheirStrides) {
   for (const auto& [strides, targets] : combine<Dims, DType>(
            {Dims{0, 0}, Dims{0, 1}, Dims{1, 5}, Dims{-7, 1}, Dims{30, 2}}, {DType::int32, DType::int64})) {
     for (const std::int64_t columns : {30, 3000}) {
-      CrossEntropyCase test_case = make_case(device(), DType::bfloat16, {5, 7, columns}, 2, kPlain);
+      CrossEntropyCase test_case = make_case(DType::bfloat16, {5, 7, columns}, 2, kPlain);
       test_case.targets_dtype = targets;
       test_case.targets_placement = with_strides(strides, 1);
       check_cross_entropy(test_case);
     }
     // Rows side by side.
-    CrossEntropyCase test_case = make_case(device(), DType::bfloat16, {300, 5, 8}, 0, kPlain);
+    CrossEntropyCase test_case = make_case(DType::bfloat16, {300, 5, 8}, 0, kPlain);
     test_case.targets_dtype = targets;
     test_case.targets_placement = with_strides({strides[0], strides[1]}, 1);
     check_cross_entropy(test_case);
@@ -239,7 +238,7 @@ TEST_P(CrossEntropy, SoftTargetsAreReadByTheirStrides) {
   for (const auto& [strides, dtype, logits_strides] :
        combine<Dims, DType, Dims>({Dims{0, 0}, Dims{0, 1}, Dims{1, 0}, Dims{1, 9}, Dims{-900, 1}, Dims{1800, 2}},
                                   {DType::bfloat16, DType::float32}, {Dims{900, 1}, Dims{1, 9}})) {
-    CrossEntropyCase test_case = make_case(device(), dtype, {9, 900}, 1, kSoft);
+    CrossEntropyCase test_case = make_case(dtype, {9, 900}, 1, kSoft);
     test_case.targets_placement = with_strides(strides);
     test_case.logits_placement = with_strides(logits_strides);
     check_cross_entropy(test_case);
@@ -250,13 +249,13 @@ TEST_P(CrossEntropy, AnUpstreamGradientMayBeExpandedStridedOrHave16Bits) {
   for (const auto& [strides, dtype, columns] : combine<Dims, DType, std::int64_t>(
            {Dims{0, 0}, Dims{0, 1}, Dims{1, 5}, Dims{-7, 1}},
            {DType::bfloat16, DType::float16, DType::float32, DType::float64}, {30, 3000})) {
-    CrossEntropyCase test_case = make_case(device(), dtype, {5, 7, columns}, 2, kEverything);
+    CrossEntropyCase test_case = make_case(dtype, {5, 7, columns}, 2, kEverything);
     test_case.grad_loss_placement = with_strides(strides, 1);
     test_case.grad_loss_dtype = dtype;
     check_cross_entropy(test_case);
   }
   for (const Reduction reduction : {Reduction::sum, Reduction::mean}) {
-    CrossEntropyCase test_case = make_case(device(), DType::bfloat16, {5, 7, 300}, 2, kPlain);
+    CrossEntropyCase test_case = make_case(DType::bfloat16, {5, 7, 300}, 2, kPlain);
     test_case.options.reduction = reduction;
     test_case.grad_loss_dtype = DType::bfloat16;
     check_cross_entropy(test_case);
@@ -266,7 +265,7 @@ TEST_P(CrossEntropy, AnUpstreamGradientMayBeExpandedStridedOrHave16Bits) {
 TEST_P(CrossEntropy, LongRowsThatStartWithMinusInfinityKeepTheirTail) {
   // The first pieces, batches or blocks of a row have nothing finite in them.
   for (const DType dtype : {DType::bfloat16, DType::float32}) {
-    CrossEntropyCase test_case = make_case(device(), dtype, {2, 200003}, 1, kPlain);
+    CrossEntropyCase test_case = make_case(dtype, {2, 200003}, 1, kPlain);
     test_case.value = [](std::int64_t i) { return i % 200003 < 190000 ? -kInfinity : normal(i); };
     test_case.target = [](std::int64_t row) { return 195000.0 + static_cast<double>(row); };
     check_cross_entropy(test_case);
@@ -277,13 +276,13 @@ TEST_P(CrossEntropy, HugeLogitsDoNotOverflow) {
   for (const DType dtype : floating_point_dtypes()) {
     const double huge = 0.75 * largest_finite(dtype);
     for (const double sign : {1.0, -1.0}) {
-      CrossEntropyCase test_case = make_case(device(), dtype, {3, 5000}, 1, kPlain);
+      CrossEntropyCase test_case = make_case(dtype, {3, 5000}, 1, kPlain);
       test_case.value = [=](std::int64_t i) { return i % 5000 == 4321 ? sign * huge : 0.25 * huge; };
       test_case.target = [](std::int64_t row) { return row == 0 ? 4321.0 : 17.0; };
       check_cross_entropy(test_case);
     }
     // Growing: every logit raises the maximum by more than an exponential can hold.
-    CrossEntropyCase test_case = make_case(device(), dtype, {2, 600}, 1, kPlain);
+    CrossEntropyCase test_case = make_case(dtype, {2, 600}, 1, kPlain);
     test_case.value = [](std::int64_t i) { return 100.0 * static_cast<double>(i % 600) - 30000.0; };
     check_cross_entropy(test_case);
   }
@@ -293,7 +292,7 @@ TEST_P(CrossEntropy, LargeLogitsOfEitherSignMatchTheOracle) {
   for (double size = 1e3; size < 1e31; size *= 997.0) {
     for (const auto& [sign, dtype, kind] : combine<double, DType, Kind>(
              {1.0, -1.0}, {DType::bfloat16, DType::float32, DType::float64}, {kPlain, kSoft})) {
-      CrossEntropyCase test_case = make_case(device(), dtype, {4, 1000}, 1, kind);
+      CrossEntropyCase test_case = make_case(dtype, {4, 1000}, 1, kind);
       test_case.value = [=](std::int64_t i) { return i % 7 == 3 ? sign * size : sign * 0.5 * size; };
       test_case.has_split_lse = true;
       check_cross_entropy(test_case);
@@ -306,13 +305,13 @@ TEST_P(CrossEntropy, MaximaThatRiseLateAreFollowedInEveryLayout) {
   for (const auto& [step, dtype, columns] : combine<double, DType, std::int64_t>(
            {3.0, 6.0, 25.0, 70.0}, {DType::bfloat16, DType::float32, DType::float64}, {128, 6000})) {
     const auto rising = [=](std::int64_t column) { return step * static_cast<double>(4 * column / columns); };
-    CrossEntropyCase rows = make_case(device(), dtype, {3, columns}, 1, kPlain);
+    CrossEntropyCase rows = make_case(dtype, {3, columns}, 1, kPlain);
     rows.value = [=](std::int64_t i) { return rising(i % columns); };
     check_cross_entropy(rows);
     CrossEntropyCase strided = rows;
     strided.logits_placement = with_strides({2 * columns, 2});
     check_cross_entropy(strided);
-    CrossEntropyCase side_by_side = make_case(device(), dtype, {columns, 16}, 0, kPlain);
+    CrossEntropyCase side_by_side = make_case(dtype, {columns, 16}, 0, kPlain);
     side_by_side.value = [=](std::int64_t i) { return rising(i / 16); };
     check_cross_entropy(side_by_side);
   }
@@ -323,7 +322,7 @@ TEST_P(CrossEntropy, MaskedLogitsOfAnySizeChangeNothing) {
   for (const auto& [mask, dtype, axis] :
        combine<double, DType, int>({-1e4, -1e7, -3e8, -1e9, -1e12, -1e25, -3e38, -kInfinity},
                                    {DType::bfloat16, DType::float32, DType::float64}, {1, 0})) {
-    CrossEntropyCase test_case = make_case(device(), dtype, axis == 1 ? Dims{2, 8192} : Dims{8192, 2}, axis, kPlain);
+    CrossEntropyCase test_case = make_case(dtype, axis == 1 ? Dims{2, 8192} : Dims{8192, 2}, axis, kPlain);
     test_case.value = [=](std::int64_t i) {
       const std::int64_t column = axis == 1 ? i % 8192 : i / 2;
       return column < 6000 ? mask : 0.001 * static_cast<double>(column % 100);
@@ -339,7 +338,7 @@ TEST_P(CrossEntropy, ManyEqualLogitsKeepTheirPrecision) {
   CrossEntropyOptions smoothed = {.label_smoothing = 0.1};
   for (const auto& [others, axis] : combine<double, int>({0.0, -5.0, -77.7}, {1, 0})) {
     CrossEntropyCase test_case =
-        make_case(device(), DType::float32, axis == 1 ? Dims{2, kClasses} : Dims{kClasses, 2}, axis, kPlain);
+        make_case(DType::float32, axis == 1 ? Dims{2, kClasses} : Dims{kClasses, 2}, axis, kPlain);
     test_case.options = smoothed;
     test_case.value = [=](std::int64_t i) { return (axis == 1 ? i % kClasses : i / 2) == 0 ? 0.0 : others; };
     check_cross_entropy(test_case);
@@ -349,7 +348,7 @@ TEST_P(CrossEntropy, ManyEqualLogitsKeepTheirPrecision) {
 TEST_P(CrossEntropy, ManyLossesAddUpToTheirSum) {
   // Losses of equal size: every rounding of a running float32 sum would point the same way.
   for (const Reduction reduction : {Reduction::sum, Reduction::mean}) {
-    CrossEntropyCase test_case = make_case(device(), DType::float32, {300007, 2}, 1, kPlain);
+    CrossEntropyCase test_case = make_case(DType::float32, {300007, 2}, 1, kPlain);
     test_case.options.reduction = reduction;
     test_case.value = [](std::int64_t i) { return 0.1 * static_cast<double>(i % 2); };
     check_cross_entropy(test_case);
@@ -358,7 +357,7 @@ TEST_P(CrossEntropy, ManyLossesAddUpToTheirSum) {
 
 TEST_P(CrossEntropy, EachOutputCanBeAskedForAlone) {
   for (const Dims& shape : {Dims{6, 40}, Dims{6, 3000}, Dims{2, 70001}}) {
-    CrossEntropyCase test_case = make_case(device(), DType::bfloat16, shape, 1, kPlain);
+    CrossEntropyCase test_case = make_case(DType::bfloat16, shape, 1, kPlain);
     test_case.options.z_loss_weight = 0.01;
     test_case.wants_mean_logit = true;
     CrossEntropyRun run(test_case);
@@ -401,7 +400,7 @@ TEST_P(CrossEntropy, EachOutputCanBeAskedForAlone) {
 
 TEST_P(CrossEntropy, InPlaceAnAbsentUpstreamGradientIsOne) {
   for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
-    CrossEntropyCase test_case = make_case(device(), DType::float32, {6, 700}, 1, kPlain);
+    CrossEntropyCase test_case = make_case(DType::float32, {6, 700}, 1, kPlain);
     test_case.options.reduction = reduction;
     CrossEntropyRun absent(test_case), ones(test_case);
     ones.grad_loss.fill([](std::int64_t) { return 1.0; });
@@ -430,7 +429,7 @@ TEST_P(CrossEntropy, RowsThatShareTheirWeightsMatchTheOracle) {
        {Case{DType::bfloat16, DType::bfloat16, 20485, 20.0}, Case{DType::bfloat16, DType::float32, 9003, 0.0},
         Case{DType::float16, DType::float32, 5125, 2.0}, Case{DType::float32, DType::float32, 10241, 0.0},
         Case{DType::float32, DType::float32, 4099, 2.0}}) {
-    CrossEntropyCase test_case = make_case(device(), c.dtype, {rows, c.columns}, 1, kEverything);
+    CrossEntropyCase test_case = make_case(c.dtype, {rows, c.columns}, 1, kEverything);
     test_case.weight_dtype = c.weight;
     test_case.options.softcap = c.softcap;
     test_case.options.label_smoothing = 0.1;
@@ -446,8 +445,7 @@ TEST_P(CrossEntropy, ExtremeScalesAndSoftcapsMatchTheOracle) {
     for (const auto& [scale, softcap] : std::vector<std::pair<double, double>>{
              {1.0, 1e4}, {1.0, 1e9}, {1.0, 1e30}, {1.0, 3e38}, {1e-4, 1.0}, {1e4, 1.0}, {1e8, 30.0}, {1e-9, 1e-8}}) {
       for (const int axis : {1, 0}) {
-        CrossEntropyCase test_case =
-            make_case(device(), dtype, axis == 1 ? Dims{4, 3001} : Dims{3001, 4}, axis, kEverything);
+        CrossEntropyCase test_case = make_case(dtype, axis == 1 ? Dims{4, 3001} : Dims{3001, 4}, axis, kEverything);
         test_case.options.scale = scale;
         test_case.options.softcap = softcap;
         check_cross_entropy(test_case);
@@ -458,8 +456,7 @@ TEST_P(CrossEntropy, ExtremeScalesAndSoftcapsMatchTheOracle) {
 
 TEST_P(CrossEntropy, AScaledLogitBeyondAllNumbersIsInfinite) {
   for (const int axis : {1, 0}) {
-    CrossEntropyRun run({.device = device(),
-                         .dtype = DType::float32,
+    CrossEntropyRun run({.dtype = DType::float32,
                          .shape = axis == 1 ? Dims{1, 4} : Dims{4, 1},
                          .class_axis = axis,
                          .options = {.reduction = Reduction::none, .scale = 10.0},
@@ -495,7 +492,7 @@ TEST_P(CrossEntropy, InPlaceLongRowsMatchTheOracle) {
   };
   for (const Case& c : cases) {
     SCOPED_TRACE(c.reason);
-    CrossEntropyCase test_case = make_case(device(), c.dtype, {3, c.columns}, 1, *c.kind);
+    CrossEntropyCase test_case = make_case(c.dtype, {3, c.columns}, 1, *c.kind);
     test_case.logits_placement = contiguous_at(c.misalignment);
     test_case.grad_logits_placement = contiguous_at(c.misalignment);
     test_case.has_normalizer = c.misalignment == 1;
@@ -588,7 +585,7 @@ TEST_P(CrossEntropy, TheBackwardOverTheLogitsIsTheBackwardBesideThem) {
            {{6, 40}, 1}, {{6, 5003}, 1}, {{2, 100003}, 1}, {{500, 64}, 0}, {{5, 33, 7}, 1}}) {
     for (const auto& [dtype, kind] :
          combine<DType, Kind>({DType::bfloat16, DType::float32}, {kPlain, kEverything, kSoft})) {
-      CrossEntropyRun run(make_case(device(), dtype, shape, axis, kind));
+      CrossEntropyRun run(make_case(dtype, shape, axis, kind));
       cross_entropy_forward(run.forward_args());
       CrossEntropyBackwardArgs args = run.backward_args();
       cross_entropy_backward(args);
@@ -602,7 +599,7 @@ TEST_P(CrossEntropy, TheBackwardOverTheLogitsIsTheBackwardBesideThem) {
 }
 
 TEST_P(CrossEntropy, ABackwardTwiceFromOneForwardGivesTheSameBits) {
-  CrossEntropyRun run(make_case(device(), DType::bfloat16, {6, 5003}, 1, kEverything));
+  CrossEntropyRun run(make_case(DType::bfloat16, {6, 5003}, 1, kEverything));
   cross_entropy_forward(run.forward_args());
   cross_entropy_backward(run.backward_args());
   run.download();

@@ -19,13 +19,14 @@
 #include "testing/calls.h"
 #include "testing/cross_entropy_reference.h"
 #include "testing/cross_entropy_results.h"
+#include "testing/devices.h"
 #include "testing/tensor.h"
 #include "testing/tolerance.h"
 
 namespace eaves::testing {
 
 struct CrossEntropyCase {
-  Device device = {};
+  Device device = device_of_test();
   DType dtype = DType::float32;
   std::optional<DType> narrow_dtype = {};  ///< of the gradients, over float32 logits: over copies of `logits`
   Dims shape = {};

@@ -101,12 +101,8 @@ TEST_P(LinearCrossEntropyCalls, TheStatedSizeIsThatOfThePlanAndWithinTheLimitWhe
 TEST_P(LinearCrossEntropyCalls, AWorkspaceOfTheCallerIsTheLimit) {
   // Chunks are those of its size, whatever limit is named.
   for (const std::size_t limit : {std::size_t{60000}, std::size_t{1} << 20}) {
-    const LinearCrossEntropyCase limited{.device = device(),
-                                         .dtype = DType::bfloat16,
-                                         .row_shape = {67},
-                                         .features = 40,
-                                         .classes = 300,
-                                         .workspace_limit = limit};
+    const LinearCrossEntropyCase limited{
+        .dtype = DType::bfloat16, .row_shape = {67}, .features = 40, .classes = 300, .workspace_limit = limit};
     LinearCrossEntropyCase given = limited;
     given.workspace_limit = 1;
     LinearCrossEntropyRun with_limit(limited), with_workspace(given);
@@ -121,7 +117,7 @@ TEST_P(LinearCrossEntropyCalls, AWorkspaceOfTheCallerIsTheLimit) {
 }
 
 TEST_P(LinearCrossEntropyCalls, AWorkspaceThatIsTooSmallForTheSmallestChunkIsRefused) {
-  LinearCrossEntropyCase test_case{.device = device(), .row_shape = {67}, .workspace_limit = 1};
+  LinearCrossEntropyCase test_case{.row_shape = {67}, .workspace_limit = 1};
   LinearCrossEntropyRun run(test_case), untouched(test_case);
   const auto expect_refused = [&](const char* op, std::size_t needed, auto call) {
     TestTensor workspace(device(), DType::uint8, {static_cast<std::int64_t>(needed)});

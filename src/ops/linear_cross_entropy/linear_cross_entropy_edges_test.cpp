@@ -30,8 +30,8 @@ const std::vector<Reduction> kReductions = {Reduction::none, Reduction::sum, Red
 
 double normal(std::int64_t i) { return random_normal(61, static_cast<std::uint64_t>(i)); }
 
-LinearCrossEntropyCase make_case(Device device, DType dtype, const Dims& row_shape) {
-  return {.device = device, .dtype = dtype, .row_shape = row_shape, .bias_dtype = dtype};
+LinearCrossEntropyCase make_case(DType dtype, const Dims& row_shape) {
+  return {.dtype = dtype, .row_shape = row_shape, .bias_dtype = dtype};
 }
 
 TEST_P(LinearCrossEntropyEdges, SizesThatAreNoMultipleOfAnything) {
@@ -39,7 +39,7 @@ TEST_P(LinearCrossEntropyEdges, SizesThatAreNoMultipleOfAnything) {
            floating_point_dtypes(), {1, 2, 7}, {1, 3, 7, 9}, {1, 2, 7, 33})) {
     for (const auto& [targets, limit] :
          combine<DType, std::size_t>({DType::int64, accumulator_dtype(dtype)}, {0, 4000})) {
-      LinearCrossEntropyCase test_case = make_case(device(), dtype, {rows});
+      LinearCrossEntropyCase test_case = make_case(dtype, {rows});
       test_case.features = features;
       test_case.classes = classes;
       test_case.targets_dtype = targets;
@@ -55,7 +55,7 @@ TEST_P(LinearCrossEntropyEdges, SizesThatAreNoMultipleOfAnything) {
 
 TEST_P(LinearCrossEntropyEdges, AVocabularyOfAModelMatchesTheOracle) {
   for (const DType dtype : {DType::bfloat16, DType::float32}) {
-    LinearCrossEntropyCase test_case = make_case(device(), dtype, {5});
+    LinearCrossEntropyCase test_case = make_case(dtype, {5});
     test_case.features = 3;
     test_case.classes = 50257;  // of GPT-2: odd
     check_linear_cross_entropy(test_case);
@@ -68,7 +68,7 @@ TEST_P(LinearCrossEntropyEdges, WithoutRowsAReducedLossAndItsGradientsAreZero) {
   for (const auto& [reduction, row_shape, targets, accumulates, has_normalizer] :
        combine<Reduction, Dims, DType, bool, bool>(kReductions, {Dims{0}, Dims{3, 0}, Dims{0, 2}},
                                                    {DType::int64, DType::float32}, {false, true}, {false, true})) {
-    LinearCrossEntropyCase test_case = make_case(device(), DType::float32, row_shape);
+    LinearCrossEntropyCase test_case = make_case(DType::float32, row_shape);
     test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
     test_case.targets_dtype = targets;
     test_case.class_weight_dtype = DType::float32;
@@ -108,7 +108,7 @@ TEST_P(LinearCrossEntropyEdges, TheGradientOfABiasIsASumOfManyRows) {
 TEST_P(LinearCrossEntropyEdges, WhereAllRowsAreIgnoredTheMeanIsZeroAndSoAreTheGradients) {
   for (const auto& [reduction, dtype, skips, accumulates, limit] : combine<Reduction, DType, bool, bool, std::size_t>(
            kReductions, floating_point_dtypes(), {false, true}, {false, true}, {0, 4000})) {
-    LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
+    LinearCrossEntropyCase test_case = make_case(dtype, {13});
     test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
     test_case.class_weight_dtype = dtype;
     test_case.has_normalizer = skips;
@@ -121,7 +121,7 @@ TEST_P(LinearCrossEntropyEdges, WhereAllRowsAreIgnoredTheMeanIsZeroAndSoAreTheGr
 }
 
 TEST_P(LinearCrossEntropyEdges, RowsWhoseWeightsAddUpToZeroHaveAMeanOfZeroAndNoGradient) {
-  LinearCrossEntropyCase test_case = make_case(device(), DType::float32, {5});
+  LinearCrossEntropyCase test_case = make_case(DType::float32, {5});
   test_case.options.z_loss_weight = 0.1;
   test_case.class_weight_dtype = DType::float32;
   test_case.target = [](std::int64_t) { return 1.0; };
@@ -132,7 +132,7 @@ TEST_P(LinearCrossEntropyEdges, RowsWhoseWeightsAddUpToZeroHaveAMeanOfZeroAndNoG
 TEST_P(LinearCrossEntropyEdges, IgnoredRowsThatAreSkippedChangeNothingWhateverTheyHold) {
   for (const auto& [held, dtype, reduction, limit] : combine<double, DType, Reduction, std::size_t>(
            {kNaN, kInfinity, 1e30}, {DType::bfloat16, DType::float32, DType::float64}, kReductions, {0, 4000})) {
-    LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
+    LinearCrossEntropyCase test_case = make_case(dtype, {13});
     test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
     test_case.skips_ignored = true;
     test_case.workspace_limit = limit;
@@ -148,7 +148,7 @@ TEST_P(LinearCrossEntropyEdges, RowsOfWeightZeroThatAreSkippedChangeNothingWhate
        combine<double, DType>({kNaN, kInfinity, 1e30}, {DType::bfloat16, DType::float32, DType::float64})) {
     for (const auto& [targets, reduction, limit] :
          combine<DType, Reduction, std::size_t>({DType::int32, accumulator_dtype(dtype)}, kReductions, {0, 4000})) {
-      LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
+      LinearCrossEntropyCase test_case = make_case(dtype, {13});
       test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
       test_case.targets_dtype = targets;
       test_case.skips_ignored = true;
@@ -166,7 +166,7 @@ TEST_P(LinearCrossEntropyEdges, RowsOfWeightZeroThatAreSkippedChangeNothingWhate
 TEST_P(LinearCrossEntropyEdges, RowsOfWeightZeroAreFoundWhereverTheyLie) {
   for (const auto& [skips, targets, limit] :
        combine<bool, DType, std::size_t>({false, true}, {DType::int64, DType::float32}, {0, 4000})) {
-    LinearCrossEntropyCase test_case = make_case(device(), DType::float32, {5, 7});
+    LinearCrossEntropyCase test_case = make_case(DType::float32, {5, 7});
     test_case.hidden_placement = with_strides({16, 5 * 16, 1});
     test_case.options.label_smoothing = 0.1;
     test_case.targets_dtype = targets;
@@ -181,7 +181,7 @@ TEST_P(LinearCrossEntropyEdges, RowsOfWeightZeroAreFoundWhereverTheyLie) {
 TEST_P(LinearCrossEntropyEdges, AnUpstreamGradientThatIsNotFiniteDoesNotReachRowsThatDoNotCount) {
   for (const auto& [upstream, dtype, reduction, skips] : combine<double, DType, Reduction, bool>(
            {kInfinity, kNaN}, floating_point_dtypes(), kReductions, {false, true})) {
-    LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
+    LinearCrossEntropyCase test_case = make_case(dtype, {13});
     test_case.options.reduction = reduction;
     test_case.skips_ignored = skips;
     test_case.has_row_weight = true;
@@ -224,7 +224,7 @@ TEST_P(LinearCrossEntropyEdges, AFactorThatIsNotFiniteLeavesTheZerosOfAGradient)
 }
 
 TEST_P(LinearCrossEntropyEdges, AnInfiniteClassWeightMakesAMeanAndItsGradientsNaN) {
-  LinearCrossEntropyCase test_case = make_case(device(), DType::float32, {5});
+  LinearCrossEntropyCase test_case = make_case(DType::float32, {5});
   test_case.class_weight_dtype = DType::float32;
   test_case.class_weight = [](std::int64_t v) { return v == 1 ? kInfinity : 2.0; };
   test_case.target = [](std::int64_t row) { return static_cast<double>(row); };
@@ -239,7 +239,7 @@ TEST_P(LinearCrossEntropyEdges, AnInfiniteClassWeightMakesAMeanAndItsGradientsNa
 }
 
 TEST(LinearCrossEntropyNormalizerOnCpu, ANegativeNormalizerIsRefusedBeforeAnythingIsWritten) {
-  LinearCrossEntropyCase test_case = make_case(kCpu, DType::float32, {5});
+  LinearCrossEntropyCase test_case = make_case(DType::float32, {5});
   test_case.has_normalizer = true;
   LinearCrossEntropyRun run(test_case);
   run.normalizer.fill([](std::int64_t) { return -2.0; });
@@ -253,7 +253,7 @@ TEST_P(LinearCrossEntropyEdges, EveryNumberOfRowsThatCountMatchesTheOracle) {
   for (const auto& [dtype, reduction, limit, count] : combine<DType, Reduction, std::size_t, std::int64_t>(
            {DType::bfloat16, DType::float16}, {Reduction::mean, Reduction::none}, {0, 300000},
            {0, 1, 128, 129, 640, 641, 1099, 1100})) {
-    LinearCrossEntropyCase test_case = make_case(device(), dtype, {kRows});
+    LinearCrossEntropyCase test_case = make_case(dtype, {kRows});
     test_case.skips_ignored = true;
     test_case.workspace_limit = limit;
     test_case.options = {.reduction = reduction, .z_loss_weight = 0.1};
@@ -270,7 +270,7 @@ TEST_P(LinearCrossEntropyEdges, WhatIsNotFiniteInHiddenReachesItsRowAndTheParame
   // over it. The other rows keep theirs.
   for (const auto& [held, dtype, limit] :
        combine<double, DType, std::size_t>({kNaN, kInfinity, -kInfinity}, floating_point_dtypes(), {0, 4000})) {
-    LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
+    LinearCrossEntropyCase test_case = make_case(dtype, {13});
     test_case.options.reduction = Reduction::none;
     test_case.workspace_limit = limit;
     test_case.hidden = [=](std::int64_t i) { return i == 5 * 16 + 3 ? held : normal(i); };
@@ -295,7 +295,7 @@ TEST_P(LinearCrossEntropyEdges, WhatIsNotFiniteInHiddenReachesItsRowAndTheParame
 
 TEST_P(LinearCrossEntropyEdges, ANaNInTheHeadReachesEveryRow) {
   for (const DType dtype : floating_point_dtypes()) {
-    LinearCrossEntropyCase test_case = make_case(device(), dtype, {6});
+    LinearCrossEntropyCase test_case = make_case(dtype, {6});
     test_case.options.reduction = Reduction::none;
     test_case.head = [](std::int64_t i) { return i == 7 * 16 + 3 ? kNaN : normal(i); };
     test_case.target = [](std::int64_t row) { return row == 2 ? kIgnored : static_cast<double>(row); };
@@ -313,7 +313,7 @@ TEST_P(LinearCrossEntropyEdges, ANaNInTheHeadReachesEveryRow) {
 
 TEST_P(LinearCrossEntropyEdges, ABiasOfMinusInfinityMasksAClass) {
   for (const DType dtype : floating_point_dtypes()) {
-    LinearCrossEntropyCase test_case = make_case(device(), dtype, {6});
+    LinearCrossEntropyCase test_case = make_case(dtype, {6});
     test_case.options.reduction = Reduction::none;
     test_case.target = [](std::int64_t row) { return static_cast<double>(row); };
     LinearCrossEntropyRun run(test_case);
@@ -328,7 +328,7 @@ TEST_P(LinearCrossEntropyEdges, ABiasOfMinusInfinityMasksAClass) {
 
 TEST_P(LinearCrossEntropyEdges, HugeLogitsMatchTheOracle) {
   for (const auto& [dtype, deviation] : combine<DType, double>(floating_point_dtypes(), {3000.0, 30000.0})) {
-    LinearCrossEntropyCase test_case = make_case(device(), dtype, {13});
+    LinearCrossEntropyCase test_case = make_case(dtype, {13});
     test_case.deviation = deviation;
     check_linear_cross_entropy(test_case);
     test_case.workspace_limit = 4000;
@@ -340,7 +340,7 @@ TEST_P(LinearCrossEntropyEdges, HugeLogitsMatchTheOracle) {
 TEST_P(LinearCrossEntropyEdges, OnTheCpuTheLossOfALearnedClassIsKeptHoweverManyRows) {
   if (device().type == DeviceType::cuda) GTEST_SKIP() << "sums of float32";
   constexpr std::int64_t kFeatures = 8;
-  LinearCrossEntropyCase c{.device = device(), .dtype = DType::float32, .row_shape = {300}, .features = kFeatures};
+  LinearCrossEntropyCase c{.dtype = DType::float32, .row_shape = {300}, .features = kFeatures};
   c.classes = 32768;
   c.options.reduction = Reduction::none;
   c.hidden = [](std::int64_t i) { return i % kFeatures == 0 ? 30.0 : 0.0; };
@@ -357,7 +357,7 @@ TEST_P(LinearCrossEntropyEdges, OnTheCpuTheLossOfALearnedClassIsKeptHoweverManyR
 }
 
 TEST_P(LinearCrossEntropyEdges, OfEqualLogitsTheFirstIsTheLargest) {
-  LinearCrossEntropyCase test_case = make_case(device(), DType::float32, {6});
+  LinearCrossEntropyCase test_case = make_case(DType::float32, {6});
   test_case.classes = 300;
   test_case.bias_dtype = {};
   test_case.hidden = [](std::int64_t) { return 1.0; };
@@ -372,7 +372,7 @@ class LinearCrossEntropyTargets : public LinearCrossEntropyEdges {
  protected:
   /// Two targets that are out of range: 24 and -1, in rows [1, 2] and [3, 0] of [4, 3].
   LinearCrossEntropyCase bad_case() {
-    LinearCrossEntropyCase test_case = make_case(device(), DType::float32, {4, 3});
+    LinearCrossEntropyCase test_case = make_case(DType::float32, {4, 3});
     test_case.options.reduction = Reduction::none;
     test_case.target = [](std::int64_t row) { return row == 5 ? 24.0 : row == 9 ? -1.0 : 2.0; };
     return test_case;

@@ -24,9 +24,8 @@ EAVES_EACH_DEVICE(LinearCrossEntropy);
 const std::vector<Reduction> kReductions = {Reduction::none, Reduction::sum, Reduction::mean};
 
 /// 23 rows: no multiple of any tile.
-LinearCrossEntropyCase make_case(Device device, DType dtype, Reduction reduction = Reduction::mean) {
-  return {
-      .device = device, .dtype = dtype, .row_shape = {23}, .options = {.reduction = reduction}, .bias_dtype = dtype};
+LinearCrossEntropyCase make_case(DType dtype, Reduction reduction = Reduction::mean) {
+  return {.dtype = dtype, .row_shape = {23}, .options = {.reduction = reduction}, .bias_dtype = dtype};
 }
 
 /// Everything that a row's loss and gradient may consist of.
@@ -99,7 +98,7 @@ TEST_P(LinearCrossEntropy, EachOptionMatchesTheOracle) {
   for (const auto& [dtype, reduction] : combine<DType, Reduction>(floating_point_dtypes(), kReductions)) {
     for (const DType targets : {DType::int64, DType::int32, DType::float32, dtype}) {
       if (targets == DType::bfloat16 || targets == DType::float16) continue;  // no soft targets of 16 bits
-      LinearCrossEntropyCase plain = make_case(device(), dtype, reduction);
+      LinearCrossEntropyCase plain = make_case(dtype, reduction);
       plain.targets_dtype = targets;
       for (const LinearCrossEntropyCase& test_case : with_each_option(plain)) check_linear_cross_entropy(test_case);
     }
@@ -109,7 +108,7 @@ TEST_P(LinearCrossEntropy, EachOptionMatchesTheOracle) {
 TEST_P(LinearCrossEntropy, ChunksOfEverySizeMatchTheOracle) {
   for (const auto& [dtype, limit, reduction] :
        combine<DType, std::size_t, Reduction>(floating_point_dtypes(), kLimits, {Reduction::none, Reduction::mean})) {
-    LinearCrossEntropyCase plain = make_case(device(), dtype, reduction);
+    LinearCrossEntropyCase plain = make_case(dtype, reduction);
     plain.workspace_limit = limit;
     plain.classes = 131;  // several strides of a row of logits, and a rest
     if (device().type == DeviceType::cuda) {
@@ -130,7 +129,7 @@ TEST_P(LinearCrossEntropy, MoreRowsAndClassesThanATileMatchTheOracle) {
   for (const auto& [dtype, limit] :
        combine<DType, std::size_t>({DType::bfloat16, DType::float32}, {0, 300000, 700000})) {
     // All at once; chunks of whole tiles of 128 rows; in the backward blocks of whole tiles of 256 classes.
-    LinearCrossEntropyCase plain = make_case(device(), dtype);
+    LinearCrossEntropyCase plain = make_case(dtype);
     plain.row_shape = {290};
     plain.classes = 601;
     plain.features = 9;
@@ -143,7 +142,7 @@ TEST_P(LinearCrossEntropy, EverySubsetOfGradientsMatchesTheOracle) {
   for (const DType dtype : {DType::bfloat16, DType::float32}) {
     for (int subset = 0; subset < 8; ++subset) {
       for (const std::size_t limit : {0, 9000}) {
-        LinearCrossEntropyCase plain = make_case(device(), dtype);
+        LinearCrossEntropyCase plain = make_case(dtype);
         plain.wanted = {.hidden = (subset & 1) != 0, .head = (subset & 2) != 0, .bias = (subset & 4) != 0};
         plain.workspace_limit = limit;
         for (LinearCrossEntropyCase& test_case : of_every_kind(plain)) check_linear_cross_entropy(test_case);
@@ -153,7 +152,7 @@ TEST_P(LinearCrossEntropy, EverySubsetOfGradientsMatchesTheOracle) {
 }
 
 TEST_P(LinearCrossEntropy, GradientsThatNobodyAsksForAreNotWritten) {
-  LinearCrossEntropyCase test_case = make_case(device(), DType::float32);
+  LinearCrossEntropyCase test_case = make_case(DType::float32);
   test_case.wanted = {.hidden = false, .head = false, .bias = false};
   LinearCrossEntropyRun run(test_case), untouched(test_case);
   run.run();
@@ -191,7 +190,7 @@ TEST_P(LinearCrossEntropy, LayoutsOfHiddenMatchTheOracle) {
   for (const auto& [c, dtype, reduction, limit] : combine<Case, DType, Reduction, std::size_t>(
            cases, floating_point_dtypes(), {Reduction::none, Reduction::mean}, {0, 9000})) {
     SCOPED_TRACE(c.reason);
-    LinearCrossEntropyCase plain = make_case(device(), dtype, reduction);
+    LinearCrossEntropyCase plain = make_case(dtype, reduction);
     plain.row_shape = c.row_shape;
     plain.workspace_limit = limit;
     plain.hidden_placement = c.placement;
@@ -223,7 +222,7 @@ TEST_P(LinearCrossEntropy, LayoutsOfTheHeadMatchTheOracle) {
   };
   for (const auto& [c, dtype, limit] : combine<Case, DType, std::size_t>(cases, floating_point_dtypes(), {0, 6000})) {
     SCOPED_TRACE(c.reason);
-    LinearCrossEntropyCase plain = make_case(device(), dtype);
+    LinearCrossEntropyCase plain = make_case(dtype);
     plain.workspace_limit = limit;
     plain.head_placement = c.head;
     plain.grad_head_placement = c.gradient;
@@ -234,7 +233,7 @@ TEST_P(LinearCrossEntropy, LayoutsOfTheHeadMatchTheOracle) {
 TEST_P(LinearCrossEntropy, TargetsAreReadByTheirStrides) {
   for (const auto& [strides, targets] : combine<Dims, DType>(
            {Dims{0, 0}, Dims{0, 1}, Dims{1, 5}, Dims{-7, 1}, Dims{30, 2}, Dims{14, 2}}, {DType::int32, DType::int64})) {
-    LinearCrossEntropyCase test_case = make_case(device(), DType::float32, Reduction::none);
+    LinearCrossEntropyCase test_case = make_case(DType::float32, Reduction::none);
     test_case.row_shape = {5, 7};
     test_case.targets_dtype = targets;
     test_case.targets_placement = with_strides(strides, 1);
@@ -253,7 +252,7 @@ TEST_P(LinearCrossEntropy, SoftTargetsAreReadByTheDistanceOfTheirRows) {
     // The order of rows in hidden's memory is not that of their numbers.
     for (const auto& [hidden, limit] : combine<Placement, std::size_t>(
              {Placement{}, with_strides({16, 64, 1}), with_strides({200, 16, 1})}, {0, 9000})) {
-      LinearCrossEntropyCase test_case = with_soft_targets(make_case(device(), DType::float32, Reduction::none));
+      LinearCrossEntropyCase test_case = with_soft_targets(make_case(DType::float32, Reduction::none));
       test_case.row_shape = {4, 6};
       test_case.targets_placement = targets;
       test_case.hidden_placement = hidden;
@@ -270,7 +269,7 @@ TEST_P(LinearCrossEntropy, AnUpstreamGradientMayBeExpandedStridedOrHave16Bits) {
   for (const auto& [strides, dtype] :
        combine<Dims, DType>({Dims{0, 0}, Dims{0, 1}, Dims{1, 5}, Dims{-7, 1}, Dims{14, 2}}, floating_point_dtypes())) {
     for (const auto& [grad_loss, limit] : combine<DType, std::size_t>({dtype, accumulator_dtype(dtype)}, {0, 9000})) {
-      LinearCrossEntropyCase test_case = make_case(device(), dtype, Reduction::none);
+      LinearCrossEntropyCase test_case = make_case(dtype, Reduction::none);
       test_case.row_shape = {5, 7};
       test_case.grad_loss_dtype = grad_loss;
       test_case.grad_loss_placement = with_strides(strides, 1);
@@ -280,7 +279,7 @@ TEST_P(LinearCrossEntropy, AnUpstreamGradientMayBeExpandedStridedOrHave16Bits) {
     }
   }
   for (const Reduction reduction : {Reduction::sum, Reduction::mean}) {
-    LinearCrossEntropyCase test_case = make_case(device(), DType::bfloat16, reduction);
+    LinearCrossEntropyCase test_case = make_case(DType::bfloat16, reduction);
     test_case.grad_loss_dtype = DType::bfloat16;
     check_linear_cross_entropy(test_case);
   }
@@ -290,7 +289,7 @@ TEST_P(LinearCrossEntropy, GradientsOfParametersAreAddedToWhatTheyHold) {
   for (const DType dtype : floating_point_dtypes()) {
     for (const auto& [gradient, limit, skips] :
          combine<DType, std::size_t, bool>({dtype, accumulator_dtype(dtype)}, {0, 1, 9000}, {false, true})) {
-      LinearCrossEntropyCase plain = make_case(device(), dtype, Reduction::sum);
+      LinearCrossEntropyCase plain = make_case(dtype, Reduction::sum);
       plain.accumulates = true;
       plain.grad_head_dtype = plain.grad_bias_dtype = gradient;
       plain.workspace_limit = limit;
@@ -302,7 +301,7 @@ TEST_P(LinearCrossEntropy, GradientsOfParametersAreAddedToWhatTheyHold) {
 
 TEST_P(LinearCrossEntropy, WithoutAnUpstreamGradientItIsOne) {
   for (const auto& [reduction, dtype] : combine<Reduction, DType>(kReductions, floating_point_dtypes())) {
-    LinearCrossEntropyRun absent(make_case(device(), dtype, reduction)), ones(absent.test_case());
+    LinearCrossEntropyRun absent(make_case(dtype, reduction)), ones(absent.test_case());
     ones.grad_loss.fill([](std::int64_t) { return 1.0; });
     LinearCrossEntropyForwardBackwardArgs args = absent.at_once_args();
     args.grad_loss = {};
@@ -326,7 +325,7 @@ TEST_P(LinearCrossEntropy, OutputsThatNobodyAsksForChangeNoOther) {
     }
   };
   for (const auto& [reduction, has_ignored] : combine<Reduction, bool>(kReductions, {false, true})) {
-    LinearCrossEntropyCase test_case = make_case(device(), DType::float32, reduction);
+    LinearCrossEntropyCase test_case = make_case(DType::float32, reduction);
     test_case.options.z_loss_weight = 0.01;
     if (!has_ignored) test_case.target = [](std::int64_t i) { return static_cast<double>(i % 24); };
     LinearCrossEntropyRun all(test_case), few(test_case);
@@ -349,7 +348,7 @@ TEST_P(LinearCrossEntropy, OutputsThatNobodyAsksForChangeNoOther) {
 TEST_P(LinearCrossEntropy, GradientsAreRescaledWhereTheUpstreamGradientIsKnownLater) {
   for (const auto& [dtype, grad_hidden] : combine<DType, Placement>(
            floating_point_dtypes(), {Placement{}, with_strides({1, 23}), with_strides({20, 1})})) {
-    LinearCrossEntropyCase test_case = make_case(device(), dtype);
+    LinearCrossEntropyCase test_case = make_case(dtype);
     test_case.grad_hidden_placement = grad_hidden;
     test_case.grad_head_placement = with_strides({19, 1});
     test_case.grad_bias_dtype = accumulator_dtype(dtype);
@@ -379,7 +378,7 @@ TEST_P(LinearCrossEntropy, GradientsAreRescaledWhereTheUpstreamGradientIsKnownLa
 
 TEST_P(LinearCrossEntropy, ABackwardTwiceFromOneForwardGivesTheSameBits) {
   for (const std::size_t limit : {0, 9000}) {
-    LinearCrossEntropyCase test_case = with_every_option(make_case(device(), DType::bfloat16));
+    LinearCrossEntropyCase test_case = with_every_option(make_case(DType::bfloat16));
     test_case.workspace_limit = limit;
     LinearCrossEntropyRun run(test_case);
     linear_cross_entropy_forward(run.forward_args());

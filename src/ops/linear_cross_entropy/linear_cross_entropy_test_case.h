@@ -55,7 +55,7 @@ struct WantedGradients {
 };
 
 struct LinearCrossEntropyCase {
-  Device device = {};
+  Device device = device_of_test();
   DType dtype = DType::float32;
   Dims row_shape = {};
   std::int64_t features = 16;

@@ -33,7 +33,7 @@ const std::vector<std::pair<Dims, Dims>>& shapes_of_every_kind() {
 TEST_P(LogsumexpCalls, TwoRunsAreBitwiseEqual) {
   for (const auto& [shape, axes] : shapes_of_every_kind()) {
     for (const DType dtype : {DType::bfloat16, DType::float32}) {
-      const LogsumexpCase test_case{.device = device(), .dtype = dtype, .shape = shape, .axes = axes, .value = normal};
+      const LogsumexpCase test_case{.dtype = dtype, .shape = shape, .axes = axes, .value = normal};
       expect_two_runs_equal<LogsumexpRun>(test_case, check::to_string(shape));
     }
   }
@@ -41,10 +41,8 @@ TEST_P(LogsumexpCalls, TwoRunsAreBitwiseEqual) {
 
 TEST_P(LogsumexpCalls, CallsThatFollowEachOtherMayShareAWorkspace) {
   // Both cut their rows into pieces; the second must not overwrite what the first has yet to merge.
-  const LogsumexpCase long_rows{
-      .device = device(), .dtype = DType::bfloat16, .shape = {2, 400003}, .axes = {1}, .value = normal};
-  const LogsumexpCase long_columns{
-      .device = device(), .dtype = DType::bfloat16, .shape = {20000, 72}, .axes = {0}, .value = normal};
+  const LogsumexpCase long_rows{.dtype = DType::bfloat16, .shape = {2, 400003}, .axes = {1}, .value = normal};
+  const LogsumexpCase long_columns{.dtype = DType::bfloat16, .shape = {20000, 72}, .axes = {0}, .value = normal};
   expect_a_workspace_can_be_shared<LogsumexpRun>(
       std::vector<LogsumexpCase>{long_rows, long_columns}, 20,
       [](LogsumexpRun& run) { return logsumexp_forward_workspace_bytes(run.forward_args()); });
@@ -52,8 +50,8 @@ TEST_P(LogsumexpCalls, CallsThatFollowEachOtherMayShareAWorkspace) {
 
 TEST_P(LogsumexpCalls, AWorkspaceOfTheStatedSizeIsEnoughAndIsBelow1MiB) {
   for (const auto& [shape, axes] : shapes_of_every_kind()) {
-    LogsumexpRun own({.device = device(), .dtype = DType::bfloat16, .shape = shape, .axes = axes, .value = normal});
-    LogsumexpRun given({.device = device(), .dtype = DType::bfloat16, .shape = shape, .axes = axes, .value = normal});
+    LogsumexpRun own({.dtype = DType::bfloat16, .shape = shape, .axes = axes, .value = normal});
+    LogsumexpRun given({.dtype = DType::bfloat16, .shape = shape, .axes = axes, .value = normal});
     own.run();
     const std::size_t bytes = logsumexp_forward_workspace_bytes(given.forward_args());
     EXPECT_LE(bytes, std::size_t{1} << 20);
@@ -72,8 +70,7 @@ TEST_P(LogsumexpCalls, AWorkspaceOfTheStatedSizeIsEnoughAndIsBelow1MiB) {
 TEST_P(LogsumexpCalls, CallsFromSeveralThreadsDoNotDisturbEachOther) {
   // The second shape is cut into pieces: every call has scratch memory of its own.
   for (const Dims& shape : {Dims{64, 3000}, Dims{2, 100003}}) {
-    const LogsumexpCase test_case{
-        .device = device(), .dtype = DType::bfloat16, .shape = shape, .axes = {1}, .value = normal};
+    const LogsumexpCase test_case{.dtype = DType::bfloat16, .shape = shape, .axes = {1}, .value = normal};
     expect_undisturbed_by_other_threads<LogsumexpRun>(test_case, check::to_string(shape),
                                                       [](LogsumexpRun& run, const ExecutionContext& context) {
                                                         for (int repetition = 0; repetition < 20; ++repetition)

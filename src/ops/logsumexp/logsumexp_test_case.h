@@ -11,13 +11,14 @@
 #include "eaves/logsumexp.h"
 #include "ops/logsumexp/logsumexp_reference.h"
 #include "runtime/runtime.h"
+#include "testing/devices.h"
 #include "testing/tensor.h"
 #include "testing/tolerance.h"
 
 namespace eaves::testing {
 
 struct LogsumexpCase {
-  Device device = {};
+  Device device = device_of_test();
   DType dtype = DType::float32;
   Dims shape = {};
   Dims axes = {};

@@ -33,8 +33,7 @@ TEST_P(LrpeCosineAccuracy, EveryResultIsWithinTheContract) {
   for (const auto& [dtype, activation] :
        combine<DType, LrpeCosineActivation>(floating_point_dtypes(), every_activation())) {
     LrpeCosineShares worst;
-    const LrpeCosineCase sequence = with_activation({.device = device(),
-                                                     .dtype = dtype,
+    const LrpeCosineCase sequence = with_activation({.dtype = dtype,
                                                      .shape = {1, 1, 400, 64},
                                                      .theta_shape = {1, 64},
                                                      .theta_dtype = DType::float32,
@@ -61,8 +60,7 @@ TEST_P(LrpeCosineAccuracy, ThetasGradientOverLongSequences) {
   for (const std::int64_t positions : {100, 1000, 10000, 100000}) {
     std::printf("| %lld", static_cast<long long>(positions));
     for (const DType dtype : {DType::float32, DType::bfloat16}) {
-      const LrpeCosineShares shares = check_lrpe_cosine({.device = device(),
-                                                         .dtype = dtype,
+      const LrpeCosineShares shares = check_lrpe_cosine({.dtype = dtype,
                                                          .shape = {1, 1, positions, 4},
                                                          .theta_shape = {1, 4},
                                                          .theta_dtype = DType::float32,
@@ -80,8 +78,7 @@ TEST_P(LrpeCosineAccuracy, ErrorsDoNotGrowWithThePosition) {
   for (const std::int64_t position : {10, 1000, 100000, 1000000, 10000000}) {
     double worst[2] = {};
     for (const DType dtype : {DType::bfloat16, DType::float32}) {
-      const LrpeCosineCase test_case{.device = device(),
-                                     .dtype = dtype,
+      const LrpeCosineCase test_case{.dtype = dtype,
                                      .shape = {1, 1, 64, 64},
                                      .theta_shape = {1, 64},
                                      .theta_dtype = DType::float32,
@@ -121,8 +118,7 @@ TEST_P(LrpeCosineAccuracy, PositionsOfAnySizeKeepTheContract) {
   };
   for (const auto& [offset, dtype, activation] :
        combine<std::int64_t, DType, LrpeCosineActivation>(offsets, floating_point_dtypes(), every_activation())) {
-    check_lrpe_cosine(with_activation({.device = device(),
-                                       .dtype = dtype,
+    check_lrpe_cosine(with_activation({.dtype = dtype,
                                        .shape = {1, 2, 6, 64},
                                        .theta_shape = {2, 64},
                                        .theta_dtype = activation.dim == -1 ? DType::float32 : dtype,
@@ -135,8 +131,7 @@ TEST_P(LrpeCosineAccuracy, PositionsOfAnySizeKeepTheContract) {
 TEST_P(LrpeCosineAccuracy, OffsetsThatAreReadOnTheDeviceMayBeAsLarge) {
   constexpr std::int64_t kOne = 1;
   for (const DType dtype : floating_point_dtypes()) {
-    LrpeCosineCase test_case{.device = device(),
-                             .dtype = dtype,
+    LrpeCosineCase test_case{.dtype = dtype,
                              .shape = {3, 1, 4, 64},
                              .theta_shape = {1, 64},
                              .theta_dtype = DType::float32,
@@ -212,8 +207,7 @@ TEST_P(LrpeCosineAccuracy, AnglesOfEverySizeHaveTheirCosineAndSine) {
 
 TEST_P(LrpeCosineAccuracy, AProductThatLeavesFloat32IsNaNAndOneThatUnderflowsIsZero) {
   const double theta[] = {1e30, -1e30, 1e-42, 0.0, -0.0, 1e-38};
-  check_lrpe_cosine({.device = device(),
-                     .dtype = DType::float32,
+  check_lrpe_cosine({.dtype = DType::float32,
                      .shape = {1, 1, 3, 6},
                      .theta_shape = {1, 6},
                      .positions = {1000000000, 1, -1},  // 1e39 is beyond float32
@@ -228,8 +222,7 @@ TEST_P(LrpeCosineAccuracy, ASoftmaxFarFromZeroIsAsPreciseAsAtZero) {
            {every_activation()[4], every_activation()[5]}, {1, 3})) {
     SCOPED_TRACE("mean " + std::to_string(mean));
     check_lrpe_cosine(with_activation(
-        {.device = device(),
-         .dtype = dtype,
+        {.dtype = dtype,
          .shape = {batch, 2, 200, 64},
          .theta_shape = {2, 64},
          .theta_dtype = DType::float32,
@@ -243,8 +236,7 @@ TEST_P(LrpeCosineAccuracy, ASoftmaxFarFromZeroIsAsPreciseAsAtZero) {
 TEST_P(LrpeCosineAccuracy, HeavyTailedInputsKeepTheContract) {
   for (const auto& [dtype, activation] :
        combine<DType, LrpeCosineActivation>(floating_point_dtypes(), every_activation())) {
-    check_lrpe_cosine(with_activation({.device = device(),
-                                       .dtype = dtype,
+    check_lrpe_cosine(with_activation({.dtype = dtype,
                                        .shape = {1, 2, 100, 32},
                                        .theta_shape = {2, 32},
                                        .theta_dtype = DType::float32,

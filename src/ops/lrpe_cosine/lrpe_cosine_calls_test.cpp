@@ -105,11 +105,8 @@ TEST_P(LrpeCosineCalls, WhatIsAskedForBesideAResultChangesNoBitOfIt) {
 
 TEST_P(LrpeCosineCalls, AnXThatIsNotNeededIsNotRead) {
   // Without an activation dL/dx does not depend on x; NaN in it would show.
-  LrpeCosineCase test_case{.device = device(),
-                           .dtype = DType::bfloat16,
-                           .shape = {2, 3, 20, 64},
-                           .theta_shape = {3, 64},
-                           .has_grad_theta = false};
+  LrpeCosineCase test_case{
+      .dtype = DType::bfloat16, .shape = {2, 3, 20, 64}, .theta_shape = {3, 64}, .has_grad_theta = false};
   LrpeCosineRun expected(test_case);
   expected.run();
   test_case.value = [](std::int64_t) { return std::numeric_limits<double>::quiet_NaN(); };
@@ -151,12 +148,9 @@ TEST_P(LrpeCosineCalls, AWorkspaceOfTheStatedSizeIsEnoughAndAsSmallAsTheHeaderSa
 
 TEST_P(LrpeCosineCalls, CallsFromSeveralThreadsDoNotDisturbEachOther) {
   for (const LrpeCosineActivation& activation : {every_activation()[3], every_activation()[5]}) {
-    const LrpeCosineCase test_case = with_activation({.device = device(),
-                                                      .dtype = DType::bfloat16,
-                                                      .shape = {2, 2, 3001, 16},
-                                                      .theta_shape = {2, 16},
-                                                      .theta_dtype = DType::float32},
-                                                     activation);
+    const LrpeCosineCase test_case = with_activation(
+        {.dtype = DType::bfloat16, .shape = {2, 2, 3001, 16}, .theta_shape = {2, 16}, .theta_dtype = DType::float32},
+        activation);
     expect_undisturbed_by_other_threads<LrpeCosineRun>(test_case, description_of(test_case),
                                                        [](LrpeCosineRun& run, const ExecutionContext& context) {
                                                          for (int repetition = 0; repetition < 10; ++repetition)

@@ -27,8 +27,7 @@ TEST_P(LrpeCosineEdges, InfinitiesAndNaNFollowTheFormula) {
   for (const LrpeCosineActivation& activation : every_activation()) {
     if (activation.activation == Activation::softmax) continue;
     for (const auto& [dtype, features] : combine<DType, std::int64_t>(floating_point_dtypes(), {7, 64})) {
-      check_lrpe_cosine(with_activation({.device = device(),
-                                         .dtype = dtype,
+      check_lrpe_cosine(with_activation({.dtype = dtype,
                                          .shape = {2, 2, 6, features},
                                          .theta_shape = {2, features},
                                          .extra_tokens = 2,
@@ -42,8 +41,7 @@ TEST_P(LrpeCosineEdges, ANaNStaysWhereItIs) {
   // One element of x, in the middle: the elementwise activations spread it over nothing else.
   for (const auto& [activation, special] :
        combine<LrpeCosineActivation, double>(every_activation(), {kNaN, kInfinity, -kInfinity})) {
-    check_lrpe_cosine(with_activation({.device = device(),
-                                       .dtype = DType::bfloat16,
+    check_lrpe_cosine(with_activation({.dtype = DType::bfloat16,
                                        .shape = {2, 3, 9, 16},
                                        .theta_shape = {3, 16},
                                        .value = [=](std::int64_t i) { return i == 469 ? special : normal(i); }},
@@ -56,8 +54,7 @@ TEST_P(LrpeCosineEdges, ElementsThatAnExponentialCannotHold) {
   const std::vector<double> sizes = {20.0, 80.0, 87.0, 88.0, 89.0, 103.0, 104.0, 1e4, 3e4};
   for (const auto& [activation, dtype, size, sign] : combine<LrpeCosineActivation, DType, double, double>(
            every_activation(), floating_point_dtypes(), sizes, {1.0, -1.0})) {
-    check_lrpe_cosine(with_activation({.device = device(),
-                                       .dtype = dtype,
+    check_lrpe_cosine(with_activation({.dtype = dtype,
                                        .shape = {1, 2, 5, 20},
                                        .theta_shape = {2, 1},
                                        .value = [=](std::int64_t i) { return i % 3 == 0 ? sign * size : normal(i); }},
@@ -71,8 +68,7 @@ TEST_P(LrpeCosineEdges, SoftmaxesOfHugeElementsAreThoseOfTheirDifferences) {
     const double huge = 0.75 * largest_finite(dtype);
     for (const double sign : {1.0, -1.0}) {
       // A mask is as large as a number can be; two elements of each row, or of each feature, are not masked.
-      check_lrpe_cosine(with_activation({.device = device(),
-                                         .dtype = dtype,
+      check_lrpe_cosine(with_activation({.dtype = dtype,
                                          .shape = {1, 2, 10, 20},
                                          .theta_shape = {2, 20},
                                          .value =
@@ -84,8 +80,7 @@ TEST_P(LrpeCosineEdges, SoftmaxesOfHugeElementsAreThoseOfTheirDifferences) {
     }
     // Rising: every element raises the maximum by more than an exponential can hold.
     check_lrpe_cosine(
-        with_activation({.device = device(),
-                         .dtype = dtype,
+        with_activation({.dtype = dtype,
                          .shape = {1, 1, 150, 24},
                          .theta_shape = {1, 1},
                          .value = [](std::int64_t i) { return 100.0 * static_cast<double>(i % 24 + i / 24) - 9000.0; }},
@@ -116,8 +111,7 @@ TEST_P(LrpeCosineEdges, SoftmaxesOverInfinitiesFollowPyTorch) {
     for (const std::int64_t at : {std::int64_t{0}, columns / 2, columns - 1}) {
       const std::int64_t positions = is_over_sequence ? columns : kRows;
       const std::int64_t features = is_over_sequence ? kRows : columns;
-      check_lrpe_cosine(with_activation({.device = device(),
-                                         .dtype = dtype,
+      check_lrpe_cosine(with_activation({.dtype = dtype,
                                          .shape = {1, 1, positions, features},
                                          .theta_shape = {1, features},
                                          .value =
@@ -136,15 +130,13 @@ TEST_P(LrpeCosineEdges, SoftmaxesOverInfinitiesFollowPyTorch) {
 TEST_P(LrpeCosineEdges, ABlockOfMinusInfinityBeforeTheRestChangesNothing) {
   // Whatever a kernel takes at once, its first pieces have nothing finite in them.
   for (const DType dtype : {DType::bfloat16, DType::float32}) {
-    check_lrpe_cosine({.device = device(),
-                       .dtype = dtype,
+    check_lrpe_cosine({.dtype = dtype,
                        .shape = {1, 1, 5003, 8},
                        .theta_shape = {1, 8},
                        .activation = Activation::softmax,
                        .activation_dim = -2,
                        .value = [](std::int64_t i) { return i < 4900 * 8 ? -kInfinity : normal(i); }});
-    check_lrpe_cosine({.device = device(),
-                       .dtype = dtype,
+    check_lrpe_cosine({.dtype = dtype,
                        .shape = {1, 1, 3, 5003},
                        .theta_shape = {1, 5003},
                        .activation = Activation::softmax,
@@ -156,8 +148,7 @@ TEST_P(LrpeCosineEdges, AMaximumThatRisesLateIsFollowed) {
   // Each quarter raises it, by less and by more than any kernel lets it lag behind.
   for (const auto& [step, dtype] :
        combine<double, DType>({3.0, 6.0, 25.0, 70.0}, {DType::bfloat16, DType::float32, DType::float64})) {
-    check_lrpe_cosine({.device = device(),
-                       .dtype = dtype,
+    check_lrpe_cosine({.dtype = dtype,
                        .shape = {1, 1, 1200, 8},
                        .theta_shape = {1, 8},
                        .activation = Activation::softmax,
@@ -168,8 +159,7 @@ TEST_P(LrpeCosineEdges, AMaximumThatRisesLateIsFollowed) {
 
 TEST_P(LrpeCosineEdges, ReluIsZeroWithDerivativeZeroAtZerosOfEitherSign) {
   for (const auto& [dtype, features] : combine<DType, std::int64_t>(floating_point_dtypes(), {5, 64})) {
-    LrpeCosineRun run({.device = device(),
-                       .dtype = dtype,
+    LrpeCosineRun run({.dtype = dtype,
                        .shape = {1, 2, 6, features},
                        .theta_shape = {2, features},
                        .activation = Activation::relu,
@@ -184,8 +174,7 @@ TEST_P(LrpeCosineEdges, ReluIsZeroWithDerivativeZeroAtZerosOfEitherSign) {
 
 TEST_P(LrpeCosineEdges, ReluPassesThePositiveAndTheNaN) {
   // 1e-37 is positive, small as it is.
-  LrpeCosineRun run({.device = device(),
-                     .dtype = DType::float32,
+  LrpeCosineRun run({.dtype = DType::float32,
                      .shape = {1, 1, 1, 4},
                      .theta_shape = {1, 4},
                      .activation = Activation::relu,
@@ -208,8 +197,7 @@ TEST_P(LrpeCosineEdges, AThetaThatIsNoNumberGivesNaNWhereItIsUsedAndNowhereElse)
   for (const auto& [activation, dtype, special, features] : combine<LrpeCosineActivation, DType, double, std::int64_t>(
            every_activation(), floating_point_dtypes(), {kNaN, kInfinity, -kInfinity}, {20, 64})) {
     // Position 0 is among them: no number times 0 is none either. Extra tokens use no theta.
-    check_lrpe_cosine(with_activation({.device = device(),
-                                       .dtype = dtype,
+    check_lrpe_cosine(with_activation({.dtype = dtype,
                                        .shape = {2, 3, 5, features},
                                        .theta_shape = {3, 16},
                                        .extra_tokens = 1,
@@ -222,8 +210,7 @@ TEST_P(LrpeCosineEdges, AnUpstreamGradientThatIsNoNumberStaysWhereItIs) {
   for (const auto& [activation, special] :
        combine<LrpeCosineActivation, double>(every_activation(), {kNaN, kInfinity})) {
     check_lrpe_cosine(
-        with_activation({.device = device(),
-                         .dtype = DType::bfloat16,
+        with_activation({.dtype = DType::bfloat16,
                          .shape = {1, 2, 7, 24},
                          .theta_shape = {2, 24},
                          .offset = 1,
@@ -264,20 +251,15 @@ TEST_P(LrpeCosineEdges, EmptyTensorsAreLegalAndThetasGradientIsZeroThere) {
            cases, every_activation(), {DType::bfloat16, DType::float32, DType::float64})) {
     SCOPED_TRACE(c.reason);
     // Compares every element with the oracle's: the lse of no positions is -inf, a sum of nothing 0.
-    check_lrpe_cosine(with_activation({.device = device(),
-                                       .dtype = dtype,
-                                       .shape = c.shape,
-                                       .theta_shape = c.theta,
-                                       .grid = c.grid,
-                                       .extra_tokens = c.extra_tokens},
-                                      activation));
+    check_lrpe_cosine(with_activation(
+        {.dtype = dtype, .shape = c.shape, .theta_shape = c.theta, .grid = c.grid, .extra_tokens = c.extra_tokens},
+        activation));
   }
 }
 
 TEST_P(LrpeCosineEdges, ThetasGradientIsZeroByItsStridesWhereNothingIsSummed) {
   for (const Dims& shape : {Dims{2, 3, 0, 8}, Dims{2, 3, 4, 8}}) {
-    LrpeCosineRun run({.device = device(),
-                       .dtype = DType::bfloat16,
+    LrpeCosineRun run({.dtype = DType::bfloat16,
                        .shape = shape,
                        .theta_shape = {3, 8},
                        .extra_tokens = shape[2],
@@ -296,11 +278,7 @@ TEST_P(LrpeCosineEdges, PositionsOfNothingAreLegal) {
   starts.fill([](std::int64_t) { return 0.0; });
   two_starts.fill([](std::int64_t) { return 0.0; });
   for (const int kind : {0, 1, 2, 3}) {
-    LrpeCosineRun run({.device = device(),
-                       .dtype = DType::float32,
-                       .shape = {2, 3, 0, 8},
-                       .theta_shape = {3, 8},
-                       .has_grad_x = false});
+    LrpeCosineRun run({.dtype = DType::float32, .shape = {2, 3, 0, 8}, .theta_shape = {3, 8}, .has_grad_x = false});
     LrpeCosineForwardArgs forward = run.forward_args();
     LrpeCosineBackwardArgs backward = run.backward_args();
     for (LrpeAngles* angles : {&forward.angles, &backward.angles}) {
@@ -318,8 +296,7 @@ TEST_P(LrpeCosineEdges, PositionsOfNothingAreLegal) {
 
 TEST_P(LrpeCosineEdges, PositionsOfExtraTokensAreNotRead) {
   // Any number may stand there, and the page need not be mapped.
-  LrpeCosineCase test_case{.device = device(),
-                           .dtype = DType::bfloat16,
+  LrpeCosineCase test_case{.dtype = DType::bfloat16,
                            .shape = {2, 3, 6, 16},
                            .theta_shape = {3, 16},
                            .extra_tokens = 3,

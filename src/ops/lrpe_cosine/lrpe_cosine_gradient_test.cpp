@@ -64,8 +64,7 @@ TEST_P(LrpeCosineGradient, BackwardIsTheDerivativeOfForward) {
   };
   for (const auto& [c, activation] : combine<Case, LrpeCosineActivation>(cases, every_activation())) {
     SCOPED_TRACE(c.reason);
-    check_gradients(with_activation({.device = device(),
-                                     .dtype = DType::float64,
+    check_gradients(with_activation({.dtype = DType::float64,
                                      .shape = c.shape,
                                      .theta_shape = c.theta,
                                      .grid = c.grid,
@@ -75,11 +74,8 @@ TEST_P(LrpeCosineGradient, BackwardIsTheDerivativeOfForward) {
 }
 
 TEST_P(LrpeCosineGradient, BackwardIsTheDerivativeOfForwardAtAnyPositions) {
-  const LrpeCosineCase plain{.device = device(),
-                             .dtype = DType::float64,
-                             .shape = {2, 1, 4, 3},
-                             .theta_shape = {1, 3},
-                             .activation = Activation::silu};
+  const LrpeCosineCase plain{
+      .dtype = DType::float64, .shape = {2, 1, 4, 3}, .theta_shape = {1, 3}, .activation = Activation::silu};
   LrpeCosineCase offsets = plain;
   offsets.offsets = {3, -4};
   LrpeCosineCase positions = plain;

@@ -78,8 +78,7 @@ TEST_P(LrpeCosine, EveryGridThetaAndActivationMatchesTheOracle) {
       SCOPED_TRACE(layout.reason);
       const bool is_one_axis = geometry.grid.size() == 1;
       check_lrpe_cosine(with_activation(
-          {.device = device(),
-           .dtype = dtype,
+          {.dtype = dtype,
            .shape = shape,
            .theta_shape = geometry.theta,
            .theta_dtype = number % 7 < 3 ? dtype : DType::float32,
@@ -108,8 +107,7 @@ TEST_P(LrpeCosine, EveryLayoutOfEveryTensorMatchesTheOracle) {
     for (const auto& [activation, dtype, step] :
          combine<LrpeCosineActivation, DType, std::size_t>(every_activation(), floating_point_dtypes(), {0, 1})) {
       const auto layout = [&](std::size_t tensor) { return layouts[(i + tensor * step) % layouts.size()]; };
-      check_lrpe_cosine(with_activation({.device = device(),
-                                         .dtype = dtype,
+      check_lrpe_cosine(with_activation({.dtype = dtype,
                                          .shape = shape,
                                          .theta_shape = {3, 16},
                                          .grid = {2, 3},
@@ -157,8 +155,7 @@ TEST_P(LrpeCosine, EveryNumberOfFeaturesMatchesTheOracle) {
        combine<Features, LrpeCosineActivation, DType, std::int64_t>(all, every_activation(),
                                                                     {DType::bfloat16, DType::float32}, {0, 1})) {
     SCOPED_TRACE(features.reason);
-    check_lrpe_cosine(with_activation({.device = device(),
-                                       .dtype = dtype,
+    check_lrpe_cosine(with_activation({.dtype = dtype,
                                        .shape = {1, 2, 3, features.count},
                                        .theta_shape = {2, features.count},
                                        .theta_dtype = DType::float32,
@@ -181,8 +178,7 @@ TEST_P(LrpeCosine, BatchesThatShareAnglesOfLongRowsMatchTheOracle) {
          {every_activation()[0], every_activation()[3], every_activation()[5]}) {
       for (const auto& [batch, positions] : combine<std::int64_t, std::int64_t>({2, 5}, {1, 9})) {
         const std::int64_t heads = positions == 1 ? 2 : 1;
-        check_lrpe_cosine(with_activation({.device = device(),
-                                           .dtype = dtype,
+        check_lrpe_cosine(with_activation({.dtype = dtype,
                                            .shape = {batch, heads, positions, features},
                                            .theta_shape = {heads, features},
                                            .theta_dtype = DType::float32,
@@ -217,8 +213,7 @@ TEST_P(LrpeCosine, EveryNumberOfPositionsMatchesTheOracle) {
     const std::int64_t heads = positions.count < 4000 ? 2 : 1;
     const Dims shape = {1, heads, positions.count, 16};
     const HeadLayout& layout = head_layouts()[is_transposed ? 1 : 0];
-    check_lrpe_cosine(with_activation({.device = device(),
-                                       .dtype = dtype,
+    check_lrpe_cosine(with_activation({.dtype = dtype,
                                        .shape = shape,
                                        .theta_shape = {heads, 12},
                                        .theta_dtype = DType::float32,
@@ -249,8 +244,7 @@ TEST_P(LrpeCosine, BatchesWithAndWithoutAnglesInCommonMatchTheOracle) {
   for (const auto& [c, activation, dtype] :
        combine<Case, LrpeCosineActivation, DType>(cases, every_activation(), {DType::bfloat16, DType::float32})) {
     SCOPED_TRACE(c.reason);
-    LrpeCosineCase test_case = with_activation({.device = device(),
-                                                .dtype = dtype,
+    LrpeCosineCase test_case = with_activation({.dtype = dtype,
                                                 .shape = c.shape,
                                                 .theta_shape = c.theta,
                                                 .theta_dtype = DType::float32,
@@ -268,8 +262,7 @@ TEST_P(LrpeCosine, MoreTokensThanASumHasPiecesMatchTheOracle) {
   // with and without vectors
   for (const auto& [features, activation] :
        combine<std::int64_t, LrpeCosineActivation>({1032, 1030}, {every_activation()[0], every_activation()[5]})) {
-    check_lrpe_cosine(with_activation({.device = device(),
-                                       .dtype = DType::bfloat16,
+    check_lrpe_cosine(with_activation({.dtype = DType::bfloat16,
                                        .shape = {1, 32, 37, features},
                                        .theta_shape = {32, 100},
                                        .theta_dtype = DType::float32,
@@ -284,8 +277,7 @@ TEST_P(LrpeCosine, HeadsThatLieInsideOfATokenMatchTheOracle) {
   const Dims shape = {1, 4, 1100, 64}, out_shape = {1, 4, 1100, 128};
   const HeadLayout& layout = head_layouts()[1];
   for (const LrpeCosineActivation& activation : {every_activation()[0], every_activation()[5]}) {
-    check_lrpe_cosine(with_activation({.device = device(),
-                                       .dtype = DType::float32,
+    check_lrpe_cosine(with_activation({.dtype = DType::float32,
                                        .shape = shape,
                                        .theta_shape = {4, 64},
                                        .grid = {1100},
@@ -303,8 +295,7 @@ TEST_P(LrpeCosine, MoreThan65535PositionsHeadsOrBatchesMatchTheOracle) {
   for (const Dims& shape : {Dims{1, 1, kMany, 2}, Dims{1, kMany, 1, 2}, Dims{kMany, 1, 1, 2}, Dims{300, 300, 1, 1}}) {
     for (const LrpeCosineActivation& activation :
          {every_activation()[3], every_activation()[4], every_activation()[5]}) {
-      check_lrpe_cosine(with_activation({.device = device(),
-                                         .dtype = DType::bfloat16,
+      check_lrpe_cosine(with_activation({.dtype = DType::bfloat16,
                                          .shape = shape,
                                          .theta_shape = {shape[1], 2},
                                          .theta_dtype = DType::float32,
@@ -337,8 +328,7 @@ TEST_P(LrpeCosine, ThetaAndItsGradientMayLieAnywhere) {
        combine<Case, Dims, DType>(cases, {Dims{}, Dims{3, 5}}, floating_point_dtypes())) {
     SCOPED_TRACE(c.reason);
     for (const DType theta_dtype : {dtype, DType::float32}) {
-      check_lrpe_cosine({.device = device(),
-                         .dtype = dtype,
+      check_lrpe_cosine({.dtype = dtype,
                          .shape = {2, 3, 16, 32},
                          .theta_shape = c.shape,
                          .theta_dtype = theta_dtype,
@@ -355,8 +345,7 @@ TEST_P(LrpeCosine, AnUpstreamGradientAndXMayBeExpanded) {
   const Dims shape = {2, 3, 7, 24};
   for (const auto& [activation, dtype] :
        combine<LrpeCosineActivation, DType>(every_activation(), floating_point_dtypes())) {
-    LrpeCosineCase plain =
-        with_activation({.device = device(), .dtype = dtype, .shape = shape, .theta_shape = {3, 24}}, activation);
+    LrpeCosineCase plain = with_activation({.dtype = dtype, .shape = shape, .theta_shape = {3, 24}}, activation);
     for (const Dims& strides : {Dims{0, 0, 0, 0}, Dims{0, 0, 48, 1}, Dims{7, 0, 1, 0}}) {
       LrpeCosineCase of_gradient = plain;
       of_gradient.grad_out_placement = with_strides(strides);
@@ -371,8 +360,7 @@ TEST_P(LrpeCosine, AnUpstreamGradientAndXMayBeExpanded) {
 TEST_P(LrpeCosine, ExtraTokensAreActivatedAndNothingElse) {
   // Exactly: the cosine of an angle of 0 is 1 and its sine 0, whatever theta is, and theta gets nothing from them.
   for (const auto& [dtype, grid] : combine<DType, Dims>(floating_point_dtypes(), {Dims{}, Dims{2, 2}, Dims{4}})) {
-    LrpeCosineRun run({.device = device(),
-                       .dtype = dtype,
+    LrpeCosineRun run({.dtype = dtype,
                        .shape = {2, 2, 7, 20},
                        .theta_shape = {2, 10},
                        .grid = grid,
@@ -399,8 +387,7 @@ TEST_P(LrpeCosine, WhatHasNoAngleAddsNothingToThetasGradient) {
   // A NaN in an extra token, or in a feature beyond the axes, is no NaN of theta's gradient.
   for (const LrpeCosineActivation& activation : {every_activation()[0], every_activation()[3], every_activation()[5]}) {
     const bool is_over_sequence = activation.dim == -2;
-    check_lrpe_cosine(with_activation({.device = device(),
-                                       .dtype = DType::float32,
+    check_lrpe_cosine(with_activation({.dtype = DType::float32,
                                        .shape = {1, 2, 11, 24},
                                        .theta_shape = {2, 8},
                                        .grid = {3, 3},
@@ -424,7 +411,7 @@ TEST_P(LrpeCosine, PositionsGivenInAnyWayMatchTheOracle) {
     any_of_each.push_back(i * 7919 % 3001 - 1500);  // of both signs, in no order
     if (i < kPositions) any.push_back(i * i);
   }
-  LrpeCosineCase plain{.device = device(), .shape = {kBatch, 3, kPositions, 24}, .theta_shape = {3, 24}};
+  LrpeCosineCase plain{.shape = {kBatch, 3, kPositions, 24}, .theta_shape = {3, 24}};
   std::vector<LrpeCosineCase> cases;
   const auto add = [&](auto change) {
     LrpeCosineCase changed = plain;
@@ -465,8 +452,7 @@ TEST_P(LrpeCosine, ManyPackedSequencesMatchTheOracle) {
   std::vector<std::int64_t> starts = {0};
   for (std::int64_t s = 0; s < 400; ++s) starts.push_back(starts.back() + s * s % 5);
   for (const DType integers : {DType::int32, DType::int64}) {
-    check_lrpe_cosine({.device = device(),
-                       .dtype = DType::bfloat16,
+    check_lrpe_cosine({.dtype = DType::bfloat16,
                        .shape = {2, 1, starts.back(), 16},
                        .theta_shape = {1, 16},
                        .cu_seqlens = starts,
@@ -485,8 +471,7 @@ TEST_P(LrpeCosine, TheSamePositionsGivenInAnotherWayChangeNoBit) {
   for (const auto& [activation, dtype, theta] : combine<LrpeCosineActivation, DType, Dims>(
            every_activation(), floating_point_dtypes(), {Dims{3, 24}, Dims{1, 1}})) {
     const LrpeCosineCase plain = with_activation(
-        {.device = device(), .dtype = dtype, .shape = {2, 3, kPositions, 24}, .theta_shape = theta, .offset = 3},
-        activation);
+        {.dtype = dtype, .shape = {2, 3, kPositions, 24}, .theta_shape = theta, .offset = 3}, activation);
     SCOPED_TRACE(description_of(plain));
     LrpeCosineRun expected(plain);
     expected.run();
@@ -524,8 +509,7 @@ TEST_P(LrpeCosine, PackedSequencesAreTheSequencesOneByOneBitForBit) {
     if (activation.dim == -2) continue;
     for (const DType dtype : floating_point_dtypes()) {
       LrpeCosineCase packed = with_activation(
-          {.device = device(), .dtype = dtype, .shape = {2, 3, 40, 24}, .theta_shape = {3, 24}, .cu_seqlens = starts},
-          activation);
+          {.dtype = dtype, .shape = {2, 3, 40, 24}, .theta_shape = {3, 24}, .cu_seqlens = starts}, activation);
       SCOPED_TRACE(description_of(packed));
       LrpeCosineRun expected(packed);
       expected.run();
@@ -562,9 +546,8 @@ TEST_P(LrpeCosine, OneTokenAtAnOffsetIsThatRowOfTheWholeBitForBit) {
     if (activation.dim == -2) continue;
     for (const auto& [dtype, first, theta] : combine<DType, std::int64_t, Dims>(
              floating_point_dtypes(), {0, 1000}, {Dims{3, 24}, Dims{1, 1}, Dims{3, 40}})) {
-      const LrpeCosineCase whole_case = with_activation(
-          {.device = device(), .dtype = dtype, .shape = {2, 3, 37, 40}, .theta_shape = theta, .offset = first},
-          activation);
+      const LrpeCosineCase whole_case =
+          with_activation({.dtype = dtype, .shape = {2, 3, 37, 40}, .theta_shape = theta, .offset = first}, activation);
       LrpeCosineRun whole(whole_case), one_by_one(whole_case);
       whole.run();
       for (std::int64_t n = 0; n < 37; ++n) {
@@ -587,8 +570,7 @@ TEST_P(LrpeCosine, OneTokenAtAnOffsetIsThatRowOfTheWholeBitForBit) {
 TEST_P(LrpeCosine, ABatchOfOneIsThatEntryOfALargerBatchBitForBit) {
   for (const auto& [activation, dtype, is_grid] :
        combine<LrpeCosineActivation, DType, bool>(every_activation(), floating_point_dtypes(), {false, true})) {
-    const LrpeCosineCase batch_case = with_activation({.device = device(),
-                                                       .dtype = dtype,
+    const LrpeCosineCase batch_case = with_activation({.dtype = dtype,
                                                        .shape = {5, 3, 37, 24},
                                                        .theta_shape = {3, 12},
                                                        .grid = is_grid ? Dims{5, 7} : Dims{},

@@ -18,13 +18,14 @@
 #include "ops/lrpe_cosine/lrpe_cosine_reference.h"
 #include "runtime/runtime.h"
 #include "testing/calls.h"
+#include "testing/devices.h"
 #include "testing/tensor.h"
 #include "testing/tolerance.h"
 
 namespace eaves::testing {
 
 struct LrpeCosineCase {
-  Device device = {};
+  Device device = device_of_test();
   DType dtype = DType::float32;
   Dims shape = {};                        ///< of x: [B, H, N, D]
   Dims theta_shape = {};                  ///< [H or 1, E]
