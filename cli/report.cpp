@@ -1,12 +1,14 @@
 // See report.h.
 #include "cli/report.h"
 
+#include <fmt/chrono.h>
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
 #include <ctime>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <utility>
 
 #include "eaves/system.h"
@@ -31,10 +33,10 @@ struct TextRow {
   std::string note = {};  // on lines of its own
 };
 
-// Names at the left, numbers in columns at the right; a name that leaves no room for the numbers has its own line.
-std::string layout(const std::string& title, const std::vector<std::string>& heads, const std::vector<TextRow>& rows) {
-  std::vector<std::size_t> widths;
-  for (const std::string& head : heads) widths.push_back(head.size());
+// Names at the left, numbers in columns at the right, whose heads are the first row; a name that leaves no room for the
+// numbers has its own line.
+std::string layout(const std::string& title, std::vector<TextRow> rows) {
+  std::vector<std::size_t> widths(rows.front().cells.size());
   for (const TextRow& row : rows) {
     for (std::size_t i = 0; i < row.cells.size(); ++i) widths[i] = std::max(widths[i], row.cells[i].size());
   }
@@ -43,21 +45,16 @@ std::string layout(const std::string& title, const std::vector<std::string>& hea
   for (const TextRow& row : rows) {
     if (!row.cells.empty() && row.name.size() <= room) longest = std::max(longest, row.name.size());
   }
-  const auto line = [&](const std::string& name, const std::vector<std::string>& cells) {
-    std::string text = fmt::format("{:<{}}", name, longest);
-    for (std::size_t i = 0; i < cells.size(); ++i) text += fmt::format("  {:>{}}", cells[i], widths[i]);
-    return text + '\n';
-  };
-  std::string text = wrap(title) + line("", heads);
-  for (const TextRow& row : rows) {
+  std::string text = wrap(title);
+  for (TextRow& row : rows) {
     if (row.cells.empty()) {
       text += wrap(row.name.empty() ? row.note : row.name + ": " + row.note);
       continue;
     }
-    const bool has_own_line = row.name.size() > room;
-    if (has_own_line) text += wrap(row.name);
-    text += line(has_own_line ? "" : row.name, row.cells);
-    if (!row.note.empty()) text += wrap(row.note, "  ");
+    if (row.name.size() > room) text += wrap(std::exchange(row.name, ""));
+    text += fmt::format("{:<{}}", row.name, longest);
+    for (std::size_t i = 0; i < row.cells.size(); ++i) text += fmt::format("  {:>{}}", row.cells[i], widths[i]);
+    text += '\n' + (row.note.empty() ? "" : wrap(row.note, "  "));
   }
   return text;
 }
@@ -81,17 +78,26 @@ Words words_of(const Row& row) {
   return words;
 }
 
-// Those of `words` that every row of the table has, or those that not every row has.
-std::string join(const Words& words, const Table& table, bool is_common) {
-  std::string text;
-  for (const std::string& word : words) {
-    const bool is_in_every_row = std::all_of(table.rows.begin(), table.rows.end(), [&](const Row& row) {
-      const Words others = words_of(row);
-      return std::find(others.begin(), others.end(), word) != others.end();
-    });
-    if (is_in_every_row == is_common) text += (text.empty() ? "" : ", ") + word;
+// The words of `row` that every row of the table has, or those that not every row has.
+std::string join(const Row& row, const Table& table, bool is_common) {
+  Words words = words_of(row);
+  std::erase_if(words, [&](const std::string& word) {
+    return is_common != std::all_of(table.rows.begin(), table.rows.end(), [&](const Row& other) {
+             const Words others = words_of(other);
+             return std::find(others.begin(), others.end(), word) != others.end();
+           });
+  });
+  return fmt::format("{}", fmt::join(words, ", "));
+}
+
+// body(table, row, measurement) for each row that was measured or left out.
+template <typename Run, typename Body>
+void for_each_row(Run&& run, const Body& body) {
+  for (auto& measured : run) {
+    for (std::size_t i = 0; i < measured.measurements.size(); ++i) {
+      body(measured.table, measured.table.rows[i], measured.measurements[i]);
+    }
   }
-  return text;
 }
 
 // A busy machine, told by the times themselves: a median of more than twice the fastest repetition or, where not even
@@ -105,45 +111,20 @@ constexpr const char* kMostAreBusy = "most rows are left out: these numbers are 
 
 // Bytes or operations in a millisecond of the fastest repetition; 0 where it is not compared.
 double limit_rate(const Row& row, const Measurement& measurement) {
-  if (!measurement.limit || measurement.limit->min_ms < kComparedMs) return 0.0;
-  const bool is_spread = std::any_of(row.options.begin(), row.options.end(), [](const auto& option) {
-    return option.first == "data" && option.second == "\"spread\"";
-  });
-  if (is_spread) return 0.0;
+  const bool is_spread = std::find(row.options.begin(), row.options.end(),
+                                   std::pair<std::string, std::string>("data", "\"spread\"")) != row.options.end();
+  if (is_spread || !measurement.limit || measurement.limit->min_ms < kComparedMs) return 0.0;
   const std::int64_t work = row.operations > 0 ? row.operations : row.read_bytes + row.write_bytes;
   return static_cast<double>(work) / measurement.limit->min_ms;
 }
 
-// Among rows that the same thing limits: memory, or products of one dtype.
-double best_limit_rate(const std::vector<MeasuredTable>& run, bool has_operations, DType dtype) {
-  double best = 0.0;
-  for (const MeasuredTable& measured : run) {
-    if (has_operations && measured.table.dtype != dtype) continue;
-    for (std::size_t i = 0; i < measured.measurements.size(); ++i) {
-      const Row& row = measured.table.rows[i];
-      if ((row.operations > 0) == has_operations) best = std::max(best, limit_rate(row, measured.measurements[i]));
-    }
-  }
-  return best;
-}
-
-std::string utc_now() {
-  const std::time_t now = std::time(nullptr);
-  std::tm parts{};
-  gmtime_r(&now, &parts);
-  char text[32];
-  std::strftime(text, sizeof(text), "%Y-%m-%dT%H:%M:%SZ", &parts);
-  return text;
-}
-
-nlohmann::ordered_json result_row(const Table& table, const Row& row, const Measurement& measurement,
-                                  const char* provider, const std::optional<Timing>& timing, bool has_memory) {
-  nlohmann::ordered_json json = {{"op", table.op}, {"mode", row.mode}, {"dtype", short_name_of(table.dtype)}};
-  json["shape"] = nlohmann::ordered_json::object();
-  for (const auto& [key, value] : row.shape) json["shape"][key] = value;
-  json["options"] = nlohmann::ordered_json::object();
-  for (const auto& [key, value] : row.options) json["options"][key] = nlohmann::ordered_json::parse(value);
-  json["provider"] = provider;
+nlohmann::ordered_json result_row(const Table& table, const Row& row, const Measurement& measurement, bool is_eaves) {
+  auto shape = nlohmann::ordered_json::object(), options = nlohmann::ordered_json::object();
+  for (const auto& [key, value] : row.shape) shape[key] = value;
+  for (const auto& [key, value] : row.options) options[key] = nlohmann::ordered_json::parse(value);
+  nlohmann::ordered_json json = {{"op", table.op}, {"mode", row.mode},   {"dtype", short_name_of(table.dtype)},
+                                 {"shape", shape}, {"options", options}, {"provider", is_eaves ? "eaves" : "limit"}};
+  const std::optional<Timing>& timing = is_eaves ? measurement.eaves : measurement.limit;
   if (!timing) {
     json["ms"] = nullptr;
     json["skipped"] = measurement.skipped;
@@ -152,7 +133,7 @@ nlohmann::ordered_json result_row(const Table& table, const Row& row, const Meas
   json["ms"] = timing->median_ms;
   json["ms_min"] = timing->min_ms;
   json["ms_max"] = timing->max_ms;
-  if (has_memory) {
+  if (is_eaves) {
     json["peak_mib"] = static_cast<double>(measurement.peak_bytes) / kMiB;
     json["workspace_mib"] = static_cast<double>(measurement.workspace_bytes) / kMiB;
   }
@@ -187,43 +168,39 @@ std::string wrap(const std::string& text, const std::string& first_indent) {
 }
 
 void mark_busy_rows(std::vector<MeasuredTable>& run) {
-  MeasuredTable& last = run.back();
-  for (std::size_t i = 0; i < last.measurements.size(); ++i) {
-    Measurement& measurement = last.measurements[i];
-    if (!measurement.eaves || !measurement.limit) continue;
-    const Row& row = last.table.rows[i];
+  const auto is_unsteady = [](const Timing& timing) { return timing.median_ms > kUsualFactor * timing.min_ms; };
+  for_each_row(std::span(run).last(1), [&](const Table& table, const Row& row, Measurement& measurement) {
+    if (!measurement.eaves || !measurement.limit) return;
     const double rate = limit_rate(row, measurement);
-    const auto is_unsteady = [](const Timing& timing) { return timing.median_ms > kUsualFactor * timing.min_ms; };
-    if (rate > 0.0 && kUsualFactor * rate < best_limit_rate(run, row.operations > 0, last.table.dtype)) {
+    double best = rate;  // among rows that the same thing limits: memory, or products of one dtype
+    for_each_row(run, [&](const Table& of, const Row& other, const Measurement& by) {
+      const bool is_like = (other.operations > 0) == (row.operations > 0);
+      if (is_like && (row.operations == 0 || of.dtype == table.dtype)) best = std::max(best, limit_rate(other, by));
+    });
+    if (rate > 0.0 && kUsualFactor * rate < best) {
       measurement.mark = "slow";
     } else if (is_unsteady(*measurement.eaves) || is_unsteady(*measurement.limit)) {
       measurement.mark = "unsteady";
     }
-  }
+  });
 }
 
 std::string text_table(const MeasuredTable& measured) {
+  std::vector<TextRow> rows = {{"", {"eaves", "limit", "ratio", "memory", "workspace"}}};
+  for_each_row(std::span(&measured, 1), [&](const Table& table, const Row& row, const Measurement& measurement) {
+    rows.push_back({.name = join(row, table, false), .note = measurement.skipped});
+    if (!measurement.skipped.empty()) return;
+    const double eaves = measurement.eaves->median_ms, limit = measurement.limit->median_ms;
+    for (const double number : {eaves, limit, eaves / limit, static_cast<double>(measurement.peak_bytes) / kMiB,
+                                static_cast<double>(measurement.workspace_bytes) / kMiB}) {
+      rows.back().cells.push_back(three_digits(number));
+    }
+    if (measurement.mark.empty()) return;
+    rows.back().note = fmt::format("{}: the fastest repetitions took {} and {}", measurement.mark,
+                                   three_digits(measurement.eaves->min_ms), three_digits(measurement.limit->min_ms));
+  });
   const Table& table = measured.table;
-  std::vector<TextRow> rows;
-  for (std::size_t i = 0; i < measured.measurements.size(); ++i) {
-    const Measurement& measurement = measured.measurements[i];
-    TextRow row{.name = join(words_of(table.rows[i]), table, false), .note = measurement.skipped};
-    if (measurement.skipped.empty()) {
-      const double eaves = measurement.eaves->median_ms, limit = measurement.limit->median_ms;
-      for (const double number : {eaves, limit, eaves / limit, static_cast<double>(measurement.peak_bytes) / kMiB,
-                                  static_cast<double>(measurement.workspace_bytes) / kMiB}) {
-        row.cells.push_back(three_digits(number));
-      }
-    }
-    if (!measurement.mark.empty()) {
-      row.note = fmt::format("{}: the fastest repetitions took {} and {}", measurement.mark,
-                             three_digits(measurement.eaves->min_ms), three_digits(measurement.limit->min_ms));
-    }
-    rows.push_back(std::move(row));
-  }
-  const std::string title =
-      fmt::format("{} {}, {}", table.op, join(words_of(table.rows.front()), table, true), name_of(table.dtype));
-  return layout(title, {"eaves", "limit", "ratio", "memory", "workspace"}, rows);
+  return layout(fmt::format("{} {}, {}", table.op, join(table.rows.front(), table, true), name_of(table.dtype)), rows);
 }
 
 std::string summary(const std::vector<MeasuredTable>& run) {
@@ -234,27 +211,23 @@ std::string summary(const std::vector<MeasuredTable>& run) {
   };
   std::vector<Group> groups;
   int unsteady = 0, slow = 0, all = 0;
-  for (const MeasuredTable& measured : run) {
-    for (std::size_t i = 0; i < measured.measurements.size(); ++i) {
-      const Measurement& measurement = measured.measurements[i];
-      const Row& row = measured.table.rows[i];
-      if (!measurement.eaves || !measurement.limit) continue;
-      ++all;
-      unsteady += measurement.mark == "unsteady";
-      slow += measurement.mark == "slow";
-      const std::string name = measured.table.op + ", " + words_of_mode(row.mode);
-      auto group = std::find_if(groups.begin(), groups.end(), [&](const Group& any) { return any.name == name; });
-      if (group == groups.end()) group = groups.insert(group, {name, {}, ""});
-      if (!measurement.mark.empty()) continue;
-      const double ratio = measurement.eaves->median_ms / measurement.limit->median_ms;
-      if (group->ratios.empty() || ratio > *std::max_element(group->ratios.begin(), group->ratios.end())) {
-        Words words = words_of(row);
-        words.erase(words.begin());  // the mode
-        group->worst = fmt::format("worst: {}, {}", fmt::join(words, ", "), name_of(measured.table.dtype));
-      }
-      group->ratios.push_back(ratio);
+  for_each_row(run, [&](const Table& table, const Row& row, const Measurement& measurement) {
+    if (!measurement.eaves || !measurement.limit) return;
+    ++all;
+    unsteady += measurement.mark == "unsteady";
+    slow += measurement.mark == "slow";
+    const std::string name = table.op + ", " + words_of_mode(row.mode);
+    auto group = std::find_if(groups.begin(), groups.end(), [&](const Group& any) { return any.name == name; });
+    if (group == groups.end()) group = groups.insert(group, {name, {}, ""});
+    if (!measurement.mark.empty()) return;
+    const double ratio = measurement.eaves->median_ms / measurement.limit->median_ms;
+    if (group->ratios.empty() || ratio > group->ratios.back()) {
+      const Words words = words_of(row);  // the first is the mode
+      group->worst =
+          fmt::format("worst: {}, {}", fmt::join(words.begin() + 1, words.end(), ", "), name_of(table.dtype));
     }
-  }
+    group->ratios.insert(std::upper_bound(group->ratios.begin(), group->ratios.end(), ratio), ratio);
+  });
   std::string text;
   if (const int busy = unsteady + slow; busy > 0) {
     text =
@@ -266,46 +239,33 @@ std::string summary(const std::vector<MeasuredTable>& run) {
     text += '\n';
   }
   if (groups.empty()) return text;
-  std::vector<TextRow> rows;
-  for (Group& group : groups) {
-    if (group.ratios.empty()) {
-      rows.push_back({group.name, {"0", "-", "-"}});
-      continue;
-    }
-    std::sort(group.ratios.begin(), group.ratios.end());
-    rows.push_back({group.name,
-                    {std::to_string(group.ratios.size()), three_digits(group.ratios[group.ratios.size() / 2]),
-                     three_digits(group.ratios.back())},
-                    group.worst});
+  std::vector<TextRow> rows = {{"", {"rows", "median", "worst"}}};
+  for (const auto& [name, ratios, worst] : groups) {
+    const std::size_t count = ratios.size();
+    const auto number = [&](std::size_t i) { return count == 0 ? "-" : three_digits(ratios[i]); };
+    rows.push_back({name, {std::to_string(count), number(count / 2), number(count - 1)}, worst});
   }
-  return text + layout("summary: eaves / limit", {"rows", "median", "worst"}, rows);
+  return text + layout("summary: eaves / limit", rows);
 }
 
 std::string result_json(const std::vector<MeasuredTable>& tables, Device device, int threads, bool is_stopped) {
   const SystemInfo system = system_info();
+  const bool is_gpu = device.type == DeviceType::cuda;
   nlohmann::ordered_json json = {{"schema", 1}, {"device", runtime::device_name(device)}};
-  if (device.type == DeviceType::cuda) {
-    json["cuda"] = system.cuda_build_version;
-    json["driver"] = system.cuda_driver_version;
-  } else {
-    json["cuda"] = nullptr;
-    json["driver"] = nullptr;
+  json["cuda"] = is_gpu ? nlohmann::ordered_json(system.cuda_build_version) : nullptr;
+  json["driver"] = is_gpu ? nlohmann::ordered_json(system.cuda_driver_version) : nullptr;
+  if (!is_gpu) {
     json["cpu_level"] = system.cpu_level;
     json["threads"] = threads > 0 ? threads : system.cpu_threads;
   }
   json["commit"] = system.commit;
-  json["date"] = utc_now();
+  json["date"] = fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr)));
   json["protocol"] = "kernel";
   if (is_stopped) json["stopped"] = true;
   json["rows"] = nlohmann::ordered_json::array();
-  for (const MeasuredTable& measured : tables) {
-    for (std::size_t i = 0; i < measured.measurements.size(); ++i) {
-      const Row& row = measured.table.rows[i];
-      const Measurement& measurement = measured.measurements[i];
-      json["rows"].push_back(result_row(measured.table, row, measurement, "eaves", measurement.eaves, true));
-      json["rows"].push_back(result_row(measured.table, row, measurement, "limit", measurement.limit, false));
-    }
-  }
+  for_each_row(tables, [&](const Table& table, const Row& row, const Measurement& measurement) {
+    for (const bool is_eaves : {true, false}) json["rows"].push_back(result_row(table, row, measurement, is_eaves));
+  });
   return json.dump(1) + "\n";
 }
 

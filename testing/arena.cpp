@@ -191,8 +191,7 @@ TensorView Arena::output(DType dtype, const Dims& shape) {
 
 TensorView class_targets(Arena& arena, const Dims& shape, std::int64_t classes, bool half_is_ignored) {
   constexpr std::int64_t kRunOfIgnoredRows = 32;
-  std::int64_t rows = 1;
-  for (const std::int64_t size : shape) rows *= size;
+  const std::int64_t rows = elements_of(shape);
   std::mt19937_64 random(3);
   std::vector<double> targets;
   for (std::int64_t row = 0; row < rows; ++row) {

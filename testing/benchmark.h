@@ -70,12 +70,20 @@ Call make_call(const Args& args, void (*run)(const Args&, const ExecutionContext
 /// Sizes by the names of their axes, in order: {"batch", 4}, {"dim", 1024}, {"n", 32768}.
 using Sizes = std::vector<std::pair<std::string, std::int64_t>>;
 
+/// The options that differ from the defaults, by the Python function's names; values as JSON text: {"axis", "0"},
+/// {"layout", "\"first\""}.
+struct Options : std::vector<std::pair<std::string, std::string>> {
+  using vector::vector;
+  void add(bool differs, const std::string& name, const std::string& value = "true") {
+    if (differs) emplace_back(name, value);
+  }
+};
+
 /// One row of a table.
 struct Row {
   std::string mode;  ///< "fwd", "bwd", "fwd+bwd"
   Sizes shape;       ///< "shape" in the result file
-  /// The keys of "options" that differ from the defaults, values as JSON text: {"axis", "0"}, {"layout", "\"first\""}.
-  std::vector<std::pair<std::string, std::string>> options;
+  Options options;   ///< "options" in the result file
   /// What any implementation has to read and write: what the `limit` column streams, where the row has no other.
   std::int64_t read_bytes = 0;
   std::int64_t write_bytes = 0;
@@ -95,6 +103,22 @@ struct Table {
   DType dtype = DType::bfloat16;
   std::vector<Row> rows;
 };
+
+/// A table of make_row(case, arguments...).
+template <typename Case, typename MakeRow, typename... Arguments>
+Table make_table(const std::string& op, DType dtype, const std::vector<Case>& cases, MakeRow make_row,
+                 const Arguments&... arguments) {
+  Table table{.op = op, .dtype = dtype};
+  for (const Case& item : cases) table.rows.push_back(make_row(item, arguments...));
+  return table;
+}
+
+/// A case with one thing changed.
+template <typename Case, typename Change>
+Case with(Case item, Change change) {
+  change(item);
+  return item;
+}
 
 enum class Sweep {
   quick,      ///< what a quiet device shows in a few minutes, all operators together: the published tables where they
@@ -128,6 +152,21 @@ struct Operator {
 // ----------------------------------------------------------------------------- what several operators have in common
 
 inline std::int64_t bytes_of(DType dtype) { return static_cast<std::int64_t>(size_of(dtype)); }
+
+inline std::int64_t elements_of(const Dims& shape) {
+  std::int64_t elements = 1;
+  for (const std::int64_t size : shape) elements *= size;
+  return elements;
+}
+
+/// That of the rows along `axis`.
+inline Dims without_axis(const Dims& shape, int axis) {
+  Dims rows;
+  for (int other = 0; other < shape.size(); ++other) {
+    if (other != axis) rows.push_back(shape[other]);
+  }
+  return rows;
+}
 
 /// first, 2 * first, ..., last.
 inline std::vector<std::int64_t> doublings(std::int64_t first, std::int64_t last) {

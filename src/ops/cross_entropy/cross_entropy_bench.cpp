@@ -1,6 +1,8 @@
 // What `eaves bench cross_entropy` measures: the published tables (vocabulary by vocabulary), then what they leave out:
 // every option at once, the options one by one, and the layouts. Axes, buffers and bytes only; the harness does the
 // timing.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -11,7 +13,6 @@
 #include <vector>
 
 #include "core/dispatch.h"
-#include "core/rows.h"
 #include "eaves/cross_entropy.h"
 #include "runtime/runtime.h"
 #include "testing/benchmark.h"
@@ -19,7 +20,7 @@
 namespace eaves::bench {
 namespace {
 
-enum class Mode { forward, backward, in_place };
+const std::string kForward = "fwd", kBackward = "bwd", kInPlace = "fwd+bwd";
 
 /// One call of a training step. What is not named is as in the published tables: a mean over targets that all count.
 struct Case {
@@ -36,21 +37,9 @@ struct Case {
 
   int axis() const { return class_axis < 0 ? shape.size() + class_axis : class_axis; }
   std::int64_t classes() const { return shape[axis()]; }
-
-  Dims row_shape() const {
-    AxisSet axes;
-    axes.contains[axis()] = true;
-    return reduced_shape(shape, axes, false);
-  }
-
-  std::int64_t rows() const {
-    std::int64_t count = 1;
-    for (const std::int64_t size : row_shape()) count *= size;
-    return count;
-  }
-
+  Dims row_shape() const { return without_axis(shape, axis()); }
+  std::int64_t rows() const { return elements_of(row_shape()); }
   Dims loss_shape() const { return options.reduction == Reduction::none ? row_shape() : Dims{}; }
-
   bool needs_target_mass() const { return has_soft_targets || (has_weight && options.label_smoothing > 0.0); }
 };
 
@@ -82,17 +71,16 @@ TensorView class_weights(Arena& arena, const Case& item, DType dtype) {
 
 // ------------------------------------------------------------------------------------------------------ the calls
 
-// The inputs of a training step's forward, and the loss.
+// The inputs of a training step's forward.
 CrossEntropyForwardArgs forward_args(Arena& arena, const Case& item, DType dtype) {
-  CrossEntropyForwardArgs args;
-  args.logits = arena.normal(dtype, item.shape, 1);
-  args.targets = item.has_soft_targets ? soft_targets(arena, item, dtype)
-                                       : class_targets(arena, item.row_shape(), item.classes(), item.half_is_ignored);
-  if (item.has_weight) args.class_weight = class_weights(arena, item, dtype);
-  args.class_axis = item.class_axis;
-  args.options = item.options;
-  args.skips_ignored = true;
-  return args;
+  return {.logits = arena.normal(dtype, item.shape, 1),
+          .targets = item.has_soft_targets
+                         ? soft_targets(arena, item, dtype)
+                         : class_targets(arena, item.row_shape(), item.classes(), item.half_is_ignored),
+          .class_weight = item.has_weight ? class_weights(arena, item, dtype) : TensorView{},
+          .class_axis = item.class_axis,
+          .options = item.options,
+          .skips_ignored = true};
 }
 
 void add_outputs(CrossEntropyForwardArgs& args, Arena& arena, const Case& item) {
@@ -127,19 +115,19 @@ Call backward_call(Arena& arena, const Case& item, DType dtype) {
   add_what_the_backward_needs(forward, arena, item);
   cross_entropy_forward(forward);
 
-  CrossEntropyBackwardArgs args;
-  args.grad_loss = arena.normal(result_dtype, item.loss_shape(), 2);
-  if (item.has_entropy) args.grad_entropy = arena.normal(result_dtype, item.row_shape(), 5);
-  args.logits = forward.logits;
-  args.targets = forward.targets;
-  args.class_weight = forward.class_weight;
-  args.class_axis = forward.class_axis;
-  args.options = forward.options;
-  args.lse = forward.lse;
-  args.entropy = forward.entropy;
-  args.target_mass = forward.target_mass;
-  args.divisor = forward.divisor;
-  args.grad_logits = arena.output(dtype, item.shape);
+  const CrossEntropyBackwardArgs args{
+      .grad_loss = arena.normal(result_dtype, item.loss_shape(), 2),
+      .grad_entropy = item.has_entropy ? arena.normal(result_dtype, item.row_shape(), 5) : TensorView{},
+      .logits = forward.logits,
+      .targets = forward.targets,
+      .class_weight = forward.class_weight,
+      .class_axis = forward.class_axis,
+      .options = forward.options,
+      .lse = forward.lse,
+      .entropy = forward.entropy,
+      .target_mass = forward.target_mass,
+      .divisor = forward.divisor,
+      .grad_logits = arena.output(dtype, item.shape)};
   runtime::synchronize(arena.device());
   return make_call(args, cross_entropy_backward, cross_entropy_backward_workspace_bytes);
 }
@@ -166,97 +154,70 @@ Call in_place_call(Arena& arena, const Case& item, DType dtype) {
 // -------------------------------------------------------------------------------------------------------- the rows
 
 // The options under the names of the Python function's and the program's arguments, the values as JSON.
-std::vector<std::pair<std::string, std::string>> option_keys(const Case& item, Mode mode) {
+Options option_keys(const Case& item, const std::string& mode) {
   static constexpr const char* kReductions[] = {"\"none\"", "\"sum\"", "\"mean\""};
-  std::vector<std::pair<std::string, std::string>> keys;
+  Options keys = {{"reduction", kReductions[static_cast<int>(item.options.reduction)]}};
   const auto add_number = [&](const char* key, double value) {
-    std::string text = std::to_string(value);
-    text.erase(text.find_last_not_of('0') + 1);  // "0.100000"
-    if (text.back() == '.') text.pop_back();
-    if (value > 0.0) keys.emplace_back(key, text);
+    keys.add(value > 0.0, key, fmt::format("{:g}", value));
   };
-  const auto add_flag = [&](const char* key, bool is_set) {
-    if (is_set) keys.emplace_back(key, "true");
-  };
-  keys.emplace_back("reduction", kReductions[static_cast<int>(item.options.reduction)]);
   add_number("label_smoothing", item.options.label_smoothing);
   add_number("softcap", item.options.softcap);
   add_number("z_loss", item.options.z_loss_weight);
-  add_flag("weight", item.has_weight);
-  add_flag("soft_targets", item.has_soft_targets);
-  add_flag("argmax", item.has_argmax);
-  add_flag("entropy", item.has_entropy);
-  if (item.class_axis != -1) keys.emplace_back("class_axis", std::to_string(item.class_axis));
-  if (item.half_is_ignored) keys.emplace_back("ignored_rows", "0.5");
-  add_flag("in_place", mode == Mode::in_place);
+  keys.add(item.has_weight, "weight");
+  keys.add(item.has_soft_targets, "soft_targets");
+  keys.add(item.has_argmax, "argmax");
+  keys.add(item.has_entropy, "entropy");
+  keys.add(item.class_axis != -1, "class_axis", std::to_string(item.class_axis));
+  keys.add(item.half_is_ignored, "ignored_rows", "0.5");
+  keys.add(mode == kInPlace, "in_place");
   return keys;
 }
-
-struct Bytes {
-  std::int64_t read = 0;
-  std::int64_t written = 0;
-};
 
 // What any implementation has to move in this mode: each input read once, each output written once. Of a row that is
 // ignored no logits have to be read, since its loss and its gradient are 0 whatever they are, but that gradient has to
 // be written.
-Bytes moved_bytes(const Case& item, DType dtype, Mode mode) {
-  const std::int64_t rows = item.rows();
-  const std::int64_t element_bytes = bytes_of(dtype);
-  const std::int64_t result_bytes = bytes_of(accumulator_dtype(dtype));
-  const std::int64_t logits_bytes = rows * item.classes() * element_bytes;
-  const std::int64_t loss_bytes = (item.options.reduction == Reduction::none ? rows : 1) * result_bytes;
-  const std::int64_t row_bytes = rows * result_bytes;
-  const std::int64_t divisor_bytes = item.options.reduction == Reduction::mean ? result_bytes : 0;
-
-  Bytes bytes;
-  bytes.read = item.half_is_ignored ? logits_bytes / 2 : logits_bytes;
-  bytes.read += item.has_soft_targets ? logits_bytes : rows * bytes_of(DType::int64);
-  if (item.has_weight) bytes.read += item.classes() * element_bytes;
+void add_bytes(Row& row, const Case& item, DType dtype) {
+  const auto where = [](bool is_moved, std::int64_t bytes) { return is_moved ? bytes : 0; };
+  const bool is_backward = row.mode == kBackward;
+  const std::int64_t element_bytes = bytes_of(dtype), result_bytes = bytes_of(accumulator_dtype(dtype));
+  const std::int64_t logits_bytes = elements_of(item.shape) * element_bytes;
+  const std::int64_t loss_bytes = elements_of(item.loss_shape()) * result_bytes;
+  const std::int64_t row_bytes = item.rows() * result_bytes, index_bytes = item.rows() * bytes_of(DType::int64);
   // lse, target_mass, divisor: from the forward to the backward; both at once need not pass them on.
-  const std::int64_t passed_on = row_bytes + (item.needs_target_mass() ? row_bytes : 0) + divisor_bytes;
-  if (mode == Mode::backward) {
-    bytes.read += loss_bytes + passed_on;               // grad_loss
-    if (item.has_entropy) bytes.read += 2 * row_bytes;  // entropy, grad_entropy
-  } else {
-    bytes.written += loss_bytes;
-    if (item.options.z_loss_weight > 0.0) bytes.written += loss_bytes;
-    if (item.has_argmax) bytes.written += rows * bytes_of(DType::int64);
-    if (item.has_entropy) bytes.written += row_bytes;
-    if (mode == Mode::forward) bytes.written += passed_on;
-  }
-  if (mode != Mode::forward) bytes.written += logits_bytes;  // grad_logits
-  return bytes;
+  const std::int64_t passed_on = row_bytes + where(item.needs_target_mass(), row_bytes) +
+                                 where(item.options.reduction == Reduction::mean, result_bytes);
+  row.read_bytes = (item.half_is_ignored ? logits_bytes / 2 : logits_bytes) +
+                   (item.has_soft_targets ? logits_bytes : index_bytes) +
+                   where(item.has_weight, item.classes() * element_bytes) +
+                   where(is_backward, loss_bytes + passed_on + where(item.has_entropy, 2 * row_bytes));
+  row.write_bytes = where(row.mode != kForward, logits_bytes) +
+                    where(!is_backward, loss_bytes + where(item.options.z_loss_weight > 0.0, loss_bytes) +
+                                            where(item.has_argmax, index_bytes) + where(item.has_entropy, row_bytes)) +
+                    where(row.mode == kForward, passed_on);
 }
 
-Row make_row(const Case& item, DType dtype, Mode mode) {
-  static constexpr const char* kModes[] = {"fwd", "bwd", "fwd+bwd"};
-  const Bytes bytes = moved_bytes(item, dtype, mode);
-  Row row{.mode = kModes[static_cast<int>(mode)], .shape = item.shape_keys, .options = option_keys(item, mode)};
-  row.read_bytes = bytes.read;
-  row.write_bytes = bytes.written;
+Row make_row(const Case& item, DType dtype, const std::string& mode) {
+  Row row{.mode = mode, .shape = item.shape_keys, .options = option_keys(item, mode)};
+  add_bytes(row, item, dtype);
   row.make_call = [=](Arena& arena) {
-    if (mode == Mode::forward) return forward_call(arena, item, dtype);
-    return mode == Mode::backward ? backward_call(arena, item, dtype) : in_place_call(arena, item, dtype);
+    const auto call = mode == kForward ? forward_call : mode == kBackward ? backward_call : in_place_call;
+    return call(arena, item, dtype);
   };
   return row;
 }
 
 // ------------------------------------------------------------------------------------------------------ the tables
 
-const std::vector<Mode> kSeedModes = {Mode::forward, Mode::backward};  // published are these two alone
-const std::vector<Mode> kEveryMode = {Mode::forward, Mode::backward, Mode::in_place};
+const std::vector<std::string> kPublishedModes = {kForward, kBackward};
+const std::vector<std::string> kEveryMode = {kForward, kBackward, kInPlace};
 
 // The tables of each mode over the same cases.
-void add_tables(std::vector<Table>& tables, const std::vector<Mode>& modes, DType dtype,
-                const std::vector<Case>& cases) {
-  for (const Mode mode : modes) {
-    Table table{.op = "cross_entropy", .dtype = dtype};
-    for (const Case& item : cases) {
-      if (item.has_argmax && mode == Mode::backward) continue;  // it has no gradient
-      table.rows.push_back(make_row(item, dtype, mode));
-    }
-    tables.push_back(std::move(table));
+void add_tables(std::vector<Table>& tables, const std::vector<std::string>& modes, DType dtype,
+                std::vector<Case> cases) {
+  for (const std::string& mode : modes) {
+    std::vector<Case> of_mode = cases;
+    if (mode == kBackward) std::erase_if(of_mode, [](const Case& item) { return item.has_argmax; });  // no gradient
+    tables.push_back(make_table("cross_entropy", dtype, of_mode, make_row, dtype, mode));
   }
 }
 
@@ -267,43 +228,37 @@ Case plain(std::int64_t batch, std::int64_t v) {
 Case every_option(std::int64_t batch, std::int64_t v) {
   Case item = plain(batch, v);
   item.options = {.label_smoothing = 0.1, .softcap = 30.0, .z_loss_weight = 1e-4};
-  item.has_weight = true;
-  item.has_entropy = true;
+  item.has_weight = item.has_entropy = true;
   return item;
 }
 
 // What each of them costs beside the plain loss, which comes first.
 std::vector<Case> options_one_by_one(std::int64_t batch) {
-  const Case plain_loss = plain(batch, 32768);
-  Case smoothing = plain_loss, softcap = plain_loss, weight = plain_loss, entropy = plain_loss, argmax = plain_loss;
-  Case soft_targets = plain_loss;
-  smoothing.options.label_smoothing = 0.1;
-  softcap.options.softcap = 30.0;
-  weight.options.label_smoothing = 0.1;  // alone, only the target's weight counts
-  weight.has_weight = true;
-  entropy.has_entropy = true;
-  argmax.has_argmax = true;
-  soft_targets.has_soft_targets = true;
-  return {plain_loss, smoothing, softcap, weight, entropy, argmax, soft_targets};
+  const Case loss = plain(batch, 32768);
+  return {loss,
+          with(loss, [](Case& c) { c.options.label_smoothing = 0.1; }),
+          with(loss, [](Case& c) { c.options.softcap = 30.0; }),
+          with(loss, [](Case& c) { c.has_weight = true, c.options.label_smoothing = 0.1; }),  // else the target's alone
+          with(loss, [](Case& c) { c.has_entropy = true; }),
+          with(loss, [](Case& c) { c.has_argmax = true; }),
+          with(loss, [](Case& c) { c.has_soft_targets = true; })};
 }
 
 // Ways through memory that the published tables, with their aligned rows that all count in a mean, do not show.
 std::vector<Case> layouts(bool is_cpu, std::int64_t batch) {
-  // A vocabulary that is no power of two, and the same without its last class: then rows start anywhere, on 2 bytes.
-  const Case aligned = plain(batch, 129920);
-  const Case unaligned = plain(batch, 129919);
-  Case half_is_ignored = plain(batch, 32768);
-  half_is_ignored.half_is_ignored = true;
-  // The mean's divisor is known only when all targets are, before which no gradient can be written; these have none.
-  Case sum = plain(batch, 32768), per_row = plain(batch, 32768);
-  sum.options.reduction = Reduction::sum;
-  per_row.options.reduction = Reduction::none;
-  // Neighbours in memory belong to different rows, as in images.
+  const Case loss = plain(batch, 32768);
   const std::int64_t d1 = batch / 4;
-  Case class_first = {.shape = {4, 32768, d1}, .class_axis = 1, .shape_keys = {{"batch", 4}, {"v", 32768}, {"d1", d1}}};
-  // Rows shorter than what one block reads at a time.
-  const Case short_rows = plain(is_cpu ? std::int64_t{1} << 16 : std::int64_t{1} << 20, 64);
-  return {aligned, unaligned, half_is_ignored, sum, per_row, class_first, short_rows};
+  return {plain(batch, 129920),  // a vocabulary that is no power of two
+          plain(batch, 129919),  // without its last class: rows start anywhere, on 2 bytes
+          with(loss, [](Case& c) { c.half_is_ignored = true; }),
+          // The mean's divisor is known only when all targets are, before which no gradient can be written; these have
+          // none.
+          with(loss, [](Case& c) { c.options.reduction = Reduction::sum; }),
+          with(loss, [](Case& c) { c.options.reduction = Reduction::none; }),
+          // Neighbours in memory belong to different rows, as in images.
+          {.shape = {4, 32768, d1}, .class_axis = 1, .shape_keys = {{"batch", 4}, {"v", 32768}, {"d1", d1}}},
+          // Rows shorter than what one block reads at a time.
+          plain(std::int64_t{1} << (is_cpu ? 16 : 20), 64)};
 }
 
 std::vector<Table> tables_of(const Request& request) {
@@ -315,7 +270,7 @@ std::vector<Table> tables_of(const Request& request) {
   std::vector<Table> tables;
   std::vector<Case> vocabularies;
   for (const std::int64_t v : doublings(1024, 131072)) vocabularies.push_back(plain(batch, v));
-  add_tables(tables, is_quick ? kEveryMode : kSeedModes, dtype, vocabularies);
+  add_tables(tables, is_quick ? kEveryMode : kPublishedModes, dtype, vocabularies);
   if (!is_quick) return tables;
   add_tables(tables, kEveryMode, dtype, {every_option(batch, 32768), every_option(batch, 131072)});
   add_tables(tables, kEveryMode, dtype, options_one_by_one(batch));
@@ -326,7 +281,7 @@ std::vector<Table> tables_of(const Request& request) {
 
 std::vector<Row> rows_of_shape(const Shape& shape, DType dtype) {
   std::vector<Row> rows;
-  for (const Mode mode : kEveryMode) {
+  for (const std::string& mode : kEveryMode) {
     rows.push_back(make_row(plain(shape.sizes.at("rows"), shape.sizes.at("v")), dtype, mode));
   }
   return rows;

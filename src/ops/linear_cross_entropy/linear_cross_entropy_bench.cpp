@@ -24,12 +24,7 @@ namespace eaves::bench {
 namespace {
 
 /// As the Python function has them.
-enum class Algorithm : std::uint8_t { speed, memory, recompute };
-
-std::string quoted_name_of(Algorithm algorithm) {
-  constexpr const char* kNames[] = {"\"speed\"", "\"memory\"", "\"recompute\""};
-  return kNames[static_cast<int>(algorithm)];
-}
+const std::string kSpeed = "\"speed\"", kMemory = "\"memory\"", kRecompute = "\"recompute\"";
 
 /// One call of a training step. What is not named is as in the published tables.
 struct Case {
@@ -37,7 +32,7 @@ struct Case {
   std::int64_t dim = 4096;
   std::int64_t v = 32768;
   DType dtype = DType::bfloat16;
-  Algorithm algorithm = Algorithm::speed;
+  std::string algorithm = kSpeed;
   /// Logits of deviation 1.3, as a model has them, and so a gradient without zeros. Otherwise hidden and head have
   /// deviation 1: the logits of a row then differ by hundreds, and nearly all of its gradient is 0.
   bool is_dense = false;
@@ -64,26 +59,19 @@ TensorView hidden_of(Arena& arena, const Case& item) {
 TensorView head_of(Arena& arena, const Case& item) { return arena.normal(item.dtype, {item.v, item.dim}, 2); }
 
 LinearCrossEntropyInputs inputs_of(Arena& arena, const Case& item) {
-  LinearCrossEntropyInputs inputs;
-  inputs.hidden = hidden_of(arena, item);
-  inputs.head = head_of(arena, item);
-  inputs.targets = class_targets(arena, {item.batch}, item.v, item.half_is_ignored);
-  inputs.skips_ignored = item.skips_ignored;
-  return inputs;
+  return {.hidden = hidden_of(arena, item),
+          .head = head_of(arena, item),
+          .targets = class_targets(arena, {item.batch}, item.v, item.half_is_ignored),
+          .skips_ignored = item.skips_ignored};
 }
 
 LinearCrossEntropyForwardArgs forward_args(Arena& arena, const Case& item) {
-  LinearCrossEntropyForwardArgs args;
-  args.inputs = inputs_of(arena, item);
-  args.outputs.loss = arena.output(accumulator_dtype(item.dtype), {});
-  return args;
+  return {.inputs = inputs_of(arena, item), .outputs = {.loss = arena.output(accumulator_dtype(item.dtype), {})}};
 }
 
 LinearCrossEntropyGradients gradients_of(Arena& arena, const Case& item) {
-  LinearCrossEntropyGradients gradients;
-  if (item.has_grad_hidden) gradients.grad_hidden = arena.output(item.dtype, {item.batch, item.dim});
-  if (item.has_grad_head) gradients.grad_head = arena.output(item.dtype, {item.v, item.dim});
-  return gradients;
+  return {.grad_hidden = item.has_grad_hidden ? arena.output(item.dtype, {item.batch, item.dim}) : TensorView{},
+          .grad_head = item.has_grad_head ? arena.output(item.dtype, {item.v, item.dim}) : TensorView{}};
 }
 
 // --------------------------------------------------------------------------------------------------- the products
@@ -117,7 +105,7 @@ Call loss_call(Arena& arena, const Case& item) {
 Call speed_call(Arena& arena, const Case& item) {
   LinearCrossEntropyForwardBackwardArgs args{.forward = forward_args(arena, item),
                                              .gradients = gradients_of(arena, item)};
-  if (item.algorithm == Algorithm::memory && arena.device().type == DeviceType::cuda) {
+  if (item.algorithm == kMemory && arena.device().type == DeviceType::cuda) {
     args.forward.inputs.workspace_limit = linear_cross_entropy_small_workspace(item.v);
   }
   return make_call(args, linear_cross_entropy_forward_backward, linear_cross_entropy_forward_backward_workspace_bytes);
@@ -182,12 +170,11 @@ Call recompute_call(Arena& arena, const Case& item) {
   forward.outputs.lse = arena.output(result_dtype, {item.batch});
   forward.outputs.divisor = arena.output(result_dtype, {});
   const double one = 1.0;
-  LinearCrossEntropyBackwardArgs backward;
-  backward.grad_loss = arena.filled(result_dtype, {}, {&one, 1});
-  backward.inputs = forward.inputs;
-  backward.lse = forward.outputs.lse;
-  backward.divisor = forward.outputs.divisor;
-  backward.gradients = gradients_of(arena, item);
+  const LinearCrossEntropyBackwardArgs backward{.grad_loss = arena.filled(result_dtype, {}, {&one, 1}),
+                                                .inputs = forward.inputs,
+                                                .lse = forward.outputs.lse,
+                                                .divisor = forward.outputs.divisor,
+                                                .gradients = gradients_of(arena, item)};
   const std::size_t forward_bytes = linear_cross_entropy_forward_workspace_bytes(forward);
   const std::size_t backward_bytes = linear_cross_entropy_backward_workspace_bytes(backward);
   const auto run = [=](const ExecutionContext& context) {
@@ -252,26 +239,23 @@ Call matrix_products(Arena& arena, const Case& item) {
 
 // The options under the names of the Python function's and the program's arguments, the values as JSON; `data` where
 // there are two data sets.
-std::vector<std::pair<std::string, std::string>> option_keys(const Case& item) {
-  std::vector<std::pair<std::string, std::string>> keys = {{"reduction", "\"mean\""}};
-  if (!item.is_loss_alone()) {
-    keys.emplace_back("algorithm", quoted_name_of(item.algorithm));
-    if (!item.has_grad_hidden) keys.emplace_back("grad_hidden", "false");
-    if (!item.has_grad_head) keys.emplace_back("grad_head", "false");
-  }
-  if (item.has_rounded_logits) keys.emplace_back("logits", '"' + short_name_of(item.dtype) + '"');
-  keys.emplace_back("data", item.is_dense ? "\"dense\"" : "\"spread\"");
-  if (item.half_is_ignored) {
-    keys.emplace_back("ignored_rows", "0.5");
-    keys.emplace_back("skip_ignored", item.skips_ignored ? "true" : "false");
-  }
+Options option_keys(const Case& item) {
+  Options keys = {{"reduction", "\"mean\""}};
+  const bool has_gradients = !item.is_loss_alone();
+  keys.add(has_gradients, "algorithm", item.algorithm);
+  keys.add(has_gradients && !item.has_grad_hidden, "grad_hidden", "false");
+  keys.add(has_gradients && !item.has_grad_head, "grad_head", "false");
+  keys.add(item.has_rounded_logits, "logits", '"' + short_name_of(item.dtype) + '"');
+  keys.add(true, "data", item.is_dense ? "\"dense\"" : "\"spread\"");
+  keys.add(item.half_is_ignored, "ignored_rows", "0.5");
+  keys.add(item.half_is_ignored, "skip_ignored", item.skips_ignored ? "true" : "false");
   return keys;
 }
 
 Call call_of(Arena& arena, const Case& item) {
   if (item.is_loss_alone()) return loss_call(arena, item);
   if (item.has_rounded_logits) return rounded_logits_call(arena, item);
-  return item.algorithm == Algorithm::recompute ? recompute_call(arena, item) : speed_call(arena, item);
+  return item.algorithm == kRecompute ? recompute_call(arena, item) : speed_call(arena, item);
 }
 
 Row make_row(const Case& item) {
@@ -322,26 +306,21 @@ Shown shown_on(const Request& request) {
 }
 
 void add_table(std::vector<Table>& tables, const std::vector<Case>& cases) {
-  Table table{.op = "linear_cross_entropy", .dtype = cases.front().dtype};
-  for (const Case& item : cases) table.rows.push_back(make_row(item));
-  tables.push_back(std::move(table));
+  tables.push_back(make_table("linear_cross_entropy", cases.front().dtype, cases, make_row));
 }
 
 std::vector<Case> of_each_vocabulary(const Shown& shown, const Case& like) {
   std::vector<Case> cases;
   for (const std::int64_t v : like.is_dense ? shown.dense_vocabularies : shown.vocabularies) {
-    cases.push_back(like);
-    cases.back().v = v;
+    cases.push_back(with(like, [=](Case& c) { c.v = v; }));
   }
   return cases;
 }
 
 void add_published_tables(std::vector<Table>& tables, const Shown& shown) {
   for (const bool is_dense : {false, true}) {
-    for (const Algorithm algorithm : {Algorithm::speed, Algorithm::memory, Algorithm::recompute}) {
-      Case like = shown.like;
-      like.is_dense = is_dense;
-      like.algorithm = algorithm;
+    for (const std::string& algorithm : {kSpeed, kMemory, kRecompute}) {
+      const Case like = with(shown.like, [&](Case& c) { c.is_dense = is_dense, c.algorithm = algorithm; });
       add_table(tables, of_each_vocabulary(shown, like));
     }
   }
@@ -351,9 +330,7 @@ void add_published_tables(std::vector<Table>& tables, const Shown& shown) {
 std::vector<Case> with_rounded_logits(const Shown& shown) {
   std::vector<Case> cases;
   for (const bool is_dense : {false, true}) {
-    Case like = shown.like;
-    like.is_dense = is_dense;
-    like.has_rounded_logits = true;
+    const Case like = with(shown.like, [=](Case& c) { c.is_dense = is_dense, c.has_rounded_logits = true; });
     for (const Case& item : of_each_vocabulary(shown, like)) cases.push_back(item);
   }
   return cases;
@@ -361,52 +338,42 @@ std::vector<Case> with_rounded_logits(const Shown& shown) {
 
 // What each saves, or does not.
 std::vector<Case> options_one_by_one(const Shown& shown, bool is_cpu) {
-  Case like = shown.like;
-  like.v = shown.vocabulary_of_options;
-  Case frozen_head = like, frozen_body = like, half_is_ignored = like;
-  frozen_head.has_grad_head = false;
-  frozen_body.has_grad_hidden = false;
-  half_is_ignored.half_is_ignored = true;
-  Case half_is_skipped = half_is_ignored;
-  half_is_skipped.skips_ignored = true;
-  std::vector<Case> cases = {frozen_head, frozen_body, half_is_skipped};
+  const Case like = with(shown.like, [&](Case& c) { c.v = shown.vocabulary_of_options; });
+  const Case half_is_ignored = with(like, [](Case& c) { c.half_is_ignored = true; });
+  std::vector<Case> cases = {with(like, [](Case& c) { c.has_grad_head = false; }),
+                             with(like, [](Case& c) { c.has_grad_hidden = false; }),
+                             with(half_is_ignored, [](Case& c) { c.skips_ignored = true; })};
   if (!is_cpu) cases.push_back(half_is_ignored);  // a CPU always skips
   return cases;
 }
+
+// The loss without gradients.
+void be_loss_alone(Case& item) { item.has_grad_hidden = item.has_grad_head = false; }
 
 std::vector<Table> tables_of(const Request& request) {
   const Shown shown = shown_on(request);
   std::vector<Table> tables;
   add_published_tables(tables, shown);
   if (request.sweep == Sweep::published) return tables;
-  Case loss_alone = shown.like;
-  loss_alone.has_grad_hidden = loss_alone.has_grad_head = false;
-  add_table(tables, of_each_vocabulary(shown, loss_alone));
+  add_table(tables, of_each_vocabulary(shown, with(shown.like, be_loss_alone)));
   if (size_of(shown.like.dtype) == 2) add_table(tables, with_rounded_logits(shown));
   add_table(tables, options_one_by_one(shown, request.device.type == DeviceType::cpu));
   if (!request.has_dtype) {
-    Case speed = shown.like;
-    speed.dtype = DType::float32;
-    speed.v = shown.vocabulary_of_options;
-    Case recompute = speed;
-    recompute.algorithm = Algorithm::recompute;
-    add_table(tables, {speed, recompute});
+    const Case speed = with(shown.like, [&](Case& c) { c.dtype = DType::float32, c.v = shown.vocabulary_of_options; });
+    add_table(tables, {speed, with(speed, [](Case& c) { c.algorithm = kRecompute; })});
   }
   return tables;
 }
 
 // Over logits as a model has them.
 std::vector<Row> rows_of_shape(const Shape& shape, DType dtype) {
-  Case speed{.batch = shape.sizes.at("rows"),
-             .dim = shape.sizes.at("dim"),
-             .v = shape.sizes.at("v"),
-             .dtype = dtype,
-             .is_dense = true};
-  Case memory = speed, recompute = speed, loss_alone = speed;
-  memory.algorithm = Algorithm::memory;
-  recompute.algorithm = Algorithm::recompute;
-  loss_alone.has_grad_hidden = loss_alone.has_grad_head = false;
-  return {make_row(speed), make_row(memory), make_row(recompute), make_row(loss_alone)};
+  const Case speed{.batch = shape.sizes.at("rows"),
+                   .dim = shape.sizes.at("dim"),
+                   .v = shape.sizes.at("v"),
+                   .dtype = dtype,
+                   .is_dense = true};
+  return {make_row(speed), make_row(with(speed, [](Case& c) { c.algorithm = kMemory; })),
+          make_row(with(speed, [](Case& c) { c.algorithm = kRecompute; })), make_row(with(speed, be_loss_alone))};
 }
 
 }  // namespace

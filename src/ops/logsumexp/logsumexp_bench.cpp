@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "core/dispatch.h"
-#include "core/rows.h"
 #include "eaves/logsumexp.h"
 #include "runtime/runtime.h"
 #include "testing/benchmark.h"
@@ -22,12 +21,7 @@ struct Case {
   Sizes shape_keys;
   bool names_axis = false;  ///< in the options
 
-  std::int64_t length() const { return shape[axis]; }
-  Dims row_shape() const {
-    AxisSet axes;
-    axes.contains[axis] = true;
-    return reduced_shape(shape, axes, false);
-  }
+  Dims row_shape() const { return without_axis(shape, axis); }
 };
 
 // A training step's forward: the result, and the lse that its backward needs.
@@ -50,18 +44,12 @@ Call backward_call(Arena& arena, const Case& item, DType dtype) {
 }
 
 Row make_row(const Case& item, DType dtype, bool is_forward) {
-  std::int64_t elements = 1;
-  for (const std::int64_t size : item.shape) elements *= size;
-  const std::int64_t rows = elements / item.length();
-  const std::int64_t x_bytes = elements * bytes_of(dtype);
-  const std::int64_t out_bytes = rows * bytes_of(dtype);
-  const std::int64_t lse_bytes = rows * bytes_of(accumulator_dtype(dtype));
+  const std::int64_t x_bytes = elements_of(item.shape) * bytes_of(dtype);
+  const std::int64_t out_bytes = elements_of(item.row_shape()) * bytes_of(dtype);
+  const std::int64_t lse_bytes = elements_of(item.row_shape()) * bytes_of(accumulator_dtype(dtype));
 
   Row row{.mode = is_forward ? "fwd" : "bwd", .shape = item.shape_keys};
-  if (item.names_axis) {
-    const int axis = item.axis + 1 == item.shape.size() ? -1 : item.axis;
-    row.options = {{"axes", fmt::format("[{}]", axis)}};
-  }
+  row.options.add(item.names_axis, "axes", fmt::format("[{}]", item.axis + 1 == item.shape.size() ? -1 : item.axis));
   row.read_bytes = is_forward ? x_bytes : x_bytes + out_bytes + lse_bytes;  // x, grad_out, lse
   row.write_bytes = is_forward ? out_bytes + lse_bytes : x_bytes;           // out, lse; grad_x
   row.make_call = [=](Arena& arena) {
@@ -73,9 +61,7 @@ Row make_row(const Case& item, DType dtype, bool is_forward) {
 // The tables of forward and backward over the same cases.
 void add_tables(std::vector<Table>& tables, DType dtype, const std::vector<Case>& cases) {
   for (const bool is_forward : {true, false}) {
-    Table table{.op = "logsumexp", .dtype = dtype};
-    for (const Case& item : cases) table.rows.push_back(make_row(item, dtype, is_forward));
-    tables.push_back(std::move(table));
+    tables.push_back(make_table("logsumexp", dtype, cases, make_row, dtype, is_forward));
   }
 }
 

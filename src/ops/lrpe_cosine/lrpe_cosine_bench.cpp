@@ -30,11 +30,7 @@ struct Case {
   bool is_positions_first = false;  ///< in memory [B, N, H, D] instead of [B, H, N, D]
   bool has_grad_theta = false;      ///< in the backward
 
-  std::int64_t positions() const {
-    std::int64_t cells = grid.size() == 0 ? n : 1;
-    for (const std::int64_t side : grid) cells *= side;
-    return extra_tokens + cells;
-  }
+  std::int64_t positions() const { return extra_tokens + (grid.size() == 0 ? n : elements_of(grid)); }
 
   /// E, as many features as the axes can have alike: what the division leaves over has no angle.
   std::int64_t angles_per_head() const { return grid.size() == 0 ? features : features / grid.size(); }
@@ -118,24 +114,17 @@ Call backward_call(Arena& arena, const Case& item, DType dtype) {
 
 // -------------------------------------------------------------------------------------------------------- the rows
 
-const char* name_of(Activation activation) {
-  static constexpr const char* kNames[] = {"none", "relu", "sigmoid", "silu", "softmax"};
-  return kNames[static_cast<int>(activation)];
-}
-
 // The options under the names of the Python function's arguments, the values as JSON.
-std::vector<std::pair<std::string, std::string>> option_keys(const Case& item) {
-  std::vector<std::pair<std::string, std::string>> keys;
-  if (item.activation != Activation::none) {
-    keys.emplace_back("activation", fmt::format("\"{}\"", name_of(item.activation)));
-  }
-  if (item.activation == Activation::softmax) keys.emplace_back("activation_dim", std::to_string(item.activation_dim));
-  if (item.grid.size() > 0) {
-    keys.emplace_back("grid", fmt::format("[{}]", fmt::join(item.grid, ",")));
-  }
-  if (item.extra_tokens > 0) keys.emplace_back("extra_tokens", std::to_string(item.extra_tokens));
-  if (item.is_positions_first) keys.emplace_back("layout", "\"bnhd\"");
-  if (item.has_grad_theta) keys.emplace_back("grad_theta", "true");
+Options option_keys(const Case& item) {
+  static constexpr const char* kActivations[] = {"none", "relu", "sigmoid", "silu", "softmax"};
+  Options keys;
+  keys.add(item.activation != Activation::none, "activation",
+           fmt::format("\"{}\"", kActivations[static_cast<int>(item.activation)]));
+  keys.add(item.activation == Activation::softmax, "activation_dim", std::to_string(item.activation_dim));
+  keys.add(item.grid.size() > 0, "grid", fmt::format("[{}]", fmt::join(item.grid, ",")));
+  keys.add(item.extra_tokens > 0, "extra_tokens", std::to_string(item.extra_tokens));
+  keys.add(item.is_positions_first, "layout", "\"bnhd\"");
+  keys.add(item.has_grad_theta, "grad_theta");
   return keys;
 }
 
@@ -181,36 +170,27 @@ Shown cpu_sizes() {
           .lengths_alone = {32768}};
 }
 
-Table make_table(DType dtype, const std::vector<Case>& cases, bool is_forward) {
-  Table table{.op = "lrpe_cosine", .dtype = dtype};
-  for (const Case& item : cases) table.rows.push_back(make_row(item, dtype, is_forward));
-  return table;
-}
-
 // The tables of forward and backward over the same cases.
 void add_tables(std::vector<Table>& tables, DType dtype, const std::vector<Case>& cases) {
-  for (const bool is_forward : {true, false}) tables.push_back(make_table(dtype, cases, is_forward));
+  for (const bool is_forward : {true, false}) {
+    tables.push_back(make_table("lrpe_cosine", dtype, cases, make_row, dtype, is_forward));
+  }
 }
 
 std::vector<Case> cases_of_sizes(const Case& like, const std::vector<std::int64_t>& sizes) {
   std::vector<Case> cases;
-  for (const std::int64_t n : sizes) {
-    cases.push_back(like);
-    cases.back().n = n;
-  }
+  for (const std::int64_t n : sizes) cases.push_back(with(like, [=](Case& item) { item.n = n; }));
   return cases;
 }
 
 // The published tables: of one sequence with activations, then of grids.
 void add_published_tables(std::vector<Table>& tables, const Shown& sizes, DType dtype) {
-  const auto add = [&](Activation activation, int activation_dim) {
+  for (const auto& [activation, activation_dim] :
+       {std::pair(Activation::none, -1), std::pair(Activation::silu, -1), std::pair(Activation::softmax, -1),
+        std::pair(Activation::softmax, -2)}) {
     const Case like{.batch = sizes.batch, .activation = activation, .activation_dim = activation_dim};
     add_tables(tables, dtype, cases_of_sizes(like, sizes.lengths));
-  };
-  add(Activation::none, -1);
-  add(Activation::silu, -1);
-  add(Activation::softmax, -1);
-  add(Activation::softmax, -2);
+  }
   for (const int axes : {1, 2, 3}) {
     for (const std::int64_t extra_tokens : {0, 10}) {
       std::vector<Case> cases =
@@ -235,7 +215,7 @@ void add_other_tables(std::vector<Table>& tables, const Shown& sizes, DType dtyp
     }
   }
   add_tables(tables, dtype, activations);
-  tables.push_back(make_table(dtype, theta_gradients, false));
+  tables.push_back(make_table("lrpe_cosine", dtype, theta_gradients, make_row, dtype, false));
 
   // One batch entry: no other shares its angles.
   add_tables(tables, dtype, cases_of_sizes({.batch = 1}, sizes.lengths_alone));
