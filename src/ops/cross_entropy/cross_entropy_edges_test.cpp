@@ -16,6 +16,7 @@
 #include "testing/cases.h"
 #include "testing/devices.h"
 #include "testing/refusals.h"
+#include "testing/row_cases.h"
 
 namespace eaves::testing {
 namespace {
@@ -35,38 +36,19 @@ const std::vector<std::int64_t> kLengths = {2, 8, 40, 1000, 9000};
 TEST_P(CrossEntropyEdges, InfinitiesAndNaNsFollowTheHeader) {
   // One row of each kind, at the start, around a vector boundary and at the end. The target is each of the special
   // ones, or the next class.
-  struct Special {
-    double first;
-    double second;
-    double others;
-    const char* reason;
-  };
-  const Special specials[] = {
-      {-kInfinity, -kInfinity, -kInfinity, "all -inf: loss and gradient are NaN"},
-      {-kInfinity, -kInfinity, 0.5, "some -inf: p is 0 there, and a loss of their class infinite"},
-      {0.25, 0.25, -kInfinity, "two finite logits among -inf"},
-      {kInfinity, kInfinity, 0.5, "+inf: so is lse"},
-      {kInfinity, kInfinity, kInfinity, "all +inf"},
-      {kInfinity, -kInfinity, 0.5, "both infinities"},
-      {kInfinity, -kInfinity, -kInfinity, "+inf among -inf"},
-      {kNaN, kNaN, 0.5, "NaN: everything is, but the largest logit"},
-      {kNaN, kNaN, kNaN, "all NaN"},
-      {kNaN, kInfinity, 0.5, "NaN beside +inf"},
-      {kInfinity, kNaN, -kInfinity, "in whichever order, whatever the others"},
-      {kNaN, -kInfinity, -kInfinity, "NaN among -inf: the largest logit is the first -inf"},
-  };
-  constexpr std::int64_t kRows = std::size(specials);
+  const auto rows = static_cast<std::int64_t>(special_rows().size());
   for (const auto& [dtype, columns] : combine<DType, std::int64_t>(floating_point_dtypes(), kLengths)) {
     for (const auto& [at, axis] : combine<std::int64_t, int>({std::int64_t{0}, columns / 2 - 1, columns - 2}, {0, 1})) {
       for (const std::int64_t target : {at, at + 1, std::int64_t{0}}) {
         check_cross_entropy({.dtype = dtype,
-                             .shape = axis == 1 ? Dims{kRows, columns} : Dims{columns, kRows},
+                             .shape = axis == 1 ? Dims{rows, columns} : Dims{columns, rows},
                              .class_axis = axis,
                              .options = {.reduction = Reduction::none},
                              .value =
                                  [&](std::int64_t i) {
-                                   const Special& special = specials[axis == 1 ? i / columns : i % kRows];
-                                   const std::int64_t column = axis == 1 ? i % columns : i / kRows;
+                                   const SpecialRow& special =
+                                       special_rows()[static_cast<std::size_t>(axis == 1 ? i / columns : i % rows)];
+                                   const std::int64_t column = axis == 1 ? i % columns : i / rows;
                                    if (column == at) return special.first;
                                    return column == at + 1 ? special.second : special.others;
                                  },

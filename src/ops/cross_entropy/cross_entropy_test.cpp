@@ -10,6 +10,7 @@
 #include "ops/cross_entropy/cross_entropy_test_case.h"
 #include "testing/cases.h"
 #include "testing/devices.h"
+#include "testing/row_cases.h"
 
 namespace eaves::testing {
 namespace {
@@ -139,24 +140,7 @@ TEST_P(CrossEntropy, EveryClassAxisMatchesTheOracle) {
 }
 
 TEST_P(CrossEntropy, ClassesThatAreNotTheLastAxisAreReadInPlaceOfTheirStrides) {
-  struct Case {
-    Dims shape;
-    int axis;
-    const char* reason;
-  };
-  const std::vector<Case> cases = {
-      {{700, 1024}, 0, "whole tiles of 256 rows side by side"},
-      {{513, 264}, 0, "vectors fit, the last tile is not full"},
-      {{2048, 2052}, 0, "enough pieces of the widest tiles of a CPU's gradient, the last tile is thin"},
-      {{300, 33}, 0, "no vector fits: 33 is odd"},
-      {{40000, 40}, 0, "few rows: classes are cut into pieces"},
-      {{5, 300, 520}, 1, "the middle axis, as PyTorch has it"},
-      {{3, 2, 1000, 72}, 2, "several outer axes"},
-      {{2, 21, 30, 40}, 1, "an image: few classes, many pixels"},
-      {{129, 1}, 0, "a single row"},
-      {{2, 7, 3}, 1, "smaller than any tile"},
-  };
-  for (const Case& c : cases) {
+  for (const RowsAcross& c : rows_across()) {
     SCOPED_TRACE(c.reason);
     // Every dtype and every kind, not every pair: these are large.
     const std::pair<DType, Kind> pairs[] = {{DType::bfloat16, kPlain},
@@ -173,29 +157,8 @@ TEST_P(CrossEntropy, ClassesThatAreNotTheLastAxisAreReadInPlaceOfTheirStrides) {
 }
 
 TEST_P(CrossEntropy, StridesOfEveryKindMatchTheOracle) {
-  struct Case {
-    Dims shape;
-    Dims strides;
-    int axis;
-    const char* reason;
-    bool has_gaps_only = true;  ///< every element has its own place, so that the gradient may lie there
-  };
-  const std::vector<Case> cases = {
-      {{6, 100}, {128, 1}, 1, "rows of a wider tensor, aligned: logits[:, :100]"},
-      {{6, 100}, {101, 1}, 1, "rows of a wider tensor, each aligned differently"},
-      {{6, 100}, {300, 3}, 1, "every third class"},
-      {{6, 100}, {0, 1}, 1, "one row, expanded", false},
-      {{6, 100}, {1, 0}, 1, "one class, expanded", false},
-      {{6, 100}, {-100, 1}, 1, "rows in reverse order"},
-      {{6, 100}, {100, -1}, 1, "classes in reverse order"},
-      {{100, 64}, {80, 1}, 0, "columns of a wider tensor"},
-      {{100, 64}, {-64, 1}, 0, "classes from the last one up"},
-      {{4, 30, 8}, {8, 32, 1}, 2, "the first two axes swapped"},
-      {{4, 30, 8}, {8, 32, 1}, 1, "the first two axes swapped, the second the classes"},
-      {{3, 4100}, {8200, 2}, 1, "every second class, in several rounds"},
-  };
   for (const auto& [c, dtype, kind] :
-       combine<Case, DType, Kind>(cases, floating_point_dtypes(), {kPlain, kEverything, kSoft})) {
+       combine<StridedRows, DType, Kind>(strided_rows(), floating_point_dtypes(), {kPlain, kEverything, kSoft})) {
     SCOPED_TRACE(c.reason);
     CrossEntropyCase test_case = make_case(dtype, c.shape, c.axis, kind);
     test_case.logits_placement = with_strides(c.strides);

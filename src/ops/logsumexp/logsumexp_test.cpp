@@ -8,6 +8,7 @@
 #include "ops/logsumexp/logsumexp_test_case.h"
 #include "testing/cases.h"
 #include "testing/devices.h"
+#include "testing/row_cases.h"
 
 namespace eaves::testing {
 namespace {
@@ -99,24 +100,8 @@ TEST_P(Logsumexp, AZeroDimensionalTensorIsItsOwnLogsumexp) {
 }
 
 TEST_P(Logsumexp, AnAxisThatIsNotTheLastIsReducedInPlaceOfItsStrides) {
-  struct Case {
-    Dims shape;
-    std::int64_t axis;
-    const char* reason;
-  };
-  const std::vector<Case> cases = {
-      {{700, 1024}, 0, "whole tiles of 256 rows side by side"},
-      {{513, 264}, 0, "vectors fit, the last tile is not full"},
-      {{2048, 2052}, 0, "enough pieces of the widest tiles of a CPU's gradient, the last tile is thin"},
-      {{300, 33}, 0, "no vector fits: 33 is odd"},
-      {{40000, 40}, 0, "few rows: columns are cut into pieces"},
-      {{5, 300, 520}, 1, "the middle axis"},
-      {{3, 2, 1000, 72}, 2, "several outer axes"},
-      {{129, 1}, 0, "a single row"},
-      {{2, 7, 3}, 1, "smaller than any tile"},
-  };
   for (const auto& [c, dtype, misalignment] :
-       combine<Case, DType, std::int64_t>(cases, floating_point_dtypes(), {0, 1})) {
+       combine<RowsAcross, DType, std::int64_t>(rows_across(), floating_point_dtypes(), {0, 1})) {
     SCOPED_TRACE(c.reason);
     if (misalignment != 0 && c.shape[0] > 2000) continue;  // the small ones show it
     check_logsumexp({.dtype = dtype,
@@ -128,26 +113,7 @@ TEST_P(Logsumexp, AnAxisThatIsNotTheLastIsReducedInPlaceOfItsStrides) {
 }
 
 TEST_P(Logsumexp, StridesOfEveryKindMatchTheOracle) {
-  struct Case {
-    Dims shape;
-    Dims strides;
-    std::int64_t axis;
-    const char* reason;
-  };
-  const std::vector<Case> cases = {
-      {{6, 100}, {128, 1}, 1, "rows of a wider tensor, aligned"},
-      {{6, 100}, {101, 1}, 1, "rows of a wider tensor, each aligned differently"},
-      {{6, 100}, {300, 3}, 1, "every third column"},
-      {{6, 100}, {0, 1}, 1, "one row, expanded"},
-      {{6, 100}, {1, 0}, 1, "one column, expanded: lse = x + log(100)"},
-      {{6, 100}, {-100, 1}, 1, "rows in reverse order"},
-      {{6, 100}, {100, -1}, 1, "columns in reverse order"},
-      {{100, 64}, {80, 1}, 0, "columns of a wider tensor"},
-      {{100, 64}, {-64, 1}, 0, "columns from the last row up"},
-      {{4, 30, 8}, {8, 32, 1}, 2, "the first two axes swapped"},
-      {{4, 30, 8}, {8, 32, 1}, 1, "the first two axes swapped, the second reduced"},
-  };
-  for (const auto& [c, dtype] : combine<Case, DType>(cases, floating_point_dtypes())) {
+  for (const auto& [c, dtype] : combine<StridedRows, DType>(strided_rows(), floating_point_dtypes())) {
     SCOPED_TRACE(c.reason);
     check_logsumexp(
         {.dtype = dtype, .shape = c.shape, .axes = {c.axis}, .x_placement = with_strides(c.strides), .value = normal});
@@ -206,26 +172,6 @@ TEST_P(Logsumexp, Float32OutputsAndUpstreamGradientsOfA16BitTensorAreNotRoundedT
 
 TEST_P(Logsumexp, InfinitiesAndNaNsFollowTheHeader) {
   // One row of each kind, placed at the start, around a vector boundary, at the end and everywhere.
-  struct Special {
-    double first;  // what the row holds once or twice
-    double second;
-    double others;
-    const char* reason;
-  };
-  const Special specials[] = {
-      {-kInfinity, -kInfinity, -kInfinity, "all -inf: lse is -inf, gradient 0"},
-      {-kInfinity, -kInfinity, 0.5, "some -inf in a finite row change nothing"},
-      {0.25, 0.25, -kInfinity, "two finite elements among -inf"},
-      {kInfinity, kInfinity, 0.5, "+inf makes lse +inf"},
-      {kInfinity, kInfinity, kInfinity, "all +inf"},
-      {kInfinity, -kInfinity, 0.5, "both infinities"},
-      {kInfinity, -kInfinity, -kInfinity, "+inf among -inf"},
-      {kNaN, kNaN, 0.5, "NaN makes lse NaN"},
-      {kNaN, kNaN, kNaN, "all NaN"},
-      {kNaN, kInfinity, 0.5, "NaN wins over +inf"},
-      {kInfinity, kNaN, -kInfinity, "in whichever order, whatever the others"},
-      {kNaN, -kInfinity, -kInfinity, "NaN among -inf"},
-  };
   for (const auto& [dtype, columns] : combine<DType, std::int64_t>(floating_point_dtypes(), {2, 8, 40, 1000, 9000})) {
     for (const auto& [at, axis] :
          combine<std::int64_t, std::int64_t>({std::int64_t{0}, columns / 2, columns - 2}, {0, 1})) {
@@ -233,7 +179,7 @@ TEST_P(Logsumexp, InfinitiesAndNaNsFollowTheHeader) {
       check_logsumexp({.dtype = dtype, .shape = shape, .axes = {axis}, .value = [&](std::int64_t i) {
                          const std::int64_t row = axis == 1 ? i / columns : i % 12;
                          const std::int64_t column = axis == 1 ? i % columns : i / 12;
-                         const Special& special = specials[row];
+                         const SpecialRow& special = special_rows()[static_cast<std::size_t>(row)];
                          if (column == at) return special.first;
                          return column == at + 1 ? special.second : special.others;
                        }});
