@@ -87,7 +87,7 @@ struct CrossEntropyResults {
     views.loss = (loss.*where)();
     views.lse = (lse.*where)();
     if (has_all_of_row) {
-      views.argmax = (argmax.*where)();
+      if (has_argmax) views.argmax = (argmax.*where)();
       views.entropy = (entropy.*where)();
       if (has_sum_sq) views.sum_sq = (sum_sq.*where)();
     }
@@ -109,7 +109,8 @@ struct CrossEntropyResults {
   /// Also what needs more of a row than its lse: argmax, entropy and sum_sq. A GPU has kernels of its own for calls
   /// without.
   bool has_all_of_row = true;
-  bool has_sum_sq = true;  ///< false: these without sum_sq
+  bool has_argmax = true;  ///< false: these without argmax
+  bool has_sum_sq = true;  ///< likewise
   bool has_mean_logit = false;
   bool has_split_lse;  ///< lse as two numbers
 

@@ -3,13 +3,16 @@
 //   z     = hidden head^T + bias       [rows, classes], row by row or block by block, never all of it
 //   loss  = cross_entropy(z, targets)  with every option of cross_entropy.h, whose formulas and edges hold here too
 //
-// Two ways to the gradients, the same numbers up to rounding:
+// Three ways to the gradients, the same numbers up to rounding:
 //
 //   speed      linear_cross_entropy_forward_backward: for each chunk of rows the logits, their gradient over them, and
 //              both products with it. Three matrix products; the logits of a chunk are the workspace. With
 //              linear_cross_entropy_small_workspace() as its limit it takes little memory and more time.
 //   recompute  linear_cross_entropy_forward, which keeps lse alone, and linear_cross_entropy_backward, which computes
 //              logits again, a block of rows and classes at a time. Four matrix products in little workspace.
+//   keep       the same two calls with a `kept` tensor: the forward writes the numbers of each logit of as many rows as
+//              it has, and the backward multiplies by them. Three matrix products, and one rounding of the sums of
+//              those rows, whatever dL/d(loss) is.
 //
 // Logits are computed and read in float32 (float64 for float64): probabilities come from the product's own
 // accumulators, not from logits rounded to the type of hidden. Their gradient is rounded once to that type, as the
@@ -66,7 +69,8 @@ struct LinearCrossEntropyInputs {
 
   /// Leaves out rows that do not count before anything is multiplied; soft targets of the others are copied together
   /// then. The CPU always does. On a GPU, true: the call waits once, for the number of rows; false: such rows cost as
-  /// much as others. In a CUDA graph that is being captured nothing can wait: there all rows are computed.
+  /// much as others. In a CUDA graph that is being captured nothing can wait: there all rows are computed. A backward
+  /// of Reduction::none without `kept` and shards also leaves out rows whose upstream gradients are all 0.
   bool skips_ignored = false;
 
   /// The most scratch memory that the call should take, in bytes; how many rows (and classes) are computed at once
@@ -154,10 +158,14 @@ struct LinearCrossEntropyForwardArgs {
   TensorView normalizer = {};
 
   LinearCrossEntropyOutputs outputs = {};
+
+  /// out, optional; contiguous, as linear_cross_entropy_kept() says: what the backward needs of the first rows that are
+  /// computed.
+  TensorView kept = {};
 };
 
 struct LinearCrossEntropyForwardBackwardArgs {
-  /// Reduction::none too, where grad_loss is known before the loss.
+  /// Reduction::none too, where grad_loss is known before the loss. Nothing is kept.
   LinearCrossEntropyForwardArgs forward = {};
 
   /// dL/d(loss), optional: one element, or with Reduction::none per row with any strides; result dtype or that of
@@ -189,9 +197,22 @@ struct LinearCrossEntropyBackwardArgs {
   TensorView target_mass = {};
   TensorView divisor = {};
 
+  /// inout, optional; as a forward with the same inputs wrote it. With grad_entropy a `kept` of bfloat16 is written
+  /// over, and must not be given to another backward. Not with shards.
+  TensorView kept = {};
+
   LinearCrossEntropyGradients gradients = {};
 
   LinearCrossEntropyShard shard = {};
+};
+
+/// The tensor that a forward keeps: [rows, columns].
+struct LinearCrossEntropyKept {
+  /// bfloat16: exponentials of the logits, in 16 bits, and two numbers for each row. Else the logits, in the result
+  /// dtype.
+  DType dtype = DType::float32;
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;  ///< at least the classes
 };
 
 struct LinearCrossEntropyShardForwardArgs {
@@ -239,6 +260,11 @@ std::size_t linear_cross_entropy_forward_backward_workspace_bytes(const LinearCr
                                                                   const ExecutionContext& context = {});
 std::size_t linear_cross_entropy_shard_forward_workspace_bytes(const LinearCrossEntropyShardForwardArgs& args,
                                                                const ExecutionContext& context = {});
+
+/// What a forward can keep in at most so many bytes. Exponentials on a GPU of compute capability 9.0, of a bfloat16
+/// `hidden` without soft targets, label smoothing, argmax, sum_sq, mean_logit, or a soft cap beside an entropy; of
+/// other calls logits, in twice the memory.
+LinearCrossEntropyKept linear_cross_entropy_kept(const LinearCrossEntropyForwardArgs& args, std::size_t most_bytes);
 
 /// A limit for the workspace of linear_cross_entropy_forward_backward on a GPU that saves memory and keeps three
 /// products faster than four: room for 512 rows in 16 bits, but at least 160 MiB, which are 1024 rows of 65,536

@@ -51,31 +51,42 @@ bool has_usual_softcap(const CrossEntropyOptions& options) {
          options.scale / options.softcap < 1e6;
 }
 
-}  // namespace
-
-/// float16 takes it for the loss alone: its gradients, and exps, would leave its range. Both at once of a shard with
-/// class weights does not: whether a row counts for nothing is not known before its exps are written.
-bool suits_fused_path(const LinearCrossEntropyProblem& problem) {
+/// Whatever the number of classes, if the kernels take so many.
+bool can_take_fused_path(const LinearCrossEntropyProblem& problem) {
   const CrossEntropyOptions& options = problem.options;
   const LossOutputs& outputs = problem.outputs;
-  const FusedProduct wanted = fused_product();
-  if (wanted == FusedProduct::never) return false;
+  if (fused_product() == FusedProduct::never) return false;
   if (problem.has_soft_targets() || options.label_smoothing != 0.0) return false;
   if (!has_usual_softcap(options)) return false;
   if (outputs.argmax != nullptr || outputs.sum_sq != nullptr || outputs.mean_logit != nullptr) return false;
   if (problem.mode != Mode::forward && problem.dtype != DType::bfloat16) return false;
   if (problem.shard != nullptr && problem.mode != Mode::backward) {
     if (problem.shard->is_for_mean_logit || problem.shard->is_for_argmax_or_sum_sq) return false;
+    if (problem.mode == Mode::forward_backward && problem.class_weight.data != nullptr) return false;
   }
-  const bool is_at_once = problem.mode == Mode::forward_backward;
-  if (problem.shard != nullptr && is_at_once && problem.class_weight.data != nullptr) return false;
-  const bool is_whole_at_once = is_at_once && problem.shard == nullptr;  // reads logits that are kept once, not twice
-  const std::int64_t faster = is_whole_at_once ? kFasterFusedClassesAtOnce : kFasterFusedClasses;
-  const std::int64_t least = wanted == FusedProduct::where_faster ? faster : kLeastFusedClasses;
-  if (problem.classes < least || problem.classes > kMostFusedClasses) return false;
+  if (problem.classes > kMostFusedClasses) return false;
   // With fewer rows than a tile, what is around the product takes longer than passes over the logits.
   if (problem.rows() < cuda::kExpProductRows && !is_batch_invariant()) return false;
   return suits_exp_product(problem);
+}
+
+}  // namespace
+
+/// float16 takes it for the loss alone: its gradients, and exps, would leave its range. Both at once of a shard with
+/// class weights does not: whether a row counts for nothing is not known before its exps are written.
+bool suits_fused_path(const LinearCrossEntropyProblem& problem) {
+  // Logits in memory are read once by both at once, and twice by a shard's.
+  const bool is_whole_at_once = problem.mode == Mode::forward_backward && problem.shard == nullptr;
+  const std::int64_t faster = is_whole_at_once ? kFasterFusedClassesAtOnce : kFasterFusedClasses;
+  const bool is_forced = fused_product() != FusedProduct::where_faster;
+  return can_take_fused_path(problem) && problem.classes >= (is_forced ? kLeastFusedClasses : faster);
+}
+
+/// Exps of a soft cap have the derivative of its tanh in them, from which the entropy's gradient cannot be made.
+bool suits_kept_exps(const LinearCrossEntropyProblem& problem) {
+  const bool has_entropy = problem.outputs.entropy != nullptr || problem.grad_entropy != nullptr;
+  return problem.dtype == DType::bfloat16 && problem.classes >= kLeastFusedClasses &&
+         !(problem.options.softcap != 0.0 && has_entropy) && can_take_fused_path(problem);
 }
 
 namespace {

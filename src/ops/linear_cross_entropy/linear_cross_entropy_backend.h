@@ -28,6 +28,18 @@ using LinearCrossEntropyView = RowView<2, 5>;
 
 enum class LinearCrossEntropyMode { forward, forward_backward, backward };
 
+/// The tensor of a forward that its backward reads, one row for each of the first rows that are computed: their logits,
+/// or in bfloat16 their exps (fused/fused.h) with the row's numbers in the last elements.
+struct KeptRows {
+  void* data;  ///< nullptr: nothing is kept
+  DType dtype;
+  std::int64_t rows;
+  std::int64_t stride;
+
+  bool are_exps() const { return data != nullptr && dtype == DType::bfloat16; }
+  bool are_logits() const { return data != nullptr && dtype != DType::bfloat16; }
+};
+
 struct LinearCrossEntropyProblem {
   LinearCrossEntropyMode mode;
   const char* op;
@@ -63,6 +75,8 @@ struct LinearCrossEntropyProblem {
   DType grad_bias_dtype;
   bool accumulates;
 
+  KeptRows kept;
+
   /// Where the classes are those of a shard, what the caller says of it, in the caller's arguments; nullptr without
   /// shards.
   const LinearCrossEntropyShard* shard;
@@ -88,6 +102,9 @@ LinearCrossEntropyProblem make_problem(const LinearCrossEntropyShardForwardArgs&
 
 /// Can a call take the fused path, and is that the faster one? The other members of the problem are read.
 bool suits_fused_path(const LinearCrossEntropyProblem& problem);
+
+/// Can a forward keep exps?
+bool suits_kept_exps(const LinearCrossEntropyProblem& problem);
 
 /// Rows and classes whose logits are computed at once; see linear_cross_entropy_plan.h.
 struct LinearCrossEntropyBlock {

@@ -33,10 +33,14 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
       steps_.widen(problem_.class_weight, problem_.classes, memory_.class_weight);
     }
     choose_per_row();
-    if (problem_.grad_hidden != nullptr && leaves_out) steps_.clear_grad_hidden();
     if (count_ == 0 && problem_.wants_gradients() && !problem_.accumulates) steps_.clear_parameters();
-    for (std::int64_t first = 0; first < count_; first += block_.rows) {
-      const std::int64_t rows = std::min(block_.rows, count_ - first);
+    const std::int64_t kept = std::min(problem_.kept.rows, count_);
+    const bool multiplies_kept_exps = shape_.is_backward() && shape_.keeps_exps && kept != 0;
+    if (multiplies_kept_exps) backward_of_kept_exps(kept);
+    if (problem_.grad_hidden != nullptr && leaves_out) steps_.clear_grad_hidden();
+    std::int64_t rows = 0;
+    for (std::int64_t first = multiplies_kept_exps ? kept : 0; first < count_; first += rows) {
+      rows = std::min(block_.rows, (first < kept ? kept : count_) - first);
       if (gathers_) steps_.gather_hidden(first, rows);
       if (problem_.mode == LinearCrossEntropyMode::backward) {
         backward(first, rows);
@@ -51,6 +55,9 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
  protected:
   /// The loss of rows, and where the problem wants gradients these too.
   virtual void forward(std::int64_t first, std::int64_t rows) = 0;
+
+  /// The gradients of the first rows, of which the forward kept exps. Anything may be in grad_hidden until it is done.
+  virtual void backward_of_kept_exps(std::int64_t /*rows*/) {}
 
   /// The gradient of the logits of these rows and classes, to gradient_view().
   virtual void write_gradient(std::int64_t first, std::int64_t rows, std::int64_t first_class,
@@ -71,12 +78,13 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
   /// Of the gradient of the logits of these rows and classes, which lies where the logits lay.
   void multiply_gradients(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes) {
     const void* alpha = problem_.is_reduced() && !is_scale_in_factor_ ? number(kAlpha) : nullptr;
+    const GemmMatrix gradient{memory_.logits, gradient_stride(classes)};
     if (problem_.grad_hidden != nullptr) {
-      multiply_grad_hidden(first, rows, first_class, classes, alpha);
+      multiply_grad_hidden(first, rows, first_class, classes, gradient, alpha);
       if (first_class + classes == problem_.classes) finish_grad_hidden(first, rows);
     }
     if (problem_.grad_head != nullptr) {
-      multiply_grad_head(first, rows, first_class, classes, hidden_at(first), alpha);
+      multiply_grad_head(first, rows, first_class, classes, gradient, hidden_at(first), alpha);
     }
     if (problem_.grad_bias != nullptr) {
       steps_.add_bias_gradient(memory_.logits, rows, classes, gradient_stride(classes), alpha, first == 0,
@@ -86,14 +94,17 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
 
   /// To memory.grad_hidden, or where nothing else is to be done with it to its place.
   void multiply_grad_hidden(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes,
-                            const void* alpha) {
+                            const GemmMatrix& gradient, const void* alpha) {
+    multiply_grad_hidden(first, rows, first_class, classes, gradient, alpha, is_grad_hidden_wide(shape_, block_));
+  }
+  void multiply_grad_hidden(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes,
+                            const GemmMatrix& gradient, const void* alpha, bool is_wide) {
     using namespace linear_cross_entropy_tensors;
-    const bool is_wide = is_grad_hidden_wide(shape_, block_);
     Gemm product{.m = rows,
                  .n = problem_.features(),
                  .k = classes,
                  .dtype = problem_.dtype,
-                 .a = {memory_.logits, gradient_stride(classes)},
+                 .a = gradient,
                  .b = head_at(first_class),
                  .c_dtype = is_wide ? problem_.accumulator() : problem_.grad_hidden_dtype,
                  .c = memory_.grad_hidden,
@@ -109,12 +120,12 @@ class LinearCrossEntropyChunks : protected LinearCrossEntropyViews {
   }
 
   void multiply_grad_head(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes,
-                          const GemmMatrix& hidden, const void* alpha) {
+                          const GemmMatrix& gradient, const GemmMatrix& hidden, const void* alpha) {
     steps_.product({.m = classes,
                     .n = problem_.features(),
                     .k = rows,
                     .dtype = problem_.dtype,
-                    .a = {memory_.logits, gradient_stride(classes), true},
+                    .a = {gradient.data, gradient.stride, true},
                     .b = hidden,
                     .c_dtype = problem_.grad_head_dtype,
                     .c = element(problem_.grad_head, problem_.grad_head_dtype, first_class * problem_.grad_head_stride),

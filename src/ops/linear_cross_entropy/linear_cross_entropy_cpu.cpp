@@ -24,7 +24,10 @@ class Steps final : public LinearCrossEntropySteps {
 
   Steps(const LinearCrossEntropyProblem& problem, const LinearCrossEntropyMemory& memory,
         const ExecutionContext& context)
-      : problem_(problem), memory_(memory), context_(context) {}
+      : problem_(problem),
+        memory_(memory),
+        context_(context),
+        leaves_out_zeros_(leaves_out_rows_without_upstream(problem)) {}
 
   std::int64_t select_rows() override {
     std::int64_t count = 0;
@@ -176,12 +179,33 @@ class Steps final : public LinearCrossEntropySteps {
     *static_cast<A*>(to) = static_cast<A>(sum);
   }
 
+  void copy_logits(const void* from, std::int64_t from_stride, std::int64_t rows, std::int64_t columns,
+                   std::int64_t stride) override {
+    parallel_for(context_, rows, grain_for(columns), [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t i = begin; i < end; ++i) {
+        std::copy_n(static_cast<const A*>(from) + i * from_stride, columns,
+                    static_cast<A*>(memory_.logits) + i * stride);
+      }
+    });
+  }
+
   void product(const Gemm& product) override { gemm(product, context_); }
 
  private:
-  /// False for a row that is left out: an ignored one, and one of weight 0. `at` are its offsets.
+  template <typename Offsets>
+  bool has_upstream(const Offsets& at) const {
+    const auto is_zero = [&](const void* numbers) {
+      return numbers == nullptr || static_cast<const A*>(numbers)[at.of[kPerRow]] == A(0);
+    };
+    return number_at(problem_.grad_loss, at.of[kGradLoss]) != 0.0 || !is_zero(problem_.grad_lse) ||
+           !is_zero(problem_.grad_entropy);
+  }
+
+  /// False for a row that is left out: an ignored one, one of weight 0, and in a backward one without an upstream
+  /// gradient. `at` are its offsets.
   template <typename Offsets>
   bool counts(const Offsets& at) const {
+    if (leaves_out_zeros_ && !has_upstream(at)) return false;
     if (problem_.row_weight != nullptr && static_cast<const A*>(problem_.row_weight)[at.of[kPerRow]] == A(0)) {
       return false;
     }
@@ -274,6 +298,7 @@ class Steps final : public LinearCrossEntropySteps {
   const LinearCrossEntropyProblem& problem_;
   const LinearCrossEntropyMemory& memory_;
   const ExecutionContext& context_;
+  const bool leaves_out_zeros_;
   std::int64_t count_ = 0;  ///< rows that are computed
 };
 

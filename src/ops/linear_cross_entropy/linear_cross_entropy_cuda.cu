@@ -288,6 +288,14 @@ class Steps final : public LinearCrossEntropySteps {
         LossesOfRows<A>{static_cast<const A*>(losses)}, count_, count_, write);
   }
 
+  void copy_logits(const void* from, std::int64_t from_stride, std::int64_t rows, std::int64_t columns,
+                   std::int64_t stride) override {
+    const auto bytes = [](std::int64_t elements) { return static_cast<std::size_t>(elements) * sizeof(A); };
+    check_status(cudaMemcpy2DAsync(memory_.logits, bytes(stride), from, bytes(from_stride), bytes(columns),
+                                   static_cast<std::size_t>(rows), cudaMemcpyDeviceToDevice, this->stream()),
+                 problem_.op);
+  }
+
   void product(const Gemm& product) override { gemm(problem_.op, product, context_); }
 
  private:

@@ -19,7 +19,7 @@ class LinearCrossEntropyOfLogits final : public LinearCrossEntropyChunks {
     if (problem_.shard != nullptr) return forward_of_shard(first, rows);
     if (block_.classes < classes) return forward_in_blocks(first, rows);
     multiply_logits(first, rows, 0, classes);
-    CrossEntropyForwardArgs loss{.logits = logits_view(rows, classes),
+    CrossEntropyForwardArgs loss{.logits = logits_view(first, rows, 0, classes),
                                  .targets = targets_at(first, rows, 0, classes),
                                  .class_weight = class_weight_at(0, classes),
                                  .row_weight = numbers_at(row_weight_, first, rows),
@@ -36,11 +36,14 @@ class LinearCrossEntropyOfLogits final : public LinearCrossEntropyChunks {
 
   void write_gradient(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes) override {
     // The logits of a shard whose loss and gradient are computed at once are in memory already.
-    if (shape_.is_backward()) multiply_logits(first, rows, first_class, classes);
+    if (shape_.is_backward()) {
+      is_kept(first) ? copy_logits(first, rows, first_class, classes)
+                     : multiply_logits(first, rows, first_class, classes);
+    }
     cross_entropy_backward({.grad_loss = grad_loss_at(first, rows),
                             .grad_lse = numbers_at(grad_lse_, first, rows),
                             .grad_entropy = numbers_at(grad_entropy_, first, rows),
-                            .logits = logits_view(rows, classes),
+                            .logits = block_of_logits(rows, classes),
                             .targets = targets_at(first, rows, first_class, classes),
                             .class_weight = class_weight_at(first_class, classes),
                             .row_weight = numbers_at(row_weight_, first, rows),
@@ -62,7 +65,7 @@ class LinearCrossEntropyOfLogits final : public LinearCrossEntropyChunks {
       const std::int64_t classes = std::min(block_.classes, problem_.classes - first_class);
       multiply_logits(first, rows, first_class, classes);
       cross_entropy_shard_forward(
-          {.logits = logits_view(rows, classes),
+          {.logits = logits_view(first, rows, first_class, classes),
            .targets = targets_at(first, rows, first_class, classes),
            .class_weight = class_weight_at(first_class, classes),
            .options = row_options(),
@@ -81,7 +84,7 @@ class LinearCrossEntropyOfLogits final : public LinearCrossEntropyChunks {
     const LinearCrossEntropyShard& shard = *problem_.shard;
     if (classes != 0) multiply_logits(first, rows, 0, classes);
     cross_entropy_shard_forward(
-        {.logits = logits_view(rows, classes),
+        {.logits = logits_view(first, rows, 0, classes),
          .targets = targets_at(first, rows, 0, classes),
          .class_weight = class_weight_at(0, classes),
          .options = row_options(),
@@ -97,11 +100,20 @@ class LinearCrossEntropyOfLogits final : public LinearCrossEntropyChunks {
     if (problem_.wants_gradients()) backward(first, rows);
   }
 
+  void gather_soft_targets(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes) {
+    if (memory_.soft_targets == nullptr) return;
+    steps_.gather_soft_targets(first, rows, first_class, classes, logits_stride(classes));
+  }
+
   /// Of a block, beside which its soft targets are gathered.
+  void copy_logits(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes) {
+    gather_soft_targets(first, rows, first_class, classes);
+    const TensorView kept = logits_view(first, rows, first_class, classes);
+    steps_.copy_logits(kept.data, kept.strides[0], rows, classes, logits_stride(classes));
+  }
   void multiply_logits(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes) {
-    if (memory_.soft_targets != nullptr) {
-      steps_.gather_soft_targets(first, rows, first_class, classes, logits_stride(classes));
-    }
+    gather_soft_targets(first, rows, first_class, classes);
+    const TensorView logits = logits_view(first, rows, first_class, classes);
     GemmMatrix head = head_at(first_class);
     head.is_transposed = !head.is_transposed;
     const TensorView bias = numbers_at(memory_.bias, first_class, classes);
@@ -112,8 +124,8 @@ class LinearCrossEntropyOfLogits final : public LinearCrossEntropyChunks {
                     .a = hidden_at(first),
                     .b = head,
                     .c_dtype = problem_.accumulator(),
-                    .c = memory_.logits,
-                    .c_stride = logits_stride(classes),
+                    .c = logits.data,
+                    .c_stride = logits.strides[0],
                     .bias = bias.data});
   }
 };

@@ -89,11 +89,16 @@ EAVES_HOST_DEVICE void put_scale(double given, A* numbers) {
 /// Distance between rows of logits: whole cache lines, of 16 bits half ones.
 inline std::int64_t logits_stride(std::int64_t classes) { return ceil_divide(classes, 32) * 32; }
 
+/// How many elements at the end of a row of kept exps hold its numbers, and how long such a row is.
+inline constexpr std::int64_t kKeptNumbers = 4;
+inline std::int64_t kept_exps_stride(std::int64_t classes) { return logits_stride(classes + kKeptNumbers); }
+
 /// Is grad_hidden of a block summed in accumulators, to be rounded at the end? Where it is a sum of several products.
 inline bool is_grad_hidden_wide(const LinearCrossEntropyShape& shape, const LinearCrossEntropyBlock& block) {
   const bool is_on_gpu = shape.device.type == DeviceType::cuda;
   const bool is_cut = is_sum_of_two_products(shape.dtype, shape.classes) && shape.has_head_vectors;
-  return shape.has_exps() || block.classes < shape.classes || (is_on_gpu && is_cut);
+  const bool is_of_exps = shape.has_exps() || (shape.is_backward() && shape.keeps_exps);
+  return is_of_exps || block.classes < shape.classes || (is_on_gpu && is_cut);
 }
 
 /// Lays out the workspace from `base` on; with nullptr only counts. Returns the number of bytes. A tensor that
@@ -137,7 +142,7 @@ inline std::size_t lay_out(const LinearCrossEntropyShape& shape, const LinearCro
   memory.class_weight = take(shape.has_class_weight, shape.classes, number);
   memory.grad_bias = static_cast<double*>(take(shape.has_grad_bias, shape.classes, sizeof(double)));
 
-  const bool has_exps = shape.has_exps();
+  const bool has_exps = shape.has_exps() || shape.keeps_exps;
   const bool is_wide = is_grad_hidden_wide(shape, block);
   memory.hidden = take(gathers, block.rows * shape.features, element);
   memory.soft_targets =
@@ -149,7 +154,9 @@ inline std::size_t lay_out(const LinearCrossEntropyShape& shape, const LinearCro
   if (shape.mode == LinearCrossEntropyMode::forward && shape.is_fused) {
     logits_of_row = 2 * sampled_classes(shape.classes);
   }
-  memory.logits = take(true, block.rows * logits_of_row, shape.is_fused ? element : number);
+  const bool has_kept_logits = shape.keeps_logits && shape.kept_rows >= rows && !is_backward;
+  memory.logits = take(!has_kept_logits && !shape.multiplies_kept_exps_alone(), block.rows * logits_of_row,
+                       shape.is_fused ? element : number);
   if (shape.is_fused) {
     const std::int64_t sums = cuda::exp_product_sums(block.rows, block.classes);
     const auto take_floats = [&](bool is_needed, std::int64_t count) {

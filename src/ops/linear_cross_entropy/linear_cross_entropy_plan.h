@@ -156,7 +156,9 @@ inline std::size_t limit_without_workspace(const LinearCrossEntropyShape& shape)
   if (shape.workspace_limit != 0) return shape.workspace_limit;
   const LinearCrossEntropyPolicy& policy = policy_of(shape.device);
   const std::size_t rows = per_row_bytes(shape);
-  if (shape.is_backward()) return rows + policy.backward_bytes;
+  if (shape.is_backward()) {
+    return rows + (shape.classes < policy.wide_classes ? policy.backward_bytes : policy.wide_backward_bytes);
+  }
   if (shape.is_shard && shape.classes != shape.all_classes) {
     // As many rows as one call with all classes would have, but for what a shard's may have more, which is little. (The
     // loss alone too: a shard has its classes at once.)
@@ -187,6 +189,11 @@ inline std::int64_t batch_invariant_classes(const LinearCrossEntropyShape& shape
 }
 
 inline LinearCrossEntropyBlock plan_block(const LinearCrossEntropyShape& shape, std::size_t limit) {
+  if (shape.multiplies_kept_exps_alone()) {
+    // Rows whose grad_hidden is summed in accumulators at once: 32 MiB of them.
+    const std::int64_t enough = ceil_divide((std::int64_t{8} << 20) / shape.features, std::int64_t{128}) * 128;
+    return {std::min(enough, rows_within(shape, shape.classes, limit)), shape.classes};
+  }
   if (!shape.cuts_classes()) return {rows_within(shape, shape.classes, limit), shape.classes};
   if (!is_batch_invariant()) return blocks_within(shape, limit);
   const std::int64_t classes = batch_invariant_classes(shape);

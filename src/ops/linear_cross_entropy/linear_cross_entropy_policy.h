@@ -14,6 +14,8 @@ struct LinearCrossEntropyPolicy {
   std::size_t forward_bytes;        ///< the loss alone
   std::size_t fused_forward_bytes;  ///< the same on the fused path
   std::size_t backward_bytes;       ///< that computes logits again
+  std::size_t wide_backward_bytes;  ///< the same of `wide_classes` or more
+  std::int64_t wide_classes;
   // Both at once: room for `enough_rows`, within these.
   std::size_t least_bytes;
   std::size_t most_bytes;
@@ -45,6 +47,8 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnGpu = {
     .forward_bytes = std::size_t{78} << 20,
     .fused_forward_bytes = std::size_t{38} << 20,
     .backward_bytes = std::size_t{100} << 20,
+    .wide_backward_bytes = std::size_t{300} << 20,
+    .wide_classes = 65536,
     .least_bytes = std::size_t{424} << 20,
     .most_bytes = std::size_t{1064} << 20,
     .fused_least_bytes = std::size_t{424} << 20,
@@ -70,6 +74,8 @@ inline constexpr LinearCrossEntropyPolicy kLinearCrossEntropyOnCpu = {
     .forward_bytes = std::size_t{16} << 20,
     .fused_forward_bytes = 0,
     .backward_bytes = std::size_t{34} << 20,
+    .wide_backward_bytes = std::size_t{34} << 20,
+    .wide_classes = 65536,
     .least_bytes = std::size_t{34} << 20,
     .most_bytes = std::size_t{34} << 20,
     .fused_least_bytes = 0,

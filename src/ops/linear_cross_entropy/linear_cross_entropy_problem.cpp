@@ -1,5 +1,6 @@
 // The arguments of linear_cross_entropy: is the call legal, and what does it say in rows, features and classes. The
 // backends never see a bad one.
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -10,6 +11,7 @@
 #include "eaves/error.h"
 #include "eaves/linear_cross_entropy.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_memory.h"
 
 namespace eaves {
 namespace {
@@ -262,13 +264,50 @@ void check_exchange(Checked& checked, const LinearCrossEntropyForwardBackwardArg
   problem.statistics = args.shard.statistics.data;
 }
 
+std::int64_t kept_stride(const LinearCrossEntropyProblem& problem, DType dtype) {
+  return dtype == DType::bfloat16 ? kept_exps_stride(problem.classes) : logits_stride(problem.classes);
+}
+
+/// What a forward keeps for the backward. It decides whether the call takes the fused path.
+void check_kept(Checked& checked, const TensorView& view) {
+  LinearCrossEntropyProblem& problem = checked.problem;
+  const Argument kept{problem.op, "kept", view};
+  if (!check::is_given(kept)) {
+    problem.is_fused = suits_fused_path(problem);
+    return;
+  }
+  if (problem.shard != nullptr) check::fail(kept, "is given, expected none beside a shard");
+  check::is_on(kept, problem.device, "hidden");
+  const bool are_exps = view.dtype == DType::bfloat16;
+  if (!are_exps) check::has_dtype(kept, {problem.accumulator()}, "bfloat16, or that of the loss");
+  if (are_exps && !suits_kept_exps(problem)) {
+    check::fail(kept, "is of bfloat16, and this call cannot keep exponentials; expected the dtype of the loss");
+  }
+  check::has_shape(kept, {view.shape.size() == 2 ? view.shape[0] : 0, kept_stride(problem, view.dtype)},
+                   "[rows, columns] as linear_cross_entropy_kept() says");
+  check::is_contiguous(kept);
+  checked.arguments.take_output(kept);
+  problem.kept = {view.data, view.dtype, std::min(view.shape[0], problem.rows()), view.strides[0]};
+  problem.is_fused = are_exps;
+}
+
 }  // namespace
 
 LinearCrossEntropyProblem make_problem(const LinearCrossEntropyForwardArgs& args) {
   Checked checked = check_inputs(Mode::forward, kForward, args.inputs, {}, {});
   check_outputs(checked, args.normalizer, args.outputs);
-  checked.problem.is_fused = suits_fused_path(checked.problem);
+  check_kept(checked, args.kept);
   return checked.problem;
+}
+
+LinearCrossEntropyKept linear_cross_entropy_kept(const LinearCrossEntropyForwardArgs& args, std::size_t most_bytes) {
+  LinearCrossEntropyForwardArgs without = args;
+  without.kept = {};
+  const LinearCrossEntropyProblem problem = make_problem(without);
+  const DType dtype = suits_kept_exps(problem) ? DType::bfloat16 : problem.accumulator();
+  const std::int64_t columns = kept_stride(problem, dtype);
+  const auto rows = static_cast<std::int64_t>(most_bytes / (static_cast<std::size_t>(columns) * size_of(dtype)));
+  return {dtype, std::min(rows, problem.rows()), columns};
 }
 
 LinearCrossEntropyProblem make_problem(const LinearCrossEntropyForwardBackwardArgs& args) {
@@ -313,7 +352,7 @@ LinearCrossEntropyProblem make_problem(const LinearCrossEntropyBackwardArgs& arg
   problem.outputs.target_mass = arguments.per_row(target_mass, false);
   problem.outputs.divisor = arguments.mean_scalar(divisor, problem.options.reduction, false);
   check_gradients(checked, args.gradients, inputs.head);
-  problem.is_fused = suits_fused_path(problem);
+  check_kept(checked, args.kept);
   return problem;
 }
 

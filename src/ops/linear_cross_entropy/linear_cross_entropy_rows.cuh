@@ -9,7 +9,7 @@
 #include "core/typed_numbers.h"
 #include "cuda/launch.cuh"
 #include "cuda/loads.cuh"
-#include "ops/linear_cross_entropy/linear_cross_entropy_backend.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_shape.h"
 
 namespace eaves::cuda {
 
@@ -23,16 +23,34 @@ struct Rows {
   TypedNumbers targets;  ///< nullptr: soft ones
   std::int64_t ignore_index;
   TypedNumbers row_weight;  ///< nullptr: 1
+  bool leaves_out_zeros;    ///< upstream gradients, which follow
+  TypedNumbers grad_loss;
+  TypedNumbers grad_lse;
+  TypedNumbers grad_entropy;
 
   explicit Rows(const LinearCrossEntropyProblem& problem)
       : view(problem.view),
         targets(problem.has_soft_targets() ? TypedNumbers{} : problem.targets),
         ignore_index(problem.options.ignore_index),
-        row_weight{problem.row_weight, problem.accumulator()} {}
+        row_weight{problem.row_weight, problem.accumulator()},
+        leaves_out_zeros(leaves_out_rows_without_upstream(problem)),
+        grad_loss(problem.grad_loss),
+        grad_lse{problem.grad_lse, problem.accumulator()},
+        grad_entropy{problem.grad_entropy, problem.accumulator()} {}
 
-  /// False for a row that is ignored, and for one of weight 0. `at` are its offsets.
+  template <typename Offsets>
+  __device__ bool has_upstream(const Offsets& at) const {
+    const auto is_zero = [&](const TypedNumbers& of, int tensor) {
+      return of.data == nullptr || number_at<double>(of, at.of[tensor]) == 0.0;
+    };
+    return !is_zero(grad_loss, kGradLoss) || !is_zero(grad_lse, kPerRow) || !is_zero(grad_entropy, kPerRow);
+  }
+
+  /// False for a row that is ignored, for one of weight 0, and in a backward for one without an upstream gradient. `at`
+  /// are its offsets.
   template <typename Offsets>
   __device__ bool counts(const Offsets& at) const {
+    if (leaves_out_zeros && !has_upstream(at)) return false;
     if (row_weight.data != nullptr && number_at<double>(row_weight, at.of[kPerRow]) == 0.0) return false;
     return targets.data == nullptr || integer_at(targets, at.of[kTargets]) != ignore_index;
   }

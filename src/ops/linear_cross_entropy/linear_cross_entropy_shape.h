@@ -63,6 +63,10 @@ struct LinearCrossEntropyShape {
   bool has_mean_logit = false;
   bool has_target_mass = false;
 
+  std::int64_t kept_rows = 0;
+  bool keeps_exps = false;
+  bool keeps_logits = false;
+
   LinearCrossEntropyShape() = default;
   /// Implicit: a problem has one shape.
   LinearCrossEntropyShape(const LinearCrossEntropyProblem& of)
@@ -100,10 +104,15 @@ struct LinearCrossEntropyShape {
         has_entropy(of.outputs.entropy != nullptr),
         has_sum_sq(of.outputs.sum_sq != nullptr),
         has_mean_logit(of.outputs.mean_logit != nullptr),
-        has_target_mass(of.outputs.target_mass != nullptr) {}
+        has_target_mass(of.outputs.target_mass != nullptr),
+        kept_rows(of.kept.rows),
+        keeps_exps(of.kept.are_exps()),
+        keeps_logits(of.kept.are_logits()) {}
 
   bool is_backward() const { return mode == LinearCrossEntropyMode::backward; }
   bool has_exps() const { return is_fused && mode == LinearCrossEntropyMode::forward_backward; }
+  /// A backward that computes no logit again.
+  bool multiplies_kept_exps_alone() const { return is_backward() && keeps_exps && kept_rows >= rows; }
   bool has_soft_targets() const { return is_floating_point(targets_dtype); }
   bool wants_gradients() const { return has_grad_hidden || has_grad_head || has_grad_bias; }
   DType accumulator() const { return accumulator_dtype(dtype); }
@@ -150,5 +159,13 @@ struct LinearCrossEntropyShape {
     return largest;
   }
 };
+
+/// Does a backward leave out rows whose upstream gradients are all 0? Ranks would have to agree on them, and kept rows
+/// are counted as in the forward.
+inline bool leaves_out_rows_without_upstream(const LinearCrossEntropyProblem& problem) {
+  const LinearCrossEntropyShape shape = problem;
+  return shape.is_backward() && shape.leaves_out_rows() && !shape.is_reduced && !shape.is_shard &&
+         problem.kept.data == nullptr;
+}
 
 }  // namespace eaves

@@ -37,6 +37,10 @@ class LinearCrossEntropySteps {
   /// To accumulators.
   virtual void widen(TypedNumbers from, std::int64_t count, void* to) = 0;
 
+  /// Of `rows` and `columns` accumulators, to memory.logits.
+  virtual void copy_logits(const void* from, std::int64_t from_stride, std::int64_t rows, std::int64_t columns,
+                           std::int64_t stride) = 0;
+
   virtual void product(const Gemm& gemm) = 0;
   /// Sums of columns, times `scale`; added to `to` unless `is_first`.
   virtual void add_bias_gradient(const void* from, std::int64_t rows, std::int64_t columns, std::int64_t stride,

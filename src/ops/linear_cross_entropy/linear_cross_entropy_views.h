@@ -94,7 +94,16 @@ class LinearCrossEntropyViews {
     return options;
   }
 
-  TensorView logits_view(std::int64_t rows, std::int64_t classes) const {
+  /// Are the logits of the chunk from this row on kept?
+  bool is_kept(std::int64_t first) const { return problem_.kept.are_logits() && first < problem_.kept.rows; }
+  /// Where a forward has them.
+  TensorView logits_view(std::int64_t first, std::int64_t rows, std::int64_t first_class, std::int64_t classes) const {
+    const KeptRows& kept = problem_.kept;
+    if (!is_kept(first)) return block_of_logits(rows, classes);
+    return TensorView::strided(element(kept.data, kept.dtype, first * kept.stride + first_class),
+                               problem_.accumulator(), {rows, classes}, {kept.stride, 1}, problem_.device);
+  }
+  TensorView block_of_logits(std::int64_t rows, std::int64_t classes) const {
     return TensorView::strided(memory_.logits, problem_.accumulator(), {rows, classes}, {logits_stride(classes), 1},
                                problem_.device);
   }

@@ -28,6 +28,7 @@ class FusedChunks final : public LinearCrossEntropyChunks {
             .classes = classes,
             .all_classes = problem_.all_classes(),
             .is_shard = problem_.shard != nullptr,
+            .is_kept = problem_.mode == LinearCrossEntropyMode::forward && first < problem_.kept.rows,
             .targets = {targets.data, targets.dtype},
             .target_stride = targets.strides[0],
             .class_weight = floats(memory_.class_weight),
@@ -59,14 +60,21 @@ class FusedChunks final : public LinearCrossEntropyChunks {
     multiply_samples(fused);
     guess_shifts(fused);
     if (!shape_.has_exps()) {
-      write_statistics(fused, statistics);
+      if (fused.is_kept) {
+        const FusedGradient gradient{.to = kept_exps(first), .stride = problem_.kept.stride};
+        write_exps(fused, gradient, statistics);
+        keep_numbers(fused, gradient);
+      } else {
+        write_statistics(fused, statistics);
+      }
       if (!fused.is_shard) merge_statistics(first, rows, 1);
       return;
     }
+    const GemmMatrix exps{memory_.logits, gradient_stride(classes)};
     const FusedGradient gradient = fused_gradient(first, rows, classes);
     write_exps(fused, gradient, statistics);
     if (fused.is_shard) problem_.shard->gather(first, rows);
-    if (problem_.grad_hidden != nullptr) multiply_grad_hidden(first, rows, 0, classes, nullptr);
+    if (problem_.grad_hidden != nullptr) multiply_grad_hidden(first, rows, 0, classes, exps, nullptr);
     if (fused.is_shard) {
       merge_gathered_statistics(first, rows);
       finish_exps_of_shard(fused, gradient, statistics, floats(gathered_statistics(first)), problem_.shard->shards);
@@ -74,19 +82,107 @@ class FusedChunks final : public LinearCrossEntropyChunks {
       merge_statistics(first, rows, 1);
     }
     if (problem_.grad_hidden != nullptr) {
-      const std::int64_t* indices = problem_.skips_ignored ? memory_.row_indices : nullptr;
-      write_grad_hidden(fused, {problem_.view, indices, first, rows}, memory_.grad_hidden, problem_.grad_hidden,
-                        problem_.grad_hidden_dtype);
+      write_grad_hidden_of(fused, first);
       tell_grad_hidden(first, rows);
     }
     if (problem_.grad_head != nullptr) {
-      scale_hidden(fused);
-      multiply_grad_head(first, rows, 0, classes, {memory_.fused.scaled_hidden, problem_.features()}, nullptr);
+      const GemmMatrix scaled{memory_.fused.scaled_hidden, problem_.features()};
+      copy_hidden(fused, memory_.fused.row_factor, memory_.fused.scaled_hidden, scaled.stride);
+      multiply_grad_head(first, rows, 0, classes, exps, scaled, nullptr);
     }
     if (problem_.grad_bias != nullptr) add_bias_gradient(fused, gradient, first == 0, memory_.grad_bias);
     if (problem_.grad_head != nullptr || problem_.grad_bias != nullptr) {
       add_targets(fused, problem_.grad_head, problem_.grad_head_dtype, problem_.grad_head_stride, memory_.grad_bias);
     }
+  }
+
+  void write_grad_hidden_of(const FusedRows& fused, std::int64_t first) {
+    const std::int64_t* indices = problem_.skips_ignored ? memory_.row_indices : nullptr;
+    write_grad_hidden(fused, {problem_.view, indices, first, fused.rows}, memory_.grad_hidden, problem_.grad_hidden,
+                      problem_.grad_hidden_dtype);
+  }
+
+  // ---- kept exps ---------------------------------------------------------------------------------------------------
+
+  void* kept_exps(std::int64_t first) const {
+    return element(problem_.kept.data, problem_.kept.dtype, first * problem_.kept.stride);
+  }
+
+  /// Calls function(fused rows, gradient, exps, first row) for each chunk, whose hidden has been gathered.
+  template <typename Function>
+  void for_each_kept_chunk(std::int64_t rows, Function function) {
+    for (std::int64_t first = 0; first < rows; first += block_.rows) {
+      const std::int64_t count = std::min(block_.rows, rows - first);
+      if (gathers_) steps_.gather_hidden(first, count);
+      FusedGradient gradient = fused_gradient(first, count, problem_.classes);
+      gradient.to = kept_exps(first);
+      gradient.stride = problem_.kept.stride;
+      function(fused_rows(first, count, 0, problem_.classes), gradient, GemmMatrix{gradient.to, gradient.stride},
+               first);
+    }
+  }
+
+  /// The memory of grad_hidden, which is written last, for a matrix of the same shape; nullptr where it does not suit.
+  GemmMatrix memory_of_grad_hidden() const {
+    using namespace linear_cross_entropy_tensors;
+    const auto& loop = problem_.view.rows;
+    const std::int64_t stride = loop.rank == 0 ? problem_.features() : loop.strides[kGradHidden][0];
+    const bool suits = shape_.is_matrix && problem_.grad_hidden_dtype == problem_.dtype && stride % kGemmVector == 0 &&
+                       reinterpret_cast<std::uintptr_t>(problem_.grad_hidden) % 16 == 0;
+    return {suits ? problem_.grad_hidden : nullptr, stride};
+  }
+
+  /// The products are those of forward(), but dW is one product of all rows where their f x have a place. With
+  /// dL/d(entropy) the exps become the gradient of the logits, and both products are of that.
+  void backward_of_kept_exps(std::int64_t rows) override {
+    const std::int64_t classes = problem_.classes;
+    const bool is_of_logits = problem_.grad_entropy != nullptr;
+    const bool copies_hidden = problem_.grad_head != nullptr && (gathers_ || !is_of_logits);
+    const GemmMatrix copy = memory_of_grad_hidden();
+    const bool is_one_product = !copies_hidden || copy.data != nullptr;
+    for_each_kept_chunk(rows, [&](const FusedRows& fused, const FusedGradient& gradient, const GemmMatrix& exps,
+                                  std::int64_t first) {
+      finish_kept_exps(fused, gradient);
+      if (is_of_logits) write_gradient_of_exps(fused, gradient);
+      if (copies_hidden) {
+        const GemmMatrix chunk = is_one_product
+                                     ? GemmMatrix{element(copy.data, problem_.dtype, first * copy.stride), copy.stride}
+                                     : GemmMatrix{memory_.fused.scaled_hidden, problem_.features()};
+        copy_hidden(fused, is_of_logits ? nullptr : memory_.fused.row_factor, const_cast<void*>(chunk.data),
+                    chunk.stride);
+        if (!is_one_product) multiply_grad_head(first, fused.rows, 0, classes, exps, chunk, nullptr);
+      }
+      if (problem_.grad_bias == nullptr) return;
+      if (is_of_logits) {
+        steps_.add_bias_gradient(exps.data, fused.rows, classes, exps.stride, nullptr, first == 0, memory_.grad_bias);
+      } else {
+        add_bias_gradient(fused, gradient, first == 0, memory_.grad_bias);
+      }
+    });
+    const GemmMatrix all{problem_.kept.data, problem_.kept.stride};
+    if (problem_.grad_head != nullptr && is_one_product) {
+      multiply_grad_head(0, rows, 0, classes, all, copies_hidden ? copy : hidden_at(0), nullptr);
+    }
+    const bool is_rounded_by_product = is_of_logits && !gathers_ && shape_.is_matrix &&
+                                       problem_.grad_hidden_dtype == problem_.dtype &&
+                                       !is_sum_of_two_products(problem_.dtype, classes);
+    if (is_rounded_by_product) {
+      if (problem_.grad_hidden != nullptr) multiply_grad_hidden(0, rows, 0, classes, all, nullptr, false);
+      return;
+    }
+    for_each_kept_chunk(rows, [&](const FusedRows& fused, const FusedGradient& gradient, const GemmMatrix& exps,
+                                  std::int64_t first) {
+      if (problem_.grad_hidden != nullptr) multiply_grad_hidden(first, fused.rows, 0, classes, exps, nullptr);
+      if (is_of_logits) {
+        if (problem_.grad_hidden != nullptr) finish_grad_hidden(first, fused.rows);
+        return;
+      }
+      finish_kept_exps(fused, gradient);
+      if (problem_.grad_hidden != nullptr) write_grad_hidden_of(fused, first);
+      if (problem_.grad_head != nullptr || problem_.grad_bias != nullptr) {
+        add_targets(fused, problem_.grad_head, problem_.grad_head_dtype, problem_.grad_head_stride, memory_.grad_bias);
+      }
+    });
   }
 
   void multiply_samples(const FusedRows& rows) {

@@ -95,18 +95,19 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 /// A block a row; rows of hidden start on 16 bytes.
-__global__ void __launch_bounds__(kThreads) scale_hidden(const bfloat16* hidden, std::int64_t hidden_stride,
-                                                         const float* factor, std::int64_t features, bfloat16* to) {
+__global__ void __launch_bounds__(kThreads)
+    copy_hidden(const bfloat16* hidden, std::int64_t hidden_stride, const float* factor, std::int64_t features,
+                bfloat16* to, std::int64_t stride) {
   constexpr int kSize = Vector<bfloat16>::kSize;
   const std::int64_t row = blockIdx.x;
-  const float own = factor[row];
+  const float own = factor == nullptr ? 1.0f : factor[row];
   for (std::int64_t i = std::int64_t{threadIdx.x} * kSize; i < features; i += kThreads * kSize) {
     float values[kSize];
     unpack(*reinterpret_cast<const Vector<bfloat16>*>(hidden + row * hidden_stride + i), values);
 #pragma unroll
     for (float& value : values)
       value = own == 0.0f ? 0.0f : value * own;  // 0 * NaN: hidden of a row that does not count
-    *reinterpret_cast<Vector<bfloat16>*>(to + row * features + i) = pack<bfloat16>(values);
+    *reinterpret_cast<Vector<bfloat16>*>(to + row * stride + i) = pack<bfloat16>(values);
   }
 }
 
@@ -221,11 +222,10 @@ void add_bias_gradient(const FusedRows& rows, const FusedGradient& gradient, boo
          static_cast<const float*>(rows.memory.row_factor), static_cast<const float*>(nullptr), is_first, grad_bias);
 }
 
-void scale_hidden(const FusedRows& rows) {
-  launch(rows.op, scale_hidden, {.blocks = rows.rows, .threads = kThreads, .stream = rows.context.stream},
-         static_cast<const bfloat16*>(rows.hidden.data), rows.hidden.stride,
-         static_cast<const float*>(rows.memory.row_factor), rows.features,
-         static_cast<bfloat16*>(rows.memory.scaled_hidden));
+void copy_hidden(const FusedRows& rows, const float* factor, void* to, std::int64_t stride) {
+  launch(rows.op, copy_hidden, {.blocks = rows.rows, .threads = kThreads, .stream = rows.context.stream},
+         static_cast<const bfloat16*>(rows.hidden.data), rows.hidden.stride, factor, rows.features,
+         static_cast<bfloat16*>(to), stride);
 }
 
 void add_targets(const FusedRows& rows, void* grad_head, DType dtype, std::int64_t stride, double* grad_bias) {

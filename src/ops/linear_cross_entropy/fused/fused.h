@@ -26,6 +26,9 @@
 // shard knows S and m of all classes only when the statistics are gathered: finish_exps_of_shard() finishes f and g
 // then.
 //
+// Exps that a forward keeps for the backward (kept.cu) are those of both at once with m = 1: the backward multiplies
+// row_factor by m. With dL/d(entropy) it writes the gradient of the logits over them, from log(softmax) = log(f E).
+//
 // The backward (gradient.cu). lse is known: shift = lse * log2(e), and E is the softmax. The product writes
 // E * (constant_i + slope_i * t), rounded once; the slope is the entropy's. Then the target's element is put right.
 #pragma once
@@ -54,6 +57,7 @@ struct FusedRows {
   std::int64_t classes;      ///< of the block
   std::int64_t all_classes;  ///< V, of all shards
   bool is_shard;
+  bool is_kept;          ///< the exps are for a backward: what the gradient is made of is not known yet
   TypedNumbers targets;  ///< from the first row on
   std::int64_t target_stride;
   const float* class_weight;  ///< of the head's classes; nullptr: 1
@@ -64,7 +68,7 @@ struct FusedRows {
 
 /// What the gradient of a row is made of, per row and contiguous, as in cross_entropy_backward.
 struct FusedGradient {
-  const float* grad_loss;
+  const float* grad_loss;         ///< nullptr: 1
   std::int64_t grad_loss_stride;  ///< 0 or 1
   const float* row_weight;        ///< this and the next two: nullptr where there are none
   const float* grad_lse;          ///< of the backward, as those that follow
@@ -92,8 +96,8 @@ void finish_exps_of_shard(const FusedRows& rows, const FusedGradient& gradient, 
 /// dX from E W; `to` is grad_hidden of all rows.
 void write_grad_hidden(const FusedRows& rows, const FeatureRows& place, const void* product, void* to, DType dtype);
 
-/// f x, to memory.scaled_hidden.
-void scale_hidden(const FusedRows& rows);
+/// hidden, each row times its factor, or with nullptr as it is.
+void copy_hidden(const FusedRows& rows, const float* factor, void* to, std::int64_t stride);
 
 /// The exps' part of grad_bias.
 void add_bias_gradient(const FusedRows& rows, const FusedGradient& gradient, bool is_first, double* grad_bias);
@@ -101,6 +105,16 @@ void add_bias_gradient(const FusedRows& rows, const FusedGradient& gradient, boo
 /// The targets' part of grad_head, [classes, features], and grad_bias, [classes]; nullptr where one is not wanted.
 /// Bitwise repeatable.
 void add_targets(const FusedRows& rows, void* grad_head, DType dtype, std::int64_t stride, double* grad_bias);
+
+/// Behind write_exps(): row_factor and target_logit, to the last elements of each row of exps.
+void keep_numbers(const FusedRows& rows, const FusedGradient& gradient);
+
+/// What write_exps() leaves where nothing is kept, from the numbers of keep_numbers(): row_factor, target_gradient and
+/// what add_targets() reads.
+void finish_kept_exps(const FusedRows& rows, const FusedGradient& gradient);
+
+/// The gradient of the logits, over their kept exps.
+void write_gradient_of_exps(const FusedRows& rows, const FusedGradient& gradient);
 
 /// The gradient of the logits in the backward.
 void write_gradient(const FusedRows& rows, const FusedGradient& gradient);

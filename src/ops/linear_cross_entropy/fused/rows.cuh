@@ -74,12 +74,14 @@ struct GradientOfRows {
   FusedGradient in;
   FusedMemory memory;
   bool is_shard;
+  bool is_kept;
 
   __device__ RowGradient<float> row(std::int64_t i, const SplitLse<float>& lse) const {
     RowGradientInputs<float> inputs{};
     inputs.target = targets.of(i);
     inputs.lse = lse;
-    inputs.grad_loss = weigh(in.grad_loss[i * in.grad_loss_stride], in.row_weight == nullptr ? 1.0f : in.row_weight[i]);
+    const float grad_loss = in.grad_loss == nullptr ? 1.0f : in.grad_loss[i * in.grad_loss_stride];
+    inputs.grad_loss = weigh(grad_loss, in.row_weight == nullptr ? 1.0f : in.row_weight[i]);
     if (in.grad_lse != nullptr) inputs.grad_lse = in.grad_lse[i];
     if (in.grad_entropy != nullptr) {
       inputs.grad_entropy = in.grad_entropy[i];
@@ -124,8 +126,10 @@ inline CrossEntropyTerms<float> terms_of(const FusedRows& rows) {
 }
 
 inline GradientOfRows gradient_of(const FusedRows& rows, const FusedGradient& gradient) {
-  return {Targets(rows), FastTransform(rows.options), terms_of(rows), rows.class_weight, gradient, rows.memory,
-          rows.is_shard};
+  return {Targets(rows),  FastTransform(rows.options),
+          terms_of(rows), rows.class_weight,
+          gradient,       rows.memory,
+          rows.is_shard,  rows.is_kept};
 }
 
 inline ExpProduct product_of(const FusedRows& rows) {

@@ -73,13 +73,17 @@ __device__ Lowering store_row(const GradientOfRows& rows, std::int64_t row, cons
   if constexpr (kHasExps) {
     const SplitLse<float> lse = split_lse(softmax_anchor(state.softmax.max), logf(state.softmax.sum));
     const RowGradient<float> gradient = rows.row(row, lse);
-    const bool is_nothing = gradient.softmax_factor == 0.0f && gradient.target_factor == 0.0f;
+    const bool is_nothing =
+        rows.is_kept ? rows.targets.is_ignored(row) : gradient.softmax_factor == 0.0f && gradient.target_factor == 0.0f;
     const float anchor = softmax_anchor(state.softmax.max);
-    // The softmax_factor of a shard, like the target's gradient, depends on the others.
-    const float of_softmax =
-        is_nothing ? 0.0f : (rows.is_shard ? 1.0f : gradient.softmax_factor) * rows.transform.scale;
+    // The softmax_factor of a shard, like the target's gradient, depends on the others; that of kept exps on the
+    // backward.
+    const bool is_later = rows.is_shard || rows.is_kept;
+    const float of_softmax = is_nothing ? 0.0f : (is_later ? 1.0f : gradient.softmax_factor) * rows.transform.scale;
     const bool has_none = rows.is_shard && state.softmax.sum == 0.0f;  // all logits are -infinity, and the exps 0
-    const auto is_usual = [](double value) { return value > 0x1p-100 && value < 0x1p95; };
+    // Room for a softmax_factor that comes later.
+    const double room = rows.is_kept ? 0x1p30 : 1.0;
+    const auto is_usual = [&](double value) { return value > 0x1p-100 * room && value < 0x1p95 / room; };
     const double exact_factor = double(of_softmax) / sums.sum;
     const double with_factor = rows.is_shard ? exact_factor * double(gradient.target_factor) : exact_factor;
     const bool is_in_range = is_usual(sums.sum) && (with_factor == 0.0 || is_usual(1.0 / fabs(with_factor)));
