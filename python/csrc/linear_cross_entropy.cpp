@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -136,6 +137,22 @@ std::vector<Tensor> forward(Inputs inputs, OptionalTensor normalizer, CallOption
   return tensors;
 }
 
+/// The outputs, and behind them what the forward keeps for backward_kept(), in at most `most_bytes`; negative: of all
+/// rows.
+std::vector<Tensor> forward_keep(Inputs inputs, OptionalTensor normalizer, CallOptions options, std::int64_t wanted,
+                                 std::int64_t most_bytes) {
+  LinearCrossEntropyForwardArgs args{.inputs = inputs_of(inputs, options),
+                                     .normalizer = optional_input(normalizer, {kOp, "normalizer"})};
+  std::vector<Tensor> tensors = make_outputs(args, wanted);
+  const LinearCrossEntropyKept kept = linear_cross_entropy_kept(
+      args, most_bytes < 0 ? std::numeric_limits<std::size_t>::max() : static_cast<std::size_t>(most_bytes));
+  NewTensor made = empty_output({kept.rows, kept.columns}, kept.dtype, args.inputs.hidden.device);
+  args.kept = made.view;
+  tensors.push_back(std::move(made.tensor));
+  run_counted<linear_cross_entropy_forward, &linear_cross_entropy_forward_workspace_bytes>(args, args.inputs);
+  return tensors;
+}
+
 /// What the forward gives, and behind it the gradients.
 std::vector<Tensor> forward_backward(Inputs inputs, OptionalTensor normalizer, CallOptions options, std::int64_t wanted,
                                      std::int64_t wanted_gradients) {
@@ -160,9 +177,8 @@ void run_backward(const LinearCrossEntropyBackwardArgs& args) {
 }
 
 /// Those that were not asked for have no elements: torch's older batching, that of is_grads_batched, takes no lists.
-std::tuple<Tensor, Tensor, Tensor> backward(Upstream upstream, Inputs inputs, Saved saved, CallOptions options,
-                                            std::int64_t wanted_gradients) {
-  LinearCrossEntropyBackwardArgs args = backward_args(upstream, inputs, saved, options);
+std::tuple<Tensor, Tensor, Tensor> gradients_of(LinearCrossEntropyBackwardArgs& args, const Inputs& inputs,
+                                                std::int64_t wanted_gradients) {
   std::vector<Tensor> made;
   args.gradients = make_gradients(inputs.hidden, args.inputs, wanted_gradients, made);
   run_backward(args);
@@ -177,11 +193,26 @@ std::tuple<Tensor, Tensor, Tensor> backward(Upstream upstream, Inputs inputs, Sa
   return {std::move(grad_hidden), std::move(grad_head), std::move(grad_bias)};
 }
 
+std::tuple<Tensor, Tensor, Tensor> backward(Upstream upstream, Inputs inputs, Saved saved, CallOptions options,
+                                            std::int64_t wanted_gradients) {
+  LinearCrossEntropyBackwardArgs args = backward_args(upstream, inputs, saved, options);
+  return gradients_of(args, inputs, wanted_gradients);
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_kept(Tensor kept, Upstream upstream, Inputs inputs, Saved saved,
+                                                 CallOptions options, std::int64_t wanted_gradients) {
+  LinearCrossEntropyBackwardArgs args = backward_args(upstream, inputs, saved, options);
+  args.kept = output(kept);
+  return gradients_of(args, inputs, wanted_gradients);
+}
+
 /// Adds the gradient of the head to the caller's tensor. The number of results is fixed, as torch.compile wants it of
 /// an operator that writes an argument: those that were not asked for have no elements.
 std::tuple<Tensor, Tensor> backward_accumulate(Tensor grad_head, Upstream upstream, Inputs inputs, Saved saved,
-                                               CallOptions options, std::int64_t wanted_gradients) {
+                                               CallOptions options, std::int64_t wanted_gradients,
+                                               OptionalTensor kept) {
   LinearCrossEntropyBackwardArgs args = backward_args(upstream, inputs, saved, options);
+  if (kept.has_value()) args.kept = output(*kept);
   const Device device = args.inputs.hidden.device;
   NewTensor grad_hidden = wanted_gradients & gradients::kHidden ? empty_like(inputs.hidden, args.inputs.hidden)
                                                                 : empty_output({0}, args.inputs.hidden.dtype, device);
@@ -288,6 +319,8 @@ void rescale(Written written, Tensor grad_loss) {
 
 void implement(Library& library) {
   library.impl("linear_cross_entropy_forward", EAVES_BOX(forward));
+  library.impl("linear_cross_entropy_forward_keep", EAVES_BOX(forward_keep));
+  library.impl("linear_cross_entropy_backward_kept", EAVES_BOX(backward_kept));
   library.impl("linear_cross_entropy_forward_backward", EAVES_BOX(forward_backward));
   library.impl("linear_cross_entropy_backward", EAVES_BOX(backward));
   library.impl("linear_cross_entropy_backward_accumulate", EAVES_BOX(backward_accumulate));
@@ -307,8 +340,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
               ", int outputs, int gradients) -> Tensor[]");
   library.def("linear_cross_entropy_backward(" EAVES_UPSTREAM ", " EAVES_INPUTS ", " EAVES_SAVED ", " EAVES_CALL
               ", int gradients) -> (Tensor, Tensor, Tensor)");
+  library.def("linear_cross_entropy_forward_keep(" EAVES_INPUTS ", Tensor? normalizer, " EAVES_CALL
+              ", int outputs, SymInt most_bytes) -> Tensor[]");
+  library.def("linear_cross_entropy_backward_kept(Tensor(a!) kept, " EAVES_UPSTREAM ", " EAVES_INPUTS
+              ", " EAVES_SAVED ", " EAVES_CALL ", int gradients) -> (Tensor, Tensor, Tensor)");
   library.def("linear_cross_entropy_backward_accumulate(Tensor(a!) grad_head, " EAVES_UPSTREAM ", " EAVES_INPUTS
-              ", " EAVES_SAVED ", " EAVES_CALL ", int gradients) -> (Tensor, Tensor)");
+              ", " EAVES_SAVED ", " EAVES_CALL ", int gradients, Tensor(b!)? kept=None) -> (Tensor, Tensor)");
   library.def("linear_cross_entropy_shard_forward(" EAVES_INPUTS ", " EAVES_CALL ", " EAVES_SHARD
               ", Tensor(a!) statistics) -> ()");
   library.def("linear_cross_entropy_shard_forward_backward(" EAVES_WRITTEN ", " EAVES_INPUTS

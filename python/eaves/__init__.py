@@ -4,6 +4,7 @@
     linear_cross_entropy(input, linear_weight, target, *, linear_bias=None, weight=None, reduction="mean", ...)
     linear_kl_div(hidden, head, teacher_hidden, teacher_head, *, targets=None, divergence="forward", ...)
     linear_log_prob(hidden, head, tokens, *, bias=None, temperature=None, outputs=(), ...)
+    linear_log_prob_loss(hidden, head, tokens, fn, *, entropy=False, boundaries=None, ...)
     log_prob(logits, tokens, *, temperature=None, outputs=(), ...)
     logsumexp(x, dim, keepdim=False, *, dtype=None)
     lrpe_cosine(x, theta, *, grid=None, extra_tokens=0, offset=0, positions=None, activation="none", ...)
@@ -30,6 +31,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_kl_div",
     "linear_log_prob",
+    "linear_log_prob_loss",
     "log_prob",
     "logsumexp",
     "lrpe_cosine",
@@ -52,6 +54,7 @@ if typing.TYPE_CHECKING:
         linear_cross_entropy,
         linear_kl_div,
         linear_log_prob,
+        linear_log_prob_loss,
         log_prob,
         logsumexp,
         lrpe_cosine,

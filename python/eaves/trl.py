@@ -36,7 +36,9 @@ replacement = Replacement(
 )
 
 
-def install(*, algorithm: str = "speed", workspace_bytes: int | None = None) -> Installed:
+def install(
+    *, algorithm: str = "speed", workspace_bytes: int | None = None, keep_bytes: int | None = None
+) -> Installed:
     """Lets TRL's trainers compute log-probabilities, entropies and their metrics with eaves.
 
     Log-probabilities, entropies and gradients are those of TRL's function, from the product's float32 sums; the
@@ -45,8 +47,9 @@ def install(*, algorithm: str = "speed", workspace_bytes: int | None = None) -> 
     TRL's `chunk_size` is not read: `workspace_bytes` says how much is computed at once.
 
     Args:
-        algorithm, workspace_bytes: as in eaves.linear_cross_entropy. With "speed" a frozen head (LoRA) takes two
-            products instead of three; a gradient of the entropy, which TRL's trainers do not take, two more.
+        algorithm, workspace_bytes, keep_bytes: as in eaves.linear_cross_entropy. With "speed" a frozen head (LoRA)
+            takes two products instead of three; a gradient of the entropy, which TRL's trainers do not take, two more.
+            "keep" takes three where the head learns, in 4 bytes for each logit: TRL's metrics need all of a row.
 
     Returns:
         A context manager, whose end undoes it. A second install takes new options.
@@ -56,8 +59,9 @@ def install(*, algorithm: str = "speed", workspace_bytes: int | None = None) -> 
         RuntimeError: it is a version that eaves does not know, or somebody else has replaced the function.
         ValueError, TypeError: an option is none of eaves.linear_cross_entropy.
     """
-    check_algorithm("linear_cross_entropy", algorithm, workspace_bytes)
-    apply = functools.partial(_apply, algorithm, workspace_bytes)
+    options = {"algorithm": algorithm, "workspace_bytes": workspace_bytes, "keep_bytes": keep_bytes}
+    check_algorithm("linear_cross_entropy", **options)
+    apply = functools.partial(_apply, options)
     return replacement.install(SimpleNamespace(apply=apply))
 
 
@@ -78,7 +82,7 @@ class _Call(NamedTuple):
     outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
-def _apply(algorithm: str, workspace_bytes: int | None, *arguments: Any) -> tuple[Tensor | None, ...]:
+def _apply(options: dict[str, Any], *arguments: Any) -> tuple[Tensor | None, ...]:
     """As ChunkedLogProbFunction.apply: the log-probabilities and all outputs; what `outputs` does not name is None."""
     hidden, weight, bias, targets, temperature, _, final_softcap, logit_scale, outputs = _Call(*arguments)
     if hasattr(weight, "ds_id"):
@@ -100,8 +104,7 @@ def _apply(algorithm: str, workspace_bytes: int | None, *arguments: Any) -> tupl
         out: Any = linear_cross_entropy(
             hidden, weight, targets, linear_bias=bias, reduction="none", scale=scale, softcap=softcap,
             outputs=tuple(_OUTPUTS[name] for name in names),
-            algorithm=algorithm, workspace_bytes=workspace_bytes,
-            grad_weight_dtype=None if hidden.dtype == torch.float64 else torch.float32,
+            grad_weight_dtype=None if hidden.dtype == torch.float64 else torch.float32, **options,
         )  # fmt: skip
     loss, *others = out if names else (out,)
     found = dict(zip(names, others))

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +25,15 @@ __all__ = ["install", "is_active", "uninstall"]
 replacement = Replacement("verl", ("0.9",), ("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy"))
 
 
-def install(*, algorithm: str = "auto", workspace_bytes: int | None = None) -> Installed:
+def install(*, algorithm: str = "auto", workspace_bytes: int | None = None, keep_bytes: int | None = None) -> Installed:
     """Lets verl compute log-probabilities and entropies with eaves.
 
     Numbers and gradients are those of verl's function; no log-probability is above 0, whatever the vocabulary.
 
     Args:
-        algorithm, workspace_bytes: as in eaves.linear_log_prob. Where the head is frozen (LoRA) and the entropy is for
-            metrics alone (entropy_coeff 0), "speed" takes two products instead of three.
+        algorithm, workspace_bytes, keep_bytes: as in eaves.linear_log_prob. Where the head is frozen (LoRA) and the
+            entropy is for metrics alone (entropy_coeff 0), "speed" takes two products instead of three. Where it
+            learns, "keep" takes three instead of four, in 2 bytes for each logit of a micro-batch.
 
     Returns:
         A context manager, whose end undoes it. A second install takes new options.
@@ -41,16 +43,16 @@ def install(*, algorithm: str = "auto", workspace_bytes: int | None = None) -> I
         RuntimeError: it is a version that eaves does not know.
         ValueError, TypeError: an option is none of eaves.linear_log_prob.
     """
-    check_algorithm("linear_log_prob", algorithm, workspace_bytes)
-    return replacement.install(functools.partial(_linear_cross_entropy, algorithm, workspace_bytes))
+    options = {"algorithm": algorithm, "workspace_bytes": workspace_bytes, "keep_bytes": keep_bytes}
+    check_algorithm("linear_log_prob", **options)
+    return replacement.install(functools.partial(_linear_cross_entropy, options))
 
 
 uninstall, is_active = replacement.uninstall, replacement.is_active
 
 
 def _linear_cross_entropy(
-    algorithm: str,
-    workspace_bytes: int | None,
+    options: dict[str, Any],
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -68,7 +70,7 @@ def _linear_cross_entropy(
     is_cast = hidden.dtype != weight.dtype and torch.is_autocast_enabled(hidden.device.type)
     with torch.autocast(hidden.device.type, enabled=is_cast):
         out = linear_log_prob(
-            hidden.flatten(0, -2), weight, labels.flatten(), temperature=temperature, outputs="entropy",
-            algorithm=algorithm, workspace_bytes=workspace_bytes, group=group,
+            hidden.flatten(0, -2), weight, labels.flatten(), temperature=temperature, outputs="entropy", group=group,
+            **options,
         )  # fmt: skip
     return out.log_prob, out.entropy

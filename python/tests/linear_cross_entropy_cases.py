@@ -237,6 +237,6 @@ LINEAR_CROSS_ENTROPY = Operator(
     has_workspace=True,
     has_second_derivative=False,
     follows_autocast=True,
-    parts=("linear_kl_div", "linear_log_prob"),
+    parts=("linear_kl_div", "linear_log_prob", "linear_log_prob_loss"),
     extension_calls=extension_calls,
 )

@@ -344,7 +344,9 @@ def test_under_autocast_a_second_derivative_of_the_head_is_refused_and_not_lost(
 def test_arguments_are_those_of_the_extension() -> None:
     for name, expected in (
         ("forward_backward", (*Forward._fields, "gradients")),
-        ("backward_accumulate", ("grad_head", *Backward._fields)),
+        ("backward_accumulate", ("grad_head", *Backward._fields, "kept")),
+        ("backward_kept", ("kept", *Backward._fields)),
+        ("forward_keep", (*Forward._fields, "most_bytes")),
     ):
         schema = getattr(torch.ops.eaves, f"linear_cross_entropy_{name}").default._schema
         assert [argument.name for argument in schema.arguments] == list(expected), name

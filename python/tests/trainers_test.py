@@ -411,7 +411,7 @@ def verl_on_a_rank(group: torch.distributed.ProcessGroup) -> tuple[Tensor, ...]:
     hidden, head, labels = rows_and_head((5,), 40, torch.float64, torch.device("cpu"))
     own = head[10 * group.rank() : 10 * group.rank() + 10].requires_grad_()
     hidden.requires_grad_()
-    log_prob, entropy = eaves.verl._linear_cross_entropy("auto", None, hidden, own, labels, 0.7, "none", group)
+    log_prob, entropy = eaves.verl._linear_cross_entropy({}, hidden, own, labels, 0.7, "none", group)
     (log_prob.sum() - 0.1 * entropy.sum()).backward()
     return log_prob.detach(), entropy.detach(), hidden.grad, own.grad
 
@@ -419,7 +419,7 @@ def verl_on_a_rank(group: torch.distributed.ProcessGroup) -> tuple[Tensor, ...]:
 def test_verl_has_a_vocabulary_in_pieces(cpu_ranks: Ranks) -> None:
     hidden, head, labels = rows_and_head((5,), 40, torch.float64, torch.device("cpu"))
     leaves = [hidden.requires_grad_(), head.requires_grad_()]
-    log_prob, entropy = eaves.verl._linear_cross_entropy("auto", None, *leaves, labels, 0.7)
+    log_prob, entropy = eaves.verl._linear_cross_entropy({}, *leaves, labels, 0.7)
     (log_prob.sum() - 0.1 * entropy.sum()).backward()
     log_probs, entropies, of_hidden, of_head = zip(*cpu_ranks.run(verl_on_a_rank), strict=True)
     for found, expected in (

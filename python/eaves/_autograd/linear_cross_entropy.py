@@ -1,9 +1,10 @@
 """The gradients of linear_cross_entropy. Fake implementations and batching rules are in
 _torch/linear_cross_entropy_rules.py, the operators over ranks in _parallel/linear_cross_entropy.py.
 
-There are two ways to the gradients, two torch.autograd.Functions here. `Recompute` keeps the arguments and two numbers
-for each row, and computes the logits again in the backward. `Speed` computes gradients in the forward, for an upstream
-gradient of 1, and multiplies them in the backward by the one that came; "memory" is that in smaller chunks.
+There are three ways to the gradients, three torch.autograd.Functions here. `Recompute` keeps the arguments and two
+numbers for each row, and computes the logits again in the backward. `Keep` keeps a number of each logit too, in a
+tensor that is saved like the others. `Speed` computes gradients in the forward, for an upstream gradient of 1, and
+multiplies them in the backward by the one that came; "memory" is that in smaller chunks.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from eaves._torch.registration import give_derivative, refuse_lost_derivatives
 from eaves._torch.transforms import is_batched
 
 _forward = torch.ops.eaves.linear_cross_entropy_forward.default
+_forward_keep = torch.ops.eaves.linear_cross_entropy_forward_keep.default
+_backward_kept = torch.ops.eaves.linear_cross_entropy_backward_kept.default
 _forward_backward = torch.ops.eaves.linear_cross_entropy_forward_backward.default
 _backward = torch.ops.eaves.linear_cross_entropy_backward.default
 _backward_accumulate = torch.ops.eaves.linear_cross_entropy_backward_accumulate.default
@@ -45,19 +48,21 @@ OP = "linear_cross_entropy"
 
 _Gradients = gradient_function(_backward)
 
-# The arguments of both Functions are the extension's (its outputs are those that are computed), and behind them: the
+# The arguments of all Functions are the extension's (its outputs are those that are computed), and behind them: the
 # gradients that the forward computes, the number tensor, the ShardArguments, the name of the function that the user
-# called, grad_weight_out, the outputs that the caller gets, and those of them that may have a gradient.
-_BEHIND = ("gradients", "number_tensor", "shard", "op", "grad_weight_out", "wanted", "followed")
+# called, how many bytes are kept (Keep alone; -1: what all rows take), grad_weight_out, the outputs that the caller
+# gets, and those of them that may have a gradient.
+_BEHIND = ("gradients", "number_tensor", "shard", "op", "keep_bytes", "grad_weight_out", "wanted", "followed")
 _FORWARD = slice(TENSORS.stop, -3)  # of the forward alone
 _REDUCTION = Forward._fields.index("reduction") - OPTIONS.start  # a small call has no time to make a record
 _NOTHING = (None,) * (len(Forward._fields) + len(_BEHIND) - len(GRADIENTS))  # behind the gradients
 
 
 def run_forward(tensors: tuple[Any, ...], arguments: Sequence[Any]) -> list[Tensor]:
-    """The loss and its outputs, the gradients that the bits name, and of a shard its Place. Behind the extension's
-    options and outputs are the gradients, the number tensor, the ShardArguments and the name of the function."""
-    *of_extension, gradients, number_tensor, shard, op = arguments
+    """The loss and its outputs, the gradients that the bits name, and of a shard its Place, or what is kept. Behind the
+    extension's options and outputs are the gradients, the number tensor, the ShardArguments, the name of the function
+    and how many bytes are kept."""
+    *of_extension, gradients, number_tensor, shard, op, keep_bytes = arguments
     hidden, head, *others = tensors
     if head.dtype != hidden.dtype:  # under torch.autocast
         head = head.to(hidden.dtype)
@@ -67,6 +72,8 @@ def run_forward(tensors: tuple[Any, ...], arguments: Sequence[Any]) -> list[Tens
         gradients = 0
     if shard is not None:
         overload, behind = ranks.forward, (gradients, *shard)
+    elif keep_bytes is not None:
+        overload, behind = _forward_keep, (keep_bytes,)
     elif gradients:
         overload, behind = _forward_backward, (gradients,)
     results: list[Tensor] = call(
@@ -85,17 +92,25 @@ def _split(results: list[Tensor], bits: int, shard: ShardArguments | None) -> tu
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor], is_loss_alone: bool = False) -> None:
     """Keeps the tensors and options from which a backward computes the logits again."""
     tensors, ctx.options = inputs[TENSORS], inputs[OPTIONS]
-    computed, gradients, number_tensor, ctx.shard, ctx.op, ctx.grad_weight_out, _, followed = inputs[OPTIONS.stop :]
+    computed, gradients, number_tensor, ctx.shard, ctx.op, keep_bytes, ctx.grad_weight_out, _, followed = inputs[
+        OPTIONS.stop :
+    ]
     ctx.wide, ctx.head_dtype = gradients & WIDE_HEAD, tensors[1].dtype
     ctx.is_compiled = torch.compiler.is_compiling()
     ctx.is_of_zero3 = not ctx.is_compiled and hasattr(tensors[1], "ds_id")
-    place = None if ctx.shard is None else output[-1]
-    ctx.save_for_backward(*tensors, *keep_outputs(ctx, output, computed, followed, is_loss_alone), number_tensor, place)
+    ctx.has_kept = keep_bytes is not None
+    last = output[-1] if ctx.has_kept or ctx.shard is not None else None
+    ctx.save_for_backward(*tensors, *keep_outputs(ctx, output, computed, followed, is_loss_alone), number_tensor, last)
 
 
 def _compute_again(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """The gradients from the tensors that `_save` kept."""
-    hidden, head, bias, *others, _, lse, entropy, target_mass, divisor, number_tensor, place = ctx.saved_tensors
+    hidden, head, bias, *others, _, lse, entropy, target_mass, divisor, number_tensor, last = ctx.saved_tensors
+    place, kept = (None, last) if ctx.shard is None else (last, None)
+    if kept is not None:
+        is_usable = ctx.has_kept and not torch.compiler.is_compiling() and not any(map(is_batched, given(*upstream)))
+        kept = kept.data if is_usable else None  # .data: it is written over, and that is no error of the caller's
+        ctx.has_kept = ctx.has_kept and upstream[2] is None
     refuse_zero3(ctx.op, head=head, bias=bias)
     head = head.to(hidden.dtype)
     saved: Sequence[Tensor | None] = (lse, entropy, target_mass, divisor)
@@ -103,9 +118,15 @@ def _compute_again(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor 
     bits = sum(bit for bit, needs in zip(GRADIENTS, ctx.needs_input_grad) if needs)
     arguments = (*upstream, hidden, head, bias, *others, *saved, *ctx.options)
     if ctx.grad_weight_out is not None and bits & OF_HEAD:
-        return _accumulate(ctx, arguments, bits & ~OF_HEAD, place)
+        return _accumulate(ctx, arguments, bits & ~OF_HEAD, place, kept)
     differentiable = given(*upstream, hidden, head, bias)
-    if place is None:
+    if kept is not None:
+        computed = gradients_of(
+            ctx.op,
+            lambda: call(ctx.op, _backward_kept, kept, *arguments, bits | ctx.wide, number_tensor=number_tensor),
+            *differentiable,
+        )
+    elif place is None:
         computed = dispatch(
             ctx.op, differentiable, _Gradients, _backward, *arguments, bits | ctx.wide, number_tensor=number_tensor
         )
@@ -123,7 +144,9 @@ def _handed_out(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | 
     return grad_hidden, None if grad_head is None else grad_head.to(ctx.head_dtype), grad_bias, *_NOTHING
 
 
-def _accumulate(ctx: Any, arguments: tuple[Any, ...], bits: int, place: Tensor | None) -> tuple[Tensor | None, ...]:
+def _accumulate(
+    ctx: Any, arguments: tuple[Any, ...], bits: int, place: Tensor | None, kept: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """The other gradients; that of the head is added to grad_weight_out."""
     out = ctx.grad_weight_out
     if torch.is_grad_enabled():
@@ -131,7 +154,7 @@ def _accumulate(ctx: Any, arguments: tuple[Any, ...], bits: int, place: Tensor |
             f"{ctx.op}: with grad_weight_out the gradient has no derivative (create_graph=True); leave it out"
         )
     if place is None:
-        grad_hidden, grad_bias = call(ctx.op, _backward_accumulate, out, *arguments, bits)
+        grad_hidden, grad_bias = call(ctx.op, _backward_accumulate, out, *arguments, bits, *given(kept))
     else:
         grad_hidden, grad_bias = call(ctx.op, ranks.backward_accumulate, out, *arguments, bits, place, *ctx.shard)
     torch.autograd.graph.increment_version(out)
@@ -161,6 +184,19 @@ class Recompute(torch.autograd.Function):
         return _compute_again(ctx, upstream)
 
 
+class Keep(torch.autograd.Function):
+    """The same, with what the backward multiplies by kept. A backward of an entropy writes over that, and a later one
+    computes the logits again."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        results = run_forward(arguments[TENSORS], arguments[_FORWARD])
+        _save(ctx, arguments, results)
+        return tuple(results[:-1])
+
+    backward = Recompute.backward
+
+
 class Speed(torch.autograd.Function):
     """The same, with the gradients that the bits `gradients` name computed in the forward, for an upstream gradient of
     1. The first backward hands them out; a later one, and one that needs more than a factor, computes again."""
@@ -168,7 +204,7 @@ class Speed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         results = run_forward(arguments[TENSORS], arguments[_FORWARD])
-        _, gradients, _, shard, _, _, wanted, _ = arguments[OPTIONS.stop :]
+        _, gradients, _, shard, _, _, _, wanted, _ = arguments[OPTIONS.stop :]
         ctx.bits = gradients & ~WIDE_HEAD
         outputs, computed_gradients = _split(results, ctx.bits, shard)
         _save(ctx, arguments, results, not wanted)
@@ -205,7 +241,7 @@ class Speed(torch.autograd.Function):
             refuse_zero3(ctx.op, head=ctx.saved_tensors[1])
         computed, ctx.gradients = ctx.gradients, None
         if computed is None:  # a later backward; without the outputs other kernels would run, and last places differ
-            again = (*ctx.options, ctx.computed, ctx.bits | ctx.wide, None, ctx.shard, ctx.op)
+            again = (*ctx.options, ctx.computed, ctx.bits | ctx.wide, None, ctx.shard, ctx.op, None)
             _, computed = _split(run_forward(ctx.saved_tensors[TENSORS], again), ctx.bits, ctx.shard)
         gradients = in_places(computed, ctx.bits)
         # Neither reads or writes anything if grad_loss is 1.
@@ -226,10 +262,10 @@ def _differentiable(*arguments: Any, number_tensor: Tensor | None = None) -> lis
     call = Forward(*arguments)
     needs_target_mass = call.targets.is_floating_point() or call.class_weight is not None
     computed = kept_for_backward(call.outputs, call.reduction, needs_target_mass)
-    behind = (computed, 0, number_tensor, None, OP, None, call.outputs, call.outputs)
+    behind = (computed, 0, number_tensor, None, OP, None, None, call.outputs, call.outputs)
     outputs = apply(OP, Recompute, *call[TENSORS], *call[OPTIONS], *behind)
     return in_order(outputs, computed, call.outputs)
 
 
 give_derivative(OP, _forward, _differentiable, "hidden", "head", "bias")
-refuse_lost_derivatives(OP, _forward_backward, _backward, _backward_accumulate, _rescale)
+refuse_lost_derivatives(OP, _forward_keep, _forward_backward, _backward, _backward_kept, _backward_accumulate, _rescale)

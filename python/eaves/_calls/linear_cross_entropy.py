@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eaves._algorithm import suits_speed_of
 from eaves._arguments import output_names, reduction_of
-from eaves._autograd.linear_cross_entropy import OP, Recompute, Speed, run_forward
+from eaves._autograd.linear_cross_entropy import OP, Keep, Recompute, Speed, run_forward
 from eaves._parallel.agreement import agree_on_placements
 from eaves._parallel.dtensor import Local, local_classes, local_rows, local_targets, over_ranks, told_to_ranks
 from eaves._parallel.fully_shard import is_hook_of_fully_shard
@@ -35,6 +35,7 @@ from eaves._torch.head import (
     check_grad_weight_out,
     check_overlap,
     checked_head,
+    keep_bytes_of,
     refuse_zero3,
     wide_head,
 )
@@ -95,6 +96,7 @@ class LinearCrossEntropyCall(NamedTuple):
     skip_ignored: bool = False
     grad_weight_dtype: torch.dtype | None = None
     grad_weight_out: Tensor | None = None
+    keep_bytes: int | None = None
     group: ProcessGroup | Shard | None = None
     classes: int | None = None
     # Of callers within eaves: lse and entropy get no gradient, and "auto" may be "speed".
@@ -175,6 +177,9 @@ def computed(call: LinearCrossEntropyCall, shard: ShardArguments | None = None) 
         call = _without_padding(call, call.classes)
     tensors, options, number_tensor, wanted, names, wide = _checked(call, shard)
     op, out, (hidden, head, bias, targets, class_weight, _, _) = call.op, call.grad_weight_out, tensors
+    keep_bytes = None
+    if call.algorithm == "keep" or call.keep_bytes is not None:
+        keep_bytes = keep_bytes_of(op, call.algorithm, call.keep_bytes, shard is not None)
     gradients = 0
     if torch.is_grad_enabled():
         for bit, each in zip(GRADIENTS, (hidden, head, bias)):
@@ -186,7 +191,7 @@ def computed(call: LinearCrossEntropyCall, shard: ShardArguments | None = None) 
     # Without gradients torch.func and forward mode may follow the call.
     if not gradients and (is_compiling or not needs_autograd()):
         bits = wanted
-        results: Sequence[Tensor] = run_forward(tensors, (*options, bits, 0, number_tensor, shard, op))
+        results: Sequence[Tensor] = run_forward(tensors, (*options, bits, 0, number_tensor, shard, op, None))
     else:
         # With class weights a block of classes without the target does not know the target's weight.
         bits = kept_for_backward(wanted, options[1], targets.is_floating_point() or class_weight is not None)
@@ -196,13 +201,18 @@ def computed(call: LinearCrossEntropyCall, shard: ShardArguments | None = None) 
             limit = _small_workspace(head.shape[0] if shard is None else 0)
         function: type[torch.autograd.Function] = Recompute
         if gradients and _is_speed(call, tensors, options[1], gradients, followed, limit, shard):
-            function, options = Speed, (*options[:4], limit)
+            function, options, keep_bytes = Speed, (*options[:4], limit), None
         else:
             gradients = 0
-        run = apply if out is None else uncompiled(op, apply)
+            if not is_compiling and is_transforming():
+                keep_bytes = None
+            if keep_bytes is not None:
+                function = Keep
+        run = apply if out is None and keep_bytes is None else uncompiled(op, apply)
         results = run(
-            op, function, *tensors, *options, bits, gradients | wide, number_tensor, shard, op, out, wanted, followed
-        )
+            op, function, *tensors, *options, bits, gradients | wide, number_tensor, shard, op, keep_bytes, out, wanted,
+            followed,
+        )  # fmt: skip
     if not names:
         loss: Tensor = results[0]
         return loss
@@ -297,7 +307,7 @@ def _is_speed(
 ) -> bool:
     """Whether the forward computes the gradients too, as the documentation of `algorithm` says."""
     algorithm, is_compiling = call.algorithm, torch.compiler.is_compiling()
-    if algorithm == "recompute" or (not is_compiling and is_transforming()):
+    if algorithm in ("recompute", "keep") or (not is_compiling and is_transforming()):
         return False
     hidden, head, _, targets, _, _, _ = tensors
     has_output_gradients = followed & (LSE | ENTROPY) != 0

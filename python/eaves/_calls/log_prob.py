@@ -78,6 +78,7 @@ class LogProbCall(NamedTuple):
     skip_ignored: bool = False
     grad_weight_dtype: torch.dtype | None = None
     grad_weight_out: Tensor | None = None
+    keep_bytes: int | None = None
 
     @property
     def with_rows(self) -> tuple[str, Any]:
@@ -143,7 +144,8 @@ def _of_loss(call: LogProbCall) -> Tensor | LogProbOutput:
             LinearCrossEntropyCall(
                 hidden=call.hidden, head=call.head, bias=call.bias, algorithm=call.algorithm,
                 workspace_bytes=call.workspace_bytes, skip_ignored=call.skip_ignored,
-                grad_weight_dtype=call.grad_weight_dtype, grad_weight_out=call.grad_weight_out, **of_both,
+                grad_weight_dtype=call.grad_weight_dtype, grad_weight_out=call.grad_weight_out,
+                keep_bytes=call.keep_bytes, **of_both,
             )
         )  # fmt: skip
     if not names:
@@ -307,11 +309,11 @@ def _in_shape_of_rows(op: str, temperature: Tensor, rows: Sequence[int], of: str
 def _head_options(call: LogProbCall, hidden: Tensor, head: Tensor) -> HeadOptions:
     """The options that linear_log_prob alone has."""
     op = call.op
-    check_algorithm(op, call.algorithm, call.workspace_bytes)
-    if call.algorithm == "speed":
+    check_algorithm(op, call.algorithm, call.workspace_bytes, call.keep_bytes)
+    if call.algorithm in ("speed", "keep"):
         raise NotImplementedError(
-            f'{op}: algorithm is "speed", which takes one token for each row and a number as temperature; expected '
-            '"auto", "memory" or "recompute"'
+            f'{op}: algorithm is "{call.algorithm}", which takes one token for each row and a number as temperature; '
+            'expected "auto", "memory" or "recompute"'
         )
     check_bool(op, "skip_ignored", call.skip_ignored)
     sums, out = accumulator_dtype(hidden.dtype), call.grad_weight_out

@@ -17,6 +17,7 @@ from eaves._torch.checks import (
     check_not_packed,
     check_shape,
     check_tensor,
+    index_of,
     name_of,
     refuse_gradient,
     said,
@@ -159,14 +160,29 @@ def workspace_of(op: str, workspace_bytes: int | None, device: torch.device) -> 
     return limit_of(op, workspace_bytes)
 
 
-_ALGORITHMS = ("auto", "speed", "memory", "recompute")
+_ALGORITHMS = ("auto", "speed", "memory", "recompute", "keep")
 
 
-def check_algorithm(op: str, algorithm: object, workspace_bytes: object) -> None:
-    """The checks of a call, of these two."""
-    algorithm_of(op, algorithm)
+def check_algorithm(op: str, algorithm: object, workspace_bytes: object, keep_bytes: object = None) -> None:
+    """The checks of a call, of these three."""
+    if algorithm_of(op, algorithm) == "keep" or keep_bytes is not None:
+        keep_bytes_of(op, algorithm, keep_bytes, False)
     if workspace_bytes is not None:
         limit_of(op, workspace_bytes)
+
+
+def keep_bytes_of(op: str, algorithm: object, keep_bytes: object, is_shard: bool) -> int:
+    """The most bytes that a forward keeps for the backward; -1: what all rows take."""
+    if algorithm not in ("keep", "auto"):
+        raise ValueError(f'{op}: keep_bytes is {keep_bytes!r}, expected None with algorithm "{algorithm}"')
+    if is_shard:
+        raise NotImplementedError(f'{op}: over ranks nothing is kept; expected neither "keep" nor keep_bytes')
+    if keep_bytes is None:
+        return -1
+    most = index_of(op, "keep_bytes", keep_bytes)
+    if most < 0:
+        raise ValueError(f"{op}: keep_bytes is {most}, expected at least 0, or None for what all rows take")
+    return most
 
 
 def algorithm_of(op: str, algorithm: object) -> str:

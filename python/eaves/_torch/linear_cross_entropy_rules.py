@@ -85,9 +85,14 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return empty_backward(Backward(*arguments))
 
 
+@register_fake("linear_cross_entropy_backward_kept")
+def _(kept: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    return empty_backward(Backward(*arguments))
+
+
 @register_fake("linear_cross_entropy_backward_accumulate")
 def _(grad_head: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    given = Backward(*arguments)
+    given = Backward(*arguments[: len(Backward._fields)])  # without `kept`
     grad_hidden = torch.empty_like(given.hidden) if given.gradients & OF_HIDDEN else given.hidden.new_empty(0)
     grad_bias = empty_bias_gradient(given.hidden, given.bias)
     return grad_hidden, grad_bias if given.gradients & OF_BIAS else grad_bias.new_empty(0)

@@ -9,6 +9,7 @@ from eaves.functional.cross_entropy import cross_entropy as cross_entropy
 from eaves.functional.linear_cross_entropy import LinearCrossEntropyLoss as LinearCrossEntropyLoss
 from eaves.functional.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from eaves.functional.linear_kl_div import linear_kl_div as linear_kl_div
+from eaves.functional.linear_log_prob_loss import linear_log_prob_loss as linear_log_prob_loss
 from eaves.functional.log_prob import linear_log_prob as linear_log_prob
 from eaves.functional.log_prob import log_prob as log_prob
 from eaves.functional.logsumexp import logsumexp as logsumexp

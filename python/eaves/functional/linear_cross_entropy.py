@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ignore_index: int | None
         algorithm: str
         workspace_bytes: int | None
+        keep_bytes: int | None
         skip_ignored: bool
         grad_weight_dtype: torch.dtype | None
 
@@ -84,6 +85,7 @@ def linear_cross_entropy(
     outputs: str | Sequence[str] = (),
     algorithm: str = "auto",
     workspace_bytes: int | None = None,
+    keep_bytes: int | None = None,
     skip_ignored: bool = False,
     grad_weight_dtype: torch.dtype | None = None,
     grad_weight_out: Tensor | None = None,
@@ -155,8 +157,15 @@ def linear_cross_entropy(
             gradient (a frozen head: two products instead of three), because what multiplies the rows comes with the
             backward; with float16, whose gradients would underflow before a loss scale multiplies them; and under
             torch.vmap and torch.func. Under torch.compile, "auto" is speed where workspace_bytes is not given.
+            "keep" is for the calls that "auto" recomputes: the forward keeps a number of each logit, the backward takes
+            two products, whatever the loss is. See keep_bytes.
         workspace_bytes: the most scratch memory that a call should take, in bytes; None: what suits the device. Where
             it is too little for the smallest chunk, the call takes what that needs.
+        keep_bytes: with "keep", the most that the forward keeps for the backward, in bytes; the logits of other rows
+            are computed again. None: what all rows take, 2 bytes for each logit on a GPU of compute capability 9.0 (of
+            a bfloat16 input, 4096 classes or more, without label_smoothing, probabilities, argmax, sum_sq, mean_logit,
+            and an entropy beside a softcap), else 4. "auto" with keep_bytes is keep where it would be recompute. Such
+            calls are not compiled by torch.compile; torch.vmap and torch.func recompute.
         skip_ignored: on a GPU, whether to leave out rows that are ignored or of weight 0 before anything is multiplied.
             The call then waits once for the device, for their number; a CUDA graph cannot wait, so all are computed
             there.
@@ -234,7 +243,7 @@ def linear_cross_entropy(
     call = LinearCrossEntropyCall(
         input, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, options, softcap,
         scale, z_loss, row_weight, normalizer, outputs, algorithm, workspace_bytes, skip_ignored, grad_weight_dtype,
-        grad_weight_out, group, classes,
+        grad_weight_out, keep_bytes, group, classes,
     )  # fmt: skip
     return loss_of_head(call)
 
@@ -250,8 +259,8 @@ class LinearCrossEntropyLoss(LossModule):
 
     Args:
         weight, ignore_index, reduction, label_smoothing, softcap, scale, z_loss, outputs, algorithm, workspace_bytes,
-            skip_ignored, grad_weight_dtype: as in eaves.linear_cross_entropy. They are checked when the module is
-            called.
+            keep_bytes, skip_ignored, grad_weight_dtype: as in eaves.linear_cross_entropy. They are checked when the
+            module is called.
 
     Example:
         >>> import torch, eaves

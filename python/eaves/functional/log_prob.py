@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         bias: Tensor | None
         algorithm: str
         workspace_bytes: int | None
+        keep_bytes: int | None
         skip_ignored: bool
         grad_weight_dtype: torch.dtype | None
         grad_weight_out: Tensor | None
@@ -164,6 +165,7 @@ def linear_log_prob(
     outputs: str | Sequence[str] = (),
     algorithm: str = "auto",
     workspace_bytes: int | None = None,
+    keep_bytes: int | None = None,
     skip_ignored: bool = False,
     grad_weight_dtype: torch.dtype | None = None,
     grad_weight_out: Tensor | None = None,
@@ -175,9 +177,10 @@ def linear_log_prob(
     all the logits: eaves.log_prob(hidden @ head.T + bias, tokens).
 
     It is -eaves.linear_cross_entropy(hidden, head, tokens, reduction="none"): logits are float32 sums of the product,
-    and no log-probability is above 0. Without gradients it is one matrix product, with them four, with a frozen head
-    two: see `algorithm`. With K tokens for each row, or a temperature for each, it is computed in chunks of rows, and
-    nothing is kept but numbers of the rows: four products too, with a frozen head three.
+    and no log-probability is above 0. Without gradients it is one matrix product, with them four, with algorithm="keep"
+    three, with a frozen head two: see `algorithm`. With K tokens for each row, or a temperature for each, it is
+    computed in chunks of rows, and nothing is kept but numbers of the rows: four products too, with a frozen head
+    three.
 
     Args:
         hidden: [..., D], any strides, on the CPU or a CUDA GPU; float16, bfloat16, float32 or float64.
@@ -188,10 +191,11 @@ def linear_log_prob(
         algorithm: how gradients are computed, as in eaves.linear_cross_entropy. Where head and bias have none, "speed"
             computes that of hidden in the forward: two products instead of three. "auto" does so but for calls with the
             output "entropy", because a gradient of the entropy would need the logits again. With K tokens, or a
-            temperature for each row, there is "recompute" alone: "auto" and "memory" are that, and "speed" is refused.
-        workspace_bytes, skip_ignored, grad_weight_dtype, grad_weight_out: as in eaves.linear_cross_entropy. With K
-            tokens, or a temperature for each row, chunks are cut for workspace_bytes; None: 512 MiB on a GPU, 32 MiB on
-            the CPU.
+            temperature for each row, there is "recompute" alone: "auto" and "memory" are that, and "speed" and "keep"
+            are refused.
+        workspace_bytes, keep_bytes, skip_ignored, grad_weight_dtype, grad_weight_out: as in
+            eaves.linear_cross_entropy. With K tokens, or a temperature for each row, chunks are cut for
+            workspace_bytes; None: 512 MiB on a GPU, 32 MiB on the CPU.
         group, classes: as in eaves.linear_cross_entropy: a head that is cut over ranks.
 
     Returns:
@@ -212,6 +216,6 @@ def linear_log_prob(
     call = LogProbCall(
         "linear_log_prob", None, hidden, head, bias, tokens, temperature, softcap, scale, ignore_index, outputs, group,
         classes, algorithm=algorithm, workspace_bytes=workspace_bytes, skip_ignored=skip_ignored,
-        grad_weight_dtype=grad_weight_dtype, grad_weight_out=grad_weight_out,
+        grad_weight_dtype=grad_weight_dtype, grad_weight_out=grad_weight_out, keep_bytes=keep_bytes,
     )  # fmt: skip
     return log_probs_of(call)

@@ -157,7 +157,8 @@ inline std::size_t limit_without_workspace(const LinearCrossEntropyShape& shape)
   const LinearCrossEntropyPolicy& policy = policy_of(shape.device);
   const std::size_t rows = per_row_bytes(shape);
   if (shape.is_backward()) {
-    return rows + (shape.classes < policy.wide_classes ? policy.backward_bytes : policy.wide_backward_bytes);
+    const bool is_wide = shape.classes >= policy.wide_classes && shape.kept_rows == 0;  // memory is short with a part
+    return rows + (is_wide ? policy.wide_backward_bytes : policy.backward_bytes);
   }
   if (shape.is_shard && shape.classes != shape.all_classes) {
     // As many rows as one call with all classes would have, but for what a shard's may have more, which is little. (The

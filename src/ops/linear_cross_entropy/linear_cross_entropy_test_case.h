@@ -641,7 +641,9 @@ class LinearCrossEntropyComparison {
                                  const Matrix& actual, const std::string& name, double& share) {
     // The roundings of a GPU's logits are not those of that product: luck decides more.
     constexpr std::size_t kFewFactors = 256, kFewElementsOfGpu = 4096;
-    const double kMost = has_gradient_of_exps_ ? 1.4 : 1.15;  // of the contract
+    // Of the contract. A gradient that is made of exps, which are rounded too, has twice that where the entropy's
+    // outweighs the loss'.
+    const double kMost = has_gradient_of_exps_ ? 2.3 : 1.15;
     if (product.factor.values.size() < kFewFactors) return true;
     if (case_.device.type == DeviceType::cuda && exact.values.size() < kFewElementsOfGpu) return true;
     const RoundedProduct bound{case_.dtype, alpha, product.chunk,

@@ -1,0 +1,85 @@
+"""eaves.linear_log_prob_loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eaves._arguments import answers_missing, refuse_unknown
+from eaves._calls.linear_log_prob_loss import LogProbLossCall, loss_of_log_probs
+from eaves._calls.log_prob import LogProbCall
+
+
+@answers_missing
+def linear_log_prob_loss(
+    hidden: Tensor,
+    head: Tensor | torch.nn.Linear,
+    tokens: Tensor,
+    fn: Callable[[Tensor, Any, slice], Tensor],
+    *,
+    entropy: bool = False,
+    boundaries: Sequence[int] | Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    ignore_index: int = -100,
+    keep_bytes: int | None = None,
+    workspace_bytes: int | None = None,
+    skip_ignored: bool = False,
+    grad_weight_dtype: torch.dtype | None = None,
+    **unknown: object,
+) -> Tensor:
+    """Any loss of the log-probabilities of tokens (GRPO, PPO, CISPO, DPO, GSPO, focal weights), with three matrix
+    products in bounded memory: the sum of fn over chunks of rows.
+
+    A chunk is computed by eaves.linear_log_prob, and autograd takes fn's derivative with respect to its
+    log-probabilities and entropies, from which the chunk's gradients follow before the next chunk begins. So gradients
+    are computed in the forward, and the backward multiplies them by dL/d(loss). It equals fn of all rows where fn is a
+    sum over rows, or over groups of rows that `boundaries` holds together.
+
+    Args:
+        hidden: [N, ..., D], as in eaves.linear_log_prob. Chunks are parts of the first axis: with [B, T, D] sequences
+            are never cut, with [B // 2, 2, T, D] neither are pairs.
+        head, bias: as in eaves.linear_log_prob.
+        tokens: int32 or int64, [N, ...].
+        fn: fn(log_prob, entropy, rows) gives the loss of the rows hidden[rows], a scalar. log_prob is
+            [len(rows), ...], float32 (float64 for float64), entropy likewise, or None without `entropy`; rows is a
+            slice of the first axis, for the rows of advantages, masks and old log-probabilities. Gradients reach
+            log_prob and entropy alone: other tensors of fn get none.
+        entropy: whether fn gets entropies.
+        boundaries: optional, of packed sequences: cu_seqlens, [0, ..., N]. Chunks end there only. A tensor on a GPU is
+            waited for.
+        temperature, softcap, scale, ignore_index: as in eaves.linear_log_prob. Ignored tokens have log_prob 0.
+        keep_bytes: how many rows a chunk has follows from what it keeps, 2 bytes for each logit; None: 600 MiB. Rows of
+            a longer group beyond it are computed twice.
+        workspace_bytes, skip_ignored, grad_weight_dtype: as in eaves.linear_cross_entropy. Each chunk rounds the sums
+            of the head's gradient, but for grad_weight_dtype=torch.float32.
+
+    Returns:
+        The sum of fn's losses, a scalar. It has one backward.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError: as eaves.linear_log_prob, and where fn
+            returns no scalar. RuntimeError: a second backward.
+
+    Example:
+        >>> import torch, eaves
+        >>> hidden, head = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.tensor([[2.0, 0.0], [0.0, 0.5], [-1.0, 0.0]])
+        >>> advantages = torch.tensor([1.0, -0.5])
+        >>> eaves.linear_log_prob_loss(
+        ...     hidden, head, torch.tensor([0, 2]), lambda log_prob, _, rows: -(advantages[rows] * log_prob).sum()
+        ... )
+        tensor(-0.6059)
+    """
+    if unknown:
+        refuse_unknown("linear_log_prob_loss", unknown, linear_log_prob_loss)
+    of_rows = LogProbCall(
+        "linear_log_prob", None, hidden, head, bias, tokens, temperature, softcap, scale, ignore_index,
+        ("entropy",) if entropy else (), algorithm="keep", keep_bytes=keep_bytes, workspace_bytes=workspace_bytes,
+        skip_ignored=skip_ignored, grad_weight_dtype=grad_weight_dtype,
+    )  # fmt: skip
+    return loss_of_log_probs(LogProbLossCall(of_rows, fn, boundaries, grad_weight_dtype))
