@@ -29,7 +29,8 @@ WITHOUT_BIAS = ("liger-scaled", "cut-cross-entropy", "quack")
 def _eaves(algorithm: str) -> Callable[[Any, Row], Forward]:
     def make(function: Any, row: Row) -> Forward:
         # The backward alone of an algorithm that computes gradients in the forward does nothing.
-        keywords: dict[str, Any] = {"algorithm": "recompute" if row.mode == "bwd" else algorithm}
+        is_alone = row.mode == "bwd" and algorithm != "keep"
+        keywords: dict[str, Any] = {"algorithm": "recompute" if is_alone else algorithm}
         if "workspace_mib" in row.options:
             keywords["workspace_bytes"] = row.options["workspace_mib"] * 2**20
         return lambda x, weight, target, bias=None: function(x, weight, target, linear_bias=bias, **keywords)
@@ -103,6 +104,10 @@ def _not_both(row: Row) -> str:
     return "" if row.mode == "fwd+bwd" and not _bounded(row) else "the same as eaves"
 
 
+def _not_backward(row: Row) -> str:
+    return "" if row.mode == "bwd" else "the same as eaves, or three products as eaves takes"
+
+
 _LCE = "eaves:linear_cross_entropy"
 _TORCH = Provider("torch", "torch.nn:functional", _torch, lacks=_bounded)
 _LIGER = "liger_kernel.ops:LigerFusedLinearCrossEntropyFunction"
@@ -120,6 +125,7 @@ PROVIDERS = (
     Provider("eaves", _LCE, _eaves("auto")),
     Provider("eaves-memory", _LCE, _eaves("memory"), lacks=_not_both),
     Provider("eaves-recompute", _LCE, _eaves("recompute"), lacks=_not_both),
+    Provider("eaves-keep", _LCE, _eaves("keep"), lacks=_not_backward),
     _TORCH,
     compiled(_TORCH),
     Provider("torch-chunked", "torch.nn:LinearCrossEntropyOptions", _torch_chunked, lacks=_at_once),

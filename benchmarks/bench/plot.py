@@ -39,8 +39,9 @@ _COLOURS = (
 )
 _MARKS = "osD^vPX*<>ph8dH"
 _NAMES = list(dict.fromkeys(provider.name for operator in OPERATORS for provider in operator.providers))
-_NAMES.sort(key=lambda name: (is_peer(name), not name.startswith("torch"), name == "fla-weight-dtype"))
-"""A name's place is its colour and mark. The newest is the last, and the others keep theirs."""
+_NEWEST = ("fla-weight-dtype", "eaves-keep", "eaves-keep-half", "eaves-function")
+_NAMES.sort(key=lambda name: (name in _NEWEST and 1 + _NEWEST.index(name), is_peer(name), not name.startswith("torch")))
+"""A name's place is its colour and mark. The newest are the last, and the others keep theirs."""
 
 _RATIO_TICKS: dict[Kind, tuple[float, ...]] = {
     "ms": (0.95, 1, 1.1, 1.25, 1.5, 2),

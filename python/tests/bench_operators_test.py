@@ -196,6 +196,10 @@ def test_what_providers_lack_is_named() -> None:
     }
     assert lacking(LLP, *(row_of(LLP, mode, **options) for mode, options in linear_log_prob.KINDS)) == {
         "eaves-recompute": ["the same as eaves", "the same as eaves", ""],
+        **{
+            f"eaves-{way}": ["", "the same as eaves", "eaves takes two products"]
+            for way in ("keep", "keep-half", "function")
+        },
         "liger": ["no entropy", "no entropy", ""],
     }
     able = [each.name for each in BY_NAME[LCE].providers if not each.lacks(row_of(LCE, "bwd"))]
