@@ -342,8 +342,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eaves, library) {
               ", int gradients) -> (Tensor, Tensor, Tensor)");
   library.def("linear_cross_entropy_forward_keep(" EAVES_INPUTS ", Tensor? normalizer, " EAVES_CALL
               ", int outputs, SymInt most_bytes) -> Tensor[]");
-  library.def("linear_cross_entropy_backward_kept(Tensor(a!) kept, " EAVES_UPSTREAM ", " EAVES_INPUTS
-              ", " EAVES_SAVED ", " EAVES_CALL ", int gradients) -> (Tensor, Tensor, Tensor)");
+  library.def("linear_cross_entropy_backward_kept(Tensor(a!) kept, " EAVES_UPSTREAM ", " EAVES_INPUTS ", " EAVES_SAVED
+              ", " EAVES_CALL ", int gradients) -> (Tensor, Tensor, Tensor)");
   library.def("linear_cross_entropy_backward_accumulate(Tensor(a!) grad_head, " EAVES_UPSTREAM ", " EAVES_INPUTS
               ", " EAVES_SAVED ", " EAVES_CALL ", int gradients, Tensor(b!)? kept=None) -> (Tensor, Tensor)");
   library.def("linear_cross_entropy_shard_forward(" EAVES_INPUTS ", " EAVES_CALL ", " EAVES_SHARD

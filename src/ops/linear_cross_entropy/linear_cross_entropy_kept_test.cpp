@@ -51,7 +51,9 @@ TEST_P(LinearCrossEntropyKept, LogitsMatchTheOracle) {
   for (const DType dtype : {DType::float32, DType::bfloat16, DType::float16}) {
     LinearCrossEntropyCase base{.device = device(), .dtype = dtype, .row_shape = {5, 7}, .classes = 71};
     base.wanted.bias = false;
-    with_each_option(base, {Reduction::none, Reduction::sum, Reduction::mean}, [](const LinearCrossEntropyCase& c) { check_kept(c, {0, 18, 35, 50}); });
+    with_each_option(base, {Reduction::none, Reduction::sum, Reduction::mean}, [](const LinearCrossEntropyCase& c) {
+      check_kept(c, {0, 18, 35, 50});
+    });
     base.options.label_smoothing = 0.1;
     check_kept(base, {18, 35});
     base.targets_dtype = DType::float32;
