@@ -203,7 +203,7 @@ def test_what_providers_lack_is_named() -> None:
         "liger": ["no entropy", "no entropy", ""],
     }
     able = [each.name for each in BY_NAME[LCE].providers if not each.lacks(row_of(LCE, "bwd"))]
-    assert able == ["eaves", "torch", "torch.compile", "liger-scaled", "cut-cross-entropy"]
+    assert able == ["eaves", "eaves-keep", "torch", "torch.compile", "liger-scaled", "cut-cross-entropy"]
 
 
 def test_quack_is_its_one_kernel_for_a_sum_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
